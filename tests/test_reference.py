@@ -1,0 +1,236 @@
+"""The oracle itself, against worked examples and a second, scalar reading of the specification."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from putget import reference
+
+
+def ids(*rows: list[int], dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    return torch.tensor(rows, dtype=dtype)
+
+
+def scalar_route(topk_ids, table, ep_size, active, num_valid):  # type: ignore[no-untyped-def]
+    """The specification's sentences, one token and one k at a time."""
+    sent = [0] * ep_size
+    target_ranks, target_slots, clean, invalid = [], [], [], 0
+    for token, row in enumerate(topk_ids):
+        seen: set[int] = set()
+        target_ranks.append([])
+        target_slots.append([])
+        clean.append([])
+        for expert in row:
+            if token >= num_valid:
+                expert = -1
+            elif expert != -1 and not 0 <= expert < len(table):
+                invalid += 1
+                expert = -1
+            clean[-1].append(expert)
+            rank = table[expert] if expert >= 0 else -1
+            if rank >= 0 and active[rank] and rank not in seen:
+                seen.add(rank)
+                target_ranks[-1].append(rank)
+                target_slots[-1].append(sent[rank])
+            else:
+                target_ranks[-1].append(-1)
+                target_slots[-1].append(-1)
+        for rank in seen:
+            sent[rank] += 1
+    return target_ranks, target_slots, sent, invalid, clean
+
+
+def test_default_table_is_contiguous_blocks() -> None:
+    assert reference.default_expert_to_rank(8, 4).tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert reference.default_expert_to_rank(7, 4).tolist() == [0, 0, 1, 1, 2, 2, 3]
+    assert reference.default_expert_to_rank(9, 4).tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    assert reference.default_expert_to_rank(2, 4).tolist() == [0, 1]
+    with pytest.raises(ValueError, match="num_experts"):
+        reference.default_expert_to_rank(0, 4)
+
+
+def test_first_k_owns_the_slot_and_duplicates_are_minus_one() -> None:
+    table = reference.default_expert_to_rank(8, 4)
+    routing = reference.route(ids([6, 7, 0], [1, 0, 7], [2, 3, 2]), table, 4)
+    assert routing.target_ranks.tolist() == [[3, -1, 0], [0, -1, 3], [1, -1, -1]]
+    assert routing.target_slots.tolist() == [[0, -1, 0], [1, -1, 1], [0, -1, -1]]
+    assert routing.rows_per_rank.tolist() == [2, 1, 0, 2]
+    assert routing.target_ranks.dtype == routing.target_slots.dtype == routing.clean_ids.dtype == torch.int32
+
+
+def test_invalid_ids_are_counted_and_not_truncated() -> None:
+    table = reference.default_expert_to_rank(4, 2)
+    wide = ids([2**32 + 3, -1], [-2, 3], [4, -(2**63)], dtype=torch.int64)
+    routing = reference.route(wide, table, 2)
+    assert routing.num_invalid == 4
+    assert routing.clean_ids.tolist() == [[-1, -1], [-1, 3], [-1, -1]]
+    assert routing.rows_per_rank.tolist() == [0, 1]
+
+
+def test_padding_has_no_expert_and_is_not_counted_as_invalid() -> None:
+    table = reference.default_expert_to_rank(4, 2)
+    routing = reference.route(ids([0, 3], [99, 1]), table, 2, num_valid_tokens=1)
+    assert routing.num_invalid == 0
+    assert routing.clean_ids.tolist() == [[0, 3], [-1, -1]]
+    assert routing.rows_per_rank.tolist() == [1, 1]
+
+
+def test_experts_on_inactive_ranks_are_skipped_but_their_ids_delivered() -> None:
+    table = reference.default_expert_to_rank(4, 2)
+    routing = reference.route(ids([2, 0], [3, 2]), table, 2, active=[True, False])
+    assert routing.target_ranks.tolist() == [[-1, 0], [-1, -1]]
+    assert routing.clean_ids.tolist() == [[2, 0], [3, 2]]
+    with pytest.raises(ValueError, match="active"):
+        reference.route(ids([2, 0]), table, 2, active=[True])
+    with pytest.raises(ValueError, match="topk_ids"):
+        reference.route(ids([2, 0])[0], table, 2)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_route_agrees_with_the_scalar_reading(data: st.DataObject) -> None:
+    ep_size = data.draw(st.integers(1, 9))
+    table = data.draw(st.lists(st.integers(0, ep_size - 1), min_size=1, max_size=20))
+    top_k = data.draw(st.integers(1, 9))
+    expert = st.integers(-3, len(table) + 2)
+    rows = data.draw(st.lists(st.lists(expert, min_size=top_k, max_size=top_k), max_size=12))
+    active = data.draw(st.lists(st.booleans(), min_size=ep_size, max_size=ep_size))
+    num_valid = data.draw(st.integers(0, 12))
+    topk_ids = torch.tensor(rows, dtype=torch.int64).reshape(len(rows), top_k)
+    routing = reference.route(topk_ids, torch.tensor(table, dtype=torch.int32), ep_size, active, num_valid)
+    ranks, slots, sent, invalid, clean = scalar_route(rows, table, ep_size, active, num_valid)
+    assert routing.target_ranks.tolist() == ranks
+    assert routing.target_slots.tolist() == slots
+    assert routing.rows_per_rank.tolist() == sent
+    assert routing.num_invalid == invalid
+    assert routing.clean_ids.tolist() == clean
+
+
+def test_dispatch_puts_each_row_once_in_its_own_split() -> None:
+    table = reference.default_expert_to_rank(4, 2)
+    sent = [
+        reference.Sent(
+            topk_ids=ids([0, 1], [3, 0]),
+            topk_weights=torch.tensor([[0.1, 0.2], [0.3, 0.4]]),
+            payloads=(torch.tensor([10, 11]), torch.tensor([[True], [False]])),
+        ),
+        reference.Sent(
+            topk_ids=ids([-1, 2]),
+            topk_weights=torch.tensor([[0.5, 0.6]]),
+            payloads=(torch.tensor([20]), torch.tensor([[True]])),
+        ),
+    ]
+    _, arrived = reference.dispatch(sent, table, max_rows=[2, 3])
+    assert arrived[0].num_tokens.tolist() == [2, 0]
+    assert arrived[1].num_tokens.tolist() == [1, 1]
+    assert arrived[0].topk_ids.tolist() == [[[0, 1], [3, 0]], [[-1, -1], [-1, -1]]]
+    assert arrived[1].topk_ids[:, 0].tolist() == [[3, 0], [-1, 2]]
+    assert arrived[0].payloads[0].tolist() == [[10, 11], [0, 0]]
+    assert arrived[1].payloads[0].tolist() == [[11, 0, 0], [20, 0, 0]]
+    assert arrived[1].payloads[1].shape == (2, 3, 1)
+    assert arrived[1].payloads[1].dtype == torch.bool
+    assert arrived[1].topk_weights[1, 0].tolist() == pytest.approx([0.5, 0.6])
+    with pytest.raises(ValueError, match="source 0 sends 2 rows to rank 0, max_rows there is 1"):
+        reference.dispatch(sent, table, max_rows=1)
+    with pytest.raises(ValueError, match="max_rows"):
+        reference.dispatch(sent, table, max_rows=[1])
+
+    _, without_0 = reference.dispatch(sent, table, max_rows=2, active=[False, True])
+    assert without_0[0].num_tokens.tolist() == [0, 0]
+    assert without_0[1].num_tokens.tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("count", range(1, 33))
+def test_tree_sum_has_the_bits_of_the_written_tree(count: int) -> None:
+    generator = np.random.default_rng(count)
+    leaves = generator.standard_normal((count, 64)) * 2.0 ** generator.integers(-12, 12, (count, 64))
+    leaves = leaves.astype(np.float32)
+
+    def tree(first: int, size: int) -> np.ndarray:
+        # The left half is the largest power of two below size: carrying odd nodes up gives this very tree.
+        if size == 1:
+            return leaves[first]
+        left = 1 << (size - 1).bit_length() - 1
+        return tree(first, left) + tree(first + left, size - left)
+
+    got = reference.tree_sum([torch.from_numpy(leaf) for leaf in leaves])
+    assert np.array_equal(got.numpy().view(np.uint32), tree(0, count).view(np.uint32))
+
+
+def test_tree_sum_order_is_observable() -> None:
+    big, one = torch.tensor([2.0**25]), torch.tensor([1.0])
+    assert reference.tree_sum([big, one, -big, one]).item() == 0.0
+    assert reference.tree_sum([big, -big, one, one]).item() == 2.0
+    assert reference.tree_sum([one, one, big, -big, one]).item() == 3.0
+    with pytest.raises(ValueError, match="leaves"):
+        reference.tree_sum([])
+
+
+@pytest.mark.parametrize("dtype", reference.OUTPUT_DTYPES, ids=str)
+def test_combine_adds_in_float32_and_rounds_once(dtype: torch.dtype) -> None:
+    table = torch.tensor([0, 1, 2])
+    routing = reference.route(ids([0, 1, 2], [2, 2, -1], [-1, -1, -1]), table, 3)
+    half_ulp = torch.finfo(dtype).eps / 2
+    rows = [torch.zeros(3, size, 2, dtype=dtype) for size in (3, 2, 4)]
+    rows[0][1, 0] = 1
+    rows[1][1, 0] = half_ulp
+    rows[2][1, 0] = half_ulp
+    rows[2][1, 1] = 7
+    out = reference.combine(routing, rows, 1)
+    assert out.dtype == dtype
+    # Rounding after every addition would lose both halves in bfloat16 and float16; float32 itself does lose them.
+    first = 1 if dtype == torch.float32 else 1 + 2 * half_ulp
+    assert out.tolist() == [[first, first], [7, 7], [0, 0]]
+    assert reference.combine(routing, rows, 1, torch.ones(3, 2, dtype=dtype))[1:].tolist() == [[8, 8], [1, 1]]
+    with pytest.raises(ValueError, match="rows"):
+        reference.combine(routing, [held.double() for held in rows], 1)
+
+
+def test_combine_of_no_rows_is_positive_zero() -> None:
+    table = torch.tensor([0])
+    rows = [torch.full((1, 1, 1), -0.0)]
+    no_expert = reference.combine(reference.route(ids([-1, -1]), table, 1), rows, 0)
+    one_k = reference.combine(reference.route(ids([0]), table, 1), rows, 0)
+    two_k = reference.combine(reference.route(ids([0, 0]), table, 1), rows, 0)
+    assert [torch.signbit(value).item() for value in (no_expert, one_k, two_k)] == [False, True, False]
+
+
+def test_dispatch_experts_combine_equals_the_dense_layer() -> None:
+    torch.manual_seed(0)
+    ep_size, num_experts, top_k, hidden_size = 4, 10, 4, 8
+    weight = torch.randn(num_experts, hidden_size, 6)
+    table = reference.default_expert_to_rank(num_experts, ep_size)
+    sent = [
+        reference.Sent(
+            topk_ids=torch.stack([torch.randperm(num_experts)[:top_k] for _ in range(tokens)]).int(),
+            topk_weights=torch.rand(tokens, top_k),
+            payloads=(torch.randn(tokens, hidden_size),),
+        )
+        for tokens in (3, 1, 5, 2)
+    ]
+    routings, arrived = reference.dispatch(sent, table, max_rows=5)
+    rows = []
+    for rank, got in enumerate(arrived):
+        produced = torch.zeros(ep_size, 5, 6)
+        for k in range(top_k):
+            expert = got.topk_ids[:, :, k].long()
+            here = (expert >= 0) & (table[expert.clamp(min=0)] == rank)
+            term = torch.einsum("srh,srho->sro", got.payloads[0], weight[expert.clamp(min=0)])
+            produced += torch.where(here[..., None], term * got.topk_weights[:, :, k, None], 0.0)
+        rows.append(produced)
+    for rank, mine in enumerate(sent):
+        dense = reference.dense_moe(
+            mine.payloads[0], mine.topk_ids, mine.topk_weights, lambda expert, held: held @ weight[expert]
+        )
+        torch.testing.assert_close(reference.combine(routings[rank], rows, rank), dense)
+
+
+def test_dense_layer_without_experts_is_zero() -> None:
+    hidden = torch.randn(2, 3, dtype=torch.bfloat16)
+    out = reference.dense_moe(hidden, ids([-1], [-1]), torch.ones(2, 1), lambda _, rows: rows)
+    assert out.dtype == torch.float32
+    assert not out.any()
