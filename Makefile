@@ -1,0 +1,87 @@
+# Every target does its own set-up: with git, make, a C++ compiler and Python >= 3.10 on the machine, nothing else has to
+# be installed by hand. All of it lands in this checkout (.venv, .tools, build), apart from uv's shared download cache.
+
+PYTHON ?= python3
+PUTGET_CUDA ?= AUTO
+PUTGET_WERROR ?= OFF
+PYTEST_ARGS ?=
+DEMO_ARGS ?=
+
+MAKEFLAGS += --no-print-directory
+BIN := $(CURDIR)/.venv/bin
+UV := $(or $(shell command -v uv 2>/dev/null),$(CURDIR)/.tools/uv)
+# The machine's Python is used, never a downloaded one.
+UV_ENV := UV_PYTHON_DOWNLOADS=never
+INSTALLED := .venv/.installed
+CPP_FILES = $(shell find native tests -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu')
+
+.PHONY: help demo test build spin lint lint-ruff lint-format lint-types lint-cpp lint-spelling format hooks wheel clean distclean
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: build ## Run the main job: 8 CPU ranks, or this machine's GPUs (DEMO_ARGS=...)
+	@$(BIN)/python -m putget demo $(DEMO_ARGS)
+
+test: build spin ## Run the tests; those marked gpu skip where there is no GPU (PYTEST_ARGS=...)
+	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+build: $(INSTALLED) ## Compile the native library into python/putget (PUTGET_CUDA=AUTO|ON|OFF, PUTGET_WERROR=ON)
+	@$(BIN)/cmake -S . -B build -G Ninja --log-level=NOTICE -DCMAKE_MAKE_PROGRAM=$(BIN)/ninja \
+	  -DPython_EXECUTABLE=$(BIN)/python -DPUTGET_CUDA=$(PUTGET_CUDA) -DPUTGET_INPLACE=ON -DPUTGET_WERROR=$(PUTGET_WERROR)
+	@$(BIN)/cmake --build build
+
+# The package is installed as a link to python/ (an edit counts at once) and without its native part, which `build` adds.
+$(INSTALLED): pyproject.toml | $(UV)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "putget needs Python 3.10 or later; $(PYTHON) is " \
+	  + sys.version.split()[0] + ". Name another one with: make PYTHON=python3.12 ...")'
+	@test -x $(BIN)/python || $(UV_ENV) $(UV) venv --quiet --python $(PYTHON) .venv
+	@echo "Installing putget's dependencies and development tools into .venv"
+	@$(UV_ENV) $(UV) pip install --quiet --python $(BIN)/python -r pyproject.toml --extra bench --group dev
+	@$(UV_ENV) $(UV) pip install --quiet --python $(BIN)/python --no-deps --no-build-isolation --editable . \
+	  --config-settings=wheel.cmake=false --config-settings=editable.mode=inplace
+	@touch $@
+
+$(CURDIR)/.tools/uv:
+	@$(PYTHON) scripts/bootstrap_uv.py .tools
+
+# The model of the synchronisation is checked with SPIN. Without it that one test skips.
+spin:
+	@command -v spin >/dev/null || { test "$$(id -u)" = 0 && command -v apt-get >/dev/null \
+	  && export DEBIAN_FRONTEND=noninteractive \
+	  && { apt-get install -qq -y spin || { apt-get update -qq && apt-get install -qq -y spin; }; } >/dev/null 2>&1; } \
+	  || echo "spin is not installed: the test of the protocol's model will skip (apt-get install spin)"
+
+lint: lint-ruff lint-format lint-types lint-cpp lint-spelling ## Run every check of style and types
+
+lint-ruff: $(INSTALLED)
+	@$(BIN)/ruff check .
+
+lint-format: $(INSTALLED)
+	@$(BIN)/ruff format --check .
+
+lint-types: $(INSTALLED)
+	@$(BIN)/mypy
+
+lint-cpp: $(INSTALLED)
+	@$(BIN)/clang-format --dry-run -Werror $(CPP_FILES)
+
+lint-spelling: $(INSTALLED)
+	@$(BIN)/codespell
+
+format: $(INSTALLED) ## Rewrite the sources in the project's format
+	@$(BIN)/ruff check --fix --quiet . || true
+	@$(BIN)/ruff format .
+	@$(BIN)/clang-format -i $(CPP_FILES)
+
+hooks: $(INSTALLED) ## Have git run the checks at every commit
+	@$(BIN)/pre-commit install
+
+wheel: | $(UV) ## Build a wheel in dist/, under build isolation
+	@$(UV_ENV) $(UV) build --wheel --python $(PYTHON) --out-dir dist .
+
+clean: ## Remove what the build wrote
+	rm -rf build dist python/putget/libputget.so .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+
+distclean: clean ## Remove the virtual environment and the tools too
+	rm -rf .venv .tools
