@@ -1,0 +1,116 @@
+// Rows written into own memory, announced, and read by the peer that they are for (C1 to C4, J2); overwritten only
+// after the reader's next release (D3, D4): the write-after-read hazard across ranks.
+#include "steps.cuh"
+#include "tests.h"
+
+namespace litmus {
+namespace {
+
+constexpr int kCtas = 12;
+constexpr int kThreads = 256;
+constexpr uint32_t kVectors = 512;
+
+// [C1]: this rank's rows of round n for every reader, spread over all CTAs.
+__device__ void write_outbox(const View& view, uint32_t n) {
+  const Range share = grid_share(n * 5);
+  for (uint32_t k = share.begin; k < view.vectors * view.size; k += share.step) {
+    const int reader = static_cast<int>(k / view.vectors);
+    const uint32_t index = k % view.vectors;
+    store_plain(view.outbox[view.rank] + reader * kMaxVectors + index, row_of(n, view.rank, reader, index));
+  }
+}
+
+// [C4]: the rows for this rank in every peer's memory, spread over all CTAs.
+template <Load kLoad>
+__device__ void check_outboxes(const View& view, uint32_t n) {
+  const Range share = grid_share(n);
+  for (uint32_t k = share.begin; k < view.vectors * view.size; k += share.step) {
+    const int owner = static_cast<int>((view.rank + k / view.vectors) % view.size);
+    const uint32_t index = k % view.vectors;
+    check_row(view, load_row<kLoad>(view.outbox[owner] + view.rank * kMaxVectors + index), n, owner, view.rank, index);
+  }
+}
+
+// Grid: kCtas, all resident. The reader's release follows its reads at once, and the owner overwrites at once.
+// kEarly: the owner announces its rows before it writes them.
+template <Publish kPublish, Load kLoad>
+__global__ void __launch_bounds__(kThreads) same_kernel(View view, uint32_t iterations) {
+  for (uint32_t n = 1; n <= iterations; ++n) {
+    if (!await_all<kPublish>(view, view.arrived[view.rank], n - 1)) return;  // [D4]
+    jitter(view, n, 1);
+    if (kPublish == Publish::kEarly) {
+      if (blockIdx.x == 0) publish_all<kPublish>(view, view.ended, n, 1);
+      __nanosleep(2000);
+    }
+    write_outbox(view, n);
+    const bool last = join_ctas<kPublish>(view.joined, n);                                   // [J2]
+    if (last && kPublish != Publish::kEarly) publish_all<kPublish>(view, view.ended, n, 1);  // [C2]
+    if (!await_all<kPublish>(view, view.ended[view.rank], n)) return;                        // [C3]
+    check_outboxes<kLoad>(view, n);
+    if (join_ctas<kPublish>(view.joined + 1, n)) publish_all<kPublish>(view, view.arrived, n, 0);  // [D3]
+  }
+}
+
+// The same round as the product launches it. Grid: 1. The release covers the reads of the combine kernel before it.
+__global__ void __launch_bounds__(kThreads) dispatch_kernel(View view) {
+  const uint32_t n = *view.epoch + 1;
+  publish_all<Publish::kRelease>(view, view.arrived, n, 0);        // [D3]
+  await_all<Publish::kRelease>(view, view.arrived[view.rank], n);  // [D4]
+  if (threadIdx.x == 0) *view.epoch = n;
+}
+
+__global__ void __launch_bounds__(kThreads) experts_kernel(View view) {
+  jitter(view, *view.epoch, 2);
+  write_outbox(view, *view.epoch);
+}
+
+// The release at its start covers the writes of experts_kernel, all CTAs of it, through the kernel boundary alone.
+template <Load kLoad>
+__global__ void __launch_bounds__(kThreads) combine_kernel(View view) {
+  const uint32_t n = *view.epoch;
+  if (blockIdx.x == 0) publish_all<Publish::kRelease>(view, view.ended, n, 1);  // [C2]
+  if (!await_all<Publish::kRelease>(view, view.ended[view.rank], n)) return;    // [C3]
+  check_outboxes<kLoad>(view, n);
+}
+
+template <Publish kPublish, Load kLoad>
+void launch_same_kernel(const Fleet& fleet, uint32_t iterations) {
+  fleet.on_each([&](int rank, cudaStream_t stream) {
+    same_kernel<kPublish, kLoad><<<kCtas, kThreads, 0, stream>>>(fleet.view(rank, kVectors), iterations);
+  });
+}
+
+template <Load kLoad>
+void launch_round(const View& view, cudaStream_t stream) {
+  dispatch_kernel<<<1, kThreads, 0, stream>>>(view);
+  experts_kernel<<<kCtas, kThreads, 0, stream>>>(view);
+  combine_kernel<kLoad><<<kCtas, kThreads, 0, stream>>>(view);
+}
+
+template <Load kLoad>
+void launch_next_kernel(const Fleet& fleet, uint32_t iterations) {
+  for (uint32_t n = 0; n < iterations; ++n)
+    fleet.on_each([&](int rank, cudaStream_t stream) { launch_round<kLoad>(fleet.view(rank, kVectors), stream); });
+}
+
+template <Load kLoad>
+void launch_graphs(const Fleet& fleet, uint32_t iterations) {
+  fleet.replay_on_each(iterations,
+                       [&](int rank, cudaStream_t stream) { launch_round<kLoad>(fleet.view(rank, kVectors), stream); });
+}
+
+}  // namespace
+
+std::vector<Test> pull_tests() {
+  return {
+      {"pull_same_kernel", Expect::kNone, 20000, launch_same_kernel<Publish::kRelease, Load::kPlain>},
+      {"pull_same_kernel_no_allocate", Expect::kNone, 20000, launch_same_kernel<Publish::kRelease, Load::kNoAllocate>},
+      {"pull_next_kernel", Expect::kNone, 4000, launch_next_kernel<Load::kPlain>},
+      {"pull_next_kernel_graph", Expect::kNone, 8000, launch_graphs<Load::kPlain>},
+      {"pull_next_kernel_graph_no_allocate", Expect::kNone, 8000, launch_graphs<Load::kNoAllocate>},
+      {"pull_broken_relaxed_flag", Expect::kAny, 10000, launch_same_kernel<Publish::kRelaxed, Load::kPlain>},
+      {"pull_broken_flag_before_rows", Expect::kSome, 500, launch_same_kernel<Publish::kEarly, Load::kPlain>},
+  };
+}
+
+}  // namespace litmus
