@@ -1,0 +1,1 @@
+"""Checks of the project itself: layering, packaging, file sizes."""

@@ -1,0 +1,149 @@
+"""The Python package's layers: who imports whom, who reads the environment, who loads a shared library.
+
+Every rule is also run on a tree that breaks it, so a rule that no longer bites fails.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.project.checkout import PACKAGE, ROOT, python_files
+
+ENVIRONMENT = frozenset({"environ", "environb", "getenv", "putenv", "unsetenv"})
+LOADERS = frozenset({"CDLL", "PyDLL", "LibraryLoader", "cdll", "pydll", "dlopen"})
+
+
+def imported_names(tree: ast.AST) -> Iterator[str]:
+    """Yield the full dotted name of everything that a module imports; relative imports count from putget."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join(filter(None, ["putget" if node.level else "", node.module]))
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def mentioned_names(tree: ast.AST) -> Iterator[str]:
+    """Yield every attribute, and every name imported from a module, wherever it is used."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            yield node.attr
+        elif isinstance(node, ast.ImportFrom):
+            yield from (alias.name for alias in node.names)
+
+
+def files_that_mention(package: Path, names: frozenset[str]) -> set[str]:
+    return {
+        str(path.relative_to(package))
+        for path in python_files(package)
+        if not names.isdisjoint(mentioned_names(ast.parse(path.read_text())))
+    }
+
+
+def private_imports(package: Path) -> list[str]:
+    """Name the putget modules with a leading underscore that the benchmarks import or reach through `putget.`."""
+    found = []
+    for path in python_files(package / "bench"):
+        tree = ast.parse(path.read_text())
+        reached = {
+            f"putget.{node.attr}"
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "putget"
+        }
+        for name in {*imported_names(tree), *reached}:
+            parts = name.split(".")
+            if parts[0] == "putget" and any(part.startswith("_") and not part.startswith("__") for part in parts):
+                found.append(f"{path.relative_to(package)}: {name}")
+    return found
+
+
+def third_party_imports(path: Path) -> set[str]:
+    roots = {name.split(".")[0] for name in imported_names(ast.parse(path.read_text()))}
+    return roots - set(sys.stdlib_module_names)
+
+
+def lint_imports(python_path: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", "from importlinter.cli import lint_imports_command as c; c()", "--no-cache"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(python_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.fixture
+def package_copy(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(PACKAGE, tmp_path / "putget", ignore=shutil.ignore_patterns("*.so", "__pycache__")))
+
+
+def test_import_contracts_hold() -> None:
+    result = lint_imports(PACKAGE.parent)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.parametrize(
+    ("module", "line", "contract"),
+    [
+        ("alltoall.py", "import putget.bench.cli", "Layers of the package"),
+        ("workspace.py", "from putget import alltoall", "Layers of the package"),
+        ("_abi.py", "import putget.workspace", "Layers of the package"),
+        ("bench/cli.py", "import putget._abi", "The benchmarks use the public modules only"),
+        ("reference.py", "import putget.errors", "The reference knows nothing of the implementation"),
+    ],
+)
+def test_import_contracts_bite(package_copy: Path, module: str, line: str, contract: str) -> None:
+    path = package_copy / module
+    path.write_text(f"{path.read_text()}\n{line}\n")
+    result = lint_imports(package_copy.parent)
+    assert result.returncode != 0
+    assert f"{contract} BROKEN" in result.stdout
+
+
+def test_only_config_reads_the_environment(package_copy: Path) -> None:
+    assert files_that_mention(PACKAGE, ENVIRONMENT) <= {"config.py"}
+    (package_copy / "intruder.py").write_text("import os\nos.environ.get('X')\n")
+    assert "intruder.py" in files_that_mention(package_copy, ENVIRONMENT)
+
+
+def test_only_abi_loads_a_library(package_copy: Path) -> None:
+    assert files_that_mention(PACKAGE, LOADERS) == {"_abi.py"}
+    (package_copy / "intruder.py").write_text("from ctypes import CDLL\n")
+    assert "intruder.py" in files_that_mention(package_copy, LOADERS)
+
+
+def test_reference_imports_torch_only(tmp_path: Path) -> None:
+    assert third_party_imports(PACKAGE / "reference.py") == {"torch"}
+    intruder = tmp_path / "reference.py"
+    intruder.write_text("import torch\nfrom . import errors\n")
+    assert third_party_imports(intruder) == {"torch", "putget"}
+
+
+def test_bench_imports_public_modules_only(package_copy: Path) -> None:
+    assert private_imports(PACKAGE) == []
+    (package_copy / "bench" / "intruder.py").write_text("import putget\nfrom putget import _abi\nputget._mesh.x()\n")
+    assert sorted(private_imports(package_copy)) == [
+        "bench/intruder.py: putget._abi",
+        "bench/intruder.py: putget._mesh",
+    ]
+
+
+def test_adapters_and_public_modules_import_without_a_gpu() -> None:
+    """`import putget` alone reaches for no GPU, and pulls in nothing of the command line."""
+    code = (
+        "import sys, torch, putget\n"
+        "assert not torch.cuda.is_initialized()\n"
+        "heavy = {'matplotlib', 'rich', 'jsonschema', 'putget.bench'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr

@@ -1,0 +1,99 @@
+"""What is installed: the wheel's tag and content, the library's symbols and dependencies, and versions that agree."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import putget
+from tests.project.checkout import PACKAGE, ROOT, pyproject
+
+LIBRARY = PACKAGE / "libputget.so"
+# What every glibc machine has; the driver is looked up at run time, and CUDA's runtime is linked in.
+SYSTEM_LIBRARIES = re.compile(
+    r"^(libc|libm|libdl|librt|libpthread|libstdc\+\+|libgcc_s|ld-linux-[a-z0-9_-]+)\.so\.\d+$"
+)
+
+
+def output(*command: str | Path) -> str:
+    return subprocess.run([str(word) for word in command], capture_output=True, text=True, check=True).stdout
+
+
+def needed_libraries(library: Path) -> list[str]:
+    return re.findall(r"\(NEEDED\).*\[(.+)\]", output("readelf", "-d", library))
+
+
+@pytest.fixture
+def library() -> Path:
+    if not LIBRARY.exists():
+        pytest.skip("no library in python/putget: this is not a development install")
+    return LIBRARY
+
+
+def test_build_group_repeats_the_build_requirements() -> None:
+    project = pyproject()
+    assert set(project["build-system"]["requires"]) <= set(project["dependency-groups"]["build"])
+
+
+def test_versions_agree() -> None:
+    assert putget.__version__ == pyproject()["project"]["version"]
+
+
+def test_library_exports_exactly_the_declared_functions(library: Path) -> None:
+    header = (ROOT / "native" / "include" / "putget.h").read_text()
+    declared = set(re.findall(r"PUTGET_API\b[^;(]*?\b(putget_\w+)\s*\(", header))
+    exported = {line.split()[-1] for line in output("nm", "-D", "--defined-only", library).splitlines()}
+    assert declared
+    assert exported == declared
+
+
+def test_library_loads_on_any_machine(library: Path) -> None:
+    assert [name for name in needed_libraries(library) if not SYSTEM_LIBRARIES.match(name)] == []
+    assert "RUNPATH" not in output("readelf", "-d", library)
+    output(sys.executable, "-I", "-S", "-c", f"import ctypes; ctypes.CDLL({str(library)!r})")
+
+
+def test_wheel_without_cuda(tmp_path: Path) -> None:
+    """A machine that cannot build the CUDA part gets a wheel with the CPU part, for every Python 3."""
+    source = tmp_path / "source"
+    source.mkdir()
+    for name in ("native", "python", "cmake"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    for name in ("CMakeLists.txt", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    # A library that a development build left behind must not end up in the wheel.
+    (source / "python" / "putget" / "libputget.so").write_text("stale")
+
+    # The hook that pip calls, without the build isolation that would download the compiler again.
+    code = (
+        "import sys; from scikit_build_core.build import build_wheel;"
+        "build_wheel(sys.argv[1], {'cmake.define.PUTGET_CUDA': 'OFF'})"
+    )
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    build = subprocess.run(
+        [sys.executable, "-c", code, tmp_path / "dist"],
+        cwd=source,
+        env={**os.environ, "PATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert build.returncode == 0, build.stdout + build.stderr
+    assert "putget: CPU part only" in build.stdout + build.stderr
+
+    (wheel,) = (tmp_path / "dist").iterdir()
+    assert re.fullmatch(rf"putget-{re.escape(putget.__version__)}-py3-none-linux_(x86_64|aarch64)\.whl", wheel.name)
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        archive.extractall(tmp_path / "installed")
+    assert {"putget/libputget.so", "putget/py.typed", "putget/alltoall.py", "putget/bench/cli.py"} <= set(names)
+    assert not [name for name in names if name.endswith((".cpp", ".cu", ".h", ".pyc"))]
+    installed = tmp_path / "installed" / "putget" / "libputget.so"
+    output(sys.executable, "-I", "-S", "-c", f"import ctypes; ctypes.CDLL({str(installed)!r})")
