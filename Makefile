@@ -27,7 +27,7 @@ test: build spin ## Run the tests; those marked gpu skip where there is no GPU (
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 build: $(INSTALLED) ## Compile the native library into python/putget (PUTGET_CUDA=AUTO|ON|OFF, PUTGET_WERROR=ON)
-	@$(BIN)/cmake -S . -B build -G Ninja --log-level=NOTICE -DCMAKE_MAKE_PROGRAM=$(BIN)/ninja \
+	@$(BIN)/cmake -S . -B build -G Ninja --log-level=NOTICE --no-warn-unused-cli -DCMAKE_MAKE_PROGRAM=$(BIN)/ninja \
 	  -DPython_EXECUTABLE=$(BIN)/python -DPUTGET_CUDA=$(PUTGET_CUDA) -DPUTGET_INPLACE=ON -DPUTGET_WERROR=$(PUTGET_WERROR)
 	@$(BIN)/cmake --build build
 
@@ -37,7 +37,7 @@ $(INSTALLED): pyproject.toml | $(UV)
 	  + sys.version.split()[0] + ". Name another one with: make PYTHON=python3.12 ...")'
 	@test -x $(BIN)/python || $(UV_ENV) $(UV) venv --quiet --python $(PYTHON) .venv
 	@echo "Installing putget's dependencies and development tools into .venv"
-	@$(UV_ENV) $(UV) pip install --quiet --python $(BIN)/python -r pyproject.toml --extra bench --group dev
+	@$(UV_ENV) $(UV) pip install --python $(BIN)/python -r pyproject.toml --extra bench --group dev $(if $(CI),--quiet)
 	@$(UV_ENV) $(UV) pip install --quiet --python $(BIN)/python --no-deps --no-build-isolation --editable . \
 	  --config-settings=wheel.cmake=false --config-settings=editable.mode=inplace
 	@touch $@
