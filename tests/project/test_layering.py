@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -71,10 +72,15 @@ def third_party_imports(path: Path) -> set[str]:
 
 
 def lint_imports(python_path: Path) -> subprocess.CompletedProcess[str]:
+    """Check the contracts on the package in `python_path`.
+
+    -S keeps out the development install, whose import hook would otherwise win over the path.
+    """
+    path = os.pathsep.join([str(python_path), sysconfig.get_path("purelib"), sysconfig.get_path("platlib")])
     return subprocess.run(
-        [sys.executable, "-c", "from importlinter.cli import lint_imports_command as c; c()", "--no-cache"],
+        [sys.executable, "-S", "-c", "from importlinter.cli import lint_imports_command as c; c()", "--no-cache"],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(python_path)},
+        env={**os.environ, "PYTHONPATH": path},
         capture_output=True,
         text=True,
         check=False,
