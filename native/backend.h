@@ -1,0 +1,61 @@
+// What a backend (cpu, cuda) gives to the C ABI.
+#pragma once
+
+#include <memory>
+
+#include "error.h"
+#include "protocol/state.h"
+
+namespace putget {
+
+struct MemoryConfig {
+  int ordinal;  // CUDA device number; unused on CPU
+  uint32_t ep_size;
+  uint32_t ep_rank;
+  bool fabric;
+  uint64_t bytes;  // of symmetric memory
+};
+
+// One rank's part of the symmetric workspace, its view of the peers' parts, and its private state.
+class Memory {
+ public:
+  explicit Memory(const MemoryConfig& config) : config_(config) {}
+  virtual ~Memory() = default;
+  Memory(const Memory&) = delete;             // owns mappings
+  Memory& operator=(const Memory&) = delete;  // owns mappings
+
+  virtual putget_share export_share() = 0;
+  virtual void import_share(uint32_t peer, const putget_share& share) = 0;
+  virtual void renew() = 0;
+  virtual void start(uint32_t epoch, const RankSet& active) = 0;
+  virtual uint32_t epoch() = 0;
+  // From the next round on, rounds also say when combined rows have been got. Every rank calls it at the same point between two
+  // meetings, when all calls before have been waited for.
+  virtual void share_between_layouts() = 0;
+  virtual uint8_t* base(uint32_t rank) const = 0;
+  virtual State* state() const = 0;
+  virtual FaultRecord* fault() const = 0;  // readable by the host at any time
+
+  virtual void dispatch(const Plan& plan, const DispatchCall& call, uint32_t num_sms, void* stream) = 0;
+  virtual void combine(const Plan& plan, const CombineCall& call, uint32_t num_sms, void* stream) = 0;
+  virtual void release(const Plan& plan, void* stream) = 0;
+  virtual void probe(putget_probe_kind kind, uint64_t bytes_per_peer, uint32_t num_sms, void* stream) = 0;
+
+  const MemoryConfig& config() const { return config_; }
+
+ protected:
+  const MemoryConfig config_;
+};
+
+namespace cpu {
+std::unique_ptr<Memory> create_memory(const MemoryConfig& config);
+}
+
+namespace cuda {
+// Each throws Error(PUTGET_UNAVAILABLE) where the build or the machine has no CUDA.
+std::unique_ptr<Memory> create_memory(const MemoryConfig& config);
+uint32_t gpu_count();
+putget_gpu gpu_report(uint32_t ordinal);
+}  // namespace cuda
+
+}  // namespace putget

@@ -1,0 +1,321 @@
+// The C ABI: validation, backend choice, and the only try/catch.
+#include <cstring>
+#include <string>
+
+#include "capi/validate.h"
+
+struct putget_memory {
+  std::unique_ptr<putget::Memory> backend;
+  uint32_t objects_made;
+};
+
+struct putget_alltoall {
+  putget::Memory* memory;
+  putget::Plan plan;
+  uint32_t num_sms;
+};
+
+namespace {
+
+using putget::Error;
+using putget::Memory;
+using putget::capi::require;
+using putget::capi::require_version;
+
+thread_local std::string last_error;
+
+template <class Body>
+putget_status guarded(Body body) {
+  try {
+    body();
+    return PUTGET_OK;
+  } catch (const Error& error) {
+    last_error = error.what();
+    return error.status();
+  } catch (const std::exception& error) {
+    last_error = error.what();
+    return PUTGET_SYSTEM;
+  }
+}
+
+Memory& backend_of(putget_memory* memory) {
+  require(memory != nullptr, "memory is null");
+  return *memory->backend;
+}
+
+putget_alltoall& object_of(putget_alltoall* object) {
+  require(object != nullptr, "object is null");
+  return *object;
+}
+
+uint32_t fault_kind(const Memory& memory) {
+  return __atomic_load_n(&memory.fault()->kind, __ATOMIC_ACQUIRE);
+}
+
+void require_no_fault(const Memory& memory) {
+  if (fault_kind(memory) != PUTGET_FAULT_NONE) throw Error(PUTGET_FAULT, "a fault stands: see putget_read_fault");
+}
+
+// On CPU a call has ended when it returns, so that its own fault is reported at once; on CUDA it has only been enqueued.
+template <class Body>
+void run_checked(Memory& memory, Body body) {
+  require_no_fault(memory);
+  body();
+  require_no_fault(memory);
+}
+
+// The widest access, up to 16 bytes, that addresses with these values in common allow.
+uint32_t access_bytes(uint64_t mixed) {
+  uint32_t bytes = 16;
+  while (mixed % bytes != 0) bytes /= 2;
+  return bytes;
+}
+
+putget_layout public_layout(const putget::Layout& layout) {
+  putget_layout out{};
+  out.size = sizeof(out);
+  out.magic = PUTGET_MAGIC;
+  out.arrived = layout.arrived;
+  out.ended = layout.ended;
+  out.finished = layout.finished;
+  out.topk_ids = layout.topk_ids;
+  out.topk_weights = layout.topk_weights;
+  std::memcpy(out.payload, layout.payload, sizeof(out.payload));
+  out.output = layout.output;
+  out.total_bytes = layout.total_bytes;
+  return out;
+}
+
+putget::DispatchCall dispatch_call(const putget::Shape& shape, const putget_dispatch_args& args) {
+  putget::DispatchCall call{};
+  call.topk_ids = args.topk_ids;
+  call.topk_weights = args.topk_weights;
+  for (uint32_t p = 0; p < shape.num_payloads; ++p) {
+    call.payload[p] = args.payload[p];
+    call.access_bytes[p] = access_bytes(reinterpret_cast<uintptr_t>(args.payload[p]) | shape.row_bytes[p]);
+  }
+  call.num_valid_tokens = args.num_valid_tokens;
+  call.num_tokens = args.num_tokens;
+  call.max_rows = args.max_rows;
+  call.ids_are_64bit = args.ids_are_64bit;
+  return call;
+}
+
+putget::CombineCall combine_call(const putget::Shape& shape, const putget_combine_args& args) {
+  putget::CombineCall call{};
+  call.rows = static_cast<const uint8_t*>(args.rows);
+  call.row_slot_bytes = args.row_slot_bytes;
+  call.row_source_bytes = args.row_source_bytes;
+  call.out = static_cast<uint8_t*>(args.out);
+  call.addend = static_cast<const uint8_t*>(args.addend);
+  call.num_tokens = args.num_tokens;
+  call.rows_access_bytes = access_bytes(reinterpret_cast<uintptr_t>(args.rows) | args.row_slot_bytes |
+                                        args.row_source_bytes | shape.output_row_bytes());
+  return call;
+}
+
+}  // namespace
+
+uint32_t putget_abi_version(void) { return PUTGET_ABI_VERSION; }
+
+const char* putget_last_error(void) { return last_error.c_str(); }
+
+putget_status putget_layout_of(const putget_config* config, putget_layout* layout) {
+  return guarded([&] {
+    require_version(config, "config");
+    require(layout != nullptr, "layout is null");
+    *layout = public_layout(putget::layout_of(putget::capi::shape_of(*config)));
+  });
+}
+
+putget_status putget_memory_create(const putget_memory_config* config, putget_memory** memory) {
+  return guarded([&] {
+    require_version(config, "config");
+    require(memory != nullptr, "memory is null");
+    const putget::MemoryConfig wanted = putget::capi::memory_config_of(*config);
+    *memory = new putget_memory{config->device == PUTGET_CPU ? putget::cpu::create_memory(wanted)
+                                                             : putget::cuda::create_memory(wanted),
+                                0};
+  });
+}
+
+putget_status putget_memory_export(putget_memory* memory, putget_share* share) {
+  return guarded([&] {
+    Memory& backend = backend_of(memory);
+    require(share != nullptr, "share is null");
+    *share = backend.export_share();
+    share->size = sizeof(*share);
+    share->magic = PUTGET_MAGIC;
+  });
+}
+
+putget_status putget_memory_import(putget_memory* memory, uint32_t peer, const putget_share* share) {
+  return guarded([&] {
+    Memory& backend = backend_of(memory);
+    require_version(share, "share");
+    const uint32_t ep_size = backend.config().ep_size;
+    require(peer < ep_size && peer != backend.config().ep_rank,
+            "peer is " + std::to_string(peer) + ", allowed are the other ranks of " + std::to_string(ep_size));
+    require(share->bytes == backend.config().bytes, "share.bytes is " + std::to_string(share->bytes) + ", expected " +
+                                                        std::to_string(backend.config().bytes));
+    backend.import_share(peer, *share);
+  });
+}
+
+putget_status putget_memory_start(putget_memory* memory, uint32_t epoch, const uint32_t* active) {
+  return guarded([&] {
+    Memory& backend = backend_of(memory);
+    require(active != nullptr, "active is null");
+    putget::RankSet set = putget::RankSet::none();
+    for (uint32_t rank = 0; rank < backend.config().ep_size; ++rank) {
+      if ((active[rank / 32] >> (rank % 32)) & 1u) set.insert(rank);
+    }
+    require(set.has(backend.config().ep_rank), "active leaves out the own rank");
+    backend.start(epoch, set);
+  });
+}
+
+putget_status putget_memory_renew(putget_memory* memory) {
+  return guarded([&] { backend_of(memory).renew(); });
+}
+
+putget_status putget_memory_epoch(putget_memory* memory, uint32_t* epoch) {
+  return guarded([&] {
+    Memory& backend = backend_of(memory);
+    require(epoch != nullptr, "epoch is null");
+    *epoch = backend.epoch();
+  });
+}
+
+putget_status putget_memory_mix(putget_memory* memory) {
+  return guarded([&] { backend_of(memory).share_between_layouts(); });
+}
+
+putget_status putget_memory_base(putget_memory* memory, uint32_t rank, void** base) {
+  return guarded([&] {
+    Memory& backend = backend_of(memory);
+    require(base != nullptr, "base is null");
+    require(rank < backend.config().ep_size, "rank is " + std::to_string(rank) + ", allowed are 0 to " +
+                                                 std::to_string(backend.config().ep_size - 1));
+    *base = backend.base(rank);
+  });
+}
+
+putget_status putget_read_fault(putget_memory* memory, putget_fault* fault) {
+  return guarded([&] {
+    Memory& backend = backend_of(memory);
+    require(fault != nullptr, "fault is null");
+    *fault = putget_fault{};
+    fault->size = sizeof(*fault);
+    fault->magic = PUTGET_MAGIC;
+    fault->kind = fault_kind(backend);
+    if (fault->kind == PUTGET_FAULT_NONE) return;
+    const putget::FaultRecord& record = *backend.fault();
+    fault->phase = record.phase;
+    fault->epoch = record.epoch;
+    fault->rank = record.rank;
+    std::memcpy(fault->missing, record.missing.word, sizeof(fault->missing));
+    fault->source = record.source;
+    fault->rows = record.rows;
+    fault->allowed = record.allowed;
+    fault->misuse = record.misuse;
+  });
+}
+
+putget_status putget_probe(putget_memory* memory, const putget_probe_args* args) {
+  return guarded([&] {
+    Memory& backend = backend_of(memory);
+    require_version(args, "args");
+    require(args->kind <= PUTGET_PROBE_READ, "kind is " + std::to_string(args->kind) + ", allowed are 0 and 1");
+    const putget::MemoryConfig& config = backend.config();
+    const uint64_t room = (config.bytes - putget::control_bytes(config.ep_size)) / config.ep_size;
+    require(args->bytes_per_peer <= room && args->bytes_per_peer % 16 == 0,
+            "bytes_per_peer is " + std::to_string(args->bytes_per_peer) + ", allowed are multiples of 16 up to " +
+                std::to_string(room));
+    run_checked(backend, [&] {
+      backend.probe(static_cast<putget_probe_kind>(args->kind), args->bytes_per_peer, args->num_sms, args->stream);
+    });
+  });
+}
+
+void putget_memory_destroy(putget_memory* memory) { delete memory; }
+
+putget_status putget_create(const putget_config* config, putget_memory* memory, const putget_tables* tables,
+                            putget_alltoall** object) {
+  return guarded([&] {
+    require_version(config, "config");
+    require_version(tables, "tables");
+    Memory& backend = backend_of(memory);
+    require(object != nullptr, "object is null");
+    putget::Plan plan{};
+    plan.shape = putget::capi::shape_of(*config);
+    plan.layout = putget::layout_of(plan.shape);
+    require(plan.shape.ep_size == backend.config().ep_size && plan.shape.ep_rank == backend.config().ep_rank,
+            "ep_size and ep_rank differ from the memory's");
+    require(plan.layout.total_bytes <= backend.config().bytes,
+            "the memory has " + std::to_string(backend.config().bytes) + " bytes, needed are " +
+                std::to_string(plan.layout.total_bytes));
+    require(tables->expert_to_rank != nullptr && tables->target_ranks != nullptr && tables->target_slots != nullptr &&
+                tables->num_tokens != nullptr && tables->invalid_ids != nullptr,
+            "a table is null");
+    for (uint32_t rank = 0; rank < plan.shape.ep_size; ++rank) plan.base[rank] = backend.base(rank);
+    plan.state = backend.state();
+    plan.fault = backend.fault();
+    plan.expert_to_rank = tables->expert_to_rank;
+    plan.target_ranks = tables->target_ranks;
+    plan.target_slots = tables->target_slots;
+    plan.num_tokens = tables->num_tokens;
+    plan.invalid_ids = tables->invalid_ids;
+    plan.timeout_ns = config->timeout_ns;
+    plan.warmup_timeout_ns = config->warmup_timeout_ns;
+    plan.object_id = ++memory->objects_made;
+    *object = new putget_alltoall{&backend, plan, config->num_sms};
+  });
+}
+
+putget_status putget_dispatch(putget_alltoall* object, const putget_dispatch_args* args) {
+  return guarded([&] {
+    putget_alltoall& self = object_of(object);
+    require_version(args, "args");
+    putget::capi::check_dispatch(self.plan.shape, *args);
+    run_checked(*self.memory, [&] {
+      self.memory->dispatch(self.plan, dispatch_call(self.plan.shape, *args), self.num_sms, args->stream);
+    });
+  });
+}
+
+putget_status putget_combine(putget_alltoall* object, const putget_combine_args* args) {
+  return guarded([&] {
+    putget_alltoall& self = object_of(object);
+    require_version(args, "args");
+    putget::capi::check_combine(self.plan.shape, *args);
+    run_checked(*self.memory, [&] {
+      self.memory->combine(self.plan, combine_call(self.plan.shape, *args), self.num_sms, args->stream);
+    });
+  });
+}
+
+putget_status putget_release(putget_alltoall* object, void* stream) {
+  return guarded([&] {
+    putget_alltoall& self = object_of(object);
+    run_checked(*self.memory, [&] { self.memory->release(self.plan, stream); });
+  });
+}
+
+void putget_destroy(putget_alltoall* object) { delete object; }
+
+putget_status putget_gpu_count(uint32_t* count) {
+  return guarded([&] {
+    require(count != nullptr, "count is null");
+    *count = putget::cuda::gpu_count();
+  });
+}
+
+putget_status putget_gpu_report(uint32_t ordinal, putget_gpu* gpu) {
+  return guarded([&] {
+    require(gpu != nullptr, "gpu is null");
+    *gpu = putget::cuda::gpu_report(ordinal);
+    gpu->size = sizeof(*gpu);
+    gpu->magic = PUTGET_MAGIC;
+  });
+}

@@ -1,0 +1,81 @@
+#include "capi/validate.h"
+
+namespace putget::capi {
+namespace {
+
+void require_range(const char* name, uint64_t value, uint64_t low, uint64_t high) {
+  if (value >= low && value <= high) return;
+  throw Error(PUTGET_INVALID, std::string(name) + " is " + std::to_string(value) + ", allowed are " +
+                                  std::to_string(low) + " to " + std::to_string(high));
+}
+
+void require_pointer(const char* name, const void* pointer) {
+  if (pointer == nullptr) throw Error(PUTGET_INVALID, std::string(name) + " is null");
+}
+
+constexpr uint32_t kMaxExperts = 1u << 20;
+constexpr uint32_t kMaxTokens = 1u << 24;
+constexpr uint32_t kMaxRowBytes = 1u << 26;
+
+}  // namespace
+
+void require(bool holds, const std::string& message) {
+  if (!holds) throw Error(PUTGET_INVALID, message);
+}
+
+Shape shape_of(const putget_config& config) {
+  require_range("ep_size", config.ep_size, 1, kMaxRanks);
+  require_range("ep_rank", config.ep_rank, 0, config.ep_size - 1);
+  require_range("num_experts", config.num_experts, 1, kMaxExperts);
+  require_range("top_k", config.top_k, 1, kMaxTopK);
+  require_range("max_tokens_per_rank", config.max_tokens_per_rank, 1, kMaxTokens);
+  require_range("num_payloads", config.num_payloads, 1, kMaxPayloads);
+  require_range("output_type", config.output_type, PUTGET_BFLOAT16, PUTGET_FLOAT32);
+  require_range("output_elements", config.output_elements, 1, kMaxRowBytes / sizeof(float));
+  Shape shape{};
+  shape.ep_size = config.ep_size;
+  shape.ep_rank = config.ep_rank;
+  shape.num_experts = config.num_experts;
+  shape.top_k = config.top_k;
+  shape.max_tokens_per_rank = config.max_tokens_per_rank;
+  shape.num_payloads = config.num_payloads;
+  for (uint32_t p = 0; p < config.num_payloads; ++p) {
+    require_range("row_bytes", config.row_bytes[p], 1, kMaxRowBytes);
+    shape.row_bytes[p] = config.row_bytes[p];
+  }
+  shape.output_elements = config.output_elements;
+  shape.output_type = static_cast<OutputType>(config.output_type);
+  return shape;
+}
+
+MemoryConfig memory_config_of(const putget_memory_config& config) {
+  require_range("device", config.device, PUTGET_CPU, PUTGET_CUDA);
+  require_range("ep_size", config.ep_size, 1, kMaxRanks);
+  require_range("ep_rank", config.ep_rank, 0, config.ep_size - 1);
+  require_range("share_kind", config.share_kind, PUTGET_SHARE_DESCRIPTOR, PUTGET_SHARE_FABRIC);
+  require_range("bytes", config.bytes, control_bytes(config.ep_size), uint64_t{1} << 46);
+  MemoryConfig memory{};
+  memory.ordinal = config.ordinal;
+  memory.ep_size = config.ep_size;
+  memory.ep_rank = config.ep_rank;
+  memory.fabric = config.share_kind == PUTGET_SHARE_FABRIC;
+  memory.bytes = config.bytes;
+  return memory;
+}
+
+void check_dispatch(const Shape& shape, const putget_dispatch_args& args) {
+  require_range("num_tokens", args.num_tokens, 0, shape.max_tokens_per_rank);
+  require_range("max_rows", args.max_rows, 1, shape.max_tokens_per_rank);
+  require_range("ids_are_64bit", args.ids_are_64bit, 0, 1);
+  if (args.num_tokens == 0) return;
+  require_pointer("topk_ids", args.topk_ids);
+  require_pointer("topk_weights", args.topk_weights);
+  for (uint32_t p = 0; p < shape.num_payloads; ++p) require_pointer("payload", args.payload[p]);
+}
+
+void check_combine(const Shape& shape, const putget_combine_args& args) {
+  require_range("num_tokens", args.num_tokens, 0, shape.max_tokens_per_rank);
+  if (args.num_tokens != 0) require_pointer("out", args.out);
+}
+
+}  // namespace putget::capi

@@ -1,0 +1,25 @@
+// The checks of the C ABI: every message names the field, what came and what is allowed.
+#pragma once
+
+#include "backend.h"
+
+namespace putget::capi {
+
+// Throws Error(PUTGET_INVALID) where a structure comes from another version of putget.h.
+template <class Struct>
+void require_version(const Struct* value, const char* name) {
+  if (value == nullptr) throw Error(PUTGET_INVALID, std::string(name) + " is null");
+  if (value->magic != PUTGET_MAGIC || value->size != sizeof(Struct)) {
+    throw Error(PUTGET_INVALID, std::string(name) + ": size " + std::to_string(value->size) + ", expected " +
+                                    std::to_string(sizeof(Struct)) + ": compiled against another putget.h");
+  }
+}
+
+void require(bool holds, const std::string& message);
+
+Shape shape_of(const putget_config& config);
+MemoryConfig memory_config_of(const putget_memory_config& config);
+void check_dispatch(const Shape& shape, const putget_dispatch_args& args);
+void check_combine(const Shape& shape, const putget_combine_args& args);
+
+}  // namespace putget::capi

@@ -1,0 +1,23 @@
+// Stands in for native/cuda in a build without it.
+#include "backend.h"
+
+#if !defined(PUTGET_WITH_CUDA)
+
+namespace putget::cuda {
+namespace {
+
+[[noreturn]] void unavailable() {
+  throw Error(PUTGET_UNAVAILABLE,
+              "this build of putget has no CUDA part: install it where the CUDA compiler is available "
+              "(pip install nvidia-cuda-nvcc, or a CUDA toolkit), with PUTGET_CUDA=ON");
+}
+
+}  // namespace
+
+std::unique_ptr<Memory> create_memory(const MemoryConfig&) { unavailable(); }
+uint32_t gpu_count() { unavailable(); }
+putget_gpu gpu_report(uint32_t) { unavailable(); }
+
+}  // namespace putget::cuda
+
+#endif

@@ -1,0 +1,125 @@
+// How the protocol text runs on a CPU: one block of one thread per rank; waits give the core away.
+#pragma once
+
+#include <sched.h>
+#include <time.h>
+
+#include "protocol/atomics.h"
+#include "protocol/signal.h"
+
+#if defined(PUTGET_STRESS)
+#include "cpu/stress.h"
+#endif
+
+namespace putget::cpu {
+
+struct Exec {
+  static constexpr uint32_t kPutBytes = 1024;  // read at once, then stored to each target
+
+  uint32_t thread() const { return 0; }
+  uint32_t threads() const { return 1; }
+  uint32_t block() const { return 0; }
+  uint32_t blocks() const { return 1; }
+  uint32_t lane() const { return 0; }
+  uint32_t lanes() const { return 1; }
+  uint32_t warp() const { return 0; }
+  uint32_t warps() const { return 1; }
+  void sync() const {}
+
+  uint64_t now_ns() const {
+    timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return static_cast<uint64_t>(now.tv_sec) * 1000000000u + static_cast<uint64_t>(now.tv_nsec);
+  }
+
+  // Gives the core to the rank that is waited for; after a while sleeps, so that a missing peer does not cost a core.
+  void pause(uint32_t spins) const {
+    if (spins < 2000) {
+      sched_yield();
+    } else {
+      const timespec nap{0, 100000};
+      nanosleep(&nap, nullptr);
+    }
+  }
+
+  template <Tag tag>
+  void publish(uint64_t* flag, uint64_t value) const {
+#if defined(PUTGET_STRESS)
+    if (stress::weakened(tag)) {
+      atomics::store_relaxed(flag, value);
+    } else {
+      atomics::store_release(flag, value);
+    }
+    stress::maybe_yield();
+#else
+    atomics::store_release(flag, value);
+#endif
+  }
+
+  template <Tag tag>
+  uint64_t observe(const uint64_t* flag) const {
+#if defined(PUTGET_STRESS)
+    if (stress::weakened(tag)) return atomics::load_relaxed(flag);
+#endif
+    return atomics::load_acquire(flag);
+  }
+
+  template <Tag tag>
+  bool skips_wait() const {
+#if defined(PUTGET_STRESS)
+    return stress::skipped(tag);
+#else
+    return false;
+#endif
+  }
+
+  // One block: it is always the last to arrive.
+  template <Join join>
+  bool last_to_arrive(uint32_t*, uint32_t*) const {
+    return true;
+  }
+
+  bool claim(uint32_t* word, uint32_t value) const {
+    if (*word != 0) return false;
+    *word = value;
+    return true;
+  }
+  void publish_to_host(uint32_t* word, uint32_t value) const { __atomic_store_n(word, value, __ATOMIC_RELEASE); }
+  void insert(RankSet& set, uint32_t rank) const { set.insert(rank); }
+  void add(unsigned long long* counter, uint32_t amount) const { *counter += amount; }
+  void count(const RankSet& set, uint32_t ep_size, uint32_t* rows) const {
+    for (uint32_t rank = 0; rank < ep_size; ++rank) rows[rank] += set.has(rank) ? 1 : 0;
+  }
+
+  template <class Access>
+  void put(Access* to, const Access& value) const {
+    *to = value;
+  }
+  template <class Access>
+  Access get(const Access* from) const {
+    return *from;
+  }
+
+  template <class Body>
+  void with_access(uint32_t bytes, Body body) const {
+    switch (bytes) {
+      case 16:
+        return body(Access16{});
+      case 8:
+        return body(uint64_t{});
+      case 4:
+        return body(uint32_t{});
+      case 2:
+        return body(uint16_t{});
+      default:
+        return body(uint8_t{});
+    }
+  }
+
+ private:
+  struct alignas(16) Access16 {
+    uint64_t half[2];
+  };
+};
+
+}  // namespace putget::cpu

@@ -1,0 +1,131 @@
+// The CPU backend: the protocol text run by the calling thread.
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <cstring>
+
+#include "backend.h"
+#include "cpu/exec.h"
+#include "cpu/probe.h"
+#include "cpu/symmetric_memory.h"
+#include "protocol/combine.h"
+#include "protocol/dispatch.h"
+
+namespace putget::cpu {
+namespace {
+
+constexpr uint32_t kPackBytes = 16;
+
+// Calls body(Codec) for the output type.
+template <class Body>
+void with_codec(OutputType type, Body body) {
+  switch (type) {
+    case OutputType::kBFloat16:
+      return body(BFloat16{});
+    case OutputType::kFloat16:
+      return body(Float16{});
+    case OutputType::kFloat32:
+      return body(Float32{});
+  }
+}
+
+bool aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % kPackBytes == 0; }
+
+class CpuMemory final : public Memory {
+ public:
+  explicit CpuMemory(const MemoryConfig& config)
+      : Memory(config), symmetric_(config.ep_size, config.ep_rank, config.bytes) {}
+
+  putget_share export_share() override {
+    putget_share share{};
+    share.kind = PUTGET_SHARE_DESCRIPTOR;
+    share.descriptor = symmetric_.export_descriptor();
+    share.bytes = config_.bytes;
+    return share;
+  }
+
+  void import_share(uint32_t peer, const putget_share& share) override {
+    if (share.kind != PUTGET_SHARE_DESCRIPTOR) throw Error(PUTGET_INVALID, "CPU memory is shared by descriptors only");
+    symmetric_.import_descriptor(peer, share.descriptor);
+  }
+
+  void renew() override { symmetric_.renew(); }
+
+  void start(uint32_t epoch, const RankSet& active) override {
+    state_ = State{};
+    state_.epoch = epoch;
+    state_.active = active;
+    state_.mixed = mixed_;
+    fault_ = FaultRecord{};
+    uint8_t* own = symmetric_.base(config_.ep_rank);
+    for (uint32_t line = 0; line < 3 * config_.ep_size; ++line) *flag_line(own, 0, line) = pack_flag(epoch, 0);
+  }
+
+  uint32_t epoch() override { return state_.epoch; }
+
+  void share_between_layouts() override {
+    mixed_ = 1;
+    if (state_.mixed) return;
+    state_.mixed = 1;
+    // Every rank has finished every round before an open one: they all waited here for each other.
+    const uint32_t finished = state_.open ? state_.epoch - 1 : state_.epoch;
+    uint8_t* own = symmetric_.base(config_.ep_rank);
+    for (uint32_t rank = 0; rank < config_.ep_size; ++rank) {
+      *flag_line(own, 2 * config_.ep_size * kLineBytes, rank) = pack_flag(finished, 0);
+    }
+  }
+  uint8_t* base(uint32_t rank) const override { return symmetric_.base(rank); }
+  State* state() const override { return &state_; }
+  FaultRecord* fault() const override { return &fault_; }
+
+  void dispatch(const Plan& plan, const DispatchCall& call, uint32_t, void*) override {
+    Exec exec;
+    DispatchCall whole_rows = call;
+    whole_rows.segment_bytes = kWholeRow;
+    putget::dispatch(exec, plan, whole_rows, dispatch_scratch_);
+  }
+
+  void combine(const Plan& plan, const CombineCall& call, uint32_t, void*) override {
+    Exec exec;
+    CombineCall whole_rows = call;
+    whole_rows.segment_bytes = kWholeRow;
+    const bool packed = plan.shape.output_row_bytes() % kPackBytes == 0 && aligned(call.out) && aligned(call.addend);
+    with_codec(plan.shape.output_type, [&](auto codec) {
+      using Codec = decltype(codec);
+      constexpr uint32_t kElements = kPackBytes / sizeof(typename Codec::Bits);
+      if (!packed) {
+        putget::combine<Codec, 1, DynamicTopK>(exec, plan, whole_rows, combine_scratch_);
+      } else if (plan.shape.top_k == 8) {
+        putget::combine<Codec, kElements, FixedTopK<8>>(exec, plan, whole_rows, combine_scratch_);
+      } else {
+        putget::combine<Codec, kElements, DynamicTopK>(exec, plan, whole_rows, combine_scratch_);
+      }
+    });
+  }
+
+  void release(const Plan& plan, void*) override {
+    Exec exec;
+    putget::release(exec, plan);
+  }
+
+  void probe(putget_probe_kind kind, uint64_t bytes_per_peer, uint32_t, void*) override {
+    cpu::probe(symmetric_, config_, kind, bytes_per_peer);
+    state_.ids_top_k = 0;  // the ids region holds something else now
+  }
+
+ private:
+  static constexpr uint32_t kWholeRow = 1u << 30;
+
+  SymmetricMemory symmetric_;
+  mutable State state_{};
+  mutable FaultRecord fault_{};
+  uint32_t mixed_ = 0;
+  DispatchScratch dispatch_scratch_{};
+  CombineScratch combine_scratch_{};
+};
+
+}  // namespace
+
+std::unique_ptr<Memory> create_memory(const MemoryConfig& config) { return std::make_unique<CpuMemory>(config); }
+
+}  // namespace putget::cpu

@@ -1,0 +1,467 @@
+/* The synchronisation of dispatch and combine, for SPIN. The statements carry the tags of docs/protocol.md.
+ *
+ * SPIN executes one statement at a time in some order (sequential consistency). The model therefore checks that every wait is
+ * there and in its place, not the memory orders of the accesses: those are checked under ThreadSanitizer
+ * (tests/native/stress.cpp) and on the GPU.
+ *
+ * What is checked: the assertions below, and that no rank is left waiting (invalid end states). A memory cell holds the number of the
+ * round whose value it carries, so a read of a stale cell and a cell overwritten before its reader came both fail an assertion.
+ *
+ * Parameters (-D): RANKS, ROUNDS, SLOTS (rows that one rank can send to another), EPOCHS (epochs are counted modulo this).
+ * LAYERS       rounds alternate between two objects of different layout on one workspace (see RECEIVE and OUTPUT)
+ * DEADLINES    every wait may expire at any time; the last rank may die at any time or go on after any pause; the others then agree on a new
+ *              epoch, take new memory (set_active_ranks) and run EXTRA more rounds, in which no wait may expire
+ * MIXED_ENDS   before that, one rank may combine a round that another releases (needs DEADLINES)
+ * HAND_OVER    with LAYERS and OVERLAP: an empty round between two objects
+ * ROUTES       how many of the routings in choose_rows are tried
+ * The other names that are tested below are mutations: each leaves out or misplaces one thing, and the model must then fail
+ * (tests/protocol/test_model.py).
+ */
+#ifndef RANKS
+#define RANKS 2
+#endif
+#ifndef ROUNDS
+#define ROUNDS 3
+#endif
+#ifndef SLOTS
+#define SLOTS 1
+#endif
+#ifndef EPOCHS
+#define EPOCHS 4
+#endif
+#ifndef ROUTES
+#define ROUTES 2
+#endif
+#ifndef EXTRA
+#define EXTRA 0
+#endif
+
+#define EVERYBODY ((1 << RANKS) - 1)
+#define VICTIM (RANKS - 1)
+#define FIRST_EPOCH (EPOCHS - 2) /* so that a run wraps early */
+#define NEXT(epoch) (((epoch) + 1) % EPOCHS)
+#define PREVIOUS(epoch) (((epoch) + EPOCHS - 1) % EPOCHS)
+
+#ifdef PLAIN_COMPARE
+#define REACHED(flag, epoch) ((flag) >= (epoch))
+#else
+#define REACHED(flag, epoch) (((flag) + EPOCHS - (epoch)) % EPOCHS < EPOCHS / 2)
+#endif
+
+/* Rows of (slot, src) in the two parts of a rank's memory. Object 1 assigns the cells of a part in another order than object 0: a
+ * different row size puts different splits at the same address. OVERLAP lets object 1 receive where object 0 has its output. */
+#define PART (SLOTS * RANKS)
+#define CELLS (2 * PART)
+#define SPLIT(object, slot, src) ((object) == 0 -> (slot) * RANKS + (src) : PART - 1 - (slot) * RANKS - (src))
+#ifdef OVERLAP
+#define RECEIVE(object, slot, src) ((object) * PART + SPLIT(object, slot, src))
+#define OUTPUT(object, slot, src) ((1 - (object)) * PART + SPLIT(object, slot, src))
+#else
+#define RECEIVE(object, slot, src) SPLIT(object, slot, src)
+#define OUTPUT(object, slot, src) (PART + SPLIT(object, slot, src))
+#endif
+#define EMPTY 0
+
+#ifdef LAYERS
+#define OBJECT(round) ((round) % 2)
+#else
+#define OBJECT(round) 0
+#endif
+
+#define COMBINED 1
+#define RELEASED 2
+
+/* The symmetric memory of one rank. After set_active_ranks the same addresses lead to memory[RANKS + rank]; a rank that was excluded
+ * still reaches memory[rank]. */
+typedef Memory {
+  byte arrived_epoch[RANKS];
+  byte arrived_rows[RANKS];
+  byte ended_epoch[RANKS];
+  byte ended_how[RANKS];
+  byte cell[CELLS]
+};
+#ifdef DEADLINES
+#define GENERATIONS 2
+#else
+#define GENERATIONS 1
+#endif
+Memory memory[RANKS * GENERATIONS];
+
+#define AT(rank) memory[generation * RANKS + (rank)]
+#define ACTIVE(rank) ((members >> (rank)) & 1)
+#define PEER(rank) (ACTIVE(rank) && (rank) != me) /* a flag to oneself would order nothing */
+
+/* Whether a round combines is part of the program that all ranks run. The first rank that comes to the end of a round chooses; no rank can
+ * be there in the next round before every rank was there in this one. */
+byte chosen_round[GENERATIONS];
+bool combines[GENERATIONS];
+
+/* set_active_ranks: what the survivors tell each other over their sockets. */
+byte agreed_epoch = FIRST_EPOCH;
+byte told, prepared;
+#define SURVIVORS (RANKS - 1)
+
+#ifdef DEADLINES
+#ifdef NO_DEADLINE
+#define OR_EXPIRES
+#else
+#define OR_EXPIRES :: !renewed -> goto fault
+#endif
+#define MAY_DIE if :: me == VICTIM -> goto stopped :: true fi
+#else
+#define OR_EXPIRES
+#define MAY_DIE
+#endif
+
+/* A peer released the round that this rank combines: a fault where ranks may disagree, impossible otherwise. */
+#ifdef MIXED_ENDS
+#define MISUSE goto fault
+#else
+#define MISUSE assert(false)
+#endif
+
+/* peer := any member of todo, which is not empty. Flags to several peers leave in any order. */
+inline choose_peer() {
+  peer = 0;
+  do
+  :: (todo >> peer) & 1 -> break
+  :: todo >> (peer + 1) -> peer++
+  od
+}
+
+inline publish_arrived(with_rows) {
+  todo = members & ~(1 << me);
+  do
+  :: todo == 0 -> break
+  :: else ->
+    MAY_DIE;
+    choose_peer();
+    if
+#ifdef SKIP_EMPTY_D3
+    :: rows[peer] == 0 -> skip
+    :: else ->
+#else
+    :: true ->
+#endif
+#ifdef TORN_FLAG
+      AT(peer).arrived_epoch[me] = epoch;
+      AT(peer).arrived_rows[me] = (with_rows -> rows[peer] : 0)
+#else
+      atomic {
+        AT(peer).arrived_epoch[me] = epoch;
+        AT(peer).arrived_rows[me] = (with_rows -> rows[peer] : 0)
+      }
+#endif
+    fi;
+    todo = todo & ~(1 << peer)
+  od;
+  peer = 0
+}
+
+inline publish_ended(of_epoch, how) {
+  todo = members & ~(1 << me);
+  do
+  :: todo == 0 -> break
+  :: else ->
+    MAY_DIE;
+    choose_peer();
+    atomic { AT(peer).ended_epoch[me] = of_epoch; AT(peer).ended_how[me] = how };
+    todo = todo & ~(1 << peer)
+  od;
+  peer = 0
+}
+
+/* Until a wait is over its flag shows this round or the one before, then exactly this round: nobody can be further. */
+#define ONE_OF(flag, of_epoch) ((flag) == (of_epoch) || (flag) == PREVIOUS(of_epoch))
+
+inline observe_ended(of_epoch) {
+  for (peer : 0 .. RANKS - 1) {
+    if
+    :: PEER(peer) ->
+      if
+      :: atomic { REACHED(AT(me).ended_epoch[peer], of_epoch) -> assert(AT(me).ended_epoch[peer] == of_epoch) }
+      :: atomic { !ONE_OF(AT(me).ended_epoch[peer], of_epoch) -> assert(false) }
+      OR_EXPIRES
+      fi
+    :: else
+    fi
+  }
+  peer = 0
+}
+
+inline observe_arrived() {
+  counts[me] = rows[me];
+  for (peer : 0 .. RANKS - 1) {
+    if
+    :: PEER(peer) ->
+#ifdef SKIP_D4
+      counts[peer] = AT(me).arrived_rows[peer]
+#else
+      if
+      :: atomic { REACHED(AT(me).arrived_epoch[peer], epoch) ->
+          assert(AT(me).arrived_epoch[peer] == epoch);
+          counts[peer] = AT(me).arrived_rows[peer] }
+      :: atomic { !ONE_OF(AT(me).arrived_epoch[peer], epoch) -> assert(false) }
+      OR_EXPIRES
+      fi
+#endif
+    :: else
+    fi
+  }
+  peer = 0
+}
+
+/* Empty slots are marked by their owner. */
+inline clear_empty_slots() {
+  for (peer : 0 .. RANKS - 1) {
+    for (slot : 0 .. SLOTS - 1) {
+      if
+      :: ACTIVE(peer) && slot >= counts[peer] -> AT(me).cell[RECEIVE(object, slot, peer)] = EMPTY
+      :: else
+      fi
+    }
+  }
+  peer = 0;
+  slot = 0
+}
+
+inline put_rows() {
+  for (peer : 0 .. RANKS - 1) {
+    for (slot : 0 .. SLOTS - 1) {
+      if
+      :: slot < rows[peer] -> AT(peer).cell[RECEIVE(object, slot, me)] = round
+      :: else
+      fi
+    }
+  }
+  peer = 0;
+  slot = 0
+}
+
+/* To whom this rank sends: to everybody, to nobody (ROUTES 2), or to one rank (ROUTES 4). */
+inline choose_rows() {
+  atomic {
+    if
+    :: todo = members
+#if ROUTES > 1
+    :: todo = 0
+#endif
+#if ROUTES > 2
+    :: todo = members & (1 << me)
+    :: todo = members & (1 << ((me + 1) % RANKS))
+#endif
+    fi;
+    for (peer : 0 .. RANKS - 1) { rows[peer] = ((todo >> peer) & 1 -> SLOTS : 0) };
+    peer = 0
+  }
+}
+
+/* D5 and C1: every received row is read, and the row that combine gets back is written; before a release it need not be. */
+inline run_experts() {
+  for (peer : 0 .. RANKS - 1) {
+    for (slot : 0 .. SLOTS - 1) {
+      if
+      :: ACTIVE(peer) && slot < counts[peer] ->
+        assert(AT(me).cell[RECEIVE(object, slot, peer)] == round); /* D5 */
+        if
+        :: AT(me).cell[OUTPUT(object, slot, peer)] = round /* C1 */
+        :: !combine
+        fi
+      :: ACTIVE(peer) && slot >= counts[peer] ->
+        assert(AT(me).cell[RECEIVE(object, slot, peer)] == EMPTY) /* D5: its ids are -1 */
+      :: else
+      fi
+    }
+  }
+  peer = 0;
+  slot = 0
+}
+
+inline get_rows() {
+  for (peer : 0 .. RANKS - 1) {
+    for (slot : 0 .. SLOTS - 1) {
+      if
+      :: slot < rows[peer] -> assert(AT(peer).cell[OUTPUT(object, slot, me)] == round)
+      :: else
+      fi
+    }
+  }
+  peer = 0;
+  slot = 0
+}
+
+proctype Rank(byte me) {
+  byte generation = 0, members = EVERYBODY, epoch = FIRST_EPOCH, round = 0, object = 0;
+  byte peer, slot, todo;
+  byte rows[RANKS];   /* sent to each rank this round */
+  byte counts[RANKS]; /* received from each rank this round */
+  bool open = false, combine;
+  bool renewed = false; /* set_active_ranks has been called */
+
+next_round:
+  if
+  :: round == ROUNDS -> goto finished
+  :: round == ROUNDS + EXTRA + 1 -> goto stopped
+  :: else
+  fi;
+#ifndef SKIP_R1
+  if
+  :: open -> publish_ended(epoch, RELEASED) /* R1, implicit: the round before is still open */
+  :: else
+  fi;
+#endif
+  open = false;
+#ifdef HAND_OVER
+  /* An empty round between two objects: after D4 everybody has done his gets (C4 stands before D3). */
+  epoch = NEXT(epoch);
+  observe_ended(PREVIOUS(epoch));   /* D1 */
+  publish_arrived(0);               /* D3 */
+  observe_arrived();                /* D4 */
+  publish_ended(epoch, RELEASED);   /* R1 */
+#endif
+  round++;
+  object = OBJECT(round);
+  epoch = NEXT(epoch);
+  choose_rows();
+#ifndef SKIP_D1
+  observe_ended(PREVIOUS(epoch)); /* D1 */
+#endif
+#ifdef EARLY_D3
+  publish_arrived(1);
+  put_rows();
+#else
+  put_rows();         /* D2 */
+  publish_arrived(1); /* D3 */
+#endif
+#ifdef EARLY_CLEAR
+  for (peer : 0 .. RANKS - 1) { counts[peer] = 0 };
+  clear_empty_slots();
+  observe_arrived();
+#else
+  observe_arrived(); /* D4 */
+  clear_empty_slots();
+#endif
+  open = true;
+
+  atomic {
+    if
+    :: chosen_round[renewed] < round ->
+      chosen_round[renewed] = round;
+      if
+      :: combines[renewed] = true
+      :: combines[renewed] = false
+      fi
+    :: else -> assert(chosen_round[renewed] == round)
+    fi;
+    combine = combines[renewed]
+#ifdef MIXED_ENDS
+    if
+    :: !renewed -> combine = !combine
+    :: true
+    fi
+#endif
+  }
+  if
+  :: combine ->
+#ifdef EARLY_C2
+    publish_ended(epoch, COMBINED);
+    run_experts();
+#else
+    run_experts();
+#ifndef SKIP_C2
+    publish_ended(epoch, COMBINED); /* C2 */
+#endif
+#endif
+#ifndef SKIP_C3
+    observe_ended(epoch); /* C3 */
+#ifndef IGNORE_HOW
+    for (peer : 0 .. RANKS - 1) {
+      if
+      :: PEER(peer) && AT(me).ended_how[peer] != COMBINED -> MISUSE
+      :: else
+      fi
+    }
+    peer = 0;
+#endif
+#endif
+    get_rows(); /* C4 */
+    open = false
+  :: else ->
+#ifdef EARLY_R1
+    publish_ended(epoch, RELEASED);
+    run_experts();
+    open = false
+#else
+    run_experts();
+    if
+    :: publish_ended(epoch, RELEASED); /* R1: release() */
+      open = false
+    :: true /* left open: the next dispatch does R1 */
+    fi
+#endif
+  fi;
+  for (peer : 0 .. RANKS - 1) {
+    counts[peer] = 0;
+    rows[peer] = 0
+  }
+  peer = 0;
+  goto next_round;
+
+fault: /* no put and no publish after a wait that expired */
+  skip;
+finished:
+#ifdef DEADLINES
+  if
+  :: me == VICTIM || renewed -> goto stopped
+  :: else
+  fi;
+  for (peer : 0 .. RANKS - 1) {
+    counts[peer] = 0;
+    rows[peer] = 0
+  }
+  peer = 0;
+  todo = 0;
+  slot = 0;
+  atomic {
+    if
+    :: REACHED(epoch, agreed_epoch) -> agreed_epoch = epoch
+    :: else
+    fi;
+    told++
+  }
+  atomic { told == SURVIVORS -> epoch = NEXT(agreed_epoch) };
+#ifndef OLD_PAGES
+  generation = 1;
+#endif
+#ifndef SKIP_FLAG_INIT
+  atomic {
+    for (peer : 0 .. RANKS - 1) {
+      AT(me).ended_epoch[peer] = epoch;
+      AT(me).arrived_epoch[peer] = epoch
+    }
+    peer = 0
+  }
+#endif
+  atomic { prepared++; open = false; renewed = true; members = EVERYBODY & ~(1 << VICTIM) }
+#ifndef SKIP_BARRIER
+  prepared == SURVIVORS;
+#endif
+  round = ROUNDS + 1; /* the first of the extra rounds has the next number */
+  goto next_round;
+#endif
+stopped:
+  skip
+}
+
+init {
+  byte i, r;
+  atomic {
+    for (i : 0 .. RANKS - 1) {
+      for (r : 0 .. RANKS - 1) {
+        memory[i].arrived_epoch[r] = FIRST_EPOCH;
+        memory[i].ended_epoch[r] = FIRST_EPOCH
+      }
+    }
+    for (i : 0 .. RANKS - 1) { run Rank(i) }
+  }
+}

@@ -1,0 +1,288 @@
+// Combine: each rank gets the rows that the experts of its tokens wrote, where they were written, and sums them.
+//
+// The sum is a pairwise tree over the top_k positions in float32: neighbours first, an odd last one carried up; a position
+// without a row counts as +0. So the result depends on the routing alone, never on timing, batch size or grid.
+#pragma once
+
+#include "protocol/numeric.h"
+#include "protocol/signal.h"
+
+namespace putget {
+
+struct CombineScratch {
+  WaitScratch wait;
+  uint32_t last;     // whether this CTA is the last to arrive
+  uint32_t healthy;  // what thread 0 decided for the CTA
+};
+
+// The number of leaves as a compile-time constant (loads of all rows in flight at once, sums unrolled) ...
+template <uint32_t kTopK>
+struct FixedTopK {
+  static constexpr bool kIsFixed = true;
+  static constexpr uint32_t kCapacity = kTopK;
+  uint32_t top_k;
+};
+
+// ... or a run-time value, summed as the leaves come.
+struct DynamicTopK {
+  static constexpr bool kIsFixed = false;
+  static constexpr uint32_t kCapacity = kMaxTopK;
+  uint32_t top_k;
+};
+
+// kElements values of one output type, moved as one access.
+template <class Codec, uint32_t kElements>
+struct alignas(sizeof(typename Codec::Bits) * kElements) Pack {
+  static constexpr uint32_t kCount = kElements;
+  typename Codec::Bits bits[kElements];
+};
+
+template <uint32_t kElements>
+struct Sums {
+  float value[kElements];
+
+  PUTGET_PURE void add(const Sums& other) {
+    PUTGET_UNROLL
+    for (uint32_t e = 0; e < kElements; ++e) value[e] = value[e] + other.value[e];
+  }
+};
+
+template <class Codec, uint32_t kElements>
+PUTGET_PURE Sums<kElements> widen(const Pack<Codec, kElements>& pack) {
+  Sums<kElements> sums;
+  PUTGET_UNROLL
+  for (uint32_t e = 0; e < kElements; ++e) sums.value[e] = Codec::widen(pack.bits[e]);
+  return sums;
+}
+
+// The tree over a fixed number of leaves, level by level, in place.
+template <uint32_t kLeaves, uint32_t kElements>
+PUTGET_PURE Sums<kElements> sum_tree(Sums<kElements> (&leaf)[kLeaves]) {
+  PUTGET_UNROLL
+  for (uint32_t step = 1; step < kLeaves; step *= 2) {
+    PUTGET_UNROLL
+    for (uint32_t i = 0; i + step < kLeaves; i += 2 * step) leaf[i].add(leaf[i + step]);
+  }
+  return leaf[0];
+}
+
+// The same tree for leaves that come one after the other: level l holds the finished sum of 2^l neighbours, as the bits of a
+// binary counter do.
+template <uint32_t kElements>
+struct RunningTree {
+  static constexpr uint32_t kLevels = 6;  // 2^5 = kMaxTopK leaves
+  Sums<kElements> level[kLevels] = {};
+  uint32_t count = 0;
+
+  PUTGET_PURE void push(Sums<kElements> leaf) {
+    bool placed = false;
+    PUTGET_UNROLL
+    for (uint32_t l = 0; l < kLevels; ++l) {
+      if (placed) continue;
+      if ((count >> l) & 1u) {
+        Sums<kElements> sum = level[l];
+        sum.add(leaf);
+        leaf = sum;
+      } else {
+        level[l] = leaf;
+        placed = true;
+      }
+    }
+    ++count;
+  }
+
+  PUTGET_PURE Sums<kElements> total() const {
+    Sums<kElements> sum{};
+    bool any = false;
+    PUTGET_UNROLL
+    for (uint32_t l = 0; l < kLevels; ++l) {
+      if (!((count >> l) & 1u)) continue;
+      if (any) {
+        Sums<kElements> joined = level[l];
+        joined.add(sum);
+        sum = joined;
+      } else {
+        sum = level[l];
+        any = true;
+      }
+    }
+    return sum;
+  }
+};
+
+// Where the rows of one token are; null where it has none.
+template <class TopK>
+struct RowsOfToken {
+  const uint8_t* row[TopK::kCapacity];
+
+  PUTGET_TEXT RowsOfToken(const Plan& plan, const TopK& top_k, uint32_t token) {
+    PUTGET_UNROLL
+    for (uint32_t k = 0; k < TopK::kCapacity; ++k) {
+      if (!TopK::kIsFixed && k >= top_k.top_k) break;
+      const uint64_t index = uint64_t{token} * top_k.top_k + k;
+      const int32_t rank = plan.target_ranks[index];
+      const int32_t slot = plan.target_slots[index];
+      row[k] = rank < 0 ? nullptr
+                        : plan.base[rank] + plan.layout.output +
+                              row_index(slot, plan.shape.ep_rank, plan.shape.ep_size) * plan.shape.output_row_bytes();
+    }
+  }
+};
+
+template <class Codec, uint32_t kElements, class TopK, class Exec>
+PUTGET_TEXT Sums<kElements> get_sum(Exec& exec, const RowsOfToken<TopK>& rows, const TopK& top_k, uint32_t pack) {
+  using P = Pack<Codec, kElements>;
+  if constexpr (TopK::kIsFixed) {
+    P leaf[TopK::kCapacity];
+    PUTGET_UNROLL
+    for (uint32_t k = 0; k < TopK::kCapacity; ++k) {
+      leaf[k] = P{};
+      if (rows.row[k] != nullptr) leaf[k] = exec.get(reinterpret_cast<const P*>(rows.row[k]) + pack);  // [C4]
+    }
+    Sums<kElements> sum[TopK::kCapacity];
+    PUTGET_UNROLL
+    for (uint32_t k = 0; k < TopK::kCapacity; ++k) sum[k] = widen(leaf[k]);
+    return sum_tree(sum);
+  } else {
+    RunningTree<kElements> tree;
+    for (uint32_t k = 0; k < top_k.top_k; ++k) {
+      P leaf{};
+      if (rows.row[k] != nullptr) leaf = exec.get(reinterpret_cast<const P*>(rows.row[k]) + pack);  // [C4]
+      tree.push(widen(leaf));
+    }
+    return tree.total();
+  }
+}
+
+// Sums the rows of this CTA's share of (token, segment) items. Every warp takes items of its own.
+template <class Codec, uint32_t kElements, class TopK, class Exec>
+PUTGET_TEXT void reduce_rows(Exec& exec, const Plan& plan, const CombineCall& call) {
+  using P = Pack<Codec, kElements>;
+  const TopK top_k{plan.shape.top_k};
+  const uint32_t packs_per_row = plan.shape.output_elements / kElements;
+  const uint32_t packs_per_segment = call.segment_bytes / sizeof(P);
+  const uint32_t segments = (packs_per_row + packs_per_segment - 1) / packs_per_segment;
+  const uint64_t items = uint64_t{call.num_tokens} * segments;
+  for (uint64_t item = uint64_t{exec.block()} * exec.warps() + exec.warp(); item < items;
+       item += uint64_t{exec.blocks()} * exec.warps()) {
+    const uint32_t token = static_cast<uint32_t>(item / segments);
+    const uint32_t begin = static_cast<uint32_t>(item % segments) * packs_per_segment;
+    const uint32_t end = begin + packs_per_segment < packs_per_row ? begin + packs_per_segment : packs_per_row;
+    const RowsOfToken<TopK> rows(plan, top_k, token);
+    const uint64_t row = uint64_t{token} * packs_per_row;
+    for (uint32_t pack = begin + exec.lane(); pack < end; pack += exec.lanes()) {
+      Sums<kElements> sum = get_sum<Codec, kElements>(exec, rows, top_k, pack);
+      if (call.addend != nullptr) sum.add(widen(reinterpret_cast<const P*>(call.addend)[row + pack]));
+      P out;
+      PUTGET_UNROLL
+      for (uint32_t e = 0; e < kElements; ++e) out.bits[e] = Codec::narrow(sum.value[e]);
+      reinterpret_cast<P*>(call.out)[row + pack] = out;
+    }
+  }
+}
+
+// combine(x): copies the rows that hold something into combine_input. Every warp takes rows of its own.
+template <class Exec>
+PUTGET_TEXT void stage_rows(Exec& exec, const Plan& plan, const CombineCall& call) {
+  const uint32_t row_bytes = plan.shape.output_row_bytes();
+  const uint32_t ep_size = plan.shape.ep_size;
+  const uint64_t warps = uint64_t{exec.blocks()} * exec.warps();
+  const uint64_t first = uint64_t{exec.block()} * exec.warps() + exec.warp();
+  uint32_t most = 0;
+  for (uint32_t src = 0; src < ep_size; ++src) {
+    const uint32_t rows = static_cast<uint32_t>(plan.num_tokens[src]);
+    if (rows > most) most = rows;
+  }
+  for (uint64_t index = first; index < uint64_t{most} * ep_size; index += warps) {
+    const uint32_t slot = static_cast<uint32_t>(index / ep_size);
+    const uint32_t src = static_cast<uint32_t>(index % ep_size);
+    if (slot >= static_cast<uint32_t>(plan.num_tokens[src])) continue;
+    const uint8_t* from = call.rows + slot * call.row_slot_bytes + src * call.row_source_bytes;
+    uint8_t* to = plan.own() + plan.layout.output + index * row_bytes;
+    exec.with_access(call.rows_access_bytes, [&](auto access) {
+      using Access = decltype(access);
+      for (uint32_t i = exec.lane(); i < row_bytes / sizeof(Access); i += exec.lanes()) {
+        reinterpret_cast<Access*>(to)[i] = reinterpret_cast<const Access*>(from)[i];  // [C1]
+      }
+    });
+  }
+}
+
+// Thread 0 looks at the shared state once, so that all threads of the CTA take the same way.
+template <class Exec>
+PUTGET_TEXT bool may_combine(Exec& exec, const Plan& plan, const CombineCall& call, CombineScratch& scratch) {
+  if (exec.thread() == 0) {
+    const State& state = *plan.state;
+    scratch.healthy = state.fault == 0;
+    if (scratch.healthy && !(state.open && state.opened_by == plan.object_id)) {
+      report_misuse(exec, plan, Misuse::kNoOpenRound, state.epoch, 0, call.num_tokens, 0);
+      scratch.healthy = 0;
+    } else if (scratch.healthy && state.num_tokens != call.num_tokens) {
+      report_misuse(exec, plan, Misuse::kTokenCount, state.epoch, state.num_tokens, call.num_tokens, 0);
+      scratch.healthy = 0;
+    }
+  }
+  exec.sync();
+  return scratch.healthy != 0;
+}
+
+// Tells every peer that combine_input is complete and the received rows are read, and waits until every peer says the same.
+template <class Exec>
+PUTGET_TEXT bool exchange_rows(Exec& exec, const Plan& plan, const CombineCall& call, CombineScratch& scratch) {
+  State& state = *plan.state;
+  const uint32_t round = state.epoch;
+  bool publisher = exec.block() == 0;
+  if (call.rows != nullptr) {
+    stage_rows(exec, plan, call);
+    publisher = exec.template last_to_arrive<Join::J2>(&state.staged, &scratch.last);
+  }
+  if (publisher) {
+    publish_all<Tag::C2>(exec, plan, plan.layout.ended, round, [](uint32_t) { return kEndedByCombine; });
+  }
+  const bool complete =
+      observe_all<Tag::C3>(exec, plan, plan.layout.ended, round, deadline_ns(plan), scratch.wait);
+  if (exec.thread() == 0) {
+    if (!complete) report_timeout(exec, plan, Phase::kCombine, round, scratch.wait.missing);
+    scratch.healthy = complete;
+    for (uint32_t peer = 0; peer < plan.shape.ep_size; ++peer) {
+      if (scratch.wait.value[peer] != kEndedByRelease) continue;
+      report_misuse(exec, plan, Misuse::kPeerReleased, round, 0, 0, peer);
+      scratch.healthy = 0;
+    }
+  }
+  exec.sync();
+  return scratch.healthy != 0;
+}
+
+template <class Codec, uint32_t kElements, class TopK, class Exec>
+PUTGET_TEXT void combine(Exec& exec, const Plan& plan, const CombineCall& call, CombineScratch& scratch) {
+  State& state = *plan.state;
+  const bool may = may_combine(exec, plan, call, scratch);
+  if (may && exchange_rows(exec, plan, call, scratch)) reduce_rows<Codec, kElements, TopK>(exec, plan, call);
+  if (!exec.template last_to_arrive<Join::J3>(&state.arrivals, &scratch.last)) return;
+  if (state.fault == 0 && state.mixed) {
+    publish_all<Tag::C5>(exec, plan, plan.layout.finished, state.epoch, [](uint32_t) { return 0u; });
+    exec.sync();
+  }
+  if (exec.thread() != 0) return;
+  if (state.fault == 0) {
+    state.open = 0;
+    ++state.rounds;
+  }
+  state.arrivals = 0;
+  state.staged = 0;
+}
+
+// Ends a round without combine. One CTA.
+template <class Exec>
+PUTGET_TEXT void release(Exec& exec, const Plan& plan) {
+  State& state = *plan.state;
+  if (state.fault != 0 || !state.open) return;
+  publish_release(exec, plan, state.epoch);
+  exec.sync();
+  if (exec.thread() != 0) return;
+  state.open = 0;
+  ++state.rounds;
+}
+
+}  // namespace putget

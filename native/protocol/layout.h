@@ -1,0 +1,55 @@
+// The symmetric memory of one rank, the same on every rank: control lines first, then one region per kind of row.
+//
+// Every region is slot-major: the row that source rank `src` puts into slot `slot` lies at (slot * ep_size + src) * row_bytes.
+// So the first r slots of all sources are one contiguous prefix, whatever r a receiver asks for, and no two ranks ever need
+// to agree on r.
+#pragma once
+
+#include "protocol/shape.h"
+
+namespace putget {
+
+constexpr uint64_t kLineBytes = 128;         // one flag a line: polling one source never slows down another source's store
+constexpr uint64_t kRegionAlignment = 1024;  // regions start on bulk-copy and page-friendly boundaries
+
+struct Layout {
+  uint64_t arrived;  // [ep_size] lines: flag (epoch, rows) that source rank stores at the end of its dispatch
+  uint64_t ended;    // [ep_size] lines: flag (epoch, kind) that a peer stores when it has read this round's received rows
+  uint64_t finished;  // [ep_size] lines: flag (epoch, 0) that a peer stores when it has got this round's combined rows
+  uint64_t topk_ids;
+  uint64_t topk_weights;
+  uint64_t payload[kMaxPayloads];
+  uint64_t output;  // combine_input
+  uint64_t total_bytes;
+};
+
+PUTGET_PURE uint64_t align_region(uint64_t offset) {
+  return (offset + kRegionAlignment - 1) / kRegionAlignment * kRegionAlignment;
+}
+
+PUTGET_PURE uint64_t control_bytes(uint32_t ep_size) { return align_region(3 * ep_size * kLineBytes); }
+
+PUTGET_PURE Layout layout_of(const Shape& shape) {
+  const uint64_t slots = uint64_t{shape.max_tokens_per_rank} * shape.ep_size;
+  Layout layout{};
+  layout.arrived = 0;
+  layout.ended = shape.ep_size * kLineBytes;
+  layout.finished = 2 * shape.ep_size * kLineBytes;
+  uint64_t next = control_bytes(shape.ep_size);
+  layout.topk_ids = next;
+  next = align_region(next + slots * shape.top_k * sizeof(int32_t));
+  layout.topk_weights = next;
+  next = align_region(next + slots * shape.top_k * sizeof(float));
+  for (uint32_t p = 0; p < shape.num_payloads; ++p) {
+    layout.payload[p] = next;
+    next = align_region(next + slots * shape.row_bytes[p]);
+  }
+  layout.output = next;
+  layout.total_bytes = align_region(next + slots * shape.output_row_bytes());
+  return layout;
+}
+
+// Index of the row (slot, src) in its region.
+PUTGET_PURE uint64_t row_index(uint32_t slot, uint32_t src, uint32_t ep_size) { return uint64_t{slot} * ep_size + src; }
+
+}  // namespace putget

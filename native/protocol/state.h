@@ -1,0 +1,85 @@
+// What a rank keeps to itself (private memory, never mapped by peers) and the arguments of one call.
+#pragma once
+
+#include "protocol/layout.h"
+
+namespace putget {
+
+enum class FaultKind : uint32_t { kNone = 0, kPeerTimeout = 1, kCapacity = 2, kMisuse = 3 };
+enum class Phase : uint32_t { kDispatch = 0, kCombine = 1, kRelease = 2 };
+enum class Misuse : uint32_t { kNoOpenRound = 1, kTokenCount = 2, kPeerReleased = 3 };
+
+// One fault, written once, into host memory that the device can write. `kind` is stored last.
+struct FaultRecord {
+  uint32_t kind;  // FaultKind
+  uint32_t phase;
+  uint32_t epoch;
+  uint32_t rank;     // the rank that reports
+  RankSet missing;   // kPeerTimeout: who did not publish in time
+  uint32_t source;   // kCapacity, kMisuse/kPeerReleased: the peer
+  uint32_t rows;     // kCapacity: rows it sent; kMisuse/kTokenCount: tokens of the dispatch
+  uint32_t allowed;  // kCapacity: max_rows here; kMisuse/kTokenCount: tokens of the combine
+  uint32_t misuse;   // kMisuse: which
+};
+
+// Shared by all objects of one workspace, so that they share rounds. Only kernels (or calls) of the owning rank touch it.
+struct State {
+  uint32_t epoch;       // the round that was dispatched last
+  uint32_t open;        // 1 from the end of dispatch until combine or release
+  uint32_t opened_by;   // object_id of the dispatch that opened the round
+  uint32_t mixed;       // 1 where objects of different layouts share this memory: rounds also exchange `finished`
+  uint32_t num_tokens;  // of the open round
+  uint32_t rounds;      // completed since the last start; 0 selects the warm-up deadline
+  uint32_t fault;       // FaultKind; sticky until the next start
+  uint32_t arrivals;    // CTAs of the running kernel that have finished
+  uint32_t staged;      // CTAs of the running combine that have copied their rows
+  uint32_t ids_top_k;   // geometry of the ids region that `left` speaks of
+  uint32_t ids_capacity;
+  RankSet active;
+  uint32_t sent[kMaxRanks];  // rows put to each peer this round
+  uint32_t left[kMaxRanks];  // slots of each source whose ids may differ from -1
+};
+
+// Everything about one object that stays the same from call to call.
+struct Plan {
+  Shape shape;
+  Layout layout;
+  uint8_t* base[kMaxRanks];  // symmetric memory of every rank, as mapped here
+  State* state;
+  FaultRecord* fault;             // host memory
+  const int32_t* expert_to_rank;  // [num_experts]
+  int32_t* target_ranks;          // [max_tokens_per_rank, top_k]
+  int32_t* target_slots;          // [max_tokens_per_rank, top_k]
+  int32_t* num_tokens;            // [ep_size] rows received from each source
+  unsigned long long* invalid_ids;
+  uint64_t timeout_ns;
+  uint64_t warmup_timeout_ns;
+  uint32_t object_id;  // of the objects on one memory
+
+  PUTGET_PURE uint8_t* own() const { return base[shape.ep_rank]; }
+};
+
+struct DispatchCall {
+  const void* topk_ids;  // [num_tokens, top_k]
+  const float* topk_weights;
+  const void* payload[kMaxPayloads];
+  const int32_t* num_valid_tokens;         // null: all of them
+  uint32_t access_bytes[kMaxPayloads];     // widest access that source and destination rows allow: 1, 2, 4, 8 or 16
+  uint32_t segment_bytes;                  // a row is put in pieces of this many bytes, a multiple of 16
+  uint32_t num_tokens;
+  uint32_t max_rows;                       // slots of each source that this rank will look at
+  uint32_t ids_are_64bit;
+};
+
+struct CombineCall {
+  const uint8_t* rows;  // rows from outside the workspace, or null: experts wrote combine_input
+  uint64_t row_slot_bytes;    // strides of `rows`
+  uint64_t row_source_bytes;
+  uint8_t* out;         // [num_tokens, output_elements]
+  const uint8_t* addend;  // the same shape, or null
+  uint32_t num_tokens;
+  uint32_t segment_bytes;      // a row is reduced in pieces of this many bytes, a multiple of 16
+  uint32_t rows_access_bytes;  // widest access for copying `rows`
+};
+
+}  // namespace putget

@@ -1,0 +1,33 @@
+"""putget: one-sided dispatch and combine for mixture-of-experts inference. Dispatch puts, combine gets."""
+
+from putget.alltoall import AllToAll, workspace_bytes
+from putget.communicator import Communicator
+from putget.errors import (
+    BackendUnavailable,
+    CapacityExceeded,
+    InvalidExpertIds,
+    PeerTimeout,
+    ProtocolMisuse,
+    PutgetError,
+)
+from putget.payload import Payload
+from putget.received import FlatRows, Received
+from putget.workspace import Workspace
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AllToAll",
+    "BackendUnavailable",
+    "CapacityExceeded",
+    "Communicator",
+    "FlatRows",
+    "InvalidExpertIds",
+    "Payload",
+    "PeerTimeout",
+    "ProtocolMisuse",
+    "PutgetError",
+    "Received",
+    "Workspace",
+    "workspace_bytes",
+]

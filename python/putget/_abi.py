@@ -1,0 +1,274 @@
+"""The C ABI of putget.h: structures, functions, statuses. The only module that loads a shared library."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from ctypes import POINTER, Structure, c_char, c_int32, c_uint8, c_uint32, c_uint64, c_void_p
+from pathlib import Path
+from typing import Any
+
+from putget import config
+from putget.errors import BackendUnavailable, PutgetError
+
+ABI_VERSION = 1
+MAGIC = 0x70757467
+MAX_RANKS = 128
+MAX_TOP_K = 32
+MAX_PAYLOADS = 8
+RANK_WORDS = MAX_RANKS // 32
+
+OK, INVALID, UNAVAILABLE, SYSTEM, FAULT = range(5)
+DEVICE_CPU, DEVICE_CUDA = range(2)
+FAULT_NONE, FAULT_PEER_TIMEOUT, FAULT_CAPACITY, FAULT_MISUSE = range(4)
+MISUSE_NO_OPEN_ROUND, MISUSE_TOKEN_COUNT, MISUSE_PEER_RELEASED = range(1, 4)
+SHARE_DESCRIPTOR, SHARE_FABRIC = range(2)
+PROBE_WRITE, PROBE_READ = range(2)
+PHASES = ("dispatch", "combine", "release")
+
+
+class _Versioned(Structure):
+    """Structures start with their size and a magic number: another version of the library refuses them."""
+
+    def __init__(self, **values: Any) -> None:
+        super().__init__(**values)
+        self.size = ctypes.sizeof(self)
+        self.magic = MAGIC
+
+
+class Config(_Versioned):
+    _fields_ = [
+        ("size", c_uint32),
+        ("magic", c_uint32),
+        ("ep_size", c_uint32),
+        ("ep_rank", c_uint32),
+        ("num_experts", c_uint32),
+        ("top_k", c_uint32),
+        ("max_tokens_per_rank", c_uint32),
+        ("num_payloads", c_uint32),
+        ("row_bytes", c_uint32 * MAX_PAYLOADS),
+        ("output_elements", c_uint32),
+        ("output_type", c_uint32),
+        ("num_sms", c_uint32),
+        ("reserved", c_uint32),
+        ("timeout_ns", c_uint64),
+        ("warmup_timeout_ns", c_uint64),
+    ]
+
+
+class Layout(_Versioned):
+    _fields_ = [
+        ("size", c_uint32),
+        ("magic", c_uint32),
+        ("arrived", c_uint64),
+        ("ended", c_uint64),
+        ("finished", c_uint64),
+        ("topk_ids", c_uint64),
+        ("topk_weights", c_uint64),
+        ("payload", c_uint64 * MAX_PAYLOADS),
+        ("output", c_uint64),
+        ("total_bytes", c_uint64),
+    ]
+
+
+class MemoryConfig(_Versioned):
+    _fields_ = [
+        ("size", c_uint32),
+        ("magic", c_uint32),
+        ("device", c_uint32),
+        ("ordinal", c_int32),
+        ("ep_size", c_uint32),
+        ("ep_rank", c_uint32),
+        ("share_kind", c_uint32),
+        ("reserved", c_uint32),
+        ("bytes", c_uint64),
+    ]
+
+
+class Share(_Versioned):
+    _fields_ = [
+        ("size", c_uint32),
+        ("magic", c_uint32),
+        ("kind", c_uint32),
+        ("descriptor", c_int32),
+        ("bytes", c_uint64),
+        ("fabric", c_uint8 * 64),
+    ]
+
+
+class Tables(_Versioned):
+    _fields_ = [
+        ("size", c_uint32),
+        ("magic", c_uint32),
+        ("expert_to_rank", c_void_p),
+        ("target_ranks", c_void_p),
+        ("target_slots", c_void_p),
+        ("num_tokens", c_void_p),
+        ("invalid_ids", c_void_p),
+    ]
+
+
+class DispatchArgs(_Versioned):
+    _fields_ = [
+        ("size", c_uint32),
+        ("magic", c_uint32),
+        ("topk_ids", c_void_p),
+        ("topk_weights", c_void_p),
+        ("payload", c_void_p * MAX_PAYLOADS),
+        ("num_valid_tokens", c_void_p),
+        ("stream", c_void_p),
+        ("num_tokens", c_uint32),
+        ("max_rows", c_uint32),
+        ("ids_are_64bit", c_uint32),
+        ("reserved", c_uint32),
+    ]
+
+
+class CombineArgs(_Versioned):
+    _fields_ = [
+        ("size", c_uint32),
+        ("magic", c_uint32),
+        ("rows", c_void_p),
+        ("row_slot_bytes", c_uint64),
+        ("row_source_bytes", c_uint64),
+        ("out", c_void_p),
+        ("addend", c_void_p),
+        ("stream", c_void_p),
+        ("num_tokens", c_uint32),
+        ("reserved", c_uint32),
+    ]
+
+
+class Fault(_Versioned):
+    _fields_ = [
+        ("size", c_uint32),
+        ("magic", c_uint32),
+        ("kind", c_uint32),
+        ("phase", c_uint32),
+        ("epoch", c_uint32),
+        ("rank", c_uint32),
+        ("missing", c_uint32 * RANK_WORDS),
+        ("source", c_uint32),
+        ("rows", c_uint32),
+        ("allowed", c_uint32),
+        ("misuse", c_uint32),
+    ]
+
+
+class ProbeArgs(_Versioned):
+    _fields_ = [
+        ("size", c_uint32),
+        ("magic", c_uint32),
+        ("kind", c_uint32),
+        ("num_sms", c_uint32),
+        ("bytes_per_peer", c_uint64),
+        ("stream", c_void_p),
+    ]
+
+
+class Gpu(_Versioned):
+    _fields_ = [
+        ("size", c_uint32),
+        ("magic", c_uint32),
+        ("name", c_char * 128),
+        ("uuid", c_uint8 * 16),
+        ("cluster_uuid", c_uint8 * 16),
+        ("clique", c_uint32),
+        ("compute_major", c_uint32),
+        ("compute_minor", c_uint32),
+        ("num_sms", c_uint32),
+        ("total_bytes", c_uint64),
+        ("posix_descriptors", c_uint32),
+        ("fabric_handles", c_uint32),
+        ("peers", c_uint32),
+        ("reserved", c_uint32),
+    ]
+
+
+# name -> (argument types); every function returns a status unless it is in _OTHER_RESULTS
+_FUNCTIONS: dict[str, list[Any]] = {
+    "putget_abi_version": [],
+    "putget_last_error": [],
+    "putget_layout_of": [POINTER(Config), POINTER(Layout)],
+    "putget_memory_create": [POINTER(MemoryConfig), POINTER(c_void_p)],
+    "putget_memory_export": [c_void_p, POINTER(Share)],
+    "putget_memory_import": [c_void_p, c_uint32, POINTER(Share)],
+    "putget_memory_start": [c_void_p, c_uint32, POINTER(c_uint32)],
+    "putget_memory_renew": [c_void_p],
+    "putget_memory_epoch": [c_void_p, POINTER(c_uint32)],
+    "putget_memory_mix": [c_void_p],
+    "putget_memory_base": [c_void_p, c_uint32, POINTER(c_void_p)],
+    "putget_read_fault": [c_void_p, POINTER(Fault)],
+    "putget_probe": [c_void_p, POINTER(ProbeArgs)],
+    "putget_memory_destroy": [c_void_p],
+    "putget_create": [POINTER(Config), c_void_p, POINTER(Tables), POINTER(c_void_p)],
+    "putget_dispatch": [c_void_p, POINTER(DispatchArgs)],
+    "putget_combine": [c_void_p, POINTER(CombineArgs)],
+    "putget_release": [c_void_p, c_void_p],
+    "putget_destroy": [c_void_p],
+    "putget_gpu_count": [POINTER(c_uint32)],
+    "putget_gpu_report": [c_uint32, POINTER(Gpu)],
+}
+_OTHER_RESULTS: dict[str, Any] = {
+    "putget_abi_version": c_uint32,
+    "putget_last_error": ctypes.c_char_p,
+    "putget_memory_destroy": None,
+    "putget_destroy": None,
+}
+
+
+def library_path() -> Path:
+    """Where the native library is expected."""
+    return config.library_override() or Path(__file__).with_name("libputget.so")
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """Loads the native library.
+
+    Raises:
+        BackendUnavailable: It is not there, or of another ABI version.
+    """
+    path = library_path()
+    try:
+        loaded = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise BackendUnavailable(f"cannot load putget's native library {path}: {error}") from error
+    for name, argtypes in _FUNCTIONS.items():
+        try:
+            function = getattr(loaded, name)
+        except AttributeError:
+            raise BackendUnavailable(f"{path} has no function {name}: it is of another version") from None
+        function.argtypes = argtypes
+        function.restype = _OTHER_RESULTS.get(name, ctypes.c_int)
+    version = loaded.putget_abi_version()
+    if version != ABI_VERSION:
+        raise BackendUnavailable(f"{path} has ABI version {version}, this package needs {ABI_VERSION}")
+    return loaded
+
+
+def last_error() -> str:
+    """The words of the last failed call of this thread."""
+    return str(library().putget_last_error().decode(errors="replace"))
+
+
+def raise_status(status: int) -> None:
+    """Turns a status other than OK into an exception.
+
+    Raises:
+        ValueError: The arguments were refused.
+        BackendUnavailable: Something is missing on this machine or in this build.
+        PutgetError: The operating system or the driver refused.
+    """
+    if status == INVALID:
+        raise ValueError(last_error())
+    if status == UNAVAILABLE:
+        raise BackendUnavailable(last_error())
+    raise PutgetError(last_error())
+
+
+def call(name: str, *args: Any) -> None:
+    """Calls a function that returns a status; see ``raise_status`` for what it raises."""
+    status = getattr(library(), name)(*args)
+    if status != OK:
+        raise_status(status)

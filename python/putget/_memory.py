@@ -1,0 +1,139 @@
+"""One rank's native memory: lifetime, tensors over it, shares, faults."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from putget import _abi
+from putget.errors import CapacityExceeded, PeerTimeout, ProtocolMisuse, PutgetError
+
+
+class _CudaSpan:
+    """A range of device memory, as torch takes it without copying. Keeps the memory alive as long as a tensor lives."""
+
+    def __init__(self, address: int, num_bytes: int, owner: Memory) -> None:
+        self._owner = owner
+        self.__cuda_array_interface__ = {
+            "shape": (num_bytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 2,
+        }
+
+
+class Memory:
+    """Native memory of one rank; freed when the last tensor over it is gone.
+
+    Attributes:
+        handle: For native calls.
+    """
+
+    def __init__(self, device: torch.device, ep_size: int, ep_rank: int, num_bytes: int, fabric: bool) -> None:
+        self.device = device
+        self.ep_size = ep_size
+        self.ep_rank = ep_rank
+        self.num_bytes = num_bytes
+        self.handle = ctypes.c_void_p()
+        memory_config = _abi.MemoryConfig(
+            device=_abi.DEVICE_CUDA if device.type == "cuda" else _abi.DEVICE_CPU,
+            ordinal=device.index or 0,
+            ep_size=ep_size,
+            ep_rank=ep_rank,
+            share_kind=_abi.SHARE_FABRIC if fabric else _abi.SHARE_DESCRIPTOR,
+            bytes=num_bytes,
+        )
+        _abi.call("putget_memory_create", ctypes.byref(memory_config), ctypes.byref(self.handle))
+
+    def __del__(self) -> None:
+        handle, self.handle = getattr(self, "handle", None), ctypes.c_void_p()
+        if handle:
+            _abi.library().putget_memory_destroy(handle)
+
+    def tensor(self) -> torch.Tensor:
+        """The own symmetric memory as uint8 [num_bytes], without a copy."""
+        base = ctypes.c_void_p()
+        _abi.call("putget_memory_base", self.handle, self.ep_rank, ctypes.byref(base))
+        assert base.value is not None
+        if self.device.type == "cuda":
+            return torch.as_tensor(_CudaSpan(base.value, self.num_bytes, self), device=self.device)
+        span: Any = (ctypes.c_uint8 * self.num_bytes).from_address(base.value)
+        span.owner = self
+        return torch.frombuffer(span, dtype=torch.uint8)
+
+    def export(self) -> _abi.Share:
+        """A share of the own memory; its descriptor, where it has one, must be closed."""
+        share = _abi.Share()
+        _abi.call("putget_memory_export", self.handle, ctypes.byref(share))
+        return share
+
+    def import_share(self, peer: int, share: _abi.Share) -> None:
+        """Maps a peer's memory."""
+        _abi.call("putget_memory_import", self.handle, peer, ctypes.byref(share))
+
+    def renew(self) -> None:
+        """New physical memory at the same addresses."""
+        _abi.call("putget_memory_renew", self.handle)
+
+    def start(self, epoch: int, active: Sequence[bool]) -> None:
+        """Sets epoch and active ranks; clears flags and fault."""
+        words = (ctypes.c_uint32 * _abi.RANK_WORDS)()
+        for rank, is_active in enumerate(active):
+            if is_active:
+                words[rank // 32] |= 1 << (rank % 32)
+        _abi.call("putget_memory_start", self.handle, epoch, words)
+
+    def epoch(self) -> int:
+        """The round of the last dispatch; waits for the device."""
+        epoch = ctypes.c_uint32()
+        _abi.call("putget_memory_epoch", self.handle, ctypes.byref(epoch))
+        return epoch.value
+
+    def mix(self) -> None:
+        """Prepares for objects of different layouts."""
+        _abi.call("putget_memory_mix", self.handle)
+
+    def fault(self, timeout_s: float) -> PutgetError | None:
+        """The first fault since the last start, as an exception; does not wait for kernels."""
+        fault = _abi.Fault()
+        _abi.call("putget_read_fault", self.handle, ctypes.byref(fault))
+        if fault.kind == _abi.FAULT_NONE:
+            return None
+        if fault.kind == _abi.FAULT_PEER_TIMEOUT:
+            missing = [r for r in range(self.ep_size) if fault.missing[r // 32] >> (r % 32) & 1]
+            return PeerTimeout(_abi.PHASES[fault.phase], fault.rank, fault.epoch, missing, timeout_s)
+        if fault.kind == _abi.FAULT_CAPACITY:
+            return CapacityExceeded(fault.source, fault.rows, fault.allowed, fault.epoch)
+        if fault.misuse == _abi.MISUSE_TOKEN_COUNT:
+            return ProtocolMisuse(
+                f"combine, round {fault.epoch}: for {fault.allowed} tokens, but dispatch sent {fault.rows}"
+            )
+        if fault.misuse == _abi.MISUSE_PEER_RELEASED:
+            return ProtocolMisuse(f"combine, round {fault.epoch}: rank {fault.source} ended this round without combine")
+        return ProtocolMisuse(f"combine after round {fault.epoch}: no dispatch came before it")
+
+
+def encode_share(share: _abi.Share) -> dict[str, Any]:
+    """A share as message fields; its descriptor travels beside them."""
+    return {"kind": share.kind, "bytes": share.bytes, "fabric": bytes(share.fabric).hex()}
+
+
+def decode_share(fields: dict[str, Any], descriptors: list[int]) -> _abi.Share:
+    """The share that a peer sent."""
+    share = _abi.Share(kind=int(fields["kind"]), bytes=int(fields["bytes"]), descriptor=-1)
+    if share.kind == _abi.SHARE_FABRIC:
+        ctypes.memmove(share.fabric, bytes.fromhex(fields["fabric"]), len(share.fabric))
+    else:
+        share.descriptor = descriptors[0]
+    return share
+
+
+def close_share(share: _abi.Share) -> None:
+    """Closes the descriptor that an export made."""
+    if share.kind == _abi.SHARE_DESCRIPTOR and share.descriptor >= 0:
+        os.close(share.descriptor)
+        share.descriptor = -1

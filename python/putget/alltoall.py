@@ -1,0 +1,547 @@
+"""Dispatch and combine over symmetric memory."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from putget import _abi
+from putget._arguments import (
+    Geometry,
+    check_expert_to_rank,
+    check_int,
+    check_rows,
+    check_tensor,
+    default_expert_to_rank,
+)
+from putget.communicator import Communicator
+from putget.errors import InvalidExpertIds, ProtocolMisuse, PutgetError
+from putget.payload import Payload
+from putget.received import FlatRows, Received, by_source, flat_view
+from putget.workspace import Workspace, check_seconds, current_stream, resolve_device
+
+
+def workspace_bytes(
+    *,
+    ep_size: int,
+    max_tokens_per_rank: int,
+    top_k: int,
+    payloads: Sequence[Payload],
+    output: Payload,
+    num_experts: int | None = None,
+) -> int:
+    """Symmetric bytes that each rank needs, before anything is allocated.
+
+    Args:
+        ep_size: Ranks of the expert-parallel group.
+        max_tokens_per_rank: Capacity: most tokens that one rank sends in one round.
+        top_k: Experts of a token.
+        payloads: Kinds of rows that dispatch moves.
+        output: The row that experts write and combine reduces.
+        num_experts: Accepted for symmetry with ``AllToAll``; the size does not depend on it.
+
+    Raises:
+        ValueError: A size is not allowed.
+    """
+    geometry = Geometry.checked(ep_size, num_experts or 1, top_k, max_tokens_per_rank, payloads, output)
+    return int(geometry.layout().total_bytes)
+
+
+class AllToAll:
+    """One-sided dispatch and combine of a mixture-of-experts layer. Construction is collective over the group.
+
+    The method is the token-major, one-sided exchange that NVIDIA published for TensorRT-LLM's wide expert parallelism; slots are
+    prefix counts here instead of atomic counters. docs/protocol.md describes every access to another rank's memory.
+
+    Args:
+        comm: The expert-parallel group.
+        num_experts: Physical expert slots of all ranks together.
+        top_k: Experts of a token, 1 to 32.
+        max_tokens_per_rank: Most tokens that one rank sends in one round.
+        payloads: 1 to 8 kinds of rows that dispatch moves, as opaque bytes.
+        output: The row that experts write and combine reduces: bfloat16, float16 or float32.
+        device: "cuda", "cuda:N" or "cpu".
+        timeout_s: Deadline of every wait, in seconds.
+        warmup_timeout_s: Deadline of set-up and of the first round, in seconds.
+        expert_to_rank: int32 [num_experts] on the device (kept, not copied) or a list; by default contiguous blocks of
+            ceil(num_experts / ep_size) experts a rank.
+        workspace: Memory and rounds shared with other objects, used one after the other; by default memory of its own.
+        num_sms: Most SMs that one call uses; None: chosen by size.
+
+    Raises:
+        ValueError: An argument is wrong, here or on another rank, or differs between ranks; the message names it.
+        BackendUnavailable: This machine or build lacks something.
+        PeerTimeout: A rank did not come in time.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        *,
+        num_experts: int,
+        top_k: int,
+        max_tokens_per_rank: int,
+        payloads: Sequence[Payload],
+        output: Payload,
+        device: str | torch.device = "cuda",
+        timeout_s: float = 30.0,
+        warmup_timeout_s: float = 120.0,
+        expert_to_rank: torch.Tensor | Sequence[int] | None = None,
+        workspace: Workspace | None = None,
+        num_sms: int | None = None,
+    ) -> None:
+        if not isinstance(comm, Communicator):
+            raise ValueError(f"comm is {comm!r}, expected a putget.Communicator")
+        comm.require_open()
+        try:
+            geometry = Geometry.checked(comm.size, num_experts, top_k, max_tokens_per_rank, payloads, output)
+            check_seconds("timeout_s", timeout_s)
+            check_seconds("warmup_timeout_s", warmup_timeout_s)
+            sms = 0 if num_sms is None else check_int("num_sms", num_sms, 1, 1 << 16)
+            self._device = resolve_device(device)
+            table = (
+                default_expert_to_rank(num_experts, comm.size, self._device)
+                if expert_to_rank is None
+                else check_expert_to_rank(expert_to_rank, num_experts, comm.size, self._device)
+            )
+            layout = geometry.layout()
+            if workspace is not None:
+                self._check_workspace(workspace, comm, self._device, int(layout.total_bytes))
+        except (ValueError, PutgetError) as error:
+            comm.refuse(str(error))
+            raise
+        self._geometry = geometry
+        self._layout = layout
+        self._comm = comm
+        self._num_sms = num_sms
+        comm.compare(
+            "AllToAll",
+            {
+                "num_experts": num_experts,
+                "top_k": top_k,
+                "max_tokens_per_rank": max_tokens_per_rank,
+                "payloads": [str(payload) for payload in geometry.payloads],
+                "output": geometry.output,
+                "device": self._device.type,
+                "workspace": "shared" if workspace is not None else "own",
+            },
+            float(warmup_timeout_s),
+        )
+        self._owns_workspace = workspace is None
+        self._workspace = workspace or Workspace(
+            comm,
+            int(layout.total_bytes),
+            self._device,
+            timeout_s=timeout_s,
+            warmup_timeout_s=warmup_timeout_s,
+        )
+        self._workspace.adopt((geometry.max_tokens_per_rank, geometry.top_k, geometry.payloads, geometry.output))
+        self._make_tables(table)
+        self._make_native(sms, float(timeout_s), float(warmup_timeout_s))
+        self._memory_bytes = self._workspace.memory.tensor()
+        self._views: dict[int, Received] = {}
+        self._inputs: dict[int, torch.Tensor] = {}
+        self._num_tokens = 0
+        self._max_rows = max_tokens_per_rank
+        self._round_open: bool | None = False  # None: unknown, because graphs replay without the host
+        self._dispatch_args = _abi.DispatchArgs()
+        self._combine_args = _abi.CombineArgs()
+
+    @staticmethod
+    def _check_workspace(workspace: Workspace, comm: Communicator, device: torch.device, needed: int) -> None:
+        if not isinstance(workspace, Workspace):
+            raise ValueError(f"workspace is {workspace!r}, expected a putget.Workspace")
+        if workspace.comm is not comm:
+            raise ValueError("workspace belongs to another communicator")
+        if workspace.device != device:
+            raise ValueError(f"workspace is on {workspace.device}, device is {device}")
+        if workspace.num_bytes < needed:
+            raise ValueError(f"workspace has {workspace.num_bytes} bytes, needed are {needed}")
+        workspace.memory  # noqa: B018  (raises where it is closed)
+
+    def _make_tables(self, expert_to_rank: torch.Tensor) -> None:
+        geometry = self._geometry
+        routes = (geometry.max_tokens_per_rank, geometry.top_k)
+        self._expert_to_rank = expert_to_rank
+        self._target_ranks = torch.full(routes, -1, dtype=torch.int32, device=self._device)
+        self._target_slots = torch.full(routes, -1, dtype=torch.int32, device=self._device)
+        self._received_tokens = torch.zeros(geometry.ep_size, dtype=torch.int32, device=self._device)
+        self._invalid_ids = torch.zeros(1, dtype=torch.int64, device=self._device)
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()  # kernels may use them from any stream
+
+    def _make_native(self, num_sms: int, timeout_s: float, warmup_timeout_s: float) -> None:
+        tables = _abi.Tables(
+            expert_to_rank=self._expert_to_rank.data_ptr(),
+            target_ranks=self._target_ranks.data_ptr(),
+            target_slots=self._target_slots.data_ptr(),
+            num_tokens=self._received_tokens.data_ptr(),
+            invalid_ids=self._invalid_ids.data_ptr(),
+        )
+        config = self._geometry.config(self._comm.rank, num_sms, timeout_s, warmup_timeout_s)
+        self._object: ctypes.c_void_p | None = ctypes.c_void_p()
+        _abi.call(
+            "putget_create",
+            ctypes.byref(config),
+            self._workspace.memory.handle,
+            ctypes.byref(tables),
+            ctypes.byref(self._object),
+        )
+
+    # --- rounds -------------------------------------------------------------------------------------------------------
+
+    def dispatch(
+        self,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        *payloads: torch.Tensor,
+        max_rows: int | None = None,
+        num_valid_tokens: torch.Tensor | None = None,
+    ) -> Received:
+        """Puts each token's rows into the ranks that own its experts, once per (token, rank), and waits for every rank.
+
+        On CUDA it enqueues one kernel on the current stream: no host synchronisation; it can be captured in a graph. If the last
+        round is still open, it is released first.
+
+        Args:
+            topk_ids: [num_tokens, top_k] int32 or int64 expert ids; -1 is "no expert". num_tokens may be 0 and may differ
+                between ranks.
+            topk_weights: [num_tokens, top_k] float32.
+            *payloads: One contiguous tensor [num_tokens, *shape] for each payload of the constructor.
+            max_rows: Slots of each source that this rank will look at, at most max_tokens_per_rank (the default).
+            num_valid_tokens: One int32 on the device: tokens from there on have no expert.
+
+        Returns:
+            Views of what arrived, valid until the round ends.
+
+        Raises:
+            ValueError: An argument is wrong; nothing has happened on any rank.
+            PeerTimeout: A rank is missing. On CUDA the call after the one that waited raises it.
+            CapacityExceeded: A source sent more than max_rows rows; likewise.
+        """
+        native = self._require_open()
+        geometry = self._geometry
+        num_tokens = self._check_dispatch(topk_ids, topk_weights, payloads, num_valid_tokens)
+        rows = geometry.max_tokens_per_rank
+        if max_rows is not None:
+            rows = check_int("max_rows", max_rows, 1, geometry.max_tokens_per_rank)
+        args = self._dispatch_args
+        args.topk_ids = topk_ids.data_ptr()
+        args.topk_weights = topk_weights.data_ptr()
+        for index, payload in enumerate(payloads):
+            args.payload[index] = payload.data_ptr()
+        args.num_valid_tokens = None if num_valid_tokens is None else num_valid_tokens.data_ptr()
+        args.stream = self._stream()
+        args.num_tokens = num_tokens
+        args.max_rows = rows
+        args.ids_are_64bit = topk_ids.dtype == torch.int64
+        self._run("putget_dispatch", native, ctypes.byref(args))
+        self._num_tokens = num_tokens
+        self._max_rows = rows
+        self._round_open = self._after_call(True)
+        return self._received(rows)
+
+    def combine(
+        self, x: torch.Tensor | None = None, *, out: torch.Tensor | None = None, addend: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Gets the rows that this rank's tokens have on every rank, and sums them in a fixed order in float32.
+
+        On CUDA it enqueues one kernel on the current stream.
+
+        Args:
+            x: Rows from outside the workspace: [ep_size, max_rows, *shape] with any strides of the first two dimensions, or flat
+                [max_rows * ep_size, *shape]. None: the experts wrote ``combine_input``.
+            out: Where to write, contiguous [num_tokens, *shape]; by default a new tensor.
+            addend: [num_tokens, *shape], added last in float32 (a shared expert's output).
+
+        Returns:
+            [num_tokens, *shape] in the output dtype; zeros (or the addend) for tokens without an expert.
+
+        Raises:
+            ValueError: An argument is wrong; nothing has happened on any rank.
+            PeerTimeout: A rank is missing. On CUDA the call after the one that waited raises it.
+            ProtocolMisuse: No dispatch came before; or a peer released this round.
+        """
+        native = self._require_open()
+        if self._round_open is False:
+            self._workspace.raise_fault()
+            raise ProtocolMisuse("combine: no dispatch came before it")
+        output = self._geometry.output
+        shape = (self._num_tokens, *output.shape)
+        args = self._combine_args
+        args.rows = None
+        if x is not None:
+            strides = check_rows(x, output.shape, self.ep_size, self._max_rows, output, self._device)
+            args.row_slot_bytes, args.row_source_bytes = strides
+            view = self.combine_input
+            in_place = x.data_ptr() == view.data_ptr() and strides == self._own_strides()
+            args.rows = None if in_place else x.data_ptr()
+        if addend is not None:
+            check_tensor("addend", addend, shape, (output.dtype,), self._device)
+        if out is not None:
+            check_tensor("out", out, shape, (output.dtype,), self._device)
+        else:
+            out = torch.empty(shape, dtype=output.dtype, device=self._device)
+        args.out = out.data_ptr()
+        args.addend = None if addend is None else addend.data_ptr()
+        args.stream = self._stream()
+        args.num_tokens = self._num_tokens
+        self._run("putget_combine", native, ctypes.byref(args))
+        self._round_open = self._after_call(False)
+        return out
+
+    def release(self) -> None:
+        """Ends a round without combine: the received rows are no longer read here.
+
+        Does nothing where no round is open. On CUDA it enqueues one small kernel on the current stream.
+
+        Raises:
+            PeerTimeout: A fault stands.
+        """
+        native = self._require_open()
+        self._run("putget_release", native, self._stream())
+        self._round_open = self._after_call(False)
+
+    # --- what a round shows -------------------------------------------------------------------------------------------
+
+    @property
+    def combine_input(self) -> torch.Tensor:
+        """[ep_size, max_rows, *shape] in the workspace, for the last dispatch's max_rows: experts write row (src, slot) here.
+
+        Its attribute ``flat`` is the same memory as contiguous [max_rows * ep_size, *shape]. Writable from the end of dispatch to
+        the start of combine.
+        """
+        self._require_open()
+        view = self._inputs.get(self._max_rows)
+        if view is None:
+            output = self._geometry.output
+            rows = self._max_rows * self.ep_size
+            flat = flat_view(self._memory_bytes, self._layout.output, rows, output.shape, output.dtype)
+            view = by_source(flat, self.ep_size)
+            setattr(view, "flat", flat)  # noqa: B010  (not an attribute that torch.Tensor declares)
+            self._inputs[self._max_rows] = view
+        return view
+
+    @property
+    def target_ranks(self) -> torch.Tensor:
+        """[num_tokens, top_k] int32 of the last dispatch: the rank of the expert that owns the slot; -1 elsewhere."""
+        return self._target_ranks[: self._num_tokens]
+
+    @property
+    def target_slots(self) -> torch.Tensor:
+        """[num_tokens, top_k] int32 of the last dispatch: the slot on that rank; -1 elsewhere."""
+        return self._target_slots[: self._num_tokens]
+
+    @property
+    def expert_to_rank(self) -> torch.Tensor:
+        """[num_experts] int32 on the device, read at every dispatch; change it in place, or assign to copy into it."""
+        return self._expert_to_rank
+
+    @expert_to_rank.setter
+    def expert_to_rank(self, value: torch.Tensor | Sequence[int]) -> None:
+        table = check_expert_to_rank(value, self._geometry.num_experts, self.ep_size, self._device)
+        self._expert_to_rank.copy_(table)
+
+    @property
+    def ep_size(self) -> int:
+        """Ranks of the expert-parallel group."""
+        return self._geometry.ep_size
+
+    @property
+    def ep_rank(self) -> int:
+        """This rank."""
+        return self._comm.rank
+
+    @property
+    def workspace(self) -> Workspace:
+        """The symmetric memory."""
+        return self._workspace
+
+    # --- faults and the end -------------------------------------------------------------------------------------------
+
+    @property
+    def active_ranks(self) -> tuple[bool, ...]:
+        """Which ranks take part in rounds."""
+        return self._workspace.active_ranks
+
+    def set_active_ranks(self, mask: Sequence[bool]) -> None:
+        """Goes on without some ranks (or with them again): collective among the ranks that the mask names.
+
+        The survivors agree on mask and epoch over putget's sockets and move to new physical memory at the same addresses:
+        captured graphs stay valid, and a stopped rank that wakes up can write only where nobody reads. Faults are cleared.
+        Experts of excluded ranks count as "no expert" until ``expert_to_rank`` says otherwise.
+
+        Args:
+            mask: One bool for each rank of the group.
+
+        Raises:
+            ValueError: The mask leaves out the own rank, or another member wants another mask.
+            PeerTimeout: A member does not answer; rounds stay refused until a call succeeds.
+        """
+        self._require_open()
+        self._workspace.set_active_ranks(mask)
+        self._round_open = False
+
+    def check(self) -> None:
+        """Waits for the device and raises what has happened since the last check.
+
+        Raises:
+            PeerTimeout, CapacityExceeded, ProtocolMisuse: The fault that stands.
+            InvalidExpertIds: ids outside [-1, num_experts) were dispatched; the count starts again from 0.
+        """
+        self._require_open()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self._workspace.raise_fault()
+        count = int(self._invalid_ids.item())
+        if count:
+            self._invalid_ids.zero_()
+            raise InvalidExpertIds(count, self._geometry.num_experts)
+
+    def close(self) -> None:
+        """Frees the object, and its workspace unless that is shared. Needs no peer. Idempotent.
+
+        Raises:
+            PeerTimeout, CapacityExceeded, ProtocolMisuse: A fault that no call has raised yet; the object is closed all the same.
+        """
+        self._close(raise_unseen=True)
+
+    def _close(self, raise_unseen: bool) -> None:
+        native, self._object = getattr(self, "_object", None), None
+        if native is None:
+            return
+        try:
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)
+            if raise_unseen and self._workspace._memory is not None:
+                self._workspace.raise_fault(only_unseen=True)
+        finally:
+            _abi.library().putget_destroy(native)
+            self._views.clear()
+            self._inputs.clear()
+            del self._memory_bytes
+            if self._owns_workspace:
+                self._workspace.close()
+
+    def __enter__(self) -> AllToAll:
+        return self
+
+    def __exit__(self, exception_type: object, *_: object) -> None:
+        self._close(raise_unseen=exception_type is None)
+
+    def __str__(self) -> str:
+        geometry, layout = self._geometry, self._layout
+        slots = geometry.max_tokens_per_rank * geometry.ep_size
+        regions = [
+            ("arrived flags", layout.arrived, "one 128-byte line a rank"),
+            ("ended flags", layout.ended, "one 128-byte line a rank"),
+            ("finished flags", layout.finished, "one 128-byte line a rank"),
+            ("topk_ids", layout.topk_ids, f"{slots} x [{geometry.top_k}] int32"),
+            ("topk_weights", layout.topk_weights, f"{slots} x [{geometry.top_k}] float32"),
+            *(
+                (f"payload {index}", layout.payload[index], f"{slots} x {payload}")
+                for index, payload in enumerate(geometry.payloads)
+            ),
+            ("combine_input", layout.output, f"{slots} x {geometry.output}"),
+        ]
+        ends = [start for _, start, _ in regions[1:]] + [layout.total_bytes]
+        lines = [
+            f"AllToAll: rank {self.ep_rank} of {self.ep_size} on {self._device}, {geometry.num_experts} experts, "
+            f"top_k {geometry.top_k}, {geometry.max_tokens_per_rank} tokens a rank",
+            f"{'offset':>14} {'bytes':>14}  region          rows",
+        ]
+        lines += [
+            f"{start:>14} {end - start:>14}  {name:<15} {rows}"
+            for (name, start, rows), end in zip(regions, ends, strict=True)
+        ]
+        shared = "own" if self._owns_workspace else f"shared, {self._workspace.num_bytes} bytes"
+        lines.append(f"{layout.total_bytes:>14} bytes a rank in all ({shared} workspace)")
+        return "\n".join(lines)
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _require_open(self) -> ctypes.c_void_p:
+        if self._object is None:
+            raise ValueError("this AllToAll is closed")
+        return self._object
+
+    def _check_dispatch(
+        self, topk_ids: Any, topk_weights: Any, payloads: tuple[Any, ...], num_valid_tokens: Any
+    ) -> int:
+        geometry, device = self._geometry, self._device
+        if not isinstance(topk_ids, torch.Tensor) or topk_ids.dim() != 2:
+            came = list(topk_ids.shape) if isinstance(topk_ids, torch.Tensor) else type(topk_ids).__name__
+            raise ValueError(f"topk_ids is {came}, expected a tensor [num_tokens, {geometry.top_k}]")
+        num_tokens = topk_ids.shape[0]
+        if num_tokens > geometry.max_tokens_per_rank:
+            raise ValueError(
+                f"topk_ids has {num_tokens} tokens, max_tokens_per_rank is {geometry.max_tokens_per_rank}"
+            )
+        routes = (num_tokens, geometry.top_k)
+        check_tensor("topk_ids", topk_ids, routes, (torch.int32, torch.int64), device)
+        check_tensor("topk_weights", topk_weights, routes, (torch.float32,), device)
+        if len(payloads) != len(geometry.payloads):
+            raise ValueError(f"payloads: {len(payloads)} came, expected {len(geometry.payloads)}")
+        for index, (payload, kind) in enumerate(zip(payloads, geometry.payloads, strict=True)):
+            check_tensor(f"payloads[{index}]", payload, (num_tokens, *kind.shape), (kind.dtype,), device)
+        if num_valid_tokens is not None:
+            if not isinstance(num_valid_tokens, torch.Tensor) or num_valid_tokens.numel() != 1:
+                raise ValueError(f"num_valid_tokens is {num_valid_tokens!r}, expected a tensor of one int32")
+            shape = tuple(num_valid_tokens.shape)
+            check_tensor("num_valid_tokens", num_valid_tokens, shape, (torch.int32,), device)
+        return num_tokens
+
+    def _stream(self) -> int:
+        stream = current_stream(self._device)
+        group = self._comm._local_group
+        if group is not None and self._device.type == "cuda":
+            owner = group.claim_stream(self._device.index, stream, self.ep_rank)
+            if owner != self.ep_rank:
+                raise ValueError(
+                    f"the current stream is already rank {owner}'s: emulated ranks need a torch.cuda.Stream each, "
+                    "because their kernels wait for each other"
+                )
+        return stream
+
+    def _run(self, name: str, *args: Any) -> None:
+        self._workspace.require_consistent()
+        status = getattr(_abi.library(), name)(*args)
+        if status == _abi.FAULT:
+            self._workspace.raise_fault()
+        if status != _abi.OK:
+            _abi.raise_status(status)
+
+    def _after_call(self, is_open: bool) -> bool | None:
+        """What the host knows about the round: nothing any more once graphs replay without it."""
+        if self._round_open is None:
+            return None
+        capturing = self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        return None if capturing else is_open
+
+    def _own_strides(self) -> tuple[int, int]:
+        row_bytes = self._geometry.output.row_bytes
+        return row_bytes * self.ep_size, row_bytes
+
+    def _received(self, max_rows: int) -> Received:
+        views = self._views.get(max_rows)
+        if views is None:
+            geometry, layout, memory = self._geometry, self._layout, self._memory_bytes
+            rows, ep_size = max_rows * self.ep_size, self.ep_size
+            payloads = tuple(
+                flat_view(memory, layout.payload[index], rows, payload.shape, payload.dtype)
+                for index, payload in enumerate(geometry.payloads)
+            )
+            ids = flat_view(memory, layout.topk_ids, rows, (geometry.top_k,), torch.int32)
+            weights = flat_view(memory, layout.topk_weights, rows, (geometry.top_k,), torch.float32)
+            views = Received(
+                payloads=tuple(by_source(payload, ep_size) for payload in payloads),
+                topk_ids=by_source(ids, ep_size),
+                topk_weights=by_source(weights, ep_size),
+                num_tokens=self._received_tokens,
+                flat=FlatRows(payloads, ids, weights),
+            )
+            self._views[max_rows] = views
+        return views

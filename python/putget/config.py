@@ -1,0 +1,33 @@
+"""Everything that the environment decides. The only module that reads ``os.environ``."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def library_override() -> Path | None:
+    """``PUTGET_LIBRARY``: load this file instead of the package's own native library."""
+    value = os.environ.get("PUTGET_LIBRARY")
+    return Path(value) if value else None
+
+
+def launcher() -> tuple[int, int, int] | None:
+    """``(rank, world_size, local_rank)`` as torchrun or srun sets them; None when started alone."""
+    for rank, size, local in (
+        ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
+        # The step's size, not the job's: a batch script outside of a step has SLURM_NTASKS too, and is alone.
+        ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
+    ):
+        if rank in os.environ and size in os.environ:
+            return int(os.environ[rank]), int(os.environ[size]), int(os.environ.get(local, os.environ[rank]))
+    return None
+
+
+def rendezvous() -> str:
+    """``init_method`` for torch.distributed under a launcher: its address, or a port derived from the Slurm step on one node."""
+    alone = "MASTER_ADDR" not in os.environ and os.environ.get("SLURM_STEP_NUM_NODES") == "1"
+    if not alone:
+        return "env://"
+    step = int(os.environ["SLURM_JOB_ID"]) * 7 + int(os.environ.get("SLURM_STEP_ID", "0"))
+    return f"tcp://127.0.0.1:{20000 + step % 20000}"

@@ -1,0 +1,71 @@
+"""Exceptions of putget.
+
+A caller's mistake is a ``ValueError`` that names the argument, what came and what was allowed. Everything else is a
+``PutgetError``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class PutgetError(RuntimeError):
+    """Base class of what putget raises besides ``ValueError``."""
+
+
+class PeerTimeout(PutgetError):
+    """A wait for other ranks passed its deadline.
+
+    Attributes:
+        phase: What was going on: "setup", "dispatch", "combine" or "set_active_ranks".
+        rank: The rank that waited (of the expert-parallel group).
+        epoch: The round, counted from the start of the workspace; 0 during set-up.
+        missing: The ranks that did not answer.
+    """
+
+    def __init__(self, phase: str, rank: int, epoch: int, missing: Iterable[int], timeout_s: float | None = None) -> None:
+        self.phase = phase
+        self.rank = rank
+        self.epoch = epoch
+        self.missing = tuple(sorted(missing))
+        within = "" if timeout_s is None else f" within {timeout_s:g} s"
+        names = ", ".join(str(peer) for peer in self.missing)
+        super().__init__(f"{phase}, round {epoch}: rank {rank} heard nothing from rank(s) {names}{within}")
+
+
+class CapacityExceeded(PutgetError):
+    """A source sent more rows than ``dispatch(max_rows=...)`` on this rank allowed.
+
+    Attributes:
+        source: The rank that sent them.
+        rows: How many it sent.
+        max_rows: How many this rank allowed.
+        epoch: The round.
+    """
+
+    def __init__(self, source: int, rows: int, max_rows: int, epoch: int) -> None:
+        self.source = source
+        self.rows = rows
+        self.max_rows = max_rows
+        self.epoch = epoch
+        super().__init__(f"dispatch, round {epoch}: rank {source} sent {rows} rows, max_rows here is {max_rows}")
+
+
+class ProtocolMisuse(PutgetError):
+    """Calls came in an order, or with sizes, that do not make a round."""
+
+
+class InvalidExpertIds(PutgetError, ValueError):
+    """``topk_ids`` held ids outside [-1, num_experts); they counted as "no expert".
+
+    Attributes:
+        count: How many since the last ``check()``.
+    """
+
+    def __init__(self, count: int, num_experts: int) -> None:
+        self.count = count
+        super().__init__(f"topk_ids: {count} ids outside [-1, {num_experts}) were taken as -1 (no expert)")
+
+
+class BackendUnavailable(PutgetError):
+    """This machine or this build lacks something that the call needs; the message says what."""

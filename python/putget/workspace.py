@@ -1,0 +1,305 @@
+"""Symmetric memory that the caller owns: one part per rank, every part mapped by every rank."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import torch
+
+from putget import _abi, hardware
+from putget._memory import Memory, close_share, decode_share, encode_share
+from putget.communicator import Communicator
+from putget.errors import BackendUnavailable, PutgetError
+
+
+def resolve_device(device: str | torch.device) -> torch.device:
+    """The device with its index.
+
+    Raises:
+        ValueError: It is neither CPU nor CUDA.
+        BackendUnavailable: CUDA is asked for and not there.
+    """
+    try:
+        resolved = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f'device is {device!r}, expected "cuda", "cuda:N" or "cpu"') from error
+    if resolved.type == "cpu":
+        return torch.device("cpu")
+    if resolved.type != "cuda":
+        raise ValueError(f'device is {device!r}, expected "cuda", "cuda:N" or "cpu"')
+    reason = hardware.why_no_cuda()
+    if reason is not None:
+        raise BackendUnavailable(f"device {device}: {reason}")
+    index = torch.cuda.current_device() if resolved.index is None else resolved.index
+    if index >= torch.cuda.device_count():
+        raise ValueError(f"device is {device!r}, there are {torch.cuda.device_count()} CUDA devices")
+    return torch.device("cuda", index)
+
+
+def check_seconds(name: str, value: float) -> float:
+    """A time-out in seconds.
+
+    Raises:
+        ValueError: It is not a number above 0 and up to a day.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 86400:
+        raise ValueError(f"{name} is {value!r}, expected seconds above 0, at most 86400")
+    return float(value)
+
+
+class Workspace:
+    """Symmetric memory of one expert-parallel group, with its epochs. Collective.
+
+    Objects that share a workspace share memory and rounds: they are for use one after the other (layers of a model). Objects with
+    workspaces of their own are independent.
+
+    Args:
+        comm: The group.
+        num_bytes: Symmetric bytes of each rank, the same on every rank; see ``workspace_bytes``.
+        device: "cuda", "cuda:N" or "cpu".
+        timeout_s: Deadline of set-up and of ``set_active_ranks``, in seconds.
+        warmup_timeout_s: Deadline of the first meeting, in seconds.
+
+    Raises:
+        ValueError: An argument is wrong, here or on another rank, or differs between ranks.
+        BackendUnavailable: This machine or build cannot do it.
+        PeerTimeout: A rank did not come in time.
+        PutgetError: The memory could not be had.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        num_bytes: int,
+        device: str | torch.device = "cuda",
+        *,
+        timeout_s: float = 30.0,
+        warmup_timeout_s: float = 120.0,
+    ) -> None:
+        if not isinstance(comm, Communicator):
+            raise ValueError(f"comm is {comm!r}, expected a putget.Communicator")
+        comm.require_open()
+        self._comm = comm
+        try:
+            self._check(num_bytes, timeout_s, warmup_timeout_s)
+            self.device = resolve_device(device)
+        except (ValueError, PutgetError) as error:
+            comm.refuse(str(error))
+            raise
+        self.num_bytes = num_bytes
+        self.timeout_s = float(timeout_s)
+        self.warmup_timeout_s = float(warmup_timeout_s)
+        self._active = (True,) * comm.size
+        self._seen_fault = False
+        self._consistent = False
+        self._layout: Hashable | None = None
+        self._mixed = False
+
+        fabric = self._agree_on_sharing()
+        try:
+            self._memory: Memory | None = Memory(self.device, comm.size, comm.rank, num_bytes, fabric)
+        except (ValueError, PutgetError) as error:
+            comm.refuse(str(error))
+            raise
+        self._meet(0, warmup_timeout_s, "setup")
+
+    @staticmethod
+    def _check(num_bytes: int, timeout_s: float, warmup_timeout_s: float) -> None:
+        if not isinstance(num_bytes, int) or isinstance(num_bytes, bool) or not 0 < num_bytes < 1 << 46:
+            raise ValueError(f"num_bytes is {num_bytes!r}, expected a positive number of bytes below 2**46")
+        check_seconds("timeout_s", timeout_s)
+        check_seconds("warmup_timeout_s", warmup_timeout_s)
+
+    def _agree_on_sharing(self) -> bool:
+        """Compares what must be equal; True where memory is shared by fabric handles (one NVLink cluster over hosts)."""
+        cluster = ""
+        if self.device.type == "cuda":
+            gpu = hardware.gpus()[self.device.index]
+            cluster = f"{gpu.cluster_uuid}/{gpu.clique}" if gpu.fabric and gpu.cluster_uuid else ""
+        comm = self._comm
+        messages = comm._mesh.exchange(
+            "workspace",
+            {"num_bytes": self.num_bytes, "device": self.device.type, "cluster": cluster},
+            members=range(comm.size),
+            timeout_s=self.warmup_timeout_s,
+        )
+        for rank, message in sorted(messages.items()):
+            for name, own in (("num_bytes", self.num_bytes), ("device", self.device.type)):
+                if message.fields[name] != own:
+                    raise ValueError(
+                        f"{name} differs between ranks: rank {comm.rank} has {own}, rank {rank} has {message.fields[name]}"
+                    )
+        one_cluster = cluster != "" and all(message.fields["cluster"] == cluster for message in messages.values())
+        if not comm._mesh.one_host and not one_cluster:
+            raise BackendUnavailable("the ranks are on several hosts that are not in one NVLink cluster")
+        return one_cluster and not comm._mesh.one_host
+
+    def _meet(self, epoch: int, timeout_s: float, phase: str) -> None:
+        """Exchanges shares among the active ranks, maps them, starts the epoch. On return every active rank has started."""
+        memory = self.memory
+        mesh = self._comm._mesh
+        active = [rank for rank, is_active in enumerate(self._active) if is_active]
+        share = memory.export()
+        try:
+            passed = [share.descriptor] if share.kind == _abi.SHARE_DESCRIPTOR else []
+            messages = mesh.exchange(
+                "shares",
+                {"share": encode_share(share)},
+                members=active,
+                timeout_s=timeout_s,
+                phase=phase,
+                descriptors=dict.fromkeys(active, passed),
+            )
+        finally:
+            close_share(share)
+        try:
+            for peer, message in messages.items():
+                memory.import_share(peer, decode_share(message.fields["share"], message.descriptors))
+        except (ValueError, PutgetError) as error:
+            mesh.refuse(str(error))
+            raise
+        finally:
+            for message in messages.values():
+                message.close()
+        memory.start(epoch, self._active)
+        mesh.exchange("started", {}, members=active, timeout_s=timeout_s, phase=phase)
+        self._consistent = True
+        self._seen_fault = False
+
+    @property
+    def memory(self) -> Memory:
+        """The native memory of this rank.
+
+        Raises:
+            ValueError: The workspace is closed.
+        """
+        if self._memory is None:
+            raise ValueError("the workspace is closed")
+        return self._memory
+
+    @property
+    def comm(self) -> Communicator:
+        """The group it was made for."""
+        return self._comm
+
+    @property
+    def active_ranks(self) -> tuple[bool, ...]:
+        """Which ranks take part in rounds."""
+        return self._active
+
+    def set_active_ranks(self, mask: Sequence[bool]) -> None:
+        """See ``AllToAll.set_active_ranks``."""
+        memory = self.memory
+        comm = self._comm
+        wanted = self._check_mask(mask)
+        comm.require_open()
+        members = [rank for rank, is_active in enumerate(wanted) if is_active]
+        epoch = memory.epoch()
+        agreed = comm._mesh.agree(members, epoch, self.timeout_s)
+        self._consistent = False
+        self._active = wanted
+        memory.renew()
+        self._meet((agreed + 1) % (1 << 32), self.timeout_s, "set_active_ranks")
+
+    def _check_mask(self, mask: Sequence[bool]) -> tuple[bool, ...]:
+        values: list[Any]
+        try:
+            values = mask.tolist() if isinstance(mask, torch.Tensor) else list(mask)
+        except TypeError:
+            raise ValueError(f"mask is {mask!r}, expected one bool for each of {self._comm.size} ranks") from None
+        if len(values) != self._comm.size or any(value not in (0, 1) for value in values):
+            raise ValueError(f"mask is {values!r}, expected one bool for each of {self._comm.size} ranks")
+        wanted = tuple(bool(value) for value in values)
+        if not wanted[self._comm.rank]:
+            raise ValueError(f"mask leaves out the own rank {self._comm.rank}")
+        return wanted
+
+    def adopt(self, layout: Hashable) -> None:
+        """Collective: an object of this layout is about to use the memory.
+
+        From the second layout on, rounds exchange one flag more (docs/protocol.md, D0), because one object's receive regions may
+        lie over another's combine_input.
+        """
+        if self._layout is not None and layout != self._layout and not self._mixed:
+            active = [rank for rank, is_active in enumerate(self._active) if is_active]
+            mesh = self._comm._mesh
+            self.memory.epoch()  # waits for the device
+            mesh.exchange("mix", {}, members=active, timeout_s=self.warmup_timeout_s)
+            self.memory.mix()
+            mesh.exchange("mixed", {}, members=active, timeout_s=self.warmup_timeout_s)
+            self._mixed = True
+        self._layout = layout
+
+    def fault(self) -> PutgetError | None:
+        """The fault that stands, or None; does not wait for kernels."""
+        return self.memory.fault(self.timeout_s)
+
+    def raise_fault(self, only_unseen: bool = False) -> None:
+        """Raises the fault that stands.
+
+        Args:
+            only_unseen: Raise only what has not been raised before.
+
+        Raises:
+            PeerTimeout: Ranks did not answer in time, or the ranks have not met again after ``set_active_ranks`` failed.
+            CapacityExceeded: A source sent more rows than this rank allowed.
+            ProtocolMisuse: Calls did not make a round.
+        """
+        fault = self.fault()
+        if fault is not None and not (only_unseen and self._seen_fault):
+            self._seen_fault = True
+            raise fault
+
+    def require_consistent(self) -> None:
+        """Raises PutgetError while a failed ``set_active_ranks`` has left the ranks apart."""
+        if not self._consistent:
+            raise PutgetError("set_active_ranks failed: call it again before the next round")
+
+    def probe(self, kind: str, num_bytes: int, num_sms: int | None = None) -> None:
+        """Moves plain bytes to or from every peer, as a ceiling for rounds; only between rounds: it overwrites received rows.
+
+        On CUDA it enqueues one kernel on the current stream; on CPU it runs at once.
+
+        Args:
+            kind: "write" or "read".
+            num_bytes: Bytes to or from each peer, a multiple of 16.
+            num_sms: Most SMs to use; None: all.
+
+        Raises:
+            ValueError: kind or num_bytes is not allowed.
+        """
+        kinds = {"write": _abi.PROBE_WRITE, "read": _abi.PROBE_READ}
+        if kind not in kinds:
+            raise ValueError(f"kind is {kind!r}, expected one of {sorted(kinds)}")
+        args = _abi.ProbeArgs(
+            kind=kinds[kind], num_sms=num_sms or 0, bytes_per_peer=num_bytes, stream=current_stream(self.device)
+        )
+        _abi.call("putget_probe", self.memory.handle, ctypes.byref(args))
+
+    def _reset(self, epoch: int) -> None:
+        """Collective: starts again at this epoch. For tests of the wrap."""
+        active = [rank for rank, is_active in enumerate(self._active) if is_active]
+        self._comm._mesh.exchange("reset", {"epoch": epoch}, members=active, timeout_s=self.timeout_s)
+        self.memory.start(epoch, self._active)
+        self._comm._mesh.exchange("started", {}, members=active, timeout_s=self.timeout_s)
+
+    def close(self) -> None:
+        """Gives the memory up; it is freed with the last tensor over it. Needs no peer. Idempotent."""
+        self._memory = None
+
+    def __enter__(self) -> Workspace:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._memory is None else f"{self.num_bytes} bytes a rank on {self.device}"
+        return f"Workspace({state}, rank {self._comm.rank} of {self._comm.size})"
+
+
+def current_stream(device: torch.device) -> int:
+    """The cudaStream_t that torch uses now on this device; 0 on CPU."""
+    return int(torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else 0
