@@ -1,0 +1,35 @@
+"""Fixtures that all tests share."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import settings
+
+# Rank processes import test modules by name, so the checkout must be on the path however pytest was started.
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from tests import harness
+
+settings.register_profile("putget", deadline=None, derandomize=True, print_blob=True)
+settings.load_profile("putget")
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    """The backend under test; the CUDA half of a test is skipped where there is no GPU."""
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA GPU")
+    return str(request.param)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def rank_pools() -> Iterator[None]:
+    """Ends the rank processes that tests share, and keeps the ranks from crowding each other's cores."""
+    torch.set_num_threads(1)
+    yield
+    harness.close_pools()

@@ -1,0 +1,179 @@
+"""Rank processes that obey one command at a time, and die when told to."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import datetime
+import faulthandler
+import io
+import multiprocessing as mp
+import os
+import shutil
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.harness.rank import Rank
+
+# The fork server imports torch once; a rank is then a fork of it, which takes milliseconds and not seconds.
+_context = mp.get_context("forkserver")
+_context.set_forkserver_preload(["torch", "torch.distributed", "pytest", "hypothesis"])
+
+
+class RankError(AssertionError):
+    """A body raised on some rank, or did not answer in time; the message has every rank's traceback."""
+
+
+def _pack(message: Any) -> bytes:
+    # torch's own format copies tensors of every dtype; multiprocessing's reducers would share their memory instead.
+    stream = io.BytesIO()
+    torch.save(message, stream)
+    return stream.getvalue()
+
+
+def _unpack(message: bytes) -> Any:
+    return torch.load(io.BytesIO(message), weights_only=False)
+
+
+def _serve(connection: Connection, rank: int, size: int, device: str, directory: str) -> None:
+    """The main function of a rank process: runs bodies until the connection closes."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    stacks = open(Path(directory) / f"stacks_{rank}", "w")  # noqa: SIM115 - open until the process ends
+    faulthandler.register(signal.SIGUSR1, file=stacks)
+    torch.set_num_threads(1)
+    place = torch.device(device) if device == "cpu" else torch.device(device, rank)
+    if place.type == "cuda":
+        torch.cuda.set_device(place)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{directory}/store",
+        rank=rank,
+        world_size=size,
+        timeout=datetime.timedelta(seconds=60),
+    )
+    me = Rank(rank, size, place)
+    with contextlib.suppress(EOFError, ConnectionResetError, BrokenPipeError):
+        while True:
+            command = connection.recv_bytes()
+            try:
+                body, args = _unpack(command)
+                answer = _pack((body(me, *args), None))
+            except BaseException:
+                answer = _pack((None, traceback.format_exc()))
+            connection.send_bytes(answer)
+    os._exit(0)
+
+
+class RankProcesses:
+    """`size` processes joined in one gloo group.
+
+    Commands go to one rank (`submit`, `result`) or to several (`call`). Nothing here waits for ever: a rank that
+    does not answer within the time-out fails the call with the stacks of all such ranks.
+    """
+
+    def __init__(self, size: int, device: str = "cpu") -> None:
+        self.size = size
+        self.broken = False
+        self._directory = tempfile.mkdtemp(prefix="putget_ranks_")
+        self._processes, self._connections = [], []
+        for rank in range(size):
+            ours, theirs = _context.Pipe()
+            process = _context.Process(
+                target=_serve, args=(theirs, rank, size, device, self._directory), daemon=True, name=f"rank {rank}"
+            )
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._connections.append(ours)
+        atexit.register(self.close)
+
+    def __enter__(self) -> RankProcesses:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def submit(self, rank: int, body: Callable[..., Any], *args: Any) -> None:
+        """Sends a command; its result must be fetched before the next one."""
+        self._connections[rank].send_bytes(_pack((body, args)))
+
+    def result(self, rank: int, timeout: float = 60.0) -> Any:
+        return self.results([rank], timeout)[rank]
+
+    def results(self, ranks: Iterable[int], timeout: float = 60.0) -> dict[int, Any]:
+        """Waits for the answers of these ranks; a first failure cuts the wait for the others short."""
+        waiting = {self._connections[rank]: rank for rank in ranks}
+        results: dict[int, Any] = {}
+        failures: dict[int, str] = {}
+        was_broken, self.broken = self.broken, True
+        deadline = time.monotonic() + timeout
+        while waiting and (remaining := deadline - time.monotonic()) > 0:
+            for connection in wait(list(waiting), timeout=remaining):
+                assert isinstance(connection, Connection)
+                rank = waiting.pop(connection)
+                try:
+                    value, failure = _unpack(connection.recv_bytes())
+                except (EOFError, ConnectionResetError):
+                    value, failure = None, f"the process ended (exit code {self._exit_code(rank)})\n"
+                if failure is None:
+                    results[rank] = value
+                else:
+                    failures[rank] = failure
+                    deadline = min(deadline, time.monotonic() + 5)
+        failures.update(dict.fromkeys(waiting.values(), "no answer in time\n"))
+        if failures:
+            stacks = self._stacks(waiting.values())
+            raise RankError("".join(f"\nrank {rank}: {failures[rank]}" for rank in sorted(failures)) + stacks)
+        self.broken = was_broken
+        return results
+
+    def call(
+        self, body: Callable[..., Any], *args: Any, ranks: Iterable[int] | None = None, timeout: float = 60.0
+    ) -> dict[int, Any]:
+        """Runs one body on several ranks (all by default) and waits for them."""
+        chosen = list(range(self.size) if ranks is None else ranks)
+        for rank in chosen:
+            self.submit(rank, body, *args)
+        return self.results(chosen, timeout)
+
+    def signal(self, rank: int, number: signal.Signals) -> None:
+        pid = self._processes[rank].pid
+        assert pid is not None
+        os.kill(pid, number)
+        if number == signal.SIGKILL:
+            self._processes[rank].join(10)
+
+    def close(self) -> None:
+        """Ends the processes, kindly if they listen."""
+        atexit.unregister(self.close)
+        for connection in self._connections:
+            connection.close()
+        deadline = time.monotonic() + (0.1 if self.broken else 2.0)
+        for process in self._processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+            if process.is_alive():
+                process.kill()
+                process.join(10)
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _exit_code(self, rank: int) -> int | None:
+        self._processes[rank].join(2)
+        return self._processes[rank].exitcode
+
+    def _stacks(self, ranks: Iterable[int]) -> str:
+        stuck = [rank for rank in ranks if self._processes[rank].is_alive()]
+        for rank in stuck:
+            self.signal(rank, signal.SIGUSR1)
+        if stuck:
+            time.sleep(0.5)
+        texts = [(rank, (Path(self._directory) / f"stacks_{rank}")) for rank in stuck]
+        return "".join(f"\nstack of rank {rank}:\n{path.read_text()}" for rank, path in texts if path.exists())

@@ -1,0 +1,49 @@
+"""What a test body sees of the rank it runs on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+import putget
+
+
+@dataclass
+class Rank:
+    """One rank of a test.
+
+    Attributes:
+        rank: this rank.
+        size: number of ranks.
+        device: where its tensors live.
+        state: kept between the calls of one rank process; empty at the start of every test that uses a pool.
+    """
+
+    rank: int
+    size: int
+    device: torch.device
+    state: dict[str, Any] = field(default_factory=dict)
+    _comm: putget.Communicator | None = None
+
+    @property
+    def comm(self) -> putget.Communicator:
+        """The communicator over all ranks; in a process it is made at the first use, which is collective."""
+        if self._comm is None:
+            self._comm = putget.Communicator()
+        return self._comm
+
+    def all_to_all(self, **options: Any) -> putget.AllToAll:
+        """An AllToAll on this rank's device, with small defaults and test-sized deadlines."""
+        defaults: dict[str, Any] = {
+            "num_experts": 2 * self.size,
+            "top_k": 2,
+            "max_tokens_per_rank": 8,
+            "payloads": [putget.Payload((4,), torch.float32)],
+            "output": putget.Payload((4,), torch.float32),
+            "device": self.device,
+            "timeout_s": 20.0,
+            "warmup_timeout_s": 20.0,
+        }
+        return putget.AllToAll(self.comm, **{**defaults, **options})

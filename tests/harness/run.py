@@ -1,0 +1,112 @@
+"""Runs one body on all ranks of a group, in processes that are kept for the next test or in threads of this one."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+import putget
+from tests.harness.processes import RankError, RankProcesses
+from tests.harness.rank import Rank
+
+_pools: dict[tuple[int, str], RankProcesses] = {}
+
+
+def run_ranks(
+    size: int,
+    body: Callable[..., Any],
+    *args: Any,
+    mode: str = "process",
+    device: str = "cpu",
+    timeout: float = 60.0,
+) -> list[Any]:
+    """Runs `body(rank, *args)` on every rank.
+
+    Args:
+        size: number of ranks.
+        body: a module-level function; its first argument is a `Rank`. In process mode arguments and result are pickled.
+        mode: "process" or "thread". On CUDA with fewer GPUs than ranks, all ranks are threads on one GPU.
+        device: "cpu" or "cuda".
+        timeout: seconds until the ranks count as stuck.
+
+    Returns:
+        The results in rank order.
+
+    Raises:
+        RankError: if a rank raised or was stuck, with the traceback of every such rank.
+    """
+    if device == "cuda" and torch.cuda.device_count() < size:
+        mode = "thread"
+    if mode == "thread":
+        return _run_threads(size, body, args, device, timeout)
+    pool = _pools.get((size, device))
+    if pool is None or pool.broken:
+        if pool is not None:
+            pool.close()
+        pool = _pools[size, device] = RankProcesses(size, device)
+    results = pool.call(_with_empty_state, body, args, timeout=timeout)
+    return [results[rank] for rank in range(size)]
+
+
+@contextlib.contextmanager
+def fresh_ranks(size: int, device: str = "cpu") -> Iterator[RankProcesses]:
+    """Rank processes of this test's own, which it may kill."""
+    with RankProcesses(size, device) as ranks:
+        yield ranks
+
+
+def close_pools() -> None:
+    """Ends the kept processes."""
+    while _pools:
+        _pools.popitem()[1].close()
+
+
+def _with_empty_state(rank: Rank, body: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    rank.state.clear()
+    return body(rank, *args)
+
+
+def _run_threads(size: int, body: Callable[..., Any], args: tuple[Any, ...], device: str, timeout: float) -> list[Any]:
+    comms = putget.Communicator.local(size)
+    results: list[Any] = [None] * size
+    failures: dict[int, str] = {}
+    failed = threading.Event()
+
+    def run(rank: int) -> None:
+        place = torch.device("cpu") if device == "cpu" else torch.device("cuda", 0)
+        try:
+            with contextlib.ExitStack() as stack:
+                if place.type == "cuda":
+                    # A default stream shared by the ranks would let one rank's waiting kernel block the others' puts.
+                    stack.enter_context(torch.cuda.stream(torch.cuda.Stream(place)))
+                results[rank] = body(Rank(rank, size, place, _comm=comms[rank]), *args)
+        except BaseException:
+            failures[rank] = traceback.format_exc()
+            failed.set()
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True, name=f"rank {rank}") for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + timeout
+    for thread in threads:
+        while thread.is_alive() and time.monotonic() < deadline:
+            thread.join(0.2 if not failed.is_set() else 0.02)
+            if failed.is_set():
+                deadline = min(deadline, time.monotonic() + 5)
+    frames = sys._current_frames()
+    for rank, thread in enumerate(threads):
+        if thread.is_alive():
+            stack = traceback.format_stack(frames[thread.ident]) if thread.ident in frames else []
+            failures[rank] = "no answer in time\n" + "".join(stack)
+    if failures:
+        raise RankError("".join(f"\nrank {rank}: {failures[rank]}" for rank in sorted(failures)))
+    for comm in comms:
+        comm.close()
+    return results
