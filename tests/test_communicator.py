@@ -1,0 +1,131 @@
+"""Groups of ranks: the world, subgroups of it, and threads of one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import putget
+from tests.harness import Rank, run_ranks
+from tests.harness.cases import Case, Round
+from tests.harness.compare import Outcome, check_case, play
+
+
+def names(rank: Rank) -> tuple[int, int]:
+    comm = putget.Communicator(dist.group.WORLD)
+    seen = comm.rank, comm.size
+    comm.close()
+    comm.close()
+    return seen
+
+
+def test_world_has_the_ranks_of_torch() -> None:
+    assert run_ranks(4, names) == [(0, 4), (1, 4), (2, 4), (3, 4)]
+
+
+def test_local_ranks_are_numbered() -> None:
+    comms = putget.Communicator.local(3)
+    assert [(comm.rank, comm.size) for comm in comms] == [(0, 3), (1, 3), (2, 3)]
+    for comm in comms:
+        comm.close()
+        comm.close()
+
+
+@pytest.mark.parametrize("count", [0, -1, 129, 1.0, "2", True])
+def test_local_wants_a_count_of_ranks(count: Any) -> None:
+    with pytest.raises(ValueError, match=r"\bn\b"):
+        putget.Communicator.local(count)
+
+
+def test_without_torch_distributed_it_says_so() -> None:
+    assert not dist.is_initialized()
+    with pytest.raises(ValueError, match="group"):
+        putget.Communicator()
+
+
+def play_in_subgroups(rank: Rank, members: list[list[int]], cases: list[Case]) -> tuple[int, list[Outcome]] | None:
+    """A body: every subgroup plays its own case, at the same time; a rank outside of all plays none."""
+    groups = [dist.new_group(ranks) for ranks in members]
+    mine = [i for i, ranks in enumerate(members) if rank.rank in ranks]
+    if not mine:
+        return None
+    group, case = groups[mine[0]], cases[mine[0]]
+    comm = putget.Communicator(group)
+    me = Rank(comm.rank, comm.size, rank.device, _comm=comm)
+    outcomes = play(me, case)
+    comm.close()
+    return comm.rank, outcomes
+
+
+def test_subgroups_of_the_world(device: str) -> None:
+    if device == "cuda" and torch.cuda.device_count() < 8:
+        pytest.skip("needs 8 GPUs: subgroups are of processes")
+    members = [[0, 3], [1, 2, 6, 7]]
+    cases = [
+        Case(2, (Round(1, (3, 8)), Round(2, (0, 5), ending="flat")), num_experts=5, top_k=3),
+        Case(4, (Round(3, (3, 8, 0, 1)), Round(4, (1, 5, 2, 2), ending="open")), num_experts=9, top_k=2),
+    ]
+    results = run_ranks(8, play_in_subgroups, members, cases, device=device)
+    assert results[4] is None
+    assert results[5] is None
+    for ranks, case in zip(members, cases, strict=True):
+        assert [results[rank][0] for rank in ranks] == list(range(len(ranks)))
+        check_case(case, [results[rank][1] for rank in ranks])
+
+
+def refused_outsider(rank: Rank) -> str:
+    group = dist.new_group([0])
+    if rank.rank == 0:
+        putget.Communicator(group).close()
+        return "member"
+    try:
+        putget.Communicator(group)
+    except ValueError as error:
+        return str(error)
+    return "accepted"
+
+
+def test_a_rank_outside_the_group_is_refused() -> None:
+    member, outsider = run_ranks(2, refused_outsider)
+    assert member == "member"
+    assert "group" in outsider
+
+
+def play_on_two_communicators(rank: Rank, case: Case) -> list[list[Outcome]]:
+    """A body: objects of two communicators over the same ranks do not see each other's messages."""
+    first, second = putget.Communicator(), putget.Communicator()
+    ranks = [Rank(rank.rank, rank.size, rank.device, _comm=comm) for comm in (first, second)]
+    with ranks[1].all_to_all(**case.options()), ranks[0].all_to_all():
+        outcomes = [play(me, case) for me in ranks]
+    first.close()
+    second.close()
+    return outcomes
+
+
+def test_two_communicators_over_the_same_ranks() -> None:
+    case = Case(3, (Round(1, (3, 8, 0)), Round(2, (0, 5, 1))), top_k=3)
+    results = run_ranks(3, play_on_two_communicators, case)
+    for i in range(2):
+        check_case(case, [outcomes[i] for outcomes in results])
+
+
+def use_after_close(rank: Rank) -> list[str]:
+    comm = putget.Communicator()
+    comm.close()
+    messages = []
+    for make in (
+        lambda: putget.Workspace(comm, 1 << 16, device="cpu"),
+        lambda: Rank(rank.rank, rank.size, rank.device, _comm=comm).all_to_all(),
+    ):
+        with pytest.raises((ValueError, putget.PutgetError)) as caught:
+            make()
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_a_closed_communicator_is_refused() -> None:
+    for messages in run_ranks(2, use_after_close):
+        assert all("closed" in message for message in messages)

@@ -1,0 +1,90 @@
+"""Shapes, routings, token counts and rank counts that nobody thought of, against the oracle."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from hypothesis import HealthCheck, given, note, settings
+from hypothesis import strategies as st
+
+from tests.harness import run_ranks
+from tests.harness.cases import ENDINGS, Case, Round, Row
+from tests.harness.compare import check_case, play
+
+PAYLOAD_DTYPES = (
+    torch.uint8,
+    torch.bool,
+    torch.float8_e4m3fn,
+    torch.bfloat16,
+    torch.float16,
+    torch.float32,
+    torch.int64,
+)
+OUTPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+shapes = st.one_of(
+    st.just(()),
+    st.tuples(st.integers(1, 40)),
+    st.tuples(st.sampled_from([56, 64, 128, 257, 1024])),
+    st.tuples(st.integers(1, 5), st.integers(1, 9)),
+)
+
+
+@st.composite
+def rounds(draw: st.DrawFn, ep_size: int, num_experts: int, max_tokens: int) -> Round:
+    """One round that every rank can play: max_rows, where drawn, holds whatever the routing sends."""
+    num_tokens = tuple(draw(st.lists(st.integers(0, max_tokens), min_size=ep_size, max_size=ep_size)))
+    largest = max(1, *num_tokens)
+    smaller = st.one_of(st.none(), st.integers(largest, max(largest, max_tokens)))
+    per_rank: dict[str, Any] = {"min_size": ep_size, "max_size": ep_size}
+    table = st.lists(st.integers(0, ep_size - 1), min_size=num_experts, max_size=num_experts)
+    return Round(
+        seed=draw(st.integers(0, 2**20)),
+        num_tokens=num_tokens,
+        ending=draw(st.sampled_from(ENDINGS)),
+        ids_dtype=draw(st.sampled_from([torch.int32, torch.int64])),
+        table=draw(st.none() | table.map(tuple)),
+        max_rows=draw(st.none() | st.lists(smaller, **per_rank).map(tuple)),
+        num_valid=draw(st.none() | st.lists(st.none() | st.integers(0, max_tokens), **per_rank).map(tuple)),
+        out=draw(st.booleans()),
+        addend=draw(st.booleans()),
+        no_expert=draw(st.sampled_from([0.0, 0.2, 1.1])),
+        invalid=draw(st.sampled_from([0.0, 0.0, 0.2])),
+    )
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    """An AllToAll and one to four rounds on it."""
+    ep_size = draw(st.integers(1, 8))
+    num_experts = draw(st.integers(1, 24))
+    max_tokens = draw(st.sampled_from([1, 2, 5, 16, 70]))
+    rows: st.SearchStrategy[Row] = st.tuples(shapes, st.sampled_from(PAYLOAD_DTYPES))
+    return Case(
+        ep_size=ep_size,
+        num_experts=num_experts,
+        top_k=draw(st.integers(1, 32)),
+        max_tokens_per_rank=max_tokens,
+        payloads=tuple(draw(st.lists(rows, min_size=1, max_size=8))),
+        output=(draw(shapes), draw(st.sampled_from(OUTPUT_DTYPES))),
+        table=draw(
+            st.none() | st.lists(st.integers(0, ep_size - 1), min_size=num_experts, max_size=num_experts).map(tuple)
+        ),
+        rounds=tuple(draw(st.lists(rounds(ep_size, num_experts, max_tokens), min_size=1, max_size=4))),
+    )
+
+
+# A failing example takes seconds when it hangs, so the harness bounds it, not a deadline.
+@settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@given(case=cases())
+def test_any_case_equals_the_oracle_in_threads(case: Case, device: str) -> None:
+    note(repr(case))
+    check_case(case, run_ranks(case.ep_size, play, case, mode="thread", device=device, timeout=30))
+
+
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@given(case=cases().filter(lambda case: case.ep_size in (2, 3, 4, 8)))
+def test_any_case_equals_the_oracle_in_processes(case: Case, device: str) -> None:
+    note(repr(case))
+    check_case(case, run_ranks(case.ep_size, play, case, mode="process", device=device, timeout=30))

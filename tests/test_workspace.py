@@ -1,0 +1,270 @@
+"""Memory: how much, whose, and shared by whom."""
+
+from __future__ import annotations
+
+import os
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import putget
+from tests.harness import Rank, run_ranks
+from tests.harness.cases import Case, Round
+from tests.harness.compare import Outcome, check_round, play_on, play_round
+
+CASE = Case(
+    3,
+    (Round(1, (3, 8, 0)),),
+    num_experts=7,
+    top_k=3,
+    payloads=(((96,), torch.uint8), ((3,), torch.float32)),
+    output=((48,), torch.bfloat16),
+)
+
+
+def bytes_of(case: Case) -> int:
+    options = case.options()
+    options.pop("expert_to_rank", None)
+    return putget.workspace_bytes(ep_size=case.ep_size, **options)  # type: ignore[arg-type]
+
+
+def describe(rank: Rank, case: Case) -> tuple[int, str, int, int, tuple[bool, ...]]:
+    with rank.all_to_all(**case.options()) as a2a:
+        return a2a.workspace.num_bytes, str(a2a), a2a.ep_size, a2a.ep_rank, a2a.active_ranks
+
+
+@pytest.mark.parametrize("case", [CASE, Case(1, (Round(1, (1,)),)), replace(CASE, ep_size=8, max_tokens_per_rank=513)])
+def test_workspace_bytes_answers_before_anything_is_allocated(case: Case, device: str) -> None:
+    expected = bytes_of(case)
+    for rank, (num_bytes, _, ep_size, ep_rank, active) in enumerate(
+        run_ranks(case.ep_size, describe, case, mode="thread", device=device)
+    ):
+        assert num_bytes == expected
+        assert (ep_size, ep_rank, active) == (case.ep_size, rank, (True,) * case.ep_size)
+    rows = case.ep_size * case.max_tokens_per_rank
+    row_bytes = sum(putget.Payload(*row).row_bytes for row in (*case.payloads, case.output)) + 8 * case.top_k
+    assert rows * row_bytes <= expected <= rows * row_bytes + 64 * 1024
+
+
+def test_str_has_the_memory_map(device: str) -> None:
+    for num_bytes, text, *_ in run_ranks(3, describe, CASE, mode="thread", device=device):
+        for word in (
+            "topk_ids",
+            "topk_weights",
+            "payload 1",
+            "combine_input",
+            "bfloat16",
+            "uint8",
+            "float32",
+            "96",
+            "48",
+        ):
+            assert word in text, text
+        assert str(num_bytes) in text.replace(",", "").replace("_", "")
+
+
+def shared_memory_files() -> set[str]:
+    return {name for name in os.listdir("/dev/shm") if "putget" in name}
+
+
+def list_files_while_open(rank: Rank) -> tuple[set[str], int]:
+    with rank.all_to_all() as a2a:
+        mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if a2a.ep_size and "shm" in line]
+        return shared_memory_files(), len(mapped)
+
+
+def test_no_file_is_left_for_a_crash_to_leak() -> None:
+    before = shared_memory_files()
+    for files, _ in run_ranks(4, list_files_while_open):
+        assert files <= before
+
+
+def open_descriptors(rank: Rank, rounds: int) -> list[int]:
+    counts = []
+    for _ in range(rounds):
+        with rank.all_to_all():
+            pass
+        counts.append(len(os.listdir("/proc/self/fd")) + len(Path("/proc/self/maps").read_text().splitlines()))
+    return counts
+
+
+def test_close_gives_descriptors_and_mappings_back() -> None:
+    for counts in run_ranks(3, open_descriptors, 12):
+        # Allocators may still grow a little; a leak of even one mapping a construction would show as six.
+        assert counts[-1] - counts[5] < 5, counts
+
+
+LAYERS = (
+    replace(CASE, rounds=tuple(Round(i, (3, 8, i % 4)) for i in range(6))),
+    Case(
+        3,
+        tuple(Round(i, (8, i % 5, 2), ending="flat") for i in range(6)),
+        num_experts=5,
+        top_k=5,
+        payloads=(((7,), torch.float32),),
+        output=((200,), torch.float32),
+    ),
+    Case(
+        3,
+        tuple(Round(i, (i % 3, 1, 4), ending=ending) for i, ending in enumerate(("open", "release", "flat") * 2)),
+        max_tokens_per_rank=4,
+        payloads=(((), torch.int64), ((500,), torch.uint8)),
+    ),
+)
+
+
+def play_layers(rank: Rank, cases: tuple[Case, ...], order: tuple[int, ...], num_bytes: int) -> list[list[Outcome]]:
+    """A body: several objects over one workspace take turns."""
+    workspace = putget.Workspace(rank.comm, num_bytes, device=rank.device, timeout_s=20, warmup_timeout_s=20)
+    objects = [rank.all_to_all(**case.options(), workspace=workspace) for case in cases]
+    if any(a2a.workspace is not workspace for a2a in objects):
+        raise AssertionError("workspace is another one")
+    outcomes: list[list[Outcome]] = [[] for _ in cases]
+    for layer in order:
+        outcomes[layer].append(play_round(objects[layer], rank, cases[layer], len(outcomes[layer])))
+    for a2a in objects:
+        a2a.close()
+    workspace.close()
+    workspace.close()
+    return outcomes
+
+
+@pytest.mark.parametrize("mode", ["process", "thread"])
+def test_layers_of_different_shape_share_a_workspace(mode: str, device: str) -> None:
+    order = (0, 1, 2, 0, 0, 1, 1, 2, 1, 0, 2, 2, 2, 0, 1, 2, 1, 0)
+    num_bytes = 2 * max(bytes_of(case) for case in LAYERS)
+    results = run_ranks(3, play_layers, LAYERS, order, num_bytes, mode=mode, device=device)
+    for layer, case in enumerate(LAYERS):
+        for index in range(len(case.rounds)):
+            check_round(case, index, {rank: outcomes[layer][index] for rank, outcomes in enumerate(results)})
+
+
+def share_too_small(rank: Rank, num_bytes: int) -> str:
+    workspace = putget.Workspace(rank.comm, num_bytes, device=rank.device)
+    with pytest.raises(ValueError, match="workspace") as caught:
+        rank.all_to_all(**CASE.options(), workspace=workspace)
+    workspace.close()
+    return str(caught.value)
+
+
+def test_a_workspace_too_small_is_refused_with_the_size_it_needs(device: str) -> None:
+    needed = bytes_of(CASE)
+    for message in run_ranks(3, share_too_small, needed - 4096, mode="thread", device=device):
+        assert str(needed) in message
+
+
+def play_two_at_once(rank: Rank, cases: tuple[Case, Case], steps: int) -> list[list[Outcome]]:
+    """A body: two objects with workspaces of their own; ranks launch them in different orders.
+
+    On the CPU a call blocks, so each object has a thread; on CUDA each has a stream and one thread enqueues both.
+    """
+    objects = [rank.all_to_all(**case.options()) for case in cases]
+    outcomes: list[list[Outcome]] = [[], []]
+    order = [0, 1] if rank.rank % 2 == 0 else [1, 0]
+    if rank.device.type == "cuda":
+        streams = [torch.cuda.Stream(rank.device) for _ in cases]
+        pending: list[list[Any]] = [[], []]
+        for index in range(steps):
+            for which in order:
+                with torch.cuda.stream(streams[which]):
+                    pending[which].append(enqueue_round(objects[which], rank, cases[which], index))
+        torch.cuda.synchronize(rank.device)
+        outcomes = [[seen() for seen in of_object] for of_object in pending]
+    else:
+        failures: list[BaseException] = []
+
+        def run(which: int) -> None:
+            try:
+                outcomes[which] = play_on(objects[which], rank, cases[which])
+            except BaseException as error:
+                failures.append(error)
+
+        threads = [threading.Thread(target=run, args=(which,), daemon=True) for which in order]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(50)
+        if failures:
+            raise failures[0]
+    for a2a in objects:
+        a2a.close()
+    return outcomes
+
+
+def enqueue_round(a2a: putget.AllToAll, rank: Rank, case: Case, index: int) -> Any:
+    """Launches one round with no synchronisation; the result says later what happened."""
+    sent = case.sent(index, rank.rank)
+    rows = case.expert_rows(index, rank.rank).to(rank.device)
+    got = a2a.dispatch(
+        sent.topk_ids.to(rank.device), sent.topk_weights.to(rank.device), *[p.to(rank.device) for p in sent.payloads]
+    )
+    seen: dict[str, Any] = {
+        "topk_ids": got.topk_ids.clone(),
+        "topk_weights": got.topk_weights.clone(),
+        "payloads": tuple(p.clone() for p in got.payloads),
+        "num_tokens": got.num_tokens.clone(),
+        "target_ranks": a2a.target_ranks.clone(),
+        "target_slots": a2a.target_slots.clone(),
+    }
+    seen["combined"] = a2a.combine(rows)
+
+    def fetch() -> Outcome:
+        fields = {name: value.cpu() for name, value in seen.items() if name != "payloads"}
+        return Outcome(**fields, payloads=tuple(p.cpu() for p in seen["payloads"]), invalid=0)
+
+    return fetch
+
+
+@pytest.mark.parametrize("mode", ["process", "thread"])
+def test_independent_objects_launched_in_different_orders(mode: str, device: str) -> None:
+    steps = 12
+    cases = (
+        Case(4, tuple(Round(i, (3, 8, 0, i % 5)) for i in range(steps)), top_k=3),
+        Case(
+            4,
+            tuple(Round(i, (i % 4, 1, 8, 2)) for i in range(steps)),
+            payloads=(((30,), torch.uint8),),
+            output=((16,), torch.bfloat16),
+        ),
+    )
+    results = run_ranks(4, play_two_at_once, cases, steps, mode=mode, device=device)
+    for which, case in enumerate(cases):
+        for index in range(steps):
+            check_round(case, index, {rank: outcomes[which][index] for rank, outcomes in enumerate(results)})
+
+
+def interleave(rank: Rank, cases: tuple[Case, Case]) -> list[list[Outcome]]:
+    """A body: two-batch overlap in one thread; the second dispatch comes before the first combine."""
+    first, second = (rank.all_to_all(**case.options()) for case in cases)
+    outcomes: list[list[Outcome]] = [[], []]
+    for index in range(len(cases[0].rounds)):
+        sent = cases[0].sent(index, rank.rank)
+        place = rank.device
+        first.dispatch(sent.topk_ids.to(place), sent.topk_weights.to(place), *[p.to(place) for p in sent.payloads])
+        outcomes[1].append(play_round(second, rank, cases[1], index))
+        rows = cases[0].expert_rows(index, rank.rank).to(place)
+        outcomes[0].append(replace(outcomes[1][-1], combined=first.combine(rows).cpu()))
+    first.close()
+    second.close()
+    return outcomes
+
+
+def test_a_second_object_runs_inside_the_round_of_the_first(device: str) -> None:
+    from putget import reference
+
+    cases = (Case(3, tuple(Round(i, (3, 8, i)) for i in range(4)), top_k=3), CASE)
+    cases = (cases[0], replace(CASE, rounds=tuple(Round(i + 9, (i, 8, 2)) for i in range(4))))
+    results = run_ranks(3, interleave, cases, mode="thread", device=device)
+    for index in range(4):
+        check_round(cases[1], index, {rank: outcomes[1][index] for rank, outcomes in enumerate(results)})
+        routings, _ = reference.dispatch(
+            [cases[0].sent(index, rank) for rank in range(3)], cases[0].table_of(index), max_rows=8
+        )
+        rows = [cases[0].expert_rows(index, rank) for rank in range(3)]
+        for rank, outcomes in enumerate(results):
+            wanted = reference.combine(routings[rank], rows, rank)
+            assert torch.equal(outcomes[0][index].combined, wanted)
