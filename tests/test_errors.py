@@ -1,0 +1,277 @@
+"""Mistakes that no single call can see: misuse, ranks that disagree, capacity, objects that are closed."""
+
+from __future__ import annotations
+
+import pickle
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import putget
+from tests.harness import Rank, run_ranks
+from tests.harness.cases import Case, Round
+from tests.harness.compare import Outcome, check_round, play_round
+
+CASE = Case(3, (Round(1, (3, 8, 0)), Round(2, (5, 1, 2))), num_experts=7, top_k=3)
+
+
+def dispatch(a2a: putget.AllToAll, rank: Rank, case: Case, index: int, **options: Any) -> putget.Received:
+    sent = case.sent(index, rank.rank)
+    place = rank.device
+    payloads = [rows.to(place) for rows in sent.payloads]
+    return a2a.dispatch(sent.topk_ids.to(place), sent.topk_weights.to(place), *payloads, **options)
+
+
+def test_exceptions_have_one_root() -> None:
+    for error in (
+        putget.PeerTimeout,
+        putget.CapacityExceeded,
+        putget.ProtocolMisuse,
+        putget.InvalidExpertIds,
+        putget.BackendUnavailable,
+    ):
+        assert issubclass(error, putget.PutgetError)
+    assert issubclass(putget.PutgetError, RuntimeError)
+    assert issubclass(putget.InvalidExpertIds, ValueError)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        putget.PeerTimeout("combine", 3, 17, (1, 2)),
+        putget.CapacityExceeded(1, 8, 5, 2),
+        putget.InvalidExpertIds(3, 8),
+        putget.ProtocolMisuse("combine without dispatch"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_exceptions_survive_the_way_to_another_process(error: putget.PutgetError) -> None:
+    """Engines run ranks in worker processes and send what they raise to the one that asked."""
+    copy = pickle.loads(pickle.dumps(error))
+    assert type(copy) is type(error)
+    assert str(copy) == str(error)
+    assert vars(copy) == vars(error)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_a_missing_gpu_is_named_when_it_is_used() -> None:
+    (comm,) = putget.Communicator.local(1)
+    with pytest.raises(putget.BackendUnavailable, match=r"(?i)cuda|gpu|driver"):
+        Rank(0, 1, torch.device("cuda"), _comm=comm).all_to_all()
+    with pytest.raises(putget.BackendUnavailable, match=r"(?i)cuda|gpu|driver"):
+        putget.Workspace(comm, 1 << 20)
+    # The communicator is as good as before.
+    with Rank(0, 1, torch.device("cpu"), _comm=comm).all_to_all() as a2a:
+        assert a2a.ep_size == 1
+    comm.close()
+
+
+def misuse(rank: Rank) -> tuple[dict[str, str], Outcome]:
+    """A body: every rank makes the same mistakes, then a good round."""
+    messages: dict[str, str] = {}
+    with rank.all_to_all(**CASE.options()) as a2a:
+
+        def refused(name: str, call: Any) -> None:
+            try:
+                call()
+                a2a.check()
+            except putget.ProtocolMisuse as error:
+                messages[name] = str(error)
+
+        refused("first", a2a.combine)
+        play_round(a2a, rank, CASE, 0)
+        refused("twice", a2a.combine)
+        dispatch(a2a, rank, CASE, 0)
+        a2a.release()
+        refused("released", a2a.combine)
+        # To release what is not open is no mistake: an engine may do so on every path out of a layer.
+        a2a.release()
+        a2a.check()
+        return messages, play_round(a2a, rank, CASE, 1)
+
+
+def test_combine_without_a_round_is_refused_and_harmless(device: str) -> None:
+    results = run_ranks(3, misuse, mode="thread", device=device)
+    for messages, _ in results:
+        assert set(messages) == {"first", "twice", "released"}
+        assert all("dispatch" in message for message in messages.values())
+    check_round(CASE, 1, {rank: outcome for rank, (_, outcome) in enumerate(results)})
+
+
+def combine_after_peer_released(rank: Rank) -> tuple[str, Outcome]:
+    with rank.all_to_all(**CASE.options()) as a2a:
+        dispatch(a2a, rank, CASE, 0)
+        message = ""
+        if rank.rank == 1:
+            a2a.release()
+        else:
+            try:
+                a2a.combine(CASE.expert_rows(0, rank.rank).to(rank.device))
+                a2a.check()
+            except putget.ProtocolMisuse as error:
+                message = str(error)
+        a2a.set_active_ranks([True] * 3)
+        return message, play_round(a2a, rank, CASE, 1)
+
+
+def test_combine_of_a_round_that_a_peer_released(device: str) -> None:
+    results = run_ranks(3, combine_after_peer_released, mode="thread", device=device)
+    assert ["rank 1" in message for message, _ in results] == [True, False, True]
+    check_round(CASE, 1, {rank: outcome for rank, (_, outcome) in enumerate(results)})
+
+
+def exceed(rank: Rank) -> tuple[list[Any], Outcome]:
+    """A body: rank 0 allows five rows and rank 1 sends eight."""
+    case = replace(CASE, table=(0,) * 7)
+    with rank.all_to_all(**case.options()) as a2a:
+        play_round(a2a, rank, case, 1)
+        caught: list[Any] = []
+        try:
+            dispatch(a2a, rank, case, 0, max_rows=5 if rank.rank == 0 else None)
+            a2a.check()
+            a2a.release()
+        except putget.CapacityExceeded as error:
+            caught = [error.source, error.rows, error.max_rows, error.epoch, str(error)]
+        a2a.set_active_ranks([True] * 3)
+        return caught, play_round(a2a, rank, case, 1)
+
+
+def test_more_rows_than_max_rows_is_reported(device: str) -> None:
+    results = run_ranks(3, exceed, mode="thread", device=device)
+    assert results[0][0][:4] == [1, 8, 5, 2]
+    assert "8" in results[0][0][4]
+    assert results[1][0] == results[2][0] == []
+    check_round(replace(CASE, table=(0,) * 7), 1, {rank: outcome for rank, (_, outcome) in enumerate(results)})
+
+
+def after_close(rank: Rank) -> dict[str, str]:
+    a2a = rank.all_to_all(**CASE.options())
+    play_round(a2a, rank, CASE, 0)
+    a2a.close()
+    a2a.close()
+    messages = {}
+    sent = CASE.sent(0, rank.rank)
+    for name, call in {
+        "dispatch": lambda: a2a.dispatch(sent.topk_ids, sent.topk_weights, *sent.payloads),
+        "combine": a2a.combine,
+        "release": a2a.release,
+        "check": a2a.check,
+        "set_active_ranks": lambda: a2a.set_active_ranks([True] * 3),
+        "combine_input": lambda: a2a.combine_input,
+    }.items():
+        try:
+            call()
+        except (putget.PutgetError, ValueError) as error:
+            messages[name] = str(error)
+    return messages
+
+
+def test_use_after_close_raises(device: str) -> None:
+    for messages in run_ranks(3, after_close, mode="thread", device=device):
+        for name in ("dispatch", "combine", "release", "check", "set_active_ranks", "combine_input"):
+            assert "closed" in messages.get(name, "no error"), name
+
+
+def close_in_an_open_round(rank: Rank) -> bool:
+    with rank.all_to_all(**CASE.options()) as a2a:
+        dispatch(a2a, rank, CASE, 0)
+    with rank.all_to_all(**CASE.options()) as a2a:
+        dispatch(a2a, rank, CASE, 0)
+        if rank.rank == 0:
+            a2a.release()
+    return True
+
+
+def test_close_ends_an_open_round(device: str) -> None:
+    started = time.monotonic()
+    assert all(run_ranks(3, close_in_an_open_round, mode="thread", device=device))
+    assert time.monotonic() - started < 10
+
+
+MISMATCHES: dict[str, tuple[str, dict[str, Any]]] = {
+    "num_experts": ("num_experts", {"num_experts": 9}),
+    "top_k": ("top_k", {"top_k": 3}),
+    "max_tokens_per_rank": ("max_tokens_per_rank", {"max_tokens_per_rank": 9}),
+    "payload_shape": ("payloads", {"payloads": [putget.Payload((5,), torch.float32)]}),
+    "payload_rank": ("payloads", {"payloads": [putget.Payload((2, 2), torch.float32)]}),
+    "payload_dtype": ("payloads", {"payloads": [putget.Payload((4,), torch.int32)]}),
+    "payload_count": ("payloads", {"payloads": [putget.Payload((4,), torch.float32)] * 2}),
+    "output_shape": ("output", {"output": putget.Payload((5,), torch.float32)}),
+    "output_dtype": ("output", {"output": putget.Payload((4,), torch.bfloat16)}),
+}
+
+
+def disagree(rank: Rank, options: dict[str, Any]) -> tuple[str, float]:
+    """A body: the last rank constructs with other options; then all agree."""
+    started = time.monotonic()
+    base: dict[str, Any] = {"num_experts": 8}
+    message = "accepted"
+    try:
+        rank.all_to_all(**{**base, **(options if rank.rank == rank.size - 1 else {})}).close()
+    except ValueError as error:
+        message = str(error)
+    seconds = time.monotonic() - started
+    with rank.all_to_all(**base) as a2a:
+        a2a.check()
+    return message, seconds
+
+
+@pytest.mark.parametrize("name", MISMATCHES)
+def test_a_configuration_that_differs_is_named_on_all_ranks(name: str, device: str) -> None:
+    field, options = MISMATCHES[name]
+    mode = "process" if name == "top_k" else "thread"
+    for message, seconds in run_ranks(3, disagree, options, mode=mode, device=device):
+        assert field in message
+        assert "rank 2" in message
+        assert seconds < 10
+
+
+BAD: dict[str, dict[str, Any]] = {
+    "top_k": {"top_k": 33},
+    "max_tokens_per_rank": {"max_tokens_per_rank": 0},
+    "payloads": {"payloads": []},
+    "output": {"output": putget.Payload((4,), torch.int32)},
+}
+
+
+def one_is_wrong(rank: Rank, options: dict[str, Any]) -> tuple[str, str, float]:
+    """A body: rank 1 alone passes a wrong argument; then all are right."""
+    started = time.monotonic()
+    kind = message = "accepted"
+    try:
+        rank.all_to_all(**(options if rank.rank == 1 else {})).close()
+    except (ValueError, putget.PutgetError) as error:
+        kind, message = type(error).__name__, str(error)
+    seconds = time.monotonic() - started
+    with rank.all_to_all() as a2a:
+        a2a.check()
+    return kind, message, seconds
+
+
+@pytest.mark.parametrize("mode", ["process", "thread"])
+@pytest.mark.parametrize("name", BAD)
+def test_one_ranks_wrong_argument_reaches_the_others_promptly(name: str, mode: str, device: str) -> None:
+    results = run_ranks(3, one_is_wrong, BAD[name], mode=mode, device=device)
+    assert results[1][0] == "ValueError"
+    assert name in results[1][1]
+    for rank in (0, 2):
+        kind, message, seconds = results[rank]
+        assert kind != "PeerTimeout"
+        assert "rank 1" in message
+        assert seconds < 5
+
+
+def disagree_on_workspace(rank: Rank) -> str:
+    try:
+        putget.Workspace(rank.comm, 65536 + 65536 * (rank.rank == 1), device=rank.device).close()
+    except ValueError as error:
+        return str(error)
+    return "accepted"
+
+
+def test_workspaces_of_different_size_are_refused(device: str) -> None:
+    for message in run_ranks(2, disagree_on_workspace, mode="thread", device=device):
+        assert "num_bytes" in message

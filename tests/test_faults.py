@@ -1,0 +1,420 @@
+"""Ranks that die, stop or never come: nobody hangs, the others are told whom they miss, and go on without it.
+
+Every test starts processes of its own and kills or stops some at a chosen point. A body either answers or raises within
+its deadline; the harness fails the test otherwise.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+
+import putget
+from tests.harness import Rank, RankProcesses, fresh_ranks
+from tests.harness.cases import Case, Round
+from tests.harness.compare import Outcome, check_round, play_round
+
+SIZE = 4
+ALL = (True,) * SIZE
+TIMEOUT_S = 1.5
+WARMUP_S = 4.0
+# What a loaded machine with two cores may take beyond the deadline.
+SLACK_S = 5.0
+
+ROUNDS = tuple(Round(i, (3, 8 - i % 8, i % 6, 5), ending=("zero_copy", "flat")[i % 2]) for i in range(10))
+CASE = Case(SIZE, ROUNDS, num_experts=9, top_k=3, payloads=(((40,), torch.uint8), ((3,), torch.float32)))
+
+
+@dataclass(frozen=True)
+class Timeout:
+    """A PeerTimeout, as a test compares it."""
+
+    phase: str
+    rank: int
+    epoch: int
+    missing: tuple[int, ...]
+    text: str
+    seconds: float
+
+
+@pytest.fixture
+def ranks(device: str) -> Iterator[RankProcesses]:
+    if device == "cuda" and torch.cuda.device_count() < SIZE:
+        pytest.skip(f"needs {SIZE} GPUs: faults are of processes")
+    with fresh_ranks(SIZE, device) as processes:
+        yield processes
+
+
+# Bodies: each runs one step on one rank; the object is in the rank's state.
+
+
+def construct(rank: Rank, options: dict[str, Any] | None = None) -> None:
+    deadlines = {"timeout_s": TIMEOUT_S, "warmup_timeout_s": WARMUP_S}
+    rank.state["a2a"] = rank.all_to_all(**{**CASE.options(), **deadlines, **(options or {})})
+
+
+def play_one(rank: Rank, case: Case, index: int) -> Outcome:
+    return play_round(rank.state["a2a"], rank, case, index)
+
+
+def play_many(rank: Rank, case: Case, pause: float = 0.0) -> list[Outcome]:
+    outcomes = []
+    for index in range(len(case.rounds)):
+        outcomes.append(play_round(rank.state["a2a"], rank, case, index))
+        time.sleep(pause)
+    return outcomes
+
+
+def dispatch(rank: Rank, index: int) -> None:
+    play_round(rank.state["a2a"], rank, replace(CASE, rounds=open_rounds()), index, check=False)
+
+
+def open_rounds() -> tuple[Round, ...]:
+    return tuple(replace(played, ending="open") for played in CASE.rounds)
+
+
+def combine(rank: Rank, index: int) -> torch.Tensor:
+    a2a = rank.state["a2a"]
+    combined = a2a.combine(CASE.expert_rows(index, rank.rank).to(rank.device))
+    a2a.check()
+    return combined.cpu()
+
+
+def release(rank: Rank) -> None:
+    rank.state["a2a"].release()
+
+
+def set_active_ranks(rank: Rank, mask: tuple[bool, ...]) -> tuple[bool, ...]:
+    rank.state["a2a"].set_active_ranks(mask)
+    return rank.state["a2a"].active_ranks
+
+
+def check(rank: Rank) -> None:
+    rank.state["a2a"].check()
+
+
+def close(rank: Rank) -> tuple[float, str]:
+    started = time.monotonic()
+    raised = ""
+    try:
+        rank.state["a2a"].close()
+    except putget.PeerTimeout as error:
+        raised = str(error)
+    rank.state["a2a"].close()
+    return time.monotonic() - started, raised
+
+
+def timed_out(rank: Rank, body: Any, *args: Any) -> Timeout | str:
+    """Runs a step that must time out; on CUDA the next call tells."""
+    started = time.monotonic()
+    try:
+        body(rank, *args)
+        if "a2a" in rank.state:
+            rank.state["a2a"].check()
+    except putget.PeerTimeout as error:
+        return Timeout(error.phase, error.rank, error.epoch, error.missing, str(error), time.monotonic() - started)
+    return "no time-out"
+
+
+def refused(rank: Rank, body: Any, *args: Any) -> tuple[str, float]:
+    started = time.monotonic()
+    try:
+        body(rank, *args)
+    except ValueError as error:
+        return str(error), time.monotonic() - started
+    return "accepted", time.monotonic() - started
+
+
+# What the tests share.
+
+
+def without(*missing: int) -> tuple[bool, ...]:
+    return tuple(rank not in missing for rank in range(SIZE))
+
+
+def require_timeout(
+    ranks: RankProcesses, missing: tuple[int, ...], phase: str, epoch: int, body: Any, *args: Any
+) -> None:
+    """All others run the step, and all of them must miss exactly these ranks."""
+    survivors = [rank for rank in range(SIZE) if rank not in missing]
+    for rank, got in ranks.call(timed_out, body, *args, ranks=survivors, timeout=30).items():
+        assert isinstance(got, Timeout), got
+        assert (got.phase, got.rank, got.epoch, got.missing) == (phase, rank, epoch, missing)
+        assert TIMEOUT_S * 0.9 <= got.seconds < WARMUP_S + SLACK_S
+        for word in (phase, f"rank {rank}", str(epoch), *map(str, missing)):
+            assert word in got.text
+
+
+def require_round(ranks: RankProcesses, index: int, mask: tuple[bool, ...] = ALL) -> None:
+    """The active ranks play a round that must come out right."""
+    case = replace(CASE, active=mask)
+    members = [rank for rank in range(SIZE) if mask[rank]]
+    check_round(case, index, ranks.call(play_one, case, index, ranks=members))
+
+
+def shrink(ranks: RankProcesses, *missing: int) -> None:
+    """The survivors agree to go on alone, and do."""
+    mask = without(*missing)
+    members = [rank for rank in range(SIZE) if mask[rank]]
+    assert set(ranks.call(set_active_ranks, mask, ranks=members).values()) == {mask}
+    for index in (2, 3, 4):
+        require_round(ranks, index, mask)
+
+
+def start(ranks: RankProcesses) -> None:
+    ranks.call(construct)
+    require_round(ranks, 0)
+
+
+SIGNALS = pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+
+
+def wake(ranks: RankProcesses, number: signal.Signals, victim: int) -> None:
+    """A stopped rank wakes up while the others play on: it disturbs nobody, times out, and comes back."""
+    if number == signal.SIGKILL:
+        return
+    mask = without(victim)
+    survivors = [rank for rank in range(SIZE) if mask[rank]]
+    case = replace(CASE, active=mask)
+    for rank in survivors:
+        ranks.submit(rank, play_many, case, 0.1)
+    time.sleep(0.3)
+    ranks.signal(victim, signal.SIGCONT)
+    ranks.submit(victim, timed_out, play_one, CASE, 2)
+    outcomes = ranks.results(survivors)
+    for index in range(len(case.rounds)):
+        check_round(case, index, {rank: of_rank[index] for rank, of_rank in outcomes.items()})
+    woken = ranks.result(victim)
+    assert isinstance(woken, Timeout), woken
+    assert woken.rank == victim
+    assert set(woken.missing) <= set(survivors)
+    assert woken.missing
+    assert set(ranks.call(set_active_ranks, ALL).values()) == {ALL}
+    for index in (5, 6, 7):
+        require_round(ranks, index)
+
+
+@SIGNALS
+@pytest.mark.parametrize("victim", [0, 2])
+def test_before_its_dispatch(ranks: RankProcesses, number: signal.Signals, victim: int) -> None:
+    start(ranks)
+    ranks.signal(victim, number)
+    require_timeout(ranks, (victim,), "dispatch", 2, dispatch, 1)
+    shrink(ranks, victim)
+    wake(ranks, number, victim)
+
+
+@SIGNALS
+def test_between_dispatch_and_combine(ranks: RankProcesses, number: signal.Signals) -> None:
+    start(ranks)
+    ranks.call(dispatch, 1)
+    ranks.signal(3, number)
+    require_timeout(ranks, (3,), "combine", 2, combine, 1)
+    shrink(ranks, 3)
+    wake(ranks, number, 3)
+
+
+@SIGNALS
+def test_inside_its_dispatch(ranks: RankProcesses, number: signal.Signals) -> None:
+    """The rows of the victim are there and its flag is set, so the others see a whole round but for its combine."""
+    start(ranks)
+    ranks.submit(1, timed_out, dispatch, 1)
+    time.sleep(0.3)
+    ranks.signal(1, number)
+    ranks.call(dispatch, 1, ranks=[0, 2, 3])
+    require_timeout(ranks, (1,), "combine", 2, combine, 1)
+    shrink(ranks, 1)
+    if number == signal.SIGSTOP:
+        ranks.signal(1, signal.SIGCONT)
+        # Whether its own dispatch saw all others before it was stopped or not, it must end.
+        ranks.result(1)
+    wake(ranks, number, 1)
+
+
+@SIGNALS
+def test_inside_its_combine(ranks: RankProcesses, number: signal.Signals) -> None:
+    """The victim's rows can still be read, so the round is whole; the next one misses it."""
+    start(ranks)
+    ranks.call(dispatch, 1)
+    ranks.submit(1, timed_out, combine, 1)
+    time.sleep(0.3)
+    ranks.signal(1, number)
+    ranks.call(combine, 1, ranks=[0, 2, 3])
+    require_timeout(ranks, (1,), "dispatch", 3, dispatch, 2)
+    shrink(ranks, 1)
+    if number == signal.SIGSTOP:
+        ranks.signal(1, signal.SIGCONT)
+        ranks.result(1)
+    wake(ranks, number, 1)
+
+
+def test_after_release(ranks: RankProcesses) -> None:
+    start(ranks)
+    ranks.call(dispatch, 1)
+    ranks.call(release)
+    ranks.signal(0, signal.SIGKILL)
+    require_timeout(ranks, (0,), "dispatch", 3, dispatch, 2)
+    shrink(ranks, 0)
+
+
+def test_a_rank_that_does_not_end_its_round(ranks: RankProcesses) -> None:
+    """Nobody may put into memory that rank 2 may still be reading."""
+    start(ranks)
+    ranks.call(dispatch, 1)
+    ranks.call(release, ranks=[0, 1, 3])
+    require_timeout(ranks, (2,), "dispatch", 3, dispatch, 2)
+    assert set(ranks.call(set_active_ranks, ALL).values()) == {ALL}
+    require_round(ranks, 2)
+
+
+def test_never_dispatches(ranks: RankProcesses) -> None:
+    """The first round has a deadline of its own."""
+    ranks.call(construct, {"warmup_timeout_s": 3.0})
+    ranks.signal(3, signal.SIGKILL)
+    survivors = [0, 1, 2]
+    for got in ranks.call(timed_out, dispatch, 0, ranks=survivors).values():
+        assert isinstance(got, Timeout), got
+        assert (got.phase, got.epoch, got.missing) == ("dispatch", 1, (3,))
+        assert 2.5 < got.seconds < 3.0 + SLACK_S
+    shrink(ranks, 3)
+
+
+def test_never_constructs(ranks: RankProcesses) -> None:
+    ranks.call(construct)
+    ranks.call(close)
+    survivors = [0, 1, 3]
+    for rank, got in ranks.call(timed_out, construct, {"warmup_timeout_s": 2.0}, ranks=survivors).items():
+        assert isinstance(got, Timeout), got
+        assert (got.phase, got.rank, got.missing) == ("setup", rank, (2,))
+        assert got.seconds < 2.0 + SLACK_S
+
+
+def test_dies_in_the_constructor(ranks: RankProcesses) -> None:
+    ranks.call(construct)
+    ranks.call(close)
+    ranks.signal(0, signal.SIGKILL)
+    for got in ranks.call(timed_out, construct, {"warmup_timeout_s": 2.0}, ranks=[1, 2, 3]).values():
+        assert isinstance(got, Timeout), got
+        assert (got.phase, got.missing) == ("setup", (0,))
+        assert got.seconds < 2.0 + SLACK_S
+
+
+def test_two_deaths_at_once_then_one_more(ranks: RankProcesses) -> None:
+    start(ranks)
+    ranks.signal(1, signal.SIGKILL)
+    ranks.signal(3, signal.SIGKILL)
+    require_timeout(ranks, (1, 3), "dispatch", 2, dispatch, 1)
+    shrink(ranks, 1, 3)
+    ranks.signal(0, signal.SIGKILL)
+    got = ranks.call(timed_out, dispatch, 1, ranks=[2])[2]
+    assert isinstance(got, Timeout), got
+    assert got.missing == (0,)
+    shrink(ranks, 0, 1, 3)
+
+
+def test_a_time_out_is_remembered_until_the_ranks_agree_again(ranks: RankProcesses) -> None:
+    """One time-out, not one a call: after the first, calls raise at once."""
+    start(ranks)
+    ranks.signal(2, signal.SIGKILL)
+    require_timeout(ranks, (2,), "dispatch", 2, dispatch, 1)
+    for body, args in ((dispatch, (1,)), (combine, (1,)), (check, ())):
+        for got in ranks.call(timed_out, body, *args, ranks=[0, 1, 3]).values():
+            assert isinstance(got, Timeout), (body, got)
+            assert (got.missing, got.epoch) == ((2,), 2)
+            assert got.seconds < 0.5
+    shrink(ranks, 2)
+    ranks.call(check, ranks=[0, 1, 3])
+
+
+@SIGNALS
+@pytest.mark.parametrize("opened", [False, True], ids=["between_rounds", "in_a_round"])
+def test_close_with_a_dead_peer_is_prompt(ranks: RankProcesses, number: signal.Signals, opened: bool) -> None:
+    start(ranks)
+    if opened:
+        ranks.call(dispatch, 1)
+    ranks.signal(2, number)
+    for seconds, raised in ranks.call(close, ranks=[0, 1, 3]).values():
+        assert seconds < TIMEOUT_S + SLACK_S
+        assert raised == ""
+
+
+def test_close_raises_only_what_nobody_has_seen(ranks: RankProcesses) -> None:
+    start(ranks)
+    ranks.signal(2, signal.SIGKILL)
+    require_timeout(ranks, (2,), "dispatch", 2, dispatch, 1)
+    for seconds, raised in ranks.call(close, ranks=[0, 1, 3]).values():
+        assert seconds < TIMEOUT_S + SLACK_S
+        assert raised == ""
+
+
+def test_killed_while_closing(ranks: RankProcesses) -> None:
+    start(ranks)
+    for rank in (0, 1, 3):
+        ranks.submit(rank, close)
+    ranks.signal(2, signal.SIGKILL)
+    for seconds, _ in ranks.results([0, 1, 3]).values():
+        assert seconds < TIMEOUT_S + SLACK_S
+
+
+def test_masks_that_differ_are_refused_on_all_ranks(ranks: RankProcesses) -> None:
+    start(ranks)
+    for rank in range(SIZE):
+        ranks.submit(rank, refused, set_active_ranks, ALL if rank == 1 else without(3))
+    answers = ranks.results(range(3))
+    for message, seconds in answers.values():
+        assert "mask" in message
+        assert seconds < WARMUP_S + SLACK_S
+    # Rank 3 is no member of its own mask, which is a mistake of its own.
+    assert "mask" in ranks.result(3)[0]
+    for rank in range(SIZE):
+        ranks.submit(rank, set_active_ranks, ALL)
+    ranks.results(range(SIZE))
+    require_round(ranks, 1)
+
+
+def test_a_member_of_the_mask_that_never_calls(ranks: RankProcesses) -> None:
+    start(ranks)
+    ranks.signal(2, signal.SIGKILL)
+    for rank, got in ranks.call(timed_out, set_active_ranks, ALL, ranks=[0, 1, 3]).items():
+        assert isinstance(got, Timeout), got
+        assert (got.phase, got.rank, got.missing) == ("set_active_ranks", rank, (2,))
+        assert got.seconds < WARMUP_S + SLACK_S
+    shrink(ranks, 2)
+
+
+def test_a_late_member_of_the_mask_is_waited_for(ranks: RankProcesses) -> None:
+    start(ranks)
+    for rank in (0, 1, 3):
+        ranks.submit(rank, set_active_ranks, ALL)
+    time.sleep(TIMEOUT_S / 2)
+    ranks.submit(2, set_active_ranks, ALL)
+    ranks.results(range(SIZE))
+    require_round(ranks, 1)
+
+
+def construct_second(rank: Rank) -> None:
+    first = rank.state["a2a"]
+    construct(rank, {"warmup_timeout_s": TIMEOUT_S})
+    rank.state["second"], rank.state["a2a"] = rank.state["a2a"], first
+
+
+def turn_to_second(rank: Rank) -> None:
+    rank.state["a2a"] = rank.state["second"]
+
+
+def test_a_fault_and_its_recovery_belong_to_one_workspace(ranks: RankProcesses) -> None:
+    start(ranks)
+    ranks.call(construct_second)
+    ranks.signal(2, signal.SIGKILL)
+    require_timeout(ranks, (2,), "dispatch", 2, dispatch, 1)
+    shrink(ranks, 2)
+    ranks.call(turn_to_second, ranks=[0, 1, 3])
+    ranks.call(check, ranks=[0, 1, 3])
+    require_timeout(ranks, (2,), "dispatch", 1, dispatch, 0)
+    shrink(ranks, 2)
