@@ -14,7 +14,11 @@
 namespace putget::cpu {
 
 struct Exec {
-  static constexpr uint32_t kPutBytes = 1024;  // read at once, then stored to each target
+  // Pieces that are read before they are stored to each target: 1 KiB.
+  template <class Access>
+  static constexpr uint32_t put_unroll() {
+    return 1024 / sizeof(Access);
+  }
 
   uint32_t thread() const { return 0; }
   uint32_t threads() const { return 1; }

@@ -116,8 +116,10 @@ byte told, prepared;
 /* A peer released the round that this rank combines: a fault where ranks may disagree, impossible otherwise. */
 #ifdef MIXED_ENDS
 #define MISUSE goto fault
+#define WRITES combine
 #else
 #define MISUSE assert(false)
+#define WRITES true /* a round that is released may have been written all the same */
 #endif
 
 /* peer := any member of todo, which is not empty. Flags to several peers leave in any order. */
@@ -256,7 +258,7 @@ inline choose_rows() {
   }
 }
 
-/* D5 and C1: every received row is read, and the row that combine gets back is written; before a release it need not be. */
+/* D5 and C1: every received row is read, and the row that combine gets back is written. */
 inline run_experts() {
   for (peer : 0 .. RANKS - 1) {
     for (slot : 0 .. SLOTS - 1) {
@@ -264,8 +266,8 @@ inline run_experts() {
       :: ACTIVE(peer) && slot < counts[peer] ->
         assert(AT(me).cell[RECEIVE(object, slot, peer)] == round); /* D5 */
         if
-        :: AT(me).cell[OUTPUT(object, slot, peer)] = round /* C1 */
-        :: !combine
+        :: WRITES -> AT(me).cell[OUTPUT(object, slot, peer)] = round /* C1 */
+        :: else
         fi
       :: ACTIVE(peer) && slot >= counts[peer] ->
         assert(AT(me).cell[RECEIVE(object, slot, peer)] == EMPTY) /* D5: its ids are -1 */

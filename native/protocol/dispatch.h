@@ -49,7 +49,7 @@ PUTGET_TEXT void put_header(Exec& exec, const Plan& plan, const DispatchCall& ca
 template <class Access, class Exec>
 PUTGET_TEXT void put_segment(Exec& exec, const Plan& plan, const uint8_t* source, uint64_t region, uint32_t row_bytes,
                              uint32_t offset, uint32_t bytes, const RankSet& targets, const uint32_t* slot_of_rank) {
-  constexpr uint32_t kUnroll = Exec::kPutBytes / sizeof(Access);
+  constexpr uint32_t kUnroll = Exec::template put_unroll<Access>();
   const Access* from = reinterpret_cast<const Access*>(source);
   const uint32_t count = bytes / sizeof(Access);
   for (uint32_t first = exec.lane(); first < count; first += exec.lanes() * kUnroll) {

@@ -8,10 +8,14 @@
 #if defined(__CUDACC__)
 #define PUTGET_PURE __host__ __device__ __forceinline__
 #define PUTGET_TEXT __device__ __forceinline__
-#define PUTGET_UNROLL _Pragma("unroll")
 #else
 #define PUTGET_PURE inline
 #define PUTGET_TEXT inline
+#endif
+
+#if defined(__CUDA_ARCH__)
+#define PUTGET_UNROLL _Pragma("unroll")
+#else
 #define PUTGET_UNROLL
 #endif
 

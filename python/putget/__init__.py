@@ -1,5 +1,6 @@
 """putget: one-sided dispatch and combine for mixture-of-experts inference. Dispatch puts, combine gets."""
 
+from putget._version import __version__
 from putget.alltoall import AllToAll, workspace_bytes
 from putget.communicator import Communicator
 from putget.errors import (
@@ -14,8 +15,6 @@ from putget.payload import Payload
 from putget.received import FlatRows, Received
 from putget.workspace import Workspace
 
-__version__ = "0.1.0"
-
 __all__ = [
     "AllToAll",
     "BackendUnavailable",
@@ -29,5 +28,6 @@ __all__ = [
     "PutgetError",
     "Received",
     "Workspace",
+    "__version__",
     "workspace_bytes",
 ]

@@ -1,7 +1,7 @@
 """Sockets between the ranks of one group: set-up, descriptors, and agreement among survivors.
 
-Every pair of ranks has one connection: UNIX sockets in the abstract namespace where all ranks share a host (no file can stay
-behind; descriptors can travel), TCP otherwise. Nothing here is on the path of a round.
+Every pair of ranks has one connection: UNIX sockets in the abstract namespace where all ranks share a host (no file can
+stay behind; descriptors can travel), TCP otherwise. Nothing here is on the path of a round.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from putget.errors import PeerTimeout, PutgetError
 _LENGTH = struct.Struct("!I")
 _MAX_MESSAGE_BYTES = 1 << 20
 _MAX_DESCRIPTORS = 8
+_LOOK_AGAIN_S = 0.25  # between looks at what only time decides
 
 
 @dataclass
@@ -47,7 +48,8 @@ class _Peer:
         self.sock = sock
         self.alive = True  # nothing more can come once this is False
         self._can_send = True
-        self.inbox: deque[Message] = deque()
+        self.inbox: deque[Message] = deque()  # steps of exchanges, in order
+        self.agreement: deque[dict[str, Any]] = deque()  # joins, confirmations and conflicts: outside of the steps
         self._bytes = bytearray()
         self._descriptors: deque[int] = deque()
 
@@ -58,13 +60,12 @@ class _Peer:
         passed = list(descriptors)
         body = json.dumps({**fields, "descriptors": len(passed)}).encode()
         self.sock.settimeout(max(timeout_s, 0.001))
+        packet = _LENGTH.pack(len(body)) + body
         try:
-            head = _LENGTH.pack(len(body))
-            if passed:
-                socket.send_fds(self.sock, [head], passed)
-            else:
-                self.sock.sendall(head)
-            self.sock.sendall(body)
+            sent = socket.send_fds(self.sock, [packet], passed) if passed else 0
+            self.sock.sendall(packet[sent:])
+        except TimeoutError:
+            self.alive = self._can_send = False  # it has not read for so long that its side is full
         except OSError:
             self._can_send = False  # what it sent before may still be read
 
@@ -100,7 +101,12 @@ class _Peer:
             del self._bytes[: _LENGTH.size + length]
             fields = json.loads(body)
             count = min(int(fields.pop("descriptors", 0)), len(self._descriptors))
-            self.inbox.append(Message(fields, [self._descriptors.popleft() for _ in range(count)]))
+            message = Message(fields, [self._descriptors.popleft() for _ in range(count)])
+            if "step" in fields:
+                self.inbox.append(message)
+            else:
+                self.agreement.append(fields)
+                message.close()
 
     def close(self) -> None:
         self.alive = False
@@ -175,8 +181,9 @@ class Mesh:
         self._cards = cards
         self._peers: dict[int, _Peer] = {}
         self._sequence = 0
-        self._nonce = 0
-        self._agreed_nonce = [0] * self.size
+        self._nonce = 0  # of this rank's last join
+        self._joins: dict[int, dict[str, Any]] = {}
+        self._confirms: dict[int, list[int]] = {}
 
     def connect(self, timeout_s: float) -> None:
         """Connects to every lower rank; succeeds without their help."""
@@ -232,6 +239,7 @@ class Mesh:
             ValueError: A member refused (see ``refuse``), or is at another step than this rank.
         """
         self._sequence += 1
+        self._take_stale()
         others = sorted(set(members) - {self.rank})
         for peer in others:
             passed = descriptors.get(peer, []) if descriptors else []
@@ -243,10 +251,9 @@ class Mesh:
             for peer in others:
                 if peer in found:
                     continue
+                self._drop_stale(self._peers[peer])
                 inbox = self._peers[peer].inbox
-                while inbox and inbox[0].fields.get("step", -1) < self._sequence:
-                    inbox.popleft().close()  # left over from a step that failed
-                if inbox and inbox[0].fields.get("step") == self._sequence:
+                if inbox and inbox[0].fields["step"] == self._sequence:
                     found[peer] = inbox.popleft()
             return len(found) == len(others)
 
@@ -266,75 +273,99 @@ class Mesh:
     def refuse(self, reason: str) -> None:
         """Takes the place of an exchange for a rank that found its own arguments wrong: the others hear why."""
         self._sequence += 1
+        self._take_stale()
         for peer in self._peers.values():
             peer.send({"step": self._sequence, "what": "refusal", "refused": reason}, [], 1.0)
 
     def agree(self, members: list[int], epoch: int, timeout_s: float) -> int:
         """Agreement among survivors on who they are; returns the highest epoch among them.
 
-        Two phases: everyone tells everyone whom it wants (join), then that it has heard exactly these joins (confirm). A join
-        that is left over from an attempt that failed makes the confirmations differ, so it cannot count.
+        Two phases: everyone tells everyone whom it wants (join), then that it has heard exactly these joins (confirm). A
+        rank that gives up takes its join back; one that is found too late makes the confirmations differ, so it cannot
+        count.
 
         Raises:
             ValueError: A member wants other members.
             PeerTimeout: A member does not answer.
         """
         self._nonce += 1
-        nonce = self._nonce
-        join = {"join": nonce, "members": members, "epoch": epoch, "step_seen": self._sequence}
         for peer in self._peers.values():
-            peer.send(join, [], timeout_s)
+            peer.send({"join": self._nonce, "members": members, "epoch": epoch, "at": self._sequence}, [], timeout_s)
         others = [rank for rank in members if rank != self.rank]
-        joins: dict[int, dict[str, Any]] = {}
-        confirms: dict[int, list[int]] = {}
         told: list[int] = []
-
-        def take(peer: int, fields: dict[str, Any]) -> None:
-            if "join" in fields and fields["join"] > self._agreed_nonce[peer]:
-                if fields["members"] == members:
-                    joins[peer] = fields
-                elif self.rank in fields["members"]:
-                    conflict = f"rank {peer} wants the active ranks {fields['members']}, rank {self.rank} wants {members}"
-                    for other in others:
-                        self._peers[other].send({"conflict": conflict, "of": nonce}, [], timeout_s)
-                    raise ValueError(f"mask: {conflict}")
-            elif "confirm" in fields:
-                confirms[peer] = fields["confirm"]
-            elif "conflict" in fields and fields["of"] == joins.get(peer, {}).get("join"):
-                raise ValueError(f"mask: {fields['conflict']}")
 
         def look() -> bool:
             for peer in others:
-                inbox = self._peers[peer].inbox
-                while inbox:
-                    message = inbox.popleft()
-                    if "step" in message.fields and message.fields["step"] > self._sequence:
-                        inbox.appendleft(message)
-                        break
-                    take(peer, message.fields)
-                    message.close()
-            if len(joins) < len(others):
+                self._hear_agreement(peer, members)
+            self._raise_conflict(members, others, timeout_s)
+            if any(self._joins.get(peer, {}).get("members") != members for peer in others):
                 return False
-            heard = [nonce if rank == self.rank else int(joins[rank]["join"]) for rank in members]
+            heard = [self._nonce if rank == self.rank else int(self._joins[rank]["join"]) for rank in members]
             if heard != told:
                 told[:] = heard
                 for peer in others:
                     self._peers[peer].send({"confirm": heard}, [], timeout_s)
-            return all(confirms.get(peer) == heard for peer in others)
+            return all(self._confirms.get(peer) == heard for peer in others)
 
         def missing() -> set[int]:
-            return {peer for peer in others if peer not in joins or confirms.get(peer) != told}
+            return {peer for peer in others if peer not in self._joins or self._confirms.get(peer) != told}
 
-        self._wait(look, missing, timeout_s, "set_active_ranks", epoch)
+        try:
+            self._wait(look, missing, timeout_s, "set_active_ranks", epoch)
+        except (ValueError, PeerTimeout):
+            for peer in self._peers.values():
+                peer.send({"left": self._nonce}, [], timeout_s)
+            raise
+        joins = [self._joins.pop(peer) for peer in others]
+        self._sequence = max([self._sequence, *(int(join["at"]) for join in joins)]) + 1
+        return max([epoch, *(int(join["epoch"]) for join in joins)])
+
+    def _hear_agreement(self, peer: int, members: list[int]) -> None:
+        """Takes what a peer has said about the active ranks: its last join stands until it takes that back."""
+        queue = self._peers[peer].agreement
+        while queue:
+            fields = queue.popleft()
+            if "join" in fields:
+                self._joins[peer] = {**fields, "heard": time.monotonic()}
+            elif "left" in fields and self._joins.get(peer, {}).get("join") == fields["left"]:
+                del self._joins[peer]
+            elif "confirm" in fields:
+                self._confirms[peer] = fields["confirm"]
+            elif "conflict" in fields:
+                join = self._joins.get(peer, {})
+                if join.get("join") == fields["of"] and join.get("members") == members:
+                    raise ValueError(f"mask: {fields['conflict']}")
+
+    def _raise_conflict(self, members: list[int], others: list[int], timeout_s: float) -> None:
+        """A member that goes on wanting other members is a conflict; one that has only not yet given up is not."""
+        patience_s = min(1.0, timeout_s / 4)
         for peer in others:
-            self._agreed_nonce[peer] = int(joins[peer]["join"])
-        self._sequence = max([self._sequence, *(int(j["step_seen"]) for j in joins.values())]) + 1
-        return max([epoch, *(int(j["epoch"]) for j in joins.values())])
+            join = self._joins.get(peer)
+            if join is None or join["members"] == members or self.rank not in join["members"]:
+                continue
+            if time.monotonic() - join["heard"] < patience_s:
+                continue
+            conflict = f"rank {peer} wants the active ranks {join['members']}, rank {self.rank} wants {members}"
+            for other in others:
+                self._peers[other].send({"conflict": conflict, "of": self._nonce}, [], timeout_s)
+            raise ValueError(f"mask: {conflict}")
 
     def close(self) -> None:
         """Closes every connection; peers notice."""
         for peer in self._peers.values():
             peer.close()
+
+    def _drop_stale(self, peer: _Peer) -> None:
+        """Forgets messages of steps that failed."""
+        while peer.inbox and peer.inbox[0].fields["step"] < self._sequence:
+            peer.inbox.popleft().close()
+
+    def _take_stale(self) -> None:
+        """Reads what has come since the last step, so that refusals that nobody waits for never fill a socket."""
+        for peer in self._peers.values():
+            if peer.alive:
+                peer.receive()
+            self._drop_stale(peer)
 
     def _wait(
         self,
@@ -356,8 +387,7 @@ class Mesh:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise PeerTimeout(phase, self.rank, epoch, missing(), timeout_s)
-                for key, _ in selector.select(left):
-                    peer = key.data
-                    peer.receive()
-                    if not peer.alive:
-                        selector.unregister(peer.sock)
+                for key, _ in selector.select(min(left, _LOOK_AGAIN_S)):
+                    key.data.receive()
+                    if not key.data.alive:
+                        selector.unregister(key.fileobj)

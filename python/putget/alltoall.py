@@ -9,18 +9,12 @@ from typing import Any
 import torch
 
 from putget import _abi
-from putget._arguments import (
-    Geometry,
-    check_expert_to_rank,
-    check_int,
-    check_rows,
-    check_tensor,
-    default_expert_to_rank,
-)
+from putget._arguments import check_expert_to_rank, check_int, check_rows, check_tensor
+from putget._geometry import Geometry, default_expert_to_rank
 from putget.communicator import Communicator
 from putget.errors import InvalidExpertIds, ProtocolMisuse, PutgetError
 from putget.payload import Payload
-from putget.received import FlatRows, Received, by_source, flat_view
+from putget.received import Received, combine_input_view, received_views
 from putget.workspace import Workspace, check_seconds, current_stream, resolve_device
 
 
@@ -46,15 +40,17 @@ def workspace_bytes(
     Raises:
         ValueError: A size is not allowed.
     """
-    geometry = Geometry.checked(ep_size, num_experts or 1, top_k, max_tokens_per_rank, payloads, output)
+    experts = 1 if num_experts is None else num_experts
+    geometry = Geometry.checked(ep_size, experts, top_k, max_tokens_per_rank, payloads, output)
     return int(geometry.layout().total_bytes)
 
 
 class AllToAll:
     """One-sided dispatch and combine of a mixture-of-experts layer. Construction is collective over the group.
 
-    The method is the token-major, one-sided exchange that NVIDIA published for TensorRT-LLM's wide expert parallelism; slots are
-    prefix counts here instead of atomic counters. docs/protocol.md describes every access to another rank's memory.
+    The method is the token-major, one-sided exchange that NVIDIA published for TensorRT-LLM's wide expert parallelism;
+    slots are prefix counts here instead of atomic counters. docs/protocol.md describes every access to another rank's
+    memory.
 
     Args:
         comm: The expert-parallel group.
@@ -114,7 +110,6 @@ class AllToAll:
             comm.refuse(str(error))
             raise
         self._geometry = geometry
-        self._layout = layout
         self._comm = comm
         self._num_sms = num_sms
         comm.compare(
@@ -203,12 +198,12 @@ class AllToAll:
     ) -> Received:
         """Puts each token's rows into the ranks that own its experts, once per (token, rank), and waits for every rank.
 
-        On CUDA it enqueues one kernel on the current stream: no host synchronisation; it can be captured in a graph. If the last
-        round is still open, it is released first.
+        On CUDA it enqueues one kernel on the current stream: no host synchronisation; it can be captured in a graph. If
+        the last round is still open, it is released first.
 
         Args:
-            topk_ids: [num_tokens, top_k] int32 or int64 expert ids; -1 is "no expert". num_tokens may be 0 and may differ
-                between ranks.
+            topk_ids: [num_tokens, top_k] int32 or int64 expert ids; -1 is "no expert". num_tokens may be 0 and may
+                differ between ranks.
             topk_weights: [num_tokens, top_k] float32.
             *payloads: One contiguous tensor [num_tokens, *shape] for each payload of the constructor.
             max_rows: Slots of each source that this rank will look at, at most max_tokens_per_rank (the default).
@@ -252,8 +247,8 @@ class AllToAll:
         On CUDA it enqueues one kernel on the current stream.
 
         Args:
-            x: Rows from outside the workspace: [ep_size, max_rows, *shape] with any strides of the first two dimensions, or flat
-                [max_rows * ep_size, *shape]. None: the experts wrote ``combine_input``.
+            x: Rows from outside the workspace: [ep_size, max_rows, *shape] with any strides of the first two
+                dimensions, or flat [max_rows * ep_size, *shape]. None: the experts wrote ``combine_input``.
             out: Where to write, contiguous [num_tokens, *shape]; by default a new tensor.
             addend: [num_tokens, *shape], added last in float32 (a shared expert's output).
 
@@ -274,7 +269,7 @@ class AllToAll:
         args = self._combine_args
         args.rows = None
         if x is not None:
-            strides = check_rows(x, output.shape, self.ep_size, self._max_rows, output, self._device)
+            strides = check_rows(x, self.ep_size, self._max_rows, output, self._device)
             args.row_slot_bytes, args.row_source_bytes = strides
             view = self.combine_input
             in_place = x.data_ptr() == view.data_ptr() and strides == self._own_strides()
@@ -309,19 +304,15 @@ class AllToAll:
 
     @property
     def combine_input(self) -> torch.Tensor:
-        """[ep_size, max_rows, *shape] in the workspace, for the last dispatch's max_rows: experts write row (src, slot) here.
+        """[ep_size, max_rows, *shape] in the workspace: experts write row (src, slot) here.
 
-        Its attribute ``flat`` is the same memory as contiguous [max_rows * ep_size, *shape]. Writable from the end of dispatch to
-        the start of combine.
+        max_rows is the last dispatch's. Its attribute ``flat`` is the same memory as contiguous [max_rows * ep_size, *shape]. Writable from the end of
+        dispatch to the start of combine.
         """
         self._require_open()
         view = self._inputs.get(self._max_rows)
         if view is None:
-            output = self._geometry.output
-            rows = self._max_rows * self.ep_size
-            flat = flat_view(self._memory_bytes, self._layout.output, rows, output.shape, output.dtype)
-            view = by_source(flat, self.ep_size)
-            setattr(view, "flat", flat)  # noqa: B010  (not an attribute that torch.Tensor declares)
+            view = combine_input_view(self._memory_bytes, self._geometry, self._max_rows)
             self._inputs[self._max_rows] = view
         return view
 
@@ -370,8 +361,9 @@ class AllToAll:
     def set_active_ranks(self, mask: Sequence[bool]) -> None:
         """Goes on without some ranks (or with them again): collective among the ranks that the mask names.
 
-        The survivors agree on mask and epoch over putget's sockets and move to new physical memory at the same addresses:
-        captured graphs stay valid, and a stopped rank that wakes up can write only where nobody reads. Faults are cleared.
+        The survivors agree on mask and epoch over putget's sockets and move to new physical memory at the same
+        addresses: captured graphs stay valid, and a stopped rank that wakes up can write only where nobody reads.
+            Faults are cleared.
         Experts of excluded ranks count as "no expert" until ``expert_to_rank`` says otherwise.
 
         Args:
@@ -405,7 +397,8 @@ class AllToAll:
         """Frees the object, and its workspace unless that is shared. Needs no peer. Idempotent.
 
         Raises:
-            PeerTimeout, CapacityExceeded, ProtocolMisuse: A fault that no call has raised yet; the object is closed all the same.
+            PeerTimeout, CapacityExceeded, ProtocolMisuse: A fault that no call has raised yet; the object is closed all
+                the same.
         """
         self._close(raise_unseen=True)
 
@@ -433,33 +426,14 @@ class AllToAll:
         self._close(raise_unseen=exception_type is None)
 
     def __str__(self) -> str:
-        geometry, layout = self._geometry, self._layout
-        slots = geometry.max_tokens_per_rank * geometry.ep_size
-        regions = [
-            ("arrived flags", layout.arrived, "one 128-byte line a rank"),
-            ("ended flags", layout.ended, "one 128-byte line a rank"),
-            ("finished flags", layout.finished, "one 128-byte line a rank"),
-            ("topk_ids", layout.topk_ids, f"{slots} x [{geometry.top_k}] int32"),
-            ("topk_weights", layout.topk_weights, f"{slots} x [{geometry.top_k}] float32"),
-            *(
-                (f"payload {index}", layout.payload[index], f"{slots} x {payload}")
-                for index, payload in enumerate(geometry.payloads)
-            ),
-            ("combine_input", layout.output, f"{slots} x {geometry.output}"),
-        ]
-        ends = [start for _, start, _ in regions[1:]] + [layout.total_bytes]
-        lines = [
+        geometry = self._geometry
+        kind = "own" if self._owns_workspace else f"shared, {self._workspace.num_bytes} bytes"
+        return (
             f"AllToAll: rank {self.ep_rank} of {self.ep_size} on {self._device}, {geometry.num_experts} experts, "
-            f"top_k {geometry.top_k}, {geometry.max_tokens_per_rank} tokens a rank",
-            f"{'offset':>14} {'bytes':>14}  region          rows",
-        ]
-        lines += [
-            f"{start:>14} {end - start:>14}  {name:<15} {rows}"
-            for (name, start, rows), end in zip(regions, ends, strict=True)
-        ]
-        shared = "own" if self._owns_workspace else f"shared, {self._workspace.num_bytes} bytes"
-        lines.append(f"{layout.total_bytes:>14} bytes a rank in all ({shared} workspace)")
-        return "\n".join(lines)
+            f"top_k {geometry.top_k}, {geometry.max_tokens_per_rank} tokens a rank\n"
+            f"{geometry.memory_map()}\n"
+            f"{geometry.layout().total_bytes:>14} bytes a rank in all ({kind} workspace)"
+        )
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
@@ -477,9 +451,7 @@ class AllToAll:
             raise ValueError(f"topk_ids is {came}, expected a tensor [num_tokens, {geometry.top_k}]")
         num_tokens = topk_ids.shape[0]
         if num_tokens > geometry.max_tokens_per_rank:
-            raise ValueError(
-                f"topk_ids has {num_tokens} tokens, max_tokens_per_rank is {geometry.max_tokens_per_rank}"
-            )
+            raise ValueError(f"topk_ids has {num_tokens} tokens, max_tokens_per_rank is {geometry.max_tokens_per_rank}")
         routes = (num_tokens, geometry.top_k)
         check_tensor("topk_ids", topk_ids, routes, (torch.int32, torch.int64), device)
         check_tensor("topk_weights", topk_weights, routes, (torch.float32,), device)
@@ -528,20 +500,6 @@ class AllToAll:
     def _received(self, max_rows: int) -> Received:
         views = self._views.get(max_rows)
         if views is None:
-            geometry, layout, memory = self._geometry, self._layout, self._memory_bytes
-            rows, ep_size = max_rows * self.ep_size, self.ep_size
-            payloads = tuple(
-                flat_view(memory, layout.payload[index], rows, payload.shape, payload.dtype)
-                for index, payload in enumerate(geometry.payloads)
-            )
-            ids = flat_view(memory, layout.topk_ids, rows, (geometry.top_k,), torch.int32)
-            weights = flat_view(memory, layout.topk_weights, rows, (geometry.top_k,), torch.float32)
-            views = Received(
-                payloads=tuple(by_source(payload, ep_size) for payload in payloads),
-                topk_ids=by_source(ids, ep_size),
-                topk_weights=by_source(weights, ep_size),
-                num_tokens=self._received_tokens,
-                flat=FlatRows(payloads, ids, weights),
-            )
+            views = received_views(self._memory_bytes, self._geometry, max_rows, self._received_tokens)
             self._views[max_rows] = views
         return views

@@ -29,8 +29,8 @@ class _LocalGroup:
 class Communicator:
     """The ranks of one expert-parallel group.
 
-    Collective over the group. torch.distributed is used here and never again: afterwards ranks talk over putget's own sockets
-    (set-up, ``set_active_ranks``) and over symmetric memory (rounds).
+    Collective over the group. torch.distributed is used here and never again: afterwards ranks talk over putget's own
+    sockets (set-up, ``set_active_ranks``) and over symmetric memory (rounds).
 
     Args:
         group: Any torch.distributed group (gloo or nccl), the world or a subgroup; None is the world.
@@ -54,7 +54,8 @@ class Communicator:
         size = dist.get_world_size(group) if rank >= 0 else 0
         if rank < 0:
             raise ValueError("group: this process is not a member of it")
-        _check_size(size)
+        if size > _abi.MAX_RANKS:
+            raise ValueError(f"group has {size} ranks, allowed are up to {_abi.MAX_RANKS}")
         listener = Listener()
         try:
             cards: list[Any] = [None] * size
@@ -70,8 +71,8 @@ class Communicator:
     def local(cls, n: int) -> tuple[Communicator, ...]:
         """n ranks in this process: threads on CPU, or emulated ranks on one GPU.
 
-        Each communicator is for one thread. On CUDA each thread needs a ``torch.cuda.Stream`` of its own, because a rank's
-        kernels wait for the other ranks' kernels.
+        Each communicator is for one thread. On CUDA each thread needs a ``torch.cuda.Stream`` of its own, because a
+        rank's kernels wait for the other ranks' kernels.
 
         Args:
             n: Number of ranks, 1 to 128.
@@ -82,9 +83,8 @@ class Communicator:
         Raises:
             ValueError: n is out of range.
         """
-        if not isinstance(n, int) or isinstance(n, bool):
-            raise ValueError(f"n is {n!r}, expected an int")
-        _check_size(n)
+        if not isinstance(n, int) or isinstance(n, bool) or not 1 <= n <= _abi.MAX_RANKS:
+            raise ValueError(f"n is {n!r}, allowed are ints from 1 to {_abi.MAX_RANKS}")
         listeners = [Listener() for _ in range(n)]
         try:
             cards = [listener.card() for listener in listeners]
@@ -151,8 +151,3 @@ class Communicator:
         """Raises ValueError after ``close()``."""
         if self._closed:
             raise ValueError("comm is closed")
-
-
-def _check_size(size: int) -> None:
-    if not 1 <= size <= _abi.MAX_RANKS:
-        raise ValueError(f"group has {size} ranks, allowed are 1 to {_abi.MAX_RANKS}")

@@ -25,7 +25,7 @@ def launcher() -> tuple[int, int, int] | None:
 
 
 def rendezvous() -> str:
-    """``init_method`` for torch.distributed under a launcher: its address, or a port derived from the Slurm step on one node."""
+    """``init_method`` for torch.distributed under a launcher: its address, or a port derived from the Slurm step."""
     alone = "MASTER_ADDR" not in os.environ and os.environ.get("SLURM_STEP_NUM_NODES") == "1"
     if not alone:
         return "env://"

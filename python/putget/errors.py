@@ -7,6 +7,7 @@ A caller's mistake is a ``ValueError`` that names the argument, what came and wh
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 
 class PutgetError(RuntimeError):
@@ -23,14 +24,20 @@ class PeerTimeout(PutgetError):
         missing: The ranks that did not answer.
     """
 
-    def __init__(self, phase: str, rank: int, epoch: int, missing: Iterable[int], timeout_s: float | None = None) -> None:
+    def __init__(
+        self, phase: str, rank: int, epoch: int, missing: Iterable[int], timeout_s: float | None = None
+    ) -> None:
         self.phase = phase
         self.rank = rank
         self.epoch = epoch
         self.missing = tuple(sorted(missing))
+        self.timeout_s = timeout_s
         within = "" if timeout_s is None else f" within {timeout_s:g} s"
         names = ", ".join(str(peer) for peer in self.missing)
         super().__init__(f"{phase}, round {epoch}: rank {rank} heard nothing from rank(s) {names}{within}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PeerTimeout, (self.phase, self.rank, self.epoch, self.missing, self.timeout_s)
 
 
 class CapacityExceeded(PutgetError):
@@ -50,6 +57,9 @@ class CapacityExceeded(PutgetError):
         self.epoch = epoch
         super().__init__(f"dispatch, round {epoch}: rank {source} sent {rows} rows, max_rows here is {max_rows}")
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return CapacityExceeded, (self.source, self.rows, self.max_rows, self.epoch)
+
 
 class ProtocolMisuse(PutgetError):
     """Calls came in an order, or with sizes, that do not make a round."""
@@ -64,7 +74,11 @@ class InvalidExpertIds(PutgetError, ValueError):
 
     def __init__(self, count: int, num_experts: int) -> None:
         self.count = count
+        self.num_experts = num_experts
         super().__init__(f"topk_ids: {count} ids outside [-1, {num_experts}) were taken as -1 (no expert)")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return InvalidExpertIds, (self.count, self.num_experts)
 
 
 class BackendUnavailable(PutgetError):

@@ -7,6 +7,7 @@ import functools
 from dataclasses import dataclass
 
 from putget import _abi
+from putget._version import __version__
 from putget.errors import BackendUnavailable, PutgetError
 
 
@@ -63,8 +64,6 @@ def _hyphenated(raw: bytes) -> str:
 
 def build() -> BuildInfo:
     """What the installed native library is."""
-    from putget import __version__
-
     try:
         _abi.library()
     except BackendUnavailable:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 
+from putget._geometry import Geometry
+
 
 @dataclass(frozen=True)
 class FlatRows:
-    """The received rows as contiguous tensors, what engines feed to their kernels. Row index = slot * ep_size + source rank.
+    """The received rows as contiguous tensors, what engines feed to their kernels.
+
+    Row index = slot * ep_size + source rank.
 
     Attributes:
         payloads: Each [max_rows * ep_size, *shape].
@@ -24,7 +29,9 @@ class FlatRows:
 
 @dataclass(frozen=True)
 class Received:
-    """The received rows, token-major, indexed by source rank. Valid until this round ends (combine, release, next dispatch).
+    """The received rows, token-major, indexed by source rank.
+
+    Valid until this round ends (combine, release, next dispatch).
 
     Attributes:
         payloads: Each [ep_size, max_rows, *shape], a view into the workspace.
@@ -43,13 +50,38 @@ class Received:
 
 def flat_view(memory: torch.Tensor, offset: int, rows: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """[rows, *shape] over a region of uint8 memory."""
-    elements = 1
-    for size in shape:
-        elements *= size
-    span = memory[offset : offset + rows * elements * dtype.itemsize]
+    span = memory[offset : offset + rows * math.prod(shape) * dtype.itemsize]
     return span.view(dtype).view(rows, *shape)
 
 
 def by_source(flat: torch.Tensor, ep_size: int) -> torch.Tensor:
     """[max_rows * ep_size, ...] slot-major to a view [ep_size, max_rows, ...]."""
-    return flat.unflatten(0, (flat.shape[0] // ep_size, ep_size)).transpose(0, 1)
+    return flat.view(flat.shape[0] // ep_size, ep_size, *flat.shape[1:]).transpose(0, 1)
+
+
+def received_views(memory: torch.Tensor, geometry: Geometry, max_rows: int, num_tokens: torch.Tensor) -> Received:
+    """The first max_rows slots of every source, over uint8 symmetric memory."""
+    layout, ep_size = geometry.layout(), geometry.ep_size
+    rows = max_rows * ep_size
+    payloads = tuple(
+        flat_view(memory, layout.payload[index], rows, payload.shape, payload.dtype)
+        for index, payload in enumerate(geometry.payloads)
+    )
+    ids = flat_view(memory, layout.topk_ids, rows, (geometry.top_k,), torch.int32)
+    weights = flat_view(memory, layout.topk_weights, rows, (geometry.top_k,), torch.float32)
+    return Received(
+        payloads=tuple(by_source(payload, ep_size) for payload in payloads),
+        topk_ids=by_source(ids, ep_size),
+        topk_weights=by_source(weights, ep_size),
+        num_tokens=num_tokens,
+        flat=FlatRows(payloads, ids, weights),
+    )
+
+
+def combine_input_view(memory: torch.Tensor, geometry: Geometry, max_rows: int) -> torch.Tensor:
+    """[ep_size, max_rows, *shape] over combine_input, with the attribute ``flat``."""
+    output = geometry.output
+    flat = flat_view(memory, geometry.layout().output, max_rows * geometry.ep_size, output.shape, output.dtype)
+    view = by_source(flat, geometry.ep_size)
+    setattr(view, "flat", flat)  # noqa: B010  (not an attribute that torch.Tensor declares)
+    return view

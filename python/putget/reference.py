@@ -110,7 +110,7 @@ def route(
 
     Args:
         topk_ids: [num_tokens, top_k] int32 or int64, expert of each k, -1 for no expert.
-        expert_to_rank: [num_experts] int, the rank of each expert.
+        expert_to_rank: [num_experts] int, the rank of each expert; an expert on a rank that does not exist is skipped.
         ep_size: number of ranks.
         active: one flag a rank; experts on inactive ranks are skipped. None means that all are active.
         num_valid_tokens: tokens from this index on have no expert, whatever their ids. None means all are valid.

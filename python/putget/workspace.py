@@ -52,8 +52,8 @@ def check_seconds(name: str, value: float) -> float:
 class Workspace:
     """Symmetric memory of one expert-parallel group, with its epochs. Collective.
 
-    Objects that share a workspace share memory and rounds: they are for use one after the other (layers of a model). Objects with
-    workspaces of their own are independent.
+    Objects that share a workspace share memory and rounds: they are for use one after the other (layers of a model).
+    Objects with workspaces of their own are independent.
 
     Args:
         comm: The group.
@@ -113,7 +113,7 @@ class Workspace:
         check_seconds("warmup_timeout_s", warmup_timeout_s)
 
     def _agree_on_sharing(self) -> bool:
-        """Compares what must be equal; True where memory is shared by fabric handles (one NVLink cluster over hosts)."""
+        """Compares what must be equal; True where memory is shared by fabric handles (hosts of one NVLink cluster)."""
         cluster = ""
         if self.device.type == "cuda":
             gpu = hardware.gpus()[self.device.index]
@@ -127,9 +127,10 @@ class Workspace:
         )
         for rank, message in sorted(messages.items()):
             for name, own in (("num_bytes", self.num_bytes), ("device", self.device.type)):
-                if message.fields[name] != own:
+                theirs = message.fields[name]
+                if theirs != own:
                     raise ValueError(
-                        f"{name} differs between ranks: rank {comm.rank} has {own}, rank {rank} has {message.fields[name]}"
+                        f"{name} differs between ranks: rank {comm.rank} has {own}, rank {rank} has {theirs}"
                     )
         one_cluster = cluster != "" and all(message.fields["cluster"] == cluster for message in messages.values())
         if not comm._mesh.one_host and not one_cluster:
@@ -137,7 +138,10 @@ class Workspace:
         return one_cluster and not comm._mesh.one_host
 
     def _meet(self, epoch: int, timeout_s: float, phase: str) -> None:
-        """Exchanges shares among the active ranks, maps them, starts the epoch. On return every active rank has started."""
+        """Exchanges shares among the active ranks, maps them, starts the epoch.
+
+        On return every active rank has started.
+        """
         memory = self.memory
         mesh = self._comm._mesh
         active = [rank for rank, is_active in enumerate(self._active) if is_active]
@@ -219,8 +223,8 @@ class Workspace:
     def adopt(self, layout: Hashable) -> None:
         """Collective: an object of this layout is about to use the memory.
 
-        From the second layout on, rounds exchange one flag more (docs/protocol.md, D0), because one object's receive regions may
-        lie over another's combine_input.
+        From the second layout on, rounds exchange one flag more (docs/protocol.md, D0), because one object's receive
+        regions may lie over another's combine_input.
         """
         if self._layout is not None and layout != self._layout and not self._mixed:
             active = [rank for rank, is_active in enumerate(self._active) if is_active]
@@ -243,7 +247,8 @@ class Workspace:
             only_unseen: Raise only what has not been raised before.
 
         Raises:
-            PeerTimeout: Ranks did not answer in time, or the ranks have not met again after ``set_active_ranks`` failed.
+            PeerTimeout: Ranks did not answer in time, or the ranks have not met again after ``set_active_ranks``
+                failed.
             CapacityExceeded: A source sent more rows than this rank allowed.
             ProtocolMisuse: Calls did not make a round.
         """
@@ -258,9 +263,10 @@ class Workspace:
             raise PutgetError("set_active_ranks failed: call it again before the next round")
 
     def probe(self, kind: str, num_bytes: int, num_sms: int | None = None) -> None:
-        """Moves plain bytes to or from every peer, as a ceiling for rounds; only between rounds: it overwrites received rows.
+        """Moves plain bytes to or from every peer, as a ceiling for rounds.
 
-        On CUDA it enqueues one kernel on the current stream; on CPU it runs at once.
+        It overwrites received rows and orders nothing: the ranks must have met since their last round, and must meet
+        before the next. On CUDA it enqueues one kernel on the current stream; on CPU it runs at once.
 
         Args:
             kind: "write" or "read".

@@ -1,0 +1,67 @@
+// dispatch_kernel: the protocol's dispatch on a grid of CTAs.
+//
+//   grid      at most one CTA per SM; CTAs share the list of (token, segment) items
+//   block     kThreads threads; each warp puts one item at a time
+//   shared    DispatchScratch, static
+//   waits     every CTA at D1 (normally over before it begins); the last CTA at D4
+//   The waiting CTAs of several objects must fit on the GPU together: hence the launch bounds.
+#include "cuda/check.h"
+#include "cuda/exec.cuh"
+#include "cuda/launch.h"
+#include "protocol/combine.h"
+#include "protocol/dispatch.h"
+
+namespace putget::cuda {
+namespace {
+
+constexpr uint32_t kThreads = 256;
+constexpr uint32_t kBlocksPerSm = 4;
+constexpr uint32_t kWarpBytes = 32 * 16;  // what a warp moves in one access
+
+__global__ void __launch_bounds__(kThreads, kBlocksPerSm)
+    dispatch_kernel(const __grid_constant__ Plan plan, const __grid_constant__ DispatchCall call) {
+  __shared__ DispatchScratch scratch;
+  Exec exec;
+  dispatch(exec, plan, call, scratch);
+}
+
+__global__ void release_kernel(const __grid_constant__ Plan plan) {
+  Exec exec;
+  release(exec, plan);
+}
+
+// Small batches: short segments, so that every warp of the GPU has one. Large batches: long ones, for fewer instructions a byte.
+uint32_t choose_segment_bytes(const Plan& plan, const DispatchCall& call, uint32_t blocks) {
+  const uint64_t warps = uint64_t{blocks} * (kThreads / 32);
+  uint32_t bytes = kWarpBytes;
+  while (bytes < 4 * kWarpBytes) {
+    const uint64_t items = uint64_t{call.num_tokens} * segments_per_token(plan.shape, bytes);
+    if (items <= 2 * warps) break;
+    bytes *= 2;
+  }
+  return bytes;
+}
+
+}  // namespace
+
+void load_dispatch_kernels() {
+  cudaFuncAttributes attributes;
+  check(cudaFuncGetAttributes(&attributes, dispatch_kernel), "loading dispatch_kernel");
+  check(cudaFuncGetAttributes(&attributes, release_kernel), "loading release_kernel");
+}
+
+void launch_dispatch(const Plan& plan, DispatchCall call, const Grid& grid, cudaStream_t stream) {
+  call.segment_bytes = choose_segment_bytes(plan, call, grid.limit);
+  const uint64_t items = uint64_t{call.num_tokens} * segments_per_token(plan.shape, call.segment_bytes);
+  const uint64_t wanted = (items + kThreads / 32 - 1) / (kThreads / 32);
+  const uint32_t blocks = static_cast<uint32_t>(wanted < 1 ? 1 : (wanted < grid.limit ? wanted : grid.limit));
+  dispatch_kernel<<<blocks, kThreads, 0, stream>>>(plan, call);
+  check(cudaGetLastError(), "launching dispatch_kernel");
+}
+
+void launch_release(const Plan& plan, cudaStream_t stream) {
+  release_kernel<<<1, kMaxRanks, 0, stream>>>(plan);
+  check(cudaGetLastError(), "launching release_kernel");
+}
+
+}  // namespace putget::cuda

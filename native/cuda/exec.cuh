@@ -1,0 +1,107 @@
+// How the protocol text runs on a GPU: a grid of CTAs, each with warps that work on items of their own.
+#pragma once
+
+#include "cuda/ptx.cuh"
+#include "protocol/signal.h"
+
+namespace putget::cuda {
+
+struct Exec {
+  static constexpr uint32_t kWarp = 32;
+
+  // Pieces that a lane reads before it stores them to each target.
+  template <class Access>
+  static constexpr uint32_t put_unroll() {
+    return 4;
+  }
+
+  __device__ uint32_t thread() const { return threadIdx.x; }
+  __device__ uint32_t threads() const { return blockDim.x; }
+  __device__ uint32_t block() const { return blockIdx.x; }
+  __device__ uint32_t blocks() const { return gridDim.x; }
+  __device__ uint32_t lane() const { return threadIdx.x % kWarp; }
+  __device__ uint32_t lanes() const { return kWarp; }
+  __device__ uint32_t warp() const { return threadIdx.x / kWarp; }
+  __device__ uint32_t warps() const { return blockDim.x / kWarp; }
+  __device__ void sync() const { __syncthreads(); }
+  __device__ uint64_t now_ns() const { return ptx::global_timer_ns(); }
+
+  // Polls at full speed while an answer is near, then leaves the memory system to others.
+  __device__ void pause(uint32_t spins) const {
+    if (spins > 10000) __nanosleep(200);
+  }
+
+  template <Tag tag>
+  __device__ void publish(uint64_t* flag, uint64_t value) const {
+    ptx::store_release_sys(flag, value);
+  }
+  template <Tag tag>
+  __device__ uint64_t observe(const uint64_t* flag) const {
+    return ptx::load_acquire_sys(flag);
+  }
+  template <Tag tag>
+  __device__ bool skips_wait() const {
+    return false;
+  }
+
+  // True in every thread of the CTA that arrives last; everything the other CTAs did happened before. The counter is set back by
+  // that CTA.
+  template <Join join>
+  __device__ bool last_to_arrive(uint32_t* counter, uint32_t* shared) const {
+    __syncthreads();
+    if (threadIdx.x == 0) *shared = ptx::add_acq_rel_gpu(counter, 1) + 1 == gridDim.x;  // [J1] [J2] [J3]
+    __syncthreads();
+    return *shared != 0;
+  }
+
+  __device__ bool claim(uint32_t* word, uint32_t value) const { return atomicCAS(word, 0u, value) == 0u; }
+  __device__ void publish_to_host(uint32_t* word, uint32_t value) const { ptx::store_release_sys_host(word, value); }
+  __device__ void insert(RankSet& set, uint32_t rank) const { atomicOr(&set.word[rank / 32], 1u << (rank % 32)); }
+  __device__ void add(unsigned long long* counter, uint32_t amount) const {
+    atomicAdd(counter, static_cast<unsigned long long>(amount));
+  }
+
+  // rows[rank] += threads of the CTA whose set has the rank. Whole warps call it.
+  __device__ void count(const RankSet& set, uint32_t ep_size, uint32_t* rows) const {
+    for (uint32_t rank = 0; rank < ep_size; ++rank) {
+      const uint32_t votes = __ballot_sync(0xffffffffu, set.has(rank));
+      if (lane() == rank % kWarp && votes != 0) atomicAdd(&rows[rank], __popc(votes));
+    }
+  }
+
+  template <class Access>
+  __device__ void put(Access* to, const Access& value) const {
+    *to = value;
+  }
+
+  template <class Access>
+  __device__ Access get(const Access* from) const {
+    if constexpr (sizeof(Access) == sizeof(uint4)) {
+      union {
+        uint4 raw;
+        Access value;
+      } both{ptx::load_peer(reinterpret_cast<const uint4*>(from))};
+      return both.value;
+    } else {
+      return *from;
+    }
+  }
+
+  template <class Body>
+  __device__ void with_access(uint32_t bytes, Body body) const {
+    switch (bytes) {
+      case 16:
+        return body(uint4{});
+      case 8:
+        return body(uint2{});
+      case 4:
+        return body(uint32_t{});
+      case 2:
+        return body(uint16_t{});
+      default:
+        return body(uint8_t{});
+    }
+  }
+};
+
+}  // namespace putget::cuda

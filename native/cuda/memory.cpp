@@ -1,0 +1,164 @@
+// The CUDA backend: symmetric memory, private state, and the launch of kernels.
+#include <cstring>
+#include <vector>
+
+#include "cuda/check.h"
+#include "cuda/launch.h"
+#include "cuda/symmetric_memory.h"
+#include "protocol/signal.h"
+
+namespace putget::cuda {
+namespace {
+
+constexpr int kFirstComputeMajor = 9;
+
+class CudaMemory final : public Memory {
+ public:
+  explicit CudaMemory(const MemoryConfig& config)
+      : Memory(config), symmetric_((require_device(config), config)) {
+    int num_sms = 0;
+    check(cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, config.ordinal), "cudaDeviceGetAttribute");
+    num_sms_ = static_cast<uint32_t>(num_sms);
+    load_dispatch_kernels();
+    load_combine_kernels();
+    load_probe_kernels();
+    void* state = nullptr;
+    check(cudaMalloc(&state, sizeof(State)), "allocating private state");
+    state_ = static_cast<State*>(state);
+    void* fault = nullptr;
+    const cudaError_t status = cudaHostAlloc(&fault, sizeof(FaultRecord), cudaHostAllocMapped | cudaHostAllocPortable);
+    if (status != cudaSuccess) cudaFree(state_);
+    check(status, "allocating the fault record");
+    fault_ = static_cast<FaultRecord*>(fault);
+    *fault_ = FaultRecord{};
+  }
+
+  ~CudaMemory() override {
+    int before = 0;
+    cudaGetDevice(&before);
+    cudaSetDevice(config_.ordinal);
+    cudaDeviceSynchronize();
+    cudaFree(state_);
+    cudaFreeHost(fault_);
+    cudaSetDevice(before);
+  }
+
+  putget_share export_share() override { return symmetric_.export_share(); }
+
+  void import_share(uint32_t peer, const putget_share& share) override {
+    DeviceScope scope(config_.ordinal);
+    symmetric_.import_share(peer, share);
+  }
+
+  void renew() override {
+    DeviceScope scope(config_.ordinal);
+    check(cudaDeviceSynchronize(), "waiting for the device");
+    symmetric_.renew();
+  }
+
+  void start(uint32_t epoch, const RankSet& active) override {
+    DeviceScope scope(config_.ordinal);
+    check(cudaDeviceSynchronize(), "waiting for the device");
+    write_flags(0, 3 * config_.ep_size, epoch);
+    State state{};
+    state.epoch = epoch;
+    state.active = active;
+    state.mixed = mixed_;
+    write_state(state);
+    *fault_ = FaultRecord{};
+  }
+
+  uint32_t epoch() override { return read_state().epoch; }
+
+  void share_between_layouts() override {
+    mixed_ = 1;
+    State state = read_state();
+    if (state.mixed) return;
+    state.mixed = 1;
+    // Every rank has finished every round before an open one: they all waited here for each other.
+    write_flags(2 * config_.ep_size, config_.ep_size, state.open ? state.epoch - 1 : state.epoch);
+    write_state(state);
+  }
+
+  uint8_t* base(uint32_t rank) const override { return symmetric_.base(rank); }
+  State* state() const override { return state_; }
+  FaultRecord* fault() const override { return fault_; }
+
+  void dispatch(const Plan& plan, const DispatchCall& call, uint32_t num_sms, void* stream) override {
+    DeviceScope scope(config_.ordinal);
+    launch_dispatch(plan, call, grid(num_sms), static_cast<cudaStream_t>(stream));
+  }
+
+  void combine(const Plan& plan, const CombineCall& call, uint32_t num_sms, void* stream) override {
+    DeviceScope scope(config_.ordinal);
+    launch_combine(plan, call, grid(num_sms), static_cast<cudaStream_t>(stream));
+  }
+
+  void release(const Plan& plan, void* stream) override {
+    DeviceScope scope(config_.ordinal);
+    launch_release(plan, static_cast<cudaStream_t>(stream));
+  }
+
+  void probe(putget_probe_kind kind, uint64_t bytes_per_peer, uint32_t num_sms, void* stream) override {
+    DeviceScope scope(config_.ordinal);
+    std::vector<uint8_t*> bases;
+    for (uint32_t rank = 0; rank < config_.ep_size; ++rank) bases.push_back(symmetric_.base(rank));
+    const auto cuda_stream = static_cast<cudaStream_t>(stream);
+    launch_probe(bases.data(), config_.ep_size, config_.ep_rank, control_bytes(config_.ep_size),
+                 kind == PUTGET_PROBE_WRITE, bytes_per_peer, grid(num_sms), cuda_stream);
+    // The ids region holds something else now.
+    check(cudaMemsetAsync(&state_->ids_top_k, 0, sizeof(state_->ids_top_k), cuda_stream), "cudaMemsetAsync");
+  }
+
+ private:
+  static void require_device(const MemoryConfig& config) {
+    int major = 0;
+    check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, config.ordinal), "cudaDeviceGetAttribute");
+    if (major < kFirstComputeMajor) {
+      throw Error(PUTGET_UNAVAILABLE, "device " + std::to_string(config.ordinal) + " has compute capability " +
+                                          std::to_string(major) + ".x, needed is 9.0 or later");
+    }
+    check(cudaFree(nullptr), "making a CUDA context");
+  }
+
+  Grid grid(uint32_t num_sms) const {
+    return Grid{num_sms_, num_sms == 0 || num_sms > num_sms_ ? num_sms_ : num_sms};
+  }
+
+  void write_flags(uint32_t first_line, uint32_t lines, uint32_t epoch) {
+    std::vector<uint8_t> bytes(lines * kLineBytes, 0);
+    for (uint32_t line = 0; line < lines; ++line) *flag_line(bytes.data(), 0, line) = pack_flag(epoch, 0);
+    check(cudaMemcpy(symmetric_.base(config_.ep_rank) + first_line * kLineBytes, bytes.data(), bytes.size(),
+                     cudaMemcpyHostToDevice),
+          "writing flags");
+  }
+
+  State read_state() {
+    DeviceScope scope(config_.ordinal);
+    check(cudaDeviceSynchronize(), "waiting for the device");
+    State state{};
+    check(cudaMemcpy(&state, state_, sizeof(state), cudaMemcpyDeviceToHost), "reading private state");
+    return state;
+  }
+
+  void write_state(const State& state) {
+    check(cudaMemcpy(state_, &state, sizeof(state), cudaMemcpyHostToDevice), "writing private state");
+    check(cudaDeviceSynchronize(), "waiting for the device");
+  }
+
+  SymmetricMemory symmetric_;
+  uint32_t num_sms_ = 0;
+  uint32_t mixed_ = 0;
+  State* state_ = nullptr;
+  FaultRecord* fault_ = nullptr;
+};
+
+}  // namespace
+
+std::unique_ptr<Memory> create_memory(const MemoryConfig& config) {
+  driver();  // says what is missing
+  DeviceScope scope(config.ordinal);
+  return std::make_unique<CudaMemory>(config);
+}
+
+}  // namespace putget::cuda

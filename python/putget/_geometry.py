@@ -1,0 +1,105 @@
+"""Sizes of one all-to-all, and where its regions lie in symmetric memory."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from putget import _abi
+from putget._arguments import check_int
+from putget.payload import Payload
+
+OUTPUT_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Sizes of one all-to-all, checked. Field names are the constructor's."""
+
+    ep_size: int
+    num_experts: int
+    top_k: int
+    max_tokens_per_rank: int
+    payloads: tuple[Payload, ...]
+    output: Payload
+
+    @staticmethod
+    def checked(
+        ep_size: int,
+        num_experts: int,
+        top_k: int,
+        max_tokens_per_rank: int,
+        payloads: Sequence[Payload],
+        output: Payload,
+    ) -> Geometry:
+        """Raises ValueError for the first size that is not allowed."""
+        check_int("ep_size", ep_size, 1, _abi.MAX_RANKS)
+        check_int("num_experts", num_experts, 1, 1 << 20)
+        check_int("top_k", top_k, 1, _abi.MAX_TOP_K)
+        check_int("max_tokens_per_rank", max_tokens_per_rank, 1, 1 << 24)
+        if isinstance(payloads, Payload) or not isinstance(payloads, Sequence):
+            raise ValueError(f"payloads is {payloads!r}, expected a sequence of putget.Payload")
+        if not 1 <= len(payloads) <= _abi.MAX_PAYLOADS:
+            raise ValueError(f"payloads has {len(payloads)} entries, allowed are 1 to {_abi.MAX_PAYLOADS}")
+        for index, payload in enumerate(payloads):
+            if not isinstance(payload, Payload):
+                raise ValueError(f"payloads[{index}] is {payload!r}, expected a putget.Payload")
+        if not isinstance(output, Payload):
+            raise ValueError(f"output is {output!r}, expected a putget.Payload")
+        if output.dtype not in OUTPUT_TYPES:
+            raise ValueError(f"output dtype is {output.dtype}, allowed are bfloat16, float16 and float32")
+        return Geometry(ep_size, num_experts, top_k, max_tokens_per_rank, tuple(payloads), output)
+
+    def config(self, ep_rank: int, num_sms: int, timeout_s: float, warmup_timeout_s: float) -> _abi.Config:
+        """The same for the C ABI."""
+        row_bytes = [payload.row_bytes for payload in self.payloads]
+        return _abi.Config(
+            ep_size=self.ep_size,
+            ep_rank=ep_rank,
+            num_experts=self.num_experts,
+            top_k=self.top_k,
+            max_tokens_per_rank=self.max_tokens_per_rank,
+            num_payloads=len(self.payloads),
+            row_bytes=(ctypes.c_uint32 * _abi.MAX_PAYLOADS)(*row_bytes),
+            output_elements=self.output.row_bytes // self.output.dtype.itemsize,
+            output_type=OUTPUT_TYPES[self.output.dtype],
+            num_sms=num_sms,
+            timeout_ns=int(timeout_s * 1e9),
+            warmup_timeout_ns=int(warmup_timeout_s * 1e9),
+        )
+
+    def layout(self) -> _abi.Layout:
+        """Where the regions are."""
+        layout = _abi.Layout()
+        config = self.config(0, 0, 1.0, 1.0)
+        _abi.call("putget_layout_of", ctypes.byref(config), ctypes.byref(layout))
+        return layout
+
+    def memory_map(self) -> str:
+        """The regions of every rank's symmetric memory, a line each: offset, bytes, name, rows."""
+        layout = self.layout()
+        slots = self.max_tokens_per_rank * self.ep_size
+        line = "one 128-byte line a rank"
+        regions = [
+            ("arrived flags", layout.arrived, line),
+            ("ended flags", layout.ended, line),
+            ("finished flags", layout.finished, line),
+            ("topk_ids", layout.topk_ids, f"{slots} x [{self.top_k}] int32"),
+            ("topk_weights", layout.topk_weights, f"{slots} x [{self.top_k}] float32"),
+            *((f"payload {i}", layout.payload[i], f"{slots} x {payload}") for i, payload in enumerate(self.payloads)),
+            ("combine_input", layout.output, f"{slots} x {self.output}"),
+        ]
+        ends = [start for _, start, _ in regions[1:]] + [layout.total_bytes]
+        lines = [f"{'offset':>14} {'bytes':>14}  region          rows"]
+        for (name, start, rows), end in zip(regions, ends, strict=True):
+            lines.append(f"{start:>14} {end - start:>14}  {name:<15} {rows}")
+        return "\n".join(lines)
+
+
+def default_expert_to_rank(num_experts: int, ep_size: int, device: torch.device) -> torch.Tensor:
+    """Contiguous blocks of ceil(num_experts / ep_size) experts a rank: [num_experts] int32."""
+    block = -(-num_experts // ep_size)
+    return (torch.arange(num_experts, dtype=torch.int32) // block).to(device)
