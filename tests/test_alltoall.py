@@ -81,9 +81,16 @@ CASES = {
         (
             Round(1, (8, 0, 8, 4), num_valid=(3, 0, 8, 0), addend=True),
             Round(2, (8, 8, 8, 4), num_valid=(None, 5, 1, None), invalid=0.3),
-            Round(3, (8, 8, 8, 4)),
+            # The count is on the device, so nobody can refuse one that makes no sense.
+            Round(3, (8, 8, 8, 4), num_valid=(-5, 9, 2**31 - 1, 4)),
+            Round(4, (8, 8, 8, 4)),
         ),
         top_k=3,
+    ),
+    "table_with_ranks_that_do_not_exist": Case(
+        3,
+        (Round(1, (8, 5, 2), table=(0, -1, 3, 1, 2**30, 2, -(2**31), 0)), Round(2, (8, 5, 2), table=(9,) * 8)),
+        top_k=4,
     ),
     "max_rows": Case(
         4,

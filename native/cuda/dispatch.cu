@@ -15,7 +15,7 @@ namespace putget::cuda {
 namespace {
 
 constexpr uint32_t kThreads = 256;
-constexpr uint32_t kBlocksPerSm = 4;
+constexpr uint32_t kBlocksPerSm = 3;
 constexpr uint32_t kWarpBytes = 32 * 16;  // what a warp moves in one access
 
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm)

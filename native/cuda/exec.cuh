@@ -11,7 +11,7 @@ struct Exec {
 
   // Pieces that a lane reads before it stores them to each target.
   template <class Access>
-  static constexpr uint32_t put_unroll() {
+  PUTGET_PURE static constexpr uint32_t put_unroll() {
     return 4;
   }
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from putget import _abi
-from putget._arguments import check_int
+from putget._arguments import check_int, check_tensor
 from putget.payload import Payload
 
 OUTPUT_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
@@ -77,6 +78,39 @@ class Geometry:
         config = self.config(0, 0, 1.0, 1.0)
         _abi.call("putget_layout_of", ctypes.byref(config), ctypes.byref(layout))
         return layout
+
+    def check_dispatch(
+        self,
+        topk_ids: Any,
+        topk_weights: Any,
+        payloads: tuple[Any, ...],
+        num_valid_tokens: Any,
+        device: torch.device,
+    ) -> int:
+        """num_tokens of what is given to dispatch.
+
+        Raises:
+            ValueError: An argument is wrong; the message names it, what came and what is allowed.
+        """
+        if not isinstance(topk_ids, torch.Tensor) or topk_ids.dim() != 2:
+            came = list(topk_ids.shape) if isinstance(topk_ids, torch.Tensor) else type(topk_ids).__name__
+            raise ValueError(f"topk_ids is {came}, expected a tensor [num_tokens, {self.top_k}]")
+        num_tokens = topk_ids.shape[0]
+        if num_tokens > self.max_tokens_per_rank:
+            raise ValueError(f"topk_ids has {num_tokens} tokens, max_tokens_per_rank is {self.max_tokens_per_rank}")
+        routes = (num_tokens, self.top_k)
+        check_tensor("topk_ids", topk_ids, routes, (torch.int32, torch.int64), device)
+        check_tensor("topk_weights", topk_weights, routes, (torch.float32,), device)
+        if len(payloads) != len(self.payloads):
+            raise ValueError(f"payloads: {len(payloads)} came, expected {len(self.payloads)}")
+        for index, (payload, kind) in enumerate(zip(payloads, self.payloads, strict=True)):
+            check_tensor(f"payloads[{index}]", payload, (num_tokens, *kind.shape), (kind.dtype,), device)
+        if num_valid_tokens is not None:
+            if not isinstance(num_valid_tokens, torch.Tensor) or num_valid_tokens.numel() != 1:
+                raise ValueError(f"num_valid_tokens is {num_valid_tokens!r}, expected a tensor of one int32")
+            shape = tuple(num_valid_tokens.shape)
+            check_tensor("num_valid_tokens", num_valid_tokens, shape, (torch.int32,), device)
+        return num_tokens
 
     def memory_map(self) -> str:
         """The regions of every rank's symmetric memory, a line each: offset, bytes, name, rows."""

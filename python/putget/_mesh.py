@@ -280,9 +280,9 @@ class Mesh:
     def agree(self, members: list[int], epoch: int, timeout_s: float) -> int:
         """Agreement among survivors on who they are; returns the highest epoch among them.
 
-        Two phases: everyone tells everyone whom it wants (join), then that it has heard exactly these joins (confirm). A
-        rank that gives up takes its join back; one that is found too late makes the confirmations differ, so it cannot
-        count.
+        Two phases: everyone tells everyone whom it wants (join), then that it has heard exactly these joins (confirm).
+        A rank that gives up takes its join back; one that is found too late makes the confirmations differ, so it
+        cannot count.
 
         Raises:
             ValueError: A member wants other members.

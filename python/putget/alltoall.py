@@ -96,8 +96,8 @@ class AllToAll:
             geometry = Geometry.checked(comm.size, num_experts, top_k, max_tokens_per_rank, payloads, output)
             check_seconds("timeout_s", timeout_s)
             check_seconds("warmup_timeout_s", warmup_timeout_s)
-            sms = 0 if num_sms is None else check_int("num_sms", num_sms, 1, 1 << 16)
             self._device = resolve_device(device)
+            sms = comm.default_sms(self._device) if num_sms is None else check_int("num_sms", num_sms, 1, 1 << 16)
             table = (
                 default_expert_to_rank(num_experts, comm.size, self._device)
                 if expert_to_rank is None
@@ -219,7 +219,7 @@ class AllToAll:
         """
         native = self._require_open()
         geometry = self._geometry
-        num_tokens = self._check_dispatch(topk_ids, topk_weights, payloads, num_valid_tokens)
+        num_tokens = geometry.check_dispatch(topk_ids, topk_weights, payloads, num_valid_tokens, self._device)
         rows = geometry.max_tokens_per_rank
         if max_rows is not None:
             rows = check_int("max_rows", max_rows, 1, geometry.max_tokens_per_rank)
@@ -306,8 +306,8 @@ class AllToAll:
     def combine_input(self) -> torch.Tensor:
         """[ep_size, max_rows, *shape] in the workspace: experts write row (src, slot) here.
 
-        max_rows is the last dispatch's. Its attribute ``flat`` is the same memory as contiguous [max_rows * ep_size, *shape]. Writable from the end of
-        dispatch to the start of combine.
+        max_rows is the last dispatch's. Writable from the end of dispatch to the start of combine. Its attribute
+        ``flat`` is the same memory as contiguous [max_rows * ep_size, *shape].
         """
         self._require_open()
         view = self._inputs.get(self._max_rows)
@@ -442,34 +442,11 @@ class AllToAll:
             raise ValueError("this AllToAll is closed")
         return self._object
 
-    def _check_dispatch(
-        self, topk_ids: Any, topk_weights: Any, payloads: tuple[Any, ...], num_valid_tokens: Any
-    ) -> int:
-        geometry, device = self._geometry, self._device
-        if not isinstance(topk_ids, torch.Tensor) or topk_ids.dim() != 2:
-            came = list(topk_ids.shape) if isinstance(topk_ids, torch.Tensor) else type(topk_ids).__name__
-            raise ValueError(f"topk_ids is {came}, expected a tensor [num_tokens, {geometry.top_k}]")
-        num_tokens = topk_ids.shape[0]
-        if num_tokens > geometry.max_tokens_per_rank:
-            raise ValueError(f"topk_ids has {num_tokens} tokens, max_tokens_per_rank is {geometry.max_tokens_per_rank}")
-        routes = (num_tokens, geometry.top_k)
-        check_tensor("topk_ids", topk_ids, routes, (torch.int32, torch.int64), device)
-        check_tensor("topk_weights", topk_weights, routes, (torch.float32,), device)
-        if len(payloads) != len(geometry.payloads):
-            raise ValueError(f"payloads: {len(payloads)} came, expected {len(geometry.payloads)}")
-        for index, (payload, kind) in enumerate(zip(payloads, geometry.payloads, strict=True)):
-            check_tensor(f"payloads[{index}]", payload, (num_tokens, *kind.shape), (kind.dtype,), device)
-        if num_valid_tokens is not None:
-            if not isinstance(num_valid_tokens, torch.Tensor) or num_valid_tokens.numel() != 1:
-                raise ValueError(f"num_valid_tokens is {num_valid_tokens!r}, expected a tensor of one int32")
-            shape = tuple(num_valid_tokens.shape)
-            check_tensor("num_valid_tokens", num_valid_tokens, shape, (torch.int32,), device)
-        return num_tokens
-
     def _stream(self) -> int:
         stream = current_stream(self._device)
         group = self._comm._local_group
-        if group is not None and self._device.type == "cuda":
+        on_gpu = self._device.type == "cuda"
+        if group is not None and on_gpu and not torch.cuda.is_current_stream_capturing():
             owner = group.claim_stream(self._device.index, stream, self.ep_rank)
             if owner != self.ep_rank:
                 raise ValueError(

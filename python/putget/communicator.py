@@ -5,9 +5,10 @@ from __future__ import annotations
 import threading
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
-from putget import _abi
+from putget import _abi, hardware
 from putget._mesh import Listener, Mesh
 
 _CONNECT_TIMEOUT_S = 60.0
@@ -122,6 +123,15 @@ class Communicator:
 
     def __repr__(self) -> str:
         return f"Communicator(rank={self.rank}, size={self.size}, {'local' if self._local_group else 'distributed'})"
+
+    def default_sms(self, device: torch.device) -> int:
+        """Most SMs of one call where the caller sets no bound; 0 leaves it to the call's size.
+
+        Emulated ranks share one GPU, and their kernels wait for each other: all must fit on it together.
+        """
+        if self._local_group is None or device.type != "cuda" or self.size == 1:
+            return 0
+        return max(1, hardware.gpus()[device.index].num_sms // (2 * self.size))
 
     def compare(self, what: str, fields: dict[str, Any], timeout_s: float) -> None:
         """Collective: every rank must hold the same fields.

@@ -1,7 +1,5 @@
 // litmus: runs every litmus test and prints one line of JSON per test. Exit status 1 if an ordering failed.
 //   litmus [--gpus N] [--ranks N] [--scale PERCENT] [--only SUBSTRING] [--list]
-// Start it with CUDA_MODULE_LOADING=EAGER and CUDA_DEVICE_MAX_CONNECTIONS=32: a kernel that loads, or queues, behind a
-// waiting one meets the deadline.
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
