@@ -364,7 +364,8 @@ class AllToAll:
         The survivors agree on mask and epoch over putget's sockets and move to new physical memory at the same
         addresses: captured graphs stay valid, and a stopped rank that wakes up can write only where nobody reads.
             Faults are cleared.
-        Experts of excluded ranks count as "no expert" until ``expert_to_rank`` says otherwise.
+        Experts of excluded ranks count as "no expert" until ``expert_to_rank`` says otherwise. While ranks are
+        excluded, rounds go on but nothing new can be constructed on this communicator.
 
         Args:
             mask: One bool for each rank of the group.
@@ -378,15 +379,14 @@ class AllToAll:
         self._round_open = False
 
     def check(self) -> None:
-        """Waits for the device and raises what has happened since the last check.
+        """Waits for the device (emulated ranks: the current stream) and raises what has happened since the last check.
 
         Raises:
             PeerTimeout, CapacityExceeded, ProtocolMisuse: The fault that stands.
             InvalidExpertIds: ids outside [-1, num_experts) were dispatched; the count starts again from 0.
         """
         self._require_open()
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        self._comm.synchronize(self._device)
         self._workspace.raise_fault()
         count = int(self._invalid_ids.item())
         if count:
@@ -407,8 +407,7 @@ class AllToAll:
         if native is None:
             return
         try:
-            if self._device.type == "cuda":
-                torch.cuda.synchronize(self._device)
+            self._comm.synchronize(self._device)
             if raise_unseen and self._workspace._memory is not None:
                 self._workspace.raise_fault(only_unseen=True)
         finally:

@@ -133,6 +133,15 @@ class Communicator:
             return 0
         return max(1, hardware.gpus()[device.index].num_sms // (2 * self.size))
 
+    def synchronize(self, device: torch.device) -> None:
+        """Waits for this rank's work on the device: all of it, or the current stream where other ranks share the GPU."""
+        if device.type != "cuda":
+            return
+        if self._local_group is None:
+            torch.cuda.synchronize(device)
+        else:
+            torch.cuda.current_stream(device).synchronize()
+
     def compare(self, what: str, fields: dict[str, Any], timeout_s: float) -> None:
         """Collective: every rank must hold the same fields.
 
