@@ -134,7 +134,7 @@ class Communicator:
         return max(1, hardware.gpus()[device.index].num_sms // (2 * self.size))
 
     def synchronize(self, device: torch.device) -> None:
-        """Waits for this rank's work on the device: all of it, or the current stream where other ranks share the GPU."""
+        """Waits for this rank's work: the device, or the current stream where other ranks share the GPU."""
         if device.type != "cuda":
             return
         if self._local_group is None:
