@@ -59,8 +59,6 @@ void launch(const Fleet& fleet, uint32_t iterations) {
 
 }  // namespace
 
-std::vector<Test> flag_tests() {
-  return {{"flag_single_copy", Expect::kNone, 200000, launch}};
-}
+std::vector<Test> flag_tests() { return {{"flag_single_copy", Expect::kNone, 200000, launch}}; }
 
 }  // namespace litmus

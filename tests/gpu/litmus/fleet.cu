@@ -7,16 +7,10 @@ namespace litmus {
 namespace {
 
 // One rank's memory, in this order: inbox, outbox, arrived flags, ended flags, joins, epoch.
-size_t rows_bytes(int size) {
-  return sizeof(uint4) * kMaxVectors * size;
-}
-size_t flags_bytes(int size) {
-  return sizeof(uint64_t) * kFlagStride * size;
-}
+size_t rows_bytes(int size) { return sizeof(uint4) * kMaxVectors * size; }
+size_t flags_bytes(int size) { return sizeof(uint64_t) * kFlagStride * size; }
 constexpr size_t kPrivateBytes = 256;
-size_t rank_bytes(int size) {
-  return 2 * rows_bytes(size) + 2 * flags_bytes(size) + kPrivateBytes;
-}
+size_t rank_bytes(int size) { return 2 * rows_bytes(size) + 2 * flags_bytes(size) + kPrivateBytes; }
 
 }  // namespace
 

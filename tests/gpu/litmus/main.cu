@@ -118,6 +118,4 @@ int run_all(const Options& options) {
 }  // namespace
 }  // namespace litmus
 
-int main(int argc, char** argv) {
-  return litmus::run_all(litmus::parse(argc, argv));
-}
+int main(int argc, char** argv) { return litmus::run_all(litmus::parse(argc, argv)); }

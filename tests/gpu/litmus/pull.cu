@@ -73,6 +73,34 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(View view) {
   check_outboxes<kLoad>(view, n);
 }
 
+// Three ranks in one hazard (C4 -> C5 -> D0 -> D2): this rank reads in an owner's memory, and the one that overwrites
+// those rows there is a third. Grid: kCtas, all resident.
+template <Load kLoad>
+__global__ void __launch_bounds__(kThreads) third_writes(View view, uint32_t iterations) {
+  const int reader = (view.rank + 1) % view.size;  // whose rows this rank writes, into everybody's memory
+  for (uint32_t n = 1; n <= iterations; ++n) {
+    if (!await_all<Publish::kRelease>(view, view.ended[view.rank], n - 1)) return;
+    jitter(view, n, 4);
+    const Range share = grid_share(n * 3);
+    for (uint32_t k = share.begin; k < view.vectors * view.size; k += share.step) {
+      const int owner = static_cast<int>(k / view.vectors);
+      const uint32_t index = k % view.vectors;
+      store_plain(view.outbox[owner] + reader * kMaxVectors + index, row_of(n, owner, reader, index));
+    }
+    if (join_ctas<Publish::kRelease>(view.joined, n)) publish_all<Publish::kRelease>(view, view.arrived, n, 0);
+    if (!await_all<Publish::kRelease>(view, view.arrived[view.rank], n)) return;
+    check_outboxes<kLoad>(view, n);
+    if (join_ctas<Publish::kRelease>(view.joined + 1, n)) publish_all<Publish::kRelease>(view, view.ended, n, 1);
+  }
+}
+
+template <Load kLoad>
+void launch_third_writes(const Fleet& fleet, uint32_t iterations) {
+  fleet.on_each([&](int rank, cudaStream_t stream) {
+    third_writes<kLoad><<<kCtas, kThreads, 0, stream>>>(fleet.view(rank, kVectors), iterations);
+  });
+}
+
 template <Publish kPublish, Load kLoad>
 void launch_same_kernel(const Fleet& fleet, uint32_t iterations) {
   fleet.on_each([&](int rank, cudaStream_t stream) {
@@ -104,10 +132,12 @@ void launch_graphs(const Fleet& fleet, uint32_t iterations) {
 std::vector<Test> pull_tests() {
   return {
       {"pull_same_kernel", Expect::kNone, 20000, launch_same_kernel<Publish::kRelease, Load::kPlain>},
-      {"pull_same_kernel_no_allocate", Expect::kNone, 20000, launch_same_kernel<Publish::kRelease, Load::kNoAllocate>},
+      {"pull_same_kernel_load_peer", Expect::kNone, 20000, launch_same_kernel<Publish::kRelease, Load::kPeer>},
       {"pull_next_kernel", Expect::kNone, 4000, launch_next_kernel<Load::kPlain>},
       {"pull_next_kernel_graph", Expect::kNone, 8000, launch_graphs<Load::kPlain>},
-      {"pull_next_kernel_graph_no_allocate", Expect::kNone, 8000, launch_graphs<Load::kNoAllocate>},
+      {"pull_next_kernel_graph_load_peer", Expect::kNone, 8000, launch_graphs<Load::kPeer>},
+      {"third_rank_writes", Expect::kNone, 20000, launch_third_writes<Load::kPlain>},
+      {"third_rank_writes_load_peer", Expect::kNone, 20000, launch_third_writes<Load::kPeer>},
       {"pull_broken_relaxed_flag", Expect::kAny, 10000, launch_same_kernel<Publish::kRelaxed, Load::kPlain>},
       {"pull_broken_flag_before_rows", Expect::kSome, 500, launch_same_kernel<Publish::kEarly, Load::kPlain>},
   };

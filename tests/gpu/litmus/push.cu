@@ -64,9 +64,7 @@ __global__ void __launch_bounds__(kThreads) dispatch_kernel(View view) {
   await_all<Publish::kRelease>(view, view.arrived[view.rank], n, /*counts=*/true);              // [D4]
 }
 
-__global__ void __launch_bounds__(kThreads) read_kernel(View view) {
-  check_inbox<Load::kPlain>(view, *view.epoch + 1);
-}
+__global__ void __launch_bounds__(kThreads) read_kernel(View view) { check_inbox<Load::kPlain>(view, *view.epoch + 1); }
 
 // Grid: 1. Publishes before it reads anything: only the kernel boundary orders the reads of read_kernel before the
 // flag.
@@ -106,7 +104,7 @@ void launch_graphs(const Fleet& fleet, uint32_t iterations) {
 std::vector<Test> push_tests() {
   return {
       {"push_same_kernel", Expect::kNone, 20000, launch_same_kernel<Publish::kRelease, Load::kPlain>},
-      {"push_same_kernel_no_allocate", Expect::kNone, 10000, launch_same_kernel<Publish::kRelease, Load::kNoAllocate>},
+      {"push_same_kernel_load_peer", Expect::kNone, 10000, launch_same_kernel<Publish::kRelease, Load::kPeer>},
       {"push_next_kernel", Expect::kNone, 4000, launch_next_kernel},
       {"push_next_kernel_graph", Expect::kNone, 8000, launch_graphs},
       {"push_broken_relaxed_flag", Expect::kAny, 10000, launch_same_kernel<Publish::kRelaxed, Load::kPlain>},

@@ -101,8 +101,7 @@ __device__ bool join_ctas(uint32_t* joined, uint32_t n) {
   __shared__ bool last;
   __syncthreads();
   if (threadIdx.x == 0) {
-    const uint32_t before =
-        kPublish == Publish::kRelaxed ? fetch_add_relaxed_gpu(joined, 1) : fetch_add_acq_rel_gpu(joined, 1);
+    const uint32_t before = kPublish == Publish::kRelaxed ? add_relaxed_gpu(joined, 1) : add_acq_rel_gpu(joined, 1);
     last = before + 1 == n * gridDim.x;
   }
   __syncthreads();

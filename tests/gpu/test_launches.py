@@ -1,0 +1,130 @@
+"""Calls only launch: no synchronisation, no copy to the host, nothing that waits for a peer on the host's side."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.gpu.graphs import GraphRound
+from tests.gpu.ranks import Ranks, stream_of
+from tests.gpu.test_graphs import case_of, open_object, prepare_graphs
+from tests.harness import Rank
+from tests.harness.cases import Case, Round
+from tests.harness.compare import Outcome, check_round
+
+
+def case_for(ranks: Ranks) -> Case:
+    return case_of(ranks.size, (Round(3, (8,) * ranks.size), Round(4, (8,) * ranks.size)))
+
+
+def load_round(rank: Rank, index: int) -> None:
+    """A body: puts a round's data in place and waits for it."""
+    rank.state["graphs"][8].load(index)
+    torch.cuda.current_stream(rank.device).synchronize()
+
+
+def launch_round(rank: Rank) -> float:
+    """A body: launches a round eagerly; returns the seconds until the calls came back."""
+    began = time.monotonic()
+    rank.state["graphs"][8].record()
+    return time.monotonic() - began
+
+
+def fetch_round(rank: Rank) -> Outcome:
+    """A body: what the launched round did."""
+    return rank.state["graphs"][8].outcome()
+
+
+def launch_round_where_waiting_is_an_error(rank: Rank) -> None:
+    """A body: a round under torch's check for synchronising calls."""
+    rank.state["graphs"][8].record()
+
+
+def set_sync_debug(rank: Rank, mode: str) -> None:
+    """A body: torch's reaction to synchronising calls; one setting per process."""
+    torch.cuda.set_sync_debug_mode(mode)
+
+
+def test_calls_come_back_before_the_peers_come(peers: Ranks) -> None:
+    """Every rank but one launches dispatch and combine; they come back although their kernels cannot end."""
+    case = case_for(peers)
+    peers.call(open_object, "a2a", case)
+    peers.call(prepare_graphs, case, (8,))
+    peers.call(load_round, 0)
+    last = peers.size - 1
+    early = peers.call(launch_round, ranks=range(last))
+    time.sleep(0.2)
+    late = peers.call(launch_round, ranks=[last])
+    check_round(case, 0, peers.call(fetch_round), check=False)
+    assert max([*early.values(), *late.values()]) < 0.1
+
+
+def test_no_call_synchronises(ranks: Ranks) -> None:
+    case = case_for(ranks)
+    ranks.call(open_object, "a2a", case)
+    ranks.call(prepare_graphs, case, (8,))
+    ranks.call(load_round, 1)
+    ranks.call(set_sync_debug, "error")
+    try:
+        ranks.call(launch_round_where_waiting_is_an_error)
+    finally:
+        ranks.call(set_sync_debug, "default")
+    check_round(case, 1, ranks.call(fetch_round), check=False)
+
+
+def graph_of_a_pair(rank: Rank, path: str) -> str:
+    """A body for one rank at a time: the nodes of a graph of one dispatch and one combine, in words."""
+    one: GraphRound = rank.state["graphs"][8]
+    a2a = rank.state["a2a"]
+    graph = torch.cuda.CUDAGraph()
+    graph.enable_debug_mode()
+    torch.cuda.current_stream(rank.device).synchronize()
+    with torch.cuda.graph(graph, stream=stream_of(rank), capture_error_mode="thread_local"):
+        a2a.dispatch(*one.arguments)
+        a2a.combine()
+    graph.debug_dump(path)
+    return Path(path).read_text()
+
+
+def test_a_round_is_kernels_only(ranks: Ranks, tmp_path: Path) -> None:
+    """No copy hides between the kernels of dispatch and combine."""
+    case = case_for(ranks)
+    ranks.call(open_object, "a2a", case)
+    ranks.call(prepare_graphs, case, (8,))
+    text = ranks.call(graph_of_a_pair, str(tmp_path / "graph.dot"), ranks=[0])[0].upper()
+    assert "KERNEL" in text
+    assert "MEMCPY" not in text
+
+
+def time_launches(rank: Rank, times: int) -> dict[str, float]:
+    """A body: microseconds of host time per eager call (medians)."""
+    one: GraphRound = rank.state["graphs"][8]
+    a2a = rank.state["a2a"]
+    samples: dict[str, list[float]] = {"dispatch": [], "combine": []}
+    for _ in range(times):
+        marks = [time.perf_counter_ns()]
+        a2a.dispatch(*one.arguments)
+        marks.append(time.perf_counter_ns())
+        a2a.combine()
+        marks.append(time.perf_counter_ns())
+        torch.cuda.current_stream(rank.device).synchronize()
+        for name, (begin, end) in zip(samples, itertools.pairwise(marks), strict=True):
+            samples[name].append((end - begin) / 1000)
+    return {name: statistics.median(values) for name, values in samples.items()}
+
+
+def test_time_of_a_launch(ranks: Ranks, capsys: pytest.CaptureFixture[str]) -> None:
+    """For information: prints what a call costs the host; only a gross excess fails."""
+    case = case_for(ranks)
+    ranks.call(open_object, "a2a", case)
+    ranks.call(prepare_graphs, case, (8,))
+    micros = ranks.call(time_launches, 200)[0]
+    with capsys.disabled():
+        print(f"\nhost us per call, ep{ranks.size}: " + ", ".join(f"{name} {us:.1f}" for name, us in micros.items()))
+    if ranks.size == 1:
+        assert micros["dispatch"] < 1000
