@@ -259,6 +259,26 @@ def test_rounds_without_combine(device: str) -> None:
         check_case(case, run_ranks(4, play, case, mode=mode, device=device))
 
 
+def combine_not_finite(rank: Rank, case: Case) -> torch.Tensor:
+    """A body: one token a rank; its row on rank 1 holds every pairing with what is on rank 0."""
+    dtype = case.output[1]
+    values = torch.tensor([1.0, -1.0, float("inf"), -float("inf"), float("nan")], device=rank.device).to(dtype)
+    with rank.all_to_all(**case.options()) as a2a:
+        sent = case.sent(0, rank.rank)
+        a2a.dispatch(*(t.to(rank.device) for t in (sent.topk_ids, sent.topk_weights, *sent.payloads)))
+        a2a.combine_input.copy_(values.repeat_interleave(5) if rank.rank == 0 else values.repeat(5))
+        return a2a.combine().cpu()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_infinities_and_nans_add_as_in_torch(dtype: torch.dtype, device: str) -> None:
+    case = Case(2, (Round(1, (1, 1), topk_ids=(((0, 1),), ((0, 1),))),), num_experts=2, output=((25,), dtype))
+    values = torch.tensor([1.0, -1.0, float("inf"), -float("inf"), float("nan")])
+    want = (values.repeat_interleave(5) + values.repeat(5)).to(dtype)[None]
+    for got in run_ranks(2, combine_not_finite, case, mode="thread", device=device):
+        torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
+
+
 def layer(rank: Rank, weight: torch.Tensor, sents: list[reference.Sent], case: Case) -> torch.Tensor:
     """A body: a whole layer, whose experts read what arrived."""
     sent = sents[rank.rank]

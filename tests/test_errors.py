@@ -123,6 +123,34 @@ def test_combine_of_a_round_that_a_peer_released(device: str) -> None:
     check_round(CASE, 1, {rank: outcome for rank, (_, outcome) in enumerate(results)})
 
 
+def combine_a_round_of_another_object(rank: Rank) -> tuple[str, list[Outcome]]:
+    """A body: the second object's dispatch ends the round of the first, whose combine then has nothing to combine."""
+    needed = putget.workspace_bytes(ep_size=3, **CASE.options())  # type: ignore[arg-type]
+    workspace = putget.Workspace(rank.comm, needed, device=rank.device)
+    first, second = (rank.all_to_all(**CASE.options(), workspace=workspace) for _ in range(2))
+    dispatch(first, rank, CASE, 0)
+    dispatch(second, rank, CASE, 0)
+    message = "accepted"
+    try:
+        first.combine(CASE.expert_rows(0, rank.rank).to(rank.device))
+        first.check()
+    except putget.ProtocolMisuse as error:
+        message = str(error)
+    first.set_active_ranks([True] * 3)
+    outcomes = [play_round(a2a, rank, CASE, 1) for a2a in (first, second)]
+    first.close()
+    second.close()
+    workspace.close()
+    return message, outcomes
+
+
+def test_combine_of_a_round_of_another_object(device: str) -> None:
+    results = run_ranks(3, combine_a_round_of_another_object, mode="thread", device=device)
+    assert all("dispatch" in message for message, _ in results)
+    for which in range(2):
+        check_round(CASE, 1, {rank: outcomes[which] for rank, (_, outcomes) in enumerate(results)})
+
+
 def exceed(rank: Rank) -> tuple[list[Any], Outcome]:
     """A body: rank 0 allows five rows and rank 1 sends eight."""
     case = replace(CASE, table=(0,) * 7)

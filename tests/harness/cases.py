@@ -146,11 +146,12 @@ def random_rows(count: tuple[int, ...], row: Row, generator: torch.Generator) ->
 def random_values(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
     """Finite numbers of very different size, so that any other order of addition or rounding shows in the bits.
 
-    Zeros of both signs and subnormal numbers are among them; infinities are not, because the bits of inf - inf differ
-    between processors.
+    Zeros of both signs, subnormal numbers and ones whose sum overflows are among them. No sum is NaN, because the bits
+    of a NaN differ between processors.
     """
     values = torch.randn(shape, generator=generator) * 2.0 ** torch.randint(-10, 11, shape, generator=generator)
     kind = torch.randint(40, shape, generator=generator)
     values = torch.where(kind == 0, -0.0, values)
     values = torch.where(kind == 1, values * torch.finfo(dtype).smallest_normal * 2.0**-4, values)
+    values = torch.where(kind == 2, torch.finfo(dtype).max, values)
     return values.to(dtype)
