@@ -1,4 +1,4 @@
-"""The litmus program: built once, run on one GPU and on more, with no violation of any ordering the protocol relies on."""
+"""The litmus program: built once, run on one GPU and on more; no ordering that the protocol relies on is violated."""
 
 from __future__ import annotations
 

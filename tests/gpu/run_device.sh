@@ -1,0 +1,141 @@
+#!/usr/bin/env bash
+# The GPU proof on this machine: builds, then runs every GPU test, on one GPU (emulated ranks) and on all of them.
+#
+#   tests/gpu/run_device.sh [step...]      steps: build litmus suite1 suiteN sanitize stress    (default: all of them)
+#
+# Needs CMake, nvcc on PATH, a python3 with torch, and no network. Where pytest is missing, wheels of it (and of pytest-timeout,
+# hypothesis and what they need) are taken from .whl/ in the checkout. Logs go to $OUT (default: build/device_run); a table comes last.
+# Variables: STRESS_ROUNDS, STRESS_SECONDS, LIMIT_<step> in seconds.
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.." || exit 1
+
+# No multicast anywhere; kernels are loaded before a peer can be made to wait for them; a queue for every stream.
+export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1
+export CUDA_MODULE_LOADING=EAGER CUDA_DEVICE_MAX_CONNECTIONS=32
+export PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
+
+out=${OUT:-build/device_run}
+mkdir -p "$out"
+: >"$out/summary.txt"
+site=/tmp/putget_site
+export PYTHONPATH="$PWD/python:$PWD:$site${PYTHONPATH:+:$PYTHONPATH}"
+gpus=$(nvidia-smi -L 2>/dev/null | wc -l)
+[ "$gpus" -gt 0 ] || { echo "no GPU here" >&2; exit 2; }
+steps=("$@")
+[ ${#steps[@]} -gt 0 ] || steps=(build litmus suite1 suiteN sanitize stress)
+failed=0
+
+wanted() { [[ " ${steps[*]} " == *" $1 "* ]]; }
+
+# run STEP LIMIT_S LOG COMMAND...: runs the command under a time limit and adds a line to the table.
+run() {
+  local step=$1 limit=$2 log=$out/$3 start=$SECONDS status word
+  shift 3
+  echo "== $step: $*" >>"$log"
+  timeout --kill-after=10 "$limit" "$@" >>"$log" 2>&1
+  status=$?
+  case $status in
+    0) word=ok ;;
+    124 | 137) word="TIME LIMIT ($limit s)" ;;
+    *) word="FAILED ($status)" ;;
+  esac
+  printf '%-34s %-18s %4d s  %s\n' "$step" "$word" $((SECONDS - start)) "$(tail -n 1 "$log" | cut -c1-150)" >>"$out/summary.txt"
+  if [ $status -ne 0 ]; then
+    echo "-- $step: $word; the end of $log:"
+    grep -E '^(E  |FAILED|ERROR|=========|.*Error)' "$log" | tail -n 25
+    return 1
+  fi
+}
+
+prepare_pytest() {
+  python3 -c 'import pytest, pytest_timeout, hypothesis' 2>/dev/null && return
+  [ -d .whl ] || { echo "pytest, pytest-timeout or hypothesis is missing, and there is no .whl/" >&2; return 1; }
+  python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target "$site" .whl/*.whl
+}
+
+build() {
+  local generator=()
+  command -v ninja >/dev/null && generator=(-G Ninja)
+  cmake -S . -B build/device "${generator[@]}" -DPUTGET_CUDA=ON -DPUTGET_INPLACE=ON -DPython_EXECUTABLE="$(command -v python3)" &&
+    cmake -S tests/gpu/litmus -B build/litmus "${generator[@]}" &&
+    cmake --build build/device -j && cmake --build build/litmus -j
+}
+
+suite() {
+  python3 -m pytest -m gpu -q -p no:cacheprovider tests --ignore=tests/project --ignore=tests/native \
+    --ignore=tests/protocol --ignore=tests/bench --ignore=tests/gpu/test_litmus.py --durations=15
+}
+
+sanitize() {
+  # torch's own kernels are left out, and its modules are loaded as they are used. The tool's exit status alone does not say
+  # that the program came to its end.
+  local text
+  text=$(CUDA_MODULE_LOADING=LAZY compute-sanitizer --tool "$1" --target-processes all --error-exitcode 1 \
+    --require-cuda-init no --kernel-name kns=putget --report-api-errors no --launch-timeout 120 \
+    python3 tests/gpu/sanitize_case.py "$2" 2>&1)
+  local status=$?
+  echo "$text"
+  [ $status -eq 0 ] && grep -q 'equal the oracle' <<<"$text"
+}
+
+export -f build suite sanitize
+
+litmus_fleet() { # GPUS RANKS [VISIBLE]
+  run "litmus, $1 GPU(s), $2 ranks" "${LIMIT_litmus:-60}" litmus.jsonl \
+    env ${3:+CUDA_VISIBLE_DEVICES=$3} build/litmus/litmus --gpus "$1" --ranks "$2" || failed=1
+}
+
+sanitize_all() { # VISIBLE
+  local tool mode
+  for mode in single processes; do
+    for tool in memcheck racecheck; do
+      CUDA_VISIBLE_DEVICES=$1 run "$tool, $mode" "${LIMIT_sanitize:-90}" sanitize.log bash -c "sanitize $tool $mode" || failed=1
+    done
+  done
+  return $failed
+}
+
+if wanted build; then
+  run build "${LIMIT_build:-240}" build.log bash -c build || failed=1
+fi
+prepare_pytest || failed=1
+
+# What needs one GPU runs side by side where there are several.
+if wanted sanitize && [ "$gpus" -gt 1 ]; then
+  (sanitize_all 1) &
+  sanitizing=$!
+fi
+if wanted suite1; then
+  CUDA_VISIBLE_DEVICES=0 run "suite, 1 GPU (emulated ranks)" "${LIMIT_suite1:-180}" suite_1gpu.log bash -c suite || failed=1
+fi
+if wanted litmus; then
+  litmus_fleet 1 2 0
+  litmus_fleet 1 4 0
+fi
+if wanted sanitize; then
+  if [ "$gpus" -gt 1 ]; then
+    wait "$sanitizing" || failed=1
+  else
+    sanitize_all 0
+  fi
+fi
+
+# What needs them all.
+if [ "$gpus" -gt 1 ]; then
+  if wanted litmus; then
+    litmus_fleet "$gpus" "$gpus"
+    litmus_fleet 2 4
+  fi
+  if wanted suiteN; then
+    run "suite, $gpus GPUs" "${LIMIT_suiteN:-180}" suite_ngpu.log bash -c suite || failed=1
+  fi
+fi
+if wanted stress; then
+  ranks=$((gpus > 1 ? gpus : 4))
+  run "stress, $ranks ranks, $gpus GPU(s)" "${LIMIT_stress:-180}" stress.log python3 tests/stress/rounds.py --ranks $ranks \
+    --device cuda --rounds "${STRESS_ROUNDS:-100000}" --seconds "${STRESS_SECONDS:-90}" || failed=1
+fi
+
+echo
+cat "$out/summary.txt"
+exit $failed
