@@ -1,0 +1,86 @@
+"""The Python mirror of putget.h against the header itself, and the C ABI used from C alone."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from putget import _abi
+
+ROOT = Path(__file__).resolve().parents[1]
+HEADER = ROOT / "native" / "include" / "putget.h"
+STRUCTS = {
+    "putget_config": _abi.Config,
+    "putget_layout": _abi.Layout,
+    "putget_memory_config": _abi.MemoryConfig,
+    "putget_share": _abi.Share,
+    "putget_tables": _abi.Tables,
+    "putget_dispatch_args": _abi.DispatchArgs,
+    "putget_combine_args": _abi.CombineArgs,
+    "putget_fault": _abi.Fault,
+    "putget_probe_args": _abi.ProbeArgs,
+    "putget_gpu": _abi.Gpu,
+}
+CC = shutil.which("gcc") or shutil.which("cc")
+needs_cc = pytest.mark.skipif(CC is None, reason="needs a C compiler")
+
+
+def compile_and_run(source: str, folder: Path, *extra: str) -> str:
+    assert CC is not None
+    program = folder / "program"
+    (folder / "program.c").write_text(source)
+    command = [CC, "-std=c11", "-Wall", "-Wextra", "-Werror", f"-I{HEADER.parent}", str(folder / "program.c"), *extra]
+    subprocess.run([*command, "-o", str(program)], check=True)
+    done = subprocess.run([str(program)], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_every_structure_of_the_header_is_mirrored() -> None:
+    named = set(re.findall(r"^typedef struct (putget_\w+) \{", HEADER.read_text(), re.M))
+    assert named == STRUCTS.keys()
+
+
+def test_every_function_of_the_header_is_mirrored() -> None:
+    named = set(re.findall(r"^PUTGET_API [\w ]+?\*?\s?(putget_\w+)\(", HEADER.read_text(), re.M))
+    assert named == _abi._FUNCTIONS.keys()
+
+
+@needs_cc
+def test_sizes_and_offsets_agree(tmp_path: Path) -> None:
+    lines = []
+    for name, mirror in STRUCTS.items():
+        lines.append(f'printf("{name} %zu\\n", sizeof({name}));')
+        lines += [f'printf("{name}.{field[0]} %zu\\n", offsetof({name}, {field[0]}));' for field in mirror._fields_]
+    for constant in ("MAGIC", "ABI_VERSION", "MAX_RANKS", "MAX_TOP_K", "MAX_PAYLOADS", "FAULT", "PROBE_READ"):
+        lines.append(f'printf("{constant} %zu\\n", (size_t)PUTGET_{constant});')
+    source = "#include <stdio.h>\n#include <putget.h>\nint main(void) {\n" + "\n".join(lines) + "\nreturn 0;\n}\n"
+    told = dict(line.split() for line in compile_and_run(source, tmp_path).splitlines())
+    for name, mirror in STRUCTS.items():
+        assert int(told[name]) == ctypes.sizeof(mirror), name
+        for field in mirror._fields_:
+            assert int(told[f"{name}.{field[0]}"]) == getattr(mirror, field[0]).offset, f"{name}.{field[0]}"
+    for constant in ("MAGIC", "ABI_VERSION", "MAX_RANKS", "MAX_TOP_K", "MAX_PAYLOADS", "FAULT", "PROBE_READ"):
+        assert int(told[constant]) == getattr(_abi, constant), constant
+
+
+def test_a_structure_of_another_version_is_refused() -> None:
+    layout = _abi.Layout()
+    for field, value in (("size", 4), ("magic", 7)):
+        config = _abi.Config()
+        setattr(config, field, value)
+        with pytest.raises(ValueError, match="another putget.h"):
+            _abi.call("putget_layout_of", ctypes.byref(config), ctypes.byref(layout))
+
+
+@needs_cc
+def test_a_round_between_two_ranks_written_in_c(tmp_path: Path) -> None:
+    library = _abi.library_path()
+    source = (ROOT / "tests" / "native" / "round.c").read_text()
+    output = compile_and_run(source, tmp_path, str(library), f"-Wl,-rpath,{library.parent}", "-pthread")
+    assert output.splitlines() == ["rank 0: ok", "rank 1: ok"]
