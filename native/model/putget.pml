@@ -13,7 +13,7 @@
  *              epoch, take new memory (set_active_ranks) and run EXTRA more rounds, in which no wait may expire
  * MIXED_ENDS   before that, one rank may combine a round that another releases (needs DEADLINES)
  * HAND_OVER    with LAYERS and OVERLAP: an empty round between two objects
- * ROUTES       how many of the routings in choose_rows are tried
+ * ROUTES       which routings are tried: see choose_rows
  * The other names that are tested below are mutations: each leaves out or misplaces one thing, and the model must then fail
  * (tests/protocol/test_model.py).
  */
@@ -240,11 +240,16 @@ inline put_rows() {
   slot = 0
 }
 
-/* To whom this rank sends: to everybody, to nobody (ROUTES 2), or to one rank (ROUTES 4). */
+/* To whom this rank sends: to everybody (ROUTES 1), or to nobody (2), or to one rank (4). ROUTES 0: the last rank to nobody, the others to
+ * everybody. */
 inline choose_rows() {
   atomic {
     if
+#if ROUTES == 0
+    :: todo = (me == RANKS - 1 -> 0 : members)
+#else
     :: todo = members
+#endif
 #if ROUTES > 1
     :: todo = 0
 #endif

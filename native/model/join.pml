@@ -1,0 +1,163 @@
+/* The CTAs of one kernel, for SPIN: two ranks with BLOCKS CTAs each, full rounds of dispatch and combine(x). putget.pml has the
+ * ranks as one thread each; here the question is what a join (J1, J2, J3) must carry.
+ *
+ * With DEADLINES any wait may expire in any CTA at any time. Then its rank may not send anything more.
+ * Like every SPIN model it is sequentially consistent: that the joins also order memory is checked on the GPU.
+ *
+ * Mutations: NO_J1 (the first CTA sends the flags), NO_J2, NO_J3 (the first CTA closes the round), J1_LOSES_FAULT (the last CTA asks only
+ * itself), EARLY_EPOCH (a CTA advances the epoch before the join), KEEP_ARRIVALS, KEEP_STAGED (a counter is not reset).
+ */
+#ifndef BLOCKS
+#define BLOCKS 2
+#endif
+#ifndef ROUNDS
+#define ROUNDS 2
+#endif
+#define RANKS 2
+
+typedef Rank {
+  /* symmetric */
+  byte arrived[RANKS];   /* epoch; rows do not matter here */
+  byte ended[RANKS];     /* epoch */
+  byte received[BLOCKS]; /* what the peer's CTA b put */
+  byte output[BLOCKS];   /* combine_input, written by the own CTA b */
+  /* private */
+  byte epoch;
+  byte arrivals, staged;
+  bool open, fault;
+  byte finished /* CTAs that left their kernel: a kernel starts when all CTAs of the one before have left */
+};
+Rank ranks[RANKS];
+#define SELF ranks[me]
+#define PEER ranks[1 - me]
+
+#define JOIN(counter) atomic { counter++; last = (counter == BLOCKS) }
+#define NO_JOIN(counter) atomic { counter++; last = (counter == 1) }
+#ifdef NO_J1
+#define J1 NO_JOIN(SELF.arrivals)
+#else
+#define J1 JOIN(SELF.arrivals)
+#endif
+#ifdef NO_J2
+#define J2 NO_JOIN(SELF.staged)
+#else
+#define J2 JOIN(SELF.staged)
+#endif
+#ifdef NO_J3
+#define J3 NO_JOIN(SELF.arrivals)
+#else
+#define J3 JOIN(SELF.arrivals)
+#endif
+
+inline kernel_starts() {
+  SELF.finished >= kernel * BLOCKS;
+  kernel++
+}
+
+inline observe(flag, of_epoch) {
+  if
+  :: flag >= of_epoch
+#ifdef DEADLINES
+  :: healthy = false; SELF.fault = true /* expired */
+#endif
+  fi
+}
+
+proctype Cta(bit me; byte block) {
+  byte kernel = 0, round = 0, previous = 0, b;
+  bool healthy, last;
+  do
+  :: round == ROUNDS -> break
+  :: else ->
+    round++;
+
+    /* dispatch */
+    kernel_starts();
+    previous = SELF.epoch;
+    healthy = !SELF.fault;
+    if
+    :: healthy -> observe(SELF.ended[1 - me], previous) /* D1 */
+    :: else
+    fi;
+#ifdef EARLY_EPOCH
+    SELF.epoch = previous + 1;
+#endif
+    if
+    :: healthy -> PEER.received[block] = round /* D2 */
+    :: else
+    fi;
+    J1;
+    if
+    :: last ->
+      if
+#ifdef J1_LOSES_FAULT
+      :: healthy ->
+#else
+      :: !SELF.fault ->
+#endif
+        PEER.arrived[me] = previous + 1;            /* D3 */
+        observe(SELF.arrived[1 - me], previous + 1); /* D4 */
+        SELF.epoch = previous + 1;
+        SELF.open = true
+      :: else
+      fi;
+#ifndef KEEP_ARRIVALS
+      SELF.arrivals = 0
+#endif
+    :: else
+    fi;
+    SELF.finished++;
+
+    /* experts, a kernel of their own */
+    kernel_starts();
+    if
+    :: !SELF.fault -> assert(SELF.received[block] == round) /* D5 */
+    :: else
+    fi;
+    SELF.finished++;
+
+    /* combine(x) */
+    kernel_starts();
+    healthy = !SELF.fault && SELF.open;
+    assert(healthy || SELF.fault);
+    if
+    :: healthy ->
+      SELF.output[block] = round; /* C1 */
+      J2;
+      if
+      :: last -> PEER.ended[me] = SELF.epoch /* C2 */
+      :: else
+      fi;
+      observe(SELF.ended[1 - me], SELF.epoch) /* C3 */
+    :: else
+    fi;
+    if
+    :: healthy -> for (b : 0 .. BLOCKS - 1) { assert(PEER.output[b] == round) } /* C4 */
+    :: else
+    fi;
+    J3;
+    if
+    :: last ->
+      if
+      :: !SELF.fault -> SELF.open = false
+      :: else
+      fi;
+      SELF.arrivals = 0;
+#ifndef KEEP_STAGED
+      SELF.staged = 0
+#endif
+    :: else
+    fi;
+    SELF.finished++
+  od
+}
+
+init {
+  byte b;
+  atomic {
+    for (b : 0 .. BLOCKS - 1) {
+      run Cta(0, b);
+      run Cta(1, b)
+    }
+  }
+}
