@@ -50,8 +50,10 @@ class Player:
                 layer.play(self._options.max_tokens, None, ending, padded=True)
         self._counters.clock.zero_()
         self._synchronize()
-        if self._options.replay_share > 0:
-            in_turn(self._meeting, self._capture)
+        if self._options.replay_share > 0 and self._options.threads:
+            in_turn(self._meeting, self._capture)  # threads share an allocator, which knows one capture at a time
+        elif self._options.replay_share > 0:
+            self._capture()
 
     def _capture(self) -> None:
         stream = torch.cuda.current_stream(self._device)
