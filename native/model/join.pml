@@ -1,11 +1,13 @@
-/* The CTAs of one kernel, for SPIN: two ranks with BLOCKS CTAs each, full rounds of dispatch and combine(x). putget.pml has the
- * ranks as one thread each; here the question is what a join (J1, J2, J3) must carry.
+/* The CTAs of one kernel, for SPIN: two ranks with BLOCKS CTAs each, full rounds of dispatch and combine(x). putget.pml
+ * has the ranks as one thread each; here the question is what a join (J1, J2, J3) must carry. Rounds alternate between
+ * two layouts.
  *
  * With DEADLINES any wait may expire in any CTA at any time. Then its rank may not send anything more.
  * Like every SPIN model it is sequentially consistent: that the joins also order memory is checked on the GPU.
  *
- * Mutations: NO_J1 (the first CTA sends the flags), NO_J2, NO_J3 (the first CTA closes the round), J1_LOSES_FAULT (the last CTA asks only
- * itself), EARLY_EPOCH (a CTA advances the epoch before the join), KEEP_ARRIVALS, KEEP_STAGED (a counter is not reset).
+ * Mutations: NO_J1 (the first CTA sends the flags), NO_J2, NO_J3 (the first CTA closes the round), J1_LOSES_FAULT (the
+ * last CTA asks only itself), EARLY_EPOCH (a CTA advances the epoch before the join), KEEP_ARRIVALS, KEEP_STAGED (a
+ * counter is not reset).
  */
 #ifndef BLOCKS
 #define BLOCKS 2
@@ -19,17 +21,20 @@ typedef Rank {
   /* symmetric */
   byte arrived[RANKS];   /* epoch; rows do not matter here */
   byte ended[RANKS];     /* epoch */
-  byte received[BLOCKS]; /* what the peer's CTA b put */
-  byte output[BLOCKS];   /* combine_input, written by the own CTA b */
+  byte finished[RANKS];  /* epoch */
+  byte cell[2 * BLOCKS]; /* received rows, one put by each CTA of the peer; rows of combine_input, one of each own CTA */
   /* private */
   byte epoch;
   byte arrivals, staged;
   bool open, fault;
-  byte finished /* CTAs that left their kernel: a kernel starts when all CTAs of the one before have left */
+  byte left /* CTAs that left their kernel: a kernel starts when all CTAs of the one before have left */
 };
 Rank ranks[RANKS];
 #define SELF ranks[me]
 #define PEER ranks[1 - me]
+
+#define RECEIVE(b) ((round % 2) * BLOCKS + (b))
+#define OUTPUT(b) ((1 - round % 2) * BLOCKS + (b))
 
 #define JOIN(counter) atomic { counter++; last = (counter == BLOCKS) }
 #define NO_JOIN(counter) atomic { counter++; last = (counter == 1) }
@@ -50,7 +55,7 @@ Rank ranks[RANKS];
 #endif
 
 inline kernel_starts() {
-  SELF.finished >= kernel * BLOCKS;
+  SELF.left >= kernel * BLOCKS;
   kernel++
 }
 
@@ -79,11 +84,15 @@ proctype Cta(bit me; byte block) {
     :: healthy -> observe(SELF.ended[1 - me], previous) /* D1 */
     :: else
     fi;
+    if
+    :: healthy -> observe(SELF.finished[1 - me], previous) /* D0 */
+    :: else
+    fi;
 #ifdef EARLY_EPOCH
     SELF.epoch = previous + 1;
 #endif
     if
-    :: healthy -> PEER.received[block] = round /* D2 */
+    :: healthy -> PEER.cell[RECEIVE(block)] = round /* D2 */
     :: else
     fi;
     J1;
@@ -106,15 +115,15 @@ proctype Cta(bit me; byte block) {
 #endif
     :: else
     fi;
-    SELF.finished++;
+    SELF.left++;
 
     /* experts, a kernel of their own */
     kernel_starts();
     if
-    :: !SELF.fault -> assert(SELF.received[block] == round) /* D5 */
+    :: !SELF.fault -> assert(SELF.cell[RECEIVE(block)] == round) /* D5 */
     :: else
     fi;
-    SELF.finished++;
+    SELF.left++;
 
     /* combine(x) */
     kernel_starts();
@@ -122,7 +131,7 @@ proctype Cta(bit me; byte block) {
     assert(healthy || SELF.fault);
     if
     :: healthy ->
-      SELF.output[block] = round; /* C1 */
+      SELF.cell[OUTPUT(block)] = round; /* C1 */
       J2;
       if
       :: last -> PEER.ended[me] = SELF.epoch /* C2 */
@@ -132,14 +141,16 @@ proctype Cta(bit me; byte block) {
     :: else
     fi;
     if
-    :: healthy -> for (b : 0 .. BLOCKS - 1) { assert(PEER.output[b] == round) } /* C4 */
+    :: healthy -> for (b : 0 .. BLOCKS - 1) { assert(PEER.cell[OUTPUT(b)] == round) } /* C4 */
     :: else
     fi;
     J3;
     if
     :: last ->
       if
-      :: !SELF.fault -> SELF.open = false
+      :: !SELF.fault ->
+        PEER.finished[me] = SELF.epoch; /* C5 */
+        SELF.open = false
       :: else
       fi;
       SELF.arrivals = 0;
@@ -148,7 +159,7 @@ proctype Cta(bit me; byte block) {
 #endif
     :: else
     fi;
-    SELF.finished++
+    SELF.left++
   od
 }
 

@@ -1,21 +1,23 @@
 /* The synchronisation of dispatch and combine, for SPIN. The statements carry the tags of docs/protocol.md.
  *
- * SPIN executes one statement at a time in some order (sequential consistency). The model therefore checks that every wait is
- * there and in its place, not the memory orders of the accesses: those are checked under ThreadSanitizer
+ * SPIN executes one statement at a time in some order (sequential consistency). The model therefore checks that every
+ * wait is there and in its place, not the memory orders of the accesses: those are checked under ThreadSanitizer
  * (tests/native/stress.cpp) and on the GPU.
  *
- * What is checked: the assertions below, and that no rank is left waiting (invalid end states). A memory cell holds the number of the
- * round whose value it carries, so a read of a stale cell and a cell overwritten before its reader came both fail an assertion.
+ * What is checked: the assertions below, and that no rank is left waiting (invalid end states). A memory cell holds the
+ * number of the round whose value it carries, so a read of a stale cell and a cell overwritten before its reader came
+ * both fail an assertion.
  *
- * Parameters (-D): RANKS, ROUNDS, SLOTS (rows that one rank can send to another), EPOCHS (epochs are counted modulo this).
- * LAYERS       rounds alternate between two objects of different layout on one workspace (see RECEIVE and OUTPUT)
- * DEADLINES    every wait may expire at any time; the last rank may die at any time or go on after any pause; the others then agree on a new
- *              epoch, take new memory (set_active_ranks) and run EXTRA more rounds, in which no wait may expire
+ * Parameters (-D): RANKS, ROUNDS, SLOTS (rows that one rank can send to another), EPOCHS (epochs count modulo this),
+ *              ROUTES (which routings are tried: see choose_rows).
+ * LAYERS       rounds alternate between two objects of different layouts on one workspace (see RECEIVE and OUTPUT)
+ * MIX_AFTER    with LAYERS: the second object is made after this round, which need not have ended on every rank
+ * DEADLINES    every wait may expire at any time; the last rank may die at any time or go on after any pause; the
+ *              others then agree on a new epoch, take new memory (set_active_ranks) and run EXTRA more rounds, in which
+ *              no wait may expire
  * MIXED_ENDS   before that, one rank may combine a round that another releases (needs DEADLINES)
- * HAND_OVER    with LAYERS and OVERLAP: an empty round between two objects
- * ROUTES       which routings are tried: see choose_rows
- * The other names that are tested below are mutations: each leaves out or misplaces one thing, and the model must then fail
- * (tests/protocol/test_model.py).
+ * The other names that are tested below are mutations: each leaves out or misplaces one thing, and the model must then
+ * fail (tests/protocol/test_model.py).
  */
 #ifndef RANKS
 #define RANKS 2
@@ -48,35 +50,36 @@
 #define REACHED(flag, epoch) (((flag) + EPOCHS - (epoch)) % EPOCHS < EPOCHS / 2)
 #endif
 
-/* Rows of (slot, src) in the two parts of a rank's memory. Object 1 assigns the cells of a part in another order than object 0: a
- * different row size puts different splits at the same address. OVERLAP lets object 1 receive where object 0 has its output. */
+/* Cells of the rows (slot, src) in a rank's memory. Object 1 receives where object 0 has its output and the other way
+ * round, and assigns the cells in another order: a different row size puts the splits of different ranks at the same
+ * address. */
 #define PART (SLOTS * RANKS)
 #define CELLS (2 * PART)
 #define SPLIT(object, slot, src) ((object) == 0 -> (slot) * RANKS + (src) : PART - 1 - (slot) * RANKS - (src))
-#ifdef OVERLAP
 #define RECEIVE(object, slot, src) ((object) * PART + SPLIT(object, slot, src))
 #define OUTPUT(object, slot, src) ((1 - (object)) * PART + SPLIT(object, slot, src))
-#else
-#define RECEIVE(object, slot, src) SPLIT(object, slot, src)
-#define OUTPUT(object, slot, src) (PART + SPLIT(object, slot, src))
-#endif
 #define EMPTY 0
 
 #ifdef LAYERS
-#define OBJECT(round) ((round) % 2)
+#ifndef MIX_AFTER
+#define MIX_AFTER 0
+#endif
+#define OBJECT(round) ((round) > MIX_AFTER -> (round) % 2 : 0)
 #else
 #define OBJECT(round) 0
 #endif
 
+#define ENDED(rank) (rank)
+#define FINISHED(rank) (RANKS + (rank))
 #define COMBINED 1
 #define RELEASED 2
 
-/* The symmetric memory of one rank. After set_active_ranks the same addresses lead to memory[RANKS + rank]; a rank that was excluded
- * still reaches memory[rank]. */
+/* The symmetric memory of one rank. After set_active_ranks the same addresses lead to memory[RANKS + rank]; a rank that
+ * was excluded still reaches memory[rank]. */
 typedef Memory {
   byte arrived_epoch[RANKS];
   byte arrived_rows[RANKS];
-  byte ended_epoch[RANKS];
+  byte end_epoch[2 * RANKS]; /* flags `ended`, and `finished` where layouts are mixed */
   byte ended_how[RANKS];
   byte cell[CELLS]
 };
@@ -91,8 +94,8 @@ Memory memory[RANKS * GENERATIONS];
 #define ACTIVE(rank) ((members >> (rank)) & 1)
 #define PEER(rank) (ACTIVE(rank) && (rank) != me) /* a flag to oneself would order nothing */
 
-/* Whether a round combines is part of the program that all ranks run. The first rank that comes to the end of a round chooses; no rank can
- * be there in the next round before every rank was there in this one. */
+/* Whether a round combines is part of the program that all ranks run. The first rank that comes to the end of a round
+ * chooses; no rank can be there in the next round before every rank was there in this one. */
 byte chosen_round[GENERATIONS];
 bool combines[GENERATIONS];
 
@@ -131,7 +134,7 @@ inline choose_peer() {
   od
 }
 
-inline publish_arrived(with_rows) {
+inline publish_arrived() {
   todo = members & ~(1 << me);
   do
   :: todo == 0 -> break
@@ -147,11 +150,11 @@ inline publish_arrived(with_rows) {
 #endif
 #ifdef TORN_FLAG
       AT(peer).arrived_epoch[me] = epoch;
-      AT(peer).arrived_rows[me] = (with_rows -> rows[peer] : 0)
+      AT(peer).arrived_rows[me] = rows[peer]
 #else
       atomic {
         AT(peer).arrived_epoch[me] = epoch;
-        AT(peer).arrived_rows[me] = (with_rows -> rows[peer] : 0)
+        AT(peer).arrived_rows[me] = rows[peer]
       }
 #endif
     fi;
@@ -167,22 +170,47 @@ inline publish_ended(of_epoch, how) {
   :: else ->
     MAY_DIE;
     choose_peer();
-    atomic { AT(peer).ended_epoch[me] = of_epoch; AT(peer).ended_how[me] = how };
+    atomic { AT(peer).end_epoch[ENDED(me)] = of_epoch; AT(peer).ended_how[me] = how };
     todo = todo & ~(1 << peer)
   od;
   peer = 0
 }
 
+inline publish_finished(of_epoch) {
+  if
+  :: mixed ->
+    todo = members & ~(1 << me);
+    do
+    :: todo == 0 -> break
+    :: else ->
+      MAY_DIE;
+      choose_peer();
+      AT(peer).end_epoch[FINISHED(me)] = of_epoch;
+      todo = todo & ~(1 << peer)
+    od;
+    peer = 0
+  :: else
+  fi
+}
+
+inline publish_release(of_epoch) {
+  publish_ended(of_epoch, RELEASED); /* R1 */
+#ifndef SKIP_R2
+  publish_finished(of_epoch) /* R2 */
+#endif
+}
+
 /* Until a wait is over its flag shows this round or the one before, then exactly this round: nobody can be further. */
 #define ONE_OF(flag, of_epoch) ((flag) == (of_epoch) || (flag) == PREVIOUS(of_epoch))
 
-inline observe_ended(of_epoch) {
+inline observe(first_flag, of_epoch) {
   for (peer : 0 .. RANKS - 1) {
     if
     :: PEER(peer) ->
       if
-      :: atomic { REACHED(AT(me).ended_epoch[peer], of_epoch) -> assert(AT(me).ended_epoch[peer] == of_epoch) }
-      :: atomic { !ONE_OF(AT(me).ended_epoch[peer], of_epoch) -> assert(false) }
+      :: atomic { REACHED(AT(me).end_epoch[first_flag + peer], of_epoch) ->
+          assert(AT(me).end_epoch[first_flag + peer] == of_epoch) }
+      :: atomic { !ONE_OF(AT(me).end_epoch[first_flag + peer], of_epoch) -> assert(false) }
       OR_EXPIRES
       fi
     :: else
@@ -240,8 +268,8 @@ inline put_rows() {
   slot = 0
 }
 
-/* To whom this rank sends: to everybody (ROUTES 1), or to nobody (2), or to one rank (4). ROUTES 0: the last rank to nobody, the others to
- * everybody. */
+/* To whom this rank sends: to everybody (ROUTES 1), or to nobody (2), or to one rank (4). ROUTES 0: the last rank to
+ * nobody, the others to everybody. */
 inline choose_rows() {
   atomic {
     if
@@ -297,6 +325,26 @@ inline get_rows() {
   slot = 0
 }
 
+/* The second object is made: all ranks meet, and nobody starts a round before all have set their flags. */
+#ifdef LAYERS
+byte met, open_somewhere, set;
+inline mix_layouts() {
+  atomic { open_somewhere = open_somewhere | (open -> 1 << me : 0); met++ }
+  met == RANKS;
+  for (peer : 0 .. RANKS - 1) {
+#ifdef MIX_BY_OWN_STATE
+    AT(me).end_epoch[FINISHED(peer)] = (open -> PREVIOUS(epoch) : epoch)
+#else
+    AT(me).end_epoch[FINISHED(peer)] = ((open_somewhere >> peer) & 1 -> PREVIOUS(epoch) : epoch)
+#endif
+  }
+  peer = 0;
+  mixed = true;
+  set++;
+  set == RANKS
+}
+#endif
+
 proctype Rank(byte me) {
   byte generation = 0, members = EVERYBODY, epoch = FIRST_EPOCH, round = 0, object = 0;
   byte peer, slot, todo;
@@ -304,8 +352,15 @@ proctype Rank(byte me) {
   byte counts[RANKS]; /* received from each rank this round */
   bool open = false, combine;
   bool renewed = false; /* set_active_ranks has been called */
+  bool mixed = false;   /* rounds exchange `finished` too */
 
 next_round:
+#ifdef LAYERS
+  if
+  :: round == MIX_AFTER && !mixed -> mix_layouts()
+  :: else
+  fi;
+#endif
   if
   :: round == ROUNDS -> goto finished
   :: round == ROUNDS + EXTRA + 1 -> goto stopped
@@ -313,32 +368,30 @@ next_round:
   fi;
 #ifndef SKIP_R1
   if
-  :: open -> publish_ended(epoch, RELEASED) /* R1, implicit: the round before is still open */
+  :: open -> publish_release(epoch) /* the round before is still open */
   :: else
   fi;
 #endif
   open = false;
-#ifdef HAND_OVER
-  /* An empty round between two objects: after D4 everybody has done his gets (C4 stands before D3). */
-  epoch = NEXT(epoch);
-  observe_ended(PREVIOUS(epoch));   /* D1 */
-  publish_arrived(0);               /* D3 */
-  observe_arrived();                /* D4 */
-  publish_ended(epoch, RELEASED);   /* R1 */
-#endif
   round++;
   object = OBJECT(round);
   epoch = NEXT(epoch);
   choose_rows();
 #ifndef SKIP_D1
-  observe_ended(PREVIOUS(epoch)); /* D1 */
+  observe(ENDED(0), PREVIOUS(epoch)); /* D1 */
+#endif
+#ifndef SKIP_D0
+  if
+  :: mixed -> observe(FINISHED(0), PREVIOUS(epoch)) /* D0 */
+  :: else
+  fi;
 #endif
 #ifdef EARLY_D3
-  publish_arrived(1);
+  publish_arrived();
   put_rows();
 #else
   put_rows();         /* D2 */
-  publish_arrived(1); /* D3 */
+  publish_arrived(); /* D3 */
 #endif
 #ifdef EARLY_CLEAR
   for (peer : 0 .. RANKS - 1) { counts[peer] = 0 };
@@ -380,7 +433,7 @@ next_round:
 #endif
 #endif
 #ifndef SKIP_C3
-    observe_ended(epoch); /* C3 */
+    observe(ENDED(0), epoch); /* C3 */
 #ifndef IGNORE_HOW
     for (peer : 0 .. RANKS - 1) {
       if
@@ -391,17 +444,25 @@ next_round:
     peer = 0;
 #endif
 #endif
+#ifdef EARLY_C5
+    publish_finished(epoch);
+    get_rows();
+#else
     get_rows(); /* C4 */
+#ifndef SKIP_C5
+    publish_finished(epoch); /* C5 */
+#endif
+#endif
     open = false
   :: else ->
 #ifdef EARLY_R1
-    publish_ended(epoch, RELEASED);
+    publish_release(epoch);
     run_experts();
     open = false
 #else
     run_experts();
     if
-    :: publish_ended(epoch, RELEASED); /* R1: release() */
+    :: publish_release(epoch);
       open = false
     :: true /* left open: the next dispatch does R1 */
     fi
@@ -443,7 +504,8 @@ finished:
 #ifndef SKIP_FLAG_INIT
   atomic {
     for (peer : 0 .. RANKS - 1) {
-      AT(me).ended_epoch[peer] = epoch;
+      AT(me).end_epoch[ENDED(peer)] = epoch;
+      AT(me).end_epoch[FINISHED(peer)] = epoch;
       AT(me).arrived_epoch[peer] = epoch
     }
     peer = 0
@@ -466,7 +528,8 @@ init {
     for (i : 0 .. RANKS - 1) {
       for (r : 0 .. RANKS - 1) {
         memory[i].arrived_epoch[r] = FIRST_EPOCH;
-        memory[i].ended_epoch[r] = FIRST_EPOCH
+        memory[i].end_epoch[ENDED(r)] = FIRST_EPOCH;
+        memory[i].end_epoch[FINISHED(r)] = FIRST_EPOCH
       }
     }
     for (i : 0 .. RANKS - 1) { run Rank(i) }
