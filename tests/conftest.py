@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,11 @@ from hypothesis import settings
 
 # Rank processes import test modules by name, so the checkout must be on the path however pytest was started.
 sys.path.insert(0, str(Path(__file__).parent.parent))
+
+# Emulated ranks wait for each other on one GPU: streams that share a hardware queue, or a module load that waits for
+# the device, would stop one behind the other. Rank processes inherit both.
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
 
 from tests import harness
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from dataclasses import replace
 
 import pytest
@@ -196,6 +197,18 @@ def test_one_to_eight_payloads(count: int, device: str) -> None:
     )
 
 
+@pytest.mark.parametrize("ep_size", [31, 33, 65])
+def test_more_ranks_than_a_word_has_bits(ep_size: int) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = 2 * ep_size * ep_size + 512  # every pair of ranks has two sockets in this process, and shares descriptors
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        pytest.skip(f"needs {needed} descriptors, the limit is {hard}")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, needed), hard))
+    tokens = tuple(rank % 4 for rank in range(ep_size))
+    rounds = (Round(1, tokens, no_expert=0.1), Round(2, tokens[::-1], ending="flat"))
+    check_all([Case(ep_size, rounds, num_experts=ep_size + 5, top_k=9, max_tokens_per_rank=3)], "cpu")
+
+
 def test_many_tokens_cross_every_internal_block(device: str) -> None:
     """Sizes around powers of two, where a kernel that works in blocks of tokens changes its path."""
     sizes = (1, 31, 32, 33, 127, 128, 129, 300)
@@ -265,8 +278,12 @@ def combine_not_finite(rank: Rank, case: Case) -> torch.Tensor:
     values = torch.tensor([1.0, -1.0, float("inf"), -float("inf"), float("nan")], device=rank.device).to(dtype)
     with rank.all_to_all(**case.options()) as a2a:
         sent = case.sent(0, rank.rank)
-        a2a.dispatch(*(t.to(rank.device) for t in (sent.topk_ids, sent.topk_weights, *sent.payloads)))
-        a2a.combine_input.copy_(values.repeat_interleave(5) if rank.rank == 0 else values.repeat(5))
+        arguments = [t.to(rank.device) for t in (sent.topk_ids, sent.topk_weights, *sent.payloads)]
+        rows = values.repeat_interleave(5) if rank.rank == 0 else values.repeat(5)
+        rank.meet()
+        a2a.dispatch(*arguments)
+        a2a.combine_input.copy_(rows)
+        rank.meet()
         return a2a.combine().cpu()
 
 
@@ -284,8 +301,9 @@ def layer(rank: Rank, weight: torch.Tensor, sents: list[reference.Sent], case: C
     sent = sents[rank.rank]
     weight = weight.to(rank.device)
     with rank.all_to_all(**case.options()) as a2a:
-        hidden = sent.payloads[0].to(rank.device)
-        got = a2a.dispatch(sent.topk_ids.to(rank.device), sent.topk_weights.to(rank.device), hidden)
+        arguments = [t.to(rank.device) for t in (sent.topk_ids, sent.topk_weights, *sent.payloads)]
+        rank.meet()
+        got = a2a.dispatch(*arguments)
         rows = torch.zeros_like(a2a.combine_input)
         for k in range(case.top_k):
             expert = got.topk_ids[:, :, k].long()
@@ -293,6 +311,7 @@ def layer(rank: Rank, weight: torch.Tensor, sents: list[reference.Sent], case: C
             for e in expert[here].unique().tolist():
                 chosen = here & (expert == e)
                 rows[chosen] += got.topk_weights[:, :, k][chosen, None] * (got.payloads[0][chosen] @ weight[e])
+        rank.meet()
         return a2a.combine(rows).cpu()
 
 

@@ -21,8 +21,9 @@ CASE = Case(3, (Round(1, (3, 8, 0)), Round(2, (5, 1, 2))), num_experts=7, top_k=
 def dispatch(a2a: putget.AllToAll, rank: Rank, case: Case, index: int, **options: Any) -> putget.Received:
     sent = case.sent(index, rank.rank)
     place = rank.device
-    payloads = [rows.to(place) for rows in sent.payloads]
-    return a2a.dispatch(sent.topk_ids.to(place), sent.topk_weights.to(place), *payloads, **options)
+    arguments = [tensor.to(place) for tensor in (sent.topk_ids, sent.topk_weights, *sent.payloads)]
+    rank.meet()
+    return a2a.dispatch(*arguments, **options)
 
 
 def test_exceptions_have_one_root() -> None:

@@ -6,6 +6,7 @@ its deadline; the harness fails the test otherwise.
 
 from __future__ import annotations
 
+import random
 import signal
 import time
 from collections.abc import Iterator
@@ -406,6 +407,60 @@ def construct_second(rank: Rank) -> None:
 
 def turn_to_second(rank: Rank) -> None:
     rank.state["a2a"] = rank.state["second"]
+
+
+def test_waiting_leaves_the_core_to_others(ranks: RankProcesses, device: str) -> None:
+    if device == "cuda":
+        pytest.skip("the GPU waits, not the host")
+    start(ranks)
+    ranks.signal(2, signal.SIGKILL)
+    for seconds, cpu_seconds in ranks.call(cost_of_time_out, 1, ranks=[0, 1, 3]).values():
+        assert seconds >= TIMEOUT_S
+        assert cpu_seconds < 0.4 * seconds
+
+
+def cost_of_time_out(rank: Rank, index: int) -> tuple[float, float]:
+    started, cpu_started = time.monotonic(), time.process_time()
+    timed_out(rank, dispatch, index)
+    return time.monotonic() - started, time.process_time() - cpu_started
+
+
+def play_until_time_out(rank: Rank, case: Case) -> tuple[list[Outcome], Timeout]:
+    """A body: one round after the other until somebody is missing."""
+    outcomes: list[Outcome] = []
+    while len(outcomes) < len(case.rounds):
+        got = timed_out(rank, lambda rank: outcomes.append(play_one(rank, case, len(outcomes))))
+        if isinstance(got, Timeout):
+            return outcomes, got
+    raise AssertionError("the rounds ended before the rank was stopped")
+
+
+@SIGNALS
+@pytest.mark.parametrize("seed", range(3))
+def test_at_any_moment(ranks: RankProcesses, number: signal.Signals, seed: int) -> None:
+    """What was combined before is right, and what comes after is."""
+    generator = random.Random(seed)
+    victim = generator.randrange(SIZE)
+    survivors = [rank for rank in range(SIZE) if rank != victim]
+    case = replace(CASE, rounds=CASE.rounds * 500)
+    start(ranks)
+    for rank in range(SIZE):
+        ranks.submit(rank, play_until_time_out, case)
+    time.sleep(generator.uniform(0.1, 0.4))
+    ranks.signal(victim, number)
+    for rank, (outcomes, got) in ranks.results(survivors).items():
+        assert victim in got.missing
+        assert rank not in got.missing
+        for index, outcome in enumerate(outcomes):
+            # The case without its repetitions is the same round, and the oracle has worked it out before.
+            check_round(CASE, index % len(CASE.rounds), {rank: outcome})
+    shrink(ranks, victim)
+    if number == signal.SIGSTOP:
+        ranks.signal(victim, signal.SIGCONT)
+        _, woken = ranks.result(victim)
+        assert set(woken.missing) <= set(survivors)
+        ranks.call(set_active_ranks, ALL)
+        require_round(ranks, 5)
 
 
 def test_a_fault_and_its_recovery_belong_to_one_workspace(ranks: RankProcesses) -> None:

@@ -76,14 +76,14 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 # A failing example takes seconds when it hangs, so the harness bounds it, not a deadline.
-@settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(case=cases())
 def test_any_case_equals_the_oracle_in_threads(case: Case, device: str) -> None:
     note(repr(case))
     check_case(case, run_ranks(case.ep_size, play, case, mode="thread", device=device, timeout=30))
 
 
-@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(case=cases().filter(lambda case: case.ep_size in (2, 3, 4, 8)))
 def test_any_case_equals_the_oracle_in_processes(case: Case, device: str) -> None:
     note(repr(case))

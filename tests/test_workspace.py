@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 import putget
+from putget import reference
 from tests.harness import Rank, run_ranks
 from tests.harness.cases import Case, Round
 from tests.harness.compare import Outcome, check_round, play_on, play_round
@@ -167,11 +169,14 @@ def play_two_at_once(rank: Rank, cases: tuple[Case, Case], steps: int) -> list[l
     order = [0, 1] if rank.rank % 2 == 0 else [1, 0]
     if rank.device.type == "cuda":
         streams = [torch.cuda.Stream(rank.device) for _ in cases]
+        inputs = [[inputs_of(rank, case, index) for index in range(steps)] for case in cases]
         pending: list[list[Any]] = [[], []]
+        torch.cuda.current_stream(rank.device).synchronize()
+        rank.meet()
         for index in range(steps):
             for which in order:
                 with torch.cuda.stream(streams[which]):
-                    pending[which].append(enqueue_round(objects[which], rank, cases[which], index))
+                    pending[which].append(enqueue_round(objects[which], *inputs[which][index]))
         torch.cuda.synchronize(rank.device)
         outcomes = [[seen() for seen in of_object] for of_object in pending]
     else:
@@ -195,13 +200,16 @@ def play_two_at_once(rank: Rank, cases: tuple[Case, Case], steps: int) -> list[l
     return outcomes
 
 
-def enqueue_round(a2a: putget.AllToAll, rank: Rank, case: Case, index: int) -> Any:
-    """Launches one round with no synchronisation; the result says later what happened."""
+def inputs_of(rank: Rank, case: Case, index: int) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """The arguments of dispatch, and the rows for combine."""
     sent = case.sent(index, rank.rank)
-    rows = case.expert_rows(index, rank.rank).to(rank.device)
-    got = a2a.dispatch(
-        sent.topk_ids.to(rank.device), sent.topk_weights.to(rank.device), *[p.to(rank.device) for p in sent.payloads]
-    )
+    arguments = [tensor.to(rank.device) for tensor in (sent.topk_ids, sent.topk_weights, *sent.payloads)]
+    return arguments, case.expert_rows(index, rank.rank).to(rank.device)
+
+
+def enqueue_round(a2a: putget.AllToAll, arguments: list[torch.Tensor], rows: torch.Tensor) -> Callable[[], Outcome]:
+    """Launches one round with no synchronisation; the result says later what happened."""
+    got = a2a.dispatch(*arguments)
     seen: dict[str, Any] = {
         "topk_ids": got.topk_ids.clone(),
         "topk_weights": got.topk_weights.clone(),
@@ -242,11 +250,10 @@ def interleave(rank: Rank, cases: tuple[Case, Case]) -> list[list[Outcome]]:
     first, second = (rank.all_to_all(**case.options()) for case in cases)
     outcomes: list[list[Outcome]] = [[], []]
     for index in range(len(cases[0].rounds)):
-        sent = cases[0].sent(index, rank.rank)
-        place = rank.device
-        first.dispatch(sent.topk_ids.to(place), sent.topk_weights.to(place), *[p.to(place) for p in sent.payloads])
+        arguments, rows = inputs_of(rank, cases[0], index)
+        rank.meet()
+        first.dispatch(*arguments)
         outcomes[1].append(play_round(second, rank, cases[1], index))
-        rows = cases[0].expert_rows(index, rank.rank).to(place)
         outcomes[0].append(replace(outcomes[1][-1], combined=first.combine(rows).cpu()))
     first.close()
     second.close()
@@ -254,8 +261,6 @@ def interleave(rank: Rank, cases: tuple[Case, Case]) -> list[list[Outcome]]:
 
 
 def test_a_second_object_runs_inside_the_round_of_the_first(device: str) -> None:
-    from putget import reference
-
     cases = (Case(3, tuple(Round(i, (3, 8, i)) for i in range(4)), top_k=3), CASE)
     cases = (cases[0], replace(CASE, rounds=tuple(Round(i + 9, (i, 8, 2)) for i in range(4))))
     results = run_ranks(3, interleave, cases, mode="thread", device=device)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -53,10 +55,11 @@ def play_round(a2a: putget.AllToAll, rank: Rank, case: Case, index: int, check: 
     num_valid = None
     if sent.num_valid_tokens is not None:
         num_valid = torch.tensor([sent.num_valid_tokens], dtype=torch.int32, device=rank.device)
+    arguments = [tensor.to(rank.device) for tensor in (sent.topk_ids, sent.topk_weights, *sent.payloads)]
+    end = _prepare_end(a2a, rank, case, index)
+    rank.meet()
     received = a2a.dispatch(
-        sent.topk_ids.to(rank.device),
-        sent.topk_weights.to(rank.device),
-        *[rows.to(rank.device) for rows in sent.payloads],
+        *arguments,
         max_rows=None if played.max_rows is None else played.max_rows[rank.rank],
         num_valid_tokens=num_valid,
     )
@@ -69,7 +72,8 @@ def play_round(a2a: putget.AllToAll, rank: Rank, case: Case, index: int, check: 
         "target_ranks": a2a.target_ranks.cpu().clone(),
         "target_slots": a2a.target_slots.cpu().clone(),
     }
-    combined = _end_round(a2a, rank, case, index)
+    rank.meet()
+    combined = end()
     invalid = 0
     if check:
         try:
@@ -80,25 +84,21 @@ def play_round(a2a: putget.AllToAll, rank: Rank, case: Case, index: int, check: 
     return Outcome(**seen, invalid=invalid, combined=combined)  # type: ignore[arg-type]
 
 
-def _end_round(a2a: putget.AllToAll, rank: Rank, case: Case, index: int) -> Tensor | None:
+def _prepare_end(a2a: putget.AllToAll, rank: Rank, case: Case, index: int) -> Callable[[], Tensor | None]:
+    """Makes what the end of the round needs, and returns how to end it."""
     played = case.rounds[index]
     if played.ending == "open":
-        return None
+        return lambda: None
     if played.ending == "release":
-        a2a.release()
-        return None
+        return a2a.release
     rows = case.expert_rows(index, rank.rank).to(rank.device)
+    slot_major = rows.transpose(0, 1).flatten(0, 1)
     x = None
-    if played.ending == "zero_copy":
-        a2a.combine_input.copy_(rows)
-    elif played.ending == "zero_copy_flat":
-        a2a.combine_input.flat.copy_(rows.transpose(0, 1).flatten(0, 1))
-    elif played.ending == "flat":
-        x = rows.transpose(0, 1).flatten(0, 1)
+    if played.ending == "flat":
+        x = slot_major
     elif played.ending == "transposed":
         x = rows.transpose(0, 1).contiguous().transpose(0, 1)
-    else:
-        assert played.ending == "strided", played.ending
+    elif played.ending == "strided":
         x = torch.full((rows.shape[0] + 1, rows.shape[1] + 3, *rows.shape[2:]), 99, device=rank.device).to(rows.dtype)
         x = x[1:, 2 : 2 + rows.shape[1]]
         x.copy_(rows)
@@ -107,10 +107,20 @@ def _end_round(a2a: putget.AllToAll, rank: Rank, case: Case, index: int) -> Tens
         shape, dtype = case.output
         out = torch.full((played.num_tokens[rank.rank], *shape), 77, device=rank.device).to(dtype)
     addend = case.addend(index, rank.rank)
-    combined = a2a.combine(x, out=out, addend=None if addend is None else addend.to(rank.device))
-    if out is not None and combined.data_ptr() != out.data_ptr():
-        raise AssertionError("combine(out=) returned another tensor")
-    return combined.cpu().clone()
+    if addend is not None:
+        addend = addend.to(rank.device)
+
+    def end() -> Tensor:
+        if played.ending == "zero_copy":
+            a2a.combine_input.copy_(rows)
+        elif played.ending == "zero_copy_flat":
+            a2a.combine_input.flat.copy_(slot_major)
+        combined = a2a.combine(x, out=out, addend=addend)
+        if out is not None and combined.data_ptr() != out.data_ptr():
+            raise AssertionError("combine(out=) returned another tensor")
+        return combined.cpu().clone()
+
+    return end
 
 
 def _check_views(received: putget.Received, a2a: putget.AllToAll, case: Case, max_rows: int) -> None:
@@ -154,13 +164,19 @@ def check_case(case: Case, outcomes: list[list[Outcome]], check: bool = True) ->
         check_round(case, index, {rank: rounds[index] for rank, rounds in enumerate(outcomes)}, check)
 
 
+@functools.lru_cache(maxsize=16)
+def _expected(case: Case, index: int) -> tuple[list[reference.Routing], list[reference.Arrived], list[Tensor]]:
+    """Routings, what every rank must hold, and the experts' rows; tests that repeat a round ask again and again."""
+    ranks = range(case.ep_size)
+    sent = [case.sent(index, rank) for rank in ranks]
+    max_rows = [case.max_rows_of(index, rank) for rank in ranks]
+    routings, arrived = reference.dispatch(sent, case.table_of(index), max_rows=max_rows, active=case.active)
+    return routings, arrived, [case.expert_rows(index, rank) for rank in ranks]
+
+
 def check_round(case: Case, index: int, outcomes: dict[int, Outcome], check: bool = True) -> None:
     """Compares one round of the ranks that took part in it."""
-    ep_size = case.ep_size
-    sent = [case.sent(index, rank) for rank in range(ep_size)]
-    max_rows = [case.max_rows_of(index, rank) for rank in range(ep_size)]
-    routings, arrived = reference.dispatch(sent, case.table_of(index), max_rows=max_rows, active=case.active)
-    rows = [case.expert_rows(index, rank) for rank in range(ep_size)]
+    routings, arrived, rows = _expected(case, index)
     for rank, got in outcomes.items():
         want = arrived[rank]
         where = f"round {index} rank {rank}: "

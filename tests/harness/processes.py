@@ -29,8 +29,21 @@ _context = mp.get_context("forkserver")
 _context.set_forkserver_preload(["torch", "torch.distributed", "pytest", "hypothesis"])
 
 
+_MOST_TRACEBACKS = 8
+
+
 class RankError(AssertionError):
-    """A body raised on some rank, or did not answer in time; the message has every rank's traceback."""
+    """A body raised on some rank, or did not answer in time; the message has the tracebacks."""
+
+    @classmethod
+    def of(cls, failures: dict[int, str], stacks: str = "") -> RankError:
+        """One error for the failures of all ranks; those that did not just wait for others come first."""
+        ranks = sorted(
+            failures, key=lambda rank: ("no answer" in failures[rank] or "PeerTimeout" in failures[rank], rank)
+        )
+        text = "".join(f"\nrank {rank}: {failures[rank]}" for rank in ranks[:_MOST_TRACEBACKS])
+        more = f"\nand ranks {ranks[_MOST_TRACEBACKS:]}\n" if len(ranks) > _MOST_TRACEBACKS else ""
+        return cls(text + more + stacks)
 
 
 def _pack(message: Any) -> bytes:
@@ -132,7 +145,7 @@ class RankProcesses:
         failures.update(dict.fromkeys(waiting.values(), "no answer in time\n"))
         if failures:
             stacks = self._stacks(waiting.values())
-            raise RankError("".join(f"\nrank {rank}: {failures[rank]}" for rank in sorted(failures)) + stacks)
+            raise RankError.of(failures, stacks)
         self.broken = was_broken
         return results
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +27,7 @@ class Rank:
     device: torch.device
     state: dict[str, Any] = field(default_factory=dict)
     _comm: putget.Communicator | None = None
+    _barrier: threading.Barrier | None = None
 
     @property
     def comm(self) -> putget.Communicator:
@@ -33,6 +35,15 @@ class Rank:
         if self._comm is None:
             self._comm = putget.Communicator()
         return self._comm
+
+    def meet(self) -> None:
+        """Waits for the other ranks where all share one GPU; elsewhere ranks run freely and this does nothing.
+
+        An allocation may wait for all kernels of its GPU, also for another rank's that waits for what this rank does
+        next. So emulated ranks allocate first, meet, and then launch.
+        """
+        if self._barrier is not None:
+            self._barrier.wait(30)
 
     def all_to_all(self, **options: Any) -> putget.AllToAll:
         """An AllToAll on this rank's device, with small defaults and test-sized deadlines."""

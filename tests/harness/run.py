@@ -73,11 +73,18 @@ def _with_empty_state(rank: Rank, body: Callable[..., Any], args: tuple[Any, ...
     return body(rank, *args)
 
 
+def _fill_allocator(place: torch.device) -> None:
+    """Leaves free blocks of all sizes with the current stream's allocator, so that small tensors need no cudaMalloc."""
+    blocks = [torch.empty(1 << 19, dtype=torch.uint8, device=place) for _ in range(32)]
+    blocks += [torch.empty(5 << 20, dtype=torch.uint8, device=place) for _ in range(4)]
+
+
 def _run_threads(size: int, body: Callable[..., Any], args: tuple[Any, ...], device: str, timeout: float) -> list[Any]:
     comms = putget.Communicator.local(size)
     results: list[Any] = [None] * size
     failures: dict[int, str] = {}
     failed = threading.Event()
+    barrier = threading.Barrier(size) if device == "cuda" else None
 
     def run(rank: int) -> None:
         place = torch.device("cpu") if device == "cpu" else torch.device("cuda", 0)
@@ -86,10 +93,15 @@ def _run_threads(size: int, body: Callable[..., Any], args: tuple[Any, ...], dev
                 if place.type == "cuda":
                     # A default stream shared by the ranks would let one rank's waiting kernel block the others' puts.
                     stack.enter_context(torch.cuda.stream(torch.cuda.Stream(place)))
-                results[rank] = body(Rank(rank, size, place, _comm=comms[rank]), *args)
+                    _fill_allocator(place)
+                me = Rank(rank, size, place, _comm=comms[rank], _barrier=barrier)
+                me.meet()
+                results[rank] = body(me, *args)
         except BaseException:
             failures[rank] = traceback.format_exc()
             failed.set()
+            if barrier is not None:
+                barrier.abort()
 
     threads = [threading.Thread(target=run, args=(rank,), daemon=True, name=f"rank {rank}") for rank in range(size)]
     for thread in threads:
@@ -106,7 +118,7 @@ def _run_threads(size: int, body: Callable[..., Any], args: tuple[Any, ...], dev
             stack = traceback.format_stack(frames[thread.ident]) if thread.ident in frames else []
             failures[rank] = "no answer in time\n" + "".join(stack)
     if failures:
-        raise RankError("".join(f"\nrank {rank}: {failures[rank]}" for rank in sorted(failures)))
+        raise RankError.of(failures)
     for comm in comms:
         comm.close()
     return results
