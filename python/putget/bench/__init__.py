@@ -1,0 +1,1 @@
+"""The command line: bench, doctor, roofline and demo. Built on putget's public API only."""
