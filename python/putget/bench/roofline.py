@@ -1,0 +1,161 @@
+"""Measures what the link can do: writes, reads and a barrier between all ranks at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+import torch
+
+from putget import AllToAll, Communicator, Payload, Workspace
+from putget.bench.launch import Emit, RankContext
+from putget.bench.timing import CpuTimer, CudaTimer, Step, Timer, median, series_length, slowest
+from putget.bench.traffic import gigabytes_per_second
+
+_BARRIERS_IN_A_ROW = 20
+_CONTROL_BYTES = 1 << 20  # more than the flags and counters of a workspace take
+_TIMEOUT_S = 120.0  # between two barriers ranks generate inputs and check results, on few cores one after the other
+
+
+@dataclass(frozen=True)
+class LinkRate:
+    """One measurement of the link, slowest rank, median.
+
+    Attributes:
+        kind: "write" or "read".
+        bytes_per_peer: moved between a rank and each of its peers.
+        num_sms: SMs used, or None for all (and on the CPU).
+        latency_us: time of the kernel.
+        gbps: 10^9 bytes a second that one rank writes to (reads from) its peers, all ranks at once.
+    """
+
+    kind: str
+    bytes_per_peer: int
+    num_sms: int | None
+    latency_us: float
+    gbps: float
+
+
+@dataclass(frozen=True)
+class Ceiling:
+    """The best that the link does in this run; None where there is no peer.
+
+    Attributes:
+        write_gbps: writes of one rank to all peers.
+        read_gbps: reads of one rank from all peers.
+        barrier_us: a round without tokens, which is one exchange of flags between all ranks.
+        bytes_per_peer: size of the transfers.
+    """
+
+    write_gbps: float | None
+    read_gbps: float | None
+    barrier_us: float
+    bytes_per_peer: int
+
+
+@dataclass(frozen=True)
+class RooflineSettings:
+    """What `putget roofline` does.
+
+    Attributes:
+        ep_size: ranks.
+        device: "cuda" or "cpu".
+        sizes: bytes per peer.
+        sms: SM counts to try on CUDA; None is all of them.
+        iters: timed iterations of each.
+    """
+
+    ep_size: int
+    device: str
+    sizes: tuple[int, ...]
+    sms: tuple[int | None, ...]
+    iters: int
+
+
+class Link:
+    """What pushes bytes through the link, and lines the ranks up. Collective to make and to measure."""
+
+    def __init__(self, communicator: Communicator, context: RankContext, max_bytes_per_peer: int, cuda_graph: bool):
+        self._size = context.size
+        self._is_cuda = context.device.type == "cuda"
+        self._workspace = Workspace(communicator, context.size * max_bytes_per_peer + _CONTROL_BYTES, context.device)
+        self._rounds = AllToAll(
+            communicator,
+            num_experts=context.size,
+            top_k=1,
+            max_tokens_per_rank=1,
+            payloads=[Payload((), torch.uint8)],
+            output=Payload((), torch.bfloat16),
+            device=context.device,
+            timeout_s=_TIMEOUT_S,
+        )
+        self._ids = torch.empty(0, 1, dtype=torch.int32, device=context.device)
+        self._weights = torch.empty(0, 1, dtype=torch.float32, device=context.device)
+        self._rows = torch.empty(0, dtype=torch.uint8, device=context.device)
+        self.timer = make_timer(context.device, self.barrier, cuda_graph, flush_l2=False)
+        self.barrier()  # its kernels are loaded here, which a graph's capture could not do
+
+    def barrier(self) -> None:
+        """Enqueues a round without tokens: a flag from every rank to every rank (runs at once on the CPU)."""
+        self._rounds.dispatch(self._ids, self._weights, self._rows)
+        self._rounds.release()
+
+    def rate(self, kind: str, bytes_per_peer: int, num_sms: int | None, iters: int) -> LinkRate:
+        """Measures one kind of transfer."""
+
+        def move() -> None:
+            self._workspace.probe(kind, bytes_per_peer, num_sms)
+            if not self._is_cuda:
+                # Ranks may share cores and take turns: all at once means until the last one is done.
+                self.barrier()
+
+        latency_us = _median(self.timer, move, iters)
+        moved = bytes_per_peer * (self._size - 1)
+        return LinkRate(kind, bytes_per_peer, num_sms, latency_us, gigabytes_per_second(moved, latency_us))
+
+    def barrier_us(self, iters: int) -> float:
+        """Time of one barrier, in a row of them."""
+        series = self.timer.back_to_back("barrier", self.barrier, _BARRIERS_IN_A_ROW)
+        return median(slowest([series() for _ in range(1 + iters)][1:])["barrier"])
+
+    def ceiling(self, bytes_per_peer: int, iters: int) -> Ceiling:
+        """Measures what a bench compares itself with."""
+        write = read = None
+        if self._size > 1:
+            write = self.rate("write", bytes_per_peer, None, iters).gbps
+            read = self.rate("read", bytes_per_peer, None, iters).gbps
+        return Ceiling(write, read, self.barrier_us(iters), bytes_per_peer)
+
+    def close(self) -> None:
+        """Gives the memory back."""
+        self._rounds.close()
+        self._workspace.close()
+
+
+def make_timer(device: torch.device, align: Callable[[], None], cuda_graph: bool, flush_l2: bool) -> Timer:
+    """The timer of a device."""
+    if device.type == "cuda":
+        return CudaTimer(align, cuda_graph, flush_l2)
+    return CpuTimer(align)
+
+
+def _median(timer: Timer, run: Callable[[], None], iters: int) -> float:
+    run()  # once outside of any graph: modules load here
+    length, num_series = series_length(iters)
+    series = timer.steps([Step(run, "run")], length)
+    return median(slowest([series() for _ in range(1 + num_series)][1:])["run"])
+
+
+def measure(context: RankContext, settings: RooflineSettings, emit: Emit) -> int:
+    """The work of one rank of `putget roofline`."""
+    communicator = Communicator()
+    link = Link(communicator, context, max(settings.sizes), cuda_graph=True)
+    emit({"kind": "barrier", "latency_us": link.barrier_us(settings.iters)})
+    if context.size > 1:
+        for kind in ("write", "read"):
+            for num_sms in settings.sms:
+                for size in settings.sizes:
+                    emit({"kind": "rate", "rate": asdict(link.rate(kind, size, num_sms, settings.iters))})
+    link.close()
+    communicator.close()
+    return 0
