@@ -1,0 +1,138 @@
+"""The report: its schema, its tables and its picture."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import matplotlib.image
+import pytest
+from rich.console import Console
+
+from putget.bench import plot, report
+from tests.bench.documents import gpu_document
+
+DOCUMENTATION = Path(__file__).parents[2] / "docs" / "bench_json.md"
+
+
+def validate(document: dict[str, Any]) -> None:
+    jsonschema.Draft202012Validator(report.schema()).validate(document)
+
+
+def printed(document: dict[str, Any], width: int = 120) -> str:
+    console = Console(file=io.StringIO(), width=width)
+    report.show(document, console)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_schema_is_a_schema_and_takes_a_report() -> None:
+    jsonschema.Draft202012Validator.check_schema(report.schema())
+    validate(gpu_document())
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("schema",), "putget.bench/2"),
+        (("date",), "yesterday"),
+        (("config", "device"), "tpu"),
+        (("config", "extra"), 1),
+        (("ceiling", "write_gbps"), 0),
+        (("results", 1, "checked"), False),
+        (("results", 1, "contenders"), []),
+        (("results", 1, "contenders", 0, "pair", "latency_us"), 0),
+        (("results", 1, "contenders", 0, "pair", "percentiles_us"), {"p50": 1.0}),
+        (("results", 1, "bytes", "dispatch"), "many"),
+        (("peers", 0, "status"), "maybe"),
+    ],
+)
+def test_schema_refuses_what_is_not_a_report(path: tuple[str | int, ...], value: object) -> None:
+    document: Any = gpu_document()
+    place = document
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = value
+    with pytest.raises(jsonschema.ValidationError):
+        validate(document)
+
+
+def test_schema_asks_for_every_field() -> None:
+    for name in gpu_document():
+        document = gpu_document()
+        del document[name]
+        if name == "workspace":
+            validate(document)
+            continue
+        with pytest.raises(jsonschema.ValidationError):
+            validate(document)
+
+
+def test_every_field_of_the_schema_is_documented() -> None:
+    text = DOCUMENTATION.read_text(encoding="utf-8")
+
+    def names(schema: dict[str, Any]) -> set[str]:
+        found = set(schema.get("properties", ()))
+        nested = [*schema.get("properties", {}).values(), *schema.get("$defs", {}).values(), *schema.get("oneOf", ())]
+        if isinstance(schema.get("items"), dict):
+            nested.append(schema["items"])
+        return found.union(*(names(part) for part in nested))
+
+    undocumented = {name for name in names(report.schema()) if f"`{name}`" not in text}
+    assert not undocumented
+    assert report.SCHEMA in text
+
+
+def test_written_reports_are_rounded_and_valid(tmp_path: Path) -> None:
+    document = gpu_document()
+    document["timing"]["empty_us"] = 3.123456789
+    report.write(document, tmp_path / "out.json")
+    read = json.loads((tmp_path / "out.json").read_text())
+    validate(read)
+    assert read["timing"]["empty_us"] == 3.12346
+
+
+def test_tables_have_the_figures() -> None:
+    text = printed(gpu_document())
+    assert "8 ranks on cuda (8 x NVIDIA H200)" in text
+    assert re.search(r"^ +1 +7\.5 +53\.3/46\.7 +13% +8\.2 ", text, re.MULTILINE)  # latency, rates, share of the ceiling
+    assert re.search(r"^ +1 +nccl AG\+RS +15\.0 +0\.50 ", text, re.MULTILINE)  # a peer and the ratio
+    assert re.search(r"^ +64 +192 KiB +384 KiB +50% +768 KiB +75%", text, re.MULTILINE)  # bytes and what was saved
+    assert re.search(r"^ +1 +putget dispatch +7\.5 +9\.5 +12\.5 ", text, re.MULTILINE)  # percentiles
+    assert re.search(r"dispatch_kernel<template>.*\.\.\. +20 +5\.5", text)
+    assert "343 GB/s written, 325 GB/s read" in text
+    assert "reads 3.0 us" in text
+    assert "1 MiB token-major (putget), 32 MiB expert-major" in text
+    assert "Peer deepep: absent (the Python package deep_ep is not installed)" in text
+
+
+def test_tables_fit_a_terminal_of_80_columns() -> None:
+    # Rich marks what it had to cut with an ellipsis.
+    assert "…" not in printed(gpu_document(), width=80)
+
+
+def test_a_mismatch_is_printed_last() -> None:
+    document = gpu_document()
+    document["results"] = []
+    document["mismatches"] = ["64 tokens a rank: rank 1: putget: combine differs"]
+    validate(document)
+    assert printed(document).rstrip().endswith("MISMATCH 64 tokens a rank: rank 1: putget: combine differs")
+
+
+def test_picture_shows_peers_and_ceiling(tmp_path: Path) -> None:
+    def drawn(document: dict[str, Any]) -> bytes:
+        path = tmp_path / "out.png"
+        plot.draw(document, path)
+        assert matplotlib.image.imread(path).shape[:2] == (810, 1800)
+        return path.read_bytes()
+
+    alone, without_link = gpu_document(), gpu_document()
+    for size in alone["results"]:
+        del size["contenders"][1:]
+    without_link["ceiling"] = {"write_gbps": None, "read_gbps": None, "barrier_us": 1.0, "bytes_per_peer": 1}
+    assert drawn(gpu_document()) == drawn(gpu_document())
+    assert len({drawn(document) for document in (gpu_document(), alone, without_link)}) == 3
