@@ -1,0 +1,166 @@
+"""The `putget` command: flags and subcommands. Everything heavy is imported when a subcommand runs."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+Command = Callable[[argparse.Namespace, Sequence[str]], int]
+_OK, _FAILED, _USAGE, _INTERRUPTED = 0, 1, 2, 130
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(_USAGE, f"{self.prog}: error: {message}\nTry '{self.prog} --help'.\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line.
+
+    Args:
+        argv: arguments without the program's name; the process's own if None.
+
+    Returns:
+        0; 1 if a result was wrong or a rank failed; 2 if the arguments are wrong; 130 after Ctrl-C.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    parser = build_parser()
+    args = parser.parse_args(arguments)
+    try:
+        run: Command = args.load()
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.split(".")[0] not in ("rich", "matplotlib"):
+            raise
+        return _complain(args, f"needs the Python package {error.name}: pip install 'putget[bench]'", _FAILED)
+    from putget import PutgetError
+    from putget.bench.launch import RankFailedError
+
+    try:
+        return run(args, ["putget", *arguments])
+    except ValueError as error:
+        return _complain(args, f"error: {error}", _USAGE)
+    except (PutgetError, RankFailedError) as error:
+        return _complain(args, f"failed: {error}", _FAILED)
+    except KeyboardInterrupt:
+        return _complain(args, "interrupted", _INTERRUPTED)
+
+
+def _complain(args: argparse.Namespace, text: str, exit_code: int) -> int:
+    sys.stdout.flush()
+    print(f"putget {args.command}: {text}", file=sys.stderr)
+    return exit_code
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of all subcommands."""
+    parser = _Parser(prog="putget", description="One-sided dispatch and combine for mixture-of-experts inference.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="{bench,doctor,roofline,demo}")
+    _add_bench(commands.add_parser("bench", help="time dispatch and combine", allow_abbrev=False))
+    _add_doctor(commands.add_parser("doctor", help="what this machine can do, and what is missing", allow_abbrev=False))
+    _add_roofline(commands.add_parser("roofline", help="measure the link", allow_abbrev=False))
+    _add_demo(commands.add_parser("demo", help="a DeepSeek-V3-shaped layer, checked and timed", allow_abbrev=False))
+    return parser
+
+
+def _add_ranks(parser: argparse.ArgumentParser) -> None:
+    from putget.bench import settings
+
+    parser.add_argument("--ep_size", type=int, metavar="N", help="ranks (the GPUs here, or 4 on the CPU)")
+    parser.add_argument("--device", choices=settings.DEVICES, default="auto", help="where the ranks run (%(default)s)")
+
+
+def _add_bench(parser: argparse.ArgumentParser) -> None:
+    from putget.bench import profiles, settings
+
+    parser.description = (
+        "Times dispatch, combine, and the two back to back. Every size is checked against the reference before it is "
+        "timed. Starts its own ranks; works under torchrun and srun too."
+    )
+    add = parser.add_argument
+    add("--backend", choices=settings.BACKENDS, default=settings.BACKENDS[0], help="what is timed (%(default)s)")
+    _add_ranks(parser)
+    add("--profile", choices=tuple(profiles.PROFILES), default="deepseek_v3", help="shape of the layer (%(default)s)")
+    add("--hidden_size", type=int, metavar="N", help="values in a row (the profile's)")
+    add("--top_k", type=int, metavar="N", help="experts of a token (the profile's)")
+    add("--num_experts", type=int, metavar="N", help="experts of all ranks (the profile's)")
+    add("--quant", choices=profiles.QUANTS, default="fp8", help="what dispatch carries (%(default)s)")
+    add("--payload_dtype", choices=tuple(profiles.ROW_DTYPES), help="type of unquantised rows, --quant bf16 (bfloat16)")
+    add(
+        "--combine_dtype",
+        choices=settings.COMBINE_DTYPES + settings.COMBINE_DTYPES_TO_COME,
+        default="bfloat16",
+        help="type of the rows that combine brings back and of its result (%(default)s)",
+    )
+    add("-b", dest="first", type=int, default=1, metavar="N", help="first batch size, tokens a rank (%(default)s)")
+    add("-e", dest="last", type=int, metavar="N", help="last batch size (2048, or 64 on the CPU)")
+    add("-i", dest="step", type=int, metavar="N", help="step between batch sizes")
+    add("-f", dest="factor", type=int, metavar="N", help="factor between batch sizes (2)")
+    add("--max_tokens_per_rank", type=int, metavar="N", help="capacity of the workspace (the last batch size)")
+    add("--iters", type=int, metavar="N", help="timed iterations of each size (100, or 20 on the CPU)")
+    add("--warmup", type=int, metavar="N", help="iterations before them (20, or 3 on the CPU)")
+    add("--seed", type=int, default=0, metavar="N", help="of inputs and routing (%(default)s)")
+    add("--perfect_router", action="store_true", help="spread the (token, k) pairs evenly over the ranks")
+    add("--routing_file", metavar="FILE", help="routing recorded from a model: .npz of integer [layers, tokens, top_k]")
+    add("--num_sms", type=int, metavar="N", help="SMs that putget may use (its own choice)")
+    add("--no_cuda_graph", action="store_true", help="launch every call instead of replaying a CUDA graph")
+    add("--no_sync", action="store_true", help="leave the waits out (not available yet)")
+    add("--flush_l2", action="store_true", help="empty the L2 cache before every dispatch")
+    add("--peers", metavar="LIST", help=f"others to time in the same run, comma-separated: {', '.join(settings.PEERS)}")
+    add("--kernel_breakdown", action="store_true", help="time of each kernel, by torch's profiler")
+    add("--iter_stats", action="store_true", help="percentiles over the iterations")
+    add("--output_file", metavar="FILE", help="write the report as JSON (docs/bench_json.md)")
+    add("--plot", metavar="FILE", help="draw latency and bandwidth over batch size (.png, .svg, .pdf)")
+    parser.set_defaults(load=_load_bench)
+
+
+def _add_doctor(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Says what this machine can do with putget, and what is missing for the rest."
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(load=_load_doctor)
+
+
+def _add_roofline(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Measures what the link between the ranks can do: writes, reads, a barrier."
+    _add_ranks(parser)
+    parser.add_argument(
+        "--iters", type=int, metavar="N", help="timed iterations of each transfer (50, or 20 on the CPU)"
+    )
+    parser.add_argument("--output_file", metavar="FILE", help="write the result as JSON")
+    parser.set_defaults(load=_load_roofline)
+
+
+def _add_demo(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Runs dispatch, experts and combine of a DeepSeek-V3-shaped layer, checks every size against a dense "
+        "reference, and shows a table and a plot."
+    )
+    parser.add_argument("--ep_size", type=int, metavar="N", help="ranks (the GPUs here if there are two or more, or 8)")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where (%(default)s)")
+    parser.add_argument("--plot", default="putget_demo.png", metavar="FILE", help="where the plot goes (%(default)s)")
+    parser.set_defaults(load=_load_demo)
+
+
+def _load_bench() -> Command:
+    from putget.bench import run_bench
+
+    return run_bench.run
+
+
+def _load_doctor() -> Command:
+    from putget.bench import doctor
+
+    return doctor.run
+
+
+def _load_roofline() -> Command:
+    from putget.bench import run_roofline
+
+    return run_roofline.run
+
+
+def _load_demo() -> Command:
+    from putget.bench import demo
+
+    return demo.run

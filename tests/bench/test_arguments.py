@@ -1,0 +1,141 @@
+"""Flags: what they resolve to, and that every wrong one is named with what is allowed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from putget.bench import cli, settings
+
+CPU = ("bench", "--device", "cpu")
+
+
+def resolved(*flags: str, world_size: int | None = None) -> settings.Settings:
+    return settings.resolve(cli.build_parser().parse_args([*CPU, *flags]), world_size)
+
+
+def test_the_flags_of_the_documentation() -> None:
+    flags = (
+        "--backend nvlink_one_sided --profile deepseek_v3 --perfect_router --kernel_breakdown --iter_stats "
+        "--ep_size 8 -b 1 -e 2048 -f 2"
+    )
+    found = resolved(*flags.split())
+    assert found.batches == (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
+    assert (found.hidden_size, found.top_k, found.num_experts) == (7168, 8, 256)
+    assert found.max_tokens_per_rank == 2048
+    assert found.router == "perfect"
+    assert found.iter_stats
+    assert found.kernel_breakdown
+    assert not found.cuda_graph  # there is none on the CPU
+
+
+@pytest.mark.parametrize(
+    ("flags", "sizes"),
+    [
+        ("-b 1 -e 8", (1, 2, 4, 8)),
+        ("-b 3 -e 30 -f 3", (3, 9, 27)),
+        ("-b 0 -e 4", (0, 1, 2, 4)),
+        ("-b 8 -e 24 -i 8", (8, 16, 24)),
+        ("-b 5 -e 5", (5,)),
+        ("-b 500", (500,)),
+    ],
+)
+def test_batch_sizes(flags: str, sizes: tuple[int, ...]) -> None:
+    assert resolved(*flags.split()).batches == sizes
+
+
+def test_flags_win_over_the_profile() -> None:
+    found = resolved(*["--profile", "gpt_oss_120b", "--top_k", "22", "--num_experts", "512"])
+    assert (found.hidden_size, found.top_k, found.num_experts) == (2880, 22, 512)
+
+
+def test_ranks_follow_the_launcher() -> None:
+    assert resolved(world_size=3).ep_size == 3
+    with pytest.raises(ValueError, match="--ep_size must be what the launcher started, 3, got 2"):
+        resolved("--ep_size", "2", world_size=3)
+
+
+def test_peers_are_kept_in_order_once() -> None:
+    assert resolved("--peers", "deepep, nccl,deepep").peers == ("deepep", "nccl")
+
+
+def test_a_routing_file_gives_top_k_and_experts(tmp_path: Path) -> None:
+    path = str(tmp_path / "routing.npz")
+    np.savez(path, law=np.arange(2 * 8 * 6, dtype=np.uint8).reshape(2, 8, 6) % 64)
+    found = resolved("--routing_file", path)
+    assert (found.top_k, found.num_experts, found.router) == (6, 64, "file")
+    assert resolved("--routing_file", path, "--num_experts", "80").num_experts == 80
+    with pytest.raises(ValueError, match="--top_k must be that of --routing_file, 6, got 8"):
+        resolved("--routing_file", path, "--top_k", "8")
+    with pytest.raises(ValueError, match="--num_experts must be at least 64 for --routing_file, got 63"):
+        resolved("--routing_file", path, "--num_experts", "63")
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        ("--ep_size 0", "--ep_size must be 1 to 128, got 0"),
+        ("--ep_size 129", "--ep_size must be 1 to 128, got 129"),
+        ("--ep_size x", "--ep_size: invalid int value: 'x'"),
+        ("--backend nvls", "--backend: invalid choice: 'nvls'"),
+        ("--device tpu", "--device: invalid choice: 'tpu'"),
+        ("--profile gpt2", "--profile: invalid choice: 'gpt2'"),
+        ("--hidden_size 0", "--hidden_size must be 1 to 1048576, got 0"),
+        ("--top_k 33", "--top_k must be 1 to 32, got 33"),
+        ("--num_experts 7", "--num_experts must be at least --top_k 8, got 7"),
+        ("--quant int4", "--quant: invalid choice: 'int4'"),
+        ("--payload_dtype float16", "--payload_dtype float16 is for unquantised rows (--quant bf16), got --quant fp8"),
+        ("--payload_dtype int8", "--payload_dtype: invalid choice: 'int8'"),
+        ("--quant nvfp4 --hidden_size 100", "--hidden_size must be a multiple of 16 for --quant nvfp4, got 100"),
+        (
+            "--combine_dtype fp8_block",
+            "--combine_dtype fp8_block is not available yet; use bfloat16, float16 or float32",
+        ),
+        ("--combine_dtype int8", "--combine_dtype: invalid choice: 'int8'"),
+        ("-b -1", "-b must be 0 or more, got -1"),
+        ("-b 4 -e 2", "-e must be at least the first batch size 4 (-b), got 2"),
+        ("-i 0", "-i must be 1 or more, got 0"),
+        ("-f 1", "-f must be 2 or more, got 1"),
+        ("-i 1 -f 2", "-i (step, 1) and -f (factor, 2) exclude each other"),
+        ("-e 99999999999", "max_tokens_per_rank"),
+        ("--max_tokens_per_rank 4", "--max_tokens_per_rank must be at least the largest batch 64 (-e), got 4"),
+        ("--iters 0", "--iters must be 1 or more, got 0"),
+        ("--warmup -1", "--warmup must be 0 or more, got -1"),
+        ("--seed -1", "--seed must be 0 or more, got -1"),
+        ("--seed 4294967296", "--seed must be at most 4294967295, got 4294967296"),
+        ("--num_sms 4", "--num_sms 4 needs --device cuda, this run is on the CPU"),
+        ("--no_sync", "--no_sync is not available yet"),
+        ("--peers nccl,mpi", "--peers must be a comma-separated list of nccl, flashinfer or deepep, got 'mpi'"),
+        ("--perfect_router --routing_file x.npz", "--perfect_router and --routing_file x.npz exclude each other"),
+        ("--routing_file /none/x.npz", "--routing_file /none/x.npz: No such file or directory"),
+        ("--perfect_router --num_experts 9 --ep_size 8", "--num_experts 9 leaves some of --ep_size 8 without"),
+        ("--output_file /none/x.json", "--output_file /none/x.json: its directory does not exist"),
+        ("--plot x.txt", "--plot must end in .png or .svg or .pdf, got x.txt"),
+        ("--iter 5", "unrecognized arguments: --iter 5"),
+    ],
+)
+def test_wrong_flags_are_named(flags: str, complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code: object
+    try:
+        code = cli.main([*CPU, *flags.split()])
+    except SystemExit as exit_:  # argparse's own complaints
+        code = exit_.code
+    captured = capsys.readouterr()
+    assert code == 2
+    assert complaint in captured.err
+    assert captured.out == ""
+
+
+@pytest.mark.parametrize("command", ["roofline", "demo"])
+def test_other_commands_check_too(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([command, "--device", "cpu", "--ep_size", "500"]) == 2
+    assert f"putget {command}: error: --ep_size must be 1 to 128, got 500" in capsys.readouterr().err
+
+
+def test_a_subcommand_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        cli.main([])
+    assert exit_.value.code == 2
+    assert "bench,doctor,roofline,demo" in capsys.readouterr().err

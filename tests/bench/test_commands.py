@@ -1,0 +1,143 @@
+"""The subcommands as a user runs them, on a few CPU ranks."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import matplotlib.image
+import numpy as np
+import pytest
+
+from putget.bench import cli, report
+
+Command = Callable[[str], str]
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def putget(capsys: pytest.CaptureFixture[str]) -> Command:
+    """Runs a command line in this process (its ranks are processes of their own) and returns what it printed."""
+
+    def run(flags: str) -> str:
+        code = cli.main(flags.split())
+        captured = capsys.readouterr()
+        assert code == 0, captured.out + captured.err
+        assert captured.err == ""
+        return captured.out
+
+    return run
+
+
+def test_bench_with_peers_writes_a_valid_report_and_a_picture(putget: Command, tmp_path: Path) -> None:
+    report_path, plot_path = tmp_path / "out.json", tmp_path / "out.png"
+    flags = (
+        "bench --device cpu --ep_size 2 -b 0 -e 4 --iters 6 --warmup 1 --iter_stats --kernel_breakdown "
+        f"--hidden_size 512 --peers nccl,flashinfer --output_file {report_path} --plot {plot_path}"
+    )
+    printed = putget(flags)
+    document = json.loads(report_path.read_text())
+    jsonschema.Draft202012Validator(report.schema()).validate(document)
+    assert document["command"] == ["putget", *flags.split()]
+    assert [size["batch_size"] for size in document["results"]] == [0, 1, 2, 4]
+    for size in document["results"]:
+        ours, gather, exchange = size["contenders"]
+        assert [ours["name"], gather["name"], exchange["name"]] == ["putget", "gloo AG+RS", "gloo all-to-all"]
+        check_arithmetic(size, document["ceiling"])
+    assert {peer["name"]: peer["status"] for peer in document["peers"]}["nccl"] == "measured"
+    assert "there are no kernels on the CPU" in printed
+    assert "4 tokens a rank: correct;" in printed
+    assert matplotlib.image.imread(plot_path).shape[:2] == (810, 1800)
+
+
+def check_arithmetic(size: dict[str, Any], ceiling: dict[str, Any]) -> None:
+    """The rates, shares and ratios of the report follow from its bytes and latencies."""
+    ours, moved = size["contenders"][0], size["bytes"]
+    for phase, rate in (("dispatch", ceiling["write_gbps"]), ("combine", ceiling["read_gbps"])):
+        latency_us = ours[phase]["latency_us"]
+        assert ours[phase]["wire_gbps"] == pytest.approx(moved[phase] / latency_us / 1e3, rel=1e-4)
+        assert ours[phase]["algorithm_gbps"] == pytest.approx(moved[f"{phase}_algorithm"] / latency_us / 1e3, rel=1e-4)
+        assert ours[phase]["ceiling_fraction"] == pytest.approx(ours[phase]["wire_gbps"] / rate, rel=1e-4)
+        assert ours[phase]["percentiles_us"]["p50"] == pytest.approx(latency_us, rel=1e-4)
+    for peer in size["contenders"]:
+        ratio = ours["pair"]["latency_us"] / peer["pair"]["latency_us"]
+        assert peer["pair"]["ratio"] == pytest.approx(ratio, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--ep_size 3 --profile gpt_oss_120b --quant nvfp4 --num_experts 10 --top_k 3",
+        "--ep_size 4 --quant bf16 --payload_dtype float32 --combine_dtype float16 --hidden_size 96 --perfect_router",
+        "--ep_size 1 --hidden_size 256 --peers nccl",
+    ],
+)
+def test_bench_of_other_shapes(putget: Command, flags: str) -> None:
+    printed = putget(f"bench --device cpu -b 1 -e 9 -f 3 --iters 2 --warmup 0 {flags}")
+    assert "9 tokens a rank: correct;" in printed
+
+
+def test_bench_reads_a_routing_file(putget: Command, tmp_path: Path) -> None:
+    path = tmp_path / "routing.npz"
+    generator = np.random.default_rng(5)
+    keys = generator.random((2, 30, 16))
+    np.savez_compressed(path, law=keys.argsort(axis=2)[:, :, :6].astype(np.uint8))
+    flags = f"bench --device cpu --ep_size 2 -b 5 -e 5 --iters 2 --hidden_size 128 --routing_file {path}"
+    printed = putget(flags)
+    assert "top_k 6, 16 experts" in printed
+    assert "file routing" in printed
+
+
+def test_bench_under_torchrun(tmp_path: Path) -> None:
+    flags = f"bench --device cpu -b 2 -e 2 --iters 2 --hidden_size 128 --output_file {tmp_path / 'out.json'}"
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+            "-m",
+            "putget",
+            *flags.split(),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=ROOT,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("2 tokens a rank: correct;") == 1  # one rank talks
+    assert json.loads((tmp_path / "out.json").read_text())["config"]["ep_size"] == 2
+
+
+def test_roofline(putget: Command, tmp_path: Path) -> None:
+    path = tmp_path / "roofline.json"
+    printed = putget(f"roofline --device cpu --ep_size 2 --iters 3 --output_file {path}")
+    document = json.loads(path.read_text())
+    assert document["schema"] == "putget.roofline/1"
+    assert {rate["kind"] for rate in document["rates"]} == {"write", "read"}
+    assert all(rate["gbps"] > 0 for rate in document["rates"])
+    assert document["barrier_us"] > 0
+    assert re.search(r"^ +write +\d", printed, re.MULTILINE)
+
+
+def test_demo(putget: Command, tmp_path: Path) -> None:
+    plot_path = tmp_path / "demo.png"
+    printed = putget(f"demo --device cpu --ep_size 2 --plot {plot_path}")
+    for tokens in (1, 4, 16, 64):
+        assert re.search(
+            rf"^{tokens} tokens a rank: every byte as the oracle has it; relative error .* 0\.00\d", printed, re.M
+        )
+        assert re.search(rf"^ +{tokens} .* equal +0\.00\d+ *$", printed, re.M)
+    assert "saved" in printed
+    assert f"Plot: {plot_path}" in printed
+    assert plot_path.stat().st_size > 10_000
