@@ -35,7 +35,7 @@ def run(args: argparse.Namespace, command: Sequence[str]) -> int:
     settings = _settings(args)
     console = make_console(quiet=not launch.is_reporter())
     document = report.new_document(settings, command, ())
-    console.print(_introduction(settings), soft_wrap=True)
+    console.print(_introduction(settings))
     with RunProgress(console, "putget demo", len(settings.batches)) as progress:
         progress.stage(f"starting {settings.ep_size} ranks")
 
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace, command: Sequence[str]) -> int:
         console.print("\nLatency in us by tokens a rank: median of the slowest rank", style="bold")
         console.print(_table(document))
         for line in _conclusions(document):
-            console.print(line, soft_wrap=True)
+            console.print(line)
         path = Path(args.plot)
         plot.draw(document, path)
         console.print(f"Plot: {path.resolve()}", soft_wrap=True)

@@ -77,7 +77,7 @@ def _rounded(value: Any) -> Any:
 
 def show(document: Document, console: Console) -> None:
     """Prints the report's tables."""
-    console.print(_headline(document), soft_wrap=True)
+    console.print(_headline(document))
     config = document["config"]
     if document["results"]:
         _print(
@@ -94,7 +94,7 @@ def show(document: Document, console: Console) -> None:
         if config["kernel_breakdown"] and config["device"] == "cuda":
             _print(console, "Kernels of a round on rank 0, by torch's profiler", _kernel_table(document))
     for note in _notes(document):
-        console.print(note, soft_wrap=True)
+        console.print(note)
 
 
 def new_table(*columns: str, left: int = 0) -> Table:

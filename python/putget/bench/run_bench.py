@@ -57,12 +57,12 @@ def run(args: argparse.Namespace, command: Sequence[str]) -> int:
     report.show(document, console)
     if args.output_file is not None:
         report.write(document, Path(args.output_file))
-        console.print(f"report: {args.output_file}")
+        console.print(f"report: {args.output_file}", soft_wrap=True)
     if args.plot is not None and document["results"]:
         from putget.bench import plot
 
         plot.draw(document, Path(args.plot))
-        console.print(f"plot: {args.plot}")
+        console.print(f"plot: {args.plot}", soft_wrap=True)
     return exit_code
 
 

@@ -69,7 +69,7 @@ def run(args: argparse.Namespace, command: Sequence[str]) -> int:
         console.print("One rank has no peer to move bytes to: pass --ep_size 2 or more.")
     if args.output_file is not None:
         Path(args.output_file).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-        console.print(f"report: {args.output_file}")
+        console.print(f"report: {args.output_file}", soft_wrap=True)
     return exit_code
 
 

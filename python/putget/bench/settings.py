@@ -162,7 +162,7 @@ def resolve(args: argparse.Namespace, world_size: int | None) -> Settings:
         routing_file=args.routing_file,
         num_sms=args.num_sms,
         cuda_graph=not args.no_cuda_graph and not on_cpu,
-        flush_l2=args.flush_l2 and not on_cpu,
+        flush_l2=not args.no_flush_l2 and not on_cpu,
         kernel_breakdown=args.kernel_breakdown,
         iter_stats=args.iter_stats,
         peers=_resolve_peers(args.peers),
