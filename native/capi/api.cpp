@@ -71,6 +71,15 @@ uint32_t access_bytes(uint64_t mixed) {
   return bytes;
 }
 
+putget::RankSet rank_set(const char* name, const uint32_t* words, uint32_t ep_size) {
+  require(words != nullptr, std::string(name) + " is null");
+  putget::RankSet set = putget::RankSet::none();
+  for (uint32_t rank = 0; rank < ep_size; ++rank) {
+    if ((words[rank / 32] >> (rank % 32)) & 1u) set.insert(rank);
+  }
+  return set;
+}
+
 putget_layout public_layout(const putget::Layout& layout) {
   putget_layout out{};
   out.size = sizeof(out);
@@ -165,11 +174,7 @@ putget_status putget_memory_import(putget_memory* memory, uint32_t peer, const p
 putget_status putget_memory_start(putget_memory* memory, uint32_t epoch, const uint32_t* active) {
   return guarded([&] {
     Memory& backend = backend_of(memory);
-    require(active != nullptr, "active is null");
-    putget::RankSet set = putget::RankSet::none();
-    for (uint32_t rank = 0; rank < backend.config().ep_size; ++rank) {
-      if ((active[rank / 32] >> (rank % 32)) & 1u) set.insert(rank);
-    }
+    const putget::RankSet set = rank_set("active", active, backend.config().ep_size);
     require(set.has(backend.config().ep_rank), "active leaves out the own rank");
     backend.start(epoch, set);
   });
@@ -179,16 +184,21 @@ putget_status putget_memory_renew(putget_memory* memory) {
   return guarded([&] { backend_of(memory).renew(); });
 }
 
-putget_status putget_memory_epoch(putget_memory* memory, uint32_t* epoch) {
+putget_status putget_memory_round(putget_memory* memory, uint32_t* epoch, uint32_t* open) {
   return guarded([&] {
     Memory& backend = backend_of(memory);
-    require(epoch != nullptr, "epoch is null");
-    *epoch = backend.epoch();
+    require(epoch != nullptr && open != nullptr, "epoch or open is null");
+    const putget::State state = backend.read_state();
+    *epoch = state.epoch;
+    *open = state.open;
   });
 }
 
-putget_status putget_memory_mix(putget_memory* memory) {
-  return guarded([&] { backend_of(memory).share_between_layouts(); });
+putget_status putget_memory_mix(putget_memory* memory, const uint32_t* open) {
+  return guarded([&] {
+    Memory& backend = backend_of(memory);
+    backend.share_between_layouts(rank_set("open", open, backend.config().ep_size));
+  });
 }
 
 putget_status putget_memory_base(putget_memory* memory, uint32_t rank, void** base) {

@@ -61,17 +61,15 @@ class CpuMemory final : public Memory {
     for (uint32_t line = 0; line < 3 * config_.ep_size; ++line) *flag_line(own, 0, line) = pack_flag(epoch, 0);
   }
 
-  uint32_t epoch() override { return state_.epoch; }
+  State read_state() override { return state_; }
 
-  void share_between_layouts() override {
+  void share_between_layouts(const RankSet& open) override {
     mixed_ = 1;
     if (state_.mixed) return;
     state_.mixed = 1;
-    // Every rank has finished every round before an open one: they all waited here for each other.
-    const uint32_t finished = state_.open ? state_.epoch - 1 : state_.epoch;
     uint8_t* own = symmetric_.base(config_.ep_rank);
     for (uint32_t rank = 0; rank < config_.ep_size; ++rank) {
-      *flag_line(own, 2 * config_.ep_size * kLineBytes, rank) = pack_flag(finished, 0);
+      *flag_line(own, 2 * config_.ep_size * kLineBytes, rank) = finished_before(state_.epoch, open.has(rank));
     }
   }
   uint8_t* base(uint32_t rank) const override { return symmetric_.base(rank); }

@@ -59,7 +59,9 @@ class CudaMemory final : public Memory {
   void start(uint32_t epoch, const RankSet& active) override {
     DeviceScope scope(config_.ordinal);
     check(cudaDeviceSynchronize(), "waiting for the device");
-    write_flags(0, 3 * config_.ep_size, epoch);
+    for (uint32_t lines = 0; lines < 3; ++lines) {
+      write_flags(lines * config_.ep_size, [&](uint32_t) { return pack_flag(epoch, 0); });
+    }
     State state{};
     state.epoch = epoch;
     state.active = active;
@@ -68,15 +70,21 @@ class CudaMemory final : public Memory {
     *fault_ = FaultRecord{};
   }
 
-  uint32_t epoch() override { return read_state().epoch; }
+  State read_state() override {
+    DeviceScope scope(config_.ordinal);
+    check(cudaDeviceSynchronize(), "waiting for the device");
+    State state{};
+    check(cudaMemcpy(&state, state_, sizeof(state), cudaMemcpyDeviceToHost), "reading private state");
+    return state;
+  }
 
-  void share_between_layouts() override {
+  void share_between_layouts(const RankSet& open) override {
     mixed_ = 1;
     State state = read_state();
     if (state.mixed) return;
     state.mixed = 1;
-    // Every rank has finished every round before an open one: they all waited here for each other.
-    write_flags(2 * config_.ep_size, config_.ep_size, state.open ? state.epoch - 1 : state.epoch);
+    DeviceScope scope(config_.ordinal);
+    write_flags(2 * config_.ep_size, [&](uint32_t rank) { return finished_before(state.epoch, open.has(rank)); });
     write_state(state);
   }
 
@@ -125,20 +133,14 @@ class CudaMemory final : public Memory {
     return Grid{num_sms_, num_sms == 0 || num_sms > num_sms_ ? num_sms_ : num_sms};
   }
 
-  void write_flags(uint32_t first_line, uint32_t lines, uint32_t epoch) {
-    std::vector<uint8_t> bytes(lines * kLineBytes, 0);
-    for (uint32_t line = 0; line < lines; ++line) *flag_line(bytes.data(), 0, line) = pack_flag(epoch, 0);
+  // One line for each rank, from first_line of the own control lines on.
+  template <class FlagOf>
+  void write_flags(uint32_t first_line, FlagOf flag_of) {
+    std::vector<uint8_t> bytes(config_.ep_size * kLineBytes, 0);
+    for (uint32_t rank = 0; rank < config_.ep_size; ++rank) *flag_line(bytes.data(), 0, rank) = flag_of(rank);
     check(cudaMemcpy(symmetric_.base(config_.ep_rank) + first_line * kLineBytes, bytes.data(), bytes.size(),
                      cudaMemcpyHostToDevice),
           "writing flags");
-  }
-
-  State read_state() {
-    DeviceScope scope(config_.ordinal);
-    check(cudaDeviceSynchronize(), "waiting for the device");
-    State state{};
-    check(cudaMemcpy(&state, state_, sizeof(state), cudaMemcpyDeviceToHost), "reading private state");
-    return state;
   }
 
   void write_state(const State& state) {

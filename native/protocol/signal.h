@@ -22,6 +22,9 @@ PUTGET_PURE uint64_t pack_flag(uint32_t epoch, uint32_t value) { return uint64_t
 PUTGET_PURE uint32_t flag_epoch(uint64_t flag) { return static_cast<uint32_t>(flag >> 32); }
 PUTGET_PURE uint32_t flag_value(uint64_t flag) { return static_cast<uint32_t>(flag); }
 
+// What `finished` of a rank says when rounds begin to exchange it: a rank with an open round has finished the one before.
+PUTGET_PURE uint64_t finished_before(uint32_t epoch, bool open) { return pack_flag(open ? epoch - 1 : epoch, 0); }
+
 // Wrap-safe: true if `seen` is `wanted` or later, as long as the two are less than 2^31 rounds apart.
 PUTGET_PURE bool epoch_reached(uint32_t seen, uint32_t wanted) { return static_cast<int32_t>(seen - wanted) >= 0; }
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hmac
 import json
 import os
+import resource
 import secrets
 import selectors
 import socket
@@ -25,6 +26,7 @@ from putget.errors import PeerTimeout, PutgetError
 _LENGTH = struct.Struct("!I")
 _MAX_MESSAGE_BYTES = 1 << 20
 _MAX_DESCRIPTORS = 8
+_SPARE_DESCRIPTORS = 64  # for shares on their way, and for the caller
 _LOOK_AGAIN_S = 0.25  # between looks at what only time decides
 
 
@@ -118,6 +120,20 @@ class _Peer:
         self.sock.close()
 
 
+def require_descriptors(count: int) -> None:
+    """Makes sure that this process may open so many descriptors more: raises its soft limit up to the hard one.
+
+    Raises:
+        PutgetError: The hard limit is too low.
+    """
+    needed = len(os.listdir("/proc/self/fd")) + count + _SPARE_DESCRIPTORS
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        if hard != resource.RLIM_INFINITY and hard < needed:
+            raise PutgetError(f"{needed} descriptors are needed, the limit is {hard} (ulimit -Hn)")
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+
+
 def host_identity() -> str:
     """Equal on two ranks exactly where they can reach each other's abstract UNIX sockets."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -182,6 +198,7 @@ class Mesh:
         self._peers: dict[int, _Peer] = {}
         self._sequence = 0
         self._nonce = 0  # of this rank's last join
+        self._agreeing_since = 0.0
         self._joins: dict[int, dict[str, Any]] = {}
         self._confirms: dict[int, list[int]] = {}
 
@@ -291,8 +308,11 @@ class Mesh:
         self._nonce += 1
         for peer in self._peers.values():
             peer.send({"join": self._nonce, "members": members, "epoch": epoch, "at": self._sequence}, [], timeout_s)
+            if peer.alive:
+                peer.receive()  # a join that was taken back in the meantime must not count
         others = [rank for rank in members if rank != self.rank]
         told: list[int] = []
+        self._agreeing_since = time.monotonic()
 
         def look() -> bool:
             for peer in others:
@@ -343,7 +363,7 @@ class Mesh:
             join = self._joins.get(peer)
             if join is None or join["members"] == members or self.rank not in join["members"]:
                 continue
-            if time.monotonic() - join["heard"] < patience_s:
+            if time.monotonic() - max(join["heard"], self._agreeing_since) < patience_s:
                 continue
             conflict = f"rank {peer} wants the active ranks {join['members']}, rank {self.rank} wants {members}"
             for other in others:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from putget import _abi, hardware
-from putget._mesh import Listener, Mesh
+from putget._mesh import Listener, Mesh, require_descriptors
 
 _CONNECT_TIMEOUT_S = 60.0
 
@@ -57,6 +57,7 @@ class Communicator:
             raise ValueError("group: this process is not a member of it")
         if size > _abi.MAX_RANKS:
             raise ValueError(f"group has {size} ranks, allowed are up to {_abi.MAX_RANKS}")
+        require_descriptors(size + 1)
         listener = Listener()
         try:
             cards: list[Any] = [None] * size
@@ -86,6 +87,7 @@ class Communicator:
         """
         if not isinstance(n, int) or isinstance(n, bool) or not 1 <= n <= _abi.MAX_RANKS:
             raise ValueError(f"n is {n!r}, allowed are ints from 1 to {_abi.MAX_RANKS}")
+        require_descriptors(n * (n + 1))
         listeners = [Listener() for _ in range(n)]
         try:
             cards = [listener.card() for listener in listeners]

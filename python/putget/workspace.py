@@ -145,7 +145,11 @@ class Workspace:
         memory = self.memory
         mesh = self._comm._mesh
         active = [rank for rank, is_active in enumerate(self._active) if is_active]
-        share = memory.export()
+        try:
+            share = memory.export()
+        except (ValueError, PutgetError) as error:
+            mesh.refuse(str(error))
+            raise
         try:
             passed = [share.descriptor] if share.kind == _abi.SHARE_DESCRIPTOR else []
             messages = mesh.exchange(
@@ -200,7 +204,7 @@ class Workspace:
         wanted = self._check_mask(mask)
         comm.require_open()
         members = [rank for rank, is_active in enumerate(wanted) if is_active]
-        epoch = memory.epoch()
+        epoch, _ = memory.round()
         agreed = comm._mesh.agree(members, epoch, self.timeout_s)
         self._consistent = False
         self._active = wanted
@@ -229,9 +233,12 @@ class Workspace:
         if self._layout is not None and layout != self._layout and not self._mixed:
             active = [rank for rank, is_active in enumerate(self._active) if is_active]
             mesh = self._comm._mesh
-            self.memory.epoch()  # waits for the device
-            mesh.exchange("mix", {}, members=active, timeout_s=self.warmup_timeout_s)
-            self.memory.mix()
+            own_open = self.memory.round()[1]
+            fields = {"open": own_open}
+            messages = mesh.exchange("mix", fields, members=active, timeout_s=self.warmup_timeout_s)
+            is_open = [rank in messages and bool(messages[rank].fields["open"]) for rank in range(self._comm.size)]
+            is_open[self._comm.rank] = own_open
+            self.memory.mix(is_open)
             mesh.exchange("mixed", {}, members=active, timeout_s=self.warmup_timeout_s)
             self._mixed = True
         self._layout = layout
