@@ -145,6 +145,36 @@ def test_layers_of_different_shape_share_a_workspace(mode: str, device: str) -> 
             check_round(case, index, {rank: outcomes[layer][index] for rank, outcomes in enumerate(results)})
 
 
+def join_later(rank: Rank, cases: tuple[Case, ...], epoch: int, num_bytes: int) -> list[list[Outcome]]:
+    """A body: another layer comes to the workspace while a round of the first is open on some ranks only."""
+    workspace = putget.Workspace(rank.comm, num_bytes, device=rank.device, timeout_s=20, warmup_timeout_s=20)
+    first = rank.all_to_all(**cases[0].options(), workspace=workspace)
+    workspace._reset(epoch)
+    outcomes: list[list[Outcome]] = [[play_round(first, rank, cases[0], 0)], []]
+    play_round(first, rank, replace(cases[0], rounds=(replace(cases[0].rounds[1], ending="open"),)), 0)
+    if rank.rank == 1:
+        first.release()
+    second = rank.all_to_all(**cases[1].options(), workspace=workspace)
+    for index in range(len(cases[1].rounds)):
+        outcomes[1].append(play_round(second, rank, cases[1], index))
+        if index % 2 and index < len(cases[0].rounds):
+            outcomes[0].append(play_round(first, rank, cases[0], len(outcomes[0])))
+    for owner in (first, second, workspace):
+        owner.close()
+    return outcomes
+
+
+@pytest.mark.parametrize("mode", ["process", "thread"])
+@pytest.mark.parametrize("epoch", [0, 2**32 - 4])
+def test_a_layer_comes_later(mode: str, epoch: int, device: str) -> None:
+    num_bytes = 2 * max(bytes_of(case) for case in LAYERS)
+    for cases in ((LAYERS[0], LAYERS[1]), (LAYERS[1], LAYERS[2]), (LAYERS[2], LAYERS[0])):
+        results = run_ranks(3, join_later, cases, epoch, num_bytes, mode=mode, device=device)
+        for which, case in enumerate(cases):
+            for index in range(len(results[0][which])):
+                check_round(case, index, {rank: outcomes[which][index] for rank, outcomes in enumerate(results)})
+
+
 def share_too_small(rank: Rank, num_bytes: int) -> str:
     workspace = putget.Workspace(rank.comm, num_bytes, device=rank.device)
     with pytest.raises(ValueError, match="workspace") as caught:
