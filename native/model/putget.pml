@@ -11,7 +11,7 @@
  * Parameters (-D): RANKS, ROUNDS, SLOTS (rows that one rank can send to another), EPOCHS (epochs count modulo this),
  *              ROUTES (which routings are tried: see choose_rows).
  * LAYERS       rounds alternate between two objects of different layouts on one workspace (see RECEIVE and OUTPUT)
- * MIX_AFTER    with LAYERS: the second object is made after this round, which need not have ended on every rank
+ * MIX_AFTER    with LAYERS: the second object is made in or after this round, which need not have ended on every rank
  * DEADLINES    every wait may expire at any time; the last rank may die at any time or go on after any pause; the
  *              others then agree on a new epoch, take new memory (set_active_ranks) and run EXTRA more rounds, in which
  *              no wait may expire
@@ -64,13 +64,11 @@
 #ifndef MIX_AFTER
 #define MIX_AFTER 0
 #endif
-#define OBJECT(round) ((round) > MIX_AFTER -> (round) % 2 : 0)
+#define OBJECT(round) ((round) > MIX_AFTER -> ((round) - MIX_AFTER) % 2 : 0)
 #else
 #define OBJECT(round) 0
 #endif
 
-#define ENDED(rank) (rank)
-#define FINISHED(rank) (RANKS + (rank))
 #define COMBINED 1
 #define RELEASED 2
 
@@ -79,8 +77,9 @@
 typedef Memory {
   byte arrived_epoch[RANKS];
   byte arrived_rows[RANKS];
-  byte end_epoch[2 * RANKS]; /* flags `ended`, and `finished` where layouts are mixed */
+  byte ended_epoch[RANKS];
   byte ended_how[RANKS];
+  byte finished_epoch[RANKS]; /* only where layouts are mixed */
   byte cell[CELLS]
 };
 #ifdef DEADLINES
@@ -170,7 +169,7 @@ inline publish_ended(of_epoch, how) {
   :: else ->
     MAY_DIE;
     choose_peer();
-    atomic { AT(peer).end_epoch[ENDED(me)] = of_epoch; AT(peer).ended_how[me] = how };
+    atomic { AT(peer).ended_epoch[me] = of_epoch; AT(peer).ended_how[me] = how };
     todo = todo & ~(1 << peer)
   od;
   peer = 0
@@ -185,7 +184,7 @@ inline publish_finished(of_epoch) {
     :: else ->
       MAY_DIE;
       choose_peer();
-      AT(peer).end_epoch[FINISHED(me)] = of_epoch;
+      AT(peer).finished_epoch[me] = of_epoch;
       todo = todo & ~(1 << peer)
     od;
     peer = 0
@@ -193,24 +192,33 @@ inline publish_finished(of_epoch) {
   fi
 }
 
-inline publish_release(of_epoch) {
-  publish_ended(of_epoch, RELEASED); /* R1 */
-#ifndef SKIP_R2
-  publish_finished(of_epoch) /* R2 */
-#endif
-}
-
 /* Until a wait is over its flag shows this round or the one before, then exactly this round: nobody can be further. */
 #define ONE_OF(flag, of_epoch) ((flag) == (of_epoch) || (flag) == PREVIOUS(of_epoch))
 
-inline observe(first_flag, of_epoch) {
+#define WAIT(flag, of_epoch) \
+  if \
+  :: atomic { REACHED(AT(me).flag, of_epoch) -> assert(AT(me).flag == of_epoch) } \
+  :: atomic { !ONE_OF(AT(me).flag, of_epoch) -> assert(false) } \
+  OR_EXPIRES \
+  fi
+
+inline observe_ended(of_epoch) {
   for (peer : 0 .. RANKS - 1) {
     if
-    :: PEER(peer) ->
+    :: PEER(peer) -> WAIT(ended_epoch[peer], of_epoch)
+    :: else
+    fi
+  }
+  peer = 0
+}
+
+/* Only of those that combined: who released has got nothing. */
+inline observe_finished(of_epoch) {
+  for (peer : 0 .. RANKS - 1) {
+    if
+    :: mixed && PEER(peer) && AT(me).ended_how[peer] == COMBINED ->
       if
-      :: atomic { REACHED(AT(me).end_epoch[first_flag + peer], of_epoch) ->
-          assert(AT(me).end_epoch[first_flag + peer] == of_epoch) }
-      :: atomic { !ONE_OF(AT(me).end_epoch[first_flag + peer], of_epoch) -> assert(false) }
+      :: AT(me).finished_epoch[peer] == of_epoch
       OR_EXPIRES
       fi
     :: else
@@ -327,15 +335,16 @@ inline get_rows() {
 
 /* The second object is made: all ranks meet, and nobody starts a round before all have set their flags. */
 #ifdef LAYERS
-byte met, open_somewhere, set;
+byte met, set;
+bool mix_before_end; /* a combine waits for all ranks, so all meet on the same side of it */
 inline mix_layouts() {
-  atomic { open_somewhere = open_somewhere | (open -> 1 << me : 0); met++ }
+  met++;
   met == RANKS;
   for (peer : 0 .. RANKS - 1) {
-#ifdef MIX_BY_OWN_STATE
-    AT(me).end_epoch[FINISHED(peer)] = (open -> PREVIOUS(epoch) : epoch)
+#ifdef MIX_AS_FINISHED
+    AT(me).finished_epoch[peer] = epoch
 #else
-    AT(me).end_epoch[FINISHED(peer)] = ((open_somewhere >> peer) & 1 -> PREVIOUS(epoch) : epoch)
+    AT(me).finished_epoch[peer] = (open -> PREVIOUS(epoch) : epoch)
 #endif
   }
   peer = 0;
@@ -368,7 +377,7 @@ next_round:
   fi;
 #ifndef SKIP_R1
   if
-  :: open -> publish_release(epoch) /* the round before is still open */
+  :: open -> publish_ended(epoch, RELEASED) /* R1: the round before is still open */
   :: else
   fi;
 #endif
@@ -378,13 +387,10 @@ next_round:
   epoch = NEXT(epoch);
   choose_rows();
 #ifndef SKIP_D1
-  observe(ENDED(0), PREVIOUS(epoch)); /* D1 */
+  observe_ended(PREVIOUS(epoch)); /* D1 */
 #endif
 #ifndef SKIP_D0
-  if
-  :: mixed -> observe(FINISHED(0), PREVIOUS(epoch)) /* D0 */
-  :: else
-  fi;
+  observe_finished(PREVIOUS(epoch)); /* D0 */
 #endif
 #ifdef EARLY_D3
   publish_arrived();
@@ -421,6 +427,13 @@ next_round:
     fi
 #endif
   }
+#if MIX_AFTER > 0
+  if
+  :: round == MIX_AFTER && (mix_before_end || !combine) -> mix_layouts()
+  :: round == MIX_AFTER && (!mix_before_end || !combine) /* mixed after it */
+  :: round != MIX_AFTER
+  fi;
+#endif
   if
   :: combine ->
 #ifdef EARLY_C2
@@ -433,7 +446,7 @@ next_round:
 #endif
 #endif
 #ifndef SKIP_C3
-    observe(ENDED(0), epoch); /* C3 */
+    observe_ended(epoch); /* C3 */
 #ifndef IGNORE_HOW
     for (peer : 0 .. RANKS - 1) {
       if
@@ -456,13 +469,13 @@ next_round:
     open = false
   :: else ->
 #ifdef EARLY_R1
-    publish_release(epoch);
+    publish_ended(epoch, RELEASED); /* R1: release() */
     run_experts();
     open = false
 #else
     run_experts();
     if
-    :: publish_release(epoch);
+    :: publish_ended(epoch, RELEASED); /* R1: release() */
       open = false
     :: true /* left open: the next dispatch does R1 */
     fi
@@ -504,8 +517,8 @@ finished:
 #ifndef SKIP_FLAG_INIT
   atomic {
     for (peer : 0 .. RANKS - 1) {
-      AT(me).end_epoch[ENDED(peer)] = epoch;
-      AT(me).end_epoch[FINISHED(peer)] = epoch;
+      AT(me).ended_epoch[peer] = epoch;
+      AT(me).finished_epoch[peer] = epoch;
       AT(me).arrived_epoch[peer] = epoch
     }
     peer = 0
@@ -525,11 +538,17 @@ stopped:
 init {
   byte i, r;
   atomic {
+#ifdef LAYERS
+    if
+    :: mix_before_end = true
+    :: true
+    fi;
+#endif
     for (i : 0 .. RANKS - 1) {
       for (r : 0 .. RANKS - 1) {
         memory[i].arrived_epoch[r] = FIRST_EPOCH;
-        memory[i].end_epoch[ENDED(r)] = FIRST_EPOCH;
-        memory[i].end_epoch[FINISHED(r)] = FIRST_EPOCH
+        memory[i].ended_epoch[r] = FIRST_EPOCH;
+        memory[i].finished_epoch[r] = FIRST_EPOCH
       }
     }
     for (i : 0 .. RANKS - 1) { run Rank(i) }
