@@ -316,7 +316,7 @@ class Mesh:
 
         def look() -> bool:
             for peer in others:
-                self._hear_agreement(peer, members)
+                self._hear_agreement(peer)
             self._raise_conflict(members, others, timeout_s)
             if any(self._joins.get(peer, {}).get("members") != members for peer in others):
                 return False
@@ -340,7 +340,7 @@ class Mesh:
         self._sequence = max([self._sequence, *(int(join["at"]) for join in joins)]) + 1
         return max([epoch, *(int(join["epoch"]) for join in joins)])
 
-    def _hear_agreement(self, peer: int, members: list[int]) -> None:
+    def _hear_agreement(self, peer: int) -> None:
         """Takes what a peer has said about the active ranks: its last join stands until it takes that back."""
         queue = self._peers[peer].agreement
         while queue:
@@ -351,10 +351,8 @@ class Mesh:
                 del self._joins[peer]
             elif "confirm" in fields:
                 self._confirms[peer] = fields["confirm"]
-            elif "conflict" in fields:
-                join = self._joins.get(peer, {})
-                if join.get("join") == fields["of"] and join.get("members") == members:
-                    raise ValueError(f"mask: {fields['conflict']}")
+            elif "conflict" in fields and fields["yours"] == self._nonce:
+                raise ValueError(f"mask: {fields['conflict']}")
 
     def _raise_conflict(self, members: list[int], others: list[int], timeout_s: float) -> None:
         """A member that goes on wanting other members is a conflict; one that has only not yet given up is not."""
@@ -367,7 +365,8 @@ class Mesh:
                 continue
             conflict = f"rank {peer} wants the active ranks {join['members']}, rank {self.rank} wants {members}"
             for other in others:
-                self._peers[other].send({"conflict": conflict, "of": self._nonce}, [], timeout_s)
+                known = self._joins.get(other, {}).get("join")
+                self._peers[other].send({"conflict": conflict, "yours": known}, [], timeout_s)
             raise ValueError(f"mask: {conflict}")
 
     def close(self) -> None:
