@@ -24,7 +24,7 @@ from putget import config
 Event = dict[str, Any]
 Emit = Callable[[Event], None]
 
-_GROUP_TIMEOUT = timedelta(minutes=5)
+_GROUP_TIMEOUT = timedelta(minutes=2)
 _GRACE_S = 5.0
 _POLL_S = 0.05
 _JOIN_PATIENCE_S = 25.0  # torch waits 30 s for ranks to end before it kills them
