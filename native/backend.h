@@ -29,8 +29,9 @@ class Memory {
   virtual void renew() = 0;
   virtual void start(uint32_t epoch, const RankSet& active) = 0;
   virtual State read_state() = 0;  // waits for the device
-  // From the next round on, rounds also say when combined rows have been got. `open`: ranks that have not ended the last round.
-  virtual void share_between_layouts(const RankSet& open) = 0;
+  // From the next round on, rounds also say when combined rows have been got. Every rank calls it at the same point
+  // between two meetings, when all calls before have been waited for.
+  virtual void share_between_layouts() = 0;
   virtual uint8_t* base(uint32_t rank) const = 0;
   virtual State* state() const = 0;
   virtual FaultRecord* fault() const = 0;  // readable by the host at any time

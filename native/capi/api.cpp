@@ -48,15 +48,14 @@ putget_alltoall& object_of(putget_alltoall* object) {
   return *object;
 }
 
-uint32_t fault_kind(const Memory& memory) {
-  return __atomic_load_n(&memory.fault()->kind, __ATOMIC_ACQUIRE);
-}
+uint32_t fault_kind(const Memory& memory) { return __atomic_load_n(&memory.fault()->kind, __ATOMIC_ACQUIRE); }
 
 void require_no_fault(const Memory& memory) {
   if (fault_kind(memory) != PUTGET_FAULT_NONE) throw Error(PUTGET_FAULT, "a fault stands: see putget_read_fault");
 }
 
-// On CPU a call has ended when it returns, so that its own fault is reported at once; on CUDA it has only been enqueued.
+// On CPU a call has ended when it returns, so that its own fault is reported at once; on CUDA it has only been
+// enqueued.
 template <class Body>
 void run_checked(Memory& memory, Body body) {
   require_no_fault(memory);
@@ -142,9 +141,8 @@ putget_status putget_memory_create(const putget_memory_config* config, putget_me
     require_version(config, "config");
     require(memory != nullptr, "memory is null");
     const putget::MemoryConfig wanted = putget::capi::memory_config_of(*config);
-    *memory = new putget_memory{config->device == PUTGET_CPU ? putget::cpu::create_memory(wanted)
-                                                             : putget::cuda::create_memory(wanted),
-                                0};
+    *memory = new putget_memory{
+        config->device == PUTGET_CPU ? putget::cpu::create_memory(wanted) : putget::cuda::create_memory(wanted), 0};
   });
 }
 
@@ -165,8 +163,8 @@ putget_status putget_memory_import(putget_memory* memory, uint32_t peer, const p
     const uint32_t ep_size = backend.config().ep_size;
     require(peer < ep_size && peer != backend.config().ep_rank,
             "peer is " + std::to_string(peer) + ", allowed are the other ranks of " + std::to_string(ep_size));
-    require(share->bytes == backend.config().bytes, "share.bytes is " + std::to_string(share->bytes) + ", expected " +
-                                                        std::to_string(backend.config().bytes));
+    require(share->bytes == backend.config().bytes,
+            "share.bytes is " + std::to_string(share->bytes) + ", expected " + std::to_string(backend.config().bytes));
     backend.import_share(peer, *share);
   });
 }
@@ -184,29 +182,24 @@ putget_status putget_memory_renew(putget_memory* memory) {
   return guarded([&] { backend_of(memory).renew(); });
 }
 
-putget_status putget_memory_round(putget_memory* memory, uint32_t* epoch, uint32_t* open) {
+putget_status putget_memory_epoch(putget_memory* memory, uint32_t* epoch) {
   return guarded([&] {
     Memory& backend = backend_of(memory);
-    require(epoch != nullptr && open != nullptr, "epoch or open is null");
-    const putget::State state = backend.read_state();
-    *epoch = state.epoch;
-    *open = state.open;
+    require(epoch != nullptr, "epoch is null");
+    *epoch = backend.read_state().head.epoch;
   });
 }
 
-putget_status putget_memory_mix(putget_memory* memory, const uint32_t* open) {
-  return guarded([&] {
-    Memory& backend = backend_of(memory);
-    backend.share_between_layouts(rank_set("open", open, backend.config().ep_size));
-  });
+putget_status putget_memory_mix(putget_memory* memory) {
+  return guarded([&] { backend_of(memory).share_between_layouts(); });
 }
 
 putget_status putget_memory_base(putget_memory* memory, uint32_t rank, void** base) {
   return guarded([&] {
     Memory& backend = backend_of(memory);
     require(base != nullptr, "base is null");
-    require(rank < backend.config().ep_size, "rank is " + std::to_string(rank) + ", allowed are 0 to " +
-                                                 std::to_string(backend.config().ep_size - 1));
+    require(rank < backend.config().ep_size,
+            "rank is " + std::to_string(rank) + ", allowed are 0 to " + std::to_string(backend.config().ep_size - 1));
     *base = backend.base(rank);
   });
 }

@@ -53,9 +53,9 @@ class CpuMemory final : public Memory {
 
   void start(uint32_t epoch, const RankSet& active) override {
     state_ = State{};
-    state_.epoch = epoch;
-    state_.active = active;
-    state_.mixed = mixed_;
+    state_.head.epoch = epoch;
+    state_.head.active = active;
+    state_.head.mixed = mixed_;
     fault_ = FaultRecord{};
     uint8_t* own = symmetric_.base(config_.ep_rank);
     for (uint32_t line = 0; line < 3 * config_.ep_size; ++line) *flag_line(own, 0, line) = pack_flag(epoch, 0);
@@ -63,13 +63,13 @@ class CpuMemory final : public Memory {
 
   State read_state() override { return state_; }
 
-  void share_between_layouts(const RankSet& open) override {
+  void share_between_layouts() override {
     mixed_ = 1;
-    if (state_.mixed) return;
-    state_.mixed = 1;
+    if (state_.head.mixed) return;
+    state_.head.mixed = 1;
     uint8_t* own = symmetric_.base(config_.ep_rank);
     for (uint32_t rank = 0; rank < config_.ep_size; ++rank) {
-      *flag_line(own, 2 * config_.ep_size * kLineBytes, rank) = finished_before(state_.epoch, open.has(rank));
+      *flag_line(own, 2 * config_.ep_size * kLineBytes, rank) = finished_before_mixing(state_);
     }
   }
   uint8_t* base(uint32_t rank) const override { return symmetric_.base(rank); }
@@ -79,7 +79,7 @@ class CpuMemory final : public Memory {
   void dispatch(const Plan& plan, const DispatchCall& call, uint32_t, void*) override {
     Exec exec;
     DispatchCall whole_rows = call;
-    whole_rows.segment_bytes = kWholeRow;
+    cut_into_segments(whole_rows, plan.shape, kWholeRow);
     putget::dispatch(exec, plan, whole_rows, dispatch_scratch_);
   }
 
@@ -103,12 +103,12 @@ class CpuMemory final : public Memory {
 
   void release(const Plan& plan, void*) override {
     Exec exec;
-    putget::release(exec, plan);
+    putget::release(exec, plan, combine_scratch_.wait);
   }
 
   void probe(putget_probe_kind kind, uint64_t bytes_per_peer, uint32_t, void*) override {
     cpu::probe(symmetric_, config_, kind, bytes_per_peer);
-    state_.ids_top_k = 0;  // the ids region holds something else now
+    state_.head.ids_top_k = 0;  // the ids region holds something else now
   }
 
  private:

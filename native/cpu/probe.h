@@ -1,4 +1,5 @@
-// What this machine's memory does for plain row-sized copies between ranks: the ceiling beside which rounds are reported.
+// What this machine's memory does for plain row-sized copies between ranks: the ceiling beside which rounds are
+// reported.
 #pragma once
 
 #include <cstring>

@@ -1,5 +1,5 @@
-// Faults planted into the protocol by the ThreadSanitizer job: a release or acquire made relaxed, a wait left out, and seeded
-// random yields after each flag store. Only in builds with PUTGET_STRESS.
+// Faults planted into the protocol by the ThreadSanitizer job: a release or acquire made relaxed, a wait left out, and
+// seeded random yields after each flag store. Only in builds with PUTGET_STRESS.
 #pragma once
 
 #include <sched.h>

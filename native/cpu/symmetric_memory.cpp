@@ -66,7 +66,7 @@ int SymmetricMemory::export_descriptor() const {
 }
 
 void SymmetricMemory::import_descriptor(uint32_t peer, int descriptor) {
-  struct stat status {};
+  struct stat status{};
   if (fstat(descriptor, &status) != 0) fail("cannot look at the memory of rank " + std::to_string(peer), errno);
   if (static_cast<uint64_t>(status.st_size) != bytes_) {
     throw Error(PUTGET_INVALID, "rank " + std::to_string(peer) + " shares " + std::to_string(status.st_size) +

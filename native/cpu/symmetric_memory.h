@@ -6,7 +6,8 @@
 
 namespace putget::cpu {
 
-// The memory never has a name, so no crash at any moment can leave a file behind, and the size of /dev/shm does not bound it.
+// The memory never has a name, so no crash at any moment can leave a file behind, and the size of /dev/shm does not
+// bound it.
 class SymmetricMemory {
  public:
   SymmetricMemory(uint32_t ep_size, uint32_t ep_rank, uint64_t bytes);
@@ -16,7 +17,8 @@ class SymmetricMemory {
 
   // A new descriptor of the own memory, for a peer.
   int export_descriptor() const;
-  // Maps a peer's memory at that peer's address here, replacing what was mapped there. The descriptor stays the caller's.
+  // Maps a peer's memory at that peer's address here, replacing what was mapped there. The descriptor stays the
+  // caller's.
   void import_descriptor(uint32_t peer, int descriptor);
   // New, zeroed pages at the same own address. Peers that do not import them keep the old ones.
   void renew();

@@ -1,9 +1,11 @@
-// combine_kernel: the protocol's combine on a grid of CTAs, one instance per output type, access width and common top_k.
+// combine_kernel: the protocol's combine on a grid of CTAs, one instance per output type, access width and common
+// top_k.
 //
 //   grid      at most one CTA per SM; warps share the list of (token, segment) items
 //   block     kThreads threads; each warp sums one item at a time
 //   shared    CombineScratch, static
-//   waits     every CTA at C3; with rows from outside the workspace, C3 follows J2, so all CTAs must be resident together
+//   waits     every CTA at C3; with rows from outside the workspace, C3 follows J2, so all CTAs must be resident
+//   together
 #include "protocol/combine.h"
 
 #include "cuda/check.h"
@@ -17,6 +19,7 @@ constexpr uint32_t kThreads = 256;
 constexpr uint32_t kBlocksPerSm = 3;
 constexpr uint32_t kPackBytes = 16;
 constexpr uint32_t kWarpBytes = 32 * kPackBytes;
+constexpr uint64_t kMaxItems = uint64_t{1} << 31;
 
 template <class Codec, uint32_t kElements, class TopK>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
@@ -84,6 +87,9 @@ void launch_combine(const Plan& plan, CombineCall call, const Grid& grid, cudaSt
   const uint32_t row_bytes = plan.shape.output_row_bytes();
   const bool packed = row_bytes % kPackBytes == 0 && aligned(call.out) && aligned(call.addend);
   call.segment_bytes = kWarpBytes;
+  while (uint64_t{call.num_tokens} * ((row_bytes + call.segment_bytes - 1) / call.segment_bytes) >= kMaxItems) {
+    call.segment_bytes *= 2;
+  }
   // With rows to copy first, the rows of all sources are work too, whose number only the device knows.
   const uint64_t rows = call.rows != nullptr ? uint64_t{plan.shape.max_tokens_per_rank} : call.num_tokens;
   const uint64_t items = rows * ((row_bytes + kWarpBytes - 1) / kWarpBytes);

@@ -17,6 +17,7 @@ namespace {
 constexpr uint32_t kThreads = 256;
 constexpr uint32_t kBlocksPerSm = 3;
 constexpr uint32_t kWarpBytes = 32 * 16;  // what a warp moves in one access
+constexpr uint64_t kMaxItems = uint64_t{1} << 31;
 
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     dispatch_kernel(const __grid_constant__ Plan plan, const __grid_constant__ DispatchCall call) {
@@ -26,20 +27,21 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
 }
 
 __global__ void release_kernel(const __grid_constant__ Plan plan) {
+  __shared__ WaitScratch scratch;
   Exec exec;
-  release(exec, plan);
+  release(exec, plan, scratch);
 }
 
-// Small batches: short segments, so that every warp of the GPU has one. Large batches: long ones, for fewer instructions a byte.
-uint32_t choose_segment_bytes(const Plan& plan, const DispatchCall& call, uint32_t blocks) {
+// Small batches: short segments, so that every warp of the GPU has one. Large batches: long ones, for fewer
+// instructions a byte.
+void choose_segments(const Shape& shape, DispatchCall& call, uint32_t blocks) {
   const uint64_t warps = uint64_t{blocks} * (kThreads / 32);
-  uint32_t bytes = kWarpBytes;
-  while (bytes < 4 * kWarpBytes) {
-    const uint64_t items = uint64_t{call.num_tokens} * segments_per_token(plan.shape, bytes);
-    if (items <= 2 * warps) break;
-    bytes *= 2;
+  for (uint32_t bytes = kWarpBytes;; bytes *= 2) {
+    cut_into_segments(call, shape, bytes);
+    const uint64_t items = uint64_t{call.num_tokens} * call.segments_per_token;
+    const bool fits = items < kMaxItems;
+    if (fits && (items <= 2 * warps || bytes >= 4 * kWarpBytes)) return;
   }
-  return bytes;
 }
 
 }  // namespace
@@ -51,8 +53,8 @@ void load_dispatch_kernels() {
 }
 
 void launch_dispatch(const Plan& plan, DispatchCall call, const Grid& grid, cudaStream_t stream) {
-  call.segment_bytes = choose_segment_bytes(plan, call, grid.limit);
-  const uint64_t items = uint64_t{call.num_tokens} * segments_per_token(plan.shape, call.segment_bytes);
+  choose_segments(plan.shape, call, grid.limit);
+  const uint64_t items = uint64_t{call.num_tokens} * call.segments_per_token;
   const uint64_t wanted = (items + kThreads / 32 - 1) / (kThreads / 32);
   const uint32_t blocks = static_cast<uint32_t>(wanted < 1 ? 1 : (wanted < grid.limit ? wanted : grid.limit));
   dispatch_kernel<<<blocks, kThreads, 0, stream>>>(plan, call);

@@ -44,14 +44,20 @@ struct Exec {
     return false;
   }
 
-  // True in every thread of the CTA that arrives last; everything the other CTAs did happened before. The counter is set back by
-  // that CTA.
+  // True in every thread of the CTA that arrives last; everything the other CTAs did happened before. The counter is
+  // set back by that CTA.
   template <Join join>
   __device__ bool last_to_arrive(uint32_t* counter, uint32_t* shared) const {
     __syncthreads();
+    if (gridDim.x == 1) return true;
     if (threadIdx.x == 0) *shared = ptx::add_acq_rel_gpu(counter, 1) + 1 == gridDim.x;  // [J1] [J2] [J3]
     __syncthreads();
     return *shared != 0;
+  }
+
+  // Whether another CTA has reported a fault while this thread waits; looks now and then.
+  __device__ bool stopped(const uint32_t* fault, uint32_t spins) const {
+    return spins % 1024 == 1023 && ptx::load_relaxed_gpu(fault) != 0;
   }
 
   __device__ bool claim(uint32_t* word, uint32_t value) const { return atomicCAS(word, 0u, value) == 0u; }

@@ -12,7 +12,6 @@ struct Grid {
   uint32_t limit;    // most CTAs of one launch; at most one per SM
 };
 
-
 void launch_dispatch(const Plan& plan, DispatchCall call, const Grid& grid, cudaStream_t stream);
 void launch_combine(const Plan& plan, CombineCall call, const Grid& grid, cudaStream_t stream);
 void launch_release(const Plan& plan, cudaStream_t stream);

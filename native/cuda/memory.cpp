@@ -14,8 +14,7 @@ constexpr int kFirstComputeMajor = 9;
 
 class CudaMemory final : public Memory {
  public:
-  explicit CudaMemory(const MemoryConfig& config)
-      : Memory(config), symmetric_((require_device(config), config)) {
+  explicit CudaMemory(const MemoryConfig& config) : Memory(config), symmetric_((require_device(config), config)) {
     int num_sms = 0;
     check(cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, config.ordinal), "cudaDeviceGetAttribute");
     num_sms_ = static_cast<uint32_t>(num_sms);
@@ -63,9 +62,9 @@ class CudaMemory final : public Memory {
       write_flags(lines * config_.ep_size, [&](uint32_t) { return pack_flag(epoch, 0); });
     }
     State state{};
-    state.epoch = epoch;
-    state.active = active;
-    state.mixed = mixed_;
+    state.head.epoch = epoch;
+    state.head.active = active;
+    state.head.mixed = mixed_;
     write_state(state);
     *fault_ = FaultRecord{};
   }
@@ -78,13 +77,13 @@ class CudaMemory final : public Memory {
     return state;
   }
 
-  void share_between_layouts(const RankSet& open) override {
+  void share_between_layouts() override {
     mixed_ = 1;
     State state = read_state();
-    if (state.mixed) return;
-    state.mixed = 1;
+    if (state.head.mixed) return;
+    state.head.mixed = 1;
     DeviceScope scope(config_.ordinal);
-    write_flags(2 * config_.ep_size, [&](uint32_t rank) { return finished_before(state.epoch, open.has(rank)); });
+    write_flags(2 * config_.ep_size, [&](uint32_t) { return finished_before_mixing(state); });
     write_state(state);
   }
 
@@ -115,7 +114,7 @@ class CudaMemory final : public Memory {
     launch_probe(bases.data(), config_.ep_size, config_.ep_rank, control_bytes(config_.ep_size),
                  kind == PUTGET_PROBE_WRITE, bytes_per_peer, grid(num_sms), cuda_stream);
     // The ids region holds something else now.
-    check(cudaMemsetAsync(&state_->ids_top_k, 0, sizeof(state_->ids_top_k), cuda_stream), "cudaMemsetAsync");
+    check(cudaMemsetAsync(&state_->head.ids_top_k, 0, sizeof(state_->head.ids_top_k), cuda_stream), "cudaMemsetAsync");
   }
 
  private:
@@ -129,9 +128,7 @@ class CudaMemory final : public Memory {
     check(cudaFree(nullptr), "making a CUDA context");
   }
 
-  Grid grid(uint32_t num_sms) const {
-    return Grid{num_sms_, num_sms == 0 || num_sms > num_sms_ ? num_sms_ : num_sms};
-  }
+  Grid grid(uint32_t num_sms) const { return Grid{num_sms_, num_sms == 0 || num_sms > num_sms_ ? num_sms_ : num_sms}; }
 
   // One line for each rank, from first_line of the own control lines on.
   template <class FlagOf>

@@ -15,6 +15,12 @@ __device__ __forceinline__ uint64_t load_acquire_sys(const uint64_t* address) {
   return value;
 }
 
+__device__ __forceinline__ uint32_t load_relaxed_gpu(const uint32_t* address) {
+  uint32_t value;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+  return value;
+}
+
 // To host memory; no .global, because it is mapped into the generic space.
 __device__ __forceinline__ void store_release_sys_host(uint32_t* address, uint32_t value) {
   asm volatile("st.release.sys.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");

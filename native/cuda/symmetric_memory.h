@@ -16,9 +16,11 @@ class SymmetricMemory {
   SymmetricMemory& operator=(const SymmetricMemory&) = delete;  // owns mappings
 
   putget_share export_share() const;
-  // Maps a peer's memory at that peer's address here, replacing what was mapped there. The descriptor stays the caller's.
+  // Maps a peer's memory at that peer's address here, replacing what was mapped there. The descriptor stays the
+  // caller's.
   void import_share(uint32_t peer, const putget_share& share);
-  // New physical memory at the same own address. The device must be idle. Peers that do not import it keep the old pages.
+  // New physical memory at the same own address. The device must be idle. Peers that do not import it keep the old
+  // pages.
   void renew();
 
   uint8_t* base(uint32_t rank) const { return reinterpret_cast<uint8_t*>(address_[rank]); }

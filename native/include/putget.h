@@ -1,10 +1,11 @@
 /* putget's C ABI: one-sided mixture-of-experts dispatch and combine. The Python package uses exactly these functions.
  *
- * A rank makes a memory (its part of the symmetric workspace), exchanges shares of it with its peers by any means it likes
- * (POSIX descriptors travel over a UNIX socket), starts it, and makes any number of all-to-all objects over it.
+ * A rank makes a memory (its part of the symmetric workspace), exchanges shares of it with its peers by any means it
+ * likes (POSIX descriptors travel over a UNIX socket), starts it, and makes any number of all-to-all objects over it.
  *
- * Every structure starts with its size and a magic number, so that a caller compiled against another version is refused.
- * Functions return a status; putget_last_error() has the words, per thread. Calls on one memory come from one thread at a time.
+ * Every structure starts with its size and a magic number, so that a caller compiled against another version is
+ * refused. Functions return a status; putget_last_error() has the words, per thread. Calls on one memory come from one
+ * thread at a time.
  */
 #ifndef PUTGET_H
 #define PUTGET_H
@@ -199,15 +200,15 @@ PUTGET_API putget_status putget_memory_export(putget_memory* memory, putget_shar
 PUTGET_API putget_status putget_memory_import(putget_memory* memory, uint32_t peer, const putget_share* share);
 /* Sets epoch and active ranks (bit set), clears flags and fault. No peer may put before all have started. */
 PUTGET_API putget_status putget_memory_start(putget_memory* memory, uint32_t epoch, const uint32_t* active);
-/* New physical memory at the same addresses: pointers and captured graphs stay valid, former peers keep only the old pages.
- * Waits for the device. Export, import and start follow again. */
+/* New physical memory at the same addresses: pointers and captured graphs stay valid, former peers keep only the old
+ * pages. Waits for the device. Export, import and start follow again. */
 PUTGET_API putget_status putget_memory_renew(putget_memory* memory);
-/* Waits for the device, then tells the epoch of the last dispatch, and whether its round is still open (1) or ended (0). */
-PUTGET_API putget_status putget_memory_round(putget_memory* memory, uint32_t* epoch, uint32_t* open);
-/* Before objects of different layouts use one memory: every rank calls putget_memory_round, tells the others whether its round
- * is open, calls this with the set of ranks whose round is, and meets them again. Rounds then exchange one flag more, so that
- * one object's rows never overwrite what a peer still gets for another. */
-PUTGET_API putget_status putget_memory_mix(putget_memory* memory, const uint32_t* open);
+/* Waits for the device, then tells the epoch of the last dispatch. */
+PUTGET_API putget_status putget_memory_epoch(putget_memory* memory, uint32_t* epoch);
+/* Before objects of different layouts use one memory: every rank waits for its device, meets the others, calls this,
+ * and meets them again. Rounds then exchange one flag more, so that one object's rows never overwrite what a peer still
+ * gets for another. */
+PUTGET_API putget_status putget_memory_mix(putget_memory* memory);
 PUTGET_API putget_status putget_memory_base(putget_memory* memory, uint32_t rank, void** base);
 /* Does not wait for kernels: PUTGET_OK with kind NONE, or the first fault since the last start. */
 PUTGET_API putget_status putget_read_fault(putget_memory* memory, putget_fault* fault);

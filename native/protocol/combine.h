@@ -1,7 +1,7 @@
 // Combine: each rank gets the rows that the experts of its tokens wrote, where they were written, and sums them.
 //
-// The sum is a pairwise tree over the top_k positions in float32: neighbours first, an odd last one carried up; a position
-// without a row counts as +0. So the result depends on the routing alone, never on timing, batch size or grid.
+// The sum is a pairwise tree over the top_k positions in float32: neighbours first, an odd last one carried up; a
+// position without a row counts as +0. So the result depends on the routing alone, never on timing, batch size or grid.
 #pragma once
 
 #include "protocol/numeric.h"
@@ -11,8 +11,7 @@ namespace putget {
 
 struct CombineScratch {
   WaitScratch wait;
-  uint32_t last;     // whether this CTA is the last to arrive
-  uint32_t healthy;  // what thread 0 decided for the CTA
+  uint32_t last;  // whether this CTA is the last to arrive
 };
 
 // The number of leaves as a compile-time constant (loads of all rows in flight at once, sums unrolled) ...
@@ -66,8 +65,8 @@ PUTGET_PURE Sums<kElements> sum_tree(Sums<kElements> (&leaf)[kLeaves]) {
   return leaf[0];
 }
 
-// The same tree for leaves that come one after the other: level l holds the finished sum of 2^l neighbours, as the bits of a
-// binary counter do.
+// The same tree for leaves that come one after the other: level l holds the finished sum of 2^l neighbours, as the bits
+// of a binary counter do.
 template <uint32_t kElements>
 struct RunningTree {
   static constexpr uint32_t kLevels = 6;  // 2^5 = kMaxTopK leaves
@@ -162,11 +161,10 @@ PUTGET_TEXT void reduce_rows(Exec& exec, const Plan& plan, const CombineCall& ca
   const uint32_t packs_per_row = plan.shape.output_elements / kElements;
   const uint32_t packs_per_segment = call.segment_bytes / sizeof(P);
   const uint32_t segments = (packs_per_row + packs_per_segment - 1) / packs_per_segment;
-  const uint64_t items = uint64_t{call.num_tokens} * segments;
-  for (uint64_t item = uint64_t{exec.block()} * exec.warps() + exec.warp(); item < items;
-       item += uint64_t{exec.blocks()} * exec.warps()) {
-    const uint32_t token = static_cast<uint32_t>(item / segments);
-    const uint32_t begin = static_cast<uint32_t>(item % segments) * packs_per_segment;
+  const uint32_t items = call.num_tokens * segments;
+  for (uint32_t item = exec.block() * exec.warps() + exec.warp(); item < items; item += exec.blocks() * exec.warps()) {
+    const uint32_t token = item / segments;
+    const uint32_t begin = item % segments * packs_per_segment;
     const uint32_t end = begin + packs_per_segment < packs_per_row ? begin + packs_per_segment : packs_per_row;
     const RowsOfToken<TopK> rows(plan, top_k, token);
     const uint64_t row = uint64_t{token} * packs_per_row;
@@ -208,81 +206,82 @@ PUTGET_TEXT void stage_rows(Exec& exec, const Plan& plan, const CombineCall& cal
   }
 }
 
-// Thread 0 looks at the shared state once, so that all threads of the CTA take the same way.
+// Whether this object's round is open here. The first CTA alone judges and reports: it also closes the round at its
+// end, when other CTAs may not have looked yet.
 template <class Exec>
-PUTGET_TEXT bool may_combine(Exec& exec, const Plan& plan, const CombineCall& call, CombineScratch& scratch) {
+PUTGET_TEXT bool may_combine(Exec& exec, const Plan& plan, const CombineCall& call, const StateHead& head) {
+  if (head.fault != 0) return false;
+  if (exec.block() != 0) return true;
+  const bool is_open = head.open && head.opened_by == plan.object_id;
+  if (is_open && head.num_tokens == call.num_tokens) return true;
   if (exec.thread() == 0) {
-    const State& state = *plan.state;
-    scratch.healthy = state.fault == 0;
-    if (scratch.healthy && !(state.open && state.opened_by == plan.object_id)) {
-      report_misuse(exec, plan, Misuse::kNoOpenRound, state.epoch, 0, call.num_tokens, 0);
-      scratch.healthy = 0;
-    } else if (scratch.healthy && state.num_tokens != call.num_tokens) {
-      report_misuse(exec, plan, Misuse::kTokenCount, state.epoch, state.num_tokens, call.num_tokens, 0);
-      scratch.healthy = 0;
-    }
+    const Misuse misuse = is_open ? Misuse::kTokenCount : Misuse::kNoOpenRound;
+    report_misuse(exec, plan, misuse, head.epoch, head.num_tokens, call.num_tokens, 0);
   }
-  exec.sync();
-  return scratch.healthy != 0;
+  return false;
 }
 
-// Tells every peer that combine_input is complete and the received rows are read, and waits until every peer says the same.
+// Tells every peer that combine_input is complete and the received rows are read, and waits until every peer says the
+// same.
 template <class Exec>
 PUTGET_TEXT bool exchange_rows(Exec& exec, const Plan& plan, const CombineCall& call, CombineScratch& scratch) {
-  State& state = *plan.state;
-  const uint32_t round = state.epoch;
+  const StateHead& head = scratch.wait.head;
   bool publisher = exec.block() == 0;
   if (call.rows != nullptr) {
     stage_rows(exec, plan, call);
-    publisher = exec.template last_to_arrive<Join::J2>(&state.staged, &scratch.last);
+    publisher = exec.template last_to_arrive<Join::J2>(&plan.state->staged, &scratch.last);
+    if (publisher && exec.thread() == 0) plan.state->staged = 0;
   }
   if (publisher) {
-    publish_all<Tag::C2>(exec, plan, plan.layout.ended, round, [](uint32_t) { return kEndedByCombine; });
+    publish_all<Tag::C2>(exec, plan, head.active, plan.layout.ended, head.epoch,
+                         [](uint32_t) { return kEndedByCombine; });
   }
-  const bool complete =
-      observe_all<Tag::C3>(exec, plan, plan.layout.ended, round, deadline_ns(plan), scratch.wait);
-  if (exec.thread() == 0) {
-    if (!complete) report_timeout(exec, plan, Phase::kCombine, round, scratch.wait.missing);
-    scratch.healthy = complete;
-    for (uint32_t peer = 0; peer < plan.shape.ep_size; ++peer) {
-      if (scratch.wait.value[peer] != kEndedByRelease) continue;
-      report_misuse(exec, plan, Misuse::kPeerReleased, round, 0, 0, peer);
-      scratch.healthy = 0;
+  if (!observe_all<Tag::C3>(exec, plan, plan.layout.ended, head.epoch, scratch.wait)) {
+    if (exec.thread() == 0) report_timeout(exec, plan, Phase::kCombine, head.epoch, scratch.wait.missing);
+    return false;
+  }
+  bool all_combine = true;
+  for (uint32_t peer = 0; peer < plan.shape.ep_size; ++peer) {
+    if (scratch.wait.value[peer] != kEndedByRelease) continue;
+    all_combine = false;
+    if (exec.block() == 0 && exec.thread() == 0) {
+      report_misuse(exec, plan, Misuse::kPeerReleased, head.epoch, 0, 0, peer);
     }
   }
-  exec.sync();
-  return scratch.healthy != 0;
+  return all_combine;
+}
+
+// Where layouts are mixed: tells every peer that this rank has got its rows, so that they may be overwritten.
+template <class Exec>
+PUTGET_TEXT void publish_finished(Exec& exec, const Plan& plan, CombineScratch& scratch) {
+  if (!exec.template last_to_arrive<Join::J3>(&plan.state->arrivals, &scratch.last)) return;
+  publish_all<Tag::C5>(exec, plan, scratch.wait.head.active, plan.layout.finished, scratch.wait.head.epoch,
+                       [](uint32_t) { return 0u; });
+  if (exec.thread() == 0) plan.state->arrivals = 0;
 }
 
 template <class Codec, uint32_t kElements, class TopK, class Exec>
 PUTGET_TEXT void combine(Exec& exec, const Plan& plan, const CombineCall& call, CombineScratch& scratch) {
-  State& state = *plan.state;
-  const bool may = may_combine(exec, plan, call, scratch);
-  if (may && exchange_rows(exec, plan, call, scratch)) reduce_rows<Codec, kElements, TopK>(exec, plan, call);
-  if (!exec.template last_to_arrive<Join::J3>(&state.arrivals, &scratch.last)) return;
-  if (state.fault == 0 && state.mixed) {
-    publish_all<Tag::C5>(exec, plan, plan.layout.finished, state.epoch, [](uint32_t) { return 0u; });
-    exec.sync();
-  }
-  if (exec.thread() != 0) return;
-  if (state.fault == 0) {
-    state.open = 0;
-    ++state.rounds;
-  }
-  state.arrivals = 0;
-  state.staged = 0;
+  look_at_state(exec, plan, scratch.wait);
+  const StateHead& head = scratch.wait.head;
+  const bool done = may_combine(exec, plan, call, head) && exchange_rows(exec, plan, call, scratch);
+  if (done) reduce_rows<Codec, kElements, TopK>(exec, plan, call);
+  if (done && head.mixed) publish_finished(exec, plan, scratch);
+  if (!done || exec.block() != 0 || exec.thread() != 0) return;
+  plan.state->head.open = 0;
+  plan.state->head.rounds = head.rounds + 1;
 }
 
 // Ends a round without combine. One CTA.
 template <class Exec>
-PUTGET_TEXT void release(Exec& exec, const Plan& plan) {
-  State& state = *plan.state;
-  if (state.fault != 0 || !state.open) return;
-  publish_release(exec, plan, state.epoch);
-  exec.sync();
+PUTGET_TEXT void release(Exec& exec, const Plan& plan, WaitScratch& scratch) {
+  look_at_state(exec, plan, scratch);
+  const StateHead& head = scratch.head;
+  if (head.fault != 0 || !head.open) return;
+  publish_release(exec, plan, head);
   if (exec.thread() != 0) return;
-  state.open = 0;
-  ++state.rounds;
+  plan.state->head.open = 0;
+  plan.state->head.rounds = head.rounds + 1;
 }
 
 }  // namespace putget

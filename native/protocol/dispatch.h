@@ -1,8 +1,8 @@
 // Dispatch: each rank puts its tokens' rows into the ranks that own their experts, one row per (token, rank).
 //
-// Work is divided into items, (token, segment), token-major: segment 0 carries ids and weights, the others are pieces of payload
-// rows. Each CTA takes a contiguous range of items, so a large batch gives a CTA many tokens and a small one gives a token many
-// CTAs. docs/protocol.md explains the tags.
+// Work is divided into items, (token, segment), token-major: segment 0 carries ids and weights, the others are pieces
+// of payload rows. Each CTA takes a contiguous range of items, so a large batch gives a CTA many tokens and a small one
+// gives a token many CTAs. docs/protocol.md explains the tags.
 #pragma once
 
 #include "protocol/routing.h"
@@ -13,24 +13,24 @@ namespace putget {
 struct DispatchScratch {
   RouteScratch route;
   WaitScratch wait;
-  uint32_t last;     // whether this CTA is the last to arrive
-  uint32_t healthy;  // what thread 0 read, so that all threads of the CTA take the same way
+  uint32_t left[kMaxRanks];  // copy of State.left
+  uint32_t last;             // whether this CTA is the last to arrive
 };
 
-PUTGET_PURE uint32_t segments_of(uint32_t row_bytes, uint32_t segment_bytes) {
-  return (row_bytes + segment_bytes - 1) / segment_bytes;
-}
-
-PUTGET_PURE uint32_t segments_per_token(const Shape& shape, uint32_t segment_bytes) {
-  uint32_t segments = 1;
-  for (uint32_t p = 0; p < shape.num_payloads; ++p) segments += segments_of(shape.row_bytes[p], segment_bytes);
-  return segments;
+// Fills in how the call's rows are cut into segments. On the host, before the kernel.
+inline void cut_into_segments(DispatchCall& call, const Shape& shape, uint32_t segment_bytes) {
+  call.segment_bytes = segment_bytes;
+  call.segments_per_token = 1;
+  for (uint32_t p = 0; p < shape.num_payloads; ++p) {
+    call.segments[p] = (shape.row_bytes[p] + segment_bytes - 1) / segment_bytes;
+    call.segments_per_token += call.segments[p];
+  }
 }
 
 // Puts ids and weights of one token, each as one row per target. A warp calls it.
 template <class Exec>
-PUTGET_TEXT void put_header(Exec& exec, const Plan& plan, const DispatchCall& call, const Router& router, uint32_t token,
-                            const RankSet& targets, const uint32_t* slot_of_rank) {
+PUTGET_TEXT void put_header(Exec& exec, const Plan& plan, const DispatchCall& call, const Router& router,
+                            uint32_t token, const RankSet& targets, const uint32_t* slot_of_rank) {
   const uint32_t top_k = plan.shape.top_k;
   for (uint32_t k = exec.lane(); k < top_k; k += exec.lanes()) {
     const int32_t id = router.expert(token, k);
@@ -44,8 +44,8 @@ PUTGET_TEXT void put_header(Exec& exec, const Plan& plan, const DispatchCall& ca
   }
 }
 
-// Puts `bytes` bytes at `offset` of one payload row into every target. Targets are visited from the own rank on, so that sources
-// do not all write to the same rank at once. A warp calls it.
+// Puts `bytes` bytes at `offset` of one payload row into every target. Targets are visited from the own rank on, so
+// that sources do not all write to the same rank at once. A warp calls it.
 template <class Access, class Exec>
 PUTGET_TEXT void put_segment(Exec& exec, const Plan& plan, const uint8_t* source, uint64_t region, uint32_t row_bytes,
                              uint32_t offset, uint32_t bytes, const RankSet& targets, const uint32_t* slot_of_rank) {
@@ -84,10 +84,7 @@ PUTGET_TEXT void put_item(Exec& exec, const Plan& plan, const DispatchCall& call
   }
   uint32_t piece = segment - 1;
   uint32_t p = 0;
-  while (piece >= segments_of(plan.shape.row_bytes[p], call.segment_bytes)) {
-    piece -= segments_of(plan.shape.row_bytes[p], call.segment_bytes);
-    ++p;
-  }
+  while (piece >= call.segments[p]) piece -= call.segments[p++];
   const uint32_t row_bytes = plan.shape.row_bytes[p];
   const uint32_t offset = piece * call.segment_bytes;
   const uint32_t bytes = row_bytes - offset < call.segment_bytes ? row_bytes - offset : call.segment_bytes;
@@ -98,133 +95,183 @@ PUTGET_TEXT void put_item(Exec& exec, const Plan& plan, const DispatchCall& call
   });
 }
 
-// Routes and puts this CTA's range of items; the CTA with the last item stores the row counts.
-template <class Exec>
-PUTGET_TEXT void put_tokens(Exec& exec, const Plan& plan, const DispatchCall& call, DispatchScratch& scratch) {
-  const Router router(plan, call);
-  const uint32_t segments = segments_per_token(plan.shape, call.segment_bytes);
-  const uint64_t items = uint64_t{call.num_tokens} * segments;
-  const uint64_t begin = items * exec.block() / exec.blocks();
-  const uint64_t end = items * (exec.block() + 1) / exec.blocks();
-  const uint32_t first_token = static_cast<uint32_t>(begin / segments);
-  const uint32_t end_token = static_cast<uint32_t>((end + segments - 1) / segments);
+// This CTA's part of the list of items, and the tokens it touches.
+struct Share {
+  uint32_t begin;  // items
+  uint32_t end;
+  uint32_t first_token;
+  uint32_t end_token;
 
-  count_predecessors(exec, router, first_token, scratch.route);
-  for (uint32_t token = first_token; token < end_token; token += kChunkTokens) {
-    const uint32_t count = end_token - token < kChunkTokens ? end_token - token : kChunkTokens;
-    route_chunk(exec, router, token, count, scratch.route);
-    for (uint32_t i = exec.thread(); i < count; i += exec.threads()) {
-      const bool owns_header = uint64_t{token + i} * segments >= begin;
-      if (owns_header) record_route(exec, plan, router, token + i, scratch.route.slot[i]);
-    }
-    const uint64_t chunk_begin = uint64_t{token} * segments;
-    const uint64_t chunk_end = chunk_begin + uint64_t{count} * segments;
-    const uint64_t from = begin > chunk_begin ? begin : chunk_begin;
-    const uint64_t to = end < chunk_end ? end : chunk_end;
-    for (uint64_t item = from + exec.warp(); item < to; item += exec.warps()) {
-      const uint32_t in_chunk = static_cast<uint32_t>((item - chunk_begin) / segments);
-      const uint32_t segment = static_cast<uint32_t>((item - chunk_begin) % segments);
-      put_item(exec, plan, call, router, token + in_chunk, segment, scratch.route.targets[in_chunk],
-               scratch.route.slot[in_chunk]);
-    }
-    exec.sync();  // the next chunk reuses the scratch
+  template <class Exec>
+  PUTGET_TEXT Share(const Exec& exec, const DispatchCall& call) {
+    const uint32_t items = call.num_tokens * call.segments_per_token;
+    const uint32_t each = items / exec.blocks();
+    const uint32_t more = items % exec.blocks();
+    begin = exec.block() * each + (exec.block() < more ? exec.block() : more);
+    end = begin + each + (exec.block() < more ? 1 : 0);
+    first_token = begin / call.segments_per_token;
+    end_token = (end + call.segments_per_token - 1) / call.segments_per_token;
   }
-  if (exec.block() + 1 == exec.blocks()) {
-    for (uint32_t rank = exec.thread(); rank < plan.shape.ep_size; rank += exec.threads()) {
-      plan.state->sent[rank] = scratch.route.rows[rank];
-    }
+
+  PUTGET_TEXT uint32_t chunk_of(uint32_t token) const {
+    return end_token - token < kChunkTokens ? end_token - token : kChunkTokens;
+  }
+  // The first token whose header this CTA has: it also records the token's routes.
+  PUTGET_TEXT uint32_t first_header(const DispatchCall& call) const {
+    return begin == first_token * call.segments_per_token ? first_token : first_token + 1;
+  }
+};
+
+// Puts this CTA's items of the routed chunk [token, token + count). Warps take items in turn.
+template <class Exec>
+PUTGET_TEXT void put_chunk(Exec& exec, const Plan& plan, const DispatchCall& call, const Router& router,
+                           const Share& share, uint32_t token, uint32_t count, const RouteScratch& scratch) {
+  const uint32_t chunk_begin = token * call.segments_per_token;
+  const uint32_t chunk_end = chunk_begin + count * call.segments_per_token;
+  const uint32_t from = share.begin > chunk_begin ? share.begin : chunk_begin;
+  const uint32_t to = share.end < chunk_end ? share.end : chunk_end;
+  for (uint32_t item = from + exec.warp(); item < to; item += exec.warps()) {
+    const uint32_t in_chunk = (item - chunk_begin) / call.segments_per_token;
+    const uint32_t segment = (item - chunk_begin) % call.segments_per_token;
+    put_item(exec, plan, call, router, token + in_chunk, segment, scratch.targets[in_chunk], scratch.slot[in_chunk]);
   }
 }
 
-// Shows what arrived: num_tokens, and -1 in every empty slot's ids. Clears only what may differ from -1. One CTA calls it.
+// Waits for the end of the previous round everywhere. The first threads route the first chunk meanwhile: that needs no
+// peer. Ends with a block barrier; false: a deadline passed.
 template <class Exec>
-PUTGET_TEXT void show_received(Exec& exec, const Plan& plan, uint32_t max_rows, const uint32_t* rows_of_source) {
-  State& state = *plan.state;
+PUTGET_TEXT bool begin_round(Exec& exec, const Plan& plan, const Router& router, const Share& share,
+                             const DispatchCall& call, DispatchScratch& scratch) {
+  WaitScratch& wait = scratch.wait;
+  const uint32_t previous = wait.head.epoch;
+  route_tokens(exec, router, 0, share.first_token, share.chunk_of(share.first_token), share.first_header(call),
+               plan.invalid_ids, scratch.route);
+  const bool ended = observe_all<Tag::D1>(exec, plan, plan.layout.ended, previous, wait);
+  if (!ended || !wait.head.mixed) return ended;
+  // With one layout, receive regions and combine_input never overlap. With several, also whoever combined must have got
+  // his rows; who released has got none.
+  observe_flags<Tag::D0>(exec, plan, plan.layout.finished, previous, wait,
+                         [&](uint32_t peer) { return wait.value[peer] == kEndedByCombine; });
+  exec.sync();
+  return wait.missing.empty();
+}
+
+// Puts this CTA's share; the CTA with the last item leaves the row counts for the one that publishes them.
+template <class Exec>
+PUTGET_TEXT void put_share(Exec& exec, const Plan& plan, const DispatchCall& call, const Router& router,
+                           const Share& share, RouteScratch& scratch) {
+  for (uint32_t token = share.first_token; token < share.end_token; token += kChunkTokens) {
+    const uint32_t count = share.chunk_of(token);
+    if (token != share.first_token) {
+      exec.sync();  // the last chunk's puts have read the scratch
+      route_tokens(exec, router, token, token, count, token, plan.invalid_ids, scratch);
+      exec.sync();
+    }
+    assign_slots(exec, plan.shape.ep_size, count, scratch);
+    put_chunk(exec, plan, call, router, share, token, count, scratch);
+    record_routes(exec, plan, token, count, share.first_header(call), scratch);
+  }
+  if (exec.block() + 1 != exec.blocks()) return;
+  for (uint32_t rank = exec.thread(); rank < plan.shape.ep_size; rank += exec.threads()) {
+    plan.state->sent[rank] = scratch.rows[rank];
+  }
+}
+
+// Shows what arrived: num_tokens, and -1 in every empty slot's ids. Clears only what may differ from -1. One CTA calls
+// it.
+template <class Exec>
+PUTGET_TEXT void show_received(Exec& exec, const Plan& plan, uint32_t max_rows, const DispatchScratch& scratch) {
+  const StateHead& head = scratch.wait.head;
   const uint32_t top_k = plan.shape.top_k;
   const uint32_t capacity = plan.shape.max_tokens_per_rank;
-  const bool same_geometry = state.ids_top_k == top_k && state.ids_capacity == capacity;
+  const bool same_geometry = head.ids_top_k == top_k && head.ids_capacity == capacity;
   int32_t* ids = reinterpret_cast<int32_t*>(plan.own() + plan.layout.topk_ids);
   for (uint32_t src = 0; src < plan.shape.ep_size; ++src) {
-    const uint32_t arrived = rows_of_source[src];
+    const uint32_t arrived = scratch.wait.value[src];
     const uint32_t shown = arrived < max_rows ? arrived : max_rows;
-    const uint32_t dirty_end = same_geometry ? state.left[src] : capacity;
+    const uint32_t dirty_end = same_geometry ? scratch.left[src] : capacity;
+    if (exec.thread() == src % exec.threads()) {
+      plan.num_tokens[src] = static_cast<int32_t>(shown);
+      plan.state->left[src] = shown;
+    }
     const uint32_t words = dirty_end > shown ? (dirty_end - shown) * top_k : 0;
     for (uint32_t i = exec.thread(); i < words; i += exec.threads()) {
       ids[row_index(shown + i / top_k, src, plan.shape.ep_size) * top_k + i % top_k] = -1;
     }
   }
-  exec.sync();  // everyone has read `left` and the geometry
-  for (uint32_t src = exec.thread(); src < plan.shape.ep_size; src += exec.threads()) {
-    const uint32_t shown = rows_of_source[src] < max_rows ? rows_of_source[src] : max_rows;
-    plan.num_tokens[src] = static_cast<int32_t>(shown);
-    state.left[src] = shown;
-  }
   if (exec.thread() == 0) {
-    state.ids_top_k = top_k;
-    state.ids_capacity = capacity;
+    plan.state->head.ids_top_k = top_k;
+    plan.state->head.ids_capacity = capacity;
+    plan.state->arrivals = 0;
   }
 }
 
-// The last CTA: tells every peer, waits for every peer, shows what came and closes the kernel.
+// Reports the sources that sent more than this rank allows.
 template <class Exec>
-PUTGET_TEXT void finish_dispatch(Exec& exec, const Plan& plan, const DispatchCall& call, uint32_t round,
-                                 DispatchScratch& scratch) {
-  State& state = *plan.state;
-  publish_all<Tag::D3>(exec, plan, plan.layout.arrived, round, [&](uint32_t peer) { return state.sent[peer]; });
-  const bool complete =
-      observe_all<Tag::D4>(exec, plan, plan.layout.arrived, round, deadline_ns(plan), scratch.wait);
-  show_received(exec, plan, call.max_rows, scratch.wait.value);
-  if (exec.thread() != 0) return;
-  if (!complete) report_timeout(exec, plan, Phase::kDispatch, round, scratch.wait.missing);
-  for (uint32_t src = 0; src < plan.shape.ep_size; ++src) {
-    if (scratch.wait.value[src] <= call.max_rows) continue;
+PUTGET_TEXT void check_capacity(Exec& exec, const Plan& plan, uint32_t max_rows, uint32_t round,
+                                const WaitScratch& wait) {
+  for (uint32_t src = exec.thread(); src < plan.shape.ep_size; src += exec.threads()) {
+    if (wait.value[src] <= max_rows) continue;
     FaultRecord record{};
     record.kind = static_cast<uint32_t>(FaultKind::kCapacity);
     record.phase = static_cast<uint32_t>(Phase::kDispatch);
     record.epoch = round;
     record.source = src;
-    record.rows = scratch.wait.value[src];
-    record.allowed = call.max_rows;
+    record.rows = wait.value[src];
+    record.allowed = max_rows;
     report_fault(exec, plan, record);
   }
-  if (state.open) ++state.rounds;  // the previous round ended just now, without combine
-  state.epoch = round;
-  state.opened_by = plan.object_id;
-  state.num_tokens = call.num_tokens;
-  state.open = 1;
-  state.arrivals = 0;
 }
 
-// The last CTA of a kernel that a fault has stopped: nothing was sent to anybody, nothing is shown.
+// The last CTA: tells every peer, waits for every peer, shows what came and closes the kernel.
+template <class Exec>
+PUTGET_TEXT void finish_dispatch(Exec& exec, const Plan& plan, const DispatchCall& call, DispatchScratch& scratch) {
+  State& state = *plan.state;
+  const StateHead& head = scratch.wait.head;
+  const uint32_t round = head.epoch + 1;
+  publish_all<Tag::D3>(exec, plan, head.active, plan.layout.arrived, round,
+                       [&](uint32_t peer) { return state.sent[peer]; });
+  const bool complete = observe_all<Tag::D4>(exec, plan, plan.layout.arrived, round, scratch.wait);
+  show_received(exec, plan, call.max_rows, scratch);
+  if (!complete && exec.thread() == 0) report_timeout(exec, plan, Phase::kDispatch, round, scratch.wait.missing);
+  check_capacity(exec, plan, call.max_rows, round, scratch.wait);
+  if (exec.thread() != 0) return;
+  if (head.open) state.head.rounds = head.rounds + 1;  // the previous round ended just now, without combine
+  state.head.epoch = round;
+  state.head.opened_by = plan.object_id;
+  state.head.num_tokens = call.num_tokens;
+  state.head.open = 1;
+}
+
+// The last CTA of a kernel that a fault has stopped: nothing is told to anybody, nothing is shown.
 template <class Exec>
 PUTGET_TEXT void show_nothing(Exec& exec, const Plan& plan, DispatchScratch& scratch) {
   for (uint32_t src = exec.thread(); src < plan.shape.ep_size; src += exec.threads()) scratch.wait.value[src] = 0;
   exec.sync();
-  show_received(exec, plan, 0, scratch.wait.value);
-  if (exec.thread() == 0) plan.state->arrivals = 0;
+  show_received(exec, plan, 0, scratch);
 }
 
 template <class Exec>
 PUTGET_TEXT void dispatch(Exec& exec, const Plan& plan, const DispatchCall& call, DispatchScratch& scratch) {
-  State& state = *plan.state;
-  const uint32_t previous = state.epoch;
-  if (exec.thread() == 0) scratch.healthy = state.fault == 0;
-  exec.sync();
-  bool healthy = scratch.healthy != 0;
-  if (healthy && state.open && exec.block() == 0) publish_release(exec, plan, previous);
-  if (healthy) {
-    healthy = observe_all<Tag::D1>(exec, plan, plan.layout.ended, previous, deadline_ns(plan), scratch.wait);
-    if (healthy && state.mixed) {
-      healthy = observe_all<Tag::D0>(exec, plan, plan.layout.finished, previous, deadline_ns(plan), scratch.wait);
-    }
-    if (!healthy && exec.thread() == 0) {
-      report_timeout(exec, plan, Phase::kDispatch, previous + 1, scratch.wait.missing);
+  for (uint32_t rank = exec.thread(); rank < plan.shape.ep_size; rank += exec.threads()) {
+    scratch.route.rows[rank] = 0;
+    scratch.left[rank] = plan.state->left[rank];
+  }
+  look_at_state(exec, plan, scratch.wait);
+  const StateHead& head = scratch.wait.head;
+  if (head.fault == 0) {
+    if (head.open && exec.block() == 0) publish_release(exec, plan, head);
+    const Router router(plan, call, head.active);
+    const Share share(exec, call);
+    if (begin_round(exec, plan, router, share, call, scratch)) {
+      put_share(exec, plan, call, router, share, scratch.route);
+    } else if (exec.thread() == 0) {
+      report_timeout(exec, plan, Phase::kDispatch, head.epoch + 1, scratch.wait.missing);
     }
   }
-  if (healthy) put_tokens(exec, plan, call, scratch);
-  if (!exec.template last_to_arrive<Join::J1>(&state.arrivals, &scratch.last)) return;
-  if (state.fault == 0) {
-    finish_dispatch(exec, plan, call, previous + 1, scratch);
+  if (!exec.template last_to_arrive<Join::J1>(&plan.state->arrivals, &scratch.last)) return;
+  if (plan.state->head.fault == 0) {
+    finish_dispatch(exec, plan, call, scratch);
   } else {
     show_nothing(exec, plan, scratch);
   }

@@ -1,20 +1,20 @@
 // The symmetric memory of one rank, the same on every rank: control lines first, then one region per kind of row.
 //
-// Every region is slot-major: the row that source rank `src` puts into slot `slot` lies at (slot * ep_size + src) * row_bytes.
-// So the first r slots of all sources are one contiguous prefix, whatever r a receiver asks for, and no two ranks ever need
-// to agree on r.
+// Every region is slot-major: the row that source rank `src` puts into slot `slot` lies at (slot * ep_size + src) *
+// row_bytes. So the first r slots of all sources are one contiguous prefix, whatever r a receiver asks for, and no two
+// ranks ever need to agree on r.
 #pragma once
 
 #include "protocol/shape.h"
 
 namespace putget {
 
-constexpr uint64_t kLineBytes = 128;         // one flag a line: polling one source never slows down another source's store
+constexpr uint64_t kLineBytes = 128;  // one flag a line: polling one source never slows down another source's store
 constexpr uint64_t kRegionAlignment = 1024;  // regions start on bulk-copy and page-friendly boundaries
 
 struct Layout {
   uint64_t arrived;  // [ep_size] lines: flag (epoch, rows) that source rank stores at the end of its dispatch
-  uint64_t ended;    // [ep_size] lines: flag (epoch, kind) that a peer stores when it has read this round's received rows
+  uint64_t ended;  // [ep_size] lines: flag (epoch, kind) that a peer stores when it has read this round's received rows
   uint64_t finished;  // [ep_size] lines: flag (epoch, 0) that a peer stores when it has got this round's combined rows
   uint64_t topk_ids;
   uint64_t topk_weights;

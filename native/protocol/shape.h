@@ -4,7 +4,8 @@
 #include <cstddef>
 #include <cstdint>
 
-// PUTGET_PURE: usable from the host and from kernels. PUTGET_TEXT: the protocol text itself, which runs where its Exec runs.
+// PUTGET_PURE: usable from the host and from kernels. PUTGET_TEXT: the protocol text itself, which runs where its Exec
+// runs.
 #if defined(__CUDACC__)
 #define PUTGET_PURE __host__ __device__ __forceinline__
 #define PUTGET_TEXT __device__ __forceinline__

@@ -22,8 +22,8 @@ struct FaultRecord {
   uint32_t misuse;   // kMisuse: which
 };
 
-// Shared by all objects of one workspace, so that they share rounds. Only kernels (or calls) of the owning rank touch it.
-struct State {
+// The part of State that a kernel looks at first: every CTA takes a copy of it in one piece.
+struct StateHead {
   uint32_t epoch;       // the round that was dispatched last
   uint32_t open;        // 1 from the end of dispatch until combine or release
   uint32_t opened_by;   // object_id of the dispatch that opened the round
@@ -31,11 +31,17 @@ struct State {
   uint32_t num_tokens;  // of the open round
   uint32_t rounds;      // completed since the last start; 0 selects the warm-up deadline
   uint32_t fault;       // FaultKind; sticky until the next start
-  uint32_t arrivals;    // CTAs of the running kernel that have finished
-  uint32_t staged;      // CTAs of the running combine that have copied their rows
   uint32_t ids_top_k;   // geometry of the ids region that `left` speaks of
   uint32_t ids_capacity;
   RankSet active;
+};
+
+// Shared by all objects of one workspace, so that they share rounds. Only kernels (or calls) of the owning rank touch
+// it.
+struct State {
+  StateHead head;
+  uint32_t arrivals;         // CTAs of the running kernel that have arrived at J1 or J3
+  uint32_t staged;           // CTAs of the running combine that have arrived at J2
   uint32_t sent[kMaxRanks];  // rows put to each peer this round
   uint32_t left[kMaxRanks];  // slots of each source whose ids may differ from -1
 };
@@ -63,19 +69,21 @@ struct DispatchCall {
   const void* topk_ids;  // [num_tokens, top_k]
   const float* topk_weights;
   const void* payload[kMaxPayloads];
-  const int32_t* num_valid_tokens;         // null: all of them
-  uint32_t access_bytes[kMaxPayloads];     // widest access that source and destination rows allow: 1, 2, 4, 8 or 16
-  uint32_t segment_bytes;                  // a row is put in pieces of this many bytes, a multiple of 16
+  const int32_t* num_valid_tokens;      // null: all of them
+  uint32_t access_bytes[kMaxPayloads];  // widest access that source and destination rows allow: 1, 2, 4, 8 or 16
+  uint32_t segment_bytes;               // a row is put in pieces of this many bytes, a multiple of 16
+  uint32_t segments[kMaxPayloads];      // pieces of one row of each payload
+  uint32_t segments_per_token;          // of all payloads, and one for ids and weights
   uint32_t num_tokens;
-  uint32_t max_rows;                       // slots of each source that this rank will look at
+  uint32_t max_rows;  // slots of each source that this rank will look at
   uint32_t ids_are_64bit;
 };
 
 struct CombineCall {
-  const uint8_t* rows;  // rows from outside the workspace, or null: experts wrote combine_input
-  uint64_t row_slot_bytes;    // strides of `rows`
+  const uint8_t* rows;      // rows from outside the workspace, or null: experts wrote combine_input
+  uint64_t row_slot_bytes;  // strides of `rows`
   uint64_t row_source_bytes;
-  uint8_t* out;         // [num_tokens, output_elements]
+  uint8_t* out;           // [num_tokens, output_elements]
   const uint8_t* addend;  // the same shape, or null
   uint32_t num_tokens;
   uint32_t segment_bytes;      // a row is reduced in pieces of this many bytes, a multiple of 16
