@@ -11,7 +11,7 @@ matplotlib.use("Agg")
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, NullFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 _PHASES = {"dispatch": "#1f77b4", "combine": "#d95f02", "pair": "#222222"}
 _PEERS = ("#7570b3", "#1b9e77", "#e7298a", "#a6761d")
@@ -59,7 +59,9 @@ def _draw_latency(axes: Axes, results: list[dict[str, Any]]) -> None:
         )
     axes.set_yscale("log")
     axes.set_ylabel("latency (us), slowest rank, median")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter(FuncFormatter(_plain))
+    axes.yaxis.set_minor_formatter(NullFormatter())
     axes.set_title("Latency")
 
 
