@@ -251,13 +251,15 @@ PUTGET_TEXT bool exchange_rows(Exec& exec, const Plan& plan, const CombineCall& 
   return all_combine;
 }
 
-// Where layouts are mixed: tells every peer that this rank has got its rows, so that they may be overwritten.
+// Where layouts are mixed: tells every peer that this rank has got its rows, so that they may be overwritten. Every CTA joins,
+// whatever became of its waits, so that the counter never keeps a part of the arrivals.
 template <class Exec>
 PUTGET_TEXT void publish_finished(Exec& exec, const Plan& plan, CombineScratch& scratch) {
   if (!exec.template last_to_arrive<Join::J3>(&plan.state->arrivals, &scratch.last)) return;
+  if (exec.thread() == 0) plan.state->arrivals = 0;
+  if (plan.state->head.fault != 0) return;
   publish_all<Tag::C5>(exec, plan, scratch.wait.head.active, plan.layout.finished, scratch.wait.head.epoch,
                        [](uint32_t) { return 0u; });
-  if (exec.thread() == 0) plan.state->arrivals = 0;
 }
 
 template <class Codec, uint32_t kElements, class TopK, class Exec>
@@ -266,7 +268,7 @@ PUTGET_TEXT void combine(Exec& exec, const Plan& plan, const CombineCall& call, 
   const StateHead& head = scratch.wait.head;
   const bool done = may_combine(exec, plan, call, head) && exchange_rows(exec, plan, call, scratch);
   if (done) reduce_rows<Codec, kElements, TopK>(exec, plan, call);
-  if (done && head.mixed) publish_finished(exec, plan, scratch);
+  if (head.mixed) publish_finished(exec, plan, scratch);
   if (!done || exec.block() != 0 || exec.thread() != 0) return;
   plan.state->head.open = 0;
   plan.state->head.rounds = head.rounds + 1;

@@ -81,17 +81,21 @@ class Memory:
 
     def start(self, epoch: int, active: Sequence[bool]) -> None:
         """Sets epoch and active ranks; clears flags and fault."""
-        _abi.call("putget_memory_start", self.handle, epoch, _rank_words(active))
+        words = (ctypes.c_uint32 * _abi.RANK_WORDS)()
+        for rank, is_active in enumerate(active):
+            if is_active:
+                words[rank // 32] |= 1 << (rank % 32)
+        _abi.call("putget_memory_start", self.handle, epoch, words)
 
-    def round(self) -> tuple[int, bool]:
-        """The round of the last dispatch, and whether it is open; waits for the device."""
-        epoch, is_open = ctypes.c_uint32(), ctypes.c_uint32()
-        _abi.call("putget_memory_round", self.handle, ctypes.byref(epoch), ctypes.byref(is_open))
-        return epoch.value, bool(is_open.value)
+    def epoch(self) -> int:
+        """The round of the last dispatch; waits for the device."""
+        epoch = ctypes.c_uint32()
+        _abi.call("putget_memory_epoch", self.handle, ctypes.byref(epoch))
+        return epoch.value
 
-    def mix(self, is_open: Sequence[bool]) -> None:
-        """Prepares for objects of different layouts; is_open says of each rank whether its round is open."""
-        _abi.call("putget_memory_mix", self.handle, _rank_words(is_open))
+    def mix(self) -> None:
+        """Prepares for objects of different layouts."""
+        _abi.call("putget_memory_mix", self.handle)
 
     def fault(self, timeout_s: float) -> PutgetError | None:
         """The first fault since the last start, as an exception; does not wait for kernels."""
@@ -111,14 +115,6 @@ class Memory:
         if fault.misuse == _abi.MISUSE_PEER_RELEASED:
             return ProtocolMisuse(f"combine, round {fault.epoch}: rank {fault.source} ended this round without combine")
         return ProtocolMisuse(f"combine after round {fault.epoch}: no dispatch came before it")
-
-
-def _rank_words(ranks: Sequence[bool]) -> ctypes.Array[ctypes.c_uint32]:
-    words = (ctypes.c_uint32 * _abi.RANK_WORDS)()
-    for rank, is_member in enumerate(ranks):
-        if is_member:
-            words[rank // 32] |= 1 << (rank % 32)
-    return words
 
 
 def encode_share(share: _abi.Share) -> dict[str, Any]:

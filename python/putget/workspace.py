@@ -204,7 +204,7 @@ class Workspace:
         wanted = self._check_mask(mask)
         comm.require_open()
         members = [rank for rank, is_active in enumerate(wanted) if is_active]
-        epoch, _ = memory.round()
+        epoch = memory.epoch()
         agreed = comm._mesh.agree(members, epoch, self.timeout_s)
         self._consistent = False
         self._active = wanted
@@ -233,12 +233,9 @@ class Workspace:
         if self._layout is not None and layout != self._layout and not self._mixed:
             active = [rank for rank, is_active in enumerate(self._active) if is_active]
             mesh = self._comm._mesh
-            own_open = self.memory.round()[1]
-            fields = {"open": own_open}
-            messages = mesh.exchange("mix", fields, members=active, timeout_s=self.warmup_timeout_s)
-            is_open = [rank in messages and bool(messages[rank].fields["open"]) for rank in range(self._comm.size)]
-            is_open[self._comm.rank] = own_open
-            self.memory.mix(is_open)
+            self.memory.epoch()  # waits for the device
+            mesh.exchange("mix", {}, members=active, timeout_s=self.warmup_timeout_s)
+            self.memory.mix()
             mesh.exchange("mixed", {}, members=active, timeout_s=self.warmup_timeout_s)
             self._mixed = True
         self._layout = layout

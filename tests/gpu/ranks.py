@@ -61,7 +61,7 @@ class ThreadRanks:
         self.size = size
         self.broken = False
         self._comms = putget.Communicator.local(size)
-        self._commands: list[queue.SimpleQueue[tuple[Body, tuple[Any, ...]] | None]] = []
+        self._commands: list[queue.SimpleQueue[tuple[Body, tuple[Any, ...], threading.Barrier | None] | None]] = []
         self._answers: list[queue.SimpleQueue[tuple[Any, str | None]]] = []
         self._threads = []
         for _ in range(size):
@@ -77,7 +77,7 @@ class ThreadRanks:
         me = Rank(rank, self.size, place, _comm=self._comms[rank])
         with torch.cuda.stream(stream_of(me)):
             while (command := self._commands[rank].get()) is not None:
-                body, args = command
+                body, args, me._barrier = command
                 try:
                     answer: tuple[Any, str | None] = (body(me, *args), None)
                 except BaseException:
@@ -85,15 +85,16 @@ class ThreadRanks:
                 self._answers[rank].put(answer)
 
     def submit(self, rank: int, body: Body, *args: Any) -> None:
-        self._commands[rank].put((body, args))
+        self._commands[rank].put((body, args, None))
 
     def result(self, rank: int, timeout: float = 60.0) -> Any:
         return self._results([rank], timeout)[rank]
 
     def call(self, body: Body, *args: Any, ranks: Iterable[int] | None = None, timeout: float = 60.0) -> dict[int, Any]:
         chosen = list(range(self.size) if ranks is None else ranks)
+        meeting = threading.Barrier(len(chosen))
         for rank in chosen:
-            self.submit(rank, body, *args)
+            self._commands[rank].put((body, args, meeting))
         return self._results(chosen, timeout)
 
     def _results(self, ranks: Iterable[int], timeout: float) -> dict[int, Any]:
