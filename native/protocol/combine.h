@@ -251,8 +251,8 @@ PUTGET_TEXT bool exchange_rows(Exec& exec, const Plan& plan, const CombineCall& 
   return all_combine;
 }
 
-// Where layouts are mixed: tells every peer that this rank has got its rows, so that they may be overwritten. Every CTA joins,
-// whatever became of its waits, so that the counter never keeps a part of the arrivals.
+// Where layouts are mixed: tells every peer that this rank has got its rows, so that they may be overwritten. Every CTA
+// joins, whatever became of its waits, so that the counter never keeps a part of the arrivals.
 template <class Exec>
 PUTGET_TEXT void publish_finished(Exec& exec, const Plan& plan, CombineScratch& scratch) {
   if (!exec.template last_to_arrive<Join::J3>(&plan.state->arrivals, &scratch.last)) return;
