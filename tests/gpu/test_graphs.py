@@ -68,7 +68,9 @@ def replay_round(rank: Rank, case: Case, index: int) -> Outcome:
     """A body: new data into this rank's graph of the round's batch size, then one replay."""
     graph: GraphRound = rank.state["graphs"][case.rounds[index].num_tokens[rank.rank]]
     graph.load(index)
+    rank.meet()  # as often as play_round, which other ranks may be running
     graph.replay()
+    rank.meet()
     return graph.outcome()
 
 
