@@ -57,4 +57,7 @@ class Rank:
             "timeout_s": 20.0,
             "warmup_timeout_s": 20.0,
         }
+        table = options.get("expert_to_rank")
+        if isinstance(table, torch.Tensor):
+            options["expert_to_rank"] = table.to(self.device)
         return putget.AllToAll(self.comm, **{**defaults, **options})
