@@ -1,0 +1,132 @@
+// What every rank of the stress job knows about every round, from the seed alone: shapes, routes and the value of every
+// byte.
+//
+// Each rank computes what it must receive and what its tokens must sum to, without a word to the others: the only
+// synchronisation of the job is the protocol's own.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "protocol/shape.h"
+
+namespace putget::stress {
+
+struct Options {
+  uint32_t ranks = 3;
+  uint32_t rounds = 200;
+  uint32_t objects = 1;  // 2: objects of different layouts take turns in one workspace
+  uint64_t seed = 1;
+  double timeout_s = 20;
+};
+
+enum class Purpose : uint64_t { kObject, kEnd, kOwnEnd, kTokens, kExpert, kWeight, kPayload, kOutput, kPause };
+
+// How a round ends. Combining is agreed by all ranks; a round that is not combined is released by each rank as it
+// likes.
+enum class End { kCombine, kCombineRows, kRelease, kLeaveOpen };
+
+class StressPlan {
+ public:
+  explicit StressPlan(const Options& options) : options_(options) {}
+
+  const Options& options() const { return options_; }
+
+  // Two shapes that differ in every size. The payload of object 1 lies over everything of object 0 but its ids and
+  // weights.
+  Shape shape(uint32_t object, uint32_t rank) const {
+    Shape shape{};
+    shape.ep_size = options_.ranks;
+    shape.ep_rank = rank;
+    shape.num_experts = object == 0 ? 2 * options_.ranks + 1 : options_.ranks;
+    shape.top_k = object == 0 ? 4 : 2;
+    shape.max_tokens_per_rank = object == 0 ? 6 : 9;
+    shape.num_payloads = object == 0 ? 2 : 1;
+    shape.row_bytes[0] = object == 0 ? 48 : 512;
+    shape.row_bytes[1] = object == 0 ? 3 : 0;
+    shape.output_elements = object == 0 ? 8 : 5;
+    shape.output_type = object == 0 ? OutputType::kFloat32 : OutputType::kBFloat16;
+    return shape;
+  }
+
+  uint32_t object(uint32_t round) const { return options_.objects == 1 ? 0 : draw(2, Purpose::kObject, round); }
+
+  End end(uint32_t round, uint32_t rank) const {
+    switch (draw(4, Purpose::kEnd, round)) {
+      case 0:
+        return End::kCombine;
+      case 1:
+        return End::kCombineRows;
+      default:
+        return draw(2, Purpose::kOwnEnd, round, rank) == 0 ? End::kRelease : End::kLeaveOpen;
+    }
+  }
+
+  uint32_t num_tokens(uint32_t round, uint32_t rank) const {
+    const uint32_t most = shape(object(round), rank).max_tokens_per_rank;
+    return draw(3, Purpose::kTokens, round, rank, 0) == 0 ? 0 : draw(most + 1, Purpose::kTokens, round, rank, 1);
+  }
+
+  // Id of an expert, or -1. Some rounds send everything to one rank.
+  int32_t expert(uint32_t round, uint32_t rank, uint32_t token, uint32_t k) const {
+    const Shape shape = this->shape(object(round), rank);
+    if (draw(4, Purpose::kExpert, round, rank) == 0) return 0;
+    return static_cast<int32_t>(draw(shape.num_experts + 1, Purpose::kExpert, round, rank, token * kMaxTopK + k)) - 1;
+  }
+
+  float weight(uint32_t round, uint32_t rank, uint32_t token, uint32_t k) const {
+    return static_cast<float>(draw(1 << 20, Purpose::kWeight, round, rank, token * kMaxTopK + k));
+  }
+
+  // Byte 0 of a payload row; byte b is this plus b.
+  uint8_t first_byte(uint32_t round, uint32_t rank, uint32_t token, uint32_t payload) const {
+    return static_cast<uint8_t>(draw(256, Purpose::kPayload, round, rank, token * kMaxPayloads + payload));
+  }
+
+  // One element of the row that the experts of `rank` write for a source's slot: whole numbers so small that their sums
+  // are exact in every output type and order.
+  float output(uint32_t round, uint32_t rank, uint32_t src, uint32_t slot, uint32_t element) const {
+    return static_cast<float>((draw(32, Purpose::kOutput, round, rank, slot * kMaxRanks + src) + element) % 32);
+  }
+
+  // Rank of an expert: the default table, contiguous blocks.
+  int32_t rank_of(uint32_t object, int32_t expert_id) const {
+    if (expert_id < 0) return -1;
+    const uint32_t experts = shape(object, 0).num_experts;
+    return expert_id / static_cast<int32_t>((experts + options_.ranks - 1) / options_.ranks);
+  }
+
+  // Tokens of `src` that have a row on `dst`, in order: the token of slot i is element i.
+  std::vector<uint32_t> tokens_on(uint32_t round, uint32_t src, uint32_t dst) const {
+    std::vector<uint32_t> tokens;
+    const uint32_t object = this->object(round);
+    const uint32_t top_k = shape(object, src).top_k;
+    for (uint32_t token = 0; token < num_tokens(round, src); ++token) {
+      for (uint32_t k = 0; k < top_k; ++k) {
+        if (rank_of(object, expert(round, src, token, k)) != static_cast<int32_t>(dst)) continue;
+        tokens.push_back(token);
+        break;
+      }
+    }
+    return tokens;
+  }
+
+  // Uniform enough in [0, limit), a function of the seed and the arguments.
+  uint32_t draw(uint32_t limit, Purpose purpose, uint64_t a, uint64_t b = 0, uint64_t c = 0) const {
+    uint64_t x = options_.seed;
+    for (uint64_t part : {static_cast<uint64_t>(purpose), a, b, c}) x = scramble(x + part + 0x9e3779b97f4a7c15u);
+    return static_cast<uint32_t>(x >> 32) % limit;
+  }
+
+ private:
+  // splitmix64 (Steele, Lea, Flood 2014).
+  static uint64_t scramble(uint64_t x) {
+    x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
+    x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
+    return x ^ (x >> 31);
+  }
+
+  Options options_;
+};
+
+}  // namespace putget::stress

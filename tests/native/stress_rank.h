@@ -1,0 +1,285 @@
+// One rank of the stress job: runs the protocol text round after round and checks every byte that it sees.
+#pragma once
+
+#include <cstdio>
+#include <cstdlib>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "cpu/exec.h"
+#include "protocol/combine.h"
+#include "protocol/dispatch.h"
+#include "stress_plan.h"
+
+namespace putget::stress {
+
+constexpr int kExitMismatch = 3;
+constexpr int kExitFault = 4;
+constexpr uint32_t kWholeRow = 1u << 30;       // segment_bytes: one segment a row
+constexpr uint32_t kFirstEpoch = 0xfffffff0u;  // the epoch wraps early in the job
+
+// Memory that "peers map": its lines and regions start where the real ones do.
+struct alignas(4096) Page {
+  uint8_t bytes[4096];
+};
+
+// The CPU's Exec, which also gives its core away in the middle of puts and gets: a rank that a peer does not wait for
+// is then seen to be late.
+struct YieldingExec : cpu::Exec {
+  template <class Access>
+  void put(Access* to, const Access& value) const {
+    maybe_yield();
+    cpu::Exec::put(to, value);
+  }
+  template <class Access>
+  Access get(const Access* from) const {
+    maybe_yield();
+    return cpu::Exec::get(from);
+  }
+};
+
+class StressRank {
+ public:
+  StressRank(const StressPlan& plan, uint32_t rank, const std::vector<uint8_t*>& base) : plan_(plan), rank_(rank) {
+    state_.head.epoch = kFirstEpoch;
+    state_.head.mixed = plan.options().objects > 1;
+    for (uint32_t peer = 0; peer < plan.options().ranks; ++peer) state_.head.active.insert(peer);
+    for (uint32_t object = 0; object < plan.options().objects; ++object) objects_.push_back(make_object(object, base));
+    const uint64_t lines = control_bytes(plan.options().ranks) / kLineBytes;
+    for (uint64_t line = 0; line < lines; ++line) *flag_line(base[rank], 0, line) = pack_flag(kFirstEpoch, 0);
+  }
+  StressRank(const StressRank&) = delete;             // plans point into it
+  StressRank& operator=(const StressRank&) = delete;  // plans point into it
+
+  void run() {
+    yield_seed = plan_.options().seed * 1000 + rank_ + 1;
+    for (round_ = 0; round_ < plan_.options().rounds; ++round_) {
+      object_ = objects_[plan_.object(round_)].get();
+      dispatch();
+      check_received();
+      pause();
+      write_rows();
+      check_received();
+      finish();
+    }
+  }
+
+ private:
+  // One AllToAll: its plan and the tables and tensors that its plan points to.
+  struct Object {
+    Plan plan;
+    std::vector<int32_t> expert_to_rank, target_ranks, target_slots, num_tokens;
+    unsigned long long invalid_ids = 0;
+    std::vector<int32_t> ids;
+    std::vector<float> weights;
+    std::vector<uint8_t> payload[kMaxPayloads];
+    std::vector<uint8_t> rows;  // for combine from outside the workspace
+    std::vector<uint8_t> out;
+  };
+
+  std::unique_ptr<Object> make_object(uint32_t index, const std::vector<uint8_t*>& base) {
+    auto object = std::make_unique<Object>();
+    Plan& plan = object->plan;
+    const Shape shape = plan_.shape(index, rank_);
+    const uint32_t routes = shape.max_tokens_per_rank * shape.top_k;
+    for (uint32_t e = 0; e < shape.num_experts; ++e) object->expert_to_rank.push_back(plan_.rank_of(index, e));
+    object->target_ranks.assign(routes, -1);
+    object->target_slots.assign(routes, -1);
+    object->num_tokens.assign(shape.ep_size, 0);
+    object->ids.resize(routes);
+    object->weights.resize(routes);
+    for (uint32_t p = 0; p < shape.num_payloads; ++p) {
+      object->payload[p].resize(uint64_t{shape.max_tokens_per_rank} * shape.row_bytes[p]);
+    }
+    object->rows.resize(uint64_t{shape.ep_size} * shape.max_tokens_per_rank * shape.output_row_bytes());
+    object->out.resize(uint64_t{shape.max_tokens_per_rank} * shape.output_row_bytes());
+    plan.shape = shape;
+    plan.layout = layout_of(shape);
+    for (uint32_t peer = 0; peer < shape.ep_size; ++peer) plan.base[peer] = base[peer];
+    plan.state = &state_;
+    plan.fault = &fault_;
+    plan.expert_to_rank = object->expert_to_rank.data();
+    plan.target_ranks = object->target_ranks.data();
+    plan.target_slots = object->target_slots.data();
+    plan.num_tokens = object->num_tokens.data();
+    plan.invalid_ids = &object->invalid_ids;
+    plan.timeout_ns = static_cast<uint64_t>(plan_.options().timeout_s * 1e9);
+    plan.warmup_timeout_ns = plan.timeout_ns;
+    plan.object_id = index;
+    return object;
+  }
+
+  void dispatch() {
+    Object& object = *object_;
+    const Shape& shape = object.plan.shape;
+    num_tokens_ = plan_.num_tokens(round_, rank_);
+    for (uint32_t token = 0; token < num_tokens_; ++token) {
+      for (uint32_t k = 0; k < shape.top_k; ++k) {
+        object.ids[token * shape.top_k + k] = plan_.expert(round_, rank_, token, k);
+        object.weights[token * shape.top_k + k] = plan_.weight(round_, rank_, token, k);
+      }
+      for (uint32_t p = 0; p < shape.num_payloads; ++p) {
+        const uint8_t first = plan_.first_byte(round_, rank_, token, p);
+        for (uint32_t b = 0; b < shape.row_bytes[p]; ++b) {
+          object.payload[p][token * shape.row_bytes[p] + b] = static_cast<uint8_t>(first + b);
+        }
+      }
+    }
+    DispatchCall call{};
+    call.topk_ids = object.ids.data();
+    call.topk_weights = object.weights.data();
+    for (uint32_t p = 0; p < shape.num_payloads; ++p) {
+      call.payload[p] = object.payload[p].data();
+      call.access_bytes[p] = shape.row_bytes[p] % 16 == 0 ? 16 : 1;
+    }
+    cut_into_segments(call, shape, kWholeRow);
+    call.num_tokens = num_tokens_;
+    call.max_rows = shape.max_tokens_per_rank;
+    putget::dispatch(exec_, object.plan, call, dispatch_scratch_);
+    require_no_fault("dispatch");
+  }
+
+  // Every row that is there, every id slot that is not, and the counts.
+  void check_received() const {
+    const Plan& plan = object_->plan;
+    const Shape& shape = plan.shape;
+    const auto* ids = reinterpret_cast<const int32_t*>(plan.own() + plan.layout.topk_ids);
+    const auto* weights = reinterpret_cast<const float*>(plan.own() + plan.layout.topk_weights);
+    for (uint32_t src = 0; src < shape.ep_size; ++src) {
+      const std::vector<uint32_t> tokens = plan_.tokens_on(round_, src, rank_);
+      require(object_->num_tokens[src] == static_cast<int32_t>(tokens.size()), "num_tokens", src, 0);
+      for (uint32_t slot = 0; slot < shape.max_tokens_per_rank; ++slot) {
+        const uint64_t row = row_index(slot, src, shape.ep_size);
+        const bool there = slot < tokens.size();
+        for (uint32_t k = 0; k < shape.top_k; ++k) {
+          const int32_t id = there ? plan_.expert(round_, src, tokens[slot], k) : -1;
+          require(ids[row * shape.top_k + k] == id, "topk_ids", src, slot);  // [D5]
+          if (!there) continue;
+          const float weight = plan_.weight(round_, src, tokens[slot], k);
+          require(weights[row * shape.top_k + k] == weight, "topk_weights", src, slot);  // [D5]
+        }
+        if (there) check_payloads(src, slot, tokens[slot]);
+      }
+    }
+  }
+
+  void check_payloads(uint32_t src, uint32_t slot, uint32_t token) const {
+    const Plan& plan = object_->plan;
+    for (uint32_t p = 0; p < plan.shape.num_payloads; ++p) {
+      const uint32_t row_bytes = plan.shape.row_bytes[p];
+      const uint8_t* row = plan.own() + plan.layout.payload[p] + row_index(slot, src, plan.shape.ep_size) * row_bytes;
+      const uint8_t first = plan_.first_byte(round_, src, token, p);
+      for (uint32_t b = 0; b < row_bytes; ++b) {
+        require(row[b] == static_cast<uint8_t>(first + b), "payload", src, slot);  // [D5]
+      }
+    }
+  }
+
+  // The experts' work: each received row gets its row of output, in combine_input or outside the workspace.
+  void write_rows() {
+    const Plan& plan = object_->plan;
+    const Shape& shape = plan.shape;
+    const bool outside = plan_.end(round_, rank_) == End::kCombineRows;
+    uint8_t* rows = outside ? object_->rows.data() : plan.own() + plan.layout.output;
+    for (uint32_t src = 0; src < shape.ep_size; ++src) {
+      for (uint32_t slot = 0; slot < static_cast<uint32_t>(object_->num_tokens[src]); ++slot) {
+        uint8_t* row = rows + row_index(slot, src, shape.ep_size) * shape.output_row_bytes();
+        for (uint32_t e = 0; e < shape.output_elements; ++e) {
+          store_element(row, e, plan_.output(round_, rank_, src, slot, e));  // [C1]
+        }
+      }
+    }
+  }
+
+  void finish() {
+    const Plan& plan = object_->plan;
+    const End end = plan_.end(round_, rank_);
+    if (end == End::kRelease) putget::release(exec_, plan, release_scratch_);
+    if (end == End::kRelease || end == End::kLeaveOpen) return;
+    CombineCall call{};
+    if (end == End::kCombineRows) {
+      call.rows = object_->rows.data();
+      call.row_source_bytes = plan.shape.output_row_bytes();
+      call.row_slot_bytes = plan.shape.ep_size * call.row_source_bytes;
+      call.rows_access_bytes = plan.shape.output_row_bytes() % 4 == 0 ? 4 : 2;
+    }
+    call.out = object_->out.data();
+    call.num_tokens = num_tokens_;
+    call.segment_bytes = kWholeRow;
+    if (plan.shape.output_type == OutputType::kFloat32) {
+      putget::combine<Float32, 4, FixedTopK<4>>(exec_, plan, call, combine_scratch_);
+    } else {
+      putget::combine<BFloat16, 1, DynamicTopK>(exec_, plan, call, combine_scratch_);
+    }
+    require_no_fault("combine");
+    check_combined();
+  }
+
+  void check_combined() const {
+    const Shape& shape = object_->plan.shape;
+    std::vector<float> sum(uint64_t{shape.max_tokens_per_rank} * shape.output_elements, 0.0f);
+    for (uint32_t dst = 0; dst < shape.ep_size; ++dst) {
+      const std::vector<uint32_t> tokens = plan_.tokens_on(round_, rank_, dst);
+      for (uint32_t slot = 0; slot < tokens.size(); ++slot) {
+        for (uint32_t e = 0; e < shape.output_elements; ++e) {
+          sum[tokens[slot] * shape.output_elements + e] += plan_.output(round_, dst, rank_, slot, e);
+        }
+      }
+    }
+    for (uint32_t token = 0; token < num_tokens_; ++token) {
+      const uint8_t* row = object_->out.data() + token * shape.output_row_bytes();
+      for (uint32_t e = 0; e < shape.output_elements; ++e) {
+        require(load_element(row, e) == sum[token * shape.output_elements + e], "combined row", token, e);
+      }
+    }
+  }
+
+  void store_element(uint8_t* row, uint32_t e, float value) const {
+    if (object_->plan.shape.output_type == OutputType::kFloat32) {
+      reinterpret_cast<Float32::Bits*>(row)[e] = Float32::narrow(value);
+    } else {
+      reinterpret_cast<BFloat16::Bits*>(row)[e] = BFloat16::narrow(value);
+    }
+  }
+
+  float load_element(const uint8_t* row, uint32_t e) const {
+    if (object_->plan.shape.output_type == OutputType::kFloat32) {
+      return Float32::widen(reinterpret_cast<const Float32::Bits*>(row)[e]);
+    }
+    return BFloat16::widen(reinterpret_cast<const BFloat16::Bits*>(row)[e]);
+  }
+
+  // Ranks drift apart, as far as the protocol lets them.
+  void pause() const {
+    for (uint32_t n = plan_.draw(8, Purpose::kPause, round_, rank_); n > 0; --n) sched_yield();
+  }
+
+  void require(bool holds, const char* what, uint32_t a, uint32_t b) const {
+    if (holds) return;
+    std::fprintf(stderr, "mismatch: rank %u round %u: %s (%u, %u)\n", rank_, round_, what, a, b);
+    std::_Exit(kExitMismatch);
+  }
+
+  void require_no_fault(const char* phase) const {
+    if (state_.head.fault == 0) return;
+    std::fprintf(stderr, "fault: rank %u round %u: %s: kind %u, missing %#x\n", rank_, round_, phase, fault_.kind,
+                 fault_.missing.word[0]);
+    std::_Exit(kExitFault);
+  }
+
+  const StressPlan& plan_;
+  const uint32_t rank_;
+  YieldingExec exec_;
+  State state_{};
+  FaultRecord fault_{};
+  DispatchScratch dispatch_scratch_{};
+  CombineScratch combine_scratch_{};
+  WaitScratch release_scratch_{};
+  std::vector<std::unique_ptr<Object>> objects_;
+  Object* object_ = nullptr;
+  uint32_t round_ = 0;
+  uint32_t num_tokens_ = 0;
+};
+
+}  // namespace putget::stress
