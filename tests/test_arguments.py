@@ -96,8 +96,8 @@ def dispatch_mutations(rank: Rank) -> dict[str, tuple[str, Any]]:
     for value in (0, -1, 9, 2**40, 2.0, "3", True, torch.tensor(3)):
         wrong[f"max_rows: {value!r}"] = "max_rows", value
     one = torch.tensor([2], dtype=torch.int32, device=rank.device)
-    for value in (2, one.long(), one.float(), one.repeat(2), one[:0], elsewhere(one), [2], "2"):
-        wrong[f"num_valid_tokens: {value!r}"] = "num_valid_tokens", value
+    for number, value in enumerate((2, one.long(), one.float(), one.repeat(2), one[:0], elsewhere(one), [2], "2")):
+        wrong[f"num_valid_tokens: wrong value {number}"] = "num_valid_tokens", value  # the same name on every device
     return wrong
 
 
