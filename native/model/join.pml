@@ -1,13 +1,15 @@
-/* The CTAs of one kernel, for SPIN: two ranks with BLOCKS CTAs each, full rounds of dispatch and combine(x). putget.pml
+/* The CTAs of one kernel, for SPIN: two ranks with BLOCKS CTAs each, full rounds of dispatch and combine. putget.pml
  * has the ranks as one thread each; here the question is what a join (J1, J2, J3) must carry. Rounds alternate between
  * two layouts.
  *
- * With DEADLINES any wait may expire in any CTA at any time. Then its rank may not send anything more.
+ * IN_PLACE     the experts write combine_input; otherwise combine(x) copies it, and J2 comes before C2
+ * DEADLINES    any wait may expire in any CTA at any time; then its rank may not send anything more
  * Like every SPIN model it is sequentially consistent: that the joins also order memory is checked on the GPU.
  *
- * Mutations: NO_J1 (the first CTA sends the flags), NO_J2, NO_J3 (the first CTA closes the round), J1_LOSES_FAULT (the
- * last CTA asks only itself), EARLY_EPOCH (a CTA advances the epoch before the join), KEEP_ARRIVALS, KEEP_STAGED (a
- * counter is not reset).
+ * Mutations: NO_J1, NO_J2, NO_J3 (the first CTA sends the flags), NO_OWN_FLAG (a rank does not wait for its own flag,
+ * which tells its CTAs that J2 is over), J1_LOSES_FAULT (the last CTA asks only itself), EARLY_EPOCH (a CTA advances
+ * the epoch before the join), ALL_JUDGE (every CTA asks whether the round is open, though the first one closes it),
+ * KEEP_ARRIVALS, KEEP_STAGED (a counter is not reset).
  */
 #ifndef BLOCKS
 #define BLOCKS 2
@@ -22,7 +24,7 @@ typedef Rank {
   byte arrived[RANKS];   /* epoch; rows do not matter here */
   byte ended[RANKS];     /* epoch */
   byte finished[RANKS];  /* epoch */
-  byte cell[2 * BLOCKS]; /* received rows, one put by each CTA of the peer; rows of combine_input, one of each own CTA */
+  byte cell[2 * BLOCKS]; /* received rows, one of each CTA of the peer; rows of combine_input, one of each own CTA */
   /* private */
   byte epoch;
   byte arrivals, staged;
@@ -120,43 +122,68 @@ proctype Cta(bit me; byte block) {
     /* experts, a kernel of their own */
     kernel_starts();
     if
-    :: !SELF.fault -> assert(SELF.cell[RECEIVE(block)] == round) /* D5 */
+    :: !SELF.fault ->
+      assert(SELF.cell[RECEIVE(block)] == round); /* D5 */
+#ifdef IN_PLACE
+      SELF.cell[OUTPUT(block)] = round /* C1 */
+#endif
     :: else
     fi;
     SELF.left++;
 
-    /* combine(x) */
+    /* combine */
     kernel_starts();
-    healthy = !SELF.fault && SELF.open;
-    assert(healthy || SELF.fault);
+    healthy = !SELF.fault;
+#if defined(ALL_JUDGE) || !defined(IN_PLACE)
+    assert(!healthy || SELF.open || SELF.fault);
+#else
+    assert(!healthy || SELF.open || SELF.fault || block > 0);
+#endif
     if
     :: healthy ->
+#ifdef IN_PLACE
+      last = (block == 0);
+#else
       SELF.cell[OUTPUT(block)] = round; /* C1 */
       J2;
+#endif
       if
-      :: last -> PEER.ended[me] = SELF.epoch /* C2 */
+      :: last ->
+#ifndef KEEP_STAGED
+        SELF.staged = 0;
+#endif
+        PEER.ended[me] = SELF.epoch; /* C2 */
+        SELF.ended[me] = SELF.epoch  /* C2, to itself */
       :: else
       fi;
       observe(SELF.ended[1 - me], SELF.epoch) /* C3 */
     :: else
     fi;
+#ifndef NO_OWN_FLAG
     if
-    :: healthy -> for (b : 0 .. BLOCKS - 1) { assert(PEER.cell[OUTPUT(b)] == round) } /* C4 */
+    :: healthy -> observe(SELF.ended[me], SELF.epoch) /* C3, of itself */
+    :: else
+    fi;
+#endif
+    if
+    :: healthy ->
+      for (b : 0 .. BLOCKS - 1) {
+        assert(PEER.cell[OUTPUT(b)] == round && SELF.cell[OUTPUT(b)] == round) /* C4 */
+      }
     :: else
     fi;
     J3;
     if
     :: last ->
-      if
-      :: !SELF.fault ->
-        PEER.finished[me] = SELF.epoch; /* C5 */
-        SELF.open = false
-      :: else
-      fi;
       SELF.arrivals = 0;
-#ifndef KEEP_STAGED
-      SELF.staged = 0
-#endif
+      if
+      :: !SELF.fault -> PEER.finished[me] = SELF.epoch /* C5 */
+      :: else
+      fi
+    :: else
+    fi;
+    if
+    :: healthy && block == 0 -> SELF.open = false
     :: else
     fi;
     SELF.left++

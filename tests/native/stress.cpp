@@ -85,10 +85,10 @@ void run(const Options& options) {
     const uint64_t needed = layout_of(plan.shape(object, 0)).total_bytes;
     bytes = needed > bytes ? needed : bytes;
   }
-  std::vector<std::vector<Page>> memories;
+  std::vector<std::vector<Block>> memories;
   std::vector<uint8_t*> base;
   for (uint32_t rank = 0; rank < options.ranks; ++rank) {
-    memories.emplace_back((bytes + sizeof(Page) - 1) / sizeof(Page));
+    memories.emplace_back(bytes / sizeof(Block));
     base.push_back(memories.back().front().bytes);
   }
   std::vector<std::unique_ptr<StressRank>> ranks;

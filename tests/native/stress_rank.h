@@ -19,9 +19,9 @@ constexpr int kExitFault = 4;
 constexpr uint32_t kWholeRow = 1u << 30;       // segment_bytes: one segment a row
 constexpr uint32_t kFirstEpoch = 0xfffffff0u;  // the epoch wraps early in the job
 
-// Memory that "peers map": its lines and regions start where the real ones do.
-struct alignas(4096) Page {
-  uint8_t bytes[4096];
+// What the memory that "peers map" is made of: aligned as regions are, and no larger than the layout says.
+struct alignas(kRegionAlignment) Block {
+  uint8_t bytes[kRegionAlignment];
 };
 
 // The CPU's Exec, which also gives its core away in the middle of puts and gets: a rank that a peer does not wait for

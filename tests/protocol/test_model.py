@@ -19,7 +19,7 @@ MODELS = Path(__file__).resolve().parents[2] / "native" / "model"
 SPIN, CC = shutil.which("spin"), shutil.which("cc")
 # What a model takes by -D without being wrong: sizes, and parts that can be switched on.
 PARAMETERS = {"RANKS", "ROUNDS", "SLOTS", "EPOCHS", "ROUTES", "EXTRA", "BLOCKS", "MIX_AFTER"}
-VARIANTS = {"LAYERS", "DEADLINES", "MIXED_ENDS"}
+VARIANTS = {"LAYERS", "DEADLINES", "MIXED_ENDS", "IN_PLACE"}
 
 ASSERTION, DEADLOCK = "assertion violated", "invalid end state"
 
@@ -53,7 +53,9 @@ CORRECT = [
     Check("putget", "RANKS=3 ROUNDS=1 ROUTES=1 DEADLINES EXTRA=1 LAYERS"),
     Check("putget", "RANKS=2 ROUNDS=2 DEADLINES MIXED_ENDS"),
     Check("join", "ROUNDS=3"),
+    Check("join", "ROUNDS=3 IN_PLACE"),
     Check("join", "ROUNDS=1 DEADLINES"),
+    Check("join", "ROUNDS=1 DEADLINES IN_PLACE"),
 ]
 MUTATIONS = [
     Check("putget", "SKIP_D1", ASSERTION),
@@ -80,6 +82,8 @@ MUTATIONS = [
     Check("join", "NO_J1", DEADLOCK),
     Check("join", "NO_J2", ASSERTION),
     Check("join", "NO_J3", ASSERTION),
+    Check("join", "NO_OWN_FLAG", ASSERTION),
+    Check("join", "IN_PLACE ALL_JUDGE", ASSERTION),
     Check("join", "ROUNDS=1 DEADLINES J1_LOSES_FAULT", ASSERTION),
     Check("join", "EARLY_EPOCH", DEADLOCK),
     Check("join", "KEEP_ARRIVALS", DEADLOCK),
@@ -130,6 +134,6 @@ def test_mutation_is_found(check: Check, reports: dict[Check, Future[str]]) -> N
 @pytest.mark.parametrize("model", ["putget", "join"])
 def test_every_mutation_of_a_model_is_tried(model: str) -> None:
     text = (MODELS / f"{model}.pml").read_text()
-    names = set(re.findall(r"^#(?:ifdef|ifndef) (\w+)", text, re.MULTILINE))
+    names = set(re.findall(r"(?:^#ifdef |^#ifndef |defined\()(\w+)", text, re.MULTILINE))
     tried = set().union(*(check.defines for check in MUTATIONS if check.model == model))
     assert names - PARAMETERS - VARIANTS == tried - PARAMETERS - VARIANTS

@@ -1,0 +1,61 @@
+"""Builds tests/native/stress.cpp with a sanitizer and runs it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.protocol.tags import ROOT
+
+SOURCE = ROOT / "tests" / "native" / "stress.cpp"
+MISMATCH, FAULT, REPORT = 3, 4, 66  # exit statuses: a wrong byte, a deadline or misuse, the sanitizer's
+OPTIONS = dict.fromkeys(("TSAN_OPTIONS", "ASAN_OPTIONS", "UBSAN_OPTIONS"), f"halt_on_error=1 exitcode={REPORT}")
+
+
+class StressJob:
+    """The stress job under one sanitizer; skips the test where the machine cannot build or run it."""
+
+    def __init__(self, sanitizer: str, folder: Path) -> None:
+        self._sanitizer = sanitizer
+        probe = folder / "probe.cpp"
+        probe.write_text("int main() { return 0; }\n")
+        built = self._build(folder / "probe", probe)
+        if built.returncode != 0:
+            pytest.skip(f"the C++ compiler cannot build with -fsanitize={sanitizer}: {built.stderr[-200:]}")
+        self._prefix = self._working_prefix(folder / "probe")
+        self._program = folder / "stress"
+        built = self._build(self._program, SOURCE)
+        assert built.returncode == 0, built.stderr
+
+    def _build(self, target: Path, source: Path) -> subprocess.CompletedProcess[str]:
+        compiler = os.environ.get("CXX") or shutil.which("g++") or "c++"
+        options = ["-std=c++17", "-O1", "-g", "-pthread", "-DPUTGET_STRESS", f"-I{ROOT / 'native'}"]
+        sanitize = [f"-fsanitize={self._sanitizer}", "-fno-sanitize-recover=all"]
+        return subprocess.run(
+            [compiler, *options, *sanitize, "-o", str(target), str(source)], capture_output=True, text=True, timeout=120
+        )
+
+    @staticmethod
+    def _working_prefix(program: Path) -> list[str]:
+        """How such programs start here: some kernels randomise addresses more than a sanitizer can bear."""
+        for prefix in ([], ["setarch", platform.machine(), "-R"]):
+            if prefix and shutil.which(prefix[0]) is None:
+                continue
+            if subprocess.run([*prefix, program], capture_output=True, timeout=60).returncode == 0:
+                return prefix
+        pytest.skip("programs with this sanitizer do not run on this kernel")
+
+    def __call__(self, *options: object) -> subprocess.CompletedProcess[str]:
+        """Runs it to its end."""
+        return subprocess.run(
+            [*self._prefix, str(self._program), *map(str, options)],
+            env={**os.environ, **OPTIONS},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )

@@ -1,0 +1,19 @@
+"""The protocol text stays inside its memory and inside the language: the stress job under the other sanitizers."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.protocol.stress_job import StressJob
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> StressJob:
+    return StressJob("address,undefined", tmp_path_factory.mktemp("address"))
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("objects", [1, 2])
+def test_the_protocol_is_clean(job: StressJob, objects: int, seed: int) -> None:
+    done = job("--ranks", 4, "--rounds", 500, "--objects", objects, "--seed", seed)
+    assert done.returncode == 0, done.stderr
