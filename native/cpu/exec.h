@@ -29,6 +29,7 @@ struct Exec {
   uint32_t warp() const { return 0; }
   uint32_t warps() const { return 1; }
   void sync() const {}
+  bool any(bool condition) const { return condition; }
 
   uint64_t now_ns() const {
     timespec now;
@@ -102,9 +103,10 @@ struct Exec {
   void put(Access* to, const Access& value) const {
     *to = value;
   }
+  // from[index], or zero where `from` is null.
   template <class Access>
-  Access get(const Access* from) const {
-    return *from;
+  Access get_or_zero(const Access* from, uint32_t index) const {
+    return from == nullptr ? Access{} : from[index];
   }
 
   template <class Body>

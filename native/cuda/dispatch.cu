@@ -16,7 +16,8 @@ namespace {
 
 constexpr uint32_t kThreads = 256;
 constexpr uint32_t kBlocksPerSm = 3;
-constexpr uint32_t kWarpBytes = 32 * 16;  // what a warp moves in one access
+constexpr uint32_t kWarpBytes = 32 * 16;                // what a warp moves in one access
+constexpr uint32_t kItemsPerBlock = 2 * kThreads / 32;  // one token of a common layer: then nothing has to be joined
 constexpr uint64_t kMaxItems = uint64_t{1} << 31;
 
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
@@ -55,7 +56,7 @@ void load_dispatch_kernels() {
 void launch_dispatch(const Plan& plan, DispatchCall call, const Grid& grid, cudaStream_t stream) {
   choose_segments(plan.shape, call, grid.limit);
   const uint64_t items = uint64_t{call.num_tokens} * call.segments_per_token;
-  const uint64_t wanted = (items + kThreads / 32 - 1) / (kThreads / 32);
+  const uint64_t wanted = (items + kItemsPerBlock - 1) / kItemsPerBlock;
   const uint32_t blocks = static_cast<uint32_t>(wanted < 1 ? 1 : (wanted < grid.limit ? wanted : grid.limit));
   dispatch_kernel<<<blocks, kThreads, 0, stream>>>(plan, call);
   check(cudaGetLastError(), "launching dispatch_kernel");

@@ -24,6 +24,8 @@ struct Exec {
   __device__ uint32_t warp() const { return threadIdx.x / kWarp; }
   __device__ uint32_t warps() const { return blockDim.x / kWarp; }
   __device__ void sync() const { __syncthreads(); }
+  // A block barrier too.
+  __device__ bool any(bool condition) const { return __syncthreads_or(condition) != 0; }
   __device__ uint64_t now_ns() const { return ptx::global_timer_ns(); }
 
   // Polls at full speed while an answer is near, then leaves the memory system to others.
@@ -80,16 +82,18 @@ struct Exec {
     *to = value;
   }
 
+  // from[index], or zero where `from` is null: without a branch, so that the loads of all leaves are in flight
+  // together.
   template <class Access>
-  __device__ Access get(const Access* from) const {
+  __device__ Access get_or_zero(const Access* from, uint32_t index) const {
     if constexpr (sizeof(Access) == sizeof(uint4)) {
       union {
         uint4 raw;
         Access value;
-      } both{ptx::load_peer(reinterpret_cast<const uint4*>(from))};
+      } both{ptx::load_peer_if(from != nullptr, reinterpret_cast<const uint4*>(from) + index)};
       return both.value;
     } else {
-      return *from;
+      return from == nullptr ? Access{} : from[index];
     }
   }
 

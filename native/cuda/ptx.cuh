@@ -42,6 +42,25 @@ __device__ __forceinline__ uint4 load_peer(const uint4* address) {
   return value;
 }
 
+// The same where `wanted`, else zeros; one predicated load.
+__device__ __forceinline__ uint4 load_peer_if(bool wanted, const uint4* address) {
+  uint4 value;
+  asm volatile(
+      "{\n"
+      ".reg .pred wanted;\n"
+      "setp.ne.u32 wanted, %5, 0;\n"
+      "mov.u32 %0, 0;\n"
+      "mov.u32 %1, 0;\n"
+      "mov.u32 %2, 0;\n"
+      "mov.u32 %3, 0;\n"
+      "@wanted ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];\n"
+      "}"
+      : "=&r"(value.x), "=&r"(value.y), "=&r"(value.z), "=&r"(value.w)
+      : "l"(address), "r"(static_cast<uint32_t>(wanted))
+      : "memory");
+  return value;
+}
+
 __device__ __forceinline__ uint64_t global_timer_ns() {
   uint64_t now;
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));

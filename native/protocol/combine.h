@@ -114,7 +114,7 @@ template <class TopK>
 struct RowsOfToken {
   const uint8_t* row[TopK::kCapacity];
 
-  PUTGET_TEXT RowsOfToken(const Plan& plan, const TopK& top_k, uint32_t token) {
+  PUTGET_TEXT void look_up(const Plan& plan, const TopK& top_k, uint32_t token) {
     PUTGET_UNROLL
     for (uint32_t k = 0; k < TopK::kCapacity; ++k) {
       if (!TopK::kIsFixed && k >= top_k.top_k) break;
@@ -135,8 +135,7 @@ PUTGET_TEXT Sums<kElements> get_sum(Exec& exec, const RowsOfToken<TopK>& rows, c
     P leaf[TopK::kCapacity];
     PUTGET_UNROLL
     for (uint32_t k = 0; k < TopK::kCapacity; ++k) {
-      leaf[k] = P{};
-      if (rows.row[k] != nullptr) leaf[k] = exec.get(reinterpret_cast<const P*>(rows.row[k]) + pack);  // [C4]
+      leaf[k] = exec.get_or_zero(reinterpret_cast<const P*>(rows.row[k]), pack);  // [C4]
     }
     Sums<kElements> sum[TopK::kCapacity];
     PUTGET_UNROLL
@@ -145,29 +144,51 @@ PUTGET_TEXT Sums<kElements> get_sum(Exec& exec, const RowsOfToken<TopK>& rows, c
   } else {
     RunningTree<kElements> tree;
     for (uint32_t k = 0; k < top_k.top_k; ++k) {
-      P leaf{};
-      if (rows.row[k] != nullptr) leaf = exec.get(reinterpret_cast<const P*>(rows.row[k]) + pack);  // [C4]
-      tree.push(widen(leaf));
+      tree.push(widen(exec.get_or_zero(reinterpret_cast<const P*>(rows.row[k]), pack)));  // [C4]
     }
     return tree.total();
   }
 }
 
-// Sums the rows of this CTA's share of (token, segment) items. Every warp takes items of its own.
-template <class Codec, uint32_t kElements, class TopK, class Exec>
-PUTGET_TEXT void reduce_rows(Exec& exec, const Plan& plan, const CombineCall& call) {
+// One warp's part of the (token, segment) items, and where its current token's rows are. The routes are this rank's
+// own, so the first ones are looked up while peers are waited for.
+template <class Codec, uint32_t kElements, class TopK>
+struct Reduction {
   using P = Pack<Codec, kElements>;
-  const TopK top_k{plan.shape.top_k};
-  const uint32_t packs_per_row = plan.shape.output_elements / kElements;
-  const uint32_t packs_per_segment = call.segment_bytes / sizeof(P);
-  const uint32_t segments = (packs_per_row + packs_per_segment - 1) / packs_per_segment;
-  const uint32_t items = call.num_tokens * segments;
-  for (uint32_t item = exec.block() * exec.warps() + exec.warp(); item < items; item += exec.blocks() * exec.warps()) {
-    const uint32_t token = item / segments;
+  TopK top_k;
+  uint32_t packs_per_row;
+  uint32_t packs_per_segment;
+  uint32_t segments;
+  uint32_t items;
+  uint32_t item;
+  RowsOfToken<TopK> rows;
+
+  template <class Exec>
+  PUTGET_TEXT Reduction(const Exec& exec, const Plan& plan, const CombineCall& call)
+      : top_k{plan.shape.top_k},
+        packs_per_row(plan.shape.output_elements / kElements),
+        packs_per_segment(call.segment_bytes / sizeof(P)),
+        segments((packs_per_row + packs_per_segment - 1) / packs_per_segment),
+        items(call.num_tokens * segments),
+        item(exec.block() * exec.warps() + exec.warp()) {
+    if (item < items) rows.look_up(plan, top_k, item / segments);
+  }
+
+  template <class Exec>
+  PUTGET_TEXT void run(Exec& exec, const Plan& plan, const CombineCall& call) {
+    while (item < items) {
+      sum_item(exec, call);
+      item += exec.blocks() * exec.warps();
+      if (item < items) rows.look_up(plan, top_k, item / segments);
+    }
+  }
+
+ private:
+  template <class Exec>
+  PUTGET_TEXT void sum_item(Exec& exec, const CombineCall& call) const {
     const uint32_t begin = item % segments * packs_per_segment;
     const uint32_t end = begin + packs_per_segment < packs_per_row ? begin + packs_per_segment : packs_per_row;
-    const RowsOfToken<TopK> rows(plan, top_k, token);
-    const uint64_t row = uint64_t{token} * packs_per_row;
+    const uint64_t row = uint64_t{item / segments} * packs_per_row;
     for (uint32_t pack = begin + exec.lane(); pack < end; pack += exec.lanes()) {
       Sums<kElements> sum = get_sum<Codec, kElements>(exec, rows, top_k, pack);
       if (call.addend != nullptr) sum.add(widen(reinterpret_cast<const P*>(call.addend)[row + pack]));
@@ -177,7 +198,7 @@ PUTGET_TEXT void reduce_rows(Exec& exec, const Plan& plan, const CombineCall& ca
       reinterpret_cast<P*>(call.out)[row + pack] = out;
     }
   }
-}
+};
 
 // combine(x): copies the rows that hold something into combine_input. Every warp takes rows of its own.
 template <class Exec>
@@ -240,15 +261,13 @@ PUTGET_TEXT bool exchange_rows(Exec& exec, const Plan& plan, const CombineCall& 
     if (exec.thread() == 0) report_timeout(exec, plan, Phase::kCombine, head.epoch, scratch.wait.missing);
     return false;
   }
-  bool all_combine = true;
-  for (uint32_t peer = 0; peer < plan.shape.ep_size; ++peer) {
+  bool released = false;
+  for (uint32_t peer = exec.thread(); peer < plan.shape.ep_size; peer += exec.threads()) {
     if (scratch.wait.value[peer] != kEndedByRelease) continue;
-    all_combine = false;
-    if (exec.block() == 0 && exec.thread() == 0) {
-      report_misuse(exec, plan, Misuse::kPeerReleased, head.epoch, 0, 0, peer);
-    }
+    released = true;
+    if (exec.block() == 0) report_misuse(exec, plan, Misuse::kPeerReleased, head.epoch, 0, 0, peer);
   }
-  return all_combine;
+  return !exec.any(released);
 }
 
 // Where layouts are mixed: tells every peer that this rank has got its rows, so that they may be overwritten. Every CTA
@@ -266,8 +285,9 @@ template <class Codec, uint32_t kElements, class TopK, class Exec>
 PUTGET_TEXT void combine(Exec& exec, const Plan& plan, const CombineCall& call, CombineScratch& scratch) {
   look_at_state(exec, plan, scratch.wait);
   const StateHead& head = scratch.wait.head;
+  Reduction<Codec, kElements, TopK> reduction(exec, plan, call);
   const bool done = may_combine(exec, plan, call, head) && exchange_rows(exec, plan, call, scratch);
-  if (done) reduce_rows<Codec, kElements, TopK>(exec, plan, call);
+  if (done) reduction.run(exec, plan, call);
   if (head.mixed) publish_finished(exec, plan, scratch);
   if (!done || exec.block() != 0 || exec.thread() != 0) return;
   plan.state->head.open = 0;

@@ -13,8 +13,7 @@ namespace putget {
 struct DispatchScratch {
   RouteScratch route;
   WaitScratch wait;
-  uint32_t left[kMaxRanks];  // copy of State.left
-  uint32_t last;             // whether this CTA is the last to arrive
+  uint32_t last;  // whether this CTA is the last to arrive
 };
 
 // Fills in how the call's rows are cut into segments. On the host, before the kernel.
@@ -156,53 +155,60 @@ PUTGET_TEXT bool begin_round(Exec& exec, const Plan& plan, const Router& router,
   return wait.missing.empty();
 }
 
-// Puts this CTA's share; the CTA with the last item leaves the row counts for the one that publishes them.
+// Puts this CTA's share; the CTA with the last item leaves the row counts for the one that publishes them. Returns the
+// first token of the last chunk, whose routes are still to be recorded: that can wait until the peers have been told.
 template <class Exec>
-PUTGET_TEXT void put_share(Exec& exec, const Plan& plan, const DispatchCall& call, const Router& router,
-                           const Share& share, RouteScratch& scratch) {
+PUTGET_TEXT uint32_t put_share(Exec& exec, const Plan& plan, const DispatchCall& call, const Router& router,
+                               const Share& share, RouteScratch& scratch) {
+  uint32_t chunk = share.first_token;
   for (uint32_t token = share.first_token; token < share.end_token; token += kChunkTokens) {
     const uint32_t count = share.chunk_of(token);
     if (token != share.first_token) {
+      record_routes(exec, plan, chunk, share.chunk_of(chunk), share.first_header(call), scratch);
       exec.sync();  // the last chunk's puts have read the scratch
       route_tokens(exec, router, token, token, count, token, plan.invalid_ids, scratch);
       exec.sync();
     }
     assign_slots(exec, plan.shape.ep_size, count, scratch);
     put_chunk(exec, plan, call, router, share, token, count, scratch);
-    record_routes(exec, plan, token, count, share.first_header(call), scratch);
+    chunk = token;
   }
-  if (exec.block() + 1 != exec.blocks()) return;
-  for (uint32_t rank = exec.thread(); rank < plan.shape.ep_size; rank += exec.threads()) {
-    plan.state->sent[rank] = scratch.rows[rank];
+  if (exec.block() + 1 == exec.blocks()) {
+    for (uint32_t rank = exec.thread(); rank < plan.shape.ep_size; rank += exec.threads()) {
+      plan.state->sent[rank] = scratch.rows[rank];
+    }
   }
+  return chunk;
 }
 
 // Shows what arrived: num_tokens, and -1 in every empty slot's ids. Clears only what may differ from -1. One CTA calls
 // it.
 template <class Exec>
-PUTGET_TEXT void show_received(Exec& exec, const Plan& plan, uint32_t max_rows, const DispatchScratch& scratch) {
-  const StateHead& head = scratch.wait.head;
+PUTGET_TEXT void show_received(Exec& exec, const Plan& plan, uint32_t max_rows, const WaitScratch& wait) {
+  const StateHead& head = wait.head;
   const uint32_t top_k = plan.shape.top_k;
   const uint32_t capacity = plan.shape.max_tokens_per_rank;
   const bool same_geometry = head.ids_top_k == top_k && head.ids_capacity == capacity;
-  int32_t* ids = reinterpret_cast<int32_t*>(plan.own() + plan.layout.topk_ids);
-  for (uint32_t src = 0; src < plan.shape.ep_size; ++src) {
-    const uint32_t arrived = scratch.wait.value[src];
-    const uint32_t shown = arrived < max_rows ? arrived : max_rows;
-    const uint32_t dirty_end = same_geometry ? scratch.left[src] : capacity;
-    if (exec.thread() == src % exec.threads()) {
-      plan.num_tokens[src] = static_cast<int32_t>(shown);
-      plan.state->left[src] = shown;
-    }
-    const uint32_t words = dirty_end > shown ? (dirty_end - shown) * top_k : 0;
-    for (uint32_t i = exec.thread(); i < words; i += exec.threads()) {
-      ids[row_index(shown + i / top_k, src, plan.shape.ep_size) * top_k + i % top_k] = -1;
-    }
+  const auto shown = [&](uint32_t src) { return wait.value[src] < max_rows ? wait.value[src] : max_rows; };
+  const auto dirty_end = [&](uint32_t src) { return same_geometry ? head.left[src] : capacity; };
+  bool dirty = false;
+  for (uint32_t src = exec.thread(); src < plan.shape.ep_size; src += exec.threads()) {
+    plan.num_tokens[src] = static_cast<int32_t>(shown(src));
+    plan.state->head.left[src] = shown(src);
+    dirty = dirty || dirty_end(src) > shown(src);
   }
   if (exec.thread() == 0) {
     plan.state->head.ids_top_k = top_k;
     plan.state->head.ids_capacity = capacity;
     plan.state->arrivals = 0;
+  }
+  if (!exec.any(dirty)) return;
+  int32_t* ids = reinterpret_cast<int32_t*>(plan.own() + plan.layout.topk_ids);
+  for (uint32_t src = 0; src < plan.shape.ep_size; ++src) {
+    const uint32_t words = dirty_end(src) > shown(src) ? (dirty_end(src) - shown(src)) * top_k : 0;
+    for (uint32_t i = exec.thread(); i < words; i += exec.threads()) {
+      ids[row_index(shown(src) + i / top_k, src, plan.shape.ep_size) * top_k + i % top_k] = -1;
+    }
   }
 }
 
@@ -223,18 +229,21 @@ PUTGET_TEXT void check_capacity(Exec& exec, const Plan& plan, uint32_t max_rows,
   }
 }
 
-// The last CTA: tells every peer, waits for every peer, shows what came and closes the kernel.
-template <class Exec>
-PUTGET_TEXT void finish_dispatch(Exec& exec, const Plan& plan, const DispatchCall& call, DispatchScratch& scratch) {
+// The last CTA: tells every peer, and does `meanwhile` while the flags travel; waits for every peer, shows what came
+// and closes the kernel.
+template <class Exec, class Meanwhile>
+PUTGET_TEXT void finish_dispatch(Exec& exec, const Plan& plan, const DispatchCall& call, WaitScratch& wait,
+                                 Meanwhile meanwhile) {
   State& state = *plan.state;
-  const StateHead& head = scratch.wait.head;
+  const StateHead& head = wait.head;
   const uint32_t round = head.epoch + 1;
   publish_all<Tag::D3>(exec, plan, head.active, plan.layout.arrived, round,
                        [&](uint32_t peer) { return state.sent[peer]; });
-  const bool complete = observe_all<Tag::D4>(exec, plan, plan.layout.arrived, round, scratch.wait);
-  show_received(exec, plan, call.max_rows, scratch);
-  if (!complete && exec.thread() == 0) report_timeout(exec, plan, Phase::kDispatch, round, scratch.wait.missing);
-  check_capacity(exec, plan, call.max_rows, round, scratch.wait);
+  meanwhile();
+  const bool complete = observe_all<Tag::D4>(exec, plan, plan.layout.arrived, round, wait);
+  show_received(exec, plan, call.max_rows, wait);
+  if (!complete && exec.thread() == 0) report_timeout(exec, plan, Phase::kDispatch, round, wait.missing);
+  check_capacity(exec, plan, call.max_rows, round, wait);
   if (exec.thread() != 0) return;
   if (head.open) state.head.rounds = head.rounds + 1;  // the previous round ended just now, without combine
   state.head.epoch = round;
@@ -245,35 +254,37 @@ PUTGET_TEXT void finish_dispatch(Exec& exec, const Plan& plan, const DispatchCal
 
 // The last CTA of a kernel that a fault has stopped: nothing is told to anybody, nothing is shown.
 template <class Exec>
-PUTGET_TEXT void show_nothing(Exec& exec, const Plan& plan, DispatchScratch& scratch) {
-  for (uint32_t src = exec.thread(); src < plan.shape.ep_size; src += exec.threads()) scratch.wait.value[src] = 0;
+PUTGET_TEXT void show_nothing(Exec& exec, const Plan& plan, WaitScratch& wait) {
+  for (uint32_t src = exec.thread(); src < plan.shape.ep_size; src += exec.threads()) wait.value[src] = 0;
   exec.sync();
-  show_received(exec, plan, 0, scratch);
+  show_received(exec, plan, 0, wait);
 }
 
 template <class Exec>
 PUTGET_TEXT void dispatch(Exec& exec, const Plan& plan, const DispatchCall& call, DispatchScratch& scratch) {
-  for (uint32_t rank = exec.thread(); rank < plan.shape.ep_size; rank += exec.threads()) {
-    scratch.route.rows[rank] = 0;
-    scratch.left[rank] = plan.state->left[rank];
-  }
+  for (uint32_t rank = exec.thread(); rank < plan.shape.ep_size; rank += exec.threads()) scratch.route.rows[rank] = 0;
   look_at_state(exec, plan, scratch.wait);
   const StateHead& head = scratch.wait.head;
+  const Share share(exec, call);
+  uint32_t chunk = share.end_token;  // tokens from here on have been put, but their routes are not recorded yet
   if (head.fault == 0) {
     if (head.open && exec.block() == 0) publish_release(exec, plan, head);
     const Router router(plan, call, head.active);
-    const Share share(exec, call);
     if (begin_round(exec, plan, router, share, call, scratch)) {
-      put_share(exec, plan, call, router, share, scratch.route);
+      chunk = put_share(exec, plan, call, router, share, scratch.route);
     } else if (exec.thread() == 0) {
       report_timeout(exec, plan, Phase::kDispatch, head.epoch + 1, scratch.wait.missing);
     }
   }
-  if (!exec.template last_to_arrive<Join::J1>(&plan.state->arrivals, &scratch.last)) return;
-  if (plan.state->head.fault == 0) {
-    finish_dispatch(exec, plan, call, scratch);
+  const auto record = [&] {
+    record_routes(exec, plan, chunk, share.chunk_of(chunk), share.first_header(call), scratch.route);
+  };
+  if (!exec.template last_to_arrive<Join::J1>(&plan.state->arrivals, &scratch.last)) {
+    record();
+  } else if (plan.state->head.fault == 0) {
+    finish_dispatch(exec, plan, call, scratch.wait, record);
   } else {
-    show_nothing(exec, plan, scratch);
+    show_nothing(exec, plan, scratch.wait);
   }
 }
 

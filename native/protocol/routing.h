@@ -45,41 +45,47 @@ struct Router {
     }
   }
 
-  PUTGET_TEXT int64_t raw_id(uint32_t token, uint32_t k) const {
-    const uint64_t index = uint64_t{token} * top_k + k;
-    return ids_are_64bit ? static_cast<const int64_t*>(ids)[index] : static_cast<const int32_t*>(ids)[index];
-  }
+  PUTGET_TEXT bool is_expert(int64_t id) const { return id >= 0 && id < static_cast<int64_t>(num_experts); }
 
   // The id as sent, or -1 for "no expert" and for an id outside [0, num_experts).
   PUTGET_TEXT int32_t expert(uint32_t token, uint32_t k) const {
     if (token >= num_valid) return -1;
-    const int64_t id = raw_id(token, k);
-    return id >= 0 && id < static_cast<int64_t>(num_experts) ? static_cast<int32_t>(id) : -1;
+    const uint64_t index = uint64_t{token} * top_k + k;
+    const int64_t id =
+        ids_are_64bit ? static_cast<const int64_t*>(ids)[index] : static_cast<const int32_t*>(ids)[index];
+    return is_expert(id) ? static_cast<int32_t>(id) : -1;
   }
 
   // Calls visit(k, rank, invalid) for each of the token's experts: the active rank that owns it, or -1; and whether the
   // id was neither an expert nor -1. Several loads are in flight at a time, because two follow each other for each id.
   template <class Visit>
   PUTGET_TEXT void visit_ranks(uint32_t token, Visit visit) const {
+    if (ids_are_64bit) {
+      visit_ranks_of(static_cast<const int64_t*>(ids), token, visit);
+    } else {
+      visit_ranks_of(static_cast<const int32_t*>(ids), token, visit);
+    }
+  }
+
+ private:
+  // Two loads follow each other for each id, so several ids are in flight at a time.
+  template <class Id, class Visit>
+  PUTGET_TEXT void visit_ranks_of(const Id* all, uint32_t token, Visit visit) const {
     constexpr uint32_t kBatch = 8;
+    const Id* of_token = all + uint64_t{token} * top_k;
+    const uint32_t valid = token < num_valid ? top_k : 0;
     for (uint32_t first = 0; first < top_k; first += kBatch) {
-      int64_t id[kBatch];
+      Id id[kBatch];
       int32_t rank[kBatch];
       PUTGET_UNROLL
-      for (uint32_t i = 0; i < kBatch; ++i) {
-        id[i] = first + i < top_k && token < num_valid ? raw_id(token, first + i) : -1;
-      }
+      for (uint32_t i = 0; i < kBatch; ++i) id[i] = first + i < valid ? of_token[first + i] : Id{-1};
       PUTGET_UNROLL
-      for (uint32_t i = 0; i < kBatch; ++i) {
-        const bool known = id[i] >= 0 && id[i] < static_cast<int64_t>(num_experts);
-        rank[i] = known ? expert_to_rank[id[i]] : -1;
-      }
+      for (uint32_t i = 0; i < kBatch; ++i) rank[i] = is_expert(id[i]) ? expert_to_rank[id[i]] : -1;
       PUTGET_UNROLL
       for (uint32_t i = 0; i < kBatch; ++i) {
         if (first + i >= top_k) continue;
-        const bool known = id[i] >= 0 && id[i] < static_cast<int64_t>(num_experts);
         const bool reachable = rank[i] >= 0 && rank[i] < static_cast<int32_t>(ep_size) && active.has(rank[i]);
-        visit(first + i, reachable ? rank[i] : -1, !known && id[i] != -1);
+        visit(first + i, reachable ? rank[i] : -1, !is_expert(id[i]) && id[i] != Id{-1});
       }
     }
   }

@@ -44,10 +44,11 @@ struct WaitScratch {
 // Every kernel begins with it: one read of the head for all threads of the CTA. Ends with a block barrier.
 template <class Exec>
 PUTGET_TEXT void look_at_state(Exec& exec, const Plan& plan, WaitScratch& scratch) {
-  constexpr uint32_t kWords = sizeof(StateHead) / sizeof(uint32_t);
+  // Without the entries of `left` that no rank has.
+  const uint32_t words = offsetof(StateHead, left) / sizeof(uint32_t) + plan.shape.ep_size;
   const uint32_t* from = reinterpret_cast<const uint32_t*>(&plan.state->head);
   uint32_t* to = reinterpret_cast<uint32_t*>(&scratch.head);
-  for (uint32_t i = exec.thread(); i < kWords; i += exec.threads()) to[i] = from[i];
+  for (uint32_t i = exec.thread(); i < words; i += exec.threads()) to[i] = from[i];
   if (exec.thread() == 0) scratch.missing = RankSet::none();
   exec.sync();
 }

@@ -34,6 +34,7 @@ struct StateHead {
   uint32_t ids_top_k;   // geometry of the ids region that `left` speaks of
   uint32_t ids_capacity;
   RankSet active;
+  uint32_t left[kMaxRanks];  // slots of each source whose ids may differ from -1
 };
 
 // Shared by all objects of one workspace, so that they share rounds. Only kernels (or calls) of the owning rank touch
@@ -43,7 +44,6 @@ struct State {
   uint32_t arrivals;         // CTAs of the running kernel that have arrived at J1 or J3
   uint32_t staged;           // CTAs of the running combine that have arrived at J2
   uint32_t sent[kMaxRanks];  // rows put to each peer this round
-  uint32_t left[kMaxRanks];  // slots of each source whose ids may differ from -1
 };
 
 // Everything about one object that stays the same from call to call.
