@@ -33,9 +33,9 @@ struct YieldingExec : cpu::Exec {
     cpu::Exec::put(to, value);
   }
   template <class Access>
-  Access get(const Access* from) const {
+  Access get_or_zero(const Access* from, uint32_t index) const {
     maybe_yield();
-    return cpu::Exec::get(from);
+    return cpu::Exec::get_or_zero(from, index);
   }
 };
 
