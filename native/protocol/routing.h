@@ -57,7 +57,7 @@ struct Router {
   }
 
   // Calls visit(k, rank, invalid) for each of the token's experts: the active rank that owns it, or -1; and whether the
-  // id was neither an expert nor -1. Several loads are in flight at a time, because two follow each other for each id.
+  // id was neither an expert nor -1.
   template <class Visit>
   PUTGET_TEXT void visit_ranks(uint32_t token, Visit visit) const {
     if (ids_are_64bit) {
