@@ -14,6 +14,7 @@ namespace putget::stress {
 
 struct Options {
   uint32_t ranks = 3;
+  uint32_t blocks = 1;  // of each rank's kernels
   uint32_t rounds = 200;
   uint32_t objects = 1;  // 2: objects of different layouts take turns in one workspace
   uint64_t seed = 1;

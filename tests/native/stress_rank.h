@@ -7,9 +7,9 @@
 #include <string>
 #include <vector>
 
-#include "cpu/exec.h"
 #include "protocol/combine.h"
 #include "protocol/dispatch.h"
+#include "stress_exec.h"
 #include "stress_plan.h"
 
 namespace putget::stress {
@@ -24,24 +24,10 @@ struct alignas(kRegionAlignment) Block {
   uint8_t bytes[kRegionAlignment];
 };
 
-// The CPU's Exec, which also gives its core away in the middle of puts and gets: a rank that a peer does not wait for
-// is then seen to be late.
-struct YieldingExec : cpu::Exec {
-  template <class Access>
-  void put(Access* to, const Access& value) const {
-    maybe_yield();
-    cpu::Exec::put(to, value);
-  }
-  template <class Access>
-  Access get_or_zero(const Access* from, uint32_t index) const {
-    maybe_yield();
-    return cpu::Exec::get_or_zero(from, index);
-  }
-};
-
 class StressRank {
  public:
-  StressRank(const StressPlan& plan, uint32_t rank, const std::vector<uint8_t*>& base) : plan_(plan), rank_(rank) {
+  StressRank(const StressPlan& plan, uint32_t rank, const std::vector<uint8_t*>& base)
+      : plan_(plan), rank_(rank), scratch_(plan.options().blocks) {
     state_.head.epoch = kFirstEpoch;
     state_.head.mixed = plan.options().objects > 1;
     for (uint32_t peer = 0; peer < plan.options().ranks; ++peer) state_.head.active.insert(peer);
@@ -66,6 +52,13 @@ class StressRank {
   }
 
  private:
+  // What a block has in shared memory.
+  struct Scratch {
+    DispatchScratch dispatch{};
+    CombineScratch combine{};
+    WaitScratch release{};
+  };
+
   // One AllToAll: its plan and the tables and tensors that its plan points to.
   struct Object {
     Plan plan;
@@ -77,6 +70,8 @@ class StressRank {
     std::vector<uint8_t> rows;  // for combine from outside the workspace
     std::vector<uint8_t> out;
   };
+
+  uint32_t blocks() const { return plan_.options().blocks; }
 
   std::unique_ptr<Object> make_object(uint32_t index, const std::vector<uint8_t*>& base) {
     auto object = std::make_unique<Object>();
@@ -136,7 +131,8 @@ class StressRank {
     cut_into_segments(call, shape, kWholeRow);
     call.num_tokens = num_tokens_;
     call.max_rows = shape.max_tokens_per_rank;
-    putget::dispatch(exec_, object.plan, call, dispatch_scratch_);
+    launch(blocks(),
+           [&](BlockExec exec) { putget::dispatch(exec, object.plan, call, scratch_[exec.block()].dispatch); });
     require_no_fault("dispatch");
   }
 
@@ -195,7 +191,9 @@ class StressRank {
   void finish() {
     const Plan& plan = object_->plan;
     const End end = plan_.end(round_, rank_);
-    if (end == End::kRelease) putget::release(exec_, plan, release_scratch_);
+    if (end == End::kRelease) {
+      launch(1, [&](BlockExec exec) { putget::release(exec, plan, scratch_[0].release); });
+    }
     if (end == End::kRelease || end == End::kLeaveOpen) return;
     CombineCall call{};
     if (end == End::kCombineRows) {
@@ -207,11 +205,14 @@ class StressRank {
     call.out = object_->out.data();
     call.num_tokens = num_tokens_;
     call.segment_bytes = kWholeRow;
-    if (plan.shape.output_type == OutputType::kFloat32) {
-      putget::combine<Float32, 4, FixedTopK<4>>(exec_, plan, call, combine_scratch_);
-    } else {
-      putget::combine<BFloat16, 1, DynamicTopK>(exec_, plan, call, combine_scratch_);
-    }
+    launch(blocks(), [&](BlockExec exec) {
+      CombineScratch& scratch = scratch_[exec.block()].combine;
+      if (plan.shape.output_type == OutputType::kFloat32) {
+        putget::combine<Float32, 4, FixedTopK<4>>(exec, plan, call, scratch);
+      } else {
+        putget::combine<BFloat16, 1, DynamicTopK>(exec, plan, call, scratch);
+      }
+    });
     require_no_fault("combine");
     check_combined();
   }
@@ -270,12 +271,9 @@ class StressRank {
 
   const StressPlan& plan_;
   const uint32_t rank_;
-  YieldingExec exec_;
   State state_{};
   FaultRecord fault_{};
-  DispatchScratch dispatch_scratch_{};
-  CombineScratch combine_scratch_{};
-  WaitScratch release_scratch_{};
+  std::vector<Scratch> scratch_;  // of each block
   std::vector<std::unique_ptr<Object>> objects_;
   Object* object_ = nullptr;
   uint32_t round_ = 0;

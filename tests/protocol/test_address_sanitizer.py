@@ -14,6 +14,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> StressJob:
 
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize("objects", [1, 2])
-def test_the_protocol_is_clean(job: StressJob, objects: int, seed: int) -> None:
-    done = job("--ranks", 4, "--rounds", 500, "--objects", objects, "--seed", seed)
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_the_protocol_is_clean(job: StressJob, blocks: int, objects: int, seed: int) -> None:
+    done = job("--ranks", 4, "--blocks", blocks, "--rounds", 300, "--objects", objects, "--seed", seed)
     assert done.returncode == 0, done.stderr

@@ -1,0 +1,77 @@
+// Kernels on a CPU: each launch runs the protocol text in a grid of blocks, one thread each, as a GPU runs it in CTAs.
+//
+// So ThreadSanitizer also sees what the joins of the CTAs must order. A block here has one thread: what a block barrier
+// orders inside a CTA is not seen.
+#pragma once
+
+#include <thread>
+#include <vector>
+
+#include "cpu/exec.h"
+
+namespace putget::stress {
+
+// Set before the ranks' threads start, like weakened_tag.
+inline uint32_t weakened_join = kNoTag;
+
+// The CPU's Exec as one block of several. It also gives its core away in the middle of puts and gets: a rank that a
+// peer does not wait for is then seen to be late.
+class BlockExec : public cpu::Exec {
+ public:
+  BlockExec(uint32_t block, uint32_t blocks) : block_(block), blocks_(blocks) {}
+
+  uint32_t block() const { return block_; }
+  uint32_t blocks() const { return blocks_; }
+
+  template <Join join>
+  bool last_to_arrive(uint32_t* counter, uint32_t*) const {
+    const bool weak = static_cast<uint32_t>(join) == weakened_join;
+    const uint32_t before = weak ? __atomic_fetch_add(counter, 1, __ATOMIC_RELAXED)  //
+                                 : __atomic_fetch_add(counter, 1, __ATOMIC_ACQ_REL);
+    maybe_yield();
+    return before + 1 == blocks_;
+  }
+
+  bool stopped(const uint32_t* fault, uint32_t) const { return __atomic_load_n(fault, __ATOMIC_RELAXED) != 0; }
+  bool claim(uint32_t* word, uint32_t value) const {
+    uint32_t none = 0;
+    return __atomic_compare_exchange_n(word, &none, value, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
+  }
+  void add(unsigned long long* counter, uint32_t amount) const {
+    __atomic_fetch_add(counter, amount, __ATOMIC_RELAXED);
+  }
+
+  template <class Access>
+  void put(Access* to, const Access& value) const {
+    maybe_yield();
+    cpu::Exec::put(to, value);
+  }
+  template <class Access>
+  Access get_or_zero(const Access* from, uint32_t index) const {
+    maybe_yield();
+    return cpu::Exec::get_or_zero(from, index);
+  }
+
+ private:
+  uint32_t block_;
+  uint32_t blocks_;
+};
+
+// Runs body(exec) in every block and returns when all have ended, as kernels of one stream follow each other.
+template <class Body>
+void launch(uint32_t blocks, Body body) {
+  const uint64_t seed = yield_seed;
+  std::vector<std::thread> others;
+  for (uint32_t block = 1; block < blocks; ++block) {
+    others.emplace_back([=] {
+      yield_seed = seed + block;
+      maybe_yield();
+      body(BlockExec(block, blocks));
+    });
+  }
+  maybe_yield();
+  body(BlockExec(0, blocks));
+  for (std::thread& other : others) other.join();
+}
+
+}  // namespace putget::stress
