@@ -1,10 +1,13 @@
 // dispatch_kernel: the protocol's dispatch on a grid of CTAs.
 //
 //   grid      at most one CTA per SM; CTAs share the list of (token, segment) items
-//   block     kThreads threads; each warp puts one item at a time
+//   block     kThreads threads; each warp puts one item at a time. What fits into one CTA of kThreadsAlone runs there:
+//   then
+//             nothing has to be joined
 //   shared    DispatchScratch, static
 //   waits     every CTA at D1 (normally over before it begins); the last CTA at D4
-//   The waiting CTAs of several objects must fit on the GPU together: hence the launch bounds.
+//   The waiting CTAs of several objects must fit on the GPU together: hence the bound on registers, for three CTAs an
+//   SM.
 #include "cuda/check.h"
 #include "cuda/exec.cuh"
 #include "cuda/launch.h"
@@ -15,12 +18,12 @@ namespace putget::cuda {
 namespace {
 
 constexpr uint32_t kThreads = 256;
-constexpr uint32_t kBlocksPerSm = 3;
-constexpr uint32_t kWarpBytes = 32 * 16;                // what a warp moves in one access
-constexpr uint32_t kItemsPerBlock = 2 * kThreads / 32;  // one token of a common layer: then nothing has to be joined
+constexpr uint32_t kThreadsAlone = 512;
+constexpr int kRegisters = 80;
+constexpr uint32_t kWarpBytes = 32 * 16;  // what a warp moves in one access
 constexpr uint64_t kMaxItems = uint64_t{1} << 31;
 
-__global__ void __launch_bounds__(kThreads, kBlocksPerSm)
+__global__ void __maxnreg__(kRegisters)
     dispatch_kernel(const __grid_constant__ Plan plan, const __grid_constant__ DispatchCall call) {
   __shared__ DispatchScratch scratch;
   Exec exec;
@@ -56,9 +59,13 @@ void load_dispatch_kernels() {
 void launch_dispatch(const Plan& plan, DispatchCall call, const Grid& grid, cudaStream_t stream) {
   choose_segments(plan.shape, call, grid.limit);
   const uint64_t items = uint64_t{call.num_tokens} * call.segments_per_token;
-  const uint64_t wanted = (items + kItemsPerBlock - 1) / kItemsPerBlock;
-  const uint32_t blocks = static_cast<uint32_t>(wanted < 1 ? 1 : (wanted < grid.limit ? wanted : grid.limit));
-  dispatch_kernel<<<blocks, kThreads, 0, stream>>>(plan, call);
+  if (items <= kThreadsAlone / 32) {
+    dispatch_kernel<<<1, kThreadsAlone, 0, stream>>>(plan, call);
+  } else {
+    const uint64_t wanted = (items + kThreads / 32 - 1) / (kThreads / 32);
+    const uint32_t blocks = static_cast<uint32_t>(wanted < grid.limit ? wanted : grid.limit);
+    dispatch_kernel<<<blocks, kThreads, 0, stream>>>(plan, call);
+  }
   check(cudaGetLastError(), "launching dispatch_kernel");
 }
 

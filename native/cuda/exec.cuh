@@ -71,9 +71,12 @@ struct Exec {
 
   // rows[rank] += threads of the CTA whose set has the rank. Whole warps call it.
   __device__ void count(const RankSet& set, uint32_t ep_size, uint32_t* rows) const {
-    for (uint32_t rank = 0; rank < ep_size; ++rank) {
-      const uint32_t votes = __ballot_sync(0xffffffffu, set.has(rank));
-      if (lane() == rank % kWarp && votes != 0) atomicAdd(&rows[rank], __popc(votes));
+#pragma unroll
+    for (uint32_t w = 0; w < RankSet::kWords; ++w) {
+      for (uint32_t rank = w * kWarp; rank < ep_size && rank < (w + 1) * kWarp; ++rank) {
+        const uint32_t votes = __ballot_sync(0xffffffffu, (set.word[w] >> (rank % kWarp)) & 1u);
+        if (lane() == rank % kWarp && votes != 0) atomicAdd(&rows[rank], __popc(votes));
+      }
     }
   }
 

@@ -33,6 +33,9 @@ class CudaMemory final : public Memory {
   }
 
   ~CudaMemory() override {
+    // Another thread may be capturing a graph: freeing this memory is no part of it, and must not spoil it.
+    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+    cudaThreadExchangeStreamCaptureMode(&mode);
     int before = 0;
     cudaGetDevice(&before);
     cudaSetDevice(config_.ordinal);
@@ -40,6 +43,7 @@ class CudaMemory final : public Memory {
     cudaFree(state_);
     cudaFreeHost(fault_);
     cudaSetDevice(before);
+    cudaThreadExchangeStreamCaptureMode(&mode);
   }
 
   putget_share export_share() override { return symmetric_.export_share(); }

@@ -170,16 +170,19 @@ struct Reduction {
         packs_per_segment(call.segment_bytes / sizeof(P)),
         segments((packs_per_row + packs_per_segment - 1) / packs_per_segment),
         items(call.num_tokens * segments),
-        item(exec.block() * exec.warps() + exec.warp()) {
+        item(exec.block() * exec.warps() + exec.warp()) {}
+
+  PUTGET_TEXT void look_up(const Plan& plan) {
     if (item < items) rows.look_up(plan, top_k, item / segments);
   }
 
+  // After the first look_up.
   template <class Exec>
   PUTGET_TEXT void run(Exec& exec, const Plan& plan, const CombineCall& call) {
     while (item < items) {
       sum_item(exec, call);
       item += exec.blocks() * exec.warps();
-      if (item < items) rows.look_up(plan, top_k, item / segments);
+      look_up(plan);
     }
   }
 
@@ -227,25 +230,27 @@ PUTGET_TEXT void stage_rows(Exec& exec, const Plan& plan, const CombineCall& cal
   }
 }
 
-// Whether this object's round is open here. The first CTA alone judges and reports: it also closes the round at its
-// end, when other CTAs may not have looked yet.
+// Whether this object's round is open here. The first CTA reports, and closes the round at its end, when other CTAs may
+// not have looked yet: they judge only where they are about to write into combine_input, which the first CTA then waits
+// for.
 template <class Exec>
 PUTGET_TEXT bool may_combine(Exec& exec, const Plan& plan, const CombineCall& call, const StateHead& head) {
   if (head.fault != 0) return false;
-  if (exec.block() != 0) return true;
+  if (exec.block() != 0 && call.rows == nullptr) return true;
   const bool is_open = head.open && head.opened_by == plan.object_id;
   if (is_open && head.num_tokens == call.num_tokens) return true;
-  if (exec.thread() == 0) {
+  if (exec.block() == 0 && exec.thread() == 0) {
     const Misuse misuse = is_open ? Misuse::kTokenCount : Misuse::kNoOpenRound;
     report_misuse(exec, plan, misuse, head.epoch, head.num_tokens, call.num_tokens, 0);
   }
   return false;
 }
 
-// Tells every peer that combine_input is complete and the received rows are read, and waits until every peer says the
-// same.
-template <class Exec>
-PUTGET_TEXT bool exchange_rows(Exec& exec, const Plan& plan, const CombineCall& call, CombineScratch& scratch) {
+// Tells every peer that combine_input is complete and the received rows are read, does `meanwhile`, and waits until
+// every peer says the same.
+template <class Exec, class Meanwhile>
+PUTGET_TEXT bool exchange_rows(Exec& exec, const Plan& plan, const CombineCall& call, CombineScratch& scratch,
+                               Meanwhile meanwhile) {
   const StateHead& head = scratch.wait.head;
   bool publisher = exec.block() == 0;
   if (call.rows != nullptr) {
@@ -257,6 +262,7 @@ PUTGET_TEXT bool exchange_rows(Exec& exec, const Plan& plan, const CombineCall& 
     publish_all<Tag::C2>(exec, plan, head.active, plan.layout.ended, head.epoch,
                          [](uint32_t) { return kEndedByCombine; });
   }
+  meanwhile();
   if (!observe_all<Tag::C3>(exec, plan, plan.layout.ended, head.epoch, scratch.wait)) {
     if (exec.thread() == 0) report_timeout(exec, plan, Phase::kCombine, head.epoch, scratch.wait.missing);
     return false;
@@ -286,12 +292,13 @@ PUTGET_TEXT void combine(Exec& exec, const Plan& plan, const CombineCall& call, 
   look_at_state(exec, plan, scratch.wait);
   const StateHead& head = scratch.wait.head;
   Reduction<Codec, kElements, TopK> reduction(exec, plan, call);
-  const bool done = may_combine(exec, plan, call, head) && exchange_rows(exec, plan, call, scratch);
+  const auto look_up = [&] { reduction.look_up(plan); };
+  const bool done = may_combine(exec, plan, call, head) && exchange_rows(exec, plan, call, scratch, look_up);
   if (done) reduction.run(exec, plan, call);
   if (head.mixed) publish_finished(exec, plan, scratch);
   if (!done || exec.block() != 0 || exec.thread() != 0) return;
+  // A late CTA may be copying the head: what it finds in `open` decides nothing there (see may_combine).
   plan.state->head.open = 0;
-  plan.state->head.rounds = head.rounds + 1;
 }
 
 // Ends a round without combine. One CTA.
@@ -301,9 +308,7 @@ PUTGET_TEXT void release(Exec& exec, const Plan& plan, WaitScratch& scratch) {
   const StateHead& head = scratch.head;
   if (head.fault != 0 || !head.open) return;
   publish_release(exec, plan, head);
-  if (exec.thread() != 0) return;
-  plan.state->head.open = 0;
-  plan.state->head.rounds = head.rounds + 1;
+  if (exec.thread() == 0) plan.state->head.open = 0;
 }
 
 }  // namespace putget

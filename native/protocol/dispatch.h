@@ -245,7 +245,7 @@ PUTGET_TEXT void finish_dispatch(Exec& exec, const Plan& plan, const DispatchCal
   if (!complete && exec.thread() == 0) report_timeout(exec, plan, Phase::kDispatch, round, wait.missing);
   check_capacity(exec, plan, call.max_rows, round, wait);
   if (exec.thread() != 0) return;
-  if (head.open) state.head.rounds = head.rounds + 1;  // the previous round ended just now, without combine
+  state.head.rounds = head.rounds + 1;
   state.head.epoch = round;
   state.head.opened_by = plan.object_id;
   state.head.num_tokens = call.num_tokens;

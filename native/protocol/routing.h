@@ -28,7 +28,7 @@ struct Router {
   uint32_t top_k;
   uint32_t ep_size;
   uint32_t num_valid;  // tokens from here on have no expert
-  RankSet active;
+  const RankSet& active;
 
   PUTGET_TEXT Router(const Plan& plan, const DispatchCall& call, const RankSet& active_ranks)
       : ids(call.topk_ids),

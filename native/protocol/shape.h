@@ -51,7 +51,11 @@ struct RankSet {
 
   PUTGET_PURE static RankSet none() { return RankSet{}; }
   PUTGET_PURE bool has(uint32_t rank) const { return (word[rank / 32] >> (rank % 32)) & 1u; }
-  PUTGET_PURE void insert(uint32_t rank) { word[rank / 32] |= 1u << (rank % 32); }
+  // Looks at every word, with constant indices: a set that a kernel builds stays in registers.
+  PUTGET_PURE void insert(uint32_t rank) {
+    PUTGET_UNROLL
+    for (uint32_t i = 0; i < kWords; ++i) word[i] |= i == rank / 32 ? 1u << (rank % 32) : 0u;
+  }
   PUTGET_PURE bool empty() const {
     uint32_t any = 0;
     for (uint32_t i = 0; i < kWords; ++i) any |= word[i];

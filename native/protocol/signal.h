@@ -53,8 +53,11 @@ PUTGET_TEXT void look_at_state(Exec& exec, const Plan& plan, WaitScratch& scratc
   exec.sync();
 }
 
+// The first round has a deadline of its own. Its combine comes when the dispatch has been counted.
+template <Tag tag>
 PUTGET_TEXT uint64_t deadline_ns(const Plan& plan, const StateHead& head) {
-  return head.rounds == 0 ? plan.warmup_timeout_ns : plan.timeout_ns;
+  constexpr uint32_t kCounted = tag == Tag::C3 ? 1 : 0;
+  return head.rounds <= kCounted ? plan.warmup_timeout_ns : plan.timeout_ns;
 }
 
 // Stores this rank's flag (epoch, value_of(peer)) into every active peer's memory, its own included. Covers everything
@@ -75,7 +78,7 @@ PUTGET_TEXT void publish_all(Exec& exec, const Plan& plan, const RankSet& active
 template <Tag tag, class Exec, class Wanted>
 PUTGET_TEXT void observe_flags(Exec& exec, const Plan& plan, uint64_t lines, uint32_t epoch, WaitScratch& scratch,
                                Wanted wanted) {
-  const uint64_t timeout_ns = deadline_ns(plan, scratch.head);
+  const uint64_t timeout_ns = deadline_ns<tag>(plan, scratch.head);
   const uint64_t start_ns = exec.now_ns();
   for (uint32_t peer = exec.threads() - 1 - exec.thread(); peer < plan.shape.ep_size; peer += exec.threads()) {
     if (!scratch.head.active.has(peer) || !wanted(peer)) {

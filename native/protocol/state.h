@@ -29,7 +29,7 @@ struct StateHead {
   uint32_t opened_by;   // object_id of the dispatch that opened the round
   uint32_t mixed;       // 1 where objects of different layouts share this memory: rounds also exchange `finished`
   uint32_t num_tokens;  // of the open round
-  uint32_t rounds;      // completed since the last start; 0 selects the warm-up deadline
+  uint32_t rounds;      // dispatched since the last start; the first one has the warm-up deadline
   uint32_t fault;       // FaultKind; sticky until the next start
   uint32_t ids_top_k;   // geometry of the ids region that `left` speaks of
   uint32_t ids_capacity;

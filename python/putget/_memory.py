@@ -12,6 +12,17 @@ import torch
 from putget import _abi
 from putget.errors import CapacityExceeded, PeerTimeout, ProtocolMisuse, PutgetError
 
+# Native memories that nobody needs any more. The garbage collector may find them in the middle of a graph capture,
+# where waiting for the device, which freeing implies, would spoil the capture: then they stay here for a while.
+_unused: list[ctypes.c_void_p] = []
+
+
+def _free_unused(device: torch.device) -> None:
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return
+    while _unused:
+        _abi.library().putget_memory_destroy(_unused.pop())
+
 
 class _CudaSpan:
     """A range of device memory, as torch takes it without copying. Keeps the memory alive as long as a tensor lives."""
@@ -39,6 +50,7 @@ class Memory:
         self.ep_rank = ep_rank
         self.num_bytes = num_bytes
         self.handle = ctypes.c_void_p()
+        _free_unused(device)
         memory_config = _abi.MemoryConfig(
             device=_abi.DEVICE_CUDA if device.type == "cuda" else _abi.DEVICE_CPU,
             ordinal=device.index or 0,
@@ -52,7 +64,8 @@ class Memory:
     def __del__(self) -> None:
         handle, self.handle = getattr(self, "handle", None), ctypes.c_void_p()
         if handle:
-            _abi.library().putget_memory_destroy(handle)
+            _unused.append(handle)
+            _free_unused(self.device)
 
     def tensor(self) -> torch.Tensor:
         """The own symmetric memory as uint8 [num_bytes], without a copy."""
