@@ -50,14 +50,16 @@ def measure(context: RankContext, settings: Settings, emit: Emit) -> int:
 
     exit_code = 0
     for num_tokens in settings.batches:
+        # Without tokens there is nothing for a collective to move; putget's round still meets the peers.
+        present = contenders if num_tokens else [ours]
         emit({"kind": "stage", "text": f"{num_tokens} tokens a rank: checking"})
         round_ = with_output(settings, experts, make_round(settings, source, context.rank, num_tokens))
-        if _any_wrong(contenders, [contender.load(round_) for contender in contenders], num_tokens, emit):
+        if _any_wrong(present, [contender.load(round_) for contender in present], num_tokens, emit):
             exit_code = 1
             break
         emit({"kind": "stage", "text": f"{num_tokens} tokens a rank: timing"})
-        readings = time_contenders(timer, contenders, settings, _PAIRS[device])
-        if _any_wrong(contenders, [contender.verify() for contender in contenders], num_tokens, emit):
+        readings = time_contenders(timer, present, settings, _PAIRS[device])
+        if _any_wrong(present, [contender.verify() for contender in present], num_tokens, emit):
             exit_code = 1
             break
         counted = count_bytes(settings, round_)
@@ -69,7 +71,7 @@ def measure(context: RankContext, settings: Settings, emit: Emit) -> int:
                 "bytes": asdict(counted),
                 "contenders": [
                     summarise(contender, readings[contender.name], readings[ours.name], counted, ceiling, settings)
-                    for contender in contenders
+                    for contender in present
                 ],
                 "kernels": kernel_breakdown(ours, context) if settings.kernel_breakdown else None,
             },

@@ -50,16 +50,17 @@ def dequantise(quant: str, carried: tuple[Tensor, ...], hidden_size: int) -> Ten
 
 def _to_fp8(rows: Tensor) -> tuple[Tensor, Tensor]:
     num_tokens, hidden_size = rows.shape
-    groups = pad(rows, (0, -hidden_size % FP8_GROUP)).view(num_tokens, -1, FP8_GROUP)
+    num_groups = -(-hidden_size // FP8_GROUP)
+    groups = pad(rows, (0, -hidden_size % FP8_GROUP)).view(num_tokens, num_groups, FP8_GROUP)
     scales = groups.abs().amax(dim=2).clamp(min=1e-12) / _E4M3_MAX
     # The CPU cast turns an overflow into NaN where CUDA saturates: clamp, so that both give the same bytes.
-    scaled = (groups / scales[:, :, None]).clamp(-_E4M3_MAX, _E4M3_MAX).view(num_tokens, -1)
+    scaled = (groups / scales[:, :, None]).clamp(-_E4M3_MAX, _E4M3_MAX).flatten(1)
     return scaled[:, :hidden_size].to(torch.float8_e4m3fn).contiguous(), scales
 
 
 def _to_nvfp4(rows: Tensor) -> tuple[Tensor, Tensor]:
     num_tokens, hidden_size = rows.shape
-    groups = rows.view(num_tokens, -1, NVFP4_GROUP)
+    groups = rows.view(num_tokens, hidden_size // NVFP4_GROUP, NVFP4_GROUP)
     scales = (groups.abs().amax(dim=2) / _E2M1_MAX).clamp(_SMALLEST_SCALE, _E4M3_MAX).to(torch.float8_e4m3fn)
     scaled = groups / scales.float()[:, :, None]
     midpoints = torch.tensor([(low + high) / 2 for low, high in itertools.pairwise(_E2M1_VALUES)], device=rows.device)
