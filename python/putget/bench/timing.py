@@ -188,14 +188,22 @@ class CudaTimer:
 
 
 def capture(enqueue: Action) -> Action:
-    """Captures what enqueue launches into a CUDA graph and returns its replay. Run it eagerly once before."""
+    """Captures what enqueue launches into a CUDA graph and returns its replay. Run it eagerly once before.
+
+    The replay keeps `enqueue` alive, and with it every tensor whose address the graph has.
+    """
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     # Thread-local: the watchdog thread of NCCL queries events at any time, which would spoil a global capture.
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         enqueue()
     torch.cuda.synchronize()
-    return graph.replay
+
+    def replay() -> object:
+        graph.replay()
+        return enqueue
+
+    return replay
 
 
 def slowest(readings: Sequence[Readings]) -> dict[str, torch.Tensor]:
