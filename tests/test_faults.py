@@ -44,8 +44,14 @@ class Timeout:
     seconds: float
 
 
+# Starting processes on GPUs takes seconds: there only what tests/gpu/test_lost_processes.py and test_deadlines.py leave
+# out.
+ON_GPUS_TOO = pytest.mark.parametrize("ranks", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
+
+
 @pytest.fixture
-def ranks(device: str) -> Iterator[RankProcesses]:
+def ranks(request: pytest.FixtureRequest) -> Iterator[RankProcesses]:
+    device = str(getattr(request, "param", "cpu"))
     if device == "cuda" and torch.cuda.device_count() < SIZE:
         pytest.skip(f"needs {SIZE} GPUs: faults are of processes")
     with fresh_ranks(SIZE, device) as processes:
@@ -211,6 +217,7 @@ def test_before_its_dispatch(ranks: RankProcesses, number: signal.Signals, victi
     wake(ranks, number, victim)
 
 
+@ON_GPUS_TOO
 @SIGNALS
 def test_between_dispatch_and_combine(ranks: RankProcesses, number: signal.Signals) -> None:
     start(ranks)
@@ -306,6 +313,7 @@ def test_dies_in_the_constructor(ranks: RankProcesses) -> None:
         assert got.seconds < 2.0 + SLACK_S
 
 
+@ON_GPUS_TOO
 def test_two_deaths_at_once_then_one_more(ranks: RankProcesses) -> None:
     start(ranks)
     ranks.signal(1, signal.SIGKILL)
@@ -409,9 +417,7 @@ def turn_to_second(rank: Rank) -> None:
     rank.state["a2a"] = rank.state["second"]
 
 
-def test_waiting_leaves_the_core_to_others(ranks: RankProcesses, device: str) -> None:
-    if device == "cuda":
-        pytest.skip("the GPU waits, not the host")
+def test_waiting_leaves_the_core_to_others(ranks: RankProcesses) -> None:
     start(ranks)
     ranks.signal(2, signal.SIGKILL)
     for seconds, cpu_seconds in ranks.call(cost_of_time_out, 1, ranks=[0, 1, 3]).values():
@@ -463,6 +469,7 @@ def test_at_any_moment(ranks: RankProcesses, number: signal.Signals, seed: int) 
         require_round(ranks, 5)
 
 
+@ON_GPUS_TOO
 def test_a_fault_and_its_recovery_belong_to_one_workspace(ranks: RankProcesses) -> None:
     start(ranks)
     ranks.call(construct_second)
