@@ -31,6 +31,7 @@ function(_putget_find_nvcc out)
     set(nvcc $ENV{CUDACXX})
   endif()
   if(NOT nvcc)
+    unset(nvcc)  # find_program leaves a variable alone that is set, even to nothing
     find_program(nvcc nvcc PATHS /usr/local/cuda/bin NO_CACHE)
   endif()
   if(nvcc)

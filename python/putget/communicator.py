@@ -74,7 +74,9 @@ class Communicator:
         """n ranks in this process: threads on CPU, or emulated ranks on one GPU.
 
         Each communicator is for one thread. On CUDA each thread needs a ``torch.cuda.Stream`` of its own, because a
-        rank's kernels wait for the other ranks' kernels.
+        rank's kernels wait for the other ranks' kernels, and memory should be allocated before they are launched: an
+        allocation may wait for them. All ranks' kernels must fit on the GPU together, which the default of ``num_sms``
+        sees to. The environment should say ``CUDA_DEVICE_MAX_CONNECTIONS=32`` and ``CUDA_MODULE_LOADING=EAGER``.
 
         Args:
             n: Number of ranks, 1 to 128.
