@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 from collections.abc import Sequence
@@ -12,16 +13,23 @@ import torch
 from putget import _abi
 from putget.errors import CapacityExceeded, PeerTimeout, ProtocolMisuse, PutgetError
 
-# Native memories that nobody needs any more. The garbage collector may find them in the middle of a graph capture,
-# where waiting for the device, which freeing implies, would spoil the capture: then they stay here for a while.
+# CUDA memories that nobody needs any more. The garbage collector may find them in the middle of a graph capture, where
+# waiting for the device, which freeing implies, would spoil the capture: then they stay here for a while.
 _unused: list[ctypes.c_void_p] = []
 
 
-def _free_unused(device: torch.device) -> None:
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+def _free(device: torch.device, handle: ctypes.c_void_p | None) -> None:
+    """Frees a memory, and those that could not be freed before."""
+    if device.type == "cpu":
+        _abi.library().putget_memory_destroy(handle)
         return
-    while _unused:
-        _abi.library().putget_memory_destroy(_unused.pop())
+    if handle is not None:
+        _unused.append(handle)
+    if torch.cuda.is_current_stream_capturing():
+        return
+    with contextlib.suppress(IndexError):  # emptied, perhaps by another thread
+        while True:
+            _abi.library().putget_memory_destroy(_unused.pop())
 
 
 class _CudaSpan:
@@ -50,7 +58,8 @@ class Memory:
         self.ep_rank = ep_rank
         self.num_bytes = num_bytes
         self.handle = ctypes.c_void_p()
-        _free_unused(device)
+        if device.type == "cuda":
+            _free(device, None)
         memory_config = _abi.MemoryConfig(
             device=_abi.DEVICE_CUDA if device.type == "cuda" else _abi.DEVICE_CPU,
             ordinal=device.index or 0,
@@ -64,8 +73,7 @@ class Memory:
     def __del__(self) -> None:
         handle, self.handle = getattr(self, "handle", None), ctypes.c_void_p()
         if handle:
-            _unused.append(handle)
-            _free_unused(self.device)
+            _free(self.device, handle)
 
     def tensor(self) -> torch.Tensor:
         """The own symmetric memory as uint8 [num_bytes], without a copy."""
