@@ -73,8 +73,15 @@ def test_ctrl_c_ends_all_ranks() -> None:
         "--iters",
         "100000000",
     ]
+    # A shell starts background jobs with SIGINT ignored, and that is inherited: the tests may be such a job.
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True, cwd=ROOT
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        cwd=ROOT,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     ) as parent:
         assert parent.stdout is not None
         for line in parent.stdout:

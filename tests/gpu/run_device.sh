@@ -32,7 +32,8 @@ run() {
   local step=$1 limit=$2 log=$out/$3 start=$SECONDS status word
   shift 3
   echo "== $step: $*" >>"$log"
-  timeout --kill-after=10 "$limit" "$@" >>"$log" 2>&1
+  # An interrupt first, so that pytest still says what it has found.
+  timeout --signal=INT --kill-after=15 "$limit" "$@" >>"$log" 2>&1
   status=$?
   case $status in
     0) word=ok ;;
@@ -127,7 +128,7 @@ if [ "$gpus" -gt 1 ]; then
     litmus_fleet 2 4
   fi
   if wanted suiteN; then
-    run "suite, $gpus GPUs" "${LIMIT_suiteN:-180}" suite_ngpu.log bash -c suite || failed=1
+    run "suite, $gpus GPUs" "${LIMIT_suiteN:-300}" suite_ngpu.log bash -c suite || failed=1
   fi
 fi
 if wanted stress; then
