@@ -6,6 +6,7 @@
 
 #include "protocol/atomics.h"
 #include "protocol/signal.h"
+#include "protocol/stage.h"
 
 #if defined(PUTGET_STRESS)
 #include "cpu/stress.h"
@@ -29,6 +30,8 @@ struct Exec {
   uint32_t warp() const { return 0; }
   uint32_t warps() const { return 1; }
   void sync() const {}
+  void mark(Stage) const {}
+  void mark_first(Stage) const {}
   bool any(bool condition) const { return condition; }
 
   uint64_t now_ns() const {

@@ -100,3 +100,10 @@ void launch_combine(const Plan& plan, CombineCall call, const Grid& grid, cudaSt
 }
 
 }  // namespace putget::cuda
+
+#if defined(PUTGET_TRACE)
+// Nanoseconds of the global timer by Stage, of the last combine. For tests/gpu/stages.py; not part of putget.h.
+extern "C" __attribute__((visibility("default"))) int putget_stages_of_combine(uint64_t* out) {
+  return static_cast<int>(cudaMemcpyFromSymbol(out, putget::cuda::stage_ns, sizeof(putget::cuda::stage_ns)));
+}
+#endif

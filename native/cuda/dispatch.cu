@@ -75,3 +75,10 @@ void launch_release(const Plan& plan, cudaStream_t stream) {
 }
 
 }  // namespace putget::cuda
+
+#if defined(PUTGET_TRACE)
+// Nanoseconds of the global timer by Stage, of the last dispatch. For tests/gpu/stages.py; not part of putget.h.
+extern "C" __attribute__((visibility("default"))) int putget_stages_of_dispatch(uint64_t* out) {
+  return static_cast<int>(cudaMemcpyFromSymbol(out, putget::cuda::stage_ns, sizeof(putget::cuda::stage_ns)));
+}
+#endif

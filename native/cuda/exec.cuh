@@ -3,8 +3,14 @@
 
 #include "cuda/ptx.cuh"
 #include "protocol/signal.h"
+#include "protocol/stage.h"
 
 namespace putget::cuda {
+
+#if defined(PUTGET_TRACE)
+// One per translation unit: dispatch.cu and combine.cu have their own.
+static __device__ uint64_t stage_ns[static_cast<uint32_t>(Stage::kCount)];
+#endif
 
 struct Exec {
   static constexpr uint32_t kWarp = 32;
@@ -27,6 +33,19 @@ struct Exec {
   // A block barrier too.
   __device__ bool any(bool condition) const { return __syncthreads_or(condition) != 0; }
   __device__ uint64_t now_ns() const { return ptx::global_timer_ns(); }
+
+  // One thread of the calling CTA keeps the time of a stage; the CTA that comes last is kept.
+  __device__ void mark([[maybe_unused]] Stage stage) const {
+#if defined(PUTGET_TRACE)
+    if (threadIdx.x == 0) stage_ns[static_cast<uint32_t>(stage)] = ptx::global_timer_ns();
+#endif
+  }
+  // The same for the first CTA alone.
+  __device__ void mark_first([[maybe_unused]] Stage stage) const {
+#if defined(PUTGET_TRACE)
+    if (blockIdx.x == 0) mark(stage);
+#endif
+  }
 
   // Polls at full speed while an answer is near, then leaves the memory system to others.
   __device__ void pause(uint32_t spins) const {

@@ -6,6 +6,7 @@
 
 #include "protocol/numeric.h"
 #include "protocol/signal.h"
+#include "protocol/stage.h"
 
 namespace putget {
 
@@ -262,11 +263,13 @@ PUTGET_TEXT bool exchange_rows(Exec& exec, const Plan& plan, const CombineCall& 
     publish_all<Tag::C2>(exec, plan, head.active, plan.layout.ended, head.epoch,
                          [](uint32_t) { return kEndedByCombine; });
   }
+  exec.mark_first(Stage::kPublished);
   meanwhile();
   if (!observe_all<Tag::C3>(exec, plan, plan.layout.ended, head.epoch, scratch.wait)) {
     if (exec.thread() == 0) report_timeout(exec, plan, Phase::kCombine, head.epoch, scratch.wait.missing);
     return false;
   }
+  exec.mark_first(Stage::kObserved);
   bool released = false;
   for (uint32_t peer = exec.thread(); peer < plan.shape.ep_size; peer += exec.threads()) {
     if (scratch.wait.value[peer] != kEndedByRelease) continue;
@@ -289,12 +292,15 @@ PUTGET_TEXT void publish_finished(Exec& exec, const Plan& plan, CombineScratch& 
 
 template <class Codec, uint32_t kElements, class TopK, class Exec>
 PUTGET_TEXT void combine(Exec& exec, const Plan& plan, const CombineCall& call, CombineScratch& scratch) {
+  exec.mark_first(Stage::kStart);
   look_at_state(exec, plan, scratch.wait);
+  exec.mark_first(Stage::kState);
   const StateHead& head = scratch.wait.head;
   Reduction<Codec, kElements, TopK> reduction(exec, plan, call);
   const auto look_up = [&] { reduction.look_up(plan); };
   const bool done = may_combine(exec, plan, call, head) && exchange_rows(exec, plan, call, scratch, look_up);
   if (done) reduction.run(exec, plan, call);
+  exec.mark_first(Stage::kDone);
   if (head.mixed) publish_finished(exec, plan, scratch);
   if (!done || exec.block() != 0 || exec.thread() != 0) return;
   // A late CTA may be copying the head: what it finds in `open` decides nothing there (see may_combine).

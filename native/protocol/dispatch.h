@@ -7,6 +7,7 @@
 
 #include "protocol/routing.h"
 #include "protocol/signal.h"
+#include "protocol/stage.h"
 
 namespace putget {
 
@@ -170,6 +171,7 @@ PUTGET_TEXT uint32_t put_share(Exec& exec, const Plan& plan, const DispatchCall&
       exec.sync();
     }
     assign_slots(exec, plan.shape.ep_size, count, scratch);
+    exec.mark_first(Stage::kSlots);
     put_chunk(exec, plan, call, router, share, token, count, scratch);
     chunk = token;
   }
@@ -237,11 +239,15 @@ PUTGET_TEXT void finish_dispatch(Exec& exec, const Plan& plan, const DispatchCal
   State& state = *plan.state;
   const StateHead& head = wait.head;
   const uint32_t round = head.epoch + 1;
+  exec.mark(Stage::kJoined);
   publish_all<Tag::D3>(exec, plan, head.active, plan.layout.arrived, round,
                        [&](uint32_t peer) { return state.sent[peer]; });
+  exec.mark(Stage::kPublished);
   meanwhile();
   const bool complete = observe_all<Tag::D4>(exec, plan, plan.layout.arrived, round, wait);
+  exec.mark(Stage::kObserved);
   show_received(exec, plan, call.max_rows, wait);
+  exec.mark(Stage::kShown);
   if (!complete && exec.thread() == 0) report_timeout(exec, plan, Phase::kDispatch, round, wait.missing);
   check_capacity(exec, plan, call.max_rows, round, wait);
   if (exec.thread() != 0) return;
@@ -250,6 +256,7 @@ PUTGET_TEXT void finish_dispatch(Exec& exec, const Plan& plan, const DispatchCal
   state.head.opened_by = plan.object_id;
   state.head.num_tokens = call.num_tokens;
   state.head.open = 1;
+  exec.mark(Stage::kDone);
 }
 
 // The last CTA of a kernel that a fault has stopped: nothing is told to anybody, nothing is shown.
@@ -262,8 +269,10 @@ PUTGET_TEXT void show_nothing(Exec& exec, const Plan& plan, WaitScratch& wait) {
 
 template <class Exec>
 PUTGET_TEXT void dispatch(Exec& exec, const Plan& plan, const DispatchCall& call, DispatchScratch& scratch) {
+  exec.mark_first(Stage::kStart);
   for (uint32_t rank = exec.thread(); rank < plan.shape.ep_size; rank += exec.threads()) scratch.route.rows[rank] = 0;
   look_at_state(exec, plan, scratch.wait);
+  exec.mark_first(Stage::kState);
   const StateHead& head = scratch.wait.head;
   const Share share(exec, call);
   uint32_t chunk = share.end_token;  // tokens from here on have been put, but their routes are not recorded yet
@@ -271,7 +280,9 @@ PUTGET_TEXT void dispatch(Exec& exec, const Plan& plan, const DispatchCall& call
     if (head.open && exec.block() == 0) publish_release(exec, plan, head);
     const Router router(plan, call, head.active);
     if (begin_round(exec, plan, router, share, call, scratch)) {
+      exec.mark_first(Stage::kWaited);
       chunk = put_share(exec, plan, call, router, share, scratch.route);
+      exec.mark_first(Stage::kPut);
     } else if (exec.thread() == 0) {
       report_timeout(exec, plan, Phase::kDispatch, head.epoch + 1, scratch.wait.missing);
     }

@@ -1,0 +1,118 @@
+"""Where the time inside of dispatch and combine goes: needs GPUs and a library built with -DPUTGET_TRACE=ON.
+
+    cmake -S . -B build-trace -DPUTGET_CUDA=ON -DPUTGET_TRACE=ON && cmake --build build-trace
+    PUTGET_LIBRARY=build-trace/libputget.so PYTHONPATH=python python tests/gpu/stages.py --ranks 4 --tokens 1,8,64,512
+
+Prints nanoseconds from the first CTA's start to each stage of native/protocol/stage.h (medians over replays, rank 0),
+and the time of a pair, which the marks themselves lengthen a little. Random routing, a DeepSeek-V3 shape, FP8 rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import statistics
+import sys
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+import putget
+from putget import hardware
+
+# Stage of native/protocol/stage.h, in its order.
+STAGES = ("start", "state", "waited", "slots", "put", "joined", "published", "observed", "shown", "done")
+IN_COMBINE = ("start", "state", "published", "observed", "done")
+HIDDEN, TOP_K, EXPERTS = 7168, 8, 256
+PAIRS, REPLAYS = 20, 30
+
+
+def stages(library: ctypes.CDLL, kernel: str) -> dict[str, int]:
+    """Nanoseconds from the start of the last `kernel` ("dispatch" or "combine") on this rank."""
+    stamps = (ctypes.c_uint64 * len(STAGES))()
+    status = getattr(library, f"putget_stages_of_{kernel}")(stamps)
+    if status != 0:
+        raise RuntimeError(f"reading the stages of {kernel}: CUDA error {status}")
+    wanted = STAGES if kernel == "dispatch" else IN_COMBINE
+    by_name = dict(zip(STAGES, stamps, strict=True))
+    return {name: int(by_name[name]) - int(by_name["start"]) for name in wanted}
+
+
+def run(rank: int, ranks: int, batches: list[int], port: int) -> None:
+    """One rank: a graph of back-to-back pairs per batch size, replayed; rank 0 prints."""
+    torch.cuda.set_device(rank)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
+    library = ctypes.CDLL(hardware.build().library)
+    a2a = putget.AllToAll(
+        putget.Communicator(),
+        num_experts=EXPERTS,
+        top_k=TOP_K,
+        max_tokens_per_rank=max(batches),
+        payloads=[putget.Payload((HIDDEN,), torch.float8_e4m3fn), putget.Payload((HIDDEN // 128,), torch.float32)],
+        output=putget.Payload((HIDDEN,), torch.bfloat16),
+        timeout_s=10.0,
+    )
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for tokens in batches:
+            generator = torch.Generator().manual_seed(rank)
+            ids = torch.stack([torch.randperm(EXPERTS, generator=generator)[:TOP_K] for _ in range(tokens)])
+            sent = (
+                ids.int().cuda(),
+                torch.rand(tokens, TOP_K, generator=generator).cuda(),
+                torch.randn(tokens, HIDDEN, generator=generator).cuda().to(torch.float8_e4m3fn),
+                torch.rand(tokens, HIDDEN // 128, generator=generator).cuda(),
+            )
+            out = torch.empty(tokens, HIDDEN, dtype=torch.bfloat16, device="cuda")
+            a2a.dispatch(*sent)
+            a2a.combine(out=out)
+            stream.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=stream):
+                for _ in range(PAIRS):
+                    a2a.dispatch(*sent)
+                    a2a.combine(out=out)
+            pairs: list[float] = []
+            seen: dict[str, list[dict[str, int]]] = {"dispatch": [], "combine": []}
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            for _ in range(REPLAYS):
+                dist.barrier()
+                begin.record(stream)
+                graph.replay()
+                end.record(stream)
+                stream.synchronize()
+                pairs.append(begin.elapsed_time(end) * 1e3 / PAIRS)
+                for kernel, readings in seen.items():
+                    readings.append(stages(library, kernel))
+            if rank == 0:
+                print(f"{tokens} tokens a rank: pair {statistics.median(pairs):.2f} us")
+                for kernel, readings in seen.items():
+                    medians = {name: int(statistics.median(one[name] for one in readings)) for name in readings[0]}
+                    print(f"  {kernel:<8} " + "  ".join(f"{name} {ns}" for name, ns in medians.items()))
+    a2a.check()
+    dist.barrier()
+    a2a.close()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=torch.cuda.device_count())
+    parser.add_argument("--tokens", default="1,8,64,512", help="tokens a rank, comma-separated")
+    parser.add_argument("--port", type=int, default=29511)
+    args = parser.parse_args()
+    batches = [int(batch) for batch in args.tokens.split(",")]
+    if not 1 <= args.ranks <= torch.cuda.device_count():
+        print(f"--ranks is {args.ranks}, there are {torch.cuda.device_count()} GPUs", file=sys.stderr)
+        return 2
+    if not hasattr(ctypes.CDLL(hardware.build().library), "putget_stages_of_dispatch"):
+        print(f"{hardware.build().library} was not built with -DPUTGET_TRACE=ON", file=sys.stderr)
+        return 2
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    mp.spawn(run, args=(args.ranks, batches, args.port), nprocs=args.ranks)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
