@@ -15,6 +15,11 @@
 namespace putget::cpu {
 
 struct Exec {
+  struct alignas(16) Access16 {
+    uint64_t half[2];
+  };
+  using Access8 = uint64_t;
+
   // Pieces that are read before they are stored to each target: 1 KiB.
   template <class Access>
   static constexpr uint32_t put_unroll() {
@@ -111,27 +116,6 @@ struct Exec {
   Access get_or_zero(const Access* from, uint32_t index) const {
     return from == nullptr ? Access{} : from[index];
   }
-
-  template <class Body>
-  void with_access(uint32_t bytes, Body body) const {
-    switch (bytes) {
-      case 16:
-        return body(Access16{});
-      case 8:
-        return body(uint64_t{});
-      case 4:
-        return body(uint32_t{});
-      case 2:
-        return body(uint16_t{});
-      default:
-        return body(uint8_t{});
-    }
-  }
-
- private:
-  struct alignas(16) Access16 {
-    uint64_t half[2];
-  };
 };
 
 }  // namespace putget::cpu

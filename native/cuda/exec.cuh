@@ -13,6 +13,9 @@ static __device__ uint64_t stage_ns[static_cast<uint32_t>(Stage::kCount)];
 #endif
 
 struct Exec {
+  using Access16 = uint4;
+  using Access8 = uint2;
+
   static constexpr uint32_t kWarp = 32;
 
   // Pieces that a lane reads before it stores them to each target.
@@ -116,22 +119,6 @@ struct Exec {
       return both.value;
     } else {
       return from == nullptr ? Access{} : from[index];
-    }
-  }
-
-  template <class Body>
-  __device__ void with_access(uint32_t bytes, Body body) const {
-    switch (bytes) {
-      case 16:
-        return body(uint4{});
-      case 8:
-        return body(uint2{});
-      case 4:
-        return body(uint32_t{});
-      case 2:
-        return body(uint16_t{});
-      default:
-        return body(uint8_t{});
     }
   }
 };

@@ -4,6 +4,7 @@
 // position without a row counts as +0. So the result depends on the routing alone, never on timing, batch size or grid.
 #pragma once
 
+#include "protocol/access.h"
 #include "protocol/numeric.h"
 #include "protocol/signal.h"
 #include "protocol/stage.h"
@@ -222,7 +223,7 @@ PUTGET_TEXT void stage_rows(Exec& exec, const Plan& plan, const CombineCall& cal
     if (slot >= static_cast<uint32_t>(plan.num_tokens[src])) continue;
     const uint8_t* from = call.rows + slot * call.row_slot_bytes + src * call.row_source_bytes;
     uint8_t* to = plan.own() + plan.layout.output + index * row_bytes;
-    exec.with_access(call.rows_access_bytes, [&](auto access) {
+    with_access<Exec>(call.rows_access_bytes, [&](auto access) {
       using Access = decltype(access);
       for (uint32_t i = exec.lane(); i < row_bytes / sizeof(Access); i += exec.lanes()) {
         reinterpret_cast<Access*>(to)[i] = reinterpret_cast<const Access*>(from)[i];  // [C1]

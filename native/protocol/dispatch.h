@@ -5,6 +5,7 @@
 // gives a token many CTAs. docs/protocol.md explains the tags.
 #pragma once
 
+#include "protocol/access.h"
 #include "protocol/routing.h"
 #include "protocol/signal.h"
 #include "protocol/stage.h"
@@ -89,7 +90,7 @@ PUTGET_TEXT void put_item(Exec& exec, const Plan& plan, const DispatchCall& call
   const uint32_t offset = piece * call.segment_bytes;
   const uint32_t bytes = row_bytes - offset < call.segment_bytes ? row_bytes - offset : call.segment_bytes;
   const uint8_t* source = static_cast<const uint8_t*>(call.payload[p]) + uint64_t{token} * row_bytes + offset;
-  exec.with_access(call.access_bytes[p], [&](auto access) {
+  with_access<Exec>(call.access_bytes[p], [&](auto access) {
     put_segment<decltype(access)>(exec, plan, source, plan.layout.payload[p], row_bytes, offset, bytes, targets,
                                   slot_of_rank);
   });
