@@ -1,6 +1,17 @@
 #include "capi/validate.h"
 
 namespace putget::capi {
+
+// putget.h says some things again, for C: they must stay the same.
+static_assert(PUTGET_MAX_RANKS == kMaxRanks && PUTGET_RANK_WORDS == RankSet::kWords);
+static_assert(PUTGET_MAX_TOP_K == kMaxTopK && PUTGET_MAX_PAYLOADS == kMaxPayloads);
+static_assert(PUTGET_BFLOAT16 == static_cast<int>(OutputType::kBFloat16) &&
+              PUTGET_FLOAT16 == static_cast<int>(OutputType::kFloat16) &&
+              PUTGET_FLOAT32 == static_cast<int>(OutputType::kFloat32));
+static_assert(PUTGET_FAULT_PEER_TIMEOUT == static_cast<int>(FaultKind::kPeerTimeout) &&
+              PUTGET_FAULT_CAPACITY == static_cast<int>(FaultKind::kCapacity) &&
+              PUTGET_FAULT_MISUSE == static_cast<int>(FaultKind::kMisuse));
+
 namespace {
 
 void require_range(const char* name, uint64_t value, uint64_t low, uint64_t high) {

@@ -4,8 +4,8 @@
 //   grid      at most one CTA per SM; warps share the list of (token, segment) items
 //   block     kThreads threads; each warp sums one item at a time
 //   shared    CombineScratch, static
-//   waits     every CTA at C3; with rows from outside the workspace, C3 follows J2, so all CTAs must be resident
-//   together
+//   waits     every CTA at C3; with rows from outside the workspace, C3 follows J2, so all CTAs must be resident at
+//             once
 #include "protocol/combine.h"
 
 #include "cuda/check.h"

@@ -1,13 +1,11 @@
 // dispatch_kernel: the protocol's dispatch on a grid of CTAs.
 //
 //   grid      at most one CTA per SM; CTAs share the list of (token, segment) items
-//   block     kThreads threads; each warp puts one item at a time. What fits into one CTA of kThreadsAlone runs there:
-//   then
-//             nothing has to be joined
+//   block     kThreads threads; each warp puts one item at a time. What fits into one CTA of kThreadsAlone threads
+//             runs there: then nothing has to be joined
 //   shared    DispatchScratch, static
-//   waits     every CTA at D1 (normally over before it begins); the last CTA at D4
-//   The waiting CTAs of several objects must fit on the GPU together: hence the bound on registers, for three CTAs an
-//   SM.
+//   waits     every CTA at D1 (normally over before it begins); the last CTA at D4. The waiting CTAs of several
+//             objects must fit on the GPU together: hence the bound on registers, for three CTAs an SM
 #include "cuda/check.h"
 #include "cuda/exec.cuh"
 #include "cuda/launch.h"

@@ -8,8 +8,7 @@
 namespace putget::cuda {
 
 struct Grid {
-  uint32_t num_sms;  // of the device
-  uint32_t limit;    // most CTAs of one launch; at most one per SM
+  uint32_t limit;  // most CTAs of one launch; at most one per SM
 };
 
 void launch_dispatch(const Plan& plan, DispatchCall call, const Grid& grid, cudaStream_t stream);

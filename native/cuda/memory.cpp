@@ -132,7 +132,7 @@ class CudaMemory final : public Memory {
     check(cudaFree(nullptr), "making a CUDA context");
   }
 
-  Grid grid(uint32_t num_sms) const { return Grid{num_sms_, num_sms == 0 || num_sms > num_sms_ ? num_sms_ : num_sms}; }
+  Grid grid(uint32_t num_sms) const { return Grid{num_sms == 0 || num_sms > num_sms_ ? num_sms_ : num_sms}; }
 
   // One line for each rank, from first_line of the own control lines on.
   template <class FlagOf>

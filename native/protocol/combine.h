@@ -34,7 +34,6 @@ struct DynamicTopK {
 // kElements values of one output type, moved as one access.
 template <class Codec, uint32_t kElements>
 struct alignas(sizeof(typename Codec::Bits) * kElements) Pack {
-  static constexpr uint32_t kCount = kElements;
   typename Codec::Bits bits[kElements];
 };
 

@@ -111,7 +111,6 @@ class AllToAll:
             raise
         self._geometry = geometry
         self._comm = comm
-        self._num_sms = num_sms
         comm.compare(
             "AllToAll",
             {

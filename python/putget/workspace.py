@@ -251,8 +251,7 @@ class Workspace:
             only_unseen: Raise only what has not been raised before.
 
         Raises:
-            PeerTimeout: Ranks did not answer in time, or the ranks have not met again after ``set_active_ranks``
-                failed.
+            PeerTimeout: Ranks did not answer in time.
             CapacityExceeded: A source sent more rows than this rank allowed.
             ProtocolMisuse: Calls did not make a round.
         """
