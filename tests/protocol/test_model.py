@@ -91,18 +91,23 @@ MUTATIONS = [
 ]
 
 
-def run(check: Check, folder: Path) -> str:
-    """SPIN's report on one model."""
+def run(check: Check, folder: Path, environment: dict[str, str]) -> str:
+    """SPIN's report on one model.
+
+    The environment is a copy: this runs beside the tests, and pytest writes the name of each into the process's own,
+    which a program that is being started at that moment would read half-written.
+    """
     folder.mkdir()
     options = [f"-D{option}" for option in check.options.split()]
     for command in (
         [SPIN, "-a", *options, str(MODELS / f"{check.model}.pml")],
         [CC, "-O1", "-w", "-DSAFETY", "-DCOLLAPSE", "-DNOCLAIM", "-DMEMLIM=4096", "-o", "pan", "pan.c"],
     ):
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60)
         if done.returncode != 0:
             return f"{command} failed:\n{done.stdout}{done.stderr}"
-    done = subprocess.run(["./pan", "-m100000", "-w22"], cwd=folder, capture_output=True, text=True, timeout=200)
+    command = ["./pan", "-m100000", "-w22"]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=200)
     return done.stdout + done.stderr
 
 
@@ -113,7 +118,10 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[Check, Future[str]
         pytest.skip("spin or a C compiler is not installed (apt-get install spin)")
     folder = tmp_path_factory.mktemp("spin")
     pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)))
-    futures = {check: pool.submit(run, check, folder / str(n)) for n, check in enumerate(CORRECT + MUTATIONS)}
+    environment = dict(os.environ)
+    futures = {
+        check: pool.submit(run, check, folder / str(n), environment) for n, check in enumerate(CORRECT + MUTATIONS)
+    }
     pool.shutdown(wait=False)
     return futures
 
