@@ -16,6 +16,13 @@ struct MemoryConfig {
   uint64_t bytes;  // of symmetric memory
 };
 
+// What a caller says about launches: the most SMs (0: chosen by size), and fields that stand in for the rule's.
+struct Limits {
+  uint32_t num_sms;
+  putget_launch dispatch;
+  putget_launch combine;
+};
+
 // One rank's part of the symmetric workspace, its view of the peers' parts, and its private state.
 class Memory {
  public:
@@ -36,8 +43,11 @@ class Memory {
   virtual State* state() const = 0;
   virtual FaultRecord* fault() const = 0;  // readable by the host at any time
 
-  virtual void dispatch(const Plan& plan, const DispatchCall& call, uint32_t num_sms, void* stream) = 0;
-  virtual void combine(const Plan& plan, const CombineCall& call, uint32_t num_sms, void* stream) = 0;
+  virtual void dispatch(const Plan& plan, const DispatchCall& call, const Limits& limits, void* stream) = 0;
+  virtual void combine(const Plan& plan, const CombineCall& call, const Limits& limits, void* stream) = 0;
+  // How such calls are launched; zeros where nothing is.
+  virtual void launches(const Shape& shape, uint32_t num_tokens, const Limits& limits, putget_launch* dispatch,
+                        putget_launch* combine) const = 0;
   virtual void release(const Plan& plan, void* stream) = 0;
   virtual void probe(putget_probe_kind kind, uint64_t bytes_per_peer, uint32_t num_sms, void* stream) = 0;
 

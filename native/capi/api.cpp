@@ -12,7 +12,7 @@ struct putget_memory {
 struct putget_alltoall {
   putget::Memory* memory;
   putget::Plan plan;
-  uint32_t num_sms;
+  putget::Limits limits;
 };
 
 namespace {
@@ -83,13 +83,15 @@ putget_layout public_layout(const putget::Layout& layout) {
   putget_layout out{};
   out.size = sizeof(out);
   out.magic = PUTGET_MAGIC;
-  out.arrived = layout.arrived;
   out.ended = layout.ended;
   out.finished = layout.finished;
+  out.arrived = layout.arrived;
+  out.pushed = layout.pushed;
   out.topk_ids = layout.topk_ids;
   out.topk_weights = layout.topk_weights;
   std::memcpy(out.payload, layout.payload, sizeof(out.payload));
   out.output = layout.output;
+  out.transit = layout.transit;
   out.total_bytes = layout.total_bytes;
   return out;
 }
@@ -106,6 +108,7 @@ putget::DispatchCall dispatch_call(const putget::Shape& shape, const putget_disp
   call.num_tokens = args.num_tokens;
   call.max_rows = args.max_rows;
   call.ids_are_64bit = args.ids_are_64bit;
+  call.half = static_cast<putget::Half>(args.half);
   return call;
 }
 
@@ -119,6 +122,7 @@ putget::CombineCall combine_call(const putget::Shape& shape, const putget_combin
   call.num_tokens = args.num_tokens;
   call.rows_access_bytes = access_bytes(reinterpret_cast<uintptr_t>(args.rows) | args.row_slot_bytes |
                                         args.row_source_bytes | shape.output_row_bytes());
+  call.half = static_cast<putget::Half>(args.half);
   return call;
 }
 
@@ -250,6 +254,8 @@ putget_status putget_create(const putget_config* config, putget_memory* memory, 
     require_version(tables, "tables");
     Memory& backend = backend_of(memory);
     require(object != nullptr, "object is null");
+    putget::capi::check_launch("dispatch", config->dispatch);
+    putget::capi::check_launch("combine", config->combine);
     putget::Plan plan{};
     plan.shape = putget::capi::shape_of(*config);
     plan.layout = putget::layout_of(plan.shape);
@@ -271,8 +277,10 @@ putget_status putget_create(const putget_config* config, putget_memory* memory, 
     plan.invalid_ids = tables->invalid_ids;
     plan.timeout_ns = config->timeout_ns;
     plan.warmup_timeout_ns = config->warmup_timeout_ns;
+    plan.wire_scale = config->wire_scale;
+    plan.skips_waits = config->skips_waits;
     plan.object_id = ++memory->objects_made;
-    *object = new putget_alltoall{&backend, plan, config->num_sms};
+    *object = new putget_alltoall{&backend, plan, {config->num_sms, config->dispatch, config->combine}};
   });
 }
 
@@ -282,7 +290,7 @@ putget_status putget_dispatch(putget_alltoall* object, const putget_dispatch_arg
     require_version(args, "args");
     putget::capi::check_dispatch(self.plan.shape, *args);
     run_checked(*self.memory, [&] {
-      self.memory->dispatch(self.plan, dispatch_call(self.plan.shape, *args), self.num_sms, args->stream);
+      self.memory->dispatch(self.plan, dispatch_call(self.plan.shape, *args), self.limits, args->stream);
     });
   });
 }
@@ -293,7 +301,7 @@ putget_status putget_combine(putget_alltoall* object, const putget_combine_args*
     require_version(args, "args");
     putget::capi::check_combine(self.plan.shape, *args);
     run_checked(*self.memory, [&] {
-      self.memory->combine(self.plan, combine_call(self.plan.shape, *args), self.num_sms, args->stream);
+      self.memory->combine(self.plan, combine_call(self.plan.shape, *args), self.limits, args->stream);
     });
   });
 }
@@ -302,6 +310,15 @@ putget_status putget_release(putget_alltoall* object, void* stream) {
   return guarded([&] {
     putget_alltoall& self = object_of(object);
     run_checked(*self.memory, [&] { self.memory->release(self.plan, stream); });
+  });
+}
+
+putget_status putget_launches(putget_alltoall* object, uint32_t num_tokens, putget_launch* dispatch,
+                              putget_launch* combine) {
+  return guarded([&] {
+    putget_alltoall& self = object_of(object);
+    require(dispatch != nullptr && combine != nullptr, "a launch is null");
+    self.memory->launches(self.plan.shape, num_tokens, self.limits, dispatch, combine);
   });
 }
 

@@ -1,5 +1,7 @@
 #include "capi/validate.h"
 
+#include "protocol/signal.h"
+
 namespace putget::capi {
 
 // putget.h says some things again, for C: they must stay the same.
@@ -8,6 +10,11 @@ static_assert(PUTGET_MAX_TOP_K == kMaxTopK && PUTGET_MAX_PAYLOADS == kMaxPayload
 static_assert(PUTGET_BFLOAT16 == static_cast<int>(OutputType::kBFloat16) &&
               PUTGET_FLOAT16 == static_cast<int>(OutputType::kFloat16) &&
               PUTGET_FLOAT32 == static_cast<int>(OutputType::kFloat32));
+static_assert(PUTGET_WIRE_SAME == static_cast<int>(WireType::kSame) &&
+              PUTGET_WIRE_FP8_BLOCK == static_cast<int>(WireType::kFp8Block) &&
+              PUTGET_WIRE_FP8_STATIC == static_cast<int>(WireType::kFp8Static));
+static_assert(PUTGET_BOTH == static_cast<int>(Half::kBoth) && PUTGET_START == static_cast<int>(Half::kStart) &&
+              PUTGET_FINISH == static_cast<int>(Half::kFinish));
 static_assert(PUTGET_FAULT_PEER_TIMEOUT == static_cast<int>(FaultKind::kPeerTimeout) &&
               PUTGET_FAULT_CAPACITY == static_cast<int>(FaultKind::kCapacity) &&
               PUTGET_FAULT_MISUSE == static_cast<int>(FaultKind::kMisuse));
@@ -25,8 +32,9 @@ void require_pointer(const char* name, const void* pointer) {
 }
 
 constexpr uint32_t kMaxExperts = 1u << 20;
-constexpr uint32_t kMaxTokens = 1u << 24;
+constexpr uint32_t kMaxTokens = (1u << kRowsBits) - 1;
 constexpr uint32_t kMaxRowBytes = 1u << 26;
+constexpr float kMaxScale = 1e30f;
 
 }  // namespace
 
@@ -56,7 +64,25 @@ Shape shape_of(const putget_config& config) {
   }
   shape.output_elements = config.output_elements;
   shape.output_type = static_cast<OutputType>(config.output_type);
+  require_range("wire_type", config.wire_type, PUTGET_WIRE_SAME, PUTGET_WIRE_FP8_STATIC);
+  require_range("pushes", config.pushes, 0, 1);
+  shape.wire_type = static_cast<WireType>(config.wire_type);
+  shape.pushes = config.pushes;
+  require(!shape.quantised() || shape.output_elements % kWirePack == 0,
+          "output_elements is " + std::to_string(shape.output_elements) + ", quantised rows have a multiple of " +
+              std::to_string(kWirePack));
+  require(shape.wire_type != WireType::kFp8Static || (config.wire_scale > 0 && config.wire_scale <= kMaxScale),
+          "wire_scale is " + std::to_string(config.wire_scale) + ", expected a number above 0");
   return shape;
+}
+
+void check_launch(const char* name, const putget_launch& launch) {
+  const std::string prefix = std::string(name) + ".";
+  require_range((prefix + "blocks").c_str(), launch.blocks, 0, kMaxParts);
+  require(launch.threads % 32 == 0 && launch.threads <= 768,
+          prefix + "threads is " + std::to_string(launch.threads) + ", allowed are multiples of 32 up to 768");
+  require(launch.segment_bytes % 512 == 0 && launch.segment_bytes <= kMaxRowBytes,
+          prefix + "segment_bytes is " + std::to_string(launch.segment_bytes) + ", allowed are multiples of 512");
 }
 
 MemoryConfig memory_config_of(const putget_memory_config& config) {
@@ -78,7 +104,8 @@ void check_dispatch(const Shape& shape, const putget_dispatch_args& args) {
   require_range("num_tokens", args.num_tokens, 0, shape.max_tokens_per_rank);
   require_range("max_rows", args.max_rows, 1, shape.max_tokens_per_rank);
   require_range("ids_are_64bit", args.ids_are_64bit, 0, 1);
-  if (args.num_tokens == 0) return;
+  require_range("half", args.half, PUTGET_BOTH, PUTGET_FINISH);
+  if (args.num_tokens == 0 || args.half == PUTGET_FINISH) return;
   require_pointer("topk_ids", args.topk_ids);
   require_pointer("topk_weights", args.topk_weights);
   for (uint32_t p = 0; p < shape.num_payloads; ++p) require_pointer("payload", args.payload[p]);
@@ -86,7 +113,8 @@ void check_dispatch(const Shape& shape, const putget_dispatch_args& args) {
 
 void check_combine(const Shape& shape, const putget_combine_args& args) {
   require_range("num_tokens", args.num_tokens, 0, shape.max_tokens_per_rank);
-  if (args.num_tokens != 0) require_pointer("out", args.out);
+  require_range("half", args.half, PUTGET_BOTH, PUTGET_FINISH);
+  if (args.num_tokens != 0 && args.half != PUTGET_START) require_pointer("out", args.out);
 }
 
 }  // namespace putget::capi

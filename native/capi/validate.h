@@ -18,6 +18,7 @@ void require_version(const Struct* value, const char* name) {
 void require(bool holds, const std::string& message);
 
 Shape shape_of(const putget_config& config);
+void check_launch(const char* name, const putget_launch& launch);
 MemoryConfig memory_config_of(const putget_memory_config& config);
 void check_dispatch(const Shape& shape, const putget_dispatch_args& args);
 void check_combine(const Shape& shape, const putget_combine_args& args);

@@ -5,6 +5,7 @@
 #include <time.h>
 
 #include "protocol/atomics.h"
+#include "protocol/numeric.h"
 #include "protocol/signal.h"
 #include "protocol/stage.h"
 
@@ -19,6 +20,7 @@ struct Exec {
     uint64_t half[2];
   };
   using Access8 = uint64_t;
+  static constexpr uint32_t kLanes = 1;
 
   // Pieces that are read before they are stored to each target: 1 KiB.
   template <class Access>
@@ -31,13 +33,16 @@ struct Exec {
   uint32_t block() const { return 0; }
   uint32_t blocks() const { return 1; }
   uint32_t lane() const { return 0; }
-  uint32_t lanes() const { return 1; }
+  uint32_t lanes() const { return kLanes; }
   uint32_t warp() const { return 0; }
   uint32_t warps() const { return 1; }
   void sync() const {}
   void mark(Stage) const {}
   void mark_first(Stage) const {}
   bool any(bool condition) const { return condition; }
+  // A call begins when the one before has ended.
+  void wait_for_earlier_work() const {}
+  void let_later_work_begin() const {}
 
   uint64_t now_ns() const {
     timespec now;
@@ -67,6 +72,13 @@ struct Exec {
 #else
     atomics::store_release(flag, value);
 #endif
+  }
+
+  // Each flag is released by itself: nothing to prepare.
+  void prepare_publish() const {}
+  template <Tag tag>
+  void publish_prepared(uint64_t* flag, uint64_t value) const {
+    publish<tag>(flag, value);
   }
 
   template <Tag tag>
@@ -110,6 +122,23 @@ struct Exec {
   template <class Access>
   void put(Access* to, const Access& value) const {
     *to = value;
+  }
+  template <uint32_t kGroup>
+  float largest_of(float value) const {
+    static_assert(kGroup == 1, "one lane");
+    return value;
+  }
+  void put_fp8(uint8_t* to, const float (&value)[kWirePack]) const {
+    union {
+      Access16 wide;
+      uint8_t bits[kWirePack];
+    } both;
+    for (uint32_t e = 0; e < kWirePack; ++e) both.bits[e] = Fp8::narrow(value[e]);
+    put(reinterpret_cast<Access16*>(to), both.wide);
+  }
+  template <class Raw>
+  void widen_fp8(const Raw& raw, float (&value)[kWirePack]) const {
+    for (uint32_t e = 0; e < kWirePack; ++e) value[e] = Fp8::widen(raw.bits[e]);
   }
   // from[index], or zero where `from` is null.
   template <class Access>

@@ -2,6 +2,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstring>
 
 #include "backend.h"
@@ -58,7 +59,8 @@ class CpuMemory final : public Memory {
     state_.head.mixed = mixed_;
     fault_ = FaultRecord{};
     uint8_t* own = symmetric_.base(config_.ep_rank);
-    for (uint32_t line = 0; line < 3 * config_.ep_size; ++line) *flag_line(own, 0, line) = pack_flag(epoch, 0);
+    const uint64_t flags = control_bytes(config_.ep_size) / sizeof(uint64_t);
+    std::fill_n(reinterpret_cast<uint64_t*>(own), flags, pack_flag(epoch, 0));
   }
 
   State read_state() override { return state_; }
@@ -69,36 +71,44 @@ class CpuMemory final : public Memory {
     state_.head.mixed = 1;
     uint8_t* own = symmetric_.base(config_.ep_rank);
     for (uint32_t rank = 0; rank < config_.ep_size; ++rank) {
-      *flag_line(own, 2 * config_.ep_size * kLineBytes, rank) = finished_before_mixing(state_);
+      *flag_line(own, finished_lines(config_.ep_size), rank) = finished_before_mixing(state_);
     }
   }
   uint8_t* base(uint32_t rank) const override { return symmetric_.base(rank); }
   State* state() const override { return &state_; }
   FaultRecord* fault() const override { return &fault_; }
 
-  void dispatch(const Plan& plan, const DispatchCall& call, uint32_t, void*) override {
+  void dispatch(const Plan& plan, const DispatchCall& call, const Limits&, void*) override {
     Exec exec;
     DispatchCall whole_rows = call;
     cut_into_segments(whole_rows, plan.shape, kWholeRow);
     putget::dispatch(exec, plan, whole_rows, dispatch_scratch_);
   }
 
-  void combine(const Plan& plan, const CombineCall& call, uint32_t, void*) override {
+  void combine(const Plan& plan, const CombineCall& call, const Limits&, void*) override {
     Exec exec;
     CombineCall whole_rows = call;
     whole_rows.segment_bytes = kWholeRow;
+    whole_rows.piece_bytes = kWholeRow;
     const bool packed = plan.shape.output_row_bytes() % kPackBytes == 0 && aligned(call.out) && aligned(call.addend);
     with_codec(plan.shape.output_type, [&](auto codec) {
       using Codec = decltype(codec);
-      constexpr uint32_t kElements = kPackBytes / sizeof(typename Codec::Bits);
-      if (!packed) {
-        putget::combine<Codec, 1, DynamicTopK>(exec, plan, whole_rows, combine_scratch_);
+      using Packed = SameWire<Codec, kPackBytes / sizeof(typename Codec::Bits)>;
+      if (plan.shape.quantised()) {
+        putget::combine<Codec, Fp8Wire, DynamicTopK>(exec, plan, whole_rows, combine_scratch_);
+      } else if (!packed) {
+        putget::combine<Codec, SameWire<Codec, 1>, DynamicTopK>(exec, plan, whole_rows, combine_scratch_);
       } else if (plan.shape.top_k == 8) {
-        putget::combine<Codec, kElements, FixedTopK<8>>(exec, plan, whole_rows, combine_scratch_);
+        putget::combine<Codec, Packed, FixedTopK<8>>(exec, plan, whole_rows, combine_scratch_);
       } else {
-        putget::combine<Codec, kElements, DynamicTopK>(exec, plan, whole_rows, combine_scratch_);
+        putget::combine<Codec, Packed, DynamicTopK>(exec, plan, whole_rows, combine_scratch_);
       }
     });
+  }
+
+  void launches(const Shape&, uint32_t, const Limits&, putget_launch* dispatch, putget_launch* combine) const override {
+    *dispatch = putget_launch{};
+    *combine = putget_launch{};
   }
 
   void release(const Plan& plan, void*) override {

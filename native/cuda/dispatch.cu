@@ -1,12 +1,11 @@
 // dispatch_kernel: the protocol's dispatch on a grid of CTAs.
 //
-//   grid      at most one CTA per SM; CTAs share the list of (token, segment) items
-//   block     kThreads threads; each warp puts one item at a time. What fits into one CTA of kThreadsAlone threads
-//             runs there: then nothing has to be joined
+//   grid      cuda/grid.h; CTAs share the list of (token, segment) items
+//   block     each warp puts one item at a time
 //   shared    DispatchScratch, static
-//   waits     every CTA at D1 (normally over before it begins); the last CTA at D4. The waiting CTAs of several
-//             objects must fit on the GPU together: hence the bound on registers, for three CTAs an SM
-#include "cuda/check.h"
+//   waits     every CTA at D1 (normally over before it begins); the first CTA at D4. The waiting CTAs of several
+//   objects
+//             must fit on the GPU together: hence the bound on registers, for kThreadsPerSm threads three times an SM
 #include "cuda/exec.cuh"
 #include "cuda/launch.h"
 #include "protocol/combine.h"
@@ -15,11 +14,7 @@
 namespace putget::cuda {
 namespace {
 
-constexpr uint32_t kThreads = 256;
-constexpr uint32_t kThreadsAlone = 512;
 constexpr int kRegisters = 80;
-constexpr uint32_t kWarpBytes = 32 * 16;  // what a warp moves in one access
-constexpr uint64_t kMaxItems = uint64_t{1} << 31;
 
 __global__ void __maxnreg__(kRegisters)
     dispatch_kernel(const __grid_constant__ Plan plan, const __grid_constant__ DispatchCall call) {
@@ -34,18 +29,6 @@ __global__ void release_kernel(const __grid_constant__ Plan plan) {
   release(exec, plan, scratch);
 }
 
-// Small batches: short segments, so that every warp of the GPU has one. Large batches: long ones, for fewer
-// instructions a byte.
-void choose_segments(const Shape& shape, DispatchCall& call, uint32_t blocks) {
-  const uint64_t warps = uint64_t{blocks} * (kThreads / 32);
-  for (uint32_t bytes = kWarpBytes;; bytes *= 2) {
-    cut_into_segments(call, shape, bytes);
-    const uint64_t items = uint64_t{call.num_tokens} * call.segments_per_token;
-    const bool fits = items < kMaxItems;
-    if (fits && (items <= 2 * warps || bytes >= 4 * kWarpBytes)) return;
-  }
-}
-
 }  // namespace
 
 void load_dispatch_kernels() {
@@ -54,17 +37,12 @@ void load_dispatch_kernels() {
   check(cudaFuncGetAttributes(&attributes, release_kernel), "loading release_kernel");
 }
 
-void launch_dispatch(const Plan& plan, DispatchCall call, const Grid& grid, cudaStream_t stream) {
-  choose_segments(plan.shape, call, grid.limit);
-  const uint64_t items = uint64_t{call.num_tokens} * call.segments_per_token;
-  if (items <= kThreadsAlone / 32) {
-    dispatch_kernel<<<1, kThreadsAlone, 0, stream>>>(plan, call);
-  } else {
-    const uint64_t wanted = (items + kThreads / 32 - 1) / (kThreads / 32);
-    const uint32_t blocks = static_cast<uint32_t>(wanted < grid.limit ? wanted : grid.limit);
-    dispatch_kernel<<<blocks, kThreads, 0, stream>>>(plan, call);
-  }
-  check(cudaGetLastError(), "launching dispatch_kernel");
+void launch_dispatch(const Plan& plan, DispatchCall call, const Room& room, const putget_launch& tuning,
+                     cudaStream_t stream) {
+  putget_launch launch = dispatch_launch(plan.shape, call.num_tokens, room, tuning);
+  cut_into_segments(call, plan.shape, launch.segment_bytes);
+  if (call.half == Half::kFinish) launch.blocks = 1;
+  launch_early(dispatch_kernel, launch, stream, plan, call, "launching dispatch_kernel");
 }
 
 void launch_release(const Plan& plan, cudaStream_t stream) {

@@ -16,7 +16,7 @@ struct Exec {
   using Access16 = uint4;
   using Access8 = uint2;
 
-  static constexpr uint32_t kWarp = 32;
+  static constexpr uint32_t kLanes = 32;
 
   // Pieces that a lane reads before it stores them to each target.
   template <class Access>
@@ -28,14 +28,19 @@ struct Exec {
   __device__ uint32_t threads() const { return blockDim.x; }
   __device__ uint32_t block() const { return blockIdx.x; }
   __device__ uint32_t blocks() const { return gridDim.x; }
-  __device__ uint32_t lane() const { return threadIdx.x % kWarp; }
-  __device__ uint32_t lanes() const { return kWarp; }
-  __device__ uint32_t warp() const { return threadIdx.x / kWarp; }
-  __device__ uint32_t warps() const { return blockDim.x / kWarp; }
+  __device__ uint32_t lane() const { return threadIdx.x % kLanes; }
+  __device__ uint32_t lanes() const { return kLanes; }
+  __device__ uint32_t warp() const { return threadIdx.x / kLanes; }
+  __device__ uint32_t warps() const { return blockDim.x / kLanes; }
   __device__ void sync() const { __syncthreads(); }
   // A block barrier too.
   __device__ bool any(bool condition) const { return __syncthreads_or(condition) != 0; }
   __device__ uint64_t now_ns() const { return ptx::global_timer_ns(); }
+
+  void __device__ wait_for_earlier_work() const { ptx::wait_for_earlier_grids(); }
+  // Only where no CTA of this kernel will wait for a peer any more: CTAs that came early would hold the places of
+  // kernels that a peer waits for.
+  void __device__ let_later_work_begin() const { ptx::launch_dependent_grids(); }
 
   // One thread of the calling CTA keeps the time of a stage; the CTA that comes last is kept.
   __device__ void mark([[maybe_unused]] Stage stage) const {
@@ -59,6 +64,12 @@ struct Exec {
   __device__ void publish(uint64_t* flag, uint64_t value) const {
     ptx::store_release_sys(flag, value);
   }
+  // The slow half of a release, before the value to publish is known.
+  __device__ void prepare_publish() const { ptx::fence_sys(); }
+  template <Tag tag>
+  __device__ void publish_prepared(uint64_t* flag, uint64_t value) const {
+    ptx::store_relaxed_sys(flag, value);
+  }
   template <Tag tag>
   __device__ uint64_t observe(const uint64_t* flag) const {
     return ptx::load_acquire_sys(flag);
@@ -74,14 +85,14 @@ struct Exec {
   __device__ bool last_to_arrive(uint32_t* counter, uint32_t* shared) const {
     __syncthreads();
     if (gridDim.x == 1) return true;
-    if (threadIdx.x == 0) *shared = ptx::add_acq_rel_gpu(counter, 1) + 1 == gridDim.x;  // [J1] [J2] [J3]
+    if (threadIdx.x == 0) *shared = ptx::add_acq_rel_gpu(counter, 1) + 1 == gridDim.x;  // [J2] [J3]
     __syncthreads();
     return *shared != 0;
   }
 
   // Whether another CTA has reported a fault while this thread waits; looks now and then.
   __device__ bool stopped(const uint32_t* fault, uint32_t spins) const {
-    return spins % 1024 == 1023 && ptx::load_relaxed_gpu(fault) != 0;
+    return spins % 1024 == 0 && ptx::load_relaxed_gpu(fault) != 0;
   }
 
   __device__ bool claim(uint32_t* word, uint32_t value) const { return atomicCAS(word, 0u, value) == 0u; }
@@ -95,9 +106,9 @@ struct Exec {
   __device__ void count(const RankSet& set, uint32_t ep_size, uint32_t* rows) const {
 #pragma unroll
     for (uint32_t w = 0; w < RankSet::kWords; ++w) {
-      for (uint32_t rank = w * kWarp; rank < ep_size && rank < (w + 1) * kWarp; ++rank) {
-        const uint32_t votes = __ballot_sync(0xffffffffu, (set.word[w] >> (rank % kWarp)) & 1u);
-        if (lane() == rank % kWarp && votes != 0) atomicAdd(&rows[rank], __popc(votes));
+      for (uint32_t rank = w * kLanes; rank < ep_size && rank < (w + 1) * kLanes; ++rank) {
+        const uint32_t votes = __ballot_sync(0xffffffffu, (set.word[w] >> (rank % kLanes)) & 1u);
+        if (lane() == rank % kLanes && votes != 0) atomicAdd(&rows[rank], __popc(votes));
       }
     }
   }
@@ -105,6 +116,40 @@ struct Exec {
   template <class Access>
   __device__ void put(Access* to, const Access& value) const {
     *to = value;
+  }
+
+  // The largest value of kGroup neighbouring lanes.
+  template <uint32_t kGroup>
+  __device__ float largest_of(float value) const {
+#pragma unroll
+    for (uint32_t step = 1; step < kGroup; step *= 2) {
+      value = fmaxf(value, __shfl_xor_sync(0xffffffffu, value, step));
+    }
+    return value;
+  }
+
+  __device__ void put_fp8(uint8_t* to, const float (&value)[kWirePack]) const {
+    union {
+      uint4 wide;
+      uint16_t pair[kWirePack / 2];
+    } both;
+#pragma unroll
+    for (uint32_t i = 0; i < kWirePack / 2; ++i) both.pair[i] = ptx::narrow_e4m3x2(value[2 * i], value[2 * i + 1]);
+    put(reinterpret_cast<uint4*>(to), both.wide);
+  }
+
+  template <class Raw>
+  __device__ void widen_fp8(const Raw& raw, float (&value)[kWirePack]) const {
+    union {
+      Raw raw;
+      uint16_t pair[kWirePack / 2];
+    } both{raw};
+#pragma unroll
+    for (uint32_t i = 0; i < kWirePack / 2; ++i) {
+      const uint32_t halves = ptx::widen_e4m3x2(both.pair[i]);
+      value[2 * i] = ptx::widen_f16(static_cast<uint16_t>(halves));
+      value[2 * i + 1] = ptx::widen_f16(static_cast<uint16_t>(halves >> 16));
+    }
   }
 
   // from[index], or zero where `from` is null: without a branch, so that the loads of all leaves are in flight

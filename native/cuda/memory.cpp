@@ -1,4 +1,5 @@
 // The CUDA backend: symmetric memory, private state, and the launch of kernels.
+#include <algorithm>
 #include <cstring>
 #include <vector>
 
@@ -62,9 +63,8 @@ class CudaMemory final : public Memory {
   void start(uint32_t epoch, const RankSet& active) override {
     DeviceScope scope(config_.ordinal);
     check(cudaDeviceSynchronize(), "waiting for the device");
-    for (uint32_t lines = 0; lines < 3; ++lines) {
-      write_flags(lines * config_.ep_size, [&](uint32_t) { return pack_flag(epoch, 0); });
-    }
+    const std::vector<uint64_t> flags(control_bytes(config_.ep_size) / sizeof(uint64_t), pack_flag(epoch, 0));
+    write_control(0, flags.data(), flags.size() * sizeof(uint64_t));
     State state{};
     state.head.epoch = epoch;
     state.head.active = active;
@@ -87,7 +87,11 @@ class CudaMemory final : public Memory {
     if (state.head.mixed) return;
     state.head.mixed = 1;
     DeviceScope scope(config_.ordinal);
-    write_flags(2 * config_.ep_size, [&](uint32_t) { return finished_before_mixing(state); });
+    std::vector<uint8_t> lines(config_.ep_size * kLineBytes, 0);
+    for (uint32_t rank = 0; rank < config_.ep_size; ++rank) {
+      *flag_line(lines.data(), 0, rank) = finished_before_mixing(state);
+    }
+    write_control(finished_lines(config_.ep_size), lines.data(), lines.size());
     write_state(state);
   }
 
@@ -95,14 +99,21 @@ class CudaMemory final : public Memory {
   State* state() const override { return state_; }
   FaultRecord* fault() const override { return fault_; }
 
-  void dispatch(const Plan& plan, const DispatchCall& call, uint32_t num_sms, void* stream) override {
+  void dispatch(const Plan& plan, const DispatchCall& call, const Limits& limits, void* stream) override {
     DeviceScope scope(config_.ordinal);
-    launch_dispatch(plan, call, grid(num_sms), static_cast<cudaStream_t>(stream));
+    launch_dispatch(plan, call, room(limits.num_sms), limits.dispatch, static_cast<cudaStream_t>(stream));
   }
 
-  void combine(const Plan& plan, const CombineCall& call, uint32_t num_sms, void* stream) override {
+  void combine(const Plan& plan, const CombineCall& call, const Limits& limits, void* stream) override {
     DeviceScope scope(config_.ordinal);
-    launch_combine(plan, call, grid(num_sms), static_cast<cudaStream_t>(stream));
+    launch_combine(plan, call, room(limits.num_sms), limits.combine, static_cast<cudaStream_t>(stream));
+  }
+
+  void launches(const Shape& shape, uint32_t num_tokens, const Limits& limits, putget_launch* dispatch,
+                putget_launch* combine) const override {
+    const Room all = room(limits.num_sms);
+    *dispatch = dispatch_launch(shape, num_tokens, all, limits.dispatch);
+    *combine = combine_launch(shape, num_tokens, shape.has_transit(), all, limits.combine);
   }
 
   void release(const Plan& plan, void* stream) override {
@@ -116,7 +127,7 @@ class CudaMemory final : public Memory {
     for (uint32_t rank = 0; rank < config_.ep_size; ++rank) bases.push_back(symmetric_.base(rank));
     const auto cuda_stream = static_cast<cudaStream_t>(stream);
     launch_probe(bases.data(), config_.ep_size, config_.ep_rank, control_bytes(config_.ep_size),
-                 kind == PUTGET_PROBE_WRITE, bytes_per_peer, grid(num_sms), cuda_stream);
+                 kind == PUTGET_PROBE_WRITE, bytes_per_peer, room(num_sms).sms, cuda_stream);
     // The ids region holds something else now.
     check(cudaMemsetAsync(&state_->head.ids_top_k, 0, sizeof(state_->head.ids_top_k), cuda_stream), "cudaMemsetAsync");
   }
@@ -132,16 +143,11 @@ class CudaMemory final : public Memory {
     check(cudaFree(nullptr), "making a CUDA context");
   }
 
-  Grid grid(uint32_t num_sms) const { return Grid{num_sms == 0 || num_sms > num_sms_ ? num_sms_ : num_sms}; }
+  Room room(uint32_t num_sms) const { return Room{num_sms == 0 ? num_sms_ : std::min(num_sms, num_sms_), num_sms_}; }
 
-  // One line for each rank, from first_line of the own control lines on.
-  template <class FlagOf>
-  void write_flags(uint32_t first_line, FlagOf flag_of) {
-    std::vector<uint8_t> bytes(config_.ep_size * kLineBytes, 0);
-    for (uint32_t rank = 0; rank < config_.ep_size; ++rank) *flag_line(bytes.data(), 0, rank) = flag_of(rank);
-    check(cudaMemcpy(symmetric_.base(config_.ep_rank) + first_line * kLineBytes, bytes.data(), bytes.size(),
-                     cudaMemcpyHostToDevice),
-          "writing flags");
+  // Into the own flags, from an offset on.
+  void write_control(uint64_t offset, const void* bytes, uint64_t count) {
+    check(cudaMemcpy(symmetric_.base(config_.ep_rank) + offset, bytes, count, cudaMemcpyHostToDevice), "writing flags");
   }
 
   void write_state(const State& state) {

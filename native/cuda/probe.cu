@@ -53,14 +53,14 @@ void load_probe_kernels() {
 }
 
 void launch_probe(uint8_t* const* base, uint32_t ep_size, uint32_t ep_rank, uint64_t data_offset, bool write,
-                  uint64_t bytes_per_peer, const Grid& grid, cudaStream_t stream) {
+                  uint64_t bytes_per_peer, uint32_t blocks, cudaStream_t stream) {
   if (ep_size < 2) return;
   Peers peers{};
   for (uint32_t rank = 0; rank < ep_size; ++rank) peers.base[rank] = base[rank];
   if (write) {
-    probe_kernel<true><<<grid.limit, kThreads, 0, stream>>>(peers, ep_size, ep_rank, data_offset, bytes_per_peer);
+    probe_kernel<true><<<blocks, kThreads, 0, stream>>>(peers, ep_size, ep_rank, data_offset, bytes_per_peer);
   } else {
-    probe_kernel<false><<<grid.limit, kThreads, 0, stream>>>(peers, ep_size, ep_rank, data_offset, bytes_per_peer);
+    probe_kernel<false><<<blocks, kThreads, 0, stream>>>(peers, ep_size, ep_rank, data_offset, bytes_per_peer);
   }
   check(cudaGetLastError(), "launching probe_kernel");
 }

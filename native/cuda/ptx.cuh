@@ -9,6 +9,13 @@ __device__ __forceinline__ void store_release_sys(uint64_t* address, uint64_t va
   asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
 }
 
+// With a relaxed store behind it, by the same thread, a release of everything that happened before the fence.
+__device__ __forceinline__ void fence_sys() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
+
+__device__ __forceinline__ void store_relaxed_sys(uint64_t* address, uint64_t value) {
+  asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
+}
+
 __device__ __forceinline__ uint64_t load_acquire_sys(const uint64_t* address) {
   uint64_t value;
   asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
@@ -59,6 +66,34 @@ __device__ __forceinline__ uint4 load_peer_if(bool wanted, const uint4* address)
       : "l"(address), "r"(static_cast<uint32_t>(wanted))
       : "memory");
   return value;
+}
+
+// Two values as E4M3, rounded to nearest even, saturated; the first in the lower byte.
+__device__ __forceinline__ uint16_t narrow_e4m3x2(float low, float high) {
+  uint16_t both;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(both) : "f"(high), "f"(low));
+  return both;
+}
+
+// Two E4M3 values as float16, exactly; the lower byte in the lower half.
+__device__ __forceinline__ uint32_t widen_e4m3x2(uint16_t both) {
+  uint32_t halves;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(both));
+  return halves;
+}
+
+__device__ __forceinline__ float widen_f16(uint16_t half) {
+  float value;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(half));
+  return value;
+}
+
+// Programmatic dependent launch: waits until the kernels before this one have ended and their writes can be seen.
+__device__ __forceinline__ void wait_for_earlier_grids() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+// ... and lets the next kernel's CTAs take their places when every CTA of this one has said so or ended.
+__device__ __forceinline__ void launch_dependent_grids() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
 __device__ __forceinline__ uint64_t global_timer_ns() {

@@ -23,7 +23,7 @@ extern "C" {
 #define PUTGET_API
 #endif
 
-#define PUTGET_ABI_VERSION 1
+#define PUTGET_ABI_VERSION 2
 #define PUTGET_MAGIC 0x70757467u /* "putg" */
 #define PUTGET_MAX_RANKS 128
 #define PUTGET_MAX_TOP_K 32
@@ -42,6 +42,16 @@ typedef enum putget_device { PUTGET_CPU = 0, PUTGET_CUDA = 1 } putget_device;
 
 typedef enum putget_output_type { PUTGET_BFLOAT16 = 0, PUTGET_FLOAT16 = 1, PUTGET_FLOAT32 = 2 } putget_output_type;
 
+/* How the rows of combine travel. */
+typedef enum putget_wire_type {
+  PUTGET_WIRE_SAME = 0,      /* as experts write them */
+  PUTGET_WIRE_FP8_BLOCK = 1, /* E4M3, one float32 scale for each 128 elements */
+  PUTGET_WIRE_FP8_STATIC = 2 /* E4M3, wire_scale for all */
+} putget_wire_type;
+
+/* Which part of an operation a call does. */
+typedef enum putget_half { PUTGET_BOTH = 0, PUTGET_START = 1, PUTGET_FINISH = 2 } putget_half;
+
 typedef enum putget_fault_kind {
   PUTGET_FAULT_NONE = 0,
   PUTGET_FAULT_PEER_TIMEOUT = 1,
@@ -56,6 +66,13 @@ typedef enum putget_probe_kind { PUTGET_PROBE_WRITE = 0, PUTGET_PROBE_READ = 1 }
 typedef struct putget_memory putget_memory;
 typedef struct putget_alltoall putget_alltoall;
 
+/* The shape of one kernel launch. In a configuration, fields that are not 0 stand in for the rule's choice. */
+typedef struct putget_launch {
+  uint32_t blocks;
+  uint32_t threads;       /* of a block, a multiple of 32 up to 768 */
+  uint32_t segment_bytes; /* of a row, for one warp at a time; a multiple of 512 */
+} putget_launch;
+
 typedef struct putget_config {
   uint32_t size;
   uint32_t magic;
@@ -69,22 +86,30 @@ typedef struct putget_config {
   uint32_t output_elements;
   uint32_t output_type; /* putget_output_type */
   uint32_t num_sms;     /* most SMs that one call may use; 0: chosen by size */
-  uint32_t reserved;
+  uint32_t wire_type;   /* putget_wire_type; quantised rows have a multiple of 16 elements */
+  uint32_t pushes;      /* 1: combine pushes rows, 0: it gets them */
+  float wire_scale;     /* PUTGET_WIRE_FP8_STATIC */
   uint64_t timeout_ns;
   uint64_t warmup_timeout_ns; /* for the first round after putget_memory_start */
+  putget_launch dispatch;
+  putget_launch combine;
+  uint32_t skips_waits; /* 1: nothing is waited for: wrong results, to see what waiting costs */
+  uint32_t reserved;
 } putget_config;
 
 /* Byte offsets of the regions in every rank's symmetric memory; docs/protocol.md has the map. */
 typedef struct putget_layout {
   uint32_t size;
   uint32_t magic;
-  uint64_t arrived;
   uint64_t ended;
   uint64_t finished;
+  uint64_t arrived;
+  uint64_t pushed;
   uint64_t topk_ids;
   uint64_t topk_weights;
   uint64_t payload[PUTGET_MAX_PAYLOADS];
   uint64_t output;
+  uint64_t transit; /* inbox or quantised rows; none: total_bytes */
   uint64_t total_bytes;
 } putget_layout;
 
@@ -132,7 +157,7 @@ typedef struct putget_dispatch_args {
   uint32_t num_tokens;
   uint32_t max_rows; /* slots of each source that this rank will look at, 1..max_tokens_per_rank */
   uint32_t ids_are_64bit;
-  uint32_t reserved;
+  uint32_t half; /* putget_half */
 } putget_dispatch_args;
 
 typedef struct putget_combine_args {
@@ -145,7 +170,7 @@ typedef struct putget_combine_args {
   const void* addend; /* the same shape, or null */
   void* stream;
   uint32_t num_tokens;
-  uint32_t reserved;
+  uint32_t half; /* putget_half */
 } putget_combine_args;
 
 typedef struct putget_fault {
@@ -159,7 +184,8 @@ typedef struct putget_fault {
   uint32_t source;
   uint32_t rows;
   uint32_t allowed;
-  uint32_t misuse; /* 1 no open round, 2 another token count than dispatch, 3 a peer released this round */
+  uint32_t misuse; /* 1 no open round, 2 another token count than dispatch, 3 a peer released this round,
+                      4 a finish half without its start, 5 a start half whose finish has not come */
 } putget_fault;
 
 typedef struct putget_probe_args {
@@ -221,6 +247,9 @@ PUTGET_API putget_status putget_create(const putget_config* config, putget_memor
 PUTGET_API putget_status putget_dispatch(putget_alltoall* object, const putget_dispatch_args* args);
 PUTGET_API putget_status putget_combine(putget_alltoall* object, const putget_combine_args* args);
 PUTGET_API putget_status putget_release(putget_alltoall* object, void* stream);
+/* How calls with this many tokens are launched on CUDA; zeros on CPU. */
+PUTGET_API putget_status putget_launches(putget_alltoall* object, uint32_t num_tokens, putget_launch* dispatch,
+                                         putget_launch* combine);
 PUTGET_API void putget_destroy(putget_alltoall* object);
 
 /* Hardware, for reports. */

@@ -2,7 +2,9 @@
 //
 // Work is divided into items, (token, segment), token-major: segment 0 carries ids and weights, the others are pieces
 // of payload rows. Each CTA takes a contiguous range of items, so a large batch gives a CTA many tokens and a small one
-// gives a token many CTAs. docs/protocol.md explains the tags.
+// gives a token many CTAs. Each CTA tells the peers of its own part when that is there: the CTAs of a rank never meet.
+// What a CTA will need first is loaded before it knows the round: state, flags, ids and its first rows are on their way
+// together. docs/protocol.md explains the tags.
 #pragma once
 
 #include "protocol/access.h"
@@ -15,7 +17,6 @@ namespace putget {
 struct DispatchScratch {
   RouteScratch route;
   WaitScratch wait;
-  uint32_t last;  // whether this CTA is the last to arrive
 };
 
 // Fills in how the call's rows are cut into segments. On the host, before the kernel.
@@ -26,74 +27,6 @@ inline void cut_into_segments(DispatchCall& call, const Shape& shape, uint32_t s
     call.segments[p] = (shape.row_bytes[p] + segment_bytes - 1) / segment_bytes;
     call.segments_per_token += call.segments[p];
   }
-}
-
-// Puts ids and weights of one token, each as one row per target. A warp calls it.
-template <class Exec>
-PUTGET_TEXT void put_header(Exec& exec, const Plan& plan, const DispatchCall& call, const Router& router,
-                            uint32_t token, const RankSet& targets, const uint32_t* slot_of_rank) {
-  const uint32_t top_k = plan.shape.top_k;
-  for (uint32_t k = exec.lane(); k < top_k; k += exec.lanes()) {
-    const int32_t id = router.expert(token, k);
-    const float weight = call.topk_weights[uint64_t{token} * top_k + k];
-    for (uint32_t rank = 0; rank < plan.shape.ep_size; ++rank) {
-      if (!targets.has(rank)) continue;
-      const uint64_t row = row_index(slot_of_rank[rank], plan.shape.ep_rank, plan.shape.ep_size) * top_k + k;
-      reinterpret_cast<int32_t*>(plan.base[rank] + plan.layout.topk_ids)[row] = id;        // [D2]
-      reinterpret_cast<float*>(plan.base[rank] + plan.layout.topk_weights)[row] = weight;  // [D2]
-    }
-  }
-}
-
-// Puts `bytes` bytes at `offset` of one payload row into every target. Targets are visited from the own rank on, so
-// that sources do not all write to the same rank at once. A warp calls it.
-template <class Access, class Exec>
-PUTGET_TEXT void put_segment(Exec& exec, const Plan& plan, const uint8_t* source, uint64_t region, uint32_t row_bytes,
-                             uint32_t offset, uint32_t bytes, const RankSet& targets, const uint32_t* slot_of_rank) {
-  constexpr uint32_t kUnroll = Exec::template put_unroll<Access>();
-  const Access* from = reinterpret_cast<const Access*>(source);
-  const uint32_t count = bytes / sizeof(Access);
-  for (uint32_t first = exec.lane(); first < count; first += exec.lanes() * kUnroll) {
-    Access value[kUnroll];
-    PUTGET_UNROLL
-    for (uint32_t u = 0; u < kUnroll; ++u) {
-      const uint32_t i = first + u * exec.lanes();
-      if (i < count) value[u] = from[i];
-    }
-    for (uint32_t step = 0; step < plan.shape.ep_size; ++step) {
-      uint32_t rank = plan.shape.ep_rank + step;
-      if (rank >= plan.shape.ep_size) rank -= plan.shape.ep_size;
-      if (!targets.has(rank)) continue;
-      const uint64_t row = row_index(slot_of_rank[rank], plan.shape.ep_rank, plan.shape.ep_size) * row_bytes;
-      Access* to = reinterpret_cast<Access*>(plan.base[rank] + region + row + offset);
-      PUTGET_UNROLL
-      for (uint32_t u = 0; u < kUnroll; ++u) {
-        const uint32_t i = first + u * exec.lanes();
-        if (i < count) exec.put(to + i, value[u]);  // [D2]
-      }
-    }
-  }
-}
-
-// One item of the work list. `segment` counts from 0 (the header) over all payloads.
-template <class Exec>
-PUTGET_TEXT void put_item(Exec& exec, const Plan& plan, const DispatchCall& call, const Router& router, uint32_t token,
-                          uint32_t segment, const RankSet& targets, const uint32_t* slot_of_rank) {
-  if (segment == 0) {
-    put_header(exec, plan, call, router, token, targets, slot_of_rank);
-    return;
-  }
-  uint32_t piece = segment - 1;
-  uint32_t p = 0;
-  while (piece >= call.segments[p]) piece -= call.segments[p++];
-  const uint32_t row_bytes = plan.shape.row_bytes[p];
-  const uint32_t offset = piece * call.segment_bytes;
-  const uint32_t bytes = row_bytes - offset < call.segment_bytes ? row_bytes - offset : call.segment_bytes;
-  const uint8_t* source = static_cast<const uint8_t*>(call.payload[p]) + uint64_t{token} * row_bytes + offset;
-  with_access<Exec>(call.access_bytes[p], [&](auto access) {
-    put_segment<decltype(access)>(exec, plan, source, plan.layout.payload[p], row_bytes, offset, bytes, targets,
-                                  slot_of_rank);
-  });
 }
 
 // This CTA's part of the list of items, and the tokens it touches.
@@ -123,63 +56,211 @@ struct Share {
   }
 };
 
+// One item, whose source is loaded before its destinations are known. A warp calls it; targets are visited from the own
+// rank on, so that sources do not all write to the same rank at once.
+template <class Exec>
+class Item {
+  using Wide = typename Exec::Access16;
+
+ public:
+  PUTGET_TEXT Item(const Plan& plan, const DispatchCall& call, uint32_t index)
+      : token_(index / call.segments_per_token) {
+    const uint32_t segment = index % call.segments_per_token;
+    is_header_ = segment == 0;
+    if (is_header_) return;
+    uint32_t piece = segment - 1;
+    uint32_t p = 0;
+    while (piece >= call.segments[p]) piece -= call.segments[p++];
+    const uint32_t offset = piece * call.segment_bytes;
+    row_bytes_ = plan.shape.row_bytes[p];
+    bytes_ = row_bytes_ - offset < call.segment_bytes ? row_bytes_ - offset : call.segment_bytes;
+    access_bytes_ = call.access_bytes[p];
+    source_ = static_cast<const uint8_t*>(call.payload[p]) + uint64_t{token_} * row_bytes_ + offset;
+    region_ = plan.layout.payload[p] + offset;
+  }
+
+  // Issues the first loads; `put` waits for them.
+  PUTGET_TEXT void load(Exec& exec, const Plan& plan, const DispatchCall& call) {
+    if (is_header_) {
+      if (exec.lane() < plan.shape.top_k) load_header(plan, call, exec.lane());
+    } else if (access_bytes_ == sizeof(Wide)) {
+      load_wide(exec, exec.lane());
+    }
+  }
+
+  PUTGET_TEXT void put(Exec& exec, const Plan& plan, const Router& router, const RankSet& targets,
+                       const uint32_t* slot_of_rank) {
+    if (is_header_) {
+      put_header(exec, plan, router, targets, slot_of_rank);
+    } else if (access_bytes_ == sizeof(Wide)) {
+      put_wide(exec, plan, targets, slot_of_rank);
+    } else {
+      with_access<Exec>(access_bytes_,
+                        [&](auto access) { put_narrow<decltype(access)>(exec, plan, targets, slot_of_rank); });
+    }
+  }
+
+ private:
+  static constexpr uint32_t kUnroll = Exec::template put_unroll<Wide>();
+
+  // Calls visit(rank, slot) for every target.
+  template <class Visit>
+  PUTGET_TEXT void for_each_target(const Plan& plan, const RankSet& targets, const uint32_t* slot_of_rank,
+                                   Visit visit) const {
+    for (uint32_t step = 0; step < plan.shape.ep_size; ++step) {
+      uint32_t rank = plan.shape.ep_rank + step;
+      if (rank >= plan.shape.ep_size) rank -= plan.shape.ep_size;
+      if (targets.has(rank)) visit(rank, row_index(slot_of_rank[rank], plan.shape.ep_rank, plan.shape.ep_size));
+    }
+  }
+
+  PUTGET_TEXT void load_header(const Plan& plan, const DispatchCall& call, uint32_t k) {
+    const uint64_t index = uint64_t{token_} * plan.shape.top_k + k;
+    id_.load(call, index, 1);
+    weight_ = call.topk_weights[index];
+  }
+
+  // Ids and weights, each as one row per target.
+  PUTGET_TEXT void put_header(Exec& exec, const Plan& plan, const Router& router, const RankSet& targets,
+                              const uint32_t* slot_of_rank) {
+    const uint32_t top_k = plan.shape.top_k;
+    for (uint32_t k = exec.lane(); k < top_k; k += exec.lanes()) {
+      if (k >= exec.lanes()) load_header(plan, router.call, k);
+      const int32_t id = router.expert(token_, id_[0]);
+      const float weight = weight_;
+      for_each_target(plan, targets, slot_of_rank, [&](uint32_t rank, uint64_t row) {
+        reinterpret_cast<int32_t*>(plan.base[rank] + plan.layout.topk_ids)[row * top_k + k] = id;        // [D2]
+        reinterpret_cast<float*>(plan.base[rank] + plan.layout.topk_weights)[row * top_k + k] = weight;  // [D2]
+      });
+    }
+  }
+
+  PUTGET_TEXT void load_wide(Exec& exec, uint32_t first) {
+    const Wide* from = reinterpret_cast<const Wide*>(source_);
+    PUTGET_UNROLL
+    for (uint32_t u = 0; u < kUnroll; ++u) {
+      const uint32_t i = first + u * exec.lanes();
+      if (i < bytes_ / sizeof(Wide)) ahead_[u] = from[i];
+    }
+  }
+
+  PUTGET_TEXT void put_wide(Exec& exec, const Plan& plan, const RankSet& targets, const uint32_t* slot_of_rank) {
+    const uint32_t count = bytes_ / sizeof(Wide);
+    for (uint32_t first = exec.lane(); first < count;) {
+      for_each_target(plan, targets, slot_of_rank, [&](uint32_t rank, uint64_t row) {
+        Wide* to = reinterpret_cast<Wide*>(plan.base[rank] + region_ + row * row_bytes_);
+        PUTGET_UNROLL
+        for (uint32_t u = 0; u < kUnroll; ++u) {
+          const uint32_t i = first + u * exec.lanes();
+          if (i < count) exec.put(to + i, ahead_[u]);  // [D2]
+        }
+      });
+      first += exec.lanes() * kUnroll;
+      if (first < count) load_wide(exec, first);
+    }
+  }
+
+  template <class Access>
+  PUTGET_TEXT void put_narrow(Exec& exec, const Plan& plan, const RankSet& targets,
+                              const uint32_t* slot_of_rank) const {
+    const Access* from = reinterpret_cast<const Access*>(source_);
+    for (uint32_t i = exec.lane(); i < bytes_ / sizeof(Access); i += exec.lanes()) {
+      const Access value = from[i];
+      for_each_target(plan, targets, slot_of_rank, [&](uint32_t rank, uint64_t row) {
+        exec.put(reinterpret_cast<Access*>(plan.base[rank] + region_ + row * row_bytes_) + i, value);  // [D2]
+      });
+    }
+  }
+
+  uint32_t token_;
+  bool is_header_;
+  uint32_t row_bytes_;
+  uint32_t bytes_;
+  uint32_t access_bytes_;
+  const uint8_t* source_;
+  uint64_t region_;  // of the payload, from the segment's first byte on
+  Ids<1> id_;
+  float weight_;
+  Wide ahead_[kUnroll];
+};
+
+// What a CTA loads before it knows the round.
+template <class Exec>
+struct Ahead {
+  uint64_t ended;  // this thread's glance at D1
+  IdBatch ids;     // of this thread's first token
+  Item<Exec> item;
+  uint32_t index;  // of the item
+
+  PUTGET_TEXT Ahead(Exec& exec, const Plan& plan, const DispatchCall& call, const Share& share)
+      : ended(glance<Tag::D1>(exec, plan, plan.layout.ended)),
+        item(plan, call, share.begin + exec.warp()),
+        index(share.begin + exec.warp()) {
+    if (exec.thread() < share.first_token + share.chunk_of(share.first_token)) {
+      load_ids(ids, plan, call, exec.thread(), 0);
+    }
+    if (index < share.end) item.load(exec, plan, call);
+  }
+};
+
 // Puts this CTA's items of the routed chunk [token, token + count). Warps take items in turn.
 template <class Exec>
 PUTGET_TEXT void put_chunk(Exec& exec, const Plan& plan, const DispatchCall& call, const Router& router,
-                           const Share& share, uint32_t token, uint32_t count, const RouteScratch& scratch) {
-  const uint32_t chunk_begin = token * call.segments_per_token;
-  const uint32_t chunk_end = chunk_begin + count * call.segments_per_token;
-  const uint32_t from = share.begin > chunk_begin ? share.begin : chunk_begin;
+                           const Share& share, uint32_t token, uint32_t count, Ahead<Exec>& ahead,
+                           const RouteScratch& scratch) {
+  const uint32_t chunk_end = (token + count) * call.segments_per_token;
   const uint32_t to = share.end < chunk_end ? share.end : chunk_end;
-  for (uint32_t item = from + exec.warp(); item < to; item += exec.warps()) {
-    const uint32_t in_chunk = (item - chunk_begin) / call.segments_per_token;
-    const uint32_t segment = (item - chunk_begin) % call.segments_per_token;
-    put_item(exec, plan, call, router, token + in_chunk, segment, scratch.targets[in_chunk], scratch.slot[in_chunk]);
+  while (ahead.index < to) {
+    const uint32_t in_chunk = ahead.index / call.segments_per_token - token;
+    ahead.item.put(exec, plan, router, scratch.targets[in_chunk], scratch.slot[in_chunk]);
+    ahead.index += exec.warps();
+    if (ahead.index >= share.end) break;
+    ahead.item = Item<Exec>(plan, call, ahead.index);
+    ahead.item.load(exec, plan, call);
   }
 }
 
 // Waits for the end of the previous round everywhere. The first threads route the first chunk meanwhile: that needs no
 // peer. Ends with a block barrier; false: a deadline passed.
 template <class Exec>
-PUTGET_TEXT bool begin_round(Exec& exec, const Plan& plan, const Router& router, const Share& share,
-                             const DispatchCall& call, DispatchScratch& scratch) {
+PUTGET_TEXT bool begin_round(Exec& exec, const Plan& plan, const Router& router, const Share& share, Ahead<Exec>& ahead,
+                             DispatchScratch& scratch) {
   WaitScratch& wait = scratch.wait;
   const uint32_t previous = wait.head.epoch;
-  route_tokens(exec, router, 0, share.first_token, share.chunk_of(share.first_token), share.first_header(call),
-               plan.invalid_ids, scratch.route);
-  const bool ended = observe_all<Tag::D1>(exec, plan, plan.layout.ended, previous, wait);
+  route_tokens(exec, router, ahead.ids, 0, share.first_token, share.chunk_of(share.first_token),
+               share.first_header(router.call), scratch.route);
+  observe_flags<Tag::D1>(exec, plan, plan.layout.ended, previous, wait, ahead.ended, [](uint32_t) { return true; });
+  exec.sync();
+  const bool ended = wait.missing.empty();
   if (!ended || !wait.head.mixed) return ended;
-  // With one layout, receive regions and combine_input never overlap. With several, also whoever combined must have got
-  // his rows; who released has got none.
-  observe_flags<Tag::D0>(exec, plan, plan.layout.finished, previous, wait,
+  // With one layout, receive regions never overlap what combine reads. With several, also whoever combined must have
+  // got his rows; who released has got none.
+  const uint64_t finished = glance<Tag::D0>(exec, plan, plan.layout.finished);
+  observe_flags<Tag::D0>(exec, plan, plan.layout.finished, previous, wait, finished,
                          [&](uint32_t peer) { return wait.value[peer] == kEndedByCombine; });
   exec.sync();
   return wait.missing.empty();
 }
 
-// Puts this CTA's share; the CTA with the last item leaves the row counts for the one that publishes them. Returns the
-// first token of the last chunk, whose routes are still to be recorded: that can wait until the peers have been told.
+// Puts this CTA's share. Returns the first token of the last chunk, whose routes are still to be recorded: that can
+// wait until the peers have been told.
 template <class Exec>
 PUTGET_TEXT uint32_t put_share(Exec& exec, const Plan& plan, const DispatchCall& call, const Router& router,
-                               const Share& share, RouteScratch& scratch) {
+                               const Share& share, Ahead<Exec>& ahead, RouteScratch& scratch) {
   uint32_t chunk = share.first_token;
   for (uint32_t token = share.first_token; token < share.end_token; token += kChunkTokens) {
     const uint32_t count = share.chunk_of(token);
     if (token != share.first_token) {
       record_routes(exec, plan, chunk, share.chunk_of(chunk), share.first_header(call), scratch);
       exec.sync();  // the last chunk's puts have read the scratch
-      route_tokens(exec, router, token, token, count, token, plan.invalid_ids, scratch);
+      if (exec.thread() < count) load_ids(ahead.ids, plan, call, token + exec.thread(), 0);
+      route_tokens(exec, router, ahead.ids, token, token, count, token, scratch);
       exec.sync();
     }
     assign_slots(exec, plan.shape.ep_size, count, scratch);
     exec.mark_first(Stage::kSlots);
-    put_chunk(exec, plan, call, router, share, token, count, scratch);
+    put_chunk(exec, plan, call, router, share, token, count, ahead, scratch);
     chunk = token;
-  }
-  if (exec.block() + 1 == exec.blocks()) {
-    for (uint32_t rank = exec.thread(); rank < plan.shape.ep_size; rank += exec.threads()) {
-      plan.state->sent[rank] = scratch.rows[rank];
-    }
   }
   return chunk;
 }
@@ -192,7 +273,7 @@ PUTGET_TEXT void show_received(Exec& exec, const Plan& plan, uint32_t max_rows, 
   const uint32_t top_k = plan.shape.top_k;
   const uint32_t capacity = plan.shape.max_tokens_per_rank;
   const bool same_geometry = head.ids_top_k == top_k && head.ids_capacity == capacity;
-  const auto shown = [&](uint32_t src) { return wait.value[src] < max_rows ? wait.value[src] : max_rows; };
+  const auto shown = [&](uint32_t src) { return wait.rows[src] < max_rows ? wait.rows[src] : max_rows; };
   const auto dirty_end = [&](uint32_t src) { return same_geometry ? head.left[src] : capacity; };
   bool dirty = false;
   for (uint32_t src = exec.thread(); src < plan.shape.ep_size; src += exec.threads()) {
@@ -203,7 +284,6 @@ PUTGET_TEXT void show_received(Exec& exec, const Plan& plan, uint32_t max_rows, 
   if (exec.thread() == 0) {
     plan.state->head.ids_top_k = top_k;
     plan.state->head.ids_capacity = capacity;
-    plan.state->arrivals = 0;
   }
   if (!exec.any(dirty)) return;
   int32_t* ids = reinterpret_cast<int32_t*>(plan.own() + plan.layout.topk_ids);
@@ -220,33 +300,59 @@ template <class Exec>
 PUTGET_TEXT void check_capacity(Exec& exec, const Plan& plan, uint32_t max_rows, uint32_t round,
                                 const WaitScratch& wait) {
   for (uint32_t src = exec.thread(); src < plan.shape.ep_size; src += exec.threads()) {
-    if (wait.value[src] <= max_rows) continue;
+    if (wait.rows[src] <= max_rows) continue;
     FaultRecord record{};
     record.kind = static_cast<uint32_t>(FaultKind::kCapacity);
     record.phase = static_cast<uint32_t>(Phase::kDispatch);
     record.epoch = round;
     record.source = src;
-    record.rows = wait.value[src];
+    record.rows = wait.rows[src];
     record.allowed = max_rows;
     report_fault(exec, plan, record);
   }
 }
 
-// The last CTA: tells every peer, and does `meanwhile` while the flags travel; waits for every peer, shows what came
-// and closes the kernel.
-template <class Exec, class Meanwhile>
-PUTGET_TEXT void finish_dispatch(Exec& exec, const Plan& plan, const DispatchCall& call, WaitScratch& wait,
-                                 Meanwhile meanwhile) {
+// After a fault: nothing is shown.
+template <class Exec>
+PUTGET_TEXT void show_nothing(Exec& exec, const Plan& plan, WaitScratch& wait) {
+  for (uint32_t src = exec.thread(); src < plan.shape.ep_size; src += exec.threads()) wait.rows[src] = 0;
+  exec.sync();
+  show_received(exec, plan, 0, wait);
+}
+
+// The start half: puts this CTA's share and tells every peer so. The round's state has been looked at. False: a fault.
+template <class Exec>
+PUTGET_TEXT bool start_dispatch(Exec& exec, const Plan& plan, const DispatchCall& call, const Share& share,
+                                Ahead<Exec>& ahead, DispatchScratch& scratch) {
+  const StateHead& head = scratch.wait.head;
+  if (head.open && exec.block() == 0) publish_release(exec, plan, head);
+  const Router router(plan, call, head.active, scratch.route);
+  if (!begin_round(exec, plan, router, share, ahead, scratch)) {
+    if (exec.thread() == 0) report_timeout(exec, plan, Phase::kDispatch, head.epoch + 1, scratch.wait.missing);
+    return false;
+  }
+  exec.mark_first(Stage::kWaited);
+  const uint32_t chunk = put_share(exec, plan, call, router, share, ahead, scratch.route);
+  exec.sync();
+  exec.mark_first(Stage::kPut);
+  publish_part<Tag::D3>(exec, plan, head.active, plan.layout.arrived, head.epoch + 1,
+                        [&](uint32_t peer) { return scratch.route.rows[peer]; });
+  exec.mark_first(Stage::kPublished);
+  record_routes(exec, plan, chunk, share.chunk_of(chunk), share.first_header(call), scratch.route);
+  return true;
+}
+
+// The finish half, by the first CTA: waits for all parts of every peer, its own CTAs included, shows what came and
+// opens the round. The own parts say that no CTA of this rank will look at the state any more.
+template <class Exec>
+PUTGET_TEXT void finish_dispatch(Exec& exec, const Plan& plan, const DispatchCall& call, WaitScratch& wait) {
   State& state = *plan.state;
   const StateHead& head = wait.head;
   const uint32_t round = head.epoch + 1;
-  exec.mark(Stage::kJoined);
-  publish_all<Tag::D3>(exec, plan, head.active, plan.layout.arrived, round,
-                       [&](uint32_t peer) { return state.sent[peer]; });
-  exec.mark(Stage::kPublished);
-  meanwhile();
-  const bool complete = observe_all<Tag::D4>(exec, plan, plan.layout.arrived, round, wait);
+  const bool complete = observe_parts<Tag::D4>(exec, plan, plan.layout.arrived, round, wait);
+  exec.let_later_work_begin();
   exec.mark(Stage::kObserved);
+  if (!complete && state.head.fault != 0) return show_nothing(exec, plan, wait);
   show_received(exec, plan, call.max_rows, wait);
   exec.mark(Stage::kShown);
   if (!complete && exec.thread() == 0) report_timeout(exec, plan, Phase::kDispatch, round, wait.missing);
@@ -260,41 +366,57 @@ PUTGET_TEXT void finish_dispatch(Exec& exec, const Plan& plan, const DispatchCal
   exec.mark(Stage::kDone);
 }
 
-// The last CTA of a kernel that a fault has stopped: nothing is told to anybody, nothing is shown.
+// Whether this rank has put round `round` already. Only the first CTA knows: it is the one that writes that flag.
+PUTGET_TEXT uint64_t own_first_part(const Plan& plan) {
+  return *part_flag(plan.own(), plan.layout.arrived, plan.shape.ep_rank, 0);
+}
+
+// The start half of every CTA. False: a fault.
 template <class Exec>
-PUTGET_TEXT void show_nothing(Exec& exec, const Plan& plan, WaitScratch& wait) {
-  for (uint32_t src = exec.thread(); src < plan.shape.ep_size; src += exec.threads()) wait.value[src] = 0;
+PUTGET_TEXT bool run_start_half(Exec& exec, const Plan& plan, const DispatchCall& call, DispatchScratch& scratch) {
+  const StateHead& head = scratch.wait.head;
+  const Share share(exec, call);
+  prepare_routes(exec, plan, scratch.route);
+  Ahead<Exec> ahead(exec, plan, call, share);
+  const uint64_t own_part = exec.block() == 0 ? own_first_part(plan) : 0;
   exec.sync();
-  show_received(exec, plan, 0, wait);
+  exec.mark_first(Stage::kState);
+  if (head.fault != 0) return false;
+  if (exec.block() == 0 && flag_epoch(own_part) == head.epoch + 1) {
+    if (exec.thread() == 0) {
+      report_misuse(exec, plan, Phase::kDispatch, Misuse::kNotFinished, head.epoch + 1, 0, call.num_tokens, 0);
+    }
+    return false;
+  }
+  return start_dispatch(exec, plan, call, share, ahead, scratch);
+}
+
+// Whether the finish half may wait: its start half must have been run.
+template <class Exec>
+PUTGET_TEXT bool may_finish(Exec& exec, const Plan& plan, const StateHead& head) {
+  if (head.fault != 0) return false;
+  if (flag_epoch(own_first_part(plan)) == head.epoch + 1) return true;
+  if (exec.thread() == 0) {
+    report_misuse(exec, plan, Phase::kDispatch, Misuse::kNotStarted, head.epoch + 1, 0, 0, 0);
+  }
+  return false;
 }
 
 template <class Exec>
 PUTGET_TEXT void dispatch(Exec& exec, const Plan& plan, const DispatchCall& call, DispatchScratch& scratch) {
   exec.mark_first(Stage::kStart);
-  for (uint32_t rank = exec.thread(); rank < plan.shape.ep_size; rank += exec.threads()) scratch.route.rows[rank] = 0;
+  exec.wait_for_earlier_work();
   look_at_state(exec, plan, scratch.wait);
-  exec.mark_first(Stage::kState);
-  const StateHead& head = scratch.wait.head;
-  const Share share(exec, call);
-  uint32_t chunk = share.end_token;  // tokens from here on have been put, but their routes are not recorded yet
-  if (head.fault == 0) {
-    if (head.open && exec.block() == 0) publish_release(exec, plan, head);
-    const Router router(plan, call, head.active);
-    if (begin_round(exec, plan, router, share, call, scratch)) {
-      exec.mark_first(Stage::kWaited);
-      chunk = put_share(exec, plan, call, router, share, scratch.route);
-      exec.mark_first(Stage::kPut);
-    } else if (exec.thread() == 0) {
-      report_timeout(exec, plan, Phase::kDispatch, head.epoch + 1, scratch.wait.missing);
-    }
+  bool well;
+  if (call.half == Half::kFinish) {
+    exec.sync();
+    well = may_finish(exec, plan, scratch.wait.head);
+  } else {
+    well = run_start_half(exec, plan, call, scratch);
   }
-  const auto record = [&] {
-    record_routes(exec, plan, chunk, share.chunk_of(chunk), share.first_header(call), scratch.route);
-  };
-  if (!exec.template last_to_arrive<Join::J1>(&plan.state->arrivals, &scratch.last)) {
-    record();
-  } else if (plan.state->head.fault == 0) {
-    finish_dispatch(exec, plan, call, scratch.wait, record);
+  if (call.half == Half::kStart || exec.block() != 0) return;
+  if (well) {
+    finish_dispatch(exec, plan, call, scratch.wait);
   } else {
     show_nothing(exec, plan, scratch.wait);
   }

@@ -10,16 +10,20 @@
 namespace putget {
 
 constexpr uint64_t kLineBytes = 128;  // one flag a line: polling one source never slows down another source's store
+constexpr uint32_t kMaxParts = 256;   // CTAs of one kernel that publish one by one
+constexpr uint64_t kPartsBytes = kMaxParts * sizeof(uint64_t);
 constexpr uint64_t kRegionAlignment = 1024;  // regions start on bulk-copy and page-friendly boundaries
 
 struct Layout {
-  uint64_t arrived;  // [ep_size] lines: flag (epoch, rows) that source rank stores at the end of its dispatch
   uint64_t ended;  // [ep_size] lines: flag (epoch, kind) that a peer stores when it has read this round's received rows
   uint64_t finished;  // [ep_size] lines: flag (epoch, 0) that a peer stores when it has got this round's combined rows
+  uint64_t arrived;   // [ep_size, kMaxParts] flags (epoch, parts and rows): one of each CTA of a source's dispatch
+  uint64_t pushed;    // [ep_size, kMaxParts] flags (epoch, parts): one of each CTA of a peer's combine that pushes
   uint64_t topk_ids;
   uint64_t topk_weights;
   uint64_t payload[kMaxPayloads];
-  uint64_t output;  // combine_input
+  uint64_t output;   // combine_input
+  uint64_t transit;  // rows as they travel: an inbox (slot, rank that pushed), or own quantised rows (slot, src)
   uint64_t total_bytes;
 };
 
@@ -27,14 +31,21 @@ PUTGET_PURE uint64_t align_region(uint64_t offset) {
   return (offset + kRegionAlignment - 1) / kRegionAlignment * kRegionAlignment;
 }
 
-PUTGET_PURE uint64_t control_bytes(uint32_t ep_size) { return align_region(3 * ep_size * kLineBytes); }
+// Flags alone: `ended` and `finished` lines, then the flags of parts.
+PUTGET_PURE uint64_t control_bytes(uint32_t ep_size) {
+  return align_region(ep_size * (2 * kLineBytes + 2 * kPartsBytes));
+}
+
+// Where the `finished` lines begin, for every shape.
+PUTGET_PURE uint64_t finished_lines(uint32_t ep_size) { return ep_size * kLineBytes; }
 
 PUTGET_PURE Layout layout_of(const Shape& shape) {
   const uint64_t slots = uint64_t{shape.max_tokens_per_rank} * shape.ep_size;
   Layout layout{};
-  layout.arrived = 0;
-  layout.ended = shape.ep_size * kLineBytes;
-  layout.finished = 2 * shape.ep_size * kLineBytes;
+  layout.ended = 0;
+  layout.finished = finished_lines(shape.ep_size);
+  layout.arrived = 2 * shape.ep_size * kLineBytes;
+  layout.pushed = layout.arrived + shape.ep_size * kPartsBytes;
   uint64_t next = control_bytes(shape.ep_size);
   layout.topk_ids = next;
   next = align_region(next + slots * shape.top_k * sizeof(int32_t));
@@ -45,7 +56,9 @@ PUTGET_PURE Layout layout_of(const Shape& shape) {
     next = align_region(next + slots * shape.row_bytes[p]);
   }
   layout.output = next;
-  layout.total_bytes = align_region(next + slots * shape.output_row_bytes());
+  next = align_region(next + slots * shape.output_row_bytes());
+  layout.transit = next;
+  layout.total_bytes = shape.has_transit() ? align_region(next + slots * shape.wire_row_bytes()) : next;
   return layout;
 }
 

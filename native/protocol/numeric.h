@@ -71,4 +71,50 @@ struct Float16 {
   }
 };
 
+// FP8 E4M3 without infinities (OCP 8-bit floating point specification): 448 is the largest value.
+struct Fp8 {
+  using Bits = uint8_t;
+  static constexpr float kMax = 448.0f;
+  PUTGET_PURE static float widen(Bits bits) {
+    const uint32_t sign = uint32_t{bits & 0x80u} << 24;
+    const uint32_t exponent = (bits >> 3) & 0xfu;
+    const uint32_t mantissa = bits & 0x7u;
+    if (exponent == 0xfu && mantissa == 0x7u) return float_of_bits(sign | 0x7fc00000u);
+    if (exponent != 0) return float_of_bits(sign | ((exponent + 120) << 23) | (mantissa << 20));
+    // Subnormal: mantissa * 2^-9, exact in float32.
+    return float_of_bits(sign | bits_of_float(static_cast<float>(mantissa) * 0.001953125f));
+  }
+  // Round to nearest, ties to even; what is too large becomes the largest value; a NaN becomes 0x7f.
+  PUTGET_PURE static Bits narrow(float value) {
+    const uint32_t bits = bits_of_float(value);
+    const uint32_t sign = (bits >> 24) & 0x80u;
+    const uint32_t magnitude = bits & 0x7fffffffu;
+    if (magnitude > 0x7f800000u) return 0x7fu;
+    if (magnitude >= 0x43e00000u) return static_cast<Bits>(sign | 0x7eu);  // from 448 on
+    if (magnitude >= 0x3c800000u) {                                        // normal in E4M3: from 2^-6 on
+      const uint32_t rounded = magnitude + 0x7ffffu + ((magnitude >> 20) & 1u);
+      return static_cast<Bits>(sign | ((rounded - 0x3c000000u) >> 20));
+    }
+    // Subnormal: the sum's last place is 2^-9, so float32 addition rounds as wanted.
+    const float rounded = float_of_bits(magnitude) + 16384.0f;
+    return static_cast<Bits>(sign | (bits_of_float(rounded) - bits_of_float(16384.0f)));
+  }
+};
+
+// A product that no compiler joins with the addition behind it: the sums must be the same bits everywhere.
+PUTGET_PURE float times(float a, float b) {
+#if defined(__CUDA_ARCH__)
+  return __fmul_rn(a, b);
+#else
+  return a * b;  // compiled with -ffp-contract=off
+#endif
+}
+
+// The scale of a block of which no element is larger than `largest`: the largest element becomes the largest FP8 value.
+// Blocks of nothing but zeros have a scale too.
+PUTGET_PURE float block_scale(float largest) {
+  constexpr float kSmallest = 1e-30f;
+  return (largest > kSmallest ? largest : kSmallest) / Fp8::kMax;
+}
+
 }  // namespace putget

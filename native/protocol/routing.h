@@ -9,7 +9,8 @@
 
 namespace putget {
 
-constexpr uint32_t kChunkTokens = 32;  // tokens that a CTA routes at a time
+constexpr uint32_t kChunkTokens = 32;     // tokens that a CTA routes at a time
+constexpr uint32_t kTableExperts = 1024;  // experts whose ranks a CTA keeps at hand
 
 // What one CTA knows about the tokens it is working on.
 struct RouteScratch {
@@ -17,106 +18,144 @@ struct RouteScratch {
   RankSet targets[kChunkTokens];           // where each token of the chunk goes
   uint32_t slot[kChunkTokens][kMaxRanks];  // its slot there
   int8_t rank[kChunkTokens][kMaxTopK];     // rank of each of its experts, -1 for none
+  int8_t rank_of_expert[kTableExperts];    // the first entries of expert_to_rank; -1 where there is no such rank
 };
 
-// Reads the caller's ids. Nothing here is written by another rank.
-struct Router {
-  const void* ids;
-  const int32_t* expert_to_rank;
-  uint32_t ids_are_64bit;
-  uint32_t num_experts;
-  uint32_t top_k;
-  uint32_t ep_size;
-  uint32_t num_valid;  // tokens from here on have no expert
-  const RankSet& active;
+// Begins a CTA's work on routes. Needs nothing that peers or earlier rounds wrote. A block barrier must follow.
+template <class Exec>
+PUTGET_TEXT void prepare_routes(Exec& exec, const Plan& plan, RouteScratch& scratch) {
+  for (uint32_t rank = exec.thread(); rank < plan.shape.ep_size; rank += exec.threads()) scratch.rows[rank] = 0;
+  const uint32_t experts = plan.shape.num_experts < kTableExperts ? plan.shape.num_experts : kTableExperts;
+  for (uint32_t expert = exec.thread(); expert < experts; expert += exec.threads()) {
+    const int32_t rank = plan.expert_to_rank[expert];
+    const bool exists = rank >= 0 && rank < static_cast<int32_t>(plan.shape.ep_size);
+    scratch.rank_of_expert[expert] = static_cast<int8_t>(exists ? rank : -1);
+  }
+}
 
-  PUTGET_TEXT Router(const Plan& plan, const DispatchCall& call, const RankSet& active_ranks)
-      : ids(call.topk_ids),
-        expert_to_rank(plan.expert_to_rank),
-        ids_are_64bit(call.ids_are_64bit),
-        num_experts(plan.shape.num_experts),
-        top_k(plan.shape.top_k),
-        ep_size(plan.shape.ep_size),
-        num_valid(call.num_tokens),
-        active(active_ranks) {
+// Some of one token's expert ids. `load` only issues the loads; whoever asks for an id waits for them.
+template <uint32_t kIds>
+class Ids {
+ public:
+  // The ids at `first` and behind it, `count` at most.
+  PUTGET_TEXT void load(const DispatchCall& call, uint64_t first, uint32_t count) {
+    wide_ = call.ids_are_64bit != 0;
+    if (wide_) {
+      const uint64_t* from = static_cast<const uint64_t*>(call.topk_ids) + first;
+      PUTGET_UNROLL
+      for (uint32_t i = 0; i < kIds; ++i) {
+        const uint64_t id = i < count ? from[i] : 0;
+        low_[i] = static_cast<uint32_t>(id);
+        high_[i] = static_cast<uint32_t>(id >> 32);
+      }
+    } else {
+      const uint32_t* from = static_cast<const uint32_t*>(call.topk_ids) + first;
+      PUTGET_UNROLL
+      for (uint32_t i = 0; i < kIds; ++i) low_[i] = i < count ? from[i] : 0;
+    }
+  }
+
+  PUTGET_TEXT int64_t operator[](uint32_t i) const {
+    // The narrow id is widened here, not in `load`, where it would be waited for.
+    return wide_ ? static_cast<int64_t>(uint64_t{high_[i]} << 32 | low_[i]) : static_cast<int32_t>(low_[i]);
+  }
+
+ private:
+  uint32_t low_[kIds];
+  uint32_t high_[kIds];
+  bool wide_;
+};
+
+constexpr uint32_t kIdBatch = 8;
+using IdBatch = Ids<kIdBatch>;
+
+// Of one token, from its first_k-th id on.
+PUTGET_TEXT void load_ids(IdBatch& ids, const Plan& plan, const DispatchCall& call, uint32_t token, uint32_t first_k) {
+  ids.load(call, uint64_t{token} * plan.shape.top_k + first_k, plan.shape.top_k - first_k);
+}
+
+// From the caller's ids to ranks. Nothing here is written by another rank.
+struct Router {
+  const Plan& plan;
+  const DispatchCall& call;
+  const RankSet& active;
+  const int8_t* rank_of_expert;
+  uint32_t num_valid;  // tokens from here on have no expert
+
+  PUTGET_TEXT Router(const Plan& plan_of_object, const DispatchCall& this_call, const RankSet& active_ranks,
+                     const RouteScratch& scratch)
+      : plan(plan_of_object),
+        call(this_call),
+        active(active_ranks),
+        rank_of_expert(scratch.rank_of_expert),
+        num_valid(this_call.num_tokens) {
     if (call.num_valid_tokens != nullptr) {
       const int32_t valid = *call.num_valid_tokens;
       num_valid = valid < 0 ? 0 : (static_cast<uint32_t>(valid) < call.num_tokens ? valid : call.num_tokens);
     }
   }
 
-  PUTGET_TEXT bool is_expert(int64_t id) const { return id >= 0 && id < static_cast<int64_t>(num_experts); }
+  PUTGET_TEXT bool is_expert(int64_t id) const { return id >= 0 && id < static_cast<int64_t>(plan.shape.num_experts); }
 
-  // The id as sent, or -1 for "no expert" and for an id outside [0, num_experts).
-  PUTGET_TEXT int32_t expert(uint32_t token, uint32_t k) const {
-    if (token >= num_valid) return -1;
-    const uint64_t index = uint64_t{token} * top_k + k;
-    const int64_t id =
-        ids_are_64bit ? static_cast<const int64_t*>(ids)[index] : static_cast<const int32_t*>(ids)[index];
-    return is_expert(id) ? static_cast<int32_t>(id) : -1;
+  // As it is sent: -1 for "no expert" and for an id outside [0, num_experts).
+  PUTGET_TEXT int32_t expert(uint32_t token, int64_t id) const {
+    return token < num_valid && is_expert(id) ? static_cast<int32_t>(id) : -1;
   }
 
-  // Calls visit(k, rank, invalid) for each of the token's experts: the active rank that owns it, or -1; and whether the
-  // id was neither an expert nor -1.
+  // The active rank that owns an expert, or -1.
+  PUTGET_TEXT int32_t rank_of(int64_t id) const {
+    if (!is_expert(id)) return -1;
+    const int32_t rank = id < kTableExperts ? rank_of_expert[id] : plan.expert_to_rank[id];
+    return rank >= 0 && rank < static_cast<int32_t>(plan.shape.ep_size) && active.has(rank) ? rank : -1;
+  }
+
+  // Calls visit(k, rank, invalid) for each of the token's experts: its rank, and whether the id was neither an expert
+  // nor -1. `ids` has the first ones already.
   template <class Visit>
-  PUTGET_TEXT void visit_ranks(uint32_t token, Visit visit) const {
-    if (ids_are_64bit) {
-      visit_ranks_of(static_cast<const int64_t*>(ids), token, visit);
-    } else {
-      visit_ranks_of(static_cast<const int32_t*>(ids), token, visit);
-    }
-  }
-
- private:
-  // Two loads follow each other for each id, so several ids are in flight at a time.
-  template <class Id, class Visit>
-  PUTGET_TEXT void visit_ranks_of(const Id* all, uint32_t token, Visit visit) const {
-    constexpr uint32_t kBatch = 8;
-    const Id* of_token = all + uint64_t{token} * top_k;
-    const uint32_t valid = token < num_valid ? top_k : 0;
-    for (uint32_t first = 0; first < top_k; first += kBatch) {
-      Id id[kBatch];
-      int32_t rank[kBatch];
+  PUTGET_TEXT void visit_ranks(uint32_t token, IdBatch& ids, Visit visit) const {
+    const uint32_t top_k = plan.shape.top_k;
+    for (uint32_t first = 0; first < top_k; first += kIdBatch) {
+      if (first != 0) load_ids(ids, plan, call, token, first);
       PUTGET_UNROLL
-      for (uint32_t i = 0; i < kBatch; ++i) id[i] = first + i < valid ? of_token[first + i] : Id{-1};
-      PUTGET_UNROLL
-      for (uint32_t i = 0; i < kBatch; ++i) rank[i] = is_expert(id[i]) ? expert_to_rank[id[i]] : -1;
-      PUTGET_UNROLL
-      for (uint32_t i = 0; i < kBatch; ++i) {
-        if (first + i >= top_k) continue;
-        const bool reachable = rank[i] >= 0 && rank[i] < static_cast<int32_t>(ep_size) && active.has(rank[i]);
-        visit(first + i, reachable ? rank[i] : -1, !is_expert(id[i]) && id[i] != Id{-1});
+      for (uint32_t i = 0; i < kIdBatch; ++i) {
+        if (first + i >= top_k) break;
+        if (token >= num_valid) {
+          visit(first + i, -1, false);
+        } else {
+          visit(first + i, rank_of(ids[i]), !is_expert(ids[i]) && ids[i] != -1);
+        }
       }
     }
   }
 };
 
 // Routes tokens [first, first + count), count <= kChunkTokens, into the scratch, and counts what tokens [begin, first)
-// send to each rank. Ids that are not valid are added to *invalid_ids for tokens from `counted` on. A block barrier
-// must follow.
+// send to each rank. Ids that are not valid are added to *invalid_ids for tokens from `counted` on. `ids` has those of
+// this thread's first token, begin + thread. A block barrier must follow.
 template <class Exec>
-PUTGET_TEXT void route_tokens(Exec& exec, const Router& router, uint32_t begin, uint32_t first, uint32_t count,
-                              uint32_t counted, unsigned long long* invalid_ids, RouteScratch& scratch) {
+PUTGET_TEXT void route_tokens(Exec& exec, const Router& router, IdBatch& ids, uint32_t begin, uint32_t first,
+                              uint32_t count, uint32_t counted, RouteScratch& scratch) {
   for (uint32_t base = begin; base < first + count; base += exec.threads()) {
     const uint32_t token = base + exec.thread();
     RankSet set = RankSet::none();
+    if (base != begin && token < first + count) load_ids(ids, router.plan, router.call, token, 0);
     if (token < first) {
-      router.visit_ranks(token, [&](uint32_t, int32_t rank, bool) {
+      router.visit_ranks(token, ids, [&](uint32_t, int32_t rank, bool) {
         if (rank >= 0) set.insert(rank);
       });
     } else if (token < first + count) {
       uint32_t invalid = 0;
       int8_t* ranks = scratch.rank[token - first];
-      router.visit_ranks(token, [&](uint32_t k, int32_t rank, bool is_invalid) {
+      router.visit_ranks(token, ids, [&](uint32_t k, int32_t rank, bool is_invalid) {
         ranks[k] = static_cast<int8_t>(rank);
         if (rank >= 0) set.insert(rank);
         if (is_invalid) ++invalid;
       });
       scratch.targets[token - first] = set;
-      if (invalid != 0 && token >= counted) exec.add(invalid_ids, invalid);
+      if (invalid != 0 && token >= counted) exec.add(router.plan.invalid_ids, invalid);
       set = RankSet::none();  // not a predecessor
     }
-    if (base < first) exec.count(set, router.ep_size, scratch.rows);
+    if (base < first) exec.count(set, router.plan.shape.ep_size, scratch.rows);
   }
 }
 

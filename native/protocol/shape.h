@@ -30,6 +30,17 @@ enum class OutputType : uint32_t { kBFloat16 = 0, kFloat16 = 1, kFloat32 = 2 };
 
 PUTGET_PURE constexpr uint32_t element_bytes(OutputType type) { return type == OutputType::kFloat32 ? 4 : 2; }
 
+// How the rows of combine travel: as experts write them, or as E4M3 with one float32 scale for each block of elements,
+// or with one scale for all.
+enum class WireType : uint32_t { kSame = 0, kFp8Block = 1, kFp8Static = 2 };
+
+constexpr uint32_t kScaleBlock = 128;  // elements
+constexpr uint32_t kWirePack = 16;     // elements of a quantised row that are moved as one access
+
+PUTGET_PURE constexpr uint32_t round_up(uint32_t value, uint32_t multiple) {
+  return (value + multiple - 1) / multiple * multiple;
+}
+
 struct Shape {
   uint32_t ep_size;
   uint32_t ep_rank;
@@ -40,8 +51,20 @@ struct Shape {
   uint32_t row_bytes[kMaxPayloads];  // bytes of one row of each payload
   uint32_t output_elements;          // elements of one row that combine reduces
   OutputType output_type;
+  WireType wire_type;
+  uint32_t pushes;  // 1: combine puts rows into the inboxes of those that sum them; 0: those get them
 
   PUTGET_PURE uint32_t output_row_bytes() const { return output_elements * element_bytes(output_type); }
+  PUTGET_PURE bool quantised() const { return wire_type != WireType::kSame; }
+  // In a quantised row the scales stand behind the elements.
+  PUTGET_PURE uint32_t scales_offset() const { return round_up(output_elements, kWirePack); }
+  PUTGET_PURE uint32_t wire_row_bytes() const {
+    if (!quantised()) return output_row_bytes();
+    const uint32_t blocks = wire_type == WireType::kFp8Block ? round_up(output_elements, kScaleBlock) / kScaleBlock : 0;
+    return round_up(scales_offset() + blocks * static_cast<uint32_t>(sizeof(float)), kWirePack);
+  }
+  // Whether rows are moved before they are summed, other than from outside the workspace into it.
+  PUTGET_PURE bool has_transit() const { return pushes || quantised(); }
 };
 
 // A set of ranks of the expert-parallel group.

@@ -11,10 +11,10 @@
 namespace putget {
 
 // The tagged operations on flags; docs/protocol.md has the table. Plain accesses carry their tag in a comment.
-enum class Tag : uint32_t { R1, D0, D1, D3, D4, C2, C3, C5 };
+enum class Tag : uint32_t { R1, D0, D1, D3, D4, C2, C3, C5, C7, C8 };
 
 // Where the CTAs of one kernel join: the last one goes on with everything that the others did.
-enum class Join : uint32_t { J1, J2, J3 };
+enum class Join : uint32_t { J2, J3 };
 
 // Values of `ended` flags.
 constexpr uint32_t kEndedByCombine = 1;
@@ -34,14 +34,27 @@ PUTGET_PURE uint64_t* flag_line(uint8_t* base, uint64_t lines, uint32_t writer) 
   return reinterpret_cast<uint64_t*>(base + lines + writer * kLineBytes);
 }
 
+// Where the CTAs of a kernel publish one by one: the flag of one part, that is, of one CTA.
+PUTGET_PURE uint64_t* part_flag(uint8_t* base, uint64_t flags, uint32_t writer, uint32_t part) {
+  return reinterpret_cast<uint64_t*>(base + flags + writer * kPartsBytes) + part;
+}
+
+// The value of a part's flag: how many parts there are, and in the last part how many rows all of them put.
+constexpr uint32_t kRowsBits = 22;
+PUTGET_PURE uint32_t pack_part(uint32_t parts, uint32_t rows) { return parts << kRowsBits | rows; }
+PUTGET_PURE uint32_t parts_of(uint32_t value) { return value >> kRowsBits; }
+PUTGET_PURE uint32_t rows_of(uint32_t value) { return value & ((1u << kRowsBits) - 1); }
+static_assert(kMaxParts < 1u << (32 - kRowsBits));
+
 // What one CTA knows and shares: a copy of the state's head, and what its waits have seen.
 struct WaitScratch {
   StateHead head;
   RankSet missing;
   uint32_t value[kMaxRanks];  // value of each observed flag; 0 where missing
+  uint32_t rows[kMaxRanks];   // of all parts together; 0 where missing
 };
 
-// Every kernel begins with it: one read of the head for all threads of the CTA. Ends with a block barrier.
+// Every kernel begins with it: one read of the head for all threads of the CTA. A block barrier must follow.
 template <class Exec>
 PUTGET_TEXT void look_at_state(Exec& exec, const Plan& plan, WaitScratch& scratch) {
   // Without the entries of `left` that no rank has.
@@ -50,13 +63,12 @@ PUTGET_TEXT void look_at_state(Exec& exec, const Plan& plan, WaitScratch& scratc
   uint32_t* to = reinterpret_cast<uint32_t*>(&scratch.head);
   for (uint32_t i = exec.thread(); i < words; i += exec.threads()) to[i] = from[i];
   if (exec.thread() == 0) scratch.missing = RankSet::none();
-  exec.sync();
 }
 
 // The first round has a deadline of its own. Its combine comes when the dispatch has been counted.
 template <Tag tag>
 PUTGET_TEXT uint64_t deadline_ns(const Plan& plan, const StateHead& head) {
-  constexpr uint32_t kCounted = tag == Tag::C3 ? 1 : 0;
+  constexpr uint32_t kCounted = tag == Tag::C3 || tag == Tag::C8 ? 1 : 0;
   return head.rounds <= kCounted ? plan.warmup_timeout_ns : plan.timeout_ns;
 }
 
@@ -71,43 +83,122 @@ PUTGET_TEXT void publish_all(Exec& exec, const Plan& plan, const RankSet& active
   }
 }
 
-// Waits in this rank's own memory until the flag of every wanted active peer says `epoch`. One thread waits for one
-// peer, the CTA's last thread for the first peer, so that the first threads may do other work meanwhile. A block
-// barrier must follow: after it every thread may use what the peers published, and scratch.missing says who was too
-// late.
+// The same after exec.prepare_publish() by the same threads. Covers what happened before that, and nothing since.
+template <Tag tag, class Exec, class ValueOf>
+PUTGET_TEXT void publish_prepared_all(Exec& exec, const Plan& plan, const RankSet& active, uint64_t lines,
+                                      uint32_t epoch, ValueOf value_of) {
+  for (uint32_t peer = exec.thread(); peer < plan.shape.ep_size; peer += exec.threads()) {
+    if (!active.has(peer)) continue;
+    exec.template publish_prepared<tag>(flag_line(plan.base[peer], lines, plan.shape.ep_rank),
+                                        pack_flag(epoch, value_of(peer)));
+  }
+}
+
+// The same as publish_all for the calling CTA's part. The rows count in the last part only.
+template <Tag tag, class Exec, class RowsOf>
+PUTGET_TEXT void publish_part(Exec& exec, const Plan& plan, const RankSet& active, uint64_t flags, uint32_t epoch,
+                              RowsOf rows_to) {
+  const bool last = exec.block() + 1 == exec.blocks();
+  for (uint32_t peer = exec.thread(); peer < plan.shape.ep_size; peer += exec.threads()) {
+    if (!active.has(peer)) continue;
+    const uint32_t value = pack_part(exec.blocks(), last ? rows_to(peer) : 0);
+    exec.template publish<tag>(part_flag(plan.base[peer], flags, plan.shape.ep_rank, exec.block()),
+                               pack_flag(epoch, value));
+  }
+}
+
+// Waits until a flag in this rank's own memory says `epoch`; `seen` is what it said when it was first looked at. False:
+// the deadline passed, or another CTA has reported a fault.
+template <Tag tag, class Exec>
+PUTGET_TEXT bool wait_for(Exec& exec, const Plan& plan, const StateHead& head, const uint64_t* flag, uint32_t epoch,
+                          uint64_t& seen) {
+  constexpr uint32_t kSpinsPerLook = 16;  // at the clock
+  if (plan.skips_waits) return true;
+  uint64_t start_ns = 0;
+  for (uint32_t spins = 0; flag_epoch(seen) != epoch && !exec.template skips_wait<tag>(); ++spins) {
+    if (spins == 0) {
+      start_ns = exec.now_ns();
+    } else if (spins % kSpinsPerLook == 0) {
+      if (exec.now_ns() - start_ns > deadline_ns<tag>(plan, head)) return false;
+      if (exec.stopped(&plan.state->head.fault, spins)) return false;
+    }
+    exec.pause(spins);
+    seen = exec.template observe<tag>(flag);
+  }
+  return true;
+}
+
+// The peer whose flag a thread waits for first: the CTA's last thread takes the first peer, so that the first threads
+// may do other work meanwhile.
+template <class Exec>
+PUTGET_TEXT uint32_t first_peer(const Exec& exec) {
+  return exec.threads() - 1 - exec.thread();
+}
+
+// That flag, looked at before the epoch is known: the load is on its way together with the state's.
+template <Tag tag, class Exec>
+PUTGET_TEXT uint64_t glance(Exec& exec, const Plan& plan, uint64_t lines) {
+  const uint32_t peer = first_peer(exec);
+  return peer < plan.shape.ep_size ? exec.template observe<tag>(flag_line(plan.own(), lines, peer)) : 0;
+}
+
+// Waits until the flag of every wanted active peer says `epoch`; `first` is this thread's glance. A block barrier must
+// follow: after it every thread may use what the peers published, and scratch.missing says who was too late.
 template <Tag tag, class Exec, class Wanted>
 PUTGET_TEXT void observe_flags(Exec& exec, const Plan& plan, uint64_t lines, uint32_t epoch, WaitScratch& scratch,
-                               Wanted wanted) {
-  const uint64_t timeout_ns = deadline_ns<tag>(plan, scratch.head);
-  const uint64_t start_ns = exec.now_ns();
-  for (uint32_t peer = exec.threads() - 1 - exec.thread(); peer < plan.shape.ep_size; peer += exec.threads()) {
-    if (!scratch.head.active.has(peer) || !wanted(peer)) {
-      scratch.value[peer] = 0;
-      continue;
-    }
+                               uint64_t first, Wanted wanted) {
+  for (uint32_t peer = first_peer(exec); peer < plan.shape.ep_size; peer += exec.threads()) {
+    const bool waits = scratch.head.active.has(peer) && wanted(peer);
+    scratch.value[peer] = 0;
+    if (!waits) continue;
     const uint64_t* flag = flag_line(plan.own(), lines, peer);
-    for (uint32_t spins = 0;; ++spins) {
-      const uint64_t seen = exec.template observe<tag>(flag);
-      if (flag_epoch(seen) == epoch || exec.template skips_wait<tag>()) {
-        scratch.value[peer] = flag_value(seen);
-        break;
-      }
-      if (exec.now_ns() - start_ns > timeout_ns || exec.stopped(&plan.state->head.fault, spins)) {
-        scratch.value[peer] = 0;
-        exec.insert(scratch.missing, peer);
-        break;
-      }
-      exec.pause(spins);
+    uint64_t seen = peer == first_peer(exec) ? first : exec.template observe<tag>(flag);
+    if (wait_for<tag>(exec, plan, scratch.head, flag, epoch, seen)) {
+      scratch.value[peer] = flag_value(seen);
+    } else {
+      exec.insert(scratch.missing, peer);
     }
   }
 }
 
-// The same with the barrier, for every active peer. False: the deadline passed.
+// Waits until all parts of every active peer say `epoch`, and adds up what they say. Ends with a block barrier; false:
+// the deadline passed.
 template <Tag tag, class Exec>
-PUTGET_TEXT bool observe_all(Exec& exec, const Plan& plan, uint64_t lines, uint32_t epoch, WaitScratch& scratch) {
-  observe_flags<tag>(exec, plan, lines, epoch, scratch, [](uint32_t) { return true; });
+PUTGET_TEXT bool observe_parts(Exec& exec, const Plan& plan, uint64_t flags, uint32_t epoch, WaitScratch& scratch) {
+  // The first part tells how many there are.
+  for (uint32_t peer = first_peer(exec); peer < plan.shape.ep_size; peer += exec.threads()) {
+    scratch.value[peer] = 0;
+    scratch.rows[peer] = 0;
+    if (!scratch.head.active.has(peer)) continue;
+    const uint64_t* flag = part_flag(plan.own(), flags, peer, 0);
+    uint64_t seen = exec.template observe<tag>(flag);
+    if (!wait_for<tag>(exec, plan, scratch.head, flag, epoch, seen)) {
+      exec.insert(scratch.missing, peer);
+      continue;
+    }
+    scratch.value[peer] = flag_value(seen);
+    scratch.rows[peer] = rows_of(flag_value(seen));
+  }
   exec.sync();
-  return scratch.missing.empty();
+  for (uint32_t peer = exec.warp(); peer < plan.shape.ep_size; peer += exec.warps()) {
+    const uint32_t parts = parts_of(scratch.value[peer]);
+    for (uint32_t part = 1 + exec.lane(); part < parts; part += exec.lanes()) {
+      const uint64_t* flag = part_flag(plan.own(), flags, peer, part);
+      uint64_t seen = exec.template observe<tag>(flag);
+      if (!wait_for<tag>(exec, plan, scratch.head, flag, epoch, seen)) {
+        exec.insert(scratch.missing, peer);
+      } else if (part + 1 == parts) {
+        scratch.rows[peer] = rows_of(flag_value(seen));
+      }
+    }
+  }
+  exec.sync();
+  if (scratch.missing.empty()) return true;
+  for (uint32_t peer = exec.thread(); peer < plan.shape.ep_size; peer += exec.threads()) {
+    if (scratch.missing.has(peer)) scratch.rows[peer] = 0;
+  }
+  exec.sync();
+  return false;
 }
 
 // Ends this rank's part of a round without combine.
@@ -144,11 +235,11 @@ PUTGET_TEXT void report_timeout(Exec& exec, const Plan& plan, Phase phase, uint3
 }
 
 template <class Exec>
-PUTGET_TEXT void report_misuse(Exec& exec, const Plan& plan, Misuse misuse, uint32_t epoch, uint32_t dispatched,
-                               uint32_t combined, uint32_t source) {
+PUTGET_TEXT void report_misuse(Exec& exec, const Plan& plan, Phase phase, Misuse misuse, uint32_t epoch,
+                               uint32_t dispatched, uint32_t combined, uint32_t source) {
   FaultRecord record{};
   record.kind = static_cast<uint32_t>(FaultKind::kMisuse);
-  record.phase = static_cast<uint32_t>(Phase::kCombine);
+  record.phase = static_cast<uint32_t>(phase);
   record.epoch = epoch;
   record.source = source;
   record.rows = dispatched;

@@ -10,13 +10,12 @@ enum class Stage : uint32_t {
   kStart,      // first instruction of the first CTA
   kState,      // the state's head is known
   kWaited,     // dispatch: routed, and the last round has ended everywhere
-  kSlots,      // dispatch: slots are known
+  kSlots,      // dispatch: the first CTA's slots are known
   kPut,        // dispatch: the first CTA's rows are on their way
-  kJoined,     // dispatch: the last CTA has arrived
   kPublished,  // the peers have been told
   kObserved,   // the peers have told
   kShown,      // dispatch: counts and empty slots are in place
-  kDone,       // dispatch: the last CTA's end; combine: the first CTA's rows are summed
+  kDone,       // dispatch: the end; combine: the first CTA's rows are summed
   kCount
 };
 

@@ -7,7 +7,16 @@ namespace putget {
 
 enum class FaultKind : uint32_t { kNone = 0, kPeerTimeout = 1, kCapacity = 2, kMisuse = 3 };
 enum class Phase : uint32_t { kDispatch = 0, kCombine = 1, kRelease = 2 };
-enum class Misuse : uint32_t { kNoOpenRound = 1, kTokenCount = 2, kPeerReleased = 3 };
+enum class Misuse : uint32_t {
+  kNoOpenRound = 1,
+  kTokenCount = 2,
+  kPeerReleased = 3,
+  kNotStarted = 4,   // the finish half without the start half
+  kNotFinished = 5,  // a dispatch after a start half without its finish
+};
+
+// Which part of an operation a call does.
+enum class Half : uint32_t { kBoth = 0, kStart = 1, kFinish = 2 };
 
 // One fault, written once, into host memory that the device can write. `kind` is stored last.
 struct FaultRecord {
@@ -41,9 +50,8 @@ struct StateHead {
 // it.
 struct State {
   StateHead head;
-  uint32_t arrivals;         // CTAs of the running kernel that have arrived at J1 or J3
-  uint32_t staged;           // CTAs of the running combine that have arrived at J2
-  uint32_t sent[kMaxRanks];  // rows put to each peer this round
+  uint32_t staged;  // CTAs of the running combine that have arrived at J2
+  uint32_t gotten;  // ... at J3
 };
 
 // Everything about one object that stays the same from call to call.
@@ -60,7 +68,9 @@ struct Plan {
   unsigned long long* invalid_ids;
   uint64_t timeout_ns;
   uint64_t warmup_timeout_ns;
-  uint32_t object_id;  // of the objects on one memory
+  float wire_scale;      // WireType::kFp8Static: an element is its E4M3 value times this
+  uint32_t object_id;    // of the objects on one memory
+  uint32_t skips_waits;  // 1: nothing is waited for, to see what waiting costs
 
   PUTGET_PURE uint8_t* own() const { return base[shape.ep_rank]; }
 };
@@ -77,6 +87,7 @@ struct DispatchCall {
   uint32_t num_tokens;
   uint32_t max_rows;  // slots of each source that this rank will look at
   uint32_t ids_are_64bit;
+  Half half;
 };
 
 struct CombineCall {
@@ -86,8 +97,10 @@ struct CombineCall {
   uint8_t* out;           // [num_tokens, output_elements]
   const uint8_t* addend;  // the same shape, or null
   uint32_t num_tokens;
-  uint32_t segment_bytes;      // a row is reduced in pieces of this many bytes, a multiple of 16
-  uint32_t rows_access_bytes;  // widest access for copying `rows`
+  uint32_t segment_bytes;      // a row is summed in pieces of this many bytes on the wire, a multiple of 16
+  uint32_t piece_bytes;        // ... and moved in pieces of this many of their own, a multiple of kScaleBlock elements
+  uint32_t rows_access_bytes;  // widest access for moving rows
+  Half half;
 };
 
 }  // namespace putget

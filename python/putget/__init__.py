@@ -1,7 +1,7 @@
 """putget: one-sided dispatch and combine for mixture-of-experts inference. Dispatch puts, combine gets."""
 
 from putget._version import __version__
-from putget.alltoall import AllToAll, workspace_bytes
+from putget.alltoall import AllToAll
 from putget.communicator import Communicator
 from putget.errors import (
     BackendUnavailable,
@@ -11,8 +11,10 @@ from putget.errors import (
     ProtocolMisuse,
     PutgetError,
 )
+from putget.options import Launch
 from putget.payload import Payload
 from putget.received import FlatRows, Received
+from putget.sizing import workspace_bytes
 from putget.workspace import Workspace
 
 __all__ = [
@@ -22,6 +24,7 @@ __all__ = [
     "Communicator",
     "FlatRows",
     "InvalidExpertIds",
+    "Launch",
     "Payload",
     "PeerTimeout",
     "ProtocolMisuse",

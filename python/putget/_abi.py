@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from ctypes import POINTER, Structure, c_char, c_int32, c_uint8, c_uint32, c_uint64, c_void_p
+from ctypes import POINTER, Structure, c_char, c_float, c_int32, c_uint8, c_uint32, c_uint64, c_void_p
 from pathlib import Path
 from typing import Any
 
 from putget import config
 from putget.errors import BackendUnavailable, PutgetError
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 MAGIC = 0x70757467
 MAX_RANKS = 128
 MAX_TOP_K = 32
@@ -21,7 +21,9 @@ RANK_WORDS = MAX_RANKS // 32
 OK, INVALID, UNAVAILABLE, SYSTEM, FAULT = range(5)
 DEVICE_CPU, DEVICE_CUDA = range(2)
 FAULT_NONE, FAULT_PEER_TIMEOUT, FAULT_CAPACITY, FAULT_MISUSE = range(4)
-MISUSE_NO_OPEN_ROUND, MISUSE_TOKEN_COUNT, MISUSE_PEER_RELEASED = range(1, 4)
+MISUSE_NO_OPEN_ROUND, MISUSE_TOKEN_COUNT, MISUSE_PEER_RELEASED, MISUSE_NOT_STARTED, MISUSE_NOT_FINISHED = range(1, 6)
+WIRE_SAME, WIRE_FP8_BLOCK, WIRE_FP8_STATIC = range(3)
+BOTH, START, FINISH = range(3)
 SHARE_DESCRIPTOR, SHARE_FABRIC = range(2)
 PROBE_WRITE, PROBE_READ = range(2)
 PHASES = ("dispatch", "combine", "release")
@@ -34,6 +36,10 @@ class _Versioned(Structure):
         super().__init__(**values)
         self.size = ctypes.sizeof(self)
         self.magic = MAGIC
+
+
+class Launch(Structure):
+    _fields_ = [("blocks", c_uint32), ("threads", c_uint32), ("segment_bytes", c_uint32)]
 
 
 class Config(_Versioned):
@@ -50,9 +56,15 @@ class Config(_Versioned):
         ("output_elements", c_uint32),
         ("output_type", c_uint32),
         ("num_sms", c_uint32),
-        ("reserved", c_uint32),
+        ("wire_type", c_uint32),
+        ("pushes", c_uint32),
+        ("wire_scale", c_float),
         ("timeout_ns", c_uint64),
         ("warmup_timeout_ns", c_uint64),
+        ("dispatch", Launch),
+        ("combine", Launch),
+        ("skips_waits", c_uint32),
+        ("reserved", c_uint32),
     ]
 
 
@@ -60,13 +72,15 @@ class Layout(_Versioned):
     _fields_ = [
         ("size", c_uint32),
         ("magic", c_uint32),
-        ("arrived", c_uint64),
         ("ended", c_uint64),
         ("finished", c_uint64),
+        ("arrived", c_uint64),
+        ("pushed", c_uint64),
         ("topk_ids", c_uint64),
         ("topk_weights", c_uint64),
         ("payload", c_uint64 * MAX_PAYLOADS),
         ("output", c_uint64),
+        ("transit", c_uint64),
         ("total_bytes", c_uint64),
     ]
 
@@ -120,7 +134,7 @@ class DispatchArgs(_Versioned):
         ("num_tokens", c_uint32),
         ("max_rows", c_uint32),
         ("ids_are_64bit", c_uint32),
-        ("reserved", c_uint32),
+        ("half", c_uint32),
     ]
 
 
@@ -135,7 +149,7 @@ class CombineArgs(_Versioned):
         ("addend", c_void_p),
         ("stream", c_void_p),
         ("num_tokens", c_uint32),
-        ("reserved", c_uint32),
+        ("half", c_uint32),
     ]
 
 
@@ -205,6 +219,7 @@ _FUNCTIONS: dict[str, list[Any]] = {
     "putget_dispatch": [c_void_p, POINTER(DispatchArgs)],
     "putget_combine": [c_void_p, POINTER(CombineArgs)],
     "putget_release": [c_void_p, c_void_p],
+    "putget_launches": [c_void_p, c_uint32, POINTER(Launch), POINTER(Launch)],
     "putget_destroy": [c_void_p],
     "putget_gpu_count": [POINTER(c_uint32)],
     "putget_gpu_report": [c_uint32, POINTER(Gpu)],

@@ -11,6 +11,7 @@ import torch
 
 from putget import _abi
 from putget._arguments import check_int, check_tensor
+from putget.options import Wire, wire_row_bytes
 from putget.payload import Payload
 
 OUTPUT_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
@@ -26,6 +27,7 @@ class Geometry:
     max_tokens_per_rank: int
     payloads: tuple[Payload, ...]
     output: Payload
+    wire: Wire = Wire()
 
     @staticmethod
     def checked(
@@ -35,12 +37,15 @@ class Geometry:
         max_tokens_per_rank: int,
         payloads: Sequence[Payload],
         output: Payload,
+        combine_direction: str = "pull",
+        combine_dtype: torch.dtype | None = None,
+        combine_scale: float | None = None,
     ) -> Geometry:
-        """Raises ValueError for the first size that is not allowed."""
+        """Raises ValueError for the first size or choice that is not allowed."""
         check_int("ep_size", ep_size, 1, _abi.MAX_RANKS)
         check_int("num_experts", num_experts, 1, 1 << 20)
         check_int("top_k", top_k, 1, _abi.MAX_TOP_K)
-        check_int("max_tokens_per_rank", max_tokens_per_rank, 1, 1 << 24)
+        check_int("max_tokens_per_rank", max_tokens_per_rank, 1, (1 << 22) - 1)
         if isinstance(payloads, Payload) or not isinstance(payloads, Sequence):
             raise ValueError(f"payloads is {payloads!r}, expected a sequence of putget.Payload")
         if not 1 <= len(payloads) <= _abi.MAX_PAYLOADS:
@@ -52,10 +57,11 @@ class Geometry:
             raise ValueError(f"output is {output!r}, expected a putget.Payload")
         if output.dtype not in OUTPUT_TYPES:
             raise ValueError(f"output dtype is {output.dtype}, allowed are bfloat16, float16 and float32")
-        return Geometry(ep_size, num_experts, top_k, max_tokens_per_rank, tuple(payloads), output)
+        wire = Wire.checked(combine_direction, combine_dtype, combine_scale, output)
+        return Geometry(ep_size, num_experts, top_k, max_tokens_per_rank, tuple(payloads), output, wire)
 
     def config(self, ep_rank: int, num_sms: int, timeout_s: float, warmup_timeout_s: float) -> _abi.Config:
-        """The same for the C ABI."""
+        """The same for the C ABI, with the rule's launches."""
         row_bytes = [payload.row_bytes for payload in self.payloads]
         return _abi.Config(
             ep_size=self.ep_size,
@@ -68,6 +74,9 @@ class Geometry:
             output_elements=self.output.row_bytes // self.output.dtype.itemsize,
             output_type=OUTPUT_TYPES[self.output.dtype],
             num_sms=num_sms,
+            wire_type=self.wire.type,
+            pushes=self.wire.pushes,
+            wire_scale=self.wire.scale,
             timeout_ns=int(timeout_s * 1e9),
             warmup_timeout_ns=int(warmup_timeout_s * 1e9),
         )
@@ -116,16 +125,20 @@ class Geometry:
         """The regions of every rank's symmetric memory, a line each: offset, bytes, name, rows."""
         layout = self.layout()
         slots = self.max_tokens_per_rank * self.ep_size
-        line = "one 128-byte line a rank"
+        line, parts = "one 128-byte line a rank", "256 flags a rank"
         regions = [
-            ("arrived flags", layout.arrived, line),
             ("ended flags", layout.ended, line),
             ("finished flags", layout.finished, line),
+            ("arrived flags", layout.arrived, parts),
+            ("pushed flags", layout.pushed, parts),
             ("topk_ids", layout.topk_ids, f"{slots} x [{self.top_k}] int32"),
             ("topk_weights", layout.topk_weights, f"{slots} x [{self.top_k}] float32"),
             *((f"payload {i}", layout.payload[i], f"{slots} x {payload}") for i, payload in enumerate(self.payloads)),
             ("combine_input", layout.output, f"{slots} x {self.output}"),
         ]
+        if layout.transit < layout.total_bytes:
+            name = "inbox" if self.wire.pushes else "quantised rows"
+            regions.append((name, layout.transit, f"{slots} x {wire_row_bytes(self.wire, self.output)} bytes"))
         ends = [start for _, start, _ in regions[1:]] + [layout.total_bytes]
         lines = [f"{'offset':>14} {'bytes':>14}  region          rows"]
         for (name, start, rows), end in zip(regions, ends, strict=True):

@@ -135,6 +135,11 @@ class Memory:
             )
         if fault.misuse == _abi.MISUSE_PEER_RELEASED:
             return ProtocolMisuse(f"combine, round {fault.epoch}: rank {fault.source} ended this round without combine")
+        phase = _abi.PHASES[fault.phase]
+        if fault.misuse == _abi.MISUSE_NOT_STARTED:
+            return ProtocolMisuse(f"{phase}, round {fault.epoch}: the finish half ran, but no start half before it")
+        if fault.misuse == _abi.MISUSE_NOT_FINISHED:
+            return ProtocolMisuse(f"{phase}, round {fault.epoch}: a start half came before it that was not finished")
         return ProtocolMisuse(f"combine after round {fault.epoch}: no dispatch came before it")
 
 

@@ -13,36 +13,10 @@ from putget._arguments import check_expert_to_rank, check_int, check_rows, check
 from putget._geometry import Geometry, default_expert_to_rank
 from putget.communicator import Communicator
 from putget.errors import InvalidExpertIds, ProtocolMisuse, PutgetError
+from putget.options import Launch, check_launch
 from putget.payload import Payload
 from putget.received import Received, combine_input_view, received_views
 from putget.workspace import Workspace, check_seconds, current_stream, resolve_device
-
-
-def workspace_bytes(
-    *,
-    ep_size: int,
-    max_tokens_per_rank: int,
-    top_k: int,
-    payloads: Sequence[Payload],
-    output: Payload,
-    num_experts: int | None = None,
-) -> int:
-    """Symmetric bytes that each rank needs, before anything is allocated.
-
-    Args:
-        ep_size: Ranks of the expert-parallel group.
-        max_tokens_per_rank: Capacity: most tokens that one rank sends in one round.
-        top_k: Experts of a token.
-        payloads: Kinds of rows that dispatch moves.
-        output: The row that experts write and combine reduces.
-        num_experts: Accepted for symmetry with ``AllToAll``; the size does not depend on it.
-
-    Raises:
-        ValueError: A size is not allowed.
-    """
-    experts = 1 if num_experts is None else num_experts
-    geometry = Geometry.checked(ep_size, experts, top_k, max_tokens_per_rank, payloads, output)
-    return int(geometry.layout().total_bytes)
 
 
 class AllToAll:
@@ -66,6 +40,14 @@ class AllToAll:
             ceil(num_experts / ep_size) experts a rank.
         workspace: Memory and rounds shared with other objects, used one after the other; by default memory of its own.
         num_sms: Most SMs that one call uses; None: chosen by size.
+        combine_direction: "pull": each rank gets its tokens' rows where experts wrote them. "push": the ranks that wrote
+            them put them into its inbox.
+        combine_dtype: torch.float8_e4m3fn: rows travel in half of the bytes, as E4M3 with one float32 scale for each
+            128 elements, and are summed in float32. None: as experts write them.
+        combine_scale: With float8_e4m3fn, one scale for all elements instead: an element travels as itself / scale.
+        dispatch_launch: Stands in for the launch that the rule chooses; see ``launches``. CUDA only.
+        combine_launch: The same for combine.
+        unsafe_skip_waits: Leaves every wait out. Results are wrong; it shows what waiting costs.
 
     Raises:
         ValueError: An argument is wrong, here or on another rank, or differs between ranks; the message names it.
@@ -88,12 +70,32 @@ class AllToAll:
         expert_to_rank: torch.Tensor | Sequence[int] | None = None,
         workspace: Workspace | None = None,
         num_sms: int | None = None,
+        combine_direction: str = "pull",
+        combine_dtype: torch.dtype | None = None,
+        combine_scale: float | None = None,
+        dispatch_launch: Launch | None = None,
+        combine_launch: Launch | None = None,
+        unsafe_skip_waits: bool = False,
     ) -> None:
         if not isinstance(comm, Communicator):
             raise ValueError(f"comm is {comm!r}, expected a putget.Communicator")
         comm.require_open()
         try:
-            geometry = Geometry.checked(comm.size, num_experts, top_k, max_tokens_per_rank, payloads, output)
+            geometry = Geometry.checked(
+                comm.size,
+                num_experts,
+                top_k,
+                max_tokens_per_rank,
+                payloads,
+                output,
+                combine_direction,
+                combine_dtype,
+                combine_scale,
+            )
+            launches = (
+                check_launch("dispatch_launch", dispatch_launch),
+                check_launch("combine_launch", combine_launch),
+            )
             check_seconds("timeout_s", timeout_s)
             check_seconds("warmup_timeout_s", warmup_timeout_s)
             self._device = resolve_device(device)
@@ -119,6 +121,7 @@ class AllToAll:
                 "max_tokens_per_rank": max_tokens_per_rank,
                 "payloads": [str(payload) for payload in geometry.payloads],
                 "output": geometry.output,
+                "combine": str(geometry.wire),
                 "device": self._device.type,
                 "workspace": "shared" if workspace is not None else "own",
             },
@@ -132,15 +135,21 @@ class AllToAll:
             timeout_s=timeout_s,
             warmup_timeout_s=warmup_timeout_s,
         )
-        self._workspace.adopt((geometry.max_tokens_per_rank, geometry.top_k, geometry.payloads, geometry.output))
+        self._workspace.adopt(
+            (geometry.max_tokens_per_rank, geometry.top_k, geometry.payloads, geometry.output, geometry.wire)
+        )
         self._make_tables(table)
-        self._make_native(sms, float(timeout_s), float(warmup_timeout_s))
+        config = geometry.config(comm.rank, sms, float(timeout_s), float(warmup_timeout_s))
+        config.dispatch, config.combine = launches
+        config.skips_waits = unsafe_skip_waits
+        self._make_native(config)
         self._memory_bytes = self._workspace.memory.tensor()
         self._views: dict[int, Received] = {}
         self._inputs: dict[int, torch.Tensor] = {}
         self._num_tokens = 0
         self._max_rows = max_tokens_per_rank
         self._round_open: bool | None = False  # None: unknown, because graphs replay without the host
+        self._started: str | None = None  # the half whose finish has not come
         self._dispatch_args = _abi.DispatchArgs()
         self._combine_args = _abi.CombineArgs()
 
@@ -167,7 +176,7 @@ class AllToAll:
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()  # kernels may use them from any stream
 
-    def _make_native(self, num_sms: int, timeout_s: float, warmup_timeout_s: float) -> None:
+    def _make_native(self, config: _abi.Config) -> None:
         tables = _abi.Tables(
             expert_to_rank=self._expert_to_rank.data_ptr(),
             target_ranks=self._target_ranks.data_ptr(),
@@ -175,7 +184,6 @@ class AllToAll:
             num_tokens=self._received_tokens.data_ptr(),
             invalid_ids=self._invalid_ids.data_ptr(),
         )
-        config = self._geometry.config(self._comm.rank, num_sms, timeout_s, warmup_timeout_s)
         self._object: ctypes.c_void_p | None = ctypes.c_void_p()
         _abi.call(
             "putget_create",
@@ -216,7 +224,58 @@ class AllToAll:
             PeerTimeout: A rank is missing. On CUDA the call after the one that waited raises it.
             CapacityExceeded: A source sent more than max_rows rows; likewise.
         """
+        self._dispatch(_abi.BOTH, topk_ids, topk_weights, payloads, max_rows, num_valid_tokens)
+        self._round_open = self._after_call(True)
+        return self._received(self._max_rows)
+
+    def dispatch_start(
+        self,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        *payloads: torch.Tensor,
+        max_rows: int | None = None,
+        num_valid_tokens: torch.Tensor | None = None,
+    ) -> None:
+        """The first half of ``dispatch``: puts the rows and tells the peers so, and waits for nobody's rows.
+
+        No kernel stays behind: rows travel while other work runs. It may be on another stream than its finish, which
+        then waits for it by an event. The tensors must not change before ``dispatch_finish`` has run. Arguments and
+        errors: see ``dispatch``.
+        """
+        self._dispatch(_abi.START, topk_ids, topk_weights, payloads, max_rows, num_valid_tokens)
+        self._started = "dispatch_start"
+
+    def dispatch_finish(self) -> Received:
+        """The second half of ``dispatch``: waits until every rank's rows are here.
+
+        Returns:
+            Views of what arrived, valid until the round ends.
+
+        Raises:
+            ProtocolMisuse: No ``dispatch_start`` came before it.
+            PeerTimeout, CapacityExceeded: As ``dispatch`` raises them.
+        """
         native = self._require_open()
+        self._require_started("dispatch_start", "dispatch_finish")
+        args = self._dispatch_args
+        args.stream = self._stream()
+        args.half = _abi.FINISH
+        self._run("putget_dispatch", native, ctypes.byref(args))
+        self._started = None
+        self._round_open = self._after_call(True)
+        return self._received(self._max_rows)
+
+    def _dispatch(
+        self,
+        half: int,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        payloads: tuple[torch.Tensor, ...],
+        max_rows: int | None,
+        num_valid_tokens: torch.Tensor | None,
+    ) -> None:
+        native = self._require_open()
+        self._require_finished("dispatch")
         geometry = self._geometry
         num_tokens = geometry.check_dispatch(topk_ids, topk_weights, payloads, num_valid_tokens, self._device)
         rows = geometry.max_tokens_per_rank
@@ -232,11 +291,10 @@ class AllToAll:
         args.num_tokens = num_tokens
         args.max_rows = rows
         args.ids_are_64bit = topk_ids.dtype == torch.int64
+        args.half = half
         self._run("putget_dispatch", native, ctypes.byref(args))
         self._num_tokens = num_tokens
         self._max_rows = rows
-        self._round_open = self._after_call(True)
-        return self._received(rows)
 
     def combine(
         self, x: torch.Tensor | None = None, *, out: torch.Tensor | None = None, addend: torch.Tensor | None = None
@@ -260,32 +318,88 @@ class AllToAll:
             ProtocolMisuse: No dispatch came before; or a peer released this round.
         """
         native = self._require_open()
+        self._require_finished("combine")
+        self._require_round("combine")
+        self._take_rows(x)
+        result = self._take_out(out, addend)
+        self._combine(native, _abi.BOTH)
+        self._round_open = self._after_call(False)
+        return result
+
+    def combine_start(self, x: torch.Tensor | None = None) -> None:
+        """The first half of ``combine``: tells the peers that the rows are there, or pushes them; waits for nobody.
+
+        No kernel stays behind. ``x``, or ``combine_input``, must not change before the round has ended on every rank,
+        that is, before the next dispatch. Arguments and errors: see ``combine``.
+        """
+        native = self._require_open()
+        self._require_finished("combine_start")
+        self._require_round("combine_start")
+        self._take_rows(x)
+        self._combine(native, _abi.START)
+        self._started = "combine_start"
+
+    def combine_finish(self, *, out: torch.Tensor | None = None, addend: torch.Tensor | None = None) -> torch.Tensor:
+        """The second half of ``combine``: waits for every rank, and sums the rows of this rank's tokens.
+
+        Arguments, result and errors: see ``combine``.
+
+        Raises:
+            ProtocolMisuse: No ``combine_start`` came before it.
+        """
+        native = self._require_open()
+        self._require_started("combine_start", "combine_finish")
+        result = self._take_out(out, addend)
+        self._combine(native, _abi.FINISH)
+        self._started = None
+        self._round_open = self._after_call(False)
+        return result
+
+    def _require_round(self, call: str) -> None:
         if self._round_open is False:
             self._workspace.raise_fault()
-            raise ProtocolMisuse("combine: no dispatch came before it")
-        output = self._geometry.output
-        shape = (self._num_tokens, *output.shape)
+            raise ProtocolMisuse(f"{call}: no dispatch came before it")
+
+    def _require_finished(self, call: str) -> None:
+        if self._started is not None:
+            self._workspace.raise_fault()
+            finish = self._started.replace("start", "finish")
+            raise ProtocolMisuse(f"{call}: {self._started} came before it, and {finish} has not come yet")
+
+    def _require_started(self, start: str, finish: str) -> None:
+        if self._started != start:
+            self._workspace.raise_fault()
+            raise ProtocolMisuse(f"{finish}: no {start} came before it")
+
+    def _take_rows(self, x: torch.Tensor | None) -> None:
         args = self._combine_args
         args.rows = None
         if x is not None:
-            strides = check_rows(x, self.ep_size, self._max_rows, output, self._device)
+            strides = check_rows(x, self.ep_size, self._max_rows, self._geometry.output, self._device)
             args.row_slot_bytes, args.row_source_bytes = strides
             view = self.combine_input
             in_place = x.data_ptr() == view.data_ptr() and strides == self._own_strides()
             args.rows = None if in_place else x.data_ptr()
+
+    def _take_out(self, out: torch.Tensor | None, addend: torch.Tensor | None) -> torch.Tensor:
+        output = self._geometry.output
+        shape = (self._num_tokens, *output.shape)
         if addend is not None:
             check_tensor("addend", addend, shape, (output.dtype,), self._device)
         if out is not None:
             check_tensor("out", out, shape, (output.dtype,), self._device)
         else:
             out = torch.empty(shape, dtype=output.dtype, device=self._device)
-        args.out = out.data_ptr()
-        args.addend = None if addend is None else addend.data_ptr()
+        self._combine_args.out = out.data_ptr()
+        self._combine_args.addend = None if addend is None else addend.data_ptr()
+        return out
+
+    def _combine(self, native: ctypes.c_void_p, half: int) -> None:
+        args = self._combine_args
         args.stream = self._stream()
         args.num_tokens = self._num_tokens
+        args.half = half
         self._run("putget_combine", native, ctypes.byref(args))
-        self._round_open = self._after_call(False)
-        return out
 
     def release(self) -> None:
         """Ends a round without combine: the received rows are no longer read here.
@@ -296,6 +410,7 @@ class AllToAll:
             PeerTimeout: A fault stands.
         """
         native = self._require_open()
+        self._require_finished("release")
         self._run("putget_release", native, self._stream())
         self._round_open = self._after_call(False)
 
@@ -345,6 +460,17 @@ class AllToAll:
         """This rank."""
         return self._comm.rank
 
+    def launches(self, num_tokens: int) -> tuple[Launch, Launch]:
+        """How dispatch and combine are launched on CUDA with this many tokens; zeros on CPU.
+
+        The rule goes by the number of tokens, the sizes of rows and the SMs allowed.
+        """
+        check_int("num_tokens", num_tokens, 0, self._geometry.max_tokens_per_rank)
+        found = (_abi.Launch(), _abi.Launch())
+        _abi.call("putget_launches", self._require_open(), num_tokens, *map(ctypes.byref, found))
+        dispatch, combine = (Launch(one.blocks, one.threads, one.segment_bytes) for one in found)
+        return dispatch, combine
+
     @property
     def workspace(self) -> Workspace:
         """The symmetric memory."""
@@ -376,6 +502,7 @@ class AllToAll:
         self._require_open()
         self._workspace.set_active_ranks(mask)
         self._round_open = False
+        self._started = None
 
     def check(self) -> None:
         """Waits for the device (emulated ranks: the current stream) and raises what has happened since the last check.

@@ -23,7 +23,7 @@ import putget
 from putget import hardware
 
 # Stage of native/protocol/stage.h, in its order.
-STAGES = ("start", "state", "waited", "slots", "put", "joined", "published", "observed", "shown", "done")
+STAGES = ("start", "state", "waited", "slots", "put", "published", "observed", "shown", "done")
 IN_COMBINE = ("start", "state", "published", "observed", "done")
 HIDDEN, TOP_K, EXPERTS = 7168, 8, 256
 PAIRS, REPLAYS = 20, 30

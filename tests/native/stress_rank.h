@@ -1,6 +1,7 @@
 // One rank of the stress job: runs the protocol text round after round and checks every byte that it sees.
 #pragma once
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <memory>
@@ -32,8 +33,8 @@ class StressRank {
     state_.head.mixed = plan.options().objects > 1;
     for (uint32_t peer = 0; peer < plan.options().ranks; ++peer) state_.head.active.insert(peer);
     for (uint32_t object = 0; object < plan.options().objects; ++object) objects_.push_back(make_object(object, base));
-    const uint64_t lines = control_bytes(plan.options().ranks) / kLineBytes;
-    for (uint64_t line = 0; line < lines; ++line) *flag_line(base[rank], 0, line) = pack_flag(kFirstEpoch, 0);
+    const uint64_t flags = control_bytes(plan.options().ranks) / sizeof(uint64_t);
+    std::fill_n(reinterpret_cast<uint64_t*>(base[rank]), flags, pack_flag(kFirstEpoch, 0));
   }
   StressRank(const StressRank&) = delete;             // plans point into it
   StressRank& operator=(const StressRank&) = delete;  // plans point into it
@@ -205,12 +206,13 @@ class StressRank {
     call.out = object_->out.data();
     call.num_tokens = num_tokens_;
     call.segment_bytes = kWholeRow;
+    call.piece_bytes = kWholeRow;
     launch(blocks(), [&](BlockExec exec) {
       CombineScratch& scratch = scratch_[exec.block()].combine;
       if (plan.shape.output_type == OutputType::kFloat32) {
-        putget::combine<Float32, 4, FixedTopK<4>>(exec, plan, call, scratch);
+        putget::combine<Float32, SameWire<Float32, 4>, FixedTopK<4>>(exec, plan, call, scratch);
       } else {
-        putget::combine<BFloat16, 1, DynamicTopK>(exec, plan, call, scratch);
+        putget::combine<BFloat16, SameWire<BFloat16, 1>, DynamicTopK>(exec, plan, call, scratch);
       }
     });
     require_no_fault("combine");

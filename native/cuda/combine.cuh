@@ -1,0 +1,40 @@
+// combine_kernel: the protocol's combine on a grid of CTAs, one instance for what travels, output type and common
+// top_k.
+//
+//   grid      cuda/grid.h; warps share the list of (token, segment) items, and before it that of rows to move
+//   block     each warp works on one item at a time
+//   shared    CombineScratch, static
+//   waits     every CTA at C3, and at C8 where rows are pushed; where rows are moved first, these follow J2 or C7, so
+//   all
+//             CTAs must be resident at once
+#pragma once
+
+#include "cuda/exec.cuh"
+#include "protocol/combine.h"
+
+namespace putget::cuda {
+
+constexpr int kCombineRegisters = 80;
+
+template <class Codec, class Wire, class TopK>
+__global__ void __maxnreg__(kCombineRegisters)
+    combine_kernel(const __grid_constant__ Plan plan, const __grid_constant__ CombineCall call) {
+  __shared__ CombineScratch scratch;
+  Exec exec;
+  combine<Codec, Wire, TopK>(exec, plan, call, scratch);
+}
+
+// Calls body(Codec{}) for an output type.
+template <class Body>
+auto with_codec(OutputType type, Body body) {
+  switch (type) {
+    case OutputType::kFloat16:
+      return body(Float16{});
+    case OutputType::kFloat32:
+      return body(Float32{});
+    default:
+      return body(BFloat16{});
+  }
+}
+
+}  // namespace putget::cuda

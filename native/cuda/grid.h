@@ -1,0 +1,34 @@
+// The rule that shapes a launch by its number of tokens. Measured: docs/benchmarks.md.
+//
+// Small batches spread a row over many warps, because latency is what counts and one SM moves only so many bytes a
+// microsecond. Large ones have as few instructions a byte as they can. CTAs that wait must be resident, also beside the
+// waiting CTAs of other objects: so a launch has at most kThreadsPerSm threads for each SM of the GPU, which leaves
+// room for three, and at most one CTA an SM.
+#pragma once
+
+#include <cstdint>
+
+#include "protocol/state.h"
+#include "putget.h"
+
+namespace putget::cuda {
+
+constexpr uint32_t kThreadsPerSm = 256;
+constexpr uint32_t kMostThreads = 768;
+constexpr uint32_t kLaneBytes = 16;                   // one access
+constexpr uint32_t kWarpBytes = 32 * kLaneBytes;      // what a warp moves in one access
+constexpr uint32_t kPieceElements = 4 * kScaleBlock;  // of a row that is moved, for one warp at a time
+constexpr uint64_t kMaxItems = uint64_t{1} << 31;     // items are counted in 32 bits
+
+// What the rule goes by: SMs that the caller allows, and those of the GPU.
+struct Room {
+  uint32_t sms;
+  uint32_t gpu_sms;
+};
+
+// Fields of `tuning` that are not 0 stand in for the rule's.
+putget_launch dispatch_launch(const Shape& shape, uint32_t num_tokens, const Room& room, const putget_launch& tuning);
+putget_launch combine_launch(const Shape& shape, uint32_t num_tokens, bool moves_rows, const Room& room,
+                             const putget_launch& tuning);
+
+}  // namespace putget::cuda

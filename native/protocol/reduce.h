@@ -1,0 +1,247 @@
+// Sums of rows: each token's rows, where they lie, in float32.
+//
+// The sum is a pairwise tree over the top_k positions: neighbours first, an odd last one carried up; a position without
+// a row counts as +0. So the result depends on the routing alone, never on timing, batch size or grid.
+#pragma once
+
+#include "protocol/numeric.h"
+#include "protocol/signal.h"
+
+namespace putget {
+
+// The number of leaves as a compile-time constant (loads of all rows in flight at once, sums unrolled) ...
+template <uint32_t kTopK>
+struct FixedTopK {
+  static constexpr bool kIsFixed = true;
+  static constexpr uint32_t kCapacity = kTopK;
+  uint32_t top_k;
+};
+
+// ... or a run-time value, summed as the leaves come.
+struct DynamicTopK {
+  static constexpr bool kIsFixed = false;
+  static constexpr uint32_t kCapacity = kMaxTopK;
+  uint32_t top_k;
+};
+
+// kElements values of one output type, moved as one access.
+template <class Codec, uint32_t kElements>
+struct alignas(sizeof(typename Codec::Bits) * kElements < 16 ? sizeof(typename Codec::Bits) * kElements : 16) Pack {
+  typename Codec::Bits bits[kElements];
+};
+
+template <uint32_t kElements>
+struct Sums {
+  float value[kElements];
+
+  PUTGET_PURE void add(const Sums& other) {
+    PUTGET_UNROLL
+    for (uint32_t e = 0; e < kElements; ++e) value[e] = value[e] + other.value[e];
+  }
+};
+
+template <class Codec, uint32_t kElements>
+PUTGET_PURE Sums<kElements> widen(const Pack<Codec, kElements>& pack) {
+  Sums<kElements> sums;
+  PUTGET_UNROLL
+  for (uint32_t e = 0; e < kElements; ++e) sums.value[e] = Codec::widen(pack.bits[e]);
+  return sums;
+}
+
+// The tree over a fixed number of leaves, level by level, in place.
+template <uint32_t kLeaves, uint32_t kElements>
+PUTGET_PURE Sums<kElements> sum_tree(Sums<kElements> (&leaf)[kLeaves]) {
+  PUTGET_UNROLL
+  for (uint32_t step = 1; step < kLeaves; step *= 2) {
+    PUTGET_UNROLL
+    for (uint32_t i = 0; i + step < kLeaves; i += 2 * step) leaf[i].add(leaf[i + step]);
+  }
+  return leaf[0];
+}
+
+// The same tree for leaves that come one after the other: level l holds the finished sum of 2^l neighbours, as the bits
+// of a binary counter do.
+template <uint32_t kElements>
+struct RunningTree {
+  static constexpr uint32_t kLevels = 6;  // 2^5 = kMaxTopK leaves
+  Sums<kElements> level[kLevels] = {};
+  uint32_t count = 0;
+
+  PUTGET_PURE void push(Sums<kElements> leaf) {
+    bool placed = false;
+    PUTGET_UNROLL
+    for (uint32_t l = 0; l < kLevels; ++l) {
+      if (placed) continue;
+      if ((count >> l) & 1u) {
+        Sums<kElements> sum = level[l];
+        sum.add(leaf);
+        leaf = sum;
+      } else {
+        level[l] = leaf;
+        placed = true;
+      }
+    }
+    ++count;
+  }
+
+  PUTGET_PURE Sums<kElements> total() const {
+    Sums<kElements> sum{};
+    bool any = false;
+    PUTGET_UNROLL
+    for (uint32_t l = 0; l < kLevels; ++l) {
+      if (!((count >> l) & 1u)) continue;
+      if (any) {
+        Sums<kElements> joined = level[l];
+        joined.add(sum);
+        sum = joined;
+      } else {
+        sum = level[l];
+        any = true;
+      }
+    }
+    return sum;
+  }
+};
+
+// Rows that travel as experts write them.
+template <class Codec, uint32_t kElements_>
+struct SameWire {
+  static constexpr uint32_t kElements = kElements_;
+  static constexpr bool kIsScaled = false;
+  using Raw = Pack<Codec, kElements>;
+
+  template <class Exec>
+  PUTGET_TEXT static Sums<kElements> widen(Exec&, const Raw& raw, float) {
+    return putget::widen(raw);
+  }
+};
+
+// Quantised rows.
+struct Fp8Wire {
+  static constexpr uint32_t kElements = kWirePack;
+  static constexpr bool kIsScaled = true;
+  using Raw = Pack<Fp8, kElements>;
+
+  template <class Exec>
+  PUTGET_TEXT static Sums<kElements> widen(Exec& exec, const Raw& raw, float scale) {
+    Sums<kElements> sums;
+    exec.widen_fp8(raw, sums.value);
+    PUTGET_UNROLL
+    for (uint32_t e = 0; e < kElements; ++e) sums.value[e] = times(sums.value[e], scale);
+    return sums;
+  }
+};
+
+// Where the rows of one token are; null where it has none.
+template <class TopK>
+struct RowsOfToken {
+  const uint8_t* row[TopK::kCapacity];
+
+  PUTGET_TEXT void look_up(const Plan& plan, const TopK& top_k, uint32_t token) {
+    const Shape& shape = plan.shape;
+    const uint64_t region = shape.has_transit() ? plan.layout.transit : plan.layout.output;
+    const uint32_t row_bytes = shape.wire_row_bytes();
+    PUTGET_UNROLL
+    for (uint32_t k = 0; k < TopK::kCapacity; ++k) {
+      if (!TopK::kIsFixed && k >= top_k.top_k) break;
+      const uint64_t index = uint64_t{token} * top_k.top_k + k;
+      const int32_t rank = plan.target_ranks[index];
+      const int32_t slot = plan.target_slots[index];
+      if (rank < 0) {
+        row[k] = nullptr;
+      } else if (shape.pushes) {
+        row[k] = plan.own() + region + row_index(slot, rank, shape.ep_size) * row_bytes;
+      } else {
+        row[k] = plan.base[rank] + region + row_index(slot, shape.ep_rank, shape.ep_size) * row_bytes;
+      }
+    }
+  }
+};
+
+// One warp's part of the (token, segment) items, and where its current token's rows are. The routes are this rank's
+// own, so the first ones are looked up while peers are waited for.
+template <class Codec, class Wire, class TopK>
+struct Reduction {
+  using Raw = typename Wire::Raw;
+  using Out = Pack<Codec, Wire::kElements>;
+  TopK top_k;
+  uint32_t packs_per_row;
+  uint32_t packs_per_segment;
+  uint32_t segments;
+  uint32_t items;
+  uint32_t item;
+  RowsOfToken<TopK> rows;
+
+  template <class Exec>
+  PUTGET_TEXT Reduction(const Exec& exec, const Plan& plan, const CombineCall& call)
+      : top_k{plan.shape.top_k},
+        packs_per_row(plan.shape.output_elements / Wire::kElements),
+        packs_per_segment(call.segment_bytes / sizeof(Raw)),
+        segments((packs_per_row + packs_per_segment - 1) / packs_per_segment),
+        items(call.num_tokens * segments),
+        item(exec.block() * exec.warps() + exec.warp()) {}
+
+  PUTGET_TEXT void look_up(const Plan& plan) {
+    if (item < items) rows.look_up(plan, top_k, item / segments);
+  }
+
+  // After the first look_up.
+  template <class Exec>
+  PUTGET_TEXT void run(Exec& exec, const Plan& plan, const CombineCall& call) {
+    while (item < items) {
+      sum_item(exec, plan, call);
+      item += exec.blocks() * exec.warps();
+      look_up(plan);
+    }
+  }
+
+ private:
+  template <class Exec>
+  PUTGET_TEXT void sum_item(Exec& exec, const Plan& plan, const CombineCall& call) const {
+    const uint32_t begin = item % segments * packs_per_segment;
+    const uint32_t end = begin + packs_per_segment < packs_per_row ? begin + packs_per_segment : packs_per_row;
+    const uint64_t row = uint64_t{item / segments} * packs_per_row;
+    for (uint32_t pack = begin + exec.lane(); pack < end; pack += exec.lanes()) {
+      Sums<Wire::kElements> sum = get_sum(exec, plan, pack);
+      if (call.addend != nullptr) sum.add(putget::widen(reinterpret_cast<const Out*>(call.addend)[row + pack]));
+      Out out;
+      PUTGET_UNROLL
+      for (uint32_t e = 0; e < Wire::kElements; ++e) out.bits[e] = Codec::narrow(sum.value[e]);
+      reinterpret_cast<Out*>(call.out)[row + pack] = out;
+    }
+  }
+
+  template <class Exec>
+  PUTGET_TEXT Sums<Wire::kElements> get_sum(Exec& exec, const Plan& plan, uint32_t pack) const {
+    if constexpr (TopK::kIsFixed) {
+      Raw leaf[TopK::kCapacity];
+      float scale[TopK::kCapacity];
+      PUTGET_UNROLL
+      for (uint32_t k = 0; k < TopK::kCapacity; ++k) {
+        leaf[k] = exec.get_or_zero(reinterpret_cast<const Raw*>(rows.row[k]), pack);  // [C4] [C9]
+        scale[k] = scale_of(exec, plan, rows.row[k], pack);
+      }
+      Sums<Wire::kElements> sum[TopK::kCapacity];
+      PUTGET_UNROLL
+      for (uint32_t k = 0; k < TopK::kCapacity; ++k) sum[k] = Wire::widen(exec, leaf[k], scale[k]);
+      return sum_tree(sum);
+    } else {
+      RunningTree<Wire::kElements> tree;
+      for (uint32_t k = 0; k < top_k.top_k; ++k) {
+        const Raw leaf = exec.get_or_zero(reinterpret_cast<const Raw*>(rows.row[k]), pack);  // [C4] [C9]
+        tree.push(Wire::widen(exec, leaf, scale_of(exec, plan, rows.row[k], pack)));
+      }
+      return tree.total();
+    }
+  }
+
+  template <class Exec>
+  PUTGET_TEXT float scale_of(Exec& exec, const Plan& plan, const uint8_t* row, uint32_t pack) const {
+    if constexpr (!Wire::kIsScaled) return 1.0f;
+    if (plan.shape.wire_type == WireType::kFp8Static) return plan.wire_scale;
+    const float* scales = row == nullptr ? nullptr : reinterpret_cast<const float*>(row + plan.shape.scales_offset());
+    return exec.get_or_zero(scales, pack / (kScaleBlock / kWirePack));  // [C4] [C9]
+  }
+};
+
+}  // namespace putget

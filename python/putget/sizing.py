@@ -1,0 +1,53 @@
+"""How much memory a workspace needs, before there is one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from putget._geometry import Geometry
+from putget.payload import Payload
+
+
+def workspace_bytes(
+    *,
+    ep_size: int,
+    max_tokens_per_rank: int,
+    top_k: int,
+    payloads: Sequence[Payload],
+    output: Payload,
+    num_experts: int | None = None,
+    combine_direction: str = "pull",
+    combine_dtype: torch.dtype | None = None,
+    combine_scale: float | None = None,
+) -> int:
+    """Symmetric bytes that each rank needs, before anything is allocated.
+
+    Args:
+        ep_size: Ranks of the expert-parallel group.
+        max_tokens_per_rank: Capacity: most tokens that one rank sends in one round.
+        top_k: Experts of a token.
+        payloads: Kinds of rows that dispatch moves.
+        output: The row that experts write and combine reduces.
+        num_experts: Accepted for symmetry with ``AllToAll``; the size does not depend on it.
+        combine_direction: As given to ``AllToAll``; "push" needs an inbox as large as the rows that travel.
+        combine_dtype: As given to ``AllToAll``; quantised rows have a region of their own.
+        combine_scale: As given to ``AllToAll``.
+
+    Raises:
+        ValueError: A size is not allowed.
+    """
+    experts = 1 if num_experts is None else num_experts
+    geometry = Geometry.checked(
+        ep_size,
+        experts,
+        top_k,
+        max_tokens_per_rank,
+        payloads,
+        output,
+        combine_direction,
+        combine_dtype,
+        combine_scale,
+    )
+    return int(geometry.layout().total_bytes)
