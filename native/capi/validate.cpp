@@ -83,6 +83,8 @@ void check_launch(const char* name, const putget_launch& launch) {
           prefix + "threads is " + std::to_string(launch.threads) + ", allowed are multiples of 32 up to 768");
   require(launch.segment_bytes % 512 == 0 && launch.segment_bytes <= kMaxRowBytes,
           prefix + "segment_bytes is " + std::to_string(launch.segment_bytes) + ", allowed are multiples of 512");
+  require((launch.splits & (launch.splits - 1)) == 0 && launch.splits <= kMaxRanks,
+          prefix + "splits is " + std::to_string(launch.splits) + ", allowed are powers of two up to 128");
 }
 
 MemoryConfig memory_config_of(const putget_memory_config& config) {

@@ -37,6 +37,7 @@ struct Exec {
   uint32_t warp() const { return 0; }
   uint32_t warps() const { return 1; }
   void sync() const {}
+  void sync_warp() const {}
   void mark(Stage) const {}
   void mark_first(Stage) const {}
   bool any(bool condition) const { return condition; }
@@ -137,9 +138,16 @@ struct Exec {
     put(reinterpret_cast<Access16*>(to), both.wide);
   }
   template <class Raw>
-  void widen_fp8(const Raw& raw, float (&value)[kWirePack]) const {
-    for (uint32_t e = 0; e < kWirePack; ++e) value[e] = Fp8::widen(raw.bits[e]);
+  void widen_fp8(const Raw& raw, float (&value)[sizeof(Raw)]) const {
+    for (uint32_t e = 0; e < sizeof(Raw); ++e) value[e] = Fp8::widen(raw.bits[e]);
   }
+  // Lanes of the warp that say yes: before this one, and all.
+  struct Lanes {
+    uint32_t before;
+    uint32_t all;
+  };
+  Lanes count_lanes(bool yes) const { return {0, yes ? 1u : 0u}; }
+
   // from[index], or zero where `from` is null.
   template <class Access>
   Access get_or_zero(const Access* from, uint32_t index) const {

@@ -1,6 +1,6 @@
 // dispatch_kernel: the protocol's dispatch on a grid of CTAs.
 //
-//   grid      cuda/grid.h; CTAs share the list of (token, segment) items
+//   grid      cuda/grid.h; CTAs share the list of (token, segment, split) items
 //   block     each warp puts one item at a time
 //   shared    DispatchScratch, static
 //   waits     every CTA at D1 (normally over before it begins); the first CTA at D4. The waiting CTAs of several
@@ -40,7 +40,7 @@ void load_dispatch_kernels() {
 void launch_dispatch(const Plan& plan, DispatchCall call, const Room& room, const putget_launch& tuning,
                      cudaStream_t stream) {
   putget_launch launch = dispatch_launch(plan.shape, call.num_tokens, room, tuning);
-  cut_into_segments(call, plan.shape, launch.segment_bytes);
+  cut_into_items(call, plan.shape, launch.segment_bytes, launch.splits);
   if (call.half == Half::kFinish) launch.blocks = 1;
   launch_early(dispatch_kernel, launch, stream, plan, call, "launching dispatch_kernel");
 }

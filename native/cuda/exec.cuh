@@ -33,6 +33,7 @@ struct Exec {
   __device__ uint32_t warp() const { return threadIdx.x / kLanes; }
   __device__ uint32_t warps() const { return blockDim.x / kLanes; }
   __device__ void sync() const { __syncthreads(); }
+  __device__ void sync_warp() const { __syncwarp(); }
   // A block barrier too.
   __device__ bool any(bool condition) const { return __syncthreads_or(condition) != 0; }
   __device__ uint64_t now_ns() const { return ptx::global_timer_ns(); }
@@ -106,11 +107,22 @@ struct Exec {
   __device__ void count(const RankSet& set, uint32_t ep_size, uint32_t* rows) const {
 #pragma unroll
     for (uint32_t w = 0; w < RankSet::kWords; ++w) {
+#pragma unroll 1
       for (uint32_t rank = w * kLanes; rank < ep_size && rank < (w + 1) * kLanes; ++rank) {
         const uint32_t votes = __ballot_sync(0xffffffffu, (set.word[w] >> (rank % kLanes)) & 1u);
         if (lane() == rank % kLanes && votes != 0) atomicAdd(&rows[rank], __popc(votes));
       }
     }
+  }
+
+  // Lanes of the warp that say yes: before this one, and all. Whole warps call it.
+  struct Lanes {
+    uint32_t before;
+    uint32_t all;
+  };
+  __device__ Lanes count_lanes(bool yes) const {
+    const uint32_t votes = __ballot_sync(0xffffffffu, yes);
+    return {static_cast<uint32_t>(__popc(votes & ((1u << lane()) - 1))), static_cast<uint32_t>(__popc(votes))};
   }
 
   template <class Access>
@@ -139,13 +151,13 @@ struct Exec {
   }
 
   template <class Raw>
-  __device__ void widen_fp8(const Raw& raw, float (&value)[kWirePack]) const {
+  __device__ void widen_fp8(const Raw& raw, float (&value)[sizeof(Raw)]) const {
     union {
       Raw raw;
-      uint16_t pair[kWirePack / 2];
+      uint16_t pair[sizeof(Raw) / 2];
     } both{raw};
 #pragma unroll
-    for (uint32_t i = 0; i < kWirePack / 2; ++i) {
+    for (uint32_t i = 0; i < sizeof(Raw) / 2; ++i) {
       const uint32_t halves = ptx::widen_e4m3x2(both.pair[i]);
       value[2 * i] = ptx::widen_f16(static_cast<uint16_t>(halves));
       value[2 * i + 1] = ptx::widen_f16(static_cast<uint16_t>(halves >> 16));
@@ -157,14 +169,24 @@ struct Exec {
   template <class Access>
   __device__ Access get_or_zero(const Access* from, uint32_t index) const {
     if constexpr (sizeof(Access) == sizeof(uint4)) {
-      union {
-        uint4 raw;
-        Access value;
-      } both{ptx::load_peer_if(from != nullptr, reinterpret_cast<const uint4*>(from) + index)};
-      return both.value;
+      return get_as<uint4>(from, index);
+    } else if constexpr (sizeof(Access) == sizeof(uint2)) {
+      return get_as<uint2>(from, index);
+    } else if constexpr (sizeof(Access) == sizeof(uint32_t)) {
+      return get_as<uint32_t>(from, index);
     } else {
       return from == nullptr ? Access{} : from[index];
     }
+  }
+
+ private:
+  template <class Raw, class Access>
+  __device__ static Access get_as(const Access* from, uint32_t index) {
+    union {
+      Raw raw;
+      Access value;
+    } both{ptx::load_peer_if(from != nullptr, reinterpret_cast<const Raw*>(from) + index)};
+    return both.value;
   }
 };
 

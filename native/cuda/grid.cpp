@@ -10,6 +10,10 @@ namespace {
 constexpr uint32_t kWarpThreads = 32;
 constexpr uint32_t kThreads = 256;
 constexpr uint32_t kLongSegment = 4 * kWarpBytes;
+constexpr uint32_t kPuttingSms = 48;  // keep the link busy with stores
+constexpr uint32_t kGettingSms = 64;  // ... with loads
+constexpr uint64_t kFewItems = 128;   // up to here warps split the targets of a segment
+constexpr uint64_t kLargeItems = 8;   // a warp: from here on a combine is large
 
 uint64_t ceil_div(uint64_t value, uint64_t divisor) { return (value + divisor - 1) / divisor; }
 
@@ -27,36 +31,60 @@ uint32_t blocks_for(uint64_t items, uint32_t threads, const Room& room) {
 }  // namespace
 
 putget_launch dispatch_launch(const Shape& shape, uint32_t num_tokens, const Room& room, const putget_launch& tuning) {
-  putget_launch launch{};
-  launch.threads = tuning.threads != 0 ? tuning.threads : threads_for(room);
-  const uint64_t warps = uint64_t{room.sms} * (launch.threads / kWarpThreads);
-  const auto items_with = [&](uint32_t segment_bytes) {
+  const auto items_with = [&](uint32_t segment_bytes, uint32_t splits) {
     DispatchCall call{};
-    cut_into_segments(call, shape, segment_bytes);
-    return uint64_t{num_tokens} * call.segments_per_token;
+    cut_into_items(call, shape, segment_bytes, splits);
+    return uint64_t{num_tokens} * call.items_per_token;
   };
-  launch.segment_bytes = tuning.segment_bytes != 0 ? tuning.segment_bytes : kWarpBytes;
-  while (items_with(launch.segment_bytes) >= kMaxItems ||
-         (tuning.segment_bytes == 0 && launch.segment_bytes < kLongSegment &&
-          items_with(launch.segment_bytes) > 2 * warps)) {
-    launch.segment_bytes *= 2;
+  const Room enough{std::min(room.sms, kPuttingSms), room.gpu_sms};
+  const uint64_t few_warps = uint64_t{enough.sms} * (kThreads / kWarpThreads);
+  putget_launch launch = tuning;
+  if (launch.threads == 0) {
+    launch.threads = items_with(kWarpBytes, 1) <= few_warps ? kThreads : threads_for(enough);
   }
-  launch.blocks = blocks_for(items_with(launch.segment_bytes), launch.threads, room);
-  if (tuning.blocks != 0) launch.blocks = std::min({tuning.blocks, room.sms, kMaxParts});
+  if (launch.segment_bytes == 0) {
+    const uint64_t warps = uint64_t{enough.sms} * (launch.threads / kWarpThreads);
+    launch.segment_bytes = kWarpBytes;
+    while (launch.segment_bytes < kLongSegment && items_with(launch.segment_bytes, 1) > warps) {
+      launch.segment_bytes *= 2;
+    }
+  }
+  if (launch.splits == 0) {
+    launch.splits = 1;
+    while (launch.splits < shape.ep_size && items_with(launch.segment_bytes, 2 * launch.splits) <= kFewItems) {
+      launch.splits *= 2;
+    }
+  }
+  while (items_with(launch.segment_bytes, launch.splits) >= kMaxItems) launch.segment_bytes *= 2;
+  if (launch.blocks == 0) {
+    launch.blocks = blocks_for(items_with(launch.segment_bytes, launch.splits), launch.threads, enough);
+  }
+  launch.blocks = std::min({launch.blocks, room.sms, kMaxParts});
   return launch;
 }
 
 putget_launch combine_launch(const Shape& shape, uint32_t num_tokens, bool moves_rows, const Room& room,
                              const putget_launch& tuning) {
-  putget_launch launch{};
-  launch.threads = tuning.threads != 0 ? tuning.threads : threads_for(room);
-  launch.segment_bytes = tuning.segment_bytes != 0 ? tuning.segment_bytes : kWarpBytes;
-  const uint32_t row_bytes = shape.wire_row_bytes();
-  while (uint64_t{num_tokens} * ceil_div(row_bytes, launch.segment_bytes) >= kMaxItems) launch.segment_bytes *= 2;
   // With rows to move first, the rows of all sources are work too, whose number only the device knows.
   const uint64_t rows = moves_rows ? std::max(num_tokens, shape.max_tokens_per_rank) : num_tokens;
-  launch.blocks = blocks_for(rows * ceil_div(row_bytes, launch.segment_bytes), launch.threads, room);
-  if (tuning.blocks != 0) launch.blocks = std::min({tuning.blocks, room.sms, kMaxParts});
+  const auto items_with = [&](uint32_t segment_bytes) {
+    return rows * ceil_div(shape.wire_row_bytes(), segment_bytes);
+  };
+  putget_launch launch = tuning;
+  launch.splits = 1;
+  const uint64_t warps = uint64_t{room.sms} * (kThreads / kWarpThreads);
+  const bool is_small = items_with(kWarpBytes) <= warps;
+  // So much that only the link counts: fewer SMs do as well.
+  const bool is_large = items_with(kLongSegment) >= kLargeItems * warps;
+  const Room enough{is_large ? std::min(room.sms, kGettingSms) : room.sms, room.gpu_sms};
+  if (launch.threads == 0) launch.threads = is_small ? kThreads : threads_for(enough);
+  if (launch.segment_bytes == 0) {
+    const bool has_warps_left = 2 * items_with(kWarpBytes) <= warps;
+    launch.segment_bytes = has_warps_left ? kWarpBytes : (is_large ? kLongSegment : kLongSegment / 2);
+  }
+  while (items_with(launch.segment_bytes) >= kMaxItems) launch.segment_bytes *= 2;
+  if (launch.blocks == 0) launch.blocks = blocks_for(items_with(launch.segment_bytes), launch.threads, enough);
+  launch.blocks = std::min({launch.blocks, room.sms, kMaxParts});
   return launch;
 }
 

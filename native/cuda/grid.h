@@ -15,10 +15,10 @@ namespace putget::cuda {
 
 constexpr uint32_t kThreadsPerSm = 256;
 constexpr uint32_t kMostThreads = 768;
-constexpr uint32_t kLaneBytes = 16;                   // one access
-constexpr uint32_t kWarpBytes = 32 * kLaneBytes;      // what a warp moves in one access
-constexpr uint32_t kPieceElements = 4 * kScaleBlock;  // of a row that is moved, for one warp at a time
-constexpr uint64_t kMaxItems = uint64_t{1} << 31;     // items are counted in 32 bits
+constexpr uint32_t kLaneBytes = 16;                // one access
+constexpr uint32_t kWarpBytes = 32 * kLaneBytes;   // what a warp moves in one access
+constexpr uint32_t kPieceBytes = 4 * kWarpBytes;   // of a row that is moved, for one warp at a time
+constexpr uint64_t kMaxItems = uint64_t{1} << 31;  // items are counted in 32 bits
 
 // What the rule goes by: SMs that the caller allows, and those of the GPU.
 struct Room {

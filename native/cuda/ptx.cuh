@@ -68,6 +68,37 @@ __device__ __forceinline__ uint4 load_peer_if(bool wanted, const uint4* address)
   return value;
 }
 
+__device__ __forceinline__ uint2 load_peer_if(bool wanted, const uint2* address) {
+  uint2 value;
+  asm volatile(
+      "{\n"
+      ".reg .pred wanted;\n"
+      "setp.ne.u32 wanted, %3, 0;\n"
+      "mov.u32 %0, 0;\n"
+      "mov.u32 %1, 0;\n"
+      "@wanted ld.global.L1::no_allocate.v2.u32 {%0, %1}, [%2];\n"
+      "}"
+      : "=&r"(value.x), "=&r"(value.y)
+      : "l"(address), "r"(static_cast<uint32_t>(wanted))
+      : "memory");
+  return value;
+}
+
+__device__ __forceinline__ uint32_t load_peer_if(bool wanted, const uint32_t* address) {
+  uint32_t value;
+  asm volatile(
+      "{\n"
+      ".reg .pred wanted;\n"
+      "setp.ne.u32 wanted, %2, 0;\n"
+      "mov.u32 %0, 0;\n"
+      "@wanted ld.global.u32 %0, [%1];\n"
+      "}"
+      : "=&r"(value)
+      : "l"(address), "r"(static_cast<uint32_t>(wanted))
+      : "memory");
+  return value;
+}
+
 // Two values as E4M3, rounded to nearest even, saturated; the first in the lower byte.
 __device__ __forceinline__ uint16_t narrow_e4m3x2(float low, float high) {
   uint16_t both;

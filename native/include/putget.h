@@ -71,6 +71,7 @@ typedef struct putget_launch {
   uint32_t blocks;
   uint32_t threads;       /* of a block, a multiple of 32 up to 768 */
   uint32_t segment_bytes; /* of a row, for one warp at a time; a multiple of 512 */
+  uint32_t splits;        /* dispatch: warps that share the targets of one segment; a power of two up to 128 */
 } putget_launch;
 
 typedef struct putget_config {

@@ -5,20 +5,14 @@
 
 namespace putget {
 
-// Calls body(Access{}) with the type whose size is `bytes`: 1, 2, 4, 8 or 16.
-template <class Exec, class Body>
-PUTGET_TEXT void with_access(uint32_t bytes, Body body) {
-  switch (bytes) {
-    case 16:
-      return body(typename Exec::Access16{});
-    case 8:
-      return body(typename Exec::Access8{});
-    case 4:
-      return body(uint32_t{});
-    case 2:
-      return body(uint16_t{});
-    default:
-      return body(uint8_t{});
+// Calls body(Access{}) with the type whose size is the widest access that rows allow, if that is less than 16 bytes:
+// they are moved correctly, not fast, so that two sizes will do.
+template <class Body>
+PUTGET_TEXT void with_narrow_access(uint32_t bytes, Body body) {
+  if (bytes >= sizeof(uint32_t)) {
+    body(uint32_t{});
+  } else {
+    body(uint8_t{});
   }
 }
 

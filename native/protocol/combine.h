@@ -36,6 +36,7 @@ struct CombineAhead {
       own_part = own_first_part(plan);
     }
     if (moves_rows(plan, call) && call.half != Half::kFinish) {
+      PUTGET_ROLLED
       for (uint32_t src = exec.thread(); src < plan.shape.ep_size; src += exec.threads()) {
         scratch.num_tokens[src] = static_cast<uint32_t>(plan.num_tokens[src]);
       }
@@ -97,11 +98,13 @@ PUTGET_TEXT void start_combine(Exec& exec, const Plan& plan, const CombineCall& 
 // Waits until every peer's rows are there. False: a deadline passed, or a peer released the round.
 template <class Exec>
 PUTGET_TEXT bool await_rows(Exec& exec, const Plan& plan, CombineScratch& scratch) {
+  if (plan.skips_waits) return true;
   WaitScratch& wait = scratch.wait;
   const uint32_t round = wait.head.epoch;
   const uint64_t first = glance<Tag::C3>(exec, plan, plan.layout.ended);
   observe_flags<Tag::C3>(exec, plan, plan.layout.ended, round, wait, first, [](uint32_t) { return true; });
   bool released = false;
+  PUTGET_ROLLED
   for (uint32_t peer = first_peer(exec); peer < plan.shape.ep_size; peer += exec.threads()) {
     if (wait.value[peer] != kEndedByRelease) continue;
     released = true;
@@ -132,7 +135,7 @@ PUTGET_TEXT void combine(Exec& exec, const Plan& plan, const CombineCall& call, 
   exec.mark_first(Stage::kStart);
   exec.wait_for_earlier_work();
   // What the experts wrote is made visible while the state is on its way.
-  if (exec.block() == 0 && exec.thread() < plan.shape.ep_size) exec.prepare_publish();
+  if (exec.block() == 0 && first_peer(exec) < plan.shape.ep_size) exec.prepare_publish();
   const CombineAhead ahead(exec, plan, call, scratch);
   exec.mark_first(Stage::kState);
   const StateHead& head = scratch.wait.head;

@@ -1,10 +1,11 @@
 // Dispatch: each rank puts its tokens' rows into the ranks that own their experts, one row per (token, rank).
 //
-// Work is divided into items, (token, segment), token-major: segment 0 carries ids and weights, the others are pieces
-// of payload rows. Each CTA takes a contiguous range of items, so a large batch gives a CTA many tokens and a small one
-// gives a token many CTAs. Each CTA tells the peers of its own part when that is there: the CTAs of a rank never meet.
-// What a CTA will need first is loaded before it knows the round: state, flags, ids and its first rows are on their way
-// together. docs/protocol.md explains the tags.
+// Work is divided into items, (token, segment, split), token-major: segment 0 carries ids and weights, the others are
+// pieces of payload rows; where there are few of them, several warps split the targets of each. Each CTA takes a
+// contiguous range of items, so a large batch gives a CTA many tokens and a small one gives a token many CTAs. Each CTA
+// tells the peers of its own part when that is there: the CTAs of a rank never meet. What a CTA will need first is
+// loaded before it knows the round: state, flags, ids and its first rows are on their way together. docs/protocol.md
+// explains the tags.
 #pragma once
 
 #include "protocol/access.h"
@@ -17,16 +18,19 @@ namespace putget {
 struct DispatchScratch {
   RouteScratch route;
   WaitScratch wait;
+  uint8_t* base[kMaxRanks];  // the plan's, where a thread finds any of them quickly
 };
 
 // Fills in how the call's rows are cut into segments. On the host, before the kernel.
-inline void cut_into_segments(DispatchCall& call, const Shape& shape, uint32_t segment_bytes) {
+inline void cut_into_items(DispatchCall& call, const Shape& shape, uint32_t segment_bytes, uint32_t splits) {
   call.segment_bytes = segment_bytes;
-  call.segments_per_token = 1;
+  uint32_t segments = 1;
   for (uint32_t p = 0; p < shape.num_payloads; ++p) {
     call.segments[p] = (shape.row_bytes[p] + segment_bytes - 1) / segment_bytes;
-    call.segments_per_token += call.segments[p];
+    segments += call.segments[p];
   }
+  call.splits = splits;
+  call.items_per_token = segments * splits;
 }
 
 // This CTA's part of the list of items, and the tokens it touches.
@@ -38,13 +42,13 @@ struct Share {
 
   template <class Exec>
   PUTGET_TEXT Share(const Exec& exec, const DispatchCall& call) {
-    const uint32_t items = call.num_tokens * call.segments_per_token;
+    const uint32_t items = call.num_tokens * call.items_per_token;
     const uint32_t each = items / exec.blocks();
     const uint32_t more = items % exec.blocks();
     begin = exec.block() * each + (exec.block() < more ? exec.block() : more);
     end = begin + each + (exec.block() < more ? 1 : 0);
-    first_token = begin / call.segments_per_token;
-    end_token = (end + call.segments_per_token - 1) / call.segments_per_token;
+    first_token = begin / call.items_per_token;
+    end_token = (end + call.items_per_token - 1) / call.items_per_token;
   }
 
   PUTGET_TEXT uint32_t chunk_of(uint32_t token) const {
@@ -52,20 +56,40 @@ struct Share {
   }
   // The first token whose header this CTA has: it also records the token's routes.
   PUTGET_TEXT uint32_t first_header(const DispatchCall& call) const {
-    return begin == first_token * call.segments_per_token ? first_token : first_token + 1;
+    return begin == first_token * call.items_per_token ? first_token : first_token + 1;
   }
 };
 
-// One item, whose source is loaded before its destinations are known. A warp calls it; targets are visited from the own
-// rank on, so that sources do not all write to the same rank at once.
+// Where the rows of one token go.
+struct Targets {
+  const RankSet& ranks;
+  const uint32_t* slot_of_rank;
+  uint8_t* const* base;
+  uint32_t split;
+  uint32_t splits;
+
+  // Calls visit(base, row) for this split's targets, from the own rank on, so that sources do not all write to the same
+  // rank at once.
+  template <class Visit>
+  PUTGET_TEXT void visit(const Plan& plan, Visit visit) const {
+    const uint32_t ep_size = plan.shape.ep_size;
+    uint32_t count = 0;
+    ranks.visit_from(plan.shape.ep_rank, ep_size, [&](uint32_t rank) {
+      if ((count++ & (splits - 1)) != split) return;
+      visit(base[rank], row_index(slot_of_rank[rank], plan.shape.ep_rank, ep_size));
+    });
+  }
+};
+
+// One item, whose source is loaded before its destinations are known. A warp calls it.
 template <class Exec>
 class Item {
   using Wide = typename Exec::Access16;
 
  public:
   PUTGET_TEXT Item(const Plan& plan, const DispatchCall& call, uint32_t index)
-      : token_(index / call.segments_per_token) {
-    const uint32_t segment = index % call.segments_per_token;
+      : token_(index / call.items_per_token), split_(index % call.splits), splits_(call.splits) {
+    const uint32_t segment = index % call.items_per_token / call.splits;
     is_header_ = segment == 0;
     if (is_header_) return;
     uint32_t piece = segment - 1;
@@ -88,31 +112,22 @@ class Item {
     }
   }
 
-  PUTGET_TEXT void put(Exec& exec, const Plan& plan, const Router& router, const RankSet& targets,
-                       const uint32_t* slot_of_rank) {
+  PUTGET_TEXT void put(Exec& exec, const Plan& plan, const Router& router, const RankSet& ranks,
+                       const uint32_t* slot_of_rank, uint8_t* const* base) {
+    const Targets targets{ranks, slot_of_rank, base, split_, splits_};
     if (is_header_) {
-      put_header(exec, plan, router, targets, slot_of_rank);
+      put_header(exec, plan, router, targets);
     } else if (access_bytes_ == sizeof(Wide)) {
-      put_wide(exec, plan, targets, slot_of_rank);
+      put_wide(exec, plan, targets);
     } else {
-      with_access<Exec>(access_bytes_,
-                        [&](auto access) { put_narrow<decltype(access)>(exec, plan, targets, slot_of_rank); });
+      with_narrow_access(access_bytes_, [&](auto access) {
+        put_narrow<decltype(access)>(exec, plan, targets, source_, region_, row_bytes_, bytes_);
+      });
     }
   }
 
  private:
   static constexpr uint32_t kUnroll = Exec::template put_unroll<Wide>();
-
-  // Calls visit(rank, slot) for every target.
-  template <class Visit>
-  PUTGET_TEXT void for_each_target(const Plan& plan, const RankSet& targets, const uint32_t* slot_of_rank,
-                                   Visit visit) const {
-    for (uint32_t step = 0; step < plan.shape.ep_size; ++step) {
-      uint32_t rank = plan.shape.ep_rank + step;
-      if (rank >= plan.shape.ep_size) rank -= plan.shape.ep_size;
-      if (targets.has(rank)) visit(rank, row_index(slot_of_rank[rank], plan.shape.ep_rank, plan.shape.ep_size));
-    }
-  }
 
   PUTGET_TEXT void load_header(const Plan& plan, const DispatchCall& call, uint32_t k) {
     const uint64_t index = uint64_t{token_} * plan.shape.top_k + k;
@@ -121,16 +136,16 @@ class Item {
   }
 
   // Ids and weights, each as one row per target.
-  PUTGET_TEXT void put_header(Exec& exec, const Plan& plan, const Router& router, const RankSet& targets,
-                              const uint32_t* slot_of_rank) {
+  PUTGET_TEXT void put_header(Exec& exec, const Plan& plan, const Router& router, const Targets& targets) {
     const uint32_t top_k = plan.shape.top_k;
+    PUTGET_ROLLED
     for (uint32_t k = exec.lane(); k < top_k; k += exec.lanes()) {
       if (k >= exec.lanes()) load_header(plan, router.call, k);
       const int32_t id = router.expert(token_, id_[0]);
       const float weight = weight_;
-      for_each_target(plan, targets, slot_of_rank, [&](uint32_t rank, uint64_t row) {
-        reinterpret_cast<int32_t*>(plan.base[rank] + plan.layout.topk_ids)[row * top_k + k] = id;        // [D2]
-        reinterpret_cast<float*>(plan.base[rank] + plan.layout.topk_weights)[row * top_k + k] = weight;  // [D2]
+      targets.visit(plan, [&](uint8_t* base, uint64_t row) {
+        reinterpret_cast<int32_t*>(base + plan.layout.topk_ids)[row * top_k + k] = id;        // [D2]
+        reinterpret_cast<float*>(base + plan.layout.topk_weights)[row * top_k + k] = weight;  // [D2]
       });
     }
   }
@@ -144,11 +159,12 @@ class Item {
     }
   }
 
-  PUTGET_TEXT void put_wide(Exec& exec, const Plan& plan, const RankSet& targets, const uint32_t* slot_of_rank) {
+  PUTGET_TEXT void put_wide(Exec& exec, const Plan& plan, const Targets& targets) {
     const uint32_t count = bytes_ / sizeof(Wide);
+    PUTGET_ROLLED
     for (uint32_t first = exec.lane(); first < count;) {
-      for_each_target(plan, targets, slot_of_rank, [&](uint32_t rank, uint64_t row) {
-        Wide* to = reinterpret_cast<Wide*>(plan.base[rank] + region_ + row * row_bytes_);
+      targets.visit(plan, [&](uint8_t* base, uint64_t row) {
+        Wide* to = reinterpret_cast<Wide*>(base + region_ + row * row_bytes_);
         PUTGET_UNROLL
         for (uint32_t u = 0; u < kUnroll; ++u) {
           const uint32_t i = first + u * exec.lanes();
@@ -160,25 +176,29 @@ class Item {
     }
   }
 
+  // Static, and with what it needs by value: so the item itself stays in registers.
   template <class Access>
-  PUTGET_TEXT void put_narrow(Exec& exec, const Plan& plan, const RankSet& targets,
-                              const uint32_t* slot_of_rank) const {
-    const Access* from = reinterpret_cast<const Access*>(source_);
-    for (uint32_t i = exec.lane(); i < bytes_ / sizeof(Access); i += exec.lanes()) {
+  PUTGET_RARE static void put_narrow(Exec& exec, const Plan& plan, const Targets targets, const uint8_t* source,
+                                     uint64_t region, uint32_t row_bytes, uint32_t bytes) {
+    const Access* from = reinterpret_cast<const Access*>(source);
+    PUTGET_ROLLED
+    for (uint32_t i = exec.lane(); i < bytes / sizeof(Access); i += exec.lanes()) {
       const Access value = from[i];
-      for_each_target(plan, targets, slot_of_rank, [&](uint32_t rank, uint64_t row) {
-        exec.put(reinterpret_cast<Access*>(plan.base[rank] + region_ + row * row_bytes_) + i, value);  // [D2]
+      targets.visit(plan, [&](uint8_t* base, uint64_t row) {
+        exec.put(reinterpret_cast<Access*>(base + region + row * row_bytes) + i, value);  // [D2]
       });
     }
   }
 
   uint32_t token_;
+  uint32_t split_;
+  uint32_t splits_;
   bool is_header_;
-  uint32_t row_bytes_;
-  uint32_t bytes_;
-  uint32_t access_bytes_;
-  const uint8_t* source_;
-  uint64_t region_;  // of the payload, from the segment's first byte on
+  uint32_t row_bytes_ = 0;
+  uint32_t bytes_ = 0;
+  uint32_t access_bytes_ = 0;
+  const uint8_t* source_ = nullptr;
+  uint64_t region_ = 0;  // of the payload, from the segment's first byte on
   Ids<1> id_;
   float weight_;
   Wide ahead_[kUnroll];
@@ -188,17 +208,22 @@ class Item {
 template <class Exec>
 struct Ahead {
   uint64_t ended;  // this thread's glance at D1
-  IdBatch ids;     // of this thread's first token
+  IdBatch ids;     // of this thread's first token before the share
+  Ids<1> id;       // this thread's first one in the share's first chunk
   Item<Exec> item;
   uint32_t index;  // of the item
 
   PUTGET_TEXT Ahead(Exec& exec, const Plan& plan, const DispatchCall& call, const Share& share)
-      : ended(glance<Tag::D1>(exec, plan, plan.layout.ended)),
-        item(plan, call, share.begin + exec.warp()),
-        index(share.begin + exec.warp()) {
-    if (exec.thread() < share.first_token + share.chunk_of(share.first_token)) {
-      load_ids(ids, plan, call, exec.thread(), 0);
+      : item(plan, call, share.begin + exec.warp()), index(share.begin + exec.warp()) {}
+
+  // Issues the loads.
+  PUTGET_TEXT void load(Exec& exec, const Plan& plan, const DispatchCall& call, const Share& share) {
+    ended = glance<Tag::D1>(exec, plan, plan.layout.ended);
+    const uint32_t top_k = plan.shape.top_k;
+    if (exec.thread() < share.chunk_of(share.first_token) * top_k) {
+      id.load(call, uint64_t{share.first_token} * top_k + exec.thread(), 1);
     }
+    if (exec.thread() < share.first_token) load_ids(ids, plan, call, exec.thread(), 0);
     if (index < share.end) item.load(exec, plan, call);
   }
 };
@@ -207,12 +232,12 @@ struct Ahead {
 template <class Exec>
 PUTGET_TEXT void put_chunk(Exec& exec, const Plan& plan, const DispatchCall& call, const Router& router,
                            const Share& share, uint32_t token, uint32_t count, Ahead<Exec>& ahead,
-                           const RouteScratch& scratch) {
-  const uint32_t chunk_end = (token + count) * call.segments_per_token;
+                           const DispatchScratch& scratch) {
+  const uint32_t chunk_end = (token + count) * call.items_per_token;
   const uint32_t to = share.end < chunk_end ? share.end : chunk_end;
   while (ahead.index < to) {
-    const uint32_t in_chunk = ahead.index / call.segments_per_token - token;
-    ahead.item.put(exec, plan, router, scratch.targets[in_chunk], scratch.slot[in_chunk]);
+    const uint32_t in_chunk = ahead.index / call.items_per_token - token;
+    ahead.item.put(exec, plan, router, scratch.route.targets[in_chunk], scratch.route.slot[in_chunk], scratch.base);
     ahead.index += exec.warps();
     if (ahead.index >= share.end) break;
     ahead.item = Item<Exec>(plan, call, ahead.index);
@@ -227,8 +252,9 @@ PUTGET_TEXT bool begin_round(Exec& exec, const Plan& plan, const Router& router,
                              DispatchScratch& scratch) {
   WaitScratch& wait = scratch.wait;
   const uint32_t previous = wait.head.epoch;
-  route_tokens(exec, router, ahead.ids, 0, share.first_token, share.chunk_of(share.first_token),
-               share.first_header(router.call), scratch.route);
+  route_chunk(exec, router, ahead.id, share.first_token, share.chunk_of(share.first_token),
+              share.first_header(router.call), scratch.route);
+  count_rows(exec, router, ahead.ids, share.first_token, scratch.route);
   observe_flags<Tag::D1>(exec, plan, plan.layout.ended, previous, wait, ahead.ended, [](uint32_t) { return true; });
   exec.sync();
   const bool ended = wait.missing.empty();
@@ -246,20 +272,25 @@ PUTGET_TEXT bool begin_round(Exec& exec, const Plan& plan, const Router& router,
 // wait until the peers have been told.
 template <class Exec>
 PUTGET_TEXT uint32_t put_share(Exec& exec, const Plan& plan, const DispatchCall& call, const Router& router,
-                               const Share& share, Ahead<Exec>& ahead, RouteScratch& scratch) {
+                               const Share& share, Ahead<Exec>& ahead, DispatchScratch& all) {
+  RouteScratch& scratch = all.route;
   uint32_t chunk = share.first_token;
+  PUTGET_ROLLED
   for (uint32_t token = share.first_token; token < share.end_token; token += kChunkTokens) {
     const uint32_t count = share.chunk_of(token);
     if (token != share.first_token) {
       record_routes(exec, plan, chunk, share.chunk_of(chunk), share.first_header(call), scratch);
       exec.sync();  // the last chunk's puts have read the scratch
-      if (exec.thread() < count) load_ids(ahead.ids, plan, call, token + exec.thread(), 0);
-      route_tokens(exec, router, ahead.ids, token, token, count, token, scratch);
+      clear_targets(exec, scratch);
+      const uint32_t top_k = plan.shape.top_k;
+      if (exec.thread() < count * top_k) ahead.id.load(call, uint64_t{token} * top_k + exec.thread(), 1);
+      exec.sync();
+      route_chunk(exec, router, ahead.id, token, count, token, scratch);
       exec.sync();
     }
     assign_slots(exec, plan.shape.ep_size, count, scratch);
     exec.mark_first(Stage::kSlots);
-    put_chunk(exec, plan, call, router, share, token, count, ahead, scratch);
+    put_chunk(exec, plan, call, router, share, token, count, ahead, all);
     chunk = token;
   }
   return chunk;
@@ -268,7 +299,8 @@ PUTGET_TEXT uint32_t put_share(Exec& exec, const Plan& plan, const DispatchCall&
 // Shows what arrived: num_tokens, and -1 in every empty slot's ids. Clears only what may differ from -1. One CTA calls
 // it.
 template <class Exec>
-PUTGET_TEXT void show_received(Exec& exec, const Plan& plan, uint32_t max_rows, const WaitScratch& wait) {
+PUTGET_TEXT void show_received(Exec& exec, const Plan& plan, uint32_t max_rows, uint32_t round,
+                               const WaitScratch& wait) {
   const StateHead& head = wait.head;
   const uint32_t top_k = plan.shape.top_k;
   const uint32_t capacity = plan.shape.max_tokens_per_rank;
@@ -276,48 +308,36 @@ PUTGET_TEXT void show_received(Exec& exec, const Plan& plan, uint32_t max_rows, 
   const auto shown = [&](uint32_t src) { return wait.rows[src] < max_rows ? wait.rows[src] : max_rows; };
   const auto dirty_end = [&](uint32_t src) { return same_geometry ? head.left[src] : capacity; };
   bool dirty = false;
+  PUTGET_ROLLED
   for (uint32_t src = exec.thread(); src < plan.shape.ep_size; src += exec.threads()) {
     plan.num_tokens[src] = static_cast<int32_t>(shown(src));
     plan.state->head.left[src] = shown(src);
     dirty = dirty || dirty_end(src) > shown(src);
+    if (wait.rows[src] > max_rows) report_capacity(exec, plan, round, src, wait.rows[src], max_rows);
   }
-  if (exec.thread() == 0) {
+  if (exec.thread() == 0 && !same_geometry) {
     plan.state->head.ids_top_k = top_k;
     plan.state->head.ids_capacity = capacity;
   }
   if (!exec.any(dirty)) return;
   int32_t* ids = reinterpret_cast<int32_t*>(plan.own() + plan.layout.topk_ids);
+  PUTGET_ROLLED
   for (uint32_t src = 0; src < plan.shape.ep_size; ++src) {
     const uint32_t words = dirty_end(src) > shown(src) ? (dirty_end(src) - shown(src)) * top_k : 0;
+    PUTGET_ROLLED
     for (uint32_t i = exec.thread(); i < words; i += exec.threads()) {
       ids[row_index(shown(src) + i / top_k, src, plan.shape.ep_size) * top_k + i % top_k] = -1;
     }
   }
 }
 
-// Reports the sources that sent more than this rank allows.
-template <class Exec>
-PUTGET_TEXT void check_capacity(Exec& exec, const Plan& plan, uint32_t max_rows, uint32_t round,
-                                const WaitScratch& wait) {
-  for (uint32_t src = exec.thread(); src < plan.shape.ep_size; src += exec.threads()) {
-    if (wait.rows[src] <= max_rows) continue;
-    FaultRecord record{};
-    record.kind = static_cast<uint32_t>(FaultKind::kCapacity);
-    record.phase = static_cast<uint32_t>(Phase::kDispatch);
-    record.epoch = round;
-    record.source = src;
-    record.rows = wait.rows[src];
-    record.allowed = max_rows;
-    report_fault(exec, plan, record);
-  }
-}
-
 // After a fault: nothing is shown.
 template <class Exec>
-PUTGET_TEXT void show_nothing(Exec& exec, const Plan& plan, WaitScratch& wait) {
+PUTGET_RARE void show_nothing(Exec& exec, const Plan& plan, WaitScratch& wait) {
+  PUTGET_ROLLED
   for (uint32_t src = exec.thread(); src < plan.shape.ep_size; src += exec.threads()) wait.rows[src] = 0;
   exec.sync();
-  show_received(exec, plan, 0, wait);
+  show_received(exec, plan, 0, wait.head.epoch + 1, wait);
 }
 
 // The start half: puts this CTA's share and tells every peer so. The round's state has been looked at. False: a fault.
@@ -332,7 +352,7 @@ PUTGET_TEXT bool start_dispatch(Exec& exec, const Plan& plan, const DispatchCall
     return false;
   }
   exec.mark_first(Stage::kWaited);
-  const uint32_t chunk = put_share(exec, plan, call, router, share, ahead, scratch.route);
+  const uint32_t chunk = put_share(exec, plan, call, router, share, ahead, scratch);
   exec.sync();
   exec.mark_first(Stage::kPut);
   publish_part<Tag::D3>(exec, plan, head.active, plan.layout.arrived, head.epoch + 1,
@@ -353,16 +373,15 @@ PUTGET_TEXT void finish_dispatch(Exec& exec, const Plan& plan, const DispatchCal
   exec.let_later_work_begin();
   exec.mark(Stage::kObserved);
   if (!complete && state.head.fault != 0) return show_nothing(exec, plan, wait);
-  show_received(exec, plan, call.max_rows, wait);
-  exec.mark(Stage::kShown);
-  if (!complete && exec.thread() == 0) report_timeout(exec, plan, Phase::kDispatch, round, wait.missing);
-  check_capacity(exec, plan, call.max_rows, round, wait);
-  if (exec.thread() != 0) return;
-  state.head.rounds = head.rounds + 1;
-  state.head.epoch = round;
-  state.head.opened_by = plan.object_id;
-  state.head.num_tokens = call.num_tokens;
-  state.head.open = 1;
+  if (exec.thread() == 0) {
+    state.head.rounds = head.rounds + 1;
+    state.head.epoch = round;
+    state.head.opened_by = plan.object_id;
+    state.head.num_tokens = call.num_tokens;
+    state.head.open = 1;
+    if (!complete) report_timeout(exec, plan, Phase::kDispatch, round, wait.missing);
+  }
+  show_received(exec, plan, call.max_rows, round, wait);
   exec.mark(Stage::kDone);
 }
 
@@ -373,11 +392,11 @@ PUTGET_TEXT uint64_t own_first_part(const Plan& plan) {
 
 // The start half of every CTA. False: a fault.
 template <class Exec>
-PUTGET_TEXT bool run_start_half(Exec& exec, const Plan& plan, const DispatchCall& call, DispatchScratch& scratch) {
+PUTGET_TEXT bool run_start_half(Exec& exec, const Plan& plan, const DispatchCall& call, const Share& share,
+                                Ahead<Exec>& ahead, DispatchScratch& scratch) {
   const StateHead& head = scratch.wait.head;
-  const Share share(exec, call);
+  ahead.load(exec, plan, call, share);
   prepare_routes(exec, plan, scratch.route);
-  Ahead<Exec> ahead(exec, plan, call, share);
   const uint64_t own_part = exec.block() == 0 ? own_first_part(plan) : 0;
   exec.sync();
   exec.mark_first(Stage::kState);
@@ -405,6 +424,12 @@ PUTGET_TEXT bool may_finish(Exec& exec, const Plan& plan, const StateHead& head)
 template <class Exec>
 PUTGET_TEXT void dispatch(Exec& exec, const Plan& plan, const DispatchCall& call, DispatchScratch& scratch) {
   exec.mark_first(Stage::kStart);
+  PUTGET_ROLLED
+  for (uint32_t rank = exec.thread(); rank < plan.shape.ep_size; rank += exec.threads()) {
+    scratch.base[rank] = plan.base[rank];
+  }
+  const Share share(exec, call);
+  Ahead<Exec> ahead(exec, plan, call, share);
   exec.wait_for_earlier_work();
   look_at_state(exec, plan, scratch.wait);
   bool well;
@@ -412,7 +437,7 @@ PUTGET_TEXT void dispatch(Exec& exec, const Plan& plan, const DispatchCall& call
     exec.sync();
     well = may_finish(exec, plan, scratch.wait.head);
   } else {
-    well = run_start_half(exec, plan, call, scratch);
+    well = run_start_half(exec, plan, call, share, ahead, scratch);
   }
   if (call.half == Half::kStart || exec.block() != 0) return;
   if (well) {

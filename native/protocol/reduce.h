@@ -118,7 +118,7 @@ struct SameWire {
 
 // Quantised rows.
 struct Fp8Wire {
-  static constexpr uint32_t kElements = kWirePack;
+  static constexpr uint32_t kElements = 8;  // 16 of each row in flight would not fit into registers
   static constexpr bool kIsScaled = true;
   using Raw = Pack<Fp8, kElements>;
 
@@ -240,7 +240,7 @@ struct Reduction {
     if constexpr (!Wire::kIsScaled) return 1.0f;
     if (plan.shape.wire_type == WireType::kFp8Static) return plan.wire_scale;
     const float* scales = row == nullptr ? nullptr : reinterpret_cast<const float*>(row + plan.shape.scales_offset());
-    return exec.get_or_zero(scales, pack / (kScaleBlock / kWirePack));  // [C4] [C9]
+    return exec.get_or_zero(scales, pack / (kScaleBlock / Wire::kElements));  // [C4] [C9]
   }
 };
 

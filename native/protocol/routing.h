@@ -21,11 +21,20 @@ struct RouteScratch {
   int8_t rank_of_expert[kTableExperts];    // the first entries of expert_to_rank; -1 where there is no such rank
 };
 
+template <class Exec>
+PUTGET_TEXT void clear_targets(Exec& exec, RouteScratch& scratch) {
+  PUTGET_ROLLED
+  for (uint32_t i = exec.thread(); i < kChunkTokens; i += exec.threads()) scratch.targets[i] = RankSet::none();
+}
+
 // Begins a CTA's work on routes. Needs nothing that peers or earlier rounds wrote. A block barrier must follow.
 template <class Exec>
 PUTGET_TEXT void prepare_routes(Exec& exec, const Plan& plan, RouteScratch& scratch) {
+  PUTGET_ROLLED
   for (uint32_t rank = exec.thread(); rank < plan.shape.ep_size; rank += exec.threads()) scratch.rows[rank] = 0;
+  clear_targets(exec, scratch);
   const uint32_t experts = plan.shape.num_experts < kTableExperts ? plan.shape.num_experts : kTableExperts;
+  PUTGET_ROLLED
   for (uint32_t expert = exec.thread(); expert < experts; expert += exec.threads()) {
     const int32_t rank = plan.expert_to_rank[expert];
     const bool exists = rank >= 0 && rank < static_cast<int32_t>(plan.shape.ep_size);
@@ -102,73 +111,75 @@ struct Router {
     return token < num_valid && is_expert(id) ? static_cast<int32_t>(id) : -1;
   }
 
-  // The active rank that owns an expert, or -1.
-  PUTGET_TEXT int32_t rank_of(int64_t id) const {
-    if (!is_expert(id)) return -1;
+  // Neither an expert nor "no expert".
+  PUTGET_TEXT bool is_invalid(uint32_t token, int64_t id) const {
+    return token < num_valid && !is_expert(id) && id != -1;
+  }
+
+  // The active rank that owns the expert, or -1.
+  PUTGET_TEXT int32_t rank_of(uint32_t token, int64_t id) const {
+    if (token >= num_valid || !is_expert(id)) return -1;
     const int32_t rank = id < kTableExperts ? rank_of_expert[id] : plan.expert_to_rank[id];
     return rank >= 0 && rank < static_cast<int32_t>(plan.shape.ep_size) && active.has(rank) ? rank : -1;
   }
-
-  // Calls visit(k, rank, invalid) for each of the token's experts: its rank, and whether the id was neither an expert
-  // nor -1. `ids` has the first ones already.
-  template <class Visit>
-  PUTGET_TEXT void visit_ranks(uint32_t token, IdBatch& ids, Visit visit) const {
-    const uint32_t top_k = plan.shape.top_k;
-    for (uint32_t first = 0; first < top_k; first += kIdBatch) {
-      if (first != 0) load_ids(ids, plan, call, token, first);
-      PUTGET_UNROLL
-      for (uint32_t i = 0; i < kIdBatch; ++i) {
-        if (first + i >= top_k) break;
-        if (token >= num_valid) {
-          visit(first + i, -1, false);
-        } else {
-          visit(first + i, rank_of(ids[i]), !is_expert(ids[i]) && ids[i] != -1);
-        }
-      }
-    }
-  }
 };
 
-// Routes tokens [first, first + count), count <= kChunkTokens, into the scratch, and counts what tokens [begin, first)
-// send to each rank. Ids that are not valid are added to *invalid_ids for tokens from `counted` on. `ids` has those of
-// this thread's first token, begin + thread. A block barrier must follow.
+// Counts what tokens [0, end) send to each rank. `ids` has those of this thread's first token. A block barrier must
+// follow.
 template <class Exec>
-PUTGET_TEXT void route_tokens(Exec& exec, const Router& router, IdBatch& ids, uint32_t begin, uint32_t first,
-                              uint32_t count, uint32_t counted, RouteScratch& scratch) {
-  for (uint32_t base = begin; base < first + count; base += exec.threads()) {
+PUTGET_TEXT void count_rows(Exec& exec, const Router& router, IdBatch& ids, uint32_t end, RouteScratch& scratch) {
+  const uint32_t top_k = router.plan.shape.top_k;
+  PUTGET_ROLLED
+  for (uint32_t base = 0; base < end; base += exec.threads()) {
     const uint32_t token = base + exec.thread();
     RankSet set = RankSet::none();
-    if (base != begin && token < first + count) load_ids(ids, router.plan, router.call, token, 0);
-    if (token < first) {
-      router.visit_ranks(token, ids, [&](uint32_t, int32_t rank, bool) {
+    PUTGET_ROLLED
+    for (uint32_t first = 0; first < top_k && token < end; first += kIdBatch) {
+      if (base != 0 || first != 0) load_ids(ids, router.plan, router.call, token, first);
+      PUTGET_UNROLL
+      for (uint32_t i = 0; i < kIdBatch; ++i) {
+        const int32_t rank = first + i < top_k ? router.rank_of(token, ids[i]) : -1;
         if (rank >= 0) set.insert(rank);
-      });
-    } else if (token < first + count) {
-      uint32_t invalid = 0;
-      int8_t* ranks = scratch.rank[token - first];
-      router.visit_ranks(token, ids, [&](uint32_t k, int32_t rank, bool is_invalid) {
-        ranks[k] = static_cast<int8_t>(rank);
-        if (rank >= 0) set.insert(rank);
-        if (is_invalid) ++invalid;
-      });
-      scratch.targets[token - first] = set;
-      if (invalid != 0 && token >= counted) exec.add(router.plan.invalid_ids, invalid);
-      set = RankSet::none();  // not a predecessor
+      }
     }
-    if (base < first) exec.count(set, router.plan.shape.ep_size, scratch.rows);
+    exec.count(set, router.plan.shape.ep_size, scratch.rows);
   }
 }
 
-// Gives every token of the chunk its slots and advances scratch.rows past them. Ends with a block barrier.
+// Routes tokens [first, first + count), count <= kChunkTokens; one thread takes one expert of one token. Ids that are
+// not valid are counted for tokens from `counted` on. `id` is this thread's first one; scratch.targets are empty. A
+// block barrier must follow.
+template <class Exec>
+PUTGET_TEXT void route_chunk(Exec& exec, const Router& router, Ids<1>& id, uint32_t first, uint32_t count,
+                             uint32_t counted, RouteScratch& scratch) {
+  const uint32_t top_k = router.plan.shape.top_k;
+  PUTGET_ROLLED
+  for (uint32_t index = exec.thread(); index < count * top_k; index += exec.threads()) {
+    if (index != exec.thread()) id.load(router.call, uint64_t{first} * top_k + index, 1);
+    const uint32_t token = first + index / top_k;
+    const int32_t rank = router.rank_of(token, id[0]);
+    scratch.rank[index / top_k][index % top_k] = static_cast<int8_t>(rank);
+    if (rank >= 0) exec.insert(scratch.targets[index / top_k], rank);
+    if (router.is_invalid(token, id[0]) && token >= counted) exec.add(router.plan.invalid_ids, 1);
+  }
+}
+
+// Gives every token of the chunk its slots and advances scratch.rows past them. A warp takes one rank. Ends with a
+// block barrier.
 template <class Exec>
 PUTGET_TEXT void assign_slots(Exec& exec, uint32_t ep_size, uint32_t count, RouteScratch& scratch) {
-  for (uint32_t rank = exec.thread(); rank < ep_size; rank += exec.threads()) {
+  PUTGET_ROLLED
+  for (uint32_t rank = exec.warp(); rank < ep_size; rank += exec.warps()) {
     uint32_t next = scratch.rows[rank];
-    for (uint32_t i = 0; i < count; ++i) {
-      scratch.slot[i][rank] = next;
-      if (scratch.targets[i].has(rank)) ++next;
+    PUTGET_ROLLED
+    for (uint32_t first = 0; first < count; first += exec.lanes()) {
+      const uint32_t i = first + exec.lane();
+      const auto [before, all] = exec.count_lanes(i < count && scratch.targets[i].has(rank));
+      if (i < count) scratch.slot[i][rank] = next + before;
+      next += all;
     }
-    scratch.rows[rank] = next;
+    exec.sync_warp();
+    if (exec.lane() == 0) scratch.rows[rank] = next;
   }
   exec.sync();
 }
@@ -179,12 +190,14 @@ template <class Exec>
 PUTGET_TEXT void record_routes(Exec& exec, const Plan& plan, uint32_t first, uint32_t count, uint32_t recorded,
                                const RouteScratch& scratch) {
   const uint32_t top_k = plan.shape.top_k;
+  PUTGET_ROLLED
   for (uint32_t index = exec.thread(); index < count * top_k; index += exec.threads()) {
     const uint32_t i = index / top_k;
     const uint32_t k = index % top_k;
     if (first + i < recorded) continue;
     const int32_t rank = scratch.rank[i][k];
     bool owner = rank >= 0;
+    PUTGET_ROLLED
     for (uint32_t earlier = 0; earlier < k; ++earlier) owner = owner && scratch.rank[i][earlier] != rank;
     const uint64_t entry = uint64_t{first + i} * top_k + k;
     plan.target_ranks[entry] = owner ? rank : -1;

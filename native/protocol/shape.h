@@ -6,18 +6,24 @@
 
 // PUTGET_PURE: usable from the host and from kernels. PUTGET_TEXT: the protocol text itself, which runs where its Exec
 // runs.
+// PUTGET_RARE: the same for what hardly ever runs: kept out of the way of what does, because a kernel of a few
+// microseconds waits for every instruction that its cache has not seen.
 #if defined(__CUDACC__)
 #define PUTGET_PURE __host__ __device__ __forceinline__
 #define PUTGET_TEXT __device__ __forceinline__
+#define PUTGET_RARE __device__ __noinline__
 #else
 #define PUTGET_PURE inline
 #define PUTGET_TEXT inline
+#define PUTGET_RARE [[gnu::noinline]] inline
 #endif
 
 #if defined(__CUDA_ARCH__)
 #define PUTGET_UNROLL _Pragma("unroll")
+#define PUTGET_ROLLED _Pragma("unroll 1")
 #else
 #define PUTGET_UNROLL
+#define PUTGET_ROLLED
 #endif
 
 namespace putget {
@@ -67,6 +73,15 @@ struct Shape {
   PUTGET_PURE bool has_transit() const { return pushes || quantised(); }
 };
 
+// Index of the lowest bit that is set.
+PUTGET_PURE uint32_t lowest_bit(uint32_t bits) {
+#if defined(__CUDA_ARCH__)
+  return __ffs(static_cast<int>(bits)) - 1;
+#else
+  return static_cast<uint32_t>(__builtin_ctz(bits));
+#endif
+}
+
 // A set of ranks of the expert-parallel group.
 struct RankSet {
   static constexpr uint32_t kWords = kMaxRanks / 32;
@@ -78,6 +93,21 @@ struct RankSet {
   PUTGET_PURE void insert(uint32_t rank) {
     PUTGET_UNROLL
     for (uint32_t i = 0; i < kWords; ++i) word[i] |= i == rank / 32 ? 1u << (rank % 32) : 0u;
+  }
+  // Calls visit(rank) for each of the first `count` ranks that are in the set: from `first` on, then those before it.
+  template <class Visit>
+  PUTGET_PURE void visit_from(uint32_t first, uint32_t count, Visit visit) const {
+    PUTGET_ROLLED
+    for (uint32_t pass = 0; pass < 2; ++pass) {
+      PUTGET_ROLLED
+      for (uint32_t w = 0; w * 32 < count; ++w) {
+        const uint32_t below = first <= w * 32 ? 0 : (first - w * 32 >= 32 ? ~0u : (1u << (first - w * 32)) - 1);
+        PUTGET_ROLLED
+        for (uint32_t bits = word[w] & (pass == 0 ? ~below : below); bits != 0; bits &= bits - 1) {
+          visit(w * 32 + lowest_bit(bits));
+        }
+      }
+    }
   }
   PUTGET_PURE bool empty() const {
     uint32_t any = 0;

@@ -61,7 +61,10 @@ PUTGET_TEXT void look_at_state(Exec& exec, const Plan& plan, WaitScratch& scratc
   const uint32_t words = offsetof(StateHead, left) / sizeof(uint32_t) + plan.shape.ep_size;
   const uint32_t* from = reinterpret_cast<const uint32_t*>(&plan.state->head);
   uint32_t* to = reinterpret_cast<uint32_t*>(&scratch.head);
+  PUTGET_ROLLED
   for (uint32_t i = exec.thread(); i < words; i += exec.threads()) to[i] = from[i];
+  PUTGET_ROLLED
+  for (uint32_t peer = exec.thread(); peer < plan.shape.ep_size; peer += exec.threads()) scratch.rows[peer] = 0;
   if (exec.thread() == 0) scratch.missing = RankSet::none();
 }
 
@@ -72,12 +75,20 @@ PUTGET_TEXT uint64_t deadline_ns(const Plan& plan, const StateHead& head) {
   return head.rounds <= kCounted ? plan.warmup_timeout_ns : plan.timeout_ns;
 }
 
+// The peer whose flag a thread stores and waits for first: the CTA's last thread takes the first peer, so that the
+// first threads may do other work meanwhile.
+template <class Exec>
+PUTGET_TEXT uint32_t first_peer(const Exec& exec) {
+  return exec.threads() - 1 - exec.thread();
+}
+
 // Stores this rank's flag (epoch, value_of(peer)) into every active peer's memory, its own included. Covers everything
 // that happened before in this thread, and, through the block barrier before it, in this CTA.
 template <Tag tag, class Exec, class ValueOf>
 PUTGET_TEXT void publish_all(Exec& exec, const Plan& plan, const RankSet& active, uint64_t lines, uint32_t epoch,
                              ValueOf value_of) {
-  for (uint32_t peer = exec.thread(); peer < plan.shape.ep_size; peer += exec.threads()) {
+  PUTGET_ROLLED
+  for (uint32_t peer = first_peer(exec); peer < plan.shape.ep_size; peer += exec.threads()) {
     if (!active.has(peer)) continue;
     exec.template publish<tag>(flag_line(plan.base[peer], lines, plan.shape.ep_rank), pack_flag(epoch, value_of(peer)));
   }
@@ -87,7 +98,8 @@ PUTGET_TEXT void publish_all(Exec& exec, const Plan& plan, const RankSet& active
 template <Tag tag, class Exec, class ValueOf>
 PUTGET_TEXT void publish_prepared_all(Exec& exec, const Plan& plan, const RankSet& active, uint64_t lines,
                                       uint32_t epoch, ValueOf value_of) {
-  for (uint32_t peer = exec.thread(); peer < plan.shape.ep_size; peer += exec.threads()) {
+  PUTGET_ROLLED
+  for (uint32_t peer = first_peer(exec); peer < plan.shape.ep_size; peer += exec.threads()) {
     if (!active.has(peer)) continue;
     exec.template publish_prepared<tag>(flag_line(plan.base[peer], lines, plan.shape.ep_rank),
                                         pack_flag(epoch, value_of(peer)));
@@ -99,7 +111,8 @@ template <Tag tag, class Exec, class RowsOf>
 PUTGET_TEXT void publish_part(Exec& exec, const Plan& plan, const RankSet& active, uint64_t flags, uint32_t epoch,
                               RowsOf rows_to) {
   const bool last = exec.block() + 1 == exec.blocks();
-  for (uint32_t peer = exec.thread(); peer < plan.shape.ep_size; peer += exec.threads()) {
+  PUTGET_ROLLED
+  for (uint32_t peer = first_peer(exec); peer < plan.shape.ep_size; peer += exec.threads()) {
     if (!active.has(peer)) continue;
     const uint32_t value = pack_part(exec.blocks(), last ? rows_to(peer) : 0);
     exec.template publish<tag>(part_flag(plan.base[peer], flags, plan.shape.ep_rank, exec.block()),
@@ -128,14 +141,8 @@ PUTGET_TEXT bool wait_for(Exec& exec, const Plan& plan, const StateHead& head, c
   return true;
 }
 
-// The peer whose flag a thread waits for first: the CTA's last thread takes the first peer, so that the first threads
-// may do other work meanwhile.
-template <class Exec>
-PUTGET_TEXT uint32_t first_peer(const Exec& exec) {
-  return exec.threads() - 1 - exec.thread();
-}
-
-// That flag, looked at before the epoch is known: the load is on its way together with the state's.
+// The flag that this thread waits for first, looked at before the epoch is known: the load is on its way together with
+// the state's.
 template <Tag tag, class Exec>
 PUTGET_TEXT uint64_t glance(Exec& exec, const Plan& plan, uint64_t lines) {
   const uint32_t peer = first_peer(exec);
@@ -147,6 +154,7 @@ PUTGET_TEXT uint64_t glance(Exec& exec, const Plan& plan, uint64_t lines) {
 template <Tag tag, class Exec, class Wanted>
 PUTGET_TEXT void observe_flags(Exec& exec, const Plan& plan, uint64_t lines, uint32_t epoch, WaitScratch& scratch,
                                uint64_t first, Wanted wanted) {
+  PUTGET_ROLLED
   for (uint32_t peer = first_peer(exec); peer < plan.shape.ep_size; peer += exec.threads()) {
     const bool waits = scratch.head.active.has(peer) && wanted(peer);
     scratch.value[peer] = 0;
@@ -161,40 +169,57 @@ PUTGET_TEXT void observe_flags(Exec& exec, const Plan& plan, uint64_t lines, uin
   }
 }
 
-// Waits until all parts of every active peer say `epoch`, and adds up what they say. Ends with a block barrier; false:
-// the deadline passed.
+// Waits for one part of a peer; its value is in `scratch` where it is the first or the last one. A part that the peer
+// does not have is over as soon as its first one says so.
+template <Tag tag, class Exec>
+PUTGET_TEXT void observe_part(Exec& exec, const Plan& plan, uint64_t flags, uint32_t epoch, uint32_t peer,
+                              uint32_t part, WaitScratch& scratch) {
+  const uint64_t* flag = part_flag(plan.own(), flags, peer, part);
+  uint64_t seen = exec.template observe<tag>(flag);
+  if (part != 0 && flag_epoch(seen) != epoch) {
+    const uint64_t* first_flag = part_flag(plan.own(), flags, peer, 0);
+    uint64_t first = exec.template observe<tag>(first_flag);
+    if (!wait_for<tag>(exec, plan, scratch.head, first_flag, epoch, first)) return;  // its own thread reports
+    if (part >= parts_of(flag_value(first))) return;
+  }
+  if (!wait_for<tag>(exec, plan, scratch.head, flag, epoch, seen)) {
+    exec.insert(scratch.missing, peer);
+    return;
+  }
+  const uint32_t value = flag_value(seen);
+  if (part == 0) scratch.value[peer] = value;
+  if (part + 1 == parts_of(value)) scratch.rows[peer] = rows_of(value);
+}
+
+// Waits until all parts of every active peer say `epoch`. scratch.value and scratch.rows begin as zeros. Ends with a
+// block barrier; false: the deadline passed.
 template <Tag tag, class Exec>
 PUTGET_TEXT bool observe_parts(Exec& exec, const Plan& plan, uint64_t flags, uint32_t epoch, WaitScratch& scratch) {
-  // The first part tells how many there are.
-  for (uint32_t peer = first_peer(exec); peer < plan.shape.ep_size; peer += exec.threads()) {
-    scratch.value[peer] = 0;
-    scratch.rows[peer] = 0;
-    if (!scratch.head.active.has(peer)) continue;
-    const uint64_t* flag = part_flag(plan.own(), flags, peer, 0);
-    uint64_t seen = exec.template observe<tag>(flag);
-    if (!wait_for<tag>(exec, plan, scratch.head, flag, epoch, seen)) {
-      exec.insert(scratch.missing, peer);
-      continue;
+  const uint32_t ep_size = plan.shape.ep_size;
+  const auto observe = [&](uint32_t first, uint32_t end) {
+    PUTGET_ROLLED
+    for (uint32_t i = first * ep_size + exec.thread(); i < end * ep_size; i += exec.threads()) {
+      if (!scratch.head.active.has(i % ep_size)) continue;
+      observe_part<tag>(exec, plan, flags, epoch, i % ep_size, i / ep_size, scratch);
     }
-    scratch.value[peer] = flag_value(seen);
-    scratch.rows[peer] = rows_of(flag_value(seen));
-  }
-  exec.sync();
-  for (uint32_t peer = exec.warp(); peer < plan.shape.ep_size; peer += exec.warps()) {
+    exec.sync();
+  };
+  // Peers mostly have as many parts as this rank: these are waited for at once.
+  const uint32_t expected = exec.blocks();
+  observe(0, expected);
+  uint32_t most = expected;
+  PUTGET_ROLLED
+  for (uint32_t peer = 0; peer < ep_size; ++peer) {
     const uint32_t parts = parts_of(scratch.value[peer]);
-    for (uint32_t part = 1 + exec.lane(); part < parts; part += exec.lanes()) {
-      const uint64_t* flag = part_flag(plan.own(), flags, peer, part);
-      uint64_t seen = exec.template observe<tag>(flag);
-      if (!wait_for<tag>(exec, plan, scratch.head, flag, epoch, seen)) {
-        exec.insert(scratch.missing, peer);
-      } else if (part + 1 == parts) {
-        scratch.rows[peer] = rows_of(flag_value(seen));
-      }
-    }
+    most = parts > most ? parts : most;
   }
-  exec.sync();
+  if (most > expected) {
+    // A part that a peer does not have says nothing of this round.
+    observe(expected, most);
+  }
   if (scratch.missing.empty()) return true;
-  for (uint32_t peer = exec.thread(); peer < plan.shape.ep_size; peer += exec.threads()) {
+  PUTGET_ROLLED
+  for (uint32_t peer = exec.thread(); peer < ep_size; peer += exec.threads()) {
     if (scratch.missing.has(peer)) scratch.rows[peer] = 0;
   }
   exec.sync();
@@ -210,7 +235,7 @@ PUTGET_TEXT void publish_release(Exec& exec, const Plan& plan, const StateHead& 
 
 // The first fault stays; later ones are consequences. One thread calls it.
 template <class Exec>
-PUTGET_TEXT void report_fault(Exec& exec, const Plan& plan, const FaultRecord& record) {
+PUTGET_RARE void report_fault(Exec& exec, const Plan& plan, const FaultRecord& record) {
   if (!exec.claim(&plan.state->head.fault, record.kind)) return;
   FaultRecord* out = plan.fault;
   out->phase = record.phase;
@@ -225,7 +250,7 @@ PUTGET_TEXT void report_fault(Exec& exec, const Plan& plan, const FaultRecord& r
 }
 
 template <class Exec>
-PUTGET_TEXT void report_timeout(Exec& exec, const Plan& plan, Phase phase, uint32_t epoch, const RankSet& missing) {
+PUTGET_RARE void report_timeout(Exec& exec, const Plan& plan, Phase phase, uint32_t epoch, const RankSet& missing) {
   FaultRecord record{};
   record.kind = static_cast<uint32_t>(FaultKind::kPeerTimeout);
   record.phase = static_cast<uint32_t>(phase);
@@ -235,7 +260,20 @@ PUTGET_TEXT void report_timeout(Exec& exec, const Plan& plan, Phase phase, uint3
 }
 
 template <class Exec>
-PUTGET_TEXT void report_misuse(Exec& exec, const Plan& plan, Phase phase, Misuse misuse, uint32_t epoch,
+PUTGET_RARE void report_capacity(Exec& exec, const Plan& plan, uint32_t epoch, uint32_t source, uint32_t rows,
+                                 uint32_t allowed) {
+  FaultRecord record{};
+  record.kind = static_cast<uint32_t>(FaultKind::kCapacity);
+  record.phase = static_cast<uint32_t>(Phase::kDispatch);
+  record.epoch = epoch;
+  record.source = source;
+  record.rows = rows;
+  record.allowed = allowed;
+  report_fault(exec, plan, record);
+}
+
+template <class Exec>
+PUTGET_RARE void report_misuse(Exec& exec, const Plan& plan, Phase phase, Misuse misuse, uint32_t epoch,
                                uint32_t dispatched, uint32_t combined, uint32_t source) {
   FaultRecord record{};
   record.kind = static_cast<uint32_t>(FaultKind::kMisuse);

@@ -14,7 +14,6 @@ enum class Stage : uint32_t {
   kPut,        // dispatch: the first CTA's rows are on their way
   kPublished,  // the peers have been told
   kObserved,   // the peers have told
-  kShown,      // dispatch: counts and empty slots are in place
   kDone,       // dispatch: the end; combine: the first CTA's rows are summed
   kCount
 };

@@ -42,27 +42,30 @@ struct Transit {
 };
 
 // Bytes [begin, end) of a row as they are. A warp calls it.
-template <class Exec>
-PUTGET_TEXT void copy_piece(Exec& exec, const uint8_t* from, uint8_t* to, uint32_t access_bytes, uint32_t begin,
-                            uint32_t end) {
-  with_access<Exec>(access_bytes, [&](auto access) {
-    using Access = decltype(access);
-    constexpr uint32_t kUnroll = Exec::template put_unroll<Access>();
-    const uint32_t last = end / sizeof(Access);
-    for (uint32_t first = begin / sizeof(Access) + exec.lane(); first < last; first += exec.lanes() * kUnroll) {
-      Access value[kUnroll];
-      PUTGET_UNROLL
-      for (uint32_t u = 0; u < kUnroll; ++u) {
-        const uint32_t i = first + u * exec.lanes();
-        if (i < last) value[u] = reinterpret_cast<const Access*>(from)[i];
-      }
-      PUTGET_UNROLL
-      for (uint32_t u = 0; u < kUnroll; ++u) {
-        const uint32_t i = first + u * exec.lanes();
-        if (i < last) exec.put(reinterpret_cast<Access*>(to) + i, value[u]);  // [C1] [C6]
-      }
+template <class Access, class Exec>
+PUTGET_TEXT void copy_by(Exec& exec, const uint8_t* from, uint8_t* to, uint32_t begin, uint32_t end) {
+  constexpr uint32_t kUnroll = Exec::template put_unroll<Access>();
+  const uint32_t last = end / sizeof(Access);
+  PUTGET_ROLLED
+  for (uint32_t first = begin / sizeof(Access) + exec.lane(); first < last; first += exec.lanes() * kUnroll) {
+    Access value[kUnroll];
+    PUTGET_UNROLL
+    for (uint32_t u = 0; u < kUnroll; ++u) {
+      const uint32_t i = first + u * exec.lanes();
+      if (i < last) value[u] = reinterpret_cast<const Access*>(from)[i];
     }
-  });
+    PUTGET_UNROLL
+    for (uint32_t u = 0; u < kUnroll; ++u) {
+      const uint32_t i = first + u * exec.lanes();
+      if (i < last) exec.put(reinterpret_cast<Access*>(to) + i, value[u]);  // [C1] [C6]
+    }
+  }
+}
+
+template <class Exec>
+PUTGET_RARE void copy_narrow(Exec& exec, const uint8_t* from, uint8_t* to, uint32_t access_bytes, uint32_t begin,
+                             uint32_t end) {
+  with_narrow_access(access_bytes, [&](auto access) { copy_by<decltype(access)>(exec, from, to, begin, end); });
 }
 
 // kWirePack elements of a row, as float32.
@@ -102,6 +105,7 @@ PUTGET_TEXT void quantise_piece(Exec& exec, const Plan& plan, const uint8_t* fro
   float* scales = reinterpret_cast<float*>(to + plan.shape.scales_offset());
   const uint32_t groups = exec.lanes() / kLanes;
   // Every lane goes through the same steps: a group takes the largest element of its lanes together.
+  PUTGET_ROLLED
   for (uint32_t first = begin / kScaleBlock; first < blocks; first += groups) {
     const uint32_t block = first + exec.lane() / kLanes;
     float value[kPacksPerLane][kWirePack];
@@ -142,15 +146,16 @@ PUTGET_TEXT void move_rows(Exec& exec, const Plan& plan, const CombineCall& call
   const uint32_t ep_size = plan.shape.ep_size;
   const uint32_t row_bytes = plan.shape.output_row_bytes();
   uint32_t most = 0;
+  PUTGET_ROLLED
   for (uint32_t src = 0; src < ep_size; ++src) most = num_tokens[src] > most ? num_tokens[src] : most;
   const uint32_t pieces = (row_bytes + call.piece_bytes - 1) / call.piece_bytes;
-  const uint64_t warps = uint64_t{exec.blocks()} * exec.warps();
-  const uint64_t items = uint64_t{most} * pieces * ep_size;
-  for (uint64_t item = uint64_t{exec.block()} * exec.warps() + exec.warp(); item < items; item += warps) {
-    uint32_t src = plan.shape.ep_rank + static_cast<uint32_t>(item % ep_size);
+  const uint32_t items = most * pieces * ep_size;
+  PUTGET_ROLLED
+  for (uint32_t item = exec.block() * exec.warps() + exec.warp(); item < items; item += exec.blocks() * exec.warps()) {
+    uint32_t src = plan.shape.ep_rank + item % ep_size;
     if (src >= ep_size) src -= ep_size;
-    const uint32_t piece = static_cast<uint32_t>(item / ep_size % pieces);
-    const uint32_t slot = static_cast<uint32_t>(item / ep_size / pieces);
+    const uint32_t piece = item / ep_size % pieces;
+    const uint32_t slot = item / ep_size / pieces;
     if (slot >= num_tokens[src]) continue;
     const uint32_t begin = piece * call.piece_bytes;
     const uint32_t end = begin + call.piece_bytes < row_bytes ? begin + call.piece_bytes : row_bytes;
@@ -160,7 +165,11 @@ PUTGET_TEXT void move_rows(Exec& exec, const Plan& plan, const CombineCall& call
       constexpr uint32_t kBytes = sizeof(typename Codec::Bits);
       quantise_piece<Codec>(exec, plan, from, to, transit.access_bytes, begin / kBytes, end / kBytes);
     } else {
-      copy_piece(exec, from, to, transit.access_bytes, begin, end);
+      if (transit.access_bytes == sizeof(typename Exec::Access16)) {
+        copy_by<typename Exec::Access16>(exec, from, to, begin, end);
+      } else {
+        copy_narrow(exec, from, to, transit.access_bytes, begin, end);
+      }
     }
   }
 }

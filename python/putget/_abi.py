@@ -39,7 +39,12 @@ class _Versioned(Structure):
 
 
 class Launch(Structure):
-    _fields_ = [("blocks", c_uint32), ("threads", c_uint32), ("segment_bytes", c_uint32)]
+    _fields_ = [
+        ("blocks", c_uint32),
+        ("threads", c_uint32),
+        ("segment_bytes", c_uint32),
+        ("splits", c_uint32),
+    ]
 
 
 class Config(_Versioned):

@@ -468,7 +468,7 @@ class AllToAll:
         check_int("num_tokens", num_tokens, 0, self._geometry.max_tokens_per_rank)
         found = (_abi.Launch(), _abi.Launch())
         _abi.call("putget_launches", self._require_open(), num_tokens, *map(ctypes.byref, found))
-        dispatch, combine = (Launch(one.blocks, one.threads, one.segment_bytes) for one in found)
+        dispatch, combine = (Launch(one.blocks, one.threads, one.segment_bytes, one.splits) for one in found)
         return dispatch, combine
 
     @property

@@ -75,6 +75,7 @@ class Launch:
         blocks: CTAs; at most one an SM.
         threads: Of a CTA, a multiple of 32 up to 768.
         segment_bytes: Of a row, for one warp at a time: a multiple of 512.
+        splits: Dispatch: warps that share the targets of one segment, a power of two up to 128.
 
     Raises:
         ValueError: A field is out of range.
@@ -83,16 +84,21 @@ class Launch:
     blocks: int = 0
     threads: int = 0
     segment_bytes: int = 0
+    splits: int = 0
 
     def __post_init__(self) -> None:
-        for name, multiple, most in (
+        ranges = (
             ("blocks", 1, 256),
             ("threads", 32, _MOST_THREADS),
             ("segment_bytes", 512, 1 << 26),
-        ):
+            ("splits", 1, 128),
+        )
+        for name, multiple, most in ranges:
             value: Any = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= most or value % multiple:
                 raise ValueError(f"Launch {name} is {value!r}, expected a multiple of {multiple} from 0 to {most}")
+        if self.splits & (self.splits - 1):
+            raise ValueError(f"Launch splits is {self.splits!r}, expected a power of two")
 
 
 def check_launch(name: str, launch: Launch | None) -> _abi.Launch:
@@ -105,7 +111,7 @@ def check_launch(name: str, launch: Launch | None) -> _abi.Launch:
         return _abi.Launch()
     if not isinstance(launch, Launch):
         raise ValueError(f"{name} is {launch!r}, expected a putget.Launch")
-    return _abi.Launch(launch.blocks, launch.threads, launch.segment_bytes)
+    return _abi.Launch(launch.blocks, launch.threads, launch.segment_bytes, launch.splits)
 
 
 def wire_row_bytes(wire: Wire, output: Payload) -> int:

@@ -129,7 +129,7 @@ class StressRank {
       call.payload[p] = object.payload[p].data();
       call.access_bytes[p] = shape.row_bytes[p] % 16 == 0 ? 16 : 1;
     }
-    cut_into_segments(call, shape, kWholeRow);
+    cut_into_items(call, shape, kWholeRow, 1);
     call.num_tokens = num_tokens_;
     call.max_rows = shape.max_tokens_per_rank;
     launch(blocks(),
