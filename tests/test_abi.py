@@ -15,6 +15,7 @@ from putget import _abi
 ROOT = Path(__file__).resolve().parents[1]
 HEADER = ROOT / "native" / "include" / "putget.h"
 STRUCTS = {
+    "putget_launch": _abi.Launch,
     "putget_config": _abi.Config,
     "putget_layout": _abi.Layout,
     "putget_memory_config": _abi.MemoryConfig,

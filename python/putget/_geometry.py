@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ class Geometry:
     max_tokens_per_rank: int
     payloads: tuple[Payload, ...]
     output: Payload
-    wire: Wire = Wire()
+    wire: Wire = field(default_factory=Wire)
 
     @staticmethod
     def checked(

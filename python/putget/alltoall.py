@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from putget import _abi
 from putget._arguments import check_expert_to_rank, check_int, check_rows, check_tensor
 from putget._geometry import Geometry, default_expert_to_rank
+from putget._object import NativeObject
+from putget._turns import Turns
 from putget.communicator import Communicator
-from putget.errors import InvalidExpertIds, ProtocolMisuse, PutgetError
+from putget.errors import InvalidExpertIds, PutgetError
 from putget.options import Launch, check_launch
 from putget.payload import Payload
 from putget.received import Received, combine_input_view, received_views
-from putget.workspace import Workspace, check_seconds, current_stream, resolve_device
+from putget.workspace import Workspace, check_seconds, resolve_device
 
 
 class AllToAll:
@@ -40,8 +40,8 @@ class AllToAll:
             ceil(num_experts / ep_size) experts a rank.
         workspace: Memory and rounds shared with other objects, used one after the other; by default memory of its own.
         num_sms: Most SMs that one call uses; None: chosen by size.
-        combine_direction: "pull": each rank gets its tokens' rows where experts wrote them. "push": the ranks that wrote
-            them put them into its inbox.
+        combine_direction: "pull": each rank gets its tokens' rows where experts wrote them. "push": the ranks that
+            wrote them put them into its inbox.
         combine_dtype: torch.float8_e4m3fn: rows travel in half of the bytes, as E4M3 with one float32 scale for each
             128 elements, and are summed in float32. None: as experts write them.
         combine_scale: With float8_e4m3fn, one scale for all elements instead: an element travels as itself / scale.
@@ -138,20 +138,14 @@ class AllToAll:
         self._workspace.adopt(
             (geometry.max_tokens_per_rank, geometry.top_k, geometry.payloads, geometry.output, geometry.wire)
         )
-        self._make_tables(table)
         config = geometry.config(comm.rank, sms, float(timeout_s), float(warmup_timeout_s))
         config.dispatch, config.combine = launches
         config.skips_waits = unsafe_skip_waits
-        self._make_native(config)
+        self._native = NativeObject(self._workspace, geometry, table, config)
+        self._turns = Turns(self._workspace)
         self._memory_bytes = self._workspace.memory.tensor()
         self._views: dict[int, Received] = {}
         self._inputs: dict[int, torch.Tensor] = {}
-        self._num_tokens = 0
-        self._max_rows = max_tokens_per_rank
-        self._round_open: bool | None = False  # None: unknown, because graphs replay without the host
-        self._started: str | None = None  # the half whose finish has not come
-        self._dispatch_args = _abi.DispatchArgs()
-        self._combine_args = _abi.CombineArgs()
 
     @staticmethod
     def _check_workspace(workspace: Workspace, comm: Communicator, device: torch.device, needed: int) -> None:
@@ -164,34 +158,6 @@ class AllToAll:
         if workspace.num_bytes < needed:
             raise ValueError(f"workspace has {workspace.num_bytes} bytes, needed are {needed}")
         workspace.memory  # noqa: B018  (raises where it is closed)
-
-    def _make_tables(self, expert_to_rank: torch.Tensor) -> None:
-        geometry = self._geometry
-        routes = (geometry.max_tokens_per_rank, geometry.top_k)
-        self._expert_to_rank = expert_to_rank
-        self._target_ranks = torch.full(routes, -1, dtype=torch.int32, device=self._device)
-        self._target_slots = torch.full(routes, -1, dtype=torch.int32, device=self._device)
-        self._received_tokens = torch.zeros(geometry.ep_size, dtype=torch.int32, device=self._device)
-        self._invalid_ids = torch.zeros(1, dtype=torch.int64, device=self._device)
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()  # kernels may use them from any stream
-
-    def _make_native(self, config: _abi.Config) -> None:
-        tables = _abi.Tables(
-            expert_to_rank=self._expert_to_rank.data_ptr(),
-            target_ranks=self._target_ranks.data_ptr(),
-            target_slots=self._target_slots.data_ptr(),
-            num_tokens=self._received_tokens.data_ptr(),
-            invalid_ids=self._invalid_ids.data_ptr(),
-        )
-        self._object: ctypes.c_void_p | None = ctypes.c_void_p()
-        _abi.call(
-            "putget_create",
-            ctypes.byref(config),
-            self._workspace.memory.handle,
-            ctypes.byref(tables),
-            ctypes.byref(self._object),
-        )
 
     # --- rounds -------------------------------------------------------------------------------------------------------
 
@@ -225,8 +191,8 @@ class AllToAll:
             CapacityExceeded: A source sent more than max_rows rows; likewise.
         """
         self._dispatch(_abi.BOTH, topk_ids, topk_weights, payloads, max_rows, num_valid_tokens)
-        self._round_open = self._after_call(True)
-        return self._received(self._max_rows)
+        self._turns.open()
+        return self._received()
 
     def dispatch_start(
         self,
@@ -243,7 +209,7 @@ class AllToAll:
         errors: see ``dispatch``.
         """
         self._dispatch(_abi.START, topk_ids, topk_weights, payloads, max_rows, num_valid_tokens)
-        self._started = "dispatch_start"
+        self._turns.start("dispatch_start")
 
     def dispatch_finish(self) -> Received:
         """The second half of ``dispatch``: waits until every rank's rows are here.
@@ -255,15 +221,11 @@ class AllToAll:
             ProtocolMisuse: No ``dispatch_start`` came before it.
             PeerTimeout, CapacityExceeded: As ``dispatch`` raises them.
         """
-        native = self._require_open()
-        self._require_started("dispatch_start", "dispatch_finish")
-        args = self._dispatch_args
-        args.stream = self._stream()
-        args.half = _abi.FINISH
-        self._run("putget_dispatch", native, ctypes.byref(args))
-        self._started = None
-        self._round_open = self._after_call(True)
-        return self._received(self._max_rows)
+        self._native.require_open()
+        self._turns.require_started("dispatch_start", "dispatch_finish")
+        self._native.finish_dispatch()
+        self._turns.open()
+        return self._received()
 
     def _dispatch(
         self,
@@ -274,27 +236,14 @@ class AllToAll:
         max_rows: int | None,
         num_valid_tokens: torch.Tensor | None,
     ) -> None:
-        native = self._require_open()
-        self._require_finished("dispatch")
+        self._native.require_open()
+        self._turns.require_finished("dispatch")
         geometry = self._geometry
         num_tokens = geometry.check_dispatch(topk_ids, topk_weights, payloads, num_valid_tokens, self._device)
         rows = geometry.max_tokens_per_rank
         if max_rows is not None:
             rows = check_int("max_rows", max_rows, 1, geometry.max_tokens_per_rank)
-        args = self._dispatch_args
-        args.topk_ids = topk_ids.data_ptr()
-        args.topk_weights = topk_weights.data_ptr()
-        for index, payload in enumerate(payloads):
-            args.payload[index] = payload.data_ptr()
-        args.num_valid_tokens = None if num_valid_tokens is None else num_valid_tokens.data_ptr()
-        args.stream = self._stream()
-        args.num_tokens = num_tokens
-        args.max_rows = rows
-        args.ids_are_64bit = topk_ids.dtype == torch.int64
-        args.half = half
-        self._run("putget_dispatch", native, ctypes.byref(args))
-        self._num_tokens = num_tokens
-        self._max_rows = rows
+        self._native.dispatch(half, topk_ids, topk_weights, payloads, num_tokens, rows, num_valid_tokens)
 
     def combine(
         self, x: torch.Tensor | None = None, *, out: torch.Tensor | None = None, addend: torch.Tensor | None = None
@@ -317,13 +266,13 @@ class AllToAll:
             PeerTimeout: A rank is missing. On CUDA the call after the one that waited raises it.
             ProtocolMisuse: No dispatch came before; or a peer released this round.
         """
-        native = self._require_open()
-        self._require_finished("combine")
-        self._require_round("combine")
+        self._native.require_open()
+        self._turns.require_finished("combine")
+        self._turns.require_round("combine")
         self._take_rows(x)
         result = self._take_out(out, addend)
-        self._combine(native, _abi.BOTH)
-        self._round_open = self._after_call(False)
+        self._native.combine(_abi.BOTH)
+        self._turns.end()
         return result
 
     def combine_start(self, x: torch.Tensor | None = None) -> None:
@@ -332,12 +281,12 @@ class AllToAll:
         No kernel stays behind. ``x``, or ``combine_input``, must not change before the round has ended on every rank,
         that is, before the next dispatch. Arguments and errors: see ``combine``.
         """
-        native = self._require_open()
-        self._require_finished("combine_start")
-        self._require_round("combine_start")
+        self._native.require_open()
+        self._turns.require_finished("combine_start")
+        self._turns.require_round("combine_start")
         self._take_rows(x)
-        self._combine(native, _abi.START)
-        self._started = "combine_start"
+        self._native.combine(_abi.START)
+        self._turns.start("combine_start")
 
     def combine_finish(self, *, out: torch.Tensor | None = None, addend: torch.Tensor | None = None) -> torch.Tensor:
         """The second half of ``combine``: waits for every rank, and sums the rows of this rank's tokens.
@@ -347,59 +296,34 @@ class AllToAll:
         Raises:
             ProtocolMisuse: No ``combine_start`` came before it.
         """
-        native = self._require_open()
-        self._require_started("combine_start", "combine_finish")
+        self._native.require_open()
+        self._turns.require_started("combine_start", "combine_finish")
         result = self._take_out(out, addend)
-        self._combine(native, _abi.FINISH)
-        self._started = None
-        self._round_open = self._after_call(False)
+        self._native.combine(_abi.FINISH)
+        self._turns.end()
         return result
 
-    def _require_round(self, call: str) -> None:
-        if self._round_open is False:
-            self._workspace.raise_fault()
-            raise ProtocolMisuse(f"{call}: no dispatch came before it")
-
-    def _require_finished(self, call: str) -> None:
-        if self._started is not None:
-            self._workspace.raise_fault()
-            finish = self._started.replace("start", "finish")
-            raise ProtocolMisuse(f"{call}: {self._started} came before it, and {finish} has not come yet")
-
-    def _require_started(self, start: str, finish: str) -> None:
-        if self._started != start:
-            self._workspace.raise_fault()
-            raise ProtocolMisuse(f"{finish}: no {start} came before it")
-
     def _take_rows(self, x: torch.Tensor | None) -> None:
-        args = self._combine_args
-        args.rows = None
+        strides = (0, 0)
         if x is not None:
-            strides = check_rows(x, self.ep_size, self._max_rows, self._geometry.output, self._device)
-            args.row_slot_bytes, args.row_source_bytes = strides
-            view = self.combine_input
-            in_place = x.data_ptr() == view.data_ptr() and strides == self._own_strides()
-            args.rows = None if in_place else x.data_ptr()
+            output = self._geometry.output
+            strides = check_rows(x, self.ep_size, self._native.max_rows, output, self._device)
+            own_strides = (output.row_bytes * self.ep_size, output.row_bytes)
+            if x.data_ptr() == self.combine_input.data_ptr() and strides == own_strides:
+                x = None
+        self._native.take_rows(x, strides)
 
     def _take_out(self, out: torch.Tensor | None, addend: torch.Tensor | None) -> torch.Tensor:
         output = self._geometry.output
-        shape = (self._num_tokens, *output.shape)
+        shape = (self._native.num_tokens, *output.shape)
         if addend is not None:
             check_tensor("addend", addend, shape, (output.dtype,), self._device)
         if out is not None:
             check_tensor("out", out, shape, (output.dtype,), self._device)
         else:
             out = torch.empty(shape, dtype=output.dtype, device=self._device)
-        self._combine_args.out = out.data_ptr()
-        self._combine_args.addend = None if addend is None else addend.data_ptr()
+        self._native.take_out(out, addend)
         return out
-
-    def _combine(self, native: ctypes.c_void_p, half: int) -> None:
-        args = self._combine_args
-        args.stream = self._stream()
-        args.num_tokens = self._num_tokens
-        args.half = half
-        self._run("putget_combine", native, ctypes.byref(args))
 
     def release(self) -> None:
         """Ends a round without combine: the received rows are no longer read here.
@@ -409,10 +333,10 @@ class AllToAll:
         Raises:
             PeerTimeout: A fault stands.
         """
-        native = self._require_open()
-        self._require_finished("release")
-        self._run("putget_release", native, self._stream())
-        self._round_open = self._after_call(False)
+        self._native.require_open()
+        self._turns.require_finished("release")
+        self._native.release()
+        self._turns.end()
 
     # --- what a round shows -------------------------------------------------------------------------------------------
 
@@ -423,32 +347,32 @@ class AllToAll:
         max_rows is the last dispatch's. Writable from the end of dispatch to the start of combine. Its attribute
         ``flat`` is the same memory as contiguous [max_rows * ep_size, *shape].
         """
-        self._require_open()
-        view = self._inputs.get(self._max_rows)
+        self._native.require_open()
+        max_rows = self._native.max_rows
+        view = self._inputs.get(max_rows)
         if view is None:
-            view = combine_input_view(self._memory_bytes, self._geometry, self._max_rows)
-            self._inputs[self._max_rows] = view
+            view = self._inputs[max_rows] = combine_input_view(self._memory_bytes, self._geometry, max_rows)
         return view
 
     @property
     def target_ranks(self) -> torch.Tensor:
         """[num_tokens, top_k] int32 of the last dispatch: the rank of the expert that owns the slot; -1 elsewhere."""
-        return self._target_ranks[: self._num_tokens]
+        return self._native.target_ranks[: self._native.num_tokens]
 
     @property
     def target_slots(self) -> torch.Tensor:
         """[num_tokens, top_k] int32 of the last dispatch: the slot on that rank; -1 elsewhere."""
-        return self._target_slots[: self._num_tokens]
+        return self._native.target_slots[: self._native.num_tokens]
 
     @property
     def expert_to_rank(self) -> torch.Tensor:
         """[num_experts] int32 on the device, read at every dispatch; change it in place, or assign to copy into it."""
-        return self._expert_to_rank
+        return self._native.expert_to_rank
 
     @expert_to_rank.setter
     def expert_to_rank(self, value: torch.Tensor | Sequence[int]) -> None:
         table = check_expert_to_rank(value, self._geometry.num_experts, self.ep_size, self._device)
-        self._expert_to_rank.copy_(table)
+        self._native.expert_to_rank.copy_(table)
 
     @property
     def ep_size(self) -> int:
@@ -466,8 +390,7 @@ class AllToAll:
         The rule goes by the number of tokens, the sizes of rows and the SMs allowed.
         """
         check_int("num_tokens", num_tokens, 0, self._geometry.max_tokens_per_rank)
-        found = (_abi.Launch(), _abi.Launch())
-        _abi.call("putget_launches", self._require_open(), num_tokens, *map(ctypes.byref, found))
+        found = self._native.launches(num_tokens)
         dispatch, combine = (Launch(one.blocks, one.threads, one.segment_bytes, one.splits) for one in found)
         return dispatch, combine
 
@@ -488,7 +411,7 @@ class AllToAll:
 
         The survivors agree on mask and epoch over putget's sockets and move to new physical memory at the same
         addresses: captured graphs stay valid, and a stopped rank that wakes up can write only where nobody reads.
-            Faults are cleared.
+        Faults are cleared.
         Experts of excluded ranks count as "no expert" until ``expert_to_rank`` says otherwise. While ranks are
         excluded, rounds go on but nothing new can be constructed on this communicator.
 
@@ -499,10 +422,9 @@ class AllToAll:
             ValueError: The mask leaves out the own rank, or another member wants another mask.
             PeerTimeout: A member does not answer; rounds stay refused until a call succeeds.
         """
-        self._require_open()
+        self._native.require_open()
         self._workspace.set_active_ranks(mask)
-        self._round_open = False
-        self._started = None
+        self._turns.forget()
 
     def check(self) -> None:
         """Waits for the device (emulated ranks: the current stream) and raises what has happened since the last check.
@@ -511,12 +433,12 @@ class AllToAll:
             PeerTimeout, CapacityExceeded, ProtocolMisuse: The fault that stands.
             InvalidExpertIds: ids outside [-1, num_experts) were dispatched; the count starts again from 0.
         """
-        self._require_open()
+        self._native.require_open()
         self._comm.synchronize(self._device)
         self._workspace.raise_fault()
-        count = int(self._invalid_ids.item())
+        count = int(self._native.invalid_ids.item())
         if count:
-            self._invalid_ids.zero_()
+            self._native.invalid_ids.zero_()
             raise InvalidExpertIds(count, self._geometry.num_experts)
 
     def close(self) -> None:
@@ -529,15 +451,14 @@ class AllToAll:
         self._close(raise_unseen=True)
 
     def _close(self, raise_unseen: bool) -> None:
-        native, self._object = getattr(self, "_object", None), None
-        if native is None:
+        if not self._native.is_open:
             return
         try:
             self._comm.synchronize(self._device)
             if raise_unseen and self._workspace._memory is not None:
                 self._workspace.raise_fault(only_unseen=True)
         finally:
-            _abi.library().putget_destroy(native)
+            self._native.destroy()
             self._views.clear()
             self._inputs.clear()
             del self._memory_bytes
@@ -560,48 +481,10 @@ class AllToAll:
             f"{geometry.layout().total_bytes:>14} bytes a rank in all ({kind} workspace)"
         )
 
-    # --- inside -------------------------------------------------------------------------------------------------------
-
-    def _require_open(self) -> ctypes.c_void_p:
-        if self._object is None:
-            raise ValueError("this AllToAll is closed")
-        return self._object
-
-    def _stream(self) -> int:
-        stream = current_stream(self._device)
-        group = self._comm._local_group
-        on_gpu = self._device.type == "cuda"
-        if group is not None and on_gpu and not torch.cuda.is_current_stream_capturing():
-            owner = group.claim_stream(self._device.index, stream, self.ep_rank)
-            if owner != self.ep_rank:
-                raise ValueError(
-                    f"the current stream is already rank {owner}'s: emulated ranks need a torch.cuda.Stream each, "
-                    "because their kernels wait for each other"
-                )
-        return stream
-
-    def _run(self, name: str, *args: Any) -> None:
-        self._workspace.require_consistent()
-        status = getattr(_abi.library(), name)(*args)
-        if status == _abi.FAULT:
-            self._workspace.raise_fault()
-        if status != _abi.OK:
-            _abi.raise_status(status)
-
-    def _after_call(self, is_open: bool) -> bool | None:
-        """What the host knows about the round: nothing any more once graphs replay without it."""
-        if self._round_open is None:
-            return None
-        capturing = self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        return None if capturing else is_open
-
-    def _own_strides(self) -> tuple[int, int]:
-        row_bytes = self._geometry.output.row_bytes
-        return row_bytes * self.ep_size, row_bytes
-
-    def _received(self, max_rows: int) -> Received:
+    def _received(self) -> Received:
+        max_rows = self._native.max_rows
         views = self._views.get(max_rows)
         if views is None:
-            views = received_views(self._memory_bytes, self._geometry, max_rows, self._received_tokens)
+            views = received_views(self._memory_bytes, self._geometry, max_rows, self._native.received_tokens)
             self._views[max_rows] = views
         return views

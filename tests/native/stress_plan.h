@@ -14,14 +14,33 @@ namespace putget::stress {
 
 struct Options {
   uint32_t ranks = 3;
-  uint32_t blocks = 1;  // of each rank's kernels
+  uint32_t blocks = 1;  // of each kernel at most
   uint32_t rounds = 200;
-  uint32_t objects = 1;  // 2: objects of different layouts take turns in one workspace
+  std::vector<uint32_t> kinds{0};  // objects of these kinds take turns in one workspace: see StressPlan::shape
   uint64_t seed = 1;
   double timeout_s = 20;
 };
 
-enum class Purpose : uint64_t { kObject, kEnd, kOwnEnd, kTokens, kExpert, kWeight, kPayload, kOutput, kPause };
+constexpr uint32_t kKinds = 5;
+constexpr float kStaticScale = 2.0f;
+
+enum class Purpose : uint64_t {
+  kObject,
+  kEnd,
+  kOwnEnd,
+  kTokens,
+  kExpert,
+  kWeight,
+  kPayload,
+  kOutput,
+  kUnit,
+  kPause,
+  kHalves,
+  kBlocks
+};
+
+// Kernels of one rank in one round.
+enum class Kernel : uint32_t { kDispatch, kCombine, kCombineFinish };
 
 // How a round ends. Combining is agreed by all ranks; a round that is not combined is released by each rank as it
 // likes.
@@ -33,24 +52,44 @@ class StressPlan {
 
   const Options& options() const { return options_; }
 
-  // Two shapes that differ in every size. The payload of object 1 lies over everything of object 0 but its ids and
+  // Shapes that differ in every size. The payload of kind 1 lies over everything of the others but their ids and
   // weights.
+  //   0  float32, combine gets      2  float32, combine pushes
+  //   1  bfloat16, combine gets     3  bfloat16, combine gets quantised rows, one scale a block
+  //                                 4  float32, combine pushes quantised rows, one scale for all
   Shape shape(uint32_t object, uint32_t rank) const {
+    const uint32_t kind = options_.kinds[object];
+    constexpr uint32_t kTopK[kKinds] = {4, 2, 4, 2, 4};
+    constexpr uint32_t kTokens[kKinds] = {6, 9, 7, 5, 6};
+    constexpr uint32_t kRowBytes[kKinds] = {48, 512, 16, 32, 80};
+    constexpr uint32_t kElements[kKinds] = {8, 5, 8, 144, 32};
     Shape shape{};
     shape.ep_size = options_.ranks;
     shape.ep_rank = rank;
-    shape.num_experts = object == 0 ? 2 * options_.ranks + 1 : options_.ranks;
-    shape.top_k = object == 0 ? 4 : 2;
-    shape.max_tokens_per_rank = object == 0 ? 6 : 9;
-    shape.num_payloads = object == 0 ? 2 : 1;
-    shape.row_bytes[0] = object == 0 ? 48 : 512;
-    shape.row_bytes[1] = object == 0 ? 3 : 0;
-    shape.output_elements = object == 0 ? 8 : 5;
-    shape.output_type = object == 0 ? OutputType::kFloat32 : OutputType::kBFloat16;
+    shape.num_experts = kind % 2 == 0 ? 2 * options_.ranks + 1 : options_.ranks;
+    shape.top_k = kTopK[kind];
+    shape.max_tokens_per_rank = kTokens[kind];
+    shape.num_payloads = kind == 0 ? 2 : 1;
+    shape.row_bytes[0] = kRowBytes[kind];
+    shape.row_bytes[1] = kind == 0 ? 3 : 0;
+    shape.output_elements = kElements[kind];
+    shape.output_type = kind % 2 == 0 ? OutputType::kFloat32 : OutputType::kBFloat16;
+    shape.pushes = kind == 2 || kind == 4;
+    shape.wire_type = kind == 3 ? WireType::kFp8Block : kind == 4 ? WireType::kFp8Static : WireType::kSame;
     return shape;
   }
 
-  uint32_t object(uint32_t round) const { return options_.objects == 1 ? 0 : draw(2, Purpose::kObject, round); }
+  uint32_t objects() const { return static_cast<uint32_t>(options_.kinds.size()); }
+  uint32_t object(uint32_t round) const { return draw(objects(), Purpose::kObject, round); }
+
+  // Each rank as it likes: whether dispatch or combine runs in two halves, and the blocks of each kernel.
+  bool in_halves(uint32_t round, uint32_t rank, Kernel kernel) const {
+    return draw(3, Purpose::kHalves, round, rank, static_cast<uint32_t>(kernel)) == 0;
+  }
+  uint32_t blocks(uint32_t round, uint32_t rank, Kernel kernel) const {
+    const uint32_t drawn = draw(2 * options_.blocks, Purpose::kBlocks, round, rank, static_cast<uint32_t>(kernel));
+    return drawn < options_.blocks ? drawn + 1 : options_.blocks;
+  }
 
   End end(uint32_t round, uint32_t rank) const {
     switch (draw(4, Purpose::kEnd, round)) {
@@ -85,9 +124,15 @@ class StressPlan {
   }
 
   // One element of the row that the experts of `rank` write for a source's slot: whole numbers so small that their sums
-  // are exact in every output type and order.
+  // are exact in every output type and order, and that quantising them loses nothing. There a block's first element is
+  // the largest E4M3 value times the block's scale, a power of two, and the others have few enough bits.
   float output(uint32_t round, uint32_t rank, uint32_t src, uint32_t slot, uint32_t element) const {
-    return static_cast<float>((draw(32, Purpose::kOutput, round, rank, slot * kMaxRanks + src) + element) % 32);
+    const uint32_t row = slot * kMaxRanks + src;
+    const uint32_t first = draw(32, Purpose::kOutput, round, rank, row);
+    if (!shape(object(round), rank).quantised()) return static_cast<float>((first + element) % 32);
+    const uint32_t block = element / kScaleBlock;
+    const uint32_t unit = 1 + draw(2, Purpose::kUnit, round, rank, row * 8 + block);
+    return static_cast<float>(unit * (element % kScaleBlock == 0 ? 448 : (first + element) % 16));
   }
 
   // Rank of an expert: the default table, contiguous blocks.

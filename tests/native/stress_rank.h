@@ -17,7 +17,7 @@ namespace putget::stress {
 
 constexpr int kExitMismatch = 3;
 constexpr int kExitFault = 4;
-constexpr uint32_t kWholeRow = 1u << 30;       // segment_bytes: one segment a row
+constexpr uint32_t kSegmentBytes = 64;         // so small that blocks share rows
 constexpr uint32_t kFirstEpoch = 0xfffffff0u;  // the epoch wraps early in the job
 
 // What the memory that "peers map" is made of: aligned as regions are, and no larger than the layout says.
@@ -30,9 +30,9 @@ class StressRank {
   StressRank(const StressPlan& plan, uint32_t rank, const std::vector<uint8_t*>& base)
       : plan_(plan), rank_(rank), scratch_(plan.options().blocks) {
     state_.head.epoch = kFirstEpoch;
-    state_.head.mixed = plan.options().objects > 1;
+    state_.head.mixed = plan.objects() > 1;
     for (uint32_t peer = 0; peer < plan.options().ranks; ++peer) state_.head.active.insert(peer);
-    for (uint32_t object = 0; object < plan.options().objects; ++object) objects_.push_back(make_object(object, base));
+    for (uint32_t object = 0; object < plan.objects(); ++object) objects_.push_back(make_object(object, base));
     const uint64_t flags = control_bytes(plan.options().ranks) / sizeof(uint64_t);
     std::fill_n(reinterpret_cast<uint64_t*>(base[rank]), flags, pack_flag(kFirstEpoch, 0));
   }
@@ -72,8 +72,6 @@ class StressRank {
     std::vector<uint8_t> out;
   };
 
-  uint32_t blocks() const { return plan_.options().blocks; }
-
   std::unique_ptr<Object> make_object(uint32_t index, const std::vector<uint8_t*>& base) {
     auto object = std::make_unique<Object>();
     Plan& plan = object->plan;
@@ -102,6 +100,7 @@ class StressRank {
     plan.invalid_ids = &object->invalid_ids;
     plan.timeout_ns = static_cast<uint64_t>(plan_.options().timeout_s * 1e9);
     plan.warmup_timeout_ns = plan.timeout_ns;
+    plan.wire_scale = kStaticScale;
     plan.object_id = index;
     return object;
   }
@@ -129,12 +128,23 @@ class StressRank {
       call.payload[p] = object.payload[p].data();
       call.access_bytes[p] = shape.row_bytes[p] % 16 == 0 ? 16 : 1;
     }
-    cut_into_items(call, shape, kWholeRow, 1);
+    cut_into_items(call, shape, kSegmentBytes, round_ % 2 == 0 ? 1 : 2);
     call.num_tokens = num_tokens_;
     call.max_rows = shape.max_tokens_per_rank;
-    launch(blocks(),
-           [&](BlockExec exec) { putget::dispatch(exec, object.plan, call, scratch_[exec.block()].dispatch); });
-    require_no_fault("dispatch");
+    const auto run = [&](Half half, uint32_t blocks) {
+      call.half = half;
+      launch(blocks,
+             [&](BlockExec exec) { putget::dispatch(exec, object.plan, call, scratch_[exec.block()].dispatch); });
+      require_no_fault("dispatch");
+    };
+    const uint32_t blocks = plan_.blocks(round_, rank_, Kernel::kDispatch);
+    if (plan_.in_halves(round_, rank_, Kernel::kDispatch)) {
+      run(Half::kStart, blocks);
+      pause();
+      run(Half::kFinish, 1);
+    } else {
+      run(Half::kBoth, blocks);
+    }
   }
 
   // Every row that is there, every id slot that is not, and the counts.
@@ -201,22 +211,42 @@ class StressRank {
       call.rows = object_->rows.data();
       call.row_source_bytes = plan.shape.output_row_bytes();
       call.row_slot_bytes = plan.shape.ep_size * call.row_source_bytes;
-      call.rows_access_bytes = plan.shape.output_row_bytes() % 4 == 0 ? 4 : 2;
     }
+    call.rows_access_bytes = plan.shape.output_row_bytes() % 16 == 0 ? 16 : 2;
     call.out = object_->out.data();
     call.num_tokens = num_tokens_;
-    call.segment_bytes = kWholeRow;
-    call.piece_bytes = kWholeRow;
-    launch(blocks(), [&](BlockExec exec) {
+    call.segment_bytes = kSegmentBytes;
+    call.piece_bytes = kScaleBlock * element_bytes(plan.shape.output_type);
+    const uint32_t blocks = plan_.blocks(round_, rank_, Kernel::kCombine);
+    if (plan_.in_halves(round_, rank_, Kernel::kCombine)) {
+      combine(call, Half::kStart, blocks);
+      pause();
+      combine(call, Half::kFinish, plan_.blocks(round_, rank_, Kernel::kCombineFinish));
+    } else {
+      combine(call, Half::kBoth, blocks);
+    }
+    check_combined();
+  }
+
+  void combine(CombineCall call, Half half, uint32_t blocks) {
+    const Plan& plan = object_->plan;
+    const bool is_float = plan.shape.output_type == OutputType::kFloat32;
+    call.half = half;
+    launch(blocks, [&](BlockExec exec) {
       CombineScratch& scratch = scratch_[exec.block()].combine;
-      if (plan.shape.output_type == OutputType::kFloat32) {
+      if (plan.shape.quantised()) {
+        if (is_float) {
+          putget::combine<Float32, Fp8Wire, FixedTopK<4>>(exec, plan, call, scratch);
+        } else {
+          putget::combine<BFloat16, Fp8Wire, DynamicTopK>(exec, plan, call, scratch);
+        }
+      } else if (is_float) {
         putget::combine<Float32, SameWire<Float32, 4>, FixedTopK<4>>(exec, plan, call, scratch);
       } else {
         putget::combine<BFloat16, SameWire<BFloat16, 1>, DynamicTopK>(exec, plan, call, scratch);
       }
     });
     require_no_fault("combine");
-    check_combined();
   }
 
   void check_combined() const {

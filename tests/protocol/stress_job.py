@@ -18,10 +18,24 @@ OPTIONS = dict.fromkeys(("TSAN_OPTIONS", "ASAN_OPTIONS", "UBSAN_OPTIONS"), f"hal
 
 
 class StressJob:
-    """The stress job under one sanitizer; skips the test where the machine cannot build or run it."""
+    """The stress job under one sanitizer; skips the test where the machine cannot build or run it.
 
-    def __init__(self, sanitizer: str, folder: Path) -> None:
+    Args:
+        sanitizer: For the compiler's -fsanitize.
+        folder: An empty one to build in.
+        mistake: (file below native, what stands there, what shall stand there instead), or None.
+    """
+
+    def __init__(self, sanitizer: str, folder: Path, mistake: tuple[str, str, str] | None = None) -> None:
         self._sanitizer = sanitizer
+        self._native = ROOT / "native"
+        if mistake is not None:
+            self._native = folder / "native"
+            shutil.copytree(ROOT / "native", self._native)
+            name, right, wrong = mistake
+            text = (self._native / name).read_text()
+            assert text.count(right) == 1, f"{name} does not say once: {right}"
+            (self._native / name).write_text(text.replace(right, wrong))
         probe = folder / "probe.cpp"
         probe.write_text("int main() { return 0; }\n")
         built = self._build(folder / "probe", probe)
@@ -34,7 +48,7 @@ class StressJob:
 
     def _build(self, target: Path, source: Path) -> subprocess.CompletedProcess[str]:
         compiler = os.environ.get("CXX") or shutil.which("g++") or "c++"
-        options = ["-std=c++17", "-O1", "-g", "-pthread", "-DPUTGET_STRESS", f"-I{ROOT / 'native'}"]
+        options = ["-std=c++17", "-O1", "-g", "-pthread", "-DPUTGET_STRESS", f"-I{self._native}"]
         sanitize = [f"-fsanitize={self._sanitizer}", "-fno-sanitize-recover=all"]
         return subprocess.run(
             [compiler, *options, *sanitize, "-o", str(target), str(source)], capture_output=True, text=True, timeout=120

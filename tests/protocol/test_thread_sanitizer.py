@@ -6,12 +6,15 @@ observe is tried without a line here.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.protocol import tags
 from tests.protocol.stress_job import FAULT, MISMATCH, REPORT, StressJob
 
 SEEDS = (1, 2, 3)
+EVERY_KIND = "01234"
 
 
 @pytest.fixture(scope="module")
@@ -20,16 +23,16 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> StressJob:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("objects", [1, 2])
+@pytest.mark.parametrize("objects", ["0", "234", EVERY_KIND])
 @pytest.mark.parametrize(("ranks", "blocks"), [(1, 1), (2, 1), (3, 1), (5, 1), (1, 3), (3, 2), (2, 4)])
-def test_the_protocol_is_clean(job: StressJob, ranks: int, blocks: int, objects: int, seed: int) -> None:
+def test_the_protocol_is_clean(job: StressJob, ranks: int, blocks: int, objects: str, seed: int) -> None:
     done = job("--ranks", ranks, "--blocks", blocks, "--rounds", 200, "--objects", objects, "--seed", seed)
     assert done.returncode == 0, done.stderr
 
 
 def caught(job: StressJob, *mutation: str) -> bool:
     """Whether ThreadSanitizer objects to a weakened order; nothing else may happen to the job."""
-    statuses = {job("--blocks", 2, "--objects", 2, "--seed", seed, *mutation).returncode for seed in SEEDS}
+    statuses = {job("--blocks", 2, "--objects", EVERY_KIND, "--seed", seed, *mutation).returncode for seed in SEEDS}
     assert statuses <= {0, REPORT}
     return REPORT in statuses
 
@@ -47,13 +50,41 @@ def test_a_weakened_join_is_caught(job: StressJob, join: str) -> None:
 @pytest.mark.parametrize("tag", sorted(tags.observed()))
 def test_a_skipped_wait_is_caught(job: StressJob, tag: str) -> None:
     for seed in SEEDS:
-        done = job("--blocks", 2, "--objects", 2, "--seed", seed, "--timeout", 2, "--skip", tag)
+        done = job("--blocks", 2, "--objects", EVERY_KIND, "--seed", seed, "--timeout", 2, "--skip", tag)
         assert done.returncode in {0, MISMATCH, FAULT, REPORT}, done.stderr
         if done.returncode != 0:
             return
     pytest.fail(f"{tag} need not be waited for: nothing depends on it, or nothing checks it")
 
 
-@pytest.mark.parametrize("option", ["--weaken", "--weaken-join", "--skip"])
-def test_an_unknown_tag_is_refused(job: StressJob, option: str) -> None:
+# What no tag tells apart: the flags of a kernel's parts.
+PARTS = {
+    "the first and the last part alone": (
+        "part < parts; part += exec.lanes()) {",
+        "part < parts; part += exec.lanes()) {\n if (part + 1 < parts) continue;",
+    ),
+    "parts of any round": (
+        "if (!wait_for<tag>(exec, plan, scratch.head, flag, epoch, seen)) {\n        exec.insert",
+        "if (!wait_for<tag>(exec, plan, scratch.head, flag, flag_epoch(seen), seen)) {\n        exec.insert",
+    ),
+    "as many parts as this rank has": (
+        "const uint32_t parts = parts_of(scratch.value[peer]);",
+        "const uint32_t parts = exec.blocks();",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", PARTS)
+def test_a_mistake_about_parts_is_caught(mistake: str, tmp_path: Path) -> None:
+    job = StressJob("thread", tmp_path, ("protocol/signal.h", *PARTS[mistake]))
+    for seed in SEEDS:
+        done = job("--blocks", 4, "--objects", EVERY_KIND, "--seed", seed, "--timeout", 2)
+        assert done.returncode in {0, MISMATCH, FAULT, REPORT}, done.stderr
+        if done.returncode != 0:
+            return
+    pytest.fail(f"{mistake}: nothing checks it")
+
+
+@pytest.mark.parametrize("option", ["--weaken", "--weaken-join", "--skip", "--objects"])
+def test_an_unknown_name_is_refused(job: StressJob, option: str) -> None:
     assert job(option, "Z9").returncode == 2

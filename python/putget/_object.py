@@ -1,0 +1,166 @@
+"""One rank's native all-to-all object: its tables on the device, and its calls."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+
+from putget import _abi
+from putget._geometry import Geometry
+from putget.workspace import Workspace, current_stream
+
+
+class NativeObject:
+    """Arguments come checked; see ``AllToAll`` for what they mean.
+
+    Attributes:
+        expert_to_rank: [num_experts] int32, read at every dispatch.
+        target_ranks: [max_tokens_per_rank, top_k] int32 of the last dispatch.
+        target_slots: Likewise.
+        received_tokens: [ep_size] int32, rows that each source sent here.
+        invalid_ids: [1] int64, ids outside [-1, num_experts) so far.
+        num_tokens: Of the last dispatch.
+        max_rows: Of the last dispatch.
+    """
+
+    def __init__(
+        self, workspace: Workspace, geometry: Geometry, expert_to_rank: torch.Tensor, config: _abi.Config
+    ) -> None:
+        self._workspace = workspace
+        self._device = device = workspace.device
+        routes = (geometry.max_tokens_per_rank, geometry.top_k)
+        self.expert_to_rank = expert_to_rank
+        self.target_ranks = torch.full(routes, -1, dtype=torch.int32, device=device)
+        self.target_slots = torch.full(routes, -1, dtype=torch.int32, device=device)
+        self.received_tokens = torch.zeros(geometry.ep_size, dtype=torch.int32, device=device)
+        self.invalid_ids = torch.zeros(1, dtype=torch.int64, device=device)
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()  # kernels may use them from any stream
+        tables = _abi.Tables(
+            expert_to_rank=self.expert_to_rank.data_ptr(),
+            target_ranks=self.target_ranks.data_ptr(),
+            target_slots=self.target_slots.data_ptr(),
+            num_tokens=self.received_tokens.data_ptr(),
+            invalid_ids=self.invalid_ids.data_ptr(),
+        )
+        self.num_tokens = 0
+        self.max_rows = geometry.max_tokens_per_rank
+        # One struct of each kind for all calls: a fresh one costs as much as the call.
+        self._dispatch_args = _abi.DispatchArgs()
+        self._combine_args = _abi.CombineArgs()
+        self._handle: ctypes.c_void_p | None = ctypes.c_void_p()
+        _abi.call(
+            "putget_create",
+            ctypes.byref(config),
+            workspace.memory.handle,
+            ctypes.byref(tables),
+            ctypes.byref(self._handle),
+        )
+
+    @property
+    def is_open(self) -> bool:
+        """False after ``destroy``."""
+        return self._handle is not None
+
+    def require_open(self) -> ctypes.c_void_p:
+        """The handle for native calls.
+
+        Raises:
+            ValueError: The object is closed.
+        """
+        if self._handle is None:
+            raise ValueError("this AllToAll is closed")
+        return self._handle
+
+    def dispatch(
+        self,
+        half: int,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        payloads: tuple[torch.Tensor, ...],
+        num_tokens: int,
+        max_rows: int,
+        num_valid_tokens: torch.Tensor | None,
+    ) -> None:
+        """``_abi.BOTH`` or ``_abi.START``."""
+        args = self._dispatch_args
+        args.topk_ids = topk_ids.data_ptr()
+        args.topk_weights = topk_weights.data_ptr()
+        for index, payload in enumerate(payloads):
+            args.payload[index] = payload.data_ptr()
+        args.num_valid_tokens = None if num_valid_tokens is None else num_valid_tokens.data_ptr()
+        args.num_tokens = num_tokens
+        args.max_rows = max_rows
+        args.ids_are_64bit = topk_ids.dtype == torch.int64
+        self._dispatch(half)
+        self.num_tokens = num_tokens
+        self.max_rows = max_rows
+
+    def finish_dispatch(self) -> None:
+        """The other half, with the arguments of the last ``dispatch``."""
+        self._dispatch(_abi.FINISH)
+
+    def _dispatch(self, half: int) -> None:
+        args = self._dispatch_args
+        args.stream = self._stream()
+        args.half = half
+        self._run("putget_dispatch", self.require_open(), ctypes.byref(args))
+
+    def take_rows(self, x: torch.Tensor | None, strides: tuple[int, int]) -> None:
+        """Rows for the next combine; strides in bytes, (slot, source). None: combine_input."""
+        args = self._combine_args
+        args.rows = None if x is None else x.data_ptr()
+        args.row_slot_bytes, args.row_source_bytes = strides
+
+    def take_out(self, out: torch.Tensor, addend: torch.Tensor | None) -> None:
+        """Where the next combine writes, and what it adds."""
+        self._combine_args.out = out.data_ptr()
+        self._combine_args.addend = None if addend is None else addend.data_ptr()
+
+    def combine(self, half: int) -> None:
+        """With what has been taken, for as many tokens as the last dispatch had."""
+        args = self._combine_args
+        args.stream = self._stream()
+        args.num_tokens = self.num_tokens
+        args.half = half
+        self._run("putget_combine", self.require_open(), ctypes.byref(args))
+
+    def release(self) -> None:
+        """Ends an open round without combine."""
+        self._run("putget_release", self.require_open(), self._stream())
+
+    def launches(self, num_tokens: int) -> tuple[_abi.Launch, _abi.Launch]:
+        """How dispatch and combine are launched with this many tokens."""
+        found = (_abi.Launch(), _abi.Launch())
+        _abi.call("putget_launches", self.require_open(), num_tokens, *map(ctypes.byref, found))
+        return found
+
+    def destroy(self) -> None:
+        """Frees the native object."""
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            _abi.library().putget_destroy(handle)
+
+    def _run(self, name: str, *args: Any) -> None:
+        self._workspace.require_consistent()
+        status = getattr(_abi.library(), name)(*args)
+        if status == _abi.FAULT:
+            self._workspace.raise_fault()
+        if status != _abi.OK:
+            _abi.raise_status(status)
+
+    def _stream(self) -> int:
+        stream = current_stream(self._device)
+        comm = self._workspace.comm
+        group = comm._local_group
+        on_gpu = self._device.type == "cuda"
+        if group is not None and on_gpu and not torch.cuda.is_current_stream_capturing():
+            owner = group.claim_stream(self._device.index, stream, comm.rank)
+            if owner != comm.rank:
+                raise ValueError(
+                    f"the current stream is already rank {owner}'s: emulated ranks need a torch.cuda.Stream each, "
+                    "because their kernels wait for each other"
+                )
+        return stream
