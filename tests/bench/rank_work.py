@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.distributed as dist
 
-from putget.bench.contender import Putget
+from putget.bench import peers
+from putget.bench.contender import Putget, Round
 from putget.bench.demo_layer import run_layer
 from putget.bench.launch import Emit, RankContext
 from putget.bench.measure import measure
+from putget.bench.peers.flashinfer import FlashInfer
 from putget.bench.settings import Settings
 
 
@@ -54,3 +59,38 @@ def _break_combine(context: RankContext) -> None:
             self.output[1, 3] += 1
 
     Putget.combine = wrong  # type: ignore[method-assign]
+
+
+@dataclass(frozen=True)
+class WithStandIns:
+    """The bench's settings, and by peer what its stand-in does wrong."""
+
+    settings: Settings
+    broken: dict[str, str]
+
+
+def with_stand_ins(context: RankContext, job: WithStandIns, emit: Emit) -> int:
+    """The bench, with peers that may run on the CPU."""
+    for name, peer in peers.REGISTRY.items():
+        peers.REGISTRY[name] = replace(peer, devices=("cpu", "cuda"))
+    how = job.broken.get("flashinfer")
+    if how == "import" and context.rank == 1:
+        peers.REGISTRY["flashinfer"] = replace(peers.REGISTRY["flashinfer"], make=_no_driver)
+    elif how == "large batches":
+        FlashInfer.load = _refuse_large_batches(FlashInfer.load)  # type: ignore[method-assign]
+    elif how is not None:
+        importlib.import_module("flashinfer.comm.trtllm_moe_alltoall").MoeAlltoAll.broken = how
+    return measure(context, job.settings, emit)
+
+
+def _no_driver(*_: object) -> Any:
+    raise ImportError("no driver on rank 1\nsecond line")
+
+
+def _refuse_large_batches(load: Callable[..., str | None]) -> Callable[..., str | None]:
+    def refuse(self: FlashInfer, round_: Round) -> str | None:
+        if round_.num_tokens > 1:
+            raise RuntimeError("too many tokens")
+        return load(self, round_)
+
+    return refuse

@@ -75,6 +75,9 @@ class Contender(Protocol):
 
     name: str
 
+    def takes(self, num_tokens: int) -> bool:
+        """Whether it is timed at this size. The same on every rank."""
+
     def load(self, round_: Round) -> str | None:
         """Takes the inputs of one size and runs it once. Returns what is wrong with the result, or None."""
 
@@ -88,7 +91,7 @@ class Contender(Protocol):
         """Brings the experts' rows back and adds them."""
 
     def verify(self) -> str | None:
-        """Looks at the last combine's result. Returns what is wrong, or None."""
+        """Looks at the last combine's result, or plays a round to look at. Returns what is wrong, or None."""
 
     def wire_bytes(self, traffic: Traffic) -> tuple[float, float]:
         """Bytes that leave a rank in dispatch and in combine."""
@@ -129,6 +132,10 @@ class Putget:
     def memory_map(self) -> str:
         """The workspace of one rank."""
         return str(self._all_to_all)
+
+    def takes(self, num_tokens: int) -> bool:
+        """See `Contender.takes`: also nothing at all, because a round still meets every rank."""
+        return True
 
     def load(self, round_: Round) -> str | None:
         """See `Contender.load`. The received bytes and the result must be those of the reference, bit for bit."""

@@ -14,6 +14,7 @@ from putget.bench import peers, traffic
 from putget.bench.contender import Contender, Putget, Round, make_round, with_output
 from putget.bench.inputs import Source, StandInExperts
 from putget.bench.launch import Emit, RankContext
+from putget.bench.lineup import Lineup
 from putget.bench.profiles import dispatch_row_bytes
 from putget.bench.roofline import Ceiling, Link, make_timer
 from putget.bench.settings import Settings
@@ -28,7 +29,7 @@ PHASES = ("dispatch", "combine", "pair")
 def measure(context: RankContext, settings: Settings, emit: Emit) -> int:
     """Runs the whole bench on one rank.
 
-    Emits "ceiling", then per size "checked" and "size", or "mismatch".
+    Emits "ceiling", "peers", "workspace", then "size" per size, or "mismatch". "peers" comes again if one drops out.
 
     Returns:
         0, or 1 if a result was wrong. The same on every rank.
@@ -45,21 +46,20 @@ def measure(context: RankContext, settings: Settings, emit: Emit) -> int:
     source = Source(settings, context.device)
     experts = StandInExperts(settings, context.device)
     ours = Putget(communicator, settings, experts, context.device)
-    contenders: list[Contender] = [ours, *peers.make(settings.peers, settings, experts, context.device)]
+    lineup = Lineup(ours, *peers.make(settings.peers, settings, experts, context.device), emit)
     emit({"kind": "workspace", "map": ours.memory_map()})
 
     exit_code = 0
     for num_tokens in settings.batches:
-        # Without tokens there is nothing for a collective to move; putget's round still meets the peers.
-        present = contenders if num_tokens else [ours]
         emit({"kind": "stage", "text": f"{num_tokens} tokens a rank: checking"})
         round_ = with_output(settings, experts, make_round(settings, source, context.rank, num_tokens))
-        if _any_wrong(present, [contender.load(round_) for contender in present], num_tokens, emit):
+        present, wrong = lineup.load(round_)
+        if _any_wrong(wrong, num_tokens, emit):
             exit_code = 1
             break
         emit({"kind": "stage", "text": f"{num_tokens} tokens a rank: timing"})
         readings = time_contenders(timer, present, settings, _PAIRS[device])
-        if _any_wrong(present, [contender.verify() for contender in present], num_tokens, emit):
+        if _any_wrong({contender.name: contender.verify() for contender in present}, num_tokens, emit):
             exit_code = 1
             break
         counted = count_bytes(settings, round_)
@@ -76,16 +76,15 @@ def measure(context: RankContext, settings: Settings, emit: Emit) -> int:
                 "kernels": kernel_breakdown(ours, context) if settings.kernel_breakdown else None,
             },
         })  # fmt: skip
-    for contender in contenders:
-        contender.close()
+    lineup.close()
     link.close()
     communicator.close()
     return exit_code
 
 
-def _any_wrong(contenders: Sequence[Contender], found: list[str | None], num_tokens: int, emit: Emit) -> bool:
+def _any_wrong(found: dict[str, str | None], num_tokens: int, emit: Emit) -> bool:
     """Agrees between the ranks whether a result was wrong, and reports every finding of every rank."""
-    mine = [f"{contender.name}: {text}" for contender, text in zip(contenders, found, strict=True) if text]
+    mine = [f"{name}: {text}" for name, text in found.items() if text]
     everyone: list[list[str]] = [[]] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     for rank, texts in enumerate(everyone):

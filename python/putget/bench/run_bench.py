@@ -41,6 +41,8 @@ def run(args: argparse.Namespace, command: Sequence[str]) -> int:
             elif event["kind"] == "ceiling":
                 document["ceiling"] = event["ceiling"]
                 document["timing"]["empty_us"] = event["empty_us"]
+            elif event["kind"] == "peers":
+                document["peers"] = event["peers"]
             elif event["kind"] == "workspace":
                 document["workspace"] = event["map"]
             elif event["kind"] == "mismatch":

@@ -7,6 +7,8 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from putget import Payload, hardware, workspace_bytes
 from putget.bench import profiles, routing
 
@@ -62,8 +64,14 @@ class Settings:
         return profiles.payloads(self.quant, self.hidden_size, profiles.ROW_DTYPES[self.payload_dtype])
 
     def output(self) -> Payload:
-        """The row that experts write and combine reduces."""
-        return Payload((self.hidden_size,), profiles.ROW_DTYPES[self.combine_dtype])
+        """The row that experts write and combine reduces; what crosses in FP8 is written as BF16."""
+        dtype = torch.bfloat16 if self.combine_is_fp8 else profiles.ROW_DTYPES[self.combine_dtype]
+        return Payload((self.hidden_size,), dtype)
+
+    @property
+    def combine_is_fp8(self) -> bool:
+        """Whether combine brings rows back as FP8."""
+        return self.combine_dtype.startswith("fp8")
 
     def make_router(self) -> routing.Router:
         """The expert choices of every rank."""
