@@ -16,6 +16,7 @@ from putget.bench.contender import Putget, Round
 from putget.bench.demo_layer import run_layer
 from putget.bench.launch import Emit, RankContext
 from putget.bench.measure import measure
+from putget.bench.peers import deepep
 from putget.bench.peers.flashinfer import FlashInfer
 from putget.bench.settings import Settings
 
@@ -73,18 +74,35 @@ def with_stand_ins(context: RankContext, job: WithStandIns, emit: Emit) -> int:
     """The bench, with peers that may run on the CPU."""
     for name, peer in peers.REGISTRY.items():
         peers.REGISTRY[name] = replace(peer, devices=("cpu", "cuda"))
-    how = job.broken.get("flashinfer")
-    if how == "import" and context.rank == 1:
-        peers.REGISTRY["flashinfer"] = replace(peers.REGISTRY["flashinfer"], make=_no_driver)
-    elif how == "large batches":
-        FlashInfer.load = _refuse_large_batches(FlashInfer.load)  # type: ignore[method-assign]
-    elif how is not None:
-        importlib.import_module("flashinfer.comm.trtllm_moe_alltoall").MoeAlltoAll.broken = how
+    for name, how in job.broken.items():
+        _break_peer(name, how, context.rank)
     return measure(context, job.settings, emit)
 
 
-def _no_driver(*_: object) -> Any:
-    raise ImportError("no driver on rank 1\nsecond line")
+def _break_peer(name: str, how: str, rank: int) -> None:
+    if how == "import":
+        if rank == 1:
+            peers.REGISTRY[name] = replace(peers.REGISTRY[name], make=_raise("no driver on rank 1\nsecond line"))
+    elif how == "no library":
+        why = "libnvshmem_host.so.3: cannot open shared object file"
+        peers.REGISTRY[name] = replace(peers.REGISTRY[name], make=_raise(why))
+    elif how == "large batches":
+        FlashInfer.load = _refuse_large_batches(FlashInfer.load)  # type: ignore[method-assign]
+    elif how == "small memory":
+        deepep._MOST_LOW_LATENCY_TOKENS = 2
+    elif how == "no room":
+        importlib.import_module("deep_ep").Buffer.low_latency_dispatch = _raise("no room")
+    elif name == "flashinfer":
+        importlib.import_module("flashinfer.comm.trtllm_moe_alltoall").MoeAlltoAll.broken = how
+    else:
+        importlib.import_module("deep_ep").Buffer.broken = how
+
+
+def _raise(why: str) -> Any:
+    def fail(*_: object, **__: object) -> Any:
+        raise ImportError(why)
+
+    return fail
 
 
 def _refuse_large_batches(load: Callable[..., str | None]) -> Callable[..., str | None]:

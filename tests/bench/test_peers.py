@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from putget import hardware
-from putget.bench import cli, launch, peers
+from putget.bench import cli, launch, peers, settings
 from putget.bench.settings import Settings, resolve
 from tests.bench import rank_work
 
@@ -47,7 +47,11 @@ def statuses(events: list[dict[str, Any]]) -> list[dict[str, str]]:
     return [event["peers"] for event in events if event["kind"] == "peers"][-1]
 
 
-@pytest.mark.parametrize(("name", "package"), [("flashinfer", "flashinfer")])
+def test_every_peer_of_the_command_line_is_registered() -> None:
+    assert tuple(peers.REGISTRY) == settings.PEERS
+
+
+@pytest.mark.parametrize(("name", "package"), [("flashinfer", "flashinfer"), ("deepep", "deep_ep")])
 def test_a_peer_that_is_not_installed_is_absent(name: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     for device in ("cpu", "cuda"):
@@ -56,7 +60,7 @@ def test_a_peer_that_is_not_installed_is_absent(name: str, package: str, monkeyp
 
 
 @pytest.mark.usefixtures("stand_ins")
-@pytest.mark.parametrize("name", ["flashinfer"])
+@pytest.mark.parametrize("name", ["flashinfer", "deepep"])
 def test_a_peer_for_gpus_is_not_supported_on_cpus(name: str) -> None:
     assert peers.find(name, "cuda").status == "measured"
     found = peers.find(name, "cpu")
@@ -104,15 +108,69 @@ def test_flashinfer_combines_in_fp8_where_that_is_asked_for() -> None:
 
 
 @pytest.mark.usefixtures("stand_ins")
+@pytest.mark.parametrize("quant", ["bf16", "fp8"])
+def test_both_modes_of_deepep_are_checked_and_timed(quant: str) -> None:
+    code, events = bench("--peers", "deepep", "--quant", quant)
+    assert code == 0, events
+    assert names(events) == [["putget", "deepep LL", "deepep normal"]] * 2
+    assert statuses(events) == [{"name": "deepep", "status": "measured", "detail": "DeepEP 1.2.1"}]
+    size = [event["size"] for event in events if event["kind"] == "size"][-1]
+    ours, low_latency, normal = (
+        {phase: c[phase]["wire_gbps"] * c[phase]["latency_us"] * 1e3 for phase in ("dispatch", "combine")}
+        for c in size["contenders"]
+    )
+    assert normal == pytest.approx(ours)
+    assert low_latency["combine"] == pytest.approx(size["bytes"]["combine_per_pair"])
+    values = 256 + 2 * 4 if quant == "fp8" else 2 * 256
+    pairs = size["bytes"]["combine_per_pair"] / 512
+    assert low_latency["dispatch"] == pytest.approx(pairs * (values + 16))
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_low_latency_mode_is_for_small_batches() -> None:
+    code, events = bench("--peers", "deepep", deepep="small memory")
+    assert code == 0
+    assert names(events) == [["putget", "deepep LL", "deepep normal"], ["putget", "deepep normal"]]
+
+
+@pytest.mark.usefixtures("stand_ins")
+@pytest.mark.parametrize(
+    ("flags", "detail"),
+    [
+        ("--quant nvfp4", "it carries BF16 and FP8 rows, got --quant nvfp4"),
+        ("--quant bf16 --payload_dtype float32", "it carries BF16 and FP8 rows, got --payload_dtype float32"),
+        ("--combine_dtype float16", "it combines BF16 rows, got --combine_dtype float16"),
+        ("--hidden_size 192", "it needs rows of a multiple of 128 values, got 192"),
+        ("--num_experts 15", "it needs a number of experts that the ranks divide evenly, got 15 for 2"),
+    ],
+)
+def test_deepep_says_what_it_does_not_carry(flags: str, detail: str) -> None:
+    code, events = bench("--peers", "deepep", *flags.split())
+    assert code == 0
+    assert statuses(events) == [{"name": "deepep", "status": "not supported", "detail": detail}]
+    assert names(events) == [["putget"]] * 2
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_deepep_without_its_native_library_is_absent() -> None:
+    code, events = bench("--peers", "deepep", deepep="no library")
+    assert code == 0
+    detail = "it cannot be imported: libnvshmem_host.so.3: cannot open shared object file"
+    assert statuses(events) == [{"name": "deepep", "status": "absent", "detail": detail}]
+
+
+@pytest.mark.usefixtures("stand_ins")
 @pytest.mark.parametrize(
     ("broken", "complaint"),
     [
-        ("dispatch", "rank 0: flashinfer: dispatch: rows of rank 1 differ from the reference"),
-        ("combine", "rank 0: flashinfer: relative error"),
+        ({"flashinfer": "dispatch"}, "rank 0: flashinfer: dispatch: rows of rank 1 differ from the reference"),
+        ({"flashinfer": "combine"}, "rank 0: flashinfer: relative error"),
+        ({"deepep": "low latency"}, "rank 0: deepep LL: relative error"),
+        ({"deepep": "normal"}, "rank 0: deepep normal: relative error"),
     ],
 )
-def test_a_wrong_result_of_a_peer_ends_the_run(broken: str, complaint: str) -> None:
-    code, events = bench("--peers", "flashinfer", flashinfer=broken)
+def test_a_wrong_result_of_a_peer_ends_the_run(broken: dict[str, str], complaint: str) -> None:
+    code, events = bench("--peers", next(iter(broken)), **broken)
     assert code == 1
     (mismatch,) = (event["text"] for event in events if event["kind"] == "mismatch")
     assert complaint in mismatch
@@ -125,7 +183,12 @@ def test_a_wrong_result_of_a_peer_ends_the_run(broken: str, complaint: str) -> N
     [
         # Found when the ranks make it: rank 1 alone fails, and nobody waits for it.
         (("--peers", "flashinfer"), {"flashinfer": "import"}, "absent", "it cannot be imported: no driver on rank 1"),
-        (("--peers", "flashinfer", "--top_k", "3"), {}, "not supported", "Unsupported top_k: 3"),
+        (
+            ("--peers", "flashinfer", "--top_k", "3"),
+            {},
+            "not supported",
+            "flashinfer at 1 tokens a rank: Unsupported top_k: 3",
+        ),
         (
             ("--peers", "flashinfer", "--num_experts", "15"),
             {},
@@ -154,8 +217,17 @@ def test_a_peer_that_fails_at_a_size_drops_out_there() -> None:
     assert statuses(events)[1] == {
         "name": "flashinfer",
         "status": "not supported",
-        "detail": "at 4 tokens a rank: too many tokens",
+        "detail": "flashinfer at 4 tokens a rank: too many tokens",
     }
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_one_mode_that_fails_leaves_the_other() -> None:
+    code, events = bench("--peers", "deepep", deepep="no room")
+    assert code == 0
+    assert names(events) == [["putget", "deepep normal"]] * 2
+    detail = "DeepEP 1.2.1; left out: deepep LL at 1 tokens a rank: no room"
+    assert statuses(events) == [{"name": "deepep", "status": "measured", "detail": detail}]
 
 
 @pytest.mark.gpu

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import torch.distributed as dist
 
@@ -19,7 +19,7 @@ class Lineup:
     ) -> None:
         self._ours = ours
         self._by_peer = by_peer
-        self._statuses = statuses
+        self._statuses = {status.name: status for status in statuses}
         self._emit = emit
         self._report()
 
@@ -31,21 +31,23 @@ class Lineup:
         """
         present: list[Contender] = [self._ours]
         wrong = {self._ours.name: self._ours.load(round_)}
-        for name, contenders in list(self._by_peer.items()):
-            present_of_peer = [contender for contender in contenders if contender.takes(round_.num_tokens)]
-            failed: str | None = None
-            try:
-                found = {contender.name: contender.load(round_) for contender in present_of_peer}
-            except Exception as error:
-                failed = peers.one_line(error)
-            everyone = [failed] * dist.get_world_size()
-            dist.all_gather_object(everyone, failed)
-            failed = next((theirs for theirs in everyone if theirs is not None), None)
-            if failed is None:
-                present += present_of_peer
-                wrong.update(found)
-                continue
-            self._drop(name, f"at {round_.num_tokens} tokens a rank: {failed}")
+        for name in list(self._by_peer):
+            for contender in list(self._by_peer[name]):
+                if not contender.takes(round_.num_tokens):
+                    continue
+                found, failed = None, None
+                try:
+                    found = contender.load(round_)
+                except Exception as error:
+                    failed = peers.one_line(error)
+                everyone = [failed] * dist.get_world_size()
+                dist.all_gather_object(everyone, failed)
+                failed = next((theirs for theirs in everyone if theirs is not None), None)
+                if failed is not None:
+                    self._drop(name, contender, f"{contender.name} at {round_.num_tokens} tokens a rank: {failed}")
+                    continue
+                present.append(contender)
+                wrong[contender.name] = found
         return present, wrong
 
     def close(self) -> None:
@@ -53,14 +55,15 @@ class Lineup:
         for contender in (self._ours, *(c for contenders in self._by_peer.values() for c in contenders)):
             contender.close()
 
-    def _drop(self, name: str, why: str) -> None:
-        for contender in self._by_peer.pop(name):
-            contender.close()
-        self._statuses = [
-            peers.PeerStatus(name, peers.NOT_SUPPORTED, why) if status.name == name else status
-            for status in self._statuses
-        ]
+    def _drop(self, name: str, contender: Contender, why: str) -> None:
+        contender.close()
+        self._by_peer[name].remove(contender)
+        status = self._statuses[name]
+        if self._by_peer[name]:
+            self._statuses[name] = replace(status, detail=f"{status.detail}; left out: {why}")
+        else:
+            self._statuses[name] = replace(status, status=peers.NOT_SUPPORTED, detail=why)
         self._report()
 
     def _report(self) -> None:
-        self._emit({"kind": "peers", "peers": [asdict(status) for status in self._statuses]})
+        self._emit({"kind": "peers", "peers": [asdict(status) for status in self._statuses.values()]})

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from putget.bench.contender import Contender
 from putget.bench.inputs import StandInExperts
-from putget.bench.peers import collectives, flashinfer
+from putget.bench.peers import collectives, deepep, flashinfer
 from putget.bench.settings import Settings
 
 MEASURED, ABSENT, NOT_SUPPORTED = "measured", "absent", "not supported"
@@ -58,14 +58,13 @@ class Peer:
 REGISTRY = {
     "nccl": Peer(None, ("cpu", "cuda"), collectives.describe, collectives.make),
     "flashinfer": Peer("flashinfer", ("cuda",), flashinfer.describe, flashinfer.make),
+    "deepep": Peer("deep_ep", ("cuda",), deepep.describe, deepep.make),
 }
 
 
 def find(name: str, device: str) -> PeerStatus:
     """Says whether a peer is worth trying on this machine; `make` has the last word."""
-    peer = REGISTRY.get(name)
-    if peer is None:
-        return PeerStatus(name, NOT_SUPPORTED, "not measured by this version of putget")
+    peer = REGISTRY[name]
     if peer.package is not None and importlib.util.find_spec(peer.package) is None:
         return PeerStatus(name, ABSENT, f"the Python package {peer.package} is not installed")
     if device not in peer.devices:

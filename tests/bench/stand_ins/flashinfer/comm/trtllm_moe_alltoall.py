@@ -37,8 +37,6 @@ class MoeAlltoAll:
         assert MnnvlMemory._fabric_supported is False
         assert mnnvl_config.comm_backend.Get_rank() == mapping.rank
         assert workspace_size_per_rank > 0
-        if top_k % 2 and top_k > 1:
-            raise RuntimeError(f"Unsupported top_k: {top_k}")
         self._rank, self._size = mapping.rank, mapping.moe_ep_size
         self._max_num_tokens = max_num_tokens
         self._block = num_experts // self._size
@@ -61,6 +59,9 @@ class MoeAlltoAll:
         expert_id_payload_index: int,
     ) -> list[Tensor]:
         assert not self._dispatched
+        top_k = token_selected_experts.shape[1]
+        if top_k % 2 and top_k > 1:
+            raise RuntimeError(f"Unsupported top_k: {top_k}")
         assert runtime_max_tokens_per_rank <= self._max_num_tokens
         assert all(payload.dim() == 2 and payload.is_contiguous() for payload in input_payloads)
         self._dispatched = True
