@@ -124,11 +124,16 @@ def test_roofline(putget: Command, tmp_path: Path) -> None:
     path = tmp_path / "roofline.json"
     printed = putget(f"roofline --device cpu --ep_size 2 --iters 3 --output_file {path}")
     document = json.loads(path.read_text())
-    assert document["schema"] == "putget.roofline/1"
-    assert {rate["kind"] for rate in document["rates"]} == {"write", "read"}
+    assert document["schema"] == "putget.roofline/2"
+    assert {(rate["kind"], rate["num_sms"]) for rate in document["rates"]} == {
+        ("write", None),
+        ("read", None),
+        ("copy", 0),
+    }
     assert all(rate["gbps"] > 0 for rate in document["rates"])
     assert document["barrier_us"] > 0
-    assert re.search(r"^ +write +\d", printed, re.MULTILINE)
+    for kind in ("write", "read", "copy"):
+        assert re.search(rf"^ +{kind} +\d", printed, re.MULTILINE)
 
 
 def test_demo(putget: Command, tmp_path: Path) -> None:

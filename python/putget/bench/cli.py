@@ -122,7 +122,7 @@ def _add_doctor(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_roofline(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Measures what the link between the ranks can do: writes, reads, a barrier."
+    parser.description = "Measures what the link between the ranks can do: writes, reads, copies, a barrier."
     _add_ranks(parser)
     parser.add_argument(
         "--iters", type=int, metavar="N", help="timed iterations of each transfer (50, or 20 on the CPU)"

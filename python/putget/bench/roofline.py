@@ -1,4 +1,4 @@
-"""Measures what the link can do: writes, reads and a barrier between all ranks at once."""
+"""Measures what the link can do: writes, reads, copies and a barrier between all ranks at once."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class LinkRate:
     """One measurement of the link, slowest rank, median.
 
     Attributes:
-        kind: "write" or "read".
+        kind: "write" or "read" by the SMs (the cores on the CPU), or "copy" by the copy engine, which writes.
         bytes_per_peer: moved between a rank and each of its peers.
-        num_sms: SMs used, or None for all (and on the CPU).
-        latency_us: time of the kernel.
+        num_sms: SMs used, or None for all (and on the CPU); 0 for the copy engine.
+        latency_us: time of the kernel, or of the copies to all peers, one after the other.
         gbps: 10^9 bytes a second that one rank writes to (reads from) its peers, all ranks at once.
     """
 
@@ -152,10 +152,10 @@ def measure(context: RankContext, settings: RooflineSettings, emit: Emit) -> int
     link = Link(communicator, context, max(settings.sizes), cuda_graph=True)
     emit({"kind": "barrier", "latency_us": link.barrier_us(settings.iters)})
     if context.size > 1:
-        for kind in ("write", "read"):
-            for num_sms in settings.sms:
-                for size in settings.sizes:
-                    emit({"kind": "rate", "rate": asdict(link.rate(kind, size, num_sms, settings.iters))})
+        transfers = [(kind, num_sms) for kind in ("write", "read") for num_sms in settings.sms]
+        for kind, num_sms in (*transfers, ("copy", 0)):
+            for size in settings.sizes:
+                emit({"kind": "rate", "rate": asdict(link.rate(kind, size, num_sms, settings.iters))})
     link.close()
     communicator.close()
     return 0
