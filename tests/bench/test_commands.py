@@ -62,6 +62,7 @@ def check_arithmetic(size: dict[str, Any], ceiling: dict[str, Any]) -> None:
     ours, moved = size["contenders"][0], size["bytes"]
     for phase, rate in (("dispatch", ceiling["write_gbps"]), ("combine", ceiling["read_gbps"])):
         latency_us = ours[phase]["latency_us"]
+        assert ours[phase]["wire_bytes"] == pytest.approx(moved[phase], rel=1e-4)
         assert ours[phase]["wire_gbps"] == pytest.approx(moved[phase] / latency_us / 1e3, rel=1e-4)
         assert ours[phase]["algorithm_gbps"] == pytest.approx(moved[f"{phase}_algorithm"] / latency_us / 1e3, rel=1e-4)
         assert ours[phase]["ceiling_fraction"] == pytest.approx(ours[phase]["wire_gbps"] / rate, rel=1e-4)
@@ -150,7 +151,7 @@ def test_demo(putget: Command, tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("graph", ["", "--no_cuda_graph"])
+@pytest.mark.parametrize("graph", ["", "--no_cuda_graph", "--flush_matmul"])
 def test_bench_on_gpus(putget: Command, tmp_path: Path, graph: str) -> None:
     num_gpus = len(hardware.gpus())
     if num_gpus == 0 or hardware.why_no_cuda() is not None:
@@ -164,11 +165,14 @@ def test_bench_on_gpus(putget: Command, tmp_path: Path, graph: str) -> None:
     document = json.loads(path.read_text())
     jsonschema.Draft202012Validator(report.schema()).validate(document)
     assert document["timing"]["clock"] == "cuda events"
-    assert document["timing"]["cuda_graph"] is (graph == "")
+    assert document["timing"]["cuda_graph"] is (graph != "--no_cuda_graph")
+    assert document["timing"]["flush"] == ("matmul" if graph == "--flush_matmul" else "overwrite")
     for size in document["results"]:
         peers = ["nccl AG+RS", "nccl all-to-all"] if size["batch_size"] else []
         assert [contender["name"] for contender in size["contenders"]] == ["putget", *peers]
-        assert size["kernels"]
+        for contender in size["contenders"]:
+            names = " ".join(kernel["name"] for kernel in contender["kernels"])
+            assert ("nccl" in names.lower()) == ("nccl" in contender["name"]), names
 
 
 @pytest.mark.gpu

@@ -38,10 +38,11 @@ def test_schema_is_a_schema_and_takes_a_report() -> None:
 @pytest.mark.parametrize(
     ("path", "value"),
     [
-        (("schema",), "putget.bench/2"),
+        (("schema",), "putget.bench/1"),
         (("date",), "yesterday"),
         (("config", "device"), "tpu"),
         (("config", "extra"), 1),
+        (("timing", "flush"), "cold"),
         (("ceiling", "write_gbps"), 0),
         (("results", 1, "checked"), False),
         (("results", 1, "contenders"), []),
@@ -100,10 +101,12 @@ def test_tables_have_the_figures() -> None:
     text = printed(gpu_document())
     assert "8 ranks on cuda (8 x NVIDIA H200)" in text
     assert re.search(r"^ +1 +7\.5 +53\.3/46\.7 +13% +8\.2 ", text, re.MULTILINE)  # latency, rates, share of the ceiling
-    assert re.search(r"^ +1 +nccl AG\+RS +15\.0 +0\.50 ", text, re.MULTILINE)  # a peer and the ratio
+    assert re.search(r"^ +1 +nccl AG\+RS +15\.0 +0\.50 .* +5\.5% *$", text, re.MULTILINE)  # a peer, ratio, ceiling
     assert re.search(r"^ +64 +192 KiB +384 KiB +50% +768 KiB +75%", text, re.MULTILINE)  # bytes and what was saved
-    assert re.search(r"^ +1 +putget dispatch +7\.5 +9\.5 +12\.5 ", text, re.MULTILINE)  # percentiles
-    assert re.search(r"dispatch_kernel<template>.*\.\.\. +20 +5\.5", text)
+    assert re.search(r"^ +1 +putget dispatch +8\.5 +9\.5 +12\.5 ", text, re.MULTILINE)  # percentiles
+    for name, mean in (("putget", r"5\.5"), (r"nccl AG\+RS", r"11\.0")):
+        table = re.split(rf"^Kernels of a round of {name} on rank 0.*$", text, flags=re.MULTILINE)[1]
+        assert re.search(rf"^ +1 +kernel of {name} <template>.*\.\.\. +20 +{mean}", table, re.MULTILINE)
     notes = " ".join(text.split())
     assert "343 GB/s written, 325 GB/s read" in notes
     assert "reads 3.0 us" in notes

@@ -107,6 +107,7 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     add("--no_cuda_graph", action="store_true", help="launch every call instead of replaying a CUDA graph")
     add("--no_sync", action="store_true", help="leave the waits out (not available yet)")
     add("--no_flush_l2", action="store_true", help="leave the L2 cache warm before dispatch")
+    add("--flush_matmul", action="store_true", help="clear the caches between rounds with matrix products")
     add("--peers", metavar="LIST", help=f"others to time in the same run, comma-separated: {', '.join(settings.PEERS)}")
     add("--kernel_breakdown", action="store_true", help="time of each kernel, by torch's profiler")
     add("--iter_stats", action="store_true", help="percentiles over the iterations")

@@ -13,6 +13,7 @@ from putget.bench.inputs import Experts, Inputs, Source, StandInExperts, same_by
 from putget.bench.settings import Settings
 from putget.bench.traffic import Traffic
 
+PHASES = ("dispatch", "combine", "pair")
 _TIMEOUT_S = 120.0  # ranks compute the expected results between rounds, on few cores one after the other
 
 

@@ -14,12 +14,13 @@ from rich.console import Console
 from rich.table import Table
 
 from putget.bench import environment
+from putget.bench.contender import PHASES
 from putget.bench.peers import PeerStatus
 from putget.bench.profiles import dispatch_row_bytes
 from putget.bench.settings import Settings
 from putget.bench.traffic import readable
 
-SCHEMA = "putget.bench/1"
+SCHEMA = "putget.bench/2"
 _KERNEL_WIDTH = 50
 _DIGITS = 6  # significant digits of a figure in the report: more than any clock here is worth
 Document = dict[str, Any]
@@ -27,7 +28,7 @@ Document = dict[str, Any]
 
 def schema() -> Document:
     """The JSON schema of the report."""
-    text = (files("putget.bench") / "schema" / "bench-1.schema.json").read_text(encoding="utf-8")
+    text = (files("putget.bench") / "schema" / "bench-2.schema.json").read_text(encoding="utf-8")
     loaded: Document = json.loads(text)
     return loaded
 
@@ -50,7 +51,7 @@ def new_document(settings: Settings, command: Sequence[str], peers: Sequence[Pee
             "clock": "cuda events" if settings.device == "cuda" else "perf_counter",
             "statistic": "median over iterations of the slowest rank",
             "cuda_graph": settings.cuda_graph,
-            "flush_l2": settings.flush_l2,
+            "flush": settings.flush,
             "empty_us": None,
         },
         "peers": [asdict(peer) for peer in peers],
@@ -92,7 +93,9 @@ def show(document: Document, console: Console) -> None:
         if config["iter_stats"]:
             _print(console, "Slowest rank of each iteration, us", _percentile_table(document))
         if config["kernel_breakdown"] and config["device"] == "cuda":
-            _print(console, "Kernels of a round on rank 0, by torch's profiler", _kernel_table(document))
+            for name in _names(document):
+                title = f"Kernels of a round of {name} on rank 0, by torch's profiler"
+                _print(console, title, _kernel_table(document, name))
     for note in _notes(document):
         console.print(note)
 
@@ -142,13 +145,13 @@ def _latency_table(document: Document) -> Table:
 
 
 def _peer_table(document: Document) -> Table:
-    table = new_table("tokens", "peer", "dispatch", "ratio", "combine", "ratio", "pair", "ratio", left=1)
+    table = new_table("tokens", "peer", "dispatch", "ratio", "combine", "ratio", "pair", "ratio", "ceil", left=1)
     for result in document["results"]:
         for peer in result["contenders"][1:]:
             cells = [str(result["batch_size"]), peer["name"]]
-            for phase in ("dispatch", "combine", "pair"):
+            for phase in PHASES:
                 cells += [_us(peer[phase]["latency_us"]), f"{peer[phase]['ratio']:.2f}"]
-            table.add_row(*cells)
+            table.add_row(*cells, _percent(peer["pair"]["ceiling_fraction"]))
     return table
 
 
@@ -171,25 +174,32 @@ def _bytes_table(document: Document) -> Table:
 
 
 def _percentile_table(document: Document) -> Table:
-    marks = ("min", "p05", "p50", "p95", "p99", "max")
+    marks = ("p01", "p05", "p50", "p95", "p99", "max")
     table = new_table("tokens", "contender, phase", *marks, left=1)
     for result in document["results"]:
         for contender in result["contenders"]:
-            for phase in ("dispatch", "combine", "pair"):
+            for phase in PHASES:
+                if contender[phase] is None:
+                    continue
                 found = contender[phase]["percentiles_us"]
                 cells = [_us(found[mark]) for mark in marks]
                 table.add_row(str(result["batch_size"]), f"{contender['name']} {phase}", *cells)
     return table
 
 
-def _kernel_table(document: Document) -> Table:
+def _kernel_table(document: Document, name: str) -> Table:
     table = new_table("tokens", "kernel", "calls", "mean us", left=1)
     for result in document["results"]:
-        for kernel in result["kernels"] or ():
-            table.add_row(
-                str(result["batch_size"]), _shortened(kernel["name"]), str(kernel["calls"]), _us(kernel["mean_us"])
-            )
+        for contender in result["contenders"]:
+            for kernel in (contender["kernels"] or ()) if contender["name"] == name else ():
+                cells = (_shortened(kernel["name"]), str(kernel["calls"]), _us(kernel["mean_us"]))
+                table.add_row(str(result["batch_size"]), *cells)
     return table
+
+
+def _names(document: Document) -> list[str]:
+    """The contenders of any size, in order."""
+    return list(dict.fromkeys(c["name"] for result in document["results"] for c in result["contenders"]))
 
 
 def _notes(document: Document) -> list[str]:
@@ -230,7 +240,7 @@ def _us(value: float) -> str:
 
 
 def _rate(value: float) -> str:
-    return f"{value:.3g}" if value < 100 else f"{value:.0f}"
+    return f"{value:.2f}" if value < 0.1 else f"{value:.3g}" if value < 100 else f"{value:.0f}"
 
 
 def _percent(fraction: float | None) -> str:

@@ -9,7 +9,7 @@ import torch
 
 from putget import AllToAll, Communicator, Payload, Workspace
 from putget.bench.launch import Emit, RankContext
-from putget.bench.timing import CpuTimer, CudaTimer, Step, Timer, median, series_length, slowest
+from putget.bench.timing import CpuTimer, CudaTimer, Step, Timer, make_flush, median, series_length, slowest
 from putget.bench.traffic import gigabytes_per_second
 
 _BARRIERS_IN_A_ROW = 20
@@ -92,7 +92,7 @@ class Link:
         self._ids = torch.empty(0, 1, dtype=torch.int32, device=context.device)
         self._weights = torch.empty(0, 1, dtype=torch.float32, device=context.device)
         self._rows = torch.empty(0, dtype=torch.uint8, device=context.device)
-        self.timer = make_timer(context.device, self.barrier, cuda_graph, flush_l2=False)
+        self.timer = make_timer(context.device, self.barrier, cuda_graph)
         self.barrier()  # its kernels are loaded here, which a graph's capture could not do
 
     def barrier(self) -> None:
@@ -132,10 +132,17 @@ class Link:
         self._workspace.close()
 
 
-def make_timer(device: torch.device, align: Callable[[], None], cuda_graph: bool, flush_l2: bool) -> Timer:
-    """The timer of a device."""
+def make_timer(device: torch.device, align: Callable[[], None], cuda_graph: bool, flush: str = "none") -> Timer:
+    """The timer of a device.
+
+    Args:
+        device: where the ranks work.
+        align: enqueues a barrier between them.
+        cuda_graph: whether series on CUDA are captured.
+        flush: what empties the caches on CUDA, see `timing.make_flush`.
+    """
     if device.type == "cuda":
-        return CudaTimer(align, cuda_graph, flush_l2)
+        return CudaTimer(align, cuda_graph, make_flush(flush))
     return CpuTimer(align)
 
 

@@ -32,6 +32,7 @@ class Settings:
         router: "random", "perfect" or "file".
         iters: timed iterations of every size.
         warmup: iterations before them.
+        flush: what empties the caches before a dispatch, one of `timing.FLUSHES`.
         peers: contenders beside putget, by name.
     """
 
@@ -54,7 +55,7 @@ class Settings:
     routing_file: str | None
     num_sms: int | None
     cuda_graph: bool
-    flush_l2: bool
+    flush: str
     kernel_breakdown: bool
     iter_stats: bool
     peers: tuple[str, ...]
@@ -138,6 +139,10 @@ def resolve(args: argparse.Namespace, world_size: int | None) -> Settings:
         raise ValueError(f"--max_tokens_per_rank must be at least the largest batch {batches[-1]} (-e), got {capacity}")
     if args.num_sms is not None and on_cpu:
         raise ValueError(f"--num_sms {args.num_sms} needs --device cuda, this run is on the CPU")
+    if args.flush_matmul and args.no_flush_l2:
+        raise ValueError("--flush_matmul and --no_flush_l2 exclude each other")
+    if args.flush_matmul and on_cpu:
+        raise ValueError("--flush_matmul needs --device cuda, this run is on the CPU")
     most_sms = min((gpu.num_sms for gpu in hardware.gpus()), default=0)
     if args.num_sms is not None and args.num_sms > most_sms:
         raise ValueError(f"--num_sms must be at most {most_sms}, what the GPUs here have, got {args.num_sms}")
@@ -170,7 +175,7 @@ def resolve(args: argparse.Namespace, world_size: int | None) -> Settings:
         routing_file=args.routing_file,
         num_sms=args.num_sms,
         cuda_graph=not args.no_cuda_graph and not on_cpu,
-        flush_l2=not args.no_flush_l2 and not on_cpu,
+        flush="none" if on_cpu or args.no_flush_l2 else "matmul" if args.flush_matmul else "overwrite",
         kernel_breakdown=args.kernel_breakdown,
         iter_stats=args.iter_stats,
         peers=_resolve_peers(args.peers),
