@@ -100,6 +100,7 @@ def gpu_document() -> dict[str, Any]:
             "kernel_breakdown": True,
             "iter_stats": True,
             "peers": ["nccl", "deepep"],
+            "ablate": [],
         },
         "row_bytes": {"dispatch": 7456, "combine": 14336},
         "timing": {

@@ -5,13 +5,14 @@ from __future__ import annotations
 import importlib
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.distributed as dist
 
-from putget.bench import peers
+from putget.bench import peers, variants
+from putget.bench.ablation import Variant, group
 from putget.bench.contender import Putget, Round
 from putget.bench.demo_layer import run_layer
 from putget.bench.launch import Emit, RankContext
@@ -112,3 +113,43 @@ def _refuse_large_batches(load: Callable[..., str | None]) -> Callable[..., str 
         return load(self, round_)
 
     return refuse
+
+
+def with_another_group(context: RankContext, settings: Settings, emit: Emit) -> int:
+    """The ablations, with a group that somebody has added."""
+
+    @group("deadline")
+    def deadlines(settings: Settings) -> Iterator[Variant]:
+        yield Variant("patient", "waits for an hour", settings, lambda bench: Putget(*bench, timeout_s=3600.0))
+
+    return measure(context, replace(settings, ablate=("deadline",)), emit)
+
+
+def corrupt_staged(context: RankContext, settings: Settings, emit: Emit) -> int:
+    """The ablations with a staged combine that spoils a value on rank 0."""
+    _spoil(context, variants.StagedPutget, "combine", lambda staged: staged.output[1, 3].add_(1))
+    return measure(context, settings, emit)
+
+
+def corrupt_ids(context: RankContext, settings: Settings, emit: Emit) -> int:
+    """The ablations with an exchange of ids by putget of which rank 0 sees the wrong ids."""
+    _spoil(context, variants.IdsByPutget, "dispatch", lambda _, received: received.topk_ids.fill_(3))
+    return measure(context, settings, emit)
+
+
+def corrupt_gather(context: RankContext, settings: Settings, emit: Emit) -> int:
+    """The ablations with an all-gather of ids of which rank 0 sees the wrong ids."""
+    _spoil(context, variants.IdsByAllGather, "dispatch", lambda gather: gather._gathered[0, 0].add_(1))
+    return measure(context, settings, emit)
+
+
+def _spoil(context: RankContext, kind: Any, method: str, spoil: Callable[..., object]) -> None:
+    right = getattr(kind, method)
+
+    def wrong(self: Any) -> Any:
+        result = right(self)
+        if context.rank == 0:
+            spoil(self) if result is None else spoil(self, result)
+        return result
+
+    setattr(kind, method, wrong)

@@ -140,4 +140,4 @@ def test_a_subcommand_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_:
         cli.main([])
     assert exit_.value.code == 2
-    assert "bench,doctor,roofline,demo" in capsys.readouterr().err
+    assert "bench,ablate,doctor,roofline,demo" in capsys.readouterr().err

@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from putget.bench import plot, report
-from tests.bench.documents import gpu_document
+from tests.bench.documents import contender, gpu_document
 
 DOCUMENTATION = Path(__file__).parents[2] / "docs" / "bench_json.md"
 
@@ -114,9 +114,40 @@ def test_tables_have_the_figures() -> None:
     assert "Peer deepep: absent (the Python package deep_ep is not installed)" in notes
 
 
-def test_tables_fit_a_terminal_of_80_columns() -> None:
+def ablation_document() -> dict[str, Any]:
+    document = gpu_document()
+    document["config"]["ablate"] = ["combine_input", "exchange"]
+    for size in document["results"]:
+        staged, ids = contender("staged combine", 1.25), contender("ids by putget", 0.5)
+        staged |= {"group": "combine_input", "changes": "combine(x) takes rows from outside"}
+        ids |= {"group": "exchange", "changes": "counts and ids", "combine": None, "pair": None}
+        ids["dispatch"]["wire_bytes"] = 35_000
+        size["contenders"] = [contender("putget", 1), staged, ids]
+    return document
+
+
+def test_ablations_show_ratios_to_the_default_and_the_bytes_that_differ() -> None:
+    document = ablation_document()
+    validate(document)
+    text = printed(document)
+    assert re.search(r"^ +1 +staged combine +9\.4 +1\.25 +10\.3 +1\.25 +11\.4 +1\.25 +8\.8%", text, re.MULTILINE)
+    assert re.search(r"^ +1 +ids by putget +3\.8 +0\.50 +- +- +- +- +27%", text, re.MULTILINE)
+    moved = text.split("Bytes leaving a rank")[1].split("Slowest rank")[0]
+    assert re.search(r"^ +1 +ids by putget +34\.2 KiB +0\.10 +- +-", moved, re.MULTILINE)
+    assert not re.search(r"^ +1 +staged combine", moved, re.MULTILINE)  # the same bytes as the default
+    assert "staged combine: combine(x) takes rows from outside." in text
+
+
+@pytest.mark.parametrize("document", [gpu_document(), ablation_document()], ids=["peers", "ablations"])
+def test_tables_fit_a_terminal_of_80_columns(document: dict[str, Any]) -> None:
     # Rich marks what it had to cut with an ellipsis.
-    assert "…" not in printed(gpu_document(), width=80)
+    longest = document["results"][-1]["contenders"][-1]
+    longest["name"] = "nccl all-to-all!"
+    for phase in ("dispatch", "combine", "pair"):
+        if longest[phase] is not None:
+            longest[phase]["latency_us"] = 12345.6
+            longest[phase]["percentiles_us"] = dict.fromkeys(longest[phase]["percentiles_us"], 12345.6)
+    assert "…" not in printed(document, width=80)
 
 
 def test_a_mismatch_is_printed_last() -> None:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from putget import Communicator
-from putget.bench import kernels, peers, traffic
+from putget.bench import kernels, peers, traffic, variants
 from putget.bench.contender import PHASES, Contender, Putget, Round
 from putget.bench.launch import Emit, RankContext
 from putget.bench.lineup import Entry, Lineup
@@ -46,8 +46,9 @@ def measure(context: RankContext, settings: Settings, emit: Emit) -> int:
     experts = rounds.experts(settings)
     ours = Putget(communicator, settings, experts, context.device)
     emit({"kind": "workspace", "map": ours.memory_map()})
+    ablated = variants.make(settings.ablate, communicator, settings, rounds, context.device)
     others = peers.make(settings.peers, settings, experts, context.device)
-    lineup = Lineup(Entry(ours, settings), [], *others, emit)
+    lineup = Lineup(Entry(ours, settings), ablated, *others, emit)
 
     exit_code = 0
     for num_tokens in settings.batches:

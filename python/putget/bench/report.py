@@ -38,6 +38,7 @@ def new_document(settings: Settings, command: Sequence[str], peers: Sequence[Pee
     config = asdict(settings)
     config["batches"] = list(settings.batches)
     config["peers"] = list(settings.peers)
+    config["ablate"] = list(settings.ablate)
     return {
         "schema": SCHEMA,
         **environment.describe(),
@@ -81,15 +82,17 @@ def show(document: Document, console: Console) -> None:
     console.print(_headline(document))
     config = document["config"]
     if document["results"]:
-        _print(
-            console,
-            "Latency in us, GB/s by algorithm/on the wire, share of the link's ceiling",
-            _latency_table(document),
-        )
-        if any(len(result["contenders"]) > 1 for result in document["results"]):
-            title = "Peers in the same run: latency in us, and putget's over theirs (below 1: putget is faster)"
-            _print(console, title, _peer_table(document))
-        _print(console, "Bytes leaving a rank in one round, mean over ranks", _bytes_table(document))
+        if config["ablate"]:
+            title = "Latency in us, over putget's as it is by default (x), share of the link's ceiling"
+            _print(console, title, _variant_table(document))
+            _print(console, "Bytes leaving a rank in one round, mean over ranks", _variant_bytes(document))
+        else:
+            title = "Latency in us, GB/s by algorithm/on the wire, share of the link's ceiling"
+            _print(console, title, _latency_table(document))
+            if len(_names(document)) > 1:
+                title = "Peers in the same run: latency in us, and putget's over theirs (below 1: putget is faster)"
+                _print(console, title, _peer_table(document))
+            _print(console, "Bytes leaving a rank in one round, mean over ranks", _bytes_table(document))
         if config["iter_stats"]:
             _print(console, "Slowest rank of each iteration, us", _percentile_table(document))
         if config["kernel_breakdown"] and config["device"] == "cuda":
@@ -155,6 +158,40 @@ def _peer_table(document: Document) -> Table:
     return table
 
 
+def _variant_table(document: Document) -> Table:
+    table = new_table("tokens", "variant", "dispatch", "x", "combine", "x", "pair", "x", "ceil", left=1)
+    for result in document["results"]:
+        for contender in result["contenders"]:
+            cells = [str(result["batch_size"]), contender["name"]]
+            for phase in PHASES:
+                found = contender[phase]
+                cells += ["-", "-"] if found is None else [_us(found["latency_us"]), f"{1 / found['ratio']:.2f}"]
+            last = contender["pair"] or contender["dispatch"]
+            table.add_row(*cells, _percent(last["ceiling_fraction"]))
+        table.add_section()
+    return table
+
+
+def _variant_bytes(document: Document) -> Table:
+    """Only of variants that move other bytes than putget by default."""
+    table = new_table("tokens", "variant", "dispatch", "x", "combine", "x", left=1)
+    for result in document["results"]:
+        ours = result["contenders"][0]
+        for contender in result["contenders"]:
+            cells, differs = [str(result["batch_size"]), contender["name"]], contender is ours
+            for phase in ("dispatch", "combine"):
+                if contender[phase] is None:
+                    cells += ["-", "-"]
+                    continue
+                moved, own = contender[phase]["wire_bytes"], ours[phase]["wire_bytes"]
+                differs = differs or moved != own
+                cells += [readable(moved), f"{moved / own:.2f}" if own else "-"]
+            if differs:
+                table.add_row(*cells)
+        table.add_section()
+    return table
+
+
 def _bytes_table(document: Document) -> Table:
     table = new_table("tokens", "put+get", "per (token, k)", "saved", "AG+RS", "saved")
     for result in document["results"]:
@@ -215,7 +252,11 @@ def _notes(document: Document) -> list[str]:
             f"Latency: {timing['statistic']}; the clock around nothing reads {_us(timing['empty_us'])} us, which is "
             f"part of dispatch and combine. The pair is timed back to back, without barriers."
         )
-    if document["results"]:
+    if config["ablate"] and document["results"]:
+        for contender in document["results"][-1]["contenders"]:
+            if contender["changes"] is not None:
+                notes.append(f"{contender['name']}: {contender['changes']}.")
+    elif document["results"]:
         moved = document["results"][-1]["bytes"]
         notes.append(
             f"Memory of a rank at {config['max_tokens_per_rank']} tokens: {readable(moved['token_major_memory'])} "

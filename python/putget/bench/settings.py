@@ -34,6 +34,7 @@ class Settings:
         warmup: iterations before them.
         flush: what empties the caches before a dispatch, one of `timing.FLUSHES`.
         peers: contenders beside putget, by name.
+        ablate: groups of variants of putget beside it, by name.
     """
 
     backend: str
@@ -59,6 +60,7 @@ class Settings:
     kernel_breakdown: bool
     iter_stats: bool
     peers: tuple[str, ...]
+    ablate: tuple[str, ...]
 
     def payloads(self) -> list[Payload]:
         """What dispatch carries for one token."""
@@ -178,7 +180,8 @@ def resolve(args: argparse.Namespace, world_size: int | None) -> Settings:
         flush="none" if on_cpu or args.no_flush_l2 else "matmul" if args.flush_matmul else "overwrite",
         kernel_breakdown=args.kernel_breakdown,
         iter_stats=args.iter_stats,
-        peers=_resolve_peers(args.peers),
+        peers=_resolve_names("--peers", args.peers, PEERS),
+        ablate=_resolve_ablate(args),
     )
     # The library's own limits on sizes, asked before any rank is started.
     workspace_bytes(
@@ -262,12 +265,20 @@ def _check_shape(shape: profiles.Profile, ep_size: int, router: str) -> None:
         )
 
 
-def _resolve_peers(text: str | None) -> tuple[str, ...]:
+def _resolve_names(flag: str, text: str | None, allowed: tuple[str, ...]) -> tuple[str, ...]:
     names = tuple(dict.fromkeys(name.strip() for name in (text or "").split(",") if name.strip()))
     for name in names:
-        if name not in PEERS:
-            raise ValueError(f"--peers must be a comma-separated list of {_any_of(PEERS)}, got {name!r}")
+        if name not in allowed:
+            raise ValueError(f"{flag} must be a comma-separated list of {_any_of(allowed)}, got {name!r}")
     return names
+
+
+def _resolve_ablate(args: argparse.Namespace) -> tuple[str, ...]:
+    from putget.bench.variants import GROUPS  # it builds on settings
+
+    if args.command != "ablate":
+        return ()
+    return _resolve_names("--only", args.only, tuple(GROUPS)) or tuple(GROUPS)
 
 
 def _any_of(names: tuple[str, ...]) -> str:

@@ -16,7 +16,7 @@ from putget.bench.settings import Settings
 from putget.bench.traffic import Traffic
 
 # Newer torch has other names for these two and warns about the old ones.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _TOLERANCE = 0.02  # BF16 sums in another order, of rows that were rounded once
@@ -88,7 +88,7 @@ class AllGather:
 
     def _gather_all(self) -> None:
         for gathered, sent in zip(self._gathered, self._sent, strict=True):
-            _all_gather(gathered, sent, group=self._group)
+            all_gather(gathered, sent, group=self._group)
 
     def write_rows(self) -> None:
         """See `Contender.write_rows`: the partial sums lie where reduce-scatter reads them."""
