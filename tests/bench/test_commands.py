@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from putget import hardware
-from putget.bench import cli, report
+from putget.bench import cli, environment, report
 
 Command = Callable[[str], str]
 ROOT = Path(__file__).parents[2]
@@ -121,10 +121,25 @@ def test_bench_under_torchrun(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "out.json").read_text())["config"]["ep_size"] == 2
 
 
+def test_reports_name_the_commit_that_they_are_told(
+    putget: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "out.json"
+    flags = f"bench --device cpu --ep_size 1 -b 1 -e 1 --iters 1 --hidden_size 64 --output_file {path}"
+    monkeypatch.setattr(environment, "checkout_commit", lambda: None)
+    for variable, flag, expected in (("", "", None), ("abc", "", "abc"), ("abc", "--commit def", "def")):
+        monkeypatch.setenv("PUTGET_COMMIT", variable)
+        putget(f"{flags} {flag}")
+        document = json.loads(path.read_text())
+        jsonschema.Draft202012Validator(report.schema()).validate(document)
+        assert document["commit"] == expected
+
+
 def test_roofline(putget: Command, tmp_path: Path) -> None:
     path = tmp_path / "roofline.json"
-    printed = putget(f"roofline --device cpu --ep_size 2 --iters 3 --output_file {path}")
+    printed = putget(f"roofline --device cpu --ep_size 2 --iters 3 --commit abc --output_file {path}")
     document = json.loads(path.read_text())
+    assert document["commit"] == "abc"
     assert document["schema"] == "putget.roofline/2"
     assert {(rate["kind"], rate["num_sms"]) for rate in document["rates"]} == {
         ("write", None),

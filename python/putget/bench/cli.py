@@ -136,6 +136,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     add("--kernel_breakdown", action="store_true", help="time of each kernel, by torch's profiler")
     add("--iter_stats", action="store_true", help="percentiles over the iterations")
     add("--output_file", metavar="FILE", help="write the report as JSON (docs/bench_json.md)")
+    _add_commit(parser)
 
 
 def _add_doctor(parser: argparse.ArgumentParser) -> None:
@@ -151,7 +152,12 @@ def _add_roofline(parser: argparse.ArgumentParser) -> None:
         "--iters", type=int, metavar="N", help="timed iterations of each transfer (50, or 20 on the CPU)"
     )
     parser.add_argument("--output_file", metavar="FILE", help="write the result as JSON")
+    _add_commit(parser)
     parser.set_defaults(load=_load_roofline)
+
+
+def _add_commit(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--commit", metavar="ID", help="putget's commit for the report (PUTGET_COMMIT, or git's word)")
 
 
 def _add_demo(parser: argparse.ArgumentParser) -> None:

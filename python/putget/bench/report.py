@@ -33,15 +33,17 @@ def schema() -> Document:
     return loaded
 
 
-def new_document(settings: Settings, command: Sequence[str], peers: Sequence[PeerStatus]) -> Document:
-    """The report before any size was measured."""
+def new_document(
+    settings: Settings, command: Sequence[str], peers: Sequence[PeerStatus], commit: str | None = None
+) -> Document:
+    """The report before any size was measured; see `environment.describe` for the commit."""
     config = asdict(settings)
     config["batches"] = list(settings.batches)
     config["peers"] = list(settings.peers)
     config["ablate"] = list(settings.ablate)
     return {
         "schema": SCHEMA,
-        **environment.describe(),
+        **environment.describe(commit),
         "command": list(command),
         "config": config,
         "row_bytes": {

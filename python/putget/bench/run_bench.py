@@ -32,7 +32,7 @@ def run(args: argparse.Namespace, command: Sequence[str]) -> int:
     settings = resolve(args, launch.world_size())
     statuses = [peers.find(name, settings.device) for name in settings.peers]
     console = make_console(quiet=not launch.is_reporter())
-    document = report.new_document(settings, command, statuses)
+    document = report.new_document(settings, command, statuses, args.commit)
     with RunProgress(console, f"putget {args.command}", len(settings.batches)) as progress:
         progress.stage(f"starting {settings.ep_size} ranks on {settings.device}")
 

@@ -38,7 +38,7 @@ def run(args: argparse.Namespace, command: Sequence[str]) -> int:
     settings = RooflineSettings(ep_size, device, _SIZES[device], sms, iters)
     document: dict[str, Any] = {
         "schema": SCHEMA,
-        **environment.describe(),
+        **environment.describe(args.commit),
         "command": list(command),
         "config": {"ep_size": ep_size, "device": device, "iters": iters},
         "barrier_us": None,
