@@ -51,6 +51,22 @@ def test_flags_win_over_the_profile() -> None:
     assert (found.hidden_size, found.top_k, found.num_experts) == (2880, 22, 512)
 
 
+@pytest.mark.parametrize(
+    ("profile", "shape"),
+    [
+        ("deepseek_v3", (7168, 8, 256, "fp8")),
+        ("qwen3_235b", (4096, 8, 128, "fp8")),
+        ("kimi_k2", (7168, 8, 384, "fp8")),
+        ("gpt_oss_120b", (2880, 4, 128, "fp8")),
+        ("h2048_k22_e512", (2048, 22, 512, "nvfp4")),
+    ],
+)
+def test_profiles(profile: str, shape: tuple[int, int, int, str]) -> None:
+    found = resolved("--profile", profile)
+    assert (found.hidden_size, found.top_k, found.num_experts, found.quant) == shape
+    assert resolved("--profile", profile, "--quant", "bf16").quant == "bf16"
+
+
 def test_ranks_follow_the_launcher() -> None:
     assert resolved(world_size=3).ep_size == 3
     with pytest.raises(ValueError, match="--ep_size must be what the launcher started, 3, got 2"):

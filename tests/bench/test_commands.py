@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from putget import hardware
-from putget.bench import cli, environment, report
+from putget.bench import cli, environment, profiles, report
 
 Command = Callable[[str], str]
 ROOT = Path(__file__).parents[2]
@@ -70,6 +70,21 @@ def check_arithmetic(size: dict[str, Any], ceiling: dict[str, Any]) -> None:
     for peer in size["contenders"]:
         ratio = ours["pair"]["latency_us"] / peer["pair"]["latency_us"]
         assert peer["pair"]["ratio"] == pytest.approx(ratio, rel=1e-4)
+
+
+@pytest.mark.parametrize("profile", profiles.PROFILES)
+def test_every_profile_runs_whole(putget: Command, profile: str) -> None:
+    """Nothing is made smaller but the batch."""
+    printed = putget(f"bench --device cpu --ep_size 4 -b 3 -e 3 --iters 2 --warmup 0 --profile {profile} --peers nccl")
+    assert "3 tokens a rank: correct;" in printed
+
+
+@pytest.mark.parametrize(("top_k", "router"), [(3, ""), (5, "--perfect_router"), (9, "")])
+def test_odd_top_k_and_hidden_size(putget: Command, top_k: int, router: str) -> None:
+    flags = f"bench --device cpu --ep_size 3 -b 4 -e 4 --iters 2 --warmup 0 --hidden_size 3584 --top_k {top_k} {router}"
+    printed = putget(flags)
+    assert f"hidden 3584, top_k {top_k}, 256 experts" in " ".join(printed.split())
+    assert "4 tokens a rank: correct;" in printed
 
 
 @pytest.mark.parametrize(

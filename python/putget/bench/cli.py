@@ -110,7 +110,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     add("--hidden_size", type=int, metavar="N", help="values in a row (the profile's)")
     add("--top_k", type=int, metavar="N", help="experts of a token (the profile's)")
     add("--num_experts", type=int, metavar="N", help="experts of all ranks (the profile's)")
-    add("--quant", choices=profiles.QUANTS, default="fp8", help="what dispatch carries (%(default)s)")
+    add("--quant", choices=profiles.QUANTS, help="what dispatch carries (the profile's)")
     add("--payload_dtype", choices=tuple(profiles.ROW_DTYPES), help="type of unquantised rows, --quant bf16 (bfloat16)")
     add(
         "--combine_dtype",

@@ -125,15 +125,15 @@ def resolve(args: argparse.Namespace, world_size: int | None) -> Settings:
     on_cpu = device == "cpu"
     shape, router = _resolve_shape(args)
     _check_shape(shape, ep_size, router)
-    if args.payload_dtype is not None and args.quant != "bf16":
+    if args.payload_dtype is not None and shape.quant != "bf16":
         raise ValueError(
-            f"--payload_dtype {args.payload_dtype} is for unquantised rows (--quant bf16), got --quant {args.quant}"
+            f"--payload_dtype {args.payload_dtype} is for unquantised rows (--quant bf16), got --quant {shape.quant}"
         )
     if args.combine_dtype in COMBINE_DTYPES_TO_COME:
         raise ValueError(f"--combine_dtype {args.combine_dtype} is not available yet; use {_any_of(COMBINE_DTYPES)}")
     if args.no_sync:
         raise ValueError("--no_sync is not available yet")
-    profiles.payloads(args.quant, shape.hidden_size)
+    profiles.payloads(shape.quant, shape.hidden_size)
     last = args.last if args.last is not None else (max(args.first, 64) if on_cpu else max(args.first, 2048))
     batches = batch_sizes(args.first, last, args.step, args.factor)
     capacity = args.max_tokens_per_rank if args.max_tokens_per_rank is not None else max(1, batches[-1])
@@ -165,7 +165,7 @@ def resolve(args: argparse.Namespace, world_size: int | None) -> Settings:
         hidden_size=shape.hidden_size,
         top_k=shape.top_k,
         num_experts=shape.num_experts,
-        quant=args.quant,
+        quant=shape.quant,
         payload_dtype=args.payload_dtype or "bfloat16",
         combine_dtype=args.combine_dtype,
         batches=batches,
@@ -246,6 +246,7 @@ def _resolve_shape(args: argparse.Namespace) -> tuple[profiles.Profile, str]:
             hidden_size=profile.hidden_size if args.hidden_size is None else args.hidden_size,
             top_k=top_k if args.top_k is None else args.top_k,
             num_experts=num_experts if args.num_experts is None else args.num_experts,
+            quant=profile.quant if args.quant is None else args.quant,
         ),
         router,
     )
