@@ -54,7 +54,7 @@ def test_bench_with_peers_writes_a_valid_report_and_a_picture(putget: Command, t
     assert {peer["name"]: peer["status"] for peer in document["peers"]}["nccl"] == "measured"
     assert "there are no kernels on the CPU" in printed
     assert "4 tokens a rank: correct;" in printed
-    assert matplotlib.image.imread(plot_path).shape[:2] == (810, 1800)
+    assert matplotlib.image.imread(plot_path).shape[:2] == (1200, 2025)
 
 
 def check_arithmetic(size: dict[str, Any], ceiling: dict[str, Any]) -> None:

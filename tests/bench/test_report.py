@@ -158,16 +158,62 @@ def test_a_mismatch_is_printed_last() -> None:
     assert printed(document).rstrip().endswith("MISMATCH 64 tokens a rank: rank 1: putget: combine differs")
 
 
-def test_picture_shows_peers_and_ceiling(tmp_path: Path) -> None:
-    def drawn(document: dict[str, Any]) -> bytes:
-        path = tmp_path / "out.png"
-        plot.draw(document, path)
-        assert matplotlib.image.imread(path).shape[:2] == (810, 1800)
-        return path.read_bytes()
+def lines(axes: Any) -> dict[str, tuple[list[float], list[float]]]:
+    """By label (the floor's is left out of the legend below): the points of every line."""
+    return {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in axes.get_lines()}
 
-    alone, without_link = gpu_document(), gpu_document()
-    for size in alone["results"]:
-        del size["contenders"][1:]
-    without_link["ceiling"] = {"write_gbps": None, "read_gbps": None, "barrier_us": 1.0, "bytes_per_peer": 1}
-    assert drawn(gpu_document()) == drawn(gpu_document())
-    assert len({drawn(document) for document in (gpu_document(), alone, without_link)}) == 3
+
+def test_picture_has_every_contender_and_the_floor_in_every_panel(tmp_path: Path) -> None:
+    document = gpu_document()
+    document["results"][-1]["contenders"].append(contender("deepep LL", 3))  # at one size only
+    figure = plot.make_figure(document)
+    assert len(figure.axes) == 6
+    for axes, phase in zip(figure.axes, ("dispatch", "combine", "pair") * 2, strict=True):
+        assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
+        drawn = lines(axes)
+        assert {"putget", "nccl AG+RS", "deepep LL"} < set(drawn)
+        assert len(drawn) == 4
+        floor = next(points for name, points in drawn.items() if name not in ("putget", "nccl AG+RS", "deepep LL"))
+        assert floor[0] == drawn["putget"][0] == [1, 64]
+        assert drawn["deepep LL"][0] == [64]
+        results = [size["contenders"][0][phase] for size in document["results"][1:]]
+        if axes in figure.axes[:3]:
+            assert drawn["putget"][1] == [found["latency_us"] for found in results]
+            assert floor[1] == [found["floor_us"] for found in results]
+        else:
+            moved = [1024 + 2048, 64 * (1024 + 2048)] if phase == "pair" else None
+            moved = moved or [size["bytes"][phase] for size in document["results"][1:]]
+            rates = [num_bytes / found["latency_us"] / 1e3 for num_bytes, found in zip(moved, results, strict=True)]
+            assert drawn["putget"][1] == pytest.approx(rates)
+            assert floor[1] == pytest.approx([num_bytes / 4.0 / 1e3 for num_bytes in moved])
+    path = tmp_path / "out.png"
+    plot.draw(document, path)
+    assert matplotlib.image.imread(path).shape[:2] == (1200, 2025)
+
+
+def test_contenders_differ_in_colour_marker_and_dashes() -> None:
+    document = gpu_document()
+    for size in document["results"]:
+        size["contenders"] += [contender(f"peer {i}", 2 + i) for i in range(4)]
+    styles = [
+        (line.get_color(), line.get_marker())
+        for line in plot.make_figure(document).axes[0].get_lines()
+        if not str(line.get_label()).startswith("floor")
+    ]
+    assert len(styles) == 6
+    assert len({colour for colour, _ in styles}) == len({marker for _, marker in styles}) == 6
+
+
+def test_picture_of_one_rank_has_no_floor(tmp_path: Path) -> None:
+    document = gpu_document()
+    for size in document["results"]:
+        size["bytes"] |= {"dispatch": 0.0, "combine": 0.0}
+        for found in size["contenders"]:
+            for phase in ("dispatch", "combine", "pair"):
+                found[phase] |= {"floor_us": None, "ceiling_fraction": None, "wire_bytes": 0, "wire_gbps": 0}
+    validate(document)
+    figure = plot.make_figure(document)
+    assert set(lines(figure.axes[0])) == {"putget", "nccl AG+RS"}
+    assert lines(figure.axes[3]) == {}
+    assert figure.axes[3].texts[0].get_text() == "nothing leaves a rank"
+    plot.draw(document, tmp_path / "out.png")
