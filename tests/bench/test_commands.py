@@ -202,7 +202,9 @@ def test_bench_on_gpus(putget: Command, tmp_path: Path, graph: str) -> None:
         assert [contender["name"] for contender in size["contenders"]] == ["putget", *peers]
         for contender in size["contenders"]:
             names = " ".join(kernel["name"] for kernel in contender["kernels"])
-            assert ("nccl" in names.lower()) == ("nccl" in contender["name"]), names
+            assert names
+            if num_gpus > 1:  # for one rank NCCL copies
+                assert ("nccl" in names.lower()) == ("nccl" in contender["name"]), names
 
 
 @pytest.mark.gpu
