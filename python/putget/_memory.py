@@ -86,6 +86,18 @@ class Memory:
         span.owner = self
         return torch.frombuffer(span, dtype=torch.uint8)
 
+    def peer_tensor(self, rank: int) -> torch.Tensor:
+        """A rank's symmetric memory as uint8 [num_bytes], without a copy, as memory of this rank's device.
+
+        It is mapped here wherever it lies, and torch must not start work on another device because of it. It does not
+        keep the memory alive.
+        """
+        base = ctypes.c_void_p()
+        _abi.call("putget_memory_base", self.handle, rank, ctypes.byref(base))
+        assert base.value is not None
+        storage = torch._C._construct_storage_from_data_pointer(base.value, self.device, self.num_bytes)
+        return torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
+
     def export(self) -> _abi.Share:
         """A share of the own memory; its descriptor, where it has one, must be closed."""
         share = _abi.Share()

@@ -12,6 +12,11 @@ def library_override() -> Path | None:
     return Path(value) if value else None
 
 
+def commit() -> str | None:
+    """``PUTGET_COMMIT``: the commit that reports name, for a copy of the sources without its git history."""
+    return os.environ.get("PUTGET_COMMIT") or None
+
+
 def launcher() -> tuple[int, int, int] | None:
     """``(rank, world_size, local_rank)`` as torchrun or srun sets them; None when started alone."""
     for rank, size, local in (

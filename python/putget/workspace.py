@@ -269,23 +269,49 @@ class Workspace:
         """Moves plain bytes to or from every peer, as a ceiling for rounds.
 
         It overwrites received rows and orders nothing: the ranks must have met since their last round, and must meet
-        before the next. On CUDA it enqueues one kernel on the current stream; on CPU it runs at once.
+        before the next. On CUDA it enqueues its work on the current stream; on CPU it runs at once.
 
         Args:
-            kind: "write" or "read".
+            kind: "write" or "read" by a kernel's plain accesses; "copy", which writes, by the copy engine, one copy
+                after the other.
             num_bytes: Bytes to or from each peer, a multiple of 16.
-            num_sms: Most SMs to use; None: all.
+            num_sms: Most SMs to use; None: all. A copy uses none.
 
         Raises:
             ValueError: kind or num_bytes is not allowed.
         """
-        kinds = {"write": _abi.PROBE_WRITE, "read": _abi.PROBE_READ}
+        kinds = {"write": _abi.PROBE_WRITE, "read": _abi.PROBE_READ, "copy": _abi.PROBE_WRITE}
         if kind not in kinds:
             raise ValueError(f"kind is {kind!r}, expected one of {sorted(kinds)}")
+        if kind == "copy":
+            self._copy_to_peers(num_bytes)
+            num_bytes = 0  # what is left for the library is to know that received ids are gone
         args = _abi.ProbeArgs(
             kind=kinds[kind], num_sms=num_sms or 0, bytes_per_peer=num_bytes, stream=current_stream(self.device)
         )
         _abi.call("putget_probe", self.memory.handle, ctypes.byref(args))
+
+    def _copy_to_peers(self, num_bytes: int) -> None:
+        """Copies num_bytes to each peer, into this rank's split at the end of its memory: flags are at the start."""
+        size, rank = self._comm.size, self._comm.rank
+        room = (self.num_bytes - self._control_bytes()) // size
+        if num_bytes % 16 or not 0 <= num_bytes <= room:
+            raise ValueError(f"num_bytes is {num_bytes}, allowed are multiples of 16 up to {room}")
+        start = self.num_bytes - (size - rank) * num_bytes
+        parts = [self.memory.peer_tensor(peer)[start : start + num_bytes] for peer in range(size)]
+        for step in range(1, size):
+            parts[(rank + step) % size].copy_(parts[rank])
+
+    def _control_bytes(self) -> int:
+        """Bytes before the first region of any layout."""
+        smallest = _abi.Config(
+            ep_size=self._comm.size, num_experts=1, top_k=1, max_tokens_per_rank=1, num_payloads=1, output_elements=1
+        )
+        smallest.row_bytes[0] = 1
+        smallest.timeout_ns = smallest.warmup_timeout_ns = int(self.timeout_s * 1e9)
+        layout = _abi.Layout()
+        _abi.call("putget_layout_of", ctypes.byref(smallest), ctypes.byref(layout))
+        return int(layout.topk_ids)
 
     def _reset(self, epoch: int) -> None:
         """Collective: starts again at this epoch. For tests of the wrap."""

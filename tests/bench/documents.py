@@ -11,16 +11,25 @@ def phase(latency_us: float, ratio: float) -> dict[str, Any]:
     return {
         "latency_us": latency_us,
         "algorithm_gbps": 400 / latency_us,
+        "wire_bytes": 350_000,
         "wire_gbps": 350 / latency_us,
         "ceiling_fraction": 1 / latency_us,
+        "floor_us": 4.0,
         "ratio": ratio,
+        "num_readings": 100,
         "percentiles_us": {mark: latency_us + i for i, mark in enumerate(MARKS)},
     }
 
 
 def contender(name: str, scale: float) -> dict[str, Any]:
     times = {"dispatch": 7.5 * scale, "combine": 8.25 * scale, "pair": 9.125 * scale}
-    return {"name": name, **{key: phase(value, 1 / scale) for key, value in times.items()}}
+    return {
+        "name": name,
+        "group": None,
+        "changes": None,
+        **{key: phase(value, 1 / scale) for key, value in times.items()},
+        "kernels": [{"name": f"kernel of {name} " + "<template>" * 9, "calls": 20, "mean_us": 5.5 * scale}],
+    }
 
 
 def gpu_document() -> dict[str, Any]:
@@ -43,10 +52,9 @@ def gpu_document() -> dict[str, Any]:
                 "expert_major_memory": 32 << 20,
             },
             "contenders": [contender("putget", scale), contender("nccl AG+RS", 2 * scale)],
-            "kernels": [{"name": "dispatch_kernel" + "<template>" * 9, "calls": 20, "mean_us": 5.5}],
         })  # fmt: skip
     return {
-        "schema": "putget.bench/1",
+        "schema": "putget.bench/2",
         "date": "2026-01-02T03:04:05+00:00",
         "commit": "0123456789ab",
         "versions": {
@@ -88,17 +96,18 @@ def gpu_document() -> dict[str, Any]:
             "routing_file": None,
             "num_sms": 16,
             "cuda_graph": True,
-            "flush_l2": False,
+            "flush": "matmul",
             "kernel_breakdown": True,
             "iter_stats": True,
             "peers": ["nccl", "deepep"],
+            "ablate": [],
         },
         "row_bytes": {"dispatch": 7456, "combine": 14336},
         "timing": {
             "clock": "cuda events",
             "statistic": "median over iterations of the slowest rank",
             "cuda_graph": True,
-            "flush_l2": False,
+            "flush": "matmul",
             "empty_us": 3.0,
         },
         "peers": [

@@ -51,6 +51,22 @@ def test_flags_win_over_the_profile() -> None:
     assert (found.hidden_size, found.top_k, found.num_experts) == (2880, 22, 512)
 
 
+@pytest.mark.parametrize(
+    ("profile", "shape"),
+    [
+        ("deepseek_v3", (7168, 8, 256, "fp8")),
+        ("qwen3_235b", (4096, 8, 128, "fp8")),
+        ("kimi_k2", (7168, 8, 384, "fp8")),
+        ("gpt_oss_120b", (2880, 4, 128, "fp8")),
+        ("h2048_k22_e512", (2048, 22, 512, "nvfp4")),
+    ],
+)
+def test_profiles(profile: str, shape: tuple[int, int, int, str]) -> None:
+    found = resolved("--profile", profile)
+    assert (found.hidden_size, found.top_k, found.num_experts, found.quant) == shape
+    assert resolved("--profile", profile, "--quant", "bf16").quant == "bf16"
+
+
 def test_ranks_follow_the_launcher() -> None:
     assert resolved(world_size=3).ep_size == 3
     with pytest.raises(ValueError, match="--ep_size must be what the launcher started, 3, got 2"):
@@ -107,6 +123,8 @@ def test_a_routing_file_gives_top_k_and_experts(tmp_path: Path) -> None:
         ("--seed 4294967296", "--seed must be at most 4294967295, got 4294967296"),
         ("--num_sms 4", "--num_sms 4 needs --device cuda, this run is on the CPU"),
         ("--no_sync", "--no_sync is not available yet"),
+        ("--flush_matmul", "--flush_matmul needs --device cuda, this run is on the CPU"),
+        ("--flush_matmul --no_flush_l2", "--flush_matmul and --no_flush_l2 exclude each other"),
         ("--peers nccl,mpi", "--peers must be a comma-separated list of nccl, flashinfer or deepep, got 'mpi'"),
         ("--perfect_router --routing_file x.npz", "--perfect_router and --routing_file x.npz exclude each other"),
         ("--routing_file /none/x.npz", "--routing_file /none/x.npz: No such file or directory"),
@@ -138,4 +156,4 @@ def test_a_subcommand_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_:
         cli.main([])
     assert exit_.value.code == 2
-    assert "bench,doctor,roofline,demo" in capsys.readouterr().err
+    assert "bench,ablate,doctor,roofline,demo" in capsys.readouterr().err

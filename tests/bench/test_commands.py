@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from putget import hardware
-from putget.bench import cli, report
+from putget.bench import cli, environment, profiles, report
 
 Command = Callable[[str], str]
 ROOT = Path(__file__).parents[2]
@@ -54,7 +54,7 @@ def test_bench_with_peers_writes_a_valid_report_and_a_picture(putget: Command, t
     assert {peer["name"]: peer["status"] for peer in document["peers"]}["nccl"] == "measured"
     assert "there are no kernels on the CPU" in printed
     assert "4 tokens a rank: correct;" in printed
-    assert matplotlib.image.imread(plot_path).shape[:2] == (810, 1800)
+    assert matplotlib.image.imread(plot_path).shape[:2] == (1200, 2025)
 
 
 def check_arithmetic(size: dict[str, Any], ceiling: dict[str, Any]) -> None:
@@ -62,6 +62,7 @@ def check_arithmetic(size: dict[str, Any], ceiling: dict[str, Any]) -> None:
     ours, moved = size["contenders"][0], size["bytes"]
     for phase, rate in (("dispatch", ceiling["write_gbps"]), ("combine", ceiling["read_gbps"])):
         latency_us = ours[phase]["latency_us"]
+        assert ours[phase]["wire_bytes"] == pytest.approx(moved[phase], rel=1e-4)
         assert ours[phase]["wire_gbps"] == pytest.approx(moved[phase] / latency_us / 1e3, rel=1e-4)
         assert ours[phase]["algorithm_gbps"] == pytest.approx(moved[f"{phase}_algorithm"] / latency_us / 1e3, rel=1e-4)
         assert ours[phase]["ceiling_fraction"] == pytest.approx(ours[phase]["wire_gbps"] / rate, rel=1e-4)
@@ -69,6 +70,21 @@ def check_arithmetic(size: dict[str, Any], ceiling: dict[str, Any]) -> None:
     for peer in size["contenders"]:
         ratio = ours["pair"]["latency_us"] / peer["pair"]["latency_us"]
         assert peer["pair"]["ratio"] == pytest.approx(ratio, rel=1e-4)
+
+
+@pytest.mark.parametrize("profile", profiles.PROFILES)
+def test_every_profile_runs_whole(putget: Command, profile: str) -> None:
+    """Nothing is made smaller but the batch."""
+    printed = putget(f"bench --device cpu --ep_size 4 -b 3 -e 3 --iters 2 --warmup 0 --profile {profile} --peers nccl")
+    assert "3 tokens a rank: correct;" in printed
+
+
+@pytest.mark.parametrize(("top_k", "router"), [(3, ""), (5, "--perfect_router"), (9, "")])
+def test_odd_top_k_and_hidden_size(putget: Command, top_k: int, router: str) -> None:
+    flags = f"bench --device cpu --ep_size 3 -b 4 -e 4 --iters 2 --warmup 0 --hidden_size 3584 --top_k {top_k} {router}"
+    printed = putget(flags)
+    assert f"hidden 3584, top_k {top_k}, 256 experts" in " ".join(printed.split())
+    assert "4 tokens a rank: correct;" in printed
 
 
 @pytest.mark.parametrize(
@@ -120,15 +136,35 @@ def test_bench_under_torchrun(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "out.json").read_text())["config"]["ep_size"] == 2
 
 
+def test_reports_name_the_commit_that_they_are_told(
+    putget: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "out.json"
+    flags = f"bench --device cpu --ep_size 1 -b 1 -e 1 --iters 1 --hidden_size 64 --output_file {path}"
+    monkeypatch.setattr(environment, "checkout_commit", lambda: None)
+    for variable, flag, expected in (("", "", None), ("abc", "", "abc"), ("abc", "--commit def", "def")):
+        monkeypatch.setenv("PUTGET_COMMIT", variable)
+        putget(f"{flags} {flag}")
+        document = json.loads(path.read_text())
+        jsonschema.Draft202012Validator(report.schema()).validate(document)
+        assert document["commit"] == expected
+
+
 def test_roofline(putget: Command, tmp_path: Path) -> None:
     path = tmp_path / "roofline.json"
-    printed = putget(f"roofline --device cpu --ep_size 2 --iters 3 --output_file {path}")
+    printed = putget(f"roofline --device cpu --ep_size 2 --iters 3 --commit abc --output_file {path}")
     document = json.loads(path.read_text())
-    assert document["schema"] == "putget.roofline/1"
-    assert {rate["kind"] for rate in document["rates"]} == {"write", "read"}
+    assert document["commit"] == "abc"
+    assert document["schema"] == "putget.roofline/2"
+    assert {(rate["kind"], rate["num_sms"]) for rate in document["rates"]} == {
+        ("write", None),
+        ("read", None),
+        ("copy", 0),
+    }
     assert all(rate["gbps"] > 0 for rate in document["rates"])
     assert document["barrier_us"] > 0
-    assert re.search(r"^ +write +\d", printed, re.MULTILINE)
+    for kind in ("write", "read", "copy"):
+        assert re.search(rf"^ +{kind} +\d", printed, re.MULTILINE)
 
 
 def test_demo(putget: Command, tmp_path: Path) -> None:
@@ -145,7 +181,7 @@ def test_demo(putget: Command, tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("graph", ["", "--no_cuda_graph"])
+@pytest.mark.parametrize("graph", ["", "--no_cuda_graph", "--flush_matmul"])
 def test_bench_on_gpus(putget: Command, tmp_path: Path, graph: str) -> None:
     num_gpus = len(hardware.gpus())
     if num_gpus == 0 or hardware.why_no_cuda() is not None:
@@ -159,11 +195,16 @@ def test_bench_on_gpus(putget: Command, tmp_path: Path, graph: str) -> None:
     document = json.loads(path.read_text())
     jsonschema.Draft202012Validator(report.schema()).validate(document)
     assert document["timing"]["clock"] == "cuda events"
-    assert document["timing"]["cuda_graph"] is (graph == "")
+    assert document["timing"]["cuda_graph"] is (graph != "--no_cuda_graph")
+    assert document["timing"]["flush"] == ("matmul" if graph == "--flush_matmul" else "overwrite")
     for size in document["results"]:
         peers = ["nccl AG+RS", "nccl all-to-all"] if size["batch_size"] else []
         assert [contender["name"] for contender in size["contenders"]] == ["putget", *peers]
-        assert size["kernels"]
+        for contender in size["contenders"]:
+            names = " ".join(kernel["name"] for kernel in contender["kernels"])
+            assert names
+            if num_gpus > 1:  # for one rank NCCL copies
+                assert ("nccl" in names.lower()) == ("nccl" in contender["name"]), names
 
 
 @pytest.mark.gpu

@@ -3,11 +3,30 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from putget.bench import timing
+from putget.bench import cli, measure, timing
+from putget.bench.settings import Settings, resolve
+
+
+def bench_settings(*flags: str) -> Settings:
+    return resolve(cli.build_parser().parse_args(["bench", "--device", "cpu", *flags]), None)
+
+
+@contextmanager
+def one_rank() -> Iterator[None]:
+    """torch.distributed with this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("iters", [1, 3, 8, 50, 100, 101, 10_000])
@@ -45,6 +64,48 @@ def test_back_to_back_divides_by_the_repeats() -> None:
     reading = timing.CpuTimer(align=lambda: None).back_to_back("pair", run, 4)()
     assert len(runs) == 4
     assert 5_000 <= reading["pair"][0] < 20_000
+
+
+@pytest.mark.parametrize("l2_bytes", [1, 4 << 20, 50 << 20, 60 << 20, 126 << 20])
+def test_matrices_of_the_flush_take_at_least_the_bytes_asked_for(l2_bytes: int) -> None:
+    side = timing.matrix_side(l2_bytes)
+    assert 3 * 2 * side**2 >= l2_bytes
+    assert side % 128 == 0
+    assert 3 * 2 * max(0, side - 128) ** 2 < l2_bytes
+
+
+def test_ten_thousand_rounds_are_short_series_repeated() -> None:
+    """What the bench does with 10,000 iterations and as many before them."""
+    rounds: list[int] = []
+    settings = bench_settings("--iters", "10000", "--warmup", "10000")
+    entry = SimpleNamespace(
+        name="quick",
+        phases=("dispatch", "combine", "pair"),
+        contender=SimpleNamespace(
+            dispatch=lambda: rounds.append("dispatch"),
+            write_rows=lambda: None,
+            combine=lambda: rounds.append("combine"),
+        ),
+    )
+    made: list[int] = []
+
+    class Recorded(timing.CpuTimer):
+        def steps(self, steps: Sequence[timing.Step], iters: int) -> timing.Series:
+            made.append(iters)
+            return super().steps(steps, iters)
+
+    with one_rank():
+        timer = Recorded(align=lambda: None)
+        readings = measure.time_contenders(timer, [entry], settings, 1)["quick"]  # type: ignore[list-item]
+    assert made == [50]
+    assert {phase: len(values) for phase, values in readings.items()} == {
+        "dispatch": 10000,
+        "combine": 10000,
+        "pair": 200,
+    }
+    assert rounds.count("dispatch") == 20000 + 400
+    found = timing.percentiles(readings["dispatch"])
+    assert found["min"] <= found["p01"] <= found["p50"] <= found["p99"] <= found["max"]
 
 
 def test_percentiles_of_known_numbers() -> None:

@@ -56,8 +56,9 @@ def _complain(args: argparse.Namespace, text: str, exit_code: int) -> int:
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all subcommands."""
     parser = _Parser(prog="putget", description="One-sided dispatch and combine for mixture-of-experts inference.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="{bench,doctor,roofline,demo}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="{bench,ablate,doctor,roofline,demo}")
     _add_bench(commands.add_parser("bench", help="time dispatch and combine", allow_abbrev=False))
+    _add_ablate(commands.add_parser("ablate", help="what each idea of putget is worth", allow_abbrev=False))
     _add_doctor(commands.add_parser("doctor", help="what this machine can do, and what is missing", allow_abbrev=False))
     _add_roofline(commands.add_parser("roofline", help="measure the link", allow_abbrev=False))
     _add_demo(commands.add_parser("demo", help="a DeepSeek-V3-shaped layer, checked and timed", allow_abbrev=False))
@@ -72,12 +73,36 @@ def _add_ranks(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_bench(parser: argparse.ArgumentParser) -> None:
-    from putget.bench import profiles, settings
+    from putget.bench import settings
 
     parser.description = (
         "Times dispatch, combine, and the two back to back. Every size is checked against the reference before it is "
         "timed. Starts its own ranks; works under torchrun and srun too."
     )
+    _add_run(parser)
+    add = parser.add_argument
+    add("--peers", metavar="LIST", help=f"others to time in the same run, comma-separated: {', '.join(settings.PEERS)}")
+    add("--plot", metavar="FILE", help="draw latency and bandwidth over batch size (.png, .svg, .pdf)")
+    parser.set_defaults(load=_load_bench)
+
+
+def _add_ablate(parser: argparse.ArgumentParser) -> None:
+    from putget.bench.variants import GROUPS
+
+    parser.description = (
+        "Times putget as it is by default, and variants of it that do one thing differently, in turns in one run. "
+        "Every variant is checked against the reference at every size."
+    )
+    _add_run(parser)
+    groups = ", ".join(GROUPS)
+    parser.add_argument("--only", metavar="LIST", help=f"groups of variants, comma-separated: {groups} (all)")
+    parser.set_defaults(load=_load_bench, peers=None, plot=None)
+
+
+def _add_run(parser: argparse.ArgumentParser) -> None:
+    """The flags of a run: shape, sizes, timing, report."""
+    from putget.bench import profiles, settings
+
     add = parser.add_argument
     add("--backend", choices=settings.BACKENDS, default=settings.BACKENDS[0], help="what is timed (%(default)s)")
     _add_ranks(parser)
@@ -85,7 +110,7 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     add("--hidden_size", type=int, metavar="N", help="values in a row (the profile's)")
     add("--top_k", type=int, metavar="N", help="experts of a token (the profile's)")
     add("--num_experts", type=int, metavar="N", help="experts of all ranks (the profile's)")
-    add("--quant", choices=profiles.QUANTS, default="fp8", help="what dispatch carries (%(default)s)")
+    add("--quant", choices=profiles.QUANTS, help="what dispatch carries (the profile's)")
     add("--payload_dtype", choices=tuple(profiles.ROW_DTYPES), help="type of unquantised rows, --quant bf16 (bfloat16)")
     add(
         "--combine_dtype",
@@ -107,12 +132,11 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     add("--no_cuda_graph", action="store_true", help="launch every call instead of replaying a CUDA graph")
     add("--no_sync", action="store_true", help="leave the waits out (not available yet)")
     add("--no_flush_l2", action="store_true", help="leave the L2 cache warm before dispatch")
-    add("--peers", metavar="LIST", help=f"others to time in the same run, comma-separated: {', '.join(settings.PEERS)}")
+    add("--flush_matmul", action="store_true", help="clear the caches between rounds with matrix products")
     add("--kernel_breakdown", action="store_true", help="time of each kernel, by torch's profiler")
     add("--iter_stats", action="store_true", help="percentiles over the iterations")
     add("--output_file", metavar="FILE", help="write the report as JSON (docs/bench_json.md)")
-    add("--plot", metavar="FILE", help="draw latency and bandwidth over batch size (.png, .svg, .pdf)")
-    parser.set_defaults(load=_load_bench)
+    _add_commit(parser)
 
 
 def _add_doctor(parser: argparse.ArgumentParser) -> None:
@@ -122,13 +146,18 @@ def _add_doctor(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_roofline(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Measures what the link between the ranks can do: writes, reads, a barrier."
+    parser.description = "Measures what the link between the ranks can do: writes, reads, copies, a barrier."
     _add_ranks(parser)
     parser.add_argument(
         "--iters", type=int, metavar="N", help="timed iterations of each transfer (50, or 20 on the CPU)"
     )
     parser.add_argument("--output_file", metavar="FILE", help="write the result as JSON")
+    _add_commit(parser)
     parser.set_defaults(load=_load_roofline)
+
+
+def _add_commit(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--commit", metavar="ID", help="putget's commit for the report (PUTGET_COMMIT, or git's word)")
 
 
 def _add_demo(parser: argparse.ArgumentParser) -> None:

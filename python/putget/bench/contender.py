@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -13,7 +13,8 @@ from putget.bench.inputs import Experts, Inputs, Source, StandInExperts, same_by
 from putget.bench.settings import Settings
 from putget.bench.traffic import Traffic
 
-_TIMEOUT_S = 120.0  # ranks compute the expected results between rounds, on few cores one after the other
+PHASES = ("dispatch", "combine", "pair")
+ROUND_TIMEOUT_S = 120.0  # ranks compute the expected results between rounds, on few cores one after the other
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,9 @@ class Contender(Protocol):
 
     name: str
 
+    def takes(self, num_tokens: int) -> bool:
+        """Whether it is timed at this size. The same on every rank."""
+
     def load(self, round_: Round) -> str | None:
         """Takes the inputs of one size and runs it once. Returns what is wrong with the result, or None."""
 
@@ -88,7 +92,7 @@ class Contender(Protocol):
         """Brings the experts' rows back and adds them."""
 
     def verify(self) -> str | None:
-        """Looks at the last combine's result. Returns what is wrong, or None."""
+        """Looks at the last combine's result, or plays a round to look at. Returns what is wrong, or None."""
 
     def wire_bytes(self, traffic: Traffic) -> tuple[float, float]:
         """Bytes that leave a rank in dispatch and in combine."""
@@ -100,35 +104,51 @@ class Contender(Protocol):
 class Putget:
     """putget itself, with zero-copy combine.
 
+    Args:
+        communicator: the ranks.
+        settings: shapes.
+        experts: what runs between dispatch and combine.
+        device: where this rank works.
+        **options: further arguments of `putget.AllToAll`, or others for those that settings give.
+
     Attributes:
         rows: [ep_size, max_rows, hidden_size], what the experts of this rank made of the rows they received.
         output: [num_tokens, hidden_size], the result of the last combine.
     """
 
-    name = "putget"
+    name: str = "putget"
 
     rows: Tensor
     output: Tensor
 
-    def __init__(self, communicator: Communicator, settings: Settings, experts: Experts, device: torch.device):
+    def __init__(
+        self,
+        communicator: Communicator,
+        settings: Settings,
+        experts: Experts,
+        device: torch.device,
+        **options: Any,
+    ) -> None:
         self._experts = experts
-        self._settings = settings
-        self._all_to_all = AllToAll(
-            communicator,
-            num_experts=settings.num_experts,
-            top_k=settings.top_k,
-            max_tokens_per_rank=settings.max_tokens_per_rank,
-            payloads=settings.payloads(),
-            output=settings.output(),
-            device=device,
-            num_sms=settings.num_sms,
-            timeout_s=_TIMEOUT_S,
-        )
-        self._device = device
+        arguments: dict[str, Any] = {
+            "num_experts": settings.num_experts,
+            "top_k": settings.top_k,
+            "max_tokens_per_rank": settings.max_tokens_per_rank,
+            "payloads": settings.payloads(),
+            "output": settings.output(),
+            "device": device,
+            "num_sms": settings.num_sms,
+            "timeout_s": ROUND_TIMEOUT_S,
+        }
+        self._all_to_all = AllToAll(communicator, **{**arguments, **options})
 
     def memory_map(self) -> str:
         """The workspace of one rank."""
         return str(self._all_to_all)
+
+    def takes(self, num_tokens: int) -> bool:
+        """See `Contender.takes`: also nothing at all, because a round still meets every rank."""
+        return True
 
     def load(self, round_: Round) -> str | None:
         """See `Contender.load`. The received bytes and the result must be those of the reference, bit for bit."""

@@ -16,7 +16,8 @@ from putget.bench import quantise
 from putget.bench.contender import Putget, Round, make_round
 from putget.bench.inputs import Source
 from putget.bench.launch import Emit, RankContext
-from putget.bench.measure import count_bytes, summarise, time_contenders
+from putget.bench.lineup import Entry
+from putget.bench.measure import Clock, count_bytes, summarise, time_contenders
 from putget.bench.roofline import Link, make_timer
 from putget.bench.settings import Settings
 from putget.bench.timing import median
@@ -86,7 +87,9 @@ def run_layer(context: RankContext, settings: Settings, emit: Emit) -> int:
     source = Source(settings, context.device)
     experts = FeedForwardExperts(settings, context.rank, context.device)
     layer = Putget(communicator, settings, experts, context.device)
-    timer = make_timer(context.device, link.barrier, settings.cuda_graph, flush_l2=False)
+    entry = Entry(layer, settings)
+    clock = Clock(ceiling, empty_us=0.0)
+    timer = make_timer(context.device, link.barrier, settings.cuda_graph)
     emit({"kind": "stage", "text": "computing the dense float32 reference"})
     dense = dense_reference(settings, source, context)
 
@@ -109,14 +112,13 @@ def run_layer(context: RankContext, settings: Settings, emit: Emit) -> int:
         if exit_code:
             break
         emit({"kind": "stage", "text": f"{num_tokens} tokens a rank: timing"})
-        readings = time_contenders(timer, [layer], settings, _PAIRS)[layer.name]
+        readings = time_contenders(timer, [entry], settings, _PAIRS)[entry.name]
         counted = count_bytes(settings, round_)
         size = {
             "batch_size": num_tokens,
             "checked": True,
             "bytes": asdict(counted),
-            "contenders": [summarise(layer, readings, readings, counted, ceiling, settings)],
-            "kernels": None,
+            "contenders": [summarise(entry, readings, readings, counted, clock, with_percentiles=False)],
             "experts_us": _time_experts(context, experts, layer),
             "relative_error": max(error for _, error in everyone),
         }

@@ -12,15 +12,19 @@ from typing import Any
 import torch
 
 import putget
-from putget import hardware
+from putget import config, hardware
 
 
-def describe() -> dict[str, Any]:
-    """Date, commit, versions and machine. No host name and no path: results are published."""
+def describe(commit: str | None = None) -> dict[str, Any]:
+    """Date, commit, versions and machine. No host name and no path: results are published.
+
+    Args:
+        commit: what the user says that putget's commit is; by default the environment's word, then git's.
+    """
     build = hardware.build()
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "commit": commit(),
+        "commit": commit or config.commit() or checkout_commit(),
         "versions": {
             "putget": putget.__version__,
             "native": build.version,
@@ -50,7 +54,7 @@ def describe() -> dict[str, Any]:
     }
 
 
-def commit() -> str | None:
+def checkout_commit() -> str | None:
     """The commit of the checkout that putget runs from, with "-dirty" if it was changed; None outside of a checkout."""
     package = Path(putget.__file__).parent
     try:

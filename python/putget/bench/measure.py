@@ -3,32 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from putget import Communicator
-from putget.bench import peers, traffic
-from putget.bench.contender import Contender, Putget, Round, make_round, with_output
-from putget.bench.inputs import Source, StandInExperts
+from putget.bench import kernels, peers, traffic, variants
+from putget.bench.contender import PHASES, Contender, Putget, Round
 from putget.bench.launch import Emit, RankContext
+from putget.bench.lineup import Entry, Lineup
 from putget.bench.profiles import dispatch_row_bytes
 from putget.bench.roofline import Ceiling, Link, make_timer
+from putget.bench.rounds import Rounds
 from putget.bench.settings import Settings
 from putget.bench.timing import Step, Timer, median, percentiles, series_length, slowest
 
 _CEILING_BYTES = {"cuda": 64 << 20, "cpu": 4 << 20}  # per peer: long enough that the start of a kernel does not show
 _PAIRS = {"cuda": 50, "cpu": 5}  # back to back in one reading
-_PROFILED = 20  # rounds under the profiler
-PHASES = ("dispatch", "combine", "pair")
 
 
 def measure(context: RankContext, settings: Settings, emit: Emit) -> int:
     """Runs the whole bench on one rank.
 
-    Emits "ceiling", then per size "checked" and "size", or "mismatch".
+    Emits "ceiling", "peers", "workspace", then "size" per size, or "mismatch". "peers" comes again if one drops out.
 
     Returns:
         0, or 1 if a result was wrong. The same on every rank.
@@ -38,60 +37,90 @@ def measure(context: RankContext, settings: Settings, emit: Emit) -> int:
     emit({"kind": "stage", "text": "measuring the link"})
     link = Link(communicator, context, _CEILING_BYTES[device], settings.cuda_graph)
     ceiling = link.ceiling(_CEILING_BYTES[device], min(settings.iters, 20))
-    timer = make_timer(context.device, link.barrier, settings.cuda_graph, settings.flush_l2)
-    emit({"kind": "ceiling", "ceiling": asdict(ceiling), "empty_us": _empty_reading(timer, settings.iters)})
+    timer = make_timer(context.device, link.barrier, settings.cuda_graph, settings.flush)
+    clock = Clock(ceiling, _empty_reading(timer, settings.iters))
+    emit({"kind": "ceiling", "ceiling": asdict(ceiling), "empty_us": clock.empty_us})
 
     emit({"kind": "stage", "text": "making inputs and workspaces"})
-    source = Source(settings, context.device)
-    experts = StandInExperts(settings, context.device)
+    rounds = Rounds(context.rank, context.device)
+    experts = rounds.experts(settings)
     ours = Putget(communicator, settings, experts, context.device)
-    contenders: list[Contender] = [ours, *peers.make(settings.peers, settings, experts, context.device)]
     emit({"kind": "workspace", "map": ours.memory_map()})
+    ablated = variants.make(settings.ablate, communicator, settings, rounds, context.device)
+    others = peers.make(settings.peers, settings, experts, context.device)
+    lineup = Lineup(Entry(ours, settings), ablated, *others, emit)
 
     exit_code = 0
     for num_tokens in settings.batches:
-        # Without tokens there is nothing for a collective to move; putget's round still meets the peers.
-        present = contenders if num_tokens else [ours]
         emit({"kind": "stage", "text": f"{num_tokens} tokens a rank: checking"})
-        round_ = with_output(settings, experts, make_round(settings, source, context.rank, num_tokens))
-        if _any_wrong(present, [contender.load(round_) for contender in present], num_tokens, emit):
+        present, wrong = lineup.load(rounds, num_tokens)
+        if _any_wrong(wrong, num_tokens, emit):
             exit_code = 1
             break
         emit({"kind": "stage", "text": f"{num_tokens} tokens a rank: timing"})
         readings = time_contenders(timer, present, settings, _PAIRS[device])
-        if _any_wrong(present, [contender.verify() for contender in present], num_tokens, emit):
+        if _any_wrong({entry.name: entry.contender.verify() for entry in present}, num_tokens, emit):
             exit_code = 1
             break
-        counted = count_bytes(settings, round_)
+        counted = {
+            kind: count_bytes(kind, rounds.make(kind, num_tokens)) for kind in {entry.settings for entry in present}
+        }
+        results = []
+        for entry in present:
+            moved = counted[entry.settings]
+            found = summarise(entry, readings[entry.name], readings[ours.name], moved, clock, settings.iter_stats)
+            if settings.kernel_breakdown and device == "cuda":
+                found["kernels"] = kernels.breakdown(entry.contender, settings.cuda_graph)
+            results.append(found)
         emit({
             "kind": "size",
             "size": {
                 "batch_size": num_tokens,
                 "checked": True,
-                "bytes": asdict(counted),
-                "contenders": [
-                    summarise(contender, readings[contender.name], readings[ours.name], counted, ceiling, settings)
-                    for contender in present
-                ],
-                "kernels": kernel_breakdown(ours, context) if settings.kernel_breakdown else None,
+                "bytes": asdict(counted[settings]),
+                "contenders": results,
             },
         })  # fmt: skip
-    for contender in contenders:
-        contender.close()
+    lineup.close()
     link.close()
     communicator.close()
     return exit_code
 
 
-def _any_wrong(contenders: Sequence[Contender], found: list[str | None], num_tokens: int, emit: Emit) -> bool:
+def _any_wrong(found: dict[str, str | None], num_tokens: int, emit: Emit) -> bool:
     """Agrees between the ranks whether a result was wrong, and reports every finding of every rank."""
-    mine = [f"{contender.name}: {text}" for contender, text in zip(contenders, found, strict=True) if text]
+    mine = [f"{name}: {text}" for name, text in found.items() if text]
     everyone: list[list[str]] = [[]] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     for rank, texts in enumerate(everyone):
         for text in texts:
             emit({"kind": "mismatch", "text": f"{num_tokens} tokens a rank: rank {rank}: {text}"})
     return any(everyone)
+
+
+@dataclass(frozen=True)
+class Clock:
+    """What latencies are held against.
+
+    Attributes:
+        ceiling: what the link does.
+        empty_us: what the clock reads around nothing, where it stands around each phase; 0 if it was not read.
+    """
+
+    ceiling: Ceiling
+    empty_us: float
+
+    def link_us(self, phase: str, dispatch_bytes: float, combine_bytes: float) -> float | None:
+        """The time that the bytes of a phase take at the ceiling; None where there is no peer."""
+        write, read = self.ceiling.write_gbps, self.ceiling.read_gbps
+        if write is None or read is None:
+            return None
+        written = dispatch_bytes if phase != "combine" else 0
+        return (written / write + (combine_bytes if phase != "dispatch" else 0) / read) / 1e3
+
+    def around(self, phase: str) -> float:
+        """The part of a phase's latency that the clock itself takes. Pairs follow each other, so they share one."""
+        return 0.0 if phase == "pair" else self.empty_us
 
 
 def _empty_reading(timer: Timer, iters: int) -> float:
@@ -101,7 +130,7 @@ def _empty_reading(timer: Timer, iters: int) -> float:
 
 
 def time_contenders(
-    timer: Timer, contenders: Sequence[Contender], settings: Settings, pairs: int
+    timer: Timer, entries: Sequence[Entry], settings: Settings, pairs: int
 ) -> dict[str, dict[str, torch.Tensor]]:
     """Times all contenders in turns, so that whatever else happens on the machine meets all of them alike.
 
@@ -111,12 +140,14 @@ def time_contenders(
     length, num_series = series_length(settings.iters)
     num_warmup = -(-settings.warmup // length) if settings.warmup else 0
     phases, back_to_back = {}, {}
-    for contender in contenders:
-        phases[contender.name] = timer.steps(
+    for entry in entries:
+        contender = entry.contender
+        dispatch, combine = (phase if phase in entry.phases else None for phase in ("dispatch", "combine"))
+        phases[entry.name] = timer.steps(
             [
-                Step(contender.dispatch, "dispatch", flush_l2=True),
+                Step(contender.dispatch, dispatch, flush=True),
                 Step(contender.write_rows),
-                Step(contender.combine, "combine"),
+                Step(contender.combine, combine),
             ],
             length,
         )
@@ -125,7 +156,8 @@ def time_contenders(
             contender.dispatch()
             contender.combine()
 
-        back_to_back[contender.name] = timer.back_to_back("pair", pair, pairs)
+        if "pair" in entry.phases:
+            back_to_back[entry.name] = timer.back_to_back("pair", pair, pairs)
     collected: dict[str, dict[str, torch.Tensor]] = {}
     for series_of in (phases, back_to_back):
         readings: dict[str, list[dict[str, list[float]]]] = {name: [] for name in series_of}
@@ -153,56 +185,38 @@ def count_bytes(settings: Settings, round_: Round) -> traffic.Traffic:
 
 
 def summarise(
-    contender: Contender,
+    entry: Entry,
     readings: dict[str, torch.Tensor],
     ours: dict[str, torch.Tensor],
     counted: traffic.Traffic,
-    ceiling: Ceiling,
-    settings: Settings,
+    clock: Clock,
+    with_percentiles: bool,
 ) -> dict[str, Any]:
     """Latencies, rates and ratios of one contender at one size, as the report has them."""
-    dispatch_wire, combine_wire = contender.wire_bytes(counted)
+    dispatch_wire, combine_wire = entry.contender.wire_bytes(counted)
     wire = {"dispatch": dispatch_wire, "combine": combine_wire, "pair": dispatch_wire + combine_wire}
     algorithm = {
         "dispatch": counted.dispatch_algorithm,
         "combine": counted.combine_algorithm,
         "pair": counted.dispatch_algorithm + counted.combine_algorithm,
     }
-    result: dict[str, Any] = {"name": contender.name}
+    result: dict[str, Any] = {"name": entry.name, "group": entry.group, "changes": entry.changes}
     for phase in PHASES:
+        if phase not in entry.phases:
+            result[phase] = None
+            continue
         latency_us = median(readings[phase])
-        floor_us = 0.0
-        for part, rate in (("dispatch", ceiling.write_gbps), ("combine", ceiling.read_gbps)):
-            if phase in (part, "pair") and rate is not None:
-                floor_us += wire[part] / rate / 1e3
+        link_us = clock.link_us(phase, dispatch_wire, combine_wire)
         result[phase] = {
             "latency_us": latency_us,
             "algorithm_gbps": traffic.gigabytes_per_second(algorithm[phase], latency_us),
+            "wire_bytes": wire[phase],
             "wire_gbps": traffic.gigabytes_per_second(wire[phase], latency_us),
-            "ceiling_fraction": floor_us / latency_us if ceiling.write_gbps is not None else None,
+            "ceiling_fraction": None if link_us is None else link_us / latency_us,
+            "floor_us": None if link_us is None else link_us + clock.around(phase),
             "ratio": median(ours[phase]) / latency_us,
-            "percentiles_us": percentiles(readings[phase]) if settings.iter_stats else None,
+            "num_readings": len(readings[phase]),
+            "percentiles_us": percentiles(readings[phase]) if with_percentiles else None,
         }
+    result["kernels"] = None
     return result
-
-
-def kernel_breakdown(ours: Putget, context: RankContext) -> list[dict[str, Any]]:
-    """Mean time of every kernel of a round on this rank, by torch's profiler; empty on the CPU."""
-    if context.device.type != "cuda":
-        return []
-    from torch.profiler import ProfilerActivity, profile
-
-    torch.cuda.synchronize()
-    dist.barrier()
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        for _ in range(_PROFILED):
-            ours.dispatch()
-            ours.write_rows()
-            ours.combine()
-        torch.cuda.synchronize()
-    dist.barrier()
-    return [
-        {"name": event.key, "calls": event.count, "mean_us": event.device_time_total / event.count}
-        for event in sorted(profiler.key_averages(), key=lambda event: -event.device_time_total)
-        if event.device_time_total > 0
-    ]

@@ -22,11 +22,13 @@ class Profile:
         hidden_size: values in one token's row.
         top_k: experts of one token.
         num_experts: experts of the layer, all ranks together.
+        quant: what dispatch carries unless the user says otherwise.
     """
 
     hidden_size: int
     top_k: int
     num_experts: int
+    quant: str = "fp8"
 
 
 PROFILES = {
@@ -34,6 +36,8 @@ PROFILES = {
     "qwen3_235b": Profile(4096, 8, 128),
     "kimi_k2": Profile(7168, 8, 384),
     "gpt_oss_120b": Profile(2880, 4, 128),
+    # No model's name: many experts and a large top_k on short rows.
+    "h2048_k22_e512": Profile(2048, 22, 512, quant="nvfp4"),
 }
 
 

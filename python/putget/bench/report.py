@@ -14,12 +14,13 @@ from rich.console import Console
 from rich.table import Table
 
 from putget.bench import environment
+from putget.bench.contender import PHASES
 from putget.bench.peers import PeerStatus
 from putget.bench.profiles import dispatch_row_bytes
 from putget.bench.settings import Settings
 from putget.bench.traffic import readable
 
-SCHEMA = "putget.bench/1"
+SCHEMA = "putget.bench/2"
 _KERNEL_WIDTH = 50
 _DIGITS = 6  # significant digits of a figure in the report: more than any clock here is worth
 Document = dict[str, Any]
@@ -27,19 +28,22 @@ Document = dict[str, Any]
 
 def schema() -> Document:
     """The JSON schema of the report."""
-    text = (files("putget.bench") / "schema" / "bench-1.schema.json").read_text(encoding="utf-8")
+    text = (files("putget.bench") / "schema" / "bench-2.schema.json").read_text(encoding="utf-8")
     loaded: Document = json.loads(text)
     return loaded
 
 
-def new_document(settings: Settings, command: Sequence[str], peers: Sequence[PeerStatus]) -> Document:
-    """The report before any size was measured."""
+def new_document(
+    settings: Settings, command: Sequence[str], peers: Sequence[PeerStatus], commit: str | None = None
+) -> Document:
+    """The report before any size was measured; see `environment.describe` for the commit."""
     config = asdict(settings)
     config["batches"] = list(settings.batches)
     config["peers"] = list(settings.peers)
+    config["ablate"] = list(settings.ablate)
     return {
         "schema": SCHEMA,
-        **environment.describe(),
+        **environment.describe(commit),
         "command": list(command),
         "config": config,
         "row_bytes": {
@@ -50,7 +54,7 @@ def new_document(settings: Settings, command: Sequence[str], peers: Sequence[Pee
             "clock": "cuda events" if settings.device == "cuda" else "perf_counter",
             "statistic": "median over iterations of the slowest rank",
             "cuda_graph": settings.cuda_graph,
-            "flush_l2": settings.flush_l2,
+            "flush": settings.flush,
             "empty_us": None,
         },
         "peers": [asdict(peer) for peer in peers],
@@ -80,19 +84,23 @@ def show(document: Document, console: Console) -> None:
     console.print(_headline(document))
     config = document["config"]
     if document["results"]:
-        _print(
-            console,
-            "Latency in us, GB/s by algorithm/on the wire, share of the link's ceiling",
-            _latency_table(document),
-        )
-        if any(len(result["contenders"]) > 1 for result in document["results"]):
-            title = "Peers in the same run: latency in us, and putget's over theirs (below 1: putget is faster)"
-            _print(console, title, _peer_table(document))
-        _print(console, "Bytes leaving a rank in one round, mean over ranks", _bytes_table(document))
+        if config["ablate"]:
+            title = "Latency in us, over putget's as it is by default (x), share of the link's ceiling"
+            _print(console, title, _variant_table(document))
+            _print(console, "Bytes leaving a rank in one round, mean over ranks", _variant_bytes(document))
+        else:
+            title = "Latency in us, GB/s by algorithm/on the wire, share of the link's ceiling"
+            _print(console, title, _latency_table(document))
+            if len(_names(document)) > 1:
+                title = "Peers in the same run: latency in us, and putget's over theirs (below 1: putget is faster)"
+                _print(console, title, _peer_table(document))
+            _print(console, "Bytes leaving a rank in one round, mean over ranks", _bytes_table(document))
         if config["iter_stats"]:
             _print(console, "Slowest rank of each iteration, us", _percentile_table(document))
         if config["kernel_breakdown"] and config["device"] == "cuda":
-            _print(console, "Kernels of a round on rank 0, by torch's profiler", _kernel_table(document))
+            for name in _names(document):
+                title = f"Kernels of a round of {name} on rank 0, by torch's profiler"
+                _print(console, title, _kernel_table(document, name))
     for note in _notes(document):
         console.print(note)
 
@@ -142,13 +150,47 @@ def _latency_table(document: Document) -> Table:
 
 
 def _peer_table(document: Document) -> Table:
-    table = new_table("tokens", "peer", "dispatch", "ratio", "combine", "ratio", "pair", "ratio", left=1)
+    table = new_table("tokens", "peer", "dispatch", "ratio", "combine", "ratio", "pair", "ratio", "ceil", left=1)
     for result in document["results"]:
         for peer in result["contenders"][1:]:
             cells = [str(result["batch_size"]), peer["name"]]
-            for phase in ("dispatch", "combine", "pair"):
+            for phase in PHASES:
                 cells += [_us(peer[phase]["latency_us"]), f"{peer[phase]['ratio']:.2f}"]
-            table.add_row(*cells)
+            table.add_row(*cells, _percent(peer["pair"]["ceiling_fraction"]))
+    return table
+
+
+def _variant_table(document: Document) -> Table:
+    table = new_table("tokens", "variant", "dispatch", "x", "combine", "x", "pair", "x", "ceil", left=1)
+    for result in document["results"]:
+        for contender in result["contenders"]:
+            cells = [str(result["batch_size"]), contender["name"]]
+            for phase in PHASES:
+                found = contender[phase]
+                cells += ["-", "-"] if found is None else [_us(found["latency_us"]), f"{1 / found['ratio']:.2f}"]
+            last = contender["pair"] or contender["dispatch"]
+            table.add_row(*cells, _percent(last["ceiling_fraction"]))
+        table.add_section()
+    return table
+
+
+def _variant_bytes(document: Document) -> Table:
+    """Only of variants that move other bytes than putget by default."""
+    table = new_table("tokens", "variant", "dispatch", "x", "combine", "x", left=1)
+    for result in document["results"]:
+        ours = result["contenders"][0]
+        for contender in result["contenders"]:
+            cells, differs = [str(result["batch_size"]), contender["name"]], contender is ours
+            for phase in ("dispatch", "combine"):
+                if contender[phase] is None:
+                    cells += ["-", "-"]
+                    continue
+                moved, own = contender[phase]["wire_bytes"], ours[phase]["wire_bytes"]
+                differs = differs or moved != own
+                cells += [readable(moved), f"{moved / own:.2f}" if own else "-"]
+            if differs:
+                table.add_row(*cells)
+        table.add_section()
     return table
 
 
@@ -171,25 +213,32 @@ def _bytes_table(document: Document) -> Table:
 
 
 def _percentile_table(document: Document) -> Table:
-    marks = ("min", "p05", "p50", "p95", "p99", "max")
+    marks = ("p01", "p05", "p50", "p95", "p99", "max")
     table = new_table("tokens", "contender, phase", *marks, left=1)
     for result in document["results"]:
         for contender in result["contenders"]:
-            for phase in ("dispatch", "combine", "pair"):
+            for phase in PHASES:
+                if contender[phase] is None:
+                    continue
                 found = contender[phase]["percentiles_us"]
                 cells = [_us(found[mark]) for mark in marks]
                 table.add_row(str(result["batch_size"]), f"{contender['name']} {phase}", *cells)
     return table
 
 
-def _kernel_table(document: Document) -> Table:
+def _kernel_table(document: Document, name: str) -> Table:
     table = new_table("tokens", "kernel", "calls", "mean us", left=1)
     for result in document["results"]:
-        for kernel in result["kernels"] or ():
-            table.add_row(
-                str(result["batch_size"]), _shortened(kernel["name"]), str(kernel["calls"]), _us(kernel["mean_us"])
-            )
+        for contender in result["contenders"]:
+            for kernel in (contender["kernels"] or ()) if contender["name"] == name else ():
+                cells = (_shortened(kernel["name"]), str(kernel["calls"]), _us(kernel["mean_us"]))
+                table.add_row(str(result["batch_size"]), *cells)
     return table
+
+
+def _names(document: Document) -> list[str]:
+    """The contenders of any size, in order."""
+    return list(dict.fromkeys(c["name"] for result in document["results"] for c in result["contenders"]))
 
 
 def _notes(document: Document) -> list[str]:
@@ -205,7 +254,11 @@ def _notes(document: Document) -> list[str]:
             f"Latency: {timing['statistic']}; the clock around nothing reads {_us(timing['empty_us'])} us, which is "
             f"part of dispatch and combine. The pair is timed back to back, without barriers."
         )
-    if document["results"]:
+    if config["ablate"] and document["results"]:
+        for contender in document["results"][-1]["contenders"]:
+            if contender["changes"] is not None:
+                notes.append(f"{contender['name']}: {contender['changes']}.")
+    elif document["results"]:
         moved = document["results"][-1]["bytes"]
         notes.append(
             f"Memory of a rank at {config['max_tokens_per_rank']} tokens: {readable(moved['token_major_memory'])} "
@@ -230,7 +283,7 @@ def _us(value: float) -> str:
 
 
 def _rate(value: float) -> str:
-    return f"{value:.3g}" if value < 100 else f"{value:.0f}"
+    return f"{value:.2f}" if value < 0.1 else f"{value:.3g}" if value < 100 else f"{value:.0f}"
 
 
 def _percent(fraction: float | None) -> str:

@@ -1,4 +1,4 @@
-"""Measures what the link can do: writes, reads and a barrier between all ranks at once."""
+"""Measures what the link can do: writes, reads, copies and a barrier between all ranks at once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from putget import AllToAll, Communicator, Payload, Workspace
 from putget.bench.launch import Emit, RankContext
-from putget.bench.timing import CpuTimer, CudaTimer, Step, Timer, median, series_length, slowest
+from putget.bench.timing import CpuTimer, CudaTimer, Step, Timer, make_flush, median, series_length, slowest
 from putget.bench.traffic import gigabytes_per_second
 
 _BARRIERS_IN_A_ROW = 20
@@ -22,10 +22,10 @@ class LinkRate:
     """One measurement of the link, slowest rank, median.
 
     Attributes:
-        kind: "write" or "read".
+        kind: "write" or "read" by the SMs (the cores on the CPU), or "copy" by the copy engine, which writes.
         bytes_per_peer: moved between a rank and each of its peers.
-        num_sms: SMs used, or None for all (and on the CPU).
-        latency_us: time of the kernel.
+        num_sms: SMs used, or None for all (and on the CPU); 0 for the copy engine.
+        latency_us: time of the kernel, or of the copies to all peers, one after the other.
         gbps: 10^9 bytes a second that one rank writes to (reads from) its peers, all ranks at once.
     """
 
@@ -92,7 +92,7 @@ class Link:
         self._ids = torch.empty(0, 1, dtype=torch.int32, device=context.device)
         self._weights = torch.empty(0, 1, dtype=torch.float32, device=context.device)
         self._rows = torch.empty(0, dtype=torch.uint8, device=context.device)
-        self.timer = make_timer(context.device, self.barrier, cuda_graph, flush_l2=False)
+        self.timer = make_timer(context.device, self.barrier, cuda_graph)
         self.barrier()  # its kernels are loaded here, which a graph's capture could not do
 
     def barrier(self) -> None:
@@ -132,10 +132,17 @@ class Link:
         self._workspace.close()
 
 
-def make_timer(device: torch.device, align: Callable[[], None], cuda_graph: bool, flush_l2: bool) -> Timer:
-    """The timer of a device."""
+def make_timer(device: torch.device, align: Callable[[], None], cuda_graph: bool, flush: str = "none") -> Timer:
+    """The timer of a device.
+
+    Args:
+        device: where the ranks work.
+        align: enqueues a barrier between them.
+        cuda_graph: whether series on CUDA are captured.
+        flush: what empties the caches on CUDA, see `timing.make_flush`.
+    """
     if device.type == "cuda":
-        return CudaTimer(align, cuda_graph, flush_l2)
+        return CudaTimer(align, cuda_graph, make_flush(flush))
     return CpuTimer(align)
 
 
@@ -152,10 +159,10 @@ def measure(context: RankContext, settings: RooflineSettings, emit: Emit) -> int
     link = Link(communicator, context, max(settings.sizes), cuda_graph=True)
     emit({"kind": "barrier", "latency_us": link.barrier_us(settings.iters)})
     if context.size > 1:
-        for kind in ("write", "read"):
-            for num_sms in settings.sms:
-                for size in settings.sizes:
-                    emit({"kind": "rate", "rate": asdict(link.rate(kind, size, num_sms, settings.iters))})
+        transfers = [(kind, num_sms) for kind in ("write", "read") for num_sms in settings.sms]
+        for kind, num_sms in (*transfers, ("copy", 0)):
+            for size in settings.sizes:
+                emit({"kind": "rate", "rate": asdict(link.rate(kind, size, num_sms, settings.iters))})
     link.close()
     communicator.close()
     return 0

@@ -1,4 +1,4 @@
-"""`putget bench` on the side of the user: starts the ranks, shows progress, writes the report."""
+"""`putget bench` and `putget ablate` on the side of the user: starts the ranks, shows progress, writes the report."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from putget.bench import launch, peers, report
+from putget.bench.contender import PHASES
 from putget.bench.measure import measure
 from putget.bench.progress import RunProgress, make_console
 from putget.bench.settings import resolve
 
 
 def run(args: argparse.Namespace, command: Sequence[str]) -> int:
-    """Runs the bench.
+    """Runs the bench, or the ablations.
 
     Args:
         args: the parsed flags.
@@ -31,8 +32,8 @@ def run(args: argparse.Namespace, command: Sequence[str]) -> int:
     settings = resolve(args, launch.world_size())
     statuses = [peers.find(name, settings.device) for name in settings.peers]
     console = make_console(quiet=not launch.is_reporter())
-    document = report.new_document(settings, command, statuses)
-    with RunProgress(console, "putget bench", len(settings.batches)) as progress:
+    document = report.new_document(settings, command, statuses, args.commit)
+    with RunProgress(console, f"putget {args.command}", len(settings.batches)) as progress:
         progress.stage(f"starting {settings.ep_size} ranks on {settings.device}")
 
         def on_event(event: dict[str, Any]) -> None:
@@ -41,6 +42,8 @@ def run(args: argparse.Namespace, command: Sequence[str]) -> int:
             elif event["kind"] == "ceiling":
                 document["ceiling"] = event["ceiling"]
                 document["timing"]["empty_us"] = event["empty_us"]
+            elif event["kind"] == "peers":
+                document["peers"] = event["peers"]
             elif event["kind"] == "workspace":
                 document["workspace"] = event["map"]
             elif event["kind"] == "mismatch":
@@ -70,7 +73,8 @@ def size_line(size: dict[str, Any]) -> str:
     """One size in one line, as it comes in."""
     parts = []
     for contender in size["contenders"]:
-        times = ", ".join(f"{phase} {contender[phase]['latency_us']:.1f}" for phase in ("dispatch", "combine", "pair"))
+        timed = [phase for phase in PHASES if contender[phase] is not None]
+        times = ", ".join(f"{phase} {contender[phase]['latency_us']:.1f}" for phase in timed)
         parts.append(f"{contender['name']} {times} us")
     return f"{size['batch_size']} tokens a rank: correct; {'; '.join(parts)}"
 

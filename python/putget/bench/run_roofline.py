@@ -19,7 +19,7 @@ from putget.bench.run_bench import check_writable
 from putget.bench.settings import resolve_device, resolve_ep_size
 from putget.bench.traffic import readable
 
-SCHEMA = "putget.roofline/1"
+SCHEMA = "putget.roofline/2"
 _SIZES = {"cuda": (64 << 10, 1 << 20, 16 << 20, 64 << 20), "cpu": (64 << 10, 1 << 20, 4 << 20)}
 _SMS = (4, 8, 16, 32, 64)
 
@@ -38,14 +38,14 @@ def run(args: argparse.Namespace, command: Sequence[str]) -> int:
     settings = RooflineSettings(ep_size, device, _SIZES[device], sms, iters)
     document: dict[str, Any] = {
         "schema": SCHEMA,
-        **environment.describe(),
+        **environment.describe(args.commit),
         "command": list(command),
         "config": {"ep_size": ep_size, "device": device, "iters": iters},
         "barrier_us": None,
         "rates": [],
     }
     console = make_console(quiet=not launch.is_reporter())
-    with RunProgress(console, "putget roofline", 2 * len(sms) * len(settings.sizes)) as progress:
+    with RunProgress(console, "putget roofline", (2 * len(sms) + 1) * len(settings.sizes)) as progress:
         progress.stage(f"starting {ep_size} ranks on {device}")
 
         def on_event(event: dict[str, Any]) -> None:

@@ -7,6 +7,8 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from putget import Payload, hardware, workspace_bytes
 from putget.bench import profiles, routing
 
@@ -30,7 +32,9 @@ class Settings:
         router: "random", "perfect" or "file".
         iters: timed iterations of every size.
         warmup: iterations before them.
+        flush: what empties the caches before a dispatch, one of `timing.FLUSHES`.
         peers: contenders beside putget, by name.
+        ablate: groups of variants of putget beside it, by name.
     """
 
     backend: str
@@ -52,18 +56,25 @@ class Settings:
     routing_file: str | None
     num_sms: int | None
     cuda_graph: bool
-    flush_l2: bool
+    flush: str
     kernel_breakdown: bool
     iter_stats: bool
     peers: tuple[str, ...]
+    ablate: tuple[str, ...]
 
     def payloads(self) -> list[Payload]:
         """What dispatch carries for one token."""
         return profiles.payloads(self.quant, self.hidden_size, profiles.ROW_DTYPES[self.payload_dtype])
 
     def output(self) -> Payload:
-        """The row that experts write and combine reduces."""
-        return Payload((self.hidden_size,), profiles.ROW_DTYPES[self.combine_dtype])
+        """The row that experts write and combine reduces; what crosses in FP8 is written as BF16."""
+        dtype = torch.bfloat16 if self.combine_is_fp8 else profiles.ROW_DTYPES[self.combine_dtype]
+        return Payload((self.hidden_size,), dtype)
+
+    @property
+    def combine_is_fp8(self) -> bool:
+        """Whether combine brings rows back as FP8."""
+        return self.combine_dtype.startswith("fp8")
 
     def make_router(self) -> routing.Router:
         """The expert choices of every rank."""
@@ -114,15 +125,15 @@ def resolve(args: argparse.Namespace, world_size: int | None) -> Settings:
     on_cpu = device == "cpu"
     shape, router = _resolve_shape(args)
     _check_shape(shape, ep_size, router)
-    if args.payload_dtype is not None and args.quant != "bf16":
+    if args.payload_dtype is not None and shape.quant != "bf16":
         raise ValueError(
-            f"--payload_dtype {args.payload_dtype} is for unquantised rows (--quant bf16), got --quant {args.quant}"
+            f"--payload_dtype {args.payload_dtype} is for unquantised rows (--quant bf16), got --quant {shape.quant}"
         )
     if args.combine_dtype in COMBINE_DTYPES_TO_COME:
         raise ValueError(f"--combine_dtype {args.combine_dtype} is not available yet; use {_any_of(COMBINE_DTYPES)}")
     if args.no_sync:
         raise ValueError("--no_sync is not available yet")
-    profiles.payloads(args.quant, shape.hidden_size)
+    profiles.payloads(shape.quant, shape.hidden_size)
     last = args.last if args.last is not None else (max(args.first, 64) if on_cpu else max(args.first, 2048))
     batches = batch_sizes(args.first, last, args.step, args.factor)
     capacity = args.max_tokens_per_rank if args.max_tokens_per_rank is not None else max(1, batches[-1])
@@ -130,6 +141,10 @@ def resolve(args: argparse.Namespace, world_size: int | None) -> Settings:
         raise ValueError(f"--max_tokens_per_rank must be at least the largest batch {batches[-1]} (-e), got {capacity}")
     if args.num_sms is not None and on_cpu:
         raise ValueError(f"--num_sms {args.num_sms} needs --device cuda, this run is on the CPU")
+    if args.flush_matmul and args.no_flush_l2:
+        raise ValueError("--flush_matmul and --no_flush_l2 exclude each other")
+    if args.flush_matmul and on_cpu:
+        raise ValueError("--flush_matmul needs --device cuda, this run is on the CPU")
     most_sms = min((gpu.num_sms for gpu in hardware.gpus()), default=0)
     if args.num_sms is not None and args.num_sms > most_sms:
         raise ValueError(f"--num_sms must be at most {most_sms}, what the GPUs here have, got {args.num_sms}")
@@ -150,7 +165,7 @@ def resolve(args: argparse.Namespace, world_size: int | None) -> Settings:
         hidden_size=shape.hidden_size,
         top_k=shape.top_k,
         num_experts=shape.num_experts,
-        quant=args.quant,
+        quant=shape.quant,
         payload_dtype=args.payload_dtype or "bfloat16",
         combine_dtype=args.combine_dtype,
         batches=batches,
@@ -162,10 +177,11 @@ def resolve(args: argparse.Namespace, world_size: int | None) -> Settings:
         routing_file=args.routing_file,
         num_sms=args.num_sms,
         cuda_graph=not args.no_cuda_graph and not on_cpu,
-        flush_l2=not args.no_flush_l2 and not on_cpu,
+        flush="none" if on_cpu or args.no_flush_l2 else "matmul" if args.flush_matmul else "overwrite",
         kernel_breakdown=args.kernel_breakdown,
         iter_stats=args.iter_stats,
-        peers=_resolve_peers(args.peers),
+        peers=_resolve_names("--peers", args.peers, PEERS),
+        ablate=_resolve_ablate(args),
     )
     # The library's own limits on sizes, asked before any rank is started.
     workspace_bytes(
@@ -230,6 +246,7 @@ def _resolve_shape(args: argparse.Namespace) -> tuple[profiles.Profile, str]:
             hidden_size=profile.hidden_size if args.hidden_size is None else args.hidden_size,
             top_k=top_k if args.top_k is None else args.top_k,
             num_experts=num_experts if args.num_experts is None else args.num_experts,
+            quant=profile.quant if args.quant is None else args.quant,
         ),
         router,
     )
@@ -249,12 +266,20 @@ def _check_shape(shape: profiles.Profile, ep_size: int, router: str) -> None:
         )
 
 
-def _resolve_peers(text: str | None) -> tuple[str, ...]:
+def _resolve_names(flag: str, text: str | None, allowed: tuple[str, ...]) -> tuple[str, ...]:
     names = tuple(dict.fromkeys(name.strip() for name in (text or "").split(",") if name.strip()))
     for name in names:
-        if name not in PEERS:
-            raise ValueError(f"--peers must be a comma-separated list of {_any_of(PEERS)}, got {name!r}")
+        if name not in allowed:
+            raise ValueError(f"{flag} must be a comma-separated list of {_any_of(allowed)}, got {name!r}")
     return names
+
+
+def _resolve_ablate(args: argparse.Namespace) -> tuple[str, ...]:
+    from putget.bench.variants import GROUPS  # it builds on settings
+
+    if args.command != "ablate":
+        return ()
+    return _resolve_names("--only", args.only, tuple(GROUPS)) or tuple(GROUPS)
 
 
 def _any_of(names: tuple[str, ...]) -> str:

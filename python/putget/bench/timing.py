@@ -7,6 +7,7 @@ is one clock for all processes of a machine.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,9 +20,11 @@ Action = Callable[[], object]
 Readings = dict[str, list[float]]
 """Microseconds of this rank, one per iteration, by the name of the step."""
 
+FLUSHES = ("none", "overwrite", "matmul")
 _LEADING = 2  # untimed iterations at the start of every series
-_MAX_SERIES = 50  # timed iterations of one series: bounds the size of a graph
+_MAX_SERIES = 50  # timed iterations of one series: bounds the size of a graph, however many rounds are asked for
 _L2_FLUSHES = 2  # flushed bytes, in units of the L2 cache
+_MATRIX_MULTIPLE = 128  # sides of matrices: whole tiles
 
 
 @dataclass(frozen=True)
@@ -31,12 +34,12 @@ class Step:
     Attributes:
         run: what to do.
         name: what its time is called, or None if it is not timed.
-        flush_l2: whether it starts with a cold cache, where the timer flushes at all.
+        flush: whether it starts with a cold cache, where the timer flushes at all.
     """
 
     run: Action
     name: str | None = None
-    flush_l2: bool = False
+    flush: bool = False
 
 
 class Series(Protocol):
@@ -62,9 +65,42 @@ def series_length(iters: int) -> tuple[int, int]:
     return -(-iters // num_series), num_series
 
 
+def make_flush(kind: str) -> Action | None:
+    """What empties the L2 cache of the current GPU. The returned action keeps its memory.
+
+    Args:
+        kind: "none"; "overwrite", which writes more than the cache holds; or "matmul", a matrix product of more bytes
+            than it holds, which is what runs between two rounds of a model.
+
+    Returns:
+        What enqueues it, or None.
+    """
+    if kind == "none":
+        return None
+    num_bytes = _L2_FLUSHES * torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
+    if kind == "overwrite":
+        scratch = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
+        return scratch.zero_
+    side = matrix_side(num_bytes)
+    left, right = torch.randn(2, side, side, dtype=torch.bfloat16, device="cuda")
+    product = torch.empty_like(left)
+
+    def multiply() -> None:
+        torch.matmul(left, right, out=product)
+
+    multiply()  # the library sets itself up at the first product, which a graph's capture could not do
+    return multiply
+
+
+def matrix_side(num_bytes: int) -> int:
+    """The side of square BF16 matrices of which three, two factors and a product, take at least so many bytes."""
+    side = math.isqrt(-(-num_bytes // (3 * torch.bfloat16.itemsize)) - 1) + 1
+    return -(-side // _MATRIX_MULTIPLE) * _MATRIX_MULTIPLE
+
+
 @dataclass(frozen=True)
 class CpuTimer:
-    """Times with perf_counter.
+    """Times with perf_counter. It flushes nothing.
 
     Attributes:
         align: a barrier between the ranks.
@@ -110,23 +146,22 @@ class CudaTimer:
     Attributes:
         align: enqueues a barrier between the ranks.
         use_graph: capture every series; otherwise it is launched step by step, and launch time shows.
-        flush_l2: overwrite more than the L2 cache before each iteration.
+        flush: enqueues what empties the caches before a step that asks for it, or None.
     """
 
     align: Action
     use_graph: bool
-    flush_l2: bool
+    flush: Action | None
 
     def steps(self, steps: Sequence[Step], iters: int) -> Series:
         """See `Timer.steps`."""
-        scratch = self._scratch()
         pairs = {step.name: [(self._event(), self._event()) for _ in range(iters)] for step in steps if step.name}
 
         def enqueue() -> None:
             for iteration in range(-_LEADING, iters):
                 for step in steps:
-                    if step.flush_l2 and scratch is not None:
-                        scratch.zero_()
+                    if step.flush and self.flush is not None:
+                        self.flush()
                     if step.name is None:
                         step.run()
                         continue
@@ -179,12 +214,6 @@ class CudaTimer:
         except TypeError as error:
             version = torch.__version__
             raise RuntimeError(f"torch {version} cannot time CUDA graphs: update it, or use --no_cuda_graph") from error
-
-    def _scratch(self) -> torch.Tensor | None:
-        if not self.flush_l2:
-            return None
-        l2_bytes = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
-        return torch.empty(_L2_FLUSHES * l2_bytes, dtype=torch.uint8, device="cuda")
 
 
 def capture(enqueue: Action) -> Action:

@@ -1,9 +1,7 @@
-"""Other ways to do the same, timed beside putget: the collectives of torch.distributed (NCCL on GPUs, gloo on CPUs)."""
+"""The collectives of torch.distributed (NCCL on GPUs, gloo on CPUs) as contenders."""
 
 from __future__ import annotations
 
-import importlib.util
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,51 +16,31 @@ from putget.bench.settings import Settings
 from putget.bench.traffic import Traffic
 
 # Newer torch has other names for these two and warns about the old ones.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _TOLERANCE = 0.02  # BF16 sums in another order, of rows that were rounded once
 
 
-@dataclass(frozen=True)
-class PeerStatus:
-    """Whether a peer takes part.
+def describe(device: str) -> str:
+    """What runs underneath on a device."""
+    return f"NCCL {nccl_version()}" if device == "cuda" else "torch.distributed over gloo: NCCL needs GPUs"
 
-    Attributes:
-        name: as given on the command line.
-        status: "measured", "absent" (not installed) or "not supported" (by this version, or on this device).
-        detail: what it is, or why it is missing.
+
+def make(settings: Settings, experts: StandInExperts, device: torch.device) -> list[Contender]:
+    """The two contenders, in a group of their own. Collective.
+
+    Raises:
+        ImportError: this torch has no NCCL.
     """
-
-    name: str
-    status: str
-    detail: str
-
-
-def find(name: str, device: str) -> PeerStatus:
-    """Says whether a peer can be timed on this machine."""
-    if name == "nccl" and device == "cpu":
-        return PeerStatus(name, "measured", "torch.distributed over gloo: NCCL needs GPUs")
-    if name == "nccl":
-        if not dist.is_nccl_available():
-            return PeerStatus(name, "absent", "this torch has no NCCL")
-        return PeerStatus(name, "measured", f"NCCL {nccl_version()}")
-    module = {"flashinfer": "flashinfer", "deepep": "deep_ep"}[name]
-    if importlib.util.find_spec(module) is None:
-        return PeerStatus(name, "absent", f"the Python package {module} is not installed")
-    return PeerStatus(name, "not supported", "not measured by this version of putget")
-
-
-def make(names: tuple[str, ...], settings: Settings, experts: StandInExperts, device: torch.device) -> list[Contender]:
-    """The contenders of the peers that can be timed. Collective."""
-    if "nccl" not in names or find("nccl", device.type).status != "measured":
-        return []
+    if device.type == "cuda" and not dist.is_nccl_available():
+        raise ImportError("this torch has no NCCL")
     backend = "nccl" if device.type == "cuda" else "gloo"
     group = dist.new_group(backend=backend)
     return [AllGather(group, backend, settings, experts), AllToAllSingle(group, backend, settings, experts)]
 
 
-def _as_bytes(rows: Tensor) -> Tensor:
+def as_bytes(rows: Tensor) -> Tensor:
     """[n, ...] of any dtype as [n, bytes]: collectives do not know every dtype."""
     return rows.contiguous().flatten(1).view(torch.uint8)
 
@@ -77,17 +55,21 @@ class AllGather:
         self._size = settings.ep_size
         self._experts = experts
 
+    def takes(self, num_tokens: int) -> bool:
+        """See `Contender.takes`: without tokens there is nothing for a collective to move."""
+        return num_tokens > 0
+
     def load(self, round_: Round) -> str | None:
         """See `Contender.load`."""
         mine = round_.mine
         self._round = round_
-        self._sent = [_as_bytes(part) for part in (*mine.payloads, mine.topk_ids, mine.topk_weights)]
+        self._sent = [as_bytes(part) for part in (*mine.payloads, mine.topk_ids, mine.topk_weights)]
         self._gathered = [part.new_empty(self._size * len(part), part.shape[1]) for part in self._sent]
         self._output = torch.empty_like(round_.output)
         self.dispatch()
         for index, part in enumerate(self._gathered):
             everyone = [(*sent.payloads, sent.topk_ids, sent.topk_weights)[index] for sent in round_.inputs]
-            if not same_bytes(part, torch.cat([_as_bytes(rows) for rows in everyone])):
+            if not same_bytes(part, torch.cat([as_bytes(rows) for rows in everyone])):
                 return "all-gather delivered wrong bytes"
         rows = [
             self._experts.rows(round_.rank, sent.topk_ids, sent.topk_weights, sent.payloads) for sent in round_.inputs
@@ -106,7 +88,7 @@ class AllGather:
 
     def _gather_all(self) -> None:
         for gathered, sent in zip(self._gathered, self._sent, strict=True):
-            _all_gather(gathered, sent, group=self._group)
+            all_gather(gathered, sent, group=self._group)
 
     def write_rows(self) -> None:
         """See `Contender.write_rows`: the partial sums lie where reduce-scatter reads them."""
@@ -140,6 +122,10 @@ class AllToAllSingle:
         self._size = settings.ep_size
         self._experts = experts
 
+    def takes(self, num_tokens: int) -> bool:
+        """See `Contender.takes`: without tokens there is nothing for a collective to move."""
+        return num_tokens > 0
+
     def load(self, round_: Round) -> str | None:
         """See `Contender.load`."""
         mine, ranks = round_.mine, range(self._size)
@@ -148,7 +134,7 @@ class AllToAllSingle:
         self._send_counts = [len(tokens) for tokens in to_each]
         self._receive_counts = [len(round_.tokens_from(src, round_.rank)) for src in ranks]
         self._order = torch.cat(to_each)
-        self._sent = [_as_bytes(part) for part in (*mine.payloads, mine.topk_ids, mine.topk_weights)]
+        self._sent = [as_bytes(part) for part in (*mine.payloads, mine.topk_ids, mine.topk_weights)]
         self._row = torch.empty(len(self._order), sum(part.shape[1] for part in self._sent), dtype=torch.uint8).to(
             self._order.device
         )
@@ -158,7 +144,7 @@ class AllToAllSingle:
         for src, sent in zip(ranks, round_.inputs, strict=True):
             tokens = round_.tokens_from(src, round_.rank)
             parts = [part[tokens] for part in (*sent.payloads, sent.topk_ids, sent.topk_weights)]
-            expected.append(torch.cat([_as_bytes(part) for part in parts], dim=1))
+            expected.append(torch.cat([as_bytes(part) for part in parts], dim=1))
             rows.append(self._experts.rows(round_.rank, parts[-2], parts[-1], parts[:-2]))
         if not same_bytes(self._received, torch.cat(expected)):
             return "all-to-all delivered wrong bytes"
