@@ -106,8 +106,8 @@ def test_a_routing_file_gives_top_k_and_experts(tmp_path: Path) -> None:
         ("--payload_dtype int8", "--payload_dtype: invalid choice: 'int8'"),
         ("--quant nvfp4 --hidden_size 100", "--hidden_size must be a multiple of 16 for --quant nvfp4, got 100"),
         (
-            "--combine_dtype fp8_block",
-            "--combine_dtype fp8_block is not available yet; use bfloat16, float16 or float32",
+            "--combine_dtype fp8_block --hidden_size 100",
+            "--hidden_size must be a multiple of 16 for --combine_dtype fp8_block, got 100",
         ),
         ("--combine_dtype int8", "--combine_dtype: invalid choice: 'int8'"),
         ("-b -1", "-b must be 0 or more, got -1"),

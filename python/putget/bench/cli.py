@@ -114,9 +114,9 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     add("--payload_dtype", choices=tuple(profiles.ROW_DTYPES), help="type of unquantised rows, --quant bf16 (bfloat16)")
     add(
         "--combine_dtype",
-        choices=settings.COMBINE_DTYPES + settings.COMBINE_DTYPES_TO_COME,
+        choices=settings.COMBINE_DTYPES,
         default="bfloat16",
-        help="type of the rows that combine brings back and of its result (%(default)s)",
+        help="type of the rows that combine brings back; with fp8_*, experts and result are BF16 (%(default)s)",
     )
     add("-b", dest="first", type=int, default=1, metavar="N", help="first batch size, tokens a rank (%(default)s)")
     add("-e", dest="last", type=int, metavar="N", help="last batch size (2048, or 64 on the CPU)")

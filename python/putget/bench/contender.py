@@ -14,6 +14,7 @@ from putget.bench.settings import Settings
 from putget.bench.traffic import Traffic
 
 PHASES = ("dispatch", "combine", "pair")
+_FP8_TOLERANCE = 0.06  # rows rounded to E4M3, which has 3 bits of mantissa
 ROUND_TIMEOUT_S = 120.0  # ranks compute the expected results between rounds, on few cores one after the other
 
 
@@ -139,7 +140,9 @@ class Putget:
             "device": device,
             "num_sms": settings.num_sms,
             "timeout_s": ROUND_TIMEOUT_S,
+            **settings.combine_options(),
         }
+        self._settings = settings
         self._all_to_all = AllToAll(communicator, **{**arguments, **options})
 
     def memory_map(self) -> str:
@@ -189,6 +192,8 @@ class Putget:
     def verify(self) -> str | None:
         """See `Contender.verify`."""
         self._all_to_all.check()
+        if self._settings.combine_is_fp8:
+            return differs_beyond_rounding(self.output, self._round.output, _FP8_TOLERANCE)
         if same_bytes(self.output, self._round.output):
             return None
         differ = (self.output != self._round.output).any(dim=1).nonzero()[:, 0].tolist()
@@ -197,7 +202,8 @@ class Putget:
 
     def wire_bytes(self, traffic: Traffic) -> tuple[float, float]:
         """See `Contender.wire_bytes`."""
-        return traffic.dispatch, traffic.combine
+        settings = self._settings
+        return traffic.dispatch, traffic.combine / settings.output().row_bytes * settings.combine_wire_bytes()
 
     def close(self) -> None:
         """See `Contender.close`."""

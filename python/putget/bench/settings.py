@@ -6,6 +6,7 @@ import argparse
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -14,8 +15,9 @@ from putget.bench import profiles, routing
 
 BACKENDS = ("nvlink_one_sided",)
 DEVICES = ("auto", "cpu", "cuda")
-COMBINE_DTYPES = ("bfloat16", "float16", "float32")
-COMBINE_DTYPES_TO_COME = ("fp8_block", "fp8_static")
+COMBINE_DTYPES = ("bfloat16", "float16", "float32", "fp8_block", "fp8_static")
+FP8_PACK = 16  # a row in FP8 has a multiple of this many values
+_STATIC_SCALE = 2.0**-6  # of fp8_static: rows here stay well below 448 of it
 PEERS = ("nccl", "flashinfer", "deepep")
 MAX_EP_SIZE = 128
 MAX_TOP_K = 32
@@ -70,6 +72,20 @@ class Settings:
         """The row that experts write and combine reduces; what crosses in FP8 is written as BF16."""
         dtype = torch.bfloat16 if self.combine_is_fp8 else profiles.ROW_DTYPES[self.combine_dtype]
         return Payload((self.hidden_size,), dtype)
+
+    def combine_options(self) -> dict[str, Any]:
+        """The arguments of `putget.AllToAll` that say how combine's rows travel."""
+        if not self.combine_is_fp8:
+            return {}
+        scale = _STATIC_SCALE if self.combine_dtype == "fp8_static" else None
+        return {"combine_dtype": torch.float8_e4m3fn, "combine_scale": scale}
+
+    def combine_wire_bytes(self) -> int:
+        """Bytes of one row of combine as putget brings it back: FP8 values, and their float32 scales."""
+        if not self.combine_is_fp8:
+            return self.output().row_bytes
+        scales = -(-self.hidden_size // profiles.FP8_GROUP) if self.combine_dtype == "fp8_block" else 0
+        return -(-(self.hidden_size + 4 * scales) // FP8_PACK) * FP8_PACK
 
     @property
     def combine_is_fp8(self) -> bool:
@@ -129,8 +145,11 @@ def resolve(args: argparse.Namespace, world_size: int | None) -> Settings:
         raise ValueError(
             f"--payload_dtype {args.payload_dtype} is for unquantised rows (--quant bf16), got --quant {shape.quant}"
         )
-    if args.combine_dtype in COMBINE_DTYPES_TO_COME:
-        raise ValueError(f"--combine_dtype {args.combine_dtype} is not available yet; use {_any_of(COMBINE_DTYPES)}")
+    if args.combine_dtype.startswith("fp8") and shape.hidden_size % FP8_PACK:
+        raise ValueError(
+            f"--hidden_size must be a multiple of {FP8_PACK} for --combine_dtype {args.combine_dtype}, got "
+            f"{shape.hidden_size}"
+        )
     if args.no_sync:
         raise ValueError("--no_sync is not available yet")
     profiles.payloads(shape.quant, shape.hidden_size)
@@ -191,6 +210,7 @@ def resolve(args: argparse.Namespace, world_size: int | None) -> Settings:
         payloads=settings.payloads(),
         output=settings.output(),
         num_experts=shape.num_experts,
+        **settings.combine_options(),
     )
     return settings
 

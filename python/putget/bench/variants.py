@@ -18,7 +18,7 @@ from putget.bench.lineup import Entry
 from putget.bench.peers.collectives import all_gather, as_bytes
 from putget.bench.profiles import NVFP4_GROUP, QUANTS
 from putget.bench.rounds import Rounds
-from putget.bench.settings import Settings
+from putget.bench.settings import FP8_PACK, Settings
 from putget.bench.traffic import Traffic
 
 __all__ = ["GROUPS", "make"]
@@ -42,6 +42,34 @@ def row_types(settings: Settings) -> Iterator[Variant]:
 def combine_inputs(settings: Settings) -> Iterator[Variant]:
     """Rows that the experts wrote elsewhere, which combine has to take into the workspace first."""
     yield Variant("staged combine", "combine(x) takes rows from outside", settings, lambda bench: StagedPutget(*bench))
+
+
+@group("direction")
+def directions(settings: Settings) -> Iterator[Variant]:
+    """Rows that their owners send, instead of rows that are fetched."""
+    yield Variant("push", "combine pushes", settings, lambda bench: Putget(*bench, combine_direction="push"))
+
+
+@group("combine_dtype")
+def combine_dtypes(settings: Settings) -> Iterator[Variant]:
+    """Rows that come back in fewer bytes."""
+    if settings.hidden_size % FP8_PACK or settings.combine_is_fp8:
+        return
+    for name, changes in (("fp8_block", "a scale for 128 values"), ("fp8_static", "one scale for all")):
+        rows = replace(settings, combine_dtype=name)
+        yield Variant(f"{name} back", f"combine brings FP8 rows, {changes}", rows, lambda bench: Putget(*bench))
+
+
+@group("halves")
+def halves(settings: Settings) -> Iterator[Variant]:
+    """Each call as a start and a finish half, one after the other."""
+    yield Variant("halves", "start and finish instead of one call", settings, lambda bench: HalvedPutget(*bench))
+
+
+@group("no_sync")
+def without_waits(settings: Settings) -> Iterator[Variant]:
+    """What synchronisation costs: nothing is waited for, so the result is wrong and is not looked at."""
+    yield Variant("no waits", "UNSAFE and unchecked: nothing is waited for", settings, lambda bench: Hasty(*bench))
 
 
 @group("num_sms")
@@ -106,6 +134,44 @@ class StagedPutget(Putget):
     def combine(self) -> None:
         """See `Contender.combine`."""
         self._all_to_all.combine(self._outside, out=self.output)
+
+
+class HalvedPutget(Putget):
+    """putget by halves."""
+
+    def dispatch(self) -> Received:
+        """See `Contender.dispatch`."""
+        mine = self._round.mine
+        self._all_to_all.dispatch_start(
+            mine.topk_ids, mine.topk_weights, *mine.payloads, max_rows=max(1, self._round.num_tokens)
+        )
+        return self._all_to_all.dispatch_finish()
+
+    def combine(self) -> None:
+        """See `Contender.combine`."""
+        self._all_to_all.combine_start()
+        self._all_to_all.combine_finish(out=self.output)
+
+
+class Hasty(Putget):
+    """putget that waits for nobody."""
+
+    def __init__(self, *bench: Any) -> None:
+        super().__init__(*bench, unsafe_skip_waits=True)
+
+    def load(self, round_: Round) -> str | None:
+        """See `Contender.load`. What arrived is not looked at, and experts do not work on it."""
+        self._round = round_
+        self.output = torch.empty_like(round_.output)
+        self.dispatch()
+        self.rows = torch.zeros_like(self._all_to_all.combine_input)
+        self.write_rows()
+        self.combine()
+        return None
+
+    def verify(self) -> str | None:
+        """See `Contender.verify`; likewise."""
+        return None
 
 
 class IdsByPutget:
