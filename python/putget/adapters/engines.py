@@ -136,10 +136,16 @@ def require_arguments(engine: str, original: Any, replacement: Any) -> None:
             )
 
 
-def replace_name(module_name: str, name: str, replacement: Any, *, engine: str) -> None:
+def replace_name(module_name: str, name: str, make: Callable[[Any], Any], *, engine: str) -> None:
     """Puts a replacement under a module's name, and wherever that name was imported from there before.
 
     The module need not be imported yet; then it happens, and may fail, when it is.
+
+    Args:
+        module_name: Where the name is.
+        name: A function or a class.
+        make: Gives the replacement for an original.
+        engine: The engine's name, for messages.
 
     Raises:
         BackendUnavailable: The module has no such name, or one with arguments that the replacement does not take.
@@ -148,8 +154,9 @@ def replace_name(module_name: str, name: str, replacement: Any, *, engine: str) 
     def replace(module: ModuleType) -> None:
         require_names(engine, module, [name])
         original = getattr(module, name)
-        if original is replacement:
+        if getattr(original, "__module__", "").startswith("putget."):
             return
+        replacement = make(original)
         require_arguments(engine, original, replacement)
         for other in list(sys.modules.values()):
             for key, value in list(getattr(other, "__dict__", {}).items()):

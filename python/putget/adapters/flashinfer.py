@@ -20,6 +20,7 @@ What differs from FlashInfer's class:
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -395,4 +396,9 @@ def install() -> None:
         ("moe_a2a_get_workspace_size_per_rank", moe_a2a_get_workspace_size_per_rank),
     )
     for name, replacement in replacements:
-        replace_name("flashinfer.comm.trtllm_moe_alltoall", name, replacement, engine="FlashInfer")
+        make = functools.partial(_instead, replacement)
+        replace_name("flashinfer.comm.trtllm_moe_alltoall", name, make, engine="FlashInfer")
+
+
+def _instead(replacement: Any, _original: Any) -> Any:
+    return replacement
