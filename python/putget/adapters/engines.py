@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
+import torch
+
 from putget import BackendUnavailable
 
 
@@ -51,6 +53,16 @@ def require_names(engine: str, module: Any, names: Sequence[str]) -> None:
     missing = [name for name in names if not hasattr(module, name)]
     if missing:
         raise BackendUnavailable(f"{engine}: {module.__name__} has no {', '.join(missing)}")
+
+
+def require_supported(**options: tuple[Any, Any]) -> None:
+    """Raises ValueError for an option that is not what is supported: name=(given, supported)."""
+    for name, (given, supported) in options.items():
+        if given is supported:
+            continue
+        if isinstance(given, torch.Tensor) or given != supported:
+            shown = "a tensor" if isinstance(given, torch.Tensor) else repr(given)
+            raise ValueError(f"{name} is {shown}, supported is {supported!r}")
 
 
 Replace = Callable[[ModuleType], None]

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from putget import Communicator, Payload, Received
-from putget.adapters.engines import replace_name
+from putget.adapters.engines import replace_name, require_supported
 from putget.adapters.rounds import Rounds
 from putget.adapters.shared import (
     TIMEOUT_S,
@@ -63,7 +63,7 @@ def moe_a2a_get_workspace_size_per_rank(
     Raises:
         ValueError: An argument is not allowed.
     """
-    _require(eplb_stats_num_experts=(eplb_stats_num_experts, 0), backend=(backend, "trtllm"))
+    require_supported(eplb_stats_num_experts=(eplb_stats_num_experts, 0), backend=(backend, "trtllm"))
     if combine_payload_size_per_token < 2 or combine_payload_size_per_token % 2:
         raise ValueError(
             f"combine_payload_size_per_token is {combine_payload_size_per_token}, expected the bytes of 16-bit values"
@@ -120,7 +120,7 @@ class MoeAlltoAll:
         timeout_s: float = TIMEOUT_S,
         warmup_timeout_s: float = WARMUP_TIMEOUT_S,
     ) -> None:
-        _require(
+        require_supported(
             eplb_stats_num_experts=(eplb_stats_num_experts, 0),
             enable_rank_mask=(enable_rank_mask, False),
             backend=(backend, "trtllm"),
@@ -229,7 +229,7 @@ class MoeAlltoAll:
             ProtocolMisuse: The last dispatch has not been combined.
             PeerTimeout, CapacityExceeded: As ``AllToAll.dispatch``.
         """
-        _require(eplb_local_stats=(eplb_local_stats, None), active_rank_mask=(active_rank_mask, None))
+        require_supported(eplb_local_stats=(eplb_local_stats, None), active_rank_mask=(active_rank_mask, None))
         rows_each = self._check_runtime_max(runtime_max_tokens_per_rank)
         payloads = list(input_payloads)
         ids_index = expert_id_payload_index
@@ -308,7 +308,7 @@ class MoeAlltoAll:
             ProtocolMisuse: No dispatch came before.
             PeerTimeout: As ``AllToAll.combine``.
         """
-        _require(
+        require_supported(
             output_scales=(output_scales, None),
             output_scalar_scale=(output_scalar_scale, 1.0),
             use_low_precision=(use_low_precision, False),
@@ -372,15 +372,6 @@ def communicator_for(mapping: Any, mnnvl_config: Any) -> Communicator:
                 "expert-parallel ranks with mnnvl_config or comm"
             )
     return communicator_of(group)
-
-
-def _require(**options: tuple[Any, Any]) -> None:
-    for name, (given, supported) in options.items():
-        if given is supported:
-            continue
-        if isinstance(given, torch.Tensor) or given != supported:
-            shown = "a tensor" if isinstance(given, torch.Tensor) else repr(given)
-            raise ValueError(f"{name} is {shown}, supported is {supported!r}")
 
 
 def install() -> None:
