@@ -49,10 +49,10 @@ def files_that_mention(package: Path, names: frozenset[str]) -> set[str]:
     }
 
 
-def private_imports(package: Path) -> list[str]:
-    """Name the putget modules with a leading underscore that the benchmarks import or reach through `putget.`."""
+def private_imports(package: Path, part: str) -> list[str]:
+    """Name the putget modules with a leading underscore that a part imports or reaches through `putget.`."""
     found = []
-    for path in python_files(package / "bench"):
+    for path in python_files(package / part):
         tree = ast.parse(path.read_text())
         reached = {
             f"putget.{node.attr}"
@@ -104,6 +104,8 @@ def test_import_contracts_hold() -> None:
         ("workspace.py", "from putget import alltoall", "Layers of the package"),
         ("_abi.py", "import putget.workspace", "Layers of the package"),
         ("bench/cli.py", "import putget._abi", "The benchmarks use the public modules only"),
+        ("adapters/rounds.py", "import putget.alltoall", "The adapters use what putget exports and nothing else"),
+        ("adapters/shared.py", "import putget.adapters.rounds", "Layers of the adapters"),
         ("reference.py", "import putget.errors", "The reference knows nothing of the implementation"),
     ],
 )
@@ -134,19 +136,26 @@ def test_reference_imports_torch_only(tmp_path: Path) -> None:
     assert third_party_imports(intruder) == {"torch", "putget"}
 
 
-def test_bench_imports_public_modules_only(package_copy: Path) -> None:
-    assert private_imports(PACKAGE) == []
-    (package_copy / "bench" / "intruder.py").write_text("import putget\nfrom putget import _abi\nputget._mesh.x()\n")
-    assert sorted(private_imports(package_copy)) == [
-        "bench/intruder.py: putget._abi",
-        "bench/intruder.py: putget._mesh",
+@pytest.mark.parametrize("part", ["bench", "adapters"])
+def test_parts_import_public_modules_only(package_copy: Path, part: str) -> None:
+    assert private_imports(PACKAGE, part) == []
+    (package_copy / part / "intruder.py").write_text("import putget\nfrom putget import _abi\nputget._mesh.x()\n")
+    assert sorted(private_imports(package_copy, part)) == [
+        f"{part}/intruder.py: putget._abi",
+        f"{part}/intruder.py: putget._mesh",
     ]
 
 
 def test_adapters_and_public_modules_import_without_a_gpu() -> None:
     """`import putget` alone reaches for no GPU, and pulls in nothing of the command line."""
     code = (
-        "import sys, torch, putget\n"
+        "import importlib, pkgutil, sys, torch, putget\n"
+        "before = set(sys.modules)\n"
+        "import putget.adapters\n"
+        "for module in pkgutil.iter_modules(putget.adapters.__path__):\n"
+        "    importlib.import_module('putget.adapters.' + module.name)\n"
+        "roots = {name.split('.')[0] for name in set(sys.modules) - before}\n"
+        "assert roots <= {'putget', *sys.stdlib_module_names}, roots\n"
         "assert not torch.cuda.is_initialized()\n"
         "heavy = {'matplotlib', 'rich', 'jsonschema', 'putget.bench'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"

@@ -1,0 +1,13 @@
+"""Plug-ins that put putget under the engines people run. docs/guide/adapters.md shows each switch.
+
+Importing a module of this package imports no engine; an engine is imported when its plug-in is used. The modules hold
+no algorithm: they turn an engine's arguments into those of ``putget.AllToAll``, and its results into what the engine
+expects.
+
+- ``tensorrt_llm``: the four-payload form of TensorRT-LLM.
+- ``flashinfer``: ``MoeAlltoAll`` with FlashInfer's signatures, and a ``flashinfer.moe_ep`` communication.
+- ``sglang``: a plug-in and a dispatcher.
+- ``vllm``: a plug-in and a modular prepare-and-finalize.
+- ``deep_ep``: ``Buffer`` with DeepEP's signatures, within one NVLink domain.
+- ``shared``, ``rounds``, ``engines``: what they have in common.
+"""

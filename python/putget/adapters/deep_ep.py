@@ -1,0 +1,499 @@
+"""``Buffer`` with DeepEP's signatures, for the ranks of one NVLink domain (or one CPU host).
+
+    from putget.adapters import deep_ep    # instead of: import deep_ep
+    buffer = deep_ep.Buffer(group, num_nvl_bytes, num_rdma_bytes, low_latency_mode=True, ...)
+
+Supported:
+
+- ``get_dispatch_layout``, ``dispatch`` (bfloat16 rows, or FP8 rows with scales), cached dispatch with a handle,
+  ``num_worst_tokens``, ``combine`` with up to one bias;
+- ``low_latency_dispatch`` (bfloat16, or FP8 with float32 scales) and ``low_latency_combine`` with its weights, ``out``
+  and ``zero_copy``;
+- events and hooks, in form: calls run on the current stream, so only other streams have to wait for an event, and a
+  hook has nothing left to do;
+- up to two rounds under way, as two micro-batches need them: a third dispatch gives up the oldest one.
+
+Not supported, with a ``ValueError`` that says so: ``topk_weights`` in ``combine``, a first ``dispatch`` without
+``topk_idx``, rounded or UE8M0 scales, LogFMT, statistics of waiting times. Masks of ranks and ranks of several hosts
+are not there either. Sizes of buffers, configurations and numbers of SMs are accepted and not used. DeepEP's layouts
+are made by gathering rows after dispatch, which costs a copy; ``putget.AllToAll`` has none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from putget import Communicator, Payload, Received
+from putget.adapters import deep_ep_layout as layouts
+from putget.adapters.deep_ep_rounds import (
+    MAX_RANKS,
+    Config,
+    EventOverlap,
+    Handle,
+    Lanes,
+    LowLatencyHandle,
+    Rows,
+    Ticket,
+    as_given,
+    event_now,
+    no_hook,
+    pairs_bytes,
+    wait_for,
+)
+from putget.adapters.engines import require_supported
+from putget.adapters.rounds import Rounds
+from putget.adapters.shared import (
+    TIMEOUT_S,
+    WARMUP_TIMEOUT_S,
+    SharedWorkspace,
+    communicator_of,
+    default_device,
+    engine_workspace_bytes,
+)
+
+topk_idx_t = torch.int64
+
+
+class Buffer:
+    """Dispatch and combine with DeepEP's signatures. Construction is collective over the group.
+
+    Args:
+        group: The torch.distributed group, or a ``putget.Communicator``.
+        num_nvl_bytes: Not used.
+        num_rdma_bytes: Not used.
+        low_latency_mode: Not used: both kinds of calls work.
+        num_qps_per_rank: Not used.
+        allow_nvlink_for_low_latency_mode: Not used.
+        allow_mnnvl: Not used.
+        explicitly_destroy: Not used; ``destroy`` always works.
+        enable_shrink: Must be False.
+        comm: Must be None.
+        max_tokens_per_rank: Most tokens that one rank sends in one normal dispatch; by default the class attribute.
+        device: Where the rows live; by default the current CUDA device, or the CPU where there is none.
+        timeout_s: Deadline of every wait, in seconds.
+        warmup_timeout_s: Deadline of set-up and first rounds, in seconds.
+
+    Attributes:
+        rank: This rank.
+        group_size: Ranks of the group.
+
+    Raises:
+        ValueError: An argument is wrong or not supported.
+        PeerTimeout: A rank did not connect in time.
+    """
+
+    num_sms: int = 20
+    max_tokens_per_rank: int = 4096
+
+    def __init__(
+        self,
+        group: Any,
+        num_nvl_bytes: int = 0,
+        num_rdma_bytes: int = 0,
+        low_latency_mode: bool = False,
+        num_qps_per_rank: int = 24,
+        allow_nvlink_for_low_latency_mode: bool = True,
+        allow_mnnvl: bool = False,
+        explicitly_destroy: bool = False,
+        enable_shrink: bool = False,
+        comm: Any = None,
+        *,
+        max_tokens_per_rank: int | None = None,
+        device: torch.device | str | None = None,
+        timeout_s: float = TIMEOUT_S,
+        warmup_timeout_s: float = WARMUP_TIMEOUT_S,
+    ) -> None:
+        require_supported(enable_shrink=(enable_shrink, False), comm=(comm, None))
+        self._comm: Communicator = communicator_of(group)
+        if self._comm.size > MAX_RANKS:
+            raise ValueError(f"group has {self._comm.size} ranks, supported are up to {MAX_RANKS}")
+        self.group = group
+        self.rank = self._comm.rank
+        self.group_size = self._comm.size
+        self.low_latency_mode = low_latency_mode
+        self.explicitly_destroy = explicitly_destroy
+        self._device = default_device() if device is None else torch.device(device)
+        self._timeouts = (timeout_s, warmup_timeout_s)
+        if max_tokens_per_rank is not None:
+            self.max_tokens_per_rank = max_tokens_per_rank
+        self._lanes: dict[tuple[int, ...], Lanes] = {}
+        self._zero_copy: dict[tuple[int, int, int], torch.Tensor] = {}
+
+    def destroy(self) -> None:
+        """Frees the memory. Needs no peer. Idempotent."""
+        while self._lanes:
+            self._lanes.popitem()[1].close()
+        self._zero_copy.clear()
+
+    @staticmethod
+    def set_num_sms(new_num_sms: int) -> None:
+        """Remembered, not used: putget chooses by size."""
+        Buffer.num_sms = new_num_sms
+
+    @staticmethod
+    def capture() -> EventOverlap:
+        """An event on the current CUDA stream; on a machine without CUDA, nothing to wait for."""
+        return event_now(torch.cuda.is_available())
+
+    @staticmethod
+    def get_dispatch_config(num_ranks: int) -> Config:
+        """Something to pass on."""
+        return Config(Buffer.num_sms)
+
+    get_combine_config = get_dispatch_config
+
+    @staticmethod
+    def get_low_latency_rdma_size_hint(
+        num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
+    ) -> int:
+        """Symmetric bytes that low-latency rounds of 8 experts a token take; the constructor does not need it."""
+        return pairs_bytes(num_ranks, num_max_dispatch_tokens_per_rank * 8, hidden)
+
+    # --- normal rounds ------------------------------------------------------------------------------------------------
+
+    def get_dispatch_layout(
+        self,
+        topk_idx: torch.Tensor,
+        num_experts: int,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[torch.Tensor, None, torch.Tensor, torch.Tensor, EventOverlap]:
+        """Counts what goes where.
+
+        Args:
+            topk_idx: [num_tokens, top_k] ids of experts; -1 is "no expert".
+            num_experts: Experts of all ranks together, a multiple of the number of ranks.
+            previous_event: What to wait for before.
+            async_finish: Whether the event is recorded.
+            allocate_on_comm_stream: Not used.
+
+        Returns:
+            Tokens for each rank [ranks] int32, None, tokens for each expert [num_experts] int32, whether a token goes
+            to a rank [num_tokens, ranks] bool, and an event.
+
+        Raises:
+            ValueError: num_experts is not a multiple of the number of ranks.
+        """
+        wait_for(previous_event)
+        ids = topk_idx.long()
+        ranks = torch.where(ids >= 0, ids // self._local(num_experts), self.group_size)
+        goes = torch.zeros(ids.shape[0], self.group_size + 1, dtype=torch.bool, device=ids.device)
+        in_rank = goes.scatter_(1, ranks, True)[:, : self.group_size].contiguous()
+        per_expert = torch.bincount(torch.where(ids >= 0, ids, num_experts).flatten(), minlength=num_experts + 1)
+        return in_rank.sum(0).int(), None, per_expert[:num_experts].int(), in_rank, self._event(async_finish)
+
+    def dispatch(
+        self,
+        x: Rows,
+        handle: Handle | None = None,
+        num_tokens_per_rank: torch.Tensor | None = None,
+        num_tokens_per_rdma_rank: torch.Tensor | None = None,
+        is_token_in_rank: torch.Tensor | None = None,
+        num_tokens_per_expert: torch.Tensor | None = None,
+        topk_idx: torch.Tensor | None = None,
+        topk_weights: torch.Tensor | None = None,
+        expert_alignment: int = 1,
+        num_worst_tokens: int = 0,
+        config: Config | None = None,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[Rows, torch.Tensor | None, torch.Tensor | None, list[int] | None, Handle | None, EventOverlap]:
+        """Puts each token's row into the ranks of its experts.
+
+        Args:
+            x: [num_tokens, hidden] bfloat16; or float8_e4m3fn and its scales [num_tokens, hidden // 128] float32.
+            handle: Of an earlier dispatch with the same ranks for each token: ids and weights do not travel again.
+            num_tokens_per_rank: Not needed.
+            num_tokens_per_rdma_rank: Must be None.
+            is_token_in_rank: [num_tokens, ranks] bool, of ``get_dispatch_layout``.
+            num_tokens_per_expert: [num_experts], of ``get_dispatch_layout``.
+            topk_idx: [num_tokens, top_k] int64 ids of experts; -1 is "no expert".
+            topk_weights: [num_tokens, top_k] float32.
+            expert_alignment: The counts that are returned are rounded up to a multiple of it.
+            num_worst_tokens: Rows of the result; with it the host does not wait. 0: as many as arrived, for which the
+                host waits.
+            config: Not used.
+            previous_event: What to wait for before.
+            async_finish: Whether the event is recorded.
+            allocate_on_comm_stream: Not used.
+
+        Returns:
+            Rows by source rank, then token, in new tensors; ids of this rank's experts, -1 for others; weights, 0 for
+            others; rows of each of this rank's experts (an empty list with num_worst_tokens); a handle; an event. Of a
+            cached dispatch, the rows and the event alone.
+
+        Raises:
+            ValueError: An argument is wrong or not supported; nothing has happened on any rank.
+            PeerTimeout, CapacityExceeded: As ``AllToAll.dispatch``.
+        """
+        require_supported(num_tokens_per_rdma_rank=(num_tokens_per_rdma_rank, None))
+        wait_for(previous_event)
+        rows = list(x) if isinstance(x, tuple) else [x]
+        names = ["x", "the scales of x"][: len(rows)]
+        if handle is not None:
+            require_supported(topk_idx=(topk_idx, None), topk_weights=(topk_weights, None))
+            ticket, received = self._put(handle.ids, rows, names)
+            handle.ticket = ticket
+            taken = [payload[handle.places.rows] for payload in received.flat.payloads]
+            return as_given(x, taken), None, None, None, None, self._event(async_finish)
+        if topk_idx is None or topk_weights is None or is_token_in_rank is None or num_tokens_per_expert is None:
+            raise ValueError(
+                "supported is a dispatch with topk_idx, topk_weights, is_token_in_rank and num_tokens_per_expert, or "
+                "with the handle of one"
+            )
+        here = torch.arange(self.group_size, dtype=torch.int32, device=is_token_in_rank.device)
+        ids = torch.where(is_token_in_rank, here, -1)
+        carried = [*rows, topk_idx.contiguous(), topk_weights.contiguous()]
+        num_local = self._local(num_tokens_per_expert.numel())
+        ticket, received = self._put(ids, carried, [*names, "topk_idx", "topk_weights"])
+        count = num_worst_tokens or int(received.num_tokens.sum())
+        places = layouts.compact(received.num_tokens, self.max_tokens_per_rank, count)
+        *taken, experts, weights = (payload[places.rows] for payload in received.flat.payloads)
+        local = torch.where(places.is_row[:, None], layouts.local_experts(experts, self.rank, num_local), -1)
+        per_expert: list[int] = []
+        if not num_worst_tokens:
+            counts = torch.bincount(local.flatten() + 1, minlength=num_local + 1)[1:]
+            per_expert = (-(-counts // expert_alignment) * expert_alignment).tolist()
+        made = Handle(ids, places, num_worst_tokens > 0, ticket)
+        seen = torch.where(local >= 0, weights, 0.0)
+        return as_given(x, taken), local.to(topk_idx.dtype), seen, per_expert, made, self._event(async_finish)
+
+    def combine(
+        self,
+        x: torch.Tensor,
+        handle: Handle,
+        topk_weights: torch.Tensor | None = None,
+        bias: torch.Tensor | tuple[torch.Tensor, ...] | None = None,
+        config: Config | None = None,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[torch.Tensor, None, EventOverlap]:
+        """Sums each token's rows, without weights.
+
+        Args:
+            x: [rows, hidden] bfloat16, in the order of the rows that dispatch returned.
+            handle: Of that dispatch.
+            topk_weights: Must be None.
+            bias: None, or one tensor [num_tokens, hidden] that is added last.
+            config: Not used.
+            previous_event: What to wait for before.
+            async_finish: Whether the event is recorded.
+            allocate_on_comm_stream: Not used.
+
+        Returns:
+            [num_tokens, hidden] bfloat16, None, an event.
+
+        Raises:
+            ValueError: An argument is wrong or not supported; nothing has happened on any rank.
+            ProtocolMisuse: The handle's round is over.
+            PeerTimeout: As ``AllToAll.combine``.
+        """
+        require_supported(topk_weights=(topk_weights, None))
+        if isinstance(bias, tuple):
+            if len(bias) != 1:
+                raise ValueError(f"bias has {len(bias)} tensors, supported is one")
+            bias = bias[0]
+        wait_for(previous_event)
+        rounds = handle.ticket.rounds()
+        place = rounds.combine_input()
+        expected = [handle.places.rows.numel(), place.shape[1]]
+        if list(x.shape) != expected or x.dtype != place.dtype:
+            raise ValueError(
+                f"x is {list(x.shape)} {x.dtype}, expected {expected} {place.dtype}: a row for each that dispatch gave"
+            )
+        rows = None
+        if handle.is_worst:
+            rows = x[handle.places.position]
+        else:
+            place.index_copy_(0, handle.places.rows, x)
+        return rounds.combine(rows, name="x", addend=bias), None, self._event(async_finish)
+
+    # --- low-latency rounds -------------------------------------------------------------------------------------------
+
+    def clean_low_latency_buffer(self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int) -> None:
+        """Nothing has to be cleaned."""
+
+    def low_latency_dispatch(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        num_max_dispatch_tokens_per_rank: int,
+        num_experts: int,
+        cumulative_local_expert_recv_stats: torch.Tensor | None = None,
+        dispatch_wait_recv_cost_stats: torch.Tensor | None = None,
+        use_fp8: bool = True,
+        round_scale: bool = False,
+        use_ue8m0: bool = False,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+    ) -> tuple[Rows, torch.Tensor, LowLatencyHandle, EventOverlap, Callable[[], None]]:
+        """Puts each token's row once for each of its experts; rows arrive grouped by expert.
+
+        Args:
+            x: [num_tokens, hidden] bfloat16.
+            topk_idx: [num_tokens, top_k] int64, no expert twice in a token; -1 is "no expert".
+            num_max_dispatch_tokens_per_rank: Most tokens that one rank sends, the same on every rank.
+            num_experts: Experts of all ranks together, a multiple of the number of ranks.
+            cumulative_local_expert_recv_stats: [local experts] int32: what each expert got is added.
+            dispatch_wait_recv_cost_stats: Must be None.
+            use_fp8: Whether rows travel as FP8 with one float32 scale for 128 values.
+            round_scale: Must be False.
+            use_ue8m0: Must be False.
+            async_finish: Whether the event is recorded.
+            return_recv_hook: Changes nothing: the rows are there when the call's kernels are done.
+
+        Returns:
+            [local experts, num_max_dispatch_tokens_per_rank * ranks, hidden] bfloat16, or such FP8 rows and their
+            scales (whose last two dimensions lie in column-major order); rows of each expert [local experts] int32; a
+            handle; an event; a hook that does nothing.
+
+        Raises:
+            ValueError: An argument is wrong or not supported; nothing has happened on any rank.
+            PeerTimeout: As ``AllToAll.dispatch``.
+        """
+        require_supported(
+            dispatch_wait_recv_cost_stats=(dispatch_wait_recv_cost_stats, None),
+            round_scale=(round_scale, False),
+            use_ue8m0=(use_ue8m0, False),
+        )
+        num_tokens, top_k = topk_idx.shape
+        if num_tokens > num_max_dispatch_tokens_per_rank:
+            most = num_max_dispatch_tokens_per_rank
+            raise ValueError(f"topk_idx has {num_tokens} tokens, num_max_dispatch_tokens_per_rank is {most}")
+        hidden, num_local = x.shape[1], self._local(num_experts)
+        capacity = num_max_dispatch_tokens_per_rank * self.group_size
+        payloads = layouts.to_fp8(x) if use_fp8 else (x,)
+        lanes = self._pairs(num_max_dispatch_tokens_per_rank * top_k, hidden, num_experts)
+        lane = lanes.begin()
+        received = lane.rounds.dispatch(
+            topk_idx.reshape(-1, 1),
+            None,
+            [payload.repeat_interleave(top_k, 0) for payload in payloads],
+            names=["x", "the scales of x"][: len(payloads)],
+        )
+        place = layouts.experts_first(received.topk_ids[:, :, 0], self.rank, num_local, capacity)
+        counts = layouts.counts_of(place, num_local, capacity)
+        if cumulative_local_expert_recv_stats is not None:
+            cumulative_local_expert_recv_stats += counts
+        rows = [layouts.gather_by_expert(part, place, num_local, capacity) for part in received.flat.payloads]
+        shape = (num_local, capacity, hidden)
+        handle = LowLatencyHandle(place, num_tokens, top_k, shape, Ticket(lane, lane.number))
+        result: Rows = rows[0]
+        if use_fp8:
+            result = (rows[0], rows[1].transpose(1, 2).contiguous().transpose(1, 2))
+        return result, counts, handle, self._event(async_finish), no_hook
+
+    def low_latency_combine(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor,
+        handle: LowLatencyHandle,
+        use_logfmt: bool = False,
+        zero_copy: bool = False,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+        out: torch.Tensor | None = None,
+        combine_wait_recv_cost_stats: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, EventOverlap, Callable[[], None]]:
+        """Gets one row for each of a token's experts, and sums them with weights in float32.
+
+        Args:
+            x: [local experts, num_max_dispatch_tokens_per_rank * ranks, hidden] bfloat16, in the order of what dispatch
+                returned.
+            topk_idx: [num_tokens, top_k], that of the dispatch.
+            topk_weights: [num_tokens, top_k] float32.
+            handle: Of that dispatch.
+            use_logfmt: Must be False.
+            zero_copy: Takes the rows of ``get_next_low_latency_combine_buffer`` instead of x.
+            async_finish: Whether the event is recorded.
+            return_recv_hook: Changes nothing.
+            out: Where to write, [num_tokens, hidden] bfloat16.
+            combine_wait_recv_cost_stats: Must be None.
+
+        Returns:
+            [num_tokens, hidden] bfloat16, an event, a hook that does nothing.
+
+        Raises:
+            ValueError: An argument is wrong or not supported; nothing has happened on any rank.
+            ProtocolMisuse: The handle's round is over.
+            PeerTimeout: As ``AllToAll.combine``.
+        """
+        require_supported(
+            use_logfmt=(use_logfmt, False), combine_wait_recv_cost_stats=(combine_wait_recv_cost_stats, None)
+        )
+        routes = (handle.num_tokens, handle.top_k)
+        for name, tensor in (("topk_idx", topk_idx), ("topk_weights", topk_weights)):
+            if tuple(tensor.shape) != routes:
+                raise ValueError(f"{name} has shape {list(tensor.shape)}, the dispatch had {list(routes)}")
+        source = self.get_next_low_latency_combine_buffer(handle) if zero_copy else x
+        if tuple(source.shape) != handle.shape or source.dtype != torch.bfloat16:
+            raise ValueError(
+                f"x is {list(source.shape)} {source.dtype}, expected {list(handle.shape)} torch.bfloat16: the rows of "
+                "each local expert, as dispatch returned them"
+            )
+        rounds = handle.ticket.rounds()
+        experts, rows, hidden = handle.shape
+        taken = source.reshape(-1, hidden)[handle.place.clamp(max=experts * rows - 1)]
+        pairs = rounds.combine(taken, name="x").view(*routes, hidden)
+        weights = torch.where(topk_idx >= 0, topk_weights, 0.0)
+        total = (pairs.float() * weights[:, :, None]).sum(1).to(torch.bfloat16)
+        combined = total if out is None else out.copy_(total)
+        return combined, self._event(async_finish), no_hook
+
+    def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> torch.Tensor:
+        """[local experts, num_max_dispatch_tokens_per_rank * ranks, hidden] bfloat16, for ``zero_copy``."""
+        found = self._zero_copy.get(handle.shape)
+        if found is None:
+            found = torch.zeros(handle.shape, dtype=torch.bfloat16, device=self._device)
+            self._zero_copy[handle.shape] = found
+        return found
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _local(self, num_experts: int) -> int:
+        if num_experts < 1 or num_experts % self.group_size:
+            raise ValueError(f"num_experts is {num_experts}, expected a multiple of the {self.group_size} ranks")
+        return num_experts // self.group_size
+
+    def _event(self, recorded: bool) -> EventOverlap:
+        return event_now(recorded and self._device.type == "cuda")
+
+    def _put(self, ids: torch.Tensor, payloads: list[torch.Tensor], names: list[str]) -> tuple[Ticket, Received]:
+        """A normal round: every rank is an "expert", and a token goes to each of its ranks once."""
+        hidden = payloads[0].shape[1]
+        key = (self.max_tokens_per_rank, hidden)
+        if key not in self._lanes:
+            ranks = self.group_size
+            num_bytes = engine_workspace_bytes(
+                ep_size=ranks,
+                max_tokens_per_rank=self.max_tokens_per_rank,
+                dispatch_bytes=2 * hidden + 12 * MAX_RANKS,
+                output=Payload((hidden,), torch.bfloat16),
+            )
+            self._lanes[key] = Lanes(lambda: self._rounds(num_bytes, ranks, ranks, self.max_tokens_per_rank, hidden))
+        lane = self._lanes[key].begin()
+        received = lane.rounds.dispatch(ids, None, payloads, names=names)
+        return Ticket(lane, lane.number), received
+
+    def _pairs(self, max_pairs: int, hidden: int, num_experts: int) -> Lanes:
+        """Low-latency rounds: every (token, expert) pair travels as a token of one expert."""
+        key = (max_pairs, hidden, num_experts)
+        if key not in self._lanes:
+            num_bytes = pairs_bytes(self.group_size, max_pairs, hidden)
+            self._lanes[key] = Lanes(lambda: self._rounds(num_bytes, num_experts, 1, max_pairs, hidden))
+        return self._lanes[key]
+
+    def _rounds(self, num_bytes: int, num_experts: int, top_k: int, capacity: int, hidden: int) -> Rounds:
+        timeout_s, warmup_timeout_s = self._timeouts
+        shared = SharedWorkspace(
+            self._comm, num_bytes, self._device, timeout_s=timeout_s, warmup_timeout_s=warmup_timeout_s
+        )
+        output = Payload((hidden,), torch.bfloat16)
+        return Rounds(shared, num_experts=num_experts, top_k=top_k, max_tokens_per_rank=capacity, output=output)

@@ -1,0 +1,103 @@
+"""The layouts of DeepEP's results: compact rows by source rank, and rows grouped by expert. On the device, in torch.
+
+Rows of ``received.flat`` lie at slot * ep_size + source rank. Everything here is a permutation of them, computed
+without the host wherever DeepEP does so too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+_FP8_GROUP = 128
+_FP8_MAX = 448.0
+
+
+@dataclass(frozen=True)
+class Compact:
+    """Received rows without gaps, by source rank, then slot.
+
+    Attributes:
+        rows: [count] int64, where each lies in the flat rows; 0 beyond the last one.
+        is_row: [count] bool, whether there is one.
+        position: [max_rows * ep_size] int64, the inverse: where a flat row is in the compact ones; 0 for none.
+    """
+
+    rows: torch.Tensor
+    is_row: torch.Tensor
+    position: torch.Tensor
+
+
+def compact(num_tokens: torch.Tensor, max_rows: int, count: int) -> Compact:
+    """Where the received rows are.
+
+    Args:
+        num_tokens: [ep_size] int32, rows of each source rank.
+        max_rows: Slots of each source rank.
+        count: Rows of the result; what does not fit is left out.
+    """
+    ep_size, device = num_tokens.numel(), num_tokens.device
+    counts = num_tokens.long()
+    first = counts.cumsum(0) - counts
+    slot = torch.arange(max_rows, device=device)
+    position = torch.where(slot[:, None] < counts, first + slot[:, None], count).clamp(max=count).flatten()
+    flat = torch.arange(max_rows * ep_size, device=device)
+    rows = torch.zeros(count + 1, dtype=torch.int64, device=device).scatter_(0, position, flat)[:count]
+    is_row = torch.arange(count, device=device) < counts.sum()
+    return Compact(torch.where(is_row, rows, 0), is_row, torch.where(position < count, position, 0))
+
+
+def local_experts(topk_idx: torch.Tensor, ep_rank: int, num_local_experts: int) -> torch.Tensor:
+    """Global expert ids as those of this rank, int64; -1 for experts of other ranks."""
+    local = topk_idx.long() - ep_rank * num_local_experts
+    return torch.where((local >= 0) & (local < num_local_experts), local, -1)
+
+
+def experts_first(topk_ids: torch.Tensor, ep_rank: int, num_local_experts: int, capacity: int) -> torch.Tensor:
+    """Where each flat row goes when rows are grouped by expert; within one by source rank, then slot.
+
+    Args:
+        topk_ids: [ep_size, max_rows] int32 global ids, one a row; -1 in empty slots.
+        ep_rank: This rank.
+        num_local_experts: Experts of a rank.
+        capacity: Rows of each expert.
+
+    Returns:
+        [max_rows * ep_size] int64, expert * capacity + row; num_local_experts * capacity where there is no row.
+    """
+    local = local_experts(topk_ids.flatten(), ep_rank, num_local_experts)
+    chosen = torch.where(local >= 0, local, num_local_experts)
+    one_hot = torch.nn.functional.one_hot(chosen, num_local_experts + 1)
+    row = (one_hot.cumsum(0) - one_hot).gather(1, chosen[:, None])[:, 0]
+    fits = (local >= 0) & (row < capacity)
+    place = torch.where(fits, local * capacity + row, num_local_experts * capacity)
+    return place.view(topk_ids.shape).T.flatten()
+
+
+def counts_of(place: torch.Tensor, num_local_experts: int, capacity: int) -> torch.Tensor:
+    """[num_local_experts] int32: rows of each expert."""
+    return torch.bincount(place // capacity, minlength=num_local_experts + 1)[:num_local_experts].int()
+
+
+def gather_by_expert(rows: torch.Tensor, place: torch.Tensor, num_local_experts: int, capacity: int) -> torch.Tensor:
+    """[num_local_experts, capacity, *] from flat rows [max_rows * ep_size, *]; undefined where there is no row."""
+    packed = rows.new_empty(num_local_experts * capacity + 1, *rows.shape[1:])
+    packed.view(torch.uint8).index_copy_(0, place, rows.view(torch.uint8))
+    return packed[:-1].view(num_local_experts, capacity, *rows.shape[1:])
+
+
+def to_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows as float8_e4m3fn with one float32 scale for 128 values: [n, hidden], [n, hidden // 128].
+
+    Raises:
+        ValueError: hidden is not a multiple of 128.
+    """
+    num_tokens, hidden = x.shape
+    if hidden % _FP8_GROUP:
+        raise ValueError(f"x has rows of {hidden}, FP8 needs a multiple of {_FP8_GROUP}; use_fp8=False sends bfloat16")
+    groups = x.view(num_tokens, hidden // _FP8_GROUP, _FP8_GROUP).float()
+    scales = groups.abs().amax(2).clamp(min=1e-4) / _FP8_MAX
+    # A cast that overflows gives NaN on the CPU and saturates on CUDA: clamp, so that both give the same bytes.
+    values = (groups / scales[:, :, None]).clamp(-_FP8_MAX, _FP8_MAX).to(torch.float8_e4m3fn)
+    return values.view(num_tokens, hidden), scales

@@ -1,0 +1,178 @@
+"""Meeting an engine: which versions a plug-in knows, and putting a name of putget's where one of the engine's was."""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.metadata
+import inspect
+import re
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from putget import BackendUnavailable
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """The release part of a version; what comes after it (rc1, .post1, +cu130) does not count."""
+    match = re.match(r"\d+(\.\d+)*", version)
+    return tuple(int(number) for number in match.group().split(".")) if match else ()
+
+
+def require_version(engine: str, distributions: Sequence[str], first: str, before: str) -> str:
+    """The version of an engine that is installed.
+
+    Args:
+        engine: Its name, for messages.
+        distributions: Names under which it is packaged.
+        first: The first version that is supported.
+        before: The first version that is not.
+
+    Raises:
+        BackendUnavailable: It is not installed, or in a version that the plug-in does not know; the message names what
+            is supported.
+    """
+    supported = f"putget's plug-in knows {engine} from {first} to before {before}"
+    for name in distributions:
+        try:
+            version = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        if not _numbers(first) <= _numbers(version) < _numbers(before):
+            raise BackendUnavailable(f"{engine} is installed in version {version}; {supported}")
+        return version
+    raise BackendUnavailable(f"{engine} is not installed ({' or '.join(distributions)}); {supported}")
+
+
+def require_names(engine: str, module: Any, names: Sequence[str]) -> None:
+    """Raises BackendUnavailable unless the module has all the names that a plug-in needs."""
+    missing = [name for name in names if not hasattr(module, name)]
+    if missing:
+        raise BackendUnavailable(f"{engine}: {module.__name__} has no {', '.join(missing)}")
+
+
+def require_supported(**options: tuple[Any, Any]) -> None:
+    """Raises ValueError for an option that is not what is supported: name=(given, supported)."""
+    for name, (given, supported) in options.items():
+        if given is supported:
+            continue
+        if isinstance(given, torch.Tensor) or given != supported:
+            shown = "a tensor" if isinstance(given, torch.Tensor) else repr(given)
+            raise ValueError(f"{name} is {shown}, supported is {supported!r}")
+
+
+Replace = Callable[[ModuleType], None]
+
+
+class _Loader(importlib.abc.Loader):
+    """A module's own loader, and then something more."""
+
+    def __init__(self, loader: Any, then: Sequence[Replace]) -> None:
+        self._loader = loader
+        self._then = then
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        module: ModuleType | None = self._loader.create_module(spec)
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._loader.exec_module(module)
+        for step in self._then:
+            step(module)
+
+
+class _Watch(importlib.abc.MetaPathFinder):
+    """Waits for modules to be imported."""
+
+    def __init__(self) -> None:
+        self.waiting: dict[str, list[Replace]] = {}
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname not in self.waiting:
+            return None
+        for finder in sys.meta_path:
+            find = getattr(finder, "find_spec", None)
+            spec = find(fullname, path, target) if find is not None and finder is not self else None
+            if spec is not None and spec.loader is not None:
+                spec.loader = _Loader(spec.loader, self.waiting.pop(fullname))
+                return spec  # type: ignore[no-any-return]
+        return None
+
+
+_watch = _Watch()
+
+
+def when_imported(module_name: str, step: Replace) -> None:
+    """Calls step(module): now if the module is there, else right after it has been imported."""
+    module = sys.modules.get(module_name)
+    if module is not None:
+        step(module)
+        return
+    if _watch not in sys.meta_path:
+        sys.meta_path.insert(0, _watch)
+    _watch.waiting.setdefault(module_name, []).append(step)
+
+
+def _calls(thing: Any) -> dict[str, Any]:
+    """What of a function or class is called: itself, or its constructor and public methods."""
+    if not isinstance(thing, type):
+        return {thing.__name__: thing}
+    methods = {name: value for name, value in vars(thing).items() if callable(value) and not name.startswith("_")}
+    return {"__init__": thing.__init__, **methods}  # type: ignore[misc]
+
+
+def require_arguments(engine: str, original: Any, replacement: Any) -> None:
+    """Raises BackendUnavailable unless the replacement takes every argument that the original takes.
+
+    Methods that the replacement does not have do not count: an engine that calls one hears about it from Python.
+    """
+    ours = _calls(replacement)
+    for name, call in _calls(original).items():
+        if name not in ours:
+            continue
+        known = inspect.signature(ours[name]).parameters
+        unknown = [argument for argument in inspect.signature(call).parameters if argument not in known]
+        if unknown:
+            raise BackendUnavailable(
+                f"{engine}: {original.__name__}.{name} of this version takes {', '.join(unknown)}, which putget does "
+                f"not know; known are {', '.join(argument for argument in known if argument != 'self')}"
+            )
+
+
+def replace_name(module_name: str, name: str, make: Callable[[Any], Any], *, engine: str) -> None:
+    """Puts a replacement under a module's name, and wherever that name was imported from there before.
+
+    The module need not be imported yet; then it happens, and may fail, when it is.
+
+    Args:
+        module_name: Where the name is.
+        name: A function or a class.
+        make: Gives the replacement for an original.
+        engine: The engine's name, for messages.
+
+    Raises:
+        BackendUnavailable: The module has no such name, or one with arguments that the replacement does not take.
+    """
+
+    def replace(module: ModuleType) -> None:
+        require_names(engine, module, [name])
+        original = getattr(module, name)
+        if getattr(original, "__module__", "").startswith("putget."):
+            return
+        replacement = make(original)
+        require_arguments(engine, original, replacement)
+        for other in list(sys.modules.values()):
+            for key, value in list(getattr(other, "__dict__", {}).items()):
+                if value is original:
+                    setattr(other, key, replacement)
+
+    when_imported(module_name, replace)

@@ -1,0 +1,247 @@
+"""Rounds of one layer: rows in whatever recipe the engine chose come in, contiguous tensors go out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from putget import AllToAll, Payload, ProtocolMisuse, PutgetError, Received
+from putget.adapters.shared import Recipe, SharedWorkspace
+
+# Element types with two values a byte.
+_PACKED = {torch.uint8, getattr(torch, "float4_e2m1fn_x2", torch.uint8)}
+_ONE_BYTE = {torch.float8_e4m3fn, torch.float8_e5m2}
+_WHOLE = {torch.bfloat16, torch.float16, torch.float32}
+
+
+def unquantised_row(row: Payload) -> Payload:
+    """The row that experts return for a dispatched row: bfloat16 for quantised ones.
+
+    Raises:
+        ValueError: This kind of row does not say; pass hidden_size.
+    """
+    if len(row.shape) == 1:
+        (length,) = row.shape
+        if row.dtype in _WHOLE:
+            return row
+        if row.dtype in _ONE_BYTE:
+            return Payload((length,), torch.bfloat16)
+        if row.dtype in _PACKED:
+            return Payload((2 * length,), torch.bfloat16)
+    raise ValueError(
+        f"rows of {row} do not say what the experts return; known are bfloat16, float16, float32, float8 and packed "
+        "4-bit rows. Pass hidden_size"
+    )
+
+
+def check_rows(name: str, value: Any, num_tokens: int, device: torch.device) -> Payload:
+    """The kind of one tensor's rows.
+
+    Raises:
+        ValueError: It is not a contiguous tensor [num_tokens, ...] on the device; the message names it.
+    """
+    if not isinstance(value, torch.Tensor):
+        raise ValueError(f"{name} is a {type(value).__name__}, expected a tensor")
+    if value.dim() < 1 or value.shape[0] != num_tokens:
+        raise ValueError(f"{name} has shape {list(value.shape)}, expected {num_tokens} rows")
+    if value.device != device:
+        raise ValueError(f"{name} is on {value.device}, expected {device}")
+    if not value.is_contiguous():
+        raise ValueError(f"{name} has strides {list(value.stride())}, expected a contiguous tensor")
+    return Payload(tuple(value.shape[1:]), value.dtype)
+
+
+class Rounds:
+    """Dispatch and combine of one layer on memory that it shares with others.
+
+    The all-to-all for a kind of rows is made at the first dispatch of that kind, which is collective: all ranks pass
+    the same kinds of rows, also those with zero tokens.
+
+    Args:
+        shared: The memory.
+        num_experts: Physical expert slots of all ranks together.
+        top_k: Experts of a token.
+        max_tokens_per_rank: Most tokens that one rank sends in one round.
+        output: The row that experts return; None: what the first payload's rows stand for.
+    """
+
+    def __init__(
+        self,
+        shared: SharedWorkspace,
+        *,
+        num_experts: int,
+        top_k: int,
+        max_tokens_per_rank: int,
+        output: Payload | None,
+    ) -> None:
+        self.shared = shared
+        self.num_experts = num_experts
+        self.top_k = top_k
+        self.max_tokens_per_rank = max_tokens_per_rank
+        self.output = output
+        self.max_rows = 0
+        self._combined = output
+        self._all_to_all: AllToAll | None = None
+        self._zeros: torch.Tensor | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a dispatch waits for its combine."""
+        return self.shared.open_round is self
+
+    @property
+    def all_to_all(self) -> AllToAll:
+        """The all-to-all of the last dispatch.
+
+        Raises:
+            ProtocolMisuse: There was none.
+        """
+        if self._all_to_all is None:
+            raise ProtocolMisuse("no dispatch came before")
+        return self._all_to_all
+
+    def dispatch(
+        self,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor | None,
+        payloads: Sequence[torch.Tensor],
+        *,
+        names: Sequence[str],
+        max_rows: int | None = None,
+    ) -> Received:
+        """Puts the rows.
+
+        Args:
+            topk_ids: [num_tokens, top_k] int32 or int64.
+            topk_weights: [num_tokens, top_k] float32; None sends zeros.
+            payloads: Contiguous tensors [num_tokens, ...].
+            names: What the caller calls them, for messages.
+            max_rows: Slots of each source that this rank looks at.
+
+        Returns:
+            Views of what arrived; ``received.flat`` is what engines take.
+
+        Raises:
+            ValueError: An argument is wrong; nothing has happened on any rank.
+            ProtocolMisuse: A round is open, of this layer or of another that shares the memory.
+            PeerTimeout, CapacityExceeded: As ``AllToAll.dispatch``.
+        """
+        self.require_closed()
+        num_tokens = topk_ids.shape[0] if isinstance(topk_ids, torch.Tensor) and topk_ids.dim() == 2 else -1
+        if num_tokens < 0:
+            raise ValueError(f"expert ids: expected a tensor [num_tokens, {self.top_k}]")
+        kinds = tuple(
+            check_rows(name, rows, num_tokens, self.shared.device) for name, rows in zip(names, payloads, strict=True)
+        )
+        if not kinds:
+            raise ValueError("no payload: expected at least one tensor of rows besides ids and weights")
+        output = unquantised_row(kinds[0]) if self.output is None else self.output
+        a2a = self.shared.all_to_all(Recipe(self.num_experts, self.top_k, self.max_tokens_per_rank, kinds, output))
+        weights = self._zero_weights(num_tokens) if topk_weights is None else topk_weights
+        received = a2a.dispatch(topk_ids, weights, *payloads, max_rows=max_rows)
+        self._all_to_all = a2a
+        self._combined = output
+        self.max_rows = self.max_tokens_per_rank if max_rows is None else max_rows
+        self.shared.open_round = self
+        return received
+
+    def combine_input(self, max_rows: int | None = None, row: Payload | None = None) -> torch.Tensor:
+        """[max_rows * ep_size, ...] in the workspace, in the order of ``received.flat``: experts may write here.
+
+        Args:
+            max_rows: What the caller believes that the last dispatch had.
+            row: What the caller believes that this layer combines.
+
+        Raises:
+            ValueError: The caller is mistaken.
+            ProtocolMisuse: No dispatch came before.
+        """
+        self.require_open("the combine input")
+        combined = self._combined
+        if max_rows not in (None, self.max_rows) or row not in (None, combined):
+            raise ValueError(
+                f"the combine input is asked for as {max_rows} rows a rank of {row}; the last dispatch gave "
+                f"{self.max_rows}, and this layer combines rows of {combined}"
+            )
+        flat: torch.Tensor = self.all_to_all.combine_input.flat  # type: ignore[attr-defined]
+        return flat
+
+    def combine(
+        self,
+        rows: torch.Tensor | None,
+        *,
+        name: str,
+        out: torch.Tensor | None = None,
+        addend: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Gets the rows back and sums them: [num_tokens, ...].
+
+        Args:
+            rows: [max_rows * ep_size, ...] or [ep_size, max_rows, ...], in the order of the rows that dispatch
+                returned; None: they were written to ``combine_input``.
+            name: What the caller calls rows, for messages.
+            out: Where to write.
+            addend: [num_tokens, ...], added last.
+
+        Raises:
+            ValueError: Rows of another number, shape, dtype or layout; nothing has happened on any rank.
+            ProtocolMisuse: No dispatch came before.
+            PeerTimeout: As ``AllToAll.combine``.
+        """
+        self.require_open("combine")
+        a2a = self.all_to_all
+        flat = None if rows is None else self._as_flat(rows, name)
+        try:
+            combined = a2a.combine(flat, out=out, addend=addend)
+        except PutgetError:
+            self.shared.open_round = None  # the round is lost; after set_active_ranks the next one may begin
+            raise
+        self.shared.open_round = None
+        return combined
+
+    def release(self) -> None:
+        """Ends a round without combine, on all ranks alike; does nothing where none is open here."""
+        if self.is_open:
+            self.all_to_all.release()
+            self.shared.open_round = None
+
+    def require_open(self, what: str) -> None:
+        """Raises ProtocolMisuse unless a dispatch of this layer waits for its combine."""
+        if not self.is_open:
+            raise ProtocolMisuse(f"{what}: no dispatch of this layer came before it")
+
+    def require_closed(self) -> None:
+        """Raises ProtocolMisuse while a round is open on this memory."""
+        if self.is_open:
+            raise ProtocolMisuse("dispatch: the last dispatch has not been combined yet")
+        if self.shared.open_round is not None:
+            raise ProtocolMisuse(
+                "dispatch: another layer that shares this workspace has dispatched and not combined; layers whose "
+                "rounds overlap need workspaces of their own"
+            )
+
+    def _zero_weights(self, num_tokens: int) -> torch.Tensor:
+        if self._zeros is None:
+            self._zeros = torch.zeros(self.max_tokens_per_rank, self.top_k, device=self.shared.device)
+        return self._zeros[:num_tokens]
+
+    def _as_flat(self, rows: Any, name: str) -> torch.Tensor:
+        expected = self.combine_input()
+        count, *shape = expected.shape
+        if not isinstance(rows, torch.Tensor):
+            raise ValueError(f"{name} is a {type(rows).__name__}, expected a tensor")
+        by_rank = (self.shared.comm.size, self.max_rows, *shape)
+        if tuple(rows.shape) not in (tuple(expected.shape), by_rank):
+            raise ValueError(
+                f"{name} has shape {list(rows.shape)}, expected {[count, *shape]} or {list(by_rank)}: one row for each "
+                "row that the last dispatch returned, in the same order"
+            )
+        if rows.dtype != expected.dtype:
+            raise ValueError(f"{name} has dtype {rows.dtype}, this layer combines {expected.dtype}")
+        if rows.device != expected.device:
+            raise ValueError(f"{name} is on {rows.device}, expected {expected.device}")
+        if not rows.is_contiguous():
+            raise ValueError(f"{name} has strides {list(rows.stride())}, expected the contiguous rows of dispatch")
+        return rows.view(expected.shape)

@@ -1,0 +1,79 @@
+"""SGLang: ``--moe-a2a-backend flashinfer`` on putget.
+
+Installing putget beside an SGLang that has plug-ins is the whole switch: SGLang finds the entry point in the group
+``sglang.srt.plugins`` and puts ``PutgetDispatcher`` where its FlashinferDispatcher was. (``SGLANG_PLUGINS`` restricts
+which plug-ins it loads.) Versions without plug-ins need two lines at the top of the launch script, which SGLang's
+worker processes run too:
+
+    from putget.adapters import sglang
+    sglang.install()
+
+To keep SGLang's own dispatcher and change only what is under it, call ``putget.adapters.flashinfer.install()`` instead.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from typing import Any
+
+from putget.adapters.engines import replace_name, require_arguments, require_names, require_version
+from putget.adapters.sglang_dispatcher import MODULE, DispatcherRounds
+
+_NEEDED = ("BaseDispatcher", "FlashinferDispatchOutput", "FlashinferDispatcher", "StandardTopKOutput")
+
+
+def require_sglang() -> str:
+    """The version of SGLang that is installed.
+
+    Raises:
+        BackendUnavailable: There is none, or one that putget does not know; the message names what is supported.
+    """
+    return require_version("SGLang", ["sglang"], "0.5.9", "0.6")
+
+
+def dispatcher_class(original: Any, *, recipe: str | None = None) -> type:
+    """A dispatcher on putget with the base class and the arguments of SGLang's FlashinferDispatcher.
+
+    Args:
+        original: SGLang's FlashinferDispatcher.
+        recipe: What dispatch carries; see ``DispatcherRounds``.
+
+    Raises:
+        BackendUnavailable: This SGLang has other names or arguments than putget knows.
+    """
+    module = importlib.import_module(original.__module__)
+    require_names("SGLang", module, _NEEDED)
+    namespace = {"recipe": recipe, "engine_module": module, "__doc__": DispatcherRounds.__doc__}
+    kind = type("PutgetDispatcher", (DispatcherRounds, module.BaseDispatcher), namespace)
+    require_arguments("SGLang", original, kind)
+    return kind
+
+
+def plugin() -> None:
+    """The entry point: registers the replacement with SGLang's hooks.
+
+    Raises:
+        BackendUnavailable: This SGLang is not known; SGLang reports it and goes on with its own dispatcher.
+    """
+    require_sglang()
+    hooks = importlib.import_module("sglang.srt.plugins.hook_registry")
+    original = importlib.import_module(MODULE).FlashinferDispatcher
+    target = f"{MODULE}.FlashinferDispatcher"
+    hooks.HookRegistry.register(target, dispatcher_class(original), hooks.HookType.REPLACE)
+
+
+def install(*, recipe: str | None = None) -> None:
+    """The same without SGLang's hooks, before or after SGLang's modules are imported, in every process that uses them.
+
+    Args:
+        recipe: What dispatch carries: "bf16", "fp8", "nvfp4" or "mxfp8"; None: what SGLang would send.
+
+    Raises:
+        ValueError: recipe is none of these.
+        BackendUnavailable: This SGLang is not known.
+    """
+    if recipe not in (None, "bf16", "fp8", "nvfp4", "mxfp8"):
+        raise ValueError(f"recipe is {recipe!r}, allowed are None, 'bf16', 'fp8', 'nvfp4' and 'mxfp8'")
+    require_sglang()
+    replace_name(MODULE, "FlashinferDispatcher", functools.partial(dispatcher_class, recipe=recipe), engine="SGLang")

@@ -1,0 +1,288 @@
+"""A dispatcher for SGLang's mixture-of-experts layers. ``putget.adapters.sglang`` gives it SGLang's base class."""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+from typing import Any, ClassVar
+
+import torch
+
+from putget import BackendUnavailable, Payload
+from putget.adapters.rounds import Rounds
+from putget.adapters.shared import communicator_of, engine_workspace_bytes, shared_workspace
+
+MODULE = "sglang.srt.layers.moe.token_dispatcher.flashinfer"
+CAPACITY_VARIABLE = "SGLANG_FLASHINFER_NUM_MAX_DISPATCH_TOKENS_PER_RANK"
+
+# Runners that take -1 as "no expert"; the others of SGLang's take num_experts.
+_TAKE_MINUS_ONE = {"deep_gemm", "flashinfer_trtllm", "flashinfer_trtllm_routed"}
+_FP8_GROUP, _NVFP4_GROUP, _MXFP8_GROUP = 128, 16, 32
+
+
+def _optional(name: str) -> ModuleType | None:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
+            return None
+        raise
+
+
+class DispatcherRounds:
+    """SGLang's dispatcher on putget: what FlashinferDispatcher takes and gives, without its dummy rows.
+
+    - Ranks without tokens send nothing and allocate nothing.
+    - Rows are quantised before dispatch, by SGLang's own kernels: NVFP4 or MXFP8 where SGLang asks for it; block-scaled
+      FP8 (one float32 scale for 128 values) with ``recipe="fp8"``, for runners that take such rows.
+    - The runner may write into the workspace (``moe_output``) or return rows of its own.
+    - Any runner that takes expert ids and weights works: ids are global, slots without a token have the id that the
+      runner takes as "no expert".
+    - The workspace holds what one rank sends in one forward, as the server arguments say, from each rank once.
+
+    Args:
+        group: The torch.distributed group of the expert-parallel ranks.
+        router_topk: Experts of a token.
+        num_experts: Physical expert slots of all ranks together.
+        num_local_experts: Not needed.
+        hidden_size: Length of a row.
+        params_dtype: Element type of what the experts return; by default that of the hidden states, or bfloat16 where
+            these are quantised.
+        moe_runner_config: SGLang's; it names the runner.
+        enable_sp_prefill_a2a: Accepted: prefill and decode take the same way here.
+
+    Raises:
+        ValueError: An argument is wrong, here or on another rank.
+        BackendUnavailable, PeerTimeout: As ``putget.Workspace``.
+    """
+
+    recipe: ClassVar[str | None] = None
+    engine_module: ClassVar[Any] = None  # SGLang's module of FlashinferDispatcher
+
+    def __init__(
+        self,
+        group: Any,
+        router_topk: int,
+        num_experts: int | None = None,
+        num_local_experts: int | None = None,
+        hidden_size: int | None = None,
+        params_dtype: torch.dtype | None = None,
+        moe_runner_config: Any = None,
+        enable_sp_prefill_a2a: bool = False,
+    ) -> None:
+        super().__init__()
+        if num_experts is None or hidden_size is None:
+            raise ValueError(f"num_experts is {num_experts} and hidden_size {hidden_size}, expected both")
+        self.num_experts = num_experts
+        self.num_local_experts = num_local_experts
+        self.hidden_size = hidden_size
+        self.router_topk = router_topk
+        self.runner_backend = getattr(moe_runner_config, "runner_backend", None)
+        comm = communicator_of(group)
+        self.ep_size, self.ep_rank = comm.size, comm.rank
+        self.max_num_tokens = capacity()
+        row = Payload((hidden_size,), torch.bfloat16 if params_dtype is None else params_dtype)
+        shared = shared_workspace(
+            comm,
+            engine_workspace_bytes(
+                ep_size=comm.size,
+                max_tokens_per_rank=self.max_num_tokens,
+                dispatch_bytes=row.row_bytes,
+                output=row,
+            ),
+            share_by=("sglang", is_speculative()),
+        )
+        self._rounds = Rounds(
+            shared,
+            num_experts=num_experts,
+            top_k=router_topk,
+            max_tokens_per_rank=self.max_num_tokens,
+            output=None if params_dtype is None else row,
+        )
+
+    def dispatch(self, hidden_states: torch.Tensor, topk_output: Any) -> Any:
+        """Puts each token's rows into the ranks of its experts.
+
+        Args:
+            hidden_states: [num_tokens, hidden_size].
+            topk_output: SGLang's top-k output with ids and weights, or one that can be turned into that.
+
+        Returns:
+            SGLang's FlashinferDispatchOutput with [ep_size * max_rows, *] rows, where max_rows is the largest number of
+            tokens of any rank: views into the workspace, valid until combine.
+
+        Raises:
+            ValueError: An argument is wrong; nothing has happened on any rank.
+            ProtocolMisuse: The last dispatch has not been combined.
+            PeerTimeout, CapacityExceeded: As ``AllToAll.dispatch``.
+        """
+        if not hasattr(topk_output, "topk_ids"):
+            if not hasattr(topk_output, "to_standard"):
+                raise ValueError(
+                    f"topk_output is a {type(topk_output).__name__}, expected one with topk_ids and topk_weights: this "
+                    "runner routes by itself"
+                )
+            topk_output = topk_output.to_standard()
+        recipe = self._recipe_of(self.quant_config or {})  # type: ignore[attr-defined]
+        payloads = self._quantise(recipe, hidden_states.contiguous())
+        max_rows = self._max_rows(hidden_states.shape[0])
+        received = self._rounds.dispatch(
+            topk_output.topk_ids.contiguous(),
+            topk_output.topk_weights.float().contiguous(),
+            payloads,
+            names=["hidden_states", "hidden_states_scale"][: len(payloads)],
+            max_rows=max_rows,
+        ).flat
+        scale = received.payloads[1] if len(payloads) > 1 else None
+        if recipe == "nvfp4" and self._runner() == "flashinfer_cutlass":
+            scale = self._kernel("nvfp4_block_scale_interleave")(scale)
+        ids = received.topk_ids
+        if self._invalid_id() != -1:
+            ids = torch.where(ids < 0, self._invalid_id(), ids)
+        module = self.engine_module
+        fields = {
+            "hidden_states": received.payloads[0],
+            "hidden_states_scale": scale,
+            "topk_output": module.StandardTopKOutput(received.topk_weights, ids, topk_output.router_logits),
+            "moe_output": self._rounds.combine_input(),
+            "output_dtype": hidden_states.dtype,
+        }
+        output = module.FlashinferDispatchOutput
+        return output(**{name: fields[name] for name in output._fields})
+
+    def combine(self, combine_input: Any) -> torch.Tensor:
+        """Gets each token's rows back and sums them: [num_tokens, hidden_size].
+
+        Args:
+            combine_input: SGLang's combine input, "flashinfer" or "standard": its hidden_states are
+                [ep_size * max_rows, hidden_size], in the order of the rows that dispatch returned.
+
+        Raises:
+            ValueError: Another format, or rows of another shape, dtype or layout; nothing has happened on any rank.
+            ProtocolMisuse: No dispatch came before.
+            PeerTimeout: As ``AllToAll.combine``.
+        """
+        form = getattr(combine_input.format, "value", combine_input.format)
+        if form not in ("flashinfer", "standard"):
+            raise ValueError(f"combine_input has format {form!r}, supported are 'flashinfer' and 'standard'")
+        return self._rounds.combine(combine_input.hidden_states, name="combine_input.hidden_states")
+
+    def release(self) -> None:
+        """Gives up a round that was dispatched and will not be combined, on all ranks alike."""
+        self._rounds.release()
+
+    # --- what SGLang says ---------------------------------------------------------------------------------------------
+
+    def _runner(self) -> str:
+        """The name of the layer's runner."""
+        backend = self.runner_backend
+        if backend is None:
+            utils = importlib.import_module("sglang.srt.layers.moe.utils")
+            backend = utils.get_moe_runner_backend() if hasattr(utils, "get_moe_runner_backend") else None
+        return str(getattr(backend, "value", backend))
+
+    def _invalid_id(self) -> int:
+        """What the runner takes as "no expert". Before SGLang had a runner configuration it was -1 for all."""
+        return -1 if self.runner_backend is None or self._runner() in _TAKE_MINUS_ONE else self.num_experts
+
+    def _max_rows(self, num_tokens: int) -> int:
+        """The most tokens that any rank sends now, as far as SGLang knows."""
+        counts = importlib.import_module("sglang.srt.layers.dp_attention").get_dp_global_num_tokens()
+        context = _optional("sglang.srt.runtime_context")
+        ranks_a_group = context.get_parallel().attn_tp_size if context is not None else 1
+        if counts is None or (context is not None and len(counts) < 2):
+            most = num_tokens
+        else:
+            most = -(-max(counts) // ranks_a_group)
+        if num_tokens > most:
+            raise ValueError(f"hidden_states has {num_tokens} tokens, SGLang announced at most {most} a rank")
+        if most > self.max_num_tokens:
+            raise ValueError(
+                f"a rank sends {most} tokens, the workspace is sized for {self.max_num_tokens}: raise "
+                f"{CAPACITY_VARIABLE}, or lower --chunked-prefill-size or the batch size"
+            )
+        return max(most, 1)
+
+    def _recipe_of(self, quant_config: dict[str, Any]) -> str:
+        if self.recipe is not None:
+            return self.recipe
+        name = None
+        utils = importlib.import_module("sglang.srt.layers.moe.utils")
+        if hasattr(utils, "get_flashinfer_a2a_dispatch_type"):
+            name = utils.get_flashinfer_a2a_dispatch_type().value
+        if name in (None, "nvfp4") and quant_config.get("input_global_scale") is not None:
+            return "nvfp4"
+        return "mxfp8" if name == "mxfp8" and quant_config.get("use_mxfp8", False) else "bf16"
+
+    def _kernel(self, name: str) -> Any:
+        """A kernel that SGLang's own dispatcher uses."""
+        found = getattr(self.engine_module, name, None)
+        if found is None:
+            found = getattr(_optional("flashinfer"), name, None)
+        if found is None:
+            raise BackendUnavailable(f"{name} is not there: FlashInfer is not installed")
+        return found
+
+    def _quantise(self, recipe: str, rows: torch.Tensor) -> list[torch.Tensor]:
+        """The payloads of a recipe; nothing is launched for no rows."""
+        num_tokens, width = rows.shape[0], self.hidden_size
+        if recipe == "bf16":
+            return [rows]
+        if num_tokens == 0:
+            return [torch.empty(0, *kind.shape, dtype=kind.dtype, device=rows.device) for kind in _kinds(recipe, width)]
+        if recipe == "nvfp4":
+            global_scale = self.quant_config["input_global_scale"]  # type: ignore[attr-defined]
+            x, scale = self._kernel("fp4_quantize")(rows, global_scale, is_sf_swizzled_layout=False)
+        elif recipe == "mxfp8":
+            x, scale = self._kernel("mxfp8_quantize")(rows, False)
+        else:
+            x, scale = fp8_kernel()(rows, _FP8_GROUP)
+        kinds = _kinds(recipe, width)
+        return [
+            tensor.view(kind.dtype).reshape(num_tokens, *kind.shape).contiguous()
+            for tensor, kind in zip((x, scale), kinds, strict=True)
+        ]
+
+
+def _kinds(recipe: str, hidden_size: int) -> tuple[Payload, Payload]:
+    """Rows and scales of a quantised recipe."""
+    if recipe == "nvfp4":
+        return Payload((hidden_size // 2,), torch.uint8), Payload((hidden_size // _NVFP4_GROUP,), torch.uint8)
+    if recipe == "mxfp8":
+        return Payload((hidden_size,), torch.float8_e4m3fn), Payload((hidden_size // _MXFP8_GROUP,), torch.uint8)
+    return Payload((hidden_size,), torch.float8_e4m3fn), Payload((hidden_size // _FP8_GROUP,), torch.float32)
+
+
+def fp8_kernel() -> Any:
+    """SGLang's quantiser to FP8 with one float32 scale for a group of values.
+
+    Raises:
+        BackendUnavailable: This SGLang has none where putget knows it.
+    """
+    for name in ("sglang.kernels.ops.quantization.fp8_kernel", "sglang.srt.layers.quantization.fp8_kernel"):
+        found = getattr(_optional(name), "sglang_per_token_group_quant_fp8", None)
+        if found is not None:
+            return found
+    raise BackendUnavailable("SGLang's sglang_per_token_group_quant_fp8 is not where putget knows it")
+
+
+def is_speculative() -> bool:
+    """Whether the layer belongs to a draft model, whose rounds must not share memory with the main model's."""
+    context = _optional("sglang.srt.runtime_context")
+    return bool(context.get_flags().moe.speculative_context) if context is not None else False
+
+
+def capacity() -> int:
+    """Most tokens that one rank sends in one forward, from SGLang's server arguments."""
+    overrides = _optional("sglang.srt.arg_groups.overrides")
+    context = _optional("sglang.srt.runtime_context")
+    if overrides is not None and context is not None:
+        return int(overrides.flashinfer_a2a_max_dispatch_tokens_per_rank(context.max_prefill_buffer_tokens()))
+    configured = importlib.import_module("sglang.srt.utils").get_int_env_var(CAPACITY_VARIABLE, 0)
+    if configured:
+        return int(configured)
+    args = importlib.import_module("sglang.srt.server_args").get_global_server_args()
+    chunk = args.chunked_prefill_size
+    prefill = int(chunk if chunk is not None and chunk > 0 else args.max_prefill_tokens)
+    requests = int(args.cuda_graph_max_bs or args.max_running_requests or 0)
+    return max(prefill, requests * int(args.speculative_num_draft_tokens or 1), 1)

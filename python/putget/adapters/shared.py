@@ -1,0 +1,232 @@
+"""What the layers of an engine share: communicators, workspaces, and the all-to-alls made on them.
+
+An engine builds one communication object a layer and expects them to use the same memory, one after the other. So the
+adapters keep one communicator per process group, and one workspace per size. ``close_shared`` gives everything back.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from putget import AllToAll, Communicator, Payload, PutgetError, Workspace, workspace_bytes
+
+# An engine compiles and tunes kernels during its first steps, and one rank can take much longer over it than another.
+TIMEOUT_S = 120.0
+WARMUP_TIMEOUT_S = 900.0
+
+_MAX_PAYLOADS = 8
+_MAX_TOP_K = 32
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The shape of one all-to-all: what must be equal on all ranks. Field names are those of ``putget.AllToAll``."""
+
+    num_experts: int
+    top_k: int
+    max_tokens_per_rank: int
+    payloads: tuple[Payload, ...]
+    output: Payload
+
+
+def engine_workspace_bytes(*, ep_size: int, max_tokens_per_rank: int, dispatch_bytes: int, output: Payload) -> int:
+    """Symmetric bytes of each rank for every recipe of a size: any top_k, any split into payloads.
+
+    Args:
+        ep_size: Ranks of the expert-parallel group.
+        max_tokens_per_rank: Most tokens that one rank sends in one round.
+        dispatch_bytes: Most bytes of one token's payloads together; ids and weights need not be counted.
+        output: The row that experts write and combine reduces.
+
+    Raises:
+        ValueError: A size is not allowed.
+    """
+    if not isinstance(dispatch_bytes, int) or isinstance(dispatch_bytes, bool) or dispatch_bytes < 1:
+        raise ValueError(f"dispatch_bytes is {dispatch_bytes!r}, expected a positive number of bytes")
+    # One byte for each further payload stands for the alignment of its region.
+    payloads = [Payload((dispatch_bytes,), torch.uint8)] + [Payload((1,), torch.uint8)] * (_MAX_PAYLOADS - 1)
+    return workspace_bytes(
+        ep_size=ep_size, max_tokens_per_rank=max_tokens_per_rank, top_k=_MAX_TOP_K, payloads=payloads, output=output
+    )
+
+
+def default_device() -> torch.device:
+    """The current CUDA device, or the CPU where there is none."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+class SharedWorkspace:
+    """Symmetric memory that layers use one after the other, and the all-to-alls that were made on it.
+
+    Construction is collective over the group.
+
+    Args:
+        comm: The expert-parallel group.
+        num_bytes: Symmetric bytes of each rank.
+        device: Where the rows live.
+        timeout_s: Deadline of every wait, in seconds.
+        warmup_timeout_s: Deadline of set-up and of each all-to-all's first round, in seconds.
+
+    Raises:
+        ValueError, BackendUnavailable, PeerTimeout: As ``putget.Workspace``.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        num_bytes: int,
+        device: torch.device,
+        *,
+        timeout_s: float = TIMEOUT_S,
+        warmup_timeout_s: float = WARMUP_TIMEOUT_S,
+    ) -> None:
+        self.comm = comm
+        self.device = device
+        self.num_bytes = num_bytes
+        self._timeout_s = timeout_s
+        self._warmup_timeout_s = warmup_timeout_s
+        self._workspace = Workspace(comm, num_bytes, device, timeout_s=timeout_s, warmup_timeout_s=warmup_timeout_s)
+        self._objects: dict[Recipe, AllToAll] = {}
+        self.open_round: object | None = None  # who has dispatched and not yet combined
+
+    def all_to_all(self, recipe: Recipe) -> AllToAll:
+        """The all-to-all for this recipe; making it, at the first call, is collective.
+
+        Raises:
+            ValueError: The recipe is not allowed, differs between ranks or needs more bytes than there are; or it is
+                new while a CUDA graph is being captured.
+            PeerTimeout: A rank did not come: it may have another recipe.
+        """
+        found = self._objects.get(recipe)
+        if found is None:
+            if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                rows = ", ".join(str(payload) for payload in recipe.payloads)
+                raise ValueError(
+                    f"the first dispatch of rows {rows} happens while a CUDA graph is captured: run one round of these "
+                    "rows before, which sets it up"
+                )
+            found = AllToAll(
+                self.comm,
+                num_experts=recipe.num_experts,
+                top_k=recipe.top_k,
+                max_tokens_per_rank=recipe.max_tokens_per_rank,
+                payloads=recipe.payloads,
+                output=recipe.output,
+                device=self.device,
+                workspace=self._workspace,
+                timeout_s=self._timeout_s,
+                warmup_timeout_s=self._warmup_timeout_s,
+            )
+            self._objects[recipe] = found
+        return found
+
+    def close(self) -> None:
+        """Frees everything. Needs no peer. Idempotent.
+
+        Raises:
+            PeerTimeout, CapacityExceeded, ProtocolMisuse: A fault that no call has raised yet.
+        """
+        objects, self._objects = list(self._objects.values()), {}
+        failures: list[Exception] = []
+        for a2a in objects:
+            try:
+                a2a.close()
+            except PutgetError as error:
+                failures.append(error)
+        self._workspace.close()
+        self.open_round = None
+        if failures:
+            raise failures[0]
+
+
+_lock = threading.Lock()
+_communicators: dict[Any, Communicator] = {}
+_workspaces: dict[Hashable, SharedWorkspace] = {}
+
+
+def communicator_of(group: Any = None) -> Communicator:
+    """The communicator of a torch.distributed group, made at the first call (collective) and kept.
+
+    Args:
+        group: A process group, or None for the world; or a ``putget.Communicator``, which is returned as it is.
+
+    Raises:
+        ValueError: torch.distributed is not initialised, or this process is not in the group.
+        PeerTimeout: A rank did not connect in time.
+    """
+    if isinstance(group, Communicator):
+        return group
+    key = dist.group.WORLD if group is None else group
+    with _lock:
+        found = _communicators.get(key)
+    if found is None:
+        found = Communicator(group)
+        with _lock:
+            _communicators[key] = found
+    return found
+
+
+def shared_workspace(
+    comm: Communicator,
+    num_bytes: int,
+    device: torch.device | None = None,
+    *,
+    share_by: Hashable = None,
+    timeout_s: float = TIMEOUT_S,
+    warmup_timeout_s: float = WARMUP_TIMEOUT_S,
+) -> SharedWorkspace:
+    """The workspace of this size for this group, made at the first call (collective) and kept for the next layer.
+
+    Args:
+        comm: The expert-parallel group.
+        num_bytes: Symmetric bytes of each rank.
+        device: Where the rows live; by default the current CUDA device, or the CPU where there is none.
+        share_by: Only callers with an equal value share. Layers whose rounds may overlap, on two streams or nested,
+            need different ones.
+        timeout_s: Deadline of every wait, in seconds; the first caller's counts.
+        warmup_timeout_s: Deadline of set-up and first rounds, in seconds; the first caller's counts.
+
+    Raises:
+        ValueError, BackendUnavailable, PeerTimeout: As ``putget.Workspace``.
+    """
+    place = default_device() if device is None else torch.device(device)
+    key = (comm, place, num_bytes, share_by)
+    with _lock:
+        found = _workspaces.get(key)
+    if found is None:
+        found = SharedWorkspace(comm, num_bytes, place, timeout_s=timeout_s, warmup_timeout_s=warmup_timeout_s)
+        with _lock:
+            _workspaces[key] = found
+    return found
+
+
+def close_shared(comm: Communicator | None = None) -> None:
+    """Frees the workspaces that adapters keep, of one communicator or of all; of all, the communicators too.
+
+    What still uses them raises ``ValueError`` afterwards.
+
+    Raises:
+        PeerTimeout, CapacityExceeded, ProtocolMisuse: A fault that no call has raised yet; all is freed the same.
+    """
+    with _lock:
+        keys = [key for key, workspace in _workspaces.items() if comm is None or workspace.comm is comm]
+        workspaces = [_workspaces.pop(key) for key in keys]
+        communicators = list(_communicators.values()) if comm is None else []
+        if comm is None:
+            _communicators.clear()
+    failures: list[Exception] = []
+    for workspace in workspaces:
+        try:
+            workspace.close()
+        except Exception as error:
+            failures.append(error)
+    for communicator in communicators:
+        communicator.close()
+    if failures:
+        raise failures[0]

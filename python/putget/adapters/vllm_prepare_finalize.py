@@ -1,0 +1,227 @@
+"""A modular prepare-and-finalize for vLLM's fused experts. ``putget.adapters.vllm`` gives it vLLM's base class."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any, ClassVar
+
+import torch
+
+from putget import Payload
+from putget.adapters.rounds import Rounds
+from putget.adapters.shared import communicator_of, engine_workspace_bytes, shared_workspace
+
+_FUSED_MOE = "vllm.model_executor.layers.fused_moe"
+
+
+class PrepareFinalizeRounds:
+    """vLLM's prepare (quantise, dispatch) and finalize (combine) on putget.
+
+    - Activations are in the standard format: [ep_size * max_rows, hidden], with global expert ids and weights for each
+      row; slots without a token have ids -1.
+    - Rows are quantised by vLLM before dispatch, unless the experts want them as they are: bfloat16, float16, and every
+      recipe with scales for each token (NVFP4, MXFP8, block-scaled and per-token FP8).
+    - Experts that weight and reduce write into the workspace; for others their reduction runs before combine.
+    - Every rank may have its own number of tokens, zero included.
+
+    Args:
+        max_num_tokens: Most tokens that one rank sends in one forward.
+        top_k: Experts of a token.
+        num_experts: Physical experts of all ranks together.
+        hidden_size: Length of a row.
+        dispatch_format: Not needed: the kinds of rows are known at the first dispatch.
+        extra_payload_bytes_per_token: Not needed.
+        num_dispatchers: Ranks of the expert-parallel group.
+
+    Raises:
+        ValueError: An argument is wrong, here or on another rank.
+        BackendUnavailable, PeerTimeout: As ``putget.Workspace``.
+    """
+
+    engine_module: ClassVar[Any] = None  # vLLM's modular_kernel
+
+    def __init__(
+        self,
+        max_num_tokens: int,
+        top_k: int,
+        num_experts: int,
+        hidden_size: int,
+        dispatch_format: Any = None,
+        extra_payload_bytes_per_token: int = 0,
+        num_dispatchers: int = 1,
+    ) -> None:
+        super().__init__()
+        group = importlib.import_module("vllm.distributed").get_ep_group()
+        comm = communicator_of(group.cpu_group)
+        if num_dispatchers != comm.size:
+            raise ValueError(f"num_dispatchers is {num_dispatchers}, the expert-parallel group has {comm.size} ranks")
+        row = Payload((hidden_size,), torch.bfloat16)
+        shared = shared_workspace(
+            comm,
+            engine_workspace_bytes(
+                ep_size=comm.size,
+                max_tokens_per_rank=max_num_tokens,
+                dispatch_bytes=row.row_bytes,
+                output=row,
+            ),
+            share_by="vllm",
+        )
+        self.max_num_tokens = max_num_tokens
+        self._rounds = Rounds(
+            shared, num_experts=num_experts, top_k=top_k, max_tokens_per_rank=max_num_tokens, output=None
+        )
+
+    # --- what vLLM asks for -------------------------------------------------------------------------------------------
+
+    @property
+    def activation_format(self) -> Any:
+        """The standard format: one row for each (token, rank)."""
+        return self.engine_module.FusedMoEActivationFormat.Standard
+
+    def topk_indices_dtype(self) -> torch.dtype:
+        """int32."""
+        return torch.int32
+
+    def max_num_tokens_per_rank(self) -> None:
+        """None: rows are not batched by expert."""
+
+    def num_dispatchers(self) -> int:
+        """Ranks of the expert-parallel group."""
+        return self._rounds.shared.comm.size
+
+    def output_is_reduced(self) -> bool:
+        """True: finalize gives the sum over all ranks."""
+        return True
+
+    def allocate_fused_expert_output(
+        self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, weight_and_reduce_impl: Any
+    ) -> torch.Tensor | None:
+        """The workspace, where the experts give one weighted and reduced row for each row; None otherwise."""
+        if not isinstance(weight_and_reduce_impl, _reductions().TopKWeightAndReduceNoOP):
+            return None
+        rows = self._rounds.combine_input()
+        return rows if tuple(rows.shape) == tuple(shape) and rows.dtype == dtype else None
+
+    def prepare(
+        self,
+        a1: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        num_experts: int,
+        expert_map: torch.Tensor | None,
+        apply_router_weight_on_input: bool,
+        quant_config: Any,
+        defer_input_quant: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, None, torch.Tensor, torch.Tensor]:
+        """Quantises and puts each token's rows into the ranks of its experts.
+
+        Args:
+            a1: [num_tokens, hidden_size].
+            topk_weights: [num_tokens, top_k] float32.
+            topk_ids: [num_tokens, top_k] int32 or int64 global ids; -1 is "no expert".
+            num_experts: As the constructor's.
+            expert_map: Not needed: ids stay global.
+            apply_router_weight_on_input: Multiplies the rows before they are sent; for top_k 1.
+            quant_config: vLLM's quantisation of the layer.
+            defer_input_quant: Sends a1 as it is.
+
+        Returns:
+            Rows, their scales or None, None, global ids, weights: views into the workspace, valid until finalize.
+
+        Raises:
+            ValueError: An argument is wrong or not supported; nothing has happened on any rank.
+            ProtocolMisuse: The last prepare has not been finalized.
+            PeerTimeout, CapacityExceeded: As ``AllToAll.dispatch``.
+        """
+        if num_experts != self._rounds.num_experts:
+            raise ValueError(f"num_experts is {num_experts}, this object is for {self._rounds.num_experts}")
+        self._rounds.require_closed()
+        if apply_router_weight_on_input:
+            if topk_ids.shape[1] != 1:
+                raise ValueError(f"apply_router_weight_on_input with top_k {topk_ids.shape[1]}, supported is top_k 1")
+            a1 = a1 * topk_weights.to(a1.dtype)
+        payloads, names = [a1.contiguous()], ["a1"]
+        if not defer_input_quant and quant_config.quant_dtype is not None:
+            payloads, names = self._quantised(a1, quant_config), ["a1", "the scales of a1"]
+        received = self._rounds.dispatch(
+            topk_ids.contiguous(),
+            topk_weights.float().contiguous(),
+            payloads,
+            names=names,
+            max_rows=self._max_rows(a1.shape[0]),
+        ).flat
+        scales = received.payloads[1] if len(payloads) > 1 else None
+        if scales is not None and quant_config.quant_dtype == "nvfp4" and quant_config.is_scale_swizzled:
+            width = scales.shape[-1]
+            interleave = importlib.import_module("vllm.utils.flashinfer").nvfp4_block_scale_interleave
+            scales = interleave(scales.view(torch.uint8)).view(-1, width)
+        return received.payloads[0], scales, None, received.topk_ids, received.topk_weights
+
+    def finalize(
+        self,
+        output: torch.Tensor,
+        fused_expert_output: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        apply_router_weight_on_input: bool,
+        weight_and_reduce_impl: Any,
+    ) -> None:
+        """Gets each token's rows back and sums them into output.
+
+        Args:
+            output: [num_tokens, hidden_size], written in place.
+            fused_expert_output: What the experts gave for the rows of prepare: [rows, hidden_size], or
+                [rows, top_k, hidden_size] where weight_and_reduce_impl has still to reduce it.
+            topk_weights: The weights that prepare returned.
+            topk_ids: The ids that prepare returned.
+            apply_router_weight_on_input: As for prepare.
+            weight_and_reduce_impl: vLLM's reduction.
+
+        Raises:
+            ValueError: Rows of another shape, dtype or layout; nothing has happened on any rank.
+            ProtocolMisuse: No prepare came before.
+            PeerTimeout: As ``AllToAll.combine``.
+        """
+        self._rounds.require_open("finalize")
+        kinds = _reductions()
+        if isinstance(weight_and_reduce_impl, kinds.TopKWeightAndReduceDelegate):
+            weight_and_reduce_impl = kinds.TopKWeightAndReduceContiguous()
+        rows = weight_and_reduce_impl.apply(
+            output=None,
+            fused_expert_output=fused_expert_output,
+            topk_weights=topk_weights,
+            topk_ids=topk_ids,
+            apply_router_weight_on_input=apply_router_weight_on_input,
+        )
+        self._rounds.combine(rows, name="fused_expert_output", out=output)
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _max_rows(self, num_tokens: int) -> int:
+        """The most tokens that any rank sends now, as far as vLLM knows."""
+        metadata = importlib.import_module("vllm.forward_context").get_forward_context().dp_metadata
+        most = num_tokens if metadata is None else max(metadata.get_chunk_sizes_across_dp_rank())
+        return max(most, 1)
+
+    def _quantised(self, a1: torch.Tensor, quant_config: Any) -> list[torch.Tensor]:
+        quantise = importlib.import_module(f"{_FUSED_MOE}.utils").moe_kernel_quantize_input
+        rows, scales = quantise(
+            a1,
+            quant_config.a1_gscale,
+            quant_config.quant_dtype,
+            quant_config.per_act_token_quant,
+            quant_config.block_shape,
+            is_scale_swizzled=False,  # rows are not together yet
+            mx_alignment=quant_config.mx_alignment,
+        )
+        if scales is None or scales.dim() != 2 or scales.shape[0] != a1.shape[0]:
+            came = None if scales is None else list(scales.shape)
+            raise ValueError(
+                f"quant_dtype {quant_config.quant_dtype} gives scales {came} for {a1.shape[0]} tokens; supported are "
+                "recipes with scales for each token"
+            )
+        return [rows.contiguous(), scales.contiguous()]
+
+
+def _reductions() -> Any:
+    return importlib.import_module(f"{_FUSED_MOE}.topk_weight_and_reduce")

@@ -1,0 +1,313 @@
+"""Buffer with DeepEP's signatures: layouts, normal and low-latency rounds, two under way, what is refused."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import putget
+from putget.adapters import deep_ep
+from putget.adapters.deep_ep_layout import to_fp8
+from tests.adapters.conftest import RANKS
+from tests.adapters.layer import Layer, same_bits
+from tests.harness import Rank, run_ranks
+
+RAGGED = Layer(num_tokens=(3, 0, 8, 1))
+PER_RANK = RAGGED.num_experts // RANKS
+
+
+def buffer_of(rank: Rank, layer: Layer) -> deep_ep.Buffer:
+    return deep_ep.Buffer(
+        rank.comm, max_tokens_per_rank=layer.max_tokens_per_rank, device=rank.device, timeout_s=20, warmup_timeout_s=20
+    )
+
+
+def routes(layer: Layer, src: int) -> tuple[torch.Tensor, torch.Tensor]:
+    ids, weights = layer.routes(src)
+    return ids.long(), weights
+
+
+def arrivals(layer: Layer, dst: int) -> list[tuple[int, int]]:
+    """(source, token) of the rows that a rank gets, in DeepEP's order."""
+    found = []
+    for src in range(layer.ep_size):
+        ids, _ = routes(layer, src)
+        found += [(src, token) for token in range(len(ids)) if (ids[token] // PER_RANK == dst).any()]
+    return found
+
+
+def picked(layer: Layer, rows: list[tuple[int, int]], of: Any, like: torch.Tensor) -> torch.Tensor:
+    return torch.stack([of(src)[token] for src, token in rows]) if rows else like[:0]
+
+
+def normal(rank: Rank, layer: Layer, worst: int) -> None:
+    """A body: layout, dispatch, cached dispatch, combine; everything against what the seeds say."""
+    buffer = buffer_of(rank, layer)
+    ids, weights = (tensor.to(rank.device) for tensor in routes(layer, rank.rank))
+    payloads = tuple(tensor.to(rank.device) for tensor in layer.rows(rank.rank))
+    x: Any = payloads if layer.recipe == "fp8" else payloads[0]
+    previous = deep_ep.Buffer.capture() if rank.device.type == "cuda" else deep_ep.EventOverlap()
+    per_rank, per_rdma, per_expert, in_rank, event = buffer.get_dispatch_layout(
+        ids, layer.num_experts, previous_event=previous, async_finish=True
+    )
+    event.current_stream_wait()
+    assert per_rdma is None
+    expected_in = torch.stack([(ids // PER_RANK == dst).any(1) & True for dst in range(layer.ep_size)], 1)
+    assert torch.equal(in_rank, expected_in)
+    assert torch.equal(per_rank, expected_in.sum(0).int())
+    assert per_expert.tolist() == [int((ids == expert).sum()) for expert in range(layer.num_experts)]
+
+    got, got_ids, got_weights, counts, handle, event = buffer.dispatch(
+        x,
+        num_tokens_per_rank=per_rank,
+        is_token_in_rank=in_rank,
+        num_tokens_per_expert=per_expert,
+        topk_idx=ids,
+        topk_weights=weights,
+        expert_alignment=4,
+        num_worst_tokens=worst,
+        config=deep_ep.Buffer.get_dispatch_config(layer.ep_size),
+        async_finish=True,
+    )
+    with event:
+        pass
+    rows = arrivals(layer, rank.rank)
+    parts = got if isinstance(got, tuple) else (got,)
+    for index, part in enumerate(parts):
+        assert len(part) == (worst or len(rows))
+        expected = picked(layer, rows, lambda src, index=index: layer.rows(src)[index], part.cpu())
+        assert same_bits(part[: len(rows)].cpu(), expected)
+    sent_ids = picked(layer, rows, lambda src: routes(layer, src)[0], ids.cpu())
+    local = sent_ids - rank.rank * PER_RANK
+    mine = (local >= 0) & (local < PER_RANK)
+    assert torch.equal(got_ids[: len(rows)].cpu(), local.masked_fill(~mine, -1))
+    assert (got_ids[len(rows) :] == -1).all()
+    sent_weights = picked(layer, rows, lambda src: routes(layer, src)[1], weights.cpu())
+    assert torch.equal(got_weights[: len(rows)].cpu(), sent_weights.masked_fill(~mine, 0.0))
+    exact = [int((local == expert).sum()) for expert in range(PER_RANK)]
+    assert counts == ([] if worst else [-(-count // 4) * 4 for count in exact])
+
+    again, *nothing, event = buffer.dispatch(x, handle=handle)
+    assert nothing == [None, None, None, None]
+    for first, second in zip(parts, again if isinstance(again, tuple) else (again,), strict=True):
+        assert same_bits(first[: len(rows)].cpu(), second[: len(rows)].cpu())
+
+    # Each rank gives rank + 1 times the row: the sum over a token's ranks is the row times a small whole number.
+    hidden = picked(layer, rows, layer.hidden, layer.hidden(rank.rank)).to(rank.device)
+    output = torch.full((worst or len(rows), layer.hidden_size), float("nan"), device=rank.device).bfloat16()
+    output[: len(rows)] = hidden * (rank.rank + 1)
+    bias = torch.full((len(ids), layer.hidden_size), 0.5, device=rank.device).bfloat16()
+    combined, no_weights, _ = buffer.combine(output, handle, bias=bias, config=buffer.get_combine_config(4))
+    assert no_weights is None
+    own = layer.hidden(rank.rank).float()
+    total = sum((own * (dst + 1)).bfloat16().float() * in_rank[:, dst : dst + 1].cpu() for dst in range(layer.ep_size))
+    torch.testing.assert_close(combined.cpu().float(), total + 0.5, rtol=2**-7, atol=2**-7)
+    buffer.destroy()
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp8"])
+@pytest.mark.parametrize("worst", [0, 4 * 8])
+def test_normal_rounds(recipe: str, worst: int, place: str) -> None:
+    layer = replace(RAGGED, recipe=recipe, hidden_size=256)
+    run_ranks(RANKS, normal, layer, worst, device=place)
+    run_ranks(RANKS, normal, replace(layer, num_tokens=(0, 0, 0, 0)), worst, device=place)
+
+
+def dequantised(rows: Any) -> torch.Tensor:
+    return rows[0].float() * rows[1].repeat_interleave(128, -1) if isinstance(rows, tuple) else rows.float()
+
+
+def low_latency(rank: Rank, layer: Layer, use_fp8: bool) -> None:
+    """A body: rows by expert, counts, and combine with weights; with a hook, with zero copy, and as it comes."""
+    buffer = buffer_of(rank, layer)
+    ids, weights = (tensor.to(rank.device) for tensor in routes(layer, rank.rank))
+    hidden = layer.hidden(rank.rank).to(rank.device)
+    stats = torch.zeros(PER_RANK, dtype=torch.int32, device=rank.device)
+    capacity = layer.max_tokens_per_rank * layer.ep_size
+    for turn in range(3):
+        rows, counts, handle, event, hook = buffer.low_latency_dispatch(
+            hidden,
+            ids,
+            layer.max_tokens_per_rank,
+            layer.num_experts,
+            cumulative_local_expert_recv_stats=stats,
+            use_fp8=use_fp8,
+            async_finish=turn == 0,
+            return_recv_hook=turn == 1,
+        )
+        hook()
+        event.current_stream_wait()
+        values = dequantised(rows)
+        assert tuple(values.shape) == (PER_RANK, capacity, layer.hidden_size)
+        if use_fp8:
+            assert rows[1].stride(1) == 1  # column-major, as grouped products want it
+        output = torch.full_like(values, float("nan"))
+        for local in range(PER_RANK):
+            expert = rank.rank * PER_RANK + local
+            expected = []
+            for src in range(layer.ep_size):
+                sent = dequantised(to_fp8(layer.hidden(src)) if use_fp8 else layer.hidden(src))
+                chosen = (routes(layer, src)[0] == expert).any(1)
+                expected += list(sent[chosen])
+            assert counts[local] == len(expected)
+            for row, value in enumerate(expected):
+                assert torch.equal(values[local, row].cpu(), value)
+            output[local, : len(expected)] = values[local, : len(expected)] * (expert + 1)
+        out = torch.empty_like(hidden) if turn == 1 else None
+        source = output.bfloat16()
+        if turn == 2:
+            buffer.get_next_low_latency_combine_buffer(handle).copy_(source)
+            source = torch.zeros_like(source)
+        combined, event, hook = buffer.low_latency_combine(
+            source, ids, weights, handle, zero_copy=turn == 2, return_recv_hook=turn == 1, out=out
+        )
+        hook()
+        event.current_stream_wait()
+        assert out is None or combined.data_ptr() == out.data_ptr()
+        own = dequantised(to_fp8(hidden) if use_fp8 else hidden)
+        rows_k = (own[:, None] * (ids[:, :, None] + 1)).bfloat16().float()
+        total = (rows_k * torch.where(ids >= 0, weights, 0.0)[:, :, None]).sum(1)
+        torch.testing.assert_close(combined.float(), total, rtol=2**-7, atol=2**-7)
+    assert stats.tolist() == (3 * counts).tolist()
+    buffer.destroy()
+
+
+@pytest.mark.parametrize("use_fp8", [True, False])
+def test_low_latency_rounds(use_fp8: bool, place: str) -> None:
+    run_ranks(RANKS, low_latency, RAGGED, use_fp8, device=place)
+    run_ranks(RANKS, low_latency, replace(RAGGED, num_tokens=(0, 8, 0, 0), no_expert=0.8), use_fp8, device=place)
+
+
+def two_under_way(rank: Rank) -> None:
+    """A body: two micro-batches interleave; a third dispatch gives up the oldest."""
+    layers = [replace(RAGGED, num_tokens=(3, 1), num_experts=4, top_k=2, seed=seed) for seed in range(3)]
+    buffer = buffer_of(rank, layers[0])
+
+    def begin(layer: Layer) -> Any:
+        ids, _ = routes(layer, rank.rank)
+        return buffer.low_latency_dispatch(layer.hidden(rank.rank), ids, 8, 4, use_fp8=False)
+
+    def end(layer: Layer, begun: Any) -> torch.Tensor:
+        ids, weights = routes(layer, rank.rank)
+        return buffer.low_latency_combine(begun[0], ids, torch.ones_like(weights), begun[2])[0]
+
+    first, second = begin(layers[0]), begin(layers[1])
+    for layer, begun in ((layers[0], first), (layers[1], second)):
+        ids, _ = routes(layer, rank.rank)
+        expected = (layer.hidden(rank.rank).float() * (ids >= 0).sum(1, keepdim=True)).bfloat16()
+        assert torch.equal(end(layer, begun), expected)
+    begun = [begin(layer) for layer in layers]
+    with pytest.raises(putget.ProtocolMisuse, match="two rounds can be under way"):
+        end(layers[0], begun[0])
+    for layer, one in zip(layers[1:], begun[1:], strict=True):
+        end(layer, one)
+    with pytest.raises(putget.ProtocolMisuse, match="each ends once"):
+        end(layers[2], begun[2])
+    buffer.destroy()
+
+
+def test_two_rounds_can_be_under_way() -> None:
+    run_ranks(2, two_under_way)
+
+
+def refuse(rank: Rank) -> list[str]:
+    """A body: what is not supported or wrong; the messages."""
+    layer = replace(RAGGED, num_tokens=(2, 2), num_experts=4, top_k=2)
+    buffer = buffer_of(rank, layer)
+    ids, weights = routes(layer, rank.rank)
+    x = layer.hidden(rank.rank)
+    per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(ids, 4)
+    layout = {"num_tokens_per_rank": per_rank, "is_token_in_rank": in_rank, "num_tokens_per_expert": per_expert}
+    messages = []
+
+    def expect(call: Any, *args: Any, **options: Any) -> None:
+        with pytest.raises(ValueError) as caught:
+            call(*args, **options)
+        messages.append(str(caught.value))
+
+    expect(buffer.get_dispatch_layout, ids, 5)
+    expect(buffer.dispatch, x, **layout)
+    expect(buffer.dispatch, x, num_tokens_per_rdma_rank=per_rank, topk_idx=ids, topk_weights=weights, **layout)
+    expect(buffer.dispatch, x[:1], topk_idx=ids, topk_weights=weights, **layout)
+    recv, _, _, _, handle, _ = buffer.dispatch(x, topk_idx=ids, topk_weights=weights, **layout)
+    expect(buffer.combine, recv, handle, topk_weights=weights)
+    expect(buffer.combine, recv, handle, bias=(x, x))
+    expect(buffer.combine, torch.cat([recv, recv[:1]]), handle)
+    expect(buffer.combine, recv.float(), handle)
+    buffer.combine(recv, handle)
+    expect(buffer.dispatch, x, handle=handle, topk_idx=ids)
+    expect(buffer.low_latency_dispatch, x, ids, 1, 4)
+    expect(buffer.low_latency_dispatch, x, ids, 8, 4, use_ue8m0=True)
+    expect(buffer.low_latency_dispatch, x, ids, 8, 4, round_scale=True)
+    expect(buffer.low_latency_dispatch, x[:, :100].contiguous(), ids, 8, 4)
+    rows, _, handle, _, _ = buffer.low_latency_dispatch(x, ids, 8, 4, use_fp8=False)
+    expect(buffer.low_latency_combine, rows, ids, weights, handle, use_logfmt=True)
+    expect(buffer.low_latency_combine, rows, ids[:1], weights, handle)
+    expect(buffer.low_latency_combine, rows[:, :4], ids, weights, handle)
+    buffer.low_latency_combine(rows, ids, weights, handle)
+    expect(deep_ep.Buffer, rank.comm, enable_shrink=True)
+    buffer.destroy()
+    buffer.destroy()
+    return messages
+
+
+def test_what_is_not_supported_is_named() -> None:
+    named = [
+        "num_experts is 5, expected a multiple of the 2 ranks",
+        "supported is a dispatch with topk_idx, topk_weights, is_token_in_rank and num_tokens_per_expert, or with",
+        "num_tokens_per_rdma_rank is a tensor, supported is None",
+        "x has shape [1, 256], expected 2 rows",
+        "topk_weights is a tensor, supported is None",
+        "bias has 2 tensors, supported is one",
+        "a row for each that dispatch gave",
+        "torch.float32, expected",
+        "topk_idx is a tensor, supported is None",
+        "topk_idx has 2 tokens, num_max_dispatch_tokens_per_rank is 1",
+        "use_ue8m0 is True, supported is False",
+        "round_scale is True, supported is False",
+        "x has rows of 100, FP8 needs a multiple of 128",
+        "use_logfmt is True, supported is False",
+        "topk_idx has shape [1, 2], the dispatch had [2, 2]",
+        "x is [2, 4, 256] torch.bfloat16, expected [2, 16, 256]",
+        "enable_shrink is True, supported is False",
+    ]
+    for messages in run_ranks(2, refuse):
+        assert len(messages) == len(named)
+        for message, part in zip(messages, named, strict=True):
+            assert part in message
+
+
+# As DeepEP's documentation and its published Buffer have them, in this order.
+ARGUMENTS = {
+    "__init__": "group num_nvl_bytes num_rdma_bytes low_latency_mode num_qps_per_rank "
+    "allow_nvlink_for_low_latency_mode allow_mnnvl explicitly_destroy enable_shrink comm",
+    "get_dispatch_layout": "topk_idx num_experts previous_event async_finish allocate_on_comm_stream",
+    "dispatch": "x handle num_tokens_per_rank num_tokens_per_rdma_rank is_token_in_rank num_tokens_per_expert topk_idx "
+    "topk_weights expert_alignment num_worst_tokens config previous_event async_finish allocate_on_comm_stream",
+    "combine": "x handle topk_weights bias config previous_event async_finish allocate_on_comm_stream",
+    "low_latency_dispatch": "x topk_idx num_max_dispatch_tokens_per_rank num_experts "
+    "cumulative_local_expert_recv_stats dispatch_wait_recv_cost_stats use_fp8 round_scale use_ue8m0 async_finish "
+    "return_recv_hook",
+    "low_latency_combine": "x topk_idx topk_weights handle use_logfmt zero_copy async_finish return_recv_hook out "
+    "combine_wait_recv_cost_stats",
+    "get_low_latency_rdma_size_hint": "num_max_dispatch_tokens_per_rank hidden num_ranks num_experts",
+    "clean_low_latency_buffer": "num_max_dispatch_tokens_per_rank hidden num_experts",
+}
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_arguments_are_those_of_deep_ep(name: str) -> None:
+    ours = [argument for argument in inspect.signature(getattr(deep_ep.Buffer, name)).parameters if argument != "self"]
+    theirs = ARGUMENTS[name].split()
+    assert ours[: len(theirs)] == theirs
+
+
+def test_sizes_and_configurations_can_be_passed_on() -> None:
+    assert deep_ep.Buffer.get_low_latency_rdma_size_hint(128, 7168, 8, 256) > 8 * 128 * 8 * 2 * 2 * 7168
+    deep_ep.Buffer.set_num_sms(24)
+    assert deep_ep.Buffer.get_combine_config(8).num_sms == 24
+    deep_ep.Buffer.set_num_sms(20)

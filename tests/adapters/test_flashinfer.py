@@ -1,0 +1,344 @@
+"""MoeAlltoAll with FlashInfer's arguments: as engines call it, with ranks that differ, and what is refused."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import putget
+from putget import reference
+from putget.adapters import flashinfer, shared
+from putget.adapters.flashinfer import MoeAlltoAll, moe_a2a_get_workspace_size_per_rank
+from tests.adapters.conftest import RANKS
+from tests.adapters.layer import Layer, same_bits
+from tests.adapters.packages import shell
+from tests.adapters.upstream import upstream
+from tests.harness import Rank, RankError, fresh_ranks, run_ranks
+
+RAGGED = Layer(num_tokens=(3, 0, 8, 1))
+
+
+def mapping_of(rank: Rank) -> SimpleNamespace:
+    return SimpleNamespace(moe_ep_size=rank.size, moe_ep_rank=rank.rank)
+
+
+def alltoall(rank: Rank, layer: Layer, **options: Any) -> MoeAlltoAll:
+    defaults: dict[str, Any] = {
+        "mapping": mapping_of(rank),
+        "max_num_tokens": layer.max_tokens_per_rank,
+        "top_k": layer.top_k,
+        "num_experts": layer.num_experts,
+        "workspace_size_per_rank": moe_a2a_get_workspace_size_per_rank(
+            rank.size, layer.max_tokens_per_rank, 2 * layer.hidden_size, 2 * layer.hidden_size
+        ),
+        "device": rank.device,
+        "timeout_s": 20.0,
+        "warmup_timeout_s": 20.0,
+    }
+    return MoeAlltoAll(**{**defaults, **options})
+
+
+def run_layer(rank: Rank, a2a: MoeAlltoAll, layer: Layer, runtime_max: int, in_workspace: bool) -> torch.Tensor:
+    """One round in the way of TensorRT-LLM and SGLang: rows, ids and weights are payloads."""
+    ids, weights = (tensor.to(rank.device) for tensor in layer.routes(rank.rank))
+    rows = [tensor.to(rank.device) for tensor in layer.rows(rank.rank)]
+    invalid = layer.num_experts if in_workspace else None
+    got = a2a.dispatch(ids, [*rows, ids, weights], runtime_max, invalid, len(rows))
+    assert [tuple(t.shape[:2]) for t in got] == [(layer.ep_size, runtime_max)] * len(got)
+    flat = [tensor.view(-1, tensor.shape[-1]) for tensor in got]  # engines do just this
+    seen_ids, seen_weights = flat[-2:]
+    if invalid is not None:
+        assert not (seen_ids == -1).any()
+        seen_ids = torch.where(seen_ids == invalid, -1, seen_ids)
+    output = layer.experts(tuple(flat[:-2]), seen_ids, seen_weights, rank.rank)
+    if in_workspace:
+        buffer = a2a.get_combine_payload_tensor_in_workspace(runtime_max, layer.hidden_size, torch.bfloat16)
+        buffer.view(-1, layer.hidden_size).copy_(output)
+        output = buffer
+    output = output.view(layer.ep_size, runtime_max, -1)
+    return a2a.combine(output, runtime_max, payload_in_workspace=in_workspace).cpu()
+
+
+def play(rank: Rank, layers: list[Layer]) -> list[torch.Tensor]:
+    """A body: every layer with a runtime maximum of this rank's own, then with the largest."""
+    objects = [alltoall(rank, layer) for layer in layers]
+    results = []
+    for index, layer in enumerate(layers):
+        own_max = min(max(layer.num_tokens) + rank.rank, layer.max_tokens_per_rank)
+        results.append(run_layer(rank, objects[index], layer, own_max, index % 2 == 1))
+        results.append(run_layer(rank, objects[index], layer, layer.max_tokens_per_rank, index % 2 == 0))
+    shared.close_shared(rank.comm)
+    return results
+
+
+def test_recipes_and_runtime_maxima_that_differ(place: str) -> None:
+    layers = [replace(RAGGED, recipe=recipe, seed=seed) for seed, recipe in enumerate(("bf16", "fp8", "nvfp4"))]
+    layers += [replace(RAGGED, num_tokens=(0, 0, 0, 1)), replace(RAGGED, num_tokens=(4, 4, 4, 4), no_expert=0.9)]
+    for rank, combined in enumerate(run_ranks(RANKS, play, layers, device=place)):
+        for index, layer in enumerate(layers):
+            expected = layer.expected(rank)
+            assert same_bits(combined[2 * index], expected), (rank, layer)
+            assert same_bits(combined[2 * index + 1], expected), (rank, layer)
+
+
+def opaque_payloads(rank: Rank) -> None:
+    """A body: payloads of other kinds, in another order, ids that no index names; where each row lies."""
+    layer = RAGGED
+    a2a = alltoall(rank, layer, hidden_size=16)
+    sent = []
+    for src in range(layer.ep_size):
+        ids, weights = layer.routes(src)
+        codes = torch.arange(ids.shape[0] * 5, dtype=torch.int16).view(-1, 5) + 1000 * src
+        sent.append(reference.Sent(ids, weights, (codes, weights * 2, ids + 7, codes[:, :1].double())))
+    table = reference.default_expert_to_rank(layer.num_experts, layer.ep_size)
+    _, arrived = reference.dispatch(sent, table, max_rows=layer.max_tokens_per_rank)
+    mine = sent[rank.rank]
+    got = a2a.dispatch(mine.topk_ids, list(mine.payloads), layer.max_tokens_per_rank)
+    received = a2a.received
+    assert received is not None
+    expected = arrived[rank.rank]
+    for tensor, rows in zip(got, expected.payloads, strict=True):
+        flat = tensor.view(-1, tensor.shape[-1])
+        for src, count in enumerate(expected.num_tokens.tolist()):
+            for slot in range(count):
+                assert torch.equal(flat[slot * layer.ep_size + src], rows[src, slot])
+    assert torch.equal(received.topk_ids, expected.topk_ids)
+    a2a.release()
+    shared.close_shared(rank.comm)
+
+
+def test_payloads_are_opaque() -> None:
+    run_ranks(4, opaque_payloads)
+
+
+def dummy_row(rank: Rank) -> list[int]:
+    """A body: rank 1 has no token and sends a dummy row to itself whose payload of ids says "no expert"."""
+    layer = replace(RAGGED, num_tokens=(2, 1))
+    a2a = alltoall(rank, layer)
+    ids, weights = layer.routes(rank.rank)
+    (x,) = layer.rows(rank.rank)
+    routing = ids
+    if rank.rank == 1:
+        routing, ids, weights = torch.full_like(ids, 4), torch.full_like(ids, -1), torch.zeros_like(weights)
+    *_, seen, _ = a2a.dispatch(routing, [x, ids, weights], 4, expert_id_payload_index=1)
+    received = a2a.received
+    assert received is not None
+    counts = received.num_tokens.tolist()
+    combined = a2a.combine(torch.full((2, 4, layer.hidden_size), 3.0, dtype=torch.bfloat16), 4)
+    assert rank.rank == 0 or (combined == 0).all()
+    assert (seen.view(4, 2, -1)[:, 1] == -1).all()
+    shared.close_shared(rank.comm)
+    return counts
+
+
+def test_dummy_row_goes_nowhere() -> None:
+    for counts in run_ranks(2, dummy_row):
+        assert counts[1] == 0
+
+
+def refuse(rank: Rank) -> list[str]:
+    """A body: wrong calls; then a right round."""
+    layer = replace(RAGGED, num_tokens=(2, 2))
+    a2a = alltoall(rank, layer)
+    ids, weights = layer.routes(rank.rank)
+    (x,) = layer.rows(rank.rank)
+    good = [x, ids, weights]
+    rows = torch.zeros(2, 4, layer.hidden_size, dtype=torch.bfloat16)
+    messages = []
+
+    def expect(kind: type[Exception], call: Any, *args: Any, **options: Any) -> None:
+        with pytest.raises(kind) as caught:
+            call(*args, **options)
+        messages.append(str(caught.value))
+
+    expect(putget.ProtocolMisuse, a2a.combine, rows, 4)
+    expect(putget.ProtocolMisuse, a2a.get_combine_payload_tensor_in_workspace, 4, layer.hidden_size, torch.bfloat16)
+    expect(ValueError, a2a.dispatch, ids, good, 9)
+    expect(ValueError, a2a.dispatch, ids, good, 0)
+    expect(ValueError, a2a.dispatch, ids, good, 4, 8)
+    expect(ValueError, a2a.dispatch, ids, good, 4, 8, 3)
+    expect(ValueError, a2a.dispatch, ids.long(), good, 4)
+    expect(ValueError, a2a.dispatch, ids, good, 4, None, 2)
+    expect(ValueError, a2a.dispatch, ids, [x[:1], ids, weights], 4, None, 1)
+    expect(ValueError, a2a.dispatch, ids, good, 4, eplb_local_stats=ids)
+    expect(ValueError, a2a.dispatch, ids, good, 4, active_rank_mask=ids)
+    a2a.dispatch(ids, good, 4, None, 1)
+    expect(putget.ProtocolMisuse, a2a.dispatch, ids, good, 4, None, 1)
+    expect(ValueError, a2a.combine, rows, 3)
+    expect(ValueError, a2a.combine, rows[:, :3], 4)
+    expect(ValueError, a2a.combine, rows[:, :, :128].contiguous(), 4)
+    expect(ValueError, a2a.combine, rows, 4, payload_in_workspace=True)
+    expect(ValueError, a2a.combine, rows, 4, output_dtype=torch.float8_e4m3fn)
+    expect(ValueError, a2a.combine, rows, 4, output_scales=ids)
+    expect(ValueError, a2a.combine, rows, 4, output_scalar_scale=2.0)
+    expect(ValueError, a2a.combine, rows, 4, use_low_precision=True)
+    expect(ValueError, a2a.get_combine_payload_tensor_in_workspace, 4, 128, torch.bfloat16)
+    a2a.release()
+    assert same_bits(run_layer(rank, a2a, layer, 4, True), layer.expected(rank.rank))
+    shared.close_shared(rank.comm)
+    return messages
+
+
+def test_wrong_calls_name_what_is_wrong_and_do_nothing() -> None:
+    named = [
+        "no dispatch of this layer",
+        "no dispatch of this layer",
+        "runtime_max_tokens_per_rank is 9, allowed are ints from 1 to 8",
+        "runtime_max_tokens_per_rank is 0",
+        "invalid_token_expert_id is given, expert_id_payload_index is None",
+        "expert_id_payload_index is 3, there are 3 input_payloads",
+        "token_selected_experts: [2, 3] torch.int64 came, expected an int32 tensor [num_tokens, 3]",
+        "expert ids in input_payloads: [2, 3] torch.float32 came",
+        "input_payloads[0] has shape [1, 256], expected 2 rows",
+        "eplb_local_stats is a tensor, supported is None",
+        "active_rank_mask is a tensor, supported is None",
+        "has not been combined yet",
+        "asked for as 3 rows a rank",
+        "payload has shape [2, 3, 256], expected [8, 256] or [2, 4, 256]",
+        "payload has shape [2, 4, 128]",
+        "payload_in_workspace is True, payload is not the tensor",
+        "output_dtype is torch.float8_e4m3fn, supported is torch.bfloat16",
+        "output_scales is a tensor, supported is None",
+        "output_scalar_scale is 2.0, supported is 1.0",
+        "use_low_precision is True, supported is False",
+        "[128] bfloat16; the last dispatch gave 4",
+    ]
+    for messages in run_ranks(2, refuse):
+        assert len(messages) == len(named)
+        for message, part in zip(messages, named, strict=True):
+            assert part in message
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"hidden_size": None}, "workspace_size_per_rank and hidden_size are None"),
+        ({"eplb_stats_num_experts": 8}, "eplb_stats_num_experts is 8, supported is 0"),
+        ({"enable_rank_mask": True}, "enable_rank_mask is True, supported is False"),
+        ({"backend": "cake"}, "backend is 'cake', supported is 'trtllm'"),
+        ({"mapping": SimpleNamespace(moe_ep_size=2, moe_ep_rank=0)}, "mapping.moe_ep_size is 2, the group has 1"),
+        ({"comm": None, "mnnvl_config": SimpleNamespace(comm_backend=object())}, "comm_backend is a object"),
+    ],
+)
+def test_constructor_refuses(changes: dict[str, Any], named: str) -> None:
+    (comm,) = putget.Communicator.local(1)
+    good = {"mapping": SimpleNamespace(moe_ep_size=1, moe_ep_rank=0), "max_num_tokens": 4, "top_k": 2, "num_experts": 8}
+    with pytest.raises(ValueError) as caught:
+        MoeAlltoAll(**{**good, "hidden_size": 64, "comm": comm, "device": "cpu", **changes})
+    assert named in str(caught.value)
+
+
+def small_workspace(rank: Rank) -> str:
+    """A body: the given size is too small for the rows that come."""
+    a2a = alltoall(rank, RAGGED, workspace_size_per_rank=10000)
+    with pytest.raises(ValueError) as caught:
+        run_layer(rank, a2a, RAGGED, 8, False)
+    shared.close_shared(rank.comm)
+    return str(caught.value)
+
+
+def test_workspace_that_is_too_small() -> None:
+    for message in run_ranks(4, small_workspace):
+        assert "workspace has 10000 bytes, needed are" in message
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp8", "nvfp4"])
+@pytest.mark.parametrize("top_k", [1, 8, 32])
+def test_workspace_size_is_enough_for_every_recipe(recipe: str, top_k: int) -> None:
+    rows = Layer(num_tokens=(1,), hidden_size=2048, recipe=recipe).rows(0)
+    payloads = [putget.Payload(tuple(tensor.shape[1:]), tensor.dtype) for tensor in rows]
+    sizes = {"ep_size": 8, "max_tokens_per_rank": 33}
+    needed = putget.workspace_bytes(
+        **sizes, top_k=top_k, payloads=payloads, output=putget.Payload((2048,), torch.bfloat16)
+    )
+    dispatch_bytes = sum(payload.row_bytes for payload in payloads) + 8 * top_k
+    given = moe_a2a_get_workspace_size_per_rank(8, 33, dispatch_bytes, 4096)
+    assert needed <= given <= needed + 8 * 33 * 32 * 8 + 8 * 4096
+
+
+FAKE = {
+    "flashinfer/__init__.py": "",
+    "flashinfer/comm/__init__.py": "from .trtllm_moe_alltoall import *\n",
+    "flashinfer/comm/trtllm_moe_alltoall.py": (
+        "def moe_a2a_get_workspace_size_per_rank(ep_size, max_num_tokens): ...\n"
+        "class MoeAlltoAll:\n"
+        "    def __init__(self, mapping, max_num_tokens, top_k, num_experts): ...\n"
+        "    def dispatch(self, token_selected_experts, input_payloads, EXTRA runtime_max_tokens_per_rank): ...\n"
+    ),
+    "engine.py": "from flashinfer.comm import MoeAlltoAll\n",
+}
+
+
+def installed(rank: Rank, folder: Path, engine_first: bool, extra: str) -> tuple[bool, bool, bool]:
+    """A body: whether FlashInfer's package and an engine that imports from it have putget's class."""
+    for name, text in FAKE.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text.replace("EXTRA", extra))
+    sys.path.insert(0, str(folder))
+    if engine_first:
+        importlib.import_module("engine")
+    flashinfer.install()
+    flashinfer.install()
+    modules = [importlib.import_module(name) for name in ("engine", "flashinfer.comm")]
+    sizing = modules[1].moe_a2a_get_workspace_size_per_rank is moe_a2a_get_workspace_size_per_rank
+    return (*(module.MoeAlltoAll is MoeAlltoAll for module in modules), sizing)
+
+
+@pytest.mark.parametrize("engine_first", [False, True])
+def test_install_replaces_names_before_and_after_the_engine_is_imported(tmp_path: Path, engine_first: bool) -> None:
+    with fresh_ranks(1) as ranks:
+        assert ranks.call(installed, tmp_path, engine_first, "")[0] == (True, True, True)
+
+
+def test_install_names_arguments_that_it_does_not_know(tmp_path: Path) -> None:
+    named = "MoeAlltoAll.dispatch of this version takes compression, which putget does not know"
+    with fresh_ranks(1) as ranks, pytest.raises(RankError, match=named):
+        ranks.call(installed, tmp_path, True, "compression,")
+
+
+def arguments_of(tree: ast.AST, name: str) -> list[str]:
+    (function,) = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == name]
+    every = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
+    return [argument.arg for argument in every]
+
+
+def test_arguments_are_those_of_the_published_class() -> None:
+    source = upstream("flashinfer") / "flashinfer" / "comm" / "trtllm_moe_alltoall.py"
+    module = ast.parse(source.read_text())
+    (published,) = [n for n in module.body if isinstance(n, ast.ClassDef) and n.name == "MoeAlltoAll"]
+    calls = ["__init__", "dispatch", "combine", "get_combine_payload_tensor_in_workspace"]
+    for name in [*calls, "get_moe_workspace_size_per_rank"]:
+        ours = list(inspect.signature(getattr(MoeAlltoAll, name)).parameters)
+        theirs = arguments_of(published, name)
+        assert ours[: len(theirs)] == theirs, name
+    sizing = "moe_a2a_get_workspace_size_per_rank"
+    (function,) = [n for n in module.body if isinstance(n, ast.FunctionDef) and n.name == sizing]
+    assert list(inspect.signature(getattr(flashinfer, sizing)).parameters) == arguments_of(function, sizing)
+
+
+def with_published_mapping(rank: Rank, root: Path) -> torch.Tensor:
+    """A body: FlashInfer's own Mapping and communicator over a subgroup-free world."""
+    shell(root, "flashinfer", "flashinfer.comm")
+    mapping = importlib.import_module("flashinfer.comm.mapping").Mapping(
+        rank=rank.rank, world_size=rank.size, tp_size=rank.size, moe_ep_size=rank.size, gpus_per_node=rank.size
+    )
+    backend = importlib.import_module("flashinfer.comm.comm_backend").TorchDistBackend(group=dist.group.WORLD)
+    a2a = alltoall(rank, RAGGED, mapping=mapping, mnnvl_config=SimpleNamespace(comm_backend=backend))
+    return run_layer(rank, a2a, RAGGED, 8, True)
+
+
+def test_published_mapping_and_communicator() -> None:
+    root = upstream("flashinfer")
+    with fresh_ranks(4) as ranks:
+        for rank, combined in ranks.call(with_published_mapping, root).items():
+            assert same_bits(combined, RAGGED.expected(rank))

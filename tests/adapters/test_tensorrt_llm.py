@@ -1,0 +1,186 @@
+"""The four-payload form: recipes, ragged ranks, workspace output, layers that share memory, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import putget
+from putget.adapters import shared
+from putget.adapters.tensorrt_llm import FourPayloadAllToAll
+from tests.adapters.conftest import RANKS
+from tests.adapters.layer import Layer, same_bits
+from tests.harness import Rank, run_ranks
+
+RAGGED = Layer(num_tokens=(3, 0, 8, 1))
+
+
+def four_payload(rank: Rank, layer: Layer, **options: Any) -> FourPayloadAllToAll:
+    return FourPayloadAllToAll(
+        rank.comm,
+        layer.num_experts,
+        layer.top_k,
+        layer.max_tokens_per_rank,
+        hidden_size=layer.hidden_size,
+        device=rank.device,
+        timeout_s=20,
+        warmup_timeout_s=20,
+        **options,
+    )
+
+
+def run_layer(rank: Rank, a2a: FourPayloadAllToAll, layer: Layer, in_workspace: bool, counts: bool) -> torch.Tensor:
+    """One round as an engine makes it; returns the combined rows."""
+    ids, weights = (tensor.to(rank.device) for tensor in layer.routes(rank.rank))
+    rows = [tensor.to(rank.device) for tensor in layer.rows(rank.rank)]
+    x, x_sf = (*rows, None)[:2]
+    got = a2a.dispatch(x, x_sf, ids, weights, all_rank_num_tokens=list(layer.num_tokens) if counts else None)
+    most = max(*layer.num_tokens, 1) if counts else layer.max_tokens_per_rank
+    assert all(t is None or (t.shape[0] == layer.ep_size * most and t.is_contiguous()) for t in got), got
+    received = tuple(tensor for tensor in got[:2] if tensor is not None)
+    assert [t.dtype for t in received] == [t.dtype for t in rows]
+    output = layer.experts(received, got[2], got[3], rank.rank)
+    if in_workspace:
+        buffer = a2a.get_combine_payload_tensor_in_workspace(most, layer.hidden_size, torch.bfloat16)
+        buffer.copy_(output)
+        output = buffer
+    return a2a.combine(output).cpu()
+
+
+def play(rank: Rank, layers: list[Layer]) -> list[torch.Tensor]:
+    """A body: all layers, one after the other, each twice and each time in another way."""
+    objects = [four_payload(rank, layer) for layer in layers]
+    results = []
+    for in_workspace, counts in ((False, True), (True, False)):
+        results += [run_layer(rank, a2a, x, in_workspace, counts) for a2a, x in zip(objects, layers, strict=True)]
+    shared.close_shared(rank.comm)
+    return results
+
+
+def test_recipes_and_ragged_ranks(place: str) -> None:
+    layers = [replace(RAGGED, recipe=recipe, seed=seed) for seed, recipe in enumerate(("bf16", "fp8", "nvfp4"))]
+    layers += [replace(RAGGED, num_tokens=(0, 0, 0, 0)), replace(RAGGED, num_tokens=(0, 0, 1, 0), no_expert=1.1)]
+    results = run_ranks(RANKS, play, layers, device=place)
+    for rank, combined in enumerate(results):
+        for index, layer in enumerate([*layers, *layers]):
+            assert same_bits(combined[index], layer.expected(rank)), (rank, layer)
+
+
+def share_memory(rank: Rank) -> list[int]:
+    """A body: where the rows of two layers of one size, and of a third of another, arrive."""
+    layers = [RAGGED, RAGGED, replace(RAGGED, hidden_size=512)]
+    places = []
+    for layer in layers:
+        a2a = four_payload(rank, layer)
+        x, *_ = a2a.dispatch(*layer.rows(rank.rank), None, *layer.routes(rank.rank))
+        places.append(x.data_ptr())
+        a2a.reset_state()
+    shared.close_shared(rank.comm)
+    return places
+
+
+def test_layers_of_one_size_share_a_workspace() -> None:
+    for first, second, third in run_ranks(RANKS, share_memory):
+        assert first == second != third
+
+
+def refuse(rank: Rank) -> list[str]:
+    """A body: wrong calls; each message, and a right round afterwards."""
+    layer = replace(RAGGED, num_tokens=(2, 2))
+    a2a = four_payload(rank, layer)
+    ids, weights = layer.routes(rank.rank)
+    (x,) = layer.rows(rank.rank)
+    rows = torch.zeros(8, layer.hidden_size, dtype=torch.bfloat16)
+    messages = []
+
+    def expect(kind: type[Exception], call: Any, *args: Any, **options: Any) -> None:
+        with pytest.raises(kind) as caught:
+            call(*args, **options)
+        messages.append(str(caught.value))
+
+    expect(putget.ProtocolMisuse, a2a.combine, rows)
+    expect(ValueError, a2a.dispatch, x[:1], None, ids, weights)
+    expect(ValueError, a2a.dispatch, x.T, None, ids, weights)
+    expect(ValueError, a2a.dispatch, x, x[:, ::2], ids, weights)
+    expect(ValueError, a2a.dispatch, x, None, None, weights)
+    expect(ValueError, a2a.dispatch, x, None, ids[0], weights)
+    expect(ValueError, a2a.dispatch, x, None, ids, weights, active_rank_mask=1)
+    a2a.dispatch(x, None, ids, weights, [4, 4])
+    expect(putget.ProtocolMisuse, a2a.dispatch, x, None, ids, weights)
+    expect(ValueError, a2a.combine, rows[:7])
+    expect(ValueError, a2a.combine, rows.view(4, 2, -1))
+    expect(ValueError, a2a.combine, rows.float())
+    expect(ValueError, a2a.combine, rows.T.contiguous().T)
+    expect(ValueError, a2a.combine, rows, active_rank_mask=1)
+    expect(ValueError, a2a.get_combine_payload_tensor_in_workspace, 8, layer.hidden_size, torch.bfloat16)
+    other = four_payload(rank, layer)
+    expect(putget.ProtocolMisuse, other.dispatch, x, None, ids, weights)
+    a2a.reset_state()
+    assert same_bits(run_layer(rank, other, layer, False, True), layer.expected(rank.rank))
+    shared.close_shared(rank.comm)
+    return messages
+
+
+def test_wrong_calls_name_what_is_wrong_and_do_nothing() -> None:
+    for messages in run_ranks(2, refuse):
+        named = [
+            "combine: no dispatch",
+            "hidden_states has shape [1, 256], expected 2 rows",
+            "hidden_states has shape [256, 2], expected 2 rows",
+            "hidden_states_sf has strides",
+            "token_selected_experts is None",
+            "expert ids: expected a tensor [num_tokens, 3]",
+            "active_rank_mask is not supported by dispatch",
+            "has not been combined yet",
+            "final_hidden_states has shape [7, 256], expected [8, 256] or [2, 4, 256]",
+            "final_hidden_states has shape [4, 2, 256]",
+            "final_hidden_states has dtype torch.float32, this layer combines torch.bfloat16",
+            "final_hidden_states has strides",
+            "active_rank_mask is not supported by combine",
+            "asked for as 8 rows a rank of [256] bfloat16; the last dispatch gave 4",
+            "another layer that shares this workspace",
+        ]
+        assert len(messages) == len(named)
+        for message, part in zip(messages, named, strict=True):
+            assert part in message
+
+
+def payloads_differ(rank: Rank) -> str:
+    """A body: rank 1 sends other rows than the rest."""
+    layer = replace(RAGGED, num_tokens=(2, 2), recipe=("bf16", "fp8")[rank.rank])
+    a2a = four_payload(rank, layer)
+    rows = (*layer.rows(rank.rank), None)[:2]
+    with pytest.raises(ValueError) as caught:
+        a2a.dispatch(*rows, *layer.routes(rank.rank))
+    shared.close_shared(rank.comm)
+    return str(caught.value)
+
+
+def test_ranks_that_send_other_rows_hear_about_it() -> None:
+    for message in run_ranks(2, payloads_differ):
+        assert "payloads differs between ranks" in message
+        assert "[256] bfloat16" in message
+        assert "[256] float8_e4m3fn" in message
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"hidden_size": None}, "hidden_size is None"),
+        ({"num_experts": 8}, "num_experts is 8, supported is None"),
+        ({"use_low_precision_combine": True}, "use_low_precision_combine is True, supported is False"),
+        ({"dtype": torch.int32}, "allowed are bfloat16, float16 and float32"),
+        ({"max_num_tokens_per_rank": 0}, "max_tokens_per_rank is 0"),
+        ({"mapping": SimpleNamespace(moe_ep_size=2)}, "torch.distributed is not initialised"),
+    ],
+)
+def test_constructor_refuses(changes: dict[str, Any], named: str) -> None:
+    (comm,) = putget.Communicator.local(1)
+    options = {"mapping": comm, "num_slots": 8, "top_k": 2, "max_num_tokens_per_rank": 4, "hidden_size": 64}
+    with pytest.raises(ValueError) as caught:
+        FourPayloadAllToAll(**{**options, "device": "cpu", **changes})
+    assert named in str(caught.value)

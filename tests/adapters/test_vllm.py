@@ -1,0 +1,167 @@
+"""vLLM: putget's prepare-and-finalize in vLLM's modular kernel, by plug-in; and vLLM's own one, unmodified."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import logging
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from putget import BackendUnavailable, ProtocolMisuse
+from putget.adapters import flashinfer_moe_ep, vllm
+from tests.adapters import test_flashinfer_moe_ep
+from tests.adapters.layer import Layer, same_bits
+from tests.adapters.upstream import upstream
+from tests.adapters.vllm_engine import FUSED_MOE, Engine, experts_of, load
+from tests.harness import Rank, fresh_ranks
+
+# One rank has no token.
+LAYERS = [
+    Layer(num_tokens=(3, 0, 8, 1), seed=1),
+    Layer(num_tokens=(3, 0, 8, 1), seed=2, recipe="fp8"),
+    Layer(num_tokens=(0, 2, 0, 0), seed=3, recipe="nvfp4"),
+]
+QUANT_DTYPE = {"bf16": None, "fp8": torch.float8_e4m3fn, "nvfp4": "nvfp4"}
+
+
+def run_kernel(engine: Engine, rank: Rank, layer: Layer, prepare_finalize: Any, reduced: bool = True) -> torch.Tensor:
+    """A layer through vLLM's FusedMoEKernel."""
+    engine.tokens = list(layer.num_tokens)
+    engine.prepared = layer.rows(rank.rank)
+    experts = experts_of(engine, rank, layer, reduced, QUANT_DTYPE[layer.recipe])
+    kernel = engine.kernel.FusedMoEKernel(prepare_finalize, experts)
+    ids, weights = layer.routes(rank.rank)
+    w1 = torch.zeros(layer.num_experts // layer.ep_size, 1, layer.hidden_size)
+    hidden = layer.hidden(rank.rank)
+    return kernel.impl.apply(hidden, w1, w1, ids, weights, global_num_experts=layer.num_experts)
+
+
+def plugged_in(rank: Rank, root: Path) -> list[torch.Tensor]:
+    """A body: by the entry point, before vLLM's modules are imported."""
+    engine = load(root, LAYERS[0])
+    (entry,) = importlib.metadata.entry_points(group="vllm.general_plugins", name="putget")
+    for _ in range(2):  # vLLM may call it several times
+        entry.load()()
+    results = []
+    for layer in LAYERS:
+        prepare_finalize = engine.make(layer)
+        assert type(prepare_finalize).__name__ == "PutgetPrepareAndFinalize"
+        assert isinstance(prepare_finalize, engine.kernel.FusedMoEPrepareAndFinalizeModular)
+        assert prepare_finalize.output_is_reduced()
+        assert prepare_finalize.num_dispatchers() == rank.size
+        assert prepare_finalize.topk_indices_dtype() == torch.int32
+        results.append(run_kernel(engine, rank, layer, prepare_finalize))
+        assert engine.written == prepare_finalize._rounds.all_to_all.combine_input.data_ptr()
+    assert engine.quantised == [torch.float8_e4m3fn, "nvfp4"]
+    engine.tokens = None
+    results.append(run_kernel(engine, rank, LAYERS[0], engine.make(LAYERS[0]), reduced=False))
+    return results
+
+
+def test_in_the_modular_kernel() -> None:
+    root = upstream("vllm")
+    with fresh_ranks(4) as ranks:
+        for rank, results in ranks.call(plugged_in, root).items():
+            for layer, rows in zip(LAYERS, results, strict=False):
+                assert same_bits(rows, layer.expected(rank)), (rank, layer)
+            # vLLM's own reduction weights the rows in bfloat16.
+            torch.testing.assert_close(results[-1], LAYERS[0].expected(rank), rtol=0.05, atol=0.05)
+
+
+def own_class(rank: Rank, root: Path, flashinfer_root: Path) -> list[torch.Tensor]:
+    """A body: vLLM's FlashInferNVLinkOneSidedPrepareAndFinalize on putget's flashinfer.moe_ep communication."""
+    engine = load(root, LAYERS[0])
+    moe_ep = test_flashinfer_moe_ep.load(flashinfer_root)
+    flashinfer_moe_ep.register()
+    bootstrap = moe_ep.BootstrapConfig(world_size=rank.size, rank=rank.rank)
+    results = []
+    for layer in LAYERS:
+        params = moe_ep.MoEEpCommParams(
+            num_experts=layer.num_experts, top_k=layer.top_k, max_tokens_per_rank=8, hidden_size=layer.hidden_size
+        )
+        engine.communication = moe_ep.create_communication(bootstrap, params, "putget")
+        importlib.import_module("flashinfer").fused_moe = None  # type: ignore[attr-defined]
+        module = importlib.import_module(f"{FUSED_MOE}.prepare_finalize.flashinfer_nvlink_one_sided")
+        own = module.FlashInferNVLinkOneSidedPrepareAndFinalize
+        assert own.__module__.startswith("vllm.")
+        prepare_finalize = own(8, layer.top_k, layer.num_experts, layer.hidden_size, num_dispatchers=rank.size)
+        results.append(run_kernel(engine, rank, layer, prepare_finalize))
+    return results
+
+
+def test_own_class_runs_unmodified() -> None:
+    roots = upstream("vllm"), upstream("flashinfer")
+    with fresh_ranks(4) as ranks:
+        for rank, results in ranks.call(own_class, *roots).items():
+            for layer, rows in zip(LAYERS, results, strict=True):
+                assert same_bits(rows, layer.expected(rank)), (rank, layer)
+
+
+def refuse(rank: Rank, root: Path) -> list[str]:
+    """A body: wrong input; the messages."""
+    layer = replace(LAYERS[0], num_tokens=(2, 2))
+    engine = load(root, layer)
+    vllm.install()
+    mine = engine.make(layer)
+    ids, weights = layer.routes(rank.rank)
+    hidden = layer.hidden(rank.rank)
+    plain = SimpleNamespace(quant_dtype=None)
+    reduced = engine.reductions.TopKWeightAndReduceNoOP()
+    out = torch.empty_like(hidden)
+    messages = []
+
+    def expect(error: type[Exception], call: Any, *args: Any, **options: Any) -> None:
+        with pytest.raises(error) as caught:
+            call(*args, **options)
+        messages.append(str(caught.value))
+
+    expect(ProtocolMisuse, mine.finalize, out, hidden, weights, ids, False, reduced)
+    expect(ValueError, mine.prepare, hidden, weights, ids, 99, None, False, plain)
+    expect(ValueError, mine.prepare, hidden, weights, ids, 8, None, True, plain)
+    scaled = experts_of(engine, rank, layer, True, torch.float8_e4m3fn).quant_config
+    engine.prepared = (hidden, torch.ones(1))
+    expect(ValueError, mine.prepare, hidden, weights, ids, 8, None, False, scaled)
+    mine.prepare(hidden, weights, ids, 8, None, False, plain)
+    expect(ProtocolMisuse, mine.prepare, hidden, weights, ids, 8, None, False, plain)
+    expect(ValueError, mine.finalize, out, hidden, weights, ids, False, reduced)
+    mine.finalize(out, torch.zeros(4, layer.hidden_size, dtype=torch.bfloat16), weights, ids, False, reduced)
+    assert (out == 0).all()
+    expect(ValueError, type(mine), 8, 3, 8, 256)
+    return messages
+
+
+def test_wrong_calls_name_what_is_wrong() -> None:
+    root = upstream("vllm")
+    named = [
+        "finalize: no dispatch of this layer",
+        "num_experts is 99, this object is for 8",
+        "apply_router_weight_on_input with top_k 3, supported is top_k 1",
+        "gives scales [1] for 2 tokens; supported are recipes with scales for each token",
+        "has not been combined yet",
+        "fused_expert_output has shape [2, 256], expected [4, 256]",
+        "num_dispatchers is 1, the expert-parallel group has 2 ranks",
+    ]
+    with fresh_ranks(2) as ranks:
+        for messages in ranks.call(refuse, root).values():
+            assert len(messages) == len(named)
+            for message, part in zip(messages, named, strict=True):
+                assert part in message
+
+
+@pytest.mark.parametrize("version", ["0.32.1", "0.34.0", "1.0"])
+def test_versions_that_are_not_known_are_refused(
+    version: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
+    with pytest.raises(BackendUnavailable, match=f"version {version}; .*knows vLLM from 0.33 to before 0.34"):
+        vllm.install()
+    with caplog.at_level(logging.ERROR, "putget"):
+        vllm.plugin()
+    assert "stays vLLM's own" in caplog.text
+    assert f"version {version}" in caplog.text
