@@ -69,3 +69,14 @@ pub use sim::{Faults, SimNetwork};
 pub use topology::cpus_near;
 pub use watcher::UvmWatcher;
 pub use wire::DecodeError;
+
+/// What the fuzzer reaches and nobody else.
+#[cfg(fuzzing)]
+pub mod fuzzing {
+    /// Decodes a frame; one that is accepted must encode to the same bytes.
+    pub fn frame(bytes: &[u8]) {
+        if let Ok(frame) = crate::message::decode(bytes) {
+            assert_eq!(frame.encode(), bytes);
+        }
+    }
+}

@@ -9,6 +9,8 @@ mod frames;
 mod messages;
 mod peers;
 mod resets;
+#[cfg(test)]
+mod tests;
 mod timers;
 mod writes;
 
