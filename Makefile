@@ -54,8 +54,9 @@ spin:
 	  || echo "spin is not installed: the test of the protocol's model will skip (apt-get install spin)"
 
 # The transfer engine in transfer/: without a cargo that is new enough, and without a way to install one, its tests skip.
-transfer: ## Build and test the transfer engine (Rust)
+transfer: $(INSTALLED) ## Build and test the transfer engine (Rust), and build its Python package
 	@scripts/cargo.sh test --workspace --locked --quiet
+	@VIRTUAL_ENV=$(CURDIR)/.venv PATH=$(dir $(UV)):$$PATH scripts/cargo.sh with $(BIN)/maturin develop --uv --quiet --locked
 
 lint: lint-ruff lint-format lint-types lint-cpp lint-spelling lint-transfer ## Run every check of style and types
 
@@ -76,7 +77,7 @@ lint-spelling: $(INSTALLED)
 
 lint-transfer:
 	@scripts/cargo.sh fmt --all --check
-	@scripts/cargo.sh clippy --workspace --all-targets --locked --quiet -- -D warnings
+	@scripts/cargo.sh clippy --workspace --all-targets --features python --locked --quiet -- -D warnings
 
 format: $(INSTALLED) ## Rewrite the sources in the project's format
 	@$(BIN)/ruff check --fix --quiet . || true

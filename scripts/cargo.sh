@@ -1,5 +1,5 @@
 #!/bin/sh
-# Runs cargo in transfer/ with the arguments given here. Where there is no cargo that is new enough, it tries Debian's and
+# Runs cargo in transfer/ with the arguments given here; `with COMMAND...` runs a command that needs cargo. Where there is no cargo that is new enough, it tries Debian's and
 # Ubuntu's packages, if it may; without any it says so and succeeds, because the transfer engine is an optional part.
 #
 # Why packages: they are signed, come from the mirror that the machine already uses, and need no further host. rustup works
@@ -45,6 +45,9 @@ else
   named=cargo
 fi
 case "${1:-}" in
+  with)
+    shift
+    CARGO=$(command -v "$named") exec "$@" ;;
   fmt | clippy)
     if ! "$named" "$1" --version >/dev/null 2>&1; then
       echo "transfer: cargo $1 skipped, this cargo has no such command (rustup component add rustfmt clippy)"

@@ -95,7 +95,23 @@ impl Engine {
     /// no Rust reference may point into it while transfers use it.
     pub unsafe fn reg_mr(&self, ptr: *mut u8, len: usize, device: Device) -> Result<(MrHandle, MrDesc), Error> {
         // SAFETY: the caller promises what `borrowed` asks for.
-        self.register(unsafe { Region::borrowed(ptr as usize, len, device) }?)
+        self.register(unsafe { Region::borrowed(ptr as usize, len, device, None) }?)
+    }
+
+    /// Registers memory that lives as long as `owner`, which is kept until nothing uses the memory any more.
+    ///
+    /// # Safety
+    /// The memory must stay valid for reads and writes as long as `owner` lives, and no Rust reference may point into it.
+    #[cfg(feature = "python")]
+    pub(crate) unsafe fn reg_owned(
+        &self,
+        address: usize,
+        len: usize,
+        device: Device,
+        owner: Box<dyn std::any::Any + Send + Sync>,
+    ) -> Result<(MrHandle, MrDesc), Error> {
+        // SAFETY: the caller promises what `borrowed` asks for.
+        self.register(unsafe { Region::borrowed(address, len, device, Some(owner)) }?)
     }
 
     /// Allocates zeroed host memory and registers it.

@@ -46,6 +46,8 @@ mod message;
 mod metrics;
 mod once;
 mod provider;
+#[cfg(feature = "python")]
+mod python;
 mod queue;
 mod region;
 mod shard;

@@ -2,6 +2,7 @@
 #![allow(unsafe_code)]
 
 use std::alloc::{Layout, alloc_zeroed, dealloc};
+use std::any::Any;
 use std::fmt;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -10,6 +11,9 @@ use std::sync::{PoisonError, RwLock};
 use crate::descriptor::Device;
 use crate::error::Error;
 
+/// Something that keeps memory valid as long as it lives.
+pub(crate) type Owner = Option<Box<dyn Any + Send + Sync>>;
+
 /// Memory of this process that transfers read and write.
 pub(crate) struct Region {
     start: NonNull<u8>,
@@ -17,6 +21,8 @@ pub(crate) struct Region {
     device: Device,
     /// Set where the region allocated its memory itself.
     layout: Option<Layout>,
+    /// What keeps somebody else's memory valid, where that can be held on to.
+    _owner: Owner,
     /// Orders the accesses that this process makes itself: copies of the simulated network, `read` and `write`.
     access: RwLock<()>,
 }
@@ -46,22 +52,22 @@ impl Region {
         // SAFETY: the layout has at least one byte.
         let start = NonNull::new(unsafe { alloc_zeroed(layout) });
         let start = start.ok_or_else(|| bad(format!("{len} bytes could not be allocated")))?;
-        Ok(Self { start, len, device: Device::Host, layout: Some(layout), access: RwLock::new(()) })
+        Ok(Self { start, len, device: Device::Host, layout: Some(layout), _owner: None, access: RwLock::new(()) })
     }
 
     /// Takes memory that somebody else owns.
     ///
     /// # Safety
-    /// `address` must be valid for reads and writes of `len` bytes until the region is dropped, and nobody may form Rust
-    /// references into it while transfers use it.
-    pub unsafe fn borrowed(address: usize, len: usize, device: Device) -> Result<Self, Error> {
+    /// `address` must be valid for reads and writes of `len` bytes until the region is dropped, by itself or because `owner`
+    /// lives, and nobody may form Rust references into it while transfers use it.
+    pub unsafe fn borrowed(address: usize, len: usize, device: Device, owner: Owner) -> Result<Self, Error> {
         let start = NonNull::new(address as *mut u8)
             .ok_or_else(|| Error::argument("ptr", "a null pointer came; memory is needed"))?;
         if len == 0 || isize::try_from(len).is_err() || address.checked_add(len).is_none() {
             let problem = format!("{len} bytes came; 1 to {} that do not wrap around are allowed", isize::MAX);
             return Err(Error::argument("len", problem));
         }
-        Ok(Self { start, len, device, layout: None, access: RwLock::new(()) })
+        Ok(Self { start, len, device, layout: None, _owner: owner, access: RwLock::new(()) })
     }
 
     pub fn len(&self) -> u64 {
@@ -205,11 +211,12 @@ mod tests {
     #[test]
     fn what_somebody_else_owns_is_checked_too() {
         // SAFETY: both are refused before any access.
-        let (null, wrapping) =
-            unsafe { (Region::borrowed(0, 8, Device::Host), Region::borrowed(8, usize::MAX, Device::Host)) };
+        let (null, wrapping) = unsafe {
+            (Region::borrowed(0, 8, Device::Host, None), Region::borrowed(8, usize::MAX, Device::Host, None))
+        };
         assert!(null.is_err() && wrapping.is_err());
         // SAFETY: device memory is never accessed by the host.
-        let device = unsafe { Region::borrowed(64, 8, Device::Cuda(0)) };
+        let device = unsafe { Region::borrowed(64, 8, Device::Cuda(0), None) };
         assert!(device.is_ok_and(|region| region.read(0, &mut [0]).is_err()));
     }
 }
