@@ -15,7 +15,8 @@ UV_ENV := UV_PYTHON_DOWNLOADS=never
 INSTALLED := .venv/.installed
 CPP_FILES = $(shell find native tests -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu')
 
-.PHONY: help demo test build spin lint lint-ruff lint-format lint-types lint-cpp lint-spelling format hooks wheel clean distclean
+.PHONY: help demo test build spin transfer lint lint-ruff lint-format lint-types lint-cpp lint-spelling lint-transfer format \
+  hooks wheel clean distclean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -23,7 +24,7 @@ help: ## Show this list
 demo: build ## Run the main job: 8 CPU ranks, or this machine's GPUs (DEMO_ARGS=...)
 	@$(BIN)/python -m putget demo $(DEMO_ARGS)
 
-test: build spin ## Run the tests; those marked gpu skip where there is no GPU (PYTEST_ARGS=...)
+test: build spin transfer ## Run the tests; those marked gpu skip where there is no GPU (PYTEST_ARGS=...)
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 build: $(INSTALLED) ## Compile the native library into python/putget (PUTGET_CUDA=AUTO|ON|OFF, PUTGET_WERROR=ON)
@@ -52,7 +53,12 @@ spin:
 	  && { apt-get install -qq -y spin || { apt-get update -qq && apt-get install -qq -y spin; }; } >/dev/null 2>&1; } \
 	  || echo "spin is not installed: the test of the protocol's model will skip (apt-get install spin)"
 
-lint: lint-ruff lint-format lint-types lint-cpp lint-spelling ## Run every check of style and types
+# The transfer engine in transfer/: without a cargo that is new enough, and without a way to install one, its tests skip.
+transfer: $(INSTALLED) ## Build and test the transfer engine (Rust), and build its Python package
+	@scripts/cargo.sh test --workspace --locked --quiet
+	@VIRTUAL_ENV=$(CURDIR)/.venv PATH=$(dir $(UV)):$$PATH scripts/cargo.sh with $(BIN)/maturin develop --uv --quiet --locked
+
+lint: lint-ruff lint-format lint-types lint-cpp lint-spelling lint-transfer ## Run every check of style and types
 
 lint-ruff: $(INSTALLED)
 	@$(BIN)/ruff check .
@@ -69,10 +75,15 @@ lint-cpp: $(INSTALLED)
 lint-spelling: $(INSTALLED)
 	@$(BIN)/codespell
 
+lint-transfer:
+	@scripts/cargo.sh fmt --all --check
+	@scripts/cargo.sh clippy --workspace --all-targets --features python --locked --quiet -- -D warnings
+
 format: $(INSTALLED) ## Rewrite the sources in the project's format
 	@$(BIN)/ruff check --fix --quiet . || true
 	@$(BIN)/ruff format .
 	@$(BIN)/clang-format -i $(CPP_FILES)
+	@scripts/cargo.sh fmt --all
 
 hooks: $(INSTALLED) ## Have git run the checks at every commit
 	@$(BIN)/pre-commit install
@@ -81,7 +92,7 @@ wheel: | $(UV) ## Build a wheel in dist/, under build isolation
 	@$(UV_ENV) $(UV) build --wheel --python $(PYTHON) --out-dir dist .
 
 clean: ## Remove what the build wrote
-	rm -rf build dist python/putget/libputget.so .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf build dist transfer/target python/putget/libputget.so .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
 distclean: clean ## Remove the virtual environment and the tools too
 	rm -rf .venv .tools

@@ -1,0 +1,101 @@
+"""The transfer engine's sources: where unsafe code may stand, that nothing can panic, how long a file may be.
+
+The compiler enforces most of it; what is checked here is that nobody switches the compiler's checks off. Every rule is
+also run on a tree that breaks it, so a rule that no longer bites fails.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.project.checkout import ROOT
+
+MAX_LINES = 500
+TRANSFER = ROOT / "transfer"
+# The modules that may hold unsafe code: the system, registered memory, and foreign function interfaces.
+UNSAFE = re.compile(r"^(region|capi)\.rs$|^(libfabric|verbs|nvlink)/|(^|/)(ffi|sys|domain)\.rs$")
+# Lints that keep panics and unsafe code out.
+GUARDED = re.compile(r"\b(unsafe_code|undocumented_unsafe_blocks|unwrap_used|expect_used|panic|indexing_slicing)\b")
+ALLOWS = re.compile(r"#!?\[(?:cfg_attr\((?P<when>[^,]+), *)?(?:allow|expect)\((?P<lints>[^\]]*)\)")
+PANICS = re.compile(r"\b(?:unreachable|assert|assert_eq|assert_ne)!")
+
+
+def sources(root: Path) -> Iterator[tuple[str, str]]:
+    """Yield path inside `src` and text of every source file that ends up in the engine."""
+    for path in sorted((root / "src").rglob("*.rs")):
+        name = str(path.relative_to(root / "src"))
+        if not re.search(r"(^|_|/)tests\.rs$", name):
+            yield name, path.read_text()
+
+
+def unsafe_elsewhere(root: Path) -> Iterator[str]:
+    for name, text in sources(root):
+        if not UNSAFE.search(name) and re.search(r"^[^/\n\"]*\bunsafe\b(?!_)", text, re.MULTILINE):
+            yield f"{name}: unsafe code"
+
+
+def switched_off(root: Path) -> Iterator[str]:
+    for name, text in sources(root):
+        for found in ALLOWS.finditer(text):
+            lints = set(GUARDED.findall(found["lints"]))
+            if found["when"] == "test" or (lints == {"unsafe_code"} and UNSAFE.search(name)):
+                continue
+            if lints:
+                yield f"{name}: {', '.join(sorted(lints))}"
+
+
+def panicking(root: Path) -> Iterator[str]:
+    for name, text in sources(root):
+        code = text.split("#[cfg(test)]\nmod tests {")[0].split("#[cfg(fuzzing)]")[0]
+        lines = [line for line in code.splitlines() if not line.lstrip().startswith("//") and "const _:" not in line]
+        if PANICS.search("\n".join(lines)):
+            yield f"{name}: panics"
+
+
+def too_long(root: Path) -> Iterator[str]:
+    for path in (*(root / "src").rglob("*.rs"), *(root / "tests").rglob("*.rs"), *(root / "loom").rglob("*.rs")):
+        if len(path.read_text().splitlines()) > MAX_LINES:
+            yield f"{path.name}: too long"
+
+
+RULES: dict[Callable[[Path], Iterator[str]], list[tuple[str, str]]] = {
+    unsafe_elsewhere: [("worker.rs", "    let x = unsafe { f() };"), ("api.rs", "pub unsafe fn f() {}")],
+    switched_off: [
+        ("api.rs", "#![allow(unsafe_code)]"),
+        ("region.rs", "#[allow(clippy::unwrap_used, dead_code)]"),
+        ("api.rs", "#[cfg_attr(not(test), allow(clippy::panic))]"),
+    ],
+    panicking: [("api.rs", "assert!(false);"), ("api.rs", "_ => unreachable!(),")],
+    too_long: [("api.rs", "\n" * MAX_LINES)],
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_rule_holds(rule: Callable[[Path], Iterator[str]]) -> None:
+    assert list(sources(TRANSFER))
+    assert list(rule(TRANSFER)) == []
+
+
+@pytest.mark.parametrize(
+    ("rule", "name", "line"),
+    [(rule, name, line) for rule, cases in RULES.items() for name, line in cases],
+)
+def test_rule_bites(tmp_path: Path, rule: Callable[[Path], Iterator[str]], name: str, line: str) -> None:
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "region.rs").write_text("#![allow(unsafe_code)]\n// SAFETY: it is.\nunsafe { f() };\n")
+    (tmp_path / "src" / "api.rs").write_text("#![cfg_attr(test, allow(clippy::panic))]\n// assert!(x) is not code\n")
+    assert list(rule(tmp_path)) == []
+    with (tmp_path / "src" / name).open("a") as file:
+        file.write(f"{line}\n")
+    assert len(list(rule(tmp_path))) == 1
+
+
+def test_the_compiler_denies_what_it_should() -> None:
+    assert "#![deny(unsafe_code)]" in (TRANSFER / "src" / "lib.rs").read_text()
+    manifest = (TRANSFER / "Cargo.toml").read_text()
+    for lint in ("unwrap_used", "expect_used", "panic", "indexing_slicing", "undocumented_unsafe_blocks"):
+        assert f'{lint} = "deny"' in manifest

@@ -1,0 +1,180 @@
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::sync::atomic::AtomicUsize as Count;
+use std::sync::atomic::Ordering::Relaxed;
+use std::task::{Poll, Wake, Waker};
+use std::time::{Duration, Instant};
+
+use loom::thread;
+
+use crate::counter::Counters;
+use crate::once::Once;
+use crate::queue::Queue;
+
+const LONG: Duration = Duration::from_secs(3600);
+
+fn later() -> Instant {
+    Instant::now() + LONG
+}
+
+#[test]
+fn two_arrivals_and_an_expectation_meet_once() {
+    loom::model(|| {
+        let counters = Arc::new(Counters::default());
+        let adders: Vec<_> = (0..2)
+            .map(|_| {
+                let counters = Arc::clone(&counters);
+                thread::spawn(move || {
+                    let mut met = Vec::new();
+                    counters.add(7, &mut met);
+                    met.len()
+                })
+            })
+            .collect();
+        let at_once = usize::from(counters.expect(7, 2, later(), ()).is_some());
+        let met: usize = adders.into_iter().map(|adder| adder.join().unwrap()).sum();
+        assert_eq!(met + at_once, 1);
+        assert_eq!(counters.value(7), 2);
+    });
+}
+
+#[test]
+fn a_deadline_and_an_arrival_tell_the_waiter_once() {
+    loom::model(|| {
+        let counters = Arc::new(Counters::default());
+        let now = Instant::now();
+        assert!(counters.expect(1, 1, now, ()).is_none());
+        let other = Arc::clone(&counters);
+        let expiry = thread::spawn(move || {
+            let mut missed = Vec::new();
+            other.expire(now, &mut missed);
+            missed.len()
+        });
+        let mut met = Vec::new();
+        counters.add(1, &mut met);
+        assert_eq!(met.len() + expiry.join().unwrap(), 1);
+    });
+}
+
+#[test]
+fn a_reset_loses_no_arrival() {
+    loom::model(|| {
+        let counters = Arc::new(Counters::<()>::default());
+        let other = Arc::clone(&counters);
+        let adder = thread::spawn(move || {
+            other.add(3, &mut Vec::new());
+            other.add(3, &mut Vec::new());
+        });
+        let before = counters.reset(3).unwrap();
+        adder.join().unwrap();
+        assert_eq!(before + counters.value(3), 2);
+    });
+}
+
+#[test]
+fn a_mirror_ends_at_the_last_value() {
+    loom::model(|| {
+        let counters = Arc::new(Counters::<()>::default());
+        let shown = Arc::new(Count::new(0));
+        let word = Arc::clone(&shown);
+        let other = Arc::clone(&counters);
+        let adder = thread::spawn(move || other.add(3, &mut Vec::new()));
+        counters.mirror(3, Some(Box::new(move |value| word.store(value as usize, Relaxed))));
+        counters.add(3, &mut Vec::new());
+        adder.join().unwrap();
+        assert_eq!(shown.load(Relaxed), 2);
+    });
+}
+
+#[test]
+fn a_sleeping_consumer_misses_no_item() {
+    loom::model(|| {
+        let queue = Arc::new(Queue::default());
+        let producers: Vec<_> = (0..2)
+            .map(|item| {
+                let queue = Arc::clone(&queue);
+                thread::spawn(move || queue.push(item).unwrap())
+            })
+            .collect();
+        let mut found = VecDeque::new();
+        while found.len() < 2 {
+            if queue.drain(&mut found) == 0 {
+                queue.wait(LONG);
+            }
+        }
+        producers.into_iter().for_each(|producer| producer.join().unwrap());
+        assert_eq!(found.iter().sum::<i32>(), 1);
+    });
+}
+
+#[test]
+fn an_item_is_taken_or_comes_back_when_the_queue_closes() {
+    loom::model(|| {
+        let queue = Arc::new(Queue::default());
+        let other = Arc::clone(&queue);
+        let producer = thread::spawn(move || other.push(1).is_ok());
+        let closer = Arc::clone(&queue);
+        let closer = thread::spawn(move || closer.close());
+        let mut taken = 0;
+        while !queue.is_finished() {
+            taken += usize::from(queue.pop(LONG).is_some());
+        }
+        closer.join().unwrap();
+        assert_eq!(usize::from(producer.join().unwrap()), taken);
+    });
+}
+
+#[test]
+fn a_wake_is_not_missed() {
+    loom::model(|| {
+        let queue = Arc::new(Queue::<()>::default());
+        let other = Arc::clone(&queue);
+        let waker = thread::spawn(move || other.wake());
+        queue.wait(LONG);
+        waker.join().unwrap();
+    });
+}
+
+#[test]
+fn a_thread_gets_the_first_value() {
+    loom::model(|| {
+        let once = Arc::new(Once::default());
+        let setters: Vec<_> = (0..2)
+            .map(|value| {
+                let once = Arc::clone(&once);
+                thread::spawn(move || once.set(value))
+            })
+            .collect();
+        let value = once.wait(LONG).unwrap();
+        let first: Vec<_> = setters.into_iter().map(|setter| setter.join().unwrap()).collect();
+        assert_eq!(first.iter().position(|first| *first), Some(value));
+        assert_eq!(first.iter().filter(|first| **first).count(), 1);
+    });
+}
+
+struct Counting(Count);
+
+impl Wake for Counting {
+    fn wake(self: Arc<Self>) {
+        self.0.fetch_add(1, Relaxed);
+    }
+}
+
+#[test]
+fn a_task_that_polled_too_early_is_woken() {
+    loom::model(|| {
+        let once = Arc::new(Once::default());
+        let other = Arc::clone(&once);
+        let setter = thread::spawn(move || other.set(5));
+        let woken = Arc::new(Counting(Count::new(0)));
+        let early = once.poll(&Waker::from(Arc::clone(&woken)));
+        assert!(setter.join().unwrap());
+        match early {
+            Poll::Ready(value) => assert_eq!((value, woken.0.load(Relaxed)), (5, 0)),
+            Poll::Pending => {
+                assert_eq!(woken.0.load(Relaxed), 1);
+                assert_eq!(once.poll(Waker::noop()), Poll::Ready(5));
+            }
+        }
+    });
+}

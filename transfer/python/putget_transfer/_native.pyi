@@ -1,0 +1,289 @@
+"""Types of the compiled part. Times are in seconds, lengths and offsets in bytes, devices "cpu" or "cuda:N".
+
+Every method raises ValueError for a caller's mistake, before any effect, and EngineClosed once its engine is closed.
+"""
+
+from collections.abc import Callable, Generator, Sequence
+from types import TracebackType
+from typing import Any, final
+
+class EngineError(Exception):
+    """Base class of what an engine reports."""
+
+class TransferFailed(EngineError):
+    """A transfer failed."""
+
+    failures: list[Failure]
+
+class CountMissed(EngineError):
+    """A counter did not reach the expected count before the deadline."""
+
+class EngineClosed(EngineError):
+    """The engine is closed."""
+
+class Unavailable(EngineError):
+    """A library or device that this machine lacks."""
+
+@final
+class Failure:
+    """One failure of a transfer: at which peer, on which NIC, and why."""
+
+    peer: str
+    nic: int | None
+    reason: str
+    may_land: bool
+    """True where the network could not confirm that nothing more can land in the peer's memory."""
+    text: str
+
+@final
+class Flag:
+    """A flag that operations lower; it counts, so one can stand for several."""
+
+    def __new__(cls) -> Flag: ...
+    @property
+    def pending(self) -> int: ...
+    @property
+    def failed(self) -> int: ...
+
+Done = Callable[[EngineError | None], object] | Flag | None
+
+@final
+class SimNetwork:
+    """A simulated network inside this process. Its choices follow from the seed and the order of the calls."""
+
+    def __new__(cls, seed: int = 0) -> SimNetwork: ...
+    def set_faults(
+        self,
+        *,
+        reorder: bool = True,
+        max_delay_polls: int = 4,
+        drop_writes: float = 0.0,
+        drop_messages: float = 0.0,
+        depth: int = 64,
+    ) -> None:
+        """Change how the network misbehaves. Shares are 0 to 1; what is dropped is reported to its sender."""
+    def cut(self, a: NetAddr, b: NetAddr) -> None:
+        """Cut the connection between two NICs, in silence: what is on its way stays there."""
+    def heal(self, a: NetAddr, b: NetAddr) -> None:
+        """End a cut."""
+    def kill(self, nic: NetAddr) -> None:
+        """Kill a NIC as if its machine had lost power."""
+
+@final
+class DeviceGroup:
+    """One device, the NICs that serve it, and where their worker thread runs."""
+
+    @staticmethod
+    def sim(network: SimNetwork, nics: int) -> DeviceGroup:
+        """Host memory behind 1 to 4 NICs of a simulated network."""
+    def device(self, device: str) -> DeviceGroup: ...
+    def cpus(self, cpus: Sequence[int]) -> DeviceGroup: ...
+    def near(self, network_device: str) -> DeviceGroup:
+        """Pin the worker thread near a network device, where the machine says what is near it."""
+
+@final
+class Builder:
+    """What an engine is made of."""
+
+    def group(self, group: DeviceGroup) -> Builder: ...
+    def secret(self, secret: bytes) -> Builder:
+        """Demand of every peer that it proves to have this secret."""
+    def heartbeat(self, interval_s: float, timeout_s: float) -> Builder:
+        """Set how often peers are asked whether they live, and the silence after which they count as down."""
+    def connect_timeout(self, timeout_s: float) -> Builder: ...
+    def default_deadline(self, deadline_s: float) -> Builder: ...
+    def grace(self, grace_s: float) -> Builder:
+        """Set how long a stopped transfer may drain before its connection is dropped."""
+    def min_shard(self, bytes: int) -> Builder: ...
+    def busy_poll(self, busy: bool) -> Builder: ...
+    def on_peer_event(self, callback: Callable[[str, str | None], object]) -> Builder:
+        """Call back with a peer's name and None when it comes, or why it went."""
+    def build(self) -> Engine: ...
+
+class Engine:
+    """A transfer engine. It closes when it is collected, at exit, by `close` or at the end of a `with` block.
+
+    `done` of an operation is called on the engine's callback thread with the error or None, or it is a Flag to lower.
+    The `Transfer` that every submission returns can be awaited whatever `done` is.
+    """
+
+    @staticmethod
+    def builder() -> Builder: ...
+    def main_address(self) -> NetAddr: ...
+    def addresses(self, group: int = 0) -> list[NetAddr]: ...
+    @property
+    def name(self) -> str: ...
+    def metrics_text(self) -> str:
+        """Return the engine's counts as text for Prometheus."""
+    def max_message(self) -> int: ...
+    def reg_mr(self, memory: Any, length: int | None = None, device: str | None = None) -> tuple[MrHandle, MrDesc]:
+        """Register memory.
+
+        Args:
+            memory: A writable buffer, a contiguous tensor, an object with `__cuda_array_interface__` or an address. All
+                but an address are kept alive as long as transfers may use them.
+            length: Bytes; needed with an address.
+            device: Needed with the address of device memory.
+
+        Returns:
+            The handle for this engine's own transfers, and the descriptor for those who may write to the memory.
+        """
+    def alloc_mr(self, len: int) -> tuple[MrHandle, MrDesc]:
+        """Allocate zeroed host memory and register it."""
+    def dereg_mr(self, handle: MrHandle) -> None:
+        """End a registration: when this returns, nothing lands in the memory any more."""
+    def submit_send(self, to: NetAddr, data: bytes, *, done: Done = None, deadline_s: float | None = None) -> Transfer:
+        """Send a message of at most `max_message` bytes. It is over when the receiver has taken a buffer for it."""
+    def submit_recvs(self, len: int, count: int, callback: Callable[[str, bytes], object]) -> None:
+        """Provide `count` rotating buffers of `len` bytes; the callback gets the sender's name and the message."""
+    def submit_single_write(
+        self,
+        len: int,
+        imm: int | None,
+        src: tuple[MrHandle, int],
+        dst: tuple[MrDesc, int],
+        *,
+        done: Done = None,
+        deadline_s: float | None = None,
+        nic: int | None = None,
+    ) -> Transfer:
+        """Write `len` bytes from one region and offset to another; the target counts `imm` after all have landed."""
+    def submit_paged_writes(
+        self,
+        page_len: int,
+        imm: int | None,
+        src: tuple[MrHandle, Pages],
+        dst: tuple[MrDesc, Pages],
+        *,
+        done: Done = None,
+        deadline_s: float | None = None,
+        nic: int | None = None,
+    ) -> Transfer:
+        """Write page i of `src` to page i of `dst`; the target counts `imm` once, after all pages have landed."""
+    def add_peer_group(
+        self, peers: Sequence[NetAddr], *, done: Done = None, deadline_s: float | None = None
+    ) -> tuple[PeerGroup, Transfer]:
+        """Connect to peers ahead of the operations that will name them."""
+    def submit_scatter(
+        self,
+        group: PeerGroup | None,
+        imm: int | None,
+        src: MrHandle,
+        dsts: Sequence[ScatterDst],
+        *,
+        done: Done = None,
+        deadline_s: float | None = None,
+        nic: int | None = None,
+    ) -> Transfer:
+        """Write parts of `src` to many destinations; each counts `imm` once."""
+    def submit_barrier(
+        self,
+        group: PeerGroup | None,
+        imm: int,
+        dsts: Sequence[MrDesc],
+        *,
+        done: Done = None,
+        deadline_s: float | None = None,
+        nic: int | None = None,
+    ) -> Transfer:
+        """Raise the counter of `imm` by one at every destination, without any bytes."""
+    def expect_imm_count(self, imm: int, count: int, *, deadline_s: float | None = None, done: Done = None) -> Transfer:
+        """Wait until `imm` has arrived `count` times, earlier arrivals included; CountMissed after the deadline."""
+    def imm_count(self, imm: int) -> int: ...
+    def reset_imm(self, imm: int) -> int:
+        """Set a counter that nobody writes to any more back to 0; return what it was."""
+    def submit_reset_imm(
+        self, imm: int, senders: Sequence[NetAddr], *, done: Done = None, deadline_s: float | None = None
+    ) -> Transfer:
+        """Set a counter back to 0 once every sender has said that nothing of its own is under way with it."""
+    def mirror_imm(self, imm: int, handle: MrHandle, offset: int) -> None:
+        """Show a counter in the 64-bit word at `offset` of registered host memory."""
+    def unmirror_imm(self, imm: int) -> None: ...
+    def alloc_uvm_watcher(self, callback: Callable[[int, int], object]) -> UvmWatcher:
+        """Make a word that a thread watches; the callback gets its old and its new value."""
+    def close(self) -> None: ...
+    def __enter__(self) -> Engine: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None: ...
+
+@final
+class Transfer:
+    """A submitted operation."""
+
+    def done(self) -> bool: ...
+    def result(self) -> None:
+        """Raise what the operation failed with; TimeoutError if it is not over."""
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Wait for the end and raise what the operation failed with; TimeoutError after `timeout_s`."""
+    def cancel(self) -> bool:
+        """Ask for the end; False if there is nothing to cancel. The end of the transfer is the confirmation."""
+    def add_done_callback(self, callback: Callable[[EngineError | None], object]) -> None: ...
+    def __await__(self) -> Generator[Any]: ...
+
+@final
+class MrHandle:
+    """Memory that an engine has registered, as long as this or a transfer uses it."""
+
+    def __len__(self) -> int: ...
+    @property
+    def address(self) -> int: ...
+    def read(self, offset: int, len: int) -> bytes: ...
+    def write(self, offset: int, data: bytes) -> None: ...
+    def load_word(self, offset: int) -> int: ...
+
+@final
+class MrDesc:
+    """A region as others see it. Whoever holds it may write to the region: treat it as a secret."""
+
+    def to_bytes(self) -> bytes: ...
+    @staticmethod
+    def from_bytes(data: bytes) -> MrDesc: ...
+    def __len__(self) -> int: ...
+    @property
+    def device(self) -> str: ...
+    @property
+    def num_nics(self) -> int: ...
+    @property
+    def peer(self) -> str: ...
+
+@final
+class NetAddr:
+    """The address of one NIC of one engine, void once that engine has ended."""
+
+    def to_bytes(self) -> bytes: ...
+    @staticmethod
+    def from_bytes(data: bytes) -> NetAddr: ...
+    @property
+    def peer(self) -> str: ...
+
+@final
+class Pages:
+    """Pages of a region: page i begins at `indices[i] * stride + offset`."""
+
+    indices: list[int]
+    stride: int
+    offset: int
+    def __new__(cls, indices: Sequence[int], stride: int, offset: int = 0) -> Pages: ...
+
+@final
+class ScatterDst:
+    """One destination of a scatter: `len` bytes from `src_offset` of the source to a region and an offset in it."""
+
+    def __new__(cls, len: int, src_offset: int, dst: tuple[MrDesc, int]) -> ScatterDst: ...
+
+@final
+class PeerGroup:
+    """Peers that are connected ahead of time."""
+
+    def __len__(self) -> int: ...
+
+@final
+class UvmWatcher:
+    """A 64-bit word that is watched as long as this lives. It begins at 0, alone on a page."""
+
+    @property
+    def address(self) -> int: ...
+    @property
+    def value(self) -> int: ...
+    def store(self, value: int) -> None: ...

@@ -1,0 +1,78 @@
+//! The thread that runs callbacks, and the rotating pool of receive buffers that they borrow.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use crate::completion::Callback;
+use crate::error::{Outcome, PeerName};
+use crate::shared::{PeerEvent, Shared};
+use crate::watcher::WatchCallback;
+
+pub(crate) type PeerCallback = Arc<dyn Fn(PeerEvent) + Send + Sync>;
+pub(crate) type RecvCallback = Box<dyn FnMut(PeerName, &[u8]) + Send>;
+
+/// Something for the callback thread.
+pub(crate) enum Job {
+    Done(Callback, Outcome),
+    Message { pool: Arc<RecvPool>, from: PeerName, buffer: Vec<u8> },
+    Peer(PeerCallback, PeerEvent),
+    Watch(WatchCallback, u64, u64),
+}
+
+impl Job {
+    /// Runs the callback. One that panics is counted, and the thread goes on.
+    pub fn run(self, shared: &Shared) {
+        let result = match self {
+            Self::Done(callback, outcome) => catch_unwind(AssertUnwindSafe(|| callback(outcome))),
+            Self::Peer(callback, event) => catch_unwind(AssertUnwindSafe(|| callback(event))),
+            Self::Watch(callback, old, new) => catch_unwind(AssertUnwindSafe(|| callback(old, new))),
+            Self::Message { pool, from, buffer } => {
+                let result = catch_unwind(AssertUnwindSafe(|| {
+                    let mut callback = pool.callback.lock().unwrap_or_else(PoisonError::into_inner);
+                    callback(from, &buffer);
+                }));
+                pool.give_back(buffer);
+                result
+            }
+        };
+        if result.is_err() {
+            shared.metrics.callback_panicked();
+            tracing::error!("a callback panicked");
+        }
+    }
+}
+
+/// Runs callbacks until the queue is closed and empty.
+pub(crate) fn run(shared: &Shared) {
+    while !shared.jobs.is_finished() {
+        if let Some(job) = shared.jobs.pop(Duration::from_secs(1)) {
+            job.run(shared);
+        }
+    }
+}
+
+/// The buffers of `submit_recvs`: each message takes one until its callback has returned.
+pub(crate) struct RecvPool {
+    /// Longest message in bytes.
+    pub len: usize,
+    free: Mutex<Vec<Vec<u8>>>,
+    callback: Mutex<RecvCallback>,
+}
+
+impl RecvPool {
+    pub fn new(len: usize, count: usize, callback: RecvCallback) -> Self {
+        let free = (0..count).map(|_| Vec::with_capacity(len)).collect();
+        Self { len, free: Mutex::new(free), callback: Mutex::new(callback) }
+    }
+
+    /// Takes a free buffer; None if all are with the callback thread.
+    pub fn take(&self) -> Option<Vec<u8>> {
+        self.free.lock().unwrap_or_else(PoisonError::into_inner).pop()
+    }
+
+    pub fn give_back(&self, mut buffer: Vec<u8>) {
+        buffer.clear();
+        self.free.lock().unwrap_or_else(PoisonError::into_inner).push(buffer);
+    }
+}

@@ -1,0 +1,122 @@
+//! `done`: how an operation says that it is over. A callback, a future or an atomic flag.
+
+use std::fmt;
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use crate::error::Outcome;
+use crate::once::Once;
+
+/// A callback of an operation. It runs on the engine's callback thread.
+pub type Callback = Box<dyn FnOnce(Outcome) + Send>;
+
+/// Whom to tell that an operation is over. It is told exactly once.
+pub struct Done(pub(crate) Kind);
+
+pub(crate) enum Kind {
+    Ignore,
+    Callback(Callback),
+    Future(Arc<Once<Outcome>>),
+    Flag(Arc<Flag>),
+}
+
+impl fmt::Debug for Done {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self.0 {
+            Kind::Ignore => "Done::ignore",
+            Kind::Callback(_) => "Done::callback",
+            Kind::Future(_) => "Done::future",
+            Kind::Flag(_) => "Done::flag",
+        })
+    }
+}
+
+impl Done {
+    /// Nobody. Failures still count in the metrics.
+    pub fn ignore() -> Self {
+        Self(Kind::Ignore)
+    }
+
+    /// A function, called on the engine's callback thread.
+    pub fn callback(callback: impl FnOnce(Outcome) + Send + 'static) -> Self {
+        Self(Kind::Callback(Box::new(callback)))
+    }
+
+    /// A future, which can also be waited for by a thread.
+    pub fn future() -> (Self, TransferFuture) {
+        let once = Arc::new(Once::default());
+        (Self(Kind::Future(Arc::clone(&once))), TransferFuture { once })
+    }
+
+    /// An atomic flag to be polled. One flag may serve many operations.
+    pub fn flag(flag: &Arc<Flag>) -> Self {
+        flag.pending.fetch_add(1, Ordering::AcqRel);
+        Self(Kind::Flag(Arc::clone(flag)))
+    }
+}
+
+/// A flag that operations lower. It counts, so that one flag can stand for several operations.
+#[derive(Debug, Default)]
+pub struct Flag {
+    pending: AtomicU32,
+    failed: AtomicU32,
+}
+
+impl Flag {
+    /// Makes a flag that no operation has raised yet.
+    pub fn new() -> Arc<Self> {
+        Arc::new(Self::default())
+    }
+
+    /// Operations that are not over.
+    pub fn pending(&self) -> u32 {
+        self.pending.load(Ordering::Acquire)
+    }
+
+    /// Operations that are over and failed.
+    pub fn failed(&self) -> u32 {
+        self.failed.load(Ordering::Acquire)
+    }
+
+    pub(crate) fn lower(&self, failed: bool) {
+        if failed {
+            self.failed.fetch_add(1, Ordering::AcqRel);
+        }
+        self.pending.fetch_sub(1, Ordering::AcqRel);
+    }
+}
+
+/// The outcome of an operation, to be awaited by a task or waited for by a thread. It yields its value once.
+pub struct TransferFuture {
+    once: Arc<Once<Outcome>>,
+}
+
+impl fmt::Debug for TransferFuture {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("TransferFuture").field("is_done", &self.is_done()).finish()
+    }
+}
+
+impl TransferFuture {
+    /// Says whether the operation is over.
+    pub fn is_done(&self) -> bool {
+        self.once.is_set()
+    }
+
+    /// Waits at most `timeout`. None: not over yet, or the outcome was taken before.
+    pub fn wait(&self, timeout: Duration) -> Option<Outcome> {
+        self.once.wait(timeout)
+    }
+}
+
+impl Future for TransferFuture {
+    type Output = Outcome;
+
+    fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Outcome> {
+        self.once.poll(context.waker())
+    }
+}

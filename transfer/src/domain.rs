@@ -1,0 +1,146 @@
+//! Registration: memory that peers may write to, as long as its handle lives.
+#![allow(unsafe_code)]
+
+use std::fmt;
+use std::sync::Arc;
+
+use crate::descriptor::{Device, MrDesc, NicKey};
+use crate::engine::{ANSWER, Engine};
+use crate::error::Error;
+use crate::once::Once;
+use crate::region::Region;
+use crate::worker::command::{Answer, Command, Registration};
+
+/// Memory that this engine has registered. The registration ends with the last clone.
+#[derive(Clone)]
+pub struct MrHandle {
+    pub(crate) registration: Arc<Registration>,
+}
+
+impl fmt::Debug for MrHandle {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "MrHandle({:?})", self.registration.region)
+    }
+}
+
+impl MrHandle {
+    /// Length in bytes.
+    pub fn len(&self) -> u64 {
+        self.registration.region.len()
+    }
+
+    /// Says whether it has no bytes; registered memory always has some.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// The virtual address of the first byte.
+    pub fn address(&self) -> usize {
+        self.registration.region.address()
+    }
+
+    /// Copies bytes out of host memory.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] if the range is not inside, or the memory is not the host's.
+    pub fn read(&self, offset: u64, into: &mut [u8]) -> Result<(), Error> {
+        self.registration.region.read(offset, into)
+    }
+
+    /// Copies bytes into host memory.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] if the range is not inside, or the memory is not the host's.
+    pub fn write(&self, offset: u64, from: &[u8]) -> Result<(), Error> {
+        self.registration.region.write(offset, from)
+    }
+
+    /// Loads a 64-bit word, as `mirror_imm` stores it.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] if it is not inside or not aligned, or the memory is not the host's.
+    pub fn load_word(&self, offset: u64) -> Result<u64, Error> {
+        self.registration.region.load_word(offset)
+    }
+}
+
+impl Engine {
+    fn register(&self, region: Region) -> Result<(MrHandle, MrDesc), Error> {
+        let device = region.device();
+        let found = self.inner.groups.iter().position(|group| group.device == device);
+        let index = found.ok_or_else(|| {
+            let known: Vec<_> = self.inner.groups.iter().map(|group| group.device).collect();
+            Error::argument("device", format!("{device:?} came; this engine has groups for {known:?}"))
+        })?;
+        let group = self.group(index)?;
+        let region = Arc::new(region);
+        let reply: Answer<_> = Arc::new(Once::default());
+        let command = Command::Register { region: Arc::clone(&region), reply: Arc::clone(&reply) };
+        group.commands.push(command).map_err(|_| Error::Closed)?;
+        let nics = reply.wait(ANSWER).ok_or(Error::Timeout { what: "registering memory", after: ANSWER })??;
+        let keys = group.addresses.iter().zip(&nics);
+        let keys = keys.map(|(address, nic)| NicKey { address: address.clone(), base: nic.base, rkey: nic.rkey });
+        let descriptor = MrDesc { len: region.len(), device, nics: keys.collect() };
+        let worker = Arc::downgrade(&group.commands);
+        Ok((MrHandle { registration: Arc::new(Registration { region, group: index, nics, worker }) }, descriptor))
+    }
+
+    /// Registers memory that the caller owns.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for a null pointer, a bad length or a device without a group; whatever the provider reports.
+    ///
+    /// # Safety
+    /// The memory must stay valid for reads and writes until [`Engine::dereg_mr`] has returned, or the engine is closed, and
+    /// no Rust reference may point into it while transfers use it.
+    pub unsafe fn reg_mr(&self, ptr: *mut u8, len: usize, device: Device) -> Result<(MrHandle, MrDesc), Error> {
+        // SAFETY: the caller promises what `borrowed` asks for.
+        self.register(unsafe { Region::borrowed(ptr as usize, len, device, None) }?)
+    }
+
+    /// Registers memory that lives as long as `owner`, which is kept until nothing uses the memory any more.
+    ///
+    /// # Safety
+    /// The memory must stay valid for reads and writes as long as `owner` lives, and no Rust reference may point into it.
+    #[cfg(feature = "python")]
+    pub(crate) unsafe fn reg_owned(
+        &self,
+        address: usize,
+        len: usize,
+        device: Device,
+        owner: Box<dyn std::any::Any + Send + Sync>,
+    ) -> Result<(MrHandle, MrDesc), Error> {
+        // SAFETY: the caller promises what `borrowed` asks for.
+        self.register(unsafe { Region::borrowed(address, len, device, Some(owner)) }?)
+    }
+
+    /// Allocates zeroed host memory and registers it.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for a length of 0 or one that cannot be had; whatever the provider reports.
+    pub fn alloc_mr(&self, len: usize) -> Result<(MrHandle, MrDesc), Error> {
+        self.register(Region::allocate(len)?)
+    }
+
+    /// Ends a registration: when this returns, no peer's write lands in the memory any more. Transfers of this engine that
+    /// still read from it must be over.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] if other clones of the handle or transfers still use it; then it stays registered.
+    pub fn dereg_mr(&self, handle: MrHandle) -> Result<(), Error> {
+        let mut registration = Arc::try_unwrap(handle.registration)
+            .map_err(|_| Error::argument("handle", "transfers or clones of the handle still use it"))?;
+        let keys = std::mem::take(&mut registration.nics).iter().map(|nic| nic.local).collect();
+        let reply: Answer<()> = Arc::new(Once::default());
+        let command = Command::Deregister { keys, reply: Some(Arc::clone(&reply)) };
+        if self
+            .group(registration.group)
+            .and_then(|group| group.commands.push(command).map_err(|_| Error::Closed))
+            .is_err()
+        {
+            // A closed engine has no registrations.
+            return Ok(());
+        }
+        reply.wait(ANSWER).ok_or(Error::Timeout { what: "deregistering memory", after: ANSWER })?
+    }
+}

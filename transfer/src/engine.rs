@@ -1,0 +1,375 @@
+//! The engine: its builder, its threads, its end.
+
+use std::fmt;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::thread::{JoinHandle, ThreadId};
+use std::time::Duration;
+
+use crate::callbacks;
+use crate::counter::Counters;
+use crate::descriptor::{Device, MAX_NICS, NetAddr, ProviderKind};
+use crate::error::{Error, PeerName};
+use crate::metrics::Metrics;
+use crate::once::Once;
+use crate::provider::Nic;
+use crate::queue::Queue;
+use crate::shared::{Config, PeerEvent, Shared};
+use crate::sim::SimNetwork;
+use crate::sys::pin_thread;
+use crate::topology::cpus_near;
+use crate::watcher::Watchers;
+use crate::worker::Worker;
+use crate::worker::command::Command;
+
+/// How long a call waits for an answer of the engine's own thread.
+pub(crate) const ANSWER: Duration = Duration::from_secs(30);
+
+/// One device, the NICs that serve it, and where their worker thread runs.
+pub struct DeviceGroup {
+    nics: Vec<Box<dyn Nic>>,
+    device: Device,
+    cpus: Option<Vec<usize>>,
+}
+
+impl fmt::Debug for DeviceGroup {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "DeviceGroup({:?}, {} NICs)", self.device, self.nics.len())
+    }
+}
+
+impl DeviceGroup {
+    /// Host memory behind some NICs of a simulated network.
+    pub fn sim(network: &SimNetwork, nics: usize) -> Self {
+        let nics = (0..nics).map(|_| Box::new(network.add_nic()) as Box<dyn Nic>).collect();
+        Self { nics, device: Device::Host, cpus: None }
+    }
+
+    /// Whose memory the group moves; the host's unless said otherwise.
+    pub fn device(mut self, device: Device) -> Self {
+        self.device = device;
+        self
+    }
+
+    /// Pins the worker thread to these processors.
+    pub fn cpus(mut self, cpus: Vec<usize>) -> Self {
+        self.cpus = Some(cpus);
+        self
+    }
+
+    /// Pins the worker thread near a network device, where the machine says what is near it.
+    pub fn near(mut self, network_device: &str) -> Self {
+        self.cpus = cpus_near(network_device);
+        self
+    }
+}
+
+/// What an engine is made of. Every setting has a default, except for the device groups.
+pub struct Builder {
+    groups: Vec<DeviceGroup>,
+    config: Config,
+    peer_callback: Option<callbacks::PeerCallback>,
+}
+
+impl fmt::Debug for Builder {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Builder").field("groups", &self.groups).finish_non_exhaustive()
+    }
+}
+
+impl Builder {
+    /// Adds a device group. The first one's first NIC has the main address.
+    pub fn group(mut self, group: DeviceGroup) -> Self {
+        self.groups.push(group);
+        self
+    }
+
+    /// A secret that every peer must prove to have. Without one, any engine can connect that has none either.
+    pub fn secret(mut self, secret: &[u8]) -> Self {
+        self.config.secret = Some(secret.to_vec());
+        self
+    }
+
+    /// How often peers are asked whether they live, and after how long a silence they count as down. Default: 0.5 s, 5 s.
+    pub fn heartbeat(mut self, interval: Duration, timeout: Duration) -> Self {
+        self.config.heartbeat_interval = interval;
+        self.config.heartbeat_timeout = timeout;
+        self
+    }
+
+    /// How long setting up a connection may take. Default: 10 s.
+    pub fn connect_timeout(mut self, timeout: Duration) -> Self {
+        self.config.connect_timeout = timeout;
+        self
+    }
+
+    /// The deadline of operations that name none. Default: 30 s.
+    pub fn default_deadline(mut self, deadline: Duration) -> Self {
+        self.config.default_deadline = deadline;
+        self
+    }
+
+    /// How long a cancelled or overdue transfer may take to drain before its connection is dropped. Default: 1 s.
+    pub fn grace(mut self, grace: Duration) -> Self {
+        self.config.grace = grace;
+        self
+    }
+
+    /// Bytes that each NIC must get before a single write is spread over more of them. Default: 64 KiB.
+    pub fn min_shard(mut self, bytes: u64) -> Self {
+        self.config.min_shard = bytes;
+        self
+    }
+
+    /// Whether workers poll without ever sleeping: the lowest latency, for a processor each. Default: no.
+    pub fn busy_poll(mut self, busy: bool) -> Self {
+        self.config.busy_poll = busy;
+        self
+    }
+
+    /// Called on the callback thread whenever a peer comes or goes.
+    pub fn on_peer_event(mut self, callback: impl Fn(PeerEvent) + Send + Sync + 'static) -> Self {
+        self.peer_callback = Some(Arc::new(callback));
+        self
+    }
+
+    fn check(&self) -> Result<ProviderKind, Error> {
+        let Config { heartbeat_interval, heartbeat_timeout, connect_timeout, grace, .. } = &self.config;
+        if heartbeat_interval.is_zero() || heartbeat_timeout < &(2 * *heartbeat_interval) {
+            let problem = format!(
+                "interval {heartbeat_interval:?} and timeout {heartbeat_timeout:?} came; the timeout must be at least twice \
+                 the interval, which must not be 0"
+            );
+            return Err(Error::argument("heartbeat", problem));
+        }
+        for (name, value) in [("connect_timeout", connect_timeout), ("grace", grace)] {
+            if value.is_zero() {
+                return Err(Error::argument(name, "0 came; it must be longer"));
+            }
+        }
+        if self.config.min_shard == 0 {
+            return Err(Error::argument("min_shard", "0 came; at least 1 is needed"));
+        }
+        if self.config.secret.as_ref().is_some_and(Vec::is_empty) {
+            return Err(Error::argument("secret", "an empty secret came; leave it out or give some bytes"));
+        }
+        if self.groups.len() > usize::from(u8::MAX) {
+            let problem = format!("{} came; at most {} are allowed", self.groups.len(), u8::MAX);
+            return Err(Error::argument("group", problem));
+        }
+        let mut kind = None;
+        for group in &self.groups {
+            if group.nics.is_empty() || group.nics.len() > MAX_NICS {
+                let problem = format!("{} came; 1 to {MAX_NICS} are allowed", group.nics.len());
+                return Err(Error::argument("nics", problem));
+            }
+            for nic in &group.nics {
+                if *kind.get_or_insert(nic.kind()) != nic.kind() {
+                    return Err(Error::argument("group", "groups of different providers came; one engine has one"));
+                }
+            }
+        }
+        kind.ok_or_else(|| Error::argument("group", "none came; an engine needs a device group"))
+    }
+
+    /// Starts the engine's threads.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for settings that contradict each other; [`Error::System`] where a thread cannot be started or
+    /// pinned; whatever the provider reports.
+    pub fn build(self) -> Result<Engine, Error> {
+        let kind = self.check()?;
+        let mut identity = [0; 8];
+        let failed = |error: getrandom::Error| Error::System { what: "getrandom", why: error.to_string() };
+        getrandom::fill(&mut identity).map_err(failed)?;
+        let shared = Arc::new(Shared {
+            engine: u64::from_le_bytes(identity),
+            config: self.config,
+            counters: Counters::default(),
+            metrics: Metrics::default(),
+            jobs: Queue::default(),
+            pool: Mutex::default(),
+            peer_callback: Mutex::new(self.peer_callback),
+        });
+        let watchers = Arc::new(Watchers::default());
+        let mut inner = Inner {
+            kind,
+            shared: Arc::clone(&shared),
+            watchers,
+            groups: Vec::new(),
+            next_id: AtomicU64::new(1),
+            rotation: AtomicUsize::new(0),
+            closed: AtomicBool::new(false),
+            callback_thread: OnceLock::new(),
+            threads: Mutex::default(),
+            watcher_thread: Mutex::default(),
+        };
+        let callback_thread = spawn("callbacks", move || callbacks::run(&shared))?;
+        let _ = inner.callback_thread.set(callback_thread.thread().id());
+        inner.threads = Mutex::new(vec![callback_thread]);
+        for group in self.groups {
+            inner.add_group(group)?;
+        }
+        Ok(Engine { inner: Arc::new(inner) })
+    }
+}
+
+fn spawn(role: &str, work: impl FnOnce() + Send + 'static) -> Result<JoinHandle<()>, Error> {
+    // Linux shows 15 characters of a thread's name.
+    let named = std::thread::Builder::new().name(format!("pt-{role}"));
+    named.spawn(work).map_err(|error| Error::System { what: "starting a thread", why: error.to_string() })
+}
+
+/// What callers need to know of a device group.
+pub(crate) struct Group {
+    pub device: Device,
+    pub addresses: Vec<NetAddr>,
+    pub max_write: u64,
+    pub max_frame: usize,
+    pub commands: Arc<Queue<Command>>,
+}
+
+pub(crate) struct Inner {
+    pub kind: ProviderKind,
+    pub shared: Arc<Shared>,
+    watchers: Arc<Watchers>,
+    pub groups: Vec<Group>,
+    pub next_id: AtomicU64,
+    pub rotation: AtomicUsize,
+    pub closed: AtomicBool,
+    callback_thread: OnceLock<ThreadId>,
+    /// The callback thread first, then the workers.
+    threads: Mutex<Vec<JoinHandle<()>>>,
+    watcher_thread: Mutex<Option<JoinHandle<()>>>,
+}
+
+impl Inner {
+    fn add_group(&mut self, group: DeviceGroup) -> Result<(), Error> {
+        let commands = Arc::new(Queue::default());
+        let (queue, shared) = (Arc::clone(&commands), Arc::clone(&self.shared));
+        let index = self.groups.len() as u16;
+        let started = Arc::new(Once::default());
+        let report = Arc::clone(&started);
+        let DeviceGroup { nics, device, cpus } = group;
+        let worker = spawn(&format!("worker{index}"), move || {
+            let pinned = cpus.as_deref().map_or(Ok(()), pin_thread);
+            match pinned.and_then(|()| Worker::new(shared, queue, index, nics)) {
+                Ok(worker) => {
+                    report.set(Ok((worker.addresses().to_vec(), worker.limits())));
+                    worker.run();
+                }
+                Err(error) => {
+                    report.set(Err(error));
+                }
+            }
+        })?;
+        self.threads.get_mut().unwrap_or_else(PoisonError::into_inner).push(worker);
+        let timeout = Error::Timeout { what: "starting a worker", after: ANSWER };
+        let (addresses, (max_write, max_frame)) = started.wait(ANSWER).ok_or(timeout)??;
+        self.groups.push(Group { device, addresses, max_write, max_frame, commands });
+        Ok(())
+    }
+
+    pub fn watchers(&self) -> Result<&Arc<Watchers>, Error> {
+        let mut thread = self.watcher_thread.lock().unwrap_or_else(PoisonError::into_inner);
+        if thread.is_none() {
+            let (watchers, shared) = (Arc::clone(&self.watchers), Arc::clone(&self.shared));
+            *thread = Some(spawn("watcher", move || watchers.run(&shared))?);
+        }
+        Ok(&self.watchers)
+    }
+
+    pub fn close(&self) {
+        if self.closed.swap(true, std::sync::atomic::Ordering::AcqRel) {
+            return;
+        }
+        self.watchers.stop();
+        for group in &self.groups {
+            group.commands.close();
+        }
+        let mut threads = std::mem::take(&mut *self.threads.lock().unwrap_or_else(PoisonError::into_inner));
+        threads.extend(self.watcher_thread.lock().unwrap_or_else(PoisonError::into_inner).take());
+        let callbacks = if threads.is_empty() { None } else { Some(threads.remove(0)) };
+        // The engine's threads catch panics of callbacks; a worker that panicked all the same has nothing to return.
+        threads.into_iter().for_each(|thread| drop(thread.join()));
+        let mut left = Vec::new();
+        self.shared.counters.abandon(&mut left);
+        for missed in left {
+            self.shared.complete(missed.waiter, Err(Error::Closed));
+        }
+        self.shared.jobs.close();
+        // An engine that is closed by one of its own callbacks cannot wait for that callback.
+        let own = self.callback_thread.get() == Some(&std::thread::current().id());
+        if let Some(thread) = callbacks.filter(|_| !own) {
+            drop(thread.join());
+        }
+    }
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        self.close();
+    }
+}
+
+/// A transfer engine. Clones are the same engine; it closes with the last of them, or by [`Engine::close`].
+#[derive(Clone)]
+pub struct Engine {
+    pub(crate) inner: Arc<Inner>,
+}
+
+impl fmt::Debug for Engine {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Engine({}, {} groups)", self.name(), self.inner.groups.len())
+    }
+}
+
+impl Engine {
+    /// Begins an engine.
+    pub fn builder() -> Builder {
+        let config = Config {
+            secret: None,
+            heartbeat_interval: Duration::from_millis(500),
+            heartbeat_timeout: Duration::from_secs(5),
+            connect_timeout: Duration::from_secs(10),
+            default_deadline: Duration::from_secs(30),
+            grace: Duration::from_secs(1),
+            min_shard: 64 << 10,
+            busy_poll: false,
+        };
+        Builder { groups: Vec::new(), config, peer_callback: None }
+    }
+
+    /// The address of the first NIC of the first device group: what other engines need to reach this one.
+    pub fn main_address(&self) -> NetAddr {
+        // The builder refuses an engine without groups, and a group without NICs.
+        self.group_address(0).unwrap_or_else(|| NetAddr::none(self.inner.kind))
+    }
+
+    /// The address of the first NIC of a device group.
+    pub fn group_address(&self, group: usize) -> Option<NetAddr> {
+        self.inner.groups.get(group)?.addresses.first().cloned()
+    }
+
+    /// The addresses of all NICs of a device group.
+    pub fn addresses(&self, group: usize) -> &[NetAddr] {
+        self.inner.groups.get(group).map_or(&[], |group| &group.addresses)
+    }
+
+    /// The name under which other engines' errors and events speak of this one.
+    pub fn name(&self) -> PeerName {
+        self.main_address().name()
+    }
+
+    /// The engine's counts, as text for Prometheus.
+    pub fn metrics_text(&self) -> String {
+        let nics = self.inner.groups.iter().map(|group| group.addresses.len()).max().unwrap_or(0);
+        self.inner.shared.metrics.text(nics, self.inner.shared.jobs.waiting())
+    }
+
+    /// Ends the engine: what is under way is stopped and told so, peers hear goodbye, all threads end. Calling it again does
+    /// nothing. Called from one of the engine's own callbacks, it returns before the callback thread has ended.
+    pub fn close(&self) {
+        self.inner.close();
+    }
+}

@@ -1,0 +1,84 @@
+//! One-sided point-to-point transfers across hosts, with one interface over different networks.
+//!
+//! All that is assumed of a network is that it delivers, in any order. So completion is counted: a write may carry a 32-bit
+//! immediate, which the target counts after the whole payload has landed. Method: "RDMA Point-to-Point Communication for LLM
+//! Systems".
+//!
+//! ```
+//! use std::time::Duration;
+//! use putget_transfer::{DeviceGroup, Done, Engine, Options, SimNetwork};
+//!
+//! # fn main() -> Result<(), putget_transfer::Error> {
+//! let network = SimNetwork::new(7);
+//! let prefill = Engine::builder().group(DeviceGroup::sim(&network, 2)).build()?;
+//! let decode = Engine::builder().group(DeviceGroup::sim(&network, 2)).build()?;
+//!
+//! let (kv_cache, descriptor) = decode.alloc_mr(1 << 20)?; // `descriptor.to_bytes()` travels to the writer
+//! let (source, _) = prefill.alloc_mr(1 << 20)?;
+//! source.write(4096, b"keys and values")?;
+//!
+//! let (arrived, future) = Done::future();
+//! decode.expect_imm_count(42, 1, Some(Duration::from_secs(10)), arrived)?;
+//! prefill.submit_single_write(8192, Some(42), (&source, 0), (&descriptor, 0), &Options::default(), Done::ignore())?;
+//! decode.wait(&future, Duration::from_secs(10))?;
+//!
+//! let mut found = [0; 15];
+//! kv_cache.read(4096, &mut found)?;
+//! assert_eq!(&found, b"keys and values");
+//! # Ok(())
+//! # }
+//! ```
+#![deny(unsafe_code)]
+#![cfg_attr(test, allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing))]
+
+mod api;
+mod auth;
+mod callbacks;
+mod completion;
+mod counter;
+#[cfg(test)]
+mod counter_tests;
+mod descriptor;
+mod domain;
+mod engine;
+mod error;
+mod message;
+mod metrics;
+mod once;
+mod provider;
+#[cfg(feature = "python")]
+mod python;
+mod queue;
+mod region;
+mod shard;
+mod shared;
+mod sim;
+mod sync;
+mod sys;
+mod topology;
+mod watcher;
+mod wire;
+mod worker;
+
+pub use api::{Options, Pages, PeerGroup, ScatterDst, TransferId};
+pub use completion::{Callback, Done, Flag, TransferFuture};
+pub use descriptor::{Device, MAX_NICS, MrDesc, NetAddr, ProviderKind};
+pub use domain::MrHandle;
+pub use engine::{Builder, DeviceGroup, Engine};
+pub use error::{DownReason, Error, NetworkError, Outcome, PeerName, Reason, Refusal, TransferError};
+pub use shared::PeerEvent;
+pub use sim::{Faults, SimNetwork};
+pub use topology::cpus_near;
+pub use watcher::UvmWatcher;
+pub use wire::DecodeError;
+
+/// What the fuzzer reaches and nobody else.
+#[cfg(fuzzing)]
+pub mod fuzzing {
+    /// Decodes a frame; one that is accepted must encode to the same bytes.
+    pub fn frame(bytes: &[u8]) {
+        if let Ok(frame) = crate::message::decode(bytes) {
+            assert_eq!(frame.encode(), bytes);
+        }
+    }
+}

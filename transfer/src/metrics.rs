@@ -1,0 +1,141 @@
+//! Counts of what an engine has done, and their text in the Prometheus exposition format 0.0.4.
+
+use std::fmt::Write;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use crate::descriptor::MAX_NICS;
+
+macro_rules! metrics {
+    ($($(#[doc = $help:literal])+ $field:ident: $kind:literal,)+) => {
+        /// The counts of one engine. Each is exact; two of them are not read at the same instant.
+        #[derive(Debug, Default)]
+        pub(crate) struct Metrics {
+            $($(#[doc = $help])+ pub $field: AtomicU64,)+
+            /// Bytes of payload posted as writes, by NIC.
+            nic_bytes: [AtomicU64; MAX_NICS],
+            /// Write requests posted, by NIC.
+            nic_writes: [AtomicU64; MAX_NICS],
+        }
+
+        impl Metrics {
+            fn scalars(&self) -> Vec<(&'static str, &'static str, &'static str, u64)> {
+                vec![$((
+                    stringify!($field),
+                    $kind,
+                    concat!($($help),+).trim_ascii(),
+                    self.$field.load(Ordering::Relaxed),
+                )),+]
+            }
+        }
+    };
+}
+
+metrics! {
+    /// Operations that were submitted.
+    submitted_total: "counter",
+    /// Operations that ended well.
+    completed_total: "counter",
+    /// Operations that failed, were cancelled or missed their deadline.
+    failed_total: "counter",
+    /// Work requests that a provider reported as failed.
+    network_errors_total: "counter",
+    /// Immediates that arrived.
+    immediates_total: "counter",
+    /// Messages that arrived and were handed to a receive buffer.
+    messages_received_total: "counter",
+    /// Messages that found no receive buffer and were sent back to be tried again.
+    messages_rejected_total: "counter",
+    /// Frames from the network that were not understood or not from a connected peer.
+    frames_ignored_total: "counter",
+    /// Connections that were refused.
+    refusals_total: "counter",
+    /// Peers that are connected.
+    peers_up: "gauge",
+    /// Connections that have ended.
+    peer_down_total: "counter",
+    /// Callbacks that panicked.
+    callback_panics_total: "counter",
+}
+
+pub(crate) fn count(counter: &AtomicU64) {
+    counter.fetch_add(1, Ordering::Relaxed);
+}
+
+impl Metrics {
+    pub fn finished(&self, well: bool) {
+        count(if well { &self.completed_total } else { &self.failed_total });
+    }
+
+    pub fn posted(&self, nic: usize, bytes: u64) {
+        if let (Some(total), Some(writes)) = (self.nic_bytes.get(nic), self.nic_writes.get(nic)) {
+            total.fetch_add(bytes, Ordering::Relaxed);
+            count(writes);
+        }
+    }
+
+    pub fn peer_event(&self, up: bool) {
+        if up {
+            count(&self.peers_up);
+        } else {
+            self.peers_up.fetch_sub(1, Ordering::Relaxed);
+            count(&self.peer_down_total);
+        }
+    }
+
+    pub fn callback_panicked(&self) {
+        count(&self.callback_panics_total);
+    }
+
+    /// The text for a scraper. `nics` is how many NICs a device group has.
+    pub fn text(&self, nics: usize, callbacks_waiting: usize) -> String {
+        let mut text = String::new();
+        let mut head = |name: &str, kind: &str, help: &str, samples: &[(String, u64)]| {
+            let name = format!("putget_transfer_{name}");
+            // Writing to a String does not fail.
+            let _ = writeln!(text, "# HELP {name} {help}\n# TYPE {name} {kind}");
+            for (labels, value) in samples {
+                let _ = writeln!(text, "{name}{labels} {value}");
+            }
+        };
+        for (name, kind, help, value) in self.scalars() {
+            head(name, kind, help, &[(String::new(), value)]);
+        }
+        let waiting = callbacks_waiting as u64;
+        head("callbacks_waiting", "gauge", "Callbacks that wait for the callback thread.", &[(String::new(), waiting)]);
+        let by_nic = |counts: &[AtomicU64]| -> Vec<_> {
+            let sample =
+                |(nic, count): (usize, &AtomicU64)| (format!("{{nic=\"{nic}\"}}"), count.load(Ordering::Relaxed));
+            counts.iter().take(nics).enumerate().map(sample).collect()
+        };
+        head("write_bytes_total", "counter", "Bytes posted as writes.", &by_nic(&self.nic_bytes));
+        head("writes_total", "counter", "Write requests posted.", &by_nic(&self.nic_writes));
+        text
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_text_is_what_scrapers_read() {
+        let metrics = Metrics::default();
+        metrics.finished(true);
+        metrics.posted(1, 4096);
+        metrics.peer_event(true);
+        let text = metrics.text(2, 3);
+        for line in [
+            "# HELP putget_transfer_completed_total Operations that ended well.",
+            "# TYPE putget_transfer_completed_total counter",
+            "putget_transfer_completed_total 1",
+            "putget_transfer_peers_up 1",
+            "putget_transfer_callbacks_waiting 3",
+            "putget_transfer_write_bytes_total{nic=\"0\"} 0",
+            "putget_transfer_write_bytes_total{nic=\"1\"} 4096",
+            "putget_transfer_writes_total{nic=\"1\"} 1",
+        ] {
+            assert!(text.lines().any(|found| found == line), "{line} is not in\n{text}");
+        }
+        assert!(!text.contains("nic=\"2\""));
+    }
+}

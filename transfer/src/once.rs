@@ -1,0 +1,80 @@
+//! A value that is set once and waited for by a thread or a task.
+
+use std::task::{Poll, Waker};
+use std::time::{Duration, Instant};
+
+use crate::sync::{Condvar, Mutex, lock, wait_timeout};
+
+struct State<T> {
+    value: Option<T>,
+    set: bool,
+    waker: Option<Waker>,
+}
+
+/// Set once by one side, taken once by the other.
+pub struct Once<T> {
+    state: Mutex<State<T>>,
+    changed: Condvar,
+}
+
+impl<T> Default for Once<T> {
+    fn default() -> Self {
+        Self { state: Mutex::new(State { value: None, set: false, waker: None }), changed: Condvar::new() }
+    }
+}
+
+impl<T> Once<T> {
+    /// Sets the value and wakes whoever waits. A second value is dropped; returns whether this was the first.
+    pub fn set(&self, value: T) -> bool {
+        let waker = {
+            let mut state = lock(&self.state);
+            if state.set {
+                return false;
+            }
+            state.set = true;
+            state.value = Some(value);
+            state.waker.take()
+        };
+        self.changed.notify_all();
+        if let Some(waker) = waker {
+            waker.wake();
+        }
+        true
+    }
+
+    /// Says whether the value has been set, taken or not.
+    pub fn is_set(&self) -> bool {
+        lock(&self.state).set
+    }
+
+    /// Takes the value, or leaves the waker that is to be called once it is there.
+    pub fn poll(&self, waker: &Waker) -> Poll<T> {
+        let mut state = lock(&self.state);
+        match state.value.take() {
+            Some(value) => Poll::Ready(value),
+            None => {
+                state.waker = Some(waker.clone());
+                Poll::Pending
+            }
+        }
+    }
+
+    /// Waits at most `timeout` for the value.
+    pub fn wait(&self, timeout: Duration) -> Option<T> {
+        let end = Instant::now().checked_add(timeout);
+        let mut state = lock(&self.state);
+        loop {
+            if state.value.is_some() || state.set {
+                return state.value.take();
+            }
+            let left = match end {
+                Some(end) => end.saturating_duration_since(Instant::now()),
+                None => Duration::from_secs(3600),
+            };
+            if left.is_zero() {
+                return None;
+            }
+            state = wait_timeout(&self.changed, state, left);
+        }
+    }
+}

@@ -1,0 +1,110 @@
+//! What the engine asks of a network: reliable, unordered delivery on one NIC. A provider implements [`Nic`] and nothing
+//! else; the worker thread owns it and is the only one to call it.
+
+use std::sync::Arc;
+
+use crate::descriptor::ProviderKind;
+use crate::error::{Error, NetworkError};
+use crate::region::Region;
+
+/// A peer's NIC, as a provider has named it in `connect`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) struct Link(pub usize);
+
+/// A local registration, as a provider has named it in `register`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) struct LocalKey(pub usize);
+
+/// A registration on one NIC.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Registered {
+    pub local: LocalKey,
+    /// What offset 0 of the region is called on the wire.
+    pub base: u64,
+    pub rkey: u64,
+}
+
+/// What one NIC can do.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Limits {
+    /// Longest one-sided write in bytes.
+    pub max_write: u64,
+    /// Longest two-sided message in bytes.
+    pub max_message: usize,
+}
+
+/// One one-sided write. With an immediate, the target learns of it only after all `len` bytes have landed.
+#[derive(Debug)]
+pub(crate) struct Write<'a> {
+    pub link: Link,
+    /// Source; of length 0 writes too, because some networks want a valid descriptor there.
+    pub src: &'a Arc<Region>,
+    #[allow(dead_code, reason = "the simulated network needs no local keys, every real one does")]
+    pub src_key: LocalKey,
+    pub src_offset: u64,
+    /// Address in the target's terms: base plus offset.
+    pub dst: u64,
+    pub rkey: u64,
+    pub len: u64,
+    pub imm: Option<u32>,
+    pub token: u64,
+}
+
+/// Why a work request was not taken.
+#[derive(Debug)]
+pub(crate) enum Post {
+    /// The queues are full; try again after the next completions.
+    Full,
+    /// It can never work.
+    Failed(NetworkError),
+}
+
+/// What a NIC reports.
+#[derive(Debug)]
+pub(crate) enum Event {
+    /// A posted work request is over. Comes exactly once for every one that was taken. `Ok` on a write means that all its
+    /// bytes lie in the target's memory; `Err` carries whether they may still land there.
+    Completed { token: u64, result: Result<(), (NetworkError, MayLand)> },
+    /// A two-sided message.
+    Received(Vec<u8>),
+    /// The immediate of a write whose bytes have all landed here.
+    Immediate(u32),
+}
+
+/// Whether a failed work request may still change the target's memory.
+pub(crate) type MayLand = bool;
+
+/// Called by other threads when a NIC has something to report.
+pub(crate) type Waker = Arc<dyn Fn() + Send + Sync>;
+
+/// One NIC of one device group.
+pub(crate) trait Nic: Send {
+    fn kind(&self) -> ProviderKind;
+
+    /// The address that peers connect to, at most `MAX_ENDPOINT` bytes.
+    fn endpoint(&self) -> Vec<u8>;
+
+    fn limits(&self) -> Limits;
+
+    /// Says that other threads may sleep until the waker is called. False: it has to be polled.
+    fn set_waker(&mut self, waker: Waker) -> bool;
+
+    fn register(&mut self, region: &Arc<Region>) -> Result<Registered, Error>;
+
+    /// Ends a registration. Once this returns, no write by a peer lands in the region any more.
+    fn deregister(&mut self, key: LocalKey) -> Result<(), Error>;
+
+    fn connect(&mut self, endpoint: &[u8]) -> Result<Link, NetworkError>;
+
+    /// Drops a connection. Work requests in flight on it complete with an error, at one of the next polls.
+    fn disconnect(&mut self, link: Link);
+
+    /// Posts a two-sided message.
+    fn send(&mut self, link: Link, bytes: Vec<u8>, token: u64) -> Result<(), Post>;
+
+    /// Posts a one-sided write.
+    fn write(&mut self, write: &Write<'_>) -> Result<(), Post>;
+
+    /// Makes progress and appends what happened.
+    fn poll(&mut self, events: &mut Vec<Event>);
+}

@@ -1,0 +1,207 @@
+//! Memory and addresses, as Python sees them.
+#![allow(unsafe_code)]
+
+use std::sync::{Mutex, PoisonError};
+
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+use pyo3::types::PyBytes;
+
+use super::engine::PyEngine;
+use crate::descriptor::{Device, MrDesc, NetAddr};
+use crate::domain::MrHandle;
+use crate::error::Error;
+
+/// Reads a device as torch writes it: "cpu", "cuda", "cuda:1".
+pub(super) fn device(text: &str) -> PyResult<Device> {
+    let ordinal = match text.split_once(':') {
+        None if text == "cpu" => return Ok(Device::Host),
+        None if text == "cuda" => Some(0),
+        Some(("cuda", ordinal)) => ordinal.parse().ok(),
+        _ => None,
+    };
+    let problem = || PyValueError::new_err(format!("device: {text:?} came; \"cpu\" or \"cuda:N\" is allowed"));
+    ordinal.map(Device::Cuda).ok_or_else(problem)
+}
+
+fn device_text(device: Device) -> String {
+    match device {
+        Device::Host => "cpu".into(),
+        Device::Cuda(ordinal) => format!("cuda:{ordinal}"),
+    }
+}
+
+#[pymethods]
+impl PyEngine {
+    #[pyo3(signature = (memory, length=None, device=None))]
+    fn reg_mr(
+        &self,
+        py: Python<'_>,
+        memory: &Bound<'_, PyAny>,
+        length: Option<usize>,
+        device: Option<&str>,
+    ) -> PyResult<(PyMrHandle, PyMrDesc)> {
+        let engine = self.engine()?;
+        let located = py.import("putget_transfer._memory")?.call_method1("locate", (memory, length, device))?;
+        let (address, len, device, owner): (usize, usize, String, PyObject) = located.extract()?;
+        let device = self::device(&device)?;
+        // SAFETY: `locate` puts a buffer's export, a tensor or an array into `owner`, which keeps the bytes valid; with a bare
+        // address the caller has promised that. Rust forms no references into them.
+        let registered = py.allow_threads(|| unsafe { engine.reg_owned(address, len, device, Box::new(owner)) });
+        let (handle, desc) = registered?;
+        Ok((PyMrHandle::new(handle), PyMrDesc { desc }))
+    }
+
+    fn alloc_mr(&self, py: Python<'_>, len: usize) -> PyResult<(PyMrHandle, PyMrDesc)> {
+        let engine = self.engine()?;
+        let (handle, desc) = py.allow_threads(|| engine.alloc_mr(len))?;
+        Ok((PyMrHandle::new(handle), PyMrDesc { desc }))
+    }
+
+    fn dereg_mr(&self, py: Python<'_>, handle: &PyMrHandle) -> PyResult<()> {
+        let taken = handle.handle.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let Some(taken) = taken else { return Err(ended().into()) };
+        let engine = self.engine();
+        // A transfer may still hold it: then the handle goes on.
+        let kept = taken.clone();
+        let spare = std::sync::Arc::strong_count(&kept.registration) > 2;
+        if spare {
+            *handle.handle.lock().unwrap_or_else(PoisonError::into_inner) = Some(kept);
+            return Err(Error::argument("handle", "transfers or mirrors still use it").into());
+        }
+        drop(kept);
+        match engine {
+            Ok(engine) => Ok(py.allow_threads(|| engine.dereg_mr(taken))?),
+            // A closed engine has no registrations.
+            Err(_) => Ok(()),
+        }
+    }
+}
+
+fn ended() -> Error {
+    Error::argument("handle", "its registration has ended")
+}
+
+/// Registered memory.
+#[pyclass(name = "MrHandle", module = "putget_transfer", frozen)]
+pub(super) struct PyMrHandle {
+    handle: Mutex<Option<MrHandle>>,
+}
+
+impl PyMrHandle {
+    fn new(handle: MrHandle) -> Self {
+        Self { handle: Mutex::new(Some(handle)) }
+    }
+
+    pub fn handle(&self) -> Result<MrHandle, Error> {
+        self.handle.lock().unwrap_or_else(PoisonError::into_inner).clone().ok_or_else(ended)
+    }
+}
+
+#[pymethods]
+impl PyMrHandle {
+    fn __len__(&self) -> PyResult<usize> {
+        Ok(self.handle()?.len() as usize)
+    }
+
+    #[getter]
+    fn address(&self) -> PyResult<usize> {
+        Ok(self.handle()?.address())
+    }
+
+    fn read<'py>(&self, py: Python<'py>, offset: u64, len: usize) -> PyResult<Bound<'py, PyBytes>> {
+        let handle = self.handle()?;
+        // Before the bytes are allocated: a wrong length must not cost memory.
+        if offset.checked_add(len as u64).is_none_or(|end| end > handle.len()) {
+            let problem = format!("{len} bytes at {offset} came; the region has {}", handle.len());
+            return Err(Error::argument("len", problem).into());
+        }
+        PyBytes::new_with(py, len, |bytes| Ok(handle.read(offset, bytes)?))
+    }
+
+    fn write(&self, offset: u64, data: &[u8]) -> PyResult<()> {
+        Ok(self.handle()?.write(offset, data)?)
+    }
+
+    fn load_word(&self, offset: u64) -> PyResult<u64> {
+        Ok(self.handle()?.load_word(offset)?)
+    }
+}
+
+/// A region as others see it.
+#[pyclass(name = "MrDesc", module = "putget_transfer", frozen, eq)]
+#[derive(PartialEq)]
+pub(super) struct PyMrDesc {
+    pub desc: MrDesc,
+}
+
+#[pymethods]
+impl PyMrDesc {
+    fn to_bytes<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
+        PyBytes::new(py, &self.desc.to_bytes())
+    }
+
+    #[staticmethod]
+    fn from_bytes(data: &[u8]) -> PyResult<Self> {
+        Ok(Self { desc: MrDesc::from_bytes(data)? })
+    }
+
+    fn __reduce__<'py>(slf: &Bound<'py, Self>) -> PyResult<(Bound<'py, PyAny>, (Bound<'py, PyBytes>,))> {
+        Ok((slf.get_type().getattr("from_bytes")?, (slf.get().to_bytes(slf.py()),)))
+    }
+
+    fn __len__(&self) -> usize {
+        self.desc.len() as usize
+    }
+
+    #[getter]
+    fn device(&self) -> String {
+        device_text(self.desc.device())
+    }
+
+    #[getter]
+    fn num_nics(&self) -> usize {
+        self.desc.num_nics()
+    }
+
+    #[getter]
+    fn peer(&self) -> String {
+        self.desc.name().to_string()
+    }
+
+    fn __repr__(&self) -> String {
+        format!("{:?}", self.desc)
+    }
+}
+
+/// The address of a NIC of an engine.
+#[pyclass(name = "NetAddr", module = "putget_transfer", frozen, eq, hash)]
+#[derive(PartialEq, Eq, Hash)]
+pub(super) struct PyNetAddr {
+    pub address: NetAddr,
+}
+
+#[pymethods]
+impl PyNetAddr {
+    fn to_bytes<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
+        PyBytes::new(py, &self.address.to_bytes())
+    }
+
+    #[staticmethod]
+    fn from_bytes(data: &[u8]) -> PyResult<Self> {
+        Ok(Self { address: NetAddr::from_bytes(data)? })
+    }
+
+    fn __reduce__<'py>(slf: &Bound<'py, Self>) -> PyResult<(Bound<'py, PyAny>, (Bound<'py, PyBytes>,))> {
+        Ok((slf.get_type().getattr("from_bytes")?, (slf.get().to_bytes(slf.py()),)))
+    }
+
+    #[getter]
+    fn peer(&self) -> String {
+        self.address.name().to_string()
+    }
+
+    fn __repr__(&self) -> String {
+        format!("{:?}", self.address)
+    }
+}

@@ -1,0 +1,338 @@
+//! Engine, builder and simulated network, as Python sees them.
+
+use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
+
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+use pyo3::types::PyTuple;
+
+use super::domain::{PyMrHandle, PyNetAddr};
+use crate::engine::{Builder, DeviceGroup, Engine};
+use crate::error::Error;
+use crate::sim::{Faults, SimNetwork};
+use crate::watcher::UvmWatcher;
+
+/// Reads a time in seconds.
+pub(super) fn duration(argument: &str, seconds: Option<f64>) -> PyResult<Option<Duration>> {
+    let problem = |seconds| PyValueError::new_err(format!("{argument}: {seconds} came; a time from 0 s on is allowed"));
+    // Longer than a century is "never".
+    let read = |seconds: f64| Duration::try_from_secs_f64(seconds.min(3e9)).map_err(|_| problem(seconds));
+    seconds.map(read).transpose()
+}
+
+/// A simulated network inside this process.
+#[pyclass(name = "SimNetwork", module = "putget_transfer", frozen)]
+pub(super) struct PySimNetwork {
+    network: SimNetwork,
+}
+
+#[pymethods]
+impl PySimNetwork {
+    #[new]
+    #[pyo3(signature = (seed=0))]
+    fn new(seed: u64) -> Self {
+        Self { network: SimNetwork::new(seed) }
+    }
+
+    #[pyo3(signature = (*, reorder=true, max_delay_polls=4, drop_writes=0.0, drop_messages=0.0, depth=64))]
+    fn set_faults(
+        &self,
+        reorder: bool,
+        max_delay_polls: u32,
+        drop_writes: f64,
+        drop_messages: f64,
+        depth: usize,
+    ) -> PyResult<()> {
+        let faults = Faults { reorder, max_delay_polls, drop_writes, drop_messages, depth };
+        Ok(self.network.set_faults(faults)?)
+    }
+
+    fn cut(&self, a: &PyNetAddr, b: &PyNetAddr) {
+        self.network.cut(&a.address, &b.address);
+    }
+
+    fn heal(&self, a: &PyNetAddr, b: &PyNetAddr) {
+        self.network.heal(&a.address, &b.address);
+    }
+
+    fn kill(&self, nic: &PyNetAddr) {
+        self.network.kill(&nic.address);
+    }
+}
+
+/// One device and the NICs that serve it.
+#[pyclass(name = "DeviceGroup", module = "putget_transfer")]
+pub(super) struct PyDeviceGroup {
+    /// Taken by the builder.
+    group: Mutex<Option<DeviceGroup>>,
+}
+
+impl PyDeviceGroup {
+    fn take(&mut self) -> PyResult<DeviceGroup> {
+        let used = || PyValueError::new_err("group: it belongs to a builder already");
+        self.group.get_mut().unwrap_or_else(PoisonError::into_inner).take().ok_or_else(used)
+    }
+
+    fn change(
+        mut slf: PyRefMut<'_, Self>,
+        change: impl FnOnce(DeviceGroup) -> DeviceGroup,
+    ) -> PyResult<PyRefMut<'_, Self>> {
+        let group = slf.take()?;
+        slf.group = Mutex::new(Some(change(group)));
+        Ok(slf)
+    }
+}
+
+#[pymethods]
+impl PyDeviceGroup {
+    #[staticmethod]
+    fn sim(network: &PySimNetwork, nics: usize) -> Self {
+        Self { group: Mutex::new(Some(DeviceGroup::sim(&network.network, nics))) }
+    }
+
+    fn device<'py>(slf: PyRefMut<'py, Self>, device: &str) -> PyResult<PyRefMut<'py, Self>> {
+        let device = super::domain::device(device)?;
+        Self::change(slf, |group| group.device(device))
+    }
+
+    fn cpus(slf: PyRefMut<'_, Self>, cpus: Vec<usize>) -> PyResult<PyRefMut<'_, Self>> {
+        Self::change(slf, |group| group.cpus(cpus))
+    }
+
+    fn near<'py>(slf: PyRefMut<'py, Self>, network_device: &str) -> PyResult<PyRefMut<'py, Self>> {
+        Self::change(slf, |group| group.near(network_device))
+    }
+}
+
+/// What an engine is made of.
+#[pyclass(name = "Builder", module = "putget_transfer")]
+pub(super) struct PyBuilder {
+    builder: Mutex<Option<Builder>>,
+}
+
+impl PyBuilder {
+    fn change(mut slf: PyRefMut<'_, Self>, change: impl FnOnce(Builder) -> Builder) -> PyResult<PyRefMut<'_, Self>> {
+        let builder = slf.take()?;
+        slf.builder = Mutex::new(Some(change(builder)));
+        Ok(slf)
+    }
+
+    fn take(&mut self) -> PyResult<Builder> {
+        let built = || PyValueError::new_err("builder: it has built its engine already");
+        self.builder.get_mut().unwrap_or_else(PoisonError::into_inner).take().ok_or_else(built)
+    }
+}
+
+fn needed(argument: &'static str, seconds: f64) -> PyResult<Duration> {
+    Ok(duration(argument, Some(seconds))?.unwrap_or_default())
+}
+
+#[pymethods]
+impl PyBuilder {
+    fn group<'py>(slf: PyRefMut<'py, Self>, group: &Bound<'py, PyDeviceGroup>) -> PyResult<PyRefMut<'py, Self>> {
+        let group = group.borrow_mut().take()?;
+        Self::change(slf, |builder| builder.group(group))
+    }
+
+    fn secret<'py>(slf: PyRefMut<'py, Self>, secret: &[u8]) -> PyResult<PyRefMut<'py, Self>> {
+        Self::change(slf, |builder| builder.secret(secret))
+    }
+
+    fn heartbeat(slf: PyRefMut<'_, Self>, interval_s: f64, timeout_s: f64) -> PyResult<PyRefMut<'_, Self>> {
+        let (interval, timeout) = (needed("interval_s", interval_s)?, needed("timeout_s", timeout_s)?);
+        Self::change(slf, |builder| builder.heartbeat(interval, timeout))
+    }
+
+    fn connect_timeout(slf: PyRefMut<'_, Self>, timeout_s: f64) -> PyResult<PyRefMut<'_, Self>> {
+        let timeout = needed("timeout_s", timeout_s)?;
+        Self::change(slf, |builder| builder.connect_timeout(timeout))
+    }
+
+    fn default_deadline(slf: PyRefMut<'_, Self>, deadline_s: f64) -> PyResult<PyRefMut<'_, Self>> {
+        let deadline = needed("deadline_s", deadline_s)?;
+        Self::change(slf, |builder| builder.default_deadline(deadline))
+    }
+
+    fn grace(slf: PyRefMut<'_, Self>, grace_s: f64) -> PyResult<PyRefMut<'_, Self>> {
+        let grace = needed("grace_s", grace_s)?;
+        Self::change(slf, |builder| builder.grace(grace))
+    }
+
+    fn min_shard(slf: PyRefMut<'_, Self>, bytes: u64) -> PyResult<PyRefMut<'_, Self>> {
+        Self::change(slf, |builder| builder.min_shard(bytes))
+    }
+
+    fn busy_poll(slf: PyRefMut<'_, Self>, busy: bool) -> PyResult<PyRefMut<'_, Self>> {
+        Self::change(slf, |builder| builder.busy_poll(busy))
+    }
+
+    fn on_peer_event(slf: PyRefMut<'_, Self>, callback: PyObject) -> PyResult<PyRefMut<'_, Self>> {
+        Self::change(slf, |builder| {
+            builder.on_peer_event(move |event| {
+                let down = event.down.map(|reason| reason.to_string());
+                notify(&callback, (event.peer.to_string(), down));
+            })
+        })
+    }
+
+    fn build(&mut self, py: Python<'_>) -> PyResult<Py<PyEngine>> {
+        let builder = self.take()?;
+        let engine = py.allow_threads(|| builder.build())?;
+        let engine = Py::new(py, PyEngine { engine: Mutex::new(Some(engine)) })?;
+        py.import("putget_transfer._lifetime")?.call_method1("remember", (engine.clone_ref(py),))?;
+        Ok(engine)
+    }
+}
+
+/// Calls a Python callback from a thread of the engine.
+fn notify<'a, A>(callback: &PyObject, arguments: A)
+where
+    A: for<'py> IntoPyObject<'py, Target = PyTuple> + 'a,
+{
+    Python::with_gil(|py| {
+        let called = arguments.into_pyobject(py).map_err(Into::into).and_then(|arguments| {
+            let arguments = pyo3::BoundObject::into_bound(arguments);
+            callback.bind(py).call1(arguments)
+        });
+        if let Err(raised) = called {
+            raised.write_unraisable(py, Some(callback.bind(py)));
+        }
+    });
+}
+
+/// A transfer engine.
+#[pyclass(name = "Engine", module = "putget_transfer", frozen, subclass, weakref)]
+pub(super) struct PyEngine {
+    /// None once closed.
+    engine: Mutex<Option<Engine>>,
+}
+
+impl PyEngine {
+    pub fn engine(&self) -> Result<Engine, Error> {
+        self.engine.lock().unwrap_or_else(PoisonError::into_inner).clone().ok_or(Error::Closed)
+    }
+}
+
+impl Drop for PyEngine {
+    fn drop(&mut self) {
+        let engine = self.engine.lock().unwrap_or_else(PoisonError::into_inner).take();
+        // The callback thread needs the interpreter to come to its end.
+        Python::with_gil(|py| py.allow_threads(|| drop(engine)));
+    }
+}
+
+#[pymethods]
+impl PyEngine {
+    #[staticmethod]
+    fn builder() -> PyBuilder {
+        PyBuilder { builder: Mutex::new(Some(Engine::builder())) }
+    }
+
+    fn main_address(&self) -> PyResult<PyNetAddr> {
+        Ok(PyNetAddr { address: self.engine()?.main_address() })
+    }
+
+    #[pyo3(signature = (group=0))]
+    fn addresses(&self, group: usize) -> PyResult<Vec<PyNetAddr>> {
+        let engine = self.engine()?;
+        Ok(engine.addresses(group).iter().map(|address| PyNetAddr { address: address.clone() }).collect())
+    }
+
+    #[getter]
+    fn name(&self) -> PyResult<String> {
+        Ok(self.engine()?.name().to_string())
+    }
+
+    fn metrics_text(&self) -> PyResult<String> {
+        Ok(self.engine()?.metrics_text())
+    }
+
+    fn max_message(&self) -> PyResult<usize> {
+        Ok(self.engine()?.max_message())
+    }
+
+    fn imm_count(&self, imm: u32) -> PyResult<u64> {
+        Ok(self.engine()?.imm_count(imm))
+    }
+
+    fn reset_imm(&self, imm: u32) -> PyResult<u64> {
+        Ok(self.engine()?.reset_imm(imm)?)
+    }
+
+    fn mirror_imm(&self, imm: u32, handle: &PyMrHandle, offset: u64) -> PyResult<()> {
+        Ok(self.engine()?.mirror_imm(imm, &handle.handle()?, offset)?)
+    }
+
+    fn unmirror_imm(&self, imm: u32) -> PyResult<()> {
+        self.engine()?.unmirror_imm(imm);
+        Ok(())
+    }
+
+    fn submit_recvs(&self, len: usize, count: usize, callback: PyObject) -> PyResult<()> {
+        let call = move |from: crate::PeerName, bytes: &[u8]| notify(&callback, (from.to_string(), Bytes(bytes)));
+        Ok(self.engine()?.submit_recvs(len, count, call)?)
+    }
+
+    fn alloc_uvm_watcher(&self, callback: PyObject) -> PyResult<PyUvmWatcher> {
+        let watcher = self.engine()?.alloc_uvm_watcher(move |old, new| notify(&callback, (old, new)))?;
+        Ok(PyUvmWatcher { watcher })
+    }
+
+    fn close(&self, py: Python<'_>) {
+        let engine = self.engine.lock().unwrap_or_else(PoisonError::into_inner).take();
+        py.allow_threads(|| {
+            if let Some(engine) = engine {
+                engine.close();
+            }
+        });
+    }
+
+    fn __enter__(slf: Py<Self>) -> Py<Self> {
+        slf
+    }
+
+    fn __exit__(&self, py: Python<'_>, _kind: PyObject, _value: PyObject, _traceback: PyObject) {
+        self.close(py);
+    }
+
+    fn __repr__(&self) -> String {
+        self.engine().map_or("<Engine closed>".into(), |engine| format!("<{engine:?}>"))
+    }
+}
+
+/// A slice that becomes Python's bytes, not a list of numbers.
+struct Bytes<'a>(&'a [u8]);
+
+impl<'py> IntoPyObject<'py> for Bytes<'_> {
+    type Target = pyo3::types::PyBytes;
+    type Output = Bound<'py, Self::Target>;
+    type Error = std::convert::Infallible;
+
+    fn into_pyobject(self, py: Python<'py>) -> Result<Self::Output, Self::Error> {
+        Ok(pyo3::types::PyBytes::new(py, self.0))
+    }
+}
+
+/// A watched word.
+#[pyclass(name = "UvmWatcher", module = "putget_transfer", frozen)]
+pub(super) struct PyUvmWatcher {
+    watcher: UvmWatcher,
+}
+
+#[pymethods]
+impl PyUvmWatcher {
+    #[getter]
+    fn address(&self) -> usize {
+        self.watcher.address()
+    }
+
+    #[getter]
+    fn value(&self) -> u64 {
+        self.watcher.value()
+    }
+
+    fn store(&self, value: u64) {
+        self.watcher.store(value);
+    }
+}

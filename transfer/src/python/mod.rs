@@ -1,0 +1,27 @@
+//! The Python module `putget_transfer._native`: the Rust interface under the same names.
+
+mod domain;
+mod engine;
+mod errors;
+mod submit;
+mod transfer;
+
+use pyo3::prelude::*;
+
+#[pymodule]
+fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    errors::add(module)?;
+    module.add_class::<engine::PyEngine>()?;
+    module.add_class::<engine::PyBuilder>()?;
+    module.add_class::<engine::PyDeviceGroup>()?;
+    module.add_class::<engine::PySimNetwork>()?;
+    module.add_class::<engine::PyUvmWatcher>()?;
+    module.add_class::<domain::PyMrHandle>()?;
+    module.add_class::<domain::PyMrDesc>()?;
+    module.add_class::<domain::PyNetAddr>()?;
+    module.add_class::<submit::PyPages>()?;
+    module.add_class::<submit::PyScatterDst>()?;
+    module.add_class::<submit::PyPeerGroup>()?;
+    module.add_class::<transfer::PyTransfer>()?;
+    module.add_class::<transfer::PyFlag>()
+}

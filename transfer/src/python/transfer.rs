@@ -1,0 +1,194 @@
+//! Operations under way, as Python sees them.
+
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use pyo3::exceptions::{PyTimeoutError, PyValueError};
+use pyo3::prelude::*;
+
+use super::engine::PyEngine;
+use crate::api::TransferId;
+use crate::completion::{Done, Flag};
+use crate::error::Outcome;
+
+/// How long a wait goes without looking for signals, so that Ctrl-C works.
+const SLICE: Duration = Duration::from_millis(50);
+
+#[derive(Default)]
+struct State {
+    outcome: Option<Outcome>,
+    callbacks: Vec<PyObject>,
+}
+
+#[derive(Default)]
+struct Progress {
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+impl Progress {
+    fn outcome(&self) -> Option<Outcome> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner).outcome.clone()
+    }
+
+    fn finish(&self, outcome: Outcome) {
+        let callbacks = {
+            let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+            state.outcome = Some(outcome.clone());
+            std::mem::take(&mut state.callbacks)
+        };
+        self.changed.notify_all();
+        if !callbacks.is_empty() {
+            Python::with_gil(|py| callbacks.iter().for_each(|callback| call(py, callback, &outcome)));
+        }
+    }
+
+    /// Waits at most `timeout` and says whether the operation is over.
+    fn wait(&self, timeout: Duration) -> bool {
+        let state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let wait = self.changed.wait_timeout_while(state, timeout, |state| state.outcome.is_none());
+        wait.unwrap_or_else(PoisonError::into_inner).0.outcome.is_some()
+    }
+}
+
+/// Calls back with the error or None. What the callback raises has nobody to go to: Python's hook for that gets it.
+fn call(py: Python<'_>, callback: &PyObject, outcome: &Outcome) {
+    let error = outcome.as_ref().err().map(|error| PyErr::from(error.clone()));
+    if let Err(raised) = callback.call1(py, (error,)) {
+        raised.write_unraisable(py, Some(callback.bind(py)));
+    }
+}
+
+/// A submitted operation. Await it, wait for it, or look at it.
+#[pyclass(name = "Transfer", module = "putget_transfer", frozen)]
+pub(super) struct PyTransfer {
+    progress: Arc<Progress>,
+    /// What can be cancelled, and where.
+    id: Option<(TransferId, Py<PyEngine>)>,
+}
+
+/// Submits an operation whose end a new `Transfer`, and whoever else was named in `done`, are told of.
+pub(super) fn submitted(
+    engine: &Bound<'_, PyEngine>,
+    done: Option<&Bound<'_, PyAny>>,
+    submit: impl FnOnce(Done) -> PyResult<Option<TransferId>>,
+) -> PyResult<PyTransfer> {
+    let progress = Arc::new(Progress::default());
+    let mut flag = None;
+    if let Some(done) = done.filter(|done| !done.is_none()) {
+        if let Ok(found) = done.downcast::<PyFlag>() {
+            flag = Some(Arc::clone(&found.get().flag));
+        } else if done.is_callable() {
+            progress.state.lock().unwrap_or_else(PoisonError::into_inner).callbacks.push(done.clone().unbind());
+        } else {
+            let problem = format!("done: {} came; a callable, a Flag or None is allowed", done.get_type());
+            return Err(PyValueError::new_err(problem));
+        }
+    }
+    let told = Arc::clone(&progress);
+    let raised = flag.as_ref().map(Done::flag);
+    let over = Done::callback(move |outcome| {
+        if let Some(flag) = flag {
+            flag.lower(outcome.is_err());
+        }
+        told.finish(outcome);
+    });
+    match submit(over) {
+        Ok(id) => Ok(PyTransfer { progress, id: id.map(|id| (id, engine.clone().unbind())) }),
+        Err(error) => {
+            // Nothing was submitted, so nothing will lower the flag.
+            if let Some(Done(crate::completion::Kind::Flag(flag))) = raised {
+                flag.lower(false);
+            }
+            Err(error)
+        }
+    }
+}
+
+#[pymethods]
+impl PyTransfer {
+    fn done(&self) -> bool {
+        self.progress.outcome().is_some()
+    }
+
+    fn result(&self) -> PyResult<()> {
+        match self.progress.outcome() {
+            Some(outcome) => Ok(outcome?),
+            None => Err(PyTimeoutError::new_err("the transfer is not over")),
+        }
+    }
+
+    #[pyo3(signature = (timeout_s=None))]
+    fn wait(&self, py: Python<'_>, timeout_s: Option<f64>) -> PyResult<()> {
+        let end =
+            super::engine::duration("timeout_s", timeout_s)?.and_then(|timeout| Instant::now().checked_add(timeout));
+        loop {
+            let left = end.map_or(SLICE, |end| end.saturating_duration_since(Instant::now()));
+            if py.allow_threads(|| self.progress.wait(left.min(SLICE))) {
+                return self.result();
+            }
+            py.check_signals()?;
+            if end.is_some_and(|end| Instant::now() >= end) {
+                return Err(PyTimeoutError::new_err("the transfer is not over"));
+            }
+        }
+    }
+
+    fn cancel(&self) -> PyResult<bool> {
+        match &self.id {
+            Some((id, engine)) if !self.done() => {
+                engine.get().engine()?.cancel(*id)?;
+                Ok(true)
+            }
+            _ => Ok(false),
+        }
+    }
+
+    fn add_done_callback(&self, py: Python<'_>, callback: PyObject) {
+        let mut state = self.progress.state.lock().unwrap_or_else(PoisonError::into_inner);
+        match state.outcome.clone() {
+            None => state.callbacks.push(callback),
+            Some(outcome) => {
+                drop(state);
+                call(py, &callback, &outcome);
+            }
+        }
+    }
+
+    fn __await__(slf: Bound<'_, Self>) -> PyResult<PyObject> {
+        let wait = slf.py().import("putget_transfer._asyncio")?.getattr("wait")?;
+        Ok(wait.call1((slf,))?.call_method0("__await__")?.unbind())
+    }
+
+    fn __repr__(&self) -> &'static str {
+        match self.progress.outcome() {
+            None => "<Transfer under way>",
+            Some(Ok(())) => "<Transfer done>",
+            Some(Err(_)) => "<Transfer failed>",
+        }
+    }
+}
+
+/// A flag that operations lower; it counts, so one can stand for several.
+#[pyclass(name = "Flag", module = "putget_transfer", frozen)]
+pub(super) struct PyFlag {
+    flag: Arc<Flag>,
+}
+
+#[pymethods]
+impl PyFlag {
+    #[new]
+    fn new() -> Self {
+        Self { flag: Flag::new() }
+    }
+
+    #[getter]
+    fn pending(&self) -> u32 {
+        self.flag.pending()
+    }
+
+    #[getter]
+    fn failed(&self) -> u32 {
+        self.flag.failed()
+    }
+}

@@ -1,0 +1,81 @@
+//! What the threads of one engine share.
+
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use crate::callbacks::{Job, PeerCallback, RecvPool};
+use crate::completion::{Done, Kind};
+use crate::counter::Counters;
+use crate::error::{DownReason, Outcome, PeerName};
+use crate::metrics::Metrics;
+use crate::queue::Queue;
+
+/// A peer has come or gone.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PeerEvent {
+    /// Whose.
+    pub peer: PeerName,
+    /// None: the connection stands. Otherwise why it ended.
+    pub down: Option<DownReason>,
+}
+
+/// What the builder fixed.
+#[derive(Clone)]
+pub(crate) struct Config {
+    pub secret: Option<Vec<u8>>,
+    pub heartbeat_interval: Duration,
+    pub heartbeat_timeout: Duration,
+    pub connect_timeout: Duration,
+    pub default_deadline: Duration,
+    /// How long a stopped transfer may take to drain before its connection is dropped.
+    pub grace: Duration,
+    pub min_shard: u64,
+    pub busy_poll: bool,
+}
+
+pub(crate) struct Shared {
+    pub engine: u64,
+    pub config: Config,
+    pub counters: Counters<Done>,
+    pub metrics: Metrics,
+    pub jobs: Queue<Job>,
+    pub pool: Mutex<Option<Arc<RecvPool>>>,
+    pub peer_callback: Mutex<Option<PeerCallback>>,
+}
+
+impl Shared {
+    /// Tells whoever waits for an operation. Callbacks go to their own thread.
+    pub fn complete(&self, done: Done, outcome: Outcome) {
+        self.metrics.finished(outcome.is_ok());
+        match done.0 {
+            Kind::Ignore => {}
+            Kind::Flag(flag) => flag.lower(outcome.is_err()),
+            Kind::Future(once) => {
+                once.set(outcome);
+            }
+            Kind::Callback(callback) => {
+                // The callback thread ends after all who complete operations; a callback is never left out.
+                if let Err(job) = self.jobs.push(Job::Done(callback, outcome)) {
+                    job.run(self);
+                }
+            }
+        }
+    }
+
+    pub fn pool(&self) -> Option<Arc<RecvPool>> {
+        self.pool.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    pub fn tell_peer_event(&self, event: PeerEvent) {
+        self.metrics.peer_event(event.down.is_none());
+        match event.down {
+            None => tracing::debug!(peer = %event.peer, "peer up"),
+            Some(reason) => tracing::info!(peer = %event.peer, %reason, "peer down"),
+        }
+        let callback = self.peer_callback.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        if let Some(callback) = callback {
+            // A closed queue means that the engine is closing: its owner knows.
+            let _ = self.jobs.push(Job::Peer(callback, event));
+        }
+    }
+}

@@ -1,0 +1,237 @@
+//! One NIC of the simulated network. Its owner's polls carry out what it has posted.
+
+use std::sync::{Arc, PoisonError, RwLock};
+
+use super::{Faults, Port, SimNetwork, State};
+use crate::descriptor::ProviderKind;
+use crate::error::{Error, NetworkError};
+use crate::provider::{Event, Limits, Link, LocalKey, Nic, Post, Registered, Waker, Write};
+use crate::region::Region;
+
+/// Longest write, short enough that tests see transfers cut into several.
+const MAX_WRITE: u64 = 1 << 20;
+const MAX_MESSAGE: usize = 64 << 10;
+
+enum Work {
+    Message(Vec<u8>),
+    Write { src: Arc<Region>, src_offset: u64, dst: u64, rkey: u64, len: u64, imm: Option<u32> },
+}
+
+struct Flight {
+    work: Work,
+    link: Link,
+    token: u64,
+    /// The poll at which it is carried out, at the earliest.
+    due: u64,
+    lost: bool,
+}
+
+/// A NIC of a [`SimNetwork`].
+pub(crate) struct SimNic {
+    network: SimNetwork,
+    id: u32,
+    random: fastrand::Rng,
+    polls: u64,
+    flights: Vec<Flight>,
+    /// What links lead to; None once disconnected.
+    links: Vec<Option<u32>>,
+    rkeys: Vec<Option<u64>>,
+    finished: Vec<Event>,
+}
+
+/// How one attempt to carry out a flight went.
+enum Delivery {
+    Done(Result<(), NetworkError>),
+    /// Cut or dead: nothing moves and nobody is told.
+    Stuck,
+}
+
+impl SimNic {
+    pub fn new(network: SimNetwork, id: u32) -> Self {
+        let random = fastrand::Rng::with_seed(network.net.seed ^ (u64::from(id) << 32));
+        Self {
+            network,
+            id,
+            random,
+            polls: 0,
+            flights: Vec::new(),
+            links: Vec::new(),
+            rkeys: Vec::new(),
+            finished: Vec::new(),
+        }
+    }
+
+    fn target(&self, link: Link) -> Option<u32> {
+        self.links.get(link.0).copied().flatten()
+    }
+
+    fn post(&mut self, link: Link, token: u64, work: Work, share: impl Fn(&Faults) -> f64) -> Result<(), Post> {
+        let faults = self.network.faults();
+        if self.flights.len() >= faults.depth {
+            return Err(Post::Full);
+        }
+        if self.target(link).is_none() {
+            return Err(Post::Failed(NetworkError::Disconnected));
+        }
+        let delay = self.random.u32(0..=faults.max_delay_polls);
+        let lost = self.random.f64() < share(&faults);
+        self.flights.push(Flight { work, link, token, due: self.polls + u64::from(delay), lost });
+        Ok(())
+    }
+
+    fn deliver(&self, flight: &Flight) -> Delivery {
+        let Some(target) = self.target(flight.link) else {
+            return Delivery::Done(Err(NetworkError::Disconnected));
+        };
+        let blocked = |state: &State| {
+            state.cut.contains(&(self.id, target)) || state.dead.contains(&self.id) || state.dead.contains(&target)
+        };
+        let missing = self.network.with(|state| (blocked(state), !state.ports.contains_key(&target)));
+        match missing {
+            (true, _) => return Delivery::Stuck,
+            (false, true) => return Delivery::Done(Err(NetworkError::Unreachable)),
+            (false, false) => {}
+        }
+        if flight.lost {
+            return Delivery::Done(Err(NetworkError::Lost));
+        }
+        let event = match &flight.work {
+            Work::Message(bytes) => Some(Event::Received(bytes.clone())),
+            Work::Write { src, src_offset, dst, rkey, len, imm } => {
+                let key = self.network.with(|state| state.ports.get(&target)?.keys.get(rkey).cloned());
+                if let Err(error) = land(key.as_ref(), src, *src_offset, *dst, *len) {
+                    return Delivery::Done(Err(error));
+                }
+                imm.map(Event::Immediate)
+            }
+        };
+        let waker = event.and_then(|event| {
+            self.network.with(|state| {
+                let port = state.ports.get_mut(&target)?;
+                port.inbox.push_back(event);
+                port.waker.clone()
+            })
+        });
+        if let Some(wake) = waker {
+            wake();
+        }
+        Delivery::Done(Ok(()))
+    }
+}
+
+/// Copies into the target's memory while its registration is held.
+fn land(key: Option<&super::Key>, src: &Region, src_offset: u64, dst: u64, len: u64) -> Result<(), NetworkError> {
+    let key = key.ok_or(NetworkError::BadKey)?.read().unwrap_or_else(PoisonError::into_inner);
+    let region = key.as_ref().ok_or(NetworkError::BadKey)?;
+    if !region.contains(dst, len) {
+        return Err(NetworkError::OutOfBounds);
+    }
+    Region::copy(src, src_offset, region, dst, len).map_err(|error| NetworkError::Other(error.to_string()))
+}
+
+impl Nic for SimNic {
+    fn kind(&self) -> ProviderKind {
+        ProviderKind::Sim
+    }
+
+    fn endpoint(&self) -> Vec<u8> {
+        self.id.to_le_bytes().to_vec()
+    }
+
+    fn limits(&self) -> Limits {
+        Limits { max_write: MAX_WRITE, max_message: MAX_MESSAGE }
+    }
+
+    fn set_waker(&mut self, waker: Waker) -> bool {
+        let set = |state: &mut State| state.ports.get_mut(&self.id).map(|port: &mut Port| port.waker = Some(waker));
+        self.network.with(set).is_some()
+    }
+
+    fn register(&mut self, region: &Arc<Region>) -> Result<Registered, Error> {
+        let rkey = self.random.u64(..);
+        let key = Arc::new(RwLock::new(Some(Arc::clone(region))));
+        self.network.with(|state| state.ports.get_mut(&self.id).map(|port| port.keys.insert(rkey, key)));
+        self.rkeys.push(Some(rkey));
+        Ok(Registered { local: LocalKey(self.rkeys.len() - 1), base: 0, rkey })
+    }
+
+    fn deregister(&mut self, key: LocalKey) -> Result<(), Error> {
+        let rkey = self.rkeys.get_mut(key.0).and_then(Option::take);
+        let rkey = rkey.ok_or_else(|| Error::argument("handle", "it is not registered on this NIC"))?;
+        let key = self.network.with(|state| state.ports.get_mut(&self.id)?.keys.remove(&rkey));
+        if let Some(key) = key {
+            *key.write().unwrap_or_else(PoisonError::into_inner) = None;
+        }
+        Ok(())
+    }
+
+    fn connect(&mut self, endpoint: &[u8]) -> Result<Link, NetworkError> {
+        let id = endpoint.try_into().map(u32::from_le_bytes).map_err(|_| NetworkError::Unreachable)?;
+        self.links.push(Some(id));
+        Ok(Link(self.links.len() - 1))
+    }
+
+    fn disconnect(&mut self, link: Link) {
+        if let Some(target) = self.links.get_mut(link.0) {
+            *target = None;
+        }
+    }
+
+    fn send(&mut self, link: Link, bytes: Vec<u8>, token: u64) -> Result<(), Post> {
+        self.post(link, token, Work::Message(bytes), |faults| faults.drop_messages)
+    }
+
+    fn write(&mut self, write: &Write<'_>) -> Result<(), Post> {
+        let work = Work::Write {
+            src: Arc::clone(write.src),
+            src_offset: write.src_offset,
+            dst: write.dst,
+            rkey: write.rkey,
+            len: write.len,
+            imm: write.imm,
+        };
+        self.post(write.link, write.token, work, |faults| faults.drop_writes)
+    }
+
+    fn poll(&mut self, events: &mut Vec<Event>) {
+        self.polls += 1;
+        events.append(&mut self.finished);
+        self.network.with(|state| {
+            if let Some(port) = state.ports.get_mut(&self.id).filter(|_| !state.dead.contains(&self.id)) {
+                events.extend(port.inbox.drain(..));
+            }
+        });
+        if self.flights.is_empty() {
+            return;
+        }
+        let (mut due, mut later): (Vec<_>, Vec<_>) =
+            std::mem::take(&mut self.flights).into_iter().partition(|flight| flight.due <= self.polls);
+        if self.network.faults().reorder {
+            self.random.shuffle(&mut due);
+        }
+        for flight in due {
+            match self.deliver(&flight) {
+                Delivery::Stuck => later.push(flight),
+                Delivery::Done(result) => {
+                    let result = result.map_err(|error| (error, false));
+                    self.finished.push(Event::Completed { token: flight.token, result });
+                }
+            }
+        }
+        self.flights = later;
+        // Half of the completions are seen at once and half one poll later: the two sides of a write may learn of it in
+        // either order.
+        if self.random.bool() {
+            events.append(&mut self.finished);
+        }
+    }
+}
+
+impl Drop for SimNic {
+    fn drop(&mut self) {
+        let port = self.network.with(|state| state.ports.remove(&self.id));
+        for key in port.into_iter().flat_map(|port| port.keys.into_values()) {
+            *key.write().unwrap_or_else(PoisonError::into_inner) = None;
+        }
+    }
+}

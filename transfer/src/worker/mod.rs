@@ -1,0 +1,304 @@
+//! The thread of one device group. It owns the NICs and everything under way on them, so nothing here needs a lock.
+//!
+//! Order of work: new submissions first, the first write of each at once; then what is pending, to keep the queues full;
+//! then polling.
+
+pub(crate) mod command;
+mod connect;
+mod frames;
+mod messages;
+mod peers;
+mod resets;
+#[cfg(test)]
+mod tests;
+mod timers;
+mod writes;
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use slab::Slab;
+
+use crate::completion::Done;
+use crate::descriptor::{MAX_NICS, NetAddr, PeerKey, ProviderKind};
+use crate::error::Error;
+use crate::metrics::count;
+use crate::provider::{Event, LocalKey, Nic, Registered};
+use crate::queue::Queue;
+use crate::region::Region;
+use crate::shared::Shared;
+use command::Command;
+
+/// Polls without anything to do before the thread gives the processor away, and before it sleeps.
+const SPINS: u32 = 100;
+const YIELDS: u32 = 400;
+/// Longest sleep: the timers' own resolution.
+const TICK: Duration = Duration::from_millis(2);
+/// Sleep between polls of NICs that cannot wake the thread, or that have something in flight.
+const NAP: Duration = Duration::from_micros(50);
+
+/// Work that waits for room on a NIC: operation, target, and the operation's id in case the slot has a new tenant.
+type Pending = (usize, usize, u64);
+
+/// One NIC and what waits for it.
+struct Lane {
+    nic: Box<dyn Nic>,
+    pending: VecDeque<Pending>,
+    in_flight: usize,
+}
+
+/// What a token of a work request stands for.
+enum Token {
+    Write { slot: usize, target: usize },
+    Frame(usize),
+}
+
+const FRAME_BIT: u64 = 1 << 63;
+
+impl Token {
+    fn encode(&self) -> u64 {
+        match self {
+            Self::Write { slot, target } => ((*slot as u64) << 24) | *target as u64,
+            Self::Frame(index) => FRAME_BIT | *index as u64,
+        }
+    }
+
+    fn decode(token: u64) -> Self {
+        if token & FRAME_BIT != 0 {
+            Self::Frame((token & !FRAME_BIT) as usize)
+        } else {
+            Self::Write { slot: (token >> 24) as usize, target: (token & 0xff_ffff) as usize }
+        }
+    }
+}
+
+/// Most destinations of one operation, as far as a token can tell them apart.
+pub(crate) const MAX_TARGETS: usize = 1 << 24;
+
+pub(crate) struct Worker {
+    shared: Arc<Shared>,
+    commands: Arc<Queue<Command>>,
+    key: PeerKey,
+    kind: ProviderKind,
+    /// This group's own addresses, one per NIC.
+    nics: Vec<NetAddr>,
+    lanes: Vec<Lane>,
+    /// True if every NIC calls the waker.
+    wakes: bool,
+    inbox: VecDeque<Command>,
+    events: Vec<Event>,
+    met: Vec<Done>,
+    now: Instant,
+    next_tick: Instant,
+    ops: Slab<writes::Op>,
+    op_slots: HashMap<u64, usize>,
+    messages: HashMap<u64, messages::Message>,
+    resets: Vec<resets::Reset>,
+    asked: Vec<resets::Asked>,
+    peers: Slab<peers::Peer>,
+    peer_slots: HashMap<PeerKey, usize>,
+    sessions: HashMap<u64, usize>,
+    half_open: HashMap<u64, connect::HalfOpen>,
+    frames: Slab<frames::Outgoing>,
+    frame_queue: VecDeque<usize>,
+    /// Registered memory that writes without bytes name as their source.
+    nothing: Option<(Arc<Region>, Vec<Registered>)>,
+}
+
+impl Worker {
+    /// Makes the worker on its own thread, after pinning, so that its memory lies near its NICs.
+    pub fn new(
+        shared: Arc<Shared>,
+        commands: Arc<Queue<Command>>,
+        group: u16,
+        mut nics: Vec<Box<dyn Nic>>,
+    ) -> Result<Self, Error> {
+        let key = PeerKey { engine: shared.engine, group };
+        let kind =
+            nics.first().map(|nic| nic.kind()).ok_or_else(|| Error::argument("nics", "none came; 1 is needed"))?;
+        if nics.len() > MAX_NICS {
+            let problem = format!("{} came; at most {MAX_NICS} are allowed", nics.len());
+            return Err(Error::argument("nics", problem));
+        }
+        let addresses =
+            (0..).zip(&nics).map(|(nic, device)| NetAddr { provider: kind, key, nic, endpoint: device.endpoint() });
+        let addresses = addresses.collect();
+        let mut wakes = true;
+        for nic in &mut nics {
+            let queue = Arc::clone(&commands);
+            wakes &= nic.set_waker(Arc::new(move || queue.wake()));
+        }
+        let lanes = nics.into_iter().map(|nic| Lane { nic, pending: VecDeque::new(), in_flight: 0 }).collect();
+        let now = Instant::now();
+        let mut worker = Self {
+            shared,
+            commands,
+            key,
+            kind,
+            nics: addresses,
+            lanes,
+            wakes,
+            inbox: VecDeque::new(),
+            events: Vec::with_capacity(256),
+            met: Vec::new(),
+            now,
+            next_tick: now,
+            ops: Slab::with_capacity(256),
+            op_slots: HashMap::new(),
+            messages: HashMap::new(),
+            resets: Vec::new(),
+            asked: Vec::new(),
+            peers: Slab::new(),
+            peer_slots: HashMap::new(),
+            sessions: HashMap::new(),
+            half_open: HashMap::new(),
+            frames: Slab::with_capacity(64),
+            frame_queue: VecDeque::new(),
+            nothing: None,
+        };
+        let region = Arc::new(Region::allocate(64)?);
+        let keys = worker.register(&region)?;
+        worker.nothing = Some((region, keys));
+        Ok(worker)
+    }
+
+    pub fn addresses(&self) -> &[NetAddr] {
+        &self.nics
+    }
+
+    /// The limits that hold on every NIC: longest write, longest frame.
+    pub fn limits(&self) -> (u64, usize) {
+        let limits = || self.lanes.iter().map(|lane| lane.nic.limits());
+        let max_write = limits().map(|limits| limits.max_write).min().unwrap_or(1);
+        (max_write, limits().map(|limits| limits.max_message).min().unwrap_or(0))
+    }
+
+    /// Works until the engine closes the queue, then ends everything that is under way.
+    pub fn run(mut self) {
+        let mut idle = 0;
+        while !self.commands.is_finished() || !self.inbox.is_empty() {
+            if self.turn() {
+                idle = 0;
+                continue;
+            }
+            idle += 1;
+            if self.shared.config.busy_poll || idle < SPINS {
+                std::hint::spin_loop();
+            } else if idle < YIELDS {
+                std::thread::yield_now();
+            } else {
+                let busy = !self.wakes || self.lanes.iter().any(|lane| lane.in_flight > 0);
+                self.commands.wait(if busy { NAP } else { TICK });
+            }
+        }
+        self.close();
+    }
+
+    /// One round; says whether anything happened.
+    fn turn(&mut self) -> bool {
+        self.now = Instant::now();
+        let mut active = self.commands.drain(&mut self.inbox) > 0;
+        while let Some(command) = self.inbox.pop_front() {
+            self.obey(command);
+        }
+        self.answer_resets();
+        active |= self.post_pending();
+        active |= self.poll();
+        if self.now >= self.next_tick {
+            self.next_tick = self.now + TICK;
+            self.tick();
+        }
+        active
+    }
+
+    fn obey(&mut self, command: Command) {
+        match command {
+            Command::Write { id, targets, done, deadline } => self.start_write(id, targets, done, deadline),
+            Command::Message { id, to, bytes, done, deadline } => self.start_message(id, &to, bytes, done, deadline),
+            Command::Reset { id, imm, peers, done, deadline } => self.start_reset(id, imm, &peers, done, deadline),
+            Command::Cancel { id } => self.cancel(id),
+            Command::Register { region, reply } => {
+                let registered = self.register(&region);
+                reply.set(registered);
+            }
+            Command::Deregister { keys, reply } => {
+                let result = self.deregister(&keys);
+                if let Some(reply) = reply {
+                    reply.set(result);
+                }
+            }
+        }
+    }
+
+    /// Registers on every NIC, or on none.
+    fn register(&mut self, region: &Arc<Region>) -> Result<Vec<Registered>, Error> {
+        let mut keys: Vec<Registered> = Vec::with_capacity(self.lanes.len());
+        for lane in &mut self.lanes {
+            match lane.nic.register(region) {
+                Ok(key) => keys.push(key),
+                Err(error) => {
+                    let made: Vec<_> = keys.iter().map(|key| key.local).collect();
+                    // The first failure is the one to report.
+                    let _ = self.deregister(&made);
+                    return Err(error);
+                }
+            }
+        }
+        Ok(keys)
+    }
+
+    fn deregister(&mut self, keys: &[LocalKey]) -> Result<(), Error> {
+        let mut result = Ok(());
+        for (lane, key) in self.lanes.iter_mut().zip(keys) {
+            result = result.and(lane.nic.deregister(*key));
+        }
+        result
+    }
+
+    fn poll(&mut self) -> bool {
+        let mut events = std::mem::take(&mut self.events);
+        let mut active = false;
+        for index in 0..self.lanes.len() {
+            if let Some(lane) = self.lanes.get_mut(index) {
+                lane.nic.poll(&mut events);
+            }
+            active |= !events.is_empty();
+            for event in events.drain(..) {
+                self.handle(index, event);
+            }
+        }
+        self.events = events;
+        active
+    }
+
+    fn handle(&mut self, nic: usize, event: Event) {
+        match event {
+            Event::Completed { token, result } => {
+                if result.is_err() {
+                    count(&self.shared.metrics.network_errors_total);
+                }
+                match Token::decode(token) {
+                    Token::Write { slot, target } => self.write_completed(nic, slot, target, result),
+                    Token::Frame(index) => self.frame_completed(index, result),
+                }
+            }
+            Event::Received(bytes) => self.received(&bytes),
+            Event::Immediate(imm) => {
+                count(&self.shared.metrics.immediates_total);
+                self.shared.counters.add(imm, &mut self.met);
+                while let Some(done) = self.met.pop() {
+                    self.shared.complete(done, Ok(()));
+                }
+            }
+        }
+    }
+
+    /// Ends what is under way, says goodbye, and lets the NICs go.
+    fn close(&mut self) {
+        self.abandon_operations();
+        self.abandon_messages();
+        self.abandon_resets();
+        self.say_goodbye();
+    }
+}

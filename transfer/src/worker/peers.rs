@@ -1,0 +1,133 @@
+//! The peers of one device group, and what happens when one comes or goes.
+
+use std::time::{Duration, Instant};
+
+use super::{Pending, Worker};
+use crate::descriptor::{MAX_NICS, NetAddr, PeerKey};
+use crate::error::{DownReason, PeerName, Reason};
+use crate::message::Introduction;
+use crate::provider::Link;
+use crate::shared::PeerEvent;
+
+/// How far a connection is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Stage {
+    /// Never tried, or refused.
+    Idle,
+    /// Hello is out.
+    Connecting,
+    /// The peer has proved itself; Confirm is out.
+    Confirming,
+    Ready,
+    Down(DownReason),
+}
+
+pub(super) struct Peer {
+    pub key: PeerKey,
+    pub name: PeerName,
+    /// Its first NIC.
+    pub first: NetAddr,
+    pub links: [Option<Link>; MAX_NICS],
+    /// What the peer's frames carry, so that they are recognised here.
+    pub session: u64,
+    /// What frames to the peer carry.
+    pub theirs: u64,
+    pub stage: Stage,
+    /// What this engine said of itself in the set-up under way.
+    pub mine: Option<Introduction>,
+    /// What the peer said of itself.
+    pub other: Option<Introduction>,
+    /// When the set-up fails.
+    pub setup_ends: Instant,
+    /// When a frame of the set-up or a heartbeat was last sent.
+    pub sent: Instant,
+    pub heard: Instant,
+    /// Time between heartbeats.
+    pub interval: Duration,
+    /// What waits for the connection.
+    pub waiting: Vec<Pending>,
+    pub waiting_messages: Vec<u64>,
+}
+
+impl Worker {
+    /// Finds the peer behind the address of its first NIC, or makes its record.
+    pub(super) fn peer_for(&mut self, first: &NetAddr) -> usize {
+        if let Some(&peer) = self.peer_slots.get(&first.key) {
+            return peer;
+        }
+        let peer = self.peers.insert(Peer {
+            key: first.key,
+            name: first.name(),
+            first: first.clone(),
+            links: [None; MAX_NICS],
+            session: 0,
+            theirs: 0,
+            stage: Stage::Idle,
+            mine: None,
+            other: None,
+            setup_ends: self.now,
+            sent: self.now,
+            heard: self.now,
+            interval: self.shared.config.heartbeat_interval,
+            waiting: Vec::new(),
+            waiting_messages: Vec::new(),
+        });
+        self.peer_slots.insert(first.key, peer);
+        peer
+    }
+
+    /// The connection stands: what waited for it starts.
+    pub(super) fn become_ready(&mut self, index: usize) {
+        let now = self.now;
+        let Some(peer) = self.peers.get_mut(index) else { return };
+        peer.stage = Stage::Ready;
+        peer.heard = now;
+        peer.sent = now;
+        if let Some(other) = &peer.other {
+            // Often enough for the impatient side.
+            let patience = Duration::from_millis(u64::from(other.heartbeat_timeout_ms));
+            peer.interval = self.shared.config.heartbeat_interval.min(patience / 3);
+        }
+        let name = peer.name;
+        let (waiting, messages) = (std::mem::take(&mut peer.waiting), std::mem::take(&mut peer.waiting_messages));
+        self.shared.tell_peer_event(PeerEvent { peer: name, down: None });
+        waiting.into_iter().for_each(|(slot, target, id)| self.attach(slot, target, id));
+        messages.into_iter().for_each(|id| self.post_message(id));
+    }
+
+    /// Ends a connection, or its set-up, and everything that goes to the peer.
+    pub(super) fn drop_peer(&mut self, index: usize, reason: DownReason) {
+        let Some(peer) = self.peers.get(index) else { return };
+        match peer.stage {
+            Stage::Idle | Stage::Down(_) => return,
+            Stage::Ready => self.shared.tell_peer_event(PeerEvent { peer: peer.name, down: Some(reason) }),
+            Stage::Connecting | Stage::Confirming => {}
+        }
+        let told = if reason == DownReason::Closed { Reason::Closed } else { reason.into() };
+        self.unlink(index, Stage::Down(reason), &told);
+    }
+
+    /// The set-up of a connection has failed: everything that waited for it does too.
+    pub(super) fn fail_connect(&mut self, index: usize, reason: &Reason) {
+        self.unlink(index, Stage::Idle, reason);
+    }
+
+    fn unlink(&mut self, index: usize, stage: Stage, reason: &Reason) {
+        let Some(peer) = self.peers.get_mut(index) else { return };
+        peer.stage = stage;
+        peer.mine = None;
+        peer.other = None;
+        peer.waiting.clear();
+        peer.waiting_messages.clear();
+        let links = std::mem::take(&mut peer.links);
+        self.sessions.remove(&std::mem::take(&mut peer.session));
+        for (lane, link) in self.lanes.iter_mut().zip(links) {
+            if let Some(link) = link {
+                lane.nic.disconnect(link);
+            }
+        }
+        self.fail_unposted(index, reason);
+        self.fail_messages(index, reason);
+        self.fail_resets(index, reason);
+    }
+}

@@ -1,0 +1,71 @@
+//! What happens because time passes: deadlines, heartbeats, repetitions.
+
+use super::Worker;
+use super::peers::Stage;
+use crate::error::{DownReason, Error, Reason};
+use crate::message::Body;
+
+impl Worker {
+    pub(super) fn tick(&mut self) {
+        self.tick_operations();
+        self.tick_messages();
+        self.tick_resets();
+        self.tick_setup();
+        self.tick_heartbeats();
+        if self.key.group == 0 {
+            self.tick_counters();
+        }
+    }
+
+    /// Stops what has been cancelled, in whichever form it is under way.
+    pub(super) fn cancel(&mut self, id: u64) {
+        match self.op_slots.get(&id).copied() {
+            Some(slot) => self.stop_write(slot, &Reason::Cancelled),
+            None => {
+                self.cancel_message(id);
+                self.cancel_reset(id);
+            }
+        }
+    }
+
+    fn tick_operations(&mut self) {
+        let (now, grace) = (self.now, self.shared.config.grace);
+        let (mut late, mut stuck) = (Vec::new(), Vec::new());
+        for (slot, op) in &self.ops {
+            match op.stopped {
+                None if now >= op.deadline => late.push(slot),
+                Some((_, since)) if now >= since + grace => stuck.push(slot),
+                _ => {}
+            }
+        }
+        late.into_iter().for_each(|slot| self.stop_write(slot, &Reason::Deadline));
+        stuck.into_iter().for_each(|slot| self.force_write(slot));
+    }
+
+    fn tick_heartbeats(&mut self) {
+        let (now, timeout) = (self.now, self.shared.config.heartbeat_timeout);
+        let (mut lost, mut due) = (Vec::new(), Vec::new());
+        for (index, peer) in &mut self.peers {
+            if peer.stage != Stage::Ready || peer.key == self.key {
+                continue;
+            }
+            if now.saturating_duration_since(peer.heard) >= timeout {
+                lost.push(index);
+            } else if now.saturating_duration_since(peer.sent) >= peer.interval {
+                peer.sent = now;
+                due.push(index);
+            }
+        }
+        due.into_iter().for_each(|peer| self.send_to_peer(peer, Body::Heartbeat, None));
+        lost.into_iter().for_each(|peer| self.drop_peer(peer, DownReason::HeartbeatLost));
+    }
+
+    fn tick_counters(&mut self) {
+        let mut missed = Vec::new();
+        self.shared.counters.expire(self.now, &mut missed);
+        for late in missed {
+            let error = Error::CountMissed { imm: late.imm, expected: late.expected, found: late.found };
+            self.shared.complete(late.waiter, Err(error));
+        }
+    }
+}

@@ -1,0 +1,438 @@
+//! One-sided operations: posting their pieces, counting what has completed, the immediate last.
+//!
+//! Delivery has no order, so an immediate may travel with bytes only if these are all the bytes of its destination.
+//! Otherwise it follows on its own, once every piece is known to have landed.
+
+use std::time::Instant;
+
+use super::command::TargetRequest;
+use super::peers::Stage;
+use super::{Token, Worker};
+use crate::completion::Done;
+use crate::descriptor::MAX_NICS;
+use crate::error::{DownReason, Error, NetworkError, Reason, TransferError};
+use crate::provider::{MayLand, Post, Write};
+
+/// Where a destination's immediate is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Imm {
+    None,
+    Waiting(u32),
+    Posted,
+}
+
+/// One destination of an operation.
+pub(super) struct Target {
+    pub peer: usize,
+    request: TargetRequest,
+    /// The next piece of each NIC, and the end of its pieces.
+    cursors: [(usize, usize); MAX_NICS],
+    unposted: usize,
+    in_flight: usize,
+    imm: Imm,
+    /// False while the connection is being set up.
+    attached: bool,
+    failed: bool,
+    closed: bool,
+}
+
+impl Target {
+    fn new(peer: usize, request: TargetRequest) -> Self {
+        let mut cursors = [(0, 0); MAX_NICS];
+        for (index, piece) in request.pieces.iter().enumerate() {
+            if let Some((start, end)) = cursors.get_mut(piece.nic) {
+                if *end == 0 {
+                    *start = index;
+                }
+                *end = index + 1;
+            }
+        }
+        let unposted = request.pieces.len();
+        let imm = request.imm.map_or(Imm::None, Imm::Waiting);
+        Self { peer, request, cursors, unposted, in_flight: 0, imm, attached: false, failed: false, closed: false }
+    }
+
+    fn has_piece(&self, nic: usize) -> bool {
+        self.unposted > 0 && self.cursors.get(nic).is_some_and(|(next, end)| next < end)
+    }
+
+    /// Nothing more will be posted.
+    fn give_up(&mut self) {
+        self.unposted = 0;
+        self.cursors = [(0, 0); MAX_NICS];
+        self.failed = true;
+    }
+
+    /// Says whether everything has been posted.
+    fn is_posted(&self) -> bool {
+        self.attached && self.unposted == 0 && !matches!(self.imm, Imm::Waiting(_))
+    }
+}
+
+pub(super) struct Op {
+    pub id: u64,
+    /// None once its owner has been told.
+    done: Option<Done>,
+    pub deadline: Instant,
+    pub targets: Vec<Target>,
+    open: usize,
+    errors: Vec<TransferError>,
+    /// Cancelled or overdue: why and since when.
+    pub stopped: Option<(Reason, Instant)>,
+}
+
+impl Op {
+    /// Says whether a write with this immediate to this peer is not over.
+    pub fn holds(&self, peer: usize, imm: u32) -> bool {
+        self.targets.iter().any(|target| !target.closed && target.peer == peer && target.request.imm == Some(imm))
+    }
+}
+
+/// How an attempt to post went.
+#[derive(PartialEq, Eq)]
+enum Step {
+    Posted,
+    Full,
+    Nothing,
+}
+
+impl Worker {
+    pub(super) fn start_write(&mut self, id: u64, requests: Vec<TargetRequest>, done: Done, deadline: Instant) {
+        let mut targets = Vec::with_capacity(requests.len());
+        for request in requests {
+            // The API refuses a descriptor without NICs.
+            let Some(first) = request.dst.first() else { continue };
+            let peer = self.peer_for(&first.address);
+            targets.push(Target::new(peer, request));
+        }
+        let open = targets.len();
+        let op = Op { id, done: Some(done), deadline, targets, open, errors: Vec::new(), stopped: None };
+        let slot = self.ops.insert(op);
+        self.op_slots.insert(id, slot);
+        if open == 0 {
+            self.finish(slot);
+            return;
+        }
+        for target in 0..open {
+            self.admit(slot, target, id);
+        }
+    }
+
+    /// Attaches a target, or leaves it with its peer until the connection stands.
+    fn admit(&mut self, slot: usize, target: usize, id: u64) {
+        let Some(peer) = self.target(slot, target).map(|target| target.peer) else { return };
+        if self.peers.get(peer).is_some_and(|peer| peer.stage == Stage::Ready) {
+            self.attach(slot, target, id);
+        } else {
+            if let Some(peer) = self.peers.get_mut(peer) {
+                peer.waiting.push((slot, target, id));
+            }
+            self.begin_connect(peer);
+        }
+    }
+
+    fn target(&mut self, slot: usize, target: usize) -> Option<&mut Target> {
+        self.ops.get_mut(slot)?.targets.get_mut(target)
+    }
+
+    /// The connection stands: posts the first write at once and queues the rest.
+    pub(super) fn attach(&mut self, slot: usize, index: usize, id: u64) {
+        if self.ops.get(slot).is_none_or(|op| op.id != id || op.stopped.is_some()) {
+            return;
+        }
+        let Some(target) = self.target(slot, index) else { return };
+        if target.attached || target.closed {
+            return;
+        }
+        target.attached = true;
+        let imm_nic = target.request.imm_nic;
+        let first = target.request.pieces.first().map_or(imm_nic, |piece| piece.nic);
+        if target.unposted == 0 && target.imm == Imm::None {
+            self.close_target(slot, index);
+            return;
+        }
+        self.post_next(slot, index, first);
+        for nic in 0..self.lanes.len() {
+            let Some(target) = self.target(slot, index) else { return };
+            let imm_due = target.request.pieces.is_empty() && nic == imm_nic && matches!(target.imm, Imm::Waiting(_));
+            if (target.has_piece(nic) || imm_due)
+                && let Some(lane) = self.lanes.get_mut(nic)
+            {
+                lane.pending.push_back((slot, index, id));
+            }
+        }
+    }
+
+    /// Fills the queues of every NIC, by turns between the targets that wait for it.
+    pub(super) fn post_pending(&mut self) -> bool {
+        let mut active = self.post_frames();
+        for nic in 0..self.lanes.len() {
+            while let Some(entry) = self.lanes.get_mut(nic).and_then(|lane| lane.pending.pop_front()) {
+                let (slot, target, id) = entry;
+                if self.ops.get(slot).is_none_or(|op| op.id != id) {
+                    continue;
+                }
+                match self.post_next(slot, target, nic) {
+                    Step::Full => {
+                        if let Some(lane) = self.lanes.get_mut(nic) {
+                            lane.pending.push_front(entry);
+                        }
+                        break;
+                    }
+                    Step::Posted => {
+                        active = true;
+                        let more = self.ops.get(slot).filter(|op| op.id == id).and_then(|op| op.targets.get(target));
+                        if more.is_some_and(|target| target.has_piece(nic))
+                            && let Some(lane) = self.lanes.get_mut(nic)
+                        {
+                            lane.pending.push_back(entry);
+                        }
+                    }
+                    Step::Nothing => {}
+                }
+            }
+        }
+        active
+    }
+
+    /// Posts the next work request of a target on a NIC.
+    fn post_next(&mut self, slot: usize, index: usize, nic: usize) -> Step {
+        let Some(op) = self.ops.get_mut(slot) else { return Step::Nothing };
+        let Some(target) = op.targets.get_mut(index) else { return Step::Nothing };
+        if target.closed || target.failed {
+            return Step::Nothing;
+        }
+        let (piece, imm) = if target.has_piece(nic) {
+            let piece = target.cursors.get(nic).and_then(|(next, _)| target.request.pieces.get(*next)).copied();
+            let alone = target.request.pieces.len() == 1;
+            (piece, target.request.imm.filter(|_| alone))
+        } else {
+            match target.imm {
+                Imm::Waiting(imm) if target.unposted == 0 && target.in_flight == 0 && nic == target.request.imm_nic => {
+                    (None, Some(imm))
+                }
+                _ => return Step::Nothing,
+            }
+        };
+        let link = self.peers.get(target.peer).and_then(|peer| peer.links.get(nic).copied().flatten());
+        let dst = target.request.dst.get(nic);
+        let nothing = self.nothing.as_ref().map(|(region, keys)| (region, keys));
+        let source = match (&target.request.src, piece) {
+            (Some(registration), Some(_)) => Some((&registration.region, &registration.nics)),
+            _ => nothing,
+        };
+        let source = source.and_then(|(region, keys)| Some((region, keys.get(nic)?)));
+        let posted = match (link, dst, source, self.lanes.get_mut(nic)) {
+            (Some(link), Some(dst), Some((src, src_key)), Some(lane)) => {
+                let (src_offset, dst_offset, len) = piece.map_or((0, 0, 0), |piece| (piece.src, piece.dst, piece.len));
+                let token = Token::Write { slot, target: index }.encode();
+                let posted = lane.nic.write(&Write {
+                    link,
+                    src,
+                    src_key: src_key.local,
+                    src_offset,
+                    dst: dst.base.saturating_add(dst_offset),
+                    rkey: dst.rkey,
+                    len,
+                    imm,
+                    token,
+                });
+                if posted.is_ok() {
+                    lane.in_flight += 1;
+                    self.shared.metrics.posted(nic, len);
+                }
+                posted
+            }
+            _ => Err(Post::Failed(NetworkError::Disconnected)),
+        };
+        match posted {
+            Ok(()) => {
+                target.in_flight += 1;
+                if imm.is_some() {
+                    target.imm = Imm::Posted;
+                }
+                if piece.is_some() {
+                    target.unposted -= 1;
+                    if let Some((next, _)) = target.cursors.get_mut(nic) {
+                        *next += 1;
+                    }
+                }
+                Step::Posted
+            }
+            Err(Post::Full) => Step::Full,
+            Err(Post::Failed(error)) => {
+                self.fail_target(slot, index, Some(nic), error.into(), false);
+                Step::Nothing
+            }
+        }
+    }
+
+    pub(super) fn write_completed(
+        &mut self,
+        nic: usize,
+        slot: usize,
+        index: usize,
+        result: Result<(), (NetworkError, MayLand)>,
+    ) {
+        if let Some(lane) = self.lanes.get_mut(nic) {
+            lane.in_flight = lane.in_flight.saturating_sub(1);
+        }
+        let Some(op) = self.ops.get_mut(slot) else { return };
+        let id = op.id;
+        let stopped = op.stopped.as_ref().map(|(reason, _)| reason.clone());
+        let Some(target) = op.targets.get_mut(index) else { return };
+        target.in_flight = target.in_flight.saturating_sub(1);
+        if let Err((error, may_land)) = result {
+            let down = match self.peers.get(target.peer).map(|peer| &peer.stage) {
+                Some(Stage::Down(reason)) if error == NetworkError::Disconnected => Some(Reason::PeerDown(*reason)),
+                _ => None,
+            };
+            let reason = stopped.or(down).unwrap_or(Reason::Network(error));
+            self.fail_target(slot, index, Some(nic), reason, may_land);
+            return;
+        }
+        if target.in_flight > 0 || target.unposted > 0 {
+            return;
+        }
+        if target.failed || !matches!(target.imm, Imm::Waiting(_)) {
+            self.close_target(slot, index);
+            return;
+        }
+        let imm_nic = target.request.imm_nic;
+        if self.post_next(slot, index, imm_nic) == Step::Full
+            && let Some(lane) = self.lanes.get_mut(imm_nic)
+        {
+            lane.pending.push_back((slot, index, id));
+        }
+    }
+
+    /// Notes a failure, posts nothing more, and closes the target once nothing is in flight.
+    fn fail_target(&mut self, slot: usize, index: usize, nic: Option<usize>, reason: Reason, may_land: bool) {
+        let Some(op) = self.ops.get_mut(slot) else { return };
+        let Some(target) = op.targets.get_mut(index) else { return };
+        let Some(peer) = self.peers.get(target.peer) else { return };
+        let name = peer.name;
+        if !target.failed {
+            op.errors.push(TransferError { peer: name, nic, reason, may_land });
+        } else if may_land {
+            // The first failure of a destination is its reason; what follows from it adds only this.
+            op.errors.iter_mut().filter(|error| error.peer == name).for_each(|error| error.may_land = true);
+        }
+        target.give_up();
+        if target.in_flight == 0 {
+            self.close_target(slot, index);
+        }
+    }
+
+    fn close_target(&mut self, slot: usize, index: usize) {
+        let Some(op) = self.ops.get_mut(slot) else { return };
+        let Some(target) = op.targets.get_mut(index) else { return };
+        if target.closed {
+            return;
+        }
+        target.closed = true;
+        // What it holds of the caller's memory ends here, not when the slowest destination is through.
+        target.request.src = None;
+        op.open = op.open.saturating_sub(1);
+        if op.open == 0 {
+            self.finish(slot);
+        }
+    }
+
+    fn finish(&mut self, slot: usize) {
+        let Some(op) = self.ops.try_remove(slot) else { return };
+        self.op_slots.remove(&op.id);
+        if let Some(done) = op.done {
+            let outcome = if op.errors.is_empty() { Ok(()) } else { Err(Error::Transfer(op.errors)) };
+            self.shared.complete(done, outcome);
+        }
+    }
+
+    /// Stops an operation: nothing more is posted. What is in flight is waited for, so `done` means that nothing of it can
+    /// land any more.
+    pub(super) fn stop_write(&mut self, slot: usize, reason: &Reason) {
+        let now = self.now;
+        let Some(op) = self.ops.get_mut(slot) else { return };
+        if op.stopped.is_some() {
+            return;
+        }
+        op.stopped = Some((reason.clone(), now));
+        let id = op.id;
+        for index in 0..op.targets.len() {
+            let Some(op) = self.ops.get(slot).filter(|op| op.id == id) else { return };
+            if op.targets.get(index).is_some_and(|target| !target.closed && !target.is_posted()) {
+                self.fail_target(slot, index, None, reason.clone(), false);
+            }
+        }
+    }
+
+    /// A stopped operation has not drained in time: drops the connections that hold it up.
+    pub(super) fn force_write(&mut self, slot: usize) {
+        let Some(op) = self.ops.get(slot) else { return };
+        let id = op.id;
+        let stuck = op.targets.iter().filter(|target| !target.closed);
+        let peers: Vec<_> = stuck.map(|target| target.peer).collect();
+        for peer in peers {
+            self.drop_peer(peer, DownReason::Dropped);
+        }
+        self.poll();
+        // A provider owes a completion for every work request of a dropped connection. One that owes it for longer must
+        // not keep the caller: the slot stays taken, the caller is told that bytes may still land.
+        let overdue = self.now - 2 * self.shared.config.grace;
+        let Some(op) = self.ops.get_mut(slot).filter(|op| op.id == id) else { return };
+        let Some((reason, _)) = op.stopped.clone().filter(|(_, since)| *since < overdue) else { return };
+        if let Some(done) = op.done.take() {
+            let names =
+                op.targets.iter().filter(|target| !target.closed).filter_map(|target| self.peers.get(target.peer));
+            let error = |name| TransferError { peer: name, nic: None, reason: reason.clone(), may_land: true };
+            op.errors.extend(names.map(|peer| error(peer.name)));
+            let errors = op.errors.clone();
+            self.shared.complete(done, Err(Error::Transfer(errors)));
+        }
+    }
+
+    /// Fails everything that goes to a peer and has not been posted.
+    pub(super) fn fail_unposted(&mut self, peer: usize, reason: &Reason) {
+        let mut hit = Vec::new();
+        for (slot, op) in &self.ops {
+            for (index, target) in op.targets.iter().enumerate() {
+                if target.peer == peer && !target.closed && !target.is_posted() {
+                    hit.push((slot, index));
+                }
+            }
+        }
+        for (slot, index) in hit {
+            self.fail_target(slot, index, None, reason.clone(), false);
+        }
+    }
+
+    /// The engine closes: waits a little for what is in flight, then drops every connection and tells everybody.
+    pub(super) fn abandon_operations(&mut self) {
+        let slots: Vec<_> = self.ops.iter().map(|(slot, _)| slot).collect();
+        for slot in slots {
+            self.stop_write(slot, &Reason::Closed);
+        }
+        let end = Instant::now() + self.shared.config.grace;
+        let mut dropped = false;
+        while !self.ops.is_empty() && Instant::now() < end + self.shared.config.grace {
+            self.now = Instant::now();
+            self.post_pending();
+            self.poll();
+            if self.now > end && !dropped {
+                dropped = true;
+                let peers: Vec<_> = self.peers.iter().map(|(index, _)| index).collect();
+                peers.into_iter().for_each(|peer| self.drop_peer(peer, DownReason::Closed));
+            }
+            std::thread::yield_now();
+        }
+        for (_, mut op) in std::mem::take(&mut self.ops) {
+            let names =
+                op.targets.iter().filter(|target| !target.closed).filter_map(|target| self.peers.get(target.peer));
+            let error = |name| TransferError { peer: name, nic: None, reason: Reason::Closed, may_land: true };
+            op.errors.extend(names.map(|peer| error(peer.name)));
+            if let Some(done) = op.done.take() {
+                self.shared.complete(done, Err(Error::Transfer(op.errors)));
+            }
+        }
+    }
+}

@@ -1,0 +1,296 @@
+//! Connections over the simulated network: who may connect, who is noticed to be gone, what cancellation means.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
+
+mod common;
+
+use std::sync::mpsc::{Receiver, channel};
+use std::time::{Duration, Instant};
+
+use common::*;
+use putget_transfer::{
+    Builder, Done, DownReason, Engine, Faults, MrDesc, MrHandle, NetAddr, NetworkError, Options, PeerEvent, Reason,
+    Refusal, SimNetwork, TransferFuture,
+};
+
+fn connect(from: &Engine, to: &NetAddr) -> putget_transfer::Outcome {
+    outcome(|done| from.add_peer_group(std::slice::from_ref(to), &within(LONG), done))
+}
+
+fn watched(builder: Builder) -> (Engine, Receiver<PeerEvent>) {
+    let (sender, events) = channel();
+    let engine = builder.on_peer_event(move |event| sender.send(event).unwrap_or(())).build().unwrap();
+    (engine, events)
+}
+
+fn up(engine: &Engine) -> PeerEvent {
+    PeerEvent { peer: engine.name(), down: None }
+}
+
+fn down(engine: &Engine, reason: DownReason) -> PeerEvent {
+    PeerEvent { peer: engine.name(), down: Some(reason) }
+}
+
+fn write(
+    engine: &Engine,
+    src: &MrHandle,
+    dst: &MrDesc,
+    deadline: Duration,
+) -> (putget_transfer::TransferId, TransferFuture) {
+    let (done, future) = Done::future();
+    let id = engine.submit_single_write(src.len(), Some(1), (src, 0), (dst, 0), &within(deadline), done).unwrap();
+    (id, future)
+}
+
+#[test]
+fn only_the_same_secret_connects() {
+    let network = SimNetwork::new(1);
+    let make = |secret: Option<&[u8]>| {
+        let builder = nervous(&network, 1);
+        secret.map_or(nervous(&network, 1), |secret| builder.secret(secret)).build().unwrap()
+    };
+    let (right, same, other, none) = (make(Some(b"right")), make(Some(b"right")), make(Some(b"wrong")), make(None));
+    assert_eq!(connect(&right, &same.main_address()), Ok(()));
+    for (from, to) in [(&right, &other), (&other, &right), (&right, &none), (&none, &right)] {
+        let error = failure(connect(from, &to.main_address()));
+        assert_eq!((error.peer, error.reason), (to.name(), Refusal::Secret.into()));
+    }
+}
+
+#[test]
+fn another_number_of_nics_is_refused_at_connection() {
+    let network = SimNetwork::new(2);
+    let (one, two) = (nervous(&network, 1).build().unwrap(), nervous(&network, 2).build().unwrap());
+    let error = failure(connect(&one, &two.main_address()));
+    assert_eq!(error.reason, Refusal::NicCount { theirs: 2, ours: 1 }.into());
+    let error = failure(connect(&two, &one.main_address()));
+    assert_eq!(error.reason, Refusal::NicCount { theirs: 1, ours: 2 }.into());
+}
+
+#[test]
+fn the_address_of_an_ended_engine_does_not_reach_its_successor() {
+    let network = SimNetwork::new(3);
+    let (a, b) = (nervous(&network, 1).build().unwrap(), nervous(&network, 1).build().unwrap());
+    let mut bytes = b.main_address().to_bytes();
+    // The first byte of the identity, after magic, version and provider: same endpoint, another engine.
+    bytes[6] ^= 1;
+    let stale = NetAddr::from_bytes(&bytes).unwrap();
+    assert_eq!(failure(connect(&a, &stale)).reason, Refusal::Stale.into());
+    assert_eq!(connect(&a, &b.main_address()), Ok(()));
+}
+
+#[test]
+fn two_that_connect_to_each_other_at_once_both_succeed() {
+    for seed in 0..20 {
+        let network = SimNetwork::new(seed);
+        let faults = Faults { drop_messages: 0.2, max_delay_polls: 30, ..Faults::default() };
+        network.set_faults(faults).unwrap();
+        let (a, b) = (engine(&network, 2), engine(&network, 2));
+        let ((src_a, desc_a), (src_b, desc_b)) = (a.alloc_mr(64).unwrap(), b.alloc_mr(64).unwrap());
+        let (_, first) = write(&a, &src_a, &desc_b, LONG);
+        let (_, second) = write(&b, &src_b, &desc_a, LONG);
+        assert_eq!((first.wait(LONG), second.wait(LONG)), (Some(Ok(())), Some(Ok(()))), "seed {seed}");
+    }
+}
+
+#[test]
+fn a_peer_that_leaves_and_one_that_dies_are_noticed() {
+    let network = SimNetwork::new(4);
+    let (a, events) = watched(nervous(&network, 1));
+    let (leaves, dies) = (nervous(&network, 1).build().unwrap(), nervous(&network, 1).build().unwrap());
+    assert_eq!(connect(&a, &leaves.main_address()), Ok(()));
+    assert_eq!(events.recv_timeout(LONG), Ok(up(&leaves)));
+    leaves.close();
+    assert_eq!(events.recv_timeout(LONG), Ok(down(&leaves, DownReason::Left)));
+    assert_eq!(connect(&a, &dies.main_address()), Ok(()));
+    assert_eq!(events.recv_timeout(LONG), Ok(up(&dies)));
+    let ((src, _), (_dst, desc)) = (a.alloc_mr(64).unwrap(), dies.alloc_mr(64).unwrap());
+    network.kill(&dies.main_address());
+    let started = Instant::now();
+    let (_, future) = write(&a, &src, &desc, LONG);
+    let error = failure(future.wait(LONG).unwrap());
+    assert_eq!(error.reason, DownReason::HeartbeatLost.into());
+    assert_eq!((error.peer, error.may_land), (dies.name(), false));
+    assert_eq!(events.recv_timeout(LONG), Ok(down(&dies, DownReason::HeartbeatLost)));
+    assert!(started.elapsed() < LONG / 2);
+}
+
+#[test]
+fn one_peer_that_dies_does_not_disturb_transfers_to_another() {
+    let network = SimNetwork::new(5);
+    let (a, b, dies) = (
+        nervous(&network, 2).build().unwrap(),
+        nervous(&network, 2).build().unwrap(),
+        nervous(&network, 2).build().unwrap(),
+    );
+    let ((src, _), (_b, to_b), (_dies, to_dead)) =
+        (a.alloc_mr(1000).unwrap(), b.alloc_mr(1000).unwrap(), dies.alloc_mr(1000).unwrap());
+    for desc in [&to_b, &to_dead] {
+        assert_eq!(write(&a, &src, desc, LONG).1.wait(LONG), Some(Ok(())));
+    }
+    for address in dies.addresses(0) {
+        network.kill(address);
+    }
+    let (_, doomed) = write(&a, &src, &to_dead, LONG);
+    while !doomed.is_done() {
+        assert_eq!(write(&a, &src, &to_b, LONG).1.wait(LONG), Some(Ok(())));
+    }
+    assert_eq!(failure(doomed.wait(LONG).unwrap()).peer, dies.name());
+    // In one scatter too: the dead one is named, the living one has its bytes.
+    let dst = |desc| putget_transfer::ScatterDst { len: 10, src_offset: 0, dst: (desc, 0) };
+    let before = b.imm_count(2);
+    let scattered =
+        outcome(|done| a.submit_scatter(None, Some(2), &src, &[dst(&to_dead), dst(&to_b)], &within(LONG), done));
+    assert_eq!(failure(scattered).peer, dies.name());
+    assert_eq!(expect_count(&b, 2, before + 1), Ok(()));
+}
+
+#[test]
+fn a_peer_that_was_cut_off_comes_back() {
+    let network = SimNetwork::new(6);
+    let (a, events) = watched(nervous(&network, 1));
+    let (b, others) = watched(nervous(&network, 1));
+    let ((src, _), (_dst, desc)) = (a.alloc_mr(64).unwrap(), b.alloc_mr(64).unwrap());
+    assert_eq!(write(&a, &src, &desc, LONG).1.wait(LONG), Some(Ok(())));
+    network.cut(&a.main_address(), &b.main_address());
+    for (events, peer) in [(&events, &b), (&others, &a)] {
+        assert_eq!(events.recv_timeout(LONG), Ok(up(peer)));
+        assert_eq!(events.recv_timeout(LONG), Ok(down(peer, DownReason::HeartbeatLost)));
+    }
+    let error = failure(write(&a, &src, &desc, LONG).1.wait(LONG).unwrap());
+    assert_eq!(error.reason, NetworkError::Unreachable.into());
+    network.heal(&a.main_address(), &b.main_address());
+    assert_eq!(write(&a, &src, &desc, LONG).1.wait(LONG), Some(Ok(())));
+    assert_eq!(events.recv_timeout(LONG), Ok(up(&b)));
+    assert_eq!(expect_count(&b, 1, 2), Ok(()));
+}
+
+#[test]
+fn a_peer_that_forgot_the_connection_is_connected_anew() {
+    let network = SimNetwork::new(7);
+    // Only `b` is impatient, so `a` still believes in the old connection when `b` comes back.
+    let (a, events) = watched(builder(&network, 1).heartbeat(Duration::from_millis(50), LONG));
+    let b = builder(&network, 1).heartbeat(Duration::from_millis(50), Duration::from_millis(500)).build().unwrap();
+    let ((src, desc), (src_b, _)) = (a.alloc_mr(64).unwrap(), b.alloc_mr(64).unwrap());
+    assert_eq!(write(&b, &src_b, &desc, LONG).1.wait(LONG), Some(Ok(())));
+    assert_eq!(events.recv_timeout(LONG), Ok(up(&b)));
+    network.cut(&a.main_address(), &b.main_address());
+    eventually("b gives up", || b.metrics_text().contains("peers_up 0"));
+    network.heal(&a.main_address(), &b.main_address());
+    assert_eq!(write(&b, &src_b, &desc, LONG).1.wait(LONG), Some(Ok(())));
+    assert_eq!(events.recv_timeout(LONG), Ok(down(&b, DownReason::Reconnected)));
+    assert_eq!(events.recv_timeout(LONG), Ok(up(&b)));
+    drop(src);
+}
+
+#[test]
+fn a_lost_write_names_peer_nic_and_reason_and_others_go_on() {
+    let network = SimNetwork::new(8);
+    let (a, b) = (engine(&network, 2), engine(&network, 2));
+    let ((src, _), (_dst, desc)) = (a.alloc_mr(64).unwrap(), b.alloc_mr(64).unwrap());
+    network.set_faults(Faults { drop_writes: 0.5, ..Faults::default() }).unwrap();
+    let mut landed = 0;
+    for _ in 0..100 {
+        match write(&a, &src, &desc, LONG).1.wait(LONG).unwrap() {
+            Ok(()) => landed += 1,
+            outcome => {
+                let error = failure(outcome);
+                assert_eq!((error.peer, &error.reason), (b.name(), &NetworkError::Lost.into()));
+                assert!(error.nic.is_some_and(|nic| nic < 2) && !error.may_land);
+                let text = error.to_string();
+                assert!(
+                    text.contains(&b.name().to_string()) && text.contains("NIC") && text.contains("dropped"),
+                    "{text}"
+                );
+            }
+        }
+    }
+    assert!((20..80).contains(&landed), "{landed}");
+    assert_eq!(expect_count(&b, 1, landed), Ok(()));
+    assert_eq!(b.imm_count(1), landed);
+}
+
+/// Cuts the network under a write and ends it with `stop`; afterwards nothing of it may land.
+fn stopped_write(seed: u64, deadline: Duration, stop: impl FnOnce(&Engine, putget_transfer::TransferId)) -> Reason {
+    let network = SimNetwork::new(seed);
+    let patient =
+        |nics| builder(&network, nics).heartbeat(Duration::from_millis(50), LONG).grace(Duration::from_millis(200));
+    let (a, events) = watched(patient(2));
+    let b = patient(2).build().unwrap();
+    let ((src, _), (dst, desc)) = (a.alloc_mr(4 << 20).unwrap(), b.alloc_mr(4 << 20).unwrap());
+    assert_eq!(connect(&a, &b.main_address()), Ok(()));
+    assert_eq!(events.recv_timeout(LONG), Ok(up(&b)));
+    src.write(0, &vec![7; 4 << 20]).unwrap();
+    let pairs: Vec<_> = a.addresses(0).iter().zip(b.addresses(0)).collect();
+    pairs.iter().for_each(|(a, b)| network.cut(a, b));
+    let (id, future) = write(&a, &src, &desc, deadline);
+    stop(&a, id);
+    let error = failure(future.wait(LONG).unwrap());
+    assert!(!error.may_land, "{error}");
+    // What was in flight could be stopped only with the connection.
+    assert_eq!(events.recv_timeout(LONG), Ok(down(&b, DownReason::Dropped)));
+    pairs.iter().for_each(|(a, b)| network.heal(a, b));
+    std::thread::sleep(Duration::from_millis(100));
+    let mut bytes = vec![1; 4 << 20];
+    dst.read(0, &mut bytes).unwrap();
+    assert!(bytes.iter().all(|byte| *byte == 0));
+    assert_eq!(b.imm_count(1), 0);
+    error.reason
+}
+
+#[test]
+fn an_overdue_write_is_stopped_for_good() {
+    assert_eq!(stopped_write(9, Duration::from_millis(50), |_, _| {}), Reason::Deadline);
+}
+
+#[test]
+fn a_cancelled_write_is_stopped_for_good() {
+    assert_eq!(stopped_write(10, LONG, |engine, id| engine.cancel(id).unwrap()), Reason::Cancelled);
+}
+
+#[test]
+fn a_cancelled_write_of_many_pieces_keeps_its_connection() {
+    let network = SimNetwork::new(11);
+    network.set_faults(Faults { depth: 2, max_delay_polls: 50, ..Faults::default() }).unwrap();
+    let (a, b) = (engine(&network, 1), engine(&network, 1));
+    let ((src, _), (_dst, desc)) = (a.alloc_mr(64 << 20).unwrap(), b.alloc_mr(64 << 20).unwrap());
+    assert_eq!(connect(&a, &b.main_address()), Ok(()));
+    let (id, future) = write(&a, &src, &desc, LONG);
+    a.cancel(id).unwrap();
+    let error = failure(future.wait(LONG).unwrap());
+    assert_eq!((error.reason, error.may_land, b.imm_count(1)), (Reason::Cancelled, false, 0));
+    assert_eq!(write(&a, &src, &desc, LONG).1.wait(LONG), Some(Ok(())));
+    assert!(a.metrics_text().contains("peer_down_total 0"));
+    // What is over cannot be cancelled, and asking does no harm.
+    a.cancel(id).unwrap();
+    assert_eq!(expect_count(&b, 1, 1), Ok(()));
+    assert_eq!(b.imm_count(1), 1);
+}
+
+#[test]
+fn closing_ends_what_is_under_way() {
+    let network = SimNetwork::new(12);
+    let (a, b) = (nervous(&network, 1).build().unwrap(), nervous(&network, 1).build().unwrap());
+    let ((src, _), (_dst, desc)) = (a.alloc_mr(64).unwrap(), b.alloc_mr(64).unwrap());
+    assert_eq!(connect(&a, &b.main_address()), Ok(()));
+    network.cut(&a.main_address(), &b.main_address());
+    let (_, written) = write(&a, &src, &desc, LONG);
+    let (done, sent) = Done::future();
+    a.submit_send(&b.main_address(), b"x", &Options::default(), done).unwrap();
+    a.close();
+    for future in [written, sent] {
+        assert_eq!(failure(future.wait(Duration::from_secs(1)).unwrap()).reason, Reason::Closed);
+    }
+}
+
+#[test]
+fn noise_from_the_network_is_counted_and_ignored() {
+    // A message whose bytes are a frame of their own does not become one.
+    let network = SimNetwork::new(13);
+    let (a, b) = (engine(&network, 1), engine(&network, 1));
+    let (sender, received) = channel();
+    b.submit_recvs(64, 1, move |_, bytes| sender.send(bytes.to_vec()).unwrap()).unwrap();
+    let bye = b"pt\x01\x08\0\0\0\0\0\0\0\0";
+    assert_eq!(outcome(|done| a.submit_send(&b.main_address(), bye, &within(LONG), done)), Ok(()));
+    assert_eq!(received.recv_timeout(LONG), Ok(bye.to_vec()));
+    assert!(b.metrics_text().contains("peers_up 1"));
+}
