@@ -60,16 +60,19 @@ def test_a_skipped_wait_is_caught(job: StressJob, tag: str) -> None:
 # What no tag tells apart: the flags of a kernel's parts.
 PARTS = {
     "the first and the last part alone": (
-        "part < parts; part += exec.lanes()) {",
-        "part < parts; part += exec.lanes()) {\n if (part + 1 < parts) continue;",
+        "if (!scratch.head.active.has(i % ep_size)) continue;",
+        "if (!scratch.head.active.has(i % ep_size)) continue;\n"
+        "if (i / ep_size != 0 && i / ep_size + 1 < parts_of(scratch.value[i % ep_size])) continue;",
     ),
     "parts of any round": (
-        "if (!wait_for<tag>(exec, plan, scratch.head, flag, epoch, seen)) {\n        exec.insert",
-        "if (!wait_for<tag>(exec, plan, scratch.head, flag, flag_epoch(seen), seen)) {\n        exec.insert",
+        "if (!wait_for<tag>(exec, plan, scratch.head, flag, epoch, seen)) {\n    exec.insert(scratch.missing, peer);\n"
+        "    return;",
+        "if (!wait_for<tag>(exec, plan, scratch.head, flag, part == 0 ? epoch : flag_epoch(seen), seen)) {\n"
+        "    exec.insert(scratch.missing, peer);\n    return;",
     ),
     "as many parts as this rank has": (
-        "const uint32_t parts = parts_of(scratch.value[peer]);",
-        "const uint32_t parts = exec.blocks();",
+        "most = parts > most ? parts : most;",
+        "most = expected;",
     ),
 }
 

@@ -130,7 +130,11 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     add("--routing_file", metavar="FILE", help="routing recorded from a model: .npz of integer [layers, tokens, top_k]")
     add("--num_sms", type=int, metavar="N", help="SMs that putget may use (its own choice)")
     add("--no_cuda_graph", action="store_true", help="launch every call instead of replaying a CUDA graph")
-    add("--no_sync", action="store_true", help="leave the waits out (not available yet)")
+    add(
+        "--no_sync",
+        action="store_true",
+        help="leave the waits out: UNSAFE and unchecked, shows what synchronisation costs",
+    )
     add("--no_flush_l2", action="store_true", help="leave the L2 cache warm before dispatch")
     add("--flush_matmul", action="store_true", help="clear the caches between rounds with matrix products")
     add("--kernel_breakdown", action="store_true", help="time of each kernel, by torch's profiler")

@@ -210,6 +210,29 @@ class Putget:
         self._all_to_all.close()
 
 
+class NoWaits(Putget):
+    """putget that waits for nobody: unsafe, and its results are not looked at."""
+
+    name = "putget, no waits (UNSAFE)"
+
+    def __init__(self, *bench: Any) -> None:
+        super().__init__(*bench, unsafe_skip_waits=True)
+
+    def load(self, round_: Round) -> str | None:
+        """See `Contender.load`. What arrived is not looked at, and experts do not work on it."""
+        self._round = round_
+        self.output = torch.empty_like(round_.output)
+        self.dispatch()
+        self.rows = torch.zeros_like(self._all_to_all.combine_input)
+        self.write_rows()
+        self.combine()
+        return None
+
+    def verify(self) -> str | None:
+        """See `Contender.verify`; likewise."""
+        return None
+
+
 def received_differs(received: Received, round_: Round) -> str | None:
     """Compares what arrived with what the reference says that every source sent; None if every byte is right."""
     num_tokens = received.num_tokens.tolist()

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from putget import Communicator
 from putget.bench import kernels, peers, traffic, variants
-from putget.bench.contender import PHASES, Contender, Putget, Round
+from putget.bench.contender import PHASES, Contender, NoWaits, Putget, Round
 from putget.bench.launch import Emit, RankContext
 from putget.bench.lineup import Entry, Lineup
 from putget.bench.profiles import dispatch_row_bytes
@@ -44,7 +44,7 @@ def measure(context: RankContext, settings: Settings, emit: Emit) -> int:
     emit({"kind": "stage", "text": "making inputs and workspaces"})
     rounds = Rounds(context.rank, context.device)
     experts = rounds.experts(settings)
-    ours = Putget(communicator, settings, experts, context.device)
+    ours = (NoWaits if settings.no_sync else Putget)(communicator, settings, experts, context.device)
     emit({"kind": "workspace", "map": ours.memory_map()})
     ablated = variants.make(settings.ablate, communicator, settings, rounds, context.device)
     others = peers.make(settings.peers, settings, experts, context.device)
@@ -76,7 +76,7 @@ def measure(context: RankContext, settings: Settings, emit: Emit) -> int:
             "kind": "size",
             "size": {
                 "batch_size": num_tokens,
-                "checked": True,
+                "checked": not settings.no_sync,
                 "bytes": asdict(counted[settings]),
                 "contenders": results,
             },

@@ -37,6 +37,7 @@ class Settings:
         flush: what empties the caches before a dispatch, one of `timing.FLUSHES`.
         peers: contenders beside putget, by name.
         ablate: groups of variants of putget beside it, by name.
+        no_sync: putget waits for nobody; its results are not looked at.
     """
 
     backend: str
@@ -63,6 +64,7 @@ class Settings:
     iter_stats: bool
     peers: tuple[str, ...]
     ablate: tuple[str, ...]
+    no_sync: bool
 
     def payloads(self) -> list[Payload]:
         """What dispatch carries for one token."""
@@ -150,8 +152,6 @@ def resolve(args: argparse.Namespace, world_size: int | None) -> Settings:
             f"--hidden_size must be a multiple of {FP8_PACK} for --combine_dtype {args.combine_dtype}, got "
             f"{shape.hidden_size}"
         )
-    if args.no_sync:
-        raise ValueError("--no_sync is not available yet")
     profiles.payloads(shape.quant, shape.hidden_size)
     last = args.last if args.last is not None else (max(args.first, 64) if on_cpu else max(args.first, 2048))
     batches = batch_sizes(args.first, last, args.step, args.factor)
@@ -201,6 +201,7 @@ def resolve(args: argparse.Namespace, world_size: int | None) -> Settings:
         iter_stats=args.iter_stats,
         peers=_resolve_names("--peers", args.peers, PEERS),
         ablate=_resolve_ablate(args),
+        no_sync=args.no_sync,
     )
     # The library's own limits on sizes, asked before any rank is started.
     workspace_bytes(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from putget import AllToAll, Communicator, Payload, Received, hardware
 from putget.bench.ablation import GROUPS, Bench, Variant, group
-from putget.bench.contender import ROUND_TIMEOUT_S, Putget, Round, received_differs
+from putget.bench.contender import ROUND_TIMEOUT_S, NoWaits, Putget, Round, received_differs
 from putget.bench.inputs import same_bytes
 from putget.bench.lineup import Entry
 from putget.bench.peers.collectives import all_gather, as_bytes
@@ -69,7 +69,7 @@ def halves(settings: Settings) -> Iterator[Variant]:
 @group("no_sync")
 def without_waits(settings: Settings) -> Iterator[Variant]:
     """What synchronisation costs: nothing is waited for, so the result is wrong and is not looked at."""
-    yield Variant("no waits", "UNSAFE and unchecked: nothing is waited for", settings, lambda bench: Hasty(*bench))
+    yield Variant("no waits", "UNSAFE and unchecked: nothing is waited for", settings, lambda bench: NoWaits(*bench))
 
 
 @group("num_sms")
@@ -151,27 +151,6 @@ class HalvedPutget(Putget):
         """See `Contender.combine`."""
         self._all_to_all.combine_start()
         self._all_to_all.combine_finish(out=self.output)
-
-
-class Hasty(Putget):
-    """putget that waits for nobody."""
-
-    def __init__(self, *bench: Any) -> None:
-        super().__init__(*bench, unsafe_skip_waits=True)
-
-    def load(self, round_: Round) -> str | None:
-        """See `Contender.load`. What arrived is not looked at, and experts do not work on it."""
-        self._round = round_
-        self.output = torch.empty_like(round_.output)
-        self.dispatch()
-        self.rows = torch.zeros_like(self._all_to_all.combine_input)
-        self.write_rows()
-        self.combine()
-        return None
-
-    def verify(self) -> str | None:
-        """See `Contender.verify`; likewise."""
-        return None
 
 
 class IdsByPutget:
