@@ -79,8 +79,8 @@ impl Worker {
         self.shared.complete(message.done, result.map_err(error));
     }
 
-    pub(super) fn message_failed(&mut self, id: u64, reason: Reason) {
-        self.end_message(id, Err((reason, false)));
+    pub(super) fn message_failed(&mut self, id: u64, reason: Reason, may_land: bool) {
+        self.end_message(id, Err((reason, may_land)));
     }
 
     /// Fails the messages to a peer. One that had been sent may have arrived.
