@@ -59,6 +59,8 @@ pub(super) struct Endpoint {
     pub depth: usize,
     pub max_message: usize,
     mr_mode: i32,
+    /// Writes in flight that the provider is trusted with.
+    most_writes: usize,
     /// An immediate without bytes travels with a message of one byte: libfabric's shm gets stuck over no bytes at all.
     imm_by_message: bool,
 }
@@ -89,6 +91,8 @@ impl Endpoint {
             depth: 0,
             max_message: 0,
             mr_mode: 0,
+            // libfabric's shm (1.17) stops answering with several writes of a few KiB in flight.
+            most_writes: if provider == "shm" { 1 } else { 128 },
             imm_by_message: provider == "shm",
         };
         // SAFETY: without a model, dupinfo allocates a zeroed info with all its attributes.
@@ -142,7 +146,7 @@ impl Endpoint {
                 return Err(Error::Unavailable { what: "this libfabric provider".into(), why });
             }
             self.mr_mode = attributes.mr_mode;
-            self.depth = (*(*info).tx_attr).size.clamp(1, 128);
+            self.depth = (*(*info).tx_attr).size.clamp(1, self.most_writes);
             self.max_message = (*(*info).ep_attr).max_msg_size;
             check("fi_fabric", (library.fabric)((*info).fabric_attr, &mut self.fabric, null_mut()))?;
             let opened = ((*(*self.fabric).ops).domain)(self.fabric, info, &mut self.domain, null_mut());
