@@ -15,7 +15,7 @@ UV_ENV := UV_PYTHON_DOWNLOADS=never
 INSTALLED := .venv/.installed
 CPP_FILES = $(shell find native tests -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu')
 
-.PHONY: help demo test build spin transfer lint lint-ruff lint-format lint-types lint-cpp lint-spelling lint-transfer format \
+.PHONY: help demo test build spin libfabric transfer lint lint-ruff lint-format lint-types lint-cpp lint-spelling lint-transfer format \
   hooks wheel clean distclean
 
 help: ## Show this list
@@ -53,8 +53,15 @@ spin:
 	  && { apt-get install -qq -y spin || { apt-get update -qq && apt-get install -qq -y spin; }; } >/dev/null 2>&1; } \
 	  || echo "spin is not installed: the test of the protocol's model will skip (apt-get install spin)"
 
+# The transfer engine is tested with libfabric's software networks. Without the library those tests end at once.
+libfabric:
+	@ldconfig -p 2>/dev/null | grep -q 'libfabric\.so\.1' || { test "$$(id -u)" = 0 && command -v apt-get >/dev/null \
+	  && export DEBIAN_FRONTEND=noninteractive \
+	  && { apt-get install -qq -y libfabric1 || { apt-get update -qq && apt-get install -qq -y libfabric1; }; } >/dev/null 2>&1; } \
+	  || echo "libfabric is not installed: the transfer engine's tests of it end at once (apt-get install libfabric1)"
+
 # The transfer engine in transfer/: without a cargo that is new enough, and without a way to install one, its tests skip.
-transfer: $(INSTALLED) ## Build and test the transfer engine (Rust), and build its Python package
+transfer: $(INSTALLED) libfabric ## Build and test the transfer engine (Rust), and build its Python package
 	@scripts/cargo.sh test --workspace --locked --quiet
 	@VIRTUAL_ENV=$(CURDIR)/.venv PATH=$(dir $(UV)):$$PATH scripts/cargo.sh with $(BIN)/maturin develop --uv --quiet --locked
 

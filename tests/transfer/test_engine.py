@@ -246,6 +246,25 @@ def test_only_the_secret_connects(network: pt.SimNetwork) -> None:
             a.add_peer_group([c.main_address()])[1].wait(LONG_S)
 
 
+def test_libfabric_has_the_same_interface() -> None:
+    def make() -> pt.Engine:
+        return pt.Engine.builder().group(pt.DeviceGroup.libfabric("tcp", ["127.0.0.1"])).build()
+
+    try:
+        a, b = make(), make()
+    except pt.Unavailable as error:
+        pytest.skip(str(error))
+    source, target = bytearray(b"over tcp"), bytearray(8)
+    (src, _), (_dst, desc) = a.reg_mr(source), b.reg_mr(target)
+    a.submit_single_write(8, 1, (src, 0), (desc, 0)).wait(LONG_S)
+    b.expect_imm_count(1, 1, deadline_s=LONG_S).wait(LONG_S)
+    assert target == source
+    a.close()
+    b.close()
+    with pytest.raises(pt.Unavailable, match="libfabric"):
+        pt.Engine.builder().group(pt.DeviceGroup.libfabric("carrier_pigeon", [None])).build()
+
+
 def test_an_engine_ends_with_its_last_name(network: pt.SimNetwork) -> None:
     before = threads()
     engine = build(network)

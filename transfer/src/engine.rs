@@ -10,9 +10,10 @@ use crate::callbacks;
 use crate::counter::Counters;
 use crate::descriptor::{Device, MAX_NICS, NetAddr, ProviderKind};
 use crate::error::{Error, PeerName};
+use crate::libfabric::FabricNic;
 use crate::metrics::Metrics;
 use crate::once::Once;
-use crate::provider::Nic;
+use crate::provider::Opener;
 use crate::queue::Queue;
 use crate::shared::{Config, PeerEvent, Shared};
 use crate::sim::SimNetwork;
@@ -27,7 +28,8 @@ pub(crate) const ANSWER: Duration = Duration::from_secs(30);
 
 /// One device, the NICs that serve it, and where their worker thread runs.
 pub struct DeviceGroup {
-    nics: Vec<Box<dyn Nic>>,
+    nics: Vec<Opener>,
+    kind: ProviderKind,
     device: Device,
     cpus: Option<Vec<usize>>,
 }
@@ -41,8 +43,24 @@ impl fmt::Debug for DeviceGroup {
 impl DeviceGroup {
     /// Host memory behind some NICs of a simulated network.
     pub fn sim(network: &SimNetwork, nics: usize) -> Self {
-        let nics = (0..nics).map(|_| Box::new(network.add_nic()) as Box<dyn Nic>).collect();
-        Self { nics, device: Device::Host, cpus: None }
+        let open = |_| -> Opener {
+            let network = network.clone();
+            Box::new(move || Ok(Box::new(network.add_nic())))
+        };
+        Self { nics: (0..nics).map(open).collect(), kind: ProviderKind::Sim, device: Device::Host, cpus: None }
+    }
+
+    /// Host memory behind endpoints of a libfabric provider: "tcp" with the addresses of this machine's NICs, "shm" between
+    /// processes of one machine, or "efa". `sources` has one entry per NIC; None leaves the choice to the provider.
+    ///
+    /// The library is loaded by [`Builder::build`], which reports what is missing.
+    pub fn libfabric(provider: &str, sources: &[Option<&str>]) -> Self {
+        let open = |source: &Option<&str>| -> Opener {
+            let (provider, source) = (provider.to_owned(), source.map(str::to_owned));
+            Box::new(move || Ok(Box::new(FabricNic::open(&provider, source.as_deref())?)))
+        };
+        let nics = sources.iter().map(open).collect();
+        Self { nics, kind: ProviderKind::Libfabric, device: Device::Host, cpus: None }
     }
 
     /// Whose memory the group moves; the host's unless said otherwise.
@@ -163,10 +181,8 @@ impl Builder {
                 let problem = format!("{} came; 1 to {MAX_NICS} are allowed", group.nics.len());
                 return Err(Error::argument("nics", problem));
             }
-            for nic in &group.nics {
-                if *kind.get_or_insert(nic.kind()) != nic.kind() {
-                    return Err(Error::argument("group", "groups of different providers came; one engine has one"));
-                }
+            if *kind.get_or_insert(group.kind) != group.kind {
+                return Err(Error::argument("group", "groups of different providers came; one engine has one"));
             }
         }
         kind.ok_or_else(|| Error::argument("group", "none came; an engine needs a device group"))
@@ -250,10 +266,10 @@ impl Inner {
         let index = self.groups.len() as u16;
         let started = Arc::new(Once::default());
         let report = Arc::clone(&started);
-        let DeviceGroup { nics, device, cpus } = group;
+        let DeviceGroup { nics, kind, device, cpus } = group;
         let worker = spawn(&format!("worker{index}"), move || {
             let pinned = cpus.as_deref().map_or(Ok(()), pin_thread);
-            match pinned.and_then(|()| Worker::new(shared, queue, index, nics)) {
+            match pinned.and_then(|()| Worker::new(shared, queue, index, kind, nics)) {
                 Ok(worker) => {
                     report.set(Ok((worker.addresses().to_vec(), worker.limits())));
                     worker.run();

@@ -42,6 +42,7 @@ mod descriptor;
 mod domain;
 mod engine;
 mod error;
+mod libfabric;
 mod message;
 mod metrics;
 mod once;

@@ -3,7 +3,6 @@
 
 use std::sync::Arc;
 
-use crate::descriptor::ProviderKind;
 use crate::error::{Error, NetworkError};
 use crate::region::Region;
 
@@ -39,7 +38,6 @@ pub(crate) struct Write<'a> {
     pub link: Link,
     /// Source; of length 0 writes too, because some networks want a valid descriptor there.
     pub src: &'a Arc<Region>,
-    #[allow(dead_code, reason = "the simulated network needs no local keys, every real one does")]
     pub src_key: LocalKey,
     pub src_offset: u64,
     /// Address in the target's terms: base plus offset.
@@ -53,8 +51,10 @@ pub(crate) struct Write<'a> {
 /// Why a work request was not taken.
 #[derive(Debug)]
 pub(crate) enum Post {
-    /// The queues are full; try again after the next completions.
+    /// The NIC's queues are full; try again after the next completions.
     Full,
+    /// This connection takes nothing at the moment; others may.
+    Busy,
     /// It can never work.
     Failed(NetworkError),
 }
@@ -77,10 +77,11 @@ pub(crate) type MayLand = bool;
 /// Called by other threads when a NIC has something to report.
 pub(crate) type Waker = Arc<dyn Fn() + Send + Sync>;
 
-/// One NIC of one device group.
-pub(crate) trait Nic: Send {
-    fn kind(&self) -> ProviderKind;
+/// Opens a NIC, on the thread that will own it.
+pub(crate) type Opener = Box<dyn FnOnce() -> Result<Box<dyn Nic>, Error> + Send>;
 
+/// One NIC of one device group. It stays on one thread.
+pub(crate) trait Nic {
     /// The address that peers connect to, at most `MAX_ENDPOINT` bytes.
     fn endpoint(&self) -> Vec<u8>;
 

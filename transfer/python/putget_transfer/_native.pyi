@@ -76,6 +76,14 @@ class DeviceGroup:
     @staticmethod
     def sim(network: SimNetwork, nics: int) -> DeviceGroup:
         """Host memory behind 1 to 4 NICs of a simulated network."""
+    @staticmethod
+    def libfabric(provider: str, sources: Sequence[str | None]) -> DeviceGroup:
+        """Host memory behind endpoints of a libfabric provider, one for each of `sources`.
+
+        Args:
+            provider: "tcp", "shm" (between processes of one machine) or "efa".
+            sources: Addresses of this machine's NICs; None leaves the choice to the provider.
+        """
     def device(self, device: str) -> DeviceGroup: ...
     def cpus(self, cpus: Sequence[int]) -> DeviceGroup: ...
     def near(self, network_device: str) -> DeviceGroup:

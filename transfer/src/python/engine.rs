@@ -91,6 +91,12 @@ impl PyDeviceGroup {
         Self { group: Mutex::new(Some(DeviceGroup::sim(&network.network, nics))) }
     }
 
+    #[staticmethod]
+    fn libfabric(provider: &str, sources: Vec<Option<String>>) -> Self {
+        let sources: Vec<_> = sources.iter().map(Option::as_deref).collect();
+        Self { group: Mutex::new(Some(DeviceGroup::libfabric(provider, &sources))) }
+    }
+
     fn device<'py>(slf: PyRefMut<'py, Self>, device: &str) -> PyResult<PyRefMut<'py, Self>> {
         let device = super::domain::device(device)?;
         Self::change(slf, |group| group.device(device))

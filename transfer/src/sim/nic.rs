@@ -3,7 +3,6 @@
 use std::sync::{Arc, PoisonError, RwLock};
 
 use super::{Faults, Port, SimNetwork, State};
-use crate::descriptor::ProviderKind;
 use crate::error::{Error, NetworkError};
 use crate::provider::{Event, Limits, Link, LocalKey, Nic, Post, Registered, Waker, Write};
 use crate::region::Region;
@@ -130,10 +129,6 @@ fn land(key: Option<&super::Key>, src: &Region, src_offset: u64, dst: u64, len: 
 }
 
 impl Nic for SimNic {
-    fn kind(&self) -> ProviderKind {
-        ProviderKind::Sim
-    }
-
     fn endpoint(&self) -> Vec<u8> {
         self.id.to_le_bytes().to_vec()
     }

@@ -42,19 +42,22 @@ impl Worker {
 
     pub(super) fn post_frames(&mut self) -> bool {
         let mut active = false;
-        while let Some(&index) = self.frame_queue.front() {
-            let (Some(frame), Some(lane)) = (self.frames.get(index), self.lanes.first_mut()) else { break };
+        for _ in 0..self.frame_queue.len() {
+            let Some(index) = self.frame_queue.pop_front() else { break };
+            let (Some(frame), Some(lane)) = (self.frames.get(index), self.lanes.first_mut()) else { continue };
             match lane.nic.send(frame.link, frame.bytes.clone(), Token::Frame(index).encode()) {
-                Err(Post::Full) => break,
-                Ok(()) => lane.in_flight += 1,
-                Err(Post::Failed(error)) => {
-                    self.frame_queue.pop_front();
-                    self.frame_failed(index, error);
-                    continue;
+                Ok(()) => {
+                    lane.in_flight += 1;
+                    active = true;
                 }
+                Err(Post::Full) => {
+                    self.frame_queue.push_front(index);
+                    break;
+                }
+                // Behind the others, which may go elsewhere.
+                Err(Post::Busy) => self.frame_queue.push_back(index),
+                Err(Post::Failed(error)) => self.frame_failed(index, error, false),
             }
-            self.frame_queue.pop_front();
-            active = true;
         }
         active
     }
@@ -65,11 +68,11 @@ impl Worker {
         }
         match result {
             Ok(()) => self.forget_frame(index),
-            Err((error, _)) => self.frame_failed(index, error),
+            Err((error, may_land)) => self.frame_failed(index, error, may_land),
         }
     }
 
-    fn frame_failed(&mut self, index: usize, error: NetworkError) {
+    fn frame_failed(&mut self, index: usize, error: NetworkError, may_land: MayLand) {
         let Some(frame) = self.frames.get_mut(index) else { return };
         frame.attempts += 1;
         if frame.message.is_none() && error != NetworkError::Disconnected && frame.attempts < ATTEMPTS {
@@ -79,7 +82,7 @@ impl Worker {
         let message = frame.message;
         self.forget_frame(index);
         if let Some(id) = message {
-            self.message_failed(id, error.into());
+            self.message_failed(id, error.into(), may_land);
         }
     }
 

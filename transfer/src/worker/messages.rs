@@ -37,6 +37,18 @@ pub(super) struct Message {
     cancelled: bool,
 }
 
+impl Message {
+    /// Why it ends without having been taken.
+    fn ending(&self) -> Reason {
+        match self.rejection {
+            _ if self.cancelled => Reason::Cancelled,
+            Some(Rejection::Exhausted) => Reason::PoolExhausted,
+            Some(Rejection::NoReceives) => Reason::NoReceives,
+            _ => Reason::Deadline,
+        }
+    }
+}
+
 impl Worker {
     pub(super) fn start_message(&mut self, id: u64, to: &NetAddr, bytes: Vec<u8>, done: Done, deadline: Instant) {
         let peer = self.peer_for(to);
@@ -79,8 +91,8 @@ impl Worker {
         self.shared.complete(message.done, result.map_err(error));
     }
 
-    pub(super) fn message_failed(&mut self, id: u64, reason: Reason) {
-        self.end_message(id, Err((reason, false)));
+    pub(super) fn message_failed(&mut self, id: u64, reason: Reason, may_land: bool) {
+        self.end_message(id, Err((reason, may_land)));
     }
 
     /// Fails the messages to a peer. One that had been sent may have arrived.
@@ -152,28 +164,24 @@ impl Worker {
         }
         let until = self.now;
         let Some(message) = self.messages.get_mut(&id) else { return };
-        if message.cancelled {
-            return self.end_message(id, Err((Reason::Cancelled, false)));
+        message.rejection = Some(why);
+        if message.cancelled || until >= message.deadline {
+            let reason = message.ending();
+            return self.end_message(id, Err((reason, false)));
         }
         message.state = State::Backoff { until: until + message.wait };
         message.wait = (message.wait * 2).min(LONGEST_WAIT);
-        message.rejection = Some(why);
     }
 
     pub(super) fn tick_messages(&mut self) {
-        let now = self.now;
+        let (now, grace) = (self.now, self.shared.config.grace);
         let (mut late, mut again) = (Vec::new(), Vec::new());
         for (&id, message) in &self.messages {
             match message.state {
-                _ if now >= message.deadline => {
-                    let reason = match message.rejection {
-                        _ if message.cancelled => Reason::Cancelled,
-                        Some(Rejection::Exhausted) => Reason::PoolExhausted,
-                        Some(Rejection::NoReceives) => Reason::NoReceives,
-                        _ => Reason::Deadline,
-                    };
-                    late.push((id, reason, message.state == State::Sent));
-                }
+                // The receiver's answer is worth a little patience: without it nobody knows whether the message arrived.
+                State::Sent if now >= message.deadline + grace => late.push((id, message.ending(), true)),
+                State::Sent => {}
+                _ if now >= message.deadline => late.push((id, message.ending(), false)),
                 State::Backoff { until } if now >= until => again.push(id),
                 _ => {}
             }

@@ -21,10 +21,10 @@ use std::time::{Duration, Instant};
 use slab::Slab;
 
 use crate::completion::Done;
-use crate::descriptor::{MAX_NICS, NetAddr, PeerKey, ProviderKind};
+use crate::descriptor::{NetAddr, PeerKey, ProviderKind};
 use crate::error::Error;
 use crate::metrics::count;
-use crate::provider::{Event, LocalKey, Nic, Registered};
+use crate::provider::{Event, LocalKey, Nic, Opener, Registered};
 use crate::queue::Queue;
 use crate::region::Region;
 use crate::shared::Shared;
@@ -112,15 +112,11 @@ impl Worker {
         shared: Arc<Shared>,
         commands: Arc<Queue<Command>>,
         group: u16,
-        mut nics: Vec<Box<dyn Nic>>,
+        kind: ProviderKind,
+        nics: Vec<Opener>,
     ) -> Result<Self, Error> {
         let key = PeerKey { engine: shared.engine, group };
-        let kind =
-            nics.first().map(|nic| nic.kind()).ok_or_else(|| Error::argument("nics", "none came; 1 is needed"))?;
-        if nics.len() > MAX_NICS {
-            let problem = format!("{} came; at most {MAX_NICS} are allowed", nics.len());
-            return Err(Error::argument("nics", problem));
-        }
+        let mut nics = nics.into_iter().map(|open| open()).collect::<Result<Vec<_>, _>>()?;
         let addresses =
             (0..).zip(&nics).map(|(nic, device)| NetAddr { provider: kind, key, nic, endpoint: device.endpoint() });
         let addresses = addresses.collect();

@@ -88,11 +88,15 @@ impl Op {
     }
 }
 
+/// Targets with a busy connection that one round tries, so that polling comes soon.
+const BUSY_TRIES: usize = 64;
+
 /// How an attempt to post went.
 #[derive(PartialEq, Eq)]
 enum Step {
     Posted,
     Full,
+    Busy,
     Nothing,
 }
 
@@ -167,7 +171,10 @@ impl Worker {
     pub(super) fn post_pending(&mut self) -> bool {
         let mut active = self.post_frames();
         for nic in 0..self.lanes.len() {
-            while let Some(entry) = self.lanes.get_mut(nic).and_then(|lane| lane.pending.pop_front()) {
+            let mut patience = BUSY_TRIES;
+            while patience > 0
+                && let Some(entry) = self.lanes.get_mut(nic).and_then(|lane| lane.pending.pop_front())
+            {
                 let (slot, target, id) = entry;
                 if self.ops.get(slot).is_none_or(|op| op.id != id) {
                     continue;
@@ -185,6 +192,13 @@ impl Worker {
                         if more.is_some_and(|target| target.has_piece(nic))
                             && let Some(lane) = self.lanes.get_mut(nic)
                         {
+                            lane.pending.push_back(entry);
+                        }
+                    }
+                    Step::Busy => {
+                        // Behind the others, which may go elsewhere.
+                        patience -= 1;
+                        if let Some(lane) = self.lanes.get_mut(nic) {
                             lane.pending.push_back(entry);
                         }
                     }
@@ -260,6 +274,7 @@ impl Worker {
                 Step::Posted
             }
             Err(Post::Full) => Step::Full,
+            Err(Post::Busy) => Step::Busy,
             Err(Post::Failed(error)) => {
                 self.fail_target(slot, index, Some(nic), error.into(), false);
                 Step::Nothing

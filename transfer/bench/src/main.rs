@@ -1,0 +1,120 @@
+//! `putget-transfer bench`: rates and latencies of one-sided writes, over the simulated network and libfabric.
+//!
+//! Over libfabric the target is another process, which this program starts. Every size is checked byte by byte before it is
+//! timed.
+
+mod measure;
+mod target;
+
+use std::error::Error;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::{Parser, Subcommand, ValueEnum};
+
+use measure::Row;
+
+type Outcome<T> = Result<T, Box<dyn Error>>;
+
+#[derive(Parser)]
+#[command(name = "putget-transfer", about = "Measures the transfer engine")]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Measure single writes of 64 KiB to 32 MiB and paged writes of 1 to 64 KiB
+    Bench {
+        #[arg(long, value_enum)]
+        provider: Provider,
+        /// NICs of each side; over tcp all of them at --source
+        #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u8).range(1..=4))]
+        nics: u8,
+        /// Address of the NIC, for tcp
+        #[arg(long, default_value = "127.0.0.1")]
+        source: String,
+        /// Seconds for each size
+        #[arg(long, default_value_t = 1.0)]
+        seconds: f64,
+        /// Largest single write in bytes
+        #[arg(long, default_value_t = 32 << 20)]
+        largest: u64,
+        /// Writes under way at a time while the rate is measured
+        #[arg(long, default_value_t = 16, value_parser = clap::value_parser!(u16).range(1..=1024))]
+        window: u16,
+        /// Keep the workers polling instead of letting them sleep
+        #[arg(long = "busy_poll")]
+        busy_poll: bool,
+        /// Write the rows as JSON too
+        #[arg(long = "output_file")]
+        output_file: Option<PathBuf>,
+    },
+    /// Be the target of another bench (started by it)
+    #[command(hide = true)]
+    Target {
+        provider: Provider,
+        nics: u8,
+        source: String,
+        #[arg(action = clap::ArgAction::Set)]
+        busy_poll: bool,
+    },
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Provider {
+    Sim,
+    Tcp,
+    Shm,
+}
+
+impl Provider {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Sim => "sim",
+            Self::Tcp => "tcp",
+            Self::Shm => "shm",
+        }
+    }
+}
+
+/// What is measured, and for how long.
+struct Plan {
+    provider: Provider,
+    nics: u8,
+    source: String,
+    time: Duration,
+    largest: u64,
+    window: usize,
+    busy_poll: bool,
+}
+
+fn main() -> Outcome<()> {
+    match Cli::parse().command {
+        Command::Target { provider, nics, source, busy_poll } => target::serve(provider, nics, &source, busy_poll),
+        Command::Bench { provider, nics, source, seconds, largest, window, busy_poll, output_file } => {
+            let time = Duration::try_from_secs_f64(seconds)?;
+            let plan = Plan { provider, nics, source, time, largest, window: window.into(), busy_poll };
+            let rows = measure::all(&plan, &mut |row| println!("{row}"))?;
+            if let Some(path) = output_file {
+                std::fs::write(path, serde_json::to_string_pretty(&document(&plan, &rows)?)?)?;
+            }
+            Ok(())
+        }
+    }
+}
+
+fn document(plan: &Plan, rows: &[Row]) -> Outcome<serde_json::Value> {
+    Ok(serde_json::json!({
+        "schema": 1,
+        "version": env!("CARGO_PKG_VERSION"),
+        "provider": plan.provider.name(),
+        "nics": plan.nics,
+        "window": plan.window,
+        "seconds": plan.time.as_secs_f64(),
+        "busy_poll": plan.busy_poll,
+        "processors": std::thread::available_parallelism()?.get(),
+        "rows": rows,
+    }))
+}

@@ -1,0 +1,173 @@
+//! What is timed: the rate with a window of writes under way, and the latency of one at a time.
+
+use std::collections::VecDeque;
+use std::fmt;
+use std::time::{Duration, Instant};
+
+use hdrhistogram::Histogram;
+use putget_transfer::{Done, MrHandle, Options, Pages, TransferFuture};
+
+use crate::target::{Pair, digest, memory_len};
+use crate::{Outcome, Plan};
+
+const PATIENCE: Duration = Duration::from_secs(120);
+/// Pages of one paged write.
+const PAGES: u64 = 256;
+
+/// One line of the table.
+#[derive(serde::Serialize)]
+pub struct Row {
+    kind: &'static str,
+    /// Bytes of a single write, or of one page.
+    bytes: u64,
+    /// Single writes, or pages, per second.
+    ops_per_s: f64,
+    gbit_per_s: f64,
+    /// From submission to completion, one write (of all its pages) at a time, in microseconds.
+    p50_us: f64,
+    p90_us: f64,
+    p99_us: f64,
+    /// The caller's time in the submitting call, mean, in microseconds.
+    submit_us: f64,
+}
+
+pub const HEADER: &str = "kind       bytes        op/s    Gbit/s    p50 us    p90 us    p99 us  submit us";
+
+impl fmt::Display for Row {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { kind, bytes, ops_per_s, gbit_per_s, p50_us, p90_us, p99_us, submit_us } = self;
+        write!(f, "{kind:6} {bytes:9} {ops_per_s:11.0} {gbit_per_s:9.2}")?;
+        write!(f, " {p50_us:9.1} {p90_us:9.1} {p99_us:9.1} {submit_us:10.2}")
+    }
+}
+
+#[derive(Clone, Copy)]
+enum Shape {
+    Single(u64),
+    Paged(u64),
+}
+
+impl Shape {
+    fn total(self) -> u64 {
+        match self {
+            Self::Single(len) => len,
+            Self::Paged(len) => len * PAGES,
+        }
+    }
+}
+
+struct Bench<'a> {
+    pair: &'a Pair,
+    source: MrHandle,
+    /// Every second page of the source, and all pages of the target: no two pages can travel as one.
+    from: Vec<u64>,
+    to: Vec<u64>,
+}
+
+impl Bench<'_> {
+    fn submit(&self, shape: Shape) -> Outcome<TransferFuture> {
+        let (done, future) = Done::future();
+        let (engine, desc, options) = (&self.pair.engine, &self.pair.desc, Options::default());
+        match shape {
+            Shape::Single(len) => {
+                engine.submit_single_write(len, Some(1), (&self.source, 0), (desc, 0), &options, done)?;
+            }
+            Shape::Paged(len) => {
+                let from = Pages { indices: &self.from, stride: len, offset: 0 };
+                let to = Pages { indices: &self.to, stride: len, offset: 0 };
+                engine.submit_paged_writes(len, Some(1), (&self.source, from), (desc, to), &options, done)?;
+            }
+        }
+        Ok(future)
+    }
+
+    fn wait(&self, future: &TransferFuture) -> Outcome<()> {
+        Ok(self.pair.engine.wait(future, PATIENCE)?)
+    }
+
+    /// Fills the source anew, writes once, and compares what the target has.
+    fn check(&self, shape: Shape, seed: u64) -> Outcome<()> {
+        let used = match shape {
+            Shape::Single(len) => len,
+            Shape::Paged(len) => 2 * PAGES * len,
+        };
+        let mut bytes = vec![0; usize::try_from(used)?];
+        fastrand::Rng::with_seed(seed).fill(&mut bytes);
+        self.source.write(0, &bytes)?;
+        self.wait(&self.submit(shape)?)?;
+        let right = match shape {
+            Shape::Single(len) => bytes.get(..usize::try_from(len)?).map(digest),
+            Shape::Paged(len) => {
+                let len = usize::try_from(len)?;
+                let page = |index: &u64| bytes.get(*index as usize * len..).and_then(|rest| rest.get(..len));
+                self.from.iter().map(page).collect::<Option<Vec<_>>>().map(|pages| digest(&pages.concat()))
+            }
+        };
+        if Some(self.pair.digest(shape.total())?) == right {
+            Ok(())
+        } else {
+            Err(format!("wrong bytes in the target after a transfer of {} bytes", shape.total()).into())
+        }
+    }
+
+    fn measure(&self, plan: &Plan, shape: Shape) -> Outcome<Row> {
+        let mut under_way = VecDeque::new();
+        let (mut writes, mut submitting) = (0_u64, Duration::ZERO);
+        let begin = Instant::now();
+        let mut elapsed = Duration::ZERO;
+        while elapsed < plan.time || !under_way.is_empty() {
+            if elapsed < plan.time && under_way.len() < plan.window {
+                let before = Instant::now();
+                under_way.push_back(self.submit(shape)?);
+                submitting += before.elapsed();
+                writes += 1;
+            } else if let Some(future) = under_way.pop_front() {
+                self.wait(&future)?;
+            }
+            elapsed = begin.elapsed();
+        }
+        let mut latencies = Histogram::<u64>::new(3)?;
+        let end = Instant::now() + plan.time;
+        while latencies.len() < 10 || (Instant::now() < end && latencies.len() < 10_000) {
+            let before = Instant::now();
+            self.wait(&self.submit(shape)?)?;
+            latencies.record(u64::try_from(before.elapsed().as_nanos())?)?;
+        }
+        let percentile = |quantile| latencies.value_at_quantile(quantile) as f64 / 1e3;
+        let (kind, bytes, per_write) = match shape {
+            Shape::Single(len) => ("single", len, 1),
+            Shape::Paged(len) => ("paged", len, PAGES),
+        };
+        let seconds = elapsed.as_secs_f64();
+        Ok(Row {
+            kind,
+            bytes,
+            ops_per_s: (writes * per_write) as f64 / seconds,
+            gbit_per_s: (writes * shape.total()) as f64 * 8e-9 / seconds,
+            p50_us: percentile(0.5),
+            p90_us: percentile(0.9),
+            p99_us: percentile(0.99),
+            submit_us: submitting.as_secs_f64() * 1e6 / writes as f64,
+        })
+    }
+}
+
+/// Measures every size, and shows each row as it comes.
+pub fn all(plan: &Plan, show: &mut dyn FnMut(&str)) -> Outcome<Vec<Row>> {
+    let pair = Pair::start(plan)?;
+    let (source, _) = pair.engine.alloc_mr(memory_len(plan.largest))?;
+    let bench =
+        Bench { pair: &pair, source, from: (0..PAGES).map(|page| 2 * page).collect(), to: (0..PAGES).collect() };
+    let singles = std::iter::successors(Some(64 << 10), |len| Some(len * 2)).take_while(|len| *len <= plan.largest);
+    let pages = std::iter::successors(Some(1 << 10), |len| Some(len * 2)).take_while(|len| *len <= 64 << 10);
+    let shapes: Vec<_> = singles.map(Shape::Single).chain(pages.map(Shape::Paged)).collect();
+    show(HEADER);
+    let mut rows = Vec::with_capacity(shapes.len());
+    for (seed, shape) in (1..).zip(shapes) {
+        bench.check(shape, seed)?;
+        let row = bench.measure(plan, shape)?;
+        show(&row.to_string());
+        rows.push(row);
+    }
+    Ok(rows)
+}

@@ -1,0 +1,50 @@
+//! The program as a user runs it, for a moment.
+#![allow(missing_docs, clippy::unwrap_used, clippy::indexing_slicing)]
+
+use std::process::Command;
+
+fn bench(provider: &str) -> Option<serde_json::Value> {
+    let file = std::env::temp_dir().join(format!("putget_transfer_bench_{}_{provider}.json", std::process::id()));
+    let mut command = Command::new(env!("CARGO_BIN_EXE_putget-transfer"));
+    command.args(["bench", "--provider", provider, "--seconds", "0.02", "--largest", "131072", "--nics", "1"]);
+    let output = command.arg("--output_file").arg(&file).output().unwrap();
+    let errors = String::from_utf8_lossy(&output.stderr);
+    if errors.contains("libfabric is not available") {
+        println!("skipped: {errors}");
+        return None;
+    }
+    assert!(output.status.success(), "{errors}");
+    let document = serde_json::from_slice(&std::fs::read(&file).unwrap()).unwrap();
+    std::fs::remove_file(file).unwrap();
+    // The header and one line for each row.
+    assert_eq!(String::from_utf8(output.stdout).unwrap().lines().count(), 10);
+    Some(document)
+}
+
+#[test]
+fn every_provider_is_measured() {
+    for provider in ["sim", "tcp", "shm"] {
+        let Some(document) = bench(provider) else { return };
+        assert_eq!(document["provider"], provider);
+        let rows = document["rows"].as_array().unwrap();
+        let sizes: Vec<_> =
+            rows.iter().map(|row| (row["kind"].as_str().unwrap(), row["bytes"].as_u64().unwrap())).collect();
+        let paged = (0..7).map(|power| ("paged", 1024 << power));
+        assert_eq!(sizes, [("single", 65536), ("single", 131_072)].into_iter().chain(paged).collect::<Vec<_>>());
+        for row in rows {
+            let number = |name: &str| row[name].as_f64().unwrap();
+            assert!(number("ops_per_s") > 0.0 && number("p50_us") > 0.0 && number("submit_us") > 0.0);
+            assert!(number("p50_us") <= number("p90_us") && number("p90_us") <= number("p99_us"));
+        }
+    }
+}
+
+#[test]
+fn a_wrong_argument_is_said_by_name() {
+    let output = Command::new(env!("CARGO_BIN_EXE_putget-transfer"))
+        .args(["bench", "--provider", "sim", "--nics", "5"])
+        .output()
+        .unwrap();
+    assert!(!output.status.success());
+    assert!(String::from_utf8_lossy(&output.stderr).contains("--nics"));
+}

@@ -1,0 +1,393 @@
+//! One endpoint and what it needs, with libfabric's calls as functions that cannot be called wrongly.
+
+use std::ffi::{CString, c_void};
+use std::ptr::{null, null_mut};
+
+use super::ffi::*;
+use crate::error::Error;
+
+/// What an operation in flight gives to libfabric: space of its own, as FI_CONTEXT2 asks for, and the number of its slot.
+#[repr(C)]
+struct Context {
+    scratch: [usize; 8],
+    slot: usize,
+}
+
+/// A context in a place that does not move, until this is dropped.
+pub(super) struct PlacedContext(*mut Context);
+
+impl PlacedContext {
+    pub fn new(slot: usize) -> Self {
+        Self(Box::into_raw(Box::new(Context { scratch: [0; 8], slot })))
+    }
+}
+
+impl Drop for PlacedContext {
+    fn drop(&mut self) {
+        // SAFETY: it came from a box in `new`. Its slot keeps it until the operation is over or the endpoint closed.
+        drop(unsafe { Box::from_raw(self.0) });
+    }
+}
+
+/// What the completion queue reports.
+pub(super) enum Completion {
+    /// A write of a peer has landed, with this immediate.
+    Immediate(u32),
+    /// The operation of a slot is over; for a receive, with so many bytes.
+    Done { slot: usize, len: usize },
+    /// The operation of a slot has failed, with libfabric's code.
+    Failed { slot: usize, code: isize },
+}
+
+/// Memory that is registered with an endpoint's domain. Ended by [`Endpoint::deregister`].
+pub(super) struct Memory {
+    mr: *mut Mr,
+    pub key: u64,
+    /// What offset 0 of it is called on the wire.
+    pub base: u64,
+}
+
+/// A reliable, connectionless endpoint with its completion queue and addresses. It stays on the thread that opened it.
+pub(super) struct Endpoint {
+    pub library: &'static Library,
+    info: *mut Info,
+    fabric: *mut Fabric,
+    domain: *mut Domain,
+    av: *mut Av,
+    cq: *mut Cq,
+    ep: *mut Ep,
+    pub depth: usize,
+    pub max_message: usize,
+    mr_mode: i32,
+    /// Writes in flight that the provider is trusted with.
+    most_writes: usize,
+    /// An immediate without bytes travels with a message of one byte: libfabric's shm gets stuck over no bytes at all.
+    imm_by_message: bool,
+}
+
+fn checked(library: &Library, what: &'static str, code: i32) -> Result<(), Error> {
+    if code == 0 { Ok(()) } else { Err(Error::System { what, why: library.words(code as isize) }) }
+}
+
+/// Entries that one look at the completion queue takes.
+const BATCH: usize = 32;
+
+impl Endpoint {
+    /// Opens an endpoint of a provider ("tcp", "shm", "efa"). `source` is the address of the NIC, where the provider has any.
+    pub fn open(provider: &str, source: Option<&str>) -> Result<Self, Error> {
+        let library = Library::open()?;
+        let text = |argument: &'static str, text: &str| {
+            CString::new(text).map_err(|_| Error::argument(argument, format!("{text:?} came; it has a zero byte")))
+        };
+        let (name, node) = (text("provider", provider)?, source.map(|source| text("source", source)).transpose()?);
+        let mut endpoint = Self {
+            library,
+            info: null_mut(),
+            fabric: null_mut(),
+            domain: null_mut(),
+            av: null_mut(),
+            cq: null_mut(),
+            ep: null_mut(),
+            depth: 0,
+            max_message: 0,
+            mr_mode: 0,
+            // libfabric's shm (1.17) stops answering with several writes of a few KiB in flight.
+            most_writes: if provider == "shm" { 1 } else { 128 },
+            imm_by_message: provider == "shm",
+        };
+        // SAFETY: without a model, dupinfo allocates a zeroed info with all its attributes.
+        let hints = unsafe { (library.dupinfo)(null()) };
+        if hints.is_null() {
+            return Err(Error::System { what: "fi_dupinfo", why: "no memory".into() });
+        }
+        // efa registers what it sends from, chooses keys and addresses memory virtually. The software providers take keys of
+        // our choice and offsets; then the target checks every key and address itself.
+        let mr_mode =
+            if provider == "efa" { FI_MR_LOCAL | FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY } else { 0 };
+        // SAFETY: `hints` and its attributes were allocated above; `strdup` gives memory that freeinfo frees.
+        let found = unsafe {
+            (*hints).caps = FI_MSG | FI_RMA | FI_SEND | FI_RECV | FI_WRITE | FI_REMOTE_WRITE;
+            (*hints).mode = FI_CONTEXT | FI_CONTEXT2;
+            (*(*hints).ep_attr).kind = FI_EP_RDM;
+            (*(*hints).tx_attr).op_flags = FI_DELIVERY_COMPLETE;
+            (*(*hints).domain_attr).threading = FI_THREAD_DOMAIN;
+            (*(*hints).domain_attr).resource_mgmt = FI_RM_ENABLED;
+            (*(*hints).domain_attr).mr_mode = mr_mode;
+            (*(*hints).fabric_attr).prov_name = libc::strdup(name.as_ptr());
+            let (node, flags) = node.as_ref().map_or((null(), 0), |node| (node.as_ptr(), FI_SOURCE));
+            let found = (library.getinfo)(API_VERSION, node, null(), flags, hints, &mut endpoint.info);
+            (library.freeinfo)(hints);
+            found
+        };
+        if found != 0 || endpoint.info.is_null() {
+            let at = source.map_or(String::new(), |source| format!(" at {source}"));
+            let why =
+                format!("no endpoint with remote writes and delivery completion: {}", library.words(found as isize));
+            return Err(Error::Unavailable { what: format!("libfabric provider {provider}{at}"), why });
+        }
+        endpoint.start()?;
+        Ok(endpoint)
+    }
+
+    fn check(&self, what: &'static str, code: i32) -> Result<(), Error> {
+        checked(self.library, what, code)
+    }
+
+    fn start(&mut self) -> Result<(), Error> {
+        // SAFETY: the info and its attributes came from getinfo; every object is opened before it is used, and the operation
+        // tables belong to objects of the kinds that they are called on.
+        unsafe {
+            let library = self.library;
+            let check = |what, code| checked(library, what, code);
+            let info = self.info;
+            let attributes = &*(*info).domain_attr;
+            if attributes.cq_data_size < 4 {
+                let why = format!("it carries {} bytes of immediate; 4 are needed", attributes.cq_data_size);
+                return Err(Error::Unavailable { what: "this libfabric provider".into(), why });
+            }
+            self.mr_mode = attributes.mr_mode;
+            self.depth = (*(*info).tx_attr).size.clamp(1, self.most_writes);
+            self.max_message = (*(*info).ep_attr).max_msg_size;
+            check("fi_fabric", (library.fabric)((*info).fabric_attr, &mut self.fabric, null_mut()))?;
+            let opened = ((*(*self.fabric).ops).domain)(self.fabric, info, &mut self.domain, null_mut());
+            check("fi_domain", opened)?;
+            let operations = &*(*self.domain).ops;
+            let mut av = AvAttr {
+                kind: FI_AV_TABLE,
+                rx_ctx_bits: 0,
+                count: 64,
+                ep_per_node: 0,
+                name: null(),
+                map_addr: null_mut(),
+                flags: 0,
+            };
+            check("fi_av_open", (operations.av_open)(self.domain, &mut av, &mut self.av, null_mut()))?;
+            let mut cq = CqAttr {
+                size: 4096,
+                flags: 0,
+                format: FI_CQ_FORMAT_DATA,
+                wait_obj: FI_WAIT_NONE,
+                signaling_vector: 0,
+                wait_cond: 0,
+                wait_set: null_mut(),
+            };
+            check("fi_cq_open", (operations.cq_open)(self.domain, &mut cq, &mut self.cq, null_mut()))?;
+            check("fi_endpoint", (operations.endpoint)(self.domain, info, &mut self.ep, null_mut()))?;
+            let fid = &raw mut (*self.ep).fid;
+            check("fi_ep_bind", ((*(*fid).ops).bind)(fid, &raw mut (*self.av).fid, 0))?;
+            check("fi_ep_bind", ((*(*fid).ops).bind)(fid, &raw mut (*self.cq).fid, FI_SEND | FI_RECV))?;
+            check("fi_enable", ((*(*fid).ops).control)(fid, FI_ENABLE, null_mut()))
+        }
+    }
+
+    /// The endpoint's own address.
+    pub fn name(&self) -> Result<Vec<u8>, Error> {
+        let mut bytes = vec![0; crate::descriptor::MAX_ENDPOINT];
+        let mut len = bytes.len();
+        // SAFETY: the endpoint is enabled, and `len` is the room that there is.
+        let code = unsafe {
+            let getname = (*(*self.ep).cm).getname;
+            getname(&raw mut (*self.ep).fid, bytes.as_mut_ptr().cast(), &mut len)
+        };
+        self.check("fi_getname", code)?;
+        bytes.truncate(len);
+        Ok(bytes)
+    }
+
+    /// Makes a peer's address known; the table's entry for it, if it is one.
+    pub fn insert(&self, address: &[u8]) -> Option<u64> {
+        let mut inserted = FI_ADDR_UNSPEC;
+        // SAFETY: the address was checked to have the length of this endpoint's own, so the provider reads inside it.
+        let count = unsafe {
+            let insert = (*(*self.av).ops).insert;
+            insert(self.av, address.as_ptr().cast(), 1, &mut inserted, 0, null_mut())
+        };
+        (count == 1 && inserted != FI_ADDR_UNSPEC).then_some(inserted)
+    }
+
+    /// Registers memory.
+    ///
+    /// # Safety
+    /// The bytes stay valid until [`Self::deregister`] has returned.
+    pub unsafe fn register(&self, address: usize, len: usize, key: u64) -> Result<Memory, Error> {
+        let mut mr = null_mut();
+        let access = FI_SEND | FI_RECV | FI_WRITE | FI_REMOTE_WRITE;
+        // SAFETY: the caller promises that the bytes are valid; the domain is open.
+        let code = unsafe {
+            let reg = (*(*self.domain).mr).reg;
+            let fid = &raw mut (*self.domain).fid;
+            reg(fid, address as *const c_void, len, access, 0, key, 0, &mut mr, null_mut())
+        };
+        self.check("fi_mr_reg", code)?;
+        if self.mr_mode & FI_MR_ENDPOINT != 0 {
+            // SAFETY: both objects are open, and such a region is bound and enabled before use.
+            let code = unsafe {
+                let fid = &raw mut (*mr).fid;
+                let bound = ((*(*fid).ops).bind)(fid, &raw mut (*self.ep).fid, 0);
+                if bound == 0 { ((*(*fid).ops).control)(fid, FI_ENABLE, null_mut()) } else { bound }
+            };
+            if let Err(error) = self.check("fi_mr_enable", code) {
+                close(fid_of(mr.cast()));
+                return Err(error);
+            }
+        }
+        let base = if self.mr_mode & FI_MR_VIRT_ADDR != 0 { address as u64 } else { 0 };
+        // SAFETY: the region is registered.
+        Ok(Memory { mr, key: unsafe { (*mr).key }, base })
+    }
+
+    pub fn deregister(&self, memory: &Memory) -> Result<(), Error> {
+        self.check("fi_close", close(fid_of(memory.mr.cast())))
+    }
+
+    fn desc(memory: &Memory) -> *mut c_void {
+        // SAFETY: the region is registered as long as its `Memory` is in use.
+        unsafe { (*memory.mr).mem_desc }
+    }
+
+    /// Posts a receive. The bytes and the context stay in place until its completion.
+    pub fn recv(&self, memory: &Memory, address: usize, len: usize, context: &PlacedContext) -> isize {
+        // SAFETY: the bytes lie in registered memory, which the caller keeps, as it keeps the context.
+        unsafe {
+            let recv = (*(*self.ep).msg).recv;
+            recv(self.ep, address as *mut c_void, len, Self::desc(memory), FI_ADDR_UNSPEC, context.0.cast())
+        }
+    }
+
+    /// Posts a message. The bytes and the context stay in place until its completion, which says that they may be used again
+    /// and not that the message has arrived: so a peer that is gone does not keep them.
+    pub fn send(&self, memory: &Memory, address: usize, len: usize, to: u64, context: &PlacedContext) -> isize {
+        self.send_message(memory, (address, len), to, None, context)
+    }
+
+    /// Posts a message. One with an immediate has arrived when it completes.
+    fn send_message(
+        &self,
+        memory: &Memory,
+        (address, len): (usize, usize),
+        to: u64,
+        imm: Option<u32>,
+        context: &PlacedContext,
+    ) -> isize {
+        let local = libc::iovec { iov_base: address as *mut c_void, iov_len: len };
+        let mut desc = Self::desc(memory);
+        let data = u64::from(imm.unwrap_or(0));
+        let context = context.0.cast();
+        let message = Msg { iov: &local, desc: &mut desc, iov_count: 1, addr: to, context, data };
+        let flags = FI_COMPLETION | imm.map_or(0, |_| FI_REMOTE_CQ_DATA | FI_DELIVERY_COMPLETE);
+        // SAFETY: as for `recv`; the message itself is read during the call only.
+        unsafe { ((*(*self.ep).msg).sendmsg)(self.ep, &message, flags) }
+    }
+
+    /// Posts a write. The bytes and the context stay in place until its completion, which says that the bytes have landed.
+    pub fn write(
+        &self,
+        memory: &Memory,
+        (address, len): (usize, usize),
+        to: u64,
+        (remote, key): (u64, u64),
+        imm: Option<u32>,
+        context: &PlacedContext,
+    ) -> isize {
+        if len == 0 && imm.is_some() && self.imm_by_message {
+            return self.send_message(memory, (address, 1), to, imm, context);
+        }
+        let local = libc::iovec { iov_base: address as *mut c_void, iov_len: len };
+        let remote = RmaIov { addr: remote, len, key };
+        let mut desc = Self::desc(memory);
+        let message = MsgRma {
+            iov: &local,
+            desc: &mut desc,
+            iov_count: 1,
+            addr: to,
+            rma_iov: &remote,
+            rma_iov_count: 1,
+            context: context.0.cast(),
+            data: u64::from(imm.unwrap_or(0)),
+        };
+        let flags = FI_COMPLETION | FI_DELIVERY_COMPLETE | if imm.is_some() { FI_REMOTE_CQ_DATA } else { 0 };
+        // SAFETY: as for `recv`; the message itself is read during the call only.
+        unsafe { ((*(*self.ep).rma).writemsg)(self.ep, &message, flags) }
+    }
+
+    /// Makes progress and reports some completions. Returns false once there are no more.
+    pub fn poll(&self, mut report: impl FnMut(Completion)) -> Result<bool, isize> {
+        let nothing = CqEntry { context: null_mut(), flags: 0, len: 0, buf: null_mut(), data: 0 };
+        let mut entries = [nothing; BATCH];
+        // SAFETY: there is room for BATCH entries of the queue's format.
+        let count = unsafe { ((*(*self.cq).ops).read)(self.cq, entries.as_mut_ptr().cast(), BATCH) };
+        if count == -FI_EAVAIL {
+            self.poll_error(&mut report);
+            return Ok(true);
+        }
+        if count < 0 {
+            return if count == -FI_EAGAIN { Ok(false) } else { Err(count) };
+        }
+        for entry in entries.iter().take(count as usize) {
+            if entry.flags & FI_REMOTE_CQ_DATA != 0 {
+                report(Completion::Immediate(entry.data as u32));
+            }
+            // A write of a peer has no operation of this side, and whatever else in the place of its context.
+            let own = entry.flags & FI_REMOTE_CQ_DATA == 0 || entry.flags & (FI_RECV | FI_MSG) != 0;
+            if own && let Some(slot) = slot_of(entry.context) {
+                // What came with an immediate is there for its sake.
+                let len = if entry.flags & FI_REMOTE_CQ_DATA == 0 { entry.len } else { 0 };
+                report(Completion::Done { slot, len });
+            }
+        }
+        Ok(count as usize == BATCH)
+    }
+
+    fn poll_error(&self, report: &mut impl FnMut(Completion)) {
+        // SAFETY: all zeros is a valid entry to fill in.
+        let mut error: CqError = unsafe { std::mem::zeroed() };
+        // SAFETY: the entry has the layout of this interface version.
+        let count = unsafe { ((*(*self.cq).ops).readerr)(self.cq, &mut error, 0) };
+        // A failed write of a peer has no operation of this side.
+        if count == 1
+            && error.flags & FI_REMOTE_WRITE == 0
+            && let Some(slot) = slot_of(error.context)
+        {
+            report(Completion::Failed { slot, code: error.err as isize });
+        }
+    }
+}
+
+/// The slot of a completed operation.
+fn slot_of(context: *mut c_void) -> Option<usize> {
+    // SAFETY: every operation of this endpoint is posted with a Context, which its slot keeps until the completion is seen.
+    unsafe { context.cast::<Context>().as_ref() }.map(|context| context.slot)
+}
+
+/// Every object of libfabric begins with its `Fid`.
+fn fid_of(object: *mut c_void) -> *mut Fid {
+    object.cast()
+}
+
+fn close(fid: *mut Fid) -> i32 {
+    if fid.is_null() {
+        return 0;
+    }
+    // SAFETY: the object is open, and its owner forgets it after this.
+    unsafe { ((*(*fid).ops).close)(fid) }
+}
+
+impl Endpoint {
+    /// Ends every operation. After this nothing may be posted; what memory is registered can be let go.
+    pub fn shut(&mut self) {
+        close(fid_of(std::mem::replace(&mut self.ep, null_mut()).cast()));
+    }
+}
+
+impl Drop for Endpoint {
+    fn drop(&mut self) {
+        // In the reverse order of opening. A refusal has nobody left to go to.
+        for object in [self.ep.cast(), self.cq.cast(), self.av.cast(), self.domain.cast(), self.fabric.cast()] {
+            close(fid_of(object));
+        }
+        if !self.info.is_null() {
+            // SAFETY: it came from getinfo and is not used any more.
+            unsafe { (self.library.freeinfo)(self.info) };
+        }
+    }
+}

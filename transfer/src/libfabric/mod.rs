@@ -1,0 +1,363 @@
+//! libfabric: reliable datagrams and one-sided writes over what it has a provider for.
+//!
+//! The software providers `tcp` and `shm` run anywhere. `efa` gets the settings that its hardware asks for.
+#![allow(unsafe_code)]
+
+mod endpoint;
+mod ffi;
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use slab::Slab;
+
+use crate::error::{Error, NetworkError};
+use crate::provider::{Event, Limits, Link, LocalKey, Nic, Post, Registered, Waker, Write};
+use crate::region::Region;
+use endpoint::{Completion, Endpoint, Memory, PlacedContext};
+use ffi::FI_EAGAIN;
+
+/// Longest frame in bytes, and how many receives are posted and sends may be in flight.
+const FRAME: usize = 16 << 10;
+const RECEIVES: usize = 64;
+const SENDS: usize = 64;
+/// Longest write. Shorter pieces of a long transfer let others in between, and end sooner when it is cancelled.
+const MAX_WRITE: usize = 4 << 20;
+/// How long memory is kept after its registration ended: a provider may be in the middle of receiving into it.
+const RETIREMENT: Duration = Duration::from_secs(10);
+
+enum Work {
+    Receive(usize),
+    Send {
+        token: u64,
+        link: Link,
+        frame: usize,
+    },
+    Write {
+        token: u64,
+        link: Link,
+        _src: Arc<Region>,
+    },
+    /// Its connection was dropped and its end reported; only libfabric still has it.
+    Orphan {
+        frame: Option<usize>,
+        _src: Option<Arc<Region>>,
+    },
+}
+
+struct Slot {
+    _context: PlacedContext,
+    work: Work,
+}
+
+struct Peer {
+    address: u64,
+    open: bool,
+}
+
+/// Buffers that frames are received into and sent from.
+struct Frames {
+    region: Region,
+    memory: Memory,
+}
+
+impl Frames {
+    fn new(endpoint: &Endpoint, count: usize) -> Result<Self, Error> {
+        let region = Region::allocate(count * FRAME)?;
+        // SAFETY: the region lives beside its registration, and `FabricNic` closes the endpoint before it drops either.
+        let memory = unsafe { endpoint.register(region.address(), count * FRAME, random_key()?)? };
+        Ok(Self { region, memory })
+    }
+
+    fn address(&self, frame: usize) -> usize {
+        self.region.address() + frame * FRAME
+    }
+}
+
+/// A NIC behind a libfabric endpoint. Fields are dropped in this order: the endpoint before what it may still touch.
+pub(crate) struct FabricNic {
+    endpoint: Endpoint,
+    name: Vec<u8>,
+    receives: Frames,
+    sends: Frames,
+    free_sends: Vec<usize>,
+    /// Receives that libfabric had no room for.
+    unposted: Vec<usize>,
+    slots: Slab<Slot>,
+    writes: usize,
+    links: Vec<Peer>,
+    /// Peers are never taken out of libfabric's table: a connection may be in the middle of something.
+    addresses: HashMap<Vec<u8>, u64>,
+    regions: Vec<Option<(Memory, Arc<Region>)>>,
+    retired: VecDeque<(Instant, Arc<Region>)>,
+    finished: Vec<Event>,
+}
+
+/// The part of a shared-memory name that stands for the process: `fi_shm://PID:...`.
+fn process_of(name: &[u8]) -> Option<&[u8]> {
+    name.strip_prefix(b"fi_shm://")?.split(|byte| *byte == b':').next()
+}
+
+/// A key that nobody can guess, for providers that let us choose.
+fn random_key() -> Result<u64, Error> {
+    let mut key = [0; 8];
+    let failed = |error: getrandom::Error| Error::System { what: "getrandom", why: error.to_string() };
+    getrandom::fill(&mut key).map_err(failed)?;
+    Ok(u64::from_le_bytes(key))
+}
+
+impl FabricNic {
+    pub fn open(provider: &str, source: Option<&str>) -> Result<Self, Error> {
+        let endpoint = Endpoint::open(provider, source)?;
+        if endpoint.max_message < FRAME {
+            let why = format!("its messages have at most {} bytes; {FRAME} are needed", endpoint.max_message);
+            return Err(Error::Unavailable { what: format!("libfabric provider {provider}"), why });
+        }
+        let name = endpoint.name()?;
+        let (receives, sends) = (Frames::new(&endpoint, RECEIVES)?, Frames::new(&endpoint, SENDS)?);
+        Ok(Self {
+            endpoint,
+            name,
+            receives,
+            sends,
+            free_sends: (0..SENDS).collect(),
+            unposted: (0..RECEIVES).collect(),
+            slots: Slab::with_capacity(256),
+            writes: 0,
+            links: Vec::new(),
+            addresses: HashMap::new(),
+            regions: Vec::new(),
+            retired: VecDeque::new(),
+            finished: Vec::new(),
+        })
+    }
+
+    fn address(&self, link: Link) -> Result<u64, Post> {
+        let peer = self.links.get(link.0).filter(|peer| peer.open);
+        peer.map(|peer| peer.address).ok_or(Post::Failed(NetworkError::Disconnected))
+    }
+
+    /// Posts an operation, and keeps what belongs to it in a slot if it is accepted. Completions are seen in `poll` only, so
+    /// the slot is filled before anybody looks for it.
+    fn post(&mut self, work: Work, post: impl FnOnce(&Self, &PlacedContext) -> isize) -> Result<(), isize> {
+        let context = PlacedContext::new(self.slots.vacant_key());
+        match post(self, &context) {
+            0 => {
+                self.slots.insert(Slot { _context: context, work });
+                Ok(())
+            }
+            code => Err(code),
+        }
+    }
+
+    fn refusal(&self, code: isize) -> Post {
+        if code == -FI_EAGAIN { Post::Busy } else { Post::Failed(self.network_error(code)) }
+    }
+
+    fn network_error(&self, code: isize) -> NetworkError {
+        match code.unsigned_abs() as i32 {
+            libc::ECONNREFUSED | libc::ECONNRESET | libc::ENOTCONN | libc::EHOSTUNREACH | libc::EPIPE => {
+                NetworkError::Unreachable
+            }
+            libc::EACCES | libc::EKEYREJECTED => NetworkError::BadKey,
+            _ => NetworkError::Other(self.endpoint.library.words(code)),
+        }
+    }
+
+    fn post_receives(&mut self) {
+        while let Some(frame) = self.unposted.pop() {
+            let posted = self.post(Work::Receive(frame), |nic, context| {
+                nic.endpoint.recv(&nic.receives.memory, nic.receives.address(frame), FRAME, context)
+            });
+            if posted.is_err() {
+                self.unposted.push(frame);
+                return;
+            }
+        }
+    }
+
+    fn complete(&mut self, slot: usize, result: Result<usize, isize>, events: &mut Vec<Event>) {
+        let Some(Slot { work, .. }) = self.slots.try_remove(slot) else { return };
+        let failed = |nic: &Self, code| {
+            let error = nic.network_error(code);
+            // A refused key means that nothing was written; of anything else it is not known.
+            let may_land = error != NetworkError::BadKey;
+            (error, may_land)
+        };
+        match work {
+            Work::Receive(frame) => {
+                // Without bytes it was an immediate, which has been reported.
+                if let Ok(len @ 1..) = result {
+                    let mut bytes = vec![0; len.min(FRAME)];
+                    if self.receives.region.read((frame * FRAME) as u64, &mut bytes).is_ok() {
+                        events.push(Event::Received(bytes));
+                    }
+                }
+                self.unposted.push(frame);
+            }
+            Work::Send { token, frame, .. } => {
+                self.free_sends.push(frame);
+                let result = result.map(|_| ()).map_err(|code| failed(self, code));
+                events.push(Event::Completed { token, result });
+            }
+            Work::Write { token, .. } => {
+                self.writes -= 1;
+                let result = result.map(|_| ()).map_err(|code| failed(self, code));
+                events.push(Event::Completed { token, result });
+            }
+            Work::Orphan { frame, .. } => self.free_sends.extend(frame),
+        }
+    }
+}
+
+impl Nic for FabricNic {
+    fn endpoint(&self) -> Vec<u8> {
+        self.name.clone()
+    }
+
+    fn limits(&self) -> Limits {
+        Limits { max_write: self.endpoint.max_message.min(MAX_WRITE) as u64, max_message: FRAME }
+    }
+
+    fn set_waker(&mut self, _waker: Waker) -> bool {
+        false
+    }
+
+    fn register(&mut self, region: &Arc<Region>) -> Result<Registered, Error> {
+        // SAFETY: `regions` and `retired` keep the region longer than its registration.
+        let memory = unsafe { self.endpoint.register(region.address(), region.len() as usize, random_key()?)? };
+        let registered = Registered { local: LocalKey(self.regions.len()), base: memory.base, rkey: memory.key };
+        self.regions.push(Some((memory, Arc::clone(region))));
+        Ok(registered)
+    }
+
+    fn deregister(&mut self, key: LocalKey) -> Result<(), Error> {
+        let registered = self.regions.get_mut(key.0).and_then(Option::take);
+        let (memory, region) =
+            registered.ok_or_else(|| Error::argument("handle", "it is not registered on this NIC"))?;
+        self.retired.push_back((Instant::now(), region));
+        self.endpoint.deregister(&memory)
+    }
+
+    fn connect(&mut self, endpoint: &[u8]) -> Result<Link, NetworkError> {
+        // All addresses of one provider and network have the same form; libfabric reads as much as that form has. Names of
+        // shared memory differ in length and end with a zero.
+        let text = self.name.starts_with(b"fi_");
+        let right = if text { endpoint.ends_with(b"\0") } else { endpoint.len() == self.name.len() };
+        if !right {
+            return Err(NetworkError::Unreachable);
+        }
+        // Between endpoints of one process libfabric's shm uses plain pointers, which outlive the endpoint that they point to.
+        if text && endpoint != self.name && process_of(endpoint) == process_of(&self.name) {
+            return Err(NetworkError::Other("shm connects processes, not engines of one process".into()));
+        }
+        let address = match self.addresses.get(endpoint) {
+            Some(address) => *address,
+            None => {
+                let address = self.endpoint.insert(endpoint).ok_or(NetworkError::Unreachable)?;
+                self.addresses.insert(endpoint.to_vec(), address);
+                address
+            }
+        };
+        self.links.push(Peer { address, open: true });
+        Ok(Link(self.links.len() - 1))
+    }
+
+    fn disconnect(&mut self, link: Link) {
+        if let Some(peer) = self.links.get_mut(link.0) {
+            peer.open = false;
+        }
+        for (_, slot) in &mut self.slots {
+            let (token, orphan, is_write) = match &slot.work {
+                Work::Send { token, link: own, frame } if *own == link => {
+                    (*token, Work::Orphan { frame: Some(*frame), _src: None }, false)
+                }
+                Work::Write { token, link: own, _src } if *own == link => {
+                    (*token, Work::Orphan { frame: None, _src: Some(Arc::clone(_src)) }, true)
+                }
+                _ => continue,
+            };
+            slot.work = orphan;
+            self.writes -= usize::from(is_write);
+            // What libfabric has begun cannot be taken back.
+            self.finished.push(Event::Completed { token, result: Err((NetworkError::Disconnected, true)) });
+        }
+    }
+
+    fn send(&mut self, link: Link, bytes: Vec<u8>, token: u64) -> Result<(), Post> {
+        let to = self.address(link)?;
+        let frame = self.free_sends.pop().ok_or(Post::Full)?;
+        let copied = self.sends.region.write((frame * FRAME) as u64, &bytes);
+        let len = bytes.len();
+        let posted = match copied {
+            Ok(()) => self.post(Work::Send { token, link, frame }, |nic, context| {
+                nic.endpoint.send(&nic.sends.memory, nic.sends.address(frame), len, to, context)
+            }),
+            Err(error) => {
+                self.free_sends.push(frame);
+                return Err(Post::Failed(NetworkError::Other(error.to_string())));
+            }
+        };
+        posted.map_err(|code| {
+            self.free_sends.push(frame);
+            self.refusal(code)
+        })
+    }
+
+    fn write(&mut self, write: &Write<'_>) -> Result<(), Post> {
+        let to = self.address(write.link)?;
+        if self.writes >= self.endpoint.depth {
+            return Err(Post::Full);
+        }
+        let work = Work::Write { token: write.token, link: write.link, _src: Arc::clone(write.src) };
+        let local = (write.src.address() + write.src_offset as usize, write.len as usize);
+        let posted = self.post(work, |nic, context| match nic.regions.get(write.src_key.0) {
+            Some(Some((memory, _))) => {
+                nic.endpoint.write(memory, local, to, (write.dst, write.rkey), write.imm, context)
+            }
+            _ => -(libc::EINVAL as isize),
+        });
+        match posted {
+            Ok(()) => {
+                self.writes += 1;
+                Ok(())
+            }
+            Err(code) => Err(self.refusal(code)),
+        }
+    }
+
+    fn poll(&mut self, events: &mut Vec<Event>) {
+        self.post_receives();
+        events.append(&mut self.finished);
+        let mut done = Vec::new();
+        // Bounded, so that a flood of completions does not keep new submissions waiting.
+        for _ in 0..8 {
+            let more = self.endpoint.poll(|completion| match completion {
+                Completion::Immediate(imm) => events.push(Event::Immediate(imm)),
+                Completion::Done { slot, len } => done.push((slot, Ok(len))),
+                Completion::Failed { slot, code } => done.push((slot, Err(code))),
+            });
+            if more != Ok(true) {
+                break;
+            }
+        }
+        done.into_iter().for_each(|(slot, result)| self.complete(slot, result, events));
+        while self.retired.front().is_some_and(|(since, _)| since.elapsed() > RETIREMENT) {
+            self.retired.pop_front();
+        }
+    }
+}
+
+impl Drop for FabricNic {
+    fn drop(&mut self) {
+        self.endpoint.shut();
+        for (memory, _) in self.regions.iter().flatten() {
+            // The domain closes next, and takes with it what refuses to close here.
+            let _ = self.endpoint.deregister(memory);
+        }
+        for memory in [&self.receives.memory, &self.sends.memory] {
+            let _ = self.endpoint.deregister(memory);
+        }
+    }
+}
