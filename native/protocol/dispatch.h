@@ -352,7 +352,8 @@ PUTGET_TEXT void finish_dispatch(Exec& exec, const Plan& plan, const DispatchCal
   const bool complete = observe_parts<Tag::D4>(exec, plan, plan.layout.arrived, round, wait);
   exec.let_later_work_begin();
   exec.mark(Stage::kObserved);
-  if (!complete && state.head.fault != 0) return show_nothing(exec, plan, wait);
+  // The same answer for all threads: another CTA may be reporting a fault just now.
+  if (!complete && exec.any(exec.stopped(&state.head.fault, 0))) return show_nothing(exec, plan, wait);
   show_received(exec, plan, call.max_rows, wait);
   exec.mark(Stage::kShown);
   if (!complete && exec.thread() == 0) report_timeout(exec, plan, Phase::kDispatch, round, wait.missing);
