@@ -90,6 +90,9 @@ struct Exec {
     return atomics::load_acquire(flag);
   }
 
+  // An own flag, for its value alone: orders nothing.
+  uint64_t peek(const uint64_t* flag) const { return atomics::load_relaxed(flag); }
+
   template <Tag tag>
   bool skips_wait() const {
 #if defined(PUTGET_STRESS)

@@ -75,6 +75,9 @@ struct Exec {
   __device__ uint64_t observe(const uint64_t* flag) const {
     return ptx::load_acquire_sys(flag);
   }
+  // An own flag, for its value alone: orders nothing.
+  __device__ uint64_t peek(const uint64_t* flag) const { return ptx::load_relaxed_sys(flag); }
+
   template <Tag tag>
   __device__ bool skips_wait() const {
     return false;

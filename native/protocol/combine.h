@@ -23,34 +23,27 @@ PUTGET_PURE bool moves_rows(const Plan& plan, const CombineCall& call) {
 }
 
 // What combine reads before it knows the round. Ends with a block barrier.
-struct CombineAhead {
-  uint64_t own_end;   // what this rank has said of a round's end
-  uint64_t own_part;  // ... of its dispatch
-
-  template <class Exec>
-  PUTGET_TEXT CombineAhead(Exec& exec, const Plan& plan, const CombineCall& call, CombineScratch& scratch)
-      : own_end(0), own_part(0) {
-    look_at_state(exec, plan, scratch.wait);
-    if (exec.block() == 0) {
-      own_end = *flag_line(plan.own(), plan.layout.ended, plan.shape.ep_rank);
-      own_part = own_first_part(plan);
+template <class Exec>
+PUTGET_TEXT void look_before_combine(Exec& exec, const Plan& plan, const CombineCall& call, CombineScratch& scratch) {
+  OwnFlags own{};
+  if (exec.thread() == 0) own = look_at_own_flags(exec, plan, plan.layout.pushed);
+  look_at_state(exec, plan, scratch.wait);
+  if (exec.thread() == 0) scratch.wait.own = own;
+  if (moves_rows(plan, call) && call.half != Half::kFinish) {
+    for (uint32_t src = exec.thread(); src < plan.shape.ep_size; src += exec.threads()) {
+      scratch.num_tokens[src] = static_cast<uint32_t>(plan.num_tokens[src]);
     }
-    if (moves_rows(plan, call) && call.half != Half::kFinish) {
-      PUTGET_ROLLED
-      for (uint32_t src = exec.thread(); src < plan.shape.ep_size; src += exec.threads()) {
-        scratch.num_tokens[src] = static_cast<uint32_t>(plan.num_tokens[src]);
-      }
-    }
-    exec.sync();
   }
-};
+  exec.sync();
+}
 
 // Whether this object's round is open here, and the half has its turn. The first CTA reports, and closes the round at
 // its end, when other CTAs may not have looked yet: they judge only where they are about to move rows, which the first
 // CTA then waits for.
 template <class Exec>
-PUTGET_TEXT bool may_combine(Exec& exec, const Plan& plan, const CombineCall& call, const StateHead& head,
-                             const CombineAhead& ahead) {
+PUTGET_TEXT bool may_combine(Exec& exec, const Plan& plan, const CombineCall& call, const WaitScratch& wait) {
+  const StateHead& head = wait.head;
+  const OwnFlags& own = wait.own;
   if (head.fault != 0) return false;
   if (exec.block() != 0 && (call.half == Half::kFinish || !moves_rows(plan, call))) return true;
   const bool is_open = head.open && head.opened_by == plan.object_id;
@@ -62,12 +55,13 @@ PUTGET_TEXT bool may_combine(Exec& exec, const Plan& plan, const CombineCall& ca
   };
   if (!is_open) return refuse(Misuse::kNoOpenRound);
   if (head.num_tokens != call.num_tokens) return refuse(Misuse::kTokenCount);
-  if (exec.block() != 0) return true;
-  const bool started = flag_epoch(ahead.own_end) == head.epoch;
-  if (call.half == Half::kFinish && !started) return refuse(Misuse::kNotStarted);
-  if (call.half != Half::kFinish && started) return refuse(Misuse::kNotFinished);
-  if (flag_epoch(ahead.own_part) == head.epoch + 1) return refuse(Misuse::kNotFinished);
-  return true;
+  if (flag_epoch(own.arrived) == head.epoch + 1) return refuse(Misuse::kNotFinished);
+  // Where rows are pushed the first CTA tells of the end while others look; elsewhere nobody does before every CTA that
+  // asks has looked.
+  const bool by_parts = plan.shape.pushes && exec.block() != 0;
+  const bool started = by_parts ? own.published(exec, head.epoch) : flag_epoch(own.ended) == head.epoch;
+  if (call.half == Half::kFinish) return started || refuse(Misuse::kNotStarted);
+  return !started || refuse(Misuse::kNotFinished);
 }
 
 // The start half: tells every peer that the received rows are read and, where it is them that peers get, that this
@@ -136,10 +130,10 @@ PUTGET_TEXT void combine(Exec& exec, const Plan& plan, const CombineCall& call, 
   exec.wait_for_earlier_work();
   // What the experts wrote is made visible while the state is on its way.
   if (exec.block() == 0 && first_peer(exec) < plan.shape.ep_size) exec.prepare_publish();
-  const CombineAhead ahead(exec, plan, call, scratch);
+  look_before_combine(exec, plan, call, scratch);
   exec.mark_first(Stage::kState);
   const StateHead& head = scratch.wait.head;
-  bool done = may_combine(exec, plan, call, head, ahead);
+  bool done = may_combine(exec, plan, call, scratch.wait);
   if (done && call.half != Half::kFinish) start_combine<Codec, Wire>(exec, plan, call, scratch);
   exec.mark_first(Stage::kPublished);
   if (call.half == Half::kStart) return;
@@ -160,9 +154,16 @@ PUTGET_TEXT void combine(Exec& exec, const Plan& plan, const CombineCall& call, 
 template <class Exec>
 PUTGET_TEXT void release(Exec& exec, const Plan& plan, WaitScratch& scratch) {
   look_at_state(exec, plan, scratch);
+  if (exec.thread() == 0) scratch.own = look_at_own_flags(exec, plan, plan.layout.arrived);
   exec.sync();
   const StateHead& head = scratch.head;
   if (head.fault != 0 || !head.open) return;
+  if (scratch.own.combining(head)) {
+    if (exec.thread() == 0) {
+      report_misuse(exec, plan, Phase::kRelease, Misuse::kNotFinished, head.epoch, head.num_tokens, 0, 0);
+    }
+    return;
+  }
   publish_release(exec, plan, head);
   if (exec.thread() == 0) plan.state->head.open = 0;
 }

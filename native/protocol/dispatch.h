@@ -386,11 +386,6 @@ PUTGET_TEXT void finish_dispatch(Exec& exec, const Plan& plan, const DispatchCal
   exec.mark(Stage::kDone);
 }
 
-// Whether this rank has put round `round` already. Only the first CTA knows: it is the one that writes that flag.
-PUTGET_TEXT uint64_t own_first_part(const Plan& plan) {
-  return *part_flag(plan.own(), plan.layout.arrived, plan.shape.ep_rank, 0);
-}
-
 // The start half of every CTA. False: a fault.
 template <class Exec>
 PUTGET_TEXT bool run_start_half(Exec& exec, const Plan& plan, const DispatchCall& call, const Share& share,
@@ -398,12 +393,13 @@ PUTGET_TEXT bool run_start_half(Exec& exec, const Plan& plan, const DispatchCall
   const StateHead& head = scratch.wait.head;
   ahead.load(exec, plan, call, share);
   prepare_routes(exec, plan, scratch.route);
-  const uint64_t own_part = exec.block() == 0 ? own_first_part(plan) : 0;
+  if (exec.thread() == 0) scratch.wait.own = look_at_own_flags(exec, plan, plan.layout.arrived);
   exec.sync();
   exec.mark_first(Stage::kState);
   if (head.fault != 0) return false;
-  if (exec.block() == 0 && flag_epoch(own_part) == head.epoch + 1) {
-    if (exec.thread() == 0) {
+  const OwnFlags& own = scratch.wait.own;
+  if (own.published(exec, head.epoch + 1) || own.combining(head)) {
+    if (exec.block() == 0 && exec.thread() == 0) {
       report_misuse(exec, plan, Phase::kDispatch, Misuse::kNotFinished, head.epoch + 1, 0, call.num_tokens, 0);
     }
     return false;
@@ -413,9 +409,10 @@ PUTGET_TEXT bool run_start_half(Exec& exec, const Plan& plan, const DispatchCall
 
 // Whether the finish half may wait: its start half must have been run.
 template <class Exec>
-PUTGET_TEXT bool may_finish(Exec& exec, const Plan& plan, const StateHead& head) {
+PUTGET_TEXT bool may_finish(Exec& exec, const Plan& plan, const WaitScratch& wait) {
+  const StateHead& head = wait.head;
   if (head.fault != 0) return false;
-  if (flag_epoch(own_first_part(plan)) == head.epoch + 1) return true;
+  if (flag_epoch(wait.own.arrived) == head.epoch + 1) return true;
   if (exec.thread() == 0) {
     report_misuse(exec, plan, Phase::kDispatch, Misuse::kNotStarted, head.epoch + 1, 0, 0, 0);
   }
@@ -435,8 +432,9 @@ PUTGET_TEXT void dispatch(Exec& exec, const Plan& plan, const DispatchCall& call
   look_at_state(exec, plan, scratch.wait);
   bool well;
   if (call.half == Half::kFinish) {
+    if (exec.thread() == 0) scratch.wait.own = look_at_own_flags(exec, plan, plan.layout.arrived);
     exec.sync();
-    well = may_finish(exec, plan, scratch.wait.head);
+    well = may_finish(exec, plan, scratch.wait);
   } else {
     well = run_start_half(exec, plan, call, share, ahead, scratch);
   }

@@ -46,9 +46,43 @@ PUTGET_PURE uint32_t parts_of(uint32_t value) { return value >> kRowsBits; }
 PUTGET_PURE uint32_t rows_of(uint32_t value) { return value & ((1u << kRowsBits) - 1); }
 static_assert(kMaxParts < 1u << (32 - kRowsBits));
 
+// What this rank itself had told its peers when a CTA began, to know which halves have been run. Each CTA looks before
+// it publishes anything.
+struct OwnFlags {
+  uint64_t ended;
+  uint64_t arrived;  // of the first part
+  uint64_t first;    // parts of the running kernel's own kind: the first one's flag,
+  uint64_t part;     // and the calling CTA's
+
+  // Whether the kernel that publishes parts has been run before in this round. The first CTA of this very kernel may
+  // have stored its flag by now: then the number of parts is this kernel's.
+  template <class Exec>
+  PUTGET_TEXT bool published(const Exec& exec, uint32_t round) const {
+    if (flag_epoch(part) == round) return true;
+    return flag_epoch(first) == round && parts_of(flag_value(first)) != exec.blocks();
+  }
+  // Whether combine has begun and its finish half is to come.
+  PUTGET_TEXT bool combining(const StateHead& head) const {
+    return head.open && ended == pack_flag(head.epoch, kEndedByCombine);
+  }
+};
+
+// One thread calls it.
+template <class Exec>
+PUTGET_TEXT OwnFlags look_at_own_flags(const Exec& exec, const Plan& plan, uint64_t parts) {
+  const uint32_t rank = plan.shape.ep_rank;
+  OwnFlags flags;
+  flags.ended = exec.peek(flag_line(plan.own(), plan.layout.ended, rank));
+  flags.arrived = exec.peek(part_flag(plan.own(), plan.layout.arrived, rank, 0));
+  flags.first = exec.peek(part_flag(plan.own(), parts, rank, 0));
+  flags.part = exec.peek(part_flag(plan.own(), parts, rank, exec.block()));
+  return flags;
+}
+
 // What one CTA knows and shares: a copy of the state's head, and what its waits have seen.
 struct WaitScratch {
   StateHead head;
+  OwnFlags own;
   RankSet missing;
   uint32_t value[kMaxRanks];  // value of each observed flag; 0 where missing
   uint32_t rows[kMaxRanks];   // of all parts together; 0 where missing

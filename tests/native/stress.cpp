@@ -12,7 +12,7 @@
 #include <thread>
 #include <utility>
 
-#include "stress_rank.h"
+#include "stress_world.h"
 
 namespace putget::stress {
 namespace {
@@ -96,23 +96,9 @@ Options parse(int argc, char** argv) {
 
 void run(const Options& options) {
   const StressPlan plan(options);
-  uint64_t bytes = 0;
-  for (uint32_t object = 0; object < plan.objects(); ++object) {
-    const uint64_t needed = layout_of(plan.shape(object, 0)).total_bytes;
-    bytes = needed > bytes ? needed : bytes;
-  }
-  std::vector<std::vector<Block>> memories;
-  std::vector<uint8_t*> base;
-  for (uint32_t rank = 0; rank < options.ranks; ++rank) {
-    memories.emplace_back(bytes / sizeof(Block));
-    base.push_back(memories.back().front().bytes);
-  }
-  std::vector<std::unique_ptr<StressRank>> ranks;
-  for (uint32_t rank = 0; rank < options.ranks; ++rank) {
-    ranks.push_back(std::make_unique<StressRank>(plan, rank, base));
-  }
+  World world(plan);
   std::vector<std::thread> threads;
-  for (auto& rank : ranks) threads.emplace_back([&rank] { rank->run(); });
+  for (auto& rank : world.ranks()) threads.emplace_back([&rank] { rank->run(); });
   for (std::thread& thread : threads) thread.join();
 }
 
@@ -121,7 +107,7 @@ void run(const Options& options) {
 
 // The first block closes the round (State.head.open) when it is done with combine, while others may still copy the
 // head. Where that is so they do not use the word: a race that nobody looks at, which is left out here.
-extern "C" const char* __tsan_default_suppressions() { return "race:putget::CombineAhead::CombineAhead\n"; }
+extern "C" const char* __tsan_default_suppressions() { return "race:putget::look_before_combine\n"; }
 
 int main(int argc, char** argv) {
   const putget::stress::Options options = putget::stress::parse(argc, argv);

@@ -13,6 +13,8 @@ namespace putget::stress {
 
 // Set before the ranks' threads start, like weakened_tag.
 inline uint32_t weakened_join = kNoTag;
+// Blocks run one after the other in the calling thread, the first one last: for kernels whose blocks wait for nobody.
+inline bool one_by_one = false;
 
 // The CPU's Exec as one block of several. It also gives its core away in the middle of puts and gets: a rank that a
 // peer does not wait for is then seen to be late.
@@ -60,6 +62,8 @@ class BlockExec : public cpu::Exec {
 // Runs body(exec) in every block and returns when all have ended, as kernels of one stream follow each other.
 template <class Body>
 void launch(uint32_t blocks, Body body) {
+  for (uint32_t left = one_by_one ? blocks : 0; left > 0; --left) body(BlockExec(left - 1, blocks));
+  if (one_by_one) return;
   const uint64_t seed = yield_seed;
   std::vector<std::thread> others;
   for (uint32_t block = 1; block < blocks; ++block) {

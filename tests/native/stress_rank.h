@@ -41,16 +41,92 @@ class StressRank {
 
   void run() {
     yield_seed = plan_.options().seed * 1000 + rank_ + 1;
-    for (round_ = 0; round_ < plan_.options().rounds; ++round_) {
-      object_ = objects_[plan_.object(round_)].get();
-      dispatch();
+    for (uint32_t round = 0; round < plan_.options().rounds; ++round) {
+      enter(round);
+      run_dispatch();
       check_received();
       pause();
-      write_rows();
+      write_rows(plan_.end(round, rank_) == End::kCombineRows);
       check_received();
       finish();
     }
   }
+
+  // The steps of a round, also for tests that take them in another order. The round says which object and which data.
+  void enter(uint32_t round) {
+    round_ = round;
+    object_ = objects_[plan_.object(round)].get();
+  }
+
+  void dispatch(Half half, uint32_t blocks) {
+    Object& object = *object_;
+    const Shape& shape = object.plan.shape;
+    if (half != Half::kFinish) fill_tensors();
+    DispatchCall call{};
+    call.topk_ids = object.ids.data();
+    call.topk_weights = object.weights.data();
+    for (uint32_t p = 0; p < shape.num_payloads; ++p) {
+      call.payload[p] = object.payload[p].data();
+      call.access_bytes[p] = shape.row_bytes[p] % 16 == 0 ? 16 : 1;
+    }
+    cut_into_items(call, shape, kSegmentBytes, round_ % 2 == 0 ? 1 : 2);
+    call.num_tokens = num_tokens_;
+    call.max_rows = shape.max_tokens_per_rank;
+    call.half = half;
+    launch(blocks, [&](BlockExec exec) { putget::dispatch(exec, object.plan, call, scratch_[exec.block()].dispatch); });
+  }
+
+  // The experts' work: each received row gets its row of output, in combine_input or outside the workspace.
+  void write_rows(bool outside) {
+    const Plan& plan = object_->plan;
+    const Shape& shape = plan.shape;
+    uint8_t* rows = outside ? object_->rows.data() : plan.own() + plan.layout.output;
+    for (uint32_t src = 0; src < shape.ep_size; ++src) {
+      for (uint32_t slot = 0; slot < static_cast<uint32_t>(object_->num_tokens[src]); ++slot) {
+        uint8_t* row = rows + row_index(slot, src, shape.ep_size) * shape.output_row_bytes();
+        for (uint32_t e = 0; e < shape.output_elements; ++e) {
+          store_element(row, e, plan_.output(round_, rank_, src, slot, e));  // [C1]
+        }
+      }
+    }
+  }
+
+  void combine(Half half, uint32_t blocks, bool outside) {
+    const Plan& plan = object_->plan;
+    CombineCall call{};
+    if (outside) {
+      call.rows = object_->rows.data();
+      call.row_source_bytes = plan.shape.output_row_bytes();
+      call.row_slot_bytes = plan.shape.ep_size * call.row_source_bytes;
+    }
+    call.rows_access_bytes = plan.shape.output_row_bytes() % 16 == 0 ? 16 : 2;
+    call.out = object_->out.data();
+    call.num_tokens = num_tokens_;
+    call.segment_bytes = kSegmentBytes;
+    call.piece_bytes = kScaleBlock * element_bytes(plan.shape.output_type);
+    call.half = half;
+    const bool is_float = plan.shape.output_type == OutputType::kFloat32;
+    launch(blocks, [&](BlockExec exec) {
+      CombineScratch& scratch = scratch_[exec.block()].combine;
+      if (plan.shape.quantised()) {
+        if (is_float) {
+          putget::combine<Float32, Fp8Wire, FixedTopK<4>>(exec, plan, call, scratch);
+        } else {
+          putget::combine<BFloat16, Fp8Wire, DynamicTopK>(exec, plan, call, scratch);
+        }
+      } else if (is_float) {
+        putget::combine<Float32, SameWire<Float32, 4>, FixedTopK<4>>(exec, plan, call, scratch);
+      } else {
+        putget::combine<BFloat16, SameWire<BFloat16, 1>, DynamicTopK>(exec, plan, call, scratch);
+      }
+    });
+  }
+
+  void release() {
+    launch(1, [&](BlockExec exec) { putget::release(exec, object_->plan, scratch_[0].release); });
+  }
+
+  const FaultRecord& fault() const { return fault_; }
 
  private:
   // What a block has in shared memory.
@@ -105,7 +181,7 @@ class StressRank {
     return object;
   }
 
-  void dispatch() {
+  void fill_tensors() {
     Object& object = *object_;
     const Shape& shape = object.plan.shape;
     num_tokens_ = plan_.num_tokens(round_, rank_);
@@ -121,30 +197,19 @@ class StressRank {
         }
       }
     }
-    DispatchCall call{};
-    call.topk_ids = object.ids.data();
-    call.topk_weights = object.weights.data();
-    for (uint32_t p = 0; p < shape.num_payloads; ++p) {
-      call.payload[p] = object.payload[p].data();
-      call.access_bytes[p] = shape.row_bytes[p] % 16 == 0 ? 16 : 1;
-    }
-    cut_into_items(call, shape, kSegmentBytes, round_ % 2 == 0 ? 1 : 2);
-    call.num_tokens = num_tokens_;
-    call.max_rows = shape.max_tokens_per_rank;
-    const auto run = [&](Half half, uint32_t blocks) {
-      call.half = half;
-      launch(blocks,
-             [&](BlockExec exec) { putget::dispatch(exec, object.plan, call, scratch_[exec.block()].dispatch); });
-      require_no_fault("dispatch");
-    };
+  }
+
+  void run_dispatch() {
     const uint32_t blocks = plan_.blocks(round_, rank_, Kernel::kDispatch);
     if (plan_.in_halves(round_, rank_, Kernel::kDispatch)) {
-      run(Half::kStart, blocks);
+      dispatch(Half::kStart, blocks);
+      require_no_fault("dispatch_start");
       pause();
-      run(Half::kFinish, 1);
+      dispatch(Half::kFinish, 1);
     } else {
-      run(Half::kBoth, blocks);
+      dispatch(Half::kBoth, blocks);
     }
+    require_no_fault("dispatch");
   }
 
   // Every row that is there, every id slot that is not, and the counts.
@@ -183,70 +248,22 @@ class StressRank {
     }
   }
 
-  // The experts' work: each received row gets its row of output, in combine_input or outside the workspace.
-  void write_rows() {
-    const Plan& plan = object_->plan;
-    const Shape& shape = plan.shape;
-    const bool outside = plan_.end(round_, rank_) == End::kCombineRows;
-    uint8_t* rows = outside ? object_->rows.data() : plan.own() + plan.layout.output;
-    for (uint32_t src = 0; src < shape.ep_size; ++src) {
-      for (uint32_t slot = 0; slot < static_cast<uint32_t>(object_->num_tokens[src]); ++slot) {
-        uint8_t* row = rows + row_index(slot, src, shape.ep_size) * shape.output_row_bytes();
-        for (uint32_t e = 0; e < shape.output_elements; ++e) {
-          store_element(row, e, plan_.output(round_, rank_, src, slot, e));  // [C1]
-        }
-      }
-    }
-  }
-
   void finish() {
-    const Plan& plan = object_->plan;
     const End end = plan_.end(round_, rank_);
-    if (end == End::kRelease) {
-      launch(1, [&](BlockExec exec) { putget::release(exec, plan, scratch_[0].release); });
-    }
+    if (end == End::kRelease) release();
     if (end == End::kRelease || end == End::kLeaveOpen) return;
-    CombineCall call{};
-    if (end == End::kCombineRows) {
-      call.rows = object_->rows.data();
-      call.row_source_bytes = plan.shape.output_row_bytes();
-      call.row_slot_bytes = plan.shape.ep_size * call.row_source_bytes;
-    }
-    call.rows_access_bytes = plan.shape.output_row_bytes() % 16 == 0 ? 16 : 2;
-    call.out = object_->out.data();
-    call.num_tokens = num_tokens_;
-    call.segment_bytes = kSegmentBytes;
-    call.piece_bytes = kScaleBlock * element_bytes(plan.shape.output_type);
+    const bool outside = end == End::kCombineRows;
     const uint32_t blocks = plan_.blocks(round_, rank_, Kernel::kCombine);
     if (plan_.in_halves(round_, rank_, Kernel::kCombine)) {
-      combine(call, Half::kStart, blocks);
+      combine(Half::kStart, blocks, outside);
+      require_no_fault("combine_start");
       pause();
-      combine(call, Half::kFinish, plan_.blocks(round_, rank_, Kernel::kCombineFinish));
+      combine(Half::kFinish, plan_.blocks(round_, rank_, Kernel::kCombineFinish), outside);
     } else {
-      combine(call, Half::kBoth, blocks);
+      combine(Half::kBoth, blocks, outside);
     }
-    check_combined();
-  }
-
-  void combine(CombineCall call, Half half, uint32_t blocks) {
-    const Plan& plan = object_->plan;
-    const bool is_float = plan.shape.output_type == OutputType::kFloat32;
-    call.half = half;
-    launch(blocks, [&](BlockExec exec) {
-      CombineScratch& scratch = scratch_[exec.block()].combine;
-      if (plan.shape.quantised()) {
-        if (is_float) {
-          putget::combine<Float32, Fp8Wire, FixedTopK<4>>(exec, plan, call, scratch);
-        } else {
-          putget::combine<BFloat16, Fp8Wire, DynamicTopK>(exec, plan, call, scratch);
-        }
-      } else if (is_float) {
-        putget::combine<Float32, SameWire<Float32, 4>, FixedTopK<4>>(exec, plan, call, scratch);
-      } else {
-        putget::combine<BFloat16, SameWire<BFloat16, 1>, DynamicTopK>(exec, plan, call, scratch);
-      }
-    });
     require_no_fault("combine");
+    check_combined();
   }
 
   void check_combined() const {

@@ -1,4 +1,4 @@
-"""Builds tests/native/stress.cpp with a sanitizer and runs it."""
+"""Builds a program of tests/native with a sanitizer and runs it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from tests.protocol.tags import ROOT
 
-SOURCE = ROOT / "tests" / "native" / "stress.cpp"
+SOURCES = ROOT / "tests" / "native"
 MISMATCH, FAULT, REPORT = 3, 4, 66  # exit statuses: a wrong byte, a deadline or misuse, the sanitizer's
 OPTIONS = dict.fromkeys(("TSAN_OPTIONS", "ASAN_OPTIONS", "UBSAN_OPTIONS"), f"halt_on_error=1 exitcode={REPORT}")
 
@@ -24,9 +24,16 @@ class StressJob:
         sanitizer: For the compiler's -fsanitize.
         folder: An empty one to build in.
         mistake: (file below native, what stands there, what shall stand there instead), or None.
+        source: Which program.
     """
 
-    def __init__(self, sanitizer: str, folder: Path, mistake: tuple[str, str, str] | None = None) -> None:
+    def __init__(
+        self,
+        sanitizer: str,
+        folder: Path,
+        mistake: tuple[str, str, str] | None = None,
+        source: str = "stress.cpp",
+    ) -> None:
         self._sanitizer = sanitizer
         self._native = ROOT / "native"
         if mistake is not None:
@@ -43,7 +50,7 @@ class StressJob:
             pytest.skip(f"the C++ compiler cannot build with -fsanitize={sanitizer}: {built.stderr[-200:]}")
         self._prefix = self._working_prefix(folder / "probe")
         self._program = folder / "stress"
-        built = self._build(self._program, SOURCE)
+        built = self._build(self._program, SOURCES / source)
         assert built.returncode == 0, built.stderr
 
     def _build(self, target: Path, source: Path) -> subprocess.CompletedProcess[str]:
