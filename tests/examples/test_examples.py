@@ -1,0 +1,78 @@
+"""The examples run, as a reader would run them."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import runpy
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.harness import Rank, fresh_ranks
+from tests.project.checkout import ROOT
+
+EXAMPLES = ROOT / "examples"
+
+
+def test_one_layer() -> None:
+    """Under torchrun, on the CPU also where there are GPUs."""
+    result = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "examples/layer.py"],
+        cwd=ROOT,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    for rank, tokens in enumerate((0, 16)):
+        assert f"rank {rank} of 2 on cpu: {tokens} tokens, as a dense layer would give" in result.stdout
+
+
+def test_one_layer_is_short() -> None:
+    lines = (EXAMPLES / "layer.py").read_text().splitlines()
+    assert len([line for line in lines if line.strip() and not line.startswith(("import", '"""'))]) <= 30
+
+
+def as_torchrun_does(rank: Rank, path: Path, port: int) -> None:
+    """A body: the environment of torchrun, then the program."""
+    dist.destroy_process_group()
+    os.environ.update(RANK=str(rank.rank), LOCAL_RANK=str(rank.rank), WORLD_SIZE=str(rank.size))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    runpy.run_path(str(path), run_name="__main__")
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        pytest.param(
+            "cpu", marks=pytest.mark.skipif(torch.cuda.device_count() > 1, reason="the example takes the GPUs")
+        ),
+        pytest.param(
+            "cuda",
+            marks=[pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 CUDA GPUs")],
+        ),
+    ],
+)
+def test_moving_from_nccl(place: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with fresh_ranks(2, place) as ranks:
+        ranks.call(as_torchrun_does, EXAMPLES / "from_nccl.py", port, timeout=100)
+
+
+def test_unit_test_of_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    example = importlib.import_module("test_engine_on_cpu")
+    (mark,) = example.test_layer_equals_a_dense_one.pytestmark
+    assert len(mark.args[1]) == 3
+    for num_tokens in mark.args[1]:
+        example.test_layer_equals_a_dense_one(num_tokens)
+    example.test_a_rank_that_stays_away_is_named()
