@@ -17,7 +17,7 @@ from putget import BackendUnavailable, ProtocolMisuse
 from putget.adapters import flashinfer_moe_ep, vllm
 from tests.adapters import test_flashinfer_moe_ep
 from tests.adapters.layer import Layer, same_bits
-from tests.adapters.upstream import upstream
+from tests.adapters.upstream import require_entry_point, upstream
 from tests.adapters.vllm_engine import FUSED_MOE, Engine, experts_of, load
 from tests.harness import Rank, fresh_ranks
 
@@ -66,6 +66,7 @@ def plugged_in(rank: Rank, root: Path) -> list[torch.Tensor]:
 
 def test_in_the_modular_kernel() -> None:
     root = upstream("vllm")
+    require_entry_point("vllm.general_plugins")
     with fresh_ranks(4) as ranks:
         for rank, results in ranks.call(plugged_in, root).items():
             for layer, rows in zip(LAYERS, results, strict=False):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 import hashlib
+import importlib.metadata
 import os
 import shutil
 import ssl
@@ -26,6 +27,15 @@ CACHE = ROOT / ".tools" / "upstream"
 
 class Unreachable(Exception):
     """The registry cannot be asked, or does not give parts of a file."""
+
+
+def require_entry_point(group: str) -> None:
+    """Skips the test where putget is on the path and not installed; an older install fails."""
+    try:
+        importlib.metadata.distribution("putget")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("putget is not installed, so engines cannot find its plug-ins")
+    assert importlib.metadata.entry_points(group=group, name="putget"), "the install is older than this: make build"
 
 
 def pins() -> dict[str, dict[str, object]]:
@@ -72,9 +82,11 @@ def fetch(requirement: str, patterns: list[str]) -> Path:
     Raises:
         Unreachable: There is no uv, no network, or the registry gives no parts of files.
     """
-    import remotezip
-    import requests
-
+    try:
+        import remotezip
+        import requests
+    except ModuleNotFoundError as error:
+        raise Unreachable(f"{error.name} is not installed") from error
     url = wheel_url(requirement)
     CACHE.mkdir(parents=True, exist_ok=True)
     place = Path(tempfile.mkdtemp(dir=CACHE))
