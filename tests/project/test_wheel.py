@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import re
 import shutil
@@ -15,6 +16,7 @@ import pytest
 import putget
 from tests.project.checkout import PACKAGE, ROOT, pyproject
 
+ENTRY_POINT_GROUPS = {"console_scripts", "sglang.srt.plugins", "vllm.general_plugins"}
 LIBRARY = PACKAGE / "libputget.so"
 # What every glibc machine has; the driver is looked up at run time, and CUDA's runtime is linked in.
 SYSTEM_LIBRARIES = re.compile(
@@ -95,5 +97,8 @@ def test_wheel_without_cuda(tmp_path: Path) -> None:
         archive.extractall(tmp_path / "installed")
     assert {"putget/libputget.so", "putget/py.typed", "putget/alltoall.py", "putget/bench/cli.py"} <= set(names)
     assert not [name for name in names if name.endswith((".cpp", ".cu", ".h", ".pyc"))]
+    (metadata,) = importlib.metadata.distributions(path=[str(tmp_path / "installed")])
+    assert {entry.group for entry in metadata.entry_points} == ENTRY_POINT_GROUPS
+    assert all(callable(entry.load()) for entry in metadata.entry_points)
     installed = tmp_path / "installed" / "putget" / "libputget.so"
     output(sys.executable, "-I", "-S", "-c", f"import ctypes; ctypes.CDLL({str(installed)!r})")

@@ -183,8 +183,8 @@ class Buffer:
         ranks = torch.where(ids >= 0, ids // self._local(num_experts), self.group_size)
         goes = torch.zeros(ids.shape[0], self.group_size + 1, dtype=torch.bool, device=ids.device)
         in_rank = goes.scatter_(1, ranks, True)[:, : self.group_size].contiguous()
-        per_expert = torch.bincount(torch.where(ids >= 0, ids, num_experts).flatten(), minlength=num_experts + 1)
-        return in_rank.sum(0).int(), None, per_expert[:num_experts].int(), in_rank, self._event(async_finish)
+        per_expert = layouts.count(torch.where(ids >= 0, ids, num_experts), num_experts)
+        return in_rank.sum(0).int(), None, per_expert, in_rank, self._event(async_finish)
 
     def dispatch(
         self,
@@ -257,7 +257,7 @@ class Buffer:
         local = torch.where(places.is_row[:, None], layouts.local_experts(experts, self.rank, num_local), -1)
         per_expert: list[int] = []
         if not num_worst_tokens:
-            counts = torch.bincount(local.flatten() + 1, minlength=num_local + 1)[1:]
+            counts = layouts.count(torch.where(local >= 0, local, num_local), num_local)
             per_expert = (-(-counts // expert_alignment) * expert_alignment).tolist()
         made = Handle(ids, places, num_worst_tokens > 0, ticket)
         seen = torch.where(local >= 0, weights, 0.0)
@@ -378,7 +378,7 @@ class Buffer:
             names=["x", "the scales of x"][: len(payloads)],
         )
         place = layouts.experts_first(received.topk_ids[:, :, 0], self.rank, num_local, capacity)
-        counts = layouts.counts_of(place, num_local, capacity)
+        counts = layouts.count(place // capacity, num_local)
         if cumulative_local_expert_recv_stats is not None:
             cumulative_local_expert_recv_stats += counts
         rows = [layouts.gather_by_expert(part, place, num_local, capacity) for part in received.flat.payloads]

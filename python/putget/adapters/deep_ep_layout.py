@@ -68,16 +68,21 @@ def experts_first(topk_ids: torch.Tensor, ep_rank: int, num_local_experts: int, 
     """
     local = local_experts(topk_ids.flatten(), ep_rank, num_local_experts)
     chosen = torch.where(local >= 0, local, num_local_experts)
-    one_hot = torch.nn.functional.one_hot(chosen, num_local_experts + 1)
+    one_hot = (chosen[:, None] == torch.arange(num_local_experts + 1, device=local.device)).int()
     row = (one_hot.cumsum(0) - one_hot).gather(1, chosen[:, None])[:, 0]
     fits = (local >= 0) & (row < capacity)
     place = torch.where(fits, local * capacity + row, num_local_experts * capacity)
     return place.view(topk_ids.shape).T.flatten()
 
 
-def counts_of(place: torch.Tensor, num_local_experts: int, capacity: int) -> torch.Tensor:
-    """[num_local_experts] int32: rows of each expert."""
-    return torch.bincount(place // capacity, minlength=num_local_experts + 1)[:num_local_experts].int()
+def count(values: torch.Tensor, kinds: int) -> torch.Tensor:
+    """[kinds] int32: how often each of 0 to kinds - 1 occurs; other values up to kinds are left out.
+
+    (``torch.bincount`` waits for the device.)
+    """
+    flat = values.flatten()
+    found = torch.zeros(kinds + 1, dtype=torch.int32, device=flat.device)
+    return found.scatter_add_(0, flat, torch.ones_like(flat, dtype=torch.int32))[:kinds]
 
 
 def gather_by_expert(rows: torch.Tensor, place: torch.Tensor, num_local_experts: int, capacity: int) -> torch.Tensor:

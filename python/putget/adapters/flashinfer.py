@@ -27,7 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from putget import Communicator, Payload, Received
+from putget import AllToAll, Communicator, Payload, Received
 from putget.adapters.engines import replace_name, require_supported
 from putget.adapters.rounds import Rounds
 from putget.adapters.shared import (
@@ -195,8 +195,8 @@ class MoeAlltoAll:
         return self._received
 
     @property
-    def all_to_all(self) -> Any:
-        """The ``putget.AllToAll`` of the last dispatch."""
+    def all_to_all(self) -> AllToAll:
+        """The ``putget.AllToAll`` of the last dispatch, e.g. for ``set_active_ranks``."""
         return self._rounds.all_to_all
 
     def dispatch(

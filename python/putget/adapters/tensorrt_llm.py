@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from putget import Communicator, Payload
+from putget import AllToAll, Communicator, Payload
 from putget.adapters.rounds import Rounds
 from putget.adapters.shared import (
     TIMEOUT_S,
@@ -100,6 +100,11 @@ class FourPayloadAllToAll:
             max_tokens_per_rank=max_num_tokens_per_rank,
             output=output,
         )
+
+    @property
+    def all_to_all(self) -> AllToAll:
+        """The ``putget.AllToAll`` of the last dispatch, e.g. for ``set_active_ranks``."""
+        return self._rounds.all_to_all
 
     @staticmethod
     def is_platform_supported() -> bool:

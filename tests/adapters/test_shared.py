@@ -1,0 +1,108 @@
+"""What adapters share: sizes, workspaces that are kept and given back, and going on without a lost rank."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import putget
+from putget.adapters import shared
+from putget.adapters.rounds import unquantised_row
+from putget.adapters.tensorrt_llm import FourPayloadAllToAll
+from tests.adapters.layer import Layer, same_bits
+from tests.harness import Rank, run_ranks
+
+LAYER = Layer(num_tokens=(2, 1, 3), num_experts=6, top_k=2, no_expert=0.0)
+
+
+def alltoall(rank: Rank, layer: Layer) -> FourPayloadAllToAll:
+    return FourPayloadAllToAll(
+        rank.comm,
+        layer.num_experts,
+        layer.top_k,
+        layer.max_tokens_per_rank,
+        hidden_size=layer.hidden_size,
+        device="cpu",
+        timeout_s=1.0,
+        warmup_timeout_s=20.0,
+    )
+
+
+def round_of(a2a: FourPayloadAllToAll, rank: Rank, layer: Layer) -> torch.Tensor:
+    x, _, ids, weights = a2a.dispatch(*layer.rows(rank.rank), None, *layer.routes(rank.rank))
+    return a2a.combine(layer.experts((x,), ids, weights, rank.rank))
+
+
+def lose_a_rank(rank: Rank) -> tuple[int, ...]:
+    """A body: rank 2 stays away after the first round; the others go on."""
+    a2a = alltoall(rank, LAYER)
+    assert same_bits(round_of(a2a, rank, LAYER), LAYER.expected(rank.rank))
+    missing: tuple[int, ...] = ()
+    if rank.rank != 2:
+        with pytest.raises(putget.PeerTimeout) as caught:
+            round_of(a2a, rank, LAYER)
+        missing = caught.value.missing
+        a2a.all_to_all.set_active_ranks([True, True, False])
+        # All experts live on the survivors now.
+        a2a.all_to_all.expert_to_rank = [0, 0, 1, 1, 0, 1]
+        x, _, ids, _ = a2a.dispatch(*LAYER.rows(rank.rank), None, *LAYER.routes(rank.rank))
+        mine = torch.isin(ids, torch.tensor([(0, 1, 4), (2, 3, 5)][rank.rank]))
+        combined = a2a.combine((x.float() * mine.sum(1, keepdim=True)).bfloat16())
+        assert torch.equal(combined, (LAYER.hidden(rank.rank).float() * LAYER.top_k).bfloat16())
+    shared.close_shared(rank.comm)
+    return missing
+
+
+def test_survivors_go_on_without_a_lost_rank() -> None:
+    assert run_ranks(3, lose_a_rank) == [(2,), (2,), ()]
+
+
+def keep_and_give_back(rank: Rank) -> None:
+    """A body: one workspace per size and purpose, until it is given back."""
+    device = torch.device("cpu")
+    first = shared.shared_workspace(rank.comm, 4096, device)
+    assert shared.shared_workspace(rank.comm, 4096, device) is first
+    others = [
+        shared.shared_workspace(rank.comm, 8192, device),
+        shared.shared_workspace(rank.comm, 4096, device, share_by=1),
+    ]
+    assert len({id(first), *map(id, others)}) == 3
+    assert shared.communicator_of(rank.comm) is rank.comm
+    shared.close_shared(rank.comm)
+    assert shared.shared_workspace(rank.comm, 4096, device) is not first
+    a2a = alltoall(rank, replace(LAYER, num_tokens=(1, 1)))
+    shared.close_shared(rank.comm)
+    with pytest.raises(ValueError, match="closed"):
+        round_of(a2a, rank, replace(LAYER, num_tokens=(1, 1)))
+
+
+def test_workspaces_are_kept_and_given_back() -> None:
+    run_ranks(2, keep_and_give_back)
+
+
+@pytest.mark.parametrize(
+    ("row", "returned"),
+    [
+        (putget.Payload((64,), torch.bfloat16), putget.Payload((64,), torch.bfloat16)),
+        (putget.Payload((64,), torch.float16), putget.Payload((64,), torch.float16)),
+        (putget.Payload((64,), torch.float8_e4m3fn), putget.Payload((64,), torch.bfloat16)),
+        (putget.Payload((32,), torch.uint8), putget.Payload((64,), torch.bfloat16)),
+    ],
+)
+def test_rows_say_what_experts_return(row: putget.Payload, returned: putget.Payload) -> None:
+    assert unquantised_row(row) == returned
+
+
+@pytest.mark.parametrize("row", [putget.Payload((64,), torch.int32), putget.Payload((8, 8), torch.bfloat16)])
+def test_rows_that_do_not_say_it_are_named(row: putget.Payload) -> None:
+    with pytest.raises(ValueError, match="do not say what the experts return"):
+        unquantised_row(row)
+
+
+@pytest.mark.parametrize("dispatch_bytes", [0, True, 1.5])
+def test_sizes_are_checked(dispatch_bytes: int) -> None:
+    output = putget.Payload((64,), torch.bfloat16)
+    with pytest.raises(ValueError, match="dispatch_bytes is"):
+        shared.engine_workspace_bytes(ep_size=2, max_tokens_per_rank=4, dispatch_bytes=dispatch_bytes, output=output)
