@@ -52,6 +52,7 @@ void launch_combine(const Plan& plan, CombineCall call, const Room& room, const 
   putget_launch launch = combine_launch(shape, call.num_tokens, moves, room, tuning);
   // Nothing to do but to tell the peers.
   if (call.half == Half::kStart && !moves) launch.blocks = 1;
+  call.wide_out = packed;
   call.segment_bytes = launch.segment_bytes;
   call.piece_bytes = kPieceBytes;
   while (uint64_t{shape.max_tokens_per_rank} * shape.ep_size * (shape.output_row_bytes() / call.piece_bytes + 1) >=
