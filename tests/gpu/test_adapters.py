@@ -36,7 +36,7 @@ def record_layer(rank: Rank, layer: Layer) -> None:
         timeout_s=20.0,
         warmup_timeout_s=20.0,
     )
-    most = min(max(layer.num_tokens) + rank.rank % 2, layer.max_tokens_per_rank)
+    most = min(max(1, *layer.num_tokens) + rank.rank % 2, layer.max_tokens_per_rank)
     ids, weights = (tensor.to(rank.device) for tensor in layer.routes(rank.rank))
     x = layer.hidden(rank.rank).to(rank.device)
     out = torch.zeros_like(x)
