@@ -175,6 +175,35 @@ def test_directions_give_the_same_bits(device: str) -> None:
                 assert torch.equal(one.combined, other.combined)
 
 
+def combine_unaligned(rank: Rank, case: Case) -> list[Outcome]:
+    """A body: x, out and addend begin two bytes after what a wide access would need."""
+    outcomes = []
+    with rank.all_to_all(**case.options()) as a2a:
+        whole_combine = a2a.combine
+
+        def off(tensor: torch.Tensor | None) -> torch.Tensor | None:
+            if tensor is None:
+                return None
+            moved = torch.empty(tensor.numel() + 1, dtype=tensor.dtype, device=tensor.device)[1:].view(tensor.shape)
+            return moved.copy_(tensor)
+
+        def combine(x: torch.Tensor | None, *, out: torch.Tensor, addend: torch.Tensor | None) -> torch.Tensor:
+            moved = off(out)
+            whole_combine(off(x), out=moved, addend=off(addend))
+            return out.copy_(moved)
+
+        a2a.combine = combine  # type: ignore[method-assign,assignment]
+        outcomes = play_on(a2a, rank, case)
+    return outcomes
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_tensors_that_allow_narrow_accesses_only(wire: Wire, dtype: torch.dtype, device: str) -> None:
+    rounds = tuple(Round(i, (8, 0, 3), ending, out=True, addend=i % 2 == 0) for i, ending in enumerate(("flat",) * 4))
+    case = case_of(wire, 3, rounds, output=((144,), dtype), top_k=4)
+    check_case(case, run_ranks(3, combine_unaligned, case, mode="thread", device=device))
+
+
 def combine_not_finite(rank: Rank, case: Case) -> torch.Tensor:
     """A body: a block with an infinity, one with a NaN, and one without; two of a row's experts write them."""
     with rank.all_to_all(**case.options()) as a2a:

@@ -91,6 +91,7 @@ class CpuMemory final : public Memory {
     whole_rows.segment_bytes = kWholeRow;
     whole_rows.piece_bytes = kWholeRow;
     const bool packed = plan.shape.output_row_bytes() % kPackBytes == 0 && aligned(call.out) && aligned(call.addend);
+    whole_rows.wide_out = packed;
     with_codec(plan.shape.output_type, [&](auto codec) {
       using Codec = decltype(codec);
       using Packed = SameWire<Codec, kPackBytes / sizeof(typename Codec::Bits)>;

@@ -52,6 +52,7 @@ void launch_combine(const Plan& plan, CombineCall call, const Room& room, const 
   putget_launch launch = combine_launch(shape, call.num_tokens, moves, room, tuning);
   // Nothing to do but to tell the peers.
   if (call.half == Half::kStart && !moves) launch.blocks = 1;
+  call.wide_out = packed;
   call.segment_bytes = launch.segment_bytes;
   call.piece_bytes = kPieceElements * element_bytes(shape.output_type);
   const CombineKernel kernel = shape.quantised() ? fp8_kernel(shape.output_type, shape.top_k)

@@ -203,11 +203,35 @@ struct Reduction {
     const uint64_t row = uint64_t{item / segments} * packs_per_row;
     for (uint32_t pack = begin + exec.lane(); pack < end; pack += exec.lanes()) {
       Sums<Wire::kElements> sum = get_sum(exec, plan, pack);
-      if (call.addend != nullptr) sum.add(putget::widen(reinterpret_cast<const Out*>(call.addend)[row + pack]));
+      if (call.addend != nullptr) sum.add(putget::widen(load(call, call.addend, row + pack)));
       Out out;
       PUTGET_UNROLL
       for (uint32_t e = 0; e < Wire::kElements; ++e) out.bits[e] = Codec::narrow(sum.value[e]);
-      reinterpret_cast<Out*>(call.out)[row + pack] = out;
+      store(call, row + pack, out);
+    }
+  }
+
+  // Quantised rows come in packs, whatever the caller's tensors allow. Others come in packs that these allow.
+  PUTGET_TEXT static bool whole(const CombineCall& call) { return !Wire::kIsScaled || call.wide_out != 0; }
+
+  PUTGET_TEXT static Out load(const CombineCall& call, const uint8_t* rows, uint64_t pack) {
+    if (whole(call)) return reinterpret_cast<const Out*>(rows)[pack];
+    Out out;
+    PUTGET_UNROLL
+    for (uint32_t e = 0; e < Wire::kElements; ++e) {
+      out.bits[e] = reinterpret_cast<const typename Codec::Bits*>(rows)[pack * Wire::kElements + e];
+    }
+    return out;
+  }
+
+  PUTGET_TEXT static void store(const CombineCall& call, uint64_t pack, const Out& out) {
+    if (whole(call)) {
+      reinterpret_cast<Out*>(call.out)[pack] = out;
+      return;
+    }
+    PUTGET_UNROLL
+    for (uint32_t e = 0; e < Wire::kElements; ++e) {
+      reinterpret_cast<typename Codec::Bits*>(call.out)[pack * Wire::kElements + e] = out.bits[e];
     }
   }
 

@@ -100,6 +100,7 @@ struct CombineCall {
   uint32_t segment_bytes;      // a row is summed in pieces of this many bytes on the wire, a multiple of 16
   uint32_t piece_bytes;        // ... and moved in pieces of this many of their own, a multiple of kScaleBlock elements
   uint32_t rows_access_bytes;  // widest access for moving rows
+  uint32_t wide_out;           // 1: out and addend allow accesses of 16 bytes
   Half half;
 };
 

@@ -101,6 +101,7 @@ class StressRank {
     }
     call.rows_access_bytes = plan.shape.output_row_bytes() % 16 == 0 ? 16 : 2;
     call.out = object_->out.data();
+    call.wide_out = 1;
     call.num_tokens = num_tokens_;
     call.segment_bytes = kSegmentBytes;
     call.piece_bytes = kScaleBlock * element_bytes(plan.shape.output_type);
