@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
 
 from tests.harness import run_ranks
-from tests.harness.cases import ENDINGS, Case, Round, Row
+from tests.harness.cases import COMBINE, DISPATCH, ENDINGS, Case, Round, Row
 from tests.harness.compare import check_case, play
 
 PAYLOAD_DTYPES = (
@@ -28,6 +28,11 @@ shapes = st.one_of(
     st.tuples(st.integers(1, 40)),
     st.tuples(st.sampled_from([56, 64, 128, 257, 1024])),
     st.tuples(st.integers(1, 5), st.integers(1, 9)),
+)
+quantised_shapes = st.one_of(
+    st.tuples(st.integers(1, 20).map(lambda packs: 16 * packs)),
+    st.tuples(st.sampled_from([128, 288, 1024])),
+    st.tuples(st.integers(1, 5), st.sampled_from([16, 48])),
 )
 
 
@@ -51,6 +56,7 @@ def rounds(draw: st.DrawFn, ep_size: int, num_experts: int, max_tokens: int) -> 
         addend=draw(st.booleans()),
         no_expert=draw(st.sampled_from([0.0, 0.2, 1.1])),
         invalid=draw(st.sampled_from([0.0, 0.0, 0.2])),
+        halves=draw(st.just(()) | st.lists(st.integers(0, DISPATCH + COMBINE), **per_rank).map(tuple)),
     )
 
 
@@ -61,13 +67,17 @@ def cases(draw: st.DrawFn) -> Case:
     num_experts = draw(st.integers(1, 24))
     max_tokens = draw(st.sampled_from([1, 2, 5, 16, 70]))
     rows: st.SearchStrategy[Row] = st.tuples(shapes, st.sampled_from(PAYLOAD_DTYPES))
+    wire = draw(st.sampled_from([None, None, torch.float8_e4m3fn]))
     return Case(
         ep_size=ep_size,
         num_experts=num_experts,
         top_k=draw(st.integers(1, 32)),
         max_tokens_per_rank=max_tokens,
         payloads=tuple(draw(st.lists(rows, min_size=1, max_size=8))),
-        output=(draw(shapes), draw(st.sampled_from(OUTPUT_DTYPES))),
+        output=(draw(shapes if wire is None else quantised_shapes), draw(st.sampled_from(OUTPUT_DTYPES))),
+        direction=draw(st.sampled_from(["pull", "push"])),
+        wire=wire,
+        scale=None if wire is None else draw(st.sampled_from([None, 1.0, 0.01, 300.0])),
         table=draw(
             st.none() | st.lists(st.integers(0, ep_size - 1), min_size=num_experts, max_size=num_experts).map(tuple)
         ),

@@ -190,6 +190,52 @@ def test_combine_adds_in_float32_and_rounds_once(dtype: torch.dtype) -> None:
         reference.combine(routing, [held.double() for held in rows], 1)
 
 
+@pytest.mark.parametrize("elements", [1, 16, 127, 128, 129, 300])
+def test_quantised_rows_are_near_the_rows(elements: int) -> None:
+    rows = torch.randn(64, elements) * 2.0 ** torch.randint(-30, 30, (64, 1))
+    rows *= 2.0 ** torch.randint(-12, 1, rows.shape)
+    back = reference.quantised(rows)
+    for first in range(0, elements, reference.SCALE_BLOCK):
+        block = slice(first, first + reference.SCALE_BLOCK)
+        scale = rows[:, block].abs().amax(1, keepdim=True) / 448
+        # Half a unit in the last of four places, and below 2^-6 half of the smallest step; rounding of the scale apart.
+        bound = torch.maximum(rows[:, block].abs() / 16, scale * 2.0**-10) * (1 + 1e-5)
+        assert bool(((back[:, block] - rows[:, block]).abs() <= bound).all())
+        assert bool((back[:, block].abs().amax(1) >= rows[:, block].abs().amax(1) * (1 - 1e-5)).all())
+
+
+def test_quantised_with_one_scale_saturates() -> None:
+    rows = torch.tensor([[0.0, -0.0, 1.0, 3.0, 1e4, -1e4, float("inf"), float("nan"), 2.0**-12, 0.03]])
+    (back,) = reference.quantised(rows, 2.0)
+    assert back[:7].tolist() == [0, 0, 1, 3, 896, -896, 896]
+    assert torch.signbit(back[1])
+    assert torch.isnan(back[7])
+    assert back[8].item() == 0  # half of the smallest step, to even
+    assert back[9].item() == 0.03125
+
+
+def test_quantised_zeros_stay_zeros() -> None:
+    back = reference.quantised(torch.tensor([[0.0, -0.0, 1e-38, -1e-45]]))
+    assert back.tolist() == [[0, 0, 0, 0]]
+    assert torch.signbit(back).tolist() == [[False, True, False, True]]
+
+
+def test_combine_adds_quantised_rows() -> None:
+    table = torch.tensor([0, 1])
+    routing = reference.route(ids([0, 1], [1, -1]), table, 2)
+    generator = torch.Generator().manual_seed(0)
+    rows = [torch.randn(2, 2, 3, 50, generator=generator).bfloat16() for _ in range(2)]
+    for scale in (None, 0.01):
+        got = reference.combine(routing, rows, 0, combine_dtype=torch.float8_e4m3fn, combine_scale=scale)
+        read = [reference.quantised(held[0].flatten(1), scale).view(2, 3, 50) for held in rows]
+        assert torch.equal(got, torch.stack([read[0][0] + read[1][0], read[1][1]]).bfloat16())
+    assert torch.equal(
+        reference.combine(routing, rows, 0, combine_dtype=torch.bfloat16), reference.combine(routing, rows, 0)
+    )
+    with pytest.raises(ValueError, match="combine_dtype"):
+        reference.combine(routing, rows, 0, combine_dtype=torch.float16)
+
+
 def test_combine_of_no_rows_is_positive_zero() -> None:
     table = torch.tensor([0])
     rows = [torch.full((1, 1, 1), -0.0)]

@@ -12,6 +12,7 @@ from putget import reference
 
 Row = tuple[tuple[int, ...], torch.dtype]
 
+DISPATCH, COMBINE = 1, 2  # for Round.halves
 # How a round hands the experts' rows to combine, or ends without it.
 ENDINGS = ("zero_copy", "zero_copy_flat", "flat", "strided", "transposed", "release", "open")
 
@@ -33,6 +34,7 @@ class Round:
         no_expert: share of ids that are -1.
         invalid: share of ids that are out of range.
         topk_ids: ids of each rank instead of random ones.
+        halves: what each rank runs in two halves, DISPATCH, COMBINE or their sum; () for nothing.
     """
 
     seed: int
@@ -47,6 +49,10 @@ class Round:
     no_expert: float = 0.0
     invalid: float = 0.0
     topk_ids: tuple[tuple[tuple[int, ...], ...], ...] | None = None
+    halves: tuple[int, ...] = ()
+
+    def in_halves(self, rank: int, operation: int) -> bool:
+        return bool(self.halves) and bool(self.halves[rank] & operation)
 
 
 @dataclass(frozen=True)
@@ -55,6 +61,9 @@ class Case:
 
     Attributes:
         table: the constructor's expert_to_rank; None for the default.
+        direction: combine_direction.
+        wire: combine_dtype, or None.
+        scale: combine_scale, or None.
         active: the active ranks; the rounds run on these alone.
     """
 
@@ -66,6 +75,9 @@ class Case:
     payloads: tuple[Row, ...] = (((4,), torch.float32),)
     output: Row = ((4,), torch.float32)
     table: tuple[int, ...] | None = None
+    direction: str = "pull"
+    wire: torch.dtype | None = None
+    scale: float | None = None
     active: tuple[bool, ...] | None = field(default=None)
 
     def options(self) -> dict[str, object]:
@@ -76,6 +88,9 @@ class Case:
             "max_tokens_per_rank": self.max_tokens_per_rank,
             "payloads": [putget.Payload(*row) for row in self.payloads],
             "output": putget.Payload(*self.output),
+            "combine_direction": self.direction,
+            "combine_dtype": self.wire,
+            "combine_scale": self.scale,
         }
         if self.table is not None:
             options["expert_to_rank"] = torch.tensor(self.table, dtype=torch.int32)
@@ -123,7 +138,13 @@ class Case:
         """What the experts of `rank` produce in round `index`: [ep_size, max_rows, *shape], every slot."""
         shape, dtype = self.output
         generator = torch.Generator().manual_seed(self.rounds[index].seed * 1009 + 500 + rank)
-        return random_values((self.ep_size, self.max_rows_of(index, rank), *shape), dtype, generator)
+        size = (self.ep_size, self.max_rows_of(index, rank), *shape)
+        values = random_values(size, dtype, generator)
+        if self.wire is None:
+            return values
+        # One very large element leaves only zeros of its block: in most rows there is none.
+        plain = torch.rand(size[:2], generator=generator).reshape(*size[:2], *[1] * len(shape)) < 0.8
+        return torch.where(plain, torch.randn(size, generator=generator).to(dtype), values)
 
     def addend(self, index: int, rank: int) -> Tensor | None:
         if not self.rounds[index].addend:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import putget
 from putget import reference
-from tests.harness.cases import Case
+from tests.harness.cases import COMBINE, DISPATCH, Case
 from tests.harness.rank import Rank
 
 
@@ -58,11 +58,12 @@ def play_round(a2a: putget.AllToAll, rank: Rank, case: Case, index: int, check: 
     arguments = [tensor.to(rank.device) for tensor in (sent.topk_ids, sent.topk_weights, *sent.payloads)]
     end = _prepare_end(a2a, rank, case, index)
     rank.meet()
-    received = a2a.dispatch(
-        *arguments,
-        max_rows=None if played.max_rows is None else played.max_rows[rank.rank],
-        num_valid_tokens=num_valid,
-    )
+    max_rows = None if played.max_rows is None else played.max_rows[rank.rank]
+    if played.in_halves(rank.rank, DISPATCH):
+        a2a.dispatch_start(*arguments, max_rows=max_rows, num_valid_tokens=num_valid)
+        received = a2a.dispatch_finish()
+    else:
+        received = a2a.dispatch(*arguments, max_rows=max_rows, num_valid_tokens=num_valid)
     _check_views(received, a2a, case, case.max_rows_of(index, rank.rank))
     seen = {
         "topk_ids": received.topk_ids.cpu().clone(),
@@ -115,7 +116,11 @@ def _prepare_end(a2a: putget.AllToAll, rank: Rank, case: Case, index: int) -> Ca
             a2a.combine_input.copy_(rows)
         elif played.ending == "zero_copy_flat":
             a2a.combine_input.flat.copy_(slot_major)
-        combined = a2a.combine(x, out=out, addend=addend)
+        if played.in_halves(rank.rank, COMBINE):
+            a2a.combine_start(x)
+            combined = a2a.combine_finish(out=out, addend=addend)
+        else:
+            combined = a2a.combine(x, out=out, addend=addend)
         if out is not None and combined.data_ptr() != out.data_ptr():
             raise AssertionError("combine(out=) returned another tensor")
         return combined.cpu().clone()
@@ -192,7 +197,14 @@ def check_round(case: Case, index: int, outcomes: dict[int, Outcome], check: boo
         if check and got.invalid != routings[rank].num_invalid:
             raise AssertionError(f"{where}check() counted {got.invalid} ids, not {routings[rank].num_invalid}")
         if got.combined is not None:
-            wanted = reference.combine(routings[rank], rows, rank, case.addend(index, rank))
+            wanted = reference.combine(
+                routings[rank],
+                rows,
+                rank,
+                case.addend(index, rank),
+                combine_dtype=case.wire,
+                combine_scale=case.scale,
+            )
             require_same(where + "combined", got.combined, wanted)
 
 
