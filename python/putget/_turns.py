@@ -1,63 +1,59 @@
-"""Which call may come next: refuses what is out of turn before it has an effect.
+"""Which call may come next on a workspace: what is out of turn is refused before it has an effect.
 
-The host knows only what it has called itself. Where graphs replay without it, the device judges.
+The host knows only what it has called itself. Once calls have been captured in a graph, which replays without it, it
+knows nothing any more, and the device judges (docs/protocol.md, *Deadlines and faults*).
 """
 
 from __future__ import annotations
 
 import torch
 
-from putget.errors import ProtocolMisuse
-from putget.workspace import Workspace
-
 
 class Turns:
-    """What the host knows about the round of one object."""
+    """What the host knows about the rounds of one workspace. Objects are told apart by an owner of any kind.
 
-    def __init__(self, workspace: Workspace) -> None:
-        self._workspace = workspace
-        self._open: bool | None = False  # None: unknown, because graphs replay without the host
-        self._started: str | None = None  # the half whose finish has not come
+    Methods that judge return why a call is refused, or None.
+    """
 
-    def require_round(self, call: str) -> None:
-        """Raises ProtocolMisuse, or the fault that stands, where no round is open."""
-        if self._open is False:
-            self._workspace.raise_fault()
-            raise ProtocolMisuse(f"{call}: no dispatch came before it")
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._known = True
+        self._opened_by: object = None
+        self._started: tuple[object, str] | None = None  # owner and name of the half whose finish has not come
 
-    def require_finished(self, call: str) -> None:
-        """Raises ProtocolMisuse, or the fault that stands, where a start half waits for its finish."""
-        if self._started is not None:
-            self._workspace.raise_fault()
-            finish = self._started.replace("start", "finish")
-            raise ProtocolMisuse(f"{call}: {self._started} came before it, and {finish} has not come yet")
+    def refuse_unfinished(self, call: str) -> str | None:
+        """For calls that may not stand between a start half and its finish."""
+        if not self._known or self._started is None:
+            return None
+        _, start = self._started
+        return f"{call}: {start} came before it, and {start.replace('start', 'finish')} has not come yet"
 
-    def require_started(self, start: str, finish: str) -> None:
-        """Raises ProtocolMisuse, or the fault that stands, where this start half did not come last."""
-        if self._started != start:
-            self._workspace.raise_fault()
-            raise ProtocolMisuse(f"{finish}: no {start} came before it")
+    def refuse_unstarted(self, owner: object, finish: str) -> str | None:
+        """For finish halves."""
+        start = finish.replace("finish", "start")
+        return None if not self._known or self._started == (owner, start) else f"{finish}: no {start} came before it"
 
-    def start(self, half: str) -> None:
+    def refuse_without_round(self, owner: object, call: str) -> str | None:
+        """For combine."""
+        return None if not self._known or self._opened_by is owner else f"{call}: no dispatch came before it"
+
+    def start(self, owner: object, half: str) -> None:
         """A start half has been called."""
-        self._started = half
+        self._note_capture()
+        self._started = owner, half
 
-    def open(self) -> None:
+    def open(self, owner: object) -> None:
         """A dispatch has been called, or its finish half."""
-        self._pass(True)
+        self._note_capture()
+        self._started = None
+        self._opened_by = owner
 
     def end(self) -> None:
-        """A combine, its finish half or a release has been called."""
-        self._pass(False)
-
-    def _pass(self, is_open: bool) -> None:
+        """A combine, its finish half or a release has been called, or the workspace has been started again."""
+        self._note_capture()
         self._started = None
-        if self._open is None:
-            return
-        on_gpu = self._workspace.device.type == "cuda"
-        self._open = None if on_gpu and torch.cuda.is_current_stream_capturing() else is_open
+        self._opened_by = None
 
-    def forget(self) -> None:
-        """The workspace has been started again."""
-        self._started = None
-        self._open = False
+    def _note_capture(self) -> None:
+        if self._on_gpu and self._known:
+            self._known = not torch.cuda.is_current_stream_capturing()

@@ -10,9 +10,8 @@ from putget import _abi
 from putget._arguments import check_expert_to_rank, check_int, check_rows, check_tensor
 from putget._geometry import Geometry, default_expert_to_rank
 from putget._object import NativeObject
-from putget._turns import Turns
 from putget.communicator import Communicator
-from putget.errors import InvalidExpertIds, PutgetError
+from putget.errors import InvalidExpertIds, ProtocolMisuse, PutgetError
 from putget.options import Launch, check_launch
 from putget.payload import Payload
 from putget.received import Received, combine_input_view, received_views
@@ -53,6 +52,7 @@ class AllToAll:
         ValueError: An argument is wrong, here or on another rank, or differs between ranks; the message names it.
         BackendUnavailable: This machine or build lacks something.
         PeerTimeout: A rank did not come in time.
+        ProtocolMisuse: A start half on the workspace waits for its finish.
     """
 
     def __init__(
@@ -142,7 +142,8 @@ class AllToAll:
         config.dispatch, config.combine = launches
         config.skips_waits = unsafe_skip_waits
         self._native = NativeObject(self._workspace, geometry, table, config)
-        self._turns = Turns(self._workspace)
+        self._turns = self._workspace.turns
+        self._owner = object()  # of rounds
         self._memory_bytes = self._workspace.memory.tensor()
         self._views: dict[int, Received] = {}
         self._inputs: dict[int, torch.Tensor] = {}
@@ -158,6 +159,9 @@ class AllToAll:
         if workspace.num_bytes < needed:
             raise ValueError(f"workspace has {workspace.num_bytes} bytes, needed are {needed}")
         workspace.memory  # noqa: B018  (raises where it is closed)
+        refused = workspace.turns.refuse_unfinished("AllToAll")
+        if refused is not None:
+            raise ProtocolMisuse(refused)
 
     # --- rounds -------------------------------------------------------------------------------------------------------
 
@@ -191,7 +195,7 @@ class AllToAll:
             CapacityExceeded: A source sent more than max_rows rows; likewise.
         """
         self._dispatch(_abi.BOTH, topk_ids, topk_weights, payloads, max_rows, num_valid_tokens)
-        self._turns.open()
+        self._turns.open(self._owner)
         return self._received()
 
     def dispatch_start(
@@ -209,7 +213,7 @@ class AllToAll:
         errors: see ``dispatch``.
         """
         self._dispatch(_abi.START, topk_ids, topk_weights, payloads, max_rows, num_valid_tokens)
-        self._turns.start("dispatch_start")
+        self._turns.start(self._owner, "dispatch_start")
 
     def dispatch_finish(self) -> Received:
         """The second half of ``dispatch``: waits until every rank's rows are here.
@@ -222,9 +226,9 @@ class AllToAll:
             PeerTimeout, CapacityExceeded: As ``dispatch`` raises them.
         """
         self._native.require_open()
-        self._turns.require_started("dispatch_start", "dispatch_finish")
+        self._require(self._turns.refuse_unstarted(self._owner, "dispatch_finish"))
         self._native.finish_dispatch()
-        self._turns.open()
+        self._turns.open(self._owner)
         return self._received()
 
     def _dispatch(
@@ -237,7 +241,7 @@ class AllToAll:
         num_valid_tokens: torch.Tensor | None,
     ) -> None:
         self._native.require_open()
-        self._turns.require_finished("dispatch")
+        self._require(self._turns.refuse_unfinished("dispatch" if half == _abi.BOTH else "dispatch_start"))
         geometry = self._geometry
         num_tokens = geometry.check_dispatch(topk_ids, topk_weights, payloads, num_valid_tokens, self._device)
         rows = geometry.max_tokens_per_rank
@@ -267,8 +271,8 @@ class AllToAll:
             ProtocolMisuse: No dispatch came before; or a peer released this round.
         """
         self._native.require_open()
-        self._turns.require_finished("combine")
-        self._turns.require_round("combine")
+        self._require(self._turns.refuse_unfinished("combine"))
+        self._require(self._turns.refuse_without_round(self._owner, "combine"))
         self._take_rows(x)
         result = self._take_out(out, addend)
         self._native.combine(_abi.BOTH)
@@ -282,11 +286,11 @@ class AllToAll:
         that is, before the next dispatch. Arguments and errors: see ``combine``.
         """
         self._native.require_open()
-        self._turns.require_finished("combine_start")
-        self._turns.require_round("combine_start")
+        self._require(self._turns.refuse_unfinished("combine_start"))
+        self._require(self._turns.refuse_without_round(self._owner, "combine_start"))
         self._take_rows(x)
         self._native.combine(_abi.START)
-        self._turns.start("combine_start")
+        self._turns.start(self._owner, "combine_start")
 
     def combine_finish(self, *, out: torch.Tensor | None = None, addend: torch.Tensor | None = None) -> torch.Tensor:
         """The second half of ``combine``: waits for every rank, and sums the rows of this rank's tokens.
@@ -297,7 +301,7 @@ class AllToAll:
             ProtocolMisuse: No ``combine_start`` came before it.
         """
         self._native.require_open()
-        self._turns.require_started("combine_start", "combine_finish")
+        self._require(self._turns.refuse_unstarted(self._owner, "combine_finish"))
         result = self._take_out(out, addend)
         self._native.combine(_abi.FINISH)
         self._turns.end()
@@ -334,7 +338,7 @@ class AllToAll:
             PeerTimeout: A fault stands.
         """
         self._native.require_open()
-        self._turns.require_finished("release")
+        self._require(self._turns.refuse_unfinished("release"))
         self._native.release()
         self._turns.end()
 
@@ -424,7 +428,6 @@ class AllToAll:
         """
         self._native.require_open()
         self._workspace.set_active_ranks(mask)
-        self._turns.forget()
 
     def check(self) -> None:
         """Waits for the device (emulated ranks: the current stream) and raises what has happened since the last check.
@@ -480,6 +483,12 @@ class AllToAll:
             f"{geometry.memory_map()}\n"
             f"{geometry.layout().total_bytes:>14} bytes a rank in all ({kind} workspace)"
         )
+
+    def _require(self, refused: str | None) -> None:
+        """Raises ProtocolMisuse with the reason, or the fault that stands: then that is the reason."""
+        if refused is not None:
+            self._workspace.raise_fault()
+            raise ProtocolMisuse(refused)
 
     def _received(self) -> Received:
         max_rows = self._native.max_rows

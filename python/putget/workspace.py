@@ -10,6 +10,7 @@ import torch
 
 from putget import _abi, hardware
 from putget._memory import Memory, close_share, decode_share, encode_share
+from putget._turns import Turns
 from putget.communicator import Communicator
 from putget.errors import BackendUnavailable, PutgetError
 
@@ -94,6 +95,7 @@ class Workspace:
         self._active = (True,) * comm.size
         self._seen_fault = False
         self._consistent = False
+        self.turns = Turns(self.device)
         self._layout: Hashable | None = None
         self._mixed = False
 
@@ -172,6 +174,7 @@ class Workspace:
             for message in messages.values():
                 message.close()
         memory.start(epoch, self._active)
+        self.turns.end()
         mesh.exchange("started", {}, members=active, timeout_s=timeout_s, phase=phase)
         self._consistent = True
         self._seen_fault = False
@@ -318,6 +321,7 @@ class Workspace:
         active = [rank for rank, is_active in enumerate(self._active) if is_active]
         self._comm._mesh.exchange("reset", {"epoch": epoch}, members=active, timeout_s=self.timeout_s)
         self.memory.start(epoch, self._active)
+        self.turns.end()
         self._comm._mesh.exchange("started", {}, members=active, timeout_s=self.timeout_s)
 
     def close(self) -> None:
