@@ -122,8 +122,9 @@ impl Engine {
         self.register(Region::allocate(len)?)
     }
 
-    /// Ends a registration: when this returns, no peer's write lands in the memory any more. Transfers of this engine that
-    /// still read from it must be over.
+    /// Ends a registration: when this returns, no new write of a peer is accepted. What a provider has begun to receive may
+    /// still land where the provider cannot take it back (libfabric); the simulated network has none of that. Transfers of
+    /// this engine that still read from it must be over.
     ///
     /// # Errors
     /// [`Error::Argument`] if other clones of the handle or transfers still use it; then it stays registered.
