@@ -304,6 +304,33 @@ def test_set_active_ranks_refuses_every_wrong_mask(device: str) -> None:
 
 
 ROW = putget.Payload((4,), torch.float32)
+FP8 = torch.float8_e4m3fn
+# The argument that is wrong and others that are needed for that.
+WIRES: list[tuple[str, dict[str, Any]]] = [
+    *[("combine_direction", {"combine_direction": value}) for value in ("up", "PULL", "", None, 1, True)],
+    *[
+        ("combine_dtype", {"combine_dtype": value, "output": putget.Payload((16,), torch.bfloat16)})
+        for value in (torch.float8_e5m2, torch.float16, torch.float32, torch.int8, "fp8", 8, "float8_e4m3fn")
+    ],
+    *[
+        ("combine_dtype", {"combine_dtype": FP8, "output": putget.Payload((n,), torch.float32)})
+        for n in (1, 8, 24, 129)
+    ],
+    *[
+        (
+            "combine_scale",
+            {"combine_scale": value, "combine_dtype": FP8, "output": putget.Payload((16,), torch.float16)},
+        )
+        for value in (0, -1.0, float("nan"), float("inf"), 1e31, 1e-31, "1", True, [1.0], torch.ones(1))
+    ],
+    ("combine_scale", {"combine_scale": 1.0}),
+    ("combine_scale", {"combine_scale": 1.0, "combine_dtype": torch.float32}),
+]
+LAUNCHES: list[tuple[str, dict[str, Any]]] = [
+    (name, {name: value})
+    for name in ("dispatch_launch", "combine_launch")
+    for value in (1, (1, 256, 512), {"blocks": 1}, "Launch", putget.Launch)
+]
 
 CONSTRUCTOR: list[tuple[str, Any]] = [
     *[("num_experts", value) for value in (0, -1, 2.0, "8", None, True, 2**31)],
@@ -340,6 +367,9 @@ def construct_wrongly(rank: Rank) -> list[tuple[str, str]]:
         what = f"{name}={value!r}"
         base = {"num_experts": 8}
         said.append((what, attempt(lambda o={**base, name: value}: rank.all_to_all(**o).close())))  # type: ignore[misc]
+    for name, options in (*WIRES, *LAUNCHES, ("unsafe_skip_waits", {"unsafe_skip_waits": "yes"})):
+        base = {"num_experts": 8, **options}
+        said.append((f"{name}={options}", attempt(lambda o=base: rank.all_to_all(**o).close())))  # type: ignore[misc]
     for value in (3, None, "comm"):
         options = {"num_experts": 8, "top_k": 2, "max_tokens_per_rank": 8, "payloads": [ROW], "output": ROW}
         said.append(("comm", attempt(lambda v=value, o=options: putget.AllToAll(v, device="cpu", **o))))  # type: ignore[misc]
@@ -405,3 +435,31 @@ def test_workspace_bytes_refuses(name: str, value: Any) -> None:
         return
     with pytest.raises(ValueError, match=name):
         putget.workspace_bytes(**options)
+
+
+@pytest.mark.parametrize(("name", "wrong"), WIRES)
+def test_workspace_bytes_refuses_the_same_wires(name: str, wrong: dict[str, Any]) -> None:
+    options: dict[str, Any] = {"ep_size": 4, "max_tokens_per_rank": 8, "top_k": 2, "payloads": [ROW], "output": ROW}
+    with pytest.raises(ValueError, match=name):
+        putget.workspace_bytes(**{**options, **wrong})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *[("blocks", value) for value in (-1, 257, 1.0, "1", None, True)],
+        *[("threads", value) for value in (-32, 31, 800, 33, 32.0, "32", None)],
+        *[("segment_bytes", value) for value in (-512, 256, 513, 1 << 27, 512.0, None)],
+    ],
+)
+def test_launch_refuses(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=rf"{name} is .*expected a multiple"):
+        putget.Launch(**{name: value})
+
+
+@pytest.mark.parametrize("num_tokens", [-1, 9, 2.0, "3", None, True])
+def test_launches_refuses(num_tokens: Any) -> None:
+    (comm,) = putget.Communicator.local(1)
+    with Rank(0, 1, torch.device("cpu"), _comm=comm).all_to_all() as a2a, pytest.raises(ValueError, match="num_tokens"):
+        a2a.launches(num_tokens)
+    comm.close()

@@ -10,7 +10,8 @@ import torch
 
 from tests.harness import Rank, run_ranks
 from tests.harness.cases import COMBINE, DISPATCH, Case, Round
-from tests.harness.compare import Outcome, check_case, play, play_on
+from tests.harness.compare import Outcome, check_case, check_round, play, play_on
+from tests.test_workspace import bytes_of, join_later, play_layers
 
 FP8 = torch.float8_e4m3fn
 # combine_direction, combine_dtype, combine_scale
@@ -153,6 +154,49 @@ def test_one_rank_and_eight(wire: Wire, device: str) -> None:
         Round(2, (1, 2, 3, 4, 5, 6, 7, 8), "flat", addend=True),
     )
     check_all([case_of(wire, 8, many, num_experts=64, top_k=8, output=row)], device)
+
+
+def layers_of_every_wire() -> tuple[Case, ...]:
+    """Objects that differ in all sizes, so that inboxes lie over receive regions, and those over combine_input."""
+    widths = (48, 208, 16, 320, 112, 64)
+    kinds = (torch.bfloat16, torch.float32, torch.float16)
+    return tuple(
+        case_of(
+            wire,
+            3,
+            tuple(
+                Round(10 * i + n, ((n + i) % 7, 6 - n % 7, n % 3), ENDINGS[n % 5], halves=halves(n + i))
+                for n in range(4)
+            ),
+            top_k=2 + i,
+            max_tokens_per_rank=6 + i % 2,
+            payloads=(((100 * (6 - i),), torch.uint8),),
+            output=((width,), kinds[i % 3]),
+        )
+        for i, (wire, width) in enumerate(zip(WIRES, widths, strict=True))
+    )
+
+
+@pytest.mark.parametrize("mode", ["process", "thread"])
+def test_objects_of_every_wire_share_a_workspace(mode: str, device: str) -> None:
+    layers = layers_of_every_wire()
+    order = (0, 3, 1, 4, 2, 5, 5, 4, 3, 2, 1, 0, 3, 0, 4, 1, 5, 2, 0, 1, 2, 3, 4, 5)
+    num_bytes = max(bytes_of(case) for case in layers)
+    results = run_ranks(3, play_layers, layers, order, num_bytes, mode=mode, device=device)
+    for layer, case in enumerate(layers):
+        for index in range(len(case.rounds)):
+            check_round(case, index, {rank: outcomes[layer][index] for rank, outcomes in enumerate(results)})
+
+
+@pytest.mark.parametrize("mode", ["process", "thread"])
+def test_a_layer_of_another_wire_comes_later(mode: str, device: str) -> None:
+    layers = layers_of_every_wire()
+    num_bytes = max(bytes_of(case) for case in layers)
+    for cases in ((layers[0], layers[3]), (layers[4], layers[0]), (layers[5], layers[2])):
+        results = run_ranks(3, join_later, cases, 2**32 - 4, num_bytes, mode=mode, device=device)
+        for which, case in enumerate(cases):
+            for index in range(len(results[0][which])):
+                check_round(case, index, {rank: outcomes[which][index] for rank, outcomes in enumerate(results)})
 
 
 def test_directions_give_the_same_bits(device: str) -> None:

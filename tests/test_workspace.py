@@ -52,6 +52,35 @@ def test_workspace_bytes_answers_before_anything_is_allocated(case: Case, device
     assert rows * row_bytes <= expected <= rows * row_bytes + 64 * 1024
 
 
+def test_workspace_bytes_counts_rows_on_their_way() -> None:
+    """An inbox, or quantised rows: elements, and with block scales 4 bytes for 128 of them, in units of 16 bytes."""
+    rows = CASE.ep_size * CASE.max_tokens_per_rank
+
+    def more(width: int, **changes: Any) -> int:
+        case = replace(CASE, output=((width,), torch.bfloat16))
+        return bytes_of(replace(case, **changes)) - bytes_of(case)
+
+    for width, as_written, blocks, static in ((48, 96, 64, 48), (128, 256, 144, 128), (2880, 5760, 2976, 2880)):
+        for direction in ("pull", "push"):
+            inbox = as_written if direction == "push" else 0
+            assert more(width, direction=direction) == -(-rows * inbox // 1024) * 1024
+            block = more(width, direction=direction, wire=torch.float8_e4m3fn)
+            assert block == -(-rows * blocks // 1024) * 1024
+            assert (
+                more(width, direction=direction, wire=torch.float8_e4m3fn, scale=0.5)
+                == -(-rows * static // 1024) * 1024
+            )
+
+
+@pytest.mark.parametrize(("direction", "word"), [("push", "inbox"), ("pull", "quantised rows")])
+def test_str_shows_rows_on_their_way(direction: str, word: str, device: str) -> None:
+    case = replace(CASE, direction=direction, wire=torch.float8_e4m3fn)
+    for num_bytes, text, *_ in run_ranks(3, describe, case, mode="thread", device=device):
+        assert num_bytes == bytes_of(case)
+        assert word in text
+        assert "64 bytes" in text
+
+
 def test_str_has_the_memory_map(device: str) -> None:
     for num_bytes, text, *_ in run_ranks(3, describe, CASE, mode="thread", device=device):
         for word in (

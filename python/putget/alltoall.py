@@ -15,7 +15,7 @@ from putget.errors import InvalidExpertIds, ProtocolMisuse, PutgetError
 from putget.options import Launch, check_launch
 from putget.payload import Payload
 from putget.received import Received, combine_input_view, received_views
-from putget.workspace import Workspace, check_seconds, resolve_device
+from putget.workspace import Workspace, check_seconds, check_workspace, resolve_device
 
 
 class AllToAll:
@@ -107,7 +107,9 @@ class AllToAll:
             )
             layout = geometry.layout()
             if workspace is not None:
-                self._check_workspace(workspace, comm, self._device, int(layout.total_bytes))
+                check_workspace(workspace, comm, self._device, int(layout.total_bytes))
+            if not isinstance(unsafe_skip_waits, bool):
+                raise ValueError(f"unsafe_skip_waits is {unsafe_skip_waits!r}, expected a bool")
         except (ValueError, PutgetError) as error:
             comm.refuse(str(error))
             raise
@@ -147,21 +149,6 @@ class AllToAll:
         self._memory_bytes = self._workspace.memory.tensor()
         self._views: dict[int, Received] = {}
         self._inputs: dict[int, torch.Tensor] = {}
-
-    @staticmethod
-    def _check_workspace(workspace: Workspace, comm: Communicator, device: torch.device, needed: int) -> None:
-        if not isinstance(workspace, Workspace):
-            raise ValueError(f"workspace is {workspace!r}, expected a putget.Workspace")
-        if workspace.comm is not comm:
-            raise ValueError("workspace belongs to another communicator")
-        if workspace.device != device:
-            raise ValueError(f"workspace is on {workspace.device}, device is {device}")
-        if workspace.num_bytes < needed:
-            raise ValueError(f"workspace has {workspace.num_bytes} bytes, needed are {needed}")
-        workspace.memory  # noqa: B018  (raises where it is closed)
-        refused = workspace.turns.refuse_unfinished("AllToAll")
-        if refused is not None:
-            raise ProtocolMisuse(refused)
 
     # --- rounds -------------------------------------------------------------------------------------------------------
 

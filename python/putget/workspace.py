@@ -12,7 +12,7 @@ from putget import _abi, hardware
 from putget._memory import Memory, close_share, decode_share, encode_share
 from putget._turns import Turns
 from putget.communicator import Communicator
-from putget.errors import BackendUnavailable, PutgetError
+from putget.errors import BackendUnavailable, ProtocolMisuse, PutgetError
 
 
 def resolve_device(device: str | torch.device) -> torch.device:
@@ -337,6 +337,27 @@ class Workspace:
     def __repr__(self) -> str:
         state = "closed" if self._memory is None else f"{self.num_bytes} bytes a rank on {self.device}"
         return f"Workspace({state}, rank {self._comm.rank} of {self._comm.size})"
+
+
+def check_workspace(workspace: Workspace, comm: Communicator, device: torch.device, needed: int) -> None:
+    """Whether an object that needs so many bytes can be made on a workspace now.
+
+    Raises:
+        ValueError: It is none, closed, another communicator's, elsewhere or too small.
+        ProtocolMisuse: A start half waits for its finish: whatever both halves go by may not change between them.
+    """
+    if not isinstance(workspace, Workspace):
+        raise ValueError(f"workspace is {workspace!r}, expected a putget.Workspace")
+    if workspace.comm is not comm:
+        raise ValueError("workspace belongs to another communicator")
+    if workspace.device != device:
+        raise ValueError(f"workspace is on {workspace.device}, device is {device}")
+    if workspace.num_bytes < needed:
+        raise ValueError(f"workspace has {workspace.num_bytes} bytes, needed are {needed}")
+    workspace.memory  # noqa: B018  (raises where it is closed)
+    refused = workspace.turns.refuse_unfinished("AllToAll")
+    if refused is not None:
+        raise ProtocolMisuse(refused)
 
 
 def current_stream(device: torch.device) -> int:
