@@ -101,6 +101,7 @@ def gpu_document() -> dict[str, Any]:
             "iter_stats": True,
             "peers": ["nccl", "deepep"],
             "ablate": [],
+            "no_sync": False,
         },
         "row_bytes": {"dispatch": 7456, "combine": 14336},
         "timing": {

@@ -44,7 +44,7 @@ def test_schema_is_a_schema_and_takes_a_report() -> None:
         (("config", "extra"), 1),
         (("timing", "flush"), "cold"),
         (("ceiling", "write_gbps"), 0),
-        (("results", 1, "checked"), False),
+        (("results", 1, "checked"), "yes"),
         (("results", 1, "contenders"), []),
         (("results", 1, "contenders", 0, "pair", "latency_us"), 0),
         (("results", 1, "contenders", 0, "pair", "percentiles_us"), {"p50": 1.0}),

@@ -76,7 +76,8 @@ def size_line(size: dict[str, Any]) -> str:
         timed = [phase for phase in PHASES if contender[phase] is not None]
         times = ", ".join(f"{phase} {contender[phase]['latency_us']:.1f}" for phase in timed)
         parts.append(f"{contender['name']} {times} us")
-    return f"{size['batch_size']} tokens a rank: correct; {'; '.join(parts)}"
+    found = "correct" if size["checked"] else "NOT CHECKED"
+    return f"{size['batch_size']} tokens a rank: {found}; {'; '.join(parts)}"
 
 
 def check_writable(flag: str, path: str | None, suffixes: tuple[str, ...] = ()) -> None:
