@@ -48,7 +48,7 @@ class NativeObject:
         self.num_tokens = 0
         self.max_rows = geometry.max_tokens_per_rank
         # One struct of each kind for all calls: a fresh one costs as much as the call.
-        self._dispatch_args = _abi.DispatchArgs()
+        self._dispatch_args = _abi.DispatchArgs(max_rows=self.max_rows)
         self._combine_args = _abi.CombineArgs()
         self._handle: ctypes.c_void_p | None = ctypes.c_void_p()
         _abi.call(
