@@ -27,7 +27,8 @@ PUTGET_TEXT void activate_rows(Exec& exec, const ActivationCall& call, uint32_t*
   const uint32_t packs = call.elements / kElements;
   const uint32_t segment_packs = call.segment_elements / kElements;
   const uint32_t segments = (packs + segment_packs - 1) / segment_packs;
-  visit_items(exec, found, segments, [&](uint32_t row, uint32_t segment) {
+  visit_items(exec, found.count, segments, [&](uint32_t index, uint32_t segment) {
+    const uint32_t row = found.row(index);
     const Row* gate = reinterpret_cast<const Row*>(call.x) + uint64_t{row} * 2 * packs;
     const Row* up = gate + packs;
     Row* out = reinterpret_cast<Row*>(call.out) + uint64_t{row} * packs;
@@ -93,7 +94,8 @@ PUTGET_TEXT void activate_and_quantise_rows(Exec& exec, const ActivationCall& ca
   const uint32_t blocks = (call.elements + kScaleBlock - 1) / kScaleBlock;
   const uint32_t segment_blocks = call.segment_elements / kScaleBlock;
   const uint32_t segments = (blocks + segment_blocks - 1) / segment_blocks;
-  visit_items(exec, found, segments, [&](uint32_t row, uint32_t segment) {
+  visit_items(exec, found.count, segments, [&](uint32_t index, uint32_t segment) {
+    const uint32_t row = found.row(index);
     const uint64_t row_bytes = uint64_t{call.elements} * sizeof(typename Codec::Bits);
     const uint8_t* gate = call.x + row * 2 * row_bytes;
     const uint8_t* up = gate + row_bytes;

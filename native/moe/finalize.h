@@ -67,13 +67,9 @@ PUTGET_TEXT void finalize_rows(Exec& exec, const Grouping& group, const Finalize
   exec.let_later_work_begin();
   look_at_sources(exec, group, sources);
   const uint32_t segments = (call.elements + call.segment_elements - 1) / call.segment_elements;
-  const uint64_t items = uint64_t{sources.first[group.sizes.ep_size]} * segments;
-  const uint64_t step = uint64_t{exec.blocks()} * exec.warps();
-  PUTGET_ROLLED
-  for (uint64_t item = uint64_t{exec.block()} * exec.warps() + exec.warp(); item < items; item += step) {
-    const Place place = place_of(group, sources, static_cast<uint32_t>(item / segments));
-    finalize_segment<Codec, kElements>(exec, group, call, place.row, static_cast<uint32_t>(item % segments));
-  }
+  visit_items(exec, sources.first[group.sizes.ep_size], segments, [&](uint32_t index, uint32_t segment) {
+    finalize_segment<Codec, kElements>(exec, group, call, place_of(group, sources, index).row, segment);
+  });
 }
 
 }  // namespace putget::moe

@@ -50,6 +50,25 @@ PUTGET_PURE uint32_t find_in(const uint32_t* first, uint32_t count, uint32_t val
   return low;
 }
 
+// Calls body(index, segment) for this warp's share of count * segments items.
+template <class Exec, class Body>
+PUTGET_TEXT void visit_items(const Exec& exec, uint32_t count, uint32_t segments, Body body) {
+  const uint32_t first = exec.block() * exec.warps() + exec.warp();
+  const uint32_t step = exec.blocks() * exec.warps();
+  const uint32_t step_rows = step / segments;
+  const uint32_t step_segments = step % segments;
+  uint32_t segment = first % segments;
+  PUTGET_ROLLED
+  for (uint32_t index = first / segments; index < count; index += step_rows) {
+    body(index, segment);
+    segment += step_segments;
+    if (segment >= segments) {
+      segment -= segments;
+      ++index;
+    }
+  }
+}
+
 template <class Exec>
 PUTGET_TEXT void look_at_sources(Exec& exec, const Grouping& group, SourceScratch& sources) {
   sum_before(exec, group.sizes.ep_size, sources.first, [&](uint32_t src) {

@@ -39,17 +39,6 @@ PUTGET_TEXT Found find_rows(Exec& exec, const ValidRows& valid, uint32_t* first)
   return {first, valid.offsets, valid.num_groups, first[valid.num_groups]};
 }
 
-// Calls body(row, segment) for this warp's share of (row that counts, segment) items.
-template <class Exec, class Body>
-PUTGET_TEXT void visit_items(const Exec& exec, const Found& found, uint32_t segments, Body body) {
-  const uint64_t items = uint64_t{found.count} * segments;
-  const uint64_t step = uint64_t{exec.blocks()} * exec.warps();
-  PUTGET_ROLLED
-  for (uint64_t item = uint64_t{exec.block()} * exec.warps() + exec.warp(); item < items; item += step) {
-    body(found.row(static_cast<uint32_t>(item / segments)), static_cast<uint32_t>(item % segments));
-  }
-}
-
 // One segment of one kind of row.
 struct Piece {
   const CopyPlan::Payload& payload;
@@ -110,7 +99,8 @@ PUTGET_TEXT void expand_rows(Exec& exec, const ExpandCall& call, uint32_t* first
   exec.wait_for_earlier_work();
   exec.let_later_work_begin();
   const Found found = find_rows(exec, call.valid, first);
-  visit_items(exec, found, call.copy.segments, [&](uint32_t row, uint32_t segment) {
+  visit_items(exec, found.count, call.copy.segments, [&](uint32_t index, uint32_t segment) {
+    const uint32_t row = found.row(index);
     const int32_t source = call.source_rows[row];
     if (source < 0 || static_cast<uint32_t>(source) >= call.num_source_rows) return;
     const Piece piece = Piece::of(call.copy, segment);
@@ -127,8 +117,7 @@ PUTGET_TEXT void scatter_rows(Exec& exec, const Grouping& group, const CopyPlan&
   exec.let_later_work_begin();
   look_at_sources(exec, group, sources);
   const uint32_t top_k = group.sizes.top_k;
-  const Found all{nullptr, nullptr, 0, sources.first[group.sizes.ep_size]};
-  visit_items(exec, all, copy.segments, [&](uint32_t index, uint32_t segment) {
+  visit_items(exec, sources.first[group.sizes.ep_size], copy.segments, [&](uint32_t index, uint32_t segment) {
     const uint32_t row = place_of(group, sources, index).row;
     const auto visit_targets = [&](auto body) {
       PUTGET_ROLLED
