@@ -23,7 +23,9 @@ struct MoeExec : Exec {
     return 1024 / sizeof(Access);
   }
 
+  void sync_blocks() const {}
   Lanes scan(uint32_t value) const { return {0, value}; }
+  Lanes scan_lanes(uint32_t value) const { return {0, value}; }
   Lanes equal(int32_t) const { return {0, 1}; }
   uint32_t vote(bool condition) const { return condition ? 1 : 0; }
   template <class Value>
@@ -72,8 +74,7 @@ void moe_group(const moe::Grouping& group, const moe::CopyPlan& copy) {
   MoeExec exec;
   moe::SourceScratch sources;
   const moe::GroupTables tables(group.sizes, group.scratch());
-  moe::count_rows(exec, group, sources, tables);
-  moe::place_rows(exec, group, sources, tables);
+  moe::group_rows(exec, group, sources, tables);
   moe::scatter_rows(exec, group, whole_rows(copy), sources);
 }
 
