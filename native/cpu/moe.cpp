@@ -33,12 +33,16 @@ struct MoeExec : Exec {
     return value;
   }
   void add(uint32_t* counter, uint32_t amount) const { *counter += amount; }
+  template <uint32_t kCount>
+  void put_codes(uint8_t* to, const float (&value)[kCount]) const {
+    for (uint32_t e = 0; e < kCount; ++e) to[e] = Fp8::narrow(value[e]);
+  }
   float exp(float value) const { return std::exp(value); }
   float erf(float value) const { return std::erf(value); }
   float divide(float a, float b) const { return a / b; }
 };
 
-std::vector<uint32_t> room_for(const moe::ValidRows& valid) { return std::vector<uint32_t>(valid.num_groups + 1); }
+std::vector<uint32_t> room_for(const moe::ValidRows& valid) { return std::vector<uint32_t>(moe::found_words(valid)); }
 
 moe::CopyPlan whole_rows(moe::CopyPlan copy) {
   copy.segments = copy.num_payloads;

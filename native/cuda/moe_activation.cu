@@ -16,7 +16,7 @@ namespace {
 constexpr uint32_t kBlocksPerSm = 4;
 constexpr uint32_t kPackedSegment = 4 * 512;             // bytes of a row's half
 constexpr uint32_t kNarrowSegment = 512;                 // elements
-constexpr uint32_t kQuantisedSegment = 4 * kScaleBlock;  // elements
+constexpr uint32_t kQuantisedSegment = 8 * kScaleBlock;  // elements
 
 template <class Codec, uint32_t kElements, moe::Gate kGate>
 __global__ void __launch_bounds__(kMoeThreads, kBlocksPerSm)

@@ -55,6 +55,16 @@ struct MoeExec : Exec {
   }
 
   __device__ void add(uint32_t* counter, uint32_t amount) const { atomicAdd(counter, amount); }
+  template <uint32_t kCount>
+  __device__ void put_codes(uint8_t* to, const float (&value)[kCount]) const {
+    struct alignas(kCount) Codes {
+      uint16_t pair[kCount / 2];
+    } codes;
+#pragma unroll
+    for (uint32_t i = 0; i < kCount / 2; ++i) codes.pair[i] = ptx::narrow_e4m3x2(value[2 * i], value[2 * i + 1]);
+    put(reinterpret_cast<Codes*>(to), codes);
+  }
+
   // Approximate: within a few units in the last place of float32, which results of 8 or 16 bits do not show.
   __device__ float exp(float value) const { return __expf(value); }
   __device__ float divide(float a, float b) const { return __fdividef(a, b); }

@@ -11,6 +11,7 @@ namespace putget::cuda {
 namespace {
 
 constexpr uint32_t kThreads = moe::kGroupWarps * 32;
+constexpr size_t kUsualSharedBytes = 40 * 1024;  // that a kernel may have without asking
 
 __global__ void __launch_bounds__(kThreads, 1) group_kernel(const __grid_constant__ moe::Grouping group) {
   extern __shared__ uint32_t words[];
@@ -32,6 +33,7 @@ void load_moe_group_kernels() {
 void moe_group(const moe::Grouping& group, const moe::CopyPlan& copy, const Queue& queue) {
   DeviceScope scope(queue.ordinal);
   const size_t shared = group.sizes.scratch_is_shared() ? group.sizes.scratch_words() * sizeof(uint32_t) : 0;
+  if (shared > kUsualSharedBytes) load_moe_group_kernels();  // another device may need the attribute
   const uint32_t blocks = group.sizes.blocks();
   launch_moe(group_kernel, Grid{blocks, kThreads, shared, blocks}, queue, "launching group_kernel", group);
   if (copy.num_payloads != 0) launch_scatter(group, copy, queue);

@@ -5,6 +5,7 @@
 
 #include "backend.h"
 #include "cuda/check.h"
+#include "moe/rows.h"
 #include "protocol/numeric.h"
 
 namespace putget::cuda {
@@ -48,7 +49,7 @@ void launch_moe(void (*kernel)(Params...), const Grid& grid, const Queue& queue,
 inline uint32_t ceil_div(uint32_t value, uint32_t divisor) { return (value + divisor - 1) / divisor; }
 
 // Shared memory in which a kernel finds the rows that count.
-inline size_t found_bytes(const moe::ValidRows& valid) { return (valid.num_groups + 1) * sizeof(uint32_t); }
+inline size_t found_bytes(const moe::ValidRows& valid) { return moe::found_words(valid) * sizeof(uint32_t); }
 
 inline bool aligned_to_packs(const void* a, const void* b, uint64_t row_bytes) {
   return (reinterpret_cast<uintptr_t>(a) | reinterpret_cast<uintptr_t>(b) | row_bytes) % 16 == 0;

@@ -15,7 +15,8 @@ namespace putget::cuda {
 namespace {
 
 constexpr uint32_t kBlocksPerSm = 4;
-constexpr uint32_t kWarpBytes = 512;  // one 16-byte access of each lane
+constexpr uint32_t kFinalizeBlocksPerSm = 3;  // more registers: two rows in flight, and their sums
+constexpr uint32_t kWarpBytes = 512;          // one 16-byte access of each lane
 constexpr uint32_t kFinalizeUnroll = 4;
 
 __global__ void __launch_bounds__(kMoeThreads, kBlocksPerSm)
@@ -37,7 +38,7 @@ __global__ void __launch_bounds__(kMoeThreads, kBlocksPerSm)
 }
 
 template <class Codec, uint32_t kElements>
-__global__ void __launch_bounds__(kMoeThreads, kBlocksPerSm)
+__global__ void __launch_bounds__(kMoeThreads, kFinalizeBlocksPerSm)
     finalize_kernel(const __grid_constant__ moe::Grouping group, const __grid_constant__ moe::FinalizeCall call) {
   __shared__ moe::SourceScratch sources;
   __shared__ uint32_t sums[kMoeWarps];
@@ -100,7 +101,7 @@ void moe_finalize(const moe::Grouping& group, const moe::FinalizeCall& wanted, O
   moe::FinalizeCall call = wanted;
   const bool packed = aligned_to_packs(call.rows, call.out, uint64_t{call.elements} * element);
   call.segment_elements = packed ? kFinalizeUnroll * kWarpBytes / element : kWarpBytes;
-  launch_moe(finalize_kernel_of(type, packed), Grid{blocks_of(queue, kBlocksPerSm), kMoeThreads, 0}, queue,
+  launch_moe(finalize_kernel_of(type, packed), Grid{blocks_of(queue, kFinalizeBlocksPerSm), kMoeThreads, 0}, queue,
              "launching finalize_kernel", group, call);
 }
 

@@ -135,7 +135,7 @@ __device__ __forceinline__ void launch_dependent_grids() {
 
 // A barrier of the cluster's CTAs: what one wrote before, in global memory too, the others see behind it.
 __device__ __forceinline__ void sync_cluster() {
-  asm volatile("barrier.cluster.arrive.release.aligned;\n\tbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.arrive.release;\n\tbarrier.cluster.wait.acquire;" ::: "memory");
 }
 
 __device__ __forceinline__ uint64_t global_timer_ns() {

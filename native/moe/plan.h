@@ -11,6 +11,7 @@
 //   from(value, lane)  another lane's value; whole warps call it
 //   sync_blocks()      a barrier of all blocks: what one wrote before, the others see behind it
 //   add(counter, n)    to a counter that the block shares
+//   put_codes(to, v)   stores values as E4M3, as one access
 //   copy_unroll()      accesses of a lane that are in flight together
 //   exp, erf, divide   float32
 #pragma once
@@ -24,7 +25,7 @@ constexpr uint32_t kGroupWarps = 32;               // of each of them
 constexpr uint32_t kNextStride = kGroupWarps + 1;  // words: experts and warps side by side lie in different banks
 constexpr uint32_t kScratchBytes =
     160 * 1024;                           // of a block's tables in shared memory; larger ones lie in global memory
-constexpr uint32_t kMaxGroups = 8192;     // of which a kernel finds the valid rows
+constexpr uint32_t kMaxGroups = 4096;     // of which a kernel finds the valid rows
 constexpr uint32_t kMaxAlignment = 4096;  // rows
 
 struct GroupSizes {

@@ -8,20 +8,20 @@ namespace putget::moe {
 // The rows that count, found. Lives in every block.
 struct Found {
   const uint32_t* first;  // [num_groups + 1] index of each group's first row among the rows that count; null: no groups
-  const int32_t* offsets;
+  const uint32_t* shift;  // [num_groups] row minus index
   uint32_t num_groups;
   uint32_t count;
 
   PUTGET_TEXT uint32_t row(uint32_t index) const {
-    if (first == nullptr) return index;
-    const uint32_t group = find_in(first, num_groups, index);
-    return static_cast<uint32_t>(offsets[group]) + (index - first[group]);
+    return first == nullptr ? index : index + shift[find_in(first, num_groups, index)];
   }
 };
 
-// `first` has room for num_groups + 1 words. A block barrier where there are groups.
+// `words` has room for found_words(valid). A block barrier where there are groups.
+PUTGET_PURE uint32_t found_words(const ValidRows& valid) { return 2 * valid.num_groups + 1; }
+
 template <class Exec>
-PUTGET_TEXT Found find_rows(Exec& exec, const ValidRows& valid, uint32_t* first) {
+PUTGET_TEXT Found find_rows(Exec& exec, const ValidRows& valid, uint32_t* words) {
   if (valid.offsets == nullptr) {
     uint32_t count = valid.limit;
     if (valid.count != nullptr) {
@@ -30,13 +30,27 @@ PUTGET_TEXT Found find_rows(Exec& exec, const ValidRows& valid, uint32_t* first)
     }
     return {nullptr, nullptr, 0, count};
   }
-  sum_before(exec, valid.num_groups, first, [&](uint32_t group) {
-    const int32_t rows = valid.num_rows[group];
-    const int64_t offset = valid.offsets[group];
+  uint32_t* first = words;
+  uint32_t* shift = words + valid.num_groups + 1;
+  uint32_t before_all = 0;
+  PUTGET_ROLLED
+  for (uint32_t base = 0; base < valid.num_groups; base += exec.threads()) {
+    const uint32_t group = base + exec.thread();
+    const bool known = group < valid.num_groups;
+    const int32_t rows = known ? valid.num_rows[group] : 0;
+    const int64_t offset = known ? valid.offsets[group] : 0;
     // What does not lie in the tensor does not count.
-    return rows > 0 && offset >= 0 && offset + rows <= int64_t{valid.limit} ? static_cast<uint32_t>(rows) : 0u;
-  });
-  return {first, valid.offsets, valid.num_groups, first[valid.num_groups]};
+    const bool counts = rows > 0 && offset >= 0 && offset + rows <= int64_t{valid.limit};
+    const auto [before, all] = exec.scan(counts ? static_cast<uint32_t>(rows) : 0u);
+    if (known) {
+      first[group] = before_all + before;
+      shift[group] = static_cast<uint32_t>(offset) - first[group];
+    }
+    before_all += all;
+  }
+  if (exec.thread() == 0) first[valid.num_groups] = before_all;
+  exec.sync();
+  return {first, shift, valid.num_groups, before_all};
 }
 
 // One segment of one kind of row.
