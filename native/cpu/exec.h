@@ -38,8 +38,7 @@ struct Exec {
   uint32_t warps() const { return 1; }
   void sync() const {}
   void sync_warp() const {}
-  void mark(Stage) const {}
-  void mark_first(Stage) const {}
+  void mark(Stage, uint32_t = 0) const {}
   bool any(bool condition) const { return condition; }
   // A call begins when the one before has ended.
   void wait_for_earlier_work() const {}
@@ -119,8 +118,8 @@ struct Exec {
   void publish_to_host(uint32_t* word, uint32_t value) const { __atomic_store_n(word, value, __ATOMIC_RELEASE); }
   void insert(RankSet& set, uint32_t rank) const { set.insert(rank); }
   void add(unsigned long long* counter, uint32_t amount) const { *counter += amount; }
-  void count(const RankSet& set, uint32_t ep_size, uint32_t* rows) const {
-    for (uint32_t rank = 0; rank < ep_size; ++rank) rows[rank] += set.has(rank) ? 1 : 0;
+  void count(uint32_t set, uint32_t first_rank, uint32_t ep_size, uint32_t* rows) const {
+    for (uint32_t i = 0; i < 32 && first_rank + i < ep_size; ++i) rows[first_rank + i] += (set >> i) & 1u;
   }
 
   template <class Access>

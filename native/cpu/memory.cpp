@@ -81,7 +81,7 @@ class CpuMemory final : public Memory {
   void dispatch(const Plan& plan, const DispatchCall& call, const Limits&, void*) override {
     Exec exec;
     DispatchCall whole_rows = call;
-    cut_into_items(whole_rows, plan.shape, kWholeRow, 1);
+    cut_into_items(whole_rows, plan.shape, kWholeRow, 1, 1);
     putget::dispatch(exec, plan, whole_rows, dispatch_scratch_);
   }
 

@@ -9,7 +9,8 @@ namespace putget::cuda {
 
 #if defined(PUTGET_TRACE)
 // One per translation unit: dispatch.cu and combine.cu have their own.
-static __device__ uint64_t stage_ns[static_cast<uint32_t>(Stage::kCount)];
+// [0]: the first CTA; [1]: the CTA that comes last.
+static __device__ uint64_t stage_ns[2][static_cast<uint32_t>(Stage::kCount)];
 #endif
 
 struct Exec {
@@ -43,16 +44,13 @@ struct Exec {
   // kernels that a peer waits for.
   void __device__ let_later_work_begin() const { ptx::launch_dependent_grids(); }
 
-  // One thread of the calling CTA keeps the time of a stage; the CTA that comes last is kept.
-  __device__ void mark([[maybe_unused]] Stage stage) const {
+  // One thread of the calling CTA keeps the time of a stage.
+  __device__ void mark([[maybe_unused]] Stage stage, [[maybe_unused]] uint32_t by = 0) const {
 #if defined(PUTGET_TRACE)
-    if (threadIdx.x == 0) stage_ns[static_cast<uint32_t>(stage)] = ptx::global_timer_ns();
-#endif
-  }
-  // The same for the first CTA alone.
-  __device__ void mark_first([[maybe_unused]] Stage stage) const {
-#if defined(PUTGET_TRACE)
-    if (blockIdx.x == 0) mark(stage);
+    if (threadIdx.x != by) return;
+    const uint64_t now = ptx::global_timer_ns();
+    if (blockIdx.x == 0) stage_ns[0][static_cast<uint32_t>(stage)] = now;
+    stage_ns[1][static_cast<uint32_t>(stage)] = now;
 #endif
   }
 
@@ -106,15 +104,15 @@ struct Exec {
     atomicAdd(counter, static_cast<unsigned long long>(amount));
   }
 
-  // rows[rank] += threads of the CTA whose set has the rank. Whole warps call it.
-  __device__ void count(const RankSet& set, uint32_t ep_size, uint32_t* rows) const {
-#pragma unroll
-    for (uint32_t w = 0; w < RankSet::kWords; ++w) {
+  // rows[rank] += threads of the CTA whose set has the rank, for 32 ranks from first_rank on. Whole warps call it.
+  __device__ void count(uint32_t set, uint32_t first_rank, uint32_t ep_size, uint32_t* rows) const {
 #pragma unroll 1
-      for (uint32_t rank = w * kLanes; rank < ep_size && rank < (w + 1) * kLanes; ++rank) {
-        const uint32_t votes = __ballot_sync(0xffffffffu, (set.word[w] >> (rank % kLanes)) & 1u);
-        if (lane() == rank % kLanes && votes != 0) atomicAdd(&rows[rank], __popc(votes));
-      }
+    for (uint32_t rank = first_rank; rank < ep_size && rank < first_rank + 32; rank += 4, set >>= 4) {
+      // Four bits, a byte each, summed over the warp at once: no byte exceeds the number of lanes.
+      const uint32_t sums = __reduce_add_sync(0xffffffffu, (set & 0xfu) * 0x00204081u & 0x01010101u);
+      if (lane() >= 4) continue;
+      const uint32_t mine = sums >> (8 * lane()) & 0xffu;
+      if (mine != 0) atomicAdd(&rows[rank + lane()], mine);
     }
   }
 

@@ -33,8 +33,8 @@ uint32_t blocks_for(uint64_t items, uint32_t threads, const Room& room) {
 putget_launch dispatch_launch(const Shape& shape, uint32_t num_tokens, const Room& room, const putget_launch& tuning) {
   const auto items_with = [&](uint32_t segment_bytes, uint32_t splits) {
     DispatchCall call{};
-    cut_into_items(call, shape, segment_bytes, splits);
-    return uint64_t{num_tokens} * call.items_per_token;
+    cut_into_items(call, shape, segment_bytes, splits, 1);
+    return uint64_t{num_tokens} * call.items_per_token.value();
   };
   const Room enough{std::min(room.sms, kPuttingSms), room.gpu_sms};
   const uint64_t few_warps = uint64_t{enough.sms} * (kThreads / kWarpThreads);

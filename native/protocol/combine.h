@@ -25,10 +25,9 @@ PUTGET_PURE bool moves_rows(const Plan& plan, const CombineCall& call) {
 // What combine reads before it knows the round. Ends with a block barrier.
 template <class Exec>
 PUTGET_TEXT void look_before_combine(Exec& exec, const Plan& plan, const CombineCall& call, CombineScratch& scratch) {
-  OwnFlags own{};
-  if (exec.thread() == 0) own = look_at_own_flags(exec, plan, plan.layout.pushed);
-  look_at_state(exec, plan, scratch.wait);
-  if (exec.thread() == 0) scratch.wait.own = own;
+  StateAhead state;
+  state.load(exec, plan, plan.layout.pushed);
+  state.keep(exec, plan, scratch.wait);
   if (moves_rows(plan, call) && call.half != Half::kFinish) {
     for (uint32_t src = exec.thread(); src < plan.shape.ep_size; src += exec.threads()) {
       scratch.num_tokens[src] = static_cast<uint32_t>(plan.num_tokens[src]);
@@ -126,24 +125,25 @@ PUTGET_TEXT void publish_finished(Exec& exec, const Plan& plan, CombineScratch& 
 
 template <class Codec, class Wire, class TopK, class Exec>
 PUTGET_TEXT void combine(Exec& exec, const Plan& plan, const CombineCall& call, CombineScratch& scratch) {
-  exec.mark_first(Stage::kStart);
+  exec.mark(Stage::kStart);
   exec.wait_for_earlier_work();
+  exec.mark(Stage::kWoken);
   // What the experts wrote is made visible while the state is on its way.
   if (exec.block() == 0 && first_peer(exec) < plan.shape.ep_size) exec.prepare_publish();
   look_before_combine(exec, plan, call, scratch);
-  exec.mark_first(Stage::kState);
+  exec.mark(Stage::kState);
   const StateHead& head = scratch.wait.head;
   bool done = may_combine(exec, plan, call, scratch.wait);
   if (done && call.half != Half::kFinish) start_combine<Codec, Wire>(exec, plan, call, scratch);
-  exec.mark_first(Stage::kPublished);
+  exec.mark(Stage::kPublished);
   if (call.half == Half::kStart) return;
   Reduction<Codec, Wire, TopK> reduction(exec, plan, call);
   reduction.look_up(plan);
   done = done && await_rows(exec, plan, scratch);
   exec.let_later_work_begin();
-  exec.mark_first(Stage::kObserved);
+  exec.mark(Stage::kObserved);
   if (done) reduction.run(exec, plan, call);
-  exec.mark_first(Stage::kDone);
+  exec.mark(Stage::kDone);
   if (head.mixed) publish_finished(exec, plan, scratch);
   if (!done || exec.block() != 0 || exec.thread() != 0) return;
   // A late CTA may be copying the head: what it finds in `open` decides nothing there (see may_combine).
@@ -153,8 +153,9 @@ PUTGET_TEXT void combine(Exec& exec, const Plan& plan, const CombineCall& call, 
 // Ends a round without combine. One CTA.
 template <class Exec>
 PUTGET_TEXT void release(Exec& exec, const Plan& plan, WaitScratch& scratch) {
-  look_at_state(exec, plan, scratch);
-  if (exec.thread() == 0) scratch.own = look_at_own_flags(exec, plan, plan.layout.arrived);
+  StateAhead state;
+  state.load(exec, plan, plan.layout.arrived);
+  state.keep(exec, plan, scratch);
   exec.sync();
   const StateHead& head = scratch.head;
   if (head.fault != 0 || !head.open) return;

@@ -88,19 +88,44 @@ struct WaitScratch {
   uint32_t rows[kMaxRanks];   // of all parts together; 0 where missing
 };
 
-// Every kernel begins with it: one read of the head for all threads of the CTA. A block barrier must follow.
-template <class Exec>
-PUTGET_TEXT void look_at_state(Exec& exec, const Plan& plan, WaitScratch& scratch) {
+// Every kernel begins with it: one read of the head for all threads of the CTA, and of the own flags. `load` only
+// issues this thread's loads, so that others can be on their way together with them.
+class StateAhead {
+ public:
+  template <class Exec>
+  PUTGET_TEXT void load(const Exec& exec, const Plan& plan, uint64_t parts) {
+    if (exec.thread() < words(plan)) word_ = from(plan)[exec.thread()];
+    if (exec.thread() == 0) own_ = look_at_own_flags(exec, plan, parts);
+  }
+
+  // A block barrier must follow.
+  template <class Exec>
+  PUTGET_TEXT void keep(const Exec& exec, const Plan& plan, WaitScratch& scratch) const {
+    uint32_t* to = reinterpret_cast<uint32_t*>(&scratch.head);
+    PUTGET_ROLLED
+    for (uint32_t i = exec.thread(); i < words(plan); i += exec.threads()) {
+      to[i] = i == exec.thread() ? word_ : from(plan)[i];
+    }
+    PUTGET_ROLLED
+    for (uint32_t peer = exec.thread(); peer < plan.shape.ep_size; peer += exec.threads()) scratch.rows[peer] = 0;
+    if (exec.thread() == 0) {
+      scratch.own = own_;
+      scratch.missing = RankSet::none();
+    }
+  }
+
+ private:
   // Without the entries of `left` that no rank has.
-  const uint32_t words = offsetof(StateHead, left) / sizeof(uint32_t) + plan.shape.ep_size;
-  const uint32_t* from = reinterpret_cast<const uint32_t*>(&plan.state->head);
-  uint32_t* to = reinterpret_cast<uint32_t*>(&scratch.head);
-  PUTGET_ROLLED
-  for (uint32_t i = exec.thread(); i < words; i += exec.threads()) to[i] = from[i];
-  PUTGET_ROLLED
-  for (uint32_t peer = exec.thread(); peer < plan.shape.ep_size; peer += exec.threads()) scratch.rows[peer] = 0;
-  if (exec.thread() == 0) scratch.missing = RankSet::none();
-}
+  PUTGET_TEXT static uint32_t words(const Plan& plan) {
+    return offsetof(StateHead, left) / sizeof(uint32_t) + plan.shape.ep_size;
+  }
+  PUTGET_TEXT static const uint32_t* from(const Plan& plan) {
+    return reinterpret_cast<const uint32_t*>(&plan.state->head);
+  }
+
+  uint32_t word_ = 0;
+  OwnFlags own_;
+};
 
 // The first round has a deadline of its own. Its combine comes when the dispatch has been counted.
 template <Tag tag>

@@ -1,6 +1,7 @@
 // What a rank keeps to itself (private memory, never mapped by peers) and the arguments of one call.
 #pragma once
 
+#include "protocol/divisor.h"
 #include "protocol/layout.h"
 
 namespace putget {
@@ -83,8 +84,10 @@ struct DispatchCall {
   uint32_t access_bytes[kMaxPayloads];  // widest access that source and destination rows allow: 1, 2, 4, 8 or 16
   uint32_t segment_bytes;               // a row is put in pieces of this many bytes, a multiple of 16
   uint32_t segments[kMaxPayloads];      // pieces of one row of each payload
-  uint32_t splits;                      // warps that share the targets of one segment, a power of two
-  uint32_t items_per_token;             // segments of all payloads, and one for ids and weights, times splits
+  uint32_t split_bits;                  // 2^split_bits warps share the targets of one segment
+  Divisor items_per_token;              // segments of all payloads, and one for ids and weights, times those warps
+  Divisor blocks;                       // CTAs
+  Divisor top_k;
   uint32_t num_tokens;
   uint32_t max_rows;  // slots of each source that this rank will look at
   uint32_t ids_are_64bit;

@@ -69,7 +69,7 @@ class StressRank {
       call.payload[p] = object.payload[p].data();
       call.access_bytes[p] = shape.row_bytes[p] % 16 == 0 ? 16 : 1;
     }
-    cut_into_items(call, shape, kSegmentBytes, round_ % 2 == 0 ? 1 : 2);
+    cut_into_items(call, shape, kSegmentBytes, round_ % 2 == 0 ? 1 : 2, blocks);
     call.num_tokens = num_tokens_;
     call.max_rows = shape.max_tokens_per_rank;
     call.half = half;
