@@ -149,6 +149,7 @@ struct Exec {
     uint32_t all;
   };
   Lanes count_lanes(bool yes) const { return {0, yes ? 1u : 0u}; }
+  bool all_lanes(bool yes) const { return yes; }
 
   // from[index], or zero where `from` is null.
   template <class Access>

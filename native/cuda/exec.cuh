@@ -87,7 +87,7 @@ struct Exec {
   __device__ bool last_to_arrive(uint32_t* counter, uint32_t* shared) const {
     __syncthreads();
     if (gridDim.x == 1) return true;
-    if (threadIdx.x == 0) *shared = ptx::add_acq_rel_gpu(counter, 1) + 1 == gridDim.x;  // [J2] [J3]
+    if (threadIdx.x == 0) *shared = ptx::add_acq_rel_gpu(counter, 1) + 1 == gridDim.x;  // [J3]
     __syncthreads();
     return *shared != 0;
   }
@@ -125,6 +125,9 @@ struct Exec {
     const uint32_t votes = __ballot_sync(0xffffffffu, yes);
     return {static_cast<uint32_t>(__popc(votes & ((1u << lane()) - 1))), static_cast<uint32_t>(__popc(votes))};
   }
+
+  // Whether all lanes of the warp say yes. A barrier of the warp too. Whole warps call it.
+  __device__ bool all_lanes(bool yes) const { return __all_sync(0xffffffffu, yes) != 0; }
 
   template <class Access>
   __device__ void put(Access* to, const Access& value) const {

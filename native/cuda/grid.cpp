@@ -9,6 +9,7 @@ namespace {
 
 constexpr uint32_t kWarpThreads = 32;
 constexpr uint32_t kThreads = 256;
+constexpr uint32_t kMovingThreads = kThreads + kWarpThreads;  // and a warp that tells what has been moved
 constexpr uint32_t kLongSegment = 4 * kWarpBytes;
 constexpr uint32_t kPuttingSms = 48;  // keep the link busy with stores
 constexpr uint32_t kGettingSms = 64;  // ... with loads
@@ -65,27 +66,43 @@ putget_launch dispatch_launch(const Shape& shape, uint32_t num_tokens, const Roo
 
 putget_launch combine_launch(const Shape& shape, uint32_t num_tokens, bool moves_rows, const Room& room,
                              const putget_launch& tuning) {
-  // With rows to move first, the rows of all sources are work too, whose number only the device knows.
-  const uint64_t rows = moves_rows ? std::max(num_tokens, shape.max_tokens_per_rank) : num_tokens;
   const auto items_with = [&](uint32_t segment_bytes) {
-    return rows * ceil_div(shape.wire_row_bytes(), segment_bytes);
+    return uint64_t{num_tokens} * ceil_div(shape.wire_row_bytes(), segment_bytes);
   };
   putget_launch launch = tuning;
   launch.splits = 1;
   const uint64_t warps = uint64_t{room.sms} * (kThreads / kWarpThreads);
   const bool is_small = items_with(kWarpBytes) <= warps;
-  // So much that only the link counts: fewer SMs do as well.
+  // So much that only the link counts: fewer SMs do as well, where all that they do is to get.
   const bool is_large = items_with(kLongSegment) >= kLargeItems * warps;
-  const Room enough{is_large ? std::min(room.sms, kGettingSms) : room.sms, room.gpu_sms};
-  if (launch.threads == 0) launch.threads = is_small ? kThreads : threads_for(enough);
+  const Room enough{is_large && !moves_rows ? std::min(room.sms, kGettingSms) : room.sms, room.gpu_sms};
+  if (launch.threads == 0) {
+    launch.threads = moves_rows ? std::max(threads_for(room), kMovingThreads)
+                     : is_small ? kThreads
+                                : threads_for(enough);
+  }
   if (launch.segment_bytes == 0) {
     const bool has_warps_left = 2 * items_with(kWarpBytes) <= warps;
     launch.segment_bytes = has_warps_left ? kWarpBytes : (is_large ? kLongSegment : kLongSegment / 2);
   }
   while (items_with(launch.segment_bytes) >= kMaxItems) launch.segment_bytes *= 2;
-  if (launch.blocks == 0) launch.blocks = blocks_for(items_with(launch.segment_bytes), launch.threads, enough);
+  if (launch.blocks == 0) {
+    // Rows to move are those of all sources, whose number only the device knows.
+    launch.blocks = moves_rows ? std::min(room.sms, kThreadsPerSm * room.gpu_sms / launch.threads)
+                               : blocks_for(items_with(launch.segment_bytes), launch.threads, enough);
+  }
   launch.blocks = std::min({launch.blocks, room.sms, kMaxParts});
   return launch;
+}
+
+void cut_into_pieces(CombineCall& call, const Shape& shape, uint32_t blocks) {
+  // Half of the CTAs move, the other half sums meanwhile. In a start half nobody sums.
+  const uint32_t moving = call.half == Half::kStart ? blocks : std::max(blocks / 2, 1u);
+  call.part_bits = 0;
+  while (2u << call.part_bits <= moving) ++call.part_bits;
+  call.piece_bytes = 8 * kWarpBytes;
+  call.small_piece_bytes = 2 * kWarpBytes;
+  call.ep_size = Divisor(shape.ep_size);
 }
 
 }  // namespace putget::cuda

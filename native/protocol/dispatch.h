@@ -275,7 +275,7 @@ PUTGET_TEXT bool begin_round(Exec& exec, const Plan& plan, const Router& router,
   // got his rows; who released has got none.
   const uint64_t finished = glance<Tag::D0>(exec, plan, plan.layout.finished);
   observe_flags<Tag::D0>(exec, plan, plan.layout.finished, previous, wait, finished,
-                         [&](uint32_t peer) { return wait.value[peer] == kEndedByCombine; });
+                         [&](uint32_t peer) { return ended_by(wait.value[peer], kEndedByCombine); });
   exec.sync();
   return wait.missing.empty();
 }
@@ -367,8 +367,11 @@ PUTGET_TEXT bool start_dispatch(Exec& exec, const Plan& plan, const DispatchCall
   const uint32_t chunk = put_share(exec, plan, call, router, share, ahead, scratch);
   exec.sync();
   exec.mark(Stage::kPut);
-  publish_part<Tag::D3>(exec, plan, head.active, plan.layout.arrived, head.epoch + 1,
-                        [&](uint32_t peer) { return scratch.route.rows[peer]; });
+  // The rows count in the last part only.
+  const bool last = exec.block() + 1 == exec.blocks();
+  publish_part<Tag::D3>(
+      exec, plan, head.active, plan.layout.arrived, head.epoch + 1, [](uint32_t) { return true; },
+      [&](uint32_t peer) { return pack_part(exec.blocks(), last ? scratch.route.rows[peer] : 0); });
   exec.mark(Stage::kPublished, exec.threads() - 1);
   record_routes(exec, plan, chunk, share.chunk_of(chunk), share.first_header(call), call.top_k, scratch.route);
   return true;
@@ -410,7 +413,7 @@ PUTGET_TEXT bool run_start_half(Exec& exec, const Plan& plan, const DispatchCall
   exec.mark(Stage::kState);
   if (head.fault != 0) return false;
   const OwnFlags& own = scratch.wait.own;
-  if (own.published(exec, head.epoch + 1) || own.combining(head)) {
+  if (own.published(exec.blocks(), head.epoch + 1) || own.combining(head)) {
     if (exec.block() == 0 && exec.thread() == 0) {
       report_misuse(exec, plan, Phase::kDispatch, Misuse::kNotFinished, head.epoch + 1, 0, call.num_tokens, 0);
     }

@@ -170,27 +170,30 @@ struct Reduction {
   uint32_t segments;
   uint32_t items;
   uint32_t item;
+  uint32_t step;
   RowsOfToken<TopK> rows;
 
+  // CTAs from first_block on take part.
   template <class Exec>
-  PUTGET_TEXT Reduction(const Exec& exec, const Plan& plan, const CombineCall& call)
+  PUTGET_TEXT Reduction(const Exec& exec, const Plan& plan, const CombineCall& call, uint32_t first_block)
       : top_k{plan.shape.top_k},
         packs_per_row(plan.shape.output_elements / Wire::kElements),
         packs_per_segment(call.segment_bytes / sizeof(Raw)),
         segments((packs_per_row + packs_per_segment - 1) / packs_per_segment),
         items(call.num_tokens * segments),
-        item(exec.block() * exec.warps() + exec.warp()) {}
+        item((exec.block() - first_block) * exec.warps() + exec.warp()),
+        step((exec.blocks() - first_block) * exec.warps()) {}
 
   PUTGET_TEXT void look_up(const Plan& plan) {
     if (item < items) rows.look_up(plan, top_k, item / segments);
   }
 
-  // After the first look_up.
-  template <class Exec>
-  PUTGET_TEXT void run(Exec& exec, const Plan& plan, const CombineCall& call) {
-    while (item < items) {
+  // After the first look_up. Before each sum `await(token)` says whether its rows are there; if not, that is the end.
+  template <class Exec, class Await>
+  PUTGET_TEXT void run(Exec& exec, const Plan& plan, const CombineCall& call, Await await) {
+    while (item < items && await(item / segments)) {
       sum_item(exec, plan, call);
-      item += exec.blocks() * exec.warps();
+      item += step;
       look_up(plan);
     }
   }

@@ -51,8 +51,7 @@ struct StateHead {
 // it.
 struct State {
   StateHead head;
-  uint32_t staged;  // CTAs of the running combine that have arrived at J2
-  uint32_t gotten;  // ... at J3
+  uint32_t gotten;  // CTAs of the running combine that have arrived at J3
 };
 
 // Everything about one object that stays the same from call to call.
@@ -102,9 +101,12 @@ struct CombineCall {
   const uint8_t* addend;  // the same shape, or null
   uint32_t num_tokens;
   uint32_t segment_bytes;      // a row is summed in pieces of this many bytes on the wire, a multiple of 16
-  uint32_t piece_bytes;        // ... and moved in pieces of this many of their own, a multiple of kScaleBlock elements
+  uint32_t piece_bytes;        // ... and moved in pieces of this many of their own, a multiple of kScaleBlock elements;
+  uint32_t small_piece_bytes;  // where CTAs share a slot, in pieces of so many
   uint32_t rows_access_bytes;  // widest access for moving rows
-  uint32_t wide_out;           // 1: out and addend allow accesses of 16 bytes
+  uint32_t part_bits;          // 2^part_bits CTAs move rows
+  Divisor ep_size;
+  uint32_t wide_out;  // 1: out and addend allow accesses of 16 bytes
   Half half;
 };
 

@@ -104,7 +104,10 @@ class StressRank {
     call.wide_out = 1;
     call.num_tokens = num_tokens_;
     call.segment_bytes = kSegmentBytes;
-    call.piece_bytes = kScaleBlock * element_bytes(plan.shape.output_type);
+    call.small_piece_bytes = kScaleBlock * element_bytes(plan.shape.output_type);
+    call.piece_bytes = 2 * call.small_piece_bytes;
+    while (2u << call.part_bits <= blocks) ++call.part_bits;
+    call.ep_size = Divisor(plan.shape.ep_size);
     call.half = half;
     const bool is_float = plan.shape.output_type == OutputType::kFloat32;
     launch(blocks, [&](BlockExec exec) {
