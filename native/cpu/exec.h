@@ -131,6 +131,15 @@ struct Exec {
     static_assert(kGroup == 1, "one lane");
     return value;
   }
+  // The larger one of |value| and `largest`, which is no NaN; a NaN is never the larger one.
+  float larger_magnitude(float value, float largest) const {
+    const float magnitude = value < 0.0f ? -value : value;
+    return magnitude > largest ? magnitude : largest;
+  }
+  template <class Codec, uint32_t kCount>
+  void narrow(const float (&value)[kCount], typename Codec::Bits (&bits)[kCount]) const {
+    for (uint32_t e = 0; e < kCount; ++e) bits[e] = Codec::narrow(value[e]);
+  }
   void put_fp8(uint8_t* to, const float (&value)[kWirePack]) const {
     union {
       Access16 wide;

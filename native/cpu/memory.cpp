@@ -91,6 +91,7 @@ class CpuMemory final : public Memory {
     whole_rows.segment_bytes = kWholeRow;
     whole_rows.piece_bytes = kWholeRow;
     whole_rows.small_piece_bytes = kWholeRow;
+    whole_rows.moving_blocks = 1;
     whole_rows.ep_size = Divisor(plan.shape.ep_size);
     const bool packed = plan.shape.output_row_bytes() % kPackBytes == 0 && aligned(call.out) && aligned(call.addend);
     whole_rows.wide_out = packed;

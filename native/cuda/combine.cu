@@ -55,7 +55,6 @@ void launch_combine(const Plan& plan, CombineCall call, const Room& room, const 
   call.wide_out = packed;
   call.segment_bytes = launch.segment_bytes;
   cut_into_pieces(call, shape, launch.blocks);
-  if (call.half == Half::kStart && moves) launch.blocks = 1u << call.part_bits;
   const CombineKernel kernel = shape.quantised() ? fp8_kernel(shape.output_type, shape.top_k)
                                                  : same_kernel(shape.output_type, packed, shape.top_k);
   launch_early(kernel, launch, stream, plan, call, "launching combine_kernel");

@@ -1,7 +1,10 @@
 // How the protocol text runs on a GPU: a grid of CTAs, each with warps that work on items of their own.
 #pragma once
 
+#include <type_traits>
+
 #include "cuda/ptx.cuh"
+#include "protocol/numeric.h"
 #include "protocol/signal.h"
 #include "protocol/stage.h"
 
@@ -142,6 +145,27 @@ struct Exec {
       value = fmaxf(value, __shfl_xor_sync(0xffffffffu, value, step));
     }
     return value;
+  }
+
+  // The larger one of |value| and `largest`, which is no NaN; a NaN is never the larger one.
+  __device__ float larger_magnitude(float value, float largest) const { return fmaxf(fabsf(value), largest); }
+
+  // As Codec::narrow does each, with the conversion that the hardware has; it differs in NaNs alone.
+  template <class Codec, uint32_t kCount>
+  __device__ void narrow(const float (&value)[kCount], typename Codec::Bits (&bits)[kCount]) const {
+    if constexpr (std::is_same_v<Codec, BFloat16> && kCount % 2 == 0) {
+      bool is_nan = false;
+#pragma unroll
+      for (uint32_t e = 0; e < kCount; e += 2) {
+        const uint32_t both = ptx::narrow_bf16x2(value[e], value[e + 1]);
+        bits[e] = static_cast<uint16_t>(both);
+        bits[e + 1] = static_cast<uint16_t>(both >> 16);
+        is_nan = is_nan || value[e] != value[e] || value[e + 1] != value[e + 1];
+      }
+      if (!is_nan) return;
+    }
+#pragma unroll
+    for (uint32_t e = 0; e < kCount; ++e) bits[e] = Codec::narrow(value[e]);
   }
 
   __device__ void put_fp8(uint8_t* to, const float (&value)[kWirePack]) const {

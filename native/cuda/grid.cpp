@@ -1,6 +1,7 @@
 #include "cuda/grid.h"
 
 #include <algorithm>
+#include <cstdlib>
 
 #include "protocol/dispatch.h"
 
@@ -97,9 +98,9 @@ putget_launch combine_launch(const Shape& shape, uint32_t num_tokens, bool moves
 
 void cut_into_pieces(CombineCall& call, const Shape& shape, uint32_t blocks) {
   // Half of the CTAs move, the other half sums meanwhile. In a start half nobody sums.
-  const uint32_t moving = call.half == Half::kStart ? blocks : std::max(blocks / 2, 1u);
-  call.part_bits = 0;
-  while (2u << call.part_bits <= moving) ++call.part_bits;
+  static const char* tune = getenv("PUTGET_TUNE_MOVING");
+  const uint32_t percent = tune ? atoi(tune) : 50;
+  call.moving_blocks = call.half == Half::kStart ? blocks : std::max(blocks * percent / 100, 1u);
   call.piece_bytes = 8 * kWarpBytes;
   call.small_piece_bytes = 2 * kWarpBytes;
   call.ep_size = Divisor(shape.ep_size);

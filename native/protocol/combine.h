@@ -33,9 +33,8 @@ struct Work {
   template <class Exec>
   PUTGET_TEXT Work(const Exec& exec, const Plan& plan, const CombineCall& call) {
     const bool moving = moves_rows(plan, call) && call.half != Half::kFinish;
-    const uint32_t moving_blocks = moving ? 1u << call.part_bits : 0;
-    moves = exec.block() < moving_blocks;
-    first_summing = moving_blocks < exec.blocks() ? moving_blocks : 0;
+    moves = moving && exec.block() < call.moving_blocks;
+    first_summing = moving && call.moving_blocks < exec.blocks() ? call.moving_blocks : 0;
     sums = call.half != Half::kStart && exec.block() >= first_summing;
   }
 };
@@ -77,7 +76,7 @@ PUTGET_TEXT bool may_combine(Exec& exec, const Plan& plan, const CombineCall& ca
   if (flag_epoch(own.arrived) == head.epoch + 1) return refuse(Misuse::kNotFinished);
   // The first CTA tells of the end while others look: these go by their parts.
   const bool started =
-      exec.block() != 0 ? own.published(1u << call.part_bits, head.epoch) : flag_epoch(own.ended) == head.epoch;
+      exec.block() != 0 ? own.published(call.moving_blocks, head.epoch) : flag_epoch(own.ended) == head.epoch;
   if (call.half == Half::kFinish) return started || refuse(Misuse::kNotStarted);
   return !started || refuse(Misuse::kNotFinished);
 }
@@ -89,9 +88,9 @@ PUTGET_TEXT void start_combine(Exec& exec, const Plan& plan, const CombineCall& 
                                CombineScratch& scratch) {
   const StateHead& head = scratch.wait.head;
   const uint32_t most = work.moves ? most_slots(exec, plan, scratch.num_tokens) : 0;
-  const Parts parts = cut_into_parts(call, most);
+  const Parts parts = work.moves ? cut_into_parts(call, most) : Parts{0, 0};
   if (exec.block() == 0) {
-    const uint32_t value = work.moves ? ended_by_moving(parts) : kEndedByCombine;
+    const uint32_t value = ended_by_combine(parts);
     publish_prepared_all<Tag::C2>(exec, plan, head.active, plan.layout.ended, head.epoch,
                                   [&](uint32_t) { return value; });
   }
@@ -112,7 +111,7 @@ PUTGET_TEXT bool await_peers(Exec& exec, const Plan& plan, CombineScratch& scrat
   bool released = false;
   PUTGET_ROLLED
   for (uint32_t peer = first_peer(exec); peer < plan.shape.ep_size; peer += exec.threads()) {
-    if (moves(wait.value[peer])) scratch.moved = 1;
+    if (moved_parts(wait.value[peer]).groups != 0) scratch.moved = 1;
     if (!ended_by(wait.value[peer], kEndedByRelease)) continue;
     released = true;
     if (exec.block() == 0) report_misuse(exec, plan, Phase::kCombine, Misuse::kPeerReleased, round, 0, 0, peer);
@@ -135,14 +134,16 @@ PUTGET_TEXT bool await_token(Exec& exec, const Plan& plan, WaitScratch& wait, ui
     const uint64_t route = uint64_t{token} * top_k + (i >> kMostSplitBits);
     const uint32_t split = i & ((1u << kMostSplitBits) - 1);
     const int32_t rank = plan.target_ranks[route];
-    if (rank < 0 || !moves(wait.value[rank])) continue;
+    if (rank < 0 || Transit::stays(plan, rank)) continue;
     const Parts parts = moved_parts(wait.value[rank]);
-    if (split >= parts.splits()) continue;
+    if (parts.groups == 0 || split >= parts.splits()) continue;
     const uint32_t slot = static_cast<uint32_t>(plan.target_slots[route]);
-    const uint64_t* flag = part_flag(plan.own(), plan.layout.pushed, rank, parts.first_part(slot) + split);
+    const uint32_t turns = slot / parts.groups;
+    const uint32_t part = (slot - turns * parts.groups) << parts.split_bits | split;
+    const uint64_t* flag = part_flag(plan.own(), plan.layout.pushed, rank, part);
     uint64_t seen = exec.template observe<Tag::C8>(flag);
     const bool there = wait_until<Tag::C8>(exec, plan, wait.head, flag, seen, [&](uint64_t now) {
-      return flag_epoch(now) == round && rows_of(flag_value(now)) >= parts.turn(slot);
+      return flag_epoch(now) == round && rows_of(flag_value(now)) > turns;
     });
     if (there) continue;
     exec.insert(wait.missing, rank);
@@ -172,7 +173,7 @@ PUTGET_TEXT bool sum_tokens(Exec& exec, const Plan& plan, const CombineCall& cal
 template <class Exec>
 PUTGET_TEXT bool await_own_parts(Exec& exec, const Plan& plan, const CombineCall& call, WaitScratch& wait) {
   PUTGET_ROLLED
-  for (uint32_t part = exec.thread(); part < 1u << call.part_bits; part += exec.threads()) {
+  for (uint32_t part = exec.thread(); part < call.moving_blocks; part += exec.threads()) {
     const uint64_t* flag = part_flag(plan.own(), plan.layout.pushed, plan.shape.ep_rank, part);
     uint64_t seen = exec.template observe<Tag::C8>(flag);
     if (!wait_for<Tag::C8>(exec, plan, wait.head, flag, wait.head.epoch, seen)) {
@@ -211,7 +212,7 @@ PUTGET_TEXT void combine(Exec& exec, const Plan& plan, const CombineCall& call, 
   if (call.half == Half::kStart) return;
   if (work.sums) {
     Reduction<Codec, Wire, TopK> reduction(exec, plan, call, work.first_summing);
-    reduction.look_up(plan);
+    reduction.look_up(plan, call);
     done = done && await_peers(exec, plan, scratch);
     exec.mark(Stage::kObserved);
     done = done && sum_tokens(exec, plan, call, reduction, scratch);

@@ -6,6 +6,7 @@
 
 #include "protocol/numeric.h"
 #include "protocol/signal.h"
+#include "protocol/transit.h"
 
 namespace putget {
 
@@ -137,7 +138,7 @@ template <class TopK>
 struct RowsOfToken {
   const uint8_t* row[TopK::kCapacity];
 
-  PUTGET_TEXT void look_up(const Plan& plan, const TopK& top_k, uint32_t token) {
+  PUTGET_TEXT void look_up(const Plan& plan, const CombineCall& call, const TopK& top_k, uint32_t token) {
     const Shape& shape = plan.shape;
     const uint64_t region = shape.has_transit() ? plan.layout.transit : plan.layout.output;
     const uint32_t row_bytes = shape.wire_row_bytes();
@@ -149,6 +150,8 @@ struct RowsOfToken {
       const int32_t slot = plan.target_slots[index];
       if (rank < 0) {
         row[k] = nullptr;
+      } else if (Transit::stays(plan, rank)) {
+        row[k] = Transit(plan, call).from(slot, rank);
       } else if (shape.pushes) {
         row[k] = plan.own() + region + row_index(slot, rank, shape.ep_size) * row_bytes;
       } else {
@@ -184,8 +187,8 @@ struct Reduction {
         item((exec.block() - first_block) * exec.warps() + exec.warp()),
         step((exec.blocks() - first_block) * exec.warps()) {}
 
-  PUTGET_TEXT void look_up(const Plan& plan) {
-    if (item < items) rows.look_up(plan, top_k, item / segments);
+  PUTGET_TEXT void look_up(const Plan& plan, const CombineCall& call) {
+    if (item < items) rows.look_up(plan, call, top_k, item / segments);
   }
 
   // After the first look_up. Before each sum `await(token)` says whether its rows are there; if not, that is the end.
@@ -194,7 +197,7 @@ struct Reduction {
     while (item < items && await(item / segments)) {
       sum_item(exec, plan, call);
       item += step;
-      look_up(plan);
+      look_up(plan, call);
     }
   }
 
@@ -208,8 +211,7 @@ struct Reduction {
       Sums<Wire::kElements> sum = get_sum(exec, plan, pack);
       if (call.addend != nullptr) sum.add(putget::widen(load(call, call.addend, row + pack)));
       Out out;
-      PUTGET_UNROLL
-      for (uint32_t e = 0; e < Wire::kElements; ++e) out.bits[e] = Codec::narrow(sum.value[e]);
+      exec.template narrow<Codec>(sum.value, out.bits);
       store(call, row + pack, out);
     }
   }

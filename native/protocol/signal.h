@@ -16,33 +16,27 @@ enum class Tag : uint32_t { R1, D0, D1, D3, D4, C2, C3, C5, C7, C8 };
 // Where the CTAs of one kernel join: the last one goes on with everything that the others did.
 enum class Join : uint32_t { J3 };
 
-// The value of an `ended` flag: how the round ended, and where rows are moved before they are summed, in how many
-// parts: 2^part_bits, of which 2^split_bits share a slot.
+// The value of an `ended` flag: how the round ended, and where rows are moved before they are summed, in which parts.
 constexpr uint32_t kEndedByCombine = 1;
 constexpr uint32_t kEndedByRelease = 2;
-constexpr uint32_t kMovesRows = 1u << 2;
 
+// How the rows of a combine that moves them are shared out among its CTAs. Slots go to groups of 2^split_bits CTAs in
+// turns; the CTAs of a group share a slot's rows.
 constexpr uint32_t kMostSplitBits = 3;
 
 struct Parts {
-  uint32_t part_bits;
+  uint32_t groups;  // 0: no rows are moved
   uint32_t split_bits;
 
-  PUTGET_PURE uint32_t count() const { return 1u << part_bits; }
+  PUTGET_PURE uint32_t count() const { return groups << split_bits; }
   PUTGET_PURE uint32_t splits() const { return 1u << split_bits; }
-  // Slots go to the parts in turns: which parts have this one, the first of them, and in which turn, from 1 on.
-  PUTGET_PURE uint32_t first_part(uint32_t slot) const {
-    return (slot & ((1u << (part_bits - split_bits)) - 1)) << split_bits;
-  }
-  PUTGET_PURE uint32_t turn(uint32_t slot) const { return (slot >> (part_bits - split_bits)) + 1; }
 };
 
-PUTGET_PURE uint32_t ended_by_moving(const Parts& parts) {
-  return kEndedByCombine | kMovesRows | parts.part_bits << 8 | parts.split_bits << 16;
+PUTGET_PURE uint32_t ended_by_combine(const Parts& parts) {
+  return kEndedByCombine | parts.split_bits << 4 | parts.groups << 8;
 }
-PUTGET_PURE bool ended_by(uint32_t value, uint32_t kind) { return (value & 3u) == kind; }
-PUTGET_PURE bool moves(uint32_t value) { return (value & kMovesRows) != 0; }
-PUTGET_PURE Parts moved_parts(uint32_t value) { return {value >> 8 & 0xffu, value >> 16 & 0xffu}; }
+PUTGET_PURE bool ended_by(uint32_t value, uint32_t kind) { return (value & 0xfu) == kind; }
+PUTGET_PURE Parts moved_parts(uint32_t value) { return {value >> 8, value >> 4 & 0xfu}; }
 
 PUTGET_PURE uint64_t pack_flag(uint32_t epoch, uint32_t value) { return uint64_t{epoch} << 32 | value; }
 PUTGET_PURE uint32_t flag_epoch(uint64_t flag) { return static_cast<uint32_t>(flag >> 32); }

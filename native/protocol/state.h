@@ -104,7 +104,7 @@ struct CombineCall {
   uint32_t piece_bytes;        // ... and moved in pieces of this many of their own, a multiple of kScaleBlock elements;
   uint32_t small_piece_bytes;  // where CTAs share a slot, in pieces of so many
   uint32_t rows_access_bytes;  // widest access for moving rows
-  uint32_t part_bits;          // 2^part_bits CTAs move rows
+  uint32_t moving_blocks;      // CTAs that move rows
   Divisor ep_size;
   uint32_t wide_out;  // 1: out and addend allow accesses of 16 bytes
   Half half;

@@ -30,6 +30,11 @@ struct Transit {
     to_peers = plan.shape.pushes != 0;
   }
 
+  // Rows that this rank would push to itself as they are: it sums them where they are.
+  PUTGET_TEXT static bool stays(const Plan& plan, uint32_t src) {
+    return plan.shape.pushes && !plan.shape.quantised() && src == plan.shape.ep_rank;
+  }
+
   PUTGET_TEXT const uint8_t* from(uint32_t slot, uint32_t src) const {
     return rows + slot * slot_bytes + src * source_bytes;
   }
@@ -129,10 +134,7 @@ PUTGET_TEXT void quantise_by(Exec& exec, const Plan& plan, const uint8_t* from, 
       for (uint32_t i = 0; i < kPacksPerLane; ++i) {
         if (block >= blocks || pack_of(block, i) >= packs) continue;
         PUTGET_UNROLL
-        for (uint32_t e = 0; e < kWirePack; ++e) {
-          const float magnitude = value[a][i][e] < 0.0f ? -value[a][i][e] : value[a][i][e];
-          largest = magnitude > largest ? magnitude : largest;  // a NaN is never the largest
-        }
+        for (uint32_t e = 0; e < kWirePack; ++e) largest = exec.larger_magnitude(value[a][i][e], largest);
       }
       float scale = plan.wire_scale;
       if (plan.shape.wire_type == WireType::kFp8Block) {
@@ -160,9 +162,9 @@ PUTGET_RARE void quantise_narrow(Exec& exec, const Plan& plan, const uint8_t* fr
 
 // How the rows of `most` slots are cut into parts: with fewer slots than parts, several share one.
 PUTGET_PURE Parts cut_into_parts(const CombineCall& call, uint32_t most) {
-  Parts parts{call.part_bits, 0};
-  while (parts.split_bits < parts.part_bits && parts.split_bits < kMostSplitBits &&
-         uint64_t{most} << (parts.split_bits + 1) <= parts.count()) {
+  Parts parts{call.moving_blocks, 0};
+  while (parts.split_bits < kMostSplitBits && parts.groups > 1 && most <= parts.groups / 2) {
+    parts.groups /= 2;
     ++parts.split_bits;
   }
   return parts;
@@ -193,7 +195,7 @@ PUTGET_TEXT void move_slot(Exec& exec, const Plan& plan, const CombineCall& call
     if (begin >= row_bytes) return;
     uint32_t src = plan.shape.ep_rank + item - round * ep_size;
     if (src >= ep_size) src -= ep_size;
-    if (slot >= num_tokens[src]) continue;
+    if (slot >= num_tokens[src] || transit.stays(plan, src)) continue;
     const uint32_t end = begin + piece_bytes < row_bytes ? begin + piece_bytes : row_bytes;
     const uint8_t* from = transit.from(slot, src);
     uint8_t* to = transit.to(plan, slot, src);
@@ -222,7 +224,8 @@ PUTGET_TEXT void move_rows(Exec& exec, const Plan& plan, const CombineCall& call
                            const Parts& parts, uint32_t most, const uint32_t* num_tokens) {
   const Transit transit(plan, call);
   const uint32_t warps = exec.warps() > 1 ? exec.warps() - 1 : 1;
-  uint32_t slot = exec.block() >> parts.split_bits;
+  // What the groups leave over has no rows.
+  uint32_t slot = exec.block() < parts.count() ? exec.block() >> parts.split_bits : most;
   PUTGET_ROLLED
   for (uint32_t turn = 1;; ++turn) {
     if (slot < most && exec.warp() < warps) {
@@ -232,8 +235,8 @@ PUTGET_TEXT void move_rows(Exec& exec, const Plan& plan, const CombineCall& call
     publish_part<Tag::C7>(
         exec, plan, head.active, plan.layout.pushed, head.epoch,
         [&](uint32_t peer) { return turn == 1 || slot < num_tokens[peer]; },
-        [&](uint32_t) { return pack_part(parts.count(), turn); });
-    slot += parts.count() >> parts.split_bits;
+        [&](uint32_t) { return pack_part(call.moving_blocks, turn); });
+    slot += parts.groups;
     if (slot >= most) return;
   }
 }

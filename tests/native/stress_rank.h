@@ -106,7 +106,7 @@ class StressRank {
     call.segment_bytes = kSegmentBytes;
     call.small_piece_bytes = kScaleBlock * element_bytes(plan.shape.output_type);
     call.piece_bytes = 2 * call.small_piece_bytes;
-    while (2u << call.part_bits <= blocks) ++call.part_bits;
+    call.moving_blocks = half == Half::kBoth && blocks > 1 ? blocks - round_ % 2 : blocks;
     call.ep_size = Divisor(plan.shape.ep_size);
     call.half = half;
     const bool is_float = plan.shape.output_type == OutputType::kFloat32;
