@@ -1,7 +1,6 @@
 #include "cuda/grid.h"
 
 #include <algorithm>
-#include <cstdlib>
 
 #include "protocol/dispatch.h"
 
@@ -12,12 +11,17 @@ constexpr uint32_t kWarpThreads = 32;
 constexpr uint32_t kThreads = 256;
 constexpr uint32_t kMovingThreads = kThreads + kWarpThreads;  // and a warp that tells what has been moved
 constexpr uint32_t kLongSegment = 4 * kWarpBytes;
-constexpr uint32_t kPuttingSms = 48;  // keep the link busy with stores
-constexpr uint32_t kGettingSms = 64;  // ... with loads
-constexpr uint64_t kFewItems = 128;   // up to here warps split the targets of a segment
-constexpr uint64_t kLargeItems = 8;   // a warp: from here on a combine is large
+constexpr uint32_t kPuttingSms = 48;         // keep the link busy with stores
+constexpr uint32_t kGettingSms = 64;         // ... with loads
+constexpr uint64_t kFewItems = 128;          // up to here warps split the targets of a segment
+constexpr uint32_t kQuantisingPercent = 50;  // of the CTAs of a combine that quantises
+constexpr uint32_t kPushingPercent = 40;     // ... that pushes rows as they are
+constexpr uint64_t kLargeItems = 8;          // a warp: from here on a combine is large
 
 uint64_t ceil_div(uint64_t value, uint64_t divisor) { return (value + divisor - 1) / divisor; }
+
+// A multiple of what a warp gets in one access.
+uint32_t half_row(const Shape& shape) { return round_up(shape.wire_row_bytes() / 2, kWarpBytes); }
 
 // More threads a CTA where few SMs are allowed: bytes in flight are what keeps a link busy.
 uint32_t threads_for(const Room& room) {
@@ -85,6 +89,8 @@ putget_launch combine_launch(const Shape& shape, uint32_t num_tokens, bool moves
   if (launch.segment_bytes == 0) {
     const bool has_warps_left = 2 * items_with(kWarpBytes) <= warps;
     launch.segment_bytes = has_warps_left ? kWarpBytes : (is_large ? kLongSegment : kLongSegment / 2);
+    // Each segment of a token whose rows are moved waits for them: long segments wait less often.
+    if (moves_rows && is_large) launch.segment_bytes = std::max(kLongSegment, half_row(shape));
   }
   while (items_with(launch.segment_bytes) >= kMaxItems) launch.segment_bytes *= 2;
   if (launch.blocks == 0) {
@@ -97,10 +103,10 @@ putget_launch combine_launch(const Shape& shape, uint32_t num_tokens, bool moves
 }
 
 void cut_into_pieces(CombineCall& call, const Shape& shape, uint32_t blocks) {
-  // Half of the CTAs move, the other half sums meanwhile. In a start half nobody sums.
-  static const char* tune = getenv("PUTGET_TUNE_MOVING");
-  const uint32_t percent = tune ? atoi(tune) : 50;
-  call.moving_blocks = call.half == Half::kStart ? blocks : std::max(blocks * percent / 100, 1u);
+  // Some CTAs move, the others sum meanwhile. Quantising takes instructions, so more of them. In a start half nobody
+  // sums.
+  const uint32_t share = blocks * (shape.quantised() ? kQuantisingPercent : kPushingPercent) / 100;
+  call.moving_blocks = call.half == Half::kStart ? blocks : std::max(share, 1u);
   call.piece_bytes = 8 * kWarpBytes;
   call.small_piece_bytes = 2 * kWarpBytes;
   call.ep_size = Divisor(shape.ep_size);
