@@ -1,6 +1,6 @@
 /* The CTAs of one kernel, for SPIN: two ranks whose kernels have one or BLOCKS CTAs each, full rounds of dispatch and
- * combine, in halves or not. ranks.pml has each rank as one thread; here the question is what parts, joins and the copies
- * of the state must carry.
+ * combine, in halves or not. ranks.pml has each rank as one thread; here the question is what parts, joins and the
+ * copies of the state must carry.
  *
  * ZERO         the first rank may send no rows; in the last round the other one sends none
  * HALVES       dispatch and combine may be two kernels, with different numbers of CTAs

@@ -1,5 +1,5 @@
-/* What kernels.pml is made of: the memory of two ranks, flags of parts in it, waits for them, joins, and what a CTA looks
- * at before it does anything.
+/* What kernels.pml is made of: the memory of two ranks, flags of parts in it, waits for them, joins, and what a CTA
+ * looks at before it does anything.
  */
 #ifndef BLOCKS
 #define BLOCKS 2

@@ -1,8 +1,8 @@
 /* The kernels of one rank, CTA by CTA. ctas.pml calls them in the right order, halves.pml in any. The statements carry
  * the tags of docs/protocol.md.
  *
- * Every kernel runs with a number of CTAs of its own. Each CTA copies the private state when it begins, looks at its own
- * rank's flags, and publishes its part by itself.
+ * Every kernel runs with a number of CTAs of its own. Each CTA copies the private state when it begins, looks at its
+ * own rank's flags, and publishes its part by itself.
  *
  * How combine moves rows: nothing (experts write combine_input, peers get it); MOVE: this kernel copies or quantises
  * them first (J2); PUSH: it puts them into the peers' inboxes.

@@ -1,7 +1,7 @@
 /* Another kernel between the halves, for SPIN: two objects with workspaces of their own share one stream on each rank.
- * A kernel begins when the one before has ended, so an order of calls can put what a peer waits for behind a kernel that
- * waits for this peer. Halves avoid that, since a start half needs nothing that comes in or after its peers' halves of
- * the same kind: each rank may call the start halves of both objects in any order, and then the finish halves in any
+ * A kernel begins when the one before has ended, so an order of calls can put what a peer waits for behind a kernel
+ * that waits for this peer. Halves avoid that, since a start half needs nothing that comes in or after its peers' halves
+ * of the same kind: each rank may call the start halves of both objects in any order, and then the finish halves in any
  * order. One exception: where a round is left open, R1 comes in the next dispatch_start, and D1 waits for it there.
  *
  * Each rank is one thread and has one part; rows are left out. Rounds are combined or released, as all ranks agree.

@@ -17,8 +17,8 @@
  *              others then agree on a new epoch, take new memory (set_active_ranks) and run EXTRA more rounds, in which
  *              no wait may expire
  * MIXED_ENDS   before that, one rank may combine a round that another releases (needs DEADLINES)
- * The other names that are tested here and in ranks_memory.pml are mutations: each leaves out or misplaces one thing, and the
- * model must then fail (tests/protocol/test_model.py).
+ * The other names that are tested here and in ranks_memory.pml are mutations: each leaves out or misplaces one thing,
+ * and the model must then fail (tests/protocol/test_model.py).
  */
 #include "ranks_memory.pml"
 

@@ -51,7 +51,8 @@
 #endif
 #define REGION_ROWS (SLOTS * RANKS)
 #define SPLIT(object, slot, src) ((object) == 0 -> (slot) * RANKS + (src) : REGION_ROWS - 1 - (slot) * RANKS - (src))
-#define ROW(kind, object, slot, src) cell[(((kind) + (object) * ROTATE) % REGIONS) * REGION_ROWS + SPLIT(object, slot, src)]
+#define ROW(kind, object, slot, src) \
+  cell[(((kind) + (object) * ROTATE) % REGIONS) * REGION_ROWS + SPLIT(object, slot, src)]
 #define RECEIVED(slot, src) ROW(0, object, slot, src)
 #define OUTPUT(slot, src) ROW(1, object, slot, src)
 #define INBOX(slot, src) ROW(2, object, slot, src)
@@ -208,8 +209,8 @@ inline observe_arrived() {
   peer = 0
 }
 
-/* `then` for each (slot, peer) for which `when` holds, in one step. That loses no error: a row access has no effect on what
- * anybody does next, so a read that finds a wrong row finds it too when the accesses beside it happen at the same
+/* `then` for each (slot, peer) for which `when` holds, in one step. That loses no error: a row access has no effect on
+ * what anybody does next, so a read that finds a wrong row finds it too when the accesses beside it happen at the same
  * moment. */
 #define FOR_ROWS(when, then) \
   d_step { \
