@@ -1,5 +1,6 @@
-"""Mixture-of-experts layers around the all-to-all."""
+"""Around the experts: kernels between dispatch, grouped GEMMs and combine, routers, and a whole layer."""
 
+from putget.moe.kernels import expand, finalize, gated_activation
 from putget.moe.router import GroupLimitedRouting, Router, SoftmaxRouting
 
-__all__ = ["GroupLimitedRouting", "Router", "SoftmaxRouting"]
+__all__ = ["GroupLimitedRouting", "Router", "SoftmaxRouting", "expand", "finalize", "gated_activation"]
