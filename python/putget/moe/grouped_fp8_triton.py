@@ -154,8 +154,23 @@ def grouped_mm(
     num_sms: int | None,
 ) -> None:
     """See ``putget.moe.grouped_fp8.grouped_fp8_mm``; writes into out. At least one row and one expert."""
-    num_experts, n, k = weights.shape
     tiles = tiles_for(expected_rows)
+    launch(rows, row_scales, weights, weight_scales, starts, counts, out, tiles, num_sms)
+
+
+def launch(
+    rows: Tensor,
+    row_scales: Tensor,
+    weights: Tensor,
+    weight_scales: Tensor,
+    starts: Tensor,
+    counts: Tensor,
+    out: Tensor,
+    tiles: Tiles,
+    num_sms: int | None,
+) -> None:
+    """The same, cut as the caller says."""
+    num_experts, n, k = weights.shape
     kernel: Any = grouped_kernel
     kernel[(_programs(rows.device, num_sms) * tiles.programs_per_sm,)](
         TensorDescriptor.from_tensor(rows, [tiles.rows, _GROUP]),

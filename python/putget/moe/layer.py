@@ -19,6 +19,7 @@ from putget.moe.loading import DenseState, load_networks, load_router
 from putget.moe.router import Router, Routing
 from putget.moe.shared_experts import SharedExperts
 from putget.moe.streams import Beside
+from putget.moe.traced import LayerOperator
 from putget.payload import Payload
 from putget.workspace import resolve_device
 
@@ -135,6 +136,7 @@ class ExpertParallelMoE(nn.Module):
         self.local_experts = [expert for expert, owner in enumerate(owners) if owner == comm.rank]
         self.experts = kind(len(self.local_experts), hidden_size, intermediate_size, gate, place)
         self._beside = Beside(place)
+        self._operator = LayerOperator(self, place)
 
     @classmethod
     def from_dense(
@@ -182,6 +184,12 @@ class ExpertParallelMoE(nn.Module):
             ValueError: x is wrong; nothing has happened on any rank.
             PeerTimeout: A rank is missing. On CUDA a later call raises it.
         """
+        if torch.compiler.is_compiling():
+            return self._operator(x, num_valid_tokens)
+        return self.run(x, num_valid_tokens)
+
+    def run(self, x: Tensor, num_valid_tokens: Tensor | None) -> Tensor:
+        """What ``forward`` does; ``torch.compile`` sees it as one operator."""
         self.check_input("x", x)
         a2a = self.lane.a2a
         overlapped = self.overlap_shared and self.shared is not None
