@@ -60,7 +60,7 @@ class Memory {
 
 namespace cpu {
 std::unique_ptr<Memory> create_memory(const MemoryConfig& config);
-void moe_group(const moe::Grouping& group);
+void moe_group(const moe::Grouping& group, const moe::CopyPlan& copy);
 void moe_expand(const moe::ExpandCall& call);
 void moe_activate(const moe::ActivationCall& call, OutputType type, moe::Gate gate);
 void moe_finalize(const moe::Grouping& group, const moe::FinalizeCall& call, OutputType type);
@@ -76,7 +76,7 @@ struct Queue {
   int ordinal;  // CUDA device number
   void* stream;
 };
-void moe_group(const moe::Grouping& group, const Queue& queue);
+void moe_group(const moe::Grouping& group, const moe::CopyPlan& copy, const Queue& queue);
 void moe_expand(const moe::ExpandCall& call, const Queue& queue);
 void moe_activate(const moe::ActivationCall& call, OutputType type, moe::Gate gate, const Queue& queue);
 void moe_finalize(const moe::Grouping& group, const moe::FinalizeCall& call, OutputType type, const Queue& queue);

@@ -40,8 +40,8 @@ uint32_t copy_access_bytes(const void* from, const void* to, uint32_t row_bytes)
   return widest == 16 ? 16 : (widest >= 4 ? 4 : 1);
 }
 
-putget::moe::ExpandCall::Payload payload_of(const void* from, void* to, uint32_t row_bytes) {
-  putget::moe::ExpandCall::Payload payload{};
+putget::moe::CopyPlan::Payload payload_of(const void* from, void* to, uint32_t row_bytes) {
+  putget::moe::CopyPlan::Payload payload{};
   payload.from = static_cast<const uint8_t*>(from);
   payload.to = static_cast<uint8_t*>(to);
   payload.row_bytes = row_bytes;
@@ -67,32 +67,18 @@ putget::moe::Grouping grouping(const putget_moe_config& config, const putget_moe
   group.num_tokens = args.num_tokens;
   group.expert_to_rank = args.expert_to_rank;
   group.lost = args.lost_rows;
-  for (uint32_t p = 0; p < group.sizes.num_payloads; ++p) {
-    require_pointer("payload", args.payload[p]);
-    group.payload[p] = static_cast<const uint8_t*>(args.payload[p]);
-  }
   return group;
 }
 
 // The received rows into the groups.
-putget::moe::ExpandCall expansion(const putget::moe::Grouping& group) {
-  const putget::moe::GroupSizes& sizes = group.sizes;
-  putget::moe::ExpandCall call{};
-  call.valid.limit = static_cast<uint32_t>(sizes.capacity());
-  if (sizes.num_local_experts <= putget::moe::kMaxGroups) {
-    call.valid.offsets = group.offsets();
-    call.valid.num_rows = group.num_rows();
-    call.valid.num_groups = sizes.num_local_experts;
-  } else {
-    call.valid.count = group.offsets() + sizes.num_local_experts;  // rows of padding are left out one by one
+putget::moe::CopyPlan copies_of(const putget::moe::Grouping& group, const putget_moe_group_args& args) {
+  putget::moe::CopyPlan copy{};
+  copy.num_payloads = group.sizes.num_payloads;
+  for (uint32_t p = 0; p < copy.num_payloads; ++p) {
+    require_pointer("payload", args.payload[p]);
+    copy.payload[p] = payload_of(args.payload[p], group.memory + group.layout.payload[p], group.sizes.row_bytes[p]);
   }
-  call.source_rows = group.source_rows();
-  call.num_source_rows = static_cast<uint32_t>(sizes.received_rows());
-  call.num_payloads = sizes.num_payloads;
-  for (uint32_t p = 0; p < sizes.num_payloads; ++p) {
-    call.payload[p] = payload_of(group.payload[p], group.memory + group.layout.payload[p], sizes.row_bytes[p]);
-  }
-  return call;
+  return copy;
 }
 
 }  // namespace
@@ -123,14 +109,11 @@ putget_status putget_moe_group(const putget_moe_config* config, const putget_moe
     require_version(config, "config");
     require_version(args, "args");
     const putget::moe::Grouping group = grouping(*config, *args);
-    const putget::moe::ExpandCall call = expansion(group);
+    const putget::moe::CopyPlan copy = copies_of(group, *args);
     if (config->device == PUTGET_CPU) {
-      putget::cpu::moe_group(group);
-      putget::cpu::moe_expand(call);
+      putget::cpu::moe_group(group, copy);
     } else {
-      const putget::cuda::Queue queue{config->ordinal, args->stream};
-      putget::cuda::moe_group(group, queue);
-      if (group.sizes.num_payloads != 0) putget::cuda::moe_expand(call, queue);
+      putget::cuda::moe_group(group, copy, {config->ordinal, args->stream});
     }
   });
 }
@@ -170,12 +153,12 @@ putget_status putget_moe_expand(const putget_moe_expand_args* args) {
     require_pointer("source_rows", args->source_rows);
     call.source_rows = args->source_rows;
     call.num_source_rows = args->num_source_rows;
-    call.num_payloads = args->num_payloads;
+    call.copy.num_payloads = args->num_payloads;
     for (uint32_t p = 0; p < args->num_payloads; ++p) {
       require_pointer("from_rows", args->from_rows[p]);
       require_pointer("to_rows", args->to_rows[p]);
       require_range("row_bytes", args->row_bytes[p], 1, kMostRowBytes);
-      call.payload[p] = payload_of(args->from_rows[p], args->to_rows[p], args->row_bytes[p]);
+      call.copy.payload[p] = payload_of(args->from_rows[p], args->to_rows[p], args->row_bytes[p]);
     }
     if (args->device == PUTGET_CPU) {
       putget::cpu::moe_expand(call);

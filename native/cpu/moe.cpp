@@ -38,6 +38,15 @@ struct MoeExec : Exec {
 
 std::vector<uint32_t> room_for(const moe::ValidRows& valid) { return std::vector<uint32_t>(valid.num_groups + 1); }
 
+moe::CopyPlan whole_rows(moe::CopyPlan copy) {
+  copy.segments = copy.num_payloads;
+  for (uint32_t p = 0; p < copy.num_payloads; ++p) {
+    copy.payload[p].segment_bytes = copy.payload[p].row_bytes;
+    copy.payload[p].segments = 1;
+  }
+  return copy;
+}
+
 // Calls body(Codec{}, Packed) with the widest packs that rows of this many elements at these addresses allow.
 template <class Body>
 void with_rows(OutputType type, uint32_t elements, const void* a, const void* b, Body body) {
@@ -59,24 +68,20 @@ constexpr uint32_t kPack = kPackBytes / sizeof(typename Codec::Bits);
 
 }  // namespace
 
-void moe_group(const moe::Grouping& group) {
+void moe_group(const moe::Grouping& group, const moe::CopyPlan& copy) {
   MoeExec exec;
   moe::SourceScratch sources;
   const moe::GroupTables tables(group.sizes, group.scratch());
-  // One block's counts, whatever room there is.
   moe::count_rows(exec, group, sources, tables);
   moe::place_rows(exec, group, sources, tables);
+  moe::scatter_rows(exec, group, whole_rows(copy), sources);
 }
 
 void moe_expand(const moe::ExpandCall& call) {
   MoeExec exec;
-  moe::ExpandCall whole_rows = call;
-  whole_rows.segments = call.num_payloads;
-  for (uint32_t p = 0; p < call.num_payloads; ++p) {
-    whole_rows.payload[p].segment_bytes = call.payload[p].row_bytes;
-    whole_rows.payload[p].segments = 1;
-  }
-  moe::expand_rows(exec, whole_rows, room_for(call.valid).data());
+  moe::ExpandCall with_whole_rows = call;
+  with_whole_rows.copy = whole_rows(call.copy);
+  moe::expand_rows(exec, with_whole_rows, room_for(call.valid).data());
 }
 
 void moe_activate(const moe::ActivationCall& call, OutputType type, moe::Gate gate) {

@@ -34,12 +34,13 @@ void load_moe_group_kernels() {
   check(cudaFuncGetAttributes(&attributes, group_kernel<true>), "loading group_kernel");
 }
 
-void moe_group(const moe::Grouping& group, const Queue& queue) {
+void moe_group(const moe::Grouping& group, const moe::CopyPlan& copy, const Queue& queue) {
   DeviceScope scope(queue.ordinal);
   const size_t shared = group.sizes.scratch_is_shared() ? group.sizes.scratch_words() * sizeof(uint32_t) : 0;
   const uint32_t blocks = group.sizes.blocks();
   launch_moe(group_kernel<false>, blocks, kMoeThreads, shared, queue, "launching group_kernel", group);
   launch_moe(group_kernel<true>, blocks, kMoeThreads, shared, queue, "launching group_kernel", group);
+  if (copy.num_payloads != 0) launch_scatter(group, copy, queue);
 }
 
 }  // namespace putget::cuda

@@ -56,6 +56,8 @@ auto with_element(OutputType type, Body body) {
   }
 }
 
+void launch_scatter(const moe::Grouping& group, const moe::CopyPlan& copy, const Queue& queue);
+
 void load_moe_group_kernels();
 void load_moe_row_kernels();
 void load_moe_activation_kernels();

@@ -27,6 +27,15 @@ __global__ void __launch_bounds__(kMoeThreads, kBlocksPerSm)
   moe::expand_rows(exec, call, first);
 }
 
+__global__ void __launch_bounds__(kMoeThreads, kBlocksPerSm)
+    scatter_kernel(const __grid_constant__ moe::Grouping group, const __grid_constant__ moe::CopyPlan copy) {
+  __shared__ moe::SourceScratch sources;
+  __shared__ uint32_t sums[moe::kGroupWarps];
+  MoeExec exec;
+  exec.sums = sums;
+  moe::scatter_rows(exec, group, copy, sources);
+}
+
 template <class Codec, uint32_t kElements>
 __global__ void __launch_bounds__(kMoeThreads, kBlocksPerSm)
     finalize_kernel(const __grid_constant__ moe::Grouping group, const __grid_constant__ moe::FinalizeCall call) {
@@ -46,11 +55,25 @@ FinalizeKernel finalize_kernel_of(OutputType type, bool packed) {
   });
 }
 
+// Equal segments of at most what a warp has in flight.
+moe::CopyPlan in_segments(moe::CopyPlan copy) {
+  copy.segments = 0;
+  for (uint32_t p = 0; p < copy.num_payloads; ++p) {
+    auto& payload = copy.payload[p];
+    const uint32_t most = (payload.access_bytes == 16 ? 8 : payload.access_bytes) * kWarpBytes;
+    payload.segment_bytes = round_up(ceil_div(payload.row_bytes, ceil_div(payload.row_bytes, most)), kWarpBytes);
+    payload.segments = ceil_div(payload.row_bytes, payload.segment_bytes);
+    copy.segments += payload.segments;
+  }
+  return copy;
+}
+
 }  // namespace
 
 void load_moe_row_kernels() {
   cudaFuncAttributes attributes;
   check(cudaFuncGetAttributes(&attributes, expand_kernel), "loading expand_kernel");
+  check(cudaFuncGetAttributes(&attributes, scatter_kernel), "loading scatter_kernel");
   for (OutputType type : {OutputType::kBFloat16, OutputType::kFloat16, OutputType::kFloat32}) {
     for (bool packed : {false, true}) {
       check(cudaFuncGetAttributes(&attributes, finalize_kernel_of(type, packed)), "loading finalize_kernel");
@@ -61,17 +84,14 @@ void load_moe_row_kernels() {
 void moe_expand(const moe::ExpandCall& wanted, const Queue& queue) {
   DeviceScope scope(queue.ordinal);
   moe::ExpandCall call = wanted;
-  call.segments = 0;
-  for (uint32_t p = 0; p < call.num_payloads; ++p) {
-    auto& payload = call.payload[p];
-    // Equal segments of at most what a warp has in flight.
-    const uint32_t most = (payload.access_bytes == 16 ? 8 : payload.access_bytes) * kWarpBytes;
-    payload.segment_bytes = round_up(ceil_div(payload.row_bytes, ceil_div(payload.row_bytes, most)), kWarpBytes);
-    payload.segments = ceil_div(payload.row_bytes, payload.segment_bytes);
-    call.segments += payload.segments;
-  }
+  call.copy = in_segments(call.copy);
   launch_moe(expand_kernel, blocks_of(queue, kBlocksPerSm), kMoeThreads, found_bytes(call.valid), queue,
              "launching expand_kernel", call);
+}
+
+void launch_scatter(const moe::Grouping& group, const moe::CopyPlan& copy, const Queue& queue) {
+  launch_moe(scatter_kernel, blocks_of(queue, kBlocksPerSm), kMoeThreads, 0, queue, "launching scatter_kernel", group,
+             in_segments(copy));
 }
 
 void moe_finalize(const moe::Grouping& group, const moe::FinalizeCall& wanted, OutputType type, const Queue& queue) {

@@ -100,12 +100,11 @@ struct Grouping {
   GroupSizes sizes;
   GroupLayout layout;
   uint8_t* memory;
-  const int32_t* topk_ids;               // [received_rows, top_k]
-  const float* topk_weights;             // [received_rows, top_k]
-  const int32_t* num_tokens;             // [ep_size]
-  const int32_t* expert_to_rank;         // [num_experts]
-  unsigned long long* lost;              // counts rows of local experts beyond num_local_experts
-  const uint8_t* payload[kMaxPayloads];  // [received_rows, row_bytes]
+  const int32_t* topk_ids;        // [received_rows, top_k]
+  const float* topk_weights;      // [received_rows, top_k]
+  const int32_t* num_tokens;      // [ep_size]
+  const int32_t* expert_to_rank;  // [num_experts]
+  unsigned long long* lost;       // counts rows of local experts beyond num_local_experts
 
   PUTGET_PURE int32_t* offsets() const { return reinterpret_cast<int32_t*>(memory + layout.offsets); }
   PUTGET_PURE int32_t* num_rows() const { return reinterpret_cast<int32_t*>(memory + layout.num_rows); }
@@ -126,11 +125,8 @@ struct ValidRows {
   uint32_t limit;  // rows of the tensor
 };
 
-// Rows to copy: row i of each `to` from row source_rows[i] of `from`. Rows of one kind are cut into segments.
-struct ExpandCall {
-  ValidRows valid;
-  const int32_t* source_rows;  // [valid.limit]; rows with -1 are left alone
-  uint32_t num_source_rows;
+// Kinds of rows to copy. Rows of one kind are cut into segments.
+struct CopyPlan {
   uint32_t num_payloads;
   uint32_t segments;  // of all payloads of one row
   struct Payload {
@@ -141,6 +137,14 @@ struct ExpandCall {
     uint32_t segment_bytes;  // a multiple of access_bytes
     uint32_t segments;
   } payload[kMaxPayloads];
+};
+
+// Row i of each `to` from row source_rows[i] of `from`.
+struct ExpandCall {
+  ValidRows valid;
+  const int32_t* source_rows;  // [valid.limit]; rows with -1 are left alone
+  uint32_t num_source_rows;
+  CopyPlan copy;
 };
 
 enum class Gate : uint32_t { kSilu = 0, kGelu = 1 };

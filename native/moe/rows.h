@@ -50,24 +50,58 @@ PUTGET_TEXT void visit_items(const Exec& exec, const Found& found, uint32_t segm
   }
 }
 
-// Bytes [begin, end) of a row. A warp calls it.
-template <class Access, class Exec>
-PUTGET_TEXT void copy_segment(Exec& exec, const uint8_t* from, uint8_t* to, uint32_t begin, uint32_t end) {
+// One segment of one kind of row.
+struct Piece {
+  const CopyPlan::Payload& payload;
+  uint32_t begin;  // bytes
+  uint32_t end;
+
+  PUTGET_TEXT static Piece of(const CopyPlan& copy, uint32_t segment) {
+    uint32_t p = 0;
+    while (segment >= copy.payload[p].segments) segment -= copy.payload[p++].segments;
+    const CopyPlan::Payload& payload = copy.payload[p];
+    const uint32_t begin = segment * payload.segment_bytes;
+    const uint32_t end = begin + payload.segment_bytes;
+    return {payload, begin, end < payload.row_bytes ? end : payload.row_bytes};
+  }
+
+  // Calls body(Access{}) with the type that the rows are moved by.
+  template <class Exec, class Body>
+  PUTGET_TEXT void with_access(const Exec&, Body body) const {
+    if (payload.access_bytes == sizeof(typename Exec::Access16)) {
+      body(typename Exec::Access16{});
+    } else if (payload.access_bytes == sizeof(uint32_t)) {
+      body(uint32_t{});
+    } else {
+      body(uint8_t{});
+    }
+  }
+};
+
+// A piece of row `from` into every row that visit_targets(body) names, read once. A warp calls it.
+template <class Access, class Exec, class Visit>
+PUTGET_TEXT void copy_piece(Exec& exec, const Piece& piece, uint64_t from, Visit visit_targets) {
   constexpr uint32_t kUnroll = Exec::template copy_unroll<Access>();
-  const uint32_t last = end / sizeof(Access);
+  const uint32_t row_bytes = piece.payload.row_bytes;
+  const Access* source = reinterpret_cast<const Access*>(piece.payload.from + from * row_bytes);
+  const uint32_t last = piece.end / sizeof(Access);
   PUTGET_ROLLED
-  for (uint32_t first = begin / sizeof(Access) + exec.lane(); first < last; first += exec.lanes() * kUnroll) {
+  for (uint32_t base = piece.begin / sizeof(Access); base < last; base += exec.lanes() * kUnroll) {
+    const uint32_t first = base + exec.lane();
     Access value[kUnroll];
     PUTGET_UNROLL
     for (uint32_t u = 0; u < kUnroll; ++u) {
       const uint32_t i = first + u * exec.lanes();
-      value[u] = exec.get_or_zero(i < last ? reinterpret_cast<const Access*>(from) : nullptr, i);
+      value[u] = exec.get_or_zero(i < last ? source : nullptr, i);
     }
-    PUTGET_UNROLL
-    for (uint32_t u = 0; u < kUnroll; ++u) {
-      const uint32_t i = first + u * exec.lanes();
-      if (i < last) exec.put(reinterpret_cast<Access*>(to) + i, value[u]);
-    }
+    visit_targets([&](uint32_t to) {
+      Access* target = reinterpret_cast<Access*>(piece.payload.to + uint64_t{to} * row_bytes);
+      PUTGET_UNROLL
+      for (uint32_t u = 0; u < kUnroll; ++u) {
+        const uint32_t i = first + u * exec.lanes();
+        if (i < last) exec.put(target + i, value[u]);
+      }
+    });
   }
 }
 
@@ -76,24 +110,39 @@ PUTGET_TEXT void expand_rows(Exec& exec, const ExpandCall& call, uint32_t* first
   exec.wait_for_earlier_work();
   exec.let_later_work_begin();
   const Found found = find_rows(exec, call.valid, first);
-  visit_items(exec, found, call.segments, [&](uint32_t row, uint32_t segment) {
+  visit_items(exec, found, call.copy.segments, [&](uint32_t row, uint32_t segment) {
     const int32_t source = call.source_rows[row];
     if (source < 0 || static_cast<uint32_t>(source) >= call.num_source_rows) return;
-    uint32_t p = 0;
-    while (segment >= call.payload[p].segments) segment -= call.payload[p++].segments;
-    const ExpandCall::Payload& payload = call.payload[p];
-    const uint32_t begin = segment * payload.segment_bytes;
-    const uint32_t end =
-        begin + payload.segment_bytes < payload.row_bytes ? begin + payload.segment_bytes : payload.row_bytes;
-    const uint8_t* from = payload.from + uint64_t{static_cast<uint32_t>(source)} * payload.row_bytes;
-    uint8_t* to = payload.to + uint64_t{row} * payload.row_bytes;
-    if (payload.access_bytes == sizeof(typename Exec::Access16)) {
-      copy_segment<typename Exec::Access16>(exec, from, to, begin, end);
-    } else if (payload.access_bytes == sizeof(uint32_t)) {
-      copy_segment<uint32_t>(exec, from, to, begin, end);
-    } else {
-      copy_segment<uint8_t>(exec, from, to, begin, end);
-    }
+    const Piece piece = Piece::of(call.copy, segment);
+    piece.with_access(exec, [&](auto access) {
+      copy_piece<decltype(access)>(exec, piece, static_cast<uint32_t>(source), [&](auto body) { body(row); });
+    });
+  });
+}
+
+// Third step of grouping: every received row to the places of its local experts.
+template <class Exec>
+PUTGET_TEXT void scatter_rows(Exec& exec, const Grouping& group, const CopyPlan& copy, SourceScratch& sources) {
+  exec.wait_for_earlier_work();
+  exec.let_later_work_begin();
+  look_at_sources(exec, group, sources);
+  const uint32_t top_k = group.sizes.top_k;
+  const Found all{nullptr, nullptr, 0, sources.first[group.sizes.ep_size]};
+  visit_items(exec, all, copy.segments, [&](uint32_t index, uint32_t segment) {
+    const uint32_t row = place_of(group, sources, index).row;
+    const auto visit_targets = [&](auto body) {
+      PUTGET_ROLLED
+      for (uint32_t first_k = 0; first_k < top_k; first_k += exec.lanes()) {
+        const uint32_t k = first_k + exec.lane();
+        const int32_t own = k < top_k ? group.positions()[uint64_t{row} * top_k + k] : -1;
+        PUTGET_ROLLED
+        for (uint32_t lanes = exec.vote(own >= 0); lanes != 0; lanes &= lanes - 1) {
+          body(static_cast<uint32_t>(exec.from(own, lowest_bit(lanes))));
+        }
+      }
+    };
+    const Piece piece = Piece::of(copy, segment);
+    piece.with_access(exec, [&](auto access) { copy_piece<decltype(access)>(exec, piece, row, visit_targets); });
   });
 }
 

@@ -76,6 +76,7 @@ class ExpertMajorMemory:
         num_bytes: On the device.
         alignment: Groups begin at multiples of this many rows.
         max_rows: Slots of each source rank that it is made for.
+        capacity: Rows that there is room for.
     """
 
     def __init__(self, sizes: GroupSizes) -> None:
@@ -87,7 +88,7 @@ class ExpertMajorMemory:
         _abi.call("putget_moe_layout_of", ctypes.byref(self._config), ctypes.byref(layout))
         self.num_bytes = int(layout.total_bytes)
         self._memory = memory = torch.zeros(self.num_bytes, dtype=torch.uint8, device=sizes.device)
-        rows = self._capacity = int(layout.capacity)
+        rows = self.capacity = int(layout.capacity)
         experts = sizes.num_local_experts
 
         def view(offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -196,7 +197,7 @@ class Grouper:
             return "expert_major: the round of these rows has ended"
         if max_rows != open_max_rows:
             return (
-                f"expert_major: these rows are of a dispatch with max_rows {max_rows}, open is one with {open_max_rows}"
+                f"expert_major: these rows are of a dispatch with max_rows {max_rows}, the open one has {open_max_rows}"
             )
         return None
 
@@ -276,7 +277,7 @@ class Grouper:
             memory._weights,
             memory._source_rows,
             memory._positions,
-            memory._capacity,
+            memory.capacity,
             memory.alignment,
             memory,
             self,

@@ -60,6 +60,8 @@ def expand(
     Raises:
         ValueError: An argument is wrong; nothing has been written.
     """
+    if not isinstance(source, torch.Tensor | Sequence):
+        raise ValueError(f"source is a {type(source).__name__}, expected a tensor or a sequence of them")
     sources = (source,) if isinstance(source, torch.Tensor) else tuple(source)
     if not 1 <= len(sources) <= _abi.MAX_PAYLOADS:
         raise ValueError(f"source has {len(sources)} tensors, allowed are 1 to {_abi.MAX_PAYLOADS}")
@@ -269,6 +271,6 @@ def _valid_rows(num_valid: Any, limit: int, device: torch.device) -> _abi.MoeRow
     if starts not in (groups, groups + 1):
         raise ValueError(f"offsets has {starts} entries, expected {groups} or {groups + 1}")
     check_tensor("offsets", offsets, (starts,), (torch.int32,), device)
-    return _abi.MoeRows(
-        offsets=offsets.data_ptr(), num_rows=num_rows.data_ptr() or None, num_groups=groups, limit=limit
-    )
+    if groups == 0:
+        return _abi.MoeRows(limit=0)
+    return _abi.MoeRows(offsets=offsets.data_ptr(), num_rows=num_rows.data_ptr(), num_groups=groups, limit=limit)
