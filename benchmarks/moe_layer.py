@@ -109,9 +109,8 @@ def work(context: launch.RankContext, settings: Settings, emit: launch.Emit) -> 
 def check(settings: Settings, contenders: list[Contender], layer: ExpertParallelMoE, x: Tensor) -> list[str]:
     """What is wrong with the results on this rank."""
     ours = layer(x)
-    few = x[:: max(1, -(-len(x) // _CHECKED_TOKENS))]
-    picked = ours[:: max(1, -(-len(x) // _CHECKED_TOKENS))]
-    dense = dense_output(settings.shape, settings.seed, few)
+    every = max(1, -(-len(x) // _CHECKED_TOKENS))
+    picked, dense = ours[::every], dense_output(settings.shape, settings.seed, x[::every].contiguous())
     wrong = []
     for name, got, want, allowed in (
         ("putget against the dense layer", picked, dense, _TOLERANCES[settings.shape.weights]),

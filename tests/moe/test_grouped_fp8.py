@@ -159,9 +159,18 @@ def test_blocks_and_back(row_blocks: int, column_blocks: int, seed: int) -> None
 def test_wrong_sizes() -> None:
     with pytest.raises(ValueError, match=r"columns of x is 100, FP8 blocks need a multiple of 128"):
         grouped_fp8.quantise_rows(torch.zeros(2, 100))
+    with pytest.raises(ValueError, match=r"x has strides \[512, 1\], expected a contiguous tensor"):
+        grouped_fp8.quantise_rows(torch.zeros(4, 256)[::2])
+    with pytest.raises(ValueError, match=r"x is Tensor of shape \[256\], expected 2 dimensions"):
+        grouped_fp8.quantise_rows(torch.zeros(256))
+    with pytest.raises(ValueError, match=r"x has dtype float64"):
+        grouped_fp8.quantise_rows(torch.zeros(1, 256, dtype=torch.float64))
     with pytest.raises(ValueError, match=r"rows of weight is 64"):
         grouped_fp8.quantise_blocks(torch.zeros(64, 128))
-    made = Product((1,)).make()
+    made = Product((1, 2)).make()
+    for name, wrong in (("row_scales", made["row_scales"][1:]), ("starts", made["starts"].long())):
+        with pytest.raises(ValueError, match=f"{name} has"):
+            grouped_fp8.grouped_fp8_mm(**{**made, name: wrong}, expected_rows=1)
     made["weights"] = made["weights"][:, :100].contiguous()
     with pytest.raises(ValueError, match=r"n is 100"):
         grouped_fp8.grouped_fp8_mm(**made, expected_rows=1)

@@ -10,7 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from putget._arguments import check_tensor
+
 GROUP = 128
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _LARGEST = 448.0  # of E4M3
 _SMALLEST = 1e-12  # amax of a group: one of zeros must not divide by zero
 
@@ -33,13 +36,18 @@ def quantise_rows(x: Tensor, out: Tensor | None = None, scales: Tensor | None = 
         out and scales: a value is its code times the scale of its group.
 
     Raises:
-        ValueError: columns is not a multiple of 128.
+        ValueError: An argument has another shape, dtype or layout, or columns is not a multiple of 128.
     """
+    if not isinstance(x, Tensor) or x.dim() != 2:
+        raise ValueError(f"x is {type(x).__name__} of shape {list(getattr(x, 'shape', []))}, expected 2 dimensions")
     num_rows, columns = x.shape
     check_multiple("columns of x", columns)
+    check_tensor("x", x, (num_rows, columns), _FLOATS, x.device)
     num_groups = columns // GROUP
     out = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device) if out is None else out
     scales = torch.empty((num_rows, num_groups), device=x.device) if scales is None else scales
+    check_tensor("out", out, (num_rows, columns), (torch.float8_e4m3fn,), x.device)
+    check_tensor("scales", scales, (num_rows, num_groups), (torch.float32,), x.device)
     if x.is_cuda:
         from putget.moe import grouped_fp8_triton
 
@@ -113,11 +121,21 @@ def grouped_fp8_mm(
         [capacity, n] bfloat16; rows that belong to no expert are undefined.
 
     Raises:
-        ValueError: k or n is not a multiple of 128.
+        ValueError: An argument has another shape, dtype, device or layout, or k or n is not a multiple of 128.
     """
     num_experts, n, k = weights.shape
     check_multiple("k", k)
     check_multiple("n", n)
+    capacity, device = rows.shape[0], rows.device
+    for name, tensor, shape, dtype in (
+        ("rows", rows, (capacity, k), torch.float8_e4m3fn),
+        ("row_scales", row_scales, (capacity, k // GROUP), torch.float32),
+        ("weights", weights, (num_experts, n, k), torch.float8_e4m3fn),
+        ("weight_scales", weight_scales, (num_experts, n // GROUP, k // GROUP), torch.float32),
+        ("starts", starts, (num_experts,), torch.int32),
+        ("counts", counts, (num_experts,), torch.int32),
+    ):
+        check_tensor(name, tensor, shape, (dtype,), device)
     out = torch.empty((rows.shape[0], n), dtype=torch.bfloat16, device=rows.device)
     if rows.is_cuda:
         if len(rows) and num_experts:
