@@ -252,6 +252,15 @@ def main(arguments: list[str]) -> int:
     def on_event(event: launch.Event) -> None:
         if event["kind"] == "size":
             sizes.append(event["size"])
+            if given.output_file is not None:  # after each size: a run that is ended keeps what it has
+                report = {
+                    "settings": asdict(settings),
+                    "command": "python benchmarks/moe_layer.py " + " ".join(arguments),
+                    "environment": environment.describe(),
+                    "skipped": skipped,
+                    "sizes": sizes,
+                }
+                given.output_file.write_text(json.dumps(report, indent=1) + "\n")
         else:
             if event["kind"] == "skipped":
                 skipped.append(event["text"])
@@ -260,15 +269,6 @@ def main(arguments: list[str]) -> int:
     exit_code = launch.run(work, settings, settings.ep_size, settings.device, on_event)
     if launch.is_reporter() and sizes:
         print(table(sizes))
-        report = {
-            "settings": asdict(settings),
-            "command": "python benchmarks/moe_layer.py " + " ".join(arguments),
-            "environment": environment.describe(),
-            "skipped": skipped,
-            "sizes": sizes,
-        }
-        if given.output_file is not None:
-            given.output_file.write_text(json.dumps(report, indent=1) + "\n")
     return exit_code
 
 
