@@ -101,8 +101,8 @@ def test_the_comparison_can_fail() -> None:
     assert product.wrong_rows(made, got) == [4]
 
 
-def test_kernel_without_a_gpu() -> None:
-    """The kernel's text, run by Triton's interpreter, which is chosen before Triton is imported: in its own process."""
+def test_kernels_without_a_gpu() -> None:
+    """The kernels' text, run by Triton's interpreter, which is chosen before Triton is imported: in its own process."""
     if importlib.util.find_spec("triton") is None:
         pytest.skip("Triton is not installed")
     result = subprocess.run(
@@ -115,7 +115,8 @@ def test_kernel_without_a_gpu() -> None:
         check=False,
     )
     assert result.returncode == 0, result.stdout + result.stderr
-    assert result.stdout.count("right") == 3 * len(PRODUCTS)
+    assert result.stdout.count("right") == 3 * len(PRODUCTS), result.stdout
+    assert result.stdout.count("chosen") == 2 * 5, result.stdout
 
 
 def test_quantised_bytes(device: str) -> None:

@@ -157,3 +157,29 @@ def test_router_module(device: str) -> None:
 def test_wrong_arguments(arguments: tuple[Any, ...], named: str) -> None:
     with pytest.raises(ValueError, match=named):
         Router(*arguments)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize(
+    ("rule", "num_experts", "top_k"),
+    [
+        (SoftmaxRouting(), 256, 8),
+        (SoftmaxRouting(renormalise=False), 60, 4),
+        (GroupLimitedRouting(), 256, 8),
+        (GroupLimitedRouting(1, 1), 384, 8),
+        (GroupLimitedRouting(5, 2), 40, 8),  # left to torch
+    ],
+)
+def test_gpu_chooses_as_the_cpu(rule: Any, num_experts: int, top_k: int) -> None:
+    generator = torch.Generator().manual_seed(11)
+    for steps in (4.0, 1e6):
+        logits = (torch.randn(300, num_experts, generator=generator) * steps).round() / steps
+        bias = (torch.randn(num_experts, generator=generator) * 4).round() / 8
+        for added in (None, bias):
+            ids, weights = rule.route(logits.cuda(), top_k, None if added is None else added.cuda())
+            want_ids, want = rule.route(logits, top_k, added)
+            same = (ids.cpu() == want_ids).all(1)
+            # Scores that differ in the last bit may be ordered otherwise: equal logits never.
+            assert same.float().mean() >= (1.0 if steps == 4.0 and added is None else 0.98)
+            torch.testing.assert_close(weights.cpu()[same], want[same], rtol=1e-5, atol=1e-7)

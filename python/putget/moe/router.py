@@ -42,6 +42,10 @@ class SoftmaxRouting:
         Returns:
             ids [num_tokens, top_k] int32 and weights [num_tokens, top_k] float32, the largest first.
         """
+        if logits.is_cuda:
+            chosen = _fused(logits, bias, top_k, (1, 1, 1), False, self.renormalise, self.scale)
+            if chosen is not None:
+                return chosen
         scores = torch.softmax(logits, dim=-1)
         ids = largest(scores if bias is None else scores + bias, top_k)
         return ids.int(), _weights(scores, ids, self.renormalise, self.scale)
@@ -82,6 +86,11 @@ class GroupLimitedRouting:
 
     def route(self, logits: Tensor, top_k: int, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """See ``SoftmaxRouting.route``."""
+        if logits.is_cuda:
+            groups = (self.num_groups, self.topk_groups, self.rated_by)
+            chosen = _fused(logits, bias, top_k, groups, True, self.renormalise, self.scale)
+            if chosen is not None:
+                return chosen
         scores = torch.sigmoid(logits)
         biased = scores if bias is None else scores + bias
         if self.topk_groups < self.num_groups:
@@ -168,6 +177,32 @@ def largest(scores: Tensor, count: int) -> Tensor:
     last = scores.shape[-1] - 1
     key = (ordered << 32) + torch.arange(last, -1, -1, device=scores.device)
     return last - (key.topk(count, dim=-1).values & 0xFFFFFFFF)
+
+
+def _fused(
+    logits: Tensor,
+    bias: Tensor | None,
+    top_k: int,
+    groups: tuple[int, int, int],
+    sigmoid: bool,
+    renormalise: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor] | None:
+    """The choice by one kernel instead of two dozen; None where it does not know the shape."""
+    from putget.moe import router_triton
+
+    if not router_triton.fits(logits.shape[1], *groups):
+        return None
+    return router_triton.choose(
+        logits.contiguous(),
+        bias,
+        top_k,
+        groups=groups,
+        sigmoid=sigmoid,
+        renormalise=renormalise,
+        scale=scale,
+        tiny=_TINY,
+    )
 
 
 def _weights(scores: Tensor, ids: Tensor, renormalise: bool, scale: float) -> Tensor:
