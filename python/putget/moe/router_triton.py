@@ -32,8 +32,8 @@ def choose_kernel(
     """One warp a token. Grid: num_tokens. No shared memory, no synchronisation.
 
     Parameters: logits [num_tokens, num_experts] float32; bias [num_experts] float32, read where HAS_BIAS; ids
-    [num_tokens, TOP_K] int32; weights, the same of float32; EXPERTS and PLACES, powers of two from num_experts and TOP_K
-    on. With TOPK_GROUPS below GROUPS, experts and groups are powers of two themselves.
+    [num_tokens, TOP_K] int32; weights, the same of float32; EXPERTS and PLACES, powers of two from num_experts and
+    TOP_K on. With TOPK_GROUPS below GROUPS, experts and groups are powers of two themselves.
     """
     token = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, EXPERTS)
@@ -53,20 +53,20 @@ def choose_kernel(
         place = tl.arange(0, EXPERTS // GROUPS)
         unrated = grouped
         rating = tl.zeros((GROUPS,), tl.float32)
-        for _ in tl.static_range(RATED_BY):
+        for _ in range(RATED_BY):
             rating += tl.max(unrated, 1)
             best = tl.argmax(unrated, 1, tie_break_left=True)
             unrated = tl.where(place[None, :] == best[:, None], lowest, unrated)
         group = tl.arange(0, GROUPS)
         is_allowed = tl.zeros((GROUPS,), tl.int32)
-        for _ in tl.static_range(TOPK_GROUPS):
+        for _ in range(TOPK_GROUPS):
             best_group = tl.argmax(tl.where(is_allowed != 0, lowest, rating), 0, tie_break_left=True)
             is_allowed = tl.where(group == best_group, 1, is_allowed)
         left = tl.reshape(tl.where(is_allowed[:, None] != 0, grouped, lowest), (EXPERTS,))
     choice = tl.arange(0, PLACES)
     chosen = tl.zeros((PLACES,), tl.int32)
     weight = tl.zeros((PLACES,), tl.float32)
-    for k in tl.static_range(TOP_K):
+    for k in range(TOP_K):
         best_expert = tl.argmax(left, 0, tie_break_left=True)
         chosen = tl.where(choice == k, best_expert, chosen)
         weight = tl.where(choice == k, tl.sum(tl.where(expert == best_expert, scores, 0.0), 0), weight)
