@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+import putget
 from putget.moe import grouped_fp8
 from tests.moe.dense import through_fp8
 from tests.project.checkout import ROOT
@@ -155,6 +156,13 @@ def test_blocks_and_back(row_blocks: int, column_blocks: int, seed: int) -> None
     bound = torch.maximum(weight.abs() * 2.0**-4, scales.repeat_interleave(128, 0).repeat_interleave(128, 1) * 2.0**-10)
     assert bool(((back - weight).abs() <= bound * 1.001).all())
     torch.testing.assert_close(back, through_fp8(weight, 128), rtol=1e-5, atol=1e-6)
+
+
+def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "putget.moe.grouped_fp8_triton", raising=False)
+    monkeypatch.setitem(sys.modules, "triton", None)
+    with pytest.raises(putget.BackendUnavailable, match="FP8 experts on CUDA need Triton"):
+        grouped_fp8._kernels()
 
 
 def test_wrong_sizes() -> None:

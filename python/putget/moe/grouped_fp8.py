@@ -7,15 +7,33 @@ added up in float32. On CUDA these are Triton kernels, which are imported at the
 
 from __future__ import annotations
 
+import importlib
+from types import ModuleType
+
 import torch
 from torch import Tensor
 
 from putget._arguments import check_tensor
+from putget.errors import BackendUnavailable
 
 GROUP = 128
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _LARGEST = 448.0  # of E4M3
 _SMALLEST = 1e-12  # amax of a group: one of zeros must not divide by zero
+
+
+def _kernels() -> ModuleType:
+    """The Triton kernels.
+
+    Raises:
+        BackendUnavailable: There is no Triton.
+    """
+    try:
+        return importlib.import_module("putget.moe.grouped_fp8_triton")
+    except ImportError as error:
+        raise BackendUnavailable(
+            f"FP8 experts on CUDA need Triton, which torch for CUDA comes with: {error}"
+        ) from error
 
 
 def check_multiple(name: str, size: int) -> None:
@@ -49,9 +67,7 @@ def quantise_rows(x: Tensor, out: Tensor | None = None, scales: Tensor | None = 
     check_tensor("out", out, (num_rows, columns), (torch.float8_e4m3fn,), x.device)
     check_tensor("scales", scales, (num_rows, num_groups), (torch.float32,), x.device)
     if x.is_cuda:
-        from putget.moe import grouped_fp8_triton
-
-        grouped_fp8_triton.quantise_rows(x, out, scales)
+        _kernels().quantise_rows(x, out, scales)
         return out, scales
     groups = x.float().view(num_rows, num_groups, GROUP)
     scales.copy_(groups.abs().amax(dim=2).clamp(min=_SMALLEST) / _LARGEST)
@@ -139,11 +155,7 @@ def grouped_fp8_mm(
     out = torch.empty((rows.shape[0], n), dtype=torch.bfloat16, device=rows.device)
     if rows.is_cuda:
         if len(rows) and num_experts:
-            from putget.moe import grouped_fp8_triton
-
-            grouped_fp8_triton.grouped_mm(
-                rows, row_scales, weights, weight_scales, starts, counts, out, expected_rows, num_sms
-            )
+            _kernels().grouped_mm(rows, row_scales, weights, weight_scales, starts, counts, out, expected_rows, num_sms)
         return out
     for expert, (start, count) in enumerate(zip(starts.tolist(), counts.tolist(), strict=True)):
         if count:

@@ -5,6 +5,7 @@ Scores are float32. Of experts with equal scores the lower id wins, on every dev
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass
 
 import torch
@@ -188,7 +189,9 @@ def _fused(
     renormalise: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor] | None:
-    """The choice by one kernel instead of two dozen; None where it does not know the shape."""
+    """The choice by one kernel instead of two dozen; None where it does not know the shape, or there is no Triton."""
+    if importlib.util.find_spec("triton") is None:
+        return None
     from putget.moe import router_triton
 
     if not router_triton.fits(logits.shape[1], *groups):
