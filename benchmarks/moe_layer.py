@@ -36,6 +36,7 @@ _TOLERANCES = {"fp8": 2.0**-4, "bf16": 2.0**-6}
 # Against putget's own layer the experts' results are the same; sums of them are rounded to BF16 in another order.
 _TOLERANCE_AMONG_EACH_OTHER = 2.0**-6
 _ROUNDS_OF_BREAKDOWN = 20
+_KERNELS_NAMED = 14
 
 
 @dataclass(frozen=True)
@@ -172,12 +173,19 @@ class _AsPhases:
 
 
 def breakdown(contender: Contender, x: Tensor) -> list[dict[str, Any]]:
-    """Microseconds a layer of every kernel on this rank, the most time first."""
+    """Microseconds a layer of the kernels on this rank, the most time first, and of all others together."""
     phases: Any = _AsPhases(contender, x)
+    found = kernels.breakdown(phases, cuda_graph=True)
+    rows = [
+        (kernel["name"][:80], kernel["calls"], kernel["calls"] * kernel["mean_us"]) for kernel in found[:_KERNELS_NAMED]
+    ]
+    rest = found[_KERNELS_NAMED:]
+    if rest:
+        calls = sum(kernel["calls"] for kernel in rest)
+        rows.append(("all others", calls, sum(kernel["calls"] * kernel["mean_us"] for kernel in rest)))
     return [
-        {"name": kernel["name"][:120], "us_per_layer": kernel["calls"] * kernel["mean_us"] / _ROUNDS_OF_BREAKDOWN}
-        | {"calls_per_layer": kernel["calls"] / _ROUNDS_OF_BREAKDOWN}
-        for kernel in kernels.breakdown(phases, cuda_graph=True)
+        {"name": name, "us_per_layer": time / _ROUNDS_OF_BREAKDOWN, "calls_per_layer": calls / _ROUNDS_OF_BREAKDOWN}
+        for name, calls, time in rows
     ]
 
 

@@ -23,7 +23,9 @@ struct MoeExec : Exec {
     return 1024 / sizeof(Access);
   }
 
+  void sync_blocks() const {}
   Lanes scan(uint32_t value) const { return {0, value}; }
+  Lanes scan_lanes(uint32_t value) const { return {0, value}; }
   Lanes equal(int32_t) const { return {0, 1}; }
   uint32_t vote(bool condition) const { return condition ? 1 : 0; }
   template <class Value>
@@ -31,12 +33,16 @@ struct MoeExec : Exec {
     return value;
   }
   void add(uint32_t* counter, uint32_t amount) const { *counter += amount; }
+  template <uint32_t kCount>
+  void put_codes(uint8_t* to, const float (&value)[kCount]) const {
+    for (uint32_t e = 0; e < kCount; ++e) to[e] = Fp8::narrow(value[e]);
+  }
   float exp(float value) const { return std::exp(value); }
   float erf(float value) const { return std::erf(value); }
   float divide(float a, float b) const { return a / b; }
 };
 
-std::vector<uint32_t> room_for(const moe::ValidRows& valid) { return std::vector<uint32_t>(valid.num_groups + 1); }
+std::vector<uint32_t> room_for(const moe::ValidRows& valid) { return std::vector<uint32_t>(moe::found_words(valid)); }
 
 moe::CopyPlan whole_rows(moe::CopyPlan copy) {
   copy.segments = copy.num_payloads;
@@ -72,8 +78,7 @@ void moe_group(const moe::Grouping& group, const moe::CopyPlan& copy) {
   MoeExec exec;
   moe::SourceScratch sources;
   const moe::GroupTables tables(group.sizes, group.scratch());
-  moe::count_rows(exec, group, sources, tables);
-  moe::place_rows(exec, group, sources, tables);
+  moe::group_rows(exec, group, sources, tables);
   moe::scatter_rows(exec, group, whole_rows(copy), sources);
 }
 

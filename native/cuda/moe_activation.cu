@@ -16,14 +16,14 @@ namespace {
 constexpr uint32_t kBlocksPerSm = 4;
 constexpr uint32_t kPackedSegment = 4 * 512;             // bytes of a row's half
 constexpr uint32_t kNarrowSegment = 512;                 // elements
-constexpr uint32_t kQuantisedSegment = 4 * kScaleBlock;  // elements
+constexpr uint32_t kQuantisedSegment = 8 * kScaleBlock;  // elements
 
 template <class Codec, uint32_t kElements, moe::Gate kGate>
 __global__ void __launch_bounds__(kMoeThreads, kBlocksPerSm)
     activation_kernel(const __grid_constant__ moe::ActivationCall call) {
   extern __shared__ uint32_t first[];
-  __shared__ uint32_t sums[moe::kGroupWarps];
-  MoeExec exec;
+  __shared__ uint32_t sums[kMoeWarps];
+  MoeExec<kMoeWarps> exec;
   exec.sums = sums;
   if constexpr (kElements == 0) {
     moe::activate_and_quantise_rows<Codec, kGate>(exec, call, first);
@@ -79,8 +79,8 @@ void moe_activate(const moe::ActivationCall& wanted, OutputType type, moe::Gate 
     access = packed ? Access::kPacked : Access::kNarrow;
     call.segment_elements = packed ? kPackedSegment / element : kNarrowSegment;
   }
-  launch_moe(kernel_of(type, gate, access), blocks_of(queue, kBlocksPerSm), kMoeThreads, found_bytes(call.valid), queue,
-             "launching activation_kernel", call);
+  launch_moe(kernel_of(type, gate, access), Grid{blocks_of(queue, kBlocksPerSm), kMoeThreads, found_bytes(call.valid)},
+             queue, "launching activation_kernel", call);
 }
 
 }  // namespace putget::cuda

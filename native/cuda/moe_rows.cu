@@ -15,14 +15,15 @@ namespace putget::cuda {
 namespace {
 
 constexpr uint32_t kBlocksPerSm = 4;
-constexpr uint32_t kWarpBytes = 512;  // one 16-byte access of each lane
+constexpr uint32_t kFinalizeBlocksPerSm = 3;  // more registers: two rows in flight, and their sums
+constexpr uint32_t kWarpBytes = 512;          // one 16-byte access of each lane
 constexpr uint32_t kFinalizeUnroll = 4;
 
 __global__ void __launch_bounds__(kMoeThreads, kBlocksPerSm)
     expand_kernel(const __grid_constant__ moe::ExpandCall call) {
   extern __shared__ uint32_t first[];
-  __shared__ uint32_t sums[moe::kGroupWarps];
-  MoeExec exec;
+  __shared__ uint32_t sums[kMoeWarps];
+  MoeExec<kMoeWarps> exec;
   exec.sums = sums;
   moe::expand_rows(exec, call, first);
 }
@@ -30,18 +31,18 @@ __global__ void __launch_bounds__(kMoeThreads, kBlocksPerSm)
 __global__ void __launch_bounds__(kMoeThreads, kBlocksPerSm)
     scatter_kernel(const __grid_constant__ moe::Grouping group, const __grid_constant__ moe::CopyPlan copy) {
   __shared__ moe::SourceScratch sources;
-  __shared__ uint32_t sums[moe::kGroupWarps];
-  MoeExec exec;
+  __shared__ uint32_t sums[kMoeWarps];
+  MoeExec<kMoeWarps> exec;
   exec.sums = sums;
   moe::scatter_rows(exec, group, copy, sources);
 }
 
 template <class Codec, uint32_t kElements>
-__global__ void __launch_bounds__(kMoeThreads, kBlocksPerSm)
+__global__ void __launch_bounds__(kMoeThreads, kFinalizeBlocksPerSm)
     finalize_kernel(const __grid_constant__ moe::Grouping group, const __grid_constant__ moe::FinalizeCall call) {
   __shared__ moe::SourceScratch sources;
-  __shared__ uint32_t sums[moe::kGroupWarps];
-  MoeExec exec;
+  __shared__ uint32_t sums[kMoeWarps];
+  MoeExec<kMoeWarps> exec;
   exec.sums = sums;
   moe::finalize_rows<Codec, kElements>(exec, group, call, sources);
 }
@@ -85,13 +86,13 @@ void moe_expand(const moe::ExpandCall& wanted, const Queue& queue) {
   DeviceScope scope(queue.ordinal);
   moe::ExpandCall call = wanted;
   call.copy = in_segments(call.copy);
-  launch_moe(expand_kernel, blocks_of(queue, kBlocksPerSm), kMoeThreads, found_bytes(call.valid), queue,
+  launch_moe(expand_kernel, Grid{blocks_of(queue, kBlocksPerSm), kMoeThreads, found_bytes(call.valid)}, queue,
              "launching expand_kernel", call);
 }
 
 void launch_scatter(const moe::Grouping& group, const moe::CopyPlan& copy, const Queue& queue) {
-  launch_moe(scatter_kernel, blocks_of(queue, kBlocksPerSm), kMoeThreads, 0, queue, "launching scatter_kernel", group,
-             in_segments(copy));
+  launch_moe(scatter_kernel, Grid{blocks_of(queue, kBlocksPerSm), kMoeThreads, 0}, queue, "launching scatter_kernel",
+             group, in_segments(copy));
 }
 
 void moe_finalize(const moe::Grouping& group, const moe::FinalizeCall& wanted, OutputType type, const Queue& queue) {
@@ -100,7 +101,7 @@ void moe_finalize(const moe::Grouping& group, const moe::FinalizeCall& wanted, O
   moe::FinalizeCall call = wanted;
   const bool packed = aligned_to_packs(call.rows, call.out, uint64_t{call.elements} * element);
   call.segment_elements = packed ? kFinalizeUnroll * kWarpBytes / element : kWarpBytes;
-  launch_moe(finalize_kernel_of(type, packed), blocks_of(queue, kBlocksPerSm), kMoeThreads, 0, queue,
+  launch_moe(finalize_kernel_of(type, packed), Grid{blocks_of(queue, kFinalizeBlocksPerSm), kMoeThreads, 0}, queue,
              "launching finalize_kernel", group, call);
 }
 

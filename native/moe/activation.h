@@ -27,7 +27,8 @@ PUTGET_TEXT void activate_rows(Exec& exec, const ActivationCall& call, uint32_t*
   const uint32_t packs = call.elements / kElements;
   const uint32_t segment_packs = call.segment_elements / kElements;
   const uint32_t segments = (packs + segment_packs - 1) / segment_packs;
-  visit_items(exec, found, segments, [&](uint32_t row, uint32_t segment) {
+  visit_items(exec, found.count, segments, [&](uint32_t index, uint32_t segment) {
+    const uint32_t row = found.row(index);
     const Row* gate = reinterpret_cast<const Row*>(call.x) + uint64_t{row} * 2 * packs;
     const Row* up = gate + packs;
     Row* out = reinterpret_cast<Row*>(call.out) + uint64_t{row} * packs;
@@ -58,73 +59,72 @@ PUTGET_TEXT void activate_rows(Exec& exec, const ActivationCall& call, uint32_t*
   });
 }
 
-// kWirePack results.
-template <class Codec, Gate kGate, class Exec>
-PUTGET_TEXT void activate_pack(const Exec& exec, const uint8_t* gate, const uint8_t* up, uint32_t pack, bool wanted,
-                               float (&value)[kWirePack]) {
-  constexpr uint32_t kElements = 16 / sizeof(typename Codec::Bits);
-  constexpr uint32_t kParts = kWirePack / kElements;
-  using Row = Pack<Codec, kElements>;
-  Row gates[kParts];
-  Row ups[kParts];
-  PUTGET_UNROLL
-  for (uint32_t part = 0; part < kParts; ++part) {
-    gates[part] = exec.get_or_zero(wanted ? reinterpret_cast<const Row*>(gate) : nullptr, pack * kParts + part);
-    ups[part] = exec.get_or_zero(wanted ? reinterpret_cast<const Row*>(up) : nullptr, pack * kParts + part);
-  }
-  PUTGET_UNROLL
-  for (uint32_t e = 0; e < kWirePack; ++e) {
-    value[e] = gated<kGate>(exec, Codec::widen(gates[e / kElements].bits[e % kElements]),
-                            Codec::widen(ups[e / kElements].bits[e % kElements]));
-  }
-}
-
-// A group of lanes has a block of kScaleBlock values.
+// A group of lanes has a block of kScaleBlock values, a lane one access of them; several blocks are on their way
+// together.
 template <class Codec, Gate kGate, class Exec>
 PUTGET_TEXT void activate_and_quantise_rows(Exec& exec, const ActivationCall& call, uint32_t* first) {
-  constexpr uint32_t kPacks = kScaleBlock / kWirePack;  // of one block
+  constexpr uint32_t kElements = 16 / sizeof(typename Codec::Bits);
+  using Row = Pack<Codec, kElements>;
+  constexpr uint32_t kPacks = kScaleBlock / kElements;  // of one block
   constexpr uint32_t kLanes = Exec::kLanes < kPacks ? Exec::kLanes : kPacks;
   constexpr uint32_t kPacksPerLane = kPacks / kLanes;
+  constexpr uint32_t kBlocks = Exec::kLanes == 1 ? 1 : 4;
   exec.wait_for_earlier_work();
   exec.let_later_work_begin();
   const Found found = find_rows(exec, call.valid, first);
   const uint32_t groups = exec.lanes() / kLanes;
-  const uint32_t packs = call.elements / kWirePack;
+  const uint32_t packs = call.elements / kElements;
   const uint32_t blocks = (call.elements + kScaleBlock - 1) / kScaleBlock;
   const uint32_t segment_blocks = call.segment_elements / kScaleBlock;
   const uint32_t segments = (blocks + segment_blocks - 1) / segment_blocks;
-  visit_items(exec, found, segments, [&](uint32_t row, uint32_t segment) {
-    const uint64_t row_bytes = uint64_t{call.elements} * sizeof(typename Codec::Bits);
-    const uint8_t* gate = call.x + row * 2 * row_bytes;
-    const uint8_t* up = gate + row_bytes;
+  visit_items(exec, found.count, segments, [&](uint32_t index, uint32_t segment) {
+    const uint32_t row = found.row(index);
+    const Row* gate = reinterpret_cast<const Row*>(call.x) + uint64_t{row} * 2 * packs;
+    const Row* up = gate + packs;
     uint8_t* out = call.out + uint64_t{row} * call.elements;
     const uint32_t begin = segment * segment_blocks;
     const uint32_t end = begin + segment_blocks < blocks ? begin + segment_blocks : blocks;
     // Every lane goes through the same steps: a group takes the largest value of its lanes together.
     PUTGET_ROLLED
-    for (uint32_t base = begin; base < end; base += groups) {
-      const uint32_t block = base + exec.lane() / kLanes;
-      float value[kPacksPerLane][kWirePack];
-      float largest = 0.0f;
+    for (uint32_t base = begin; base < end; base += groups * kBlocks) {
+      const auto block_at = [&](uint32_t b) { return base + b * groups + exec.lane() / kLanes; };
+      const auto pack_at = [&](uint32_t b, uint32_t i) {
+        return block_at(b) * kPacks + i * kLanes + exec.lane() % kLanes;
+      };
+      Row gates[kBlocks][kPacksPerLane];
+      Row ups[kBlocks][kPacksPerLane];
       PUTGET_UNROLL
-      for (uint32_t i = 0; i < kPacksPerLane; ++i) {
-        const uint32_t pack = block * kPacks + i * kLanes + exec.lane() % kLanes;
-        activate_pack<Codec, kGate>(exec, gate, up, pack, block < end && pack < packs, value[i]);
+      for (uint32_t b = 0; b < kBlocks; ++b) {
         PUTGET_UNROLL
-        for (uint32_t e = 0; e < kWirePack; ++e) {
-          const float magnitude = value[i][e] < 0.0f ? -value[i][e] : value[i][e];
-          largest = magnitude > largest ? magnitude : largest;  // a NaN is never the largest
+        for (uint32_t i = 0; i < kPacksPerLane; ++i) {
+          const bool wanted = block_at(b) < end && pack_at(b, i) < packs;
+          gates[b][i] = exec.get_or_zero(wanted ? gate : nullptr, pack_at(b, i));
+          ups[b][i] = exec.get_or_zero(wanted ? up : nullptr, pack_at(b, i));
         }
       }
-      const float scale = block_scale(exec.template largest_of<kLanes>(largest));
-      if (block < end && exec.lane() % kLanes == 0) exec.put(call.scales + uint64_t{row} * blocks + block, scale);
-      const float inverse = 1.0f / scale;
       PUTGET_UNROLL
-      for (uint32_t i = 0; i < kPacksPerLane; ++i) {
-        const uint32_t pack = block * kPacks + i * kLanes + exec.lane() % kLanes;
+      for (uint32_t b = 0; b < kBlocks; ++b) {
+        float value[kPacksPerLane][kElements];
+        float largest = 0.0f;
         PUTGET_UNROLL
-        for (uint32_t e = 0; e < kWirePack; ++e) value[i][e] = times(value[i][e], inverse);
-        if (block < end && pack < packs) exec.put_fp8(out + pack * kWirePack, value[i]);
+        for (uint32_t i = 0; i < kPacksPerLane; ++i) {
+          PUTGET_UNROLL
+          for (uint32_t e = 0; e < kElements; ++e) {
+            value[i][e] = gated<kGate>(exec, Codec::widen(gates[b][i].bits[e]), Codec::widen(ups[b][i].bits[e]));
+            const float magnitude = value[i][e] < 0.0f ? -value[i][e] : value[i][e];
+            largest = magnitude > largest ? magnitude : largest;  // a NaN is never the largest
+          }
+        }
+        const float scale = block_scale(exec.template largest_of<kLanes>(largest));
+        const uint32_t block = block_at(b);
+        if (block < end && exec.lane() % kLanes == 0) exec.put(call.scales + uint64_t{row} * blocks + block, scale);
+        const float inverse = 1.0f / scale;
+        PUTGET_UNROLL
+        for (uint32_t i = 0; i < kPacksPerLane; ++i) {
+          PUTGET_UNROLL
+          for (uint32_t e = 0; e < kElements; ++e) value[i][e] = times(value[i][e], inverse);
+          if (block < end && pack_at(b, i) < packs) exec.put_codes(out + pack_at(b, i) * kElements, value[i]);
+        }
       }
     }
   });

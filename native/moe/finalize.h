@@ -12,6 +12,7 @@ PUTGET_TEXT void finalize_segment(Exec& exec, const Grouping& group, const Final
                                   uint32_t segment) {
   using Row = Pack<Codec, kElements>;
   constexpr uint32_t kUnroll = kElements == 1 ? 1 : 4;
+  constexpr uint32_t kRows = 2;
   const uint32_t top_k = group.sizes.top_k;
   const uint32_t packs = call.elements / kElements;
   const uint32_t segment_packs = call.segment_elements / kElements;
@@ -28,24 +29,37 @@ PUTGET_TEXT void finalize_segment(Exec& exec, const Grouping& group, const Final
       const bool is_choice = first_k + exec.lane() < top_k;
       const int32_t own_position = is_choice ? group.positions()[entry] : -1;
       const float own_weight = is_choice ? group.topk_weights[entry] : 0.0f;
+      uint32_t lanes = exec.vote(own_position >= 0);
       PUTGET_ROLLED
-      for (uint32_t lanes = exec.vote(own_position >= 0); lanes != 0; lanes &= lanes - 1) {
-        const uint32_t lane = lowest_bit(lanes);
-        const uint32_t position = static_cast<uint32_t>(exec.from(own_position, lane));
-        const float weight = exec.from(own_weight, lane);
-        const Row* from = reinterpret_cast<const Row*>(call.rows) + uint64_t{position} * packs;
-        Row value[kUnroll];
+      while (lanes != 0) {
+        // The rows of two choices are on their way together.
+        Row value[kRows][kUnroll];
+        float weight[kRows];
+        bool wanted[kRows];
         PUTGET_UNROLL
-        for (uint32_t u = 0; u < kUnroll; ++u) {
-          const uint32_t i = pack + u * exec.lanes();
-          value[u] = exec.get_or_zero(i < end ? from : nullptr, i);
+        for (uint32_t r = 0; r < kRows; ++r) {
+          wanted[r] = lanes != 0;
+          const uint32_t lane = wanted[r] ? lowest_bit(lanes) : 0;
+          lanes &= lanes - 1;
+          const uint32_t position = static_cast<uint32_t>(exec.from(own_position, lane));
+          weight[r] = exec.from(own_weight, lane);
+          const Row* from = reinterpret_cast<const Row*>(call.rows) + uint64_t{position} * packs;
+          PUTGET_UNROLL
+          for (uint32_t u = 0; u < kUnroll; ++u) {
+            const uint32_t i = pack + u * exec.lanes();
+            value[r][u] = exec.get_or_zero(wanted[r] && i < end ? from : nullptr, i);
+          }
         }
         PUTGET_UNROLL
-        for (uint32_t u = 0; u < kUnroll; ++u) {
-          const Sums<kElements> wide = widen(value[u]);
+        for (uint32_t r = 0; r < kRows; ++r) {
+          if (!wanted[r]) continue;
           PUTGET_UNROLL
-          for (uint32_t e = 0; e < kElements; ++e) {
-            sum[u].value[e] = sum[u].value[e] + times(wide.value[e], weight);
+          for (uint32_t u = 0; u < kUnroll; ++u) {
+            const Sums<kElements> wide = widen(value[r][u]);
+            PUTGET_UNROLL
+            for (uint32_t e = 0; e < kElements; ++e) {
+              sum[u].value[e] = sum[u].value[e] + times(wide.value[e], weight[r]);
+            }
           }
         }
       }
@@ -67,13 +81,9 @@ PUTGET_TEXT void finalize_rows(Exec& exec, const Grouping& group, const Finalize
   exec.let_later_work_begin();
   look_at_sources(exec, group, sources);
   const uint32_t segments = (call.elements + call.segment_elements - 1) / call.segment_elements;
-  const uint64_t items = uint64_t{sources.first[group.sizes.ep_size]} * segments;
-  const uint64_t step = uint64_t{exec.blocks()} * exec.warps();
-  PUTGET_ROLLED
-  for (uint64_t item = uint64_t{exec.block()} * exec.warps() + exec.warp(); item < items; item += step) {
-    const Place place = place_of(group, sources, static_cast<uint32_t>(item / segments));
-    finalize_segment<Codec, kElements>(exec, group, call, place.row, static_cast<uint32_t>(item % segments));
-  }
+  visit_items(exec, sources.first[group.sizes.ep_size], segments, [&](uint32_t index, uint32_t segment) {
+    finalize_segment<Codec, kElements>(exec, group, call, place_of(group, sources, index).row, segment);
+  });
 }
 
 }  // namespace putget::moe

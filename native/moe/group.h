@@ -12,7 +12,8 @@ namespace putget::moe {
 // What every block knows of the sources.
 struct SourceScratch {
   uint32_t first[kMaxRanks + 1];  // row of each source's first token in the order above; the last is the number of all
-  uint32_t num_tokens[kMaxRanks];
+
+  PUTGET_PURE uint32_t num_tokens(uint32_t src) const { return first[src + 1] - first[src]; }
 };
 
 struct Place {
@@ -50,15 +51,34 @@ PUTGET_PURE uint32_t find_in(const uint32_t* first, uint32_t count, uint32_t val
   return low;
 }
 
+// Calls body(index, segment) for this warp's share of count * segments items.
+template <class Exec, class Body>
+PUTGET_TEXT void visit_items(const Exec& exec, uint32_t count, uint32_t segments, Body body) {
+  const uint32_t first = exec.block() * exec.warps() + exec.warp();
+  const uint32_t step = exec.blocks() * exec.warps();
+  const uint32_t step_rows = step / segments;
+  const uint32_t step_segments = step % segments;
+  uint32_t segment = first % segments;
+  PUTGET_ROLLED
+  for (uint32_t index = first / segments; index < count; index += step_rows) {
+    body(index, segment);
+    segment += step_segments;
+    if (segment >= segments) {
+      segment -= segments;
+      ++index;
+    }
+  }
+}
+
+PUTGET_TEXT uint32_t tokens_of(const Grouping& group, uint32_t src) {
+  const int32_t tokens = group.num_tokens[src];
+  const uint32_t most = group.sizes.max_rows;
+  return tokens < 0 ? 0 : (static_cast<uint32_t>(tokens) < most ? tokens : most);
+}
+
 template <class Exec>
 PUTGET_TEXT void look_at_sources(Exec& exec, const Grouping& group, SourceScratch& sources) {
-  sum_before(exec, group.sizes.ep_size, sources.first, [&](uint32_t src) {
-    const int32_t tokens = group.num_tokens[src];
-    const uint32_t most = group.sizes.max_rows;
-    const uint32_t held = tokens < 0 ? 0 : (static_cast<uint32_t>(tokens) < most ? tokens : most);
-    sources.num_tokens[src] = held;
-    return held;
-  });
+  sum_before(exec, group.sizes.ep_size, sources.first, [&](uint32_t src) { return tokens_of(group, src); });
 }
 
 PUTGET_TEXT Place place_of(const Grouping& group, const SourceScratch& sources, uint32_t index) {
@@ -69,26 +89,39 @@ PUTGET_TEXT Place place_of(const Grouping& group, const SourceScratch& sources, 
 // One block's tables.
 struct GroupTables {
   int32_t* local_of;  // [num_experts] index among this rank's experts, -1: another rank's
-  uint32_t* all;      // [num_local_experts] rows; in counting: of this block
-  uint32_t* earlier;  // [num_local_experts] rows in earlier blocks
-  uint32_t* next;     // [warps, num_local_experts] place of a warp's next row
+  uint32_t* offset;   // [num_local_experts] first row of the group
+  uint32_t* all;      // [num_local_experts] rows of the group
+  uint32_t* place;    // [num_local_experts] where this block's rows begin
+  uint32_t* next;     // [num_local_experts, kNextStride] rows of a warp; then the place of its next row
 
   PUTGET_PURE GroupTables(const GroupSizes& sizes, uint32_t* words)
       : local_of(reinterpret_cast<int32_t*>(words)),
-        all(words + sizes.num_experts),
-        earlier(all + sizes.num_local_experts),
-        next(earlier + sizes.num_local_experts) {}
+        offset(words + sizes.num_experts),
+        all(offset + sizes.num_local_experts),
+        place(all + sizes.num_local_experts),
+        next(place + sizes.num_local_experts) {}
+
+  PUTGET_TEXT uint32_t& next_of(uint32_t local, uint32_t warp) const {
+    return next[uint64_t{local} * kNextStride + warp];
+  }
 };
 
-// Ends with a block barrier.
+// Sources and experts. What both need first is on its way together. Ends with a block barrier.
 template <class Exec>
-PUTGET_TEXT void look_at_experts(Exec& exec, const Grouping& group, const GroupTables& tables) {
+PUTGET_TEXT void look_up(Exec& exec, const Grouping& group, SourceScratch& sources, const GroupTables& tables) {
+  const GroupSizes& sizes = group.sizes;
+  const uint32_t thread = exec.thread();
+  const uint32_t own_tokens = thread < sizes.ep_size ? tokens_of(group, thread) : 0;
+  const int32_t own_rank = thread < sizes.num_experts ? group.expert_to_rank[thread] : -1;
+  sum_before(exec, sizes.ep_size, sources.first,
+             [&](uint32_t src) { return src == thread ? own_tokens : tokens_of(group, src); });
   uint32_t before_all = 0;
   PUTGET_ROLLED
-  for (uint32_t base = 0; base < group.sizes.num_experts; base += exec.threads()) {
-    const uint32_t expert = base + exec.thread();
-    const bool known = expert < group.sizes.num_experts;
-    const bool local = known && group.expert_to_rank[expert] == static_cast<int32_t>(group.sizes.ep_rank);
+  for (uint32_t base = 0; base < sizes.num_experts; base += exec.threads()) {
+    const uint32_t expert = base + thread;
+    const bool known = expert < sizes.num_experts;
+    const int32_t rank = base == 0 ? own_rank : (known ? group.expert_to_rank[expert] : -1);
+    const bool local = known && rank == static_cast<int32_t>(sizes.ep_rank);
     const auto [before, all] = exec.scan(local ? 1u : 0u);
     if (known) tables.local_of[expert] = local ? static_cast<int32_t>(before_all + before) : -1;
     before_all += all;
@@ -96,211 +129,212 @@ PUTGET_TEXT void look_at_experts(Exec& exec, const Grouping& group, const GroupT
   exec.sync();
 }
 
-// Consecutive received rows.
+// Consecutive choices of consecutive received rows.
 struct Share {
   uint32_t begin;
   uint32_t end;
 
   PUTGET_PURE Share part(uint32_t index, uint32_t parts) const {
-    const uint64_t rows = end - begin;
-    return {begin + static_cast<uint32_t>(rows * index / parts),
-            begin + static_cast<uint32_t>(rows * (index + 1) / parts)};
+    const uint64_t count = end - begin;
+    return {begin + static_cast<uint32_t>(count * index / parts),
+            begin + static_cast<uint32_t>(count * (index + 1) / parts)};
   }
 };
 
+// What lanes of a warp look at together: one choice of each, kBatch times.
 template <class Exec>
-PUTGET_TEXT Share share_of_block(const Exec& exec, const Grouping& group, const SourceScratch& sources) {
-  return Share{0, sources.first[group.sizes.ep_size]}.part(exec.block(), exec.blocks());
-}
+struct Batch {
+  static constexpr uint32_t kBatch = Exec::kLanes == 1 ? 1 : 4;
+  uint32_t row[kBatch];
+  uint64_t entry[kBatch];  // row * top_k + k
+  int32_t id[kBatch];
 
-// One choice of one received row.
-struct Choice {
-  uint64_t entry;  // row * top_k + k
-  uint32_t row;
-  int32_t local;  // -1: not an expert of this rank
+  // From choice `base` on, those of other lanes among them; -1 behind the end.
+  PUTGET_TEXT Batch(const Exec& exec, const Grouping& group, const SourceScratch& sources, uint32_t base,
+                    uint32_t end) {
+    const uint32_t top_k = group.sizes.top_k;
+    PUTGET_UNROLL
+    for (uint32_t b = 0; b < kBatch; ++b) {
+      const uint32_t i = base + b * exec.lanes() + exec.lane();
+      row[b] = i < end ? place_of(group, sources, i / top_k).row : 0;
+      entry[b] = uint64_t{row[b]} * top_k + i % top_k;
+      id[b] = i < end ? group.topk_ids[entry[b]] : -1;
+    }
+  }
+
+  PUTGET_TEXT int32_t local(const Grouping& group, const GroupTables& tables, uint32_t b) const {
+    return id[b] >= 0 && static_cast<uint32_t>(id[b]) < group.sizes.num_experts ? tables.local_of[id[b]] : -1;
+  }
 };
 
-PUTGET_TEXT Choice choice_at(const Grouping& group, const SourceScratch& sources, const GroupTables& tables,
-                             uint32_t index) {
-  const uint32_t top_k = group.sizes.top_k;
-  const Place place = place_of(group, sources, index / top_k);
-  Choice choice{uint64_t{place.row} * top_k + index % top_k, place.row, -1};
-  const int32_t id = group.topk_ids[choice.entry];
-  if (id >= 0 && static_cast<uint32_t>(id) < group.sizes.num_experts) choice.local = tables.local_of[id];
-  return choice;
-}
-
-// First step: every block counts its rows of each expert.
+// Counts this warp's rows of each expert; then the block's go to the others. Ends with a barrier of all blocks.
 template <class Exec>
-PUTGET_TEXT void count_rows(Exec& exec, const Grouping& group, SourceScratch& sources, const GroupTables& tables) {
-  const GroupSizes& sizes = group.sizes;
-  exec.wait_for_earlier_work();
-  exec.let_later_work_begin();
-  PUTGET_ROLLED
-  for (uint32_t e = exec.thread(); e < sizes.num_local_experts; e += exec.threads()) tables.all[e] = 0;
-  look_at_sources(exec, group, sources);
-  look_at_experts(exec, group, tables);
-  const Share share = share_of_block(exec, group, sources);
+PUTGET_TEXT void count_rows(Exec& exec, const Grouping& group, const SourceScratch& sources, const GroupTables& tables,
+                            Share share) {
+  const uint32_t experts = group.sizes.num_local_experts;
   uint32_t lost = 0;
   PUTGET_ROLLED
-  for (uint32_t i = share.begin * sizes.top_k + exec.thread(); i < share.end * sizes.top_k; i += exec.threads()) {
-    const Choice choice = choice_at(group, sources, tables, i);
-    if (choice.local < 0) continue;
-    if (static_cast<uint32_t>(choice.local) < sizes.num_local_experts) {
-      exec.add(&tables.all[choice.local], 1);
-    } else {
-      ++lost;
+  for (uint32_t base = share.begin; base < share.end; base += Batch<Exec>::kBatch * exec.lanes()) {
+    const Batch<Exec> batch(exec, group, sources, base, share.end);
+    PUTGET_UNROLL
+    for (uint32_t b = 0; b < Batch<Exec>::kBatch; ++b) {
+      const int32_t local = batch.local(group, tables, b);
+      if (local >= 0 && static_cast<uint32_t>(local) < experts) exec.add(&tables.next_of(local, exec.warp()), 1);
+      if (local >= 0 && static_cast<uint32_t>(local) >= experts) ++lost;
     }
   }
   if (lost != 0) exec.add(group.lost, lost);
   exec.sync();
-  uint32_t* counts = group.counts() + uint64_t{exec.block()} * sizes.num_local_experts;
+  uint32_t* counts = group.counts() + uint64_t{exec.block()} * experts;
   PUTGET_ROLLED
-  for (uint32_t e = exec.thread(); e < sizes.num_local_experts; e += exec.threads()) counts[e] = tables.all[e];
-  if (exec.block() != 0) return;
-  GroupMemo& memo = *group.memo();
-  PUTGET_ROLLED
-  for (uint32_t src = exec.thread(); src < sizes.ep_size; src += exec.threads()) {
-    memo.previous.num_tokens[src] = memo.current.num_tokens[src];
+  for (uint32_t e = exec.thread(); e < experts; e += exec.threads()) {
+    uint32_t sum = 0;
+    PUTGET_UNROLL
+    for (uint32_t w = 0; w < kGroupWarps; ++w) sum += w < exec.warps() ? tables.next_of(e, w) : 0;
+    counts[e] = sum;
   }
-  if (exec.thread() == 0) memo.previous.end = memo.current.end;
+  exec.sync_blocks();
 }
 
-// Adds up what the blocks have counted: all rows of each expert, and those in earlier blocks. Ends with a block
-// barrier.
-template <class Exec>
-PUTGET_TEXT void add_counts(Exec& exec, const Grouping& group, const GroupTables& tables) {
-  const uint32_t experts = group.sizes.num_local_experts;
-  const uint32_t* counts = group.counts();
-  PUTGET_ROLLED
-  for (uint32_t e = exec.thread(); e < experts; e += exec.threads()) tables.all[e] = tables.earlier[e] = 0;
-  exec.sync();
-  PUTGET_UNROLL
-  for (uint32_t i = exec.thread(); i < exec.blocks() * experts; i += exec.threads()) {
-    const uint32_t rows = counts[i];
-    if (rows == 0) continue;
-    exec.add(&tables.all[i % experts], rows);
-    if (i / experts < exec.block()) exec.add(&tables.earlier[i % experts], rows);
-  }
-  exec.sync();
-}
-
-// Offsets of the groups; tables.earlier becomes the place of this block's first row of each expert. Returns the end.
+// Lays out the groups from the counts of all blocks, and turns what warps have counted into places. Returns the end.
 // Ends with a block barrier.
 template <class Exec>
 PUTGET_TEXT uint32_t lay_out_groups(Exec& exec, const Grouping& group, const GroupTables& tables) {
   const uint32_t experts = group.sizes.num_local_experts;
+  const uint32_t* counts = group.counts();
   uint32_t end = 0;
   PUTGET_ROLLED
   for (uint32_t base = 0; base < experts; base += exec.threads()) {
     const uint32_t e = base + exec.thread();
-    const uint32_t rows = e < experts ? tables.all[e] : 0;
+    uint32_t rows = 0;
+    uint32_t earlier = 0;
+    PUTGET_UNROLL
+    for (uint32_t b = 0; b < kGroupBlocks; ++b) {
+      const uint32_t count = e < experts && b < exec.blocks() ? counts[b * experts + e] : 0;
+      rows += count;
+      earlier += b < exec.block() ? count : 0;
+    }
     const auto [before, all] = exec.scan(round_up(rows, group.sizes.alignment));
-    const uint32_t offset = end + before;
     if (e < experts) {
-      tables.earlier[e] += offset;
+      tables.offset[e] = end + before;
+      tables.all[e] = rows;
+      tables.place[e] = end + before + earlier;
       if (exec.block() == 0) {
-        group.offsets()[e] = static_cast<int32_t>(offset);
+        group.offsets()[e] = static_cast<int32_t>(end + before);
         group.num_rows()[e] = static_cast<int32_t>(rows);
-      }
-      // Padding behind the group; a block takes some of the groups.
-      if (e % exec.blocks() == exec.block()) {
-        PUTGET_ROLLED
-        for (uint32_t i = offset + rows; i < offset + round_up(rows, group.sizes.alignment); ++i) {
-          group.source_rows()[i] = -1;
-          group.weights()[i] = 0.0f;
-        }
       }
     }
     end += all;
   }
   if (exec.block() == 0 && exec.thread() == 0) group.offsets()[experts] = static_cast<int32_t>(end);
   exec.sync();
+  PUTGET_ROLLED
+  for (uint32_t e = exec.warp(); e < experts; e += exec.warps()) {
+    uint32_t place = tables.place[e];
+    PUTGET_ROLLED
+    for (uint32_t first = 0; first < exec.warps(); first += exec.lanes()) {
+      const uint32_t w = first + exec.lane();
+      const auto [before, all] = exec.scan_lanes(w < exec.warps() ? tables.next_of(e, w) : 0);
+      if (w < exec.warps()) tables.next_of(e, w) = place + before;
+      place += all;
+    }
+  }
+  exec.sync();
   return end;
 }
 
-// Clears what the last round wrote and this one does not.
+// Gives every row of this warp its place.
 template <class Exec>
-PUTGET_TEXT void clear_rest(Exec& exec, const Grouping& group, const SourceScratch& sources, uint32_t end) {
-  const GroupSizes& sizes = group.sizes;
-  GroupMemo& memo = *group.memo();
-  const uint32_t step = exec.blocks() * exec.threads();
+PUTGET_TEXT void place_rows(Exec& exec, const Grouping& group, const SourceScratch& sources, const GroupTables& tables,
+                            Share share) {
+  constexpr uint32_t kBatch = Batch<Exec>::kBatch;
+  const uint32_t experts = group.sizes.num_local_experts;
   PUTGET_ROLLED
-  for (uint32_t i = end + exec.block() * exec.threads() + exec.thread(); i < static_cast<uint32_t>(memo.previous.end);
-       i += step) {
-    group.source_rows()[i] = -1;
-    group.weights()[i] = 0.0f;
+  for (uint32_t base = share.begin; base < share.end; base += kBatch * exec.lanes()) {
+    const Batch<Exec> batch(exec, group, sources, base, share.end);
+    float weight[kBatch];
+    PUTGET_UNROLL
+    for (uint32_t b = 0; b < kBatch; ++b) {
+      weight[b] = base + b * exec.lanes() + exec.lane() < share.end ? group.topk_weights[batch.entry[b]] : 0.0f;
+    }
+    PUTGET_UNROLL
+    for (uint32_t b = 0; b < kBatch; ++b) {
+      const int32_t local = batch.local(group, tables, b);
+      const bool placed = local >= 0 && static_cast<uint32_t>(local) < experts;
+      const auto [before, all] = exec.equal(placed ? local : -1);
+      const uint32_t place = placed ? tables.next_of(local, exec.warp()) + before : 0;
+      exec.sync_warp();
+      if (placed && before + 1 == all) tables.next_of(local, exec.warp()) = place + 1;
+      exec.sync_warp();
+      if (base + b * exec.lanes() + exec.lane() >= share.end) continue;
+      group.positions()[batch.entry[b]] = placed ? static_cast<int32_t>(place) : -1;
+      if (!placed) continue;
+      group.source_rows()[place] = static_cast<int32_t>(batch.row[b]);
+      group.weights()[place] = weight[b];
+    }
   }
-  PUTGET_ROLLED
-  for (uint32_t src = exec.block(); src < sizes.ep_size; src += exec.blocks()) {
-    const uint32_t held = sources.num_tokens[src];
-    const uint32_t before = static_cast<uint32_t>(memo.previous.num_tokens[src]);
+}
+
+// Rows of padding, and what the last round wrote and this one does not.
+template <class Exec>
+PUTGET_TEXT void clear_rest(Exec& exec, const Grouping& group, const SourceScratch& sources, const GroupTables& tables,
+                            uint32_t end, const GroupMemo::Extent& previous) {
+  const GroupSizes& sizes = group.sizes;
+  const uint32_t warp = exec.block() * exec.warps() + exec.warp();
+  const uint32_t warps = exec.blocks() * exec.warps();
+  const auto clear = [&](uint32_t from, uint32_t to, uint32_t step) {
     PUTGET_ROLLED
-    for (uint32_t i = held * sizes.top_k + exec.thread(); i < before * sizes.top_k; i += exec.threads()) {
+    for (uint32_t i = from; i < to; i += step) {
+      group.source_rows()[i] = -1;
+      group.weights()[i] = 0.0f;
+    }
+  };
+  PUTGET_ROLLED
+  for (uint32_t e = warp; e < sizes.num_local_experts; e += warps) {
+    const uint32_t used = tables.offset[e] + tables.all[e];
+    clear(used + exec.lane(), tables.offset[e] + round_up(tables.all[e], sizes.alignment), exec.lanes());
+  }
+  clear(end + exec.block() * exec.threads() + exec.thread(), static_cast<uint32_t>(previous.end),
+        exec.blocks() * exec.threads());
+  PUTGET_ROLLED
+  for (uint32_t src = warp; src < sizes.ep_size; src += warps) {
+    const uint32_t before = static_cast<uint32_t>(previous.num_tokens[src]);
+    PUTGET_ROLLED
+    for (uint32_t i = sources.num_tokens(src) * sizes.top_k + exec.lane(); i < before * sizes.top_k;
+         i += exec.lanes()) {
       const uint64_t row = row_index(i / sizes.top_k, src, sizes.ep_size);
       group.positions()[row * sizes.top_k + i % sizes.top_k] = -1;
     }
   }
+}
+
+// All of it but the rows themselves.
+template <class Exec>
+PUTGET_TEXT void group_rows(Exec& exec, const Grouping& group, SourceScratch& sources, const GroupTables& tables) {
+  const GroupSizes& sizes = group.sizes;
+  PUTGET_ROLLED
+  for (uint32_t i = exec.thread(); i < kNextStride * sizes.num_local_experts; i += exec.threads()) tables.next[i] = 0;
+  exec.wait_for_earlier_work();
+  exec.let_later_work_begin();
+  look_up(exec, group, sources, tables);
+  // Two extents take turns: one is read while the other is written.
+  GroupMemo& memo = *group.memo();
+  const uint32_t turn = memo.turn & 1u;
+  const Share all{0, sources.first[sizes.ep_size] * sizes.top_k};
+  const Share share = all.part(exec.block(), exec.blocks()).part(exec.warp(), exec.warps());
+  count_rows(exec, group, sources, tables, share);
+  const uint32_t end = lay_out_groups(exec, group, tables);
+  place_rows(exec, group, sources, tables, share);
+  clear_rest(exec, group, sources, tables, end, memo.extent[turn]);
   if (exec.block() != 0) return;
   PUTGET_ROLLED
   for (uint32_t src = exec.thread(); src < sizes.ep_size; src += exec.threads()) {
-    memo.current.num_tokens[src] = static_cast<int32_t>(sources.num_tokens[src]);
+    memo.extent[turn ^ 1u].num_tokens[src] = static_cast<int32_t>(sources.num_tokens(src));
   }
-  if (exec.thread() == 0) memo.current.end = static_cast<int32_t>(end);
-}
-
-// Second step: every block places its rows.
-template <class Exec>
-PUTGET_TEXT void place_rows(Exec& exec, const Grouping& group, SourceScratch& sources, const GroupTables& tables) {
-  const GroupSizes& sizes = group.sizes;
-  const uint32_t experts = sizes.num_local_experts;
-  exec.wait_for_earlier_work();
-  exec.let_later_work_begin();
-  PUTGET_ROLLED
-  for (uint32_t i = exec.thread(); i < exec.warps() * experts; i += exec.threads()) tables.next[i] = 0;
-  look_at_sources(exec, group, sources);
-  look_at_experts(exec, group, tables);
-  add_counts(exec, group, tables);
-  const uint32_t end = lay_out_groups(exec, group, tables);
-  const Share share = share_of_block(exec, group, sources).part(exec.warp(), exec.warps());
-  const auto is_placed = [&](int32_t local) { return local >= 0 && static_cast<uint32_t>(local) < experts; };
-  uint32_t* next = tables.next + uint64_t{exec.warp()} * experts;
-  PUTGET_ROLLED
-  for (uint32_t i = share.begin * sizes.top_k + exec.lane(); i < share.end * sizes.top_k; i += exec.lanes()) {
-    const int32_t local = choice_at(group, sources, tables, i).local;
-    if (is_placed(local)) exec.add(&next[local], 1);
-  }
-  exec.sync();
-  // From counts to places: those of earlier warps stand before.
-  PUTGET_ROLLED
-  for (uint32_t e = exec.thread(); e < experts; e += exec.threads()) {
-    uint32_t place = tables.earlier[e];
-    PUTGET_ROLLED
-    for (uint32_t w = 0; w < exec.warps(); ++w) {
-      const uint32_t rows = tables.next[w * experts + e];
-      tables.next[w * experts + e] = place;
-      place += rows;
-    }
-  }
-  exec.sync();
-  PUTGET_ROLLED
-  for (uint32_t base = share.begin * sizes.top_k; base < share.end * sizes.top_k; base += exec.lanes()) {
-    const uint32_t i = base + exec.lane();
-    Choice choice{0, 0, -1};
-    if (i < share.end * sizes.top_k) choice = choice_at(group, sources, tables, i);
-    const bool placed = is_placed(choice.local);
-    const auto [before, all] = exec.equal(placed ? choice.local : -1);
-    const uint32_t place = placed ? next[choice.local] + before : 0;
-    exec.sync_warp();
-    if (placed && before + 1 == all) next[choice.local] = place + 1;
-    exec.sync_warp();
-    if (i >= share.end * sizes.top_k) continue;
-    group.positions()[choice.entry] = placed ? static_cast<int32_t>(place) : -1;
-    if (!placed) continue;
-    group.source_rows()[place] = static_cast<int32_t>(choice.row);
-    group.weights()[place] = group.topk_weights[choice.entry];
-  }
-  clear_rest(exec, group, sources, end);
+  // Every block has read it before the barrier of all blocks.
+  if (exec.thread() != 0) return;
+  memo.extent[turn ^ 1u].end = static_cast<int32_t>(end);
+  memo.turn = turn ^ 1u;
 }
 
 }  // namespace putget::moe

@@ -5,10 +5,13 @@
 //
 // Beside what protocol/signal.h asks for, an Exec has
 //   scan(value)        {before, all}: sums of `value` over the block's threads; a block barrier
+//   scan_lanes(value)  the same over the lanes of a warp; whole warps call it
 //   equal(key)         {before, all}: lanes of the warp with the same key; whole warps call it
 //   vote(condition)    set of lanes that say yes; whole warps call it
 //   from(value, lane)  another lane's value; whole warps call it
+//   sync_blocks()      a barrier of all blocks: what one wrote before, the others see behind it
 //   add(counter, n)    to a counter that the block shares
+//   put_codes(to, v)   stores values as E4M3, as one access
 //   copy_unroll()      accesses of a lane that are in flight together
 //   exp, erf, divide   float32
 #pragma once
@@ -17,11 +20,13 @@
 
 namespace putget::moe {
 
-constexpr uint32_t kGroupBlocks = 128;         // most CTAs that group rows
-constexpr uint32_t kGroupWarps = 8;            // of each of them
-constexpr uint32_t kScratchBytes = 46 * 1024;  // of a block's tables in shared memory; larger ones lie in global memory
-constexpr uint32_t kMaxGroups = 8192;          // of which a kernel finds the valid rows
-constexpr uint32_t kMaxAlignment = 4096;       // rows
+constexpr uint32_t kGroupBlocks = 8;               // that group rows together
+constexpr uint32_t kGroupWarps = 32;               // of each of them
+constexpr uint32_t kNextStride = kGroupWarps + 1;  // words: experts and warps side by side lie in different banks
+constexpr uint32_t kScratchBytes =
+    160 * 1024;                           // of a block's tables in shared memory; larger ones lie in global memory
+constexpr uint32_t kMaxGroups = 4096;     // of which a kernel finds the valid rows
+constexpr uint32_t kMaxAlignment = 4096;  // rows
 
 struct GroupSizes {
   uint32_t ep_size;
@@ -42,8 +47,8 @@ struct GroupSizes {
     const uint64_t groups = num_local_experts < rows ? num_local_experts : rows;
     return (rows + groups * (alignment - 1) + alignment - 1) / alignment * alignment;
   }
-  // Words of one block's tables: local_of, all, earlier, next.
-  PUTGET_PURE uint64_t scratch_words() const { return num_experts + uint64_t{2 + kGroupWarps} * num_local_experts; }
+  // Words of one block's tables: local_of, offset, all, place, next.
+  PUTGET_PURE uint64_t scratch_words() const { return num_experts + uint64_t{3 + kNextStride} * num_local_experts; }
   PUTGET_PURE bool scratch_is_shared() const { return scratch_words() * sizeof(uint32_t) <= kScratchBytes; }
   // Tables in global memory are one block's.
   PUTGET_PURE uint32_t blocks() const { return scratch_is_shared() ? kGroupBlocks : 1; }
@@ -69,8 +74,8 @@ struct GroupMemo {
     int32_t end;  // rows that are not cleared lie before it
     int32_t num_tokens[kMaxRanks];
   };
-  Extent current;
-  Extent previous;  // stays what it is while a round is grouped
+  uint32_t turn;  // which extent is the last round's; the other is written
+  Extent extent[2];
 };
 
 PUTGET_PURE GroupLayout layout_of(const GroupSizes& sizes) {

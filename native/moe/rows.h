@@ -8,20 +8,20 @@ namespace putget::moe {
 // The rows that count, found. Lives in every block.
 struct Found {
   const uint32_t* first;  // [num_groups + 1] index of each group's first row among the rows that count; null: no groups
-  const int32_t* offsets;
+  const uint32_t* shift;  // [num_groups] row minus index
   uint32_t num_groups;
   uint32_t count;
 
   PUTGET_TEXT uint32_t row(uint32_t index) const {
-    if (first == nullptr) return index;
-    const uint32_t group = find_in(first, num_groups, index);
-    return static_cast<uint32_t>(offsets[group]) + (index - first[group]);
+    return first == nullptr ? index : index + shift[find_in(first, num_groups, index)];
   }
 };
 
-// `first` has room for num_groups + 1 words. A block barrier where there are groups.
+// `words` has room for found_words(valid). A block barrier where there are groups.
+PUTGET_PURE uint32_t found_words(const ValidRows& valid) { return 2 * valid.num_groups + 1; }
+
 template <class Exec>
-PUTGET_TEXT Found find_rows(Exec& exec, const ValidRows& valid, uint32_t* first) {
+PUTGET_TEXT Found find_rows(Exec& exec, const ValidRows& valid, uint32_t* words) {
   if (valid.offsets == nullptr) {
     uint32_t count = valid.limit;
     if (valid.count != nullptr) {
@@ -30,24 +30,27 @@ PUTGET_TEXT Found find_rows(Exec& exec, const ValidRows& valid, uint32_t* first)
     }
     return {nullptr, nullptr, 0, count};
   }
-  sum_before(exec, valid.num_groups, first, [&](uint32_t group) {
-    const int32_t rows = valid.num_rows[group];
-    const int64_t offset = valid.offsets[group];
-    // What does not lie in the tensor does not count.
-    return rows > 0 && offset >= 0 && offset + rows <= int64_t{valid.limit} ? static_cast<uint32_t>(rows) : 0u;
-  });
-  return {first, valid.offsets, valid.num_groups, first[valid.num_groups]};
-}
-
-// Calls body(row, segment) for this warp's share of (row that counts, segment) items.
-template <class Exec, class Body>
-PUTGET_TEXT void visit_items(const Exec& exec, const Found& found, uint32_t segments, Body body) {
-  const uint64_t items = uint64_t{found.count} * segments;
-  const uint64_t step = uint64_t{exec.blocks()} * exec.warps();
+  uint32_t* first = words;
+  uint32_t* shift = words + valid.num_groups + 1;
+  uint32_t before_all = 0;
   PUTGET_ROLLED
-  for (uint64_t item = uint64_t{exec.block()} * exec.warps() + exec.warp(); item < items; item += step) {
-    body(found.row(static_cast<uint32_t>(item / segments)), static_cast<uint32_t>(item % segments));
+  for (uint32_t base = 0; base < valid.num_groups; base += exec.threads()) {
+    const uint32_t group = base + exec.thread();
+    const bool known = group < valid.num_groups;
+    const int32_t rows = known ? valid.num_rows[group] : 0;
+    const int64_t offset = known ? valid.offsets[group] : 0;
+    // What does not lie in the tensor does not count.
+    const bool counts = rows > 0 && offset >= 0 && offset + rows <= int64_t{valid.limit};
+    const auto [before, all] = exec.scan(counts ? static_cast<uint32_t>(rows) : 0u);
+    if (known) {
+      first[group] = before_all + before;
+      shift[group] = static_cast<uint32_t>(offset) - first[group];
+    }
+    before_all += all;
   }
+  if (exec.thread() == 0) first[valid.num_groups] = before_all;
+  exec.sync();
+  return {first, shift, valid.num_groups, before_all};
 }
 
 // One segment of one kind of row.
@@ -110,7 +113,8 @@ PUTGET_TEXT void expand_rows(Exec& exec, const ExpandCall& call, uint32_t* first
   exec.wait_for_earlier_work();
   exec.let_later_work_begin();
   const Found found = find_rows(exec, call.valid, first);
-  visit_items(exec, found, call.copy.segments, [&](uint32_t row, uint32_t segment) {
+  visit_items(exec, found.count, call.copy.segments, [&](uint32_t index, uint32_t segment) {
+    const uint32_t row = found.row(index);
     const int32_t source = call.source_rows[row];
     if (source < 0 || static_cast<uint32_t>(source) >= call.num_source_rows) return;
     const Piece piece = Piece::of(call.copy, segment);
@@ -127,8 +131,7 @@ PUTGET_TEXT void scatter_rows(Exec& exec, const Grouping& group, const CopyPlan&
   exec.let_later_work_begin();
   look_at_sources(exec, group, sources);
   const uint32_t top_k = group.sizes.top_k;
-  const Found all{nullptr, nullptr, 0, sources.first[group.sizes.ep_size]};
-  visit_items(exec, all, copy.segments, [&](uint32_t index, uint32_t segment) {
+  visit_items(exec, sources.first[group.sizes.ep_size], copy.segments, [&](uint32_t index, uint32_t segment) {
     const uint32_t row = place_of(group, sources, index).row;
     const auto visit_targets = [&](auto body) {
       PUTGET_ROLLED

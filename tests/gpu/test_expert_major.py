@@ -182,8 +182,8 @@ def test_activation_in_a_graph() -> None:
 @pytest.mark.parametrize("gate", ["silu", "gelu"])
 def test_activation_equals_the_cpu_within_the_last_place(gate: Any) -> None:
     x = torch.randn(300, 4096, generator=torch.Generator().manual_seed(1)).to(BF16) * 3
-    here = putget.moe.gated_activation(x, gate)
-    there = putget.moe.gated_activation(x.cuda(), gate).cpu()
-    apart = (here.view(torch.int16).int() - there.view(torch.int16).int()).abs()
-    assert (apart <= 1).all()
-    assert (apart > 0).float().mean() < 0.01
+    here = putget.moe.gated_activation(x, gate).float()
+    there = putget.moe.gated_activation(x.cuda(), gate).cpu().float()
+    size = (x[:, :2048].float() * x[:, 2048:].float()).abs()
+    assert ((here - there).abs() <= here.abs() * 2**-7 + size * 1e-5).all()
+    assert (here != there).float().mean() < 0.01

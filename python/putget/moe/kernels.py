@@ -7,7 +7,7 @@ graph; on CPU it runs at once. Valid rows are given as ``num_valid``:
 - ``None``: all rows.
 - one int32 on the device: the rows before it.
 - an ``ExpertMajor``, or a pair (offsets, num_rows) of int32 tensors on the device: num_rows[g] rows from row offsets[g]
-  on, for each group g, at most 8192 groups.
+  on, for each group g, at most 4096 groups.
 
 Rows that are not valid are neither read nor written.
 """
@@ -28,7 +28,7 @@ from putget.workspace import current_stream
 
 ValidRows: TypeAlias = torch.Tensor | ExpertMajor | tuple[torch.Tensor, torch.Tensor] | None
 
-MAX_GROUPS = 8192
+MAX_GROUPS = 4096
 SCALE_BLOCK = 128  # values that share a scale
 QUANTISED_PACK = 16  # a quantised row has a multiple of this many values
 
