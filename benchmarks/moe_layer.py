@@ -37,6 +37,15 @@ _TOLERANCES = {"fp8": 2.0**-4, "bf16": 2.0**-6}
 _TOLERANCE_AMONG_EACH_OTHER = 2.0**-6
 _ROUNDS_OF_BREAKDOWN = 20
 _KERNELS_NAMED = 14
+# What kernels do, by parts of their names, for the table.
+_KINDS = {
+    "experts' products": ("grouped_kernel", "gemm"),
+    "activation": ("activation_kernel",),
+    "rows by expert": ("group_kernel", "scatter_kernel"),
+    "sums of experts": ("finalize_kernel",),
+    "rows out": ("dispatch_kernel", "AllGather", "A2ADispatch", "A2ASanitize", "A2APrepareDispatch"),
+    "rows back": ("combine_kernel", "ReduceScatter", "A2ACombine", "A2APrepareCombine"),
+}
 
 
 @dataclass(frozen=True)
@@ -205,6 +214,21 @@ def table(sizes: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def breakdown_table(size: dict[str, Any]) -> str:
+    """Markdown: microseconds a layer on rank 0, by what kernels do. Kernels of two streams run at the same time."""
+    lines = [
+        f"| {size['batch_size']} tokens a rank | " + " | ".join([*_KINDS, "all others"]) + " |",
+        "|---" * (2 + len(_KINDS)) + "|",
+    ]
+    for contender in size["contenders"]:
+        times = dict.fromkeys([*_KINDS, "all others"], 0.0)
+        for kernel in contender["kernels"]:
+            kind = next((kind for kind, parts in _KINDS.items() if any(p in kernel["name"] for p in parts)), None)
+            times[kind or "all others"] += kernel["us_per_layer"]
+        lines.append(f"| {contender['name']} | " + " | ".join(f"{time:.1f}" for time in times.values()) + " |")
+    return "\n".join(lines)
+
+
 def parse(arguments: list[str]) -> tuple[Settings, argparse.Namespace]:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
@@ -277,6 +301,9 @@ def main(arguments: list[str]) -> int:
     exit_code = launch.run(work, settings, settings.ep_size, settings.device, on_event)
     if launch.is_reporter() and sizes:
         print(table(sizes))
+        for size in sizes:
+            if all(contender["kernels"] for contender in size["contenders"]):
+                print("\n" + breakdown_table(size))
     return exit_code
 
 
