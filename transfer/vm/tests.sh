@@ -1,6 +1,6 @@
 #!/bin/sh
 # tests.sh [TARGET...]: runs the engine's tests over verbs in a virtual machine; all of them unless targets of cargo are named,
-# such as `writes` or `verbs`. Exit status 77 with a reason where there is no cargo or no virtual machine.
+# such as `writes` or `verbs`. VM_ARGUMENTS go to the test programs (`--skip ...`). Exit status 77 with a reason where there is no cargo or no virtual machine.
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)
 root=$(cd "$here/../.." && pwd)
@@ -21,7 +21,7 @@ trap 'rm -f "$job"' EXIT
   # One test at a time: the processor is emulated, and each engine has threads of its own.
   for program in $programs; do
     echo "echo \"== $(basename "$program" | sed 's/-[0-9a-f]*$//')\""
-    echo "'$program' --test-threads 1 || status=1"
+    echo "'$program' --test-threads 1 ${VM_ARGUMENTS:-} || status=1"
   done
   echo 'exit $status'
 } >"$job"

@@ -1,6 +1,8 @@
 //! What the tests of whole engines share.
 #![allow(dead_code, clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 
+pub mod process;
+
 use std::time::{Duration, Instant};
 
 use putget_transfer::{Builder, DeviceGroup, Done, Engine, Faults, Options, Outcome, SimNetwork, TransferError};
