@@ -7,7 +7,7 @@ root=$(cd "$here/../.." && pwd)
 targets=${*:-writes messages order peers soak verbs}
 named=$(printf -- '--test %s ' $targets)
 # shellcheck disable=SC2086
-built=$("$root/scripts/cargo.sh" test --locked --package putget_transfer --no-run --message-format=json $named)
+built=$("$root/scripts/cargo.sh" test --locked --workspace --no-run --message-format=json $named)
 programs=$(echo "$built" | sed -n 's/.*"executable":"\([^"]*\)".*/\1/p')
 if test -z "$programs"; then
   echo "$built"
