@@ -52,8 +52,7 @@ pub(super) struct Port {
     pub mtu: u8,
     /// Longest message in bytes.
     pub max_message: u32,
-    /// Requests that one queue of a queue pair takes, and entries of a completion queue.
-    pub max_requests: u32,
+    /// Entries of a completion queue.
     pub max_completions: u32,
 }
 
@@ -109,7 +108,6 @@ impl Port {
             lid: 0,
             mtu: 0,
             max_message: 0,
-            max_requests: 0,
             max_completions: 0,
         };
         port.gid = gid::choose(Path::new("/sys"), &name.device, name.port, name.gid_index)?;
@@ -130,7 +128,6 @@ impl Port {
             port.lid = attributes.lid;
             port.mtu = u8::try_from(attributes.active_mtu).unwrap_or(1).max(1);
             port.max_message = attributes.max_message;
-            port.max_requests = u32::try_from(device.max_qp_wr).unwrap_or(0);
             port.max_completions = u32::try_from(device.max_cqe).unwrap_or(0);
         }
         Ok(Rc::new(port))
@@ -218,18 +215,28 @@ impl Memory {
 
     /// Ends the registration: once this returns, the device does not touch the bytes any more.
     pub fn deregister(mut self) -> Result<(), Error> {
+        self.end()
+    }
+
+    fn end(&mut self) -> Result<(), Error> {
         let mr = std::mem::replace(&mut self.mr, null_mut());
+        if mr.is_null() {
+            return Ok(());
+        }
         // SAFETY: it is registered, and forgotten after this.
-        checked("ibv_dereg_mr", unsafe { (self.port.library.dereg_mr)(mr) })
+        let ended = checked("ibv_dereg_mr", unsafe { (self.port.library.dereg_mr)(mr) });
+        if ended.is_err() {
+            // The device may still touch the bytes, so they stay for good.
+            std::mem::forget(Arc::clone(&self.region));
+        }
+        ended
     }
 }
 
 impl Drop for Memory {
     fn drop(&mut self) {
-        if !self.mr.is_null() {
-            // SAFETY: it is registered, and forgotten after this. A refusal has nobody left to go to.
-            unsafe { (self.port.library.dereg_mr)(self.mr) };
-        }
+        // A refusal has nobody left to go to.
+        let _ = self.end();
     }
 }
 

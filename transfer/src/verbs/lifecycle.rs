@@ -20,6 +20,8 @@ const SETUP: Duration = Duration::from_secs(5);
 /// How long failed queue pairs may take to hand back what was posted, and a peer to say that its own are gone.
 const DRAIN: Duration = Duration::from_millis(200);
 const CLOSE: Duration = Duration::from_millis(800);
+/// Connections that peers have begun and nobody here uses. More of them are not accepted.
+const MAX_UNUSED: usize = 256;
 /// How long a connection that nobody here uses is kept for a peer that may.
 const IDLE: Duration = Duration::from_secs(60);
 /// How long the end of a connection is remembered, for peers whose datagrams were late.
@@ -177,18 +179,31 @@ impl VerbsNic {
             // Both have said Open: the smaller one's counts, and the other side joins its own to it.
             Some(_) if self.own < sender => return,
             Some(serial) => serial,
+            // Those that are not answered give up in time.
+            None if self.connections.values().filter(|other| other.links.is_empty()).count() >= MAX_UNUSED => return,
             None => match self.create(sender) {
                 Ok(serial) => serial,
-                // Its sender gives up in time.
                 Err(_) => return,
             },
         };
+        self.adopt(serial, sender);
         if let Some(connection) = self.connections.get_mut(&serial) {
             connection.theirs = from;
         }
         match self.join(serial, Some(ends), Stage::Accepting) {
             Ok(()) => self.speak(serial),
             Err(_) => self.fail(serial),
+        }
+    }
+
+    /// Gives a connection that a peer has begun to the links that had lost theirs.
+    fn adopt(&mut self, serial: u32, peer: Endpoint) {
+        let Some(connection) = self.connections.get_mut(&serial) else { return };
+        for (index, state) in self.links.iter_mut().enumerate() {
+            if state.open && state.connection.is_none() && state.peer == peer {
+                state.connection = Some(serial);
+                connection.links.push(index);
+            }
         }
     }
 

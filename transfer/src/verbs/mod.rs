@@ -311,8 +311,11 @@ impl Nic for VerbsNic {
         }
         self.links.push(LinkState { peer, open: true, connection: None, failure: None, again: VecDeque::new() });
         let link = self.links.len() - 1;
-        self.attach(link)?;
-        Ok(Link(link))
+        let attached = self.attach(link);
+        if attached.is_err() {
+            self.links.pop();
+        }
+        attached.map(|()| Link(link))
     }
 
     fn disconnect(&mut self, link: Link) {
@@ -332,16 +335,20 @@ impl Nic for VerbsNic {
     }
 
     fn send(&mut self, link: Link, bytes: Vec<u8>, token: u64) -> Result<(), Post> {
+        if bytes.len() > FRAME {
+            let why = format!("a message of {} bytes came; at most {FRAME} are allowed", bytes.len());
+            return Err(Post::Failed(NetworkError::Other(why)));
+        }
         let serial = self.ready(link)?;
         if !self.has_room(serial, MESSAGES) {
             return Err(Post::Busy);
         }
         let frame = self.free_frames.pop().ok_or(Post::Full)?;
-        if let Err(error) = self.frames.region.write((frame * FRAME) as u64, bytes.get(..FRAME).unwrap_or(&bytes)) {
+        if let Err(error) = self.frames.region.write((frame * FRAME) as u64, &bytes) {
             self.free_frames.push(frame);
             return Err(Post::Failed(NetworkError::Other(error.to_string())));
         }
-        let work = Work::Message { frame, len: bytes.len().min(FRAME) as u32 };
+        let work = Work::Message { frame, len: bytes.len() as u32 };
         self.submit(serial, MESSAGES, Request { token, link: link.0, work });
         Ok(())
     }
