@@ -81,7 +81,8 @@ fn an_exhausted_pool_is_back_pressure_and_then_an_error_with_its_name() {
         assert_eq!(send(text, LONG).wait(LONG), Some(Ok(())));
     }
     // Both buffers are with the callback: one message gives up, another is patient.
-    let error = failure(send(b"late", Duration::from_millis(100)).wait(LONG).unwrap());
+    let late = Duration::from_millis(100) * network.slowness();
+    let error = failure(send(b"late", late).wait(LONG).unwrap());
     assert_eq!((error.peer, error.reason, error.may_land), (b.name(), Reason::PoolExhausted, false));
     let patient = send(b"three", LONG);
     std::thread::sleep(Duration::from_millis(50));
@@ -97,9 +98,11 @@ fn an_exhausted_pool_is_back_pressure_and_then_an_error_with_its_name() {
 fn no_receives_and_long_messages_are_errors_with_their_names() {
     let network = Network::new(4);
     let (a, b) = (engine(&network, 1), engine(&network, 1));
+    assert_eq!(outcome(|done| a.add_peer_group(&[b.main_address()], &within(LONG), done)), Ok(()));
+    let deadline = Duration::from_millis(100) * network.slowness();
     let send = |len: usize| {
         let bytes = vec![0; len];
-        outcome(|done| a.submit_send(&b.main_address(), &bytes, &within(Duration::from_millis(100)), done))
+        outcome(|done| a.submit_send(&b.main_address(), &bytes, &within(deadline), done))
     };
     assert_eq!(failure(send(1)).reason, Reason::NoReceives);
     let _received = receive(&b, 10, 1);

@@ -50,6 +50,11 @@ impl Network {
 /// What engines can be built on.
 pub trait Grouping {
     fn group(&self, nics: usize) -> DeviceGroup;
+
+    /// How many times longer than elsewhere things may take: emulated devices work in the posting thread.
+    fn slowness(&self) -> u32 {
+        1
+    }
 }
 
 impl Grouping for SimNetwork {
@@ -69,10 +74,18 @@ impl Grouping for Network {
             }
         }
     }
+
+    fn slowness(&self) -> u32 {
+        match self {
+            Self::Sim(_) => 1,
+            Self::Verbs(_) => 6,
+        }
+    }
 }
 
 pub fn builder(network: &impl Grouping, nics: usize) -> Builder {
-    Engine::builder().group(network.group(nics))
+    let patience = Duration::from_secs(5) * network.slowness();
+    Engine::builder().group(network.group(nics)).heartbeat(Duration::from_millis(500), patience)
 }
 
 pub fn engine(network: &impl Grouping, nics: usize) -> Engine {
@@ -81,9 +94,10 @@ pub fn engine(network: &impl Grouping, nics: usize) -> Engine {
 
 /// An engine that notices lost peers quickly.
 pub fn nervous(network: &impl Grouping, nics: usize) -> Builder {
+    let patience = Duration::from_millis(1500) * network.slowness();
     builder(network, nics)
-        .heartbeat(Duration::from_millis(50), Duration::from_millis(1500))
-        .connect_timeout(Duration::from_millis(1500))
+        .heartbeat(Duration::from_millis(50), patience)
+        .connect_timeout(patience)
         .grace(Duration::from_millis(300))
 }
 
