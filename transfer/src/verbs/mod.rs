@@ -34,9 +34,6 @@ use handshake::{Datagram, Endpoint, MESSAGES, WRITES};
 use ledger::{Request, Work};
 use lifecycle::Grave;
 
-#[cfg(fuzzing)]
-pub(crate) use handshake::Datagram as FuzzedDatagram;
-
 /// Messages and writes in flight on one NIC.
 const SENDS: usize = 64;
 const WRITES_IN_FLIGHT: usize = 960;
@@ -397,4 +394,10 @@ impl Drop for VerbsNic {
     fn drop(&mut self) {
         self.part();
     }
+}
+
+/// Decodes a datagram and encodes it again; None if it is none.
+#[cfg(fuzzing)]
+pub(crate) fn recode(bytes: &[u8]) -> Option<Vec<u8>> {
+    Datagram::decode(bytes).ok().map(|datagram| datagram.encode())
 }
