@@ -9,8 +9,8 @@ mkdir -p "$work/bin" "$work/modules" "$work/proc" "$work/sys" "$work/dev" "$work
 cp "$(command -v busybox)" "$work/bin/busybox"
 
 depmod -b "$tree" "$version"
-# crc32: what soft-RoCE asks the kernel's crypto for. 9p: the host's files. overlay: the writable layer.
-for module in virtio_pci 9pnet_virtio 9p overlay dummy crc32_generic crc32_pclmul ib_uverbs rdma_rxe; do
+# crc32: what soft-RoCE asks the kernel's crypto for. 9p: the host's files. overlay: the writable layer. netem: loses packets.
+for module in virtio_pci 9pnet_virtio 9p overlay dummy veth sch_netem crc32_generic crc32_pclmul ib_uverbs rdma_rxe; do
   modprobe -d "$tree" -S "$version" --show-depends "$module" 2>/dev/null | sed -n 's/^insmod \([^ ]*\).*/\1/p'
 done | awk '!seen[$0]++' | while read -r path; do
   name=$(basename "$path")

@@ -4,7 +4,7 @@
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)
 root=$(cd "$here/../.." && pwd)
-targets=${*:-writes messages order peers soak verbs}
+targets=${*:-writes messages order peers soak verbs verbs_wire}
 named=$(printf -- '--test %s ' $targets)
 # shellcheck disable=SC2086
 built=$("$root/scripts/cargo.sh" test --locked --workspace --no-run --message-format=json $named)
@@ -16,7 +16,7 @@ fi
 job=$(mktemp)
 trap 'rm -f "$job"' EXIT
 {
-  echo 'export PUTGET_TRANSFER_VERBS=rxe0,rxe1,rxe2,rxe3 RUST_BACKTRACE=1'
+  echo 'export PUTGET_TRANSFER_VERBS=rxe0,rxe1,rxe2,rxe3 PUTGET_TRANSFER_WIRE=rxe10,rxe11,wire0,wire1 RUST_BACKTRACE=1'
   echo 'status=0'
   # One test at a time: the processor is emulated, and each engine has threads of its own.
   for program in $programs; do

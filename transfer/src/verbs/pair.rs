@@ -16,9 +16,10 @@ pub(super) const CHAIN: usize = 4;
 const RECEIVE_CHAIN: usize = 16;
 
 /// How long a packet may stay unanswered: 4.096 us times two to this power, and how often it is sent again. A peer without
-/// power is reported after two to nine seconds, as the device rounds it; the engine's heartbeat may be faster.
+/// power is reported after two to eight seconds, as the device rounds it; the engine's heartbeat may be faster. Seven repetitions
+/// would be the most, but soft-RoCE takes seven for "for ever".
 const TIMEOUT: u8 = 16;
-const RETRIES: u8 = 7;
+const RETRIES: u8 = 6;
 /// A peer that has no receive posted makes the device wait and ask again for ever; the engine's deadlines end that.
 const RETRY_FOR_EVER: u8 = 7;
 /// What a device without a posted receive asks its peer to wait: 0.12 ms.
