@@ -19,7 +19,7 @@ for end in 0 1; do
   echo 1 >"/proc/sys/net/ipv4/conf/wire$end/accept_local"
   echo 0 >"/proc/sys/net/ipv4/conf/wire$end/rp_filter"
   ip link set "wire$end" mtu 4200 up
-  ip rule add pref 100 iif "wire$end" lookup local
+  ip rule add pref 100 dev "wire$end" lookup local
   rdma link add "rxe1$end" type rxe netdev "wire$end"
 done
 echo 0 >/proc/sys/net/ipv4/conf/all/rp_filter
