@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
-use common::process::{MEMORY, Other, be_the_other, read};
+use common::process::{MEMORY, Other, be_the_other};
 use common::*;
 use putget_transfer::{
     Builder, DeviceGroup, Done, DownReason, Engine, Error, Flag, MrDesc, MrHandle, NetworkError, Options, Pages,
@@ -204,50 +204,4 @@ fn a_stopped_process_is_back_pressure_and_comes_back() {
     let mut right = vec![0; MEMORY];
     right[..64].fill(7);
     other.check(3, 1, &right);
-}
-
-#[test]
-fn a_cancelled_write_that_is_under_way_lands_no_more() {
-    const LEN: usize = 16 << 20;
-    // Emulated devices carry out what is posted in the posting thread, so heartbeats may be late.
-    let patient = || {
-        let builder = verbs(2)?.heartbeat(Duration::from_millis(100), LONG);
-        Some(builder.grace(Duration::from_millis(800)))
-    };
-    let (Some(a), Some(b)) = (patient(), patient()) else { return };
-    let (sender, events) = channel();
-    let a = a.on_peer_event(move |event| sender.send(event).unwrap_or(())).build().unwrap();
-    let b = b.build().unwrap();
-    let ((src, _), (dst, desc)) = (filled(&a, &noise(LEN, 4)), b.alloc_mr(LEN).unwrap());
-    assert_eq!(outcome(|done| a.submit_barrier(None, 1, &[&desc], &within(LONG), done)), Ok(()));
-    assert_eq!(events.recv_timeout(LONG).unwrap().down, None);
-    // More than drains within the grace, so that it takes the end of the connection.
-    let writes: Vec<_> = (0..48)
-        .map(|_| {
-            let (done, future) = Done::future();
-            let id = a.submit_single_write(LEN as u64, Some(2), (&src, 0), (&desc, 0), &within(LONG), done).unwrap();
-            (id, future)
-        })
-        .collect();
-    let posted = || {
-        let text = a.metrics_text();
-        let counts = text.lines().filter_map(|line| line.strip_prefix("putget_transfer_writes_total{"));
-        counts.map(|line| line.rsplit(' ').next().unwrap().parse::<u32>().unwrap()).sum::<u32>()
-    };
-    eventually("most is posted", || posted() > 100);
-    writes.iter().for_each(|(id, _)| a.cancel(*id).unwrap());
-    let outcomes: Vec<_> = writes.iter().map(|(_, future)| future.wait(LONG).unwrap()).collect();
-    let at_end = read(&dst, 0, LEN);
-    let failed: Vec<_> = outcomes.iter().filter_map(|outcome| outcome.as_ref().err()).collect();
-    assert!(!failed.is_empty());
-    for error in failed.iter().flat_map(|error| error.transfer_errors()) {
-        assert_eq!((error.peer, &error.reason, error.may_land), (b.name(), &Reason::Cancelled, false));
-    }
-    assert_eq!(events.recv_timeout(LONG).unwrap().down, Some(DownReason::Dropped));
-    std::thread::sleep(Duration::from_millis(300));
-    assert!(read(&dst, 0, LEN) == at_end, "something landed after the confirmation");
-    assert_eq!(b.imm_count(2) as usize, outcomes.len() - failed.len());
-    let write = |done| a.submit_single_write(LEN as u64, Some(3), (&src, 0), (&desc, 0), &within(LONG), done);
-    assert_eq!((outcome(write), expect_count(&b, 3, 1)), (Ok(()), Ok(())));
-    assert!(read(&dst, 0, LEN) == read(&src, 0, LEN));
 }

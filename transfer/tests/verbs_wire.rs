@@ -4,7 +4,8 @@
 
 mod common;
 
-use std::process::Command;
+use std::io::Write;
+use std::process::{Command, Stdio};
 use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
@@ -31,11 +32,11 @@ impl Wire {
 
     /// Loses this share of the packets in both directions, from now on.
     fn lose(&self, percent: u32) {
-        for interface in &self.interfaces {
-            let mut tc = Command::new("tc");
-            tc.args(["qdisc", "replace", "dev", interface, "root", "netem", "limit", "100000", "loss"]);
-            assert!(tc.arg(format!("{percent}%")).status().unwrap().success());
-        }
+        let rule = |interface| format!("qdisc replace dev {interface} root netem limit 100000 loss {percent}%\n");
+        let rules: String = self.interfaces.iter().map(rule).collect();
+        let mut tc = Command::new("tc").args(["-batch", "-"]).stdin(Stdio::piped()).spawn().unwrap();
+        tc.stdin.take().unwrap().write_all(rules.as_bytes()).unwrap();
+        assert!(tc.wait().unwrap().success());
     }
 
     fn engine(&self, end: usize, heartbeat: Duration) -> (Engine, Receiver<PeerEvent>) {
@@ -44,7 +45,7 @@ impl Wire {
             .group(DeviceGroup::verbs(&[&self.devices[end]]))
             .heartbeat(Duration::from_millis(100), heartbeat)
             .connect_timeout(LONG)
-            .grace(Duration::from_millis(500))
+            .grace(Duration::from_millis(1500))
             .on_peer_event(move |event| sender.send(event).unwrap_or(()))
             .build();
         (engine.unwrap(), events)
@@ -142,4 +143,38 @@ fn a_peer_behind_a_cut_wire_is_down_and_comes_back() {
     assert_eq!(write(&a, &src, &desc, 1).wait(LONG), Some(Ok(())));
     assert_eq!(events.recv_timeout(LONG), Ok(PeerEvent { peer: b.name(), down: None }));
     assert_eq!((expect_count(&b, 1, 2), b.imm_count(1)), (Ok(()), 2));
+}
+
+/// Cuts the wire under a write and cancels it; once the connection is dropped, `then` may mend it. Says whether the write may
+/// still land.
+fn cancelled(wire: &Wire, then: impl FnOnce()) -> bool {
+    let ((a, events), (b, _others)) = (wire.engine(0, LONG), wire.engine(1, LONG));
+    let ((src, _), (dst, desc)) = (memory(&a, 1), b.alloc_mr(LEN).unwrap());
+    assert_eq!(outcome(|done| a.submit_barrier(None, 1, &[&desc], &within(LONG), done)), Ok(()));
+    assert_eq!(events.recv_timeout(LONG), Ok(PeerEvent { peer: b.name(), down: None }));
+    wire.lose(100);
+    let (done, future) = Done::future();
+    let id = a.submit_single_write(LEN as u64, Some(2), (&src, 0), (&desc, 0), &within(LONG), done).unwrap();
+    std::thread::sleep(Duration::from_millis(100));
+    a.cancel(id).unwrap();
+    assert_eq!(events.recv_timeout(LONG), Ok(PeerEvent { peer: b.name(), down: Some(DownReason::Dropped) }));
+    then();
+    let error = failure(future.wait(LONG).unwrap());
+    assert_eq!((error.peer, error.reason), (b.name(), Reason::Cancelled));
+    // Whatever is said of the future: the wire was cut all the while.
+    wire.lose(0);
+    std::thread::sleep(Duration::from_millis(500));
+    let mut found = vec![1; LEN];
+    dst.read(0, &mut found).unwrap();
+    assert_eq!((found, b.imm_count(2)), (vec![0; LEN], 0));
+    let again = |done| a.submit_single_write(LEN as u64, Some(3), (&src, 0), (&desc, 0), &within(LONG), done);
+    assert_eq!((outcome(again), expect_count(&b, 3, 1)), (Ok(()), Ok(())));
+    error.may_land
+}
+
+#[test]
+fn a_cancelled_write_is_confirmed_by_both_ends_or_may_land() {
+    let Some(wire) = Wire::find() else { return };
+    assert!(!cancelled(&wire, || wire.lose(0)), "the peer has said that its end is gone");
+    assert!(cancelled(&wire, || {}), "nobody could say that the peer's end is gone");
 }

@@ -19,7 +19,7 @@ const CLOSE_AGAIN: Duration = Duration::from_millis(25);
 const SETUP: Duration = Duration::from_secs(5);
 /// How long failed queue pairs may take to hand back what was posted, and a peer to say that its own are gone.
 const DRAIN: Duration = Duration::from_millis(200);
-const CLOSE: Duration = Duration::from_millis(800);
+const CLOSE: Duration = Duration::from_millis(1500);
 /// Connections that peers have begun and nobody here uses. More of them are not accepted.
 const MAX_UNUSED: usize = 256;
 /// How long a connection that nobody here uses is kept for a peer that may.
