@@ -256,7 +256,8 @@ fn a_cancelled_write_is_stopped_for_good() {
 fn a_cancelled_write_of_many_pieces_keeps_its_connection() {
     let network = Network::new(11);
     network.set_faults(Faults { depth: 2, max_delay_polls: 50, ..Faults::default() });
-    let (a, b) = (engine(&network, 1), engine(&network, 1));
+    let patient = || builder(&network, 1).grace(Duration::from_secs(1) * network.slowness()).build().unwrap();
+    let (a, b) = (patient(), patient());
     let ((src, _), (_dst, desc)) = (a.alloc_mr(64 << 20).unwrap(), b.alloc_mr(64 << 20).unwrap());
     assert_eq!(connect(&a, &b.main_address()), Ok(()));
     let (id, future) = write(&a, &src, &desc, LONG);

@@ -16,9 +16,9 @@ pub(super) const CHAIN: usize = 4;
 const RECEIVE_CHAIN: usize = 16;
 
 /// How long a packet may stay unanswered: 4.096 us times two to this power, and how often it is sent again. A peer without
-/// power is reported after two to eight seconds, as the device rounds it; the engine's heartbeat may be faster. Seven repetitions
-/// would be the most, but soft-RoCE takes seven for "for ever".
-const TIMEOUT: u8 = 16;
+/// power is reported after four to fifteen seconds, as the device rounds it; the engine's heartbeat may be faster. Seven
+/// repetitions would be the most, but soft-RoCE takes seven for "for ever".
+const TIMEOUT: u8 = 17;
 const RETRIES: u8 = 6;
 /// A peer that has no receive posted makes the device wait and ask again for ever; the engine's deadlines end that.
 const RETRY_FOR_EVER: u8 = 7;
