@@ -106,6 +106,7 @@ def test_import_contracts_hold() -> None:
         ("bench/cli.py", "import putget._abi", "The benchmarks use the public modules only"),
         ("adapters/rounds.py", "import putget.alltoall", "The adapters use what putget exports and nothing else"),
         ("adapters/shared.py", "import putget.adapters.rounds", "Layers of the adapters"),
+        ("moe/experts.py", "import putget.moe.layer", "Layers of the mixture-of-experts layer"),
         ("reference.py", "import putget.errors", "The reference knows nothing of the implementation"),
     ],
 )
