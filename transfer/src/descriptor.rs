@@ -23,6 +23,8 @@ pub enum ProviderKind {
     Sim,
     /// libfabric.
     Libfabric,
+    /// CUDA peer memory between processes of one machine.
+    Nvlink,
 }
 
 impl ProviderKind {
@@ -30,6 +32,7 @@ impl ProviderKind {
         match self {
             Self::Sim => 1,
             Self::Libfabric => 2,
+            Self::Nvlink => 4,
         }
     }
 
@@ -37,6 +40,7 @@ impl ProviderKind {
         match code {
             1 => Ok(Self::Sim),
             2 => Ok(Self::Libfabric),
+            4 => Ok(Self::Nvlink),
             _ => Err(DecodeError::Value("provider")),
         }
     }

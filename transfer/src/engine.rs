@@ -12,6 +12,7 @@ use crate::descriptor::{Device, MAX_NICS, NetAddr, ProviderKind};
 use crate::error::{Error, PeerName};
 use crate::libfabric::FabricNic;
 use crate::metrics::Metrics;
+use crate::nvlink::NvlinkNic;
 use crate::once::Once;
 use crate::provider::Opener;
 use crate::queue::Queue;
@@ -61,6 +62,15 @@ impl DeviceGroup {
         };
         let nics = sources.iter().map(open).collect();
         Self { nics, kind: ProviderKind::Libfabric, device: Device::Host, cpus: None }
+    }
+
+    /// A GPU and its peers in other processes of this machine, under its number in CUDA. It moves memory that comes from
+    /// cudaMalloc, and host memory, which it pins.
+    ///
+    /// The driver is loaded by [`Builder::build`], which reports what is missing.
+    pub fn nvlink(ordinal: u16) -> Self {
+        let open: Opener = Box::new(move || Ok(Box::new(NvlinkNic::open(ordinal)?)));
+        Self { nics: vec![open], kind: ProviderKind::Nvlink, device: Device::Cuda(ordinal), cpus: None }
     }
 
     /// Whose memory the group moves; the host's unless said otherwise.
@@ -239,6 +249,8 @@ fn spawn(role: &str, work: impl FnOnce() + Send + 'static) -> Result<JoinHandle<
 /// What callers need to know of a device group.
 pub(crate) struct Group {
     pub device: Device,
+    /// Whether it moves host memory too, where no group is there for that.
+    pub takes_host: bool,
     pub addresses: Vec<NetAddr>,
     pub max_write: u64,
     pub max_frame: usize,
@@ -282,7 +294,8 @@ impl Inner {
         self.threads.get_mut().unwrap_or_else(PoisonError::into_inner).push(worker);
         let timeout = Error::Timeout { what: "starting a worker", after: ANSWER };
         let (addresses, (max_write, max_frame)) = started.wait(ANSWER).ok_or(timeout)??;
-        self.groups.push(Group { device, addresses, max_write, max_frame, commands });
+        let takes_host = kind == ProviderKind::Nvlink;
+        self.groups.push(Group { device, takes_host, addresses, max_write, max_frame, commands });
         Ok(())
     }
 

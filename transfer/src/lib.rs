@@ -45,6 +45,7 @@ mod error;
 mod libfabric;
 mod message;
 mod metrics;
+mod nvlink;
 mod once;
 mod provider;
 #[cfg(feature = "python")]

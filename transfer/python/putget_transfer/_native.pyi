@@ -84,6 +84,15 @@ class DeviceGroup:
             provider: "tcp", "shm" (between processes of one machine) or "efa".
             sources: Addresses of this machine's NICs; None leaves the choice to the provider.
         """
+    @staticmethod
+    def nvlink(ordinal: int) -> DeviceGroup:
+        """Make a group of one GPU, which writes to its peers in other processes of this machine.
+
+        It moves memory that comes from cudaMalloc (torch's, without expandable segments) and host memory, which it pins.
+
+        Args:
+            ordinal: The GPU's number in CUDA.
+        """
     def device(self, device: str) -> DeviceGroup: ...
     def cpus(self, cpus: Sequence[int]) -> DeviceGroup: ...
     def near(self, network_device: str) -> DeviceGroup:

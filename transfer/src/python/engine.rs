@@ -97,6 +97,11 @@ impl PyDeviceGroup {
         Self { group: Mutex::new(Some(DeviceGroup::libfabric(provider, &sources))) }
     }
 
+    #[staticmethod]
+    fn nvlink(ordinal: u16) -> Self {
+        Self { group: Mutex::new(Some(DeviceGroup::nvlink(ordinal))) }
+    }
+
     fn device<'py>(slf: PyRefMut<'py, Self>, device: &str) -> PyResult<PyRefMut<'py, Self>> {
         let device = super::domain::device(device)?;
         Self::change(slf, |group| group.device(device))
