@@ -32,8 +32,8 @@ pub struct Options {
 /// A submitted operation, to be named in [`Engine::cancel`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct TransferId {
-    group: usize,
-    id: u64,
+    pub(crate) group: usize,
+    pub(crate) id: u64,
 }
 
 /// Pages of a region: page `i` begins at `indices[i] * stride + offset` bytes.

@@ -34,6 +34,8 @@
 mod api;
 mod auth;
 mod callbacks;
+#[cfg(feature = "capi")]
+mod capi;
 mod completion;
 mod counter;
 #[cfg(test)]
@@ -73,6 +75,10 @@ pub use sim::{Faults, SimNetwork};
 pub use topology::cpus_near;
 pub use watcher::UvmWatcher;
 pub use wire::DecodeError;
+
+/// libfabric without the engine, for measurements.
+#[cfg(feature = "bare")]
+pub use libfabric::bare;
 
 /// What the fuzzer reaches and nobody else.
 #[cfg(fuzzing)]

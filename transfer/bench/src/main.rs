@@ -3,6 +3,7 @@
 //! Over libfabric the target is another process, which this program starts. Every size is checked byte by byte before it is
 //! timed.
 
+mod bare;
 mod measure;
 mod target;
 
@@ -47,10 +48,16 @@ enum Command {
         /// Keep the workers polling instead of letting them sleep
         #[arg(long = "busy_poll")]
         busy_poll: bool,
+        /// Measure libfabric alone instead, without the engine: one loop that writes and one that takes
+        #[arg(long)]
+        bare: bool,
         /// Write the rows as JSON too
         #[arg(long = "output_file")]
         output_file: Option<PathBuf>,
     },
+    /// Be the target of another bench's bare loop (started by it)
+    #[command(hide = true)]
+    BareTarget { provider: Provider, source: String, len: usize },
     /// Be the target of another bench (started by it)
     #[command(hide = true)]
     Target {
@@ -66,14 +73,21 @@ enum Command {
 enum Provider {
     Sim,
     Tcp,
+    Net,
     Shm,
 }
 
 impl Provider {
+    /// The addresses of so many NICs, as libfabric wants them.
+    fn sources(self, source: &str, nics: usize) -> Vec<Option<&str>> {
+        vec![matches!(self, Self::Tcp | Self::Net).then_some(source); nics]
+    }
+
     fn name(self) -> &'static str {
         match self {
             Self::Sim => "sim",
             Self::Tcp => "tcp",
+            Self::Net => "net",
             Self::Shm => "shm",
         }
     }
@@ -93,22 +107,25 @@ struct Plan {
 fn main() -> Outcome<()> {
     match Cli::parse().command {
         Command::Target { provider, nics, source, busy_poll } => target::serve(provider, nics, &source, busy_poll),
-        Command::Bench { provider, nics, source, seconds, largest, window, busy_poll, output_file } => {
+        Command::BareTarget { provider, source, len } => bare::serve(provider, &source, len),
+        Command::Bench { provider, nics, source, seconds, largest, window, busy_poll, bare, output_file } => {
             let time = Duration::try_from_secs_f64(seconds)?;
             let plan = Plan { provider, nics, source, time, largest, window: window.into(), busy_poll };
-            let rows = measure::all(&plan, &mut |row| println!("{row}"))?;
+            let mut show = |row: &str| println!("{row}");
+            let rows = if bare { bare::all(&plan, &mut show)? } else { measure::all(&plan, &mut show)? };
             if let Some(path) = output_file {
-                std::fs::write(path, serde_json::to_string_pretty(&document(&plan, &rows)?)?)?;
+                std::fs::write(path, serde_json::to_string_pretty(&document(&plan, bare, &rows)?)?)?;
             }
             Ok(())
         }
     }
 }
 
-fn document(plan: &Plan, rows: &[Row]) -> Outcome<serde_json::Value> {
+fn document(plan: &Plan, bare: bool, rows: &[Row]) -> Outcome<serde_json::Value> {
     Ok(serde_json::json!({
         "schema": 1,
         "version": env!("CARGO_PKG_VERSION"),
+        "engine": if bare { "bare" } else { "putget_transfer" },
         "provider": plan.provider.name(),
         "nics": plan.nics,
         "window": plan.window,
