@@ -15,8 +15,11 @@ use crate::region::Region;
 const LANES: usize = 2;
 /// Words of pinned memory in which streams say how far they are.
 const MARKS: usize = 4096;
-/// From this length on, each of several pieces goes to the copy engine on its own.
+/// From this length on, pieces go to the copy engine: it takes no multiprocessor, and its microseconds for each copy do
+/// not count any more. Shorter ones are copied by a kernel.
 const LARGE: u64 = 4 << 20;
+/// A single piece as short as this goes to the copy engine, too: there it is not slower.
+const SMALL: u64 = 128 << 10;
 /// After so long without an end the stream is asked whether something is wrong.
 const SUSPICION: Duration = Duration::from_millis(20);
 
@@ -93,9 +96,9 @@ impl Lanes {
         Ok(Self { lanes, next: 0, marks, lists, under_way: 0 })
     }
 
-    /// Says whether another order of so many copies can be taken.
-    pub fn has_room(&self, copies: usize) -> bool {
-        copies < 2 || self.lists.has_room()
+    /// Says whether another order can be taken.
+    pub fn has_room(&self) -> bool {
+        self.lists.has_room()
     }
 
     pub fn under_way(&self) -> usize {
@@ -113,7 +116,7 @@ impl Lanes {
         let Some(lane) = self.lanes.get_mut(index) else { return Ok(()) };
         let largest = order.copies.iter().map(|copy| copy.len).max().unwrap_or(0);
         let mut list = None;
-        if order.copies.len() > 1 && largest < LARGE {
+        if largest < LARGE && (order.copies.len() > 1 || largest > SMALL) {
             // SAFETY: the caller promises valid ranges; the list is given back after the order's end only.
             list = unsafe { pages.copy(&lane.stream, order.copies, &mut self.lists)? };
         } else {

@@ -343,7 +343,7 @@ impl Nic for NvlinkNic {
         }
         let index = write.link.0;
         let outgoing = self.link(write.link)?;
-        if !outgoing.has_room(pieces.len()) {
+        if !outgoing.has_room() {
             return Err(Post::Busy);
         }
         let taken = pieces.len().min(pages::MOST);

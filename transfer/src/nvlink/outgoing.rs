@@ -102,9 +102,9 @@ impl Outgoing {
         !self.channel.is_closed()
     }
 
-    /// Says whether a write of so many pieces can be taken.
-    pub fn has_room(&self, pieces: usize) -> bool {
-        self.ring.has_room() && self.lanes.as_ref().is_none_or(|lanes| lanes.has_room(pieces))
+    /// Says whether a write can be taken.
+    pub fn has_room(&self) -> bool {
+        self.ring.has_room() && self.lanes.as_ref().is_none_or(Lanes::has_room)
     }
 
     /// Says whether a message can be taken.
