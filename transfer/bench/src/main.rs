@@ -4,7 +4,9 @@
 //! timed.
 
 mod bare;
+mod group;
 mod measure;
+mod notify;
 mod target;
 
 use std::error::Error;
@@ -54,6 +56,29 @@ enum Command {
         /// Write the rows as JSON too
         #[arg(long = "output_file")]
         output_file: Option<PathBuf>,
+    },
+    /// Measure what the engine itself costs a write, and how soon a target knows of one (sim, tcp and net, in one process)
+    Notify {
+        #[arg(long, value_enum)]
+        provider: Provider,
+        #[arg(long, default_value = "127.0.0.1")]
+        source: String,
+        #[arg(long, default_value_t = 5000)]
+        count: u32,
+        /// Keep the workers polling instead of letting them sleep
+        #[arg(long = "busy_poll")]
+        busy_poll: bool,
+    },
+    /// Measure barrier and scatter in a group of many peers (sim, tcp and net, in one process)
+    Group {
+        #[arg(long, value_enum)]
+        provider: Provider,
+        #[arg(long, default_value = "127.0.0.1")]
+        source: String,
+        #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u16).range(1..=256))]
+        peers: u16,
+        #[arg(long, default_value_t = 200)]
+        rounds: u32,
     },
     /// Be the target of another bench's bare loop (started by it)
     #[command(hide = true)]
@@ -107,6 +132,8 @@ struct Plan {
 fn main() -> Outcome<()> {
     match Cli::parse().command {
         Command::Target { provider, nics, source, busy_poll } => target::serve(provider, nics, &source, busy_poll),
+        Command::Notify { provider, source, count, busy_poll } => notify::run(provider, &source, count, busy_poll),
+        Command::Group { provider, source, peers, rounds } => group::run(provider, &source, peers.into(), rounds),
         Command::BareTarget { provider, source, len } => bare::serve(provider, &source, len),
         Command::Bench { provider, nics, source, seconds, largest, window, busy_poll, bare, output_file } => {
             let time = Duration::try_from_secs_f64(seconds)?;

@@ -18,7 +18,7 @@ pub fn digest(bytes: &[u8]) -> u64 {
     bytes.iter().fold(0, |sum: u64, byte| sum.wrapping_mul(31).wrapping_add(u64::from(*byte) + 1))
 }
 
-fn build(provider: Provider, network: &SimNetwork, nics: u8, source: &str, busy_poll: bool) -> Outcome<Engine> {
+pub fn build(provider: Provider, network: &SimNetwork, nics: u8, source: &str, busy_poll: bool) -> Outcome<Engine> {
     let nics = usize::from(nics);
     let group = match provider {
         Provider::Sim => DeviceGroup::sim(network, nics),
