@@ -236,7 +236,9 @@ impl Builder {
         for group in self.groups {
             inner.add_group(group)?;
         }
-        Ok(Engine { inner: Arc::new(inner) })
+        let engine = Engine { inner: Arc::new(inner) };
+        tracing::debug!(engine = %engine.name(), groups = engine.inner.groups.len(), ?kind, "engine started");
+        Ok(engine)
     }
 }
 

@@ -89,4 +89,7 @@ pub mod fuzzing {
             assert_eq!(frame.encode(), bytes);
         }
     }
+
+    /// Decodes a frame between processes of one machine (nvlink), likewise.
+    pub use crate::nvlink::fuzz_control as control;
 }

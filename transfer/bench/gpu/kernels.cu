@@ -29,6 +29,11 @@ __global__ void answer_kernel(volatile unsigned long long *word, unsigned long l
 // what the copy engines reach without anything around them.
 extern "C" int copy_peer(void *const *dst, const int *gpus, int peers, const void *src, int own, size_t len, size_t room, int count) {
   cudaStream_t streams[16];
+  for (int peer = 0; peer < peers; ++peer) {
+    // Fails if it has been done before; what counts is that the copies then go directly.
+    cudaDeviceEnablePeerAccess(gpus[peer], 0);
+  }
+  cudaGetLastError();
   for (int peer = 0; peer < peers; ++peer) cudaStreamCreateWithFlags(&streams[peer], cudaStreamNonBlocking);
   for (int i = 0; i < count; ++i) {
     const size_t at = i * len % room;

@@ -88,7 +88,7 @@ class DeviceGroup:
     def nvlink(ordinal: int) -> DeviceGroup:
         """Make a group of one GPU, which writes to its peers in other processes of this machine.
 
-        It moves memory that comes from cudaMalloc (torch's, without expandable segments) and host memory, which it pins.
+        It moves memory from cudaMalloc (torch's, without expandable segments) and host memory, which it pins.
 
         Args:
             ordinal: The GPU's number in CUDA.

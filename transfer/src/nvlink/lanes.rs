@@ -15,11 +15,10 @@ use crate::region::Region;
 const LANES: usize = 2;
 /// Words of pinned memory in which streams say how far they are.
 const MARKS: usize = 4096;
-/// From this length on, pieces go to the copy engine: it takes no multiprocessor, and its microseconds for each copy do
-/// not count any more. Shorter ones are copied by a kernel.
+/// From this length on, each of several pieces goes to the copy engine: it takes no multiprocessor, and its microseconds for
+/// each copy do not count any more. Several shorter ones are copied by one kernel. A piece alone goes to the copy engine:
+/// a kernel is not faster then.
 const LARGE: u64 = 4 << 20;
-/// A single piece as short as this goes to the copy engine, too: there it is not slower.
-const SMALL: u64 = 128 << 10;
 /// After so long without an end the stream is asked whether something is wrong.
 const SUSPICION: Duration = Duration::from_millis(20);
 
@@ -116,7 +115,7 @@ impl Lanes {
         let Some(lane) = self.lanes.get_mut(index) else { return Ok(()) };
         let largest = order.copies.iter().map(|copy| copy.len).max().unwrap_or(0);
         let mut list = None;
-        if largest < LARGE && (order.copies.len() > 1 || largest > SMALL) {
+        if order.copies.len() > 1 && largest < LARGE {
             // SAFETY: the caller promises valid ranges; the list is given back after the order's end only.
             list = unsafe { pages.copy(&lane.stream, order.copies, &mut self.lists)? };
         } else {

@@ -48,6 +48,19 @@ const PATIENCE: Duration = Duration::from_secs(2);
 const LISTENER: u64 = u64::MAX;
 const INCOMING: u64 = 1 << 63;
 
+/// For the fuzzer: a control frame that is accepted must encode to the same bytes.
+#[cfg(fuzzing)]
+pub fn fuzz_control(bytes: &[u8]) {
+    if let Ok(Some(len)) = control::complete(bytes)
+        && let Some(frame) = bytes.get(..len)
+        && let Ok(control) = control::decode(frame)
+    {
+        let mut again = Vec::new();
+        control.write(&mut again);
+        assert_eq!(again, frame);
+    }
+}
+
 /// Tells this process from others of this machine, also across a fork of its id.
 fn process() -> Result<u64, Error> {
     static PROCESS: OnceLock<u64> = OnceLock::new();
