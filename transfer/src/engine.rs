@@ -18,7 +18,7 @@ use crate::provider::Opener;
 use crate::queue::Queue;
 use crate::shared::{Config, PeerEvent, Shared};
 use crate::sim::SimNetwork;
-use crate::sys::pin_thread;
+use crate::sys::{exact_timers, pin_thread};
 use crate::topology::cpus_near;
 use crate::watcher::Watchers;
 use crate::worker::Worker;
@@ -282,6 +282,7 @@ impl Inner {
         let report = Arc::clone(&started);
         let DeviceGroup { nics, kind, device, cpus } = group;
         let worker = spawn(&format!("worker{index}"), move || {
+            exact_timers();
             let pinned = cpus.as_deref().map_or(Ok(()), pin_thread);
             match pinned.and_then(|()| Worker::new(shared, queue, index, kind, nics)) {
                 Ok(worker) => {
@@ -305,7 +306,10 @@ impl Inner {
         let mut thread = self.watcher_thread.lock().unwrap_or_else(PoisonError::into_inner);
         if thread.is_none() {
             let (watchers, shared) = (Arc::clone(&self.watchers), Arc::clone(&self.shared));
-            *thread = Some(spawn("watcher", move || watchers.run(&shared))?);
+            *thread = Some(spawn("watcher", move || {
+                exact_timers();
+                watchers.run(&shared);
+            })?);
         }
         Ok(&self.watchers)
     }
