@@ -251,6 +251,24 @@ fn nothing_lands_once_a_registration_has_ended() {
         let late = |done| a.submit_single_write(1, Some(1), (&src, 0), (&desc, 0), &within(LONG), done);
         assert_eq!(failure(outcome(late)).reason, Reason::Network(NetworkError::BadKey));
     }
+    // An engine that closes takes its registrations back, too.
+    let (_dst, desc) = to.register(&b);
+    from.write(&vec![99; 4 << 20]);
+    let flag = putget_transfer::Flag::new();
+    let burst = |count| {
+        for _ in 0..count {
+            let done = Done::flag(&flag);
+            a.submit_single_write(1 << 20, None, (&src, 0), (&desc, 0), &within(LONG), done).unwrap();
+        }
+    };
+    burst(1);
+    eventually("the first is over", || flag.pending() == 0);
+    burst(64);
+    b.close();
+    to.write(&vec![0; 4 << 20]);
+    eventually("all are over", || flag.pending() == 0);
+    assert!(to.read().iter().all(|byte| *byte == 0), "a write landed after the end of the engine");
+    let [b] = engines();
     let (dst, desc) = b.alloc_mr(4096).unwrap();
     b.dereg_mr(dst).unwrap();
     let late = |done| a.submit_single_write(1, Some(1), (&src, 0), (&desc, 0), &within(LONG), done);

@@ -109,6 +109,11 @@ impl Incoming {
         }
     }
 
+    /// Says whether the writer may still write to any region.
+    pub fn may_write_any(&self) -> bool {
+        !self.channel.is_closed() && !self.told.is_empty()
+    }
+
     /// Says whether the writer may still write to a region.
     pub fn may_write(&self, rkey: u64) -> bool {
         !self.channel.is_closed() && self.told.contains(&rkey)

@@ -390,6 +390,12 @@ impl Nic for NvlinkNic {
 
 impl Drop for NvlinkNic {
     fn drop(&mut self) {
+        // Writers let go of this memory before its owner may do something else with it.
+        let keys = std::mem::take(&mut self.registrations.by_key);
+        for rkey in keys.keys() {
+            self.incoming.iter_mut().for_each(|(_, incoming)| incoming.revoke(*rkey));
+        }
+        self.look_until(|nic| !nic.incoming.iter().any(|(_, incoming)| incoming.may_write_any()));
         (0..self.outgoing.len()).for_each(|link| self.disconnect(Link(link)));
         if !self.look_until(|nic| nic.outgoing.iter().all(Option::is_none)) {
             // A device that does not come to an end: what it may still touch is not freed.

@@ -13,7 +13,7 @@ use crate::region::Region;
 /// Most copies of one list.
 pub(super) const MOST: usize = 1024;
 /// Lists that may be under way on one link.
-const LISTS: usize = 64;
+const LISTS: usize = 16;
 const LIST_BYTES: usize = MOST * size_of::<Stretch>();
 /// Bytes that one warp copies in one go: eight 16-byte words a lane.
 const PART: u64 = 4096;
