@@ -36,7 +36,7 @@ def command(network: str, contender: str, options: argparse.Namespace) -> list[s
     if contender in PEERS:
         return [options.peers_python, str(HERE / "peers.py"), contender, *common]
     mode = {ENGINE: [], f"{ENGINE}_busy_poll": ["--busy_poll"], "libfabric_alone": ["--bare"]}[contender]
-    return [str(options.program), "bench", "--provider", network, *mode, *common]
+    return [str(options.program.resolve()), "bench", "--provider", network, *mode, *common]
 
 
 def run(network: str, contender: str, options: argparse.Namespace) -> dict[tuple[str, int], dict[str, float]] | None:
