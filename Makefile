@@ -46,7 +46,7 @@ $(INSTALLED): pyproject.toml | $(UV)
 $(CURDIR)/.tools/uv:
 	@$(PYTHON) scripts/bootstrap_uv.py .tools
 
-# The model of the synchronisation is checked with SPIN. Without it that one test skips.
+# The models of the synchronisation are checked with SPIN. Without it that one test skips.
 spin:
 	@command -v spin >/dev/null || { test "$$(id -u)" = 0 && command -v apt-get >/dev/null \
 	  && export DEBIAN_FRONTEND=noninteractive \

@@ -46,9 +46,6 @@ class Timeout:
 
 # Starting processes on GPUs takes seconds: there only what tests/gpu/test_lost_processes.py and test_deadlines.py leave
 # out.
-ON_GPUS_TOO = pytest.mark.parametrize("ranks", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
-
-
 @pytest.fixture
 def ranks(request: pytest.FixtureRequest) -> Iterator[RankProcesses]:
     device = str(getattr(request, "param", "cpu"))
@@ -217,8 +214,15 @@ def test_before_its_dispatch(ranks: RankProcesses, number: signal.Signals, victi
     wake(ranks, number, victim)
 
 
-@ON_GPUS_TOO
-@SIGNALS
+@pytest.mark.parametrize(
+    ("ranks", "number"),
+    [
+        pytest.param("cpu", signal.SIGKILL, id="cpu-killed"),
+        pytest.param("cpu", signal.SIGSTOP, id="cpu-stopped"),
+        pytest.param("cuda", signal.SIGSTOP, id="cuda-stopped", marks=pytest.mark.gpu),
+    ],
+    indirect=["ranks"],
+)
 def test_between_dispatch_and_combine(ranks: RankProcesses, number: signal.Signals) -> None:
     start(ranks)
     ranks.call(dispatch, 1)
@@ -313,7 +317,7 @@ def test_dies_in_the_constructor(ranks: RankProcesses) -> None:
         assert got.seconds < 2.0 + SLACK_S
 
 
-@ON_GPUS_TOO
+@pytest.mark.parametrize("ranks", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
 def test_two_deaths_at_once_then_one_more(ranks: RankProcesses) -> None:
     start(ranks)
     ranks.signal(1, signal.SIGKILL)
@@ -469,7 +473,7 @@ def test_at_any_moment(ranks: RankProcesses, number: signal.Signals, seed: int) 
         require_round(ranks, 5)
 
 
-@ON_GPUS_TOO
+@pytest.mark.parametrize("ranks", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
 def test_a_fault_and_its_recovery_belong_to_one_workspace(ranks: RankProcesses) -> None:
     start(ranks)
     ranks.call(construct_second)

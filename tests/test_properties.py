@@ -85,16 +85,24 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
-# A failing example takes seconds when it hangs, so the harness bounds it, not a deadline.
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
-@given(case=cases())
-def test_any_case_equals_the_oracle_in_threads(case: Case, device: str) -> None:
-    note(repr(case))
-    check_case(case, run_ranks(case.ep_size, play, case, mode="thread", device=device, timeout=30))
+def check_examples(count: int, drawn: st.SearchStrategy[Case], mode: str, device: str) -> None:
+    """Plays so many cases. A failing one takes seconds when it hangs, so the harness bounds it, not a deadline."""
+
+    @settings(max_examples=count, suppress_health_check=[HealthCheck.too_slow])
+    @given(case=drawn)
+    def check(case: Case) -> None:
+        note(repr(case))
+        check_case(case, run_ranks(case.ep_size, play, case, mode=mode, device=device, timeout=30))
+
+    check()
 
 
-@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
-@given(case=cases().filter(lambda case: case.ep_size in (2, 3, 4, 8)))
-def test_any_case_equals_the_oracle_in_processes(case: Case, device: str) -> None:
-    note(repr(case))
-    check_case(case, run_ranks(case.ep_size, play, case, mode="process", device=device, timeout=30))
+# The same text decides on both backends. On GPUs, where an example takes longer, the first ones are drawn again, and
+# tests/gpu/test_equality.py has cases of real size.
+def test_any_case_equals_the_oracle_in_threads(device: str) -> None:
+    check_examples({"cpu": 150, "cuda": 50}[device], cases(), "thread", device)
+
+
+def test_any_case_equals_the_oracle_in_processes(device: str) -> None:
+    drawn = cases().filter(lambda case: case.ep_size in (2, 3, 4, 8))
+    check_examples({"cpu": 30, "cuda": 12}[device], drawn, "process", device)

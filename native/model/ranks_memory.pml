@@ -1,0 +1,265 @@
+/* What ranks.pml is made of: the memory of the ranks, flags in it, waits for them, and rows.
+ *
+ * A memory cell holds the number of the round whose row it carries, so a read of a stale cell and a cell overwritten
+ * before its reader came both fail an assertion.
+ */
+#ifndef RANKS
+#define RANKS 2
+#endif
+#ifndef ROUNDS
+#define ROUNDS 3
+#endif
+#ifndef SLOTS
+#define SLOTS 1
+#endif
+#ifndef EPOCHS
+#define EPOCHS 4
+#endif
+#ifndef ROUTES
+#define ROUTES 2
+#endif
+#ifndef EXTRA
+#define EXTRA 0
+#endif
+#ifndef PUSH
+#define PUSH 0
+#endif
+#ifndef ROTATE
+#define ROTATE 1
+#endif
+
+#define EVERYBODY ((1 << RANKS) - 1)
+#define VICTIM (RANKS - 1)
+
+/* The model counts epochs without end; ranks compare them modulo EPOCHS, for equality. */
+#define FIRST_EPOCH (EPOCHS - 2) /* so that a run wraps early */
+#ifdef PLAIN_COMPARE
+#define REACHED(flag, epoch) ((flag) % EPOCHS >= (epoch) % EPOCHS)
+#else
+#define REACHED(flag, epoch) ((flag) % EPOCHS == (epoch) % EPOCHS)
+#endif
+#define NOT_BEFORE(epoch, other) (((epoch) + EPOCHS - (other) % EPOCHS) % EPOCHS < EPOCHS / 2)
+
+/* Cells of the rows (slot, src) in a rank's memory: regions of received rows, output and, where rows are pushed, the
+ * inbox. Object 1 has another order of regions, and assigns the cells in another order: a different row size puts the
+ * splits of different ranks at the same address. */
+#define PUSHES(object) ((PUSH >> (object)) & 1)
+#if PUSH > 0
+#define REGIONS 3
+#else
+#define REGIONS 2
+#endif
+#define REGION_ROWS (SLOTS * RANKS)
+#define SPLIT(object, slot, src) ((object) == 0 -> (slot) * RANKS + (src) : REGION_ROWS - 1 - (slot) * RANKS - (src))
+#define ROW(kind, object, slot, src) \
+  cell[(((kind) + (object) * ROTATE) % REGIONS) * REGION_ROWS + SPLIT(object, slot, src)]
+#define RECEIVED(slot, src) ROW(0, object, slot, src)
+#define OUTPUT(slot, src) ROW(1, object, slot, src)
+#define INBOX(slot, src) ROW(2, object, slot, src)
+#define EMPTY 0
+
+#define COMBINED 1
+#define RELEASED 2
+
+/* The symmetric memory of one rank. After set_active_ranks the same addresses lead to memory[RANKS + rank]; a rank that
+ * was excluded still reaches memory[rank]. */
+typedef Memory {
+  byte arrived_epoch[RANKS];
+  byte arrived_rows[RANKS];
+  byte ended_epoch[RANKS];
+  byte ended_how[RANKS];
+#if PUSH > 0
+  byte pushed_epoch[RANKS];
+#endif
+  byte finished_epoch[RANKS]; /* only where layouts are mixed */
+  byte cell[REGIONS * REGION_ROWS]
+};
+#ifdef DEADLINES
+#define GENERATIONS 2
+#else
+#define GENERATIONS 1
+#endif
+Memory memory[RANKS * GENERATIONS];
+
+#define AT(rank) memory[generation * RANKS + (rank)]
+#define ACTIVE(rank) ((members >> (rank)) & 1)
+#define PEER(rank) (ACTIVE(rank) && (rank) != me) /* a flag to oneself would order nothing: a rank is one thread here */
+
+#ifdef DEADLINES
+#ifdef NO_DEADLINE
+#define OR_EXPIRES
+#else
+#define OR_EXPIRES :: !renewed -> goto fault
+#endif
+#define MAY_DIE if :: me == VICTIM -> goto stopped :: true fi
+#else
+#define OR_EXPIRES
+#define MAY_DIE
+#endif
+
+/* peer := any member of todo, which is not empty. Flags to several peers leave in any order. */
+inline choose_peer() {
+  peer = 0;
+  do
+  :: (todo >> peer) & 1 -> break
+  :: todo >> (peer + 1) -> peer++
+  od
+}
+
+/* Stores a flag into every other rank's memory. */
+#define TO_PEERS(store) \
+  todo = members & ~(1 << me); \
+  do \
+  :: todo == 0 -> break \
+  :: else -> \
+    MAY_DIE; \
+    choose_peer(); \
+    store; \
+    todo = todo & ~(1 << peer) \
+  od; \
+  peer = 0
+
+#ifdef TORN_FLAG
+#define ONE_WORD
+#else
+#define ONE_WORD atomic
+#endif
+#ifdef SKIP_EMPTY_D3
+#define TELLS (rows[peer] > 0)
+#else
+#define TELLS true
+#endif
+#define STORE_ARRIVED \
+  if \
+  :: TELLS -> ONE_WORD { AT(peer).arrived_epoch[me] = epoch; AT(peer).arrived_rows[me] = rows[peer] } \
+  :: !(TELLS) -> skip \
+  fi
+
+inline publish_arrived() { TO_PEERS(STORE_ARRIVED) }
+inline publish_ended(of_epoch, how) {
+  TO_PEERS(atomic { AT(peer).ended_epoch[me] = of_epoch; AT(peer).ended_how[me] = how })
+}
+inline publish_pushed() { TO_PEERS(AT(peer).pushed_epoch[me] = epoch) }
+inline publish_finished() {
+  if
+  :: mixed -> TO_PEERS(AT(peer).finished_epoch[me] = epoch)
+  :: else
+  fi
+}
+
+/* Until a wait is over, the flag is older than the epoch, and `then` is what it shows at last. At D1, C3 and D4 older
+ * means the round before. */
+#define WAIT(flag, of_epoch, then) \
+  if \
+  :: atomic { REACHED(AT(me).flag, of_epoch) -> assert(AT(me).flag == of_epoch); then } \
+  :: atomic { AT(me).flag > of_epoch -> assert(false) } \
+  OR_EXPIRES \
+  fi
+#define WAIT_NEXT(flag, of_epoch, then) \
+  if \
+  :: atomic { REACHED(AT(me).flag, of_epoch) -> assert(AT(me).flag == of_epoch); then } \
+  :: atomic { AT(me).flag > of_epoch || AT(me).flag + 1 < of_epoch -> assert(false) } \
+  OR_EXPIRES \
+  fi
+
+inline observe_ended(of_epoch) {
+  for (peer : 0 .. RANKS - 1) {
+    if
+    :: PEER(peer) -> WAIT_NEXT(ended_epoch[peer], of_epoch, skip)
+    :: else
+    fi
+  }
+  peer = 0
+}
+
+inline observe_pushed() {
+  for (peer : 0 .. RANKS - 1) {
+    if
+    :: PEER(peer) -> WAIT(pushed_epoch[peer], epoch, skip)
+    :: else
+    fi
+  }
+  peer = 0
+}
+
+/* Only of those that combined: who released has got nothing. */
+inline observe_finished(of_epoch) {
+  for (peer : 0 .. RANKS - 1) {
+    if
+    :: mixed && PEER(peer) && AT(me).ended_how[peer] == COMBINED -> WAIT(finished_epoch[peer], of_epoch, skip)
+    :: else
+    fi
+  }
+  peer = 0
+}
+
+inline observe_arrived() {
+  counts[me] = rows[me];
+  for (peer : 0 .. RANKS - 1) {
+    if
+    :: PEER(peer) ->
+#ifdef SKIP_D4
+      counts[peer] = AT(me).arrived_rows[peer]
+#else
+      WAIT_NEXT(arrived_epoch[peer], epoch, counts[peer] = AT(me).arrived_rows[peer])
+#endif
+    :: else
+    fi
+  }
+  peer = 0
+}
+
+/* `then` for each (slot, peer) for which `when` holds, in one step. That loses no error: a row access has no effect on
+ * what anybody does next, so a read that finds a wrong row finds it too when the accesses beside it happen at the same
+ * moment. */
+#define FOR_ROWS(when, then) \
+  d_step { \
+    for (peer : 0 .. RANKS - 1) { \
+      for (slot : 0 .. SLOTS - 1) { \
+        if \
+        :: when -> then \
+        :: else \
+        fi \
+      } \
+    } \
+    peer = 0; \
+    slot = 0 \
+  }
+
+/* D2. */
+inline put_rows() { FOR_ROWS(slot < rows[peer], AT(peer).RECEIVED(slot, me) = round) }
+
+/* Empty slots are marked by their owner. */
+inline clear_empty_slots() { FOR_ROWS(ACTIVE(peer) && slot >= counts[peer], AT(me).RECEIVED(slot, peer) = EMPTY) }
+
+/* A peer released the round that this rank combines: a fault where ranks may disagree, impossible otherwise. */
+#ifdef MIXED_ENDS
+#define MISUSE goto fault
+#define WRITES combine
+#else
+#define MISUSE assert(false)
+#define WRITES true /* a round that is released may have been written all the same */
+#endif
+
+/* D5: what has come is read, and the ids of empty slots. C1: the rows that combine moves are written. */
+inline run_experts() {
+  FOR_ROWS(ACTIVE(peer), assert(AT(me).RECEIVED(slot, peer) == (slot < counts[peer] -> round : EMPTY)));
+  if
+  :: WRITES -> FOR_ROWS(ACTIVE(peer) && slot < counts[peer], AT(me).OUTPUT(slot, peer) = round)
+  :: else
+  fi
+}
+
+/* C6: reads what the experts wrote. */
+inline push_rows() {
+  FOR_ROWS(ACTIVE(peer) && slot < counts[peer],
+           assert(AT(me).OUTPUT(slot, peer) == round); AT(peer).INBOX(slot, me) = round)
+}
+
+/* C9, or C4. */
+inline read_rows() {
+  if
+  :: PUSHES(object) -> FOR_ROWS(slot < rows[peer], assert(AT(me).INBOX(slot, peer) == round))
+  :: else -> FOR_ROWS(slot < rows[peer], assert(AT(peer).OUTPUT(slot, me) == round))
+  fi
+}
