@@ -86,11 +86,16 @@ putget_launch combine_launch(const Shape& shape, uint32_t num_tokens, bool moves
                      : is_small ? kThreads
                                 : threads_for(enough);
   }
-  if (launch.segment_bytes == 0) {
+  if (launch.segment_bytes == 0 && moves_rows) {
+    // Each segment of a token waits for the token's rows: as long as they may be with something to do for every warp
+    // that sums.
+    launch.segment_bytes = kWarpBytes;
+    while (launch.segment_bytes < half_row(shape) && items_with(2 * launch.segment_bytes) >= warps / 2) {
+      launch.segment_bytes *= 2;
+    }
+  } else if (launch.segment_bytes == 0) {
     const bool has_warps_left = 2 * items_with(kWarpBytes) <= warps;
     launch.segment_bytes = has_warps_left ? kWarpBytes : (is_large ? kLongSegment : kLongSegment / 2);
-    // Each segment of a token whose rows are moved waits for them: long segments wait less often.
-    if (moves_rows && is_large) launch.segment_bytes = std::max(kLongSegment, half_row(shape));
   }
   while (items_with(launch.segment_bytes) >= kMaxItems) launch.segment_bytes *= 2;
   if (launch.blocks == 0) {

@@ -25,6 +25,8 @@ pub enum ProviderKind {
     Libfabric,
     /// CUDA peer memory between processes of one machine.
     Nvlink,
+    /// Verbs: InfiniBand and RoCE.
+    Verbs,
 }
 
 impl ProviderKind {
@@ -33,6 +35,7 @@ impl ProviderKind {
             Self::Sim => 1,
             Self::Libfabric => 2,
             Self::Nvlink => 4,
+            Self::Verbs => 3,
         }
     }
 
@@ -41,6 +44,7 @@ impl ProviderKind {
             1 => Ok(Self::Sim),
             2 => Ok(Self::Libfabric),
             4 => Ok(Self::Nvlink),
+            3 => Ok(Self::Verbs),
             _ => Err(DecodeError::Value("provider")),
         }
     }

@@ -20,6 +20,7 @@ use crate::shared::{Config, PeerEvent, Shared};
 use crate::sim::SimNetwork;
 use crate::sys::{exact_timers, pin_thread};
 use crate::topology::cpus_near;
+use crate::verbs::VerbsNic;
 use crate::watcher::Watchers;
 use crate::worker::Worker;
 use crate::worker::command::Command;
@@ -71,6 +72,19 @@ impl DeviceGroup {
     pub fn nvlink(ordinal: u16) -> Self {
         let open: Opener = Box::new(move || Ok(Box::new(NvlinkNic::open(ordinal)?)));
         Self { nics: vec![open], kind: ProviderKind::Nvlink, device: Device::Cuda(ordinal), cpus: None }
+    }
+
+    /// Host memory behind ports of InfiniBand or RoCE NICs, as `device`, `device:port` or `device:port:gid_index`; the port is 1
+    /// and the address the best RoCE v2 one (IPv4 first) unless said otherwise.
+    ///
+    /// libibverbs is loaded by [`Builder::build`], which reports what is missing.
+    pub fn verbs(devices: &[&str]) -> Self {
+        let open = |device: &&str| -> Opener {
+            let device = (*device).to_owned();
+            Box::new(move || Ok(Box::new(VerbsNic::open(&device)?)))
+        };
+        let nics = devices.iter().map(open).collect();
+        Self { nics, kind: ProviderKind::Verbs, device: Device::Host, cpus: None }
     }
 
     /// Whose memory the group moves; the host's unless said otherwise.

@@ -60,6 +60,7 @@ mod sim;
 mod sync;
 mod sys;
 mod topology;
+mod verbs;
 mod watcher;
 mod wire;
 mod worker;
@@ -92,4 +93,11 @@ pub mod fuzzing {
 
     /// Decodes a frame between processes of one machine (nvlink), likewise.
     pub use crate::nvlink::fuzz_control as control;
+
+    /// Decodes a datagram of the verbs provider; one that is accepted must encode to the same bytes.
+    pub fn datagram(bytes: &[u8]) {
+        if let Some(again) = crate::verbs::recode(bytes) {
+            assert_eq!(again, bytes);
+        }
+    }
 }
