@@ -15,11 +15,11 @@ UV_ENV := UV_PYTHON_DOWNLOADS=never
 INSTALLED := .venv/.installed
 CPP_FILES = $(shell find native tests -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu')
 
-.PHONY: help demo test build spin libfabric transfer lint lint-ruff lint-format lint-types lint-cpp lint-spelling lint-transfer format \
+.PHONY: help demo test build spin libfabric transfer transfer-verbs lint lint-ruff lint-format lint-types lint-cpp lint-spelling lint-transfer format \
   hooks wheel clean distclean
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: build ## Run the main job: 8 CPU ranks, or this machine's GPUs (DEMO_ARGS=...)
 	@$(BIN)/python -m putget demo $(DEMO_ARGS)
@@ -64,6 +64,10 @@ libfabric:
 transfer: $(INSTALLED) libfabric ## Build and test the transfer engine (Rust), and build its Python package
 	@scripts/cargo.sh test --workspace --locked --quiet
 	@VIRTUAL_ENV=$(CURDIR)/.venv PATH=$(dir $(UV)):$$PATH scripts/cargo.sh with $(BIN)/maturin develop --uv --quiet --locked
+
+# Verbs need a NIC. Soft-RoCE in a virtual machine stands in for one (transfer/vm): packages and a kernel of Debian's.
+transfer-verbs: ## Test the transfer engine over verbs, in a virtual machine
+	@transfer/vm/tests.sh || test $$? = 77
 
 lint: lint-ruff lint-format lint-types lint-cpp lint-spelling lint-transfer ## Run every check of style and types
 

@@ -4,6 +4,7 @@
 #include <memory>
 
 #include "error.h"
+#include "moe/plan.h"
 #include "protocol/state.h"
 
 namespace putget {
@@ -59,13 +60,26 @@ class Memory {
 
 namespace cpu {
 std::unique_ptr<Memory> create_memory(const MemoryConfig& config);
-}
+void moe_group(const moe::Grouping& group, const moe::CopyPlan& copy);
+void moe_expand(const moe::ExpandCall& call);
+void moe_activate(const moe::ActivationCall& call, OutputType type, moe::Gate gate);
+void moe_finalize(const moe::Grouping& group, const moe::FinalizeCall& call, OutputType type);
+}  // namespace cpu
 
 namespace cuda {
 // Each throws Error(PUTGET_UNAVAILABLE) where the build or the machine has no CUDA.
 std::unique_ptr<Memory> create_memory(const MemoryConfig& config);
 uint32_t gpu_count();
 putget_gpu gpu_report(uint32_t ordinal);
+// Where kernels are enqueued.
+struct Queue {
+  int ordinal;  // CUDA device number
+  void* stream;
+};
+void moe_group(const moe::Grouping& group, const moe::CopyPlan& copy, const Queue& queue);
+void moe_expand(const moe::ExpandCall& call, const Queue& queue);
+void moe_activate(const moe::ActivationCall& call, OutputType type, moe::Gate gate, const Queue& queue);
+void moe_finalize(const moe::Grouping& group, const moe::FinalizeCall& call, OutputType type, const Queue& queue);
 }  // namespace cuda
 
 }  // namespace putget

@@ -25,6 +25,13 @@ STRUCTS = {
     "putget_combine_args": _abi.CombineArgs,
     "putget_fault": _abi.Fault,
     "putget_probe_args": _abi.ProbeArgs,
+    "putget_moe_config": _abi.MoeConfig,
+    "putget_moe_layout": _abi.MoeLayout,
+    "putget_moe_group_args": _abi.MoeGroupArgs,
+    "putget_moe_finalize_args": _abi.MoeFinalizeArgs,
+    "putget_moe_rows": _abi.MoeRows,
+    "putget_moe_expand_args": _abi.MoeExpandArgs,
+    "putget_moe_activation_args": _abi.MoeActivationArgs,
     "putget_gpu": _abi.Gpu,
 }
 CC = shutil.which("gcc") or shutil.which("cc")

@@ -1,7 +1,8 @@
-// The C ABI: validation, backend choice, and the only try/catch.
+// The C ABI of the all-to-all: validation and backend choice.
 #include <cstring>
 #include <string>
 
+#include "capi/guard.h"
 #include "capi/validate.h"
 
 struct putget_memory {
@@ -19,24 +20,10 @@ namespace {
 
 using putget::Error;
 using putget::Memory;
+using putget::capi::access_bytes;
+using putget::capi::guarded;
 using putget::capi::require;
 using putget::capi::require_version;
-
-thread_local std::string last_error;
-
-template <class Body>
-putget_status guarded(Body body) {
-  try {
-    body();
-    return PUTGET_OK;
-  } catch (const Error& error) {
-    last_error = error.what();
-    return error.status();
-  } catch (const std::exception& error) {
-    last_error = error.what();
-    return PUTGET_SYSTEM;
-  }
-}
 
 Memory& backend_of(putget_memory* memory) {
   require(memory != nullptr, "memory is null");
@@ -61,13 +48,6 @@ void run_checked(Memory& memory, Body body) {
   require_no_fault(memory);
   body();
   require_no_fault(memory);
-}
-
-// The widest access, up to 16 bytes, that addresses with these values in common allow.
-uint32_t access_bytes(uint64_t mixed) {
-  uint32_t bytes = 16;
-  while (mixed % bytes != 0) bytes /= 2;
-  return bytes;
 }
 
 putget::RankSet rank_set(const char* name, const uint32_t* words, uint32_t ep_size) {
@@ -130,7 +110,7 @@ putget::CombineCall combine_call(const putget::Shape& shape, const putget_combin
 
 uint32_t putget_abi_version(void) { return PUTGET_ABI_VERSION; }
 
-const char* putget_last_error(void) { return last_error.c_str(); }
+const char* putget_last_error(void) { return putget::capi::last_error.c_str(); }
 
 putget_status putget_layout_of(const putget_config* config, putget_layout* layout) {
   return guarded([&] {

@@ -21,6 +21,17 @@ static_assert(PUTGET_FAULT_PEER_TIMEOUT == static_cast<int>(FaultKind::kPeerTime
 
 namespace {
 
+constexpr uint32_t kMaxExperts = 1u << 20;
+constexpr uint32_t kMaxTokens = (1u << kRowsBits) - 1;
+constexpr uint32_t kMaxRowBytes = 1u << 26;
+constexpr float kMaxScale = 1e30f;
+
+}  // namespace
+
+void require(bool holds, const std::string& message) {
+  if (!holds) throw Error(PUTGET_INVALID, message);
+}
+
 void require_range(const char* name, uint64_t value, uint64_t low, uint64_t high) {
   if (value >= low && value <= high) return;
   throw Error(PUTGET_INVALID, std::string(name) + " is " + std::to_string(value) + ", allowed are " +
@@ -31,15 +42,10 @@ void require_pointer(const char* name, const void* pointer) {
   if (pointer == nullptr) throw Error(PUTGET_INVALID, std::string(name) + " is null");
 }
 
-constexpr uint32_t kMaxExperts = 1u << 20;
-constexpr uint32_t kMaxTokens = (1u << kRowsBits) - 1;
-constexpr uint32_t kMaxRowBytes = 1u << 26;
-constexpr float kMaxScale = 1e30f;
-
-}  // namespace
-
-void require(bool holds, const std::string& message) {
-  if (!holds) throw Error(PUTGET_INVALID, message);
+uint32_t access_bytes(uint64_t mixed) {
+  uint32_t bytes = 16;
+  while (mixed % bytes != 0) bytes /= 2;
+  return bytes;
 }
 
 Shape shape_of(const putget_config& config) {
@@ -117,6 +123,32 @@ void check_combine(const Shape& shape, const putget_combine_args& args) {
   require_range("num_tokens", args.num_tokens, 0, shape.max_tokens_per_rank);
   require_range("half", args.half, PUTGET_BOTH, PUTGET_FINISH);
   if (args.num_tokens != 0 && args.half != PUTGET_START) require_pointer("out", args.out);
+}
+
+moe::GroupSizes group_sizes_of(const putget_moe_config& config) {
+  require_range("ep_size", config.ep_size, 1, kMaxRanks);
+  require_range("ep_rank", config.ep_rank, 0, config.ep_size - 1);
+  require_range("num_experts", config.num_experts, 1, kMaxExperts);
+  require_range("num_local_experts", config.num_local_experts, 0, config.num_experts);
+  require_range("top_k", config.top_k, 1, kMaxTopK);
+  require_range("max_rows", config.max_rows, 1, kMaxTokens);
+  require_range("alignment", config.alignment, 1, moe::kMaxAlignment);
+  require_range("num_payloads", config.num_payloads, 0, kMaxPayloads);
+  moe::GroupSizes sizes{};
+  sizes.ep_size = config.ep_size;
+  sizes.ep_rank = config.ep_rank;
+  sizes.num_experts = config.num_experts;
+  sizes.num_local_experts = config.num_local_experts;
+  sizes.top_k = config.top_k;
+  sizes.max_rows = config.max_rows;
+  sizes.alignment = config.alignment;
+  sizes.num_payloads = config.num_payloads;
+  for (uint32_t p = 0; p < config.num_payloads; ++p) {
+    require_range("row_bytes", config.row_bytes[p], 1, kMaxRowBytes);
+    sizes.row_bytes[p] = config.row_bytes[p];
+  }
+  require_range("rows of all experts", sizes.capacity(), 0, (uint64_t{1} << 31) - 1);
+  return sizes;
 }
 
 }  // namespace putget::capi

@@ -16,11 +16,18 @@ void require_version(const Struct* value, const char* name) {
 }
 
 void require(bool holds, const std::string& message);
+void require_range(const char* name, uint64_t value, uint64_t low, uint64_t high);
+void require_pointer(const char* name, const void* pointer);
+
+// The widest access, up to 16 bytes, that addresses with these values in common allow.
+uint32_t access_bytes(uint64_t mixed);
 
 Shape shape_of(const putget_config& config);
 void check_launch(const char* name, const putget_launch& launch);
 MemoryConfig memory_config_of(const putget_memory_config& config);
 void check_dispatch(const Shape& shape, const putget_dispatch_args& args);
 void check_combine(const Shape& shape, const putget_combine_args& args);
+
+moe::GroupSizes group_sizes_of(const putget_moe_config& config);
 
 }  // namespace putget::capi

@@ -17,6 +17,10 @@ namespace {
 std::unique_ptr<Memory> create_memory(const MemoryConfig&) { unavailable(); }
 uint32_t gpu_count() { unavailable(); }
 putget_gpu gpu_report(uint32_t) { unavailable(); }
+void moe_group(const moe::Grouping&, const moe::CopyPlan&, const Queue&) { unavailable(); }
+void moe_expand(const moe::ExpandCall&, const Queue&) { unavailable(); }
+void moe_activate(const moe::ActivationCall&, OutputType, moe::Gate, const Queue&) { unavailable(); }
+void moe_finalize(const moe::Grouping&, const moe::FinalizeCall&, OutputType, const Queue&) { unavailable(); }
 
 }  // namespace putget::cuda
 

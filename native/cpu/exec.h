@@ -38,8 +38,7 @@ struct Exec {
   uint32_t warps() const { return 1; }
   void sync() const {}
   void sync_warp() const {}
-  void mark(Stage) const {}
-  void mark_first(Stage) const {}
+  void mark(Stage, uint32_t = 0) const {}
   bool any(bool condition) const { return condition; }
   // A call begins when the one before has ended.
   void wait_for_earlier_work() const {}
@@ -119,8 +118,8 @@ struct Exec {
   void publish_to_host(uint32_t* word, uint32_t value) const { __atomic_store_n(word, value, __ATOMIC_RELEASE); }
   void insert(RankSet& set, uint32_t rank) const { set.insert(rank); }
   void add(unsigned long long* counter, uint32_t amount) const { *counter += amount; }
-  void count(const RankSet& set, uint32_t ep_size, uint32_t* rows) const {
-    for (uint32_t rank = 0; rank < ep_size; ++rank) rows[rank] += set.has(rank) ? 1 : 0;
+  void count(uint32_t set, uint32_t first_rank, uint32_t ep_size, uint32_t* rows) const {
+    for (uint32_t i = 0; i < 32 && first_rank + i < ep_size; ++i) rows[first_rank + i] += (set >> i) & 1u;
   }
 
   template <class Access>
@@ -131,6 +130,15 @@ struct Exec {
   float largest_of(float value) const {
     static_assert(kGroup == 1, "one lane");
     return value;
+  }
+  // The larger one of |value| and `largest`, which is no NaN; a NaN is never the larger one.
+  float larger_magnitude(float value, float largest) const {
+    const float magnitude = value < 0.0f ? -value : value;
+    return magnitude > largest ? magnitude : largest;
+  }
+  template <class Codec, uint32_t kCount>
+  void narrow(const float (&value)[kCount], typename Codec::Bits (&bits)[kCount]) const {
+    for (uint32_t e = 0; e < kCount; ++e) bits[e] = Codec::narrow(value[e]);
   }
   void put_fp8(uint8_t* to, const float (&value)[kWirePack]) const {
     union {
@@ -150,6 +158,7 @@ struct Exec {
     uint32_t all;
   };
   Lanes count_lanes(bool yes) const { return {0, yes ? 1u : 0u}; }
+  bool all_lanes(bool yes) const { return yes; }
 
   // from[index], or zero where `from` is null.
   template <class Access>

@@ -81,7 +81,7 @@ class CpuMemory final : public Memory {
   void dispatch(const Plan& plan, const DispatchCall& call, const Limits&, void*) override {
     Exec exec;
     DispatchCall whole_rows = call;
-    cut_into_items(whole_rows, plan.shape, kWholeRow, 1);
+    cut_into_items(whole_rows, plan.shape, kWholeRow, 1, 1);
     putget::dispatch(exec, plan, whole_rows, dispatch_scratch_);
   }
 
@@ -90,6 +90,9 @@ class CpuMemory final : public Memory {
     CombineCall whole_rows = call;
     whole_rows.segment_bytes = kWholeRow;
     whole_rows.piece_bytes = kWholeRow;
+    whole_rows.small_piece_bytes = kWholeRow;
+    whole_rows.moving_blocks = 1;
+    whole_rows.ep_size = Divisor(plan.shape.ep_size);
     const bool packed = plan.shape.output_row_bytes() % kPackBytes == 0 && aligned(call.out) && aligned(call.addend);
     whole_rows.wide_out = packed;
     with_codec(plan.shape.output_type, [&](auto codec) {

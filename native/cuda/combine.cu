@@ -54,11 +54,7 @@ void launch_combine(const Plan& plan, CombineCall call, const Room& room, const 
   if (call.half == Half::kStart && !moves) launch.blocks = 1;
   call.wide_out = packed;
   call.segment_bytes = launch.segment_bytes;
-  call.piece_bytes = kPieceBytes;
-  while (uint64_t{shape.max_tokens_per_rank} * shape.ep_size * (shape.output_row_bytes() / call.piece_bytes + 1) >=
-         kMaxItems) {
-    call.piece_bytes *= 2;
-  }
+  cut_into_pieces(call, shape, launch.blocks);
   const CombineKernel kernel = shape.quantised() ? fp8_kernel(shape.output_type, shape.top_k)
                                                  : same_kernel(shape.output_type, packed, shape.top_k);
   launch_early(kernel, launch, stream, plan, call, "launching combine_kernel");

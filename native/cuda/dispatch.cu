@@ -40,7 +40,7 @@ void load_dispatch_kernels() {
 void launch_dispatch(const Plan& plan, DispatchCall call, const Room& room, const putget_launch& tuning,
                      cudaStream_t stream) {
   putget_launch launch = dispatch_launch(plan.shape, call.num_tokens, room, tuning);
-  cut_into_items(call, plan.shape, launch.segment_bytes, launch.splits);
+  cut_into_items(call, plan.shape, launch.segment_bytes, launch.splits, launch.blocks);
   if (call.half == Half::kFinish) launch.blocks = 1;
   launch_early(dispatch_kernel, launch, stream, plan, call, "launching dispatch_kernel");
 }

@@ -1,7 +1,10 @@
 // How the protocol text runs on a GPU: a grid of CTAs, each with warps that work on items of their own.
 #pragma once
 
+#include <type_traits>
+
 #include "cuda/ptx.cuh"
+#include "protocol/numeric.h"
 #include "protocol/signal.h"
 #include "protocol/stage.h"
 
@@ -9,7 +12,8 @@ namespace putget::cuda {
 
 #if defined(PUTGET_TRACE)
 // One per translation unit: dispatch.cu and combine.cu have their own.
-static __device__ uint64_t stage_ns[static_cast<uint32_t>(Stage::kCount)];
+// [0]: the first CTA; [1]: the CTA that comes last.
+static __device__ uint64_t stage_ns[2][static_cast<uint32_t>(Stage::kCount)];
 #endif
 
 struct Exec {
@@ -43,16 +47,13 @@ struct Exec {
   // kernels that a peer waits for.
   void __device__ let_later_work_begin() const { ptx::launch_dependent_grids(); }
 
-  // One thread of the calling CTA keeps the time of a stage; the CTA that comes last is kept.
-  __device__ void mark([[maybe_unused]] Stage stage) const {
+  // One thread of the calling CTA keeps the time of a stage.
+  __device__ void mark([[maybe_unused]] Stage stage, [[maybe_unused]] uint32_t by = 0) const {
 #if defined(PUTGET_TRACE)
-    if (threadIdx.x == 0) stage_ns[static_cast<uint32_t>(stage)] = ptx::global_timer_ns();
-#endif
-  }
-  // The same for the first CTA alone.
-  __device__ void mark_first([[maybe_unused]] Stage stage) const {
-#if defined(PUTGET_TRACE)
-    if (blockIdx.x == 0) mark(stage);
+    if (threadIdx.x != by) return;
+    const uint64_t now = ptx::global_timer_ns();
+    if (blockIdx.x == 0) stage_ns[0][static_cast<uint32_t>(stage)] = now;
+    stage_ns[1][static_cast<uint32_t>(stage)] = now;
 #endif
   }
 
@@ -89,7 +90,7 @@ struct Exec {
   __device__ bool last_to_arrive(uint32_t* counter, uint32_t* shared) const {
     __syncthreads();
     if (gridDim.x == 1) return true;
-    if (threadIdx.x == 0) *shared = ptx::add_acq_rel_gpu(counter, 1) + 1 == gridDim.x;  // [J2] [J3]
+    if (threadIdx.x == 0) *shared = ptx::add_acq_rel_gpu(counter, 1) + 1 == gridDim.x;  // [J3]
     __syncthreads();
     return *shared != 0;
   }
@@ -106,15 +107,15 @@ struct Exec {
     atomicAdd(counter, static_cast<unsigned long long>(amount));
   }
 
-  // rows[rank] += threads of the CTA whose set has the rank. Whole warps call it.
-  __device__ void count(const RankSet& set, uint32_t ep_size, uint32_t* rows) const {
-#pragma unroll
-    for (uint32_t w = 0; w < RankSet::kWords; ++w) {
+  // rows[rank] += threads of the CTA whose set has the rank, for 32 ranks from first_rank on. Whole warps call it.
+  __device__ void count(uint32_t set, uint32_t first_rank, uint32_t ep_size, uint32_t* rows) const {
 #pragma unroll 1
-      for (uint32_t rank = w * kLanes; rank < ep_size && rank < (w + 1) * kLanes; ++rank) {
-        const uint32_t votes = __ballot_sync(0xffffffffu, (set.word[w] >> (rank % kLanes)) & 1u);
-        if (lane() == rank % kLanes && votes != 0) atomicAdd(&rows[rank], __popc(votes));
-      }
+    for (uint32_t rank = first_rank; rank < ep_size && rank < first_rank + 32; rank += 4, set >>= 4) {
+      // Four bits, a byte each, summed over the warp at once: no byte exceeds the number of lanes.
+      const uint32_t sums = __reduce_add_sync(0xffffffffu, (set & 0xfu) * 0x00204081u & 0x01010101u);
+      if (lane() >= 4) continue;
+      const uint32_t mine = sums >> (8 * lane()) & 0xffu;
+      if (mine != 0) atomicAdd(&rows[rank + lane()], mine);
     }
   }
 
@@ -127,6 +128,9 @@ struct Exec {
     const uint32_t votes = __ballot_sync(0xffffffffu, yes);
     return {static_cast<uint32_t>(__popc(votes & ((1u << lane()) - 1))), static_cast<uint32_t>(__popc(votes))};
   }
+
+  // Whether all lanes of the warp say yes. A barrier of the warp too. Whole warps call it.
+  __device__ bool all_lanes(bool yes) const { return __all_sync(0xffffffffu, yes) != 0; }
 
   template <class Access>
   __device__ void put(Access* to, const Access& value) const {
@@ -141,6 +145,27 @@ struct Exec {
       value = fmaxf(value, __shfl_xor_sync(0xffffffffu, value, step));
     }
     return value;
+  }
+
+  // The larger one of |value| and `largest`, which is no NaN; a NaN is never the larger one.
+  __device__ float larger_magnitude(float value, float largest) const { return fmaxf(fabsf(value), largest); }
+
+  // As Codec::narrow does each, with the conversion that the hardware has; it differs in NaNs alone.
+  template <class Codec, uint32_t kCount>
+  __device__ void narrow(const float (&value)[kCount], typename Codec::Bits (&bits)[kCount]) const {
+    if constexpr (std::is_same_v<Codec, BFloat16> && kCount % 2 == 0) {
+      bool is_nan = false;
+#pragma unroll
+      for (uint32_t e = 0; e < kCount; e += 2) {
+        const uint32_t both = ptx::narrow_bf16x2(value[e], value[e + 1]);
+        bits[e] = static_cast<uint16_t>(both);
+        bits[e + 1] = static_cast<uint16_t>(both >> 16);
+        is_nan = is_nan || value[e] != value[e] || value[e + 1] != value[e + 1];
+      }
+      if (!is_nan) return;
+    }
+#pragma unroll
+    for (uint32_t e = 0; e < kCount; ++e) bits[e] = Codec::narrow(value[e]);
   }
 
   __device__ void put_fp8(uint8_t* to, const float (&value)[kWirePack]) const {

@@ -9,13 +9,19 @@ namespace {
 
 constexpr uint32_t kWarpThreads = 32;
 constexpr uint32_t kThreads = 256;
+constexpr uint32_t kMovingThreads = kThreads + kWarpThreads;  // and a warp that tells what has been moved
 constexpr uint32_t kLongSegment = 4 * kWarpBytes;
-constexpr uint32_t kPuttingSms = 48;  // keep the link busy with stores
-constexpr uint32_t kGettingSms = 64;  // ... with loads
-constexpr uint64_t kFewItems = 128;   // up to here warps split the targets of a segment
-constexpr uint64_t kLargeItems = 8;   // a warp: from here on a combine is large
+constexpr uint32_t kPuttingSms = 48;         // keep the link busy with stores
+constexpr uint32_t kGettingSms = 64;         // ... with loads
+constexpr uint64_t kFewItems = 128;          // up to here warps split the targets of a segment
+constexpr uint32_t kQuantisingPercent = 50;  // of the CTAs of a combine that quantises
+constexpr uint32_t kPushingPercent = 40;     // ... that pushes rows as they are
+constexpr uint64_t kLargeItems = 8;          // a warp: from here on a combine is large
 
 uint64_t ceil_div(uint64_t value, uint64_t divisor) { return (value + divisor - 1) / divisor; }
+
+// A multiple of what a warp gets in one access.
+uint32_t half_row(const Shape& shape) { return round_up(shape.wire_row_bytes() / 2, kWarpBytes); }
 
 // More threads a CTA where few SMs are allowed: bytes in flight are what keeps a link busy.
 uint32_t threads_for(const Room& room) {
@@ -33,8 +39,8 @@ uint32_t blocks_for(uint64_t items, uint32_t threads, const Room& room) {
 putget_launch dispatch_launch(const Shape& shape, uint32_t num_tokens, const Room& room, const putget_launch& tuning) {
   const auto items_with = [&](uint32_t segment_bytes, uint32_t splits) {
     DispatchCall call{};
-    cut_into_items(call, shape, segment_bytes, splits);
-    return uint64_t{num_tokens} * call.items_per_token;
+    cut_into_items(call, shape, segment_bytes, splits, 1);
+    return uint64_t{num_tokens} * call.items_per_token.value();
   };
   const Room enough{std::min(room.sms, kPuttingSms), room.gpu_sms};
   const uint64_t few_warps = uint64_t{enough.sms} * (kThreads / kWarpThreads);
@@ -65,27 +71,50 @@ putget_launch dispatch_launch(const Shape& shape, uint32_t num_tokens, const Roo
 
 putget_launch combine_launch(const Shape& shape, uint32_t num_tokens, bool moves_rows, const Room& room,
                              const putget_launch& tuning) {
-  // With rows to move first, the rows of all sources are work too, whose number only the device knows.
-  const uint64_t rows = moves_rows ? std::max(num_tokens, shape.max_tokens_per_rank) : num_tokens;
   const auto items_with = [&](uint32_t segment_bytes) {
-    return rows * ceil_div(shape.wire_row_bytes(), segment_bytes);
+    return uint64_t{num_tokens} * ceil_div(shape.wire_row_bytes(), segment_bytes);
   };
   putget_launch launch = tuning;
   launch.splits = 1;
   const uint64_t warps = uint64_t{room.sms} * (kThreads / kWarpThreads);
   const bool is_small = items_with(kWarpBytes) <= warps;
-  // So much that only the link counts: fewer SMs do as well.
+  // So much that only the link counts: fewer SMs do as well, where all that they do is to get.
   const bool is_large = items_with(kLongSegment) >= kLargeItems * warps;
-  const Room enough{is_large ? std::min(room.sms, kGettingSms) : room.sms, room.gpu_sms};
-  if (launch.threads == 0) launch.threads = is_small ? kThreads : threads_for(enough);
-  if (launch.segment_bytes == 0) {
+  const Room enough{is_large && !moves_rows ? std::min(room.sms, kGettingSms) : room.sms, room.gpu_sms};
+  if (launch.threads == 0) {
+    launch.threads = moves_rows ? std::max(threads_for(room), kMovingThreads)
+                     : is_small ? kThreads
+                                : threads_for(enough);
+  }
+  if (launch.segment_bytes == 0 && moves_rows) {
+    // Each segment of a token waits for the token's rows: as long as they may be with something to do for every warp
+    // that sums.
+    launch.segment_bytes = kWarpBytes;
+    while (launch.segment_bytes < half_row(shape) && items_with(2 * launch.segment_bytes) >= warps / 2) {
+      launch.segment_bytes *= 2;
+    }
+  } else if (launch.segment_bytes == 0) {
     const bool has_warps_left = 2 * items_with(kWarpBytes) <= warps;
     launch.segment_bytes = has_warps_left ? kWarpBytes : (is_large ? kLongSegment : kLongSegment / 2);
   }
   while (items_with(launch.segment_bytes) >= kMaxItems) launch.segment_bytes *= 2;
-  if (launch.blocks == 0) launch.blocks = blocks_for(items_with(launch.segment_bytes), launch.threads, enough);
+  if (launch.blocks == 0) {
+    // Rows to move are those of all sources, whose number only the device knows.
+    launch.blocks = moves_rows ? std::min(room.sms, kThreadsPerSm * room.gpu_sms / launch.threads)
+                               : blocks_for(items_with(launch.segment_bytes), launch.threads, enough);
+  }
   launch.blocks = std::min({launch.blocks, room.sms, kMaxParts});
   return launch;
+}
+
+void cut_into_pieces(CombineCall& call, const Shape& shape, uint32_t blocks) {
+  // Some CTAs move, the others sum meanwhile. Quantising takes instructions, so more of them. In a start half nobody
+  // sums.
+  const uint32_t share = blocks * (shape.quantised() ? kQuantisingPercent : kPushingPercent) / 100;
+  call.moving_blocks = call.half == Half::kStart ? blocks : std::max(share, 1u);
+  call.piece_bytes = 8 * kWarpBytes;
+  call.small_piece_bytes = 2 * kWarpBytes;
+  call.ep_size = Divisor(shape.ep_size);
 }
 
 }  // namespace putget::cuda

@@ -17,7 +17,6 @@ constexpr uint32_t kThreadsPerSm = 256;
 constexpr uint32_t kMostThreads = 768;
 constexpr uint32_t kLaneBytes = 16;                // one access
 constexpr uint32_t kWarpBytes = 32 * kLaneBytes;   // what a warp moves in one access
-constexpr uint32_t kPieceBytes = 4 * kWarpBytes;   // of a row that is moved, for one warp at a time
 constexpr uint64_t kMaxItems = uint64_t{1} << 31;  // items are counted in 32 bits
 
 // What the rule goes by: SMs that the caller allows, and those of the GPU.
@@ -30,5 +29,8 @@ struct Room {
 putget_launch dispatch_launch(const Shape& shape, uint32_t num_tokens, const Room& room, const putget_launch& tuning);
 putget_launch combine_launch(const Shape& shape, uint32_t num_tokens, bool moves_rows, const Room& room,
                              const putget_launch& tuning);
+
+// Of a combine whose launch has so many CTAs: how rows are moved before they are summed.
+void cut_into_pieces(CombineCall& call, const Shape& shape, uint32_t blocks);
 
 }  // namespace putget::cuda

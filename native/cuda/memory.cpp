@@ -5,6 +5,7 @@
 
 #include "cuda/check.h"
 #include "cuda/launch.h"
+#include "cuda/moe_launch.h"
 #include "cuda/symmetric_memory.h"
 #include "protocol/signal.h"
 
@@ -22,6 +23,9 @@ class CudaMemory final : public Memory {
     load_dispatch_kernels();
     load_combine_kernels();
     load_probe_kernels();
+    load_moe_group_kernels();
+    load_moe_row_kernels();
+    load_moe_activation_kernels();
     void* state = nullptr;
     check(cudaMalloc(&state, sizeof(State)), "allocating private state");
     state_ = static_cast<State*>(state);

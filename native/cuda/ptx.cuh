@@ -112,6 +112,13 @@ __device__ __forceinline__ uint16_t narrow_e4m3x2(float low, float high) {
   return both;
 }
 
+// Two values as bfloat16, rounded to nearest even; the first in the lower half.
+__device__ __forceinline__ uint32_t narrow_bf16x2(float low, float high) {
+  uint32_t both;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+  return both;
+}
+
 // Two E4M3 values as float16, exactly; the lower byte in the lower half.
 __device__ __forceinline__ uint32_t widen_e4m3x2(uint16_t both) {
   uint32_t halves;
@@ -131,6 +138,11 @@ __device__ __forceinline__ void wait_for_earlier_grids() { asm volatile("griddep
 // ... and lets the next kernel's CTAs take their places when every CTA of this one has said so or ended.
 __device__ __forceinline__ void launch_dependent_grids() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
+// A barrier of the cluster's CTAs: what one wrote before, in global memory too, the others see behind it.
+__device__ __forceinline__ void sync_cluster() {
+  asm volatile("barrier.cluster.arrive.release;\n\tbarrier.cluster.wait.acquire;" ::: "memory");
 }
 
 __device__ __forceinline__ uint64_t global_timer_ns() {

@@ -198,6 +198,103 @@ typedef struct putget_probe_args {
   void* stream;
 } putget_probe_args;
 
+typedef enum putget_gate { PUTGET_SILU = 0, PUTGET_GELU = 1 } putget_gate;
+
+/* Sizes of one rank's expert-major rows. */
+typedef struct putget_moe_config {
+  uint32_t size;
+  uint32_t magic;
+  uint32_t device; /* putget_device */
+  int32_t ordinal; /* CUDA device number */
+  uint32_t ep_size;
+  uint32_t ep_rank;
+  uint32_t num_experts;
+  uint32_t num_local_experts; /* most experts of this rank */
+  uint32_t top_k;
+  uint32_t max_rows;  /* slots of each source */
+  uint32_t alignment; /* groups begin at multiples of this many rows */
+  uint32_t num_payloads;
+  uint32_t row_bytes[PUTGET_MAX_PAYLOADS];
+} putget_moe_config;
+
+/* Byte offsets in one set of memory. Before its first use the set is zeros, with source_rows and positions -1. */
+typedef struct putget_moe_layout {
+  uint32_t size;
+  uint32_t magic;
+  uint64_t payload[PUTGET_MAX_PAYLOADS]; /* [capacity, row_bytes] */
+  uint64_t offsets;                      /* int32 [num_local_experts + 1] */
+  uint64_t num_rows;                     /* int32 [num_local_experts] */
+  uint64_t weights;                      /* float [capacity] */
+  uint64_t source_rows;                  /* int32 [capacity] */
+  uint64_t positions;                    /* int32 [max_rows * ep_size, top_k] */
+  uint64_t total_bytes;
+  uint32_t capacity; /* rows */
+  uint32_t reserved;
+} putget_moe_layout;
+
+/* What a dispatch delivered, row = slot * ep_size + source rank, and where it is grouped. */
+typedef struct putget_moe_group_args {
+  uint32_t size;
+  uint32_t magic;
+  void* memory;
+  const int32_t* topk_ids;       /* [max_rows * ep_size, top_k] */
+  const float* topk_weights;     /* [max_rows * ep_size, top_k] */
+  const int32_t* num_tokens;     /* [ep_size] */
+  const int32_t* expert_to_rank; /* [num_experts] */
+  unsigned long long* lost_rows; /* counts rows of experts of this rank beyond num_local_experts */
+  const void* payload[PUTGET_MAX_PAYLOADS];
+  void* stream; /* cudaStream_t */
+} putget_moe_group_args;
+
+typedef struct putget_moe_finalize_args {
+  uint32_t size;
+  uint32_t magic;
+  const void* rows; /* [capacity, elements] */
+  void* out;        /* [max_rows * ep_size, elements] */
+  uint32_t elements;
+  uint32_t element_type; /* putget_output_type */
+} putget_moe_finalize_args;
+
+/* Which rows of a tensor count: of groups, or before a count, or all. */
+typedef struct putget_moe_rows {
+  const int32_t* count;    /* one int32 on the device, or null */
+  const int32_t* offsets;  /* [num_groups] first row of each group, or null */
+  const int32_t* num_rows; /* [num_groups] */
+  uint32_t num_groups;
+  uint32_t limit; /* rows of the tensor */
+} putget_moe_rows;
+
+typedef struct putget_moe_expand_args {
+  uint32_t size;
+  uint32_t magic;
+  uint32_t device; /* putget_device */
+  int32_t ordinal; /* CUDA device number */
+  putget_moe_rows valid;
+  const int32_t* source_rows; /* [valid.limit]; -1: the row is left alone */
+  uint32_t num_source_rows;
+  uint32_t num_payloads;
+  const void* from_rows[PUTGET_MAX_PAYLOADS]; /* [num_source_rows, row_bytes] */
+  void* to_rows[PUTGET_MAX_PAYLOADS];         /* [valid.limit, row_bytes] */
+  uint32_t row_bytes[PUTGET_MAX_PAYLOADS];
+  void* stream; /* cudaStream_t */
+} putget_moe_expand_args;
+
+typedef struct putget_moe_activation_args {
+  uint32_t size;
+  uint32_t magic;
+  uint32_t device; /* putget_device */
+  int32_t ordinal; /* CUDA device number */
+  putget_moe_rows valid;
+  const void* x; /* [valid.limit, 2 * elements] */
+  void* out;     /* [valid.limit, elements] of element_type, or of E4M3 where there are scales */
+  float* scales; /* [valid.limit, ceil(elements / 128)], or null */
+  uint32_t elements;
+  uint32_t element_type; /* putget_output_type */
+  uint32_t gate;         /* putget_gate */
+  uint32_t reserved;
+  void* stream; /* cudaStream_t */
+} putget_moe_activation_args;
+
 typedef struct putget_gpu {
   uint32_t size;
   uint32_t magic;
@@ -252,6 +349,16 @@ PUTGET_API putget_status putget_release(putget_alltoall* object, void* stream);
 PUTGET_API putget_status putget_launches(putget_alltoall* object, uint32_t num_tokens, putget_launch* dispatch,
                                          putget_launch* combine);
 PUTGET_API void putget_destroy(putget_alltoall* object);
+
+/* Around the experts: rows grouped by local expert and back. These read what a dispatch delivered, and need no peer. On
+ * CUDA they only enqueue. */
+PUTGET_API putget_status putget_moe_layout_of(const putget_moe_config* config, putget_moe_layout* layout);
+PUTGET_API putget_status putget_moe_group(const putget_moe_config* config, const putget_moe_group_args* args);
+/* With the group's config and args: the weighted sum of every received row's local experts. */
+PUTGET_API putget_status putget_moe_finalize(const putget_moe_config* config, const putget_moe_group_args* group,
+                                             const putget_moe_finalize_args* args);
+PUTGET_API putget_status putget_moe_expand(const putget_moe_expand_args* args);
+PUTGET_API putget_status putget_moe_activate(const putget_moe_activation_args* args);
 
 /* Hardware, for reports. */
 PUTGET_API putget_status putget_gpu_count(uint32_t* count);

@@ -21,16 +21,20 @@ struct DispatchScratch {
   uint8_t* base[kMaxRanks];  // the plan's, where a thread finds any of them quickly
 };
 
-// Fills in how the call's rows are cut into segments. On the host, before the kernel.
-inline void cut_into_items(DispatchCall& call, const Shape& shape, uint32_t segment_bytes, uint32_t splits) {
+// Fills in how the call's rows are cut into segments, and for how many CTAs; `splits` is a power of two. On the host,
+// before the kernel.
+inline void cut_into_items(DispatchCall& call, const Shape& shape, uint32_t segment_bytes, uint32_t splits,
+                           uint32_t blocks) {
   call.segment_bytes = segment_bytes;
   uint32_t segments = 1;
   for (uint32_t p = 0; p < shape.num_payloads; ++p) {
     call.segments[p] = (shape.row_bytes[p] + segment_bytes - 1) / segment_bytes;
     segments += call.segments[p];
   }
-  call.splits = splits;
-  call.items_per_token = segments * splits;
+  call.split_bits = lowest_bit(splits);
+  call.items_per_token = Divisor(segments * splits);
+  call.blocks = Divisor(blocks);
+  call.top_k = Divisor(shape.top_k);
 }
 
 // This CTA's part of the list of items, and the tokens it touches.
@@ -42,13 +46,13 @@ struct Share {
 
   template <class Exec>
   PUTGET_TEXT Share(const Exec& exec, const DispatchCall& call) {
-    const uint32_t items = call.num_tokens * call.items_per_token;
-    const uint32_t each = items / exec.blocks();
-    const uint32_t more = items % exec.blocks();
+    const uint32_t items = call.num_tokens * call.items_per_token.value();
+    const uint32_t each = call.blocks.quotient(items);
+    const uint32_t more = items - each * call.blocks.value();
     begin = exec.block() * each + (exec.block() < more ? exec.block() : more);
     end = begin + each + (exec.block() < more ? 1 : 0);
-    first_token = begin / call.items_per_token;
-    end_token = (end + call.items_per_token - 1) / call.items_per_token;
+    first_token = call.items_per_token.quotient(begin);
+    end_token = call.items_per_token.quotient(end + call.items_per_token.value() - 1);
   }
 
   PUTGET_TEXT uint32_t chunk_of(uint32_t token) const {
@@ -56,7 +60,7 @@ struct Share {
   }
   // The first token whose header this CTA has: it also records the token's routes.
   PUTGET_TEXT uint32_t first_header(const DispatchCall& call) const {
-    return begin == first_token * call.items_per_token ? first_token : first_token + 1;
+    return begin == first_token * call.items_per_token.value() ? first_token : first_token + 1;
   }
 };
 
@@ -88,8 +92,10 @@ class Item {
 
  public:
   PUTGET_TEXT Item(const Plan& plan, const DispatchCall& call, uint32_t index)
-      : token_(index / call.items_per_token), split_(index % call.splits), splits_(call.splits) {
-    const uint32_t segment = index % call.items_per_token / call.splits;
+      : token_(call.items_per_token.quotient(index)), splits_(1u << call.split_bits) {
+    const uint32_t in_token = index - token_ * call.items_per_token.value();
+    const uint32_t segment = in_token >> call.split_bits;
+    split_ = in_token & (splits_ - 1);
     is_header_ = segment == 0;
     if (is_header_) return;
     uint32_t piece = segment - 1;
@@ -102,6 +108,8 @@ class Item {
     source_ = static_cast<const uint8_t*>(call.payload[p]) + uint64_t{token_} * row_bytes_ + offset;
     region_ = plan.layout.payload[p] + offset;
   }
+
+  PUTGET_TEXT uint32_t token() const { return token_; }
 
   // Issues the first loads; `put` waits for them.
   PUTGET_TEXT void load(Exec& exec, const Plan& plan, const DispatchCall& call) {
@@ -207,7 +215,9 @@ class Item {
 // What a CTA loads before it knows the round.
 template <class Exec>
 struct Ahead {
+  StateAhead state;
   uint64_t ended;  // this thread's glance at D1
+  int32_t table;   // this thread's first entry of expert_to_rank
   IdBatch ids;     // of this thread's first token before the share
   Ids<1> id;       // this thread's first one in the share's first chunk
   Item<Exec> item;
@@ -216,15 +226,17 @@ struct Ahead {
   PUTGET_TEXT Ahead(Exec& exec, const Plan& plan, const DispatchCall& call, const Share& share)
       : item(plan, call, share.begin + exec.warp()), index(share.begin + exec.warp()) {}
 
-  // Issues the loads.
+  // Issues the loads. The glance comes last: it is an acquire, which holds back every load behind it.
   PUTGET_TEXT void load(Exec& exec, const Plan& plan, const DispatchCall& call, const Share& share) {
-    ended = glance<Tag::D1>(exec, plan, plan.layout.ended);
+    state.load(exec, plan, plan.layout.arrived);
+    table = load_table(exec, plan);
     const uint32_t top_k = plan.shape.top_k;
     if (exec.thread() < share.chunk_of(share.first_token) * top_k) {
       id.load(call, uint64_t{share.first_token} * top_k + exec.thread(), 1);
     }
     if (exec.thread() < share.first_token) load_ids(ids, plan, call, exec.thread(), 0);
     if (index < share.end) item.load(exec, plan, call);
+    ended = glance<Tag::D1>(exec, plan, plan.layout.ended);
   }
 };
 
@@ -233,10 +245,10 @@ template <class Exec>
 PUTGET_TEXT void put_chunk(Exec& exec, const Plan& plan, const DispatchCall& call, const Router& router,
                            const Share& share, uint32_t token, uint32_t count, Ahead<Exec>& ahead,
                            const DispatchScratch& scratch) {
-  const uint32_t chunk_end = (token + count) * call.items_per_token;
+  const uint32_t chunk_end = (token + count) * call.items_per_token.value();
   const uint32_t to = share.end < chunk_end ? share.end : chunk_end;
   while (ahead.index < to) {
-    const uint32_t in_chunk = ahead.index / call.items_per_token - token;
+    const uint32_t in_chunk = ahead.item.token() - token;
     ahead.item.put(exec, plan, router, scratch.route.targets[in_chunk], scratch.route.slot[in_chunk], scratch.base);
     ahead.index += exec.warps();
     if (ahead.index >= share.end) break;
@@ -263,7 +275,7 @@ PUTGET_TEXT bool begin_round(Exec& exec, const Plan& plan, const Router& router,
   // got his rows; who released has got none.
   const uint64_t finished = glance<Tag::D0>(exec, plan, plan.layout.finished);
   observe_flags<Tag::D0>(exec, plan, plan.layout.finished, previous, wait, finished,
-                         [&](uint32_t peer) { return wait.value[peer] == kEndedByCombine; });
+                         [&](uint32_t peer) { return ended_by(wait.value[peer], kEndedByCombine); });
   exec.sync();
   return wait.missing.empty();
 }
@@ -279,7 +291,7 @@ PUTGET_TEXT uint32_t put_share(Exec& exec, const Plan& plan, const DispatchCall&
   for (uint32_t token = share.first_token; token < share.end_token; token += kChunkTokens) {
     const uint32_t count = share.chunk_of(token);
     if (token != share.first_token) {
-      record_routes(exec, plan, chunk, share.chunk_of(chunk), share.first_header(call), scratch);
+      record_routes(exec, plan, chunk, share.chunk_of(chunk), share.first_header(call), call.top_k, scratch);
       exec.sync();  // the last chunk's puts have read the scratch
       clear_targets(exec, scratch);
       const uint32_t top_k = plan.shape.top_k;
@@ -289,7 +301,7 @@ PUTGET_TEXT uint32_t put_share(Exec& exec, const Plan& plan, const DispatchCall&
       exec.sync();
     }
     assign_slots(exec, plan.shape.ep_size, count, scratch);
-    exec.mark_first(Stage::kSlots);
+    exec.mark(Stage::kSlots);
     put_chunk(exec, plan, call, router, share, token, count, ahead, all);
     chunk = token;
   }
@@ -351,14 +363,17 @@ PUTGET_TEXT bool start_dispatch(Exec& exec, const Plan& plan, const DispatchCall
     if (exec.thread() == 0) report_timeout(exec, plan, Phase::kDispatch, head.epoch + 1, scratch.wait.missing);
     return false;
   }
-  exec.mark_first(Stage::kWaited);
+  exec.mark(Stage::kWaited);
   const uint32_t chunk = put_share(exec, plan, call, router, share, ahead, scratch);
   exec.sync();
-  exec.mark_first(Stage::kPut);
-  publish_part<Tag::D3>(exec, plan, head.active, plan.layout.arrived, head.epoch + 1,
-                        [&](uint32_t peer) { return scratch.route.rows[peer]; });
-  exec.mark_first(Stage::kPublished);
-  record_routes(exec, plan, chunk, share.chunk_of(chunk), share.first_header(call), scratch.route);
+  exec.mark(Stage::kPut);
+  // The rows count in the last part only.
+  const bool last = exec.block() + 1 == exec.blocks();
+  publish_part<Tag::D3>(
+      exec, plan, head.active, plan.layout.arrived, head.epoch + 1, [](uint32_t) { return true; },
+      [&](uint32_t peer) { return pack_part(exec.blocks(), last ? scratch.route.rows[peer] : 0); });
+  exec.mark(Stage::kPublished, exec.threads() - 1);
+  record_routes(exec, plan, chunk, share.chunk_of(chunk), share.first_header(call), call.top_k, scratch.route);
   return true;
 }
 
@@ -392,13 +407,13 @@ PUTGET_TEXT bool run_start_half(Exec& exec, const Plan& plan, const DispatchCall
                                 Ahead<Exec>& ahead, DispatchScratch& scratch) {
   const StateHead& head = scratch.wait.head;
   ahead.load(exec, plan, call, share);
-  prepare_routes(exec, plan, scratch.route);
-  if (exec.thread() == 0) scratch.wait.own = look_at_own_flags(exec, plan, plan.layout.arrived);
+  ahead.state.keep(exec, plan, scratch.wait);
+  prepare_routes(exec, plan, ahead.table, scratch.route);
   exec.sync();
-  exec.mark_first(Stage::kState);
+  exec.mark(Stage::kState);
   if (head.fault != 0) return false;
   const OwnFlags& own = scratch.wait.own;
-  if (own.published(exec, head.epoch + 1) || own.combining(head)) {
+  if (own.published(exec.blocks(), head.epoch + 1) || own.combining(head)) {
     if (exec.block() == 0 && exec.thread() == 0) {
       report_misuse(exec, plan, Phase::kDispatch, Misuse::kNotFinished, head.epoch + 1, 0, call.num_tokens, 0);
     }
@@ -421,7 +436,7 @@ PUTGET_TEXT bool may_finish(Exec& exec, const Plan& plan, const WaitScratch& wai
 
 template <class Exec>
 PUTGET_TEXT void dispatch(Exec& exec, const Plan& plan, const DispatchCall& call, DispatchScratch& scratch) {
-  exec.mark_first(Stage::kStart);
+  exec.mark(Stage::kStart);
   PUTGET_ROLLED
   for (uint32_t rank = exec.thread(); rank < plan.shape.ep_size; rank += exec.threads()) {
     scratch.base[rank] = plan.base[rank];
@@ -429,10 +444,11 @@ PUTGET_TEXT void dispatch(Exec& exec, const Plan& plan, const DispatchCall& call
   const Share share(exec, call);
   Ahead<Exec> ahead(exec, plan, call, share);
   exec.wait_for_earlier_work();
-  look_at_state(exec, plan, scratch.wait);
+  exec.mark(Stage::kWoken);
   bool well;
   if (call.half == Half::kFinish) {
-    if (exec.thread() == 0) scratch.wait.own = look_at_own_flags(exec, plan, plan.layout.arrived);
+    ahead.state.load(exec, plan, plan.layout.arrived);
+    ahead.state.keep(exec, plan, scratch.wait);
     exec.sync();
     well = may_finish(exec, plan, scratch.wait);
   } else {

@@ -6,6 +6,7 @@
 
 #include "protocol/numeric.h"
 #include "protocol/signal.h"
+#include "protocol/transit.h"
 
 namespace putget {
 
@@ -137,7 +138,7 @@ template <class TopK>
 struct RowsOfToken {
   const uint8_t* row[TopK::kCapacity];
 
-  PUTGET_TEXT void look_up(const Plan& plan, const TopK& top_k, uint32_t token) {
+  PUTGET_TEXT void look_up(const Plan& plan, const CombineCall& call, const TopK& top_k, uint32_t token) {
     const Shape& shape = plan.shape;
     const uint64_t region = shape.has_transit() ? plan.layout.transit : plan.layout.output;
     const uint32_t row_bytes = shape.wire_row_bytes();
@@ -149,6 +150,8 @@ struct RowsOfToken {
       const int32_t slot = plan.target_slots[index];
       if (rank < 0) {
         row[k] = nullptr;
+      } else if (Transit::stays(plan, rank)) {
+        row[k] = Transit(plan, call).from(slot, rank);
       } else if (shape.pushes) {
         row[k] = plan.own() + region + row_index(slot, rank, shape.ep_size) * row_bytes;
       } else {
@@ -170,28 +173,31 @@ struct Reduction {
   uint32_t segments;
   uint32_t items;
   uint32_t item;
+  uint32_t step;
   RowsOfToken<TopK> rows;
 
+  // CTAs from first_block on take part.
   template <class Exec>
-  PUTGET_TEXT Reduction(const Exec& exec, const Plan& plan, const CombineCall& call)
+  PUTGET_TEXT Reduction(const Exec& exec, const Plan& plan, const CombineCall& call, uint32_t first_block)
       : top_k{plan.shape.top_k},
         packs_per_row(plan.shape.output_elements / Wire::kElements),
         packs_per_segment(call.segment_bytes / sizeof(Raw)),
         segments((packs_per_row + packs_per_segment - 1) / packs_per_segment),
         items(call.num_tokens * segments),
-        item(exec.block() * exec.warps() + exec.warp()) {}
+        item((exec.block() - first_block) * exec.warps() + exec.warp()),
+        step((exec.blocks() - first_block) * exec.warps()) {}
 
-  PUTGET_TEXT void look_up(const Plan& plan) {
-    if (item < items) rows.look_up(plan, top_k, item / segments);
+  PUTGET_TEXT void look_up(const Plan& plan, const CombineCall& call) {
+    if (item < items) rows.look_up(plan, call, top_k, item / segments);
   }
 
-  // After the first look_up.
-  template <class Exec>
-  PUTGET_TEXT void run(Exec& exec, const Plan& plan, const CombineCall& call) {
-    while (item < items) {
+  // After the first look_up. Before each sum `await(token)` says whether its rows are there; if not, that is the end.
+  template <class Exec, class Await>
+  PUTGET_TEXT void run(Exec& exec, const Plan& plan, const CombineCall& call, Await await) {
+    while (item < items && await(item / segments)) {
       sum_item(exec, plan, call);
-      item += exec.blocks() * exec.warps();
-      look_up(plan);
+      item += step;
+      look_up(plan, call);
     }
   }
 
@@ -205,8 +211,7 @@ struct Reduction {
       Sums<Wire::kElements> sum = get_sum(exec, plan, pack);
       if (call.addend != nullptr) sum.add(putget::widen(load(call, call.addend, row + pack)));
       Out out;
-      PUTGET_UNROLL
-      for (uint32_t e = 0; e < Wire::kElements; ++e) out.bits[e] = Codec::narrow(sum.value[e]);
+      exec.template narrow<Codec>(sum.value, out.bits);
       store(call, row + pack, out);
     }
   }

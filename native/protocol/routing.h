@@ -18,7 +18,8 @@ struct RouteScratch {
   RankSet targets[kChunkTokens];           // where each token of the chunk goes
   uint32_t slot[kChunkTokens][kMaxRanks];  // its slot there
   int8_t rank[kChunkTokens][kMaxTopK];     // rank of each of its experts, -1 for none
-  int8_t rank_of_expert[kTableExperts];    // the first entries of expert_to_rank; -1 where there is no such rank
+  // The first entries of expert_to_rank, -1 where there is no such rank; behind them one more -1, for "no expert".
+  int8_t rank_of_expert[kTableExperts + 1];
 };
 
 template <class Exec>
@@ -27,18 +28,29 @@ PUTGET_TEXT void clear_targets(Exec& exec, RouteScratch& scratch) {
   for (uint32_t i = exec.thread(); i < kChunkTokens; i += exec.threads()) scratch.targets[i] = RankSet::none();
 }
 
-// Begins a CTA's work on routes. Needs nothing that peers or earlier rounds wrote. A block barrier must follow.
+PUTGET_PURE uint32_t table_experts(const Plan& plan) {
+  return plan.shape.num_experts < kTableExperts ? plan.shape.num_experts : kTableExperts;
+}
+
+// This thread's first entry of expert_to_rank.
 template <class Exec>
-PUTGET_TEXT void prepare_routes(Exec& exec, const Plan& plan, RouteScratch& scratch) {
+PUTGET_TEXT int32_t load_table(const Exec& exec, const Plan& plan) {
+  return exec.thread() < table_experts(plan) ? plan.expert_to_rank[exec.thread()] : -1;
+}
+
+// Begins a CTA's work on routes; `entry` is what load_table gave. Needs nothing that peers or earlier rounds wrote. A
+// block barrier must follow.
+template <class Exec>
+PUTGET_TEXT void prepare_routes(Exec& exec, const Plan& plan, int32_t entry, RouteScratch& scratch) {
   PUTGET_ROLLED
   for (uint32_t rank = exec.thread(); rank < plan.shape.ep_size; rank += exec.threads()) scratch.rows[rank] = 0;
   clear_targets(exec, scratch);
-  const uint32_t experts = plan.shape.num_experts < kTableExperts ? plan.shape.num_experts : kTableExperts;
+  const uint32_t experts = table_experts(plan);
   PUTGET_ROLLED
-  for (uint32_t expert = exec.thread(); expert < experts; expert += exec.threads()) {
-    const int32_t rank = plan.expert_to_rank[expert];
-    const bool exists = rank >= 0 && rank < static_cast<int32_t>(plan.shape.ep_size);
-    scratch.rank_of_expert[expert] = static_cast<int8_t>(exists ? rank : -1);
+  for (uint32_t expert = exec.thread(); expert <= experts; expert += exec.threads()) {
+    if (expert != exec.thread()) entry = expert < experts ? plan.expert_to_rank[expert] : -1;
+    const bool exists = entry >= 0 && entry < static_cast<int32_t>(plan.shape.ep_size);
+    scratch.rank_of_expert[expert] = static_cast<int8_t>(exists ? entry : -1);
   }
 }
 
@@ -46,21 +58,24 @@ PUTGET_TEXT void prepare_routes(Exec& exec, const Plan& plan, RouteScratch& scra
 template <uint32_t kIds>
 class Ids {
  public:
-  // The ids at `first` and behind it, `count` at most.
+  // The ids at `first` and behind it, `count` at most; "no expert" from there on.
   PUTGET_TEXT void load(const DispatchCall& call, uint64_t first, uint32_t count) {
     wide_ = call.ids_are_64bit != 0;
     if (wide_) {
       const uint64_t* from = static_cast<const uint64_t*>(call.topk_ids) + first;
       PUTGET_UNROLL
       for (uint32_t i = 0; i < kIds; ++i) {
-        const uint64_t id = i < count ? from[i] : 0;
+        const uint64_t id = i < count ? from[i] : ~uint64_t{0};
         low_[i] = static_cast<uint32_t>(id);
         high_[i] = static_cast<uint32_t>(id >> 32);
       }
     } else {
       const uint32_t* from = static_cast<const uint32_t*>(call.topk_ids) + first;
       PUTGET_UNROLL
-      for (uint32_t i = 0; i < kIds; ++i) low_[i] = i < count ? from[i] : 0;
+      for (uint32_t i = 0; i < kIds; ++i) {
+        low_[i] = i < count ? from[i] : ~0u;
+        high_[i] = 0;
+      }
     }
   }
 
@@ -68,6 +83,8 @@ class Ids {
     // The narrow id is widened here, not in `load`, where it would be waited for.
     return wide_ ? static_cast<int64_t>(uint64_t{high_[i]} << 32 | low_[i]) : static_cast<int32_t>(low_[i]);
   }
+  // The same for looking it up: what is no expert is larger than all of them.
+  PUTGET_TEXT uint32_t key(uint32_t i) const { return high_[i] == 0 ? low_[i] : ~0u; }
 
  private:
   uint32_t low_[kIds];
@@ -116,33 +133,75 @@ struct Router {
     return token < num_valid && !is_expert(id) && id != -1;
   }
 
+  // The rank that owns the expert of this key, where it is one that the table has; else -1.
+  PUTGET_TEXT int32_t rank_in_table(uint32_t key) const {
+    const uint32_t end = table_experts(plan);
+    return rank_of_expert[key < end ? key : end];
+  }
+
   // The active rank that owns the expert, or -1.
-  PUTGET_TEXT int32_t rank_of(uint32_t token, int64_t id) const {
-    if (token >= num_valid || !is_expert(id)) return -1;
-    const int32_t rank = id < kTableExperts ? rank_of_expert[id] : plan.expert_to_rank[id];
+  PUTGET_TEXT int32_t rank_of(uint32_t token, uint32_t key) const {
+    if (token >= num_valid) return -1;
+    int32_t rank = rank_in_table(key);
+    if (key >= kTableExperts && key < plan.shape.num_experts) rank = plan.expert_to_rank[key];
     return rank >= 0 && rank < static_cast<int32_t>(plan.shape.ep_size) && active.has(rank) ? rank : -1;
   }
 };
 
-// Counts what tokens [0, end) send to each rank. `ids` has those of this thread's first token. A block barrier must
-// follow.
+// Of 32 ranks from `first` on, the one of this place in a word.
+PUTGET_PURE uint32_t rank_bit(int32_t rank, uint32_t first) {
+  const uint32_t place = static_cast<uint32_t>(rank) - first;
+  return place < 32 ? 1u << place : 0;
+}
+
+// count_rows where the table does not have all experts. With a router of its own: so the caller's stays in registers.
 template <class Exec>
-PUTGET_TEXT void count_rows(Exec& exec, const Router& router, IdBatch& ids, uint32_t end, RouteScratch& scratch) {
-  const uint32_t top_k = router.plan.shape.top_k;
+PUTGET_RARE void count_rows_of_many_experts(Exec& exec, const Plan& plan, const DispatchCall& call,
+                                            const RankSet& active, uint32_t end, RouteScratch& scratch) {
+  const Router router(plan, call, active, scratch);
+  const uint32_t top_k = plan.shape.top_k;
+  const uint32_t ep_size = plan.shape.ep_size;
   PUTGET_ROLLED
   for (uint32_t base = 0; base < end; base += exec.threads()) {
     const uint32_t token = base + exec.thread();
-    RankSet set = RankSet::none();
     PUTGET_ROLLED
-    for (uint32_t first = 0; first < top_k && token < end; first += kIdBatch) {
-      if (base != 0 || first != 0) load_ids(ids, router.plan, router.call, token, first);
-      PUTGET_UNROLL
-      for (uint32_t i = 0; i < kIdBatch; ++i) {
-        const int32_t rank = first + i < top_k ? router.rank_of(token, ids[i]) : -1;
-        if (rank >= 0) set.insert(rank);
+    for (uint32_t first_rank = 0; first_rank < ep_size; first_rank += 32) {
+      uint32_t set = 0;
+      PUTGET_ROLLED
+      for (uint32_t k = 0; k < top_k && token < end; ++k) {
+        Ids<1> id;
+        id.load(call, uint64_t{token} * top_k + k, 1);
+        set |= rank_bit(router.rank_of(token, id.key(0)), first_rank);
       }
+      exec.count(set, first_rank, ep_size, scratch.rows);
     }
-    exec.count(set, router.plan.shape.ep_size, scratch.rows);
+  }
+}
+
+// Counts what tokens [0, end) send to each rank. `ids` has those of this thread's first token. A block barrier must
+// follow. Every CTA but the first spends this time before it can put anything: a few instructions an id.
+template <class Exec>
+PUTGET_TEXT void count_rows(Exec& exec, const Router& router, IdBatch& ids, uint32_t end, RouteScratch& scratch) {
+  const uint32_t top_k = router.plan.shape.top_k;
+  const uint32_t ep_size = router.plan.shape.ep_size;
+  if (end > router.num_valid) end = router.num_valid;
+  if (router.plan.shape.num_experts > kTableExperts) {
+    return count_rows_of_many_experts(exec, router.plan, router.call, router.active, end, scratch);
+  }
+  PUTGET_ROLLED
+  for (uint32_t base = 0; base < end; base += exec.threads()) {
+    const uint32_t token = base + exec.thread();
+    PUTGET_ROLLED
+    for (uint32_t first_rank = 0; first_rank < ep_size; first_rank += 32) {
+      uint32_t set = 0;
+      PUTGET_ROLLED
+      for (uint32_t first_k = 0; first_k < top_k && token < end; first_k += kIdBatch) {
+        if (base != 0 || first_rank != 0 || first_k != 0) load_ids(ids, router.plan, router.call, token, first_k);
+        PUTGET_UNROLL
+        for (uint32_t i = 0; i < kIdBatch; ++i) set |= rank_bit(router.rank_in_table(ids.key(i)), first_rank);
+      }
+      exec.count(set & router.active.word[first_rank / 32], first_rank, ep_size, scratch.rows);
+    }
   }
 }
 
@@ -156,10 +215,11 @@ PUTGET_TEXT void route_chunk(Exec& exec, const Router& router, Ids<1>& id, uint3
   PUTGET_ROLLED
   for (uint32_t index = exec.thread(); index < count * top_k; index += exec.threads()) {
     if (index != exec.thread()) id.load(router.call, uint64_t{first} * top_k + index, 1);
-    const uint32_t token = first + index / top_k;
-    const int32_t rank = router.rank_of(token, id[0]);
-    scratch.rank[index / top_k][index % top_k] = static_cast<int8_t>(rank);
-    if (rank >= 0) exec.insert(scratch.targets[index / top_k], rank);
+    const uint32_t i = router.call.top_k.quotient(index);
+    const uint32_t token = first + i;
+    const int32_t rank = router.rank_of(token, id.key(0));
+    scratch.rank[i][index - i * top_k] = static_cast<int8_t>(rank);
+    if (rank >= 0) exec.insert(scratch.targets[i], rank);
     if (router.is_invalid(token, id[0]) && token >= counted) exec.add(router.plan.invalid_ids, 1);
   }
 }
@@ -188,12 +248,12 @@ PUTGET_TEXT void assign_slots(Exec& exec, uint32_t ep_size, uint32_t count, Rout
 // slot, later ones show -1.
 template <class Exec>
 PUTGET_TEXT void record_routes(Exec& exec, const Plan& plan, uint32_t first, uint32_t count, uint32_t recorded,
-                               const RouteScratch& scratch) {
+                               const Divisor& by_top_k, const RouteScratch& scratch) {
   const uint32_t top_k = plan.shape.top_k;
   PUTGET_ROLLED
   for (uint32_t index = exec.thread(); index < count * top_k; index += exec.threads()) {
-    const uint32_t i = index / top_k;
-    const uint32_t k = index % top_k;
+    const uint32_t i = by_top_k.quotient(index);
+    const uint32_t k = index - i * top_k;
     if (first + i < recorded) continue;
     const int32_t rank = scratch.rank[i][k];
     bool owner = rank >= 0;

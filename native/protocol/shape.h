@@ -94,19 +94,25 @@ struct RankSet {
     PUTGET_UNROLL
     for (uint32_t i = 0; i < kWords; ++i) word[i] |= i == rank / 32 ? 1u << (rank % 32) : 0u;
   }
-  // Calls visit(rank) for each of the first `count` ranks that are in the set: from `first` on, then those before it.
+  // Calls visit(rank) for each of the first `count` ranks that are in the set, from `first` on; with more than one
+  // word, in turns of their words.
   template <class Visit>
   PUTGET_PURE void visit_from(uint32_t first, uint32_t count, Visit visit) const {
+    const uint32_t width = count < 32 ? count : 32;
+    const uint32_t words = (count + 31) / 32;
+    const uint32_t turn = first % 32;
+    uint32_t w = first / 32;
     PUTGET_ROLLED
-    for (uint32_t pass = 0; pass < 2; ++pass) {
+    for (uint32_t step = 0; step < words; ++step) {
+      // The word, turned so that it begins with the place of `first`.
+      uint32_t bits = word[w];
+      if (turn != 0) bits = (bits >> turn | bits << (width - turn)) & (~0u >> (32 - width));
       PUTGET_ROLLED
-      for (uint32_t w = 0; w * 32 < count; ++w) {
-        const uint32_t below = first <= w * 32 ? 0 : (first - w * 32 >= 32 ? ~0u : (1u << (first - w * 32)) - 1);
-        PUTGET_ROLLED
-        for (uint32_t bits = word[w] & (pass == 0 ? ~below : below); bits != 0; bits &= bits - 1) {
-          visit(w * 32 + lowest_bit(bits));
-        }
+      for (; bits != 0; bits &= bits - 1) {
+        const uint32_t place = lowest_bit(bits) + turn;
+        visit(w * 32 + (place < width ? place : place - width));
       }
+      if (++w == words) w = 0;
     }
   }
   PUTGET_PURE bool empty() const {

@@ -14,11 +14,29 @@ namespace putget {
 enum class Tag : uint32_t { R1, D0, D1, D3, D4, C2, C3, C5, C7, C8 };
 
 // Where the CTAs of one kernel join: the last one goes on with everything that the others did.
-enum class Join : uint32_t { J2, J3 };
+enum class Join : uint32_t { J3 };
 
-// Values of `ended` flags.
+// The value of an `ended` flag: how the round ended, and where rows are moved before they are summed, in which parts.
 constexpr uint32_t kEndedByCombine = 1;
 constexpr uint32_t kEndedByRelease = 2;
+
+// How the rows of a combine that moves them are shared out among its CTAs. Slots go to groups of 2^split_bits CTAs in
+// turns; the CTAs of a group share a slot's rows.
+constexpr uint32_t kMostSplitBits = 3;
+
+struct Parts {
+  uint32_t groups;  // 0: no rows are moved
+  uint32_t split_bits;
+
+  PUTGET_PURE uint32_t count() const { return groups << split_bits; }
+  PUTGET_PURE uint32_t splits() const { return 1u << split_bits; }
+};
+
+PUTGET_PURE uint32_t ended_by_combine(const Parts& parts) {
+  return kEndedByCombine | parts.split_bits << 4 | parts.groups << 8;
+}
+PUTGET_PURE bool ended_by(uint32_t value, uint32_t kind) { return (value & 0xfu) == kind; }
+PUTGET_PURE Parts moved_parts(uint32_t value) { return {value >> 8, value >> 4 & 0xfu}; }
 
 PUTGET_PURE uint64_t pack_flag(uint32_t epoch, uint32_t value) { return uint64_t{epoch} << 32 | value; }
 PUTGET_PURE uint32_t flag_epoch(uint64_t flag) { return static_cast<uint32_t>(flag >> 32); }
@@ -39,7 +57,8 @@ PUTGET_PURE uint64_t* part_flag(uint8_t* base, uint64_t flags, uint32_t writer, 
   return reinterpret_cast<uint64_t*>(base + flags + writer * kPartsBytes) + part;
 }
 
-// The value of a part's flag: how many parts there are, and in the last part how many rows all of them put.
+// The value of a part's flag: how many parts there are; at D3 in the last part how many rows all of them put, at C7 how
+// many turns the part is done with.
 constexpr uint32_t kRowsBits = 22;
 PUTGET_PURE uint32_t pack_part(uint32_t parts, uint32_t rows) { return parts << kRowsBits | rows; }
 PUTGET_PURE uint32_t parts_of(uint32_t value) { return value >> kRowsBits; }
@@ -56,14 +75,13 @@ struct OwnFlags {
 
   // Whether the kernel that publishes parts has been run before in this round. The first CTA of this very kernel may
   // have stored its flag by now: then the number of parts is this kernel's.
-  template <class Exec>
-  PUTGET_TEXT bool published(const Exec& exec, uint32_t round) const {
+  PUTGET_TEXT bool published(uint32_t parts, uint32_t round) const {
     if (flag_epoch(part) == round) return true;
-    return flag_epoch(first) == round && parts_of(flag_value(first)) != exec.blocks();
+    return flag_epoch(first) == round && parts_of(flag_value(first)) != parts;
   }
   // Whether combine has begun and its finish half is to come.
   PUTGET_TEXT bool combining(const StateHead& head) const {
-    return head.open && ended == pack_flag(head.epoch, kEndedByCombine);
+    return head.open && flag_epoch(ended) == head.epoch && ended_by(flag_value(ended), kEndedByCombine);
   }
 };
 
@@ -88,19 +106,44 @@ struct WaitScratch {
   uint32_t rows[kMaxRanks];   // of all parts together; 0 where missing
 };
 
-// Every kernel begins with it: one read of the head for all threads of the CTA. A block barrier must follow.
-template <class Exec>
-PUTGET_TEXT void look_at_state(Exec& exec, const Plan& plan, WaitScratch& scratch) {
+// Every kernel begins with it: one read of the head for all threads of the CTA, and of the own flags. `load` only
+// issues this thread's loads, so that others can be on their way together with them.
+class StateAhead {
+ public:
+  template <class Exec>
+  PUTGET_TEXT void load(const Exec& exec, const Plan& plan, uint64_t parts) {
+    if (exec.thread() < words(plan)) word_ = from(plan)[exec.thread()];
+    if (exec.thread() == 0) own_ = look_at_own_flags(exec, plan, parts);
+  }
+
+  // A block barrier must follow.
+  template <class Exec>
+  PUTGET_TEXT void keep(const Exec& exec, const Plan& plan, WaitScratch& scratch) const {
+    uint32_t* to = reinterpret_cast<uint32_t*>(&scratch.head);
+    PUTGET_ROLLED
+    for (uint32_t i = exec.thread(); i < words(plan); i += exec.threads()) {
+      to[i] = i == exec.thread() ? word_ : from(plan)[i];
+    }
+    PUTGET_ROLLED
+    for (uint32_t peer = exec.thread(); peer < plan.shape.ep_size; peer += exec.threads()) scratch.rows[peer] = 0;
+    if (exec.thread() == 0) {
+      scratch.own = own_;
+      scratch.missing = RankSet::none();
+    }
+  }
+
+ private:
   // Without the entries of `left` that no rank has.
-  const uint32_t words = offsetof(StateHead, left) / sizeof(uint32_t) + plan.shape.ep_size;
-  const uint32_t* from = reinterpret_cast<const uint32_t*>(&plan.state->head);
-  uint32_t* to = reinterpret_cast<uint32_t*>(&scratch.head);
-  PUTGET_ROLLED
-  for (uint32_t i = exec.thread(); i < words; i += exec.threads()) to[i] = from[i];
-  PUTGET_ROLLED
-  for (uint32_t peer = exec.thread(); peer < plan.shape.ep_size; peer += exec.threads()) scratch.rows[peer] = 0;
-  if (exec.thread() == 0) scratch.missing = RankSet::none();
-}
+  PUTGET_TEXT static uint32_t words(const Plan& plan) {
+    return offsetof(StateHead, left) / sizeof(uint32_t) + plan.shape.ep_size;
+  }
+  PUTGET_TEXT static const uint32_t* from(const Plan& plan) {
+    return reinterpret_cast<const uint32_t*>(&plan.state->head);
+  }
+
+  uint32_t word_ = 0;
+  OwnFlags own_;
+};
 
 // The first round has a deadline of its own. Its combine comes when the dispatch has been counted.
 template <Tag tag>
@@ -140,29 +183,27 @@ PUTGET_TEXT void publish_prepared_all(Exec& exec, const Plan& plan, const RankSe
   }
 }
 
-// The same as publish_all for the calling CTA's part. The rows count in the last part only.
-template <Tag tag, class Exec, class RowsOf>
+// The same as publish_all for the calling CTA's part, into the peers that are wanted.
+template <Tag tag, class Exec, class Wanted, class ValueOf>
 PUTGET_TEXT void publish_part(Exec& exec, const Plan& plan, const RankSet& active, uint64_t flags, uint32_t epoch,
-                              RowsOf rows_to) {
-  const bool last = exec.block() + 1 == exec.blocks();
+                              Wanted wanted, ValueOf value_of) {
   PUTGET_ROLLED
   for (uint32_t peer = first_peer(exec); peer < plan.shape.ep_size; peer += exec.threads()) {
-    if (!active.has(peer)) continue;
-    const uint32_t value = pack_part(exec.blocks(), last ? rows_to(peer) : 0);
+    if (!active.has(peer) || !wanted(peer)) continue;
     exec.template publish<tag>(part_flag(plan.base[peer], flags, plan.shape.ep_rank, exec.block()),
-                               pack_flag(epoch, value));
+                               pack_flag(epoch, value_of(peer)));
   }
 }
 
-// Waits until a flag in this rank's own memory says `epoch`; `seen` is what it said when it was first looked at. False:
-// the deadline passed, or another CTA has reported a fault.
-template <Tag tag, class Exec>
-PUTGET_TEXT bool wait_for(Exec& exec, const Plan& plan, const StateHead& head, const uint64_t* flag, uint32_t epoch,
-                          uint64_t& seen) {
+// Waits until a flag in this rank's own memory is as it should be; `seen` is what it said when it was first looked at.
+// False: the deadline passed, or another CTA has reported a fault.
+template <Tag tag, class Exec, class Ready>
+PUTGET_TEXT bool wait_until(Exec& exec, const Plan& plan, const StateHead& head, const uint64_t* flag, uint64_t& seen,
+                            Ready ready) {
   constexpr uint32_t kSpinsPerLook = 16;  // at the clock
   if (plan.skips_waits) return true;
   uint64_t start_ns = 0;
-  for (uint32_t spins = 0; flag_epoch(seen) != epoch && !exec.template skips_wait<tag>(); ++spins) {
+  for (uint32_t spins = 0; !ready(seen) && !exec.template skips_wait<tag>(); ++spins) {
     if (spins == 0) {
       start_ns = exec.now_ns();
     } else if (spins % kSpinsPerLook == 0) {
@@ -173,6 +214,13 @@ PUTGET_TEXT bool wait_for(Exec& exec, const Plan& plan, const StateHead& head, c
     seen = exec.template observe<tag>(flag);
   }
   return true;
+}
+
+// The same until the flag says `epoch`.
+template <Tag tag, class Exec>
+PUTGET_TEXT bool wait_for(Exec& exec, const Plan& plan, const StateHead& head, const uint64_t* flag, uint32_t epoch,
+                          uint64_t& seen) {
+  return wait_until<tag>(exec, plan, head, flag, seen, [&](uint64_t now) { return flag_epoch(now) == epoch; });
 }
 
 // The flag that this thread waits for first, looked at before the epoch is known: the load is on its way together with

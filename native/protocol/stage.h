@@ -7,14 +7,15 @@
 namespace putget {
 
 enum class Stage : uint32_t {
-  kStart,      // first instruction of the first CTA
+  kStart,      // a CTA's first instruction
+  kWoken,      // the kernel before has ended
   kState,      // the state's head is known
   kWaited,     // dispatch: routed, and the last round has ended everywhere
-  kSlots,      // dispatch: the first CTA's slots are known
-  kPut,        // dispatch: the first CTA's rows are on their way
+  kSlots,      // dispatch: the slots are known
+  kPut,        // dispatch: the rows are on their way
   kPublished,  // the peers have been told
   kObserved,   // the peers have told
-  kDone,       // dispatch: the end; combine: the first CTA's rows are summed
+  kDone,       // dispatch: the end; combine: the rows are summed
   kCount
 };
 

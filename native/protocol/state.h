@@ -1,6 +1,7 @@
 // What a rank keeps to itself (private memory, never mapped by peers) and the arguments of one call.
 #pragma once
 
+#include "protocol/divisor.h"
 #include "protocol/layout.h"
 
 namespace putget {
@@ -50,8 +51,7 @@ struct StateHead {
 // it.
 struct State {
   StateHead head;
-  uint32_t staged;  // CTAs of the running combine that have arrived at J2
-  uint32_t gotten;  // ... at J3
+  uint32_t gotten;  // CTAs of the running combine that have arrived at J3
 };
 
 // Everything about one object that stays the same from call to call.
@@ -83,8 +83,10 @@ struct DispatchCall {
   uint32_t access_bytes[kMaxPayloads];  // widest access that source and destination rows allow: 1, 2, 4, 8 or 16
   uint32_t segment_bytes;               // a row is put in pieces of this many bytes, a multiple of 16
   uint32_t segments[kMaxPayloads];      // pieces of one row of each payload
-  uint32_t splits;                      // warps that share the targets of one segment, a power of two
-  uint32_t items_per_token;             // segments of all payloads, and one for ids and weights, times splits
+  uint32_t split_bits;                  // 2^split_bits warps share the targets of one segment
+  Divisor items_per_token;              // segments of all payloads, and one for ids and weights, times those warps
+  Divisor blocks;                       // CTAs
+  Divisor top_k;
   uint32_t num_tokens;
   uint32_t max_rows;  // slots of each source that this rank will look at
   uint32_t ids_are_64bit;
@@ -99,9 +101,12 @@ struct CombineCall {
   const uint8_t* addend;  // the same shape, or null
   uint32_t num_tokens;
   uint32_t segment_bytes;      // a row is summed in pieces of this many bytes on the wire, a multiple of 16
-  uint32_t piece_bytes;        // ... and moved in pieces of this many of their own, a multiple of kScaleBlock elements
+  uint32_t piece_bytes;        // ... and moved in pieces of this many of their own, a multiple of kScaleBlock elements;
+  uint32_t small_piece_bytes;  // where CTAs share a slot, in pieces of so many
   uint32_t rows_access_bytes;  // widest access for moving rows
-  uint32_t wide_out;           // 1: out and addend allow accesses of 16 bytes
+  uint32_t moving_blocks;      // CTAs that move rows
+  Divisor ep_size;
+  uint32_t wide_out;  // 1: out and addend allow accesses of 16 bytes
   Half half;
 };
 

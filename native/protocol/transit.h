@@ -30,6 +30,11 @@ struct Transit {
     to_peers = plan.shape.pushes != 0;
   }
 
+  // Rows that this rank would push to itself as they are: it sums them where they are.
+  PUTGET_TEXT static bool stays(const Plan& plan, uint32_t src) {
+    return plan.shape.pushes && !plan.shape.quantised() && src == plan.shape.ep_rank;
+  }
+
   PUTGET_TEXT const uint8_t* from(uint32_t slot, uint32_t src) const {
     return rows + slot * slot_bytes + src * source_bytes;
   }
@@ -44,7 +49,7 @@ struct Transit {
 // Bytes [begin, end) of a row as they are. A warp calls it.
 template <class Access, class Exec>
 PUTGET_TEXT void copy_by(Exec& exec, const uint8_t* from, uint8_t* to, uint32_t begin, uint32_t end) {
-  constexpr uint32_t kUnroll = Exec::template put_unroll<Access>();
+  constexpr uint32_t kUnroll = 2 * Exec::template put_unroll<Access>();
   const uint32_t last = end / sizeof(Access);
   PUTGET_ROLLED
   for (uint32_t first = begin / sizeof(Access) + exec.lane(); first < last; first += exec.lanes() * kUnroll) {
@@ -68,102 +73,139 @@ PUTGET_RARE void copy_narrow(Exec& exec, const uint8_t* from, uint8_t* to, uint3
   with_narrow_access(access_bytes, [&](auto access) { copy_by<decltype(access)>(exec, from, to, begin, end); });
 }
 
-// kWirePack elements of a row, as float32.
-template <class Codec, class Exec>
-PUTGET_TEXT void load_elements(Exec&, const uint8_t* row, uint32_t access_bytes, uint32_t pack,
-                               float (&value)[kWirePack]) {
+// kWirePack elements of a row, as the experts wrote them; kWide: in accesses of 16 bytes.
+template <class Codec, bool kWide>
+struct Elements {
   using Bits = typename Codec::Bits;
-  constexpr uint32_t kPer = 16 / sizeof(Bits);
-  if (access_bytes == 16) {
+  static constexpr uint32_t kPer = 16 / sizeof(Bits);
+  struct alignas(16) Access {
+    Bits bits[kPer];
+  };
+  Access part[kWirePack / kPer];
+
+  PUTGET_TEXT void load(const uint8_t* row, uint32_t pack) {
     PUTGET_UNROLL
-    for (uint32_t part = 0; part < kWirePack / kPer; ++part) {
-      struct alignas(16) Piece {
-        Bits bits[kPer];
-      };
-      const Piece piece = reinterpret_cast<const Piece*>(row)[pack * (kWirePack / kPer) + part];
-      PUTGET_UNROLL
-      for (uint32_t e = 0; e < kPer; ++e) value[part * kPer + e] = Codec::widen(piece.bits[e]);
-    }
-  } else {
-    PUTGET_UNROLL
-    for (uint32_t e = 0; e < kWirePack; ++e) {
-      value[e] = Codec::widen(reinterpret_cast<const Bits*>(row)[pack * kWirePack + e]);
+    for (uint32_t p = 0; p < kWirePack / kPer; ++p) {
+      if constexpr (kWide) {
+        part[p] = reinterpret_cast<const Access*>(row)[pack * (kWirePack / kPer) + p];
+      } else {
+        PUTGET_UNROLL
+        for (uint32_t e = 0; e < kPer; ++e) {
+          part[p].bits[e] = reinterpret_cast<const Bits*>(row)[pack * kWirePack + p * kPer + e];
+        }
+      }
     }
   }
-}
+  PUTGET_TEXT float operator[](uint32_t e) const { return Codec::widen(part[e / kPer].bits[e % kPer]); }
+};
 
 // Elements of the blocks that begin in [begin, end) of a row's elements, quantised. A warp calls it; a group of lanes
-// has a block.
-template <class Codec, class Exec>
-PUTGET_TEXT void quantise_piece(Exec& exec, const Plan& plan, const uint8_t* from, uint8_t* to, uint32_t access_bytes,
-                                uint32_t begin, uint32_t end) {
+// has a block. As much as registers hold is loaded before the first block is quantised: what is in flight is what keeps
+// the memory busy.
+template <class Codec, bool kWide, class Exec>
+PUTGET_TEXT void quantise_by(Exec& exec, const Plan& plan, const uint8_t* from, uint8_t* to, uint32_t begin,
+                             uint32_t end) {
   constexpr uint32_t kPacks = kScaleBlock / kWirePack;  // of one block
   constexpr uint32_t kLanes = Exec::kLanes < kPacks ? Exec::kLanes : kPacks;
   constexpr uint32_t kPacksPerLane = kPacks / kLanes;
+  constexpr uint32_t kAhead = kPacksPerLane > 1 ? 1 : 8 / sizeof(typename Codec::Bits);
   const uint32_t packs = plan.shape.output_elements / kWirePack;
   const uint32_t blocks = (end + kScaleBlock - 1) / kScaleBlock;
   float* scales = reinterpret_cast<float*>(to + plan.shape.scales_offset());
   const uint32_t groups = exec.lanes() / kLanes;
+  const auto pack_of = [&](uint32_t block, uint32_t i) { return block * kPacks + i * kLanes + exec.lane() % kLanes; };
   // Every lane goes through the same steps: a group takes the largest element of its lanes together.
   PUTGET_ROLLED
-  for (uint32_t first = begin / kScaleBlock; first < blocks; first += groups) {
-    const uint32_t block = first + exec.lane() / kLanes;
-    float value[kPacksPerLane][kWirePack];
-    float largest = 0.0f;
+  for (uint32_t first = begin / kScaleBlock; first < blocks; first += groups * kAhead) {
+    Elements<Codec, kWide> value[kAhead][kPacksPerLane];
     PUTGET_UNROLL
-    for (uint32_t i = 0; i < kPacksPerLane; ++i) {
-      const uint32_t pack = block * kPacks + i * kLanes + exec.lane() % kLanes;
-      if (block >= blocks || pack >= packs) continue;
-      load_elements<Codec>(exec, from, access_bytes, pack, value[i]);
+    for (uint32_t a = 0; a < kAhead; ++a) {
+      const uint32_t block = first + a * groups + exec.lane() / kLanes;
       PUTGET_UNROLL
-      for (uint32_t e = 0; e < kWirePack; ++e) {
-        const float magnitude = value[i][e] < 0.0f ? -value[i][e] : value[i][e];
-        largest = magnitude > largest ? magnitude : largest;  // a NaN is never the largest
+      for (uint32_t i = 0; i < kPacksPerLane; ++i) {
+        if (block < blocks && pack_of(block, i) < packs) value[a][i].load(from, pack_of(block, i));
       }
     }
-    float scale = plan.wire_scale;
-    if (plan.shape.wire_type == WireType::kFp8Block) {
-      scale = block_scale(exec.template largest_of<kLanes>(largest));
-      if (block < blocks && exec.lane() % kLanes == 0) exec.put(scales + block, scale);  // [C1] [C6]
-    }
-    const float inverse = 1.0f / scale;
     PUTGET_UNROLL
-    for (uint32_t i = 0; i < kPacksPerLane; ++i) {
-      const uint32_t pack = block * kPacks + i * kLanes + exec.lane() % kLanes;
-      if (block >= blocks || pack >= packs) continue;
+    for (uint32_t a = 0; a < kAhead; ++a) {
+      const uint32_t block = first + a * groups + exec.lane() / kLanes;
+      float largest = 0.0f;
       PUTGET_UNROLL
-      for (uint32_t e = 0; e < kWirePack; ++e) value[i][e] = times(value[i][e], inverse);
-      exec.put_fp8(to + pack * kWirePack, value[i]);  // [C1] [C6]
+      for (uint32_t i = 0; i < kPacksPerLane; ++i) {
+        if (block >= blocks || pack_of(block, i) >= packs) continue;
+        PUTGET_UNROLL
+        for (uint32_t e = 0; e < kWirePack; ++e) largest = exec.larger_magnitude(value[a][i][e], largest);
+      }
+      float scale = plan.wire_scale;
+      if (plan.shape.wire_type == WireType::kFp8Block) {
+        scale = block_scale(exec.template largest_of<kLanes>(largest));
+        if (block < blocks && exec.lane() % kLanes == 0) exec.put(scales + block, scale);  // [C1] [C6]
+      }
+      const float inverse = 1.0f / scale;
+      PUTGET_UNROLL
+      for (uint32_t i = 0; i < kPacksPerLane; ++i) {
+        if (block >= blocks || pack_of(block, i) >= packs) continue;
+        float scaled[kWirePack];
+        PUTGET_UNROLL
+        for (uint32_t e = 0; e < kWirePack; ++e) scaled[e] = times(value[a][i][e], inverse);
+        exec.put_fp8(to + pack_of(block, i) * kWirePack, scaled);  // [C1] [C6]
+      }
     }
   }
 }
 
-// Moves all rows that hold something. Every warp takes pieces of its own; sources are visited from the own rank on, so
-// that ranks do not all push to the same peer at once.
-template <class Codec, bool kQuantised, class Exec>
-PUTGET_TEXT void move_rows(Exec& exec, const Plan& plan, const CombineCall& call, const uint32_t* num_tokens) {
-  const Transit transit(plan, call);
-  const uint32_t ep_size = plan.shape.ep_size;
-  const uint32_t row_bytes = plan.shape.output_row_bytes();
+template <class Codec, class Exec>
+PUTGET_RARE void quantise_narrow(Exec& exec, const Plan& plan, const uint8_t* from, uint8_t* to, uint32_t begin,
+                                 uint32_t end) {
+  quantise_by<Codec, false>(exec, plan, from, to, begin, end);
+}
+
+// How the rows of `most` slots are cut into parts: with fewer slots than parts, several share one.
+PUTGET_PURE Parts cut_into_parts(const CombineCall& call, uint32_t most) {
+  Parts parts{call.moving_blocks, 0};
+  while (parts.split_bits < kMostSplitBits && parts.groups > 1 && most <= parts.groups / 2) {
+    parts.groups /= 2;
+    ++parts.split_bits;
+  }
+  return parts;
+}
+
+// The most slots that any source has.
+template <class Exec>
+PUTGET_TEXT uint32_t most_slots(const Exec&, const Plan& plan, const uint32_t* num_tokens) {
   uint32_t most = 0;
   PUTGET_ROLLED
-  for (uint32_t src = 0; src < ep_size; ++src) most = num_tokens[src] > most ? num_tokens[src] : most;
-  const uint32_t pieces = (row_bytes + call.piece_bytes - 1) / call.piece_bytes;
-  const uint32_t items = most * pieces * ep_size;
+  for (uint32_t src = 0; src < plan.shape.ep_size; ++src) most = num_tokens[src] > most ? num_tokens[src] : most;
+  return most;
+}
+
+// Moves this CTA's part of one slot's rows, with so many warps. Every warp takes pieces of its own; sources are visited
+// from the own rank on, so that ranks do not all push to the same peer at once.
+template <class Codec, bool kQuantised, class Exec>
+PUTGET_TEXT void move_slot(Exec& exec, const Plan& plan, const CombineCall& call, const Transit& transit,
+                           const Parts& parts, uint32_t warps, const uint32_t* num_tokens, uint32_t slot) {
+  const uint32_t ep_size = plan.shape.ep_size;
+  const uint32_t piece_bytes = parts.split_bits == 0 ? call.piece_bytes : call.small_piece_bytes;
+  const uint32_t row_bytes = plan.shape.output_row_bytes();
+  const uint32_t split = exec.block() & (parts.splits() - 1);
   PUTGET_ROLLED
-  for (uint32_t item = exec.block() * exec.warps() + exec.warp(); item < items; item += exec.blocks() * exec.warps()) {
-    uint32_t src = plan.shape.ep_rank + item % ep_size;
+  for (uint32_t item = exec.warp();; item += warps) {
+    const uint32_t round = call.ep_size.quotient(item);
+    const uint32_t begin = (round * parts.splits() + split) * piece_bytes;
+    if (begin >= row_bytes) return;
+    uint32_t src = plan.shape.ep_rank + item - round * ep_size;
     if (src >= ep_size) src -= ep_size;
-    const uint32_t piece = item / ep_size % pieces;
-    const uint32_t slot = item / ep_size / pieces;
-    if (slot >= num_tokens[src]) continue;
-    const uint32_t begin = piece * call.piece_bytes;
-    const uint32_t end = begin + call.piece_bytes < row_bytes ? begin + call.piece_bytes : row_bytes;
+    if (slot >= num_tokens[src] || transit.stays(plan, src)) continue;
+    const uint32_t end = begin + piece_bytes < row_bytes ? begin + piece_bytes : row_bytes;
     const uint8_t* from = transit.from(slot, src);
     uint8_t* to = transit.to(plan, slot, src);
     if constexpr (kQuantised) {
       constexpr uint32_t kBytes = sizeof(typename Codec::Bits);
-      quantise_piece<Codec>(exec, plan, from, to, transit.access_bytes, begin / kBytes, end / kBytes);
+      if (transit.access_bytes == sizeof(typename Exec::Access16)) {
+        quantise_by<Codec, true>(exec, plan, from, to, begin / kBytes, end / kBytes);
+      } else {
+        quantise_narrow<Codec>(exec, plan, from, to, begin / kBytes, end / kBytes);
+      }
     } else {
       if (transit.access_bytes == sizeof(typename Exec::Access16)) {
         copy_by<typename Exec::Access16>(exec, from, to, begin, end);
@@ -171,6 +213,31 @@ PUTGET_TEXT void move_rows(Exec& exec, const Plan& plan, const CombineCall& call
         copy_narrow(exec, from, to, transit.access_bytes, begin, end);
       }
     }
+  }
+}
+
+// Moves this CTA's part of all rows that hold something, slot by slot, and tells those that read them how far it is:
+// they sum the first rows while the last ones are still to come. In its first turn a part tells everybody, also of
+// nothing. The last warp does not move: it tells, and waits meanwhile for what it tells of.
+template <class Codec, bool kQuantised, class Exec>
+PUTGET_TEXT void move_rows(Exec& exec, const Plan& plan, const CombineCall& call, const StateHead& head,
+                           const Parts& parts, uint32_t most, const uint32_t* num_tokens) {
+  const Transit transit(plan, call);
+  const uint32_t warps = exec.warps() > 1 ? exec.warps() - 1 : 1;
+  // What the groups leave over has no rows.
+  uint32_t slot = exec.block() < parts.count() ? exec.block() >> parts.split_bits : most;
+  PUTGET_ROLLED
+  for (uint32_t turn = 1;; ++turn) {
+    if (slot < most && exec.warp() < warps) {
+      move_slot<Codec, kQuantised>(exec, plan, call, transit, parts, warps, num_tokens, slot);
+    }
+    exec.sync();
+    publish_part<Tag::C7>(
+        exec, plan, head.active, plan.layout.pushed, head.epoch,
+        [&](uint32_t peer) { return turn == 1 || slot < num_tokens[peer]; },
+        [&](uint32_t) { return pack_part(call.moving_blocks, turn); });
+    slot += parts.groups;
+    if (slot >= most) return;
   }
 }
 

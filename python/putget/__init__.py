@@ -11,9 +11,10 @@ from putget.errors import (
     ProtocolMisuse,
     PutgetError,
 )
+from putget.expert_major import ExpertMajor, ExpertMajorMemory, FlatRows
 from putget.options import Launch
 from putget.payload import Payload
-from putget.received import FlatRows, Received
+from putget.received import Received
 from putget.sizing import workspace_bytes
 from putget.workspace import Workspace
 
@@ -22,6 +23,8 @@ __all__ = [
     "BackendUnavailable",
     "CapacityExceeded",
     "Communicator",
+    "ExpertMajor",
+    "ExpertMajorMemory",
     "FlatRows",
     "InvalidExpertIds",
     "Launch",

@@ -26,6 +26,7 @@ WIRE_SAME, WIRE_FP8_BLOCK, WIRE_FP8_STATIC = range(3)
 BOTH, START, FINISH = range(3)
 SHARE_DESCRIPTOR, SHARE_FABRIC = range(2)
 PROBE_WRITE, PROBE_READ = range(2)
+SILU, GELU = range(2)
 PHASES = ("dispatch", "combine", "release")
 
 
@@ -185,6 +186,111 @@ class ProbeArgs(_Versioned):
     ]
 
 
+class MoeConfig(_Versioned):
+    _fields_ = [
+        ("size", c_uint32),
+        ("magic", c_uint32),
+        ("device", c_uint32),
+        ("ordinal", c_int32),
+        ("ep_size", c_uint32),
+        ("ep_rank", c_uint32),
+        ("num_experts", c_uint32),
+        ("num_local_experts", c_uint32),
+        ("top_k", c_uint32),
+        ("max_rows", c_uint32),
+        ("alignment", c_uint32),
+        ("num_payloads", c_uint32),
+        ("row_bytes", c_uint32 * MAX_PAYLOADS),
+    ]
+
+
+class MoeLayout(_Versioned):
+    _fields_ = [
+        ("size", c_uint32),
+        ("magic", c_uint32),
+        ("payload", c_uint64 * MAX_PAYLOADS),
+        ("offsets", c_uint64),
+        ("num_rows", c_uint64),
+        ("weights", c_uint64),
+        ("source_rows", c_uint64),
+        ("positions", c_uint64),
+        ("total_bytes", c_uint64),
+        ("capacity", c_uint32),
+        ("reserved", c_uint32),
+    ]
+
+
+class MoeGroupArgs(_Versioned):
+    _fields_ = [
+        ("size", c_uint32),
+        ("magic", c_uint32),
+        ("memory", c_void_p),
+        ("topk_ids", c_void_p),
+        ("topk_weights", c_void_p),
+        ("num_tokens", c_void_p),
+        ("expert_to_rank", c_void_p),
+        ("lost_rows", c_void_p),
+        ("payload", c_void_p * MAX_PAYLOADS),
+        ("stream", c_void_p),
+    ]
+
+
+class MoeFinalizeArgs(_Versioned):
+    _fields_ = [
+        ("size", c_uint32),
+        ("magic", c_uint32),
+        ("rows", c_void_p),
+        ("out", c_void_p),
+        ("elements", c_uint32),
+        ("element_type", c_uint32),
+    ]
+
+
+class MoeRows(Structure):
+    _fields_ = [
+        ("count", c_void_p),
+        ("offsets", c_void_p),
+        ("num_rows", c_void_p),
+        ("num_groups", c_uint32),
+        ("limit", c_uint32),
+    ]
+
+
+class MoeExpandArgs(_Versioned):
+    _fields_ = [
+        ("size", c_uint32),
+        ("magic", c_uint32),
+        ("device", c_uint32),
+        ("ordinal", c_int32),
+        ("valid", MoeRows),
+        ("source_rows", c_void_p),
+        ("num_source_rows", c_uint32),
+        ("num_payloads", c_uint32),
+        ("from_rows", c_void_p * MAX_PAYLOADS),
+        ("to_rows", c_void_p * MAX_PAYLOADS),
+        ("row_bytes", c_uint32 * MAX_PAYLOADS),
+        ("stream", c_void_p),
+    ]
+
+
+class MoeActivationArgs(_Versioned):
+    _fields_ = [
+        ("size", c_uint32),
+        ("magic", c_uint32),
+        ("device", c_uint32),
+        ("ordinal", c_int32),
+        ("valid", MoeRows),
+        ("x", c_void_p),
+        ("out", c_void_p),
+        ("scales", c_void_p),
+        ("elements", c_uint32),
+        ("element_type", c_uint32),
+        ("gate", c_uint32),
+        ("reserved", c_uint32),
+        ("stream", c_void_p),
+    ]
+
+
 class Gpu(_Versioned):
     _fields_ = [
         ("size", c_uint32),
@@ -226,6 +332,11 @@ _FUNCTIONS: dict[str, list[Any]] = {
     "putget_release": [c_void_p, c_void_p],
     "putget_launches": [c_void_p, c_uint32, POINTER(Launch), POINTER(Launch)],
     "putget_destroy": [c_void_p],
+    "putget_moe_layout_of": [POINTER(MoeConfig), POINTER(MoeLayout)],
+    "putget_moe_group": [POINTER(MoeConfig), POINTER(MoeGroupArgs)],
+    "putget_moe_finalize": [POINTER(MoeConfig), POINTER(MoeGroupArgs), POINTER(MoeFinalizeArgs)],
+    "putget_moe_expand": [POINTER(MoeExpandArgs)],
+    "putget_moe_activate": [POINTER(MoeActivationArgs)],
     "putget_gpu_count": [POINTER(c_uint32)],
     "putget_gpu_report": [c_uint32, POINTER(Gpu)],
 }

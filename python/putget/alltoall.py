@@ -10,15 +10,17 @@ from putget import _abi
 from putget._arguments import check_expert_to_rank, check_int, check_rows, check_tensor
 from putget._geometry import Geometry, default_expert_to_rank
 from putget._object import NativeObject
+from putget._rounds import RoundViews
 from putget.communicator import Communicator
-from putget.errors import InvalidExpertIds, ProtocolMisuse, PutgetError
+from putget.errors import InvalidExpertIds, PutgetError
+from putget.expert_major import ExpertMajor
 from putget.options import Launch, check_launch
 from putget.payload import Payload
-from putget.received import Received, combine_input_view, received_views
+from putget.received import Received
 from putget.workspace import Workspace, check_seconds, check_workspace, resolve_device
 
 
-class AllToAll:
+class AllToAll(RoundViews):
     """One-sided dispatch and combine of a mixture-of-experts layer. Construction is collective over the group.
 
     The method is the token-major, one-sided exchange that NVIDIA published for TensorRT-LLM's wide expert parallelism;
@@ -143,12 +145,7 @@ class AllToAll:
         config = geometry.config(comm.rank, sms, float(timeout_s), float(warmup_timeout_s))
         config.dispatch, config.combine = launches
         config.skips_waits = unsafe_skip_waits
-        self._native = NativeObject(self._workspace, geometry, table, config)
-        self._turns = self._workspace.turns
-        self._owner = object()  # of rounds
-        self._memory_bytes = self._workspace.memory.tensor()
-        self._views: dict[int, Received] = {}
-        self._inputs: dict[int, torch.Tensor] = {}
+        super().__init__(self._workspace, geometry, NativeObject(self._workspace, geometry, table, config))
 
     # --- rounds -------------------------------------------------------------------------------------------------------
 
@@ -182,7 +179,6 @@ class AllToAll:
             CapacityExceeded: A source sent more than max_rows rows; likewise.
         """
         self._dispatch(_abi.BOTH, topk_ids, topk_weights, payloads, max_rows, num_valid_tokens)
-        self._turns.open(self._owner)
         return self._received()
 
     def dispatch_start(
@@ -215,7 +211,6 @@ class AllToAll:
         self._native.require_open()
         self._require(self._turns.refuse_unstarted(self._owner, "dispatch_finish"))
         self._native.finish_dispatch()
-        self._turns.open(self._owner)
         return self._received()
 
     def _dispatch(
@@ -237,15 +232,22 @@ class AllToAll:
         self._native.dispatch(half, topk_ids, topk_weights, payloads, num_tokens, rows, num_valid_tokens)
 
     def combine(
-        self, x: torch.Tensor | None = None, *, out: torch.Tensor | None = None, addend: torch.Tensor | None = None
+        self,
+        x: torch.Tensor | None = None,
+        *,
+        layout: ExpertMajor | None = None,
+        out: torch.Tensor | None = None,
+        addend: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Gets the rows that this rank's tokens have on every rank, and sums them in a fixed order in float32.
 
-        On CUDA it enqueues one kernel on the current stream.
+        On CUDA it enqueues one kernel on the current stream; with a layout, one before it.
 
         Args:
             x: Rows from outside the workspace: [ep_size, max_rows, *shape] with any strides of the first two
                 dimensions, or flat [max_rows * ep_size, *shape]. None: the experts wrote ``combine_input``.
+            layout: Of this round, from ``received.expert_major()``. Then x is [capacity, *shape] in that layout, and
+                the weighted sum of each received row's local experts, in float32 with k ascending, is what travels.
             out: Where to write, contiguous [num_tokens, *shape]; by default a new tensor.
             addend: [num_tokens, *shape], added last in float32 (a shared expert's output).
 
@@ -260,13 +262,14 @@ class AllToAll:
         self._native.require_open()
         self._require(self._turns.refuse_unfinished("combine"))
         self._require(self._turns.refuse_without_round(self._owner, "combine"))
-        self._take_rows(x)
+        self._check_rows(x, layout)
         result = self._take_out(out, addend)
+        self._finalize(x, layout)
         self._native.combine(_abi.BOTH)
-        self._turns.end()
+        self._end()
         return result
 
-    def combine_start(self, x: torch.Tensor | None = None) -> None:
+    def combine_start(self, x: torch.Tensor | None = None, *, layout: ExpertMajor | None = None) -> None:
         """The first half of ``combine``: tells the peers that the rows are there, or pushes them; waits for nobody.
 
         No kernel stays behind. ``x``, or ``combine_input``, must not change before the round has ended on every rank,
@@ -275,9 +278,11 @@ class AllToAll:
         self._native.require_open()
         self._require(self._turns.refuse_unfinished("combine_start"))
         self._require(self._turns.refuse_without_round(self._owner, "combine_start"))
-        self._take_rows(x)
+        self._check_rows(x, layout)
+        self._finalize(x, layout)
         self._native.combine(_abi.START)
         self._turns.start(self._owner, "combine_start")
+        self._grouper.end()
 
     def combine_finish(self, *, out: torch.Tensor | None = None, addend: torch.Tensor | None = None) -> torch.Tensor:
         """The second half of ``combine``: waits for every rank, and sums the rows of this rank's tokens.
@@ -291,11 +296,14 @@ class AllToAll:
         self._require(self._turns.refuse_unstarted(self._owner, "combine_finish"))
         result = self._take_out(out, addend)
         self._native.combine(_abi.FINISH)
-        self._turns.end()
+        self._end()
         return result
 
-    def _take_rows(self, x: torch.Tensor | None) -> None:
+    def _check_rows(self, x: torch.Tensor | None, layout: ExpertMajor | None) -> None:
         strides = (0, 0)
+        if layout is not None:
+            self._grouper.check_rows(x, self._grouper.check_layout(layout), "x")
+            x = None
         if x is not None:
             output = self._geometry.output
             strides = check_rows(x, self.ep_size, self._native.max_rows, output, self._device)
@@ -303,6 +311,10 @@ class AllToAll:
             if x.data_ptr() == self.combine_input.data_ptr() and strides == own_strides:
                 x = None
         self._native.take_rows(x, strides)
+
+    def _finalize(self, x: torch.Tensor | None, layout: ExpertMajor | None) -> None:
+        if x is not None and layout is not None:
+            self._grouper.finalize(x, layout)
 
     def _take_out(self, out: torch.Tensor | None, addend: torch.Tensor | None) -> torch.Tensor:
         output = self._geometry.output
@@ -327,48 +339,9 @@ class AllToAll:
         self._native.require_open()
         self._require(self._turns.refuse_unfinished("release"))
         self._native.release()
-        self._turns.end()
+        self._end()
 
-    # --- what a round shows -------------------------------------------------------------------------------------------
-
-    @property
-    def combine_input(self) -> torch.Tensor:
-        """[ep_size, max_rows, *shape] in the workspace: experts write row (src, slot) here.
-
-        max_rows is the last dispatch's. Writable from the end of dispatch to the start of combine. Its attribute
-        ``flat`` is the same memory as contiguous [max_rows * ep_size, *shape].
-        """
-        self._native.require_open()
-        max_rows = self._native.max_rows
-        view = self._inputs.get(max_rows)
-        if view is None:
-            view = self._inputs[max_rows] = combine_input_view(self._memory_bytes, self._geometry, max_rows)
-        return view
-
-    @property
-    def target_ranks(self) -> torch.Tensor:
-        """[num_tokens, top_k] int32 of the last dispatch: the rank of the expert that owns the slot; -1 elsewhere."""
-        return self._native.target_ranks[: self._native.num_tokens]
-
-    @property
-    def target_slots(self) -> torch.Tensor:
-        """[num_tokens, top_k] int32 of the last dispatch: the slot on that rank; -1 elsewhere."""
-        return self._native.target_slots[: self._native.num_tokens]
-
-    @property
-    def expert_to_rank(self) -> torch.Tensor:
-        """[num_experts] int32 on the device, read at every dispatch; change it in place, or assign to copy into it."""
-        return self._native.expert_to_rank
-
-    @expert_to_rank.setter
-    def expert_to_rank(self, value: torch.Tensor | Sequence[int]) -> None:
-        table = check_expert_to_rank(value, self._geometry.num_experts, self.ep_size, self._device)
-        self._native.expert_to_rank.copy_(table)
-
-    @property
-    def ep_size(self) -> int:
-        """Ranks of the expert-parallel group."""
-        return self._geometry.ep_size
+    # --- about it -----------------------------------------------------------------------------------------------------
 
     @property
     def ep_rank(self) -> int:
@@ -422,6 +395,7 @@ class AllToAll:
         Raises:
             PeerTimeout, CapacityExceeded, ProtocolMisuse: The fault that stands.
             InvalidExpertIds: ids outside [-1, num_experts) were dispatched; the count starts again from 0.
+            ProtocolMisuse: Also where ``expert_to_rank`` gives this rank more experts than ``num_local_experts``.
         """
         self._native.require_open()
         self._comm.synchronize(self._device)
@@ -430,6 +404,7 @@ class AllToAll:
         if count:
             self._native.invalid_ids.zero_()
             raise InvalidExpertIds(count, self._geometry.num_experts)
+        self._grouper.raise_lost()
 
     def close(self) -> None:
         """Frees the object, and its workspace unless that is shared. Needs no peer. Idempotent.
@@ -449,9 +424,7 @@ class AllToAll:
                 self._workspace.raise_fault(only_unseen=True)
         finally:
             self._native.destroy()
-            self._views.clear()
-            self._inputs.clear()
-            del self._memory_bytes
+            self._forget()
             if self._owns_workspace:
                 self._workspace.close()
 
@@ -470,17 +443,3 @@ class AllToAll:
             f"{geometry.memory_map()}\n"
             f"{geometry.layout().total_bytes:>14} bytes a rank in all ({kind} workspace)"
         )
-
-    def _require(self, refused: str | None) -> None:
-        """Raises ProtocolMisuse with the reason, or the fault that stands: then that is the reason."""
-        if refused is not None:
-            self._workspace.raise_fault()
-            raise ProtocolMisuse(refused)
-
-    def _received(self) -> Received:
-        max_rows = self._native.max_rows
-        views = self._views.get(max_rows)
-        if views is None:
-            views = received_views(self._memory_bytes, self._geometry, max_rows, self._native.received_tokens)
-            self._views[max_rows] = views
-        return views

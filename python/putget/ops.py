@@ -22,7 +22,7 @@ from torch import Tensor
 from putget._arguments import check_int
 from putget.alltoall import AllToAll
 from putget.errors import ProtocolMisuse
-from putget.received import FlatRows
+from putget.expert_major import FlatRows
 
 _IDS, _WEIGHTS = -1, -2  # which rows `received` copies, besides those of payload 0, 1, ...
 

@@ -3,28 +3,17 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 
 from putget._geometry import Geometry
+from putget.errors import ProtocolMisuse
+from putget.expert_major import ExpertMajor, ExpertMajorMemory, FlatRows
 
-
-@dataclass(frozen=True)
-class FlatRows:
-    """The received rows as contiguous tensors, what engines feed to their kernels.
-
-    Row index = slot * ep_size + source rank.
-
-    Attributes:
-        payloads: Each [max_rows * ep_size, *shape].
-        topk_ids: [max_rows * ep_size, top_k] int32.
-        topk_weights: [max_rows * ep_size, top_k] float32.
-    """
-
-    payloads: tuple[torch.Tensor, ...]
-    topk_ids: torch.Tensor
-    topk_weights: torch.Tensor
+# Groups the rows of a Received of so many max_rows.
+Group = Callable[[int, int, ExpertMajorMemory | None], ExpertMajor]
 
 
 @dataclass(frozen=True)
@@ -46,6 +35,32 @@ class Received:
     topk_weights: torch.Tensor
     num_tokens: torch.Tensor
     flat: FlatRows
+    _group: Callable[[], Group | None] = field(repr=False, compare=False)
+
+    def expert_major(self, alignment: int = 1, *, memory: ExpertMajorMemory | None = None) -> ExpertMajor:
+        """Groups the rows by local expert, every payload at once, for a grouped GEMM.
+
+        On CUDA it enqueues three kernels on the current stream: no host synchronisation, no host count; it can be
+        captured in a graph. Rows are placed by prefix counts over the received ids, so their order is always the same,
+        (expert, source rank, token), and the time goes with the rows that came, not with max_rows * ep_size.
+
+        Args:
+            alignment: Groups begin at multiples of this many rows, 1 to 4096.
+            memory: Where to put them, from ``AllToAll.expert_major_memory``; by default memory of the AllToAll's own,
+                allocated when these sizes are first used.
+
+        Returns:
+            The groups, valid until the round ends. ``combine(rows, layout=...)`` takes the experts' rows in this
+            layout.
+
+        Raises:
+            ValueError: alignment is out of range, or memory is made for other sizes.
+            ProtocolMisuse: The round has ended; or nothing is allocated yet while a CUDA graph is captured.
+        """
+        group = self._group()
+        if group is None:
+            raise ProtocolMisuse("expert_major: the AllToAll of these rows is gone")
+        return group(self.payloads[0].shape[1], alignment, memory)
 
 
 def flat_view(memory: torch.Tensor, offset: int, rows: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -59,7 +74,13 @@ def by_source(flat: torch.Tensor, ep_size: int) -> torch.Tensor:
     return flat.view(flat.shape[0] // ep_size, ep_size, *flat.shape[1:]).transpose(0, 1)
 
 
-def received_views(memory: torch.Tensor, geometry: Geometry, max_rows: int, num_tokens: torch.Tensor) -> Received:
+def received_views(
+    memory: torch.Tensor,
+    geometry: Geometry,
+    max_rows: int,
+    num_tokens: torch.Tensor,
+    group: Callable[[], Group | None],
+) -> Received:
     """The first max_rows slots of every source, over uint8 symmetric memory."""
     layout, ep_size = geometry.layout(), geometry.ep_size
     rows = max_rows * ep_size
@@ -75,6 +96,7 @@ def received_views(memory: torch.Tensor, geometry: Geometry, max_rows: int, num_
         topk_weights=by_source(weights, ep_size),
         num_tokens=num_tokens,
         flat=FlatRows(payloads, ids, weights),
+        _group=group,
     )
 
 

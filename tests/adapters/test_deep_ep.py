@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -210,6 +211,51 @@ def two_under_way(rank: Rank) -> None:
     with pytest.raises(putget.ProtocolMisuse, match="each ends once"):
         end(layers[2], begun[2])
     buffer.destroy()
+
+
+def hooks(rank: Rank) -> None:
+    """A body: nothing is waited for before the hook, which works once; a round without its hook is finished for it."""
+    layers = [replace(RAGGED, num_tokens=(3, 1), num_experts=4, top_k=2, seed=seed) for seed in range(4)]
+    buffer = buffer_of(rank, layers[0])
+
+    def begin(layer: Layer) -> Any:
+        ids, _ = routes(layer, rank.rank)
+        return buffer.low_latency_dispatch(layer.hidden(rank.rank), ids, 8, 4, use_fp8=False, return_recv_hook=True)
+
+    warm_up = begin(layers[0])  # the first round sets memory up, which is collective
+    warm_up[4]()
+    ids, weights = routes(layers[0], rank.rank)
+    buffer.low_latency_combine(warm_up[0], ids, weights, warm_up[2])
+    if rank.rank == 1:
+        time.sleep(0.5)
+    started = time.monotonic()
+    begun = begin(layers[1])
+    sent_after = time.monotonic() - started
+    begun[1].fill_(-7)
+    ids, weights = routes(layers[1], rank.rank)
+    with pytest.raises(putget.ProtocolMisuse, match="the hook of this handle's dispatch has not been called"):
+        buffer.low_latency_combine(begun[0], ids, weights, begun[2])
+    assert (begun[1] == -7).all()
+    begun[4]()
+    if rank.rank == 0:
+        assert sent_after < 0.3 < time.monotonic() - started
+    assert (begun[1] >= 0).all()
+    begun[4]()
+    combined, _, hook = buffer.low_latency_combine(
+        begun[0], ids, torch.ones_like(weights), begun[2], return_recv_hook=True
+    )
+    hook()
+    expected = (layers[1].hidden(rank.rank).float() * (ids >= 0).sum(1, keepdim=True)).bfloat16()
+    assert torch.equal(combined, expected)
+    hook()
+    for layer in layers[1:]:
+        last = begin(layer)  # of three the first is given up, with its hook not called
+    last[4]()
+    buffer.destroy()
+
+
+def test_hooks_wait_and_calls_do_not() -> None:
+    run_ranks(2, hooks)
 
 
 def test_two_rounds_can_be_under_way() -> None:

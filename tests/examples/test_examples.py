@@ -20,10 +20,10 @@ from tests.project.checkout import ROOT
 EXAMPLES = ROOT / "examples"
 
 
-def test_one_layer() -> None:
-    """Under torchrun, on the CPU also where there are GPUs."""
+def under_torchrun(example: str) -> str:
+    """The output of two ranks, on the CPU also where there are GPUs."""
     result = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "examples/layer.py"],
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", f"examples/{example}"],
         cwd=ROOT,
         env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
         capture_output=True,
@@ -32,12 +32,22 @@ def test_one_layer() -> None:
         check=False,
     )
     assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+def test_one_layer() -> None:
+    told = under_torchrun("layer.py")
     for rank, tokens in enumerate((0, 16)):
-        assert f"rank {rank} of 2 on cpu: {tokens} tokens, as a dense layer would give" in result.stdout
+        assert f"rank {rank} of 2 on cpu: {tokens} tokens, as a dense layer would give" in told
 
 
-def test_one_layer_is_short() -> None:
-    lines = (EXAMPLES / "layer.py").read_text().splitlines()
+def test_a_whole_layer() -> None:
+    assert "4 of 8 experts on each of 2 ranks, cpu" in under_torchrun("moe_layer.py")
+
+
+@pytest.mark.parametrize("example", ["layer.py", "moe_layer.py"])
+def test_one_layer_is_short(example: str) -> None:
+    lines = (EXAMPLES / example).read_text().splitlines()
     assert len([line for line in lines if line.strip() and not line.startswith(("import", '"""'))]) <= 30
 
 

@@ -3,8 +3,8 @@
     cmake -S . -B build-trace -DPUTGET_CUDA=ON -DPUTGET_TRACE=ON && cmake --build build-trace
     PUTGET_LIBRARY=build-trace/libputget.so PYTHONPATH=python python tests/gpu/stages.py --ranks 4 --tokens 1,8,64,512
 
-Prints nanoseconds from the first CTA's start to each stage of native/protocol/stage.h (medians over replays, rank 0),
-and the time of a pair, which the marks themselves lengthen a little. Random routing, a DeepSeek-V3 shape, FP8 rows.
+Prints nanoseconds from the first CTA's start to each stage of native/protocol/stage.h, for the first CTA / for the one that
+comes last (medians over replays, rank 0), and the time of a pair, which the marks themselves lengthen a little. Random routing, a DeepSeek-V3 shape, FP8 rows.
 """
 
 from __future__ import annotations
@@ -23,21 +23,27 @@ import putget
 from putget import hardware
 
 # Stage of native/protocol/stage.h, in its order.
-STAGES = ("start", "state", "waited", "slots", "put", "published", "observed", "done")
-IN_COMBINE = ("start", "state", "published", "observed", "done")
+STAGES = ("start", "woken", "state", "waited", "slots", "put", "published", "observed", "done")
+IN_COMBINE = ("start", "woken", "state", "published", "observed", "done")
 HIDDEN, TOP_K, EXPERTS = 7168, 8, 256
 LEADING, PAIRS, REPLAYS = 4, 20, 30
 
 
-def stages(library: ctypes.CDLL, kernel: str) -> dict[str, int]:
-    """Nanoseconds from the start of the last `kernel` ("dispatch" or "combine") on this rank."""
-    stamps = (ctypes.c_uint64 * len(STAGES))()
+def stages(library: ctypes.CDLL, kernel: str) -> dict[str, tuple[int, int]]:
+    """Nanoseconds from the start of the last `kernel` ("dispatch" or "combine") on this rank: first CTA, last CTA."""
+    stamps = (ctypes.c_uint64 * (2 * len(STAGES)))()
     status = getattr(library, f"putget_stages_of_{kernel}")(stamps)
     if status != 0:
         raise RuntimeError(f"reading the stages of {kernel}: CUDA error {status}")
     wanted = STAGES if kernel == "dispatch" else IN_COMBINE
-    by_name = dict(zip(STAGES, stamps, strict=True))
-    return {name: int(by_name[name]) - int(by_name["start"]) for name in wanted}
+    first, last = stamps[: len(STAGES)], stamps[len(STAGES) :]
+    return {name: (first[i] - first[0], last[i] - first[0]) for i, name in enumerate(STAGES) if name in wanted}
+
+
+def medians(readings: list[dict[str, tuple[int, int]]]) -> str:
+    """Each stage's name and its median over the readings: first CTA / last CTA."""
+    columns = {name: zip(*(one[name] for one in readings), strict=True) for name in readings[0]}
+    return "  ".join(f"{name} {'/'.join(str(int(statistics.median(c))) for c in both)}" for name, both in columns.items())
 
 
 def run(rank: int, ranks: int, batches: list[int], port: int) -> None:
@@ -79,7 +85,7 @@ def run(rank: int, ranks: int, batches: list[int], port: int) -> None:
                     a2a.combine(out=out)
                 end.record(stream)
             pairs: list[float] = []
-            seen: dict[str, list[dict[str, int]]] = {"dispatch": [], "combine": []}
+            seen: dict[str, list[dict[str, tuple[int, int]]]] = {"dispatch": [], "combine": []}
             for _ in range(REPLAYS):
                 dist.barrier()
                 graph.replay()
@@ -90,8 +96,7 @@ def run(rank: int, ranks: int, batches: list[int], port: int) -> None:
             if rank == 0:
                 print(f"{tokens} tokens a rank: pair {statistics.median(pairs):.2f} us")
                 for kernel, readings in seen.items():
-                    medians = {name: int(statistics.median(one[name] for one in readings)) for name in readings[0]}
-                    print(f"  {kernel:<8} " + "  ".join(f"{name} {ns}" for name, ns in medians.items()))
+                    print(f"  {kernel:<8} {medians(readings)}")
     a2a.check()
     dist.barrier()
     a2a.close()

@@ -69,7 +69,7 @@ class StressRank {
       call.payload[p] = object.payload[p].data();
       call.access_bytes[p] = shape.row_bytes[p] % 16 == 0 ? 16 : 1;
     }
-    cut_into_items(call, shape, kSegmentBytes, round_ % 2 == 0 ? 1 : 2);
+    cut_into_items(call, shape, kSegmentBytes, round_ % 2 == 0 ? 1 : 2, blocks);
     call.num_tokens = num_tokens_;
     call.max_rows = shape.max_tokens_per_rank;
     call.half = half;
@@ -104,7 +104,10 @@ class StressRank {
     call.wide_out = 1;
     call.num_tokens = num_tokens_;
     call.segment_bytes = kSegmentBytes;
-    call.piece_bytes = kScaleBlock * element_bytes(plan.shape.output_type);
+    call.small_piece_bytes = kScaleBlock * element_bytes(plan.shape.output_type);
+    call.piece_bytes = 2 * call.small_piece_bytes;
+    call.moving_blocks = half == Half::kBoth && blocks > 1 ? blocks - round_ % 2 : blocks;
+    call.ep_size = Divisor(plan.shape.ep_size);
     call.half = half;
     const bool is_float = plan.shape.output_type == OutputType::kFloat32;
     launch(blocks, [&](BlockExec exec) {

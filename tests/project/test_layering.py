@@ -106,6 +106,7 @@ def test_import_contracts_hold() -> None:
         ("bench/cli.py", "import putget._abi", "The benchmarks use the public modules only"),
         ("adapters/rounds.py", "import putget.alltoall", "The adapters use what putget exports and nothing else"),
         ("adapters/shared.py", "import putget.adapters.rounds", "Layers of the adapters"),
+        ("moe/experts.py", "import putget.moe.layer", "Layers of the mixture-of-experts layer"),
         ("reference.py", "import putget.errors", "The reference knows nothing of the implementation"),
     ],
 )
@@ -130,7 +131,8 @@ def test_only_abi_loads_a_library(package_copy: Path) -> None:
 
 
 def test_reference_imports_torch_only(tmp_path: Path) -> None:
-    assert third_party_imports(PACKAGE / "reference.py") == {"torch"}
+    for name in ("reference.py", "reference_moe.py"):
+        assert third_party_imports(PACKAGE / name) == {"torch"}
     intruder = tmp_path / "reference.py"
     intruder.write_text("import torch\nfrom . import errors\n")
     assert third_party_imports(intruder) == {"torch", "putget"}

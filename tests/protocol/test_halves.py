@@ -20,14 +20,14 @@ def test_halves_out_of_turn_are_refused(tmp_path: Path) -> None:
 MISTAKES = {
     "the number of parts is not looked at": (
         "protocol/signal.h",
-        "return flag_epoch(first) == round && parts_of(flag_value(first)) != exec.blocks();",
+        "return flag_epoch(first) == round && parts_of(flag_value(first)) != parts;",
         "return false;",
     ),
     "the own part is not looked at": ("protocol/signal.h", "if (flag_epoch(part) == round) return true;", ""),
     "dispatch looks at the first block alone": (
         "protocol/dispatch.h",
-        "if (own.published(exec, head.epoch + 1) || own.combining(head)) {",
-        "if (exec.block() == 0 && (own.published(exec, head.epoch + 1) || own.combining(head))) {",
+        "if (own.published(exec.blocks(), head.epoch + 1) || own.combining(head)) {",
+        "if (exec.block() == 0 && (own.published(exec.blocks(), head.epoch + 1) || own.combining(head))) {",
     ),
     "dispatch does not ask for combine": ("protocol/dispatch.h", " || own.combining(head)) {", ") {"),
     "combine does not ask for dispatch": (

@@ -265,6 +265,13 @@ def test_libfabric_has_the_same_interface() -> None:
         pt.Engine.builder().group(pt.DeviceGroup.libfabric("carrier_pigeon", [None])).build()
 
 
+def test_verbs_says_what_is_missing() -> None:
+    with pytest.raises(pt.Unavailable, match="verbs"):
+        pt.Engine.builder().group(pt.DeviceGroup.verbs(["carrier_pigeon"])).build()
+    with pytest.raises(ValueError, match=r"device: .*mlx5_0:PORT"):
+        pt.Engine.builder().group(pt.DeviceGroup.verbs(["mlx5_0:port"])).build()
+
+
 def test_an_engine_ends_with_its_last_name(network: pt.SimNetwork) -> None:
     before = threads()
     engine = build(network)

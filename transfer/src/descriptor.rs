@@ -23,6 +23,8 @@ pub enum ProviderKind {
     Sim,
     /// libfabric.
     Libfabric,
+    /// Verbs: InfiniBand and RoCE.
+    Verbs,
 }
 
 impl ProviderKind {
@@ -30,6 +32,7 @@ impl ProviderKind {
         match self {
             Self::Sim => 1,
             Self::Libfabric => 2,
+            Self::Verbs => 3,
         }
     }
 
@@ -37,6 +40,7 @@ impl ProviderKind {
         match code {
             1 => Ok(Self::Sim),
             2 => Ok(Self::Libfabric),
+            3 => Ok(Self::Verbs),
             _ => Err(DecodeError::Value("provider")),
         }
     }

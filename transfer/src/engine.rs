@@ -19,6 +19,7 @@ use crate::shared::{Config, PeerEvent, Shared};
 use crate::sim::SimNetwork;
 use crate::sys::pin_thread;
 use crate::topology::cpus_near;
+use crate::verbs::VerbsNic;
 use crate::watcher::Watchers;
 use crate::worker::Worker;
 use crate::worker::command::Command;
@@ -61,6 +62,19 @@ impl DeviceGroup {
         };
         let nics = sources.iter().map(open).collect();
         Self { nics, kind: ProviderKind::Libfabric, device: Device::Host, cpus: None }
+    }
+
+    /// Host memory behind ports of InfiniBand or RoCE NICs, as `device`, `device:port` or `device:port:gid_index`; the port is 1
+    /// and the address the best RoCE v2 one (IPv4 first) unless said otherwise.
+    ///
+    /// libibverbs is loaded by [`Builder::build`], which reports what is missing.
+    pub fn verbs(devices: &[&str]) -> Self {
+        let open = |device: &&str| -> Opener {
+            let device = (*device).to_owned();
+            Box::new(move || Ok(Box::new(VerbsNic::open(&device)?)))
+        };
+        let nics = devices.iter().map(open).collect();
+        Self { nics, kind: ProviderKind::Verbs, device: Device::Host, cpus: None }
     }
 
     /// Whose memory the group moves; the host's unless said otherwise.

@@ -57,6 +57,7 @@ mod sim;
 mod sync;
 mod sys;
 mod topology;
+mod verbs;
 mod watcher;
 mod wire;
 mod worker;
@@ -80,6 +81,13 @@ pub mod fuzzing {
     pub fn frame(bytes: &[u8]) {
         if let Ok(frame) = crate::message::decode(bytes) {
             assert_eq!(frame.encode(), bytes);
+        }
+    }
+
+    /// Decodes a datagram of the verbs provider; one that is accepted must encode to the same bytes.
+    pub fn datagram(bytes: &[u8]) {
+        if let Some(again) = crate::verbs::recode(bytes) {
+            assert_eq!(again, bytes);
         }
     }
 }

@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use common::*;
-use putget_transfer::{Done, Engine, Error, Faults, Options, PeerName, Reason, SimNetwork};
+use putget_transfer::{Done, Engine, Error, Faults, Options, PeerName, Reason};
 
 fn receive(engine: &Engine, len: usize, count: usize) -> Receiver<(PeerName, Vec<u8>)> {
     let (sender, receiver) = channel();
@@ -19,9 +19,9 @@ fn receive(engine: &Engine, len: usize, count: usize) -> Receiver<(PeerName, Vec
 
 #[test]
 fn messages_arrive_once_each_whatever_the_pool_and_the_order() {
-    let network = SimNetwork::new(1);
+    let network = Network::new(1);
     let faults = Faults { max_delay_polls: 20, ..Faults::default() };
-    network.set_faults(faults).unwrap();
+    network.set_faults(faults);
     let (a, b, c) = (engine(&network, 2), engine(&network, 2), engine(&network, 2));
     let received = receive(&b, 64, 3);
     let mut futures = Vec::new();
@@ -48,7 +48,7 @@ fn messages_arrive_once_each_whatever_the_pool_and_the_order() {
 
 #[test]
 fn the_bytes_are_copied_on_submission() {
-    let network = SimNetwork::new(2);
+    let network = Network::new(2);
     let (a, b) = (engine(&network, 1), engine(&network, 1));
     let received = receive(&b, 64, 1);
     let mut bytes = *b"first";
@@ -61,7 +61,7 @@ fn the_bytes_are_copied_on_submission() {
 
 #[test]
 fn an_exhausted_pool_is_back_pressure_and_then_an_error_with_its_name() {
-    let network = SimNetwork::new(3);
+    let network = Network::new(3);
     let (a, b) = (engine(&network, 1), engine(&network, 1));
     let gate = Arc::new(Mutex::new(()));
     let held = gate.lock().unwrap();
@@ -81,7 +81,8 @@ fn an_exhausted_pool_is_back_pressure_and_then_an_error_with_its_name() {
         assert_eq!(send(text, LONG).wait(LONG), Some(Ok(())));
     }
     // Both buffers are with the callback: one message gives up, another is patient.
-    let error = failure(send(b"late", Duration::from_millis(100)).wait(LONG).unwrap());
+    let late = Duration::from_millis(100) * network.slowness();
+    let error = failure(send(b"late", late).wait(LONG).unwrap());
     assert_eq!((error.peer, error.reason, error.may_land), (b.name(), Reason::PoolExhausted, false));
     let patient = send(b"three", LONG);
     std::thread::sleep(Duration::from_millis(50));
@@ -95,11 +96,13 @@ fn an_exhausted_pool_is_back_pressure_and_then_an_error_with_its_name() {
 
 #[test]
 fn no_receives_and_long_messages_are_errors_with_their_names() {
-    let network = SimNetwork::new(4);
+    let network = Network::new(4);
     let (a, b) = (engine(&network, 1), engine(&network, 1));
+    assert_eq!(outcome(|done| a.add_peer_group(&[b.main_address()], &within(LONG), done)), Ok(()));
+    let deadline = Duration::from_millis(100) * network.slowness();
     let send = |len: usize| {
         let bytes = vec![0; len];
-        outcome(|done| a.submit_send(&b.main_address(), &bytes, &within(Duration::from_millis(100)), done))
+        outcome(|done| a.submit_send(&b.main_address(), &bytes, &within(deadline), done))
     };
     assert_eq!(failure(send(1)).reason, Reason::NoReceives);
     let _received = receive(&b, 10, 1);
@@ -116,7 +119,7 @@ fn no_receives_and_long_messages_are_errors_with_their_names() {
 
 #[test]
 fn a_message_that_waits_can_be_cancelled() {
-    let network = SimNetwork::new(5);
+    let network = Network::new(5);
     let (a, b) = (engine(&network, 1), engine(&network, 1));
     let (done, future) = Done::future();
     let id = a.submit_send(&b.main_address(), b"never", &within(LONG), done).unwrap();
@@ -132,7 +135,7 @@ fn a_message_that_waits_can_be_cancelled() {
 
 #[test]
 fn lost_messages_are_errors_and_lost_answers_are_not() {
-    let network = SimNetwork::new(6);
+    let Some(network) = Network::obedient(6) else { return };
     let (a, b) = (nervous(&network, 1).build().unwrap(), nervous(&network, 1).build().unwrap());
     let received = receive(&b, 64, 64);
     network.set_faults(Faults { drop_messages: 0.3, ..Faults::default() }).unwrap();

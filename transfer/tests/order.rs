@@ -7,7 +7,7 @@ use std::sync::mpsc::channel;
 
 use common::*;
 use proptest::prelude::*;
-use putget_transfer::{Done, Faults, Options, Pages, SimNetwork};
+use putget_transfer::{Done, Faults, Options, Pages};
 
 /// Bytes between the places of two operations in the target.
 const PLACE: u64 = 1 << 20;
@@ -40,8 +40,8 @@ proptest! {
         min_shard in 4096u64..100_000,
         shapes in prop::collection::vec(shape(), 1..12),
     ) {
-        let network = SimNetwork::new(seed);
-        network.set_faults(Faults { max_delay_polls, depth, ..Faults::default() }).unwrap();
+        let network = Network::new(seed);
+        network.set_faults(Faults { max_delay_polls, depth, ..Faults::default() });
         let a = builder(&network, nics).min_shard(min_shard).build().unwrap();
         let b = engine(&network, nics);
         let bytes = noise(PLACE as usize, seed);

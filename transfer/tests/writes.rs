@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use common::*;
-use putget_transfer::{Device, DeviceGroup, Done, Engine, Error, Flag, Options, Pages, ScatterDst, SimNetwork};
+use putget_transfer::{Device, Done, Engine, Error, Flag, Options, Pages, ScatterDst};
 
 fn read(handle: &putget_transfer::MrHandle) -> Vec<u8> {
     let mut bytes = vec![0; handle.len() as usize];
@@ -18,7 +18,7 @@ fn read(handle: &putget_transfer::MrHandle) -> Vec<u8> {
 
 #[test]
 fn a_sharded_write_lands_whole_and_counts_once() {
-    let network = SimNetwork::new(1);
+    let network = Network::new(1);
     let (a, b) = (engine(&network, 4), engine(&network, 4));
     let len = 5 << 20;
     let bytes = noise(len, 1);
@@ -41,7 +41,7 @@ fn a_sharded_write_lands_whole_and_counts_once() {
 
 #[test]
 fn pages_land_where_they_belong_and_count_once() {
-    let network = SimNetwork::new(2);
+    let network = Network::new(2);
     let (a, b) = (engine(&network, 2), engine(&network, 2));
     let bytes = noise(64 * 1000, 2);
     let ((src, _), (dst, desc)) = (a.alloc_mr(64 * 1000).unwrap(), b.alloc_mr(100_000).unwrap());
@@ -65,7 +65,7 @@ fn pages_land_where_they_belong_and_count_once() {
 
 #[test]
 fn a_scatter_counts_once_at_each_destination() {
-    let network = SimNetwork::new(3);
+    let network = Network::new(3);
     let a = engine(&network, 2);
     let others: Vec<_> = (0..3).map(|_| engine(&network, 2)).collect();
     let regions: Vec<_> = others.iter().map(|other| other.alloc_mr(300_000).unwrap()).collect();
@@ -97,7 +97,7 @@ fn a_scatter_counts_once_at_each_destination() {
 
 #[test]
 fn a_barrier_of_many_peers_is_a_count() {
-    let network = SimNetwork::new(4);
+    let network = Network::new(4);
     let peers: Vec<_> = (0..8).map(|_| engine(&network, 1)).collect();
     let regions: Vec<_> = peers.iter().map(|peer| peer.alloc_mr(8).unwrap()).collect();
     let descs: Vec<_> = regions.iter().map(|region| &region.1).collect();
@@ -112,8 +112,8 @@ fn a_barrier_of_many_peers_is_a_count() {
 
 #[test]
 fn an_engine_writes_to_itself_and_to_another_device_group() {
-    let network = SimNetwork::new(5);
-    let group = |device| DeviceGroup::sim(&network, 2).device(device);
+    let network = Network::new(5);
+    let group = |device| network.group(2).device(device);
     let a = Engine::builder().group(group(Device::Host)).group(group(Device::Cuda(3))).build().unwrap();
     let ((src, _), (dst, desc)) = (a.alloc_mr(200_000).unwrap(), a.alloc_mr(200_000).unwrap());
     src.write(0, &noise(200_000, 5)).unwrap();
@@ -129,7 +129,7 @@ fn an_engine_writes_to_itself_and_to_another_device_group() {
 
 #[test]
 fn a_transfer_may_name_its_nic() {
-    let network = SimNetwork::new(6);
+    let network = Network::new(6);
     let (a, b) = (engine(&network, 3), engine(&network, 3));
     let ((src, _), (_dst, desc)) = (a.alloc_mr(3 << 20).unwrap(), b.alloc_mr(3 << 20).unwrap());
     let options = Options { nic: Some(2), ..Options::default() };
@@ -145,7 +145,7 @@ fn a_transfer_may_name_its_nic() {
 
 #[test]
 fn callbacks_flags_and_futures_are_told_once() {
-    let network = SimNetwork::new(7);
+    let network = Network::new(7);
     let (a, b) = (engine(&network, 2), engine(&network, 2));
     let ((src, _), (_dst, desc)) = (a.alloc_mr(4096).unwrap(), b.alloc_mr(4096).unwrap());
     let called = Arc::new(AtomicUsize::new(0));
@@ -168,7 +168,7 @@ fn callbacks_flags_and_futures_are_told_once() {
 
 #[test]
 fn a_panicking_callback_harms_nobody_else() {
-    let network = SimNetwork::new(8);
+    let network = Network::new(8);
     let a = engine(&network, 1);
     let hook = std::panic::take_hook();
     std::panic::set_hook(Box::new(|_| {}));
@@ -180,7 +180,7 @@ fn a_panicking_callback_harms_nobody_else() {
 
 #[test]
 fn counters_are_mirrored_missed_and_reset() {
-    let network = SimNetwork::new(9);
+    let network = Network::new(9);
     let (a, b) = (engine(&network, 1), engine(&network, 1));
     let ((_src, own), (words, desc)) = (a.alloc_mr(64).unwrap(), b.alloc_mr(64).unwrap());
     b.mirror_imm(3, &words, 16).unwrap();
@@ -203,7 +203,7 @@ fn counters_are_mirrored_missed_and_reset() {
 
 #[test]
 fn a_reset_waits_for_what_is_under_way() {
-    let network = SimNetwork::new(10);
+    let network = Network::new(10);
     let (a, b) = (engine(&network, 1), engine(&network, 1));
     let ((src, _), (_dst, desc)) = (a.alloc_mr(1 << 22).unwrap(), b.alloc_mr(1 << 22).unwrap());
     for _ in 0..20 {
@@ -221,7 +221,7 @@ fn a_reset_waits_for_what_is_under_way() {
 
 #[test]
 fn watched_words_report_their_changes() {
-    let network = SimNetwork::new(11);
+    let network = Network::new(11);
     let a = engine(&network, 1);
     let (sender, seen) = std::sync::mpsc::channel();
     let watcher = a.alloc_uvm_watcher(move |old, new| sender.send((old, new)).unwrap()).unwrap();
@@ -234,7 +234,7 @@ fn watched_words_report_their_changes() {
 
 #[test]
 fn mistakes_are_found_before_any_effect() {
-    let network = SimNetwork::new(12);
+    let network = Network::new(12);
     let (a, b, wide) = (engine(&network, 1), engine(&network, 1), engine(&network, 2));
     let ((src, _), (dst, desc), (_wide, wide_desc)) =
         (a.alloc_mr(100).unwrap(), b.alloc_mr(100).unwrap(), wide.alloc_mr(100).unwrap());
@@ -276,7 +276,7 @@ fn mistakes_are_found_before_any_effect() {
 
 #[test]
 fn a_closed_engine_says_so() {
-    let network = SimNetwork::new(13);
+    let network = Network::new(13);
     let a = engine(&network, 1);
     let (src, desc) = a.alloc_mr(100).unwrap();
     let (waits, future) = Done::future();
@@ -293,7 +293,7 @@ fn a_closed_engine_says_so() {
 
 #[test]
 fn nothing_lands_after_deregistration() {
-    let network = SimNetwork::new(14);
+    let network = Network::new(14);
     let (a, b) = (engine(&network, 1), engine(&network, 1));
     let ((src, _), (dst, desc)) = (a.alloc_mr(64).unwrap(), b.alloc_mr(64).unwrap());
     src.write(0, &[1; 64]).unwrap();

@@ -85,11 +85,9 @@ def count(values: torch.Tensor, kinds: int) -> torch.Tensor:
     return found.scatter_add_(0, flat, torch.ones_like(flat, dtype=torch.int32))[:kinds]
 
 
-def gather_by_expert(rows: torch.Tensor, place: torch.Tensor, num_local_experts: int, capacity: int) -> torch.Tensor:
-    """[num_local_experts, capacity, *] from flat rows [max_rows * ep_size, *]; undefined where there is no row."""
-    packed = rows.new_empty(num_local_experts * capacity + 1, *rows.shape[1:])
+def scatter_rows(rows: torch.Tensor, place: torch.Tensor, packed: torch.Tensor) -> None:
+    """Flat rows [max_rows * ep_size, *] to their places in packed [num_local_experts * capacity + 1, *]."""
     packed.view(torch.uint8).index_copy_(0, place, rows.view(torch.uint8))
-    return packed[:-1].view(num_local_experts, capacity, *rows.shape[1:])
 
 
 def to_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -123,7 +123,7 @@ class Handle:
 class LowLatencyHandle:
     """What ``low_latency_dispatch`` gives, and ``low_latency_combine`` takes."""
 
-    place: torch.Tensor  # [rows] int64: where each received row is in the result
+    place: torch.Tensor | None  # [rows] int64: where each received row is in the result; None before they are there
     num_tokens: int
     top_k: int
     shape: tuple[int, int, int]  # of the result: experts, rows, hidden

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -82,9 +83,11 @@ class Rounds:
         self.max_tokens_per_rank = max_tokens_per_rank
         self.output = output
         self.max_rows = 0
-        self._combined = output
+        self._combined = self._next_combined = output
         self._all_to_all: AllToAll | None = None
         self._zeros: torch.Tensor | None = None
+        self._finish: Callable[[], None] | None = None  # of a start half
+        self._kept: object = None  # tensors between the halves
 
     @property
     def is_open(self) -> bool:
@@ -128,6 +131,54 @@ class Rounds:
             ProtocolMisuse: A round is open, of this layer or of another that shares the memory.
             PeerTimeout, CapacityExceeded: As ``AllToAll.dispatch``.
         """
+        a2a, weights = self._begin(topk_ids, topk_weights, payloads, names)
+        received = a2a.dispatch(topk_ids, weights, *payloads, max_rows=max_rows)
+        self._opened(a2a, max_rows)
+        return received
+
+    def dispatch_start(
+        self,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor | None,
+        payloads: Sequence[torch.Tensor],
+        *,
+        names: Sequence[str],
+        max_rows: int | None = None,
+    ) -> None:
+        """The first half of ``dispatch``: see there, and ``AllToAll.dispatch_start``."""
+        a2a, weights = self._begin(topk_ids, topk_weights, payloads, names)
+        a2a.dispatch_start(topk_ids, weights, *payloads, max_rows=max_rows)
+        self._opened(a2a, max_rows)
+
+    def dispatch_finish(self) -> Received:
+        """The second half of ``dispatch``."""
+        return self.all_to_all.dispatch_finish()
+
+    def later(self, finish: Callable[[], None], keep: object) -> Callable[[], None]:
+        """What calls a finish half once, however often it is called; ``release`` calls it where nobody has.
+
+        Args:
+            finish: The half.
+            keep: Tensors that must not be given up before it has run.
+        """
+
+        def once() -> None:
+            if self._finish is once:
+                self._finish = self._kept = None
+                finish()
+
+        self._finish = once
+        self._kept = keep
+        return once
+
+    def _begin(
+        self,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor | None,
+        payloads: Sequence[torch.Tensor],
+        names: Sequence[str],
+    ) -> tuple[AllToAll, torch.Tensor]:
+        """Checks what is dispatched; the all-to-all for it, and weights."""
         self.require_closed()
         num_tokens = topk_ids.shape[0] if isinstance(topk_ids, torch.Tensor) and topk_ids.dim() == 2 else -1
         if num_tokens < 0:
@@ -139,13 +190,14 @@ class Rounds:
             raise ValueError("no payload: expected at least one tensor of rows besides ids and weights")
         output = unquantised_row(kinds[0]) if self.output is None else self.output
         a2a = self.shared.all_to_all(Recipe(self.num_experts, self.top_k, self.max_tokens_per_rank, kinds, output))
-        weights = self._zero_weights(num_tokens) if topk_weights is None else topk_weights
-        received = a2a.dispatch(topk_ids, weights, *payloads, max_rows=max_rows)
+        self._next_combined = output
+        return a2a, self._zero_weights(num_tokens) if topk_weights is None else topk_weights
+
+    def _opened(self, a2a: AllToAll, max_rows: int | None) -> None:
         self._all_to_all = a2a
-        self._combined = output
+        self._combined = self._next_combined
         self.max_rows = self.max_tokens_per_rank if max_rows is None else max_rows
         self.shared.open_round = self
-        return received
 
     def combine_input(self, max_rows: int | None = None, row: Payload | None = None) -> torch.Tensor:
         """[max_rows * ep_size, ...] in the workspace, in the order of ``received.flat``: experts may write here.
@@ -193,16 +245,37 @@ class Rounds:
         self.require_open("combine")
         a2a = self.all_to_all
         flat = None if rows is None else self._as_flat(rows, name)
-        try:
+        with self._lost_on_error():
             combined = a2a.combine(flat, out=out, addend=addend)
-        except PutgetError:
-            self.shared.open_round = None  # the round is lost; after set_active_ranks the next one may begin
-            raise
         self.shared.open_round = None
         return combined
 
+    def combine_start(self, rows: torch.Tensor | None, *, name: str) -> None:
+        """The first half of ``combine``: see there, and ``AllToAll.combine_start``."""
+        self.require_open("combine")
+        flat = None if rows is None else self._as_flat(rows, name)
+        with self._lost_on_error():
+            self.all_to_all.combine_start(flat)
+
+    def combine_finish(self) -> torch.Tensor:
+        """The second half of ``combine``."""
+        with self._lost_on_error():
+            combined = self.all_to_all.combine_finish()
+        self.shared.open_round = None
+        return combined
+
+    @contextlib.contextmanager
+    def _lost_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except PutgetError:
+            self.shared.open_round = None  # the round is lost; after set_active_ranks the next one may begin
+            raise
+
     def release(self) -> None:
         """Ends a round without combine, on all ranks alike; does nothing where none is open here."""
+        if self._finish is not None:
+            self._finish()
         if self.is_open:
             self.all_to_all.release()
             self.shared.open_round = None

@@ -84,6 +84,14 @@ class DeviceGroup:
             provider: "tcp", "shm" (between processes of one machine) or "efa".
             sources: Addresses of this machine's NICs; None leaves the choice to the provider.
         """
+    @staticmethod
+    def verbs(devices: Sequence[str]) -> DeviceGroup:
+        """Host memory behind ports of InfiniBand or RoCE NICs.
+
+        Args:
+            devices: "device", "device:port" or "device:port:gid_index". The port is 1 and the address the best RoCE v2
+                one (IPv4 first) unless said otherwise.
+        """
     def device(self, device: str) -> DeviceGroup: ...
     def cpus(self, cpus: Sequence[int]) -> DeviceGroup: ...
     def near(self, network_device: str) -> DeviceGroup:

@@ -97,6 +97,12 @@ impl PyDeviceGroup {
         Self { group: Mutex::new(Some(DeviceGroup::libfabric(provider, &sources))) }
     }
 
+    #[staticmethod]
+    fn verbs(devices: Vec<String>) -> Self {
+        let devices: Vec<_> = devices.iter().map(String::as_str).collect();
+        Self { group: Mutex::new(Some(DeviceGroup::verbs(&devices))) }
+    }
+
     fn device<'py>(slf: PyRefMut<'py, Self>, device: &str) -> PyResult<PyRefMut<'py, Self>> {
         let device = super::domain::device(device)?;
         Self::change(slf, |group| group.device(device))

@@ -314,7 +314,7 @@ impl Worker {
             return;
         }
         let imm_nic = target.request.imm_nic;
-        if self.post_next(slot, index, imm_nic) == Step::Full
+        if matches!(self.post_next(slot, index, imm_nic), Step::Full | Step::Busy)
             && let Some(lane) = self.lanes.get_mut(imm_nic)
         {
             lane.pending.push_back((slot, index, id));

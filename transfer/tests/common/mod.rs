@@ -1,26 +1,103 @@
 //! What the tests of whole engines share.
 #![allow(dead_code, clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 
+pub mod process;
+
 use std::time::{Duration, Instant};
 
-use putget_transfer::{Builder, DeviceGroup, Done, Engine, Options, Outcome, SimNetwork, TransferError};
+use putget_transfer::{Builder, DeviceGroup, Done, Engine, Faults, Options, Outcome, SimNetwork, TransferError};
 
 /// Longer than anything here takes, also on a loaded machine.
 pub const LONG: Duration = Duration::from_secs(60);
 
-pub fn builder(network: &SimNetwork, nics: usize) -> Builder {
-    Engine::builder().group(DeviceGroup::sim(network, nics))
+/// The network that a test runs over: a simulated one, or the verbs devices that PUTGET_TRANSFER_VERBS names, which behave as
+/// they like.
+pub enum Network {
+    Sim(SimNetwork),
+    Verbs(Vec<String>),
 }
 
-pub fn engine(network: &SimNetwork, nics: usize) -> Engine {
+/// The verbs devices to test with, if there are any.
+pub fn verbs_devices() -> Option<Vec<String>> {
+    let devices = std::env::var("PUTGET_TRANSFER_VERBS").ok()?;
+    Some(devices.split(',').map(str::to_owned).collect())
+}
+
+impl Network {
+    pub fn new(seed: u64) -> Self {
+        verbs_devices().map_or_else(|| Self::Sim(SimNetwork::new(seed)), Self::Verbs)
+    }
+
+    /// The simulated network, for tests that make it fail; over another one they say so and end.
+    pub fn obedient(seed: u64) -> Option<SimNetwork> {
+        match Self::new(seed) {
+            Self::Sim(network) => Some(network),
+            Self::Verbs(_) => {
+                println!("skipped: this network cannot be made to fail");
+                None
+            }
+        }
+    }
+
+    /// Changes how a simulated network misbehaves; others keep their ways.
+    pub fn set_faults(&self, faults: Faults) {
+        if let Self::Sim(network) = self {
+            network.set_faults(faults).unwrap();
+        }
+    }
+}
+
+/// What engines can be built on.
+pub trait Grouping {
+    fn group(&self, nics: usize) -> DeviceGroup;
+
+    /// How many times longer than elsewhere things may take: emulated devices work in the posting thread.
+    fn slowness(&self) -> u32 {
+        1
+    }
+}
+
+impl Grouping for SimNetwork {
+    fn group(&self, nics: usize) -> DeviceGroup {
+        DeviceGroup::sim(self, nics)
+    }
+}
+
+impl Grouping for Network {
+    fn group(&self, nics: usize) -> DeviceGroup {
+        match self {
+            Self::Sim(network) => network.group(nics),
+            Self::Verbs(devices) => {
+                // More than there are is a number that no engine accepts.
+                let devices: Vec<_> = devices.iter().cycle().take(nics).map(String::as_str).collect();
+                DeviceGroup::verbs(&devices)
+            }
+        }
+    }
+
+    fn slowness(&self) -> u32 {
+        match self {
+            Self::Sim(_) => 1,
+            Self::Verbs(_) => 6,
+        }
+    }
+}
+
+pub fn builder(network: &impl Grouping, nics: usize) -> Builder {
+    let patience = Duration::from_secs(5) * network.slowness();
+    Engine::builder().group(network.group(nics)).heartbeat(Duration::from_millis(500), patience)
+}
+
+pub fn engine(network: &impl Grouping, nics: usize) -> Engine {
     builder(network, nics).build().unwrap()
 }
 
 /// An engine that notices lost peers quickly.
-pub fn nervous(network: &SimNetwork, nics: usize) -> Builder {
+pub fn nervous(network: &impl Grouping, nics: usize) -> Builder {
+    let patience = Duration::from_millis(1500) * network.slowness();
     builder(network, nics)
-        .heartbeat(Duration::from_millis(50), Duration::from_millis(1500))
-        .connect_timeout(Duration::from_millis(1500))
+        .heartbeat(Duration::from_millis(50), patience)
+        .connect_timeout(patience)
         .grace(Duration::from_millis(300))
 }
 

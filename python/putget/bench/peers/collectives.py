@@ -17,7 +17,7 @@ from putget.bench.traffic import Traffic
 
 # Newer torch has other names for these two and warns about the old ones.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _TOLERANCE = 0.02  # BF16 sums in another order, of rows that were rounded once
 
@@ -95,7 +95,7 @@ class AllGather:
 
     def combine(self) -> None:
         """See `Contender.combine`."""
-        _reduce_scatter(self._output, self._partial, group=self._group)
+        reduce_scatter(self._output, self._partial, group=self._group)
 
     def verify(self) -> str | None:
         """See `Contender.verify`."""

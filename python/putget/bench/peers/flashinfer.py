@@ -43,15 +43,39 @@ def make(settings: Settings, experts: StandInExperts, _device: torch.device) -> 
             f"it needs a number of experts that the ranks divide evenly, got {settings.num_experts} for "
             f"{settings.ep_size}"
         )
-    all_to_all = _connect(settings)
+    all_to_all = connect(
+        ep_size=settings.ep_size,
+        max_tokens_per_rank=settings.max_tokens_per_rank,
+        top_k=settings.top_k,
+        num_experts=settings.num_experts,
+        dispatch_row_bytes=dispatch_row_bytes(settings.payloads(), settings.top_k),
+        combine_row_bytes=settings.output().row_bytes,
+    )
     contenders: list[Contender] = [FlashInfer(all_to_all, settings, experts, low_precision=False)]
     if settings.combine_is_fp8:
         contenders.append(FlashInfer(all_to_all, settings, experts, low_precision=True))
     return contenders
 
 
-def _connect(settings: Settings) -> Any:
-    """Makes the object of this rank. Collective."""
+def connect(
+    *,
+    ep_size: int,
+    max_tokens_per_rank: int,
+    top_k: int,
+    num_experts: int,
+    dispatch_row_bytes: int,
+    combine_row_bytes: int,
+) -> Any:
+    """Makes the `MoeAlltoAll` of this rank. Collective.
+
+    Args:
+        ep_size: ranks.
+        max_tokens_per_rank: most tokens of one rank.
+        top_k: experts of a token.
+        num_experts: experts of all ranks.
+        dispatch_row_bytes: of a token with ids and weights.
+        combine_row_bytes: of a token's result.
+    """
     backend, mapping, memory, one_sided = (
         importlib.import_module(f"flashinfer.comm.{name}")
         for name in ("comm_backend", "mapping", "mnnvl", "trtllm_moe_alltoall")
@@ -61,24 +85,24 @@ def _connect(settings: Settings) -> Any:
     group = backend.TorchDistBackend()
     ranks = mapping.Mapping(
         rank=group.Get_rank(),
-        world_size=settings.ep_size,
-        gpus_per_node=settings.ep_size,
-        tp_size=settings.ep_size,
-        moe_ep_size=settings.ep_size,
+        world_size=ep_size,
+        gpus_per_node=ep_size,
+        tp_size=ep_size,
+        moe_ep_size=ep_size,
     )
     num_bytes = one_sided.moe_a2a_get_workspace_size_per_rank(
-        settings.ep_size,
-        settings.max_tokens_per_rank,
-        dispatch_row_bytes(settings.payloads(), settings.top_k),
-        settings.output().row_bytes,
+        ep_size,
+        max_tokens_per_rank,
+        dispatch_row_bytes,
+        combine_row_bytes,
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # its successor wraps this class
         return one_sided.MoeAlltoAll(
             ranks,
-            max_num_tokens=settings.max_tokens_per_rank,
-            top_k=settings.top_k,
-            num_experts=settings.num_experts,
+            max_num_tokens=max_tokens_per_rank,
+            top_k=top_k,
+            num_experts=num_experts,
             workspace_size_per_rank=num_bytes,
             mnnvl_config=memory.MnnvlConfig(comm_backend=group),
         )

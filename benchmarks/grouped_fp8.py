@@ -1,0 +1,113 @@
+"""The grouped FP8 product on one GPU: every kind of tiles at every number of rows, and BF16 through torch._grouped_mm.
+
+    python benchmarks/grouped_fp8.py
+
+Rows fall on experts at random. Results are checked before they are timed. The weights are larger than the L2 cache, so
+each run reads them from memory: GB/s counts the weights of experts that have rows. Medians over graphs of some runs.
+putget.moe.grouped_fp8_triton takes its choice of tiles from this table.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from putget.bench.timing import capture
+from putget.moe import grouped_fp8, grouped_fp8_triton
+from putget.moe.grouped_fp8_triton import Tiles
+
+SHAPES = ((4096, 7168), (7168, 2048))  # (n, k) of the two products of DeepSeek-V3's experts
+TILES = (
+    Tiles(16, True, 5, 2),
+    Tiles(32, True, 5, 2),
+    Tiles(64, True, 4, 2),
+    Tiles(64, False, 4, 2),
+    Tiles(128, False, 3, 2),
+)
+_RUNS_IN_A_GRAPH = 5
+_TOLERANCE = 2.0**-8  # rounded to BF16 once
+
+
+def main() -> None:
+    """Prints a row for every shape and number of rows."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--num_experts", type=int, default=64)
+    parser.add_argument("--rows", type=int, nargs="+", default=[64, 256, 1024, 4096, 16384])
+    given = parser.parse_args()
+    names = [f"{'transposed ' if tiles.weights_first else ''}{tiles.rows}" for tiles in TILES]
+    print("| n | k | rows | chosen | " + " | ".join(names) + " | GB/s | TFLOPS | BF16 |")
+    print("|---" * (len(TILES) + 7) + "|")
+    for n, k in SHAPES:
+        weights, scales = _weights(given.num_experts, n, k)
+        dense = weights.to(torch.bfloat16).transpose(1, 2)
+        for count in given.rows:
+            _row(n, k, count, weights, scales, dense)
+
+
+def _row(n: int, k: int, count: int, weights: Tensor, scales: Tensor, dense: Tensor) -> None:
+    num_experts = len(weights)
+    expert = torch.randint(num_experts, (count,), device="cuda")
+    counts = torch.bincount(expert, minlength=num_experts).to(torch.int32)
+    starts = (counts.cumsum(0) - counts).to(torch.int32)
+    x = torch.randn(count, k, device="cuda").bfloat16()
+    rows, row_scales = grouped_fp8.quantise_rows(x)
+    out = torch.empty(count, n, dtype=torch.bfloat16, device="cuda")
+    sorted_expert = expert.sort().values
+
+    def run(tiles: Tiles) -> Callable[[], None]:
+        return lambda: grouped_fp8_triton.launch(
+            rows, row_scales, weights, scales, starts, counts, out, tiles, num_sms=None
+        )
+
+    times = []
+    for tiles in TILES:
+        out.fill_(float("nan"))
+        run(tiles)()
+        for row in range(0, count, max(1, count // 8)):
+            index = int(sorted_expert[row])
+            want = grouped_fp8.dequantise_blocks(weights[index], scales[index]) @ grouped_fp8.dequantise_rows(
+                rows[row], row_scales[row]
+            )
+            error = float((out[row].float() - want).norm() / want.norm())
+            if not error <= _TOLERANCE:
+                raise SystemExit(f"{tiles}: row {row} is wrong by {error}")
+        times.append(_microseconds(run(tiles)))
+    ends = counts.cumsum(0).to(torch.int32)
+    bf16 = _microseconds(lambda: torch._grouped_mm(x, dense, offs=ends))
+    best = min(times)
+    chosen = grouped_fp8_triton.tiles_for(-(-count // num_experts))
+    used = int((counts > 0).sum())
+    cells = [str(value) for value in (n, k, count)]
+    cells += [f"{'transposed ' if chosen.weights_first else ''}{chosen.rows}", *(f"{time:.1f}" for time in times)]
+    cells += [f"{used * n * k / best / 1e3:.0f}", f"{2 * count * n * k / best / 1e6:.0f}", f"{bf16:.1f}"]
+    print("| " + " | ".join(cells) + " |", flush=True)
+
+
+def _weights(num_experts: int, n: int, k: int) -> tuple[Tensor, Tensor]:
+    weights = torch.empty(num_experts, n, k, dtype=torch.float8_e4m3fn, device="cuda")
+    scales = torch.empty(num_experts, n // grouped_fp8.GROUP, k // grouped_fp8.GROUP, device="cuda")
+    for index in range(num_experts):
+        codes, scales[index] = grouped_fp8.quantise_blocks(torch.randn(n, k, device="cuda"))
+        weights[index].copy_(codes)
+    return weights, scales
+
+
+def _microseconds(run: Callable[[], object]) -> float:
+    run()
+    replay = capture(lambda: [run() for _ in range(_RUNS_IN_A_GRAPH)])
+    taken = []
+    for _ in range(5):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        replay()
+        end.record()
+        torch.cuda.synchronize()
+        taken.append(start.elapsed_time(end) * 1e3 / _RUNS_IN_A_GRAPH)
+    return sorted(taken)[len(taken) // 2]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,201 @@
+// The C ABI of the MoE kernels: validation and backend choice.
+#include <algorithm>
+#include <cstring>
+#include <string>
+
+#include "capi/guard.h"
+#include "capi/validate.h"
+
+namespace {
+
+using putget::OutputType;
+using putget::capi::access_bytes;
+using putget::capi::guarded;
+using putget::capi::require;
+using putget::capi::require_pointer;
+using putget::capi::require_range;
+using putget::capi::require_version;
+
+constexpr uint64_t kMostRows = (uint64_t{1} << 31) - 1;
+constexpr uint32_t kMostRowBytes = 1u << 26;
+
+static_assert(PUTGET_SILU == static_cast<int>(putget::moe::Gate::kSilu) &&
+              PUTGET_GELU == static_cast<int>(putget::moe::Gate::kGelu));
+
+uint64_t address(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer); }
+
+putget::moe::ValidRows valid_rows(const putget_moe_rows& rows) {
+  require_range("valid.limit", rows.limit, 0, kMostRows);
+  require(rows.count == nullptr || rows.offsets == nullptr, "valid has a count and offsets");
+  if (rows.offsets != nullptr) {
+    require_range("valid.num_groups", rows.num_groups, 0, putget::moe::kMaxGroups);
+    require_pointer("valid.num_rows", rows.num_rows);
+  }
+  return {rows.count, rows.offsets, rows.num_rows, rows.offsets == nullptr ? 0 : rows.num_groups, rows.limit};
+}
+
+// 16, 4 or 1.
+uint32_t copy_access_bytes(const void* from, const void* to, uint32_t row_bytes) {
+  const uint32_t widest = access_bytes(address(from) | address(to) | row_bytes);
+  return widest == 16 ? 16 : (widest >= 4 ? 4 : 1);
+}
+
+putget::moe::CopyPlan::Payload payload_of(const void* from, void* to, uint32_t row_bytes) {
+  putget::moe::CopyPlan::Payload payload{};
+  payload.from = static_cast<const uint8_t*>(from);
+  payload.to = static_cast<uint8_t*>(to);
+  payload.row_bytes = row_bytes;
+  payload.access_bytes = copy_access_bytes(from, to, row_bytes);
+  return payload;
+}
+
+putget::moe::Grouping grouping(const putget_moe_config& config, const putget_moe_group_args& args) {
+  putget::moe::Grouping group{};
+  group.sizes = putget::capi::group_sizes_of(config);
+  group.layout = putget::moe::layout_of(group.sizes);
+  require_range("device", config.device, PUTGET_CPU, PUTGET_CUDA);
+  require_pointer("memory", args.memory);
+  require(address(args.memory) % 16 == 0, "memory is not aligned to 16 bytes");
+  require_pointer("topk_ids", args.topk_ids);
+  require_pointer("topk_weights", args.topk_weights);
+  require_pointer("num_tokens", args.num_tokens);
+  require_pointer("expert_to_rank", args.expert_to_rank);
+  require_pointer("lost_rows", args.lost_rows);
+  group.memory = static_cast<uint8_t*>(args.memory);
+  group.topk_ids = args.topk_ids;
+  group.topk_weights = args.topk_weights;
+  group.num_tokens = args.num_tokens;
+  group.expert_to_rank = args.expert_to_rank;
+  group.lost = args.lost_rows;
+  return group;
+}
+
+// The received rows into the groups.
+putget::moe::CopyPlan copies_of(const putget::moe::Grouping& group, const putget_moe_group_args& args) {
+  putget::moe::CopyPlan copy{};
+  copy.num_payloads = group.sizes.num_payloads;
+  for (uint32_t p = 0; p < copy.num_payloads; ++p) {
+    require_pointer("payload", args.payload[p]);
+    copy.payload[p] = payload_of(args.payload[p], group.memory + group.layout.payload[p], group.sizes.row_bytes[p]);
+  }
+  return copy;
+}
+
+}  // namespace
+
+putget_status putget_moe_layout_of(const putget_moe_config* config, putget_moe_layout* layout) {
+  return guarded([&] {
+    require_version(config, "config");
+    require(layout != nullptr, "layout is null");
+    const putget::moe::GroupSizes sizes = putget::capi::group_sizes_of(*config);
+    const putget::moe::GroupLayout found = putget::moe::layout_of(sizes);
+    putget_moe_layout out{};
+    out.size = sizeof(out);
+    out.magic = PUTGET_MAGIC;
+    std::memcpy(out.payload, found.payload, sizeof(out.payload));
+    out.offsets = found.offsets;
+    out.num_rows = found.num_rows;
+    out.weights = found.weights;
+    out.source_rows = found.source_rows;
+    out.positions = found.positions;
+    out.total_bytes = found.total_bytes;
+    out.capacity = static_cast<uint32_t>(sizes.capacity());
+    *layout = out;
+  });
+}
+
+putget_status putget_moe_group(const putget_moe_config* config, const putget_moe_group_args* args) {
+  return guarded([&] {
+    require_version(config, "config");
+    require_version(args, "args");
+    const putget::moe::Grouping group = grouping(*config, *args);
+    const putget::moe::CopyPlan copy = copies_of(group, *args);
+    if (config->device == PUTGET_CPU) {
+      putget::cpu::moe_group(group, copy);
+    } else {
+      putget::cuda::moe_group(group, copy, {config->ordinal, args->stream});
+    }
+  });
+}
+
+putget_status putget_moe_finalize(const putget_moe_config* config, const putget_moe_group_args* group,
+                                  const putget_moe_finalize_args* args) {
+  return guarded([&] {
+    require_version(config, "config");
+    require_version(group, "group");
+    require_version(args, "args");
+    const putget::moe::Grouping grouped = grouping(*config, *group);
+    require_range("element_type", args->element_type, PUTGET_BFLOAT16, PUTGET_FLOAT32);
+    require_range("elements", args->elements, 1, kMostRowBytes / sizeof(float));
+    if (grouped.sizes.num_local_experts != 0) require_pointer("rows", args->rows);
+    require_pointer("out", args->out);
+    const auto type = static_cast<OutputType>(args->element_type);
+    putget::moe::FinalizeCall call{};
+    call.rows = static_cast<const uint8_t*>(args->rows);
+    call.out = static_cast<uint8_t*>(args->out);
+    call.elements = args->elements;
+    if (config->device == PUTGET_CPU) {
+      putget::cpu::moe_finalize(grouped, call, type);
+    } else {
+      putget::cuda::moe_finalize(grouped, call, type, {config->ordinal, group->stream});
+    }
+  });
+}
+
+putget_status putget_moe_expand(const putget_moe_expand_args* args) {
+  return guarded([&] {
+    require_version(args, "args");
+    require_range("device", args->device, PUTGET_CPU, PUTGET_CUDA);
+    require_range("num_payloads", args->num_payloads, 1, PUTGET_MAX_PAYLOADS);
+    putget::moe::ExpandCall call{};
+    call.valid = valid_rows(args->valid);
+    if (call.valid.limit == 0 || args->num_source_rows == 0) return;
+    require_pointer("source_rows", args->source_rows);
+    call.source_rows = args->source_rows;
+    call.num_source_rows = args->num_source_rows;
+    call.copy.num_payloads = args->num_payloads;
+    for (uint32_t p = 0; p < args->num_payloads; ++p) {
+      require_pointer("from_rows", args->from_rows[p]);
+      require_pointer("to_rows", args->to_rows[p]);
+      require_range("row_bytes", args->row_bytes[p], 1, kMostRowBytes);
+      call.copy.payload[p] = payload_of(args->from_rows[p], args->to_rows[p], args->row_bytes[p]);
+    }
+    if (args->device == PUTGET_CPU) {
+      putget::cpu::moe_expand(call);
+    } else {
+      putget::cuda::moe_expand(call, {args->ordinal, args->stream});
+    }
+  });
+}
+
+putget_status putget_moe_activate(const putget_moe_activation_args* args) {
+  return guarded([&] {
+    require_version(args, "args");
+    require_range("device", args->device, PUTGET_CPU, PUTGET_CUDA);
+    require_range("gate", args->gate, PUTGET_SILU, PUTGET_GELU);
+    require_range("element_type", args->element_type, PUTGET_BFLOAT16, PUTGET_FLOAT32);
+    require_range("elements", args->elements, 1, kMostRowBytes / sizeof(float));
+    putget::moe::ActivationCall call{};
+    call.valid = valid_rows(args->valid);
+    if (call.valid.limit == 0) return;
+    require_pointer("x", args->x);
+    require_pointer("out", args->out);
+    if (args->scales != nullptr) {
+      require(args->elements % putget::kWirePack == 0, "elements is " + std::to_string(args->elements) +
+                                                           ", quantised rows have a multiple of " +
+                                                           std::to_string(putget::kWirePack));
+      require((address(args->x) | address(args->out)) % 16 == 0, "x or out is not aligned to 16 bytes");
+    }
+    call.x = static_cast<const uint8_t*>(args->x);
+    call.out = static_cast<uint8_t*>(args->out);
+    call.scales = args->scales;
+    call.elements = args->elements;
+    const auto type = static_cast<OutputType>(args->element_type);
+    const auto gate = static_cast<putget::moe::Gate>(args->gate);
+    if (args->device == PUTGET_CPU) {
+      putget::cpu::moe_activate(call, type, gate);
+    } else {
+      putget::cuda::moe_activate(call, type, gate, {args->ordinal, args->stream});
+    }
+  });
+}

@@ -1,0 +1,77 @@
+// Launching kernels of native/moe: persistent grids that find on the device how much there is to do.
+#pragma once
+
+#include <algorithm>
+
+#include "backend.h"
+#include "cuda/check.h"
+#include "moe/rows.h"
+#include "protocol/numeric.h"
+
+namespace putget::cuda {
+
+// CTAs that fill a device, `per_sm` on each SM.
+inline uint32_t blocks_of(const Queue& queue, uint32_t per_sm) {
+  int sms = 0;
+  check(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, queue.ordinal), "cudaDeviceGetAttribute");
+  return static_cast<uint32_t>(sms) * per_sm;
+}
+
+struct Grid {
+  uint32_t blocks;
+  uint32_t threads;
+  size_t shared_bytes;   // dynamic
+  uint32_t cluster = 1;  // blocks
+};
+
+// Launches a kernel that begins with ptx::wait_for_earlier_grids: its CTAs may take their places while the kernel
+// before it ends.
+template <class... Params, class... Args>
+void launch_moe(void (*kernel)(Params...), const Grid& grid, const Queue& queue, const char* what,
+                const Args&... args) {
+  cudaLaunchAttribute attributes[2]{};
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim.x = grid.cluster;
+  attributes[1].val.clusterDim.y = 1;
+  attributes[1].val.clusterDim.z = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(grid.blocks);
+  config.blockDim = dim3(grid.threads);
+  config.dynamicSmemBytes = grid.shared_bytes;
+  config.stream = static_cast<cudaStream_t>(queue.stream);
+  config.attrs = attributes;
+  config.numAttrs = grid.cluster > 1 ? 2 : 1;
+  check(cudaLaunchKernelEx(&config, kernel, args...), what);
+}
+
+inline uint32_t ceil_div(uint32_t value, uint32_t divisor) { return (value + divisor - 1) / divisor; }
+
+// Shared memory in which a kernel finds the rows that count.
+inline size_t found_bytes(const moe::ValidRows& valid) { return moe::found_words(valid) * sizeof(uint32_t); }
+
+inline bool aligned_to_packs(const void* a, const void* b, uint64_t row_bytes) {
+  return (reinterpret_cast<uintptr_t>(a) | reinterpret_cast<uintptr_t>(b) | row_bytes) % 16 == 0;
+}
+
+// Calls body(Codec{}) for an element type.
+template <class Body>
+auto with_element(OutputType type, Body body) {
+  switch (type) {
+    case OutputType::kFloat16:
+      return body(Float16{});
+    case OutputType::kFloat32:
+      return body(Float32{});
+    default:
+      return body(BFloat16{});
+  }
+}
+
+void launch_scatter(const moe::Grouping& group, const moe::CopyPlan& copy, const Queue& queue);
+
+void load_moe_group_kernels();
+void load_moe_row_kernels();
+void load_moe_activation_kernels();
+
+}  // namespace putget::cuda

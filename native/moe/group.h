@@ -1,0 +1,340 @@
+// Grouping received rows by local expert: counting, then placing. No sort, and no atomic whose order shows.
+//
+// Received rows are taken in the order (source rank, slot), which is that of tokens. Blocks, and in them warps, have
+// consecutive shares. A row's place is: its expert's offset, the rows of that expert in earlier shares, and those
+// before it in its own. The cost goes with the rows that came, not with the slots that could have.
+#pragma once
+
+#include "moe/plan.h"
+
+namespace putget::moe {
+
+// What every block knows of the sources.
+struct SourceScratch {
+  uint32_t first[kMaxRanks + 1];  // row of each source's first token in the order above; the last is the number of all
+
+  PUTGET_PURE uint32_t num_tokens(uint32_t src) const { return first[src + 1] - first[src]; }
+};
+
+struct Place {
+  uint32_t row;  // slot * ep_size + source rank
+  uint32_t src;
+};
+
+// first[i] = sum of value(j) for j < i, for i up to and with count. Ends with a block barrier.
+template <class Exec, class Value>
+PUTGET_TEXT void sum_before(Exec& exec, uint32_t count, uint32_t* first, Value value) {
+  uint32_t before_all = 0;
+  PUTGET_ROLLED
+  for (uint32_t base = 0; base < count; base += exec.threads()) {
+    const uint32_t i = base + exec.thread();
+    const auto [before, all] = exec.scan(i < count ? value(i) : 0);
+    if (i < count) first[i] = before_all + before;
+    before_all += all;
+  }
+  if (exec.thread() == 0) first[count] = before_all;
+  exec.sync();
+}
+
+// The last i with first[i] <= value, for value < first[count].
+PUTGET_PURE uint32_t find_in(const uint32_t* first, uint32_t count, uint32_t value) {
+  uint32_t low = 0;
+  uint32_t high = count;
+  while (high - low > 1) {
+    const uint32_t middle = (low + high) / 2;
+    if (first[middle] <= value) {
+      low = middle;
+    } else {
+      high = middle;
+    }
+  }
+  return low;
+}
+
+// Calls body(index, segment) for this warp's share of count * segments items.
+template <class Exec, class Body>
+PUTGET_TEXT void visit_items(const Exec& exec, uint32_t count, uint32_t segments, Body body) {
+  const uint32_t first = exec.block() * exec.warps() + exec.warp();
+  const uint32_t step = exec.blocks() * exec.warps();
+  const uint32_t step_rows = step / segments;
+  const uint32_t step_segments = step % segments;
+  uint32_t segment = first % segments;
+  PUTGET_ROLLED
+  for (uint32_t index = first / segments; index < count; index += step_rows) {
+    body(index, segment);
+    segment += step_segments;
+    if (segment >= segments) {
+      segment -= segments;
+      ++index;
+    }
+  }
+}
+
+PUTGET_TEXT uint32_t tokens_of(const Grouping& group, uint32_t src) {
+  const int32_t tokens = group.num_tokens[src];
+  const uint32_t most = group.sizes.max_rows;
+  return tokens < 0 ? 0 : (static_cast<uint32_t>(tokens) < most ? tokens : most);
+}
+
+template <class Exec>
+PUTGET_TEXT void look_at_sources(Exec& exec, const Grouping& group, SourceScratch& sources) {
+  sum_before(exec, group.sizes.ep_size, sources.first, [&](uint32_t src) { return tokens_of(group, src); });
+}
+
+PUTGET_TEXT Place place_of(const Grouping& group, const SourceScratch& sources, uint32_t index) {
+  const uint32_t src = find_in(sources.first, group.sizes.ep_size, index);
+  return {(index - sources.first[src]) * group.sizes.ep_size + src, src};
+}
+
+// One block's tables.
+struct GroupTables {
+  int32_t* local_of;  // [num_experts] index among this rank's experts, -1: another rank's
+  uint32_t* offset;   // [num_local_experts] first row of the group
+  uint32_t* all;      // [num_local_experts] rows of the group
+  uint32_t* place;    // [num_local_experts] where this block's rows begin
+  uint32_t* next;     // [num_local_experts, kNextStride] rows of a warp; then the place of its next row
+
+  PUTGET_PURE GroupTables(const GroupSizes& sizes, uint32_t* words)
+      : local_of(reinterpret_cast<int32_t*>(words)),
+        offset(words + sizes.num_experts),
+        all(offset + sizes.num_local_experts),
+        place(all + sizes.num_local_experts),
+        next(place + sizes.num_local_experts) {}
+
+  PUTGET_TEXT uint32_t& next_of(uint32_t local, uint32_t warp) const {
+    return next[uint64_t{local} * kNextStride + warp];
+  }
+};
+
+// Sources and experts. What both need first is on its way together. Ends with a block barrier.
+template <class Exec>
+PUTGET_TEXT void look_up(Exec& exec, const Grouping& group, SourceScratch& sources, const GroupTables& tables) {
+  const GroupSizes& sizes = group.sizes;
+  const uint32_t thread = exec.thread();
+  const uint32_t own_tokens = thread < sizes.ep_size ? tokens_of(group, thread) : 0;
+  const int32_t own_rank = thread < sizes.num_experts ? group.expert_to_rank[thread] : -1;
+  sum_before(exec, sizes.ep_size, sources.first,
+             [&](uint32_t src) { return src == thread ? own_tokens : tokens_of(group, src); });
+  uint32_t before_all = 0;
+  PUTGET_ROLLED
+  for (uint32_t base = 0; base < sizes.num_experts; base += exec.threads()) {
+    const uint32_t expert = base + thread;
+    const bool known = expert < sizes.num_experts;
+    const int32_t rank = base == 0 ? own_rank : (known ? group.expert_to_rank[expert] : -1);
+    const bool local = known && rank == static_cast<int32_t>(sizes.ep_rank);
+    const auto [before, all] = exec.scan(local ? 1u : 0u);
+    if (known) tables.local_of[expert] = local ? static_cast<int32_t>(before_all + before) : -1;
+    before_all += all;
+  }
+  exec.sync();
+}
+
+// Consecutive choices of consecutive received rows.
+struct Share {
+  uint32_t begin;
+  uint32_t end;
+
+  PUTGET_PURE Share part(uint32_t index, uint32_t parts) const {
+    const uint64_t count = end - begin;
+    return {begin + static_cast<uint32_t>(count * index / parts),
+            begin + static_cast<uint32_t>(count * (index + 1) / parts)};
+  }
+};
+
+// What lanes of a warp look at together: one choice of each, kBatch times.
+template <class Exec>
+struct Batch {
+  static constexpr uint32_t kBatch = Exec::kLanes == 1 ? 1 : 4;
+  uint32_t row[kBatch];
+  uint64_t entry[kBatch];  // row * top_k + k
+  int32_t id[kBatch];
+
+  // From choice `base` on, those of other lanes among them; -1 behind the end.
+  PUTGET_TEXT Batch(const Exec& exec, const Grouping& group, const SourceScratch& sources, uint32_t base,
+                    uint32_t end) {
+    const uint32_t top_k = group.sizes.top_k;
+    PUTGET_UNROLL
+    for (uint32_t b = 0; b < kBatch; ++b) {
+      const uint32_t i = base + b * exec.lanes() + exec.lane();
+      row[b] = i < end ? place_of(group, sources, i / top_k).row : 0;
+      entry[b] = uint64_t{row[b]} * top_k + i % top_k;
+      id[b] = i < end ? group.topk_ids[entry[b]] : -1;
+    }
+  }
+
+  PUTGET_TEXT int32_t local(const Grouping& group, const GroupTables& tables, uint32_t b) const {
+    return id[b] >= 0 && static_cast<uint32_t>(id[b]) < group.sizes.num_experts ? tables.local_of[id[b]] : -1;
+  }
+};
+
+// Counts this warp's rows of each expert; then the block's go to the others. Ends with a barrier of all blocks.
+template <class Exec>
+PUTGET_TEXT void count_rows(Exec& exec, const Grouping& group, const SourceScratch& sources, const GroupTables& tables,
+                            Share share) {
+  const uint32_t experts = group.sizes.num_local_experts;
+  uint32_t lost = 0;
+  PUTGET_ROLLED
+  for (uint32_t base = share.begin; base < share.end; base += Batch<Exec>::kBatch * exec.lanes()) {
+    const Batch<Exec> batch(exec, group, sources, base, share.end);
+    PUTGET_UNROLL
+    for (uint32_t b = 0; b < Batch<Exec>::kBatch; ++b) {
+      const int32_t local = batch.local(group, tables, b);
+      if (local >= 0 && static_cast<uint32_t>(local) < experts) exec.add(&tables.next_of(local, exec.warp()), 1);
+      if (local >= 0 && static_cast<uint32_t>(local) >= experts) ++lost;
+    }
+  }
+  if (lost != 0) exec.add(group.lost, lost);
+  exec.sync();
+  uint32_t* counts = group.counts() + uint64_t{exec.block()} * experts;
+  PUTGET_ROLLED
+  for (uint32_t e = exec.thread(); e < experts; e += exec.threads()) {
+    uint32_t sum = 0;
+    PUTGET_UNROLL
+    for (uint32_t w = 0; w < kGroupWarps; ++w) sum += w < exec.warps() ? tables.next_of(e, w) : 0;
+    counts[e] = sum;
+  }
+  exec.sync_blocks();
+}
+
+// Lays out the groups from the counts of all blocks, and turns what warps have counted into places. Returns the end.
+// Ends with a block barrier.
+template <class Exec>
+PUTGET_TEXT uint32_t lay_out_groups(Exec& exec, const Grouping& group, const GroupTables& tables) {
+  const uint32_t experts = group.sizes.num_local_experts;
+  const uint32_t* counts = group.counts();
+  uint32_t end = 0;
+  PUTGET_ROLLED
+  for (uint32_t base = 0; base < experts; base += exec.threads()) {
+    const uint32_t e = base + exec.thread();
+    uint32_t rows = 0;
+    uint32_t earlier = 0;
+    PUTGET_UNROLL
+    for (uint32_t b = 0; b < kGroupBlocks; ++b) {
+      const uint32_t count = e < experts && b < exec.blocks() ? counts[b * experts + e] : 0;
+      rows += count;
+      earlier += b < exec.block() ? count : 0;
+    }
+    const auto [before, all] = exec.scan(round_up(rows, group.sizes.alignment));
+    if (e < experts) {
+      tables.offset[e] = end + before;
+      tables.all[e] = rows;
+      tables.place[e] = end + before + earlier;
+      if (exec.block() == 0) {
+        group.offsets()[e] = static_cast<int32_t>(end + before);
+        group.num_rows()[e] = static_cast<int32_t>(rows);
+      }
+    }
+    end += all;
+  }
+  if (exec.block() == 0 && exec.thread() == 0) group.offsets()[experts] = static_cast<int32_t>(end);
+  exec.sync();
+  PUTGET_ROLLED
+  for (uint32_t e = exec.warp(); e < experts; e += exec.warps()) {
+    uint32_t place = tables.place[e];
+    PUTGET_ROLLED
+    for (uint32_t first = 0; first < exec.warps(); first += exec.lanes()) {
+      const uint32_t w = first + exec.lane();
+      const auto [before, all] = exec.scan_lanes(w < exec.warps() ? tables.next_of(e, w) : 0);
+      if (w < exec.warps()) tables.next_of(e, w) = place + before;
+      place += all;
+    }
+  }
+  exec.sync();
+  return end;
+}
+
+// Gives every row of this warp its place.
+template <class Exec>
+PUTGET_TEXT void place_rows(Exec& exec, const Grouping& group, const SourceScratch& sources, const GroupTables& tables,
+                            Share share) {
+  constexpr uint32_t kBatch = Batch<Exec>::kBatch;
+  const uint32_t experts = group.sizes.num_local_experts;
+  PUTGET_ROLLED
+  for (uint32_t base = share.begin; base < share.end; base += kBatch * exec.lanes()) {
+    const Batch<Exec> batch(exec, group, sources, base, share.end);
+    float weight[kBatch];
+    PUTGET_UNROLL
+    for (uint32_t b = 0; b < kBatch; ++b) {
+      weight[b] = base + b * exec.lanes() + exec.lane() < share.end ? group.topk_weights[batch.entry[b]] : 0.0f;
+    }
+    PUTGET_UNROLL
+    for (uint32_t b = 0; b < kBatch; ++b) {
+      const int32_t local = batch.local(group, tables, b);
+      const bool placed = local >= 0 && static_cast<uint32_t>(local) < experts;
+      const auto [before, all] = exec.equal(placed ? local : -1);
+      const uint32_t place = placed ? tables.next_of(local, exec.warp()) + before : 0;
+      exec.sync_warp();
+      if (placed && before + 1 == all) tables.next_of(local, exec.warp()) = place + 1;
+      exec.sync_warp();
+      if (base + b * exec.lanes() + exec.lane() >= share.end) continue;
+      group.positions()[batch.entry[b]] = placed ? static_cast<int32_t>(place) : -1;
+      if (!placed) continue;
+      group.source_rows()[place] = static_cast<int32_t>(batch.row[b]);
+      group.weights()[place] = weight[b];
+    }
+  }
+}
+
+// Rows of padding, and what the last round wrote and this one does not.
+template <class Exec>
+PUTGET_TEXT void clear_rest(Exec& exec, const Grouping& group, const SourceScratch& sources, const GroupTables& tables,
+                            uint32_t end, const GroupMemo::Extent& previous) {
+  const GroupSizes& sizes = group.sizes;
+  const uint32_t warp = exec.block() * exec.warps() + exec.warp();
+  const uint32_t warps = exec.blocks() * exec.warps();
+  const auto clear = [&](uint32_t from, uint32_t to, uint32_t step) {
+    PUTGET_ROLLED
+    for (uint32_t i = from; i < to; i += step) {
+      group.source_rows()[i] = -1;
+      group.weights()[i] = 0.0f;
+    }
+  };
+  PUTGET_ROLLED
+  for (uint32_t e = warp; e < sizes.num_local_experts; e += warps) {
+    const uint32_t used = tables.offset[e] + tables.all[e];
+    clear(used + exec.lane(), tables.offset[e] + round_up(tables.all[e], sizes.alignment), exec.lanes());
+  }
+  clear(end + exec.block() * exec.threads() + exec.thread(), static_cast<uint32_t>(previous.end),
+        exec.blocks() * exec.threads());
+  PUTGET_ROLLED
+  for (uint32_t src = warp; src < sizes.ep_size; src += warps) {
+    const uint32_t before = static_cast<uint32_t>(previous.num_tokens[src]);
+    PUTGET_ROLLED
+    for (uint32_t i = sources.num_tokens(src) * sizes.top_k + exec.lane(); i < before * sizes.top_k;
+         i += exec.lanes()) {
+      const uint64_t row = row_index(i / sizes.top_k, src, sizes.ep_size);
+      group.positions()[row * sizes.top_k + i % sizes.top_k] = -1;
+    }
+  }
+}
+
+// All of it but the rows themselves.
+template <class Exec>
+PUTGET_TEXT void group_rows(Exec& exec, const Grouping& group, SourceScratch& sources, const GroupTables& tables) {
+  const GroupSizes& sizes = group.sizes;
+  PUTGET_ROLLED
+  for (uint32_t i = exec.thread(); i < kNextStride * sizes.num_local_experts; i += exec.threads()) tables.next[i] = 0;
+  exec.wait_for_earlier_work();
+  exec.let_later_work_begin();
+  look_up(exec, group, sources, tables);
+  // Two extents take turns: one is read while the other is written.
+  GroupMemo& memo = *group.memo();
+  const uint32_t turn = memo.turn & 1u;
+  const Share all{0, sources.first[sizes.ep_size] * sizes.top_k};
+  const Share share = all.part(exec.block(), exec.blocks()).part(exec.warp(), exec.warps());
+  count_rows(exec, group, sources, tables, share);
+  const uint32_t end = lay_out_groups(exec, group, tables);
+  place_rows(exec, group, sources, tables, share);
+  clear_rest(exec, group, sources, tables, end, memo.extent[turn]);
+  if (exec.block() != 0) return;
+  PUTGET_ROLLED
+  for (uint32_t src = exec.thread(); src < sizes.ep_size; src += exec.threads()) {
+    memo.extent[turn ^ 1u].num_tokens[src] = static_cast<int32_t>(sources.num_tokens(src));
+  }
+  // Every block has read it before the barrier of all blocks.
+  if (exec.thread() != 0) return;
+  memo.extent[turn ^ 1u].end = static_cast<int32_t>(end);
+  memo.turn = turn ^ 1u;
+}
+
+}  // namespace putget::moe

@@ -1,0 +1,173 @@
+// Expert-major rows: where they lie, and what the kernels around a grouped GEMM are told.
+//
+// The text in native/moe is compiled for CUDA and for the CPU, as that in native/protocol is. Nothing here talks to
+// another rank: it reads what a dispatch delivered, after it.
+//
+// Beside what protocol/signal.h asks for, an Exec has
+//   scan(value)        {before, all}: sums of `value` over the block's threads; a block barrier
+//   scan_lanes(value)  the same over the lanes of a warp; whole warps call it
+//   equal(key)         {before, all}: lanes of the warp with the same key; whole warps call it
+//   vote(condition)    set of lanes that say yes; whole warps call it
+//   from(value, lane)  another lane's value; whole warps call it
+//   sync_blocks()      a barrier of all blocks: what one wrote before, the others see behind it
+//   add(counter, n)    to a counter that the block shares
+//   put_codes(to, v)   stores values as E4M3, as one access
+//   copy_unroll()      accesses of a lane that are in flight together
+//   exp, erf, divide   float32
+#pragma once
+
+#include "protocol/layout.h"
+
+namespace putget::moe {
+
+constexpr uint32_t kGroupBlocks = 8;               // that group rows together
+constexpr uint32_t kGroupWarps = 32;               // of each of them
+constexpr uint32_t kNextStride = kGroupWarps + 1;  // words: experts and warps side by side lie in different banks
+constexpr uint32_t kScratchBytes =
+    160 * 1024;                           // of a block's tables in shared memory; larger ones lie in global memory
+constexpr uint32_t kMaxGroups = 4096;     // of which a kernel finds the valid rows
+constexpr uint32_t kMaxAlignment = 4096;  // rows
+
+struct GroupSizes {
+  uint32_t ep_size;
+  uint32_t ep_rank;
+  uint32_t num_experts;
+  uint32_t num_local_experts;
+  uint32_t top_k;
+  uint32_t max_rows;   // slots of each source
+  uint32_t alignment;  // rows
+  uint32_t num_payloads;
+  uint32_t row_bytes[kMaxPayloads];
+
+  PUTGET_PURE uint64_t received_rows() const { return uint64_t{max_rows} * ep_size; }
+  // Every received row may have all of its experts here, and every group that is not empty may need padding.
+  PUTGET_PURE uint64_t capacity() const {
+    if (num_local_experts == 0) return 0;
+    const uint64_t rows = received_rows() * top_k;
+    const uint64_t groups = num_local_experts < rows ? num_local_experts : rows;
+    return (rows + groups * (alignment - 1) + alignment - 1) / alignment * alignment;
+  }
+  // Words of one block's tables: local_of, offset, all, place, next.
+  PUTGET_PURE uint64_t scratch_words() const { return num_experts + uint64_t{3 + kNextStride} * num_local_experts; }
+  PUTGET_PURE bool scratch_is_shared() const { return scratch_words() * sizeof(uint32_t) <= kScratchBytes; }
+  // Tables in global memory are one block's.
+  PUTGET_PURE uint32_t blocks() const { return scratch_is_shared() ? kGroupBlocks : 1; }
+};
+
+// Byte offsets in one set of memory.
+struct GroupLayout {
+  uint64_t payload[kMaxPayloads];
+  uint64_t offsets;      // [num_local_experts + 1]
+  uint64_t num_rows;     // [num_local_experts]
+  uint64_t weights;      // [capacity]
+  uint64_t source_rows;  // [capacity]
+  uint64_t positions;    // [received_rows, top_k]
+  uint64_t memo;         // GroupMemo
+  uint64_t counts;       // [blocks, num_local_experts] rows of each expert among a block's received rows
+  uint64_t scratch;      // scratch_words, for tables that do not fit into shared memory, and for the CPU
+  uint64_t total_bytes;
+};
+
+// What the last round wrote, so that the next clears that and no more.
+struct GroupMemo {
+  struct Extent {
+    int32_t end;  // rows that are not cleared lie before it
+    int32_t num_tokens[kMaxRanks];
+  };
+  uint32_t turn;  // which extent is the last round's; the other is written
+  Extent extent[2];
+};
+
+PUTGET_PURE GroupLayout layout_of(const GroupSizes& sizes) {
+  GroupLayout layout{};
+  uint64_t next = 0;
+  const auto place = [&](uint64_t bytes) {
+    const uint64_t at = next;
+    next = align_region(next + bytes);
+    return at;
+  };
+  const uint64_t capacity = sizes.capacity();
+  for (uint32_t p = 0; p < sizes.num_payloads; ++p) layout.payload[p] = place(capacity * sizes.row_bytes[p]);
+  layout.offsets = place((uint64_t{sizes.num_local_experts} + 1) * sizeof(int32_t));
+  layout.num_rows = place(uint64_t{sizes.num_local_experts} * sizeof(int32_t));
+  layout.weights = place(capacity * sizeof(float));
+  layout.source_rows = place(capacity * sizeof(int32_t));
+  layout.positions = place(sizes.received_rows() * sizes.top_k * sizeof(int32_t));
+  layout.memo = place(sizeof(GroupMemo));
+  layout.counts = place(uint64_t{sizes.blocks()} * sizes.num_local_experts * sizeof(uint32_t));
+  layout.scratch = place(sizes.scratch_words() * sizeof(uint32_t));
+  layout.total_bytes = next;
+  return layout;
+}
+
+// One set of memory, and the received rows.
+struct Grouping {
+  GroupSizes sizes;
+  GroupLayout layout;
+  uint8_t* memory;
+  const int32_t* topk_ids;        // [received_rows, top_k]
+  const float* topk_weights;      // [received_rows, top_k]
+  const int32_t* num_tokens;      // [ep_size]
+  const int32_t* expert_to_rank;  // [num_experts]
+  unsigned long long* lost;       // counts rows of local experts beyond num_local_experts
+
+  PUTGET_PURE int32_t* offsets() const { return reinterpret_cast<int32_t*>(memory + layout.offsets); }
+  PUTGET_PURE int32_t* num_rows() const { return reinterpret_cast<int32_t*>(memory + layout.num_rows); }
+  PUTGET_PURE float* weights() const { return reinterpret_cast<float*>(memory + layout.weights); }
+  PUTGET_PURE int32_t* source_rows() const { return reinterpret_cast<int32_t*>(memory + layout.source_rows); }
+  PUTGET_PURE int32_t* positions() const { return reinterpret_cast<int32_t*>(memory + layout.positions); }
+  PUTGET_PURE GroupMemo* memo() const { return reinterpret_cast<GroupMemo*>(memory + layout.memo); }
+  PUTGET_PURE uint32_t* counts() const { return reinterpret_cast<uint32_t*>(memory + layout.counts); }
+  PUTGET_PURE uint32_t* scratch() const { return reinterpret_cast<uint32_t*>(memory + layout.scratch); }
+};
+
+// Which rows of a tensor count: those of groups, or those before a count, or all. Read on the device.
+struct ValidRows {
+  const int32_t* count;     // one, or null
+  const int32_t* offsets;   // [num_groups] first row of each group, or null
+  const int32_t* num_rows;  // [num_groups]
+  uint32_t num_groups;
+  uint32_t limit;  // rows of the tensor
+};
+
+// Kinds of rows to copy. Rows of one kind are cut into segments.
+struct CopyPlan {
+  uint32_t num_payloads;
+  uint32_t segments;  // of all payloads of one row
+  struct Payload {
+    const uint8_t* from;
+    uint8_t* to;
+    uint32_t row_bytes;
+    uint32_t access_bytes;   // the widest access that addresses and row_bytes allow: 16, 4 or 1
+    uint32_t segment_bytes;  // a multiple of access_bytes
+    uint32_t segments;
+  } payload[kMaxPayloads];
+};
+
+// Row i of each `to` from row source_rows[i] of `from`.
+struct ExpandCall {
+  ValidRows valid;
+  const int32_t* source_rows;  // [valid.limit]; rows with -1 are left alone
+  uint32_t num_source_rows;
+  CopyPlan copy;
+};
+
+enum class Gate : uint32_t { kSilu = 0, kGelu = 1 };
+
+struct ActivationCall {
+  ValidRows valid;
+  const uint8_t* x;  // [valid.limit, 2 * elements]
+  uint8_t* out;      // [valid.limit, elements]
+  float* scales;     // [valid.limit, blocks of kScaleBlock elements], or null
+  uint32_t elements;
+  uint32_t segment_elements;
+};
+
+struct FinalizeCall {
+  const uint8_t* rows;  // [capacity, elements]
+  uint8_t* out;         // [received_rows, elements]
+  uint32_t elements;
+  uint32_t segment_elements;
+};
+
+}  // namespace putget::moe

@@ -1,0 +1,225 @@
+"""The low-latency half of DeepEP's ``Buffer``: every (token, expert) pair travels as a token of one expert."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from putget import Communicator, Payload, ProtocolMisuse, Received
+from putget.adapters import deep_ep_layout as layouts
+from putget.adapters.deep_ep_rounds import (
+    EventOverlap,
+    Lanes,
+    LowLatencyHandle,
+    Rows,
+    Ticket,
+    event_now,
+    no_hook,
+    pairs_bytes,
+)
+from putget.adapters.engines import require_supported
+from putget.adapters.rounds import Rounds
+from putget.adapters.shared import SharedWorkspace
+
+
+class LowLatencyCalls:
+    """What ``Buffer`` inherits."""
+
+    rank: int
+    group_size: int
+    _comm: Communicator
+    _device: torch.device
+    _timeouts: tuple[float, float]
+    _lanes: dict[tuple[int, ...], Lanes]
+    _zero_copy: dict[tuple[int, int, int], torch.Tensor]
+
+    def clean_low_latency_buffer(self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int) -> None:
+        """Nothing has to be cleaned."""
+
+    def low_latency_dispatch(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        num_max_dispatch_tokens_per_rank: int,
+        num_experts: int,
+        cumulative_local_expert_recv_stats: torch.Tensor | None = None,
+        dispatch_wait_recv_cost_stats: torch.Tensor | None = None,
+        use_fp8: bool = True,
+        round_scale: bool = False,
+        use_ue8m0: bool = False,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+    ) -> tuple[Rows, torch.Tensor, LowLatencyHandle, EventOverlap, Callable[[], None]]:
+        """Puts each token's row once for each of its experts; rows arrive grouped by expert.
+
+        Args:
+            x: [num_tokens, hidden] bfloat16.
+            topk_idx: [num_tokens, top_k] int64, no expert twice in a token; -1 is "no expert".
+            num_max_dispatch_tokens_per_rank: Most tokens that one rank sends, the same on every rank.
+            num_experts: Experts of all ranks together, a multiple of the number of ranks.
+            cumulative_local_expert_recv_stats: [local experts] int32: what each expert got is added.
+            dispatch_wait_recv_cost_stats: Must be None.
+            use_fp8: Whether rows travel as FP8 with one float32 scale for 128 values.
+            round_scale: Must be False.
+            use_ue8m0: Must be False.
+            async_finish: Whether the event is recorded.
+            return_recv_hook: Rows are sent and not waited for: results are there when the hook has been called, and no
+                kernel of this call runs meanwhile.
+
+        Returns:
+            [local experts, num_max_dispatch_tokens_per_rank * ranks, hidden] bfloat16, or such FP8 rows and their
+            scales (whose last two dimensions lie in column-major order); rows of each expert [local experts] int32; a
+            handle; an event; a hook, which does nothing without return_recv_hook.
+
+        Raises:
+            ValueError: An argument is wrong or not supported; nothing has happened on any rank.
+            PeerTimeout: As ``AllToAll.dispatch``.
+        """
+        require_supported(
+            dispatch_wait_recv_cost_stats=(dispatch_wait_recv_cost_stats, None),
+            round_scale=(round_scale, False),
+            use_ue8m0=(use_ue8m0, False),
+        )
+        num_tokens, top_k = topk_idx.shape
+        if num_tokens > num_max_dispatch_tokens_per_rank:
+            most = num_max_dispatch_tokens_per_rank
+            raise ValueError(f"topk_idx has {num_tokens} tokens, num_max_dispatch_tokens_per_rank is {most}")
+        hidden, num_local = x.shape[1], self._local(num_experts)
+        capacity = num_max_dispatch_tokens_per_rank * self.group_size
+        payloads = layouts.to_fp8(x) if use_fp8 else (x,)
+        lane = self._pairs(num_max_dispatch_tokens_per_rank * top_k, hidden, num_experts).begin()
+        sent = [payload.repeat_interleave(top_k, 0) for payload in payloads]
+        names = ["x", "the scales of x"][: len(payloads)]
+        shape = (num_local, capacity, hidden)
+        # Made here, and filled where the rows are there; with one row more, for those that have no place.
+        rows = [part.new_empty(num_local * capacity + 1, *part.shape[1:]) for part in sent]
+        counts = torch.empty(num_local, dtype=torch.int32, device=x.device)
+        placed = [part[:-1].view(num_local, capacity, *part.shape[1:]) for part in rows]
+        result: Rows = placed[0]
+        if use_fp8:
+            result = (placed[0], torch.empty_like(placed[1].transpose(1, 2), memory_format=torch.contiguous_format))
+            result = (result[0], result[1].transpose(1, 2))
+        handle = LowLatencyHandle(None, num_tokens, top_k, shape, Ticket(lane, lane.number))
+
+        def arrive(received: Received) -> None:
+            place = layouts.experts_first(received.topk_ids[:, :, 0], self.rank, num_local, capacity)
+            counts.copy_(layouts.count(place // capacity, num_local))
+            if cumulative_local_expert_recv_stats is not None:
+                cumulative_local_expert_recv_stats.add_(counts)
+            for part, packed in zip(received.flat.payloads, rows, strict=True):
+                layouts.scatter_rows(part, place, packed)
+            if isinstance(result, tuple):
+                result[1].copy_(placed[1])
+            handle.place = place
+
+        hook = no_hook
+        if return_recv_hook:
+            ids = topk_idx.reshape(-1, 1)
+            lane.rounds.dispatch_start(ids, None, sent, names=names)
+            hook = lane.rounds.later(lambda: arrive(lane.rounds.dispatch_finish()), keep=(ids, sent))
+        else:
+            arrive(lane.rounds.dispatch(topk_idx.reshape(-1, 1), None, sent, names=names))
+        return result, counts, handle, self._event(async_finish), hook
+
+    def low_latency_combine(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor,
+        handle: LowLatencyHandle,
+        use_logfmt: bool = False,
+        zero_copy: bool = False,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+        out: torch.Tensor | None = None,
+        combine_wait_recv_cost_stats: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, EventOverlap, Callable[[], None]]:
+        """Gets one row for each of a token's experts, and sums them with weights in float32.
+
+        Args:
+            x: [local experts, num_max_dispatch_tokens_per_rank * ranks, hidden] bfloat16, in the order of what dispatch
+                returned.
+            topk_idx: [num_tokens, top_k], that of the dispatch.
+            topk_weights: [num_tokens, top_k] float32.
+            handle: Of that dispatch.
+            use_logfmt: Must be False.
+            zero_copy: Takes the rows of ``get_next_low_latency_combine_buffer`` instead of x.
+            async_finish: Whether the event is recorded.
+            return_recv_hook: As for dispatch.
+            out: Where to write, [num_tokens, hidden] bfloat16.
+            combine_wait_recv_cost_stats: Must be None.
+
+        Returns:
+            [num_tokens, hidden] bfloat16, an event, a hook, which does nothing without return_recv_hook.
+
+        Raises:
+            ValueError: An argument is wrong or not supported; nothing has happened on any rank.
+            ProtocolMisuse: The handle's round is over, or the hook of its dispatch has not been called.
+            PeerTimeout: As ``AllToAll.combine``.
+        """
+        require_supported(
+            use_logfmt=(use_logfmt, False), combine_wait_recv_cost_stats=(combine_wait_recv_cost_stats, None)
+        )
+        routes = (handle.num_tokens, handle.top_k)
+        for name, tensor in (("topk_idx", topk_idx), ("topk_weights", topk_weights)):
+            if tuple(tensor.shape) != routes:
+                raise ValueError(f"{name} has shape {list(tensor.shape)}, the dispatch had {list(routes)}")
+        source = self.get_next_low_latency_combine_buffer(handle) if zero_copy else x
+        if tuple(source.shape) != handle.shape or source.dtype != torch.bfloat16:
+            raise ValueError(
+                f"x is {list(source.shape)} {source.dtype}, expected {list(handle.shape)} torch.bfloat16: the rows of "
+                "each local expert, as dispatch returned them"
+            )
+        rounds = handle.ticket.rounds()
+        if handle.place is None:
+            raise ProtocolMisuse("low_latency_combine: the hook of this handle's dispatch has not been called")
+        experts, rows, hidden = handle.shape
+        taken = source.reshape(-1, hidden)[handle.place.clamp(max=experts * rows - 1)]
+        combined = torch.empty(routes[0], hidden, dtype=torch.bfloat16, device=x.device) if out is None else out
+        weights = torch.where(topk_idx >= 0, topk_weights, 0.0)
+
+        def arrive(pairs: torch.Tensor) -> None:
+            combined.copy_((pairs.view(*routes, hidden).float() * weights[:, :, None]).sum(1))
+
+        hook = no_hook
+        if return_recv_hook:
+            rounds.combine_start(taken, name="x")
+            hook = rounds.later(lambda: arrive(rounds.combine_finish()), keep=taken)
+        else:
+            arrive(rounds.combine(taken, name="x"))
+        return combined, self._event(async_finish), hook
+
+    def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> torch.Tensor:
+        """[local experts, num_max_dispatch_tokens_per_rank * ranks, hidden] bfloat16, for ``zero_copy``."""
+        found = self._zero_copy.get(handle.shape)
+        if found is None:
+            found = torch.zeros(handle.shape, dtype=torch.bfloat16, device=self._device)
+            self._zero_copy[handle.shape] = found
+        return found
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _pairs(self, max_pairs: int, hidden: int, num_experts: int) -> Lanes:
+        """Low-latency rounds: every (token, expert) pair travels as a token of one expert."""
+        key = (max_pairs, hidden, num_experts)
+        if key not in self._lanes:
+            num_bytes = pairs_bytes(self.group_size, max_pairs, hidden)
+            self._lanes[key] = Lanes(lambda: self._rounds(num_bytes, num_experts, 1, max_pairs, hidden))
+        return self._lanes[key]
+
+    def _local(self, num_experts: int) -> int:
+        if num_experts < 1 or num_experts % self.group_size:
+            raise ValueError(f"num_experts is {num_experts}, expected a multiple of the {self.group_size} ranks")
+        return num_experts // self.group_size
+
+    def _event(self, recorded: bool) -> EventOverlap:
+        return event_now(recorded and self._device.type == "cuda")
+
+    def _rounds(self, num_bytes: int, num_experts: int, top_k: int, capacity: int, hidden: int) -> Rounds:
+        timeout_s, warmup_timeout_s = self._timeouts
+        shared = SharedWorkspace(
+            self._comm, num_bytes, self._device, timeout_s=timeout_s, warmup_timeout_s=warmup_timeout_s
+        )
+        output = Payload((hidden,), torch.bfloat16)
+        return Rounds(shared, num_experts=num_experts, top_k=top_k, max_tokens_per_rank=capacity, output=output)

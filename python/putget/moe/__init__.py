@@ -1,0 +1,17 @@
+"""Around the experts: kernels between dispatch, grouped GEMMs and combine, routers, and a whole layer."""
+
+from putget.moe.kernels import expand, finalize, gated_activation
+from putget.moe.layer import ExpertParallelMoE
+from putget.moe.overlap import TwoBatch
+from putget.moe.router import GroupLimitedRouting, Router, SoftmaxRouting
+
+__all__ = [
+    "ExpertParallelMoE",
+    "GroupLimitedRouting",
+    "Router",
+    "SoftmaxRouting",
+    "TwoBatch",
+    "expand",
+    "finalize",
+    "gated_activation",
+]

@@ -1,0 +1,219 @@
+"""The experts of one rank: gated feed-forward networks over rows grouped by expert, with no host knowledge of sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, Protocol, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from putget.moe import grouped_fp8
+from putget.moe.kernels import gated_activation
+from putget.payload import Payload
+
+Gate: TypeAlias = Literal["silu", "gelu"]
+GATES = ("silu", "gelu")
+
+
+class Groups(Protocol):
+    """Where each expert's rows are: what ``putget.ExpertMajor`` says.
+
+    Attributes:
+        offsets: [num_experts + 1] int32: starts, and the end.
+        num_rows: [num_experts] int32: rows from each start on.
+    """
+
+    @property
+    def offsets(self) -> Tensor: ...  # noqa: D102
+    @property
+    def num_rows(self) -> Tensor: ...  # noqa: D102
+
+
+class Experts(Protocol):
+    """What a layer asks of its experts."""
+
+    def payloads(self) -> list[Payload]:
+        """The rows that dispatch moves."""
+
+    def prepare(self, x: Tensor) -> tuple[Tensor, ...]:
+        """The payloads of x [num_tokens, hidden_size]."""
+
+    def load(self, expert: int, gate: Tensor, up: Tensor, down: Tensor) -> None:
+        """Weights of one local expert in float32: [intermediate, hidden], the same, and [hidden, intermediate]."""
+
+    def __call__(
+        self, payloads: Sequence[Tensor], groups: Groups, expected_rows: int, num_sms: int | None = None
+    ) -> Tensor:
+        """[capacity, hidden_size] bfloat16 of payloads [capacity, ...]; rows of no expert are undefined.
+
+        expected_rows is what an expert has on average; num_sms bounds the SMs of the products, where they can be bound.
+        """
+
+
+class Bf16Experts(nn.Module):
+    """BF16 rows and weights, through ``torch._grouped_mm`` on CUDA and one product for each expert on the CPU.
+
+    Args:
+        num_experts: Experts held here; may be 0.
+        hidden_size: Elements of a row; a multiple of 8.
+        intermediate_size: Elements between the two products; a multiple of 8.
+        gate: "silu" or "gelu".
+        device: Where the weights are.
+
+    Attributes:
+        gate_up: [num_experts, 2 * intermediate_size, hidden_size]: the gate's rows before those of the other factor.
+        down: [num_experts, hidden_size, intermediate_size].
+    """
+
+    def __init__(
+        self, num_experts: int, hidden_size: int, intermediate_size: int, gate: Gate, device: torch.device
+    ) -> None:
+        super().__init__()
+        for name, size in (("hidden_size", hidden_size), ("intermediate_size", intermediate_size)):
+            if size % 8:
+                raise ValueError(f"{name} is {size}, BF16 experts need a multiple of 8: rows of whole 16 bytes")
+        self.gate = gate
+        self.hidden_size = hidden_size
+        self.gate_up = _weight(num_experts, 2 * intermediate_size, hidden_size, torch.bfloat16, device)
+        self.down = _weight(num_experts, hidden_size, intermediate_size, torch.bfloat16, device)
+
+    def payloads(self) -> list[Payload]:
+        """See ``Experts.payloads``."""
+        return [Payload((self.hidden_size,), torch.bfloat16)]
+
+    def prepare(self, x: Tensor) -> tuple[Tensor, ...]:
+        """See ``Experts.prepare``."""
+        return (x,)
+
+    def load(self, expert: int, gate: Tensor, up: Tensor, down: Tensor) -> None:
+        """See ``Experts.load``."""
+        self.gate_up[expert].copy_(torch.cat([gate, up]))
+        self.down[expert].copy_(down)
+
+    def forward(
+        self, payloads: Sequence[Tensor], groups: Groups, expected_rows: int, num_sms: int | None = None
+    ) -> Tensor:
+        """See ``Experts.__call__``; ``torch._grouped_mm`` takes all SMs."""
+        (rows,) = payloads
+        between = grouped_bf16_mm(rows, self.gate_up, groups)
+        active = gated_activation(between, self.gate, num_valid=(groups.offsets, groups.num_rows))
+        return grouped_bf16_mm(active, self.down, groups)
+
+
+class Fp8Experts(nn.Module):
+    """Block-scaled FP8 rows and weights, as DeepSeek-V3 has them; see ``putget.moe.grouped_fp8``.
+
+    Args:
+        num_experts: Experts held here; may be 0.
+        hidden_size: Elements of a row; a multiple of 128.
+        intermediate_size: Elements between the two products; a multiple of 128.
+        gate: "silu" or "gelu".
+        device: Where the weights are.
+
+    Attributes:
+        gate_up: [num_experts, 2 * intermediate_size, hidden_size] float8_e4m3fn.
+        gate_up_scales: [num_experts, 2 * intermediate_size / 128, hidden_size / 128] float32.
+        down: [num_experts, hidden_size, intermediate_size] float8_e4m3fn.
+        down_scales: [num_experts, hidden_size / 128, intermediate_size / 128] float32.
+    """
+
+    def __init__(
+        self, num_experts: int, hidden_size: int, intermediate_size: int, gate: Gate, device: torch.device
+    ) -> None:
+        super().__init__()
+        grouped_fp8.check_multiple("hidden_size", hidden_size)
+        grouped_fp8.check_multiple("intermediate_size", intermediate_size)
+        self.gate = gate
+        self.hidden_size = hidden_size
+        hidden, between = hidden_size // grouped_fp8.GROUP, intermediate_size // grouped_fp8.GROUP
+        self.gate_up = _weight(num_experts, 2 * intermediate_size, hidden_size, torch.float8_e4m3fn, device)
+        self.gate_up_scales = _weight(num_experts, 2 * between, hidden, torch.float32, device)
+        self.down = _weight(num_experts, hidden_size, intermediate_size, torch.float8_e4m3fn, device)
+        self.down_scales = _weight(num_experts, hidden, between, torch.float32, device)
+
+    def payloads(self) -> list[Payload]:
+        """See ``Experts.payloads``: rows, and their scales."""
+        return [
+            Payload((self.hidden_size,), torch.float8_e4m3fn),
+            Payload((self.hidden_size // grouped_fp8.GROUP,), torch.float32),
+        ]
+
+    def prepare(self, x: Tensor) -> tuple[Tensor, ...]:
+        """See ``Experts.prepare``."""
+        return grouped_fp8.quantise_rows(x)
+
+    def load(self, expert: int, gate: Tensor, up: Tensor, down: Tensor) -> None:
+        """See ``Experts.load``."""
+        for weight, scales, loaded in (
+            (self.gate_up, self.gate_up_scales, torch.cat([gate, up])),
+            (self.down, self.down_scales, down),
+        ):
+            codes, blocks = grouped_fp8.quantise_blocks(loaded)
+            weight[expert].copy_(codes)
+            scales[expert].copy_(blocks)
+
+    def load_codes(self, expert: int, codes: Sequence[Tensor], scales: Sequence[Tensor]) -> None:
+        """Weights that are quantised already: gate, up and down as E4M3, and scales [rows / 128, columns / 128]."""
+        gate, up, down = codes
+        self.gate_up[expert].copy_(_joined(gate, up))
+        self.down[expert].copy_(down)
+        self.gate_up_scales[expert].copy_(torch.cat([scales[0], scales[1]]))
+        self.down_scales[expert].copy_(scales[2])
+
+    def forward(
+        self, payloads: Sequence[Tensor], groups: Groups, expected_rows: int, num_sms: int | None = None
+    ) -> Tensor:
+        """See ``Experts.__call__``."""
+        rows, scales = payloads
+        starts, counts = groups.offsets[:-1], groups.num_rows
+
+        def product(left: Tensor, left_scales: Tensor, weight: Tensor, weight_scales: Tensor) -> Tensor:
+            return grouped_fp8.grouped_fp8_mm(
+                left,
+                left_scales,
+                weight,
+                weight_scales,
+                starts,
+                counts,
+                expected_rows=expected_rows,
+                num_sms=num_sms,
+            )
+
+        between = product(rows, scales, self.gate_up, self.gate_up_scales)
+        active, active_scales = gated_activation(
+            between, self.gate, num_valid=(groups.offsets, groups.num_rows), quantise="fp8_block"
+        )
+        return product(active, active_scales, self.down, self.down_scales)
+
+
+def grouped_bf16_mm(rows: Tensor, weights: Tensor, groups: Groups) -> Tensor:
+    """Each expert's rows times the transpose of its weights, summed in float32.
+
+    Args:
+        rows: [capacity, k] bfloat16.
+        weights: [num_experts, n, k] bfloat16.
+        groups: Where each expert's rows are.
+
+    Returns:
+        [capacity, n] bfloat16; rows that belong to no expert are undefined.
+    """
+    if rows.is_cuda and len(rows) and len(weights):
+        # Padding rows between groups count as rows of the expert before them: computed, and never looked at.
+        product: Tensor = torch._grouped_mm(rows, weights.transpose(1, 2), offs=groups.offsets[1:])
+        return product
+    out = torch.empty((rows.shape[0], weights.shape[1]), dtype=rows.dtype, device=rows.device)
+    if not rows.is_cuda:
+        for expert, (start, count) in enumerate(zip(groups.offsets.tolist(), groups.num_rows.tolist(), strict=False)):
+            span = slice(start, start + count)
+            out[span] = (rows[span].float() @ weights[expert].float().T).to(out.dtype)
+    return out
+
+
+def _weight(num_experts: int, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+    return nn.Parameter(torch.zeros(num_experts, rows, columns, dtype=dtype, device=device), requires_grad=False)
+
+
+def _joined(gate: Tensor, up: Tensor) -> Tensor:
+    """Both one above the other, by bytes: not every device can concatenate FP8."""
+    return torch.cat([gate.view(torch.uint8), up.view(torch.uint8)]).view(gate.dtype)

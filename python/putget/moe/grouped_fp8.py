@@ -1,0 +1,165 @@
+"""Block-scaled FP8: quantisation, and the grouped matrix product of rows with the weights of their experts.
+
+The recipe is that of DeepSeek-V3 (technical report, section 3.3.2): weights are E4M3 with one float32 scale per
+128x128 block, activations E4M3 with one float32 scale per row and 128 values. A product of 128 values is scaled, and
+added up in float32. On CUDA these are Triton kernels, which are imported at the first call.
+"""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from putget._arguments import check_tensor
+from putget.errors import BackendUnavailable
+
+GROUP = 128
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+_LARGEST = 448.0  # of E4M3
+_SMALLEST = 1e-12  # amax of a group: one of zeros must not divide by zero
+
+
+def _kernels() -> ModuleType:
+    """The Triton kernels.
+
+    Raises:
+        BackendUnavailable: There is no Triton.
+    """
+    try:
+        return importlib.import_module("putget.moe.grouped_fp8_triton")
+    except ImportError as error:
+        raise BackendUnavailable(
+            f"FP8 experts on CUDA need Triton, which torch for CUDA comes with: {error}"
+        ) from error
+
+
+def check_multiple(name: str, size: int) -> None:
+    """Raises ValueError where a size cannot be divided into blocks."""
+    if size % GROUP:
+        raise ValueError(f"{name} is {size}, FP8 blocks need a multiple of {GROUP}")
+
+
+def quantise_rows(x: Tensor, out: Tensor | None = None, scales: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Rows as E4M3 with one scale per 128 values; the same bytes on CPU and CUDA.
+
+    Args:
+        x: [num_rows, columns] bfloat16, float16 or float32, contiguous; columns a multiple of 128.
+        out: [num_rows, columns] float8_e4m3fn to write into, or None.
+        scales: [num_rows, columns / 128] float32 to write into, or None.
+
+    Returns:
+        out and scales: a value is its code times the scale of its group.
+
+    Raises:
+        ValueError: An argument has another shape, dtype or layout, or columns is not a multiple of 128.
+    """
+    if not isinstance(x, Tensor) or x.dim() != 2:
+        raise ValueError(f"x is {type(x).__name__} of shape {list(getattr(x, 'shape', []))}, expected 2 dimensions")
+    num_rows, columns = x.shape
+    check_multiple("columns of x", columns)
+    check_tensor("x", x, (num_rows, columns), _FLOATS, x.device)
+    num_groups = columns // GROUP
+    out = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device) if out is None else out
+    scales = torch.empty((num_rows, num_groups), device=x.device) if scales is None else scales
+    check_tensor("out", out, (num_rows, columns), (torch.float8_e4m3fn,), x.device)
+    check_tensor("scales", scales, (num_rows, num_groups), (torch.float32,), x.device)
+    if x.is_cuda:
+        _kernels().quantise_rows(x, out, scales)
+        return out, scales
+    groups = x.float().view(num_rows, num_groups, GROUP)
+    scales.copy_(groups.abs().amax(dim=2).clamp(min=_SMALLEST) / _LARGEST)
+    # A cast on the CPU overflows to NaN where CUDA saturates.
+    out.copy_((groups / scales[:, :, None]).clamp(-_LARGEST, _LARGEST).flatten(1))
+    return out, scales
+
+
+def quantise_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """A matrix as E4M3 with one scale per 128x128 block.
+
+    Args:
+        weight: [rows, columns] of any float type; both multiples of 128.
+
+    Returns:
+        [rows, columns] float8_e4m3fn and [rows / 128, columns / 128] float32.
+
+    Raises:
+        ValueError: A size is not a multiple of 128.
+    """
+    rows, columns = weight.shape
+    check_multiple("rows of weight", rows)
+    check_multiple("columns of weight", columns)
+    blocks = weight.float().view(rows // GROUP, GROUP, columns // GROUP, GROUP)
+    scales = blocks.abs().amax(dim=(1, 3)).clamp(min=_SMALLEST) / _LARGEST
+    codes = (blocks / scales[:, None, :, None]).clamp(-_LARGEST, _LARGEST).view(rows, columns)
+    return codes.to(torch.float8_e4m3fn), scales
+
+
+def dequantise_rows(codes: Tensor, scales: Tensor) -> Tensor:
+    """[..., columns] float32 of codes [..., columns] and scales [..., columns / 128]."""
+    return (codes.float().view(*scales.shape, GROUP) * scales[..., None]).flatten(-2)
+
+
+def dequantise_blocks(codes: Tensor, scales: Tensor) -> Tensor:
+    """[rows, columns] float32 of codes [rows, columns] and scales [rows / 128, columns / 128]."""
+    return codes.float() * scales.repeat_interleave(GROUP, 0).repeat_interleave(GROUP, 1)
+
+
+def grouped_fp8_mm(
+    rows: Tensor,
+    row_scales: Tensor,
+    weights: Tensor,
+    weight_scales: Tensor,
+    starts: Tensor,
+    counts: Tensor,
+    *,
+    expected_rows: int,
+    num_sms: int | None = None,
+) -> Tensor:
+    """Each expert's rows times the transpose of its weights.
+
+    Nothing is read from the device by the host: the kernel is launched once and takes tiles of the rows that ``counts``
+    says there are.
+
+    Args:
+        rows: [capacity, k] float8_e4m3fn, contiguous; k a multiple of 128.
+        row_scales: [capacity, k / 128] float32, contiguous.
+        weights: [num_experts, n, k] float8_e4m3fn, contiguous; n a multiple of 128.
+        weight_scales: [num_experts, n / 128, k / 128] float32, contiguous.
+        starts: [num_experts] int32: the first row of each expert.
+        counts: [num_experts] int32: its rows.
+        expected_rows: Rows of an expert that the tiles are chosen for. It changes the speed, not what is computed.
+        num_sms: Most SMs that are used; None: all.
+
+    Returns:
+        [capacity, n] bfloat16; rows that belong to no expert are undefined.
+
+    Raises:
+        ValueError: An argument has another shape, dtype, device or layout, or k or n is not a multiple of 128.
+    """
+    num_experts, n, k = weights.shape
+    check_multiple("k", k)
+    check_multiple("n", n)
+    capacity, device = rows.shape[0], rows.device
+    for name, tensor, shape, dtype in (
+        ("rows", rows, (capacity, k), torch.float8_e4m3fn),
+        ("row_scales", row_scales, (capacity, k // GROUP), torch.float32),
+        ("weights", weights, (num_experts, n, k), torch.float8_e4m3fn),
+        ("weight_scales", weight_scales, (num_experts, n // GROUP, k // GROUP), torch.float32),
+        ("starts", starts, (num_experts,), torch.int32),
+        ("counts", counts, (num_experts,), torch.int32),
+    ):
+        check_tensor(name, tensor, shape, (dtype,), device)
+    out = torch.empty((rows.shape[0], n), dtype=torch.bfloat16, device=rows.device)
+    if rows.is_cuda:
+        if len(rows) and num_experts:
+            _kernels().grouped_mm(rows, row_scales, weights, weight_scales, starts, counts, out, expected_rows, num_sms)
+        return out
+    for expert, (start, count) in enumerate(zip(starts.tolist(), counts.tolist(), strict=True)):
+        if count:
+            span = slice(start, start + count)
+            left = dequantise_rows(rows[span], row_scales[span])
+            out[span] = (left @ dequantise_blocks(weights[expert], weight_scales[expert]).T).bfloat16()
+    return out

@@ -1,0 +1,211 @@
+"""Triton kernels of block-scaled FP8 experts: see ``putget.moe.grouped_fp8``, which imports this at the first use."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+_GROUP = 128
+_LARGEST = 448.0  # of E4M3
+_SMALLEST = 1e-12
+_GROUPS_EACH = 8  # groups of 128 values that one program quantises
+
+
+class Tiles(NamedTuple):
+    """How the product is cut.
+
+    Attributes:
+        rows: Of a tile.
+        weights_first: Tiles are computed transposed: few rows fill the narrow side of the tensor cores.
+        stages: Blocks of 128 along k that are on the way into shared memory.
+        programs_per_sm: What shared memory and registers allow.
+    """
+
+    rows: int
+    weights_first: bool
+    stages: int
+    programs_per_sm: int
+
+
+_COLUMNS = 128
+_WARPS = 4
+# By the rows that an expert is expected to have, from the timings of benchmarks/grouped_fp8.py.
+_BY_ROWS = ((8, Tiles(16, True, 5, 2)), (24, Tiles(32, True, 5, 2)))
+_MANY_ROWS = Tiles(64, False, 4, 2)
+
+
+def tiles_for(expected_rows: int) -> Tiles:
+    """The tiles for experts of about so many rows."""
+    return next((tiles for most, tiles in _BY_ROWS if expected_rows <= most), _MANY_ROWS)
+
+
+@triton.jit
+def grouped_kernel(
+    rows,
+    row_scales,
+    weights,
+    weight_scales,
+    out,
+    starts,
+    counts,
+    num_experts,
+    n_size,
+    k_size,
+    EXPERTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    WEIGHTS_FIRST: tl.constexpr,
+):
+    """Persistent: each program takes every num_programs-th tile of the valid rows, whose number ``counts`` has.
+
+    Grid: the programs that are resident together. Synchronisation: none. Shared memory: num_stages tiles of rows and of
+    weights.
+
+    Parameters: rows, a descriptor of [capacity, k] e4m3 with boxes [BLOCK_M, BLOCK_K]; row_scales [capacity, k / 128]
+    float32; weights, a descriptor of [num_experts * n, k] e4m3 with boxes [BLOCK_N, BLOCK_K]; weight_scales
+    [num_experts, n / 128, k / 128] float32; out [capacity, n] bfloat16; starts and counts [num_experts] int32; EXPERTS,
+    a power of two from num_experts on; BLOCK_N divides 128, so that a tile has one weight scale for each block of k;
+    BLOCK_K 128.
+    """
+    expert_range = tl.arange(0, EXPERTS)
+    tiles_m = tl.cdiv(tl.load(counts + expert_range, mask=expert_range < num_experts, other=0), BLOCK_M)
+    tiles_n = n_size // BLOCK_N
+    ends = tl.cumsum(tiles_m, 0) * tiles_n
+    num_tiles = tl.sum(tiles_m, 0) * tiles_n
+    k_blocks = k_size // BLOCK_K
+    m_range = tl.arange(0, BLOCK_M)
+    n_range = tl.arange(0, BLOCK_N)
+    for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+        # Tiles of one expert follow each other, and of those the ones that read the same weights.
+        expert = tl.sum((ends <= tile).to(tl.int32), 0)
+        own_tiles_m = tl.sum(tl.where(expert_range == expert, tiles_m, 0), 0)
+        tile_in_expert = tile - tl.sum(tl.where(expert_range < expert, tiles_m, 0), 0) * tiles_n
+        tile_m = tile_in_expert % own_tiles_m
+        tile_n = tile_in_expert // own_tiles_m
+        first_row = tl.load(starts + expert) + tile_m * BLOCK_M
+        rows_left = tl.load(counts + expert) - tile_m * BLOCK_M
+        # A tile may hold rows of the next expert, or none at all, past its own: they are multiplied and never stored.
+        row = (first_row + tl.minimum(m_range, rows_left - 1)).to(tl.int64)
+        column = tile_n * BLOCK_N + n_range
+        first_weight = expert * n_size + tile_n * BLOCK_N
+        row_scale_at = row_scales + row * k_blocks
+        weight_scale_at = weight_scales + (first_weight // BLOCK_K).to(tl.int64) * k_blocks
+        if WEIGHTS_FIRST:
+            total = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+        else:
+            total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        for block in range(k_blocks):
+            left = rows.load([first_row, block * BLOCK_K])
+            right = weights.load([first_weight, block * BLOCK_K])
+            scale = tl.load(row_scale_at + block) * tl.load(weight_scale_at + block)
+            if WEIGHTS_FIRST:
+                total += tl.dot(right, tl.trans(left)) * scale[None, :]
+            else:
+                total += tl.dot(left, tl.trans(right)) * scale[:, None]
+        if WEIGHTS_FIRST:
+            out_at = out + row[None, :] * n_size + column[:, None]
+            tl.store(out_at, total.to(tl.bfloat16), mask=(m_range < rows_left)[None, :])
+        else:
+            out_at = out + row[:, None] * n_size + column[None, :]
+            tl.store(out_at, total.to(tl.bfloat16), mask=(m_range < rows_left)[:, None])
+
+
+@triton.jit
+def quantise_kernel(
+    x,
+    out,
+    scales,
+    num_groups,
+    GROUPS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    LARGEST: tl.constexpr,
+    SMALLEST: tl.constexpr,
+):
+    """Each program quantises GROUPS groups. Grid: ceil(num_groups / GROUPS). No shared memory, no synchronisation.
+
+    Parameters: x, float rows as [num_groups, WIDTH]; out, the same of e4m3; scales [num_groups] float32. Divisions are
+    rounded as on the CPU, so both give the same bytes.
+    """
+    group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
+    inside = group < num_groups
+    at = group[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    values = tl.load(x + at, mask=inside[:, None], other=0.0).to(tl.float32)
+    scale = tl.div_rn(tl.maximum(tl.max(tl.abs(values), axis=1), SMALLEST), tl.full((GROUPS,), LARGEST, tl.float32))
+    scaled = tl.div_rn(values, tl.broadcast_to(scale[:, None], (GROUPS, WIDTH)))
+    tl.store(out + at, tl.clamp(scaled, -LARGEST, LARGEST).to(tl.float8e4nv), mask=inside[:, None])
+    tl.store(scales + group, scale, mask=inside)
+
+
+def grouped_mm(
+    rows: Tensor,
+    row_scales: Tensor,
+    weights: Tensor,
+    weight_scales: Tensor,
+    starts: Tensor,
+    counts: Tensor,
+    out: Tensor,
+    expected_rows: int,
+    num_sms: int | None,
+) -> None:
+    """See ``putget.moe.grouped_fp8.grouped_fp8_mm``; writes into out. At least one row and one expert."""
+    tiles = tiles_for(expected_rows)
+    launch(rows, row_scales, weights, weight_scales, starts, counts, out, tiles, num_sms)
+
+
+def launch(
+    rows: Tensor,
+    row_scales: Tensor,
+    weights: Tensor,
+    weight_scales: Tensor,
+    starts: Tensor,
+    counts: Tensor,
+    out: Tensor,
+    tiles: Tiles,
+    num_sms: int | None,
+) -> None:
+    """The same, cut as the caller says."""
+    num_experts, n, k = weights.shape
+    kernel: Any = grouped_kernel
+    kernel[(_programs(rows.device, num_sms) * tiles.programs_per_sm,)](
+        TensorDescriptor.from_tensor(rows, [tiles.rows, _GROUP]),
+        row_scales,
+        TensorDescriptor.from_tensor(weights.view(num_experts * n, k), [_COLUMNS, _GROUP]),
+        weight_scales,
+        out,
+        starts,
+        counts,
+        num_experts,
+        n,
+        k,
+        EXPERTS=triton.next_power_of_2(num_experts),
+        BLOCK_M=tiles.rows,
+        BLOCK_N=_COLUMNS,
+        BLOCK_K=_GROUP,
+        WEIGHTS_FIRST=tiles.weights_first,
+        num_warps=_WARPS,
+        num_stages=tiles.stages,
+    )
+
+
+def quantise_rows(x: Tensor, out: Tensor, scales: Tensor) -> None:
+    """See ``putget.moe.grouped_fp8.quantise_rows``; writes into out and scales."""
+    num_groups = scales.numel()
+    if num_groups:
+        kernel: Any = quantise_kernel
+        kernel[(triton.cdiv(num_groups, _GROUPS_EACH),)](
+            x, out, scales, num_groups, GROUPS=_GROUPS_EACH, WIDTH=_GROUP, LARGEST=_LARGEST, SMALLEST=_SMALLEST
+        )
+
+
+def _programs(device: torch.device, num_sms: int | None) -> int:
+    """The SMs that may be used; one where kernels are interpreted, without a GPU."""
+    if device.type != "cuda":
+        return 1
+    present: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return present if num_sms is None else min(present, num_sms)

@@ -1,0 +1,293 @@
+"""A mixture-of-experts layer whose experts are spread over the ranks of a group."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from putget._arguments import check_int, check_tensor
+from putget.alltoall import AllToAll
+from putget.communicator import Communicator
+from putget.errors import PutgetError
+from putget.expert_major import ExpertMajor, ExpertMajorMemory
+from putget.moe.experts import GATES, Bf16Experts, Fp8Experts, Gate
+from putget.moe.loading import DenseState, load_networks, load_router
+from putget.moe.router import Router, Routing
+from putget.moe.shared_experts import SharedExperts
+from putget.moe.streams import Beside
+from putget.moe.traced import LayerOperator
+from putget.payload import Payload
+from putget.workspace import resolve_device
+
+_EXPERTS: dict[torch.dtype, type[Bf16Experts] | type[Fp8Experts]] = {
+    torch.bfloat16: Bf16Experts,
+    torch.float8_e4m3fn: Fp8Experts,
+}
+
+
+class ExpertParallelMoE(nn.Module):
+    """Router, dispatch, this rank's experts, combine. Construction is collective over the group. No backward pass.
+
+    Every rank calls ``forward`` for every round, with any number of its own tokens, also none. Nothing waits for the
+    host, so a call can be captured in a CUDA graph and replayed with new data, also with graphs of other sizes on other
+    ranks; it must have run once before.
+
+    Args:
+        comm: The expert-parallel group.
+        hidden_size: Elements of a token.
+        intermediate_size: Elements between the two products of an expert.
+        num_experts: Routed experts of all ranks together.
+        top_k: Experts of a token.
+        max_tokens_per_rank: Most tokens of one rank in one round.
+        routing: ``SoftmaxRouting`` (the default) or ``GroupLimitedRouting``.
+        router_bias: Whether the router has a correction bias.
+        router_dtype: Of the router's weight.
+        shared_intermediate_size: The same of the shared experts together; 0: there are none.
+        weight_dtype: torch.bfloat16, or torch.float8_e4m3fn: weights with a scale per 128x128 block, and rows that are
+            quantised before dispatch, with a scale per 128 values, which travel beside them.
+        gate: "silu" or "gelu".
+        device: "cuda", "cuda:N" or "cpu".
+        overlap_shared: Shared experts run on a second stream while rows travel, which then are dispatched in two
+            halves. The CPU has the halves and no streams.
+        grouped_memory: Memory for rows by expert that layers of the same sizes share; by default memory of its own.
+        nvtx: Whether the steps are marked for Nsight Systems. CUDA only.
+        **all_to_all: Further arguments of ``putget.AllToAll``: ``workspace``, ``timeout_s``, ``num_sms``,
+            ``combine_dtype``, ``combine_direction``, ``expert_to_rank`` and so on.
+
+    Attributes:
+        router: See ``putget.moe.Router``.
+        experts: The experts of this rank, by ascending id: ``local_experts``.
+        shared: See ``putget.moe.SharedExperts``; or None.
+        local_experts: Ids of the experts of this rank.
+
+    Raises:
+        ValueError: An argument is wrong, here or on another rank, or differs between ranks.
+        BackendUnavailable: This machine or build lacks something.
+        PeerTimeout: A rank did not come in time.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        *,
+        hidden_size: int,
+        intermediate_size: int,
+        num_experts: int,
+        top_k: int,
+        max_tokens_per_rank: int,
+        routing: Routing | None = None,
+        router_bias: bool = False,
+        router_dtype: torch.dtype = torch.float32,
+        shared_intermediate_size: int = 0,
+        weight_dtype: torch.dtype = torch.bfloat16,
+        gate: Gate = "silu",
+        device: str | torch.device = "cuda",
+        overlap_shared: bool = True,
+        grouped_memory: ExpertMajorMemory | None = None,
+        nvtx: bool = False,
+        **all_to_all: Any,
+    ) -> None:
+        super().__init__()
+        if not isinstance(comm, Communicator):
+            raise ValueError(f"comm is {comm!r}, expected a putget.Communicator")
+        try:
+            for name, size in (("hidden_size", hidden_size), ("intermediate_size", intermediate_size)):
+                check_int(name, size, 1, 1 << 20)
+            check_int("shared_intermediate_size", shared_intermediate_size, 0, 1 << 20)
+            if weight_dtype not in _EXPERTS:
+                raise ValueError(f"weight_dtype is {weight_dtype}, allowed are torch.bfloat16 and torch.float8_e4m3fn")
+            if gate not in GATES:
+                raise ValueError(f"gate is {gate!r}, allowed are {' and '.join(map(repr, GATES))}")
+            place = resolve_device(device)
+            kind = _EXPERTS[weight_dtype]
+            self.router = Router(
+                hidden_size, num_experts, top_k, routing, bias=router_bias, dtype=router_dtype, device=place
+            )
+            payloads = kind(0, hidden_size, intermediate_size, gate, place).payloads()
+            self.shared: SharedExperts | None = None
+            if shared_intermediate_size:
+                self.shared = SharedExperts(kind(1, hidden_size, shared_intermediate_size, gate, place))
+        except (ValueError, PutgetError) as error:
+            comm.refuse(str(error))
+            raise
+        self.device = place
+        self.hidden_size = hidden_size
+        self.num_experts = num_experts
+        self.top_k = top_k
+        self.max_tokens_per_rank = max_tokens_per_rank
+        self.overlap_shared = overlap_shared
+        self.nvtx = nvtx and place.type == "cuda"
+        self._comm = comm
+        self._options: dict[str, Any] = {
+            "num_experts": num_experts,
+            "top_k": top_k,
+            "max_tokens_per_rank": max_tokens_per_rank,
+            "payloads": payloads,
+            "output": Payload((hidden_size,), torch.bfloat16),
+            "device": place,
+            **all_to_all,
+        }
+        self.lane = Lane(AllToAll(comm, **self._options), grouped_memory)
+        owners = self.lane.a2a.expert_to_rank.tolist()
+        self.local_experts = [expert for expert, owner in enumerate(owners) if owner == comm.rank]
+        self.experts = kind(len(self.local_experts), hidden_size, intermediate_size, gate, place)
+        self._beside = Beside(place)
+        self._operator = LayerOperator(self, place)
+
+    @classmethod
+    def from_dense(
+        cls, comm: Communicator, state: Mapping[str, Tensor], *, prefix: str = "", **options: Any
+    ) -> ExpertParallelMoE:
+        """A layer with the weights of a dense one: the constructor, then ``load_dense``."""
+        layer = cls(comm, **options)
+        try:
+            layer.load_dense(state, prefix=prefix)
+        except BaseException:
+            layer.close()
+            raise
+        return layer
+
+    @torch.no_grad()
+    def load_dense(self, state: Mapping[str, Tensor], *, prefix: str = "") -> None:
+        """Copies this rank's part of a dense layer's weights; BF16 and FP8 are turned into one another.
+
+        Args:
+            state: Tensors by the names of DeepSeek-V3's checkpoints: see ``putget.moe.loading.DenseState``. Any
+                mapping, also one that reads from a file: only the experts of this rank are looked up.
+            prefix: Of all names, such as ``model.layers.3.mlp.``.
+
+        Raises:
+            ValueError: A tensor is missing, or has another shape; the message names it.
+        """
+        dense = DenseState(state, prefix)
+        load_networks(self.experts, [f"experts.{expert}" for expert in self.local_experts], dense)
+        if self.shared is not None:
+            load_networks(self.shared.experts, ["shared_experts"], dense)
+        load_router(self.router, dense)
+
+    @torch.no_grad()
+    def forward(self, x: Tensor, *, num_valid_tokens: Tensor | None = None) -> Tensor:
+        """The layer.
+
+        Args:
+            x: [num_tokens, hidden_size] bfloat16, contiguous; num_tokens up to max_tokens_per_rank, also 0.
+            num_valid_tokens: One int32 on the device: tokens from there on go to no routed expert (a padded graph).
+
+        Returns:
+            [num_tokens, hidden_size] bfloat16: routed experts and shared experts.
+
+        Raises:
+            ValueError: x is wrong; nothing has happened on any rank.
+            PeerTimeout: A rank is missing. On CUDA a later call raises it.
+        """
+        if torch.compiler.is_compiling():
+            return self._operator(x, num_valid_tokens)
+        return self.run(x, num_valid_tokens)
+
+    def run(self, x: Tensor, num_valid_tokens: Tensor | None) -> Tensor:
+        """What ``forward`` does; ``torch.compile`` sees it as one operator."""
+        self.check_input("x", x)
+        a2a = self.lane.a2a
+        overlapped = self.overlap_shared and self.shared is not None
+        ids, weights, payloads = self.route(x)
+        if not overlapped:
+            with self.range("dispatch"):
+                received = a2a.dispatch(ids, weights, *payloads, num_valid_tokens=num_valid_tokens)
+            addend = self.run_shared(payloads)
+        else:
+            self._beside.fork()
+            with self.range("dispatch_start"):
+                a2a.dispatch_start(ids, weights, *payloads, num_valid_tokens=num_valid_tokens)
+            with self._beside.on_it():
+                addend = self.run_shared(payloads)
+            with self.range("dispatch_finish"):
+                received = a2a.dispatch_finish()
+        with self.range("expert_major"):
+            grouped = received.expert_major(memory=self.lane.memory)
+        rows = self.run_experts(grouped, len(x))
+        if overlapped:
+            self._beside.join()
+        with self.range("combine"):
+            return a2a.combine(rows, layout=grouped, addend=addend)
+
+    # --- the steps, which TwoBatch puts together in another order -----------------------------------------------------
+
+    def check_input(self, name: str, x: Tensor) -> None:
+        """Raises ValueError where x is not [up to max_tokens_per_rank, hidden_size] bfloat16 on the device."""
+        rows = len(x) if isinstance(x, Tensor) and x.dim() else 0
+        check_tensor(name, x, (rows, self.hidden_size), (torch.bfloat16,), self.device)
+        if rows > self.max_tokens_per_rank:
+            raise ValueError(f"{name} has {rows} tokens, max_tokens_per_rank is {self.max_tokens_per_rank}")
+
+    def route(self, x: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        """ids and weights of the tokens' experts, and the payloads to dispatch."""
+        with self.range("route"):
+            ids, weights = self.router(x)
+            return ids, weights, self.experts.prepare(x)
+
+    def run_shared(self, payloads: tuple[Tensor, ...], num_sms: int | None = None) -> Tensor | None:
+        """The shared experts' output, [num_tokens, hidden_size]; None where there are none."""
+        if self.shared is None:
+            return None
+        with self.range("shared_experts"):
+            output: Tensor = self.shared(payloads, num_sms)
+            return output
+
+    def run_experts(self, grouped: ExpertMajor, num_tokens: int, num_sms: int | None = None) -> Tensor:
+        """The output of this rank's experts for the rows that came, [capacity, hidden_size]."""
+        with self.range("experts"):
+            # What an expert gets where every rank has as many tokens as this one.
+            pairs = max(1, num_tokens) * self.lane.a2a.ep_size * self.top_k
+            rows: Tensor = self.experts(grouped.payloads, grouped, -(-pairs // self.num_experts), num_sms)
+            return rows
+
+    def make_lane(self, **options: Any) -> Lane:
+        """Another ``AllToAll`` with a workspace of its own, for rounds beside those of this layer. Collective.
+
+        Args:
+            **options: Arguments of ``AllToAll`` in place of this layer's.
+        """
+        return Lane(AllToAll(self._comm, **{**self._options, "workspace": None, **options}), None)
+
+    @contextlib.contextmanager
+    def range(self, name: str) -> Iterator[None]:
+        """Marks a step for Nsight Systems where that is asked for."""
+        if not self.nvtx:
+            yield
+            return
+        torch.cuda.nvtx.range_push(f"putget.moe.{name}")  # type: ignore[no-untyped-call]
+        try:
+            yield
+        finally:
+            torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
+
+    def check(self) -> None:
+        """See ``AllToAll.check``."""
+        self.lane.a2a.check()
+
+    def close(self) -> None:
+        """See ``AllToAll.close``. Weights stay."""
+        self.lane.a2a.close()
+
+    def __enter__(self) -> ExpertParallelMoE:
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self.lane.a2a.__exit__(*exception)
+
+
+class Lane:
+    """One way for rows to travel: an ``AllToAll``, and memory for the rows by expert, made before anything is captured.
+
+    Args:
+        a2a: The object.
+        memory: Memory of another lane of the same sizes, or None.
+    """
+
+    def __init__(self, a2a: AllToAll, memory: ExpertMajorMemory | None) -> None:
+        self.a2a = a2a
+        self.memory = a2a.expert_major_memory() if memory is None else memory

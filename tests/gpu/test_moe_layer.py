@@ -1,0 +1,160 @@
+"""ExpertParallelMoE on GPUs: eager and in CUDA graphs, which ranks replay with batches of their own size."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from putget.moe import TwoBatch
+from tests.gpu.graphs import capture
+from tests.gpu.ranks import Ranks, have_processes
+from tests.harness import Rank
+from tests.moe.dense import Dense, relative_error
+from tests.moe.layers import make_layer, tolerance
+
+DENSE = {
+    "bf16": Dense(hidden=256, groups=(4, 2), shared=128, top_k=4),
+    "fp8": Dense(hidden=512, groups=(4, 2), shared=128, top_k=4, intermediate=256, fp8=True),
+}
+ROUNDS = 4
+
+
+def tokens_of(rank: int, round_: int) -> int:
+    """Another number on every rank and in every round, sometimes none."""
+    return (3 * rank + 5 * round_ + 2) % 9
+
+
+def open_layer(rank: Rank, dense: Dense, alone: bool) -> None:
+    """A body: makes the layer; `alone` is for ranks that share a GPU, where no stream may be another rank's."""
+    rank.state["layer"] = make_layer(rank, dense, overlap_shared=not alone)
+    if alone:
+        blocks = [torch.empty(8 << 20, dtype=torch.uint8, device=rank.device) for _ in range(16)]
+        del blocks  # a later allocation must not wait for another rank's kernels
+
+
+def load_kernels(rank: Rank, dense: Dense) -> None:
+    """A body for one rank at a time: nothing is loaded any more while ranks wait for each other on one GPU."""
+    layer = rank.state["layer"]
+    _, _, payloads = layer.route(dense.tokens(0, 8).to(rank.device))
+    layer.run_shared(payloads)
+    for expected_rows in (1, 16):  # other tiles
+        layer.experts(payloads, _NoRows(len(layer.local_experts), rank.device), expected_rows)
+    torch.cuda.current_stream(rank.device).synchronize()
+
+
+class _NoRows:
+    """Groups without rows."""
+
+    def __init__(self, num_experts: int, device: torch.device) -> None:
+        self.offsets = torch.zeros(num_experts + 1, dtype=torch.int32, device=device)
+        self.num_rows = torch.zeros(num_experts, dtype=torch.int32, device=device)
+
+
+def play(rank: Rank, dense: Dense, round_: int) -> Tensor:
+    """A body: one call."""
+    x = dense.tokens(rank.rank, tokens_of(rank.rank, round_), round_).to(rank.device)
+    torch.cuda.current_stream(rank.device).synchronize()
+    rank.meet()
+    out: Tensor = rank.state["layer"](x)
+    result = out.cpu()
+    rank.meet()
+    rank.state["layer"].check()
+    return result
+
+
+def close_layer(rank: Rank) -> None:
+    """A body."""
+    for name in ("both", "layer"):
+        if name in rank.state:
+            rank.state.pop(name).close()
+
+
+@pytest.mark.parametrize("kind", DENSE)
+def test_equals_a_dense_layer(ranks: Ranks, kind: str) -> None:
+    dense = DENSE[kind]
+    alone = not have_processes(ranks.size)
+    ranks.call(open_layer, dense, alone)
+    for rank in range(ranks.size):
+        ranks.call(load_kernels, dense, ranks=[rank])
+    for round_ in range(ROUNDS):
+        for rank, got in ranks.call(play, dense, round_).items():
+            want = dense.forward(dense.tokens(rank, tokens_of(rank, round_), round_))
+            assert relative_error(got, want) <= tolerance(dense), (rank, round_)
+    ranks.call(close_layer)
+
+
+def record(rank: Rank, dense: Dense, num_tokens: tuple[int, ...], in_two: bool) -> None:
+    """A body: captures calls with batches of this rank's sizes, after one eager call each."""
+    layer: Any = rank.state["layer"]
+    if in_two:
+        layer = rank.state["both"] = TwoBatch(rank.state["layer"], num_sms=8)
+    inputs = [dense.tokens(rank.rank, count).to(rank.device) for count in num_tokens]
+    graphs: list[Any] = []
+    for x in inputs:
+        arguments = (x, x.flip(0).contiguous()) if in_two else (x,)
+        outputs: list[Any] = []
+
+        def run(arguments: tuple[Tensor, ...] = arguments, outputs: list[Any] = outputs) -> None:
+            outputs[:] = [layer(*arguments)]
+
+        run()
+        torch.cuda.synchronize()
+        graphs.append((capture(rank, run), arguments, outputs))
+    rank.state["graphs"] = graphs
+
+
+def replay(rank: Rank, dense: Dense, which: int, round_: int) -> list[Tensor]:
+    """A body: new data, then the graph of one size."""
+    graph, arguments, outputs = rank.state["graphs"][which]
+    for index, x in enumerate(arguments):
+        x.copy_(dense.tokens(rank.rank, len(x), 10 * round_ + index))
+    graph.replay()
+    found = outputs[0] if isinstance(outputs[0], tuple) else (outputs[0],)
+    return [out.cpu() for out in found]
+
+
+@pytest.mark.parametrize("in_two", [False, True], ids=["one batch", "two batches"])
+@pytest.mark.parametrize("kind", DENSE)
+def test_graphs_of_different_sizes(ranks: Ranks, kind: str, in_two: bool) -> None:
+    if not have_processes(ranks.size):
+        pytest.skip(f"needs {ranks.size} CUDA GPUs")
+    dense = DENSE[kind]
+    sizes = {rank: (8, (3 * rank) % 8, 1) for rank in range(ranks.size)}
+    ranks.call(open_layer, dense, False)
+    for rank in range(ranks.size):
+        ranks.submit(rank, record, dense, sizes[rank], in_two)
+    for rank in range(ranks.size):
+        ranks.result(rank)
+    for round_ in range(1, 6):
+        chosen = {rank: (round_ + rank) % 3 for rank in range(ranks.size)}  # ranks replay graphs of different sizes
+        for rank, which in chosen.items():
+            ranks.submit(rank, replay, dense, which, round_)
+        for rank, which in chosen.items():
+            for index, got in enumerate(ranks.result(rank)):
+                want = dense.forward(dense.tokens(rank, sizes[rank][which], 10 * round_ + index))
+                assert relative_error(got, want) <= tolerance(dense), (rank, round_)
+    ranks.call(close_layer)
+
+
+def marked(rank: Rank, dense: Dense) -> list[str]:
+    """A body: names of the ranges of one call."""
+    with make_layer(rank, dense, nvtx=True) as layer:
+        names: list[str] = []
+        push = torch.cuda.nvtx.range_push
+        torch.cuda.nvtx.range_push = lambda name: (names.append(name), push(name))[1]
+        try:
+            layer(dense.tokens(rank.rank, 2).to(rank.device))
+        finally:
+            torch.cuda.nvtx.range_push = push
+    return names
+
+
+def test_nvtx_ranges(ranks: Ranks) -> None:
+    if not have_processes(ranks.size):
+        pytest.skip(f"needs {ranks.size} CUDA GPUs")
+    steps = ["route", "dispatch_start", "shared_experts", "dispatch_finish", "expert_major", "experts", "combine"]
+    for names in ranks.call(marked, DENSE["bf16"]).values():
+        assert names == [f"putget.moe.{step}" for step in steps]

@@ -1,0 +1,63 @@
+"""The Triton kernels of putget.moe under Triton's interpreter: TRITON_INTERPRET=1 python -m tests.moe.interpreted."""
+
+from __future__ import annotations
+
+import torch
+
+from putget.moe import GroupLimitedRouting, SoftmaxRouting, grouped_fp8_triton, router_triton
+from tests.moe.test_grouped_fp8 import PRODUCTS
+
+RULES = (
+    (SoftmaxRouting(), 24, 5),
+    (SoftmaxRouting(renormalise=False, scale=2.0), 8, 8),
+    (GroupLimitedRouting(4, 2), 16, 3),
+    (GroupLimitedRouting(8, 3, renormalise=False, rated_by=1), 32, 6),
+    (GroupLimitedRouting(1, 1), 12, 1),
+)
+
+
+def check_rules() -> None:
+    """Says "chosen" for every rule, with logits that are coarse, so that there are ties."""
+    generator = torch.Generator().manual_seed(7)
+    for rule, num_experts, top_k in RULES:
+        logits = (torch.rand(6, num_experts, generator=generator) * 4).round()
+        bias = (torch.rand(num_experts, generator=generator) * 2).round() / 4
+        groups = (1, 1, 1)
+        if isinstance(rule, GroupLimitedRouting):
+            groups = (rule.num_groups, rule.topk_groups, rule.rated_by)
+        assert router_triton.fits(num_experts, *groups)
+        for added in (None, bias):
+            ids, weights = router_triton.choose(
+                logits,
+                added,
+                top_k,
+                groups=groups,
+                sigmoid=isinstance(rule, GroupLimitedRouting),
+                renormalise=rule.renormalise,
+                scale=rule.scale,
+                tiny=1e-20,
+            )
+            want_ids, want = rule.route(logits, top_k, added)
+            right = torch.equal(ids, want_ids) and torch.allclose(weights, want, rtol=1e-5, atol=1e-7)
+            print("chosen" if right else f"otherwise: {rule}, {ids.tolist()}, {want_ids.tolist()}")
+
+
+def main() -> None:
+    """Says "right" for every product and every kind of tiles."""
+    check_rules()
+    for product in PRODUCTS:
+        made = product.make()
+        for expected_rows in (1, 16, 1000):
+            out = torch.full((len(made["rows"]), product.n), float("nan"), dtype=torch.bfloat16)
+            if len(out):
+                grouped_fp8_triton.grouped_mm(**made, out=out, expected_rows=expected_rows, num_sms=None)
+            belongs = torch.zeros(len(out), dtype=torch.bool)
+            for start, count in zip(made["starts"].tolist(), product.counts, strict=True):
+                belongs[start : start + count] = True
+            untouched = bool(out[~belongs].isnan().all())
+            wrong = product.wrong_rows(made, out)
+            print("right" if untouched and not wrong else f"wrong: {product}, {expected_rows}, {wrong}, {untouched}")
+
+
+if __name__ == "__main__":
+    main()

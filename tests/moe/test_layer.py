@@ -1,0 +1,203 @@
+"""ExpertParallelMoE against a dense layer in float32, between processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import putget
+from putget.moe import ExpertParallelMoE, TwoBatch
+from tests.harness import Rank, run_ranks
+from tests.moe.dense import Dense, relative_error
+from tests.moe.layers import make_layer, options_of, tolerance
+
+# Different numbers of tokens on every rank, none on some, and none at all.
+ROUNDS = ((3, 0, 8, 1), (8, 5, 0, 0), (0, 0, 0, 0), (1, 1, 1, 1))
+
+
+def play(rank: Rank, dense: Dense, changes: dict[str, Any]) -> list[Tensor]:
+    """A body: the outputs of all rounds."""
+    with make_layer(rank, dense, **changes) as layer:
+        outputs = []
+        for index, tokens in enumerate(ROUNDS):
+            x = dense.tokens(rank.rank, tokens[rank.rank], index).to(rank.device)
+            outputs.append(layer(x).cpu())
+        layer.check()
+        return outputs
+
+
+@pytest.mark.parametrize(
+    ("size", "dense", "changes"),
+    [
+        (2, Dense(), {}),
+        (4, Dense(groups=(4, 2), shared=256, top_k=3), {}),
+        (4, Dense(groups=(4, 2), shared=128, top_k=4, gate="gelu"), {"overlap_shared": False}),
+        (2, Dense(fp8=True, hidden=256), {}),
+        (4, Dense(fp8=True, groups=(2, 1), shared=128, num_experts=12, intermediate=256), {}),
+        # Two experts on ranks 0 and 1, one on rank 2, none on rank 3; rows of other than whole blocks.
+        (4, Dense(num_experts=5, hidden=72, intermediate=40, top_k=4), {}),
+        (4, Dense(shared=128), {"expert_to_rank": [3, 1, 3, 0, 0, 1, 3, 3], "combine_direction": "push"}),
+    ],
+    ids=["bf16", "groups and shared", "one after the other", "fp8", "fp8 groups shared", "uneven", "placed"],
+)
+def test_equals_a_dense_layer(size: int, dense: Dense, changes: dict[str, Any]) -> None:
+    for rank, outputs in enumerate(run_ranks(size, play, dense, changes)):
+        for index, got in enumerate(outputs):
+            want = dense.forward(dense.tokens(rank, ROUNDS[index][rank], index))
+            assert got.dtype == torch.bfloat16
+            assert relative_error(got, want) <= tolerance(dense), (rank, index)
+
+
+def test_the_comparison_can_fail() -> None:
+    """Another weight of one expert, which 1 token in 4 has, is found."""
+    dense = Dense()
+    (got, *_), *_ = run_ranks(2, play, dense, {})
+    x = dense.tokens(0, ROUNDS[0][0])
+    ids, _ = dense.route(x)
+    state = dense.state()
+    state[f"experts.{int(ids[0, 0])}.down_proj.weight"] *= 1.1
+    object.__setattr__(dense, "state", lambda: state)
+    assert relative_error(got, dense.forward(x)) > tolerance(dense)
+
+
+def padded(rank: Rank, dense: Dense, valid: int) -> Tensor:
+    """A body: a batch whose tokens from `valid` on are padding."""
+    with make_layer(rank, dense) as layer:
+        return layer(dense.tokens(rank.rank, 6), num_valid_tokens=torch.tensor([valid], dtype=torch.int32))
+
+
+def test_padding_goes_to_no_routed_expert() -> None:
+    dense = Dense(shared=128)
+    for rank, got in enumerate(run_ranks(2, padded, dense, 4)):
+        assert relative_error(got, dense.forward(dense.tokens(rank, 6), num_valid=4)) <= tolerance(dense)
+
+
+def wrong_inputs(rank: Rank, dense: Dense) -> tuple[list[str], Tensor]:
+    """A body: calls that are refused on this rank alone, and a round after them."""
+    messages = []
+    with make_layer(rank, dense) as layer:
+        good = dense.tokens(rank.rank, 3)
+        for x in (dense.tokens(0, 9), good.float(), good[:, :-1].contiguous(), good.T, [1.0], good[0]):
+            if rank.rank == 0:
+                with pytest.raises(ValueError) as caught:
+                    layer(x)
+                messages.append(str(caught.value))
+        return messages, layer(good)
+
+
+def test_wrong_inputs_have_no_effect() -> None:
+    dense = Dense()
+    results = run_ranks(2, wrong_inputs, dense)
+    messages, _ = results[0]
+    assert messages[0] == "x has 9 tokens, max_tokens_per_rank is 8"
+    assert messages[1] == "x has dtype float32, expected bfloat16"
+    assert messages[2] == "x has shape [3, 127], expected [3, 128]"
+    assert messages[3] == "x has shape [128, 3], expected [128, 128]"
+    assert messages[4] == "x is a list, expected a tensor"
+    assert messages[5] == "x has shape [128], expected [128, 128]"
+    for rank, (_, got) in enumerate(results):
+        assert relative_error(got, dense.forward(dense.tokens(rank, 3))) <= tolerance(dense)
+
+
+def in_two_batches(rank: Rank, dense: Dense) -> list[tuple[Tensor, Tensor]]:
+    """A body: pairs of batches at once and one after the other."""
+    pairs = []
+    with make_layer(rank, dense) as layer, TwoBatch(layer, num_sms=4) as both:
+        for index, tokens in enumerate(ROUNDS):
+            first = dense.tokens(rank.rank, tokens[rank.rank], index)
+            second = dense.tokens(rank.rank, tokens[-1 - rank.rank], 50 + index)
+            pairs += zip(both(first, second), (layer(first), layer(second)), strict=True)
+        if rank.rank == 1:
+            with pytest.raises(ValueError, match="second has 9 tokens"):
+                both(dense.tokens(1, 1), dense.tokens(1, 9))
+        both.check()
+    return pairs
+
+
+@pytest.mark.parametrize("dense", [Dense(shared=128), Dense(fp8=True)], ids=["bf16 shared", "fp8"])
+def test_two_batches_at_once_are_the_same_bits(dense: Dense) -> None:
+    for pairs in run_ranks(2, in_two_batches, dense):
+        assert len(pairs) == 2 * len(ROUNDS)
+        for at_once, alone in pairs:
+            assert torch.equal(at_once, alone)
+
+
+def in_layers(rank: Rank, dense: Dense) -> Tensor:
+    """A body: two layers on one workspace and one memory for rows, one after the other."""
+    with make_layer(rank, dense) as first:
+        shared = {"workspace": first.lane.a2a.workspace, "grouped_memory": first.lane.memory}
+        with make_layer(rank, dense, **shared) as second:
+            return second(first(dense.tokens(rank.rank, 4 + rank.rank)))
+
+
+def test_layers_share_memory() -> None:
+    dense = Dense()
+    for rank, got in enumerate(run_ranks(2, in_layers, dense)):
+        between = dense.forward(dense.tokens(rank, 4 + rank)).bfloat16()
+        # The second router sees rows that are a little wrong: a token whose experts are nearly equal may go elsewhere.
+        good = [relative_error(got[t : t + 1], dense.forward(between[t : t + 1])) <= 0.05 for t in range(len(got))]
+        assert sum(good) >= len(good) - 1
+
+
+def constructed(rank: Rank, options: dict[str, Any]) -> str:
+    """A body: why the constructor refuses."""
+    with pytest.raises(ValueError) as caught:
+        ExpertParallelMoE(rank.comm, **options)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"weight_dtype": torch.float16}, "weight_dtype is torch.float16"),
+        ({"gate": "relu"}, "gate is 'relu', allowed are 'silu' and 'gelu'"),
+        ({"hidden_size": 100}, "hidden_size is 100, BF16 experts need a multiple of 8"),
+        ({"weight_dtype": torch.float8_e4m3fn, "intermediate_size": 192}, "intermediate_size is 192"),
+        ({"top_k": 9}, "top_k is 9"),
+        ({"shared_intermediate_size": -1}, "shared_intermediate_size is -1"),
+        ({"max_tokens_per_rank": 0}, "max_tokens_per_rank is 0"),
+    ],
+)
+def test_wrong_options(changes: dict[str, Any], message: str) -> None:
+    options = options_of(Dense(), device="cpu")
+    for text in run_ranks(2, constructed, {**options, **changes}):
+        assert message in text
+
+
+def test_wrong_communicator() -> None:
+    with pytest.raises(ValueError, match=r"comm is None, expected a putget.Communicator"):
+        ExpertParallelMoE(None, **options_of(Dense(), device="cpu"))  # type: ignore[arg-type]
+
+
+def closed(rank: Rank, dense: Dense) -> str:
+    """A body: what a closed layer says."""
+    layer = make_layer(rank, dense)
+    layer.close()
+    layer.close()
+    with pytest.raises(ValueError) as caught:
+        layer(dense.tokens(rank.rank, 1))
+    return str(caught.value)
+
+
+def test_closed() -> None:
+    assert run_ranks(1, closed, Dense()) == ["this AllToAll is closed"]
+
+
+def alone(rank: Rank, dense: Dense) -> str:
+    """A body: the other rank does not come to a round."""
+    with make_layer(rank, dense, timeout_s=0.2, warmup_timeout_s=1.0) as layer:
+        layer(dense.tokens(rank.rank, 2))
+        if rank.rank == 0:
+            with pytest.raises(putget.PeerTimeout) as caught:
+                layer(dense.tokens(0, 2))
+            return str(caught.value)
+        return ""
+
+
+def test_a_missing_rank_is_named() -> None:
+    text, _ = run_ranks(2, alone, Dense(shared=128))
+    assert "dispatch" in text
+    assert "rank 0" in text

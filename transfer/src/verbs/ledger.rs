@@ -1,0 +1,209 @@
+//! What is under way on one queue pair, in the order of posting, and what became of it when the queue pair ended.
+//!
+//! A reliable queue pair carries out work requests in order. When it ends, the sending side does not know which of its last ones
+//! were carried out. The receiving side knows how many receives they consumed: every message and every immediate takes one. So
+//! once that count is exchanged and both ends are gone, everything is known: what stands before the last counted one has
+//! landed, and of the rest nothing was received and nothing can be any more.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use crate::error::NetworkError;
+use crate::region::Region;
+
+/// What a work request does.
+pub(super) enum Work {
+    /// Sends a frame of the NIC's own.
+    Message { frame: usize, len: u32 },
+    /// Writes registered memory.
+    Write { _src: Arc<Region>, address: u64, lkey: u32, len: u32, remote: u64, rkey: u32, imm: Option<u32> },
+}
+
+/// A work request that the NIC has taken.
+pub(super) struct Request {
+    pub token: u64,
+    pub link: usize,
+    pub work: Work,
+}
+
+impl Request {
+    fn consumes_receive(&self) -> bool {
+        match &self.work {
+            Work::Message { .. } => true,
+            Work::Write { imm, .. } => imm.is_some(),
+        }
+    }
+}
+
+struct Entry {
+    request: Request,
+    /// How many receives of the peer are consumed once it is carried out, if it consumes one.
+    consumed: Option<u64>,
+    error: Option<NetworkError>,
+}
+
+/// What became of a work request of a queue pair that has ended.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Verdict {
+    /// It has been carried out.
+    Done,
+    /// It has failed for a reason of its own, and does nothing any more.
+    Failed(NetworkError),
+    /// It fell with the others, was not carried out (or may be carried out again without harm), and does nothing any more.
+    Untouched,
+    /// The peer does not answer: nobody knows.
+    Unknown(Option<NetworkError>),
+}
+
+#[derive(Default)]
+pub(super) struct Ledger {
+    posted: VecDeque<Entry>,
+    /// What the device has flushed or refused, in order.
+    fallen: Vec<Entry>,
+    /// What the device never had; newer than all others.
+    unsent: Vec<Entry>,
+    consumed: u64,
+}
+
+impl Ledger {
+    pub fn len(&self) -> usize {
+        self.posted.len()
+    }
+
+    /// Says whether something of a link is under way.
+    pub fn holds(&self, link: usize) -> bool {
+        self.posted.iter().chain(&self.fallen).chain(&self.unsent).any(|entry| entry.request.link == link)
+    }
+
+    pub fn push(&mut self, request: Request) {
+        let consumed = request.consumes_receive().then(|| {
+            self.consumed += 1;
+            self.consumed
+        });
+        self.posted.push_back(Entry { request, consumed, error: None });
+    }
+
+    /// The oldest request is over, and it is known how.
+    pub fn take(&mut self) -> Option<Request> {
+        self.posted.pop_front().map(|entry| entry.request)
+    }
+
+    /// The oldest request has failed, or was flushed if there is no error; what became of it will be known later.
+    pub fn fall(&mut self, error: Option<NetworkError>) {
+        if let Some(mut entry) = self.posted.pop_front() {
+            entry.error = error;
+            self.fallen.push(entry);
+        }
+    }
+
+    /// The newest requests never reached the device.
+    pub fn keep_back(&mut self, count: usize) {
+        self.unsent.extend(self.posted.split_off(self.posted.len().saturating_sub(count)));
+    }
+
+    /// Nothing more is heard of what is posted.
+    pub fn abandon(&mut self) {
+        self.fallen.extend(self.posted.drain(..));
+        self.fallen.append(&mut self.unsent);
+    }
+
+    /// Both ends are gone and the peer says how many receives were consumed; None: it says nothing.
+    pub fn settle(&mut self, received: Option<u64>) -> Vec<(Request, Verdict)> {
+        self.abandon();
+        let entries = std::mem::take(&mut self.fallen);
+        let Some(received) = received else {
+            return entries.into_iter().map(|entry| (entry.request, Verdict::Unknown(entry.error))).collect();
+        };
+        let counted = |entry: &Entry| entry.consumed.is_some_and(|consumed| consumed <= received);
+        let done = entries.iter().rposition(counted).map_or(0, |last| last + 1);
+        let verdict = |(place, entry): (usize, Entry)| {
+            let verdict = match entry.error {
+                _ if place < done => Verdict::Done,
+                Some(error) => Verdict::Failed(error),
+                None => Verdict::Untouched,
+            };
+            (entry.request, verdict)
+        };
+        entries.into_iter().enumerate().map(verdict).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn request(token: u64, imm: bool) -> Request {
+        let src = Arc::new(Region::allocate(1).unwrap());
+        let imm = imm.then_some(7);
+        let work = Work::Write { _src: src, address: 0, lkey: 0, len: 1, remote: 0, rkey: 0, imm };
+        Request { token, link: (token % 3) as usize, work }
+    }
+
+    fn verdicts(ledger: &mut Ledger, received: Option<u64>) -> Vec<(u64, Verdict)> {
+        ledger.settle(received).into_iter().map(|(request, verdict)| (request.token, verdict)).collect()
+    }
+
+    #[test]
+    fn the_count_of_the_peer_tells_what_was_carried_out() {
+        let mut ledger = Ledger::default();
+        for (token, imm) in [(0, true), (1, false), (2, true), (3, false), (4, true)] {
+            ledger.push(request(token, imm));
+        }
+        assert_eq!(ledger.take().map(|request| request.token), Some(0));
+        ledger.fall(None);
+        ledger.fall(Some(NetworkError::Unreachable));
+        assert!(ledger.holds(1) && ledger.holds(0) && !Ledger::default().holds(0));
+        ledger.fall(None);
+        // Two receives: the one of request 0, and the one of request 2, whose answer was lost; so 1 landed too.
+        let found = verdicts(&mut ledger, Some(2));
+        assert_eq!(found, [(1, Verdict::Done), (2, Verdict::Done), (3, Verdict::Untouched), (4, Verdict::Untouched)]);
+        assert!(!ledger.holds(0) && !ledger.holds(1) && !ledger.holds(2));
+    }
+
+    #[test]
+    fn the_request_at_fault_keeps_its_error() {
+        let mut ledger = Ledger::default();
+        (0..3).for_each(|token| ledger.push(request(token, true)));
+        ledger.fall(Some(NetworkError::Unreachable));
+        let failed = Verdict::Failed(NetworkError::Unreachable);
+        assert_eq!(verdicts(&mut ledger, Some(0)), [(0, failed), (1, Verdict::Untouched), (2, Verdict::Untouched)]);
+        (3..5).for_each(|token| ledger.push(request(token, false)));
+        ledger.fall(Some(NetworkError::Unreachable));
+        let unknown = Verdict::Unknown;
+        assert_eq!(verdicts(&mut ledger, None), [(3, unknown(Some(NetworkError::Unreachable))), (4, unknown(None))]);
+    }
+
+    proptest! {
+        /// A peer that has carried out the first `done` requests, of which this side knows the first `known`: nothing that has
+        /// taken a receive is done again, nothing that was not carried out counts as done.
+        #[test]
+        fn no_immediate_is_lost_or_repeated(
+            imms in prop::collection::vec(any::<bool>(), 1..60),
+            done in any::<prop::sample::Index>(),
+            known in any::<prop::sample::Index>(),
+            fallen in any::<prop::sample::Index>(),
+            unsent in any::<prop::sample::Index>(),
+        ) {
+            let done = done.index(imms.len() + 1);
+            let known = known.index(done + 1);
+            let mut ledger = Ledger::default();
+            (0..).zip(&imms).for_each(|(token, imm)| ledger.push(request(token, *imm)));
+            (0..known).for_each(|_| drop(ledger.take()));
+            ledger.keep_back(unsent.index(imms.len() - done + 1));
+            (0..fallen.index(imms.len() - known + 1)).for_each(|_| ledger.fall(None));
+            let received = imms[..done].iter().filter(|imm| **imm).count() as u64;
+            let found = verdicts(&mut ledger, Some(received));
+            prop_assert_eq!(found.len(), imms.len() - known);
+            for (token, verdict) in found {
+                let carried_out = (token as usize) < done;
+                match verdict {
+                    Verdict::Done => prop_assert!(carried_out),
+                    Verdict::Untouched => prop_assert!(!carried_out || !imms[token as usize]),
+                    other => prop_assert!(false, "{:?}", other),
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,403 @@
+//! Verbs: reliable queue pairs of InfiniBand and RoCE NICs, through libibverbs.
+//!
+//! A connection is two queue pairs, one for messages and one for writes, set up by datagrams (`lifecycle`). The engine's links
+//! are not connections: a link names a peer's NIC, and finds itself a connection as long as it is open. So a write that a peer
+//! refuses costs the connection, as verbs has it, but none of the others: what is known not to have been carried out goes out
+//! again over the next one (`ledger`).
+
+mod connection;
+mod control;
+mod device;
+mod ffi;
+mod gid;
+mod handshake;
+mod ledger;
+mod lifecycle;
+mod pair;
+
+use std::collections::{BTreeMap, VecDeque};
+use std::rc::Rc;
+use std::sync::Arc;
+use std::time::Instant;
+
+use crate::error::{Error, NetworkError};
+use crate::provider::{Event, Limits, Link, LocalKey, MayLand, Nic, Post, Registered, Waker, Write};
+use crate::region::Region;
+use connection::{Connection, FRAME, Queues, RECEIVES, Stage, Tag};
+use control::Control;
+use device::{BATCH, Completions, Memory, Name, Port};
+use ffi::{
+    Completion, IBV_WC_RECV_RDMA_WITH_IMM, IBV_WC_REM_ACCESS_ERR, IBV_WC_RETRY_EXC_ERR, IBV_WC_SUCCESS,
+    IBV_WC_WR_FLUSH_ERR,
+};
+use handshake::{Datagram, Endpoint, MESSAGES, WRITES};
+use ledger::{Request, Work};
+use lifecycle::Grave;
+
+/// Messages and writes in flight on one NIC.
+const SENDS: usize = 64;
+const WRITES_IN_FLIGHT: usize = 960;
+/// Longest write. Shorter pieces of a long transfer let others in between, and end sooner when it is cancelled.
+const MAX_WRITE: u32 = 4 << 20;
+/// Entries wanted of the queue that receives complete on; it bounds the connections of one NIC.
+const RECEIVE_COMPLETIONS: u32 = 1 << 17;
+/// Looks at a completion queue in one poll, so that a flood of completions does not keep new submissions waiting.
+const LOOKS: usize = 8;
+
+/// What the engine calls a connection.
+struct LinkState {
+    peer: Endpoint,
+    open: bool,
+    connection: Option<u32>,
+    /// Why the last attempt to connect failed, until somebody has been told.
+    failure: Option<NetworkError>,
+    /// What fell with a connection and goes out again over the next.
+    again: VecDeque<Request>,
+}
+
+/// One port of a verbs device. Fields are dropped in this order: connections before what they may still touch.
+pub(crate) struct VerbsNic {
+    connections: BTreeMap<u32, Connection>,
+    next_serial: u32,
+    control: Control,
+    /// What messages are sent from.
+    frames: Memory,
+    free_frames: Vec<usize>,
+    regions: Vec<Option<Memory>>,
+    queues: Queues,
+    port: Rc<Port>,
+    own: Endpoint,
+    links: Vec<LinkState>,
+    /// Links with something to send again.
+    waiting: Vec<usize>,
+    /// Connections with a chain that has not gone out.
+    chained: Vec<u32>,
+    writes: usize,
+    graves: VecDeque<Grave>,
+    arrived: Vec<Datagram>,
+    events: Vec<Event>,
+    now: Instant,
+    next_tick: Instant,
+    most_connections: usize,
+}
+
+impl VerbsNic {
+    /// Opens a port: `device`, `device:port` or `device:port:gid_index`.
+    pub fn open(name: &str) -> Result<Self, Error> {
+        let port = Port::open(&Name::parse(name)?)?;
+        let control = Control::open(&port)?;
+        let entries = RECEIVE_COMPLETIONS.min(port.max_completions);
+        let queues = Queues {
+            sends: Rc::new(Completions::new(&port, (2 * (SENDS + WRITES_IN_FLIGHT)) as u32)?),
+            receives: Rc::new(Completions::new(&port, entries)?),
+        };
+        let now = Instant::now();
+        Ok(Self {
+            connections: BTreeMap::new(),
+            next_serial: 0,
+            own: control.own(),
+            control,
+            frames: Memory::allocate(&port, SENDS * FRAME)?,
+            free_frames: (0..SENDS).collect(),
+            regions: Vec::new(),
+            queues,
+            port,
+            links: Vec::new(),
+            waiting: Vec::new(),
+            chained: Vec::new(),
+            writes: 0,
+            graves: VecDeque::new(),
+            arrived: Vec::new(),
+            events: Vec::new(),
+            now,
+            next_tick: now,
+            most_connections: entries as usize / RECEIVES,
+        })
+    }
+
+    /// The connection of a link, if it takes work now. A link that has none looks for one.
+    fn ready(&mut self, link: Link) -> Result<u32, Post> {
+        let state = self.links.get_mut(link.0).filter(|state| state.open);
+        let state = state.ok_or(Post::Failed(NetworkError::Disconnected))?;
+        if let Some(error) = state.failure.take() {
+            return Err(Post::Failed(error));
+        }
+        if !state.again.is_empty() {
+            return Err(Post::Busy);
+        }
+        if state.connection.is_none() {
+            self.attach(link.0).map_err(Post::Failed)?;
+        }
+        let serial = self.links.get(link.0).and_then(|state| state.connection).ok_or(Post::Busy)?;
+        match self.connections.get(&serial) {
+            Some(connection) if connection.stage == Stage::Up => Ok(serial),
+            _ => Err(Post::Busy),
+        }
+    }
+
+    fn submit(&mut self, serial: u32, lane: usize, request: Request) {
+        let Some(connection) = self.connections.get_mut(&serial) else { return };
+        if connection.submit(lane, request, &self.frames) {
+            self.chained.push(serial);
+        } else {
+            self.fail(serial);
+        }
+    }
+
+    fn has_room(&self, serial: u32, lane: usize) -> bool {
+        self.connections.get(&serial).is_some_and(|connection| connection.has_room(lane))
+    }
+
+    /// Reports the end of a request, and takes back what belongs to the NIC.
+    fn complete(&mut self, request: Request, result: Result<(), (NetworkError, MayLand)>) {
+        match request.work {
+            Work::Message { frame, .. } => self.free_frames.push(frame),
+            Work::Write { .. } => self.writes = self.writes.saturating_sub(1),
+        }
+        self.events.push(Event::Completed { token: request.token, result });
+    }
+
+    /// Sends again what fell with a connection.
+    fn send_again(&mut self) {
+        for link in std::mem::take(&mut self.waiting) {
+            let Some(state) = self.links.get_mut(link) else { continue };
+            if state.connection.is_none()
+                && state.open
+                && let Err(error) = self.attach(link)
+            {
+                self.give_up(link, &error);
+            }
+            while let Some(state) = self.links.get_mut(link)
+                && let Some(request) = state.again.pop_front()
+            {
+                let lane = if matches!(request.work, Work::Message { .. }) { MESSAGES } else { WRITES };
+                let serial = state.connection.filter(|serial| {
+                    let connection = self.connections.get(serial);
+                    connection.is_some_and(|connection| connection.stage == Stage::Up && connection.has_room(lane))
+                });
+                let Some(serial) = serial else {
+                    state.again.push_front(request);
+                    self.waiting.push(link);
+                    break;
+                };
+                self.submit(serial, lane, request);
+            }
+        }
+    }
+
+    /// Nothing that waits on a link can be sent.
+    fn give_up(&mut self, link: usize, error: &NetworkError) {
+        let Some(state) = self.links.get_mut(link) else { return };
+        for request in std::mem::take(&mut state.again) {
+            self.complete(request, Err((error.clone(), false)));
+        }
+    }
+
+    fn flush(&mut self) {
+        for serial in std::mem::take(&mut self.chained) {
+            if self.connections.get_mut(&serial).is_some_and(|connection| !connection.flush()) {
+                self.fail(serial);
+            }
+        }
+    }
+
+    /// A send or a write has completed.
+    fn sent(&mut self, entry: &Completion) {
+        let Tag { serial, lane, .. } = Tag::decode(entry.id);
+        // Of a connection that was destroyed before it was drained.
+        let Some(connection) = self.connections.get_mut(&serial) else { return };
+        let Some(ledger) = connection.lanes.get_mut(lane).map(|lane| &mut lane.ledger) else { return };
+        let error = match entry.status {
+            IBV_WC_SUCCESS => {
+                if let Some(request) = ledger.take() {
+                    self.complete(request, Ok(()));
+                }
+                return;
+            }
+            IBV_WC_REM_ACCESS_ERR => {
+                // The peer has said no, so nothing of it has landed.
+                if let Some(request) = ledger.take() {
+                    self.complete(request, Err((NetworkError::BadKey, false)));
+                }
+                return self.fail(serial);
+            }
+            IBV_WC_WR_FLUSH_ERR => None,
+            IBV_WC_RETRY_EXC_ERR => Some(NetworkError::Unreachable),
+            status => Some(NetworkError::Other(self.port.library.words(status))),
+        };
+        ledger.fall(error);
+        self.fail(serial);
+    }
+
+    /// A message or an immediate has arrived, or a receive was flushed.
+    fn arrive(&mut self, entry: &Completion) {
+        let Tag { serial, lane, frame } = Tag::decode(entry.id);
+        let Some(connection) = self.connections.get_mut(&serial) else { return };
+        let success = entry.status == IBV_WC_SUCCESS;
+        connection.received_one(lane, success);
+        if !success {
+            return self.fail(serial);
+        }
+        if connection.stage == Stage::Accepting {
+            connection.enter(Stage::Up, self.now);
+        }
+        if lane == MESSAGES {
+            self.events.extend(connection.message(frame, entry.len as usize).map(Event::Received));
+            if connection.is_live() {
+                connection.receive_messages(&[frame]);
+            }
+        } else {
+            if entry.opcode == IBV_WC_RECV_RDMA_WITH_IMM {
+                self.events.push(Event::Immediate(u32::from_be(entry.imm)));
+            }
+            if connection.is_live() {
+                connection.refill_writes();
+            }
+        }
+    }
+
+    fn poll_queues(&mut self) {
+        let mut entries = [Completion::empty(); BATCH];
+        for (queue, receives) in [(Rc::clone(&self.queues.sends), false), (Rc::clone(&self.queues.receives), true)] {
+            for _ in 0..LOOKS {
+                let count = queue.poll(&mut entries);
+                for entry in entries.iter().take(count) {
+                    if receives { self.arrive(entry) } else { self.sent(entry) }
+                }
+                if count < BATCH {
+                    break;
+                }
+            }
+        }
+    }
+}
+
+impl Nic for VerbsNic {
+    fn endpoint(&self) -> Vec<u8> {
+        self.own.to_bytes()
+    }
+
+    fn limits(&self) -> Limits {
+        Limits { max_write: u64::from(MAX_WRITE.min(self.port.max_message)), max_message: FRAME }
+    }
+
+    fn set_waker(&mut self, _waker: Waker) -> bool {
+        false
+    }
+
+    fn register(&mut self, region: &Arc<Region>) -> Result<Registered, Error> {
+        let memory = Memory::register(&self.port, Arc::clone(region), true)?;
+        let registered = Registered {
+            local: LocalKey(self.regions.len()),
+            base: region.address() as u64,
+            rkey: u64::from(memory.rkey),
+        };
+        self.regions.push(Some(memory));
+        Ok(registered)
+    }
+
+    fn deregister(&mut self, key: LocalKey) -> Result<(), Error> {
+        let registered = self.regions.get_mut(key.0).and_then(Option::take);
+        registered.ok_or_else(|| Error::argument("handle", "it is not registered on this NIC"))?.deregister()
+    }
+
+    fn connect(&mut self, endpoint: &[u8]) -> Result<Link, NetworkError> {
+        let peer = Endpoint::from_bytes(endpoint).map_err(|_| NetworkError::Unreachable)?;
+        if peer.ethernet != self.own.ethernet {
+            return Err(NetworkError::Other("one NIC is InfiniBand, the other RoCE".into()));
+        }
+        self.links.push(LinkState { peer, open: true, connection: None, failure: None, again: VecDeque::new() });
+        let link = self.links.len() - 1;
+        let attached = self.attach(link);
+        if attached.is_err() {
+            self.links.pop();
+        }
+        attached.map(|()| Link(link))
+    }
+
+    fn disconnect(&mut self, link: Link) {
+        let Some(state) = self.links.get_mut(link.0).filter(|state| state.open) else { return };
+        state.open = false;
+        let serial = state.connection.take();
+        self.give_up(link.0, &NetworkError::Disconnected);
+        let Some((serial, connection)) = serial.and_then(|serial| Some((serial, self.connections.get_mut(&serial)?)))
+        else {
+            return;
+        };
+        connection.links.retain(|other| *other != link.0);
+        // What a link has under way ends with the connection alone. Other links on it find themselves another.
+        if connection.links.is_empty() || connection.holds(link.0) {
+            self.fail(serial);
+        }
+    }
+
+    fn send(&mut self, link: Link, bytes: Vec<u8>, token: u64) -> Result<(), Post> {
+        if bytes.len() > FRAME {
+            let why = format!("a message of {} bytes came; at most {FRAME} are allowed", bytes.len());
+            return Err(Post::Failed(NetworkError::Other(why)));
+        }
+        let serial = self.ready(link)?;
+        if !self.has_room(serial, MESSAGES) {
+            return Err(Post::Busy);
+        }
+        let frame = self.free_frames.pop().ok_or(Post::Full)?;
+        if let Err(error) = self.frames.region.write((frame * FRAME) as u64, &bytes) {
+            self.free_frames.push(frame);
+            return Err(Post::Failed(NetworkError::Other(error.to_string())));
+        }
+        let work = Work::Message { frame, len: bytes.len() as u32 };
+        self.submit(serial, MESSAGES, Request { token, link: link.0, work });
+        Ok(())
+    }
+
+    fn write(&mut self, write: &Write<'_>) -> Result<(), Post> {
+        let serial = self.ready(write.link)?;
+        if self.writes >= WRITES_IN_FLIGHT {
+            return Err(Post::Full);
+        }
+        if !self.has_room(serial, WRITES) {
+            return Err(Post::Busy);
+        }
+        let memory = self.regions.get(write.src_key.0).and_then(Option::as_ref);
+        let lkey = memory.ok_or(Post::Failed(NetworkError::Other("the source is not registered".into())))?.lkey;
+        // A key of another length was never one of this kind of NIC.
+        let rkey = u32::try_from(write.rkey).map_err(|_| Post::Failed(NetworkError::BadKey))?;
+        let work = Work::Write {
+            _src: Arc::clone(write.src),
+            address: write.src.address() as u64 + write.src_offset,
+            lkey,
+            len: u32::try_from(write.len).map_err(|_| Post::Failed(NetworkError::OutOfBounds))?,
+            remote: write.dst,
+            rkey,
+            imm: write.imm,
+        };
+        self.writes += 1;
+        self.submit(serial, WRITES, Request { token: write.token, link: write.link.0, work });
+        Ok(())
+    }
+
+    fn poll(&mut self, events: &mut Vec<Event>) {
+        self.now = Instant::now();
+        self.flush();
+        self.poll_queues();
+        self.listen();
+        if self.now >= self.next_tick {
+            self.tick();
+        }
+        self.send_again();
+        self.flush();
+        events.append(&mut self.events);
+    }
+}
+
+impl Drop for VerbsNic {
+    fn drop(&mut self) {
+        self.part();
+    }
+}
+
+/// Decodes a datagram and encodes it again; None if it is none.
+#[cfg(fuzzing)]
+pub(crate) fn recode(bytes: &[u8]) -> Option<Vec<u8>> {
+    Datagram::decode(bytes).ok().map(|datagram| datagram.encode())
+}
