@@ -17,19 +17,6 @@ namespace {
 
 constexpr uint32_t kPackBytes = 16;
 
-// Calls body(Codec) for the output type.
-template <class Body>
-void with_codec(OutputType type, Body body) {
-  switch (type) {
-    case OutputType::kBFloat16:
-      return body(BFloat16{});
-    case OutputType::kFloat16:
-      return body(Float16{});
-    case OutputType::kFloat32:
-      return body(Float32{});
-  }
-}
-
 bool aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % kPackBytes == 0; }
 
 class CpuMemory final : public Memory {

@@ -24,17 +24,4 @@ __global__ void __maxnreg__(kCombineRegisters)
   combine<Codec, Wire, TopK>(exec, plan, call, scratch);
 }
 
-// Calls body(Codec{}) for an output type.
-template <class Body>
-auto with_codec(OutputType type, Body body) {
-  switch (type) {
-    case OutputType::kFloat16:
-      return body(Float16{});
-    case OutputType::kFloat32:
-      return body(Float32{});
-    default:
-      return body(BFloat16{});
-  }
-}
-
 }  // namespace putget::cuda

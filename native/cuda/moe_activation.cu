@@ -48,7 +48,7 @@ ActivationKernel kernel_by_access(Access access) {
 }
 
 ActivationKernel kernel_of(OutputType type, moe::Gate gate, Access access) {
-  return with_element(type, [&](auto codec) {
+  return with_codec(type, [&](auto codec) {
     using Codec = decltype(codec);
     return gate == moe::Gate::kSilu ? kernel_by_access<Codec, moe::Gate::kSilu>(access)
                                     : kernel_by_access<Codec, moe::Gate::kGelu>(access);

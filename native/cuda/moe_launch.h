@@ -55,19 +55,6 @@ inline bool aligned_to_packs(const void* a, const void* b, uint64_t row_bytes) {
   return (reinterpret_cast<uintptr_t>(a) | reinterpret_cast<uintptr_t>(b) | row_bytes) % 16 == 0;
 }
 
-// Calls body(Codec{}) for an element type.
-template <class Body>
-auto with_element(OutputType type, Body body) {
-  switch (type) {
-    case OutputType::kFloat16:
-      return body(Float16{});
-    case OutputType::kFloat32:
-      return body(Float32{});
-    default:
-      return body(BFloat16{});
-  }
-}
-
 void launch_scatter(const moe::Grouping& group, const moe::CopyPlan& copy, const Queue& queue);
 
 void load_moe_group_kernels();

@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(kMoeThreads, kFinalizeBlocksPerSm)
 using FinalizeKernel = void (*)(moe::Grouping, moe::FinalizeCall);
 
 FinalizeKernel finalize_kernel_of(OutputType type, bool packed) {
-  return with_element(type, [&](auto codec) -> FinalizeKernel {
+  return with_codec(type, [&](auto codec) -> FinalizeKernel {
     using Codec = decltype(codec);
     return packed ? finalize_kernel<Codec, 16 / sizeof(typename Codec::Bits)> : finalize_kernel<Codec, 1>;
   });

@@ -71,6 +71,19 @@ struct Float16 {
   }
 };
 
+// Calls body(Codec{}) for an output type. On the host.
+template <class Body>
+auto with_codec(OutputType type, Body body) {
+  switch (type) {
+    case OutputType::kFloat16:
+      return body(Float16{});
+    case OutputType::kFloat32:
+      return body(Float32{});
+    default:
+      return body(BFloat16{});
+  }
+}
+
 // FP8 E4M3 without infinities (OCP 8-bit floating point specification): 448 is the largest value.
 struct Fp8 {
   using Bits = uint8_t;
