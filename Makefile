@@ -62,7 +62,7 @@ libfabric:
 
 # The transfer engine in transfer/: without a cargo that is new enough, and without a way to install one, its tests skip.
 transfer: $(INSTALLED) libfabric ## Build and test the transfer engine (Rust), and build its Python package
-	@scripts/cargo.sh test --workspace --locked --quiet
+	@scripts/cargo.sh test --workspace --locked --quiet --features capi
 	@VIRTUAL_ENV=$(CURDIR)/.venv PATH=$(dir $(UV)):$$PATH scripts/cargo.sh with $(BIN)/maturin develop --uv --quiet --locked
 
 # Verbs need a NIC. Soft-RoCE in a virtual machine stands in for one (transfer/vm): packages and a kernel of Debian's.
@@ -88,7 +88,7 @@ lint-spelling: $(INSTALLED)
 
 lint-transfer:
 	@scripts/cargo.sh fmt --all --check
-	@scripts/cargo.sh clippy --workspace --all-targets --features python --locked --quiet -- -D warnings
+	@scripts/cargo.sh clippy --workspace --all-targets --features python,capi --locked --quiet -- -D warnings
 
 format: $(INSTALLED) ## Rewrite the sources in the project's format
 	@$(BIN)/ruff check --fix --quiet . || true

@@ -4,7 +4,7 @@
 //   grid      cuda/grid.h; warps share the list of (token, segment) items, and before it that of rows to move
 //   block     each warp works on one item at a time
 //   shared    CombineScratch, static
-//   waits     every CTA at C3, and at C8 where rows are pushed; where rows are moved first, these follow J2 or C7, so
+//   waits     CTAs that sum at C3, and at C8 where rows are moved; these follow the C7 of other CTAs, so
 //   all
 //             CTAs must be resident at once
 #pragma once

@@ -74,9 +74,11 @@ PUTGET_TEXT bool may_combine(Exec& exec, const Plan& plan, const CombineCall& ca
   if (!is_open) return refuse(Misuse::kNoOpenRound);
   if (head.num_tokens != call.num_tokens) return refuse(Misuse::kTokenCount);
   if (flag_epoch(own.arrived) == head.epoch + 1) return refuse(Misuse::kNotFinished);
-  // The first CTA tells of the end while others look: these go by their parts.
-  const bool started =
-      exec.block() != 0 ? own.published(call.moving_blocks, head.epoch) : flag_epoch(own.ended) == head.epoch;
+  // The first CTA tells of the end while others look: these go by their parts. An end without parts is not this
+  // kernel's, which moves rows where others than the first CTA ask.
+  const bool ended = flag_epoch(own.ended) == head.epoch;
+  const bool by_parts = exec.block() != 0 && (!ended || moved_parts(flag_value(own.ended)).groups != 0);
+  const bool started = by_parts ? own.published(call.moving_blocks, head.epoch) : ended;
   if (call.half == Half::kFinish) return started || refuse(Misuse::kNotStarted);
   return !started || refuse(Misuse::kNotFinished);
 }

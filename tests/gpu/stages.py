@@ -3,8 +3,9 @@
     cmake -S . -B build-trace -DPUTGET_CUDA=ON -DPUTGET_TRACE=ON && cmake --build build-trace
     PUTGET_LIBRARY=build-trace/libputget.so PYTHONPATH=python python tests/gpu/stages.py --ranks 4 --tokens 1,8,64,512
 
-Prints nanoseconds from the first CTA's start to each stage of native/protocol/stage.h, for the first CTA / for the one that
-comes last (medians over replays, rank 0), and the time of a pair, which the marks themselves lengthen a little. Random routing, a DeepSeek-V3 shape, FP8 rows.
+Prints nanoseconds from the first CTA's start to each stage of native/protocol/stage.h, for the first CTA / for the one
+that comes last (medians over replays, rank 0), and the time of a pair, which the marks themselves lengthen a little.
+Random routing, a DeepSeek-V3 shape, FP8 rows.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ def stages(library: ctypes.CDLL, kernel: str) -> dict[str, tuple[int, int]]:
 def medians(readings: list[dict[str, tuple[int, int]]]) -> str:
     """Each stage's name and its median over the readings: first CTA / last CTA."""
     columns = {name: zip(*(one[name] for one in readings), strict=True) for name in readings[0]}
-    return "  ".join(f"{name} {'/'.join(str(int(statistics.median(c))) for c in both)}" for name, both in columns.items())
+    middles = {name: [str(int(statistics.median(column))) for column in both] for name, both in columns.items()}
+    return "  ".join(f"{name} {'/'.join(both)}" for name, both in middles.items())
 
 
 def run(rank: int, ranks: int, batches: list[int], port: int) -> None:

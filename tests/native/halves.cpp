@@ -85,7 +85,8 @@ const Scenario kScenarios[] = {
 };
 
 // What is wrong with a scenario; empty: nothing.
-std::string judge(const StressPlan& plan, const Scenario& scenario, uint32_t first, uint32_t second, bool outside) {
+std::string judge(const StressPlan& plan, const Scenario& scenario, uint32_t first, uint32_t second, bool outside,
+                  bool again_outside) {
   World world(plan);
   for (auto& rank : world.ranks()) rank->enter(0);
   scenario.prepare(world, first, outside);
@@ -93,7 +94,7 @@ std::string judge(const StressPlan& plan, const Scenario& scenario, uint32_t fir
   if (wrong.fault().kind != 0) return "a fault too early";
   const std::vector<uint8_t> before = world.bytes_of(1);
   one_by_one = !scenario.waits;  // else the first block's report could stop the others
-  scenario.wrong(wrong, second, outside);
+  scenario.wrong(wrong, second, again_outside);
   one_by_one = false;
   if (wrong.fault().kind != static_cast<uint32_t>(FaultKind::kMisuse)) return "no misuse reported";
   if (wrong.fault().misuse != static_cast<uint32_t>(scenario.misuse)) return "another misuse reported";
@@ -117,11 +118,13 @@ int run() {
       for (uint32_t first = 1; first <= kMostBlocks; ++first) {
         for (uint32_t second = 1; second <= kMostBlocks; ++second) {
           for (bool outside : {false, true}) {
-            const std::string problem = judge(plan, scenario, first, second, outside);
-            if (problem.empty()) continue;
-            std::printf("%s: kind %u, %u and %u blocks, rows %s: %s\n", scenario.name, kind, first, second,
-                        outside ? "outside" : "in place", problem.c_str());
-            return 1;
+            for (bool again : {false, true}) {
+              const std::string problem = judge(plan, scenario, first, second, outside, again);
+              if (problem.empty()) continue;
+              std::printf("%s: kind %u, %u and %u blocks, rows %s, then %s: %s\n", scenario.name, kind, first, second,
+                          outside ? "outside" : "in place", again ? "outside" : "in place", problem.c_str());
+              return 1;
+            }
           }
         }
       }

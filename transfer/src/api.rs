@@ -13,7 +13,7 @@ use crate::error::{Error, PeerName};
 use crate::message::OVERHEAD;
 use crate::metrics::count;
 use crate::shard::{Piece, Policy, paged, single};
-use crate::watcher::UvmWatcher;
+use crate::watcher::{UvmWatcher, WORD_PAGE};
 use crate::worker::MAX_TARGETS;
 use crate::worker::command::{Command, TargetRequest};
 
@@ -32,8 +32,8 @@ pub struct Options {
 /// A submitted operation, to be named in [`Engine::cancel`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct TransferId {
-    group: usize,
-    id: u64,
+    pub(crate) group: usize,
+    pub(crate) id: u64,
 }
 
 /// Pages of a region: page `i` begins at `indices[i] * stride + offset` bytes.
@@ -443,12 +443,15 @@ impl Engine {
     }
 
     /// Makes a word that a thread of the engine watches; `callback(old, new)` runs on the callback thread when it changes.
+    /// With a device group over nvlink, the word is pinned and mapped, so that kernels can store to it.
     ///
     /// # Errors
     /// [`Error::System`] if the watching thread cannot be started; [`Error::Closed`].
     pub fn alloc_uvm_watcher(&self, callback: impl Fn(u64, u64) + Send + Sync + 'static) -> Result<UvmWatcher, Error> {
         self.group(0)?;
-        self.inner.watchers()?.add(Arc::new(callback))
+        let pins = self.inner.groups.iter().any(|group| group.takes_host);
+        let memory = if pins { Some(self.alloc_mr(WORD_PAGE)?.0) } else { None };
+        self.inner.watchers()?.add(memory, Arc::new(callback))
     }
 
     /// Waits for an operation by its future, no longer than its deadline and the time to confirm its end allow.

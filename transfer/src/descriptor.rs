@@ -23,6 +23,8 @@ pub enum ProviderKind {
     Sim,
     /// libfabric.
     Libfabric,
+    /// CUDA peer memory between processes of one machine.
+    Nvlink,
     /// Verbs: InfiniBand and RoCE.
     Verbs,
 }
@@ -32,6 +34,7 @@ impl ProviderKind {
         match self {
             Self::Sim => 1,
             Self::Libfabric => 2,
+            Self::Nvlink => 4,
             Self::Verbs => 3,
         }
     }
@@ -40,6 +43,7 @@ impl ProviderKind {
         match code {
             1 => Ok(Self::Sim),
             2 => Ok(Self::Libfabric),
+            4 => Ok(Self::Nvlink),
             3 => Ok(Self::Verbs),
             _ => Err(DecodeError::Value("provider")),
         }

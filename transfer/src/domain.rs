@@ -67,7 +67,9 @@ impl MrHandle {
 impl Engine {
     fn register(&self, region: Region) -> Result<(MrHandle, MrDesc), Error> {
         let device = region.device();
-        let found = self.inner.groups.iter().position(|group| group.device == device);
+        let groups = &self.inner.groups;
+        let found = groups.iter().position(|group| group.device == device);
+        let found = found.or_else(|| groups.iter().position(|group| group.takes_host && device == Device::Host));
         let index = found.ok_or_else(|| {
             let known: Vec<_> = self.inner.groups.iter().map(|group| group.device).collect();
             Error::argument("device", format!("{device:?} came; this engine has groups for {known:?}"))

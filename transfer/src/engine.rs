@@ -12,12 +12,13 @@ use crate::descriptor::{Device, MAX_NICS, NetAddr, ProviderKind};
 use crate::error::{Error, PeerName};
 use crate::libfabric::FabricNic;
 use crate::metrics::Metrics;
+use crate::nvlink::NvlinkNic;
 use crate::once::Once;
 use crate::provider::Opener;
 use crate::queue::Queue;
 use crate::shared::{Config, PeerEvent, Shared};
 use crate::sim::SimNetwork;
-use crate::sys::pin_thread;
+use crate::sys::{exact_timers, pin_thread};
 use crate::topology::cpus_near;
 use crate::verbs::VerbsNic;
 use crate::watcher::Watchers;
@@ -62,6 +63,15 @@ impl DeviceGroup {
         };
         let nics = sources.iter().map(open).collect();
         Self { nics, kind: ProviderKind::Libfabric, device: Device::Host, cpus: None }
+    }
+
+    /// A GPU and its peers in other processes of this machine, under its number in CUDA. It moves memory that comes from
+    /// cudaMalloc, and host memory, which it pins.
+    ///
+    /// The driver is loaded by [`Builder::build`], which reports what is missing.
+    pub fn nvlink(ordinal: u16) -> Self {
+        let open: Opener = Box::new(move || Ok(Box::new(NvlinkNic::open(ordinal)?)));
+        Self { nics: vec![open], kind: ProviderKind::Nvlink, device: Device::Cuda(ordinal), cpus: None }
     }
 
     /// Host memory behind ports of InfiniBand or RoCE NICs, as `device`, `device:port` or `device:port:gid_index`; the port is 1
@@ -240,7 +250,9 @@ impl Builder {
         for group in self.groups {
             inner.add_group(group)?;
         }
-        Ok(Engine { inner: Arc::new(inner) })
+        let engine = Engine { inner: Arc::new(inner) };
+        tracing::debug!(engine = %engine.name(), groups = engine.inner.groups.len(), ?kind, "engine started");
+        Ok(engine)
     }
 }
 
@@ -253,6 +265,8 @@ fn spawn(role: &str, work: impl FnOnce() + Send + 'static) -> Result<JoinHandle<
 /// What callers need to know of a device group.
 pub(crate) struct Group {
     pub device: Device,
+    /// Whether it moves host memory too, where no group is there for that.
+    pub takes_host: bool,
     pub addresses: Vec<NetAddr>,
     pub max_write: u64,
     pub max_frame: usize,
@@ -282,6 +296,7 @@ impl Inner {
         let report = Arc::clone(&started);
         let DeviceGroup { nics, kind, device, cpus } = group;
         let worker = spawn(&format!("worker{index}"), move || {
+            exact_timers();
             let pinned = cpus.as_deref().map_or(Ok(()), pin_thread);
             match pinned.and_then(|()| Worker::new(shared, queue, index, kind, nics)) {
                 Ok(worker) => {
@@ -296,7 +311,8 @@ impl Inner {
         self.threads.get_mut().unwrap_or_else(PoisonError::into_inner).push(worker);
         let timeout = Error::Timeout { what: "starting a worker", after: ANSWER };
         let (addresses, (max_write, max_frame)) = started.wait(ANSWER).ok_or(timeout)??;
-        self.groups.push(Group { device, addresses, max_write, max_frame, commands });
+        let takes_host = kind == ProviderKind::Nvlink;
+        self.groups.push(Group { device, takes_host, addresses, max_write, max_frame, commands });
         Ok(())
     }
 
@@ -304,7 +320,10 @@ impl Inner {
         let mut thread = self.watcher_thread.lock().unwrap_or_else(PoisonError::into_inner);
         if thread.is_none() {
             let (watchers, shared) = (Arc::clone(&self.watchers), Arc::clone(&self.shared));
-            *thread = Some(spawn("watcher", move || watchers.run(&shared))?);
+            *thread = Some(spawn("watcher", move || {
+                exact_timers();
+                watchers.run(&shared);
+            })?);
         }
         Ok(&self.watchers)
     }

@@ -34,6 +34,8 @@
 mod api;
 mod auth;
 mod callbacks;
+#[cfg(feature = "capi")]
+mod capi;
 mod completion;
 mod counter;
 #[cfg(test)]
@@ -45,6 +47,7 @@ mod error;
 mod libfabric;
 mod message;
 mod metrics;
+mod nvlink;
 mod once;
 mod provider;
 #[cfg(feature = "python")]
@@ -74,6 +77,10 @@ pub use topology::cpus_near;
 pub use watcher::UvmWatcher;
 pub use wire::DecodeError;
 
+/// libfabric without the engine, for measurements.
+#[cfg(feature = "bare")]
+pub use libfabric::bare;
+
 /// What the fuzzer reaches and nobody else.
 #[cfg(fuzzing)]
 pub mod fuzzing {
@@ -83,6 +90,9 @@ pub mod fuzzing {
             assert_eq!(frame.encode(), bytes);
         }
     }
+
+    /// Decodes a frame between processes of one machine (nvlink), likewise.
+    pub use crate::nvlink::fuzz_control as control;
 
     /// Decodes a datagram of the verbs provider; one that is accepted must encode to the same bytes.
     pub fn datagram(bytes: &[u8]) {

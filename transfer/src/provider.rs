@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use crate::error::{Error, NetworkError};
 use crate::region::Region;
+use crate::shard::Piece;
 
 /// A peer's NIC, as a provider has named it in `connect`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -33,7 +34,7 @@ pub(crate) struct Limits {
 }
 
 /// One one-sided write. With an immediate, the target learns of it only after all `len` bytes have landed.
-#[derive(Debug)]
+#[derive(Debug, Clone, Copy)]
 pub(crate) struct Write<'a> {
     pub link: Link,
     /// Source; of length 0 writes too, because some networks want a valid descriptor there.
@@ -105,6 +106,16 @@ pub(crate) trait Nic {
 
     /// Posts a one-sided write.
     fn write(&mut self, write: &Write<'_>) -> Result<(), Post>;
+
+    /// Posts as one work request as many of `pieces` as the network can take so, from the first on, and says how many that
+    /// were. The pieces' offsets add to those of `write`, whose length does not count. The immediate goes along if these
+    /// were all.
+    fn write_run(&mut self, write: &Write<'_>, pieces: &[Piece]) -> Result<usize, Post> {
+        let Some(first) = pieces.first() else { return Ok(0) };
+        let (src_offset, dst) = (write.src_offset + first.src, write.dst.saturating_add(first.dst));
+        let imm = write.imm.filter(|_| pieces.len() == 1);
+        self.write(&Write { src_offset, dst, len: first.len, imm, ..*write }).map(|()| 1)
+    }
 
     /// Makes progress and appends what happened.
     fn poll(&mut self, events: &mut Vec<Event>);

@@ -48,7 +48,9 @@ impl Region {
         if len == 0 {
             return Err(bad("0 bytes came; at least 1 is needed".into()));
         }
+        // Whole pages: somebody who pins this memory pins nobody else's.
         let layout = Layout::from_size_align(len, PAGE).map_err(|_| bad(format!("{len} bytes are too many")))?;
+        let layout = layout.pad_to_align();
         // SAFETY: the layout has at least one byte.
         let start = NonNull::new(unsafe { alloc_zeroed(layout) });
         let start = start.ok_or_else(|| bad(format!("{len} bytes could not be allocated")))?;

@@ -47,6 +47,9 @@ impl Shared {
     /// Tells whoever waits for an operation. Callbacks go to their own thread.
     pub fn complete(&self, done: Done, outcome: Outcome) {
         self.metrics.finished(outcome.is_ok());
+        if let Err(error) = &outcome {
+            tracing::debug!(%error, "an operation failed");
+        }
         match done.0 {
             Kind::Ignore => {}
             Kind::Flag(flag) => flag.lower(outcome.is_err()),

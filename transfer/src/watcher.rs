@@ -8,6 +8,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use crate::callbacks::Job;
+use crate::domain::MrHandle;
 use crate::error::Error;
 use crate::region::Region;
 use crate::shared::Shared;
@@ -17,6 +18,8 @@ pub(crate) type WatchCallback = Arc<dyn Fn(u64, u64) + Send + Sync>;
 /// Looks without a pause before the thread begins to sleep between looks.
 const SPINS: u32 = 2000;
 const NAP: Duration = Duration::from_micros(20);
+/// Bytes of memory of one word.
+pub(crate) const WORD_PAGE: usize = 4096;
 
 struct Watched {
     region: Arc<Region>,
@@ -34,6 +37,8 @@ pub(crate) struct Watchers {
 /// A 64-bit word that is watched as long as this lives. It begins at 0, alone on a page.
 pub struct UvmWatcher {
     region: Arc<Region>,
+    /// Pins the page for a GPU, where the engine has one.
+    _registration: Option<MrHandle>,
     watchers: Arc<Watchers>,
 }
 
@@ -44,8 +49,9 @@ impl std::fmt::Debug for UvmWatcher {
 }
 
 impl UvmWatcher {
-    /// The word's address on the host: 8 bytes, aligned to a page. A CUDA program makes it visible to kernels with
-    /// `cudaHostRegister(address, 4096, cudaHostRegisterMapped)`. It is valid as long as the watcher lives.
+    /// The word's address: 8 bytes, aligned to a page, valid as long as the watcher lives. Kernels on every GPU can store to
+    /// it if the engine has a device group over nvlink, which pins and maps it. With other networks a CUDA program does so
+    /// itself: `cudaHostRegister(address, 4096, cudaHostRegisterMapped | cudaHostRegisterPortable)`.
     pub fn address(&self) -> usize {
         self.region.address()
     }
@@ -70,12 +76,16 @@ impl Drop for UvmWatcher {
 }
 
 impl Watchers {
-    /// Adds a word. The page is the word's alone, because registration with CUDA works on pages.
-    pub fn add(self: &Arc<Self>, callback: WatchCallback) -> Result<UvmWatcher, Error> {
-        let region = Arc::new(Region::allocate(4096)?);
+    /// Adds a word: in memory that is registered already, or in new. The page is the word's alone, because registration
+    /// with CUDA works on pages.
+    pub fn add(self: &Arc<Self>, memory: Option<MrHandle>, callback: WatchCallback) -> Result<UvmWatcher, Error> {
+        let region = match &memory {
+            Some(handle) => Arc::clone(&handle.registration.region),
+            None => Arc::new(Region::allocate(WORD_PAGE)?),
+        };
         let watched = Watched { region: Arc::clone(&region), seen: 0, callback };
         self.words.lock().unwrap_or_else(PoisonError::into_inner).push(watched);
-        Ok(UvmWatcher { region, watchers: Arc::clone(self) })
+        Ok(UvmWatcher { region, _registration: memory, watchers: Arc::clone(self) })
     }
 
     pub fn stop(&self) {

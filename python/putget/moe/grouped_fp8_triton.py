@@ -116,7 +116,8 @@ def grouped_kernel(
             tl.store(out_at, total.to(tl.bfloat16), mask=(m_range < rows_left)[:, None])
 
 
-@triton.jit
+# One compilation for all batch sizes: none is left for a size that comes while a peer waits.
+@triton.jit(do_not_specialize=["num_groups"])
 def quantise_kernel(
     x,
     out,

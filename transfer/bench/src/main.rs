@@ -3,7 +3,10 @@
 //! Over libfabric the target is another process, which this program starts. Every size is checked byte by byte before it is
 //! timed.
 
+mod bare;
+mod group;
 mod measure;
+mod notify;
 mod target;
 
 use std::error::Error;
@@ -47,10 +50,39 @@ enum Command {
         /// Keep the workers polling instead of letting them sleep
         #[arg(long = "busy_poll")]
         busy_poll: bool,
+        /// Measure libfabric alone instead, without the engine: one loop that writes and one that takes
+        #[arg(long)]
+        bare: bool,
         /// Write the rows as JSON too
         #[arg(long = "output_file")]
         output_file: Option<PathBuf>,
     },
+    /// Measure what the engine itself costs a write, and how soon a target knows of one (sim, tcp and net, in one process)
+    Notify {
+        #[arg(long, value_enum)]
+        provider: Provider,
+        #[arg(long, default_value = "127.0.0.1")]
+        source: String,
+        #[arg(long, default_value_t = 5000)]
+        count: u32,
+        /// Keep the workers polling instead of letting them sleep
+        #[arg(long = "busy_poll")]
+        busy_poll: bool,
+    },
+    /// Measure barrier and scatter in a group of many peers (sim, tcp and net, in one process)
+    Group {
+        #[arg(long, value_enum)]
+        provider: Provider,
+        #[arg(long, default_value = "127.0.0.1")]
+        source: String,
+        #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u16).range(1..=256))]
+        peers: u16,
+        #[arg(long, default_value_t = 200)]
+        rounds: u32,
+    },
+    /// Be the target of another bench's bare loop (started by it)
+    #[command(hide = true)]
+    BareTarget { provider: Provider, source: String, len: usize },
     /// Be the target of another bench (started by it)
     #[command(hide = true)]
     Target {
@@ -66,14 +98,21 @@ enum Command {
 enum Provider {
     Sim,
     Tcp,
+    Net,
     Shm,
 }
 
 impl Provider {
+    /// The addresses of so many NICs, as libfabric wants them.
+    fn sources(self, source: &str, nics: usize) -> Vec<Option<&str>> {
+        vec![matches!(self, Self::Tcp | Self::Net).then_some(source); nics]
+    }
+
     fn name(self) -> &'static str {
         match self {
             Self::Sim => "sim",
             Self::Tcp => "tcp",
+            Self::Net => "net",
             Self::Shm => "shm",
         }
     }
@@ -93,22 +132,27 @@ struct Plan {
 fn main() -> Outcome<()> {
     match Cli::parse().command {
         Command::Target { provider, nics, source, busy_poll } => target::serve(provider, nics, &source, busy_poll),
-        Command::Bench { provider, nics, source, seconds, largest, window, busy_poll, output_file } => {
+        Command::Notify { provider, source, count, busy_poll } => notify::run(provider, &source, count, busy_poll),
+        Command::Group { provider, source, peers, rounds } => group::run(provider, &source, peers.into(), rounds),
+        Command::BareTarget { provider, source, len } => bare::serve(provider, &source, len),
+        Command::Bench { provider, nics, source, seconds, largest, window, busy_poll, bare, output_file } => {
             let time = Duration::try_from_secs_f64(seconds)?;
             let plan = Plan { provider, nics, source, time, largest, window: window.into(), busy_poll };
-            let rows = measure::all(&plan, &mut |row| println!("{row}"))?;
+            let mut show = |row: &str| println!("{row}");
+            let rows = if bare { bare::all(&plan, &mut show)? } else { measure::all(&plan, &mut show)? };
             if let Some(path) = output_file {
-                std::fs::write(path, serde_json::to_string_pretty(&document(&plan, &rows)?)?)?;
+                std::fs::write(path, serde_json::to_string_pretty(&document(&plan, bare, &rows)?)?)?;
             }
             Ok(())
         }
     }
 }
 
-fn document(plan: &Plan, rows: &[Row]) -> Outcome<serde_json::Value> {
+fn document(plan: &Plan, bare: bool, rows: &[Row]) -> Outcome<serde_json::Value> {
     Ok(serde_json::json!({
         "schema": 1,
         "version": env!("CARGO_PKG_VERSION"),
+        "engine": if bare { "bare" } else { "putget_transfer" },
         "provider": plan.provider.name(),
         "nics": plan.nics,
         "window": plan.window,

@@ -12,23 +12,23 @@ use crate::{Outcome, Plan};
 
 const PATIENCE: Duration = Duration::from_secs(120);
 /// Pages of one paged write.
-const PAGES: u64 = 256;
+pub const PAGES: u64 = 256;
 
 /// One line of the table.
 #[derive(serde::Serialize)]
 pub struct Row {
-    kind: &'static str,
+    pub kind: &'static str,
     /// Bytes of a single write, or of one page.
-    bytes: u64,
+    pub bytes: u64,
     /// Single writes, or pages, per second.
-    ops_per_s: f64,
-    gbit_per_s: f64,
+    pub ops_per_s: f64,
+    pub gbit_per_s: f64,
     /// From submission to completion, one write (of all its pages) at a time, in microseconds.
-    p50_us: f64,
-    p90_us: f64,
-    p99_us: f64,
+    pub p50_us: f64,
+    pub p90_us: f64,
+    pub p99_us: f64,
     /// The caller's time in the submitting call, mean, in microseconds.
-    submit_us: f64,
+    pub submit_us: f64,
 }
 
 pub const HEADER: &str = "kind       bytes        op/s    Gbit/s    p50 us    p90 us    p99 us  submit us";
@@ -42,12 +42,27 @@ impl fmt::Display for Row {
 }
 
 #[derive(Clone, Copy)]
-enum Shape {
+pub enum Shape {
     Single(u64),
     Paged(u64),
 }
 
 impl Shape {
+    /// What is measured, as far as the largest write allows.
+    pub fn all(largest: u64) -> Vec<Self> {
+        let singles = std::iter::successors(Some(64 << 10), |len| Some(len * 2)).take_while(|len| *len <= largest);
+        let pages = std::iter::successors(Some(1 << 10), |len| Some(len * 2)).take_while(|len| *len <= 64 << 10);
+        singles.map(Self::Single).chain(pages.map(Self::Paged)).collect()
+    }
+
+    /// Name, bytes of one write or page, and how many of them one transfer has.
+    pub fn parts(self) -> (&'static str, u64, u64) {
+        match self {
+            Self::Single(len) => ("single", len, 1),
+            Self::Paged(len) => ("paged", len, PAGES),
+        }
+    }
+
     fn total(self) -> u64 {
         match self {
             Self::Single(len) => len,
@@ -134,10 +149,7 @@ impl Bench<'_> {
             latencies.record(u64::try_from(before.elapsed().as_nanos())?)?;
         }
         let percentile = |quantile| latencies.value_at_quantile(quantile) as f64 / 1e3;
-        let (kind, bytes, per_write) = match shape {
-            Shape::Single(len) => ("single", len, 1),
-            Shape::Paged(len) => ("paged", len, PAGES),
-        };
+        let (kind, bytes, per_write) = shape.parts();
         let seconds = elapsed.as_secs_f64();
         Ok(Row {
             kind,
@@ -158,9 +170,7 @@ pub fn all(plan: &Plan, show: &mut dyn FnMut(&str)) -> Outcome<Vec<Row>> {
     let (source, _) = pair.engine.alloc_mr(memory_len(plan.largest))?;
     let bench =
         Bench { pair: &pair, source, from: (0..PAGES).map(|page| 2 * page).collect(), to: (0..PAGES).collect() };
-    let singles = std::iter::successors(Some(64 << 10), |len| Some(len * 2)).take_while(|len| *len <= plan.largest);
-    let pages = std::iter::successors(Some(1 << 10), |len| Some(len * 2)).take_while(|len| *len <= 64 << 10);
-    let shapes: Vec<_> = singles.map(Shape::Single).chain(pages.map(Shape::Paged)).collect();
+    let shapes = Shape::all(plan.largest);
     show(HEADER);
     let mut rows = Vec::with_capacity(shapes.len());
     for (seed, shape) in (1..).zip(shapes) {

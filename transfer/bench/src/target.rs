@@ -18,21 +18,20 @@ pub fn digest(bytes: &[u8]) -> u64 {
     bytes.iter().fold(0, |sum: u64, byte| sum.wrapping_mul(31).wrapping_add(u64::from(*byte) + 1))
 }
 
-fn build(provider: Provider, network: &SimNetwork, nics: u8, source: &str, busy_poll: bool) -> Outcome<Engine> {
+pub fn build(provider: Provider, network: &SimNetwork, nics: u8, source: &str, busy_poll: bool) -> Outcome<Engine> {
     let nics = usize::from(nics);
     let group = match provider {
         Provider::Sim => DeviceGroup::sim(network, nics),
-        Provider::Tcp => DeviceGroup::libfabric("tcp", &vec![Some(source); nics]),
-        Provider::Shm => DeviceGroup::libfabric("shm", &vec![None; nics]),
+        fabric => DeviceGroup::libfabric(fabric.name(), &fabric.sources(source, nics)),
     };
     Ok(Engine::builder().group(group).busy_poll(busy_poll).build()?)
 }
 
-fn hex(bytes: &[u8]) -> String {
+pub fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-fn unhex(text: &str) -> Outcome<Vec<u8>> {
+pub fn unhex(text: &str) -> Outcome<Vec<u8>> {
     let digits = |pair: &[u8]| Ok(u8::from_str_radix(std::str::from_utf8(pair)?, 16)?);
     text.as_bytes().chunks(2).map(digits).collect()
 }

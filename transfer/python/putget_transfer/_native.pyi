@@ -85,6 +85,15 @@ class DeviceGroup:
             sources: Addresses of this machine's NICs; None leaves the choice to the provider.
         """
     @staticmethod
+    def nvlink(ordinal: int) -> DeviceGroup:
+        """Make a group of one GPU, which writes to its peers in other processes of this machine.
+
+        It moves memory from cudaMalloc (torch's, without expandable segments) and host memory, which it pins.
+
+        Args:
+            ordinal: The GPU's number in CUDA.
+        """
+    @staticmethod
     def verbs(devices: Sequence[str]) -> DeviceGroup:
         """Host memory behind ports of InfiniBand or RoCE NICs.
 

@@ -3,6 +3,8 @@
 //! The software providers `tcp` and `shm` run anywhere. `efa` gets the settings that its hardware asks for.
 #![allow(unsafe_code)]
 
+#[cfg(feature = "bare")]
+pub mod bare;
 mod endpoint;
 mod ffi;
 

@@ -98,6 +98,11 @@ impl PyDeviceGroup {
     }
 
     #[staticmethod]
+    fn nvlink(ordinal: u16) -> Self {
+        Self { group: Mutex::new(Some(DeviceGroup::nvlink(ordinal))) }
+    }
+
+    #[staticmethod]
     fn verbs(devices: Vec<String>) -> Self {
         let devices: Vec<_> = devices.iter().map(String::as_str).collect();
         Self { group: Mutex::new(Some(DeviceGroup::verbs(&devices))) }

@@ -172,16 +172,16 @@ impl Worker {
 
     /// Works until the engine closes the queue, then ends everything that is under way.
     pub fn run(mut self) {
-        let mut idle = 0;
+        let mut idle = 0_u32;
         while !self.commands.is_finished() || !self.inbox.is_empty() {
             if self.turn() {
                 idle = 0;
                 continue;
             }
-            idle += 1;
-            if self.shared.config.busy_poll || idle < SPINS {
+            idle = idle.saturating_add(1);
+            if idle < SPINS {
                 std::hint::spin_loop();
-            } else if idle < YIELDS {
+            } else if self.shared.config.busy_poll || idle < YIELDS {
                 std::thread::yield_now();
             } else {
                 let busy = !self.wakes || self.lanes.iter().any(|lane| lane.in_flight > 0);

@@ -216,14 +216,15 @@ impl Worker {
         if target.closed || target.failed {
             return Step::Nothing;
         }
-        let (piece, imm) = if target.has_piece(nic) {
-            let piece = target.cursors.get(nic).and_then(|(next, _)| target.request.pieces.get(*next)).copied();
-            let alone = target.request.pieces.len() == 1;
-            (piece, target.request.imm.filter(|_| alone))
+        let (pieces, imm) = if target.has_piece(nic) {
+            let (next, end) = target.cursors.get(nic).copied().unwrap_or_default();
+            let pieces = target.request.pieces.get(next..end).unwrap_or_default();
+            let all = target.request.pieces.len() == pieces.len();
+            (pieces, target.request.imm.filter(|_| all))
         } else {
             match target.imm {
                 Imm::Waiting(imm) if target.unposted == 0 && target.in_flight == 0 && nic == target.request.imm_nic => {
-                    (None, Some(imm))
+                    (Default::default(), Some(imm))
                 }
                 _ => return Step::Nothing,
             }
@@ -231,45 +232,39 @@ impl Worker {
         let link = self.peers.get(target.peer).and_then(|peer| peer.links.get(nic).copied().flatten());
         let dst = target.request.dst.get(nic);
         let nothing = self.nothing.as_ref().map(|(region, keys)| (region, keys));
-        let source = match (&target.request.src, piece) {
-            (Some(registration), Some(_)) => Some((&registration.region, &registration.nics)),
+        let source = match &target.request.src {
+            Some(registration) if !pieces.is_empty() => Some((&registration.region, &registration.nics)),
             _ => nothing,
         };
         let source = source.and_then(|(region, keys)| Some((region, keys.get(nic)?)));
         let posted = match (link, dst, source, self.lanes.get_mut(nic)) {
             (Some(link), Some(dst), Some((src, src_key)), Some(lane)) => {
-                let (src_offset, dst_offset, len) = piece.map_or((0, 0, 0), |piece| (piece.src, piece.dst, piece.len));
                 let token = Token::Write { slot, target: index }.encode();
-                let posted = lane.nic.write(&Write {
-                    link,
-                    src,
-                    src_key: src_key.local,
-                    src_offset,
-                    dst: dst.base.saturating_add(dst_offset),
-                    rkey: dst.rkey,
-                    len,
-                    imm,
-                    token,
-                });
-                if posted.is_ok() {
+                let (src_key, dst, rkey) = (src_key.local, dst.base, dst.rkey);
+                let write = Write { link, src, src_key, src_offset: 0, dst, rkey, len: 0, imm, token };
+                let posted = match pieces {
+                    [] => lane.nic.write(&write).map(|()| 0),
+                    pieces => lane.nic.write_run(&write, pieces),
+                };
+                if let Ok(count) = posted {
                     lane.in_flight += 1;
-                    self.shared.metrics.posted(nic, len);
+                    let bytes = pieces.iter().take(count).map(|piece| piece.len).sum();
+                    self.shared.metrics.posted(nic, bytes);
                 }
                 posted
             }
             _ => Err(Post::Failed(NetworkError::Disconnected)),
         };
+        let offered = pieces.len();
         match posted {
-            Ok(()) => {
+            Ok(count) => {
                 target.in_flight += 1;
-                if imm.is_some() {
+                if imm.is_some() && count == offered {
                     target.imm = Imm::Posted;
                 }
-                if piece.is_some() {
-                    target.unposted -= 1;
-                    if let Some((next, _)) = target.cursors.get_mut(nic) {
-                        *next += 1;
-                    }
+                target.unposted -= count;
+                if let Some((next, _)) = target.cursors.get_mut(nic) {
+                    *next += count;
                 }
                 Step::Posted
             }

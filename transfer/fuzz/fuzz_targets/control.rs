@@ -1,0 +1,4 @@
+//! Frames between engines: a decoder never crashes, and what it accepts is encoded to the same bytes.
+#![no_main]
+
+libfuzzer_sys::fuzz_target!(|bytes: &[u8]| putget_transfer::fuzzing::control(bytes));

@@ -1,0 +1,168 @@
+/* One-sided point-to-point transfers across hosts, completed by counting and never by order: the C interface.
+ *
+ * The library is what `cargo build --release --features capi` makes: libputget_transfer.so. docs/transfer.md says what the
+ * operations guarantee.
+ *
+ * Every function that returns an int returns a pt_status. Where it is not PT_OK, pt_last_error() has the words, on the same
+ * thread, until its next call. Objects may be used by several threads at a time; each is destroyed once, by nobody else.
+ * Times are seconds. Strings are UTF-8 and end with a zero.
+ */
+#ifndef PUTGET_TRANSFER_H
+#define PUTGET_TRANSFER_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Grows with every incompatible change of this file. */
+#define PT_ABI_VERSION 1
+
+typedef enum pt_status {
+  PT_OK = 0,
+  PT_INVALID = 1,      /* a caller's mistake, found before any effect */
+  PT_UNAVAILABLE = 2,  /* a library, device or permission is missing */
+  PT_CLOSED = 3,       /* the engine is closed */
+  PT_COUNT_MISSED = 4, /* a counter did not reach the count before the deadline */
+  PT_COUNTER_BUSY = 5, /* somebody waits for the counter that is to be reset */
+  PT_TRANSFER = 6,     /* a transfer failed; the words name peer, NIC and reason */
+  PT_TIMEOUT = 7,      /* the engine's own thread did not answer */
+  PT_SYSTEM = 8,       /* the operating system refused something */
+  PT_INTERNAL = 9      /* a defect of this library */
+} pt_status;
+
+typedef struct pt_engine pt_engine;
+typedef struct pt_mr pt_mr;           /* memory that this process has registered */
+typedef struct pt_desc pt_desc;       /* somebody's registered memory, to be written to */
+typedef struct pt_group pt_group;     /* peers that were connected ahead of time */
+typedef struct pt_network pt_network; /* a simulated network inside this process */
+typedef struct pt_watcher pt_watcher;
+
+/* The version that the library was built with: compare it with PT_ABI_VERSION. */
+int pt_abi_version(void);
+
+/* What the last call on this thread that failed had to say. */
+const char *pt_last_error(void);
+
+/* How an operation ends: called once, on the engine's callback thread, unless the submitting function itself failed.
+ * `message` lives during the call; null if PT_OK. */
+typedef void (*pt_done)(void *context, int status, const char *message);
+
+/* A simulated network with a seed. Engines keep it alive. */
+int pt_network_create(uint64_t seed, pt_network **network);
+void pt_network_destroy(pt_network *network);
+
+typedef struct pt_engine_options {
+  size_t size;               /* sizeof(pt_engine_options) */
+  const char *provider;      /* "sim", "nvlink", or one of libfabric's: "tcp", "shm", "efa" */
+  size_t nics;               /* 1 to 4; 1 for nvlink */
+  const char *const *sources; /* libfabric: the NICs' addresses, `nics` of them, or null */
+  const pt_network *network; /* sim: what connects the engines */
+  uint16_t gpu;              /* nvlink: the GPU's number in CUDA */
+  const void *secret;        /* what every peer must prove to have, or null */
+  size_t secret_len;
+  double heartbeat_interval; /* 0 in this and the following stands for the default */
+  double heartbeat_timeout;
+  double connect_timeout;
+  double default_deadline;
+  double grace;
+  int busy_poll; /* 1: the worker never sleeps */
+} pt_engine_options;
+
+int pt_engine_create(const pt_engine_options *options, pt_engine **engine);
+/* Ends what is under way, tells everybody, ends the threads. */
+int pt_engine_close(pt_engine *engine);
+/* Closes if that has not been done, and frees. Not from a callback. */
+void pt_engine_destroy(pt_engine *engine);
+
+/* Copies bytes that others read into `bytes`, at most `*len` of them; `*len` becomes what there is. With too little room
+ * nothing is copied and PT_INVALID comes back. */
+int pt_engine_address(const pt_engine *engine, uint8_t *bytes, size_t *len);
+/* The engine's counts as text for Prometheus, with a zero at the end; otherwise as pt_engine_address. */
+int pt_metrics_text(const pt_engine *engine, char *text, size_t *len);
+
+/* Registers memory that stays valid until pt_mr_destroy has returned. `device` is -1 for host memory, otherwise a GPU. */
+int pt_reg_mr(pt_engine *engine, void *start, size_t len, int device, pt_mr **mr);
+/* Allocates zeroed host memory and registers it. */
+int pt_alloc_mr(pt_engine *engine, size_t len, pt_mr **mr);
+void *pt_mr_address(const pt_mr *mr);
+/* What others need to write to it: as pt_engine_address. */
+int pt_mr_describe(const pt_mr *mr, uint8_t *bytes, size_t *len);
+/* Ends the registration. PT_INVALID, with nothing changed, while transfers use it. */
+int pt_mr_destroy(pt_engine *engine, pt_mr *mr);
+
+int pt_desc_create(const uint8_t *bytes, size_t len, pt_desc **desc);
+void pt_desc_destroy(pt_desc *desc);
+
+typedef struct pt_submit {
+  size_t size;         /* sizeof(pt_submit) */
+  double deadline;     /* 0: the engine's default */
+  int nic;             /* -1: all of them */
+  int has_imm;         /* 1: the target counts `imm` */
+  uint32_t imm;
+  pt_done done;        /* or null */
+  void *context;
+} pt_submit;
+
+typedef struct pt_transfer {
+  uint64_t group, id;
+} pt_transfer;
+
+typedef struct pt_pages {
+  const uint64_t *indices;
+  size_t count;
+  uint64_t stride, offset; /* page i begins at indices[i] * stride + offset */
+} pt_pages;
+
+typedef struct pt_scatter_dst {
+  uint64_t len, src_offset;
+  const pt_desc *desc;
+  uint64_t dst_offset;
+} pt_scatter_dst;
+
+/* In all of these, `submit` says how; `transfer` may be null. */
+int pt_submit_single_write(pt_engine *engine, uint64_t len, const pt_mr *src, uint64_t src_offset, const pt_desc *dst,
+                           uint64_t dst_offset, const pt_submit *submit, pt_transfer *transfer);
+int pt_submit_paged_writes(pt_engine *engine, uint64_t page_len, const pt_mr *src, pt_pages src_pages, const pt_desc *dst,
+                           pt_pages dst_pages, const pt_submit *submit, pt_transfer *transfer);
+int pt_submit_scatter(pt_engine *engine, const pt_group *group, const pt_mr *src, const pt_scatter_dst *dsts, size_t count,
+                      const pt_submit *submit, pt_transfer *transfer);
+/* Needs an immediate. */
+int pt_submit_barrier(pt_engine *engine, const pt_group *group, const pt_desc *const *dsts, size_t count,
+                      const pt_submit *submit, pt_transfer *transfer);
+/* `address` is what pt_engine_address gave there. The bytes are copied. */
+int pt_submit_send(pt_engine *engine, const uint8_t *address, size_t address_len, const void *bytes, size_t len,
+                   const pt_submit *submit, pt_transfer *transfer);
+int pt_cancel(pt_engine *engine, pt_transfer transfer);
+
+/* Connects to peers: `count` addresses with their lengths. `done` of `submit` says when all are connected. */
+int pt_add_peer_group(pt_engine *engine, const uint8_t *const *addresses, const size_t *lens, size_t count,
+                      const pt_submit *submit, pt_group **group);
+void pt_group_destroy(pt_group *group);
+
+/* `bytes` and `peer` live during the call, which is on the engine's callback thread. */
+typedef void (*pt_message)(void *context, const char *peer, const void *bytes, size_t len);
+/* Provides `count` rotating buffers of `len` bytes, once an engine. */
+int pt_submit_recvs(pt_engine *engine, size_t len, size_t count, pt_message callback, void *context);
+
+/* Tells `done` once `imm` has arrived `count` times, or after `deadline` (0: the engine's default). */
+int pt_expect_imm_count(pt_engine *engine, uint32_t imm, uint64_t count, double deadline, pt_done done, void *context);
+uint64_t pt_imm_count(const pt_engine *engine, uint32_t imm);
+/* Sets a counter that nobody writes to any more back to 0. */
+int pt_reset_imm(pt_engine *engine, uint32_t imm);
+/* Shows the counter in the aligned 64-bit word at `offset` of registered host memory. */
+int pt_mirror_imm(pt_engine *engine, uint32_t imm, const pt_mr *mr, uint64_t offset);
+
+typedef void (*pt_watch)(void *context, uint64_t old_value, uint64_t new_value);
+/* Makes a 64-bit word, at first 0, that a thread watches. Over nvlink, kernels can store to it. */
+int pt_watcher_create(pt_engine *engine, pt_watch callback, void *context, pt_watcher **watcher);
+uint64_t *pt_watcher_word(const pt_watcher *watcher);
+void pt_watcher_destroy(pt_watcher *watcher);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

@@ -1,0 +1,325 @@
+//! The functions of `include/putget_transfer.h`. Pointers are checked for null here, everything else by the engine.
+#![allow(unsafe_code)]
+
+mod ffi;
+
+use std::ffi::{c_char, c_int, c_void};
+
+use crate::{
+    Device, DeviceGroup, Engine, Error, MrDesc, NetAddr, PeerGroup, ScatterDst, SimNetwork, TransferId, UvmWatcher,
+};
+use ffi::*;
+
+/// # Safety
+/// Every pointer is null or valid, as the header says.
+unsafe fn build(options: &EngineOptions) -> Result<Engine, Error> {
+    right_size(options.size, size_of::<EngineOptions>())?;
+    // SAFETY: the caller promises it, here and below.
+    let provider = unsafe { string("provider", options.provider)? };
+    let group = match provider.as_str() {
+        // SAFETY: as above.
+        "sim" => DeviceGroup::sim(unsafe { from("network", options.network)? }, options.nics),
+        "nvlink" if options.nics > 1 => {
+            return Err(Error::argument("nics", format!("{} came; nvlink has 1", options.nics)));
+        }
+        "nvlink" => DeviceGroup::nvlink(options.gpu),
+        _ => {
+            let mut sources = vec![None; options.nics];
+            if !options.sources.is_null() {
+                // SAFETY: as above.
+                let named = unsafe { slice("sources", options.sources, options.nics)? };
+                for (source, pointer) in sources.iter_mut().zip(named) {
+                    // SAFETY: as above.
+                    *source = Some(unsafe { string("sources", *pointer)? });
+                }
+            }
+            let sources: Vec<_> = sources.iter().map(Option::as_deref).collect();
+            DeviceGroup::libfabric(&provider, &sources)
+        }
+    };
+    let mut builder = Engine::builder().group(group).busy_poll(options.busy_poll != 0);
+    if !options.secret.is_null() {
+        // SAFETY: as above.
+        builder = builder.secret(unsafe { slice("secret", options.secret, options.secret_len)? });
+    }
+    let interval = seconds("heartbeat_interval", options.heartbeat_interval)?;
+    let timeout = seconds("heartbeat_timeout", options.heartbeat_timeout)?;
+    builder = match (interval, timeout) {
+        (None, None) => builder,
+        (Some(interval), Some(timeout)) => builder.heartbeat(interval, timeout),
+        _ => return Err(Error::argument("heartbeat_timeout", "one of interval and timeout came; both are needed")),
+    };
+    if let Some(timeout) = seconds("connect_timeout", options.connect_timeout)? {
+        builder = builder.connect_timeout(timeout);
+    }
+    if let Some(deadline) = seconds("default_deadline", options.default_deadline)? {
+        builder = builder.default_deadline(deadline);
+    }
+    if let Some(grace) = seconds("grace", options.grace)? {
+        builder = builder.grace(grace);
+    }
+    builder.build()
+}
+
+/// Defines functions as the header declares them: a body that may fail becomes a status.
+macro_rules! functions {
+    ($($(#[doc = $doc:literal])* fn $name:ident($($argument:ident: $type:ty),* $(,)?) $body:block)+) => {$(
+        $(#[doc = $doc])*
+        /// # Safety
+        /// Every pointer is null or valid, as the header says.
+        #[unsafe(no_mangle)]
+        pub unsafe extern "C" fn $name($($argument: $type),*) -> c_int {
+            // SAFETY: the caller promises what the header asks for, and nothing else is assumed of the pointers.
+            guarded(|| unsafe { $body })
+        }
+    )+};
+}
+
+/// Defines functions that destroy what others have made.
+macro_rules! destroyers {
+    ($($name:ident: $type:ty,)+) => {$(
+        /// Frees it; null is allowed.
+        ///
+        /// # Safety
+        /// It came from this library and is not used any more.
+        #[unsafe(no_mangle)]
+        pub unsafe extern "C" fn $name(object: *mut $type) {
+            if !object.is_null() {
+                // SAFETY: it came from a box, and the caller gives it up.
+                let owned = unsafe { Box::from_raw(object) };
+                guarded(|| {
+                    drop(owned);
+                    Ok(())
+                });
+            }
+        }
+    )+};
+}
+
+destroyers! {
+    pt_network_destroy: SimNetwork,
+    pt_engine_destroy: Engine,
+    pt_desc_destroy: MrDesc,
+    pt_group_destroy: PeerGroup,
+    pt_watcher_destroy: UvmWatcher,
+}
+
+/// The version of the header that this library was built with.
+#[unsafe(no_mangle)]
+pub extern "C" fn pt_abi_version() -> c_int {
+    ABI_VERSION
+}
+
+/// The words of the last failure on this thread.
+#[unsafe(no_mangle)]
+pub extern "C" fn pt_last_error() -> *const c_char {
+    LAST.with(|last| last.borrow().as_ptr())
+}
+
+functions! {
+    /// Makes a simulated network.
+    fn pt_network_create(seed: u64, network: *mut *mut SimNetwork) {
+        give("network", network, Box::into_raw(Box::new(SimNetwork::new(seed))))
+    }
+    /// Starts an engine.
+    fn pt_engine_create(options: *const EngineOptions, engine: *mut *mut Engine) {
+        if engine.is_null() {
+            return Err(missing("engine"));
+        }
+        give("engine", engine, Box::into_raw(Box::new(build(from("options", options)?)?)))
+    }
+    /// Closes it.
+    fn pt_engine_close(engine: *mut Engine) {
+        from("engine", engine)?.close();
+        Ok(())
+    }
+    /// Copies its address.
+    fn pt_engine_address(engine: *const Engine, bytes: *mut u8, len: *mut usize) {
+        copy_out(&from("engine", engine)?.main_address().to_bytes(), bytes, len)
+    }
+    /// Copies its counts.
+    fn pt_metrics_text(engine: *const Engine, bytes: *mut c_char, len: *mut usize) {
+        copy_out(text(&from("engine", engine)?.metrics_text()).as_bytes_with_nul(), bytes.cast(), len)
+    }
+    /// Registers memory.
+    fn pt_reg_mr(engine: *mut Engine, start: *mut u8, len: usize, device: c_int, mr: *mut *mut Mr) {
+        let problem = |_| Error::argument("device", format!("{device} came; -1 or the number of a GPU is allowed"));
+        let device = if device == -1 { Device::Host } else { Device::Cuda(u16::try_from(device).map_err(problem)?) };
+        if mr.is_null() {
+            return Err(missing("mr"));
+        }
+        let (handle, desc) = from("engine", engine)?.reg_mr(start, len, device)?;
+        give("mr", mr, Box::into_raw(Box::new(Mr { handle, desc })))
+    }
+    /// Allocates registered memory.
+    fn pt_alloc_mr(engine: *mut Engine, len: usize, mr: *mut *mut Mr) {
+        if mr.is_null() {
+            return Err(missing("mr"));
+        }
+        let (handle, desc) = from("engine", engine)?.alloc_mr(len)?;
+        give("mr", mr, Box::into_raw(Box::new(Mr { handle, desc })))
+    }
+    /// Copies its description.
+    fn pt_mr_describe(mr: *const Mr, bytes: *mut u8, len: *mut usize) {
+        copy_out(&from("mr", mr)?.desc.to_bytes(), bytes, len)
+    }
+    /// Ends a registration.
+    fn pt_mr_destroy(engine: *mut Engine, mr: *mut Mr) {
+        let (engine, Mr { handle, .. }) = (from("engine", engine)?, from("mr", mr)?);
+        if std::sync::Arc::strong_count(&handle.registration) > 1 {
+            return Err(Error::argument("mr", "transfers or mirrors still use it"));
+        }
+        engine.dereg_mr(Box::from_raw(mr).handle)
+    }
+    /// Reads a description.
+    fn pt_desc_create(bytes: *const u8, len: usize, desc: *mut *mut MrDesc) {
+        let read = MrDesc::from_bytes(slice("bytes", bytes, len)?);
+        let read = read.map_err(|error| Error::argument("bytes", error.to_string()))?;
+        give("desc", desc, Box::into_raw(Box::new(read)))
+    }
+    /// Writes one range.
+    fn pt_submit_single_write(
+        engine: *mut Engine, len: u64, src: *const Mr, src_offset: u64, dst: *const MrDesc, dst_offset: u64,
+        submit: *const Submit, transfer: *mut Transfer,
+    ) {
+        let (options, imm, done) = from("submit", submit)?.read()?;
+        let (src, dst) = ((&from("src", src)?.handle, src_offset), (from("dst", dst)?, dst_offset));
+        let id = from("engine", engine)?.submit_single_write(len, imm, src, dst, &options, done)?;
+        give_transfer(transfer, id);
+        Ok(())
+    }
+    /// Writes pages.
+    fn pt_submit_paged_writes(
+        engine: *mut Engine, page_len: u64, src: *const Mr, src_pages: CPages, dst: *const MrDesc, dst_pages: CPages,
+        submit: *const Submit, transfer: *mut Transfer,
+    ) {
+        let (options, imm, done) = from("submit", submit)?.read()?;
+        let (src, dst) = ((&from("src", src)?.handle, src_pages.read()?), (from("dst", dst)?, dst_pages.read()?));
+        let id = from("engine", engine)?.submit_paged_writes(page_len, imm, src, dst, &options, done)?;
+        give_transfer(transfer, id);
+        Ok(())
+    }
+    /// Writes to many.
+    fn pt_submit_scatter(
+        engine: *mut Engine, group: *const PeerGroup, src: *const Mr, dsts: *const CScatterDst, count: usize,
+        submit: *const Submit, transfer: *mut Transfer,
+    ) {
+        let (options, imm, done) = from("submit", submit)?.read()?;
+        let read = |dst: &CScatterDst| {
+            let place = (from("dsts", dst.desc)?, dst.dst_offset);
+            Ok(ScatterDst { len: dst.len, src_offset: dst.src_offset, dst: place })
+        };
+        let dsts = slice("dsts", dsts, count)?.iter().map(read).collect::<Result<Vec<_>, Error>>()?;
+        let src = &from("src", src)?.handle;
+        let id = from("engine", engine)?.submit_scatter(group.as_ref(), imm, src, &dsts, &options, done)?;
+        give_transfer(transfer, id);
+        Ok(())
+    }
+    /// Raises counters.
+    fn pt_submit_barrier(
+        engine: *mut Engine, group: *const PeerGroup, dsts: *const *const MrDesc, count: usize,
+        submit: *const Submit, transfer: *mut Transfer,
+    ) {
+        let (options, imm, done) = from("submit", submit)?.read()?;
+        let imm = imm.ok_or_else(|| Error::argument("has_imm", "0 came; a barrier needs an immediate"))?;
+        let dsts = slice("dsts", dsts, count)?.iter().map(|dst| from("dsts", *dst)).collect::<Result<Vec<_>, _>>()?;
+        let id = from("engine", engine)?.submit_barrier(group.as_ref(), imm, &dsts, &options, done)?;
+        give_transfer(transfer, id);
+        Ok(())
+    }
+    /// Sends a message.
+    fn pt_submit_send(
+        engine: *mut Engine, address: *const u8, address_len: usize, bytes: *const u8, len: usize,
+        submit: *const Submit, transfer: *mut Transfer,
+    ) {
+        let (options, _, done) = from("submit", submit)?.read()?;
+        let (address, bytes) = (read_address(slice("address", address, address_len)?)?, slice("bytes", bytes, len)?);
+        give_transfer(transfer, from("engine", engine)?.submit_send(&address, bytes, &options, done)?);
+        Ok(())
+    }
+    /// Asks for the end of a transfer.
+    fn pt_cancel(engine: *mut Engine, transfer: Transfer) {
+        from("engine", engine)?.cancel(TransferId { group: transfer.group as usize, id: transfer.id })
+    }
+    /// Connects ahead of time.
+    fn pt_add_peer_group(
+        engine: *mut Engine, addresses: *const *const u8, lens: *const usize, count: usize, submit: *const Submit,
+        group: *mut *mut PeerGroup,
+    ) {
+        if group.is_null() {
+            return Err(missing("group"));
+        }
+        let (options, _, done) = from("submit", submit)?.read()?;
+        let (addresses, lens) = (slice("addresses", addresses, count)?, slice("lens", lens, count)?);
+        let read = |(bytes, len): (&*const u8, &usize)| read_address(slice("addresses", *bytes, *len)?);
+        let peers = addresses.iter().zip(lens).map(read).collect::<Result<Vec<_>, _>>()?;
+        let made = from("engine", engine)?.add_peer_group(&peers, &options, done)?;
+        give("group", group, Box::into_raw(Box::new(made)))
+    }
+    /// Provides buffers for messages.
+    fn pt_submit_recvs(engine: *mut Engine, len: usize, count: usize, callback: MessageCallback, context: *mut c_void) {
+        let (callback, context) = (callback.ok_or_else(|| missing("callback"))?, Context(context));
+        from("engine", engine)?.submit_recvs(len, count, move |from, bytes| {
+            let name = text(&from.to_string());
+            callback(context.pointer(), name.as_ptr(), bytes.as_ptr().cast(), bytes.len());
+        })
+    }
+    /// Waits for a count.
+    fn pt_expect_imm_count(
+        engine: *mut Engine, imm: u32, count: u64, deadline: f64, callback: DoneCallback, context: *mut c_void,
+    ) {
+        let deadline = seconds("deadline", deadline)?;
+        from("engine", engine)?.expect_imm_count(imm, count, deadline, done(callback, context))
+    }
+    /// Resets a counter.
+    fn pt_reset_imm(engine: *mut Engine, imm: u32) {
+        from("engine", engine)?.reset_imm(imm).map(|_| ())
+    }
+    /// Shows a counter in memory.
+    fn pt_mirror_imm(engine: *mut Engine, imm: u32, mr: *const Mr, offset: u64) {
+        from("engine", engine)?.mirror_imm(imm, &from("mr", mr)?.handle, offset)
+    }
+    /// Makes a watched word.
+    fn pt_watcher_create(engine: *mut Engine, callback: WatchCallback, context: *mut c_void, watcher: *mut *mut UvmWatcher) {
+        let (callback, context) = (callback.ok_or_else(|| missing("callback"))?, Context(context));
+        if watcher.is_null() {
+            return Err(missing("watcher"));
+        }
+        let notify = move |old, new| callback(context.pointer(), old, new);
+        give("watcher", watcher, Box::into_raw(Box::new(from("engine", engine)?.alloc_uvm_watcher(notify)?)))
+    }
+}
+
+fn read_address(bytes: &[u8]) -> Result<NetAddr, Error> {
+    NetAddr::from_bytes(bytes).map_err(|error| Error::argument("address", error.to_string()))
+}
+
+/// The first byte of registered memory; null for null.
+///
+/// # Safety
+/// Null, or valid.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn pt_mr_address(mr: *const Mr) -> *mut c_void {
+    // SAFETY: the caller promises that it is null or valid.
+    unsafe { mr.as_ref() }.map_or(std::ptr::null_mut(), |mr| mr.handle.address() as *mut c_void)
+}
+
+/// The count of an immediate; 0 for null.
+///
+/// # Safety
+/// Null, or valid.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn pt_imm_count(engine: *const Engine, imm: u32) -> u64 {
+    // SAFETY: the caller promises that it is null or valid.
+    unsafe { engine.as_ref() }.map_or(0, |engine| engine.imm_count(imm))
+}
+
+/// The watched word; null for null.
+///
+/// # Safety
+/// Null, or valid.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn pt_watcher_word(watcher: *const UvmWatcher) -> *mut u64 {
+    // SAFETY: the caller promises that it is null or valid.
+    unsafe { watcher.as_ref() }.map_or(std::ptr::null_mut(), |watcher| watcher.address() as *mut u64)
+}

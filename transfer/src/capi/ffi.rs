@@ -1,0 +1,240 @@
+//! The types of the header, and pointers from outside as values that can be used.
+
+use std::cell::RefCell;
+use std::ffi::{CStr, CString, c_char, c_int, c_void};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::time::Duration;
+
+use crate::{Done, Error, MrDesc, MrHandle, Options, Outcome, Pages, SimNetwork, TransferId};
+
+pub(super) const ABI_VERSION: c_int = 1;
+pub(super) const OK: c_int = 0;
+pub(super) const INTERNAL: c_int = 9;
+
+pub(super) type DoneCallback = Option<unsafe extern "C" fn(*mut c_void, c_int, *const c_char)>;
+pub(super) type MessageCallback = Option<unsafe extern "C" fn(*mut c_void, *const c_char, *const c_void, usize)>;
+pub(super) type WatchCallback = Option<unsafe extern "C" fn(*mut c_void, u64, u64)>;
+
+thread_local! {
+    pub(super) static LAST: RefCell<CString> = RefCell::default();
+}
+
+pub(super) fn status(error: &Error) -> c_int {
+    match error {
+        Error::Argument { .. } => 1,
+        Error::Unavailable { .. } => 2,
+        Error::Closed => 3,
+        Error::CountMissed { .. } => 4,
+        Error::CounterBusy { .. } => 5,
+        Error::Transfer(_) => 6,
+        Error::Timeout { .. } => 7,
+        Error::System { .. } => 8,
+    }
+}
+
+pub(super) fn text(words: &str) -> CString {
+    CString::new(words.replace('\0', " ")).unwrap_or_default()
+}
+
+/// Runs the body of a function: a status comes out, and the words of a failure stay with the thread.
+pub(super) fn guarded(body: impl FnOnce() -> Result<(), Error>) -> c_int {
+    let (code, words) = match catch_unwind(AssertUnwindSafe(body)) {
+        Ok(Ok(())) => return OK,
+        Ok(Err(error)) => (status(&error), text(&error.to_string())),
+        Err(_) => (INTERNAL, text("a defect of this library")),
+    };
+    LAST.with(|last| *last.borrow_mut() = words);
+    code
+}
+
+pub(super) fn missing(argument: &'static str) -> Error {
+    Error::argument(argument, "a null pointer came")
+}
+
+/// # Safety
+/// Null, or valid as long as the result is used.
+pub(super) unsafe fn from<'a, T>(argument: &'static str, pointer: *const T) -> Result<&'a T, Error> {
+    // SAFETY: the caller promises that it is null or valid.
+    unsafe { pointer.as_ref() }.ok_or_else(|| missing(argument))
+}
+
+/// # Safety
+/// Valid for `len` values as long as the result is used; null is an error unless there are none.
+pub(super) unsafe fn slice<'a, T>(argument: &'static str, pointer: *const T, len: usize) -> Result<&'a [T], Error> {
+    match len {
+        0 => Ok(&[]),
+        _ if pointer.is_null() => Err(missing(argument)),
+        // SAFETY: not null, and the caller promises that it is valid.
+        _ => Ok(unsafe { std::slice::from_raw_parts(pointer, len) }),
+    }
+}
+
+/// # Safety
+/// Null, or valid for one value.
+pub(super) unsafe fn give<T>(argument: &'static str, into: *mut T, value: T) -> Result<(), Error> {
+    if into.is_null() {
+        return Err(missing(argument));
+    }
+    // SAFETY: not null, and the caller promises that it is valid.
+    unsafe { into.write(value) };
+    Ok(())
+}
+
+/// # Safety
+/// `len` is null or valid; `into` is valid for `*len` bytes.
+pub(super) unsafe fn copy_out(bytes: &[u8], into: *mut u8, len: *mut usize) -> Result<(), Error> {
+    // SAFETY: the caller promises that it is null or valid.
+    let len = unsafe { len.as_mut() }.ok_or_else(|| missing("len"))?;
+    let room = std::mem::replace(len, bytes.len());
+    if room < bytes.len() {
+        return Err(Error::argument("len", format!("room for {room} bytes came; {} are needed", bytes.len())));
+    }
+    if into.is_null() {
+        return Err(missing("bytes"));
+    }
+    // SAFETY: not null, and there is room for them.
+    unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), into, bytes.len()) };
+    Ok(())
+}
+
+pub(super) fn seconds(argument: &'static str, value: f64) -> Result<Option<Duration>, Error> {
+    let problem = |_| Error::argument(argument, format!("{value} came; a time from 0 s on is allowed"));
+    // Longer than a century is "never".
+    let time = Duration::try_from_secs_f64(value.min(3e9)).map_err(problem)?;
+    Ok((!time.is_zero()).then_some(time))
+}
+
+/// A caller's pointer that travels to a callback.
+#[derive(Clone, Copy)]
+pub(super) struct Context(pub *mut c_void);
+
+// SAFETY: it is only handed back to its owner, who said that callbacks come from another thread.
+unsafe impl Send for Context {}
+// SAFETY: as above.
+unsafe impl Sync for Context {}
+
+impl Context {
+    pub fn pointer(&self) -> *mut c_void {
+        self.0
+    }
+}
+
+pub(super) fn done(callback: DoneCallback, context: *mut c_void) -> Done {
+    let Some(callback) = callback else { return Done::ignore() };
+    let context = Context(context);
+    Done::callback(move |outcome: Outcome| {
+        let words = outcome.as_ref().err().map(|error| text(&error.to_string()));
+        let code = outcome.as_ref().err().map_or(OK, status);
+        let words = words.as_ref().map_or(std::ptr::null(), |words| words.as_ptr());
+        // SAFETY: the caller gave this function for this, and the words live through the call.
+        unsafe { callback(context.pointer(), code, words) };
+    })
+}
+
+/// `pt_engine_options`.
+#[repr(C)]
+pub struct EngineOptions {
+    pub size: usize,
+    pub provider: *const c_char,
+    pub nics: usize,
+    pub sources: *const *const c_char,
+    pub network: *const SimNetwork,
+    pub gpu: u16,
+    pub secret: *const u8,
+    pub secret_len: usize,
+    pub heartbeat_interval: f64,
+    pub heartbeat_timeout: f64,
+    pub connect_timeout: f64,
+    pub default_deadline: f64,
+    pub grace: f64,
+    pub busy_poll: c_int,
+}
+
+/// `pt_submit`.
+#[repr(C)]
+pub struct Submit {
+    pub size: usize,
+    pub deadline: f64,
+    pub nic: c_int,
+    pub has_imm: c_int,
+    pub imm: u32,
+    pub done: DoneCallback,
+    pub context: *mut c_void,
+}
+
+/// `pt_transfer`.
+#[repr(C)]
+pub struct Transfer {
+    pub group: u64,
+    pub id: u64,
+}
+
+/// `pt_pages`.
+#[repr(C)]
+pub struct CPages {
+    pub indices: *const u64,
+    pub count: usize,
+    pub stride: u64,
+    pub offset: u64,
+}
+
+/// `pt_scatter_dst`.
+#[repr(C)]
+pub struct CScatterDst {
+    pub len: u64,
+    pub src_offset: u64,
+    pub desc: *const MrDesc,
+    pub dst_offset: u64,
+}
+
+/// `pt_mr`.
+pub struct Mr {
+    pub handle: MrHandle,
+    pub desc: MrDesc,
+}
+
+pub(super) fn right_size(found: usize, right: usize) -> Result<(), Error> {
+    if found == right {
+        return Ok(());
+    }
+    Err(Error::argument("size", format!("{found} came; this library was built with {right}: another version")))
+}
+
+impl Submit {
+    pub fn read(&self) -> Result<(Options, Option<u32>, Done), Error> {
+        right_size(self.size, size_of::<Self>())?;
+        let deadline = seconds("deadline", self.deadline)?;
+        let nic = usize::try_from(self.nic).ok();
+        let imm = (self.has_imm != 0).then_some(self.imm);
+        Ok((Options { deadline, nic }, imm, done(self.done, self.context)))
+    }
+}
+
+impl CPages {
+    /// # Safety
+    /// `indices` is valid for `count` values as long as the result is used.
+    pub unsafe fn read<'a>(&self) -> Result<Pages<'a>, Error> {
+        // SAFETY: the caller promises that it is valid.
+        let indices = unsafe { slice("indices", self.indices, self.count)? };
+        Ok(Pages { indices, stride: self.stride, offset: self.offset })
+    }
+}
+
+/// # Safety
+/// Null, or a string that ends with a zero.
+pub(super) unsafe fn string(argument: &'static str, pointer: *const c_char) -> Result<String, Error> {
+    if pointer.is_null() {
+        return Err(missing(argument));
+    }
+    // SAFETY: not null, and the caller promises that it ends.
+    Ok(unsafe { CStr::from_ptr(pointer) }.to_string_lossy().into_owned())
+}
+
+/// # Safety
+/// Null, or valid for one value.
+pub(super) unsafe fn give_transfer(into: *mut Transfer, id: TransferId) {
+    // SAFETY: the caller promises that it is null or valid.
+    if let Some(into) = unsafe { into.as_mut() } {
+        *into = Transfer { group: id.group as u64, id: id.id };
+    }
+}

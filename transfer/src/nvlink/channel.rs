@@ -1,0 +1,381 @@
+//! A connection between two processes of one machine: a UNIX socket in the abstract namespace that never blocks.
+
+use std::collections::VecDeque;
+use std::io;
+use std::mem::MaybeUninit;
+use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
+
+use super::control::{Control, complete};
+
+/// Bytes that may wait to be sent before more is refused.
+const BACKLOG: usize = 1 << 20;
+/// Bytes that one look takes from a connection, so that no peer keeps the others waiting.
+const SIP: usize = 256 << 10;
+
+fn checked(code: libc::c_int) -> io::Result<libc::c_int> {
+    if code < 0 { Err(io::Error::last_os_error()) } else { Ok(code) }
+}
+
+fn socket() -> io::Result<OwnedFd> {
+    let kind = libc::SOCK_STREAM | libc::SOCK_NONBLOCK | libc::SOCK_CLOEXEC;
+    // SAFETY: a call without pointers; the descriptor is new and nobody else's.
+    Ok(unsafe { OwnedFd::from_raw_fd(checked(libc::socket(libc::AF_UNIX, kind, 0))?) })
+}
+
+/// An address in the abstract namespace, which needs no file and goes away with its socket.
+fn address(name: &[u8]) -> io::Result<(libc::sockaddr_un, libc::socklen_t)> {
+    // SAFETY: plain bits, for which all zeros are valid.
+    let mut address: libc::sockaddr_un = unsafe { std::mem::zeroed() };
+    address.sun_family = libc::AF_UNIX as libc::sa_family_t;
+    // The first byte stays 0: that is what makes it abstract.
+    let room = address.sun_path.get_mut(1..=name.len());
+    let room = room.ok_or_else(|| io::Error::new(io::ErrorKind::InvalidInput, "the name is too long"))?;
+    room.iter_mut().zip(name).for_each(|(to, from)| *to = *from as libc::c_char);
+    let len = std::mem::offset_of!(libc::sockaddr_un, sun_path) + 1 + name.len();
+    Ok((address, len as libc::socklen_t))
+}
+
+/// Where others connect to.
+pub(super) struct Listener {
+    socket: OwnedFd,
+}
+
+impl Listener {
+    pub fn bind(name: &[u8]) -> io::Result<Self> {
+        let (socket, (address, len)) = (socket()?, address(name)?);
+        // SAFETY: the address has this length and lives through the call.
+        checked(unsafe { libc::bind(socket.as_raw_fd(), (&raw const address).cast(), len) })?;
+        // SAFETY: the socket is open.
+        checked(unsafe { libc::listen(socket.as_raw_fd(), 1024) })?;
+        Ok(Self { socket })
+    }
+
+    /// The next connection, if one waits. Processes of other users are turned away: a region's key is the right to write.
+    pub fn accept(&self) -> Option<Channel> {
+        let flags = libc::SOCK_NONBLOCK | libc::SOCK_CLOEXEC;
+        loop {
+            let (none, no_len) = (std::ptr::null_mut(), std::ptr::null_mut());
+            // SAFETY: the socket is open, and nobody asks for the address; the new descriptor is nobody else's.
+            let socket = unsafe {
+                let raw = libc::accept4(self.socket.as_raw_fd(), none, no_len, flags);
+                if raw < 0 {
+                    return None;
+                }
+                OwnedFd::from_raw_fd(raw)
+            };
+            // SAFETY: a call without arguments.
+            if user_of(&socket).is_ok_and(|user| user == unsafe { libc::geteuid() }) {
+                return Some(Channel::new(socket));
+            }
+        }
+    }
+}
+
+impl AsRawFd for Listener {
+    fn as_raw_fd(&self) -> RawFd {
+        self.socket.as_raw_fd()
+    }
+}
+
+fn user_of(socket: &OwnedFd) -> io::Result<libc::uid_t> {
+    // SAFETY: plain bits, for which all zeros are valid.
+    let mut credentials: libc::ucred = unsafe { std::mem::zeroed() };
+    let mut len = size_of::<libc::ucred>() as libc::socklen_t;
+    let room = (&raw mut credentials).cast();
+    // SAFETY: there is room for the credentials.
+    checked(unsafe { libc::getsockopt(socket.as_raw_fd(), libc::SOL_SOCKET, libc::SO_PEERCRED, room, &mut len) })?;
+    Ok(credentials.uid)
+}
+
+/// Room for one descriptor beside the bytes.
+#[repr(C, align(8))]
+struct Ancillary([u8; 64]);
+
+/// One connection.
+pub(super) struct Channel {
+    socket: OwnedFd,
+    out: VecDeque<u8>,
+    /// Bytes that were ever handed over, and ever sent.
+    queued: u64,
+    sent: u64,
+    incoming: Vec<u8>,
+    /// Where the next frame begins in `incoming`.
+    start: usize,
+    /// A descriptor that came along.
+    file: Option<OwnedFd>,
+    closed: bool,
+}
+
+impl Channel {
+    fn new(socket: OwnedFd) -> Self {
+        let (out, incoming) = (VecDeque::new(), Vec::new());
+        Self { socket, out, queued: 0, sent: 0, incoming, start: 0, file: None, closed: false }
+    }
+
+    /// Connects, and sends the first frame with a descriptor.
+    pub fn connect(name: &[u8], hello: &Control<'_>, file: BorrowedFd<'_>) -> io::Result<Self> {
+        let (socket, (address, len)) = (socket()?, address(name)?);
+        // SAFETY: the address has this length and lives through the call.
+        checked(unsafe { libc::connect(socket.as_raw_fd(), (&raw const address).cast(), len) })?;
+        let channel = Self::new(socket);
+        let mut bytes = Vec::new();
+        hello.write(&mut bytes);
+        channel.send_with(&mut bytes, file)?;
+        Ok(channel)
+    }
+
+    fn send_with(&self, bytes: &mut [u8], file: BorrowedFd<'_>) -> io::Result<()> {
+        let mut part = libc::iovec { iov_base: bytes.as_mut_ptr().cast(), iov_len: bytes.len() };
+        let mut ancillary = Ancillary([0; 64]);
+        // SAFETY: the message and what it points to live through the call; `ancillary` is aligned and has room for one
+        // descriptor.
+        let sent = unsafe {
+            let mut message: libc::msghdr = std::mem::zeroed();
+            (message.msg_iov, message.msg_iovlen) = (&raw mut part, 1);
+            message.msg_control = (&raw mut ancillary).cast();
+            message.msg_controllen = libc::CMSG_SPACE(size_of::<RawFd>() as u32) as usize;
+            let head = libc::CMSG_FIRSTHDR(&raw const message);
+            (*head).cmsg_level = libc::SOL_SOCKET;
+            (*head).cmsg_type = libc::SCM_RIGHTS;
+            (*head).cmsg_len = libc::CMSG_LEN(size_of::<RawFd>() as u32) as usize;
+            libc::CMSG_DATA(head).cast::<RawFd>().write_unaligned(file.as_raw_fd());
+            libc::sendmsg(self.socket.as_raw_fd(), &raw const message, libc::MSG_NOSIGNAL)
+        };
+        // A fresh connection has room for a few bytes.
+        if sent == bytes.len() as isize { Ok(()) } else { Err(io::Error::last_os_error()) }
+    }
+
+    /// Says whether the other side is gone.
+    pub fn is_closed(&self) -> bool {
+        self.closed
+    }
+
+    /// Says whether another frame may be queued.
+    pub fn has_room(&self) -> bool {
+        self.out.len() < BACKLOG
+    }
+
+    pub fn has_unsent(&self) -> bool {
+        !self.out.is_empty()
+    }
+
+    /// Queues a frame; what `sent` has to reach until it has left.
+    pub fn queue(&mut self, frame: &Control<'_>) -> u64 {
+        let before = self.out.len();
+        frame.write(&mut self.out);
+        self.queued += (self.out.len() - before) as u64;
+        self.queued
+    }
+
+    /// How many bytes have left this process.
+    pub fn sent(&self) -> u64 {
+        self.sent
+    }
+
+    /// Sends what waits, as far as it goes.
+    pub fn flush(&mut self) {
+        while !self.closed && !self.out.is_empty() {
+            let (front, _) = self.out.as_slices();
+            let (start, len) = (front.as_ptr().cast(), front.len());
+            // SAFETY: the bytes belong to the queue, which does not change during the call.
+            let sent = unsafe { libc::send(self.socket.as_raw_fd(), start, len, libc::MSG_NOSIGNAL) };
+            match usize::try_from(sent) {
+                Ok(sent) => {
+                    self.out.drain(..sent);
+                    self.sent += sent as u64;
+                }
+                Err(_) => match io::Error::last_os_error().kind() {
+                    io::ErrorKind::WouldBlock => return,
+                    io::ErrorKind::Interrupted => {}
+                    _ => self.closed = true,
+                },
+            }
+        }
+    }
+
+    /// Takes what has come. False: that was not everything.
+    pub fn receive(&mut self) -> bool {
+        self.incoming.drain(..std::mem::take(&mut self.start));
+        let end = self.incoming.len() + SIP;
+        while !self.closed && self.incoming.len() < end {
+            match self.receive_some() {
+                Ok(0) => self.closed = true,
+                Ok(_) => {}
+                Err(error) => match error.kind() {
+                    io::ErrorKind::WouldBlock => return true,
+                    io::ErrorKind::Interrupted => {}
+                    _ => self.closed = true,
+                },
+            }
+        }
+        self.closed
+    }
+
+    fn receive_some(&mut self) -> io::Result<usize> {
+        self.incoming.reserve(SIP / 4);
+        let room = self.incoming.spare_capacity_mut();
+        let mut part = libc::iovec { iov_base: room.as_mut_ptr().cast(), iov_len: room.len() };
+        let mut ancillary = MaybeUninit::<Ancillary>::zeroed();
+        // SAFETY: the message and what it points to live through the call; the kernel writes at most as much as there is
+        // room for, and says how much that was. A descriptor that comes along is new and nobody else's.
+        unsafe {
+            let mut message: libc::msghdr = std::mem::zeroed();
+            (message.msg_iov, message.msg_iovlen) = (&raw mut part, 1);
+            message.msg_control = ancillary.as_mut_ptr().cast();
+            message.msg_controllen = libc::CMSG_SPACE(size_of::<RawFd>() as u32) as usize;
+            let got = libc::recvmsg(self.socket.as_raw_fd(), &raw mut message, libc::MSG_CMSG_CLOEXEC);
+            let Ok(got) = usize::try_from(got) else { return Err(io::Error::last_os_error()) };
+            let head = libc::CMSG_FIRSTHDR(&raw const message);
+            let one = libc::CMSG_LEN(size_of::<RawFd>() as u32) as usize;
+            if !head.is_null()
+                && (*head).cmsg_level == libc::SOL_SOCKET
+                && (*head).cmsg_type == libc::SCM_RIGHTS
+                && (*head).cmsg_len == one
+            {
+                let raw = libc::CMSG_DATA(head).cast::<RawFd>().read_unaligned();
+                self.file = Some(OwnedFd::from_raw_fd(raw));
+            }
+            self.incoming.set_len(self.incoming.len() + got);
+            Ok(got)
+        }
+    }
+
+    /// The descriptor that came last.
+    pub fn take_file(&mut self) -> Option<OwnedFd> {
+        self.file.take()
+    }
+
+    /// The bytes of the next frame. What is no frame closes the connection.
+    pub fn next_frame(&mut self) -> Option<Vec<u8>> {
+        let left = self.incoming.get(self.start..)?;
+        match complete(left) {
+            Ok(len) => {
+                let frame = left.get(..len?)?.to_vec();
+                self.start += frame.len();
+                Some(frame)
+            }
+            Err(_) => {
+                self.close();
+                None
+            }
+        }
+    }
+
+    /// Ends the connection.
+    pub fn close(&mut self) {
+        self.closed = true;
+        self.out.clear();
+        self.start = self.incoming.len();
+        // SAFETY: the socket is open.
+        unsafe { libc::shutdown(self.socket.as_raw_fd(), libc::SHUT_RDWR) };
+    }
+}
+
+impl AsRawFd for Channel {
+    fn as_raw_fd(&self) -> RawFd {
+        self.socket.as_raw_fd()
+    }
+}
+
+/// Which of many connections have something to say.
+pub(super) struct Selector {
+    epoll: OwnedFd,
+}
+
+impl Selector {
+    pub fn new() -> io::Result<Self> {
+        // SAFETY: a call without pointers; the descriptor is new and nobody else's.
+        Ok(Self { epoll: unsafe { OwnedFd::from_raw_fd(checked(libc::epoll_create1(libc::EPOLL_CLOEXEC))?) } })
+    }
+
+    /// Watches a descriptor until it is closed.
+    pub fn add(&self, descriptor: &impl AsRawFd, name: u64) -> io::Result<()> {
+        let mut event = libc::epoll_event { events: libc::EPOLLIN as u32, u64: name };
+        let raw = descriptor.as_raw_fd();
+        // SAFETY: both descriptors are open, and the event lives through the call.
+        checked(unsafe { libc::epoll_ctl(self.epoll.as_raw_fd(), libc::EPOLL_CTL_ADD, raw, &raw mut event) })?;
+        Ok(())
+    }
+
+    /// Appends the names of those that are ready now.
+    pub fn ready(&self, names: &mut Vec<u64>) {
+        let mut events = [libc::epoll_event { events: 0, u64: 0 }; 64];
+        // SAFETY: there is room for that many events.
+        let count = unsafe { libc::epoll_wait(self.epoll.as_raw_fd(), events.as_mut_ptr(), 64, 0) };
+        names.extend(events.iter().take(usize::try_from(count).unwrap_or(0)).map(|event| event.u64));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::AsFd;
+
+    use super::super::control::decode;
+    use super::*;
+
+    fn name(what: &str) -> Vec<u8> {
+        format!("putget_transfer_test/{}/{what}", std::process::id()).into_bytes()
+    }
+
+    fn pair(what: &str) -> (Channel, Channel) {
+        let listener = Listener::bind(&name(what)).unwrap();
+        let file = std::fs::File::open("/dev/null").unwrap();
+        let one = Channel::connect(&name(what), &Control::Hello { process: 3 }, file.as_fd()).unwrap();
+        let mut two = listener.accept().unwrap();
+        assert!(listener.accept().is_none());
+        two.receive();
+        assert_eq!(decode(&two.next_frame().unwrap()), Ok(Control::Hello { process: 3 }));
+        assert!(two.take_file().is_some());
+        (one, two)
+    }
+
+    #[test]
+    fn frames_arrive_whole_and_in_order() {
+        let (mut one, mut two) = pair("frames");
+        let mut random = fastrand::Rng::with_seed(5);
+        let sizes: Vec<_> = (0..300).map(|_| random.usize(0..20_000)).collect();
+        let mut found = 0;
+        let mut last = 0;
+        for (index, size) in sizes.iter().enumerate() {
+            last = one.queue(&Control::Message(&vec![index as u8; *size]));
+            one.flush();
+            two.receive();
+            while let Some(frame) = two.next_frame() {
+                assert_eq!(decode(&frame), Ok(Control::Message(&vec![found as u8; sizes[found]])));
+                found += 1;
+            }
+        }
+        while found < sizes.len() {
+            one.flush();
+            two.receive();
+            while two.next_frame().is_some() {
+                found += 1;
+            }
+        }
+        assert_eq!(one.sent(), last);
+    }
+
+    #[test]
+    fn an_end_is_noticed() {
+        let (one, mut two) = pair("end");
+        assert!(two.receive() && !two.is_closed());
+        drop(one);
+        assert!(two.receive() && two.is_closed());
+    }
+
+    #[test]
+    fn noise_ends_the_connection() {
+        let (mut one, mut two) = pair("noise");
+        one.out.extend([255; 64]);
+        one.flush();
+        two.receive();
+        assert!(two.next_frame().is_none() && two.is_closed());
+    }
+
+    #[test]
+    fn nobody_is_there() {
+        let file = std::fs::File::open("/dev/null").unwrap();
+        assert!(Channel::connect(&name("nobody"), &Control::Hello { process: 3 }, file.as_fd()).is_err());
+        assert!(Listener::bind(&[b'x'; 200]).is_err());
+    }
+}

@@ -1,0 +1,205 @@
+/* What a C program does with the engine: every kind of transfer between two engines of a simulated network, and mistakes. */
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#include "putget_transfer.h"
+
+#define OK(call)                                                                     \
+  do {                                                                               \
+    int status_ = (call);                                                            \
+    if (status_ != PT_OK) {                                                          \
+      fprintf(stderr, "%s: status %d: %s\n", #call, status_, pt_last_error());       \
+      exit(1);                                                                       \
+    }                                                                                \
+  } while (0)
+#define CHECK(truth)                                                                 \
+  do {                                                                               \
+    if (!(truth)) {                                                                  \
+      fprintf(stderr, "line %d: %s does not hold\n", __LINE__, #truth);              \
+      exit(1);                                                                       \
+    }                                                                                \
+  } while (0)
+
+/* Something that callbacks of the engine's thread tell the main one. */
+typedef struct waiter {
+  pthread_mutex_t lock;
+  pthread_cond_t changed;
+  int calls, status;
+  char words[256];
+  uint64_t old_value, new_value;
+} waiter;
+#define WAITER {PTHREAD_MUTEX_INITIALIZER, PTHREAD_COND_INITIALIZER, 0, 0, "", 0, 0}
+
+static void tell(waiter *w, int status, const char *words) {
+  pthread_mutex_lock(&w->lock);
+  w->calls++;
+  w->status = status;
+  snprintf(w->words, sizeof w->words, "%s", words ? words : "");
+  pthread_cond_signal(&w->changed);
+  pthread_mutex_unlock(&w->lock);
+}
+
+static void over(void *context, int status, const char *words) {
+  CHECK((status == PT_OK) == (words == NULL));
+  tell(context, status, words);
+}
+
+static void message(void *context, const char *peer, const void *bytes, size_t len) {
+  CHECK(strlen(peer) > 0 && len == 6 && memcmp(bytes, "hello", 6) == 0);
+  tell(context, PT_OK, peer);
+}
+
+static void watched(void *context, uint64_t old_value, uint64_t new_value) {
+  waiter *w = context;
+  w->old_value = old_value;
+  w->new_value = new_value;
+  tell(w, PT_OK, NULL);
+}
+
+static void wait_for(waiter *w, int calls) {
+  struct timespec end;
+  clock_gettime(CLOCK_REALTIME, &end);
+  end.tv_sec += 60;
+  pthread_mutex_lock(&w->lock);
+  while (w->calls < calls)
+    if (pthread_cond_timedwait(&w->changed, &w->lock, &end)) {
+      fprintf(stderr, "only %d of %d calls came\n", w->calls, calls);
+      exit(1);
+    }
+  CHECK(w->calls == calls);
+  pthread_mutex_unlock(&w->lock);
+}
+
+static pt_submit with(waiter *w, int has_imm, uint32_t imm) {
+  pt_submit submit = {sizeof submit, 30.0, -1, has_imm, imm, over, w};
+  return submit;
+}
+
+int main(void) {
+  CHECK(pt_abi_version() == PT_ABI_VERSION);
+  pt_network *network;
+  OK(pt_network_create(7, &network));
+  pt_engine_options options = {.size = sizeof options, .provider = "sim", .nics = 2, .network = network, .secret = "abc", .secret_len = 3};
+  pt_engine *a, *b;
+  OK(pt_engine_create(&options, &a));
+  OK(pt_engine_create(&options, &b));
+  pt_network_destroy(network);
+
+  enum { LEN = 3 << 20 };
+  unsigned char *source = malloc(LEN);
+  for (size_t i = 0; i < LEN; i++) source[i] = (unsigned char)(i * 2654435761u >> 24);
+  pt_mr *src, *dst;
+  OK(pt_reg_mr(a, source, LEN, -1, &src));
+  OK(pt_alloc_mr(b, LEN, &dst));
+  const unsigned char *target = pt_mr_address(dst);
+  CHECK(pt_mr_address(src) == source);
+
+  uint8_t bytes[1024];
+  size_t len = 1;
+  CHECK(pt_mr_describe(dst, bytes, &len) == PT_INVALID && len > 1 && len <= sizeof bytes);
+  OK(pt_mr_describe(dst, bytes, &len));
+  pt_desc *desc;
+  OK(pt_desc_create(bytes, len, &desc));
+  CHECK(pt_desc_create(bytes, len - 1, &desc) == PT_INVALID && strstr(pt_last_error(), "bytes"));
+
+  waiter done = WAITER, arrived = WAITER;
+  OK(pt_expect_imm_count(b, 5, 2, 30.0, over, &arrived));
+  pt_submit submit = with(&done, 1, 5);
+  pt_transfer transfer;
+  OK(pt_submit_single_write(a, LEN / 2, src, 10, desc, 20, &submit, &transfer));
+  wait_for(&done, 1);
+  CHECK(done.status == PT_OK && memcmp(target + 20, source + 10, LEN / 2) == 0);
+  OK(pt_cancel(a, transfer));
+
+  uint64_t from[100], to[100];
+  for (uint64_t i = 0; i < 100; i++) from[i] = i, to[i] = (i * 7) % 100;
+  pt_pages from_pages = {from, 100, 1000, 3}, to_pages = {to, 100, 1024, 0};
+  OK(pt_submit_paged_writes(a, 1000, src, from_pages, desc, to_pages, &submit, NULL));
+  wait_for(&done, 2);
+  for (size_t i = 0; i < 100; i++) CHECK(memcmp(target + to[i] * 1024, source + from[i] * 1000 + 3, 1000) == 0);
+  wait_for(&arrived, 1);
+  CHECK(arrived.status == PT_OK && pt_imm_count(b, 5) == 2);
+
+  uint8_t addresses[2][512];
+  const uint8_t *peers[1] = {addresses[0]};
+  size_t lens[2] = {sizeof addresses[0], sizeof addresses[1]};
+  OK(pt_engine_address(b, addresses[0], &lens[0]));
+  submit = with(&done, 0, 0);
+  pt_group *group;
+  OK(pt_add_peer_group(a, peers, lens, 1, &submit, &group));
+  wait_for(&done, 3);
+  submit = with(&done, 1, 6);
+  pt_scatter_dst dsts[2] = {{100, 7, desc, 0}, {200, 9, desc, 4096}};
+  OK(pt_submit_scatter(a, group, src, dsts, 2, &submit, NULL));
+  wait_for(&done, 4);
+  CHECK(memcmp(target, source + 7, 100) == 0 && memcmp(target + 4096, source + 9, 200) == 0);
+  const pt_desc *barrier[1] = {desc};
+  OK(pt_submit_barrier(a, group, barrier, 1, &submit, NULL));
+  wait_for(&done, 5);
+  OK(pt_expect_imm_count(b, 6, 3, 30.0, over, &arrived));
+  wait_for(&arrived, 2);
+  OK(pt_reset_imm(b, 6));
+  CHECK(pt_imm_count(b, 6) == 0);
+
+  waiter received = WAITER;
+  OK(pt_submit_recvs(b, 64, 2, message, &received));
+  submit = with(&done, 0, 0);
+  OK(pt_submit_send(a, addresses[0], lens[0], "hello", 6, &submit, NULL));
+  wait_for(&received, 1);
+  wait_for(&done, 6);
+
+  waiter seen = WAITER;
+  pt_watcher *watcher;
+  OK(pt_watcher_create(b, watched, &seen, &watcher));
+  __atomic_store_n(pt_watcher_word(watcher), 9, __ATOMIC_RELEASE);
+  wait_for(&seen, 1);
+  CHECK(seen.old_value == 0 && seen.new_value == 9);
+  pt_watcher_destroy(watcher);
+  pt_mr *words;
+  OK(pt_alloc_mr(b, 64, &words));
+  OK(pt_mirror_imm(b, 5, words, 8));
+  CHECK(((uint64_t *)pt_mr_address(words))[1] == 2);
+  CHECK(pt_mirror_imm(b, 5, words, 60) == PT_INVALID);
+  CHECK(pt_mr_destroy(b, words) == PT_INVALID); /* the mirror holds it */
+
+  /* Mistakes have a status and words, and no effect; failures come to the callback. */
+  submit = with(&done, 1, 5);
+  CHECK(pt_submit_single_write(a, LEN + 1, src, 0, desc, 0, &submit, NULL) == PT_INVALID && strstr(pt_last_error(), "src"));
+  CHECK(pt_submit_single_write(a, 1, NULL, 0, desc, 0, &submit, NULL) == PT_INVALID && strstr(pt_last_error(), "null"));
+  submit.size--;
+  CHECK(pt_submit_single_write(a, 1, src, 0, desc, 0, &submit, NULL) == PT_INVALID && strstr(pt_last_error(), "size"));
+  submit = with(&done, 0, 0);
+  CHECK(pt_submit_barrier(a, group, barrier, 1, &submit, NULL) == PT_INVALID);
+  CHECK(pt_engine_create(NULL, &a) == PT_INVALID && pt_engine_create(&options, NULL) == PT_INVALID);
+  pt_engine_options wrong = options;
+  wrong.network = NULL;
+  CHECK(pt_engine_create(&wrong, &a) == PT_INVALID && strstr(pt_last_error(), "network"));
+  wrong.provider = "carrier_pigeon";
+  CHECK(pt_engine_create(&wrong, &a) == PT_UNAVAILABLE);
+  OK(pt_expect_imm_count(b, 77, 1, 0.05, over, &arrived));
+  wait_for(&arrived, 3);
+  CHECK(arrived.status == PT_COUNT_MISSED && strstr(arrived.words, "77"));
+  OK(pt_mr_destroy(b, dst));
+  OK(pt_submit_single_write(a, 1, src, 0, desc, 0, &submit, NULL));
+  wait_for(&done, 7);
+  CHECK(done.status == PT_TRANSFER && strstr(done.words, "not registered"));
+
+  char text[16384];
+  len = sizeof text;
+  OK(pt_metrics_text(a, text, &len));
+  CHECK(strstr(text, "putget_transfer_submitted_total") && strlen(text) + 1 == len);
+  pt_group_destroy(group);
+  pt_desc_destroy(desc);
+  pt_desc_destroy(NULL);
+  OK(pt_mr_destroy(a, src));
+  OK(pt_engine_close(a));
+  CHECK(pt_submit_recvs(a, 1, 1, message, NULL) == PT_CLOSED);
+  pt_engine_destroy(a);
+  pt_engine_destroy(b);
+  free(source);
+  puts("all is well");
+  return 0;
+}

@@ -1,0 +1,236 @@
+// An imitation of the CUDA driver for tests on machines without a GPU: what the nvlink provider calls, with "device" memory
+// that other processes can map, and streams that carry out their work late, each on a thread of its own.
+#define _GNU_SOURCE
+#include <fcntl.h>
+#include <pthread.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+enum { SUCCESS = 0, INVALID_VALUE = 1, NOT_FOUND = 500, NOT_READY = 600, REGISTERED = 712, NOT_REGISTERED = 713, MOST = 4096 };
+
+typedef struct { char *start; size_t len; int file; } Range;
+static Range allocations[MOST], pinned[MOST], mapped[MOST];
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+
+static Range *find(Range *table, const char *at) {
+  for (int i = 0; i < MOST; i++)
+    if (table[i].start && table[i].start <= at && at < table[i].start + table[i].len) return &table[i];
+  return NULL;
+}
+
+static int add(Range *table, char *start, size_t len, int file) {
+  for (int i = 0; i < MOST; i++)
+    if (!table[i].start) {
+      table[i] = (Range){start, len, file};
+      return SUCCESS;
+    }
+  return INVALID_VALUE;
+}
+
+int cuInit(unsigned flags) { return flags ? INVALID_VALUE : SUCCESS; }
+int cuDeviceGet(int *device, int ordinal) { return ordinal < 0 || ordinal > 3 ? 101 : (*device = ordinal, SUCCESS); }
+int cuDeviceGetAttribute(int *value, int attribute, int device) { return *value = attribute == 16 ? 4 : 1, (void)device, SUCCESS; }
+int cuDevicePrimaryCtxRetain(void **context, int device) { return *context = (char *)8 + device, SUCCESS; }
+int cuDevicePrimaryCtxRelease_v2(int device) { return (void)device, SUCCESS; }
+int cuCtxSetCurrent(void *context) { return (void)context, SUCCESS; }
+int cuCtxEnablePeerAccess(void *context, unsigned flags) { return (void)context, (void)flags, SUCCESS; }
+int cuThreadExchangeStreamCaptureMode(int *mode) { return *mode = 0, SUCCESS; }
+int cuGetErrorString(int code, const char **text) { return *text = code == SUCCESS ? "no error" : "an imitated error", SUCCESS; }
+
+int cuMemAlloc_v2(uint64_t *address, size_t len) {
+  int file = memfd_create("imitated device memory", 0);
+  if (file < 0 || ftruncate(file, (off_t)len)) return 2;
+  char *start = mmap(NULL, len, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+  if (start == MAP_FAILED) return 2;
+  pthread_mutex_lock(&lock);
+  int code = add(allocations, start, len, file);
+  pthread_mutex_unlock(&lock);
+  *address = (uint64_t)start;
+  return code;
+}
+
+int cuMemFree_v2(uint64_t address) {
+  pthread_mutex_lock(&lock);
+  Range *range = find(allocations, (char *)address);
+  if (range) {
+    munmap(range->start, range->len);
+    close(range->file);
+    range->start = NULL;
+  }
+  pthread_mutex_unlock(&lock);
+  return range ? SUCCESS : INVALID_VALUE;
+}
+
+int cuMemGetAddressRange_v2(uint64_t *base, size_t *len, uint64_t address) {
+  pthread_mutex_lock(&lock);
+  Range *range = find(allocations, (char *)address);
+  if (range) *base = (uint64_t)range->start, *len = range->len;
+  pthread_mutex_unlock(&lock);
+  return range ? SUCCESS : NOT_FOUND;
+}
+
+typedef struct { char text[64]; } Handle;
+
+int cuIpcGetMemHandle(Handle *handle, uint64_t address) {
+  pthread_mutex_lock(&lock);
+  Range *range = find(allocations, (char *)address);
+  if (range) snprintf(handle->text, sizeof handle->text, "/proc/%d/fd/%d", (int)getpid(), range->file);
+  pthread_mutex_unlock(&lock);
+  return range ? SUCCESS : INVALID_VALUE;
+}
+
+int cuIpcOpenMemHandle_v2(uint64_t *address, Handle handle, unsigned flags) {
+  struct stat about;
+  int file = flags == 1 ? open(handle.text, O_RDWR | O_CLOEXEC) : -1;
+  if (file < 0 || fstat(file, &about)) return INVALID_VALUE;
+  char *start = mmap(NULL, (size_t)about.st_size, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+  close(file);
+  if (start == MAP_FAILED) return INVALID_VALUE;
+  pthread_mutex_lock(&lock);
+  add(mapped, start, (size_t)about.st_size, -1);
+  pthread_mutex_unlock(&lock);
+  *address = (uint64_t)start;
+  return SUCCESS;
+}
+
+int cuIpcCloseMemHandle(uint64_t address) {
+  pthread_mutex_lock(&lock);
+  Range *range = find(mapped, (char *)address);
+  if (range) munmap(range->start, range->len), range->start = NULL;
+  pthread_mutex_unlock(&lock);
+  return range ? SUCCESS : INVALID_VALUE;
+}
+
+int cuMemHostRegister_v2(void *start, size_t len, unsigned flags) {
+  pthread_mutex_lock(&lock);
+  int code = flags != 3 ? INVALID_VALUE : find(pinned, start) ? REGISTERED : add(pinned, start, len, -1);
+  pthread_mutex_unlock(&lock);
+  return code;
+}
+
+int cuMemHostUnregister(void *start) {
+  pthread_mutex_lock(&lock);
+  Range *range = find(pinned, start);
+  int right = range && range->start == (char *)start;
+  if (right) range->start = NULL;
+  pthread_mutex_unlock(&lock);
+  return right ? SUCCESS : NOT_REGISTERED;
+}
+
+// Streams.
+typedef struct Work {
+  struct Work *next;
+  char *dst;
+  const char *src;
+  size_t len;
+  uint64_t *word, value;
+} Work;
+typedef struct {
+  pthread_t thread;
+  pthread_mutex_t lock;
+  pthread_cond_t changed;
+  Work *first, **last;
+  int busy, end;
+  unsigned seed;
+} Stream;
+
+static void *carry_out(void *argument) {
+  Stream *stream = argument;
+  pthread_mutex_lock(&stream->lock);
+  for (;;) {
+    while (!stream->first && !stream->end) pthread_cond_wait(&stream->changed, &stream->lock);
+    Work *work = stream->first;
+    if (!work) break;
+    stream->first = work->next;
+    if (!stream->first) stream->last = &stream->first;
+    stream->busy = 1;
+    pthread_mutex_unlock(&stream->lock);
+    usleep((unsigned)rand_r(&stream->seed) % 100);
+    if (work->word) __atomic_store_n(work->word, work->value, __ATOMIC_RELEASE);
+    else memcpy(work->dst, work->src, work->len);
+    free(work);
+    pthread_mutex_lock(&stream->lock);
+    stream->busy = 0;
+  }
+  pthread_mutex_unlock(&stream->lock);
+  return NULL;
+}
+
+int cuStreamCreate(Stream **into, unsigned flags) {
+  static unsigned seeds;
+  Stream *stream = calloc(1, sizeof *stream);
+  pthread_mutex_init(&stream->lock, NULL);
+  pthread_cond_init(&stream->changed, NULL);
+  stream->last = &stream->first;
+  stream->seed = ++seeds;
+  *into = stream;
+  return flags != 1 ? INVALID_VALUE : pthread_create(&stream->thread, NULL, carry_out, stream);
+}
+
+int cuStreamDestroy_v2(Stream *stream) {
+  pthread_mutex_lock(&stream->lock);
+  stream->end = 1;
+  pthread_cond_signal(&stream->changed);
+  pthread_mutex_unlock(&stream->lock);
+  pthread_join(stream->thread, NULL);
+  free(stream);
+  return SUCCESS;
+}
+
+int cuStreamQuery(Stream *stream) {
+  pthread_mutex_lock(&stream->lock);
+  int busy = stream->busy || stream->first;
+  pthread_mutex_unlock(&stream->lock);
+  return busy ? NOT_READY : SUCCESS;
+}
+
+static int queue(Stream *stream, Work what) {
+  Work *work = malloc(sizeof *work);
+  *work = what;
+  work->next = NULL;
+  pthread_mutex_lock(&stream->lock);
+  *stream->last = work;
+  stream->last = &work->next;
+  pthread_cond_signal(&stream->changed);
+  pthread_mutex_unlock(&stream->lock);
+  return SUCCESS;
+}
+
+int cuMemcpyAsync(uint64_t dst, uint64_t src, size_t len, Stream *stream) {
+  return queue(stream, (Work){.dst = (char *)dst, .src = (char *)src, .len = len});
+}
+
+int cuStreamWriteValue64_v2(Stream *stream, uint64_t address, uint64_t value, unsigned flags) {
+  // A GPU can store to memory only that is pinned.
+  pthread_mutex_lock(&lock);
+  Range *range = find(pinned, (char *)address);
+  pthread_mutex_unlock(&lock);
+  if (flags || !range) return INVALID_VALUE;
+  return queue(stream, (Work){.word = (uint64_t *)address, .value = value});
+}
+
+int cuMemcpyDtoH_v2(void *dst, uint64_t src, size_t len) { return memcpy(dst, (char *)src, len), SUCCESS; }
+int cuMemcpyHtoD_v2(uint64_t dst, const void *src, size_t len) { return memcpy((char *)dst, src, len), SUCCESS; }
+
+int cuModuleLoadData(void **module, const void *text) { return *module = (void *)text, strstr(text, ".entry") ? SUCCESS : INVALID_VALUE; }
+int cuModuleUnload(void *module) { return module ? SUCCESS : INVALID_VALUE; }
+int cuModuleGetFunction(void **function, void *module, const char *name) {
+  return *function = module, strcmp(name, "putget_transfer_pages") ? NOT_FOUND : SUCCESS;
+}
+
+int cuLaunchKernel(void *function, unsigned x, unsigned y, unsigned z, unsigned bx, unsigned by, unsigned bz, unsigned shared, Stream *stream,
+                   void **arguments, void **extra) {
+  if (!function || !x || y != 1 || z != 1 || bx % 32 || by != 1 || bz != 1 || shared || extra) return INVALID_VALUE;
+  uint64_t(*pieces)[3] = *(void **)arguments[0];
+  pthread_mutex_lock(&lock);
+  Range *range = find(pinned, (char *)pieces);
+  pthread_mutex_unlock(&lock);
+  if (!range) return INVALID_VALUE;
+  for (unsigned i = 0; i < *(unsigned *)arguments[1]; i++) cuMemcpyAsync(pieces[i][1], pieces[i][0], pieces[i][2], stream);
+  return SUCCESS;
+}

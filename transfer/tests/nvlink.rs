@@ -1,0 +1,452 @@
+//! The nvlink provider: device memory and host memory, inside one process and between processes.
+//!
+//! `cargo test` runs all of it with an imitation of the CUDA driver, which it compiles (without a C compiler it says so and
+//! ends). On a machine with GPUs, `PUTGET_TRANSFER_TEST_CUDA=1` and `--ignored` run the same tests with the real one.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
+
+mod common;
+
+use std::ffi::{CStr, c_void};
+use std::io::{BufRead, BufReader, Write};
+use std::process::{Child, Command, Stdio};
+use std::sync::mpsc::channel;
+use std::time::{Duration, Instant};
+
+use common::*;
+use putget_transfer::{
+    Builder, Device, DeviceGroup, Done, DownReason, Engine, Error, MrDesc, MrHandle, NetAddr, NetworkError, Options,
+    Pages, Reason, Refusal, ScatterDst,
+};
+
+/// A function of the driver, for what the tests do themselves.
+fn driver(name: &CStr) -> *mut c_void {
+    // SAFETY: terminated names and valid flags; the library stays open.
+    let found = unsafe { libc::dlsym(libc::dlopen(c"libcuda.so.1".as_ptr(), libc::RTLD_NOW), name.as_ptr()) };
+    assert!(!found.is_null(), "{name:?}");
+    found
+}
+
+macro_rules! cuda {
+    ($name:literal, $($value:expr => $type:ty),*) => {{
+        // SAFETY: the signature is that of cuda.h, and pointers are valid for what the function does with them.
+        let code = unsafe {
+            std::mem::transmute::<*mut c_void, unsafe extern "C" fn($($type),*) -> i32>(driver($name))($($value),*)
+        };
+        assert_eq!(code, 0, "{:?}", $name);
+    }};
+}
+
+/// Memory of a device, with a margin before and behind that nobody may write to.
+struct DeviceMemory {
+    allocation: u64,
+    len: usize,
+}
+
+const MARGIN: usize = 4096;
+
+impl DeviceMemory {
+    fn new(len: usize) -> Self {
+        let (mut device, mut context, mut allocation) = (0, std::ptr::null_mut::<c_void>(), 0);
+        cuda!(c"cuInit", 0 => u32);
+        cuda!(c"cuDeviceGet", &mut device => *mut i32, 0 => i32);
+        cuda!(c"cuDevicePrimaryCtxRetain", &mut context => *mut *mut c_void, device => i32);
+        cuda!(c"cuCtxSetCurrent", context => *mut c_void);
+        cuda!(c"cuMemAlloc_v2", &mut allocation => *mut u64, len + 2 * MARGIN => usize);
+        let memory = Self { allocation, len };
+        memory.write(&vec![0; len]);
+        memory.write_at(0, &[0xee; MARGIN]);
+        memory.write_at(MARGIN + len, &[0xee; MARGIN]);
+        memory
+    }
+
+    fn write_at(&self, at: usize, bytes: &[u8]) {
+        cuda!(c"cuMemcpyHtoD_v2", self.allocation + at as u64 => u64, bytes.as_ptr() => *const u8, bytes.len() => usize);
+    }
+
+    fn write(&self, bytes: &[u8]) {
+        self.write_at(MARGIN, bytes);
+    }
+
+    fn read(&self) -> Vec<u8> {
+        let mut all = vec![0; self.len + 2 * MARGIN];
+        cuda!(c"cuMemcpyDtoH_v2", all.as_mut_ptr() => *mut u8, self.allocation => u64, all.len() => usize);
+        assert!(all[..MARGIN].iter().chain(&all[MARGIN + self.len..]).all(|byte| *byte == 0xee), "outside the region");
+        all[MARGIN..MARGIN + self.len].to_vec()
+    }
+
+    fn register(&self, engine: &Engine) -> (MrHandle, MrDesc) {
+        let start = (self.allocation as usize + MARGIN) as *mut u8;
+        // SAFETY: device memory, which Rust never touches, and which outlives the engine.
+        unsafe { engine.reg_mr(start, self.len, Device::Cuda(0)) }.unwrap()
+    }
+}
+
+fn nvlink() -> Builder {
+    Engine::builder()
+        .group(DeviceGroup::nvlink(0))
+        .heartbeat(Duration::from_millis(100), Duration::from_secs(3))
+        .connect_timeout(Duration::from_secs(3))
+        .grace(Duration::from_millis(500))
+        .secret(b"between processes")
+}
+
+fn engines<const N: usize>() -> [Engine; N] {
+    std::array::from_fn(|_| nvlink().build().unwrap())
+}
+
+/// Runs the tests below with the imitated driver.
+#[test]
+fn with_an_imitated_driver() {
+    let folder = std::env::temp_dir().join(format!("putget_transfer_imitation_{}", std::process::id()));
+    std::fs::create_dir_all(&folder).unwrap();
+    let source = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/imitation/cuda.c");
+    let mut compile = Command::new("cc");
+    compile.args(["-shared", "-fPIC", "-O1", "-o"]).arg(folder.join("libcuda.so.1")).args([source, "-lpthread"]);
+    match compile.status() {
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => println!("skipped: there is no C compiler"),
+        status => {
+            assert!(status.unwrap().success());
+            let mut tests = Command::new(std::env::current_exe().unwrap());
+            tests.args(["--ignored", "--skip", "other_process", "--test-threads", "2"]).env(CUDA, "imitated");
+            let ran = tests.env("LD_LIBRARY_PATH", &folder).output().unwrap();
+            let text = String::from_utf8_lossy(&ran.stdout) + String::from_utf8_lossy(&ran.stderr);
+            assert!(ran.status.success() && text.contains("6 passed"), "{text}");
+        }
+    }
+    std::fs::remove_dir_all(folder).unwrap();
+}
+
+#[test]
+fn without_a_driver_it_says_so() {
+    if let Err(error) = Engine::builder().group(DeviceGroup::nvlink(0)).build() {
+        assert!(matches!(error, Error::Unavailable { .. }), "{error}");
+        assert!(error.to_string().contains("CUDA"), "{error}");
+    }
+}
+
+const CUDA: &str = "PUTGET_TRANSFER_TEST_CUDA";
+
+fn enabled() -> bool {
+    let enabled = std::env::var_os(CUDA).is_some();
+    if !enabled {
+        println!("skipped: {CUDA} is not set");
+    }
+    enabled
+}
+
+#[test]
+#[ignore = "needs a CUDA driver, real or imitated"]
+fn writes_of_all_kinds_land_and_count_once() {
+    if !enabled() {
+        return;
+    }
+    let [a, b] = engines();
+    let bytes = noise(9 << 20, 1);
+    let (from, to) = (DeviceMemory::new(9 << 20), DeviceMemory::new(10 << 20));
+    from.write(&bytes);
+    let ((src, own), (_dst, desc)) = (from.register(&a), to.register(&b));
+    let (host_src, _) = a.alloc_mr(9 << 20).unwrap();
+    host_src.write(0, &bytes).unwrap();
+    let (host_dst, host_desc) = b.alloc_mr(10 << 20).unwrap();
+    let options = within(LONG);
+    let mut right = vec![0; 10 << 20];
+    let lens = [0, 1, 100, 65536, 9 << 20];
+    for (source, offset) in [(&src, 77), (&host_src, 78)] {
+        for len in lens {
+            let write = |desc, imm| {
+                outcome(|done| a.submit_single_write(len, Some(imm), (source, 0), (desc, offset), &options, done))
+            };
+            assert_eq!((write(&desc, 1), write(&host_desc, 2)), (Ok(()), Ok(())), "{len}");
+            right[offset as usize..][..len as usize].copy_from_slice(&bytes[..len as usize]);
+            assert!(to.read() == right, "{len} bytes to device memory");
+            let mut found = vec![0; right.len()];
+            host_dst.read(0, &mut found).unwrap();
+            assert!(found == right, "{len} bytes to host memory");
+        }
+    }
+    assert_eq!((expect_count(&b, 1, 10), expect_count(&b, 2, 10)), (Ok(()), Ok(())));
+    let (one, other): (Vec<_>, Vec<_>) = ((0..3000).collect(), (0..3000).map(|page| (page * 7) % 3000).collect());
+    for (page_len, stride, offset) in [(1000, 1024, 3), (1024, 2048, 0), (1024, 1024, 4)] {
+        let pages = (Pages { indices: &one, stride, offset }, Pages { indices: &other, stride: 1024, offset: 16 });
+        let paged = |done| a.submit_paged_writes(page_len, Some(3), (&src, pages.0), (&desc, pages.1), &options, done);
+        assert_eq!(outcome(paged), Ok(()));
+        for (from, to) in one.iter().zip(&other) {
+            let from = (from * stride + offset) as usize;
+            right[(to * 1024 + 16) as usize..][..page_len as usize]
+                .copy_from_slice(&bytes[from..][..page_len as usize]);
+        }
+        assert!(to.read() == right, "pages of {page_len} bytes");
+    }
+    assert_eq!(expect_count(&b, 3, 3), Ok(()));
+    let dsts = [(&desc, 50), (&own, 20), (&host_desc, 9)].map(|(desc, len)| ScatterDst {
+        len,
+        src_offset: 9000,
+        dst: (desc, 5),
+    });
+    assert_eq!(outcome(|done| a.submit_scatter(None, Some(4), &src, &dsts, &options, done)), Ok(()));
+    assert_eq!(outcome(|done| a.submit_barrier(None, 4, &[&desc, &own], &options, done)), Ok(()));
+    assert_eq!((expect_count(&b, 4, 3), expect_count(&a, 4, 2)), (Ok(()), Ok(())));
+    assert_eq!((b.imm_count(1), b.imm_count(2), b.imm_count(3), b.imm_count(4), a.imm_count(4)), (10, 10, 3, 3, 2));
+}
+
+#[test]
+#[ignore = "needs a CUDA driver, real or imitated"]
+fn many_writes_at_a_time_and_messages() {
+    if !enabled() {
+        return;
+    }
+    let [a, b] = engines();
+    let bytes = noise(8 << 20, 2);
+    let (from, to) = (DeviceMemory::new(8 << 20), DeviceMemory::new(8 << 20));
+    from.write(&bytes);
+    let ((src, _), (_dst, desc)) = (from.register(&a), to.register(&b));
+    let (sender, received) = channel();
+    b.submit_recvs(10_000, 2, move |_, bytes| sender.send(bytes.to_vec()).unwrap()).unwrap();
+    let flag = putget_transfer::Flag::new();
+    for place in 0..2048 {
+        let at = place * 4096;
+        let done = Done::flag(&flag);
+        a.submit_single_write(4096, Some(1), (&src, at), (&desc, at), &within(LONG), done).unwrap();
+        if place % 16 == 0 {
+            let done = Done::flag(&flag);
+            a.submit_send(&b.main_address(), &bytes[at as usize..][..9000], &within(LONG), done).unwrap();
+        }
+    }
+    assert_eq!(expect_count(&b, 1, 2048), Ok(()));
+    assert!(to.read() == bytes);
+    eventually("all are over", || flag.pending() == 0);
+    assert_eq!((flag.failed(), b.imm_count(1)), (0, 2048));
+    let mut found: Vec<_> = (0..128).map(|_| received.recv_timeout(LONG).unwrap()).collect();
+    let mut sent: Vec<_> = (0..128).map(|index| bytes[index * 65536..][..9000].to_vec()).collect();
+    found.sort();
+    sent.sort();
+    assert!(found == sent);
+    let stranger = nvlink().secret(b"other").build().unwrap();
+    let connect = |done| stranger.add_peer_group(&[b.main_address()], &Options::default(), done);
+    assert_eq!(failure(outcome(connect)).reason, Refusal::Secret.into());
+}
+
+#[test]
+#[ignore = "needs a CUDA driver, real or imitated"]
+fn nothing_lands_once_a_registration_has_ended() {
+    if !enabled() {
+        return;
+    }
+    let [a, b] = engines();
+    let (from, to) = (DeviceMemory::new(4 << 20), DeviceMemory::new(4 << 20));
+    let (src, _) = from.register(&a);
+    for round in 0..5_u8 {
+        from.write(&vec![2 * round + 1; 4 << 20]);
+        let (dst, desc) = to.register(&b);
+        let flag = putget_transfer::Flag::new();
+        for _ in 0..64 {
+            let done = Done::flag(&flag);
+            a.submit_single_write(1 << 20, Some(1), (&src, 0), (&desc, 0), &within(LONG), done).unwrap();
+        }
+        eventually("one is over", || flag.pending() < 64);
+        b.dereg_mr(dst).unwrap();
+        to.write(&vec![0; 4 << 20]);
+        eventually("all are over", || flag.pending() == 0);
+        assert!(to.read().iter().all(|byte| *byte == 0), "a write landed after the end of its registration");
+        let late = |done| a.submit_single_write(1, Some(1), (&src, 0), (&desc, 0), &within(LONG), done);
+        assert_eq!(failure(outcome(late)).reason, Reason::Network(NetworkError::BadKey));
+    }
+    // An engine that closes takes its registrations back, too.
+    let (_dst, desc) = to.register(&b);
+    from.write(&vec![99; 4 << 20]);
+    let flag = putget_transfer::Flag::new();
+    let burst = |count| {
+        for _ in 0..count {
+            let done = Done::flag(&flag);
+            a.submit_single_write(1 << 20, None, (&src, 0), (&desc, 0), &within(LONG), done).unwrap();
+        }
+    };
+    burst(1);
+    eventually("the first is over", || flag.pending() == 0);
+    burst(64);
+    b.close();
+    to.write(&vec![0; 4 << 20]);
+    eventually("all are over", || flag.pending() == 0);
+    assert!(to.read().iter().all(|byte| *byte == 0), "a write landed after the end of the engine");
+    let [b] = engines();
+    let (dst, desc) = b.alloc_mr(4096).unwrap();
+    b.dereg_mr(dst).unwrap();
+    let late = |done| a.submit_single_write(1, Some(1), (&src, 0), (&desc, 0), &within(LONG), done);
+    assert_eq!(failure(outcome(late)).reason, Reason::Network(NetworkError::BadKey));
+}
+
+#[test]
+#[ignore = "needs a CUDA driver, real or imitated"]
+fn words_that_a_gpu_sees() {
+    if !enabled() {
+        return;
+    }
+    let [a, b] = engines();
+    let (sender, seen) = channel();
+    let watcher = b.alloc_uvm_watcher(move |old, new| sender.send((old, new)).unwrap_or(())).unwrap();
+    let (mirror, _) = b.alloc_mr(4096).unwrap();
+    b.mirror_imm(9, &mirror, 64).unwrap();
+    let memory = DeviceMemory::new(4096);
+    let (src, _) = memory.register(&a);
+    let (_dst, desc) = b.alloc_mr(4096).unwrap();
+    assert_eq!(outcome(|done| a.submit_single_write(8, Some(9), (&src, 0), (&desc, 0), &within(LONG), done)), Ok(()));
+    assert_eq!(expect_count(&b, 9, 1), Ok(()));
+    assert_eq!(mirror.load_word(64), Ok(1));
+    // A stream stores to the watched word, as a kernel would: that works only with memory that is pinned.
+    let mut stream = std::ptr::null_mut::<c_void>();
+    cuda!(c"cuStreamCreate", &mut stream => *mut *mut c_void, 1 => u32);
+    cuda!(c"cuStreamWriteValue64_v2", stream => *mut c_void, watcher.address() as u64 => u64, 5 => u64, 0 => u32);
+    assert_eq!(seen.recv_timeout(LONG), Ok((0, 5)));
+    cuda!(c"cuStreamDestroy_v2", stream => *mut c_void);
+}
+
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+fn unhex(text: &str) -> Vec<u8> {
+    (0..text.len() / 2).map(|at| u8::from_str_radix(&text[2 * at..2 * at + 2], 16).unwrap()).collect()
+}
+
+const MEMORY: usize = 6 << 20;
+
+/// Depends on every byte and its place.
+fn digest(bytes: &[u8]) -> u64 {
+    bytes.iter().fold(0, |sum: u64, byte| sum.wrapping_mul(31).wrapping_add(u64::from(*byte) + 1))
+}
+
+/// Not a test of its own: the other process of the tests below.
+#[test]
+#[ignore = "started by other tests"]
+fn other_process() {
+    if !enabled() {
+        return;
+    }
+    let engine = nvlink().build().unwrap();
+    let memory = DeviceMemory::new(MEMORY);
+    let (_handle, desc) = memory.register(&engine);
+    let (host, host_desc) = engine.alloc_mr(MEMORY).unwrap();
+    let all = [engine.main_address().to_bytes(), desc.to_bytes(), host_desc.to_bytes()].map(|bytes| hex(&bytes));
+    println!("\nhere {}", all.join(" "));
+    std::io::stdout().flush().unwrap();
+    for line in std::io::stdin().lines() {
+        let line = line.unwrap();
+        let (imm, count) = line.split_once(' ').unwrap();
+        assert_eq!(expect_count(&engine, imm.parse().unwrap(), count.parse().unwrap()), Ok(()));
+        let mut found = vec![0; MEMORY];
+        host.read(0, &mut found).unwrap();
+        println!("\ndigest {} {}", digest(&memory.read()), digest(&found));
+        std::io::stdout().flush().unwrap();
+    }
+}
+
+struct Other {
+    child: Child,
+    lines: std::io::Lines<BufReader<std::process::ChildStdout>>,
+}
+
+impl Other {
+    fn start() -> (Self, NetAddr, MrDesc, MrDesc) {
+        let mut command = Command::new(std::env::current_exe().unwrap());
+        command.args(["--exact", "other_process", "--ignored", "--nocapture"]);
+        let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+        let lines = BufReader::new(child.stdout.take().unwrap()).lines();
+        let mut other = Self { child, lines };
+        let found = other.line("here ");
+        let parts: Vec<_> = found.split(' ').map(unhex).collect();
+        let desc = |bytes: &[u8]| MrDesc::from_bytes(bytes).unwrap();
+        (other, NetAddr::from_bytes(&parts[0]).unwrap(), desc(&parts[1]), desc(&parts[2]))
+    }
+
+    fn line(&mut self, start: &str) -> String {
+        loop {
+            let line = self.lines.next().expect("the other process ended").unwrap();
+            if let Some(rest) = line.strip_prefix(start) {
+                return rest.to_owned();
+            }
+        }
+    }
+
+    /// Waits there for a count and compares its device memory and its host memory with what they should be.
+    fn check(&mut self, imm: u32, count: u64, device: &[u8], host: &[u8]) {
+        writeln!(self.child.stdin.as_mut().unwrap(), "{imm} {count}").unwrap();
+        assert_eq!(self.line("digest "), format!("{} {}", digest(device), digest(host)), "immediate {imm}");
+    }
+}
+
+impl Drop for Other {
+    fn drop(&mut self) {
+        self.child.kill().unwrap();
+        self.child.wait().unwrap();
+    }
+}
+
+#[test]
+#[ignore = "needs a CUDA driver, real or imitated"]
+fn operations_between_processes() {
+    if !enabled() {
+        return;
+    }
+    let [a] = engines();
+    let (mut other, _address, desc, host_desc) = Other::start();
+    let bytes = noise(MEMORY, 3);
+    let memory = DeviceMemory::new(MEMORY);
+    memory.write(&bytes);
+    let (src, _) = memory.register(&a);
+    let (mut device, mut host) = (vec![0; MEMORY], vec![0; MEMORY]);
+    let options = within(LONG);
+    for (index, len) in [0, 1, 100, 65536, 5 << 20].into_iter().enumerate() {
+        for (desc, right) in [(&desc, &mut device), (&host_desc, &mut host)] {
+            let write = |done| a.submit_single_write(len, Some(1), (&src, 9), (desc, 77), &options, done);
+            assert_eq!(outcome(write), Ok(()), "{len}");
+            right[77..77 + len as usize].copy_from_slice(&bytes[9..9 + len as usize]);
+        }
+        other.check(1, 2 * index as u64 + 2, &device, &host);
+    }
+    let (from, to): (Vec<u64>, Vec<u64>) = ((0..200).collect(), (0..200).map(|page| (page * 7) % 200).collect());
+    let pages = (Pages { indices: &from, stride: 1000, offset: 3 }, Pages { indices: &to, stride: 1024, offset: 0 });
+    for (desc, right) in [(&desc, &mut device), (&host_desc, &mut host)] {
+        let paged = |done| a.submit_paged_writes(1000, Some(2), (&src, pages.0), (desc, pages.1), &options, done);
+        assert_eq!(outcome(paged), Ok(()));
+        for (from, to) in from.iter().zip(&to) {
+            let (from, to) = (*from as usize * 1000 + 3, *to as usize * 1024);
+            right[to..to + 1000].copy_from_slice(&bytes[from..from + 1000]);
+        }
+    }
+    other.check(2, 2, &device, &host);
+    assert_eq!(outcome(|done| a.submit_barrier(None, 3, &[&desc], &options, done)), Ok(()));
+    other.check(3, 1, &device, &host);
+}
+
+#[test]
+#[ignore = "needs a CUDA driver, real or imitated"]
+fn kill_9_is_noticed_and_a_new_process_is_a_new_peer() {
+    if !enabled() {
+        return;
+    }
+    let (sender, events) = channel();
+    let a = nvlink().on_peer_event(move |event| sender.send(event).unwrap_or(())).build().unwrap();
+    let memory = DeviceMemory::new(1 << 20);
+    let (src, _) = memory.register(&a);
+    let write = |desc: &MrDesc| {
+        outcome(|done| a.submit_single_write(1 << 20, Some(5), (&src, 0), (desc, 0), &within(LONG), done))
+    };
+    for _ in 0..2 {
+        let (other, address, desc, host_desc) = Other::start();
+        assert_eq!((write(&desc), write(&host_desc)), (Ok(()), Ok(())));
+        assert_eq!(events.recv_timeout(LONG).unwrap().down, None);
+        // Nobody says goodbye, with writes under way.
+        let flag = putget_transfer::Flag::new();
+        for _ in 0..100 {
+            a.submit_single_write(1 << 20, None, (&src, 0), (&desc, 0), &within(LONG), Done::flag(&flag)).unwrap();
+        }
+        drop(other);
+        let started = Instant::now();
+        let event = events.recv_timeout(LONG).unwrap();
+        assert_eq!(event.peer, address.name());
+        assert!(matches!(event.down, Some(DownReason::HeartbeatLost | DownReason::NetworkLost)), "{event:?}");
+        assert!(started.elapsed() < Duration::from_secs(20), "{:?}", started.elapsed());
+        eventually("all are over", || flag.pending() == 0);
+        assert_eq!(write(&desc).unwrap_err().transfer_errors()[0].peer, address.name());
+    }
+}
