@@ -5,7 +5,7 @@
  * ZERO         the first rank may send no rows; in the last round the other one sends none
  * HALVES       dispatch and combine may be two kernels, with different numbers of CTAs
  * DEADLINES    any wait may expire in any CTA at any time; then its rank may not send anything more
- * For PUSH, MOVE, MIXED and ROTATE see kernels.pml, which has the mutations as well.
+ * For PUSH, QUANTISED, MOVE, MOVING, SPLIT, MIXED, ROTATE and SKEW see kernels.pml, which has the mutations as well.
  * Like every SPIN model it is sequentially consistent: that parts and joins also order memory is checked on the GPU.
  */
 #ifndef ROUNDS
@@ -28,21 +28,23 @@ inline choose_grid() {
 inline call(what) {
   choose_grid();
   if
-  :: launch(what, BOTH, grid)
+  :: what == COMBINE -> choose_moving(); launch(what, BOTH, grid, moving)
+  :: what != COMBINE -> launch(what, BOTH, grid, 0)
 #ifdef HALVES
-  :: launch(what, START, grid);
+  :: launch(what, START, grid, grid);
     if
     :: what == COMBINE -> choose_grid()
     :: else -> grid = 1
     fi;
-    launch(what, FINISH, grid)
+    launch(what, FINISH, grid, 0)
 #endif
   fi;
-  grid = 0
+  grid = 0;
+  moving = 0
 }
 
 proctype Stream(bit me) {
-  byte round, grid, src, slot;
+  byte round, grid, moving, src, slot;
   do
   :: round == ROUNDS -> break
   :: else ->

@@ -11,26 +11,42 @@
 #define ROWS 2 /* that a rank sends to each rank, unless it sends none */
 
 #if defined(PUSH)
-#define PUSHES 1
-#define MOVES 1
+#define REGIONS 3
+#define MOVES true
 #elif defined(MOVE)
-#define PUSHES 0
-#define MOVES 1
+#define REGIONS 2
+#define MOVES ((MOVE >> me) & 1)
 #else
-#define PUSHES 0
-#define MOVES 0
+#define REGIONS 2
+#define MOVES false
 #endif
-#define REGIONS (2 + PUSHES)
 
 /* A flag is one word: an epoch and a value. */
-#define FLAG(epoch, value) ((epoch) * 16 + (value))
-#define EPOCH_OF(flag) ((flag) / 16)
-#define VALUE_OF(flag) ((flag) % 16)
+#define FLAG(epoch, value) ((epoch) * 32 + (value))
+#define EPOCH_OF(flag) ((flag) / 32)
+#define VALUE_OF(flag) ((flag) % 32)
+/* Of a part: how many parts there are, and how many rows they put or how many turns this one is done with. */
 #define PARTS(parts, rows) ((parts) * 4 + (rows))
 #define PARTS_OF(flag) (VALUE_OF(flag) / 4)
 #define ROWS_OF(flag) ((flag) % 4)
+#define TURNS_OF(flag) ROWS_OF(flag)
+/* Of `ended`: how; and in how many groups of how many CTAs rows are moved, in 0 groups if none are. */
 #define COMBINED 1
 #define RELEASED 2
+#define MOVED(groups, splits) (COMBINED + (groups) * 4 + ((splits) - 1) * 16)
+#define HOW_OF(flag) ((flag) % 4)
+#define GROUPS_OF(flag) (VALUE_OF(flag) / 4 % 4)
+#define SPLITS_OF(flag) (VALUE_OF(flag) / 16 + 1)
+
+/* The CTAs that move rows: each has slots of its own, or a piece of each row. */
+#ifdef SPLIT
+#define PIECES 2
+#define SPLITS moving
+#else
+#define PIECES 1
+#define SPLITS 1
+#endif
+#define GROUPS (moving / SPLITS)
 
 #define DISPATCH 1
 #define COMBINE 2
@@ -47,17 +63,17 @@ typedef Rank {
   /* symmetric */
   byte ended[RANKS], finished[RANKS];
   byte arrived[RANKS * BLOCKS], pushed[RANKS * BLOCKS];
-  byte cell[REGIONS * RANKS * ROWS]; /* the epoch whose row it holds */
+  byte cell[REGIONS * RANKS * ROWS * PIECES]; /* the epoch whose row it holds */
   /* private: the head of the state, what dispatch has shown, joins */
   byte epoch;
   bool open, fault;
   byte misuse;
   byte counts[RANKS];
-  byte staged, gotten;
+  byte gotten;
   /* the running kernel */
-  byte kernel, half, grid;
-  byte running;   /* its CTAs that have not ended */
-  byte copied; /* its CTAs that have looked at the state */
+  byte kernel, half, grid, moving;
+  byte running; /* its CTAs that have not ended */
+  byte copied;  /* its CTAs that have looked at the state */
   /* of the proof */
   bool wrong;  /* the running kernel is out of turn */
   bool missed  /* a CTA has given up a wait */
@@ -76,23 +92,49 @@ byte sends_nothing[RANKS]; /* a bit for each epoch */
 #define REGION(kind, of_epoch) (kind)
 #define WITHIN(src, slot, of_epoch) ((src) * ROWS + (slot))
 #endif
-#define CELL(kind, src, slot, of_epoch) cell[REGION(kind, of_epoch) * RANKS * ROWS + WITHIN(src, slot, of_epoch)]
-#define RECEIVED(src, slot, of_epoch) CELL(0, src, slot, of_epoch)
-#define OUTPUT(src, slot, of_epoch) CELL(1, src, slot, of_epoch)
-#define INBOX(src, slot, of_epoch) CELL(2, src, slot, of_epoch)
+#define CELL(kind, src, slot, piece, of_epoch) \
+  cell[(REGION(kind, of_epoch) * RANKS * ROWS + WITHIN(src, slot, of_epoch)) * PIECES + (piece)]
+#define FIRST_PIECE 0
+#define LAST_PIECE (PIECES - 1)
+#define RECEIVED(src, slot, of_epoch) CELL(0, src, slot, FIRST_PIECE, of_epoch)
+#define OUTPUT(src, slot, of_epoch, piece) CELL(1, src, slot, piece, of_epoch)
+#define INBOX(src, slot, of_epoch, piece) CELL(2, src, slot, piece, of_epoch)
 #define EMPTY 0
 
-/* Stores a flag into every rank's memory, in any order. What is out of turn sends nothing. */
+/* Both pieces of a row: the same one twice where rows have one. */
+#define STORE(row, src, slot, of_epoch, value) \
+  row(src, slot, of_epoch, FIRST_PIECE) = value; row(src, slot, of_epoch, LAST_PIECE) = value
+#define HOLDS(row, src, slot, of_epoch, value) \
+  (row(src, slot, of_epoch, FIRST_PIECE) == (value) && row(src, slot, of_epoch, LAST_PIECE) == (value))
+
+/* Stores a flag into the memory of every rank that is wanted, in any order. What is out of turn sends nothing. */
+#define STORE_IF(wanted, flag, value) \
+  if \
+  :: wanted -> flag = value \
+  :: else \
+  fi
 #ifdef SKEW
-#define TO_ALL(flag, value) \
+#define TO_WANTED(flag, value, wants) \
   assert(!SELF.wrong); \
   if \
-  :: PEER.flag = value; SELF.flag = value \
-  :: SELF.flag = value; PEER.flag = value \
+  :: true -> STORE_IF(wants(1 - me), PEER.flag, value); STORE_IF(wants(me), SELF.flag, value) \
+  :: true -> STORE_IF(wants(me), SELF.flag, value); STORE_IF(wants(1 - me), PEER.flag, value) \
   fi
 #else
-#define TO_ALL(flag, value) d_step { assert(!SELF.wrong); PEER.flag = value; SELF.flag = value }
+#define TO_WANTED(flag, value, wants) \
+  d_step { \
+    assert(!SELF.wrong); \
+    STORE_IF(wants(1 - me), PEER.flag, value); \
+    STORE_IF(wants(me), SELF.flag, value) \
+  }
 #endif
+#define EVERY(rank) true
+#ifdef SKEW
+#define IN_ONE_STEP
+#else
+#define IN_ONE_STEP atomic
+#endif
+#define TO_ALL(flag, value) TO_WANTED(flag, value, EVERY)
 
 /* A CTA that gives up a wait reports a fault, and the rank knows it. */
 #if defined(DEADLINES)
@@ -119,7 +161,7 @@ inline observe_ended(of_epoch, own) {
 
 /* Of those that combined: who released has got nothing. */
 #define HAS_FINISHED(rank, of_epoch) \
-  (VALUE_OF(SELF.ended[rank]) != COMBINED || EPOCH_OF(SELF.finished[rank]) == of_epoch)
+  (HOW_OF(SELF.ended[rank]) != COMBINED || EPOCH_OF(SELF.finished[rank]) == of_epoch)
 
 /* Parts of a rank that have come. The first one says how many there are. */
 #define FIRST(flags, rank) SELF.flags[(rank) * BLOCKS]
@@ -161,21 +203,41 @@ inline observe_ended(of_epoch, own) {
 #else
 #define WAITS_AT_C3 true
 #endif
-#if defined(SKIP_C8)
-#define WAITS_AT_C8 false
-#elif defined(C8_IN_ONE_CTA)
-#define WAITS_AT_C8 (block == 0)
+/* C8 of one slot at one rank: who moves its rows has told of the turn of that slot, in each part that has some of it.
+ * `told` is what C3 has shown. */
+#ifdef C8_ONE_TURN_LESS
+#define IS_TOLD(flag, turn) (EPOCH_OF(flag) == epoch && TURNS_OF(flag) >= (turn))
 #else
-#define WAITS_AT_C8 true
+#define IS_TOLD(flag, turn) (EPOCH_OF(flag) == epoch && TURNS_OF(flag) > (turn))
+#endif
+#define TURN(rank, slot) ((slot) / GROUPS_OF(told[rank]))
+#define PART(rank, slot) ((slot) % GROUPS_OF(told[rank]) * SPLITS_OF(told[rank]))
+#define PUSHED(rank, part) SELF.pushed[(rank) * BLOCKS + (part)]
+#if defined(C8_FIRST_SPLIT)
+#define IS_MOVED(rank, slot) IS_TOLD(PUSHED(rank, PART(rank, slot)), TURN(rank, slot))
+#elif defined(C8_FIRST_PART)
+#define IS_MOVED(rank, slot) IS_TOLD(PUSHED(rank, 0), TURN(rank, slot))
+#else
+#define IS_MOVED(rank, slot) \
+  (IS_TOLD(PUSHED(rank, PART(rank, slot)), TURN(rank, slot)) && \
+   (SPLITS_OF(told[rank]) < 2 || IS_TOLD(PUSHED(rank, PART(rank, slot) + 1), TURN(rank, slot))))
+#endif
+/* Rows that a rank would push to itself as they are: it sums them where they are. */
+#if defined(PUSH) && !defined(QUANTISED)
+#define STAYS(rank) ((rank) == me)
+#else
+#define STAYS(rank) false
+#endif
+#if defined(SKIP_C8)
+#define IS_THERE(rank, slot) true
+#elif defined(C8_WITHOUT_OWN)
+#define IS_THERE(rank, slot) ((rank) == me || GROUPS_OF(told[rank]) == 0 || IS_MOVED(rank, slot))
+#else
+#define IS_THERE(rank, slot) (STAYS(rank) || GROUPS_OF(told[rank]) == 0 || IS_MOVED(rank, slot))
 #endif
 
 /* Joins: the last CTA to arrive goes on. */
 #define ARRIVE(counter, of) atomic { counter++; last = (counter == of) }
-#ifdef NO_J2
-#define J2 ARRIVE(SELF.staged, 1)
-#else
-#define J2 ARRIVE(SELF.staged, grid)
-#endif
 #ifdef NO_J3
 #define J3 ARRIVE(SELF.gotten, 1)
 #else
@@ -183,37 +245,43 @@ inline observe_ended(of_epoch, own) {
 #endif
 
 /* What a CTA copies. It does so in several reads; but what it reads of the state stays while a CTA of the kernel is
- * still to look (asserted where it changes), and each flag is judged by itself. */
+ * still to look (asserted where it changes; of a combine only the CTAs that move and the first one may judge by `open`),
+ * and each flag is judged by itself. */
 #define LOOK(parts) \
   d_step { \
     half = SELF.half; \
     grid = SELF.grid; \
+    moving = SELF.moving; \
     epoch = SELF.epoch; \
     open = SELF.open; \
     well = !SELF.fault; \
-    SELF.copied++; \
+    sent = SENT(me, epoch); \
+    most = (SELF.counts[0] > SELF.counts[1] -> SELF.counts[0] : SELF.counts[1]); \
+    SELF.copied = SELF.copied | (1 << block); \
     own_ended = OWN_FLAG(ended); \
     own_arrived = FIRST(arrived, me); \
     own_first = FIRST(parts, me); \
     own_part = SELF.parts[me * BLOCKS + block] \
   }
 
-/* Whether the kernel that publishes parts has been run in this round. The first CTA of this very kernel may have stored
- * its flag by now. */
+#define HAVE_LOOKED(ctas) ((SELF.copied & ((1 << (ctas)) - 1)) == (1 << (ctas)) - 1)
+
+/* Whether a kernel that publishes parts has been run in this round; this one has so many. The first CTA of this very
+ * kernel may have stored its flag by now. */
 #if defined(STRICT_FIRST_PART)
-#define PUBLISHED(of_epoch) (EPOCH_OF(own_first) == of_epoch)
+#define PUBLISHED(of_epoch, parts) (EPOCH_OF(own_first) == of_epoch)
 #elif defined(IGNORE_FIRST_PART)
-#define PUBLISHED(of_epoch) (EPOCH_OF(own_part) == of_epoch)
+#define PUBLISHED(of_epoch, parts) (EPOCH_OF(own_part) == of_epoch)
 #elif defined(IGNORE_OWN_PART)
-#define PUBLISHED(of_epoch) (EPOCH_OF(own_first) == of_epoch && PARTS_OF(own_first) != grid)
+#define PUBLISHED(of_epoch, parts) (EPOCH_OF(own_first) == of_epoch && PARTS_OF(own_first) != parts)
 #else
-#define PUBLISHED(of_epoch) \
-  (EPOCH_OF(own_part) == of_epoch || (EPOCH_OF(own_first) == of_epoch && PARTS_OF(own_first) != grid))
+#define PUBLISHED(of_epoch, parts) \
+  (EPOCH_OF(own_part) == of_epoch || (EPOCH_OF(own_first) == of_epoch && PARTS_OF(own_first) != parts))
 #endif
 #ifdef IGNORE_COMBINING
 #define COMBINING false
 #else
-#define COMBINING (open && own_ended == FLAG(epoch, COMBINED))
+#define COMBINING (open && EPOCH_OF(own_ended) == epoch && HOW_OF(own_ended) == COMBINED)
 #endif
 
 /* The first CTA reports. What is in turn is never refused. */

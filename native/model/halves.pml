@@ -5,7 +5,7 @@
  * by every CTA before it stores anything that a peer can see (assertions beside the stores), and is a fault of the kind
  * that is asserted here.
  *
- * For PUSH, MOVE, MIXED and ROTATE see kernels.pml, which has the mutations as well.
+ * For PUSH, MOVE, EITHER, SPLIT, MIXED and ROTATE see kernels.pml, which has the mutations as well.
  */
 #ifndef ROUNDS
 #define ROUNDS 2
@@ -49,15 +49,19 @@ inline judge_release_call() { fault = (turn == IN_COMBINE -> NOT_FINISHED : 0) }
 /* Runs what has been chosen. */
 inline attempt(what) {
   SELF.wrong = (fault != 0);
-  launch(what, half, grid);
+  if
+  :: what == COMBINE -> choose_moving()
+  :: else
+  fi;
+  launch(what, half, grid, moving);
   if
   :: fault != 0 -> assert(SELF.fault && SELF.misuse == fault); break
-  :: else -> assert(!SELF.fault); grid = 0
+  :: else -> assert(!SELF.fault); grid = 0; moving = 0
   fi
 }
 
 proctype Anything() {
-  byte me = 0, turn = IDLE, half, grid, fault, src, slot;
+  byte me = 0, turn = IDLE, half, grid, moving, fault, src, slot;
   do
   :: turn == IDLE && SELF.epoch == ROUNDS -> break
   :: turn != IDLE || SELF.epoch < ROUNDS ->
@@ -112,13 +116,13 @@ proctype Peer() {
   :: round == ROUNDS || SELF.fault -> break
   :: else ->
     round++;
-    launch(DISPATCH, BOTH, 1);
+    launch(DISPATCH, BOTH, 1, 0);
     if
     :: !SELF.fault -> run_experts()
     :: else
     fi;
     if
-    :: (combined_rounds >> round) & 1 -> launch(COMBINE, BOTH, 1)
+    :: (combined_rounds >> round) & 1 -> launch(COMBINE, BOTH, 1, 1)
     :: else
     fi
   od

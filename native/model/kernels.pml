@@ -5,13 +5,18 @@
  * own rank's flags, and publishes its part by itself.
  *
  * How combine moves rows: nothing (experts write combine_input, peers get it); MOVE: this kernel copies or quantises
- * them first (J2); PUSH: it puts them into the peers' inboxes.
+ * them first (a bit for each rank: one may copy rows where the other's experts have written combine_input); PUSH: it
+ * puts them into the peers' inboxes, and with QUANTISED also into its own. The CTAs that move do so in turns: a slot
+ * each, or with SPLIT a piece each of one slot. MOVING: how many CTAs of a whole combine move, at most. EITHER: a call
+ * may also move nothing (here the experts write combine_input all the same). Token and slot are the same number here.
  * MIXED        rounds alternate between layouts whose regions overlap; ROTATE says which ones
  * SKEW         a flag is stored into one rank's memory after the other's; else in one step, which nobody can tell who
  *              has not looked
  *
  * All accesses to rows in one tag are one step. That loses no error: a row access has no effect on what anybody does
- * next, so a read that finds a wrong row finds it too when the accesses beside it happen at the same moment.
+ * next, so a read that finds a wrong row finds it too when the accesses beside it happen at the same moment. Stores of
+ * rows and the flag behind them are one step as well: a flag that comes as early as its rows hinders nobody, so what
+ * goes wrong before it comes goes wrong all the same. With SKEW they are not.
  */
 #include "ctas_memory.pml"
 
@@ -41,9 +46,9 @@ inline judge_dispatch() {
   if
   :: half == FINISH && EPOCH_OF(own_arrived) != epoch + 1 -> refuse(NOT_STARTED)
 #ifdef DISPATCH_LOOKS_IN_ONE_CTA
-  :: half != FINISH && block == 0 && (PUBLISHED(epoch + 1) || COMBINING) -> refuse(NOT_FINISHED)
+  :: half != FINISH && block == 0 && (PUBLISHED(epoch + 1, grid) || COMBINING) -> refuse(NOT_FINISHED)
 #else
-  :: half != FINISH && (PUBLISHED(epoch + 1) || COMBINING) -> refuse(NOT_FINISHED)
+  :: half != FINISH && (PUBLISHED(epoch + 1, grid) || COMBINING) -> refuse(NOT_FINISHED)
 #endif
   :: else
   fi
@@ -74,8 +79,10 @@ inline start_dispatch() {
     publish_arrived();
     put_rows()
 #else
-    put_rows();       /* D2 */
-    publish_arrived() /* D3 */
+    IN_ONE_STEP {
+      put_rows();       /* D2 */
+      publish_arrived() /* D3 */
+    }
 #endif
   :: else
   fi
@@ -103,7 +110,7 @@ inline finish_dispatch() {
   :: d_step { D4_OVER -> /* D4 */
       SELF.counts[0] = ROWS_OF(LAST(arrived, 0));
       SELF.counts[1] = ROWS_OF(LAST(arrived, 1)) }
-    assert(SELF.copied == grid) /* no CTA is still to look at the state */
+    assert(HAVE_LOOKED(grid)) /* no CTA is still to look at the state */
   :: ANY_PART_AHEAD(arrived, epoch + 1) -> assert(false)
 #if defined(DEADLINES) || defined(PEERS_MAY_STOP)
   :: d_step { CAN_EXPIRE -> SELF.counts[0] = 0; SELF.counts[1] = 0; SELF.missed = true; well = !SELF.fault }
@@ -129,9 +136,11 @@ inline finish_dispatch() {
   fi
 }
 
+#define RUNS(what) (((SELF.running >> block) & 1) && SELF.kernel == what)
+
 inline dispatch() {
   atomic {
-    LOOK(arrived);
+    RUNS(DISPATCH) -> LOOK(arrived);
     if
     :: well -> judge_dispatch()
     :: else
@@ -147,18 +156,29 @@ inline dispatch() {
   fi
 }
 
+/* What a CTA does: the first ones move rows where any are to be moved, the others sum, or the same if there are no
+ * others. */
+#define IS_MOVING (block < moving)
+#define FIRST_SUMMING (moving < grid -> moving : 0)
+#define IS_SUMMING (half != START && block >= FIRST_SUMMING)
+
 /* Whether the half has its turn. By the first CTA, and by the others where they are about to move rows. */
 #if defined(ALL_JUDGE)
 #define JUDGES true
 #elif defined(TRUST_OTHERS)
 #define JUDGES (block == 0)
 #else
-#define JUDGES (block == 0 || (MOVES && half != FINISH))
+#define JUDGES (block == 0 || IS_MOVING)
 #endif
-#ifdef ASK_ENDED
-#define BEGUN (EPOCH_OF(own_ended) == epoch)
+/* The first CTA tells of the end while others look: these go by their parts. An end without parts is not
+ * this kernel's. */
+#define HAS_ENDED (EPOCH_OF(own_ended) == epoch)
+#if defined(ASK_ENDED)
+#define BEGUN HAS_ENDED
+#elif defined(ASK_PARTS_ALONE)
+#define BEGUN (block > 0 -> PUBLISHED(epoch, moving) : HAS_ENDED)
 #else
-#define BEGUN (PUSHES && block > 0 -> PUBLISHED(epoch) : EPOCH_OF(own_ended) == epoch)
+#define BEGUN (block > 0 && (!HAS_ENDED || GROUPS_OF(own_ended) > 0) -> PUBLISHED(epoch, moving) : HAS_ENDED)
 #endif
 #ifdef IGNORE_ARRIVED
 #define DISPATCHING false
@@ -176,71 +196,89 @@ inline judge_combine() {
   fi
 }
 
-/* C1 of the rows that this kernel copies, or C6 of those that it pushes. */
-inline move_rows() {
+/* This CTA's piece of one slot: C1 of rows that this kernel copies, or C6 of those that it pushes. */
+inline move_slot() {
   d_step {
     assert(!SELF.wrong);
     for (src : 0 .. RANKS - 1) {
-      for (slot : 0 .. SELF.counts[src] - 1) {
-        if
-        :: slot % grid == block ->
+      if
+      :: slot < SELF.counts[src] && !STAYS(src) ->
 #ifdef PUSH
-          assert(SELF.OUTPUT(src, slot, epoch) == epoch);
-          ranks[src].INBOX(me, slot, epoch) = epoch
+        assert(HOLDS(SELF.OUTPUT, src, slot, epoch, epoch));
+#define MOVED_ROW(piece) ranks[src].INBOX(me, slot, epoch, piece)
 #else
-          SELF.OUTPUT(src, slot, epoch) = epoch
+#define MOVED_ROW(piece) SELF.OUTPUT(src, slot, epoch, piece)
 #endif
+        if
+        :: block % SPLITS == 0 -> MOVED_ROW(FIRST_PIECE) = epoch
+        :: else
+        fi;
+        if
+        :: block % SPLITS == SPLITS - 1 -> MOVED_ROW(LAST_PIECE) = epoch
         :: else
         fi
-      }
+      :: else
+      fi
     }
-    src = 0;
-    slot = 0
+    src = 0
   }
 }
 
-inline publish_ended() { TO_ALL(ended[me], FLAG(epoch, COMBINED)) }
-inline publish_pushed() { TO_ALL(pushed[me * BLOCKS + block], FLAG(epoch, PARTS(grid, 0))) }
+/* In its first turn a part tells everybody, also of nothing; then those that have a row in this slot. */
+#ifdef SKIP_EMPTY_C7
+#define HAS_TURN(rank) (slot < SELF.counts[rank])
+#else
+#define HAS_TURN(rank) (turn == 1 || slot < SELF.counts[rank])
+#endif
+#ifdef C7_ONE_TURN_EARLY
+#define TURNS_DONE (turn + 1)
+#else
+#define TURNS_DONE turn
+#endif
+inline publish_pushed() { TO_WANTED(pushed[me * BLOCKS + block], FLAG(epoch, PARTS(moving, TURNS_DONE)), HAS_TURN) }
+
+inline move_rows() {
+  slot = block / SPLITS;
+  turn = 1;
+  do
+  :: true ->
+#ifdef EARLY_C7
+    publish_pushed();
+    move_slot();
+#else
+    IN_ONE_STEP {
+      move_slot();     /* C1, C6 */
+      publish_pushed() /* C7 */
+    }
+#endif
+    slot = slot + GROUPS;
+    turn++;
+    if
+    :: slot >= most -> break
+    :: else
+    fi
+  od;
+  slot = 0;
+  turn = 0
+}
+
+/* The others learn in how many parts this rank's rows come. */
+#ifdef FORGET_GROUPS
+#define TOLD_GROUPS 0
+#else
+#define TOLD_GROUPS GROUPS
+#endif
+inline publish_ended() { TO_ALL(ended[me], FLAG(epoch, (moving > 0 -> MOVED(TOLD_GROUPS, SPLITS) : COMBINED))) }
 
 inline start_combine() {
-#if defined(PUSH)
   if
   :: block == 0 -> publish_ended() /* C2 */
   :: else
   fi;
-#ifdef EARLY_C7
-  publish_pushed();
-  move_rows()
-#else
-  move_rows();     /* C6 */
-  publish_pushed() /* C7 */
-#endif
-#elif defined(MOVE)
-#ifdef EARLY_C2
-  J2;
   if
-  :: last -> SELF.staged = 0; publish_ended()
-  :: else
-  fi;
-  move_rows()
-#else
-  move_rows(); /* C1 */
-  J2;
-  if
-  :: last ->
-#ifndef KEEP_STAGED
-    SELF.staged = 0;
-#endif
-    publish_ended() /* C2 */
+  :: IS_MOVING -> move_rows()
   :: else
   fi
-#endif
-#else
-  if
-  :: block == 0 -> publish_ended() /* C2 */
-  :: else
-  fi
-#endif
 }
 
 #ifdef C3_WITHOUT_OWN
@@ -249,40 +287,56 @@ inline start_combine() {
 #define C3_OWN true
 #endif
 
-inline await_rows() {
-  if
-  :: WAITS_AT_C3 -> observe_ended(epoch, C3_OWN) /* C3 */
-  :: else
-  fi;
-  assert(!well || SELF.wrong || !WAITS_AT_C3 || VALUE_OF(PEER_FLAG(ended)) == COMBINED);
-#ifdef PUSH
-  if
-  :: well && WAITS_AT_C8 ->
+inline await_peers() {
+  atomic {
     if
-    :: ALL_PARTS(pushed, 0, epoch) && ALL_PARTS(pushed, 1, epoch) /* C8 */
-    :: ANY_PART_AHEAD(pushed, epoch) -> assert(false)
-    OR_EXPIRES
-    fi
-  :: else
-  fi
-#endif
+    :: WAITS_AT_C3 -> observe_ended(epoch, C3_OWN) /* C3 */
+    :: else
+    fi;
+    told[0] = SELF.ended[0];
+    told[1] = SELF.ended[1];
+    assert(!well || SELF.wrong || !WAITS_AT_C3 || HOW_OF(told[1 - me]) == COMBINED)
+  }
 }
 
-/* C4, or C9. */
+/* C4 or C9 of one token's rows. */
 inline read_rows() {
-  d_step {
-    for (slot : 0 .. SENT(me, epoch) - 1) {
-      for (src : 0 .. RANKS - 1) {
+  for (src : 0 .. RANKS - 1) {
+    if
 #ifdef PUSH
-        assert(SELF.wrong || SELF.INBOX(src, slot, epoch) == epoch)
+    :: !STAYS(src) -> assert(SELF.wrong || HOLDS(SELF.INBOX, src, slot, epoch, epoch))
+    :: else -> assert(SELF.wrong || HOLDS(SELF.OUTPUT, me, slot, epoch, epoch))
 #else
-        assert(SELF.wrong || ranks[src].OUTPUT(me, slot, epoch) == epoch)
+    :: true -> assert(SELF.wrong || HOLDS(ranks[src].OUTPUT, me, slot, epoch, epoch))
 #endif
-      }
-    }
-    src = 0;
-    slot = 0
+    fi
   }
+  src = 0
+}
+
+/* This CTA's share of the tokens. A wait and the reads behind it are one step: whoever waits later finds the same,
+ * since flags do not run ahead (asserted), and reads later. */
+inline sum_tokens() {
+  slot = block - FIRST_SUMMING;
+  do
+  :: !well || slot >= sent -> break
+  :: else ->
+    if
+    :: d_step { IS_THERE(0, slot) && IS_THERE(1, slot) -> read_rows() } /* C8 */
+    :: ANY_PART_AHEAD(pushed, epoch) -> assert(false)
+    OR_EXPIRES
+    fi;
+    slot = slot + grid - FIRST_SUMMING
+  od;
+  slot = 0
+}
+
+/* Before the round is closed: every CTA that moves has looked at the state. */
+inline await_own_parts() {
+  if
+  :: EPOCH_OF(FIRST(pushed, me)) == epoch && (moving < 2 || EPOCH_OF(SECOND(pushed, me)) == epoch)
+  OR_EXPIRES
+  fi
 }
 
 inline publish_finished() {
@@ -308,7 +362,7 @@ inline publish_finished() {
 
 inline combine() {
   atomic {
-    LOOK(pushed);
+    RUNS(COMBINE) -> LOOK(pushed);
     if
     :: well && JUDGES -> judge_combine()
     :: else
@@ -321,23 +375,28 @@ inline combine() {
   if
   :: half != START ->
     if
-    :: well -> await_rows()
+    :: well && (IS_SUMMING || block == 0) -> await_peers()
     :: else
     fi;
 #ifdef EARLY_C5
     publish_finished();
 #endif
     if
-    :: well -> read_rows()
+    :: well && IS_SUMMING -> sum_tokens()
     :: else
     fi;
+#ifndef SKIP_OWN_PARTS
+    if
+    :: well && IS_MOVING && block == 0 -> await_own_parts()
+    :: else
+    fi;
+#endif
 #if defined(MIXED) && !defined(EARLY_C5)
     publish_finished();
 #endif
     if
     :: well && block == 0 ->
-      assert(!MOVES || half == FINISH || SELF.copied == grid);
-      SELF.open = false
+      d_step { assert(HAVE_LOOKED(moving)); SELF.open = false }
     :: else
     fi
   :: else
@@ -345,7 +404,7 @@ inline combine() {
 }
 
 inline release() {
-  LOOK(arrived);
+  atomic { RUNS(RELEASE) -> LOOK(arrived) }
   if
 #ifdef RELEASE_DOES_NOT_ASK
   :: false
@@ -362,40 +421,61 @@ inline release() {
 }
 
 proctype Cta(bit me; byte block) {
-  byte half, grid, epoch, own_ended, own_arrived, own_first, own_part, src, slot;
+  byte half, grid, moving, epoch, own_ended, own_arrived, own_first, own_part, src, slot, turn, sent, most;
+  byte told[RANKS]; /* `ended`, as C3 has found it */
   bool open, well, last;
 end:
   do
-  :: (SELF.running >> block) & 1 ->
-    if
-    :: SELF.kernel == DISPATCH -> dispatch()
-    :: SELF.kernel == COMBINE -> combine()
-    :: SELF.kernel == RELEASE -> release()
-    fi;
+  :: if
+     :: dispatch()
+     :: combine()
+     :: release()
+     fi;
     d_step {
-      half = 0; grid = 0; epoch = 0; own_ended = 0; own_arrived = 0; own_first = 0; own_part = 0;
+      half = 0; grid = 0; moving = 0; epoch = 0; own_ended = 0; own_arrived = 0; own_first = 0; own_part = 0;
+      sent = 0; most = 0; told[0] = 0; told[1] = 0;
       open = false; well = false; last = false;
       SELF.running = SELF.running & ~(1 << block)
     }
   od
 }
 
-/* A kernel begins when the one before has ended. */
-inline launch(what, which, blocks) {
+/* A kernel begins when the one before has ended. The start half of combine moves with all its CTAs. */
+inline launch(what, which, blocks, movers) {
   d_step {
     SELF.kernel = what;
     SELF.half = which;
     SELF.grid = blocks;
+    SELF.moving = (what != COMBINE || which == FINISH || !MOVES -> 0 : movers);
+    SELF.moving = (which == START && SELF.moving > 0 -> blocks : SELF.moving);
     SELF.running = (1 << (blocks)) - 1
   }
   d_step {
     SELF.running == 0 ->
-    assert(SELF.fault || (SELF.staged == 0 && SELF.gotten == 0)); /* joins are whole */
+    assert(SELF.fault || SELF.gotten == 0); /* joins are whole */
     SELF.kernel = 0;
     SELF.half = 0;
     SELF.grid = 0;
+    SELF.moving = 0;
     SELF.copied = 0
   }
+}
+
+/* How many of the CTAs of a whole combine move rows: any number, or MOVING if there are so many. */
+inline choose_moving() {
+  if
+#ifdef MOVING
+  :: MOVES -> moving = (grid < MOVING -> grid : MOVING)
+#else
+  :: MOVES -> moving = 1
+  :: MOVES && grid > 1 -> moving = grid
+#endif
+#ifdef EITHER
+  :: moving = 0
+#else
+  :: !MOVES -> moving = 0
+#endif
+  fi
 }
 
 /* The caller's kernel: D5 and C1. */
@@ -407,15 +487,20 @@ inline run_experts() {
         assert(SELF.RECEIVED(src, slot, SELF.epoch) == (slot < SELF.counts[src] -> SELF.epoch : EMPTY)) /* D5 */
       }
     }
-  }
-#ifndef MOVE
-  d_step {
+#if defined(MOVE) && !defined(EITHER)
+    if
+    :: MOVES
+    :: else ->
+#endif
     for (src : 0 .. RANKS - 1) {
       for (slot : 0 .. SELF.counts[src] - 1) {
-        SELF.OUTPUT(src, slot, SELF.epoch) = SELF.epoch /* C1 */
+        STORE(SELF.OUTPUT, src, slot, SELF.epoch, SELF.epoch) /* C1 */
       }
     }
-  }
+#if defined(MOVE) && !defined(EITHER)
+    fi;
 #endif
-  d_step { src = 0; slot = 0 }
+    src = 0;
+    slot = 0
+  }
 }

@@ -1,6 +1,6 @@
 /* The synchronisation of dispatch and combine between ranks, for SPIN. The statements carry the tags of
- * docs/protocol.md. Each rank is one thread: it has one part, and joins nothing (ctas.pml has several). It may pause
- * between any two statements, so also where a half ends.
+ * docs/protocol.md. Each rank is one thread: it has one part, told in turns of one slot, and joins nothing (ctas.pml has
+ * several parts). It may pause between any two statements, so also where a half ends.
  *
  * SPIN executes one statement at a time in some order (sequential consistency). The model therefore checks that every
  * wait is there and in its place, not the memory orders of the accesses: those are checked under ThreadSanitizer
@@ -87,7 +87,7 @@ inline mix_layouts() {
 
 proctype Rank(byte me) {
   byte generation = 0, members = EVERYBODY, epoch = FIRST_EPOCH, round = 0, object = 0;
-  byte peer, slot, todo;
+  byte peer, slot, turn, todo;
   byte rows[RANKS];   /* sent to each rank this round */
   byte counts[RANKS]; /* received from each rank this round */
   bool open = false, combine;
@@ -132,7 +132,7 @@ next_round:
 #endif
 #ifdef LATE_READ /* of the first round's rows, after the next one's dispatch_start */
   if
-  :: round == 2 && combine -> round--; read_rows(); round++
+  :: round == 2 && combine -> round--; IN_TURNS(read_rows()); round++
   :: else
   fi;
 #endif
@@ -186,13 +186,11 @@ next_round:
     if
     :: PUSHES(object) ->
 #ifdef EARLY_C7
-      publish_pushed();
-      push_rows()
+      IN_TURNS(publish_pushed(); push_rows())
+#elif defined(SKIP_C7)
+      IN_TURNS(push_rows())
 #else
-      push_rows(); /* C6 */
-#ifndef SKIP_C7
-      publish_pushed() /* C7 */
-#endif
+      IN_TURNS(push_rows(); publish_pushed()) /* C6, C7 */
 #endif
     :: else
     fi;
@@ -209,23 +207,17 @@ next_round:
     peer = 0;
 #endif
 #endif
-#if PUSH > 0 && !defined(SKIP_C8)
-    if
-    :: PUSHES(object) -> observe_pushed() /* C8 */
-    :: else
-    fi;
-#endif
 #ifdef EARLY_C5
     publish_finished();
-    read_rows();
+    sum_tokens();
 #else
 #ifdef LATE_READ
     if
-    :: round > 1 -> read_rows()
-    :: else
+    :: round > 1 -> sum_tokens()
+    :: else -> IN_TURNS(await_token())
     fi;
 #else
-    read_rows(); /* C4, C9 */
+    sum_tokens();
 #endif
 #ifndef SKIP_C5
     publish_finished(); /* C5 */
@@ -268,6 +260,7 @@ finished:
   peer = 0;
   todo = 0;
   slot = 0;
+  turn = 0;
   atomic {
     if
     :: NOT_BEFORE(epoch, agreed_epoch) -> agreed_epoch = epoch

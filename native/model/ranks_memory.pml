@@ -70,6 +70,7 @@ typedef Memory {
   byte ended_how[RANKS];
 #if PUSH > 0
   byte pushed_epoch[RANKS];
+  byte pushed_turns[RANKS];
 #endif
   byte finished_epoch[RANKS]; /* only where layouts are mixed */
   byte cell[REGIONS * REGION_ROWS]
@@ -139,7 +140,20 @@ inline publish_arrived() { TO_PEERS(STORE_ARRIVED) }
 inline publish_ended(of_epoch, how) {
   TO_PEERS(atomic { AT(peer).ended_epoch[me] = of_epoch; AT(peer).ended_how[me] = how })
 }
-inline publish_pushed() { TO_PEERS(AT(peer).pushed_epoch[me] = epoch) }
+/* In the first turn everybody is told, then those whose row has been pushed in it. */
+#ifdef C7_ONE_TURN_EARLY
+#define TURNS_DONE (turn + 2)
+#else
+#define TURNS_DONE (turn + 1)
+#endif
+#define STORE_PUSHED \
+  if \
+  :: turn == 0 || turn < counts[peer] -> \
+    atomic { AT(peer).pushed_epoch[me] = epoch; AT(peer).pushed_turns[me] = TURNS_DONE } \
+  :: else \
+  fi
+
+inline publish_pushed() { TO_PEERS(STORE_PUSHED) }
 inline publish_finished() {
   if
   :: mixed -> TO_PEERS(AT(peer).finished_epoch[me] = epoch)
@@ -172,10 +186,22 @@ inline observe_ended(of_epoch) {
   peer = 0
 }
 
+/* Of one token: of each peer that has a row of it. */
+#ifdef C8_ONE_TURN_LESS
+#define MOVED_UP_TO(turns) (AT(me).pushed_turns[peer] >= turns)
+#else
+#define MOVED_UP_TO(turns) (AT(me).pushed_turns[peer] > turns)
+#endif
 inline observe_pushed() {
   for (peer : 0 .. RANKS - 1) {
     if
-    :: PEER(peer) -> WAIT(pushed_epoch[peer], epoch, skip)
+    :: PEER(peer) && turn < rows[peer] ->
+      if
+      :: atomic { REACHED(AT(me).pushed_epoch[peer], epoch) && MOVED_UP_TO(turn) ->
+          assert(AT(me).pushed_epoch[peer] == epoch) }
+      :: atomic { AT(me).pushed_epoch[peer] > epoch -> assert(false) }
+      OR_EXPIRES
+      fi
     :: else
     fi
   }
@@ -250,16 +276,50 @@ inline run_experts() {
   fi
 }
 
-/* C6: reads what the experts wrote. */
+/* C6 of the slot that has its turn: reads what the experts wrote. A rank's own rows stay where they are. */
 inline push_rows() {
-  FOR_ROWS(ACTIVE(peer) && slot < counts[peer],
+  FOR_ROWS(PEER(peer) && slot == turn && slot < counts[peer],
            assert(AT(me).OUTPUT(slot, peer) == round); AT(peer).INBOX(slot, me) = round)
 }
 
-/* C9, or C4. */
+/* C9, of the token whose turn it is, or C4 of all. A token has the slot of its number. */
 inline read_rows() {
   if
-  :: PUSHES(object) -> FOR_ROWS(slot < rows[peer], assert(AT(me).INBOX(slot, peer) == round))
+  :: PUSHES(object) ->
+    FOR_ROWS(slot == turn && slot < rows[peer],
+             if
+             :: peer == me -> assert(AT(me).OUTPUT(slot, me) == round)
+             :: else -> assert(AT(me).INBOX(slot, peer) == round)
+             fi)
   :: else -> FOR_ROWS(slot < rows[peer], assert(AT(peer).OUTPUT(slot, me) == round))
+  fi
+}
+
+#define IN_TURNS(act) \
+  do \
+  :: act; \
+    turn++; \
+    if \
+    :: turn == SLOTS -> break \
+    :: else \
+    fi \
+  od; \
+  turn = 0
+
+inline await_token() {
+#if PUSH > 0 && !defined(SKIP_C8)
+  if
+  :: PUSHES(object) -> observe_pushed() /* C8 */
+  :: else
+  fi
+#else
+  skip
+#endif
+}
+
+inline sum_tokens() {
+  if
+  :: PUSHES(object) -> IN_TURNS(await_token(); read_rows()) /* C9 */
+  :: else -> read_rows() /* C4 */
   fi
 }
