@@ -126,7 +126,7 @@ PUTGET_TEXT bool await_peers(Exec& exec, const Plan& plan, CombineScratch& scrat
 
 // Waits until the rows of one token are where they are summed from. A warp calls it. False: a deadline passed.
 template <class Exec>
-PUTGET_TEXT bool await_token(Exec& exec, const Plan& plan, WaitScratch& wait, uint32_t token) {
+PUTGET_TEXT bool await_token(Exec& exec, const Plan& plan, const CombineCall& call, WaitScratch& wait, uint32_t token) {
   const uint32_t top_k = plan.shape.top_k;
   const uint32_t round = wait.head.epoch;
   bool well = true;
@@ -136,7 +136,7 @@ PUTGET_TEXT bool await_token(Exec& exec, const Plan& plan, WaitScratch& wait, ui
     const uint64_t route = uint64_t{token} * top_k + (i >> kMostSplitBits);
     const uint32_t split = i & ((1u << kMostSplitBits) - 1);
     const int32_t rank = plan.target_ranks[route];
-    if (rank < 0 || Transit::stays(plan, rank)) continue;
+    if (rank < 0 || Transit::stays(plan, call, rank)) continue;
     const Parts parts = moved_parts(wait.value[rank]);
     if (parts.groups == 0 || split >= parts.splits()) continue;
     const uint32_t slot = static_cast<uint32_t>(plan.target_slots[route]);
@@ -164,7 +164,7 @@ PUTGET_TEXT bool sum_tokens(Exec& exec, const Plan& plan, const CombineCall& cal
     return true;
   }
   WaitScratch& wait = scratch.wait;
-  reduction.run(exec, plan, call, [&](uint32_t token) { return await_token(exec, plan, wait, token); });
+  reduction.run(exec, plan, call, [&](uint32_t token) { return await_token(exec, plan, call, wait, token); });
   exec.sync();
   if (wait.missing.empty()) return true;
   if (exec.thread() == 0) report_timeout(exec, plan, Phase::kCombine, wait.head.epoch, wait.missing);

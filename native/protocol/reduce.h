@@ -150,7 +150,7 @@ struct RowsOfToken {
       const int32_t slot = plan.target_slots[index];
       if (rank < 0) {
         row[k] = nullptr;
-      } else if (Transit::stays(plan, rank)) {
+      } else if (Transit::stays(plan, call, rank)) {
         row[k] = Transit(plan, call).from(slot, rank);
       } else if (shape.pushes) {
         row[k] = plan.own() + region + row_index(slot, rank, shape.ep_size) * row_bytes;

@@ -30,9 +30,10 @@ struct Transit {
     to_peers = plan.shape.pushes != 0;
   }
 
-  // Rows that this rank would push to itself as they are: it sums them where they are.
-  PUTGET_TEXT static bool stays(const Plan& plan, uint32_t src) {
-    return plan.shape.pushes && !plan.shape.quantised() && src == plan.shape.ep_rank;
+  // Rows that this rank would push to itself as they are: it sums them where they are. Not in halves, where the finish
+  // does not know which rows the start was given.
+  PUTGET_TEXT static bool stays(const Plan& plan, const CombineCall& call, uint32_t src) {
+    return plan.shape.pushes && !plan.shape.quantised() && call.half == Half::kBoth && src == plan.shape.ep_rank;
   }
 
   PUTGET_TEXT const uint8_t* from(uint32_t slot, uint32_t src) const {
@@ -195,7 +196,7 @@ PUTGET_TEXT void move_slot(Exec& exec, const Plan& plan, const CombineCall& call
     if (begin >= row_bytes) return;
     uint32_t src = plan.shape.ep_rank + item - round * ep_size;
     if (src >= ep_size) src -= ep_size;
-    if (slot >= num_tokens[src] || transit.stays(plan, src)) continue;
+    if (slot >= num_tokens[src] || Transit::stays(plan, call, src)) continue;
     const uint32_t end = begin + piece_bytes < row_bytes ? begin + piece_bytes : row_bytes;
     const uint8_t* from = transit.from(slot, src);
     uint8_t* to = transit.to(plan, slot, src);
