@@ -35,7 +35,7 @@ $b mount -t tmpfs top /top && $b mkdir /top/upper /top/work
 $b mount -t overlay -o lowerdir=/host,upperdir=/top/upper,workdir=/top/work root /root
 for place in proc sys dev; do $b mount --move "/$place" "/root/$place"; done
 $b mkdir -p /root/dev/shm /root/dev/pts
-$b mount -t tmpfs shm /root/dev/shm && $b mount -t tmpfs run /root/run && $b mount -t tmpfs tmp /root/tmp
+$b mount -t tmpfs shm /root/dev/shm && $b mount -t tmpfs run /root/run
 $b mkdir -p /root/run/job && $b mount -t 9p -o $share job /root/run/job
 exec $b switch_root /root /bin/sh /run/job/guest.sh
 END
