@@ -20,7 +20,6 @@ class Divisor {
   PUTGET_PURE uint32_t quotient(uint32_t dividend) const {
     return static_cast<uint32_t>(uint64_t{dividend} * multiplier_ >> shift_);
   }
-  PUTGET_PURE uint32_t remainder(uint32_t dividend) const { return dividend - quotient(dividend) * divisor_; }
 
  private:
   uint32_t divisor_;

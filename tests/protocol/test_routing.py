@@ -1,0 +1,36 @@
+"""native/protocol/divisor.h and routing.h against the plain ways of saying the same: tests/native/routing.cpp."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.protocol.stress_job import StressJob
+
+
+def test_routes_are_counted_as_they_are_said(tmp_path: Path) -> None:
+    done = StressJob("address,undefined", tmp_path, source="routing.cpp")()
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+MISTAKES = {
+    "the rounding of a multiplier": ("protocol/divisor.h", "/ divisor + 1);", "/ divisor);"),
+    "what the halves of an id are worth": (
+        "protocol/routing.h",
+        "return high_[i] == 0 ? low_[i] : ~0u;",
+        "return low_[i];",
+    ),
+    "an inactive rank": (
+        "protocol/routing.h",
+        "exec.count(set & router.active.word[first_rank / 32], first_rank, ep_size, scratch.rows);",
+        "exec.count(set, first_rank, ep_size, scratch.rows);",
+    ),
+    "tokens that are not valid": ("protocol/routing.h", "  if (end > router.num_valid) end = router.num_valid;\n", ""),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_caught(mistake: str, tmp_path: Path) -> None:
+    done = StressJob("undefined", tmp_path, MISTAKES[mistake], "routing.cpp")()
+    assert done.returncode != 0, f"{mistake}: nothing checks it"
