@@ -20,24 +20,33 @@ void launch_probe(uint8_t* const* base, uint32_t ep_size, uint32_t ep_rank, uint
 // Loads the kernels now: loading one later could wait for a kernel that waits for this rank.
 void load_dispatch_kernels();
 void load_combine_kernels();
+void load_bulk_combine_kernels();
 void load_probe_kernels();
 
 // The instances of combine_kernel, by what travels.
 using CombineKernel = void (*)(Plan, CombineCall);
 CombineKernel same_kernel(OutputType type, bool packed, uint32_t top_k);
 CombineKernel fp8_kernel(OutputType type, uint32_t top_k);
+CombineKernel bulk_kernel(OutputType type);
+
+// Loads a kernel whose CTAs may take all shared memory that there is beside their scratch.
+template <class Call>
+void load_bulk_kernel(void (*kernel)(Plan, Call), const char* what) {
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kRingsBytes), what);
+}
 
 // Launches a kernel that begins with ptx::wait_for_earlier_grids: its CTAs may take their places while the kernel
 // before it ends.
 template <class Call>
-void launch_early(void (*kernel)(Plan, Call), const putget_launch& launch, cudaStream_t stream, const Plan& plan,
-                  const Call& call, const char* what) {
+void launch_early(void (*kernel)(Plan, Call), const putget_launch& launch, const RingShape& ring, cudaStream_t stream,
+                  const Plan& plan, const Call& call, const char* what) {
   cudaLaunchAttribute early{};
   early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   early.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(launch.blocks);
   config.blockDim = dim3(launch.threads);
+  config.dynamicSmemBytes = rings_bytes(ring, launch.threads);
   config.stream = stream;
   config.attrs = &early;
   config.numAttrs = 1;

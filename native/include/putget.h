@@ -72,6 +72,8 @@ typedef struct putget_launch {
   uint32_t threads;       /* of a block, a multiple of 32 up to 768 */
   uint32_t segment_bytes; /* of a row, for one warp at a time; a multiple of 512 */
   uint32_t splits;        /* dispatch: warps that share the targets of one segment; a power of two up to 128 */
+  uint32_t stages;        /* combine: of shared memory for each warp's bulk copies, up to 8; 1: no bulk copies */
+  uint32_t movers;        /* combine: blocks that move rows before they are summed, where any are to be moved */
 } putget_launch;
 
 typedef struct putget_config {

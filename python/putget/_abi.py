@@ -45,6 +45,8 @@ class Launch(Structure):
         ("threads", c_uint32),
         ("segment_bytes", c_uint32),
         ("splits", c_uint32),
+        ("stages", c_uint32),
+        ("movers", c_uint32),
     ]
 
 
