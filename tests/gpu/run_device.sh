@@ -4,8 +4,8 @@
 #   tests/gpu/run_device.sh [step...]      steps: build litmus suite1 suiteN sanitize stress    (default: all of them)
 #
 # Needs CMake, nvcc on PATH, a python3 with torch, and no network. Where pytest is missing, wheels of it (and of pytest-timeout,
-# hypothesis and what they need) are taken from .whl/ in the checkout. Logs go to $OUT (default: build/device_run); a table comes last.
-# Variables: STRESS_ROUNDS, STRESS_SECONDS, LIMIT_<step> in seconds.
+# pytest-xdist, hypothesis and what they need) are taken from .whl/ in the checkout. Logs go to $OUT (default: build/device_run); a table comes last.
+# Variables: STRESS_ROUNDS, STRESS_SECONDS, LIMIT_<step> in seconds, WORKERS (pytest processes; they share the GPUs).
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.." || exit 1
 
@@ -49,8 +49,8 @@ run() {
 }
 
 prepare_pytest() {
-  python3 -c 'import pytest, pytest_timeout, hypothesis' 2>/dev/null && return
-  [ -d .whl ] || { echo "pytest, pytest-timeout or hypothesis is missing, and there is no .whl/" >&2; return 1; }
+  python3 -c 'import pytest, pytest_timeout, xdist, hypothesis' 2>/dev/null && return
+  [ -d .whl ] || { echo "pytest, pytest-timeout, pytest-xdist or hypothesis is missing, and there is no .whl/" >&2; return 1; }
   python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target "$site" .whl/*.whl
 }
 
@@ -62,9 +62,19 @@ build() {
     cmake --build build/device -j && cmake --build build/litmus -j
 }
 
+# Contexts of several workers take turns on a GPU, which tests with bounds of time do not bear: those come by themselves, in
+# few workers, since most of their time is setting ranks up and waiting.
 suite() {
-  python3 -m pytest -m gpu -q -p no:cacheprovider tests --ignore=tests/project --ignore=tests/native \
-    --ignore=tests/protocol --ignore=tests/bench --ignore=tests/gpu/test_litmus.py --durations=15
+  local seen=${CUDA_VISIBLE_DEVICES:-all} workers=6 timed_workers=3 status=0
+  [ "$seen" = all ] || workers=3 timed_workers=1
+  pytest_gpu "gpu and not timed" "${WORKERS:-$workers}" shared || status=$?
+  pytest_gpu "gpu and timed" "${TIMED_WORKERS:-$timed_workers}" timed || status=$?
+  return $status
+}
+
+pytest_gpu() { # MARKERS WORKERS NAME
+  python3 -m pytest -m "$1" -n "$2" --dist worksteal -q -p no:cacheprovider tests --ignore=tests/project --ignore=tests/native \
+    --ignore=tests/protocol --ignore=tests/gpu/test_litmus.py --durations=30 --durations-min=2 --junitxml="$out/suite_${seen}_$3.xml"
 }
 
 sanitize() {
@@ -79,7 +89,8 @@ sanitize() {
   [ $status -eq 0 ] && grep -q 'equal the oracle' <<<"$text"
 }
 
-export -f build suite sanitize
+export -f build suite pytest_gpu sanitize
+export out
 
 litmus_fleet() { # GPUS RANKS [VISIBLE]
   run "litmus, $1 GPU(s), $2 ranks" "${LIMIT_litmus:-60}" litmus.jsonl \
