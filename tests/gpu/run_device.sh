@@ -4,7 +4,8 @@
 #   tests/gpu/run_device.sh [step...]      steps: build litmus suite1 suiteN sanitize stress    (default: all of them)
 #
 # Needs CMake, nvcc on PATH, a python3 with torch, and no network. Where pytest is missing, wheels of it (and of pytest-timeout,
-# pytest-xdist, hypothesis and what they need) are taken from .whl/ in the checkout. Logs go to $OUT (default: build/device_run); a table comes last.
+# pytest-xdist, hypothesis and what they need) are taken from .whl/ in the checkout.
+# Logs and JUnit reports go to $OUT (default: build/device_run); a table comes last.
 # Variables: STRESS_ROUNDS, STRESS_SECONDS, LIMIT_<step> in seconds, WORKERS (pytest processes; they share the GPUs).
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.." || exit 1
@@ -40,7 +41,7 @@ run() {
     124 | 137) word="TIME LIMIT ($limit s)" ;;
     *) word="FAILED ($status)" ;;
   esac
-  printf '%-34s %-18s %4d s  %s\n' "$step" "$word" $((SECONDS - start)) "$(tail -n 1 "$log" | cut -c1-150)" >>"$out/summary.txt"
+  printf '%-44s %-18s %4d s  %s\n' "$step" "$word" $((SECONDS - start)) "$(tail -n 1 "$log" | cut -c1-150)" >>"$out/summary.txt"
   if [ $status -ne 0 ]; then
     echo "-- $step: $word; the end of $log:"
     grep -E '^(E  |FAILED|ERROR|=========|.*Error)' "$log" | tail -n 25
@@ -64,17 +65,18 @@ build() {
 
 # Contexts of several workers take turns on a GPU, which tests with bounds of time do not bear: those come by themselves, in
 # few workers, since most of their time is setting ranks up and waiting.
-suite() {
-  local seen=${CUDA_VISIBLE_DEVICES:-all} workers=6 timed_workers=3 status=0
-  [ "$seen" = all ] || workers=3 timed_workers=1
-  pytest_gpu "gpu and not timed" "${WORKERS:-$workers}" shared || status=$?
-  pytest_gpu "gpu and timed" "${TIMED_WORKERS:-$timed_workers}" timed || status=$?
-  return $status
+suite() { # shared | timed
+  local seen=${CUDA_VISIBLE_DEVICES:-all} markers="gpu and not timed" workers=${WORKERS:-6}
+  [ "$seen" = all ] || workers=${WORKERS:-3}
+  [ "$1" = shared ] || markers="gpu and timed" workers=$((workers / 2))
+  python3 -m pytest -m "$markers" -n "$workers" --dist worksteal -q -p no:cacheprovider tests --ignore=tests/project --ignore=tests/native \
+    --ignore=tests/protocol --ignore=tests/gpu/test_litmus.py --durations=40 --durations-min=2 --junitxml="$out/suite_${seen}_$1.xml"
 }
 
-pytest_gpu() { # MARKERS WORKERS NAME
-  python3 -m pytest -m "$1" -n "$2" --dist worksteal -q -p no:cacheprovider tests --ignore=tests/project --ignore=tests/native \
-    --ignore=tests/protocol --ignore=tests/gpu/test_litmus.py --durations=30 --durations-min=2 --junitxml="$out/suite_${seen}_$3.xml"
+both_suites() { # WHAT LIMIT LOG: all GPU tests
+  run "suite, $1" "$2" "$3.log" bash -c "suite shared" || failed=1
+  run "tests with bounds of time, $1" "$2" "$3_timed.log" bash -c "suite timed" || failed=1
+  return $failed
 }
 
 sanitize() {
@@ -89,7 +91,7 @@ sanitize() {
   [ $status -eq 0 ] && grep -q 'equal the oracle' <<<"$text"
 }
 
-export -f build suite pytest_gpu sanitize
+export -f build suite sanitize
 export out
 
 litmus_fleet() { # GPUS RANKS [VISIBLE]
@@ -118,7 +120,7 @@ if wanted sanitize && [ "$gpus" -gt 1 ]; then
   sanitizing=$!
 fi
 if wanted suite1; then
-  CUDA_VISIBLE_DEVICES=0 run "suite, 1 GPU (emulated ranks)" "${LIMIT_suite1:-180}" suite_1gpu.log bash -c suite || failed=1
+  CUDA_VISIBLE_DEVICES=0 both_suites "1 GPU (emulated ranks)" "${LIMIT_suite1:-180}" suite_1gpu || failed=1
 fi
 if wanted litmus; then
   litmus_fleet 1 2 0
@@ -139,7 +141,7 @@ if [ "$gpus" -gt 1 ]; then
     litmus_fleet 2 4
   fi
   if wanted suiteN; then
-    run "suite, $gpus GPUs" "${LIMIT_suiteN:-300}" suite_ngpu.log bash -c suite || failed=1
+    both_suites "$gpus GPUs" "${LIMIT_suiteN:-240}" suite_ngpu || failed=1
   fi
 fi
 if wanted stress; then
