@@ -73,9 +73,10 @@ suite() { # shared | timed
     --ignore=tests/protocol --ignore=tests/gpu/test_litmus.py --durations=40 --durations-min=2 --junitxml="$out/suite_${seen}_$1.xml"
 }
 
-both_suites() { # WHAT LIMIT LOG: all GPU tests
-  run "suite, $1" "$2" "$3.log" bash -c "suite shared" || failed=1
-  run "tests with bounds of time, $1" "$2" "$3_timed.log" bash -c "suite timed" || failed=1
+both_suites() { # WHAT LIMIT LOG: all GPU tests; a third of the time is kept for the second part
+  local start=$SECONDS
+  run "suite, $1" $(($2 * 2 / 3)) "$3.log" bash -c "suite shared" || failed=1
+  run "tests with bounds of time, $1" $(($2 - SECONDS + start)) "$3_timed.log" bash -c "suite timed" || failed=1
   return $failed
 }
 
