@@ -20,8 +20,11 @@ mkdir -p "$out"
 : >"$out/summary.txt"
 site=/tmp/putget_site
 export PYTHONPATH="$PWD/python:$PWD:$site${PYTHONPATH:+:$PYTHONPATH}"
-gpus=$(nvidia-smi -L 2>/dev/null | wc -l)
-[ "$gpus" -gt 0 ] || { echo "no GPU here" >&2; exit 2; }
+# The GPUs to use: those of CUDA_VISIBLE_DEVICES, or all.
+visible=${CUDA_VISIBLE_DEVICES:-$(nvidia-smi --query-gpu=index --format=csv,noheader 2>/dev/null | paste -sd,)}
+[ -n "$visible" ] || { echo "no GPU here" >&2; exit 2; }
+IFS=, read -ra gpu <<<"$visible"
+gpus=${#gpu[@]}
 steps=("$@")
 [ ${#steps[@]} -gt 0 ] || steps=(build litmus suite1 suiteN sanitize stress)
 failed=0
@@ -65,18 +68,18 @@ build() {
 
 # Contexts of several workers take turns on a GPU, which tests with bounds of time do not bear: those come by themselves, in
 # few workers, since most of their time is setting ranks up and waiting.
-suite() { # shared | timed
-  local seen=${CUDA_VISIBLE_DEVICES:-all} markers="gpu and not timed" workers=${WORKERS:-6}
-  [ "$seen" = all ] || workers=${WORKERS:-3}
+suite() { # shared|timed NAME
+  local markers="gpu and not timed" workers=${WORKERS:-6}
+  [[ $CUDA_VISIBLE_DEVICES == *,* ]] || workers=${WORKERS:-4}
   [ "$1" = shared ] || markers="gpu and timed" workers=$((workers / 2))
   python3 -m pytest -m "$markers" -n "$workers" --dist worksteal -q -p no:cacheprovider tests --ignore=tests/project --ignore=tests/native \
-    --ignore=tests/protocol --ignore=tests/gpu/test_litmus.py --durations=40 --durations-min=2 --junitxml="$out/suite_${seen}_$1.xml"
+    --ignore=tests/protocol --ignore=tests/gpu/test_litmus.py --durations=40 --durations-min=2 --junitxml="$2.xml"
 }
 
 both_suites() { # WHAT LIMIT LOG: all GPU tests; a third of the time is kept for the second part
   local start=$SECONDS
-  run "suite, $1" $(($2 * 2 / 3)) "$3.log" bash -c "suite shared" || failed=1
-  run "tests with bounds of time, $1" $(($2 - SECONDS + start)) "$3_timed.log" bash -c "suite timed" || failed=1
+  run "suite, $1" $(($2 * 2 / 3)) "$3.log" bash -c "suite shared '$out/$3'" || failed=1
+  run "tests with bounds of time, $1" $(($2 - SECONDS + start)) "$3_timed.log" bash -c "suite timed '$out/$3_timed'" || failed=1
   return $failed
 }
 
@@ -93,7 +96,7 @@ sanitize() {
 }
 
 export -f build suite sanitize
-export out
+export CUDA_VISIBLE_DEVICES=$visible
 
 litmus_fleet() { # GPUS RANKS [VISIBLE]
   run "litmus, $1 GPU(s), $2 ranks" "${LIMIT_litmus:-60}" litmus.jsonl \
@@ -117,21 +120,21 @@ prepare_pytest || failed=1
 
 # What needs one GPU runs side by side where there are several.
 if wanted sanitize && [ "$gpus" -gt 1 ]; then
-  (sanitize_all 1) &
+  (sanitize_all "${gpu[1]}") &
   sanitizing=$!
 fi
 if wanted suite1; then
-  CUDA_VISIBLE_DEVICES=0 both_suites "1 GPU (emulated ranks)" "${LIMIT_suite1:-180}" suite_1gpu || failed=1
+  CUDA_VISIBLE_DEVICES=${gpu[0]} both_suites "1 GPU (emulated ranks)" "${LIMIT_suite1:-180}" suite_1gpu || failed=1
 fi
 if wanted litmus; then
-  litmus_fleet 1 2 0
-  litmus_fleet 1 4 0
+  litmus_fleet 1 2 "${gpu[0]}"
+  litmus_fleet 1 4 "${gpu[0]}"
 fi
 if wanted sanitize; then
   if [ "$gpus" -gt 1 ]; then
     wait "$sanitizing" || failed=1
   else
-    sanitize_all 0
+    sanitize_all "${gpu[0]}"
   fi
 fi
 
