@@ -139,6 +139,13 @@ __global__ void __launch_bounds__(kMostThreads)
     get_rows_kernel(const __grid_constant__ Peers peers, const __grid_constant__ RowsCall call) {
   ptx::wait_for_earlier_grids();
   const uint64_t round = ptx::load_relaxed_sys(call.state + 1);
+  const uint32_t lane = threadIdx.x % kLanes;
+  const uint32_t units = call.num_tokens * call.segments;
+  const uint32_t begin_unit = threadIdx.x / kLanes * gridDim.x + blockIdx.x;
+  const auto slot_of_lane = [&](uint32_t unit) {
+    return lane < call.ep_size && unit < units ? __ldg(call.slots + unit / call.segments * call.ep_size + lane) : -1;
+  };
+  int32_t mine = slot_of_lane(begin_unit);  // on its way while this thread waits
   if (threadIdx.x < call.ep_size) {
     if (blockIdx.x == 0) {
       ptx::fence_sys();
@@ -153,14 +160,11 @@ __global__ void __launch_bounds__(kMostThreads)
     if (threadIdx.x < call.ep_size) reinterpret_cast<uint32_t*>(call.state + 4)[threadIdx.x] = 0;
   }
 
-  const uint32_t lane = threadIdx.x % kLanes;
-  const uint32_t units = call.num_tokens * call.segments;
-  for (uint32_t unit = threadIdx.x / kLanes * gridDim.x + blockIdx.x; unit < units;
-       unit += gridDim.x * (blockDim.x / kLanes)) {
+  for (uint32_t unit = begin_unit; unit < units; unit += gridDim.x * (blockDim.x / kLanes)) {
+    if (unit != begin_unit) mine = slot_of_lane(unit);
     const uint32_t token = unit / call.segments;
     const uint32_t first = unit % call.segments * call.segment_vectors;
     const uint32_t last = min(first + call.segment_vectors, call.row_vectors);
-    const int32_t mine = lane < call.ep_size ? __ldg(call.slots + token * call.ep_size + lane) : -1;
     uint4* to = reinterpret_cast<uint4*>(call.out) + uint64_t{token} * call.row_vectors;
     for (uint32_t begin = first; begin < last; begin += kLanes * kUnrollOfRow) {
       uint4 sum[kUnrollOfRow]{};
