@@ -14,6 +14,7 @@ On the CPU there is one stream: that checks this program, and times nothing of i
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 from collections.abc import Callable
@@ -42,11 +43,13 @@ class Plan:
 
     Attributes:
         settings: shape and sizes.
-        num_sms: SMs of a start half, one run each.
+        directions: of combine, one run each. What is pulled crosses in the finish half, so only what is pushed can hide.
+        num_sms: SMs of the halves, one run each.
         rows: rows of the first factor of each matrix product, one run each: the product's length.
     """
 
     settings: Settings
+    directions: tuple[str, ...]
     num_sms: tuple[int, ...]
     rows: tuple[int, ...]
 
@@ -117,8 +120,10 @@ def measure(context: launch.RankContext, plan: Plan, emit: launch.Emit) -> int:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     factor = torch.randn(side, side, device=device, dtype=dtype)
     wrong = 0
-    for num_sms in plan.num_sms:
-        putget = Putget(communicator, replace(settings, num_sms=num_sms or None), experts, device)
+    for direction, num_sms in itertools.product(plan.directions, plan.num_sms):
+        bounded = replace(settings, num_sms=num_sms or None)
+        putget = Putget(communicator, bounded, experts, device, combine_direction=direction)
+        what = {"combine_direction": direction, "num_sms": num_sms or None}
         for num_tokens in settings.batches:
             round_ = rounds.make(settings, num_tokens)
             wrong = max(wrong, _complain(putget.load(round_), emit))
@@ -151,7 +156,7 @@ def measure(context: launch.RankContext, plan: Plan, emit: launch.Emit) -> int:
                 wrong = max(wrong, _complain(putget.verify(), emit))
                 longer = max(found["halves"], found["products"])
                 emit({"kind": "overlap", "found": {
-                    "num_tokens": num_tokens, "num_sms": num_sms or None, "product_rows": rows,
+                    "num_tokens": num_tokens, **what, "product_rows": rows,
                     "latency_us": found, "over_longer": found["together"] / longer,
                 }})  # fmt: skip
 
@@ -161,7 +166,7 @@ def measure(context: launch.RankContext, plan: Plan, emit: launch.Emit) -> int:
 
             found = _times(timer, {"halves": overlapped.steps(idle)}, settings.iters)
             wrong = max(wrong, _complain(putget.verify(), emit))
-            emit({"kind": "gap", "found": {"num_tokens": num_tokens, "num_sms": num_sms or None, "latency_us": found}})
+            emit({"kind": "gap", "found": {"num_tokens": num_tokens, **what, "latency_us": found}})
         putget.close()
     link.close()
     communicator.close()
@@ -200,6 +205,7 @@ def main() -> int:
     parser.add_argument("--device", default="cuda", choices=("cpu", "cuda"))
     parser.add_argument("--tokens", default="512", help="tokens a rank, comma-separated and ascending")
     parser.add_argument("--num_sms", default="8,16,32", help="SMs of the halves, comma-separated; 0: putget's choice")
+    parser.add_argument("--combine_direction", default="push", help="comma-separated: push, pull (%(default)s)")
     parser.add_argument("--product_rows", default="512,2048", help="rows of the matrix products, comma-separated")
     parser.add_argument("--hidden_size", type=int, default=7168)
     parser.add_argument("--iters", type=int, default=50)
@@ -209,7 +215,7 @@ def main() -> int:
     flags += f" --ep_size {args.ep_size} --device {args.device}"
     settings = resolve(cli.build_parser().parse_args(flags.split()), None)
     numbers = {name: tuple(int(one) for one in getattr(args, name).split(",")) for name in ("num_sms", "product_rows")}
-    plan = Plan(settings, numbers["num_sms"], numbers["product_rows"])
+    plan = Plan(settings, tuple(args.combine_direction.split(",")), numbers["num_sms"], numbers["product_rows"])
     document: dict[str, Any] = {
         "schema": SCHEMA,
         **environment.describe(None),
@@ -230,7 +236,10 @@ def main() -> int:
         times = ", ".join(f"{name} {us:.1f}" for name, us in found["latency_us"].items())
         over = f": {found['over_longer']:.3f} of the longer" if event["kind"] == "overlap" else ""
         what = f"product of {found['product_rows']} rows" if event["kind"] == "overlap" else "a long gap"
-        print(f"{found['num_tokens']} tokens, {found['num_sms']} SMs, {what}: {times} us{over}", flush=True)
+        print(
+            f"{found['num_tokens']} tokens, {found['combine_direction']}, {found['num_sms']} SMs, {what}: {times} us{over}",
+            flush=True,
+        )
         if args.output_file is not None:
             args.output_file.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 

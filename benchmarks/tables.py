@@ -153,17 +153,37 @@ def kernels(report: Report) -> Iterator[str]:
 
 def overlap(report: Report) -> Iterator[str]:
     """A matrix product between the halves, and the halves alone."""
-    head = ["tokens", "SMs", "rows of the product", "whole", "halves", "products", "together", "over the longer"]
+    head = [
+        "tokens",
+        "combine",
+        "SMs",
+        "rows of the product",
+        "whole",
+        "halves",
+        "products",
+        "together",
+        "over the longer",
+    ]
     rows = []
     for one in report["overlap"]:
         times = [us(one["latency_us"][name]) for name in ("whole", "halves", "products", "together")]
-        rows.append([one["num_tokens"], one["num_sms"], one["product_rows"], *times, f"{one['over_longer']:.3f}"])
+        rows.append(
+            [
+                one["num_tokens"],
+                one["combine_direction"],
+                one["num_sms"],
+                one["product_rows"],
+                *times,
+                f"{one['over_longer']:.3f}",
+            ]
+        )
     yield table(head, rows)
     names = ("dispatch_start", "dispatch_finish", "combine_start", "combine_finish")
-    lines = [
-        [one["num_tokens"], one["num_sms"], *(us(one["latency_us"][name]) for name in names)] for one in report["gap"]
-    ]
-    yield table(["tokens", "SMs", *names], lines)
+    lines = []
+    for one in report["gap"]:
+        times = [us(one["latency_us"][name]) for name in names]
+        lines.append([one["num_tokens"], one["combine_direction"], one["num_sms"], *times])
+    yield table(["tokens", "combine", "SMs", *names], lines)
 
 
 def deadlines(folder: Path) -> Iterator[str]:
