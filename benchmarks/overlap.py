@@ -43,7 +43,7 @@ class Plan:
 
     Attributes:
         settings: shape and sizes.
-        directions: of combine, one run each. What is pulled crosses in the finish half, so only what is pushed can hide.
+        directions: of combine, one run each. Rows that are pulled cross in the finish half: only pushed ones can hide.
         num_sms: SMs of the halves, one run each.
         rows: rows of the first factor of each matrix product, one run each: the product's length.
     """
@@ -236,10 +236,8 @@ def main() -> int:
         times = ", ".join(f"{name} {us:.1f}" for name, us in found["latency_us"].items())
         over = f": {found['over_longer']:.3f} of the longer" if event["kind"] == "overlap" else ""
         what = f"product of {found['product_rows']} rows" if event["kind"] == "overlap" else "a long gap"
-        print(
-            f"{found['num_tokens']} tokens, {found['combine_direction']}, {found['num_sms']} SMs, {what}: {times} us{over}",
-            flush=True,
-        )
+        case = f"{found['num_tokens']} tokens, {found['combine_direction']}, {found['num_sms']} SMs, {what}"
+        print(f"{case}: {times} us{over}", flush=True)
         if args.output_file is not None:
             args.output_file.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 

@@ -153,31 +153,12 @@ def kernels(report: Report) -> Iterator[str]:
 
 def overlap(report: Report) -> Iterator[str]:
     """A matrix product between the halves, and the halves alone."""
-    head = [
-        "tokens",
-        "combine",
-        "SMs",
-        "rows of the product",
-        "whole",
-        "halves",
-        "products",
-        "together",
-        "over the longer",
-    ]
+    ways = ("whole", "halves", "products", "together")
     rows = []
     for one in report["overlap"]:
-        times = [us(one["latency_us"][name]) for name in ("whole", "halves", "products", "together")]
-        rows.append(
-            [
-                one["num_tokens"],
-                one["combine_direction"],
-                one["num_sms"],
-                one["product_rows"],
-                *times,
-                f"{one['over_longer']:.3f}",
-            ]
-        )
-    yield table(head, rows)
+        case = [one["num_tokens"], one["combine_direction"], one["num_sms"], one["product_rows"]]
+        rows.append([*case, *(us(one["latency_us"][way]) for way in ways), f"{one['over_longer']:.3f}"])
+    yield table(["tokens", "combine", "SMs", "rows of the product", *ways, "over the longer"], rows)
     names = ("dispatch_start", "dispatch_finish", "combine_start", "combine_finish")
     lines = []
     for one in report["gap"]:
