@@ -3,21 +3,22 @@
     python benchmarks/overlap.py --ep_size 4 --tokens 512 --num_sms 8,16,32 --output_file overlap.json
 
 A round in a CUDA graph, with an event on either side: dispatch_start on a stream of its own with few SMs, a matrix
-product on the main stream meanwhile, dispatch_finish; then the same with combine. Beside it the halves alone and the
-products alone, and each half by itself, its finish long after its start. Times are of the slowest rank, medians over
-iterations, in turns. The round is compared with the reference before and after. Perfect router, shape of deepseek_v3.
-On the CPU there is one stream: that checks this program, and times nothing of interest. The report has the fields of
-`putget bench` that say where and how, `overlap` (over_longer: together over the longer of halves and products),
-`gap`, and `mismatches`.
+product on the main stream meanwhile, which leaves it those SMs, dispatch_finish; then the same with combine. Beside
+it the halves alone and the products alone, and each half by itself, its finish long after its start. Times are of the
+slowest rank, medians over iterations, in turns. The round is compared with the reference before and after. Perfect
+router, shape of deepseek_v3. On the CPU there is one stream: that checks this program, and times nothing of interest.
+The report has the fields of `putget bench` that say where and how, `overlap` (products_leaving: the products on the
+SMs that are left; over_longer: together over the longer of halves and products), `gap`, and `mismatches`.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -60,7 +61,8 @@ class Overlapped:
     def __init__(self, putget: Putget, device: torch.device) -> None:
         self._round = putget
         self._all_to_all = putget._all_to_all
-        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
+        # First served: a product that has begun would keep the round waiting.
+        self._side = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
 
     def run(self, work: Callable[[], object]) -> None:
         """Enqueues the round, `work` between the halves of each operation."""
@@ -111,6 +113,8 @@ class Overlapped:
 def measure(context: launch.RankContext, plan: Plan, emit: launch.Emit) -> int:
     """The work of one rank."""
     settings, device = plan.settings, context.device
+    if device.type == "cuda":
+        torch.backends.cuda.preferred_blas_library("cublaslt")  # the one that can leave SMs alone
     communicator = Communicator()
     link = Link(communicator, context, 16, settings.cuda_graph)
     timer = make_timer(device, link.barrier, settings.cuda_graph, settings.flush)
@@ -146,11 +150,21 @@ def measure(context: launch.RankContext, plan: Plan, emit: launch.Emit) -> int:
                     putget.dispatch()
                     putget.combine()
 
+                def together(o: Overlapped = overlapped, m: Callable[[], None] = multiply, n: int = num_sms) -> None:
+                    with sms_left_free(n):
+                        o.run(m)
+
+                def leaving(m: Callable[[], None] = multiply, n: int = num_sms) -> None:
+                    with sms_left_free(n):
+                        m()
+                        m()
+
                 ways: dict[str, Callable[[], object]] = {
                     "whole": whole,
                     "halves": lambda o=overlapped: o.run(nothing),
                     "products": products,
-                    "together": lambda o=overlapped, m=multiply: o.run(m),
+                    "products_leaving": leaving,
+                    "together": together,
                 }
                 found = _times(timer, {name: [Step(way, name)] for name, way in ways.items()}, settings.iters)
                 wrong = max(wrong, _complain(putget.verify(), emit))
@@ -171,6 +185,23 @@ def measure(context: launch.RankContext, plan: Plan, emit: launch.Emit) -> int:
     link.close()
     communicator.close()
     return wrong
+
+
+@contextlib.contextmanager
+def sms_left_free(count: int) -> Iterator[None]:
+    """Has matrix products leave so many SMs alone.
+
+    Those of cuBLAS give every SM its share before they begin: a share whose SM is taken would be done when all others
+    have been, and nothing would be hidden.
+    """
+    if count == 0 or not torch.cuda.is_available():
+        yield
+        return
+    torch._C._set_sm_carveout_experimental(count)
+    try:
+        yield
+    finally:
+        torch._C._set_sm_carveout_experimental(None)
 
 
 def _complain(text: str | None, emit: launch.Emit) -> int:

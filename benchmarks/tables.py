@@ -153,7 +153,7 @@ def kernels(report: Report) -> Iterator[str]:
 
 def overlap(report: Report) -> Iterator[str]:
     """A matrix product between the halves, and the halves alone."""
-    ways = ("whole", "halves", "products", "together")
+    ways = ("whole", "halves", "products", "products_leaving", "together")
     rows = []
     for one in report["overlap"]:
         case = [one["num_tokens"], one["combine_direction"], one["num_sms"], one["product_rows"]]
