@@ -70,6 +70,24 @@ def test_recipes_and_ragged_ranks(place: str) -> None:
             assert same_bits(combined[index], layer.expected(rank)), (rank, layer)
 
 
+def low_precision(rank: Rank, layers: list[Layer]) -> list[torch.Tensor]:
+    """A body: rows that come back quantised, beside a layer whose rows do not."""
+    kinds = [four_payload(rank, layer, use_low_precision_combine=low) for layer in layers for low in (True, False)]
+    results = [run_layer(rank, kinds[2 * i + low], x, low == 0, True) for i, x in enumerate(layers) for low in (0, 1)]
+    shared.close_shared(rank.comm)
+    return results
+
+
+def test_low_precision_combine(place: str) -> None:
+    layers = [replace(RAGGED, recipe=recipe, seed=seed) for seed, recipe in enumerate(("bf16", "fp8"))]
+    for rank, combined in enumerate(run_ranks(RANKS, low_precision, layers, device=place)):
+        for index, layer in enumerate(layers):
+            plain, low = layer.expected(rank), layer.expected(rank, torch.float8_e4m3fn)
+            assert same_bits(combined[2 * index], low)
+            assert same_bits(combined[2 * index + 1], plain)
+            assert not len(plain) or not same_bits(low, plain)
+
+
 def share_memory(rank: Rank) -> list[int]:
     """A body: where the rows of two layers of one size, and of a third of another, arrive."""
     layers = [RAGGED, RAGGED, replace(RAGGED, hidden_size=512)]
@@ -172,7 +190,7 @@ def test_ranks_that_send_other_rows_hear_about_it() -> None:
     [
         ({"hidden_size": None}, "hidden_size is None"),
         ({"num_experts": 8}, "num_experts is 8, supported is None"),
-        ({"use_low_precision_combine": True}, "use_low_precision_combine is True, supported is False"),
+        ({"use_low_precision_combine": True, "hidden_size": 72}, "output has 72 elements, expected a multiple of 16"),
         ({"dtype": torch.int32}, "allowed are bfloat16, float16 and float32"),
         ({"max_num_tokens_per_rank": 0}, "max_tokens_per_rank is 0"),
         ({"mapping": SimpleNamespace(moe_ep_size=2)}, "torch.distributed is not initialised"),

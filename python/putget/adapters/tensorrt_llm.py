@@ -16,6 +16,7 @@ from putget.adapters.rounds import Rounds
 from putget.adapters.shared import (
     TIMEOUT_S,
     WARMUP_TIMEOUT_S,
+    combine_dtype_of,
     communicator_of,
     engine_workspace_bytes,
     shared_workspace,
@@ -39,7 +40,8 @@ class FourPayloadAllToAll:
         hidden_size: Length of the row that experts return.
         dtype: Its element type: bfloat16, float16 or float32.
         num_experts: Must be None: statistics of the load balancer do not travel with the rows.
-        use_low_precision_combine: Must be False.
+        use_low_precision_combine: Rows come back as E4M3 with one float32 scale for 128 values, half of the bytes; the
+            sum and the result are as without it. hidden_size is a multiple of 16.
         extra_payload_bytes_per_token: Bytes of scale factors beyond what hidden_size x dtype leaves room for.
         device: Where the rows live; by default the current CUDA device, or the CPU where there is none.
         timeout_s: Deadline of every wait, in seconds.
@@ -73,9 +75,8 @@ class FourPayloadAllToAll:
             raise ValueError(
                 f"num_experts is {num_experts}, supported is None: no load statistics travel with the rows"
             )
-        if use_low_precision_combine:
-            raise ValueError("use_low_precision_combine is True, supported is False")
         output = Payload((hidden_size,), torch.bfloat16 if dtype is None else dtype)
+        combine_dtype = combine_dtype_of(use_low_precision_combine)
         comm = communicator_from(mapping)
         shared = shared_workspace(
             comm,
@@ -84,6 +85,7 @@ class FourPayloadAllToAll:
                 max_tokens_per_rank=max_num_tokens_per_rank,
                 dispatch_bytes=output.row_bytes + extra_payload_bytes_per_token,
                 output=output,
+                combine_dtype=combine_dtype,
             ),
             None if device is None else torch.device(device),
             timeout_s=timeout_s,
@@ -99,6 +101,7 @@ class FourPayloadAllToAll:
             top_k=top_k,
             max_tokens_per_rank=max_num_tokens_per_rank,
             output=output,
+            combine_dtype=combine_dtype,
         )
 
     @property
