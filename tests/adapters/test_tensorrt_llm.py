@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -31,6 +32,45 @@ def four_payload(rank: Rank, layer: Layer, **options: Any) -> FourPayloadAllToAl
         warmup_timeout_s=20,
         **options,
     )
+
+
+def test_arguments_are_those_of_the_published_class() -> None:
+    theirs = [
+        "mapping",
+        "num_slots",
+        "top_k",
+        "max_num_tokens_per_rank",
+        "payload_in_workspace",
+        "hidden_size",
+        "dtype",
+        "num_experts",
+        "use_low_precision_combine",
+        "ep_group_health",
+        "alltoall_watchdog_timeout_s",
+        "alltoall_watchdog_poll_interval_s",
+        "alltoall_watchdog_on_timeout",
+    ]
+    assert list(inspect.signature(FourPayloadAllToAll).parameters)[: len(theirs)] == theirs
+
+
+def missing(rank: Rank) -> str:
+    """A body: rank 1 does not come to the second round; the watchdog's time counts."""
+    layer = replace(RAGGED, num_tokens=(2, 2))
+    a2a = four_payload(rank, layer, alltoall_watchdog_timeout_s=0.3)
+    run_layer(rank, a2a, layer, False, True)
+    text = ""
+    if rank.rank == 0:
+        with pytest.raises(putget.PeerTimeout) as caught:
+            run_layer(rank, a2a, layer, False, True)
+        text = str(caught.value)
+    rank.meet()
+    shared.close_shared(rank.comm)
+    return text
+
+
+def test_a_missing_rank_is_named_after_the_watchdog_s_time() -> None:
+    text, _ = run_ranks(2, missing)
+    assert "0.3 s" in text
 
 
 def run_layer(rank: Rank, a2a: FourPayloadAllToAll, layer: Layer, in_workspace: bool, counts: bool) -> torch.Tensor:
@@ -191,6 +231,8 @@ def test_ranks_that_send_other_rows_hear_about_it() -> None:
         ({"hidden_size": None}, "hidden_size is None"),
         ({"num_experts": 8}, "num_experts is 8, supported is None"),
         ({"use_low_precision_combine": True, "hidden_size": 72}, "output has 72 elements, expected a multiple of 16"),
+        ({"ep_group_health": object()}, "ep_group_health is <object"),
+        ({"alltoall_watchdog_on_timeout": print}, "alltoall_watchdog_on_timeout is <built-in function print>"),
         ({"dtype": torch.int32}, "allowed are bfloat16, float16 and float32"),
         ({"max_num_tokens_per_rank": 0}, "max_tokens_per_rank is 0"),
         ({"mapping": SimpleNamespace(moe_ep_size=2)}, "torch.distributed is not initialised"),

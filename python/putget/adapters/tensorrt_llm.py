@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from putget import AllToAll, Communicator, Payload
+from putget.adapters.engines import require_supported
 from putget.adapters.rounds import Rounds
 from putget.adapters.shared import (
     TIMEOUT_S,
@@ -42,6 +43,10 @@ class FourPayloadAllToAll:
         num_experts: Must be None: statistics of the load balancer do not travel with the rows.
         use_low_precision_combine: Rows come back as E4M3 with one float32 scale for 128 values, half of the bytes; the
             sum and the result are as without it. hidden_size is a multiple of 16.
+        ep_group_health: Must be None; ``all_to_all.set_active_ranks`` goes on without a rank.
+        alltoall_watchdog_timeout_s: Deadline of every wait, in seconds, in the place of timeout_s.
+        alltoall_watchdog_poll_interval_s: Not used: kernels watch their deadline themselves.
+        alltoall_watchdog_on_timeout: Must be None: a missing rank is ``putget.PeerTimeout``.
         extra_payload_bytes_per_token: Bytes of scale factors beyond what hidden_size x dtype leaves room for.
         device: Where the rows live; by default the current CUDA device, or the CPU where there is none.
         timeout_s: Deadline of every wait, in seconds.
@@ -63,6 +68,10 @@ class FourPayloadAllToAll:
         dtype: torch.dtype | None = None,
         num_experts: int | None = None,
         use_low_precision_combine: bool = False,
+        ep_group_health: Any = None,
+        alltoall_watchdog_timeout_s: float | None = None,
+        alltoall_watchdog_poll_interval_s: float | None = None,
+        alltoall_watchdog_on_timeout: Any = None,
         *,
         extra_payload_bytes_per_token: int = 0,
         device: torch.device | str | None = None,
@@ -75,6 +84,9 @@ class FourPayloadAllToAll:
             raise ValueError(
                 f"num_experts is {num_experts}, supported is None: no load statistics travel with the rows"
             )
+        require_supported(
+            ep_group_health=(ep_group_health, None), alltoall_watchdog_on_timeout=(alltoall_watchdog_on_timeout, None)
+        )
         output = Payload((hidden_size,), torch.bfloat16 if dtype is None else dtype)
         combine_dtype = combine_dtype_of(use_low_precision_combine)
         comm = communicator_from(mapping)
@@ -88,7 +100,7 @@ class FourPayloadAllToAll:
                 combine_dtype=combine_dtype,
             ),
             None if device is None else torch.device(device),
-            timeout_s=timeout_s,
+            timeout_s=timeout_s if alltoall_watchdog_timeout_s is None else alltoall_watchdog_timeout_s,
             warmup_timeout_s=warmup_timeout_s,
         )
         self.ep_size = comm.size
