@@ -6,7 +6,7 @@
 use std::collections::HashMap;
 use std::time::Instant;
 
-use crate::sync::{Mutex, lock};
+use crate::sync::{AtomicUsize, Mutex, Ordering, lock};
 
 /// Somebody who waits for a count. `W` is what is to be told.
 struct Expectation<W> {
@@ -45,11 +45,13 @@ pub struct Missed<W> {
 /// The counters of one engine.
 pub struct Counters<W> {
     table: Mutex<HashMap<u32, Counter<W>>>,
+    /// Expectations that wait, of all counters.
+    waiting: AtomicUsize,
 }
 
 impl<W> Default for Counters<W> {
     fn default() -> Self {
-        Self { table: Mutex::new(HashMap::new()) }
+        Self { table: Mutex::new(HashMap::new()), waiting: AtomicUsize::new(0) }
     }
 }
 
@@ -67,6 +69,7 @@ impl<W> Counters<W> {
         while let Some(expectation) = counter.expectations.get(index) {
             if expectation.count <= value {
                 met.push(counter.expectations.swap_remove(index).waiter);
+                self.waiting.fetch_sub(1, Ordering::Relaxed);
             } else {
                 index += 1;
             }
@@ -81,7 +84,13 @@ impl<W> Counters<W> {
             return Some(waiter);
         }
         counter.expectations.push(Expectation { count, deadline, waiter });
+        self.waiting.fetch_add(1, Ordering::Relaxed);
         None
+    }
+
+    /// Says whether anybody waits for a count.
+    pub fn is_expecting(&self) -> bool {
+        self.waiting.load(Ordering::Relaxed) > 0
     }
 
     /// The present count of `imm`; 0 if it never arrived.
@@ -127,6 +136,7 @@ impl<W> Counters<W> {
             while let Some(expectation) = counter.expectations.get(index) {
                 if expectation.deadline <= now {
                     let late = counter.expectations.swap_remove(index);
+                    self.waiting.fetch_sub(1, Ordering::Relaxed);
                     missed.push(Missed { imm, expected: late.count, found: counter.value, waiter: late.waiter });
                 } else {
                     next = Some(next.map_or(expectation.deadline, |at| at.min(expectation.deadline)));
@@ -141,6 +151,7 @@ impl<W> Counters<W> {
     pub fn abandon(&self, missed: &mut Vec<Missed<W>>) {
         for (&imm, counter) in lock(&self.table).iter_mut() {
             for left in counter.expectations.drain(..) {
+                self.waiting.fetch_sub(1, Ordering::Relaxed);
                 missed.push(Missed { imm, expected: left.count, found: counter.value, waiter: left.waiter });
             }
         }

@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 use slab::Slab;
 
 use crate::error::{Error, NetworkError};
-use crate::provider::{Event, Limits, Link, LocalKey, Nic, Post, Registered, Waker, Write};
+use crate::provider::{Event, Limits, Link, LocalKey, Nic, Post, Registered, Wait, Waker, Write};
 use crate::region::Region;
 use endpoint::{Completion, Endpoint, Memory, PlacedContext};
 use ffi::FI_EAGAIN;
@@ -88,6 +88,8 @@ pub(crate) struct FabricNic {
     unposted: Vec<usize>,
     slots: Slab<Slot>,
     writes: usize,
+    /// Writes of peers that `has_moved` has seen.
+    peer_writes: u64,
     links: Vec<Peer>,
     /// Peers are never taken out of libfabric's table: a connection may be in the middle of something.
     addresses: HashMap<Vec<u8>, u64>,
@@ -127,6 +129,7 @@ impl FabricNic {
             unposted: (0..RECEIVES).collect(),
             slots: Slab::with_capacity(256),
             writes: 0,
+            peer_writes: 0,
             links: Vec::new(),
             addresses: HashMap::new(),
             regions: Vec::new(),
@@ -222,8 +225,17 @@ impl Nic for FabricNic {
         Limits { max_write: self.endpoint.max_message.min(MAX_WRITE) as u64, max_message: FRAME }
     }
 
-    fn set_waker(&mut self, _waker: Waker) -> bool {
-        false
+    fn wait(&mut self, _waker: Waker) -> Wait {
+        self.endpoint.wait_descriptor().map_or(Wait::Polled, Wait::Descriptor)
+    }
+
+    fn may_wait(&mut self) -> bool {
+        self.finished.is_empty() && self.endpoint.may_wait()
+    }
+
+    fn has_moved(&mut self) -> bool {
+        let count = self.endpoint.peer_writes();
+        std::mem::replace(&mut self.peer_writes, count) != count
     }
 
     fn register(&mut self, region: &Arc<Region>) -> Result<Registered, Error> {

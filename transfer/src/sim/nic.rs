@@ -4,7 +4,7 @@ use std::sync::{Arc, PoisonError, RwLock};
 
 use super::{Faults, Port, SimNetwork, State};
 use crate::error::{Error, NetworkError};
-use crate::provider::{Event, Limits, Link, LocalKey, Nic, Post, Registered, Waker, Write};
+use crate::provider::{Event, Limits, Link, LocalKey, Nic, Post, Registered, Wait, Waker, Write};
 use crate::region::Region;
 
 /// Longest write, short enough that tests see transfers cut into several.
@@ -137,9 +137,9 @@ impl Nic for SimNic {
         Limits { max_write: MAX_WRITE, max_message: MAX_MESSAGE }
     }
 
-    fn set_waker(&mut self, waker: Waker) -> bool {
+    fn wait(&mut self, waker: Waker) -> Wait {
         let set = |state: &mut State| state.ports.get_mut(&self.id).map(|port: &mut Port| port.waker = Some(waker));
-        self.network.with(set).is_some()
+        if self.network.with(set).is_some() { Wait::Woken } else { Wait::Polled }
     }
 
     fn register(&mut self, region: &Arc<Region>) -> Result<Registered, Error> {
