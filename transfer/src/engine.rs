@@ -7,16 +7,14 @@ use std::thread::{JoinHandle, ThreadId};
 use std::time::Duration;
 
 use crate::callbacks;
-use crate::counter::Counters;
 use crate::descriptor::{Device, MAX_NICS, NetAddr, ProviderKind};
 use crate::error::{Error, PeerName};
 use crate::libfabric::FabricNic;
-use crate::metrics::Metrics;
 use crate::nvlink::NvlinkNic;
 use crate::once::Once;
 use crate::provider::Opener;
 use crate::queue::Queue;
-use crate::shared::{Config, PeerEvent, Shared};
+use crate::shared::{Apart, Config, PeerEvent, Shared};
 use crate::sim::SimNetwork;
 use crate::sys::{EventFd, exact_timers, pin_thread};
 use crate::topology::cpus_near;
@@ -225,8 +223,8 @@ impl Builder {
         let shared = Arc::new(Shared {
             engine: u64::from_le_bytes(identity),
             config: self.config,
-            counters: Counters::default(),
-            metrics: Metrics::default(),
+            counters: Apart::default(),
+            metrics: Apart::default(),
             jobs: Queue::default(),
             pool: Mutex::default(),
             peer_callback: Mutex::new(self.peer_callback),

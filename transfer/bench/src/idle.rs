@@ -28,7 +28,8 @@ pub fn run(plan: &Plan) -> Outcome<()> {
     pair.engine.wait(&over, PATIENCE)?;
     let processes = [("writer", Some(std::process::id())), ("target", pair.process())];
     let processes = processes.into_iter().filter_map(|(role, process)| Some((role, process?)));
-    let before: Vec<_> = processes.map(|(role, process)| Ok((role, process, used(process)?))).collect::<Outcome<_>>()?;
+    let before: Vec<_> =
+        processes.map(|(role, process)| Ok((role, process, used(process)?))).collect::<Outcome<_>>()?;
     let begin = Instant::now();
     std::thread::sleep(plan.time);
     for (role, process, before) in before {

@@ -69,6 +69,9 @@ enum Command {
         /// Keep the workers polling instead of letting them sleep
         #[arg(long = "busy_poll")]
         busy_poll: bool,
+        /// Write to the engine's own memory: one worker, and nobody who contends with it
+        #[arg(long)]
+        own: bool,
     },
     /// Measure what two connected engines without work cost
     Idle {
@@ -142,7 +145,9 @@ struct Plan {
 fn main() -> Outcome<()> {
     match Cli::parse().command {
         Command::Target { provider, nics, source, busy_poll } => target::serve(provider, nics, &source, busy_poll),
-        Command::Notify { provider, source, count, busy_poll } => notify::run(provider, &source, count, busy_poll),
+        Command::Notify { provider, source, count, busy_poll, own } => {
+            notify::run(provider, &source, count, busy_poll, own)
+        }
         Command::Group { provider, source, peers, rounds } => group::run(provider, &source, peers.into(), rounds),
         Command::Idle { provider, source, seconds } => {
             let time = Duration::try_from_secs_f64(seconds)?;

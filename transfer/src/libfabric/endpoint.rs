@@ -440,7 +440,8 @@ impl Endpoint {
 impl Drop for Endpoint {
     fn drop(&mut self) {
         // In the reverse order of opening. A refusal has nobody left to go to.
-        let (queues, tables) = ([self.cq.cast(), self.silent.cast()], [self.av.cast(), self.domain.cast(), self.fabric.cast()]);
+        let (queues, tables) =
+            ([self.cq.cast(), self.silent.cast()], [self.av.cast(), self.domain.cast(), self.fabric.cast()]);
         for object in [self.ep.cast(), self.cntr.cast()].into_iter().chain(queues).chain(tables) {
             close(fid_of(object));
         }
