@@ -1,4 +1,4 @@
-//! The libfabric provider, with its software networks `tcp` and `shm`: inside one process and between processes.
+//! The libfabric provider, with its software networks `tcp`, `net` and `shm`: inside one process and between processes.
 //!
 //! Without libfabric on the machine each test says so and ends.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
@@ -14,7 +14,7 @@ use putget_transfer::{
     Builder, DeviceGroup, Done, Engine, Error, Flag, MrDesc, NetworkError, Options, Pages, Reason, Refusal, ScatterDst,
 };
 
-const PROVIDERS: [&str; 2] = ["tcp", "shm"];
+const PROVIDERS: [&str; 3] = ["tcp", "net", "shm"];
 
 fn fabric(provider: &str, nics: usize) -> Builder {
     let source = (provider != "shm").then_some("127.0.0.1");
@@ -190,7 +190,7 @@ fn operations_between_processes() {
 fn a_target_that_sleeps_keeps_up_with_one_that_does_not() {
     const PAGE: u64 = 16 << 10;
     const PAGES: u64 = 64;
-    for provider in ["tcp", "net", "shm"] {
+    for provider in PROVIDERS {
         let Some((a, _events)) = watched(provider) else { return };
         let targets = [provider.to_owned(), format!("{provider} {BUSY}")].map(|role| Other::start(&role));
         let (src, _) = filled(&a, &noise((PAGES * PAGE) as usize, 4));
@@ -226,7 +226,7 @@ fn used(process: u32) -> u64 {
 /// When workers looked every 50 us for ever, this was a quarter of a processor.
 #[test]
 fn an_idle_engine_uses_hardly_any_processor_time() {
-    for provider in ["tcp", "net", "shm"] {
+    for provider in PROVIDERS {
         let Some((a, _events)) = watched(provider) else { return };
         let other = Other::start(provider);
         assert_eq!(outcome(|done| a.submit_barrier(None, 1, &[&other.desc], &within(LONG), done)), Ok(()));
