@@ -6,7 +6,7 @@
 use std::collections::HashMap;
 use std::time::Instant;
 
-use crate::sync::{AtomicUsize, Mutex, Ordering, lock};
+use crate::sync::{AtomicBool, AtomicUsize, Mutex, Ordering, lock};
 
 /// Somebody who waits for a count. `W` is what is to be told.
 struct Expectation<W> {
@@ -45,13 +45,15 @@ pub struct Missed<W> {
 /// The counters of one engine.
 pub struct Counters<W> {
     table: Mutex<HashMap<u32, Counter<W>>>,
-    /// Expectations that wait, of all counters.
+    /// Expectations that wait, and mirrors.
     waiting: AtomicUsize,
+    /// Somebody has looked at a value.
+    looked: AtomicBool,
 }
 
 impl<W> Default for Counters<W> {
     fn default() -> Self {
-        Self { table: Mutex::new(HashMap::new()), waiting: AtomicUsize::new(0) }
+        Self { table: Mutex::new(HashMap::new()), waiting: AtomicUsize::new(0), looked: AtomicBool::new(false) }
     }
 }
 
@@ -88,13 +90,18 @@ impl<W> Counters<W> {
         None
     }
 
-    /// Says whether anybody waits for a count.
-    pub fn is_expecting(&self) -> bool {
-        self.waiting.load(Ordering::Relaxed) > 0
+    /// Says whether anybody is interested in arrivals: waits for a count, mirrors one, or has looked at one since this was last
+    /// asked.
+    pub fn is_watched(&self) -> bool {
+        let looked = self.looked.load(Ordering::Relaxed) && self.looked.swap(false, Ordering::Relaxed);
+        looked || self.waiting.load(Ordering::Relaxed) > 0
     }
 
     /// The present count of `imm`; 0 if it never arrived.
     pub fn value(&self, imm: u32) -> u64 {
+        if !self.looked.load(Ordering::Relaxed) {
+            self.looked.store(true, Ordering::Relaxed);
+        }
         lock(&self.table).get(&imm).map_or(0, |counter| counter.value)
     }
 
@@ -124,6 +131,11 @@ impl<W> Counters<W> {
         let counter = table.entry(imm).or_default();
         if let Some(mirror) = &mirror {
             mirror(counter.value);
+        }
+        match (mirror.is_some(), counter.mirror.is_some()) {
+            (true, false) => _ = self.waiting.fetch_add(1, Ordering::Relaxed),
+            (false, true) => _ = self.waiting.fetch_sub(1, Ordering::Relaxed),
+            _ => {}
         }
         counter.mirror = mirror;
     }

@@ -70,6 +70,9 @@ pub(super) struct Endpoint {
     mr_mode: i32,
     /// Writes in flight that the provider is trusted with.
     most_writes: usize,
+    /// The provider carries one short write at a time to a peer and refuses the others: libfabric's shm (1.17), whose refusals
+    /// take the lock that the peer needs.
+    pub short_writes_alone: bool,
     /// An immediate without bytes travels with a message of one byte: libfabric's shm gets stuck over no bytes at all.
     imm_by_message: bool,
 }
@@ -104,8 +107,8 @@ impl Endpoint {
             depth: 0,
             max_message: 0,
             mr_mode: 0,
-            // libfabric's shm (1.17) stops answering with several writes of a few KiB in flight.
-            most_writes: if provider == "shm" { 1 } else { 128 },
+            most_writes: if provider == "shm" { 16 } else { 128 },
+            short_writes_alone: provider == "shm",
             imm_by_message: provider == "shm",
         };
         // SAFETY: without a model, dupinfo allocates a zeroed info with all its attributes.

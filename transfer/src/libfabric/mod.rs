@@ -26,6 +26,8 @@ const RECEIVES: usize = 64;
 const SENDS: usize = 64;
 /// Longest write. Shorter pieces of a long transfer let others in between, and end sooner when it is cancelled.
 const MAX_WRITE: usize = 4 << 20;
+/// Longest write that shm copies through its own memory; longer ones the target fetches itself.
+const SHORT: u64 = 4096;
 /// How long memory is kept after its registration ended: a provider may be in the middle of receiving into it.
 const RETIREMENT: Duration = Duration::from_secs(10);
 
@@ -39,6 +41,7 @@ enum Work {
     Write {
         token: u64,
         link: Link,
+        is_short: bool,
         _src: Arc<Region>,
     },
     /// Its connection was dropped and its end reported; only libfabric still has it.
@@ -88,6 +91,8 @@ pub(crate) struct FabricNic {
     unposted: Vec<usize>,
     slots: Slab<Slot>,
     writes: usize,
+    /// Those of them that are short.
+    short_writes: usize,
     /// Writes of peers that `has_moved` has seen.
     peer_writes: u64,
     links: Vec<Peer>,
@@ -129,6 +134,7 @@ impl FabricNic {
             unposted: (0..RECEIVES).collect(),
             slots: Slab::with_capacity(256),
             writes: 0,
+            short_writes: 0,
             peer_writes: 0,
             links: Vec::new(),
             addresses: HashMap::new(),
@@ -206,8 +212,9 @@ impl FabricNic {
                 let result = result.map(|_| ()).map_err(|code| failed(self, code));
                 events.push(Event::Completed { token, result });
             }
-            Work::Write { token, .. } => {
+            Work::Write { token, is_short, .. } => {
                 self.writes -= 1;
+                self.short_writes -= usize::from(is_short);
                 let result = result.map(|_| ()).map_err(|code| failed(self, code));
                 events.push(Event::Completed { token, result });
             }
@@ -283,17 +290,18 @@ impl Nic for FabricNic {
             peer.open = false;
         }
         for (_, slot) in &mut self.slots {
-            let (token, orphan, is_write) = match &slot.work {
+            let (token, orphan) = match &slot.work {
                 Work::Send { token, link: own, frame } if *own == link => {
-                    (*token, Work::Orphan { frame: Some(*frame), _src: None }, false)
+                    (*token, Work::Orphan { frame: Some(*frame), _src: None })
                 }
-                Work::Write { token, link: own, _src } if *own == link => {
-                    (*token, Work::Orphan { frame: None, _src: Some(Arc::clone(_src)) }, true)
+                Work::Write { token, link: own, is_short, _src } if *own == link => {
+                    self.writes -= 1;
+                    self.short_writes -= usize::from(*is_short);
+                    (*token, Work::Orphan { frame: None, _src: Some(Arc::clone(_src)) })
                 }
                 _ => continue,
             };
             slot.work = orphan;
-            self.writes -= usize::from(is_write);
             // What libfabric has begun cannot be taken back.
             self.finished.push(Event::Completed { token, result: Err((NetworkError::Disconnected, true)) });
         }
@@ -321,10 +329,11 @@ impl Nic for FabricNic {
 
     fn write(&mut self, write: &Write<'_>) -> Result<(), Post> {
         let to = self.address(write.link)?;
-        if self.writes >= self.endpoint.depth {
+        let is_short = self.endpoint.short_writes_alone && write.len <= SHORT;
+        if self.writes >= self.endpoint.depth || (is_short && self.short_writes > 0) {
             return Err(Post::Full);
         }
-        let work = Work::Write { token: write.token, link: write.link, _src: Arc::clone(write.src) };
+        let work = Work::Write { token: write.token, link: write.link, is_short, _src: Arc::clone(write.src) };
         let local = (write.src.address() + write.src_offset as usize, write.len as usize);
         let posted = self.post(work, |nic, context| match nic.regions.get(write.src_key.0) {
             Some(Some((memory, _))) => {
@@ -335,6 +344,7 @@ impl Nic for FabricNic {
         match posted {
             Ok(()) => {
                 self.writes += 1;
+                self.short_writes += usize::from(is_short);
                 Ok(())
             }
             Err(code) => Err(self.refusal(code)),

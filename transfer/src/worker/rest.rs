@@ -125,6 +125,6 @@ impl Worker {
             || !self.resets.is_empty()
             || !self.frames.is_empty()
             || !self.half_open.is_empty()
-            || self.shared.counters.is_expecting()
+            || self.shared.counters.is_watched()
     }
 }

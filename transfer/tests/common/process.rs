@@ -4,7 +4,7 @@
 use std::io::{BufRead, BufReader, Lines, Write};
 use std::process::{Child, ChildStdout, Command, Stdio};
 
-use putget_transfer::{Builder, DownReason, Engine, MrDesc, MrHandle, NetAddr, Pages, PeerEvent};
+use putget_transfer::{Builder, Done, DownReason, Engine, Flag, MrDesc, MrHandle, NetAddr, Pages, PeerEvent};
 
 use super::{expect_count, noise, outcome, within};
 
@@ -186,6 +186,19 @@ pub fn all_operations(engine: &Engine, other: &mut Other) {
     assert_eq!(outcome(paged), Ok(()));
     move_pages(&bytes, &mut right);
     other.check(2, 1, &right);
+    // Short and long writes under way at a time, which some networks treat in different ways.
+    let (mut random, flag, mut place) = (fastrand::Rng::with_seed(6), Flag::new(), 0);
+    for _ in 0..150 {
+        let len = 1 << random.u32(0..16);
+        let len = random.usize(len / 2..=len);
+        let ends = ((&src, place as u64), (&desc, place as u64));
+        engine.submit_single_write(len as u64, Some(4), ends.0, ends.1, &options, Done::flag(&flag)).unwrap();
+        right[place..place + len].copy_from_slice(&bytes[place..place + len]);
+        place += len;
+    }
+    super::eventually("all are over", || flag.pending() == 0);
+    assert_eq!(flag.failed(), 0);
+    other.check(4, 150, &right);
     for number in 0..20_u8 {
         assert_eq!(outcome(|done| engine.submit_send(&address, &[number; 500], &options, done)), Ok(()));
         assert_eq!(other.message(), [number; 500]);
