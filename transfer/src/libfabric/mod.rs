@@ -101,6 +101,8 @@ pub(crate) struct FabricNic {
     regions: Vec<Option<(Memory, Arc<Region>)>>,
     retired: VecDeque<(Instant, Arc<Region>)>,
     finished: Vec<Event>,
+    /// Completions of one look: slots, and lengths or error codes. Kept for its memory.
+    done: Vec<(usize, Result<usize, isize>)>,
 }
 
 /// The part of a shared-memory name that stands for the process: `fi_shm://PID:...`.
@@ -141,6 +143,7 @@ impl FabricNic {
             regions: Vec::new(),
             retired: VecDeque::new(),
             finished: Vec::new(),
+            done: Vec::new(),
         })
     }
 
@@ -354,7 +357,7 @@ impl Nic for FabricNic {
     fn poll(&mut self, events: &mut Vec<Event>) {
         self.post_receives();
         events.append(&mut self.finished);
-        let mut done = Vec::new();
+        let mut done = std::mem::take(&mut self.done);
         // Bounded, so that a flood of completions does not keep new submissions waiting.
         for _ in 0..8 {
             let more = self.endpoint.poll(|completion| match completion {
@@ -366,7 +369,8 @@ impl Nic for FabricNic {
                 break;
             }
         }
-        done.into_iter().for_each(|(slot, result)| self.complete(slot, result, events));
+        done.drain(..).for_each(|(slot, result)| self.complete(slot, result, events));
+        self.done = done;
         while self.retired.front().is_some_and(|(since, _)| since.elapsed() > RETIREMENT) {
             self.retired.pop_front();
         }

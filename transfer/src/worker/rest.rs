@@ -10,8 +10,9 @@ use super::timers::{IDLE_TICK, TICK};
 use crate::provider::Wait;
 use crate::sys::{EventFd, readable, wait_readable};
 
-/// Looks without anything to do before the thread gives the processor away, and before it sleeps.
-const SPINS: u32 = 100;
+/// Looks without anything to do before the thread gives the processor away, and before it sleeps. The first are few: where
+/// processors are few, the one who is waited for may need this one.
+const SPINS: u32 = 4;
 const YIELDS: u32 = 400;
 /// Looks after a NIC's descriptor has ended a sleep, before the next one. Few, because the next one ends at once if more comes.
 const LOOKS: u32 = 16;
