@@ -137,8 +137,8 @@ impl Bench<'_> {
                 submitting += before.elapsed();
                 writes += 1;
             } else {
-                // Once for half of the window: a thread that is woken for each of them measures its own wake-ups.
-                for future in under_way.drain(..under_way.len().div_ceil(2)).rev() {
+                // Several at a time: a thread that is woken for each of them measures its own wake-ups.
+                for future in under_way.drain(..under_way.len().div_ceil(4)).rev() {
                     self.wait(&future)?;
                 }
             }
