@@ -26,6 +26,7 @@ void load_probe_kernels();
 using CombineKernel = void (*)(Plan, CombineCall);
 CombineKernel same_kernel(OutputType type, bool packed, uint32_t top_k);
 CombineKernel fp8_kernel(OutputType type, uint32_t top_k);
+CombineKernel flagged_kernel(OutputType type, uint32_t top_k);
 
 // Launches a kernel that begins with ptx::wait_for_earlier_grids: its CTAs may take their places while the kernel
 // before it ends.

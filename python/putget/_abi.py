@@ -45,6 +45,7 @@ class Launch(Structure):
         ("threads", c_uint32),
         ("segment_bytes", c_uint32),
         ("splits", c_uint32),
+        ("inline_flags", c_uint32),
     ]
 
 
@@ -82,6 +83,7 @@ class Layout(_Versioned):
         ("finished", c_uint64),
         ("arrived", c_uint64),
         ("pushed", c_uint64),
+        ("flagged", c_uint64),
         ("topk_ids", c_uint64),
         ("topk_weights", c_uint64),
         ("payload", c_uint64 * MAX_PAYLOADS),

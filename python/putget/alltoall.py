@@ -349,13 +349,15 @@ class AllToAll(RoundViews):
         return self._comm.rank
 
     def launches(self, num_tokens: int) -> tuple[Launch, Launch]:
-        """How dispatch and combine are launched on CUDA with this many tokens; zeros on CPU.
+        """How dispatch and combine are launched on CUDA with this many tokens; zeros on CPU, but for ``inline_flags``.
 
         The rule goes by the number of tokens, the sizes of rows and the SMs allowed.
         """
         check_int("num_tokens", num_tokens, 0, self._geometry.max_tokens_per_rank)
         found = self._native.launches(num_tokens)
-        dispatch, combine = (Launch(one.blocks, one.threads, one.segment_bytes, one.splits) for one in found)
+        dispatch, combine = (
+            Launch(one.blocks, one.threads, one.segment_bytes, one.splits, one.inline_flags) for one in found
+        )
         return dispatch, combine
 
     @property

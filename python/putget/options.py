@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
@@ -76,6 +76,9 @@ class Launch:
         threads: Of a CTA, a multiple of 32 up to 768.
         segment_bytes: Of a row, for one warp at a time: a multiple of 512.
         splits: Dispatch: warps that share the targets of one segment, a power of two up to 128.
+        inline_flags: Combine, on CPU too: 2 for rows with flags in them, which small batches wait for shortest, 1 for
+            rows without. Where 2 cannot be had (rows that are pushed or quantised, rows whose bytes are no multiple of
+            8, more tokens than the inbox has room for), rows come without. Each rank as it likes.
 
     Raises:
         ValueError: A field is out of range.
@@ -85,6 +88,7 @@ class Launch:
     threads: int = 0
     segment_bytes: int = 0
     splits: int = 0
+    inline_flags: int = 0
 
     def __post_init__(self) -> None:
         ranges = (
@@ -92,6 +96,7 @@ class Launch:
             ("threads", 32, _MOST_THREADS),
             ("segment_bytes", 512, 1 << 26),
             ("splits", 1, 128),
+            ("inline_flags", 1, 2),
         )
         for name, multiple, most in ranges:
             value: Any = getattr(self, name)
@@ -111,7 +116,7 @@ def check_launch(name: str, launch: Launch | None) -> _abi.Launch:
         return _abi.Launch()
     if not isinstance(launch, Launch):
         raise ValueError(f"{name} is {launch!r}, expected a putget.Launch")
-    return _abi.Launch(launch.blocks, launch.threads, launch.segment_bytes, launch.splits)
+    return _abi.Launch(*astuple(launch))
 
 
 def wire_row_bytes(wire: Wire, output: Payload) -> int:

@@ -40,6 +40,21 @@ MISTAKES = {
         "  if (head.num_tokens != call.num_tokens) return refuse(Misuse::kTokenCount);",
         "  if (exec.block() != 0) return true;",
     ),
+    "the note is not looked at": (
+        "protocol/combine.h",
+        "!(work.sends && wait.own.published(exec.blocks(), head.epoch))",
+        "true",
+    ),
+    "the note is not left": (
+        "protocol/combine.h",
+        "if (work.sends && !work.moving && exec.thread() == 0) {",
+        "if (false) {",
+    ),
+    "who sends judges nothing": (
+        "protocol/combine.h",
+        "return !(kIsFlagged || work.sends) || may_be_in_turn(exec, plan, call, work, wait);",
+        "return true;",
+    ),
     "release does not ask": ("protocol/combine.h", "if (scratch.own.combining(head)) {", "if (false) {"),
 }
 
