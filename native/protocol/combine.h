@@ -24,6 +24,16 @@ PUTGET_PURE bool moves_rows(const Plan& plan, const CombineCall& call) {
   return call.rows != nullptr || plan.shape.has_transit();
 }
 
+// Whether all rows that are here are of sources that want them with flags in them.
+PUTGET_TEXT bool no_other_rows(const Plan& plan, const StateHead& head) {
+  bool none = true;
+  PUTGET_ROLLED
+  for (uint32_t src = 0; src < plan.shape.ep_size; ++src) {
+    none = none && (head.left[src] == 0 || head.left[src] >= kWantsFlags);
+  }
+  return none;
+}
+
 // What the calling CTA does of a call. The first ones move rows where any are to be moved; the others sum them, or
 // where there are no others, the same. Those that move also send rows with flags in them; where nothing is moved, all
 // do. Rows that come with flags in them are summed by all.
@@ -42,22 +52,11 @@ struct Work {
     sums = call.half != Half::kStart && exec.block() >= first_summing;
   }
 
-  // When the state is known, and that a source wants rows with flags in them.
-  PUTGET_TEXT void send(const Plan& plan, const CombineCall& call, const StateHead& head) {
-    if (moving) {
-      bool all_flagged = true;
-      PUTGET_ROLLED
-      for (uint32_t src = 0; src < plan.shape.ep_size; ++src) {
-        all_flagged = all_flagged && (head.left[src] == 0 || head.left[src] >= kWantsFlags);
-      }
-      if (all_flagged) {
-        moving = false;
-        moves = false;
-        first_summing = 0;
-        sums = call.half != Half::kStart;
-      }
-    }
-    sends = call.half != Half::kFinish && (moves || !moving);
+  PUTGET_TEXT void move_nothing(const CombineCall& call) {
+    moving = false;
+    moves = false;
+    first_summing = 0;
+    sums = call.half != Half::kStart;
   }
 };
 
@@ -87,12 +86,13 @@ PUTGET_TEXT bool look_before_combine(Exec& exec, const Plan& plan, const Work& w
 template <class Exec>
 PUTGET_TEXT bool may_be_in_turn(const Exec& exec, const Plan& plan, const CombineCall& call, const Work& work,
                                 const WaitScratch& wait) {
+  // Without branches: what is looked at is loaded together.
   const StateHead& head = wait.head;
-  const bool released =
-      flag_epoch(wait.own.ended) == head.epoch && ended_by(flag_value(wait.own.ended), kEndedByRelease);
-  return head.opened_by == plan.object_id && head.num_tokens == call.num_tokens && !released &&
-         flag_epoch(wait.own.arrived) != head.epoch + 1 &&
-         !(work.sends && wait.own.published(exec.blocks(), head.epoch));
+  const uint32_t epoch = head.epoch;
+  const bool is_own = (head.opened_by == plan.object_id) & (head.num_tokens == call.num_tokens);
+  const bool released = (flag_epoch(wait.own.ended) == epoch) & ended_by(flag_value(wait.own.ended), kEndedByRelease);
+  const bool sent = work.sends & wait.own.published(exec.blocks(), epoch);
+  return is_own & !released & !sent;
 }
 
 // Whether this object's round is open here, and the half has its turn. The first CTA reports, and closes the round at
@@ -108,22 +108,23 @@ PUTGET_TEXT bool may_combine(Exec& exec, const Plan& plan, const CombineCall& ca
     return !(kIsFlagged || work.sends) || may_be_in_turn(exec, plan, call, work, wait);
   }
   const bool is_open = head.open && head.opened_by == plan.object_id;
-  const auto refuse = [&](Misuse misuse) {
-    if (exec.block() == 0 && exec.thread() == 0) {
-      report_misuse(exec, plan, Phase::kCombine, misuse, head.epoch, head.num_tokens, call.num_tokens, 0);
-    }
-    return false;
-  };
-  if (!is_open) return refuse(Misuse::kNoOpenRound);
-  if (head.num_tokens != call.num_tokens) return refuse(Misuse::kTokenCount);
-  if (flag_epoch(own.arrived) == head.epoch + 1) return refuse(Misuse::kNotFinished);
   // The first CTA tells of the end while others look: these go by their parts. An end without parts is not this
   // kernel's, which moves rows where others than the first CTA ask.
   const bool ended = flag_epoch(own.ended) == head.epoch;
   const bool by_parts = exec.block() != 0 && (!ended || moved_parts(flag_value(own.ended)).groups != 0);
   const bool started = by_parts ? own.published(call.moving_blocks, head.epoch) : ended;
-  if (call.half == Half::kFinish) return started || refuse(Misuse::kNotStarted);
-  return !started || refuse(Misuse::kNotFinished);
+  // The last one counts.
+  Misuse wrong = Misuse::kNone;
+  if (call.half == Half::kFinish && !started) wrong = Misuse::kNotStarted;
+  if (call.half != Half::kFinish && started) wrong = Misuse::kNotFinished;
+  if (flag_epoch(own.arrived) == head.epoch + 1) wrong = Misuse::kNotFinished;
+  if (head.num_tokens != call.num_tokens) wrong = Misuse::kTokenCount;
+  if (!is_open) wrong = Misuse::kNoOpenRound;
+  if (wrong == Misuse::kNone) return true;
+  if (exec.block() == 0 && exec.thread() == 0) {
+    report_misuse(exec, plan, Phase::kCombine, wrong, head.epoch, head.num_tokens, call.num_tokens, 0);
+  }
+  return false;
 }
 
 // move_rows where it is not what the kernel is about.
@@ -141,6 +142,11 @@ PUTGET_TEXT void start_combine(Exec& exec, const Plan& plan, const CombineCall& 
   const StateHead& head = scratch.wait.head;
   const uint32_t most = work.moves ? most_slots(exec, plan, scratch.num_tokens) : 0;
   const Parts parts = work.moves ? cut_into_parts(call, most) : Parts{0, 0};
+  if (IsFlagged<Wire>::kYes && work.sends && !work.moving) {
+    sender.send(exec, plan, call, head);
+  } else if (!Wire::kIsScaled && work.sends) {
+    send_flagged_rows(exec, plan, call, head, work.moving ? call.moving_blocks : exec.blocks());
+  }
   if (exec.block() == 0) {
     const uint32_t value = ended_by_combine(parts);
     publish_prepared_all<Tag::C2>(exec, plan, head.active, plan.layout.ended, head.epoch,
@@ -150,11 +156,6 @@ PUTGET_TEXT void start_combine(Exec& exec, const Plan& plan, const CombineCall& 
     // Of no peer's concern: what may_be_in_turn looks at.
     exec.note(part_flag(plan.own(), plan.layout.pushed, plan.shape.ep_rank, exec.block()),
               pack_flag(head.epoch, pack_part(exec.blocks(), 0)));
-  }
-  if (IsFlagged<Wire>::kYes && work.sends && !work.moving) {
-    sender.send(exec, plan, call, head);
-  } else if (!Wire::kIsScaled && work.sends) {
-    send_flagged_rows(exec, plan, call, head, work.moving ? call.moving_blocks : exec.blocks());
   }
   if (!work.moves) return;
   if constexpr (IsFlagged<Wire>::kYes) {
@@ -260,6 +261,50 @@ PUTGET_TEXT void publish_finished(Exec& exec, const Plan& plan, CombineScratch& 
                        [](uint32_t) { return 0u; });
 }
 
+// What is left to do when the state is known, and who does what.
+template <class Codec, class Wire, class TopK, class Exec>
+PUTGET_TEXT void do_combine(Exec& exec, const Plan& plan, const CombineCall& call, const Work& work,
+                            FlaggedSender<Exec>& sender, FlaggedSum<Exec, Codec, TopK>& flagged,
+                            CombineScratch& scratch) {
+  constexpr bool kIsFlagged = IsFlagged<Wire>::kYes;
+  bool done = may_combine<kIsFlagged>(exec, plan, call, work, scratch.wait);
+  if (done && call.half != Half::kFinish) start_combine<Codec, Wire>(exec, plan, call, work, sender, scratch);
+  exec.mark(Stage::kPublished);
+  if (call.half == Half::kStart) return;
+  if constexpr (kIsFlagged) {
+    // What no row needs, the end of the round does.
+    if (exec.block() == 0) done = done && await_peers(exec, plan, scratch);
+    exec.mark(Stage::kObserved);
+    done = done && flagged.run(exec, plan, call, scratch.wait.head);
+    exec.sync();  // all warps have waited: the next kernel may come
+  } else if (work.sums) {
+    Reduction<Codec, Wire, TopK> reduction(exec, plan, call, work.first_summing);
+    reduction.look_up(plan, call);
+    done = done && await_peers(exec, plan, scratch);
+    exec.mark(Stage::kObserved);
+    done = done && sum_tokens(exec, plan, call, reduction, scratch);
+  } else if (exec.block() == 0) {
+    done = done && await_peers(exec, plan, scratch);
+  }
+  if (done && work.moves && exec.block() == 0) done = await_own_parts(exec, plan, call, scratch.wait);
+  exec.let_later_work_begin();
+  exec.mark(Stage::kDone);
+  if (scratch.wait.head.mixed) publish_finished(exec, plan, scratch);
+  if (!done || exec.block() != 0 || exec.thread() != 0) return;
+  // A late CTA may be copying the head: what it finds in `open` decides nothing there (see may_combine).
+  plan.state->head.open = 0;
+}
+
+// The same for a kernel of a small batch that moves other ranks' rows, out of the way of those that do not.
+template <class Codec, class Wire, class TopK, class Exec>
+PUTGET_RARE void do_combine_apart(Exec& exec, const Plan& plan, const CombineCall& call, const Work work,
+                                  CombineScratch& scratch) {
+  FlaggedSender<Exec> sender(exec, plan, call, exec.blocks());
+  FlaggedSum<Exec, Codec, TopK> flagged(exec, plan, call);
+  if (call.half != Half::kStart) flagged.look_up(exec, plan, call);
+  do_combine<Codec, Wire>(exec, plan, call, work, sender, flagged, scratch);
+}
+
 template <class Codec, class Wire, class TopK, class Exec>
 PUTGET_TEXT void combine(Exec& exec, const Plan& plan, const CombineCall& call, CombineScratch& scratch) {
   exec.mark(Stage::kStart);
@@ -276,34 +321,13 @@ PUTGET_TEXT void combine(Exec& exec, const Plan& plan, const CombineCall& call, 
     if (kIsFlagged && call.half != Half::kStart) flagged.look_up(exec, plan, call);
   });
   exec.mark(Stage::kState);
-  const StateHead& head = scratch.wait.head;
-  if (asked) work.send(plan, call, head);
-  bool done = may_combine<kIsFlagged>(exec, plan, call, work, scratch.wait);
-  if (done && call.half != Half::kFinish) start_combine<Codec, Wire>(exec, plan, call, work, sender, scratch);
-  exec.mark(Stage::kPublished);
-  if (call.half == Half::kStart) return;
+  if (work.moving && asked && no_other_rows(plan, scratch.wait.head)) work.move_nothing(call);
+  work.sends = asked && call.half != Half::kFinish && (work.moves || !work.moving);
   if constexpr (kIsFlagged) {
-    // What no row needs, the end of the round does.
-    if (exec.block() == 0) done = done && await_peers(exec, plan, scratch);
-    exec.mark(Stage::kObserved);
-    done = done && flagged.run(exec, plan, call, head);
-    exec.sync();
-  } else if (work.sums) {
-    Reduction<Codec, Wire, TopK> reduction(exec, plan, call, work.first_summing);
-    reduction.look_up(plan, call);
-    done = done && await_peers(exec, plan, scratch);
-    exec.mark(Stage::kObserved);
-    done = done && sum_tokens(exec, plan, call, reduction, scratch);
-  } else if (exec.block() == 0) {
-    done = done && await_peers(exec, plan, scratch);
+    if (work.moving) return do_combine_apart<Codec, Wire, TopK>(exec, plan, call, work, scratch);
+    work.move_nothing(call);
   }
-  if (done && work.moves && exec.block() == 0) done = await_own_parts(exec, plan, call, scratch.wait);
-  exec.let_later_work_begin();
-  exec.mark(Stage::kDone);
-  if (head.mixed) publish_finished(exec, plan, scratch);
-  if (!done || exec.block() != 0 || exec.thread() != 0) return;
-  // A late CTA may be copying the head: what it finds in `open` decides nothing there (see may_combine).
-  plan.state->head.open = 0;
+  do_combine<Codec, Wire>(exec, plan, call, work, sender, flagged, scratch);
 }
 
 // Ends a round without combine. One CTA.

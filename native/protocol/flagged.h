@@ -40,18 +40,34 @@ PUTGET_PURE uint64_t flagged_row(const Plan& plan, uint32_t sender, uint32_t slo
   return plan.layout.flagged + sender * kFlaggedBytes + uint64_t{slot} * flagged_row_bytes(plan.shape);
 }
 
-// The rest of what 8 bytes are read by where rows from outside the workspace are not aligned.
+// One row that carries its flags, as far as a warp has it to send.
+struct FlaggedRow {
+  const uint8_t* from;
+  FlaggedPack* to;
+  uint32_t access_bytes;  // widest access to `from`
+  uint32_t end;           // pack
+};
+
+// Stores packs of it from `pack` on, each lane its own.
 template <class Exec>
-PUTGET_RARE uint64_t load_narrow_pack(const Exec&, const uint8_t* from, uint32_t access_bytes) {
-  uint64_t pack = 0;
-  with_narrow_access(access_bytes, [&](auto access) {
-    using Access = decltype(access);
-    PUTGET_UNROLL
-    for (uint32_t i = 0; i < kPackBytes / sizeof(Access); ++i) {
-      pack |= uint64_t{reinterpret_cast<const Access*>(from)[i]} << (8 * sizeof(Access) * i);
+PUTGET_RARE void send_packs(Exec& exec, const FlaggedRow row, uint32_t pack, uint32_t epoch) {
+  PUTGET_ROLLED
+  for (; pack < row.end; pack += exec.lanes()) {
+    uint64_t value = 0;
+    if (row.access_bytes >= kPackBytes) {
+      value = reinterpret_cast<const uint64_t*>(row.from)[pack];
+    } else {
+      with_narrow_access(row.access_bytes, [&](auto access) {
+        using Access = decltype(access);
+        PUTGET_UNROLL
+        for (uint32_t i = 0; i < kPackBytes / sizeof(Access); ++i) {
+          const uint64_t part = reinterpret_cast<const Access*>(row.from + pack * kPackBytes)[i];
+          value |= part << (8 * sizeof(Access) * i);
+        }
+      });
     }
-  });
-  return pack;
+    exec.put_flagged(row.to + pack, value, epoch);  // [F1]
+  }
 }
 
 // Sends rows to the sources that want them with flags in them, a piece a warp: slot by slot, source by source from the
@@ -60,68 +76,75 @@ template <class Exec>
 class FlaggedSender {
  public:
   PUTGET_TEXT FlaggedSender(const Exec& exec, const Plan& plan, const CombineCall& call, uint32_t blocks)
-      : rows_(plan, call), item_(exec.warp() * blocks + exec.block()), step_(exec.warps() * blocks) {
+      : item_(exec.warp() * blocks + exec.block()), step_(exec.warps() * blocks) {
     find(plan, call);
   }
 
-  // Issues the first load before it is known whether its row is there at all: memory for it there is.
+  // Issues the load of the first pack before it is known whether its row is there at all: memory for it there is.
   PUTGET_TEXT void load_ahead(const Exec& exec, const Plan& plan, const CombineCall& call) {
     const bool exists = slot_ == 0 || (call.rows == nullptr && slot_ < plan.shape.max_tokens_per_rank);
     const uint32_t pack = first_pack_ + exec.lane();
-    if (!exists || pack >= packs(plan) || rows_.access_bytes < kPackBytes) return;
-    ahead_ = reinterpret_cast<const uint64_t*>(rows_.from(slot_, src_))[pack];
+    const Transit rows(plan, call);
+    if (!exists || pack >= end(plan, call) || rows.access_bytes < kPackBytes) return;
+    ahead_ = reinterpret_cast<const uint64_t*>(rows.from(slot_, src_))[pack];
     is_ahead_ = true;
   }
 
   PUTGET_TEXT void send(Exec& exec, const Plan& plan, const CombineCall& call, const StateHead& head) {
     put(exec, plan, call, head);
     is_ahead_ = false;
-    uint32_t most = 0;
-    PUTGET_ROLLED
-    for (uint32_t src = 0; src < plan.shape.ep_size; ++src) {
-      if (wants_flags(head.left[src]) && rows_of(head.left[src]) > most) most = rows_of(head.left[src]);
-    }
-    PUTGET_ROLLED
-    for (;;) {
+    item_ += step_;
+    find(plan, call);
+    while (any_beyond(exec, plan, head)) {
+      put(exec, plan, call, head);
       item_ += step_;
       find(plan, call);
-      if (slot_ >= most) return;
-      put(exec, plan, call, head);
     }
   }
 
  private:
-  PUTGET_TEXT static uint32_t packs(const Plan& plan) { return plan.shape.output_row_bytes() / kPackBytes; }
-
   PUTGET_TEXT void find(const Plan& plan, const CombineCall& call) {
     const uint32_t row = call.flagged_pieces.quotient(item_);
-    first_pack_ = (item_ - row * call.flagged_pieces.value()) * (call.segment_bytes / sizeof(FlaggedPack));
+    first_pack_ = (item_ - row * call.flagged_pieces.value()) * packs_a_piece(call);
     slot_ = call.ep_size.quotient(row);
     src_ = plan.shape.ep_rank + row - slot_ * call.ep_size.value();
     if (src_ >= plan.shape.ep_size) src_ -= plan.shape.ep_size;
   }
 
-  PUTGET_TEXT void put(Exec& exec, const Plan& plan, const CombineCall& call, const StateHead& head) const {
-    if (!wants_flags(head.left[src_]) || slot_ >= rows_of(head.left[src_])) return;
-    const uint32_t most = first_pack_ + call.segment_bytes / static_cast<uint32_t>(sizeof(FlaggedPack));
-    const uint32_t end = most < packs(plan) ? most : packs(plan);
-    const uint8_t* from = rows_.from(slot_, src_);
-    auto* to = reinterpret_cast<FlaggedPack*>(plan.base[src_] + flagged_row(plan, plan.shape.ep_rank, slot_));
-    uint64_t value = ahead_;
-    bool loaded = is_ahead_;
-    PUTGET_ROLLED
-    for (uint32_t pack = first_pack_ + exec.lane(); pack < end; pack += exec.lanes()) {
-      if (!loaded && rows_.access_bytes >= kPackBytes) {
-        value = reinterpret_cast<const uint64_t*>(from)[pack];
-      } else if (!loaded) {
-        value = load_narrow_pack(exec, from + pack * kPackBytes, rows_.access_bytes);
-      }
-      exec.put_flagged(to + pack, value, head.epoch);  // [F1]
-      loaded = false;
-    }
+  PUTGET_TEXT static uint32_t packs_a_piece(const CombineCall& call) {
+    return call.segment_bytes / static_cast<uint32_t>(sizeof(FlaggedPack));
   }
 
-  Transit rows_;
+  PUTGET_TEXT uint32_t end(const Plan& plan, const CombineCall& call) const {
+    const uint32_t packs = plan.shape.output_row_bytes() / kPackBytes;
+    const uint32_t end = first_pack_ + packs_a_piece(call);
+    return end < packs ? end : packs;
+  }
+
+  // Whether any source that is to be sent anything has rows of this slot.
+  PUTGET_TEXT bool any_beyond(Exec& exec, const Plan& plan, const StateHead& head) const {
+    bool none = true;
+    PUTGET_ROLLED
+    for (uint32_t src = exec.lane(); src < plan.shape.ep_size; src += exec.lanes()) {
+      none = none && !(wants_flags(head.left[src]) && rows_of(head.left[src]) > slot_);
+    }
+    return !exec.all_lanes(none);
+  }
+
+  PUTGET_TEXT void put(Exec& exec, const Plan& plan, const CombineCall& call, const StateHead& head) const {
+    if (!wants_flags(head.left[src_]) || slot_ >= rows_of(head.left[src_])) return;
+    const Transit rows(plan, call);
+    uint8_t* to = plan.base[src_] + flagged_row(plan, plan.shape.ep_rank, slot_);
+    const FlaggedRow row{rows.from(slot_, src_), reinterpret_cast<FlaggedPack*>(to), rows.access_bytes,
+                         end(plan, call)};
+    uint32_t pack = first_pack_ + exec.lane();
+    if (is_ahead_) {
+      exec.put_flagged(row.to + pack, ahead_, head.epoch);  // [F1]
+      pack += exec.lanes();
+    }
+    if (pack < row.end) send_packs(exec, row, pack, head.epoch);
+  }
+
   uint32_t item_;
   uint32_t step_;
   uint32_t slot_;
@@ -177,8 +200,8 @@ PUTGET_RARE void report_missing_rows(Exec& exec, const Plan& plan, const StateHe
   report_timeout(exec, plan, Phase::kCombine, head.epoch, missing);
 }
 
-// One warp's part of the (token, segment) items. The routes are this rank's own, so the first ones are looked up before
-// anything else is known.
+// One warp's part of the (token, segment) items. The first CTA has enough to do, where there are others. The routes are
+// this rank's own, so the first ones are looked up before anything else is known.
 template <class Exec, class Codec, class TopK>
 class FlaggedSum {
   static constexpr uint32_t kElements = FlaggedWire<Codec>::kElements;
@@ -190,13 +213,15 @@ class FlaggedSum {
       : top_k_{plan.shape.top_k},
         packs_(plan.shape.output_row_bytes() / kPackBytes),
         packs_per_segment_(call.segment_bytes / sizeof(FlaggedPack)),
-        item_(exec.warp() * exec.blocks() + exec.block()),
-        step_(exec.warps() * exec.blocks()) {}
+        item_(exec.blocks() == 1 ? exec.warp() : exec.warp() * (exec.blocks() - 1) + exec.block() - 1),
+        step_(exec.warps() * (exec.blocks() == 1 ? 1 : exec.blocks() - 1)),
+        takes_part_(exec.blocks() == 1 || exec.block() != 0) {}
 
   // Before `run`.
   PUTGET_TEXT void look_up(const Exec& exec, const Plan& plan, const CombineCall& call) {
     token_ = call.flagged_pieces.quotient(item_);
     begin_ = (item_ - token_ * call.flagged_pieces.value()) * packs_per_segment_;
+    if (!takes_part_) token_ = call.num_tokens;
     if (token_ >= call.num_tokens) return;
     PUTGET_UNROLL
     for (uint32_t i = 0; i < kRowsPerLane; ++i) {
@@ -303,8 +328,7 @@ class FlaggedSum {
         for (uint32_t k = 0; k < TopK::kCapacity; ++k) all = all && leaf[k].is_of(epoch);
         return all;
       };
-      look_at_all();
-      if (!look_until<Tag::F2>(exec, plan, head, have_come, look_at_all)) return false;
+      if (!look_until<Tag::F2>(exec, plan, head, look_at_all, have_come)) return false;
       Sums<kElements> sum[TopK::kCapacity];
       PUTGET_UNROLL
       for (uint32_t k = 0; k < TopK::kCapacity; ++k) sum[k] = widen(leaf[k]);
@@ -312,10 +336,10 @@ class FlaggedSum {
     } else {
       RunningTree<kElements> tree;
       for (uint32_t k = 0; k < top_k_.top_k; ++k) {
-        FlaggedPack leaf = look(exec, plan, rows.row[k], pack, epoch);
+        FlaggedPack leaf;
         const bool came = look_until<Tag::F2>(
-            exec, plan, head, [&] { return leaf.is_of(epoch); },
-            [&] { leaf = look(exec, plan, rows.row[k], pack, epoch); });
+            exec, plan, head, [&] { leaf = look(exec, plan, rows.row[k], pack, epoch); },
+            [&] { return leaf.is_of(epoch); });
         if (!came) return false;
         tree.push(widen(leaf));
       }
@@ -329,6 +353,7 @@ class FlaggedSum {
   uint32_t packs_per_segment_;
   uint32_t item_;
   uint32_t step_;
+  bool takes_part_;
   uint32_t token_;
   uint32_t begin_;  // pack
   uint32_t row_[kRowsPerLane] = {};

@@ -87,8 +87,9 @@ struct OwnFlags {
   // Whether the kernel that publishes parts has been run before in this round. The first CTA of this very kernel may
   // have stored its flag by now: then the number of parts is this kernel's.
   PUTGET_TEXT bool published(uint32_t parts, uint32_t round) const {
-    if (flag_epoch(part) == round) return true;
-    return flag_epoch(first) == round && parts_of(flag_value(first)) != parts;
+    const bool by_this_block = flag_epoch(part) == round;
+    const bool by_other_grid = (flag_epoch(first) == round) & (parts_of(flag_value(first)) != parts);
+    return by_this_block | by_other_grid;
   }
   // Whether combine has begun and its finish half is to come.
   PUTGET_TEXT bool combining(const StateHead& head) const {
@@ -210,32 +211,45 @@ PUTGET_TEXT void publish_part(Exec& exec, const Plan& plan, const RankSet& activ
   }
 }
 
-// Waits until something in this rank's own memory is as it should be: `ready()` says so of what was seen last,
-// `look()` looks again. False: the deadline passed, or another CTA has reported a fault.
-template <Tag tag, class Exec, class Ready, class Look>
-PUTGET_TEXT bool look_until(Exec& exec, const Plan& plan, const StateHead& head, Ready ready, Look look) {
+// Between two looks at what is waited for; `spins` counts them, `start_ns` begins anywhere. False: the deadline passed,
+// or another CTA has reported a fault.
+template <Tag tag, class Exec>
+PUTGET_TEXT bool may_look_again(Exec& exec, const Plan& plan, const StateHead& head, uint32_t spins,
+                                uint64_t& start_ns) {
   constexpr uint32_t kSpinsPerLook = 16;  // at the clock
+  if (spins == 0) {
+    start_ns = exec.now_ns();
+  } else if (spins % kSpinsPerLook == 0) {
+    if (exec.now_ns() - start_ns > deadline_ns<tag>(plan, head)) return false;
+    if (exec.stopped(&plan.state->head.fault, spins)) return false;
+  }
+  exec.pause(spins);
+  return true;
+}
+
+// Waits until a flag in this rank's own memory is as it should be; `seen` is what it said when it was first looked at.
+// False: the deadline passed, or another CTA has reported a fault.
+template <Tag tag, class Exec, class Ready>
+PUTGET_TEXT bool wait_until(Exec& exec, const Plan& plan, const StateHead& head, const uint64_t* flag, uint64_t& seen,
+                            Ready ready) {
   if (plan.skips_waits) return true;
   uint64_t start_ns = 0;
-  for (uint32_t spins = 0; !ready() && !exec.template skips_wait<tag>(); ++spins) {
-    if (spins == 0) {
-      start_ns = exec.now_ns();
-    } else if (spins % kSpinsPerLook == 0) {
-      if (exec.now_ns() - start_ns > deadline_ns<tag>(plan, head)) return false;
-      if (exec.stopped(&plan.state->head.fault, spins)) return false;
-    }
-    exec.pause(spins);
-    look();
+  for (uint32_t spins = 0; !ready(seen) && !exec.template skips_wait<tag>(); ++spins) {
+    if (!may_look_again<tag>(exec, plan, head, spins, start_ns)) return false;
+    seen = exec.template observe<tag>(flag);
   }
   return true;
 }
 
-// The same for a flag; `seen` is what it said when it was first looked at.
-template <Tag tag, class Exec, class Ready>
-PUTGET_TEXT bool wait_until(Exec& exec, const Plan& plan, const StateHead& head, const uint64_t* flag, uint64_t& seen,
-                            Ready ready) {
-  return look_until<tag>(
-      exec, plan, head, [&] { return ready(seen); }, [&] { seen = exec.template observe<tag>(flag); });
+// The same where all that is waited for is looked at together: `look()`, then `ready()`.
+template <Tag tag, class Exec, class Look, class Ready>
+PUTGET_TEXT bool look_until(Exec& exec, const Plan& plan, const StateHead& head, Look look, Ready ready) {
+  uint64_t start_ns = 0;
+  for (uint32_t spins = 0;; ++spins) {
+    look();
+    if (ready() || plan.skips_waits || exec.template skips_wait<tag>()) return true;
+    if (!may_look_again<tag>(exec, plan, head, spins, start_ns)) return false;
+  }
 }
 
 // The same until the flag says `epoch`.

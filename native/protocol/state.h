@@ -9,6 +9,7 @@ namespace putget {
 enum class FaultKind : uint32_t { kNone = 0, kPeerTimeout = 1, kCapacity = 2, kMisuse = 3 };
 enum class Phase : uint32_t { kDispatch = 0, kCombine = 1, kRelease = 2 };
 enum class Misuse : uint32_t {
+  kNone = 0,
   kNoOpenRound = 1,
   kTokenCount = 2,
   kPeerReleased = 3,
