@@ -313,7 +313,8 @@ def test_without_waits_nobody_is_missed(wire: str) -> None:
 
 def launches(rank: Rank, options: dict[str, Any]) -> list[tuple[putget.Launch, putget.Launch]]:
     """A body: launches of several batches."""
-    with rank.all_to_all(max_tokens_per_rank=512, **options) as a2a:
+    output = putget.Payload((7168,), torch.bfloat16)
+    with rank.all_to_all(max_tokens_per_rank=512, output=output, **options) as a2a:
         return [a2a.launches(tokens) for tokens in (0, 1, 64, 512)]
 
 
