@@ -31,8 +31,9 @@ LEADING, PAIRS, REPLAYS = 4, 20, 30
 
 
 def stages(library: ctypes.CDLL, kernel: str) -> dict[str, tuple[int, int]]:
-    """Nanoseconds from the start of the last `kernel` ("dispatch", "combine", "flagged_combine") on this rank: first CTA,
-    last CTA.
+    """Nanoseconds from the start of the last `kernel` on this rank ("dispatch", "combine", "flagged_combine").
+
+    By stage: of the first CTA, of the last one.
     """
     stamps = (ctypes.c_uint64 * (2 * len(STAGES)))()
     status = getattr(library, f"putget_stages_of_{kernel}")(stamps)
