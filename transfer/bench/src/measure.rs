@@ -5,7 +5,7 @@ use std::fmt;
 use std::time::{Duration, Instant};
 
 use hdrhistogram::Histogram;
-use putget_transfer::{Done, MrHandle, Options, Pages, TransferFuture};
+use putget_transfer::{Done, Flag, MrHandle, Options, Pages, TransferFuture};
 
 use crate::target::{Pair, digest, memory_len};
 use crate::{Outcome, Plan};
@@ -80,8 +80,13 @@ struct Bench<'a> {
 }
 
 impl Bench<'_> {
-    fn submit(&self, shape: Shape) -> Outcome<TransferFuture> {
+    fn begin(&self, shape: Shape) -> Outcome<TransferFuture> {
         let (done, future) = Done::future();
+        self.submit(shape, done)?;
+        Ok(future)
+    }
+
+    fn submit(&self, shape: Shape, done: Done) -> Outcome<()> {
         let (engine, desc, options) = (&self.pair.engine, &self.pair.desc, Options::default());
         match shape {
             Shape::Single(len) => {
@@ -93,7 +98,7 @@ impl Bench<'_> {
                 engine.submit_paged_writes(len, Some(1), (&self.source, from), (desc, to), &options, done)?;
             }
         }
-        Ok(future)
+        Ok(())
     }
 
     fn wait(&self, future: &TransferFuture) -> Outcome<()> {
@@ -109,7 +114,7 @@ impl Bench<'_> {
         let mut bytes = vec![0; usize::try_from(used)?];
         fastrand::Rng::with_seed(seed).fill(&mut bytes);
         self.source.write(0, &bytes)?;
-        self.wait(&self.submit(shape)?)?;
+        self.wait(&self.begin(shape)?)?;
         let right = match shape {
             Shape::Single(len) => bytes.get(..usize::try_from(len)?).map(digest),
             Shape::Paged(len) => {
@@ -126,16 +131,23 @@ impl Bench<'_> {
     }
 
     fn measure(&self, plan: &Plan, shape: Shape) -> Outcome<Row> {
-        let mut under_way = VecDeque::new();
+        let (mut under_way, flag) = (VecDeque::new(), Flag::new());
         let (mut writes, mut submitting) = (0_u64, Duration::ZERO);
         let begin = Instant::now();
         let mut elapsed = Duration::ZERO;
-        while elapsed < plan.time || !under_way.is_empty() {
-            if elapsed < plan.time && under_way.len() < plan.window {
+        while elapsed < plan.time || !under_way.is_empty() || flag.pending() > 0 {
+            if elapsed < plan.time && under_way.len() + (flag.pending() as usize) < plan.window {
                 let before = Instant::now();
-                under_way.push_back(self.submit(shape)?);
+                if plan.busy_poll {
+                    self.submit(shape, Done::flag(&flag))?;
+                } else {
+                    under_way.push_back(self.begin(shape)?);
+                }
                 submitting += before.elapsed();
                 writes += 1;
+            } else if plan.busy_poll {
+                // Who has the workers poll can poll as well.
+                std::thread::yield_now();
             } else {
                 // Several at a time: a thread that is woken for each of them measures its own wake-ups.
                 for future in under_way.drain(..under_way.len().div_ceil(4)).rev() {
@@ -143,12 +155,18 @@ impl Bench<'_> {
                 }
             }
             elapsed = begin.elapsed();
+            if elapsed > plan.time + PATIENCE {
+                return Err("the writes did not end".into());
+            }
+        }
+        if flag.failed() > 0 {
+            return Err(format!("{} writes failed", flag.failed()).into());
         }
         let mut latencies = Histogram::<u64>::new(3)?;
         let end = Instant::now() + plan.time;
         while latencies.len() < 10 || (Instant::now() < end && latencies.len() < 10_000) {
             let before = Instant::now();
-            self.wait(&self.submit(shape)?)?;
+            self.wait(&self.begin(shape)?)?;
             latencies.record(u64::try_from(before.elapsed().as_nanos())?)?;
         }
         let percentile = |quantile| latencies.value_at_quantile(quantile) as f64 / 1e3;
