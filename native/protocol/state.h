@@ -75,6 +75,14 @@ struct Plan {
   PUTGET_PURE uint8_t* own() const { return base[shape.ep_rank]; }
 };
 
+constexpr uint32_t kMaxStages = 8;
+
+// Stages in shared memory that each warp has for bulk copies; none: rows go through registers.
+struct RingShape {
+  uint32_t stages;
+  uint32_t stage_bytes;  // a multiple of 128
+};
+
 struct DispatchCall {
   const void* topk_ids;  // [num_tokens, top_k]
   const float* topk_weights;
@@ -107,6 +115,7 @@ struct CombineCall {
   uint32_t moving_blocks;      // CTAs that move rows
   Divisor ep_size;
   uint32_t wide_out;  // 1: out and addend allow accesses of 16 bytes
+  RingShape ring;
   Half half;
 };
 

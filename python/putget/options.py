@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
@@ -76,6 +76,9 @@ class Launch:
         threads: Of a CTA, a multiple of 32 up to 768.
         segment_bytes: Of a row, for one warp at a time: a multiple of 512.
         splits: Dispatch: warps that share the targets of one segment, a power of two up to 128.
+        stages: Combine: of shared memory for each warp, up to 8, through which bulk copies carry its rows; 1: rows go
+            through registers, as they do where sizes or addresses are no multiples of 16 bytes, or rows are quantised.
+        movers: Combine: blocks that move rows before they are summed, where any are to be moved.
 
     Raises:
         ValueError: A field is out of range.
@@ -85,6 +88,8 @@ class Launch:
     threads: int = 0
     segment_bytes: int = 0
     splits: int = 0
+    stages: int = 0
+    movers: int = 0
 
     def __post_init__(self) -> None:
         ranges = (
@@ -92,6 +97,8 @@ class Launch:
             ("threads", 32, _MOST_THREADS),
             ("segment_bytes", 512, 1 << 26),
             ("splits", 1, 128),
+            ("stages", 1, 8),
+            ("movers", 1, 256),
         )
         for name, multiple, most in ranges:
             value: Any = getattr(self, name)
@@ -111,7 +118,7 @@ def check_launch(name: str, launch: Launch | None) -> _abi.Launch:
         return _abi.Launch()
     if not isinstance(launch, Launch):
         raise ValueError(f"{name} is {launch!r}, expected a putget.Launch")
-    return _abi.Launch(launch.blocks, launch.threads, launch.segment_bytes, launch.splits)
+    return _abi.Launch(*astuple(launch))
 
 
 def wire_row_bytes(wire: Wire, output: Payload) -> int:
