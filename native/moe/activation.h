@@ -53,7 +53,7 @@ PUTGET_TEXT void activate_rows(Exec& exec, const ActivationCall& call, uint32_t*
           value[e] = gated<kGate>(exec, Codec::widen(gates[u].bits[e]), Codec::widen(ups[u].bits[e]));
         }
         Row result;
-        exec.template narrow<Codec>(value, result.bits);
+        exec.template narrow<Codec>(value, result);
         if (i < end) exec.put(out + i, result);
       }
     }

@@ -78,7 +78,7 @@ PUTGET_TEXT void finalize_segment(Exec& exec, const Grouping& group, const Final
     for (uint32_t u = 0; u < kUnroll; ++u) {
       const uint32_t i = pack + u * exec.lanes();
       Row out;
-      exec.template narrow<Codec>(sum[u].value, out.bits);
+      exec.template narrow<Codec>(sum[u].value, out);
       if (i < end) exec.put(reinterpret_cast<Row*>(call.out) + uint64_t{first.row} * packs + i, out);
     }
   }
