@@ -47,8 +47,8 @@ class Memory {
   virtual void dispatch(const Plan& plan, const DispatchCall& call, const Limits& limits, void* stream) = 0;
   virtual void combine(const Plan& plan, const CombineCall& call, const Limits& limits, void* stream) = 0;
   // How such calls are launched; zeros where nothing is.
-  virtual void launches(const Shape& shape, uint32_t num_tokens, const Limits& limits, putget_launch* dispatch,
-                        putget_launch* combine) const = 0;
+  virtual void launches(const Shape& shape, uint32_t num_tokens, bool flagged, const Limits& limits,
+                        putget_launch* dispatch, putget_launch* combine) const = 0;
   virtual void release(const Plan& plan, void* stream) = 0;
   virtual void probe(putget_probe_kind kind, uint64_t bytes_per_peer, uint32_t num_sms, void* stream) = 0;
   virtual void probe_rows(const putget_probe_rows_args&) {

@@ -304,7 +304,7 @@ def test_one_ranks_wrong_argument_reaches_the_others_promptly(name: str, mode: s
 
 def disagree_on_workspace(rank: Rank) -> str:
     try:
-        putget.Workspace(rank.comm, 65536 + 65536 * (rank.rank == 1), device=rank.device).close()
+        putget.Workspace(rank.comm, (1 + (rank.rank == 1)) << 20, device=rank.device).close()
     except ValueError as error:
         return str(error)
     return "accepted"

@@ -4,6 +4,7 @@
 
 #include "capi/guard.h"
 #include "capi/validate.h"
+#include "protocol/flagged.h"
 
 struct putget_memory {
   std::unique_ptr<putget::Memory> backend;
@@ -67,6 +68,7 @@ putget_layout public_layout(const putget::Layout& layout) {
   out.finished = layout.finished;
   out.arrived = layout.arrived;
   out.pushed = layout.pushed;
+  out.flagged = layout.flagged;
   out.topk_ids = layout.topk_ids;
   out.topk_weights = layout.topk_weights;
   std::memcpy(out.payload, layout.payload, sizeof(out.payload));
@@ -76,7 +78,13 @@ putget_layout public_layout(const putget::Layout& layout) {
   return out;
 }
 
-putget::DispatchCall dispatch_call(const putget::Shape& shape, const putget_dispatch_args& args) {
+// The same for a rank's dispatch and its combine: what the one wishes, the other waits for.
+bool wants_flags(const putget::Shape& shape, const putget::Limits& limits, uint32_t num_tokens) {
+  return putget::wants_flags(shape, static_cast<putget::InlineFlags>(limits.combine.inline_flags), num_tokens);
+}
+
+putget::DispatchCall dispatch_call(const putget::Shape& shape, const putget::Limits& limits,
+                                   const putget_dispatch_args& args) {
   putget::DispatchCall call{};
   call.topk_ids = args.topk_ids;
   call.topk_weights = args.topk_weights;
@@ -88,11 +96,13 @@ putget::DispatchCall dispatch_call(const putget::Shape& shape, const putget_disp
   call.num_tokens = args.num_tokens;
   call.max_rows = args.max_rows;
   call.ids_are_64bit = args.ids_are_64bit;
+  call.wish = wants_flags(shape, limits, args.num_tokens) ? putget::kWantsFlags : 0;
   call.half = static_cast<putget::Half>(args.half);
   return call;
 }
 
-putget::CombineCall combine_call(const putget::Shape& shape, const putget_combine_args& args) {
+putget::CombineCall combine_call(const putget::Shape& shape, const putget::Limits& limits,
+                                 const putget_combine_args& args) {
   putget::CombineCall call{};
   call.rows = static_cast<const uint8_t*>(args.rows);
   call.row_slot_bytes = args.row_slot_bytes;
@@ -102,6 +112,7 @@ putget::CombineCall combine_call(const putget::Shape& shape, const putget_combin
   call.num_tokens = args.num_tokens;
   call.rows_access_bytes = access_bytes(reinterpret_cast<uintptr_t>(args.rows) | args.row_slot_bytes |
                                         args.row_source_bytes | shape.output_row_bytes());
+  call.flagged = wants_flags(shape, limits, args.num_tokens);
   call.half = static_cast<putget::Half>(args.half);
   return call;
 }
@@ -293,7 +304,7 @@ putget_status putget_dispatch(putget_alltoall* object, const putget_dispatch_arg
     require_version(args, "args");
     putget::capi::check_dispatch(self.plan.shape, *args);
     run_checked(*self.memory, [&] {
-      self.memory->dispatch(self.plan, dispatch_call(self.plan.shape, *args), self.limits, args->stream);
+      self.memory->dispatch(self.plan, dispatch_call(self.plan.shape, self.limits, *args), self.limits, args->stream);
     });
   });
 }
@@ -304,7 +315,7 @@ putget_status putget_combine(putget_alltoall* object, const putget_combine_args*
     require_version(args, "args");
     putget::capi::check_combine(self.plan.shape, *args);
     run_checked(*self.memory, [&] {
-      self.memory->combine(self.plan, combine_call(self.plan.shape, *args), self.limits, args->stream);
+      self.memory->combine(self.plan, combine_call(self.plan.shape, self.limits, *args), self.limits, args->stream);
     });
   });
 }
@@ -321,7 +332,9 @@ putget_status putget_launches(putget_alltoall* object, uint32_t num_tokens, putg
   return guarded([&] {
     putget_alltoall& self = object_of(object);
     require(dispatch != nullptr && combine != nullptr, "a launch is null");
-    self.memory->launches(self.plan.shape, num_tokens, self.limits, dispatch, combine);
+    const bool flagged = wants_flags(self.plan.shape, self.limits, num_tokens);
+    self.memory->launches(self.plan.shape, num_tokens, flagged, self.limits, dispatch, combine);
+    combine->inline_flags = flagged ? PUTGET_FLAGS_IN_ROWS : PUTGET_FLAGS_APART;
   });
 }
 

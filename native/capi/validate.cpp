@@ -93,6 +93,7 @@ void check_launch(const char* name, const putget_launch& launch) {
           prefix + "splits is " + std::to_string(launch.splits) + ", allowed are powers of two up to 128");
   require_range((prefix + "stages").c_str(), launch.stages, 0, kMaxStages);
   require_range((prefix + "movers").c_str(), launch.movers, 0, kMaxParts);
+  require_range((prefix + "inline_flags").c_str(), launch.inline_flags, 0, 2);
 }
 
 MemoryConfig memory_config_of(const putget_memory_config& config) {

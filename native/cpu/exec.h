@@ -92,6 +92,19 @@ struct Exec {
 
   // An own flag, for its value alone: orders nothing.
   uint64_t peek(const uint64_t* flag) const { return atomics::load_relaxed(flag); }
+  // One that this block alone will look at.
+  void note(uint64_t* flag, uint64_t value) const { atomics::store_relaxed(flag, value); }
+
+  void put_flagged(FlaggedPack* to, uint64_t row, uint32_t epoch) const {
+    atomics::store_relaxed(&to->half[0], pack_flag(epoch, static_cast<uint32_t>(row)));
+    atomics::store_relaxed(&to->half[1], pack_flag(epoch, static_cast<uint32_t>(row >> 32)));
+  }
+  // What is there now, or `otherwise` twice where `from` is null: orders nothing.
+  template <Tag tag>
+  FlaggedPack poll(const FlaggedPack* from, uint64_t otherwise) const {
+    if (from == nullptr) return {{otherwise, otherwise}};
+    return {{atomics::load_relaxed(&from->half[0]), atomics::load_relaxed(&from->half[1])}};
+  }
 
   template <Tag tag>
   bool skips_wait() const {
@@ -162,6 +175,7 @@ struct Exec {
   };
   Lanes count_lanes(bool yes) const { return {0, yes ? 1u : 0u}; }
   bool all_lanes(bool yes) const { return yes; }
+  uint32_t of_lane(uint32_t value, uint32_t) const { return value; }
 
   // from[index], or zero where `from` is null.
   template <class Access>

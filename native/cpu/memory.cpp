@@ -16,9 +16,9 @@
 namespace putget::cpu {
 namespace {
 
-constexpr uint32_t kPackBytes = 16;
+constexpr uint32_t kWideBytes = 16;
 
-bool aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % kPackBytes == 0; }
+bool aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % kWideBytes == 0; }
 
 class CpuMemory final : public Memory {
  public:
@@ -81,14 +81,20 @@ class CpuMemory final : public Memory {
     whole_rows.small_piece_bytes = kWholeRow;
     whole_rows.moving_blocks = 1;
     whole_rows.ep_size = Divisor(plan.shape.ep_size);
-    const bool packed = plan.shape.output_row_bytes() % kPackBytes == 0 && aligned(call.out) && aligned(call.addend);
+    whole_rows.flagged_pieces = flagged_pieces(plan.shape, kWholeRow);
+    const bool packed = plan.shape.output_row_bytes() % kWideBytes == 0 && aligned(call.out) && aligned(call.addend);
     whole_rows.wide_out = packed;
     with_codec(plan.shape.output_type, [&](auto codec) {
       using Codec = decltype(codec);
-      using Packed = SameWire<Codec, kPackBytes / sizeof(typename Codec::Bits)>;
-      if (packed && limits.combine.stages > 1 && !plan.shape.quantised() &&
-          (call.rows == nullptr || call.rows_access_bytes == kPackBytes)) {
+      using Packed = SameWire<Codec, kWideBytes / sizeof(typename Codec::Bits)>;
+      if (call.flagged != 0 && plan.shape.top_k == 8) {
+        putget::combine<Codec, FlaggedWire<Codec>, FixedTopK<8>>(exec, plan, whole_rows, combine_scratch_);
+      } else if (call.flagged != 0) {
+        putget::combine<Codec, FlaggedWire<Codec>, DynamicTopK>(exec, plan, whole_rows, combine_scratch_);
+      } else if (packed && limits.combine.stages > 1 && !plan.shape.quantised() &&
+                 (call.rows == nullptr || call.rows_access_bytes == kWideBytes)) {
         whole_rows.segment_bytes = kSegment;
+        whole_rows.flagged_pieces = flagged_pieces(plan.shape, kSegment);
         whole_rows.piece_bytes = kSegment;
         whole_rows.small_piece_bytes = kSegment;
         const uint32_t rows = std::min(plan.shape.top_k, plan.shape.ep_size);
@@ -107,7 +113,8 @@ class CpuMemory final : public Memory {
     });
   }
 
-  void launches(const Shape&, uint32_t, const Limits&, putget_launch* dispatch, putget_launch* combine) const override {
+  void launches(const Shape&, uint32_t, bool, const Limits&, putget_launch* dispatch,
+                putget_launch* combine) const override {
     *dispatch = putget_launch{};
     *combine = putget_launch{};
   }

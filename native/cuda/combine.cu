@@ -39,6 +39,7 @@ void load_combine_kernels() {
     for (uint32_t top_k : {1u, 2u, 3u, 4u, 6u, 8u}) {
       check(cudaFuncGetAttributes(&attributes, same_kernel(type, true, top_k)), "loading combine_kernel");
       check(cudaFuncGetAttributes(&attributes, fp8_kernel(type, top_k)), "loading combine_kernel");
+      check(cudaFuncGetAttributes(&attributes, flagged_kernel(type, top_k)), "loading combine_kernel");
     }
     check(cudaFuncGetAttributes(&attributes, same_kernel(type, false, 1)), "loading combine_kernel");
   }
@@ -55,14 +56,17 @@ void launch_combine(const Plan& plan, CombineCall call, const Room& room, const 
   const bool moves = moves_rows(plan, call);
   putget_launch wanted = tuning;
   if (!packed || (moves && call.rows_access_bytes != kLaneBytes)) wanted.stages = 1;
-  putget_launch launch = combine_launch(shape, call.num_tokens, moves, room, wanted);
-  // Nothing to do but to tell the peers.
-  if (call.half == Half::kStart && !moves) launch.blocks = 1;
+  putget_launch launch = call.flagged != 0 ? flagged_launch(shape, call.num_tokens, room, tuning)
+                                           : combine_launch(shape, call.num_tokens, moves, room, wanted);
+  // Nothing to do but to tell the peers, and to send rows with flags in them to those that have few tokens.
+  if (call.half == Half::kStart && !moves && call.flagged == 0) launch.blocks = 1;
   call.wide_out = packed;
   call.segment_bytes = launch.segment_bytes;
+  call.flagged_pieces = flagged_pieces(shape, launch.segment_bytes);
   cut_into_pieces(call, shape, launch);
   call.ring = combine_ring(shape, launch);
-  const CombineKernel kernel = shape.quantised()   ? fp8_kernel(shape.output_type, shape.top_k)
+  const CombineKernel kernel = call.flagged != 0   ? flagged_kernel(shape.output_type, shape.top_k)
+                               : shape.quantised() ? fp8_kernel(shape.output_type, shape.top_k)
                                : launch.stages > 1 ? bulk_kernel(shape.output_type)
                                                    : same_kernel(shape.output_type, packed, shape.top_k);
   launch_early(kernel, launch, call.ring, stream, plan, call, "launching combine_kernel");

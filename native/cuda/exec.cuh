@@ -83,6 +83,20 @@ struct Exec {
   }
   // An own flag, for its value alone: orders nothing.
   __device__ uint64_t peek(const uint64_t* flag) const { return ptx::load_relaxed_sys(flag); }
+  // One that this CTA alone will look at.
+  __device__ void note(uint64_t* flag, uint64_t value) const { ptx::store_relaxed_sys(flag, value); }
+
+  __device__ void put_flagged(FlaggedPack* to, uint64_t row, uint32_t epoch) const {
+    ptx::store_relaxed_sys_pair(to->half, pack_flag(epoch, static_cast<uint32_t>(row)),
+                                pack_flag(epoch, static_cast<uint32_t>(row >> 32)));
+  }
+  // What is there now, or `otherwise` twice where `from` is null: orders nothing.
+  template <Tag tag>
+  __device__ FlaggedPack poll(const FlaggedPack* from, uint64_t otherwise) const {
+    FlaggedPack pack;
+    ptx::load_relaxed_sys_pair_if(from != nullptr, from->half, otherwise, pack.half[0], pack.half[1]);
+    return pack;
+  }
 
   template <Tag tag>
   __device__ bool skips_wait() const {
@@ -137,6 +151,9 @@ struct Exec {
     const uint32_t votes = __ballot_sync(0xffffffffu, yes);
     return {static_cast<uint32_t>(__popc(votes & ((1u << lane()) - 1))), static_cast<uint32_t>(__popc(votes))};
   }
+
+  // What a lane of the warp has. Whole warps call it.
+  __device__ uint32_t of_lane(uint32_t value, uint32_t lane) const { return __shfl_sync(0xffffffffu, value, lane); }
 
   // Whether all lanes of the warp say yes. A barrier of the warp too. Whole warps call it.
   __device__ bool all_lanes(bool yes) const { return __all_sync(0xffffffffu, yes) != 0; }

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "protocol/dispatch.h"
+#include "protocol/flagged.h"
 #include "protocol/staged.h"
 
 namespace putget::cuda {
@@ -163,6 +164,22 @@ putget_launch combine_launch(const Shape& shape, uint32_t num_tokens, bool moves
     launch.movers = std::max(launch.blocks * percent / 100, 1u);
   }
   launch.movers = std::min(launch.movers, launch.blocks);
+  return launch;
+}
+
+putget_launch flagged_launch(const Shape& shape, uint32_t num_tokens, const Room& room, const putget_launch& tuning) {
+  putget_launch launch = tuning;
+  launch.splits = 1;
+  launch.stages = 1;
+  launch.movers = 0;
+  if (launch.threads == 0) launch.threads = kThreads;
+  if (launch.segment_bytes == 0) launch.segment_bytes = kWarpBytes;
+  if (launch.blocks == 0) {
+    // A warp for each piece to send, as if every rank had as many tokens.
+    const uint64_t pieces = flagged_pieces(shape, launch.segment_bytes).value();
+    launch.blocks = blocks_for(num_tokens * shape.ep_size * pieces, launch.threads, room);
+  }
+  launch.blocks = std::min({launch.blocks, room.sms, kMaxParts});
   return launch;
 }
 

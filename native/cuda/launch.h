@@ -61,6 +61,7 @@ template <class Call>
 void load_bulk_kernel(void (*kernel)(Plan, Call), const char* what) {
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kRingsBytes), what);
 }
+CombineKernel flagged_kernel(OutputType type, uint32_t top_k);
 
 // Launches a kernel that begins with ptx::wait_for_earlier_grids: its CTAs may take their places while the kernel
 // before it ends.

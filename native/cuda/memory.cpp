@@ -114,11 +114,12 @@ class CudaMemory final : public Memory {
     launch_combine(plan, call, room(limits.num_sms), limits.combine, static_cast<cudaStream_t>(stream));
   }
 
-  void launches(const Shape& shape, uint32_t num_tokens, const Limits& limits, putget_launch* dispatch,
+  void launches(const Shape& shape, uint32_t num_tokens, bool flagged, const Limits& limits, putget_launch* dispatch,
                 putget_launch* combine) const override {
     const Room all = room(limits.num_sms);
     *dispatch = dispatch_launch(shape, num_tokens, all, limits.dispatch);
-    *combine = combine_launch(shape, num_tokens, shape.has_transit(), all, limits.combine);
+    *combine = flagged ? flagged_launch(shape, num_tokens, all, limits.combine)
+                       : combine_launch(shape, num_tokens, shape.has_transit(), all, limits.combine);
   }
 
   void release(const Plan& plan, void* stream) override {

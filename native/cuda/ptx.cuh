@@ -28,6 +28,27 @@ __device__ __forceinline__ uint64_t load_relaxed_sys(const uint64_t* address) {
   return value;
 }
 
+// Two words, each in one piece by itself.
+__device__ __forceinline__ void store_relaxed_sys_pair(uint64_t* address, uint64_t first, uint64_t second) {
+  asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" ::"l"(address), "l"(first), "l"(second) : "memory");
+}
+
+// Two words, each in one piece by itself, or `otherwise` twice where not `wanted`; one predicated load.
+__device__ __forceinline__ void load_relaxed_sys_pair_if(bool wanted, const uint64_t* address, uint64_t otherwise,
+                                                         uint64_t& first, uint64_t& second) {
+  asm volatile(
+      "{\n"
+      ".reg .pred wanted;\n"
+      "setp.ne.u32 wanted, %3, 0;\n"
+      "mov.u64 %0, %4;\n"
+      "mov.u64 %1, %4;\n"
+      "@wanted ld.relaxed.sys.global.v2.u64 {%0, %1}, [%2];\n"
+      "}"
+      : "=&l"(first), "=&l"(second)
+      : "l"(address), "r"(static_cast<uint32_t>(wanted)), "l"(otherwise)
+      : "memory");
+}
+
 __device__ __forceinline__ uint32_t load_relaxed_gpu(const uint32_t* address) {
   uint32_t value;
   asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");

@@ -66,6 +66,13 @@ typedef enum putget_probe_kind { PUTGET_PROBE_WRITE = 0, PUTGET_PROBE_READ = 1 }
 typedef struct putget_memory putget_memory;
 typedef struct putget_alltoall putget_alltoall;
 
+/* Where combine's flags are. */
+typedef enum putget_inline_flags {
+  PUTGET_FLAGS_BY_RULE = 0,
+  PUTGET_FLAGS_APART = 1,
+  PUTGET_FLAGS_IN_ROWS = 2 /* where rows travel as they are, are not pushed, and there is room */
+} putget_inline_flags;
+
 /* The shape of one kernel launch. In a configuration, fields that are not 0 stand in for the rule's choice. */
 typedef struct putget_launch {
   uint32_t blocks;
@@ -74,6 +81,7 @@ typedef struct putget_launch {
   uint32_t splits;        /* dispatch: warps that share the targets of one segment; a power of two up to 128 */
   uint32_t stages;        /* combine: of shared memory for each warp's bulk copies, up to 8; 1: no bulk copies */
   uint32_t movers;        /* combine: blocks that move rows before they are summed, where any are to be moved */
+  uint32_t inline_flags;  /* combine, also on CPU: putget_inline_flags, of the rows that this rank sums */
 } putget_launch;
 
 typedef struct putget_config {
@@ -108,6 +116,7 @@ typedef struct putget_layout {
   uint64_t finished;
   uint64_t arrived;
   uint64_t pushed;
+  uint64_t flagged;
   uint64_t topk_ids;
   uint64_t topk_weights;
   uint64_t payload[PUTGET_MAX_PAYLOADS];
@@ -377,7 +386,7 @@ PUTGET_API putget_status putget_create(const putget_config* config, putget_memor
 PUTGET_API putget_status putget_dispatch(putget_alltoall* object, const putget_dispatch_args* args);
 PUTGET_API putget_status putget_combine(putget_alltoall* object, const putget_combine_args* args);
 PUTGET_API putget_status putget_release(putget_alltoall* object, void* stream);
-/* How calls with this many tokens are launched on CUDA; zeros on CPU. */
+/* How calls with this many tokens are launched on CUDA; zeros on CPU, but for combine->inline_flags. */
 PUTGET_API putget_status putget_launches(putget_alltoall* object, uint32_t num_tokens, putget_launch* dispatch,
                                          putget_launch* combine);
 PUTGET_API void putget_destroy(putget_alltoall* object);

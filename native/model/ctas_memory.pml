@@ -7,6 +7,9 @@
 #ifndef ROTATE
 #define ROTATE 1
 #endif
+#ifndef WISH
+#define WISH 0
+#endif
 #define RANKS 2
 #define ROWS 2 /* that a rank sends to each rank, unless it sends none */
 
@@ -27,9 +30,13 @@
 #define VALUE_OF(flag) ((flag) % 32)
 /* Of a part: how many parts there are, and how many rows they put or how many turns this one is done with. */
 #define PARTS(parts, rows) ((parts) * 4 + (rows))
-#define PARTS_OF(flag) (VALUE_OF(flag) / 4)
+#define PARTS_OF(flag) (VALUE_OF(flag) / 4 % 4)
 #define ROWS_OF(flag) ((flag) % 4)
 #define TURNS_OF(flag) ROWS_OF(flag)
+/* Of the last part of a dispatch, also: whether its rank wishes for rows with flags in them. */
+#define WISHES(rank) ((WISH >> (rank)) & 1)
+#define WISH_FLAG(rank) (WISHES(rank) * 16)
+#define WISH_OF(flag) (VALUE_OF(flag) / 16)
 /* Of `ended`: how; and in how many groups of how many CTAs rows are moved, in 0 groups if none are. */
 #define COMBINED 1
 #define RELEASED 2
@@ -59,16 +66,22 @@
 #define NOT_STARTED 2
 #define NOT_FINISHED 3
 
+#define WORDS 2 /* of a row with flags in it: CTAs share it */
+
 typedef Rank {
   /* symmetric */
   byte ended[RANKS], finished[RANKS];
   byte arrived[RANKS * BLOCKS], pushed[RANKS * BLOCKS];
   byte cell[REGIONS * RANKS * ROWS * PIECES]; /* the epoch whose row it holds */
+#if WISH > 0
+  byte word[RANKS * ROWS * WORDS]; /* `flagged`: the epoch of a flag and of what it carries, which is one thing */
+#endif
   /* private: the head of the state, what dispatch has shown, joins */
   byte epoch;
   bool open, fault;
   byte misuse;
   byte counts[RANKS];
+  byte wanted; /* a bit for each source that has rows here and wishes them with flags in them */
   byte gotten;
   /* the running kernel */
   byte kernel, half, grid, moving;
@@ -100,6 +113,7 @@ byte sends_nothing[RANKS]; /* a bit for each epoch */
 #define OUTPUT(src, slot, of_epoch, piece) CELL(1, src, slot, piece, of_epoch)
 #define INBOX(src, slot, of_epoch, piece) CELL(2, src, slot, piece, of_epoch)
 #define EMPTY 0
+#define WORD(src, slot, number) word[((src) * ROWS + (slot)) * WORDS + (number)]
 
 /* Both pieces of a row: the same one twice where rows have one. */
 #define STORE(row, src, slot, of_epoch, value) \
@@ -244,6 +258,9 @@ inline observe_ended(of_epoch, own) {
 #define J3 ARRIVE(SELF.gotten, grid)
 #endif
 
+/* Rows that are not sent with flags in them. */
+#define MOVED_COUNT(src) ((SELF.wanted >> (src)) & 1 -> 0 : SELF.counts[src])
+
 /* What a CTA copies. It does so in several reads; but what it reads of the state stays while a CTA of the kernel is
  * still to look (asserted where it changes; of a combine only the CTAs that move and the first one may judge by `open`),
  * and each flag is judged by itself. */
@@ -256,7 +273,9 @@ inline observe_ended(of_epoch, own) {
     open = SELF.open; \
     well = !SELF.fault; \
     sent = SENT(me, epoch); \
-    most = (SELF.counts[0] > SELF.counts[1] -> SELF.counts[0] : SELF.counts[1]); \
+    wanted = SELF.wanted; \
+    most = (MOVED_COUNT(0) > MOVED_COUNT(1) -> MOVED_COUNT(0) : MOVED_COUNT(1)); \
+    moving = (wanted > 0 && most == 0 -> 0 : moving); \
     SELF.copied = SELF.copied | (1 << block); \
     own_ended = OWN_FLAG(ended); \
     own_arrived = FIRST(arrived, me); \

@@ -9,6 +9,7 @@
  * puts them into the peers' inboxes, and with QUANTISED also into its own. The CTAs that move do so in turns: a slot
  * each, or with SPLIT a piece each of one slot. MOVING: how many CTAs of a whole combine move, at most. EITHER: a call
  * may also move nothing (here the experts write combine_input all the same). Token and slot are the same number here.
+ * WISH: a bit for each rank: it wishes for rows with flags in them, which those that have them send.
  * MIXED        rounds alternate between layouts whose regions overlap; ROTATE says which ones
  * SKEW         a flag is stored into one rank's memory after the other's; else in one step, which nobody can tell who
  *              has not looked
@@ -39,7 +40,7 @@ inline put_rows() {
 
 inline publish_arrived() {
   TO_ALL(arrived[me * BLOCKS + block],
-         FLAG(epoch + 1, PARTS(grid, (block + 1 == grid -> SENT(me, epoch + 1) : 0))))
+         FLAG(epoch + 1, PARTS(grid, (block + 1 == grid -> SENT(me, epoch + 1) + WISH_FLAG(me) : 0))))
 }
 
 inline judge_dispatch() {
@@ -109,11 +110,18 @@ inline finish_dispatch() {
   if
   :: d_step { D4_OVER -> /* D4 */
       SELF.counts[0] = ROWS_OF(LAST(arrived, 0));
-      SELF.counts[1] = ROWS_OF(LAST(arrived, 1)) }
+      SELF.counts[1] = ROWS_OF(LAST(arrived, 1));
+#ifdef FORGET_WISH
+      SELF.wanted = 0
+#else
+      SELF.wanted = (SELF.counts[0] > 0 -> WISH_OF(LAST(arrived, 0)) : 0) |
+                    (SELF.counts[1] > 0 -> WISH_OF(LAST(arrived, 1)) * 2 : 0)
+#endif
+    }
     assert(HAVE_LOOKED(grid)) /* no CTA is still to look at the state */
   :: ANY_PART_AHEAD(arrived, epoch + 1) -> assert(false)
 #if defined(DEADLINES) || defined(PEERS_MAY_STOP)
-  :: d_step { CAN_EXPIRE -> SELF.counts[0] = 0; SELF.counts[1] = 0; SELF.missed = true; well = !SELF.fault }
+  :: d_step { CAN_EXPIRE -> SELF.counts[0] = 0; SELF.counts[1] = 0; SELF.wanted = 0; SELF.missed = true; well = !SELF.fault }
 #endif
   fi;
   if
@@ -159,8 +167,11 @@ inline dispatch() {
 /* What a CTA does: the first ones move rows where any are to be moved, the others sum, or the same if there are no
  * others. */
 #define IS_MOVING (block < moving)
-#define FIRST_SUMMING (moving < grid -> moving : 0)
+#define FIRST_SUMMING (WISHES(me) -> (grid > 1 -> 1 : 0) : (moving < grid -> moving : 0))
 #define IS_SUMMING (half != START && block >= FIRST_SUMMING)
+
+/* Those that move also send rows with flags in them; where nothing is moved, all do. */
+#define SENDS (wanted > 0 && half != FINISH && (moving == 0 || IS_MOVING))
 
 /* Whether the half has its turn. By the first CTA, and by the others where they are about to move rows. */
 #if defined(ALL_JUDGE)
@@ -196,13 +207,71 @@ inline judge_combine() {
   fi
 }
 
+/* Those that send where nothing is moved: the first CTA waits for none of them, and may have closed the round. A CTA
+ * goes by its own note, or by that of a kernel with other CTAs. */
+#define RELEASED_HERE (EPOCH_OF(own_ended) == epoch && HOW_OF(own_ended) == RELEASED)
+#ifdef SENDERS_ASK_OPEN
+#define MAY_SEND (open && !PUBLISHED(epoch, grid))
+#elif defined(IGNORE_NOTE)
+#define MAY_SEND (!RELEASED_HERE)
+#elif defined(IGNORE_RELEASE)
+#define MAY_SEND (!PUBLISHED(epoch, grid))
+#else
+#define MAY_SEND (!RELEASED_HERE && !PUBLISHED(epoch, grid))
+#endif
+/* A rank that has dispatched nothing has rows of nobody. */
+inline judge_sender() {
+  if
+  :: !MAY_SEND -> d_step { assert(SELF.wrong); well = false }
+  :: else
+  fi
+}
+
+#define SENDERS (moving == 0 -> grid : moving)
+#ifdef LEAVE_NO_NOTE
+#define OWN_PART_NOTED skip
+#else
+#define OWN_PART_NOTED SELF.pushed[me * BLOCKS + block] = FLAG(epoch, PARTS(grid, 0))
+#endif
+/* F1, after a note of it. */
+inline send_rows() {
+  d_step {
+    assert(!SELF.wrong);
+    if
+    :: moving == 0 -> OWN_PART_NOTED
+    :: else
+    fi;
+#if WISH > 0
+    for (src : 0 .. RANKS - 1) {
+      if
+      :: (wanted >> src) & 1 ->
+        for (slot : 0 .. SELF.counts[src] - 1) {
+          for (number : 0 .. WORDS - 1) {
+            if
+            :: (slot * WORDS + number) % SENDERS == block ->
+              assert(MOVES || HOLDS(SELF.OUTPUT, src, slot, epoch, epoch));
+              ranks[src].WORD(me, slot, number) = epoch
+            :: else
+            fi
+          }
+        }
+      :: else
+      fi
+    }
+    src = 0;
+    slot = 0;
+    number = 0
+#endif
+  }
+}
+
 /* This CTA's piece of one slot: C1 of rows that this kernel copies, or C6 of those that it pushes. */
 inline move_slot() {
   d_step {
     assert(!SELF.wrong);
     for (src : 0 .. RANKS - 1) {
       if
-      :: slot < SELF.counts[src] && !STAYS(src) ->
+      :: slot < SELF.counts[src] && !STAYS(src) && !((wanted >> src) & 1) ->
 #ifdef PUSH
         assert(HOLDS(SELF.OUTPUT, src, slot, epoch, epoch));
 #define MOVED_ROW(piece) ranks[src].INBOX(me, slot, epoch, piece)
@@ -272,6 +341,10 @@ inline publish_ended() { TO_ALL(ended[me], FLAG(epoch, (moving > 0 -> MOVED(TOLD
 
 inline start_combine() {
   if
+  :: SENDS -> send_rows() /* F1 */
+  :: else
+  fi;
+  if
   :: block == 0 -> publish_ended() /* C2 */
   :: else
   fi;
@@ -331,6 +404,36 @@ inline sum_tokens() {
   slot = 0
 }
 
+/* F2 of this CTA's share of the tokens. */
+#if WISH > 0
+#define HAS_COME(rank, number) (SELF.WORD(rank, slot, number) == epoch)
+#ifdef F2_ONE_WORD
+#define ROW_HAS_COME(rank) HAS_COME(rank, 0)
+#elif defined(SKIP_F2)
+#define ROW_HAS_COME(rank) true
+#else
+#define ROW_HAS_COME(rank) (HAS_COME(rank, 0) && HAS_COME(rank, 1))
+#endif
+#define WORD_AHEAD(rank, number) (!SELF.wrong && SELF.WORD(rank, slot, number) > epoch)
+inline sum_flagged_tokens() {
+  slot = block - FIRST_SUMMING;
+  do
+  :: !well || block < FIRST_SUMMING || slot >= sent -> break
+  :: else ->
+    if
+    :: d_step { ROW_HAS_COME(0) && ROW_HAS_COME(1) -> /* F2 */
+        assert(SELF.wrong || (HAS_COME(0, 0) && HAS_COME(0, 1) && HAS_COME(1, 0) && HAS_COME(1, 1))) }
+    :: WORD_AHEAD(0, 0) || WORD_AHEAD(0, 1) || WORD_AHEAD(1, 0) || WORD_AHEAD(1, 1) -> assert(false)
+    OR_EXPIRES
+    fi;
+    slot = slot + grid - FIRST_SUMMING
+  od;
+  slot = 0
+}
+#else
+inline sum_flagged_tokens() { skip }
+#endif
+
 /* Before the round is closed: every CTA that moves has looked at the state. */
 inline await_own_parts() {
   if
@@ -365,6 +468,7 @@ inline combine() {
     RUNS(COMBINE) -> LOOK(pushed);
     if
     :: well && JUDGES -> judge_combine()
+    :: well && !JUDGES && SENDS -> judge_sender()
     :: else
     fi
   }
@@ -375,14 +479,15 @@ inline combine() {
   if
   :: half != START ->
     if
-    :: well && (IS_SUMMING || block == 0) -> await_peers()
+    :: well && ((IS_SUMMING && !WISHES(me)) || block == 0) -> await_peers()
     :: else
     fi;
 #ifdef EARLY_C5
     publish_finished();
 #endif
     if
-    :: well && IS_SUMMING -> sum_tokens()
+    :: well && WISHES(me) -> sum_flagged_tokens()
+    :: well && !WISHES(me) && IS_SUMMING -> sum_tokens()
     :: else
     fi;
 #ifndef SKIP_OWN_PARTS
@@ -421,7 +526,7 @@ inline release() {
 }
 
 proctype Cta(bit me; byte block) {
-  byte half, grid, moving, epoch, own_ended, own_arrived, own_first, own_part, src, slot, turn, sent, most;
+  byte half, grid, moving, epoch, own_ended, own_arrived, own_first, own_part, src, slot, turn, sent, most, wanted, number;
   byte told[RANKS]; /* `ended`, as C3 has found it */
   bool open, well, last;
 end:
@@ -433,7 +538,7 @@ end:
      fi;
     d_step {
       half = 0; grid = 0; moving = 0; epoch = 0; own_ended = 0; own_arrived = 0; own_first = 0; own_part = 0;
-      sent = 0; most = 0; told[0] = 0; told[1] = 0;
+      sent = 0; most = 0; wanted = 0; number = 0; told[0] = 0; told[1] = 0;
       open = false; well = false; last = false;
       SELF.running = SELF.running & ~(1 << block)
     }

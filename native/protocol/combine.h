@@ -4,9 +4,8 @@
 // inboxes of those that sum them. Either way rows may travel quantised. docs/protocol.md explains the tags.
 #pragma once
 
-#include <type_traits>
-
 #include "protocol/dispatch.h"
+#include "protocol/flagged.h"
 #include "protocol/stage.h"
 #include "protocol/staged.h"
 #include "protocol/transit.h"
@@ -25,80 +24,143 @@ PUTGET_PURE bool moves_rows(const Plan& plan, const CombineCall& call) {
   return call.rows != nullptr || plan.shape.has_transit();
 }
 
+// Whether all rows that are here are of sources that want them with flags in them.
+PUTGET_TEXT bool no_other_rows(const Plan& plan, const StateHead& head) {
+  bool none = true;
+  PUTGET_ROLLED
+  for (uint32_t src = 0; src < plan.shape.ep_size; ++src) {
+    none = none && (head.left[src] == 0 || head.left[src] >= kWantsFlags);
+  }
+  return none;
+}
+
 // What the calling CTA does of a call. The first ones move rows where any are to be moved; the others sum them, or
-// where there are no others, the same.
+// where there are no others, the same. Those that move also send rows with flags in them; where nothing is moved, all
+// do. Rows that come with flags in them are summed by all.
 struct Work {
+  bool moving;  // the kernel as a whole
   bool moves;
+  bool sends = false;
   bool sums;
   uint32_t first_summing;  // block
 
   template <class Exec>
-  PUTGET_TEXT Work(const Exec& exec, const Plan& plan, const CombineCall& call) {
-    const bool moving = moves_rows(plan, call) && call.half != Half::kFinish;
+  PUTGET_TEXT Work(const Exec& exec, const Plan& plan, const CombineCall& call, bool all_sum) {
+    moving = moves_rows(plan, call) && call.half != Half::kFinish;
     moves = moving && exec.block() < call.moving_blocks;
-    first_summing = moving && call.moving_blocks < exec.blocks() ? call.moving_blocks : 0;
+    first_summing = moving && call.moving_blocks < exec.blocks() && !all_sum ? call.moving_blocks : 0;
     sums = call.half != Half::kStart && exec.block() >= first_summing;
+  }
+
+  PUTGET_TEXT void move_nothing(const CombineCall& call) {
+    moving = false;
+    moves = false;
+    first_summing = 0;
+    sums = call.half != Half::kStart;
   }
 };
 
-// What combine reads before it knows the round. Ends with a block barrier.
-template <class Exec>
-PUTGET_TEXT void look_before_combine(Exec& exec, const Plan& plan, const Work& work, CombineScratch& scratch) {
+// What combine reads before it knows the round; `meanwhile` may issue loads of its own. Ends with a block barrier. Says
+// whether a source wants rows with flags in them.
+template <bool kMayAsk, class Exec, class Meanwhile>
+PUTGET_TEXT bool look_before_combine(Exec& exec, const Plan& plan, const Work& work, CombineScratch& scratch,
+                                     Meanwhile meanwhile) {
   StateAhead state;
   state.load(exec, plan, plan.layout.pushed);
-  state.keep(exec, plan, scratch.wait);
+  meanwhile();
+  const bool asked = state.keep(exec, plan, scratch.wait);
   if (exec.thread() == 0) scratch.moved = 0;
   if (work.moves) {
     for (uint32_t src = exec.thread(); src < plan.shape.ep_size; src += exec.threads()) {
-      scratch.num_tokens[src] = static_cast<uint32_t>(plan.num_tokens[src]);
+      const uint32_t rows = plan.state->head.left[src];
+      scratch.num_tokens[src] = rows < kWantsFlags ? rows : 0;
     }
   }
+  if constexpr (kMayAsk) return exec.any(asked);
   exec.sync();
+  return false;
+}
+
+// Whether it may be this kernel's turn, by all but `open`: where nothing is moved the first CTA waits for no other one,
+// and may have closed the round. A CTA that sends also looks at its own note, or that of a kernel with other CTAs.
+template <class Exec>
+PUTGET_TEXT bool may_be_in_turn(const Exec& exec, const Plan& plan, const CombineCall& call, const Work& work,
+                                const WaitScratch& wait) {
+  // Without branches: what is looked at is loaded together.
+  const StateHead& head = wait.head;
+  const uint32_t epoch = head.epoch;
+  const bool is_own = (head.opened_by == plan.object_id) & (head.num_tokens == call.num_tokens);
+  const bool released = (flag_epoch(wait.own.ended) == epoch) & ended_by(flag_value(wait.own.ended), kEndedByRelease);
+  const bool sent = work.sends & wait.own.published(exec.blocks(), epoch);
+  return is_own & !released & !sent;
 }
 
 // Whether this object's round is open here, and the half has its turn. The first CTA reports, and closes the round at
 // its end, when other CTAs may not have looked yet: they judge only where they are about to move rows, which the first
 // CTA then waits for.
-template <class Exec>
+template <bool kIsFlagged, class Exec>
 PUTGET_TEXT bool may_combine(Exec& exec, const Plan& plan, const CombineCall& call, const Work& work,
                              const WaitScratch& wait) {
   const StateHead& head = wait.head;
   const OwnFlags& own = wait.own;
   if (head.fault != 0) return false;
-  if (exec.block() != 0 && !work.moves) return true;
+  if (exec.block() != 0 && !work.moves) {
+    return !(kIsFlagged || work.sends) || may_be_in_turn(exec, plan, call, work, wait);
+  }
   const bool is_open = head.open && head.opened_by == plan.object_id;
-  const auto refuse = [&](Misuse misuse) {
-    if (exec.block() == 0 && exec.thread() == 0) {
-      report_misuse(exec, plan, Phase::kCombine, misuse, head.epoch, head.num_tokens, call.num_tokens, 0);
-    }
-    return false;
-  };
-  if (!is_open) return refuse(Misuse::kNoOpenRound);
-  if (head.num_tokens != call.num_tokens) return refuse(Misuse::kTokenCount);
-  if (flag_epoch(own.arrived) == head.epoch + 1) return refuse(Misuse::kNotFinished);
   // The first CTA tells of the end while others look: these go by their parts. An end without parts is not this
   // kernel's, which moves rows where others than the first CTA ask.
   const bool ended = flag_epoch(own.ended) == head.epoch;
   const bool by_parts = exec.block() != 0 && (!ended || moved_parts(flag_value(own.ended)).groups != 0);
   const bool started = by_parts ? own.published(call.moving_blocks, head.epoch) : ended;
-  if (call.half == Half::kFinish) return started || refuse(Misuse::kNotStarted);
-  return !started || refuse(Misuse::kNotFinished);
+  // The last one counts.
+  Misuse wrong = Misuse::kNone;
+  if (call.half == Half::kFinish && !started) wrong = Misuse::kNotStarted;
+  if (call.half != Half::kFinish && started) wrong = Misuse::kNotFinished;
+  if (flag_epoch(own.arrived) == head.epoch + 1) wrong = Misuse::kNotFinished;
+  if (head.num_tokens != call.num_tokens) wrong = Misuse::kTokenCount;
+  if (!is_open) wrong = Misuse::kNoOpenRound;
+  if (wrong == Misuse::kNone) return true;
+  if (exec.block() == 0 && exec.thread() == 0) {
+    report_misuse(exec, plan, Phase::kCombine, wrong, head.epoch, head.num_tokens, call.num_tokens, 0);
+  }
+  return false;
+}
+
+// move_rows where it is not what the kernel is about.
+template <class Codec, class Exec>
+PUTGET_RARE void move_rows_apart(Exec& exec, const Plan& plan, const CombineCall& call, const StateHead& head,
+                                 const Parts& parts, uint32_t most, const uint32_t* num_tokens) {
+  move_rows<Codec, false>(exec, plan, call, head, parts, most, num_tokens);
 }
 
 // The start half: tells every peer that the received rows are read and either that this rank's rows are complete or in
-// how many parts they will be moved; and moves them.
+// how many parts they will be moved; sends rows with flags in them, and moves the others.
 template <class Codec, class Wire, class Exec>
 PUTGET_TEXT void start_combine(Exec& exec, const Plan& plan, const CombineCall& call, const Work& work,
-                               CombineScratch& scratch) {
+                               FlaggedSender<Exec>& sender, CombineScratch& scratch) {
   const StateHead& head = scratch.wait.head;
   const uint32_t most = work.moves ? most_slots(exec, plan, scratch.num_tokens) : 0;
   const Parts parts = work.moves ? cut_into_parts(call, most) : Parts{0, 0};
+  if (IsFlagged<Wire>::kYes && work.sends && !work.moving) {
+    sender.send(exec, plan, call, head);
+  } else if (!Wire::kIsScaled && work.sends) {
+    send_flagged_rows(exec, plan, call, head, work.moving ? call.moving_blocks : exec.blocks());
+  }
   if (exec.block() == 0) {
     const uint32_t value = ended_by_combine(parts);
     publish_prepared_all<Tag::C2>(exec, plan, head.active, plan.layout.ended, head.epoch,
                                   [&](uint32_t) { return value; });
   }
-  if (work.moves) {
+  if (work.sends && !work.moving && exec.thread() == 0) {
+    // Of no peer's concern: what may_be_in_turn looks at.
+    exec.note(part_flag(plan.own(), plan.layout.pushed, plan.shape.ep_rank, exec.block()),
+              pack_flag(head.epoch, pack_part(exec.blocks(), 0)));
+  }
+  if (!work.moves) return;
+  if constexpr (IsFlagged<Wire>::kYes) {
+    move_rows_apart<Codec>(exec, plan, call, head, parts, most, scratch.num_tokens);
+  } else {
     move_rows<Codec, Wire::kIsScaled>(exec, plan, call, head, parts, most, scratch.num_tokens);
   }
 }
@@ -204,24 +266,26 @@ PUTGET_TEXT void publish_finished(Exec& exec, const Plan& plan, CombineScratch& 
                        [](uint32_t) { return 0u; });
 }
 
+// What is left to do when the state is known, and who does what.
 template <class Codec, class Wire, class TopK, class Exec>
-PUTGET_TEXT void combine(Exec& exec, const Plan& plan, const CombineCall& call, CombineScratch& scratch) {
-  exec.mark(Stage::kStart);
-  exec.wait_for_earlier_work();
-  exec.mark(Stage::kWoken);
-  // What the experts wrote is made visible while the state is on its way.
-  if (exec.block() == 0 && first_peer(exec) < plan.shape.ep_size) exec.prepare_publish();
-  const Work work(exec, plan, call);
-  look_before_combine(exec, plan, work, scratch);
-  exec.mark(Stage::kState);
-  const StateHead& head = scratch.wait.head;
-  bool done = may_combine(exec, plan, call, work, scratch.wait);
-  if (done && call.half != Half::kFinish) start_combine<Codec, Wire>(exec, plan, call, work, scratch);
+PUTGET_TEXT void do_combine(Exec& exec, const Plan& plan, const CombineCall& call, const Work& work,
+                            FlaggedSender<Exec>& sender, FlaggedSum<Exec, Codec, TopK>& flagged,
+                            CombineScratch& scratch) {
+  constexpr bool kIsFlagged = IsFlagged<Wire>::kYes;
+  bool done = may_combine<kIsFlagged>(exec, plan, call, work, scratch.wait);
+  if (done && call.half != Half::kFinish) start_combine<Codec, Wire>(exec, plan, call, work, sender, scratch);
   exec.mark(Stage::kPublished);
   if (call.half == Half::kStart) return;
-  if (work.sums) {
+  if constexpr (kIsFlagged) {
+    // What no row needs, the end of the round does.
+    if (exec.block() == 0) done = done && await_peers(exec, plan, scratch);
+    exec.mark(Stage::kObserved);
+    done = done && flagged.run(exec, plan, call, scratch.wait.head);
+    exec.sync();  // all warps have waited: the next kernel may come
+  } else if (work.sums) {
     using Direct = Reduction<Codec, Wire, TopK>;
-    std::conditional_t<Exec::kHasRing, StagedReduction<Codec>, Direct> reduction(exec, plan, call, work.first_summing);
+    typename Either<Exec::kHasRing, StagedReduction<Codec>, Direct>::Type reduction(exec, plan, call,
+                                                                                    work.first_summing);
     reduction.look_up(plan, call);
     done = done && await_peers(exec, plan, scratch);
     exec.mark(Stage::kObserved);
@@ -232,10 +296,45 @@ PUTGET_TEXT void combine(Exec& exec, const Plan& plan, const CombineCall& call, 
   if (done && work.moves && exec.block() == 0) done = await_own_parts(exec, plan, call, scratch.wait);
   exec.let_later_work_begin();
   exec.mark(Stage::kDone);
-  if (head.mixed) publish_finished(exec, plan, scratch);
+  if (scratch.wait.head.mixed) publish_finished(exec, plan, scratch);
   if (!done || exec.block() != 0 || exec.thread() != 0) return;
   // A late CTA may be copying the head: what it finds in `open` decides nothing there (see may_combine).
   plan.state->head.open = 0;
+}
+
+// The same for a kernel of a small batch that moves other ranks' rows, out of the way of those that do not.
+template <class Codec, class Wire, class TopK, class Exec>
+PUTGET_RARE void do_combine_apart(Exec& exec, const Plan& plan, const CombineCall& call, const Work work,
+                                  CombineScratch& scratch) {
+  FlaggedSender<Exec> sender(exec, plan, call, exec.blocks());
+  FlaggedSum<Exec, Codec, TopK> flagged(exec, plan, call);
+  if (call.half != Half::kStart) flagged.look_up(exec, plan, call);
+  do_combine<Codec, Wire>(exec, plan, call, work, sender, flagged, scratch);
+}
+
+template <class Codec, class Wire, class TopK, class Exec>
+PUTGET_TEXT void combine(Exec& exec, const Plan& plan, const CombineCall& call, CombineScratch& scratch) {
+  exec.mark(Stage::kStart);
+  exec.wait_for_earlier_work();
+  exec.mark(Stage::kWoken);
+  // What the experts wrote is made visible while the state is on its way.
+  if (exec.block() == 0 && first_peer(exec) < plan.shape.ep_size) exec.prepare_publish();
+  constexpr bool kIsFlagged = IsFlagged<Wire>::kYes;
+  Work work(exec, plan, call, kIsFlagged);
+  FlaggedSender<Exec> sender(exec, plan, call, exec.blocks());
+  FlaggedSum<Exec, Codec, TopK> flagged(exec, plan, call);
+  const bool asked = look_before_combine<!Wire::kIsScaled>(exec, plan, work, scratch, [&] {
+    if (kIsFlagged && call.half != Half::kFinish) sender.load_ahead(exec, plan, call);
+    if (kIsFlagged && call.half != Half::kStart) flagged.look_up(exec, plan, call);
+  });
+  exec.mark(Stage::kState);
+  if (work.moving && asked && no_other_rows(plan, scratch.wait.head)) work.move_nothing(call);
+  work.sends = asked && call.half != Half::kFinish && (work.moves || !work.moving);
+  if constexpr (kIsFlagged) {
+    if (work.moving) return do_combine_apart<Codec, Wire, TopK>(exec, plan, call, work, scratch);
+    work.move_nothing(call);
+  }
+  do_combine<Codec, Wire>(exec, plan, call, work, sender, flagged, scratch);
 }
 
 // Ends a round without combine. One CTA.

@@ -317,15 +317,16 @@ PUTGET_TEXT void show_received(Exec& exec, const Plan& plan, uint32_t max_rows, 
   const uint32_t top_k = plan.shape.top_k;
   const uint32_t capacity = plan.shape.max_tokens_per_rank;
   const bool same_geometry = head.ids_top_k == top_k && head.ids_capacity == capacity;
-  const auto shown = [&](uint32_t src) { return wait.rows[src] < max_rows ? wait.rows[src] : max_rows; };
-  const auto dirty_end = [&](uint32_t src) { return same_geometry ? head.left[src] : capacity; };
+  const auto sent = [&](uint32_t src) { return rows_of(wait.rows[src]); };
+  const auto shown = [&](uint32_t src) { return sent(src) < max_rows ? sent(src) : max_rows; };
+  const auto dirty_end = [&](uint32_t src) { return same_geometry ? rows_of(head.left[src]) : capacity; };
   bool dirty = false;
   PUTGET_ROLLED
   for (uint32_t src = exec.thread(); src < plan.shape.ep_size; src += exec.threads()) {
     plan.num_tokens[src] = static_cast<int32_t>(shown(src));
-    plan.state->head.left[src] = shown(src);
+    plan.state->head.left[src] = shown(src) | (wait.rows[src] & kWantsFlags);
     dirty = dirty || dirty_end(src) > shown(src);
-    if (wait.rows[src] > max_rows) report_capacity(exec, plan, round, src, wait.rows[src], max_rows);
+    if (sent(src) > max_rows) report_capacity(exec, plan, round, src, sent(src), max_rows);
   }
   if (exec.thread() == 0 && !same_geometry) {
     plan.state->head.ids_top_k = top_k;
@@ -371,7 +372,7 @@ PUTGET_TEXT bool start_dispatch(Exec& exec, const Plan& plan, const DispatchCall
   const bool last = exec.block() + 1 == exec.blocks();
   publish_part<Tag::D3>(
       exec, plan, head.active, plan.layout.arrived, head.epoch + 1, [](uint32_t) { return true; },
-      [&](uint32_t peer) { return pack_part(exec.blocks(), last ? scratch.route.rows[peer] : 0); });
+      [&](uint32_t peer) { return pack_part(exec.blocks(), last ? scratch.route.rows[peer] | call.wish : 0); });
   exec.mark(Stage::kPublished, exec.threads() - 1);
   record_routes(exec, plan, chunk, share.chunk_of(chunk), share.first_header(call), call.top_k, scratch.route);
   return true;

@@ -11,7 +11,7 @@
 namespace putget {
 
 // The tagged operations on flags; docs/protocol.md has the table. Plain accesses carry their tag in a comment.
-enum class Tag : uint32_t { R1, D0, D1, D3, D4, C2, C3, C5, C7, C8 };
+enum class Tag : uint32_t { R1, D0, D1, D3, D4, C2, C3, C5, C7, C8, F2 };
 
 // Where the CTAs of one kernel join: the last one goes on with everything that the others did.
 enum class Join : uint32_t { J3 };
@@ -42,6 +42,12 @@ PUTGET_PURE uint64_t pack_flag(uint32_t epoch, uint32_t value) { return uint64_t
 PUTGET_PURE uint32_t flag_epoch(uint64_t flag) { return static_cast<uint32_t>(flag >> 32); }
 PUTGET_PURE uint32_t flag_value(uint64_t flag) { return static_cast<uint32_t>(flag); }
 
+// 8 bytes of a row, as two flags whose values they are (flagged.h).
+struct alignas(16) FlaggedPack {
+  uint64_t half[2];
+  PUTGET_PURE bool is_of(uint32_t epoch) const { return flag_epoch(half[0]) == epoch && flag_epoch(half[1]) == epoch; }
+};
+
 // What the `finished` flags say when rounds begin to exchange them: if the round is open here, peers may still combine
 // it.
 PUTGET_PURE uint64_t finished_before_mixing(const State& state) {
@@ -57,13 +63,18 @@ PUTGET_PURE uint64_t* part_flag(uint8_t* base, uint64_t flags, uint32_t writer, 
   return reinterpret_cast<uint64_t*>(base + flags + writer * kPartsBytes) + part;
 }
 
-// The value of a part's flag: how many parts there are; at D3 in the last part how many rows all of them put, at C7 how
-// many turns the part is done with.
+// The value of a part's flag: how many parts there are; at D3 in the last part how many rows all of them put, and
+// whether their source wants its sums' rows with flags in them; at C7 how many turns the part is done with.
 constexpr uint32_t kRowsBits = 22;
+constexpr uint32_t kPartsBits = 9;
 PUTGET_PURE uint32_t pack_part(uint32_t parts, uint32_t rows) { return parts << kRowsBits | rows; }
-PUTGET_PURE uint32_t parts_of(uint32_t value) { return value >> kRowsBits; }
+PUTGET_PURE uint32_t parts_of(uint32_t value) { return value >> kRowsBits & ((1u << kPartsBits) - 1); }
 PUTGET_PURE uint32_t rows_of(uint32_t value) { return value & ((1u << kRowsBits) - 1); }
-static_assert(kMaxParts < 1u << (32 - kRowsBits));
+static_assert(kMaxParts < 1u << kPartsBits && kWantsFlags == 1u << (kRowsBits + kPartsBits));
+
+// The same without the number of parts, and whether it asks for rows with flags.
+PUTGET_PURE uint32_t rows_and_wish(uint32_t value) { return value & (kWantsFlags | ((1u << kRowsBits) - 1)); }
+PUTGET_PURE bool wants_flags(uint32_t rows_and_wish) { return rows_and_wish > kWantsFlags; }
 
 // What this rank itself had told its peers when a CTA began, to know which halves have been run. Each CTA looks before
 // it publishes anything.
@@ -76,8 +87,9 @@ struct OwnFlags {
   // Whether the kernel that publishes parts has been run before in this round. The first CTA of this very kernel may
   // have stored its flag by now: then the number of parts is this kernel's.
   PUTGET_TEXT bool published(uint32_t parts, uint32_t round) const {
-    if (flag_epoch(part) == round) return true;
-    return flag_epoch(first) == round && parts_of(flag_value(first)) != parts;
+    const bool by_this_block = flag_epoch(part) == round;
+    const bool by_other_grid = (flag_epoch(first) == round) & (parts_of(flag_value(first)) != parts);
+    return by_this_block | by_other_grid;
   }
   // Whether combine has begun and its finish half is to come.
   PUTGET_TEXT bool combining(const StateHead& head) const {
@@ -103,7 +115,7 @@ struct WaitScratch {
   OwnFlags own;
   RankSet missing;
   uint32_t value[kMaxRanks];  // value of each observed flag; 0 where missing
-  uint32_t rows[kMaxRanks];   // of all parts together; 0 where missing
+  uint32_t rows[kMaxRanks];   // rows_and_wish of all parts together; 0 where missing
 };
 
 // Every kernel begins with it: one read of the head for all threads of the CTA, and of the own flags. `load` only
@@ -116,13 +128,16 @@ class StateAhead {
     if (exec.thread() == 0) own_ = look_at_own_flags(exec, plan, parts);
   }
 
-  // A block barrier must follow.
+  // A block barrier must follow. Says whether this thread has seen a source that wants rows with flags in them.
   template <class Exec>
-  PUTGET_TEXT void keep(const Exec& exec, const Plan& plan, WaitScratch& scratch) const {
+  PUTGET_TEXT bool keep(const Exec& exec, const Plan& plan, WaitScratch& scratch) const {
     uint32_t* to = reinterpret_cast<uint32_t*>(&scratch.head);
+    bool asked = false;
     PUTGET_ROLLED
     for (uint32_t i = exec.thread(); i < words(plan); i += exec.threads()) {
-      to[i] = i == exec.thread() ? word_ : from(plan)[i];
+      const uint32_t word = i == exec.thread() ? word_ : from(plan)[i];
+      to[i] = word;
+      asked = asked || (i >= offsetof(StateHead, left) / sizeof(uint32_t) && wants_flags(word));
     }
     PUTGET_ROLLED
     for (uint32_t peer = exec.thread(); peer < plan.shape.ep_size; peer += exec.threads()) scratch.rows[peer] = 0;
@@ -130,6 +145,7 @@ class StateAhead {
       scratch.own = own_;
       scratch.missing = RankSet::none();
     }
+    return asked;
   }
 
  private:
@@ -148,7 +164,7 @@ class StateAhead {
 // The first round has a deadline of its own. Its combine comes when the dispatch has been counted.
 template <Tag tag>
 PUTGET_TEXT uint64_t deadline_ns(const Plan& plan, const StateHead& head) {
-  constexpr uint32_t kCounted = tag == Tag::C3 || tag == Tag::C8 ? 1 : 0;
+  constexpr uint32_t kCounted = tag == Tag::C3 || tag == Tag::C8 || tag == Tag::F2 ? 1 : 0;
   return head.rounds <= kCounted ? plan.warmup_timeout_ns : plan.timeout_ns;
 }
 
@@ -195,25 +211,45 @@ PUTGET_TEXT void publish_part(Exec& exec, const Plan& plan, const RankSet& activ
   }
 }
 
+// Between two looks at what is waited for; `spins` counts them, `start_ns` begins anywhere. False: the deadline passed,
+// or another CTA has reported a fault.
+template <Tag tag, class Exec>
+PUTGET_TEXT bool may_look_again(Exec& exec, const Plan& plan, const StateHead& head, uint32_t spins,
+                                uint64_t& start_ns) {
+  constexpr uint32_t kSpinsPerLook = 16;  // at the clock
+  if (spins == 0) {
+    start_ns = exec.now_ns();
+  } else if (spins % kSpinsPerLook == 0) {
+    if (exec.now_ns() - start_ns > deadline_ns<tag>(plan, head)) return false;
+    if (exec.stopped(&plan.state->head.fault, spins)) return false;
+  }
+  exec.pause(spins);
+  return true;
+}
+
 // Waits until a flag in this rank's own memory is as it should be; `seen` is what it said when it was first looked at.
 // False: the deadline passed, or another CTA has reported a fault.
 template <Tag tag, class Exec, class Ready>
 PUTGET_TEXT bool wait_until(Exec& exec, const Plan& plan, const StateHead& head, const uint64_t* flag, uint64_t& seen,
                             Ready ready) {
-  constexpr uint32_t kSpinsPerLook = 16;  // at the clock
   if (plan.skips_waits) return true;
   uint64_t start_ns = 0;
   for (uint32_t spins = 0; !ready(seen) && !exec.template skips_wait<tag>(); ++spins) {
-    if (spins == 0) {
-      start_ns = exec.now_ns();
-    } else if (spins % kSpinsPerLook == 0) {
-      if (exec.now_ns() - start_ns > deadline_ns<tag>(plan, head)) return false;
-      if (exec.stopped(&plan.state->head.fault, spins)) return false;
-    }
-    exec.pause(spins);
+    if (!may_look_again<tag>(exec, plan, head, spins, start_ns)) return false;
     seen = exec.template observe<tag>(flag);
   }
   return true;
+}
+
+// The same where all that is waited for is looked at together: `look()`, then `ready()`.
+template <Tag tag, class Exec, class Look, class Ready>
+PUTGET_TEXT bool look_until(Exec& exec, const Plan& plan, const StateHead& head, Look look, Ready ready) {
+  uint64_t start_ns = 0;
+  for (uint32_t spins = 0;; ++spins) {
+    look();
+    if (ready() || plan.skips_waits || exec.template skips_wait<tag>()) return true;
+    if (!may_look_again<tag>(exec, plan, head, spins, start_ns)) return false;
+  }
 }
 
 // The same until the flag says `epoch`.
@@ -270,7 +306,7 @@ PUTGET_TEXT void observe_part(Exec& exec, const Plan& plan, uint64_t flags, uint
   }
   const uint32_t value = flag_value(seen);
   if (part == 0) scratch.value[peer] = value;
-  if (part + 1 == parts_of(value)) scratch.rows[peer] = rows_of(value);
+  if (part + 1 == parts_of(value)) scratch.rows[peer] = rows_and_wish(value);
 }
 
 // Waits until all parts of every active peer say `epoch`. scratch.value and scratch.rows begin as zeros. Ends with a

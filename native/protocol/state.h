@@ -9,6 +9,7 @@ namespace putget {
 enum class FaultKind : uint32_t { kNone = 0, kPeerTimeout = 1, kCapacity = 2, kMisuse = 3 };
 enum class Phase : uint32_t { kDispatch = 0, kCombine = 1, kRelease = 2 };
 enum class Misuse : uint32_t {
+  kNone = 0,
   kNoOpenRound = 1,
   kTokenCount = 2,
   kPeerReleased = 3,
@@ -44,8 +45,12 @@ struct StateHead {
   uint32_t ids_top_k;   // geometry of the ids region that `left` speaks of
   uint32_t ids_capacity;
   RankSet active;
-  uint32_t left[kMaxRanks];  // slots of each source whose ids may differ from -1
+  // Slots of each source whose ids may differ from -1, that is, rows of the round dispatched last; and kWantsFlags
+  // where the source wants them back with flags in them.
+  uint32_t left[kMaxRanks];
 };
+
+constexpr uint32_t kWantsFlags = 1u << 31;
 
 // Shared by all objects of one workspace, so that they share rounds. Only kernels (or calls) of the owning rank touch
 // it.
@@ -98,6 +103,7 @@ struct DispatchCall {
   uint32_t num_tokens;
   uint32_t max_rows;  // slots of each source that this rank will look at
   uint32_t ids_are_64bit;
+  uint32_t wish;  // kWantsFlags: combine shall send this rank rows with flags in them; or 0
   Half half;
 };
 
@@ -114,7 +120,9 @@ struct CombineCall {
   uint32_t rows_access_bytes;  // widest access for moving rows
   uint32_t moving_blocks;      // CTAs that move rows
   Divisor ep_size;
-  uint32_t wide_out;  // 1: out and addend allow accesses of 16 bytes
+  uint32_t flagged;        // 1: the rows to sum come with flags in them: what dispatch has wished
+  Divisor flagged_pieces;  // pieces of segment_bytes of one row with flags in it
+  uint32_t wide_out;       // 1: out and addend allow the widest access that rows have
   RingShape ring;
   Half half;
 };

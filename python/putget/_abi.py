@@ -47,6 +47,7 @@ class Launch(Structure):
         ("splits", c_uint32),
         ("stages", c_uint32),
         ("movers", c_uint32),
+        ("inline_flags", c_uint32),
     ]
 
 
@@ -84,6 +85,7 @@ class Layout(_Versioned):
         ("finished", c_uint64),
         ("arrived", c_uint64),
         ("pushed", c_uint64),
+        ("flagged", c_uint64),
         ("topk_ids", c_uint64),
         ("topk_weights", c_uint64),
         ("payload", c_uint64 * MAX_PAYLOADS),

@@ -131,6 +131,7 @@ class Geometry:
             ("finished flags", layout.finished, line),
             ("arrived flags", layout.arrived, parts),
             ("pushed flags", layout.pushed, parts),
+            ("flagged rows", layout.flagged, "256 KiB a rank"),
             ("topk_ids", layout.topk_ids, f"{slots} x [{self.top_k}] int32"),
             ("topk_weights", layout.topk_weights, f"{slots} x [{self.top_k}] float32"),
             *((f"payload {i}", layout.payload[i], f"{slots} x {payload}") for i, payload in enumerate(self.payloads)),

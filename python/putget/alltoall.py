@@ -350,7 +350,7 @@ class AllToAll(RoundViews):
         return self._comm.rank
 
     def launches(self, num_tokens: int) -> tuple[Launch, Launch]:
-        """How dispatch and combine are launched on CUDA with this many tokens; zeros on CPU.
+        """How dispatch and combine are launched on CUDA with this many tokens; zeros on CPU, but for ``inline_flags``.
 
         The rule goes by the number of tokens, the sizes of rows and the SMs allowed.
         """

@@ -31,7 +31,9 @@ LEADING, PAIRS, REPLAYS = 4, 20, 30
 
 
 def stages(library: ctypes.CDLL, kernel: str) -> dict[str, tuple[int, int]]:
-    """Nanoseconds from the start of the last `kernel` ("dispatch" or "combine") on this rank: first CTA, last CTA."""
+    """Nanoseconds from the start of the last `kernel` ("dispatch", "combine", "flagged_combine") on this rank: first CTA,
+    last CTA.
+    """
     stamps = (ctypes.c_uint64 * (2 * len(STAGES)))()
     status = getattr(library, f"putget_stages_of_{kernel}")(stamps)
     if status != 0:
@@ -48,7 +50,7 @@ def medians(readings: list[dict[str, tuple[int, int]]]) -> str:
     return "  ".join(f"{name} {'/'.join(both)}" for name, both in middles.items())
 
 
-def run(rank: int, ranks: int, batches: list[int], port: int) -> None:
+def run(rank: int, ranks: int, batches: list[int], port: int, inline_flags: int) -> None:
     """One rank: a graph of back-to-back pairs per batch size, replayed; rank 0 prints."""
     torch.cuda.set_device(rank)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
@@ -61,6 +63,7 @@ def run(rank: int, ranks: int, batches: list[int], port: int) -> None:
         payloads=[putget.Payload((HIDDEN,), torch.float8_e4m3fn), putget.Payload((HIDDEN // 128,), torch.float32)],
         output=putget.Payload((HIDDEN,), torch.bfloat16),
         timeout_s=10.0,
+        combine_launch=putget.Launch(inline_flags=inline_flags),
     )
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
@@ -87,7 +90,8 @@ def run(rank: int, ranks: int, batches: list[int], port: int) -> None:
                     a2a.combine(out=out)
                 end.record(stream)
             pairs: list[float] = []
-            seen: dict[str, list[dict[str, tuple[int, int]]]] = {"dispatch": [], "combine": []}
+            combine = "flagged_combine" if a2a.launches(tokens)[1].inline_flags == 2 else "combine"
+            seen: dict[str, list[dict[str, tuple[int, int]]]] = {"dispatch": [], combine: []}
             for _ in range(REPLAYS):
                 dist.barrier()
                 graph.replay()
@@ -98,7 +102,7 @@ def run(rank: int, ranks: int, batches: list[int], port: int) -> None:
             if rank == 0:
                 print(f"{tokens} tokens a rank: pair {statistics.median(pairs):.2f} us")
                 for kernel, readings in seen.items():
-                    print(f"  {kernel:<8} {medians(readings)}")
+                    print(f"  {kernel:<15} {medians(readings)}")
     a2a.check()
     dist.barrier()
     a2a.close()
@@ -108,6 +112,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=torch.cuda.device_count())
     parser.add_argument("--tokens", default="1,8,64,512", help="tokens a rank, comma-separated")
+    parser.add_argument("--inline_flags", type=int, default=0, help="putget.Launch.inline_flags of combine")
     parser.add_argument("--port", type=int, default=29511)
     args = parser.parse_args()
     batches = [int(batch) for batch in args.tokens.split(",")]
@@ -118,7 +123,7 @@ def main() -> int:
         print(f"{hardware.build().library} was not built with -DPUTGET_TRACE=ON", file=sys.stderr)
         return 2
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    mp.spawn(run, args=(args.ranks, batches, args.port), nprocs=args.ranks)
+    mp.spawn(run, args=(args.ranks, batches, args.port, args.inline_flags), nprocs=args.ranks)
     return 0
 
 

@@ -10,7 +10,7 @@ using putget::Layout;
 using putget::Shape;
 
 // A region that layout.h adds must be added to the table below.
-static_assert(sizeof(Layout) == (4 + 2 + putget::kMaxPayloads + 3) * sizeof(uint64_t), "the table misses a region");
+static_assert(sizeof(Layout) == (5 + 2 + putget::kMaxPayloads + 3) * sizeof(uint64_t), "the table misses a region");
 
 // DeepSeek-V3 over 8 ranks: FP8 rows with one float32 scale per 128 values, BF16 output, pushed back as FP8 rows.
 Shape example() {
@@ -46,6 +46,7 @@ int main() {
   print("`finished`", "peer", layout.finished, putget::kLineBytes, ranks);
   print("`arrived`", "src, part", layout.arrived, putget::kPartsBytes, ranks);
   print("`pushed`", "peer, part", layout.pushed, putget::kPartsBytes, ranks);
+  print("`flagged`", "peer", layout.flagged, putget::kFlaggedBytes, ranks);
   print("`topk_ids`", "slot, src", layout.topk_ids, shape.top_k * sizeof(int32_t), slots);
   print("`topk_weights`", "slot, src", layout.topk_weights, shape.top_k * sizeof(float), slots);
   print("`payload[0]`", "slot, src", layout.payload[0], shape.row_bytes[0], slots);

@@ -48,6 +48,10 @@ class BlockExec : public cpu::Exec {
     maybe_yield();
     cpu::Exec::put(to, value);
   }
+  void put_flagged(FlaggedPack* to, uint64_t row, uint32_t epoch) const {
+    maybe_yield();
+    cpu::Exec::put_flagged(to, row, epoch);
+  }
   template <class Access>
   Access get_or_zero(const Access* from, uint32_t index) const {
     maybe_yield();

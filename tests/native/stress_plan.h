@@ -8,7 +8,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "protocol/shape.h"
+#include "protocol/flagged.h"
 
 namespace putget::stress {
 
@@ -36,7 +36,8 @@ enum class Purpose : uint64_t {
   kUnit,
   kPause,
   kHalves,
-  kBlocks
+  kBlocks,
+  kFlags
 };
 
 // Kernels of one rank in one round.
@@ -89,6 +90,12 @@ class StressPlan {
   uint32_t blocks(uint32_t round, uint32_t rank, Kernel kernel) const {
     const uint32_t drawn = draw(2 * options_.blocks, Purpose::kBlocks, round, rank, static_cast<uint32_t>(kernel));
     return drawn < options_.blocks ? drawn + 1 : options_.blocks;
+  }
+
+  // Whether a rank gets its rows with flags in them, where these may have some: most of the time, as it likes.
+  bool flagged(uint32_t round, uint32_t rank) const {
+    return draw(3, Purpose::kFlags, round, rank) != 0 &&
+           wants_flags(shape(object(round), rank), InlineFlags::kAlways, num_tokens(round, rank));
   }
 
   End end(uint32_t round, uint32_t rank) const {

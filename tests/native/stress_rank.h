@@ -18,6 +18,7 @@ namespace putget::stress {
 constexpr int kExitMismatch = 3;
 constexpr int kExitFault = 4;
 constexpr uint32_t kSegmentBytes = 64;         // so small that blocks share rows
+constexpr uint32_t kFlaggedSegmentBytes = 32;  // the same for rows with flags in them
 constexpr uint32_t kFirstEpoch = 0xfffffff0u;  // the epoch wraps early in the job
 
 // What the memory that "peers map" is made of: aligned as regions are, and no larger than the layout says.
@@ -72,6 +73,7 @@ class StressRank {
     cut_into_items(call, shape, kSegmentBytes, round_ % 2 == 0 ? 1 : 2, blocks);
     call.num_tokens = num_tokens_;
     call.max_rows = shape.max_tokens_per_rank;
+    call.wish = flagged_ ? kWantsFlags : 0;
     call.half = half;
     launch(blocks, [&](BlockExec exec) { putget::dispatch(exec, object.plan, call, scratch_[exec.block()].dispatch); });
   }
@@ -108,6 +110,9 @@ class StressRank {
     call.piece_bytes = 2 * call.small_piece_bytes;
     call.moving_blocks = half == Half::kBoth && blocks > 1 ? blocks - round_ % 2 : blocks;
     call.ep_size = Divisor(plan.shape.ep_size);
+    call.flagged = flagged_;
+    if (call.flagged != 0) call.segment_bytes = kFlaggedSegmentBytes;
+    call.flagged_pieces = flagged_pieces(plan.shape, call.segment_bytes);
     call.half = half;
     const bool is_float = plan.shape.output_type == OutputType::kFloat32;
     launch(blocks, [&](BlockExec exec) {
@@ -118,6 +123,10 @@ class StressRank {
         } else {
           putget::combine<BFloat16, Fp8Wire, DynamicTopK>(exec, plan, call, scratch);
         }
+      } else if (call.flagged != 0 && round_ % 2 == 0) {
+        putget::combine<Float32, FlaggedWire<Float32>, FixedTopK<4>>(exec, plan, call, scratch);
+      } else if (call.flagged != 0) {
+        putget::combine<Float32, FlaggedWire<Float32>, DynamicTopK>(exec, plan, call, scratch);
       } else if (is_float) {
         putget::combine<Float32, SameWire<Float32, 4>, FixedTopK<4>>(exec, plan, call, scratch);
       } else {
@@ -189,6 +198,7 @@ class StressRank {
     Object& object = *object_;
     const Shape& shape = object.plan.shape;
     num_tokens_ = plan_.num_tokens(round_, rank_);
+    flagged_ = plan_.flagged(round_, rank_);
     for (uint32_t token = 0; token < num_tokens_; ++token) {
       for (uint32_t k = 0; k < shape.top_k; ++k) {
         object.ids[token * shape.top_k + k] = plan_.expert(round_, rank_, token, k);
@@ -331,6 +341,7 @@ class StressRank {
   Object* object_ = nullptr;
   uint32_t round_ = 0;
   uint32_t num_tokens_ = 0;
+  bool flagged_ = false;  // what dispatch has wished
 };
 
 }  // namespace putget::stress

@@ -41,6 +41,11 @@ def observed() -> set[str]:
     return set(re.findall(r"\bobserve\w*<Tag::(\w+)>", native_text()))
 
 
+def polled() -> set[str]:
+    """Tags of flags that the protocol text waits for without an order: they say all that there is to know."""
+    return set(re.findall(r"\bpoll\w*<Tag::(\w+)>", native_text()))
+
+
 def commented() -> set[str]:
     """Tags beside plain accesses: `// [D2]`, also several in one comment."""
     comments = re.findall(rf"//((?: \[{TAG}\])+)", native_text("cpu", "cuda"))

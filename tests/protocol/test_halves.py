@@ -20,10 +20,14 @@ def test_halves_out_of_turn_are_refused(tmp_path: Path) -> None:
 MISTAKES = {
     "the number of parts is not looked at": (
         "protocol/signal.h",
-        "return flag_epoch(first) == round && parts_of(flag_value(first)) != parts;",
-        "return false;",
+        "return by_this_block | by_other_grid;",
+        "return by_this_block;",
     ),
-    "the own part is not looked at": ("protocol/signal.h", "if (flag_epoch(part) == round) return true;", ""),
+    "the own part is not looked at": (
+        "protocol/signal.h",
+        "return by_this_block | by_other_grid;",
+        "return by_other_grid;",
+    ),
     "dispatch looks at the first block alone": (
         "protocol/dispatch.h",
         "if (own.published(exec.blocks(), head.epoch + 1) || own.combining(head)) {",
@@ -32,13 +36,28 @@ MISTAKES = {
     "dispatch does not ask for combine": ("protocol/dispatch.h", " || own.combining(head)) {", ") {"),
     "combine does not ask for dispatch": (
         "protocol/combine.h",
-        "if (flag_epoch(own.arrived) == head.epoch + 1) return refuse(Misuse::kNotFinished);",
+        "if (flag_epoch(own.arrived) == head.epoch + 1) wrong = Misuse::kNotFinished;",
         "",
     ),
     "combine trusts the others": (
         "protocol/combine.h",
-        "  if (head.num_tokens != call.num_tokens) return refuse(Misuse::kTokenCount);",
-        "  if (exec.block() != 0) return true;",
+        "  const bool is_open = head.open",
+        "  if (exec.block() != 0) return true;\n  const bool is_open = head.open",
+    ),
+    "the note is not looked at": (
+        "protocol/combine.h",
+        "return is_own & !released & !sent;",
+        "return is_own & !released;",
+    ),
+    "the note is not left": (
+        "protocol/combine.h",
+        "if (work.sends && !work.moving && exec.thread() == 0) {",
+        "if (false) {",
+    ),
+    "who sends judges nothing": (
+        "protocol/combine.h",
+        "return !(kIsFlagged || work.sends) || may_be_in_turn(exec, plan, call, work, wait);",
+        "return true;",
     ),
     "release does not ask": ("protocol/combine.h", "if (scratch.own.combining(head)) {", "if (false) {"),
 }

@@ -16,8 +16,9 @@ def test_table_and_code_have_the_same_tags() -> None:
 
 
 def test_every_flag_operation_is_used_and_tagged() -> None:
-    assert tags.published() | tags.observed() == set(tags.enumerators("Tag"))
-    assert not tags.published() & tags.observed()
+    kinds = (tags.published(), tags.observed(), tags.polled())
+    assert set.union(*kinds) == set(tags.enumerators("Tag"))
+    assert sum(map(len, kinds)) == len(tags.enumerators("Tag")), "a tag is of two kinds"
     assert set(re.findall(r"Join::(\w+)", tags.native_text())) == set(tags.enumerators("Join"))
 
 
@@ -25,6 +26,8 @@ def test_table_says_how_each_flag_operation_is_ordered() -> None:
     order = {row.tag: row.order for row in tags.table()}
     assert {tag for tag, text in order.items() if text.startswith("release")} == tags.published()
     assert {tag for tag, text in order.items() if text.startswith("acquire,")} == tags.observed()
+    relaxed = {tag for tag, text in order.items() if text.startswith("relaxed")}
+    assert tags.polled() <= relaxed <= tags.polled() | tags.commented()
     joins = set(tags.enumerators("Join"))
     assert {tag for tag, text in order.items() if text.startswith("acquire and release")} == joins
 

@@ -37,7 +37,7 @@ def caught(job: StressJob, *mutation: str) -> bool:
     return REPORT in statuses
 
 
-@pytest.mark.parametrize("tag", tags.enumerators("Tag"))
+@pytest.mark.parametrize("tag", sorted(tags.published() | tags.observed()))
 def test_a_weakened_order_is_caught(job: StressJob, tag: str) -> None:
     assert caught(job, "--weaken", tag), f"{tag} without its order: nothing depends on it, or nothing checks it"
 
@@ -47,7 +47,7 @@ def test_a_weakened_join_is_caught(job: StressJob, join: str) -> None:
     assert caught(job, "--weaken-join", join), f"{join} without its order: nothing depends on it, or nothing checks it"
 
 
-@pytest.mark.parametrize("tag", sorted(tags.observed()))
+@pytest.mark.parametrize("tag", sorted(tags.observed() | tags.polled()))
 def test_a_skipped_wait_is_caught(job: StressJob, tag: str) -> None:
     for seed in SEEDS:
         done = job("--blocks", 2, "--objects", EVERY_KIND, "--seed", seed, "--timeout", 2, "--skip", tag)
@@ -75,6 +75,39 @@ PARTS = {
         "most = expected;",
     ),
 }
+
+
+# What no tag tells apart: the two flags that are moved by one access, and of which round each is.
+FLAGGED = {
+    "one flag of two": (
+        "protocol/signal.h",
+        "flag_epoch(half[0]) == epoch && flag_epoch(half[1]) == epoch",
+        "flag_epoch(half[0]) == epoch",
+    ),
+    "of any round": (
+        "protocol/signal.h",
+        "flag_epoch(half[0]) == epoch && flag_epoch(half[1]) == epoch",
+        "half[0] != 0",
+    ),
+    "a row of another slot": ("protocol/flagged.h", "uint64_t{slot} * flagged_row_bytes(plan.shape);", "0;"),
+    "a wish that is not passed on": (
+        "protocol/dispatch.h",
+        "shown(src) | (wait.rows[src] & kWantsFlags);",
+        "shown(src);",
+    ),
+    "rows without flags are not moved either": ("protocol/combine.h", "rows < kWantsFlags ? rows : 0;", "0;"),
+}
+
+
+@pytest.mark.parametrize("mistake", FLAGGED)
+def test_a_mistake_about_flags_in_rows_is_caught(mistake: str, tmp_path: Path) -> None:
+    job = StressJob("thread", tmp_path, FLAGGED[mistake])
+    for seed in SEEDS:
+        done = job("--blocks", 2, "--objects", "0", "--seed", seed, "--timeout", 2)
+        assert done.returncode in {0, MISMATCH, FAULT, REPORT}, done.stderr
+        if done.returncode != 0:
+            return
+    pytest.fail(f"{mistake}: nothing checks it")
 
 
 @pytest.mark.parametrize("mistake", PARTS)

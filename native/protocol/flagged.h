@@ -1,0 +1,362 @@
+// Rows of combine with flags in them, for small batches: whoever has the experts' rows sends them to the ranks that sum
+// them, and each 8 bytes that arrive say by themselves of which round they are. No fence, no flag to wait for, and no
+// read from a peer; but twice the bytes.
+//
+// A row is cut into packs of 8 bytes; each half of a pack travels in a flag of its own, (epoch, 4 bytes). The two flags
+// are moved as one access of 16 bytes, but each is stored and loaded in one piece by itself. A rank says with its
+// dispatch whether it wants its rows so (D3); every rank that has rows of it obeys. docs/protocol.md explains the tags.
+#pragma once
+
+#include "protocol/reduce.h"
+#include "protocol/transit.h"
+
+namespace putget {
+
+constexpr uint32_t kPackBytes = 8;                  // of a row
+constexpr uint64_t kFewFlaggedBytes = 1024 * 1024;  // up to so many a rank, flags cost less than they save
+enum class InlineFlags { kByRule = 0, kNever = 1, kAlways = 2 };
+
+PUTGET_PURE uint32_t flagged_row_bytes(const Shape& shape) {
+  return (shape.output_row_bytes() + kPackBytes - 1) / kPackBytes * static_cast<uint32_t>(sizeof(FlaggedPack));
+}
+
+// The rule: whether a rank with so many tokens gets its rows with flags in them. Its own dispatch and combine ask it,
+// with the same arguments, and nobody else.
+PUTGET_PURE bool wants_flags(const Shape& shape, InlineFlags choice, uint32_t num_tokens) {
+  if (shape.has_transit() || shape.output_row_bytes() % kPackBytes != 0) return false;
+  const uint64_t from_one_peer = uint64_t{num_tokens} * flagged_row_bytes(shape);
+  if (from_one_peer > kFlaggedBytes || choice == InlineFlags::kNever) return false;
+  const uint32_t rows_of_token = shape.top_k < shape.ep_size ? shape.top_k : shape.ep_size;
+  return choice == InlineFlags::kAlways || from_one_peer * rows_of_token <= kFewFlaggedBytes;
+}
+
+// Pieces of one such row, where a warp takes segment_bytes at a time.
+PUTGET_PURE Divisor flagged_pieces(const Shape& shape, uint32_t segment_bytes) {
+  return Divisor((flagged_row_bytes(shape) + segment_bytes - 1) / segment_bytes);
+}
+
+// Where the row of a slot is in the memory of the rank that sums it, when it comes from `sender`.
+PUTGET_PURE uint64_t flagged_row(const Plan& plan, uint32_t sender, uint32_t slot) {
+  return plan.layout.flagged + sender * kFlaggedBytes + uint64_t{slot} * flagged_row_bytes(plan.shape);
+}
+
+// One row that carries its flags, as far as a warp has it to send.
+struct FlaggedRow {
+  const uint8_t* from;
+  FlaggedPack* to;
+  uint32_t access_bytes;  // widest access to `from`
+  uint32_t end;           // pack
+};
+
+// Stores packs of it from `pack` on, each lane its own.
+template <class Exec>
+PUTGET_RARE void send_packs(Exec& exec, const FlaggedRow row, uint32_t pack, uint32_t epoch) {
+  PUTGET_ROLLED
+  for (; pack < row.end; pack += exec.lanes()) {
+    uint64_t value = 0;
+    if (row.access_bytes >= kPackBytes) {
+      value = reinterpret_cast<const uint64_t*>(row.from)[pack];
+    } else {
+      with_narrow_access(row.access_bytes, [&](auto access) {
+        using Access = decltype(access);
+        PUTGET_UNROLL
+        for (uint32_t i = 0; i < kPackBytes / sizeof(Access); ++i) {
+          const uint64_t part = reinterpret_cast<const Access*>(row.from + pack * kPackBytes)[i];
+          value |= part << (8 * sizeof(Access) * i);
+        }
+      });
+    }
+    exec.put_flagged(row.to + pack, value, epoch);  // [F1]
+  }
+}
+
+// Sends rows to the sources that want them with flags in them, a piece a warp: slot by slot, source by source from the
+// own rank on. The first `blocks` CTAs take part.
+template <class Exec>
+class FlaggedSender {
+ public:
+  PUTGET_TEXT FlaggedSender(const Exec& exec, const Plan& plan, const CombineCall& call, uint32_t blocks)
+      : item_(exec.warp() * blocks + exec.block()), step_(exec.warps() * blocks) {
+    find(plan, call);
+  }
+
+  // Issues the load of the first pack before it is known whether its row is there at all: memory for it there is.
+  PUTGET_TEXT void load_ahead(const Exec& exec, const Plan& plan, const CombineCall& call) {
+    const bool exists = slot_ == 0 || (call.rows == nullptr && slot_ < plan.shape.max_tokens_per_rank);
+    const uint32_t pack = first_pack_ + exec.lane();
+    const Transit rows(plan, call);
+    if (!exists || pack >= end(plan, call) || rows.access_bytes < kPackBytes) return;
+    ahead_ = reinterpret_cast<const uint64_t*>(rows.from(slot_, src_))[pack];
+    is_ahead_ = true;
+  }
+
+  PUTGET_TEXT void send(Exec& exec, const Plan& plan, const CombineCall& call, const StateHead& head) {
+    put(exec, plan, call, head);
+    is_ahead_ = false;
+    item_ += step_;
+    find(plan, call);
+    while (any_beyond(exec, plan, head)) {
+      put(exec, plan, call, head);
+      item_ += step_;
+      find(plan, call);
+    }
+  }
+
+ private:
+  PUTGET_TEXT void find(const Plan& plan, const CombineCall& call) {
+    const uint32_t row = call.flagged_pieces.quotient(item_);
+    first_pack_ = (item_ - row * call.flagged_pieces.value()) * packs_a_piece(call);
+    slot_ = call.ep_size.quotient(row);
+    src_ = plan.shape.ep_rank + row - slot_ * call.ep_size.value();
+    if (src_ >= plan.shape.ep_size) src_ -= plan.shape.ep_size;
+  }
+
+  PUTGET_TEXT static uint32_t packs_a_piece(const CombineCall& call) {
+    return call.segment_bytes / static_cast<uint32_t>(sizeof(FlaggedPack));
+  }
+
+  PUTGET_TEXT uint32_t end(const Plan& plan, const CombineCall& call) const {
+    const uint32_t packs = plan.shape.output_row_bytes() / kPackBytes;
+    const uint32_t end = first_pack_ + packs_a_piece(call);
+    return end < packs ? end : packs;
+  }
+
+  // Whether any source that is to be sent anything has rows of this slot.
+  PUTGET_TEXT bool any_beyond(Exec& exec, const Plan& plan, const StateHead& head) const {
+    bool none = true;
+    PUTGET_ROLLED
+    for (uint32_t src = exec.lane(); src < plan.shape.ep_size; src += exec.lanes()) {
+      none = none && !(wants_flags(head.left[src]) && rows_of(head.left[src]) > slot_);
+    }
+    return !exec.all_lanes(none);
+  }
+
+  PUTGET_TEXT void put(Exec& exec, const Plan& plan, const CombineCall& call, const StateHead& head) const {
+    if (!wants_flags(head.left[src_]) || slot_ >= rows_of(head.left[src_])) return;
+    const Transit rows(plan, call);
+    uint8_t* to = plan.base[src_] + flagged_row(plan, plan.shape.ep_rank, slot_);
+    const FlaggedRow row{rows.from(slot_, src_), reinterpret_cast<FlaggedPack*>(to), rows.access_bytes,
+                         end(plan, call)};
+    uint32_t pack = first_pack_ + exec.lane();
+    if (is_ahead_) {
+      exec.put_flagged(row.to + pack, ahead_, head.epoch);  // [F1]
+      pack += exec.lanes();
+    }
+    if (pack < row.end) send_packs(exec, row, pack, head.epoch);
+  }
+
+  uint32_t item_;
+  uint32_t step_;
+  uint32_t slot_;
+  uint32_t src_;
+  uint32_t first_pack_;
+  uint64_t ahead_ = 0;
+  bool is_ahead_ = false;
+};
+
+// The same where it is not what the kernel is about.
+template <class Exec>
+PUTGET_RARE void send_flagged_rows(Exec& exec, const Plan& plan, const CombineCall& call, const StateHead& head,
+                                   uint32_t blocks) {
+  FlaggedSender<Exec>(exec, plan, call, blocks).send(exec, plan, call, head);
+}
+
+// A `Wire` (reduce.h) of rows with flags in them.
+template <class Codec>
+struct FlaggedWire {
+  static constexpr uint32_t kElements = kPackBytes / sizeof(typename Codec::Bits);
+  static constexpr bool kIsScaled = false;
+};
+
+template <class Wire>
+struct IsFlagged {
+  static constexpr bool kYes = false;
+};
+template <class Codec>
+struct IsFlagged<FlaggedWire<Codec>> {
+  static constexpr bool kYes = true;
+};
+
+// One lane's share of a sum has not come in time. Names the ranks whose rows are missing, and those that have not ended
+// the round either.
+template <class Exec>
+PUTGET_RARE void report_missing_rows(Exec& exec, const Plan& plan, const StateHead& head, uint32_t token,
+                                     uint32_t pack) {
+  RankSet missing = RankSet::none();
+  PUTGET_ROLLED
+  for (uint32_t peer = 0; peer < plan.shape.ep_size; ++peer) {
+    const uint64_t ended = exec.peek(flag_line(plan.own(), plan.layout.ended, peer));
+    if (head.active.has(peer) && flag_epoch(ended) != head.epoch) missing.insert(peer);
+  }
+  PUTGET_ROLLED
+  for (uint32_t k = 0; k < plan.shape.top_k; ++k) {
+    const uint64_t route = uint64_t{token} * plan.shape.top_k + k;
+    if (plan.target_ranks[route] < 0) continue;
+    const auto* row = reinterpret_cast<const FlaggedPack*>(
+        plan.own() + flagged_row(plan, plan.target_ranks[route], plan.target_slots[route]));
+    const FlaggedPack seen = exec.template poll<Tag::F2>(row + pack, 0);
+    if (!seen.is_of(head.epoch)) missing.insert(plan.target_ranks[route]);
+  }
+  report_timeout(exec, plan, Phase::kCombine, head.epoch, missing);
+}
+
+// One warp's part of the (token, segment) items. The first CTA has enough to do, where there are others. The routes are
+// this rank's own, so the first ones are looked up before anything else is known.
+template <class Exec, class Codec, class TopK>
+class FlaggedSum {
+  static constexpr uint32_t kElements = FlaggedWire<Codec>::kElements;
+  static constexpr uint32_t kNone = ~0u;
+  using Out = Pack<Codec, kElements>;
+
+ public:
+  PUTGET_TEXT FlaggedSum(const Exec& exec, const Plan& plan, const CombineCall& call)
+      : top_k_{plan.shape.top_k},
+        packs_(plan.shape.output_row_bytes() / kPackBytes),
+        packs_per_segment_(call.segment_bytes / sizeof(FlaggedPack)),
+        item_(exec.blocks() == 1 ? exec.warp() : exec.warp() * (exec.blocks() - 1) + exec.block() - 1),
+        step_(exec.warps() * (exec.blocks() == 1 ? 1 : exec.blocks() - 1)),
+        takes_part_(exec.blocks() == 1 || exec.block() != 0) {}
+
+  // Before `run`.
+  PUTGET_TEXT void look_up(const Exec& exec, const Plan& plan, const CombineCall& call) {
+    token_ = call.flagged_pieces.quotient(item_);
+    begin_ = (item_ - token_ * call.flagged_pieces.value()) * packs_per_segment_;
+    if (!takes_part_) token_ = call.num_tokens;
+    if (token_ >= call.num_tokens) return;
+    PUTGET_UNROLL
+    for (uint32_t i = 0; i < kRowsPerLane; ++i) {
+      const uint32_t k = i * Exec::kLanes + exec.lane();
+      if (k >= top_k_.top_k) break;
+      const uint64_t route = uint64_t{token_} * top_k_.top_k + k;
+      const int32_t rank = plan.target_ranks[route];
+      const int32_t slot = plan.target_slots[route];
+      const uint32_t row = rank * static_cast<uint32_t>(kFlaggedBytes / sizeof(FlaggedPack)) + slot * packs_;
+      row_[i] = (rank | slot) < 0 ? kNone : row;  // both are -1 together: so neither load waits for the other
+    }
+  }
+
+  // False: a deadline passed, and has been reported.
+  PUTGET_TEXT bool run(Exec& exec, const Plan& plan, const CombineCall& call, const StateHead& head) {
+    while (token_ < call.num_tokens) {
+      if (!exec.all_lanes(sum_item(exec, plan, call, head))) return false;
+      item_ += step_;
+      look_up(exec, plan, call);
+    }
+    return true;
+  }
+
+ private:
+  // A lane knows where some of the rows are, and asks the others.
+  static constexpr uint32_t kRowsPerLane = (TopK::kCapacity + Exec::kLanes - 1) / Exec::kLanes;
+
+  // First pack of each of a token's rows, from the first peer's rows on; or kNone.
+  struct Rows {
+    uint32_t row[TopK::kCapacity];
+  };
+
+  // Of one lane; false: its deadline passed.
+  PUTGET_TEXT bool sum_item(Exec& exec, const Plan& plan, const CombineCall& call, const StateHead& head) const {
+    Rows rows;
+    PUTGET_UNROLL
+    for (uint32_t k = 0; k < TopK::kCapacity; ++k) {
+      rows.row[k] = exec.of_lane(row_[k / Exec::kLanes], k % Exec::kLanes);
+    }
+    const uint32_t end = begin_ + packs_per_segment_ < packs_ ? begin_ + packs_per_segment_ : packs_;
+    PUTGET_ROLLED
+    for (uint32_t pack = begin_ + exec.lane(); pack < end; pack += exec.lanes()) {
+      Sums<kElements> sum;
+      if (!get_sum(exec, plan, head, rows, pack, sum)) {
+        report_missing_rows(exec, plan, head, token_, pack);
+        return false;
+      }
+      const uint64_t index = uint64_t{token_} * packs_ + pack;
+      if (call.addend != nullptr) sum.add(putget::widen(load(call, index)));
+      Out out;
+      exec.template narrow<Codec>(sum.value, out);
+      store(call, index, out);
+    }
+    return true;
+  }
+
+  PUTGET_TEXT static Out load(const CombineCall& call, uint64_t index) {
+    if (call.wide_out != 0) return reinterpret_cast<const Out*>(call.addend)[index];
+    Out out;
+    PUTGET_UNROLL
+    for (uint32_t e = 0; e < kElements; ++e) {
+      out.bits[e] = reinterpret_cast<const typename Codec::Bits*>(call.addend)[index * kElements + e];
+    }
+    return out;
+  }
+
+  PUTGET_TEXT static void store(const CombineCall& call, uint64_t index, const Out& out) {
+    if (call.wide_out != 0) {
+      reinterpret_cast<Out*>(call.out)[index] = out;
+      return;
+    }
+    PUTGET_UNROLL
+    for (uint32_t e = 0; e < kElements; ++e) {
+      reinterpret_cast<typename Codec::Bits*>(call.out)[index * kElements + e] = out.bits[e];
+    }
+  }
+
+  // One leaf as it is now. A position without a row has come, and is zero.
+  PUTGET_TEXT static FlaggedPack look(Exec& exec, const Plan& plan, uint32_t row, uint32_t pack, uint32_t epoch) {
+    const auto* rows = reinterpret_cast<const FlaggedPack*>(plan.own() + plan.layout.flagged);
+    return exec.template poll<Tag::F2>(row == kNone ? nullptr : rows + row + pack, pack_flag(epoch, 0));
+  }
+
+  PUTGET_TEXT static Sums<kElements> widen(const FlaggedPack& leaf) {
+    union {
+      uint32_t half[2];
+      Out pack;
+    } both{{flag_value(leaf.half[0]), flag_value(leaf.half[1])}};
+    return putget::widen(both.pack);
+  }
+
+  PUTGET_TEXT bool get_sum(Exec& exec, const Plan& plan, const StateHead& head, const Rows& rows, uint32_t pack,
+                           Sums<kElements>& total) const {
+    const uint32_t epoch = head.epoch;
+    if constexpr (TopK::kIsFixed) {
+      FlaggedPack leaf[TopK::kCapacity];
+      const auto look_at_all = [&] {
+        PUTGET_UNROLL
+        for (uint32_t k = 0; k < TopK::kCapacity; ++k) leaf[k] = look(exec, plan, rows.row[k], pack, epoch);
+      };
+      const auto have_come = [&] {
+        bool all = true;
+        PUTGET_UNROLL
+        for (uint32_t k = 0; k < TopK::kCapacity; ++k) all = all && leaf[k].is_of(epoch);
+        return all;
+      };
+      if (!look_until<Tag::F2>(exec, plan, head, look_at_all, have_come)) return false;
+      Sums<kElements> sum[TopK::kCapacity];
+      PUTGET_UNROLL
+      for (uint32_t k = 0; k < TopK::kCapacity; ++k) sum[k] = widen(leaf[k]);
+      total = sum_tree(sum);
+    } else {
+      RunningTree<kElements> tree;
+      for (uint32_t k = 0; k < top_k_.top_k; ++k) {
+        FlaggedPack leaf;
+        const bool came = look_until<Tag::F2>(
+            exec, plan, head, [&] { leaf = look(exec, plan, rows.row[k], pack, epoch); },
+            [&] { return leaf.is_of(epoch); });
+        if (!came) return false;
+        tree.push(widen(leaf));
+      }
+      total = tree.total();
+    }
+    return true;
+  }
+
+  TopK top_k_;
+  uint32_t packs_;  // of a row
+  uint32_t packs_per_segment_;
+  uint32_t item_;
+  uint32_t step_;
+  bool takes_part_;
+  uint32_t token_;
+  uint32_t begin_;  // pack
+  uint32_t row_[kRowsPerLane] = {};
+};
+
+}  // namespace putget
