@@ -23,7 +23,11 @@ MISTAKES = {
         "return by_this_block | by_other_grid;",
         "return by_this_block;",
     ),
-    "the own part is not looked at": ("protocol/signal.h", "return by_this_block | by_other_grid;", "return by_other_grid;"),
+    "the own part is not looked at": (
+        "protocol/signal.h",
+        "return by_this_block | by_other_grid;",
+        "return by_other_grid;",
+    ),
     "dispatch looks at the first block alone": (
         "protocol/dispatch.h",
         "if (own.published(exec.blocks(), head.epoch + 1) || own.combining(head)) {",
