@@ -5,8 +5,9 @@
 One GPU stands for one rank of a larger group: `tokens` tokens a rank make tokens * top_k rows for its experts whatever
 ep_size is, out of tokens * top_k * ep_size slots. So the time must not grow with ep_size. Every received row has two of
 its experts here. Each figure is the median of replays of a CUDA graph, with the L2 cache flushed by reads in between;
-the ceiling is a device copy that moves the same bytes in the same way. Results are checked before they are timed. For
-comparison stand kernels with one block for each slot, which ends at once where the slot is empty (naive_*).
+the ceiling is a device copy that moves the same bytes in the same way; beside it stands plain traffic with the mix of
+reads and writes that the operation has ("of mix"), because writes are slower. Results are checked before they are
+timed. For comparison stand kernels with one block for each slot, which ends at once where the slot is empty (naive_*).
 """
 
 from __future__ import annotations
@@ -41,12 +42,14 @@ class Operation:
 
     Attributes:
         moved_bytes: What must be read and written at least: nothing counts twice.
+        mix: Reads and writes of its large tensors, as small whole numbers.
         run: Enqueues it.
         check: Raises unless the last run was right.
     """
 
     name: str
     moved_bytes: int
+    mix: tuple[int, int]
     run: Action
     check: Action
 
@@ -97,7 +100,7 @@ class Rank:
         grouped = self.group()
         row_bytes = sum(payload.row_bytes for payload in self.payloads)
         moved = (self.num_received + self.num_rows) * row_bytes + self.num_received * TOP_K * 12 + self.num_rows * 8
-        made = [Operation("expert_major", moved, self.group, self.check_group)]
+        made = [Operation("expert_major", moved, (1, LOCAL), self.group, self.check_group)]
         made += self.expand(row_bytes)
         made += self.activation(grouped)
         made.append(self.finalize(grouped))
@@ -141,9 +144,13 @@ class Rank:
                 out.zero_()
 
         moved = self.num_rows * (2 * row_bytes + 4)
-        made = [Operation("expand", moved, lambda: moe.expand(sources, index, num_valid=count, out=outs), check)]
+        made = [
+            Operation("expand", moved, (1, 1), lambda: moe.expand(sources, index, num_valid=count, out=outs), check)
+        ]
         if self.device.type == "cuda":
-            made.append(Operation("naive_expand", moved, lambda: naive.expand(sources, index, count, outs), check))
+            made.append(
+                Operation("naive_expand", moved, (1, 1), lambda: naive.expand(sources, index, count, outs), check)
+            )
         return made
 
     def activation(self, grouped: ExpertMajor) -> list[Operation]:
@@ -174,16 +181,17 @@ class Rank:
         plain = read + self.num_rows * 2 * INTERMEDIATE
         quantised = read + self.num_rows * (INTERMEDIATE + INTERMEDIATE // 128 * 4)
         made = [
-            Operation("activation", plain, lambda: moe.gated_activation(x, num_valid=grouped, out=out), check),
+            Operation("activation", plain, (2, 1), lambda: moe.gated_activation(x, num_valid=grouped, out=out), check),
             Operation(
                 "activation_fp8",
                 quantised,
+                (4, 1),
                 lambda: moe.gated_activation(x, num_valid=grouped, quantise="fp8_block", out=codes, scales=scales),
                 check_codes,
             ),
         ]
         if self.device.type == "cuda" and self.alignment == 1:
-            made.append(Operation("naive_activation", plain, lambda: naive.activation(x, count, out), check))
+            made.append(Operation("naive_activation", plain, (2, 1), lambda: naive.activation(x, count, out), check))
         return made
 
     def finalize(self, grouped: ExpertMajor) -> Operation:
@@ -202,7 +210,7 @@ class Rank:
             self.combine_input.zero_()
 
         moved = (self.num_rows + self.num_received) * 2 * HIDDEN + self.num_received * TOP_K * 8
-        return Operation("finalize", moved, lambda: self.grouper.finalize(rows, grouped), check)
+        return Operation("finalize", moved, (LOCAL, 1), lambda: self.grouper.finalize(rows, grouped), check)
 
 
 def require(holds: bool, what: str) -> None:
@@ -263,8 +271,16 @@ def copy_of(moved_bytes: int) -> Action:
     return lambda: target.copy_(source)
 
 
+def mix_of(moved_bytes: int, mix: tuple[int, int]) -> Action:
+    """Plain traffic of so many bytes together, in the given mix of reads and writes."""
+    words = max(moved_bytes // 4 // sum(mix), 1)
+    source, target = (torch.zeros(streams, words, dtype=torch.int32, device="cuda") for streams in mix)
+    source.random_()
+    return lambda: naive.mix(source, target)
+
+
 def measure(
-    ep_size: int, tokens: int, alignment: int, clock: Clock, ceilings: dict[int, float]
+    ep_size: int, tokens: int, alignment: int, clock: Clock, ceilings: dict[Any, float]
 ) -> list[dict[str, Any]]:
     """All operations of one rank."""
     rows = []
@@ -275,6 +291,10 @@ def measure(
         ceiling = ceilings.get(operation.moved_bytes)
         if ceiling is None:
             ceiling = ceilings[operation.moved_bytes] = clock.microseconds(copy_of(operation.moved_bytes))
+        asked = (operation.moved_bytes, operation.mix)
+        mixed = ceilings.get(asked)
+        if mixed is None:
+            mixed = ceilings[asked] = clock.microseconds(mix_of(*asked))
         us = clock.microseconds(operation.run)
         row = {
             "operation": operation.name,
@@ -287,6 +307,8 @@ def measure(
             "back_to_back_us": clock.back_to_back(operation.run),
             "copy_us": ceiling,
             "of_copy": ceiling / us,
+            "mix_us": mixed,
+            "of_mix": mixed / us,
             "gb_per_s": operation.moved_bytes / us / 1e3,
         }
         rows.append(row)
@@ -304,7 +326,9 @@ def table(rows: list[dict[str, Any]]) -> str:
     """Time by ep_size, its spread, and the share of the ceiling."""
     sizes = sorted({row["ep_size"] for row in rows})
     lines = [
-        "operation          tokens  " + "".join(f"{f'ep {size}':>9}" for size in sizes) + "   spread  of copy  b2b us"
+        "operation          tokens  "
+        + "".join(f"{f'ep {size}':>9}" for size in sizes)
+        + "   spread  of copy  of mix  b2b us"
     ]
     for tokens in sorted({row["tokens"] for row in rows}):
         for name in dict.fromkeys(row["operation"] for row in rows):
@@ -313,11 +337,13 @@ def table(rows: list[dict[str, Any]]) -> str:
                 continue
             times = [found[size]["us"] for size in sizes if size in found]
             share = statistics.median(row["of_copy"] for row in found.values())
+            of_mix = statistics.median(row["of_mix"] for row in found.values())
             warm = statistics.median(row["back_to_back_us"] for row in found.values())
             lines.append(
                 f"{name:<18} {tokens:>6}  "
                 + "".join(f"{found[size]['us']:>9.2f}" for size in sizes)
-                + f"  {(max(times) / min(times) - 1) * 100:>6.1f}%  {share * 100:>6.1f}% {warm:>7.2f}"
+                + f"  {(max(times) / min(times) - 1) * 100:>6.1f}%  {share * 100:>6.1f}% {of_mix * 100:>6.1f}%"
+                + f" {warm:>7.2f}"
             )
     return "\n".join(lines)
 
@@ -340,7 +366,8 @@ def main() -> None:
                 check_on_cpu(ep_size, tokens, args.alignment)
         print("correct")
         return
-    clock, ceilings = Clock(), {}
+    clock = Clock()
+    ceilings: dict[Any, float] = {}
     rows: list[dict[str, Any]] = []
     for tokens in args.tokens:
         for ep_size in args.ep_sizes:

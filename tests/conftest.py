@@ -20,9 +20,18 @@ os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
 
 from tests import harness
+from tests.harness.workers import neighbours_share_ranks, spread_gpus
+
+spread_gpus(torch.cuda.device_count(), os.environ)
 
 settings.register_profile("putget", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("putget")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Workers of pytest-xdist get neighbouring tests."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        items[:] = neighbours_share_ranks(items)
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -25,6 +25,7 @@ STRUCTS = {
     "putget_combine_args": _abi.CombineArgs,
     "putget_fault": _abi.Fault,
     "putget_probe_args": _abi.ProbeArgs,
+    "putget_probe_rows_args": _abi.ProbeRowsArgs,
     "putget_moe_config": _abi.MoeConfig,
     "putget_moe_layout": _abi.MoeLayout,
     "putget_moe_group_args": _abi.MoeGroupArgs,

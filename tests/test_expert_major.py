@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
 
 import putget
+import putget.moe
 from putget import reference_moe
 from tests.harness import Rank, run_ranks
 from tests.harness.cases import COMBINE, Case, Round, Row

@@ -44,6 +44,11 @@ class Timeout:
     seconds: float
 
 
+ON_BOTH = pytest.mark.parametrize(
+    "ranks", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.timed])], indirect=True
+)
+
+
 # Starting processes on GPUs takes seconds: there only what tests/gpu/test_lost_processes.py and test_deadlines.py leave
 # out.
 @pytest.fixture
@@ -219,7 +224,7 @@ def test_before_its_dispatch(ranks: RankProcesses, number: signal.Signals, victi
     [
         pytest.param("cpu", signal.SIGKILL, id="cpu-killed"),
         pytest.param("cpu", signal.SIGSTOP, id="cpu-stopped"),
-        pytest.param("cuda", signal.SIGSTOP, id="cuda-stopped", marks=pytest.mark.gpu),
+        pytest.param("cuda", signal.SIGSTOP, id="cuda-stopped", marks=[pytest.mark.gpu, pytest.mark.timed]),
     ],
     indirect=["ranks"],
 )
@@ -317,7 +322,9 @@ def test_dies_in_the_constructor(ranks: RankProcesses) -> None:
         assert got.seconds < 2.0 + SLACK_S
 
 
-@pytest.mark.parametrize("ranks", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
+@pytest.mark.parametrize(
+    "ranks", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.timed])], indirect=True
+)
 def test_two_deaths_at_once_then_one_more(ranks: RankProcesses) -> None:
     start(ranks)
     ranks.signal(1, signal.SIGKILL)
@@ -473,7 +480,9 @@ def test_at_any_moment(ranks: RankProcesses, number: signal.Signals, seed: int) 
         require_round(ranks, 5)
 
 
-@pytest.mark.parametrize("ranks", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
+@pytest.mark.parametrize(
+    "ranks", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.timed])], indirect=True
+)
 def test_a_fault_and_its_recovery_belong_to_one_workspace(ranks: RankProcesses) -> None:
     start(ranks)
     ranks.call(construct_second)

@@ -343,7 +343,7 @@ def probe_between_rounds(rank: Rank, kind: str, num_bytes: int) -> tuple[int, li
     workspace = putget.Workspace(rank.comm, bytes_of(CASE), device=rank.device, timeout_s=20, warmup_timeout_s=20)
     with rank.all_to_all(**CASE.options(), workspace=workspace) as a2a:
         play_on(a2a, rank, CASE)
-        data = workspace.memory.tensor()[workspace._control_bytes() :]
+        data = workspace.memory.tensor()[workspace.control_bytes() :]
         data.fill_(rank.rank + 1)
         _meet_on_host(rank)
         workspace.probe(kind, num_bytes)

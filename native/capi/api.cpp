@@ -236,6 +236,29 @@ putget_status putget_probe(putget_memory* memory, const putget_probe_args* args)
   });
 }
 
+putget_status putget_probe_rows(putget_memory* memory, const putget_probe_rows_args* args) {
+  return guarded([&] {
+    Memory& backend = backend_of(memory);
+    require_version(args, "args");
+    const putget::MemoryConfig& config = backend.config();
+    require(config.ep_size <= 32, "ep_size is " + std::to_string(config.ep_size) + ", a probe of rows takes up to 32");
+    require(args->kind <= PUTGET_PROBE_READ, "kind is " + std::to_string(args->kind) + ", allowed are 0 and 1");
+    require(args->slots_by <= PUTGET_SLOTS_COUNTED,
+            "slots_by is " + std::to_string(args->slots_by) + ", allowed are 0 to 2");
+    require(args->row_bytes > 0 && args->row_bytes % 16 == 0 && args->offset % 16 == 0,
+            "row_bytes is " + std::to_string(args->row_bytes) + " and offset " + std::to_string(args->offset) +
+                ", expected multiples of 16");
+    const putget_launch& launch = args->launch;
+    require(launch.blocks >= 1 && launch.blocks <= 256 && launch.threads >= 32 && launch.threads <= 768 &&
+                launch.threads % 32 == 0 && launch.segment_bytes >= 512 && launch.segment_bytes % 512 == 0 &&
+                launch.splits >= 1,
+            "launch has a field that is out of range");
+    run_checked(backend, [&] { backend.probe_rows(*args); });
+  });
+}
+
+uint64_t putget_probe_flag_bytes(uint32_t ep_size) { return uint64_t{ep_size} * 2 * 256 * sizeof(uint64_t); }
+
 void putget_memory_destroy(putget_memory* memory) { delete memory; }
 
 putget_status putget_create(const putget_config* config, putget_memory* memory, const putget_tables* tables,

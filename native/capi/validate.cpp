@@ -91,6 +91,8 @@ void check_launch(const char* name, const putget_launch& launch) {
           prefix + "segment_bytes is " + std::to_string(launch.segment_bytes) + ", allowed are multiples of 512");
   require((launch.splits & (launch.splits - 1)) == 0 && launch.splits <= kMaxRanks,
           prefix + "splits is " + std::to_string(launch.splits) + ", allowed are powers of two up to 128");
+  require_range((prefix + "stages").c_str(), launch.stages, 0, kMaxStages);
+  require_range((prefix + "movers").c_str(), launch.movers, 0, kMaxParts);
   require_range((prefix + "inline_flags").c_str(), launch.inline_flags, 0, 2);
 }
 

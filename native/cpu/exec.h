@@ -21,6 +21,7 @@ struct Exec {
   };
   using Access8 = uint64_t;
   static constexpr uint32_t kLanes = 1;
+  static constexpr bool kHasRing = false;
 
   // Pieces that are read before they are stored to each target: 1 KiB.
   template <class Access>
@@ -139,6 +140,8 @@ struct Exec {
   void put(Access* to, const Access& value) const {
     *to = value;
   }
+  void complete_puts() const {}
+  void order_fetches() const {}
   template <uint32_t kGroup>
   float largest_of(float value) const {
     static_assert(kGroup == 1, "one lane");
@@ -149,9 +152,9 @@ struct Exec {
     const float magnitude = value < 0.0f ? -value : value;
     return magnitude > largest ? magnitude : largest;
   }
-  template <class Codec, uint32_t kCount>
-  void narrow(const float (&value)[kCount], typename Codec::Bits (&bits)[kCount]) const {
-    for (uint32_t e = 0; e < kCount; ++e) bits[e] = Codec::narrow(value[e]);
+  template <class Codec, class Pack, uint32_t kCount>
+  void narrow(const float (&value)[kCount], Pack& pack) const {
+    for (uint32_t e = 0; e < kCount; ++e) pack.bits[e] = Codec::narrow(value[e]);
   }
   void put_fp8(uint8_t* to, const float (&value)[kWirePack]) const {
     union {

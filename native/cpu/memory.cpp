@@ -8,6 +8,7 @@
 #include "backend.h"
 #include "cpu/exec.h"
 #include "cpu/probe.h"
+#include "cpu/ring.h"
 #include "cpu/symmetric_memory.h"
 #include "protocol/combine.h"
 #include "protocol/dispatch.h"
@@ -72,7 +73,7 @@ class CpuMemory final : public Memory {
     putget::dispatch(exec, plan, whole_rows, dispatch_scratch_);
   }
 
-  void combine(const Plan& plan, const CombineCall& call, const Limits&, void*) override {
+  void combine(const Plan& plan, const CombineCall& call, const Limits& limits, void*) override {
     Exec exec;
     CombineCall whole_rows = call;
     whole_rows.segment_bytes = kWholeRow;
@@ -90,6 +91,16 @@ class CpuMemory final : public Memory {
         putget::combine<Codec, FlaggedWire<Codec>, FixedTopK<8>>(exec, plan, whole_rows, combine_scratch_);
       } else if (call.flagged != 0) {
         putget::combine<Codec, FlaggedWire<Codec>, DynamicTopK>(exec, plan, whole_rows, combine_scratch_);
+      } else if (packed && limits.combine.stages > 1 && !plan.shape.quantised() &&
+                 (call.rows == nullptr || call.rows_access_bytes == kWideBytes)) {
+        whole_rows.segment_bytes = kSegment;
+        whole_rows.flagged_pieces = flagged_pieces(plan.shape, kSegment);
+        whole_rows.piece_bytes = kSegment;
+        whole_rows.small_piece_bytes = kSegment;
+        const uint32_t rows = std::min(plan.shape.top_k, plan.shape.ep_size);
+        whole_rows.ring = {limits.combine.stages, kStageHeadBytes + rows * kSegment};
+        RingExec ring_exec(whole_rows.ring);
+        putget::combine<Codec, Packed, DynamicTopK>(ring_exec, plan, whole_rows, combine_scratch_);
       } else if (plan.shape.quantised()) {
         putget::combine<Codec, Fp8Wire, DynamicTopK>(exec, plan, whole_rows, combine_scratch_);
       } else if (!packed) {
@@ -120,6 +131,7 @@ class CpuMemory final : public Memory {
 
  private:
   static constexpr uint32_t kWholeRow = 1u << 30;
+  static constexpr uint32_t kSegment = 512;  // in stages: tests want several
 
   SymmetricMemory symmetric_;
   mutable State state_{};

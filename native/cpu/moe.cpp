@@ -23,7 +23,6 @@ struct MoeExec : Exec {
     return 1024 / sizeof(Access);
   }
 
-  void sync_blocks() const {}
   Lanes scan(uint32_t value) const { return {0, value}; }
   Lanes scan_lanes(uint32_t value) const { return {0, value}; }
   Lanes equal(int32_t) const { return {0, 1}; }
@@ -45,6 +44,7 @@ struct MoeExec : Exec {
 std::vector<uint32_t> room_for(const moe::ValidRows& valid) { return std::vector<uint32_t>(moe::found_words(valid)); }
 
 moe::CopyPlan whole_rows(moe::CopyPlan copy) {
+  copy.num_cut = copy.num_payloads;
   copy.segments = copy.num_payloads;
   for (uint32_t p = 0; p < copy.num_payloads; ++p) {
     copy.payload[p].segment_bytes = copy.payload[p].row_bytes;
@@ -78,8 +78,10 @@ void moe_group(const moe::Grouping& group, const moe::CopyPlan& copy) {
   MoeExec exec;
   moe::SourceScratch sources;
   const moe::GroupTables tables(group.sizes, group.scratch());
-  moe::group_rows(exec, group, sources, tables);
-  moe::scatter_rows(exec, group, whole_rows(copy), sources);
+  moe::count_rows(exec, group, sources, tables);
+  const moe::Share rows = moe::count_share(exec, group, sources, tables);
+  moe::place_share(exec, group, sources, tables, rows);
+  moe::copy_share(exec, group, whole_rows(copy), sources, rows);
 }
 
 void moe_expand(const moe::ExpandCall& call) {

@@ -43,25 +43,33 @@ void load_combine_kernels() {
     }
     check(cudaFuncGetAttributes(&attributes, same_kernel(type, false, 1)), "loading combine_kernel");
   }
+  load_bulk_combine_kernels();
 }
 
 void launch_combine(const Plan& plan, CombineCall call, const Room& room, const putget_launch& tuning,
                     cudaStream_t stream) {
   const Shape& shape = plan.shape;
-  const bool packed = shape.output_row_bytes() % kLaneBytes == 0 && aligned(call.out) && aligned(call.addend);
+  // Rows that are pushed from outside the workspace are partly summed where they are.
+  const bool rows_packed = !shape.pushes || call.rows == nullptr || call.rows_access_bytes == kLaneBytes;
+  const bool packed =
+      shape.output_row_bytes() % kLaneBytes == 0 && aligned(call.out) && aligned(call.addend) && rows_packed;
   const bool moves = moves_rows(plan, call);
+  putget_launch wanted = tuning;
+  if (!packed || (moves && call.rows_access_bytes != kLaneBytes)) wanted.stages = 1;
   putget_launch launch = call.flagged != 0 ? flagged_launch(shape, call.num_tokens, room, tuning)
-                                           : combine_launch(shape, call.num_tokens, moves, room, tuning);
+                                           : combine_launch(shape, call.num_tokens, moves, room, wanted);
   // Nothing to do but to tell the peers, and to send rows with flags in them to those that have few tokens.
   if (call.half == Half::kStart && !moves && call.flagged == 0) launch.blocks = 1;
   call.wide_out = packed;
   call.segment_bytes = launch.segment_bytes;
   call.flagged_pieces = flagged_pieces(shape, launch.segment_bytes);
-  cut_into_pieces(call, shape, launch.blocks);
+  cut_into_pieces(call, shape, launch);
+  call.ring = combine_ring(shape, launch);
   const CombineKernel kernel = call.flagged != 0   ? flagged_kernel(shape.output_type, shape.top_k)
                                : shape.quantised() ? fp8_kernel(shape.output_type, shape.top_k)
+                               : launch.stages > 1 ? bulk_kernel(shape.output_type)
                                                    : same_kernel(shape.output_type, packed, shape.top_k);
-  launch_early(kernel, launch, stream, plan, call, "launching combine_kernel");
+  launch_early(kernel, launch, call.ring, stream, plan, call, "launching combine_kernel");
 }
 
 }  // namespace putget::cuda

@@ -42,7 +42,7 @@ void launch_dispatch(const Plan& plan, DispatchCall call, const Room& room, cons
   putget_launch launch = dispatch_launch(plan.shape, call.num_tokens, room, tuning);
   cut_into_items(call, plan.shape, launch.segment_bytes, launch.splits, launch.blocks);
   if (call.half == Half::kFinish) launch.blocks = 1;
-  launch_early(dispatch_kernel, launch, stream, plan, call, "launching dispatch_kernel");
+  launch_early(dispatch_kernel, launch, RingShape{}, stream, plan, call, "launching dispatch_kernel");
 }
 
 void launch_release(const Plan& plan, cudaStream_t stream) {

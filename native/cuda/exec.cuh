@@ -21,6 +21,7 @@ struct Exec {
   using Access8 = uint2;
 
   static constexpr uint32_t kLanes = 32;
+  static constexpr bool kHasRing = false;
 
   // Pieces that a lane reads before it stores them to each target.
   template <class Access>
@@ -40,7 +41,11 @@ struct Exec {
   __device__ void sync_warp() const { __syncwarp(); }
   // A block barrier too.
   __device__ bool any(bool condition) const { return __syncthreads_or(condition) != 0; }
+#if defined(PUTGET_NO_DEADLINES)
+  __device__ uint64_t now_ns() const { return 0; }
+#else
   __device__ uint64_t now_ns() const { return ptx::global_timer_ns(); }
+#endif
 
   void __device__ wait_for_earlier_work() const { ptx::wait_for_earlier_grids(); }
   // Only where no CTA of this kernel will wait for a peer any more: CTAs that came early would hold the places of
@@ -110,8 +115,12 @@ struct Exec {
   }
 
   // Whether another CTA has reported a fault while this thread waits; looks now and then.
-  __device__ bool stopped(const uint32_t* fault, uint32_t spins) const {
+  __device__ bool stopped([[maybe_unused]] const uint32_t* fault, [[maybe_unused]] uint32_t spins) const {
+#if defined(PUTGET_NO_DEADLINES)
+    return false;
+#else
     return spins % 1024 == 0 && ptx::load_relaxed_gpu(fault) != 0;
+#endif
   }
 
   __device__ bool claim(uint32_t* word, uint32_t value) const { return atomicCAS(word, 0u, value) == 0u; }
@@ -153,6 +162,9 @@ struct Exec {
   __device__ void put(Access* to, const Access& value) const {
     *to = value;
   }
+  // Ordinary accesses need no more than the release behind them, or the acquire before.
+  __device__ void complete_puts() const {}
+  __device__ void order_fetches() const {}
 
   // The largest value of kGroup neighbouring lanes.
   template <uint32_t kGroup>
@@ -168,21 +180,32 @@ struct Exec {
   __device__ float larger_magnitude(float value, float largest) const { return fmaxf(fabsf(value), largest); }
 
   // As Codec::narrow does each, with the conversion that the hardware has; it differs in NaNs alone.
-  template <class Codec, uint32_t kCount>
-  __device__ void narrow(const float (&value)[kCount], typename Codec::Bits (&bits)[kCount]) const {
+  template <class Codec, class Pack, uint32_t kCount>
+  __device__ void narrow(const float (&value)[kCount], Pack& pack) const {
     if constexpr (std::is_same_v<Codec, BFloat16> && kCount % 2 == 0) {
-      bool is_nan = false;
+      uint32_t pair[kCount / 2];
+      bool has_nan = false;
 #pragma unroll
       for (uint32_t e = 0; e < kCount; e += 2) {
-        const uint32_t both = ptx::narrow_bf16x2(value[e], value[e + 1]);
-        bits[e] = static_cast<uint16_t>(both);
-        bits[e + 1] = static_cast<uint16_t>(both >> 16);
-        is_nan = is_nan || value[e] != value[e] || value[e + 1] != value[e + 1];
+        pair[e / 2] = ptx::narrow_bf16x2(value[e], value[e + 1]);
+        has_nan = has_nan || isunordered(value[e], value[e + 1]);
       }
-      if (!is_nan) return;
-    }
+      if (has_nan) {
 #pragma unroll
-    for (uint32_t e = 0; e < kCount; ++e) bits[e] = Codec::narrow(value[e]);
+        for (uint32_t i = 0; i < kCount / 2; ++i) pair[i] = ptx::with_quiet_nans(pair[i]);
+      }
+      // Only now: what branches change would be kept in memory.
+      union {
+        uint32_t pair[kCount / 2];
+        Pack pack;
+      } both;
+#pragma unroll
+      for (uint32_t i = 0; i < kCount / 2; ++i) both.pair[i] = pair[i];
+      pack = both.pack;
+    } else {
+#pragma unroll
+      for (uint32_t e = 0; e < kCount; ++e) pack.bits[e] = Codec::narrow(value[e]);
+    }
   }
 
   __device__ void put_fp8(uint8_t* to, const float (&value)[kWirePack]) const {

@@ -4,6 +4,7 @@
 
 #include "protocol/dispatch.h"
 #include "protocol/flagged.h"
+#include "protocol/staged.h"
 
 namespace putget::cuda {
 namespace {
@@ -17,7 +18,13 @@ constexpr uint32_t kGettingSms = 64;         // ... with loads
 constexpr uint64_t kFewItems = 128;          // up to here warps split the targets of a segment
 constexpr uint32_t kQuantisingPercent = 50;  // of the CTAs of a combine that quantises
 constexpr uint32_t kPushingPercent = 40;     // ... that pushes rows as they are
-constexpr uint64_t kLargeItems = 8;          // a warp: from here on a combine is large
+constexpr uint32_t kStages = 2;              // more of them only make segments shorter
+constexpr uint32_t kStagedThreads = 512;     // as many as registers allow
+constexpr uint32_t kStagedSms = 32;          // keep the link busy with bulk loads
+constexpr uint32_t kStagedSegment = 1536;    // shorter ones are dear: fewer warps instead
+constexpr uint32_t kLongestFetch = 8192;     // bytes of a bulk copy
+constexpr uint32_t kStagedMoversPercent = 34;
+constexpr uint64_t kLargeItems = 8;  // a warp: from here on a combine is large
 
 uint64_t ceil_div(uint64_t value, uint64_t divisor) { return (value + divisor - 1) / divisor; }
 
@@ -28,6 +35,40 @@ uint32_t half_row(const Shape& shape) { return round_up(shape.wire_row_bytes() /
 uint32_t threads_for(const Room& room) {
   const uint64_t share = uint64_t{kThreadsPerSm} * room.gpu_sms / std::max(room.sms, 1u) / kWarpThreads * kWarpThreads;
   return static_cast<uint32_t>(std::clamp<uint64_t>(share, kThreads, kMostThreads));
+}
+
+// The largest segment of which a stage holds `rows`, where each warp of a CTA has so many stages; 0: none.
+uint32_t segment_in_stages(uint32_t rows, const putget_launch& launch) {
+  const uint32_t ring = kRingsBytes / (launch.threads / kWarpThreads);
+  const uint32_t stage = (ring - static_cast<uint32_t>(kLineBytes)) / launch.stages;
+  if (stage < kStageHeadBytes) return 0;
+  return std::min((stage - kStageHeadBytes) / rows / kWarpBytes * kWarpBytes, kLongestFetch);
+}
+
+// Rows that a token gets at most.
+uint32_t rows_of_token(const Shape& shape) { return std::min(shape.top_k, shape.ep_size); }
+
+// A launch whose rows go through stages, where `rows` segments fit into one; else without stages.
+void fit_into_stages(putget_launch& launch, uint32_t rows) {
+  if (launch.threads == 0) {
+    launch.threads = kStagedThreads;
+    while (launch.threads > 4 * kWarpThreads && segment_in_stages(rows, launch) < kStagedSegment) launch.threads /= 2;
+  }
+  launch.threads = std::min(launch.threads, kStagedThreads);
+  const uint32_t longest = segment_in_stages(rows, launch);
+  if (longest == 0) {
+    launch.stages = 1;
+  } else if (launch.segment_bytes == 0 || launch.segment_bytes > longest) {
+    launch.segment_bytes = longest;
+  }
+}
+
+// Whether bulk copies carry a combine's rows. They need few SMs and wait for their way once more, so they pay where
+// every SM has several rows: with few SMs, with many rows, or where rows are moved before they are summed.
+bool stages_pay(const Shape& shape, uint32_t num_tokens, bool moves_rows, bool is_large, const Room& room) {
+  if (shape.output_row_bytes() % kLaneBytes != 0) return false;
+  const bool has_rows_for_all = num_tokens >= 2 * room.sms;
+  return is_large || (has_rows_for_all && (moves_rows || room.sms < kGettingSms));
 }
 
 uint32_t blocks_for(uint64_t items, uint32_t threads, const Room& room) {
@@ -46,6 +87,8 @@ putget_launch dispatch_launch(const Shape& shape, uint32_t num_tokens, const Roo
   const Room enough{std::min(room.sms, kPuttingSms), room.gpu_sms};
   const uint64_t few_warps = uint64_t{enough.sms} * (kThreads / kWarpThreads);
   putget_launch launch = tuning;
+  launch.stages = 0;
+  launch.movers = 0;
   if (launch.threads == 0) {
     launch.threads = items_with(kWarpBytes, 1) <= few_warps ? kThreads : threads_for(enough);
   }
@@ -81,6 +124,9 @@ putget_launch combine_launch(const Shape& shape, uint32_t num_tokens, bool moves
   const bool is_small = items_with(kWarpBytes) <= warps;
   // So much that only the link counts: fewer SMs do as well, where all that they do is to get.
   const bool is_large = items_with(kLongSegment) >= kLargeItems * warps;
+  if (launch.stages == 0) launch.stages = stages_pay(shape, num_tokens, moves_rows, is_large, room) ? kStages : 1;
+  if (shape.quantised()) launch.stages = 1;
+  if (launch.stages > 1) fit_into_stages(launch, rows_of_token(shape));
   const Room enough{is_large && !moves_rows ? std::min(room.sms, kGettingSms) : room.sms, room.gpu_sms};
   if (launch.threads == 0) {
     launch.threads = moves_rows ? std::max(threads_for(room), kMovingThreads)
@@ -99,18 +145,32 @@ putget_launch combine_launch(const Shape& shape, uint32_t num_tokens, bool moves
     launch.segment_bytes = has_warps_left ? kWarpBytes : (is_large ? kLongSegment : kLongSegment / 2);
   }
   while (items_with(launch.segment_bytes) >= kMaxItems) launch.segment_bytes *= 2;
-  if (launch.blocks == 0) {
+  if (launch.blocks == 0 && launch.stages > 1) {
+    // Some SMs are left for the movers of other objects' combines: these wait for nobody, and their peers for them.
+    launch.blocks = moves_rows ? std::min(room.sms, room.gpu_sms / 4 * 3) : std::min(room.sms, kStagedSms);
+  } else if (launch.blocks == 0) {
     // Rows to move are those of all sources, whose number only the device knows.
     launch.blocks = moves_rows ? std::min(room.sms, kThreadsPerSm * room.gpu_sms / launch.threads)
                                : blocks_for(items_with(launch.segment_bytes), launch.threads, enough);
   }
   launch.blocks = std::min({launch.blocks, room.sms, kMaxParts});
+  if (!moves_rows) {
+    launch.movers = 0;
+  } else if (launch.movers == 0) {
+    // Some CTAs move, the others sum meanwhile. Quantising takes instructions, so more of them.
+    const uint32_t percent = shape.quantised()   ? kQuantisingPercent
+                             : launch.stages > 1 ? kStagedMoversPercent
+                                                 : kPushingPercent;
+    launch.movers = std::max(launch.blocks * percent / 100, 1u);
+  }
+  launch.movers = std::min(launch.movers, launch.blocks);
   return launch;
 }
 
 putget_launch flagged_launch(const Shape& shape, uint32_t num_tokens, const Room& room, const putget_launch& tuning) {
   putget_launch launch = tuning;
   launch.splits = 1;
+  launch.stages = 1;
   if (launch.threads == 0) launch.threads = kThreads;
   if (launch.segment_bytes == 0) launch.segment_bytes = kWarpBytes;
   if (launch.blocks == 0) {
@@ -119,17 +179,27 @@ putget_launch flagged_launch(const Shape& shape, uint32_t num_tokens, const Room
     launch.blocks = blocks_for(num_tokens * shape.ep_size * pieces, launch.threads, room);
   }
   launch.blocks = std::min({launch.blocks, room.sms, kMaxParts});
+  // Rows of others that come from outside the workspace: all move them, then all sum.
+  if (launch.movers == 0 || launch.movers > launch.blocks) launch.movers = launch.blocks;
   return launch;
 }
 
-void cut_into_pieces(CombineCall& call, const Shape& shape, uint32_t blocks) {
-  // Some CTAs move, the others sum meanwhile. Quantising takes instructions, so more of them. In a start half nobody
-  // sums.
-  const uint32_t share = blocks * (shape.quantised() ? kQuantisingPercent : kPushingPercent) / 100;
-  call.moving_blocks = call.half == Half::kStart ? blocks : std::max(share, 1u);
+void cut_into_pieces(CombineCall& call, const Shape& shape, const putget_launch& launch) {
+  // In a start half nobody sums.
+  call.moving_blocks = call.half == Half::kStart ? launch.blocks : std::max(launch.movers, 1u);
   call.piece_bytes = 8 * kWarpBytes;
   call.small_piece_bytes = 2 * kWarpBytes;
+  if (launch.stages > 1) {
+    const uint32_t stage_bytes = combine_ring(shape, launch).stage_bytes / kWarpBytes * kWarpBytes;
+    call.piece_bytes = stage_bytes;
+    call.small_piece_bytes = std::min(stage_bytes, call.small_piece_bytes);
+  }
   call.ep_size = Divisor(shape.ep_size);
+}
+
+RingShape combine_ring(const Shape& shape, const putget_launch& launch) {
+  if (launch.stages < 2) return {};
+  return {launch.stages, kStageHeadBytes + rows_of_token(shape) * launch.segment_bytes};
 }
 
 }  // namespace putget::cuda

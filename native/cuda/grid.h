@@ -33,7 +33,21 @@ putget_launch combine_launch(const Shape& shape, uint32_t num_tokens, bool moves
 // Of a combine that sums rows with flags in them.
 putget_launch flagged_launch(const Shape& shape, uint32_t num_tokens, const Room& room, const putget_launch& tuning);
 
-// Of a combine whose launch has so many CTAs: how rows are moved before they are summed.
-void cut_into_pieces(CombineCall& call, const Shape& shape, uint32_t blocks);
+// Of a combine launched so: how rows are moved before they are summed.
+void cut_into_pieces(CombineCall& call, const Shape& shape, const putget_launch& launch);
+
+// Shared memory of a CTA's rings, beside its scratch.
+constexpr uint32_t kRingsBytes = 200 << 10;
+
+// The rings of a combine with stages, each of which holds a segment of every row of a token.
+RingShape combine_ring(const Shape& shape, const putget_launch& launch);
+
+// Of one warp: a line of barriers, and its stages; and of all warps of a CTA.
+constexpr uint32_t ring_bytes(const RingShape& ring) {
+  return static_cast<uint32_t>(kLineBytes) + ring.stages * ring.stage_bytes;
+}
+constexpr uint32_t rings_bytes(const RingShape& ring, uint32_t threads) {
+  return ring.stages < 2 ? 0 : threads / 32 * ring_bytes(ring);
+}
 
 }  // namespace putget::cuda

@@ -17,32 +17,68 @@ void launch_release(const Plan& plan, cudaStream_t stream);
 void launch_probe(uint8_t* const* base, uint32_t ep_size, uint32_t ep_rank, uint64_t data_offset, bool write,
                   uint64_t bytes_per_peer, uint32_t blocks, cudaStream_t stream);
 
+// A probe of rows: see probe_rows.cu.
+constexpr uint32_t kMaxProbedRanks = 32;
+constexpr uint32_t kFlagsOfRank = 256;  // one for each CTA
+
+struct RowsCall {
+  const int32_t* slots;  // [num_tokens, ep_size] in that rank's memory, -1: no row
+  const uint8_t* rows;   // to put
+  uint8_t* out;          // of rows that were got
+  uint64_t* state;
+  uint64_t flags;  // offsets in every rank's memory
+  uint64_t data;
+  uint32_t ep_size;
+  uint32_t ep_rank;
+  uint32_t num_tokens;
+  uint32_t row_vectors;  // of 16 bytes
+  uint32_t segment_vectors;
+  uint32_t segments;
+  uint32_t splits;
+  uint32_t block_a_token;
+  uint32_t counts;  // slots are counted from first_slot on, for each rank
+  uint32_t first_slot;
+};
+
+void launch_probe_rows(uint8_t* const* base, const RowsCall& call, bool write, const putget_launch& launch,
+                       cudaStream_t stream);
+
 // Loads the kernels now: loading one later could wait for a kernel that waits for this rank.
 void load_dispatch_kernels();
 void load_combine_kernels();
+void load_bulk_combine_kernels();
 void load_probe_kernels();
+void load_probe_rows_kernels();
 
 // The instances of combine_kernel, by what travels.
 using CombineKernel = void (*)(Plan, CombineCall);
 CombineKernel same_kernel(OutputType type, bool packed, uint32_t top_k);
 CombineKernel fp8_kernel(OutputType type, uint32_t top_k);
 CombineKernel flagged_kernel(OutputType type, uint32_t top_k);
+CombineKernel bulk_kernel(OutputType type);
+
+// Loads a kernel whose CTAs may take all shared memory that there is beside their scratch.
+template <class Call>
+void load_bulk_kernel(void (*kernel)(Plan, Call), const char* what) {
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kRingsBytes), what);
+}
 
 // Launches a kernel that begins with ptx::wait_for_earlier_grids: its CTAs may take their places while the kernel
 // before it ends.
-template <class Call>
-void launch_early(void (*kernel)(Plan, Call), const putget_launch& launch, cudaStream_t stream, const Plan& plan,
-                  const Call& call, const char* what) {
+template <class Fixed, class Call>
+void launch_early(void (*kernel)(Fixed, Call), const putget_launch& launch, const RingShape& ring, cudaStream_t stream,
+                  const Fixed& fixed, const Call& call, const char* what) {
   cudaLaunchAttribute early{};
   early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   early.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(launch.blocks);
   config.blockDim = dim3(launch.threads);
+  config.dynamicSmemBytes = rings_bytes(ring, launch.threads);
   config.stream = stream;
   config.attrs = &early;
   config.numAttrs = 1;
-  check(cudaLaunchKernelEx(&config, kernel, plan, call), what);
+  check(cudaLaunchKernelEx(&config, kernel, fixed, call), what);
 }
 
 }  // namespace putget::cuda

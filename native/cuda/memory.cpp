@@ -23,6 +23,7 @@ class CudaMemory final : public Memory {
     load_dispatch_kernels();
     load_combine_kernels();
     load_probe_kernels();
+    load_probe_rows_kernels();
     load_moe_group_kernels();
     load_moe_row_kernels();
     load_moe_activation_kernels();
@@ -135,6 +136,31 @@ class CudaMemory final : public Memory {
                  kind == PUTGET_PROBE_WRITE, bytes_per_peer, room(num_sms).sms, cuda_stream);
     // The ids region holds something else now.
     check(cudaMemsetAsync(&state_->head.ids_top_k, 0, sizeof(state_->head.ids_top_k), cuda_stream), "cudaMemsetAsync");
+  }
+
+  void probe_rows(const putget_probe_rows_args& args) override {
+    DeviceScope scope(config_.ordinal);
+    std::vector<uint8_t*> bases;
+    for (uint32_t rank = 0; rank < config_.ep_size; ++rank) bases.push_back(symmetric_.base(rank));
+    RowsCall call{};
+    call.slots = args.slots;
+    call.rows = static_cast<const uint8_t*>(args.rows);
+    call.out = static_cast<uint8_t*>(args.out);
+    call.state = args.state;
+    call.flags = control_bytes(config_.ep_size);
+    call.data = call.flags + putget_probe_flag_bytes(config_.ep_size) + args.offset;
+    call.ep_size = config_.ep_size;
+    call.ep_rank = config_.ep_rank;
+    call.num_tokens = args.num_tokens;
+    call.row_vectors = args.row_bytes / kLaneBytes;
+    call.segment_vectors = args.launch.segment_bytes / kLaneBytes;
+    call.segments = (call.row_vectors + call.segment_vectors - 1) / call.segment_vectors;
+    call.splits = args.launch.splits;
+    call.block_a_token = args.slots_by != PUTGET_SLOTS_SPREAD;
+    call.counts = args.slots_by == PUTGET_SLOTS_COUNTED;
+    call.first_slot = args.first_slot;
+    launch_probe_rows(bases.data(), call, args.kind == PUTGET_PROBE_WRITE, args.launch,
+                      static_cast<cudaStream_t>(args.stream));
   }
 
  private:

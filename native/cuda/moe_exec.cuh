@@ -39,9 +39,6 @@ struct MoeExec : Exec {
     return {found.before + __shfl_sync(0xffffffffu, warps.before, warp()), warps.all};
   }
 
-  // The kernel is one cluster, or one block.
-  __device__ void sync_blocks() const { ptx::sync_cluster(); }
-
   __device__ Lanes equal(int32_t key) const {
     const uint32_t same = __match_any_sync(0xffffffffu, key);
     return {static_cast<uint32_t>(__popc(same & ((1u << lane()) - 1))), static_cast<uint32_t>(__popc(same))};

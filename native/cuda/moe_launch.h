@@ -20,8 +20,7 @@ inline uint32_t blocks_of(const Queue& queue, uint32_t per_sm) {
 struct Grid {
   uint32_t blocks;
   uint32_t threads;
-  size_t shared_bytes;   // dynamic
-  uint32_t cluster = 1;  // blocks
+  size_t shared_bytes;  // dynamic
 };
 
 // Launches a kernel that begins with ptx::wait_for_earlier_grids: its CTAs may take their places while the kernel
@@ -29,20 +28,16 @@ struct Grid {
 template <class... Params, class... Args>
 void launch_moe(void (*kernel)(Params...), const Grid& grid, const Queue& queue, const char* what,
                 const Args&... args) {
-  cudaLaunchAttribute attributes[2]{};
-  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[0].val.programmaticStreamSerializationAllowed = 1;
-  attributes[1].id = cudaLaunchAttributeClusterDimension;
-  attributes[1].val.clusterDim.x = grid.cluster;
-  attributes[1].val.clusterDim.y = 1;
-  attributes[1].val.clusterDim.z = 1;
+  cudaLaunchAttribute early{};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(grid.blocks);
   config.blockDim = dim3(grid.threads);
   config.dynamicSmemBytes = grid.shared_bytes;
   config.stream = static_cast<cudaStream_t>(queue.stream);
-  config.attrs = attributes;
-  config.numAttrs = grid.cluster > 1 ? 2 : 1;
+  config.attrs = &early;
+  config.numAttrs = 1;
   check(cudaLaunchKernelEx(&config, kernel, args...), what);
 }
 
@@ -55,7 +50,8 @@ inline bool aligned_to_packs(const void* a, const void* b, uint64_t row_bytes) {
   return (reinterpret_cast<uintptr_t>(a) | reinterpret_cast<uintptr_t>(b) | row_bytes) % 16 == 0;
 }
 
-void launch_scatter(const moe::Grouping& group, const moe::CopyPlan& copy, const Queue& queue);
+// How warps cut rows to copy them.
+moe::CopyPlan in_segments(const moe::CopyPlan& copy);
 
 void load_moe_group_kernels();
 void load_moe_row_kernels();

@@ -15,9 +15,8 @@ namespace putget::cuda {
 namespace {
 
 constexpr uint32_t kBlocksPerSm = 4;
-constexpr uint32_t kFinalizeBlocksPerSm = 3;  // more registers: two rows in flight, and their sums
-constexpr uint32_t kWarpBytes = 512;          // one 16-byte access of each lane
-constexpr uint32_t kFinalizeUnroll = 4;
+constexpr uint32_t kWarpBytes = 512;  // one 16-byte access of each lane
+constexpr uint32_t kFinalizeUnroll = 2;
 
 __global__ void __launch_bounds__(kMoeThreads, kBlocksPerSm)
     expand_kernel(const __grid_constant__ moe::ExpandCall call) {
@@ -28,17 +27,8 @@ __global__ void __launch_bounds__(kMoeThreads, kBlocksPerSm)
   moe::expand_rows(exec, call, first);
 }
 
-__global__ void __launch_bounds__(kMoeThreads, kBlocksPerSm)
-    scatter_kernel(const __grid_constant__ moe::Grouping group, const __grid_constant__ moe::CopyPlan copy) {
-  __shared__ moe::SourceScratch sources;
-  __shared__ uint32_t sums[kMoeWarps];
-  MoeExec<kMoeWarps> exec;
-  exec.sums = sums;
-  moe::scatter_rows(exec, group, copy, sources);
-}
-
 template <class Codec, uint32_t kElements>
-__global__ void __launch_bounds__(kMoeThreads, kFinalizeBlocksPerSm)
+__global__ void __launch_bounds__(kMoeThreads, kBlocksPerSm)
     finalize_kernel(const __grid_constant__ moe::Grouping group, const __grid_constant__ moe::FinalizeCall call) {
   __shared__ moe::SourceScratch sources;
   __shared__ uint32_t sums[kMoeWarps];
@@ -56,25 +46,38 @@ FinalizeKernel finalize_kernel_of(OutputType type, bool packed) {
   });
 }
 
+// A warp can move it by one access of each lane.
+bool is_short(const moe::CopyPlan::Payload& payload) {
+  return payload.access_bytes == 16 && payload.row_bytes <= kWarpBytes;
+}
+
 // Equal segments of at most what a warp has in flight.
-moe::CopyPlan in_segments(moe::CopyPlan copy) {
+void cut(moe::CopyPlan::Payload& payload) {
+  const uint32_t most = (payload.access_bytes == 16 ? 8 : payload.access_bytes) * kWarpBytes;
+  payload.segment_bytes = round_up(ceil_div(payload.row_bytes, ceil_div(payload.row_bytes, most)), kWarpBytes);
+  payload.segments = ceil_div(payload.row_bytes, payload.segment_bytes);
+}
+
+}  // namespace
+
+moe::CopyPlan in_segments(const moe::CopyPlan& wanted) {
+  moe::CopyPlan copy = wanted;
+  moe::CopyPlan::Payload* end = copy.payload + copy.num_payloads;
+  const auto* riders = std::stable_partition(copy.payload, end, [](const auto& payload) { return !is_short(payload); });
   copy.segments = 0;
-  for (uint32_t p = 0; p < copy.num_payloads; ++p) {
-    auto& payload = copy.payload[p];
-    const uint32_t most = (payload.access_bytes == 16 ? 8 : payload.access_bytes) * kWarpBytes;
-    payload.segment_bytes = round_up(ceil_div(payload.row_bytes, ceil_div(payload.row_bytes, most)), kWarpBytes);
-    payload.segments = ceil_div(payload.row_bytes, payload.segment_bytes);
+  copy.num_cut = 0;
+  // As many of the short ones are cut too as find no segment to ride with.
+  while (copy.payload + copy.num_cut < riders || copy.num_payloads - copy.num_cut > copy.segments) {
+    auto& payload = copy.payload[copy.num_cut++];
+    cut(payload);
     copy.segments += payload.segments;
   }
   return copy;
 }
 
-}  // namespace
-
 void load_moe_row_kernels() {
   cudaFuncAttributes attributes;
   check(cudaFuncGetAttributes(&attributes, expand_kernel), "loading expand_kernel");
-  check(cudaFuncGetAttributes(&attributes, scatter_kernel), "loading scatter_kernel");
   for (OutputType type : {OutputType::kBFloat16, OutputType::kFloat16, OutputType::kFloat32}) {
     for (bool packed : {false, true}) {
       check(cudaFuncGetAttributes(&attributes, finalize_kernel_of(type, packed)), "loading finalize_kernel");
@@ -90,18 +93,13 @@ void moe_expand(const moe::ExpandCall& wanted, const Queue& queue) {
              "launching expand_kernel", call);
 }
 
-void launch_scatter(const moe::Grouping& group, const moe::CopyPlan& copy, const Queue& queue) {
-  launch_moe(scatter_kernel, Grid{blocks_of(queue, kBlocksPerSm), kMoeThreads, 0}, queue, "launching scatter_kernel",
-             group, in_segments(copy));
-}
-
 void moe_finalize(const moe::Grouping& group, const moe::FinalizeCall& wanted, OutputType type, const Queue& queue) {
   DeviceScope scope(queue.ordinal);
   const uint32_t element = element_bytes(type);
   moe::FinalizeCall call = wanted;
   const bool packed = aligned_to_packs(call.rows, call.out, uint64_t{call.elements} * element);
   call.segment_elements = packed ? kFinalizeUnroll * kWarpBytes / element : kWarpBytes;
-  launch_moe(finalize_kernel_of(type, packed), Grid{blocks_of(queue, kFinalizeBlocksPerSm), kMoeThreads, 0}, queue,
+  launch_moe(finalize_kernel_of(type, packed), Grid{blocks_of(queue, kBlocksPerSm), kMoeThreads, 0}, queue,
              "launching finalize_kernel", group, call);
 }
 

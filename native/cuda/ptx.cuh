@@ -140,6 +140,13 @@ __device__ __forceinline__ uint32_t narrow_bf16x2(float low, float high) {
   return both;
 }
 
+// Such a pair with NaNs as BFloat16::narrow writes them: the conversion makes 0x7fff of each, and of nothing else.
+__device__ __forceinline__ uint32_t with_quiet_nans(uint32_t both) {
+  if ((both & 0xffffu) == 0x7fffu) both ^= 0x7fffu ^ 0x7fc0u;
+  if (both >> 16 == 0x7fffu) both ^= (0x7fffu ^ 0x7fc0u) << 16;
+  return both;
+}
+
 // Two E4M3 values as float16, exactly; the lower byte in the lower half.
 __device__ __forceinline__ uint32_t widen_e4m3x2(uint16_t both) {
   uint32_t halves;

@@ -79,6 +79,8 @@ typedef struct putget_launch {
   uint32_t threads;       /* of a block, a multiple of 32 up to 768 */
   uint32_t segment_bytes; /* of a row, for one warp at a time; a multiple of 512 */
   uint32_t splits;        /* dispatch: warps that share the targets of one segment; a power of two up to 128 */
+  uint32_t stages;        /* combine: of shared memory for each warp's bulk copies, up to 8; 1: no bulk copies */
+  uint32_t movers;        /* combine: blocks that move rows before they are summed, where any are to be moved */
   uint32_t inline_flags;  /* combine, also on CPU: putget_inline_flags, of the rows that this rank sums */
 } putget_launch;
 
@@ -206,6 +208,34 @@ typedef struct putget_probe_args {
   uint64_t bytes_per_peer;
   void* stream;
 } putget_probe_args;
+
+/* How a probe of rows shares out its work and finds its slots. */
+typedef enum putget_slots_by {
+  PUTGET_SLOTS_SPREAD = 0,  /* warps share rows; slots as the table has them */
+  PUTGET_SLOTS_BLOCK = 1,   /* a CTA a token; likewise */
+  PUTGET_SLOTS_COUNTED = 2, /* a CTA a token, which counts the slots of each rank with atomics */
+} putget_slots_by;
+
+/* The memory traffic and the flags of one half of a round, without its logic. PUTGET_PROBE_WRITE puts rows and waits
+ * until those of all ranks are there; PUTGET_PROBE_READ waits for all ranks, gets rows and adds their 32-bit words up.
+ * The two take turns. Flags lie behind the control area, slots behind putget_probe_flag_bytes of them. */
+typedef struct putget_probe_rows_args {
+  uint32_t size;
+  uint32_t magic;
+  uint32_t kind;        /* putget_probe_kind */
+  uint32_t slots_by;    /* putget_slots_by, of PUTGET_PROBE_WRITE */
+  const int32_t* slots; /* [num_tokens, ep_size] in that rank's memory, -1: no row. They must lie in it */
+  const void* rows;     /* PUTGET_PROBE_WRITE: [num_tokens, row_bytes] */
+  void* out;            /* PUTGET_PROBE_READ: [num_tokens, row_bytes] */
+  uint64_t* state;      /* [4 + ep_size] on the device, zeros before the first; [2] counts waits that were given up */
+  void* stream;
+  uint64_t offset; /* of slot 0, behind the flags; a multiple of 16 */
+  uint32_t num_tokens;
+  uint32_t row_bytes;  /* a multiple of 16 */
+  uint32_t first_slot; /* PUTGET_SLOTS_COUNTED: of this rank in every rank's memory */
+  uint32_t reserved;
+  putget_launch launch; /* all fields */
+} putget_probe_rows_args;
 
 typedef enum putget_gate { PUTGET_SILU = 0, PUTGET_GELU = 1 } putget_gate;
 
@@ -346,6 +376,8 @@ PUTGET_API putget_status putget_memory_base(putget_memory* memory, uint32_t rank
 /* Does not wait for kernels: PUTGET_OK with kind NONE, or the first fault since the last start. */
 PUTGET_API putget_status putget_read_fault(putget_memory* memory, putget_fault* fault);
 PUTGET_API putget_status putget_probe(putget_memory* memory, const putget_probe_args* args);
+PUTGET_API putget_status putget_probe_rows(putget_memory* memory, const putget_probe_rows_args* args);
+PUTGET_API uint64_t putget_probe_flag_bytes(uint32_t ep_size);
 PUTGET_API void putget_memory_destroy(putget_memory* memory);
 
 PUTGET_API putget_status putget_create(const putget_config* config, putget_memory* memory, const putget_tables* tables,

@@ -27,8 +27,8 @@ PUTGET_TEXT void activate_rows(Exec& exec, const ActivationCall& call, uint32_t*
   const uint32_t packs = call.elements / kElements;
   const uint32_t segment_packs = call.segment_elements / kElements;
   const uint32_t segments = (packs + segment_packs - 1) / segment_packs;
-  visit_items(exec, found.count, segments, [&](uint32_t index, uint32_t segment) {
-    const uint32_t row = found.row(index);
+  const auto find = [&](uint32_t index) { return found.row(exec, index); };
+  visit_items(exec, found.count, segments, find, [&](uint32_t row, uint32_t segment) {
     const Row* gate = reinterpret_cast<const Row*>(call.x) + uint64_t{row} * 2 * packs;
     const Row* up = gate + packs;
     Row* out = reinterpret_cast<Row*>(call.out) + uint64_t{row} * packs;
@@ -47,12 +47,13 @@ PUTGET_TEXT void activate_rows(Exec& exec, const ActivationCall& call, uint32_t*
       PUTGET_UNROLL
       for (uint32_t u = 0; u < kUnroll; ++u) {
         const uint32_t i = base + u * exec.lanes();
-        Row result;
+        float value[kElements];
         PUTGET_UNROLL
         for (uint32_t e = 0; e < kElements; ++e) {
-          const float value = gated<kGate>(exec, Codec::widen(gates[u].bits[e]), Codec::widen(ups[u].bits[e]));
-          result.bits[e] = Codec::narrow(value);
+          value[e] = gated<kGate>(exec, Codec::widen(gates[u].bits[e]), Codec::widen(ups[u].bits[e]));
         }
+        Row result;
+        exec.template narrow<Codec>(value, result);
         if (i < end) exec.put(out + i, result);
       }
     }
@@ -77,8 +78,8 @@ PUTGET_TEXT void activate_and_quantise_rows(Exec& exec, const ActivationCall& ca
   const uint32_t blocks = (call.elements + kScaleBlock - 1) / kScaleBlock;
   const uint32_t segment_blocks = call.segment_elements / kScaleBlock;
   const uint32_t segments = (blocks + segment_blocks - 1) / segment_blocks;
-  visit_items(exec, found.count, segments, [&](uint32_t index, uint32_t segment) {
-    const uint32_t row = found.row(index);
+  const auto find = [&](uint32_t index) { return found.row(exec, index); };
+  visit_items(exec, found.count, segments, find, [&](uint32_t row, uint32_t segment) {
     const Row* gate = reinterpret_cast<const Row*>(call.x) + uint64_t{row} * 2 * packs;
     const Row* up = gate + packs;
     uint8_t* out = call.out + uint64_t{row} * call.elements;

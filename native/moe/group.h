@@ -3,9 +3,12 @@
 // Received rows are taken in the order (source rank, slot), which is that of tokens. Blocks, and in them warps, have
 // consecutive shares. A row's place is: its expert's offset, the rows of that expert in earlier shares, and those
 // before it in its own. The cost goes with the rows that came, not with the slots that could have.
+//
+// Two kernels on equal grids: one counts; the other adds up what all blocks have counted, places its rows and copies
+// them.
 #pragma once
 
-#include "moe/plan.h"
+#include "moe/walk.h"
 
 namespace putget::moe {
 
@@ -14,11 +17,6 @@ struct SourceScratch {
   uint32_t first[kMaxRanks + 1];  // row of each source's first token in the order above; the last is the number of all
 
   PUTGET_PURE uint32_t num_tokens(uint32_t src) const { return first[src + 1] - first[src]; }
-};
-
-struct Place {
-  uint32_t row;  // slot * ep_size + source rank
-  uint32_t src;
 };
 
 // first[i] = sum of value(j) for j < i, for i up to and with count. Ends with a block barrier.
@@ -36,40 +34,6 @@ PUTGET_TEXT void sum_before(Exec& exec, uint32_t count, uint32_t* first, Value v
   exec.sync();
 }
 
-// The last i with first[i] <= value, for value < first[count].
-PUTGET_PURE uint32_t find_in(const uint32_t* first, uint32_t count, uint32_t value) {
-  uint32_t low = 0;
-  uint32_t high = count;
-  while (high - low > 1) {
-    const uint32_t middle = (low + high) / 2;
-    if (first[middle] <= value) {
-      low = middle;
-    } else {
-      high = middle;
-    }
-  }
-  return low;
-}
-
-// Calls body(index, segment) for this warp's share of count * segments items.
-template <class Exec, class Body>
-PUTGET_TEXT void visit_items(const Exec& exec, uint32_t count, uint32_t segments, Body body) {
-  const uint32_t first = exec.block() * exec.warps() + exec.warp();
-  const uint32_t step = exec.blocks() * exec.warps();
-  const uint32_t step_rows = step / segments;
-  const uint32_t step_segments = step % segments;
-  uint32_t segment = first % segments;
-  PUTGET_ROLLED
-  for (uint32_t index = first / segments; index < count; index += step_rows) {
-    body(index, segment);
-    segment += step_segments;
-    if (segment >= segments) {
-      segment -= segments;
-      ++index;
-    }
-  }
-}
-
 PUTGET_TEXT uint32_t tokens_of(const Grouping& group, uint32_t src) {
   const int32_t tokens = group.num_tokens[src];
   const uint32_t most = group.sizes.max_rows;
@@ -81,9 +45,18 @@ PUTGET_TEXT void look_at_sources(Exec& exec, const Grouping& group, SourceScratc
   sum_before(exec, group.sizes.ep_size, sources.first, [&](uint32_t src) { return tokens_of(group, src); });
 }
 
-PUTGET_TEXT Place place_of(const Grouping& group, const SourceScratch& sources, uint32_t index) {
+// Row of the received rows' index-th one, by one lane.
+PUTGET_TEXT uint32_t row_of(const Grouping& group, const SourceScratch& sources, uint32_t index) {
   const uint32_t src = find_in(sources.first, group.sizes.ep_size, index);
-  return {(index - sources.first[src]) * group.sizes.ep_size + src, src};
+  return (index - sources.first[src]) * group.sizes.ep_size + src;
+}
+
+// The same, by the lanes of a warp together.
+template <class Exec>
+PUTGET_TEXT uint32_t row_of_warp(const Exec& exec, const Grouping& group, const SourceScratch& sources,
+                                 uint32_t index) {
+  const uint32_t src = find_together(exec, sources.first, group.sizes.ep_size, index);
+  return (index - sources.first[src]) * group.sizes.ep_size + src;
 }
 
 // One block's tables.
@@ -129,7 +102,7 @@ PUTGET_TEXT void look_up(Exec& exec, const Grouping& group, SourceScratch& sourc
   exec.sync();
 }
 
-// Consecutive choices of consecutive received rows.
+// Consecutive received rows, or choices of them.
 struct Share {
   uint32_t begin;
   uint32_t end;
@@ -156,7 +129,7 @@ struct Batch {
     PUTGET_UNROLL
     for (uint32_t b = 0; b < kBatch; ++b) {
       const uint32_t i = base + b * exec.lanes() + exec.lane();
-      row[b] = i < end ? place_of(group, sources, i / top_k).row : 0;
+      row[b] = i < end ? row_of(group, sources, i / top_k) : 0;
       entry[b] = uint64_t{row[b]} * top_k + i % top_k;
       id[b] = i < end ? group.topk_ids[entry[b]] : -1;
     }
@@ -167,58 +140,103 @@ struct Batch {
   }
 };
 
-// Counts this warp's rows of each expert; then the block's go to the others. Ends with a barrier of all blocks.
-template <class Exec>
-PUTGET_TEXT void count_rows(Exec& exec, const Grouping& group, const SourceScratch& sources, const GroupTables& tables,
-                            Share share) {
-  const uint32_t experts = group.sizes.num_local_experts;
-  uint32_t lost = 0;
+// Calls count(local) for each choice of the share that is one of this rank's experts; `step` choices lie between two
+// batches of a warp. Rows of experts that have no group are counted by themselves.
+template <class Exec, class Count>
+PUTGET_TEXT void visit_choices(const Exec& exec, const Grouping& group, const SourceScratch& sources,
+                               const GroupTables& tables, Share share, uint32_t step, Count count) {
   PUTGET_ROLLED
-  for (uint32_t base = share.begin; base < share.end; base += Batch<Exec>::kBatch * exec.lanes()) {
+  for (uint32_t base = share.begin; base < share.end; base += step) {
     const Batch<Exec> batch(exec, group, sources, base, share.end);
     PUTGET_UNROLL
     for (uint32_t b = 0; b < Batch<Exec>::kBatch; ++b) {
       const int32_t local = batch.local(group, tables, b);
-      if (local >= 0 && static_cast<uint32_t>(local) < experts) exec.add(&tables.next_of(local, exec.warp()), 1);
-      if (local >= 0 && static_cast<uint32_t>(local) >= experts) ++lost;
+      if (local >= 0) count(static_cast<uint32_t>(local));
     }
   }
+}
+
+// This block's rows, and the choices of them.
+template <class Exec>
+PUTGET_TEXT Share rows_of_block(const Exec& exec, const Grouping& group, const SourceScratch& sources) {
+  return Share{0, sources.first[group.sizes.ep_size]}.part(exec.block(), exec.blocks());
+}
+
+PUTGET_PURE Share choices_of(Share rows, uint32_t top_k) { return {rows.begin * top_k, rows.end * top_k}; }
+
+// First kernel: counts each block's rows of each expert.
+template <class Exec>
+PUTGET_TEXT void count_rows(Exec& exec, const Grouping& group, SourceScratch& sources, const GroupTables& tables) {
+  const uint32_t experts = group.sizes.num_local_experts;
+  exec.wait_for_earlier_work();
+  exec.let_later_work_begin();
+  PUTGET_ROLLED
+  for (uint32_t e = exec.thread(); e < experts; e += exec.threads()) tables.all[e] = 0;
+  look_up(exec, group, sources, tables);
+  const uint32_t batch = Batch<Exec>::kBatch * exec.lanes();
+  const Share choices = choices_of(rows_of_block(exec, group, sources), group.sizes.top_k);
+  uint32_t lost = 0;
+  visit_choices(exec, group, sources, tables, {choices.begin + exec.warp() * batch, choices.end}, exec.warps() * batch,
+                [&](uint32_t local) {
+                  if (local < experts) {
+                    exec.add(&tables.all[local], 1);
+                  } else {
+                    ++lost;
+                  }
+                });
   if (lost != 0) exec.add(group.lost, lost);
   exec.sync();
-  uint32_t* counts = group.counts() + uint64_t{exec.block()} * experts;
   PUTGET_ROLLED
   for (uint32_t e = exec.thread(); e < experts; e += exec.threads()) {
-    uint32_t sum = 0;
-    PUTGET_UNROLL
-    for (uint32_t w = 0; w < kGroupWarps; ++w) sum += w < exec.warps() ? tables.next_of(e, w) : 0;
-    counts[e] = sum;
+    group.counts()[uint64_t{e} * kMostShares + exec.block()] = tables.all[e];
   }
-  exec.sync_blocks();
+  if (exec.block() == 0 && exec.thread() == 0) group.memo()->turn ^= 1u;
 }
 
 // Lays out the groups from the counts of all blocks, and turns what warps have counted into places. Returns the end.
 // Ends with a block barrier.
 template <class Exec>
 PUTGET_TEXT uint32_t lay_out_groups(Exec& exec, const Grouping& group, const GroupTables& tables) {
+  constexpr uint32_t kTogether = Exec::kLanes == 1 ? 1 : kMostShares / Exec::kLanes;
+  constexpr uint32_t kExperts = Exec::kLanes == 1 ? 1 : 4;  // whose counts are on their way together
   const uint32_t experts = group.sizes.num_local_experts;
-  const uint32_t* counts = group.counts();
+  PUTGET_ROLLED
+  for (uint32_t first_e = exec.warp(); first_e < experts; first_e += kExperts * exec.warps()) {
+    uint32_t rows[kExperts] = {};
+    uint32_t earlier[kExperts] = {};
+    PUTGET_ROLLED
+    for (uint32_t first = 0; first < exec.blocks(); first += kTogether * exec.lanes()) {
+      PUTGET_UNROLL
+      for (uint32_t i = 0; i < kTogether * kExperts; ++i) {
+        const uint32_t e = first_e + i % kExperts * exec.warps();
+        const uint32_t block = first + i / kExperts * exec.lanes() + exec.lane();
+        const bool counts = e < experts && block < exec.blocks();
+        const uint32_t count = counts ? group.counts()[uint64_t{e} * kMostShares + block] : 0;
+        rows[i % kExperts] += count;
+        earlier[i % kExperts] += block < exec.block() ? count : 0;
+      }
+    }
+    PUTGET_UNROLL
+    for (uint32_t i = 0; i < kExperts; ++i) {
+      const uint32_t e = first_e + i * exec.warps();
+      const uint32_t all_rows = exec.scan_lanes(rows[i]).all;
+      const uint32_t all_earlier = exec.scan_lanes(earlier[i]).all;
+      if (e < experts && exec.lane() == 0) {
+        tables.all[e] = all_rows;
+        tables.place[e] = all_earlier;
+      }
+    }
+  }
+  exec.sync();
   uint32_t end = 0;
   PUTGET_ROLLED
   for (uint32_t base = 0; base < experts; base += exec.threads()) {
     const uint32_t e = base + exec.thread();
-    uint32_t rows = 0;
-    uint32_t earlier = 0;
-    PUTGET_UNROLL
-    for (uint32_t b = 0; b < kGroupBlocks; ++b) {
-      const uint32_t count = e < experts && b < exec.blocks() ? counts[b * experts + e] : 0;
-      rows += count;
-      earlier += b < exec.block() ? count : 0;
-    }
+    const uint32_t rows = e < experts ? tables.all[e] : 0;
     const auto [before, all] = exec.scan(round_up(rows, group.sizes.alignment));
     if (e < experts) {
       tables.offset[e] = end + before;
-      tables.all[e] = rows;
-      tables.place[e] = end + before + earlier;
+      tables.place[e] += end + before;
       if (exec.block() == 0) {
         group.offsets()[e] = static_cast<int32_t>(end + before);
         group.num_rows()[e] = static_cast<int32_t>(rows);
@@ -308,33 +326,75 @@ PUTGET_TEXT void clear_rest(Exec& exec, const Grouping& group, const SourceScrat
   }
 }
 
-// All of it but the rows themselves.
+// Second kernel, what need not wait for the first: looks up, and counts the rows of each expert by warp. Returns this
+// block's rows. Blocks of the first kernel let this one begin when they have waited for all that came before it: so
+// what dispatch has delivered can be read already.
 template <class Exec>
-PUTGET_TEXT void group_rows(Exec& exec, const Grouping& group, SourceScratch& sources, const GroupTables& tables) {
+PUTGET_TEXT Share count_share(Exec& exec, const Grouping& group, SourceScratch& sources, const GroupTables& tables) {
   const GroupSizes& sizes = group.sizes;
   PUTGET_ROLLED
   for (uint32_t i = exec.thread(); i < kNextStride * sizes.num_local_experts; i += exec.threads()) tables.next[i] = 0;
+  look_up(exec, group, sources, tables);
+  const Share rows = rows_of_block(exec, group, sources);
+  const Share share = choices_of(rows, sizes.top_k).part(exec.warp(), exec.warps());
+  visit_choices(exec, group, sources, tables, share, Batch<Exec>::kBatch * exec.lanes(), [&](uint32_t local) {
+    if (local < sizes.num_local_experts) exec.add(&tables.next_of(local, exec.warp()), 1);
+  });
+  return rows;
+}
+
+// The rest of it, but for the rows themselves. Ends with a block barrier.
+template <class Exec>
+PUTGET_TEXT void place_share(Exec& exec, const Grouping& group, const SourceScratch& sources, const GroupTables& tables,
+                             Share rows) {
+  const GroupSizes& sizes = group.sizes;
   exec.wait_for_earlier_work();
   exec.let_later_work_begin();
-  look_up(exec, group, sources, tables);
+  const uint32_t end = lay_out_groups(exec, group, tables);
+  place_rows(exec, group, sources, tables, choices_of(rows, sizes.top_k).part(exec.warp(), exec.warps()));
   // Two extents take turns: one is read while the other is written.
   GroupMemo& memo = *group.memo();
   const uint32_t turn = memo.turn & 1u;
-  const Share all{0, sources.first[sizes.ep_size] * sizes.top_k};
-  const Share share = all.part(exec.block(), exec.blocks()).part(exec.warp(), exec.warps());
-  count_rows(exec, group, sources, tables, share);
-  const uint32_t end = lay_out_groups(exec, group, tables);
-  place_rows(exec, group, sources, tables, share);
-  clear_rest(exec, group, sources, tables, end, memo.extent[turn]);
-  if (exec.block() != 0) return;
-  PUTGET_ROLLED
-  for (uint32_t src = exec.thread(); src < sizes.ep_size; src += exec.threads()) {
-    memo.extent[turn ^ 1u].num_tokens[src] = static_cast<int32_t>(sources.num_tokens(src));
+  clear_rest(exec, group, sources, tables, end, memo.extent[turn ^ 1u]);
+  if (exec.block() == 0) {
+    PUTGET_ROLLED
+    for (uint32_t src = exec.thread(); src < sizes.ep_size; src += exec.threads()) {
+      memo.extent[turn].num_tokens[src] = static_cast<int32_t>(sources.num_tokens(src));
+    }
+    if (exec.thread() == 0) memo.extent[turn].end = static_cast<int32_t>(end);
   }
-  // Every block has read it before the barrier of all blocks.
-  if (exec.thread() != 0) return;
-  memo.extent[turn ^ 1u].end = static_cast<int32_t>(end);
-  memo.turn = turn ^ 1u;
+  exec.sync();
 }
+
+// A placed row, and where this lane's choice of it is: -1 where it is not here.
+struct Placed {
+  uint32_t row;
+  int32_t place;
+
+  PUTGET_TEXT static int32_t place_of(const Grouping& group, uint32_t row, uint32_t k) {
+    const uint32_t top_k = group.sizes.top_k;
+    return k < top_k ? group.positions()[uint64_t{row} * top_k + k] : -1;
+  }
+
+  // Whole warps call it.
+  template <class Exec>
+  PUTGET_TEXT static Placed of(const Exec& exec, const Grouping& group, const SourceScratch& sources, uint32_t index) {
+    const uint32_t row = row_of_warp(exec, group, sources, index);
+    return {row, place_of(group, row, exec.lane())};
+  }
+
+  // Calls body(place) for each place of the row. Whole warps call it.
+  template <class Exec, class Body>
+  PUTGET_TEXT void visit(const Exec& exec, const Grouping& group, Body body) const {
+    PUTGET_ROLLED
+    for (uint32_t first_k = 0; first_k < group.sizes.top_k; first_k += exec.lanes()) {
+      const int32_t own = first_k == 0 ? place : place_of(group, row, first_k + exec.lane());
+      PUTGET_ROLLED
+      for (uint32_t lanes = exec.vote(own >= 0); lanes != 0; lanes &= lanes - 1) {
+        body(static_cast<uint32_t>(exec.from(own, lowest_bit(lanes))));
+      }
+    }
+  }
+};
 
 }  // namespace putget::moe

@@ -9,7 +9,6 @@
 //   equal(key)         {before, all}: lanes of the warp with the same key; whole warps call it
 //   vote(condition)    set of lanes that say yes; whole warps call it
 //   from(value, lane)  another lane's value; whole warps call it
-//   sync_blocks()      a barrier of all blocks: what one wrote before, the others see behind it
 //   add(counter, n)    to a counter that the block shares
 //   put_codes(to, v)   stores values as E4M3, as one access
 //   copy_unroll()      accesses of a lane that are in flight together
@@ -20,8 +19,8 @@
 
 namespace putget::moe {
 
-constexpr uint32_t kGroupBlocks = 8;               // that group rows together
-constexpr uint32_t kGroupWarps = 32;               // of each of them
+constexpr uint32_t kMostShares = 160;              // of the received rows: one for each block that groups them
+constexpr uint32_t kGroupWarps = 16;               // of a block that places rows
 constexpr uint32_t kNextStride = kGroupWarps + 1;  // words: experts and warps side by side lie in different banks
 constexpr uint32_t kScratchBytes =
     160 * 1024;                           // of a block's tables in shared memory; larger ones lie in global memory
@@ -50,8 +49,8 @@ struct GroupSizes {
   // Words of one block's tables: local_of, offset, all, place, next.
   PUTGET_PURE uint64_t scratch_words() const { return num_experts + uint64_t{3 + kNextStride} * num_local_experts; }
   PUTGET_PURE bool scratch_is_shared() const { return scratch_words() * sizeof(uint32_t) <= kScratchBytes; }
-  // Tables in global memory are one block's.
-  PUTGET_PURE uint32_t blocks() const { return scratch_is_shared() ? kGroupBlocks : 1; }
+  // Sets of tables in global memory; one, for the CPU, where GPUs need none.
+  PUTGET_PURE uint32_t scratches() const { return scratch_is_shared() ? 1 : kMostShares; }
 };
 
 // Byte offsets in one set of memory.
@@ -63,8 +62,8 @@ struct GroupLayout {
   uint64_t source_rows;  // [capacity]
   uint64_t positions;    // [received_rows, top_k]
   uint64_t memo;         // GroupMemo
-  uint64_t counts;       // [blocks, num_local_experts] rows of each expert among a block's received rows
-  uint64_t scratch;      // scratch_words, for tables that do not fit into shared memory, and for the CPU
+  uint64_t counts;       // [num_local_experts, kMostShares] rows of each expert in a block's share
+  uint64_t scratch;      // [scratches, scratch_words] tables that do not fit into shared memory, and the CPU's
   uint64_t total_bytes;
 };
 
@@ -74,7 +73,7 @@ struct GroupMemo {
     int32_t end;  // rows that are not cleared lie before it
     int32_t num_tokens[kMaxRanks];
   };
-  uint32_t turn;  // which extent is the last round's; the other is written
+  uint32_t turn;  // which extent is this round's; the other is the last round's
   Extent extent[2];
 };
 
@@ -94,8 +93,8 @@ PUTGET_PURE GroupLayout layout_of(const GroupSizes& sizes) {
   layout.source_rows = place(capacity * sizeof(int32_t));
   layout.positions = place(sizes.received_rows() * sizes.top_k * sizeof(int32_t));
   layout.memo = place(sizeof(GroupMemo));
-  layout.counts = place(uint64_t{sizes.blocks()} * sizes.num_local_experts * sizeof(uint32_t));
-  layout.scratch = place(sizes.scratch_words() * sizeof(uint32_t));
+  layout.counts = place(uint64_t{kMostShares} * sizes.num_local_experts * sizeof(uint32_t));
+  layout.scratch = place(sizes.scratches() * sizes.scratch_words() * sizeof(uint32_t));
   layout.total_bytes = next;
   return layout;
 }
@@ -130,10 +129,12 @@ struct ValidRows {
   uint32_t limit;  // rows of the tensor
 };
 
-// Kinds of rows to copy. Rows of one kind are cut into segments.
+// Kinds of rows to copy. Those of the first num_cut kinds are cut into segments; short rows of the others go along,
+// kind num_cut + s with segment s.
 struct CopyPlan {
   uint32_t num_payloads;
-  uint32_t segments;  // of all payloads of one row
+  uint32_t num_cut;
+  uint32_t segments;  // of one row of each kind that is cut
   struct Payload {
     const uint8_t* from;
     uint8_t* to;

@@ -12,8 +12,10 @@ struct Found {
   uint32_t num_groups;
   uint32_t count;
 
-  PUTGET_TEXT uint32_t row(uint32_t index) const {
-    return first == nullptr ? index : index + shift[find_in(first, num_groups, index)];
+  // Whole warps call it.
+  template <class Exec>
+  PUTGET_TEXT uint32_t row(const Exec& exec, uint32_t index) const {
+    return first == nullptr ? index : index + shift[find_together(exec, first, num_groups, index)];
   }
 };
 
@@ -81,13 +83,33 @@ struct Piece {
   }
 };
 
-// A piece of row `from` into every row that visit_targets(body) names, read once. A warp calls it.
+// What travels with a segment: a short row, one access of each lane; or nothing.
+struct Rider {
+  const CopyPlan::Payload* payload;
+
+  PUTGET_TEXT static Rider of(const CopyPlan& copy, uint32_t segment) {
+    const uint32_t p = copy.num_cut + segment;
+    return {p < copy.num_payloads ? &copy.payload[p] : nullptr};
+  }
+  template <class Exec>
+  PUTGET_TEXT bool has(const Exec& exec) const {
+    return payload != nullptr && exec.lane() * sizeof(typename Exec::Access16) < payload->row_bytes;
+  }
+};
+
+// A piece of row `from`, and what rides with it, into every row that visit_targets(body) names, read once. A warp calls
+// it.
 template <class Access, class Exec, class Visit>
-PUTGET_TEXT void copy_piece(Exec& exec, const Piece& piece, uint64_t from, Visit visit_targets) {
+PUTGET_TEXT void copy_piece(Exec& exec, const Piece& piece, const Rider& rider, uint64_t from, Visit visit_targets) {
+  using Access16 = typename Exec::Access16;
   constexpr uint32_t kUnroll = Exec::template copy_unroll<Access>();
   const uint32_t row_bytes = piece.payload.row_bytes;
   const Access* source = reinterpret_cast<const Access*>(piece.payload.from + from * row_bytes);
   const uint32_t last = piece.end / sizeof(Access);
+  const auto row_of_rider = [&](auto* rows, uint64_t row) { return rows + row * rider.payload->row_bytes; };
+  bool rides = rider.has(exec);
+  const Access16 ridden = exec.get_or_zero(
+      rides ? reinterpret_cast<const Access16*>(row_of_rider(rider.payload->from, from)) : nullptr, exec.lane());
   PUTGET_ROLLED
   for (uint32_t base = piece.begin / sizeof(Access); base < last; base += exec.lanes() * kUnroll) {
     const uint32_t first = base + exec.lane();
@@ -104,49 +126,49 @@ PUTGET_TEXT void copy_piece(Exec& exec, const Piece& piece, uint64_t from, Visit
         const uint32_t i = first + u * exec.lanes();
         if (i < last) exec.put(target + i, value[u]);
       }
+      if (rides) exec.put(reinterpret_cast<Access16*>(row_of_rider(rider.payload->to, to)) + exec.lane(), ridden);
     });
+    rides = false;
   }
+}
+
+// The same for one segment of a plan.
+template <class Exec, class Visit>
+PUTGET_TEXT void copy_segment(Exec& exec, const CopyPlan& copy, uint32_t segment, uint64_t from, Visit visit_targets) {
+  const Piece piece = Piece::of(copy, segment);
+  const Rider rider = Rider::of(copy, segment);
+  piece.with_access(exec, [&](auto access) { copy_piece<decltype(access)>(exec, piece, rider, from, visit_targets); });
 }
 
 template <class Exec>
 PUTGET_TEXT void expand_rows(Exec& exec, const ExpandCall& call, uint32_t* first) {
+  struct Item {
+    uint32_t row;
+    int32_t source;
+  };
   exec.wait_for_earlier_work();
   exec.let_later_work_begin();
   const Found found = find_rows(exec, call.valid, first);
-  visit_items(exec, found.count, call.copy.segments, [&](uint32_t index, uint32_t segment) {
-    const uint32_t row = found.row(index);
-    const int32_t source = call.source_rows[row];
-    if (source < 0 || static_cast<uint32_t>(source) >= call.num_source_rows) return;
-    const Piece piece = Piece::of(call.copy, segment);
-    piece.with_access(exec, [&](auto access) {
-      copy_piece<decltype(access)>(exec, piece, static_cast<uint32_t>(source), [&](auto body) { body(row); });
-    });
+  const auto find = [&](uint32_t index) {
+    const uint32_t row = found.row(exec, index);
+    return Item{row, call.source_rows[row]};
+  };
+  visit_items(exec, found.count, call.copy.segments, find, [&](const Item& item, uint32_t segment) {
+    if (item.source < 0 || static_cast<uint32_t>(item.source) >= call.num_source_rows) return;
+    copy_segment(exec, call.copy, segment, static_cast<uint32_t>(item.source), [&](auto body) { body(item.row); });
   });
 }
 
-// Third step of grouping: every received row to the places of its local experts.
+// The end of grouping: a block's share of the received rows, each to its places.
 template <class Exec>
-PUTGET_TEXT void scatter_rows(Exec& exec, const Grouping& group, const CopyPlan& copy, SourceScratch& sources) {
-  exec.wait_for_earlier_work();
-  exec.let_later_work_begin();
-  look_at_sources(exec, group, sources);
-  const uint32_t top_k = group.sizes.top_k;
-  visit_items(exec, sources.first[group.sizes.ep_size], copy.segments, [&](uint32_t index, uint32_t segment) {
-    const uint32_t row = place_of(group, sources, index).row;
-    const auto visit_targets = [&](auto body) {
-      PUTGET_ROLLED
-      for (uint32_t first_k = 0; first_k < top_k; first_k += exec.lanes()) {
-        const uint32_t k = first_k + exec.lane();
-        const int32_t own = k < top_k ? group.positions()[uint64_t{row} * top_k + k] : -1;
-        PUTGET_ROLLED
-        for (uint32_t lanes = exec.vote(own >= 0); lanes != 0; lanes &= lanes - 1) {
-          body(static_cast<uint32_t>(exec.from(own, lowest_bit(lanes))));
-        }
-      }
-    };
-    const Piece piece = Piece::of(copy, segment);
-    piece.with_access(exec, [&](auto access) { copy_piece<decltype(access)>(exec, piece, row, visit_targets); });
-  });
+PUTGET_TEXT void copy_share(Exec& exec, const Grouping& group, const CopyPlan& copy, const SourceScratch& sources,
+                            Share rows) {
+  if (copy.num_payloads == 0) return;
+  const auto find = [&](uint32_t index) { return Placed::of(exec, group, sources, rows.begin + index); };
+  const auto copy_item = [&](const Placed& placed, uint32_t segment) {
+    copy_segment(exec, copy, segment, placed.row, [&](auto body) { placed.visit(exec, group, body); });
+  };
+  visit_items(exec.warp(), exec.warps(), rows.end - rows.begin, copy.segments, find, copy_item);
 }
 
 }  // namespace putget::moe

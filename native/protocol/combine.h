@@ -4,10 +4,12 @@
 // inboxes of those that sum them. Either way rows may travel quantised. docs/protocol.md explains the tags.
 #pragma once
 
+#include <type_traits>
+
 #include "protocol/dispatch.h"
 #include "protocol/flagged.h"
-#include "protocol/reduce.h"
 #include "protocol/stage.h"
+#include "protocol/staged.h"
 #include "protocol/transit.h"
 
 namespace putget {
@@ -224,11 +226,16 @@ PUTGET_TEXT bool sum_tokens(Exec& exec, const Plan& plan, const CombineCall& cal
                             CombineScratch& scratch) {
   if (!scratch.moved) {
     exec.let_later_work_begin();
+    exec.order_fetches();
     reduction.run(exec, plan, call, [](uint32_t) { return true; });
     return true;
   }
   WaitScratch& wait = scratch.wait;
-  reduction.run(exec, plan, call, [&](uint32_t token) { return await_token(exec, plan, call, wait, token); });
+  reduction.run(exec, plan, call, [&](uint32_t token) {
+    const bool well = await_token(exec, plan, call, wait, token);
+    exec.order_fetches();
+    return well;
+  });
   exec.sync();
   if (wait.missing.empty()) return true;
   if (exec.thread() == 0) report_timeout(exec, plan, Phase::kCombine, wait.head.epoch, wait.missing);
@@ -278,7 +285,8 @@ PUTGET_TEXT void do_combine(Exec& exec, const Plan& plan, const CombineCall& cal
     done = done && flagged.run(exec, plan, call, scratch.wait.head);
     exec.sync();  // all warps have waited: the next kernel may come
   } else if (work.sums) {
-    Reduction<Codec, Wire, TopK> reduction(exec, plan, call, work.first_summing);
+    using Direct = Reduction<Codec, Wire, TopK>;
+    std::conditional_t<Exec::kHasRing, StagedReduction<Codec>, Direct> reduction(exec, plan, call, work.first_summing);
     reduction.look_up(plan, call);
     done = done && await_peers(exec, plan, scratch);
     exec.mark(Stage::kObserved);

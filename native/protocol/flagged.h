@@ -272,7 +272,7 @@ class FlaggedSum {
       const uint64_t index = uint64_t{token_} * packs_ + pack;
       if (call.addend != nullptr) sum.add(putget::widen(load(call, index)));
       Out out;
-      exec.template narrow<Codec>(sum.value, out.bits);
+      exec.template narrow<Codec>(sum.value, out);
       store(call, index, out);
     }
     return true;

@@ -30,6 +30,11 @@ struct Float32 {
 struct BFloat16 {
   using Bits = uint16_t;
   PUTGET_PURE static float widen(Bits bits) { return float_of_bits(uint32_t{bits} << 16); }
+  // Two elements that were loaded as one word, the first in its lower half: an instruction each.
+  PUTGET_PURE static void widen_pair(uint32_t both, float& first, float& second) {
+    first = float_of_bits(both << 16);
+    second = float_of_bits(both & 0xffff0000u);
+  }
   // Round to nearest, ties to even; a NaN becomes the quiet NaN that torch writes.
   PUTGET_PURE static Bits narrow(float value) {
     const uint32_t bits = bits_of_float(value);
@@ -49,6 +54,10 @@ struct Float16 {
     // Subnormal: mantissa * 2^-24, exact in float32.
     const float magnitude = static_cast<float>(mantissa) * 5.9604644775390625e-08f;
     return float_of_bits(sign | bits_of_float(magnitude));
+  }
+  PUTGET_PURE static void widen_pair(uint32_t both, float& first, float& second) {
+    first = widen(static_cast<Bits>(both));
+    second = widen(static_cast<Bits>(both >> 16));
   }
   PUTGET_PURE static Bits narrow(float value) {
     const uint32_t bits = bits_of_float(value);

@@ -44,8 +44,19 @@ struct Sums {
 template <class Codec, uint32_t kElements>
 PUTGET_PURE Sums<kElements> widen(const Pack<Codec, kElements>& pack) {
   Sums<kElements> sums;
-  PUTGET_UNROLL
-  for (uint32_t e = 0; e < kElements; ++e) sums.value[e] = Codec::widen(pack.bits[e]);
+  if constexpr (sizeof(typename Codec::Bits) == 2 && kElements % 2 == 0) {
+    union {
+      Pack<Codec, kElements> pack;
+      uint32_t pair[kElements / 2];
+    } both{pack};
+    PUTGET_UNROLL
+    for (uint32_t e = 0; e < kElements; e += 2) {
+      Codec::widen_pair(both.pair[e / 2], sums.value[e], sums.value[e + 1]);
+    }
+  } else {
+    PUTGET_UNROLL
+    for (uint32_t e = 0; e < kElements; ++e) sums.value[e] = Codec::widen(pack.bits[e]);
+  }
   return sums;
 }
 
@@ -133,30 +144,28 @@ struct Fp8Wire {
   }
 };
 
+// Where the row is that went to a slot of a rank; null where `rank` is negative.
+PUTGET_TEXT const uint8_t* routed_row(const Plan& plan, const CombineCall& call, int32_t rank, int32_t slot) {
+  const Shape& shape = plan.shape;
+  if (rank < 0) return nullptr;
+  if (Transit::stays(plan, call, rank)) return Transit(plan, call).from(slot, rank);
+  const uint64_t region = shape.has_transit() ? plan.layout.transit : plan.layout.output;
+  const uint8_t* base = shape.pushes ? plan.own() : plan.base[rank];
+  const uint32_t column = shape.pushes ? rank : shape.ep_rank;
+  return base + region + row_index(slot, column, shape.ep_size) * shape.wire_row_bytes();
+}
+
 // Where the rows of one token are; null where it has none.
 template <class TopK>
 struct RowsOfToken {
   const uint8_t* row[TopK::kCapacity];
 
   PUTGET_TEXT void look_up(const Plan& plan, const CombineCall& call, const TopK& top_k, uint32_t token) {
-    const Shape& shape = plan.shape;
-    const uint64_t region = shape.has_transit() ? plan.layout.transit : plan.layout.output;
-    const uint32_t row_bytes = shape.wire_row_bytes();
     PUTGET_UNROLL
     for (uint32_t k = 0; k < TopK::kCapacity; ++k) {
       if (!TopK::kIsFixed && k >= top_k.top_k) break;
       const uint64_t index = uint64_t{token} * top_k.top_k + k;
-      const int32_t rank = plan.target_ranks[index];
-      const int32_t slot = plan.target_slots[index];
-      if (rank < 0) {
-        row[k] = nullptr;
-      } else if (Transit::stays(plan, call, rank)) {
-        row[k] = Transit(plan, call).from(slot, rank);
-      } else if (shape.pushes) {
-        row[k] = plan.own() + region + row_index(slot, rank, shape.ep_size) * row_bytes;
-      } else {
-        row[k] = plan.base[rank] + region + row_index(slot, shape.ep_rank, shape.ep_size) * row_bytes;
-      }
+      row[k] = routed_row(plan, call, plan.target_ranks[index], plan.target_slots[index]);
     }
   }
 };
@@ -211,7 +220,7 @@ struct Reduction {
       Sums<Wire::kElements> sum = get_sum(exec, plan, pack);
       if (call.addend != nullptr) sum.add(putget::widen(load(call, call.addend, row + pack)));
       Out out;
-      exec.template narrow<Codec>(sum.value, out.bits);
+      exec.template narrow<Codec>(sum.value, out);
       store(call, row + pack, out);
     }
   }
@@ -266,10 +275,13 @@ struct Reduction {
 
   template <class Exec>
   PUTGET_TEXT float scale_of(Exec& exec, const Plan& plan, const uint8_t* row, uint32_t pack) const {
-    if constexpr (!Wire::kIsScaled) return 1.0f;
-    if (plan.shape.wire_type == WireType::kFp8Static) return plan.wire_scale;
-    const float* scales = row == nullptr ? nullptr : reinterpret_cast<const float*>(row + plan.shape.scales_offset());
-    return exec.get_or_zero(scales, pack / (kScaleBlock / Wire::kElements));  // [C4] [C9]
+    if constexpr (!Wire::kIsScaled) {
+      return 1.0f;
+    } else {
+      if (plan.shape.wire_type == WireType::kFp8Static) return plan.wire_scale;
+      const float* scales = row == nullptr ? nullptr : reinterpret_cast<const float*>(row + plan.shape.scales_offset());
+      return exec.get_or_zero(scales, pack / (kScaleBlock / Wire::kElements));  // [C4] [C9]
+    }
   }
 };
 

@@ -82,6 +82,15 @@ PUTGET_PURE uint32_t lowest_bit(uint32_t bits) {
 #endif
 }
 
+// How many bits are set.
+PUTGET_PURE uint32_t count_bits(uint32_t bits) {
+#if defined(__CUDA_ARCH__)
+  return static_cast<uint32_t>(__popc(bits));
+#else
+  return static_cast<uint32_t>(__builtin_popcount(bits));
+#endif
+}
+
 // A set of ranks of the expert-parallel group.
 struct RankSet {
   static constexpr uint32_t kWords = kMaxRanks / 32;

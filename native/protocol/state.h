@@ -80,6 +80,14 @@ struct Plan {
   PUTGET_PURE uint8_t* own() const { return base[shape.ep_rank]; }
 };
 
+constexpr uint32_t kMaxStages = 8;
+
+// Stages in shared memory that each warp has for bulk copies; none: rows go through registers.
+struct RingShape {
+  uint32_t stages;
+  uint32_t stage_bytes;  // a multiple of 128
+};
+
 struct DispatchCall {
   const void* topk_ids;  // [num_tokens, top_k]
   const float* topk_weights;
@@ -115,6 +123,7 @@ struct CombineCall {
   uint32_t flagged;        // 1: the rows to sum come with flags in them: what dispatch has wished
   Divisor flagged_pieces;  // pieces of segment_bytes of one row with flags in it
   uint32_t wide_out;       // 1: out and addend allow the widest access that rows have
+  RingShape ring;
   Half half;
 };
 

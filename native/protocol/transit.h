@@ -68,6 +68,15 @@ PUTGET_TEXT void copy_by(Exec& exec, const uint8_t* from, uint8_t* to, uint32_t 
   }
 }
 
+// Bytes [begin, end) of a row as they are, through the warp's stages.
+template <class Exec>
+PUTGET_TEXT void copy_in_pieces(Exec& exec, const uint8_t* from, uint8_t* to, uint32_t begin, uint32_t end) {
+  exec.fetch_piece(from + begin, end - begin);
+  exec.await_piece();
+  if (exec.lane() == 0) exec.send_piece(to + begin, end - begin);  // [C1] [C6]
+  exec.close_piece();
+}
+
 template <class Exec>
 PUTGET_RARE void copy_narrow(Exec& exec, const uint8_t* from, uint8_t* to, uint32_t access_bytes, uint32_t begin,
                              uint32_t end) {
@@ -209,7 +218,11 @@ PUTGET_TEXT void move_slot(Exec& exec, const Plan& plan, const CombineCall& call
       }
     } else {
       if (transit.access_bytes == sizeof(typename Exec::Access16)) {
-        copy_by<typename Exec::Access16>(exec, from, to, begin, end);
+        if constexpr (Exec::kHasRing) {
+          copy_in_pieces(exec, from, to, begin, end);
+        } else {
+          copy_by<typename Exec::Access16>(exec, from, to, begin, end);
+        }
       } else {
         copy_narrow(exec, from, to, transit.access_bytes, begin, end);
       }
@@ -217,8 +230,14 @@ PUTGET_TEXT void move_slot(Exec& exec, const Plan& plan, const CombineCall& call
   }
 }
 
+// Turns that a part tells of at once: with few peers a slot has few rows, and each telling waits for its rows' way.
+PUTGET_PURE uint32_t turns_told_together(uint32_t ep_size) {
+  constexpr uint32_t kRows = 8;
+  return ep_size < kRows ? kRows / ep_size : 1;
+}
+
 // Moves this CTA's part of all rows that hold something, slot by slot, and tells those that read them how far it is:
-// they sum the first rows while the last ones are still to come. In its first turn a part tells everybody, also of
+// they sum the first rows while the last ones are still to come. With the first turns a part tells everybody, also of
 // nothing. The last warp does not move: it tells, and waits meanwhile for what it tells of.
 template <class Codec, bool kQuantised, class Exec>
 PUTGET_TEXT void move_rows(Exec& exec, const Plan& plan, const CombineCall& call, const StateHead& head,
@@ -227,17 +246,25 @@ PUTGET_TEXT void move_rows(Exec& exec, const Plan& plan, const CombineCall& call
   const uint32_t warps = exec.warps() > 1 ? exec.warps() - 1 : 1;
   // What the groups leave over has no rows.
   uint32_t slot = exec.block() < parts.count() ? exec.block() >> parts.split_bits : most;
+  const uint32_t together = turns_told_together(plan.shape.ep_size);
+  uint32_t told = 0;
   PUTGET_ROLLED
-  for (uint32_t turn = 1;; ++turn) {
-    if (slot < most && exec.warp() < warps) {
-      move_slot<Codec, kQuantised>(exec, plan, call, transit, parts, warps, num_tokens, slot);
+  while (true) {
+    const uint32_t first = slot;
+    PUTGET_ROLLED
+    for (uint32_t turn = 0; turn < together && (turn == 0 || slot < most); ++turn, slot += parts.groups) {
+      if (slot < most && exec.warp() < warps) {
+        move_slot<Codec, kQuantised>(exec, plan, call, transit, parts, warps, num_tokens, slot);
+      }
     }
+    exec.complete_puts();
     exec.sync();
+    const bool is_first = told == 0;
+    told += together;
     publish_part<Tag::C7>(
         exec, plan, head.active, plan.layout.pushed, head.epoch,
-        [&](uint32_t peer) { return turn == 1 || slot < num_tokens[peer]; },
-        [&](uint32_t) { return pack_part(call.moving_blocks, turn); });
-    slot += parts.groups;
+        [&](uint32_t peer) { return is_first || first < num_tokens[peer]; },
+        [&](uint32_t) { return pack_part(call.moving_blocks, told); });
     if (slot >= most) return;
   }
 }

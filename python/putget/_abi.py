@@ -45,6 +45,8 @@ class Launch(Structure):
         ("threads", c_uint32),
         ("segment_bytes", c_uint32),
         ("splits", c_uint32),
+        ("stages", c_uint32),
+        ("movers", c_uint32),
         ("inline_flags", c_uint32),
     ]
 
@@ -188,6 +190,26 @@ class ProbeArgs(_Versioned):
     ]
 
 
+class ProbeRowsArgs(_Versioned):
+    _fields_ = [
+        ("size", c_uint32),
+        ("magic", c_uint32),
+        ("kind", c_uint32),
+        ("slots_by", c_uint32),
+        ("slots", c_void_p),
+        ("rows", c_void_p),
+        ("out", c_void_p),
+        ("state", c_void_p),
+        ("stream", c_void_p),
+        ("offset", c_uint64),
+        ("num_tokens", c_uint32),
+        ("row_bytes", c_uint32),
+        ("first_slot", c_uint32),
+        ("reserved", c_uint32),
+        ("launch", Launch),
+    ]
+
+
 class MoeConfig(_Versioned):
     _fields_ = [
         ("size", c_uint32),
@@ -327,6 +349,8 @@ _FUNCTIONS: dict[str, list[Any]] = {
     "putget_memory_base": [c_void_p, c_uint32, POINTER(c_void_p)],
     "putget_read_fault": [c_void_p, POINTER(Fault)],
     "putget_probe": [c_void_p, POINTER(ProbeArgs)],
+    "putget_probe_rows": [c_void_p, POINTER(ProbeRowsArgs)],
+    "putget_probe_flag_bytes": [c_uint32],
     "putget_memory_destroy": [c_void_p],
     "putget_create": [POINTER(Config), c_void_p, POINTER(Tables), POINTER(c_void_p)],
     "putget_dispatch": [c_void_p, POINTER(DispatchArgs)],
@@ -345,6 +369,7 @@ _FUNCTIONS: dict[str, list[Any]] = {
 _OTHER_RESULTS: dict[str, Any] = {
     "putget_abi_version": c_uint32,
     "putget_last_error": ctypes.c_char_p,
+    "putget_probe_flag_bytes": c_uint64,
     "putget_memory_destroy": None,
     "putget_destroy": None,
 }

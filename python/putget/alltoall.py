@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 
 import torch
 
@@ -355,9 +356,7 @@ class AllToAll(RoundViews):
         """
         check_int("num_tokens", num_tokens, 0, self._geometry.max_tokens_per_rank)
         found = self._native.launches(num_tokens)
-        dispatch, combine = (
-            Launch(one.blocks, one.threads, one.segment_bytes, one.splits, one.inline_flags) for one in found
-        )
+        dispatch, combine = (Launch(*(getattr(one, field.name) for field in fields(Launch))) for one in found)
         return dispatch, combine
 
     @property

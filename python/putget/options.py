@@ -76,6 +76,9 @@ class Launch:
         threads: Of a CTA, a multiple of 32 up to 768.
         segment_bytes: Of a row, for one warp at a time: a multiple of 512.
         splits: Dispatch: warps that share the targets of one segment, a power of two up to 128.
+        stages: Combine: of shared memory for each warp, up to 8, through which bulk copies carry its rows; 1: rows go
+            through registers, as they do where sizes or addresses are no multiples of 16 bytes, or rows are quantised.
+        movers: Combine: blocks that move rows before they are summed, where any are to be moved.
         inline_flags: Combine, on CPU too: 2 for rows with flags in them, which small batches wait for shortest, 1 for
             rows without. Where 2 cannot be had (rows that are pushed or quantised, rows whose bytes are no multiple of
             8, more tokens than the inbox has room for), rows come without. Each rank as it likes.
@@ -88,6 +91,8 @@ class Launch:
     threads: int = 0
     segment_bytes: int = 0
     splits: int = 0
+    stages: int = 0
+    movers: int = 0
     inline_flags: int = 0
 
     def __post_init__(self) -> None:
@@ -96,6 +101,8 @@ class Launch:
             ("threads", 32, _MOST_THREADS),
             ("segment_bytes", 512, 1 << 26),
             ("splits", 1, 128),
+            ("stages", 1, 8),
+            ("movers", 1, 256),
             ("inline_flags", 1, 2),
         )
         for name, multiple, most in ranges:

@@ -297,7 +297,7 @@ class Workspace:
     def _copy_to_peers(self, num_bytes: int) -> None:
         """Copies num_bytes to each peer, into this rank's split at the end of its memory: flags are at the start."""
         size, rank = self._comm.size, self._comm.rank
-        room = (self.num_bytes - self._control_bytes()) // size
+        room = (self.num_bytes - self.control_bytes()) // size
         if num_bytes % 16 or not 0 <= num_bytes <= room:
             raise ValueError(f"num_bytes is {num_bytes}, allowed are multiples of 16 up to {room}")
         start = self.num_bytes - (size - rank) * num_bytes
@@ -305,7 +305,7 @@ class Workspace:
         for step in range(1, size):
             parts[(rank + step) % size].copy_(parts[rank])
 
-    def _control_bytes(self) -> int:
+    def control_bytes(self) -> int:
         """Bytes before the first region of any layout."""
         smallest = _abi.Config(
             ep_size=self._comm.size, num_experts=1, top_k=1, max_tokens_per_rank=1, num_payloads=1, output_elements=1

@@ -118,6 +118,71 @@ def test_normal_rounds(recipe: str, worst: int, place: str) -> None:
     run_ranks(RANKS, normal, replace(layer, num_tokens=(0, 0, 0, 0)), worst, device=place)
 
 
+def in_order(rank: Rank, layer: Layer) -> None:
+    """A body: calls that wait for an event alone, and an engine that waits for theirs: overwritten inputs, and work
+    on the current stream that does not hold them up."""
+    buffer = buffer_of(rank, layer)
+    on_gpu = rank.device.type == "cuda"
+    assert (buffer.get_comm_stream() is not None) == on_gpu
+    ids, weights = (tensor.to(rank.device) for tensor in routes(layer, rank.rank))
+    hidden = layer.hidden(rank.rank).to(rank.device)
+    expected = [hidden_of(layer, rank.rank, turn) for turn in range(4)]
+    own = [layer.hidden(rank.rank).float() * (turn + 1) for turn in range(4)]
+    worst = layer.max_tokens_per_rank * layer.ep_size
+    for turn in range(4):
+        x = (hidden.float() * (turn + 1)).bfloat16()
+        given = deep_ep.Buffer.capture()
+        busy = torch.cuda.Event() if on_gpu else None
+        if busy is not None and turn:  # the first round sets up memory, which waits for the device
+            torch.cuda._sleep(400_000_000)
+            busy.record()
+        order = {"previous_event": given, "async_finish": True, "allocate_on_comm_stream": turn % 2 == 0}
+        per_rank, _, per_expert, in_rank, laid_out = buffer.get_dispatch_layout(ids, layer.num_experts, **order)
+        order["previous_event"] = laid_out
+        got, _, _, _, handle, arrived = buffer.dispatch(
+            x,
+            num_tokens_per_rank=per_rank,
+            is_token_in_rank=in_rank,
+            num_tokens_per_expert=per_expert,
+            topk_idx=ids,
+            topk_weights=weights,
+            num_worst_tokens=worst,
+            **order,
+        )
+        if busy is not None and turn:
+            arrived.event.synchronize()
+            assert not busy.query(), "dispatch waited for the current stream"
+        arrived.current_stream_wait()
+        assert same_bits(got[: len(expected[turn])].cpu(), expected[turn])
+        output = (got.float() * 2).bfloat16()
+        ready = deep_ep.Buffer.capture()
+        combined, _, done = buffer.combine(output, handle, previous_event=ready, async_finish=True)
+        del output, got, x  # their memory is handed out again: not before the call is done
+        scratch = [
+            torch.full((worst, layer.hidden_size), float("nan"), device=rank.device).bfloat16() for _ in range(4)
+        ]
+        done.current_stream_wait()
+        ranks_each = in_rank.sum(1, keepdim=True).cpu()
+        total = own[turn].bfloat16().float() * 2 * ranks_each
+        torch.testing.assert_close(combined.cpu().float(), total, rtol=2**-7, atol=2**-7)
+        del scratch
+    with pytest.raises(ValueError, match="allocate_on_comm_stream is True with previous_event None"):
+        buffer.get_dispatch_layout(ids, layer.num_experts, allocate_on_comm_stream=True)
+    with pytest.raises(ValueError, match="return_recv_hook and async_finish are both True"):
+        buffer.low_latency_dispatch(hidden, ids, 8, layer.num_experts, async_finish=True, return_recv_hook=True)
+    buffer.destroy()
+
+
+def hidden_of(layer: Layer, dst: int, turn: int) -> torch.Tensor:
+    """The rows that a rank gets in a turn."""
+    rows = arrivals(layer, dst)
+    return picked(layer, rows, lambda src: (layer.hidden(src).float() * (turn + 1)).bfloat16(), layer.hidden(dst))
+
+
+def test_events_order_calls(place: str) -> None:
+    run_ranks(RANKS, in_order, RAGGED, device=place)
+
+
 def dequantised(rows: Any) -> torch.Tensor:
     return rows[0].float() * rows[1].repeat_interleave(128, -1) if isinstance(rows, tuple) else rows.float()
 

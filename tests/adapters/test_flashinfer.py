@@ -66,7 +66,8 @@ def run_layer(rank: Rank, a2a: MoeAlltoAll, layer: Layer, runtime_max: int, in_w
         buffer.view(-1, layer.hidden_size).copy_(output)
         output = buffer
     output = output.view(layer.ep_size, runtime_max, -1)
-    return a2a.combine(output, runtime_max, payload_in_workspace=in_workspace).cpu()
+    low = a2a.use_low_precision_combine
+    return a2a.combine(output, runtime_max, payload_in_workspace=in_workspace, use_low_precision=low).cpu()
 
 
 def play(rank: Rank, layers: list[Layer]) -> list[torch.Tensor]:
@@ -89,6 +90,30 @@ def test_recipes_and_runtime_maxima_that_differ(place: str) -> None:
             expected = layer.expected(rank)
             assert same_bits(combined[2 * index], expected), (rank, layer)
             assert same_bits(combined[2 * index + 1], expected), (rank, layer)
+
+
+def low_precision(rank: Rank, layer: Layer) -> list[torch.Tensor]:
+    """A body: rows that come back quantised; by the constructor, and by what install was told."""
+    results = []
+    for by_argument in (True, False):
+        low = True if by_argument else None
+        MoeAlltoAll.use_low_precision_combine = not by_argument
+        size = moe_a2a_get_workspace_size_per_rank(
+            rank.size, 8, 2 * layer.hidden_size, 2 * layer.hidden_size, use_low_precision_combine=low
+        )
+        for options in ({"workspace_size_per_rank": size}, {"workspace_size_per_rank": None, "hidden_size": 256}):
+            a2a = alltoall(rank, layer, use_low_precision_combine=low, **options)
+            results.append(run_layer(rank, a2a, layer, 8, by_argument))
+    MoeAlltoAll.use_low_precision_combine = False
+    shared.close_shared(rank.comm)
+    return results
+
+
+def test_low_precision_combine(place: str) -> None:
+    for rank, combined in enumerate(run_ranks(RANKS, low_precision, RAGGED, device=place)):
+        assert len(combined) == 4
+        for rows in combined:
+            assert same_bits(rows, RAGGED.expected(rank, torch.float8_e4m3fn))
 
 
 def opaque_payloads(rank: Rank) -> None:
@@ -210,7 +235,7 @@ def test_wrong_calls_name_what_is_wrong_and_do_nothing() -> None:
         "output_dtype is torch.float8_e4m3fn, supported is torch.bfloat16",
         "output_scales is a tensor, supported is None",
         "output_scalar_scale is 2.0, supported is 1.0",
-        "use_low_precision is True, supported is False",
+        "use_low_precision is True, this object was made with use_low_precision_combine=False",
         "[128] bfloat16; the last dispatch gave 4",
     ]
     for messages in run_ranks(2, refuse):
@@ -288,7 +313,9 @@ def installed(rank: Rank, folder: Path, engine_first: bool, extra: str) -> tuple
     if engine_first:
         importlib.import_module("engine")
     flashinfer.install()
-    flashinfer.install()
+    assert not MoeAlltoAll.use_low_precision_combine
+    flashinfer.install(use_low_precision_combine=True)
+    assert MoeAlltoAll.use_low_precision_combine
     modules = [importlib.import_module(name) for name in ("engine", "flashinfer.comm")]
     sizing = modules[1].moe_a2a_get_workspace_size_per_rank is moe_a2a_get_workspace_size_per_rank
     return (*(module.MoeAlltoAll is MoeAlltoAll for module in modules), sizing)
@@ -323,7 +350,9 @@ def test_arguments_are_those_of_the_published_class() -> None:
         assert ours[: len(theirs)] == theirs, name
     sizing = "moe_a2a_get_workspace_size_per_rank"
     (function,) = [n for n in module.body if isinstance(n, ast.FunctionDef) and n.name == sizing]
-    assert list(inspect.signature(getattr(flashinfer, sizing)).parameters) == arguments_of(function, sizing)
+    published_arguments = arguments_of(function, sizing)
+    ours = list(inspect.signature(getattr(flashinfer, sizing)).parameters)
+    assert ours[: len(published_arguments)] == published_arguments
 
 
 def with_published_mapping(rank: Rank, root: Path) -> torch.Tensor:

@@ -18,6 +18,8 @@ from tests.harness import Rank, fresh_ranks
 
 RAGGED = Layer(num_tokens=(3, 0, 8, 1))
 
+LOW_PRECISION = 3  # the layer whose rows come back quantised
+
 
 def load(root: Path) -> Any:
     """flashinfer.moe_ep with the registry and the configurations, without the kernels."""
@@ -47,7 +49,9 @@ def play(rank: Rank, root: Path, layers: list[Layer]) -> list[torch.Tensor]:
             hidden_size=layer.hidden_size,
             invalid_expert_id=invalid,
         )
-        backend = ("putget", flashinfer_moe_ep.PutgetConfig(timeout_s=20, device="cpu"))[index % 2]
+        low = index == LOW_PRECISION
+        config = flashinfer_moe_ep.PutgetConfig(timeout_s=20, device="cpu", use_low_precision_combine=low)
+        backend = ("putget", config)[index % 2]
         communication = moe_ep.create_communication(bootstrap, params, backend)
         ids, weights = layer.routes(rank.rank)
         x, x_sf = (*layer.rows(rank.rank), None)[:2]
@@ -70,11 +74,13 @@ def play(rank: Rank, root: Path, layers: list[Layer]) -> list[torch.Tensor]:
 
 def test_created_through_the_registry() -> None:
     root = upstream("flashinfer")
-    layers = [replace(RAGGED, recipe=recipe, seed=seed) for seed, recipe in enumerate(("bf16", "fp8", "nvfp4"))]
+    recipes = ("bf16", "fp8", "nvfp4", "fp8")
+    layers = [replace(RAGGED, recipe=recipe, seed=seed) for seed, recipe in enumerate(recipes)]
     with fresh_ranks(4) as ranks:
         for rank, combined in ranks.call(play, root, layers).items():
-            for layer, rows in zip(layers, combined, strict=True):
-                assert same_bits(rows, layer.expected(rank))
+            for index, (layer, rows) in enumerate(zip(layers, combined, strict=True)):
+                combine_dtype = torch.float8_e4m3fn if index == LOW_PRECISION else None
+                assert same_bits(rows, layer.expected(rank, combine_dtype))
 
 
 def register_with(names: dict[str, Any]) -> None:

@@ -128,10 +128,11 @@ def test_dispatcher_of_putget(version: str) -> None:
 
 
 def hooks_and_recipes(rank: Rank, root: Path) -> list[torch.Tensor]:
-    """A body: SGLang's hooks around putget's dispatcher, and rows in FP8 by an explicit recipe."""
+    """A body: SGLang's hooks around putget's dispatcher, and rows in FP8 by an explicit recipe, both ways."""
     engine = load(root, VERSIONS[1])
     layer = replace(LAYERS[0], recipe="fp8")
-    kind = sglang.dispatcher_class(engine.module().FlashinferDispatcher, recipe="fp8")
+    original = engine.module().FlashinferDispatcher
+    kind = sglang.dispatcher_class(original, recipe="fp8", low_precision_combine=True)
     dispatcher = engine.dispatcher(rank, layer, kind)
     codes, scales = layer.rows(rank.rank)
 
@@ -158,7 +159,7 @@ def test_hooks_and_fp8_rows() -> None:
     root = upstream(VERSIONS[1])
     with fresh_ranks(4) as ranks:
         for rank, combined in ranks.call(hooks_and_recipes, root).items():
-            assert same_bits(combined[0], replace(LAYERS[0], recipe="fp8").expected(rank))
+            assert same_bits(combined[0], replace(LAYERS[0], recipe="fp8").expected(rank, torch.float8_e4m3fn))
 
 
 def mxfp8_rows(rank: Rank, root: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -31,6 +32,45 @@ def four_payload(rank: Rank, layer: Layer, **options: Any) -> FourPayloadAllToAl
         warmup_timeout_s=20,
         **options,
     )
+
+
+def test_arguments_are_those_of_the_published_class() -> None:
+    theirs = [
+        "mapping",
+        "num_slots",
+        "top_k",
+        "max_num_tokens_per_rank",
+        "payload_in_workspace",
+        "hidden_size",
+        "dtype",
+        "num_experts",
+        "use_low_precision_combine",
+        "ep_group_health",
+        "alltoall_watchdog_timeout_s",
+        "alltoall_watchdog_poll_interval_s",
+        "alltoall_watchdog_on_timeout",
+    ]
+    assert list(inspect.signature(FourPayloadAllToAll).parameters)[: len(theirs)] == theirs
+
+
+def missing(rank: Rank) -> str:
+    """A body: rank 1 does not come to the second round; the watchdog's time counts."""
+    layer = replace(RAGGED, num_tokens=(2, 2))
+    a2a = four_payload(rank, layer, alltoall_watchdog_timeout_s=0.3)
+    run_layer(rank, a2a, layer, False, True)
+    text = ""
+    if rank.rank == 0:
+        with pytest.raises(putget.PeerTimeout) as caught:
+            run_layer(rank, a2a, layer, False, True)
+        text = str(caught.value)
+    rank.meet()
+    shared.close_shared(rank.comm)
+    return text
+
+
+def test_a_missing_rank_is_named_after_the_watchdog_s_time() -> None:
+    text, _ = run_ranks(2, missing)
+    assert "0.3 s" in text
 
 
 def run_layer(rank: Rank, a2a: FourPayloadAllToAll, layer: Layer, in_workspace: bool, counts: bool) -> torch.Tensor:
@@ -68,6 +108,24 @@ def test_recipes_and_ragged_ranks(place: str) -> None:
     for rank, combined in enumerate(results):
         for index, layer in enumerate([*layers, *layers]):
             assert same_bits(combined[index], layer.expected(rank)), (rank, layer)
+
+
+def low_precision(rank: Rank, layers: list[Layer]) -> list[torch.Tensor]:
+    """A body: rows that come back quantised, beside a layer whose rows do not."""
+    kinds = [four_payload(rank, layer, use_low_precision_combine=low) for layer in layers for low in (True, False)]
+    results = [run_layer(rank, kinds[2 * i + low], x, low == 0, True) for i, x in enumerate(layers) for low in (0, 1)]
+    shared.close_shared(rank.comm)
+    return results
+
+
+def test_low_precision_combine(place: str) -> None:
+    layers = [replace(RAGGED, recipe=recipe, seed=seed) for seed, recipe in enumerate(("bf16", "fp8"))]
+    for rank, combined in enumerate(run_ranks(RANKS, low_precision, layers, device=place)):
+        for index, layer in enumerate(layers):
+            plain, low = layer.expected(rank), layer.expected(rank, torch.float8_e4m3fn)
+            assert same_bits(combined[2 * index], low)
+            assert same_bits(combined[2 * index + 1], plain)
+            assert not len(plain) or not same_bits(low, plain)
 
 
 def share_memory(rank: Rank) -> list[int]:
@@ -172,7 +230,9 @@ def test_ranks_that_send_other_rows_hear_about_it() -> None:
     [
         ({"hidden_size": None}, "hidden_size is None"),
         ({"num_experts": 8}, "num_experts is 8, supported is None"),
-        ({"use_low_precision_combine": True}, "use_low_precision_combine is True, supported is False"),
+        ({"use_low_precision_combine": True, "hidden_size": 72}, "output has 72 elements, expected a multiple of 16"),
+        ({"ep_group_health": object()}, "ep_group_health is <object"),
+        ({"alltoall_watchdog_on_timeout": print}, "alltoall_watchdog_on_timeout is <built-in function print>"),
         ({"dtype": torch.int32}, "allowed are bfloat16, float16 and float32"),
         ({"max_num_tokens_per_rank": 0}, "max_tokens_per_rank is 0"),
         ({"mapping": SimpleNamespace(moe_ep_size=2)}, "torch.distributed is not initialised"),

@@ -59,6 +59,9 @@ def plugged_in(rank: Rank, root: Path) -> list[torch.Tensor]:
         results.append(run_kernel(engine, rank, layer, prepare_finalize))
         assert engine.written == prepare_finalize._rounds.all_to_all.combine_input.data_ptr()
     assert engine.quantised == [torch.float8_e4m3fn, "nvfp4"]
+    low = vllm.prepare_finalize_class(type(prepare_finalize), low_precision_combine=True)
+    sizes = (8, LAYERS[0].top_k, LAYERS[0].num_experts, LAYERS[0].hidden_size)
+    results.append(run_kernel(engine, rank, LAYERS[0], low(*sizes, num_dispatchers=rank.size)))
     engine.tokens = None
     results.append(run_kernel(engine, rank, LAYERS[0], engine.make(LAYERS[0]), reduced=False))
     return results
@@ -71,6 +74,7 @@ def test_in_the_modular_kernel() -> None:
         for rank, results in ranks.call(plugged_in, root).items():
             for layer, rows in zip(LAYERS, results, strict=False):
                 assert same_bits(rows, layer.expected(rank)), (rank, layer)
+            assert same_bits(results[-2], LAYERS[0].expected(rank, torch.float8_e4m3fn))
             # vLLM's own reduction weights the rows in bfloat16.
             torch.testing.assert_close(results[-1], LAYERS[0].expected(rank), rtol=0.05, atol=0.05)
 

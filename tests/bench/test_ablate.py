@@ -73,7 +73,7 @@ def test_one_run_compares_all_variants(capsys: pytest.CaptureFixture[str], tmp_p
 
 def test_only_picks_groups() -> None:
     assert ablate_settings("--only", "exchange, rows").ablate == ("exchange", "rows")
-    with pytest.raises(ValueError, match=r"--only must be a comma-separated list of rows, .* or exchange, got 'pull'"):
+    with pytest.raises(ValueError, match=r"--only must be a comma-separated list of rows, .* or floor, got 'pull'"):
         ablate_settings("--only", "pull")
 
 
@@ -138,4 +138,4 @@ def test_ablations_on_gpus(tmp_path: Path) -> None:
     assert cli.main(flags.split()) == 0
     for size in json.loads(path.read_text())["results"]:
         names = {contender["name"] for contender in size["contenders"]}
-        assert {"staged combine", "16 SMs", "ids by nccl"} <= names
+        assert {"staged combine", "16 SMs", "ids by nccl", "bytes and flags", "bytes, counted slots"} <= names

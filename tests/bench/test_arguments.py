@@ -40,6 +40,7 @@ def test_the_flags_of_the_documentation() -> None:
         ("-b 8 -e 24 -i 8", (8, 16, 24)),
         ("-b 5 -e 5", (5,)),
         ("-b 500", (500,)),
+        ("--batches 0,1,128,4096", (0, 1, 128, 4096)),
     ],
 )
 def test_batch_sizes(flags: str, sizes: tuple[int, ...]) -> None:
@@ -94,6 +95,11 @@ def test_a_routing_file_gives_top_k_and_experts(tmp_path: Path) -> None:
     [
         ("--ep_size 0", "--ep_size must be 1 to 128, got 0"),
         ("--ep_size 129", "--ep_size must be 1 to 128, got 129"),
+        ("--batches 8,4", "--batches must be ascending numbers of tokens, comma-separated, got '8,4'"),
+        ("--batches 1,1", "--batches must be ascending numbers of tokens, comma-separated, got '1,1'"),
+        ("--batches 1,x", "--batches must be ascending numbers of tokens, comma-separated, got '1,x'"),
+        ("--batches 1 -f 8", "--batches 1 and -f 8 exclude each other"),
+        ("--batches 1 -b 0", "--batches 1 and -b 0 exclude each other"),
         ("--ep_size x", "--ep_size: invalid int value: 'x'"),
         ("--backend nvls", "--backend: invalid choice: 'nvls'"),
         ("--device tpu", "--device: invalid choice: 'tpu'"),

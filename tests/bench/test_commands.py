@@ -171,7 +171,7 @@ def test_roofline(putget: Command, tmp_path: Path) -> None:
     printed = putget(f"roofline --device cpu --ep_size 2 --iters 3 --commit abc --output_file {path}")
     document = json.loads(path.read_text())
     assert document["commit"] == "abc"
-    assert document["schema"] == "putget.roofline/2"
+    assert document["schema"] == "putget.roofline/3"
     assert {(rate["kind"], rate["num_sms"]) for rate in document["rates"]} == {
         ("write", None),
         ("read", None),

@@ -13,7 +13,7 @@ import torch
 os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
-from tests.gpu.ranks import Ranks, close_shared_ranks, shared_ranks
+from tests.gpu.ranks import Ranks, close_emulated_ranks, shared_ranks
 
 # Every size up to the number of GPUs has a process per GPU; above that, ranks are threads on one GPU.
 SIZES = (1, 2, 4, 8) if torch.cuda.device_count() >= 8 else (1, 2, 4)
@@ -46,4 +46,4 @@ def peers(request: pytest.FixtureRequest) -> Ranks:
 def gpu_pools() -> Iterator[None]:
     """Ends the shared ranks."""
     yield
-    close_shared_ranks()
+    close_emulated_ranks()

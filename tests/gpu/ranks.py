@@ -6,7 +6,6 @@ ranks, which keeps allocations and captures of one rank away from another's wait
 
 from __future__ import annotations
 
-import contextlib
 import queue
 import threading
 import time
@@ -17,7 +16,8 @@ from typing import Any, Protocol
 import torch
 
 import putget
-from tests.harness import Rank, RankError, RankProcesses
+from tests.harness import Rank, RankError
+from tests.harness.run import forget, kept_ranks
 
 Body = Callable[..., Any]
 
@@ -127,41 +127,27 @@ class ThreadRanks:
                 comm.close()
 
 
-def start_ranks(size: int) -> Ranks:
-    """A process per GPU where there are `size` GPUs, else threads on GPU 0."""
-    if torch.cuda.device_count() >= size:
-        return RankProcesses(size, "cuda")
-    return ThreadRanks(size)
-
-
 def have_processes(size: int) -> bool:
-    """Whether start_ranks gives processes, which can be killed and stopped."""
+    """Whether shared_ranks gives processes, which can be killed and stopped."""
     return torch.cuda.device_count() >= size
 
 
-_pools: dict[int, Ranks] = {}
+_emulated: dict[int, ThreadRanks] = {}
 
 
 def shared_ranks(size: int) -> Ranks:
-    """Ranks that are kept from test to test; replaced once a command failed on them."""
-    ranks = _pools.get(size)
+    """Ranks that are kept from test to test: a process per GPU where there are `size` GPUs, else threads on GPU 0."""
+    if have_processes(size):
+        return kept_ranks(size, "cuda")
+    ranks = _emulated.get(size)
     if ranks is None or ranks.broken:
         if ranks is not None:
             ranks.close()
-        ranks = _pools[size] = start_ranks(size)
+        ranks = _emulated[size] = ThreadRanks(size)
     ranks.call(forget)
     return ranks
 
 
-def close_shared_ranks() -> None:
-    while _pools:
-        _pools.popitem()[1].close()
-
-
-def forget(rank: Rank) -> None:
-    """A body: ends what the last test left. A fault that the test wanted has been seen, or does not matter any more."""
-    torch.cuda.current_stream(rank.device).synchronize()
-    for a2a in rank.state.pop("objects", []):
-        with contextlib.suppress(putget.PutgetError):
-            a2a.close()
-    rank.state.clear()
+def close_emulated_ranks() -> None:
+    while _emulated:
+        _emulated.popitem()[1].close()

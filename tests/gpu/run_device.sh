@@ -4,8 +4,9 @@
 #   tests/gpu/run_device.sh [step...]      steps: build litmus suite1 suiteN sanitize stress    (default: all of them)
 #
 # Needs CMake, nvcc on PATH, a python3 with torch, and no network. Where pytest is missing, wheels of it (and of pytest-timeout,
-# hypothesis and what they need) are taken from .whl/ in the checkout. Logs go to $OUT (default: build/device_run); a table comes last.
-# Variables: STRESS_ROUNDS, STRESS_SECONDS, LIMIT_<step> in seconds.
+# pytest-xdist, hypothesis and what they need) are taken from .whl/ in the checkout.
+# Logs and JUnit reports go to $OUT (default: build/device_run); a table comes last.
+# Variables: STRESS_ROUNDS, STRESS_SECONDS, LIMIT_<step> in seconds, WORKERS (pytest processes; they share the GPUs).
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.." || exit 1
 
@@ -19,8 +20,11 @@ mkdir -p "$out"
 : >"$out/summary.txt"
 site=/tmp/putget_site
 export PYTHONPATH="$PWD/python:$PWD:$site${PYTHONPATH:+:$PYTHONPATH}"
-gpus=$(nvidia-smi -L 2>/dev/null | wc -l)
-[ "$gpus" -gt 0 ] || { echo "no GPU here" >&2; exit 2; }
+# The GPUs to use: those of CUDA_VISIBLE_DEVICES, or all.
+visible=${CUDA_VISIBLE_DEVICES:-$(nvidia-smi --query-gpu=index --format=csv,noheader 2>/dev/null | paste -sd,)}
+[ -n "$visible" ] || { echo "no GPU here" >&2; exit 2; }
+IFS=, read -ra gpu <<<"$visible"
+gpus=${#gpu[@]}
 steps=("$@")
 [ ${#steps[@]} -gt 0 ] || steps=(build litmus suite1 suiteN sanitize stress)
 failed=0
@@ -40,7 +44,7 @@ run() {
     124 | 137) word="TIME LIMIT ($limit s)" ;;
     *) word="FAILED ($status)" ;;
   esac
-  printf '%-34s %-18s %4d s  %s\n' "$step" "$word" $((SECONDS - start)) "$(tail -n 1 "$log" | cut -c1-150)" >>"$out/summary.txt"
+  printf '%-44s %-18s %4d s  %s\n' "$step" "$word" $((SECONDS - start)) "$(tail -n 1 "$log" | cut -c1-150)" >>"$out/summary.txt"
   if [ $status -ne 0 ]; then
     echo "-- $step: $word; the end of $log:"
     grep -E '^(E  |FAILED|ERROR|=========|.*Error)' "$log" | tail -n 25
@@ -49,8 +53,8 @@ run() {
 }
 
 prepare_pytest() {
-  python3 -c 'import pytest, pytest_timeout, hypothesis' 2>/dev/null && return
-  [ -d .whl ] || { echo "pytest, pytest-timeout or hypothesis is missing, and there is no .whl/" >&2; return 1; }
+  python3 -c 'import pytest, pytest_timeout, xdist, hypothesis' 2>/dev/null && return
+  [ -d .whl ] || { echo "pytest, pytest-timeout, pytest-xdist or hypothesis is missing, and there is no .whl/" >&2; return 1; }
   python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target "$site" .whl/*.whl
 }
 
@@ -62,9 +66,21 @@ build() {
     cmake --build build/device -j && cmake --build build/litmus -j
 }
 
-suite() {
-  python3 -m pytest -m gpu -q -p no:cacheprovider tests --ignore=tests/project --ignore=tests/native \
-    --ignore=tests/protocol --ignore=tests/bench --ignore=tests/gpu/test_litmus.py --durations=15
+# Contexts of several workers take turns on a GPU, which tests with bounds of time do not bear: those come by themselves, in
+# few workers, since most of their time is setting ranks up and waiting.
+suite() { # shared|timed NAME
+  local markers="gpu and not timed" workers=${WORKERS:-6}
+  [[ $CUDA_VISIBLE_DEVICES == *,* ]] || workers=${WORKERS:-4}
+  [ "$1" = shared ] || markers="gpu and timed" workers=$((workers / 2))
+  python3 -m pytest -m "$markers" -n "$workers" --dist worksteal -q -p no:cacheprovider tests --ignore=tests/project --ignore=tests/native \
+    --ignore=tests/protocol --ignore=tests/gpu/test_litmus.py --durations=40 --durations-min=2 --junitxml="$2.xml"
+}
+
+both_suites() { # WHAT LIMIT LOG: all GPU tests; a third of the time is kept for the second part
+  local start=$SECONDS
+  run "suite, $1" $(($2 * 2 / 3)) "$3.log" bash -c "suite shared '$out/$3'" || failed=1
+  run "tests with bounds of time, $1" $(($2 - SECONDS + start)) "$3_timed.log" bash -c "suite timed '$out/$3_timed'" || failed=1
+  return $failed
 }
 
 sanitize() {
@@ -80,6 +96,7 @@ sanitize() {
 }
 
 export -f build suite sanitize
+export CUDA_VISIBLE_DEVICES=$visible
 
 litmus_fleet() { # GPUS RANKS [VISIBLE]
   run "litmus, $1 GPU(s), $2 ranks" "${LIMIT_litmus:-60}" litmus.jsonl \
@@ -103,21 +120,21 @@ prepare_pytest || failed=1
 
 # What needs one GPU runs side by side where there are several.
 if wanted sanitize && [ "$gpus" -gt 1 ]; then
-  (sanitize_all 1) &
+  (sanitize_all "${gpu[1]}") &
   sanitizing=$!
 fi
 if wanted suite1; then
-  CUDA_VISIBLE_DEVICES=0 run "suite, 1 GPU (emulated ranks)" "${LIMIT_suite1:-180}" suite_1gpu.log bash -c suite || failed=1
+  CUDA_VISIBLE_DEVICES=${gpu[0]} both_suites "1 GPU (emulated ranks)" "${LIMIT_suite1:-180}" suite_1gpu || failed=1
 fi
 if wanted litmus; then
-  litmus_fleet 1 2 0
-  litmus_fleet 1 4 0
+  litmus_fleet 1 2 "${gpu[0]}"
+  litmus_fleet 1 4 "${gpu[0]}"
 fi
 if wanted sanitize; then
   if [ "$gpus" -gt 1 ]; then
     wait "$sanitizing" || failed=1
   else
-    sanitize_all 0
+    sanitize_all "${gpu[0]}"
   fi
 fi
 
@@ -128,7 +145,7 @@ if [ "$gpus" -gt 1 ]; then
     litmus_fleet 2 4
   fi
   if wanted suiteN; then
-    run "suite, $gpus GPUs" "${LIMIT_suiteN:-300}" suite_ngpu.log bash -c suite || failed=1
+    both_suites "$gpus GPUs" "${LIMIT_suiteN:-240}" suite_ngpu || failed=1
   fi
 fi
 if wanted stress; then

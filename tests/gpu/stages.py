@@ -31,9 +31,7 @@ LEADING, PAIRS, REPLAYS = 4, 20, 30
 
 
 def stages(library: ctypes.CDLL, kernel: str) -> dict[str, tuple[int, int]]:
-    """Nanoseconds from the start of the last `kernel` ("dispatch", "combine", "flagged_combine") on this rank: first CTA,
-    last CTA.
-    """
+    """Nanoseconds from the start of the last kernel ("dispatch", "combine", "flagged_combine"): first CTA, last CTA."""
     stamps = (ctypes.c_uint64 * (2 * len(STAGES)))()
     status = getattr(library, f"putget_stages_of_{kernel}")(stamps)
     if status != 0:

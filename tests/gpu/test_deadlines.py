@@ -20,6 +20,8 @@ from tests.harness import Rank
 from tests.harness.cases import Case, Round
 from tests.harness.compare import Outcome, check_round, play_round
 
+pytestmark = pytest.mark.timed
+
 TIMEOUT_S = 1.0
 DEADLINES = {"timeout_s": TIMEOUT_S, "warmup_timeout_s": 10.0}
 LAYERS = 60

@@ -52,6 +52,7 @@ def set_sync_debug(rank: Rank, mode: str) -> None:
     torch.cuda.set_sync_debug_mode(mode)
 
 
+@pytest.mark.timed
 def test_calls_come_back_before_the_peers_come(peers: Ranks) -> None:
     """Every rank but one launches dispatch and combine; they come back although their kernels cannot end."""
     case = case_for(peers)
@@ -126,6 +127,7 @@ def time_launches(rank: Rank, times: int) -> dict[str, float]:
     return {name: statistics.median(values) for name, values in samples.items()}
 
 
+@pytest.mark.timed
 def test_time_of_a_launch(ranks: Ranks, capsys: pytest.CaptureFixture[str]) -> None:
     """For information: prints what a call costs the host; only a gross excess fails."""
     case = case_for(ranks)

@@ -31,6 +31,8 @@ from tests.harness import Rank, RankProcesses, fresh_ranks
 from tests.harness.cases import Case, Round
 from tests.harness.compare import check_round
 
+pytestmark = pytest.mark.timed
+
 # The largest group that this machine has GPUs for. Starting one takes seconds, so the smallest group, in which one rank
 # is left, loses its other rank only once.
 LARGEST = min(max(torch.cuda.device_count(), 2), 8)

@@ -65,6 +65,7 @@ class Case:
         wire: combine_dtype, or None.
         scale: combine_scale, or None.
         active: the active ranks; the rounds run on these alone.
+        stages: of combine; 0 leaves it to the rule.
     """
 
     ep_size: int
@@ -79,6 +80,7 @@ class Case:
     wire: torch.dtype | None = None
     scale: float | None = None
     active: tuple[bool, ...] | None = field(default=None)
+    stages: int = 0
 
     def options(self) -> dict[str, object]:
         """The arguments of the constructor."""
@@ -92,6 +94,8 @@ class Case:
             "combine_dtype": self.wire,
             "combine_scale": self.scale,
         }
+        if self.stages != 0:
+            options["combine_launch"] = putget.Launch(stages=self.stages)
         if self.table is not None:
             options["expert_to_rank"] = torch.tensor(self.table, dtype=torch.int32)
         return options

@@ -26,7 +26,9 @@ from tests.harness.rank import Rank
 
 # The fork server imports torch once; a rank is then a fork of it, which takes milliseconds and not seconds.
 _context = mp.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed", "pytest", "hypothesis"])
+_context.set_forkserver_preload(
+    ["torch", "torch.distributed", "pytest", "hypothesis", "putget", "tests.harness.compare"]
+)
 
 
 _MOST_TRACEBACKS = 8

@@ -46,13 +46,19 @@ def run_ranks(
         mode = "thread"
     if mode == "thread":
         return _run_threads(size, body, args, device, timeout)
+    results = kept_ranks(size, device).call(body, *args, timeout=timeout)
+    return [results[rank] for rank in range(size)]
+
+
+def kept_ranks(size: int, device: str = "cpu") -> RankProcesses:
+    """Rank processes that all tests share, without what the last test left; new ones once a command failed on them."""
     pool = _pools.get((size, device))
     if pool is None or pool.broken:
         if pool is not None:
             pool.close()
         pool = _pools[size, device] = RankProcesses(size, device)
-    results = pool.call(_with_empty_state, body, args, timeout=timeout)
-    return [results[rank] for rank in range(size)]
+    pool.call(forget)
+    return pool
 
 
 @contextlib.contextmanager
@@ -68,9 +74,14 @@ def close_pools() -> None:
         _pools.popitem()[1].close()
 
 
-def _with_empty_state(rank: Rank, body: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+def forget(rank: Rank) -> None:
+    """A body: ends what the last test left. A fault that the test wanted has been seen, or does not matter any more."""
+    if rank.device.type == "cuda":
+        torch.cuda.current_stream(rank.device).synchronize()
+    for a2a in rank.state.pop("objects", []):
+        with contextlib.suppress(putget.PutgetError):
+            a2a.close()
     rank.state.clear()
-    return body(rank, *args)
 
 
 def _fill_allocator(place: torch.device) -> None:

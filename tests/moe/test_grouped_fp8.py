@@ -118,6 +118,7 @@ def test_kernels_without_a_gpu() -> None:
     assert result.returncode == 0, result.stdout + result.stderr
     assert result.stdout.count("right") == 3 * len(PRODUCTS), result.stdout
     assert result.stdout.count("chosen") == 2 * 5, result.stdout
+    assert result.stdout.count("quantised") == 4, result.stdout
 
 
 def test_quantised_bytes(device: str) -> None:
@@ -135,6 +136,20 @@ def test_quantised_bytes(device: str) -> None:
         expected = (groups / expected_scales[:, :, None]).clamp(-448, 448).view(37, 512).to(torch.float8_e4m3fn)
         assert torch.equal(scales.cpu(), expected_scales)
         assert torch.equal(codes.cpu().view(torch.uint8), expected.view(torch.uint8))
+
+
+@pytest.mark.parametrize("count", [0, 1, 30, 37])
+def test_rows_before_a_count(count: int, device: str) -> None:
+    x = torch.randn(37, 256, generator=torch.Generator().manual_seed(6)).to(device)
+    codes = torch.full((37, 256), 7, dtype=torch.uint8, device=device)
+    scales = torch.full((37, 2), -1.0, device=device)
+    num_rows = torch.tensor([count], dtype=torch.int32, device=device)
+    grouped_fp8.quantise_rows(x, codes.view(torch.float8_e4m3fn), scales, num_rows)
+    all_codes, all_scales = grouped_fp8.quantise_rows(x)
+    assert torch.equal(codes[:count], all_codes[:count].view(torch.uint8))
+    assert torch.equal(scales[:count], all_scales[:count])
+    assert bool((codes[count:] == 7).all())
+    assert bool((scales[count:] == -1).all())
 
 
 def test_no_rows(device: str) -> None:
@@ -176,6 +191,8 @@ def test_wrong_sizes() -> None:
         grouped_fp8.quantise_rows(torch.zeros(1, 256, dtype=torch.float64))
     with pytest.raises(ValueError, match=r"rows of weight is 64"):
         grouped_fp8.quantise_blocks(torch.zeros(64, 128))
+    with pytest.raises(ValueError, match=r"num_rows has dtype int64"):
+        grouped_fp8.quantise_rows(torch.zeros(2, 128), num_rows=torch.tensor([1]))
     made = Product((1, 2)).make()
     for name, wrong in (("row_scales", made["row_scales"][1:]), ("starts", made["starts"].long())):
         with pytest.raises(ValueError, match=f"{name} has"):

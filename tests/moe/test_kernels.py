@@ -73,6 +73,18 @@ def test_quantised_rows_travel_with_their_scales(device: str, recipe: str) -> No
         assert torch.equal(one.cpu().view(torch.uint8), source[index.long()])
 
 
+@pytest.mark.parametrize("widths", [(7168, 224), (16, 512, 16), (8192, 16, 32, 48, 500, 512, 528, 3), (224, 12000)])
+def test_short_rows_travel_with_long_ones(device: str, widths: tuple[int, ...]) -> None:
+    """Also more of them than long ones have segments, and none that are long."""
+    sources = [torch.randint(256, (21, width), generator=generator(width), dtype=torch.uint8) for width in widths]
+    index = torch.randint(-1, 21, (50,), generator=generator(3), dtype=torch.int32)
+    before = [torch.full((50, width), 9, dtype=torch.uint8, device=device) for width in widths]
+    got = expand([one.to(device) for one in sources], index.to(device), out=before)
+    for one, source in zip(got, sources, strict=True):
+        expected = reference_moe.expand(source, index, torch.full_like(one, 9, device="cpu"))
+        assert torch.equal(one.cpu(), expected)
+
+
 def test_only_valid_rows_are_written(device: str) -> None:
     source = torch.randn(8, 20, generator=generator())
     index = torch.randint(8, (64,), generator=generator(1), dtype=torch.int32)

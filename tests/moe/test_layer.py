@@ -37,11 +37,21 @@ def play(rank: Rank, dense: Dense, changes: dict[str, Any]) -> list[Tensor]:
         (4, Dense(groups=(4, 2), shared=128, top_k=4, gate="gelu"), {"overlap_shared": False}),
         (2, Dense(fp8=True, hidden=256), {}),
         (4, Dense(fp8=True, groups=(2, 1), shared=128, num_experts=12, intermediate=256), {}),
+        (4, Dense(fp8=True, groups=(2, 1), shared=128, hidden=256), {"row_dtype": torch.bfloat16}),
         # Two experts on ranks 0 and 1, one on rank 2, none on rank 3; rows of other than whole blocks.
         (4, Dense(num_experts=5, hidden=72, intermediate=40, top_k=4), {}),
         (4, Dense(shared=128), {"expert_to_rank": [3, 1, 3, 0, 0, 1, 3, 3], "combine_direction": "push"}),
     ],
-    ids=["bf16", "groups and shared", "one after the other", "fp8", "fp8 groups shared", "uneven", "placed"],
+    ids=[
+        "bf16",
+        "groups and shared",
+        "one after the other",
+        "fp8",
+        "fp8 groups shared",
+        "fp8 of bf16 rows",
+        "uneven",
+        "placed",
+    ],
 )
 def test_equals_a_dense_layer(size: int, dense: Dense, changes: dict[str, Any]) -> None:
     for rank, outputs in enumerate(run_ranks(size, play, dense, changes)):
@@ -49,6 +59,14 @@ def test_equals_a_dense_layer(size: int, dense: Dense, changes: dict[str, Any]) 
             want = dense.forward(dense.tokens(rank, ROUNDS[index][rank], index))
             assert got.dtype == torch.bfloat16
             assert relative_error(got, want) <= tolerance(dense), (rank, index)
+
+
+def test_rows_are_quantised_before_or_behind_to_the_same_bits() -> None:
+    dense = Dense(fp8=True, shared=128, hidden=256)
+    before, behind = (run_ranks(2, play, dense, {"row_dtype": kind}) for kind in (None, torch.bfloat16))
+    for outputs, expected in zip(behind, before, strict=True):
+        for got, want in zip(outputs, expected, strict=True):
+            assert torch.equal(got, want)
 
 
 def test_the_comparison_can_fail() -> None:
@@ -153,6 +171,7 @@ def constructed(rank: Rank, options: dict[str, Any]) -> str:
     ("changes", "message"),
     [
         ({"weight_dtype": torch.float16}, "weight_dtype is torch.float16"),
+        ({"row_dtype": torch.float8_e4m3fn}, "row_dtype is torch.float8_e4m3fn, with weights of torch.bfloat16"),
         ({"gate": "relu"}, "gate is 'relu', allowed are 'silu' and 'gelu'"),
         ({"hidden_size": 100}, "hidden_size is 100, BF16 experts need a multiple of 8"),
         ({"weight_dtype": torch.float8_e4m3fn, "intermediate_size": 192}, "intermediate_size is 192"),

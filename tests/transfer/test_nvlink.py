@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -47,3 +51,39 @@ def test_tensors_travel_between_gpus() -> None:
     right[9 : 9 + (1 << 20)] = source[7 : 7 + (1 << 20)].to(right.device)
     right[1 << 20 : 2 << 20].view(512, 2048)[torch.tensor(order)] = source[: 1 << 20].view(512, 2048).to(right.device)
     assert torch.equal(target, right)
+
+
+OTHER_MEMORY = """
+import torch
+import putget_transfer as pt
+
+with pt.Engine.builder().group(pt.DeviceGroup.nvlink(0)).build() as engine:
+    memory = torch.ones(4 << 20, dtype=torch.uint8, device="cuda:0")
+    try:
+        engine.reg_mr(memory)
+    except pt.Unavailable as error:
+        print("refused:", error)
+    assert int(memory.sum()) == 4 << 20
+    # The engine goes on: host memory is another matter.
+    engine.alloc_mr(64)
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("allocator", ["expandable_segments:True", "backend:cudaMallocAsync"])
+def test_memory_that_cuda_cannot_share_is_refused_by_name(allocator: str) -> None:
+    environment = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": allocator}
+    ran = subprocess.run(
+        [sys.executable, "-c", OTHER_MEMORY],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=LONG_S,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    name = allocator.split(":")[allocator.startswith("backend")]
+    assert ran.stdout.startswith("refused:"), ran.stdout
+    assert name in ran.stdout
+    assert "cudaMalloc" in ran.stdout

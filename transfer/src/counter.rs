@@ -6,7 +6,7 @@
 use std::collections::HashMap;
 use std::time::Instant;
 
-use crate::sync::{Mutex, lock};
+use crate::sync::{AtomicBool, AtomicUsize, Mutex, Ordering, lock};
 
 /// Somebody who waits for a count. `W` is what is to be told.
 struct Expectation<W> {
@@ -45,11 +45,15 @@ pub struct Missed<W> {
 /// The counters of one engine.
 pub struct Counters<W> {
     table: Mutex<HashMap<u32, Counter<W>>>,
+    /// Expectations that wait, and mirrors.
+    waiting: AtomicUsize,
+    /// Somebody has looked at a value.
+    looked: AtomicBool,
 }
 
 impl<W> Default for Counters<W> {
     fn default() -> Self {
-        Self { table: Mutex::new(HashMap::new()) }
+        Self { table: Mutex::new(HashMap::new()), waiting: AtomicUsize::new(0), looked: AtomicBool::new(false) }
     }
 }
 
@@ -67,6 +71,7 @@ impl<W> Counters<W> {
         while let Some(expectation) = counter.expectations.get(index) {
             if expectation.count <= value {
                 met.push(counter.expectations.swap_remove(index).waiter);
+                self.waiting.fetch_sub(1, Ordering::Relaxed);
             } else {
                 index += 1;
             }
@@ -81,11 +86,22 @@ impl<W> Counters<W> {
             return Some(waiter);
         }
         counter.expectations.push(Expectation { count, deadline, waiter });
+        self.waiting.fetch_add(1, Ordering::Relaxed);
         None
+    }
+
+    /// Says whether anybody is interested in arrivals: waits for a count, mirrors one, or has looked at one since this was last
+    /// asked.
+    pub fn is_watched(&self) -> bool {
+        let looked = self.looked.load(Ordering::Relaxed) && self.looked.swap(false, Ordering::Relaxed);
+        looked || self.waiting.load(Ordering::Relaxed) > 0
     }
 
     /// The present count of `imm`; 0 if it never arrived.
     pub fn value(&self, imm: u32) -> u64 {
+        if !self.looked.load(Ordering::Relaxed) {
+            self.looked.store(true, Ordering::Relaxed);
+        }
         lock(&self.table).get(&imm).map_or(0, |counter| counter.value)
     }
 
@@ -116,6 +132,11 @@ impl<W> Counters<W> {
         if let Some(mirror) = &mirror {
             mirror(counter.value);
         }
+        match (mirror.is_some(), counter.mirror.is_some()) {
+            (true, false) => _ = self.waiting.fetch_add(1, Ordering::Relaxed),
+            (false, true) => _ = self.waiting.fetch_sub(1, Ordering::Relaxed),
+            _ => {}
+        }
         counter.mirror = mirror;
     }
 
@@ -127,6 +148,7 @@ impl<W> Counters<W> {
             while let Some(expectation) = counter.expectations.get(index) {
                 if expectation.deadline <= now {
                     let late = counter.expectations.swap_remove(index);
+                    self.waiting.fetch_sub(1, Ordering::Relaxed);
                     missed.push(Missed { imm, expected: late.count, found: counter.value, waiter: late.waiter });
                 } else {
                     next = Some(next.map_or(expectation.deadline, |at| at.min(expectation.deadline)));
@@ -141,6 +163,7 @@ impl<W> Counters<W> {
     pub fn abandon(&self, missed: &mut Vec<Missed<W>>) {
         for (&imm, counter) in lock(&self.table).iter_mut() {
             for left in counter.expectations.drain(..) {
+                self.waiting.fetch_sub(1, Ordering::Relaxed);
                 missed.push(Missed { imm, expected: left.count, found: counter.value, waiter: left.waiter });
             }
         }

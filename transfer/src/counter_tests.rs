@@ -82,3 +82,30 @@ fn a_mirror_follows_the_counter() {
     assert_eq!(counters.reset(6), Ok(2));
     assert_eq!(word.load(Ordering::Acquire), 0);
 }
+
+#[test]
+fn interest_in_arrivals_is_known() {
+    let counters = Counters::<()>::default();
+    assert!(!counters.is_watched());
+    assert!(counters.expect(1, 2, later(), ()).is_none());
+    assert!(counters.is_watched() && counters.is_watched());
+    counters.add(1, &mut Vec::new());
+    assert!(counters.is_watched());
+    counters.add(1, &mut Vec::new());
+    assert!(!counters.is_watched());
+    // One look is good for one answer.
+    counters.value(1);
+    assert!(counters.is_watched() && !counters.is_watched());
+    for _ in 0..2 {
+        counters.mirror(7, Some(Box::new(|_| ())));
+    }
+    assert!(counters.is_watched() && counters.is_watched());
+    counters.mirror(7, None);
+    assert!(!counters.is_watched());
+    let now = Instant::now();
+    assert!(counters.expect(3, 1, now, ()).is_none() && counters.expect(3, 1, later(), ()).is_none());
+    counters.expire(now, &mut Vec::new());
+    assert!(counters.is_watched());
+    counters.abandon(&mut Vec::new());
+    assert!(!counters.is_watched());
+}

@@ -7,18 +7,16 @@ use std::thread::{JoinHandle, ThreadId};
 use std::time::Duration;
 
 use crate::callbacks;
-use crate::counter::Counters;
 use crate::descriptor::{Device, MAX_NICS, NetAddr, ProviderKind};
 use crate::error::{Error, PeerName};
 use crate::libfabric::FabricNic;
-use crate::metrics::Metrics;
 use crate::nvlink::NvlinkNic;
 use crate::once::Once;
 use crate::provider::Opener;
 use crate::queue::Queue;
-use crate::shared::{Config, PeerEvent, Shared};
+use crate::shared::{Apart, Config, PeerEvent, Shared};
 use crate::sim::SimNetwork;
-use crate::sys::{exact_timers, pin_thread};
+use crate::sys::{EventFd, exact_timers, pin_thread};
 use crate::topology::cpus_near;
 use crate::verbs::VerbsNic;
 use crate::watcher::Watchers;
@@ -225,8 +223,8 @@ impl Builder {
         let shared = Arc::new(Shared {
             engine: u64::from_le_bytes(identity),
             config: self.config,
-            counters: Counters::default(),
-            metrics: Metrics::default(),
+            counters: Apart::default(),
+            metrics: Apart::default(),
             jobs: Queue::default(),
             pool: Mutex::default(),
             peer_callback: Mutex::new(self.peer_callback),
@@ -289,7 +287,9 @@ pub(crate) struct Inner {
 
 impl Inner {
     fn add_group(&mut self, group: DeviceGroup) -> Result<(), Error> {
-        let commands = Arc::new(Queue::default());
+        let bell = Arc::new(EventFd::new()?);
+        let rung = Arc::clone(&bell);
+        let commands = Arc::new(Queue::new(Some(Box::new(move || rung.ring()))));
         let (queue, shared) = (Arc::clone(&commands), Arc::clone(&self.shared));
         let index = self.groups.len() as u16;
         let started = Arc::new(Once::default());
@@ -298,7 +298,7 @@ impl Inner {
         let worker = spawn(&format!("worker{index}"), move || {
             exact_timers();
             let pinned = cpus.as_deref().map_or(Ok(()), pin_thread);
-            match pinned.and_then(|()| Worker::new(shared, queue, index, kind, nics)) {
+            match pinned.and_then(|()| Worker::new(shared, (queue, bell), index, kind, nics)) {
                 Ok(worker) => {
                     report.set(Ok((worker.addresses().to_vec(), worker.limits())));
                     worker.run();

@@ -4,6 +4,7 @@ use std::fmt::Write;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::descriptor::MAX_NICS;
+use crate::shared::Apart;
 
 macro_rules! metrics {
     ($($(#[doc = $help:literal])+ $field:ident: $kind:literal,)+) => {
@@ -11,6 +12,8 @@ macro_rules! metrics {
         #[derive(Debug, Default)]
         pub(crate) struct Metrics {
             $($(#[doc = $help])+ pub $field: AtomicU64,)+
+            /// Operations that were submitted. Callers count these, the worker everything else.
+            pub submitted_total: Apart<AtomicU64>,
             /// Bytes of payload posted as writes, by NIC.
             nic_bytes: [AtomicU64; MAX_NICS],
             /// Write requests posted, by NIC.
@@ -19,7 +22,8 @@ macro_rules! metrics {
 
         impl Metrics {
             fn scalars(&self) -> Vec<(&'static str, &'static str, &'static str, u64)> {
-                vec![$((
+                let submitted = self.submitted_total.load(Ordering::Relaxed);
+                vec![("submitted_total", "counter", "Operations that were submitted.", submitted), $((
                     stringify!($field),
                     $kind,
                     concat!($($help),+).trim_ascii(),
@@ -31,8 +35,6 @@ macro_rules! metrics {
 }
 
 metrics! {
-    /// Operations that were submitted.
-    submitted_total: "counter",
     /// Operations that ended well.
     completed_total: "counter",
     /// Operations that failed, were cancelled or missed their deadline.

@@ -9,6 +9,8 @@ struct State<T> {
     value: Option<T>,
     set: bool,
     waker: Option<Waker>,
+    /// Threads that wait.
+    waiting: usize,
 }
 
 /// Set once by one side, taken once by the other.
@@ -19,23 +21,26 @@ pub struct Once<T> {
 
 impl<T> Default for Once<T> {
     fn default() -> Self {
-        Self { state: Mutex::new(State { value: None, set: false, waker: None }), changed: Condvar::new() }
+        Self { state: Mutex::new(State { value: None, set: false, waker: None, waiting: 0 }), changed: Condvar::new() }
     }
 }
 
 impl<T> Once<T> {
     /// Sets the value and wakes whoever waits. A second value is dropped; returns whether this was the first.
     pub fn set(&self, value: T) -> bool {
-        let waker = {
+        let (waker, waiting) = {
             let mut state = lock(&self.state);
             if state.set {
                 return false;
             }
             state.set = true;
             state.value = Some(value);
-            state.waker.take()
+            (state.waker.take(), state.waiting)
         };
-        self.changed.notify_all();
+        // Without anybody who waits this would be a system call for nothing.
+        if waiting > 0 {
+            self.changed.notify_all();
+        }
         if let Some(waker) = waker {
             waker.wake();
         }
@@ -74,7 +79,9 @@ impl<T> Once<T> {
             if left.is_zero() {
                 return None;
             }
+            state.waiting += 1;
             state = wait_timeout(&self.changed, state, left);
+            state.waiting -= 1;
         }
     }
 }

@@ -1,6 +1,7 @@
 //! What the engine asks of a network: reliable, unordered delivery on one NIC. A provider implements [`Nic`] and nothing
 //! else; the worker thread owns it and is the only one to call it.
 
+use std::os::fd::RawFd;
 use std::sync::Arc;
 
 use crate::error::{Error, NetworkError};
@@ -78,6 +79,17 @@ pub(crate) type MayLand = bool;
 /// Called by other threads when a NIC has something to report.
 pub(crate) type Waker = Arc<dyn Fn() + Send + Sync>;
 
+/// How a thread that has nothing to do learns that a NIC needs it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Wait {
+    /// The NIC calls the waker.
+    Woken,
+    /// A descriptor becomes readable.
+    Descriptor(RawFd),
+    /// Not at all: it has to look now and then.
+    Polled,
+}
+
 /// Opens a NIC, on the thread that will own it.
 pub(crate) type Opener = Box<dyn FnOnce() -> Result<Box<dyn Nic>, Error> + Send>;
 
@@ -88,8 +100,18 @@ pub(crate) trait Nic {
 
     fn limits(&self) -> Limits;
 
-    /// Says that other threads may sleep until the waker is called. False: it has to be polled.
-    fn set_waker(&mut self, waker: Waker) -> bool;
+    /// Says how its thread can wait for it.
+    fn wait(&mut self, waker: Waker) -> Wait;
+
+    /// Asked before every wait for the descriptor: false, if there is something to poll for first.
+    fn may_wait(&mut self) -> bool {
+        true
+    }
+
+    /// Says whether anything has come since it was last asked, also of what makes no event: writes of peers.
+    fn has_moved(&mut self) -> bool {
+        false
+    }
 
     fn register(&mut self, region: &Arc<Region>) -> Result<Registered, Error>;
 

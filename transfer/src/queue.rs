@@ -3,14 +3,26 @@
 use std::collections::VecDeque;
 use std::time::Duration;
 
-use crate::sync::{AtomicUsize, Condvar, Mutex, Ordering, lock, wait_timeout};
+use crate::sync::{AtomicBool, AtomicUsize, Condvar, Mutex, MutexGuard, Ordering, lock, wait_timeout};
+
+/// What the consumer is doing.
+#[derive(Clone, Copy)]
+enum Consumer {
+    Awake,
+    /// It sleeps on the queue's own condition.
+    Here,
+    /// It sleeps somewhere else, and hears the bell.
+    Outside,
+}
 
 struct State<T> {
     items: VecDeque<T>,
     closed: bool,
-    asleep: bool,
-    woken: bool,
+    consumer: Consumer,
 }
+
+/// Wakes a consumer that sleeps outside.
+pub type Bell = Box<dyn Fn() + Send + Sync>;
 
 /// First in, first out. A push after `close` gives the item back, so nothing is lost in silence.
 pub struct Queue<T> {
@@ -18,16 +30,33 @@ pub struct Queue<T> {
     changed: Condvar,
     /// How many items wait. Lets the consumer's hot loop look without the lock.
     waiting: AtomicUsize,
+    /// The consumer's present or next sleep is to end. Lets those who wake it often do so without the lock.
+    woken: AtomicBool,
+    /// Lets the consumer's hot loop look without the lock.
+    closed: AtomicBool,
+    bell: Option<Bell>,
 }
 
 impl<T> Default for Queue<T> {
     fn default() -> Self {
-        let state = State { items: VecDeque::new(), closed: false, asleep: false, woken: false };
-        Self { state: Mutex::new(state), changed: Condvar::new(), waiting: AtomicUsize::new(0) }
+        Self::new(None)
     }
 }
 
 impl<T> Queue<T> {
+    /// Makes a queue, with a bell if its consumer may sleep outside.
+    pub fn new(bell: Option<Bell>) -> Self {
+        let state = State { items: VecDeque::new(), closed: false, consumer: Consumer::Awake };
+        Self {
+            state: Mutex::new(state),
+            changed: Condvar::new(),
+            waiting: AtomicUsize::new(0),
+            woken: AtomicBool::new(false),
+            closed: AtomicBool::new(false),
+            bell,
+        }
+    }
+
     /// Appends an item.
     ///
     /// # Errors
@@ -39,12 +68,19 @@ impl<T> Queue<T> {
         }
         state.items.push_back(item);
         self.waiting.store(state.items.len(), Ordering::Release);
-        let asleep = state.asleep;
-        drop(state);
-        if asleep {
-            self.changed.notify_all();
-        }
+        self.rouse(state);
         Ok(())
+    }
+
+    /// Wakes the consumer if it sleeps, once: system calls are for those who need them.
+    fn rouse(&self, mut state: MutexGuard<'_, State<T>>) {
+        let consumer = std::mem::replace(&mut state.consumer, Consumer::Awake);
+        drop(state);
+        match (consumer, &self.bell) {
+            (Consumer::Here, _) => self.changed.notify_all(),
+            (Consumer::Outside, Some(ring)) => ring(),
+            _ => {}
+        }
     }
 
     /// Moves everything that waits to the end of `into`; returns how many items that were.
@@ -72,33 +108,62 @@ impl<T> Queue<T> {
         drop(self.sleep(timeout));
     }
 
-    fn sleep(&self, timeout: Duration) -> crate::sync::MutexGuard<'_, State<T>> {
+    fn may_sleep(&self, state: &State<T>) -> bool {
+        state.items.is_empty() && !state.closed && !self.woken.load(Ordering::Acquire)
+    }
+
+    fn sleep(&self, timeout: Duration) -> MutexGuard<'_, State<T>> {
         let mut state = lock(&self.state);
-        if state.items.is_empty() && !state.closed && !state.woken {
-            state.asleep = true;
+        if self.may_sleep(&state) {
+            state.consumer = Consumer::Here;
             state = wait_timeout(&self.changed, state, timeout);
-            state.asleep = false;
         }
-        state.woken = false;
+        self.rise(&mut state);
         state
+    }
+
+    fn rise(&self, state: &mut State<T>) {
+        state.consumer = Consumer::Awake;
+        // Read, not only written: whoever has called `wake` before has something to show.
+        self.woken.swap(false, Ordering::AcqRel);
+    }
+
+    /// Says that the consumer is going to sleep outside, where it hears the bell, until it calls [`Self::end_outside`]. False:
+    /// there is something to do.
+    pub fn begin_outside(&self) -> bool {
+        let mut state = lock(&self.state);
+        let may = self.bell.is_some() && self.may_sleep(&state);
+        if may {
+            state.consumer = Consumer::Outside;
+        } else {
+            self.rise(&mut state);
+        }
+        may
+    }
+
+    /// The consumer is back.
+    pub fn end_outside(&self) {
+        self.rise(&mut lock(&self.state));
     }
 
     /// Ends the consumer's present or next sleep.
     pub fn wake(&self) {
-        lock(&self.state).woken = true;
-        self.changed.notify_all();
+        if !self.woken.swap(true, Ordering::AcqRel) {
+            self.rouse(lock(&self.state));
+        }
     }
 
     /// Refuses further items. What already waits can still be taken.
     pub fn close(&self) {
-        lock(&self.state).closed = true;
-        self.changed.notify_all();
+        let mut state = lock(&self.state);
+        state.closed = true;
+        self.closed.store(true, Ordering::Release);
+        self.rouse(state);
     }
 
     /// Says whether the queue takes no more items and has none left.
     pub fn is_finished(&self) -> bool {
-        let state = lock(&self.state);
-        state.closed && state.items.is_empty()
+        self.closed.load(Ordering::Acquire) && lock(&self.state).items.is_empty()
     }
 
     /// How many items wait.

@@ -33,11 +33,24 @@ pub(crate) struct Config {
     pub busy_poll: bool,
 }
 
+/// Keeps what one thread writes off the cache lines of what others use. Two lines, because processors fetch pairs.
+#[derive(Debug, Default)]
+#[repr(align(128))]
+pub(crate) struct Apart<T>(pub T);
+
+impl<T> std::ops::Deref for Apart<T> {
+    type Target = T;
+
+    fn deref(&self) -> &T {
+        &self.0
+    }
+}
+
 pub(crate) struct Shared {
     pub engine: u64,
     pub config: Config,
-    pub counters: Counters<Done>,
-    pub metrics: Metrics,
+    pub counters: Apart<Counters<Done>>,
+    pub metrics: Apart<Metrics>,
     pub jobs: Queue<Job>,
     pub pool: Mutex<Option<Arc<RecvPool>>>,
     pub peer_callback: Mutex<Option<PeerCallback>>,

@@ -1,6 +1,6 @@
 //! The locks that counters, queues and completions are built on. The `loom` crate compiles the same modules over loom's.
 
-pub use std::sync::atomic::{AtomicUsize, Ordering};
+pub use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 pub use std::sync::{Condvar, Mutex, MutexGuard};
 
 use std::sync::PoisonError;

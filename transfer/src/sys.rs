@@ -1,6 +1,9 @@
 //! Calls into the operating system that Rust's library does not have.
 #![allow(unsafe_code)]
 
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::time::Duration;
+
 use crate::error::Error;
 
 /// Binds the calling thread to some processors.
@@ -26,6 +29,58 @@ pub(crate) fn exact_timers() {
     unsafe { libc::prctl(libc::PR_SET_TIMERSLACK, 1000_u64) };
 }
 
+/// Wakes a thread that waits for descriptors.
+pub(crate) struct EventFd(OwnedFd);
+
+impl EventFd {
+    pub fn new() -> Result<Self, Error> {
+        // SAFETY: a call without pointers; the descriptor is new and nobody else's.
+        let raw = unsafe { libc::eventfd(0, libc::EFD_CLOEXEC | libc::EFD_NONBLOCK) };
+        if raw < 0 {
+            return Err(Error::System { what: "eventfd", why: std::io::Error::last_os_error().to_string() });
+        }
+        // SAFETY: just opened.
+        Ok(Self(unsafe { OwnedFd::from_raw_fd(raw) }))
+    }
+
+    /// Makes it readable.
+    pub fn ring(&self) {
+        let one = 1_u64;
+        // SAFETY: 8 bytes of a live word. It fails only where the count is at its end, and then it is readable anyway.
+        unsafe { libc::write(self.0.as_raw_fd(), (&raw const one).cast(), 8) };
+    }
+
+    /// Makes it unreadable.
+    pub fn silence(&self) {
+        let mut count = 0_u64;
+        // SAFETY: there is room for 8 bytes. Without a ring it has nothing to say.
+        unsafe { libc::read(self.0.as_raw_fd(), (&raw mut count).cast(), 8) };
+    }
+}
+
+impl AsRawFd for EventFd {
+    fn as_raw_fd(&self) -> RawFd {
+        self.0.as_raw_fd()
+    }
+}
+
+/// What to wait for.
+pub(crate) fn readable(descriptor: RawFd) -> libc::pollfd {
+    libc::pollfd { fd: descriptor, events: libc::POLLIN, revents: 0 }
+}
+
+/// Waits until one of these is readable, at most `timeout`, and says in each whether it is. A signal ends it early.
+pub(crate) fn wait_readable(descriptors: &mut [libc::pollfd], timeout: Duration) {
+    descriptors.iter_mut().for_each(|descriptor| descriptor.revents = 0);
+    let timeout = libc::timespec {
+        tv_sec: libc::time_t::try_from(timeout.as_secs()).unwrap_or(libc::time_t::MAX),
+        tv_nsec: timeout.subsec_nanos().into(),
+    };
+    let count = descriptors.len() as libc::nfds_t;
+    // SAFETY: the list has that many entries, it and the time live through the call, and no mask is given.
+    unsafe { libc::ppoll(descriptors.as_mut_ptr(), count, &timeout, std::ptr::null()) };
+}
+
 /// The processors that the calling thread may use.
 #[cfg(test)]
 pub(crate) fn thread_cpus() -> Vec<usize> {
@@ -40,6 +95,29 @@ pub(crate) fn thread_cpus() -> Vec<usize> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_ring_ends_a_wait_and_is_heard_once() {
+        let (bell, other) = (EventFd::new().unwrap(), EventFd::new().unwrap());
+        let mut both = [readable(bell.as_raw_fd()), readable(other.as_raw_fd())];
+        let heard = |both: &mut [libc::pollfd; 2], timeout| {
+            wait_readable(both, timeout);
+            both.map(|one| one.revents != 0)
+        };
+        let begin = std::time::Instant::now();
+        assert_eq!(heard(&mut both, Duration::from_millis(20)), [false, false]);
+        assert!(begin.elapsed() >= Duration::from_millis(20));
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                std::thread::sleep(Duration::from_millis(20));
+                other.ring();
+                other.ring();
+            });
+            assert_eq!(heard(&mut both, Duration::from_secs(60)), [false, true]);
+        });
+        other.silence();
+        assert_eq!(heard(&mut both, Duration::ZERO), [false, false]);
+    }
 
     #[test]
     fn a_thread_stays_where_it_is_put() {

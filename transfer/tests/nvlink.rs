@@ -7,15 +7,15 @@
 mod common;
 
 use std::ffi::{CStr, c_void};
-use std::io::{BufRead, BufReader, Write};
-use std::process::{Child, Command, Stdio};
+use std::process::Command;
 use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
+use common::process::{MEMORY, Other, move_pages, read, role, scattered_pages, serve};
 use common::*;
 use putget_transfer::{
-    Builder, Device, DeviceGroup, Done, DownReason, Engine, Error, MrDesc, MrHandle, NetAddr, NetworkError, Options,
-    Pages, Reason, Refusal, ScatterDst,
+    Builder, Device, DeviceGroup, Done, Engine, Error, MrDesc, MrHandle, NetworkError, Options, Pages, Reason, Refusal,
+    ScatterDst,
 };
 
 /// A function of the driver, for what the tests do themselves.
@@ -300,85 +300,18 @@ fn words_that_a_gpu_sees() {
     cuda!(c"cuStreamDestroy_v2", stream => *mut c_void);
 }
 
-fn hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
-}
-
-fn unhex(text: &str) -> Vec<u8> {
-    (0..text.len() / 2).map(|at| u8::from_str_radix(&text[2 * at..2 * at + 2], 16).unwrap()).collect()
-}
-
-const MEMORY: usize = 6 << 20;
-
-/// Depends on every byte and its place.
-fn digest(bytes: &[u8]) -> u64 {
-    bytes.iter().fold(0, |sum: u64, byte| sum.wrapping_mul(31).wrapping_add(u64::from(*byte) + 1))
-}
-
 /// Not a test of its own: the other process of the tests below.
 #[test]
 #[ignore = "started by other tests"]
 fn other_process() {
-    if !enabled() {
+    if role().is_none() {
         return;
     }
     let engine = nvlink().build().unwrap();
     let memory = DeviceMemory::new(MEMORY);
     let (_handle, desc) = memory.register(&engine);
     let (host, host_desc) = engine.alloc_mr(MEMORY).unwrap();
-    let all = [engine.main_address().to_bytes(), desc.to_bytes(), host_desc.to_bytes()].map(|bytes| hex(&bytes));
-    println!("\nhere {}", all.join(" "));
-    std::io::stdout().flush().unwrap();
-    for line in std::io::stdin().lines() {
-        let line = line.unwrap();
-        let (imm, count) = line.split_once(' ').unwrap();
-        assert_eq!(expect_count(&engine, imm.parse().unwrap(), count.parse().unwrap()), Ok(()));
-        let mut found = vec![0; MEMORY];
-        host.read(0, &mut found).unwrap();
-        println!("\ndigest {} {}", digest(&memory.read()), digest(&found));
-        std::io::stdout().flush().unwrap();
-    }
-}
-
-struct Other {
-    child: Child,
-    lines: std::io::Lines<BufReader<std::process::ChildStdout>>,
-}
-
-impl Other {
-    fn start() -> (Self, NetAddr, MrDesc, MrDesc) {
-        let mut command = Command::new(std::env::current_exe().unwrap());
-        command.args(["--exact", "other_process", "--ignored", "--nocapture"]);
-        let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
-        let lines = BufReader::new(child.stdout.take().unwrap()).lines();
-        let mut other = Self { child, lines };
-        let found = other.line("here ");
-        let parts: Vec<_> = found.split(' ').map(unhex).collect();
-        let desc = |bytes: &[u8]| MrDesc::from_bytes(bytes).unwrap();
-        (other, NetAddr::from_bytes(&parts[0]).unwrap(), desc(&parts[1]), desc(&parts[2]))
-    }
-
-    fn line(&mut self, start: &str) -> String {
-        loop {
-            let line = self.lines.next().expect("the other process ended").unwrap();
-            if let Some(rest) = line.strip_prefix(start) {
-                return rest.to_owned();
-            }
-        }
-    }
-
-    /// Waits there for a count and compares its device memory and its host memory with what they should be.
-    fn check(&mut self, imm: u32, count: u64, device: &[u8], host: &[u8]) {
-        writeln!(self.child.stdin.as_mut().unwrap(), "{imm} {count}").unwrap();
-        assert_eq!(self.line("digest "), format!("{} {}", digest(device), digest(host)), "immediate {imm}");
-    }
-}
-
-impl Drop for Other {
-    fn drop(&mut self) {
-        self.child.kill().unwrap();
-        self.child.wait().unwrap();
-    }
+    serve(&engine, &[desc, host_desc], || vec![memory.read(), read(&host, 0, MEMORY)]);
 }
 
 #[test]
@@ -388,7 +321,8 @@ fn operations_between_processes() {
         return;
     }
     let [a] = engines();
-    let (mut other, _address, desc, host_desc) = Other::start();
+    let mut other = Other::start("device");
+    let (desc, host_desc) = (other.descs[0].clone(), other.descs[1].clone());
     let bytes = noise(MEMORY, 3);
     let memory = DeviceMemory::new(MEMORY);
     memory.write(&bytes);
@@ -401,21 +335,18 @@ fn operations_between_processes() {
             assert_eq!(outcome(write), Ok(()), "{len}");
             right[77..77 + len as usize].copy_from_slice(&bytes[9..9 + len as usize]);
         }
-        other.check(1, 2 * index as u64 + 2, &device, &host);
+        other.check_all(1, 2 * index as u64 + 2, &[&device, &host]);
     }
-    let (from, to): (Vec<u64>, Vec<u64>) = ((0..200).collect(), (0..200).map(|page| (page * 7) % 200).collect());
+    let (from, to) = scattered_pages();
     let pages = (Pages { indices: &from, stride: 1000, offset: 3 }, Pages { indices: &to, stride: 1024, offset: 0 });
     for (desc, right) in [(&desc, &mut device), (&host_desc, &mut host)] {
         let paged = |done| a.submit_paged_writes(1000, Some(2), (&src, pages.0), (desc, pages.1), &options, done);
         assert_eq!(outcome(paged), Ok(()));
-        for (from, to) in from.iter().zip(&to) {
-            let (from, to) = (*from as usize * 1000 + 3, *to as usize * 1024);
-            right[to..to + 1000].copy_from_slice(&bytes[from..from + 1000]);
-        }
+        move_pages(&bytes, right);
     }
-    other.check(2, 2, &device, &host);
+    other.check_all(2, 2, &[&device, &host]);
     assert_eq!(outcome(|done| a.submit_barrier(None, 3, &[&desc], &options, done)), Ok(()));
-    other.check(3, 1, &device, &host);
+    other.check_all(3, 1, &[&device, &host]);
 }
 
 #[test]
@@ -432,7 +363,8 @@ fn kill_9_is_noticed_and_a_new_process_is_a_new_peer() {
         outcome(|done| a.submit_single_write(1 << 20, Some(5), (&src, 0), (desc, 0), &within(LONG), done))
     };
     for _ in 0..2 {
-        let (other, address, desc, host_desc) = Other::start();
+        let other = Other::start("device");
+        let (address, desc, host_desc) = (other.address.clone(), other.descs[0].clone(), other.descs[1].clone());
         assert_eq!((write(&desc), write(&host_desc)), (Ok(()), Ok(())));
         assert_eq!(events.recv_timeout(LONG).unwrap().down, None);
         // Nobody says goodbye, with writes under way.
@@ -442,9 +374,7 @@ fn kill_9_is_noticed_and_a_new_process_is_a_new_peer() {
         }
         drop(other);
         let started = Instant::now();
-        let event = events.recv_timeout(LONG).unwrap();
-        assert_eq!(event.peer, address.name());
-        assert!(matches!(event.down, Some(DownReason::HeartbeatLost | DownReason::NetworkLost)), "{event:?}");
+        Other::was_lost(&address, events.recv_timeout(LONG).unwrap());
         assert!(started.elapsed() < Duration::from_secs(20), "{:?}", started.elapsed());
         eventually("all are over", || flag.pending() == 0);
         assert_eq!(write(&desc).unwrap_err().transfer_errors()[0].peer, address.name());

@@ -8,11 +8,11 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
-use common::process::{MEMORY, Other, be_the_other};
+use common::process::{MEMORY, Other, all_operations, be_the_other, filled};
 use common::*;
 use putget_transfer::{
-    Builder, DeviceGroup, Done, DownReason, Engine, Error, Flag, MrDesc, MrHandle, NetworkError, Options, Pages,
-    PeerEvent, Reason,
+    Builder, DeviceGroup, Done, DownReason, Engine, Error, Flag, MrDesc, MrHandle, NetworkError, Options, PeerEvent,
+    Reason,
 };
 
 fn verbs(nics: usize) -> Option<Builder> {
@@ -32,19 +32,13 @@ fn verbs(nics: usize) -> Option<Builder> {
 #[test]
 #[ignore = "started by other tests"]
 fn other_process() {
-    be_the_other(|| verbs(2).unwrap());
+    be_the_other(|_| verbs(2).unwrap());
 }
 
 fn watched(nics: usize) -> Option<(Engine, Receiver<PeerEvent>)> {
     let (sender, events) = channel();
     let builder = verbs(nics)?.on_peer_event(move |event| sender.send(event).unwrap_or(()));
     Some((builder.build().unwrap(), events))
-}
-
-fn filled(engine: &Engine, bytes: &[u8]) -> (MrHandle, MrDesc) {
-    let (handle, desc) = engine.alloc_mr(bytes.len()).unwrap();
-    handle.write(0, bytes).unwrap();
-    (handle, desc)
 }
 
 #[test]
@@ -67,32 +61,7 @@ fn what_is_missing_is_said_by_name() {
 #[test]
 fn operations_between_processes() {
     let Some((a, _events)) = watched(2) else { return };
-    let mut other = Other::start();
-    let bytes = noise(MEMORY, 3);
-    let ((src, _), mut right) = (filled(&a, &bytes), vec![0; MEMORY]);
-    let options = within(LONG);
-    for (index, len) in [0, 1, 100, 65536, 5 << 20].into_iter().enumerate() {
-        let write = |done| a.submit_single_write(len, Some(1), (&src, 9), (&other.desc, 77), &options, done);
-        assert_eq!(outcome(write), Ok(()), "{len}");
-        right[77..77 + len as usize].copy_from_slice(&bytes[9..9 + len as usize]);
-        other.check(1, index as u64 + 1, &right);
-    }
-    let (from, to): (Vec<u64>, Vec<u64>) = ((0..200).collect(), (0..200).map(|page| (page * 7) % 200).collect());
-    for (from, to) in from.iter().zip(&to) {
-        let (from, to) = (*from as usize * 1000 + 3, *to as usize * 1024);
-        right[to..to + 1000].copy_from_slice(&bytes[from..from + 1000]);
-    }
-    let (from, to) =
-        (Pages { indices: &from, stride: 1000, offset: 3 }, Pages { indices: &to, stride: 1024, offset: 0 });
-    let paged = |done| a.submit_paged_writes(1000, Some(2), (&src, from), (&other.desc, to), &options, done);
-    assert_eq!(outcome(paged), Ok(()));
-    other.check(2, 1, &right);
-    for number in 0..20_u8 {
-        assert_eq!(outcome(|done| a.submit_send(&other.address, &[number; 500], &options, done)), Ok(()));
-        assert_eq!(other.message(), [number; 500]);
-    }
-    assert_eq!(outcome(|done| a.submit_barrier(None, 3, &[&other.desc], &options, done)), Ok(()));
-    other.check(3, 1, &right);
+    all_operations(&a, &mut Other::start(""));
 }
 
 /// Writes one byte with an immediate; the flag is lowered at the end.
@@ -144,7 +113,7 @@ fn kill_9_is_noticed_and_a_new_process_is_a_new_peer() {
     assert_eq!(write(&to_b).wait(LONG), Some(Ok(())));
     assert_eq!(events.recv_timeout(LONG).unwrap(), PeerEvent { peer: b.name(), down: None });
     for round in 0..2 {
-        let other = Other::start();
+        let other = Other::start("");
         let (address, desc) = (other.address.clone(), other.desc.clone());
         assert_eq!(write(&desc).wait(LONG), Some(Ok(())));
         assert_eq!(events.recv_timeout(LONG).unwrap().down, None);
@@ -177,7 +146,7 @@ fn kill_9_is_noticed_and_a_new_process_is_a_new_peer() {
 #[test]
 fn a_stopped_process_is_back_pressure_and_comes_back() {
     let Some((a, events)) = watched(2) else { return };
-    let mut other = Other::start();
+    let mut other = Other::start("");
     let (src, _) = filled(&a, &[7; 64]);
     assert_eq!(outcome(|done| a.submit_barrier(None, 1, &[&other.desc], &within(LONG), done)), Ok(()));
     assert_eq!(events.recv_timeout(LONG).unwrap().down, None);

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use common::*;
-use putget_transfer::{Device, Done, Engine, Error, Flag, Options, Pages, ScatterDst};
+use putget_transfer::{Device, DeviceGroup, Done, Engine, Error, Flag, Options, Pages, ScatterDst, SimNetwork};
 
 fn read(handle: &putget_transfer::MrHandle) -> Vec<u8> {
     let mut bytes = vec![0; handle.len() as usize];
@@ -108,6 +108,75 @@ fn a_barrier_of_many_peers_is_a_count() {
         assert_eq!(expect_count(peer, 77, 8), Ok(()));
         assert_eq!(peer.imm_count(77), 8);
     }
+}
+
+#[test]
+fn sixty_four_peers_in_one_group() {
+    // As many endpoints as this are a matter for the simulated network.
+    let Some(network) = Network::obedient(4) else { return };
+    const PEERS: usize = 64;
+    const SHARE: usize = 1000;
+    let a = engine(&network, 2);
+    let peers: Vec<_> = (0..PEERS).map(|_| engine(&network, 2)).collect();
+    let regions: Vec<_> = peers.iter().map(|peer| peer.alloc_mr(SHARE).unwrap()).collect();
+    let addresses: Vec<_> = peers.iter().map(Engine::main_address).collect();
+    let (done, connected) = Done::future();
+    let group = a.add_peer_group(&addresses, &within(LONG), done).unwrap();
+    assert_eq!((group.len(), a.wait(&connected, LONG)), (PEERS, Ok(())));
+    let bytes = noise(PEERS * SHARE, 8);
+    let (src, _) = a.alloc_mr(bytes.len()).unwrap();
+    src.write(0, &bytes).unwrap();
+    let place = |at: usize| ScatterDst { len: SHARE as u64, src_offset: (at * SHARE) as u64, dst: (&regions[at].1, 0) };
+    let dsts: Vec<_> = (0..PEERS).map(place).collect();
+    let descs: Vec<_> = regions.iter().map(|region| &region.1).collect();
+    for round in 1..=3 {
+        let scatter = |done| a.submit_scatter(Some(&group), Some(1), &src, &dsts, &within(LONG), done);
+        let barrier = |done| a.submit_barrier(Some(&group), 2, &descs, &within(LONG), done);
+        assert_eq!((outcome(scatter), outcome(barrier)), (Ok(()), Ok(())));
+        for (at, peer) in peers.iter().enumerate() {
+            assert_eq!((expect_count(peer, 1, round), expect_count(peer, 2, round)), (Ok(()), Ok(())));
+            assert_eq!((peer.imm_count(1), peer.imm_count(2)), (round, round));
+            assert_eq!(read(&regions[at].0), bytes[at * SHARE..][..SHARE]);
+        }
+    }
+}
+
+/// The processors that this process's threads of a name may use, as Linux shows them.
+fn processors_of(thread: &str) -> Vec<String> {
+    let tasks = std::fs::read_dir("/proc/self/task").unwrap().map(|task| task.unwrap().path());
+    let named = tasks.filter(|task| {
+        // A thread may end meanwhile.
+        std::fs::read_to_string(task.join("comm")).is_ok_and(|name| name.trim() == thread)
+    });
+    let status = named.filter_map(|task| std::fs::read_to_string(task.join("status")).ok());
+    let allowed = |text: &str| {
+        let line = text.lines().find(|line| line.starts_with("Cpus_allowed_list:"))?;
+        Some(line.split_whitespace().nth(1)?.to_owned())
+    };
+    status.filter_map(|text| allowed(&text)).collect()
+}
+
+#[test]
+fn a_worker_stays_where_it_is_put() {
+    let network = SimNetwork::new(5);
+    let allowed = std::fs::read_to_string("/proc/self/status").unwrap();
+    let allowed = allowed.lines().find(|line| line.starts_with("Cpus_allowed_list:")).unwrap();
+    let last = allowed.rsplit([',', '-', ':', '\t']).next().unwrap();
+    // The third group of an engine is this test's alone, and so is its thread's name.
+    let group = || DeviceGroup::sim(&network, 1);
+    let engine = Engine::builder()
+        .group(group())
+        .group(group())
+        .group(group().cpus(vec![last.parse().unwrap()]))
+        .build()
+        .unwrap();
+    assert_eq!(processors_of("pt-worker2"), [last]);
+    drop(engine);
+    let nowhere = Engine::builder().group(group().cpus(vec![1023])).build();
+    assert!(matches!(nowhere, Err(Error::System { what: "sched_setaffinity", .. })), "{nowhere:?}");
+    // A machine that does not say what is near a device leaves the thread alone.
+    let near = Engine::builder().group(group().near("no such device")).build();
+    assert!(near.is_ok(), "{near:?}");
 }
 
 #[test]

@@ -10,7 +10,9 @@ Supported:
 - ``low_latency_dispatch`` (bfloat16, or FP8 with float32 scales) and ``low_latency_combine`` with its weights, ``out``
   and ``zero_copy``;
 - ``return_recv_hook``: the call sends, and the hook waits for what others have sent; no kernel runs between the two;
-- events, in form: calls run on the current stream, so only other streams have to wait for an event;
+- ``previous_event``, ``async_finish`` and ``allocate_on_comm_stream``: calls run on a stream of the buffer's
+  (``get_comm_stream``), which waits for the event or for the current stream; the current stream waits for the call, or,
+  with ``async_finish``, for the event that is returned. Calls with a hook run on the current stream;
 - up to two rounds under way, as two micro-batches need them: a third dispatch gives up the oldest one.
 
 Not supported, with a ``ValueError`` that says so: ``topk_weights`` in ``combine``, a first ``dispatch`` without
@@ -39,8 +41,8 @@ from putget.adapters.deep_ep_rounds import (
     as_given,
     event_now,
     pairs_bytes,
-    wait_for,
 )
+from putget.adapters.deep_ep_stream import CommStream
 from putget.adapters.engines import require_supported
 from putget.adapters.shared import (
     TIMEOUT_S,
@@ -117,6 +119,11 @@ class Buffer(LowLatencyCalls):
             self.max_tokens_per_rank = max_tokens_per_rank
         self._lanes: dict[tuple[int, ...], Lanes] = {}
         self._zero_copy: dict[tuple[int, int, int], torch.Tensor] = {}
+        self._comm_stream = CommStream(self._device)
+
+    def get_comm_stream(self) -> Any:
+        """The ``torch.cuda.Stream`` that calls run on; None on the CPU."""
+        return self._comm_stream.stream
 
     def destroy(self) -> None:
         """Frees the memory. Needs no peer. Idempotent."""
@@ -163,9 +170,10 @@ class Buffer(LowLatencyCalls):
         Args:
             topk_idx: [num_tokens, top_k] ids of experts; -1 is "no expert".
             num_experts: Experts of all ranks together, a multiple of the number of ranks.
-            previous_event: What to wait for before.
-            async_finish: Whether the event is recorded.
-            allocate_on_comm_stream: Not used.
+            previous_event: What the communication stream waits for before; None: all that the current stream has got.
+            async_finish: The current stream does not wait; the event says when the call is done.
+            allocate_on_comm_stream: Results are memory of the communication stream, which they always are; needs
+                previous_event and async_finish.
 
         Returns:
             Tokens for each rank [ranks] int32, None, tokens for each expert [num_experts] int32, whether a token goes
@@ -174,13 +182,16 @@ class Buffer(LowLatencyCalls):
         Raises:
             ValueError: num_experts is not a multiple of the number of ranks.
         """
-        wait_for(previous_event)
-        ids = topk_idx.long()
-        ranks = torch.where(ids >= 0, ids // self._local(num_experts), self.group_size)
-        goes = torch.zeros(ids.shape[0], self.group_size + 1, dtype=torch.bool, device=ids.device)
-        in_rank = goes.scatter_(1, ranks, True)[:, : self.group_size].contiguous()
-        per_expert = layouts.count(torch.where(ids >= 0, ids, num_experts), num_experts)
-        return in_rank.sum(0).int(), None, per_expert, in_rank, self._event(async_finish)
+        num_local = self._local(num_experts)
+        with self._comm_stream.turn(previous_event, async_finish, allocate_on_comm_stream) as turn:
+            ids = topk_idx.long()
+            ranks = torch.where(ids >= 0, ids // num_local, self.group_size)
+            goes = torch.zeros(ids.shape[0], self.group_size + 1, dtype=torch.bool, device=ids.device)
+            in_rank = goes.scatter_(1, ranks, True)[:, : self.group_size].contiguous()
+            per_expert = layouts.count(torch.where(ids >= 0, ids, num_experts), num_experts)
+            per_rank = in_rank.sum(0).int()
+            turn.share(topk_idx, per_rank, per_expert, in_rank)
+        return per_rank, None, per_expert, in_rank, turn.event
 
     def dispatch(
         self,
@@ -214,9 +225,10 @@ class Buffer(LowLatencyCalls):
             num_worst_tokens: Rows of the result; with it the host does not wait. 0: as many as arrived, for which the
                 host waits.
             config: Not used.
-            previous_event: What to wait for before.
-            async_finish: Whether the event is recorded.
-            allocate_on_comm_stream: Not used.
+            previous_event: What the communication stream waits for before; None: all that the current stream has got.
+            async_finish: The current stream does not wait; the event says when the call is done.
+            allocate_on_comm_stream: Results are memory of the communication stream, which they always are; needs
+                previous_event and async_finish.
 
         Returns:
             Rows by source rank, then token, in new tensors; ids of this rank's experts, -1 for others; weights, 0 for
@@ -228,36 +240,39 @@ class Buffer(LowLatencyCalls):
             PeerTimeout, CapacityExceeded: As ``AllToAll.dispatch``.
         """
         require_supported(num_tokens_per_rdma_rank=(num_tokens_per_rdma_rank, None))
-        wait_for(previous_event)
         rows = list(x) if isinstance(x, tuple) else [x]
         names = ["x", "the scales of x"][: len(rows)]
         if handle is not None:
             require_supported(topk_idx=(topk_idx, None), topk_weights=(topk_weights, None))
-            ticket, received = self._put(handle.ids, rows, names)
-            handle.ticket = ticket
-            taken = [payload[handle.places.rows] for payload in received.flat.payloads]
-            return as_given(x, taken), None, None, None, None, self._event(async_finish)
+            with self._comm_stream.turn(previous_event, async_finish, allocate_on_comm_stream) as turn:
+                ticket, received = self._put(handle.ids, rows, names)
+                handle.ticket = ticket
+                taken = [payload[handle.places.rows] for payload in received.flat.payloads]
+                turn.share(rows, taken)
+            return as_given(x, taken), None, None, None, None, turn.event
         if topk_idx is None or topk_weights is None or is_token_in_rank is None or num_tokens_per_expert is None:
             raise ValueError(
                 "supported is a dispatch with topk_idx, topk_weights, is_token_in_rank and num_tokens_per_expert, or "
                 "with the handle of one"
             )
-        here = torch.arange(self.group_size, dtype=torch.int32, device=is_token_in_rank.device)
-        ids = torch.where(is_token_in_rank, here, -1)
-        carried = [*rows, topk_idx.contiguous(), topk_weights.contiguous()]
         num_local = self._local(num_tokens_per_expert.numel())
-        ticket, received = self._put(ids, carried, [*names, "topk_idx", "topk_weights"])
-        count = num_worst_tokens or int(received.num_tokens.sum())
-        places = layouts.compact(received.num_tokens, self.max_tokens_per_rank, count)
-        *taken, experts, weights = (payload[places.rows] for payload in received.flat.payloads)
-        local = torch.where(places.is_row[:, None], layouts.local_experts(experts, self.rank, num_local), -1)
-        per_expert: list[int] = []
-        if not num_worst_tokens:
-            counts = layouts.count(torch.where(local >= 0, local, num_local), num_local)
-            per_expert = (-(-counts // expert_alignment) * expert_alignment).tolist()
-        made = Handle(ids, places, num_worst_tokens > 0, ticket)
-        seen = torch.where(local >= 0, weights, 0.0)
-        return as_given(x, taken), local.to(topk_idx.dtype), seen, per_expert, made, self._event(async_finish)
+        with self._comm_stream.turn(previous_event, async_finish, allocate_on_comm_stream) as turn:
+            here = torch.arange(self.group_size, dtype=torch.int32, device=is_token_in_rank.device)
+            ids = torch.where(is_token_in_rank, here, -1)
+            carried = [*rows, topk_idx.contiguous(), topk_weights.contiguous()]
+            ticket, received = self._put(ids, carried, [*names, "topk_idx", "topk_weights"])
+            count = num_worst_tokens or int(received.num_tokens.sum())
+            places = layouts.compact(received.num_tokens, self.max_tokens_per_rank, count)
+            *taken, experts, weights = (payload[places.rows] for payload in received.flat.payloads)
+            local = torch.where(places.is_row[:, None], layouts.local_experts(experts, self.rank, num_local), -1)
+            per_expert: list[int] = []
+            if not num_worst_tokens:
+                counts = layouts.count(torch.where(local >= 0, local, num_local), num_local)
+                per_expert = (-(-counts // expert_alignment) * expert_alignment).tolist()
+            made = Handle(ids, places, num_worst_tokens > 0, ticket)
+            seen, local = torch.where(local >= 0, weights, 0.0), local.to(topk_idx.dtype)
+            turn.share(rows, topk_idx, topk_weights, is_token_in_rank, taken, local, seen)
+        return as_given(x, taken), local, seen, per_expert, made, turn.event
 
     def combine(
         self,
@@ -278,9 +293,10 @@ class Buffer(LowLatencyCalls):
             topk_weights: Must be None.
             bias: None, or one tensor [num_tokens, hidden] that is added last.
             config: Not used.
-            previous_event: What to wait for before.
-            async_finish: Whether the event is recorded.
-            allocate_on_comm_stream: Not used.
+            previous_event: What the communication stream waits for before; None: all that the current stream has got.
+            async_finish: The current stream does not wait; the event says when the call is done.
+            allocate_on_comm_stream: Results are memory of the communication stream, which they always are; needs
+                previous_event and async_finish.
 
         Returns:
             [num_tokens, hidden] bfloat16, None, an event.
@@ -295,7 +311,6 @@ class Buffer(LowLatencyCalls):
             if len(bias) != 1:
                 raise ValueError(f"bias has {len(bias)} tensors, supported is one")
             bias = bias[0]
-        wait_for(previous_event)
         rounds = handle.ticket.rounds()
         place = rounds.combine_input()
         expected = [handle.places.rows.numel(), place.shape[1]]
@@ -303,12 +318,15 @@ class Buffer(LowLatencyCalls):
             raise ValueError(
                 f"x is {list(x.shape)} {x.dtype}, expected {expected} {place.dtype}: a row for each that dispatch gave"
             )
-        rows = None
-        if handle.is_worst:
-            rows = x[handle.places.position]
-        else:
-            place.index_copy_(0, handle.places.rows, x)
-        return rounds.combine(rows, name="x", addend=bias), None, self._event(async_finish)
+        with self._comm_stream.turn(previous_event, async_finish, allocate_on_comm_stream) as turn:
+            rows = None
+            if handle.is_worst:
+                rows = x[handle.places.position]
+            else:
+                place.index_copy_(0, handle.places.rows, x)
+            combined = rounds.combine(rows, name="x", addend=bias)
+            turn.share(x, bias, combined)
+        return combined, None, turn.event
 
     # --- inside -------------------------------------------------------------------------------------------------------
 

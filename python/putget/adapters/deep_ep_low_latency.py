@@ -14,10 +14,10 @@ from putget.adapters.deep_ep_rounds import (
     LowLatencyHandle,
     Rows,
     Ticket,
-    event_now,
     no_hook,
     pairs_bytes,
 )
+from putget.adapters.deep_ep_stream import CommStream
 from putget.adapters.engines import require_supported
 from putget.adapters.rounds import Rounds
 from putget.adapters.shared import SharedWorkspace
@@ -33,6 +33,7 @@ class LowLatencyCalls:
     _timeouts: tuple[float, float]
     _lanes: dict[tuple[int, ...], Lanes]
     _zero_copy: dict[tuple[int, int, int], torch.Tensor]
+    _comm_stream: CommStream
 
     def clean_low_latency_buffer(self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int) -> None:
         """Nothing has to be cleaned."""
@@ -63,9 +64,9 @@ class LowLatencyCalls:
             use_fp8: Whether rows travel as FP8 with one float32 scale for 128 values.
             round_scale: Must be False.
             use_ue8m0: Must be False.
-            async_finish: Whether the event is recorded.
+            async_finish: The current stream does not wait; the event says when the call is done.
             return_recv_hook: Rows are sent and not waited for: results are there when the hook has been called, and no
-                kernel of this call runs meanwhile.
+                kernel of this call runs meanwhile. Not together with async_finish.
 
         Returns:
             [local experts, num_max_dispatch_tokens_per_rank * ranks, hidden] bfloat16, or such FP8 rows and their
@@ -87,40 +88,42 @@ class LowLatencyCalls:
             raise ValueError(f"topk_idx has {num_tokens} tokens, num_max_dispatch_tokens_per_rank is {most}")
         hidden, num_local = x.shape[1], self._local(num_experts)
         capacity = num_max_dispatch_tokens_per_rank * self.group_size
-        payloads = layouts.to_fp8(x) if use_fp8 else (x,)
-        lane = self._pairs(num_max_dispatch_tokens_per_rank * top_k, hidden, num_experts).begin()
-        sent = [payload.repeat_interleave(top_k, 0) for payload in payloads]
-        names = ["x", "the scales of x"][: len(payloads)]
-        shape = (num_local, capacity, hidden)
-        # Made here, and filled where the rows are there; with one row more, for those that have no place.
-        rows = [part.new_empty(num_local * capacity + 1, *part.shape[1:]) for part in sent]
-        counts = torch.empty(num_local, dtype=torch.int32, device=x.device)
-        placed = [part[:-1].view(num_local, capacity, *part.shape[1:]) for part in rows]
-        result: Rows = placed[0]
-        if use_fp8:
-            result = (placed[0], torch.empty_like(placed[1].transpose(1, 2), memory_format=torch.contiguous_format))
-            result = (result[0], result[1].transpose(1, 2))
-        handle = LowLatencyHandle(None, num_tokens, top_k, shape, Ticket(lane, lane.number))
+        with self._comm_stream.turn_or_here(return_recv_hook, async_finish) as turn:
+            payloads = layouts.to_fp8(x) if use_fp8 else (x,)
+            lane = self._pairs(num_max_dispatch_tokens_per_rank * top_k, hidden, num_experts).begin()
+            sent = [payload.repeat_interleave(top_k, 0) for payload in payloads]
+            names = ["x", "the scales of x"][: len(payloads)]
+            shape = (num_local, capacity, hidden)
+            # Made here, and filled where the rows are there; with one row more, for those that have no place.
+            rows = [part.new_empty(num_local * capacity + 1, *part.shape[1:]) for part in sent]
+            counts = torch.empty(num_local, dtype=torch.int32, device=x.device)
+            placed = [part[:-1].view(num_local, capacity, *part.shape[1:]) for part in rows]
+            result: Rows = placed[0]
+            if use_fp8:
+                result = (placed[0], torch.empty_like(placed[1].transpose(1, 2), memory_format=torch.contiguous_format))
+                result = (result[0], result[1].transpose(1, 2))
+            handle = LowLatencyHandle(None, num_tokens, top_k, shape, Ticket(lane, lane.number))
 
-        def arrive(received: Received) -> None:
-            place = layouts.experts_first(received.topk_ids[:, :, 0], self.rank, num_local, capacity)
-            counts.copy_(layouts.count(place // capacity, num_local))
-            if cumulative_local_expert_recv_stats is not None:
-                cumulative_local_expert_recv_stats.add_(counts)
-            for part, packed in zip(received.flat.payloads, rows, strict=True):
-                layouts.scatter_rows(part, place, packed)
-            if isinstance(result, tuple):
-                result[1].copy_(placed[1])
-            handle.place = place
+            def arrive(received: Received) -> None:
+                place = layouts.experts_first(received.topk_ids[:, :, 0], self.rank, num_local, capacity)
+                counts.copy_(layouts.count(place // capacity, num_local))
+                if cumulative_local_expert_recv_stats is not None:
+                    cumulative_local_expert_recv_stats.add_(counts)
+                for part, packed in zip(received.flat.payloads, rows, strict=True):
+                    layouts.scatter_rows(part, place, packed)
+                if isinstance(result, tuple):
+                    result[1].copy_(placed[1])
+                handle.place = place
 
-        hook = no_hook
-        if return_recv_hook:
-            ids = topk_idx.reshape(-1, 1)
-            lane.rounds.dispatch_start(ids, None, sent, names=names)
-            hook = lane.rounds.later(lambda: arrive(lane.rounds.dispatch_finish()), keep=(ids, sent))
-        else:
-            arrive(lane.rounds.dispatch(topk_idx.reshape(-1, 1), None, sent, names=names))
-        return result, counts, handle, self._event(async_finish), hook
+            hook = no_hook
+            if return_recv_hook:
+                ids = topk_idx.reshape(-1, 1)
+                lane.rounds.dispatch_start(ids, None, sent, names=names)
+                hook = lane.rounds.later(lambda: arrive(lane.rounds.dispatch_finish()), keep=(ids, sent))
+            else:
+                arrive(lane.rounds.dispatch(topk_idx.reshape(-1, 1), None, sent, names=names))
+            turn.share(x, topk_idx, cumulative_local_expert_recv_stats, rows, counts, result)
+        return result, counts, handle, turn.event, hook
 
     def low_latency_combine(
         self,
@@ -145,7 +148,7 @@ class LowLatencyCalls:
             handle: Of that dispatch.
             use_logfmt: Must be False.
             zero_copy: Takes the rows of ``get_next_low_latency_combine_buffer`` instead of x.
-            async_finish: Whether the event is recorded.
+            async_finish: As for dispatch.
             return_recv_hook: As for dispatch.
             out: Where to write, [num_tokens, hidden] bfloat16.
             combine_wait_recv_cost_stats: Must be None.
@@ -174,21 +177,23 @@ class LowLatencyCalls:
         rounds = handle.ticket.rounds()
         if handle.place is None:
             raise ProtocolMisuse("low_latency_combine: the hook of this handle's dispatch has not been called")
-        experts, rows, hidden = handle.shape
-        taken = source.reshape(-1, hidden)[handle.place.clamp(max=experts * rows - 1)]
-        combined = torch.empty(routes[0], hidden, dtype=torch.bfloat16, device=x.device) if out is None else out
-        weights = torch.where(topk_idx >= 0, topk_weights, 0.0)
+        with self._comm_stream.turn_or_here(return_recv_hook, async_finish) as turn:
+            experts, rows, hidden = handle.shape
+            taken = source.reshape(-1, hidden)[handle.place.clamp(max=experts * rows - 1)]
+            combined = torch.empty(routes[0], hidden, dtype=torch.bfloat16, device=x.device) if out is None else out
+            weights = torch.where(topk_idx >= 0, topk_weights, 0.0)
 
-        def arrive(pairs: torch.Tensor) -> None:
-            combined.copy_((pairs.view(*routes, hidden).float() * weights[:, :, None]).sum(1))
+            def arrive(pairs: torch.Tensor) -> None:
+                combined.copy_((pairs.view(*routes, hidden).float() * weights[:, :, None]).sum(1))
 
-        hook = no_hook
-        if return_recv_hook:
-            rounds.combine_start(taken, name="x")
-            hook = rounds.later(lambda: arrive(rounds.combine_finish()), keep=taken)
-        else:
-            arrive(rounds.combine(taken, name="x"))
-        return combined, self._event(async_finish), hook
+            hook = no_hook
+            if return_recv_hook:
+                rounds.combine_start(taken, name="x")
+                hook = rounds.later(lambda: arrive(rounds.combine_finish()), keep=taken)
+            else:
+                arrive(rounds.combine(taken, name="x"))
+            turn.share(source, topk_idx, topk_weights, handle.place, combined)
+        return combined, turn.event, hook
 
     def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> torch.Tensor:
         """[local experts, num_max_dispatch_tokens_per_rank * ranks, hidden] bfloat16, for ``zero_copy``."""
@@ -212,9 +217,6 @@ class LowLatencyCalls:
         if num_experts < 1 or num_experts % self.group_size:
             raise ValueError(f"num_experts is {num_experts}, expected a multiple of the {self.group_size} ranks")
         return num_experts // self.group_size
-
-    def _event(self, recorded: bool) -> EventOverlap:
-        return event_now(recorded and self._device.type == "cuda")
 
     def _rounds(self, num_bytes: int, num_experts: int, top_k: int, capacity: int, hidden: int) -> Rounds:
         timeout_s, warmup_timeout_s = self._timeouts

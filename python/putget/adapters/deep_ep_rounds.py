@@ -148,11 +148,5 @@ def event_now(recorded: bool) -> EventOverlap:
     return EventOverlap(torch.cuda.current_stream().record_event() if recorded else None)
 
 
-def wait_for(event: EventOverlap | None) -> None:
-    """The current stream waits for an event."""
-    if event is not None:
-        event.current_stream_wait()
-
-
 def no_hook() -> None:
     """The rows are there already."""

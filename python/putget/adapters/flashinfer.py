@@ -15,7 +15,9 @@ What differs from FlashInfer's class:
   r % ep_size. ``received`` has the rows by source rank. ``combine`` takes the same order.
 - Where ``expert_id_payload_index`` is given, that payload is what tokens are routed by, and it returns with
   ``invalid_token_expert_id`` (-1 by default) in every slot without a token.
-- Statistics of the load balancer, rank masks and low precision do not come with it.
+- A combine with ``use_low_precision`` is chosen when the object is made, because what travels back has its place in the
+  workspace: ``use_low_precision_combine``, of the constructor, of the sizing functions and of ``install``.
+- Statistics of the load balancer and rank masks do not come with it.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from putget.adapters.rounds import Rounds
 from putget.adapters.shared import (
     TIMEOUT_S,
     WARMUP_TIMEOUT_S,
+    combine_dtype_of,
     communicator_of,
     engine_workspace_bytes,
     shared_workspace,
@@ -49,6 +52,7 @@ def moe_a2a_get_workspace_size_per_rank(
     eplb_stats_num_experts: int = 0,
     *,
     backend: str = "trtllm",
+    use_low_precision_combine: bool | None = None,
 ) -> int:
     """Symmetric bytes of each rank.
 
@@ -59,6 +63,7 @@ def moe_a2a_get_workspace_size_per_rank(
         combine_payload_size_per_token: Bytes of one row that comes back.
         eplb_stats_num_experts: Must be 0.
         backend: Must be "trtllm".
+        use_low_precision_combine: As for ``MoeAlltoAll``.
 
     Raises:
         ValueError: An argument is not allowed.
@@ -73,6 +78,7 @@ def moe_a2a_get_workspace_size_per_rank(
         max_tokens_per_rank=max_num_tokens,
         dispatch_bytes=total_dispatch_payload_size_per_token,
         output=Payload((combine_payload_size_per_token // 2,), torch.bfloat16),
+        combine_dtype=combine_dtype_of(MoeAlltoAll.low_precision(use_low_precision_combine)),
     )
 
 
@@ -93,6 +99,8 @@ class MoeAlltoAll:
         enable_rank_mask: Must be False; ``all_to_all.set_active_ranks`` goes on without a rank.
         backend: Must be "trtllm".
         comm: The group as a ``putget.Communicator``, instead of mnnvl_config.
+        use_low_precision_combine: Rows come back as E4M3 with one float32 scale for 128 values, half of the bytes; then
+            every combine has ``use_low_precision``. None: the class attribute, which ``install`` sets.
         device: Where the rows live; by default the current CUDA device, or the CPU where there is none.
         timeout_s: Deadline of every wait, in seconds.
         warmup_timeout_s: Deadline of set-up and first rounds, in seconds.
@@ -101,6 +109,8 @@ class MoeAlltoAll:
         ValueError: An argument is wrong or not supported; the message names it.
         BackendUnavailable, PeerTimeout: As ``putget.Workspace``.
     """
+
+    use_low_precision_combine: bool = False
 
     def __init__(
         self,
@@ -116,6 +126,7 @@ class MoeAlltoAll:
         *,
         backend: str = "trtllm",
         comm: Communicator | None = None,
+        use_low_precision_combine: bool | None = None,
         device: torch.device | str | None = None,
         timeout_s: float = TIMEOUT_S,
         warmup_timeout_s: float = WARMUP_TIMEOUT_S,
@@ -125,11 +136,16 @@ class MoeAlltoAll:
             enable_rank_mask=(enable_rank_mask, False),
             backend=(backend, "trtllm"),
         )
+        self.use_low_precision_combine = self.low_precision(use_low_precision_combine)
         if workspace_size_per_rank is None:
             if hidden_size is None:
                 raise ValueError("workspace_size_per_rank and hidden_size are None, expected one of them")
             workspace_size_per_rank = self.get_moe_workspace_size_per_rank(
-                mapping.moe_ep_size, top_k, max_num_tokens, hidden_size
+                mapping.moe_ep_size,
+                top_k,
+                max_num_tokens,
+                hidden_size,
+                use_low_precision_combine=self.use_low_precision_combine,
             )
         group = communicator_for(mapping, mnnvl_config) if comm is None else comm
         for name, given, found in (
@@ -158,6 +174,7 @@ class MoeAlltoAll:
             top_k=top_k,
             max_tokens_per_rank=max_num_tokens,
             output=None if hidden_size is None else Payload((hidden_size,), torch.bfloat16),
+            combine_dtype=combine_dtype_of(self.use_low_precision_combine),
         )
 
     @staticmethod
@@ -170,6 +187,7 @@ class MoeAlltoAll:
         eplb_stats_num_experts: int = 0,
         *,
         backend: str = "trtllm",
+        use_low_precision_combine: bool | None = None,
     ) -> int:
         """Symmetric bytes of each rank for 16-bit rows and what is smaller.
 
@@ -183,7 +201,13 @@ class MoeAlltoAll:
             2 * hidden_size,
             eplb_stats_num_experts,
             backend=backend,
+            use_low_precision_combine=use_low_precision_combine,
         )
+
+    @classmethod
+    def low_precision(cls, given: bool | None) -> bool:
+        """An argument use_low_precision_combine, or what ``install`` was told."""
+        return cls.use_low_precision_combine if given is None else given
 
     @property
     def eplb_gathered_stats(self) -> None:
@@ -297,7 +321,7 @@ class MoeAlltoAll:
             output_scalar_scale: Must be 1.0.
             sf_layout: Means nothing without output_scales.
             output: Where to write, contiguous [num_tokens, hidden_size].
-            use_low_precision: Must be False.
+            use_low_precision: Whether this object was made with use_low_precision_combine.
             active_rank_mask: Must be None.
 
         Returns:
@@ -311,9 +335,13 @@ class MoeAlltoAll:
         require_supported(
             output_scales=(output_scales, None),
             output_scalar_scale=(output_scalar_scale, 1.0),
-            use_low_precision=(use_low_precision, False),
             active_rank_mask=(active_rank_mask, None),
         )
+        if use_low_precision != self.use_low_precision_combine:
+            raise ValueError(
+                f"use_low_precision is {use_low_precision}, this object was made with use_low_precision_combine="
+                f"{self.use_low_precision_combine}: it is chosen in the constructor, or with install"
+            )
         place = self._rounds.combine_input(self._check_runtime_max(runtime_max_tokens_per_rank))
         if output_dtype not in (None, place.dtype):
             raise ValueError(f"output_dtype is {output_dtype}, supported is {place.dtype}")
@@ -374,14 +402,18 @@ def communicator_for(mapping: Any, mnnvl_config: Any) -> Communicator:
     return communicator_of(group)
 
 
-def install() -> None:
+def install(*, use_low_precision_combine: bool = False) -> None:
     """Puts putget's ``MoeAlltoAll`` and its sizing function where FlashInfer's are.
 
     It may be called before or after the engine's modules are imported: names that were imported are replaced too.
 
+    Args:
+        use_low_precision_combine: For engines that combine with ``use_low_precision``.
+
     Raises:
         BackendUnavailable: This FlashInfer has no such names, or arguments that putget does not know.
     """
+    MoeAlltoAll.use_low_precision_combine = use_low_precision_combine
     replacements: Sequence[tuple[str, Any]] = (
         ("MoeAlltoAll", MoeAlltoAll),
         ("moe_a2a_get_workspace_size_per_rank", moe_a2a_get_workspace_size_per_rank),

@@ -21,6 +21,7 @@ from putget.adapters.rounds import Rounds
 from putget.adapters.shared import (
     TIMEOUT_S,
     WARMUP_TIMEOUT_S,
+    combine_dtype_of,
     communicator_of,
     engine_workspace_bytes,
     shared_workspace,
@@ -39,12 +40,14 @@ class PutgetConfig:
         warmup_timeout_s: Deadline of set-up and first rounds, in seconds.
         device: Where the rows live; None: the current CUDA device, or the CPU where there is none.
         share_by: Communications with an equal value share memory; those whose rounds overlap need different ones.
+        use_low_precision_combine: Rows come back as E4M3 with one float32 scale for 128 values.
     """
 
     timeout_s: float = TIMEOUT_S
     warmup_timeout_s: float = WARMUP_TIMEOUT_S
     device: str | None = None
     share_by: int = 0
+    use_low_precision_combine: bool = False
     backend_name: str = NAME
 
 
@@ -68,6 +71,7 @@ class CommunicationRounds:
             )
         self._params = params
         row = Payload((params.hidden_size,), params.token_dtype)
+        combine_dtype = combine_dtype_of(options.use_low_precision_combine)
         shared = shared_workspace(
             comm,
             engine_workspace_bytes(
@@ -75,6 +79,7 @@ class CommunicationRounds:
                 max_tokens_per_rank=params.max_tokens_per_rank,
                 dispatch_bytes=max(params.dispatch_bytes_per_token, row.row_bytes),
                 output=row,
+                combine_dtype=combine_dtype,
             ),
             None if options.device is None else torch.device(options.device),
             share_by=options.share_by,
@@ -87,6 +92,7 @@ class CommunicationRounds:
             top_k=params.top_k,
             max_tokens_per_rank=params.max_tokens_per_rank,
             output=row,
+            combine_dtype=combine_dtype,
         )
 
     @classmethod

@@ -66,6 +66,7 @@ class Rounds:
         top_k: Experts of a token.
         max_tokens_per_rank: Most tokens that one rank sends in one round.
         output: The row that experts return; None: what the first payload's rows stand for.
+        combine_dtype: As given to ``putget.AllToAll``.
     """
 
     def __init__(
@@ -76,12 +77,14 @@ class Rounds:
         top_k: int,
         max_tokens_per_rank: int,
         output: Payload | None,
+        combine_dtype: torch.dtype | None = None,
     ) -> None:
         self.shared = shared
         self.num_experts = num_experts
         self.top_k = top_k
         self.max_tokens_per_rank = max_tokens_per_rank
         self.output = output
+        self.combine_dtype = combine_dtype
         self.max_rows = 0
         self._combined = self._next_combined = output
         self._all_to_all: AllToAll | None = None
@@ -189,7 +192,9 @@ class Rounds:
         if not kinds:
             raise ValueError("no payload: expected at least one tensor of rows besides ids and weights")
         output = unquantised_row(kinds[0]) if self.output is None else self.output
-        a2a = self.shared.all_to_all(Recipe(self.num_experts, self.top_k, self.max_tokens_per_rank, kinds, output))
+        a2a = self.shared.all_to_all(
+            Recipe(self.num_experts, self.top_k, self.max_tokens_per_rank, kinds, output, self.combine_dtype)
+        )
         self._next_combined = output
         return a2a, self._zero_weights(num_tokens) if topk_weights is None else topk_weights
 

@@ -32,19 +32,25 @@ def require_sglang() -> str:
     return require_version("SGLang", ["sglang"], "0.5.9", "0.6")
 
 
-def dispatcher_class(original: Any, *, recipe: str | None = None) -> type:
+def dispatcher_class(original: Any, *, recipe: str | None = None, low_precision_combine: bool = False) -> type:
     """A dispatcher on putget with the base class and the arguments of SGLang's FlashinferDispatcher.
 
     Args:
         original: SGLang's FlashinferDispatcher.
         recipe: What dispatch carries; see ``DispatcherRounds``.
+        low_precision_combine: As for ``install``.
 
     Raises:
         BackendUnavailable: This SGLang has other names or arguments than putget knows.
     """
     module = importlib.import_module(original.__module__)
     require_names("SGLang", module, _NEEDED)
-    namespace = {"recipe": recipe, "engine_module": module, "__doc__": DispatcherRounds.__doc__}
+    namespace = {
+        "recipe": recipe,
+        "low_precision_combine": low_precision_combine,
+        "engine_module": module,
+        "__doc__": DispatcherRounds.__doc__,
+    }
     kind = type("PutgetDispatcher", (DispatcherRounds, module.BaseDispatcher), namespace)
     require_arguments("SGLang", original, kind)
     return kind
@@ -63,11 +69,12 @@ def plugin() -> None:
     hooks.HookRegistry.register(target, dispatcher_class(original), hooks.HookType.REPLACE)
 
 
-def install(*, recipe: str | None = None) -> None:
+def install(*, recipe: str | None = None, low_precision_combine: bool = False) -> None:
     """The same without SGLang's hooks, before or after SGLang's modules are imported, in every process that uses them.
 
     Args:
         recipe: What dispatch carries: "bf16", "fp8", "nvfp4" or "mxfp8"; None: what SGLang would send.
+        low_precision_combine: Rows come back as E4M3 with one float32 scale for 128 values, half of the bytes.
 
     Raises:
         ValueError: recipe is none of these.
@@ -76,4 +83,5 @@ def install(*, recipe: str | None = None) -> None:
     if recipe not in (None, "bf16", "fp8", "nvfp4", "mxfp8"):
         raise ValueError(f"recipe is {recipe!r}, allowed are None, 'bf16', 'fp8', 'nvfp4' and 'mxfp8'")
     require_sglang()
-    replace_name(MODULE, "FlashinferDispatcher", functools.partial(dispatcher_class, recipe=recipe), engine="SGLang")
+    make = functools.partial(dispatcher_class, recipe=recipe, low_precision_combine=low_precision_combine)
+    replace_name(MODULE, "FlashinferDispatcher", make, engine="SGLang")

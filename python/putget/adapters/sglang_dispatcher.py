@@ -10,7 +10,7 @@ import torch
 
 from putget import BackendUnavailable, Payload
 from putget.adapters.rounds import Rounds
-from putget.adapters.shared import communicator_of, engine_workspace_bytes, shared_workspace
+from putget.adapters.shared import combine_dtype_of, communicator_of, engine_workspace_bytes, shared_workspace
 
 MODULE = "sglang.srt.layers.moe.token_dispatcher.flashinfer"
 CAPACITY_VARIABLE = "SGLANG_FLASHINFER_NUM_MAX_DISPATCH_TOKENS_PER_RANK"
@@ -57,6 +57,7 @@ class DispatcherRounds:
     """
 
     recipe: ClassVar[str | None] = None
+    low_precision_combine: ClassVar[bool] = False  # rows come back as E4M3 with one float32 scale for 128 values
     engine_module: ClassVar[Any] = None  # SGLang's module of FlashinferDispatcher
 
     def __init__(
@@ -82,6 +83,7 @@ class DispatcherRounds:
         self.ep_size, self.ep_rank = comm.size, comm.rank
         self.max_num_tokens = capacity()
         row = Payload((hidden_size,), torch.bfloat16 if params_dtype is None else params_dtype)
+        combine_dtype = combine_dtype_of(self.low_precision_combine)
         shared = shared_workspace(
             comm,
             engine_workspace_bytes(
@@ -89,6 +91,7 @@ class DispatcherRounds:
                 max_tokens_per_rank=self.max_num_tokens,
                 dispatch_bytes=row.row_bytes,
                 output=row,
+                combine_dtype=combine_dtype,
             ),
             share_by=("sglang", is_speculative()),
         )
@@ -98,6 +101,7 @@ class DispatcherRounds:
             top_k=router_topk,
             max_tokens_per_rank=self.max_num_tokens,
             output=None if params_dtype is None else row,
+            combine_dtype=combine_dtype,
         )
 
     def dispatch(self, hidden_states: torch.Tensor, topk_output: Any) -> Any:

@@ -33,9 +33,22 @@ class Recipe:
     max_tokens_per_rank: int
     payloads: tuple[Payload, ...]
     output: Payload
+    combine_dtype: torch.dtype | None = None
 
 
-def engine_workspace_bytes(*, ep_size: int, max_tokens_per_rank: int, dispatch_bytes: int, output: Payload) -> int:
+def combine_dtype_of(low_precision: bool) -> torch.dtype | None:
+    """``combine_dtype`` for what engines call a low-precision combine: E4M3 with one float32 scale for 128 values."""
+    return torch.float8_e4m3fn if low_precision else None
+
+
+def engine_workspace_bytes(
+    *,
+    ep_size: int,
+    max_tokens_per_rank: int,
+    dispatch_bytes: int,
+    output: Payload,
+    combine_dtype: torch.dtype | None = None,
+) -> int:
     """Symmetric bytes of each rank for every recipe of a size: any top_k, any split into payloads.
 
     Args:
@@ -43,16 +56,22 @@ def engine_workspace_bytes(*, ep_size: int, max_tokens_per_rank: int, dispatch_b
         max_tokens_per_rank: Most tokens that one rank sends in one round.
         dispatch_bytes: Most bytes of one token's payloads together; ids and weights need not be counted.
         output: The row that experts write and combine reduces.
+        combine_dtype: As given to ``putget.AllToAll``.
 
     Raises:
-        ValueError: A size is not allowed.
+        ValueError: A size is not allowed, or the row cannot travel as combine_dtype.
     """
     if not isinstance(dispatch_bytes, int) or isinstance(dispatch_bytes, bool) or dispatch_bytes < 1:
         raise ValueError(f"dispatch_bytes is {dispatch_bytes!r}, expected a positive number of bytes")
     # One byte for each further payload stands for the alignment of its region.
     payloads = [Payload((dispatch_bytes,), torch.uint8)] + [Payload((1,), torch.uint8)] * (_MAX_PAYLOADS - 1)
     return workspace_bytes(
-        ep_size=ep_size, max_tokens_per_rank=max_tokens_per_rank, top_k=_MAX_TOP_K, payloads=payloads, output=output
+        ep_size=ep_size,
+        max_tokens_per_rank=max_tokens_per_rank,
+        top_k=_MAX_TOP_K,
+        payloads=payloads,
+        output=output,
+        combine_dtype=combine_dtype,
     )
 
 
@@ -118,6 +137,7 @@ class SharedWorkspace:
                 max_tokens_per_rank=recipe.max_tokens_per_rank,
                 payloads=recipe.payloads,
                 output=recipe.output,
+                combine_dtype=recipe.combine_dtype,
                 device=self.device,
                 workspace=self._workspace,
                 timeout_s=self._timeout_s,

@@ -12,10 +12,12 @@ from typing import Any
 import torch
 
 from putget import AllToAll, Communicator, Payload
+from putget.adapters.engines import require_supported
 from putget.adapters.rounds import Rounds
 from putget.adapters.shared import (
     TIMEOUT_S,
     WARMUP_TIMEOUT_S,
+    combine_dtype_of,
     communicator_of,
     engine_workspace_bytes,
     shared_workspace,
@@ -39,7 +41,12 @@ class FourPayloadAllToAll:
         hidden_size: Length of the row that experts return.
         dtype: Its element type: bfloat16, float16 or float32.
         num_experts: Must be None: statistics of the load balancer do not travel with the rows.
-        use_low_precision_combine: Must be False.
+        use_low_precision_combine: Rows come back as E4M3 with one float32 scale for 128 values, half of the bytes; the
+            sum and the result are as without it. hidden_size is a multiple of 16.
+        ep_group_health: Must be None; ``all_to_all.set_active_ranks`` goes on without a rank.
+        alltoall_watchdog_timeout_s: Deadline of every wait, in seconds, in the place of timeout_s.
+        alltoall_watchdog_poll_interval_s: Not used: kernels watch their deadline themselves.
+        alltoall_watchdog_on_timeout: Must be None: a missing rank is ``putget.PeerTimeout``.
         extra_payload_bytes_per_token: Bytes of scale factors beyond what hidden_size x dtype leaves room for.
         device: Where the rows live; by default the current CUDA device, or the CPU where there is none.
         timeout_s: Deadline of every wait, in seconds.
@@ -61,6 +68,10 @@ class FourPayloadAllToAll:
         dtype: torch.dtype | None = None,
         num_experts: int | None = None,
         use_low_precision_combine: bool = False,
+        ep_group_health: Any = None,
+        alltoall_watchdog_timeout_s: float | None = None,
+        alltoall_watchdog_poll_interval_s: float | None = None,
+        alltoall_watchdog_on_timeout: Any = None,
         *,
         extra_payload_bytes_per_token: int = 0,
         device: torch.device | str | None = None,
@@ -73,9 +84,11 @@ class FourPayloadAllToAll:
             raise ValueError(
                 f"num_experts is {num_experts}, supported is None: no load statistics travel with the rows"
             )
-        if use_low_precision_combine:
-            raise ValueError("use_low_precision_combine is True, supported is False")
+        require_supported(
+            ep_group_health=(ep_group_health, None), alltoall_watchdog_on_timeout=(alltoall_watchdog_on_timeout, None)
+        )
         output = Payload((hidden_size,), torch.bfloat16 if dtype is None else dtype)
+        combine_dtype = combine_dtype_of(use_low_precision_combine)
         comm = communicator_from(mapping)
         shared = shared_workspace(
             comm,
@@ -84,9 +97,10 @@ class FourPayloadAllToAll:
                 max_tokens_per_rank=max_num_tokens_per_rank,
                 dispatch_bytes=output.row_bytes + extra_payload_bytes_per_token,
                 output=output,
+                combine_dtype=combine_dtype,
             ),
             None if device is None else torch.device(device),
-            timeout_s=timeout_s,
+            timeout_s=timeout_s if alltoall_watchdog_timeout_s is None else alltoall_watchdog_timeout_s,
             warmup_timeout_s=warmup_timeout_s,
         )
         self.ep_size = comm.size
@@ -99,6 +113,7 @@ class FourPayloadAllToAll:
             top_k=top_k,
             max_tokens_per_rank=max_num_tokens_per_rank,
             output=output,
+            combine_dtype=combine_dtype,
         )
 
     @property

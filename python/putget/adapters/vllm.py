@@ -7,6 +7,7 @@ plug-ins vLLM loads.) ``install()`` does the same by hand.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import logging
 from typing import Any
@@ -30,32 +31,41 @@ def require_vllm() -> str:
     return require_version("vLLM", ["vllm"], "0.33", "0.34")
 
 
-def prepare_finalize_class(original: Any) -> type:
+def prepare_finalize_class(original: Any, *, low_precision_combine: bool = False) -> type:
     """A prepare-and-finalize on putget with vLLM's base class and the arguments of its one-sided one.
 
     Args:
         original: vLLM's FlashInferNVLinkOneSidedPrepareAndFinalize.
+        low_precision_combine: As for ``install``.
 
     Raises:
         BackendUnavailable: This vLLM has other names or arguments than putget knows.
     """
     kernel = importlib.import_module(_KERNEL)
     require_names("vLLM", kernel, _NEEDED)
-    namespace = {"engine_module": kernel, "__doc__": PrepareFinalizeRounds.__doc__}
+    namespace = {
+        "engine_module": kernel,
+        "low_precision_combine": low_precision_combine,
+        "__doc__": PrepareFinalizeRounds.__doc__,
+    }
     bases = (PrepareFinalizeRounds, kernel.FusedMoEPrepareAndFinalizeModular)
     kind = type("PutgetPrepareAndFinalize", bases, namespace)
     require_arguments("vLLM", original, kind)
     return kind
 
 
-def install() -> None:
+def install(*, low_precision_combine: bool = False) -> None:
     """Puts putget where vLLM's one-sided all-to-all was, before or after vLLM's modules are imported.
+
+    Args:
+        low_precision_combine: Rows come back as E4M3 with one float32 scale for 128 values, half of the bytes.
 
     Raises:
         BackendUnavailable: This vLLM is not known.
     """
     require_vllm()
-    replace_name(MODULE, _NAME, prepare_finalize_class, engine="vLLM")
+    make = functools.partial(prepare_finalize_class, low_precision_combine=low_precision_combine)
+    replace_name(MODULE, _NAME, make, engine="vLLM")
 
 
 def plugin() -> None:

@@ -9,7 +9,7 @@ import torch
 
 from putget import Payload
 from putget.adapters.rounds import Rounds
-from putget.adapters.shared import communicator_of, engine_workspace_bytes, shared_workspace
+from putget.adapters.shared import combine_dtype_of, communicator_of, engine_workspace_bytes, shared_workspace
 
 _FUSED_MOE = "vllm.model_executor.layers.fused_moe"
 
@@ -39,6 +39,7 @@ class PrepareFinalizeRounds:
     """
 
     engine_module: ClassVar[Any] = None  # vLLM's modular_kernel
+    low_precision_combine: ClassVar[bool] = False  # rows come back as E4M3 with one float32 scale for 128 values
 
     def __init__(
         self,
@@ -56,6 +57,7 @@ class PrepareFinalizeRounds:
         if num_dispatchers != comm.size:
             raise ValueError(f"num_dispatchers is {num_dispatchers}, the expert-parallel group has {comm.size} ranks")
         row = Payload((hidden_size,), torch.bfloat16)
+        combine_dtype = combine_dtype_of(self.low_precision_combine)
         shared = shared_workspace(
             comm,
             engine_workspace_bytes(
@@ -63,12 +65,18 @@ class PrepareFinalizeRounds:
                 max_tokens_per_rank=max_num_tokens,
                 dispatch_bytes=row.row_bytes,
                 output=row,
+                combine_dtype=combine_dtype,
             ),
             share_by="vllm",
         )
         self.max_num_tokens = max_num_tokens
         self._rounds = Rounds(
-            shared, num_experts=num_experts, top_k=top_k, max_tokens_per_rank=max_num_tokens, output=None
+            shared,
+            num_experts=num_experts,
+            top_k=top_k,
+            max_tokens_per_rank=max_num_tokens,
+            output=None,
+            combine_dtype=combine_dtype,
         )
 
     # --- what vLLM asks for -------------------------------------------------------------------------------------------

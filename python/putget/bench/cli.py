@@ -118,10 +118,11 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         default="bfloat16",
         help="type of the rows that combine brings back; with fp8_*, experts and result are BF16 (%(default)s)",
     )
-    add("-b", dest="first", type=int, default=1, metavar="N", help="first batch size, tokens a rank (%(default)s)")
+    add("-b", dest="first", type=int, metavar="N", help="first batch size, tokens a rank (1)")
     add("-e", dest="last", type=int, metavar="N", help="last batch size (2048, or 64 on the CPU)")
     add("-i", dest="step", type=int, metavar="N", help="step between batch sizes")
     add("-f", dest="factor", type=int, metavar="N", help="factor between batch sizes (2)")
+    add("--batches", metavar="LIST", help="batch sizes, comma-separated and ascending, instead of -b, -e, -i and -f")
     add("--max_tokens_per_rank", type=int, metavar="N", help="capacity of the workspace (the last batch size)")
     add("--iters", type=int, metavar="N", help="timed iterations of each size (100, or 20 on the CPU)")
     add("--warmup", type=int, metavar="N", help="iterations before them (20, or 3 on the CPU)")

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 
 import torch
+from torch import Tensor
 
-from putget import AllToAll, Communicator, Payload, Workspace
+from putget import AllToAll, Communicator, Launch, Payload, Workspace
 from putget.bench.launch import Emit, RankContext
 from putget.bench.timing import CpuTimer, CudaTimer, Step, Timer, make_flush, median, series_length, slowest
 from putget.bench.traffic import gigabytes_per_second
+from putget.row_probe import MAX_RANKS, RowProbe
 
 _BARRIERS_IN_A_ROW = 20
 _CONTROL_BYTES = 1 << 20  # more than the flags and counters of a workspace take
+_TOP_K = 8  # of rows to random peers
+_ROW_THREADS, _ROW_SEGMENT = 512, 2048
 _TIMEOUT_S = 120.0  # between two barriers ranks generate inputs and check results, on few cores one after the other
 
 
@@ -32,6 +36,25 @@ class LinkRate:
     kind: str
     bytes_per_peer: int
     num_sms: int | None
+    latency_us: float
+    gbps: float
+
+
+@dataclass(frozen=True)
+class RowRate:
+    """One measurement of rows that go to random peers, as those of a round do; slowest rank, median.
+
+    Attributes:
+        kind: "put" or "get".
+        row_bytes: of one row, a multiple of 16.
+        num_tokens: tokens of a rank; each has a row at each peer with the chance of top_k random experts.
+        latency_us: time of the kernel, which ends or begins with a flag between all ranks.
+        gbps: 10^9 bytes a second of one rank to (from) its peers, all ranks at once.
+    """
+
+    kind: str
+    row_bytes: int
+    num_tokens: int
     latency_us: float
     gbps: float
 
@@ -62,6 +85,8 @@ class RooflineSettings:
         device: "cuda" or "cpu".
         sizes: bytes per peer.
         sms: SM counts to try on CUDA; None is all of them.
+        rows: bytes of rows to try on CUDA, multiples of 16.
+        tokens: numbers of them a rank.
         iters: timed iterations of each.
     """
 
@@ -69,6 +94,8 @@ class RooflineSettings:
     device: str
     sizes: tuple[int, ...]
     sms: tuple[int | None, ...]
+    rows: tuple[int, ...]
+    tokens: tuple[int, ...]
     iters: int
 
 
@@ -163,6 +190,48 @@ def measure(context: RankContext, settings: RooflineSettings, emit: Emit) -> int
         for kind, num_sms in (*transfers, ("copy", 0)):
             for size in settings.sizes:
                 emit({"kind": "rate", "rate": asdict(link.rate(kind, size, num_sms, settings.iters))})
+        if context.device.type == "cuda" and context.size <= MAX_RANKS:
+            for row_bytes in settings.rows:
+                for row_rate in row_rates(communicator, context, link.timer, row_bytes, settings):
+                    emit({"kind": "row_rate", "rate": asdict(row_rate)})
     link.close()
     communicator.close()
     return 0
+
+
+def row_rates(
+    communicator: Communicator, context: RankContext, timer: Timer, row_bytes: int, settings: RooflineSettings
+) -> Iterator[RowRate]:
+    """Rows of one size to and from random peers. Collective."""
+    most, size = max(settings.tokens), context.size
+    num_bytes = RowProbe.bytes_for(size, size * most * row_bytes + _CONTROL_BYTES)
+    workspace = Workspace(communicator, num_bytes, context.device)
+    probe = RowProbe(workspace)
+    generator = torch.Generator().manual_seed(context.rank)
+    sms = torch.cuda.get_device_properties(context.device).multi_processor_count
+    launch = Launch(sms, _ROW_THREADS, _ROW_SEGMENT, 1)
+    for num_tokens in settings.tokens:
+        wanted = torch.rand(num_tokens, size, generator=generator) < 1 - (1 - 1 / size) ** _TOP_K
+        wanted[:, context.rank] = False
+        slots = context.rank * most + wanted.cumsum(0, dtype=torch.int32) - 1
+        table = torch.where(wanted, slots, -1).to(context.device, torch.int32)
+        rows = torch.randint(256, (num_tokens, row_bytes), dtype=torch.uint8, device=context.device)
+        out = torch.empty_like(rows)
+
+        def put(table: Tensor = table, rows: Tensor = rows) -> None:
+            probe.put(table, rows, launch)
+
+        def get(table: Tensor = table, out: Tensor = out) -> None:
+            probe.get(table, out, launch)
+
+        put()
+        get()
+        length, num_series = series_length(settings.iters)
+        series = timer.steps([Step(put, "put"), Step(get, "get")], length)
+        readings = slowest([series() for _ in range(1 + num_series)][1:])
+        probe.check()
+        moved = int(wanted.sum()) * row_bytes
+        for kind in ("put", "get"):
+            latency_us = median(readings[kind])
+            yield RowRate(kind, row_bytes, num_tokens, latency_us, gigabytes_per_second(moved, latency_us))
+    workspace.close()

@@ -35,26 +35,8 @@ def run(args: argparse.Namespace, command: Sequence[str]) -> int:
     document = report.new_document(settings, command, statuses, args.commit)
     with RunProgress(console, f"putget {args.command}", len(settings.batches)) as progress:
         progress.stage(f"starting {settings.ep_size} ranks on {settings.device}")
-
-        def on_event(event: dict[str, Any]) -> None:
-            if event["kind"] == "stage":
-                progress.stage(event["text"])
-            elif event["kind"] == "ceiling":
-                document["ceiling"] = event["ceiling"]
-                document["timing"]["empty_us"] = event["empty_us"]
-            elif event["kind"] == "peers":
-                document["peers"] = event["peers"]
-            elif event["kind"] == "workspace":
-                document["workspace"] = event["map"]
-            elif event["kind"] == "mismatch":
-                document["mismatches"].append(event["text"])
-                progress.line(f"MISMATCH {event['text']}")
-            elif event["kind"] == "size":
-                document["results"].append(event["size"])
-                progress.line(size_line(event["size"]))
-                progress.advance()
-
-        exit_code = launch.run(measure, settings, settings.ep_size, settings.device, on_event)
+        listen = listener(document, progress)
+        exit_code = launch.run(measure, settings, settings.ep_size, settings.device, listen)
     if not launch.is_reporter():
         return exit_code
     report.show(document, console)
@@ -67,6 +49,30 @@ def run(args: argparse.Namespace, command: Sequence[str]) -> int:
         plot.draw(document, Path(args.plot))
         console.print(f"plot: {args.plot}", soft_wrap=True)
     return exit_code
+
+
+def listener(document: report.Document, progress: RunProgress) -> launch.Emit:
+    """What takes the events of a run into its report and shows them."""
+
+    def on_event(event: launch.Event) -> None:
+        if event["kind"] == "stage":
+            progress.stage(event["text"])
+        elif event["kind"] == "ceiling":
+            document["ceiling"] = event["ceiling"]
+            document["timing"]["empty_us"] = event["empty_us"]
+        elif event["kind"] == "peers":
+            document["peers"] = event["peers"]
+        elif event["kind"] == "workspace":
+            document["workspace"] = event["map"]
+        elif event["kind"] == "mismatch":
+            document["mismatches"].append(event["text"])
+            progress.line(f"MISMATCH {event['text']}")
+        elif event["kind"] == "size":
+            document["results"].append(event["size"])
+            progress.line(size_line(event["size"]))
+            progress.advance()
+
+    return on_event
 
 
 def size_line(size: dict[str, Any]) -> str:

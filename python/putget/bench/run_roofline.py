@@ -19,9 +19,11 @@ from putget.bench.run_bench import check_writable
 from putget.bench.settings import resolve_device, resolve_ep_size
 from putget.bench.traffic import readable
 
-SCHEMA = "putget.roofline/2"
+SCHEMA = "putget.roofline/3"
 _SIZES = {"cuda": (64 << 10, 1 << 20, 16 << 20, 64 << 20), "cpu": (64 << 10, 1 << 20, 4 << 20)}
 _SMS = (4, 8, 16, 32, 64)
+_ROWS = (7456, 14336)  # of dispatch and combine of the profile deepseek_v3
+_TOKENS = (128, 512, 2048, 8192)
 
 
 def run(args: argparse.Namespace, command: Sequence[str]) -> int:
@@ -35,7 +37,7 @@ def run(args: argparse.Namespace, command: Sequence[str]) -> int:
     sms: tuple[int | None, ...] = (None,)
     if device == "cuda":
         sms = (*(count for count in _SMS if count < hardware.gpus()[0].num_sms), None)
-    settings = RooflineSettings(ep_size, device, _SIZES[device], sms, iters)
+    settings = RooflineSettings(ep_size, device, _SIZES[device], sms, _ROWS, _TOKENS, iters)
     document: dict[str, Any] = {
         "schema": SCHEMA,
         **environment.describe(args.commit),
@@ -43,6 +45,7 @@ def run(args: argparse.Namespace, command: Sequence[str]) -> int:
         "config": {"ep_size": ep_size, "device": device, "iters": iters},
         "barrier_us": None,
         "rates": [],
+        "row_rates": [],
     }
     console = make_console(quiet=not launch.is_reporter())
     with RunProgress(console, "putget roofline", (2 * len(sms) + 1) * len(settings.sizes)) as progress:
@@ -57,6 +60,8 @@ def run(args: argparse.Namespace, command: Sequence[str]) -> int:
                 size = readable(rate["bytes_per_peer"])
                 progress.stage(f"{rate['kind']} of {size} with each peer: {rate['gbps']:.3g} GB/s")
                 progress.advance()
+            elif event["kind"] == "row_rate":
+                document["row_rates"].append(event["rate"])
 
         exit_code = launch.run(measure, settings, ep_size, device, on_event)
     if not launch.is_reporter():
@@ -64,6 +69,9 @@ def run(args: argparse.Namespace, command: Sequence[str]) -> int:
     if document["rates"]:
         console.print("\nGB/s of one rank with all its peers, by bytes to each; slowest rank, median", style="bold")
         console.print(_table(document))
+    if document["row_rates"]:
+        console.print("\nThe same with rows to and from random peers, by tokens a rank", style="bold")
+        console.print(_row_table(document["row_rates"]))
     console.print(f"A barrier between all ranks takes {document['barrier_us']:.2f} us: a dispatch without tokens.")
     if ep_size == 1:
         console.print("One rank has no peer to move bytes to: pass --ep_size 2 or more.")
@@ -85,4 +93,15 @@ def _table(document: dict[str, Any]) -> Table:
         if on_cuda:
             cells.append("all" if num_sms is None else str(num_sms))
         table.add_row(*cells, *(f"{found[size]:.3g}" for size in sizes))
+    return table
+
+
+def _row_table(rates: list[dict[str, Any]]) -> Table:
+    counts = sorted({rate["num_tokens"] for rate in rates})
+    table = new_table("rows", "bytes each", *(str(count) for count in counts))
+    rows: dict[tuple[str, int], dict[int, float]] = {}
+    for rate in rates:
+        rows.setdefault((rate["kind"], rate["row_bytes"]), {})[rate["num_tokens"]] = rate["gbps"]
+    for (kind, row_bytes), found in rows.items():
+        table.add_row(kind, str(row_bytes), *(f"{found[count]:.3g}" for count in counts))
     return table

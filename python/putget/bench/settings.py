@@ -153,8 +153,7 @@ def resolve(args: argparse.Namespace, world_size: int | None) -> Settings:
             f"{shape.hidden_size}"
         )
     profiles.payloads(shape.quant, shape.hidden_size)
-    last = args.last if args.last is not None else (max(args.first, 64) if on_cpu else max(args.first, 2048))
-    batches = batch_sizes(args.first, last, args.step, args.factor)
+    batches = _resolve_batches(args, 64 if on_cpu else 2048)
     capacity = args.max_tokens_per_rank if args.max_tokens_per_rank is not None else max(1, batches[-1])
     if capacity < max(1, batches[-1]):
         raise ValueError(f"--max_tokens_per_rank must be at least the largest batch {batches[-1]} (-e), got {capacity}")
@@ -301,6 +300,21 @@ def _resolve_ablate(args: argparse.Namespace) -> tuple[str, ...]:
     if args.command != "ablate":
         return ()
     return _resolve_names("--only", args.only, tuple(GROUPS)) or tuple(GROUPS)
+
+
+def _resolve_batches(args: argparse.Namespace, usual_last: int) -> tuple[int, ...]:
+    if args.batches is None:
+        first = 1 if args.first is None else args.first
+        last = max(first, usual_last) if args.last is None else args.last
+        return batch_sizes(first, last, args.step, args.factor)
+    for flag, value in (("-b", args.first), ("-e", args.last), ("-i", args.step), ("-f", args.factor)):
+        if value is not None:
+            raise ValueError(f"--batches {args.batches} and {flag} {value} exclude each other")
+    parts = [part.strip() for part in args.batches.split(",")]
+    sizes = tuple(int(part) for part in parts if part.isdecimal())
+    if len(sizes) != len(parts) or list(sizes) != sorted(set(sizes)):
+        raise ValueError(f"--batches must be ascending numbers of tokens, comma-separated, got {args.batches!r}")
+    return sizes
 
 
 def _any_of(names: tuple[str, ...]) -> str:

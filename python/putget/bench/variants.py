@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from putget import AllToAll, Communicator, Payload, Received, hardware
+from putget.bench import floor
 from putget.bench.ablation import GROUPS, Bench, Variant, group
 from putget.bench.contender import ROUND_TIMEOUT_S, NoWaits, Putget, Round, received_differs
 from putget.bench.inputs import same_bytes
@@ -20,6 +21,7 @@ from putget.bench.profiles import NVFP4_GROUP, QUANTS
 from putget.bench.rounds import Rounds
 from putget.bench.settings import FP8_PACK, Settings
 from putget.bench.traffic import Traffic
+from putget.row_probe import MAX_RANKS
 
 __all__ = ["GROUPS", "make"]
 
@@ -101,6 +103,23 @@ def exchanges(settings: Settings) -> Iterator[Variant]:
         lambda bench: IdsByAllGather(bench, dist.new_group(backend=backend)),
         only_dispatch,
     )
+
+
+@group("floor")
+def floors(settings: Settings) -> Iterator[Variant]:
+    """The bytes and the flags of a round alone; and ways to find slots and to share out rows. GPUs only."""
+    if settings.device != "cuda" or settings.ep_size > MAX_RANKS:
+        return
+    for way, name, changes in (
+        ("spread", "bytes and flags", "no logic: slots are known, rows are summed as integers"),
+        ("block", "bytes, a CTA a token", "the same, but a CTA puts the whole row of a token"),
+        ("counted", "bytes, counted slots", "the same, and it counts slots with atomics"),
+    ):
+
+        def build(bench: Bench, way: str = way) -> floor.Floor:
+            return floor.Floor(bench, way)
+
+        yield Variant(name, changes, settings, build)
 
 
 def make(

@@ -104,12 +104,15 @@ class Bf16Experts(nn.Module):
 class Fp8Experts(nn.Module):
     """Block-scaled FP8 rows and weights, as DeepSeek-V3 has them; see ``putget.moe.grouped_fp8``.
 
+    Rows are quantised before they travel, or travel as BF16 and are quantised where they have arrived: the same codes.
+
     Args:
         num_experts: Experts held here; may be 0.
         hidden_size: Elements of a row; a multiple of 128.
         intermediate_size: Elements between the two products; a multiple of 128.
         gate: "silu" or "gelu".
         device: Where the weights are.
+        row_dtype: Of the rows that travel: float8_e4m3fn or bfloat16.
 
     Attributes:
         gate_up: [num_experts, 2 * intermediate_size, hidden_size] float8_e4m3fn.
@@ -119,13 +122,20 @@ class Fp8Experts(nn.Module):
     """
 
     def __init__(
-        self, num_experts: int, hidden_size: int, intermediate_size: int, gate: Gate, device: torch.device
+        self,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        gate: Gate,
+        device: torch.device,
+        row_dtype: torch.dtype = torch.float8_e4m3fn,
     ) -> None:
         super().__init__()
         grouped_fp8.check_multiple("hidden_size", hidden_size)
         grouped_fp8.check_multiple("intermediate_size", intermediate_size)
         self.gate = gate
         self.hidden_size = hidden_size
+        self.row_dtype = row_dtype
         hidden, between = hidden_size // grouped_fp8.GROUP, intermediate_size // grouped_fp8.GROUP
         self.gate_up = _weight(num_experts, 2 * intermediate_size, hidden_size, torch.float8_e4m3fn, device)
         self.gate_up_scales = _weight(num_experts, 2 * between, hidden, torch.float32, device)
@@ -133,7 +143,9 @@ class Fp8Experts(nn.Module):
         self.down_scales = _weight(num_experts, hidden, between, torch.float32, device)
 
     def payloads(self) -> list[Payload]:
-        """See ``Experts.payloads``: rows, and their scales."""
+        """See ``Experts.payloads``: rows; of FP8 ones their scales too."""
+        if self.row_dtype == torch.bfloat16:
+            return [Payload((self.hidden_size,), torch.bfloat16)]
         return [
             Payload((self.hidden_size,), torch.float8_e4m3fn),
             Payload((self.hidden_size // grouped_fp8.GROUP,), torch.float32),
@@ -141,7 +153,7 @@ class Fp8Experts(nn.Module):
 
     def prepare(self, x: Tensor) -> tuple[Tensor, ...]:
         """See ``Experts.prepare``."""
-        return grouped_fp8.quantise_rows(x)
+        return (x,) if self.row_dtype == torch.bfloat16 else grouped_fp8.quantise_rows(x)
 
     def load(self, expert: int, gate: Tensor, up: Tensor, down: Tensor) -> None:
         """See ``Experts.load``."""
@@ -165,7 +177,10 @@ class Fp8Experts(nn.Module):
         self, payloads: Sequence[Tensor], groups: Groups, expected_rows: int, num_sms: int | None = None
     ) -> Tensor:
         """See ``Experts.__call__``."""
-        rows, scales = payloads
+        if self.row_dtype == torch.bfloat16:
+            rows, scales = grouped_fp8.quantise_rows(payloads[0], num_rows=groups.offsets[-1:])
+        else:
+            rows, scales = payloads
         starts, counts = groups.offsets[:-1], groups.num_rows
 
         def product(left: Tensor, left_scales: Tensor, weight: Tensor, weight_scales: Tensor) -> Tensor:

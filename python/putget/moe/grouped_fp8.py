@@ -42,13 +42,16 @@ def check_multiple(name: str, size: int) -> None:
         raise ValueError(f"{name} is {size}, FP8 blocks need a multiple of {GROUP}")
 
 
-def quantise_rows(x: Tensor, out: Tensor | None = None, scales: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def quantise_rows(
+    x: Tensor, out: Tensor | None = None, scales: Tensor | None = None, num_rows: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Rows as E4M3 with one scale per 128 values; the same bytes on CPU and CUDA.
 
     Args:
         x: [num_rows, columns] bfloat16, float16 or float32, contiguous; columns a multiple of 128.
         out: [num_rows, columns] float8_e4m3fn to write into, or None.
         scales: [num_rows, columns / 128] float32 to write into, or None.
+        num_rows: One int32 on the device: the rows before it are quantised, the others left alone. None: all.
 
     Returns:
         out and scales: a value is its code times the scale of its group.
@@ -58,21 +61,24 @@ def quantise_rows(x: Tensor, out: Tensor | None = None, scales: Tensor | None = 
     """
     if not isinstance(x, Tensor) or x.dim() != 2:
         raise ValueError(f"x is {type(x).__name__} of shape {list(getattr(x, 'shape', []))}, expected 2 dimensions")
-    num_rows, columns = x.shape
+    rows, columns = x.shape
     check_multiple("columns of x", columns)
-    check_tensor("x", x, (num_rows, columns), _FLOATS, x.device)
+    check_tensor("x", x, (rows, columns), _FLOATS, x.device)
+    if num_rows is not None:
+        check_tensor("num_rows", num_rows, (1,), (torch.int32,), x.device)
     num_groups = columns // GROUP
     out = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device) if out is None else out
-    scales = torch.empty((num_rows, num_groups), device=x.device) if scales is None else scales
-    check_tensor("out", out, (num_rows, columns), (torch.float8_e4m3fn,), x.device)
-    check_tensor("scales", scales, (num_rows, num_groups), (torch.float32,), x.device)
+    scales = torch.empty((rows, num_groups), device=x.device) if scales is None else scales
+    check_tensor("out", out, (rows, columns), (torch.float8_e4m3fn,), x.device)
+    check_tensor("scales", scales, (rows, num_groups), (torch.float32,), x.device)
     if x.is_cuda:
-        _kernels().quantise_rows(x, out, scales)
+        _kernels().quantise_rows(x, out, scales, num_rows)
         return out, scales
-    groups = x.float().view(num_rows, num_groups, GROUP)
-    scales.copy_(groups.abs().amax(dim=2).clamp(min=_SMALLEST) / _LARGEST)
+    counted = slice(None if num_rows is None else int(num_rows))
+    groups = x[counted].float().view(-1, num_groups, GROUP)
+    scales[counted] = groups.abs().amax(dim=2).clamp(min=_SMALLEST) / _LARGEST
     # A cast on the CPU overflows to NaN where CUDA saturates.
-    out.copy_((groups / scales[:, :, None]).clamp(-_LARGEST, _LARGEST).flatten(1))
+    out[counted] = (groups / scales[counted, :, None]).clamp(-_LARGEST, _LARGEST).flatten(1).to(out.dtype)
     return out, scales
 
 

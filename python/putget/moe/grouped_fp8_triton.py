@@ -13,7 +13,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 _GROUP = 128
 _LARGEST = 448.0  # of E4M3
 _SMALLEST = 1e-12
-_GROUPS_EACH = 8  # groups of 128 values that one program quantises
+_GROUPS_EACH = 8  # groups of 128 values that one program quantises at a time
+_PROGRAMS_PER_SM = 16  # of four warps, which fill it
 
 
 class Tiles(NamedTuple):
@@ -117,30 +118,38 @@ def grouped_kernel(
 
 
 # One compilation for all batch sizes: none is left for a size that comes while a peer waits.
-@triton.jit(do_not_specialize=["num_groups"])
+@triton.jit(do_not_specialize=["num_groups", "num_rows", "groups_each_row"])
 def quantise_kernel(
     x,
     out,
     scales,
     num_groups,
+    num_rows,
+    groups_each_row,
+    HAS_ROWS: tl.constexpr,
     GROUPS: tl.constexpr,
     WIDTH: tl.constexpr,
     LARGEST: tl.constexpr,
     SMALLEST: tl.constexpr,
 ):
-    """Each program quantises GROUPS groups. Grid: ceil(num_groups / GROUPS). No shared memory, no synchronisation.
+    """Each program quantises GROUPS groups, then those num_programs further. No shared memory, no synchronisation.
 
-    Parameters: x, float rows as [num_groups, WIDTH]; out, the same of e4m3; scales [num_groups] float32. Divisions are
-    rounded as on the CPU, so both give the same bytes.
+    Grid: any; ceil(num_groups / GROUPS) where all rows count, else what the GPU holds. Parameters: x, float rows as
+    [num_groups, WIDTH]; out, the same of e4m3; scales [num_groups] float32; num_rows, with HAS_ROWS one int32: rows
+    before it count, each of groups_each_row groups. Divisions are rounded as on the CPU, so both give the same bytes.
     """
-    group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
-    inside = group < num_groups
-    at = group[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
-    values = tl.load(x + at, mask=inside[:, None], other=0.0).to(tl.float32)
-    scale = tl.div_rn(tl.maximum(tl.max(tl.abs(values), axis=1), SMALLEST), tl.full((GROUPS,), LARGEST, tl.float32))
-    scaled = tl.div_rn(values, tl.broadcast_to(scale[:, None], (GROUPS, WIDTH)))
-    tl.store(out + at, tl.clamp(scaled, -LARGEST, LARGEST).to(tl.float8e4nv), mask=inside[:, None])
-    tl.store(scales + group, scale, mask=inside)
+    count = num_groups.to(tl.int64)
+    if HAS_ROWS:
+        count = tl.minimum(count, tl.load(num_rows).to(tl.int64) * groups_each_row)
+    for first in range(tl.program_id(0).to(tl.int64) * GROUPS, count, tl.num_programs(0).to(tl.int64) * GROUPS):
+        group = first + tl.arange(0, GROUPS)
+        inside = group < count
+        at = group[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+        values = tl.load(x + at, mask=inside[:, None], other=0.0).to(tl.float32)
+        scale = tl.div_rn(tl.maximum(tl.max(tl.abs(values), axis=1), SMALLEST), tl.full((GROUPS,), LARGEST, tl.float32))
+        scaled = tl.div_rn(values, tl.broadcast_to(scale[:, None], (GROUPS, WIDTH)))
+        tl.store(out + at, tl.clamp(scaled, -LARGEST, LARGEST).to(tl.float8e4nv), mask=inside[:, None])
+        tl.store(scales + group, scale, mask=inside)
 
 
 def grouped_mm(
@@ -194,14 +203,28 @@ def launch(
     )
 
 
-def quantise_rows(x: Tensor, out: Tensor, scales: Tensor) -> None:
+def quantise_rows(x: Tensor, out: Tensor, scales: Tensor, num_rows: Tensor | None) -> None:
     """See ``putget.moe.grouped_fp8.quantise_rows``; writes into out and scales."""
     num_groups = scales.numel()
-    if num_groups:
-        kernel: Any = quantise_kernel
-        kernel[(triton.cdiv(num_groups, _GROUPS_EACH),)](
-            x, out, scales, num_groups, GROUPS=_GROUPS_EACH, WIDTH=_GROUP, LARGEST=_LARGEST, SMALLEST=_SMALLEST
-        )
+    if not num_groups:
+        return
+    programs = triton.cdiv(num_groups, _GROUPS_EACH)
+    if num_rows is not None:
+        programs = min(programs, _programs(x.device, None) * _PROGRAMS_PER_SM)
+    kernel: Any = quantise_kernel
+    kernel[(programs,)](
+        x,
+        out,
+        scales,
+        num_groups,
+        x if num_rows is None else num_rows,
+        scales.shape[1],
+        HAS_ROWS=num_rows is not None,
+        GROUPS=_GROUPS_EACH,
+        WIDTH=_GROUP,
+        LARGEST=_LARGEST,
+        SMALLEST=_SMALLEST,
+    )
 
 
 def _programs(device: torch.device, num_sms: int | None) -> int:

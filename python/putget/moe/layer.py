@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -23,10 +24,7 @@ from putget.moe.traced import LayerOperator
 from putget.payload import Payload
 from putget.workspace import resolve_device
 
-_EXPERTS: dict[torch.dtype, type[Bf16Experts] | type[Fp8Experts]] = {
-    torch.bfloat16: Bf16Experts,
-    torch.float8_e4m3fn: Fp8Experts,
-}
+_MakeExperts: TypeAlias = Callable[[int, int, int, Gate, torch.device], Bf16Experts | Fp8Experts]
 
 
 class ExpertParallelMoE(nn.Module):
@@ -47,8 +45,10 @@ class ExpertParallelMoE(nn.Module):
         router_bias: Whether the router has a correction bias.
         router_dtype: Of the router's weight.
         shared_intermediate_size: The same of the shared experts together; 0: there are none.
-        weight_dtype: torch.bfloat16, or torch.float8_e4m3fn: weights with a scale per 128x128 block, and rows that are
-            quantised before dispatch, with a scale per 128 values, which travel beside them.
+        weight_dtype: torch.bfloat16, or torch.float8_e4m3fn: weights with a scale per 128x128 block, and rows with a
+            scale per 128 values.
+        row_dtype: Of the rows that travel; by default weight_dtype. FP8 weights take either: float8_e4m3fn rows are
+            quantised before dispatch, bfloat16 ones where they have arrived, to the same codes.
         gate: "silu" or "gelu".
         device: "cuda", "cuda:N" or "cpu".
         overlap_shared: Shared experts run on a second stream while rows travel, which then are dispatched in two
@@ -84,6 +84,7 @@ class ExpertParallelMoE(nn.Module):
         router_dtype: torch.dtype = torch.float32,
         shared_intermediate_size: int = 0,
         weight_dtype: torch.dtype = torch.bfloat16,
+        row_dtype: torch.dtype | None = None,
         gate: Gate = "silu",
         device: str | torch.device = "cuda",
         overlap_shared: bool = True,
@@ -98,12 +99,17 @@ class ExpertParallelMoE(nn.Module):
             for name, size in (("hidden_size", hidden_size), ("intermediate_size", intermediate_size)):
                 check_int(name, size, 1, 1 << 20)
             check_int("shared_intermediate_size", shared_intermediate_size, 0, 1 << 20)
-            if weight_dtype not in _EXPERTS:
+            if weight_dtype not in (torch.bfloat16, torch.float8_e4m3fn):
                 raise ValueError(f"weight_dtype is {weight_dtype}, allowed are torch.bfloat16 and torch.float8_e4m3fn")
             if gate not in GATES:
                 raise ValueError(f"gate is {gate!r}, allowed are {' and '.join(map(repr, GATES))}")
+            allowed = (torch.bfloat16, weight_dtype)
+            if row_dtype not in (None, *allowed):
+                raise ValueError(f"row_dtype is {row_dtype}, with weights of {weight_dtype} expected one of {allowed}")
             place = resolve_device(device)
-            kind = _EXPERTS[weight_dtype]
+            kind: _MakeExperts = Bf16Experts
+            if weight_dtype == torch.float8_e4m3fn:
+                kind = partial(Fp8Experts, row_dtype=row_dtype or weight_dtype)
             self.router = Router(
                 hidden_size, num_experts, top_k, routing, bias=router_bias, dtype=router_dtype, device=place
             )

@@ -5,6 +5,7 @@
 
 mod bare;
 mod group;
+mod idle;
 mod measure;
 mod notify;
 mod target;
@@ -68,6 +69,18 @@ enum Command {
         /// Keep the workers polling instead of letting them sleep
         #[arg(long = "busy_poll")]
         busy_poll: bool,
+        /// Write to the engine's own memory: one worker, and nobody who contends with it
+        #[arg(long)]
+        own: bool,
+    },
+    /// Measure what two connected engines without work cost
+    Idle {
+        #[arg(long, value_enum)]
+        provider: Provider,
+        #[arg(long, default_value = "127.0.0.1")]
+        source: String,
+        #[arg(long, default_value_t = 5.0)]
+        seconds: f64,
     },
     /// Measure barrier and scatter in a group of many peers (sim, tcp and net, in one process)
     Group {
@@ -132,8 +145,15 @@ struct Plan {
 fn main() -> Outcome<()> {
     match Cli::parse().command {
         Command::Target { provider, nics, source, busy_poll } => target::serve(provider, nics, &source, busy_poll),
-        Command::Notify { provider, source, count, busy_poll } => notify::run(provider, &source, count, busy_poll),
+        Command::Notify { provider, source, count, busy_poll, own } => {
+            notify::run(provider, &source, count, busy_poll, own)
+        }
         Command::Group { provider, source, peers, rounds } => group::run(provider, &source, peers.into(), rounds),
+        Command::Idle { provider, source, seconds } => {
+            let time = Duration::try_from_secs_f64(seconds)?;
+            let (largest, window) = (4096, 1);
+            idle::run(&Plan { provider, nics: 1, source, time, largest, window, busy_poll: false })
+        }
         Command::BareTarget { provider, source, len } => bare::serve(provider, &source, len),
         Command::Bench { provider, nics, source, seconds, largest, window, busy_poll, bare, output_file } => {
             let time = Duration::try_from_secs_f64(seconds)?;

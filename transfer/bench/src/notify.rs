@@ -108,10 +108,10 @@ impl Pair {
 }
 
 /// Measures and prints.
-pub fn run(provider: Provider, source: &str, count: u32, busy_poll: bool) -> Outcome<()> {
+pub fn run(provider: Provider, source: &str, count: u32, busy_poll: bool, own: bool) -> Outcome<()> {
     let network = SimNetwork::new(1);
-    let (from, to) =
-        (build(provider, &network, 1, source, busy_poll)?, build(provider, &network, 1, source, busy_poll)?);
+    let from = build(provider, &network, 1, source, busy_poll)?;
+    let to = if own { from.clone() } else { build(provider, &network, 1, source, busy_poll)? };
     let ((memory, _), (target, desc)) = (from.alloc_mr(4096)?, to.alloc_mr(4096)?);
     let pair = Pair { from, to, source: memory, desc, _target: target };
     // The connection is set up before anything is timed.

@@ -80,6 +80,11 @@ impl Pair {
         Ok(Self { engine, desc, peer, answers, local: None, child: Some(child) })
     }
 
+    /// The target's process, if it is not this one.
+    pub fn process(&self) -> Option<u32> {
+        self.child.as_ref().map(Child::id)
+    }
+
     /// The digest of the first `len` bytes of the target.
     pub fn digest(&self, len: u64) -> Outcome<u64> {
         if let Some((_, memory)) = &self.local {

@@ -14,7 +14,7 @@ mod queue;
 mod models;
 
 mod sync {
-    pub use loom::sync::atomic::{AtomicUsize, Ordering};
+    pub use loom::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
     pub use loom::sync::{Condvar, Mutex, MutexGuard};
 
     pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {

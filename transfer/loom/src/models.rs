@@ -107,6 +107,48 @@ fn a_sleeping_consumer_misses_no_item() {
     });
 }
 
+/// A bell that a consumer outside hears, as a descriptor would be: it stays rung until somebody looks.
+fn with_bell<T>() -> (Arc<Queue<T>>, Arc<loom::sync::Mutex<bool>>, Arc<loom::sync::Condvar>) {
+    let (rung, changed) = (Arc::new(loom::sync::Mutex::new(false)), Arc::new(loom::sync::Condvar::new()));
+    let (ring, change) = (Arc::clone(&rung), Arc::clone(&changed));
+    let bell = move || {
+        *ring.lock().unwrap() = true;
+        change.notify_all();
+    };
+    (Arc::new(Queue::new(Some(Box::new(bell)))), rung, changed)
+}
+
+#[test]
+fn a_consumer_that_sleeps_outside_misses_no_item_and_no_wake() {
+    loom::model(|| {
+        let (queue, rung, changed) = with_bell();
+        let other = Arc::clone(&queue);
+        let producer = thread::spawn(move || other.push(1).unwrap());
+        let other = Arc::clone(&queue);
+        let shown = Arc::new(Count::new(0));
+        let show = Arc::clone(&shown);
+        let waker = thread::spawn(move || {
+            show.store(1, Relaxed);
+            other.wake();
+        });
+        let mut found = VecDeque::new();
+        while found.is_empty() || shown.load(Relaxed) == 0 {
+            if queue.drain(&mut found) == 0 && queue.begin_outside() {
+                // Without time a bell that does not ring is a deadlock, which loom reports.
+                let mut heard = rung.lock().unwrap();
+                while !*heard {
+                    heard = changed.wait(heard).unwrap();
+                }
+                *heard = false;
+                drop(heard);
+                queue.end_outside();
+            }
+        }
+        producer.join().unwrap();
+        waker.join().unwrap();
+    });
+}
+
 #[test]
 fn an_item_is_taken_or_comes_back_when_the_queue_closes() {
     loom::model(|| {

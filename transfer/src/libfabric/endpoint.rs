@@ -1,6 +1,8 @@
 //! One endpoint and what it needs, with libfabric's calls as functions that cannot be called wrongly.
 
 use std::ffi::{CString, c_void};
+use std::mem::MaybeUninit;
+use std::os::fd::RawFd;
 use std::ptr::{null, null_mut};
 
 use super::ffi::*;
@@ -55,12 +57,23 @@ pub(super) struct Endpoint {
     domain: *mut Domain,
     av: *mut Av,
     cq: *mut Cq,
+    /// Counts writes of peers, where nothing wakes a thread for them.
+    cntr: *mut Cntr,
     ep: *mut Ep,
+    /// A queue without completions, for its descriptor alone.
+    silent: *mut Cq,
+    /// Becomes readable when the provider needs a thread. Closed with its queue.
+    wait_descriptor: Option<RawFd>,
+    /// The provider's queue stays readable after its first completion (libfabric's net, 1.17).
+    stays_readable: bool,
     pub depth: usize,
     pub max_message: usize,
     mr_mode: i32,
     /// Writes in flight that the provider is trusted with.
     most_writes: usize,
+    /// The provider carries one short write at a time to a peer and refuses the others: libfabric's shm (1.17), whose refusals
+    /// take the lock that the peer needs.
+    pub short_writes_alone: bool,
     /// An immediate without bytes travels with a message of one byte: libfabric's shm gets stuck over no bytes at all.
     imm_by_message: bool,
 }
@@ -87,12 +100,16 @@ impl Endpoint {
             domain: null_mut(),
             av: null_mut(),
             cq: null_mut(),
+            cntr: null_mut(),
             ep: null_mut(),
+            silent: null_mut(),
+            wait_descriptor: None,
+            stays_readable: provider == "net",
             depth: 0,
             max_message: 0,
             mr_mode: 0,
-            // libfabric's shm (1.17) stops answering with several writes of a few KiB in flight.
-            most_writes: if provider == "shm" { 1 } else { 128 },
+            most_writes: if provider == "shm" { 16 } else { 128 },
+            short_writes_alone: provider == "shm",
             imm_by_message: provider == "shm",
         };
         // SAFETY: without a model, dupinfo allocates a zeroed info with all its attributes.
@@ -171,11 +188,32 @@ impl Endpoint {
                 wait_cond: 0,
                 wait_set: null_mut(),
             };
-            check("fi_cq_open", (operations.cq_open)(self.domain, &mut cq, &mut self.cq, null_mut()))?;
+            // tcp and net have descriptors to wait for; shm and efa have none.
+            let mut waited = cq;
+            waited.wait_obj = FI_WAIT_FD;
+            let into = if self.stays_readable { &mut self.silent } else { &mut self.cq };
+            if (operations.cq_open)(self.domain, &mut waited, into, null_mut()) == 0 {
+                let (fid, mut found): (_, RawFd) = (&raw mut (**into).fid, -1);
+                let got = ((*(*fid).ops).control)(fid, FI_GETWAIT, (&raw mut found).cast());
+                self.wait_descriptor = Some(found).filter(|found| got == 0 && *found >= 0);
+            }
+            if self.cq.is_null() {
+                check("fi_cq_open", (operations.cq_open)(self.domain, &mut cq, &mut self.cq, null_mut()))?;
+            }
             check("fi_endpoint", (operations.endpoint)(self.domain, info, &mut self.ep, null_mut()))?;
             let fid = &raw mut (*self.ep).fid;
             check("fi_ep_bind", ((*(*fid).ops).bind)(fid, &raw mut (*self.av).fid, 0))?;
             check("fi_ep_bind", ((*(*fid).ops).bind)(fid, &raw mut (*self.cq).fid, FI_SEND | FI_RECV))?;
+            if self.wait_descriptor.is_none() {
+                let (events, wait_obj) = (FI_CNTR_EVENTS_COMP, FI_WAIT_NONE);
+                let mut counter = CntrAttr { events, wait_obj, wait_set: null_mut(), flags: 0 };
+                // A provider without such counters is looked at less cleverly.
+                if (operations.cntr_open)(self.domain, &mut counter, &mut self.cntr, null_mut()) == 0
+                    && ((*(*fid).ops).bind)(fid, &raw mut (*self.cntr).fid, FI_REMOTE_WRITE) != 0
+                {
+                    close(fid_of(std::mem::replace(&mut self.cntr, null_mut()).cast()));
+                }
+            }
             check("fi_enable", ((*(*fid).ops).control)(fid, FI_ENABLE, null_mut()))
         }
     }
@@ -310,10 +348,34 @@ impl Endpoint {
         unsafe { ((*(*self.ep).rma).writemsg)(self.ep, &message, flags) }
     }
 
+    /// What becomes readable when there is something to poll for.
+    pub fn wait_descriptor(&self) -> Option<RawFd> {
+        self.wait_descriptor
+    }
+
+    /// Prepares for a wait for the descriptor. False: there is something to poll for.
+    pub fn may_wait(&self) -> bool {
+        let queue = if self.stays_readable { self.silent } else { self.cq };
+        // SAFETY: fabric and queue are open, and the queue has a wait object.
+        unsafe {
+            let waited = [&raw mut (*queue).fid];
+            ((*(*self.fabric).ops).trywait)(self.fabric, waited.as_ptr(), 1) == 0
+        }
+    }
+
+    /// How many writes of peers have landed here, where the provider counts them.
+    pub fn peer_writes(&self) -> u64 {
+        if self.cntr.is_null() {
+            return 0;
+        }
+        // SAFETY: the counter is open.
+        unsafe { ((*(*self.cntr).ops).read)(self.cntr) }
+    }
+
     /// Makes progress and reports some completions. Returns false once there are no more.
     pub fn poll(&self, mut report: impl FnMut(Completion)) -> Result<bool, isize> {
-        let nothing = CqEntry { context: null_mut(), flags: 0, len: 0, buf: null_mut(), data: 0 };
-        let mut entries = [nothing; BATCH];
+        // Left as it is: most looks find nothing, and are not to pay for that.
+        let mut entries = [const { MaybeUninit::<CqEntry>::uninit() }; BATCH];
         // SAFETY: there is room for BATCH entries of the queue's format.
         let count = unsafe { ((*(*self.cq).ops).read)(self.cq, entries.as_mut_ptr().cast(), BATCH) };
         if count == -FI_EAVAIL {
@@ -324,6 +386,8 @@ impl Endpoint {
             return if count == -FI_EAGAIN { Ok(false) } else { Err(count) };
         }
         for entry in entries.iter().take(count as usize) {
+            // SAFETY: the provider has written so many entries.
+            let entry = unsafe { entry.assume_init_ref() };
             if entry.flags & FI_REMOTE_CQ_DATA != 0 {
                 report(Completion::Immediate(entry.data as u32));
             }
@@ -382,7 +446,9 @@ impl Endpoint {
 impl Drop for Endpoint {
     fn drop(&mut self) {
         // In the reverse order of opening. A refusal has nobody left to go to.
-        for object in [self.ep.cast(), self.cq.cast(), self.av.cast(), self.domain.cast(), self.fabric.cast()] {
+        let (queues, tables) =
+            ([self.cq.cast(), self.silent.cast()], [self.av.cast(), self.domain.cast(), self.fabric.cast()]);
+        for object in [self.ep.cast(), self.cntr.cast()].into_iter().chain(queues).chain(tables) {
             close(fid_of(object));
         }
         if !self.info.is_null() {

@@ -34,7 +34,10 @@ pub(super) const FI_AV_TABLE: c_int = 2;
 pub(super) const FI_RM_ENABLED: c_int = 2;
 pub(super) const FI_CQ_FORMAT_DATA: c_int = 3;
 pub(super) const FI_WAIT_NONE: c_int = 0;
-/// The command of `control` that enables an endpoint: the seventh of its enumeration.
+pub(super) const FI_WAIT_FD: c_int = 3;
+pub(super) const FI_CNTR_EVENTS_COMP: c_int = 0;
+/// The commands of `control` that get a wait object and enable an endpoint: the sixth and seventh of their enumeration.
+pub(super) const FI_GETWAIT: c_int = 5;
 pub(super) const FI_ENABLE: c_int = 6;
 
 pub(super) const FI_EAGAIN: isize = 11;
@@ -155,6 +158,10 @@ pub(super) struct Fid {
 pub(super) struct FabricOps {
     pub size: usize,
     pub domain: unsafe extern "C" fn(*mut Fabric, *mut Info, *mut *mut Domain, *mut c_void) -> c_int,
+    pub passive_ep: Unused,
+    pub eq_open: Unused,
+    pub wait_open: Unused,
+    pub trywait: unsafe extern "C" fn(*mut Fabric, *const *mut Fid, c_int) -> c_int,
 }
 
 #[repr(C)]
@@ -169,6 +176,8 @@ pub(super) struct DomainOps {
     pub av_open: unsafe extern "C" fn(*mut Domain, *mut AvAttr, *mut *mut Av, *mut c_void) -> c_int,
     pub cq_open: unsafe extern "C" fn(*mut Domain, *mut CqAttr, *mut *mut Cq, *mut c_void) -> c_int,
     pub endpoint: unsafe extern "C" fn(*mut Domain, *mut Info, *mut *mut Ep, *mut c_void) -> c_int,
+    pub scalable_ep: Unused,
+    pub cntr_open: unsafe extern "C" fn(*mut Domain, *mut CntrAttr, *mut *mut Cntr, *mut c_void) -> c_int,
 }
 
 #[repr(C)]
@@ -217,6 +226,7 @@ pub(super) struct Av {
 }
 
 #[repr(C)]
+#[derive(Clone, Copy)]
 pub(super) struct CqAttr {
     pub size: usize,
     pub flags: u64,
@@ -265,6 +275,26 @@ pub(super) struct CqOps {
 pub(super) struct Cq {
     pub fid: Fid,
     pub ops: *const CqOps,
+}
+
+#[repr(C)]
+pub(super) struct CntrAttr {
+    pub events: c_int,
+    pub wait_obj: c_int,
+    pub wait_set: *mut c_void,
+    pub flags: u64,
+}
+
+#[repr(C)]
+pub(super) struct CntrOps {
+    pub size: usize,
+    pub read: unsafe extern "C" fn(*mut Cntr) -> u64,
+}
+
+#[repr(C)]
+pub(super) struct Cntr {
+    pub fid: Fid,
+    pub ops: *const CntrOps,
 }
 
 #[repr(C)]
@@ -410,6 +440,9 @@ mod tests {
             (size_of::<Mr>(), 40),
             (size_of::<AvAttr>(), 48),
             (size_of::<CqAttr>(), 40),
+            (size_of::<CntrAttr>(), 24),
+            (std::mem::offset_of!(FabricOps, trywait), 40),
+            (std::mem::offset_of!(DomainOps, cntr_open), 40),
             (size_of::<CqEntry>(), 40),
             (size_of::<CqError>(), 80),
             (size_of::<MsgRma>(), 64),

@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 use slab::Slab;
 
 use crate::error::{Error, NetworkError};
-use crate::provider::{Event, Limits, Link, LocalKey, Nic, Post, Registered, Waker, Write};
+use crate::provider::{Event, Limits, Link, LocalKey, Nic, Post, Registered, Wait, Waker, Write};
 use crate::region::Region;
 use endpoint::{Completion, Endpoint, Memory, PlacedContext};
 use ffi::FI_EAGAIN;
@@ -26,6 +26,8 @@ const RECEIVES: usize = 64;
 const SENDS: usize = 64;
 /// Longest write. Shorter pieces of a long transfer let others in between, and end sooner when it is cancelled.
 const MAX_WRITE: usize = 4 << 20;
+/// Longest write that shm copies through its own memory; longer ones the target fetches itself.
+const SHORT: u64 = 4096;
 /// How long memory is kept after its registration ended: a provider may be in the middle of receiving into it.
 const RETIREMENT: Duration = Duration::from_secs(10);
 
@@ -39,6 +41,7 @@ enum Work {
     Write {
         token: u64,
         link: Link,
+        is_short: bool,
         _src: Arc<Region>,
     },
     /// Its connection was dropped and its end reported; only libfabric still has it.
@@ -88,12 +91,18 @@ pub(crate) struct FabricNic {
     unposted: Vec<usize>,
     slots: Slab<Slot>,
     writes: usize,
+    /// Those of them that are short.
+    short_writes: usize,
+    /// Writes of peers that `has_moved` has seen.
+    peer_writes: u64,
     links: Vec<Peer>,
     /// Peers are never taken out of libfabric's table: a connection may be in the middle of something.
     addresses: HashMap<Vec<u8>, u64>,
     regions: Vec<Option<(Memory, Arc<Region>)>>,
     retired: VecDeque<(Instant, Arc<Region>)>,
     finished: Vec<Event>,
+    /// Completions of one look: slots, and lengths or error codes. Kept for its memory.
+    done: Vec<(usize, Result<usize, isize>)>,
 }
 
 /// The part of a shared-memory name that stands for the process: `fi_shm://PID:...`.
@@ -127,11 +136,14 @@ impl FabricNic {
             unposted: (0..RECEIVES).collect(),
             slots: Slab::with_capacity(256),
             writes: 0,
+            short_writes: 0,
+            peer_writes: 0,
             links: Vec::new(),
             addresses: HashMap::new(),
             regions: Vec::new(),
             retired: VecDeque::new(),
             finished: Vec::new(),
+            done: Vec::new(),
         })
     }
 
@@ -203,8 +215,9 @@ impl FabricNic {
                 let result = result.map(|_| ()).map_err(|code| failed(self, code));
                 events.push(Event::Completed { token, result });
             }
-            Work::Write { token, .. } => {
+            Work::Write { token, is_short, .. } => {
                 self.writes -= 1;
+                self.short_writes -= usize::from(is_short);
                 let result = result.map(|_| ()).map_err(|code| failed(self, code));
                 events.push(Event::Completed { token, result });
             }
@@ -222,8 +235,17 @@ impl Nic for FabricNic {
         Limits { max_write: self.endpoint.max_message.min(MAX_WRITE) as u64, max_message: FRAME }
     }
 
-    fn set_waker(&mut self, _waker: Waker) -> bool {
-        false
+    fn wait(&mut self, _waker: Waker) -> Wait {
+        self.endpoint.wait_descriptor().map_or(Wait::Polled, Wait::Descriptor)
+    }
+
+    fn may_wait(&mut self) -> bool {
+        self.finished.is_empty() && self.endpoint.may_wait()
+    }
+
+    fn has_moved(&mut self) -> bool {
+        let count = self.endpoint.peer_writes();
+        std::mem::replace(&mut self.peer_writes, count) != count
     }
 
     fn register(&mut self, region: &Arc<Region>) -> Result<Registered, Error> {
@@ -271,17 +293,18 @@ impl Nic for FabricNic {
             peer.open = false;
         }
         for (_, slot) in &mut self.slots {
-            let (token, orphan, is_write) = match &slot.work {
+            let (token, orphan) = match &slot.work {
                 Work::Send { token, link: own, frame } if *own == link => {
-                    (*token, Work::Orphan { frame: Some(*frame), _src: None }, false)
+                    (*token, Work::Orphan { frame: Some(*frame), _src: None })
                 }
-                Work::Write { token, link: own, _src } if *own == link => {
-                    (*token, Work::Orphan { frame: None, _src: Some(Arc::clone(_src)) }, true)
+                Work::Write { token, link: own, is_short, _src } if *own == link => {
+                    self.writes -= 1;
+                    self.short_writes -= usize::from(*is_short);
+                    (*token, Work::Orphan { frame: None, _src: Some(Arc::clone(_src)) })
                 }
                 _ => continue,
             };
             slot.work = orphan;
-            self.writes -= usize::from(is_write);
             // What libfabric has begun cannot be taken back.
             self.finished.push(Event::Completed { token, result: Err((NetworkError::Disconnected, true)) });
         }
@@ -309,10 +332,11 @@ impl Nic for FabricNic {
 
     fn write(&mut self, write: &Write<'_>) -> Result<(), Post> {
         let to = self.address(write.link)?;
-        if self.writes >= self.endpoint.depth {
+        let is_short = self.endpoint.short_writes_alone && write.len <= SHORT;
+        if self.writes >= self.endpoint.depth || (is_short && self.short_writes > 0) {
             return Err(Post::Full);
         }
-        let work = Work::Write { token: write.token, link: write.link, _src: Arc::clone(write.src) };
+        let work = Work::Write { token: write.token, link: write.link, is_short, _src: Arc::clone(write.src) };
         let local = (write.src.address() + write.src_offset as usize, write.len as usize);
         let posted = self.post(work, |nic, context| match nic.regions.get(write.src_key.0) {
             Some(Some((memory, _))) => {
@@ -323,6 +347,7 @@ impl Nic for FabricNic {
         match posted {
             Ok(()) => {
                 self.writes += 1;
+                self.short_writes += usize::from(is_short);
                 Ok(())
             }
             Err(code) => Err(self.refusal(code)),
@@ -332,7 +357,7 @@ impl Nic for FabricNic {
     fn poll(&mut self, events: &mut Vec<Event>) {
         self.post_receives();
         events.append(&mut self.finished);
-        let mut done = Vec::new();
+        let mut done = std::mem::take(&mut self.done);
         // Bounded, so that a flood of completions does not keep new submissions waiting.
         for _ in 0..8 {
             let more = self.endpoint.poll(|completion| match completion {
@@ -344,7 +369,8 @@ impl Nic for FabricNic {
                 break;
             }
         }
-        done.into_iter().for_each(|(slot, result)| self.complete(slot, result, events));
+        done.drain(..).for_each(|(slot, result)| self.complete(slot, result, events));
+        self.done = done;
         while self.retired.front().is_some_and(|(since, _)| since.elapsed() > RETIREMENT) {
             self.retired.pop_front();
         }

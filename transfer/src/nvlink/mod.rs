@@ -24,7 +24,7 @@ use slab::Slab;
 
 use crate::descriptor::Device as Kind;
 use crate::error::{Error, NetworkError};
-use crate::provider::{Event, Limits, Link, LocalKey, Nic, Post, Registered, Waker, Write};
+use crate::provider::{Event, Limits, Link, LocalKey, Nic, Post, Registered, Wait, Waker, Write};
 use crate::region::Region;
 use crate::shard::Piece;
 use channel::{Listener, Selector};
@@ -268,8 +268,8 @@ impl Nic for NvlinkNic {
         Limits { max_write: MAX_WRITE, max_message: MAX_MESSAGE }
     }
 
-    fn set_waker(&mut self, _waker: Waker) -> bool {
-        false
+    fn wait(&mut self, _waker: Waker) -> Wait {
+        Wait::Polled
     }
 
     fn register(&mut self, region: &Arc<Region>) -> Result<Registered, Error> {

@@ -4,7 +4,7 @@
 mod nic;
 
 use std::collections::{HashMap, HashSet, VecDeque};
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 
 use crate::descriptor::{NetAddr, ProviderKind};
@@ -41,6 +41,8 @@ type Key = Arc<RwLock<Option<Arc<Region>>>>;
 #[derive(Default)]
 struct Port {
     inbox: VecDeque<Event>,
+    /// There may be something in the inbox: spares its owner the network's lock.
+    arrived: Arc<AtomicBool>,
     keys: HashMap<u64, Key>,
     waker: Option<Waker>,
 }
@@ -123,8 +125,10 @@ impl SimNetwork {
 
     pub(crate) fn add_nic(&self) -> SimNic {
         let id = self.net.next_nic.fetch_add(1, Ordering::Relaxed);
-        self.with(|state| state.ports.insert(id, Port::default()));
-        SimNic::new(self.clone(), id)
+        let port = Port::default();
+        let arrived = Arc::clone(&port.arrived);
+        self.with(|state| state.ports.insert(id, port));
+        SimNic::new(self.clone(), id, arrived)
     }
 
     fn with<T>(&self, work: impl FnOnce(&mut State) -> T) -> T {

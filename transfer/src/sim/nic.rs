@@ -1,10 +1,11 @@
 //! One NIC of the simulated network. Its owner's polls carry out what it has posted.
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, PoisonError, RwLock};
 
 use super::{Faults, Port, SimNetwork, State};
 use crate::error::{Error, NetworkError};
-use crate::provider::{Event, Limits, Link, LocalKey, Nic, Post, Registered, Waker, Write};
+use crate::provider::{Event, Limits, Link, LocalKey, Nic, Post, Registered, Wait, Waker, Write};
 use crate::region::Region;
 
 /// Longest write, short enough that tests see transfers cut into several.
@@ -29,6 +30,7 @@ struct Flight {
 pub(crate) struct SimNic {
     network: SimNetwork,
     id: u32,
+    arrived: Arc<AtomicBool>,
     random: fastrand::Rng,
     polls: u64,
     flights: Vec<Flight>,
@@ -46,11 +48,12 @@ enum Delivery {
 }
 
 impl SimNic {
-    pub fn new(network: SimNetwork, id: u32) -> Self {
+    pub fn new(network: SimNetwork, id: u32, arrived: Arc<AtomicBool>) -> Self {
         let random = fastrand::Rng::with_seed(network.net.seed ^ (u64::from(id) << 32));
         Self {
             network,
             id,
+            arrived,
             random,
             polls: 0,
             flights: Vec::new(),
@@ -82,22 +85,28 @@ impl SimNic {
         let Some(target) = self.target(flight.link) else {
             return Delivery::Done(Err(NetworkError::Disconnected));
         };
-        let blocked = |state: &State| {
-            state.cut.contains(&(self.id, target)) || state.dead.contains(&self.id) || state.dead.contains(&target)
+        let rkey = match &flight.work {
+            Work::Message(_) => None,
+            Work::Write { rkey, .. } => Some(*rkey),
         };
-        let missing = self.network.with(|state| (blocked(state), !state.ports.contains_key(&target)));
-        match missing {
-            (true, _) => return Delivery::Stuck,
-            (false, true) => return Delivery::Done(Err(NetworkError::Unreachable)),
-            (false, false) => {}
+        let (blocked, missing, key) = self.network.with(|state| {
+            let dead = state.dead.contains(&self.id) || state.dead.contains(&target);
+            let port = state.ports.get(&target);
+            let key = port.zip(rkey).and_then(|(port, rkey)| port.keys.get(&rkey).cloned());
+            (dead || state.cut.contains(&(self.id, target)), port.is_none(), key)
+        });
+        if blocked {
+            return Delivery::Stuck;
+        }
+        if missing {
+            return Delivery::Done(Err(NetworkError::Unreachable));
         }
         if flight.lost {
             return Delivery::Done(Err(NetworkError::Lost));
         }
         let event = match &flight.work {
             Work::Message(bytes) => Some(Event::Received(bytes.clone())),
-            Work::Write { src, src_offset, dst, rkey, len, imm } => {
-                let key = self.network.with(|state| state.ports.get(&target)?.keys.get(rkey).cloned());
+            Work::Write { src, src_offset, dst, rkey: _, len, imm } => {
                 if let Err(error) = land(key.as_ref(), src, *src_offset, *dst, *len) {
                     return Delivery::Done(Err(error));
                 }
@@ -108,6 +117,7 @@ impl SimNic {
             self.network.with(|state| {
                 let port = state.ports.get_mut(&target)?;
                 port.inbox.push_back(event);
+                port.arrived.store(true, Ordering::Release);
                 port.waker.clone()
             })
         });
@@ -137,9 +147,9 @@ impl Nic for SimNic {
         Limits { max_write: MAX_WRITE, max_message: MAX_MESSAGE }
     }
 
-    fn set_waker(&mut self, waker: Waker) -> bool {
+    fn wait(&mut self, waker: Waker) -> Wait {
         let set = |state: &mut State| state.ports.get_mut(&self.id).map(|port: &mut Port| port.waker = Some(waker));
-        self.network.with(set).is_some()
+        if self.network.with(set).is_some() { Wait::Woken } else { Wait::Polled }
     }
 
     fn register(&mut self, region: &Arc<Region>) -> Result<Registered, Error> {
@@ -191,11 +201,13 @@ impl Nic for SimNic {
     fn poll(&mut self, events: &mut Vec<Event>) {
         self.polls += 1;
         events.append(&mut self.finished);
-        self.network.with(|state| {
-            if let Some(port) = state.ports.get_mut(&self.id).filter(|_| !state.dead.contains(&self.id)) {
-                events.extend(port.inbox.drain(..));
-            }
-        });
+        if self.arrived.load(Ordering::Relaxed) && self.arrived.swap(false, Ordering::Acquire) {
+            self.network.with(|state| {
+                if let Some(port) = state.ports.get_mut(&self.id).filter(|_| !state.dead.contains(&self.id)) {
+                    events.extend(port.inbox.drain(..));
+                }
+            });
+        }
         if self.flights.is_empty() {
             return;
         }

@@ -21,7 +21,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use crate::error::{Error, NetworkError};
-use crate::provider::{Event, Limits, Link, LocalKey, MayLand, Nic, Post, Registered, Waker, Write};
+use crate::provider::{Event, Limits, Link, LocalKey, MayLand, Nic, Post, Registered, Wait, Waker, Write};
 use crate::region::Region;
 use connection::{Connection, FRAME, Queues, RECEIVES, Stage, Tag};
 use control::Control;
@@ -281,8 +281,8 @@ impl Nic for VerbsNic {
         Limits { max_write: u64::from(MAX_WRITE.min(self.port.max_message)), max_message: FRAME }
     }
 
-    fn set_waker(&mut self, _waker: Waker) -> bool {
-        false
+    fn wait(&mut self, _waker: Waker) -> Wait {
+        Wait::Polled
     }
 
     fn register(&mut self, region: &Arc<Region>) -> Result<Registered, Error> {

@@ -117,8 +117,8 @@ impl Worker {
     /// Refuses somebody who is not a peer, over a link that serves for this alone.
     fn refuse(&mut self, from: &Introduction, refusal: Refusal) {
         count(&self.shared.metrics.refusals_total);
-        tracing::info!(peer = ?from.nics.first().map(|nic| nic.name()), %refusal, "connection refused");
         let (Some(first), Some(lane)) = (from.nics.first(), self.lanes.first_mut()) else { return };
+        tracing::info!(peer = %first.name(), %refusal, "connection refused");
         if let Ok(link) = lane.nic.connect(&first.endpoint) {
             self.send_frame(link, &Frame { session: from.session, body: Body::Refuse(refusal) }, None, true);
         }

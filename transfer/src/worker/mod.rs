@@ -9,14 +9,16 @@ mod frames;
 mod messages;
 mod peers;
 mod resets;
+mod rest;
 #[cfg(test)]
 mod tests;
 mod timers;
 mod writes;
 
 use std::collections::{HashMap, VecDeque};
+use std::hash::{BuildHasherDefault, Hasher};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use slab::Slab;
 
@@ -28,15 +30,8 @@ use crate::provider::{Event, LocalKey, Nic, Opener, Registered};
 use crate::queue::Queue;
 use crate::region::Region;
 use crate::shared::Shared;
+use crate::sys::EventFd;
 use command::Command;
-
-/// Polls without anything to do before the thread gives the processor away, and before it sleeps.
-const SPINS: u32 = 100;
-const YIELDS: u32 = 400;
-/// Longest sleep: the timers' own resolution.
-const TICK: Duration = Duration::from_millis(2);
-/// Sleep between polls of NICs that cannot wake the thread, or that have something in flight.
-const NAP: Duration = Duration::from_micros(50);
 
 /// Work that waits for room on a NIC: operation, target, and the operation's id in case the slot has a new tenant.
 type Pending = (usize, usize, u64);
@@ -76,6 +71,25 @@ impl Token {
 /// Most destinations of one operation, as far as a token can tell them apart.
 pub(crate) const MAX_TARGETS: usize = 1 << 24;
 
+/// Hashes the numbers of this engine's operations. Nobody else chooses them, so nothing has to be kept from anybody.
+#[derive(Default)]
+struct Sequential(u64);
+
+impl Hasher for Sequential {
+    fn write(&mut self, bytes: &[u8]) {
+        bytes.iter().for_each(|byte| self.write_u64(self.0 ^ u64::from(*byte)));
+    }
+
+    fn write_u64(&mut self, number: u64) {
+        // The table uses the top and the bottom bits: an odd factor spreads to the top.
+        self.0 = number.wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    }
+
+    fn finish(&self) -> u64 {
+        self.0
+    }
+}
+
 pub(crate) struct Worker {
     shared: Arc<Shared>,
     commands: Arc<Queue<Command>>,
@@ -84,15 +98,14 @@ pub(crate) struct Worker {
     /// This group's own addresses, one per NIC.
     nics: Vec<NetAddr>,
     lanes: Vec<Lane>,
-    /// True if every NIC calls the waker.
-    wakes: bool,
+    rest: rest::Rest,
     inbox: VecDeque<Command>,
     events: Vec<Event>,
     met: Vec<Done>,
     now: Instant,
     next_tick: Instant,
     ops: Slab<writes::Op>,
-    op_slots: HashMap<u64, usize>,
+    op_slots: HashMap<u64, usize, BuildHasherDefault<Sequential>>,
     messages: HashMap<u64, messages::Message>,
     resets: Vec<resets::Reset>,
     asked: Vec<resets::Asked>,
@@ -110,7 +123,7 @@ impl Worker {
     /// Makes the worker on its own thread, after pinning, so that its memory lies near its NICs.
     pub fn new(
         shared: Arc<Shared>,
-        commands: Arc<Queue<Command>>,
+        (commands, bell): (Arc<Queue<Command>>, Arc<EventFd>),
         group: u16,
         kind: ProviderKind,
         nics: Vec<Opener>,
@@ -120,11 +133,12 @@ impl Worker {
         let addresses =
             (0..).zip(&nics).map(|(nic, device)| NetAddr { provider: kind, key, nic, endpoint: device.endpoint() });
         let addresses = addresses.collect();
-        let mut wakes = true;
-        for nic in &mut nics {
+        let wait = |nic: &mut Box<dyn Nic>| {
             let queue = Arc::clone(&commands);
-            wakes &= nic.set_waker(Arc::new(move || queue.wake()));
-        }
+            nic.wait(Arc::new(move || queue.wake()))
+        };
+        let waits: Vec<_> = nics.iter_mut().map(wait).collect();
+        let rest = rest::Rest::new(bell, &waits);
         let lanes = nics.into_iter().map(|nic| Lane { nic, pending: VecDeque::new(), in_flight: 0 }).collect();
         let now = Instant::now();
         let mut worker = Self {
@@ -134,14 +148,14 @@ impl Worker {
             kind,
             nics: addresses,
             lanes,
-            wakes,
+            rest,
             inbox: VecDeque::new(),
             events: Vec::with_capacity(256),
             met: Vec::new(),
             now,
             next_tick: now,
             ops: Slab::with_capacity(256),
-            op_slots: HashMap::new(),
+            op_slots: HashMap::default(),
             messages: HashMap::new(),
             resets: Vec::new(),
             asked: Vec::new(),
@@ -172,20 +186,11 @@ impl Worker {
 
     /// Works until the engine closes the queue, then ends everything that is under way.
     pub fn run(mut self) {
-        let mut idle = 0_u32;
         while !self.commands.is_finished() || !self.inbox.is_empty() {
             if self.turn() {
-                idle = 0;
-                continue;
-            }
-            idle = idle.saturating_add(1);
-            if idle < SPINS {
-                std::hint::spin_loop();
-            } else if self.shared.config.busy_poll || idle < YIELDS {
-                std::thread::yield_now();
+                self.rest.end(self.now);
             } else {
-                let busy = !self.wakes || self.lanes.iter().any(|lane| lane.in_flight > 0);
-                self.commands.wait(if busy { NAP } else { TICK });
+                self.rest();
             }
         }
         self.close();
@@ -202,7 +207,7 @@ impl Worker {
         active |= self.post_pending();
         active |= self.poll();
         if self.now >= self.next_tick {
-            self.next_tick = self.now + TICK;
+            self.next_tick = self.now + timers::TICK;
             self.tick();
         }
         active

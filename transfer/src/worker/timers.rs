@@ -1,9 +1,16 @@
 //! What happens because time passes: deadlines, heartbeats, repetitions.
 
+use std::time::Duration;
+
 use super::Worker;
 use super::peers::Stage;
 use crate::error::{DownReason, Error, Reason};
 use crate::message::Body;
+
+/// Time between two looks at the clock for their sake.
+pub(super) const TICK: Duration = Duration::from_millis(2);
+/// The same without operations that have a deadline.
+pub(super) const IDLE_TICK: Duration = Duration::from_millis(10);
 
 impl Worker {
     pub(super) fn tick(&mut self) {

@@ -172,14 +172,16 @@ impl Worker {
         let mut active = self.post_frames();
         for nic in 0..self.lanes.len() {
             let mut patience = BUSY_TRIES;
+            // One refusal says enough of a connection: every attempt costs its provider something.
+            let mut busy: Option<usize> = None;
             while patience > 0
                 && let Some(entry) = self.lanes.get_mut(nic).and_then(|lane| lane.pending.pop_front())
             {
                 let (slot, target, id) = entry;
-                if self.ops.get(slot).is_none_or(|op| op.id != id) {
-                    continue;
-                }
-                match self.post_next(slot, target, nic) {
+                let Some(op) = self.ops.get(slot).filter(|op| op.id == id) else { continue };
+                let peer = op.targets.get(target).map(|target| target.peer);
+                let step = if busy.is_some() && busy == peer { Step::Busy } else { self.post_next(slot, target, nic) };
+                match step {
                     Step::Full => {
                         if let Some(lane) = self.lanes.get_mut(nic) {
                             lane.pending.push_front(entry);
@@ -198,6 +200,7 @@ impl Worker {
                     Step::Busy => {
                         // Behind the others, which may go elsewhere.
                         patience -= 1;
+                        busy = peer;
                         if let Some(lane) = self.lanes.get_mut(nic) {
                             lane.pending.push_back(entry);
                         }

@@ -1,0 +1,116 @@
+"""A round without its logic: the memory traffic and the flags that no dispatch and no combine can do without."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from putget import _abi
+from putget.errors import PutgetError
+from putget.options import Launch, check_launch
+from putget.workspace import Workspace, current_stream
+
+MAX_RANKS = 32
+WAYS = ("spread", "block", "counted")
+_STATE_WORDS = 4  # and one for each rank
+
+
+class RowProbe:
+    """Puts rows into slots of a workspace that a table names, and gets rows from there. GPUs only, up to 32 ranks.
+
+    The two take turns on all ranks: each begins or ends with flags to every rank, as a round does. Collective to make.
+    Nothing else may use the workspace.
+
+    Args:
+        workspace: Its memory is used from the control area on.
+
+    Attributes:
+        room: The own memory that slots lie in, as uint8.
+    """
+
+    def __init__(self, workspace: Workspace) -> None:
+        size = workspace.comm.size
+        self._workspace = workspace
+        start = workspace.control_bytes()
+        flags = int(_abi.library().putget_probe_flag_bytes(size))
+        memory = workspace.memory.peer_tensor(workspace.comm.rank)
+        memory[start : start + flags] = 0
+        self.room = memory[start + flags :]
+        self._state = torch.zeros(_STATE_WORDS + size, dtype=torch.int64, device=workspace.device)
+        workspace.comm.synchronize(workspace.device)
+        workspace.comm.compare("row probe", {"bytes": len(self.room)}, workspace.warmup_timeout_s)
+
+    @staticmethod
+    def bytes_for(comm_size: int, slot_bytes: int) -> int:
+        """Bytes of a workspace whose room has so many bytes, but for the control area."""
+        return int(_abi.library().putget_probe_flag_bytes(comm_size)) + slot_bytes
+
+    def put(self, slots: Tensor, rows: Tensor, launch: Launch, way: str = "spread", first_slot: int = 0) -> None:
+        """Enqueues: puts rows, tells every rank, and waits until the rows of all ranks are there.
+
+        Args:
+            slots: [num_tokens, ep_size] int32, a slot in that rank's room, -1 for no row.
+            rows: [num_tokens, row_bytes] uint8, row_bytes a multiple of 16.
+            launch: All fields are used.
+            way: "spread": warps share rows. "block": a CTA takes a token. "counted": likewise, and it counts the slots
+                of each rank with atomics, from first_slot on.
+            first_slot: Of this rank in every rank's room.
+
+        Raises:
+            ValueError: An argument is not allowed.
+            BackendUnavailable: The memory is not on a GPU.
+        """
+        self._run(_abi.PROBE_WRITE, slots, rows, launch, way, 0, first_slot)
+
+    def get(self, slots: Tensor, out: Tensor, launch: Launch, offset: int = 0) -> None:
+        """Enqueues: tells every rank, waits for all, gets the rows and writes the sums of their 32-bit words.
+
+        Args:
+            slots: As for ``put``.
+            out: [num_tokens, row_bytes] uint8.
+            launch: All fields are used but splits.
+            offset: Of slot 0 in the room, in bytes; a multiple of 16.
+
+        Raises:
+            ValueError: An argument is not allowed.
+            BackendUnavailable: The memory is not on a GPU.
+        """
+        self._run(_abi.PROBE_READ, slots, out, launch, "spread", offset, 0)
+
+    def check(self) -> None:
+        """Waits for the device.
+
+        Raises:
+            PutgetError: A wait for another rank was given up.
+        """
+        given_up = int(self._state[2].item())
+        if given_up:
+            raise PutgetError(f"{given_up} waits of a probe of rows were given up")
+
+    def _run(
+        self, kind: int, slots: Tensor, rows: Tensor, launch: Launch, way: str, offset: int, first_slot: int
+    ) -> None:
+        if way not in WAYS:
+            raise ValueError(f"way is {way!r}, allowed are {WAYS}")
+        if rows.dim() != 2 or rows.dtype != torch.uint8 or not rows.is_contiguous():
+            raise ValueError(f"rows is {tuple(rows.shape)} {rows.dtype}, expected [num_tokens, row_bytes] torch.uint8")
+        shape = (len(rows), self._workspace.comm.size)
+        if tuple(slots.shape) != shape or slots.dtype != torch.int32 or not slots.is_contiguous():
+            raise ValueError(f"slots is {tuple(slots.shape)} {slots.dtype}, expected {shape} torch.int32")
+        args = _abi.ProbeRowsArgs(
+            kind=kind,
+            slots_by=WAYS.index(way),
+            slots=slots.data_ptr(),
+            rows=rows.data_ptr(),
+            out=rows.data_ptr(),
+            state=self._state.data_ptr(),
+            stream=current_stream(self._workspace.device),
+            offset=offset,
+            num_tokens=len(rows),
+            row_bytes=rows.shape[1],
+            first_slot=first_slot,
+            launch=check_launch("launch", launch),
+        )
+        _abi.call("putget_probe_rows", self._workspace.memory.handle, ctypes.byref(args))

@@ -1,0 +1,62 @@
+"""The programs of benchmarks/ that measure the all-to-all, on two CPU ranks, and the tables made of their reports."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import jsonschema
+
+from putget.bench import report
+from tests.project.checkout import ROOT
+
+RUNS = """
+# a comment
+ablate: ablate --batches 2 --hidden_size 256 --iters 2 --warmup 1 --only direction   # another
+ep2/deepseek_v3: bench --batches 1,3 --hidden_size 256 --iters 2 --warmup 1 --peers nccl
+distribution_3: bench --batches 3 --hidden_size 256 --iters 5 --warmup 1 --iter_stats
+"""
+
+
+def run(program: str, *arguments: str) -> str:
+    command = [sys.executable, str(ROOT / "benchmarks" / program), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_a_series_an_overlap_and_their_tables(tmp_path: Path) -> None:
+    runs = tmp_path / "runs.txt"
+    runs.write_text(RUNS)
+    (tmp_path / "ep2").mkdir()
+    run("series.py", str(runs), "--ep_size", "2", "--device", "cpu", "--out", str(tmp_path))
+    for name, sizes in (("ablate", [2]), ("ep2/deepseek_v3", [1, 3]), ("distribution_3", [3])):
+        document = json.loads((tmp_path / f"{name}.json").read_text())
+        jsonschema.Draft202012Validator(report.schema()).validate(document)
+        assert [size["batch_size"] for size in document["results"]] == sizes
+    flags = "--ep_size 2 --device cpu --tokens 4 --num_sms 0 --product_rows 16 --hidden_size 256 --iters 3"
+    told = run("overlap.py", *flags.split(), "--output_file", str(tmp_path / "overlap.json"))
+    assert "MISMATCH" not in told
+    (overlap,) = json.loads((tmp_path / "overlap.json").read_text())["overlap"]
+    times = overlap["latency_us"]
+    assert overlap["over_longer"] == times["together"] / max(times["halves"], times["products"])
+
+    tables = run("tables.py", str(tmp_path))
+    pair = json.loads((tmp_path / "ablate.json").read_text())["results"][0]["contenders"][1]["pair"]["latency_us"]
+    assert [line for line in tables.splitlines() if line.startswith("| push |") and f" / {pair:.1f} x" in line]
+    for line in ("| deepseek_v3 | 256/8/256 fp8 | 3 |", "| 3 | combine | 8 |", "| 4 | push | None | 16 |"):
+        assert line in tables
+
+
+def test_a_wrong_result_ends_an_overlap_with_an_error() -> None:
+    program = (
+        "import sys, runpy\n"
+        "from putget.bench import launch\n"
+        "launch.run = lambda work, plan, size, device, listen: listen({'kind': 'mismatch', 'text': 'rank 1'}) or 1\n"
+        "sys.argv = ['x', '--ep_size', '2', '--device', 'cpu']\n"
+        f"runpy.run_path({str(ROOT / 'benchmarks' / 'overlap.py')!r}, run_name='__main__')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (1, "MISMATCH rank 1\n"), done.stderr

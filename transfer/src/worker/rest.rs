@@ -1,0 +1,131 @@
+//! What a worker does without work: it goes on looking for a moment, gives the processor away, and at last sleeps until
+//! something wakes it, or for as long as may pass unseen.
+
+use std::os::fd::AsRawFd;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::Worker;
+use super::timers::{IDLE_TICK, TICK};
+use crate::provider::Wait;
+use crate::sys::{EventFd, readable, wait_readable};
+
+/// Looks without anything to do before the thread gives the processor away, and before it sleeps. The first are few: where
+/// processors are few, the one who is waited for may need this one.
+const SPINS: u32 = 4;
+const YIELDS: u32 = 400;
+/// Looks after a NIC's descriptor has ended a sleep, before the next one. Few, because the next one ends at once if more comes.
+const LOOKS: u32 = 16;
+/// Sleep between looks at NICs that cannot wake the thread, or that need it for what is in flight.
+const NAP: Duration = Duration::from_micros(50);
+/// Without anybody who waits for anything, a nap is twice as long after so many naps, up to 2^5 times.
+const NAPS: u32 = 64;
+const DOUBLINGS: u32 = 5;
+/// A descriptor that ends sleeps for so long, and nothing is found, is not believed: heartbeats come more often.
+const FRUITLESS: Duration = Duration::from_secs(2);
+
+/// How a worker's thread sleeps.
+pub(super) struct Rest {
+    bell: Arc<EventFd>,
+    how: How,
+    /// Looks without anything to do, since there was something.
+    idle: u32,
+    /// When that was.
+    active: Instant,
+    /// Sleeps that a descriptor has ended for nothing, for a long time.
+    fruitless: u32,
+}
+
+enum How {
+    /// Every NIC calls the waker.
+    Woken,
+    /// The bell and every NIC have a descriptor.
+    Descriptors(Vec<libc::pollfd>),
+    Polled,
+}
+
+impl Rest {
+    pub fn new(bell: Arc<EventFd>, nics: &[Wait]) -> Self {
+        let descriptor = |wait: &Wait| match wait {
+            Wait::Descriptor(descriptor) => Some(readable(*descriptor)),
+            Wait::Woken | Wait::Polled => None,
+        };
+        let descriptors: Vec<_> = nics.iter().filter_map(descriptor).collect();
+        let how = if nics.iter().all(|wait| *wait == Wait::Woken) {
+            How::Woken
+        } else if descriptors.len() == nics.len() {
+            How::Descriptors(std::iter::once(readable(bell.as_raw_fd())).chain(descriptors).collect())
+        } else {
+            How::Polled
+        };
+        Self { bell, how, idle: 0, active: Instant::now(), fruitless: 0 }
+    }
+
+    /// There was something to do.
+    pub fn end(&mut self, now: Instant) {
+        self.idle = 0;
+        self.active = now;
+        self.fruitless = 0;
+    }
+}
+
+impl Worker {
+    /// Spends a moment without work.
+    pub(super) fn rest(&mut self) {
+        self.rest.idle = self.rest.idle.saturating_add(1);
+        if self.rest.idle < SPINS {
+            std::hint::spin_loop();
+        } else if self.rest.idle < YIELDS || self.shared.config.busy_poll {
+            std::thread::yield_now();
+        } else if self.lanes.iter_mut().fold(false, |moved, lane| lane.nic.has_moved() | moved) {
+            self.rest.idle = SPINS;
+        } else {
+            self.sleep();
+        }
+    }
+
+    fn sleep(&mut self) {
+        let waited_for = self.is_waited_for();
+        let tick = if waited_for { TICK } else { IDLE_TICK };
+        match &mut self.rest.how {
+            How::Woken => {
+                let needed = self.lanes.iter().any(|lane| lane.in_flight > 0);
+                self.commands.wait(if needed { NAP } else { tick });
+            }
+            How::Polled => {
+                let doublings = (self.rest.idle.saturating_sub(YIELDS) / NAPS).min(DOUBLINGS);
+                self.commands.wait(if waited_for { NAP } else { NAP * (1 << doublings) });
+            }
+            How::Descriptors(descriptors) => {
+                if !self.lanes.iter_mut().all(|lane| lane.nic.may_wait()) {
+                    self.commands.wait(NAP);
+                } else if self.commands.begin_outside() {
+                    wait_readable(descriptors, tick);
+                    self.commands.end_outside();
+                    let mut ready = descriptors.iter().map(|descriptor| descriptor.revents != 0);
+                    if ready.next() == Some(true) {
+                        self.rest.bell.silence();
+                    }
+                    if ready.any(|ready| ready) {
+                        self.rest.idle = YIELDS - LOOKS;
+                        if self.now.saturating_duration_since(self.rest.active) > FRUITLESS {
+                            let doublings = (self.rest.fruitless / NAPS).min(DOUBLINGS);
+                            self.rest.fruitless = self.rest.fruitless.saturating_add(1);
+                            self.commands.wait(NAP * (1 << doublings));
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    /// Says whether anybody waits for what this thread does.
+    fn is_waited_for(&self) -> bool {
+        !self.ops.is_empty()
+            || !self.messages.is_empty()
+            || !self.resets.is_empty()
+            || !self.frames.is_empty()
+            || !self.half_open.is_empty()
+            || self.shared.counters.is_watched()
+    }
+}
