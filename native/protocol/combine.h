@@ -4,8 +4,6 @@
 // inboxes of those that sum them. Either way rows may travel quantised. docs/protocol.md explains the tags.
 #pragma once
 
-#include <type_traits>
-
 #include "protocol/dispatch.h"
 #include "protocol/flagged.h"
 #include "protocol/stage.h"
@@ -286,7 +284,8 @@ PUTGET_TEXT void do_combine(Exec& exec, const Plan& plan, const CombineCall& cal
     exec.sync();  // all warps have waited: the next kernel may come
   } else if (work.sums) {
     using Direct = Reduction<Codec, Wire, TopK>;
-    std::conditional_t<Exec::kHasRing, StagedReduction<Codec>, Direct> reduction(exec, plan, call, work.first_summing);
+    typename Either<Exec::kHasRing, StagedReduction<Codec>, Direct>::Type reduction(exec, plan, call,
+                                                                                    work.first_summing);
     reduction.look_up(plan, call);
     done = done && await_peers(exec, plan, scratch);
     exec.mark(Stage::kObserved);

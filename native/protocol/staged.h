@@ -12,6 +12,16 @@ namespace putget {
 // A stage begins with the set of positions that have a row, and behind it these rows' segments, one after the other.
 constexpr uint32_t kStageHeadBytes = 128;
 
+// The first of two types where kFirst, else the second.
+template <bool kFirst, class First, class Second>
+struct Either {
+  using Type = First;
+};
+template <class First, class Second>
+struct Either<false, First, Second> {
+  using Type = Second;
+};
+
 // How the sums of up to four rows are grouped.
 enum class Grouping : uint32_t { kLeft, kRight, kPairs, kLeftInner, kRightInner };
 
