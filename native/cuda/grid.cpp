@@ -171,7 +171,6 @@ putget_launch flagged_launch(const Shape& shape, uint32_t num_tokens, const Room
   putget_launch launch = tuning;
   launch.splits = 1;
   launch.stages = 1;
-  launch.movers = 0;
   if (launch.threads == 0) launch.threads = kThreads;
   if (launch.segment_bytes == 0) launch.segment_bytes = kWarpBytes;
   if (launch.blocks == 0) {
@@ -180,6 +179,8 @@ putget_launch flagged_launch(const Shape& shape, uint32_t num_tokens, const Room
     launch.blocks = blocks_for(num_tokens * shape.ep_size * pieces, launch.threads, room);
   }
   launch.blocks = std::min({launch.blocks, room.sms, kMaxParts});
+  // Rows of others that come from outside the workspace: all move them, then all sum.
+  if (launch.movers == 0 || launch.movers > launch.blocks) launch.movers = launch.blocks;
   return launch;
 }
 

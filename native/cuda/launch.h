@@ -54,6 +54,7 @@ void load_probe_rows_kernels();
 using CombineKernel = void (*)(Plan, CombineCall);
 CombineKernel same_kernel(OutputType type, bool packed, uint32_t top_k);
 CombineKernel fp8_kernel(OutputType type, uint32_t top_k);
+CombineKernel flagged_kernel(OutputType type, uint32_t top_k);
 CombineKernel bulk_kernel(OutputType type);
 
 // Loads a kernel whose CTAs may take all shared memory that there is beside their scratch.
@@ -61,7 +62,6 @@ template <class Call>
 void load_bulk_kernel(void (*kernel)(Plan, Call), const char* what) {
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kRingsBytes), what);
 }
-CombineKernel flagged_kernel(OutputType type, uint32_t top_k);
 
 // Launches a kernel that begins with ptx::wait_for_earlier_grids: its CTAs may take their places while the kernel
 // before it ends.
