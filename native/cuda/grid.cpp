@@ -63,12 +63,12 @@ void fit_into_stages(putget_launch& launch, uint32_t rows) {
   }
 }
 
-// Whether bulk copies carry a combine's rows. They need few SMs and wait for their way once more, so they pay where
-// every SM has several rows: with few SMs, with many rows, or where rows are moved before they are summed.
-bool stages_pay(const Shape& shape, uint32_t num_tokens, bool moves_rows, bool is_large, const Room& room) {
-  if (shape.output_row_bytes() % kLaneBytes != 0) return false;
-  const bool has_rows_for_all = num_tokens >= 2 * room.sms;
-  return is_large || (has_rows_for_all && (moves_rows || room.sms < kGettingSms));
+// Whether bulk copies carry a combine's rows. They need few SMs and wait for their way once more, so they pay where SMs
+// are few and each has several rows. With SMs enough, loads into registers are as fast or faster; rows that are moved
+// before they are summed gain with two ranks and lose with four.
+bool stages_pay(const Shape& shape, uint32_t num_tokens, bool moves_rows, const Room& room) {
+  if (moves_rows || shape.output_row_bytes() % kLaneBytes != 0) return false;
+  return room.sms < kGettingSms && num_tokens >= 2 * room.sms;
 }
 
 uint32_t blocks_for(uint64_t items, uint32_t threads, const Room& room) {
@@ -124,7 +124,7 @@ putget_launch combine_launch(const Shape& shape, uint32_t num_tokens, bool moves
   const bool is_small = items_with(kWarpBytes) <= warps;
   // So much that only the link counts: fewer SMs do as well, where all that they do is to get.
   const bool is_large = items_with(kLongSegment) >= kLargeItems * warps;
-  if (launch.stages == 0) launch.stages = stages_pay(shape, num_tokens, moves_rows, is_large, room) ? kStages : 1;
+  if (launch.stages == 0) launch.stages = stages_pay(shape, num_tokens, moves_rows, room) ? kStages : 1;
   if (shape.quantised()) launch.stages = 1;
   if (launch.stages > 1) fit_into_stages(launch, rows_of_token(shape));
   const Room enough{is_large && !moves_rows ? std::min(room.sms, kGettingSms) : room.sms, room.gpu_sms};

@@ -230,11 +230,8 @@ PUTGET_TEXT void move_slot(Exec& exec, const Plan& plan, const CombineCall& call
   }
 }
 
-// Turns that a part tells of at once: with few peers a slot has few rows, and each telling waits for its rows' way.
-PUTGET_PURE uint32_t turns_told_together(uint32_t ep_size) {
-  constexpr uint32_t kRows = 8;
-  return ep_size < kRows ? kRows / ep_size : 1;
-}
+// Turns that a part tells of at once: with two ranks a slot has one or two rows, and each telling waits for their way.
+PUTGET_PURE uint32_t turns_told_together(uint32_t ep_size) { return ep_size <= 2 ? 4 : 1; }
 
 // Moves this CTA's part of all rows that hold something, slot by slot, and tells those that read them how far it is:
 // they sum the first rows while the last ones are still to come. With the first turns a part tells everybody, also of
