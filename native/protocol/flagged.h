@@ -12,7 +12,7 @@
 
 namespace putget {
 
-constexpr uint32_t kPackBytes = 8;                  // of a row
+constexpr uint32_t kPackBytes = 8;                 // of a row
 constexpr uint64_t kFewFlaggedBytes = 512 * 1024;  // up to so many a rank, flags cost less than they save
 enum class InlineFlags { kByRule = 0, kNever = 1, kAlways = 2 };
 
