@@ -99,7 +99,7 @@ class CpuMemory final : public Memory {
         whole_rows.small_piece_bytes = kSegment;
         const uint32_t rows = std::min(plan.shape.top_k, plan.shape.ep_size);
         whole_rows.ring = {limits.combine.stages, kStageHeadBytes + rows * kSegment};
-        RingExec ring_exec(whole_rows.ring);
+        RingExec ring_exec(exec, whole_rows.ring);
         putget::combine<Codec, Packed, DynamicTopK>(ring_exec, plan, whole_rows, combine_scratch_);
       } else if (plan.shape.quantised()) {
         putget::combine<Codec, Fp8Wire, DynamicTopK>(exec, plan, whole_rows, combine_scratch_);

@@ -8,12 +8,16 @@
 
 namespace putget::cpu {
 
-class RingExec : public Exec {
+template <class Base>
+class Ring : public Base {
  public:
   static constexpr bool kHasRing = true;
+  using Access16 = typename Base::Access16;
 
-  explicit RingExec(const RingShape& shape)
-      : stage_bytes_(shape.stage_bytes), memory_(uint64_t{shape.stages} * shape.stage_bytes / sizeof(Access16)) {}
+  Ring(const Base& base, const RingShape& shape)
+      : Base(base),
+        stage_bytes_(shape.stage_bytes),
+        memory_(uint64_t{shape.stages} * shape.stage_bytes / sizeof(Access16)) {}
 
   uint8_t* stage(uint32_t s) { return reinterpret_cast<uint8_t*>(memory_.data()) + uint64_t{s} * stage_bytes_; }
 
@@ -36,7 +40,7 @@ class RingExec : public Exec {
   // 16 bytes at a time, as on a GPU.
   void copy(const uint8_t* from, uint8_t* to, uint32_t bytes) const {
     for (uint32_t i = 0; i < bytes / sizeof(Access16); ++i) {
-      put(reinterpret_cast<Access16*>(to) + i, reinterpret_cast<const Access16*>(from)[i]);
+      this->put(reinterpret_cast<Access16*>(to) + i, reinterpret_cast<const Access16*>(from)[i]);
     }
   }
 
@@ -44,5 +48,7 @@ class RingExec : public Exec {
   uint32_t turn_ = 0;
   std::vector<Access16> memory_;
 };
+
+using RingExec = Ring<Exec>;
 
 }  // namespace putget::cpu

@@ -37,7 +37,8 @@ enum class Purpose : uint64_t {
   kPause,
   kHalves,
   kBlocks,
-  kFlags
+  kFlags,
+  kStages
 };
 
 // Kernels of one rank in one round.
@@ -96,6 +97,13 @@ class StressPlan {
   bool flagged(uint32_t round, uint32_t rank) const {
     return draw(3, Purpose::kFlags, round, rank) != 0 &&
            wants_flags(shape(object(round), rank), InlineFlags::kAlways, num_tokens(round, rank));
+  }
+
+  // Stages through which a rank's rows go, or 1: where rows and elements allow them, as the rank likes.
+  uint32_t stages(uint32_t round, uint32_t rank) const {
+    const Shape shape = this->shape(object(round), rank);
+    if (shape.quantised() || shape.output_type != OutputType::kFloat32) return 1;
+    return 1 + draw(3, Purpose::kStages, round, rank);
   }
 
   End end(uint32_t round, uint32_t rank) const {

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "cpu/ring.h"
 #include "protocol/combine.h"
 #include "protocol/dispatch.h"
 #include "stress_exec.h"
@@ -19,6 +20,7 @@ constexpr int kExitMismatch = 3;
 constexpr int kExitFault = 4;
 constexpr uint32_t kSegmentBytes = 64;         // so small that blocks share rows
 constexpr uint32_t kFlaggedSegmentBytes = 32;  // the same for rows with flags in them
+constexpr uint32_t kStagedSegmentBytes = 16;   // ... and for rows that go through stages
 constexpr uint32_t kFirstEpoch = 0xfffffff0u;  // the epoch wraps early in the job
 
 // What the memory that "peers map" is made of: aligned as regions are, and no larger than the layout says.
@@ -112,6 +114,12 @@ class StressRank {
     call.ep_size = Divisor(plan.shape.ep_size);
     call.flagged = flagged_;
     if (call.flagged != 0) call.segment_bytes = kFlaggedSegmentBytes;
+    const uint32_t stages = flagged_ ? 1 : plan_.stages(round_, rank_);
+    if (stages > 1) {
+      const uint32_t rows = std::min(plan.shape.top_k, plan.shape.ep_size);
+      call.segment_bytes = kStagedSegmentBytes;
+      call.ring = {stages, kStageHeadBytes + rows * kStagedSegmentBytes};
+    }
     call.flagged_pieces = flagged_pieces(plan.shape, call.segment_bytes);
     call.half = half;
     const bool is_float = plan.shape.output_type == OutputType::kFloat32;
@@ -127,6 +135,9 @@ class StressRank {
         putget::combine<Float32, FlaggedWire<Float32>, FixedTopK<4>>(exec, plan, call, scratch);
       } else if (call.flagged != 0) {
         putget::combine<Float32, FlaggedWire<Float32>, DynamicTopK>(exec, plan, call, scratch);
+      } else if (stages > 1) {
+        cpu::Ring<BlockExec> ring_exec(exec, call.ring);
+        putget::combine<Float32, SameWire<Float32, 4>, DynamicTopK>(ring_exec, plan, call, scratch);
       } else if (is_float) {
         putget::combine<Float32, SameWire<Float32, 4>, FixedTopK<4>>(exec, plan, call, scratch);
       } else {

@@ -110,6 +110,29 @@ def test_a_mistake_about_flags_in_rows_is_caught(mistake: str, tmp_path: Path) -
     pytest.fail(f"{mistake}: nothing checks it")
 
 
+# Rows that go through stages: each is fetched when it is there, into a stage that nobody sums any more.
+STAGED = {
+    "rows are not awaited": ("well = await(next / segments_);", "well = true;"),
+    "one stage too many": ("uint32_t free = call.ring.stages;", "uint32_t free = call.ring.stages + 1;"),
+    "rows at the same place": (
+        "const uint32_t place = count_bits(positions & ((1u << k) - 1));",
+        "const uint32_t place = 0;",
+    ),
+    "the first segment alone": ("row + begin_of(call, item), bytes);", "row, bytes);"),
+}
+
+
+@pytest.mark.parametrize("mistake", STAGED)
+def test_a_mistake_about_stages_is_caught(mistake: str, tmp_path: Path) -> None:
+    job = StressJob("thread", tmp_path, ("protocol/staged.h", *STAGED[mistake]))
+    for seed in SEEDS:
+        done = job("--blocks", 2, "--objects", "02", "--seed", seed, "--timeout", 2)
+        assert done.returncode in {0, MISMATCH, FAULT, REPORT}, done.stderr
+        if done.returncode != 0:
+            return
+    pytest.fail(f"{mistake}: nothing checks it")
+
+
 @pytest.mark.parametrize("mistake", PARTS)
 def test_a_mistake_about_parts_is_caught(mistake: str, tmp_path: Path) -> None:
     job = StressJob("thread", tmp_path, ("protocol/signal.h", *PARTS[mistake]))
