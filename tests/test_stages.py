@@ -59,7 +59,8 @@ def test_more_rows_than_a_stage_holds(stages: int) -> None:
 
 
 @pytest.mark.gpu
-def test_launches_say_what_runs() -> None:
+@pytest.mark.parametrize("device", ["cuda"], indirect=True)
+def test_launches_say_what_runs(device: str) -> None:
     def body(rank):  # type: ignore[no-untyped-def]
         with rank.all_to_all(
             payloads=[putget.Payload((7168,), torch.uint8)],
@@ -70,5 +71,5 @@ def test_launches_say_what_runs() -> None:
         ) as a2a:
             return a2a.launches(8)
 
-    for _, combine in run_ranks(2, body, mode="thread", device="cuda"):
+    for _, combine in run_ranks(2, body, mode="thread", device=device):
         assert (combine.stages, combine.blocks, combine.movers) == (3, 24, 8)

@@ -263,9 +263,12 @@ def test_constructor_refuses(changes: dict[str, Any], named: str) -> None:
     assert named in str(caught.value)
 
 
+SMALL_BYTES = 1067008  # little more than the flags, and rows with flags in them, of four ranks
+
+
 def small_workspace(rank: Rank) -> str:
     """A body: the given size is too small for the rows that come."""
-    a2a = alltoall(rank, RAGGED, workspace_size_per_rank=20000)
+    a2a = alltoall(rank, RAGGED, workspace_size_per_rank=SMALL_BYTES)
     with pytest.raises(ValueError) as caught:
         run_layer(rank, a2a, RAGGED, 8, False)
     shared.close_shared(rank.comm)
@@ -274,7 +277,7 @@ def small_workspace(rank: Rank) -> str:
 
 def test_workspace_that_is_too_small() -> None:
     for message in run_ranks(4, small_workspace):
-        assert "workspace has 20000 bytes, needed are" in message
+        assert f"workspace has {SMALL_BYTES} bytes, needed are" in message
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "fp8", "nvfp4"])

@@ -64,16 +64,16 @@ def test_survivors_go_on_without_a_lost_rank() -> None:
 def keep_and_give_back(rank: Rank) -> None:
     """A body: one workspace per size and purpose, until it is given back."""
     device = torch.device("cpu")
-    first = shared.shared_workspace(rank.comm, 1 << 16, device)
-    assert shared.shared_workspace(rank.comm, 1 << 16, device) is first
+    first = shared.shared_workspace(rank.comm, 1 << 20, device)
+    assert shared.shared_workspace(rank.comm, 1 << 20, device) is first
     others = [
-        shared.shared_workspace(rank.comm, 1 << 17, device),
-        shared.shared_workspace(rank.comm, 1 << 16, device, share_by=1),
+        shared.shared_workspace(rank.comm, 1 << 21, device),
+        shared.shared_workspace(rank.comm, 1 << 20, device, share_by=1),
     ]
     assert len({id(first), *map(id, others)}) == 3
     assert shared.communicator_of(rank.comm) is rank.comm
     shared.close_shared(rank.comm)
-    assert shared.shared_workspace(rank.comm, 1 << 16, device) is not first
+    assert shared.shared_workspace(rank.comm, 1 << 20, device) is not first
     a2a = alltoall(rank, replace(LAYER, num_tokens=(1, 1)))
     shared.close_shared(rank.comm)
     with pytest.raises(ValueError, match="closed"):
