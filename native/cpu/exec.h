@@ -97,6 +97,9 @@ struct Exec {
 
   void put_flagged(FlaggedPack* to, uint64_t row, uint32_t epoch) const {
     atomics::store_relaxed(&to->half[0], pack_flag(epoch, static_cast<uint32_t>(row)));
+#if defined(PUTGET_STRESS)
+    stress::maybe_yield();  // a peer may see one half without the other
+#endif
     atomics::store_relaxed(&to->half[1], pack_flag(epoch, static_cast<uint32_t>(row >> 32)));
   }
   // What is there now, or `otherwise` twice where `from` is null: orders nothing.
