@@ -168,11 +168,6 @@ __device__ __forceinline__ void launch_dependent_grids() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
-// A barrier of the cluster's CTAs: what one wrote before, in global memory too, the others see behind it.
-__device__ __forceinline__ void sync_cluster() {
-  asm volatile("barrier.cluster.arrive.release;\n\tbarrier.cluster.wait.acquire;" ::: "memory");
-}
-
 __device__ __forceinline__ uint64_t global_timer_ns() {
   uint64_t now;
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));

@@ -78,6 +78,7 @@ class Launch:
         splits: Dispatch: warps that share the targets of one segment, a power of two up to 128.
         stages: Combine: of shared memory for each warp, up to 8, through which bulk copies carry its rows; 1: rows go
             through registers, as they do where sizes or addresses are no multiples of 16 bytes, or rows are quantised.
+            With stages a CTA has at most 512 threads, and segments are cut to what its stages hold.
         movers: Combine: blocks that move rows before they are summed, where any are to be moved.
         inline_flags: Combine, on CPU too: 2 for rows with flags in them, which small batches wait for shortest, 1 for
             rows without. Where 2 cannot be had (rows that are pushed or quantised, rows whose bytes are no multiple of

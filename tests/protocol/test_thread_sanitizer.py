@@ -99,15 +99,20 @@ FLAGGED = {
 }
 
 
-@pytest.mark.parametrize("mistake", FLAGGED)
-def test_a_mistake_about_flags_in_rows_is_caught(mistake: str, tmp_path: Path) -> None:
-    job = StressJob("thread", tmp_path, FLAGGED[mistake])
+def require_caught(folder: Path, mistake: tuple[str, str, str], blocks: int, objects: str) -> None:
+    """The job with a mistake in the text fails with one of the seeds, in a way that it fails by."""
+    job = StressJob("thread", folder, mistake)
     for seed in SEEDS:
-        done = job("--blocks", 2, "--objects", "0", "--seed", seed, "--timeout", 2)
+        done = job("--blocks", blocks, "--objects", objects, "--seed", seed, "--timeout", 2)
         assert done.returncode in {0, MISMATCH, FAULT, REPORT}, done.stderr
         if done.returncode != 0:
             return
     pytest.fail(f"{mistake}: nothing checks it")
+
+
+@pytest.mark.parametrize("mistake", FLAGGED)
+def test_a_mistake_about_flags_in_rows_is_caught(mistake: str, tmp_path: Path) -> None:
+    require_caught(tmp_path, FLAGGED[mistake], blocks=2, objects="0")
 
 
 # Rows that go through stages: each is fetched when it is there, into a stage that nobody sums any more.
@@ -124,24 +129,12 @@ STAGED = {
 
 @pytest.mark.parametrize("mistake", STAGED)
 def test_a_mistake_about_stages_is_caught(mistake: str, tmp_path: Path) -> None:
-    job = StressJob("thread", tmp_path, ("protocol/staged.h", *STAGED[mistake]))
-    for seed in SEEDS:
-        done = job("--blocks", 2, "--objects", "02", "--seed", seed, "--timeout", 2)
-        assert done.returncode in {0, MISMATCH, FAULT, REPORT}, done.stderr
-        if done.returncode != 0:
-            return
-    pytest.fail(f"{mistake}: nothing checks it")
+    require_caught(tmp_path, ("protocol/staged.h", *STAGED[mistake]), blocks=2, objects="02")
 
 
 @pytest.mark.parametrize("mistake", PARTS)
 def test_a_mistake_about_parts_is_caught(mistake: str, tmp_path: Path) -> None:
-    job = StressJob("thread", tmp_path, ("protocol/signal.h", *PARTS[mistake]))
-    for seed in SEEDS:
-        done = job("--blocks", 4, "--objects", EVERY_KIND, "--seed", seed, "--timeout", 2)
-        assert done.returncode in {0, MISMATCH, FAULT, REPORT}, done.stderr
-        if done.returncode != 0:
-            return
-    pytest.fail(f"{mistake}: nothing checks it")
+    require_caught(tmp_path, ("protocol/signal.h", *PARTS[mistake]), blocks=4, objects=EVERY_KIND)
 
 
 @pytest.mark.parametrize("option", ["--weaken", "--weaken-join", "--skip", "--objects"])
