@@ -45,6 +45,9 @@ enum Command {
         /// Largest single write in bytes
         #[arg(long, default_value_t = 32 << 20)]
         largest: u64,
+        /// Only these of the sizes, in bytes, such as 65536,131072
+        #[arg(long, value_delimiter = ',')]
+        sizes: Vec<u64>,
         /// Writes under way at a time while the rate is measured
         #[arg(long, default_value_t = 16, value_parser = clap::value_parser!(u16).range(1..=1024))]
         window: u16,
@@ -138,6 +141,8 @@ struct Plan {
     source: String,
     time: Duration,
     largest: u64,
+    /// Those of the sizes that are measured; all if empty.
+    sizes: Vec<u64>,
     window: usize,
     busy_poll: bool,
 }
@@ -152,12 +157,15 @@ fn main() -> Outcome<()> {
         Command::Idle { provider, source, seconds } => {
             let time = Duration::try_from_secs_f64(seconds)?;
             let (largest, window) = (4096, 1);
-            idle::run(&Plan { provider, nics: 1, source, time, largest, window, busy_poll: false })
+            idle::run(&Plan { provider, nics: 1, source, time, largest, sizes: Vec::new(), window, busy_poll: false })
         }
         Command::BareTarget { provider, source, len } => bare::serve(provider, &source, len),
-        Command::Bench { provider, nics, source, seconds, largest, window, busy_poll, bare, output_file } => {
+        Command::Bench { provider, nics, source, seconds, largest, sizes, window, busy_poll, bare, output_file } => {
             let time = Duration::try_from_secs_f64(seconds)?;
-            let plan = Plan { provider, nics, source, time, largest, window: window.into(), busy_poll };
+            let plan = Plan { provider, nics, source, time, largest, sizes, window: window.into(), busy_poll };
+            if measure::Shape::all(&plan).is_empty() {
+                return Err(format!("--sizes: {:?} came; none of them is a size that is measured", plan.sizes).into());
+            }
             let mut show = |row: &str| println!("{row}");
             let rows = if bare { bare::all(&plan, &mut show)? } else { measure::all(&plan, &mut show)? };
             if let Some(path) = output_file {
