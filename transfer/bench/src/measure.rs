@@ -50,7 +50,9 @@ pub enum Shape {
 impl Shape {
     /// What is measured, as far as the largest write and the choice of sizes allow.
     pub fn all(plan: &Plan) -> Vec<Self> {
-        let up_to = |first: u64, last| std::iter::successors(Some(first), |len| Some(len * 2)).take_while(move |len| *len <= last);
+        let up_to = |first: u64, last| {
+            std::iter::successors(Some(first), |len| Some(len * 2)).take_while(move |len| *len <= last)
+        };
         let chosen = |shape: &Self| plan.sizes.is_empty() || plan.sizes.contains(&shape.parts().1);
         let singles = up_to(64 << 10, plan.largest).map(Self::Single);
         singles.chain(up_to(1 << 10, 64 << 10).map(Self::Paged)).filter(chosen).collect()

@@ -6,6 +6,7 @@ use std::ptr::null_mut;
 use std::sync::{Mutex, OnceLock, PoisonError};
 
 use super::ffi::*;
+use super::virtual_memory::Pieces;
 use crate::error::Error;
 
 /// A GPU whose primary context is current on this thread, the one that CUDA's runtime and torch use too.
@@ -16,10 +17,12 @@ pub(super) struct Device {
     pub processors: u32,
 }
 
-/// Where some device memory lies: in which allocation, and where in it.
-pub(super) struct Shared {
-    pub handle: [u8; 64],
-    pub offset: u64,
+/// Where some device memory lies.
+pub(super) enum Shared {
+    /// In one allocation, and where in it.
+    Whole { handle: [u8; 64], offset: u64 },
+    /// In pieces.
+    Pieces(Pieces),
 }
 
 impl Device {
@@ -59,28 +62,36 @@ impl Device {
         Ok(value)
     }
 
-    /// What another process needs to map the memory at `address`.
-    pub fn share(&self, address: u64, len: u64) -> Result<Shared, Error> {
+    /// First address and bytes of the allocation, or of the mapped piece, that an address lies in.
+    pub fn range(&self, address: u64) -> Result<(u64, u64), Error> {
         let (mut base, mut size) = (0, 0);
         // SAFETY: there is room for both; the driver looks the address up without touching it.
         let code = unsafe { (self.driver.address_range)(&mut base, &mut size, address) };
-        self.driver.check("cuMemGetAddressRange", code)?;
-        let offset = address - base;
-        if offset.checked_add(len).is_none_or(|end| end > size as u64) {
-            let problem = format!("{len} bytes came; the CUDA allocation has {} from there on", size as u64 - offset);
-            return Err(Error::argument("len", problem));
-        }
+        self.driver.check("cuMemGetAddressRange", code).map(|()| (base, size as u64))
+    }
+
+    /// What another process needs to map the memory at `address`.
+    pub fn share(&self, address: u64, len: u64) -> Result<Shared, Error> {
+        let (base, size) = self.range(address)?;
         let mut handle = IpcHandle { reserved: [0; 64] };
         // SAFETY: `base` is the start of an allocation.
         let code = unsafe { (self.driver.ipc_get)(&mut handle, base) };
-        if code != CUDA_SUCCESS {
-            let why = format!(
-                "{}; it has to come from cudaMalloc (with torch: no expandable_segments, no cudaMallocAsync)",
-                self.driver.words(code)
-            );
-            return Err(Error::Unavailable { what: "sharing this CUDA memory with other processes".into(), why });
+        if code == CUDA_SUCCESS {
+            let offset = address - base;
+            if offset.checked_add(len).is_none_or(|end| end > size) {
+                let problem = format!("{len} bytes came; the CUDA allocation has {} from there on", size - offset);
+                return Err(Error::argument("len", problem));
+            }
+            return Ok(Shared::Whole { handle: handle.reserved, offset });
         }
-        Ok(Shared { handle: handle.reserved, offset })
+        if let Some(pieces) = Pieces::find(self, address, len)? {
+            return Ok(Shared::Pieces(pieces));
+        }
+        let why = format!(
+            "{}; it has to come from cudaMalloc or cuMemCreate (with torch: no cudaMallocAsync)",
+            self.driver.words(code)
+        );
+        Err(Error::Unavailable { what: "sharing this CUDA memory with other processes".into(), why })
     }
 
     /// Pins host memory, which shows it to every device. False: somebody else has done so already.
@@ -109,6 +120,10 @@ impl Device {
         let code = unsafe { (self.driver.stream_create)(&mut stream, CU_STREAM_NON_BLOCKING) };
         self.driver.check("cuStreamCreate", code)?;
         Ok(Stream { driver: self.driver, stream })
+    }
+
+    pub(super) fn handle(&self) -> CuDevice {
+        self.handle
     }
 
     pub(super) fn driver(&self) -> &'static Driver {

@@ -24,6 +24,18 @@ pub(super) const CU_STREAM_CAPTURE_MODE_RELAXED: c_int = 2;
 pub(super) const CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT: c_int = 16;
 pub(super) const CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM: c_int = 91;
 
+pub(super) const CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR: c_int = 1;
+pub(super) const CU_MEM_LOCATION_TYPE_DEVICE: c_int = 1;
+pub(super) const CU_MEM_ACCESS_FLAGS_PROT_READWRITE: c_int = 3;
+
+/// Who may do what with mapped memory.
+#[repr(C)]
+pub(super) struct MemAccess {
+    pub location: c_int,
+    pub id: c_int,
+    pub flags: c_int,
+}
+
 /// What another process needs to map an allocation.
 #[repr(C)]
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
@@ -77,6 +89,15 @@ driver! {
     ipc_get = c"cuIpcGetMemHandle" (*mut IpcHandle, CuPointer);
     ipc_open = c"cuIpcOpenMemHandle_v2" (*mut CuPointer, IpcHandle, c_uint);
     ipc_close = c"cuIpcCloseMemHandle" (CuPointer);
+    retain_physical = c"cuMemRetainAllocationHandle" (*mut u64, CuPointer);
+    release_physical = c"cuMemRelease" (u64);
+    export = c"cuMemExportToShareableHandle" (*mut c_void, u64, c_int, u64);
+    import = c"cuMemImportFromShareableHandle" (*mut u64, usize, c_int);
+    reserve = c"cuMemAddressReserve" (*mut CuPointer, usize, usize, CuPointer, u64);
+    free_addresses = c"cuMemAddressFree" (CuPointer, usize);
+    map = c"cuMemMap" (CuPointer, usize, usize, u64, u64);
+    unmap = c"cuMemUnmap" (CuPointer, usize);
+    set_access = c"cuMemSetAccess" (CuPointer, usize, *const MemAccess, usize);
     host_register = c"cuMemHostRegister_v2" (*mut c_void, usize, c_uint);
     host_unregister = c"cuMemHostUnregister" (*mut c_void);
     stream_create = c"cuStreamCreate" (*mut CuStream, c_uint);
