@@ -65,8 +65,7 @@ impl Listener {
                 }
                 OwnedFd::from_raw_fd(raw)
             };
-            // SAFETY: a call without arguments.
-            if user_of(&socket).is_ok_and(|user| user == unsafe { libc::geteuid() }) {
+            if is_own_user(&socket) {
                 return Some(Channel::new(socket));
             }
         }
@@ -79,14 +78,20 @@ impl AsRawFd for Listener {
     }
 }
 
-fn user_of(socket: &OwnedFd) -> io::Result<libc::uid_t> {
+/// Who is at the other end, as the kernel says.
+fn credentials(socket: &OwnedFd) -> io::Result<libc::ucred> {
     // SAFETY: plain bits, for which all zeros are valid.
     let mut credentials: libc::ucred = unsafe { std::mem::zeroed() };
     let mut len = size_of::<libc::ucred>() as libc::socklen_t;
     let room = (&raw mut credentials).cast();
     // SAFETY: there is room for the credentials.
     checked(unsafe { libc::getsockopt(socket.as_raw_fd(), libc::SOL_SOCKET, libc::SO_PEERCRED, room, &mut len) })?;
-    Ok(credentials.uid)
+    Ok(credentials)
+}
+
+fn is_own_user(socket: &OwnedFd) -> bool {
+    // SAFETY: a call without arguments.
+    credentials(socket).is_ok_and(|other| other.uid == unsafe { libc::geteuid() })
 }
 
 /// Room for one descriptor beside the bytes.
@@ -121,6 +126,10 @@ impl Channel {
         let (socket, (address, len)) = (socket()?, address(name)?);
         // SAFETY: the address has this length and lives through the call.
         checked(unsafe { libc::connect(socket.as_raw_fd(), (&raw const address).cast(), len) })?;
+        // Whoever listens there learns where this process keeps its immediates.
+        if !is_own_user(&socket) {
+            return Err(io::ErrorKind::PermissionDenied.into());
+        }
         let channel = Self::new(socket);
         let mut bytes = Vec::new();
         hello.write(&mut bytes);
@@ -152,6 +161,11 @@ impl Channel {
             libc::sendmsg(self.socket.as_raw_fd(), &raw const message, libc::MSG_NOSIGNAL)
         };
         usize::try_from(sent).map_err(|_| io::Error::last_os_error())
+    }
+
+    /// Says whether the other side is this process, too.
+    pub fn is_within_process(&self) -> bool {
+        credentials(&self.socket).is_ok_and(|other| u32::try_from(other.pid) == Ok(std::process::id()))
     }
 
     /// Says whether the other side is gone.
@@ -354,6 +368,7 @@ mod tests {
         let one = Channel::connect(&name(what), &Control::Hello { process: 3 }, file.as_fd()).unwrap();
         let mut two = listener.accept().unwrap();
         assert!(listener.accept().is_none());
+        assert!(one.is_within_process() && two.is_within_process());
         two.receive();
         assert_eq!(decode(&two.next_frame().unwrap()), Ok(Control::Hello { process: 3 }));
         assert!(two.take_file().is_some());

@@ -265,6 +265,8 @@ impl Outgoing {
         let found = match place {
             Place::Unknown => Err(NetworkError::BadKey),
             Place::Host { len } => Ok(Remote::Host(len)),
+            // Another process has no addresses to give that mean anything here.
+            Place::Near { .. } if !self.channel.is_within_process() => Err(NetworkError::BadKey),
             Place::Near { ordinal, address, len } => device
                 .reach(ordinal)
                 .map(|()| Remote::Device { base: address, len, in_flight: 0, revoked: false, _mapped: None })
