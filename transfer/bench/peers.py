@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import hashlib
+import importlib
 import json
 import multiprocessing
 import os
@@ -197,6 +198,8 @@ def main() -> None:
     if options.kind in TRANSPORTS:
         os.environ["UCX_TLS"] = TRANSPORTS[options.kind]
         os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
+    # What is missing is said now, and not by a target that never answers.
+    importlib.import_module("nixl" if options.kind in TRANSPORTS else "mooncake.engine")
     length = max(options.largest, MIN_MEMORY)
     context = multiprocessing.get_context("spawn")
     pipe, theirs = context.Pipe()
