@@ -8,6 +8,7 @@ mod group;
 mod idle;
 mod measure;
 mod notify;
+mod plot;
 mod target;
 
 use std::error::Error;
@@ -60,6 +61,9 @@ enum Command {
         /// Write the rows as JSON too
         #[arg(long = "output_file")]
         output_file: Option<PathBuf>,
+        /// Draw rate over size as SVG
+        #[arg(long)]
+        plot: Option<PathBuf>,
     },
     /// Measure what the engine itself costs a write, and how soon a target knows of one (sim, tcp and net, in one process)
     Notify {
@@ -160,7 +164,19 @@ fn main() -> Outcome<()> {
             idle::run(&Plan { provider, nics: 1, source, time, largest, sizes: Vec::new(), window, busy_poll: false })
         }
         Command::BareTarget { provider, source, len } => bare::serve(provider, &source, len),
-        Command::Bench { provider, nics, source, seconds, largest, sizes, window, busy_poll, bare, output_file } => {
+        Command::Bench {
+            provider,
+            nics,
+            source,
+            seconds,
+            largest,
+            sizes,
+            window,
+            busy_poll,
+            bare,
+            output_file,
+            plot,
+        } => {
             let time = Duration::try_from_secs_f64(seconds)?;
             let plan = Plan { provider, nics, source, time, largest, sizes, window: window.into(), busy_poll };
             if measure::Shape::all(&plan).is_empty() {
@@ -171,9 +187,20 @@ fn main() -> Outcome<()> {
             if let Some(path) = output_file {
                 std::fs::write(path, serde_json::to_string_pretty(&document(&plan, bare, &rows)?)?)?;
             }
+            if let Some(path) = plot {
+                plot::draw(&title(&plan, bare), &rows, &path)?;
+            }
             Ok(())
         }
     }
+}
+
+/// What was measured, in words.
+fn title(plan: &Plan, bare: bool) -> String {
+    let how = if plan.busy_poll { ", busy_poll" } else { "" };
+    let who = if bare { "libfabric alone" } else { "putget_transfer" };
+    let (provider, nics, window) = (plan.provider.name(), plan.nics, plan.window);
+    format!("{who} over {provider}, NICs: {nics}, window: {window}{how}")
 }
 
 fn document(plan: &Plan, bare: bool, rows: &[Row]) -> Outcome<serde_json::Value> {
