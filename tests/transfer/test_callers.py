@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -99,6 +99,39 @@ def test_a_refused_submission_leaves_its_flag_as_it_was(pair: tuple[pt.Engine, p
     assert (flag.pending, flag.failed) == (0, 0)
     a.submit_single_write(8, None, (src, 0), (desc, 0), done=flag).wait(LONG_S)
     assert (flag.pending, flag.failed) == (0, 0)
+
+
+MISTAKES: dict[str, Callable[[pt.Engine, pt.MrHandle, pt.MrDesc], object]] = {
+    r"len: -1 came": lambda a, h, d: a.submit_single_write(-1, None, (h, 0), (d, 0)),
+    r"imm: 4294967296 came; numbers from 0 to 4294967295": lambda a, h, d: a.submit_single_write(
+        1, 1 << 32, (h, 0), (d, 0)
+    ),
+    r"imm: -1 came": lambda a, _h, _d: a.imm_count(-1),
+    r"src: .*, -1\) came": lambda a, h, d: a.submit_single_write(1, None, (h, -1), (d, 0)),
+    r"dst: .*, -1\) came": lambda _a, _h, d: pt.ScatterDst(1, 0, (d, -1)),
+    r"nic: -1 came": lambda a, h, d: a.submit_single_write(1, None, (h, 0), (d, 0), nic=-1),
+    r"nic: 2 came; 0 to 1": lambda a, h, d: a.submit_single_write(1, None, (h, 0), (d, 0), nic=2),
+    r"indices: \[-1, 0, .{100,}\.\.\. came": lambda _a, _h, _d: pt.Pages([-1, *range(1000)], 8),
+    r"stride: -8 came": lambda _a, _h, _d: pt.Pages([0], -8),
+    r"count: -1 came": lambda a, _h, _d: a.expect_imm_count(1, -1),
+    r"deadline_s: NaN came": lambda a, _h, _d: a.expect_imm_count(1, 0, deadline_s=float("nan")),
+    r"callback: None came": lambda a, _h, _d: a.submit_recvs(64, 1, None),  # type: ignore[arg-type]
+    r"callback: 3 came": lambda a, _h, _d: a.alloc_uvm_watcher(3),  # type: ignore[arg-type]
+    r"offset: -1 came": lambda _a, h, _d: h.read(-1, 3),
+    r"memory: -5 came": lambda a, _h, _d: a.reg_mr(-5, 8),
+    r"length: -8 came": lambda a, _h, _d: a.reg_mr(bytearray(8), -8),
+    r"group: 7 came": lambda a, _h, _d: a.addresses(7),
+    r"ordinal: -1 came": lambda _a, _h, _d: pt.DeviceGroup.nvlink(-1),
+}
+
+
+@pytest.mark.parametrize("words", MISTAKES)
+def test_a_number_that_does_not_fit_is_a_value_error(words: str, pair: tuple[pt.Engine, pt.Engine]) -> None:
+    a = pair[0]
+    handle, desc = a.alloc_mr(64)
+    with pytest.raises(ValueError, match=words):
+        MISTAKES[words](a, handle, desc)
+    assert "putget_transfer_submitted_total 0\n" in a.metrics_text()
 
 
 def test_ctrl_c_ends_a_wait(pair: tuple[pt.Engine, pt.Engine]) -> None:

@@ -88,7 +88,7 @@ class DeviceGroup:
     def nvlink(ordinal: int) -> DeviceGroup:
         """Make a group of one GPU, which writes to its peers in other processes of this machine.
 
-        It moves memory from cudaMalloc (torch's, without expandable segments) and host memory, which it pins.
+        It moves memory from cudaMalloc or cuMemCreate (torch's, but not cudaMallocAsync's) and host memory, which it pins.
 
         Args:
             ordinal: The GPU's number in CUDA.
@@ -212,7 +212,9 @@ class Engine:
         nic: int | None = None,
     ) -> Transfer:
         """Raise the counter of `imm` by one at every destination, without any bytes."""
-    def expect_imm_count(self, imm: int, count: int, *, deadline_s: float | None = None, done: _Done = None) -> Transfer:
+    def expect_imm_count(
+        self, imm: int, count: int, *, deadline_s: float | None = None, done: _Done = None
+    ) -> Transfer:
         """Wait until `imm` has arrived `count` times, earlier arrivals included; CountMissed after the deadline."""
     def imm_count(self, imm: int) -> int: ...
     def reset_imm(self, imm: int) -> int:
