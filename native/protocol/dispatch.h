@@ -15,14 +15,23 @@
 
 namespace putget {
 
+// Why a CTA may not put anything, or not yet.
+struct Objection {
+  static constexpr uint32_t kNone = 0;
+  static constexpr uint32_t kFault = 1;      // the workspace has one
+  static constexpr uint32_t kOutOfTurn = 2;  // another half is to come first
+  static constexpr uint32_t kMixed = 3;      // layouts are mixed: D0 is to be waited for too
+};
+
 struct DispatchScratch {
   RouteScratch route;
   WaitScratch wait;
+  uint32_t objection;
   uint8_t* base[kMaxRanks];  // the plan's, where a thread finds any of them quickly
 };
 
 // Fills in how the call's rows are cut into segments, and for how many CTAs; `splits` is a power of two. On the host,
-// before the kernel.
+// before the kernel; the call has its number of tokens.
 inline void cut_into_items(DispatchCall& call, const Shape& shape, uint32_t segment_bytes, uint32_t splits,
                            uint32_t blocks) {
   call.segment_bytes = segment_bytes;
@@ -33,7 +42,9 @@ inline void cut_into_items(DispatchCall& call, const Shape& shape, uint32_t segm
   }
   call.split_bits = lowest_bit(splits);
   call.items_per_token = Divisor(segments * splits);
-  call.blocks = Divisor(blocks);
+  const uint32_t items = call.num_tokens * segments * splits;
+  call.items_of_block = items / blocks;
+  call.blocks_with_more = items % blocks;
   call.top_k = Divisor(shape.top_k);
 }
 
@@ -46,11 +57,9 @@ struct Share {
 
   template <class Exec>
   PUTGET_TEXT Share(const Exec& exec, const DispatchCall& call) {
-    const uint32_t items = call.num_tokens * call.items_per_token.value();
-    const uint32_t each = call.blocks.quotient(items);
-    const uint32_t more = items - each * call.blocks.value();
-    begin = exec.block() * each + (exec.block() < more ? exec.block() : more);
-    end = begin + each + (exec.block() < more ? 1 : 0);
+    const uint32_t more = call.blocks_with_more;
+    begin = exec.block() * call.items_of_block + (exec.block() < more ? exec.block() : more);
+    end = begin + call.items_of_block + (exec.block() < more ? 1 : 0);
     first_token = call.items_per_token.quotient(begin);
     end_token = call.items_per_token.quotient(end + call.items_per_token.value() - 1);
   }
@@ -66,8 +75,8 @@ struct Share {
 
 // Where the rows of one token go.
 struct Targets {
-  const RankSet& ranks;
-  const uint32_t* slot_of_rank;
+  const RouteScratch& route;
+  uint32_t token;  // of the chunk
   uint8_t* const* base;
   uint32_t split;
   uint32_t splits;
@@ -78,15 +87,15 @@ struct Targets {
   PUTGET_TEXT void visit(const Plan& plan, Visit visit) const {
     const uint32_t ep_size = plan.shape.ep_size;
     uint32_t count = 0;
-    ranks.visit_from(plan.shape.ep_rank, ep_size, [&](uint32_t rank) {
+    route.targets[token].visit_from(plan.shape.ep_rank, ep_size, [&](uint32_t rank) {
       if ((count++ & (splits - 1)) != split) return;
-      visit(base[rank], row_index(slot_of_rank[rank], plan.shape.ep_rank, ep_size));
+      visit(base[rank], row_index(route.slot(token, rank), plan.shape.ep_rank, ep_size));
     });
   }
 };
 
 // One item, whose source is loaded before its destinations are known. A warp calls it.
-template <class Exec>
+template <class Id, class Exec>
 class Item {
   using Wide = typename Exec::Access16;
 
@@ -109,6 +118,12 @@ class Item {
     region_ = plan.layout.payload[p] + offset;
   }
 
+  // What `load` needs is there before the text goes on.
+  PUTGET_TEXT void pin(const Exec& exec) {
+    exec.pin(source_);
+    exec.pin(bytes_);
+  }
+
   PUTGET_TEXT uint32_t token() const { return token_; }
 
   // Issues the first loads; `put` waits for them.
@@ -120,9 +135,9 @@ class Item {
     }
   }
 
-  PUTGET_TEXT void put(Exec& exec, const Plan& plan, const Router& router, const RankSet& ranks,
-                       const uint32_t* slot_of_rank, uint8_t* const* base) {
-    const Targets targets{ranks, slot_of_rank, base, split_, splits_};
+  PUTGET_TEXT void put(Exec& exec, const Plan& plan, const Router& router, const RouteScratch& route,
+                       uint32_t first_token, uint8_t* const* base) {
+    const Targets targets{route, token_ - first_token, base, split_, splits_};
     if (is_header_) {
       put_header(exec, plan, router, targets);
     } else if (access_bytes_ == sizeof(Wide)) {
@@ -139,7 +154,7 @@ class Item {
 
   PUTGET_TEXT void load_header(const Plan& plan, const DispatchCall& call, uint32_t k) {
     const uint64_t index = uint64_t{token_} * plan.shape.top_k + k;
-    id_.load(call, index, 1);
+    id_.load(static_cast<const Id*>(call.topk_ids) + index, 1);
     weight_ = call.topk_weights[index];
   }
 
@@ -207,84 +222,133 @@ class Item {
   uint32_t access_bytes_ = 0;
   const uint8_t* source_ = nullptr;
   uint64_t region_ = 0;  // of the payload, from the segment's first byte on
-  Ids<1> id_;
+  Ids<Id, 1> id_;
   float weight_;
   Wide ahead_[kUnroll];
 };
 
 // What a CTA loads before it knows the round.
-template <class Exec>
+template <class Id, class Exec>
 struct Ahead {
   StateAhead state;
-  uint64_t ended;  // this thread's glance at D1
-  int32_t table;   // this thread's first entry of expert_to_rank
-  IdBatch ids;     // of this thread's first token before the share
-  Ids<1> id;       // this thread's first one in the share's first chunk
-  Item<Exec> item;
+  RoundAhead round;
+  uint64_t ended;   // this thread's glance at D1
+  int32_t table;    // this thread's first entry of expert_to_rank
+  IdBatch<Id> ids;  // of this thread's first token before the share
+  Ids<Id, 1> id;    // this thread's first one in the share's first chunk
+  Item<Id, Exec> item;
   uint32_t index;  // of the item
 
+  const uint64_t* ended_from;
+  const int32_t* table_from;
+  const Id* ids_from;
+  const Id* id_from;
+
   PUTGET_TEXT Ahead(Exec& exec, const Plan& plan, const DispatchCall& call, const Share& share)
-      : item(plan, call, share.begin + exec.warp()), index(share.begin + exec.warp()) {}
+      : state(exec, plan, plan.layout.arrived),
+        item(plan, call, share.begin + exec.warp()),
+        index(share.begin + exec.warp()),
+        ended_from(first_flag(exec, plan, plan.layout.ended)),
+        table_from(plan.expert_to_rank + exec.thread()),
+        ids_from(static_cast<const Id*>(call.topk_ids) + exec.thread() * uint64_t{plan.shape.top_k}),
+        id_from(static_cast<const Id*>(call.topk_ids) + uint64_t{share.first_token} * plan.shape.top_k +
+                exec.thread()) {
+    item.pin(exec);
+    exec.pin(ended_from);
+    exec.pin(table_from);
+    exec.pin(ids_from);
+    exec.pin(id_from);
+  }
 
   // Issues the loads. The glance comes last: it is an acquire, which holds back every load behind it.
   PUTGET_TEXT void load(Exec& exec, const Plan& plan, const DispatchCall& call, const Share& share) {
-    state.load(exec, plan, plan.layout.arrived);
-    table = load_table(exec, plan);
+    state.load(exec, plan);
+    round.load(state.head());
+    table = load_table(exec, plan, table_from);
     const uint32_t top_k = plan.shape.top_k;
-    if (exec.thread() < share.chunk_of(share.first_token) * top_k) {
-      id.load(call, uint64_t{share.first_token} * top_k + exec.thread(), 1);
-    }
-    if (exec.thread() < share.first_token) load_ids(ids, plan, call, exec.thread(), 0);
+    if (exec.thread() < share.chunk_of(share.first_token) * top_k) id.load(id_from, 1);
+    if (exec.thread() < share.first_token) ids.load(ids_from, top_k);
     if (index < share.end) item.load(exec, plan, call);
-    ended = glance<Tag::D1>(exec, plan, plan.layout.ended);
+    ended = glance<Tag::D1>(exec, plan, ended_from);
   }
 };
 
 // Puts this CTA's items of the routed chunk [token, token + count). Warps take items in turn.
-template <class Exec>
+template <class Id, class Exec>
 PUTGET_TEXT void put_chunk(Exec& exec, const Plan& plan, const DispatchCall& call, const Router& router,
-                           const Share& share, uint32_t token, uint32_t count, Ahead<Exec>& ahead,
+                           const Share& share, uint32_t token, uint32_t count, Ahead<Id, Exec>& ahead,
                            const DispatchScratch& scratch) {
   const uint32_t chunk_end = (token + count) * call.items_per_token.value();
   const uint32_t to = share.end < chunk_end ? share.end : chunk_end;
   while (ahead.index < to) {
-    const uint32_t in_chunk = ahead.item.token() - token;
-    ahead.item.put(exec, plan, router, scratch.route.targets[in_chunk], scratch.route.slot[in_chunk], scratch.base);
+    ahead.item.put(exec, plan, router, scratch.route, token, scratch.base);
     ahead.index += exec.warps();
     if (ahead.index >= share.end) break;
-    ahead.item = Item<Exec>(plan, call, ahead.index);
+    ahead.item = Item<Id, Exec>(plan, call, ahead.index);
     ahead.item.load(exec, plan, call);
   }
 }
 
-// Waits for the end of the previous round everywhere. The first threads route the first chunk meanwhile: that needs no
-// peer. Ends with a block barrier; false: a deadline passed.
+// Whether the first chunk may be put, by what one thread has seen of the state; it calls it.
 template <class Exec>
-PUTGET_TEXT bool begin_round(Exec& exec, const Plan& plan, const Router& router, const Share& share, Ahead<Exec>& ahead,
-                             DispatchScratch& scratch) {
+PUTGET_TEXT uint32_t object_to_start(const Exec& exec, const RoundAhead& round, const OwnFlags& own) {
+  if (round.fault != 0) return Objection::kFault;
+  if (own.published(exec.blocks(), round.epoch + 1) || own.combining(round.open, round.epoch)) {
+    return Objection::kOutOfTurn;
+  }
+  return round.mixed ? Objection::kMixed : Objection::kNone;
+}
+
+// What an objection or a wait that was too long leads to. True: there is none any more. All threads call it.
+template <class Exec>
+PUTGET_RARE bool settle_objection(Exec& exec, const Plan& plan, uint32_t num_tokens, DispatchScratch& scratch) {
   WaitScratch& wait = scratch.wait;
-  const uint32_t previous = wait.head.epoch;
+  const StateHead& head = wait.head;
+  if (scratch.objection == Objection::kFault) return false;
+  if (scratch.objection == Objection::kOutOfTurn) {
+    if (exec.block() == 0 && exec.thread() == 0) {
+      report_misuse(exec, plan, Phase::kDispatch, Misuse::kNotFinished, head.epoch + 1, 0, num_tokens, 0);
+    }
+    return false;
+  }
+  if (wait.missing.empty()) {
+    // With one layout, receive regions never overlap what combine reads. With several, also whoever combined must have
+    // got his rows; who released has got none.
+    const uint64_t finished = glance<Tag::D0>(exec, plan, first_flag(exec, plan, plan.layout.finished));
+    observe_flags<Tag::D0>(exec, plan, plan.layout.finished, head.epoch, wait, finished,
+                           [&](uint32_t peer) { return ended_by(wait.value[peer], kEndedByCombine); });
+    exec.sync();
+    if (wait.missing.empty()) return true;
+  }
+  if (exec.thread() == 0) report_timeout(exec, plan, Phase::kDispatch, head.epoch + 1, wait.missing);
+  return false;
+}
+
+// Routes the first chunk and waits for the end of the previous round everywhere, which the last threads do meanwhile.
+// Ends with a block barrier; false: a fault.
+template <class Id, class Exec>
+PUTGET_TEXT bool begin_round(Exec& exec, const Plan& plan, const Router& router, const Share& share,
+                             Ahead<Id, Exec>& ahead, DispatchScratch& scratch) {
+  WaitScratch& wait = scratch.wait;
+  const bool may_begin = scratch.objection == Objection::kNone || scratch.objection == Objection::kMixed;
   route_chunk(exec, router, ahead.id, share.first_token, share.chunk_of(share.first_token),
-              share.first_header(router.call), scratch.route);
+              may_begin ? share.first_header(router.call) : ~0u, scratch.route);
   count_rows(exec, router, ahead.ids, share.first_token, scratch.route);
-  observe_flags<Tag::D1>(exec, plan, plan.layout.ended, previous, wait, ahead.ended, [](uint32_t) { return true; });
+  if (may_begin) {
+    if (ahead.round.open && exec.block() == 0) publish_release(exec, plan, wait.head);
+    observe_flags<Tag::D1>(exec, plan, plan.layout.ended, ahead.round.epoch, wait, ahead.ended,
+                           [](uint32_t) { return true; });
+  }
   exec.sync();
-  const bool ended = wait.missing.empty();
-  if (!ended || !wait.head.mixed) return ended;
-  // With one layout, receive regions never overlap what combine reads. With several, also whoever combined must have
-  // got his rows; who released has got none.
-  const uint64_t finished = glance<Tag::D0>(exec, plan, plan.layout.finished);
-  observe_flags<Tag::D0>(exec, plan, plan.layout.finished, previous, wait, finished,
-                         [&](uint32_t peer) { return ended_by(wait.value[peer], kEndedByCombine); });
-  exec.sync();
-  return wait.missing.empty();
+  if (scratch.objection == Objection::kNone && wait.missing.empty()) return true;
+  return settle_objection(exec, plan, router.call.num_tokens, scratch);
 }
 
 // Puts this CTA's share. Returns the first token of the last chunk, whose routes are still to be recorded: that can
 // wait until the peers have been told.
-template <class Exec>
+template <class Id, class Exec>
 PUTGET_TEXT uint32_t put_share(Exec& exec, const Plan& plan, const DispatchCall& call, const Router& router,
-                               const Share& share, Ahead<Exec>& ahead, DispatchScratch& all) {
+                               const Share& share, Ahead<Id, Exec>& ahead, DispatchScratch& all) {
   RouteScratch& scratch = all.route;
   uint32_t chunk = share.first_token;
   PUTGET_ROLLED
@@ -293,15 +357,15 @@ PUTGET_TEXT uint32_t put_share(Exec& exec, const Plan& plan, const DispatchCall&
     if (token != share.first_token) {
       record_routes(exec, plan, chunk, share.chunk_of(chunk), share.first_header(call), call.top_k, scratch);
       exec.sync();  // the last chunk's puts have read the scratch
-      clear_targets(exec, scratch);
+      pass_chunk(exec, plan, scratch);
       const uint32_t top_k = plan.shape.top_k;
-      if (exec.thread() < count * top_k) ahead.id.load(call, uint64_t{token} * top_k + exec.thread(), 1);
+      if (exec.thread() < count * top_k) {
+        ahead.id.load(static_cast<const Id*>(call.topk_ids) + uint64_t{token} * top_k + exec.thread(), 1);
+      }
       exec.sync();
       route_chunk(exec, router, ahead.id, token, count, token, scratch);
       exec.sync();
     }
-    assign_slots(exec, plan.shape.ep_size, count, scratch);
-    exec.mark(Stage::kSlots);
     put_chunk(exec, plan, call, router, share, token, count, ahead, all);
     chunk = token;
   }
@@ -353,17 +417,19 @@ PUTGET_RARE void show_nothing(Exec& exec, const Plan& plan, WaitScratch& wait) {
   show_received(exec, plan, 0, wait.head.epoch + 1, wait);
 }
 
-// The start half: puts this CTA's share and tells every peer so. The round's state has been looked at. False: a fault.
-template <class Exec>
+// The start half of every CTA: puts its share and tells every peer so. False: a fault.
+template <class Id, class Exec>
 PUTGET_TEXT bool start_dispatch(Exec& exec, const Plan& plan, const DispatchCall& call, const Share& share,
-                                Ahead<Exec>& ahead, DispatchScratch& scratch) {
+                                Ahead<Id, Exec>& ahead, DispatchScratch& scratch) {
   const StateHead& head = scratch.wait.head;
-  if (head.open && exec.block() == 0) publish_release(exec, plan, head);
+  ahead.load(exec, plan, call, share);
+  ahead.state.keep(exec, plan, scratch.wait);
+  if (StateAhead::has_own(exec)) scratch.objection = object_to_start(exec, ahead.round, ahead.state.own());
+  keep_table(exec, plan, ahead.table, ahead.round.active, scratch.route);
+  exec.sync();
+  exec.mark(Stage::kState);
   const Router router(plan, call, head.active, scratch.route);
-  if (!begin_round(exec, plan, router, share, ahead, scratch)) {
-    if (exec.thread() == 0) report_timeout(exec, plan, Phase::kDispatch, head.epoch + 1, scratch.wait.missing);
-    return false;
-  }
+  if (!begin_round(exec, plan, router, share, ahead, scratch)) return false;
   exec.mark(Stage::kWaited);
   const uint32_t chunk = put_share(exec, plan, call, router, share, ahead, scratch);
   exec.sync();
@@ -372,7 +438,7 @@ PUTGET_TEXT bool start_dispatch(Exec& exec, const Plan& plan, const DispatchCall
   const bool last = exec.block() + 1 == exec.blocks();
   publish_part<Tag::D3>(
       exec, plan, head.active, plan.layout.arrived, head.epoch + 1, [](uint32_t) { return true; },
-      [&](uint32_t peer) { return pack_part(exec.blocks(), last ? scratch.route.rows[peer] | call.wish : 0); });
+      [&](uint32_t peer) { return pack_part(exec.blocks(), last ? scratch.route.rows_so_far(peer) | call.wish : 0); });
   exec.mark(Stage::kPublished, exec.threads() - 1);
   record_routes(exec, plan, chunk, share.chunk_of(chunk), share.first_header(call), call.top_k, scratch.route);
   return true;
@@ -402,27 +468,6 @@ PUTGET_TEXT void finish_dispatch(Exec& exec, const Plan& plan, const DispatchCal
   exec.mark(Stage::kDone);
 }
 
-// The start half of every CTA. False: a fault.
-template <class Exec>
-PUTGET_TEXT bool run_start_half(Exec& exec, const Plan& plan, const DispatchCall& call, const Share& share,
-                                Ahead<Exec>& ahead, DispatchScratch& scratch) {
-  const StateHead& head = scratch.wait.head;
-  ahead.load(exec, plan, call, share);
-  ahead.state.keep(exec, plan, scratch.wait);
-  prepare_routes(exec, plan, ahead.table, scratch.route);
-  exec.sync();
-  exec.mark(Stage::kState);
-  if (head.fault != 0) return false;
-  const OwnFlags& own = scratch.wait.own;
-  if (own.published(exec.blocks(), head.epoch + 1) || own.combining(head)) {
-    if (exec.block() == 0 && exec.thread() == 0) {
-      report_misuse(exec, plan, Phase::kDispatch, Misuse::kNotFinished, head.epoch + 1, 0, call.num_tokens, 0);
-    }
-    return false;
-  }
-  return start_dispatch(exec, plan, call, share, ahead, scratch);
-}
-
 // Whether the finish half may wait: its start half must have been run.
 template <class Exec>
 PUTGET_TEXT bool may_finish(Exec& exec, const Plan& plan, const WaitScratch& wait) {
@@ -435,25 +480,28 @@ PUTGET_TEXT bool may_finish(Exec& exec, const Plan& plan, const WaitScratch& wai
   return false;
 }
 
-template <class Exec>
+// `Id` is the type of the caller's ids.
+template <class Id, class Exec>
 PUTGET_TEXT void dispatch(Exec& exec, const Plan& plan, const DispatchCall& call, DispatchScratch& scratch) {
   exec.mark(Stage::kStart);
   PUTGET_ROLLED
   for (uint32_t rank = exec.thread(); rank < plan.shape.ep_size; rank += exec.threads()) {
     scratch.base[rank] = plan.base[rank];
   }
+  clear_routes(exec, plan, scratch.route);
+  clear_waits(exec, plan, scratch.wait);
   const Share share(exec, call);
-  Ahead<Exec> ahead(exec, plan, call, share);
+  Ahead<Id, Exec> ahead(exec, plan, call, share);
   exec.wait_for_earlier_work();
   exec.mark(Stage::kWoken);
   bool well;
   if (call.half == Half::kFinish) {
-    ahead.state.load(exec, plan, plan.layout.arrived);
+    ahead.state.load(exec, plan);
     ahead.state.keep(exec, plan, scratch.wait);
     exec.sync();
     well = may_finish(exec, plan, scratch.wait);
   } else {
-    well = run_start_half(exec, plan, call, share, ahead, scratch);
+    well = start_dispatch(exec, plan, call, share, ahead, scratch);
   }
   if (call.half == Half::kStart || exec.block() != 0) return;
   if (well) {
