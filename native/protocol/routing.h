@@ -111,6 +111,22 @@ PUTGET_TEXT void load_ids(IdBatch<Id>& ids, const Plan& plan, const DispatchCall
            plan.shape.top_k - first_k);
 }
 
+// Tokens from here on have no expert.
+PUTGET_TEXT uint32_t load_num_valid(const DispatchCall& call) {
+  if (call.num_valid_tokens == nullptr) return call.num_tokens;
+  const int32_t valid = *call.num_valid_tokens;
+  return valid < 0 ? 0 : (static_cast<uint32_t>(valid) < call.num_tokens ? valid : call.num_tokens);
+}
+
+PUTGET_PURE bool is_expert(const Plan& plan, int64_t id) {
+  return id >= 0 && id < static_cast<int64_t>(plan.shape.num_experts);
+}
+
+// As it is sent: -1 for "no expert" and for an id outside [0, num_experts).
+PUTGET_PURE int32_t sent_id(const Plan& plan, int64_t id) {
+  return is_expert(plan, id) ? static_cast<int32_t>(id) : -1;
+}
+
 // From the caller's ids to ranks. Nothing here is written by another rank.
 struct Router {
   const Plan& plan;
@@ -120,28 +136,16 @@ struct Router {
   uint32_t num_valid;  // tokens from here on have no expert
 
   PUTGET_TEXT Router(const Plan& plan_of_object, const DispatchCall& this_call, const RankSet& active_ranks,
-                     const RouteScratch& scratch)
+                     uint32_t valid_tokens, const RouteScratch& scratch)
       : plan(plan_of_object),
         call(this_call),
         active(active_ranks),
         rank_of_expert(scratch.rank_of_expert),
-        num_valid(this_call.num_tokens) {
-    if (call.num_valid_tokens != nullptr) {
-      const int32_t valid = *call.num_valid_tokens;
-      num_valid = valid < 0 ? 0 : (static_cast<uint32_t>(valid) < call.num_tokens ? valid : call.num_tokens);
-    }
-  }
-
-  PUTGET_TEXT bool is_expert(int64_t id) const { return id >= 0 && id < static_cast<int64_t>(plan.shape.num_experts); }
-
-  // As it is sent: -1 for "no expert" and for an id outside [0, num_experts).
-  PUTGET_TEXT int32_t expert(uint32_t token, int64_t id) const {
-    return token < num_valid && is_expert(id) ? static_cast<int32_t>(id) : -1;
-  }
+        num_valid(valid_tokens) {}
 
   // Neither an expert nor "no expert".
   PUTGET_TEXT bool is_invalid(uint32_t token, int64_t id) const {
-    return token < num_valid && !is_expert(id) && id != -1;
+    return token < num_valid && !is_expert(plan, id) && id != -1;
   }
 
   // The active rank that owns the expert of this key, where it is one that the table has; else -1.
@@ -153,11 +157,15 @@ struct Router {
   // The active rank that owns the expert, or -1.
   PUTGET_TEXT int32_t rank_of(uint32_t token, uint32_t key) const {
     if (token >= num_valid) return -1;
-    if (plan.shape.num_experts > kTableExperts && key >= kTableExperts && key < plan.shape.num_experts) {
-      const int32_t rank = plan.expert_to_rank[key];
-      return rank >= 0 && rank < static_cast<int32_t>(plan.shape.ep_size) && active.has(rank) ? rank : -1;
-    }
+    if (plan.shape.num_experts > kTableExperts && key >= kTableExperts) return rank_of_late_expert(key);
     return rank_in_table(key);
+  }
+
+ private:
+  PUTGET_TEXT int32_t rank_of_late_expert(uint32_t key) const {
+    if (key >= plan.shape.num_experts) return -1;
+    const int32_t rank = plan.expert_to_rank[key];
+    return rank >= 0 && rank < static_cast<int32_t>(plan.shape.ep_size) && active.has(rank) ? rank : -1;
   }
 };
 
@@ -171,7 +179,7 @@ PUTGET_PURE uint32_t rank_bit(int32_t rank, uint32_t first) {
 template <class Id, class Exec>
 PUTGET_RARE void count_rows_of_many_experts(Exec& exec, const Plan& plan, const DispatchCall& call,
                                             const RankSet& active, uint32_t end, RouteScratch& scratch) {
-  const Router router(plan, call, active, scratch);
+  const Router router(plan, call, active, end, scratch);
   const uint32_t top_k = plan.shape.top_k;
   const uint32_t ep_size = plan.shape.ep_size;
   PUTGET_ROLLED
@@ -218,29 +226,92 @@ PUTGET_TEXT void count_rows(Exec& exec, const Router& router, IdBatch<Id>& ids, 
   }
 }
 
-// Routes tokens [first, first + count), count <= kChunkTokens; one thread takes one expert of one token. Ids that are
-// not valid are counted for tokens from `counted` on. `id` is this thread's first one; the scratch knows of no token of
-// the chunk yet. A block barrier must follow.
+// The k-th expert of the chunk's i-th token is on this rank, or -1.
+template <class Exec>
+PUTGET_TEXT void keep_route(Exec& exec, uint32_t i, uint32_t k, int32_t rank, RouteScratch& scratch) {
+  scratch.rank[i][k] = static_cast<int8_t>(rank);
+  if (rank < 0) return;
+  exec.insert(scratch.targets[i], rank);
+  exec.set_bits(scratch.going[rank], 1u << i);
+}
+
+// Routes tokens [first, first + count), count <= kChunkTokens; one thread takes one expert of one token, beginning with
+// `index`, of which it has the id. Ids that are not valid are counted for tokens from `counted` on. The scratch knows
+// nothing of what is routed here. A block barrier must follow.
 template <class Id, class Exec>
 PUTGET_TEXT void route_chunk(Exec& exec, const Router& router, Ids<Id, 1>& id, uint32_t first, uint32_t count,
-                             uint32_t counted, RouteScratch& scratch) {
+                             uint32_t counted, uint32_t index, RouteScratch& scratch) {
   const uint32_t top_k = router.plan.shape.top_k;
+  const Id* ids = static_cast<const Id*>(router.call.topk_ids) + uint64_t{first} * top_k;
   PUTGET_ROLLED
-  for (uint32_t index = exec.thread(); index < count * top_k; index += exec.threads()) {
-    if (index != exec.thread()) {
-      id.load(static_cast<const Id*>(router.call.topk_ids) + uint64_t{first} * top_k + index, 1);
-    }
+  while (index < count * top_k) {
     const uint32_t i = router.call.top_k.quotient(index);
     const uint32_t token = first + i;
-    const int32_t rank = router.rank_of(token, id.key(0));
-    scratch.rank[i][index - i * top_k] = static_cast<int8_t>(rank);
-    if (rank >= 0) {
-      exec.insert(scratch.targets[i], rank);
-      exec.set_bits(scratch.going[rank], 1u << i);
-    }
+    keep_route(exec, i, index - i * top_k, router.rank_of(token, id.key(0)), scratch);
     if (router.is_invalid(token, id[0]) && token >= counted) exec.add(router.plan.invalid_ids, 1);
+    index += exec.threads();
+    if (index < count * top_k) id.load(ids + index, 1);
   }
 }
+
+// route_chunk for what comes behind the first expert of each thread.
+template <class Id, class Exec>
+PUTGET_RARE void route_further(Exec& exec, const Plan& plan, const DispatchCall& call, const RankSet& active,
+                               uint32_t num_valid, uint32_t first, uint32_t count, uint32_t counted,
+                               RouteScratch& scratch) {
+  const uint32_t index = exec.thread() + exec.threads();
+  if (index >= count * plan.shape.top_k) return;
+  Ids<Id, 1> id;
+  id.load(static_cast<const Id*>(call.topk_ids) + uint64_t{first} * plan.shape.top_k + index, 1);
+  route_chunk(exec, Router(plan, call, active, num_valid, scratch), id, first, count, counted, index, scratch);
+}
+
+// The first expert that a thread routes, in the first chunk of its CTA: made before the kernel may read anything.
+template <class Id>
+class FirstRoute {
+ public:
+  template <class Exec>
+  PUTGET_TEXT FirstRoute(const Exec& exec, const Plan& plan, const DispatchCall& call, uint32_t first, uint32_t count)
+      : first_(first),
+        count_(count),
+        i_(call.top_k.quotient(exec.thread())),
+        k_(exec.thread() - i_ * plan.shape.top_k),
+        from_(static_cast<const Id*>(call.topk_ids) + uint64_t{first} * plan.shape.top_k + exec.thread()) {
+    exec.pin(from_);
+  }
+
+  // Issues the load.
+  PUTGET_TEXT void load() {
+    if (i_ < count_) id_.load(from_, 1);
+  }
+
+  // Routes the chunk. A block barrier must follow.
+  template <class Exec>
+  PUTGET_TEXT void run(Exec& exec, const Plan& plan, const DispatchCall& call, uint32_t num_valid,
+                       const RankSet& active, uint32_t counted, RouteScratch& scratch) {
+    const Router router(plan, call, active, num_valid, scratch);
+    if (i_ < count_) keep_route(exec, i_, k_, router.rank_of(first_ + i_, id_.key(0)), scratch);
+    if (count_ * plan.shape.top_k > exec.threads()) {
+      route_further<Id>(exec, plan, call, active, num_valid, first_, count_, counted, scratch);
+    }
+  }
+
+  // Ids that are not valid, of tokens from `counted` on: what `run` has left to be done when there is time.
+  template <class Exec>
+  PUTGET_TEXT void count_invalid(Exec& exec, const Plan& plan, uint32_t num_valid, uint32_t counted) const {
+    const uint32_t token = first_ + i_;
+    if (i_ >= count_ || token >= num_valid || token < counted) return;
+    if (!is_expert(plan, id_[0]) && id_[0] != -1) exec.add(plan.invalid_ids, 1);
+  }
+
+ private:
+  uint32_t first_;  // token of the chunk
+  uint32_t count_;
+  uint32_t i_;  // of the chunk
+  uint32_t k_;
+  const Id* from_;
+  Ids<Id, 1> id_;
+};
 
 // Writes target_ranks and target_slots of the chunk's tokens from `recorded` on: the first expert on a rank owns the
 // slot, later ones show -1.

@@ -333,6 +333,24 @@ PUTGET_TEXT void observe_flags(Exec& exec, const Plan& plan, uint64_t lines, uin
   }
 }
 
+// The same where all flags mostly say so already, for the flag of which this thread has the glance; threads that have
+// one call it. Of the wanted peers are all active ones.
+template <Tag tag, class Exec>
+PUTGET_RARE void observe_flags_apart(Exec& exec, const Plan& plan, uint64_t lines, uint32_t epoch, WaitScratch& scratch,
+                                     uint64_t first) {
+  observe_flags<tag>(exec, plan, lines, epoch, scratch, first, [](uint32_t) { return true; });
+}
+template <Tag tag, class Exec>
+PUTGET_TEXT void observe_first(Exec& exec, const Plan& plan, uint64_t lines, uint32_t epoch, const RankSet& active,
+                               WaitScratch& scratch, uint64_t first) {
+  const uint32_t peer = first_peer(exec);
+  if ((flag_epoch(first) == epoch || !active.holds(peer)) && plan.shape.ep_size <= exec.threads()) {
+    scratch.value[peer] = active.holds(peer) ? flag_value(first) : 0;
+    return;
+  }
+  observe_flags_apart<tag>(exec, plan, lines, epoch, scratch, first);
+}
+
 // Waits for one part of a peer; its value is in `scratch` where it is the first or the last one. A part that the peer
 // does not have is over as soon as its first one says so.
 template <Tag tag, class Exec>
