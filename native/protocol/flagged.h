@@ -75,18 +75,23 @@ PUTGET_RARE void send_packs(Exec& exec, const FlaggedRow row, uint32_t pack, uin
 template <class Exec>
 class FlaggedSender {
  public:
+  // Before the kernel may read anything.
   PUTGET_TEXT FlaggedSender(const Exec& exec, const Plan& plan, const CombineCall& call, uint32_t blocks)
       : item_(exec.warp() * blocks + exec.block()), step_(exec.warps() * blocks) {
     find(plan, call);
-  }
-
-  // Issues the load of the first pack before it is known whether its row is there at all: memory for it there is.
-  PUTGET_TEXT void load_ahead(const Exec& exec, const Plan& plan, const CombineCall& call) {
+    // The first pack is loaded before it is known whether its row is there at all: memory for it there is.
     const bool exists = slot_ == 0 || (call.rows == nullptr && slot_ < plan.shape.max_tokens_per_rank);
     const uint32_t pack = first_pack_ + exec.lane();
     const Transit rows(plan, call);
     if (!exists || pack >= end(plan, call) || rows.access_bytes < kPackBytes) return;
-    ahead_ = reinterpret_cast<const uint64_t*>(rows.from(slot_, src_))[pack];
+    ahead_from_ = reinterpret_cast<const uint64_t*>(rows.from(slot_, src_)) + pack;
+    exec.pin(ahead_from_);
+  }
+
+  // Issues the load of the first pack.
+  PUTGET_TEXT void load_ahead() {
+    if (ahead_from_ == nullptr) return;
+    ahead_ = *ahead_from_;
     is_ahead_ = true;
   }
 
@@ -106,8 +111,8 @@ class FlaggedSender {
   PUTGET_TEXT void find(const Plan& plan, const CombineCall& call) {
     const uint32_t row = call.flagged_pieces.quotient(item_);
     first_pack_ = (item_ - row * call.flagged_pieces.value()) * packs_a_piece(call);
-    slot_ = call.ep_size.quotient(row);
-    src_ = plan.shape.ep_rank + row - slot_ * call.ep_size.value();
+    slot_ = plan.by_ep_size.quotient(row);
+    src_ = plan.shape.ep_rank + row - slot_ * plan.by_ep_size.value();
     if (src_ >= plan.shape.ep_size) src_ -= plan.shape.ep_size;
   }
 
@@ -150,6 +155,7 @@ class FlaggedSender {
   uint32_t slot_;
   uint32_t src_;
   uint32_t first_pack_;
+  const uint64_t* ahead_from_ = nullptr;
   uint64_t ahead_ = 0;
   bool is_ahead_ = false;
 };
@@ -215,21 +221,20 @@ class FlaggedSum {
         packs_per_segment_(call.segment_bytes / sizeof(FlaggedPack)),
         item_(exec.blocks() == 1 ? exec.warp() : exec.warp() * (exec.blocks() - 1) + exec.block() - 1),
         step_(exec.warps() * (exec.blocks() == 1 ? 1 : exec.blocks() - 1)),
-        takes_part_(exec.blocks() == 1 || exec.block() != 0) {}
+        takes_part_(exec.blocks() == 1 || exec.block() != 0) {
+    find(exec, plan, call);
+    exec.pin(ranks_);
+    exec.pin(slots_);
+  }
 
-  // Before `run`.
-  PUTGET_TEXT void look_up(const Exec& exec, const Plan& plan, const CombineCall& call) {
-    token_ = call.flagged_pieces.quotient(item_);
-    begin_ = (item_ - token_ * call.flagged_pieces.value()) * packs_per_segment_;
-    if (!takes_part_) token_ = call.num_tokens;
+  // Looks up the routes of the item that it has found: before `run`.
+  PUTGET_TEXT void look_up(const Exec& exec, const CombineCall& call) {
     if (token_ >= call.num_tokens) return;
     PUTGET_UNROLL
     for (uint32_t i = 0; i < kRowsPerLane; ++i) {
-      const uint32_t k = i * Exec::kLanes + exec.lane();
-      if (k >= top_k_.top_k) break;
-      const uint64_t route = uint64_t{token_} * top_k_.top_k + k;
-      const int32_t rank = plan.target_ranks[route];
-      const int32_t slot = plan.target_slots[route];
+      if (i * Exec::kLanes + exec.lane() >= top_k_.top_k) break;
+      const int32_t rank = ranks_[i * Exec::kLanes];
+      const int32_t slot = slots_[i * Exec::kLanes];
       const uint32_t row = rank * static_cast<uint32_t>(kFlaggedBytes / sizeof(FlaggedPack)) + slot * packs_;
       row_[i] = (rank | slot) < 0 ? kNone : row;  // both are -1 together: so neither load waits for the other
     }
@@ -240,12 +245,23 @@ class FlaggedSum {
     while (token_ < call.num_tokens) {
       if (!exec.all_lanes(sum_item(exec, plan, call, head))) return false;
       item_ += step_;
-      look_up(exec, plan, call);
+      find(exec, plan, call);
+      look_up(exec, call);
     }
     return true;
   }
 
  private:
+  // Which token and segment the item is, and where the token's routes are.
+  PUTGET_TEXT void find(const Exec& exec, const Plan& plan, const CombineCall& call) {
+    token_ = call.flagged_pieces.quotient(item_);
+    begin_ = (item_ - token_ * call.flagged_pieces.value()) * packs_per_segment_;
+    if (!takes_part_) token_ = call.num_tokens;
+    const uint64_t route = uint64_t{token_} * top_k_.top_k + exec.lane();
+    ranks_ = plan.target_ranks + route;
+    slots_ = plan.target_slots + route;
+  }
+
   // A lane knows where some of the rows are, and asks the others.
   static constexpr uint32_t kRowsPerLane = (TopK::kCapacity + Exec::kLanes - 1) / Exec::kLanes;
 
@@ -356,6 +372,8 @@ class FlaggedSum {
   bool takes_part_;
   uint32_t token_;
   uint32_t begin_;  // pack
+  const int32_t* ranks_;
+  const int32_t* slots_;
   uint32_t row_[kRowsPerLane] = {};
 };
 
