@@ -88,7 +88,7 @@ class DeviceGroup:
     def nvlink(ordinal: int) -> DeviceGroup:
         """Make a group of one GPU, which writes to its peers in other processes of this machine.
 
-        It moves memory from cudaMalloc or cuMemCreate (torch's, but not cudaMallocAsync's) and host memory, which it pins.
+        It moves host memory, which it pins, and memory from cudaMalloc or cuMemCreate, but not from cudaMallocAsync.
 
         Args:
             ordinal: The GPU's number in CUDA.
