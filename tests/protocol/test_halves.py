@@ -57,8 +57,8 @@ MISTAKES = {
     ),
     "who sends judges nothing": (
         "protocol/combine.h",
-        "return !(kIsFlagged || work.sends) || turn.may_be_in_turn(plan, call, work.sends, exec.blocks());",
-        "return true;",
+        "const bool judges = kIsFlagged || work.sends;",
+        "const bool judges = false;",
     ),
     "release does not ask": ("protocol/combine.h", "if (scratch.own.combining(head.open, head.epoch)) {", "if (false) {"),
 }
