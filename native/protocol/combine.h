@@ -134,9 +134,10 @@ template <bool kIsFlagged, class Exec>
 PUTGET_TEXT bool may_combine(Exec& exec, const Plan& plan, const CombineCall& call, const Work& work,
                              const WaitScratch& wait) {
   const Turn turn(exec, wait);
-  if (turn.fault != 0) return false;
+  const bool is_well = turn.fault == 0;
   if (exec.block() != 0 && !work.moves) {
-    return !(kIsFlagged || work.sends) || turn.may_be_in_turn(plan, call, work.sends, exec.blocks());
+    const bool judges = kIsFlagged || work.sends;
+    return is_well & (!judges | turn.may_be_in_turn(plan, call, work.sends, exec.blocks()));
   }
   const OwnFlags& own = turn.own;
   const bool is_open = turn.open && turn.opened_by == plan.object_id;
@@ -147,8 +148,8 @@ PUTGET_TEXT bool may_combine(Exec& exec, const Plan& plan, const CombineCall& ca
   const bool started = by_parts ? own.published(call.moving_blocks, turn.epoch) : ended;
   const bool is_half_wrong = (call.half == Half::kFinish) != started;
   const bool is_dispatching = flag_epoch(own.arrived) == turn.epoch + 1;
-  if (is_open & !is_half_wrong & !is_dispatching & (turn.num_tokens == call.num_tokens)) return true;
-  if (exec.block() == 0 && exec.thread() == 0) report_out_of_turn(exec, plan, call, turn, is_open, started);
+  if (is_well & is_open & !is_half_wrong & !is_dispatching & (turn.num_tokens == call.num_tokens)) return true;
+  if (is_well && exec.block() == 0 && exec.thread() == 0) report_out_of_turn(exec, plan, call, turn, is_open, started);
   return false;
 }
 

@@ -34,7 +34,11 @@ MISTAKES = {
         "if (exec.block() == 0 &&\n"
         "      (own.published(exec.blocks(), round.epoch + 1) || own.combining(round.open, round.epoch))) {",
     ),
-    "dispatch does not ask for combine": ("protocol/dispatch.h", " || own.combining(round.open, round.epoch)) {", ") {"),
+    "dispatch does not ask for combine": (
+        "protocol/dispatch.h",
+        " || own.combining(round.open, round.epoch)) {",
+        ") {",
+    ),
     "combine does not ask for dispatch": (
         "protocol/combine.h",
         "const bool is_dispatching = flag_epoch(own.arrived) == turn.epoch + 1;",
@@ -57,10 +61,14 @@ MISTAKES = {
     ),
     "who sends judges nothing": (
         "protocol/combine.h",
-        "return !(kIsFlagged || work.sends) || turn.may_be_in_turn(plan, call, work.sends, exec.blocks());",
-        "return true;",
+        "const bool judges = kIsFlagged || work.sends;",
+        "const bool judges = false;",
     ),
-    "release does not ask": ("protocol/combine.h", "if (scratch.own.combining(head.open, head.epoch)) {", "if (false) {"),
+    "release does not ask": (
+        "protocol/combine.h",
+        "if (scratch.own.combining(head.open, head.epoch)) {",
+        "if (false) {",
+    ),
 }
 
 
