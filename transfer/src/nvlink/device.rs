@@ -184,10 +184,20 @@ impl Stream {
     /// # Safety
     /// As for `copy`, for all of them.
     pub unsafe fn copy_all(&self, copies: &[&Stretch]) -> Result<(), Error> {
-        let Some(batch) = self.driver.copy_batch.filter(|_| copies.len() > 1) else {
-            // SAFETY: the caller promises that all ranges are valid.
-            return copies.iter().try_for_each(|copy| unsafe { self.copy(copy.dst, copy.src, copy.len) });
-        };
+        // SAFETY: the caller promises that all ranges are valid.
+        if copies.len() > 1 && unsafe { self.copy_batch(copies) } {
+            return Ok(());
+        }
+        // SAFETY: the caller promises that all ranges are valid.
+        copies.iter().try_for_each(|copy| unsafe { self.copy(copy.dst, copy.src, copy.len) })
+    }
+
+    /// The same as one batch. False: the driver has none, or none for such memory; what it has copied may be copied again.
+    ///
+    /// # Safety
+    /// As for `copy`, for all of them.
+    unsafe fn copy_batch(&self, copies: &[&Stretch]) -> bool {
+        let Some(batch) = self.driver.copy_batch else { return false };
         let of = |part: fn(&Stretch) -> u64| copies.iter().map(|copy| part(copy)).collect::<Vec<_>>();
         let (dst, src) = (of(|copy| copy.dst), of(|copy| copy.src));
         let len: Vec<_> = copies.iter().map(|copy| copy.len as usize).collect();
@@ -197,7 +207,10 @@ impl Stream {
         // SAFETY: the lists have that many entries and live through the call, one attribute holds for all from the first
         // on; the caller promises that all ranges are valid.
         let code = unsafe { batch(dst, src, len, count, &attributes, &all, 1, self.stream) };
-        self.driver.check("cuMemcpyBatchAsync", code)
+        if code != CUDA_SUCCESS {
+            tracing::debug!(why = %self.driver.words(code), "copies do not go as a batch");
+        }
+        code == CUDA_SUCCESS
     }
 
     /// Stores a word once everything before it has been carried out and can be seen by everybody.
