@@ -18,8 +18,8 @@ install() {
   export DEBIAN_FRONTEND=noninteractive
   for update in no yes; do
     test "$update" = no || apt-get update -qq
-    # cargo is new enough from Debian 13 on; Debian 12 has a newer one beside it.
-    for package in cargo cargo-web cargo-1.85; do
+    # Beside cargo itself, Debian has a newer one for its browsers, and Ubuntu several with their version in the name.
+    for package in cargo cargo-web $(apt-cache pkgnames cargo-1. | sort -V); do
       candidate=$(apt-cache policy "$package" 2>/dev/null | sed -n 's/^  Candidate: \([0-9.]*\).*/\1/p')
       if test -n "$candidate" && test "$(printf '%s\n%s\n' "$oldest" "$candidate" | sort -V | head -n 1)" = "$oldest"; then
         apt-get install -qq -y --no-install-recommends "$package" gcc libc6-dev
@@ -34,7 +34,7 @@ PATH="$PATH:${CARGO_HOME:-$HOME/.cargo}/bin"
 export PATH
 if ! new_enough; then
   install >/dev/null 2>&1
-  for named in cargo cargo-1.85; do
+  for named in cargo $(ls /usr/bin | grep -x 'cargo-1\.[0-9]*' | sort -V); do
     new_enough "$named" && break
   done
   if ! new_enough "$named"; then

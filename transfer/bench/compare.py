@@ -5,13 +5,16 @@ r"""The engine beside libfabric alone, NIXL and Mooncake: the same sizes, on one
         --output_file compare.json --plot compare.png
 
 Every contender measures all sizes for a moment, then the next one does, and so on for `--repeats` rounds; what is
-reported is the median over the rounds. So a busy machine hits all of them alike.
+reported is the median over the rounds. So a busy machine hits all of them alike. The engine's share of libfabric alone
+is the median of what each round gives, with the least and the largest beside it. `--processors 0-3` keeps all on
+the same few processors. An interrupt ends the last round, and what has been measured is shown.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -33,6 +36,8 @@ Rounds = dict[tuple[str, str], list[dict[tuple[str, int], dict[str, float]]]]
 def command(network: str, contender: str, options: argparse.Namespace) -> list[str]:
     """Say what measures a contender."""
     common = ["--seconds", str(options.seconds), "--largest", str(options.largest)]
+    if options.sizes:
+        common += ["--sizes", options.sizes]
     if contender in PEERS:
         return [options.peers_python, str(HERE / "peers.py"), contender, *common]
     mode = {ENGINE: [], f"{ENGINE}_busy_poll": ["--busy_poll"], "libfabric_alone": ["--bare"]}[contender]
@@ -56,6 +61,25 @@ def run(network: str, contender: str, options: argparse.Namespace) -> dict[tuple
     return {(row["kind"], row["bytes"]): {metric: row[metric] for metric in METRICS} for row in rows}
 
 
+def processors(text: str) -> set[int]:
+    """Read a list of processors such as 0-3,8."""
+    found: set[int] = set()
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        found |= set(range(int(first), int(last or first) + 1))
+    return found
+
+
+def shares(rounds: Rounds, network: str, size: tuple[str, int]) -> list[float]:
+    """Give the engine's rate over libfabric's in each round, in the mode whose median is the better one."""
+    alone = rounds.get((network, "libfabric_alone"), [])
+    found = []
+    for mode in (ENGINE, f"{ENGINE}_busy_poll"):
+        both = zip(rounds.get((network, mode), []), alone, strict=False)
+        found.append([ours[size]["gbit_per_s"] / bare[size]["gbit_per_s"] for ours, bare in both if size in bare])
+    return sorted(max((mode for mode in found if mode), key=statistics.median, default=[]))
+
+
 def medians(rounds: Rounds) -> list[dict[str, Any]]:
     """One row for each network, contender and size."""
     rows = []
@@ -65,24 +89,27 @@ def medians(rounds: Rounds) -> list[dict[str, Any]]:
             row: dict[str, Any] = {"network": network, "contender": contender, "kind": kind, "bytes": size}
             for metric in METRICS:
                 row[metric] = statistics.median(one[kind, size][metric] for one in found)
+            if contender == ENGINE and (share := shares(rounds, network, (kind, size))):
+                row["share"] = [share[0], statistics.median(share), share[-1]]
             rows.append(row)
     return rows
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Gbit/s of every contender, and the engine as a share of libfabric alone, best of its two modes."""
+    """Gbit/s of every contender, and the engine's share of libfabric alone: median, least and largest of the rounds."""
     lines = []
     for network in dict.fromkeys(row["network"] for row in rows):
         here = [row for row in rows if row["network"] == network]
         contenders = list(dict.fromkeys(row["contender"] for row in here))
         lines.append(
-            f"\n{network}, Gbit/s\n{'kind':7}{'bytes':>10}" + "".join(f"{name:>27}" for name in contenders) + "   share"
+            f"\n{network}, Gbit/s\n{'kind':7}{'bytes':>10}"
+            + "".join(f"{name:>27}" for name in contenders)
+            + "   share (least, largest)"
         )
         for kind, size in dict.fromkeys((row["kind"], row["bytes"]) for row in here):
             rate = {row["contender"]: row["gbit_per_s"] for row in here if (row["kind"], row["bytes"]) == (kind, size)}
-            ours = max(value for name, value in rate.items() if name.startswith(ENGINE))
-            alone = rate.get("libfabric_alone")
-            share = f"{ours / alone:8.0%}" if alone else ""
+            found = [row["share"] for row in here if "share" in row and (row["kind"], row["bytes"]) == (kind, size)]
+            share = "".join(f"{median:8.0%} ({least:.0%}, {largest:.0%})" for least, median, largest in found)
             cells = "".join(f"{rate[name]:27.2f}" if name in rate else f"{'-':>27}" for name in contenders)
             lines.append(f"{kind:7}{size:10}{cells}{share}")
     return "\n".join(lines)
@@ -119,10 +146,14 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=0.3)
     parser.add_argument("--largest", type=int, default=32 << 20)
+    parser.add_argument("--sizes", help="only these, in bytes, such as 65536,131072")
+    parser.add_argument("--processors", type=processors, help="run everything on these, such as 0-3")
     parser.add_argument("--timeout_s", type=float, default=180.0)
     parser.add_argument("--output_file", type=Path)
     parser.add_argument("--plot", type=Path)
     options = parser.parse_args()
+    if options.processors:
+        os.sched_setaffinity(0, options.processors)
     pairs = [
         (network, contender)
         for network in options.providers.split(",")
@@ -131,12 +162,15 @@ def main() -> None:
     if options.peers_python:
         pairs += [(network, peer) for peer, network in PEERS.items() if network in options.providers.split(",")]
     rounds: Rounds = {pair: [] for pair in pairs}
-    for number in range(options.repeats):
-        # Who comes first changes from round to round.
-        for network, contender in pairs if number % 2 == 0 else pairs[::-1]:
-            found = run(network, contender, options)
-            if found is not None:
-                rounds[network, contender].append(found)
+    try:
+        for number in range(options.repeats):
+            # Who comes first changes from round to round.
+            for network, contender in pairs if number % 2 == 0 else pairs[::-1]:
+                found = run(network, contender, options)
+                if found is not None:
+                    rounds[network, contender].append(found)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
     rows = medians({pair: found for pair, found in rounds.items() if found})
     print(table(rows))
     if options.output_file:
@@ -145,6 +179,7 @@ def main() -> None:
             "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "repeats": options.repeats,
             "seconds": options.seconds,
+            "processors": sorted(os.sched_getaffinity(0)),
             "rows": rows,
         }
         options.output_file.write_text(json.dumps(about, indent=1) + "\n")

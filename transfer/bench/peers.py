@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import hashlib
+import importlib
 import json
 import multiprocessing
 import os
@@ -190,12 +191,15 @@ def main() -> None:
     parser.add_argument("kind", choices=[*TRANSPORTS, "mooncake_tcp"])
     parser.add_argument("--seconds", type=float, default=1.0)
     parser.add_argument("--largest", type=int, default=32 << 20)
+    parser.add_argument("--sizes", type=lambda text: {int(size) for size in text.split(",")}, default=set())
     parser.add_argument("--window", type=int, default=16)
     parser.add_argument("--output_file", type=Path)
     options = parser.parse_args()
     if options.kind in TRANSPORTS:
         os.environ["UCX_TLS"] = TRANSPORTS[options.kind]
         os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
+    # What is missing is said now, and not by a target that never answers.
+    importlib.import_module("nixl" if options.kind in TRANSPORTS else "mooncake.engine")
     length = max(options.largest, MIN_MEMORY)
     context = multiprocessing.get_context("spawn")
     pipe, theirs = context.Pipe()
@@ -213,6 +217,8 @@ def main() -> None:
         *(("single", size, 1) for size in sizes),
         *(("paged", 1024 << i, PAGES) for i in range(7)),
     ]:
+        if options.sizes and size not in options.sizes:
+            continue
         pieces = [(2 * page * size if count > 1 else 0, page * size, size) for page in range(count)]
         memory.array[0:8] = os.urandom(8)
         finish(start(pieces))

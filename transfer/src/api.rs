@@ -108,6 +108,7 @@ impl Engine {
         if self.inner.closed.load(Ordering::Acquire) {
             return Err(Error::Closed);
         }
+        self.inner.home.check()?;
         self.inner.groups.get(index).ok_or_else(|| {
             Error::argument("group", format!("{index} came; the engine has {} groups", self.inner.groups.len()))
         })

@@ -21,7 +21,7 @@ pub(crate) enum Kind {
     Ignore,
     Callback(Callback),
     Future(Arc<Once<Outcome>>),
-    Flag(Arc<Flag>),
+    Flag(Raised),
 }
 
 impl fmt::Debug for Done {
@@ -52,10 +52,9 @@ impl Done {
         (Self(Kind::Future(Arc::clone(&once))), TransferFuture { once })
     }
 
-    /// An atomic flag to be polled. One flag may serve many operations.
+    /// An atomic flag to be polled. One flag may serve many operations. A submission that is refused leaves it as it was.
     pub fn flag(flag: &Arc<Flag>) -> Self {
-        flag.pending.fetch_add(1, Ordering::AcqRel);
-        Self(Kind::Flag(Arc::clone(flag)))
+        Self(Kind::Flag(Raised::new(flag)))
     }
 }
 
@@ -81,12 +80,28 @@ impl Flag {
     pub fn failed(&self) -> u32 {
         self.failed.load(Ordering::Acquire)
     }
+}
 
-    pub(crate) fn lower(&self, failed: bool) {
+/// A flag that is up for one operation. It goes down with this at the latest: where nothing was submitted, nobody else will
+/// lower it.
+pub(crate) struct Raised(Arc<Flag>);
+
+impl Raised {
+    pub fn new(flag: &Arc<Flag>) -> Self {
+        flag.pending.fetch_add(1, Ordering::AcqRel);
+        Self(Arc::clone(flag))
+    }
+
+    pub fn lower(self, failed: bool) {
         if failed {
-            self.failed.fetch_add(1, Ordering::AcqRel);
+            self.0.failed.fetch_add(1, Ordering::AcqRel);
         }
-        self.pending.fetch_sub(1, Ordering::AcqRel);
+    }
+}
+
+impl Drop for Raised {
+    fn drop(&mut self) {
+        self.0.pending.fetch_sub(1, Ordering::AcqRel);
     }
 }
 

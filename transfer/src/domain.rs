@@ -83,8 +83,8 @@ impl Engine {
         let keys = group.addresses.iter().zip(&nics);
         let keys = keys.map(|(address, nic)| NicKey { address: address.clone(), base: nic.base, rkey: nic.rkey });
         let descriptor = MrDesc { len: region.len(), device, nics: keys.collect() };
-        let worker = Arc::downgrade(&group.commands);
-        Ok((MrHandle { registration: Arc::new(Registration { region, group: index, nics, worker }) }, descriptor))
+        let (worker, home) = (Arc::downgrade(&group.commands), self.inner.home);
+        Ok((MrHandle { registration: Arc::new(Registration { region, group: index, nics, worker, home }) }, descriptor))
     }
 
     /// Registers memory that the caller owns.

@@ -16,7 +16,7 @@ use crate::provider::Opener;
 use crate::queue::Queue;
 use crate::shared::{Apart, Config, PeerEvent, Shared};
 use crate::sim::SimNetwork;
-use crate::sys::{EventFd, exact_timers, pin_thread};
+use crate::sys::{EventFd, Home, exact_timers, pin_thread};
 use crate::topology::cpus_near;
 use crate::verbs::VerbsNic;
 use crate::watcher::Watchers;
@@ -232,6 +232,7 @@ impl Builder {
         let watchers = Arc::new(Watchers::default());
         let mut inner = Inner {
             kind,
+            home: Home::here(),
             shared: Arc::clone(&shared),
             watchers,
             groups: Vec::new(),
@@ -273,6 +274,7 @@ pub(crate) struct Group {
 
 pub(crate) struct Inner {
     pub kind: ProviderKind,
+    pub home: Home,
     pub shared: Arc<Shared>,
     watchers: Arc<Watchers>,
     pub groups: Vec<Group>,
@@ -330,6 +332,12 @@ impl Inner {
 
     pub fn close(&self) {
         if self.closed.swap(true, std::sync::atomic::Ordering::AcqRel) {
+            return;
+        }
+        if self.home.check().is_err() {
+            // A fork has nothing to end, and no threads to wait for. Their handles are of no use here.
+            let threads = self.threads.try_lock().map(|mut threads| std::mem::take(&mut *threads));
+            std::mem::forget((threads, self.watcher_thread.try_lock().map(|mut thread| thread.take())));
             return;
         }
         self.watchers.stop();

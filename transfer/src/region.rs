@@ -145,7 +145,7 @@ impl Region {
     /// Checks that a mirrored counter can stand at `offset`.
     pub fn check_word(&self, offset: u64) -> Result<(), Error> {
         let address = self.at("offset", offset, 8)?;
-        if (address as usize) % 8 != 0 {
+        if !(address as usize).is_multiple_of(8) {
             return Err(Error::argument("offset", format!("{offset} came; an address divisible by 8 is needed")));
         }
         Ok(())

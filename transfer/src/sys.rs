@@ -2,6 +2,8 @@
 #![allow(unsafe_code)]
 
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::sync::Once;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use crate::error::Error;
@@ -27,6 +29,35 @@ pub(crate) fn pin_thread(cpus: &[usize]) -> Result<(), Error> {
 pub(crate) fn exact_timers() {
     // SAFETY: a call without pointers. It cannot fail with a positive number of nanoseconds.
     unsafe { libc::prctl(libc::PR_SET_TIMERSLACK, 1000_u64) };
+}
+
+/// How often this process has come out of a fork.
+static FORKS: AtomicU64 = AtomicU64::new(0);
+
+extern "C" fn forked() {
+    FORKS.fetch_add(1, Ordering::Relaxed);
+}
+
+/// The process that something belongs to. A fork has copies of an engine's memory, but none of its threads.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Home(u64);
+
+impl Home {
+    pub fn here() -> Self {
+        static NOTICED: Once = Once::new();
+        // SAFETY: the function may run in a child: it uses one atomic word. Without memory for this a fork goes unnoticed.
+        NOTICED.call_once(|| unsafe { _ = libc::pthread_atfork(None, None, Some(forked)) });
+        Self(FORKS.load(Ordering::Relaxed))
+    }
+
+    /// An error in a fork of that process.
+    pub fn check(self) -> Result<(), Error> {
+        if self == Self(FORKS.load(Ordering::Relaxed)) {
+            return Ok(());
+        }
+        let why = "this process is a fork of the one that has its threads; build an engine here".into();
+        Err(Error::System { what: "using an engine", why })
+    }
 }
 
 /// Wakes a thread that waits for descriptors.

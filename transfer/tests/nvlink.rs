@@ -4,82 +4,20 @@
 //! ends). On a machine with GPUs, `PUTGET_TRANSFER_TEST_CUDA=1` and `--ignored` run the same tests with the real one.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 
+#[macro_use]
 mod common;
 
-use std::ffi::{CStr, c_void};
+use std::ffi::c_void;
 use std::process::Command;
 use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
+use common::device::{DeviceMemory, MARGIN};
 use common::process::{MEMORY, Other, move_pages, read, role, scattered_pages, serve};
 use common::*;
 use putget_transfer::{
-    Builder, Device, DeviceGroup, Done, Engine, Error, MrDesc, MrHandle, NetworkError, Options, Pages, Reason, Refusal,
-    ScatterDst,
+    Builder, DeviceGroup, Done, Engine, Error, MrDesc, NetworkError, Options, Pages, Reason, Refusal, ScatterDst,
 };
-
-/// A function of the driver, for what the tests do themselves.
-fn driver(name: &CStr) -> *mut c_void {
-    // SAFETY: terminated names and valid flags; the library stays open.
-    let found = unsafe { libc::dlsym(libc::dlopen(c"libcuda.so.1".as_ptr(), libc::RTLD_NOW), name.as_ptr()) };
-    assert!(!found.is_null(), "{name:?}");
-    found
-}
-
-macro_rules! cuda {
-    ($name:literal, $($value:expr => $type:ty),*) => {{
-        // SAFETY: the signature is that of cuda.h, and pointers are valid for what the function does with them.
-        let code = unsafe {
-            std::mem::transmute::<*mut c_void, unsafe extern "C" fn($($type),*) -> i32>(driver($name))($($value),*)
-        };
-        assert_eq!(code, 0, "{:?}", $name);
-    }};
-}
-
-/// Memory of a device, with a margin before and behind that nobody may write to.
-struct DeviceMemory {
-    allocation: u64,
-    len: usize,
-}
-
-const MARGIN: usize = 4096;
-
-impl DeviceMemory {
-    fn new(len: usize) -> Self {
-        let (mut device, mut context, mut allocation) = (0, std::ptr::null_mut::<c_void>(), 0);
-        cuda!(c"cuInit", 0 => u32);
-        cuda!(c"cuDeviceGet", &mut device => *mut i32, 0 => i32);
-        cuda!(c"cuDevicePrimaryCtxRetain", &mut context => *mut *mut c_void, device => i32);
-        cuda!(c"cuCtxSetCurrent", context => *mut c_void);
-        cuda!(c"cuMemAlloc_v2", &mut allocation => *mut u64, len + 2 * MARGIN => usize);
-        let memory = Self { allocation, len };
-        memory.write(&vec![0; len]);
-        memory.write_at(0, &[0xee; MARGIN]);
-        memory.write_at(MARGIN + len, &[0xee; MARGIN]);
-        memory
-    }
-
-    fn write_at(&self, at: usize, bytes: &[u8]) {
-        cuda!(c"cuMemcpyHtoD_v2", self.allocation + at as u64 => u64, bytes.as_ptr() => *const u8, bytes.len() => usize);
-    }
-
-    fn write(&self, bytes: &[u8]) {
-        self.write_at(MARGIN, bytes);
-    }
-
-    fn read(&self) -> Vec<u8> {
-        let mut all = vec![0; self.len + 2 * MARGIN];
-        cuda!(c"cuMemcpyDtoH_v2", all.as_mut_ptr() => *mut u8, self.allocation => u64, all.len() => usize);
-        assert!(all[..MARGIN].iter().chain(&all[MARGIN + self.len..]).all(|byte| *byte == 0xee), "outside the region");
-        all[MARGIN..MARGIN + self.len].to_vec()
-    }
-
-    fn register(&self, engine: &Engine) -> (MrHandle, MrDesc) {
-        let start = (self.allocation as usize + MARGIN) as *mut u8;
-        // SAFETY: device memory, which Rust never touches, and which outlives the engine.
-        unsafe { engine.reg_mr(start, self.len, Device::Cuda(0)) }.unwrap()
-    }
-}
 
 fn nvlink() -> Builder {
     Engine::builder()
@@ -110,7 +48,7 @@ fn with_an_imitated_driver() {
             tests.args(["--ignored", "--skip", "other_process", "--test-threads", "2"]).env(CUDA, "imitated");
             let ran = tests.env("LD_LIBRARY_PATH", &folder).output().unwrap();
             let text = String::from_utf8_lossy(&ran.stdout) + String::from_utf8_lossy(&ran.stderr);
-            assert!(ran.status.success() && text.contains("6 passed"), "{text}");
+            assert!(ran.status.success() && text.contains("8 passed"), "{text}");
         }
     }
     std::fs::remove_dir_all(folder).unwrap();
@@ -216,6 +154,12 @@ fn many_writes_at_a_time_and_messages() {
     assert!(to.read() == bytes);
     eventually("all are over", || flag.pending() == 0);
     assert_eq!((flag.failed(), b.imm_count(1)), (0, 2048));
+    if std::env::var(CUDA).is_ok_and(|which| which == "imitated") {
+        // Those that had to wait went together.
+        let mut batches = 0;
+        cuda!(c"imitated_batches", &mut batches => *mut i32);
+        assert!((1..2048).contains(&batches), "{batches} batches");
+    }
     let mut found: Vec<_> = (0..128).map(|_| received.recv_timeout(LONG).unwrap()).collect();
     let mut sent: Vec<_> = (0..128).map(|index| bytes[index * 65536..][..9000].to_vec()).collect();
     found.sort();
@@ -275,6 +219,89 @@ fn nothing_lands_once_a_registration_has_ended() {
     assert_eq!(failure(outcome(late)).reason, Reason::Network(NetworkError::BadKey));
 }
 
+/// Descriptors of pieces that this process has, where the driver is the imitated one.
+fn descriptors_of_pieces() -> usize {
+    let links = std::fs::read_dir("/proc/self/fd").unwrap().flatten();
+    links
+        .filter_map(|link| std::fs::read_link(link.path()).ok())
+        .filter(|to| to.to_string_lossy().contains("imitated pieces"))
+        .count()
+}
+
+#[test]
+#[ignore = "needs a CUDA driver, real or imitated"]
+fn memory_in_pieces() {
+    if !enabled() {
+        return;
+    }
+    let bytes = noise(45 << 20, 4);
+    // Pieces more than are asked for at a time.
+    let (from, to) = (DeviceMemory::in_pieces(9 << 20, 1), DeviceMemory::in_pieces(45 << 20, 1));
+    from.write(&bytes[..9 << 20]);
+    let before = descriptors_of_pieces();
+    let options = within(LONG);
+    {
+        let [a, b] = engines();
+        let ((src, own), (dst, desc)) = (from.register(&a), to.register(&b));
+        let mut right = vec![0; 45 << 20];
+        for (at, len) in [(0, 9 << 20), ((2 << 20) - MARGIN - 7, 14), ((45 << 20) - 3, 3), (20 << 20, 9 << 20)] {
+            let write = |done| a.submit_single_write(len, Some(1), (&src, 0), (&desc, at as u64), &options, done);
+            assert_eq!(outcome(write), Ok(()), "{len} bytes at {at}");
+            right[at..at + len as usize].copy_from_slice(&bytes[..len as usize]);
+        }
+        let (one, other): (Vec<_>, Vec<_>) = ((0..3000).collect(), (0..3000).map(|page| (page * 7) % 3000).collect());
+        let pages =
+            (Pages { indices: &one, stride: 1000, offset: 3 }, Pages { indices: &other, stride: 1024, offset: 0 });
+        let paged = |done| a.submit_paged_writes(1000, Some(1), (&src, pages.0), (&desc, pages.1), &options, done);
+        assert_eq!(outcome(paged), Ok(()));
+        for (from, to) in one.iter().zip(&other) {
+            let (from, to) = ((from * 1000 + 3) as usize, (to * 1024) as usize);
+            right[to..to + 1000].copy_from_slice(&bytes[from..from + 1000]);
+        }
+        assert_eq!(expect_count(&b, 1, 5), Ok(()));
+        assert!(to.read() == right);
+        let beyond = |done| a.submit_single_write(8, None, (&src, 0), (&desc, (45 << 20) - 7), &options, done);
+        assert!(matches!(beyond(Done::ignore()), Err(Error::Argument { .. })));
+        // The engine writes to its own pieces, too.
+        let itself = |done| a.submit_single_write(9, Some(2), (&src, 0), (&own, 4 << 20), &options, done);
+        assert_eq!((outcome(itself), expect_count(&a, 2, 1)), (Ok(()), Ok(())));
+        assert!(from.read()[4 << 20..][..9] == bytes[..9]);
+        b.dereg_mr(dst).unwrap();
+        let late = |done| a.submit_single_write(1, None, (&src, 0), (&desc, 0), &options, done);
+        assert_eq!(failure(outcome(late)).reason, Reason::Network(NetworkError::BadKey));
+        // Registrations that end while their pieces are on their way.
+        for round in 0..20 {
+            let (dst, desc) = to.register(&b);
+            let flag = putget_transfer::Flag::new();
+            for _ in 0..4 {
+                a.submit_single_write(9 << 20, None, (&src, 0), (&desc, 0), &options, Done::flag(&flag)).unwrap();
+            }
+            std::thread::sleep(Duration::from_micros(100 * round));
+            b.dereg_mr(dst).unwrap();
+            to.write_at(MARGIN, &[77; 64]);
+            eventually("all are over", || flag.pending() == 0);
+            assert!(to.read()[..64].iter().all(|byte| *byte == 77), "a write landed after the end of its registration");
+        }
+    }
+    // Neither side keeps what it has sent or mapped.
+    assert_eq!(descriptors_of_pieces(), before);
+}
+
+#[test]
+#[ignore = "needs a CUDA driver, real or imitated"]
+fn pieces_that_cannot_be_shared_are_refused_by_name() {
+    if !enabled() {
+        return;
+    }
+    let [a] = engines();
+    let error = DeviceMemory::in_pieces(3 << 20, 0).try_register(&a, 3 << 20).unwrap_err();
+    assert!(matches!(error, Error::Unavailable { .. }) && error.to_string().contains("file descriptor"), "{error}");
+    let memory = DeviceMemory::in_pieces(3 << 20, 1);
+    let error = memory.try_register(&a, 9 << 20).unwrap_err();
+    assert!(matches!(error, Error::Argument { .. }) && error.to_string().contains("len"), "{error}");
+    memory.register(&a);
+}
+
 #[test]
 #[ignore = "needs a CUDA driver, real or imitated"]
 fn words_that_a_gpu_sees() {
@@ -308,10 +335,10 @@ fn other_process() {
         return;
     }
     let engine = nvlink().build().unwrap();
-    let memory = DeviceMemory::new(MEMORY);
-    let (_handle, desc) = memory.register(&engine);
+    let (memory, pieces) = (DeviceMemory::new(MEMORY), DeviceMemory::in_pieces(MEMORY, 1));
+    let ((_handle, desc), (_pieces, pieces_desc)) = (memory.register(&engine), pieces.register(&engine));
     let (host, host_desc) = engine.alloc_mr(MEMORY).unwrap();
-    serve(&engine, &[desc, host_desc], || vec![memory.read(), read(&host, 0, MEMORY)]);
+    serve(&engine, &[desc, host_desc, pieces_desc], || vec![memory.read(), read(&host, 0, MEMORY), pieces.read()]);
 }
 
 #[test]
@@ -322,31 +349,32 @@ fn operations_between_processes() {
     }
     let [a] = engines();
     let mut other = Other::start("device");
-    let (desc, host_desc) = (other.descs[0].clone(), other.descs[1].clone());
+    let descs = other.descs.clone();
     let bytes = noise(MEMORY, 3);
     let memory = DeviceMemory::new(MEMORY);
     memory.write(&bytes);
     let (src, _) = memory.register(&a);
-    let (mut device, mut host) = (vec![0; MEMORY], vec![0; MEMORY]);
+    let mut right = vec![vec![0; MEMORY]; descs.len()];
     let options = within(LONG);
     for (index, len) in [0, 1, 100, 65536, 5 << 20].into_iter().enumerate() {
-        for (desc, right) in [(&desc, &mut device), (&host_desc, &mut host)] {
+        for (desc, right) in descs.iter().zip(&mut right) {
             let write = |done| a.submit_single_write(len, Some(1), (&src, 9), (desc, 77), &options, done);
             assert_eq!(outcome(write), Ok(()), "{len}");
             right[77..77 + len as usize].copy_from_slice(&bytes[9..9 + len as usize]);
         }
-        other.check_all(1, 2 * index as u64 + 2, &[&device, &host]);
+        other.check_all(1, 3 * index as u64 + 3, &right.iter().map(Vec::as_slice).collect::<Vec<_>>());
     }
     let (from, to) = scattered_pages();
     let pages = (Pages { indices: &from, stride: 1000, offset: 3 }, Pages { indices: &to, stride: 1024, offset: 0 });
-    for (desc, right) in [(&desc, &mut device), (&host_desc, &mut host)] {
+    for (desc, right) in descs.iter().zip(&mut right) {
         let paged = |done| a.submit_paged_writes(1000, Some(2), (&src, pages.0), (desc, pages.1), &options, done);
         assert_eq!(outcome(paged), Ok(()));
         move_pages(&bytes, right);
     }
-    other.check_all(2, 2, &[&device, &host]);
-    assert_eq!(outcome(|done| a.submit_barrier(None, 3, &[&desc], &options, done)), Ok(()));
-    other.check_all(3, 1, &[&device, &host]);
+    let right: Vec<_> = right.iter().map(Vec::as_slice).collect();
+    other.check_all(2, 3, &right);
+    assert_eq!(outcome(|done| a.submit_barrier(None, 3, &[&descs[0]], &options, done)), Ok(()));
+    other.check_all(3, 1, &right);
 }
 
 #[test]
@@ -364,8 +392,8 @@ fn kill_9_is_noticed_and_a_new_process_is_a_new_peer() {
     };
     for _ in 0..2 {
         let other = Other::start("device");
-        let (address, desc, host_desc) = (other.address.clone(), other.descs[0].clone(), other.descs[1].clone());
-        assert_eq!((write(&desc), write(&host_desc)), (Ok(()), Ok(())));
+        let (address, desc) = (other.address.clone(), other.descs[0].clone());
+        assert!(other.descs.iter().all(|desc| write(desc) == Ok(())));
         assert_eq!(events.recv_timeout(LONG).unwrap().down, None);
         // Nobody says goodbye, with writes under way.
         let flag = putget_transfer::Flag::new();

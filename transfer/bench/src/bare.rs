@@ -52,7 +52,7 @@ pub fn all(plan: &Plan, show: &mut dyn FnMut(&str)) -> Outcome<Vec<Row>> {
     bare.connect(&target)?;
     show(HEADER);
     let mut rows = Vec::new();
-    for shape in Shape::all(plan.largest) {
+    for shape in Shape::all(plan) {
         let ((kind, bytes, count), pieces) = (shape.parts(), pieces(shape));
         // A paged transfer carries one immediate, a single write its own.
         let imm = kind == "single";

@@ -8,6 +8,7 @@ mod group;
 mod idle;
 mod measure;
 mod notify;
+mod plot;
 mod target;
 
 use std::error::Error;
@@ -45,6 +46,9 @@ enum Command {
         /// Largest single write in bytes
         #[arg(long, default_value_t = 32 << 20)]
         largest: u64,
+        /// Only these of the sizes, in bytes, such as 65536,131072
+        #[arg(long, value_delimiter = ',')]
+        sizes: Vec<u64>,
         /// Writes under way at a time while the rate is measured
         #[arg(long, default_value_t = 16, value_parser = clap::value_parser!(u16).range(1..=1024))]
         window: u16,
@@ -57,6 +61,9 @@ enum Command {
         /// Write the rows as JSON too
         #[arg(long = "output_file")]
         output_file: Option<PathBuf>,
+        /// Draw rate over size as SVG
+        #[arg(long)]
+        plot: Option<PathBuf>,
     },
     /// Measure what the engine itself costs a write, and how soon a target knows of one (sim, tcp and net, in one process)
     Notify {
@@ -138,6 +145,8 @@ struct Plan {
     source: String,
     time: Duration,
     largest: u64,
+    /// Those of the sizes that are measured; all if empty.
+    sizes: Vec<u64>,
     window: usize,
     busy_poll: bool,
 }
@@ -152,20 +161,46 @@ fn main() -> Outcome<()> {
         Command::Idle { provider, source, seconds } => {
             let time = Duration::try_from_secs_f64(seconds)?;
             let (largest, window) = (4096, 1);
-            idle::run(&Plan { provider, nics: 1, source, time, largest, window, busy_poll: false })
+            idle::run(&Plan { provider, nics: 1, source, time, largest, sizes: Vec::new(), window, busy_poll: false })
         }
         Command::BareTarget { provider, source, len } => bare::serve(provider, &source, len),
-        Command::Bench { provider, nics, source, seconds, largest, window, busy_poll, bare, output_file } => {
+        Command::Bench {
+            provider,
+            nics,
+            source,
+            seconds,
+            largest,
+            sizes,
+            window,
+            busy_poll,
+            bare,
+            output_file,
+            plot,
+        } => {
             let time = Duration::try_from_secs_f64(seconds)?;
-            let plan = Plan { provider, nics, source, time, largest, window: window.into(), busy_poll };
+            let plan = Plan { provider, nics, source, time, largest, sizes, window: window.into(), busy_poll };
+            if measure::Shape::all(&plan).is_empty() {
+                return Err(format!("--sizes: {:?} came; none of them is a size that is measured", plan.sizes).into());
+            }
             let mut show = |row: &str| println!("{row}");
             let rows = if bare { bare::all(&plan, &mut show)? } else { measure::all(&plan, &mut show)? };
             if let Some(path) = output_file {
                 std::fs::write(path, serde_json::to_string_pretty(&document(&plan, bare, &rows)?)?)?;
             }
+            if let Some(path) = plot {
+                plot::draw(&title(&plan, bare), &rows, &path)?;
+            }
             Ok(())
         }
     }
+}
+
+/// What was measured, in words.
+fn title(plan: &Plan, bare: bool) -> String {
+    let how = if plan.busy_poll { ", busy_poll" } else { "" };
+    let who = if bare { "libfabric alone" } else { "putget_transfer" };
+    let (provider, nics, window) = (plan.provider.name(), plan.nics, plan.window);
+    format!("{who} over {provider}, NICs: {nics}, window: {window}{how}")
 }
 
 fn document(plan: &Plan, bare: bool, rows: &[Row]) -> Outcome<serde_json::Value> {

@@ -48,11 +48,14 @@ pub enum Shape {
 }
 
 impl Shape {
-    /// What is measured, as far as the largest write allows.
-    pub fn all(largest: u64) -> Vec<Self> {
-        let singles = std::iter::successors(Some(64 << 10), |len| Some(len * 2)).take_while(|len| *len <= largest);
-        let pages = std::iter::successors(Some(1 << 10), |len| Some(len * 2)).take_while(|len| *len <= 64 << 10);
-        singles.map(Self::Single).chain(pages.map(Self::Paged)).collect()
+    /// What is measured, as far as the largest write and the choice of sizes allow.
+    pub fn all(plan: &Plan) -> Vec<Self> {
+        let up_to = |first: u64, last| {
+            std::iter::successors(Some(first), |len| Some(len * 2)).take_while(move |len| *len <= last)
+        };
+        let chosen = |shape: &Self| plan.sizes.is_empty() || plan.sizes.contains(&shape.parts().1);
+        let singles = up_to(64 << 10, plan.largest).map(Self::Single);
+        singles.chain(up_to(1 << 10, 64 << 10).map(Self::Paged)).filter(chosen).collect()
     }
 
     /// Name, bytes of one write or page, and how many of them one transfer has.
@@ -191,7 +194,7 @@ pub fn all(plan: &Plan, show: &mut dyn FnMut(&str)) -> Outcome<Vec<Row>> {
     let (source, _) = pair.engine.alloc_mr(memory_len(plan.largest))?;
     let bench =
         Bench { pair: &pair, source, from: (0..PAGES).map(|page| 2 * page).collect(), to: (0..PAGES).collect() };
-    let shapes = Shape::all(plan.largest);
+    let shapes = Shape::all(plan);
     show(HEADER);
     let mut rows = Vec::with_capacity(shapes.len());
     for (seed, shape) in (1..).zip(shapes) {

@@ -7,7 +7,8 @@ fn bench(provider: &str) -> Option<serde_json::Value> {
     let file = std::env::temp_dir().join(format!("putget_transfer_bench_{}_{provider}.json", std::process::id()));
     let mut command = Command::new(env!("CARGO_BIN_EXE_putget-transfer"));
     command.args(["bench", "--provider", provider, "--seconds", "0.02", "--largest", "131072", "--nics", "1"]);
-    let output = command.arg("--output_file").arg(&file).output().unwrap();
+    let picture = file.with_extension("svg");
+    let output = command.arg("--output_file").arg(&file).arg("--plot").arg(&picture).output().unwrap();
     let errors = String::from_utf8_lossy(&output.stderr);
     if errors.contains("libfabric is not available") {
         println!("skipped: {errors}");
@@ -16,6 +17,13 @@ fn bench(provider: &str) -> Option<serde_json::Value> {
     assert!(output.status.success(), "{errors}");
     let document = serde_json::from_slice(&std::fs::read(&file).unwrap()).unwrap();
     std::fs::remove_file(file).unwrap();
+    let drawn = std::fs::read_to_string(&picture).unwrap();
+    std::fs::remove_file(picture).unwrap();
+    // A dot for each row, a line for each kind, and what they mean.
+    assert_eq!(drawn.matches("<circle").count(), 9);
+    for words in ["Gbit/s", "64 KiB", "single", "paged", &format!("over {provider}, NICs: 1")] {
+        assert!(drawn.contains(words), "{words}");
+    }
     // The header and one line for each row.
     assert_eq!(String::from_utf8(output.stdout).unwrap().lines().count(), 10);
     Some(document)

@@ -18,11 +18,15 @@ def locate(memory: Any, length: int | None, device: str | None) -> tuple[int, in
         Address, length, device, and an object that keeps the memory where it is.
 
     Raises:
-        ValueError: The memory is not contiguous or not writable, the length is missing or too long.
+        ValueError: The memory is not contiguous or not writable, or the address or the length is none.
     """
+    if length is not None and not 0 <= length < 1 << 63:
+        raise ValueError(f"length: {length} came; bytes from 0 on are allowed")
     if isinstance(memory, int):
         if length is None:
             raise ValueError("length: None came; with an address it is needed")
+        if not 0 <= memory < 1 << 64:
+            raise ValueError(f"memory: {memory} came; that is no address")
         return memory, length, device or "cpu", None
     if hasattr(memory, "data_ptr"):
         if not memory.is_contiguous():

@@ -45,7 +45,7 @@ class Flag:
     @property
     def failed(self) -> int: ...
 
-Done = Callable[[EngineError | None], object] | Flag | None
+_Done = Callable[[EngineError | None], object] | Flag | None
 
 @final
 class SimNetwork:
@@ -88,7 +88,7 @@ class DeviceGroup:
     def nvlink(ordinal: int) -> DeviceGroup:
         """Make a group of one GPU, which writes to its peers in other processes of this machine.
 
-        It moves memory from cudaMalloc (torch's, without expandable segments) and host memory, which it pins.
+        It moves host memory, which it pins, and memory from cudaMalloc or cuMemCreate, but not from cudaMallocAsync.
 
         Args:
             ordinal: The GPU's number in CUDA.
@@ -157,7 +157,7 @@ class Engine:
         """Allocate zeroed host memory and register it."""
     def dereg_mr(self, handle: MrHandle) -> None:
         """End a registration: when this returns, nothing lands in the memory any more."""
-    def submit_send(self, to: NetAddr, data: bytes, *, done: Done = None, deadline_s: float | None = None) -> Transfer:
+    def submit_send(self, to: NetAddr, data: bytes, *, done: _Done = None, deadline_s: float | None = None) -> Transfer:
         """Send a message of at most `max_message` bytes. It is over when the receiver has taken a buffer for it."""
     def submit_recvs(self, len: int, count: int, callback: Callable[[str, bytes], object]) -> None:
         """Provide `count` rotating buffers of `len` bytes; the callback gets the sender's name and the message."""
@@ -168,7 +168,7 @@ class Engine:
         src: tuple[MrHandle, int],
         dst: tuple[MrDesc, int],
         *,
-        done: Done = None,
+        done: _Done = None,
         deadline_s: float | None = None,
         nic: int | None = None,
     ) -> Transfer:
@@ -180,13 +180,13 @@ class Engine:
         src: tuple[MrHandle, Pages],
         dst: tuple[MrDesc, Pages],
         *,
-        done: Done = None,
+        done: _Done = None,
         deadline_s: float | None = None,
         nic: int | None = None,
     ) -> Transfer:
         """Write page i of `src` to page i of `dst`; the target counts `imm` once, after all pages have landed."""
     def add_peer_group(
-        self, peers: Sequence[NetAddr], *, done: Done = None, deadline_s: float | None = None
+        self, peers: Sequence[NetAddr], *, done: _Done = None, deadline_s: float | None = None
     ) -> tuple[PeerGroup, Transfer]:
         """Connect to peers ahead of the operations that will name them."""
     def submit_scatter(
@@ -196,7 +196,7 @@ class Engine:
         src: MrHandle,
         dsts: Sequence[ScatterDst],
         *,
-        done: Done = None,
+        done: _Done = None,
         deadline_s: float | None = None,
         nic: int | None = None,
     ) -> Transfer:
@@ -207,18 +207,20 @@ class Engine:
         imm: int,
         dsts: Sequence[MrDesc],
         *,
-        done: Done = None,
+        done: _Done = None,
         deadline_s: float | None = None,
         nic: int | None = None,
     ) -> Transfer:
         """Raise the counter of `imm` by one at every destination, without any bytes."""
-    def expect_imm_count(self, imm: int, count: int, *, deadline_s: float | None = None, done: Done = None) -> Transfer:
+    def expect_imm_count(
+        self, imm: int, count: int, *, deadline_s: float | None = None, done: _Done = None
+    ) -> Transfer:
         """Wait until `imm` has arrived `count` times, earlier arrivals included; CountMissed after the deadline."""
     def imm_count(self, imm: int) -> int: ...
     def reset_imm(self, imm: int) -> int:
         """Set a counter that nobody writes to any more back to 0; return what it was."""
     def submit_reset_imm(
-        self, imm: int, senders: Sequence[NetAddr], *, done: Done = None, deadline_s: float | None = None
+        self, imm: int, senders: Sequence[NetAddr], *, done: _Done = None, deadline_s: float | None = None
     ) -> Transfer:
         """Set a counter back to 0 once every sender has said that nothing of its own is under way with it."""
     def mirror_imm(self, imm: int, handle: MrHandle, offset: int) -> None:

@@ -160,7 +160,7 @@ impl Bare {
         let begin = Instant::now();
         let mut next = pieces.iter().cycle().peekable();
         // At least once, and every piece as often as every other.
-        let unfinished = |posted: u64| posted == 0 || posted % pieces.len() as u64 != 0;
+        let unfinished = |posted: u64| posted == 0 || !posted.is_multiple_of(pieces.len() as u64);
         while begin.elapsed() < time || free.len() < all || unfinished(posted) {
             while (unfinished(posted) || begin.elapsed() < time)
                 && let (Some(slot), Some((from, to, len))) = (free.last(), next.peek())

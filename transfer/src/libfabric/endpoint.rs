@@ -74,6 +74,8 @@ pub(super) struct Endpoint {
     /// The provider carries one short write at a time to a peer and refuses the others: libfabric's shm (1.17), whose refusals
     /// take the lock that the peer needs.
     pub short_writes_alone: bool,
+    /// A look holds the lock under which peers post, as long as it takes to fetch the bytes of their writes (libfabric's shm).
+    pub writers_wait: bool,
     /// An immediate without bytes travels with a message of one byte: libfabric's shm gets stuck over no bytes at all.
     imm_by_message: bool,
 }
@@ -110,6 +112,7 @@ impl Endpoint {
             mr_mode: 0,
             most_writes: if provider == "shm" { 16 } else { 128 },
             short_writes_alone: provider == "shm",
+            writers_wait: provider == "shm",
             imm_by_message: provider == "shm",
         };
         // SAFETY: without a model, dupinfo allocates a zeroed info with all its attributes.

@@ -95,6 +95,8 @@ pub(crate) struct FabricNic {
     short_writes: usize,
     /// Writes of peers that `has_moved` has seen.
     peer_writes: u64,
+    /// Writers get a moment before the next look.
+    pause: bool,
     links: Vec<Peer>,
     /// Peers are never taken out of libfabric's table: a connection may be in the middle of something.
     addresses: HashMap<Vec<u8>, u64>,
@@ -138,6 +140,7 @@ impl FabricNic {
             writes: 0,
             short_writes: 0,
             peer_writes: 0,
+            pause: false,
             links: Vec::new(),
             addresses: HashMap::new(),
             regions: Vec::new(),
@@ -355,8 +358,12 @@ impl Nic for FabricNic {
     }
 
     fn poll(&mut self, events: &mut Vec<Event>) {
+        if std::mem::take(&mut self.pause) {
+            std::thread::yield_now();
+        }
         self.post_receives();
         events.append(&mut self.finished);
+        let before = events.len();
         let mut done = std::mem::take(&mut self.done);
         // Bounded, so that a flood of completions does not keep new submissions waiting.
         for _ in 0..8 {
@@ -369,6 +376,8 @@ impl Nic for FabricNic {
                 break;
             }
         }
+        // Immediates alone: this side only receives.
+        self.pause = self.endpoint.writers_wait && done.is_empty() && events.len() > before;
         done.drain(..).for_each(|(slot, result)| self.complete(slot, result, events));
         self.done = done;
         while self.retired.front().is_some_and(|(since, _)| since.elapsed() > RETIREMENT) {

@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 use std::io;
 use std::mem::MaybeUninit;
-use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 
 use super::control::{Control, complete};
 
@@ -11,6 +11,8 @@ use super::control::{Control, complete};
 const BACKLOG: usize = 1 << 20;
 /// Bytes that one look takes from a connection, so that no peer keeps the others waiting.
 const SIP: usize = 256 << 10;
+/// Descriptors that may wait to leave, or have come and not been taken.
+const MOST_FILES: usize = 64;
 
 fn checked(code: libc::c_int) -> io::Result<libc::c_int> {
     if code < 0 { Err(io::Error::last_os_error()) } else { Ok(code) }
@@ -63,8 +65,7 @@ impl Listener {
                 }
                 OwnedFd::from_raw_fd(raw)
             };
-            // SAFETY: a call without arguments.
-            if user_of(&socket).is_ok_and(|user| user == unsafe { libc::geteuid() }) {
+            if is_own_user(&socket) {
                 return Some(Channel::new(socket));
             }
         }
@@ -77,14 +78,20 @@ impl AsRawFd for Listener {
     }
 }
 
-fn user_of(socket: &OwnedFd) -> io::Result<libc::uid_t> {
+/// Who is at the other end, as the kernel says.
+fn credentials(socket: &OwnedFd) -> io::Result<libc::ucred> {
     // SAFETY: plain bits, for which all zeros are valid.
     let mut credentials: libc::ucred = unsafe { std::mem::zeroed() };
     let mut len = size_of::<libc::ucred>() as libc::socklen_t;
     let room = (&raw mut credentials).cast();
     // SAFETY: there is room for the credentials.
     checked(unsafe { libc::getsockopt(socket.as_raw_fd(), libc::SOL_SOCKET, libc::SO_PEERCRED, room, &mut len) })?;
-    Ok(credentials.uid)
+    Ok(credentials)
+}
+
+fn is_own_user(socket: &OwnedFd) -> bool {
+    // SAFETY: a call without arguments.
+    credentials(socket).is_ok_and(|other| other.uid == unsafe { libc::geteuid() })
 }
 
 /// Room for one descriptor beside the bytes.
@@ -101,15 +108,17 @@ pub(super) struct Channel {
     incoming: Vec<u8>,
     /// Where the next frame begins in `incoming`.
     start: usize,
-    /// A descriptor that came along.
-    file: Option<OwnedFd>,
+    /// Descriptors that are to leave with the byte of this number, and all that follow.
+    leaving: VecDeque<(u64, OwnedFd)>,
+    /// Descriptors that came along, in the order of their frames.
+    files: VecDeque<OwnedFd>,
     closed: bool,
 }
 
 impl Channel {
     fn new(socket: OwnedFd) -> Self {
-        let (out, incoming) = (VecDeque::new(), Vec::new());
-        Self { socket, out, queued: 0, sent: 0, incoming, start: 0, file: None, closed: false }
+        let (out, incoming, leaving, files) = (VecDeque::new(), Vec::new(), VecDeque::new(), VecDeque::new());
+        Self { socket, out, queued: 0, sent: 0, incoming, start: 0, leaving, files, closed: false }
     }
 
     /// Connects, and sends the first frame with a descriptor.
@@ -117,15 +126,25 @@ impl Channel {
         let (socket, (address, len)) = (socket()?, address(name)?);
         // SAFETY: the address has this length and lives through the call.
         checked(unsafe { libc::connect(socket.as_raw_fd(), (&raw const address).cast(), len) })?;
+        // Whoever listens there learns where this process keeps its immediates.
+        if !is_own_user(&socket) {
+            return Err(io::ErrorKind::PermissionDenied.into());
+        }
         let channel = Self::new(socket);
         let mut bytes = Vec::new();
         hello.write(&mut bytes);
-        channel.send_with(&mut bytes, file)?;
-        Ok(channel)
+        // A fresh connection has room for a few bytes.
+        if channel.send_with(&bytes, file)? == bytes.len() {
+            Ok(channel)
+        } else {
+            Err(io::ErrorKind::WouldBlock.into())
+        }
     }
 
-    fn send_with(&self, bytes: &mut [u8], file: BorrowedFd<'_>) -> io::Result<()> {
-        let mut part = libc::iovec { iov_base: bytes.as_mut_ptr().cast(), iov_len: bytes.len() };
+    /// Sends some of the bytes, with a descriptor at the first of them.
+    fn send_with(&self, bytes: &[u8], file: BorrowedFd<'_>) -> io::Result<usize> {
+        // The kernel only reads what it is given to send.
+        let mut part = libc::iovec { iov_base: bytes.as_ptr().cast_mut().cast(), iov_len: bytes.len() };
         let mut ancillary = Ancillary([0; 64]);
         // SAFETY: the message and what it points to live through the call; `ancillary` is aligned and has room for one
         // descriptor.
@@ -141,8 +160,12 @@ impl Channel {
             libc::CMSG_DATA(head).cast::<RawFd>().write_unaligned(file.as_raw_fd());
             libc::sendmsg(self.socket.as_raw_fd(), &raw const message, libc::MSG_NOSIGNAL)
         };
-        // A fresh connection has room for a few bytes.
-        if sent == bytes.len() as isize { Ok(()) } else { Err(io::Error::last_os_error()) }
+        usize::try_from(sent).map_err(|_| io::Error::last_os_error())
+    }
+
+    /// Says whether the other side is this process, too.
+    pub fn is_within_process(&self) -> bool {
+        credentials(&self.socket).is_ok_and(|other| u32::try_from(other.pid) == Ok(std::process::id()))
     }
 
     /// Says whether the other side is gone.
@@ -167,6 +190,13 @@ impl Channel {
         self.queued
     }
 
+    /// The same for a frame with a descriptor. None: too many wait to leave.
+    pub fn queue_with(&mut self, frame: &Control<'_>, file: OwnedFd) -> Option<()> {
+        self.leaving.push_back((self.queued, file));
+        self.queue(frame);
+        (self.leaving.len() <= MOST_FILES).then_some(())
+    }
+
     /// How many bytes have left this process.
     pub fn sent(&self) -> u64 {
         self.sent
@@ -175,22 +205,36 @@ impl Channel {
     /// Sends what waits, as far as it goes.
     pub fn flush(&mut self) {
         while !self.closed && !self.out.is_empty() {
-            let (front, _) = self.out.as_slices();
-            let (start, len) = (front.as_ptr().cast(), front.len());
-            // SAFETY: the bytes belong to the queue, which does not change during the call.
-            let sent = unsafe { libc::send(self.socket.as_raw_fd(), start, len, libc::MSG_NOSIGNAL) };
-            match usize::try_from(sent) {
+            match self.send_some() {
                 Ok(sent) => {
                     self.out.drain(..sent);
                     self.sent += sent as u64;
                 }
-                Err(_) => match io::Error::last_os_error().kind() {
+                Err(error) => match error.kind() {
                     io::ErrorKind::WouldBlock => return,
                     io::ErrorKind::Interrupted => {}
                     _ => self.closed = true,
                 },
             }
         }
+    }
+
+    /// Sends bytes up to the next one that a descriptor leaves with.
+    fn send_some(&mut self) -> io::Result<usize> {
+        let (front, _) = self.out.as_slices();
+        let with = self.leaving.front().is_some_and(|(at, _)| *at == self.sent);
+        let next = self.leaving.get(usize::from(with)).map_or(u64::MAX, |(at, _)| *at);
+        let len = usize::try_from(next - self.sent).unwrap_or(usize::MAX).min(front.len());
+        let bytes = front.get(..len).unwrap_or_default();
+        if with && let Some((_, file)) = self.leaving.front() {
+            let sent = self.send_with(bytes, file.as_fd())?;
+            // It has left with the first byte.
+            self.leaving.pop_front();
+            return Ok(sent);
+        }
+        // SAFETY: the bytes belong to the queue, which does not change during the call.
+        let sent = unsafe { libc::send(self.socket.as_raw_fd(), bytes.as_ptr().cast(), len, libc::MSG_NOSIGNAL) };
+        usize::try_from(sent).map_err(|_| io::Error::last_os_error())
     }
 
     /// Takes what has come. False: that was not everything.
@@ -233,16 +277,17 @@ impl Channel {
                 && (*head).cmsg_len == one
             {
                 let raw = libc::CMSG_DATA(head).cast::<RawFd>().read_unaligned();
-                self.file = Some(OwnedFd::from_raw_fd(raw));
+                self.files.push_back(OwnedFd::from_raw_fd(raw));
             }
             self.incoming.set_len(self.incoming.len() + got);
-            Ok(got)
+            // Nobody was asked for so many.
+            if self.files.len() > MOST_FILES { Err(io::ErrorKind::InvalidData.into()) } else { Ok(got) }
         }
     }
 
-    /// The descriptor that came last.
+    /// The descriptor of the frame that was taken, if it had one: the first that came.
     pub fn take_file(&mut self) -> Option<OwnedFd> {
-        self.file.take()
+        self.files.pop_front()
     }
 
     /// The bytes of the next frame. What is no frame closes the connection.
@@ -265,6 +310,8 @@ impl Channel {
     pub fn close(&mut self) {
         self.closed = true;
         self.out.clear();
+        self.leaving.clear();
+        self.files.clear();
         self.start = self.incoming.len();
         // SAFETY: the socket is open.
         unsafe { libc::shutdown(self.socket.as_raw_fd(), libc::SHUT_RDWR) };
@@ -308,8 +355,6 @@ impl Selector {
 
 #[cfg(test)]
 mod tests {
-    use std::os::fd::AsFd;
-
     use super::super::control::decode;
     use super::*;
 
@@ -323,6 +368,7 @@ mod tests {
         let one = Channel::connect(&name(what), &Control::Hello { process: 3 }, file.as_fd()).unwrap();
         let mut two = listener.accept().unwrap();
         assert!(listener.accept().is_none());
+        assert!(one.is_within_process() && two.is_within_process());
         two.receive();
         assert_eq!(decode(&two.next_frame().unwrap()), Ok(Control::Hello { process: 3 }));
         assert!(two.take_file().is_some());
@@ -353,6 +399,55 @@ mod tests {
             }
         }
         assert_eq!(one.sent(), last);
+    }
+
+    /// A file that is told from others by its length.
+    fn file_of(len: u64) -> OwnedFd {
+        // SAFETY: a terminated name; the descriptor is new and nobody else's.
+        let file = unsafe { OwnedFd::from_raw_fd(checked(libc::memfd_create(c"numbered".as_ptr(), 0)).unwrap()) };
+        // SAFETY: the descriptor is open.
+        checked(unsafe { libc::ftruncate(file.as_raw_fd(), len as libc::off_t) }).unwrap();
+        file
+    }
+
+    #[test]
+    fn descriptors_arrive_with_their_frames() {
+        let (mut one, mut two) = pair("descriptors");
+        let mut random = fastrand::Rng::with_seed(6);
+        let (mut sent, mut found) = (0, 0);
+        while found < 400 {
+            if sent < 400 && one.leaving.len() < 16 {
+                one.queue(&Control::Message(&vec![1; random.usize(0..40_000)]));
+                one.queue_with(&Control::Piece { rkey: 1, index: sent, len: 3 }, file_of(sent.into())).unwrap();
+                sent += 1;
+            }
+            one.flush();
+            two.receive();
+            while let Some(frame) = two.next_frame() {
+                if let Control::Piece { index, .. } = decode(&frame).unwrap() {
+                    let len = std::fs::File::from(two.take_file().unwrap()).metadata().unwrap().len();
+                    assert_eq!((index, len), (found, found.into()));
+                    found += 1;
+                }
+            }
+        }
+        assert!(two.take_file().is_none() && one.leaving.is_empty() && !two.is_closed());
+    }
+
+    #[test]
+    fn descriptors_that_nobody_asked_for_end_the_connection() {
+        let (mut one, mut two) = pair("flood");
+        for index in 0..2 * MOST_FILES as u32 {
+            one.queue_with(&Control::Piece { rkey: 1, index, len: 3 }, file_of(1));
+            one.flush();
+        }
+        two.receive();
+        assert!(two.is_closed());
+        // The sending side says so before it comes to that.
+        let (mut one, _two) = pair("full");
+        let mut queue = |index| one.queue_with(&Control::Piece { rkey: 1, index, len: 3 }, file_of(1));
+        assert!((0..MOST_FILES as u32).all(|index| queue(index).is_some()));
+        assert!(queue(0).is_none());
     }
 
     #[test]

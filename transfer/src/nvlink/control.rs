@@ -10,7 +10,7 @@ pub(super) const MAX_FRAME: usize = 160 << 10;
 /// Most bytes of host memory that one frame writes.
 pub(super) const MAX_PUT: usize = 128 << 10;
 const HEADER: usize = 4;
-const VERSION: u8 = 1;
+const VERSION: u8 = 2;
 
 /// Where a registered region is, as its owner answers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -23,6 +23,8 @@ pub(super) enum Place {
     Near { ordinal: u16, address: u64, len: u64 },
     /// Device memory of another process.
     Far { handle: [u8; 64], offset: u64, len: u64 },
+    /// Device memory in pieces, so many with so many bytes together, which have to be asked for.
+    Scattered { count: u32, total: u64, offset: u64, len: u64 },
 }
 
 /// One frame.
@@ -44,6 +46,10 @@ pub(super) enum Control<'a> {
     Put { id: u64, rkey: u64, offset: u64, last: bool, imm: Option<u32>, bytes: &'a [u8] },
     /// The last piece of a write has landed, or one was refused: 0 landed, 1 unknown key, 2 out of bounds.
     Landed { id: u64, status: u8 },
+    /// A piece of a region's memory is asked for.
+    Want { rkey: u64, index: u32 },
+    /// The answer. Its descriptor comes with it.
+    Piece { rkey: u64, index: u32, len: u64 },
 }
 
 impl Control<'_> {
@@ -61,6 +67,9 @@ impl Control<'_> {
                     Place::Host { len } => writer.u8(1).u64(len),
                     Place::Near { ordinal, address, len } => writer.u8(2).u16(ordinal).u64(address).u64(len),
                     Place::Far { handle, offset, len } => writer.u8(3).bytes(&handle).u64(offset).u64(len),
+                    Place::Scattered { count, total, offset, len } => {
+                        writer.u8(4).u32(count).u64(total).u64(offset).u64(len)
+                    }
                 };
                 (4, body)
             }
@@ -71,6 +80,8 @@ impl Control<'_> {
                 (7, head.u8(u8::from(imm.is_some())).u32(imm.unwrap_or(0)).bytes(bytes))
             }
             Self::Landed { id, status } => (8, writer.u64(id).u8(status)),
+            Self::Want { rkey, index } => (9, writer.u64(rkey).u32(index)),
+            Self::Piece { rkey, index, len } => (10, writer.u64(rkey).u32(index).u64(len)),
         };
         let body = body.finish();
         // Bodies are bounded by MAX_FRAME.
@@ -115,6 +126,12 @@ pub(super) fn decode(bytes: &[u8]) -> Result<Control<'_>, DecodeError> {
                 1 => Place::Host { len: reader.u64()? },
                 2 => Place::Near { ordinal: reader.u16()?, address: reader.u64()?, len: reader.u64()? },
                 3 => Place::Far { handle: reader.array()?, offset: reader.u64()?, len: reader.u64()? },
+                4 => Place::Scattered {
+                    count: reader.u32()?,
+                    total: reader.u64()?,
+                    offset: reader.u64()?,
+                    len: reader.u64()?,
+                },
                 _ => return Err(DecodeError::Value("place")),
             };
             Control::Region { rkey, place }
@@ -136,6 +153,8 @@ pub(super) fn decode(bytes: &[u8]) -> Result<Control<'_>, DecodeError> {
             }
             Control::Landed { id, status }
         }
+        9 => Control::Want { rkey: reader.u64()?, index: reader.u32()? },
+        10 => Control::Piece { rkey: reader.u64()?, index: reader.u32()?, len: reader.u64()? },
         _ => return Err(DecodeError::Value("kind")),
     };
     reader.finish()?;
@@ -161,6 +180,7 @@ mod tests {
             Place::Host { len: 5 },
             Place::Near { ordinal: 3, address: 1 << 40, len: 9 },
             Place::Far { handle: [7; 64], offset: 512, len: 1 << 30 },
+            Place::Scattered { count: 2, total: 4 << 20, offset: 512, len: 1 << 20 },
         ];
         let regions = places.map(|place| Control::Region { rkey: 4, place });
         let others = [
@@ -173,6 +193,8 @@ mod tests {
             Control::Put { id: 1, rkey: 2, offset: 3, last: true, imm: Some(0), bytes: b"abc" },
             Control::Put { id: 1, rkey: 2, offset: 3, last: false, imm: None, bytes: b"" },
             Control::Landed { id: 1, status: 2 },
+            Control::Want { rkey: 2, index: 1 },
+            Control::Piece { rkey: 2, index: 1, len: 2 << 20 },
         ];
         for frame in regions.into_iter().chain(others) {
             let bytes = bytes(&frame);
@@ -191,7 +213,9 @@ mod tests {
     #[test]
     fn what_is_wrong_is_refused() {
         let with_length = |body: &[u8]| [&(body.len() as u32).to_le_bytes()[..], body].concat();
-        for body in [&[][..], &[0], &[9], &[1, 2, 0, 0, 0, 0, 0, 0, 0, 0], &[3, 1], &[8, 0, 0, 0, 0, 0, 0, 0, 0, 3]] {
+        for body in
+            [&[][..], &[0], &[9], &[11], &[1, 9, 0, 0, 0, 0, 0, 0, 0, 0], &[3, 1], &[8, 0, 0, 0, 0, 0, 0, 0, 0, 3]]
+        {
             assert!(decode(&with_length(body)).is_err(), "{body:?}");
         }
         assert!(complete(&u32::MAX.to_le_bytes()).is_err());
@@ -200,7 +224,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn bytes_from_outside_never_harm(body in proptest::collection::vec(any::<u8>(), 0..120), kind in 0_u8..10) {
+        fn bytes_from_outside_never_harm(body in proptest::collection::vec(any::<u8>(), 0..120), kind in 0_u8..12) {
             let mut frame = (body.len() as u32 + 1).to_le_bytes().to_vec();
             frame.push(kind);
             frame.extend(body);

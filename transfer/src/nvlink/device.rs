@@ -6,6 +6,8 @@ use std::ptr::null_mut;
 use std::sync::{Mutex, OnceLock, PoisonError};
 
 use super::ffi::*;
+use super::lanes::Stretch;
+use super::virtual_memory::Pieces;
 use crate::error::Error;
 
 /// A GPU whose primary context is current on this thread, the one that CUDA's runtime and torch use too.
@@ -16,10 +18,12 @@ pub(super) struct Device {
     pub processors: u32,
 }
 
-/// Where some device memory lies: in which allocation, and where in it.
-pub(super) struct Shared {
-    pub handle: [u8; 64],
-    pub offset: u64,
+/// Where some device memory lies.
+pub(super) enum Shared {
+    /// In one allocation, and where in it.
+    Whole { handle: [u8; 64], offset: u64 },
+    /// In pieces.
+    Pieces(Pieces),
 }
 
 impl Device {
@@ -59,28 +63,36 @@ impl Device {
         Ok(value)
     }
 
-    /// What another process needs to map the memory at `address`.
-    pub fn share(&self, address: u64, len: u64) -> Result<Shared, Error> {
+    /// First address and bytes of the allocation, or of the mapped piece, that an address lies in.
+    pub fn range(&self, address: u64) -> Result<(u64, u64), Error> {
         let (mut base, mut size) = (0, 0);
         // SAFETY: there is room for both; the driver looks the address up without touching it.
         let code = unsafe { (self.driver.address_range)(&mut base, &mut size, address) };
-        self.driver.check("cuMemGetAddressRange", code)?;
-        let offset = address - base;
-        if offset.checked_add(len).is_none_or(|end| end > size as u64) {
-            let problem = format!("{len} bytes came; the CUDA allocation has {} from there on", size as u64 - offset);
-            return Err(Error::argument("len", problem));
-        }
+        self.driver.check("cuMemGetAddressRange", code).map(|()| (base, size as u64))
+    }
+
+    /// What another process needs to map the memory at `address`.
+    pub fn share(&self, address: u64, len: u64) -> Result<Shared, Error> {
+        let (base, size) = self.range(address)?;
         let mut handle = IpcHandle { reserved: [0; 64] };
         // SAFETY: `base` is the start of an allocation.
         let code = unsafe { (self.driver.ipc_get)(&mut handle, base) };
-        if code != CUDA_SUCCESS {
-            let why = format!(
-                "{}; it has to come from cudaMalloc (with torch: no expandable_segments, no cudaMallocAsync)",
-                self.driver.words(code)
-            );
-            return Err(Error::Unavailable { what: "sharing this CUDA memory with other processes".into(), why });
+        if code == CUDA_SUCCESS {
+            let offset = address - base;
+            if offset.checked_add(len).is_none_or(|end| end > size) {
+                let problem = format!("{len} bytes came; the CUDA allocation has {} from there on", size - offset);
+                return Err(Error::argument("len", problem));
+            }
+            return Ok(Shared::Whole { handle: handle.reserved, offset });
         }
-        Ok(Shared { handle: handle.reserved, offset })
+        if let Some(pieces) = Pieces::find(self, address, len)? {
+            return Ok(Shared::Pieces(pieces));
+        }
+        let why = format!(
+            "{}; it has to come from cudaMalloc or cuMemCreate (with torch: no cudaMallocAsync)",
+            self.driver.words(code)
+        );
+        Err(Error::Unavailable { what: "sharing this CUDA memory with other processes".into(), why })
     }
 
     /// Pins host memory, which shows it to every device. False: somebody else has done so already.
@@ -109,6 +121,10 @@ impl Device {
         let code = unsafe { (self.driver.stream_create)(&mut stream, CU_STREAM_NON_BLOCKING) };
         self.driver.check("cuStreamCreate", code)?;
         Ok(Stream { driver: self.driver, stream })
+    }
+
+    pub(super) fn handle(&self) -> CuDevice {
+        self.handle
     }
 
     pub(super) fn driver(&self) -> &'static Driver {
@@ -160,6 +176,41 @@ impl Stream {
         // SAFETY: the caller promises that both ranges are valid.
         let code = unsafe { (self.driver.copy)(dst, src, len as usize, self.stream) };
         self.driver.check("cuMemcpyAsync", code)
+    }
+
+    /// Copies several stretches, in any order. As one batch they follow each other without a pause, which costs about
+    /// 3 us between copies that are ordered one by one.
+    ///
+    /// # Safety
+    /// As for `copy`, for all of them.
+    pub unsafe fn copy_all(&self, copies: &[&Stretch]) -> Result<(), Error> {
+        // SAFETY: the caller promises that all ranges are valid.
+        if copies.len() > 1 && unsafe { self.copy_batch(copies) } {
+            return Ok(());
+        }
+        // SAFETY: the caller promises that all ranges are valid.
+        copies.iter().try_for_each(|copy| unsafe { self.copy(copy.dst, copy.src, copy.len) })
+    }
+
+    /// The same as one batch. False: the driver has none, or none for such memory; what it has copied may be copied again.
+    ///
+    /// # Safety
+    /// As for `copy`, for all of them.
+    unsafe fn copy_batch(&self, copies: &[&Stretch]) -> bool {
+        let Some(batch) = self.driver.copy_batch else { return false };
+        let of = |part: fn(&Stretch) -> u64| copies.iter().map(|copy| part(copy)).collect::<Vec<_>>();
+        let (dst, src) = (of(|copy| copy.dst), of(|copy| copy.src));
+        let len: Vec<_> = copies.iter().map(|copy| copy.len as usize).collect();
+        let order = CU_MEMCPY_SRC_ACCESS_ORDER_STREAM;
+        let attributes = CopyAttributes { order, src_place: [0; 2], dst_place: [0; 2], flags: 0 };
+        let (dst, src, len, count, all) = (dst.as_ptr(), src.as_ptr(), len.as_ptr(), copies.len(), 0);
+        // SAFETY: the lists have that many entries and live through the call, one attribute holds for all from the first
+        // on; the caller promises that all ranges are valid.
+        let code = unsafe { batch(dst, src, len, count, &attributes, &all, 1, self.stream) };
+        if code != CUDA_SUCCESS {
+            tracing::debug!(why = %self.driver.words(code), "copies do not go as a batch");
+        }
+        code == CUDA_SUCCESS
     }
 
     /// Stores a word once everything before it has been carried out and can be seen by everybody.

@@ -24,6 +24,41 @@ pub(super) const CU_STREAM_CAPTURE_MODE_RELAXED: c_int = 2;
 pub(super) const CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT: c_int = 16;
 pub(super) const CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM: c_int = 91;
 
+pub(super) const CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR: c_int = 1;
+pub(super) const CU_MEM_LOCATION_TYPE_DEVICE: c_int = 1;
+pub(super) const CU_MEM_ACCESS_FLAGS_PROT_READWRITE: c_int = 3;
+
+pub(super) const CU_MEMCPY_SRC_ACCESS_ORDER_STREAM: c_int = 1;
+
+/// How copies of a batch are carried out. The places are hints, and none are given.
+#[repr(C)]
+pub(super) struct CopyAttributes {
+    pub order: c_int,
+    pub src_place: [c_int; 2],
+    pub dst_place: [c_int; 2],
+    pub flags: c_uint,
+}
+
+/// Targets, sources, lengths, how many; attributes, from which copy on each holds, how many; stream.
+pub(super) type CopyBatch = unsafe extern "C" fn(
+    *const CuPointer,
+    *const CuPointer,
+    *const usize,
+    usize,
+    *const CopyAttributes,
+    *const usize,
+    usize,
+    CuStream,
+) -> c_int;
+
+/// Who may do what with mapped memory.
+#[repr(C)]
+pub(super) struct MemAccess {
+    pub location: c_int,
+    pub id: c_int,
+    pub flags: c_int,
+}
+
 /// What another process needs to map an allocation.
 #[repr(C)]
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
@@ -36,6 +71,8 @@ macro_rules! driver {
         /// The driver's functions.
         pub(super) struct Driver {
             $($(#[doc = $doc])* pub $name: unsafe extern "C" fn($($argument),*) -> c_int,)+
+            /// `cuMemcpyBatchAsync_v2`, which drivers have from CUDA 13 on.
+            pub copy_batch: Option<CopyBatch>,
         }
 
         impl Driver {
@@ -57,7 +94,10 @@ macro_rules! driver {
                         std::mem::transmute::<*mut c_void, unsafe extern "C" fn($($argument),*) -> c_int>(found)
                     };
                 )+
-                Ok(Self { $($name),+ })
+                let found = symbol(c"cuMemcpyBatchAsync_v2").ok();
+                // SAFETY: this is the signature that cuda.h gives for this symbol.
+                let copy_batch = found.map(|found| unsafe { std::mem::transmute::<*mut c_void, CopyBatch>(found) });
+                Ok(Self { $($name,)+ copy_batch })
             }
         }
     };
@@ -77,6 +117,15 @@ driver! {
     ipc_get = c"cuIpcGetMemHandle" (*mut IpcHandle, CuPointer);
     ipc_open = c"cuIpcOpenMemHandle_v2" (*mut CuPointer, IpcHandle, c_uint);
     ipc_close = c"cuIpcCloseMemHandle" (CuPointer);
+    retain_physical = c"cuMemRetainAllocationHandle" (*mut u64, CuPointer);
+    release_physical = c"cuMemRelease" (u64);
+    export = c"cuMemExportToShareableHandle" (*mut c_void, u64, c_int, u64);
+    import = c"cuMemImportFromShareableHandle" (*mut u64, usize, c_int);
+    reserve = c"cuMemAddressReserve" (*mut CuPointer, usize, usize, CuPointer, u64);
+    free_addresses = c"cuMemAddressFree" (CuPointer, usize);
+    map = c"cuMemMap" (CuPointer, usize, usize, u64, u64);
+    unmap = c"cuMemUnmap" (CuPointer, usize);
+    set_access = c"cuMemSetAccess" (CuPointer, usize, *const MemAccess, usize);
     host_register = c"cuMemHostRegister_v2" (*mut c_void, usize, c_uint);
     host_unregister = c"cuMemHostUnregister" (*mut c_void);
     stream_create = c"cuStreamCreate" (*mut CuStream, c_uint);

@@ -1,7 +1,7 @@
 //! This process as a target: one connection of a writer.
 
 use std::collections::HashSet;
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsRawFd, OwnedFd};
 
 use super::channel::Channel;
 use super::control::{Control, Place, decode};
@@ -12,6 +12,9 @@ use crate::provider::Event;
 pub(super) trait Memory {
     /// Where the region of a key is, for a writer in this process.
     fn locate(&self, rkey: u64, writer: u64) -> Place;
+
+    /// A piece of a region's memory, as a descriptor with its length.
+    fn piece(&self, rkey: u64, index: u32) -> Option<(OwnedFd, u64)>;
 
     /// Writes into host memory: 0 landed, 1 unknown key, 2 out of bounds.
     fn put(&self, rkey: u64, offset: u64, bytes: &[u8]) -> u8;
@@ -73,11 +76,15 @@ impl Incoming {
             (Control::Message(bytes), true) => events.push(Event::Received(bytes.to_vec())),
             (Control::Resolve { rkey }, true) => {
                 let place = memory.locate(rkey, self.process);
-                if matches!(place, Place::Near { .. } | Place::Far { .. }) {
+                if matches!(place, Place::Near { .. } | Place::Far { .. } | Place::Scattered { .. }) {
                     self.told.insert(rkey);
                 }
                 self.answer(&Control::Region { rkey, place })?;
             }
+            (Control::Want { rkey, index }, true) => match memory.piece(rkey, index) {
+                Some((file, len)) => self.channel.queue_with(&Control::Piece { rkey, index, len }, file)?,
+                None => self.answer(&Control::Region { rkey, place: Place::Unknown })?,
+            },
             (Control::Released { rkey }, true) => {
                 self.told.remove(&rkey);
             }

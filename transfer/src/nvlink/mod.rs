@@ -15,8 +15,10 @@ mod outgoing;
 mod pages;
 mod puts;
 mod ring;
+mod virtual_memory;
 
 use std::collections::{HashMap, VecDeque};
+use std::os::fd::OwnedFd;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
@@ -108,21 +110,38 @@ impl Registrations {
     }
 }
 
-impl Memory for Registrations {
+/// The same, as writers ask about it.
+struct Owned<'a> {
+    registrations: &'a Registrations,
+    device: &'a Device,
+}
+
+impl Memory for Owned<'_> {
     fn locate(&self, rkey: u64, writer: u64) -> Place {
-        let Some(local) = self.find(rkey) else { return Place::Unknown };
-        let len = local.region.len();
+        let Some(local) = self.registrations.find(rkey) else { return Place::Unknown };
+        let (len, ordinal) = (local.region.len(), self.registrations.ordinal);
         match &local.shared {
             None => Place::Host { len },
-            Some(_) if writer == self.process => {
-                Place::Near { ordinal: self.ordinal, address: local.region.address() as u64, len }
+            Some(Shared::Whole { .. }) if writer == self.registrations.process => {
+                Place::Near { ordinal, address: local.region.address() as u64, len }
             }
-            Some(Shared { handle, offset }) => Place::Far { handle: *handle, offset: *offset, len },
+            Some(Shared::Whole { handle, offset }) => Place::Far { handle: *handle, offset: *offset, len },
+            // Also for this process itself: who may touch such memory is a matter of each mapping.
+            Some(Shared::Pieces(pieces)) => {
+                Place::Scattered { count: pieces.count(), total: pieces.total(), offset: pieces.offset, len }
+            }
+        }
+    }
+
+    fn piece(&self, rkey: u64, index: u32) -> Option<(OwnedFd, u64)> {
+        match self.registrations.find(rkey)?.shared.as_ref()? {
+            Shared::Pieces(pieces) => pieces.export(self.device, index),
+            Shared::Whole { .. } => None,
         }
     }
 
     fn put(&self, rkey: u64, offset: u64, bytes: &[u8]) -> u8 {
-        match self.find(rkey) {
+        match self.registrations.find(rkey) {
             Some(Local { region, shared: None, .. }) => u8::from(region.write(offset, bytes).is_err()) * 2,
             _ => 1,
         }
@@ -225,7 +244,8 @@ impl NvlinkNic {
         let index = (name & !INCOMING) as usize;
         if name & INCOMING != 0 {
             let Some(incoming) = self.incoming.get_mut(index) else { return };
-            incoming.receive(&self.registrations, &mut self.finished);
+            let memory = Owned { registrations: &self.registrations, device: &self.device };
+            incoming.receive(&memory, &mut self.finished);
             if incoming.is_closed() {
                 // What is in the ring has arrived all the same.
                 incoming.poll(&mut self.finished);

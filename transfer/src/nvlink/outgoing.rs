@@ -1,7 +1,7 @@
 //! This process as a writer: one connection to another process, what it knows of that one's memory, what is under way.
 
 use std::collections::{HashMap, VecDeque};
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::Arc;
 
 use super::channel::Channel;
@@ -12,9 +12,13 @@ use super::pages::Pages;
 use super::pop_if;
 use super::puts::Puts;
 use super::ring::RingWriter;
+use super::virtual_memory::Assembly;
 use crate::error::{Error, NetworkError};
 use crate::provider::{Event, MayLand};
 use crate::region::Region;
+
+/// Pieces of a region that are asked for at a time.
+const WANTED: u32 = 16;
 
 /// A write that was taken: addresses of the source, offsets in the target's region.
 pub(super) struct Job {
@@ -30,13 +34,44 @@ enum Remote {
     /// The peer has been asked; what waits for the answer.
     Asked(Vec<Job>),
     Host(u64),
+    /// Its pieces are on their way.
+    Gathering {
+        waiting: Vec<Job>,
+        assembly: Assembly,
+        count: u32,
+        offset: u64,
+        len: u64,
+    },
     Device {
         base: u64,
         len: u64,
         in_flight: usize,
         revoked: bool,
-        _mapping: Option<Mapping>,
+        _mapped: Option<Mapped>,
     },
+}
+
+/// Another process's memory, mapped here.
+enum Mapped {
+    Whole(Mapping),
+    Pieces(Assembly),
+}
+
+impl Mapped {
+    fn base(&self) -> u64 {
+        match self {
+            Self::Whole(mapping) => mapping.base,
+            Self::Pieces(assembly) => assembly.base,
+        }
+    }
+}
+
+impl Remote {
+    /// Memory of a device that is mapped as long as this lives.
+    fn mapped(mapped: Mapped, offset: u64, len: u64) -> Self {
+        let base = mapped.base().saturating_add(offset);
+        Self::Device { base, len, in_flight: 0, revoked: false, _mapped: Some(mapped) }
+    }
 }
 
 /// A connection to another NIC.
@@ -104,7 +139,8 @@ impl Outgoing {
 
     /// Says whether a write can be taken.
     pub fn has_room(&self) -> bool {
-        self.ring.has_room() && self.lanes.as_ref().is_none_or(Lanes::has_room)
+        self.ring.has_room(self.lanes.as_ref().map_or(0, Lanes::held))
+            && self.lanes.as_ref().is_none_or(Lanes::has_room)
     }
 
     /// Says whether a message can be taken.
@@ -125,7 +161,7 @@ impl Outgoing {
                 self.channel.flush();
                 self.remotes.insert(job.rkey, Remote::Asked(vec![job]));
             }
-            Some(Remote::Asked(waiting)) => waiting.push(job),
+            Some(Remote::Asked(waiting) | Remote::Gathering { waiting, .. }) => waiting.push(job),
             Some(Remote::Device { revoked: true, .. }) => over(events, job.token, Err((NetworkError::BadKey, false))),
             Some(Remote::Host(len) | Remote::Device { len, .. }) if !inside(&job.stretches, *len) => {
                 over(events, job.token, Err((NetworkError::OutOfBounds, false)));
@@ -159,11 +195,11 @@ impl Outgoing {
             Some(lanes) => lanes,
             none => none.insert(Lanes::new(device)?),
         };
-        let order = Order { token: job.token, rkey: job.rkey, src: &job.src, copies: &job.stretches, imm: job.imm };
+        let order = Order { token: job.token, rkey: job.rkey, src: job.src, copies: job.stretches, imm: job.imm };
         *in_flight += 1;
         // SAFETY: the source is registered and held by the flight; the target lies inside a region whose mapping is kept
         // until nothing is in flight to it; the ring is pinned until the end.
-        let ordered = unsafe { lanes.order(&order, &mut self.ring, pages) };
+        let ordered = unsafe { lanes.order(order, &mut self.ring, pages) };
         if ordered.is_err() {
             *in_flight -= 1;
         }
@@ -175,9 +211,9 @@ impl Outgoing {
         tracing::error!(%error, "a CUDA device failed");
         let mut tokens: Vec<_> = token.into_iter().collect();
         if let Some(lanes) = &mut self.lanes {
-            lanes.abandon(|flight| {
-                if Some(flight.token) != token {
-                    tokens.push(flight.token);
+            lanes.abandon(|abandoned| {
+                if Some(abandoned) != token {
+                    tokens.push(abandoned);
                 }
             });
         }
@@ -201,7 +237,11 @@ impl Outgoing {
         while let Some(frame) = self.channel.next_frame() {
             match decode(&frame) {
                 Ok(Control::Region { rkey, place }) => self.located(rkey, place, device, pages, events),
-                Ok(Control::Revoke { rkey }) => self.revoked(rkey),
+                Ok(Control::Piece { rkey, index, len }) => {
+                    let file = self.channel.take_file();
+                    self.piece(rkey, (index, len, file), device, pages, events);
+                }
+                Ok(Control::Revoke { rkey }) => self.revoked(rkey, events),
                 Ok(Control::Landed { id, status }) => {
                     if let Some(token) = self.puts.landed(id) {
                         let refused = if status == 1 { NetworkError::BadKey } else { NetworkError::OutOfBounds };
@@ -214,27 +254,51 @@ impl Outgoing {
     }
 
     fn located(&mut self, rkey: u64, place: Place, device: &Device, pages: &Pages, events: &mut Vec<Event>) {
-        let Some(Remote::Asked(waiting)) = self.remotes.remove(&rkey) else { return };
+        let waiting = match self.remotes.get_mut(&rkey) {
+            Some(Remote::Asked(waiting)) => std::mem::take(waiting),
+            // A piece that is not there any more: the registration has ended meanwhile.
+            Some(Remote::Gathering { .. }) if place == Place::Unknown => {
+                return self.scrap(rkey, &NetworkError::BadKey, events);
+            }
+            // Nobody has asked. What is under way keeps its mapping.
+            _ => return,
+        };
         let found = match place {
             Place::Unknown => Err(NetworkError::BadKey),
             Place::Host { len } => Ok(Remote::Host(len)),
+            // Another process has no addresses to give that mean anything here.
+            Place::Near { .. } if !self.channel.is_within_process() => Err(NetworkError::BadKey),
             Place::Near { ordinal, address, len } => device
                 .reach(ordinal)
-                .map(|()| Remote::Device { base: address, len, in_flight: 0, revoked: false, _mapping: None })
+                .map(|()| Remote::Device { base: address, len, in_flight: 0, revoked: false, _mapped: None })
                 .map_err(|error| words(&error)),
             Place::Far { handle, offset, len } => Mapping::open(device, handle)
-                .map(|mapping| {
-                    let base = mapping.base.saturating_add(offset);
-                    Remote::Device { base, len, in_flight: 0, revoked: false, _mapping: Some(mapping) }
-                })
+                .map(|mapping| Remote::mapped(Mapped::Whole(mapping), offset, len))
                 .map_err(|error| words(&error)),
+            Place::Scattered { count, total, offset, len } => {
+                if count > 0 && offset.checked_add(len).is_some_and(|end| end <= total) {
+                    let gathering = |assembly| Remote::Gathering { waiting: Vec::new(), assembly, count, offset, len };
+                    Assembly::reserve(device, total).map(gathering).map_err(|error| words(&error))
+                } else {
+                    Err(NetworkError::Other("the peer's description of its memory does not fit together".into()))
+                }
+            }
         };
         match found {
-            Ok(remote) => {
+            Ok(mut remote) => {
+                if let Remote::Gathering { waiting: jobs, count, .. } = &mut remote {
+                    *jobs = waiting;
+                    for index in 0..WANTED.min(*count) {
+                        self.channel.queue(&Control::Want { rkey, index });
+                    }
+                    self.remotes.insert(rkey, remote);
+                    return;
+                }
                 self.remotes.insert(rkey, remote);
                 waiting.into_iter().for_each(|job| self.write(job, device, pages, events));
             }
             Err(error) => {
+                self.remotes.remove(&rkey);
                 if place != Place::Unknown {
                     // The owner need not wait for this process when the registration ends.
                     self.channel.queue(&Control::Released { rkey });
@@ -246,9 +310,46 @@ impl Outgoing {
         }
     }
 
-    fn revoked(&mut self, rkey: u64) {
+    /// A piece of a region has come: the next one, or one that nobody waits for any more.
+    fn piece(
+        &mut self,
+        rkey: u64,
+        (index, len, file): (u32, u64, Option<OwnedFd>),
+        device: &Device,
+        pages: &Pages,
+        events: &mut Vec<Event>,
+    ) {
+        let Some(Remote::Gathering { assembly, count, .. }) = self.remotes.get_mut(&rkey) else { return };
+        let lost = || Error::System { what: "mapping another process's memory", why: "a piece is missing".into() };
+        let (end, fits) = (*count, index == assembly.count());
+        let added = file.filter(|_| fits).ok_or_else(lost).and_then(|file| assembly.add(device, &file, len));
+        let added = added.and_then(|()| if index + 1 == end { assembly.open() } else { Ok(()) });
+        if let Err(error) = added {
+            return self.scrap(rkey, &words(&error), events);
+        }
+        if let Some(next) = index.checked_add(WANTED).filter(|next| *next < end) {
+            self.channel.queue(&Control::Want { rkey, index: next });
+        }
+        if index + 1 == end
+            && let Some(Remote::Gathering { waiting, assembly, offset, len, .. }) = self.remotes.remove(&rkey)
+        {
+            self.remotes.insert(rkey, Remote::mapped(Mapped::Pieces(assembly), offset, len));
+            waiting.into_iter().for_each(|job| self.write(job, device, pages, events));
+        }
+    }
+
+    /// Gives up a region whose pieces are on their way.
+    fn scrap(&mut self, rkey: u64, error: &NetworkError, events: &mut Vec<Event>) {
+        let Some(Remote::Gathering { waiting, .. }) = self.remotes.remove(&rkey) else { return };
+        self.channel.queue(&Control::Released { rkey });
+        waiting.into_iter().for_each(|job| over(events, job.token, Err((error.clone(), false))));
+    }
+
+    fn revoked(&mut self, rkey: u64, events: &mut Vec<Event>) {
         if let Some(Remote::Device { revoked, .. }) = self.remotes.get_mut(&rkey) {
             *revoked = true;
+        } else if matches!(self.remotes.get(&rkey), Some(Remote::Gathering { .. })) {
+            self.scrap(rkey, &NetworkError::BadKey, events);
         } else {
             // Host memory is guarded by its owner; what has not been located yet will not be found.
             self.remotes.retain(|key, remote| *key != rkey || matches!(remote, Remote::Asked(_)));
@@ -285,7 +386,12 @@ impl Outgoing {
             };
             over(events, flight.token, result);
         }
-        if let Err(error) = polled {
+        let pumped = polled.and_then(|()| match &mut self.lanes {
+            // SAFETY: as for `order`, whose promises hold for what it has left waiting.
+            Some(lanes) => unsafe { lanes.pump(&mut self.ring) },
+            None => Ok(()),
+        });
+        if let Err(error) = pumped {
             self.device_failed(&error, None, events);
         }
         if release || self.remotes.values().any(|remote| matches!(remote, Remote::Device { revoked: true, .. })) {
@@ -309,9 +415,15 @@ impl Outgoing {
             over(events, token, Err((error.clone(), false)));
         }
         for remote in self.remotes.values_mut() {
-            if let Remote::Asked(waiting) = remote {
+            if let Remote::Asked(waiting) | Remote::Gathering { waiting, .. } = remote {
                 waiting.drain(..).for_each(|job| over(events, job.token, Err((error.clone(), false))));
             }
+        }
+        for order in self.lanes.as_mut().map(Lanes::take_held).unwrap_or_default() {
+            if let Some(Remote::Device { in_flight, .. }) = self.remotes.get_mut(&order.rkey) {
+                *in_flight -= 1;
+            }
+            over(events, order.token, Err((error.clone(), false)));
         }
         // Bytes that are in the socket may still be read by the other side.
         self.puts.abandon(|token| over(events, token, Err((error.clone(), true))));

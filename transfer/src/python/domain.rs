@@ -7,6 +7,7 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
+use super::arguments;
 use super::engine::PyEngine;
 use crate::descriptor::{Device, MrDesc, NetAddr};
 use crate::domain::MrHandle;
@@ -38,7 +39,7 @@ impl PyEngine {
         &self,
         py: Python<'_>,
         memory: &Bound<'_, PyAny>,
-        length: Option<usize>,
+        length: Option<&Bound<'_, PyAny>>,
         device: Option<&str>,
     ) -> PyResult<(PyMrHandle, PyMrDesc)> {
         let engine = self.engine()?;
@@ -52,7 +53,11 @@ impl PyEngine {
         Ok((PyMrHandle::new(handle), PyMrDesc { desc }))
     }
 
-    fn alloc_mr(&self, py: Python<'_>, len: usize) -> PyResult<(PyMrHandle, PyMrDesc)> {
+    fn alloc_mr(
+        &self,
+        py: Python<'_>,
+        #[pyo3(from_py_with = arguments::memory_len)] len: usize,
+    ) -> PyResult<(PyMrHandle, PyMrDesc)> {
         let engine = self.engine()?;
         let (handle, desc) = py.allow_threads(|| engine.alloc_mr(len))?;
         Ok((PyMrHandle::new(handle), PyMrDesc { desc }))
@@ -109,7 +114,12 @@ impl PyMrHandle {
         Ok(self.handle()?.address())
     }
 
-    fn read<'py>(&self, py: Python<'py>, offset: u64, len: usize) -> PyResult<Bound<'py, PyBytes>> {
+    fn read<'py>(
+        &self,
+        py: Python<'py>,
+        #[pyo3(from_py_with = arguments::offset)] offset: u64,
+        #[pyo3(from_py_with = arguments::memory_len)] len: usize,
+    ) -> PyResult<Bound<'py, PyBytes>> {
         let handle = self.handle()?;
         // Before the bytes are allocated: a wrong length must not cost memory.
         if offset.checked_add(len as u64).is_none_or(|end| end > handle.len()) {
@@ -119,11 +129,11 @@ impl PyMrHandle {
         PyBytes::new_with(py, len, |bytes| Ok(handle.read(offset, bytes)?))
     }
 
-    fn write(&self, offset: u64, data: &[u8]) -> PyResult<()> {
+    fn write(&self, #[pyo3(from_py_with = arguments::offset)] offset: u64, data: &[u8]) -> PyResult<()> {
         Ok(self.handle()?.write(offset, data)?)
     }
 
-    fn load_word(&self, offset: u64) -> PyResult<u64> {
+    fn load_word(&self, #[pyo3(from_py_with = arguments::offset)] offset: u64) -> PyResult<u64> {
         Ok(self.handle()?.load_word(offset)?)
     }
 }

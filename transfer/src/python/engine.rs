@@ -7,6 +7,7 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
+use super::arguments;
 use super::domain::{PyMrHandle, PyNetAddr};
 use crate::engine::{Builder, DeviceGroup, Engine};
 use crate::error::Error;
@@ -16,8 +17,9 @@ use crate::watcher::UvmWatcher;
 /// Reads a time in seconds.
 pub(super) fn duration(argument: &str, seconds: Option<f64>) -> PyResult<Option<Duration>> {
     let problem = |seconds| PyValueError::new_err(format!("{argument}: {seconds} came; a time from 0 s on is allowed"));
-    // Longer than a century is "never".
-    let read = |seconds: f64| Duration::try_from_secs_f64(seconds.min(3e9)).map_err(|_| problem(seconds));
+    // Longer than a century is "never". What is not a number stays none.
+    let century = |seconds: f64| if seconds > 3e9 { 3e9 } else { seconds };
+    let read = |seconds: f64| Duration::try_from_secs_f64(century(seconds)).map_err(|_| problem(seconds));
     seconds.map(read).transpose()
 }
 
@@ -31,7 +33,7 @@ pub(super) struct PySimNetwork {
 impl PySimNetwork {
     #[new]
     #[pyo3(signature = (seed=0))]
-    fn new(seed: u64) -> Self {
+    fn new(#[pyo3(from_py_with = arguments::seed)] seed: u64) -> Self {
         Self { network: SimNetwork::new(seed) }
     }
 
@@ -39,10 +41,10 @@ impl PySimNetwork {
     fn set_faults(
         &self,
         reorder: bool,
-        max_delay_polls: u32,
+        #[pyo3(from_py_with = arguments::max_delay_polls)] max_delay_polls: u32,
         drop_writes: f64,
         drop_messages: f64,
-        depth: usize,
+        #[pyo3(from_py_with = arguments::depth)] depth: usize,
     ) -> PyResult<()> {
         let faults = Faults { reorder, max_delay_polls, drop_writes, drop_messages, depth };
         Ok(self.network.set_faults(faults)?)
@@ -87,7 +89,7 @@ impl PyDeviceGroup {
 #[pymethods]
 impl PyDeviceGroup {
     #[staticmethod]
-    fn sim(network: &PySimNetwork, nics: usize) -> Self {
+    fn sim(network: &PySimNetwork, #[pyo3(from_py_with = arguments::nics)] nics: usize) -> Self {
         Self { group: Mutex::new(Some(DeviceGroup::sim(&network.network, nics))) }
     }
 
@@ -98,7 +100,7 @@ impl PyDeviceGroup {
     }
 
     #[staticmethod]
-    fn nvlink(ordinal: u16) -> Self {
+    fn nvlink(#[pyo3(from_py_with = arguments::ordinal)] ordinal: u16) -> Self {
         Self { group: Mutex::new(Some(DeviceGroup::nvlink(ordinal))) }
     }
 
@@ -113,7 +115,10 @@ impl PyDeviceGroup {
         Self::change(slf, |group| group.device(device))
     }
 
-    fn cpus(slf: PyRefMut<'_, Self>, cpus: Vec<usize>) -> PyResult<PyRefMut<'_, Self>> {
+    fn cpus(
+        slf: PyRefMut<'_, Self>,
+        #[pyo3(from_py_with = arguments::cpus)] cpus: Vec<usize>,
+    ) -> PyResult<PyRefMut<'_, Self>> {
         Self::change(slf, |group| group.cpus(cpus))
     }
 
@@ -176,7 +181,10 @@ impl PyBuilder {
         Self::change(slf, |builder| builder.grace(grace))
     }
 
-    fn min_shard(slf: PyRefMut<'_, Self>, bytes: u64) -> PyResult<PyRefMut<'_, Self>> {
+    fn min_shard(
+        slf: PyRefMut<'_, Self>,
+        #[pyo3(from_py_with = arguments::bytes)] bytes: u64,
+    ) -> PyResult<PyRefMut<'_, Self>> {
         Self::change(slf, |builder| builder.min_shard(bytes))
     }
 
@@ -184,7 +192,10 @@ impl PyBuilder {
         Self::change(slf, |builder| builder.busy_poll(busy))
     }
 
-    fn on_peer_event(slf: PyRefMut<'_, Self>, callback: PyObject) -> PyResult<PyRefMut<'_, Self>> {
+    fn on_peer_event(
+        slf: PyRefMut<'_, Self>,
+        #[pyo3(from_py_with = arguments::callback)] callback: PyObject,
+    ) -> PyResult<PyRefMut<'_, Self>> {
         Self::change(slf, |builder| {
             builder.on_peer_event(move |event| {
                 let down = event.down.map(|reason| reason.to_string());
@@ -251,9 +262,14 @@ impl PyEngine {
     }
 
     #[pyo3(signature = (group=0))]
-    fn addresses(&self, group: usize) -> PyResult<Vec<PyNetAddr>> {
+    fn addresses(&self, #[pyo3(from_py_with = arguments::group)] group: usize) -> PyResult<Vec<PyNetAddr>> {
         let engine = self.engine()?;
-        Ok(engine.addresses(group).iter().map(|address| PyNetAddr { address: address.clone() }).collect())
+        let found: Vec<_> =
+            engine.addresses(group).iter().map(|address| PyNetAddr { address: address.clone() }).collect();
+        if found.is_empty() {
+            return Err(PyValueError::new_err(format!("group: {group} came; the engine has no such device group")));
+        }
+        Ok(found)
     }
 
     #[getter]
@@ -269,29 +285,42 @@ impl PyEngine {
         Ok(self.engine()?.max_message())
     }
 
-    fn imm_count(&self, imm: u32) -> PyResult<u64> {
+    fn imm_count(&self, #[pyo3(from_py_with = arguments::imm)] imm: u32) -> PyResult<u64> {
         Ok(self.engine()?.imm_count(imm))
     }
 
-    fn reset_imm(&self, imm: u32) -> PyResult<u64> {
+    fn reset_imm(&self, #[pyo3(from_py_with = arguments::imm)] imm: u32) -> PyResult<u64> {
         Ok(self.engine()?.reset_imm(imm)?)
     }
 
-    fn mirror_imm(&self, imm: u32, handle: &PyMrHandle, offset: u64) -> PyResult<()> {
+    fn mirror_imm(
+        &self,
+        #[pyo3(from_py_with = arguments::imm)] imm: u32,
+        handle: &PyMrHandle,
+        #[pyo3(from_py_with = arguments::offset)] offset: u64,
+    ) -> PyResult<()> {
         Ok(self.engine()?.mirror_imm(imm, &handle.handle()?, offset)?)
     }
 
-    fn unmirror_imm(&self, imm: u32) -> PyResult<()> {
+    fn unmirror_imm(&self, #[pyo3(from_py_with = arguments::imm)] imm: u32) -> PyResult<()> {
         self.engine()?.unmirror_imm(imm);
         Ok(())
     }
 
-    fn submit_recvs(&self, len: usize, count: usize, callback: PyObject) -> PyResult<()> {
+    fn submit_recvs(
+        &self,
+        #[pyo3(from_py_with = arguments::memory_len)] len: usize,
+        #[pyo3(from_py_with = arguments::memory_count)] count: usize,
+        #[pyo3(from_py_with = arguments::callback)] callback: PyObject,
+    ) -> PyResult<()> {
         let call = move |from: crate::PeerName, bytes: &[u8]| notify(&callback, (from.to_string(), Bytes(bytes)));
         Ok(self.engine()?.submit_recvs(len, count, call)?)
     }
 
-    fn alloc_uvm_watcher(&self, callback: PyObject) -> PyResult<PyUvmWatcher> {
+    fn alloc_uvm_watcher(
+        &self,
+        #[pyo3(from_py_with = arguments::callback)] callback: PyObject,
+    ) -> PyResult<PyUvmWatcher> {
         let watcher = self.engine()?.alloc_uvm_watcher(move |old, new| notify(&callback, (old, new)))?;
         Ok(PyUvmWatcher { watcher })
     }
@@ -349,7 +378,7 @@ impl PyUvmWatcher {
         self.watcher.value()
     }
 
-    fn store(&self, value: u64) {
+    fn store(&self, #[pyo3(from_py_with = arguments::value)] value: u64) {
         self.watcher.store(value);
     }
 }

@@ -1,5 +1,6 @@
 //! The Python module `putget_transfer._native`: the Rust interface under the same names.
 
+mod arguments;
 mod domain;
 mod engine;
 mod errors;

@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use pyo3::prelude::*;
 
+use super::arguments;
 use super::domain::{PyMrDesc, PyMrHandle, PyNetAddr};
 use super::engine::{PyEngine, duration};
 use super::transfer::{PyTransfer, submitted};
@@ -22,7 +23,11 @@ pub(super) struct PyPages {
 impl PyPages {
     #[new]
     #[pyo3(signature = (indices, stride, offset=0))]
-    fn new(indices: Vec<u64>, stride: u64, offset: u64) -> Self {
+    fn new(
+        #[pyo3(from_py_with = arguments::indices)] indices: Vec<u64>,
+        #[pyo3(from_py_with = arguments::stride)] stride: u64,
+        #[pyo3(from_py_with = arguments::offset)] offset: u64,
+    ) -> Self {
         Self { indices, stride, offset }
     }
 }
@@ -44,7 +49,11 @@ pub(super) struct PyScatterDst {
 #[pymethods]
 impl PyScatterDst {
     #[new]
-    fn new(len: u64, src_offset: u64, dst: (PyRef<'_, PyMrDesc>, u64)) -> Self {
+    fn new(
+        #[pyo3(from_py_with = arguments::len)] len: u64,
+        #[pyo3(from_py_with = arguments::src_offset)] src_offset: u64,
+        #[pyo3(from_py_with = arguments::dst)] dst: (PyRef<'_, PyMrDesc>, u64),
+    ) -> Self {
         Self { len, src_offset, dst: (dst.0.desc.clone(), dst.1) }
     }
 }
@@ -92,13 +101,13 @@ impl PyEngine {
     #[allow(clippy::too_many_arguments, reason = "Python's keywords are not a list that anybody counts")]
     fn submit_single_write(
         slf: &Bound<'_, Self>,
-        len: u64,
-        imm: Option<u32>,
-        src: Source<'_>,
-        dst: Target<'_>,
+        #[pyo3(from_py_with = arguments::len)] len: u64,
+        #[pyo3(from_py_with = arguments::write_imm)] imm: Option<u32>,
+        #[pyo3(from_py_with = arguments::src)] src: Source<'_>,
+        #[pyo3(from_py_with = arguments::dst)] dst: Target<'_>,
         done: Done<'_, '_>,
         deadline_s: Option<f64>,
-        nic: Option<usize>,
+        #[pyo3(from_py_with = arguments::nic)] nic: Option<usize>,
     ) -> PyResult<PyTransfer> {
         let (engine, options, handle) = (slf.get().engine()?, options(deadline_s, nic)?, src.0.handle()?);
         submitted(slf, done, |done| {
@@ -110,13 +119,13 @@ impl PyEngine {
     #[allow(clippy::too_many_arguments, reason = "Python's keywords are not a list that anybody counts")]
     fn submit_paged_writes(
         slf: &Bound<'_, Self>,
-        page_len: u64,
-        imm: Option<u32>,
+        #[pyo3(from_py_with = arguments::page_len)] page_len: u64,
+        #[pyo3(from_py_with = arguments::write_imm)] imm: Option<u32>,
         src: (PyRef<'_, PyMrHandle>, PyRef<'_, PyPages>),
         dst: (PyRef<'_, PyMrDesc>, PyRef<'_, PyPages>),
         done: Done<'_, '_>,
         deadline_s: Option<f64>,
-        nic: Option<usize>,
+        #[pyo3(from_py_with = arguments::nic)] nic: Option<usize>,
     ) -> PyResult<PyTransfer> {
         let (engine, options, handle) = (slf.get().engine()?, options(deadline_s, nic)?, src.0.handle()?);
         let (src, dst) = ((&handle, src.1.pages()), (&dst.0.desc, dst.1.pages()));
@@ -145,12 +154,12 @@ impl PyEngine {
     fn submit_scatter(
         slf: &Bound<'_, Self>,
         group: Option<&PyPeerGroup>,
-        imm: Option<u32>,
+        #[pyo3(from_py_with = arguments::write_imm)] imm: Option<u32>,
         src: &PyMrHandle,
         dsts: Vec<PyRef<'_, PyScatterDst>>,
         done: Done<'_, '_>,
         deadline_s: Option<f64>,
-        nic: Option<usize>,
+        #[pyo3(from_py_with = arguments::nic)] nic: Option<usize>,
     ) -> PyResult<PyTransfer> {
         let (engine, options, handle) = (slf.get().engine()?, options(deadline_s, nic)?, src.handle()?);
         let dst = |dst: &'_ PyRef<'_, PyScatterDst>| (dst.len, dst.src_offset, dst.dst.clone());
@@ -169,11 +178,11 @@ impl PyEngine {
     fn submit_barrier(
         slf: &Bound<'_, Self>,
         group: Option<&PyPeerGroup>,
-        imm: u32,
+        #[pyo3(from_py_with = arguments::imm)] imm: u32,
         dsts: Vec<PyRef<'_, PyMrDesc>>,
         done: Done<'_, '_>,
         deadline_s: Option<f64>,
-        nic: Option<usize>,
+        #[pyo3(from_py_with = arguments::nic)] nic: Option<usize>,
     ) -> PyResult<PyTransfer> {
         let (engine, options) = (slf.get().engine()?, options(deadline_s, nic)?);
         let dsts: Vec<_> = dsts.iter().map(|dst| &dst.desc).collect();
@@ -184,8 +193,8 @@ impl PyEngine {
     #[pyo3(signature = (imm, count, *, deadline_s=None, done=None))]
     fn expect_imm_count(
         slf: &Bound<'_, Self>,
-        imm: u32,
-        count: u64,
+        #[pyo3(from_py_with = arguments::imm)] imm: u32,
+        #[pyo3(from_py_with = arguments::count)] count: u64,
         deadline_s: Option<f64>,
         done: Done<'_, '_>,
     ) -> PyResult<PyTransfer> {
@@ -200,7 +209,7 @@ impl PyEngine {
     #[pyo3(signature = (imm, senders, *, done=None, deadline_s=None))]
     fn submit_reset_imm(
         slf: &Bound<'_, Self>,
-        imm: u32,
+        #[pyo3(from_py_with = arguments::imm)] imm: u32,
         senders: Vec<PyRef<'_, PyNetAddr>>,
         done: Done<'_, '_>,
         deadline_s: Option<f64>,

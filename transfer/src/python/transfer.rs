@@ -8,8 +8,9 @@ use pyo3::prelude::*;
 
 use super::engine::PyEngine;
 use crate::api::TransferId;
-use crate::completion::{Done, Flag};
+use crate::completion::{Done, Flag, Raised};
 use crate::error::Outcome;
+use crate::sys::Home;
 
 /// How long a wait goes without looking for signals, so that Ctrl-C works.
 const SLICE: Duration = Duration::from_millis(50);
@@ -65,6 +66,8 @@ pub(super) struct PyTransfer {
     progress: Arc<Progress>,
     /// What can be cancelled, and where.
     id: Option<(TransferId, Py<PyEngine>)>,
+    /// Where its end can be waited for.
+    home: Home,
 }
 
 /// Submits an operation whose end a new `Transfer`, and whoever else was named in `done`, are told of.
@@ -77,7 +80,7 @@ pub(super) fn submitted(
     let mut flag = None;
     if let Some(done) = done.filter(|done| !done.is_none()) {
         if let Ok(found) = done.downcast::<PyFlag>() {
-            flag = Some(Arc::clone(&found.get().flag));
+            flag = Some(Raised::new(&found.get().flag));
         } else if done.is_callable() {
             progress.state.lock().unwrap_or_else(PoisonError::into_inner).callbacks.push(done.clone().unbind());
         } else {
@@ -86,23 +89,14 @@ pub(super) fn submitted(
         }
     }
     let told = Arc::clone(&progress);
-    let raised = flag.as_ref().map(Done::flag);
     let over = Done::callback(move |outcome| {
         if let Some(flag) = flag {
             flag.lower(outcome.is_err());
         }
         told.finish(outcome);
     });
-    match submit(over) {
-        Ok(id) => Ok(PyTransfer { progress, id: id.map(|id| (id, engine.clone().unbind())) }),
-        Err(error) => {
-            // Nothing was submitted, so nothing will lower the flag.
-            if let Some(Done(crate::completion::Kind::Flag(flag))) = raised {
-                flag.lower(false);
-            }
-            Err(error)
-        }
-    }
+    let id = submit(over)?;
+    Ok(PyTransfer { progress, id: id.map(|id| (id, engine.clone().unbind())), home: Home::here() })
 }
 
 #[pymethods]
@@ -128,6 +122,7 @@ impl PyTransfer {
                 return self.result();
             }
             py.check_signals()?;
+            self.home.check()?;
             if end.is_some_and(|end| Instant::now() >= end) {
                 return Err(PyTimeoutError::new_err("the transfer is not over"));
             }

@@ -11,6 +11,7 @@ use crate::provider::{LocalKey, Registered};
 use crate::queue::Queue;
 use crate::region::Region;
 use crate::shard::Piece;
+use crate::sys::Home;
 
 /// Memory that is registered on every NIC of one device group, until this is dropped.
 pub(crate) struct Registration {
@@ -19,11 +20,13 @@ pub(crate) struct Registration {
     /// One per NIC.
     pub nics: Vec<Registered>,
     pub worker: Weak<Queue<Command>>,
+    pub home: Home,
 }
 
 impl Drop for Registration {
     fn drop(&mut self) {
-        if let Some(worker) = self.worker.upgrade() {
+        // In a fork there is no worker, and the queue may be locked for good.
+        if let Some(worker) = self.worker.upgrade().filter(|_| self.home.check().is_ok()) {
             let keys = self.nics.iter().map(|nic| nic.local).collect();
             // A closed queue belongs to a worker that has dropped its NICs, and the registrations with them.
             let _ = worker.push(Command::Deregister { keys, reply: None });

@@ -1,6 +1,8 @@
 //! What the tests of whole engines share.
 #![allow(dead_code, clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 
+#[macro_use]
+pub mod device;
 pub mod process;
 
 use std::time::{Duration, Instant};

@@ -13,7 +13,7 @@
 
 enum { SUCCESS = 0, INVALID_VALUE = 1, NOT_FOUND = 500, NOT_READY = 600, REGISTERED = 712, NOT_REGISTERED = 713, MOST = 4096 };
 
-typedef struct { char *start; size_t len; int file; } Range;
+typedef struct { char *start; size_t len; int file, physical; } Range;
 static Range allocations[MOST], pinned[MOST], mapped[MOST];
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 
@@ -26,7 +26,7 @@ static Range *find(Range *table, const char *at) {
 static int add(Range *table, char *start, size_t len, int file) {
   for (int i = 0; i < MOST; i++)
     if (!table[i].start) {
-      table[i] = (Range){start, len, file};
+      table[i] = (Range){start, len, file, -1};
       return SUCCESS;
     }
   return INVALID_VALUE;
@@ -79,9 +79,10 @@ typedef struct { char text[64]; } Handle;
 int cuIpcGetMemHandle(Handle *handle, uint64_t address) {
   pthread_mutex_lock(&lock);
   Range *range = find(allocations, (char *)address);
-  if (range) snprintf(handle->text, sizeof handle->text, "/proc/%d/fd/%d", (int)getpid(), range->file);
+  int whole = range && range->physical < 0;
+  if (whole) snprintf(handle->text, sizeof handle->text, "/proc/%d/fd/%d", (int)getpid(), range->file);
   pthread_mutex_unlock(&lock);
-  return range ? SUCCESS : INVALID_VALUE;
+  return whole ? SUCCESS : INVALID_VALUE;
 }
 
 int cuIpcOpenMemHandle_v2(uint64_t *address, Handle handle, unsigned flags) {
@@ -104,6 +105,120 @@ int cuIpcCloseMemHandle(uint64_t address) {
   if (range) munmap(range->start, range->len), range->start = NULL;
   pthread_mutex_unlock(&lock);
   return range ? SUCCESS : INVALID_VALUE;
+}
+
+// Physical memory, which is mapped piece by piece into ranges of addresses.
+typedef struct { int users, file, kinds; size_t len; } Physical;
+static Physical physicals[MOST];
+static Range reserved[MOST];
+enum { PIECE = 2 << 20 };
+
+static Physical *physical(uint64_t handle) {
+  return handle && handle <= MOST && physicals[handle - 1].users ? &physicals[handle - 1] : NULL;
+}
+
+static int hold(uint64_t *handle, int file, size_t len, int kinds) {
+  int code = INVALID_VALUE;
+  pthread_mutex_lock(&lock);
+  for (int i = 0; i < MOST && code; i++)
+    if (!physicals[i].users) physicals[i] = (Physical){1, file, kinds, len}, *handle = (uint64_t)i + 1, code = SUCCESS;
+  pthread_mutex_unlock(&lock);
+  return code;
+}
+
+static int let_go(uint64_t handle) {
+  Physical *found = physical(handle);
+  if (found && !--found->users) close(found->file);
+  return found ? SUCCESS : INVALID_VALUE;
+}
+
+// The properties begin with the kind of memory and the kinds of handles that it may be shared by.
+int cuMemCreate(uint64_t *handle, size_t len, const int *properties, uint64_t flags) {
+  int file = len && len % PIECE == 0 && properties[0] == 1 && !flags ? memfd_create("imitated pieces", MFD_CLOEXEC) : -1;
+  return file < 0 || ftruncate(file, (off_t)len) ? INVALID_VALUE : hold(handle, file, len, properties[1]);
+}
+
+int cuMemRelease(uint64_t handle) {
+  pthread_mutex_lock(&lock);
+  int code = let_go(handle);
+  pthread_mutex_unlock(&lock);
+  return code;
+}
+
+int cuMemRetainAllocationHandle(uint64_t *handle, uint64_t address) {
+  pthread_mutex_lock(&lock);
+  Range *range = find(allocations, (char *)address);
+  int right = range && range->physical >= 0;
+  if (right) *handle = (uint64_t)range->physical, physical(*handle)->users++;
+  pthread_mutex_unlock(&lock);
+  return right ? SUCCESS : INVALID_VALUE;
+}
+
+int cuMemExportToShareableHandle(void *into, uint64_t handle, int kind, uint64_t flags) {
+  pthread_mutex_lock(&lock);
+  Physical *found = physical(handle);
+  int file = found && kind == 1 && (found->kinds & 1) && !flags ? fcntl(found->file, F_DUPFD_CLOEXEC, 0) : -1;
+  pthread_mutex_unlock(&lock);
+  return file < 0 ? INVALID_VALUE : (*(int *)into = file, SUCCESS);
+}
+
+int cuMemImportFromShareableHandle(uint64_t *handle, void *file, int kind) {
+  struct stat about;
+  int own = kind == 1 ? fcntl((int)(intptr_t)file, F_DUPFD_CLOEXEC, 0) : -1;
+  return own < 0 || fstat(own, &about) ? INVALID_VALUE : hold(handle, own, (size_t)about.st_size, 1);
+}
+
+int cuMemAddressReserve(uint64_t *address, size_t len, size_t alignment, uint64_t wish, uint64_t flags) {
+  if (!len || len % PIECE || alignment || wish || flags) return INVALID_VALUE;
+  char *start = mmap(NULL, len, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (start == MAP_FAILED) return 2;
+  pthread_mutex_lock(&lock);
+  int code = add(reserved, start, len, -1);
+  pthread_mutex_unlock(&lock);
+  *address = (uint64_t)start;
+  return code;
+}
+
+int cuMemAddressFree(uint64_t address, size_t len) {
+  pthread_mutex_lock(&lock);
+  Range *range = find(reserved, (char *)address);
+  int right = range && range->start == (char *)address && range->len == len;
+  for (size_t at = 0; right && at < len; at += PIECE) right = !find(allocations, (char *)address + at);
+  if (right) munmap(range->start, len), range->start = NULL;
+  pthread_mutex_unlock(&lock);
+  return right ? SUCCESS : INVALID_VALUE;
+}
+
+// Nobody may touch what is mapped before access has been set.
+int cuMemMap(uint64_t address, size_t len, size_t offset, uint64_t handle, uint64_t flags) {
+  pthread_mutex_lock(&lock);
+  Physical *found = physical(handle);
+  Range *range = find(reserved, (char *)address);
+  int right = found && range && !offset && !flags && found->len == len && (char *)address + len <= range->start + range->len &&
+              !find(allocations, (char *)address);
+  right = right && mmap((char *)address, len, PROT_NONE, MAP_SHARED | MAP_FIXED, found->file, 0) != MAP_FAILED;
+  if (right && !add(allocations, (char *)address, len, -1)) find(allocations, (char *)address)->physical = (int)handle, found->users++;
+  pthread_mutex_unlock(&lock);
+  return right ? SUCCESS : INVALID_VALUE;
+}
+
+int cuMemUnmap(uint64_t address, size_t len) {
+  pthread_mutex_lock(&lock);
+  Range *range = find(allocations, (char *)address);
+  int right = range && range->physical >= 0 && range->start == (char *)address && range->len == len;
+  if (right) {
+    mmap(range->start, len, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE, -1, 0);
+    let_go((uint64_t)range->physical);
+    range->start = NULL;
+  }
+  pthread_mutex_unlock(&lock);
+  return right ? SUCCESS : INVALID_VALUE;
+}
+
+// One description: a device, and reading and writing.
+int cuMemSetAccess(uint64_t address, size_t len, const int *who, size_t count) {
+  int right = count == 1 && who[0] == 1 && who[1] >= 0 && who[1] <= 3 && who[2] == 3;
+  return right && !mprotect((char *)address, len, PROT_READ | PROT_WRITE) ? SUCCESS : INVALID_VALUE;
 }
 
 int cuMemHostRegister_v2(void *start, size_t len, unsigned flags) {
@@ -203,6 +318,19 @@ static int queue(Stream *stream, Work what) {
 
 int cuMemcpyAsync(uint64_t dst, uint64_t src, size_t len, Stream *stream) {
   return queue(stream, (Work){.dst = (char *)dst, .src = (char *)src, .len = len});
+}
+
+static int batches;
+
+// How often copies came as a batch, which the driver itself does not tell.
+int imitated_batches(int *count) { return *count = __atomic_load_n(&batches, __ATOMIC_RELAXED), SUCCESS; }
+
+// One attribute for all copies.
+int cuMemcpyBatchAsync_v2(uint64_t *dst, uint64_t *src, size_t *len, size_t count, const int *attributes, size_t *from, size_t kinds, Stream *stream) {
+  if (!count || kinds != 1 || *from || attributes[0] != 1 || attributes[5]) return INVALID_VALUE;
+  for (size_t i = count; i-- > 0;) cuMemcpyAsync(dst[i], src[i], len[i], stream);
+  __atomic_add_fetch(&batches, 1, __ATOMIC_RELAXED);
+  return SUCCESS;
 }
 
 int cuStreamWriteValue64_v2(Stream *stream, uint64_t address, uint64_t value, unsigned flags) {

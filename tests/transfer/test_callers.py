@@ -1,0 +1,218 @@
+"""What callers do beside submitting: they cancel, raise, fork, hit Ctrl-C, and read the metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import queue
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+pytest.importorskip(
+    "putget_transfer._native", reason="putget_transfer is not built: it needs cargo (see `make transfer`)"
+)
+import putget_transfer as pt
+
+LONG_S = 60.0
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[pt.Engine, pt.Engine]]:
+    network = pt.SimNetwork(seed=8)
+    with (
+        pt.Engine.builder().group(pt.DeviceGroup.sim(network, 2)).build() as a,
+        pt.Engine.builder().group(pt.DeviceGroup.sim(network, 2)).build() as b,
+    ):
+        yield a, b
+
+
+def test_a_cancelled_task_stops_waiting_and_nothing_else_does(pair: tuple[pt.Engine, pt.Engine]) -> None:
+    a, b = pair
+    (src, _), (_dst, desc) = a.alloc_mr(64), b.alloc_mr(64)
+    complaints: list[dict[str, object]] = []
+
+    async def wait(transfer: pt.Transfer) -> None:
+        await transfer
+
+    async def work() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _loop, context: complaints.append(context))
+        for cancelled in (True, False):
+            arrived = b.expect_imm_count(7, 1, deadline_s=LONG_S)
+            others = [asyncio.ensure_future(wait(arrived)) for _ in range(3)]
+            task = asyncio.ensure_future(wait(arrived))
+            await asyncio.sleep(0.01)
+            if cancelled:
+                task.cancel()
+            with pytest.raises(asyncio.CancelledError if cancelled else asyncio.TimeoutError):
+                await asyncio.wait_for(task, 0.01)
+            assert not arrived.done()
+            await a.submit_single_write(64, 7, (src, 0), (desc, 0))
+            await asyncio.wait_for(asyncio.gather(*others), LONG_S)
+            assert b.reset_imm(7) == 1
+        # A loop that ends before the transfer does.
+        task = asyncio.ensure_future(wait(b.expect_imm_count(7, 1, deadline_s=LONG_S)))
+        await asyncio.sleep(0)
+
+    asyncio.run(work())
+    a.submit_single_write(64, 7, (src, 0), (desc, 0)).wait(LONG_S)
+    b.expect_imm_count(7, 1, deadline_s=LONG_S).wait(LONG_S)
+    assert complaints == []
+
+
+def test_what_a_callback_raises_is_reported_and_harms_nobody_else(
+    pair: tuple[pt.Engine, pt.Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = pair
+    (src, _), (_dst, desc) = a.alloc_mr(8), b.alloc_mr(8)
+    reported: queue.Queue[tuple[type[BaseException], object]] = queue.Queue()
+    monkeypatch.setattr(sys, "unraisablehook", lambda found: reported.put((found.exc_type, found.object)))
+
+    def bad(*_arguments: object) -> None:
+        raise LookupError("a caller's mistake")
+
+    b.submit_recvs(64, 1, bad)
+    watcher = b.alloc_uvm_watcher(bad)
+    watcher.store(1)
+    a.submit_single_write(8, None, (src, 0), (desc, 0), done=bad).wait(LONG_S)
+    # With one buffer, the second message needs the one that the first callback had.
+    for _ in range(2):
+        a.submit_send(b.main_address(), b"text", deadline_s=LONG_S).wait(LONG_S)
+    for _ in range(4):
+        assert reported.get(timeout=LONG_S) == (LookupError, bad)
+    told: queue.Queue[BaseException | None] = queue.Queue()
+    for engine in (a, b):
+        engine.expect_imm_count(1, 0, done=told.put).wait(LONG_S)
+        assert told.get(timeout=LONG_S) is None
+
+
+def test_a_refused_submission_leaves_its_flag_as_it_was(pair: tuple[pt.Engine, pt.Engine]) -> None:
+    a, b = pair
+    (src, _), (_dst, desc), flag = a.alloc_mr(8), b.alloc_mr(8), pt.Flag()
+    with pytest.raises(ValueError, match="src"):
+        a.submit_single_write(9, None, (src, 0), (desc, 0), done=flag)
+    assert (flag.pending, flag.failed) == (0, 0)
+    a.submit_single_write(8, None, (src, 0), (desc, 0), done=flag).wait(LONG_S)
+    assert (flag.pending, flag.failed) == (0, 0)
+
+
+MISTAKES: dict[str, Callable[[pt.Engine, pt.MrHandle, pt.MrDesc], object]] = {
+    r"len: -1 came": lambda a, h, d: a.submit_single_write(-1, None, (h, 0), (d, 0)),
+    r"imm: 4294967296 came; numbers from 0 to 4294967295": lambda a, h, d: a.submit_single_write(
+        1, 1 << 32, (h, 0), (d, 0)
+    ),
+    r"imm: -1 came": lambda a, _h, _d: a.imm_count(-1),
+    r"src: .*, -1\) came": lambda a, h, d: a.submit_single_write(1, None, (h, -1), (d, 0)),
+    r"dst: .*, -1\) came": lambda _a, _h, d: pt.ScatterDst(1, 0, (d, -1)),
+    r"nic: -1 came": lambda a, h, d: a.submit_single_write(1, None, (h, 0), (d, 0), nic=-1),
+    r"nic: 2 came; 0 to 1": lambda a, h, d: a.submit_single_write(1, None, (h, 0), (d, 0), nic=2),
+    r"indices: \[-1, 0, .{100,}\.\.\. came": lambda _a, _h, _d: pt.Pages([-1, *range(1000)], 8),
+    r"stride: -8 came": lambda _a, _h, _d: pt.Pages([0], -8),
+    r"count: -1 came": lambda a, _h, _d: a.expect_imm_count(1, -1),
+    r"deadline_s: NaN came": lambda a, _h, _d: a.expect_imm_count(1, 0, deadline_s=float("nan")),
+    r"callback: None came": lambda a, _h, _d: a.submit_recvs(64, 1, None),  # type: ignore[arg-type]
+    r"callback: 3 came": lambda a, _h, _d: a.alloc_uvm_watcher(3),  # type: ignore[arg-type]
+    r"offset: -1 came": lambda _a, h, _d: h.read(-1, 3),
+    r"memory: -5 came": lambda a, _h, _d: a.reg_mr(-5, 8),
+    r"length: -8 came": lambda a, _h, _d: a.reg_mr(bytearray(8), -8),
+    r"group: 7 came": lambda a, _h, _d: a.addresses(7),
+    r"ordinal: -1 came": lambda _a, _h, _d: pt.DeviceGroup.nvlink(-1),
+}
+
+
+@pytest.mark.parametrize("words", MISTAKES)
+def test_a_number_that_does_not_fit_is_a_value_error(words: str, pair: tuple[pt.Engine, pt.Engine]) -> None:
+    a = pair[0]
+    handle, desc = a.alloc_mr(64)
+    with pytest.raises(ValueError, match=words):
+        MISTAKES[words](a, handle, desc)
+    assert "putget_transfer_submitted_total 0\n" in a.metrics_text()
+
+
+def test_ctrl_c_ends_a_wait(pair: tuple[pt.Engine, pt.Engine]) -> None:
+    arrived = pair[1].expect_imm_count(1, 1, deadline_s=LONG_S)
+    timer = threading.Timer(0.1, signal.raise_signal, [signal.SIGINT])
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        arrived.wait(LONG_S)
+    timer.join()
+
+
+FORK = """
+import os, sys
+import putget_transfer as pt
+
+network = pt.SimNetwork()
+engine = pt.Engine.builder().group(pt.DeviceGroup.sim(network, 1)).build()
+handle, desc = engine.alloc_mr(8)
+before = engine.expect_imm_count(1, 1, deadline_s=60)
+child = os.fork()
+if child == 0:
+    for attempt in (
+        lambda: engine.submit_single_write(8, 1, (handle, 0), (desc, 0)),
+        lambda: engine.alloc_mr(8),
+        lambda: before.wait(),
+    ):
+        try:
+            attempt()
+        except pt.EngineError as error:
+            assert "fork" in str(error), error
+        else:
+            raise AssertionError("a fork did something with an engine that has no threads there")
+    # Its own engine works, and the old one ends without harm, by name and at exit.
+    own = pt.Engine.builder().group(pt.DeviceGroup.sim(pt.SimNetwork(), 1)).build()
+    own.expect_imm_count(1, 0).wait(60)
+    del handle
+    sys.exit(0)
+_, status = os.waitpid(child, 0)
+engine.submit_single_write(8, 1, (handle, 0), (desc, 0)).wait(60)
+before.wait(60)
+engine.close()
+print("child", os.waitstatus_to_exitcode(status))
+"""
+
+
+def test_a_fork_is_told_that_the_engine_is_not_its_own() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", FORK],
+        capture_output=True,
+        text=True,
+        timeout=LONG_S,
+        check=False,
+        env={**os.environ, "RUST_BACKTRACE": "0"},
+    )
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "child 0\n", "")
+
+
+def test_the_metrics_are_what_prometheus_reads(pair: tuple[pt.Engine, pt.Engine]) -> None:
+    a, b = pair
+    (src, _), (_dst, desc) = a.alloc_mr(1 << 20), b.alloc_mr(1 << 20)
+    a.submit_single_write(1 << 20, 1, (src, 0), (desc, 0)).wait(LONG_S)
+    # The text format, line by line: a metric's HELP and TYPE come before its samples, and counters end in _total.
+    kinds: dict[str, str] = {}
+    samples: dict[str, float] = {}
+    lines = a.metrics_text().splitlines(keepends=True)
+    assert all(line.endswith("\n") for line in lines)
+    for line in lines:
+        if found := re.fullmatch(r"# HELP (\w+) [^\\]+\n", line):
+            assert found[1] not in kinds
+            helped = found[1]
+        elif found := re.fullmatch(r"# TYPE (\w+) (counter|gauge)\n", line):
+            assert found[1] == helped
+            kinds[found[1]] = found[2]
+        else:
+            found = re.fullmatch(r'(\w+)(\{nic="\d+"\})? (\d+)\n', line)
+            assert found is not None, line
+            assert found[1] == helped
+            assert (kinds[found[1]] == "counter") == found[1].endswith("_total")
+            assert found[1] + (found[2] or "") not in samples
+            samples[found[1] + (found[2] or "")] = float(found[3])
+    assert samples["putget_transfer_completed_total"] == 1
+    written = [value for name, value in samples.items() if name.startswith("putget_transfer_write_bytes_total{")]
+    assert len(written) == 2
+    assert sum(written) == 1 << 20

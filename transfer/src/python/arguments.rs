@@ -1,0 +1,79 @@
+//! Arguments from Python: a number that does not fit, or a callback that cannot be called, is a ValueError that names it.
+
+use pyo3::exceptions::{PyOverflowError, PyValueError};
+use pyo3::prelude::*;
+
+use super::domain::{PyMrDesc, PyMrHandle};
+
+/// Characters of an argument that an error shows.
+const SHOWN: usize = 120;
+
+/// Reads an argument that is a number or has numbers in it.
+fn fitting<'py, T: FromPyObject<'py>>(name: &str, value: &Bound<'py, PyAny>, most: u64) -> PyResult<T> {
+    value.extract().map_err(|error: PyErr| {
+        if error.is_instance_of::<PyOverflowError>(value.py()) {
+            let text = value.to_string();
+            let came = match text.char_indices().nth(SHOWN) {
+                Some((end, _)) => format!("{}...", text.get(..end).unwrap_or_default()),
+                None => text,
+            };
+            PyValueError::new_err(format!("{name}: {came} came; numbers from 0 to {most} are allowed"))
+        } else {
+            error
+        }
+    })
+}
+
+macro_rules! numbers {
+    ($($name:ident: $type:ty, $most:expr;)+) => {
+        $(pub(super) fn $name<'py>(value: &Bound<'py, PyAny>) -> PyResult<$type> {
+            fitting(stringify!($name), value, u64::from($most))
+        })+
+    };
+}
+
+numbers! {
+    bytes: u64, u64::MAX;
+    count: u64, u64::MAX;
+    dst: (PyRef<'py, PyMrDesc>, u64), u64::MAX;
+    cpus: Vec<usize>, u32::MAX;
+    depth: usize, u32::MAX;
+    group: usize, u32::MAX;
+    imm: u32, u32::MAX;
+    indices: Vec<u64>, u64::MAX;
+    len: u64, u64::MAX;
+    max_delay_polls: u32, u32::MAX;
+    nic: Option<usize>, u32::MAX;
+    nics: usize, u32::MAX;
+    offset: u64, u64::MAX;
+    ordinal: u16, u16::MAX;
+    page_len: u64, u64::MAX;
+    seed: u64, u64::MAX;
+    src: (PyRef<'py, PyMrHandle>, u64), u64::MAX;
+    src_offset: u64, u64::MAX;
+    stride: u64, u64::MAX;
+    value: u64, u64::MAX;
+}
+
+/// The immediate of a write, which may have none.
+pub(super) fn write_imm(value: &Bound<'_, PyAny>) -> PyResult<Option<u32>> {
+    fitting("imm", value, u32::MAX.into())
+}
+
+/// Bytes in this process's memory.
+pub(super) fn memory_len(value: &Bound<'_, PyAny>) -> PyResult<usize> {
+    fitting("len", value, usize::MAX as u64)
+}
+
+/// Things in this process's memory.
+pub(super) fn memory_count(value: &Bound<'_, PyAny>) -> PyResult<usize> {
+    fitting("count", value, usize::MAX as u64)
+}
+
+/// Something that can be called.
+pub(super) fn callback(value: &Bound<'_, PyAny>) -> PyResult<PyObject> {
+    if value.is_callable() {
+        return Ok(value.clone().unbind());
+    }
+    Err(PyValueError::new_err(format!("callback: {value} came; a callable is needed")))
+}
