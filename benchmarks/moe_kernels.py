@@ -368,24 +368,23 @@ def main() -> None:
         return
     clock = Clock()
     ceilings: dict[Any, float] = {}
+    large = 1 << 30
     rows: list[dict[str, Any]] = []
+    document: dict[str, Any] = {
+        **environment.describe(args.commit),
+        "command": shlex.join(["python", *sys.argv]),
+        "sizes": {"hidden": HIDDEN, "intermediate": INTERMEDIATE, "top_k": TOP_K, "alignment": args.alignment},
+        "copy_gb_per_s": large / clock.microseconds(copy_of(large)) / 1e3,
+        "results": rows,
+    }
     for tokens in args.tokens:
         for ep_size in args.ep_sizes:
             rows += measure(ep_size, tokens, args.alignment, clock, ceilings)
             torch.cuda.empty_cache()
-    large = 1 << 30
-    copy_gb_per_s = large / clock.microseconds(copy_of(large)) / 1e3
+            if args.output_file:  # after each: a run that is ended keeps what it has
+                args.output_file.write_text(json.dumps(document, indent=1) + "\n")
     print(table(rows))
-    print(f"device copy of 1 GiB moved: {copy_gb_per_s:.0f} GB/s")
-    if args.output_file:
-        document = {
-            **environment.describe(args.commit),
-            "command": shlex.join(["python", *sys.argv]),
-            "sizes": {"hidden": HIDDEN, "intermediate": INTERMEDIATE, "top_k": TOP_K, "alignment": args.alignment},
-            "copy_gb_per_s": copy_gb_per_s,
-            "results": rows,
-        }
-        args.output_file.write_text(json.dumps(document, indent=1) + "\n")
+    print(f"device copy of 1 GiB moved: {document['copy_gb_per_s']:.0f} GB/s")
 
 
 if __name__ == "__main__":
