@@ -13,18 +13,22 @@ import torch
 import putget
 from putget.adapters import deep_ep
 from putget.adapters.deep_ep_layout import to_fp8
-from tests.adapters.conftest import RANKS
+from tests.adapters.conftest import Place
 from tests.adapters.layer import Layer, same_bits
 from tests.harness import Rank, run_ranks
 
 RAGGED = Layer(num_tokens=(3, 0, 8, 1))
-PER_RANK = RAGGED.num_experts // RANKS
 
 
 def buffer_of(rank: Rank, layer: Layer) -> deep_ep.Buffer:
     return deep_ep.Buffer(
         rank.comm, max_tokens_per_rank=layer.max_tokens_per_rank, device=rank.device, timeout_s=20, warmup_timeout_s=20
     )
+
+
+def experts_per_rank(layer: Layer) -> int:
+    """Experts of a rank."""
+    return layer.num_experts // layer.ep_size
 
 
 def routes(layer: Layer, src: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -37,7 +41,7 @@ def arrivals(layer: Layer, dst: int) -> list[tuple[int, int]]:
     found = []
     for src in range(layer.ep_size):
         ids, _ = routes(layer, src)
-        found += [(src, token) for token in range(len(ids)) if (ids[token] // PER_RANK == dst).any()]
+        found += [(src, token) for token in range(len(ids)) if (ids[token] // experts_per_rank(layer) == dst).any()]
     return found
 
 
@@ -57,7 +61,9 @@ def normal(rank: Rank, layer: Layer, worst: int) -> None:
     )
     event.current_stream_wait()
     assert per_rdma is None
-    expected_in = torch.stack([(ids // PER_RANK == dst).any(1) & True for dst in range(layer.ep_size)], 1)
+    expected_in = torch.stack(
+        [(ids // experts_per_rank(layer) == dst).any(1) & True for dst in range(layer.ep_size)], 1
+    )
     assert torch.equal(in_rank, expected_in)
     assert torch.equal(per_rank, expected_in.sum(0).int())
     assert per_expert.tolist() == [int((ids == expert).sum()) for expert in range(layer.num_experts)]
@@ -83,13 +89,13 @@ def normal(rank: Rank, layer: Layer, worst: int) -> None:
         expected = picked(layer, rows, lambda src, index=index: layer.rows(src)[index], part.cpu())
         assert same_bits(part[: len(rows)].cpu(), expected)
     sent_ids = picked(layer, rows, lambda src: routes(layer, src)[0], ids.cpu())
-    local = sent_ids - rank.rank * PER_RANK
-    mine = (local >= 0) & (local < PER_RANK)
+    local = sent_ids - rank.rank * experts_per_rank(layer)
+    mine = (local >= 0) & (local < experts_per_rank(layer))
     assert torch.equal(got_ids[: len(rows)].cpu(), local.masked_fill(~mine, -1))
     assert (got_ids[len(rows) :] == -1).all()
     sent_weights = picked(layer, rows, lambda src: routes(layer, src)[1], weights.cpu())
     assert torch.equal(got_weights[: len(rows)].cpu(), sent_weights.masked_fill(~mine, 0.0))
-    exact = [int((local == expert).sum()) for expert in range(PER_RANK)]
+    exact = [int((local == expert).sum()) for expert in range(experts_per_rank(layer))]
     assert counts == ([] if worst else [-(-count // 4) * 4 for count in exact])
 
     again, *nothing, event = buffer.dispatch(x, handle=handle)
@@ -112,10 +118,10 @@ def normal(rank: Rank, layer: Layer, worst: int) -> None:
 
 @pytest.mark.parametrize("recipe", ["bf16", "fp8"])
 @pytest.mark.parametrize("worst", [0, 4 * 8])
-def test_normal_rounds(recipe: str, worst: int, place: str) -> None:
-    layer = replace(RAGGED, recipe=recipe, hidden_size=256)
-    run_ranks(RANKS, normal, layer, worst, device=place)
-    run_ranks(RANKS, normal, replace(layer, num_tokens=(0, 0, 0, 0)), worst, device=place)
+def test_normal_rounds(recipe: str, worst: int, place: Place) -> None:
+    layer = place.fit(replace(RAGGED, recipe=recipe, hidden_size=256))
+    place.run(normal, layer, worst)
+    place.run(normal, place.fit(replace(layer, num_tokens=(0, 0, 0, 0))), worst)
 
 
 def in_order(rank: Rank, layer: Layer) -> None:
@@ -179,8 +185,8 @@ def hidden_of(layer: Layer, dst: int, turn: int) -> torch.Tensor:
     return picked(layer, rows, lambda src: (layer.hidden(src).float() * (turn + 1)).bfloat16(), layer.hidden(dst))
 
 
-def test_events_order_calls(place: str) -> None:
-    run_ranks(RANKS, in_order, RAGGED, device=place)
+def test_events_order_calls(place: Place) -> None:
+    place.run(in_order, place.fit(RAGGED))
 
 
 def dequantised(rows: Any) -> torch.Tensor:
@@ -192,7 +198,7 @@ def low_latency(rank: Rank, layer: Layer, use_fp8: bool) -> None:
     buffer = buffer_of(rank, layer)
     ids, weights = (tensor.to(rank.device) for tensor in routes(layer, rank.rank))
     hidden = layer.hidden(rank.rank).to(rank.device)
-    stats = torch.zeros(PER_RANK, dtype=torch.int32, device=rank.device)
+    stats = torch.zeros(experts_per_rank(layer), dtype=torch.int32, device=rank.device)
     capacity = layer.max_tokens_per_rank * layer.ep_size
     for turn in range(3):
         rows, counts, handle, event, hook = buffer.low_latency_dispatch(
@@ -208,12 +214,12 @@ def low_latency(rank: Rank, layer: Layer, use_fp8: bool) -> None:
         hook()
         event.current_stream_wait()
         values = dequantised(rows)
-        assert tuple(values.shape) == (PER_RANK, capacity, layer.hidden_size)
+        assert tuple(values.shape) == (experts_per_rank(layer), capacity, layer.hidden_size)
         if use_fp8:
             assert rows[1].stride(1) == 1  # column-major, as grouped products want it
         output = torch.full_like(values, float("nan"))
-        for local in range(PER_RANK):
-            expert = rank.rank * PER_RANK + local
+        for local in range(experts_per_rank(layer)):
+            expert = rank.rank * experts_per_rank(layer) + local
             expected = []
             for src in range(layer.ep_size):
                 # Quantised where the ranks quantise: a GPU may round a quotient otherwise than a CPU.
@@ -245,9 +251,9 @@ def low_latency(rank: Rank, layer: Layer, use_fp8: bool) -> None:
 
 
 @pytest.mark.parametrize("use_fp8", [True, False])
-def test_low_latency_rounds(use_fp8: bool, place: str) -> None:
-    run_ranks(RANKS, low_latency, RAGGED, use_fp8, device=place)
-    run_ranks(RANKS, low_latency, replace(RAGGED, num_tokens=(0, 8, 0, 0), no_expert=0.8), use_fp8, device=place)
+def test_low_latency_rounds(use_fp8: bool, place: Place) -> None:
+    place.run(low_latency, place.fit(RAGGED), use_fp8)
+    place.run(low_latency, place.fit(replace(RAGGED, num_tokens=(0, 8, 0, 0), no_expert=0.8)), use_fp8)
 
 
 def two_under_way(rank: Rank) -> None:
