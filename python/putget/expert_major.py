@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from putget import _abi
-from putget._arguments import check_int, check_tensor
+from putget._arguments import check_apart, check_int, check_tensor
 from putget._geometry import OUTPUT_TYPES, Geometry
 from putget.errors import ProtocolMisuse
 from putget.payload import Payload
@@ -305,10 +305,12 @@ class Grouper:
             raise ProtocolMisuse("layout: its memory has been used for other rows since")
         return layout
 
-    def check_rows(self, rows: Any, layout: ExpertMajor, name: str) -> None:
+    def check_rows(self, rows: Any, layout: ExpertMajor, name: str, *, into_combine_input: bool = True) -> None:
         """Raises ValueError unless they are [capacity, *shape] as experts write them in this layout."""
         output = self._geometry.output
         check_tensor(name, rows, (layout.capacity, *output.shape), (output.dtype,), self._device)
+        if into_combine_input and self._combine_input is not None:
+            check_apart("combine_input", self._combine_input, name, rows)
 
     def finalize(self, rows: torch.Tensor, layout: ExpertMajor, out: torch.Tensor | None = None) -> torch.Tensor:
         """The weighted sums of the layout's rows, into flat `out` or combine_input."""
