@@ -1,8 +1,7 @@
-"""Buffer with DeepEP's signatures: layouts, normal and low-latency rounds, two under way, what is refused."""
+"""Buffer with DeepEP's signatures: layouts, normal and low-latency rounds, events, hooks, two rounds under way."""
 
 from __future__ import annotations
 
-import inspect
 import time
 from dataclasses import replace
 from typing import Any
@@ -331,102 +330,3 @@ def test_hooks_wait_and_calls_do_not() -> None:
 
 def test_two_rounds_can_be_under_way() -> None:
     run_ranks(2, two_under_way)
-
-
-def refuse(rank: Rank) -> list[str]:
-    """A body: what is not supported or wrong; the messages."""
-    layer = replace(RAGGED, num_tokens=(2, 2), num_experts=4, top_k=2)
-    buffer = buffer_of(rank, layer)
-    ids, weights = routes(layer, rank.rank)
-    x = layer.hidden(rank.rank)
-    per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(ids, 4)
-    layout = {"num_tokens_per_rank": per_rank, "is_token_in_rank": in_rank, "num_tokens_per_expert": per_expert}
-    messages = []
-
-    def expect(call: Any, *args: Any, **options: Any) -> None:
-        with pytest.raises(ValueError) as caught:
-            call(*args, **options)
-        messages.append(str(caught.value))
-
-    expect(buffer.get_dispatch_layout, ids, 5)
-    expect(buffer.dispatch, x, **layout)
-    expect(buffer.dispatch, x, num_tokens_per_rdma_rank=per_rank, topk_idx=ids, topk_weights=weights, **layout)
-    expect(buffer.dispatch, x[:1], topk_idx=ids, topk_weights=weights, **layout)
-    recv, _, _, _, handle, _ = buffer.dispatch(x, topk_idx=ids, topk_weights=weights, **layout)
-    expect(buffer.combine, recv, handle, topk_weights=weights)
-    expect(buffer.combine, recv, handle, bias=(x, x))
-    expect(buffer.combine, torch.cat([recv, recv[:1]]), handle)
-    expect(buffer.combine, recv.float(), handle)
-    buffer.combine(recv, handle)
-    expect(buffer.dispatch, x, handle=handle, topk_idx=ids)
-    expect(buffer.low_latency_dispatch, x, ids, 1, 4)
-    expect(buffer.low_latency_dispatch, x, ids, 8, 4, use_ue8m0=True)
-    expect(buffer.low_latency_dispatch, x, ids, 8, 4, round_scale=True)
-    expect(buffer.low_latency_dispatch, x[:, :100].contiguous(), ids, 8, 4)
-    rows, _, handle, _, _ = buffer.low_latency_dispatch(x, ids, 8, 4, use_fp8=False)
-    expect(buffer.low_latency_combine, rows, ids, weights, handle, use_logfmt=True)
-    expect(buffer.low_latency_combine, rows, ids[:1], weights, handle)
-    expect(buffer.low_latency_combine, rows[:, :4], ids, weights, handle)
-    buffer.low_latency_combine(rows, ids, weights, handle)
-    expect(deep_ep.Buffer, rank.comm, enable_shrink=True)
-    buffer.destroy()
-    buffer.destroy()
-    return messages
-
-
-def test_what_is_not_supported_is_named() -> None:
-    named = [
-        "num_experts is 5, expected a multiple of the 2 ranks",
-        "supported is a dispatch with topk_idx, topk_weights, is_token_in_rank and num_tokens_per_expert, or with",
-        "num_tokens_per_rdma_rank is a tensor, supported is None",
-        "x has shape [1, 256], expected 2 rows",
-        "topk_weights is a tensor, supported is None",
-        "bias has 2 tensors, supported is one",
-        "a row for each that dispatch gave",
-        "torch.float32, expected",
-        "topk_idx is a tensor, supported is None",
-        "topk_idx has 2 tokens, num_max_dispatch_tokens_per_rank is 1",
-        "use_ue8m0 is True, supported is False",
-        "round_scale is True, supported is False",
-        "x has rows of 100, FP8 needs a multiple of 128",
-        "use_logfmt is True, supported is False",
-        "topk_idx has shape [1, 2], the dispatch had [2, 2]",
-        "x is [2, 4, 256] torch.bfloat16, expected [2, 16, 256]",
-        "enable_shrink is True, supported is False",
-    ]
-    for messages in run_ranks(2, refuse):
-        assert len(messages) == len(named)
-        for message, part in zip(messages, named, strict=True):
-            assert part in message
-
-
-# As DeepEP's documentation and its published Buffer have them, in this order.
-ARGUMENTS = {
-    "__init__": "group num_nvl_bytes num_rdma_bytes low_latency_mode num_qps_per_rank "
-    "allow_nvlink_for_low_latency_mode allow_mnnvl explicitly_destroy enable_shrink comm",
-    "get_dispatch_layout": "topk_idx num_experts previous_event async_finish allocate_on_comm_stream",
-    "dispatch": "x handle num_tokens_per_rank num_tokens_per_rdma_rank is_token_in_rank num_tokens_per_expert topk_idx "
-    "topk_weights expert_alignment num_worst_tokens config previous_event async_finish allocate_on_comm_stream",
-    "combine": "x handle topk_weights bias config previous_event async_finish allocate_on_comm_stream",
-    "low_latency_dispatch": "x topk_idx num_max_dispatch_tokens_per_rank num_experts "
-    "cumulative_local_expert_recv_stats dispatch_wait_recv_cost_stats use_fp8 round_scale use_ue8m0 async_finish "
-    "return_recv_hook",
-    "low_latency_combine": "x topk_idx topk_weights handle use_logfmt zero_copy async_finish return_recv_hook out "
-    "combine_wait_recv_cost_stats",
-    "get_low_latency_rdma_size_hint": "num_max_dispatch_tokens_per_rank hidden num_ranks num_experts",
-    "clean_low_latency_buffer": "num_max_dispatch_tokens_per_rank hidden num_experts",
-}
-
-
-@pytest.mark.parametrize("name", ARGUMENTS)
-def test_arguments_are_those_of_deep_ep(name: str) -> None:
-    ours = [argument for argument in inspect.signature(getattr(deep_ep.Buffer, name)).parameters if argument != "self"]
-    theirs = ARGUMENTS[name].split()
-    assert ours[: len(theirs)] == theirs
-
-
-def test_sizes_and_configurations_can_be_passed_on() -> None:
-    assert deep_ep.Buffer.get_low_latency_rdma_size_hint(128, 7168, 8, 256) > 8 * 128 * 8 * 2 * 2 * 7168
-    deep_ep.Buffer.set_num_sms(24)
-    assert deep_ep.Buffer.get_combine_config(8).num_sms == 24
-    deep_ep.Buffer.set_num_sms(20)
