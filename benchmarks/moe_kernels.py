@@ -32,6 +32,7 @@ from putget.expert_major import ExpertMajor, FlatRows, Grouper
 
 HIDDEN, SCALES, INTERMEDIATE, TOP_K, LOCAL, NUM_EXPERTS = 7168, 56, 2048, 8, 2, 256
 REPLAYS, WARMUP, BACK_TO_BACK = 31, 3, 10
+MIX_BLOCKS = (1024, 2048, 4096)  # words; the fastest is the ceiling
 BF16 = torch.bfloat16
 Action = Callable[[], object]
 
@@ -271,12 +272,18 @@ def copy_of(moved_bytes: int) -> Action:
     return lambda: target.copy_(source)
 
 
-def mix_of(moved_bytes: int, mix: tuple[int, int]) -> Action:
+def mix_of(moved_bytes: int, mix: tuple[int, int], block: int) -> Action:
     """Plain traffic of so many bytes together, in the given mix of reads and writes."""
-    words = max(moved_bytes // 4 // sum(mix), 1)
+    words = -(-moved_bytes // 4 // sum(mix) // naive.MIX_WORDS) * naive.MIX_WORDS
     source, target = (torch.zeros(streams, words, dtype=torch.int32, device="cuda") for streams in mix)
     source.random_()
-    return lambda: naive.mix(source, target)
+    return lambda: naive.mix(source, target, block)
+
+
+def fill_of(moved_bytes: int) -> Action:
+    """As many bytes, all of them written."""
+    target = torch.zeros(max(moved_bytes // 4, 1), dtype=torch.int32, device="cuda")
+    return lambda: target.fill_(1)
 
 
 def measure(
@@ -294,7 +301,10 @@ def measure(
         asked = (operation.moved_bytes, operation.mix)
         mixed = ceilings.get(asked)
         if mixed is None:
-            mixed = ceilings[asked] = clock.microseconds(mix_of(*asked))
+            mixed = ceilings[asked] = min(clock.microseconds(mix_of(*asked, block)) for block in MIX_BLOCKS)
+        filled = None
+        if operation.mix[1] > operation.mix[0]:  # mostly writes: how slow are they alone?
+            filled = clock.microseconds(fill_of(operation.moved_bytes))
         us = clock.microseconds(operation.run)
         row = {
             "operation": operation.name,
@@ -309,6 +319,7 @@ def measure(
             "of_copy": ceiling / us,
             "mix_us": mixed,
             "of_mix": mixed / us,
+            "fill_us": filled,
             "gb_per_s": operation.moved_bytes / us / 1e3,
         }
         rows.append(row)
