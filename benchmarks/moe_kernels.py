@@ -90,26 +90,46 @@ class Rank:
         self.grouper = Grouper(geometry, 0, table, self.num_tokens)
         self.grouper.begin()
         self.memory = self.grouper.memory_for(alignment, tokens, None)
+        self.places_memory = self.grouper.memory_for(alignment, tokens, None, copy_rows=False)
         self.num_rows = tokens * TOP_K
 
     def group(self) -> ExpertMajor:
         """received.expert_major()."""
         return self.grouper.group(self.flat, self.combine_input, self.memory)
 
+    def place(self) -> ExpertMajor:
+        """received.expert_major(copy_rows=False)."""
+        return self.grouper.group(self.flat, self.combine_input, self.places_memory)
+
     def operations(self) -> list[Operation]:
         """All of them, on rows that are grouped once."""
         grouped = self.group()
         row_bytes = sum(payload.row_bytes for payload in self.payloads)
-        moved = (self.num_received + self.num_rows) * row_bytes + self.num_received * TOP_K * 12 + self.num_rows * 8
-        made = [Operation("expert_major", moved, (1, LOCAL), self.group, self.check_group)]
+        looked_up = self.num_received * TOP_K * 12 + self.num_rows * 8
+        moved = (self.num_received + self.num_rows) * row_bytes + looked_up
+        made = [
+            Operation("places_alone", looked_up, (1, 1), self.place, self.check_places),
+            Operation("expert_major", moved, (1, LOCAL), self.group, self.check_group),
+        ]
         made += self.expand(row_bytes)
         made += self.activation(grouped)
         made.append(self.finalize(grouped))
         return made
 
     def check_group(self) -> None:
-        """Against a stable sort by expert of the choices in the order (source, slot, k)."""
+        """The places, and the rows in them."""
         grouped = self.group()
+        rows = self.require_places(grouped)
+        valid = grouped.source_rows >= 0
+        for payload, held in zip(grouped.payloads, self.flat.payloads, strict=True):
+            require(torch.equal(payload[valid], held[rows]), "payload")
+
+    def check_places(self) -> None:
+        """The places alone."""
+        self.require_places(self.place())
+
+    def require_places(self, grouped: ExpertMajor) -> torch.Tensor:
+        """Against a stable sort by expert of the choices in the order (source, slot, k), which it returns."""
         order = torch.arange(self.ids.shape[0], device=self.device).view(-1, self.ep_size).t().flatten()
         ids = self.ids[order]
         rows = order[:, None].expand_as(ids)[(ids >= 0) & (ids < NUM_EXPERTS // self.ep_size)]
@@ -121,8 +141,7 @@ class Rank:
         require(grouped.num_rows.sum().item() == self.num_rows, "num_rows")
         counts = local.bincount(minlength=len(grouped.num_rows))
         require(torch.equal(grouped.num_rows.long(), counts), "num_rows")
-        for payload, held in zip(grouped.payloads, self.flat.payloads, strict=True):
-            require(torch.equal(payload[valid], held[rows]), "payload")
+        return rows
 
     def expand(self, row_bytes: int) -> list[Operation]:
         """Every row from another place: a permutation."""
