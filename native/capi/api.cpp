@@ -291,6 +291,7 @@ putget_status putget_create(const putget_config* config, putget_memory* memory, 
     plan.invalid_ids = tables->invalid_ids;
     plan.timeout_ns = config->timeout_ns;
     plan.warmup_timeout_ns = config->warmup_timeout_ns;
+    plan.by_ep_size = putget::Divisor(plan.shape.ep_size);
     plan.wire_scale = config->wire_scale;
     plan.skips_waits = config->skips_waits;
     plan.object_id = ++memory->objects_made;

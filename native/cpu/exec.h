@@ -40,6 +40,8 @@ struct Exec {
   void sync() const {}
   void sync_warp() const {}
   void mark(Stage, uint32_t = 0) const {}
+  template <class Value>
+  void pin(Value&) const {}
   bool any(bool condition) const { return condition; }
   // A call begins when the one before has ended.
   void wait_for_earlier_work() const {}
@@ -133,6 +135,7 @@ struct Exec {
     return true;
   }
   void publish_to_host(uint32_t* word, uint32_t value) const { __atomic_store_n(word, value, __ATOMIC_RELEASE); }
+  void set_bits(uint32_t& word, uint32_t bits) const { word |= bits; }
   void insert(RankSet& set, uint32_t rank) const { set.insert(rank); }
   void add(unsigned long long* counter, uint32_t amount) const { *counter += amount; }
   void count(uint32_t set, uint32_t first_rank, uint32_t ep_size, uint32_t* rows) const {

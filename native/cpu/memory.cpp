@@ -70,7 +70,11 @@ class CpuMemory final : public Memory {
     Exec exec;
     DispatchCall whole_rows = call;
     cut_into_items(whole_rows, plan.shape, kWholeRow, 1, 1);
-    putget::dispatch(exec, plan, whole_rows, dispatch_scratch_);
+    if (call.ids_are_64bit) {
+      putget::dispatch<int64_t>(exec, plan, whole_rows, dispatch_scratch_);
+    } else {
+      putget::dispatch<int32_t>(exec, plan, whole_rows, dispatch_scratch_);
+    }
   }
 
   void combine(const Plan& plan, const CombineCall& call, const Limits& limits, void*) override {
@@ -80,7 +84,6 @@ class CpuMemory final : public Memory {
     whole_rows.piece_bytes = kWholeRow;
     whole_rows.small_piece_bytes = kWholeRow;
     whole_rows.moving_blocks = 1;
-    whole_rows.ep_size = Divisor(plan.shape.ep_size);
     whole_rows.flagged_pieces = flagged_pieces(plan.shape, kWholeRow);
     const bool packed = plan.shape.output_row_bytes() % kWideBytes == 0 && aligned(call.out) && aligned(call.addend);
     whole_rows.wide_out = packed;

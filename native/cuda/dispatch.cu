@@ -16,11 +16,12 @@ namespace {
 
 constexpr int kRegisters = 80;
 
+template <class Id>
 __global__ void __maxnreg__(kRegisters)
     dispatch_kernel(const __grid_constant__ Plan plan, const __grid_constant__ DispatchCall call) {
-  __shared__ DispatchScratch scratch;
+  __shared__ DispatchScratch shared;
   Exec exec;
-  dispatch(exec, plan, call, scratch);
+  dispatch<Id>(exec, plan, call, kept_at_hand(shared));
 }
 
 __global__ void release_kernel(const __grid_constant__ Plan plan) {
@@ -33,7 +34,8 @@ __global__ void release_kernel(const __grid_constant__ Plan plan) {
 
 void load_dispatch_kernels() {
   cudaFuncAttributes attributes;
-  check(cudaFuncGetAttributes(&attributes, dispatch_kernel), "loading dispatch_kernel");
+  check(cudaFuncGetAttributes(&attributes, dispatch_kernel<int32_t>), "loading dispatch_kernel");
+  check(cudaFuncGetAttributes(&attributes, dispatch_kernel<int64_t>), "loading dispatch_kernel");
   check(cudaFuncGetAttributes(&attributes, release_kernel), "loading release_kernel");
 }
 
@@ -42,7 +44,8 @@ void launch_dispatch(const Plan& plan, DispatchCall call, const Room& room, cons
   putget_launch launch = dispatch_launch(plan.shape, call.num_tokens, room, tuning);
   cut_into_items(call, plan.shape, launch.segment_bytes, launch.splits, launch.blocks);
   if (call.half == Half::kFinish) launch.blocks = 1;
-  launch_early(dispatch_kernel, launch, RingShape{}, stream, plan, call, "launching dispatch_kernel");
+  const auto kernel = call.ids_are_64bit ? dispatch_kernel<int64_t> : dispatch_kernel<int32_t>;
+  launch_early(kernel, launch, RingShape{}, stream, plan, call, "launching dispatch_kernel");
 }
 
 void launch_release(const Plan& plan, cudaStream_t stream) {

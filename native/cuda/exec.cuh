@@ -52,6 +52,13 @@ struct Exec {
   // kernels that a peer waits for.
   void __device__ let_later_work_begin() const { ptx::launch_dependent_grids(); }
 
+  // The value is there before the text goes on: else it would be worked out when it is needed.
+  __device__ void pin(uint32_t& value) const { ptx::pin(value); }
+  template <class Pointed>
+  __device__ void pin(Pointed*& pointer) const {
+    ptx::pin_global(pointer);
+  }
+
   // One thread of the calling CTA keeps the time of a stage.
   __device__ void mark([[maybe_unused]] Stage stage, [[maybe_unused]] uint32_t by = 0) const {
 #if defined(PUTGET_TRACE)
@@ -125,6 +132,7 @@ struct Exec {
 
   __device__ bool claim(uint32_t* word, uint32_t value) const { return atomicCAS(word, 0u, value) == 0u; }
   __device__ void publish_to_host(uint32_t* word, uint32_t value) const { ptx::store_release_sys_host(word, value); }
+  __device__ void set_bits(uint32_t& word, uint32_t bits) const { atomicOr(&word, bits); }
   __device__ void insert(RankSet& set, uint32_t rank) const { atomicOr(&set.word[rank / 32], 1u << (rank % 32)); }
   __device__ void add(unsigned long long* counter, uint32_t amount) const {
     atomicAdd(counter, static_cast<unsigned long long>(amount));
@@ -257,5 +265,14 @@ struct Exec {
     return both.value;
   }
 };
+
+// What is in shared memory, by an address that stays in a register: else each use of it asks for the address again.
+template <class Scratch>
+__device__ Scratch& kept_at_hand(Scratch& shared) {
+  Scratch* address = &shared;
+  ptx::pin(address);
+  __builtin_assume(__isShared(address));
+  return *address;
+}
 
 }  // namespace putget::cuda

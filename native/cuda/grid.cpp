@@ -194,7 +194,6 @@ void cut_into_pieces(CombineCall& call, const Shape& shape, const putget_launch&
     call.piece_bytes = stage_bytes;
     call.small_piece_bytes = std::min(stage_bytes, call.small_piece_bytes);
   }
-  call.ep_size = Divisor(shape.ep_size);
 }
 
 RingShape combine_ring(const Shape& shape, const putget_launch& launch) {

@@ -160,6 +160,19 @@ __device__ __forceinline__ float widen_f16(uint16_t half) {
   return value;
 }
 
+// No instruction: a value that the compiler must have here, and may not work out later.
+__device__ __forceinline__ void pin(uint32_t& value) { asm volatile("" : "+r"(value)); }
+template <class Pointed>
+__device__ __forceinline__ void pin(Pointed*& pointer) {
+  asm volatile("" : "+l"(pointer));
+}
+// ... a pointer into global memory, which the compiler then takes for one.
+template <class Pointed>
+__device__ __forceinline__ void pin_global(Pointed*& pointer) {
+  pin(pointer);
+  __builtin_assume(__isGlobal(pointer));
+}
+
 // Programmatic dependent launch: waits until the kernels before this one have ended and their writes can be seen.
 __device__ __forceinline__ void wait_for_earlier_grids() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 

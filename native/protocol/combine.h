@@ -63,13 +63,11 @@ struct Work {
 // What combine reads before it knows the round; `meanwhile` may issue loads of its own. Ends with a block barrier. Says
 // whether a source wants rows with flags in them.
 template <bool kMayAsk, class Exec, class Meanwhile>
-PUTGET_TEXT bool look_before_combine(Exec& exec, const Plan& plan, const Work& work, CombineScratch& scratch,
-                                     Meanwhile meanwhile) {
-  StateAhead state;
-  state.load(exec, plan, plan.layout.pushed);
+PUTGET_TEXT bool look_before_combine(Exec& exec, const Plan& plan, const Work& work, StateAhead& state,
+                                     CombineScratch& scratch, Meanwhile meanwhile) {
+  state.load(exec, plan);
   meanwhile();
   const bool asked = state.keep(exec, plan, scratch.wait);
-  if (exec.thread() == 0) scratch.moved = 0;
   if (work.moves) {
     for (uint32_t src = exec.thread(); src < plan.shape.ep_size; src += exec.threads()) {
       const uint32_t rows = plan.state->head.left[src];
@@ -172,7 +170,7 @@ PUTGET_TEXT bool await_peers(Exec& exec, const Plan& plan, CombineScratch& scrat
   if (plan.skips_waits) return true;
   WaitScratch& wait = scratch.wait;
   const uint32_t round = wait.head.epoch;
-  const uint64_t first = glance<Tag::C3>(exec, plan, plan.layout.ended);
+  const uint64_t first = glance<Tag::C3>(exec, plan, first_flag(exec, plan, plan.layout.ended));
   observe_flags<Tag::C3>(exec, plan, plan.layout.ended, round, wait, first, [](uint32_t) { return true; });
   bool released = false;
   PUTGET_ROLLED
@@ -315,15 +313,18 @@ PUTGET_RARE void do_combine_apart(Exec& exec, const Plan& plan, const CombineCal
 template <class Codec, class Wire, class TopK, class Exec>
 PUTGET_TEXT void combine(Exec& exec, const Plan& plan, const CombineCall& call, CombineScratch& scratch) {
   exec.mark(Stage::kStart);
+  constexpr bool kIsFlagged = IsFlagged<Wire>::kYes;
+  clear_waits(exec, plan, scratch.wait);
+  if (exec.thread() == 0) scratch.moved = 0;
+  Work work(exec, plan, call, kIsFlagged);
+  StateAhead state(exec, plan, plan.layout.pushed);
+  FlaggedSender<Exec> sender(exec, plan, call, exec.blocks());
+  FlaggedSum<Exec, Codec, TopK> flagged(exec, plan, call);
   exec.wait_for_earlier_work();
   exec.mark(Stage::kWoken);
   // What the experts wrote is made visible while the state is on its way.
   if (exec.block() == 0 && first_peer(exec) < plan.shape.ep_size) exec.prepare_publish();
-  constexpr bool kIsFlagged = IsFlagged<Wire>::kYes;
-  Work work(exec, plan, call, kIsFlagged);
-  FlaggedSender<Exec> sender(exec, plan, call, exec.blocks());
-  FlaggedSum<Exec, Codec, TopK> flagged(exec, plan, call);
-  const bool asked = look_before_combine<!Wire::kIsScaled>(exec, plan, work, scratch, [&] {
+  const bool asked = look_before_combine<!Wire::kIsScaled>(exec, plan, work, state, scratch, [&] {
     if (kIsFlagged && call.half != Half::kFinish) sender.load_ahead(exec, plan, call);
     if (kIsFlagged && call.half != Half::kStart) flagged.look_up(exec, plan, call);
   });
@@ -340,13 +341,14 @@ PUTGET_TEXT void combine(Exec& exec, const Plan& plan, const CombineCall& call, 
 // Ends a round without combine. One CTA.
 template <class Exec>
 PUTGET_TEXT void release(Exec& exec, const Plan& plan, WaitScratch& scratch) {
-  StateAhead state;
-  state.load(exec, plan, plan.layout.arrived);
+  clear_waits(exec, plan, scratch);
+  StateAhead state(exec, plan, plan.layout.arrived);
+  state.load(exec, plan);
   state.keep(exec, plan, scratch);
   exec.sync();
   const StateHead& head = scratch.head;
   if (head.fault != 0 || !head.open) return;
-  if (scratch.own.combining(head)) {
+  if (scratch.own.combining(head.open, head.epoch)) {
     if (exec.thread() == 0) {
       report_misuse(exec, plan, Phase::kRelease, Misuse::kNotFinished, head.epoch, head.num_tokens, 0, 0);
     }

@@ -1,308 +1,166 @@
 // Dispatch: each rank puts its tokens' rows into the ranks that own their experts, one row per (token, rank).
 //
-// Work is divided into items, (token, segment, split), token-major: segment 0 carries ids and weights, the others are
-// pieces of payload rows; where there are few of them, several warps split the targets of each. Each CTA takes a
-// contiguous range of items, so a large batch gives a CTA many tokens and a small one gives a token many CTAs. Each CTA
-// tells the peers of its own part when that is there: the CTAs of a rank never meet. What a CTA will need first is
-// loaded before it knows the round: state, flags, ids and its first rows are on their way together. docs/protocol.md
-// explains the tags.
+// Each CTA tells the peers of its own part when that is there: the CTAs of a rank never meet. What a CTA will need
+// first is loaded before it knows the round: state, flags, ids and its first rows are on their way together. A small
+// batch takes as long as its instructions, each of which runs once: so what a CTA does first stands here in one line,
+// and what most of them never do, or not at first, in functions apart. docs/protocol.md explains the tags.
 #pragma once
 
-#include "protocol/access.h"
+#include "protocol/items.h"
 #include "protocol/routing.h"
 #include "protocol/signal.h"
 #include "protocol/stage.h"
 
 namespace putget {
 
+// Why a CTA may not put anything, or not yet.
+struct Objection {
+  static constexpr uint32_t kNone = 0;
+  static constexpr uint32_t kFault = 1;      // the workspace has one
+  static constexpr uint32_t kOutOfTurn = 2;  // another half is to come first
+  static constexpr uint32_t kMixed = 3;      // layouts are mixed: D0 is to be waited for too
+};
+
 struct DispatchScratch {
   RouteScratch route;
   WaitScratch wait;
+  uint32_t objection;
   uint8_t* base[kMaxRanks];  // the plan's, where a thread finds any of them quickly
 };
 
-// Fills in how the call's rows are cut into segments, and for how many CTAs; `splits` is a power of two. On the host,
-// before the kernel.
-inline void cut_into_items(DispatchCall& call, const Shape& shape, uint32_t segment_bytes, uint32_t splits,
-                           uint32_t blocks) {
-  call.segment_bytes = segment_bytes;
-  uint32_t segments = 1;
-  for (uint32_t p = 0; p < shape.num_payloads; ++p) {
-    call.segments[p] = (shape.row_bytes[p] + segment_bytes - 1) / segment_bytes;
-    segments += call.segments[p];
-  }
-  call.split_bits = lowest_bit(splits);
-  call.items_per_token = Divisor(segments * splits);
-  call.blocks = Divisor(blocks);
-  call.top_k = Divisor(shape.top_k);
-}
-
-// This CTA's part of the list of items, and the tokens it touches.
-struct Share {
-  uint32_t begin;  // items
-  uint32_t end;
-  uint32_t first_token;
-  uint32_t end_token;
-
-  template <class Exec>
-  PUTGET_TEXT Share(const Exec& exec, const DispatchCall& call) {
-    const uint32_t items = call.num_tokens * call.items_per_token.value();
-    const uint32_t each = call.blocks.quotient(items);
-    const uint32_t more = items - each * call.blocks.value();
-    begin = exec.block() * each + (exec.block() < more ? exec.block() : more);
-    end = begin + each + (exec.block() < more ? 1 : 0);
-    first_token = call.items_per_token.quotient(begin);
-    end_token = call.items_per_token.quotient(end + call.items_per_token.value() - 1);
-  }
-
-  PUTGET_TEXT uint32_t chunk_of(uint32_t token) const {
-    return end_token - token < kChunkTokens ? end_token - token : kChunkTokens;
-  }
-  // The first token whose header this CTA has: it also records the token's routes.
-  PUTGET_TEXT uint32_t first_header(const DispatchCall& call) const {
-    return begin == first_token * call.items_per_token.value() ? first_token : first_token + 1;
-  }
-};
-
-// Where the rows of one token go.
-struct Targets {
-  const RankSet& ranks;
-  const uint32_t* slot_of_rank;
-  uint8_t* const* base;
-  uint32_t split;
-  uint32_t splits;
-
-  // Calls visit(base, row) for this split's targets, from the own rank on, so that sources do not all write to the same
-  // rank at once.
-  template <class Visit>
-  PUTGET_TEXT void visit(const Plan& plan, Visit visit) const {
-    const uint32_t ep_size = plan.shape.ep_size;
-    uint32_t count = 0;
-    ranks.visit_from(plan.shape.ep_rank, ep_size, [&](uint32_t rank) {
-      if ((count++ & (splits - 1)) != split) return;
-      visit(base[rank], row_index(slot_of_rank[rank], plan.shape.ep_rank, ep_size));
-    });
-  }
-};
-
-// One item, whose source is loaded before its destinations are known. A warp calls it.
-template <class Exec>
-class Item {
-  using Wide = typename Exec::Access16;
-
- public:
-  PUTGET_TEXT Item(const Plan& plan, const DispatchCall& call, uint32_t index)
-      : token_(call.items_per_token.quotient(index)), splits_(1u << call.split_bits) {
-    const uint32_t in_token = index - token_ * call.items_per_token.value();
-    const uint32_t segment = in_token >> call.split_bits;
-    split_ = in_token & (splits_ - 1);
-    is_header_ = segment == 0;
-    if (is_header_) return;
-    uint32_t piece = segment - 1;
-    uint32_t p = 0;
-    while (piece >= call.segments[p]) piece -= call.segments[p++];
-    const uint32_t offset = piece * call.segment_bytes;
-    row_bytes_ = plan.shape.row_bytes[p];
-    bytes_ = row_bytes_ - offset < call.segment_bytes ? row_bytes_ - offset : call.segment_bytes;
-    access_bytes_ = call.access_bytes[p];
-    source_ = static_cast<const uint8_t*>(call.payload[p]) + uint64_t{token_} * row_bytes_ + offset;
-    region_ = plan.layout.payload[p] + offset;
-  }
-
-  PUTGET_TEXT uint32_t token() const { return token_; }
-
-  // Issues the first loads; `put` waits for them.
-  PUTGET_TEXT void load(Exec& exec, const Plan& plan, const DispatchCall& call) {
-    if (is_header_) {
-      if (exec.lane() < plan.shape.top_k) load_header(plan, call, exec.lane());
-    } else if (access_bytes_ == sizeof(Wide)) {
-      load_wide(exec, exec.lane());
-    }
-  }
-
-  PUTGET_TEXT void put(Exec& exec, const Plan& plan, const Router& router, const RankSet& ranks,
-                       const uint32_t* slot_of_rank, uint8_t* const* base) {
-    const Targets targets{ranks, slot_of_rank, base, split_, splits_};
-    if (is_header_) {
-      put_header(exec, plan, router, targets);
-    } else if (access_bytes_ == sizeof(Wide)) {
-      put_wide(exec, plan, targets);
-    } else {
-      with_narrow_access(access_bytes_, [&](auto access) {
-        put_narrow<decltype(access)>(exec, plan, targets, source_, region_, row_bytes_, bytes_);
-      });
-    }
-  }
-
- private:
-  static constexpr uint32_t kUnroll = Exec::template put_unroll<Wide>();
-
-  PUTGET_TEXT void load_header(const Plan& plan, const DispatchCall& call, uint32_t k) {
-    const uint64_t index = uint64_t{token_} * plan.shape.top_k + k;
-    id_.load(call, index, 1);
-    weight_ = call.topk_weights[index];
-  }
-
-  // Ids and weights, each as one row per target.
-  PUTGET_TEXT void put_header(Exec& exec, const Plan& plan, const Router& router, const Targets& targets) {
-    const uint32_t top_k = plan.shape.top_k;
-    PUTGET_ROLLED
-    for (uint32_t k = exec.lane(); k < top_k; k += exec.lanes()) {
-      if (k >= exec.lanes()) load_header(plan, router.call, k);
-      const int32_t id = router.expert(token_, id_[0]);
-      const float weight = weight_;
-      targets.visit(plan, [&](uint8_t* base, uint64_t row) {
-        reinterpret_cast<int32_t*>(base + plan.layout.topk_ids)[row * top_k + k] = id;        // [D2]
-        reinterpret_cast<float*>(base + plan.layout.topk_weights)[row * top_k + k] = weight;  // [D2]
-      });
-    }
-  }
-
-  PUTGET_TEXT void load_wide(Exec& exec, uint32_t first) {
-    const Wide* from = reinterpret_cast<const Wide*>(source_);
-    PUTGET_UNROLL
-    for (uint32_t u = 0; u < kUnroll; ++u) {
-      const uint32_t i = first + u * exec.lanes();
-      if (i < bytes_ / sizeof(Wide)) ahead_[u] = from[i];
-    }
-  }
-
-  PUTGET_TEXT void put_wide(Exec& exec, const Plan& plan, const Targets& targets) {
-    const uint32_t count = bytes_ / sizeof(Wide);
-    PUTGET_ROLLED
-    for (uint32_t first = exec.lane(); first < count;) {
-      targets.visit(plan, [&](uint8_t* base, uint64_t row) {
-        Wide* to = reinterpret_cast<Wide*>(base + region_ + row * row_bytes_);
-        PUTGET_UNROLL
-        for (uint32_t u = 0; u < kUnroll; ++u) {
-          const uint32_t i = first + u * exec.lanes();
-          if (i < count) exec.put(to + i, ahead_[u]);  // [D2]
-        }
-      });
-      first += exec.lanes() * kUnroll;
-      if (first < count) load_wide(exec, first);
-    }
-  }
-
-  // Static, and with what it needs by value: so the item itself stays in registers.
-  template <class Access>
-  PUTGET_RARE static void put_narrow(Exec& exec, const Plan& plan, const Targets targets, const uint8_t* source,
-                                     uint64_t region, uint32_t row_bytes, uint32_t bytes) {
-    const Access* from = reinterpret_cast<const Access*>(source);
-    PUTGET_ROLLED
-    for (uint32_t i = exec.lane(); i < bytes / sizeof(Access); i += exec.lanes()) {
-      const Access value = from[i];
-      targets.visit(plan, [&](uint8_t* base, uint64_t row) {
-        exec.put(reinterpret_cast<Access*>(base + region + row * row_bytes) + i, value);  // [D2]
-      });
-    }
-  }
-
-  uint32_t token_;
-  uint32_t split_;
-  uint32_t splits_;
-  bool is_header_;
-  uint32_t row_bytes_ = 0;
-  uint32_t bytes_ = 0;
-  uint32_t access_bytes_ = 0;
-  const uint8_t* source_ = nullptr;
-  uint64_t region_ = 0;  // of the payload, from the segment's first byte on
-  Ids<1> id_;
-  float weight_;
-  Wide ahead_[kUnroll];
-};
-
-// What a CTA loads before it knows the round.
-template <class Exec>
+// What a CTA loads before it knows the round. It is made before the kernel may read anything, and knows from where.
+template <class Id, class Exec>
 struct Ahead {
   StateAhead state;
-  uint64_t ended;  // this thread's glance at D1
-  int32_t table;   // this thread's first entry of expert_to_rank
-  IdBatch ids;     // of this thread's first token before the share
-  Ids<1> id;       // this thread's first one in the share's first chunk
-  Item<Exec> item;
+  RoundAhead round;
+  uint64_t ended;      // this thread's glance at D1
+  int32_t table;       // this thread's first entry of expert_to_rank
+  uint32_t num_valid;  // tokens
+  IdBatch<Id> ids;     // of this thread's first token before the share
+  FirstRoute<Id> route;
+  Item<Id, Exec> item;
   uint32_t index;  // of the item
 
   PUTGET_TEXT Ahead(Exec& exec, const Plan& plan, const DispatchCall& call, const Share& share)
-      : item(plan, call, share.begin + exec.warp()), index(share.begin + exec.warp()) {}
+      : state(exec, plan, plan.layout.arrived),
+        route(exec, plan, call, share.first_token, share.chunk_of(share.first_token)),
+        item(plan, call, share.begin + exec.warp()),
+        index(share.begin + exec.warp()),
+        ended_from_(first_flag(exec, plan, plan.layout.ended)),
+        table_from_(plan.expert_to_rank + exec.thread()),
+        ids_from_(static_cast<const Id*>(call.topk_ids) + exec.thread() * uint64_t{plan.shape.top_k}) {
+    item.pin(exec);
+    exec.pin(ended_from_);
+    exec.pin(table_from_);
+    exec.pin(ids_from_);
+  }
 
   // Issues the loads. The glance comes last: it is an acquire, which holds back every load behind it.
   PUTGET_TEXT void load(Exec& exec, const Plan& plan, const DispatchCall& call, const Share& share) {
-    state.load(exec, plan, plan.layout.arrived);
-    table = load_table(exec, plan);
-    const uint32_t top_k = plan.shape.top_k;
-    if (exec.thread() < share.chunk_of(share.first_token) * top_k) {
-      id.load(call, uint64_t{share.first_token} * top_k + exec.thread(), 1);
-    }
-    if (exec.thread() < share.first_token) load_ids(ids, plan, call, exec.thread(), 0);
+    state.load(exec, plan);
+    round.load(state.head());
+    route.load();
+    table = load_table(exec, plan, table_from_);
+    if (exec.thread() < share.first_token) ids.load(ids_from_, plan.shape.top_k);
     if (index < share.end) item.load(exec, plan, call);
-    ended = glance<Tag::D1>(exec, plan, plan.layout.ended);
+    num_valid = load_num_valid(call);
+    ended = glance<Tag::D1>(exec, plan, ended_from_);
   }
+
+ private:
+  const uint64_t* ended_from_;
+  const int32_t* table_from_;
+  const Id* ids_from_;
 };
 
-// Puts this CTA's items of the routed chunk [token, token + count). Warps take items in turn.
+// Whether the first chunk may be put, by what one thread has seen of the state; it calls it.
 template <class Exec>
-PUTGET_TEXT void put_chunk(Exec& exec, const Plan& plan, const DispatchCall& call, const Router& router,
-                           const Share& share, uint32_t token, uint32_t count, Ahead<Exec>& ahead,
-                           const DispatchScratch& scratch) {
-  const uint32_t chunk_end = (token + count) * call.items_per_token.value();
-  const uint32_t to = share.end < chunk_end ? share.end : chunk_end;
-  while (ahead.index < to) {
-    const uint32_t in_chunk = ahead.item.token() - token;
-    ahead.item.put(exec, plan, router, scratch.route.targets[in_chunk], scratch.route.slot[in_chunk], scratch.base);
-    ahead.index += exec.warps();
-    if (ahead.index >= share.end) break;
-    ahead.item = Item<Exec>(plan, call, ahead.index);
-    ahead.item.load(exec, plan, call);
+PUTGET_TEXT uint32_t object_to_start(const Exec& exec, const RoundAhead& round, const OwnFlags& own) {
+  if (round.fault != 0) return Objection::kFault;
+  if (own.published(exec.blocks(), round.epoch + 1) || own.combining(round.open, round.epoch)) {
+    return Objection::kOutOfTurn;
   }
+  return round.mixed ? Objection::kMixed : Objection::kNone;
 }
 
-// Waits for the end of the previous round everywhere. The first threads route the first chunk meanwhile: that needs no
-// peer. Ends with a block barrier; false: a deadline passed.
+// What an objection or a wait that was too long leads to. True: there is none any more. All threads call it.
 template <class Exec>
-PUTGET_TEXT bool begin_round(Exec& exec, const Plan& plan, const Router& router, const Share& share, Ahead<Exec>& ahead,
-                             DispatchScratch& scratch) {
+PUTGET_RARE bool settle_objection(Exec& exec, const Plan& plan, uint32_t num_tokens, DispatchScratch& scratch) {
   WaitScratch& wait = scratch.wait;
-  const uint32_t previous = wait.head.epoch;
-  route_chunk(exec, router, ahead.id, share.first_token, share.chunk_of(share.first_token),
-              share.first_header(router.call), scratch.route);
-  count_rows(exec, router, ahead.ids, share.first_token, scratch.route);
-  observe_flags<Tag::D1>(exec, plan, plan.layout.ended, previous, wait, ahead.ended, [](uint32_t) { return true; });
-  exec.sync();
-  const bool ended = wait.missing.empty();
-  if (!ended || !wait.head.mixed) return ended;
-  // With one layout, receive regions never overlap what combine reads. With several, also whoever combined must have
-  // got his rows; who released has got none.
-  const uint64_t finished = glance<Tag::D0>(exec, plan, plan.layout.finished);
-  observe_flags<Tag::D0>(exec, plan, plan.layout.finished, previous, wait, finished,
-                         [&](uint32_t peer) { return ended_by(wait.value[peer], kEndedByCombine); });
-  exec.sync();
-  return wait.missing.empty();
+  const StateHead& head = wait.head;
+  if (scratch.objection == Objection::kFault) return false;
+  if (scratch.objection == Objection::kOutOfTurn) {
+    if (exec.block() == 0 && exec.thread() == 0) {
+      report_misuse(exec, plan, Phase::kDispatch, Misuse::kNotFinished, head.epoch + 1, 0, num_tokens, 0);
+    }
+    return false;
+  }
+  if (wait.missing.empty()) {
+    // With one layout, receive regions never overlap what combine reads. With several, also whoever combined must have
+    // got his rows; who released has got none.
+    const uint64_t finished = glance<Tag::D0>(exec, plan, first_flag(exec, plan, plan.layout.finished));
+    observe_flags<Tag::D0>(exec, plan, plan.layout.finished, head.epoch, wait, finished,
+                           [&](uint32_t peer) { return ended_by(wait.value[peer], kEndedByCombine); });
+    exec.sync();
+    if (wait.missing.empty()) return true;
+  }
+  if (exec.thread() == 0) report_timeout(exec, plan, Phase::kDispatch, head.epoch + 1, wait.missing);
+  return false;
 }
 
-// Puts this CTA's share. Returns the first token of the last chunk, whose routes are still to be recorded: that can
-// wait until the peers have been told.
-template <class Exec>
-PUTGET_TEXT uint32_t put_share(Exec& exec, const Plan& plan, const DispatchCall& call, const Router& router,
-                               const Share& share, Ahead<Exec>& ahead, DispatchScratch& all) {
+// Routes the first chunk and sees to it that the previous round has ended everywhere, which the last threads do
+// meanwhile. Ends with a block barrier; false: a fault.
+template <class Id, class Exec>
+PUTGET_TEXT bool begin_round(Exec& exec, const Plan& plan, const DispatchCall& call, const Share& share,
+                             Ahead<Id, Exec>& ahead, DispatchScratch& scratch) {
+  WaitScratch& wait = scratch.wait;
+  const bool may_begin = scratch.objection == Objection::kNone || scratch.objection == Objection::kMixed;
+  ahead.route.run(exec, plan, call, ahead.num_valid, wait.head.active, may_begin ? share.first_header(call) : ~0u,
+                  scratch.route);
+  if (share.first_token != 0) {
+    count_rows(exec, Router(plan, call, wait.head.active, ahead.num_valid, scratch.route), ahead.ids, share.first_token,
+               scratch.route);
+  }
+  if (may_begin && first_peer(exec) < plan.shape.ep_size) {
+    if (ahead.round.open && exec.block() == 0) publish_release(exec, plan, wait.head);
+    observe_first<Tag::D1>(exec, plan, plan.layout.ended, ahead.round.epoch, ahead.round.active, wait, ahead.ended);
+  }
+  exec.sync();
+  if (scratch.objection == Objection::kNone && wait.missing.empty()) return true;
+  return settle_objection(exec, plan, call.num_tokens, scratch);
+}
+
+// Puts what is left of this CTA's share when each warp has put its first item: warps go on at `index`. Returns the
+// first token of the last chunk, whose routes are still to be recorded: that can wait until the peers have been told.
+template <class Id, class Exec>
+PUTGET_RARE uint32_t put_rest(Exec& exec, const Plan& plan, const DispatchCall& call, const Share share, uint32_t index,
+                              uint32_t num_valid, DispatchScratch& all) {
   RouteScratch& scratch = all.route;
+  const Router router(plan, call, all.wait.head.active, num_valid, scratch);
   uint32_t chunk = share.first_token;
   PUTGET_ROLLED
-  for (uint32_t token = share.first_token; token < share.end_token; token += kChunkTokens) {
+  for (uint32_t token = chunk; token < share.end_token; token += kChunkTokens) {
     const uint32_t count = share.chunk_of(token);
     if (token != share.first_token) {
       record_routes(exec, plan, chunk, share.chunk_of(chunk), share.first_header(call), call.top_k, scratch);
       exec.sync();  // the last chunk's puts have read the scratch
-      clear_targets(exec, scratch);
-      const uint32_t top_k = plan.shape.top_k;
-      if (exec.thread() < count * top_k) ahead.id.load(call, uint64_t{token} * top_k + exec.thread(), 1);
+      pass_chunk(exec, plan, scratch);
+      Ids<Id, 1> id;
+      if (exec.thread() < count * plan.shape.top_k) {
+        id.load(static_cast<const Id*>(call.topk_ids) + uint64_t{token} * plan.shape.top_k + exec.thread(), 1);
+      }
       exec.sync();
-      route_chunk(exec, router, ahead.id, token, count, token, scratch);
+      route_chunk(exec, router, id, token, count, token, exec.thread(), scratch);
       exec.sync();
     }
-    assign_slots(exec, plan.shape.ep_size, count, scratch);
-    exec.mark(Stage::kSlots);
-    put_chunk(exec, plan, call, router, share, token, count, ahead, all);
+    const uint32_t chunk_end = (token + count) * call.items_per_token.value();
+    const uint32_t to = share.end < chunk_end ? share.end : chunk_end;
+    PUTGET_ROLLED
+    for (; index < to; index += exec.warps()) {
+      Item<Id, Exec> item(plan, call, index);
+      item.load(exec, plan, call);
+      item.put(exec, plan, call, num_valid, scratch, token, all.base);
+    }
     chunk = token;
   }
   return chunk;
@@ -353,28 +211,37 @@ PUTGET_RARE void show_nothing(Exec& exec, const Plan& plan, WaitScratch& wait) {
   show_received(exec, plan, 0, wait.head.epoch + 1, wait);
 }
 
-// The start half: puts this CTA's share and tells every peer so. The round's state has been looked at. False: a fault.
-template <class Exec>
+// The start half of every CTA: puts its share and tells every peer so. False: a fault.
+template <class Id, class Exec>
 PUTGET_TEXT bool start_dispatch(Exec& exec, const Plan& plan, const DispatchCall& call, const Share& share,
-                                Ahead<Exec>& ahead, DispatchScratch& scratch) {
+                                Ahead<Id, Exec>& ahead, DispatchScratch& scratch) {
   const StateHead& head = scratch.wait.head;
-  if (head.open && exec.block() == 0) publish_release(exec, plan, head);
-  const Router router(plan, call, head.active, scratch.route);
-  if (!begin_round(exec, plan, router, share, ahead, scratch)) {
-    if (exec.thread() == 0) report_timeout(exec, plan, Phase::kDispatch, head.epoch + 1, scratch.wait.missing);
-    return false;
-  }
+  ahead.load(exec, plan, call, share);
+  ahead.state.keep(exec, plan, scratch.wait);
+  if (StateAhead::has_own(exec)) scratch.objection = object_to_start(exec, ahead.round, ahead.state.own());
+  keep_table(exec, plan, ahead.table, ahead.round.active, scratch.route);
+  exec.sync();
+  exec.mark(Stage::kState);
+  if (!begin_round(exec, plan, call, share, ahead, scratch)) return false;
   exec.mark(Stage::kWaited);
-  const uint32_t chunk = put_share(exec, plan, call, router, share, ahead, scratch);
+  uint32_t chunk = share.first_token;
+  if (ahead.index < share.first_chunk_end(call)) {
+    ahead.item.put(exec, plan, call, ahead.num_valid, scratch.route, chunk, scratch.base);
+    ahead.index += exec.warps();
+  }
+  if (share.end - share.begin > exec.warps() || share.end_token - chunk > kChunkTokens) {
+    chunk = put_rest<Id>(exec, plan, call, share, ahead.index, ahead.num_valid, scratch);
+  }
   exec.sync();
   exec.mark(Stage::kPut);
   // The rows count in the last part only.
   const bool last = exec.block() + 1 == exec.blocks();
   publish_part<Tag::D3>(
       exec, plan, head.active, plan.layout.arrived, head.epoch + 1, [](uint32_t) { return true; },
-      [&](uint32_t peer) { return pack_part(exec.blocks(), last ? scratch.route.rows[peer] | call.wish : 0); });
+      [&](uint32_t peer) { return pack_part(exec.blocks(), last ? scratch.route.rows_so_far(peer) | call.wish : 0); });
   exec.mark(Stage::kPublished, exec.threads() - 1);
   record_routes(exec, plan, chunk, share.chunk_of(chunk), share.first_header(call), call.top_k, scratch.route);
+  ahead.route.count_invalid(exec, plan, ahead.num_valid, share.first_header(call));
   return true;
 }
 
@@ -402,27 +269,6 @@ PUTGET_TEXT void finish_dispatch(Exec& exec, const Plan& plan, const DispatchCal
   exec.mark(Stage::kDone);
 }
 
-// The start half of every CTA. False: a fault.
-template <class Exec>
-PUTGET_TEXT bool run_start_half(Exec& exec, const Plan& plan, const DispatchCall& call, const Share& share,
-                                Ahead<Exec>& ahead, DispatchScratch& scratch) {
-  const StateHead& head = scratch.wait.head;
-  ahead.load(exec, plan, call, share);
-  ahead.state.keep(exec, plan, scratch.wait);
-  prepare_routes(exec, plan, ahead.table, scratch.route);
-  exec.sync();
-  exec.mark(Stage::kState);
-  if (head.fault != 0) return false;
-  const OwnFlags& own = scratch.wait.own;
-  if (own.published(exec.blocks(), head.epoch + 1) || own.combining(head)) {
-    if (exec.block() == 0 && exec.thread() == 0) {
-      report_misuse(exec, plan, Phase::kDispatch, Misuse::kNotFinished, head.epoch + 1, 0, call.num_tokens, 0);
-    }
-    return false;
-  }
-  return start_dispatch(exec, plan, call, share, ahead, scratch);
-}
-
 // Whether the finish half may wait: its start half must have been run.
 template <class Exec>
 PUTGET_TEXT bool may_finish(Exec& exec, const Plan& plan, const WaitScratch& wait) {
@@ -435,25 +281,28 @@ PUTGET_TEXT bool may_finish(Exec& exec, const Plan& plan, const WaitScratch& wai
   return false;
 }
 
-template <class Exec>
+// `Id` is the type of the caller's ids.
+template <class Id, class Exec>
 PUTGET_TEXT void dispatch(Exec& exec, const Plan& plan, const DispatchCall& call, DispatchScratch& scratch) {
   exec.mark(Stage::kStart);
   PUTGET_ROLLED
   for (uint32_t rank = exec.thread(); rank < plan.shape.ep_size; rank += exec.threads()) {
     scratch.base[rank] = plan.base[rank];
   }
+  clear_routes(exec, plan, scratch.route);
+  clear_waits(exec, plan, scratch.wait);
   const Share share(exec, call);
-  Ahead<Exec> ahead(exec, plan, call, share);
+  Ahead<Id, Exec> ahead(exec, plan, call, share);
   exec.wait_for_earlier_work();
   exec.mark(Stage::kWoken);
   bool well;
   if (call.half == Half::kFinish) {
-    ahead.state.load(exec, plan, plan.layout.arrived);
+    ahead.state.load(exec, plan);
     ahead.state.keep(exec, plan, scratch.wait);
     exec.sync();
     well = may_finish(exec, plan, scratch.wait);
   } else {
-    well = run_start_half(exec, plan, call, share, ahead, scratch);
+    well = start_dispatch(exec, plan, call, share, ahead, scratch);
   }
   if (call.half == Half::kStart || exec.block() != 0) return;
   if (well) {

@@ -106,8 +106,8 @@ class FlaggedSender {
   PUTGET_TEXT void find(const Plan& plan, const CombineCall& call) {
     const uint32_t row = call.flagged_pieces.quotient(item_);
     first_pack_ = (item_ - row * call.flagged_pieces.value()) * packs_a_piece(call);
-    slot_ = call.ep_size.quotient(row);
-    src_ = plan.shape.ep_rank + row - slot_ * call.ep_size.value();
+    slot_ = plan.by_ep_size.quotient(row);
+    src_ = plan.shape.ep_rank + row - slot_ * plan.by_ep_size.value();
     if (src_ >= plan.shape.ep_size) src_ -= plan.shape.ep_size;
   }
 

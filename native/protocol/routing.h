@@ -9,21 +9,49 @@
 
 namespace putget {
 
-constexpr uint32_t kChunkTokens = 32;     // tokens that a CTA routes at a time
+constexpr uint32_t kChunkTokens = 32;     // tokens that a CTA routes at a time: a bit of a word each
 constexpr uint32_t kTableExperts = 1024;  // experts whose ranks a CTA keeps at hand
 
 // What one CTA knows about the tokens it is working on.
 struct RouteScratch {
-  uint32_t rows[kMaxRanks];                // rows for each rank by all tokens before the next chunk
-  RankSet targets[kChunkTokens];           // where each token of the chunk goes
-  uint32_t slot[kChunkTokens][kMaxRanks];  // its slot there
+  uint32_t rows[kMaxRanks];                // rows for each rank by all tokens before the chunk
+  uint32_t going[kMaxRanks];               // which tokens of the chunk go to each rank, a bit each
+  RankSet targets[kChunkTokens];           // the same the other way round: where each of them goes
   int8_t rank[kChunkTokens][kMaxTopK];     // rank of each of its experts, -1 for none
-  // The first entries of expert_to_rank, -1 where there is no such rank; behind them one more -1, for "no expert".
+  // The first entries of expert_to_rank, -1 where there is no such rank or it is not active; behind them one more -1,
+  // for "no expert".
   int8_t rank_of_expert[kTableExperts + 1];
+
+  // The slot of the chunk's i-th token at a rank that it goes to.
+  PUTGET_PURE uint32_t slot(uint32_t i, uint32_t rank_of_token) const {
+    return rows[rank_of_token] + count_bits(going[rank_of_token] & ((1u << i) - 1));
+  }
+  // Rows for a rank by all tokens up to the chunk's end.
+  PUTGET_PURE uint32_t rows_so_far(uint32_t rank_of_tokens) const {
+    return rows[rank_of_tokens] + count_bits(going[rank_of_tokens]);
+  }
 };
 
+// Before the first chunk. Needs nothing that anybody wrote. A block barrier must follow.
 template <class Exec>
-PUTGET_TEXT void clear_targets(Exec& exec, RouteScratch& scratch) {
+PUTGET_TEXT void clear_routes(Exec& exec, const Plan& plan, RouteScratch& scratch) {
+  PUTGET_ROLLED
+  for (uint32_t rank = exec.thread(); rank < plan.shape.ep_size; rank += exec.threads()) {
+    scratch.rows[rank] = 0;
+    scratch.going[rank] = 0;
+  }
+  PUTGET_ROLLED
+  for (uint32_t i = exec.thread(); i < kChunkTokens; i += exec.threads()) scratch.targets[i] = RankSet::none();
+}
+
+// Before the next one. A block barrier must follow.
+template <class Exec>
+PUTGET_TEXT void pass_chunk(Exec& exec, const Plan& plan, RouteScratch& scratch) {
+  PUTGET_ROLLED
+  for (uint32_t rank = exec.thread(); rank < plan.shape.ep_size; rank += exec.threads()) {
+    scratch.rows[rank] = scratch.rows_so_far(rank);
+    scratch.going[rank] = 0;
+  }
   PUTGET_ROLLED
   for (uint32_t i = exec.thread(); i < kChunkTokens; i += exec.threads()) scratch.targets[i] = RankSet::none();
 }
@@ -34,70 +62,69 @@ PUTGET_PURE uint32_t table_experts(const Plan& plan) {
 
 // This thread's first entry of expert_to_rank.
 template <class Exec>
-PUTGET_TEXT int32_t load_table(const Exec& exec, const Plan& plan) {
-  return exec.thread() < table_experts(plan) ? plan.expert_to_rank[exec.thread()] : -1;
+PUTGET_TEXT int32_t load_table(const Exec& exec, const Plan& plan, const int32_t* from) {
+  return exec.thread() < table_experts(plan) ? *from : -1;
 }
 
-// Begins a CTA's work on routes; `entry` is what load_table gave. Needs nothing that peers or earlier rounds wrote. A
-// block barrier must follow.
+// Keeps the ranks of the first experts at hand; `entry` is what load_table gave. A block barrier must follow.
 template <class Exec>
-PUTGET_TEXT void prepare_routes(Exec& exec, const Plan& plan, int32_t entry, RouteScratch& scratch) {
-  PUTGET_ROLLED
-  for (uint32_t rank = exec.thread(); rank < plan.shape.ep_size; rank += exec.threads()) scratch.rows[rank] = 0;
-  clear_targets(exec, scratch);
+PUTGET_TEXT void keep_table(Exec& exec, const Plan& plan, int32_t entry, const RankSet& active, RouteScratch& scratch) {
   const uint32_t experts = table_experts(plan);
   PUTGET_ROLLED
   for (uint32_t expert = exec.thread(); expert <= experts; expert += exec.threads()) {
     if (expert != exec.thread()) entry = expert < experts ? plan.expert_to_rank[expert] : -1;
-    const bool exists = entry >= 0 && entry < static_cast<int32_t>(plan.shape.ep_size);
+    const bool exists = static_cast<uint32_t>(entry) < plan.shape.ep_size && active.holds(entry);
     scratch.rank_of_expert[expert] = static_cast<int8_t>(exists ? entry : -1);
   }
 }
 
-// Some of one token's expert ids. `load` only issues the loads; whoever asks for an id waits for them.
-template <uint32_t kIds>
+// Some of one token's expert ids, of the caller's type. `load` only issues the loads; whoever asks for an id waits for
+// them.
+template <class Id, uint32_t kIds>
 class Ids {
  public:
-  // The ids at `first` and behind it, `count` at most; "no expert" from there on.
-  PUTGET_TEXT void load(const DispatchCall& call, uint64_t first, uint32_t count) {
-    wide_ = call.ids_are_64bit != 0;
-    if (wide_) {
-      const uint64_t* from = static_cast<const uint64_t*>(call.topk_ids) + first;
-      PUTGET_UNROLL
-      for (uint32_t i = 0; i < kIds; ++i) {
-        const uint64_t id = i < count ? from[i] : ~uint64_t{0};
-        low_[i] = static_cast<uint32_t>(id);
-        high_[i] = static_cast<uint32_t>(id >> 32);
-      }
-    } else {
-      const uint32_t* from = static_cast<const uint32_t*>(call.topk_ids) + first;
-      PUTGET_UNROLL
-      for (uint32_t i = 0; i < kIds; ++i) {
-        low_[i] = i < count ? from[i] : ~0u;
-        high_[i] = 0;
-      }
-    }
+  // The ids at `from` and behind it, `count` at most; "no expert" from there on.
+  PUTGET_TEXT void load(const Id* from, uint32_t count) {
+    PUTGET_UNROLL
+    for (uint32_t i = 0; i < kIds; ++i) id_[i] = i < count ? from[i] : Id{-1};
   }
 
-  PUTGET_TEXT int64_t operator[](uint32_t i) const {
-    // The narrow id is widened here, not in `load`, where it would be waited for.
-    return wide_ ? static_cast<int64_t>(uint64_t{high_[i]} << 32 | low_[i]) : static_cast<int32_t>(low_[i]);
-  }
+  PUTGET_TEXT int64_t operator[](uint32_t i) const { return id_[i]; }
   // The same for looking it up: what is no expert is larger than all of them.
-  PUTGET_TEXT uint32_t key(uint32_t i) const { return high_[i] == 0 ? low_[i] : ~0u; }
+  PUTGET_TEXT uint32_t key(uint32_t i) const {
+    if constexpr (sizeof(Id) == sizeof(uint32_t)) return static_cast<uint32_t>(id_[i]);
+    return static_cast<uint64_t>(id_[i]) >> 32 == 0 ? static_cast<uint32_t>(id_[i]) : ~0u;
+  }
 
  private:
-  uint32_t low_[kIds];
-  uint32_t high_[kIds];
-  bool wide_;
+  Id id_[kIds];
 };
 
 constexpr uint32_t kIdBatch = 8;
-using IdBatch = Ids<kIdBatch>;
+template <class Id>
+using IdBatch = Ids<Id, kIdBatch>;
 
 // Of one token, from its first_k-th id on.
-PUTGET_TEXT void load_ids(IdBatch& ids, const Plan& plan, const DispatchCall& call, uint32_t token, uint32_t first_k) {
-  ids.load(call, uint64_t{token} * plan.shape.top_k + first_k, plan.shape.top_k - first_k);
+template <class Id>
+PUTGET_TEXT void load_ids(IdBatch<Id>& ids, const Plan& plan, const DispatchCall& call, uint32_t token, uint32_t first_k) {
+  ids.load(static_cast<const Id*>(call.topk_ids) + uint64_t{token} * plan.shape.top_k + first_k,
+           plan.shape.top_k - first_k);
+}
+
+// Tokens from here on have no expert.
+PUTGET_TEXT uint32_t load_num_valid(const DispatchCall& call) {
+  if (call.num_valid_tokens == nullptr) return call.num_tokens;
+  const int32_t valid = *call.num_valid_tokens;
+  return valid < 0 ? 0 : (static_cast<uint32_t>(valid) < call.num_tokens ? valid : call.num_tokens);
+}
+
+PUTGET_PURE bool is_expert(const Plan& plan, int64_t id) {
+  return id >= 0 && id < static_cast<int64_t>(plan.shape.num_experts);
+}
+
+// As it is sent: -1 for "no expert" and for an id outside [0, num_experts).
+PUTGET_PURE int32_t sent_id(const Plan& plan, int64_t id) {
+  return is_expert(plan, id) ? static_cast<int32_t>(id) : -1;
 }
 
 // From the caller's ids to ranks. Nothing here is written by another rank.
@@ -109,31 +136,19 @@ struct Router {
   uint32_t num_valid;  // tokens from here on have no expert
 
   PUTGET_TEXT Router(const Plan& plan_of_object, const DispatchCall& this_call, const RankSet& active_ranks,
-                     const RouteScratch& scratch)
+                     uint32_t valid_tokens, const RouteScratch& scratch)
       : plan(plan_of_object),
         call(this_call),
         active(active_ranks),
         rank_of_expert(scratch.rank_of_expert),
-        num_valid(this_call.num_tokens) {
-    if (call.num_valid_tokens != nullptr) {
-      const int32_t valid = *call.num_valid_tokens;
-      num_valid = valid < 0 ? 0 : (static_cast<uint32_t>(valid) < call.num_tokens ? valid : call.num_tokens);
-    }
-  }
-
-  PUTGET_TEXT bool is_expert(int64_t id) const { return id >= 0 && id < static_cast<int64_t>(plan.shape.num_experts); }
-
-  // As it is sent: -1 for "no expert" and for an id outside [0, num_experts).
-  PUTGET_TEXT int32_t expert(uint32_t token, int64_t id) const {
-    return token < num_valid && is_expert(id) ? static_cast<int32_t>(id) : -1;
-  }
+        num_valid(valid_tokens) {}
 
   // Neither an expert nor "no expert".
   PUTGET_TEXT bool is_invalid(uint32_t token, int64_t id) const {
-    return token < num_valid && !is_expert(id) && id != -1;
+    return token < num_valid && !is_expert(plan, id) && id != -1;
   }
 
-  // The rank that owns the expert of this key, where it is one that the table has; else -1.
+  // The active rank that owns the expert of this key, where it is one that the table has; else -1.
   PUTGET_TEXT int32_t rank_in_table(uint32_t key) const {
     const uint32_t end = table_experts(plan);
     return rank_of_expert[key < end ? key : end];
@@ -142,8 +157,14 @@ struct Router {
   // The active rank that owns the expert, or -1.
   PUTGET_TEXT int32_t rank_of(uint32_t token, uint32_t key) const {
     if (token >= num_valid) return -1;
-    int32_t rank = rank_in_table(key);
-    if (key >= kTableExperts && key < plan.shape.num_experts) rank = plan.expert_to_rank[key];
+    if (plan.shape.num_experts > kTableExperts && key >= kTableExperts) return rank_of_late_expert(key);
+    return rank_in_table(key);
+  }
+
+ private:
+  PUTGET_TEXT int32_t rank_of_late_expert(uint32_t key) const {
+    if (key >= plan.shape.num_experts) return -1;
+    const int32_t rank = plan.expert_to_rank[key];
     return rank >= 0 && rank < static_cast<int32_t>(plan.shape.ep_size) && active.has(rank) ? rank : -1;
   }
 };
@@ -155,10 +176,10 @@ PUTGET_PURE uint32_t rank_bit(int32_t rank, uint32_t first) {
 }
 
 // count_rows where the table does not have all experts. With a router of its own: so the caller's stays in registers.
-template <class Exec>
+template <class Id, class Exec>
 PUTGET_RARE void count_rows_of_many_experts(Exec& exec, const Plan& plan, const DispatchCall& call,
                                             const RankSet& active, uint32_t end, RouteScratch& scratch) {
-  const Router router(plan, call, active, scratch);
+  const Router router(plan, call, active, end, scratch);
   const uint32_t top_k = plan.shape.top_k;
   const uint32_t ep_size = plan.shape.ep_size;
   PUTGET_ROLLED
@@ -169,8 +190,8 @@ PUTGET_RARE void count_rows_of_many_experts(Exec& exec, const Plan& plan, const 
       uint32_t set = 0;
       PUTGET_ROLLED
       for (uint32_t k = 0; k < top_k && token < end; ++k) {
-        Ids<1> id;
-        id.load(call, uint64_t{token} * top_k + k, 1);
+        Ids<Id, 1> id;
+        id.load(static_cast<const Id*>(call.topk_ids) + uint64_t{token} * top_k + k, 1);
         set |= rank_bit(router.rank_of(token, id.key(0)), first_rank);
       }
       exec.count(set, first_rank, ep_size, scratch.rows);
@@ -180,13 +201,13 @@ PUTGET_RARE void count_rows_of_many_experts(Exec& exec, const Plan& plan, const 
 
 // Counts what tokens [0, end) send to each rank. `ids` has those of this thread's first token. A block barrier must
 // follow. Every CTA but the first spends this time before it can put anything: a few instructions an id.
-template <class Exec>
-PUTGET_TEXT void count_rows(Exec& exec, const Router& router, IdBatch& ids, uint32_t end, RouteScratch& scratch) {
+template <class Id, class Exec>
+PUTGET_TEXT void count_rows(Exec& exec, const Router& router, IdBatch<Id>& ids, uint32_t end, RouteScratch& scratch) {
   const uint32_t top_k = router.plan.shape.top_k;
   const uint32_t ep_size = router.plan.shape.ep_size;
   if (end > router.num_valid) end = router.num_valid;
   if (router.plan.shape.num_experts > kTableExperts) {
-    return count_rows_of_many_experts(exec, router.plan, router.call, router.active, end, scratch);
+    return count_rows_of_many_experts<Id>(exec, router.plan, router.call, router.active, end, scratch);
   }
   PUTGET_ROLLED
   for (uint32_t base = 0; base < end; base += exec.threads()) {
@@ -200,49 +221,97 @@ PUTGET_TEXT void count_rows(Exec& exec, const Router& router, IdBatch& ids, uint
         PUTGET_UNROLL
         for (uint32_t i = 0; i < kIdBatch; ++i) set |= rank_bit(router.rank_in_table(ids.key(i)), first_rank);
       }
-      exec.count(set & router.active.word[first_rank / 32], first_rank, ep_size, scratch.rows);
+      exec.count(set, first_rank, ep_size, scratch.rows);
     }
   }
 }
 
-// Routes tokens [first, first + count), count <= kChunkTokens; one thread takes one expert of one token. Ids that are
-// not valid are counted for tokens from `counted` on. `id` is this thread's first one; scratch.targets are empty. A
-// block barrier must follow.
+// The k-th expert of the chunk's i-th token is on this rank, or -1.
 template <class Exec>
-PUTGET_TEXT void route_chunk(Exec& exec, const Router& router, Ids<1>& id, uint32_t first, uint32_t count,
-                             uint32_t counted, RouteScratch& scratch) {
+PUTGET_TEXT void keep_route(Exec& exec, uint32_t i, uint32_t k, int32_t rank, RouteScratch& scratch) {
+  scratch.rank[i][k] = static_cast<int8_t>(rank);
+  if (rank < 0) return;
+  exec.insert(scratch.targets[i], rank);
+  exec.set_bits(scratch.going[rank], 1u << i);
+}
+
+// Routes tokens [first, first + count), count <= kChunkTokens; one thread takes one expert of one token, beginning with
+// `index`, of which it has the id. Ids that are not valid are counted for tokens from `counted` on. The scratch knows
+// nothing of what is routed here. A block barrier must follow.
+template <class Id, class Exec>
+PUTGET_TEXT void route_chunk(Exec& exec, const Router& router, Ids<Id, 1>& id, uint32_t first, uint32_t count,
+                             uint32_t counted, uint32_t index, RouteScratch& scratch) {
   const uint32_t top_k = router.plan.shape.top_k;
+  const Id* ids = static_cast<const Id*>(router.call.topk_ids) + uint64_t{first} * top_k;
   PUTGET_ROLLED
-  for (uint32_t index = exec.thread(); index < count * top_k; index += exec.threads()) {
-    if (index != exec.thread()) id.load(router.call, uint64_t{first} * top_k + index, 1);
+  while (index < count * top_k) {
     const uint32_t i = router.call.top_k.quotient(index);
     const uint32_t token = first + i;
-    const int32_t rank = router.rank_of(token, id.key(0));
-    scratch.rank[i][index - i * top_k] = static_cast<int8_t>(rank);
-    if (rank >= 0) exec.insert(scratch.targets[i], rank);
+    keep_route(exec, i, index - i * top_k, router.rank_of(token, id.key(0)), scratch);
     if (router.is_invalid(token, id[0]) && token >= counted) exec.add(router.plan.invalid_ids, 1);
+    index += exec.threads();
+    if (index < count * top_k) id.load(ids + index, 1);
   }
 }
 
-// Gives every token of the chunk its slots and advances scratch.rows past them. A warp takes one rank. Ends with a
-// block barrier.
-template <class Exec>
-PUTGET_TEXT void assign_slots(Exec& exec, uint32_t ep_size, uint32_t count, RouteScratch& scratch) {
-  PUTGET_ROLLED
-  for (uint32_t rank = exec.warp(); rank < ep_size; rank += exec.warps()) {
-    uint32_t next = scratch.rows[rank];
-    PUTGET_ROLLED
-    for (uint32_t first = 0; first < count; first += exec.lanes()) {
-      const uint32_t i = first + exec.lane();
-      const auto [before, all] = exec.count_lanes(i < count && scratch.targets[i].has(rank));
-      if (i < count) scratch.slot[i][rank] = next + before;
-      next += all;
-    }
-    exec.sync_warp();
-    if (exec.lane() == 0) scratch.rows[rank] = next;
-  }
-  exec.sync();
+// route_chunk for what comes behind the first expert of each thread.
+template <class Id, class Exec>
+PUTGET_RARE void route_further(Exec& exec, const Plan& plan, const DispatchCall& call, const RankSet& active,
+                               uint32_t num_valid, uint32_t first, uint32_t count, uint32_t counted,
+                               RouteScratch& scratch) {
+  const uint32_t index = exec.thread() + exec.threads();
+  if (index >= count * plan.shape.top_k) return;
+  Ids<Id, 1> id;
+  id.load(static_cast<const Id*>(call.topk_ids) + uint64_t{first} * plan.shape.top_k + index, 1);
+  route_chunk(exec, Router(plan, call, active, num_valid, scratch), id, first, count, counted, index, scratch);
 }
+
+// The first expert that a thread routes, in the first chunk of its CTA: made before the kernel may read anything.
+template <class Id>
+class FirstRoute {
+ public:
+  template <class Exec>
+  PUTGET_TEXT FirstRoute(const Exec& exec, const Plan& plan, const DispatchCall& call, uint32_t first, uint32_t count)
+      : first_(first),
+        count_(count),
+        i_(call.top_k.quotient(exec.thread())),
+        k_(exec.thread() - i_ * plan.shape.top_k),
+        from_(static_cast<const Id*>(call.topk_ids) + uint64_t{first} * plan.shape.top_k + exec.thread()) {
+    exec.pin(from_);
+  }
+
+  // Issues the load.
+  PUTGET_TEXT void load() {
+    if (i_ < count_) id_.load(from_, 1);
+  }
+
+  // Routes the chunk. A block barrier must follow.
+  template <class Exec>
+  PUTGET_TEXT void run(Exec& exec, const Plan& plan, const DispatchCall& call, uint32_t num_valid,
+                       const RankSet& active, uint32_t counted, RouteScratch& scratch) {
+    const Router router(plan, call, active, num_valid, scratch);
+    if (i_ < count_) keep_route(exec, i_, k_, router.rank_of(first_ + i_, id_.key(0)), scratch);
+    if (count_ * plan.shape.top_k > exec.threads()) {
+      route_further<Id>(exec, plan, call, active, num_valid, first_, count_, counted, scratch);
+    }
+  }
+
+  // Ids that are not valid, of tokens from `counted` on: what `run` has left to be done when there is time.
+  template <class Exec>
+  PUTGET_TEXT void count_invalid(Exec& exec, const Plan& plan, uint32_t num_valid, uint32_t counted) const {
+    const uint32_t token = first_ + i_;
+    if (i_ >= count_ || token >= num_valid || token < counted) return;
+    if (!is_expert(plan, id_[0]) && id_[0] != -1) exec.add(plan.invalid_ids, 1);
+  }
+
+ private:
+  uint32_t first_;  // token of the chunk
+  uint32_t count_;
+  uint32_t i_;  // of the chunk
+  uint32_t k_;
+  const Id* from_;
+  Ids<Id, 1> id_;
+};
 
 // Writes target_ranks and target_slots of the chunk's tokens from `recorded` on: the first expert on a rank owns the
 // slot, later ones show -1.
@@ -261,7 +330,7 @@ PUTGET_TEXT void record_routes(Exec& exec, const Plan& plan, uint32_t first, uin
     for (uint32_t earlier = 0; earlier < k; ++earlier) owner = owner && scratch.rank[i][earlier] != rank;
     const uint64_t entry = uint64_t{first + i} * top_k + k;
     plan.target_ranks[entry] = owner ? rank : -1;
-    plan.target_slots[entry] = owner ? static_cast<int32_t>(scratch.slot[i][rank]) : -1;
+    plan.target_slots[entry] = owner ? static_cast<int32_t>(scratch.slot(i, rank)) : -1;
   }
 }
 

@@ -98,6 +98,13 @@ struct RankSet {
 
   PUTGET_PURE static RankSet none() { return RankSet{}; }
   PUTGET_PURE bool has(uint32_t rank) const { return (word[rank / 32] >> (rank % 32)) & 1u; }
+  // The same with constant indices: of a set that a kernel has in registers.
+  PUTGET_PURE bool holds(uint32_t rank) const {
+    uint32_t of_rank = 0;
+    PUTGET_UNROLL
+    for (uint32_t i = 0; i < kWords; ++i) of_rank |= word[i] & (i == rank / 32 ? ~0u : 0u);
+    return (of_rank >> (rank % 32)) & 1u;
+  }
   // Looks at every word, with constant indices: a set that a kernel builds stays in registers.
   PUTGET_PURE void insert(uint32_t rank) {
     PUTGET_UNROLL

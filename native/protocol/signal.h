@@ -92,22 +92,10 @@ struct OwnFlags {
     return by_this_block | by_other_grid;
   }
   // Whether combine has begun and its finish half is to come.
-  PUTGET_TEXT bool combining(const StateHead& head) const {
-    return head.open && flag_epoch(ended) == head.epoch && ended_by(flag_value(ended), kEndedByCombine);
+  PUTGET_TEXT bool combining(uint32_t open, uint32_t epoch) const {
+    return open && flag_epoch(ended) == epoch && ended_by(flag_value(ended), kEndedByCombine);
   }
 };
-
-// One thread calls it.
-template <class Exec>
-PUTGET_TEXT OwnFlags look_at_own_flags(const Exec& exec, const Plan& plan, uint64_t parts) {
-  const uint32_t rank = plan.shape.ep_rank;
-  OwnFlags flags;
-  flags.ended = exec.peek(flag_line(plan.own(), plan.layout.ended, rank));
-  flags.arrived = exec.peek(part_flag(plan.own(), plan.layout.arrived, rank, 0));
-  flags.first = exec.peek(part_flag(plan.own(), parts, rank, 0));
-  flags.part = exec.peek(part_flag(plan.own(), parts, rank, exec.block()));
-  return flags;
-}
 
 // What one CTA knows and shares: a copy of the state's head, and what its waits have seen.
 struct WaitScratch {
@@ -118,15 +106,69 @@ struct WaitScratch {
   uint32_t rows[kMaxRanks];   // rows_and_wish of all parts together; 0 where missing
 };
 
-// Every kernel begins with it: one read of the head for all threads of the CTA, and of the own flags. `load` only
-// issues this thread's loads, so that others can be on their way together with them.
+// One thread's own look at the state's head.
+struct RoundAhead {
+  uint32_t epoch;
+  uint32_t open;
+  uint32_t mixed;
+  uint32_t fault;
+  RankSet active;
+
+  // Only issues the loads.
+  PUTGET_TEXT void load(const StateHead& head) {
+    epoch = head.epoch;
+    open = head.open;
+    mixed = head.mixed;
+    fault = head.fault;
+    active = head.active;
+  }
+};
+
+// Before anything is waited for: nothing is missing yet. A block barrier must follow.
+template <class Exec>
+PUTGET_TEXT void clear_waits(const Exec& exec, const Plan& plan, WaitScratch& scratch) {
+  PUTGET_ROLLED
+  for (uint32_t peer = exec.thread(); peer < plan.shape.ep_size; peer += exec.threads()) scratch.rows[peer] = 0;
+  if (exec.thread() == 0) scratch.missing = RankSet::none();
+}
+
+// Every kernel begins with it: one read of the head for all threads of the CTA, and of the own flags. It is made before
+// the kernel may read anything, and knows from where; `load` only issues this thread's loads, so that others can be on
+// their way together with them. `parts` are those of the kernel's own kind.
 class StateAhead {
  public:
   template <class Exec>
-  PUTGET_TEXT void load(const Exec& exec, const Plan& plan, uint64_t parts) {
-    if (exec.thread() < words(plan)) word_ = from(plan)[exec.thread()];
-    if (exec.thread() == 0) own_ = look_at_own_flags(exec, plan, parts);
+  PUTGET_TEXT StateAhead(const Exec& exec, const Plan& plan, uint64_t parts)
+      : head_(&plan.state->head),
+        word_from_(from(plan) + exec.thread()),
+        ended_(flag_line(plan.own(), plan.layout.ended, plan.shape.ep_rank)),
+        arrived_(part_flag(plan.own(), plan.layout.arrived, plan.shape.ep_rank, 0)),
+        first_(part_flag(plan.own(), parts, plan.shape.ep_rank, 0)) {
+    exec.pin(head_);
+    exec.pin(word_from_);
+    exec.pin(ended_);
+    exec.pin(arrived_);
+    exec.pin(first_);
   }
+
+  // One thread has the own flags.
+  template <class Exec>
+  PUTGET_TEXT static bool has_own(const Exec& exec) {
+    return exec.thread() == exec.threads() / 2;
+  }
+
+  template <class Exec>
+  PUTGET_TEXT void load(const Exec& exec, const Plan& plan) {
+    if (exec.thread() < words(plan)) word_ = *word_from_;
+    if (!has_own(exec)) return;
+    own_.ended = exec.peek(ended_);
+    own_.arrived = exec.peek(arrived_);
+    own_.first = exec.peek(first_);
+    own_.part = exec.peek(first_ + exec.block());
+  }
+
+  PUTGET_TEXT const StateHead& head() const { return *head_; }
+  PUTGET_TEXT const OwnFlags& own() const { return own_; }
 
   // A block barrier must follow. Says whether this thread has seen a source that wants rows with flags in them.
   template <class Exec>
@@ -139,12 +181,7 @@ class StateAhead {
       to[i] = word;
       asked = asked || (i >= offsetof(StateHead, left) / sizeof(uint32_t) && wants_flags(word));
     }
-    PUTGET_ROLLED
-    for (uint32_t peer = exec.thread(); peer < plan.shape.ep_size; peer += exec.threads()) scratch.rows[peer] = 0;
-    if (exec.thread() == 0) {
-      scratch.own = own_;
-      scratch.missing = RankSet::none();
-    }
+    if (has_own(exec)) scratch.own = own_;
     return asked;
   }
 
@@ -157,6 +194,11 @@ class StateAhead {
     return reinterpret_cast<const uint32_t*>(&plan.state->head);
   }
 
+  const StateHead* head_;
+  const uint32_t* word_from_;
+  const uint64_t* ended_;
+  const uint64_t* arrived_;
+  const uint64_t* first_;
   uint32_t word_ = 0;
   OwnFlags own_;
 };
@@ -262,9 +304,13 @@ PUTGET_TEXT bool wait_for(Exec& exec, const Plan& plan, const StateHead& head, c
 // The flag that this thread waits for first, looked at before the epoch is known: the load is on its way together with
 // the state's.
 template <Tag tag, class Exec>
-PUTGET_TEXT uint64_t glance(Exec& exec, const Plan& plan, uint64_t lines) {
-  const uint32_t peer = first_peer(exec);
-  return peer < plan.shape.ep_size ? exec.template observe<tag>(flag_line(plan.own(), lines, peer)) : 0;
+PUTGET_TEXT uint64_t glance(Exec& exec, const Plan& plan, const uint64_t* flag) {
+  return first_peer(exec) < plan.shape.ep_size ? exec.template observe<tag>(flag) : 0;
+}
+// Where it is.
+template <class Exec>
+PUTGET_TEXT const uint64_t* first_flag(const Exec& exec, const Plan& plan, uint64_t lines) {
+  return flag_line(plan.own(), lines, first_peer(exec));
 }
 
 // Waits until the flag of every wanted active peer says `epoch`; `first` is this thread's glance. A block barrier must
@@ -285,6 +331,24 @@ PUTGET_TEXT void observe_flags(Exec& exec, const Plan& plan, uint64_t lines, uin
       exec.insert(scratch.missing, peer);
     }
   }
+}
+
+// The same where all flags mostly say so already, for the flag of which this thread has the glance; threads that have
+// one call it. Of the wanted peers are all active ones.
+template <Tag tag, class Exec>
+PUTGET_RARE void observe_flags_apart(Exec& exec, const Plan& plan, uint64_t lines, uint32_t epoch, WaitScratch& scratch,
+                                     uint64_t first) {
+  observe_flags<tag>(exec, plan, lines, epoch, scratch, first, [](uint32_t) { return true; });
+}
+template <Tag tag, class Exec>
+PUTGET_TEXT void observe_first(Exec& exec, const Plan& plan, uint64_t lines, uint32_t epoch, const RankSet& active,
+                               WaitScratch& scratch, uint64_t first) {
+  const uint32_t peer = first_peer(exec);
+  if ((flag_epoch(first) == epoch || !active.holds(peer)) && plan.shape.ep_size <= exec.threads()) {
+    scratch.value[peer] = active.holds(peer) ? flag_value(first) : 0;
+    return;
+  }
+  observe_flags_apart<tag>(exec, plan, lines, epoch, scratch, first);
 }
 
 // Waits for one part of a peer; its value is in `scratch` where it is the first or the last one. A part that the peer
@@ -317,8 +381,10 @@ PUTGET_TEXT bool observe_parts(Exec& exec, const Plan& plan, uint64_t flags, uin
   const auto observe = [&](uint32_t first, uint32_t end) {
     PUTGET_ROLLED
     for (uint32_t i = first * ep_size + exec.thread(); i < end * ep_size; i += exec.threads()) {
-      if (!scratch.head.active.has(i % ep_size)) continue;
-      observe_part<tag>(exec, plan, flags, epoch, i % ep_size, i / ep_size, scratch);
+      const uint32_t part = plan.by_ep_size.quotient(i);
+      const uint32_t peer = i - part * ep_size;
+      if (!scratch.head.active.has(peer)) continue;
+      observe_part<tag>(exec, plan, flags, epoch, peer, part, scratch);
     }
     exec.sync();
   };

@@ -11,7 +11,6 @@ enum class Stage : uint32_t {
   kWoken,      // the kernel before has ended
   kState,      // the state's head is known
   kWaited,     // dispatch: routed, and the last round has ended everywhere
-  kSlots,      // dispatch: the slots are known
   kPut,        // dispatch: the rows are on their way
   kPublished,  // the peers have been told
   kObserved,   // the peers have told

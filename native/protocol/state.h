@@ -34,7 +34,7 @@ struct FaultRecord {
 };
 
 // The part of State that a kernel looks at first: every CTA takes a copy of it in one piece.
-struct StateHead {
+struct alignas(16) StateHead {
   uint32_t epoch;       // the round that was dispatched last
   uint32_t open;        // 1 from the end of dispatch until combine or release
   uint32_t opened_by;   // object_id of the dispatch that opened the round
@@ -43,8 +43,8 @@ struct StateHead {
   uint32_t rounds;      // dispatched since the last start; the first one has the warm-up deadline
   uint32_t fault;       // FaultKind; sticky until the next start
   uint32_t ids_top_k;   // geometry of the ids region that `left` speaks of
-  uint32_t ids_capacity;
   RankSet active;
+  uint32_t ids_capacity;
   // Slots of each source whose ids may differ from -1, that is, rows of the round dispatched last; and kWantsFlags
   // where the source wants them back with flags in them.
   uint32_t left[kMaxRanks];
@@ -73,6 +73,7 @@ struct Plan {
   unsigned long long* invalid_ids;
   uint64_t timeout_ns;
   uint64_t warmup_timeout_ns;
+  Divisor by_ep_size;
   float wire_scale;      // WireType::kFp8Static: an element is its E4M3 value times this
   uint32_t object_id;    // of the objects on one memory
   uint32_t skips_waits;  // 1: nothing is waited for, to see what waiting costs
@@ -98,7 +99,8 @@ struct DispatchCall {
   uint32_t segments[kMaxPayloads];      // pieces of one row of each payload
   uint32_t split_bits;                  // 2^split_bits warps share the targets of one segment
   Divisor items_per_token;              // segments of all payloads, and one for ids and weights, times those warps
-  Divisor blocks;                       // CTAs
+  uint32_t items_of_block;              // CTAs have as many items each,
+  uint32_t blocks_with_more;            // ... the first ones one more
   Divisor top_k;
   uint32_t num_tokens;
   uint32_t max_rows;  // slots of each source that this rank will look at
@@ -119,7 +121,6 @@ struct CombineCall {
   uint32_t small_piece_bytes;  // where CTAs share a slot, in pieces of so many
   uint32_t rows_access_bytes;  // widest access for moving rows
   uint32_t moving_blocks;      // CTAs that move rows
-  Divisor ep_size;
   uint32_t flagged;        // 1: the rows to sum come with flags in them: what dispatch has wished
   Divisor flagged_pieces;  // pieces of segment_bytes of one row with flags in it
   uint32_t wide_out;       // 1: out and addend allow the widest access that rows have

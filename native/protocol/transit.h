@@ -200,7 +200,7 @@ PUTGET_TEXT void move_slot(Exec& exec, const Plan& plan, const CombineCall& call
   const uint32_t split = exec.block() & (parts.splits() - 1);
   PUTGET_ROLLED
   for (uint32_t item = exec.warp();; item += warps) {
-    const uint32_t round = call.ep_size.quotient(item);
+    const uint32_t round = plan.by_ep_size.quotient(item);
     const uint32_t begin = (round * parts.splits() + split) * piece_bytes;
     if (begin >= row_bytes) return;
     uint32_t src = plan.shape.ep_rank + item - round * ep_size;

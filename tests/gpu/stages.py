@@ -24,7 +24,7 @@ import putget
 from putget import hardware
 
 # Stage of native/protocol/stage.h, in its order.
-STAGES = ("start", "woken", "state", "waited", "slots", "put", "published", "observed", "done")
+STAGES = ("start", "woken", "state", "waited", "put", "published", "observed", "done")
 IN_COMBINE = ("start", "woken", "state", "published", "observed", "done")
 HIDDEN, TOP_K, EXPERTS = 7168, 8, 256
 LEADING, PAIRS, REPLAYS = 4, 20, 30

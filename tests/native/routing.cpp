@@ -79,9 +79,10 @@ bool counts(uint32_t experts, uint32_t ranks, uint32_t top_k) {
   const cpu::Exec exec;
   for (uint32_t end = 0; end <= kTokens; ++end) {
     auto scratch = std::make_unique<RouteScratch>();
-    prepare_routes(exec, plan, load_table(exec, plan), *scratch);
-    const Router router(plan, call, active, *scratch);
-    IdBatch batch;
+    clear_routes(exec, plan, *scratch);
+    keep_table(exec, plan, load_table(exec, plan, owner.data()), active, *scratch);
+    const Router router(plan, call, active, load_num_valid(call), *scratch);
+    IdBatch<Id> batch;
     load_ids(batch, plan, call, 0, 0);
     count_rows(exec, router, batch, end, *scratch);
     std::vector<uint32_t> want(ranks);

@@ -72,12 +72,12 @@ class StressRank {
       call.payload[p] = object.payload[p].data();
       call.access_bytes[p] = shape.row_bytes[p] % 16 == 0 ? 16 : 1;
     }
-    cut_into_items(call, shape, kSegmentBytes, round_ % 2 == 0 ? 1 : 2, blocks);
     call.num_tokens = num_tokens_;
+    cut_into_items(call, shape, kSegmentBytes, round_ % 2 == 0 ? 1 : 2, blocks);
     call.max_rows = shape.max_tokens_per_rank;
     call.wish = flagged_ ? kWantsFlags : 0;
     call.half = half;
-    launch(blocks, [&](BlockExec exec) { putget::dispatch(exec, object.plan, call, scratch_[exec.block()].dispatch); });
+    launch(blocks, [&](BlockExec exec) { putget::dispatch<int32_t>(exec, object.plan, call, scratch_[exec.block()].dispatch); });
   }
 
   // The experts' work: each received row gets its row of output, in combine_input or outside the workspace.
@@ -111,7 +111,6 @@ class StressRank {
     call.small_piece_bytes = kScaleBlock * element_bytes(plan.shape.output_type);
     call.piece_bytes = 2 * call.small_piece_bytes;
     call.moving_blocks = half == Half::kBoth && blocks > 1 ? blocks - round_ % 2 : blocks;
-    call.ep_size = Divisor(plan.shape.ep_size);
     call.flagged = flagged_;
     if (call.flagged != 0) call.segment_bytes = kFlaggedSegmentBytes;
     const uint32_t stages = flagged_ ? 1 : plan_.stages(round_, rank_);
@@ -191,6 +190,7 @@ class StressRank {
     plan.shape = shape;
     plan.layout = layout_of(shape);
     for (uint32_t peer = 0; peer < shape.ep_size; ++peer) plan.base[peer] = base[peer];
+    plan.by_ep_size = Divisor(shape.ep_size);
     plan.state = &state_;
     plan.fault = &fault_;
     plan.expert_to_rank = object->expert_to_rank.data();

@@ -1,0 +1,216 @@
+// What dispatch divides its work into: items, (token, segment, split), token-major. Segment 0 carries ids and weights,
+// the others are pieces of payload rows; where there are few of them, several warps split the targets of each. Each CTA
+// takes a contiguous range of items, so a large batch gives a CTA many tokens and a small one gives a token many CTAs.
+#pragma once
+
+#include "protocol/access.h"
+#include "protocol/routing.h"
+
+namespace putget {
+
+// Fills in how the call's rows are cut into segments, and for how many CTAs; `splits` is a power of two. On the host,
+// before the kernel; the call has its number of tokens.
+inline void cut_into_items(DispatchCall& call, const Shape& shape, uint32_t segment_bytes, uint32_t splits,
+                           uint32_t blocks) {
+  call.segment_bytes = segment_bytes;
+  uint32_t segments = 1;
+  for (uint32_t p = 0; p < shape.num_payloads; ++p) {
+    call.segments[p] = (shape.row_bytes[p] + segment_bytes - 1) / segment_bytes;
+    segments += call.segments[p];
+  }
+  call.split_bits = lowest_bit(splits);
+  call.items_per_token = Divisor(segments * splits);
+  const uint32_t items = call.num_tokens * segments * splits;
+  call.items_of_block = items / blocks;
+  call.blocks_with_more = items % blocks;
+  call.top_k = Divisor(shape.top_k);
+}
+
+// This CTA's part of the list of items, and the tokens it touches.
+struct Share {
+  uint32_t begin;  // items
+  uint32_t end;
+  uint32_t first_token;
+  uint32_t end_token;
+
+  template <class Exec>
+  PUTGET_TEXT Share(const Exec& exec, const DispatchCall& call) {
+    const uint32_t more = call.blocks_with_more;
+    begin = exec.block() * call.items_of_block + (exec.block() < more ? exec.block() : more);
+    end = begin + call.items_of_block + (exec.block() < more ? 1 : 0);
+    first_token = call.items_per_token.quotient(begin);
+    end_token = call.items_per_token.quotient(end + call.items_per_token.value() - 1);
+  }
+
+  PUTGET_TEXT uint32_t chunk_of(uint32_t token) const {
+    return end_token - token < kChunkTokens ? end_token - token : kChunkTokens;
+  }
+  // Behind the last item of the first chunk.
+  PUTGET_TEXT uint32_t first_chunk_end(const DispatchCall& call) const {
+    const uint32_t chunk_end = (first_token + kChunkTokens) * call.items_per_token.value();
+    return end < chunk_end ? end : chunk_end;
+  }
+  // The first token whose header this CTA has: it also records the token's routes.
+  PUTGET_TEXT uint32_t first_header(const DispatchCall& call) const {
+    return begin == first_token * call.items_per_token.value() ? first_token : first_token + 1;
+  }
+};
+
+// Where the rows of one token go.
+struct Targets {
+  const RouteScratch& route;
+  uint32_t token;  // of the chunk
+  uint8_t* const* base;
+  uint32_t split;
+  uint32_t splits;
+
+  // Calls visit(base, row) for this split's targets, from the own rank on, so that sources do not all write to the same
+  // rank at once.
+  template <class Visit>
+  PUTGET_TEXT void visit(const Plan& plan, Visit visit) const {
+    const uint32_t ep_size = plan.shape.ep_size;
+    uint32_t count = 0;
+    route.targets[token].visit_from(plan.shape.ep_rank, ep_size, [&](uint32_t rank) {
+      if ((count++ & (splits - 1)) != split) return;
+      visit(base[rank], row_index(route.slot(token, rank), plan.shape.ep_rank, ep_size));
+    });
+  }
+};
+
+// One item, whose source is loaded before its destinations are known. A warp calls it.
+template <class Id, class Exec>
+class Item {
+  using Wide = typename Exec::Access16;
+
+ public:
+  PUTGET_TEXT Item(const Plan& plan, const DispatchCall& call, uint32_t index)
+      : token_(call.items_per_token.quotient(index)), splits_(1u << call.split_bits) {
+    const uint32_t in_token = index - token_ * call.items_per_token.value();
+    const uint32_t segment = in_token >> call.split_bits;
+    split_ = in_token & (splits_ - 1);
+    is_header_ = segment == 0;
+    if (is_header_) return;
+    uint32_t piece = segment - 1;
+    uint32_t p = 0;
+    while (piece >= call.segments[p]) piece -= call.segments[p++];
+    const uint32_t offset = piece * call.segment_bytes;
+    row_bytes_ = plan.shape.row_bytes[p];
+    bytes_ = row_bytes_ - offset < call.segment_bytes ? row_bytes_ - offset : call.segment_bytes;
+    access_bytes_ = call.access_bytes[p];
+    source_ = static_cast<const uint8_t*>(call.payload[p]) + uint64_t{token_} * row_bytes_ + offset;
+    region_ = plan.layout.payload[p] + offset;
+  }
+
+  // What `load` needs is there before the text goes on.
+  PUTGET_TEXT void pin(const Exec& exec) {
+    exec.pin(source_);
+    exec.pin(bytes_);
+  }
+
+  PUTGET_TEXT uint32_t token() const { return token_; }
+
+  // Issues the first loads; `put` waits for them.
+  PUTGET_TEXT void load(Exec& exec, const Plan& plan, const DispatchCall& call) {
+    if (is_header_) {
+      if (exec.lane() < plan.shape.top_k) load_header(plan, call, exec.lane());
+    } else if (access_bytes_ == sizeof(Wide)) {
+      load_wide(exec, exec.lane());
+    }
+  }
+
+  // Of a chunk that begins with first_token.
+  PUTGET_TEXT void put(Exec& exec, const Plan& plan, const DispatchCall& call, uint32_t num_valid,
+                       const RouteScratch& route, uint32_t first_token, uint8_t* const* base) {
+    const Targets targets{route, token_ - first_token, base, split_, splits_};
+    if (is_header_) {
+      put_header(exec, plan, call, num_valid, targets);
+    } else if (access_bytes_ == sizeof(Wide)) {
+      put_wide(exec, plan, targets);
+    } else {
+      with_narrow_access(access_bytes_, [&](auto access) {
+        put_narrow<decltype(access)>(exec, plan, targets, source_, region_, row_bytes_, bytes_);
+      });
+    }
+  }
+
+ private:
+  static constexpr uint32_t kUnroll = Exec::template put_unroll<Wide>();
+
+  PUTGET_TEXT void load_header(const Plan& plan, const DispatchCall& call, uint32_t k) {
+    const uint64_t index = uint64_t{token_} * plan.shape.top_k + k;
+    id_.load(static_cast<const Id*>(call.topk_ids) + index, 1);
+    weight_ = call.topk_weights[index];
+  }
+
+  // Ids and weights, each as one row per target.
+  PUTGET_TEXT void put_header(Exec& exec, const Plan& plan, const DispatchCall& call, uint32_t num_valid,
+                              const Targets& targets) {
+    const uint32_t top_k = plan.shape.top_k;
+    PUTGET_ROLLED
+    for (uint32_t k = exec.lane(); k < top_k; k += exec.lanes()) {
+      if (k >= exec.lanes()) load_header(plan, call, k);
+      const int32_t id = token_ < num_valid ? sent_id(plan, id_[0]) : -1;
+      const float weight = weight_;
+      targets.visit(plan, [&](uint8_t* base, uint32_t row) {
+        const uint64_t index = uint64_t{row} * top_k + k;
+        reinterpret_cast<int32_t*>(base + plan.layout.topk_ids)[index] = id;        // [D2]
+        reinterpret_cast<float*>(base + plan.layout.topk_weights)[index] = weight;  // [D2]
+      });
+    }
+  }
+
+  PUTGET_TEXT void load_wide(Exec& exec, uint32_t first) {
+    const Wide* from = reinterpret_cast<const Wide*>(source_);
+    PUTGET_UNROLL
+    for (uint32_t u = 0; u < kUnroll; ++u) {
+      const uint32_t i = first + u * exec.lanes();
+      if (i < bytes_ / sizeof(Wide)) ahead_[u] = from[i];
+    }
+  }
+
+  PUTGET_TEXT void put_wide(Exec& exec, const Plan& plan, const Targets& targets) {
+    const uint32_t count = bytes_ / sizeof(Wide);
+    PUTGET_ROLLED
+    for (uint32_t first = exec.lane(); first < count;) {
+      targets.visit(plan, [&](uint8_t* base, uint32_t row) {
+        Wide* to = reinterpret_cast<Wide*>(base + region_ + uint64_t{row} * row_bytes_);
+        PUTGET_UNROLL
+        for (uint32_t u = 0; u < kUnroll; ++u) {
+          const uint32_t i = first + u * exec.lanes();
+          if (i < count) exec.put(to + i, ahead_[u]);  // [D2]
+        }
+      });
+      first += exec.lanes() * kUnroll;
+      if (first < count) load_wide(exec, first);
+    }
+  }
+
+  // Static, and with what it needs by value: so the item itself stays in registers.
+  template <class Access>
+  PUTGET_RARE static void put_narrow(Exec& exec, const Plan& plan, const Targets targets, const uint8_t* source,
+                                     uint64_t region, uint32_t row_bytes, uint32_t bytes) {
+    const Access* from = reinterpret_cast<const Access*>(source);
+    PUTGET_ROLLED
+    for (uint32_t i = exec.lane(); i < bytes / sizeof(Access); i += exec.lanes()) {
+      const Access value = from[i];
+      targets.visit(plan, [&](uint8_t* base, uint32_t row) {
+        exec.put(reinterpret_cast<Access*>(base + region + uint64_t{row} * row_bytes) + i, value);  // [D2]
+      });
+    }
+  }
+
+  uint32_t token_;
+  uint32_t split_;
+  uint32_t splits_;
+  bool is_header_;
+  uint32_t row_bytes_ = 0;
+  uint32_t bytes_ = 0;
+  uint32_t access_bytes_ = 0;
+  const uint8_t* source_ = nullptr;
+  uint64_t region_ = 0;  // of the payload, from the segment's first byte on
+  Ids<Id, 1> id_;
+  float weight_;
+  Wide ahead_[kUnroll];
+};
+
+}  // namespace putget
