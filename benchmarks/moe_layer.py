@@ -47,7 +47,7 @@ _KINDS = {
     "rows by expert": ("count_kernel", "place_kernel"),
     "sums of experts": ("finalize_kernel",),
     "rows out": ("dispatch_kernel", "AllGather", "A2ADispatch", "A2ASanitize", "A2APrepareDispatch"),
-    "rows back": ("combine_kernel", "ReduceScatter", "A2ACombine", "A2APrepareCombine"),
+    "rows back": ("combine_kernel", "combine_bulk_kernel", "ReduceScatter", "A2ACombine", "A2APrepareCombine"),
 }
 
 

@@ -24,6 +24,10 @@ from putget.moe.traced import LayerOperator
 from putget.payload import Payload
 from putget.workspace import resolve_device
 
+# From so many tokens on, shared experts fill the SMs by themselves. Experts that began beside them would have some of
+# their tiles wait for SMs while the others are done.
+_SHARED_FILL_FROM = 1024
+
 _MakeExperts: TypeAlias = Callable[[int, int, int, Gate, torch.device], Bf16Experts | Fp8Experts]
 
 
@@ -236,8 +240,10 @@ class ExpertParallelMoE(nn.Module):
                 received = a2a.dispatch_finish()
         with self.range("expert_major"):
             grouped = received.expert_major(memory=self.lane.memory)
+        if overlapped and len(x) >= _SHARED_FILL_FROM:
+            self._beside.join()
         rows = self.run_experts(grouped, len(x))
-        if overlapped:
+        if overlapped and len(x) < _SHARED_FILL_FROM:
             self._beside.join()
         with self.range("combine"):
             return a2a.combine(rows, layout=grouped, addend=addend)
