@@ -19,9 +19,9 @@ constexpr int kCombineRegisters = 80;
 template <class Codec, class Wire, class TopK>
 __global__ void __maxnreg__(kCombineRegisters)
     combine_kernel(const __grid_constant__ Plan plan, const __grid_constant__ CombineCall call) {
-  __shared__ CombineScratch scratch;
+  __shared__ CombineScratch shared;
   Exec exec;
-  combine<Codec, Wire, TopK>(exec, plan, call, scratch);
+  combine<Codec, Wire, TopK>(exec, plan, call, kept_at_hand(shared));
 }
 
 }  // namespace putget::cuda

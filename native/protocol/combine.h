@@ -79,18 +79,52 @@ PUTGET_TEXT bool look_before_combine(Exec& exec, const Plan& plan, const Work& w
   return false;
 }
 
-// Whether it may be this kernel's turn, by all but `open`: where nothing is moved the first CTA waits for no other one,
-// and may have closed the round. A CTA that sends also looks at its own note, or that of a kernel with other CTAs.
+// What says whose turn it is, as the calling CTA found it, all of it read together.
+struct Turn {
+  uint32_t epoch;
+  uint32_t open;
+  uint32_t opened_by;
+  uint32_t num_tokens;
+  uint32_t fault;
+  OwnFlags own;
+
+  template <class Exec>
+  PUTGET_TEXT Turn(const Exec& exec, const WaitScratch& wait)
+      : epoch(wait.head.epoch),
+        open(wait.head.open),
+        opened_by(wait.head.opened_by),
+        num_tokens(wait.head.num_tokens),
+        fault(wait.head.fault),
+        own(wait.own) {
+    exec.pin(epoch);
+    exec.pin(open);
+    exec.pin(opened_by);
+    exec.pin(num_tokens);
+    exec.pin(fault);
+  }
+
+  // Whether it may be the turn of this object's kernel, by all but `open`: where nothing is moved the first CTA waits
+  // for no other one, and may have closed the round. A CTA that sends also looks at its own note, or that of a kernel
+  // with other CTAs.
+  PUTGET_TEXT bool may_be_in_turn(const Plan& plan, const CombineCall& call, bool sends, uint32_t blocks) const {
+    const bool is_own = (opened_by == plan.object_id) & (num_tokens == call.num_tokens);
+    const bool released = (flag_epoch(own.ended) == epoch) & ended_by(flag_value(own.ended), kEndedByRelease);
+    const bool sent = sends & own.published(blocks, epoch);
+    return is_own & !released & !sent;
+  }
+};
+
+// Why it is not: the last reason counts.
 template <class Exec>
-PUTGET_TEXT bool may_be_in_turn(const Exec& exec, const Plan& plan, const CombineCall& call, const Work& work,
-                                const WaitScratch& wait) {
-  // Without branches: what is looked at is loaded together.
-  const StateHead& head = wait.head;
-  const uint32_t epoch = head.epoch;
-  const bool is_own = (head.opened_by == plan.object_id) & (head.num_tokens == call.num_tokens);
-  const bool released = (flag_epoch(wait.own.ended) == epoch) & ended_by(flag_value(wait.own.ended), kEndedByRelease);
-  const bool sent = work.sends & wait.own.published(exec.blocks(), epoch);
-  return is_own & !released & !sent;
+PUTGET_RARE void report_out_of_turn(Exec& exec, const Plan& plan, const CombineCall& call, const Turn& turn,
+                                    bool is_open, bool started) {
+  Misuse wrong = Misuse::kNone;
+  if (call.half == Half::kFinish && !started) wrong = Misuse::kNotStarted;
+  if (call.half != Half::kFinish && started) wrong = Misuse::kNotFinished;
+  if (flag_epoch(turn.own.arrived) == turn.epoch + 1) wrong = Misuse::kNotFinished;
+  if (turn.num_tokens != call.num_tokens) wrong = Misuse::kTokenCount;
+  if (!is_open) wrong = Misuse::kNoOpenRound;
+  report_misuse(exec, plan, Phase::kCombine, wrong, turn.epoch, turn.num_tokens, call.num_tokens, 0);
 }
 
 // Whether this object's round is open here, and the half has its turn. The first CTA reports, and closes the round at
@@ -99,29 +133,23 @@ PUTGET_TEXT bool may_be_in_turn(const Exec& exec, const Plan& plan, const Combin
 template <bool kIsFlagged, class Exec>
 PUTGET_TEXT bool may_combine(Exec& exec, const Plan& plan, const CombineCall& call, const Work& work,
                              const WaitScratch& wait) {
-  const StateHead& head = wait.head;
-  const OwnFlags& own = wait.own;
-  if (head.fault != 0) return false;
+  const Turn turn(exec, wait);
+  const bool is_well = turn.fault == 0;
   if (exec.block() != 0 && !work.moves) {
-    return !(kIsFlagged || work.sends) || may_be_in_turn(exec, plan, call, work, wait);
+    const bool judges = kIsFlagged || work.sends;
+    return is_well & (!judges | turn.may_be_in_turn(plan, call, work.sends, exec.blocks()));
   }
-  const bool is_open = head.open && head.opened_by == plan.object_id;
+  const OwnFlags& own = turn.own;
+  const bool is_open = turn.open && turn.opened_by == plan.object_id;
   // The first CTA tells of the end while others look: these go by their parts. An end without parts is not this
   // kernel's, which moves rows where others than the first CTA ask.
-  const bool ended = flag_epoch(own.ended) == head.epoch;
+  const bool ended = flag_epoch(own.ended) == turn.epoch;
   const bool by_parts = exec.block() != 0 && (!ended || moved_parts(flag_value(own.ended)).groups != 0);
-  const bool started = by_parts ? own.published(call.moving_blocks, head.epoch) : ended;
-  // The last one counts.
-  Misuse wrong = Misuse::kNone;
-  if (call.half == Half::kFinish && !started) wrong = Misuse::kNotStarted;
-  if (call.half != Half::kFinish && started) wrong = Misuse::kNotFinished;
-  if (flag_epoch(own.arrived) == head.epoch + 1) wrong = Misuse::kNotFinished;
-  if (head.num_tokens != call.num_tokens) wrong = Misuse::kTokenCount;
-  if (!is_open) wrong = Misuse::kNoOpenRound;
-  if (wrong == Misuse::kNone) return true;
-  if (exec.block() == 0 && exec.thread() == 0) {
-    report_misuse(exec, plan, Phase::kCombine, wrong, head.epoch, head.num_tokens, call.num_tokens, 0);
-  }
+  const bool started = by_parts ? own.published(call.moving_blocks, turn.epoch) : ended;
+  const bool is_half_wrong = (call.half == Half::kFinish) != started;
+  const bool is_dispatching = flag_epoch(own.arrived) == turn.epoch + 1;
+  if (is_well & is_open & !is_half_wrong & !is_dispatching & (turn.num_tokens == call.num_tokens)) return true;
+  if (is_well && exec.block() == 0 && exec.thread() == 0) report_out_of_turn(exec, plan, call, turn, is_open, started);
   return false;
 }
 
@@ -306,7 +334,7 @@ PUTGET_RARE void do_combine_apart(Exec& exec, const Plan& plan, const CombineCal
                                   CombineScratch& scratch) {
   FlaggedSender<Exec> sender(exec, plan, call, exec.blocks());
   FlaggedSum<Exec, Codec, TopK> flagged(exec, plan, call);
-  if (call.half != Half::kStart) flagged.look_up(exec, plan, call);
+  if (call.half != Half::kStart) flagged.look_up(exec, call);
   do_combine<Codec, Wire>(exec, plan, call, work, sender, flagged, scratch);
 }
 
@@ -322,11 +350,11 @@ PUTGET_TEXT void combine(Exec& exec, const Plan& plan, const CombineCall& call, 
   FlaggedSum<Exec, Codec, TopK> flagged(exec, plan, call);
   exec.wait_for_earlier_work();
   exec.mark(Stage::kWoken);
-  // What the experts wrote is made visible while the state is on its way.
-  if (exec.block() == 0 && first_peer(exec) < plan.shape.ep_size) exec.prepare_publish();
   const bool asked = look_before_combine<!Wire::kIsScaled>(exec, plan, work, state, scratch, [&] {
-    if (kIsFlagged && call.half != Half::kFinish) sender.load_ahead(exec, plan, call);
-    if (kIsFlagged && call.half != Half::kStart) flagged.look_up(exec, plan, call);
+    if (kIsFlagged && call.half != Half::kFinish) sender.load_ahead();
+    if (kIsFlagged && call.half != Half::kStart) flagged.look_up(exec, call);
+    // What the experts wrote is made visible while the state is on its way.
+    if (exec.block() == 0 && first_peer(exec) < plan.shape.ep_size) exec.prepare_publish();
   });
   exec.mark(Stage::kState);
   if (work.moving && asked && no_other_rows(plan, scratch.wait.head)) work.move_nothing(call);

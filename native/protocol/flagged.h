@@ -71,78 +71,98 @@ PUTGET_RARE void send_packs(Exec& exec, const FlaggedRow row, uint32_t pack, uin
 }
 
 // Sends rows to the sources that want them with flags in them, a piece a warp: slot by slot, source by source from the
-// own rank on. The first `blocks` CTAs take part.
+// own rank on. It is made before the kernel may read anything, and knows from where it gets its first pack, and where
+// to.
 template <class Exec>
 class FlaggedSender {
  public:
+  // The first `blocks` CTAs take part.
   PUTGET_TEXT FlaggedSender(const Exec& exec, const Plan& plan, const CombineCall& call, uint32_t blocks)
       : item_(exec.warp() * blocks + exec.block()), step_(exec.warps() * blocks) {
     find(plan, call);
-  }
-
-  // Issues the load of the first pack before it is known whether its row is there at all: memory for it there is.
-  PUTGET_TEXT void load_ahead(const Exec& exec, const Plan& plan, const CombineCall& call) {
+    // The first pack is loaded before it is known whether its row is there at all: memory for it there is.
     const bool exists = slot_ == 0 || (call.rows == nullptr && slot_ < plan.shape.max_tokens_per_rank);
-    const uint32_t pack = first_pack_ + exec.lane();
     const Transit rows(plan, call);
-    if (!exists || pack >= end(plan, call) || rows.access_bytes < kPackBytes) return;
-    ahead_ = reinterpret_cast<const uint64_t*>(rows.from(slot_, src_))[pack];
-    is_ahead_ = true;
+    const uint32_t pack = first_pack_ + exec.lane();
+    if (exists && pack < end_ && rows.access_bytes >= kPackBytes) {
+      from_ = reinterpret_cast<const uint64_t*>(rows.from(slot_, src_)) + pack;
+    }
+    to_ = reinterpret_cast<FlaggedPack*>(plan.base[src_] + flagged_row(plan, plan.shape.ep_rank, slot_)) + pack;
+    exec.pin(from_);
+    exec.pin(to_);
+    next_slot_ = slot_of(plan, call, item_ + step_);
+    exec.pin(next_slot_);
   }
 
-  PUTGET_TEXT void send(Exec& exec, const Plan& plan, const CombineCall& call, const StateHead& head) {
-    put(exec, plan, call, head);
-    is_ahead_ = false;
-    item_ += step_;
-    find(plan, call);
-    while (any_beyond(exec, plan, head)) {
-      put(exec, plan, call, head);
-      item_ += step_;
-      find(plan, call);
+  // Issues the load of the first pack.
+  PUTGET_TEXT void load_ahead() {
+    if (from_ != nullptr) ahead_ = *from_;
+    is_ahead_ = from_ != nullptr;
+  }
+
+  PUTGET_TEXT void send(Exec& exec, const Plan& plan, const CombineCall& call, const StateHead& head) const {
+    if (is_sent(head)) {
+      if (is_ahead_) exec.put_flagged(to_, ahead_, head.epoch);  // [F1]
+      const uint32_t others = first_pack_ + exec.lane() + (is_ahead_ ? exec.lanes() : 0);
+      if (others < end_) send_packs(exec, row(plan, call), others, head.epoch);
     }
+    if (any_beyond(exec, plan, head, next_slot_)) send_rest(exec, plan, call, head, item_ + step_, step_);
   }
 
  private:
+  PUTGET_TEXT FlaggedSender(const Plan& plan, const CombineCall& call, uint32_t item, uint32_t step)
+      : item_(item), step_(step) {
+    find(plan, call);
+  }
+
+  // What comes behind the first piece of each warp.
+  PUTGET_RARE static void send_rest(Exec& exec, const Plan& plan, const CombineCall& call, const StateHead& head,
+                                    uint32_t item, uint32_t step) {
+    FlaggedSender sender(plan, call, item, step);
+    PUTGET_ROLLED
+    while (any_beyond(exec, plan, head, sender.slot_)) {
+      const uint32_t pack = sender.first_pack_ + exec.lane();
+      if (sender.is_sent(head) && pack < sender.end_) send_packs(exec, sender.row(plan, call), pack, head.epoch);
+      sender.item_ += step;
+      sender.find(plan, call);
+    }
+  }
+
+  PUTGET_TEXT static uint32_t slot_of(const Plan& plan, const CombineCall& call, uint32_t item) {
+    return plan.by_ep_size.quotient(call.flagged_pieces.quotient(item));
+  }
+
   PUTGET_TEXT void find(const Plan& plan, const CombineCall& call) {
-    const uint32_t row = call.flagged_pieces.quotient(item_);
-    first_pack_ = (item_ - row * call.flagged_pieces.value()) * packs_a_piece(call);
-    slot_ = plan.by_ep_size.quotient(row);
-    src_ = plan.shape.ep_rank + row - slot_ * plan.by_ep_size.value();
+    const uint32_t packs_a_piece = call.segment_bytes / static_cast<uint32_t>(sizeof(FlaggedPack));
+    const uint32_t packs_a_row = plan.shape.output_row_bytes() / kPackBytes;
+    const uint32_t index = call.flagged_pieces.quotient(item_);
+    first_pack_ = (item_ - index * call.flagged_pieces.value()) * packs_a_piece;
+    end_ = first_pack_ + packs_a_piece < packs_a_row ? first_pack_ + packs_a_piece : packs_a_row;
+    slot_ = plan.by_ep_size.quotient(index);
+    src_ = plan.shape.ep_rank + index - slot_ * plan.by_ep_size.value();
     if (src_ >= plan.shape.ep_size) src_ -= plan.shape.ep_size;
   }
 
-  PUTGET_TEXT static uint32_t packs_a_piece(const CombineCall& call) {
-    return call.segment_bytes / static_cast<uint32_t>(sizeof(FlaggedPack));
+  PUTGET_TEXT FlaggedRow row(const Plan& plan, const CombineCall& call) const {
+    const Transit rows(plan, call);
+    uint8_t* to = plan.base[src_] + flagged_row(plan, plan.shape.ep_rank, slot_);
+    return {rows.from(slot_, src_), reinterpret_cast<FlaggedPack*>(to), rows.access_bytes, end_};
   }
 
-  PUTGET_TEXT uint32_t end(const Plan& plan, const CombineCall& call) const {
-    const uint32_t packs = plan.shape.output_row_bytes() / kPackBytes;
-    const uint32_t end = first_pack_ + packs_a_piece(call);
-    return end < packs ? end : packs;
+  // Whether the piece's row is there, and its source wants it in this form.
+  PUTGET_TEXT bool is_sent(const StateHead& head) const {
+    const uint32_t left = head.left[src_];
+    return wants_flags(left) && slot_ < rows_of(left);
   }
 
   // Whether any source that is to be sent anything has rows of this slot.
-  PUTGET_TEXT bool any_beyond(Exec& exec, const Plan& plan, const StateHead& head) const {
+  PUTGET_TEXT static bool any_beyond(Exec& exec, const Plan& plan, const StateHead& head, uint32_t slot) {
     bool none = true;
     PUTGET_ROLLED
     for (uint32_t src = exec.lane(); src < plan.shape.ep_size; src += exec.lanes()) {
-      none = none && !(wants_flags(head.left[src]) && rows_of(head.left[src]) > slot_);
+      none = none && !(wants_flags(head.left[src]) && rows_of(head.left[src]) > slot);
     }
     return !exec.all_lanes(none);
-  }
-
-  PUTGET_TEXT void put(Exec& exec, const Plan& plan, const CombineCall& call, const StateHead& head) const {
-    if (!wants_flags(head.left[src_]) || slot_ >= rows_of(head.left[src_])) return;
-    const Transit rows(plan, call);
-    uint8_t* to = plan.base[src_] + flagged_row(plan, plan.shape.ep_rank, slot_);
-    const FlaggedRow row{rows.from(slot_, src_), reinterpret_cast<FlaggedPack*>(to), rows.access_bytes,
-                         end(plan, call)};
-    uint32_t pack = first_pack_ + exec.lane();
-    if (is_ahead_) {
-      exec.put_flagged(row.to + pack, ahead_, head.epoch);  // [F1]
-      pack += exec.lanes();
-    }
-    if (pack < row.end) send_packs(exec, row, pack, head.epoch);
   }
 
   uint32_t item_;
@@ -150,6 +170,10 @@ class FlaggedSender {
   uint32_t slot_;
   uint32_t src_;
   uint32_t first_pack_;
+  uint32_t end_;  // pack
+  uint32_t next_slot_ = 0;
+  const uint64_t* from_ = nullptr;
+  FlaggedPack* to_ = nullptr;
   uint64_t ahead_ = 0;
   bool is_ahead_ = false;
 };
@@ -215,21 +239,20 @@ class FlaggedSum {
         packs_per_segment_(call.segment_bytes / sizeof(FlaggedPack)),
         item_(exec.blocks() == 1 ? exec.warp() : exec.warp() * (exec.blocks() - 1) + exec.block() - 1),
         step_(exec.warps() * (exec.blocks() == 1 ? 1 : exec.blocks() - 1)),
-        takes_part_(exec.blocks() == 1 || exec.block() != 0) {}
+        takes_part_(exec.blocks() == 1 || exec.block() != 0) {
+    find(exec, plan, call);
+    exec.pin(ranks_);
+    exec.pin(slots_);
+  }
 
-  // Before `run`.
-  PUTGET_TEXT void look_up(const Exec& exec, const Plan& plan, const CombineCall& call) {
-    token_ = call.flagged_pieces.quotient(item_);
-    begin_ = (item_ - token_ * call.flagged_pieces.value()) * packs_per_segment_;
-    if (!takes_part_) token_ = call.num_tokens;
+  // Looks up the routes of the item that it has found: before `run`.
+  PUTGET_TEXT void look_up(const Exec& exec, const CombineCall& call) {
     if (token_ >= call.num_tokens) return;
     PUTGET_UNROLL
     for (uint32_t i = 0; i < kRowsPerLane; ++i) {
-      const uint32_t k = i * Exec::kLanes + exec.lane();
-      if (k >= top_k_.top_k) break;
-      const uint64_t route = uint64_t{token_} * top_k_.top_k + k;
-      const int32_t rank = plan.target_ranks[route];
-      const int32_t slot = plan.target_slots[route];
+      if (i * Exec::kLanes + exec.lane() >= top_k_.top_k) break;
+      const int32_t rank = ranks_[i * Exec::kLanes];
+      const int32_t slot = slots_[i * Exec::kLanes];
       const uint32_t row = rank * static_cast<uint32_t>(kFlaggedBytes / sizeof(FlaggedPack)) + slot * packs_;
       row_[i] = (rank | slot) < 0 ? kNone : row;  // both are -1 together: so neither load waits for the other
     }
@@ -240,12 +263,23 @@ class FlaggedSum {
     while (token_ < call.num_tokens) {
       if (!exec.all_lanes(sum_item(exec, plan, call, head))) return false;
       item_ += step_;
-      look_up(exec, plan, call);
+      find(exec, plan, call);
+      look_up(exec, call);
     }
     return true;
   }
 
  private:
+  // Which token and segment the item is, and where the token's routes are.
+  PUTGET_TEXT void find(const Exec& exec, const Plan& plan, const CombineCall& call) {
+    token_ = call.flagged_pieces.quotient(item_);
+    begin_ = (item_ - token_ * call.flagged_pieces.value()) * packs_per_segment_;
+    if (!takes_part_) token_ = call.num_tokens;
+    const uint64_t route = uint64_t{token_} * top_k_.top_k + exec.lane();
+    ranks_ = plan.target_ranks + route;
+    slots_ = plan.target_slots + route;
+  }
+
   // A lane knows where some of the rows are, and asks the others.
   static constexpr uint32_t kRowsPerLane = (TopK::kCapacity + Exec::kLanes - 1) / Exec::kLanes;
 
@@ -356,6 +390,8 @@ class FlaggedSum {
   bool takes_part_;
   uint32_t token_;
   uint32_t begin_;  // pack
+  const int32_t* ranks_;
+  const int32_t* slots_;
   uint32_t row_[kRowsPerLane] = {};
 };
 

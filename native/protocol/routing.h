@@ -14,10 +14,10 @@ constexpr uint32_t kTableExperts = 1024;  // experts whose ranks a CTA keeps at 
 
 // What one CTA knows about the tokens it is working on.
 struct RouteScratch {
-  uint32_t rows[kMaxRanks];                // rows for each rank by all tokens before the chunk
-  uint32_t going[kMaxRanks];               // which tokens of the chunk go to each rank, a bit each
-  RankSet targets[kChunkTokens];           // the same the other way round: where each of them goes
-  int8_t rank[kChunkTokens][kMaxTopK];     // rank of each of its experts, -1 for none
+  uint32_t rows[kMaxRanks];             // rows for each rank by all tokens before the chunk
+  uint32_t going[kMaxRanks];            // which tokens of the chunk go to each rank, a bit each
+  RankSet targets[kChunkTokens];        // the same the other way round: where each of them goes
+  int8_t rank[kChunkTokens][kMaxTopK];  // rank of each of its experts, -1 for none
   // The first entries of expert_to_rank, -1 where there is no such rank or it is not active; behind them one more -1,
   // for "no expert".
   int8_t rank_of_expert[kTableExperts + 1];
@@ -106,7 +106,8 @@ using IdBatch = Ids<Id, kIdBatch>;
 
 // Of one token, from its first_k-th id on.
 template <class Id>
-PUTGET_TEXT void load_ids(IdBatch<Id>& ids, const Plan& plan, const DispatchCall& call, uint32_t token, uint32_t first_k) {
+PUTGET_TEXT void load_ids(IdBatch<Id>& ids, const Plan& plan, const DispatchCall& call, uint32_t token,
+                          uint32_t first_k) {
   ids.load(static_cast<const Id*>(call.topk_ids) + uint64_t{token} * plan.shape.top_k + first_k,
            plan.shape.top_k - first_k);
 }

@@ -102,8 +102,9 @@ struct WaitScratch {
   StateHead head;
   OwnFlags own;
   RankSet missing;
-  uint32_t value[kMaxRanks];  // value of each observed flag; 0 where missing
-  uint32_t rows[kMaxRanks];   // rows_and_wish of all parts together; 0 where missing
+  uint32_t has_further_parts;  // 1: a peer has more of them than this kernel has CTAs
+  uint32_t value[kMaxRanks];   // value of each observed flag; 0 where missing
+  uint32_t rows[kMaxRanks];    // rows_and_wish of all parts together; 0 where missing
 };
 
 // One thread's own look at the state's head.
@@ -129,7 +130,10 @@ template <class Exec>
 PUTGET_TEXT void clear_waits(const Exec& exec, const Plan& plan, WaitScratch& scratch) {
   PUTGET_ROLLED
   for (uint32_t peer = exec.thread(); peer < plan.shape.ep_size; peer += exec.threads()) scratch.rows[peer] = 0;
-  if (exec.thread() == 0) scratch.missing = RankSet::none();
+  if (exec.thread() == 0) {
+    scratch.missing = RankSet::none();
+    scratch.has_further_parts = 0;
+  }
 }
 
 // Every kernel begins with it: one read of the head for all threads of the CTA, and of the own flags. It is made before
@@ -369,44 +373,62 @@ PUTGET_TEXT void observe_part(Exec& exec, const Plan& plan, uint64_t flags, uint
     return;
   }
   const uint32_t value = flag_value(seen);
-  if (part == 0) scratch.value[peer] = value;
+  if (part == 0) {
+    scratch.value[peer] = value;
+    if (parts_of(value) > exec.blocks()) scratch.has_further_parts = 1;
+  }
   if (part + 1 == parts_of(value)) scratch.rows[peer] = rows_and_wish(value);
 }
 
-// Waits until all parts of every active peer say `epoch`. scratch.value and scratch.rows begin as zeros. Ends with a
-// block barrier; false: the deadline passed.
+// Waits for the parts [first, end) of every active peer. Ends with a block barrier.
 template <Tag tag, class Exec>
-PUTGET_TEXT bool observe_parts(Exec& exec, const Plan& plan, uint64_t flags, uint32_t epoch, WaitScratch& scratch) {
+PUTGET_TEXT void observe_some_parts(Exec& exec, const Plan& plan, uint64_t flags, uint32_t epoch, uint32_t first,
+                                    uint32_t end, WaitScratch& scratch) {
   const uint32_t ep_size = plan.shape.ep_size;
-  const auto observe = [&](uint32_t first, uint32_t end) {
-    PUTGET_ROLLED
-    for (uint32_t i = first * ep_size + exec.thread(); i < end * ep_size; i += exec.threads()) {
-      const uint32_t part = plan.by_ep_size.quotient(i);
-      const uint32_t peer = i - part * ep_size;
-      if (!scratch.head.active.has(peer)) continue;
-      observe_part<tag>(exec, plan, flags, epoch, peer, part, scratch);
-    }
-    exec.sync();
-  };
-  // Peers mostly have as many parts as this rank: these are waited for at once.
-  const uint32_t expected = exec.blocks();
-  observe(0, expected);
+  PUTGET_ROLLED
+  for (uint32_t i = first * ep_size + exec.thread(); i < end * ep_size; i += exec.threads()) {
+    const uint32_t part = plan.by_ep_size.quotient(i);
+    const uint32_t peer = i - part * ep_size;
+    if (!scratch.head.active.has(peer)) continue;
+    observe_part<tag>(exec, plan, flags, epoch, peer, part, scratch);
+  }
+  exec.sync();
+}
+
+// The same for the parts that peers have and this rank has not.
+template <Tag tag, class Exec>
+PUTGET_RARE void observe_further_parts(Exec& exec, const Plan& plan, uint64_t flags, uint32_t epoch, uint32_t expected,
+                                       WaitScratch& scratch) {
   uint32_t most = expected;
   PUTGET_ROLLED
-  for (uint32_t peer = 0; peer < ep_size; ++peer) {
+  for (uint32_t peer = 0; peer < plan.shape.ep_size; ++peer) {
     const uint32_t parts = parts_of(scratch.value[peer]);
     most = parts > most ? parts : most;
   }
-  if (most > expected) {
-    // A part that a peer does not have says nothing of this round.
-    observe(expected, most);
-  }
-  if (scratch.missing.empty()) return true;
+  // A part that a peer does not have says nothing of this round.
+  observe_some_parts<tag>(exec, plan, flags, epoch, expected, most, scratch);
+}
+
+// What has not come counts nothing. Ends with a block barrier.
+template <class Exec>
+PUTGET_RARE void forget_missing(Exec& exec, const Plan& plan, WaitScratch& scratch) {
   PUTGET_ROLLED
-  for (uint32_t peer = exec.thread(); peer < ep_size; peer += exec.threads()) {
+  for (uint32_t peer = exec.thread(); peer < plan.shape.ep_size; peer += exec.threads()) {
     if (scratch.missing.has(peer)) scratch.rows[peer] = 0;
   }
   exec.sync();
+}
+
+// Waits until all parts of every active peer say `epoch`. scratch.rows begins as zeros. Ends with a block barrier;
+// false: the deadline passed.
+template <Tag tag, class Exec>
+PUTGET_TEXT bool observe_parts(Exec& exec, const Plan& plan, uint64_t flags, uint32_t epoch, WaitScratch& scratch) {
+  // Peers mostly have as many parts as this rank: these are waited for at once.
+  const uint32_t expected = exec.blocks();
+  observe_some_parts<tag>(exec, plan, flags, epoch, 0, expected, scratch);
+  if (scratch.has_further_parts) observe_further_parts<tag>(exec, plan, flags, epoch, expected, scratch);
+  if (scratch.missing.empty()) return true;
+  forget_missing(exec, plan, scratch);
   return false;
 }
 

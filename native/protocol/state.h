@@ -121,9 +121,9 @@ struct CombineCall {
   uint32_t small_piece_bytes;  // where CTAs share a slot, in pieces of so many
   uint32_t rows_access_bytes;  // widest access for moving rows
   uint32_t moving_blocks;      // CTAs that move rows
-  uint32_t flagged;        // 1: the rows to sum come with flags in them: what dispatch has wished
-  Divisor flagged_pieces;  // pieces of segment_bytes of one row with flags in it
-  uint32_t wide_out;       // 1: out and addend allow the widest access that rows have
+  uint32_t flagged;            // 1: the rows to sum come with flags in them: what dispatch has wished
+  Divisor flagged_pieces;      // pieces of segment_bytes of one row with flags in it
+  uint32_t wide_out;           // 1: out and addend allow the widest access that rows have
   RingShape ring;
   Half half;
 };

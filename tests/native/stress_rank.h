@@ -77,7 +77,9 @@ class StressRank {
     call.max_rows = shape.max_tokens_per_rank;
     call.wish = flagged_ ? kWantsFlags : 0;
     call.half = half;
-    launch(blocks, [&](BlockExec exec) { putget::dispatch<int32_t>(exec, object.plan, call, scratch_[exec.block()].dispatch); });
+    launch(blocks, [&](BlockExec exec) {
+      putget::dispatch<int32_t>(exec, object.plan, call, scratch_[exec.block()].dispatch);
+    });
   }
 
   // The experts' work: each received row gets its row of output, in combine_input or outside the workspace.

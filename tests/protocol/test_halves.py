@@ -30,19 +30,24 @@ MISTAKES = {
     ),
     "dispatch looks at the first block alone": (
         "protocol/dispatch.h",
-        "if (own.published(exec.blocks(), head.epoch + 1) || own.combining(head)) {",
-        "if (exec.block() == 0 && (own.published(exec.blocks(), head.epoch + 1) || own.combining(head))) {",
+        "if (own.published(exec.blocks(), round.epoch + 1) || own.combining(round.open, round.epoch)) {",
+        "if (exec.block() == 0 &&\n"
+        "      (own.published(exec.blocks(), round.epoch + 1) || own.combining(round.open, round.epoch))) {",
     ),
-    "dispatch does not ask for combine": ("protocol/dispatch.h", " || own.combining(head)) {", ") {"),
+    "dispatch does not ask for combine": (
+        "protocol/dispatch.h",
+        " || own.combining(round.open, round.epoch)) {",
+        ") {",
+    ),
     "combine does not ask for dispatch": (
         "protocol/combine.h",
-        "if (flag_epoch(own.arrived) == head.epoch + 1) wrong = Misuse::kNotFinished;",
-        "",
+        "const bool is_dispatching = flag_epoch(own.arrived) == turn.epoch + 1;",
+        "const bool is_dispatching = false;",
     ),
     "combine trusts the others": (
         "protocol/combine.h",
-        "  const bool is_open = head.open",
-        "  if (exec.block() != 0) return true;\n  const bool is_open = head.open",
+        "  const bool is_open = turn.open",
+        "  if (exec.block() != 0) return true;\n  const bool is_open = turn.open",
     ),
     "the note is not looked at": (
         "protocol/combine.h",
@@ -56,10 +61,14 @@ MISTAKES = {
     ),
     "who sends judges nothing": (
         "protocol/combine.h",
-        "return !(kIsFlagged || work.sends) || may_be_in_turn(exec, plan, call, work, wait);",
-        "return true;",
+        "const bool judges = kIsFlagged || work.sends;",
+        "const bool judges = false;",
     ),
-    "release does not ask": ("protocol/combine.h", "if (scratch.own.combining(head)) {", "if (false) {"),
+    "release does not ask": (
+        "protocol/combine.h",
+        "if (scratch.own.combining(head.open, head.epoch)) {",
+        "if (false) {",
+    ),
 }
 
 

@@ -18,13 +18,13 @@ MISTAKES = {
     "the rounding of a multiplier": ("protocol/divisor.h", "/ divisor + 1);", "/ divisor);"),
     "what the halves of an id are worth": (
         "protocol/routing.h",
-        "return high_[i] == 0 ? low_[i] : ~0u;",
-        "return low_[i];",
+        "return static_cast<uint64_t>(id_[i]) >> 32 == 0 ? static_cast<uint32_t>(id_[i]) : ~0u;",
+        "return static_cast<uint32_t>(id_[i]);",
     ),
     "an inactive rank": (
         "protocol/routing.h",
-        "exec.count(set & router.active.word[first_rank / 32], first_rank, ep_size, scratch.rows);",
-        "exec.count(set, first_rank, ep_size, scratch.rows);",
+        "static_cast<uint32_t>(entry) < plan.shape.ep_size && active.holds(entry);",
+        "static_cast<uint32_t>(entry) < plan.shape.ep_size;",
     ),
     "tokens that are not valid": ("protocol/routing.h", "  if (end > router.num_valid) end = router.num_valid;\n", ""),
 }

@@ -60,9 +60,9 @@ def test_a_skipped_wait_is_caught(job: StressJob, tag: str) -> None:
 # What no tag tells apart: the flags of a kernel's parts.
 PARTS = {
     "the first and the last part alone": (
-        "if (!scratch.head.active.has(i % ep_size)) continue;",
-        "if (!scratch.head.active.has(i % ep_size)) continue;\n"
-        "if (i / ep_size != 0 && i / ep_size + 1 < parts_of(scratch.value[i % ep_size])) continue;",
+        "if (!scratch.head.active.has(peer)) continue;\n    observe_part<tag>(",
+        "if (!scratch.head.active.has(peer)) continue;\n"
+        "if (part != 0 && part + 1 < parts_of(scratch.value[peer])) continue;\n    observe_part<tag>(",
     ),
     "parts of any round": (
         "if (!wait_for<tag>(exec, plan, scratch.head, flag, epoch, seen)) {\n    exec.insert(scratch.missing, peer);\n"
