@@ -14,6 +14,8 @@ constexpr uint32_t kThreads = 256;
 constexpr uint32_t kMovingThreads = kThreads + kWarpThreads;  // and a warp that tells what has been moved
 constexpr uint32_t kLongSegment = 4 * kWarpBytes;
 constexpr uint32_t kPuttingSms = 48;         // keep the link busy with stores
+constexpr uint32_t kPuttingHalfSms = 64;     // ... while as many bytes stay on the GPU
+constexpr uint64_t kManyBytes = 12 << 20;    // of summed rows: from here on stages pay with two ranks
 constexpr uint32_t kGettingSms = 64;         // ... with loads
 constexpr uint64_t kFewItems = 128;          // up to here warps split the targets of a segment
 constexpr uint32_t kQuantisingPercent = 50;  // of the CTAs of a combine that quantises
@@ -63,11 +65,16 @@ void fit_into_stages(putget_launch& launch, uint32_t rows) {
   }
 }
 
+// With two ranks every other row stays where it is: then the link is not all that bounds a round.
+bool half_stays(const Shape& shape) { return shape.ep_size <= 2; }
+
 // Whether bulk copies carry a combine's rows. They need few SMs and wait for their way once more, so they pay where SMs
-// are few and each has several rows. With SMs enough, loads into registers are as fast or faster; rows that are moved
-// before they are summed gain with two ranks and lose with four.
+// are few and each has several rows; and in large batches where half of the rows stay, since sums of two rows take more
+// instructions a byte than stages do. Else, with SMs enough, loads into registers are as fast or faster; rows that are
+// moved before they are summed gain with two ranks and lose with four.
 bool stages_pay(const Shape& shape, uint32_t num_tokens, bool moves_rows, const Room& room) {
   if (moves_rows || shape.output_row_bytes() % kLaneBytes != 0) return false;
+  if (half_stays(shape) && uint64_t{num_tokens} * shape.output_row_bytes() >= kManyBytes) return true;
   return room.sms < kGettingSms && num_tokens >= 2 * room.sms;
 }
 
@@ -84,7 +91,7 @@ putget_launch dispatch_launch(const Shape& shape, uint32_t num_tokens, const Roo
     cut_into_items(call, shape, segment_bytes, splits, 1);
     return uint64_t{num_tokens} * call.items_per_token.value();
   };
-  const Room enough{std::min(room.sms, kPuttingSms), room.gpu_sms};
+  const Room enough{std::min(room.sms, half_stays(shape) ? kPuttingHalfSms : kPuttingSms), room.gpu_sms};
   const uint64_t few_warps = uint64_t{enough.sms} * (kThreads / kWarpThreads);
   putget_launch launch = tuning;
   launch.stages = 0;
