@@ -32,6 +32,7 @@ from putget.expert_major import ExpertMajor, FlatRows, Grouper
 
 HIDDEN, SCALES, INTERMEDIATE, TOP_K, LOCAL, NUM_EXPERTS = 7168, 56, 2048, 8, 2, 256
 REPLAYS, WARMUP, BACK_TO_BACK = 31, 3, 10
+MIX_BLOCKS = (1024, 2048, 4096)  # words; the fastest is the ceiling
 BF16 = torch.bfloat16
 Action = Callable[[], object]
 
@@ -89,26 +90,46 @@ class Rank:
         self.grouper = Grouper(geometry, 0, table, self.num_tokens)
         self.grouper.begin()
         self.memory = self.grouper.memory_for(alignment, tokens, None)
+        self.places_memory = self.grouper.memory_for(alignment, tokens, None, copy_rows=False)
         self.num_rows = tokens * TOP_K
 
     def group(self) -> ExpertMajor:
         """received.expert_major()."""
         return self.grouper.group(self.flat, self.combine_input, self.memory)
 
+    def place(self) -> ExpertMajor:
+        """received.expert_major(copy_rows=False)."""
+        return self.grouper.group(self.flat, self.combine_input, self.places_memory)
+
     def operations(self) -> list[Operation]:
         """All of them, on rows that are grouped once."""
         grouped = self.group()
         row_bytes = sum(payload.row_bytes for payload in self.payloads)
-        moved = (self.num_received + self.num_rows) * row_bytes + self.num_received * TOP_K * 12 + self.num_rows * 8
-        made = [Operation("expert_major", moved, (1, LOCAL), self.group, self.check_group)]
+        looked_up = self.num_received * TOP_K * 12 + self.num_rows * 8
+        moved = (self.num_received + self.num_rows) * row_bytes + looked_up
+        made = [
+            Operation("places_alone", looked_up, (1, 1), self.place, self.check_places),
+            Operation("expert_major", moved, (1, LOCAL), self.group, self.check_group),
+        ]
         made += self.expand(row_bytes)
         made += self.activation(grouped)
         made.append(self.finalize(grouped))
         return made
 
     def check_group(self) -> None:
-        """Against a stable sort by expert of the choices in the order (source, slot, k)."""
+        """The places, and the rows in them."""
         grouped = self.group()
+        rows = self.require_places(grouped)
+        valid = grouped.source_rows >= 0
+        for payload, held in zip(grouped.payloads, self.flat.payloads, strict=True):
+            require(torch.equal(payload[valid], held[rows]), "payload")
+
+    def check_places(self) -> None:
+        """The places alone."""
+        self.require_places(self.place())
+
+    def require_places(self, grouped: ExpertMajor) -> torch.Tensor:
+        """Against a stable sort by expert of the choices in the order (source, slot, k), which it returns."""
         order = torch.arange(self.ids.shape[0], device=self.device).view(-1, self.ep_size).t().flatten()
         ids = self.ids[order]
         rows = order[:, None].expand_as(ids)[(ids >= 0) & (ids < NUM_EXPERTS // self.ep_size)]
@@ -120,8 +141,7 @@ class Rank:
         require(grouped.num_rows.sum().item() == self.num_rows, "num_rows")
         counts = local.bincount(minlength=len(grouped.num_rows))
         require(torch.equal(grouped.num_rows.long(), counts), "num_rows")
-        for payload, held in zip(grouped.payloads, self.flat.payloads, strict=True):
-            require(torch.equal(payload[valid], held[rows]), "payload")
+        return rows
 
     def expand(self, row_bytes: int) -> list[Operation]:
         """Every row from another place: a permutation."""
@@ -271,12 +291,18 @@ def copy_of(moved_bytes: int) -> Action:
     return lambda: target.copy_(source)
 
 
-def mix_of(moved_bytes: int, mix: tuple[int, int]) -> Action:
+def mix_of(moved_bytes: int, mix: tuple[int, int], block: int) -> Action:
     """Plain traffic of so many bytes together, in the given mix of reads and writes."""
-    words = max(moved_bytes // 4 // sum(mix), 1)
+    words = -(-moved_bytes // 4 // sum(mix) // naive.MIX_WORDS) * naive.MIX_WORDS
     source, target = (torch.zeros(streams, words, dtype=torch.int32, device="cuda") for streams in mix)
     source.random_()
-    return lambda: naive.mix(source, target)
+    return lambda: naive.mix(source, target, block)
+
+
+def fill_of(moved_bytes: int) -> Action:
+    """As many bytes, all of them written."""
+    target = torch.zeros(max(moved_bytes // 4, 1), dtype=torch.int32, device="cuda")
+    return lambda: target.fill_(1)
 
 
 def measure(
@@ -294,7 +320,10 @@ def measure(
         asked = (operation.moved_bytes, operation.mix)
         mixed = ceilings.get(asked)
         if mixed is None:
-            mixed = ceilings[asked] = clock.microseconds(mix_of(*asked))
+            mixed = ceilings[asked] = min(clock.microseconds(mix_of(*asked, block)) for block in MIX_BLOCKS)
+        filled = None
+        if operation.mix[1] > operation.mix[0]:  # mostly writes: how slow are they alone?
+            filled = clock.microseconds(fill_of(operation.moved_bytes))
         us = clock.microseconds(operation.run)
         row = {
             "operation": operation.name,
@@ -309,6 +338,7 @@ def measure(
             "of_copy": ceiling / us,
             "mix_us": mixed,
             "of_mix": mixed / us,
+            "fill_us": filled,
             "gb_per_s": operation.moved_bytes / us / 1e3,
         }
         rows.append(row)
@@ -368,24 +398,23 @@ def main() -> None:
         return
     clock = Clock()
     ceilings: dict[Any, float] = {}
+    large = 1 << 30
     rows: list[dict[str, Any]] = []
+    document: dict[str, Any] = {
+        **environment.describe(args.commit),
+        "command": shlex.join(["python", *sys.argv]),
+        "sizes": {"hidden": HIDDEN, "intermediate": INTERMEDIATE, "top_k": TOP_K, "alignment": args.alignment},
+        "copy_gb_per_s": large / clock.microseconds(copy_of(large)) / 1e3,
+        "results": rows,
+    }
     for tokens in args.tokens:
         for ep_size in args.ep_sizes:
             rows += measure(ep_size, tokens, args.alignment, clock, ceilings)
             torch.cuda.empty_cache()
-    large = 1 << 30
-    copy_gb_per_s = large / clock.microseconds(copy_of(large)) / 1e3
+            if args.output_file:  # after each: a run that is ended keeps what it has
+                args.output_file.write_text(json.dumps(document, indent=1) + "\n")
     print(table(rows))
-    print(f"device copy of 1 GiB moved: {copy_gb_per_s:.0f} GB/s")
-    if args.output_file:
-        document = {
-            **environment.describe(args.commit),
-            "command": shlex.join(["python", *sys.argv]),
-            "sizes": {"hidden": HIDDEN, "intermediate": INTERMEDIATE, "top_k": TOP_K, "alignment": args.alignment},
-            "copy_gb_per_s": copy_gb_per_s,
-            "results": rows,
-        }
-        args.output_file.write_text(json.dumps(document, indent=1) + "\n")
+    print(f"device copy of 1 GiB moved: {document['copy_gb_per_s']:.0f} GB/s")
 
 
 if __name__ == "__main__":

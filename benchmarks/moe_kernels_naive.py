@@ -43,10 +43,15 @@ def _mix(source, target, words, reads: tl.constexpr, writes: tl.constexpr, block
         tl.store(target + stream * words + at, value, mask=at < words)
 
 
-def mix(source: torch.Tensor, target: torch.Tensor) -> None:
+# Words that the number of words of a stream is a multiple of: 16-byte accesses have aligned addresses in all of them.
+MIX_WORDS = 64
+
+
+def mix(source: torch.Tensor, target: torch.Tensor, block: int) -> None:
     """Reads all of source [reads, words] and writes all of target [writes, words], int32, all streams side by side."""
     words = source.shape[1]
-    _mix[(triton.cdiv(words, 2048),)](source, target, words, source.shape[0], target.shape[0], 2048, num_warps=8)
+    assert words % MIX_WORDS == 0
+    _mix[(triton.cdiv(words, block),)](source, target, words, source.shape[0], target.shape[0], block, num_warps=8)
 
 
 def expand(sources: list[torch.Tensor], index: torch.Tensor, count: torch.Tensor, outs: list[torch.Tensor]) -> None:

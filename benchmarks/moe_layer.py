@@ -1,6 +1,6 @@
 """One mixture-of-experts layer, with its rows moved by putget, NCCL and FlashInfer: the same experts in all.
 
-    python benchmarks/moe_layer.py --ep_size 4 -b 8 -e 2048 -f 4 --peers nccl,flashinfer --kernel_breakdown
+    python benchmarks/moe_layer.py -b 8 -e 2048 -f 4 --peers nccl,flashinfer --kernel_breakdown
 
 Every way to move rows is checked before it is timed: some tokens against a dense layer in float32, all tokens against
 the layer of putget. A time is that of the slowest rank, in a CUDA graph, aligned by a barrier between the ranks; of all
@@ -47,7 +47,7 @@ _KINDS = {
     "rows by expert": ("count_kernel", "place_kernel"),
     "sums of experts": ("finalize_kernel",),
     "rows out": ("dispatch_kernel", "AllGather", "A2ADispatch", "A2ASanitize", "A2APrepareDispatch"),
-    "rows back": ("combine_kernel", "ReduceScatter", "A2ACombine", "A2APrepareCombine"),
+    "rows back": ("combine_kernel", "combine_bulk_kernel", "ReduceScatter", "A2ACombine", "A2APrepareCombine"),
 }
 
 
@@ -235,7 +235,7 @@ def breakdown_table(size: dict[str, Any]) -> str:
 def parse(arguments: list[str]) -> tuple[Settings, argparse.Namespace]:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--ep_size", type=int, default=4)
+    parser.add_argument("--ep_size", type=int, help="default: every GPU of this machine, or 4 CPU processes")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--weights", choices=("fp8", "bf16"), default="fp8")
     parser.add_argument("--hidden_size", type=int, default=7168)
@@ -254,6 +254,8 @@ def parse(arguments: list[str]) -> tuple[Settings, argparse.Namespace]:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output_file", type=Path)
     given = parser.parse_args(arguments)
+    if given.device == "cuda" and not torch.cuda.is_available():
+        parser.error("there is no CUDA GPU here; --device cpu, with small sizes, checks this program")
     shape = ModelShape(
         given.hidden_size,
         given.intermediate_size,
@@ -265,7 +267,7 @@ def parse(arguments: list[str]) -> tuple[Settings, argparse.Namespace]:
     )
     settings = Settings(
         shape,
-        given.ep_size,
+        given.ep_size or launch.world_size() or (torch.cuda.device_count() if given.device == "cuda" else 4),
         given.device,
         batch_sizes(given.b, given.e, None, given.f),
         given.iters,

@@ -168,6 +168,39 @@ def test_the_oracle_on_an_example_by_hand() -> None:
     assert len(got.source_rows) == 16  # 3 * 2 * 2 choices, and padding of 3 groups, aligned
 
 
+def without_copies(rank: Rank) -> None:
+    """A body: the places alone are those of a grouping with rows; rows are where they say; combine takes either."""
+    a2a = rank.all_to_all(num_experts=6, top_k=3, payloads=[putget.Payload((32,), BF16), putget.Payload((3,), BF16)])
+    for seed, num_tokens in enumerate((7, 0, 8)):
+        generator = torch.Generator().manual_seed(10 * seed + rank.rank)
+        ids = torch.randint(-1, 6, (num_tokens, 3), generator=generator).int().to(rank.device)
+        weights = torch.rand(num_tokens, 3, generator=generator).to(rank.device)
+        rows = [torch.randn(num_tokens, n, generator=generator).to(BF16).to(rank.device) for n in (32, 3)]
+        memory = a2a.expert_major_memory(4, copy_rows=False)
+        results = []
+        for own in (True, False):
+            received = a2a.dispatch(ids, weights, *rows)
+            copied = received.expert_major(4)
+            places = received.expert_major(4, copy_rows=False, memory=None if own else memory)
+            assert places.payloads == ()
+            for name in ("offsets", "num_rows", "weights", "source_rows", "positions"):
+                assert torch.equal(getattr(places, name), getattr(copied, name)), name
+            valid = (places.source_rows >= 0).nonzero()[:, 0]
+            for flat, payload in zip(received.flat.payloads, copied.payloads, strict=True):
+                assert torch.equal(flat[places.source_rows[valid].long()], payload[valid])
+            made = torch.randn(places.capacity, 4, generator=generator).to(rank.device)
+            made[valid] = places.weights[valid, None] * 2 + torch.arange(4, device=rank.device)
+            rank.meet()
+            results.append(a2a.combine(made, layout=places if own else copied))
+        assert torch.equal(*results)
+    assert memory.num_bytes < a2a.expert_major_memory(4).num_bytes
+    a2a.close()
+
+
+def test_places_alone(device: str) -> None:
+    run_ranks(2, without_copies, mode="thread", device=device)
+
+
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
@@ -216,6 +249,10 @@ def test_memory_of_other_sizes(a2a: putget.AllToAll) -> None:
         received.expert_major(8, memory=a2a.expert_major_memory(4))
     with pytest.raises(ValueError, match="memory is made for max_rows 3, expected 8"):
         received.expert_major(4, memory=a2a.expert_major_memory(4, 3))
+    with pytest.raises(ValueError, match=r"memory is made for payloads \(\), expected \(Payload"):
+        received.expert_major(4, memory=a2a.expert_major_memory(4, copy_rows=False))
+    with pytest.raises(ValueError, match="copy_rows is 0, expected a bool"):
+        received.expert_major(4, copy_rows=0)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="memory is a Tensor"):
         received.expert_major(4, memory=torch.zeros(4))  # type: ignore[arg-type]
 

@@ -15,7 +15,8 @@ namespace bulk = ::cuda::ptx;
 struct BulkRows {
   static constexpr uint32_t kDepth = 3;
   static constexpr uint32_t kFewestWarps = 4;  // with fewer it does not pay
-  static constexpr uint32_t kMostWarps = 8;    // more do not help: memory is the bound
+  static constexpr uint32_t kMostWarps = 8;    // more do not help: memory is the bound. The others tidy up
+  static_assert(kMostWarps < moe::kGroupWarps);
 
   // Bytes of one row of each kind, as it lies in shared memory.
   __host__ __device__ static uint32_t stride(const moe::CopyPlan& copy) {
@@ -71,10 +72,10 @@ struct BulkRows {
     }
   }
 
+  // By the warps that copy.
   template <class Exec>
   __device__ void finish(const Exec& exec, const moe::Grouping& group, const moe::SourceScratch& sources,
                          moe::Share rows) {
-    if (exec.warp() >= warps) return;
 #pragma unroll 1
     for (uint32_t parity = 0;; parity ^= 1u) {
 #pragma unroll

@@ -3,7 +3,7 @@
 //   grid      a CTA for each SM, whatever came; each takes a share of the rows that did. The same in both kernels
 //   block     count: warps share out the choices of the CTA's rows. place: moe::kGroupWarps warps with consecutive
 //             shares of choices, which then copy the CTA's rows: by bulk copies, a row a warp, where sizes and
-//             addresses are multiples of 16 bytes; else (row, segment) items
+//             addresses are multiples of 16 bytes, while the other warps tidy up; else (row, segment) items
 //   shared    SourceScratch, sums and barriers of the bulk copies, static; GroupTables, where they fit, and rows on
 //             their way, dynamic
 //   waits     a warp for its own bulk copies. CTAs of place begin while those of count run, and wait for the end of
@@ -55,14 +55,19 @@ __global__ void __launch_bounds__(kPlaceThreads, 1)
   const moe::GroupTables tables = tables_of(group, memory);
   const moe::Share rows = moe::count_share(exec, group, sources, tables);
   if (warps == 0) {
-    moe::place_share(exec, group, sources, tables, rows);
+    const uint32_t end = moe::place_share(exec, group, sources, tables, rows);
     moe::copy_share(exec, group, copy, sources, rows);
+    moe::tidy(exec, group, sources, tables, end, {0, moe::kGroupWarps});
     return;
   }
   BulkRows bulk_rows(copy, bulk_shared, memory + table_bytes(group.sizes), warps);
   bulk_rows.begin(exec, group, sources, rows);
-  moe::place_share(exec, group, sources, tables, rows);
-  bulk_rows.finish(exec, group, sources, rows);
+  const uint32_t end = moe::place_share(exec, group, sources, tables, rows);
+  if (exec.warp() < warps) {
+    bulk_rows.finish(exec, group, sources, rows);
+  } else {
+    moe::tidy(exec, group, sources, tables, end, {warps, moe::kGroupWarps - warps});
+  }
 }
 
 }  // namespace

@@ -1,8 +1,7 @@
 // Copying rows to their places, and the weighted sums of what experts made of them.
 //
-//   grid      as many CTAs as the device holds; warps share the list of (row that counts, segment) items, whose length
-//   is
-//             read on the device
+//   grid      as many CTAs as the device holds; warps share the list of (row that counts, segment) items, whose
+//             length is read on the device
 //   block     each warp works on one item at a time
 //   shared    the rows that count: SourceScratch static, groups dynamic
 //   waits     none

@@ -293,13 +293,19 @@ PUTGET_TEXT void place_rows(Exec& exec, const Grouping& group, const SourceScrat
   }
 }
 
-// Rows of padding, and what the last round wrote and this one does not.
+// Some of a block's warps.
+struct Warps {
+  uint32_t first;
+  uint32_t count;
+};
+
+// Rows of padding, and what the last round wrote and this one does not. The given warps of every block do it.
 template <class Exec>
-PUTGET_TEXT void clear_rest(Exec& exec, const Grouping& group, const SourceScratch& sources, const GroupTables& tables,
-                            uint32_t end, const GroupMemo::Extent& previous) {
+PUTGET_TEXT void clear_rest(const Exec& exec, const Grouping& group, const SourceScratch& sources,
+                            const GroupTables& tables, uint32_t end, const GroupMemo::Extent& previous, Warps who) {
   const GroupSizes& sizes = group.sizes;
-  const uint32_t warp = exec.block() * exec.warps() + exec.warp();
-  const uint32_t warps = exec.blocks() * exec.warps();
+  const uint32_t warp = exec.block() * who.count + exec.warp() - who.first;
+  const uint32_t warps = exec.blocks() * who.count;
   const auto clear = [&](uint32_t from, uint32_t to, uint32_t step) {
     PUTGET_ROLLED
     for (uint32_t i = from; i < to; i += step) {
@@ -312,8 +318,7 @@ PUTGET_TEXT void clear_rest(Exec& exec, const Grouping& group, const SourceScrat
     const uint32_t used = tables.offset[e] + tables.all[e];
     clear(used + exec.lane(), tables.offset[e] + round_up(tables.all[e], sizes.alignment), exec.lanes());
   }
-  clear(end + exec.block() * exec.threads() + exec.thread(), static_cast<uint32_t>(previous.end),
-        exec.blocks() * exec.threads());
+  clear(end + warp * exec.lanes() + exec.lane(), static_cast<uint32_t>(previous.end), warps * exec.lanes());
   PUTGET_ROLLED
   for (uint32_t src = warp; src < sizes.ep_size; src += warps) {
     const uint32_t before = static_cast<uint32_t>(previous.num_tokens[src]);
@@ -343,27 +348,34 @@ PUTGET_TEXT Share count_share(Exec& exec, const Grouping& group, SourceScratch& 
   return rows;
 }
 
-// The rest of it, but for the rows themselves. Ends with a block barrier.
+// Lays out the groups and gives this block's rows their places. Ends with a block barrier. Returns the end.
 template <class Exec>
-PUTGET_TEXT void place_share(Exec& exec, const Grouping& group, const SourceScratch& sources, const GroupTables& tables,
-                             Share rows) {
-  const GroupSizes& sizes = group.sizes;
+PUTGET_TEXT uint32_t place_share(Exec& exec, const Grouping& group, const SourceScratch& sources,
+                                 const GroupTables& tables, Share rows) {
   exec.wait_for_earlier_work();
   exec.let_later_work_begin();
   const uint32_t end = lay_out_groups(exec, group, tables);
-  place_rows(exec, group, sources, tables, choices_of(rows, sizes.top_k).part(exec.warp(), exec.warps()));
+  place_rows(exec, group, sources, tables, choices_of(rows, group.sizes.top_k).part(exec.warp(), exec.warps()));
+  exec.sync();
+  return end;
+}
+
+// What nobody waits for: the given warps of every block clear what is left of the last round, and note what this one
+// has written.
+template <class Exec>
+PUTGET_TEXT void tidy(const Exec& exec, const Grouping& group, const SourceScratch& sources, const GroupTables& tables,
+                      uint32_t end, Warps who) {
   // Two extents take turns: one is read while the other is written.
   GroupMemo& memo = *group.memo();
   const uint32_t turn = memo.turn & 1u;
-  clear_rest(exec, group, sources, tables, end, memo.extent[turn ^ 1u]);
-  if (exec.block() == 0) {
-    PUTGET_ROLLED
-    for (uint32_t src = exec.thread(); src < sizes.ep_size; src += exec.threads()) {
-      memo.extent[turn].num_tokens[src] = static_cast<int32_t>(sources.num_tokens(src));
-    }
-    if (exec.thread() == 0) memo.extent[turn].end = static_cast<int32_t>(end);
+  clear_rest(exec, group, sources, tables, end, memo.extent[turn ^ 1u], who);
+  if (exec.block() != 0) return;
+  const uint32_t lane = (exec.warp() - who.first) * exec.lanes() + exec.lane();
+  PUTGET_ROLLED
+  for (uint32_t src = lane; src < group.sizes.ep_size; src += who.count * exec.lanes()) {
+    memo.extent[turn].num_tokens[src] = static_cast<int32_t>(sources.num_tokens(src));
   }
-  exec.sync();
+  if (lane == 0) memo.extent[turn].end = static_cast<int32_t>(end);
 }
 
 // A placed row, and where this lane's choice of it is: -1 where it is not here.

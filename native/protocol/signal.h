@@ -257,16 +257,16 @@ PUTGET_TEXT void publish_part(Exec& exec, const Plan& plan, const RankSet& activ
   }
 }
 
-// Between two looks at what is waited for; `spins` counts them, `start_ns` begins anywhere. False: the deadline passed,
-// or another CTA has reported a fault.
+// Between two looks at what is waited for; `spins` counts them, `start_ns` begins anywhere. The clock is not read for
+// waits of a few looks. False: the deadline passed, or another CTA has reported a fault.
 template <Tag tag, class Exec>
 PUTGET_TEXT bool may_look_again(Exec& exec, const Plan& plan, const StateHead& head, uint32_t spins,
                                 uint64_t& start_ns) {
   constexpr uint32_t kSpinsPerLook = 16;  // at the clock
-  if (spins == 0) {
-    start_ns = exec.now_ns();
-  } else if (spins % kSpinsPerLook == 0) {
-    if (exec.now_ns() - start_ns > deadline_ns<tag>(plan, head)) return false;
+  if (spins != 0 && spins % kSpinsPerLook == 0) {
+    const uint64_t now = exec.now_ns();
+    if (spins == kSpinsPerLook) start_ns = now;
+    if (now - start_ns > deadline_ns<tag>(plan, head)) return false;
     if (exec.stopped(&plan.state->head.fault, spins)) return false;
   }
   exec.pause(spins);

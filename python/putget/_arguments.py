@@ -43,6 +43,13 @@ def check_tensor(
     return value
 
 
+def check_apart(name: str, written: torch.Tensor, other_name: str, read: torch.Tensor) -> None:
+    """Raises ValueError where two contiguous tensors share bytes: a kernel would read what it has written."""
+    begin, other = written.data_ptr(), read.data_ptr()
+    if begin < other + read.nbytes and other < begin + written.nbytes:
+        raise ValueError(f"{name} overlaps {other_name}, expected memory of its own")
+
+
 def check_expert_to_rank(value: Any, num_experts: int, ep_size: int, device: torch.device) -> torch.Tensor:
     """An int32 table [num_experts] of ranks.
 
@@ -81,7 +88,9 @@ def check_rows(x: Any, ep_size: int, max_rows: int, output: Payload, device: tor
     flat = (max_rows * ep_size, *shape)
     lead = 2 if x.dim() == len(by_source) else 1
     if tuple(x.shape) not in (by_source, flat):
-        raise ValueError(f"x has shape {list(x.shape)}, expected {list(by_source)} or {list(flat)}")
+        raise ValueError(
+            f"x has shape {list(x.shape)}, expected {list(by_source)} or {list(flat)}; rows by expert come with layout="
+        )
     if not x[(0,) * lead].is_contiguous():
         raise ValueError(f"x has strides {list(x.stride())}, expected contiguous rows")
     if lead == 2:

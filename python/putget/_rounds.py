@@ -70,18 +70,21 @@ class RoundViews:
         """Ranks of the expert-parallel group."""
         return self._geometry.ep_size
 
-    def expert_major_memory(self, alignment: int = 1, max_rows: int | None = None) -> ExpertMajorMemory:
+    def expert_major_memory(
+        self, alignment: int = 1, max_rows: int | None = None, *, copy_rows: bool = True
+    ) -> ExpertMajorMemory:
         """Memory for ``received.expert_major(alignment, memory=...)``, zeroed; it waits for the current stream.
 
         Args:
             alignment: Groups begin at multiples of this many rows, 1 to 4096.
             max_rows: As for dispatch; by default max_tokens_per_rank.
+            copy_rows: As for ``expert_major``: False leaves no room for payloads.
 
         Raises:
             ValueError: One of them is out of range.
         """
         rows = self._geometry.max_tokens_per_rank if max_rows is None else max_rows
-        return ExpertMajorMemory(self._grouper.sizes(alignment, rows))
+        return ExpertMajorMemory(self._grouper.sizes(alignment, rows, copy_rows))
 
     @property
     def num_local_experts(self) -> int:
@@ -118,11 +121,11 @@ class RoundViews:
             views = self._views[max_rows] = received_views(self._memory_bytes, self._geometry, max_rows, tokens, group)
         return views
 
-    def _group(self, max_rows: int, alignment: int, memory: ExpertMajorMemory | None) -> ExpertMajor:
+    def _group(self, max_rows: int, alignment: int, copy_rows: bool, memory: ExpertMajorMemory | None) -> ExpertMajor:
         """For ``Received.expert_major``."""
         self._native.require_open()
         self._require(self._grouper.refuse_rows(max_rows, self._native.max_rows))
         combine_input: torch.Tensor = getattr(self.combine_input, "flat")  # noqa: B009  (see combine_input_view)
         flat = self._views[max_rows].flat
-        into = self._grouper.memory_for(alignment, max_rows, memory)
+        into = self._grouper.memory_for(alignment, max_rows, memory, copy_rows)
         return self._grouper.group(flat, combine_input, into)

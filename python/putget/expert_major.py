@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from putget import _abi
-from putget._arguments import check_int, check_tensor
+from putget._arguments import check_apart, check_int, check_tensor
 from putget._geometry import OUTPUT_TYPES, Geometry
 from putget.errors import ProtocolMisuse
 from putget.payload import Payload
@@ -118,7 +118,8 @@ class ExpertMajor:
     two rows. All numbers are on the device; the host knows none of them.
 
     Attributes:
-        payloads: Each [capacity, *shape]. Rows of padding are left alone: they hold zeros or rows of earlier rounds.
+        payloads: Each [capacity, *shape]; empty with ``copy_rows=False``. Rows of padding are left alone: they hold
+            zeros or rows of earlier rounds.
         offsets: [num_local_experts + 1] int32: the row at which each group begins, a multiple of ``alignment``; the
             last is the end. ``offsets[1:]`` is what ``torch._grouped_mm`` takes.
         num_rows: [num_local_experts] int32: rows of each group, without padding.
@@ -170,7 +171,7 @@ class Grouper:
         self.lost_rows = torch.zeros(1, dtype=torch.int64, device=device)
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()  # kernels may use it from any stream
-        self._sets: dict[tuple[int, int], ExpertMajorMemory] = {}
+        self._sets: dict[tuple[int, int, bool], ExpertMajorMemory] = {}
         self._group_args = _abi.MoeGroupArgs(
             num_tokens=num_tokens.data_ptr(),
             expert_to_rank=expert_to_rank.data_ptr(),
@@ -215,10 +216,12 @@ class Grouper:
                 f"than the {self.num_local_experts} experts that it had at construction"
             )
 
-    def sizes(self, alignment: int, max_rows: int) -> GroupSizes:
-        """Raises ValueError where alignment or max_rows is out of range."""
+    def sizes(self, alignment: int, max_rows: int, copy_rows: bool = True) -> GroupSizes:
+        """Raises ValueError where an argument is out of range."""
         geometry = self._geometry
         check_int("alignment", alignment, 1, MAX_ALIGNMENT)
+        if not isinstance(copy_rows, bool):
+            raise ValueError(f"copy_rows is {copy_rows!r}, expected a bool")
         check_int("max_rows", max_rows, 1, geometry.max_tokens_per_rank)
         return GroupSizes(
             self._device,
@@ -229,20 +232,22 @@ class Grouper:
             geometry.top_k,
             max_rows,
             alignment,
-            geometry.payloads,
+            geometry.payloads if copy_rows else (),
         )
 
-    def memory_for(self, alignment: int, max_rows: int, given: ExpertMajorMemory | None) -> ExpertMajorMemory:
+    def memory_for(
+        self, alignment: int, max_rows: int, given: ExpertMajorMemory | None, copy_rows: bool = True
+    ) -> ExpertMajorMemory:
         """The given set, checked, or the own one for these sizes.
 
         Raises:
             ValueError: The given set is made for other sizes.
             ProtocolMisuse: There is none yet, and none can be allocated while a CUDA graph is captured.
         """
-        own = self._sets.get((alignment, max_rows)) if given is None else None
+        own = self._sets.get((alignment, max_rows, copy_rows)) if given is None else None
         if own is not None:
             return own
-        sizes = self.sizes(alignment, max_rows)
+        sizes = self.sizes(alignment, max_rows, copy_rows)
         if given is not None:
             if not isinstance(given, ExpertMajorMemory):
                 raise ValueError(f"memory is a {type(given).__name__}, expected what expert_major_memory makes")
@@ -256,7 +261,7 @@ class Grouper:
                 f"expert_major: nothing is allocated for alignment {alignment} and max_rows {max_rows} yet, and a CUDA "
                 "graph is being captured: run the same call once before, or pass memory=a2a.expert_major_memory(...)"
             )
-        made = self._sets[alignment, max_rows] = ExpertMajorMemory(sizes)
+        made = self._sets[alignment, max_rows, copy_rows] = ExpertMajorMemory(sizes)
         return made
 
     def group(
@@ -305,10 +310,12 @@ class Grouper:
             raise ProtocolMisuse("layout: its memory has been used for other rows since")
         return layout
 
-    def check_rows(self, rows: Any, layout: ExpertMajor, name: str) -> None:
+    def check_rows(self, rows: Any, layout: ExpertMajor, name: str, *, into_combine_input: bool = True) -> None:
         """Raises ValueError unless they are [capacity, *shape] as experts write them in this layout."""
         output = self._geometry.output
         check_tensor(name, rows, (layout.capacity, *output.shape), (output.dtype,), self._device)
+        if into_combine_input and self._combine_input is not None:
+            check_apart("combine_input", self._combine_input, name, rows)
 
     def finalize(self, rows: torch.Tensor, layout: ExpertMajor, out: torch.Tensor | None = None) -> torch.Tensor:
         """The weighted sums of the layout's rows, into flat `out` or combine_input."""

@@ -13,7 +13,7 @@ from putget.errors import ProtocolMisuse
 from putget.expert_major import ExpertMajor, ExpertMajorMemory, FlatRows
 
 # Groups the rows of a Received of so many max_rows.
-Group = Callable[[int, int, ExpertMajorMemory | None], ExpertMajor]
+Group = Callable[[int, int, bool, ExpertMajorMemory | None], ExpertMajor]
 
 
 @dataclass(frozen=True)
@@ -37,15 +37,20 @@ class Received:
     flat: FlatRows
     _group: Callable[[], Group | None] = field(repr=False, compare=False)
 
-    def expert_major(self, alignment: int = 1, *, memory: ExpertMajorMemory | None = None) -> ExpertMajor:
+    def expert_major(
+        self, alignment: int = 1, *, copy_rows: bool = True, memory: ExpertMajorMemory | None = None
+    ) -> ExpertMajor:
         """Groups the rows by local expert, every payload at once, for a grouped GEMM.
 
-        On CUDA it enqueues three kernels on the current stream: no host synchronisation, no host count; it can be
+        On CUDA it enqueues two kernels on the current stream: no host synchronisation, no host count; it can be
         captured in a graph. Rows are placed by prefix counts over the received ids, so their order is always the same,
         (expert, source rank, token), and the time goes with the rows that came, not with max_rows * ep_size.
 
         Args:
             alignment: Groups begin at multiples of this many rows, 1 to 4096.
+            copy_rows: False: places alone, for kernels that fetch row i of a group from ``flat.payloads`` at
+                ``source_rows[i]`` themselves. ``payloads`` is empty then, and the rows' bytes are neither read nor
+                written.
             memory: Where to put them, from ``AllToAll.expert_major_memory``; by default memory of the AllToAll's own,
                 allocated when these sizes are first used.
 
@@ -54,13 +59,13 @@ class Received:
             layout.
 
         Raises:
-            ValueError: alignment is out of range, or memory is made for other sizes.
+            ValueError: alignment is out of range, copy_rows no bool, or memory is made for other sizes.
             ProtocolMisuse: The round has ended; or nothing is allocated yet while a CUDA graph is captured.
         """
         group = self._group()
         if group is None:
             raise ProtocolMisuse("expert_major: the AllToAll of these rows is gone")
-        return group(self.payloads[0].shape[1], alignment, memory)
+        return group(self.payloads[0].shape[1], alignment, copy_rows, memory)
 
 
 def flat_view(memory: torch.Tensor, offset: int, rows: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -1,8 +1,7 @@
-"""Buffer with DeepEP's signatures: layouts, normal and low-latency rounds, two under way, what is refused."""
+"""Buffer with DeepEP's signatures: layouts, normal and low-latency rounds, events, hooks, two rounds under way."""
 
 from __future__ import annotations
 
-import inspect
 import time
 from dataclasses import replace
 from typing import Any
@@ -13,18 +12,22 @@ import torch
 import putget
 from putget.adapters import deep_ep
 from putget.adapters.deep_ep_layout import to_fp8
-from tests.adapters.conftest import RANKS
+from tests.adapters.conftest import Place
 from tests.adapters.layer import Layer, same_bits
 from tests.harness import Rank, run_ranks
 
 RAGGED = Layer(num_tokens=(3, 0, 8, 1))
-PER_RANK = RAGGED.num_experts // RANKS
 
 
 def buffer_of(rank: Rank, layer: Layer) -> deep_ep.Buffer:
     return deep_ep.Buffer(
         rank.comm, max_tokens_per_rank=layer.max_tokens_per_rank, device=rank.device, timeout_s=20, warmup_timeout_s=20
     )
+
+
+def experts_per_rank(layer: Layer) -> int:
+    """Experts of a rank."""
+    return layer.num_experts // layer.ep_size
 
 
 def routes(layer: Layer, src: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -37,7 +40,7 @@ def arrivals(layer: Layer, dst: int) -> list[tuple[int, int]]:
     found = []
     for src in range(layer.ep_size):
         ids, _ = routes(layer, src)
-        found += [(src, token) for token in range(len(ids)) if (ids[token] // PER_RANK == dst).any()]
+        found += [(src, token) for token in range(len(ids)) if (ids[token] // experts_per_rank(layer) == dst).any()]
     return found
 
 
@@ -57,7 +60,9 @@ def normal(rank: Rank, layer: Layer, worst: int) -> None:
     )
     event.current_stream_wait()
     assert per_rdma is None
-    expected_in = torch.stack([(ids // PER_RANK == dst).any(1) & True for dst in range(layer.ep_size)], 1)
+    expected_in = torch.stack(
+        [(ids // experts_per_rank(layer) == dst).any(1) & True for dst in range(layer.ep_size)], 1
+    )
     assert torch.equal(in_rank, expected_in)
     assert torch.equal(per_rank, expected_in.sum(0).int())
     assert per_expert.tolist() == [int((ids == expert).sum()) for expert in range(layer.num_experts)]
@@ -83,13 +88,13 @@ def normal(rank: Rank, layer: Layer, worst: int) -> None:
         expected = picked(layer, rows, lambda src, index=index: layer.rows(src)[index], part.cpu())
         assert same_bits(part[: len(rows)].cpu(), expected)
     sent_ids = picked(layer, rows, lambda src: routes(layer, src)[0], ids.cpu())
-    local = sent_ids - rank.rank * PER_RANK
-    mine = (local >= 0) & (local < PER_RANK)
+    local = sent_ids - rank.rank * experts_per_rank(layer)
+    mine = (local >= 0) & (local < experts_per_rank(layer))
     assert torch.equal(got_ids[: len(rows)].cpu(), local.masked_fill(~mine, -1))
     assert (got_ids[len(rows) :] == -1).all()
     sent_weights = picked(layer, rows, lambda src: routes(layer, src)[1], weights.cpu())
     assert torch.equal(got_weights[: len(rows)].cpu(), sent_weights.masked_fill(~mine, 0.0))
-    exact = [int((local == expert).sum()) for expert in range(PER_RANK)]
+    exact = [int((local == expert).sum()) for expert in range(experts_per_rank(layer))]
     assert counts == ([] if worst else [-(-count // 4) * 4 for count in exact])
 
     again, *nothing, event = buffer.dispatch(x, handle=handle)
@@ -112,10 +117,10 @@ def normal(rank: Rank, layer: Layer, worst: int) -> None:
 
 @pytest.mark.parametrize("recipe", ["bf16", "fp8"])
 @pytest.mark.parametrize("worst", [0, 4 * 8])
-def test_normal_rounds(recipe: str, worst: int, place: str) -> None:
-    layer = replace(RAGGED, recipe=recipe, hidden_size=256)
-    run_ranks(RANKS, normal, layer, worst, device=place)
-    run_ranks(RANKS, normal, replace(layer, num_tokens=(0, 0, 0, 0)), worst, device=place)
+def test_normal_rounds(recipe: str, worst: int, place: Place) -> None:
+    layer = place.fit(replace(RAGGED, recipe=recipe, hidden_size=256))
+    place.run(normal, layer, worst)
+    place.run(normal, place.fit(replace(layer, num_tokens=(0, 0, 0, 0))), worst)
 
 
 def in_order(rank: Rank, layer: Layer) -> None:
@@ -179,8 +184,8 @@ def hidden_of(layer: Layer, dst: int, turn: int) -> torch.Tensor:
     return picked(layer, rows, lambda src: (layer.hidden(src).float() * (turn + 1)).bfloat16(), layer.hidden(dst))
 
 
-def test_events_order_calls(place: str) -> None:
-    run_ranks(RANKS, in_order, RAGGED, device=place)
+def test_events_order_calls(place: Place) -> None:
+    place.run(in_order, place.fit(RAGGED))
 
 
 def dequantised(rows: Any) -> torch.Tensor:
@@ -192,7 +197,7 @@ def low_latency(rank: Rank, layer: Layer, use_fp8: bool) -> None:
     buffer = buffer_of(rank, layer)
     ids, weights = (tensor.to(rank.device) for tensor in routes(layer, rank.rank))
     hidden = layer.hidden(rank.rank).to(rank.device)
-    stats = torch.zeros(PER_RANK, dtype=torch.int32, device=rank.device)
+    stats = torch.zeros(experts_per_rank(layer), dtype=torch.int32, device=rank.device)
     capacity = layer.max_tokens_per_rank * layer.ep_size
     for turn in range(3):
         rows, counts, handle, event, hook = buffer.low_latency_dispatch(
@@ -208,12 +213,12 @@ def low_latency(rank: Rank, layer: Layer, use_fp8: bool) -> None:
         hook()
         event.current_stream_wait()
         values = dequantised(rows)
-        assert tuple(values.shape) == (PER_RANK, capacity, layer.hidden_size)
+        assert tuple(values.shape) == (experts_per_rank(layer), capacity, layer.hidden_size)
         if use_fp8:
             assert rows[1].stride(1) == 1  # column-major, as grouped products want it
         output = torch.full_like(values, float("nan"))
-        for local in range(PER_RANK):
-            expert = rank.rank * PER_RANK + local
+        for local in range(experts_per_rank(layer)):
+            expert = rank.rank * experts_per_rank(layer) + local
             expected = []
             for src in range(layer.ep_size):
                 # Quantised where the ranks quantise: a GPU may round a quotient otherwise than a CPU.
@@ -245,9 +250,9 @@ def low_latency(rank: Rank, layer: Layer, use_fp8: bool) -> None:
 
 
 @pytest.mark.parametrize("use_fp8", [True, False])
-def test_low_latency_rounds(use_fp8: bool, place: str) -> None:
-    run_ranks(RANKS, low_latency, RAGGED, use_fp8, device=place)
-    run_ranks(RANKS, low_latency, replace(RAGGED, num_tokens=(0, 8, 0, 0), no_expert=0.8), use_fp8, device=place)
+def test_low_latency_rounds(use_fp8: bool, place: Place) -> None:
+    place.run(low_latency, place.fit(RAGGED), use_fp8)
+    place.run(low_latency, place.fit(replace(RAGGED, num_tokens=(0, 8, 0, 0), no_expert=0.8)), use_fp8)
 
 
 def two_under_way(rank: Rank) -> None:
@@ -325,102 +330,3 @@ def test_hooks_wait_and_calls_do_not() -> None:
 
 def test_two_rounds_can_be_under_way() -> None:
     run_ranks(2, two_under_way)
-
-
-def refuse(rank: Rank) -> list[str]:
-    """A body: what is not supported or wrong; the messages."""
-    layer = replace(RAGGED, num_tokens=(2, 2), num_experts=4, top_k=2)
-    buffer = buffer_of(rank, layer)
-    ids, weights = routes(layer, rank.rank)
-    x = layer.hidden(rank.rank)
-    per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(ids, 4)
-    layout = {"num_tokens_per_rank": per_rank, "is_token_in_rank": in_rank, "num_tokens_per_expert": per_expert}
-    messages = []
-
-    def expect(call: Any, *args: Any, **options: Any) -> None:
-        with pytest.raises(ValueError) as caught:
-            call(*args, **options)
-        messages.append(str(caught.value))
-
-    expect(buffer.get_dispatch_layout, ids, 5)
-    expect(buffer.dispatch, x, **layout)
-    expect(buffer.dispatch, x, num_tokens_per_rdma_rank=per_rank, topk_idx=ids, topk_weights=weights, **layout)
-    expect(buffer.dispatch, x[:1], topk_idx=ids, topk_weights=weights, **layout)
-    recv, _, _, _, handle, _ = buffer.dispatch(x, topk_idx=ids, topk_weights=weights, **layout)
-    expect(buffer.combine, recv, handle, topk_weights=weights)
-    expect(buffer.combine, recv, handle, bias=(x, x))
-    expect(buffer.combine, torch.cat([recv, recv[:1]]), handle)
-    expect(buffer.combine, recv.float(), handle)
-    buffer.combine(recv, handle)
-    expect(buffer.dispatch, x, handle=handle, topk_idx=ids)
-    expect(buffer.low_latency_dispatch, x, ids, 1, 4)
-    expect(buffer.low_latency_dispatch, x, ids, 8, 4, use_ue8m0=True)
-    expect(buffer.low_latency_dispatch, x, ids, 8, 4, round_scale=True)
-    expect(buffer.low_latency_dispatch, x[:, :100].contiguous(), ids, 8, 4)
-    rows, _, handle, _, _ = buffer.low_latency_dispatch(x, ids, 8, 4, use_fp8=False)
-    expect(buffer.low_latency_combine, rows, ids, weights, handle, use_logfmt=True)
-    expect(buffer.low_latency_combine, rows, ids[:1], weights, handle)
-    expect(buffer.low_latency_combine, rows[:, :4], ids, weights, handle)
-    buffer.low_latency_combine(rows, ids, weights, handle)
-    expect(deep_ep.Buffer, rank.comm, enable_shrink=True)
-    buffer.destroy()
-    buffer.destroy()
-    return messages
-
-
-def test_what_is_not_supported_is_named() -> None:
-    named = [
-        "num_experts is 5, expected a multiple of the 2 ranks",
-        "supported is a dispatch with topk_idx, topk_weights, is_token_in_rank and num_tokens_per_expert, or with",
-        "num_tokens_per_rdma_rank is a tensor, supported is None",
-        "x has shape [1, 256], expected 2 rows",
-        "topk_weights is a tensor, supported is None",
-        "bias has 2 tensors, supported is one",
-        "a row for each that dispatch gave",
-        "torch.float32, expected",
-        "topk_idx is a tensor, supported is None",
-        "topk_idx has 2 tokens, num_max_dispatch_tokens_per_rank is 1",
-        "use_ue8m0 is True, supported is False",
-        "round_scale is True, supported is False",
-        "x has rows of 100, FP8 needs a multiple of 128",
-        "use_logfmt is True, supported is False",
-        "topk_idx has shape [1, 2], the dispatch had [2, 2]",
-        "x is [2, 4, 256] torch.bfloat16, expected [2, 16, 256]",
-        "enable_shrink is True, supported is False",
-    ]
-    for messages in run_ranks(2, refuse):
-        assert len(messages) == len(named)
-        for message, part in zip(messages, named, strict=True):
-            assert part in message
-
-
-# As DeepEP's documentation and its published Buffer have them, in this order.
-ARGUMENTS = {
-    "__init__": "group num_nvl_bytes num_rdma_bytes low_latency_mode num_qps_per_rank "
-    "allow_nvlink_for_low_latency_mode allow_mnnvl explicitly_destroy enable_shrink comm",
-    "get_dispatch_layout": "topk_idx num_experts previous_event async_finish allocate_on_comm_stream",
-    "dispatch": "x handle num_tokens_per_rank num_tokens_per_rdma_rank is_token_in_rank num_tokens_per_expert topk_idx "
-    "topk_weights expert_alignment num_worst_tokens config previous_event async_finish allocate_on_comm_stream",
-    "combine": "x handle topk_weights bias config previous_event async_finish allocate_on_comm_stream",
-    "low_latency_dispatch": "x topk_idx num_max_dispatch_tokens_per_rank num_experts "
-    "cumulative_local_expert_recv_stats dispatch_wait_recv_cost_stats use_fp8 round_scale use_ue8m0 async_finish "
-    "return_recv_hook",
-    "low_latency_combine": "x topk_idx topk_weights handle use_logfmt zero_copy async_finish return_recv_hook out "
-    "combine_wait_recv_cost_stats",
-    "get_low_latency_rdma_size_hint": "num_max_dispatch_tokens_per_rank hidden num_ranks num_experts",
-    "clean_low_latency_buffer": "num_max_dispatch_tokens_per_rank hidden num_experts",
-}
-
-
-@pytest.mark.parametrize("name", ARGUMENTS)
-def test_arguments_are_those_of_deep_ep(name: str) -> None:
-    ours = [argument for argument in inspect.signature(getattr(deep_ep.Buffer, name)).parameters if argument != "self"]
-    theirs = ARGUMENTS[name].split()
-    assert ours[: len(theirs)] == theirs
-
-
-def test_sizes_and_configurations_can_be_passed_on() -> None:
-    assert deep_ep.Buffer.get_low_latency_rdma_size_hint(128, 7168, 8, 256) > 8 * 128 * 8 * 2 * 2 * 7168
-    deep_ep.Buffer.set_num_sms(24)
-    assert deep_ep.Buffer.get_combine_config(8).num_sms == 24
-    deep_ep.Buffer.set_num_sms(20)

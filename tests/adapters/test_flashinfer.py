@@ -19,7 +19,7 @@ import putget
 from putget import reference
 from putget.adapters import flashinfer, shared
 from putget.adapters.flashinfer import MoeAlltoAll, moe_a2a_get_workspace_size_per_rank
-from tests.adapters.conftest import RANKS
+from tests.adapters.conftest import Place
 from tests.adapters.layer import Layer, same_bits
 from tests.adapters.packages import shell
 from tests.adapters.upstream import upstream
@@ -75,17 +75,18 @@ def play(rank: Rank, layers: list[Layer]) -> list[torch.Tensor]:
     objects = [alltoall(rank, layer) for layer in layers]
     results = []
     for index, layer in enumerate(layers):
-        own_max = min(max(layer.num_tokens) + rank.rank, layer.max_tokens_per_rank)
+        own_max = min(max(1, *layer.num_tokens) + rank.rank, layer.max_tokens_per_rank)
         results.append(run_layer(rank, objects[index], layer, own_max, index % 2 == 1))
         results.append(run_layer(rank, objects[index], layer, layer.max_tokens_per_rank, index % 2 == 0))
     shared.close_shared(rank.comm)
     return results
 
 
-def test_recipes_and_runtime_maxima_that_differ(place: str) -> None:
+def test_recipes_and_runtime_maxima_that_differ(place: Place) -> None:
     layers = [replace(RAGGED, recipe=recipe, seed=seed) for seed, recipe in enumerate(("bf16", "fp8", "nvfp4"))]
     layers += [replace(RAGGED, num_tokens=(0, 0, 0, 1)), replace(RAGGED, num_tokens=(4, 4, 4, 4), no_expert=0.9)]
-    for rank, combined in enumerate(run_ranks(RANKS, play, layers, device=place)):
+    layers = [place.fit(layer) for layer in layers]
+    for rank, combined in enumerate(place.run(play, layers)):
         for index, layer in enumerate(layers):
             expected = layer.expected(rank)
             assert same_bits(combined[2 * index], expected), (rank, layer)
@@ -109,11 +110,12 @@ def low_precision(rank: Rank, layer: Layer) -> list[torch.Tensor]:
     return results
 
 
-def test_low_precision_combine(place: str) -> None:
-    for rank, combined in enumerate(run_ranks(RANKS, low_precision, RAGGED, device=place)):
+def test_low_precision_combine(place: Place) -> None:
+    layer = place.fit(RAGGED)
+    for rank, combined in enumerate(place.run(low_precision, layer)):
         assert len(combined) == 4
         for rows in combined:
-            assert same_bits(rows, RAGGED.expected(rank, torch.float8_e4m3fn))
+            assert same_bits(rows, layer.expected(rank, torch.float8_e4m3fn))
 
 
 def opaque_payloads(rank: Rank) -> None:

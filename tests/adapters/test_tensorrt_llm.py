@@ -13,7 +13,7 @@ import torch
 import putget
 from putget.adapters import shared
 from putget.adapters.tensorrt_llm import FourPayloadAllToAll
-from tests.adapters.conftest import RANKS
+from tests.adapters.conftest import RANKS, Place
 from tests.adapters.layer import Layer, same_bits
 from tests.harness import Rank, run_ranks
 
@@ -101,10 +101,11 @@ def play(rank: Rank, layers: list[Layer]) -> list[torch.Tensor]:
     return results
 
 
-def test_recipes_and_ragged_ranks(place: str) -> None:
+def test_recipes_and_ragged_ranks(place: Place) -> None:
     layers = [replace(RAGGED, recipe=recipe, seed=seed) for seed, recipe in enumerate(("bf16", "fp8", "nvfp4"))]
     layers += [replace(RAGGED, num_tokens=(0, 0, 0, 0)), replace(RAGGED, num_tokens=(0, 0, 1, 0), no_expert=1.1)]
-    results = run_ranks(RANKS, play, layers, device=place)
+    layers = [place.fit(layer) for layer in layers]
+    results = place.run(play, layers)
     for rank, combined in enumerate(results):
         for index, layer in enumerate([*layers, *layers]):
             assert same_bits(combined[index], layer.expected(rank)), (rank, layer)
@@ -118,9 +119,9 @@ def low_precision(rank: Rank, layers: list[Layer]) -> list[torch.Tensor]:
     return results
 
 
-def test_low_precision_combine(place: str) -> None:
-    layers = [replace(RAGGED, recipe=recipe, seed=seed) for seed, recipe in enumerate(("bf16", "fp8"))]
-    for rank, combined in enumerate(run_ranks(RANKS, low_precision, layers, device=place)):
+def test_low_precision_combine(place: Place) -> None:
+    layers = [place.fit(replace(RAGGED, recipe=recipe, seed=seed)) for seed, recipe in enumerate(("bf16", "fp8"))]
+    for rank, combined in enumerate(place.run(low_precision, layers)):
         for index, layer in enumerate(layers):
             plain, low = layer.expected(rank), layer.expected(rank, torch.float8_e4m3fn)
             assert same_bits(combined[2 * index], low)

@@ -5,9 +5,14 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import torch
+from torch import Tensor
+
+import putget
+from putget.moe.grouped_fp8 import quantise_rows
 from tests.harness import Rank, run_ranks
-from tests.moe.dense import Dense
-from tests.moe.layers import options_of
+from tests.moe.dense import Dense, relative_error
+from tests.moe.layers import FP8_TOLERANCE, options_of
 from tests.project.checkout import ROOT
 
 GUIDE = ROOT / "docs" / "guide" / "moe_layer.md"
@@ -41,6 +46,56 @@ def run_blocks(rank: Rank) -> list[tuple[int, ...]]:
 def test_blocks_run() -> None:
     for shapes in run_ranks(2, run_blocks):
         assert shapes == [(5, 256), (3, 256), (2, 256)]
+
+
+def run_kernels_block(rank: Rank) -> list[Any]:
+    """A body: the block of docs/moe.md, where experts multiply by the identity; what came out, and what went in."""
+    text = (ROOT / "docs" / "moe.md").read_text()
+    (block,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    hidden, between, experts = 256, 128, 4
+    row, scale = putget.Payload((hidden,), torch.float8_e4m3fn), putget.Payload((hidden // 128,), torch.float32)
+    up, down = torch.randn(2 * between, hidden) * 0.1, torch.randn(hidden, between) * 0.1
+
+    def my_grouped_gemm(rows: Tensor, scales: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+        assert offsets.tolist()[-1] % 128 == 0
+        values = rows.float() * scales.repeat_interleave(128, 1)
+        return (values @ weight.T).bfloat16()
+
+    with putget.AllToAll(
+        rank.comm,
+        num_experts=experts,
+        top_k=2,
+        max_tokens_per_rank=8,
+        payloads=[row, scale],
+        output=putget.Payload((hidden,), torch.bfloat16),
+        device="cpu",
+    ) as a2a:
+        x = torch.randn(5 * rank.rank, hidden).bfloat16()
+        codes, scales = quantise_rows(x)
+        ids = torch.randint(0, experts, (len(x), 2), dtype=torch.int32)
+        weights = torch.rand(len(x), 2)
+        names: dict[str, Any] = {
+            "putget": putget,
+            "a2a": a2a,
+            "my_grouped_gemm": my_grouped_gemm,
+            "w13": up,
+            "w2": down,
+            "topk_ids": ids,
+            "topk_weights": weights,
+            "hidden": codes,
+            "scales": scales,
+        }
+        exec(block, names)
+        both = (codes.float() * scales.repeat_interleave(128, 1)) @ up.T
+        exact = (torch.nn.functional.silu(both[:, :between]) * both[:, between:]) @ down.T
+        return [names["out"].float(), exact * weights.sum(1, keepdim=True)]
+
+
+def test_block_of_the_kernels_runs() -> None:
+    torch.manual_seed(0)
+    for got, want in run_ranks(2, run_kernels_block):
+        assert got.shape == want.shape
+        assert len(want) == 0 or relative_error(got, want) < FP8_TOLERANCE
 
 
 def test_links_lead_somewhere() -> None:

@@ -366,3 +366,35 @@ def test_finalize_refuses_other_shapes() -> None:
             finalize(rows[:3], grouped)
         with pytest.raises(ValueError, match=r"out has shape \[3, 6\], expected \[8, 6\]"):
             finalize(rows, grouped, rows[:3])
+        with pytest.raises(ValueError, match="out overlaps rows, expected memory of its own"):
+            finalize(rows, grouped, rows[:8])
+
+
+def test_rows_may_not_lie_in_what_they_are_summed_into() -> None:
+    with putget.AllToAll(
+        putget.Communicator.local(1)[0],
+        num_experts=4,
+        top_k=1,
+        max_tokens_per_rank=8,
+        payloads=[putget.Payload((4,), torch.float32)],
+        output=putget.Payload((6,), torch.float32),
+        device="cpu",
+    ) as a2a:
+        ids = torch.tensor([[2], [0], [1]], dtype=torch.int32)
+        grouped = a2a.dispatch(ids, torch.ones(3, 1), torch.rand(3, 4)).expert_major()
+        rows = a2a.combine_input.flat.view(-1)[: grouped.capacity * 6].view(grouped.capacity, 6)
+        assert len(rows) == grouped.capacity  # one row for each that came: they could be taken for each other
+        with pytest.raises(ValueError, match="combine_input overlaps x, expected memory of its own"):
+            a2a.combine(rows, layout=grouped)
+        own = torch.arange(grouped.capacity).float()[:, None].expand(-1, 6).contiguous()
+        assert a2a.combine(own, layout=grouped)[:, 0].tolist() == [2.0, 0.0, 1.0]
+
+
+def test_kernels_do_not_write_where_they_read(device: str) -> None:
+    whole = torch.arange(64.0, device=device).view(8, 8)
+    index = torch.arange(4, dtype=torch.int32, device=device)
+    with pytest.raises(ValueError, match=r"out\[0\] overlaps source\[1\], expected memory of its own"):
+        expand([torch.ones(4, 8, device=device), whole[:4]], index, out=[whole[3:7], torch.zeros(4, 8, device=device)])
+    with pytest.raises(ValueError, match="out overlaps x, expected memory of its own"):
+        gated_activation(whole[:4], out=whole.view(-1)[:16].view(4, 4))
+    assert torch.equal(expand(whole[:4], index, out=whole[4:]), whole[:4])  # neighbours share nothing

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import putget
-from putget.moe import ExpertParallelMoE, TwoBatch
+from putget.moe import ExpertParallelMoE, SoftmaxRouting, TwoBatch
 from tests.harness import Rank, run_ranks
 from tests.moe.dense import Dense, relative_error
 from tests.moe.layers import make_layer, options_of, tolerance
@@ -171,7 +171,10 @@ def constructed(rank: Rank, options: dict[str, Any]) -> str:
     ("changes", "message"),
     [
         ({"weight_dtype": torch.float16}, "weight_dtype is torch.float16"),
-        ({"row_dtype": torch.float8_e4m3fn}, "row_dtype is torch.float8_e4m3fn, with weights of torch.bfloat16"),
+        (
+            {"row_dtype": torch.float8_e4m3fn},
+            "row_dtype is torch.float8_e4m3fn, with weights of torch.bfloat16 expected torch.bfloat16",
+        ),
         ({"gate": "relu"}, "gate is 'relu', allowed are 'silu' and 'gelu'"),
         ({"hidden_size": 100}, "hidden_size is 100, BF16 experts need a multiple of 8"),
         ({"weight_dtype": torch.float8_e4m3fn, "intermediate_size": 192}, "intermediate_size is 192"),
@@ -184,6 +187,53 @@ def test_wrong_options(changes: dict[str, Any], message: str) -> None:
     options = options_of(Dense(), device="cpu")
     for text in run_ranks(2, constructed, {**options, **changes}):
         assert message in text
+
+
+def differing(rank: Rank, options: dict[str, Any], changes: dict[str, Any]) -> str:
+    """A body: the last rank's layer is another one; then a layer that is the same on all."""
+    with pytest.raises(ValueError) as caught:
+        ExpertParallelMoE(rank.comm, **{**options, **(changes if rank.rank == 1 else {})})
+    with ExpertParallelMoE(rank.comm, **options) as layer:
+        layer(torch.zeros(rank.rank, options["hidden_size"], dtype=torch.bfloat16))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"gate": "gelu"}, "gate differs between ranks: rank 0 has silu, rank 1 has gelu"),
+        ({"intermediate_size": 512}, "intermediate_size differs between ranks"),
+        ({"shared_intermediate_size": 256}, "shared_intermediate_size differs between ranks"),
+        ({"routing": SoftmaxRouting(scale=2.0)}, "routing differs between ranks"),
+        ({"hidden_size": 512}, "differs between ranks"),
+    ],
+)
+def test_ranks_with_other_options_hear_about_it(changes: dict[str, Any], message: str) -> None:
+    options = options_of(Dense(), device="cpu")
+    for text in run_ranks(2, differing, options, changes):
+        assert message in text
+
+
+def cast(rank: Rank, dense: Dense) -> tuple[Tensor, Tensor]:
+    """A body: the layer before and behind the casts that a model around it may get."""
+    with make_layer(rank, dense) as layer:
+        x = dense.tokens(rank.rank, 4)
+        before = layer(x)
+        model = torch.nn.Sequential(layer, torch.nn.Linear(2, 2))
+        dtypes = [tensor.dtype for tensor in layer.state_dict().values()]
+        for convert in (model.bfloat16, model.half, model.float, lambda: model.to(torch.float16), model.cpu):
+            convert()
+        assert [tensor.dtype for tensor in layer.state_dict().values()] == dtypes
+        assert model[1].weight.dtype == torch.float16
+        with pytest.raises(ValueError, match="this layer is on cpu, where its workspace is, and cannot move to meta"):
+            model.to("meta")
+        return before, layer(x)
+
+
+@pytest.mark.parametrize("dense", [Dense(groups=(4, 2), shared=128), Dense(fp8=True, shared=128)], ids=["bf16", "fp8"])
+def test_casts_of_a_model_leave_the_layer_as_it_is(dense: Dense) -> None:
+    for before, behind in run_ranks(2, cast, dense):
+        assert torch.equal(before, behind)
 
 
 def test_wrong_communicator() -> None:

@@ -27,8 +27,9 @@ from typing import Any
 
 import torch
 
-from putget import Communicator, Payload, Received
+from putget import Communicator, Payload, ProtocolMisuse, Received
 from putget.adapters import deep_ep_layout as layouts
+from putget.adapters.deep_ep_arguments import check_count, check_goes, check_handle, check_ids, check_x
 from putget.adapters.deep_ep_low_latency import LowLatencyCalls
 from putget.adapters.deep_ep_rounds import (
     MAX_RANKS,
@@ -120,16 +121,34 @@ class Buffer(LowLatencyCalls):
         self._lanes: dict[tuple[int, ...], Lanes] = {}
         self._zero_copy: dict[tuple[int, int, int], torch.Tensor] = {}
         self._comm_stream = CommStream(self._device)
+        self._lost_rows: torch.Tensor | None = None  # [1] int64, made with the first memory
 
     def get_comm_stream(self) -> Any:
         """The ``torch.cuda.Stream`` that calls run on; None on the CPU."""
         return self._comm_stream.stream
 
+    def check(self) -> None:
+        """Waits for the calls so far.
+
+        Raises:
+            ProtocolMisuse: Rows were left out, because num_worst_tokens was too small for what came.
+        """
+        self._comm_stream.join()
+        if self._lost_rows is None or not (lost := int(self._lost_rows)):
+            return
+        self._lost_rows.zero_()
+        raise ProtocolMisuse(f"dispatch: {lost} rows were left out, num_worst_tokens was too small for what came")
+
     def destroy(self) -> None:
-        """Frees the memory. Needs no peer. Idempotent."""
+        """Frees the memory. Needs no peer. Idempotent.
+
+        Raises:
+            ProtocolMisuse: As ``check``; all is freed the same.
+        """
         while self._lanes:
             self._lanes.popitem()[1].close()
         self._zero_copy.clear()
+        self.check()
 
     @staticmethod
     def set_num_sms(new_num_sms: int) -> None:
@@ -168,7 +187,7 @@ class Buffer(LowLatencyCalls):
         """Counts what goes where.
 
         Args:
-            topk_idx: [num_tokens, top_k] ids of experts; -1 is "no expert".
+            topk_idx: [num_tokens, top_k] ids of experts; -1 is "no expert", and so is every id out of range.
             num_experts: Experts of all ranks together, a multiple of the number of ranks.
             previous_event: What the communication stream waits for before; None: all that the current stream has got.
             async_finish: The current stream does not wait; the event says when the call is done.
@@ -180,15 +199,17 @@ class Buffer(LowLatencyCalls):
             to a rank [num_tokens, ranks] bool, and an event.
 
         Raises:
-            ValueError: num_experts is not a multiple of the number of ranks.
+            ValueError: topk_idx is not such a tensor, or num_experts not a multiple of the number of ranks.
         """
         num_local = self._local(num_experts)
+        check_ids(topk_idx)
         with self._comm_stream.turn(previous_event, async_finish, allocate_on_comm_stream) as turn:
             ids = topk_idx.long()
-            ranks = torch.where(ids >= 0, ids // num_local, self.group_size)
+            known = (ids >= 0) & (ids < num_experts)
+            ranks = torch.where(known, ids // num_local, self.group_size)
             goes = torch.zeros(ids.shape[0], self.group_size + 1, dtype=torch.bool, device=ids.device)
             in_rank = goes.scatter_(1, ranks, True)[:, : self.group_size].contiguous()
-            per_expert = layouts.count(torch.where(ids >= 0, ids, num_experts), num_experts)
+            per_expert = layouts.count(torch.where(known, ids, num_experts), num_experts)
             per_rank = in_rank.sum(0).int()
             turn.share(topk_idx, per_rank, per_expert, in_rank)
         return per_rank, None, per_expert, in_rank, turn.event
@@ -222,8 +243,8 @@ class Buffer(LowLatencyCalls):
             topk_idx: [num_tokens, top_k] int64 ids of experts; -1 is "no expert".
             topk_weights: [num_tokens, top_k] float32.
             expert_alignment: The counts that are returned are rounded up to a multiple of it.
-            num_worst_tokens: Rows of the result; with it the host does not wait. 0: as many as arrived, for which the
-                host waits.
+            num_worst_tokens: Rows of the result; with it the host does not wait. Rows beyond it are left out, counted,
+                and reported by ``check``. 0: as many as arrived, for which the host waits.
             config: Not used.
             previous_event: What the communication stream waits for before; None: all that the current stream has got.
             async_finish: The current stream does not wait; the event says when the call is done.
@@ -240,9 +261,11 @@ class Buffer(LowLatencyCalls):
             PeerTimeout, CapacityExceeded: As ``AllToAll.dispatch``.
         """
         require_supported(num_tokens_per_rdma_rank=(num_tokens_per_rdma_rank, None))
+        check_x(x)
         rows = list(x) if isinstance(x, tuple) else [x]
         names = ["x", "the scales of x"][: len(rows)]
         if handle is not None:
+            check_handle(handle, Handle, "dispatch")
             require_supported(topk_idx=(topk_idx, None), topk_weights=(topk_weights, None))
             with self._comm_stream.turn(previous_event, async_finish, allocate_on_comm_stream) as turn:
                 ticket, received = self._put(handle.ids, rows, names)
@@ -256,12 +279,18 @@ class Buffer(LowLatencyCalls):
                 "with the handle of one"
             )
         num_local = self._local(num_tokens_per_expert.numel())
+        num_tokens, _ = check_ids(topk_idx)
+        check_goes(is_token_in_rank, num_tokens, self.group_size)
+        check_count("num_worst_tokens", num_worst_tokens, 0)
+        check_count("expert_alignment", expert_alignment, 1)
         with self._comm_stream.turn(previous_event, async_finish, allocate_on_comm_stream) as turn:
             here = torch.arange(self.group_size, dtype=torch.int32, device=is_token_in_rank.device)
             ids = torch.where(is_token_in_rank, here, -1)
             carried = [*rows, topk_idx.contiguous(), topk_weights.contiguous()]
             ticket, received = self._put(ids, carried, [*names, "topk_idx", "topk_weights"])
             count = num_worst_tokens or int(received.num_tokens.sum())
+            if num_worst_tokens and self._lost_rows is not None:
+                self._lost_rows += (received.num_tokens.sum() - count).clamp(min=0)
             places = layouts.compact(received.num_tokens, self.max_tokens_per_rank, count)
             *taken, experts, weights = (payload[places.rows] for payload in received.flat.payloads)
             local = torch.where(places.is_row[:, None], layouts.local_experts(experts, self.rank, num_local), -1)
@@ -307,6 +336,8 @@ class Buffer(LowLatencyCalls):
             PeerTimeout: As ``AllToAll.combine``.
         """
         require_supported(topk_weights=(topk_weights, None))
+        check_handle(handle, Handle, "dispatch")
+        check_x(x, (torch.bfloat16,))
         if isinstance(bias, tuple):
             if len(bias) != 1:
                 raise ValueError(f"bias has {len(bias)} tensors, supported is one")
@@ -334,6 +365,8 @@ class Buffer(LowLatencyCalls):
         """A normal round: every rank is an "expert", and a token goes to each of its ranks once."""
         hidden = payloads[0].shape[1]
         key = (self.max_tokens_per_rank, hidden)
+        if self._lost_rows is None:
+            self._lost_rows = torch.zeros(1, dtype=torch.int64, device=self._device)
         if key not in self._lanes:
             ranks = self.group_size
             num_bytes = engine_workspace_bytes(

@@ -8,6 +8,7 @@ import torch
 
 from putget import Communicator, Payload, ProtocolMisuse, Received
 from putget.adapters import deep_ep_layout as layouts
+from putget.adapters.deep_ep_arguments import check_count, check_handle, check_ids, check_x
 from putget.adapters.deep_ep_rounds import (
     EventOverlap,
     Lanes,
@@ -82,11 +83,15 @@ class LowLatencyCalls:
             round_scale=(round_scale, False),
             use_ue8m0=(use_ue8m0, False),
         )
-        num_tokens, top_k = topk_idx.shape
+        num_tokens, top_k = check_ids(topk_idx)
+        hidden = check_x(x, (torch.bfloat16,))
+        check_count("num_max_dispatch_tokens_per_rank", num_max_dispatch_tokens_per_rank, 1)
         if num_tokens > num_max_dispatch_tokens_per_rank:
             most = num_max_dispatch_tokens_per_rank
             raise ValueError(f"topk_idx has {num_tokens} tokens, num_max_dispatch_tokens_per_rank is {most}")
-        hidden, num_local = x.shape[1], self._local(num_experts)
+        if len(x) != num_tokens:
+            raise ValueError(f"x has {len(x)} tokens, topk_idx has {num_tokens}")
+        num_local = self._local(num_experts)
         capacity = num_max_dispatch_tokens_per_rank * self.group_size
         with self._comm_stream.turn_or_here(return_recv_hook, async_finish) as turn:
             payloads = layouts.to_fp8(x) if use_fp8 else (x,)
@@ -164,6 +169,7 @@ class LowLatencyCalls:
         require_supported(
             use_logfmt=(use_logfmt, False), combine_wait_recv_cost_stats=(combine_wait_recv_cost_stats, None)
         )
+        check_handle(handle, LowLatencyHandle, "low_latency_dispatch")
         routes = (handle.num_tokens, handle.top_k)
         for name, tensor in (("topk_idx", topk_idx), ("topk_weights", topk_weights)):
             if tuple(tensor.shape) != routes:

@@ -21,7 +21,7 @@ from typing import Any, Literal, TypeAlias, overload
 import torch
 
 from putget import _abi
-from putget._arguments import check_tensor
+from putget._arguments import check_apart, check_tensor
 from putget._geometry import OUTPUT_TYPES
 from putget.expert_major import ExpertMajor
 from putget.workspace import current_stream
@@ -84,6 +84,8 @@ def expand(
             raise ValueError(f"out has {len(outs)} tensors, source has {len(sources)}")
         for index, (one, shape, like) in enumerate(zip(outs, wanted, sources, strict=True)):
             check_tensor(f"out[{index}]", one, shape, (like.dtype,), device)
+            for other, read in enumerate(sources):
+                check_apart(f"out[{index}]", one, f"source[{other}]", read)
     args = _abi.MoeExpandArgs(
         device=_device_kind(device),
         ordinal=device.index or 0,
@@ -177,6 +179,7 @@ def gated_activation(
         for name, one in (("x", x), ("out", out)):
             if one.data_ptr() % 16:
                 raise ValueError(f"{name} begins at an address that is no multiple of 16 bytes, which quantise needs")
+    check_apart("out", out, "x", x)
     args = _abi.MoeActivationArgs(
         device=_device_kind(x.device),
         ordinal=x.device.index or 0,
@@ -215,9 +218,10 @@ def finalize(rows: torch.Tensor, grouped: ExpertMajor, out: torch.Tensor | None 
     if not isinstance(grouped, ExpertMajor):
         raise ValueError(f"grouped is a {type(grouped).__name__}, expected what received.expert_major() returns")
     grouper = grouped._grouper
-    grouper.check_rows(rows, grouper.check_layout(grouped), "rows")
+    grouper.check_rows(rows, grouper.check_layout(grouped), "rows", into_combine_input=out is None)
     if out is not None:
         check_tensor("out", out, (grouped.positions.shape[0], *rows.shape[1:]), (rows.dtype,), rows.device)
+        check_apart("out", out, "rows", rows)
     return grouper.finalize(rows, grouped, out)
 
 

@@ -24,6 +24,10 @@ from putget.moe.traced import LayerOperator
 from putget.payload import Payload
 from putget.workspace import resolve_device
 
+# From so many tokens on, shared experts fill the SMs by themselves. Experts that began beside them would have some of
+# their tiles wait for SMs while the others are done.
+_SHARED_FILL_FROM = 1024
+
 _MakeExperts: TypeAlias = Callable[[int, int, int, Gate, torch.device], Bf16Experts | Fp8Experts]
 
 
@@ -33,6 +37,10 @@ class ExpertParallelMoE(nn.Module):
     Every rank calls ``forward`` for every round, with any number of its own tokens, also none. Nothing waits for the
     host, so a call can be captured in a CUDA graph and replayed with new data, also with graphs of other sizes on other
     ranks; it must have run once before.
+
+    ``.to(dtype)``, ``.bfloat16()`` and the like, of the layer or of a model around it, leave its weights in the types
+    that they were made in: codes, their scales and the router's bias mean nothing in another one. A layer stays on its
+    device, where its workspace is.
 
     Args:
         comm: The expert-parallel group.
@@ -105,7 +113,8 @@ class ExpertParallelMoE(nn.Module):
                 raise ValueError(f"gate is {gate!r}, allowed are {' and '.join(map(repr, GATES))}")
             allowed = (torch.bfloat16, weight_dtype)
             if row_dtype not in (None, *allowed):
-                raise ValueError(f"row_dtype is {row_dtype}, with weights of {weight_dtype} expected one of {allowed}")
+                named = " or ".join(map(str, dict.fromkeys(allowed)))
+                raise ValueError(f"row_dtype is {row_dtype}, with weights of {weight_dtype} expected {named}")
             place = resolve_device(device)
             kind: _MakeExperts = Bf16Experts
             if weight_dtype == torch.float8_e4m3fn:
@@ -138,6 +147,23 @@ class ExpertParallelMoE(nn.Module):
             **all_to_all,
         }
         self.lane = Lane(AllToAll(comm, **self._options), grouped_memory)
+        try:
+            comm.compare(
+                "ExpertParallelMoE",
+                {
+                    "intermediate_size": intermediate_size,
+                    "routing": self.router.routing,
+                    "router_bias": router_bias,
+                    "router_dtype": router_dtype,
+                    "shared_intermediate_size": shared_intermediate_size,
+                    "weight_dtype": weight_dtype,
+                    "gate": gate,
+                },
+                self.lane.a2a.workspace.warmup_timeout_s,
+            )
+        except (ValueError, PutgetError):
+            self.lane.a2a.close()
+            raise
         owners = self.lane.a2a.expert_to_rank.tolist()
         self.local_experts = [expert for expert, owner in enumerate(owners) if owner == comm.rank]
         self.experts = kind(len(self.local_experts), hidden_size, intermediate_size, gate, place)
@@ -214,8 +240,10 @@ class ExpertParallelMoE(nn.Module):
                 received = a2a.dispatch_finish()
         with self.range("expert_major"):
             grouped = received.expert_major(memory=self.lane.memory)
+        if overlapped and len(x) >= _SHARED_FILL_FROM:
+            self._beside.join()
         rows = self.run_experts(grouped, len(x))
-        if overlapped:
+        if overlapped and len(x) < _SHARED_FILL_FROM:
             self._beside.join()
         with self.range("combine"):
             return a2a.combine(rows, layout=grouped, addend=addend)
@@ -270,6 +298,25 @@ class ExpertParallelMoE(nn.Module):
             yield
         finally:
             torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ExpertParallelMoE:
+        """What ``.to()``, ``.bfloat16()``, ``.cuda()`` and so on do with each tensor.
+
+        Raises:
+            ValueError: It would leave the device; nothing has changed.
+        """
+
+        def keep(tensor: Tensor) -> Tensor:
+            made = fn(tensor)
+            if made.device != tensor.device:
+                raise ValueError(
+                    f"this layer is on {tensor.device}, where its workspace is, and cannot move to {made.device}: make "
+                    "it there with device="
+                )
+            return made if made.dtype == tensor.dtype else tensor
+
+        module: ExpertParallelMoE = super()._apply(keep, recurse)  # type: ignore[no-untyped-call]
+        return module
 
     def check(self) -> None:
         """See ``AllToAll.check``."""

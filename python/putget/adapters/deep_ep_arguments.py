@@ -1,0 +1,54 @@
+"""What DeepEP's calls are given, checked before anything has happened on any rank."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import torch
+
+_IDS = (torch.int32, torch.int64)
+_Kind = TypeVar("_Kind")
+
+
+def _came(value: Any) -> str:
+    return f"{list(value.shape)} {value.dtype}" if isinstance(value, torch.Tensor) else repr(value)[:80]
+
+
+def check_ids(topk_idx: Any) -> tuple[int, int]:
+    """num_tokens and top_k. Raises ValueError unless these are ids [num_tokens, top_k]."""
+    if not isinstance(topk_idx, torch.Tensor) or topk_idx.dim() != 2 or topk_idx.dtype not in _IDS:
+        raise ValueError(f"topk_idx is {_came(topk_idx)}, expected [num_tokens, top_k] torch.int64")
+    return topk_idx.shape[0], topk_idx.shape[1]
+
+
+def check_x(x: Any, dtypes: tuple[torch.dtype, ...] | None = None) -> int:
+    """Elements of a row. Raises ValueError unless these are rows [num_tokens, hidden], or rows and their scales."""
+    parts = x if isinstance(x, tuple) and dtypes is None else (x,)
+    for part in parts:
+        if not isinstance(part, torch.Tensor) or part.dim() != 2 or len(parts) > 2:
+            raise ValueError(f"x is {_came(x)}, expected [num_tokens, hidden], or FP8 rows and their scales")
+    if dtypes is not None and x.dtype not in dtypes:
+        raise ValueError(f"x has dtype {x.dtype}, supported is {' or '.join(map(str, dtypes))}")
+    hidden: int = parts[0].shape[1]
+    return hidden
+
+
+def check_goes(is_token_in_rank: Any, num_tokens: int, ranks: int) -> None:
+    """Raises ValueError unless this says of each token whether it goes to each rank."""
+    expected = (num_tokens, ranks)
+    fits = isinstance(is_token_in_rank, torch.Tensor) and tuple(is_token_in_rank.shape) == expected
+    if not fits or is_token_in_rank.dtype != torch.bool:
+        raise ValueError(f"is_token_in_rank is {_came(is_token_in_rank)}, expected {list(expected)} torch.bool")
+
+
+def check_count(name: str, value: Any, least: int) -> None:
+    """Raises ValueError unless this is an int of at least so much."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{name} is {value!r}, expected an int of at least {least}")
+
+
+def check_handle(handle: Any, kind: type[_Kind], made_by: str) -> _Kind:
+    """The handle. Raises ValueError unless it is of this kind."""
+    if not isinstance(handle, kind):
+        raise ValueError(f"handle is a {type(handle).__name__}, expected what {made_by} returned")
+    return handle
