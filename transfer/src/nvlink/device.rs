@@ -6,7 +6,6 @@ use std::ptr::null_mut;
 use std::sync::{Mutex, OnceLock, PoisonError};
 
 use super::ffi::*;
-use super::lanes::Stretch;
 use super::virtual_memory::Pieces;
 use crate::error::Error;
 
@@ -176,41 +175,6 @@ impl Stream {
         // SAFETY: the caller promises that both ranges are valid.
         let code = unsafe { (self.driver.copy)(dst, src, len as usize, self.stream) };
         self.driver.check("cuMemcpyAsync", code)
-    }
-
-    /// Copies several stretches, in any order. As one batch they follow each other without a pause, which costs about
-    /// 3 us between copies that are ordered one by one.
-    ///
-    /// # Safety
-    /// As for `copy`, for all of them.
-    pub unsafe fn copy_all(&self, copies: &[&Stretch]) -> Result<(), Error> {
-        // SAFETY: the caller promises that all ranges are valid.
-        if copies.len() > 1 && unsafe { self.copy_batch(copies) } {
-            return Ok(());
-        }
-        // SAFETY: the caller promises that all ranges are valid.
-        copies.iter().try_for_each(|copy| unsafe { self.copy(copy.dst, copy.src, copy.len) })
-    }
-
-    /// The same as one batch. False: the driver has none, or none for such memory; what it has copied may be copied again.
-    ///
-    /// # Safety
-    /// As for `copy`, for all of them.
-    unsafe fn copy_batch(&self, copies: &[&Stretch]) -> bool {
-        let Some(batch) = self.driver.copy_batch else { return false };
-        let of = |part: fn(&Stretch) -> u64| copies.iter().map(|copy| part(copy)).collect::<Vec<_>>();
-        let (dst, src) = (of(|copy| copy.dst), of(|copy| copy.src));
-        let len: Vec<_> = copies.iter().map(|copy| copy.len as usize).collect();
-        let order = CU_MEMCPY_SRC_ACCESS_ORDER_STREAM;
-        let attributes = CopyAttributes { order, src_place: [0; 2], dst_place: [0; 2], flags: 0 };
-        let (dst, src, len, count, all) = (dst.as_ptr(), src.as_ptr(), len.as_ptr(), copies.len(), 0);
-        // SAFETY: the lists have that many entries and live through the call, one attribute holds for all from the first
-        // on; the caller promises that all ranges are valid.
-        let code = unsafe { batch(dst, src, len, count, &attributes, &all, 1, self.stream) };
-        if code != CUDA_SUCCESS {
-            tracing::debug!(why = %self.driver.words(code), "copies do not go as a batch");
-        }
-        code == CUDA_SUCCESS
     }
 
     /// Stores a word once everything before it has been carried out and can be seen by everybody.

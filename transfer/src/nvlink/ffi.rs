@@ -28,29 +28,6 @@ pub(super) const CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR: c_int = 1;
 pub(super) const CU_MEM_LOCATION_TYPE_DEVICE: c_int = 1;
 pub(super) const CU_MEM_ACCESS_FLAGS_PROT_READWRITE: c_int = 3;
 
-pub(super) const CU_MEMCPY_SRC_ACCESS_ORDER_STREAM: c_int = 1;
-
-/// How copies of a batch are carried out. The places are hints, and none are given.
-#[repr(C)]
-pub(super) struct CopyAttributes {
-    pub order: c_int,
-    pub src_place: [c_int; 2],
-    pub dst_place: [c_int; 2],
-    pub flags: c_uint,
-}
-
-/// Targets, sources, lengths, how many; attributes, from which copy on each holds, how many; stream.
-pub(super) type CopyBatch = unsafe extern "C" fn(
-    *const CuPointer,
-    *const CuPointer,
-    *const usize,
-    usize,
-    *const CopyAttributes,
-    *const usize,
-    usize,
-    CuStream,
-) -> c_int;
-
 /// Who may do what with mapped memory.
 #[repr(C)]
 pub(super) struct MemAccess {
@@ -71,8 +48,6 @@ macro_rules! driver {
         /// The driver's functions.
         pub(super) struct Driver {
             $($(#[doc = $doc])* pub $name: unsafe extern "C" fn($($argument),*) -> c_int,)+
-            /// `cuMemcpyBatchAsync_v2`, which drivers have from CUDA 13 on.
-            pub copy_batch: Option<CopyBatch>,
         }
 
         impl Driver {
@@ -94,10 +69,7 @@ macro_rules! driver {
                         std::mem::transmute::<*mut c_void, unsafe extern "C" fn($($argument),*) -> c_int>(found)
                     };
                 )+
-                let found = symbol(c"cuMemcpyBatchAsync_v2").ok();
-                // SAFETY: this is the signature that cuda.h gives for this symbol.
-                let copy_batch = found.map(|found| unsafe { std::mem::transmute::<*mut c_void, CopyBatch>(found) });
-                Ok(Self { $($name,)+ copy_batch })
+                Ok(Self { $($name),+ })
             }
         }
     };

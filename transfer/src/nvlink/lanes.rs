@@ -19,10 +19,6 @@ const MARKS: usize = 4096;
 /// each copy do not count any more. Several shorter ones are copied by one kernel. A piece alone goes to the copy engine:
 /// a kernel is not faster then.
 const LARGE: u64 = 4 << 20;
-/// Copies that wait for a stream follow each other in one order, up to so many bytes and writes: enough to hide what an order
-/// costs, few enough that the first of them is not told much later than it could be.
-const BATCH_BYTES: u64 = 64 << 20;
-const BATCH_WRITES: usize = 64;
 /// After so long without an end the stream is asked whether something is wrong.
 const SUSPICION: Duration = Duration::from_millis(20);
 
@@ -59,8 +55,6 @@ pub(super) struct Flight {
     pub rkey: u64,
     mark: Mark,
     list: Option<usize>,
-    /// The copy engine has it.
-    copying: bool,
     _src: Arc<Region>,
     since: Instant,
 }
@@ -69,8 +63,6 @@ struct Lane {
     stream: Stream,
     flights: VecDeque<Flight>,
     marked: u64,
-    /// Writes that the copy engine has.
-    copying: usize,
 }
 
 /// The streams to one peer.
@@ -80,66 +72,27 @@ pub(super) struct Lanes {
     marks: Arc<Region>,
     lists: Lists,
     under_way: usize,
-    /// For the copy engine, while every stream has something for it.
-    held: VecDeque<Order>,
 }
 
-/// One order for the streams: addresses as this process's device sees them.
-pub(super) struct Order {
+/// One order for the streams.
+pub(super) struct Order<'a> {
     pub token: u64,
     pub rkey: u64,
-    pub src: Arc<Region>,
-    pub copies: Vec<Stretch>,
+    pub src: &'a Arc<Region>,
+    pub copies: &'a [Stretch],
     pub imm: Option<u32>,
-}
-
-impl Order {
-    fn bytes(&self) -> u64 {
-        self.copies.iter().map(|copy| copy.len).sum()
-    }
-}
-
-impl Lane {
-    /// Has the end of what was ordered shown.
-    ///
-    /// # Safety
-    /// The ring and the mark are pinned until it has been seen.
-    unsafe fn mark(
-        &mut self,
-        order: Order,
-        list: Option<usize>,
-        copying: bool,
-        ring: &mut RingWriter,
-        own: usize,
-    ) -> Result<(), Error> {
-        let (address, word, mark) = match order.imm {
-            Some(imm) => {
-                let (sequence, slot, word) = ring.reserve(imm);
-                (slot, word, Mark::Immediate(sequence, word))
-            }
-            None => {
-                self.marked += 1;
-                (own, self.marked, Mark::Word(self.marked))
-            }
-        };
-        let Order { token, rkey, src, .. } = order;
-        self.copying += usize::from(copying);
-        self.flights.push_back(Flight { token, rkey, mark, list, copying, _src: src, since: Instant::now() });
-        // SAFETY: the caller promises that both are pinned, and words are aligned.
-        unsafe { self.stream.store(address as u64, word) }
-    }
 }
 
 impl Lanes {
     /// Makes the streams and pins what they write to.
     pub fn new(device: &Device) -> Result<Self, Error> {
-        let lane = |_| Ok(Lane { stream: device.stream()?, flights: VecDeque::new(), marked: 0, copying: 0 });
+        let lane = |_| Ok(Lane { stream: device.stream()?, flights: VecDeque::new(), marked: 0 });
         let lanes = (0..LANES).map(lane).collect::<Result<Vec<_>, Error>>()?;
         let marks = Arc::new(Region::allocate(MARKS)?);
         let lists = Lists::new(device)?;
         // SAFETY: the region lives until `release`, which unpins it.
         unsafe { device.pin(marks.address(), MARKS)? };
-        Ok(Self { lanes, next: 0, marks, lists, under_way: 0, held: VecDeque::new() })
+        Ok(Self { lanes, next: 0, marks, lists, under_way: 0 })
     }
 
     /// Says whether another order can be taken.
@@ -147,71 +100,45 @@ impl Lanes {
         self.lists.has_room()
     }
 
-    /// Orders that are not over, those that wait for a stream among them.
     pub fn under_way(&self) -> usize {
         self.under_way
-    }
-
-    /// Orders that wait for a stream.
-    pub fn held(&self) -> usize {
-        self.held.len()
-    }
-
-    /// Where a stream says how far it is.
-    fn own_mark(&self, index: usize) -> usize {
-        self.marks.address() + index * 64
     }
 
     /// Orders copies, and after them the immediate, if there is one.
     ///
     /// # Safety
     /// All ranges stay valid and mapped until the order's end has been seen in `poll`; the ring is pinned until then.
-    pub unsafe fn order(&mut self, order: Order, ring: &mut RingWriter, pages: &Pages) -> Result<(), Error> {
-        let largest = order.copies.iter().map(|copy| copy.len).max().unwrap_or(0);
-        if order.copies.len() == 1 || largest >= LARGE {
-            self.held.push_back(order);
-            self.under_way += 1;
-            // SAFETY: as the caller promises, for this order and those before it.
-            return unsafe { self.pump(ring) };
-        }
-        let (index, own) = (self.next, self.own_mark(self.next));
+    pub unsafe fn order(&mut self, order: &Order<'_>, ring: &mut RingWriter, pages: &Pages) -> Result<(), Error> {
+        let index = self.next;
         self.next = (self.next + 1) % LANES;
+        let address = self.marks.address() + index * 64;
         let Some(lane) = self.lanes.get_mut(index) else { return Ok(()) };
-        // SAFETY: the caller promises valid ranges; the list is given back after the order's end only.
-        let list = unsafe { pages.copy(&lane.stream, &order.copies, &mut self.lists)? };
-        self.under_way += 1;
-        // SAFETY: ring and marks are pinned.
-        unsafe { lane.mark(order, list, false, ring, own) }
-    }
-
-    /// Hands what waits to streams that have nothing for the copy engine: several writes at a time.
-    ///
-    /// # Safety
-    /// As for `order`.
-    pub unsafe fn pump(&mut self, ring: &mut RingWriter) -> Result<(), Error> {
-        while !self.held.is_empty() {
-            let free = |index: &usize| self.lanes.get(*index).is_some_and(|lane| lane.copying == 0);
-            let Some(index) = (0..LANES).map(|turn| (self.next + turn) % LANES).find(free) else { break };
-            self.next = (index + 1) % LANES;
-            let (own, mut bytes, mut count) = (self.own_mark(index), 0, 0);
-            for order in self.held.iter().take(BATCH_WRITES) {
-                bytes += order.bytes();
-                if count > 0 && bytes > BATCH_BYTES {
-                    break;
-                }
-                count += 1;
-            }
-            let copies: Vec<_> = self.held.iter().take(count).flat_map(|order| &order.copies).collect();
-            let Some(lane) = self.lanes.get_mut(index) else { break };
-            // SAFETY: the caller promises valid ranges.
-            unsafe { lane.stream.copy_all(&copies)? };
-            for _ in 0..count {
-                let Some(order) = self.held.pop_front() else { break };
-                // SAFETY: ring and marks are pinned.
-                unsafe { lane.mark(order, None, true, ring, own)? };
+        let largest = order.copies.iter().map(|copy| copy.len).max().unwrap_or(0);
+        let mut list = None;
+        if order.copies.len() > 1 && largest < LARGE {
+            // SAFETY: the caller promises valid ranges; the list is given back after the order's end only.
+            list = unsafe { pages.copy(&lane.stream, order.copies, &mut self.lists)? };
+        } else {
+            for copy in order.copies {
+                // SAFETY: the caller promises valid ranges.
+                unsafe { lane.stream.copy(copy.dst, copy.src, copy.len)? };
             }
         }
-        Ok(())
+        let (address, word, mark) = match order.imm {
+            Some(imm) => {
+                let (sequence, slot, word) = ring.reserve(imm);
+                (slot, word, Mark::Immediate(sequence, word))
+            }
+            None => {
+                lane.marked += 1;
+                (address, lane.marked, Mark::Word(lane.marked))
+            }
+        };
+        let (token, rkey, src) = (order.token, order.rkey, Arc::clone(order.src));
+        lane.flights.push_back(Flight { token, rkey, mark, list, _src: src, since: Instant::now() });
+        self.under_way += 1;
+        // SAFETY: ring and marks are pinned, and words are aligned.
+        unsafe { lane.stream.store(address as u64, word) }
     }
 
     /// Hands out what has ended.
@@ -235,7 +162,6 @@ impl Lanes {
             }
             while let Some(flight) = pop_if(&mut lane.flights, |flight| is_over(flight)) {
                 self.under_way -= 1;
-                lane.copying -= usize::from(flight.copying);
                 self.lists.give_back(flight.list);
                 ended(flight);
             }
@@ -243,20 +169,10 @@ impl Lanes {
         Ok(())
     }
 
-    /// Takes back what no stream has.
-    pub fn take_held(&mut self) -> VecDeque<Order> {
-        self.under_way -= self.held.len();
-        std::mem::take(&mut self.held)
-    }
-
-    /// The device has failed: hands out the tokens of everything.
-    pub fn abandon(&mut self, mut ended: impl FnMut(u64)) {
+    /// The device has failed: hands out everything.
+    pub fn abandon(&mut self, ended: impl FnMut(Flight)) {
         self.under_way = 0;
-        self.held.drain(..).for_each(|order| ended(order.token));
-        for lane in &mut self.lanes {
-            lane.copying = 0;
-            lane.flights.drain(..).for_each(|flight| ended(flight.token));
-        }
+        self.lanes.iter_mut().flat_map(|lane| lane.flights.drain(..)).for_each(ended);
     }
 
     /// Unpins. Nothing is under way any more.

@@ -139,8 +139,7 @@ impl Outgoing {
 
     /// Says whether a write can be taken.
     pub fn has_room(&self) -> bool {
-        self.ring.has_room(self.lanes.as_ref().map_or(0, Lanes::held))
-            && self.lanes.as_ref().is_none_or(Lanes::has_room)
+        self.ring.has_room() && self.lanes.as_ref().is_none_or(Lanes::has_room)
     }
 
     /// Says whether a message can be taken.
@@ -195,11 +194,11 @@ impl Outgoing {
             Some(lanes) => lanes,
             none => none.insert(Lanes::new(device)?),
         };
-        let order = Order { token: job.token, rkey: job.rkey, src: job.src, copies: job.stretches, imm: job.imm };
+        let order = Order { token: job.token, rkey: job.rkey, src: &job.src, copies: &job.stretches, imm: job.imm };
         *in_flight += 1;
         // SAFETY: the source is registered and held by the flight; the target lies inside a region whose mapping is kept
         // until nothing is in flight to it; the ring is pinned until the end.
-        let ordered = unsafe { lanes.order(order, &mut self.ring, pages) };
+        let ordered = unsafe { lanes.order(&order, &mut self.ring, pages) };
         if ordered.is_err() {
             *in_flight -= 1;
         }
@@ -211,9 +210,9 @@ impl Outgoing {
         tracing::error!(%error, "a CUDA device failed");
         let mut tokens: Vec<_> = token.into_iter().collect();
         if let Some(lanes) = &mut self.lanes {
-            lanes.abandon(|abandoned| {
-                if Some(abandoned) != token {
-                    tokens.push(abandoned);
+            lanes.abandon(|flight| {
+                if Some(flight.token) != token {
+                    tokens.push(flight.token);
                 }
             });
         }
@@ -386,12 +385,7 @@ impl Outgoing {
             };
             over(events, flight.token, result);
         }
-        let pumped = polled.and_then(|()| match &mut self.lanes {
-            // SAFETY: as for `order`, whose promises hold for what it has left waiting.
-            Some(lanes) => unsafe { lanes.pump(&mut self.ring) },
-            None => Ok(()),
-        });
-        if let Err(error) = pumped {
+        if let Err(error) = polled {
             self.device_failed(&error, None, events);
         }
         if release || self.remotes.values().any(|remote| matches!(remote, Remote::Device { revoked: true, .. })) {
@@ -418,12 +412,6 @@ impl Outgoing {
             if let Remote::Asked(waiting) | Remote::Gathering { waiting, .. } = remote {
                 waiting.drain(..).for_each(|job| over(events, job.token, Err((error.clone(), false))));
             }
-        }
-        for order in self.lanes.as_mut().map(Lanes::take_held).unwrap_or_default() {
-            if let Some(Remote::Device { in_flight, .. }) = self.remotes.get_mut(&order.rkey) {
-                *in_flight -= 1;
-            }
-            over(events, order.token, Err((error.clone(), false)));
         }
         // Bytes that are in the socket may still be read by the other side.
         self.puts.abandon(|token| over(events, token, Err((error.clone(), true))));

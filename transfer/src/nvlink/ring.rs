@@ -100,9 +100,9 @@ impl RingWriter {
         (self.words.start.as_ptr() as usize, BYTES)
     }
 
-    /// Says whether a slot is free, beside as many as will be reserved anyway.
-    pub fn has_room(&self, besides: usize) -> bool {
-        self.next - self.words.word(TAKEN).load(Ordering::Acquire).min(self.next) + (besides as u64) < SLOTS
+    /// Says whether a slot is free.
+    pub fn has_room(&self) -> bool {
+        self.next - self.words.word(TAKEN).load(Ordering::Acquire).min(self.next) < SLOTS
     }
 
     /// Reserves the next slot: its number, its address, and the word that has to be stored there.
@@ -200,7 +200,7 @@ mod tests {
         let (mut sent, mut got) = (0, 0);
         while got < 20_000 {
             for _ in 0..random.u32(0..200) {
-                if writer.has_room(0) {
+                if writer.has_room() {
                     writer.store(sent);
                     sent += 1;
                 }
@@ -229,12 +229,12 @@ mod tests {
     fn a_full_ring_has_no_room_until_it_is_read() {
         let (mut writer, mut reader) = pair();
         for imm in 0..SLOTS as u32 {
-            assert!(writer.has_room(0));
+            assert!(writer.has_room());
             writer.store(imm);
         }
-        assert!(!writer.has_room(0));
+        assert!(!writer.has_room());
         assert_eq!(taken(&mut reader).len(), AHEAD as usize);
-        assert!(writer.has_room(0));
+        assert!(writer.has_room());
     }
 
     #[test]

@@ -320,19 +320,6 @@ int cuMemcpyAsync(uint64_t dst, uint64_t src, size_t len, Stream *stream) {
   return queue(stream, (Work){.dst = (char *)dst, .src = (char *)src, .len = len});
 }
 
-static int batches;
-
-// How often copies came as a batch, which the driver itself does not tell.
-int imitated_batches(int *count) { return *count = __atomic_load_n(&batches, __ATOMIC_RELAXED), SUCCESS; }
-
-// One attribute for all copies.
-int cuMemcpyBatchAsync_v2(uint64_t *dst, uint64_t *src, size_t *len, size_t count, const int *attributes, size_t *from, size_t kinds, Stream *stream) {
-  if (!count || kinds != 1 || *from || attributes[0] != 1 || attributes[5]) return INVALID_VALUE;
-  for (size_t i = count; i-- > 0;) cuMemcpyAsync(dst[i], src[i], len[i], stream);
-  __atomic_add_fetch(&batches, 1, __ATOMIC_RELAXED);
-  return SUCCESS;
-}
-
 int cuStreamWriteValue64_v2(Stream *stream, uint64_t address, uint64_t value, unsigned flags) {
   // A GPU can store to memory only that is pinned.
   pthread_mutex_lock(&lock);
