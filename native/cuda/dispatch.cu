@@ -4,8 +4,8 @@
 //   block     each warp puts one item at a time
 //   shared    DispatchScratch, static
 //   waits     every CTA at D1 (normally over before it begins); the first CTA at D4. The waiting CTAs of several
-//   objects
-//             must fit on the GPU together: hence the bound on registers, for kThreadsPerSm threads three times an SM
+//             objects must fit on the GPU together: hence the bound on registers, for kThreadsPerSm threads three
+//             times an SM
 #include "cuda/exec.cuh"
 #include "cuda/launch.h"
 #include "protocol/combine.h"
