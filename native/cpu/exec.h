@@ -180,13 +180,22 @@ struct Exec {
     uint32_t all;
   };
   Lanes count_lanes(bool yes) const { return {0, yes ? 1u : 0u}; }
+  // A bit for each lane of the warp.
+  uint32_t votes(bool yes) const { return yes ? 1u : 0u; }
   bool all_lanes(bool yes) const { return yes; }
-  uint32_t of_lane(uint32_t value, uint32_t) const { return value; }
+  template <class Value>
+  Value of_lane(Value value, uint32_t) const {
+    return value;
+  }
 
   // from[index], or zero where `from` is null.
   template <class Access>
   Access get_or_zero(const Access* from, uint32_t index) const {
-    return from == nullptr ? Access{} : from[index];
+    return get_or(from, index, Access{});
+  }
+  template <class Access>
+  Access get_or(const Access* from, uint32_t index, const Access& otherwise) const {
+    return from == nullptr ? otherwise : from[index];
   }
 };
 

@@ -100,7 +100,7 @@ class CpuMemory final : public Memory {
         whole_rows.flagged_pieces = flagged_pieces(plan.shape, kSegment);
         whole_rows.piece_bytes = kSegment;
         whole_rows.small_piece_bytes = kSegment;
-        const uint32_t rows = std::min(plan.shape.top_k, plan.shape.ep_size);
+        const uint32_t rows = plan.shape.most_rows();
         whole_rows.ring = {limits.combine.stages, kStageHeadBytes + rows * kSegment};
         RingExec ring_exec(exec, whole_rows.ring);
         putget::combine<Codec, Packed, DynamicTopK>(ring_exec, plan, whole_rows, combine_scratch_);
@@ -108,6 +108,10 @@ class CpuMemory final : public Memory {
         putget::combine<Codec, Fp8Wire, DynamicTopK>(exec, plan, whole_rows, combine_scratch_);
       } else if (!packed) {
         putget::combine<Codec, SameWire<Codec, 1>, DynamicTopK>(exec, plan, whole_rows, combine_scratch_);
+      } else if (plan.shape.most_rows() <= 2) {
+        putget::combine<Codec, Packed, FewRows<2>>(exec, plan, whole_rows, combine_scratch_);
+      } else if (plan.shape.most_rows() <= 4) {
+        putget::combine<Codec, Packed, FewRows<4>>(exec, plan, whole_rows, combine_scratch_);
       } else if (plan.shape.top_k == 8) {
         putget::combine<Codec, Packed, FixedTopK<8>>(exec, plan, whole_rows, combine_scratch_);
       } else {

@@ -30,7 +30,6 @@ class Ring : public Base {
   void send_piece(uint8_t* to, uint32_t bytes) { copy(stage(turn_), to, bytes); }
   void close_piece() { turn_ ^= 1u; }
 
-  uint32_t votes(bool yes) const { return yes ? 1u : 0u; }
   template <class Access>
   Access get_staged(const Access* from) const {
     return *from;

@@ -10,19 +10,16 @@ bool aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) 
 
 }  // namespace
 
-// Common values of top_k have all rows in flight at once, others take them as they come.
-CombineKernel same_kernel(OutputType type, bool packed, uint32_t top_k) {
+// Where a token has few rows, or top_k is a common one, all its rows are in flight at once; else they are taken as they
+// come.
+CombineKernel same_kernel(OutputType type, bool packed, uint32_t top_k, uint32_t most_rows) {
   return with_codec(type, [&](auto codec) -> CombineKernel {
     using Codec = decltype(codec);
     using Packed = SameWire<Codec, kLaneBytes / sizeof(typename Codec::Bits)>;
     if (!packed) return combine_kernel<Codec, SameWire<Codec, 1>, DynamicTopK>;
+    if (most_rows <= 2) return combine_kernel<Codec, Packed, FewRows<2>>;
+    if (most_rows <= 4) return combine_kernel<Codec, Packed, FewRows<4>>;
     switch (top_k) {
-      case 1:
-        return combine_kernel<Codec, Packed, FixedTopK<1>>;
-      case 2:
-        return combine_kernel<Codec, Packed, FixedTopK<2>>;
-      case 4:
-        return combine_kernel<Codec, Packed, FixedTopK<4>>;
       case 6:
         return combine_kernel<Codec, Packed, FixedTopK<6>>;
       case 8:
@@ -37,11 +34,14 @@ void load_combine_kernels() {
   cudaFuncAttributes attributes;
   for (OutputType type : {OutputType::kBFloat16, OutputType::kFloat16, OutputType::kFloat32}) {
     for (uint32_t top_k : {1u, 2u, 3u, 4u, 6u, 8u}) {
-      check(cudaFuncGetAttributes(&attributes, same_kernel(type, true, top_k)), "loading combine_kernel");
+      check(cudaFuncGetAttributes(&attributes, same_kernel(type, true, top_k, kMaxRanks)), "loading combine_kernel");
       check(cudaFuncGetAttributes(&attributes, fp8_kernel(type, top_k)), "loading combine_kernel");
       check(cudaFuncGetAttributes(&attributes, flagged_kernel(type, top_k)), "loading combine_kernel");
     }
-    check(cudaFuncGetAttributes(&attributes, same_kernel(type, false, 1)), "loading combine_kernel");
+    for (uint32_t most_rows : {2u, 4u}) {
+      check(cudaFuncGetAttributes(&attributes, same_kernel(type, true, 8, most_rows)), "loading combine_kernel");
+    }
+    check(cudaFuncGetAttributes(&attributes, same_kernel(type, false, 1, 1)), "loading combine_kernel");
   }
   load_bulk_combine_kernels();
 }
@@ -67,8 +67,9 @@ void launch_combine(const Plan& plan, CombineCall call, const Room& room, const 
   call.ring = combine_ring(shape, launch);
   const CombineKernel kernel = call.flagged != 0   ? flagged_kernel(shape.output_type, shape.top_k)
                                : shape.quantised() ? fp8_kernel(shape.output_type, shape.top_k)
-                               : launch.stages > 1 ? bulk_kernel(shape.output_type)
-                                                   : same_kernel(shape.output_type, packed, shape.top_k);
+                               : launch.stages > 1
+                                   ? bulk_kernel(shape.output_type)
+                                   : same_kernel(shape.output_type, packed, shape.top_k, shape.most_rows());
   launch_early(kernel, launch, call.ring, stream, plan, call, "launching combine_kernel");
 }
 

@@ -160,8 +160,15 @@ struct Exec {
     return {static_cast<uint32_t>(__popc(votes & ((1u << lane()) - 1))), static_cast<uint32_t>(__popc(votes))};
   }
 
+  // A bit for each lane of the warp. Whole warps call it.
+  __device__ uint32_t votes(bool yes) const { return __ballot_sync(0xffffffffu, yes); }
+
   // What a lane of the warp has. Whole warps call it.
   __device__ uint32_t of_lane(uint32_t value, uint32_t lane) const { return __shfl_sync(0xffffffffu, value, lane); }
+  __device__ const uint8_t* of_lane(const uint8_t* value, uint32_t lane) const {
+    return reinterpret_cast<const uint8_t*>(
+        __shfl_sync(0xffffffffu, static_cast<unsigned long long>(reinterpret_cast<uintptr_t>(value)), lane));
+  }
 
   // Whether all lanes of the warp say yes. A barrier of the warp too. Whole warps call it.
   __device__ bool all_lanes(bool yes) const { return __all_sync(0xffffffffu, yes) != 0; }
@@ -253,6 +260,18 @@ struct Exec {
     } else {
       return from == nullptr ? Access{} : from[index];
     }
+  }
+  // The same with something else instead of zero: 16 bytes.
+  template <class Access>
+  __device__ Access get_or(const Access* from, uint32_t index, const Access& otherwise) const {
+    static_assert(sizeof(Access) == sizeof(uint4), "rows of 16-byte packs");
+    union Both {
+      Access value;
+      uint4 raw;
+    };
+    Both loaded;
+    loaded.raw = ptx::load_peer_or(from != nullptr, reinterpret_cast<const uint4*>(from) + index, Both{otherwise}.raw);
+    return loaded.value;
   }
 
  private:

@@ -16,7 +16,6 @@ constexpr uint32_t kLongSegment = 4 * kWarpBytes;
 constexpr uint32_t kPuttingSms = 48;         // keep the link busy with stores
 constexpr uint32_t kPuttingHalfSms = 64;     // ... while as many bytes stay on the GPU
 constexpr uint32_t kGettingSms = 64;         // keep it busy with loads
-constexpr uint64_t kManyBytes = 12 << 20;    // of summed rows: from here on stages pay with two ranks
 constexpr uint64_t kFewItems = 128;          // up to here warps split the targets of a segment
 constexpr uint32_t kQuantisingPercent = 50;  // of the CTAs of a combine that quantises
 constexpr uint32_t kPushingPercent = 40;     // ... that pushes rows as they are
@@ -26,7 +25,8 @@ constexpr uint32_t kStagedSms = 32;          // keep the link busy with bulk loa
 constexpr uint32_t kStagedSegment = 1536;    // shorter ones are dear: fewer warps instead
 constexpr uint32_t kLongestFetch = 8192;     // bytes of a bulk copy
 constexpr uint32_t kStagedMoversPercent = 34;
-constexpr uint64_t kLargeItems = 8;  // a warp: from here on a combine is large
+constexpr uint64_t kLargeItems = 8;       // a warp: from here on a combine is large
+constexpr uint64_t kLargeItemsOfFew = 2;  // ... of tokens with few rows
 
 uint64_t ceil_div(uint64_t value, uint64_t divisor) { return (value + divisor - 1) / divisor; }
 
@@ -47,9 +47,6 @@ uint32_t segment_in_stages(uint32_t rows, const putget_launch& launch) {
   return std::min((stage - kStageHeadBytes) / rows / kWarpBytes * kWarpBytes, kLongestFetch);
 }
 
-// Rows that a token gets at most.
-uint32_t rows_of_token(const Shape& shape) { return std::min(shape.top_k, shape.ep_size); }
-
 // A launch whose rows go through stages, where `rows` segments fit into one; else without stages.
 void fit_into_stages(putget_launch& launch, uint32_t rows) {
   if (launch.threads == 0) {
@@ -68,13 +65,14 @@ void fit_into_stages(putget_launch& launch, uint32_t rows) {
 // With two ranks every other row stays where it is: then the link is not all that bounds a round.
 bool half_stays(const Shape& shape) { return shape.ep_size <= 2; }
 
+// Of so few rows a lane has four packs on their way at a time.
+bool few_rows(const Shape& shape) { return shape.most_rows() <= 2; }
+
 // Whether bulk copies carry a combine's rows. They need few SMs and wait for their way once more, so they pay where SMs
-// are few and each has several rows; and in large batches where half of the rows stay, since sums of two rows take more
-// instructions a byte than stages do. Else, with SMs enough, loads into registers are as fast or faster; rows that are
-// moved before they are summed gain with two ranks and lose with four.
+// are few and each has several rows, of more than two for a token. Else loads into registers are as fast or faster;
+// rows that are moved before they are summed gain with two ranks and lose with four.
 bool stages_pay(const Shape& shape, uint32_t num_tokens, bool moves_rows, const Room& room) {
-  if (moves_rows || shape.output_row_bytes() % kLaneBytes != 0) return false;
-  if (half_stays(shape) && uint64_t{num_tokens} * shape.output_row_bytes() >= kManyBytes) return true;
+  if (moves_rows || few_rows(shape) || shape.output_row_bytes() % kLaneBytes != 0) return false;
   return room.sms < kGettingSms && num_tokens >= 2 * room.sms;
 }
 
@@ -130,10 +128,10 @@ putget_launch combine_launch(const Shape& shape, uint32_t num_tokens, bool moves
   const uint64_t warps = uint64_t{room.sms} * (kThreads / kWarpThreads);
   const bool is_small = items_with(kWarpBytes) <= warps;
   // So much that only the link counts: fewer SMs do as well, where all that they do is to get.
-  const bool is_large = items_with(kLongSegment) >= kLargeItems * warps;
+  const bool is_large = items_with(kLongSegment) >= (few_rows(shape) ? kLargeItemsOfFew : kLargeItems) * warps;
   if (launch.stages == 0) launch.stages = stages_pay(shape, num_tokens, moves_rows, room) ? kStages : 1;
   if (shape.quantised()) launch.stages = 1;
-  if (launch.stages > 1) fit_into_stages(launch, rows_of_token(shape));
+  if (launch.stages > 1) fit_into_stages(launch, shape.most_rows());
   const Room enough{is_large && !moves_rows ? std::min(room.sms, kGettingSms) : room.sms, room.gpu_sms};
   if (launch.threads == 0) {
     launch.threads = moves_rows ? std::max(threads_for(room), kMovingThreads)
@@ -149,7 +147,8 @@ putget_launch combine_launch(const Shape& shape, uint32_t num_tokens, bool moves
     }
   } else if (launch.segment_bytes == 0) {
     const bool has_warps_left = 2 * items_with(kWarpBytes) <= warps;
-    launch.segment_bytes = has_warps_left ? kWarpBytes : (is_large ? kLongSegment : kLongSegment / 2);
+    const bool fills_long = is_large || (few_rows(shape) && 2 * items_with(kLongSegment) > warps);
+    launch.segment_bytes = has_warps_left ? kWarpBytes : (fills_long ? kLongSegment : kLongSegment / 2);
   }
   while (items_with(launch.segment_bytes) >= kMaxItems) launch.segment_bytes *= 2;
   if (launch.blocks == 0 && launch.stages > 1) {
@@ -205,7 +204,7 @@ void cut_into_pieces(CombineCall& call, const Shape& shape, const putget_launch&
 
 RingShape combine_ring(const Shape& shape, const putget_launch& launch) {
   if (launch.stages < 2) return {};
-  return {launch.stages, kStageHeadBytes + rows_of_token(shape) * launch.segment_bytes};
+  return {launch.stages, kStageHeadBytes + shape.most_rows() * launch.segment_bytes};
 }
 
 }  // namespace putget::cuda

@@ -2,8 +2,8 @@
 //
 // Small batches spread a row over many warps, because latency is what counts and one SM moves only so many bytes a
 // microsecond. Large ones have as few instructions a byte as they can. CTAs that wait must be resident, also beside the
-// waiting CTAs of other objects: so a launch has at most kThreadsPerSm threads for each SM of the GPU, which leaves
-// room for three, and at most one CTA an SM.
+// waiting CTAs of another object, whichever of the two came first: so a launch has at most kThreadsPerSm threads for
+// each SM of the GPU, and at most one CTA an SM (docs/design.md, Grids).
 #pragma once
 
 #include <cstdint>

@@ -52,7 +52,7 @@ void load_probe_rows_kernels();
 
 // The instances of combine_kernel, by what travels.
 using CombineKernel = void (*)(Plan, CombineCall);
-CombineKernel same_kernel(OutputType type, bool packed, uint32_t top_k);
+CombineKernel same_kernel(OutputType type, bool packed, uint32_t top_k, uint32_t most_rows);
 CombineKernel fp8_kernel(OutputType type, uint32_t top_k);
 CombineKernel flagged_kernel(OutputType type, uint32_t top_k);
 CombineKernel bulk_kernel(OutputType type);

@@ -77,22 +77,27 @@ __device__ __forceinline__ uint4 load_peer(const uint4* address) {
 }
 
 // The same where `wanted`, else zeros; one predicated load.
-__device__ __forceinline__ uint4 load_peer_if(bool wanted, const uint4* address) {
+__device__ __forceinline__ uint4 load_peer_or(bool wanted, const uint4* address, const uint4& otherwise) {
   uint4 value;
   asm volatile(
       "{\n"
       ".reg .pred wanted;\n"
       "setp.ne.u32 wanted, %5, 0;\n"
-      "mov.u32 %0, 0;\n"
-      "mov.u32 %1, 0;\n"
-      "mov.u32 %2, 0;\n"
-      "mov.u32 %3, 0;\n"
+      "mov.u32 %0, %6;\n"
+      "mov.u32 %1, %7;\n"
+      "mov.u32 %2, %8;\n"
+      "mov.u32 %3, %9;\n"
       "@wanted ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];\n"
       "}"
       : "=&r"(value.x), "=&r"(value.y), "=&r"(value.z), "=&r"(value.w)
-      : "l"(address), "r"(static_cast<uint32_t>(wanted))
+      : "l"(address), "r"(static_cast<uint32_t>(wanted)), "r"(otherwise.x), "r"(otherwise.y), "r"(otherwise.z),
+        "r"(otherwise.w)
       : "memory");
   return value;
+}
+
+__device__ __forceinline__ uint4 load_peer_if(bool wanted, const uint4* address) {
+  return load_peer_or(wanted, address, uint4{});
 }
 
 __device__ __forceinline__ uint2 load_peer_if(bool wanted, const uint2* address) {

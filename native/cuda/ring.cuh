@@ -76,8 +76,6 @@ class RingExec : public Exec {
     ptx::await_bulk_reads<0>();
   }
 
-  __device__ uint32_t votes(bool yes) const { return __ballot_sync(0xffffffffu, yes); }
-
   template <class Access>
   __device__ Access get_staged(const Access* from) const {
     static_assert(sizeof(Access) == sizeof(uint4), "rows of 16-byte packs");

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "protocol/dispatch.h"
+#include "protocol/few.h"
 #include "protocol/flagged.h"
 #include "protocol/stage.h"
 #include "protocol/staged.h"
@@ -292,6 +293,22 @@ PUTGET_TEXT void publish_finished(Exec& exec, const Plan& plan, CombineScratch& 
                        [](uint32_t) { return 0u; });
 }
 
+// How rows are summed: through a ring where the executor has one, ...
+template <class Exec, class Codec, class Wire, class TopK, bool kHasRing>
+struct ReductionOf {
+  using Type = StagedReduction<Codec>;
+};
+// ... or where they lie, ...
+template <class Exec, class Codec, class Wire, class TopK>
+struct ReductionOf<Exec, Codec, Wire, TopK, false> {
+  using Type = Reduction<Codec, Wire, TopK>;
+};
+// ... of which a token has few.
+template <class Exec, class Codec, class Wire, uint32_t kRows>
+struct ReductionOf<Exec, Codec, Wire, FewRows<kRows>, false> {
+  using Type = FewReduction<Exec, Codec, kRows>;
+};
+
 // What is left to do when the state is known, and who does what.
 template <class Codec, class Wire, class TopK, class Exec>
 PUTGET_TEXT void do_combine(Exec& exec, const Plan& plan, const CombineCall& call, const Work& work,
@@ -309,10 +326,8 @@ PUTGET_TEXT void do_combine(Exec& exec, const Plan& plan, const CombineCall& cal
     done = done && flagged.run(exec, plan, call, scratch.wait.head);
     exec.sync();  // all warps have waited: the next kernel may come
   } else if (work.sums) {
-    using Direct = Reduction<Codec, Wire, TopK>;
-    typename Either<Exec::kHasRing, StagedReduction<Codec>, Direct>::Type reduction(exec, plan, call,
-                                                                                    work.first_summing);
-    reduction.look_up(plan, call);
+    typename ReductionOf<Exec, Codec, Wire, TopK, Exec::kHasRing>::Type reduction(exec, plan, call, work.first_summing);
+    reduction.look_up(exec, plan, call);
     done = done && await_peers(exec, plan, scratch);
     exec.mark(Stage::kObserved);
     done = done && sum_tokens(exec, plan, call, reduction, scratch);

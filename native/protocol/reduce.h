@@ -196,7 +196,8 @@ struct Reduction {
         item((exec.block() - first_block) * exec.warps() + exec.warp()),
         step((exec.blocks() - first_block) * exec.warps()) {}
 
-  PUTGET_TEXT void look_up(const Plan& plan, const CombineCall& call) {
+  template <class Exec>
+  PUTGET_TEXT void look_up(const Exec&, const Plan& plan, const CombineCall& call) {
     if (item < items) rows.look_up(plan, call, top_k, item / segments);
   }
 
@@ -206,7 +207,7 @@ struct Reduction {
     while (item < items && await(item / segments)) {
       sum_item(exec, plan, call);
       item += step;
-      look_up(plan, call);
+      look_up(exec, plan, call);
     }
   }
 

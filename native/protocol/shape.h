@@ -69,6 +69,8 @@ struct Shape {
     const uint32_t blocks = wire_type == WireType::kFp8Block ? round_up(output_elements, kScaleBlock) / kScaleBlock : 0;
     return round_up(scales_offset() + blocks * static_cast<uint32_t>(sizeof(float)), kWirePack);
   }
+  // Rows that a token gets at most: one on each rank.
+  PUTGET_PURE uint32_t most_rows() const { return top_k < ep_size ? top_k : ep_size; }
   // Whether rows are moved before they are summed, other than from outside the workspace into it.
   PUTGET_PURE bool has_transit() const { return pushes || quantised(); }
 };

@@ -1,46 +1,15 @@
 // Sums of rows that come through a warp's stages (bulk copies on a GPU): while one item is summed, the next ones are
 // fetched.
 //
-// A position without a row adds +0 to the tree of reduce.h. Here such positions are left out: that changes no bit but
-// the sign of a zero, which one addition of +0 mends. What is left is summed in the order that the positions give.
+// Positions without a row are left out (grouping.h).
 #pragma once
 
-#include "protocol/reduce.h"
+#include "protocol/grouping.h"
 
 namespace putget {
 
 // A stage begins with the set of positions that have a row, and behind it these rows' segments, one after the other.
 constexpr uint32_t kStageHeadBytes = 128;
-
-// The first of two types where kFirst, else the second.
-template <bool kFirst, class First, class Second>
-struct Either {
-  using Type = First;
-};
-template <class First, class Second>
-struct Either<false, First, Second> {
-  using Type = Second;
-};
-
-// How the sums of up to four rows are grouped.
-enum class Grouping : uint32_t { kLeft, kRight, kPairs, kLeftInner, kRightInner };
-
-// Neighbours whose positions differ in lower bits only are added first: two subtrees meet at the highest bit in which
-// their positions differ. Between neighbours in order, that is the larger exclusive or.
-PUTGET_PURE Grouping grouping_of(uint32_t positions, uint32_t rows) {
-  uint32_t apart[3] = {};  // of neighbours
-  uint32_t last = lowest_bit(positions);
-  for (uint32_t i = 0; i + 1 < rows && i < 3; ++i) {
-    positions &= positions - 1;
-    const uint32_t next = lowest_bit(positions);
-    apart[i] = last ^ next;
-    last = next;
-  }
-  if (rows < 4) return apart[0] < apart[1] ? Grouping::kLeft : Grouping::kRight;
-  if (apart[1] > apart[0] && apart[1] > apart[2]) return Grouping::kPairs;
-  if (apart[0] > apart[2]) return apart[1] < apart[2] ? Grouping::kLeftInner : Grouping::kRight;
-  return apart[0] < apart[1] ? Grouping::kLeft : Grouping::kRightInner;
-}
 
 // One warp's part of the (token, segment) items.
 template <class Codec>
@@ -62,7 +31,8 @@ class StagedReduction {
         step_((exec.blocks() - first_block) * exec.warps()) {}
 
   // Rows are looked up when they are fetched.
-  PUTGET_TEXT void look_up(const Plan&, const CombineCall&) const {}
+  template <class Exec>
+  PUTGET_TEXT void look_up(const Exec&, const Plan&, const CombineCall&) const {}
 
   // Before each fetch `await(token)` says whether the token's rows are there; if not, that is the end.
   template <class Exec, class Await>
@@ -198,48 +168,8 @@ class StagedReduction {
     Sum row[kRows];
     PUTGET_UNROLL
     for (uint32_t i = 0; i < kRows; ++i) row[i] = row_in_stage(exec, call, first, i, pack);
-    if constexpr (kRows == 2) row[0].add(row[1]);
-    if constexpr (kRows == 3) {
-      if (grouping == Grouping::kRight) {
-        row[1].add(row[2]);
-        row[0].add(row[1]);
-      } else {
-        row[0].add(row[1]);
-        row[0].add(row[2]);
-      }
-    }
-    if constexpr (kRows == 4) add_four(row, grouping);
+    add_grouped(row, grouping);
     return kRows == top_k_ ? row[0] : mended(row[0]);
-  }
-
-  PUTGET_TEXT static void add_four(Sum (&row)[4], Grouping grouping) {
-    switch (grouping) {
-      case Grouping::kPairs:  // (0 1) (2 3)
-        row[0].add(row[1]);
-        row[2].add(row[3]);
-        row[0].add(row[2]);
-        break;
-      case Grouping::kLeft:  // ((0 1) 2) 3
-        row[0].add(row[1]);
-        row[0].add(row[2]);
-        row[0].add(row[3]);
-        break;
-      case Grouping::kRightInner:  // (0 (1 2)) 3
-        row[1].add(row[2]);
-        row[0].add(row[1]);
-        row[0].add(row[3]);
-        break;
-      case Grouping::kLeftInner:  // 0 ((1 2) 3)
-        row[1].add(row[2]);
-        row[1].add(row[3]);
-        row[0].add(row[1]);
-        break;
-      case Grouping::kRight:  // 0 (1 (2 3))
-        row[2].add(row[3]);
-        row[1].add(row[2]);
-        row[0].add(row[1]);
-        break;
-    }
   }
 
   // The tree of positions [kFirst, kFirst + kCount). False: it has no row, and `sum` is nothing.

@@ -57,6 +57,11 @@ class BlockExec : public cpu::Exec {
     maybe_yield();
     return cpu::Exec::get_or_zero(from, index);
   }
+  template <class Access>
+  Access get_or(const Access* from, uint32_t index, const Access& otherwise) const {
+    maybe_yield();
+    return cpu::Exec::get_or(from, index, otherwise);
+  }
 
  private:
   uint32_t block_;

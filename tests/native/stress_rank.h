@@ -117,7 +117,7 @@ class StressRank {
     if (call.flagged != 0) call.segment_bytes = kFlaggedSegmentBytes;
     const uint32_t stages = flagged_ ? 1 : plan_.stages(round_, rank_);
     if (stages > 1) {
-      const uint32_t rows = std::min(plan.shape.top_k, plan.shape.ep_size);
+      const uint32_t rows = plan.shape.most_rows();
       call.segment_bytes = kStagedSegmentBytes;
       call.ring = {stages, kStageHeadBytes + rows * kStagedSegmentBytes};
     }
@@ -139,8 +139,10 @@ class StressRank {
       } else if (stages > 1) {
         cpu::Ring<BlockExec> ring_exec(exec, call.ring);
         putget::combine<Float32, SameWire<Float32, 4>, DynamicTopK>(ring_exec, plan, call, scratch);
-      } else if (is_float) {
+      } else if (is_float && round_ % 2 == 0) {
         putget::combine<Float32, SameWire<Float32, 4>, FixedTopK<4>>(exec, plan, call, scratch);
+      } else if (is_float) {
+        putget::combine<Float32, SameWire<Float32, 4>, FewRows<4>>(exec, plan, call, scratch);
       } else {
         putget::combine<BFloat16, SameWire<BFloat16, 1>, DynamicTopK>(exec, plan, call, scratch);
       }

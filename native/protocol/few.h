@@ -1,0 +1,152 @@
+// Sums of rows that lie on few ranks: a token has one row on each of them at most, however large top_k is.
+//
+// Positions without a row are left out (grouping.h). So the registers of top_k rows hold several packs of those that
+// there are, whose loads are on their way together.
+#pragma once
+
+#include "protocol/grouping.h"
+
+namespace putget {
+
+// As a policy of combine: no token has more than kRows rows.
+template <uint32_t kRows>
+struct FewRows {
+  static constexpr bool kIsFixed = false;
+  static constexpr uint32_t kCapacity = kMaxTopK;
+  uint32_t top_k;
+};
+
+// One warp's part of the (token, segment) items.
+template <class Exec, class Codec, uint32_t kRows>
+class FewReduction {
+  static_assert(kRows == 2 || kRows == 4, "grouped as two or four rows");
+  static constexpr uint32_t kElements = 16 / sizeof(typename Codec::Bits);
+  static constexpr uint32_t kPacks = 8 / kRows;  // of a lane, on their way together
+  static constexpr uint32_t kPositionsPerLane = (kMaxTopK + Exec::kLanes - 1) / Exec::kLanes;
+  using Packed = Pack<Codec, kElements>;
+  using Sum = Sums<kElements>;
+
+ public:
+  // CTAs from first_block on take part.
+  PUTGET_TEXT FewReduction(const Exec& exec, const Plan& plan, const CombineCall& call, uint32_t first_block)
+      : top_k_(plan.shape.top_k),
+        packs_per_row_(plan.shape.output_row_bytes() / sizeof(Packed)),
+        packs_per_segment_(call.segment_bytes / sizeof(Packed)),
+        segments_((packs_per_row_ + packs_per_segment_ - 1) / packs_per_segment_),
+        items_(call.num_tokens * segments_),
+        item_((exec.block() - first_block) * exec.warps() + exec.warp()),
+        step_((exec.blocks() - first_block) * exec.warps()) {}
+
+  // The routes are this rank's own: those of the first item are looked up while peers are waited for.
+  PUTGET_TEXT void look_up(const Exec& exec, const Plan& plan, const CombineCall&) {
+    if (item_ >= items_) return;
+    token_ = item_ / segments_;
+    PUTGET_UNROLL
+    for (uint32_t i = 0; i < kPositionsPerLane; ++i) {
+      const uint32_t k = i * Exec::kLanes + exec.lane();
+      if (k >= top_k_) break;
+      rank_[i] = plan.target_ranks[uint64_t{token_} * top_k_ + k];
+      slot_[i] = plan.target_slots[uint64_t{token_} * top_k_ + k];
+    }
+  }
+
+  // After the first look_up. Before each sum `await(token)` says whether its rows are there; if not, that is the end.
+  template <class Await>
+  PUTGET_TEXT void run(Exec& exec, const Plan& plan, const CombineCall& call, Await await) {
+    while (item_ < items_ && await(token_)) {
+      const Rows rows = find_rows(exec, plan, call);
+      const uint32_t token = token_;
+      const uint32_t begin = (item_ - token * segments_) * packs_per_segment_;
+      item_ += step_;
+      look_up(exec, plan, call);  // on its way while this one is summed
+      sum_item(exec, call, rows, token, begin);
+    }
+  }
+
+ private:
+  // Where the rows of one token are, in the order of their positions; the last ones may be null.
+  struct Rows {
+    const uint8_t* row[kRows];
+    Grouping grouping;
+    float rest;  // the sum of the positions without a row; -0 where all have one
+  };
+
+  PUTGET_TEXT Rows find_rows(const Exec& exec, const Plan& plan, const CombineCall& call) const {
+    uint32_t positions = 0;
+    const uint8_t* found[kPositionsPerLane];
+    PUTGET_UNROLL
+    for (uint32_t i = 0; i < kPositionsPerLane; ++i) {
+      const bool is_position = i * Exec::kLanes + exec.lane() < top_k_;
+      found[i] = is_position ? routed_row(plan, call, rank_[i], slot_[i]) : nullptr;
+      positions |= exec.votes(found[i] != nullptr) << (i * Exec::kLanes);
+    }
+    Rows rows;
+    const uint32_t count = count_bits(positions);
+    rows.rest = count < top_k_ ? 0.0f : -0.0f;
+    rows.grouping = kRows == 2 || count == 0 ? Grouping::kLeft : grouping_of(positions, count);
+    PUTGET_UNROLL
+    for (uint32_t r = 0; r < kRows; ++r) {
+      const uint32_t k = positions != 0 ? lowest_bit(positions) : 0;
+      const uint8_t* row = exec.of_lane(found[kPositionsPerLane == 1 ? 0 : k], k);
+      rows.row[r] = positions != 0 ? row : nullptr;
+      positions &= positions - 1;
+    }
+    return rows;
+  }
+
+  PUTGET_TEXT void sum_item(Exec& exec, const CombineCall& call, const Rows& rows, uint32_t token,
+                            uint32_t begin) const {
+    const uint32_t end = begin + packs_per_segment_ < packs_per_row_ ? begin + packs_per_segment_ : packs_per_row_;
+    const uint64_t first_of_token = uint64_t{token} * packs_per_row_;
+    PUTGET_ROLLED
+    for (uint32_t first = begin + exec.lane(); first < end; first += kPacks * exec.lanes()) {
+      Packed leaf[kPacks][kRows];
+      PUTGET_UNROLL
+      for (uint32_t p = 0; p < kPacks; ++p) {
+        const uint32_t pack = first + p * exec.lanes();
+        PUTGET_UNROLL
+        for (uint32_t r = 0; r < kRows; ++r) {
+          const uint8_t* row = pack < end ? rows.row[r] : nullptr;
+          leaf[p][r] = exec.get_or(reinterpret_cast<const Packed*>(row), pack, nothing());  // [C4] [C9]
+        }
+      }
+      PUTGET_UNROLL
+      for (uint32_t p = 0; p < kPacks; ++p) {
+        const uint32_t pack = first + p * exec.lanes();
+        if (pack >= end) break;
+        Sum sum[kRows];
+        PUTGET_UNROLL
+        for (uint32_t r = 0; r < kRows; ++r) sum[r] = widen(leaf[p][r]);
+        add_grouped(sum, rows.grouping);
+        PUTGET_UNROLL
+        for (uint32_t e = 0; e < kElements; ++e) sum[0].value[e] = sum[0].value[e] + rows.rest;
+        if (call.addend != nullptr)
+          sum[0].add(widen(reinterpret_cast<const Packed*>(call.addend)[first_of_token + pack]));
+        Packed out;
+        exec.template narrow<Codec>(sum[0].value, out);
+        reinterpret_cast<Packed*>(call.out)[first_of_token + pack] = out;
+      }
+    }
+  }
+
+  // -0 in each element: what may be added to anything, also to -0, and changes no bit.
+  PUTGET_PURE static Packed nothing() {
+    Packed pack;
+    PUTGET_UNROLL
+    for (uint32_t e = 0; e < kElements; ++e) pack.bits[e] = 1u << (8 * sizeof(pack.bits[e]) - 1);
+    return pack;
+  }
+
+  uint32_t top_k_;
+  uint32_t packs_per_row_;
+  uint32_t packs_per_segment_;
+  uint32_t segments_;
+  uint32_t items_;
+  uint32_t item_;
+  uint32_t step_;
+  uint32_t token_ = 0;
+  int32_t rank_[kPositionsPerLane];
+  int32_t slot_[kPositionsPerLane];
+};
+
+}  // namespace putget
