@@ -35,6 +35,7 @@ from putget.bench.timing import Step, Timer, median, series_length, slowest
 
 SCHEMA = "putget.overlap/1"
 _LONG_GAP_CYCLES = 400_000  # a quarter of a millisecond of an idle kernel between a start and its finish
+_ALL_SMS = 1 << 16
 _SIDE = {"cuda": 7168, "cpu": 64}
 
 
@@ -126,7 +127,8 @@ def measure(context: launch.RankContext, plan: Plan, emit: launch.Emit) -> int:
     wrong = 0
     for direction, num_sms in itertools.product(plan.directions, plan.num_sms):
         bounded = replace(settings, num_sms=num_sms or None)
-        putget = Putget(communicator, bounded, experts, device, combine_direction=direction)
+        # What ran beside a start half is over when its finish half begins.
+        putget = Putget(communicator, bounded, experts, device, combine_direction=direction, finish_num_sms=_ALL_SMS)
         what = {"combine_direction": direction, "num_sms": num_sms or None}
         for num_tokens in settings.batches:
             round_ = rounds.make(settings, num_tokens)

@@ -17,9 +17,11 @@ struct MemoryConfig {
   uint64_t bytes;  // of symmetric memory
 };
 
-// What a caller says about launches: the most SMs (0: chosen by size), and fields that stand in for the rule's.
+// What a caller says about launches: the most SMs (0: chosen by size), those of a finish half, and fields that stand in
+// for the rule's.
 struct Limits {
   uint32_t num_sms;
+  uint32_t finish_num_sms;
   putget_launch dispatch;
   putget_launch combine;
 };

@@ -344,6 +344,7 @@ CONSTRUCTOR: list[tuple[str, Any]] = [
     *[("warmup_timeout_s", value) for value in (0, -1.0, float("nan"), "30", None)],
     *[("workspace", value) for value in (3, "ws", torch.zeros(100, dtype=torch.uint8))],
     *[("num_sms", value) for value in (0, -1, 2.0, "8", True)],
+    *[("finish_num_sms", value) for value in (0, -1, 2.0, "8", True)],
     *[
         ("expert_to_rank", value)
         for value in (

@@ -10,6 +10,7 @@ import torch
 from tests.harness import run_ranks
 from tests.harness.cases import Case, Round
 from tests.harness.compare import check_case, play
+from tests.test_alltoall import play_with
 
 # Rows of several segments, of part of one, and with a last access that is not full.
 OUTPUTS = (((7176,), torch.bfloat16), ((520,), torch.float32), ((16,), torch.float16))
@@ -38,3 +39,14 @@ def test_every_place_of_four_rows(device: str) -> None:
     rounds = (Round(1, (len(ids), 0, 0, 0), topk_ids=(ids, nobody, nobody, nobody)),)
     case = Case(4, rounds, num_experts=4, top_k=8, max_tokens_per_rank=len(ids), output=((1032,), torch.bfloat16))
     check_case(case, run_ranks(4, play, case, mode="thread", device=device))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("device", ["cuda"], indirect=True)
+@pytest.mark.parametrize("direction", ["pull", "push"])
+def test_few_sms_and_more_for_the_finish(direction: str, device: str) -> None:
+    """CTAs in pairs where SMs are few; a finish half with another launch than its start."""
+    rounds = tuple(Round(i, (200, 37 * i), halves=(3, i % 4), addend=True) for i in range(5))
+    case = Case(2, rounds, 16, 8, 200, output=((7168,), torch.bfloat16), direction=direction)
+    for options in ({"num_sms": 8}, {"num_sms": 4, "finish_num_sms": 64}, {"num_sms": 7, "finish_num_sms": 2}):
+        check_case(case, run_ranks(2, play_with, case, options, mode="thread", device=device))

@@ -295,7 +295,8 @@ putget_status putget_create(const putget_config* config, putget_memory* memory, 
     plan.wire_scale = config->wire_scale;
     plan.skips_waits = config->skips_waits;
     plan.object_id = ++memory->objects_made;
-    *object = new putget_alltoall{&backend, plan, {config->num_sms, config->dispatch, config->combine}};
+    const uint32_t finish_num_sms = config->finish_num_sms != 0 ? config->finish_num_sms : config->num_sms;
+    *object = new putget_alltoall{&backend, plan, {config->num_sms, finish_num_sms, config->dispatch, config->combine}};
   });
 }
 

@@ -53,7 +53,8 @@ void launch_combine(const Plan& plan, CombineCall call, const Room& room, const 
   const bool rows_packed = !shape.pushes || call.rows == nullptr || call.rows_access_bytes == kLaneBytes;
   const bool packed =
       shape.output_row_bytes() % kLaneBytes == 0 && aligned(call.out) && aligned(call.addend) && rows_packed;
-  const bool moves = moves_rows(plan, call);
+  // In a finish half nothing is moved any more.
+  const bool moves = moves_rows(plan, call) && call.half != Half::kFinish;
   putget_launch wanted = tuning;
   if (!packed || (moves && call.rows_access_bytes != kLaneBytes)) wanted.stages = 1;
   putget_launch launch = call.flagged != 0 ? flagged_launch(shape, call.num_tokens, room, tuning)
@@ -70,7 +71,7 @@ void launch_combine(const Plan& plan, CombineCall call, const Room& room, const 
                                : launch.stages > 1
                                    ? bulk_kernel(shape.output_type)
                                    : same_kernel(shape.output_type, packed, shape.top_k, shape.most_rows());
-  launch_early(kernel, launch, call.ring, stream, plan, call, "launching combine_kernel");
+  launch_early(kernel, launch, call.ring, paired(room), stream, plan, call, "launching combine_kernel");
 }
 
 }  // namespace putget::cuda

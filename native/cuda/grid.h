@@ -25,6 +25,10 @@ struct Room {
   uint32_t gpu_sms;
 };
 
+// Whether a caller leaves most SMs to somebody else. A matrix product's CTAs often come in clusters of two, which need
+// both SMs of a pair: so ours take pairs too, rather than one SM of many.
+constexpr bool paired(const Room& room) { return 4 * room.sms <= room.gpu_sms; }
+
 // Fields of `tuning` that are not 0 stand in for the rule's.
 putget_launch dispatch_launch(const Shape& shape, uint32_t num_tokens, const Room& room, const putget_launch& tuning);
 putget_launch combine_launch(const Shape& shape, uint32_t num_tokens, bool moves_rows, const Room& room,

@@ -64,20 +64,24 @@ void load_bulk_kernel(void (*kernel)(Plan, Call), const char* what) {
 }
 
 // Launches a kernel that begins with ptx::wait_for_earlier_grids: its CTAs may take their places while the kernel
-// before it ends.
+// before it ends. In pairs, two CTAs are a cluster, where they are an even number.
 template <class Fixed, class Call>
-void launch_early(void (*kernel)(Fixed, Call), const putget_launch& launch, const RingShape& ring, cudaStream_t stream,
-                  const Fixed& fixed, const Call& call, const char* what) {
-  cudaLaunchAttribute early{};
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
+void launch_early(void (*kernel)(Fixed, Call), const putget_launch& launch, const RingShape& ring, bool in_pairs,
+                  cudaStream_t stream, const Fixed& fixed, const Call& call, const char* what) {
+  cudaLaunchAttribute attributes[2] = {};
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim.x = 2;
+  attributes[1].val.clusterDim.y = 1;
+  attributes[1].val.clusterDim.z = 1;
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(launch.blocks);
   config.blockDim = dim3(launch.threads);
   config.dynamicSmemBytes = rings_bytes(ring, launch.threads);
   config.stream = stream;
-  config.attrs = &early;
-  config.numAttrs = 1;
+  config.attrs = attributes;
+  config.numAttrs = in_pairs && launch.blocks % 2 == 0 ? 2 : 1;
   check(cudaLaunchKernelEx(&config, kernel, fixed, call), what);
 }
 

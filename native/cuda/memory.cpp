@@ -106,17 +106,17 @@ class CudaMemory final : public Memory {
 
   void dispatch(const Plan& plan, const DispatchCall& call, const Limits& limits, void* stream) override {
     DeviceScope scope(config_.ordinal);
-    launch_dispatch(plan, call, room(limits.num_sms), limits.dispatch, static_cast<cudaStream_t>(stream));
+    launch_dispatch(plan, call, room(limits, call.half), limits.dispatch, static_cast<cudaStream_t>(stream));
   }
 
   void combine(const Plan& plan, const CombineCall& call, const Limits& limits, void* stream) override {
     DeviceScope scope(config_.ordinal);
-    launch_combine(plan, call, room(limits.num_sms), limits.combine, static_cast<cudaStream_t>(stream));
+    launch_combine(plan, call, room(limits, call.half), limits.combine, static_cast<cudaStream_t>(stream));
   }
 
   void launches(const Shape& shape, uint32_t num_tokens, bool flagged, const Limits& limits, putget_launch* dispatch,
                 putget_launch* combine) const override {
-    const Room all = room(limits.num_sms);
+    const Room all = room(limits, Half::kBoth);
     *dispatch = dispatch_launch(shape, num_tokens, all, limits.dispatch);
     *combine = flagged ? flagged_launch(shape, num_tokens, all, limits.combine)
                        : combine_launch(shape, num_tokens, shape.has_transit(), all, limits.combine);
@@ -174,6 +174,9 @@ class CudaMemory final : public Memory {
     check(cudaFree(nullptr), "making a CUDA context");
   }
 
+  Room room(const Limits& limits, Half half) const {
+    return room(half == Half::kFinish ? limits.finish_num_sms : limits.num_sms);
+  }
   Room room(uint32_t num_sms) const { return Room{num_sms == 0 ? num_sms_ : std::min(num_sms, num_sms_), num_sms_}; }
 
   // Into the own flags, from an offset on.

@@ -209,7 +209,7 @@ void launch_probe_rows(uint8_t* const* base, const RowsCall& call, bool write, c
                        cudaStream_t stream) {
   Peers peers{};
   for (uint32_t rank = 0; rank < call.ep_size; ++rank) peers.base[rank] = base[rank];
-  launch_early(write ? put_rows_kernel : get_rows_kernel, launch, RingShape{}, stream, peers, call,
+  launch_early(write ? put_rows_kernel : get_rows_kernel, launch, RingShape{}, false, stream, peers, call,
                "launching a probe of rows");
 }
 

@@ -104,8 +104,8 @@ typedef struct putget_config {
   uint64_t warmup_timeout_ns; /* for the first round after putget_memory_start */
   putget_launch dispatch;
   putget_launch combine;
-  uint32_t skips_waits; /* 1: nothing is waited for: wrong results, to see what waiting costs */
-  uint32_t reserved;
+  uint32_t skips_waits;    /* 1: nothing is waited for: wrong results, to see what waiting costs */
+  uint32_t finish_num_sms; /* the same as num_sms for a finish half; 0: num_sms */
 } putget_config;
 
 /* Byte offsets of the regions in every rank's symmetric memory; docs/protocol.md has the map. */

@@ -73,7 +73,7 @@ class Config(_Versioned):
         ("dispatch", Launch),
         ("combine", Launch),
         ("skips_waits", c_uint32),
-        ("reserved", c_uint32),
+        ("finish_num_sms", c_uint32),
     ]
 
 

@@ -60,7 +60,9 @@ class Geometry:
         wire = Wire.checked(combine_direction, combine_dtype, combine_scale, output)
         return Geometry(ep_size, num_experts, top_k, max_tokens_per_rank, tuple(payloads), output, wire)
 
-    def config(self, ep_rank: int, num_sms: int, timeout_s: float, warmup_timeout_s: float) -> _abi.Config:
+    def config(
+        self, ep_rank: int, num_sms: int, finish_num_sms: int, timeout_s: float, warmup_timeout_s: float
+    ) -> _abi.Config:
         """The same for the C ABI, with the rule's launches."""
         row_bytes = [payload.row_bytes for payload in self.payloads]
         return _abi.Config(
@@ -74,6 +76,7 @@ class Geometry:
             output_elements=self.output.row_bytes // self.output.dtype.itemsize,
             output_type=OUTPUT_TYPES[self.output.dtype],
             num_sms=num_sms,
+            finish_num_sms=finish_num_sms,
             wire_type=self.wire.type,
             pushes=self.wire.pushes,
             wire_scale=self.wire.scale,
@@ -84,7 +87,7 @@ class Geometry:
     def layout(self) -> _abi.Layout:
         """Where the regions are."""
         layout = _abi.Layout()
-        config = self.config(0, 0, 1.0, 1.0)
+        config = self.config(0, 0, 0, 1.0, 1.0)
         _abi.call("putget_layout_of", ctypes.byref(config), ctypes.byref(layout))
         return layout
 

@@ -42,6 +42,7 @@ class AllToAll(RoundViews):
             ceil(num_experts / ep_size) experts a rank.
         workspace: Memory and rounds shared with other objects, used one after the other; by default memory of its own.
         num_sms: Most SMs that one call uses; None: chosen by size.
+        finish_num_sms: The same for a finish half alone, when what ran beside the start half is over; None: num_sms.
         combine_direction: "pull": each rank gets its tokens' rows where experts wrote them. "push": the ranks that
             wrote them put them into its inbox.
         combine_dtype: torch.float8_e4m3fn: rows travel in half of the bytes, as E4M3 with one float32 scale for each
@@ -73,6 +74,7 @@ class AllToAll(RoundViews):
         expert_to_rank: torch.Tensor | Sequence[int] | None = None,
         workspace: Workspace | None = None,
         num_sms: int | None = None,
+        finish_num_sms: int | None = None,
         combine_direction: str = "pull",
         combine_dtype: torch.dtype | None = None,
         combine_scale: float | None = None,
@@ -103,6 +105,7 @@ class AllToAll(RoundViews):
             check_seconds("warmup_timeout_s", warmup_timeout_s)
             self._device = resolve_device(device)
             sms = comm.default_sms(self._device) if num_sms is None else check_int("num_sms", num_sms, 1, 1 << 16)
+            finish_sms = 0 if finish_num_sms is None else check_int("finish_num_sms", finish_num_sms, 1, 1 << 16)
             table = (
                 default_expert_to_rank(num_experts, comm.size, self._device)
                 if expert_to_rank is None
@@ -143,7 +146,7 @@ class AllToAll(RoundViews):
         self._workspace.adopt(
             (geometry.max_tokens_per_rank, geometry.top_k, geometry.payloads, geometry.output, geometry.wire)
         )
-        config = geometry.config(comm.rank, sms, float(timeout_s), float(warmup_timeout_s))
+        config = geometry.config(comm.rank, sms, finish_sms, float(timeout_s), float(warmup_timeout_s))
         config.dispatch, config.combine = launches
         config.skips_waits = unsafe_skip_waits
         super().__init__(self._workspace, geometry, NativeObject(self._workspace, geometry, table, config))
