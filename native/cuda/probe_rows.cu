@@ -15,9 +15,10 @@ namespace {
 
 constexpr uint32_t kMostThreads = 768;
 constexpr uint32_t kLanes = 32;
-constexpr uint32_t kUnroll = 4;       // accesses of a lane in flight, where rows are put
-constexpr uint32_t kRowsAtOnce = 4;   // ... and where they are got: so many rows,
-constexpr uint32_t kUnrollOfRow = 2;  // and of each so many
+constexpr uint32_t kUnroll = 4;  // accesses of a lane in flight, where rows are put
+constexpr uint32_t kLoads = 8;   // ... and where they are got
+constexpr uint32_t kFewRanks = 2;
+constexpr uint32_t kManyRanks = 4;  // or more, whose rows come in turns
 constexpr uint64_t kPatienceNs = 5'000'000'000;
 
 struct Peers {
@@ -135,8 +136,11 @@ __device__ void add_to(uint4& sum, const uint4& value) {
   sum.w += value.w;
 }
 
+// As many rows of a token are on their way together, and kLoads / kRowsAtOnce accesses of each.
+template <uint32_t kRowsAtOnce>
 __global__ void __launch_bounds__(kMostThreads)
     get_rows_kernel(const __grid_constant__ Peers peers, const __grid_constant__ RowsCall call) {
+  constexpr uint32_t kUnrollOfRow = kLoads / kRowsAtOnce;
   ptx::wait_for_earlier_grids();
   const uint64_t round = ptx::load_relaxed_sys(call.state + 1);
   const uint32_t lane = threadIdx.x % kLanes;
@@ -202,14 +206,16 @@ __global__ void __launch_bounds__(kMostThreads)
 void load_probe_rows_kernels() {
   cudaFuncAttributes attributes;
   check(cudaFuncGetAttributes(&attributes, put_rows_kernel), "loading put_rows_kernel");
-  check(cudaFuncGetAttributes(&attributes, get_rows_kernel), "loading get_rows_kernel");
+  check(cudaFuncGetAttributes(&attributes, get_rows_kernel<kFewRanks>), "loading get_rows_kernel");
+  check(cudaFuncGetAttributes(&attributes, get_rows_kernel<kManyRanks>), "loading get_rows_kernel");
 }
 
 void launch_probe_rows(uint8_t* const* base, const RowsCall& call, bool write, const putget_launch& launch,
                        cudaStream_t stream) {
   Peers peers{};
   for (uint32_t rank = 0; rank < call.ep_size; ++rank) peers.base[rank] = base[rank];
-  launch_early(write ? put_rows_kernel : get_rows_kernel, launch, RingShape{}, false, stream, peers, call,
+  const auto get = call.ep_size <= kFewRanks ? get_rows_kernel<kFewRanks> : get_rows_kernel<kManyRanks>;
+  launch_early(write ? put_rows_kernel : get, launch, RingShape{}, false, stream, peers, call,
                "launching a probe of rows");
 }
 
