@@ -30,6 +30,7 @@ enum class Without {
   kStageWait,     // a stage is read before its bytes have come
   kFetches,       // the end of the round is announced before its rows are fetched
   kWrites,        // bulk stores have read their stage, but may not have written
+  kReads,         // ... may not even have read it
   kEarlierWrites  // griddepcontrol.wait comes only at the kernel's end
 };
 
@@ -90,7 +91,8 @@ __device__ bool get_through_stages(RingExec& exec, const View& view, const From&
   uint32_t next = item;
   uint32_t filling = 0;
   uint32_t draining = 0;
-  uint32_t free = ring.stages;
+  // What is not awaited is looked at as soon as it has been asked for.
+  uint32_t free = kWithout == Without::kStageWait ? 1 : ring.stages;
   bool well = true;
   while (true) {
     while (free != 0 && next < kRows && well) {
@@ -238,7 +240,7 @@ __device__ bool move_rows(RingExec& exec, const View& view, uint32_t n) {
     }
     if (kWithout == Without::kWrites) {
       putget::ptx::await_bulk_reads<0>();
-    } else {
+    } else if (kWithout != Without::kReads) {
       exec.complete_puts();
     }
     exec.sync();
@@ -414,6 +416,12 @@ std::vector<Test> bulk_tests() {
        launch_move<kRelease, Without::kProxyFence, To::kPeers, By::kBulk, By::kBulk>},
       {"bulk_push_broken_not_written", Expect::kAny, 5000,
        launch_move<kRelease, Without::kWrites, To::kPeers, By::kBulk, By::kOrdinary>},
+      {"bulk_push_broken_not_read", Expect::kAny, 5000,
+       launch_move<kRelease, Without::kReads, To::kPeers, By::kBulk, By::kOrdinary>},
+      {"bulk_push_broken_not_written_relaxed_flag", Expect::kAny, 5000,
+       launch_move<Publish::kRelaxed, Without::kWrites, To::kPeers, By::kBulk, By::kOrdinary>},
+      {"bulk_push_broken_not_read_relaxed_flag", Expect::kAny, 5000,
+       launch_move<Publish::kRelaxed, Without::kReads, To::kPeers, By::kBulk, By::kOrdinary>},
       {"bulk_push_broken_relaxed_flag", Expect::kAny, 5000,
        launch_move<Publish::kRelaxed, kNothing, To::kPeers, By::kBulk, By::kOrdinary>},
       {"bulk_push_broken_flag_before_rows", Expect::kSome, 500,
