@@ -17,8 +17,8 @@ OUTPUTS = (((7176,), torch.bfloat16), ((520,), torch.float32), ((16,), torch.flo
 
 
 @pytest.mark.parametrize("output", OUTPUTS, ids=str)
-@pytest.mark.parametrize("top_k", [1, 2, 3, 8, 32])
-@pytest.mark.parametrize("ep_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("top_k", [1, 2, 3, 5, 8, 32])
+@pytest.mark.parametrize("ep_size", [1, 2, 3, 4, 6])
 def test_equal_to_the_oracle(ep_size: int, top_k: int, output: tuple, device: str) -> None:
     sizes = itertools.product((8, 0, 3), repeat=ep_size)
     rounds = tuple(

@@ -112,8 +112,8 @@ class CpuMemory final : public Memory {
         putget::combine<Codec, Packed, FewRows<2>>(exec, plan, whole_rows, combine_scratch_);
       } else if (plan.shape.most_rows() <= 4) {
         putget::combine<Codec, Packed, FewRows<4>>(exec, plan, whole_rows, combine_scratch_);
-      } else if (plan.shape.top_k == 8) {
-        putget::combine<Codec, Packed, FixedTopK<8>>(exec, plan, whole_rows, combine_scratch_);
+      } else if (plan.shape.top_k <= 8) {
+        putget::combine<Codec, Packed, FewRows<8>>(exec, plan, whole_rows, combine_scratch_);
       } else {
         putget::combine<Codec, Packed, DynamicTopK>(exec, plan, whole_rows, combine_scratch_);
       }

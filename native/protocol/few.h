@@ -1,14 +1,14 @@
-// Sums of rows that lie on few ranks: a token has one row on each of them at most, however large top_k is.
+// Sums of tokens that have few rows: one on each rank at most, and one for each of top_k positions.
 //
-// Positions without a row are left out (grouping.h). So the registers of top_k rows hold several packs of those that
-// there are, whose loads are on their way together.
+// Of up to four rows, positions without a row are left out (grouping.h). So the registers of eight rows hold several
+// packs of those that there are, whose loads are on their way together. Up to eight rows have their positions' places.
 #pragma once
 
 #include "protocol/grouping.h"
 
 namespace putget {
 
-// As a policy of combine: no token has more than kRows rows.
+// As a policy of combine: no token has more than kRows rows; with eight, top_k is no larger either.
 template <uint32_t kRows>
 struct FewRows {
   static constexpr bool kIsFixed = false;
@@ -19,7 +19,8 @@ struct FewRows {
 // One warp's part of the (token, segment) items.
 template <class Exec, class Codec, uint32_t kRows>
 class FewReduction {
-  static_assert(kRows == 2 || kRows == 4, "grouped as two or four rows");
+  static_assert(kRows == 2 || kRows == 4 || kRows == 8, "grouped as two or four rows, or a tree of eight");
+  static constexpr bool kByPosition = kRows == 8;
   static constexpr uint32_t kElements = 16 / sizeof(typename Codec::Bits);
   static constexpr uint32_t kPacks = 8 / kRows;  // of a lane, on their way together
   static constexpr uint32_t kPositionsPerLane = (kMaxTopK + Exec::kLanes - 1) / Exec::kLanes;
@@ -64,7 +65,7 @@ class FewReduction {
   }
 
  private:
-  // Where the rows of one token are, in the order of their positions; the last ones may be null.
+  // Where the rows of one token are, in the order of their positions; those that there are not are null.
   struct Rows {
     const uint8_t* row[kRows];
     Grouping grouping;
@@ -81,6 +82,11 @@ class FewReduction {
       positions |= exec.votes(found[i] != nullptr) << (i * Exec::kLanes);
     }
     Rows rows;
+    if constexpr (kByPosition) {
+      PUTGET_UNROLL
+      for (uint32_t r = 0; r < kRows; ++r) rows.row[r] = exec.of_lane(found[kPositionsPerLane == 1 ? 0 : r], r);
+      return rows;
+    }
     const uint32_t count = count_bits(positions);
     rows.rest = count < top_k_ ? 0.0f : -0.0f;
     rows.grouping = kRows == 2 || count == 0 ? Grouping::kLeft : grouping_of(positions, count);
@@ -107,7 +113,8 @@ class FewReduction {
         PUTGET_UNROLL
         for (uint32_t r = 0; r < kRows; ++r) {
           const uint8_t* row = pack < end ? rows.row[r] : nullptr;
-          leaf[p][r] = exec.get_or(reinterpret_cast<const Packed*>(row), pack, nothing());  // [C4] [C9]
+          const Packed otherwise = kByPosition && r < top_k_ ? Packed{} : nothing();
+          leaf[p][r] = exec.get_or(reinterpret_cast<const Packed*>(row), pack, otherwise);  // [C4] [C9]
         }
       }
       PUTGET_UNROLL
@@ -117,15 +124,23 @@ class FewReduction {
         Sum sum[kRows];
         PUTGET_UNROLL
         for (uint32_t r = 0; r < kRows; ++r) sum[r] = widen(leaf[p][r]);
-        add_grouped(sum, rows.grouping);
-        PUTGET_UNROLL
-        for (uint32_t e = 0; e < kElements; ++e) sum[0].value[e] = sum[0].value[e] + rows.rest;
+        add_up(sum, rows);
         if (call.addend != nullptr)
           sum[0].add(widen(reinterpret_cast<const Packed*>(call.addend)[first_of_token + pack]));
         Packed out;
         exec.template narrow<Codec>(sum[0].value, out);
         reinterpret_cast<Packed*>(call.out)[first_of_token + pack] = out;
       }
+    }
+  }
+
+  PUTGET_TEXT static void add_up(Sum (&row)[kRows], const Rows& rows) {
+    if constexpr (kByPosition) {
+      sum_tree(row);
+    } else {
+      add_grouped(row, rows.grouping);
+      PUTGET_UNROLL
+      for (uint32_t e = 0; e < kElements; ++e) row[0].value[e] = row[0].value[e] + rows.rest;
     }
   }
 
