@@ -26,12 +26,10 @@ CombineKernel same_kernel(OutputType type, bool packed, uint32_t top_k, uint32_t
 void load_combine_kernels() {
   cudaFuncAttributes attributes;
   for (OutputType type : {OutputType::kBFloat16, OutputType::kFloat16, OutputType::kFloat32}) {
-    for (uint32_t top_k : {1u, 2u, 3u, 4u, 6u, 8u}) {
-      check(cudaFuncGetAttributes(&attributes, fp8_kernel(type, top_k)), "loading combine_kernel");
-      check(cudaFuncGetAttributes(&attributes, flagged_kernel(type, top_k)), "loading combine_kernel");
-    }
     for (uint32_t rows : {2u, 4u, 8u, kMaxTopK}) {
       check(cudaFuncGetAttributes(&attributes, same_kernel(type, true, rows, rows)), "loading combine_kernel");
+      check(cudaFuncGetAttributes(&attributes, flagged_kernel(type, rows, rows)), "loading combine_kernel");
+      check(cudaFuncGetAttributes(&attributes, fp8_kernel(type, rows)), "loading combine_kernel");
     }
     check(cudaFuncGetAttributes(&attributes, same_kernel(type, false, 1, 1)), "loading combine_kernel");
   }
@@ -58,7 +56,7 @@ void launch_combine(const Plan& plan, CombineCall call, const Room& room, const 
   call.flagged_pieces = flagged_pieces(shape, launch.segment_bytes);
   cut_into_pieces(call, shape, launch);
   call.ring = combine_ring(shape, launch);
-  const CombineKernel kernel = call.flagged != 0   ? flagged_kernel(shape.output_type, shape.top_k)
+  const CombineKernel kernel = call.flagged != 0   ? flagged_kernel(shape.output_type, shape.top_k, shape.most_rows())
                                : shape.quantised() ? fp8_kernel(shape.output_type, shape.top_k)
                                : launch.stages > 1
                                    ? bulk_kernel(shape.output_type)
