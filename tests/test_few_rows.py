@@ -7,29 +7,37 @@ import itertools
 import pytest
 import torch
 
+import putget
 from tests.harness import run_ranks
 from tests.harness.cases import Case, Round
-from tests.harness.compare import check_case, play
+from tests.harness.compare import check_case
 from tests.test_alltoall import play_with
 
+WAYS = {
+    "where they lie": {"combine_launch": putget.Launch(inline_flags=1)},
+    "with flags in them": {"combine_launch": putget.Launch(inline_flags=2)},
+}
+EVERY_WAY = pytest.mark.parametrize("way", WAYS)
 # Rows of several segments, of part of one, and with a last access that is not full.
 OUTPUTS = (((7176,), torch.bfloat16), ((520,), torch.float32), ((16,), torch.float16))
 
 
+@EVERY_WAY
 @pytest.mark.parametrize("output", OUTPUTS, ids=str)
-@pytest.mark.parametrize("top_k", [1, 2, 3, 8, 32])
-@pytest.mark.parametrize("ep_size", [1, 2, 3, 4])
-def test_equal_to_the_oracle(ep_size: int, top_k: int, output: tuple, device: str) -> None:
+@pytest.mark.parametrize("top_k", [1, 2, 5, 8, 19, 32])
+@pytest.mark.parametrize("ep_size", [1, 2, 4, 6])
+def test_equal_to_the_oracle(ep_size: int, top_k: int, output: tuple, way: str, device: str) -> None:
     sizes = itertools.product((8, 0, 3), repeat=ep_size)
     rounds = tuple(
         Round(17 * top_k + i, size, ending="flat" if i % 2 else "zero_copy", addend=i % 3 == 0, no_expert=0.1 * (i % 9))
         for i, size in enumerate(itertools.islice(sizes, 0, None, 3**ep_size // 3))
     )
-    case = Case(ep_size, rounds, num_experts=9, top_k=top_k, output=output)
-    check_case(case, run_ranks(ep_size, play, case, mode="thread", device=device))
+    case = Case(ep_size, rounds, num_experts=13, top_k=top_k, output=output)
+    check_case(case, run_ranks(ep_size, play_with, case, WAYS[way], mode="thread", device=device))
 
 
-def test_every_place_of_four_rows(device: str) -> None:
+@EVERY_WAY
+def test_every_place_of_four_rows(way: str, device: str) -> None:
     """One token for each set of positions of eight, so every grouping of up to four rows."""
     places = [place for count in range(5) for place in itertools.combinations(range(8), count)]
     ids = tuple(
@@ -38,7 +46,7 @@ def test_every_place_of_four_rows(device: str) -> None:
     nobody = ()
     rounds = (Round(1, (len(ids), 0, 0, 0), topk_ids=(ids, nobody, nobody, nobody)),)
     case = Case(4, rounds, num_experts=4, top_k=8, max_tokens_per_rank=len(ids), output=((1032,), torch.bfloat16))
-    check_case(case, run_ranks(4, play, case, mode="thread", device=device))
+    check_case(case, run_ranks(4, play_with, case, WAYS[way], mode="thread", device=device))
 
 
 @pytest.mark.gpu

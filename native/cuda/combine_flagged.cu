@@ -4,23 +4,13 @@
 
 namespace putget::cuda {
 
-CombineKernel flagged_kernel(OutputType type, uint32_t top_k) {
+CombineKernel flagged_kernel(OutputType type, uint32_t top_k, uint32_t most_rows) {
   return with_codec(type, [&](auto codec) -> CombineKernel {
     using Codec = decltype(codec);
-    switch (top_k) {
-      case 1:
-        return combine_kernel<Codec, FlaggedWire<Codec>, FixedTopK<1>>;
-      case 2:
-        return combine_kernel<Codec, FlaggedWire<Codec>, FixedTopK<2>>;
-      case 4:
-        return combine_kernel<Codec, FlaggedWire<Codec>, FixedTopK<4>>;
-      case 6:
-        return combine_kernel<Codec, FlaggedWire<Codec>, FixedTopK<6>>;
-      case 8:
-        return combine_kernel<Codec, FlaggedWire<Codec>, FixedTopK<8>>;
-      default:
-        return combine_kernel<Codec, FlaggedWire<Codec>, DynamicTopK>;
-    }
+    if (most_rows <= 2) return combine_kernel<Codec, FlaggedWire<Codec>, FewRows<2>>;
+    if (most_rows <= 4) return combine_kernel<Codec, FlaggedWire<Codec>, FewRows<4>>;
+    if (top_k <= 8) return combine_kernel<Codec, FlaggedWire<Codec>, FewRows<8>>;
+    return combine_kernel<Codec, FlaggedWire<Codec>, DynamicTopK>;
   });
 }
 

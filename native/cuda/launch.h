@@ -54,7 +54,7 @@ void load_probe_rows_kernels();
 using CombineKernel = void (*)(Plan, CombineCall);
 CombineKernel same_kernel(OutputType type, bool packed, uint32_t top_k, uint32_t most_rows);
 CombineKernel fp8_kernel(OutputType type, uint32_t top_k);
-CombineKernel flagged_kernel(OutputType type, uint32_t top_k);
+CombineKernel flagged_kernel(OutputType type, uint32_t top_k, uint32_t most_rows);
 CombineKernel bulk_kernel(OutputType type);
 
 // Loads a kernel whose CTAs may take all shared memory that there is beside their scratch.

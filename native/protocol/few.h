@@ -1,28 +1,19 @@
-// Sums of rows that lie on few ranks: a token has one row on each of them at most, however large top_k is.
+// Sums of tokens that have few rows: one on each rank at most, and one for each of top_k positions.
 //
-// Positions without a row are left out (grouping.h). So the registers of top_k rows hold several packs of those that
-// there are, whose loads are on their way together.
+// Of up to four rows, positions without a row are left out (grouping.h). So the registers of eight rows hold several
+// packs of those that there are, whose loads are on their way together. Up to eight rows have their positions' places.
 #pragma once
 
 #include "protocol/grouping.h"
 
 namespace putget {
 
-// As a policy of combine: no token has more than kRows rows.
-template <uint32_t kRows>
-struct FewRows {
-  static constexpr bool kIsFixed = false;
-  static constexpr uint32_t kCapacity = kMaxTopK;
-  uint32_t top_k;
-};
-
 // One warp's part of the (token, segment) items.
 template <class Exec, class Codec, uint32_t kRows>
 class FewReduction {
-  static_assert(kRows == 2 || kRows == 4, "grouped as two or four rows");
   static constexpr uint32_t kElements = 16 / sizeof(typename Codec::Bits);
   static constexpr uint32_t kPacks = 8 / kRows;  // of a lane, on their way together
-  static constexpr uint32_t kPositionsPerLane = (kMaxTopK + Exec::kLanes - 1) / Exec::kLanes;
+  static constexpr uint32_t kPositionsPerLane = (FewRows<kRows>::kCapacity + Exec::kLanes - 1) / Exec::kLanes;
   using Packed = Pack<Codec, kElements>;
   using Sum = Sums<kElements>;
 
@@ -64,11 +55,9 @@ class FewReduction {
   }
 
  private:
-  // Where the rows of one token are, in the order of their positions; the last ones may be null.
   struct Rows {
-    const uint8_t* row[kRows];
-    Grouping grouping;
-    float rest;  // the sum of the positions without a row; -0 where all have one
+    const uint8_t* row[kRows];  // null: there is none
+    Places<kRows> places;
   };
 
   PUTGET_TEXT Rows find_rows(const Exec& exec, const Plan& plan, const CombineCall& call) const {
@@ -80,17 +69,11 @@ class FewReduction {
       found[i] = is_position ? routed_row(plan, call, rank_[i], slot_[i]) : nullptr;
       positions |= exec.votes(found[i] != nullptr) << (i * Exec::kLanes);
     }
-    Rows rows;
-    const uint32_t count = count_bits(positions);
-    rows.rest = count < top_k_ ? 0.0f : -0.0f;
-    rows.grouping = kRows == 2 || count == 0 ? Grouping::kLeft : grouping_of(positions, count);
-    PUTGET_UNROLL
-    for (uint32_t r = 0; r < kRows; ++r) {
-      const uint32_t k = positions != 0 ? lowest_bit(positions) : 0;
+    Rows rows{{}, {positions, top_k_}};
+    rows.places.visit([&](uint32_t r, uint32_t k, bool there) {
       const uint8_t* row = exec.of_lane(found[kPositionsPerLane == 1 ? 0 : k], k);
-      rows.row[r] = positions != 0 ? row : nullptr;
-      positions &= positions - 1;
-    }
+      rows.row[r] = there ? row : nullptr;
+    });
     return rows;
   }
 
@@ -107,7 +90,8 @@ class FewReduction {
         PUTGET_UNROLL
         for (uint32_t r = 0; r < kRows; ++r) {
           const uint8_t* row = pack < end ? rows.row[r] : nullptr;
-          leaf[p][r] = exec.get_or(reinterpret_cast<const Packed*>(row), pack, nothing());  // [C4] [C9]
+          const Packed otherwise = rows.places.adds_nothing(r) ? nothing() : Packed{};
+          leaf[p][r] = exec.get_or(reinterpret_cast<const Packed*>(row), pack, otherwise);  // [C4] [C9]
         }
       }
       PUTGET_UNROLL
@@ -117,9 +101,7 @@ class FewReduction {
         Sum sum[kRows];
         PUTGET_UNROLL
         for (uint32_t r = 0; r < kRows; ++r) sum[r] = widen(leaf[p][r]);
-        add_grouped(sum, rows.grouping);
-        PUTGET_UNROLL
-        for (uint32_t e = 0; e < kElements; ++e) sum[0].value[e] = sum[0].value[e] + rows.rest;
+        rows.places.add_up(sum);
         if (call.addend != nullptr)
           sum[0].add(widen(reinterpret_cast<const Packed*>(call.addend)[first_of_token + pack]));
         Packed out;
@@ -129,11 +111,10 @@ class FewReduction {
     }
   }
 
-  // -0 in each element: what may be added to anything, also to -0, and changes no bit.
   PUTGET_PURE static Packed nothing() {
     Packed pack;
     PUTGET_UNROLL
-    for (uint32_t e = 0; e < kElements; ++e) pack.bits[e] = 1u << (8 * sizeof(pack.bits[e]) - 1);
+    for (uint32_t e = 0; e < kElements; ++e) pack.bits[e] = minus_zero<Codec>();
     return pack;
   }
 

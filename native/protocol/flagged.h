@@ -7,7 +7,7 @@
 // dispatch whether it wants its rows so (D3); every rank that has rows of it obeys. docs/protocol.md explains the tags.
 #pragma once
 
-#include "protocol/reduce.h"
+#include "protocol/grouping.h"
 #include "protocol/transit.h"
 
 namespace putget {
@@ -26,8 +26,7 @@ PUTGET_PURE bool wants_flags(const Shape& shape, InlineFlags choice, uint32_t nu
   if (shape.has_transit() || shape.output_row_bytes() % kPackBytes != 0) return false;
   const uint64_t from_one_peer = uint64_t{num_tokens} * flagged_row_bytes(shape);
   if (from_one_peer > kFlaggedBytes || choice == InlineFlags::kNever) return false;
-  const uint32_t rows_of_token = shape.top_k < shape.ep_size ? shape.top_k : shape.ep_size;
-  return choice == InlineFlags::kAlways || from_one_peer * rows_of_token <= kFewFlaggedBytes;
+  return choice == InlineFlags::kAlways || from_one_peer * shape.most_rows() <= kFewFlaggedBytes;
 }
 
 // Pieces of one such row, where a warp takes segment_bytes at a time.
@@ -240,6 +239,8 @@ class FlaggedSum {
         item_(exec.blocks() == 1 ? exec.warp() : exec.warp() * (exec.blocks() - 1) + exec.block() - 1),
         step_(exec.warps() * (exec.blocks() == 1 ? 1 : exec.blocks() - 1)),
         takes_part_(exec.blocks() == 1 || exec.block() != 0) {
+    PUTGET_UNROLL
+    for (uint32_t i = 0; i < kRowsPerLane; ++i) row_[i] = kNone;
     find(exec, plan, call);
     exec.pin(ranks_);
     exec.pin(slots_);
@@ -284,17 +285,39 @@ class FlaggedSum {
   static constexpr uint32_t kRowsPerLane = (TopK::kCapacity + Exec::kLanes - 1) / Exec::kLanes;
 
   // First pack of each of a token's rows, from the first peer's rows on; or kNone.
-  struct Rows {
+  template <uint32_t kRows>
+  struct FewPlaced {
+    uint32_t row[kRows];
+    Places<kRows> places;
+  };
+  struct Any {
     uint32_t row[TopK::kCapacity];
   };
 
-  // Of one lane; false: its deadline passed.
-  PUTGET_TEXT bool sum_item(Exec& exec, const Plan& plan, const CombineCall& call, const StateHead& head) const {
-    Rows rows;
+  template <uint32_t kRows>
+  PUTGET_TEXT FewPlaced<kRows> find_rows(const Exec& exec, const FewRows<kRows>&) const {
+    uint32_t positions = 0;
+    PUTGET_UNROLL
+    for (uint32_t i = 0; i < kRowsPerLane; ++i) positions |= exec.votes(row_[i] != kNone) << (i * Exec::kLanes);
+    FewPlaced<kRows> rows{{}, {positions, top_k_.top_k}};
+    rows.places.visit([&](uint32_t r, uint32_t k, bool there) {
+      const uint32_t row = exec.of_lane(row_[k / Exec::kLanes], k % Exec::kLanes);
+      rows.row[r] = there ? row : kNone;
+    });
+    return rows;
+  }
+  PUTGET_TEXT Any find_rows(const Exec& exec, const DynamicTopK&) const {
+    Any rows;
     PUTGET_UNROLL
     for (uint32_t k = 0; k < TopK::kCapacity; ++k) {
       rows.row[k] = exec.of_lane(row_[k / Exec::kLanes], k % Exec::kLanes);
     }
+    return rows;
+  }
+
+  // Of one lane; false: its deadline passed.
+  PUTGET_TEXT bool sum_item(Exec& exec, const Plan& plan, const CombineCall& call, const StateHead& head) const {
+    const auto rows = find_rows(exec, top_k_);
     const uint32_t end = begin_ + packs_per_segment_ < packs_ ? begin_ + packs_per_segment_ : packs_;
     PUTGET_ROLLED
     for (uint32_t pack = begin_ + exec.lane(); pack < end; pack += exec.lanes()) {
@@ -333,52 +356,67 @@ class FlaggedSum {
     }
   }
 
-  // One leaf as it is now. A position without a row has come, and is zero.
-  PUTGET_TEXT static FlaggedPack look(Exec& exec, const Plan& plan, uint32_t row, uint32_t pack, uint32_t epoch) {
-    const auto* rows = reinterpret_cast<const FlaggedPack*>(plan.own() + plan.layout.flagged);
-    return exec.template poll<Tag::F2>(row == kNone ? nullptr : rows + row + pack, pack_flag(epoch, 0));
-  }
-
-  PUTGET_TEXT static Sums<kElements> widen(const FlaggedPack& leaf) {
-    union {
-      uint32_t half[2];
-      Out pack;
-    } both{{flag_value(leaf.half[0]), flag_value(leaf.half[1])}};
-    return putget::widen(both.pack);
-  }
-
-  PUTGET_TEXT bool get_sum(Exec& exec, const Plan& plan, const StateHead& head, const Rows& rows, uint32_t pack,
-                           Sums<kElements>& total) const {
+  // Waits until leaves have come: packs of rows, of which some may be kNone. These are `otherwise(i)` at once. False: a
+  // deadline passed.
+  template <uint32_t kLeaves, class Otherwise>
+  PUTGET_TEXT static bool look_at(Exec& exec, const Plan& plan, const StateHead& head, const uint32_t* row,
+                                  uint32_t pack, Otherwise otherwise, Sums<kElements> (&sum)[kLeaves]) {
     const uint32_t epoch = head.epoch;
-    if constexpr (TopK::kIsFixed) {
-      FlaggedPack leaf[TopK::kCapacity];
-      const auto look_at_all = [&] {
-        PUTGET_UNROLL
-        for (uint32_t k = 0; k < TopK::kCapacity; ++k) leaf[k] = look(exec, plan, rows.row[k], pack, epoch);
-      };
-      const auto have_come = [&] {
-        bool all = true;
-        PUTGET_UNROLL
-        for (uint32_t k = 0; k < TopK::kCapacity; ++k) all = all && leaf[k].is_of(epoch);
-        return all;
-      };
-      if (!look_until<Tag::F2>(exec, plan, head, look_at_all, have_come)) return false;
-      Sums<kElements> sum[TopK::kCapacity];
+    const auto* rows = reinterpret_cast<const FlaggedPack*>(plan.own() + plan.layout.flagged);
+    FlaggedPack leaf[kLeaves];
+    const auto look_at_all = [&] {
       PUTGET_UNROLL
-      for (uint32_t k = 0; k < TopK::kCapacity; ++k) sum[k] = widen(leaf[k]);
-      total = sum_tree(sum);
-    } else {
-      RunningTree<kElements> tree;
-      for (uint32_t k = 0; k < top_k_.top_k; ++k) {
-        FlaggedPack leaf;
-        const bool came = look_until<Tag::F2>(
-            exec, plan, head, [&] { leaf = look(exec, plan, rows.row[k], pack, epoch); },
-            [&] { return leaf.is_of(epoch); });
-        if (!came) return false;
-        tree.push(widen(leaf));
+      for (uint32_t i = 0; i < kLeaves; ++i) {
+        const FlaggedPack* from = row[i] == kNone ? nullptr : rows + row[i] + pack;
+        leaf[i] = exec.template poll<Tag::F2>(from, pack_flag(epoch, otherwise(i)));
       }
-      total = tree.total();
+    };
+    const auto have_come = [&] {
+      bool all = true;
+      PUTGET_UNROLL
+      for (uint32_t i = 0; i < kLeaves; ++i) all = all && leaf[i].is_of(epoch);
+      return all;
+    };
+    if (!look_until<Tag::F2>(exec, plan, head, look_at_all, have_come)) return false;
+    PUTGET_UNROLL
+    for (uint32_t i = 0; i < kLeaves; ++i) {
+      union {
+        uint32_t half[2];
+        Out pack;
+      } both{{flag_value(leaf[i].half[0]), flag_value(leaf[i].half[1])}};
+      sum[i] = putget::widen(both.pack);
     }
+    return true;
+  }
+
+  // Four bytes of elements that change no bit of what they are added to.
+  PUTGET_PURE static uint32_t nothing() {
+    const uint32_t one = minus_zero<Codec>();
+    return sizeof(typename Codec::Bits) == 2 ? one << 16 | one : one;
+  }
+
+  template <uint32_t kRows>
+  PUTGET_TEXT bool get_sum(Exec& exec, const Plan& plan, const StateHead& head, const FewPlaced<kRows>& rows,
+                           uint32_t pack, Sums<kElements>& total) const {
+    Sums<kElements> sum[kRows];
+    const auto otherwise = [&](uint32_t r) { return rows.places.adds_nothing(r) ? nothing() : 0; };
+    if (!look_at(exec, plan, head, rows.row, pack, otherwise, sum)) return false;
+    rows.places.add_up(sum);
+    total = sum[0];
+    return true;
+  }
+
+  PUTGET_TEXT bool get_sum(Exec& exec, const Plan& plan, const StateHead& head, const Any& rows, uint32_t pack,
+                           Sums<kElements>& total) const {
+    TreeOfEights<kElements> tree;
+    PUTGET_ROLLED
+    for (uint32_t first = 0; first < top_k_.top_k; first += kEight) {
+      Sums<kElements> sum[kEight];
+      const auto otherwise = [&](uint32_t i) { return first + i < top_k_.top_k ? 0 : nothing(); };
+      if (!look_at(exec, plan, head, rows.row + first, pack, otherwise, sum)) return false;
+      tree.push(sum_tree(sum));
+    }
+    total = tree.total();
     return true;
   }
 
@@ -392,7 +430,7 @@ class FlaggedSum {
   uint32_t begin_;  // pack
   const int32_t* ranks_;
   const int32_t* slots_;
-  uint32_t row_[kRowsPerLane] = {};
+  uint32_t row_[kRowsPerLane];
 };
 
 }  // namespace putget

@@ -79,4 +79,82 @@ PUTGET_PURE void add_grouped(Sums<kElements> (&row)[4], Grouping grouping) {
   }
 }
 
+// As a policy of combine: no token has more than kRows rows; with eight, top_k is no larger either.
+template <uint32_t kRows_>
+struct FewRows {
+  static constexpr bool kIsFixed = false;
+  static constexpr uint32_t kRows = kRows_;
+  static constexpr uint32_t kCapacity = kRows == 8 ? 8 : kMaxTopK;
+  uint32_t top_k;
+};
+
+// Where the rows of one token are among its positions, and how they are added up.
+template <uint32_t kRows>
+class Places {
+  static_assert(kRows == 2 || kRows == 4, "those of eight are apart");
+
+ public:
+  PUTGET_PURE Places(uint32_t positions, uint32_t top_k)
+      : positions_(positions),
+        count_(count_bits(positions)),
+        grouping_(kRows == 2 || positions == 0 ? Grouping::kLeft : grouping_of(positions, count_)),
+        rest_(count_ < top_k ? 0.0f : -0.0f) {}
+
+  // Calls visit(r, position, whether there is such a row) for r = 0 ... kRows - 1.
+  template <class Visit>
+  PUTGET_TEXT void visit(Visit visit) const {
+    uint32_t left = positions_;
+    PUTGET_UNROLL
+    for (uint32_t r = 0; r < kRows; ++r) {
+      visit(r, left != 0 ? lowest_bit(left) : 0, left != 0);
+      left &= left - 1;
+    }
+  }
+  // A row that there is not adds -0, which changes no bit of anything, or +0.
+  PUTGET_PURE bool adds_nothing(uint32_t) const { return true; }
+
+  // The sum, in row[0].
+  template <uint32_t kElements>
+  PUTGET_PURE void add_up(Sums<kElements> (&row)[kRows]) const {
+    add_grouped(row, grouping_);
+    PUTGET_UNROLL
+    for (uint32_t e = 0; e < kElements; ++e) row[0].value[e] = row[0].value[e] + rest_;
+  }
+
+ private:
+  uint32_t positions_;
+  uint32_t count_;
+  Grouping grouping_;
+  float rest_;  // the sum of the positions without a row; -0 where all have one
+};
+
+// With eight, each row has its position's place in the tree.
+template <>
+class Places<8> {
+ public:
+  PUTGET_PURE Places(uint32_t positions, uint32_t top_k) : positions_(positions), top_k_(top_k) {}
+
+  template <class Visit>
+  PUTGET_TEXT void visit(Visit visit) const {
+    PUTGET_UNROLL
+    for (uint32_t r = 0; r < 8; ++r) visit(r, r, (positions_ >> r & 1u) != 0);
+  }
+  PUTGET_PURE bool adds_nothing(uint32_t r) const { return r >= top_k_; }
+
+  template <uint32_t kElements>
+  PUTGET_PURE void add_up(Sums<kElements> (&row)[8]) const {
+    sum_tree(row);
+  }
+
+ private:
+  uint32_t positions_;
+  uint32_t top_k_;
+};
+
+// -0 in each element of two or four bytes.
+template <class Codec>
+PUTGET_PURE typename Codec::Bits minus_zero() {
+  return static_cast<typename Codec::Bits>(1u << (8 * sizeof(typename Codec::Bits) - 1));
+}
+
 }  // namespace putget

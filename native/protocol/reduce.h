@@ -18,7 +18,7 @@ struct FixedTopK {
   uint32_t top_k;
 };
 
-// ... or a run-time value, summed as the leaves come.
+// ... or a run-time value, summed eight leaves at a time.
 struct DynamicTopK {
   static constexpr bool kIsFixed = false;
   static constexpr uint32_t kCapacity = kMaxTopK;
@@ -73,9 +73,8 @@ PUTGET_PURE Sums<kElements> sum_tree(Sums<kElements> (&leaf)[kLeaves]) {
 
 // The same tree for leaves that come one after the other: level l holds the finished sum of 2^l neighbours, as the bits
 // of a binary counter do.
-template <uint32_t kElements>
+template <uint32_t kElements, uint32_t kLevels = 6>  // 2^5 = kMaxTopK leaves
 struct RunningTree {
-  static constexpr uint32_t kLevels = 6;  // 2^5 = kMaxTopK leaves
   Sums<kElements> level[kLevels] = {};
   uint32_t count = 0;
 
@@ -114,6 +113,21 @@ struct RunningTree {
     return sum;
   }
 };
+
+// The tree in subtrees of eight leaves, whose last one may have fewer.
+constexpr uint32_t kEight = 8;
+template <uint32_t kElements>
+using TreeOfEights = RunningTree<kElements, 3>;
+static_assert(kMaxTopK <= kEight << 2, "a tree of more eights");
+
+// What stands for a leaf that there is not: -0 changes no bit of what it is added to.
+template <uint32_t kElements>
+PUTGET_PURE Sums<kElements> no_leaf() {
+  Sums<kElements> sums;
+  PUTGET_UNROLL
+  for (uint32_t e = 0; e < kElements; ++e) sums.value[e] = -0.0f;
+  return sums;
+}
 
 // Rows that travel as experts write them.
 template <class Codec, uint32_t kElements_>
@@ -265,10 +279,24 @@ struct Reduction {
       for (uint32_t k = 0; k < TopK::kCapacity; ++k) sum[k] = Wire::widen(exec, leaf[k], scale[k]);
       return sum_tree(sum);
     } else {
-      RunningTree<Wire::kElements> tree;
-      for (uint32_t k = 0; k < top_k.top_k; ++k) {
-        const Raw leaf = exec.get_or_zero(reinterpret_cast<const Raw*>(rows.row[k]), pack);  // [C4] [C9]
-        tree.push(Wire::widen(exec, leaf, scale_of(exec, plan, rows.row[k], pack)));
+      TreeOfEights<Wire::kElements> tree;
+      PUTGET_ROLLED
+      for (uint32_t first = 0; first < top_k.top_k; first += kEight) {
+        Raw leaf[kEight];
+        float scale[kEight];
+        PUTGET_UNROLL
+        for (uint32_t i = 0; i < kEight; ++i) {
+          const uint8_t* row = first + i < top_k.top_k ? rows.row[first + i] : nullptr;
+          leaf[i] = exec.get_or_zero(reinterpret_cast<const Raw*>(row), pack);  // [C4] [C9]
+          scale[i] = scale_of(exec, plan, row, pack);
+        }
+        Sums<Wire::kElements> sum[kEight];
+        PUTGET_UNROLL
+        for (uint32_t i = 0; i < kEight; ++i) {
+          sum[i] = Wire::widen(exec, leaf[i], scale[i]);
+          if (first + i >= top_k.top_k) sum[i] = no_leaf<Wire::kElements>();
+        }
+        tree.push(sum_tree(sum));
       }
       return tree.total();
     }

@@ -133,7 +133,7 @@ class StressRank {
           putget::combine<BFloat16, Fp8Wire, DynamicTopK>(exec, plan, call, scratch);
         }
       } else if (call.flagged != 0 && round_ % 2 == 0) {
-        putget::combine<Float32, FlaggedWire<Float32>, FixedTopK<4>>(exec, plan, call, scratch);
+        putget::combine<Float32, FlaggedWire<Float32>, FewRows<4>>(exec, plan, call, scratch);
       } else if (call.flagged != 0) {
         putget::combine<Float32, FlaggedWire<Float32>, DynamicTopK>(exec, plan, call, scratch);
       } else if (stages > 1) {
