@@ -170,8 +170,13 @@ struct Exec {
         __shfl_sync(0xffffffffu, static_cast<unsigned long long>(reinterpret_cast<uintptr_t>(value)), lane));
   }
 
-  // Whether all lanes of the warp say yes. A barrier of the warp too. Whole warps call it.
-  __device__ bool all_lanes(bool yes) const { return __all_sync(0xffffffffu, yes) != 0; }
+  // Whether all lanes of the warp say yes. A barrier of the warp too, which orders memory as a vote alone does not.
+  // Whole warps call it.
+  __device__ bool all_lanes(bool yes) const {
+    const bool all = __all_sync(0xffffffffu, yes) != 0;
+    __syncwarp();
+    return all;
+  }
 
   template <class Access>
   __device__ void put(Access* to, const Access& value) const {
