@@ -28,7 +28,14 @@ def contender(name: str, scale: float) -> dict[str, Any]:
         "group": None,
         "changes": None,
         **{key: phase(value, 1 / scale) for key, value in times.items()},
-        "kernels": [{"name": f"kernel of {name} " + "<template>" * 9, "calls": 20, "mean_us": 5.5 * scale}],
+        "kernels": [
+            {
+                "name": f"kernel of {name} " + "<template>" * 9,
+                "calls": 20,
+                "mean_us": 6 * scale,
+                "median_us": 5.5 * scale,
+            }
+        ],
     }
 
 

@@ -227,11 +227,11 @@ def _percentile_table(document: Document) -> Table:
 
 
 def _kernel_table(document: Document, name: str) -> Table:
-    table = new_table("tokens", "kernel", "calls", "mean us", left=1)
+    table = new_table("tokens", "kernel", "calls", "median us", left=1)
     for result in document["results"]:
         for contender in result["contenders"]:
             for kernel in (contender["kernels"] or ()) if contender["name"] == name else ():
-                cells = (_shortened(kernel["name"]), str(kernel["calls"]), _us(kernel["mean_us"]))
+                cells = (_shortened(kernel["name"]), str(kernel["calls"]), _us(kernel["median_us"]))
                 table.add_row(str(result["batch_size"]), *cells)
     return table
 
