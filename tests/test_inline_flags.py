@@ -91,6 +91,11 @@ LONG = {"output": putget.Payload((7168,), torch.bfloat16), "num_experts": 64, "t
     ("options", "wanted"),
     [
         (LONG, (2, 2, 2, 1, 1)),
+        (LONG | {"num_sms": 64}, (2, 2, 2, 1, 1)),
+        (LONG | {"num_sms": 16}, (2, 2, 1, 1, 1)),
+        (LONG | {"num_sms": 4}, (2, 1, 1, 1, 1)),
+        (LONG | {"num_sms": 4, "finish_num_sms": 132}, (2, 1, 1, 1, 1)),
+        (LONG | {"num_sms": 4} | launch(IN_ROWS), (2, 2, 2, 1, 1)),
         (LONG | launch(APART), (1, 1, 1, 1, 1)),
         (LONG | launch(IN_ROWS), (2, 2, 2, 1, 1)),
         (LONG | {"combine_direction": "push"} | launch(IN_ROWS), (1, 1, 1, 1, 1)),

@@ -80,7 +80,8 @@ putget_layout public_layout(const putget::Layout& layout) {
 
 // The same for a rank's dispatch and its combine: what the one wishes, the other waits for.
 bool wants_flags(const putget::Shape& shape, const putget::Limits& limits, uint32_t num_tokens) {
-  return putget::wants_flags(shape, static_cast<putget::InlineFlags>(limits.combine.inline_flags), num_tokens);
+  const auto choice = static_cast<putget::InlineFlags>(limits.combine.inline_flags);
+  return putget::wants_flags(shape, choice, num_tokens, limits.num_sms);
 }
 
 putget::DispatchCall dispatch_call(const putget::Shape& shape, const putget::Limits& limits,

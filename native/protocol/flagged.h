@@ -14,19 +14,22 @@ namespace putget {
 
 constexpr uint32_t kPackBytes = 8;                 // of a row
 constexpr uint64_t kFewFlaggedBytes = 512 * 1024;  // up to so many a rank, flags cost less than they save
+constexpr uint64_t kFlaggedBytesOfSm = 8 * 1024;   // ... and up to so many for each SM, where these are few
 enum class InlineFlags { kByRule = 0, kNever = 1, kAlways = 2 };
 
 PUTGET_PURE uint32_t flagged_row_bytes(const Shape& shape) {
   return (shape.output_row_bytes() + kPackBytes - 1) / kPackBytes * static_cast<uint32_t>(sizeof(FlaggedPack));
 }
 
-// The rule: whether a rank with so many tokens gets its rows with flags in them. Its own dispatch and combine ask it,
-// with the same arguments, and nobody else.
-PUTGET_PURE bool wants_flags(const Shape& shape, InlineFlags choice, uint32_t num_tokens) {
+// The rule: whether a rank with so many tokens gets its rows with flags in them, on so many SMs (0: enough). Its own
+// dispatch and combine ask it, with the same arguments, and nobody else. As if its peers had as many SMs.
+PUTGET_PURE bool wants_flags(const Shape& shape, InlineFlags choice, uint32_t num_tokens, uint32_t num_sms) {
   if (shape.has_transit() || shape.output_row_bytes() % kPackBytes != 0) return false;
   const uint64_t from_one_peer = uint64_t{num_tokens} * flagged_row_bytes(shape);
   if (from_one_peer > kFlaggedBytes || choice == InlineFlags::kNever) return false;
-  return choice == InlineFlags::kAlways || from_one_peer * shape.most_rows() <= kFewFlaggedBytes;
+  const uint64_t of_sms = num_sms * kFlaggedBytesOfSm;
+  const uint64_t few = num_sms == 0 || of_sms > kFewFlaggedBytes ? kFewFlaggedBytes : of_sms;
+  return choice == InlineFlags::kAlways || from_one_peer * shape.most_rows() <= few;
 }
 
 // Pieces of one such row, where a warp takes segment_bytes at a time.

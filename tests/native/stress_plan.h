@@ -96,7 +96,7 @@ class StressPlan {
   // Whether a rank gets its rows with flags in them, where these may have some: most of the time, as it likes.
   bool flagged(uint32_t round, uint32_t rank) const {
     return draw(3, Purpose::kFlags, round, rank) != 0 &&
-           wants_flags(shape(object(round), rank), InlineFlags::kAlways, num_tokens(round, rank));
+           wants_flags(shape(object(round), rank), InlineFlags::kAlways, num_tokens(round, rank), 0);
   }
 
   // Stages through which a rank's rows go, or 1: where rows and elements allow them, as the rank likes.
