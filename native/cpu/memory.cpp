@@ -90,14 +90,10 @@ class CpuMemory final : public Memory {
     with_codec(plan.shape.output_type, [&](auto codec) {
       using Codec = decltype(codec);
       using Packed = SameWire<Codec, kWideBytes / sizeof(typename Codec::Bits)>;
-      if (call.flagged != 0 && plan.shape.most_rows() <= 2) {
-        putget::combine<Codec, FlaggedWire<Codec>, FewRows<2>>(exec, plan, whole_rows, combine_scratch_);
-      } else if (call.flagged != 0 && plan.shape.most_rows() <= 4) {
-        putget::combine<Codec, FlaggedWire<Codec>, FewRows<4>>(exec, plan, whole_rows, combine_scratch_);
-      } else if (call.flagged != 0 && plan.shape.top_k <= 8) {
-        putget::combine<Codec, FlaggedWire<Codec>, FewRows<8>>(exec, plan, whole_rows, combine_scratch_);
-      } else if (call.flagged != 0) {
-        putget::combine<Codec, FlaggedWire<Codec>, DynamicTopK>(exec, plan, whole_rows, combine_scratch_);
+      if (call.flagged != 0) {
+        with_rows(plan.shape, [&](auto rows) {
+          putget::combine<Codec, FlaggedWire<Codec>, decltype(rows)>(exec, plan, whole_rows, combine_scratch_);
+        });
       } else if (packed && limits.combine.stages > 1 && !plan.shape.quantised() &&
                  (call.rows == nullptr || call.rows_access_bytes == kWideBytes)) {
         whole_rows.segment_bytes = kSegment;
@@ -112,14 +108,10 @@ class CpuMemory final : public Memory {
         putget::combine<Codec, Fp8Wire, DynamicTopK>(exec, plan, whole_rows, combine_scratch_);
       } else if (!packed) {
         putget::combine<Codec, SameWire<Codec, 1>, DynamicTopK>(exec, plan, whole_rows, combine_scratch_);
-      } else if (plan.shape.most_rows() <= 2) {
-        putget::combine<Codec, Packed, FewRows<2>>(exec, plan, whole_rows, combine_scratch_);
-      } else if (plan.shape.most_rows() <= 4) {
-        putget::combine<Codec, Packed, FewRows<4>>(exec, plan, whole_rows, combine_scratch_);
-      } else if (plan.shape.top_k <= 8) {
-        putget::combine<Codec, Packed, FewRows<8>>(exec, plan, whole_rows, combine_scratch_);
       } else {
-        putget::combine<Codec, Packed, DynamicTopK>(exec, plan, whole_rows, combine_scratch_);
+        with_rows(plan.shape, [&](auto rows) {
+          putget::combine<Codec, Packed, decltype(rows)>(exec, plan, whole_rows, combine_scratch_);
+        });
       }
     });
   }

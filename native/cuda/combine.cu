@@ -11,27 +11,27 @@ bool aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) 
 }  // namespace
 
 // Where a token has few rows, all of them are in flight at once; else they are taken as they come.
-CombineKernel same_kernel(OutputType type, bool packed, uint32_t top_k, uint32_t most_rows) {
-  return with_codec(type, [&](auto codec) -> CombineKernel {
+CombineKernel same_kernel(const Shape& shape, bool packed) {
+  return with_codec(shape.output_type, [&](auto codec) -> CombineKernel {
     using Codec = decltype(codec);
     using Packed = SameWire<Codec, kLaneBytes / sizeof(typename Codec::Bits)>;
     if (!packed) return combine_kernel<Codec, SameWire<Codec, 1>, DynamicTopK>;
-    if (most_rows <= 2) return combine_kernel<Codec, Packed, FewRows<2>>;
-    if (most_rows <= 4) return combine_kernel<Codec, Packed, FewRows<4>>;
-    if (top_k <= 8) return combine_kernel<Codec, Packed, FewRows<8>>;
-    return combine_kernel<Codec, Packed, DynamicTopK>;
+    return with_rows(shape, [](auto rows) -> CombineKernel { return combine_kernel<Codec, Packed, decltype(rows)>; });
   });
 }
 
 void load_combine_kernels() {
   cudaFuncAttributes attributes;
   for (OutputType type : {OutputType::kBFloat16, OutputType::kFloat16, OutputType::kFloat32}) {
+    Shape shape{};
+    shape.output_type = type;
     for (uint32_t rows : {2u, 4u, 8u, kMaxTopK}) {
-      check(cudaFuncGetAttributes(&attributes, same_kernel(type, true, rows, rows)), "loading combine_kernel");
-      check(cudaFuncGetAttributes(&attributes, flagged_kernel(type, rows, rows)), "loading combine_kernel");
+      shape.ep_size = shape.top_k = rows;
+      check(cudaFuncGetAttributes(&attributes, same_kernel(shape, true)), "loading combine_kernel");
+      check(cudaFuncGetAttributes(&attributes, flagged_kernel(shape)), "loading combine_kernel");
       check(cudaFuncGetAttributes(&attributes, fp8_kernel(type, rows)), "loading combine_kernel");
     }
-    check(cudaFuncGetAttributes(&attributes, same_kernel(type, false, 1, 1)), "loading combine_kernel");
+    check(cudaFuncGetAttributes(&attributes, same_kernel(shape, false)), "loading combine_kernel");
   }
   load_bulk_combine_kernels();
 }
@@ -56,11 +56,10 @@ void launch_combine(const Plan& plan, CombineCall call, const Room& room, const 
   call.flagged_pieces = flagged_pieces(shape, launch.segment_bytes);
   cut_into_pieces(call, shape, launch);
   call.ring = combine_ring(shape, launch);
-  const CombineKernel kernel = call.flagged != 0   ? flagged_kernel(shape.output_type, shape.top_k, shape.most_rows())
+  const CombineKernel kernel = call.flagged != 0   ? flagged_kernel(shape)
                                : shape.quantised() ? fp8_kernel(shape.output_type, shape.top_k)
-                               : launch.stages > 1
-                                   ? bulk_kernel(shape.output_type)
-                                   : same_kernel(shape.output_type, packed, shape.top_k, shape.most_rows());
+                               : launch.stages > 1 ? bulk_kernel(shape.output_type)
+                                                   : same_kernel(shape, packed);
   launch_early(kernel, launch, call.ring, paired(room), stream, plan, call, "launching combine_kernel");
 }
 

@@ -1,4 +1,5 @@
-// combine_kernel: the protocol's combine on a grid of CTAs, one instance for what travels, output type, common top_k.
+// combine_kernel: the protocol's combine on a grid of CTAs, one instance for what travels, output type, rows of a
+// token.
 //
 //   grid      cuda/grid.h; warps share the list of (token, segment) items, and before it that of rows to move
 //   block     each warp works on one item at a time

@@ -4,13 +4,11 @@
 
 namespace putget::cuda {
 
-CombineKernel flagged_kernel(OutputType type, uint32_t top_k, uint32_t most_rows) {
-  return with_codec(type, [&](auto codec) -> CombineKernel {
-    using Codec = decltype(codec);
-    if (most_rows <= 2) return combine_kernel<Codec, FlaggedWire<Codec>, FewRows<2>>;
-    if (most_rows <= 4) return combine_kernel<Codec, FlaggedWire<Codec>, FewRows<4>>;
-    if (top_k <= 8) return combine_kernel<Codec, FlaggedWire<Codec>, FewRows<8>>;
-    return combine_kernel<Codec, FlaggedWire<Codec>, DynamicTopK>;
+CombineKernel flagged_kernel(const Shape& shape) {
+  return with_codec(shape.output_type, [&](auto codec) -> CombineKernel {
+    using Wire = FlaggedWire<decltype(codec)>;
+    return with_rows(shape,
+                     [](auto rows) -> CombineKernel { return combine_kernel<decltype(codec), Wire, decltype(rows)>; });
   });
 }
 

@@ -3,9 +3,9 @@
 //   grid      cuda/grid.h; CTAs share the list of (token, segment, split) items
 //   block     each warp puts one item at a time
 //   shared    DispatchScratch, static
-//   waits     every CTA at D1 (normally over before it begins); the first CTA at D4. The waiting CTAs of several
-//             objects must fit on the GPU together: hence the bound on registers, for kThreadsPerSm threads three
-//             times an SM
+//   waits     every CTA at D1 (normally over before it begins); the first CTA at D4. A waiting CTA must leave
+//             room for those of another object: hence the bound on registers, for kThreadsPerSm threads three times an
+//             SM
 #include "cuda/exec.cuh"
 #include "cuda/launch.h"
 #include "protocol/combine.h"

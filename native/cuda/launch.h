@@ -52,9 +52,9 @@ void load_probe_rows_kernels();
 
 // The instances of combine_kernel, by what travels.
 using CombineKernel = void (*)(Plan, CombineCall);
-CombineKernel same_kernel(OutputType type, bool packed, uint32_t top_k, uint32_t most_rows);
+CombineKernel same_kernel(const Shape& shape, bool packed);
 CombineKernel fp8_kernel(OutputType type, uint32_t top_k);
-CombineKernel flagged_kernel(OutputType type, uint32_t top_k, uint32_t most_rows);
+CombineKernel flagged_kernel(const Shape& shape);
 CombineKernel bulk_kernel(OutputType type);
 
 // Loads a kernel whose CTAs may take all shared memory that there is beside their scratch.

@@ -80,13 +80,20 @@ PUTGET_PURE void add_grouped(Sums<kElements> (&row)[4], Grouping grouping) {
 }
 
 // As a policy of combine: no token has more than kRows rows; with eight, top_k is no larger either.
-template <uint32_t kRows_>
+template <uint32_t kRows>
 struct FewRows {
-  static constexpr bool kIsFixed = false;
-  static constexpr uint32_t kRows = kRows_;
   static constexpr uint32_t kCapacity = kRows == 8 ? 8 : kMaxTopK;
   uint32_t top_k;
 };
+
+// Calls visit with the policy for the tokens of this shape.
+template <class Visit>
+auto with_rows(const Shape& shape, Visit visit) {
+  if (shape.most_rows() <= 2) return visit(FewRows<2>{});
+  if (shape.most_rows() <= 4) return visit(FewRows<4>{});
+  if (shape.top_k <= 8) return visit(FewRows<8>{});
+  return visit(DynamicTopK{});
+}
 
 // Where the rows of one token are among its positions, and how they are added up.
 template <uint32_t kRows>

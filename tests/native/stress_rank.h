@@ -140,7 +140,7 @@ class StressRank {
         cpu::Ring<BlockExec> ring_exec(exec, call.ring);
         putget::combine<Float32, SameWire<Float32, 4>, DynamicTopK>(ring_exec, plan, call, scratch);
       } else if (is_float && round_ % 2 == 0) {
-        putget::combine<Float32, SameWire<Float32, 4>, FixedTopK<4>>(exec, plan, call, scratch);
+        putget::combine<Float32, SameWire<Float32, 4>, DynamicTopK>(exec, plan, call, scratch);
       } else if (is_float) {
         putget::combine<Float32, SameWire<Float32, 4>, FewRows<4>>(exec, plan, call, scratch);
       } else {
