@@ -252,7 +252,10 @@ PUTGET_TEXT void finish_dispatch(Exec& exec, const Plan& plan, const DispatchCal
   State& state = *plan.state;
   const StateHead& head = wait.head;
   const uint32_t round = head.epoch + 1;
-  const bool complete = observe_parts<Tag::D4>(exec, plan, plan.layout.arrived, round, wait);
+  // Peers mostly have as many parts as this rank: these are waited for at once.
+  const bool well = observe_some_parts<Tag::D4>(exec, plan, plan.layout.arrived, round, 0, exec.blocks(), wait);
+  const bool complete =
+      !exec.any(!well) || observe_further_parts<Tag::D4>(exec, plan, plan.layout.arrived, round, wait);
   exec.let_later_work_begin();
   exec.mark(Stage::kObserved);
   // The same answer for all threads: another CTA may be reporting a fault just now.

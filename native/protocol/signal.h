@@ -102,7 +102,6 @@ struct WaitScratch {
   StateHead head;
   OwnFlags own;
   RankSet missing;
-  uint32_t has_further_parts;  // 1: a peer has more of them than this kernel has CTAs
   uint32_t value[kMaxRanks];   // value of each observed flag; 0 where missing
   uint32_t rows[kMaxRanks];    // rows_and_wish of all parts together; 0 where missing
 };
@@ -130,10 +129,7 @@ template <class Exec>
 PUTGET_TEXT void clear_waits(const Exec& exec, const Plan& plan, WaitScratch& scratch) {
   PUTGET_ROLLED
   for (uint32_t peer = exec.thread(); peer < plan.shape.ep_size; peer += exec.threads()) scratch.rows[peer] = 0;
-  if (exec.thread() == 0) {
-    scratch.missing = RankSet::none();
-    scratch.has_further_parts = 0;
-  }
+  if (exec.thread() == 0) scratch.missing = RankSet::none();
 }
 
 // Every kernel begins with it: one read of the head for all threads of the CTA, and of the own flags. It is made before
@@ -356,79 +352,72 @@ PUTGET_TEXT void observe_first(Exec& exec, const Plan& plan, uint64_t lines, uin
 }
 
 // Waits for one part of a peer; its value is in `scratch` where it is the first or the last one. A part that the peer
-// does not have is over as soon as its first one says so.
+// does not have is over as soon as its first one says so: both are looked at together, so that no look follows the one
+// that has found what was waited for. False: the deadline passed.
 template <Tag tag, class Exec>
-PUTGET_TEXT void observe_part(Exec& exec, const Plan& plan, uint64_t flags, uint32_t epoch, uint32_t peer,
+PUTGET_TEXT bool observe_part(Exec& exec, const Plan& plan, uint64_t flags, uint32_t epoch, uint32_t peer,
                               uint32_t part, WaitScratch& scratch) {
   const uint64_t* flag = part_flag(plan.own(), flags, peer, part);
-  uint64_t seen = exec.template observe<tag>(flag);
-  if (part != 0 && flag_epoch(seen) != epoch) {
-    const uint64_t* first_flag = part_flag(plan.own(), flags, peer, 0);
-    uint64_t first = exec.template observe<tag>(first_flag);
-    if (!wait_for<tag>(exec, plan, scratch.head, first_flag, epoch, first)) return;  // its own thread reports
-    if (part >= parts_of(flag_value(first))) return;
-  }
-  if (!wait_for<tag>(exec, plan, scratch.head, flag, epoch, seen)) {
+  const uint64_t* first_flag = part_flag(plan.own(), flags, peer, 0);
+  uint64_t first = 0;
+  uint64_t seen = 0;
+  const auto look = [&] {
+    first = exec.peek(first_flag);
+    seen = exec.template observe<tag>(flag);
+  };
+  const auto is_there = [&] { return flag_epoch(seen) == epoch; };
+  const auto will_not_come = [&] { return flag_epoch(first) == epoch && part >= parts_of(flag_value(first)); };
+  if (!look_until<tag>(exec, plan, scratch.head, look, [&] { return is_there() || will_not_come(); })) {
     exec.insert(scratch.missing, peer);
-    return;
+    return false;
   }
-  const uint32_t value = flag_value(seen);
-  if (part == 0) {
-    scratch.value[peer] = value;
-    if (parts_of(value) > exec.blocks()) scratch.has_further_parts = 1;
-  }
+  const uint32_t value = is_there() ? flag_value(seen) : 0;
+  if (part == 0) scratch.value[peer] = value;
   if (part + 1 == parts_of(value)) scratch.rows[peer] = rows_and_wish(value);
+  return true;
 }
 
-// Waits for the parts [first, end) of every active peer. Ends with a block barrier.
+// Waits for the parts [first, end) of every active peer that this thread is to wait for. False: a deadline passed, or a
+// peer has further parts than `end`. A block barrier must follow.
 template <Tag tag, class Exec>
-PUTGET_TEXT void observe_some_parts(Exec& exec, const Plan& plan, uint64_t flags, uint32_t epoch, uint32_t first,
+PUTGET_TEXT bool observe_some_parts(Exec& exec, const Plan& plan, uint64_t flags, uint32_t epoch, uint32_t first,
                                     uint32_t end, WaitScratch& scratch) {
   const uint32_t ep_size = plan.shape.ep_size;
+  bool all = true;
   PUTGET_ROLLED
   for (uint32_t i = first * ep_size + exec.thread(); i < end * ep_size; i += exec.threads()) {
     const uint32_t part = plan.by_ep_size.quotient(i);
     const uint32_t peer = i - part * ep_size;
     if (!scratch.head.active.has(peer)) continue;
-    observe_part<tag>(exec, plan, flags, epoch, peer, part, scratch);
+    all = observe_part<tag>(exec, plan, flags, epoch, peer, part, scratch) && all;
+    if (part == 0 && all) all = parts_of(scratch.value[peer]) <= end;
   }
-  exec.sync();
+  return all;
 }
 
-// The same for the parts that peers have and this rank has not.
+// What is left of waiting for all parts when one thread has found observe_some_parts() false, of as many parts as this
+// rank has. Ends with a block barrier; false: the deadline passed, and what has not come counts nothing.
 template <Tag tag, class Exec>
-PUTGET_RARE void observe_further_parts(Exec& exec, const Plan& plan, uint64_t flags, uint32_t epoch, uint32_t expected,
+PUTGET_RARE bool observe_further_parts(Exec& exec, const Plan& plan, uint64_t flags, uint32_t epoch,
                                        WaitScratch& scratch) {
+  const uint32_t expected = exec.blocks();
   uint32_t most = expected;
   PUTGET_ROLLED
   for (uint32_t peer = 0; peer < plan.shape.ep_size; ++peer) {
+    if (!scratch.head.active.has(peer) || scratch.missing.has(peer)) continue;
     const uint32_t parts = parts_of(scratch.value[peer]);
     most = parts > most ? parts : most;
   }
+  exec.sync();  // all have looked at who is missing
   // A part that a peer does not have says nothing of this round.
   observe_some_parts<tag>(exec, plan, flags, epoch, expected, most, scratch);
-}
-
-// What has not come counts nothing. Ends with a block barrier.
-template <class Exec>
-PUTGET_RARE void forget_missing(Exec& exec, const Plan& plan, WaitScratch& scratch) {
+  exec.sync();
+  if (scratch.missing.empty()) return true;
   PUTGET_ROLLED
   for (uint32_t peer = exec.thread(); peer < plan.shape.ep_size; peer += exec.threads()) {
     if (scratch.missing.has(peer)) scratch.rows[peer] = 0;
   }
   exec.sync();
-}
-
-// Waits until all parts of every active peer say `epoch`. scratch.rows begins as zeros. Ends with a block barrier;
-// false: the deadline passed.
-template <Tag tag, class Exec>
-PUTGET_TEXT bool observe_parts(Exec& exec, const Plan& plan, uint64_t flags, uint32_t epoch, WaitScratch& scratch) {
-  // Peers mostly have as many parts as this rank: these are waited for at once.
-  const uint32_t expected = exec.blocks();
-  observe_some_parts<tag>(exec, plan, flags, epoch, 0, expected, scratch);
-  if (scratch.has_further_parts) observe_further_parts<tag>(exec, plan, flags, epoch, expected, scratch);
-  if (scratch.missing.empty()) return true;
-  forget_missing(exec, plan, scratch);
   return false;
 }
 
