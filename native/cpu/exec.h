@@ -22,6 +22,7 @@ struct Exec {
   using Access8 = uint64_t;
   static constexpr uint32_t kLanes = 1;
   static constexpr bool kHasRing = false;
+  static constexpr bool kFewTokens = false;
 
   // Pieces that are read before they are stored to each target: 1 KiB.
   template <class Access>

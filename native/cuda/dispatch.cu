@@ -2,6 +2,7 @@
 //
 //   grid      cuda/grid.h; CTAs share the list of (token, segment, split) items
 //   block     each warp puts one item at a time
+//   Exec      FewTokensExec where every CTA routes the whole batch and segments are short, else cuda::Exec
 //   shared    DispatchScratch, static
 //   waits     every CTA at D1 (normally over before it begins); the first CTA at D4. A waiting CTA must leave
 //             room for those of another object: hence the bound on registers, for kThreadsPerSm threads three times an
@@ -16,7 +17,7 @@ namespace {
 
 constexpr int kRegisters = 80;
 
-template <class Id>
+template <class Id, class Exec>
 __global__ void __maxnreg__(kRegisters)
     dispatch_kernel(const __grid_constant__ Plan plan, const __grid_constant__ DispatchCall call) {
   __shared__ DispatchScratch shared;
@@ -30,12 +31,19 @@ __global__ void release_kernel(const __grid_constant__ Plan plan) {
   release(exec, plan, scratch);
 }
 
+template <class Id>
+auto kernel_of(bool few_tokens) {
+  return few_tokens ? dispatch_kernel<Id, FewTokensExec> : dispatch_kernel<Id, Exec>;
+}
+
 }  // namespace
 
 void load_dispatch_kernels() {
   cudaFuncAttributes attributes;
-  check(cudaFuncGetAttributes(&attributes, dispatch_kernel<int32_t>), "loading dispatch_kernel");
-  check(cudaFuncGetAttributes(&attributes, dispatch_kernel<int64_t>), "loading dispatch_kernel");
+  for (const bool few : {false, true}) {
+    check(cudaFuncGetAttributes(&attributes, kernel_of<int32_t>(few)), "loading dispatch_kernel");
+    check(cudaFuncGetAttributes(&attributes, kernel_of<int64_t>(few)), "loading dispatch_kernel");
+  }
   check(cudaFuncGetAttributes(&attributes, release_kernel), "loading release_kernel");
 }
 
@@ -44,7 +52,8 @@ void launch_dispatch(const Plan& plan, DispatchCall call, const Room& room, cons
   putget_launch launch = dispatch_launch(plan.shape, call.num_tokens, room, tuning);
   cut_into_items(call, plan.shape, launch.segment_bytes, launch.splits, launch.blocks);
   if (call.half == Half::kFinish) launch.blocks = 1;
-  const auto kernel = call.ids_are_64bit ? dispatch_kernel<int64_t> : dispatch_kernel<int32_t>;
+  const bool few = call.num_tokens <= kChunkTokens && launch.segment_bytes <= kWarpBytes;
+  const auto kernel = call.ids_are_64bit ? kernel_of<int64_t>(few) : kernel_of<int32_t>(few);
   launch_early(kernel, launch, RingShape{}, paired(room), stream, plan, call, "launching dispatch_kernel");
 }
 

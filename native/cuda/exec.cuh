@@ -22,6 +22,7 @@ struct Exec {
 
   static constexpr uint32_t kLanes = 32;
   static constexpr bool kHasRing = false;
+  static constexpr bool kFewTokens = false;
 
   // Pieces that a lane reads before it stores them to each target.
   template <class Access>
@@ -287,6 +288,17 @@ struct Exec {
       Access value;
     } both{ptx::load_peer_if(from != nullptr, reinterpret_cast<const Raw*>(from) + index)};
     return both.value;
+  }
+};
+
+// The same for a dispatch of so few tokens that each CTA routes all of them, in short segments: a lane has no more
+// registers then than what it does needs, and nothing that it waits for goes by way of local memory.
+struct FewTokensExec : Exec {
+  static constexpr bool kFewTokens = true;
+
+  template <class Access>
+  PUTGET_PURE static constexpr uint32_t put_unroll() {
+    return 1;
   }
 };
 

@@ -33,17 +33,17 @@ template <class Id, class Exec>
 struct Ahead {
   StateAhead state;
   RoundAhead round;
-  uint64_t ended;      // this thread's glance at D1
-  int32_t table;       // this thread's first entry of expert_to_rank
-  uint32_t num_valid;  // tokens
-  IdBatch<Id> ids;     // of this thread's first token before the share
+  uint64_t ended;  // this thread's glance at D1
+  int32_t table;   // this thread's first entry of expert_to_rank
+  NumValid num_valid;
+  IdBatch<Id> ids;  // of this thread's first token before the first chunk
   FirstRoute<Id> route;
   Item<Id, Exec> item;
   uint32_t index;  // of the item
 
   PUTGET_TEXT Ahead(Exec& exec, const Plan& plan, const DispatchCall& call, const Share& share)
       : state(exec, plan, plan.layout.arrived),
-        route(exec, plan, call, share.first_token, share.chunk_of(share.first_token)),
+        route(exec, plan, call, share.first_chunk(), share.chunk_of(share.first_chunk())),
         item(plan, call, share.begin + exec.warp()),
         index(share.begin + exec.warp()),
         ended_from_(first_flag(exec, plan, plan.layout.ended)),
@@ -59,11 +59,11 @@ struct Ahead {
   PUTGET_TEXT void load(Exec& exec, const Plan& plan, const DispatchCall& call, const Share& share) {
     state.load(exec, plan);
     round.load(state.head());
-    route.load();
     table = load_table(exec, plan, table_from_);
-    if (exec.thread() < share.first_token) ids.load(ids_from_, plan.shape.top_k);
+    if (!Exec::kFewTokens && exec.thread() < share.first_chunk()) ids.load(ids_from_, plan.shape.top_k);
     if (index < share.end) item.load(exec, plan, call);
-    num_valid = load_num_valid(call);
+    route.load();
+    num_valid.load(call);
     ended = glance<Tag::D1>(exec, plan, ended_from_);
   }
 
@@ -115,11 +115,11 @@ PUTGET_TEXT bool begin_round(Exec& exec, const Plan& plan, const DispatchCall& c
                              Ahead<Id, Exec>& ahead, DispatchScratch& scratch) {
   WaitScratch& wait = scratch.wait;
   const bool may_begin = scratch.objection == Objection::kNone || scratch.objection == Objection::kMixed;
-  ahead.route.run(exec, plan, call, ahead.num_valid, wait.head.active, may_begin ? share.first_header(call) : ~0u,
-                  scratch.route);
-  if (share.first_token != 0) {
-    count_rows(exec, Router(plan, call, wait.head.active, ahead.num_valid, scratch.route), ahead.ids, share.first_token,
-               scratch.route);
+  ahead.route.run(exec, plan, call, ahead.num_valid.tokens(call), wait.head.active,
+                  may_begin ? share.first_header(call) : ~0u, scratch.route);
+  if (!Exec::kFewTokens && share.first_chunk() != 0) {
+    count_rows(exec, Router(plan, call, wait.head.active, ahead.num_valid.tokens(call), scratch.route), ahead.ids,
+               share.first_chunk(), scratch.route);
   }
   if (may_begin && first_peer(exec) < plan.shape.ep_size) {
     if (ahead.round.open && exec.block() == 0) publish_release(exec, plan, wait.head);
@@ -137,11 +137,11 @@ PUTGET_RARE uint32_t put_rest(Exec& exec, const Plan& plan, const DispatchCall& 
                               uint32_t num_valid, DispatchScratch& all) {
   RouteScratch& scratch = all.route;
   const Router router(plan, call, all.wait.head.active, num_valid, scratch);
-  uint32_t chunk = share.first_token;
+  uint32_t chunk = share.first_chunk();
   PUTGET_ROLLED
   for (uint32_t token = chunk; token < share.end_token; token += kChunkTokens) {
     const uint32_t count = share.chunk_of(token);
-    if (token != share.first_token) {
+    if (token != share.first_chunk()) {
       record_routes(exec, plan, chunk, share.chunk_of(chunk), share.first_header(call), call.top_k, scratch);
       exec.sync();  // the last chunk's puts have read the scratch
       pass_chunk(exec, plan, scratch);
@@ -224,13 +224,13 @@ PUTGET_TEXT bool start_dispatch(Exec& exec, const Plan& plan, const DispatchCall
   exec.mark(Stage::kState);
   if (!begin_round(exec, plan, call, share, ahead, scratch)) return false;
   exec.mark(Stage::kWaited);
-  uint32_t chunk = share.first_token;
+  uint32_t chunk = share.first_chunk();
   if (ahead.index < share.first_chunk_end(call)) {
-    ahead.item.put(exec, plan, call, ahead.num_valid, scratch.route, chunk, scratch.base);
+    ahead.item.put(exec, plan, call, ahead.num_valid.tokens(call), scratch.route, chunk, scratch.base);
     ahead.index += exec.warps();
   }
   if (share.end - share.begin > exec.warps() || share.end_token - chunk > kChunkTokens) {
-    chunk = put_rest<Id>(exec, plan, call, share, ahead.index, ahead.num_valid, scratch);
+    chunk = put_rest<Id>(exec, plan, call, share, ahead.index, ahead.num_valid.tokens(call), scratch);
   }
   exec.sync();
   exec.mark(Stage::kPut);
@@ -241,7 +241,7 @@ PUTGET_TEXT bool start_dispatch(Exec& exec, const Plan& plan, const DispatchCall
       [&](uint32_t peer) { return pack_part(exec.blocks(), last ? scratch.route.rows_so_far(peer) | call.wish : 0); });
   exec.mark(Stage::kPublished, exec.threads() - 1);
   record_routes(exec, plan, chunk, share.chunk_of(chunk), share.first_header(call), call.top_k, scratch.route);
-  ahead.route.count_invalid(exec, plan, ahead.num_valid, share.first_header(call));
+  ahead.route.count_invalid(exec, plan, ahead.num_valid.tokens(call), share.first_header(call));
   return true;
 }
 

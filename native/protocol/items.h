@@ -42,12 +42,15 @@ struct Share {
     end_token = call.items_per_token.quotient(end + call.items_per_token.value() - 1);
   }
 
+  // The first token that the CTA routes: where all up to its last one are a chunk, the batch's first, since slots are
+  // then known without counting what comes before the share.
+  PUTGET_TEXT uint32_t first_chunk() const { return end_token <= kChunkTokens ? 0 : first_token; }
   PUTGET_TEXT uint32_t chunk_of(uint32_t token) const {
     return end_token - token < kChunkTokens ? end_token - token : kChunkTokens;
   }
   // Behind the last item of the first chunk.
   PUTGET_TEXT uint32_t first_chunk_end(const DispatchCall& call) const {
-    const uint32_t chunk_end = (first_token + kChunkTokens) * call.items_per_token.value();
+    const uint32_t chunk_end = (first_chunk() + kChunkTokens) * call.items_per_token.value();
     return end < chunk_end ? end : chunk_end;
   }
   // The first token whose header this CTA has: it also records the token's routes.

@@ -112,12 +112,20 @@ PUTGET_TEXT void load_ids(IdBatch<Id>& ids, const Plan& plan, const DispatchCall
            plan.shape.top_k - first_k);
 }
 
-// Tokens from here on have no expert.
-PUTGET_TEXT uint32_t load_num_valid(const DispatchCall& call) {
-  if (call.num_valid_tokens == nullptr) return call.num_tokens;
-  const int32_t valid = *call.num_valid_tokens;
-  return valid < 0 ? 0 : (static_cast<uint32_t>(valid) < call.num_tokens ? valid : call.num_tokens);
-}
+// Tokens from there on have no expert. `load` only issues the load.
+class NumValid {
+ public:
+  PUTGET_TEXT void load(const DispatchCall& call) {
+    if (call.num_valid_tokens != nullptr) valid_ = *call.num_valid_tokens;
+  }
+  PUTGET_TEXT uint32_t tokens(const DispatchCall& call) const {
+    if (call.num_valid_tokens == nullptr) return call.num_tokens;
+    return valid_ < 0 ? 0 : (static_cast<uint32_t>(valid_) < call.num_tokens ? valid_ : call.num_tokens);
+  }
+
+ private:
+  int32_t valid_ = 0;
+};
 
 PUTGET_PURE bool is_expert(const Plan& plan, int64_t id) {
   return id >= 0 && id < static_cast<int64_t>(plan.shape.num_experts);

@@ -102,8 +102,8 @@ struct WaitScratch {
   StateHead head;
   OwnFlags own;
   RankSet missing;
-  uint32_t value[kMaxRanks];   // value of each observed flag; 0 where missing
-  uint32_t rows[kMaxRanks];    // rows_and_wish of all parts together; 0 where missing
+  uint32_t value[kMaxRanks];  // value of each observed flag; 0 where missing
+  uint32_t rows[kMaxRanks];   // rows_and_wish of all parts together; 0 where missing
 };
 
 // One thread's own look at the state's head.

@@ -81,7 +81,9 @@ bool counts(uint32_t experts, uint32_t ranks, uint32_t top_k) {
     auto scratch = std::make_unique<RouteScratch>();
     clear_routes(exec, plan, *scratch);
     keep_table(exec, plan, load_table(exec, plan, owner.data()), active, *scratch);
-    const Router router(plan, call, active, load_num_valid(call), *scratch);
+    NumValid num_valid;
+    num_valid.load(call);
+    const Router router(plan, call, active, num_valid.tokens(call), *scratch);
     IdBatch<Id> batch;
     load_ids(batch, plan, call, 0, 0);
     count_rows(exec, router, batch, end, *scratch);
