@@ -75,12 +75,12 @@ struct Shape {
   PUTGET_PURE bool has_transit() const { return pushes || quantised(); }
 };
 
-// Index of the lowest bit that is set.
+// Index of the lowest bit that is set; the largest number where none is.
 PUTGET_PURE uint32_t lowest_bit(uint32_t bits) {
 #if defined(__CUDA_ARCH__)
   return __ffs(static_cast<int>(bits)) - 1;
 #else
-  return static_cast<uint32_t>(__builtin_ctz(bits));
+  return bits != 0 ? static_cast<uint32_t>(__builtin_ctz(bits)) : ~0u;
 #endif
 }
 
