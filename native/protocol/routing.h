@@ -9,7 +9,12 @@
 
 namespace putget {
 
-constexpr uint32_t kChunkTokens = 32;     // tokens that a CTA routes at a time: a bit of a word each
+// Tokens that a CTA routes at a time: a bit of a word each.
+#if defined(PUTGET_STRESS)
+constexpr uint32_t kChunkTokens = 4;  // so few that small batches have several chunks
+#else
+constexpr uint32_t kChunkTokens = 32;
+#endif
 constexpr uint32_t kTableExperts = 1024;  // experts whose ranks a CTA keeps at hand
 
 // What one CTA knows about the tokens it is working on.

@@ -113,6 +113,26 @@ def test_a_mistake_about_flags_in_rows_is_caught(mistake: str, tmp_path: Path) -
     require_caught(tmp_path, FLAGGED[mistake], blocks=2, objects="0")
 
 
+# Slots: of batches with several chunks, shared by several CTAs.
+SLOTS = {
+    "a chunk that is not passed": (
+        "protocol/routing.h",
+        "    scratch.rows[rank] = scratch.rows_so_far(rank);\n",
+        "",
+    ),
+    "predecessors that are not counted": (
+        "protocol/dispatch.h",
+        "if (!Exec::kFewTokens && share.first_chunk() != 0) {",
+        "if (Exec::kFewTokens) {",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", SLOTS)
+def test_a_mistake_about_slots_is_caught(mistake: str, tmp_path: Path) -> None:
+    require_caught(tmp_path, SLOTS[mistake], blocks=3, objects="01")
+
+
 # Rows that go through stages: each is fetched when it is there, into a stage that nobody sums any more.
 STAGED = {
     "rows are not awaited": ("well = await(next / segments_);", "well = true;"),
