@@ -97,6 +97,8 @@ putget::DispatchCall dispatch_call(const putget::Shape& shape, const putget::Lim
   call.num_tokens = args.num_tokens;
   call.max_rows = args.max_rows;
   call.ids_are_64bit = args.ids_are_64bit;
+  const uint64_t ids_bytes = shape.top_k * (args.ids_are_64bit != 0 ? sizeof(int64_t) : sizeof(int32_t));
+  call.ids_access_bytes = access_bytes(reinterpret_cast<uintptr_t>(args.topk_ids) | ids_bytes);
   call.wish = wants_flags(shape, limits, args.num_tokens) ? putget::kWantsFlags : 0;
   call.half = static_cast<putget::Half>(args.half);
   return call;

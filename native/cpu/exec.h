@@ -142,6 +142,13 @@ struct Exec {
   void count(uint32_t set, uint32_t first_rank, uint32_t ep_size, uint32_t* rows) const {
     for (uint32_t i = 0; i < 32 && first_rank + i < ep_size; ++i) rows[first_rank + i] += (set >> i) & 1u;
   }
+  // count for the sets of several tokens, of the first 32 ranks.
+  struct Tally {
+    void add(const Exec& exec, uint32_t set, uint32_t ep_size, uint32_t* rows) const {
+      exec.count(set, 0, ep_size, rows);
+    }
+    void settle(const Exec&, uint32_t, uint32_t*) const {}
+  };
 
   template <class Access>
   void put(Access* to, const Access& value) const {

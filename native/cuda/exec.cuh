@@ -151,6 +151,34 @@ struct Exec {
     }
   }
 
+  // count for the sets of several tokens, of the first 32 ranks: in registers until a warp has seen as many as a byte
+  // can count. Whole warps call it.
+  class Tally {
+   public:
+    __device__ void add(const Exec& exec, uint32_t set, uint32_t ep_size, uint32_t* rows) {
+#pragma unroll
+      for (uint32_t word = 0; word < kWords; ++word)
+        sums_[word] += (set >> 4 * word & 0xfu) * 0x00204081u & 0x01010101u;
+      if (ep_size > 4 * kWords) exec.count(set >> 4 * kWords, 4 * kWords, ep_size < 32 ? ep_size : 32, rows);
+      if (++sets_ == 255 / kLanes) settle(exec, ep_size, rows);
+    }
+    __device__ void settle(const Exec& exec, uint32_t ep_size, uint32_t* rows) {
+#pragma unroll
+      for (uint32_t word = 0; word < kWords; ++word) {
+        const uint32_t sums = __reduce_add_sync(0xffffffffu, sums_[word]);
+        const uint32_t rank = 4 * word + exec.lane();
+        if (exec.lane() < 4 && rank < ep_size) atomicAdd(&rows[rank], sums >> 8 * exec.lane() & 0xffu);
+        sums_[word] = 0;
+      }
+      sets_ = 0;
+    }
+
+   private:
+    static constexpr uint32_t kWords = 2;  // of four ranks, a byte each
+    uint32_t sums_[kWords] = {};
+    uint32_t sets_ = 0;
+  };
+
   // Lanes of the warp that say yes: before this one, and all. Whole warps call it.
   struct Lanes {
     uint32_t before;

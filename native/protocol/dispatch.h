@@ -7,6 +7,7 @@
 #pragma once
 
 #include "protocol/items.h"
+#include "protocol/predecessors.h"
 #include "protocol/routing.h"
 #include "protocol/signal.h"
 #include "protocol/stage.h"
@@ -60,7 +61,7 @@ struct Ahead {
     state.load(exec, plan);
     round.load(state.head());
     table = load_table(exec, plan, table_from_);
-    if (!Exec::kFewTokens && exec.thread() < share.first_chunk()) ids.load(ids_from_, plan.shape.top_k);
+    if (!Exec::kFewTokens && exec.thread() < share.first_chunk()) load_ids(ids, call, ids_from_, plan.shape.top_k);
     if (index < share.end) item.load(exec, plan, call);
     route.load();
     num_valid.load(call);

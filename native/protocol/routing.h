@@ -1,8 +1,8 @@
 // From expert ids to slots: which ranks a token goes to, and where its row lands there.
 //
 // Slots are prefix counts: the slot of (token, rank) is the number of earlier tokens of this source that go to that
-// rank. Every CTA counts its predecessors again from the ids, so there is no counter to reset, no atomic between CTAs,
-// and the same input always gives the same slots.
+// rank. Every CTA counts its predecessors again from the ids (protocol/predecessors.h), so there is no counter to
+// reset, no atomic between CTAs, and the same input always gives the same slots.
 #pragma once
 
 #include "protocol/state.h"
@@ -16,6 +16,7 @@ constexpr uint32_t kChunkTokens = 4;  // so few that small batches have several 
 constexpr uint32_t kChunkTokens = 32;
 #endif
 constexpr uint32_t kTableExperts = 1024;  // experts whose ranks a CTA keeps at hand
+constexpr uint32_t kWideIds = 16;         // bytes of the widest access to ids
 
 // What one CTA knows about the tokens it is working on.
 struct RouteScratch {
@@ -94,6 +95,19 @@ class Ids {
     for (uint32_t i = 0; i < kIds; ++i) id_[i] = i < count ? from[i] : Id{-1};
   }
 
+  // The same by accesses of 16 bytes, where a token's ids allow them.
+  PUTGET_TEXT void load_wide(const Id* from, uint32_t count) {
+    PUTGET_UNROLL
+    for (uint32_t i = 0; i < kIds; i += kWide) {
+      Wide wide;
+      PUTGET_UNROLL
+      for (uint32_t e = 0; e < kWide; ++e) wide.id[e] = Id{-1};
+      if (i < count) wide = *reinterpret_cast<const Wide*>(from + i);
+      PUTGET_UNROLL
+      for (uint32_t e = 0; e < kWide; ++e) id_[i + e] = wide.id[e];
+    }
+  }
+
   PUTGET_TEXT int64_t operator[](uint32_t i) const { return id_[i]; }
   // The same for looking it up: what is no expert is larger than all of them.
   PUTGET_TEXT uint32_t key(uint32_t i) const {
@@ -102,20 +116,13 @@ class Ids {
   }
 
  private:
+  static constexpr uint32_t kWide = kWideIds / sizeof(Id);
+  struct alignas(kWideIds) Wide {
+    Id id[kWide];
+  };
+
   Id id_[kIds];
 };
-
-constexpr uint32_t kIdBatch = 8;
-template <class Id>
-using IdBatch = Ids<Id, kIdBatch>;
-
-// Of one token, from its first_k-th id on.
-template <class Id>
-PUTGET_TEXT void load_ids(IdBatch<Id>& ids, const Plan& plan, const DispatchCall& call, uint32_t token,
-                          uint32_t first_k) {
-  ids.load(static_cast<const Id*>(call.topk_ids) + uint64_t{token} * plan.shape.top_k + first_k,
-           plan.shape.top_k - first_k);
-}
 
 // Tokens from there on have no expert. `load` only issues the load.
 class NumValid {
@@ -182,63 +189,6 @@ struct Router {
     return rank >= 0 && rank < static_cast<int32_t>(plan.shape.ep_size) && active.has(rank) ? rank : -1;
   }
 };
-
-// Of 32 ranks from `first` on, the one of this place in a word.
-PUTGET_PURE uint32_t rank_bit(int32_t rank, uint32_t first) {
-  const uint32_t place = static_cast<uint32_t>(rank) - first;
-  return place < 32 ? 1u << place : 0;
-}
-
-// count_rows where the table does not have all experts. With a router of its own: so the caller's stays in registers.
-template <class Id, class Exec>
-PUTGET_RARE void count_rows_of_many_experts(Exec& exec, const Plan& plan, const DispatchCall& call,
-                                            const RankSet& active, uint32_t end, RouteScratch& scratch) {
-  const Router router(plan, call, active, end, scratch);
-  const uint32_t top_k = plan.shape.top_k;
-  const uint32_t ep_size = plan.shape.ep_size;
-  PUTGET_ROLLED
-  for (uint32_t base = 0; base < end; base += exec.threads()) {
-    const uint32_t token = base + exec.thread();
-    PUTGET_ROLLED
-    for (uint32_t first_rank = 0; first_rank < ep_size; first_rank += 32) {
-      uint32_t set = 0;
-      PUTGET_ROLLED
-      for (uint32_t k = 0; k < top_k && token < end; ++k) {
-        Ids<Id, 1> id;
-        id.load(static_cast<const Id*>(call.topk_ids) + uint64_t{token} * top_k + k, 1);
-        set |= rank_bit(router.rank_of(token, id.key(0)), first_rank);
-      }
-      exec.count(set, first_rank, ep_size, scratch.rows);
-    }
-  }
-}
-
-// Counts what tokens [0, end) send to each rank. `ids` has those of this thread's first token. A block barrier must
-// follow. Every CTA but the first spends this time before it can put anything: a few instructions an id.
-template <class Id, class Exec>
-PUTGET_TEXT void count_rows(Exec& exec, const Router& router, IdBatch<Id>& ids, uint32_t end, RouteScratch& scratch) {
-  const uint32_t top_k = router.plan.shape.top_k;
-  const uint32_t ep_size = router.plan.shape.ep_size;
-  if (end > router.num_valid) end = router.num_valid;
-  if (router.plan.shape.num_experts > kTableExperts) {
-    return count_rows_of_many_experts<Id>(exec, router.plan, router.call, router.active, end, scratch);
-  }
-  PUTGET_ROLLED
-  for (uint32_t base = 0; base < end; base += exec.threads()) {
-    const uint32_t token = base + exec.thread();
-    PUTGET_ROLLED
-    for (uint32_t first_rank = 0; first_rank < ep_size; first_rank += 32) {
-      uint32_t set = 0;
-      PUTGET_ROLLED
-      for (uint32_t first_k = 0; first_k < top_k && token < end; first_k += kIdBatch) {
-        if (base != 0 || first_rank != 0 || first_k != 0) load_ids(ids, router.plan, router.call, token, first_k);
-        PUTGET_UNROLL
-        for (uint32_t i = 0; i < kIdBatch; ++i) set |= rank_bit(router.rank_in_table(ids.key(i)), first_rank);
-      }
-      exec.count(set, first_rank, ep_size, scratch.rows);
-    }
-  }
-}
 
 // The k-th expert of the chunk's i-th token is on this rank, or -1.
 template <class Exec>

@@ -93,6 +93,15 @@ PUTGET_PURE uint32_t count_bits(uint32_t bits) {
 #endif
 }
 
+// The bit of this place in a word; none where it has no such place.
+PUTGET_PURE uint32_t bit_or_none(uint32_t place) {
+#if defined(__CUDA_ARCH__)
+  return __funnelshift_lc(0, 1, static_cast<int>(place));
+#else
+  return place < 32 ? 1u << place : 0;
+#endif
+}
+
 // A set of ranks of the expert-parallel group.
 struct RankSet {
   static constexpr uint32_t kWords = kMaxRanks / 32;

@@ -105,7 +105,8 @@ struct DispatchCall {
   uint32_t num_tokens;
   uint32_t max_rows;  // slots of each source that this rank will look at
   uint32_t ids_are_64bit;
-  uint32_t wish;  // kWantsFlags: combine shall send this rank rows with flags in them; or 0
+  uint32_t ids_access_bytes;  // widest access that the ids of a token allow
+  uint32_t wish;              // kWantsFlags: combine shall send this rank rows with flags in them; or 0
   Half half;
 };
 

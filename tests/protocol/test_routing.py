@@ -1,4 +1,7 @@
-"""native/protocol/divisor.h and routing.h against the plain ways of saying the same: tests/native/routing.cpp."""
+"""native/protocol/divisor.h, routing.h and predecessors.h against the plain ways of saying the same.
+
+By tests/native/routing.cpp.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,27 @@ MISTAKES = {
         "static_cast<uint32_t>(entry) < plan.shape.ep_size && active.holds(entry);",
         "static_cast<uint32_t>(entry) < plan.shape.ep_size;",
     ),
-    "tokens that are not valid": ("protocol/routing.h", "  if (end > router.num_valid) end = router.num_valid;\n", ""),
+    "tokens that are not valid": (
+        "protocol/predecessors.h",
+        "  if (end > router.num_valid) end = router.num_valid;\n",
+        "",
+    ),
+    "ranks behind the first word": (
+        "protocol/predecessors.h",
+        "router.active, end, 32, scratch);",
+        "router.active, end, 64, scratch);",
+    ),
+    "what one thread has counted": (
+        "protocol/predecessors.h",
+        "    from += uint64_t{exec.threads()} * shape.top_k;\n",
+        "",
+    ),
+    "ids of 16 bytes": ("protocol/routing.h", "i += kWide) {", "i += 2 * kWide) {"),
+    "ids behind the first eight": (
+        "protocol/predecessors.h",
+        "k < count; k += kIdBatch",
+        "k < count && k == 0; k += kIdBatch",
+    ),
 }
 
 
