@@ -14,7 +14,7 @@ from putget.bench.traffic import Traffic
 from putget.row_probe import RowProbe
 
 _ACCESS_BYTES = 16
-_CONTROL_BYTES = 1 << 20  # more than the flags of a workspace take
+_CONTROL_BYTES = 1 << 20  # for each rank: more than its flags and rows with flags in them take in a workspace
 _BLOCK_THREADS = 256
 _WORDS = (0x1F123BB5, 0x05491333, 0x2545F491)  # of rows to get: by rank, slot and column
 
@@ -40,7 +40,7 @@ class Floor:
         self._back_bytes = _whole_accesses(settings.output().row_bytes)
         self._back_at = self._size * self._capacity * self._row_bytes
         rows_bytes = self._back_at + self._size * self._capacity * self._back_bytes
-        num_bytes = RowProbe.bytes_for(self._size, rows_bytes + _CONTROL_BYTES)
+        num_bytes = RowProbe.bytes_for(self._size, rows_bytes + self._size * _CONTROL_BYTES)
         self._workspace = Workspace(bench.communicator, num_bytes, bench.device, timeout_s=ROUND_TIMEOUT_S)
         self._probe = RowProbe(self._workspace)
         # It runs no round: it says how putget would be launched.
