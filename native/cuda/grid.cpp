@@ -13,8 +13,7 @@ constexpr uint32_t kWarpThreads = 32;
 constexpr uint32_t kThreads = 256;
 constexpr uint32_t kMovingThreads = kThreads + kWarpThreads;  // and a warp that tells what has been moved
 constexpr uint32_t kLongSegment = 4 * kWarpBytes;
-constexpr uint32_t kPuttingSms = 48;         // keep the link busy with stores
-constexpr uint32_t kPuttingHalfSms = 64;     // ... while as many bytes stay on the GPU
+constexpr uint32_t kPuttingSms = 64;         // keep the link busy with stores
 constexpr uint32_t kGettingSms = 64;         // keep it busy with loads
 constexpr uint64_t kFewItems = 128;          // up to here warps split the targets of a segment
 constexpr uint32_t kQuantisingPercent = 50;  // of the CTAs of a combine that quantises
@@ -62,11 +61,11 @@ void fit_into_stages(putget_launch& launch, uint32_t rows) {
   }
 }
 
-// With two ranks every other row stays where it is: then the link is not all that bounds a round.
-bool half_stays(const Shape& shape) { return shape.ep_size <= 2; }
-
 // Of so few rows a lane has four packs on their way at a time.
 bool few_rows(const Shape& shape) { return shape.most_rows() <= 2; }
+
+// Of three or four rows it does better with one, of more tokens at once: in the shortest segments, on all SMs.
+bool some_rows(const Shape& shape) { return shape.most_rows() == 3 || shape.most_rows() == 4; }
 
 // Whether bulk copies carry a combine's rows. They need few SMs and wait for their way once more, so they pay where SMs
 // are few and each has several rows, of more than two for a token. Else loads into registers are as fast or faster;
@@ -89,7 +88,7 @@ putget_launch dispatch_launch(const Shape& shape, uint32_t num_tokens, const Roo
     cut_into_items(call, shape, segment_bytes, splits, 1);
     return uint64_t{num_tokens} * call.items_per_token.value();
   };
-  const Room enough{std::min(room.sms, half_stays(shape) ? kPuttingHalfSms : kPuttingSms), room.gpu_sms};
+  const Room enough{std::min(room.sms, kPuttingSms), room.gpu_sms};
   const uint64_t few_warps = uint64_t{enough.sms} * (kThreads / kWarpThreads);
   putget_launch launch = tuning;
   launch.stages = 0;
@@ -132,7 +131,8 @@ putget_launch combine_launch(const Shape& shape, uint32_t num_tokens, bool moves
   if (launch.stages == 0) launch.stages = stages_pay(shape, num_tokens, moves_rows, room) ? kStages : 1;
   if (shape.quantised()) launch.stages = 1;
   if (launch.stages > 1) fit_into_stages(launch, shape.most_rows());
-  const Room enough{is_large && !moves_rows ? std::min(room.sms, kGettingSms) : room.sms, room.gpu_sms};
+  const bool takes_all = moves_rows || some_rows(shape);
+  const Room enough{is_large && !takes_all ? std::min(room.sms, kGettingSms) : room.sms, room.gpu_sms};
   if (launch.threads == 0) {
     launch.threads = moves_rows ? std::max(threads_for(room), kMovingThreads)
                      : is_small ? kThreads
@@ -146,9 +146,9 @@ putget_launch combine_launch(const Shape& shape, uint32_t num_tokens, bool moves
       launch.segment_bytes *= 2;
     }
   } else if (launch.segment_bytes == 0) {
-    const bool has_warps_left = 2 * items_with(kWarpBytes) <= warps;
+    const bool is_short = some_rows(shape) || 2 * items_with(kWarpBytes) <= warps;
     const bool fills_long = is_large || (few_rows(shape) && 2 * items_with(kLongSegment) > warps);
-    launch.segment_bytes = has_warps_left ? kWarpBytes : (fills_long ? kLongSegment : kLongSegment / 2);
+    launch.segment_bytes = is_short ? kWarpBytes : (fills_long ? kLongSegment : kLongSegment / 2);
   }
   while (items_with(launch.segment_bytes) >= kMaxItems) launch.segment_bytes *= 2;
   if (launch.blocks == 0 && launch.stages > 1) {

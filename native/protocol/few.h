@@ -25,7 +25,7 @@ class FewReduction {
         packs_per_segment_(call.segment_bytes / sizeof(Packed)),
         segments_((packs_per_row_ + packs_per_segment_ - 1) / packs_per_segment_),
         items_(call.num_tokens * segments_),
-        item_((exec.block() - first_block) * exec.warps() + exec.warp()),
+        item_(exec.warp() * (exec.blocks() - first_block) + exec.block() - first_block),
         step_((exec.blocks() - first_block) * exec.warps()) {}
 
   // The routes are this rank's own: those of the first item are looked up while peers are waited for.
