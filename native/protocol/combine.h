@@ -221,6 +221,7 @@ PUTGET_TEXT bool await_token(Exec& exec, const Plan& plan, const CombineCall& ca
   const uint32_t top_k = plan.shape.top_k;
   const uint32_t round = wait.head.epoch;
   bool well = true;
+  Patience patience;
   PUTGET_ROLLED
   // A lane takes one of the parts that share the slot.
   for (uint32_t i = exec.lane(); i < top_k << kMostSplitBits; i += exec.lanes()) {
@@ -235,7 +236,7 @@ PUTGET_TEXT bool await_token(Exec& exec, const Plan& plan, const CombineCall& ca
     const uint32_t part = (slot - turns * parts.groups) << parts.split_bits | split;
     const uint64_t* flag = part_flag(plan.own(), plan.layout.pushed, rank, part);
     uint64_t seen = exec.template observe<Tag::C8>(flag);
-    const bool there = wait_until<Tag::C8>(exec, plan, wait.head, flag, seen, [&](uint64_t now) {
+    const bool there = wait_until<Tag::C8>(exec, plan, wait.head, flag, seen, patience, [&](uint64_t now) {
       return flag_epoch(now) == round && rows_of(flag_value(now)) > turns;
     });
     if (there) continue;
@@ -270,11 +271,12 @@ PUTGET_TEXT bool sum_tokens(Exec& exec, const Plan& plan, const CombineCall& cal
 // Before the round is closed: waits until the CTAs that move rows have looked at the state. The first CTA calls it.
 template <class Exec>
 PUTGET_TEXT bool await_own_parts(Exec& exec, const Plan& plan, const CombineCall& call, WaitScratch& wait) {
+  Patience patience;
   PUTGET_ROLLED
   for (uint32_t part = exec.thread(); part < call.moving_blocks; part += exec.threads()) {
     const uint64_t* flag = part_flag(plan.own(), plan.layout.pushed, plan.shape.ep_rank, part);
     uint64_t seen = exec.template observe<Tag::C8>(flag);
-    if (!wait_for<Tag::C8>(exec, plan, wait.head, flag, wait.head.epoch, seen)) {
+    if (!wait_for<Tag::C8>(exec, plan, wait.head, flag, wait.head.epoch, seen, patience)) {
       exec.insert(wait.missing, plan.shape.ep_rank);
     }
   }

@@ -254,9 +254,11 @@ PUTGET_TEXT void finish_dispatch(Exec& exec, const Plan& plan, const DispatchCal
   const StateHead& head = wait.head;
   const uint32_t round = head.epoch + 1;
   // Peers mostly have as many parts as this rank: these are waited for at once.
-  const bool well = observe_some_parts<Tag::D4>(exec, plan, plan.layout.arrived, round, 0, exec.blocks(), wait);
+  Patience patience;
+  const bool well =
+      observe_some_parts<Tag::D4>(exec, plan, plan.layout.arrived, round, 0, exec.blocks(), patience, wait);
   const bool complete =
-      !exec.any(!well) || observe_further_parts<Tag::D4>(exec, plan, plan.layout.arrived, round, wait);
+      !exec.any(!well) || observe_further_parts<Tag::D4>(exec, plan, plan.layout.arrived, round, patience, wait);
   exec.let_later_work_begin();
   exec.mark(Stage::kObserved);
   // The same answer for all threads: another CTA may be reporting a fault just now.

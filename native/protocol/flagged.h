@@ -86,9 +86,8 @@ class FlaggedSender {
     const bool exists = slot_ == 0 || (call.rows == nullptr && slot_ < plan.shape.max_tokens_per_rank);
     const Transit rows(plan, call);
     const uint32_t pack = first_pack_ + exec.lane();
-    if (exists && pack < end_ && rows.access_bytes >= kPackBytes) {
-      from_ = reinterpret_cast<const uint64_t*>(rows.from(slot_, src_)) + pack;
-    }
+    is_ahead_ = exists && pack < end_ && rows.access_bytes >= kPackBytes;
+    from_ = reinterpret_cast<const uint64_t*>(is_ahead_ ? rows.from(slot_, src_) + pack * kPackBytes : plan.own());
     to_ = reinterpret_cast<FlaggedPack*>(plan.base[src_] + flagged_row(plan, plan.shape.ep_rank, slot_)) + pack;
     exec.pin(from_);
     exec.pin(to_);
@@ -98,8 +97,7 @@ class FlaggedSender {
 
   // Issues the load of the first pack.
   PUTGET_TEXT void load_ahead() {
-    if (from_ != nullptr) ahead_ = *from_;
-    is_ahead_ = from_ != nullptr;
+    if (is_ahead_) ahead_ = *from_;
   }
 
   PUTGET_TEXT void send(Exec& exec, const Plan& plan, const CombineCall& call, const StateHead& head) const {
@@ -380,7 +378,8 @@ class FlaggedSum {
       for (uint32_t i = 0; i < kLeaves; ++i) all = all && leaf[i].is_of(epoch);
       return all;
     };
-    if (!look_until<Tag::F2>(exec, plan, head, look_at_all, have_come)) return false;
+    Patience patience;
+    if (!look_until<Tag::F2>(exec, plan, head, patience, look_at_all, have_come)) return false;
     PUTGET_UNROLL
     for (uint32_t i = 0; i < kLeaves; ++i) {
       union {

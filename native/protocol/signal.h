@@ -253,16 +253,22 @@ PUTGET_TEXT void publish_part(Exec& exec, const Plan& plan, const RankSet& activ
   }
 }
 
-// Between two looks at what is waited for; `spins` counts them, `start_ns` begins anywhere. The clock is not read for
-// waits of a few looks. False: the deadline passed, or another CTA has reported a fault.
+// When one thread began to wait. What it waits for one after the other at the same step has one deadline together: else
+// each peer that is lost would take its own.
+struct Patience {
+  uint64_t since_ns = 0;  // 0: it has not waited yet
+};
+
+// Between two looks at what is waited for; `spins` counts them. The clock is not read for waits of a few looks. False:
+// the deadline passed, or another CTA has reported a fault.
 template <Tag tag, class Exec>
 PUTGET_TEXT bool may_look_again(Exec& exec, const Plan& plan, const StateHead& head, uint32_t spins,
-                                uint64_t& start_ns) {
+                                Patience& patience) {
   constexpr uint32_t kSpinsPerLook = 16;  // at the clock
   if (spins != 0 && spins % kSpinsPerLook == 0) {
     const uint64_t now = exec.now_ns();
-    if (spins == kSpinsPerLook) start_ns = now;
-    if (now - start_ns > deadline_ns<tag>(plan, head)) return false;
+    if (patience.since_ns == 0) patience.since_ns = now;
+    if (now - patience.since_ns > deadline_ns<tag>(plan, head)) return false;
     if (exec.stopped(&plan.state->head.fault, spins)) return false;
   }
   exec.pause(spins);
@@ -273,11 +279,10 @@ PUTGET_TEXT bool may_look_again(Exec& exec, const Plan& plan, const StateHead& h
 // False: the deadline passed, or another CTA has reported a fault.
 template <Tag tag, class Exec, class Ready>
 PUTGET_TEXT bool wait_until(Exec& exec, const Plan& plan, const StateHead& head, const uint64_t* flag, uint64_t& seen,
-                            Ready ready) {
+                            Patience& patience, Ready ready) {
   if (plan.skips_waits) return true;
-  uint64_t start_ns = 0;
   for (uint32_t spins = 0; !ready(seen) && !exec.template skips_wait<tag>(); ++spins) {
-    if (!may_look_again<tag>(exec, plan, head, spins, start_ns)) return false;
+    if (!may_look_again<tag>(exec, plan, head, spins, patience)) return false;
     seen = exec.template observe<tag>(flag);
   }
   return true;
@@ -285,20 +290,21 @@ PUTGET_TEXT bool wait_until(Exec& exec, const Plan& plan, const StateHead& head,
 
 // The same where all that is waited for is looked at together: `look()`, then `ready()`.
 template <Tag tag, class Exec, class Look, class Ready>
-PUTGET_TEXT bool look_until(Exec& exec, const Plan& plan, const StateHead& head, Look look, Ready ready) {
-  uint64_t start_ns = 0;
+PUTGET_TEXT bool look_until(Exec& exec, const Plan& plan, const StateHead& head, Patience& patience, Look look,
+                            Ready ready) {
   for (uint32_t spins = 0;; ++spins) {
     look();
     if (ready() || plan.skips_waits || exec.template skips_wait<tag>()) return true;
-    if (!may_look_again<tag>(exec, plan, head, spins, start_ns)) return false;
+    if (!may_look_again<tag>(exec, plan, head, spins, patience)) return false;
   }
 }
 
 // The same until the flag says `epoch`.
 template <Tag tag, class Exec>
 PUTGET_TEXT bool wait_for(Exec& exec, const Plan& plan, const StateHead& head, const uint64_t* flag, uint32_t epoch,
-                          uint64_t& seen) {
-  return wait_until<tag>(exec, plan, head, flag, seen, [&](uint64_t now) { return flag_epoch(now) == epoch; });
+                          uint64_t& seen, Patience& patience) {
+  const auto is_there = [&](uint64_t now) { return flag_epoch(now) == epoch; };
+  return wait_until<tag>(exec, plan, head, flag, seen, patience, is_there);
 }
 
 // The flag that this thread waits for first, looked at before the epoch is known: the load is on its way together with
@@ -318,6 +324,7 @@ PUTGET_TEXT const uint64_t* first_flag(const Exec& exec, const Plan& plan, uint6
 template <Tag tag, class Exec, class Wanted>
 PUTGET_TEXT void observe_flags(Exec& exec, const Plan& plan, uint64_t lines, uint32_t epoch, WaitScratch& scratch,
                                uint64_t first, Wanted wanted) {
+  Patience patience;
   PUTGET_ROLLED
   for (uint32_t peer = first_peer(exec); peer < plan.shape.ep_size; peer += exec.threads()) {
     const bool waits = scratch.head.active.has(peer) && wanted(peer);
@@ -325,7 +332,7 @@ PUTGET_TEXT void observe_flags(Exec& exec, const Plan& plan, uint64_t lines, uin
     if (!waits) continue;
     const uint64_t* flag = flag_line(plan.own(), lines, peer);
     uint64_t seen = peer == first_peer(exec) ? first : exec.template observe<tag>(flag);
-    if (wait_for<tag>(exec, plan, scratch.head, flag, epoch, seen)) {
+    if (wait_for<tag>(exec, plan, scratch.head, flag, epoch, seen, patience)) {
       scratch.value[peer] = flag_value(seen);
     } else {
       exec.insert(scratch.missing, peer);
@@ -356,7 +363,7 @@ PUTGET_TEXT void observe_first(Exec& exec, const Plan& plan, uint64_t lines, uin
 // that has found what was waited for. False: the deadline passed.
 template <Tag tag, class Exec>
 PUTGET_TEXT bool observe_part(Exec& exec, const Plan& plan, uint64_t flags, uint32_t epoch, uint32_t peer,
-                              uint32_t part, WaitScratch& scratch) {
+                              uint32_t part, Patience& patience, WaitScratch& scratch) {
   const uint64_t* flag = part_flag(plan.own(), flags, peer, part);
   const uint64_t* first_flag = part_flag(plan.own(), flags, peer, 0);
   uint64_t first = 0;
@@ -367,7 +374,8 @@ PUTGET_TEXT bool observe_part(Exec& exec, const Plan& plan, uint64_t flags, uint
   };
   const auto is_there = [&] { return flag_epoch(seen) == epoch; };
   const auto will_not_come = [&] { return flag_epoch(first) == epoch && part >= parts_of(flag_value(first)); };
-  if (!look_until<tag>(exec, plan, scratch.head, look, [&] { return is_there() || will_not_come(); })) {
+  const auto is_over = [&] { return is_there() || will_not_come(); };
+  if (!look_until<tag>(exec, plan, scratch.head, patience, look, is_over)) {
     exec.insert(scratch.missing, peer);
     return false;
   }
@@ -381,7 +389,7 @@ PUTGET_TEXT bool observe_part(Exec& exec, const Plan& plan, uint64_t flags, uint
 // peer has further parts than `end`. A block barrier must follow.
 template <Tag tag, class Exec>
 PUTGET_TEXT bool observe_some_parts(Exec& exec, const Plan& plan, uint64_t flags, uint32_t epoch, uint32_t first,
-                                    uint32_t end, WaitScratch& scratch) {
+                                    uint32_t end, Patience& patience, WaitScratch& scratch) {
   const uint32_t ep_size = plan.shape.ep_size;
   bool all = true;
   PUTGET_ROLLED
@@ -389,7 +397,7 @@ PUTGET_TEXT bool observe_some_parts(Exec& exec, const Plan& plan, uint64_t flags
     const uint32_t part = plan.by_ep_size.quotient(i);
     const uint32_t peer = i - part * ep_size;
     if (!scratch.head.active.has(peer)) continue;
-    all = observe_part<tag>(exec, plan, flags, epoch, peer, part, scratch) && all;
+    all = observe_part<tag>(exec, plan, flags, epoch, peer, part, patience, scratch) && all;
     if (part == 0 && all) all = parts_of(scratch.value[peer]) <= end;
   }
   return all;
@@ -398,7 +406,7 @@ PUTGET_TEXT bool observe_some_parts(Exec& exec, const Plan& plan, uint64_t flags
 // What is left of waiting for all parts when one thread has found observe_some_parts() false, of as many parts as this
 // rank has. Ends with a block barrier; false: the deadline passed, and what has not come counts nothing.
 template <Tag tag, class Exec>
-PUTGET_RARE bool observe_further_parts(Exec& exec, const Plan& plan, uint64_t flags, uint32_t epoch,
+PUTGET_RARE bool observe_further_parts(Exec& exec, const Plan& plan, uint64_t flags, uint32_t epoch, Patience patience,
                                        WaitScratch& scratch) {
   const uint32_t expected = exec.blocks();
   uint32_t most = expected;
@@ -410,7 +418,7 @@ PUTGET_RARE bool observe_further_parts(Exec& exec, const Plan& plan, uint64_t fl
   }
   exec.sync();  // all have looked at who is missing
   // A part that a peer does not have says nothing of this round.
-  observe_some_parts<tag>(exec, plan, flags, epoch, expected, most, scratch);
+  observe_some_parts<tag>(exec, plan, flags, epoch, expected, most, patience, scratch);
   exec.sync();
   if (scratch.missing.empty()) return true;
   PUTGET_ROLLED
