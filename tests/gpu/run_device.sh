@@ -47,7 +47,7 @@ run() {
   printf '%-44s %-18s %4d s  %s\n' "$step" "$word" $((SECONDS - start)) "$(tail -n 1 "$log" | cut -c1-150)" >>"$out/summary.txt"
   if [ $status -ne 0 ]; then
     echo "-- $step: $word; the end of $log:"
-    grep -E '^(E  |FAILED|ERROR|=========|.*Error)' "$log" | tail -n 25
+    grep -E '^(E  |FAILED|ERROR|=========|.*Error)| FAILED ' "$log" | tail -n 25
     return 1
   fi
 }
@@ -72,7 +72,7 @@ suite() { # shared|timed NAME
   local markers="gpu and not timed" workers=${WORKERS:-6}
   [[ $CUDA_VISIBLE_DEVICES == *,* ]] || workers=${WORKERS:-4}
   [ "$1" = shared ] || markers="gpu and timed" workers=$((workers / 2))
-  python3 -m pytest -m "$markers" -n "$workers" --dist worksteal -q -p no:cacheprovider tests --ignore=tests/project --ignore=tests/native \
+  python3 -m pytest -m "$markers" -n "$workers" --dist worksteal -v -p no:cacheprovider tests --ignore=tests/project --ignore=tests/native \
     --ignore=tests/protocol --ignore=tests/gpu/test_litmus.py --durations=40 --durations-min=2 --junitxml="$2.xml"
 }
 

@@ -6,14 +6,16 @@ import ctypes
 import itertools
 import statistics
 import time
+from collections.abc import Callable
 
 import pytest
 import torch
 
+import putget
 from tests.gpu.graphs import GraphRound
 from tests.gpu.ranks import Ranks, stream_of
 from tests.gpu.test_graphs import case_of, open_object, prepare_graphs
-from tests.harness import Rank
+from tests.harness import Rank, run_ranks
 from tests.harness.cases import Case, Round
 from tests.harness.compare import Outcome, check_round
 
@@ -138,3 +140,63 @@ def test_time_of_a_launch(ranks: Ranks, capsys: pytest.CaptureFixture[str]) -> N
         print(f"\nhost us per call, ep{ranks.size}: " + ", ".join(f"{name} {us:.1f}" for name, us in micros.items()))
     if ranks.size == 1:
         assert micros["dispatch"] < 1000
+
+
+class KernelNodeParams(ctypes.Structure):
+    """CUDA_KERNEL_NODE_PARAMS_v2."""
+
+    _fields_ = (
+        ("func", ctypes.c_void_p),
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared_bytes", ctypes.c_uint),
+        ("params", ctypes.c_void_p),
+        ("extra", ctypes.c_void_p),
+        ("kern", ctypes.c_void_p),
+        ("context", ctypes.c_void_p),
+    )
+
+
+def grid_of(rank: Rank, call: Callable[[], object]) -> int:
+    """CTAs of the one kernel that a call launches."""
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
+    torch.cuda.current_stream(rank.device).synchronize()
+    with torch.cuda.graph(graph, stream=stream_of(rank), capture_error_mode="thread_local"):
+        call()
+    driver = ctypes.CDLL("libcuda.so.1")
+    captured, count = ctypes.c_void_p(graph.raw_cuda_graph()), ctypes.c_size_t(1)
+    node, params = ctypes.c_void_p(), KernelNodeParams()
+    assert driver.cuGraphGetNodes(captured, ctypes.byref(node), ctypes.byref(count)) == 0
+    assert count.value == 1
+    assert driver.cuGraphKernelNodeGetParams_v2(node, ctypes.byref(params)) == 0
+    return int(params.grid[0])
+
+
+def grids_of_halves(rank: Rank, options: dict[str, int]) -> dict[str, int]:
+    """A body: CTAs of each half for 200 tokens, which have work for many."""
+    tokens = 200
+    payload = torch.zeros(tokens, 7168, dtype=torch.uint8, device=rank.device)
+    ids = torch.zeros(tokens, 2, dtype=torch.int32, device=rank.device)
+    weights = torch.zeros(tokens, 2, device=rank.device)
+    with rank.all_to_all(
+        max_tokens_per_rank=tokens,
+        payloads=[putget.Payload((7168,), torch.uint8)],
+        output=putget.Payload((7168,), torch.bfloat16),
+        **options,
+    ) as a2a:
+        halves: dict[str, Callable[[], object]] = {
+            "dispatch_start": lambda: a2a.dispatch_start(ids, weights, payload),
+            "dispatch_finish": a2a.dispatch_finish,
+            "combine_start": a2a.combine_start,
+            "combine_finish": a2a.combine_finish,
+        }
+        return {name: grid_of(rank, half) for name, half in halves.items()}
+
+
+def test_a_finish_half_takes_the_sms_that_it_is_given() -> None:
+    (same,) = run_ranks(1, grids_of_halves, {"num_sms": 4}, mode="thread", device="cuda")
+    (more,) = run_ranks(1, grids_of_halves, {"num_sms": 4, "finish_num_sms": 48}, mode="thread", device="cuda")
+    (fewer,) = run_ranks(1, grids_of_halves, {"num_sms": 48, "finish_num_sms": 4}, mode="thread", device="cuda")
+    assert max(same.values()) == same["dispatch_start"] == same["combine_finish"] == 4
+    assert more == same | {"combine_finish": 48}
+    assert fewer == same | {"dispatch_start": 48, "combine_start": fewer["combine_start"]}
