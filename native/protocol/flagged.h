@@ -86,8 +86,8 @@ class FlaggedSender {
     const bool exists = slot_ == 0 || (call.rows == nullptr && slot_ < plan.shape.max_tokens_per_rank);
     const Transit rows(plan, call);
     const uint32_t pack = first_pack_ + exec.lane();
-    is_ahead_ = exists && pack < end_ && rows.access_bytes >= kPackBytes;
-    from_ = reinterpret_cast<const uint64_t*>(is_ahead_ ? rows.from(slot_, src_) + pack * kPackBytes : plan.own());
+    may_load_ = exists && pack < end_ && rows.access_bytes >= kPackBytes;
+    from_ = reinterpret_cast<const uint64_t*>(may_load_ ? rows.from(slot_, src_) + pack * kPackBytes : plan.own());
     to_ = reinterpret_cast<FlaggedPack*>(plan.base[src_] + flagged_row(plan, plan.shape.ep_rank, slot_)) + pack;
     exec.pin(from_);
     exec.pin(to_);
@@ -97,7 +97,8 @@ class FlaggedSender {
 
   // Issues the load of the first pack.
   PUTGET_TEXT void load_ahead() {
-    if (is_ahead_) ahead_ = *from_;
+    if (may_load_) ahead_ = *from_;
+    is_ahead_ = may_load_;
   }
 
   PUTGET_TEXT void send(Exec& exec, const Plan& plan, const CombineCall& call, const StateHead& head) const {
@@ -172,6 +173,7 @@ class FlaggedSender {
   uint32_t first_pack_;
   uint32_t end_;  // pack
   uint32_t next_slot_ = 0;
+  bool may_load_ = false;
   const uint64_t* from_ = nullptr;
   FlaggedPack* to_ = nullptr;
   uint64_t ahead_ = 0;
