@@ -338,21 +338,6 @@ def test_two_deaths_at_once_then_one_more(ranks: RankProcesses) -> None:
     shrink(ranks, 0, 1, 3)
 
 
-@pytest.mark.parametrize("step", ["dispatch", "combine"])
-def test_lost_ranks_have_one_deadline_together(ranks: RankProcesses, step: str) -> None:
-    """Whoever waits for one after the other does not begin anew with each."""
-    ranks.call(construct, {"timeout_s": 3.0})
-    require_round(ranks, 0)
-    if step == "combine":
-        ranks.call(dispatch, 1)
-    for victim in (1, 2, 3):
-        ranks.signal(victim, signal.SIGKILL)
-    got = ranks.call(timed_out, dispatch if step == "dispatch" else combine, 1, ranks=[0], timeout=30)[0]
-    assert isinstance(got, Timeout), got
-    assert (got.phase, got.missing) == (step, (1, 2, 3))
-    assert 2.5 < got.seconds < 2 * 3.0
-
-
 def test_a_time_out_is_remembered_until_the_ranks_agree_again(ranks: RankProcesses) -> None:
     """One time-out, not one a call: after the first, calls raise at once."""
     start(ranks)
