@@ -10,7 +10,8 @@
  *
  * Parameters (-D): RANKS, ROUNDS, SLOTS (rows that one rank can send to another), EPOCHS (epochs count modulo this),
  *              ROUTES (which routings are tried: see choose_rows), PUSH (whose combine pushes: bit 0 object 0, bit 1
- *              object 1), ROTATE (which regions of the two objects overlap).
+ *              object 1), ROTATE (which regions of the two objects overlap), WISH (a bit for each rank that may wish,
+ *              each round anew, for rows with flags in them).
  * LAYERS       rounds alternate between two objects of different layouts on one workspace (see ROW)
  * MIX_AFTER    with LAYERS: the second object is made in or after this round, which need not have ended on every rank
  * DEADLINES    every wait may expire at any time; the last rank may die at any time or go on after any pause; the
@@ -60,7 +61,14 @@ inline choose_rows() {
 #endif
     fi;
     for (peer : 0 .. RANKS - 1) { rows[peer] = ((todo >> peer) & 1 -> SLOTS : 0) };
-    peer = 0
+    peer = 0;
+#if WISH > 0
+    wanted = 0;
+    if
+    :: MAY_WISH(me, object) -> wishes = true
+    :: wishes = false
+    fi
+#endif
   }
 }
 
@@ -90,6 +98,10 @@ proctype Rank(byte me) {
   byte peer, slot, turn, todo;
   byte rows[RANKS];   /* sent to each rank this round */
   byte counts[RANKS]; /* received from each rank this round */
+#if WISH > 0
+  bool wishes; /* for rows with flags in them, this round */
+  byte wanted; /* a bit for each peer that does */
+#endif
   bool open = false, combine;
   bool renewed = false; /* set_active_ranks has been called */
   bool mixed = false;   /* rounds exchange `finished` too */
@@ -181,6 +193,9 @@ next_round:
 #ifndef SKIP_C2
     publish_ended(epoch, COMBINED); /* C2 */
 #endif
+#endif
+#if WISH > 0
+    send_rows(); /* F1 */
 #endif
 #if PUSH > 0
     if
@@ -280,6 +295,10 @@ finished:
 #if PUSH > 0
       AT(me).pushed_epoch[peer] = epoch;
 #endif
+#if WISH > 0 && !defined(SKIP_WORD_INIT)
+      for (slot : 0 .. SLOTS - 1) { AT(me).WORD(slot, peer) = epoch };
+      slot = 0;
+#endif
       AT(me).arrived_epoch[peer] = epoch
     }
     peer = 0
@@ -297,7 +316,7 @@ stopped:
 }
 
 init {
-  byte i, r;
+  byte i, r, s;
   atomic {
 #ifdef LAYERS
     if
@@ -311,6 +330,9 @@ init {
         memory[i].ended_epoch[r] = FIRST_EPOCH;
 #if PUSH > 0
         memory[i].pushed_epoch[r] = FIRST_EPOCH;
+#endif
+#if WISH > 0 && !defined(SKIP_WORD_INIT)
+        for (s : 0 .. SLOTS - 1) { memory[i].WORD(s, r) = FIRST_EPOCH };
 #endif
         memory[i].finished_epoch[r] = FIRST_EPOCH
       }

@@ -27,6 +27,9 @@
 #ifndef ROTATE
 #define ROTATE 1
 #endif
+#ifndef WISH
+#define WISH 0
+#endif
 
 #define EVERYBODY ((1 << RANKS) - 1)
 #define VICTIM (RANKS - 1)
@@ -58,6 +61,10 @@
 #define INBOX(slot, src) ROW(2, object, slot, src)
 #define EMPTY 0
 
+/* A rank that may wish for rows with flags in them; rows that are pushed have none. */
+#define MAY_WISH(rank, object) (((WISH >> (rank)) & 1) && !PUSHES(object))
+#define WORD(slot, src) word[(slot) * RANKS + (src)]
+
 #define COMBINED 1
 #define RELEASED 2
 
@@ -71,6 +78,10 @@ typedef Memory {
 #if PUSH > 0
   byte pushed_epoch[RANKS];
   byte pushed_turns[RANKS];
+#endif
+#if WISH > 0
+  bool arrived_wish[RANKS];
+  byte word[REGION_ROWS]; /* `flagged`: the epoch of a flag and of what it carries, which is one thing */
 #endif
   byte finished_epoch[RANKS]; /* only where layouts are mixed */
   byte cell[REGIONS * REGION_ROWS]
@@ -130,9 +141,19 @@ inline choose_peer() {
 #else
 #define TELLS true
 #endif
+#if WISH == 0
+#define TELL_WISH
+#define HEAR_WISH
+#elif defined(FORGET_WISH)
+#define TELL_WISH
+#define HEAR_WISH wanted = wanted | (AT(me).arrived_wish[peer] << peer)
+#else
+#define TELL_WISH ; AT(peer).arrived_wish[me] = wishes
+#define HEAR_WISH wanted = wanted | (AT(me).arrived_wish[peer] << peer)
+#endif
 #define STORE_ARRIVED \
   if \
-  :: TELLS -> ONE_WORD { AT(peer).arrived_epoch[me] = epoch; AT(peer).arrived_rows[me] = rows[peer] } \
+  :: TELLS -> ONE_WORD { AT(peer).arrived_epoch[me] = epoch; AT(peer).arrived_rows[me] = rows[peer] TELL_WISH } \
   :: !(TELLS) -> skip \
   fi
 
@@ -227,7 +248,7 @@ inline observe_arrived() {
 #ifdef SKIP_D4
       counts[peer] = AT(me).arrived_rows[peer]
 #else
-      WAIT_NEXT(arrived_epoch[peer], epoch, counts[peer] = AT(me).arrived_rows[peer])
+      WAIT_NEXT(arrived_epoch[peer], epoch, counts[peer] = AT(me).arrived_rows[peer]; HEAR_WISH)
 #endif
     :: else
     fi
@@ -282,6 +303,51 @@ inline push_rows() {
            assert(AT(me).OUTPUT(slot, peer) == round); AT(peer).INBOX(slot, me) = round)
 }
 
+/* F1: rows of the ranks that wish for them so, word by word, each rank's in any order with the others'. */
+#if WISH > 0
+#ifdef F1_OF_LAST_ROUND
+#define SENT_EPOCH (epoch - 1)
+#else
+#define SENT_EPOCH epoch
+#endif
+inline send_rows() {
+  todo = wanted & members & ~(1 << me);
+  do
+  :: todo == 0 -> break
+  :: else ->
+    choose_peer();
+    do
+    :: slot >= counts[peer] -> break
+    :: else ->
+      MAY_DIE;
+      d_step {
+        assert(AT(me).OUTPUT(slot, peer) == round);
+        AT(peer).WORD(slot, me) = SENT_EPOCH
+      };
+      slot++
+    od;
+    slot = 0;
+    todo = todo & ~(1 << peer)
+  od;
+  peer = 0
+}
+/* F2 of the token whose turn it is: the word is what is read. */
+inline await_words() {
+  for (peer : 0 .. RANKS - 1) {
+    if
+    :: PEER(peer) && turn < rows[peer] ->
+#ifndef SKIP_F2
+      WAIT(WORD(turn, peer), epoch, skip);
+#endif
+      assert(AT(me).WORD(turn, peer) == epoch)
+    :: peer == me && turn < rows[peer] -> assert(AT(me).OUTPUT(turn, me) == round)
+    :: else
+    fi
+  }
+  peer = 0
+}
+#endif
+
 /* C9, of the token whose turn it is, or C4 of all. A token has the slot of its number. */
 inline read_rows() {
   if
@@ -317,9 +383,17 @@ inline await_token() {
 #endif
 }
 
+#if WISH > 0
+#define WISHES_FLAGS wishes
+#else
+#define WISHES_FLAGS false
+#endif
 inline sum_tokens() {
   if
+#if WISH > 0
+  :: wishes -> IN_TURNS(await_words()) /* F2 */
+#endif
   :: PUSHES(object) -> IN_TURNS(await_token(); read_rows()) /* C9 */
-  :: else -> read_rows() /* C4 */
+  :: !PUSHES(object) && !WISHES_FLAGS -> read_rows() /* C4 */
   fi
 }
