@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -16,24 +18,27 @@ from putget.row_probe import RowProbe
 _ACCESS_BYTES = 16
 _CONTROL_BYTES = 1 << 20  # for each rank: more than its flags and rows with flags in them take in a workspace
 _BLOCK_THREADS = 256
+_LONGER_BYTES = 1024
 _WORDS = (0x1F123BB5, 0x05491333, 0x2545F491)  # of rows to get: by rank, slot and column
 
 
 class Floor:
     """Rows to the slots that the reference gives them, a flag for each CTA; a flag from each rank, rows back, sums.
 
-    The launches are those of putget for the same tokens, unless a CTA takes a whole token.
+    The launches are those of putget for the same tokens, unless a CTA takes a whole token or pieces are longer.
 
     Args:
         bench: see `Bench`.
-        way: see `RowProbe.put`.
+        way: see `RowProbe.put`; or "longer": "spread", and rows are got in pieces of 1024 bytes. What is best for
+            putget need not be best for the probe, and the bound is what the best of them takes.
     """
 
     name = "bytes and flags"
 
     def __init__(self, bench: Bench, way: str = "spread") -> None:
         settings = bench.settings
-        self._way = way
+        self._longer = way == "longer"
+        self._way = "spread" if self._longer else way
         self._device = bench.device
         self._size, self._capacity = settings.ep_size, settings.max_tokens_per_rank
         self._row_bytes = _whole_accesses(dispatch_row_bytes(settings.payloads(), settings.top_k))
@@ -65,6 +70,8 @@ class Floor:
         self._round = round_
         rank, num_tokens = round_.rank, round_.num_tokens
         self._put_launch, self._get_launch = self._shape.launches(num_tokens)
+        if self._longer:
+            self._get_launch = replace(self._get_launch, segment_bytes=_LONGER_BYTES)
         if self._way != "spread":
             self._put_launch = Launch(min(num_tokens, self._num_sms), _BLOCK_THREADS, 512, 1)
         slots = torch.full((num_tokens, self._size), -1, dtype=torch.int32)

@@ -112,6 +112,7 @@ def floors(settings: Settings) -> Iterator[Variant]:
         return
     for way, name, changes in (
         ("spread", "bytes and flags", "no logic: slots are known, rows are summed as integers"),
+        ("longer", "bytes, longer pieces", "the same, and rows are got in pieces of 1024 bytes"),
         ("block", "bytes, a CTA a token", "the same, but a CTA puts the whole row of a token"),
         ("counted", "bytes, counted slots", "the same, and it counts slots with atomics"),
     ):
