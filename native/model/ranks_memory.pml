@@ -141,15 +141,15 @@ inline choose_peer() {
 #else
 #define TELLS true
 #endif
-#if WISH == 0
-#define TELL_WISH
-#define HEAR_WISH
-#elif defined(FORGET_WISH)
-#define TELL_WISH
+#if WISH > 0
 #define HEAR_WISH wanted = wanted | (AT(me).arrived_wish[peer] << peer)
 #else
+#define HEAR_WISH
+#endif
+#if WISH == 0 || defined(FORGET_WISH)
+#define TELL_WISH
+#else
 #define TELL_WISH ; AT(peer).arrived_wish[me] = wishes
-#define HEAR_WISH wanted = wanted | (AT(me).arrived_wish[peer] << peer)
 #endif
 #define STORE_ARRIVED \
   if \
