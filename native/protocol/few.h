@@ -25,6 +25,7 @@ class FewReduction {
         packs_per_segment_(call.segment_bytes / sizeof(Packed)),
         segments_((packs_per_row_ + packs_per_segment_ - 1) / packs_per_segment_),
         items_(call.num_tokens * segments_),
+        // Neighbouring items on different SMs: a last turn that is not full leaves no SM idle.
         item_(exec.warp() * (exec.blocks() - first_block) + exec.block() - first_block),
         step_((exec.blocks() - first_block) * exec.warps()) {}
 

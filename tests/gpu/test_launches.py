@@ -173,8 +173,8 @@ def grid_of(rank: Rank, call: Callable[[], object]) -> int:
 
 
 def grids_of_halves(rank: Rank, options: dict[str, int]) -> dict[str, int]:
-    """A body: CTAs of each half for 200 tokens, which have work for many."""
-    tokens = 200
+    """A body: CTAs of each half for so many tokens that each takes all SMs that it is given."""
+    tokens = 1000
     payload = torch.zeros(tokens, 7168, dtype=torch.uint8, device=rank.device)
     ids = torch.zeros(tokens, 2, dtype=torch.int32, device=rank.device)
     weights = torch.zeros(tokens, 2, device=rank.device)
