@@ -161,10 +161,15 @@ struct Exec {
     static_assert(kGroup == 1, "one lane");
     return value;
   }
-  // The larger one of |value| and `largest`, which is no NaN; a NaN is never the larger one.
-  float larger_magnitude(float value, float largest) const {
-    const float magnitude = value < 0.0f ? -value : value;
-    return magnitude > largest ? magnitude : largest;
+  // The largest one of `largest`, which is no NaN, and the elements' magnitudes; a NaN is never the larger one.
+  template <class Codec, uint32_t kCount>
+  float largest_magnitude(const Pack<Codec, kCount>& pack, float largest) const {
+    const Sums<kCount> wide = widen(pack);
+    for (float value : wide.value) {
+      const float magnitude = value < 0.0f ? -value : value;
+      largest = magnitude > largest ? magnitude : largest;
+    }
+    return largest;
   }
   template <class Codec, class Pack, uint32_t kCount>
   void narrow(const float (&value)[kCount], Pack& pack) const {

@@ -105,7 +105,13 @@ class CpuMemory final : public Memory {
         RingExec ring_exec(exec, whole_rows.ring);
         putget::combine<Codec, Packed, DynamicTopK>(ring_exec, plan, whole_rows, combine_scratch_);
       } else if (plan.shape.quantised()) {
-        putget::combine<Codec, Fp8Wire, DynamicTopK>(exec, plan, whole_rows, combine_scratch_);
+        if (packed) {
+          with_rows(plan.shape, [&](auto rows) {
+            putget::combine<Codec, Fp8Wire, decltype(rows)>(exec, plan, whole_rows, combine_scratch_);
+          });
+        } else {
+          putget::combine<Codec, Fp8Wire, DynamicTopK>(exec, plan, whole_rows, combine_scratch_);
+        }
       } else if (!packed) {
         putget::combine<Codec, SameWire<Codec, 1>, DynamicTopK>(exec, plan, whole_rows, combine_scratch_);
       } else {

@@ -29,9 +29,10 @@ void load_combine_kernels() {
       shape.ep_size = shape.top_k = rows;
       check(cudaFuncGetAttributes(&attributes, same_kernel(shape, true)), "loading combine_kernel");
       check(cudaFuncGetAttributes(&attributes, flagged_kernel(shape)), "loading combine_kernel");
-      check(cudaFuncGetAttributes(&attributes, fp8_kernel(type, rows)), "loading combine_kernel");
+      check(cudaFuncGetAttributes(&attributes, fp8_kernel(shape, true)), "loading combine_kernel");
     }
     check(cudaFuncGetAttributes(&attributes, same_kernel(shape, false)), "loading combine_kernel");
+    check(cudaFuncGetAttributes(&attributes, fp8_kernel(shape, false)), "loading combine_kernel");
   }
   load_bulk_combine_kernels();
 }
@@ -39,8 +40,9 @@ void load_combine_kernels() {
 void launch_combine(const Plan& plan, CombineCall call, const Room& room, const putget_launch& tuning,
                     cudaStream_t stream) {
   const Shape& shape = plan.shape;
-  // Rows that are pushed from outside the workspace are partly summed where they are.
-  const bool rows_packed = !shape.pushes || call.rows == nullptr || call.rows_access_bytes == kLaneBytes;
+  // Rows that are pushed from outside the workspace as they are, are partly summed where they are.
+  const bool rows_packed =
+      !shape.pushes || shape.quantised() || call.rows == nullptr || call.rows_access_bytes == kLaneBytes;
   const bool packed =
       shape.output_row_bytes() % kLaneBytes == 0 && aligned(call.out) && aligned(call.addend) && rows_packed;
   // In a finish half nothing is moved any more.
@@ -57,7 +59,7 @@ void launch_combine(const Plan& plan, CombineCall call, const Room& room, const 
   cut_into_pieces(call, shape, launch);
   call.ring = combine_ring(shape, launch);
   const CombineKernel kernel = call.flagged != 0   ? flagged_kernel(shape)
-                               : shape.quantised() ? fp8_kernel(shape.output_type, shape.top_k)
+                               : shape.quantised() ? fp8_kernel(shape, packed)
                                : launch.stages > 1 ? bulk_kernel(shape.output_type)
                                                    : same_kernel(shape, packed);
   launch_early(kernel, launch, call.ring, paired(room), stream, plan, call, "launching combine_kernel");

@@ -4,17 +4,11 @@
 
 namespace putget::cuda {
 
-CombineKernel fp8_kernel(OutputType type, uint32_t top_k) {
-  return with_codec(type, [&](auto codec) -> CombineKernel {
+CombineKernel fp8_kernel(const Shape& shape, bool packed) {
+  return with_codec(shape.output_type, [&](auto codec) -> CombineKernel {
     using Codec = decltype(codec);
-    switch (top_k) {
-      case 4:
-        return combine_kernel<Codec, Fp8Wire, FixedTopK<4>>;
-      case 8:
-        return combine_kernel<Codec, Fp8Wire, FixedTopK<8>>;
-      default:
-        return combine_kernel<Codec, Fp8Wire, DynamicTopK>;
-    }
+    if (!packed) return combine_kernel<Codec, Fp8Wire, DynamicTopK>;
+    return with_rows(shape, [](auto rows) -> CombineKernel { return combine_kernel<Codec, Fp8Wire, decltype(rows)>; });
   });
 }
 

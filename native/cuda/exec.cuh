@@ -225,8 +225,28 @@ struct Exec {
     return value;
   }
 
-  // The larger one of |value| and `largest`, which is no NaN; a NaN is never the larger one.
-  __device__ float larger_magnitude(float value, float largest) const { return fmaxf(fabsf(value), largest); }
+  // The largest one of `largest`, which is no NaN, and the elements' magnitudes; a NaN is never the larger one.
+  template <class Codec, uint32_t kCount>
+  __device__ float largest_magnitude(const Pack<Codec, kCount>& pack, float largest) const {
+    if constexpr (std::is_same_v<Codec, BFloat16> && kCount == 8) {
+      union {
+        Pack<Codec, kCount> pack;
+        uint32_t pair[kCount / 2];
+      } both{pack};
+      uint32_t pair = 0;
+#pragma unroll
+      for (uint32_t i = 0; i < kCount / 2; ++i) pair = ptx::max_bf16x2(pair, ptx::abs_bf16x2(both.pair[i]));
+      float first;
+      float second;
+      Codec::widen_pair(pair, first, second);
+      return fmaxf(first, fmaxf(second, largest));
+    } else {
+      const Sums<kCount> wide = widen(pack);
+#pragma unroll
+      for (uint32_t e = 0; e < kCount; ++e) largest = fmaxf(fabsf(wide.value[e]), largest);
+      return largest;
+    }
+  }
 
   // As Codec::narrow does each, with the conversion that the hardware has; it differs in NaNs alone.
   template <class Codec, class Pack, uint32_t kCount>

@@ -140,9 +140,10 @@ putget_launch combine_launch(const Shape& shape, uint32_t num_tokens, bool moves
   }
   if (launch.segment_bytes == 0 && moves_rows) {
     // Each segment of a token waits for the token's rows: as long as they may be with something to do for every warp
-    // that sums.
+    // that sums, also when the last rows come; of more than two rows a long one takes too long then.
+    const uint32_t longest = few_rows(shape) ? half_row(shape) : kLongSegment;
     launch.segment_bytes = kWarpBytes;
-    while (launch.segment_bytes < half_row(shape) && items_with(2 * launch.segment_bytes) >= warps / 2) {
+    while (launch.segment_bytes < longest && items_with(2 * launch.segment_bytes) >= warps / 2) {
       launch.segment_bytes *= 2;
     }
   } else if (launch.segment_bytes == 0) {

@@ -53,7 +53,7 @@ void load_probe_rows_kernels();
 // The instances of combine_kernel, by what travels.
 using CombineKernel = void (*)(Plan, CombineCall);
 CombineKernel same_kernel(const Shape& shape, bool packed);
-CombineKernel fp8_kernel(OutputType type, uint32_t top_k);
+CombineKernel fp8_kernel(const Shape& shape, bool packed);
 CombineKernel flagged_kernel(const Shape& shape);
 CombineKernel bulk_kernel(OutputType type);
 

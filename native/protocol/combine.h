@@ -303,12 +303,12 @@ struct ReductionOf {
 // ... or where they lie, ...
 template <class Exec, class Codec, class Wire, class TopK>
 struct ReductionOf<Exec, Codec, Wire, TopK, false> {
-  using Type = Reduction<Codec, Wire, TopK>;
+  using Type = Reduction<Codec, Wire>;
 };
 // ... of which a token has few.
 template <class Exec, class Codec, class Wire, uint32_t kRows>
 struct ReductionOf<Exec, Codec, Wire, FewRows<kRows>, false> {
-  using Type = FewReduction<Exec, Codec, kRows>;
+  using Type = FewReduction<Exec, Codec, Wire, kRows>;
 };
 
 // What is left to do when the state is known, and who does what.

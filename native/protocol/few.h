@@ -9,20 +9,24 @@
 namespace putget {
 
 // One warp's part of the (token, segment) items.
-template <class Exec, class Codec, uint32_t kRows>
+template <class Exec, class Codec, class Wire, uint32_t kRows>
 class FewReduction {
-  static constexpr uint32_t kElements = 16 / sizeof(typename Codec::Bits);
+  using Element = typename Wire::Element;
+  static constexpr uint32_t kElements = 16 / sizeof(typename Element::Bits);
   static constexpr uint32_t kPacks = 8 / kRows;  // of a lane, on their way together
   static constexpr uint32_t kPositionsPerLane = (FewRows<kRows>::kCapacity + Exec::kLanes - 1) / Exec::kLanes;
-  using Packed = Pack<Codec, kElements>;
-  using Sum = Sums<kElements>;
+  // What is added up at a time: as many elements as are stored in one access.
+  static constexpr uint32_t kSummed = 16 / sizeof(typename Codec::Bits);
+  static constexpr uint32_t kParts = kElements / kSummed;
+  using Raw = Pack<Element, kElements>;
+  using Out = Pack<Codec, kSummed>;
 
  public:
   // CTAs from first_block on take part.
   PUTGET_TEXT FewReduction(const Exec& exec, const Plan& plan, const CombineCall& call, uint32_t first_block)
       : top_k_(plan.shape.top_k),
-        packs_per_row_(plan.shape.output_row_bytes() / sizeof(Packed)),
-        packs_per_segment_(call.segment_bytes / sizeof(Packed)),
+        packs_per_row_(plan.shape.output_elements / kElements),
+        packs_per_segment_(call.segment_bytes / sizeof(Raw)),
         segments_((packs_per_row_ + packs_per_segment_ - 1) / packs_per_segment_),
         items_(call.num_tokens * segments_),
         // Neighbouring items on different SMs: a last turn that is not full leaves no SM idle.
@@ -51,7 +55,7 @@ class FewReduction {
       const uint32_t begin = (item_ - token * segments_) * packs_per_segment_;
       item_ += step_;
       look_up(exec, plan, call);  // on its way while this one is summed
-      sum_item(exec, call, rows, token, begin);
+      sum_item(exec, plan, call, rows, token, begin);
     }
   }
 
@@ -59,6 +63,11 @@ class FewReduction {
   struct Rows {
     const uint8_t* row[kRows];  // null: there is none
     Places<kRows> places;
+  };
+  // One access of a row, in parts that are added up.
+  union Leaf {
+    Raw raw;
+    Pack<Element, kSummed> part[kParts];
   };
 
   PUTGET_TEXT Rows find_rows(const Exec& exec, const Plan& plan, const CombineCall& call) const {
@@ -78,44 +87,49 @@ class FewReduction {
     return rows;
   }
 
-  PUTGET_TEXT void sum_item(Exec& exec, const CombineCall& call, const Rows& rows, uint32_t token,
+  PUTGET_TEXT void sum_item(Exec& exec, const Plan& plan, const CombineCall& call, const Rows& rows, uint32_t token,
                             uint32_t begin) const {
     const uint32_t end = begin + packs_per_segment_ < packs_per_row_ ? begin + packs_per_segment_ : packs_per_row_;
     const uint64_t first_of_token = uint64_t{token} * packs_per_row_;
     PUTGET_ROLLED
     for (uint32_t first = begin + exec.lane(); first < end; first += kPacks * exec.lanes()) {
-      Packed leaf[kPacks][kRows];
+      Leaf leaf[kPacks][kRows];
+      float scale[kPacks][kRows];
       PUTGET_UNROLL
       for (uint32_t p = 0; p < kPacks; ++p) {
         const uint32_t pack = first + p * exec.lanes();
         PUTGET_UNROLL
         for (uint32_t r = 0; r < kRows; ++r) {
           const uint8_t* row = pack < end ? rows.row[r] : nullptr;
-          const Packed otherwise = rows.places.adds_nothing(r) ? nothing() : Packed{};
-          leaf[p][r] = exec.get_or(reinterpret_cast<const Packed*>(row), pack, otherwise);  // [C4] [C9]
+          const Raw otherwise = rows.places.adds_nothing(r) ? nothing() : Raw{};
+          leaf[p][r].raw = exec.get_or(reinterpret_cast<const Raw*>(row), pack, otherwise);  // [C4] [C9]
+          scale[p][r] = Wire::scale_of(exec, plan, row, pack * kElements);
         }
       }
       PUTGET_UNROLL
       for (uint32_t p = 0; p < kPacks; ++p) {
         const uint32_t pack = first + p * exec.lanes();
         if (pack >= end) break;
-        Sum sum[kRows];
         PUTGET_UNROLL
-        for (uint32_t r = 0; r < kRows; ++r) sum[r] = widen(leaf[p][r]);
-        rows.places.add_up(sum);
-        if (call.addend != nullptr)
-          sum[0].add(widen(reinterpret_cast<const Packed*>(call.addend)[first_of_token + pack]));
-        Packed out;
-        exec.template narrow<Codec>(sum[0].value, out);
-        reinterpret_cast<Packed*>(call.out)[first_of_token + pack] = out;
+        for (uint32_t i = 0; i < kParts; ++i) {
+          const uint64_t index = (first_of_token + pack) * kParts + i;
+          Sums<kSummed> sum[kRows];
+          PUTGET_UNROLL
+          for (uint32_t r = 0; r < kRows; ++r) sum[r] = Wire::widen(exec, leaf[p][r].part[i], scale[p][r]);
+          rows.places.add_up(sum);
+          if (call.addend != nullptr) sum[0].add(widen(reinterpret_cast<const Out*>(call.addend)[index]));
+          Out out;
+          exec.template narrow<Codec>(sum[0].value, out);
+          reinterpret_cast<Out*>(call.out)[index] = out;
+        }
       }
     }
   }
 
-  PUTGET_PURE static Packed nothing() {
-    Packed pack;
+  PUTGET_PURE static Raw nothing() {
+    Raw pack;
     PUTGET_UNROLL
-    for (uint32_t e = 0; e < kElements; ++e) pack.bits[e] = minus_zero<Codec>();
+    for (uint32_t e = 0; e < kElements; ++e) pack.bits[e] = minus_zero<Element>();
     return pack;
   }
 

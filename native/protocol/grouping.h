@@ -158,7 +158,7 @@ class Places<8> {
   uint32_t top_k_;
 };
 
-// -0 in each element of two or four bytes.
+// -0 in an element.
 template <class Codec>
 PUTGET_PURE typename Codec::Bits minus_zero() {
   return static_cast<typename Codec::Bits>(1u << (8 * sizeof(typename Codec::Bits) - 1));

@@ -46,6 +46,11 @@ struct BFloat16 {
 struct Float16 {
   using Bits = uint16_t;
   PUTGET_PURE static float widen(Bits bits) {
+#if defined(__CUDA_ARCH__)
+    float value;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+    return value;
+#else
     const uint32_t sign = uint32_t{bits & 0x8000u} << 16;
     const uint32_t exponent = (bits >> 10) & 0x1fu;
     const uint32_t mantissa = bits & 0x3ffu;
@@ -54,6 +59,7 @@ struct Float16 {
     // Subnormal: mantissa * 2^-24, exact in float32.
     const float magnitude = static_cast<float>(mantissa) * 5.9604644775390625e-08f;
     return float_of_bits(sign | bits_of_float(magnitude));
+#endif
   }
   PUTGET_PURE static void widen_pair(uint32_t both, float& first, float& second) {
     first = widen(static_cast<Bits>(both));
@@ -123,6 +129,41 @@ struct Fp8 {
   }
 };
 
+// kElements values of one output type, moved as one access.
+template <class Codec, uint32_t kElements>
+struct alignas(sizeof(typename Codec::Bits) * kElements < 16 ? sizeof(typename Codec::Bits) * kElements : 16) Pack {
+  typename Codec::Bits bits[kElements];
+};
+
+template <uint32_t kElements>
+struct Sums {
+  float value[kElements];
+
+  PUTGET_PURE void add(const Sums& other) {
+    PUTGET_UNROLL
+    for (uint32_t e = 0; e < kElements; ++e) value[e] = value[e] + other.value[e];
+  }
+};
+
+template <class Codec, uint32_t kElements>
+PUTGET_PURE Sums<kElements> widen(const Pack<Codec, kElements>& pack) {
+  Sums<kElements> sums;
+  if constexpr (sizeof(typename Codec::Bits) == 2 && kElements % 2 == 0) {
+    union {
+      Pack<Codec, kElements> pack;
+      uint32_t pair[kElements / 2];
+    } both{pack};
+    PUTGET_UNROLL
+    for (uint32_t e = 0; e < kElements; e += 2) {
+      Codec::widen_pair(both.pair[e / 2], sums.value[e], sums.value[e + 1]);
+    }
+  } else {
+    PUTGET_UNROLL
+    for (uint32_t e = 0; e < kElements; ++e) sums.value[e] = Codec::widen(pack.bits[e]);
+  }
+  return sums;
+}
+
 // A product that no compiler joins with the addition behind it: the sums must be the same bits everywhere.
 PUTGET_PURE float times(float a, float b) {
 #if defined(__CUDA_ARCH__)
@@ -136,7 +177,28 @@ PUTGET_PURE float times(float a, float b) {
 // Blocks of nothing but zeros have a scale too.
 PUTGET_PURE float block_scale(float largest) {
   constexpr float kSmallest = 1e-30f;
-  return (largest > kSmallest ? largest : kSmallest) / Fp8::kMax;
+  const float value = largest > kSmallest ? largest : kSmallest;
+#if defined(__CUDA_ARCH__)
+  // The rounded quotient without a branch: a guess and its remainder, which is exact. An infinity stays one.
+  constexpr float kInverse = 1.0f / Fp8::kMax;
+  const float guess = __fmul_rn(value, kInverse);
+  const float quotient = __fmaf_rn(__fmaf_rn(-Fp8::kMax, guess, value), kInverse, guess);
+  return value < float_of_bits(0x7f800000u) ? quotient : value;
+#else
+  return value / Fp8::kMax;
+#endif
+}
+
+// 1 / scale, of a scale that block_scale gives or that a caller may.
+PUTGET_PURE float inverse_of(float scale) {
+#if defined(__CUDA_ARCH__)
+  float guess;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(guess) : "f"(scale));
+  const float inverse = __fmaf_rn(guess, __fmaf_rn(-scale, guess, 1.0f), guess);
+  return scale < float_of_bits(0x7f800000u) ? inverse : 0.0f;
+#else
+  return 1.0f / scale;
+#endif
 }
 
 }  // namespace putget

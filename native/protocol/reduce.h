@@ -10,55 +10,11 @@
 
 namespace putget {
 
-// The number of leaves as a compile-time constant (loads of all rows in flight at once, sums unrolled) ...
-template <uint32_t kTopK>
-struct FixedTopK {
-  static constexpr bool kIsFixed = true;
-  static constexpr uint32_t kCapacity = kTopK;
-  uint32_t top_k;
-};
-
-// ... or a run-time value, summed eight leaves at a time.
+// Tokens may have as many rows as they have positions, which are summed eight leaves at a time.
 struct DynamicTopK {
-  static constexpr bool kIsFixed = false;
   static constexpr uint32_t kCapacity = kMaxTopK;
   uint32_t top_k;
 };
-
-// kElements values of one output type, moved as one access.
-template <class Codec, uint32_t kElements>
-struct alignas(sizeof(typename Codec::Bits) * kElements < 16 ? sizeof(typename Codec::Bits) * kElements : 16) Pack {
-  typename Codec::Bits bits[kElements];
-};
-
-template <uint32_t kElements>
-struct Sums {
-  float value[kElements];
-
-  PUTGET_PURE void add(const Sums& other) {
-    PUTGET_UNROLL
-    for (uint32_t e = 0; e < kElements; ++e) value[e] = value[e] + other.value[e];
-  }
-};
-
-template <class Codec, uint32_t kElements>
-PUTGET_PURE Sums<kElements> widen(const Pack<Codec, kElements>& pack) {
-  Sums<kElements> sums;
-  if constexpr (sizeof(typename Codec::Bits) == 2 && kElements % 2 == 0) {
-    union {
-      Pack<Codec, kElements> pack;
-      uint32_t pair[kElements / 2];
-    } both{pack};
-    PUTGET_UNROLL
-    for (uint32_t e = 0; e < kElements; e += 2) {
-      Codec::widen_pair(both.pair[e / 2], sums.value[e], sums.value[e + 1]);
-    }
-  } else {
-    PUTGET_UNROLL
-    for (uint32_t e = 0; e < kElements; ++e) sums.value[e] = Codec::widen(pack.bits[e]);
-  }
-  return sums;
-}
 
 // The tree over a fixed number of leaves, level by level, in place.
 template <uint32_t kLeaves, uint32_t kElements>
@@ -134,27 +90,40 @@ template <class Codec, uint32_t kElements_>
 struct SameWire {
   static constexpr uint32_t kElements = kElements_;
   static constexpr bool kIsScaled = false;
-  using Raw = Pack<Codec, kElements>;
+  using Element = Codec;
 
-  template <class Exec>
-  PUTGET_TEXT static Sums<kElements> widen(Exec&, const Raw& raw, float) {
+  template <uint32_t kCount, class Exec>
+  PUTGET_TEXT static Sums<kCount> widen(Exec&, const Pack<Element, kCount>& raw, float) {
     return putget::widen(raw);
+  }
+
+  // Of the elements from one of a row on; zero where there is no row.
+  template <class Exec>
+  PUTGET_TEXT static float scale_of(Exec&, const Plan&, const uint8_t*, uint32_t) {
+    return 1.0f;
   }
 };
 
 // Quantised rows.
 struct Fp8Wire {
-  static constexpr uint32_t kElements = 8;  // 16 of each row in flight would not fit into registers
+  static constexpr uint32_t kElements = 8;  // 16 of each of eight rows in flight would not fit into registers
   static constexpr bool kIsScaled = true;
-  using Raw = Pack<Fp8, kElements>;
+  using Element = Fp8;
 
-  template <class Exec>
-  PUTGET_TEXT static Sums<kElements> widen(Exec& exec, const Raw& raw, float scale) {
-    Sums<kElements> sums;
+  template <uint32_t kCount, class Exec>
+  PUTGET_TEXT static Sums<kCount> widen(Exec& exec, const Pack<Element, kCount>& raw, float scale) {
+    Sums<kCount> sums;
     exec.widen_fp8(raw, sums.value);
     PUTGET_UNROLL
-    for (uint32_t e = 0; e < kElements; ++e) sums.value[e] = times(sums.value[e], scale);
+    for (uint32_t e = 0; e < kCount; ++e) sums.value[e] = times(sums.value[e], scale);
     return sums;
+  }
+
+  template <class Exec>
+  PUTGET_TEXT static float scale_of(Exec& exec, const Plan& plan, const uint8_t* row, uint32_t element) {
+    if (plan.shape.wire_type == WireType::kFp8Static) return plan.wire_scale;
+    const float* scales = row == nullptr ? nullptr : reinterpret_cast<const float*>(row + plan.shape.scales_offset());
+    return exec.get_or_zero(scales, element / kScaleBlock);  // [C4] [C9]
   }
 };
 
@@ -170,15 +139,14 @@ PUTGET_TEXT const uint8_t* routed_row(const Plan& plan, const CombineCall& call,
 }
 
 // Where the rows of one token are; null where it has none.
-template <class TopK>
 struct RowsOfToken {
-  const uint8_t* row[TopK::kCapacity];
+  const uint8_t* row[kMaxTopK];
 
-  PUTGET_TEXT void look_up(const Plan& plan, const CombineCall& call, const TopK& top_k, uint32_t token) {
+  PUTGET_TEXT void look_up(const Plan& plan, const CombineCall& call, uint32_t top_k, uint32_t token) {
     PUTGET_UNROLL
-    for (uint32_t k = 0; k < TopK::kCapacity; ++k) {
-      if (!TopK::kIsFixed && k >= top_k.top_k) break;
-      const uint64_t index = uint64_t{token} * top_k.top_k + k;
+    for (uint32_t k = 0; k < kMaxTopK; ++k) {
+      if (k >= top_k) break;
+      const uint64_t index = uint64_t{token} * top_k + k;
       row[k] = routed_row(plan, call, plan.target_ranks[index], plan.target_slots[index]);
     }
   }
@@ -186,23 +154,23 @@ struct RowsOfToken {
 
 // One warp's part of the (token, segment) items, and where its current token's rows are. The routes are this rank's
 // own, so the first ones are looked up while peers are waited for.
-template <class Codec, class Wire, class TopK>
+template <class Codec, class Wire>
 struct Reduction {
-  using Raw = typename Wire::Raw;
+  using Raw = Pack<typename Wire::Element, Wire::kElements>;
   using Out = Pack<Codec, Wire::kElements>;
-  TopK top_k;
+  uint32_t top_k;
   uint32_t packs_per_row;
   uint32_t packs_per_segment;
   uint32_t segments;
   uint32_t items;
   uint32_t item;
   uint32_t step;
-  RowsOfToken<TopK> rows;
+  RowsOfToken rows;
 
   // CTAs from first_block on take part.
   template <class Exec>
   PUTGET_TEXT Reduction(const Exec& exec, const Plan& plan, const CombineCall& call, uint32_t first_block)
-      : top_k{plan.shape.top_k},
+      : top_k(plan.shape.top_k),
         packs_per_row(plan.shape.output_elements / Wire::kElements),
         packs_per_segment(call.segment_bytes / sizeof(Raw)),
         segments((packs_per_row + packs_per_segment - 1) / packs_per_segment),
@@ -266,51 +234,26 @@ struct Reduction {
 
   template <class Exec>
   PUTGET_TEXT Sums<Wire::kElements> get_sum(Exec& exec, const Plan& plan, uint32_t pack) const {
-    if constexpr (TopK::kIsFixed) {
-      Raw leaf[TopK::kCapacity];
-      float scale[TopK::kCapacity];
+    TreeOfEights<Wire::kElements> tree;
+    PUTGET_ROLLED
+    for (uint32_t first = 0; first < top_k; first += kEight) {
+      Raw leaf[kEight];
+      float scale[kEight];
       PUTGET_UNROLL
-      for (uint32_t k = 0; k < TopK::kCapacity; ++k) {
-        leaf[k] = exec.get_or_zero(reinterpret_cast<const Raw*>(rows.row[k]), pack);  // [C4] [C9]
-        scale[k] = scale_of(exec, plan, rows.row[k], pack);
+      for (uint32_t i = 0; i < kEight; ++i) {
+        const uint8_t* row = first + i < top_k ? rows.row[first + i] : nullptr;
+        leaf[i] = exec.get_or_zero(reinterpret_cast<const Raw*>(row), pack);  // [C4] [C9]
+        scale[i] = Wire::scale_of(exec, plan, row, pack * Wire::kElements);
       }
-      Sums<Wire::kElements> sum[TopK::kCapacity];
+      Sums<Wire::kElements> sum[kEight];
       PUTGET_UNROLL
-      for (uint32_t k = 0; k < TopK::kCapacity; ++k) sum[k] = Wire::widen(exec, leaf[k], scale[k]);
-      return sum_tree(sum);
-    } else {
-      TreeOfEights<Wire::kElements> tree;
-      PUTGET_ROLLED
-      for (uint32_t first = 0; first < top_k.top_k; first += kEight) {
-        Raw leaf[kEight];
-        float scale[kEight];
-        PUTGET_UNROLL
-        for (uint32_t i = 0; i < kEight; ++i) {
-          const uint8_t* row = first + i < top_k.top_k ? rows.row[first + i] : nullptr;
-          leaf[i] = exec.get_or_zero(reinterpret_cast<const Raw*>(row), pack);  // [C4] [C9]
-          scale[i] = scale_of(exec, plan, row, pack);
-        }
-        Sums<Wire::kElements> sum[kEight];
-        PUTGET_UNROLL
-        for (uint32_t i = 0; i < kEight; ++i) {
-          sum[i] = Wire::widen(exec, leaf[i], scale[i]);
-          if (first + i >= top_k.top_k) sum[i] = no_leaf<Wire::kElements>();
-        }
-        tree.push(sum_tree(sum));
+      for (uint32_t i = 0; i < kEight; ++i) {
+        sum[i] = Wire::widen(exec, leaf[i], scale[i]);
+        if (first + i >= top_k) sum[i] = no_leaf<Wire::kElements>();
       }
-      return tree.total();
+      tree.push(sum_tree(sum));
     }
-  }
-
-  template <class Exec>
-  PUTGET_TEXT float scale_of(Exec& exec, const Plan& plan, const uint8_t* row, uint32_t pack) const {
-    if constexpr (!Wire::kIsScaled) {
-      return 1.0f;
-    } else {
-      if (plan.shape.wire_type == WireType::kFp8Static) return plan.wire_scale;
-      const float* scales = row == nullptr ? nullptr : reinterpret_cast<const float*>(row + plan.shape.scales_offset());
-      return exec.get_or_zero(scales, pack / (kScaleBlock / Wire::kElements));  // [C4] [C9]
-    }
+    return tree.total();
   }
 };
 

@@ -88,30 +88,30 @@ template <class Codec, bool kWide>
 struct Elements {
   using Bits = typename Codec::Bits;
   static constexpr uint32_t kPer = 16 / sizeof(Bits);
-  struct alignas(16) Access {
-    Bits bits[kPer];
-  };
+  using Access = Pack<Codec, kPer>;
   Access part[kWirePack / kPer];
 
-  PUTGET_TEXT void load(const uint8_t* row, uint32_t pack) {
+  // Zeros where `row` is null.
+  template <class Exec>
+  PUTGET_TEXT void load(Exec& exec, const uint8_t* row, uint32_t pack) {
     PUTGET_UNROLL
     for (uint32_t p = 0; p < kWirePack / kPer; ++p) {
       if constexpr (kWide) {
-        part[p] = reinterpret_cast<const Access*>(row)[pack * (kWirePack / kPer) + p];
+        part[p] = exec.get_or_zero(reinterpret_cast<const Access*>(row), pack * (kWirePack / kPer) + p);
       } else {
         PUTGET_UNROLL
         for (uint32_t e = 0; e < kPer; ++e) {
-          part[p].bits[e] = reinterpret_cast<const Bits*>(row)[pack * kWirePack + p * kPer + e];
+          const uint32_t index = pack * kWirePack + p * kPer + e;
+          part[p].bits[e] = row == nullptr ? Bits{} : reinterpret_cast<const Bits*>(row)[index];
         }
       }
     }
   }
-  PUTGET_TEXT float operator[](uint32_t e) const { return Codec::widen(part[e / kPer].bits[e % kPer]); }
 };
 
 // Elements of the blocks that begin in [begin, end) of a row's elements, quantised. A warp calls it; a group of lanes
-// has a block. As much as registers hold is loaded before the first block is quantised: what is in flight is what keeps
-// the memory busy.
+// has a block. As much as registers hold is loaded before the first block is quantised, and their blocks go through
+// each step together: what is on its way together is what keeps the memory, and the pipelines of a warp, busy.
 template <class Codec, bool kWide, class Exec>
 PUTGET_TEXT void quantise_by(Exec& exec, const Plan& plan, const uint8_t* from, uint8_t* to, uint32_t begin,
                              uint32_t end) {
@@ -121,44 +121,56 @@ PUTGET_TEXT void quantise_by(Exec& exec, const Plan& plan, const uint8_t* from, 
   constexpr uint32_t kAhead = kPacksPerLane > 1 ? 1 : 8 / sizeof(typename Codec::Bits);
   const uint32_t packs = plan.shape.output_elements / kWirePack;
   const uint32_t blocks = (end + kScaleBlock - 1) / kScaleBlock;
+  const bool has_scales = plan.shape.wire_type == WireType::kFp8Block;
   float* scales = reinterpret_cast<float*>(to + plan.shape.scales_offset());
   const uint32_t groups = exec.lanes() / kLanes;
-  const auto pack_of = [&](uint32_t block, uint32_t i) { return block * kPacks + i * kLanes + exec.lane() % kLanes; };
+  const uint32_t place = exec.lane() % kLanes;
   // Every lane goes through the same steps: a group takes the largest element of its lanes together.
   PUTGET_ROLLED
   for (uint32_t first = begin / kScaleBlock; first < blocks; first += groups * kAhead) {
+    const auto block_of = [&](uint32_t a) { return first + a * groups + exec.lane() / kLanes; };
+    const auto pack_of = [&](uint32_t a, uint32_t i) { return block_of(a) * kPacks + i * kLanes + place; };
+    const auto has = [&](uint32_t a, uint32_t i) { return block_of(a) < blocks && pack_of(a, i) < packs; };
     Elements<Codec, kWide> value[kAhead][kPacksPerLane];
     PUTGET_UNROLL
     for (uint32_t a = 0; a < kAhead; ++a) {
-      const uint32_t block = first + a * groups + exec.lane() / kLanes;
+      PUTGET_UNROLL
+      for (uint32_t i = 0; i < kPacksPerLane; ++i) value[a][i].load(exec, has(a, i) ? from : nullptr, pack_of(a, i));
+    }
+    float inverse[kAhead];
+    PUTGET_UNROLL
+    for (uint32_t a = 0; a < kAhead; ++a) {
+      inverse[a] = 0.0f;
       PUTGET_UNROLL
       for (uint32_t i = 0; i < kPacksPerLane; ++i) {
-        if (block < blocks && pack_of(block, i) < packs) value[a][i].load(from, pack_of(block, i));
+        PUTGET_UNROLL
+        for (const auto& part : value[a][i].part) inverse[a] = exec.template largest_magnitude<Codec>(part, inverse[a]);
       }
+    }
+    if (has_scales) {
+      PUTGET_UNROLL
+      for (uint32_t a = 0; a < kAhead; ++a) {
+        const float scale = block_scale(exec.template largest_of<kLanes>(inverse[a]));
+        if (block_of(a) < blocks && place == 0) exec.put(scales + block_of(a), scale);  // [C1] [C6]
+        inverse[a] = inverse_of(scale);
+      }
+    } else {
+      PUTGET_UNROLL
+      for (uint32_t a = 0; a < kAhead; ++a) inverse[a] = inverse_of(plan.wire_scale);
     }
     PUTGET_UNROLL
     for (uint32_t a = 0; a < kAhead; ++a) {
-      const uint32_t block = first + a * groups + exec.lane() / kLanes;
-      float largest = 0.0f;
       PUTGET_UNROLL
       for (uint32_t i = 0; i < kPacksPerLane; ++i) {
-        if (block >= blocks || pack_of(block, i) >= packs) continue;
-        PUTGET_UNROLL
-        for (uint32_t e = 0; e < kWirePack; ++e) largest = exec.larger_magnitude(value[a][i][e], largest);
-      }
-      float scale = plan.wire_scale;
-      if (plan.shape.wire_type == WireType::kFp8Block) {
-        scale = block_scale(exec.template largest_of<kLanes>(largest));
-        if (block < blocks && exec.lane() % kLanes == 0) exec.put(scales + block, scale);  // [C1] [C6]
-      }
-      const float inverse = 1.0f / scale;
-      PUTGET_UNROLL
-      for (uint32_t i = 0; i < kPacksPerLane; ++i) {
-        if (block >= blocks || pack_of(block, i) >= packs) continue;
         float scaled[kWirePack];
+        constexpr uint32_t kPer = Elements<Codec, kWide>::kPer;
         PUTGET_UNROLL
-        for (uint32_t e = 0; e < kWirePack; ++e) scaled[e] = times(value[a][i][e], inverse);
-        exec.put_fp8(to + pack_of(block, i) * kWirePack, scaled);  // [C1] [C6]
+        for (uint32_t p = 0; p < kWirePack / kPer; ++p) {
+          const Sums<kPer> wide = widen(value[a][i].part[p]);
+          PUTGET_UNROLL
+          for (uint32_t e = 0; e < kPer; ++e) scaled[p * kPer + e] = times(wide.value[e], inverse[a]);
+        }
+        if (has(a, i)) exec.put_fp8(to + pack_of(a, i) * kWirePack, scaled);  // [C1] [C6]
       }
     }
   }

@@ -128,7 +128,7 @@ class StressRank {
       CombineScratch& scratch = scratch_[exec.block()].combine;
       if (plan.shape.quantised()) {
         if (is_float) {
-          putget::combine<Float32, Fp8Wire, FixedTopK<4>>(exec, plan, call, scratch);
+          putget::combine<Float32, Fp8Wire, FewRows<4>>(exec, plan, call, scratch);
         } else {
           putget::combine<BFloat16, Fp8Wire, DynamicTopK>(exec, plan, call, scratch);
         }
