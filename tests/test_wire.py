@@ -8,6 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+import putget
+from putget.reference import quantised
 from tests.harness import Rank, run_ranks
 from tests.harness.cases import COMBINE, DISPATCH, Case, Round
 from tests.harness.compare import Outcome, check_case, check_round, play, play_on
@@ -283,3 +285,48 @@ def test_quantised_infinities_and_nans(direction: str, scale: float | None, devi
             assert torch.isnan(values[:128]).all()
         else:
             assert values[5] == 2 * 448 * scale
+
+
+def blocks_of_every_magnitude(values: torch.dtype) -> torch.Tensor:
+    """Blocks of 128 with another largest element each: all positive finite values of a type of two bytes; 64 a row."""
+    end = 0x7C00 if values == torch.float16 else 0x7F80
+    largest = torch.arange(end, dtype=torch.int16).view(values).float()
+    return (largest[:, None] * torch.linspace(-1.0, 1.0, 128)).view(-1, 64 * 128)
+
+
+def combine_every_magnitude(
+    rank: Rank, direction: str, values: torch.dtype, written: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A body: each rank's tokens get the blocks from the next rank. Returns their sums and what experts wrote."""
+    rows = blocks_of_every_magnitude(values).to(written)
+    num_tokens = len(rows)
+    next_rank, last_rank = ((rank.rank + step) % rank.size for step in (1, -1))
+    with rank.all_to_all(
+        num_experts=rank.size,
+        top_k=1,
+        max_tokens_per_rank=num_tokens,
+        payloads=[putget.Payload((16,), torch.uint8)],
+        output=putget.Payload((64 * 128,), written),
+        combine_direction=direction,
+        combine_dtype=FP8,
+    ) as a2a:
+        ids = torch.full((num_tokens, 1), next_rank, dtype=torch.int32, device=rank.device)
+        weights = torch.ones(num_tokens, 1, device=rank.device)
+        rank.meet()
+        a2a.dispatch(ids, weights, torch.zeros(num_tokens, 16, dtype=torch.uint8, device=rank.device))
+        a2a.combine_input[last_rank, :num_tokens] = rows.to(rank.device)
+        rank.meet()
+        return a2a.combine().cpu(), rows
+
+
+@pytest.mark.parametrize("direction", ["pull", "push"])
+@pytest.mark.parametrize(
+    ("values", "written"),
+    [(torch.bfloat16,) * 2, (torch.float16,) * 2, (torch.bfloat16, torch.float32), (torch.float16, torch.float32)],
+    ids=str,
+)
+def test_scales_of_every_magnitude(direction: str, values: torch.dtype, written: torch.dtype, device: str) -> None:
+    """A GPU divides without a branch: the quotients are those of the oracle for all that a block's largest may be."""
+    for sums, rows in run_ranks(2, combine_every_magnitude, direction, values, written, mode="thread", device=device):
+        expected = quantised(rows.float()).to(written)
+        assert torch.equal(sums, expected)
