@@ -110,13 +110,14 @@ class Clock:
     ceiling: Ceiling
     empty_us: float
 
-    def link_us(self, phase: str, dispatch_bytes: float, combine_bytes: float) -> float | None:
+    def link_us(self, phase: str, dispatch_bytes: float, combine_bytes: float, combine_pushes: bool) -> float | None:
         """The time that the bytes of a phase take at the ceiling; None where there is no peer."""
         write, read = self.ceiling.write_gbps, self.ceiling.read_gbps
         if write is None or read is None:
             return None
         written = dispatch_bytes if phase != "combine" else 0
-        return (written / write + (combine_bytes if phase != "dispatch" else 0) / read) / 1e3
+        back = combine_bytes if phase != "dispatch" else 0
+        return (written / write + back / (write if combine_pushes else read)) / 1e3
 
     def around(self, phase: str) -> float:
         """The part of a phase's latency that the clock itself takes. Pairs follow each other, so they share one."""
@@ -206,7 +207,7 @@ def summarise(
             result[phase] = None
             continue
         latency_us = median(readings[phase])
-        link_us = clock.link_us(phase, dispatch_wire, combine_wire)
+        link_us = clock.link_us(phase, dispatch_wire, combine_wire, entry.settings.combine_direction == "push")
         result[phase] = {
             "latency_us": latency_us,
             "algorithm_gbps": traffic.gigabytes_per_second(algorithm[phase], latency_us),

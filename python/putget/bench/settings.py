@@ -16,6 +16,7 @@ from putget.bench import profiles, routing
 BACKENDS = ("nvlink_one_sided",)
 DEVICES = ("auto", "cpu", "cuda")
 COMBINE_DTYPES = ("bfloat16", "float16", "float32", "fp8_block", "fp8_static")
+COMBINE_DIRECTIONS = ("pull", "push")
 FP8_PACK = 16  # a row in FP8 has a multiple of this many values
 _STATIC_SCALE = 2.0**-6  # of fp8_static: rows here stay well below 448 of it
 PEERS = ("nccl", "flashinfer", "deepep")
@@ -50,6 +51,7 @@ class Settings:
     quant: str
     payload_dtype: str
     combine_dtype: str
+    combine_direction: str
     batches: tuple[int, ...]
     max_tokens_per_rank: int
     iters: int
@@ -77,10 +79,11 @@ class Settings:
 
     def combine_options(self) -> dict[str, Any]:
         """The arguments of `putget.AllToAll` that say how combine's rows travel."""
+        options = {"combine_direction": self.combine_direction}
         if not self.combine_is_fp8:
-            return {}
+            return options
         scale = _STATIC_SCALE if self.combine_dtype == "fp8_static" else None
-        return {"combine_dtype": torch.float8_e4m3fn, "combine_scale": scale}
+        return {**options, "combine_dtype": torch.float8_e4m3fn, "combine_scale": scale}
 
     def combine_wire_bytes(self) -> int:
         """Bytes of one row of combine as putget brings it back: FP8 values, and their float32 scales."""
@@ -186,6 +189,7 @@ def resolve(args: argparse.Namespace, world_size: int | None) -> Settings:
         quant=shape.quant,
         payload_dtype=args.payload_dtype or "bfloat16",
         combine_dtype=args.combine_dtype,
+        combine_direction=args.combine_direction,
         batches=batches,
         max_tokens_per_rank=capacity,
         iters=iters,

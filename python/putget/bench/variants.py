@@ -48,8 +48,9 @@ def combine_inputs(settings: Settings) -> Iterator[Variant]:
 
 @group("direction")
 def directions(settings: Settings) -> Iterator[Variant]:
-    """Rows that their owners send, instead of rows that are fetched."""
-    yield Variant("push", "combine pushes", settings, lambda bench: Putget(*bench, combine_direction="push"))
+    """Rows that their owners send, instead of rows that are fetched; or the other way round."""
+    other = "push" if settings.combine_direction == "pull" else "pull"
+    yield Variant(other, f"combine {other}s", replace(settings, combine_direction=other), lambda bench: Putget(*bench))
 
 
 @group("combine_dtype")
