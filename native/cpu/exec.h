@@ -171,6 +171,8 @@ struct Exec {
     }
     return largest;
   }
+  // Of a scale that block_scale gives, or that a caller may.
+  float inverse_of(float scale) const { return 1.0f / scale; }
   template <class Codec, class Pack, uint32_t kCount>
   void narrow(const float (&value)[kCount], Pack& pack) const {
     for (uint32_t e = 0; e < kCount; ++e) pack.bits[e] = Codec::narrow(value[e]);

@@ -248,6 +248,14 @@ struct Exec {
     }
   }
 
+  // 1 / scale, rounded, of a scale that block_scale gives or that a caller may: without a branch, by a guess and its
+  // remainder.
+  __device__ float inverse_of(float scale) const {
+    const float guess = ptx::inverse_guess(scale);
+    const float inverse = __fmaf_rn(guess, __fmaf_rn(-scale, guess, 1.0f), guess);
+    return scale < float_of_bits(0x7f800000u) ? inverse : 0.0f;
+  }
+
   // As Codec::narrow does each, with the conversion that the hardware has; it differs in NaNs alone.
   template <class Codec, class Pack, uint32_t kCount>
   __device__ void narrow(const float (&value)[kCount], Pack& pack) const {

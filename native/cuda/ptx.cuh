@@ -173,6 +173,13 @@ __device__ __forceinline__ float widen_f16(uint16_t half) {
   return value;
 }
 
+// 1 / value, wrong in its last place at most.
+__device__ __forceinline__ float inverse_guess(float value) {
+  float guess;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(guess) : "f"(value));
+  return guess;
+}
+
 // No instruction: a value that the compiler must have here, and may not work out later.
 __device__ __forceinline__ void pin(uint32_t& value) { asm volatile("" : "+r"(value)); }
 template <class Pointed>

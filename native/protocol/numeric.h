@@ -47,9 +47,11 @@ struct Float16 {
   using Bits = uint16_t;
   PUTGET_PURE static float widen(Bits bits) {
 #if defined(__CUDA_ARCH__)
-    float value;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
-    return value;
+    // Without branches: the exponents of both types are apart by a power of two, but for the largest one.
+    constexpr float kApart = 5192296858534827628530496329220096.0f;  // 2^112
+    const uint32_t rest = (bits & 0x7c00u) == 0x7c00u ? 0x7f800000u : 0;
+    const float magnitude = __fmul_rn(float_of_bits((bits & 0x7fffu) << 13), kApart);
+    return float_of_bits(bits_of_float(magnitude) | rest | uint32_t{bits & 0x8000u} << 16);
 #else
     const uint32_t sign = uint32_t{bits & 0x8000u} << 16;
     const uint32_t exponent = (bits >> 10) & 0x1fu;
@@ -186,18 +188,6 @@ PUTGET_PURE float block_scale(float largest) {
   return value < float_of_bits(0x7f800000u) ? quotient : value;
 #else
   return value / Fp8::kMax;
-#endif
-}
-
-// 1 / scale, of a scale that block_scale gives or that a caller may.
-PUTGET_PURE float inverse_of(float scale) {
-#if defined(__CUDA_ARCH__)
-  float guess;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(guess) : "f"(scale));
-  const float inverse = __fmaf_rn(guess, __fmaf_rn(-scale, guess, 1.0f), guess);
-  return scale < float_of_bits(0x7f800000u) ? inverse : 0.0f;
-#else
-  return 1.0f / scale;
 #endif
 }
 

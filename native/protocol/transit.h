@@ -152,11 +152,11 @@ PUTGET_TEXT void quantise_by(Exec& exec, const Plan& plan, const uint8_t* from, 
       for (uint32_t a = 0; a < kAhead; ++a) {
         const float scale = block_scale(exec.template largest_of<kLanes>(inverse[a]));
         if (block_of(a) < blocks && place == 0) exec.put(scales + block_of(a), scale);  // [C1] [C6]
-        inverse[a] = inverse_of(scale);
+        inverse[a] = exec.inverse_of(scale);
       }
     } else {
       PUTGET_UNROLL
-      for (uint32_t a = 0; a < kAhead; ++a) inverse[a] = inverse_of(plan.wire_scale);
+      for (uint32_t a = 0; a < kAhead; ++a) inverse[a] = exec.inverse_of(plan.wire_scale);
     }
     PUTGET_UNROLL
     for (uint32_t a = 0; a < kAhead; ++a) {
