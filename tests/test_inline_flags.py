@@ -14,12 +14,17 @@ import putget
 from tests.harness import Rank, run_ranks
 from tests.harness.cases import COMBINE, DISPATCH, Case, Round
 from tests.harness.compare import Outcome, check_case, check_round, play_on
+from tests.test_wire import WIRES, Wire, case_of, wire_id
 from tests.test_workspace import bytes_of
 
 APART, IN_ROWS = 1, 2
 ENDINGS = ("zero_copy", "zero_copy_flat", "flat", "strided", "transposed")
 HALVES = tuple(itertools.product((0, DISPATCH, COMBINE, DISPATCH + COMBINE), repeat=3))
 OUTPUTS = [((64,), torch.bfloat16), ((100,), torch.float16), ((36,), torch.float32), ((7,), torch.bfloat16)]
+
+
+# In blocks of 128, also of two accesses of a warp, and a last one that is short.
+BLOCKS = [((64,), torch.bfloat16), ((144,), torch.float16), ((272,), torch.float32), ((16,), torch.bfloat16)]
 
 
 def launch(flags: int) -> dict[str, Any]:
@@ -53,19 +58,21 @@ def play_wishes(rank: Rank, cases: list[Case], wishes: tuple[int, ...]) -> list[
     return outcomes
 
 
+@pytest.mark.parametrize("wire", WIRES, ids=wire_id)
 @pytest.mark.parametrize("wishes", list(itertools.product((APART, IN_ROWS), repeat=3)), ids=str)
-def test_every_rank_as_it_likes(wishes: tuple[int, ...], device: str) -> None:
+def test_every_rank_as_it_likes(wishes: tuple[int, ...], wire: Wire, device: str) -> None:
     """top_k of 8 experts on 3 ranks: several of a token's experts on one rank."""
     cases = [
-        Case(3, rounds(10 * i), num_experts=9, top_k=top_k, output=output)
-        for i, (output, top_k) in enumerate(zip(OUTPUTS, (8, 3, 8, 2), strict=True))
+        case_of(wire, 3, rounds(10 * i), num_experts=9, top_k=top_k, output=output)
+        for i, (output, top_k) in enumerate(zip(OUTPUTS if wire[1] is None else BLOCKS, (8, 3, 8, 2), strict=True))
     ]
     results = run_ranks(3, play_wishes, cases, wishes, mode="thread", device=device)
     for index, case in enumerate(cases):
         check_case(case, [of_rank[index] for of_rank in results])
 
 
-def test_sizes_on_both_sides_of_the_room(device: str) -> None:
+@pytest.mark.parametrize("direction", ["pull", "push"])
+def test_sizes_on_both_sides_of_the_room(direction: str, device: str) -> None:
     """Rows so long that 8 tokens fit with flags and 9 do not; ranks on both sides in one round."""
     case = Case(
         2,
@@ -73,6 +80,7 @@ def test_sizes_on_both_sides_of_the_room(device: str) -> None:
         num_experts=4,
         max_tokens_per_rank=9,
         output=((8192,), torch.bfloat16),
+        direction=direction,
     )
     results = run_ranks(2, play_wishes, [case], (IN_ROWS, IN_ROWS), mode="thread", device=device)
     check_case(case, [of_rank[0] for of_rank in results])
@@ -98,8 +106,10 @@ LONG = {"output": putget.Payload((7168,), torch.bfloat16), "num_experts": 64, "t
         (LONG | {"num_sms": 4} | launch(IN_ROWS), (2, 2, 2, 1, 1)),
         (LONG | launch(APART), (1, 1, 1, 1, 1)),
         (LONG | launch(IN_ROWS), (2, 2, 2, 1, 1)),
-        (LONG | {"combine_direction": "push"} | launch(IN_ROWS), (1, 1, 1, 1, 1)),
-        (LONG | {"combine_dtype": torch.float8_e4m3fn} | launch(IN_ROWS), (1, 1, 1, 1, 1)),
+        (LONG | {"combine_direction": "push"}, (1, 1, 1, 1, 1)),
+        (LONG | {"combine_direction": "push"} | launch(IN_ROWS), (2, 2, 2, 1, 1)),
+        (LONG | {"combine_dtype": torch.float8_e4m3fn}, (1, 1, 1, 1, 1)),
+        (LONG | {"combine_dtype": torch.float8_e4m3fn} | launch(IN_ROWS), (2, 2, 2, 1, 1)),
         (LONG | {"output": putget.Payload((7,), torch.bfloat16)} | launch(IN_ROWS), (1, 1, 1, 1, 1)),
     ],
 )
@@ -127,9 +137,13 @@ def play_layers_that_share(rank: Rank, cases: list[Case], wishes: list[int]) -> 
     return outcomes
 
 
-def test_rows_of_other_sizes_in_the_same_place(device: str) -> None:
+@pytest.mark.parametrize(
+    ("wires", "outputs"), [([WIRES[0]] * 3, OUTPUTS[:3]), (WIRES[1:4], BLOCKS[:3])], ids=["same", "several"]
+)
+def test_rows_of_other_sizes_in_the_same_place(wires: list[Wire], outputs: list[Any], device: str) -> None:
     cases = [
-        Case(3, rounds(50 + 10 * i, 6), num_experts=9, top_k=3, output=output) for i, output in enumerate(OUTPUTS[:3])
+        case_of(wire, 3, rounds(50 + 10 * i, 6), num_experts=9, top_k=3, output=output)
+        for i, (wire, output) in enumerate(zip(wires, outputs, strict=True))
     ]
     results = run_ranks(3, play_layers_that_share, cases, [IN_ROWS, APART, IN_ROWS], mode="thread", device=device)
     for at, case in enumerate(cases):

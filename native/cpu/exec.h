@@ -171,6 +171,10 @@ struct Exec {
     }
     return largest;
   }
+  template <uint32_t kCount>
+  void round_to_fp8(float (&value)[kCount]) const {
+    for (float& one : value) one = Fp8::widen(Fp8::narrow(one));
+  }
   // Of a scale that block_scale gives, or that a caller may.
   float inverse_of(float scale) const { return 1.0f / scale; }
   template <class Codec, class Pack, uint32_t kCount>

@@ -92,7 +92,11 @@ class CpuMemory final : public Memory {
       using Packed = SameWire<Codec, kWideBytes / sizeof(typename Codec::Bits)>;
       if (call.flagged != 0) {
         with_rows(plan.shape, [&](auto rows) {
-          putget::combine<Codec, FlaggedWire<Codec>, decltype(rows)>(exec, plan, whole_rows, combine_scratch_);
+          if (plan.shape.quantised()) {
+            putget::combine<Codec, FlaggedWire<Codec, true>, decltype(rows)>(exec, plan, whole_rows, combine_scratch_);
+          } else {
+            putget::combine<Codec, FlaggedWire<Codec, false>, decltype(rows)>(exec, plan, whole_rows, combine_scratch_);
+          }
         });
       } else if (packed && limits.combine.stages > 1 && !plan.shape.quantised() &&
                  (call.rows == nullptr || call.rows_access_bytes == kWideBytes)) {

@@ -29,6 +29,7 @@ void load_combine_kernels() {
       shape.ep_size = shape.top_k = rows;
       check(cudaFuncGetAttributes(&attributes, same_kernel(shape, true)), "loading combine_kernel");
       check(cudaFuncGetAttributes(&attributes, flagged_kernel(shape)), "loading combine_kernel");
+      check(cudaFuncGetAttributes(&attributes, flagged_fp8_kernel(shape)), "loading combine_kernel");
       check(cudaFuncGetAttributes(&attributes, fp8_kernel(shape, true)), "loading combine_kernel");
     }
     check(cudaFuncGetAttributes(&attributes, same_kernel(shape, false)), "loading combine_kernel");

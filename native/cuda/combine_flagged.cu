@@ -5,8 +5,9 @@
 namespace putget::cuda {
 
 CombineKernel flagged_kernel(const Shape& shape) {
+  if (shape.quantised()) return flagged_fp8_kernel(shape);
   return with_codec(shape.output_type, [&](auto codec) -> CombineKernel {
-    using Wire = FlaggedWire<decltype(codec)>;
+    using Wire = FlaggedWire<decltype(codec), false>;
     return with_rows(shape,
                      [](auto rows) -> CombineKernel { return combine_kernel<decltype(codec), Wire, decltype(rows)>; });
   });

@@ -309,6 +309,18 @@ struct Exec {
     }
   }
 
+  // As E4M3 holds them.
+  template <uint32_t kCount>
+  __device__ void round_to_fp8(float (&value)[kCount]) const {
+    static_assert(kCount % 2 == 0, "in pairs");
+#pragma unroll
+    for (uint32_t e = 0; e < kCount; e += 2) {
+      const uint32_t halves = ptx::widen_e4m3x2(ptx::narrow_e4m3x2(value[e], value[e + 1]));
+      value[e] = ptx::widen_f16(static_cast<uint16_t>(halves));
+      value[e + 1] = ptx::widen_f16(static_cast<uint16_t>(halves >> 16));
+    }
+  }
+
   // from[index], or zero where `from` is null: without a branch, so that the loads of all leaves are in flight
   // together.
   template <class Access>

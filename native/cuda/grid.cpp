@@ -179,7 +179,7 @@ putget_launch flagged_launch(const Shape& shape, uint32_t num_tokens, const Room
   launch.splits = 1;
   launch.stages = 1;
   if (launch.threads == 0) launch.threads = kThreads;
-  if (launch.segment_bytes == 0) launch.segment_bytes = kWarpBytes;
+  launch.segment_bytes = flagged_segment(shape, launch.segment_bytes != 0 ? launch.segment_bytes : kWarpBytes);
   if (launch.blocks == 0) {
     // A warp for each piece to send, as if every rank had as many tokens.
     const uint64_t pieces = flagged_pieces(shape, launch.segment_bytes).value();

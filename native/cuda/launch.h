@@ -55,6 +55,7 @@ using CombineKernel = void (*)(Plan, CombineCall);
 CombineKernel same_kernel(const Shape& shape, bool packed);
 CombineKernel fp8_kernel(const Shape& shape, bool packed);
 CombineKernel flagged_kernel(const Shape& shape);
+CombineKernel flagged_fp8_kernel(const Shape& shape);
 CombineKernel bulk_kernel(OutputType type);
 
 // Loads a kernel whose CTAs may take all shared memory that there is beside their scratch.

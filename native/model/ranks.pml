@@ -65,7 +65,7 @@ inline choose_rows() {
 #if WISH > 0
     wanted = 0;
     if
-    :: MAY_WISH(me, object) -> wishes = true
+    :: MAY_WISH(me) -> wishes = true
     :: wishes = false
     fi
 #endif

@@ -61,8 +61,13 @@
 #define INBOX(slot, src) ROW(2, object, slot, src)
 #define EMPTY 0
 
-/* A rank that may wish for rows with flags in them; rows that are pushed have none. */
-#define MAY_WISH(rank, object) (((WISH >> (rank)) & 1) && !PUSHES(object))
+/* A rank that may wish for rows with flags in them; and who is known to want its rows so, of those that have some. */
+#define MAY_WISH(rank) ((WISH >> (rank)) & 1)
+#if WISH > 0
+#define WANTS_FLAGS(rank) ((wanted >> (rank)) & 1)
+#else
+#define WANTS_FLAGS(rank) false
+#endif
 #define WORD(slot, src) word[(slot) * RANKS + (src)]
 
 #define COMBINED 1
@@ -169,7 +174,7 @@ inline publish_ended(of_epoch, how) {
 #endif
 #define STORE_PUSHED \
   if \
-  :: turn == 0 || turn < counts[peer] -> \
+  :: turn == 0 || (turn < counts[peer] && !WANTS_FLAGS(peer)) -> \
     atomic { AT(peer).pushed_epoch[me] = epoch; AT(peer).pushed_turns[me] = TURNS_DONE } \
   :: else \
   fi
@@ -299,7 +304,7 @@ inline run_experts() {
 
 /* C6 of the slot that has its turn: reads what the experts wrote. A rank's own rows stay where they are. */
 inline push_rows() {
-  FOR_ROWS(PEER(peer) && slot == turn && slot < counts[peer],
+  FOR_ROWS(PEER(peer) && !WANTS_FLAGS(peer) && slot == turn && slot < counts[peer],
            assert(AT(me).OUTPUT(slot, peer) == round); AT(peer).INBOX(slot, me) = round)
 }
 
@@ -393,7 +398,7 @@ inline sum_tokens() {
 #if WISH > 0
   :: wishes -> IN_TURNS(await_words()) /* F2 */
 #endif
-  :: PUSHES(object) -> IN_TURNS(await_token(); read_rows()) /* C9 */
+  :: PUSHES(object) && !WISHES_FLAGS -> IN_TURNS(await_token(); read_rows()) /* C9 */
   :: !PUSHES(object) && !WISHES_FLAGS -> read_rows() /* C4 */
   fi
 }

@@ -6,7 +6,7 @@
 
 #include "protocol/dispatch.h"
 #include "protocol/few.h"
-#include "protocol/flagged.h"
+#include "protocol/flagged_sum.h"
 #include "protocol/stage.h"
 #include "protocol/staged.h"
 #include "protocol/transit.h"
@@ -63,7 +63,7 @@ struct Work {
 
 // What combine reads before it knows the round; `meanwhile` may issue loads of its own. Ends with a block barrier. Says
 // whether a source wants rows with flags in them.
-template <bool kMayAsk, class Exec, class Meanwhile>
+template <class Exec, class Meanwhile>
 PUTGET_TEXT bool look_before_combine(Exec& exec, const Plan& plan, const Work& work, StateAhead& state,
                                      CombineScratch& scratch, Meanwhile meanwhile) {
   state.load(exec, plan);
@@ -75,9 +75,7 @@ PUTGET_TEXT bool look_before_combine(Exec& exec, const Plan& plan, const Work& w
       scratch.num_tokens[src] = rows < kWantsFlags ? rows : 0;
     }
   }
-  if constexpr (kMayAsk) return exec.any(asked);
-  exec.sync();
-  return false;
+  return exec.any(asked);
 }
 
 // What says whose turn it is, as the calling CTA found it, all of it read together.
@@ -155,10 +153,10 @@ PUTGET_TEXT bool may_combine(Exec& exec, const Plan& plan, const CombineCall& ca
 }
 
 // move_rows where it is not what the kernel is about.
-template <class Codec, class Exec>
+template <class Codec, bool kQuantised, class Exec>
 PUTGET_RARE void move_rows_apart(Exec& exec, const Plan& plan, const CombineCall& call, const StateHead& head,
                                  const Parts& parts, uint32_t most, const uint32_t* num_tokens) {
-  move_rows<Codec, false>(exec, plan, call, head, parts, most, num_tokens);
+  move_rows<Codec, kQuantised>(exec, plan, call, head, parts, most, num_tokens);
 }
 
 // The start half: tells every peer that the received rows are read and either that this rank's rows are complete or in
@@ -171,7 +169,7 @@ PUTGET_TEXT void start_combine(Exec& exec, const Plan& plan, const CombineCall& 
   const Parts parts = work.moves ? cut_into_parts(call, most) : Parts{0, 0};
   if (IsFlagged<Wire>::kYes && work.sends && !work.moving) {
     sender.send(exec, plan, call, head);
-  } else if (!Wire::kIsScaled && work.sends) {
+  } else if (work.sends) {
     send_flagged_rows(exec, plan, call, head, work.moving ? call.moving_blocks : exec.blocks());
   }
   if (exec.block() == 0) {
@@ -186,7 +184,7 @@ PUTGET_TEXT void start_combine(Exec& exec, const Plan& plan, const CombineCall& 
   }
   if (!work.moves) return;
   if constexpr (IsFlagged<Wire>::kYes) {
-    move_rows_apart<Codec>(exec, plan, call, head, parts, most, scratch.num_tokens);
+    move_rows_apart<Codec, Wire::kIsScaled>(exec, plan, call, head, parts, most, scratch.num_tokens);
   } else {
     move_rows<Codec, Wire::kIsScaled>(exec, plan, call, head, parts, most, scratch.num_tokens);
   }
@@ -314,7 +312,7 @@ struct ReductionOf<Exec, Codec, Wire, FewRows<kRows>, false> {
 // What is left to do when the state is known, and who does what.
 template <class Codec, class Wire, class TopK, class Exec>
 PUTGET_TEXT void do_combine(Exec& exec, const Plan& plan, const CombineCall& call, const Work& work,
-                            FlaggedSender<Exec>& sender, FlaggedSum<Exec, Codec, TopK>& flagged,
+                            FlaggedSender<Exec>& sender, FlaggedSum<Exec, Codec, TopK, Wire::kIsScaled>& flagged,
                             CombineScratch& scratch) {
   constexpr bool kIsFlagged = IsFlagged<Wire>::kYes;
   bool done = may_combine<kIsFlagged>(exec, plan, call, work, scratch.wait);
@@ -350,7 +348,7 @@ template <class Codec, class Wire, class TopK, class Exec>
 PUTGET_RARE void do_combine_apart(Exec& exec, const Plan& plan, const CombineCall& call, const Work work,
                                   CombineScratch& scratch) {
   FlaggedSender<Exec> sender(exec, plan, call, exec.blocks());
-  FlaggedSum<Exec, Codec, TopK> flagged(exec, plan, call);
+  FlaggedSum<Exec, Codec, TopK, Wire::kIsScaled> flagged(exec, plan, call);
   if (call.half != Half::kStart) flagged.look_up(exec, call);
   do_combine<Codec, Wire>(exec, plan, call, work, sender, flagged, scratch);
 }
@@ -364,10 +362,10 @@ PUTGET_TEXT void combine(Exec& exec, const Plan& plan, const CombineCall& call, 
   Work work(exec, plan, call, kIsFlagged);
   StateAhead state(exec, plan, plan.layout.pushed);
   FlaggedSender<Exec> sender(exec, plan, call, exec.blocks());
-  FlaggedSum<Exec, Codec, TopK> flagged(exec, plan, call);
+  FlaggedSum<Exec, Codec, TopK, Wire::kIsScaled> flagged(exec, plan, call);
   exec.wait_for_earlier_work();
   exec.mark(Stage::kWoken);
-  const bool asked = look_before_combine<!Wire::kIsScaled>(exec, plan, work, state, scratch, [&] {
+  const bool asked = look_before_combine(exec, plan, work, state, scratch, [&] {
     if (kIsFlagged && call.half != Half::kFinish) sender.load_ahead();
     if (kIsFlagged && call.half != Half::kStart) flagged.look_up(exec, call);
     // What the experts wrote is made visible while the state is on its way.

@@ -81,8 +81,10 @@ class Launch:
             With stages a CTA has at most 512 threads, and segments are cut to what its stages hold.
         movers: Combine: blocks that move rows before they are summed, where any are to be moved.
         inline_flags: Combine, on CPU too: 2 for rows with flags in them, which small batches wait for shortest, 1 for
-            rows without. Where 2 cannot be had (rows that are pushed or quantised, rows whose bytes are no multiple of
-            8, more tokens than the inbox has room for), rows come without. Each rank as it likes.
+            rows without. Where 2 cannot be had (rows whose bytes are no multiple of 8, more tokens than the inbox has
+            room for), rows come without. Where other rows are quantised, they come as experts wrote them and are rounded
+            where they are summed: the result is the same. 0: never where rows are pushed or quantised. Each rank as it
+            likes.
 
     Raises:
         ValueError: A field is out of range.

@@ -95,7 +95,7 @@ class Case:
             "combine_scale": self.scale,
         }
         if self.stages != 0:
-            options["combine_launch"] = putget.Launch(stages=self.stages)
+            options["combine_launch"] = putget.Launch(stages=self.stages, inline_flags=1)
         if self.table is not None:
             options["expert_to_rank"] = torch.tensor(self.table, dtype=torch.int32)
         return options

@@ -114,7 +114,7 @@ class StressRank {
     call.piece_bytes = 2 * call.small_piece_bytes;
     call.moving_blocks = half == Half::kBoth && blocks > 1 ? blocks - round_ % 2 : blocks;
     call.flagged = flagged_;
-    if (call.flagged != 0) call.segment_bytes = kFlaggedSegmentBytes;
+    if (call.flagged != 0) call.segment_bytes = flagged_segment(plan.shape, kFlaggedSegmentBytes);
     const uint32_t stages = flagged_ ? 1 : plan_.stages(round_, rank_);
     if (stages > 1) {
       const uint32_t rows = plan.shape.most_rows();
@@ -126,16 +126,22 @@ class StressRank {
     const bool is_float = plan.shape.output_type == OutputType::kFloat32;
     launch(blocks, [&](BlockExec exec) {
       CombineScratch& scratch = scratch_[exec.block()].combine;
-      if (plan.shape.quantised()) {
+      if (plan.shape.quantised() && call.flagged != 0) {
+        if (is_float) {
+          putget::combine<Float32, FlaggedWire<Float32, true>, FewRows<4>>(exec, plan, call, scratch);
+        } else {
+          putget::combine<BFloat16, FlaggedWire<BFloat16, true>, DynamicTopK>(exec, plan, call, scratch);
+        }
+      } else if (plan.shape.quantised()) {
         if (is_float) {
           putget::combine<Float32, Fp8Wire, FewRows<4>>(exec, plan, call, scratch);
         } else {
           putget::combine<BFloat16, Fp8Wire, DynamicTopK>(exec, plan, call, scratch);
         }
       } else if (call.flagged != 0 && round_ % 2 == 0) {
-        putget::combine<Float32, FlaggedWire<Float32>, FewRows<4>>(exec, plan, call, scratch);
+        putget::combine<Float32, FlaggedWire<Float32, false>, FewRows<4>>(exec, plan, call, scratch);
       } else if (call.flagged != 0) {
-        putget::combine<Float32, FlaggedWire<Float32>, DynamicTopK>(exec, plan, call, scratch);
+        putget::combine<Float32, FlaggedWire<Float32, false>, DynamicTopK>(exec, plan, call, scratch);
       } else if (stages > 1) {
         cpu::Ring<BlockExec> ring_exec(exec, call.ring);
         putget::combine<Float32, SameWire<Float32, 4>, DynamicTopK>(ring_exec, plan, call, scratch);

@@ -1,0 +1,15 @@
+// Instances of combine_kernel for rows that come with flags in them, of shapes whose other rows travel quantised.
+#include "cuda/combine.cuh"
+#include "cuda/launch.h"
+
+namespace putget::cuda {
+
+CombineKernel flagged_fp8_kernel(const Shape& shape) {
+  return with_codec(shape.output_type, [&](auto codec) -> CombineKernel {
+    using Wire = FlaggedWire<decltype(codec), true>;
+    return with_rows(shape,
+                     [](auto rows) -> CombineKernel { return combine_kernel<decltype(codec), Wire, decltype(rows)>; });
+  });
+}
+
+}  // namespace putget::cuda
