@@ -82,8 +82,8 @@ class Launch:
         movers: Combine: blocks that move rows before they are summed, where any are to be moved.
         inline_flags: Combine, on CPU too: 2 for rows with flags in them, which small batches wait for shortest, 1 for
             rows without. Where 2 cannot be had (rows whose bytes are no multiple of 8, more tokens than the inbox has
-            room for), rows come without. Where other rows are quantised, they come as experts wrote them and are rounded
-            where they are summed: the result is the same. 0: never where rows are pushed or quantised. Each rank as it
+            room for), rows come without. Where others are quantised, they come as experts wrote them and are rounded
+            where they are summed: the result is the same. 0 is 1 where rows are pushed or quantised. Each rank as it
             likes.
 
     Raises:
