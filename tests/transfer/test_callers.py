@@ -134,6 +134,15 @@ def test_a_number_that_does_not_fit_is_a_value_error(words: str, pair: tuple[pt.
     assert "putget_transfer_submitted_total 0\n" in a.metrics_text()
 
 
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """A shell starts background jobs with SIGINT ignored, and that is inherited: the tests may be such a job."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_ends_a_wait(pair: tuple[pt.Engine, pt.Engine]) -> None:
     arrived = pair[1].expect_imm_count(1, 1, deadline_s=LONG_S)
     timer = threading.Timer(0.1, signal.raise_signal, [signal.SIGINT])
