@@ -137,20 +137,23 @@ PUTGET_TEXT void quantise_by(Exec& exec, const Plan& plan, const uint8_t* from, 
       PUTGET_UNROLL
       for (uint32_t i = 0; i < kPacksPerLane; ++i) value[a][i].load(exec, has(a, i) ? from : nullptr, pack_of(a, i));
     }
-    float inverse[kAhead];
+    // Also where nobody asks: else more registers wait in local memory.
+    float largest[kAhead] = {};
     PUTGET_UNROLL
     for (uint32_t a = 0; a < kAhead; ++a) {
-      inverse[a] = 0.0f;
       PUTGET_UNROLL
       for (uint32_t i = 0; i < kPacksPerLane; ++i) {
         PUTGET_UNROLL
-        for (const auto& part : value[a][i].part) inverse[a] = exec.template largest_magnitude<Codec>(part, inverse[a]);
+        for (const auto& part : value[a][i].part) {
+          largest[a] = exec.template largest_magnitude<Codec>(part, largest[a]);
+        }
       }
     }
+    float inverse[kAhead];  // of the scales
     if (has_scales) {
       PUTGET_UNROLL
       for (uint32_t a = 0; a < kAhead; ++a) {
-        const float scale = block_scale(exec.template largest_of<kLanes>(inverse[a]));
+        const float scale = block_scale(exec.template largest_of<kLanes>(largest[a]));
         if (block_of(a) < blocks && place == 0) exec.put(scales + block_of(a), scale);  // [C1] [C6]
         inverse[a] = exec.inverse_of(scale);
       }
