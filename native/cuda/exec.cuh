@@ -228,7 +228,7 @@ struct Exec {
   // The largest one of `largest`, which is no NaN, and the elements' magnitudes; a NaN is never the larger one.
   template <class Codec, uint32_t kCount>
   __device__ float largest_magnitude(const Pack<Codec, kCount>& pack, float largest) const {
-    if constexpr (std::is_same_v<Codec, BFloat16> && kCount == 8) {
+    if constexpr (std::is_same_v<Codec, BFloat16> && kCount % 2 == 0) {
       union {
         Pack<Codec, kCount> pack;
         uint32_t pair[kCount / 2];

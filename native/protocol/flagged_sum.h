@@ -142,7 +142,7 @@ class FlaggedSum {
     return rows;
   }
 
-  // Of one lane; false: its deadline passed.
+  // Of one lane, or of all together where they share scales; false: a deadline passed.
   PUTGET_TEXT bool sum_item(Exec& exec, const Plan& plan, const CombineCall& call, const StateHead& head) const {
     const auto rows = find_rows(exec, top_k_);
     const uint32_t end = begin_ + packs_per_segment_ < packs_ ? begin_ + packs_per_segment_ : packs_;

@@ -146,3 +146,10 @@ def test_ablations_on_gpus(tmp_path: Path) -> None:
             "bytes, longer pieces",
             "bytes, counted slots",
         } <= names
+
+
+@pytest.mark.parametrize(("direction", "other"), [("pull", "push"), ("push", "pull")])
+def test_the_other_direction_is_the_variant(direction: str, other: str) -> None:
+    (variant,) = variants.GROUPS["direction"](ablate_settings("--combine_direction", direction))
+    assert (variant.name, variant.settings.combine_direction) == (other, other)
+    assert variant.settings.combine_options() == {"combine_direction": other}
