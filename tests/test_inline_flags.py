@@ -1,4 +1,4 @@
-"""Rows of combine with flags in them: wished rank by rank, and whoever wishes what, equal to the oracle's bits."""
+"""Rows of combine that are their own flags: wished rank by rank, whoever wishes what; equal to the oracle's bits."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def play_wishes(rank: Rank, cases: list[Case], wishes: tuple[int, ...]) -> list[
 def test_every_rank_as_it_likes(wishes: tuple[int, ...], wire: Wire, device: str) -> None:
     """top_k of 8 experts on 3 ranks: several of a token's experts on one rank."""
     cases = [
-        case_of(wire, 3, rounds(10 * i), num_experts=9, top_k=top_k, output=output)
+        case_of(wire, 3, rounds(10 * i), num_experts=9, top_k=top_k, output=output, inline_flags=0)
         for i, (output, top_k) in enumerate(zip(OUTPUTS if wire[1] is None else BLOCKS, (8, 3, 8, 2), strict=True))
     ]
     results = run_ranks(3, play_wishes, cases, wishes, mode="thread", device=device)
@@ -73,10 +73,10 @@ def test_every_rank_as_it_likes(wishes: tuple[int, ...], wire: Wire, device: str
 
 @pytest.mark.parametrize("direction", ["pull", "push"])
 def test_sizes_on_both_sides_of_the_room(direction: str, device: str) -> None:
-    """Rows so long that 8 tokens fit with flags and 9 do not; ranks on both sides in one round."""
+    """More tokens than the workspace has room for rows; ranks on both sides in one round."""
     case = Case(
         2,
-        (Round(1, (8, 9)), Round(2, (9, 8), ending="flat"), Round(3, (8, 8), ending="strided"), Round(4, (9, 0))),
+        (Round(1, (5, 9)), Round(2, (9, 5), ending="flat"), Round(3, (5, 5), ending="strided"), Round(4, (9, 0))),
         num_experts=4,
         max_tokens_per_rank=9,
         output=((8192,), torch.bfloat16),
@@ -84,11 +84,14 @@ def test_sizes_on_both_sides_of_the_room(direction: str, device: str) -> None:
     )
     results = run_ranks(2, play_wishes, [case], (IN_ROWS, IN_ROWS), mode="thread", device=device)
     check_case(case, [of_rank[0] for of_rank in results])
+    if direction == "pull":  # an inbox makes the workspace larger
+        for found in run_ranks(2, rule_of, case.options() | launch(IN_ROWS), (5, 9), mode="thread"):
+            assert found == [IN_ROWS, APART]
 
 
 def rule_of(rank: Rank, options: dict[str, Any], sizes: tuple[int, ...]) -> list[int]:
     """A body: how rows would come for batches of several sizes."""
-    with rank.all_to_all(max_tokens_per_rank=512, **options) as a2a:
+    with rank.all_to_all(**{"max_tokens_per_rank": 512} | options) as a2a:
         return [a2a.launches(tokens)[1].inline_flags for tokens in sizes]
 
 
@@ -98,24 +101,85 @@ LONG = {"output": putget.Payload((7168,), torch.bfloat16), "num_experts": 64, "t
 @pytest.mark.parametrize(
     ("options", "wanted"),
     [
-        (LONG, (2, 2, 2, 1, 1)),
-        (LONG | {"num_sms": 64}, (2, 2, 2, 1, 1)),
+        (LONG, (2, 2, 2, 2, 1)),
+        (LONG | {"num_sms": 64}, (2, 2, 2, 2, 1)),
         (LONG | {"num_sms": 16}, (2, 2, 1, 1, 1)),
         (LONG | {"num_sms": 4}, (2, 1, 1, 1, 1)),
         (LONG | {"num_sms": 4, "finish_num_sms": 132}, (2, 1, 1, 1, 1)),
-        (LONG | {"num_sms": 4} | launch(IN_ROWS), (2, 2, 2, 1, 1)),
+        (LONG | {"num_sms": 4} | launch(IN_ROWS), (2, 2, 2, 2, 1)),
         (LONG | launch(APART), (1, 1, 1, 1, 1)),
-        (LONG | launch(IN_ROWS), (2, 2, 2, 1, 1)),
-        (LONG | {"combine_direction": "push"}, (1, 1, 1, 1, 1)),
-        (LONG | {"combine_direction": "push"} | launch(IN_ROWS), (2, 2, 2, 1, 1)),
-        (LONG | {"combine_dtype": torch.float8_e4m3fn}, (1, 1, 1, 1, 1)),
-        (LONG | {"combine_dtype": torch.float8_e4m3fn} | launch(IN_ROWS), (2, 2, 2, 1, 1)),
+        (LONG | {"combine_direction": "push"}, (2, 2, 2, 2, 1)),
+        (LONG | {"combine_direction": "push"} | launch(IN_ROWS), (2, 2, 2, 2, 2)),
+        (LONG | {"combine_dtype": torch.float8_e4m3fn}, (2, 2, 2, 2, 2)),
+        (LONG | {"combine_dtype": torch.float8_e4m3fn} | launch(APART), (1, 1, 1, 1, 1)),
         (LONG | {"output": putget.Payload((7,), torch.bfloat16)} | launch(IN_ROWS), (1, 1, 1, 1, 1)),
     ],
 )
 def test_launches_show_the_rule(options: dict[str, Any], wanted: tuple[int, ...]) -> None:
-    for found in run_ranks(2, rule_of, options, (0, 1, 8, 10, 512), mode="thread"):
+    for found in run_ranks(2, rule_of, options, (0, 1, 8, 64, 512), mode="thread"):
         assert tuple(found) == wanted
+
+
+@pytest.mark.parametrize(("ranks", "tokens", "wanted"), [(1, 1, APART), (3, 200, IN_ROWS), (3, 512, APART)])
+def test_the_rule_by_ranks(ranks: int, tokens: int, wanted: int) -> None:
+    """Nothing comes from elsewhere to one rank; with more than two the room decides."""
+    for found in run_ranks(ranks, rule_of, LONG, (tokens,), mode="thread"):
+        assert found == [wanted]
+
+
+def write_nothing_but_ones(rank: Rank, dtype: torch.dtype, wire: Wire) -> tuple[bool, bool]:
+    """A body: experts write the NaN that looks as if nothing had come, into the workspace and elsewhere."""
+    direction, wire_dtype, scale = wire
+    with rank.all_to_all(
+        num_experts=rank.size,
+        top_k=rank.size,
+        max_tokens_per_rank=4,
+        payloads=[putget.Payload((4,), torch.float32)],
+        output=putget.Payload((32,), dtype),
+        combine_direction=direction,
+        combine_dtype=wire_dtype,
+        combine_scale=scale,
+        timeout_s=5.0,
+        warmup_timeout_s=20.0,
+        **launch(IN_ROWS),
+    ) as a2a:
+        ids = torch.arange(rank.size, dtype=torch.int32, device=rank.device).repeat(4, 1)
+        weights = torch.ones(4, rank.size, device=rank.device)
+        payload = torch.zeros(4, 4, device=rank.device)
+        said = []
+        for elsewhere in (False, True):
+            a2a.dispatch(ids, weights, payload)
+            a2a.combine_input.view(torch.uint8).fill_(0xFF)
+            x = a2a.combine_input.clone() if elsewhere else None
+            said.append(bool(a2a.combine(x).isnan().all()))
+            a2a.check()
+        return said[0], said[1]
+
+
+@pytest.mark.parametrize("wire", WIRES, ids=wire_id)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_what_looks_like_nothing_comes_as_another_nan(dtype: torch.dtype, wire: Wire, device: str) -> None:
+    for said in run_ranks(2, write_nothing_but_ones, dtype, wire, mode="thread", device=device):
+        assert said == (True, True)
+
+
+def look_behind(rank: Rank, case: Case) -> tuple[list[Outcome], bool]:
+    """A body: rounds, and whether afterwards every word says again that nothing has come."""
+    with rank.all_to_all(**case.options(), **launch(IN_ROWS)) as a2a:
+        outcomes = play_on(a2a, rank, case)
+        rank.meet()
+        behind = a2a.workspace.memory.tensor()[a2a.workspace.regions_end() :]
+        return outcomes, len(behind) > 0 and bool((behind == 0xFF).all())
+
+
+@pytest.mark.parametrize("wire", WIRES, ids=wire_id)
+@pytest.mark.parametrize("top_k", [3, 9])
+def test_every_word_is_set_back(top_k: int, wire: Wire, device: str) -> None:
+    """Also of rows of several blocks, the last one short, and of several segments."""
+    case = case_of(wire, 3, rounds(200), num_experts=9, top_k=top_k, output=((1104,), torch.bfloat16), inline_flags=0)
+    results = run_ranks(3, look_behind, case, mode="thread", device=device)
+    check_case(case, [outcomes for outcomes, _ in results])
+    assert all(is_set_back for _, is_set_back in results)
 
 
 def play_layers_that_share(rank: Rank, cases: list[Case], wishes: list[int]) -> list[list[Outcome]]:
@@ -142,7 +206,7 @@ def play_layers_that_share(rank: Rank, cases: list[Case], wishes: list[int]) -> 
 )
 def test_rows_of_other_sizes_in_the_same_place(wires: list[Wire], outputs: list[Any], device: str) -> None:
     cases = [
-        case_of(wire, 3, rounds(50 + 10 * i, 6), num_experts=9, top_k=3, output=output)
+        case_of(wire, 3, rounds(50 + 10 * i, 6), num_experts=9, top_k=3, output=output, inline_flags=0)
         for i, (wire, output) in enumerate(zip(wires, outputs, strict=True))
     ]
     results = run_ranks(3, play_layers_that_share, cases, [IN_ROWS, APART, IN_ROWS], mode="thread", device=device)

@@ -1,4 +1,7 @@
-"""How combine's rows travel, got or pushed, plain or quantised, whole or in halves: equal to the oracle's bits."""
+"""How combine's rows travel, got or pushed, plain or quantised, whole or in halves: equal to the oracle's bits.
+
+Not as their own flags, unless a test says so: test_inline_flags.py has those.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ from tests.harness.compare import Outcome, check_case, check_round, play, play_o
 from tests.test_workspace import bytes_of, join_later, play_layers
 
 FP8 = torch.float8_e4m3fn
+BY_RULE, APART = 0, 1
 # combine_direction, combine_dtype, combine_scale
 Wire = tuple[str, torch.dtype | None, float | None]
 WIRES: list[Wire] = [
@@ -38,9 +42,15 @@ def wire(request: pytest.FixtureRequest) -> Wire:
     return request.param  # type: ignore[no-any-return]
 
 
+@pytest.fixture(params=[BY_RULE, APART], ids=["by_rule", "apart"])
+def inline_flags(request: pytest.FixtureRequest) -> int:
+    """Both ways of small batches."""
+    return request.param  # type: ignore[no-any-return]
+
+
 def case_of(wire: Wire, ep_size: int, rounds: tuple[Round, ...], **changes: object) -> Case:
     direction, dtype, scale = wire
-    changes = {"num_experts": 2 * ep_size + 1, "top_k": 3, **changes}
+    changes = {"num_experts": 2 * ep_size + 1, "top_k": 3, "inline_flags": APART, **changes}
     return Case(ep_size, rounds, direction=direction, wire=dtype, scale=scale, **changes)  # type: ignore[arg-type]
 
 
@@ -106,16 +116,29 @@ def test_rows_that_are_no_multiple_of_an_access(direction: str, device: str) -> 
     )
 
 
-def test_many_tokens(wire: Wire, device: str) -> None:
+def test_many_tokens(wire: Wire, inline_flags: int, device: str) -> None:
     sizes = (1, 31, 33, 128, 200)
     rounds = tuple(
         Round(n, (n, 201 - n, n // 2), "flat" if n % 2 else "zero_copy", halves=halves(n), no_expert=0.05)
         for n in sizes
     )
-    check_all([case_of(wire, 3, rounds, max_tokens_per_rank=201, top_k=6, output=((160,), torch.bfloat16))], device)
+    check_all(
+        [
+            case_of(
+                wire,
+                3,
+                rounds,
+                max_tokens_per_rank=201,
+                top_k=6,
+                output=((160,), torch.bfloat16),
+                inline_flags=inline_flags,
+            )
+        ],
+        device,
+    )
 
 
-def test_padding_tables_and_smaller_max_rows(wire: Wire, device: str) -> None:
+def test_padding_tables_and_smaller_max_rows(wire: Wire, inline_flags: int, device: str) -> None:
     rounds = (
         Round(1, (8, 0, 4), num_valid=(3, 0, None), invalid=0.2, halves=halves(1)),
         Round(2, (5, 2, 3), max_rows=(5, None, 6), ending="flat", halves=halves(2)),
@@ -123,14 +146,14 @@ def test_padding_tables_and_smaller_max_rows(wire: Wire, device: str) -> None:
         Round(4, (1, 1, 0), max_rows=(1, 1, 1), ending="zero_copy_flat", halves=halves(4)),
         Round(5, (8, 3, 1), no_expert=1.1, addend=True, halves=halves(5)),
     )
-    check_all([case_of(wire, 3, rounds, output=((32,), torch.float16))], device)
+    check_all([case_of(wire, 3, rounds, output=((32,), torch.float16), inline_flags=inline_flags)], device)
 
 
-def test_rounds_without_combine(wire: Wire, device: str) -> None:
+def test_rounds_without_combine(wire: Wire, inline_flags: int, device: str) -> None:
     """Flags of pushed parts stay behind; whoever looks at them next must not take them for his round's."""
     endings = ("zero_copy", "open", "flat", "release", "open", "zero_copy", "release", "release", "strided", "open")
     rounds = tuple(Round(i, (i % 4, 8, 8 - i % 5), ending, halves=halves(i)) for i, ending in enumerate(endings))
-    check_all([case_of(wire, 3, rounds, output=((16,), torch.bfloat16))], device, "process")
+    check_all([case_of(wire, 3, rounds, output=((16,), torch.bfloat16), inline_flags=inline_flags)], device, "process")
 
 
 def play_from_epoch(rank: Rank, case: Case, epoch: int) -> list[Outcome]:
@@ -140,10 +163,10 @@ def play_from_epoch(rank: Rank, case: Case, epoch: int) -> list[Outcome]:
         return play_on(a2a, rank, case)
 
 
-def test_epoch_wraps(wire: Wire, device: str) -> None:
+def test_epoch_wraps(wire: Wire, inline_flags: int, device: str) -> None:
     endings = ("zero_copy", "flat", "open", "strided", "release", "zero_copy")
     rounds = tuple(Round(i, (i % 3, 4, 8 - i % 4), ending, halves=halves(i)) for i, ending in enumerate(endings))
-    case = case_of(wire, 3, rounds, output=((16,), torch.float32))
+    case = case_of(wire, 3, rounds, output=((16,), torch.float32), inline_flags=inline_flags)
     check_case(case, run_ranks(3, play_from_epoch, case, 2**32 - 3, mode="thread", device=device))
 
 

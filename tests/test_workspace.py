@@ -31,6 +31,7 @@ CASE = Case(
 def bytes_of(case: Case) -> int:
     options = case.options()
     options.pop("expert_to_rank", None)
+    options.pop("combine_launch", None)
     return putget.workspace_bytes(ep_size=case.ep_size, **options)  # type: ignore[arg-type]
 
 
@@ -49,28 +50,26 @@ def test_workspace_bytes_answers_before_anything_is_allocated(case: Case, device
         assert (ep_size, ep_rank, active) == (case.ep_size, rank, (True,) * case.ep_size)
     rows = case.ep_size * case.max_tokens_per_rank
     row_bytes = sum(putget.Payload(*row).row_bytes for row in (*case.payloads, case.output)) + 8 * case.top_k
-    flagged = case.ep_size * 256 * 1024  # rows with flags in them
-    assert rows * row_bytes + flagged <= expected <= rows * row_bytes + flagged + 64 * 1024
+    flagged = min(rows * row_bytes * 2 // 3, case.ep_size * 32 * 1024 * 1024)  # rows that are their own flags
+    assert rows * row_bytes + flagged <= expected <= rows * row_bytes + flagged + 96 * 1024
 
 
 def test_workspace_bytes_counts_rows_on_their_way() -> None:
     """An inbox, or quantised rows: elements, and with block scales 4 bytes for 128 of them, in units of 16 bytes."""
     rows = CASE.ep_size * CASE.max_tokens_per_rank
 
-    def more(width: int, **changes: Any) -> int:
+    def more(width: int, inbox: int, **changes: Any) -> bool:
+        """Whether rows on their way take `inbox` bytes: of the memory, three fifths are regions."""
         case = replace(CASE, output=((width,), torch.bfloat16))
-        return bytes_of(replace(case, **changes)) - bytes_of(case)
+        found = bytes_of(replace(case, **changes)) - bytes_of(case)
+        return abs(found * 3 / 5 - rows * inbox) <= 3 * 1024
 
     for width, as_written, blocks, static in ((48, 96, 64, 48), (128, 256, 144, 128), (2880, 5760, 2976, 2880)):
         for direction in ("pull", "push"):
             inbox = as_written if direction == "push" else 0
-            assert more(width, direction=direction) == -(-rows * inbox // 1024) * 1024
-            block = more(width, direction=direction, wire=torch.float8_e4m3fn)
-            assert block == -(-rows * blocks // 1024) * 1024
-            assert (
-                more(width, direction=direction, wire=torch.float8_e4m3fn, scale=0.5)
-                == -(-rows * static // 1024) * 1024
-            )
+            assert more(width, inbox, direction=direction)
+            assert more(width, blocks, direction=direction, wire=torch.float8_e4m3fn)
+            assert more(width, static, direction=direction, wire=torch.float8_e4m3fn, scale=0.5)
 
 
 @pytest.mark.parametrize(("direction", "word"), [("push", "inbox"), ("pull", "quantised rows")])
@@ -343,7 +342,7 @@ def probe_between_rounds(rank: Rank, kind: str, num_bytes: int) -> tuple[int, li
     workspace = putget.Workspace(rank.comm, bytes_of(CASE), device=rank.device, timeout_s=20, warmup_timeout_s=20)
     with rank.all_to_all(**CASE.options(), workspace=workspace) as a2a:
         play_on(a2a, rank, CASE)
-        data = workspace.memory.tensor()[workspace.control_bytes() :]
+        data = workspace.memory.tensor()[workspace.control_bytes() : workspace.regions_end()]
         data.fill_(rank.rank + 1)
         _meet_on_host(rank)
         workspace.probe(kind, num_bytes)

@@ -68,24 +68,25 @@ putget_layout public_layout(const putget::Layout& layout) {
   out.finished = layout.finished;
   out.arrived = layout.arrived;
   out.pushed = layout.pushed;
-  out.flagged = layout.flagged;
   out.topk_ids = layout.topk_ids;
   out.topk_weights = layout.topk_weights;
   std::memcpy(out.payload, layout.payload, sizeof(out.payload));
   out.output = layout.output;
   out.transit = layout.transit;
+  out.flagged = layout.flagged;
   out.total_bytes = layout.total_bytes;
   return out;
 }
 
 // The same for a rank's dispatch and its combine: what the one wishes, the other waits for.
-bool wants_flags(const putget::Shape& shape, const putget::Limits& limits, uint32_t num_tokens) {
+bool wants_flags(const putget::Plan& plan, const putget::Limits& limits, uint32_t num_tokens) {
   const auto choice = static_cast<putget::InlineFlags>(limits.combine.inline_flags);
-  return putget::wants_flags(shape, choice, num_tokens, limits.num_sms);
+  return putget::wants_flags(plan.shape, choice, num_tokens, plan.flagged.bytes_a_peer, limits.num_sms);
 }
 
-putget::DispatchCall dispatch_call(const putget::Shape& shape, const putget::Limits& limits,
+putget::DispatchCall dispatch_call(const putget::Plan& plan, const putget::Limits& limits,
                                    const putget_dispatch_args& args) {
+  const putget::Shape& shape = plan.shape;
   putget::DispatchCall call{};
   call.topk_ids = args.topk_ids;
   call.topk_weights = args.topk_weights;
@@ -99,13 +100,14 @@ putget::DispatchCall dispatch_call(const putget::Shape& shape, const putget::Lim
   call.ids_are_64bit = args.ids_are_64bit;
   const uint64_t ids_bytes = shape.top_k * (args.ids_are_64bit != 0 ? sizeof(int64_t) : sizeof(int32_t));
   call.ids_access_bytes = access_bytes(reinterpret_cast<uintptr_t>(args.topk_ids) | ids_bytes);
-  call.wish = wants_flags(shape, limits, args.num_tokens) ? putget::kWantsFlags : 0;
+  call.wish = wants_flags(plan, limits, args.num_tokens) ? putget::kWantsFlags : 0;
   call.half = static_cast<putget::Half>(args.half);
   return call;
 }
 
-putget::CombineCall combine_call(const putget::Shape& shape, const putget::Limits& limits,
+putget::CombineCall combine_call(const putget::Plan& plan, const putget::Limits& limits,
                                  const putget_combine_args& args) {
+  const putget::Shape& shape = plan.shape;
   putget::CombineCall call{};
   call.rows = static_cast<const uint8_t*>(args.rows);
   call.row_slot_bytes = args.row_slot_bytes;
@@ -115,7 +117,7 @@ putget::CombineCall combine_call(const putget::Shape& shape, const putget::Limit
   call.num_tokens = args.num_tokens;
   call.rows_access_bytes = access_bytes(reinterpret_cast<uintptr_t>(args.rows) | args.row_slot_bytes |
                                         args.row_source_bytes | shape.output_row_bytes());
-  call.flagged = wants_flags(shape, limits, args.num_tokens);
+  call.flagged = wants_flags(plan, limits, args.num_tokens);
   call.half = static_cast<putget::Half>(args.half);
   return call;
 }
@@ -229,7 +231,8 @@ putget_status putget_probe(putget_memory* memory, const putget_probe_args* args)
     require_version(args, "args");
     require(args->kind <= PUTGET_PROBE_READ, "kind is " + std::to_string(args->kind) + ", allowed are 0 and 1");
     const putget::MemoryConfig& config = backend.config();
-    const uint64_t room = (config.bytes - putget::control_bytes(config.ep_size)) / config.ep_size;
+    const uint64_t end = putget::flagged_region(config.bytes, config.ep_size).begin;
+    const uint64_t room = (end - putget::control_bytes(config.ep_size)) / config.ep_size;
     require(args->bytes_per_peer <= room && args->bytes_per_peer % 16 == 0,
             "bytes_per_peer is " + std::to_string(args->bytes_per_peer) + ", allowed are multiples of 16 up to " +
                 std::to_string(room));
@@ -260,6 +263,14 @@ putget_status putget_probe_rows(putget_memory* memory, const putget_probe_rows_a
   });
 }
 
+uint64_t putget_flagged_begin(uint32_t ep_size, uint64_t memory_bytes) {
+  return putget::flagged_region(memory_bytes, ep_size).begin;
+}
+
+uint64_t putget_memory_bytes(uint32_t ep_size, uint64_t room) {
+  return putget::with_flagged_region(putget::align_region(putget::control_bytes(ep_size) + room), ep_size);
+}
+
 uint64_t putget_probe_flag_bytes(uint32_t ep_size) { return uint64_t{ep_size} * 2 * 256 * sizeof(uint64_t); }
 
 void putget_memory_destroy(putget_memory* memory) { delete memory; }
@@ -276,6 +287,7 @@ putget_status putget_create(const putget_config* config, putget_memory* memory, 
     putget::Plan plan{};
     plan.shape = putget::capi::shape_of(*config);
     plan.layout = putget::layout_of(plan.shape);
+    plan.flagged = putget::flagged_region(backend.config().bytes, plan.shape.ep_size);
     require(plan.shape.ep_size == backend.config().ep_size && plan.shape.ep_rank == backend.config().ep_rank,
             "ep_size and ep_rank differ from the memory's");
     require(plan.layout.total_bytes <= backend.config().bytes,
@@ -309,7 +321,7 @@ putget_status putget_dispatch(putget_alltoall* object, const putget_dispatch_arg
     require_version(args, "args");
     putget::capi::check_dispatch(self.plan.shape, *args);
     run_checked(*self.memory, [&] {
-      self.memory->dispatch(self.plan, dispatch_call(self.plan.shape, self.limits, *args), self.limits, args->stream);
+      self.memory->dispatch(self.plan, dispatch_call(self.plan, self.limits, *args), self.limits, args->stream);
     });
   });
 }
@@ -320,7 +332,7 @@ putget_status putget_combine(putget_alltoall* object, const putget_combine_args*
     require_version(args, "args");
     putget::capi::check_combine(self.plan.shape, *args);
     run_checked(*self.memory, [&] {
-      self.memory->combine(self.plan, combine_call(self.plan.shape, self.limits, *args), self.limits, args->stream);
+      self.memory->combine(self.plan, combine_call(self.plan, self.limits, *args), self.limits, args->stream);
     });
   });
 }
@@ -337,7 +349,7 @@ putget_status putget_launches(putget_alltoall* object, uint32_t num_tokens, putg
   return guarded([&] {
     putget_alltoall& self = object_of(object);
     require(dispatch != nullptr && combine != nullptr, "a launch is null");
-    const bool flagged = wants_flags(self.plan.shape, self.limits, num_tokens);
+    const bool flagged = wants_flags(self.plan, self.limits, num_tokens);
     self.memory->launches(self.plan.shape, num_tokens, flagged, self.limits, dispatch, combine);
     combine->inline_flags = flagged ? PUTGET_FLAGS_IN_ROWS : PUTGET_FLAGS_APART;
   });

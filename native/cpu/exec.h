@@ -98,12 +98,24 @@ struct Exec {
   // One that this block alone will look at.
   void note(uint64_t* flag, uint64_t value) const { atomics::store_relaxed(flag, value); }
 
-  void put_flagged(FlaggedPack* to, uint64_t row, uint32_t epoch) const {
-    atomics::store_relaxed(&to->half[0], pack_flag(epoch, static_cast<uint32_t>(row)));
+  // Words that say by themselves that they have come.
+  void count_as_waited(uint32_t*) const {}
+  void put_flagged(FlaggedPack* to, const FlaggedPack& pack) const {
+    atomics::store_relaxed(&to->half[0], said(pack.half[0]));
 #if defined(PUTGET_STRESS)
     stress::maybe_yield();  // a peer may see one half without the other
 #endif
-    atomics::store_relaxed(&to->half[1], pack_flag(epoch, static_cast<uint32_t>(row >> 32)));
+    atomics::store_relaxed(&to->half[1], said(pack.half[1]));
+  }
+  void put_flagged(Access16* to, const Access16& values) const {
+    union {
+      Access16 values;
+      FlaggedPack pack;
+    } both{values};
+    put_flagged(reinterpret_cast<FlaggedPack*>(to), both.pack);
+  }
+  void put_flagged(float* to, float scale) const {
+    atomics::store_relaxed(reinterpret_cast<uint32_t*>(to), bits_of_float(scale));
   }
   // What is there now, or `otherwise` twice where `from` is null: orders nothing.
   template <Tag tag>
@@ -111,6 +123,16 @@ struct Exec {
     if (from == nullptr) return {{otherwise, otherwise}};
     return {{atomics::load_relaxed(&from->half[0]), atomics::load_relaxed(&from->half[1])}};
   }
+  template <Tag tag>
+  uint32_t poll(const uint32_t* from) const {
+    return from == nullptr ? 0 : atomics::load_relaxed(from);
+  }
+  // For the next round: nothing has come.
+  void clear(FlaggedPack* from) const {
+    atomics::store_relaxed(&from->half[0], kNotCome);
+    atomics::store_relaxed(&from->half[1], kNotCome);
+  }
+  void clear(uint32_t* from) const { atomics::store_relaxed(from, kScaleNotCome); }
 
   template <Tag tag>
   bool skips_wait() const {
@@ -171,23 +193,19 @@ struct Exec {
     }
     return largest;
   }
-  template <uint32_t kCount>
-  void round_to_fp8(float (&value)[kCount]) const {
-    for (float& one : value) one = Fp8::widen(Fp8::narrow(one));
-  }
   // Of a scale that block_scale gives, or that a caller may.
   float inverse_of(float scale) const { return 1.0f / scale; }
   template <class Codec, class Pack, uint32_t kCount>
   void narrow(const float (&value)[kCount], Pack& pack) const {
     for (uint32_t e = 0; e < kCount; ++e) pack.bits[e] = Codec::narrow(value[e]);
   }
-  void put_fp8(uint8_t* to, const float (&value)[kWirePack]) const {
+  Access16 narrow_to_fp8(const float (&value)[kWirePack]) const {
     union {
       Access16 wide;
       uint8_t bits[kWirePack];
     } both;
     for (uint32_t e = 0; e < kWirePack; ++e) both.bits[e] = Fp8::narrow(value[e]);
-    put(reinterpret_cast<Access16*>(to), both.wide);
+    return both.wide;
   }
   template <class Raw>
   void widen_fp8(const Raw& raw, float (&value)[sizeof(Raw)]) const {

@@ -49,6 +49,8 @@ class CpuMemory final : public Memory {
     uint8_t* own = symmetric_.base(config_.ep_rank);
     const uint64_t flags = control_bytes(config_.ep_size) / sizeof(uint64_t);
     std::fill_n(reinterpret_cast<uint64_t*>(own), flags, pack_flag(epoch, 0));
+    const FlaggedRegion rows = flagged_region(config_.bytes, config_.ep_size);
+    std::memset(own + rows.begin, kNotCome & 0xff, config_.ep_size * rows.bytes_a_peer);
   }
 
   State read_state() override { return state_; }
@@ -84,6 +86,8 @@ class CpuMemory final : public Memory {
     whole_rows.piece_bytes = kWholeRow;
     whole_rows.small_piece_bytes = kWholeRow;
     whole_rows.moving_blocks = 1;
+    whole_rows.sending_blocks = 1;
+    whole_rows.flagged_sources = flagged_sources(plan, call);
     whole_rows.flagged_pieces = flagged_pieces(plan.shape, kWholeRow);
     const bool packed = plan.shape.output_row_bytes() % kWideBytes == 0 && aligned(call.out) && aligned(call.addend);
     whole_rows.wide_out = packed;

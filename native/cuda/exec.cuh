@@ -53,6 +53,12 @@ struct Exec {
   // kernels that a peer waits for.
   void __device__ let_later_work_begin() const { ptx::launch_dependent_grids(); }
 
+  // The same as soon as all warps of the CTA have said so, each with all of its lanes.
+  void __device__ count_as_waited(uint32_t* warps_so_far) const {
+    __syncwarp();
+    if (lane() == 0 && atomicAdd(warps_so_far, 1) + 1 == warps()) let_later_work_begin();
+  }
+
   // The value is there before the text goes on: else it would be worked out when it is needed.
   __device__ void pin(uint32_t& value) const { ptx::pin(value); }
   template <class Pointed>
@@ -94,9 +100,20 @@ struct Exec {
   // One that this CTA alone will look at.
   __device__ void note(uint64_t* flag, uint64_t value) const { ptx::store_relaxed_sys(flag, value); }
 
-  __device__ void put_flagged(FlaggedPack* to, uint64_t row, uint32_t epoch) const {
-    ptx::store_relaxed_sys_pair(to->half, pack_flag(epoch, static_cast<uint32_t>(row)),
-                                pack_flag(epoch, static_cast<uint32_t>(row >> 32)));
+  // Words that say by themselves that they have come.
+  __device__ void put_flagged(FlaggedPack* to, const FlaggedPack& pack) const {
+    ptx::store_relaxed_sys_pair(to->half, said(pack.half[0]), said(pack.half[1]));
+  }
+  // Quantised values, and scales, which are no NaN with all bits set.
+  __device__ void put_flagged(uint4* to, const uint4& values) const {
+    union {
+      uint4 values;
+      uint64_t half[2];
+    } both{values};
+    ptx::store_relaxed_sys_pair(reinterpret_cast<uint64_t*>(to), both.half[0], both.half[1]);
+  }
+  __device__ void put_flagged(float* to, float scale) const {
+    ptx::store_relaxed_sys(reinterpret_cast<uint32_t*>(to), __float_as_uint(scale));
   }
   // What is there now, or `otherwise` twice where `from` is null: orders nothing.
   template <Tag tag>
@@ -105,6 +122,13 @@ struct Exec {
     ptx::load_relaxed_sys_pair_if(from != nullptr, from->half, otherwise, pack.half[0], pack.half[1]);
     return pack;
   }
+  template <Tag tag>
+  __device__ uint32_t poll(const uint32_t* from) const {
+    return ptx::load_relaxed_sys_if(from != nullptr, from);
+  }
+  // For the next round: nothing has come.
+  __device__ void clear(FlaggedPack* from) const { ptx::store_relaxed_sys_pair(from->half, kNotCome, kNotCome); }
+  __device__ void clear(uint32_t* from) const { ptx::store_relaxed_sys(from, kScaleNotCome); }
 
   template <Tag tag>
   __device__ bool skips_wait() const {
@@ -285,14 +309,14 @@ struct Exec {
     }
   }
 
-  __device__ void put_fp8(uint8_t* to, const float (&value)[kWirePack]) const {
+  __device__ uint4 narrow_to_fp8(const float (&value)[kWirePack]) const {
     union {
       uint4 wide;
       uint16_t pair[kWirePack / 2];
     } both;
 #pragma unroll
     for (uint32_t i = 0; i < kWirePack / 2; ++i) both.pair[i] = ptx::narrow_e4m3x2(value[2 * i], value[2 * i + 1]);
-    put(reinterpret_cast<uint4*>(to), both.wide);
+    return both.wide;
   }
 
   template <class Raw>
@@ -306,18 +330,6 @@ struct Exec {
       const uint32_t halves = ptx::widen_e4m3x2(both.pair[i]);
       value[2 * i] = ptx::widen_f16(static_cast<uint16_t>(halves));
       value[2 * i + 1] = ptx::widen_f16(static_cast<uint16_t>(halves >> 16));
-    }
-  }
-
-  // As E4M3 holds them.
-  template <uint32_t kCount>
-  __device__ void round_to_fp8(float (&value)[kCount]) const {
-    static_assert(kCount % 2 == 0, "in pairs");
-#pragma unroll
-    for (uint32_t e = 0; e < kCount; e += 2) {
-      const uint32_t halves = ptx::widen_e4m3x2(ptx::narrow_e4m3x2(value[e], value[e + 1]));
-      value[e] = ptx::widen_f16(static_cast<uint16_t>(halves));
-      value[e + 1] = ptx::widen_f16(static_cast<uint16_t>(halves >> 16));
     }
   }
 

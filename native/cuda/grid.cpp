@@ -24,8 +24,11 @@ constexpr uint32_t kStagedSms = 32;          // keep the link busy with bulk loa
 constexpr uint32_t kStagedSegment = 1536;    // shorter ones are dear: fewer warps instead
 constexpr uint32_t kLongestFetch = 8192;     // bytes of a bulk copy
 constexpr uint32_t kStagedMoversPercent = 34;
-constexpr uint64_t kLargeItems = 8;       // a warp: from here on a combine is large
-constexpr uint64_t kLargeItemsOfFew = 2;  // ... of tokens with few rows
+constexpr uint32_t kSharedPieces = 8;      // a warp, where all send rows that are their own flags and then sum
+constexpr uint32_t kSendingThreads = 512;  // from half of it on
+constexpr uint32_t kSendingSms = 64;       // keep the link busy with such rows
+constexpr uint64_t kLargeItems = 8;        // a warp: from here on a combine is large
+constexpr uint64_t kLargeItemsOfFew = 2;   // ... of tokens with few rows
 
 uint64_t ceil_div(uint64_t value, uint64_t divisor) { return (value + divisor - 1) / divisor; }
 
@@ -178,16 +181,27 @@ putget_launch flagged_launch(const Shape& shape, uint32_t num_tokens, const Room
   putget_launch launch = tuning;
   launch.splits = 1;
   launch.stages = 1;
-  if (launch.threads == 0) launch.threads = kThreads;
-  launch.segment_bytes = flagged_segment(shape, launch.segment_bytes != 0 ? launch.segment_bytes : kWarpBytes);
+  // Short pieces as experts wrote them, as if every rank had as many tokens: of so many for each warp.
+  const uint64_t rows = uint64_t{num_tokens} * shape.ep_size;
+  const uint64_t share =
+      rows * ceil_div(shape.output_row_bytes(), kWarpBytes) / (uint64_t{room.sms} * (kThreads / kWarpThreads));
+  // Of few all CTAs send and then sum; of many some send while the others sum, of more than two rows on as many SMs as
+  // keep the link busy. Quantising keeps more of them busy.
+  const uint32_t few = !shape.quantised() ? kSharedPieces : few_rows(shape) ? kSharedPieces / 2 : 2 * kSharedPieces;
+  const bool sends_apart = share >= few;
+  const bool is_large = share >= 4 * kSharedPieces && !shape.quantised() && !few_rows(shape);
+  const Room enough{is_large ? std::min(room.sms, kSendingSms) : room.sms, room.gpu_sms};
+  if (launch.threads == 0) launch.threads = sends_apart || share >= kSharedPieces / 2 ? kSendingThreads : kThreads;
+  if (launch.segment_bytes == 0) launch.segment_bytes = sends_apart ? 2 * kWarpBytes : kWarpBytes;
   if (launch.blocks == 0) {
-    // A warp for each piece to send, as if every rank had as many tokens.
-    const uint64_t pieces = flagged_pieces(shape, launch.segment_bytes).value();
-    launch.blocks = blocks_for(num_tokens * shape.ep_size * pieces, launch.threads, room);
+    launch.blocks = blocks_for(rows * flagged_pieces(shape, launch.segment_bytes).value(), launch.threads, enough);
   }
   launch.blocks = std::min({launch.blocks, room.sms, kMaxParts});
-  // Rows of others that come from outside the workspace: all move them, then all sum.
-  if (launch.movers == 0 || launch.movers > launch.blocks) launch.movers = launch.blocks;
+  if (launch.movers == 0) {
+    const uint32_t percent = !sends_apart ? 100 : shape.quantised() ? kQuantisingPercent : kPushingPercent;
+    launch.movers = std::max(launch.blocks * percent / 100, 1u);
+  }
+  launch.movers = std::min(launch.movers, launch.blocks);
   return launch;
 }
 

@@ -68,6 +68,10 @@ class CudaMemory final : public Memory {
   void start(uint32_t epoch, const RankSet& active) override {
     DeviceScope scope(config_.ordinal);
     check(cudaDeviceSynchronize(), "waiting for the device");
+    const FlaggedRegion rows = flagged_region(config_.bytes, config_.ep_size);
+    check(
+        cudaMemset(symmetric_.base(config_.ep_rank) + rows.begin, kNotCome & 0xff, config_.ep_size * rows.bytes_a_peer),
+        "clearing rows");
     const std::vector<uint64_t> flags(control_bytes(config_.ep_size) / sizeof(uint64_t), pack_flag(epoch, 0));
     write_control(0, flags.data(), flags.size() * sizeof(uint64_t));
     State state{};

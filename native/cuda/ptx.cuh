@@ -28,6 +28,10 @@ __device__ __forceinline__ uint64_t load_relaxed_sys(const uint64_t* address) {
   return value;
 }
 
+__device__ __forceinline__ void store_relaxed_sys(uint32_t* address, uint32_t value) {
+  asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
 // Two words, each in one piece by itself.
 __device__ __forceinline__ void store_relaxed_sys_pair(uint64_t* address, uint64_t first, uint64_t second) {
   asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" ::"l"(address), "l"(first), "l"(second) : "memory");
@@ -47,6 +51,22 @@ __device__ __forceinline__ void load_relaxed_sys_pair_if(bool wanted, const uint
       : "=&l"(first), "=&l"(second)
       : "l"(address), "r"(static_cast<uint32_t>(wanted)), "l"(otherwise)
       : "memory");
+}
+
+// The same of one short word, or zero.
+__device__ __forceinline__ uint32_t load_relaxed_sys_if(bool wanted, const uint32_t* address) {
+  uint32_t value;
+  asm volatile(
+      "{\n"
+      ".reg .pred wanted;\n"
+      "setp.ne.u32 wanted, %2, 0;\n"
+      "mov.u32 %0, 0;\n"
+      "@wanted ld.relaxed.sys.global.u32 %0, [%1];\n"
+      "}"
+      : "=&r"(value)
+      : "l"(address), "r"(static_cast<uint32_t>(wanted))
+      : "memory");
+  return value;
 }
 
 __device__ __forceinline__ uint32_t load_relaxed_gpu(const uint32_t* address) {

@@ -23,7 +23,7 @@ extern "C" {
 #define PUTGET_API
 #endif
 
-#define PUTGET_ABI_VERSION 2
+#define PUTGET_ABI_VERSION 3
 #define PUTGET_MAGIC 0x70757467u /* "putg" */
 #define PUTGET_MAX_RANKS 128
 #define PUTGET_MAX_TOP_K 32
@@ -116,12 +116,12 @@ typedef struct putget_layout {
   uint64_t finished;
   uint64_t arrived;
   uint64_t pushed;
-  uint64_t flagged;
   uint64_t topk_ids;
   uint64_t topk_weights;
   uint64_t payload[PUTGET_MAX_PAYLOADS];
   uint64_t output;
-  uint64_t transit; /* inbox or quantised rows; none: total_bytes */
+  uint64_t transit; /* inbox or quantised rows; none: flagged */
+  uint64_t flagged; /* rows that are their own flags: the end of a memory of total_bytes */
   uint64_t total_bytes;
 } putget_layout;
 
@@ -378,6 +378,10 @@ PUTGET_API putget_status putget_read_fault(putget_memory* memory, putget_fault* 
 PUTGET_API putget_status putget_probe(putget_memory* memory, const putget_probe_args* args);
 PUTGET_API putget_status putget_probe_rows(putget_memory* memory, const putget_probe_rows_args* args);
 PUTGET_API uint64_t putget_probe_flag_bytes(uint32_t ep_size);
+/* Where the rows that are their own flags begin in a memory of so many bytes: putget_probe writes only before it. */
+PUTGET_API uint64_t putget_flagged_begin(uint32_t ep_size, uint64_t memory_bytes);
+/* Bytes of a memory with room for so many between its flags and those rows. */
+PUTGET_API uint64_t putget_memory_bytes(uint32_t ep_size, uint64_t room);
 PUTGET_API void putget_memory_destroy(putget_memory* memory);
 
 PUTGET_API putget_status putget_create(const putget_config* config, putget_memory* memory, const putget_tables* tables,

@@ -3,11 +3,13 @@
 /* What a CTA does: the first ones move rows where any are to be moved, the others sum, or the same if there are no
  * others. */
 #define IS_MOVING (block < moving)
-#define FIRST_SUMMING (WISHES(me) -> (grid > 1 -> 1 : 0) : (moving < grid -> moving : 0))
+#define FIRST_FLAGGED (grid == 1 -> 0 : (sending < grid -> sending : 1))
+#define FIRST_SUMMING (WISHES(me) -> FIRST_FLAGGED : (moving < grid -> moving : 0))
 #define IS_SUMMING (half != START && block >= FIRST_SUMMING)
 
-/* Those that move also send rows with flags in them; where nothing is moved, all do. */
-#define SENDS (wanted > 0 && half != FINISH && (moving == 0 || IS_MOVING))
+/* Those that move also send rows that are their own flags; where nothing is moved, the first `sending` do. */
+#define SENDERS (moving == 0 -> sending : moving)
+#define SENDS (wanted > 0 && half != FINISH && block < SENDERS)
 
 /* Whether the half has its turn. By the first CTA, and by the others where they are about to move rows. */
 #if defined(ALL_JUDGE)
@@ -44,16 +46,21 @@ inline judge_combine() {
 }
 
 /* Those that send where nothing is moved: the first CTA waits for none of them, and may have closed the round. A CTA
- * goes by its own note, or by that of a kernel with other CTAs. */
+ * goes by its own note, or by that of a kernel in which another number of CTAs sent. */
+#ifdef NOTE_OF_GRID
+#define NOTED grid
+#else
+#define NOTED sending
+#endif
 #define RELEASED_HERE (EPOCH_OF(own_ended) == epoch && HOW_OF(own_ended) == RELEASED)
 #ifdef SENDERS_ASK_OPEN
-#define MAY_SEND (open && !PUBLISHED(epoch, grid))
+#define MAY_SEND (open && !PUBLISHED(epoch, NOTED))
 #elif defined(IGNORE_NOTE)
 #define MAY_SEND (!RELEASED_HERE)
 #elif defined(IGNORE_RELEASE)
-#define MAY_SEND (!PUBLISHED(epoch, grid))
+#define MAY_SEND (!PUBLISHED(epoch, NOTED))
 #else
-#define MAY_SEND (!RELEASED_HERE && !PUBLISHED(epoch, grid))
+#define MAY_SEND (!RELEASED_HERE && !PUBLISHED(epoch, NOTED))
 #endif
 /* A rank that has dispatched nothing has rows of nobody. */
 inline judge_sender() {
@@ -63,11 +70,18 @@ inline judge_sender() {
   fi
 }
 
-#define SENDERS (moving == 0 -> grid : moving)
 #ifdef LEAVE_NO_NOTE
 #define OWN_PART_NOTED skip
 #else
-#define OWN_PART_NOTED SELF.pushed[me * BLOCKS + block] = FLAG(epoch, PARTS(grid, 0))
+#define OWN_PART_NOTED SELF.pushed[me * BLOCKS + block] = FLAG(epoch, PARTS(NOTED, 0))
+#endif
+/* Own rows that lie where the experts wrote them are summed there, in a whole combine. */
+#ifdef QUANTISED
+#define OWN_STAYS false
+#elif defined(PUSH)
+#define OWN_STAYS (half == BOTH)
+#else
+#define OWN_STAYS (half == BOTH && SELF.moving == 0)
 #endif
 /* F1, after a note of it. */
 inline send_rows() {
@@ -80,12 +94,13 @@ inline send_rows() {
 #if WISH > 0
     for (src : 0 .. RANKS - 1) {
       if
-      :: (wanted >> src) & 1 ->
+      :: ((wanted >> src) & 1) && !(src == me && OWN_STAYS) ->
         for (slot : 0 .. SELF.counts[src] - 1) {
           for (number : 0 .. WORDS - 1) {
             if
             :: (slot * WORDS + number) % SENDERS == block ->
               assert(MOVES || HOLDS(SELF.OUTPUT, src, slot, epoch, epoch));
+              assert(ranks[src].WORD(me, slot, number) == NOT_COME); /* else a row would be lost */
               ranks[src].WORD(me, slot, number) = epoch
             :: else
             fi
@@ -240,26 +255,38 @@ inline sum_tokens() {
   slot = 0
 }
 
-/* F2 of this CTA's share of the tokens. */
+/* F2 and F3 of this CTA's share of the tokens, in one step: nobody else looks at its words, and nobody stores them
+ * before this rank's next D3. */
 #if WISH > 0
-#define HAS_COME(rank, number) (SELF.WORD(rank, slot, number) == epoch)
+#define HAS_COME(rank, number) (SELF.WORD(rank, slot, number) != NOT_COME)
 #ifdef F2_ONE_WORD
-#define ROW_HAS_COME(rank) HAS_COME(rank, 0)
+#define ALL_COME(rank) HAS_COME(rank, 0)
 #elif defined(SKIP_F2)
-#define ROW_HAS_COME(rank) true
+#define ALL_COME(rank) true
 #else
-#define ROW_HAS_COME(rank) (HAS_COME(rank, 0) && HAS_COME(rank, 1))
+#define ALL_COME(rank) (HAS_COME(rank, 0) && HAS_COME(rank, 1))
 #endif
-#define WORD_AHEAD(rank, number) (!SELF.wrong && SELF.WORD(rank, slot, number) > epoch)
+#define ROW_HAS_COME(rank) (((rank) == me && OWN_STAYS) || ALL_COME(rank))
+#ifdef SKIP_F3
+#define SET_BACK(rank, number) skip
+#else
+#define SET_BACK(rank, number) SELF.WORD(rank, slot, number) = NOT_COME
+#endif
+#define TAKE(rank) \
+  if \
+  :: (rank) == me && OWN_STAYS -> assert(SELF.wrong || HOLDS(SELF.OUTPUT, me, slot, epoch, epoch)) \
+  :: else -> \
+    assert(SELF.wrong || (SELF.WORD(rank, slot, 0) == epoch && SELF.WORD(rank, slot, 1) == epoch)); \
+    SET_BACK(rank, 0); \
+    SET_BACK(rank, 1) \
+  fi
 inline sum_flagged_tokens() {
   slot = block - FIRST_SUMMING;
   do
   :: !well || block < FIRST_SUMMING || slot >= sent -> break
   :: else ->
     if
-    :: d_step { ROW_HAS_COME(0) && ROW_HAS_COME(1) -> /* F2 */
-        assert(SELF.wrong || (HAS_COME(0, 0) && HAS_COME(0, 1) && HAS_COME(1, 0) && HAS_COME(1, 1))) }
-    :: WORD_AHEAD(0, 0) || WORD_AHEAD(0, 1) || WORD_AHEAD(1, 0) || WORD_AHEAD(1, 1) -> assert(false)
+    :: d_step { ROW_HAS_COME(0) && ROW_HAS_COME(1) -> TAKE(0); TAKE(1) } /* F2, F3 */
     OR_EXPIRES
     fi;
     slot = slot + grid - FIRST_SUMMING

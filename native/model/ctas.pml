@@ -5,7 +5,8 @@
  * ZERO         the first rank may send no rows; in the last round the other one sends none
  * HALVES       dispatch and combine may be two kernels, with different numbers of CTAs
  * DEADLINES    any wait may expire in any CTA at any time; then its rank may not send anything more
- * For WISH, PUSH, QUANTISED, MOVE, MOVING, SPLIT, MIXED, ROTATE and SKEW see kernels.pml, which has the mutations as well.
+ * For WISH, SENDING, PUSH, QUANTISED, MOVE, MOVING, SPLIT, MIXED, ROTATE and SKEW see kernels.pml, which has the
+ * mutations as well.
  * Like every SPIN model it is sequentially consistent: that parts and joins also order memory is checked on the GPU.
  */
 #ifndef ROUNDS
@@ -28,10 +29,14 @@ inline choose_grid() {
 inline call(what) {
   choose_grid();
   if
-  :: what == COMBINE -> choose_moving(); launch(what, BOTH, grid, moving)
+  :: what == COMBINE -> choose_moving(); choose_sending(); launch(what, BOTH, grid, moving)
   :: what != COMBINE -> launch(what, BOTH, grid, 0)
 #ifdef HALVES
-  :: launch(what, START, grid, grid);
+  :: if
+    :: what == COMBINE -> choose_sending()
+    :: else
+    fi;
+    launch(what, START, grid, grid);
     if
     :: what == COMBINE -> choose_grid()
     :: else -> grid = 1
@@ -80,7 +85,7 @@ init {
       fi
 #endif
     }
-    i = 0;
+    start_words();
     run Stream(0);
     run Stream(1);
     run Cta(0, 0);

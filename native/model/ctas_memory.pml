@@ -33,7 +33,7 @@
 #define PARTS_OF(flag) (VALUE_OF(flag) / 4 % 4)
 #define ROWS_OF(flag) ((flag) % 4)
 #define TURNS_OF(flag) ROWS_OF(flag)
-/* Of the last part of a dispatch, also: whether its rank wishes for rows with flags in them. */
+/* Of the last part of a dispatch, also: whether its rank wishes for rows that are their own flags. */
 #define WISHES(rank) ((WISH >> (rank)) & 1)
 #define WISH_FLAG(rank) (WISHES(rank) * 16)
 #define WISH_OF(flag) (VALUE_OF(flag) / 16)
@@ -66,7 +66,7 @@
 #define NOT_STARTED 2
 #define NOT_FINISHED 3
 
-#define WORDS 2 /* of a row with flags in it: CTAs share it */
+#define WORDS 2 /* of a row that is its own flags: CTAs share it */
 
 typedef Rank {
   /* symmetric */
@@ -74,17 +74,17 @@ typedef Rank {
   byte arrived[RANKS * BLOCKS], pushed[RANKS * BLOCKS];
   byte cell[REGIONS * RANKS * ROWS * PIECES]; /* the epoch whose row it holds */
 #if WISH > 0
-  byte word[RANKS * ROWS * WORDS]; /* `flagged`: the epoch of a flag and of what it carries, which is one thing */
+  byte word[RANKS * ROWS * WORDS]; /* `flagged`: the epoch whose row it carries, or NOT_COME */
 #endif
   /* private: the head of the state, what dispatch has shown, joins */
   byte epoch;
   bool open, fault;
   byte misuse;
   byte counts[RANKS];
-  byte wanted; /* a bit for each source that has rows here and wishes them with flags in them */
+  byte wanted; /* a bit for each source that has rows here and wishes them as their own flags */
   byte gotten;
   /* the running kernel */
-  byte kernel, half, grid, moving;
+  byte kernel, half, grid, moving, sending;
   byte running; /* its CTAs that have not ended */
   byte copied;  /* its CTAs that have looked at the state */
   /* of the proof */
@@ -113,6 +113,7 @@ byte sends_nothing[RANKS]; /* a bit for each epoch */
 #define OUTPUT(src, slot, of_epoch, piece) CELL(1, src, slot, piece, of_epoch)
 #define INBOX(src, slot, of_epoch, piece) CELL(2, src, slot, piece, of_epoch)
 #define EMPTY 0
+#define NOT_COME 255
 #define WORD(src, slot, number) word[((src) * ROWS + (slot)) * WORDS + (number)]
 
 /* Both pieces of a row: the same one twice where rows have one. */
@@ -258,7 +259,7 @@ inline observe_ended(of_epoch, own) {
 #define J3 ARRIVE(SELF.gotten, grid)
 #endif
 
-/* Rows that are not sent with flags in them. */
+/* Rows that are not sent as their own flags. */
 #define MOVED_COUNT(src) ((SELF.wanted >> (src)) & 1 -> 0 : SELF.counts[src])
 
 /* What a CTA copies. It does so in several reads; but what it reads of the state stays while a CTA of the kernel is
@@ -269,6 +270,7 @@ inline observe_ended(of_epoch, own) {
     half = SELF.half; \
     grid = SELF.grid; \
     moving = SELF.moving; \
+    sending = SELF.sending; \
     epoch = SELF.epoch; \
     open = SELF.open; \
     well = !SELF.fault; \

@@ -5,7 +5,7 @@
  * by every CTA before it stores anything that a peer can see (assertions beside the stores), and is a fault of the kind
  * that is asserted here.
  *
- * For WISH, PUSH, MOVE, EITHER, SPLIT, MIXED and ROTATE see kernels.pml, which has the mutations as well.
+ * For WISH, SENDING, PUSH, MOVE, EITHER, SPLIT, MIXED and ROTATE see kernels.pml, which has the mutations as well.
  */
 #ifndef ROUNDS
 #define ROUNDS 2
@@ -50,7 +50,7 @@ inline judge_release_call() { fault = (turn == IN_COMBINE -> NOT_FINISHED : 0) }
 inline attempt(what) {
   SELF.wrong = (fault != 0);
   if
-  :: what == COMBINE -> choose_moving()
+  :: what == COMBINE -> choose_moving(); choose_sending()
   :: else
   fi;
   launch(what, half, grid, moving);
@@ -137,7 +137,7 @@ init {
       :: true
       fi
     }
-    i = 0;
+    start_words();
     run Anything();
     run Peer();
     run Cta(0, 0);

@@ -9,7 +9,8 @@
  * puts them into the peers' inboxes, and with QUANTISED also into its own. The CTAs that move do so in turns: a slot
  * each, or with SPLIT a piece each of one slot. MOVING: how many CTAs of a whole combine move, at most. EITHER: a call
  * may also move nothing (here the experts write combine_input all the same). Token and slot are the same number here.
- * WISH: a bit for each rank: it wishes for rows with flags in them, which those that have them send.
+ * WISH: a bit for each rank: it wishes for rows that are their own flags, which those that have them send. SENDING: how
+ * many of its CTAs send, at most, where it wishes for such rows itself and moves nothing.
  * MIXED        rounds alternate between layouts whose regions overlap; ROTATE says which ones
  * SKEW         a flag is stored into one rank's memory after the other's; else in one step, which nobody can tell who
  *              has not looked
@@ -44,7 +45,8 @@ inline release() {
 }
 
 proctype Cta(bit me; byte block) {
-  byte half, grid, moving, epoch, own_ended, own_arrived, own_first, own_part, src, slot, turn, sent, most, wanted, number;
+  byte half, grid, moving, sending, epoch, own_ended, own_arrived, own_first, own_part, src, slot, turn, sent, most;
+  byte wanted, number;
   byte told[RANKS]; /* `ended`, as C3 has found it */
   bool open, well, last;
 end:
@@ -55,7 +57,8 @@ end:
      :: release()
      fi;
     d_step {
-      half = 0; grid = 0; moving = 0; epoch = 0; own_ended = 0; own_arrived = 0; own_first = 0; own_part = 0;
+      half = 0; grid = 0; moving = 0; sending = 0; epoch = 0;
+      own_ended = 0; own_arrived = 0; own_first = 0; own_part = 0;
       sent = 0; most = 0; wanted = 0; number = 0; told[0] = 0; told[1] = 0;
       open = false; well = false; last = false;
       SELF.running = SELF.running & ~(1 << block)
@@ -71,6 +74,7 @@ inline launch(what, which, blocks, movers) {
     SELF.grid = blocks;
     SELF.moving = (what != COMBINE || which == FINISH || !MOVES -> 0 : movers);
     SELF.moving = (which == START && SELF.moving > 0 -> blocks : SELF.moving);
+    SELF.sending = (SELF.sending == 0 || which == FINISH || SELF.moving > 0 || !WISHES(me) -> blocks : SELF.sending);
     SELF.running = (1 << (blocks)) - 1
   }
   d_step {
@@ -80,6 +84,7 @@ inline launch(what, which, blocks, movers) {
     SELF.half = 0;
     SELF.grid = 0;
     SELF.moving = 0;
+    SELF.sending = 0;
     SELF.copied = 0
   }
 }
@@ -99,6 +104,26 @@ inline choose_moving() {
   :: !MOVES -> moving = 0
 #endif
   fi
+}
+
+/* How many of the CTAs of a combine send: any number, or SENDING if there are so many. */
+inline choose_sending() {
+  if
+#ifdef SENDING
+  :: SELF.sending = (grid < SENDING -> grid : SENDING)
+#else
+  :: SELF.sending = grid
+  :: WISH > 0 -> SELF.sending = 1
+#endif
+  fi
+}
+
+/* Nothing has come yet. */
+inline start_words() {
+#if WISH > 0
+  for (i : 0 .. RANKS * ROWS * WORDS - 1) { ranks[0].word[i] = NOT_COME; ranks[1].word[i] = NOT_COME };
+#endif
+  i = 0
 }
 
 /* The caller's kernel: D5 and C1. */

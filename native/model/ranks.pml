@@ -11,7 +11,7 @@
  * Parameters (-D): RANKS, ROUNDS, SLOTS (rows that one rank can send to another), EPOCHS (epochs count modulo this),
  *              ROUTES (which routings are tried: see choose_rows), PUSH (whose combine pushes: bit 0 object 0, bit 1
  *              object 1), ROTATE (which regions of the two objects overlap), WISH (a bit for each rank that may wish,
- *              each round anew, for rows with flags in them).
+ *              each round anew, for rows that are their own flags).
  * LAYERS       rounds alternate between two objects of different layouts on one workspace (see ROW)
  * MIX_AFTER    with LAYERS: the second object is made in or after this round, which need not have ended on every rank
  * DEADLINES    every wait may expire at any time; the last rank may die at any time or go on after any pause; the
@@ -148,6 +148,9 @@ next_round:
   :: else
   fi;
 #endif
+#ifdef LATE_F3 /* of the words of the round before, when the peers know that this rank has come to the next one */
+  FOR_ROWS(true, AT(me).WORD(slot, peer) = NOT_COME);
+#endif
 #ifdef EARLY_CLEAR
   for (peer : 0 .. RANKS - 1) { counts[peer] = 0 };
   clear_empty_slots();
@@ -196,6 +199,9 @@ next_round:
 #endif
 #if WISH > 0
     send_rows(); /* F1 */
+#ifdef F1_TWICE
+    send_rows();
+#endif
 #endif
 #if PUSH > 0
     if
@@ -296,7 +302,7 @@ finished:
       AT(me).pushed_epoch[peer] = epoch;
 #endif
 #if WISH > 0 && !defined(SKIP_WORD_INIT)
-      for (slot : 0 .. SLOTS - 1) { AT(me).WORD(slot, peer) = epoch };
+      for (slot : 0 .. SLOTS - 1) { AT(me).WORD(slot, peer) = NOT_COME };
       slot = 0;
 #endif
       AT(me).arrived_epoch[peer] = epoch
@@ -332,7 +338,7 @@ init {
         memory[i].pushed_epoch[r] = FIRST_EPOCH;
 #endif
 #if WISH > 0 && !defined(SKIP_WORD_INIT)
-        for (s : 0 .. SLOTS - 1) { memory[i].WORD(s, r) = FIRST_EPOCH };
+        for (s : 0 .. SLOTS - 1) { memory[i].WORD(s, r) = NOT_COME };
 #endif
         memory[i].finished_epoch[r] = FIRST_EPOCH
       }

@@ -61,7 +61,8 @@
 #define INBOX(slot, src) ROW(2, object, slot, src)
 #define EMPTY 0
 
-/* A rank that may wish for rows with flags in them; and who is known to want its rows so, of those that have some. */
+/* A rank that may wish for rows that are their own flags; and who is known to want its rows so, of those that have
+ * some. */
 #define MAY_WISH(rank) ((WISH >> (rank)) & 1)
 #if WISH > 0
 #define WANTS_FLAGS(rank) ((wanted >> (rank)) & 1)
@@ -69,6 +70,7 @@
 #define WANTS_FLAGS(rank) false
 #endif
 #define WORD(slot, src) word[(slot) * RANKS + (src)]
+#define NOT_COME 255
 
 #define COMBINED 1
 #define RELEASED 2
@@ -86,7 +88,7 @@ typedef Memory {
 #endif
 #if WISH > 0
   bool arrived_wish[RANKS];
-  byte word[REGION_ROWS]; /* `flagged`: the epoch of a flag and of what it carries, which is one thing */
+  byte word[REGION_ROWS]; /* `flagged`: the round whose row it carries, or NOT_COME */
 #endif
   byte finished_epoch[RANKS]; /* only where layouts are mixed */
   byte cell[REGIONS * REGION_ROWS]
@@ -310,11 +312,6 @@ inline push_rows() {
 
 /* F1: rows of the ranks that wish for them so, word by word, each rank's in any order with the others'. */
 #if WISH > 0
-#ifdef F1_OF_LAST_ROUND
-#define SENT_EPOCH (epoch - 1)
-#else
-#define SENT_EPOCH epoch
-#endif
 inline send_rows() {
   todo = wanted & members & ~(1 << me);
   do
@@ -327,7 +324,8 @@ inline send_rows() {
       MAY_DIE;
       d_step {
         assert(AT(me).OUTPUT(slot, peer) == round);
-        AT(peer).WORD(slot, me) = SENT_EPOCH
+        assert(AT(peer).WORD(slot, me) == NOT_COME); /* else a row would be lost */
+        AT(peer).WORD(slot, me) = round
       };
       slot++
     od;
@@ -336,15 +334,28 @@ inline send_rows() {
   od;
   peer = 0
 }
-/* F2 of the token whose turn it is: the word is what is read. */
+#if defined(SKIP_F3) || defined(LATE_F3)
+#define SET_BACK
+#else
+#define SET_BACK ; AT(me).WORD(turn, peer) = NOT_COME
+#endif
+/* F2 and F3 of the token whose turn it is: the word is what is read, and is set back. In one step: nobody else looks
+ * at it, and nobody stores it before this rank's next D3. Own rows stay. */
 inline await_words() {
   for (peer : 0 .. RANKS - 1) {
     if
     :: PEER(peer) && turn < rows[peer] ->
-#ifndef SKIP_F2
-      WAIT(WORD(turn, peer), epoch, skip);
+#ifdef EARLY_F3
+      AT(me).WORD(turn, peer) = NOT_COME;
 #endif
-      assert(AT(me).WORD(turn, peer) == epoch)
+#ifdef SKIP_F2
+      d_step { assert(AT(me).WORD(turn, peer) == round) SET_BACK }
+#else
+      if
+      :: d_step { AT(me).WORD(turn, peer) != NOT_COME -> assert(AT(me).WORD(turn, peer) == round) SET_BACK }
+      OR_EXPIRES
+      fi
+#endif
     :: peer == me && turn < rows[peer] -> assert(AT(me).OUTPUT(turn, me) == round)
     :: else
     fi
@@ -396,7 +407,7 @@ inline await_token() {
 inline sum_tokens() {
   if
 #if WISH > 0
-  :: wishes -> IN_TURNS(await_words()) /* F2 */
+  :: wishes -> IN_TURNS(await_words()) /* F2, F3 */
 #endif
   :: PUSHES(object) && !WISHES_FLAGS -> IN_TURNS(await_token(); read_rows()) /* C9 */
   :: !PUSHES(object) && !WISHES_FLAGS -> read_rows() /* C4 */

@@ -18,6 +18,7 @@ struct CombineScratch {
   uint32_t num_tokens[kMaxRanks];  // rows that each source sent here
   uint32_t last;                   // whether this CTA is the last to arrive
   uint32_t moved;                  // whether any peer moves rows
+  uint32_t waited;                 // warps that have waited for all rows that they sum
 };
 
 // Whether rows are moved before anybody sums them.
@@ -42,11 +43,13 @@ struct Work {
   bool moving;  // the kernel as a whole
   bool moves;
   bool sends = false;
+  uint32_t senders;  // CTAs that send where nothing is moved
   bool sums;
   uint32_t first_summing;  // block
 
   template <class Exec>
   PUTGET_TEXT Work(const Exec& exec, const Plan& plan, const CombineCall& call, bool all_sum) {
+    senders = all_sum ? call.sending_blocks : exec.blocks();
     moving = moves_rows(plan, call) && call.half != Half::kFinish;
     moves = moving && exec.block() < call.moving_blocks;
     first_summing = moving && call.moving_blocks < exec.blocks() && !all_sum ? call.moving_blocks : 0;
@@ -136,7 +139,7 @@ PUTGET_TEXT bool may_combine(Exec& exec, const Plan& plan, const CombineCall& ca
   const bool is_well = turn.fault == 0;
   if (exec.block() != 0 && !work.moves) {
     const bool judges = kIsFlagged || work.sends;
-    return is_well & (!judges | turn.may_be_in_turn(plan, call, work.sends, exec.blocks()));
+    return is_well & (!judges | turn.may_be_in_turn(plan, call, work.sends, work.senders));
   }
   const OwnFlags& own = turn.own;
   const bool is_open = turn.open && turn.opened_by == plan.object_id;
@@ -163,14 +166,14 @@ PUTGET_RARE void move_rows_apart(Exec& exec, const Plan& plan, const CombineCall
 // how many parts they will be moved; sends rows with flags in them, and moves the others.
 template <class Codec, class Wire, class Exec>
 PUTGET_TEXT void start_combine(Exec& exec, const Plan& plan, const CombineCall& call, const Work& work,
-                               FlaggedSender<Exec>& sender, CombineScratch& scratch) {
+                               FlaggedSender<Exec, Codec, Wire::kIsScaled>& sender, CombineScratch& scratch) {
   const StateHead& head = scratch.wait.head;
   const uint32_t most = work.moves ? most_slots(exec, plan, scratch.num_tokens) : 0;
   const Parts parts = work.moves ? cut_into_parts(call, most) : Parts{0, 0};
   if (IsFlagged<Wire>::kYes && work.sends && !work.moving) {
     sender.send(exec, plan, call, head);
   } else if (work.sends) {
-    send_flagged_rows(exec, plan, call, head, work.moving ? call.moving_blocks : exec.blocks());
+    send_flagged_rows<Codec, Wire::kIsScaled>(exec, plan, call, head, work.moving ? call.moving_blocks : exec.blocks());
   }
   if (exec.block() == 0) {
     const uint32_t value = ended_by_combine(parts);
@@ -180,7 +183,7 @@ PUTGET_TEXT void start_combine(Exec& exec, const Plan& plan, const CombineCall& 
   if (work.sends && !work.moving && exec.thread() == 0) {
     // Of no peer's concern: what may_be_in_turn looks at.
     exec.note(part_flag(plan.own(), plan.layout.pushed, plan.shape.ep_rank, exec.block()),
-              pack_flag(head.epoch, pack_part(exec.blocks(), 0)));
+              pack_flag(head.epoch, pack_part(work.senders, 0)));
   }
   if (!work.moves) return;
   if constexpr (IsFlagged<Wire>::kYes) {
@@ -312,8 +315,8 @@ struct ReductionOf<Exec, Codec, Wire, FewRows<kRows>, false> {
 // What is left to do when the state is known, and who does what.
 template <class Codec, class Wire, class TopK, class Exec>
 PUTGET_TEXT void do_combine(Exec& exec, const Plan& plan, const CombineCall& call, const Work& work,
-                            FlaggedSender<Exec>& sender, FlaggedSum<Exec, Codec, TopK, Wire::kIsScaled>& flagged,
-                            CombineScratch& scratch) {
+                            FlaggedSender<Exec, Codec, Wire::kIsScaled>& sender,
+                            FlaggedSum<Exec, Codec, TopK, Wire::kIsScaled>& flagged, CombineScratch& scratch) {
   constexpr bool kIsFlagged = IsFlagged<Wire>::kYes;
   bool done = may_combine<kIsFlagged>(exec, plan, call, work, scratch.wait);
   if (done && call.half != Half::kFinish) start_combine<Codec, Wire>(exec, plan, call, work, sender, scratch);
@@ -323,7 +326,7 @@ PUTGET_TEXT void do_combine(Exec& exec, const Plan& plan, const CombineCall& cal
     // What no row needs, the end of the round does.
     if (exec.block() == 0) done = done && await_peers(exec, plan, scratch);
     exec.mark(Stage::kObserved);
-    done = done && flagged.run(exec, plan, call, scratch.wait.head);
+    done = done && flagged.run(exec, plan, call, scratch.wait.head, &scratch.waited);
     exec.sync();  // all warps have waited: the next kernel may come
   } else if (work.sums) {
     typename ReductionOf<Exec, Codec, Wire, TopK, Exec::kHasRing>::Type reduction(exec, plan, call, work.first_summing);
@@ -347,9 +350,9 @@ PUTGET_TEXT void do_combine(Exec& exec, const Plan& plan, const CombineCall& cal
 template <class Codec, class Wire, class TopK, class Exec>
 PUTGET_RARE void do_combine_apart(Exec& exec, const Plan& plan, const CombineCall& call, const Work work,
                                   CombineScratch& scratch) {
-  FlaggedSender<Exec> sender(exec, plan, call, exec.blocks());
+  FlaggedSender<Exec, Codec, Wire::kIsScaled> sender(exec, plan, call, exec.blocks());
   FlaggedSum<Exec, Codec, TopK, Wire::kIsScaled> flagged(exec, plan, call);
-  if (call.half != Half::kStart) flagged.look_up(exec, call);
+  if (call.half != Half::kStart) flagged.look_up(exec, plan, call);
   do_combine<Codec, Wire>(exec, plan, call, work, sender, flagged, scratch);
 }
 
@@ -358,22 +361,24 @@ PUTGET_TEXT void combine(Exec& exec, const Plan& plan, const CombineCall& call, 
   exec.mark(Stage::kStart);
   constexpr bool kIsFlagged = IsFlagged<Wire>::kYes;
   clear_waits(exec, plan, scratch.wait);
-  if (exec.thread() == 0) scratch.moved = 0;
+  if (exec.thread() == 0) scratch.moved = scratch.waited = 0;
   Work work(exec, plan, call, kIsFlagged);
   StateAhead state(exec, plan, plan.layout.pushed);
-  FlaggedSender<Exec> sender(exec, plan, call, exec.blocks());
+  FlaggedSender<Exec, Codec, Wire::kIsScaled> sender(exec, plan, call,
+                                                     kIsFlagged ? call.sending_blocks : exec.blocks());
   FlaggedSum<Exec, Codec, TopK, Wire::kIsScaled> flagged(exec, plan, call);
   exec.wait_for_earlier_work();
   exec.mark(Stage::kWoken);
   const bool asked = look_before_combine(exec, plan, work, state, scratch, [&] {
     if (kIsFlagged && call.half != Half::kFinish) sender.load_ahead();
-    if (kIsFlagged && call.half != Half::kStart) flagged.look_up(exec, call);
+    if (kIsFlagged && call.half != Half::kStart) flagged.look_up(exec, plan, call);
     // What the experts wrote is made visible while the state is on its way.
     if (exec.block() == 0 && first_peer(exec) < plan.shape.ep_size) exec.prepare_publish();
   });
   exec.mark(Stage::kState);
   if (work.moving && asked && no_other_rows(plan, scratch.wait.head)) work.move_nothing(call);
   work.sends = asked && call.half != Half::kFinish && (work.moves || !work.moving);
+  if (kIsFlagged && !work.moving && exec.block() >= call.sending_blocks) work.sends = false;
   if constexpr (kIsFlagged) {
     if (work.moving) return do_combine_apart<Codec, Wire, TopK>(exec, plan, call, work, scratch);
     work.move_nothing(call);

@@ -1,19 +1,15 @@
-// Sums of rows that come with flags in them (flagged.h).
-//
-// Rows that would travel quantised come as they are, in so few bytes that their number does not count, and take the
-// values that quantised ones would bring where they are summed: so a result does not depend on the way of its rows.
+// Sums of rows that are their own flags (flagged.h).
 #pragma once
 
 #include "protocol/flagged.h"
 
 namespace putget {
 
-// A `Wire` (reduce.h) of rows with flags in them; kQuantised: of a shape whose other rows travel quantised.
+// A `Wire` (reduce.h) of rows that are their own flags; kQuantised: of a shape whose rows travel quantised.
 template <class Codec, bool kQuantised>
-struct FlaggedWire {
-  static constexpr uint32_t kElements = kPackBytes / sizeof(typename Codec::Bits);
-  static constexpr bool kIsScaled = kQuantised;
-};
+struct FlaggedWire : SameWire<Codec, kPackBytes / sizeof(typename Codec::Bits)> {};
+template <class Codec>
+struct FlaggedWire<Codec, true> : Fp8Wire {};
 
 template <class Wire>
 struct IsFlagged {
@@ -24,80 +20,76 @@ struct IsFlagged<FlaggedWire<Codec, kQuantised>> {
   static constexpr bool kYes = true;
 };
 
-// One lane's share of a sum has not come in time. Names the ranks whose rows are missing, and those that have not ended
-// the round either.
-template <class Exec>
-PUTGET_RARE void report_missing_rows(Exec& exec, const Plan& plan, const StateHead& head, uint32_t token,
-                                     uint32_t pack) {
-  RankSet missing = RankSet::none();
-  PUTGET_ROLLED
-  for (uint32_t peer = 0; peer < plan.shape.ep_size; ++peer) {
-    const uint64_t ended = exec.peek(flag_line(plan.own(), plan.layout.ended, peer));
-    if (head.active.has(peer) && flag_epoch(ended) != head.epoch) missing.insert(peer);
-  }
-  PUTGET_ROLLED
-  for (uint32_t k = 0; k < plan.shape.top_k; ++k) {
-    const uint64_t route = uint64_t{token} * plan.shape.top_k + k;
-    if (plan.target_ranks[route] < 0) continue;
-    const auto* row = reinterpret_cast<const FlaggedPack*>(
-        plan.own() + flagged_row(plan, plan.target_ranks[route], plan.target_slots[route]));
-    const FlaggedPack seen = exec.template poll<Tag::F2>(row + pack, 0);
-    if (!seen.is_of(head.epoch)) missing.insert(plan.target_ranks[route]);
-  }
-  report_timeout(exec, plan, Phase::kCombine, head.epoch, missing);
-}
+// How many rows of a token are waited for together.
+template <class TopK>
+struct RowsTogether {
+  static constexpr uint32_t kRows = kEight;
+};
+template <uint32_t kFew>
+struct RowsTogether<FewRows<kFew>> {
+  static constexpr uint32_t kRows = kFew;
+};
 
-// One warp's part of the (token, segment) items. The first CTA has enough to do, where there are others. The routes are
-// this rank's own, so the first ones are looked up before anything else is known.
+// One warp's part of the (token, segment) items. The first CTA has enough to do, where there are others; where some
+// send, the others sum. The routes are this rank's own, so the first ones are looked up before anything else is known.
 template <class Exec, class Codec, class TopK, bool kQuantised>
 class FlaggedSum {
-  static constexpr uint32_t kElements = FlaggedWire<Codec, kQuantised>::kElements;
+  using Wire = FlaggedWire<Codec, kQuantised>;
+  using Element = typename Wire::Element;
   static constexpr uint32_t kNone = ~0u;
-  // What a lane sums together: a pack, or all that it has of a block with one scale.
-  static constexpr uint32_t kTogether = kQuantised ? kScaleBlock / kElements / Exec::kLanes : 1;
-  static_assert(!kQuantised || kTogether * kElements * Exec::kLanes == kScaleBlock, "a warp has whole blocks");
-  using Out = Pack<Codec, kElements>;
+  static constexpr uint32_t kRows = RowsTogether<TopK>::kRows;
+  // What is added up at a time: as many elements as are stored in one access.
+  static constexpr uint32_t kSummed = kPackBytes / sizeof(typename Codec::Bits);
+  static constexpr uint32_t kParts = sizeof(typename Codec::Bits) / sizeof(typename Element::Bits);
+  static constexpr uint32_t kPacksOfBlock = kScaleBlock * sizeof(typename Element::Bits) / kPackBytes;
+  using Out = Pack<Codec, kSummed>;
 
  public:
   PUTGET_TEXT FlaggedSum(const Exec& exec, const Plan& plan, const CombineCall& call)
       : top_k_{plan.shape.top_k},
-        packs_(plan.shape.output_row_bytes() / kPackBytes),
-        packs_per_segment_(call.segment_bytes / sizeof(FlaggedPack)),
-        item_(exec.blocks() == 1 ? exec.warp() : exec.warp() * (exec.blocks() - 1) + exec.block() - 1),
-        step_(exec.warps() * (exec.blocks() == 1 ? 1 : exec.blocks() - 1)),
-        takes_part_(exec.blocks() == 1 || exec.block() != 0) {
+        packs_(flagged_values_bytes(plan.shape) / kPackBytes),
+        packs_per_segment_(call.segment_bytes / kPackBytes),
+        own_end_(own_rows_stay(plan, call) ? static_cast<uint32_t>(plan.flagged.begin / kPackBytes) : 0),
+        item_(exec.warp() * (exec.blocks() - first_block(exec, call)) + exec.block() - first_block(exec, call)),
+        step_(exec.warps() * (exec.blocks() - first_block(exec, call))),
+        takes_part_(exec.block() >= first_block(exec, call)) {
     PUTGET_UNROLL
-    for (uint32_t i = 0; i < kRowsPerLane; ++i) row_[i] = kNone;
+    for (uint32_t i = 0; i < kPositionsPerLane; ++i) row_[i] = kNone;
     find(exec, plan, call);
     exec.pin(ranks_);
     exec.pin(slots_);
   }
 
   // Looks up the routes of the item that it has found: before `run`.
-  PUTGET_TEXT void look_up(const Exec& exec, const CombineCall& call) {
+  PUTGET_TEXT void look_up(const Exec& exec, const Plan& plan, const CombineCall& call) {
     if (token_ >= call.num_tokens) return;
     PUTGET_UNROLL
-    for (uint32_t i = 0; i < kRowsPerLane; ++i) {
+    for (uint32_t i = 0; i < kPositionsPerLane; ++i) {
       if (i * Exec::kLanes + exec.lane() >= top_k_.top_k) break;
       const int32_t rank = ranks_[i * Exec::kLanes];
       const int32_t slot = slots_[i * Exec::kLanes];
-      const uint32_t row = rank * static_cast<uint32_t>(kFlaggedBytes / sizeof(FlaggedPack)) + slot * packs_;
-      row_[i] = (rank | slot) < 0 ? kNone : row;  // both are -1 together: so neither load waits for the other
+      row_[i] = (rank | slot) < 0 ? kNone : place_of(plan, rank, slot);  // both are -1 together: neither load waits
     }
   }
 
-  // False: a deadline passed, and has been reported.
-  PUTGET_TEXT bool run(Exec& exec, const Plan& plan, const CombineCall& call, const StateHead& head) {
+  // `waited` counts the CTA's warps that wait no more. False: a deadline passed, and has been reported.
+  PUTGET_TEXT bool run(Exec& exec, const Plan& plan, const CombineCall& call, const StateHead& head, uint32_t* waited) {
+    if (token_ >= call.num_tokens) exec.count_as_waited(waited);
     while (token_ < call.num_tokens) {
-      if (!exec.all_lanes(sum_item(exec, plan, call, head))) return false;
+      const bool is_last = call.flagged_pieces.quotient(item_ + step_) >= call.num_tokens;
+      if (!sum_item(exec, plan, call, head, is_last ? waited : nullptr)) return false;
       item_ += step_;
       find(exec, plan, call);
-      look_up(exec, call);
+      look_up(exec, plan, call);
     }
     return true;
   }
 
  private:
+  PUTGET_TEXT static uint32_t first_block(const Exec& exec, const CombineCall& call) {
+    return exec.blocks() == 1 ? 0 : call.sending_blocks < exec.blocks() ? call.sending_blocks : 1;
+  }
+
   // Which token and segment the item is, and where the token's routes are.
   PUTGET_TEXT void find(const Exec& exec, const Plan& plan, const CombineCall& call) {
     token_ = call.flagged_pieces.quotient(item_);
@@ -108,25 +100,37 @@ class FlaggedSum {
     slots_ = plan.target_slots + route;
   }
 
-  // A lane knows where some of the rows are, and asks the others.
-  static constexpr uint32_t kRowsPerLane = (TopK::kCapacity + Exec::kLanes - 1) / Exec::kLanes;
+  // First pack of a row, from the start of this rank's memory on: where its experts wrote it, or where it comes.
+  PUTGET_TEXT uint32_t place_of(const Plan& plan, uint32_t rank, uint32_t slot) const {
+    const uint32_t packs_a_row = plan.shape.wire_row_bytes() / kPackBytes;
+    const auto begin = static_cast<uint32_t>(plan.flagged.begin / kPackBytes);
+    const auto packs_a_peer = static_cast<uint32_t>(plan.flagged.bytes_a_peer / kPackBytes);
+    const auto own = static_cast<uint32_t>(plan.layout.output / kPackBytes);
+    const bool stays = own_end_ != 0 && rank == plan.shape.ep_rank;
+    return stays ? own + (slot * plan.shape.ep_size + rank) * packs_a_row
+                 : begin + rank * packs_a_peer + slot * packs_a_row;
+  }
+  PUTGET_TEXT bool comes(uint32_t row) const { return row >= own_end_ && row != kNone; }
 
-  // First pack of each of a token's rows, from the first peer's rows on; or kNone.
-  template <uint32_t kRows>
+  // A lane knows where some of the rows are, and asks the others.
+  static constexpr uint32_t kPositionsPerLane = (TopK::kCapacity + Exec::kLanes - 1) / Exec::kLanes;
+
+  // Where a token's rows are, or kNone.
+  template <uint32_t kFew>
   struct FewPlaced {
-    uint32_t row[kRows];
-    Places<kRows> places;
+    uint32_t row[kFew];
+    Places<kFew> places;
   };
   struct Any {
     uint32_t row[TopK::kCapacity];
   };
 
-  template <uint32_t kRows>
-  PUTGET_TEXT FewPlaced<kRows> find_rows(const Exec& exec, const FewRows<kRows>&) const {
+  template <uint32_t kFew>
+  PUTGET_TEXT FewPlaced<kFew> find_rows(const Exec& exec, const FewRows<kFew>&) const {
     uint32_t positions = 0;
     PUTGET_UNROLL
-    for (uint32_t i = 0; i < kRowsPerLane; ++i) positions |= exec.votes(row_[i] != kNone) << (i * Exec::kLanes);
-    FewPlaced<kRows> rows{{}, {positions, top_k_.top_k}};
+    for (uint32_t i = 0; i < kPositionsPerLane; ++i) positions |= exec.votes(row_[i] != kNone) << (i * Exec::kLanes);
+    FewPlaced<kFew> rows{{}, {positions, top_k_.top_k}};
     rows.places.visit([&](uint32_t r, uint32_t k, bool there) {
       const uint32_t row = exec.of_lane(row_[k / Exec::kLanes], k % Exec::kLanes);
       rows.row[r] = there ? row : kNone;
@@ -142,45 +146,172 @@ class FlaggedSum {
     return rows;
   }
 
-  // Of one lane, or of all together where they share scales; false: a deadline passed.
-  PUTGET_TEXT bool sum_item(Exec& exec, const Plan& plan, const CombineCall& call, const StateHead& head) const {
+  // A null `waited`: further items are to come. False: a deadline passed.
+  PUTGET_TEXT bool sum_item(Exec& exec, const Plan& plan, const CombineCall& call, const StateHead& head,
+                            uint32_t* waited) const {
     const auto rows = find_rows(exec, top_k_);
     const uint32_t end = begin_ + packs_per_segment_ < packs_ ? begin_ + packs_per_segment_ : packs_;
-    if constexpr (kQuantised) {
-      return sum_blocks(exec, plan, call, head, rows, end);
-    } else {
-      PUTGET_ROLLED
-      for (uint32_t pack = begin_ + exec.lane(); pack < end; pack += exec.lanes()) {
-        Sums<kElements> sum;
-        if (!get_sum(exec, plan, head, rows, pack, sum)) {
-          report_missing_rows(exec, plan, head, token_, pack);
-          return false;
-        }
-        finish(exec, call, pack, sum);
-      }
-      return true;
-    }
-  }
-
-  // The same block by block, which all lanes of the warp have together, also where it ends before them.
-  template <class Rows>
-  PUTGET_TEXT bool sum_blocks(Exec& exec, const Plan& plan, const CombineCall& call, const StateHead& head,
-                              const Rows& rows, uint32_t end) const {
     PUTGET_ROLLED
-    for (uint32_t first = begin_; first < end; first += kTogether * exec.lanes()) {
-      Sums<kElements> sum[kTogether];
-      if (!get_sums(exec, plan, head, rows, first + exec.lane(), end, sum)) return false;
-      PUTGET_UNROLL
-      for (uint32_t p = 0; p < kTogether; ++p) {
-        const uint32_t pack = first + p * exec.lanes() + exec.lane();
-        if (pack < end) finish(exec, call, pack, sum[p]);
-      }
+    for (uint32_t first = begin_; first < end; first += exec.lanes()) {
+      const bool is_last = waited != nullptr && first + exec.lanes() >= end;
+      const uint32_t pack = first + exec.lane();
+      if (!exec.all_lanes(sum_pack(exec, plan, call, head, rows, pack, end, is_last ? waited : nullptr))) return false;
     }
     return true;
   }
 
-  PUTGET_TEXT void finish(Exec& exec, const CombineCall& call, uint32_t pack, Sums<kElements>& sum) const {
-    const uint64_t index = uint64_t{token_} * packs_ + pack;
+  // What has come of a token's rows: a lane's pack of each.
+  struct Leaves {
+    union Leaf {
+      FlaggedPack come;
+      Pack<Element, kSummed> part[kParts];
+    };
+    Leaf leaf[kRows];
+    uint32_t scale[kRows];  // bits
+  };
+
+  PUTGET_TEXT static uint32_t* scale_at(const Plan& plan, FlaggedPack* row, uint32_t pack) {
+    return reinterpret_cast<uint32_t*>(row) + plan.shape.scales_offset() / sizeof(uint32_t) + pack / kPacksOfBlock;
+  }
+
+  // Waits until a pack of some rows, those of a token's positions from one on, has come, and sets it back. Of a row
+  // that there is not it is `otherwise(i)`, twice. False: a deadline passed. Where rows have scales, all lanes of the
+  // warp call it, also behind the row's end, and get the same answer.
+  template <class Otherwise>
+  PUTGET_TEXT bool take(Exec& exec, const Plan& plan, const StateHead& head, const uint32_t* row, uint32_t position,
+                        uint32_t pack, uint32_t end, Otherwise otherwise, Leaves& leaves) const {
+    auto* packs = reinterpret_cast<FlaggedPack*>(plan.own());
+    const bool has_scales = kQuantised && plan.shape.wire_type == WireType::kFp8Block;
+    const auto is_there = [&](uint32_t i) { return row[i] != kNone && pack < end; };
+    const auto look = [&] {
+      PUTGET_UNROLL
+      for (uint32_t i = 0; i < kRows; ++i) {
+        const FlaggedPack* from = is_there(i) ? packs + row[i] + pack : nullptr;
+        leaves.leaf[i].come = exec.template poll<Tag::F2>(from, otherwise(i));
+      }
+      if constexpr (kQuantised) {
+        PUTGET_UNROLL
+        for (uint32_t i = 0; i < kRows; ++i) {
+          const bool has_scale = has_scales && is_there(i);
+          leaves.scale[i] = exec.template poll<Tag::F2>(has_scale ? scale_at(plan, packs + row[i], pack) : nullptr);
+        }
+      }
+    };
+    const auto have_come = [&] {
+      bool all = true;
+      PUTGET_UNROLL
+      for (uint32_t i = 0; i < kRows; ++i) all = all && leaves.leaf[i].come.has_come();
+      if constexpr (kQuantised) {
+        PUTGET_UNROLL
+        for (uint32_t i = 0; i < kRows; ++i) all = all && leaves.scale[i] != kScaleNotCome;
+      } else {
+        if (all) return true;
+        // What experts wrote here may look as if it had not come.
+        all = true;
+        PUTGET_UNROLL
+        for (uint32_t i = 0; i < kRows; ++i) all = all && (leaves.leaf[i].come.has_come() || !comes(row[i]));
+      }
+      return all;
+    };
+    Patience patience;
+    bool well = look_until<Tag::F2>(exec, plan, head, patience, look, have_come);
+    if (!well) report_missing(exec, plan, head, position, pack);
+    if (kQuantised) well = exec.all_lanes(well);  // before the first lane sets back a scale that others look at
+    if (!well) return false;
+    PUTGET_UNROLL
+    for (uint32_t i = 0; i < kRows; ++i) {
+      if (comes(row[i]) && is_there(i)) exec.clear(packs + row[i] + pack);  // [F3]
+    }
+    if (!kQuantised) return true;
+    const bool ends_block = pack % kPacksOfBlock == kPacksOfBlock - 1 || pack + 1 == packs_;
+    PUTGET_UNROLL
+    for (uint32_t i = 0; i < kRows; ++i) {
+      if (!has_scales) leaves.scale[i] = bits_of_float(plan.wire_scale);
+      if (has_scales && is_there(i) && ends_block) exec.clear(scale_at(plan, packs + row[i], pack));  // [F3]
+    }
+    return true;
+  }
+
+  // Names the ranks whose rows are missing, of a token's positions from one on, and those that have not ended the round
+  // either. It looks again: what it were given would be kept in memory, for the sake of those that wait too long.
+  PUTGET_RARE void report_missing(Exec& exec, const Plan& plan, const StateHead& head, uint32_t position,
+                                  uint32_t pack) const {
+    RankSet missing = RankSet::none();
+    PUTGET_ROLLED
+    for (uint32_t peer = 0; peer < plan.shape.ep_size; ++peer) {
+      const uint64_t ended = exec.peek(flag_line(plan.own(), plan.layout.ended, peer));
+      if (head.active.has(peer) && flag_epoch(ended) != head.epoch) missing.insert(peer);
+    }
+    PUTGET_ROLLED
+    for (uint32_t k = position; k < top_k_.top_k; ++k) {
+      const int32_t rank = plan.target_ranks[uint64_t{token_} * top_k_.top_k + k];
+      const int32_t slot = plan.target_slots[uint64_t{token_} * top_k_.top_k + k];
+      if (rank < 0) continue;
+      const uint32_t row = place_of(plan, rank, slot);
+      auto* packs = reinterpret_cast<FlaggedPack*>(plan.own()) + row;
+      if (!comes(row)) continue;
+      bool is_here = exec.template poll<Tag::F2>(packs + pack, 0).has_come();
+      if (kQuantised && plan.shape.wire_type == WireType::kFp8Block) {
+        is_here = is_here && exec.template poll<Tag::F2>(scale_at(plan, packs, pack)) != kScaleNotCome;
+      }
+      if (!is_here) missing.insert(rank);
+    }
+    report_timeout(exec, plan, Phase::kCombine, head.epoch, missing);
+  }
+
+  template <uint32_t kFew>
+  PUTGET_TEXT bool sum_pack(Exec& exec, const Plan& plan, const CombineCall& call, const StateHead& head,
+                            const FewPlaced<kFew>& rows, uint32_t pack, uint32_t end, uint32_t* waited) const {
+    Leaves leaves;
+    const auto otherwise = [&](uint32_t r) { return rows.places.adds_nothing(r) ? nothing() : uint64_t{0}; };
+    const bool well = take(exec, plan, head, rows.row, 0, pack, end, otherwise, leaves);
+    if (waited != nullptr) exec.count_as_waited(waited);
+    if (!well || pack >= end) return well;
+    PUTGET_UNROLL
+    for (uint32_t part = 0; part < kParts; ++part) {
+      Sums<kSummed> sum[kFew];
+      PUTGET_UNROLL
+      for (uint32_t r = 0; r < kFew; ++r) sum[r] = widened(exec, leaves, r, part);
+      rows.places.add_up(sum);
+      finish(exec, call, pack * kParts + part, sum[0]);
+    }
+    return true;
+  }
+
+  PUTGET_TEXT bool sum_pack(Exec& exec, const Plan& plan, const CombineCall& call, const StateHead& head,
+                            const Any& rows, uint32_t pack, uint32_t end, uint32_t* waited) const {
+    TreeOfEights<kSummed> tree[kParts];
+    bool well = true;
+    PUTGET_ROLLED
+    for (uint32_t k = 0; k < top_k_.top_k; k += kEight) {
+      Leaves leaves;
+      const auto otherwise = [&](uint32_t i) { return k + i < top_k_.top_k ? uint64_t{0} : nothing(); };
+      well = well && take(exec, plan, head, rows.row + k, k, pack, end, otherwise, leaves);
+      PUTGET_UNROLL
+      for (uint32_t part = 0; part < kParts; ++part) {
+        Sums<kSummed> sum[kEight];
+        PUTGET_UNROLL
+        for (uint32_t i = 0; i < kEight; ++i) sum[i] = widened(exec, leaves, i, part);
+        tree[part].push(sum_tree(sum));
+      }
+    }
+    if (waited != nullptr) exec.count_as_waited(waited);
+    if (!well || pack >= end) return well;
+    PUTGET_UNROLL
+    for (uint32_t part = 0; part < kParts; ++part) {
+      Sums<kSummed> total = tree[part].total();
+      finish(exec, call, pack * kParts + part, total);
+    }
+    return true;
+  }
+
+  PUTGET_TEXT static Sums<kSummed> widened(Exec& exec, const Leaves& leaves, uint32_t i, uint32_t part) {
+    return Wire::widen(exec, leaves.leaf[i].part[part], float_of_bits(leaves.scale[i]));
+  }
+
+  // One access of the token's sum.
+  PUTGET_TEXT void finish(Exec& exec, const CombineCall& call, uint32_t access, Sums<kSummed>& sum) const {
+    const uint64_t index = uint64_t{token_} * packs_ * kParts + access;
     if (call.addend != nullptr) sum.add(putget::widen(load(call, index)));
     Out out;
     exec.template narrow<Codec>(sum.value, out);
@@ -191,8 +322,8 @@ class FlaggedSum {
     if (call.wide_out != 0) return reinterpret_cast<const Out*>(call.addend)[index];
     Out out;
     PUTGET_UNROLL
-    for (uint32_t e = 0; e < kElements; ++e) {
-      out.bits[e] = reinterpret_cast<const typename Codec::Bits*>(call.addend)[index * kElements + e];
+    for (uint32_t e = 0; e < kSummed; ++e) {
+      out.bits[e] = reinterpret_cast<const typename Codec::Bits*>(call.addend)[index * kSummed + e];
     }
     return out;
   }
@@ -203,161 +334,25 @@ class FlaggedSum {
       return;
     }
     PUTGET_UNROLL
-    for (uint32_t e = 0; e < kElements; ++e) {
-      reinterpret_cast<typename Codec::Bits*>(call.out)[index * kElements + e] = out.bits[e];
+    for (uint32_t e = 0; e < kSummed; ++e) {
+      reinterpret_cast<typename Codec::Bits*>(call.out)[index * kSummed + e] = out.bits[e];
     }
   }
 
-  // Waits until leaves have come: packs of rows, of which some may be kNone. These are `otherwise(i)` at once. False: a
-  // deadline passed.
-  template <uint32_t kLeaves, class Otherwise>
-  PUTGET_TEXT static bool look_at(Exec& exec, const Plan& plan, const StateHead& head, const uint32_t* row,
-                                  uint32_t pack, Otherwise otherwise, Patience& patience, Out (&come)[kLeaves]) {
-    const uint32_t epoch = head.epoch;
-    const auto* rows = reinterpret_cast<const FlaggedPack*>(plan.own() + plan.layout.flagged);
-    FlaggedPack leaf[kLeaves];
-    const auto look_at_all = [&] {
-      PUTGET_UNROLL
-      for (uint32_t i = 0; i < kLeaves; ++i) {
-        const FlaggedPack* from = row[i] == kNone ? nullptr : rows + row[i] + pack;
-        leaf[i] = exec.template poll<Tag::F2>(from, pack_flag(epoch, otherwise(i)));
-      }
-    };
-    const auto have_come = [&] {
-      bool all = true;
-      PUTGET_UNROLL
-      for (uint32_t i = 0; i < kLeaves; ++i) all = all && leaf[i].is_of(epoch);
-      return all;
-    };
-    if (!look_until<Tag::F2>(exec, plan, head, patience, look_at_all, have_come)) return false;
+  // Eight bytes of elements that change no bit of what they are added to.
+  PUTGET_PURE static uint64_t nothing() {
+    uint64_t word = 0;
     PUTGET_UNROLL
-    for (uint32_t i = 0; i < kLeaves; ++i) {
-      union {
-        uint32_t half[2];
-        Out pack;
-      } both{{flag_value(leaf[i].half[0]), flag_value(leaf[i].half[1])}};
-      come[i] = both.pack;
+    for (uint32_t e = 0; e < sizeof(word) / sizeof(typename Element::Bits); ++e) {
+      word |= uint64_t{minus_zero<Element>()} << (8 * sizeof(typename Element::Bits) * e);
     }
-    return true;
-  }
-
-  // The same of one lane's packs of a block, with the values that they would have if they came quantised. All lanes of
-  // the warp call it, and get the same answer.
-  template <uint32_t kLeaves, class Otherwise>
-  PUTGET_TEXT bool look_at_block(Exec& exec, const Plan& plan, const StateHead& head, const uint32_t* row,
-                                 uint32_t first, uint32_t end, Otherwise otherwise,
-                                 Sums<kElements> (&sum)[kTogether][kLeaves]) const {
-    Out come[kTogether][kLeaves];
-    Patience patience;
-    bool well = true;
-    PUTGET_UNROLL
-    for (uint32_t p = 0; p < kTogether; ++p) {
-      const uint32_t pack = first + p * exec.lanes();
-      uint32_t of_pack[kLeaves];
-      PUTGET_UNROLL
-      for (uint32_t i = 0; i < kLeaves; ++i) of_pack[i] = pack < end ? row[i] : kNone;
-      if (!well || look_at(exec, plan, head, of_pack, pack, otherwise, patience, come[p])) continue;
-      report_missing_rows(exec, plan, head, token_, pack);
-      well = false;
-    }
-    if (!exec.all_lanes(well)) return false;
-    PUTGET_UNROLL
-    for (uint32_t i = 0; i < kLeaves; ++i) {
-      float scale = plan.wire_scale;
-      if (plan.shape.wire_type == WireType::kFp8Block) {
-        float largest = 0.0f;
-        PUTGET_UNROLL
-        for (uint32_t p = 0; p < kTogether; ++p) {
-          largest = exec.template largest_magnitude<Codec>(come[p][i], largest);
-        }
-        scale = block_scale(exec.template largest_of<Exec::kLanes>(largest));
-      }
-      const float inverse = exec.inverse_of(scale);
-      PUTGET_UNROLL
-      for (uint32_t p = 0; p < kTogether; ++p) {
-        sum[p][i] = putget::widen(come[p][i]);
-        PUTGET_UNROLL
-        for (float& value : sum[p][i].value) value = times(value, inverse);
-        exec.round_to_fp8(sum[p][i].value);
-        PUTGET_UNROLL
-        for (float& value : sum[p][i].value) value = times(value, scale);
-      }
-    }
-    return true;
-  }
-
-  // Four bytes of elements that change no bit of what they are added to.
-  PUTGET_PURE static uint32_t nothing() {
-    const uint32_t one = minus_zero<Codec>();
-    return sizeof(typename Codec::Bits) == 2 ? one << 16 | one : one;
-  }
-
-  template <uint32_t kRows>
-  PUTGET_TEXT bool get_sum(Exec& exec, const Plan& plan, const StateHead& head, const FewPlaced<kRows>& rows,
-                           uint32_t pack, Sums<kElements>& total) const {
-    Out come[kRows];
-    Patience patience;
-    const auto otherwise = [&](uint32_t r) { return rows.places.adds_nothing(r) ? nothing() : 0; };
-    if (!look_at(exec, plan, head, rows.row, pack, otherwise, patience, come)) return false;
-    Sums<kElements> sum[kRows];
-    PUTGET_UNROLL
-    for (uint32_t r = 0; r < kRows; ++r) sum[r] = putget::widen(come[r]);
-    rows.places.add_up(sum);
-    total = sum[0];
-    return true;
-  }
-
-  template <uint32_t kRows>
-  PUTGET_TEXT bool get_sums(Exec& exec, const Plan& plan, const StateHead& head, const FewPlaced<kRows>& rows,
-                            uint32_t first, uint32_t end, Sums<kElements> (&total)[kTogether]) const {
-    Sums<kElements> sum[kTogether][kRows];
-    const auto otherwise = [&](uint32_t r) { return rows.places.adds_nothing(r) ? nothing() : 0; };
-    if (!look_at_block(exec, plan, head, rows.row, first, end, otherwise, sum)) return false;
-    PUTGET_UNROLL
-    for (uint32_t p = 0; p < kTogether; ++p) {
-      rows.places.add_up(sum[p]);
-      total[p] = sum[p][0];
-    }
-    return true;
-  }
-
-  PUTGET_TEXT bool get_sum(Exec& exec, const Plan& plan, const StateHead& head, const Any& rows, uint32_t pack,
-                           Sums<kElements>& total) const {
-    TreeOfEights<kElements> tree;
-    PUTGET_ROLLED
-    for (uint32_t first = 0; first < top_k_.top_k; first += kEight) {
-      Out come[kEight];
-      Patience patience;
-      const auto otherwise = [&](uint32_t i) { return first + i < top_k_.top_k ? 0 : nothing(); };
-      if (!look_at(exec, plan, head, rows.row + first, pack, otherwise, patience, come)) return false;
-      Sums<kElements> sum[kEight];
-      PUTGET_UNROLL
-      for (uint32_t i = 0; i < kEight; ++i) sum[i] = putget::widen(come[i]);
-      tree.push(sum_tree(sum));
-    }
-    total = tree.total();
-    return true;
-  }
-
-  PUTGET_TEXT bool get_sums(Exec& exec, const Plan& plan, const StateHead& head, const Any& rows, uint32_t first,
-                            uint32_t end, Sums<kElements> (&total)[kTogether]) const {
-    TreeOfEights<kElements> tree[kTogether];
-    PUTGET_ROLLED
-    for (uint32_t k = 0; k < top_k_.top_k; k += kEight) {
-      Sums<kElements> sum[kTogether][kEight];
-      const auto otherwise = [&](uint32_t i) { return k + i < top_k_.top_k ? 0 : nothing(); };
-      if (!look_at_block(exec, plan, head, rows.row + k, first, end, otherwise, sum)) return false;
-      PUTGET_UNROLL
-      for (uint32_t p = 0; p < kTogether; ++p) tree[p].push(sum_tree(sum[p]));
-    }
-    PUTGET_UNROLL
-    for (uint32_t p = 0; p < kTogether; ++p) total[p] = tree[p].total();
-    return true;
+    return word;
   }
 
   TopK top_k_;
-  uint32_t packs_;  // of a row
+  uint32_t packs_;  // of a row's values
   uint32_t packs_per_segment_;
+  uint32_t own_end_;  // up to here rows lie where experts wrote them; 0: all rows come
   uint32_t item_;
   uint32_t step_;
   bool takes_part_;
@@ -365,7 +360,7 @@ class FlaggedSum {
   uint32_t begin_;  // pack
   const int32_t* ranks_;
   const int32_t* slots_;
-  uint32_t row_[kRowsPerLane];
+  uint32_t row_[kPositionsPerLane];
 };
 
 }  // namespace putget

@@ -12,20 +12,19 @@ namespace putget {
 constexpr uint64_t kLineBytes = 128;  // one flag a line: polling one source never slows down another source's store
 constexpr uint32_t kMaxParts = 256;   // CTAs of one kernel that publish one by one
 constexpr uint64_t kPartsBytes = kMaxParts * sizeof(uint64_t);
-constexpr uint64_t kRegionAlignment = 1024;     // regions start on bulk-copy and page-friendly boundaries
-constexpr uint64_t kFlaggedBytes = 256 * 1024;  // of rows that carry their flags, from one peer
+constexpr uint64_t kRegionAlignment = 1024;  // regions start on bulk-copy and page-friendly boundaries
 
 struct Layout {
   uint64_t ended;  // [ep_size] lines: flag (epoch, kind) that a peer stores when it has read this round's received rows
   uint64_t finished;  // [ep_size] lines: flag (epoch, 0) that a peer stores when it has got this round's combined rows
   uint64_t arrived;   // [ep_size, kMaxParts] flags (epoch, parts and rows): one of each CTA of a source's dispatch
   uint64_t pushed;    // [ep_size, kMaxParts] flags (epoch, parts): one of each CTA of a peer's combine that pushes
-  uint64_t flagged;   // [ep_size, kFlaggedBytes] flags (epoch, 4 bytes of a row): rows that a peer sends in this form
   uint64_t topk_ids;
   uint64_t topk_weights;
   uint64_t payload[kMaxPayloads];
   uint64_t output;   // combine_input
   uint64_t transit;  // rows as they travel: an inbox (slot, rank that pushed), or own quantised rows (slot, src)
+  uint64_t flagged;  // FlaggedRegion::begin of the smallest memory that holds all this
   uint64_t total_bytes;
 };
 
@@ -33,14 +32,37 @@ PUTGET_PURE uint64_t align_region(uint64_t offset) {
   return (offset + kRegionAlignment - 1) / kRegionAlignment * kRegionAlignment;
 }
 
-// Where the rows that carry their flags begin, for every shape: behind `ended` and `finished` lines and the flags of
-// parts.
-PUTGET_PURE uint64_t flagged_rows(uint32_t ep_size) {
+// Flags alone, of every object on one memory, whatever its shape: `ended` and `finished` lines and the flags of parts.
+PUTGET_PURE uint64_t control_bytes(uint32_t ep_size) {
   return align_region(ep_size * (2 * kLineBytes + 2 * kPartsBytes));
 }
 
-// Flags alone, with what they carry: of every object on one memory, whatever its shape.
-PUTGET_PURE uint64_t control_bytes(uint32_t ep_size) { return flagged_rows(ep_size) + ep_size * kFlaggedBytes; }
+// The end of a memory, whatever objects are on it: rows that are their own flags (flagged.h), from each peer. Every
+// word says that nothing has come but while such a row is on its way to its sum.
+struct FlaggedRegion {
+  uint64_t begin;
+  uint64_t bytes_a_peer;
+};
+
+// Two fifths of the memory, which is about what rows of all tokens take beside the other regions, up to as many rows as
+// are worth it.
+constexpr uint64_t kMostFlaggedBytes = 32 * 1024 * 1024;    // a peer
+constexpr uint64_t kMostFlaggedMemory = uint64_t{1} << 36;  // 16-byte packs of it are counted in 32 bits
+PUTGET_PURE FlaggedRegion flagged_region(uint64_t memory_bytes, uint32_t ep_size) {
+  const uint64_t end = memory_bytes / kRegionAlignment * kRegionAlignment;
+  const uint64_t control = control_bytes(ep_size);
+  if (end < control || memory_bytes > kMostFlaggedMemory) return {end, 0};
+  const uint64_t share = (end - control) / 5 * 2 / ep_size / kRegionAlignment * kRegionAlignment;
+  const uint64_t bytes_a_peer = share < kMostFlaggedBytes ? share : kMostFlaggedBytes;
+  return {end - ep_size * bytes_a_peer, bytes_a_peer};
+}
+
+// The smallest memory with so many bytes before that region; any larger one has as many, too.
+PUTGET_PURE uint64_t with_flagged_region(uint64_t bytes, uint32_t ep_size) {
+  const uint64_t large = bytes + ep_size * kMostFlaggedBytes;
+  const uint64_t control = control_bytes(ep_size);
+  return flagged_region(large, ep_size).begin <= bytes ? large : align_region(control + (bytes - control + 2) / 3 * 5);
+}
 
 // Where the `finished` lines begin, for every shape.
 PUTGET_PURE uint64_t finished_lines(uint32_t ep_size) { return ep_size * kLineBytes; }
@@ -52,7 +74,6 @@ PUTGET_PURE Layout layout_of(const Shape& shape) {
   layout.finished = finished_lines(shape.ep_size);
   layout.arrived = 2 * shape.ep_size * kLineBytes;
   layout.pushed = layout.arrived + shape.ep_size * kPartsBytes;
-  layout.flagged = flagged_rows(shape.ep_size);
   uint64_t next = control_bytes(shape.ep_size);
   layout.topk_ids = next;
   next = align_region(next + slots * shape.top_k * sizeof(int32_t));
@@ -65,7 +86,9 @@ PUTGET_PURE Layout layout_of(const Shape& shape) {
   layout.output = next;
   next = align_region(next + slots * shape.output_row_bytes());
   layout.transit = next;
-  layout.total_bytes = shape.has_transit() ? align_region(next + slots * shape.wire_row_bytes()) : next;
+  if (shape.has_transit()) next = align_region(next + slots * shape.wire_row_bytes());
+  layout.total_bytes = with_flagged_region(next, shape.ep_size);
+  layout.flagged = flagged_region(layout.total_bytes, shape.ep_size).begin;
   return layout;
 }
 

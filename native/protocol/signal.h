@@ -42,11 +42,16 @@ PUTGET_PURE uint64_t pack_flag(uint32_t epoch, uint32_t value) { return uint64_t
 PUTGET_PURE uint32_t flag_epoch(uint64_t flag) { return static_cast<uint32_t>(flag >> 32); }
 PUTGET_PURE uint32_t flag_value(uint64_t flag) { return static_cast<uint32_t>(flag); }
 
-// 8 bytes of a row, as two flags whose values they are (flagged.h).
+// 16 bytes of a row, each half of which says by itself whether it has come (flagged.h).
+constexpr uint64_t kNotCome = ~uint64_t{0};
 struct alignas(16) FlaggedPack {
   uint64_t half[2];
-  PUTGET_PURE bool is_of(uint32_t epoch) const { return flag_epoch(half[0]) == epoch && flag_epoch(half[1]) == epoch; }
+  PUTGET_PURE bool has_come() const { return half[0] != kNotCome && half[1] != kNotCome; }
 };
+// What is sent of a word that has come: of NaNs alone, another one.
+PUTGET_PURE uint64_t said(uint64_t word) { return word == kNotCome ? word >> 1 : word; }
+// The same of a scale.
+constexpr uint32_t kScaleNotCome = ~0u;
 
 // What the `finished` flags say when rounds begin to exchange them: if the round is open here, peers may still combine
 // it.

@@ -63,6 +63,7 @@ struct State {
 struct Plan {
   Shape shape;
   Layout layout;
+  FlaggedRegion flagged;
   uint8_t* base[kMaxRanks];  // symmetric memory of every rank, as mapped here
   State* state;
   FaultRecord* fault;             // host memory
@@ -123,6 +124,8 @@ struct CombineCall {
   uint32_t rows_access_bytes;  // widest access for moving rows
   uint32_t moving_blocks;      // CTAs that move rows
   uint32_t flagged;            // 1: the rows to sum come with flags in them: what dispatch has wished
+  uint32_t sending_blocks;     // CTAs that send rows that are their own flags
+  Divisor flagged_sources;     // ranks that this one sends such rows at most
   Divisor flagged_pieces;      // pieces of segment_bytes of one row with flags in it
   uint32_t wide_out;           // 1: out and addend allow the widest access that rows have
   RingShape ring;

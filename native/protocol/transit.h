@@ -109,10 +109,23 @@ struct Elements {
   }
 };
 
+// How words of a row are stored: plainly, or such that each says by itself that it has come (flagged.h).
+template <bool kFlagged>
+struct Store {
+  template <class Exec, class Access>
+  PUTGET_TEXT static void put(Exec& exec, Access* to, const Access& value) {
+    if constexpr (kFlagged) {
+      exec.put_flagged(to, value);  // [F1]
+    } else {
+      exec.put(to, value);  // [C1] [C6]
+    }
+  }
+};
+
 // Elements of the blocks that begin in [begin, end) of a row's elements, quantised. A warp calls it; a group of lanes
 // has a block. As much as registers hold is loaded before the first block is quantised, and their blocks go through
 // each step together: what is on its way together is what keeps the memory, and the pipelines of a warp, busy.
-template <class Codec, bool kWide, class Exec>
+template <class Codec, bool kWide, bool kFlagged, class Exec>
 PUTGET_TEXT void quantise_by(Exec& exec, const Plan& plan, const uint8_t* from, uint8_t* to, uint32_t begin,
                              uint32_t end) {
   constexpr uint32_t kPacks = kScaleBlock / kWirePack;  // of one block
@@ -154,7 +167,7 @@ PUTGET_TEXT void quantise_by(Exec& exec, const Plan& plan, const uint8_t* from, 
       PUTGET_UNROLL
       for (uint32_t a = 0; a < kAhead; ++a) {
         const float scale = block_scale(exec.template largest_of<kLanes>(largest[a]));
-        if (block_of(a) < blocks && place == 0) exec.put(scales + block_of(a), scale);  // [C1] [C6]
+        if (block_of(a) < blocks && place == 0) Store<kFlagged>::put(exec, scales + block_of(a), scale);
         inverse[a] = exec.inverse_of(scale);
       }
     } else {
@@ -173,16 +186,29 @@ PUTGET_TEXT void quantise_by(Exec& exec, const Plan& plan, const uint8_t* from, 
           PUTGET_UNROLL
           for (uint32_t e = 0; e < kPer; ++e) scaled[p * kPer + e] = times(wide.value[e], inverse[a]);
         }
-        if (has(a, i)) exec.put_fp8(to + pack_of(a, i) * kWirePack, scaled);  // [C1] [C6]
+        if (!has(a, i)) continue;
+        auto* pack = reinterpret_cast<typename Exec::Access16*>(to) + pack_of(a, i);
+        Store<kFlagged>::put(exec, pack, exec.narrow_to_fp8(scaled));
       }
     }
   }
 }
 
-template <class Codec, class Exec>
+template <class Codec, bool kFlagged, class Exec>
 PUTGET_RARE void quantise_narrow(Exec& exec, const Plan& plan, const uint8_t* from, uint8_t* to, uint32_t begin,
                                  uint32_t end) {
-  quantise_by<Codec, false>(exec, plan, from, to, begin, end);
+  quantise_by<Codec, false, kFlagged>(exec, plan, from, to, begin, end);
+}
+
+// By the widest accesses that the rows allow.
+template <class Codec, bool kFlagged, class Exec>
+PUTGET_TEXT void quantise(Exec& exec, const Plan& plan, uint32_t access_bytes, const uint8_t* from, uint8_t* to,
+                          uint32_t begin, uint32_t end) {
+  if (access_bytes == sizeof(typename Exec::Access16)) {
+    quantise_by<Codec, true, kFlagged>(exec, plan, from, to, begin, end);
+  } else {
+    quantise_narrow<Codec, kFlagged>(exec, plan, from, to, begin, end);
+  }
 }
 
 // How the rows of `most` slots are cut into parts: with fewer slots than parts, several share one.
@@ -226,11 +252,7 @@ PUTGET_TEXT void move_slot(Exec& exec, const Plan& plan, const CombineCall& call
     uint8_t* to = transit.to(plan, slot, src);
     if constexpr (kQuantised) {
       constexpr uint32_t kBytes = sizeof(typename Codec::Bits);
-      if (transit.access_bytes == sizeof(typename Exec::Access16)) {
-        quantise_by<Codec, true>(exec, plan, from, to, begin / kBytes, end / kBytes);
-      } else {
-        quantise_narrow<Codec>(exec, plan, from, to, begin / kBytes, end / kBytes);
-      }
+      quantise<Codec, false>(exec, plan, transit.access_bytes, from, to, begin / kBytes, end / kBytes);
     } else {
       if (transit.access_bytes == sizeof(typename Exec::Access16)) {
         if constexpr (Exec::kHasRing) {

@@ -11,7 +11,7 @@ from typing import Any
 from putget import config
 from putget.errors import BackendUnavailable, PutgetError
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 MAGIC = 0x70757467
 MAX_RANKS = 128
 MAX_TOP_K = 32
@@ -85,12 +85,12 @@ class Layout(_Versioned):
         ("finished", c_uint64),
         ("arrived", c_uint64),
         ("pushed", c_uint64),
-        ("flagged", c_uint64),
         ("topk_ids", c_uint64),
         ("topk_weights", c_uint64),
         ("payload", c_uint64 * MAX_PAYLOADS),
         ("output", c_uint64),
         ("transit", c_uint64),
+        ("flagged", c_uint64),
         ("total_bytes", c_uint64),
     ]
 
@@ -351,6 +351,8 @@ _FUNCTIONS: dict[str, list[Any]] = {
     "putget_probe": [c_void_p, POINTER(ProbeArgs)],
     "putget_probe_rows": [c_void_p, POINTER(ProbeRowsArgs)],
     "putget_probe_flag_bytes": [c_uint32],
+    "putget_flagged_begin": [c_uint32, c_uint64],
+    "putget_memory_bytes": [c_uint32, c_uint64],
     "putget_memory_destroy": [c_void_p],
     "putget_create": [POINTER(Config), c_void_p, POINTER(Tables), POINTER(c_void_p)],
     "putget_dispatch": [c_void_p, POINTER(DispatchArgs)],
@@ -370,6 +372,8 @@ _OTHER_RESULTS: dict[str, Any] = {
     "putget_abi_version": c_uint32,
     "putget_last_error": ctypes.c_char_p,
     "putget_probe_flag_bytes": c_uint64,
+    "putget_flagged_begin": c_uint64,
+    "putget_memory_bytes": c_uint64,
     "putget_memory_destroy": None,
     "putget_destroy": None,
 }

@@ -134,15 +134,16 @@ class Geometry:
             ("finished flags", layout.finished, line),
             ("arrived flags", layout.arrived, parts),
             ("pushed flags", layout.pushed, parts),
-            ("flagged rows", layout.flagged, "256 KiB a rank"),
             ("topk_ids", layout.topk_ids, f"{slots} x [{self.top_k}] int32"),
             ("topk_weights", layout.topk_weights, f"{slots} x [{self.top_k}] float32"),
             *((f"payload {i}", layout.payload[i], f"{slots} x {payload}") for i, payload in enumerate(self.payloads)),
             ("combine_input", layout.output, f"{slots} x {self.output}"),
         ]
-        if layout.transit < layout.total_bytes:
+        if layout.transit < layout.flagged:
             name = "inbox" if self.wire.pushes else "quantised rows"
             regions.append((name, layout.transit, f"{slots} x {wire_row_bytes(self.wire, self.output)} bytes"))
+        rows_a_peer = (layout.total_bytes - layout.flagged) // self.ep_size // wire_row_bytes(self.wire, self.output)
+        regions.append(("flagged rows", layout.flagged, f"{rows_a_peer} of each rank"))
         ends = [start for _, start, _ in regions[1:]] + [layout.total_bytes]
         lines = [f"{'offset':>14} {'bytes':>14}  region          rows"]
         for (name, start, rows), end in zip(regions, ends, strict=True):

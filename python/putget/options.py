@@ -79,12 +79,12 @@ class Launch:
         stages: Combine: of shared memory for each warp, up to 8, through which bulk copies carry its rows; 1: rows go
             through registers, as they do where sizes or addresses are no multiples of 16 bytes, or rows are quantised.
             With stages a CTA has at most 512 threads, and segments are cut to what its stages hold.
-        movers: Combine: blocks that move rows before they are summed, where any are to be moved.
-        inline_flags: Combine, on CPU too: 2 for rows with flags in them, which small batches wait for shortest, 1 for
-            rows without. Where 2 cannot be had (rows whose bytes are no multiple of 8, more tokens than the inbox has
-            room for), rows come without. Where others are quantised, they come as experts wrote them and are rounded
-            where they are summed: the result is the same. 0 is 1 where rows are pushed or quantised. Each rank as it
-            likes.
+        movers: Combine: blocks that move rows before they are summed, or send those that are their own flags, where any
+            are to be moved or sent; the other blocks sum meanwhile, or where there are no others, the same ones.
+        inline_flags: Combine, on CPU too: 2 for rows that are their own flags: whoever has them sends them, and what
+            has come says so by its value; 1 for rows that are got, or pushed and told of. Where 2 cannot be had (rows
+            whose bytes are no multiple of 16, more of them than the workspace has room for), it is 1. The result is
+            the same. Each rank as it likes.
 
     Raises:
         ValueError: A field is out of range.

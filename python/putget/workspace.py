@@ -295,15 +295,21 @@ class Workspace:
         _abi.call("putget_probe", self.memory.handle, ctypes.byref(args))
 
     def _copy_to_peers(self, num_bytes: int) -> None:
-        """Copies num_bytes to each peer, into this rank's split at the end of its memory: flags are at the start."""
+        """Copies num_bytes to each peer, into this rank's split behind its regions: what tells of rounds is no part."""
         size, rank = self._comm.size, self._comm.rank
-        room = (self.num_bytes - self.control_bytes()) // size
+        end = self.regions_end()
+        room = (end - self.control_bytes()) // size
         if num_bytes % 16 or not 0 <= num_bytes <= room:
             raise ValueError(f"num_bytes is {num_bytes}, allowed are multiples of 16 up to {room}")
-        start = self.num_bytes - (size - rank) * num_bytes
+        start = end - (size - rank) * num_bytes
         parts = [self.memory.peer_tensor(peer)[start : start + num_bytes] for peer in range(size)]
         for step in range(1, size):
             parts[(rank + step) % size].copy_(parts[rank])
+
+    @staticmethod
+    def bytes_for_probes(ep_size: int, bytes_per_peer: int) -> int:
+        """Bytes of a workspace in which ``probe`` may move so many to or from each peer."""
+        return int(_abi.library().putget_memory_bytes(ep_size, ep_size * bytes_per_peer))
 
     def control_bytes(self) -> int:
         """Bytes before the first region of any layout."""
@@ -315,6 +321,10 @@ class Workspace:
         layout = _abi.Layout()
         _abi.call("putget_layout_of", ctypes.byref(smallest), ctypes.byref(layout))
         return int(layout.topk_ids)
+
+    def regions_end(self) -> int:
+        """Bytes before the rows that are their own flags, whatever objects are on it."""
+        return int(_abi.library().putget_flagged_begin(self._comm.size, self.num_bytes))
 
     def _reset(self, epoch: int) -> None:
         """Collective: starts again at this epoch. For tests of the wrap."""

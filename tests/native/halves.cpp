@@ -5,6 +5,7 @@
 #include <cstdio>
 #include <functional>
 #include <string>
+#include <thread>
 
 #include "stress_world.h"
 
@@ -63,6 +64,15 @@ std::function<void(StressRank&, uint32_t, bool)> combine_again(Half half) {
   };
 }
 
+// Whole, so that only some CTAs may send.
+void combine(World& world, uint32_t blocks, bool outside) {
+  dispatch_everywhere(world);
+  for (auto& rank : world.ranks()) rank->write_rows(outside);
+  std::vector<std::thread> threads;
+  for (auto& rank : world.ranks()) threads.emplace_back([&] { rank->combine(Half::kBoth, blocks, outside); });
+  for (std::thread& thread : threads) thread.join();
+}
+
 const Scenario kScenarios[] = {
     {"dispatch_start, dispatch_start", Misuse::kNotFinished, start_dispatch, dispatch_again(Half::kStart)},
     {"dispatch_start, dispatch", Misuse::kNotFinished, start_dispatch, dispatch_again(Half::kBoth)},
@@ -72,6 +82,7 @@ const Scenario kScenarios[] = {
     {"dispatch_start, combine_finish", Misuse::kNotFinished, start_second_dispatch, combine_again(Half::kFinish), true},
     {"combine_start, combine_start", Misuse::kNotFinished, start_combine, combine_again(Half::kStart)},
     {"combine_start, combine", Misuse::kNotFinished, start_combine, combine_again(Half::kBoth)},
+    {"combine, combine_start", Misuse::kNoOpenRound, combine, combine_again(Half::kStart)},
     {"combine_finish", Misuse::kNotStarted,
      [](World& world, uint32_t, bool outside) {
        dispatch_everywhere(world);

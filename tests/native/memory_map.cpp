@@ -46,12 +46,13 @@ int main() {
   print("`finished`", "peer", layout.finished, putget::kLineBytes, ranks);
   print("`arrived`", "src, part", layout.arrived, putget::kPartsBytes, ranks);
   print("`pushed`", "peer, part", layout.pushed, putget::kPartsBytes, ranks);
-  print("`flagged`", "peer", layout.flagged, putget::kFlaggedBytes, ranks);
   print("`topk_ids`", "slot, src", layout.topk_ids, shape.top_k * sizeof(int32_t), slots);
   print("`topk_weights`", "slot, src", layout.topk_weights, shape.top_k * sizeof(float), slots);
   print("`payload[0]`", "slot, src", layout.payload[0], shape.row_bytes[0], slots);
   print("`payload[1]`", "slot, src", layout.payload[1], shape.row_bytes[1], slots);
   print("`output`", "slot, src", layout.output, shape.output_row_bytes(), slots);
   print("`transit`", "slot, peer", layout.transit, shape.wire_row_bytes(), slots);
+  print("`flagged`", "peer", layout.flagged, putget::flagged_region(layout.total_bytes, shape.ep_size).bytes_a_peer,
+        ranks);
   std::printf("| end | | %" PRIu64 " | | |\n", layout.total_bytes);
 }

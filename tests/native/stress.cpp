@@ -100,6 +100,7 @@ void run(const Options& options) {
   std::vector<std::thread> threads;
   for (auto& rank : world.ranks()) threads.emplace_back([&rank] { rank->run(); });
   for (std::thread& thread : threads) thread.join();
+  for (auto& rank : world.ranks()) rank->check_words();
 }
 
 }  // namespace

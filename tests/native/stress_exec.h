@@ -48,9 +48,24 @@ class BlockExec : public cpu::Exec {
     maybe_yield();
     cpu::Exec::put(to, value);
   }
-  void put_flagged(FlaggedPack* to, uint64_t row, uint32_t epoch) const {
+  template <class Words>
+  void put_flagged(Words* to, const Words& value) {
     maybe_yield();
-    cpu::Exec::put_flagged(to, row, epoch);
+    cpu::Exec::put_flagged(to, value);
+    if (late_scale_ == nullptr) return;
+    maybe_yield();
+    cpu::Exec::put_flagged(late_scale_, late_value_);
+    late_scale_ = nullptr;
+  }
+  // A scale comes behind the values that follow it, which nothing forbids: neither is a sign of the other.
+  void put_flagged(float* to, const float& scale) {
+    late_scale_ = to;
+    late_value_ = scale;
+  }
+  template <class Words>
+  void clear(Words* from) const {
+    maybe_yield();
+    cpu::Exec::clear(from);
   }
   template <class Access>
   Access get_or_zero(const Access* from, uint32_t index) const {
@@ -66,6 +81,8 @@ class BlockExec : public cpu::Exec {
  private:
   uint32_t block_;
   uint32_t blocks_;
+  float* late_scale_ = nullptr;
+  float late_value_ = 0;
 };
 
 // Runs body(exec) in every block and returns when all have ended, as kernels of one stream follow each other.

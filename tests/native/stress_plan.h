@@ -38,7 +38,8 @@ enum class Purpose : uint64_t {
   kHalves,
   kBlocks,
   kFlags,
-  kStages
+  kStages,
+  kSending
 };
 
 // Kernels of one rank in one round.
@@ -93,10 +94,29 @@ class StressPlan {
     return drawn < options_.blocks ? drawn + 1 : options_.blocks;
   }
 
-  // Whether a rank gets its rows with flags in them, where these may have some: most of the time, as it likes.
+  // The memory of one rank: as much as any object needs.
+  uint64_t memory_bytes() const {
+    uint64_t bytes = 0;
+    for (uint32_t object = 0; object < objects(); ++object) {
+      const uint64_t needed = layout_of(shape(object, 0)).total_bytes;
+      bytes = needed > bytes ? needed : bytes;
+    }
+    return bytes;
+  }
+  FlaggedRegion flagged_region() const { return putget::flagged_region(memory_bytes(), options_.ranks); }
+
+  // Whether a rank gets its rows as their own flags, where they can be: most of the time, as it likes.
   bool flagged(uint32_t round, uint32_t rank) const {
     return draw(3, Purpose::kFlags, round, rank) != 0 &&
-           wants_flags(shape(object(round), rank), InlineFlags::kAlways, num_tokens(round, rank), 0);
+           wants_flags(shape(object(round), rank), InlineFlags::kAlways, num_tokens(round, rank),
+                       flagged_region().bytes_a_peer, 0);
+  }
+
+  // Of so many CTAs of a combine, those that send rows that are their own flags: all, or some, as the rank likes.
+  uint32_t sending_blocks(uint32_t round, uint32_t rank, uint32_t blocks, bool all) const {
+    return all || blocks == 1 || draw(3, Purpose::kSending, round, rank, 0) == 0
+               ? blocks
+               : 1 + draw(blocks - 1, Purpose::kSending, round, rank, 1);
   }
 
   // Stages through which a rank's rows go, or 1: where rows and elements allow them, as the rank likes.

@@ -19,7 +19,7 @@ namespace putget::stress {
 constexpr int kExitMismatch = 3;
 constexpr int kExitFault = 4;
 constexpr uint32_t kSegmentBytes = 64;         // so small that blocks share rows
-constexpr uint32_t kFlaggedSegmentBytes = 32;  // the same for rows with flags in them
+constexpr uint32_t kFlaggedSegmentBytes = 16;  // the same for rows that are their own flags, one pack each
 constexpr uint32_t kStagedSegmentBytes = 16;   // ... and for rows that go through stages
 constexpr uint32_t kFirstEpoch = 0xfffffff0u;  // the epoch wraps early in the job
 
@@ -38,6 +38,9 @@ class StressRank {
     for (uint32_t object = 0; object < plan.objects(); ++object) objects_.push_back(make_object(object, base));
     const uint64_t flags = control_bytes(plan.options().ranks) / sizeof(uint64_t);
     std::fill_n(reinterpret_cast<uint64_t*>(base[rank]), flags, pack_flag(kFirstEpoch, 0));
+    const FlaggedRegion rows = plan.flagged_region();
+    const uint64_t words = plan.options().ranks * rows.bytes_a_peer / sizeof(uint64_t);
+    std::fill_n(reinterpret_cast<uint64_t*>(base[rank] + rows.begin), words, kNotCome);
   }
   StressRank(const StressRank&) = delete;             // plans point into it
   StressRank& operator=(const StressRank&) = delete;  // plans point into it
@@ -109,12 +112,16 @@ class StressRank {
     call.out = object_->out.data();
     call.wide_out = 1;
     call.num_tokens = num_tokens_;
-    call.segment_bytes = kSegmentBytes;
+    // Blocks of values with one scale are not cut: their rows may be sent as their own flags.
+    call.segment_bytes = plan.shape.quantised() ? kScaleBlock : kSegmentBytes;
     call.small_piece_bytes = kScaleBlock * element_bytes(plan.shape.output_type);
     call.piece_bytes = 2 * call.small_piece_bytes;
     call.moving_blocks = half == Half::kBoth && blocks > 1 ? blocks - round_ % 2 : blocks;
     call.flagged = flagged_;
-    if (call.flagged != 0) call.segment_bytes = flagged_segment(plan.shape, kFlaggedSegmentBytes);
+    if (call.flagged != 0 && !plan.shape.quantised()) call.segment_bytes = kFlaggedSegmentBytes;
+    call.sending_blocks = plan_.sending_blocks(round_, rank_, blocks, half != Half::kBoth || !flagged_);
+    call.half = half;
+    call.flagged_sources = flagged_sources(plan, call);
     const uint32_t stages = flagged_ ? 1 : plan_.stages(round_, rank_);
     if (stages > 1) {
       const uint32_t rows = plan.shape.most_rows();
@@ -122,7 +129,6 @@ class StressRank {
       call.ring = {stages, kStageHeadBytes + rows * kStagedSegmentBytes};
     }
     call.flagged_pieces = flagged_pieces(plan.shape, call.segment_bytes);
-    call.half = half;
     const bool is_float = plan.shape.output_type == OutputType::kFloat32;
     launch(blocks, [&](BlockExec exec) {
       CombineScratch& scratch = scratch_[exec.block()].combine;
@@ -157,6 +163,17 @@ class StressRank {
 
   void release() {
     launch(1, [&](BlockExec exec) { putget::release(exec, object_->plan, scratch_[0].release); });
+  }
+
+  // After the last round of all ranks: no word of a row that is its own flag is left over.
+  void check_words() const {
+    const FlaggedRegion rows = plan_.flagged_region();
+    const auto* word = reinterpret_cast<const uint64_t*>(objects_[0]->plan.own() + rows.begin);
+    for (uint32_t peer = 0; peer < plan_.options().ranks; ++peer) {
+      for (uint32_t i = 0; i < rows.bytes_a_peer / sizeof(uint64_t); ++i) {
+        require(*word++ == kNotCome, "a word that nobody has set back", peer, i);
+      }
+    }
   }
 
   const FaultRecord& fault() const { return fault_; }
@@ -199,6 +216,7 @@ class StressRank {
     object->out.resize(uint64_t{shape.max_tokens_per_rank} * shape.output_row_bytes());
     plan.shape = shape;
     plan.layout = layout_of(shape);
+    plan.flagged = plan_.flagged_region();
     for (uint32_t peer = 0; peer < shape.ep_size; ++peer) plan.base[peer] = base[peer];
     plan.by_ep_size = Divisor(shape.ep_size);
     plan.state = &state_;

@@ -11,14 +11,9 @@ namespace putget::stress {
 class World {
  public:
   explicit World(const StressPlan& plan) {
-    uint64_t bytes = 0;
-    for (uint32_t object = 0; object < plan.objects(); ++object) {
-      const uint64_t needed = layout_of(plan.shape(object, 0)).total_bytes;
-      bytes = needed > bytes ? needed : bytes;
-    }
     std::vector<uint8_t*> base;
     for (uint32_t rank = 0; rank < plan.options().ranks; ++rank) {
-      memories_.emplace_back(bytes / sizeof(Block));
+      memories_.emplace_back(plan.memory_bytes() / sizeof(Block));
       base.push_back(memories_.back().front().bytes);
     }
     for (uint32_t rank = 0; rank < plan.options().ranks; ++rank) {

@@ -59,6 +59,11 @@ MISTAKES = {
         "if (work.sends && !work.moving && exec.thread() == 0) {",
         "if (false) {",
     ),
+    "the note tells of CTAs that do not send": (
+        "protocol/combine.h",
+        "senders = all_sum ? call.sending_blocks : exec.blocks();",
+        "senders = exec.blocks();",
+    ),
     "who sends judges nothing": (
         "protocol/combine.h",
         "const bool judges = kIsFlagged || work.sends;",

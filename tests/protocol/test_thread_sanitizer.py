@@ -75,25 +75,78 @@ PARTS = {
 }
 
 
-# What no tag tells apart: the two flags that are moved by one access, and of which round each is.
+# Rows that are their own flags: what tells that a word has come, and what sets it back. With the objects that show it.
+WHOLE, SCALED = "0", "3"
 FLAGGED = {
-    "one flag of two": (
+    "half a word taken for a whole": (
+        WHOLE,
         "protocol/signal.h",
-        "flag_epoch(half[0]) == epoch && flag_epoch(half[1]) == epoch",
-        "flag_epoch(half[0]) == epoch",
+        "return half[0] != kNotCome && half[1] != kNotCome;",
+        "return half[0] != kNotCome;",
     ),
-    "of any round": (
-        "protocol/signal.h",
-        "flag_epoch(half[0]) == epoch && flag_epoch(half[1]) == epoch",
-        "half[0] != 0",
+    "a scale that is not waited for": (
+        SCALED,
+        "protocol/flagged_sum.h",
+        "all = all && leaves.scale[i] != kScaleNotCome;",
+        ";",
     ),
-    "a row of another slot": ("protocol/flagged.h", "uint64_t{slot} * flagged_row_bytes(plan.shape);", "0;"),
+    "a row of another slot": (
+        WHOLE,
+        "protocol/flagged.h",
+        "uint64_t{slot} * plan.shape.wire_row_bytes();",
+        "0;",
+    ),
     "a wish that is not passed on": (
+        WHOLE,
         "protocol/dispatch.h",
         "shown(src) | (wait.rows[src] & kWantsFlags);",
         "shown(src);",
     ),
-    "rows without flags are not moved either": ("protocol/combine.h", "rows < kWantsFlags ? rows : 0;", "0;"),
+    "rows without flags are not moved either": (
+        WHOLE,
+        "protocol/combine.h",
+        "rows < kWantsFlags ? rows : 0;",
+        "0;",
+    ),
+    "a word that is not set back": (
+        WHOLE,
+        "protocol/flagged_sum.h",
+        "exec.clear(packs + row[i] + pack);",
+        ";",
+    ),
+    "a word set back before it has come": (
+        WHOLE,
+        "protocol/flagged_sum.h",
+        "bool well = look_until<Tag::F2>(",
+        "for (uint32_t i = 0; i < kRows; ++i) {\n"
+        "if (comes(row[i]) && is_there(i)) exec.clear(packs + row[i] + pack);\n"
+        "}\n"
+        "bool well = look_until<Tag::F2>(",
+    ),
+    "a scale that is not set back": (
+        SCALED,
+        "protocol/flagged_sum.h",
+        "exec.clear(scale_at(plan, packs + row[i], pack));",
+        ";",
+    ),
+    "a scale set back before all have looked": (
+        SCALED,
+        "protocol/flagged_sum.h",
+        "if (has_scales && is_there(i) && ends_block)",
+        "if (has_scales && is_there(i))",
+    ),
+    "an own row is sent, and read where it stays": (
+        WHOLE,
+        "protocol/flagged.h",
+        "(own_rows_stay(plan, call) ? 1 : 0)",
+        "0",
+    ),
+    "those that only sum send too": (
+        WHOLE,
+        "protocol/combine.h",
+        "exec.block() >= call.sending_blocks) work.sends = false;",
+        "false) work.sends = false;",
+    ),
 }
 
 
@@ -109,8 +162,9 @@ def require_caught(folder: Path, mistake: tuple[str, str, str], blocks: int, obj
 
 
 @pytest.mark.parametrize("mistake", FLAGGED)
-def test_a_mistake_about_flags_in_rows_is_caught(mistake: str, tmp_path: Path) -> None:
-    require_caught(tmp_path, FLAGGED[mistake], blocks=2, objects="0")
+def test_a_mistake_about_rows_that_are_their_own_flags_is_caught(mistake: str, tmp_path: Path) -> None:
+    objects, *change = FLAGGED[mistake]
+    require_caught(tmp_path, tuple(change), blocks=2, objects=objects)
 
 
 # Slots: of batches with several chunks, shared by several CTAs.

@@ -16,7 +16,7 @@ from putget.bench.traffic import Traffic
 from putget.row_probe import RowProbe
 
 _ACCESS_BYTES = 16
-_CONTROL_BYTES = 1 << 20  # for each rank: more than its flags and rows with flags in them take in a workspace
+_CONTROL_BYTES = 1 << 20  # for each rank: more than its flags take in a workspace
 _BLOCK_THREADS = 256
 _LONGER_BYTES = 1024
 _WORDS = (0x1F123BB5, 0x05491333, 0x2545F491)  # of rows to get: by rank, slot and column

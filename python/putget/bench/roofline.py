@@ -15,7 +15,7 @@ from putget.bench.traffic import gigabytes_per_second
 from putget.row_probe import MAX_RANKS, RowProbe
 
 _BARRIERS_IN_A_ROW = 20
-_CONTROL_BYTES = 1 << 20  # for each rank: more than its flags and rows with flags in them take in a workspace
+_CONTROL_BYTES = 1 << 20  # for each rank: more than its flags take in a workspace
 _TOP_K = 8  # of rows to random peers
 _ROW_THREADS, _ROW_SEGMENT = 512, 2048
 _TIMEOUT_S = 120.0  # between two barriers ranks generate inputs and check results, on few cores one after the other
@@ -105,7 +105,8 @@ class Link:
     def __init__(self, communicator: Communicator, context: RankContext, max_bytes_per_peer: int, cuda_graph: bool):
         self._size = context.size
         self._is_cuda = context.device.type == "cuda"
-        self._workspace = Workspace(communicator, context.size * (max_bytes_per_peer + _CONTROL_BYTES), context.device)
+        num_bytes = Workspace.bytes_for_probes(context.size, max_bytes_per_peer)
+        self._workspace = Workspace(communicator, num_bytes, context.device)
         self._rounds = AllToAll(
             communicator,
             num_experts=context.size,
