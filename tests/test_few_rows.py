@@ -15,7 +15,7 @@ from tests.test_alltoall import play_with
 
 WAYS = {
     "where they lie": {"combine_launch": putget.Launch(inline_flags=1)},
-    "with flags in them": {"combine_launch": putget.Launch(inline_flags=2)},
+    "as their own flags": {"combine_launch": putget.Launch(inline_flags=2)},
 }
 EVERY_WAY = pytest.mark.parametrize("way", WAYS)
 # Rows of several segments, of part of one, and with a last access that is not full.

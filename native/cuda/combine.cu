@@ -52,7 +52,7 @@ void launch_combine(const Plan& plan, CombineCall call, const Room& room, const 
   if (!packed || (moves && call.rows_access_bytes != kLaneBytes)) wanted.stages = 1;
   putget_launch launch = call.flagged != 0 ? flagged_launch(shape, call.num_tokens, room, tuning)
                                            : combine_launch(shape, call.num_tokens, moves, room, wanted);
-  // Nothing to do but to tell the peers, and to send rows with flags in them to those that have few tokens.
+  // Nothing to do but to tell the peers, and to send rows that are their own flags to those that want them.
   if (call.half == Half::kStart && !moves && call.flagged == 0) launch.blocks = 1;
   call.wide_out = packed;
   call.segment_bytes = launch.segment_bytes;

@@ -1,4 +1,4 @@
-// Instances of combine_kernel for rows that come with flags in them.
+// Instances of combine_kernel for rows that are their own flags.
 #include "cuda/combine.cuh"
 #include "cuda/launch.h"
 

@@ -1,4 +1,4 @@
-// Instances of combine_kernel for rows that come with flags in them, of shapes whose other rows travel quantised.
+// Instances of combine_kernel for quantised rows that are their own flags.
 #include "cuda/combine.cuh"
 #include "cuda/launch.h"
 

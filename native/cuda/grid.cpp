@@ -26,7 +26,8 @@ constexpr uint32_t kLongestFetch = 8192;     // bytes of a bulk copy
 constexpr uint32_t kStagedMoversPercent = 34;
 constexpr uint32_t kSharedPieces = 8;      // a warp, where all send rows that are their own flags and then sum
 constexpr uint32_t kSendingThreads = 512;  // from half of it on
-constexpr uint32_t kSendingSms = 64;       // keep the link busy with such rows
+constexpr uint32_t kSendingSms = 64;       // keep the link busy with such rows,
+constexpr uint32_t kSendingPercent = 41;   // ... where so many of them send: a sharp optimum
 constexpr uint64_t kLargeItems = 8;        // a warp: from here on a combine is large
 constexpr uint64_t kLargeItemsOfFew = 2;   // ... of tokens with few rows
 
@@ -198,7 +199,7 @@ putget_launch flagged_launch(const Shape& shape, uint32_t num_tokens, const Room
   }
   launch.blocks = std::min({launch.blocks, room.sms, kMaxParts});
   if (launch.movers == 0) {
-    const uint32_t percent = !sends_apart ? 100 : shape.quantised() ? kQuantisingPercent : kPushingPercent;
+    const uint32_t percent = !sends_apart ? 100 : shape.quantised() ? kQuantisingPercent : kSendingPercent;
     launch.movers = std::max(launch.blocks * percent / 100, 1u);
   }
   launch.movers = std::min(launch.movers, launch.blocks);

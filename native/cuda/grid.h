@@ -34,7 +34,7 @@ putget_launch dispatch_launch(const Shape& shape, uint32_t num_tokens, const Roo
 putget_launch combine_launch(const Shape& shape, uint32_t num_tokens, bool moves_rows, const Room& room,
                              const putget_launch& tuning);
 
-// Of a combine that sums rows with flags in them.
+// Of a combine that sums rows that are their own flags.
 putget_launch flagged_launch(const Shape& shape, uint32_t num_tokens, const Room& room, const putget_launch& tuning);
 
 // Of a combine launched so: how rows are moved before they are summed.

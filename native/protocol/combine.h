@@ -26,7 +26,7 @@ PUTGET_PURE bool moves_rows(const Plan& plan, const CombineCall& call) {
   return call.rows != nullptr || plan.shape.has_transit();
 }
 
-// Whether all rows that are here are of sources that want them with flags in them.
+// Whether all rows that are here are of sources that want them as their own flags.
 PUTGET_TEXT bool no_other_rows(const Plan& plan, const StateHead& head) {
   bool none = true;
   PUTGET_ROLLED
@@ -37,8 +37,8 @@ PUTGET_TEXT bool no_other_rows(const Plan& plan, const StateHead& head) {
 }
 
 // What the calling CTA does of a call. The first ones move rows where any are to be moved; the others sum them, or
-// where there are no others, the same. Those that move also send rows with flags in them; where nothing is moved, all
-// do. Rows that come with flags in them are summed by all.
+// where there are no others, the same. Rows that are their own flags are sent by those that move, or where nothing is
+// moved by the first sending_blocks; the others sum them, or where there are no others, the same.
 struct Work {
   bool moving;  // the kernel as a whole
   bool moves;
@@ -65,7 +65,7 @@ struct Work {
 };
 
 // What combine reads before it knows the round; `meanwhile` may issue loads of its own. Ends with a block barrier. Says
-// whether a source wants rows with flags in them.
+// whether a source wants rows that are their own flags.
 template <class Exec, class Meanwhile>
 PUTGET_TEXT bool look_before_combine(Exec& exec, const Plan& plan, const Work& work, StateAhead& state,
                                      CombineScratch& scratch, Meanwhile meanwhile) {
@@ -163,7 +163,7 @@ PUTGET_RARE void move_rows_apart(Exec& exec, const Plan& plan, const CombineCall
 }
 
 // The start half: tells every peer that the received rows are read and either that this rank's rows are complete or in
-// how many parts they will be moved; sends rows with flags in them, and moves the others.
+// how many parts they will be moved; sends rows that are their own flags, and moves the others.
 template <class Codec, class Wire, class Exec>
 PUTGET_TEXT void start_combine(Exec& exec, const Plan& plan, const CombineCall& call, const Work& work,
                                FlaggedSender<Exec, Codec, Wire::kIsScaled>& sender, CombineScratch& scratch) {

@@ -69,7 +69,7 @@ PUTGET_PURE uint64_t* part_flag(uint8_t* base, uint64_t flags, uint32_t writer, 
 }
 
 // The value of a part's flag: how many parts there are; at D3 in the last part how many rows all of them put, and
-// whether their source wants its sums' rows with flags in them; at C7 how many turns the part is done with.
+// whether their source wants its sums' rows as their own flags; at C7 how many turns the part is done with.
 constexpr uint32_t kRowsBits = 22;
 constexpr uint32_t kPartsBits = 9;
 PUTGET_PURE uint32_t pack_part(uint32_t parts, uint32_t rows) { return parts << kRowsBits | rows; }
@@ -77,7 +77,7 @@ PUTGET_PURE uint32_t parts_of(uint32_t value) { return value >> kRowsBits & ((1u
 PUTGET_PURE uint32_t rows_of(uint32_t value) { return value & ((1u << kRowsBits) - 1); }
 static_assert(kMaxParts < 1u << kPartsBits && kWantsFlags == 1u << (kRowsBits + kPartsBits));
 
-// The same without the number of parts, and whether it asks for rows with flags.
+// The same without the number of parts, and whether it asks for rows that are their own flags.
 PUTGET_PURE uint32_t rows_and_wish(uint32_t value) { return value & (kWantsFlags | ((1u << kRowsBits) - 1)); }
 PUTGET_PURE bool wants_flags(uint32_t rows_and_wish) { return rows_and_wish > kWantsFlags; }
 
@@ -175,7 +175,8 @@ class StateAhead {
   PUTGET_TEXT const StateHead& head() const { return *head_; }
   PUTGET_TEXT const OwnFlags& own() const { return own_; }
 
-  // A block barrier must follow. Says whether this thread has seen a source that wants rows with flags in them.
+  // A block barrier must follow. Says whether this thread has seen a source that wants rows that are
+  // their own flags.
   template <class Exec>
   PUTGET_TEXT bool keep(const Exec& exec, const Plan& plan, WaitScratch& scratch) const {
     uint32_t* to = reinterpret_cast<uint32_t*>(&scratch.head);

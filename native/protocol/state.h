@@ -46,7 +46,7 @@ struct alignas(16) StateHead {
   RankSet active;
   uint32_t ids_capacity;
   // Slots of each source whose ids may differ from -1, that is, rows of the round dispatched last; and kWantsFlags
-  // where the source wants them back with flags in them.
+  // where the source wants them back as their own flags.
   uint32_t left[kMaxRanks];
 };
 
@@ -107,7 +107,7 @@ struct DispatchCall {
   uint32_t max_rows;  // slots of each source that this rank will look at
   uint32_t ids_are_64bit;
   uint32_t ids_access_bytes;  // widest access that the ids of a token allow
-  uint32_t wish;              // kWantsFlags: combine shall send this rank rows with flags in them; or 0
+  uint32_t wish;              // kWantsFlags: combine shall send this rank rows that are their own flags; or 0
   Half half;
 };
 
@@ -123,10 +123,10 @@ struct CombineCall {
   uint32_t small_piece_bytes;  // where CTAs share a slot, in pieces of so many
   uint32_t rows_access_bytes;  // widest access for moving rows
   uint32_t moving_blocks;      // CTAs that move rows
-  uint32_t flagged;            // 1: the rows to sum come with flags in them: what dispatch has wished
+  uint32_t flagged;            // 1: the rows to sum are their own flags: what dispatch has wished
   uint32_t sending_blocks;     // CTAs that send rows that are their own flags
   Divisor flagged_sources;     // ranks that this one sends such rows at most
-  Divisor flagged_pieces;      // pieces of segment_bytes of one row with flags in it
+  Divisor flagged_pieces;      // pieces of segment_bytes of one such row
   uint32_t wide_out;           // 1: out and addend allow the widest access that rows have
   RingShape ring;
   Half half;

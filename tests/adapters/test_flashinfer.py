@@ -265,7 +265,7 @@ def test_constructor_refuses(changes: dict[str, Any], named: str) -> None:
     assert named in str(caught.value)
 
 
-SMALL_BYTES = 1067008  # little more than the flags, and rows with flags in them, of four ranks
+SMALL_BYTES = 24576  # little more than the flags of four ranks
 
 
 def small_workspace(rank: Rank) -> str:
@@ -293,7 +293,8 @@ def test_workspace_size_is_enough_for_every_recipe(recipe: str, top_k: int) -> N
     )
     dispatch_bytes = sum(payload.row_bytes for payload in payloads) + 8 * top_k
     given = moe_a2a_get_workspace_size_per_rank(8, 33, dispatch_bytes, 4096)
-    assert needed <= given <= needed + 8 * 33 * 32 * 8 + 8 * 4096
+    # Of a workspace, three fifths are regions.
+    assert needed <= given <= needed + (8 * 33 * 32 * 8 + 8 * 4096) * 5 // 3 + 4096
 
 
 FAKE = {
