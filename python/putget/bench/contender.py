@@ -15,6 +15,7 @@ from putget.bench.traffic import Traffic
 
 PHASES = ("dispatch", "combine", "pair")
 _FP8_TOLERANCE = 0.06  # rows rounded to E4M3, which has 3 bits of mantissa
+_AS_THEIR_OWN_FLAGS = 2  # putget.Launch.inline_flags
 ROUND_TIMEOUT_S = 120.0  # ranks compute the expected results between rounds, on few cores one after the other
 
 
@@ -204,6 +205,11 @@ class Putget:
         """See `Contender.wire_bytes`."""
         settings = self._settings
         return traffic.dispatch, traffic.combine / settings.output().row_bytes * settings.combine_wire_bytes()
+
+    def sends_rows(self) -> bool:
+        """Whether the rows of combine leave a rank by stores: pushed, or as their own flags at the loaded size."""
+        launch = self._all_to_all.launches(self._round.num_tokens)[1]
+        return self._settings.combine_direction == "push" or launch.inline_flags == _AS_THEIR_OWN_FLAGS
 
     def close(self) -> None:
         """See `Contender.close`."""

@@ -201,13 +201,14 @@ def summarise(
         "combine": counted.combine_algorithm,
         "pair": counted.dispatch_algorithm + counted.combine_algorithm,
     }
+    sends_rows = isinstance(entry.contender, Putget) and entry.contender.sends_rows()
     result: dict[str, Any] = {"name": entry.name, "group": entry.group, "changes": entry.changes}
     for phase in PHASES:
         if phase not in entry.phases:
             result[phase] = None
             continue
         latency_us = median(readings[phase])
-        link_us = clock.link_us(phase, dispatch_wire, combine_wire, entry.settings.combine_direction == "push")
+        link_us = clock.link_us(phase, dispatch_wire, combine_wire, sends_rows)
         result[phase] = {
             "latency_us": latency_us,
             "algorithm_gbps": traffic.gigabytes_per_second(algorithm[phase], latency_us),
