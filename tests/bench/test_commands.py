@@ -66,7 +66,9 @@ def check_arithmetic(size: dict[str, Any], ceiling: dict[str, Any]) -> None:
         assert ours[phase]["wire_bytes"] == pytest.approx(moved[phase], rel=1e-4)
         assert ours[phase]["wire_gbps"] == pytest.approx(moved[phase] / latency_us / 1e3, rel=1e-4)
         assert ours[phase]["algorithm_gbps"] == pytest.approx(moved[f"{phase}_algorithm"] / latency_us / 1e3, rel=1e-4)
-        assert ours[phase]["ceiling_fraction"] == pytest.approx(ours[phase]["wire_gbps"] / ceiling["write_gbps"], rel=1e-4)
+        assert ours[phase]["ceiling_fraction"] == pytest.approx(
+            ours[phase]["wire_gbps"] / ceiling["write_gbps"], rel=1e-4
+        )
         assert ours[phase]["percentiles_us"]["p50"] == pytest.approx(latency_us, rel=1e-4)
     for peer in size["contenders"][1:]:
         read = peer["combine"]["wire_gbps"] / ceiling["read_gbps"]

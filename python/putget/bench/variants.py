@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from putget import AllToAll, Communicator, Payload, Received, hardware
+from putget import AllToAll, Communicator, Launch, Payload, Received, hardware
 from putget.bench import floor
 from putget.bench.ablation import GROUPS, Bench, Variant, group
 from putget.bench.contender import ROUND_TIMEOUT_S, NoWaits, Putget, Round, received_differs
@@ -48,9 +48,12 @@ def combine_inputs(settings: Settings) -> Iterator[Variant]:
 
 @group("direction")
 def directions(settings: Settings) -> Iterator[Variant]:
-    """Rows that their owners send, instead of rows that are fetched; or the other way round."""
-    other = "push" if settings.combine_direction == "pull" else "pull"
-    yield Variant(other, f"combine {other}s", replace(settings, combine_direction=other), lambda bench: Putget(*bench))
+    """Rows that are fetched, and rows that their owners send and tell of, where none is its own flag."""
+    apart = Launch(inline_flags=1)
+    for direction in ("pull", "push"):
+        rows = replace(settings, combine_direction=direction)
+        changes = f"combine {direction}s, no row is its own flag"
+        yield Variant(direction, changes, rows, lambda bench: Putget(*bench, combine_launch=apart))
 
 
 @group("combine_dtype")
