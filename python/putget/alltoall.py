@@ -44,7 +44,8 @@ class AllToAll(RoundViews):
         num_sms: Most SMs that one call uses; None: chosen by size.
         finish_num_sms: The same for a finish half alone, when what ran beside the start half is over; None: num_sms.
         combine_direction: "pull": each rank gets its tokens' rows where experts wrote them. "push": the ranks that
-            wrote them put them into its inbox.
+            wrote them put them into its inbox. Either way they are put as their own flags where the workspace has room
+            and that is faster (``Launch.inline_flags``).
         combine_dtype: torch.float8_e4m3fn: rows travel in half of the bytes, as E4M3 with one float32 scale for each
             128 elements, and are summed in float32. None: as experts write them.
         combine_scale: With float8_e4m3fn, one scale for all elements instead: an element travels as itself / scale.

@@ -24,6 +24,8 @@ def workspace_bytes(
 ) -> int:
     """Symmetric bytes that each rank needs, before anything is allocated.
 
+    Two fifths of them, up to 32 MiB for each rank, are for rows of combine that are their own flags.
+
     Args:
         ep_size: Ranks of the expert-parallel group.
         max_tokens_per_rank: Capacity: most tokens that one rank sends in one round.
