@@ -50,8 +50,9 @@ void launch_combine(const Plan& plan, CombineCall call, const Room& room, const 
   const bool moves = moves_rows(plan, call) && call.half != Half::kFinish;
   putget_launch wanted = tuning;
   if (!packed || (moves && call.rows_access_bytes != kLaneBytes)) wanted.stages = 1;
-  putget_launch launch = call.flagged != 0 ? flagged_launch(shape, call.num_tokens, room, tuning)
-                                           : combine_launch(shape, call.num_tokens, moves, room, wanted);
+  putget_launch launch = call.flagged != 0
+                             ? flagged_launch(shape, call.num_tokens, call.half != Half::kBoth, room, tuning)
+                             : combine_launch(shape, call.num_tokens, moves, room, wanted);
   // Nothing to do but to tell the peers, and to send rows that are their own flags to those that want them.
   if (call.half == Half::kStart && !moves && call.flagged == 0) launch.blocks = 1;
   call.wide_out = packed;

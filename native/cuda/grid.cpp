@@ -24,8 +24,9 @@ constexpr uint32_t kStagedSms = 32;          // keep the link busy with bulk loa
 constexpr uint32_t kStagedSegment = 1536;    // shorter ones are dear: fewer warps instead
 constexpr uint32_t kLongestFetch = 8192;     // bytes of a bulk copy
 constexpr uint32_t kStagedMoversPercent = 34;
-constexpr uint32_t kSharedPieces = 8;      // a warp, where all send rows that are their own flags and then sum
-constexpr uint32_t kSendingThreads = 512;  // from half of it on
+constexpr uint32_t kSharedPieces = 4;      // a warp, where all send rows that are their own flags and then sum
+constexpr uint32_t kLargeShare = 32;       // ... where the link alone counts
+constexpr uint32_t kSendingThreads = 512;  // where some only send
 constexpr uint32_t kSendingSms = 64;       // keep the link busy with such rows,
 constexpr uint32_t kSendingPercent = 41;   // ... where so many of them send: a sharp optimum
 constexpr uint64_t kLargeItems = 8;        // a warp: from here on a combine is large
@@ -178,7 +179,8 @@ putget_launch combine_launch(const Shape& shape, uint32_t num_tokens, bool moves
   return launch;
 }
 
-putget_launch flagged_launch(const Shape& shape, uint32_t num_tokens, const Room& room, const putget_launch& tuning) {
+putget_launch flagged_launch(const Shape& shape, uint32_t num_tokens, bool is_half, const Room& room,
+                             const putget_launch& tuning) {
   putget_launch launch = tuning;
   launch.splits = 1;
   launch.stages = 1;
@@ -187,13 +189,16 @@ putget_launch flagged_launch(const Shape& shape, uint32_t num_tokens, const Room
   const uint64_t share =
       rows * ceil_div(shape.output_row_bytes(), kWarpBytes) / (uint64_t{room.sms} * (kThreads / kWarpThreads));
   // Of few all CTAs send and then sum; of many some send while the others sum, of more than two rows on as many SMs as
-  // keep the link busy. Quantising keeps more of them busy.
-  const uint32_t few = !shape.quantised() ? kSharedPieces : few_rows(shape) ? kSharedPieces / 2 : 2 * kSharedPieces;
-  const bool sends_apart = share >= few;
-  const bool is_large = share >= 4 * kSharedPieces && !shape.quantised() && !few_rows(shape);
-  const Room enough{is_large ? std::min(room.sms, kSendingSms) : room.sms, room.gpu_sms};
-  if (launch.threads == 0) launch.threads = sends_apart || share >= kSharedPieces / 2 ? kSendingThreads : kThreads;
-  if (launch.segment_bytes == 0) launch.segment_bytes = sends_apart ? 2 * kWarpBytes : kWarpBytes;
+  // keep the link busy. Those that send wait for nobody and leave their places to other objects' kernels, so all may
+  // have more threads than could stay beside those; in halves there are none that only send.
+  const bool sends_apart = share >= kSharedPieces && !is_half;
+  const bool is_large = share >= kLargeShare && !shape.quantised() && !few_rows(shape);
+  const Room enough{is_large ? std::min({room.sms, kSendingSms, room.gpu_sms / 2}) : room.sms, room.gpu_sms};
+  if (launch.threads == 0) launch.threads = sends_apart || is_large ? kSendingThreads : kThreads;
+  if (launch.segment_bytes == 0) {
+    const bool is_long = sends_apart && (shape.quantised() || share >= 2 * kSharedPieces);
+    launch.segment_bytes = is_long ? 2 * kWarpBytes : kWarpBytes;
+  }
   if (launch.blocks == 0) {
     launch.blocks = blocks_for(rows * flagged_pieces(shape, launch.segment_bytes).value(), launch.threads, enough);
   }

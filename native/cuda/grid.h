@@ -35,7 +35,8 @@ putget_launch combine_launch(const Shape& shape, uint32_t num_tokens, bool moves
                              const putget_launch& tuning);
 
 // Of a combine that sums rows that are their own flags.
-putget_launch flagged_launch(const Shape& shape, uint32_t num_tokens, const Room& room, const putget_launch& tuning);
+putget_launch flagged_launch(const Shape& shape, uint32_t num_tokens, bool is_half, const Room& room,
+                             const putget_launch& tuning);
 
 // Of a combine launched so: how rows are moved before they are summed.
 void cut_into_pieces(CombineCall& call, const Shape& shape, const putget_launch& launch);

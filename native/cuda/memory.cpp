@@ -122,7 +122,7 @@ class CudaMemory final : public Memory {
                 putget_launch* combine) const override {
     const Room all = room(limits, Half::kBoth);
     *dispatch = dispatch_launch(shape, num_tokens, all, limits.dispatch);
-    *combine = flagged ? flagged_launch(shape, num_tokens, all, limits.combine)
+    *combine = flagged ? flagged_launch(shape, num_tokens, false, all, limits.combine)
                        : combine_launch(shape, num_tokens, shape.has_transit(), all, limits.combine);
   }
 
