@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import putget
-from putget import reference
+from putget import _abi, reference
 from tests.harness import Rank, run_ranks
 from tests.harness.cases import Case, Round
 from tests.harness.compare import Outcome, check_round, play_on, play_round
@@ -52,6 +52,19 @@ def test_workspace_bytes_answers_before_anything_is_allocated(case: Case, device
     row_bytes = sum(putget.Payload(*row).row_bytes for row in (*case.payloads, case.output)) + 8 * case.top_k
     flagged = min(rows * row_bytes * 2 // 3, case.ep_size * 32 * 1024 * 1024)  # rows that are their own flags
     assert rows * row_bytes + flagged <= expected <= rows * row_bytes + flagged + 96 * 1024
+
+
+@pytest.mark.parametrize("tokens", [1, 2048, 1 << 14, 50_000, 64_000, 70_000, 1 << 18])
+def test_what_is_set_aside_never_reaches_into_rows(tokens: int) -> None:
+    """Of the smallest memory and of larger ones, up to those of which nothing is set aside."""
+    sizes: dict[str, Any] = {"ep_size": 64, "max_tokens_per_rank": tokens, "top_k": 8}
+    rows = [putget.Payload((7168,), torch.uint8)]
+    regions = 64 * tokens * (7168 + 14336 + 64)
+    needed = putget.workspace_bytes(**sizes, payloads=rows, output=putget.Payload((7168,), torch.bfloat16))
+    library = _abi.library()
+    for memory in (needed, needed + 1, needed * 3 // 2, needed * 4):
+        assert regions <= library.putget_flagged_begin(64, memory) <= memory
+    assert needed <= regions + min(64 * 32 * 1024 * 1024, regions) + (1 << 20)
 
 
 def test_workspace_bytes_counts_rows_on_their_way() -> None:

@@ -99,7 +99,7 @@ proctype Rank(byte me) {
   byte rows[RANKS];   /* sent to each rank this round */
   byte counts[RANKS]; /* received from each rank this round */
 #if WISH > 0
-  bool wishes; /* for rows with flags in them, this round */
+  bool wishes; /* for rows that are their own flags, this round */
   byte wanted; /* a bit for each peer that does */
 #endif
   bool open = false, combine;

@@ -60,6 +60,7 @@ PUTGET_PURE FlaggedRegion flagged_region(uint64_t memory_bytes, uint32_t ep_size
 // The smallest memory with so many bytes before that region; any larger one has as many, too.
 PUTGET_PURE uint64_t with_flagged_region(uint64_t bytes, uint32_t ep_size) {
   const uint64_t large = bytes + ep_size * kMostFlaggedBytes;
+  if (large > kMostFlaggedMemory) return bytes > kMostFlaggedMemory ? bytes : kMostFlaggedMemory + kRegionAlignment;
   const uint64_t control = control_bytes(ep_size);
   return flagged_region(large, ep_size).begin <= bytes ? large : align_region(control + (bytes - control + 2) / 3 * 5);
 }
