@@ -170,15 +170,19 @@ def test_epoch_wraps(wire: Wire, inline_flags: int, device: str) -> None:
     check_case(case, run_ranks(3, play_from_epoch, case, 2**32 - 3, mode="thread", device=device))
 
 
-def test_one_rank_and_eight(wire: Wire, device: str) -> None:
+def test_one_rank_and_eight(wire: Wire, inline_flags: int, device: str) -> None:
+    """With eight ranks also more positions than a kernel has rows of its own for."""
     row = ((272,), torch.bfloat16)
     alone = (Round(1, (5,), halves=(3,)), Round(2, (0,), "flat"), Round(3, (8,), "strided", halves=(2,), addend=True))
-    check_all([case_of(wire, 1, alone, num_experts=3, output=row)], device)
+    check_all([case_of(wire, 1, alone, num_experts=3, output=row, inline_flags=inline_flags)], device)
     many = (
         Round(1, (8, 0, 1, 7, 2, 3, 8, 5), halves=(0, 1, 2, 3, 3, 2, 1, 0)),
         Round(2, (1, 2, 3, 4, 5, 6, 7, 8), "flat", addend=True),
     )
-    check_all([case_of(wire, 8, many, num_experts=64, top_k=8, output=row)], device)
+    cases = [
+        case_of(wire, 8, many, num_experts=64, top_k=top_k, output=row, inline_flags=inline_flags) for top_k in (8, 11)
+    ]
+    check_all(cases, device)
 
 
 def layers_of_every_wire() -> tuple[Case, ...]:

@@ -98,8 +98,10 @@ struct Exec {
   // One that this block alone will look at.
   void note(uint64_t* flag, uint64_t value) const { atomics::store_relaxed(flag, value); }
 
-  // Words that say by themselves that they have come.
+  // There is no later work to let in.
   void count_as_waited(uint32_t*) const {}
+
+  // Words that say by themselves that they have come.
   void put_flagged(FlaggedPack* to, const FlaggedPack& pack) const {
     atomics::store_relaxed(&to->half[0], said(pack.half[0]));
 #if defined(PUTGET_STRESS)
