@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 PHASES = ("dispatch", "combine", "pair")
-FLOOR = "bytes and flags"
+FLOORS = ("bytes and flags", "bytes, sent back")
 Report = dict[str, Any]
 
 
@@ -91,20 +91,26 @@ def ablation(report: Report) -> Iterator[str]:
 
 
 def bounds(report: Report) -> Iterator[str]:
-    """Putget over the probe that moves the same bytes and flags."""
+    """Putget over the probes that move the same bytes and flags."""
+    floors = [name for name in FLOORS if name in by_name(report["results"][-1])]
+    if not floors:
+        return
     rows = []
     for size in report["results"]:
         found = by_name(size)
-        if FLOOR not in found:
-            return
         cells = []
         for phase in PHASES:
-            ours, floor = latency(found["putget"], phase), latency(found[FLOOR], phase)
+            ours = latency(found["putget"], phase)
             assert ours is not None
-            assert floor is not None
-            cells += [us(ours), us(floor), f"{ours / floor:.2f}"]
+            cells.append(us(ours))
+            for name in floors:
+                floor = latency(found[name], phase)
+                assert floor is not None
+                cells += [us(floor), f"{ours / floor:.2f}"]
         rows.append([size["batch_size"], *cells])
-    head = ["tokens", *(text for phase in PHASES for text in (phase, "bytes and flags", "ratio"))]
+    head = ["tokens"]
+    for phase in PHASES:
+        head += [phase, *(text for name in floors for text in (name, "ratio"))]
     yield table(head, rows)
 
 

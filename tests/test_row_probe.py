@@ -10,6 +10,7 @@ from putget.row_probe import RowProbe
 from tests.harness import Rank, run_ranks
 
 LAUNCH = putget.Launch(1, 64, 512, 1)
+SENDS = putget.Launch(1, 64, 512, 1, movers=1)
 
 
 def refusals(rank: Rank) -> list[str]:
@@ -30,10 +31,24 @@ def refusals(rank: Rank) -> list[str]:
             with pytest.raises(ValueError, match=r".") as raised:
                 probe.put(**{"slots": slots, "rows": rows, "launch": LAUNCH, **wrong})
             complaints.append(str(raised.value))
+        counts = torch.zeros(rank.size, dtype=torch.int32, device=rank.device)
+        for wrong in (
+            {"num_rows": counts[:1]},
+            {"num_rows": counts.long()},
+            {"landing": 8},
+            {"launch": LAUNCH},
+            {"launch": putget.Launch(1, 64, 512, 1, movers=2)},
+        ):
+            right = {"num_rows": counts, "launch": SENDS, "offset": 0, "landing": 1024, "slots_of_rank": 2}
+            with pytest.raises(ValueError, match=r".") as raised:
+                probe.send(slots, out=rows, **{**right, **wrong})
+            complaints.append(str(raised.value))
         probe.check()
         if rank.device.type == "cpu":
             with pytest.raises(putget.BackendUnavailable, match="a probe of rows needs memory on a GPU"):
                 probe.get(slots, rows, LAUNCH)
+            with pytest.raises(putget.BackendUnavailable, match="a probe of rows needs memory on a GPU"):
+                probe.send(slots, counts, rows, SENDS, 0, 1024, 2)
     return complaints
 
 
@@ -45,6 +60,8 @@ def test_wrong_arguments_are_named(device: str) -> None:
             "slots is (2, 2) torch.int64",
             "rows is (2, 32) torch.int32",
         ]
-        words += ["row_bytes is 24 and offset 0, expected multiples of 16", "launch has a field that is out of range"]
+        words += ["row_bytes is 24, offset 0 and landing 0, expected", "launch has a field that is out of range"]
+        words += ["num_rows is (1,) torch.int32, expected (2,) torch.int32", "num_rows is (2,) torch.int64"]
+        words += ["landing 8, expected multiples of 16", "launch.movers is 0, expected 1 to 1", "launch.movers is 2"]
         for complaint, said in zip(complaints, words, strict=True):
             assert said in complaint

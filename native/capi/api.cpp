@@ -248,17 +248,22 @@ putget_status putget_probe_rows(putget_memory* memory, const putget_probe_rows_a
     require_version(args, "args");
     const putget::MemoryConfig& config = backend.config();
     require(config.ep_size <= 32, "ep_size is " + std::to_string(config.ep_size) + ", a probe of rows takes up to 32");
-    require(args->kind <= PUTGET_PROBE_READ, "kind is " + std::to_string(args->kind) + ", allowed are 0 and 1");
+    require(args->kind <= PUTGET_PROBE_SEND, "kind is " + std::to_string(args->kind) + ", allowed are 0 to 2");
     require(args->slots_by <= PUTGET_SLOTS_COUNTED,
             "slots_by is " + std::to_string(args->slots_by) + ", allowed are 0 to 2");
-    require(args->row_bytes > 0 && args->row_bytes % 16 == 0 && args->offset % 16 == 0,
-            "row_bytes is " + std::to_string(args->row_bytes) + " and offset " + std::to_string(args->offset) +
-                ", expected multiples of 16");
+    require(args->row_bytes > 0 && args->row_bytes % 16 == 0 && args->offset % 16 == 0 && args->landing % 16 == 0,
+            "row_bytes is " + std::to_string(args->row_bytes) + ", offset " + std::to_string(args->offset) +
+                " and landing " + std::to_string(args->landing) + ", expected multiples of 16");
     const putget_launch& launch = args->launch;
     require(launch.blocks >= 1 && launch.blocks <= 256 && launch.threads >= 32 && launch.threads <= 768 &&
                 launch.threads % 32 == 0 && launch.segment_bytes >= 512 && launch.segment_bytes % 512 == 0 &&
                 launch.splits >= 1,
             "launch has a field that is out of range");
+    if (args->kind == PUTGET_PROBE_SEND) {
+      require(args->num_rows != nullptr, "num_rows is null");
+      require(launch.movers >= 1 && launch.movers <= launch.blocks,
+              "launch.movers is " + std::to_string(launch.movers) + ", expected 1 to " + std::to_string(launch.blocks));
+    }
     run_checked(backend, [&] { backend.probe_rows(*args); });
   });
 }

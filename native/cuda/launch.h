@@ -17,7 +17,7 @@ void launch_release(const Plan& plan, cudaStream_t stream);
 void launch_probe(uint8_t* const* base, uint32_t ep_size, uint32_t ep_rank, uint64_t data_offset, bool write,
                   uint64_t bytes_per_peer, uint32_t blocks, cudaStream_t stream);
 
-// A probe of rows: see probe_rows.cu.
+// Probes of rows: see probe_rows.cu and probe_sent_rows.cu.
 constexpr uint32_t kMaxProbedRanks = 32;
 constexpr uint32_t kFlagsOfRank = 256;  // one for each CTA
 
@@ -38,10 +38,20 @@ struct RowsCall {
   uint32_t block_a_token;
   uint32_t counts;  // slots are counted from first_slot on, for each rank
   uint32_t first_slot;
+  uint32_t slots_of_rank;  // where rows are sent
+  uint32_t sending_blocks;
+  const int32_t* num_rows;  // [ep_size]
+  uint64_t landing;         // offset
 };
 
-void launch_probe_rows(uint8_t* const* base, const RowsCall& call, bool write, const putget_launch& launch,
-                       cudaStream_t stream);
+struct ProbePeers {
+  uint8_t* base[kMaxProbedRanks];
+};
+
+void launch_probe_rows(const ProbePeers& peers, const RowsCall& call, putget_probe_kind kind,
+                       const putget_launch& launch, cudaStream_t stream);
+void launch_probe_sent_rows(const ProbePeers& peers, const RowsCall& call, const putget_launch& launch,
+                            cudaStream_t stream);
 
 // Loads the kernels now: loading one later could wait for a kernel that waits for this rank.
 void load_dispatch_kernels();
@@ -49,6 +59,7 @@ void load_combine_kernels();
 void load_bulk_combine_kernels();
 void load_probe_kernels();
 void load_probe_rows_kernels();
+void load_probe_sent_rows_kernel();
 
 // The instances of combine_kernel, by what travels.
 using CombineKernel = void (*)(Plan, CombineCall);

@@ -24,6 +24,7 @@ class CudaMemory final : public Memory {
     load_combine_kernels();
     load_probe_kernels();
     load_probe_rows_kernels();
+    load_probe_sent_rows_kernel();
     load_moe_group_kernels();
     load_moe_row_kernels();
     load_moe_activation_kernels();
@@ -144,15 +145,17 @@ class CudaMemory final : public Memory {
 
   void probe_rows(const putget_probe_rows_args& args) override {
     DeviceScope scope(config_.ordinal);
-    std::vector<uint8_t*> bases;
-    for (uint32_t rank = 0; rank < config_.ep_size; ++rank) bases.push_back(symmetric_.base(rank));
+    ProbePeers peers{};
+    for (uint32_t rank = 0; rank < config_.ep_size; ++rank) peers.base[rank] = symmetric_.base(rank);
     RowsCall call{};
     call.slots = args.slots;
     call.rows = static_cast<const uint8_t*>(args.rows);
     call.out = static_cast<uint8_t*>(args.out);
     call.state = args.state;
     call.flags = control_bytes(config_.ep_size);
-    call.data = call.flags + putget_probe_flag_bytes(config_.ep_size) + args.offset;
+    const uint64_t room = call.flags + putget_probe_flag_bytes(config_.ep_size);
+    call.data = room + args.offset;
+    call.landing = room + args.landing;
     call.ep_size = config_.ep_size;
     call.ep_rank = config_.ep_rank;
     call.num_tokens = args.num_tokens;
@@ -163,7 +166,10 @@ class CudaMemory final : public Memory {
     call.block_a_token = args.slots_by != PUTGET_SLOTS_SPREAD;
     call.counts = args.slots_by == PUTGET_SLOTS_COUNTED;
     call.first_slot = args.first_slot;
-    launch_probe_rows(bases.data(), call, args.kind == PUTGET_PROBE_WRITE, args.launch,
+    call.slots_of_rank = args.slots_of_rank;
+    call.sending_blocks = args.launch.movers;
+    call.num_rows = args.num_rows;
+    launch_probe_rows(peers, call, static_cast<putget_probe_kind>(args.kind), args.launch,
                       static_cast<cudaStream_t>(args.stream));
   }
 

@@ -21,10 +21,6 @@ constexpr uint32_t kFewRanks = 2;
 constexpr uint32_t kManyRanks = 4;  // or more, whose rows come in turns
 constexpr uint64_t kPatienceNs = 5'000'000'000;
 
-struct Peers {
-  uint8_t* base[kMaxProbedRanks];
-};
-
 __device__ uint64_t* flags_of(uint8_t* base, const RowsCall& call, uint32_t phase, uint32_t source) {
   return reinterpret_cast<uint64_t*>(base + call.flags) + (phase * call.ep_size + source) * kFlagsOfRank;
 }
@@ -45,7 +41,7 @@ __device__ void wait_for(const uint64_t* flag, uint64_t round, uint64_t* given_u
 // Copies vectors [first, last) of a row to each rank that has a slot; this thread's share begins at `mine` and is
 // `step` apart. The threads that share it come together.
 template <class SlotOf>
-__device__ void put_row(const Peers& peers, const RowsCall& call, uint32_t token, uint32_t first, uint32_t last,
+__device__ void put_row(const ProbePeers& peers, const RowsCall& call, uint32_t token, uint32_t first, uint32_t last,
                         uint32_t mine, uint32_t step, const SlotOf& slot_of) {
   const uint4* from = reinterpret_cast<const uint4*>(call.rows) + uint64_t{token} * call.row_vectors;
   for (uint32_t begin = first; begin < last; begin += step * kUnroll) {
@@ -69,7 +65,7 @@ __device__ void put_row(const Peers& peers, const RowsCall& call, uint32_t token
   }
 }
 
-__device__ void put_by_warps(const Peers& peers, const RowsCall& call) {
+__device__ void put_by_warps(const ProbePeers& peers, const RowsCall& call) {
   const uint32_t lane = threadIdx.x % kLanes;
   const uint32_t units_of_token = call.segments * call.splits;
   const uint32_t units = call.num_tokens * units_of_token;
@@ -86,7 +82,7 @@ __device__ void put_by_warps(const Peers& peers, const RowsCall& call) {
   }
 }
 
-__device__ void put_by_blocks(const Peers& peers, const RowsCall& call) {
+__device__ void put_by_blocks(const ProbePeers& peers, const RowsCall& call) {
   __shared__ int32_t slots[kMaxProbedRanks];
   for (uint32_t token = blockIdx.x; token < call.num_tokens; token += gridDim.x) {
     if (threadIdx.x < call.ep_size) {
@@ -105,7 +101,7 @@ __device__ void put_by_blocks(const Peers& peers, const RowsCall& call) {
 }
 
 __global__ void __launch_bounds__(kMostThreads)
-    put_rows_kernel(const __grid_constant__ Peers peers, const __grid_constant__ RowsCall call) {
+    put_rows_kernel(const __grid_constant__ ProbePeers peers, const __grid_constant__ RowsCall call) {
   ptx::wait_for_earlier_grids();
   const uint64_t round = ptx::load_relaxed_sys(call.state) + 1;
   if (call.block_a_token) {
@@ -139,7 +135,7 @@ __device__ void add_to(uint4& sum, const uint4& value) {
 // As many rows of a token are on their way together, and kLoads / kRowsAtOnce accesses of each.
 template <uint32_t kRowsAtOnce>
 __global__ void __launch_bounds__(kMostThreads)
-    get_rows_kernel(const __grid_constant__ Peers peers, const __grid_constant__ RowsCall call) {
+    get_rows_kernel(const __grid_constant__ ProbePeers peers, const __grid_constant__ RowsCall call) {
   constexpr uint32_t kUnrollOfRow = kLoads / kRowsAtOnce;
   ptx::wait_for_earlier_grids();
   const uint64_t round = ptx::load_relaxed_sys(call.state + 1);
@@ -210,12 +206,11 @@ void load_probe_rows_kernels() {
   check(cudaFuncGetAttributes(&attributes, get_rows_kernel<kManyRanks>), "loading get_rows_kernel");
 }
 
-void launch_probe_rows(uint8_t* const* base, const RowsCall& call, bool write, const putget_launch& launch,
-                       cudaStream_t stream) {
-  Peers peers{};
-  for (uint32_t rank = 0; rank < call.ep_size; ++rank) peers.base[rank] = base[rank];
+void launch_probe_rows(const ProbePeers& peers, const RowsCall& call, putget_probe_kind kind,
+                       const putget_launch& launch, cudaStream_t stream) {
+  if (kind == PUTGET_PROBE_SEND) return launch_probe_sent_rows(peers, call, launch, stream);
   const auto get = call.ep_size <= kFewRanks ? get_rows_kernel<kFewRanks> : get_rows_kernel<kManyRanks>;
-  launch_early(write ? put_rows_kernel : get, launch, RingShape{}, false, stream, peers, call,
+  launch_early(kind == PUTGET_PROBE_WRITE ? put_rows_kernel : get, launch, RingShape{}, false, stream, peers, call,
                "launching a probe of rows");
 }
 

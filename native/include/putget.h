@@ -61,7 +61,11 @@ typedef enum putget_fault_kind {
 
 typedef enum putget_share_kind { PUTGET_SHARE_DESCRIPTOR = 0, PUTGET_SHARE_FABRIC = 1 } putget_share_kind;
 
-typedef enum putget_probe_kind { PUTGET_PROBE_WRITE = 0, PUTGET_PROBE_READ = 1 } putget_probe_kind;
+typedef enum putget_probe_kind {
+  PUTGET_PROBE_WRITE = 0,
+  PUTGET_PROBE_READ = 1,
+  PUTGET_PROBE_SEND = 2 /* of rows alone */
+} putget_probe_kind;
 
 typedef struct putget_memory putget_memory;
 typedef struct putget_alltoall putget_alltoall;
@@ -217,8 +221,9 @@ typedef enum putget_slots_by {
 } putget_slots_by;
 
 /* The memory traffic and the flags of one half of a round, without its logic. PUTGET_PROBE_WRITE puts rows and waits
- * until those of all ranks are there; PUTGET_PROBE_READ waits for all ranks, gets rows and adds their 32-bit words up.
- * The two take turns. Flags lie behind the control area, slots behind putget_probe_flag_bytes of them. */
+ * until those of all ranks are there; PUTGET_PROBE_READ waits for all ranks, gets rows and adds their 32-bit words up;
+ * PUTGET_PROBE_SEND does the same with rows that are stored where they are added up and are their own flags. A write
+ * and one of the others take turns. Flags lie behind the control area, slots behind putget_probe_flag_bytes of them. */
 typedef struct putget_probe_rows_args {
   uint32_t size;
   uint32_t magic;
@@ -226,15 +231,17 @@ typedef struct putget_probe_rows_args {
   uint32_t slots_by;    /* putget_slots_by, of PUTGET_PROBE_WRITE */
   const int32_t* slots; /* [num_tokens, ep_size] in that rank's memory, -1: no row. They must lie in it */
   const void* rows;     /* PUTGET_PROBE_WRITE: [num_tokens, row_bytes] */
-  void* out;            /* PUTGET_PROBE_READ: [num_tokens, row_bytes] */
+  void* out;            /* PUTGET_PROBE_READ and _SEND: [num_tokens, row_bytes] */
   uint64_t* state;      /* [4 + ep_size] on the device, zeros before the first; [2] counts waits that were given up */
   void* stream;
   uint64_t offset; /* of slot 0, behind the flags; a multiple of 16 */
   uint32_t num_tokens;
-  uint32_t row_bytes;  /* a multiple of 16 */
-  uint32_t first_slot; /* PUTGET_SLOTS_COUNTED: of this rank in every rank's memory */
-  uint32_t reserved;
-  putget_launch launch; /* all fields */
+  uint32_t row_bytes;      /* a multiple of 16 */
+  uint32_t first_slot;     /* PUTGET_SLOTS_COUNTED, PUTGET_PROBE_SEND: of this rank in every rank's memory */
+  uint32_t slots_of_rank;  /* PUTGET_PROBE_SEND: a rank's first slot is its number times as many */
+  const int32_t* num_rows; /* PUTGET_PROBE_SEND: [ep_size], how many slots of each rank are in use here */
+  uint64_t landing;        /* PUTGET_PROBE_SEND: like offset, of the memory where rows come, with all bits set */
+  putget_launch launch;    /* all fields; PUTGET_PROBE_SEND: movers send, others sum, or all both if none is left */
 } putget_probe_rows_args;
 
 typedef enum putget_gate { PUTGET_SILU = 0, PUTGET_GELU = 1 } putget_gate;

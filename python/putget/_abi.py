@@ -25,7 +25,7 @@ MISUSE_NO_OPEN_ROUND, MISUSE_TOKEN_COUNT, MISUSE_PEER_RELEASED, MISUSE_NOT_START
 WIRE_SAME, WIRE_FP8_BLOCK, WIRE_FP8_STATIC = range(3)
 BOTH, START, FINISH = range(3)
 SHARE_DESCRIPTOR, SHARE_FABRIC = range(2)
-PROBE_WRITE, PROBE_READ = range(2)
+PROBE_WRITE, PROBE_READ, PROBE_SEND = range(3)
 SILU, GELU = range(2)
 PHASES = ("dispatch", "combine", "release")
 
@@ -205,7 +205,9 @@ class ProbeRowsArgs(_Versioned):
         ("num_tokens", c_uint32),
         ("row_bytes", c_uint32),
         ("first_slot", c_uint32),
-        ("reserved", c_uint32),
+        ("slots_of_rank", c_uint32),
+        ("num_rows", c_void_p),
+        ("landing", c_uint64),
         ("launch", Launch),
     ]
 

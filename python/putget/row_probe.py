@@ -20,8 +20,8 @@ _STATE_WORDS = 4  # and one for each rank
 class RowProbe:
     """Puts rows into slots of a workspace that a table names, and gets rows from there. GPUs only, up to 32 ranks.
 
-    The two take turns on all ranks: each begins or ends with flags to every rank, as a round does. Collective to make.
-    Nothing else may use the workspace.
+    A put and one of the others take turns on all ranks: each but ``send`` begins or ends with flags to every rank, as a
+    round does. Collective to make. Nothing else may use the workspace.
 
     Args:
         workspace: Its memory is used from the control area on.
@@ -62,7 +62,7 @@ class RowProbe:
             ValueError: An argument is not allowed.
             BackendUnavailable: The memory is not on a GPU.
         """
-        self._run(_abi.PROBE_WRITE, slots, rows, launch, way, 0, first_slot)
+        self._run(_abi.PROBE_WRITE, slots, rows, launch, way, first_slot=first_slot)
 
     def get(self, slots: Tensor, out: Tensor, launch: Launch, offset: int = 0) -> None:
         """Enqueues: tells every rank, waits for all, gets the rows and writes the sums of their 32-bit words.
@@ -77,7 +77,51 @@ class RowProbe:
             ValueError: An argument is not allowed.
             BackendUnavailable: The memory is not on a GPU.
         """
-        self._run(_abi.PROBE_READ, slots, out, launch, "spread", offset, 0)
+        self._run(_abi.PROBE_READ, slots, out, launch, "spread", offset=offset)
+
+    def send(
+        self,
+        slots: Tensor,
+        num_rows: Tensor,
+        out: Tensor,
+        launch: Launch,
+        offset: int,
+        landing: int,
+        slots_of_rank: int,
+    ) -> None:
+        """Enqueues: sends each rank's rows to it, waits for the own ones and writes the sums of their 32-bit words.
+
+        Rows are their own flags: no eight bytes of them may have every bit set, and before the first call every bit
+        from ``landing`` on must be set, as each call leaves it. Own rows are summed where they are.
+
+        Args:
+            slots: As for ``put``; those of rank r begin at ``r * slots_of_rank``.
+            num_rows: [ep_size] int32: how many slots of each rank are in use here, counted from its first one.
+            out: [num_tokens, row_bytes] uint8.
+            launch: All fields are used but splits. ``movers`` CTAs send, the others sum; if none is left, all do both.
+            offset: Of slot 0 in the room, in bytes; a multiple of 16.
+            landing: Likewise, of the memory where rows come: as large as that of the slots.
+            slots_of_rank: Slots for each rank.
+
+        Raises:
+            ValueError: An argument is not allowed.
+            BackendUnavailable: The memory is not on a GPU.
+        """
+        size = self._workspace.comm.size
+        if tuple(num_rows.shape) != (size,) or num_rows.dtype != torch.int32 or not num_rows.is_contiguous():
+            raise ValueError(f"num_rows is {tuple(num_rows.shape)} {num_rows.dtype}, expected {(size,)} torch.int32")
+        self._run(
+            _abi.PROBE_SEND,
+            slots,
+            out,
+            launch,
+            "spread",
+            offset=offset,
+            first_slot=self._workspace.comm.rank * slots_of_rank,
+            slots_of_rank=slots_of_rank,
+            num_rows=num_rows.data_ptr(),
+            landing=landing,
+        )
 
     def check(self) -> None:
         """Waits for the device.
@@ -89,9 +133,7 @@ class RowProbe:
         if given_up:
             raise PutgetError(f"{given_up} waits of a probe of rows were given up")
 
-    def _run(
-        self, kind: int, slots: Tensor, rows: Tensor, launch: Launch, way: str, offset: int, first_slot: int
-    ) -> None:
+    def _run(self, kind: int, slots: Tensor, rows: Tensor, launch: Launch, way: str, **fields: int) -> None:
         if way not in WAYS:
             raise ValueError(f"way is {way!r}, allowed are {WAYS}")
         if rows.dim() != 2 or rows.dtype != torch.uint8 or not rows.is_contiguous():
@@ -107,10 +149,9 @@ class RowProbe:
             out=rows.data_ptr(),
             state=self._state.data_ptr(),
             stream=current_stream(self._workspace.device),
-            offset=offset,
             num_tokens=len(rows),
             row_bytes=rows.shape[1],
-            first_slot=first_slot,
             launch=check_launch("launch", launch),
+            **fields,
         )
         _abi.call("putget_probe_rows", self._workspace.memory.handle, ctypes.byref(args))

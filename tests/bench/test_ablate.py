@@ -147,6 +147,7 @@ def test_ablations_on_gpus(tmp_path: Path) -> None:
             "bytes and flags",
             "bytes, longer pieces",
             "bytes, counted slots",
+            "bytes, sent back",
         } <= names
 
 

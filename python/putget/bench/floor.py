@@ -19,13 +19,16 @@ _ACCESS_BYTES = 16
 _CONTROL_BYTES = 1 << 20  # for each rank: more than its flags take in a workspace
 _BLOCK_THREADS = 256
 _LONGER_BYTES = 1024
+_NO_SIGN = 2**31 - 1
+_NOT_COME = -1  # what memory holds where nothing has come
 _WORDS = (0x1F123BB5, 0x05491333, 0x2545F491)  # of rows to get: by rank, slot and column
 
 
 class Floor:
     """Rows to the slots that the reference gives them, a flag for each CTA; a flag from each rank, rows back, sums.
 
-    The launches are those of putget for the same tokens, unless a CTA takes a whole token or pieces are longer.
+    The launches are those of putget for the same tokens and rows that are got, unless a CTA takes a whole token or
+    pieces are longer.
 
     Args:
         bench: see `Bench`.
@@ -34,6 +37,8 @@ class Floor:
     """
 
     name = "bytes and flags"
+    _combine_launch: Launch | None = Launch(inline_flags=1)  # as it is where rows are got
+    _areas = 1  # of rows that come back
 
     def __init__(self, bench: Bench, way: str = "spread") -> None:
         settings = bench.settings
@@ -44,7 +49,7 @@ class Floor:
         self._row_bytes = _whole_accesses(dispatch_row_bytes(settings.payloads(), settings.top_k))
         self._back_bytes = _whole_accesses(settings.output().row_bytes)
         self._back_at = self._size * self._capacity * self._row_bytes
-        rows_bytes = self._back_at + self._size * self._capacity * self._back_bytes
+        rows_bytes = self._back_at + self._areas * self._size * self._capacity * self._back_bytes
         num_bytes = RowProbe.bytes_for(self._size, rows_bytes + self._size * _CONTROL_BYTES)
         self._workspace = Workspace(bench.communicator, num_bytes, bench.device, timeout_s=ROUND_TIMEOUT_S)
         self._probe = RowProbe(self._workspace)
@@ -58,6 +63,7 @@ class Floor:
             output=settings.output(),
             device=bench.device,
             num_sms=settings.num_sms,
+            combine_launch=self._combine_launch,
         )
         self._num_sms = torch.cuda.get_device_properties(bench.device).multi_processor_count
 
@@ -82,8 +88,7 @@ class Floor:
         self._rows = self._packed(rank)
         self._out = torch.zeros(num_tokens, self._back_bytes, dtype=torch.uint8, device=self._device)
         num_slots = self._size * self._capacity
-        back = self._probe.room[self._back_at : self._back_at + num_slots * self._back_bytes]
-        back.view(torch.int32).view(num_slots, -1).copy_(self._words(rank, torch.arange(num_slots)))
+        self._area(0).copy_(self._words(rank, torch.arange(num_slots)))
         return self.verify()
 
     def dispatch(self) -> None:
@@ -129,6 +134,12 @@ class Floor:
         self._shape.close()
         self._workspace.close()
 
+    def _area(self, index: int) -> Tensor:
+        """Rows that come back, [slots, words] int32."""
+        num_bytes = self._size * self._capacity * self._back_bytes
+        start = self._back_at + index * num_bytes
+        return self._probe.room[start : start + num_bytes].view(torch.int32).view(-1, self._back_bytes // 4)
+
     def _packed(self, src: int) -> Tensor:
         """The rows that a rank sends, [num_tokens, row_bytes] uint8: payloads, ids and weights after each other."""
         sent = self._round.inputs[src]
@@ -140,11 +151,49 @@ class Floor:
         return torch.nn.functional.pad(rows, (0, self._row_bytes - rows.shape[1]))
 
     def _words(self, rank: int, slots: Tensor) -> Tensor:
-        """Rows to get, [len(slots), words] int32, which every rank can compute."""
+        """Rows to get, [len(slots), words] int32, which every rank can compute; no word has its first bit set."""
         of_rank, of_slot, of_column = _WORDS
         columns = torch.arange(self._back_bytes // 4, dtype=torch.int32, device=self._device)
         rows = slots.to(self._device, torch.int32)[:, None] * of_slot + rank * of_rank % 2**31
-        return rows.int() + columns * of_column
+        return rows.int() + columns * of_column & _NO_SIGN
+
+
+class SentFloor(Floor):
+    """The same, but rows come back as stores that are their own flags, without any other.
+
+    The launches are those of putget, by its rule for such rows.
+    """
+
+    _combine_launch = None
+    _areas = 2
+
+    def load(self, round_: Round) -> str | None:
+        """See `Contender.load`."""
+        counts = [len(round_.tokens_from(src, round_.rank)) for src in range(self._size)]
+        self._num_rows = torch.tensor(counts, dtype=torch.int32, device=self._device)
+        self._area(1).fill_(_NOT_COME)
+        return super().load(round_)
+
+    def combine(self) -> None:
+        """See `Contender.combine`."""
+        launch = self._get_launch
+        landing = self._back_at + self._area(0).nbytes
+        self._probe.send(
+            self._slots,
+            self._num_rows,
+            self._out,
+            replace(launch, movers=launch.movers or launch.blocks),
+            self._back_at,
+            landing,
+            self._capacity,
+        )
+
+    def verify(self) -> str | None:
+        """See `Contender.verify`."""
+        wrong = super().verify()
+        if wrong is None and not bool((self._area(1) == _NOT_COME).all()):
+            return "words that have come were not set back"
+        return wrong
 
 
 def _whole_accesses(num_bytes: int) -> int:

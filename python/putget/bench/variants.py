@@ -125,6 +125,8 @@ def floors(settings: Settings) -> Iterator[Variant]:
             return floor.Floor(bench, way)
 
         yield Variant(name, changes, settings, build)
+    sent = "the same, but rows come back as stores that are their own flags"
+    yield Variant("bytes, sent back", sent, settings, floor.SentFloor)
 
 
 def make(
