@@ -13,6 +13,8 @@ using putget::ptx::add_acq_rel_gpu;
 using putget::ptx::global_timer_ns;
 using putget::ptx::load_acquire_sys;
 using putget::ptx::load_peer;
+using putget::ptx::load_relaxed_sys_pair_if;
+using putget::ptx::store_relaxed_sys_pair;
 using putget::ptx::store_release_sys;
 
 __device__ __forceinline__ void store_relaxed_sys(uint64_t* flag, uint64_t value) {
