@@ -5,7 +5,11 @@ The program is tests/native/halves.cpp. The host refuses most of that before a k
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 
@@ -77,7 +81,20 @@ MISTAKES = {
 }
 
 
+def run_with(mistake: str, folder: Path) -> CompletedProcess[str]:
+    folder.mkdir()
+    return StressJob("undefined", folder, MISTAKES[mistake], "halves.cpp")()
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[CompletedProcess[str]]]]:
+    """Every mistake, compiled and run on all cores."""
+    folder = tmp_path_factory.mktemp("halves")
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        yield {mistake: pool.submit(run_with, mistake, folder / str(n)) for n, mistake in enumerate(MISTAKES)}
+        pool.shutdown(cancel_futures=True)
+
+
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_caught(mistake: str, tmp_path: Path) -> None:
-    done = StressJob("undefined", tmp_path, MISTAKES[mistake], "halves.cpp")()
-    assert done.returncode != 0, f"{mistake}: nothing checks it"
+def test_a_mistake_is_caught(mistake: str, runs: dict[str, Future[CompletedProcess[str]]]) -> None:
+    assert runs[mistake].result().returncode != 0, f"{mistake}: nothing checks it"
