@@ -8,33 +8,25 @@
 //   state     [0] rounds ended, [1] rounds put, [2] waits given up, from [4] on a counter for each rank (uint32)
 #include "cuda/check.h"
 #include "cuda/launch.h"
+#include "cuda/probe.cuh"
 #include "cuda/ptx.cuh"
 
 namespace putget::cuda {
 namespace {
 
-constexpr uint32_t kMostThreads = 768;
-constexpr uint32_t kLanes = 32;
 constexpr uint32_t kUnroll = 4;  // accesses of a lane in flight, where rows are put
 constexpr uint32_t kLoads = 8;   // ... and where they are got
 constexpr uint32_t kFewRanks = 2;
 constexpr uint32_t kManyRanks = 4;  // or more, whose rows come in turns
-constexpr uint64_t kPatienceNs = 5'000'000'000;
 
 __device__ uint64_t* flags_of(uint8_t* base, const RowsCall& call, uint32_t phase, uint32_t source) {
   return reinterpret_cast<uint64_t*>(base + call.flags) + (phase * call.ep_size + source) * kFlagsOfRank;
 }
 
 __device__ void wait_for(const uint64_t* flag, uint64_t round, uint64_t* given_up) {
-  uint64_t since = 0;
-  for (uint32_t spins = 0; ptx::load_acquire_sys(flag) < round; ++spins) {
-    if (spins % 1024 != 1023) continue;
-    const uint64_t now = ptx::global_timer_ns();
-    if (since == 0) since = now;
-    if (now - since > kPatienceNs) {
-      atomicAdd(reinterpret_cast<unsigned long long*>(given_up), 1ull);
-      return;
-    }
+  ProbePatience patience;
+  while (ptx::load_acquire_sys(flag) < round) {
+    if (patience.is_over(given_up)) return;
   }
 }
 
@@ -100,7 +92,7 @@ __device__ void put_by_blocks(const ProbePeers& peers, const RowsCall& call) {
   }
 }
 
-__global__ void __launch_bounds__(kMostThreads)
+__global__ void __launch_bounds__(kProbeThreads)
     put_rows_kernel(const __grid_constant__ ProbePeers peers, const __grid_constant__ RowsCall call) {
   ptx::wait_for_earlier_grids();
   const uint64_t round = ptx::load_relaxed_sys(call.state) + 1;
@@ -134,7 +126,7 @@ __device__ void add_to(uint4& sum, const uint4& value) {
 
 // As many rows of a token are on their way together, and kLoads / kRowsAtOnce accesses of each.
 template <uint32_t kRowsAtOnce>
-__global__ void __launch_bounds__(kMostThreads)
+__global__ void __launch_bounds__(kProbeThreads)
     get_rows_kernel(const __grid_constant__ ProbePeers peers, const __grid_constant__ RowsCall call) {
   constexpr uint32_t kUnrollOfRow = kLoads / kRowsAtOnce;
   ptx::wait_for_earlier_grids();

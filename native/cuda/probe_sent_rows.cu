@@ -9,18 +9,16 @@
 //   state     as in probe_rows.cu
 #include "cuda/check.h"
 #include "cuda/launch.h"
+#include "cuda/probe.cuh"
 #include "cuda/ptx.cuh"
 
 namespace putget::cuda {
 namespace {
 
-constexpr uint32_t kMostThreads = 768;
-constexpr uint32_t kLanes = 32;
 constexpr uint32_t kAllLanes = ~0u;
 constexpr uint32_t kUnroll = 4;      // packs of a lane in flight, where rows are sent
 constexpr uint32_t kRowsAtOnce = 4;  // ... rows, where they are summed, a pack of each
 constexpr uint64_t kNotCome = ~uint64_t{0};
-constexpr uint64_t kPatienceNs = 5'000'000'000;
 
 struct alignas(16) Words {
   uint64_t half[2];
@@ -72,8 +70,8 @@ __device__ uint64_t sum_of_words(uint64_t one, uint64_t other) {
 __device__ void take(Words* const (&from)[kRowsAtOnce], const bool (&is_own)[kRowsAtOnce], uint64_t* given_up,
                      Words& sum) {
   Words value[kRowsAtOnce];
-  uint64_t since = 0;
-  for (uint32_t spins = 0;; ++spins) {
+  ProbePatience patience;
+  while (true) {
     bool all = true;
 #pragma unroll
     for (uint32_t i = 0; i < kRowsAtOnce; ++i) {
@@ -84,13 +82,7 @@ __device__ void take(Words* const (&from)[kRowsAtOnce], const bool (&is_own)[kRo
       all = all && value[i].half[0] != kNotCome && value[i].half[1] != kNotCome;
     }
     if (all) break;
-    if (spins % 1024 != 1023) continue;
-    const uint64_t now = ptx::global_timer_ns();
-    if (since == 0) since = now;
-    if (now - since > kPatienceNs) {
-      atomicAdd(reinterpret_cast<unsigned long long*>(given_up), 1ull);
-      return;
-    }
+    if (patience.is_over(given_up)) return;
   }
 #pragma unroll
   for (uint32_t i = 0; i < kRowsAtOnce; ++i) {
@@ -135,7 +127,7 @@ __device__ void sum_rows(const ProbePeers& peers, const RowsCall& call) {
   }
 }
 
-__global__ void __launch_bounds__(kMostThreads)
+__global__ void __launch_bounds__(kProbeThreads)
     send_rows_kernel(const __grid_constant__ ProbePeers peers, const __grid_constant__ RowsCall call) {
   ptx::wait_for_earlier_grids();
   ptx::launch_dependent_grids();
