@@ -81,6 +81,12 @@ MISTAKES = {
 }
 
 
+def test_compiled_like_a_mistake_the_text_refuses_them(tmp_path: Path) -> None:
+    file, right, _ = next(iter(MISTAKES.values()))
+    done = StressJob("undefined", tmp_path, (file, right, right), "halves.cpp")()
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def run_with(mistake: str, folder: Path) -> CompletedProcess[str]:
     folder.mkdir()
     return StressJob("undefined", folder, MISTAKES[mistake], "halves.cpp")()

@@ -161,6 +161,14 @@ def require_caught(folder: Path, mistake: tuple[str, str, str], blocks: int, obj
     pytest.fail(f"{mistake}: nothing checks it")
 
 
+def test_compiled_like_a_mistake_the_text_is_clean(tmp_path: Path) -> None:
+    file, right, _ = next(iter(FLAGGED.values()))[1:]
+    job = StressJob("thread", tmp_path, (file, right, right))
+    for seed in SEEDS:
+        done = job("--blocks", 3, "--objects", EVERY_KIND, "--seed", seed)
+        assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize("mistake", FLAGGED)
 def test_a_mistake_about_rows_that_are_their_own_flags_is_caught(mistake: str, tmp_path: Path) -> None:
     objects, *change = FLAGGED[mistake]
