@@ -410,7 +410,7 @@ std::vector<Test> bulk_tests() {
       {"bulk_pull_broken_no_proxy_fence", Expect::kAny, 10000, launch_pull<kRelease, Without::kProxyFence>},
       {"bulk_pull_broken_relaxed_flag", Expect::kAny, 10000, launch_pull<Publish::kRelaxed, kNothing>},
       {"bulk_pull_broken_flag_before_rows", Expect::kSome, 500, launch_pull<Publish::kEarly, kNothing>},
-      {"bulk_pull_broken_stage_not_awaited", Expect::kSome, 500, launch_pull<kRelease, Without::kStageWait>},
+      {"bulk_pull_broken_stage_not_awaited", Expect::kSomeOverLinks, 500, launch_pull<kRelease, Without::kStageWait>},
       {"bulk_pull_broken_got_before_fetch", Expect::kSome, 500, launch_pull<kRelease, Without::kFetches>},
       {"bulk_push_broken_no_proxy_fence", Expect::kAny, 5000,
        launch_move<kRelease, Without::kProxyFence, To::kPeers, By::kBulk, By::kBulk>},
