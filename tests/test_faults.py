@@ -32,6 +32,9 @@ ROUNDS = tuple(Round(i, (3, 8 - i % 8, i % 6, 5), ending=("zero_copy", "flat")[i
 CASE = Case(SIZE, ROUNDS, num_experts=9, top_k=3, payloads=(((40,), torch.uint8), ((3,), torch.float32)))
 
 
+APART, IN_ROWS = 1, 2  # putget.Launch.inline_flags
+
+
 @dataclass(frozen=True)
 class Timeout:
     """A PeerTimeout, as a test compares it."""
@@ -95,6 +98,12 @@ def combine(rank: Rank, index: int) -> torch.Tensor:
     return combined.cpu()
 
 
+def combine_and_go_on(rank: Rank, index: int) -> None:
+    """A combine, and where it came to its end, the next dispatch."""
+    combine(rank, index)
+    dispatch(rank, index + 1)
+
+
 def release(rank: Rank) -> None:
     rank.state["a2a"].release()
 
@@ -147,17 +156,34 @@ def without(*missing: int) -> tuple[bool, ...]:
     return tuple(rank not in missing for rank in range(SIZE))
 
 
+def require_that_it_misses(got: Timeout | str, rank: int, missing: tuple[int, ...], phase: str, epoch: int) -> None:
+    assert isinstance(got, Timeout), got
+    assert (got.phase, got.rank, got.epoch, got.missing) == (phase, rank, epoch, missing)
+    assert TIMEOUT_S * 0.9 <= got.seconds < WARMUP_S + SLACK_S
+    for word in (phase, f"rank {rank}", str(epoch), *map(str, missing)):
+        assert word in got.text
+
+
 def require_timeout(
     ranks: RankProcesses, missing: tuple[int, ...], phase: str, epoch: int, body: Any, *args: Any
 ) -> None:
     """All others run the step, and all of them must miss exactly these ranks."""
     survivors = [rank for rank in range(SIZE) if rank not in missing]
     for rank, got in ranks.call(timed_out, body, *args, ranks=survivors, timeout=30).items():
-        assert isinstance(got, Timeout), got
-        assert (got.phase, got.rank, got.epoch, got.missing) == (phase, rank, epoch, missing)
-        assert TIMEOUT_S * 0.9 <= got.seconds < WARMUP_S + SLACK_S
-        for word in (phase, f"rank {rank}", str(epoch), *map(str, missing)):
-            assert word in got.text
+        require_that_it_misses(got, rank, missing, phase, epoch)
+
+
+def require_timeout_in_combine(ranks: RankProcesses, victim: int, flags: int) -> None:
+    """Round 1 (epoch 2), which the victim does not end. Whoever gets rows needs it in any case.
+
+    Where rows are their own flags, who has none of the victim's combines, and misses it in the next dispatch.
+    """
+    survivors = [rank for rank in range(SIZE) if rank != victim]
+    waiting = {rank for rank in survivors if flags == APART or CASE.needs(1, rank, victim)}
+    assert waiting
+    for rank, got in ranks.call(timed_out, combine_and_go_on, 1, ranks=survivors, timeout=30).items():
+        phase, epoch = ("combine", 2) if rank in waiting else ("dispatch", 3)
+        require_that_it_misses(got, rank, (victim,), phase, epoch)
 
 
 def require_round(ranks: RankProcesses, index: int, mask: tuple[bool, ...] = ALL) -> None:
@@ -176,16 +202,19 @@ def shrink(ranks: RankProcesses, *missing: int) -> None:
         require_round(ranks, index, mask)
 
 
-def start(ranks: RankProcesses) -> None:
-    ranks.call(construct)
+def start(ranks: RankProcesses, flags: int = IN_ROWS) -> None:
+    ranks.call(construct, {"combine_launch": putget.Launch(inline_flags=flags)})
     require_round(ranks, 0)
 
 
 SIGNALS = pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 
 
-def wake(ranks: RankProcesses, number: signal.Signals, victim: int) -> None:
-    """A stopped rank wakes up while the others play on: it disturbs nobody, times out, and comes back."""
+def wake(ranks: RankProcesses, number: signal.Signals, victim: int, step: Any = play_one, *args: Any) -> None:
+    """A stopped rank wakes up while the others play on: it disturbs nobody, times out, and comes back.
+
+    It goes on where it was: with `step`, or with a round.
+    """
     if number == signal.SIGKILL:
         return
     mask = without(victim)
@@ -195,7 +224,7 @@ def wake(ranks: RankProcesses, number: signal.Signals, victim: int) -> None:
         ranks.submit(rank, play_many, case, 0.1)
     time.sleep(0.3)
     ranks.signal(victim, signal.SIGCONT)
-    ranks.submit(victim, timed_out, play_one, CASE, 2)
+    ranks.submit(victim, timed_out, step, *(args or (CASE, 2)))
     outcomes = ranks.results(survivors)
     for index in range(len(case.rounds)):
         check_round(case, index, {rank: of_rank[index] for rank, of_rank in outcomes.items()})
@@ -220,21 +249,22 @@ def test_before_its_dispatch(ranks: RankProcesses, number: signal.Signals, victi
 
 
 @pytest.mark.parametrize(
-    ("ranks", "number"),
+    ("ranks", "number", "flags"),
     [
-        pytest.param("cpu", signal.SIGKILL, id="cpu-killed"),
-        pytest.param("cpu", signal.SIGSTOP, id="cpu-stopped"),
-        pytest.param("cuda", signal.SIGSTOP, id="cuda-stopped", marks=[pytest.mark.gpu, pytest.mark.timed]),
+        pytest.param("cpu", signal.SIGKILL, IN_ROWS, id="cpu-killed"),
+        pytest.param("cpu", signal.SIGKILL, APART, id="cpu-killed-flags_apart"),
+        pytest.param("cpu", signal.SIGSTOP, IN_ROWS, id="cpu-stopped"),
+        pytest.param("cuda", signal.SIGSTOP, IN_ROWS, id="cuda-stopped", marks=[pytest.mark.gpu, pytest.mark.timed]),
     ],
     indirect=["ranks"],
 )
-def test_between_dispatch_and_combine(ranks: RankProcesses, number: signal.Signals) -> None:
-    start(ranks)
+def test_between_dispatch_and_combine(ranks: RankProcesses, number: signal.Signals, flags: int) -> None:
+    start(ranks, flags)
     ranks.call(dispatch, 1)
-    ranks.signal(3, number)
-    require_timeout(ranks, (3,), "combine", 2, combine, 1)
-    shrink(ranks, 3)
-    wake(ranks, number, 3)
+    ranks.signal(2, number)
+    require_timeout_in_combine(ranks, 2, flags)
+    shrink(ranks, 2)
+    wake(ranks, number, 2, combine_and_go_on, 1)
 
 
 @SIGNALS
@@ -245,13 +275,13 @@ def test_inside_its_dispatch(ranks: RankProcesses, number: signal.Signals) -> No
     time.sleep(0.3)
     ranks.signal(1, number)
     ranks.call(dispatch, 1, ranks=[0, 2, 3])
-    require_timeout(ranks, (1,), "combine", 2, combine, 1)
+    require_timeout_in_combine(ranks, 1, IN_ROWS)
     shrink(ranks, 1)
     if number == signal.SIGSTOP:
         ranks.signal(1, signal.SIGCONT)
         # Whether its own dispatch saw all others before it was stopped or not, it must end.
         ranks.result(1)
-    wake(ranks, number, 1)
+    wake(ranks, number, 1, combine_and_go_on, 1)
 
 
 @SIGNALS

@@ -13,7 +13,7 @@ import torch
 import putget
 from tests.harness import Rank, run_ranks
 from tests.harness.cases import COMBINE, DISPATCH, Case, Round
-from tests.harness.compare import Outcome, check_case, check_round, play_on
+from tests.harness.compare import Outcome, check_case, check_round, play_on, play_round
 from tests.test_wire import WIRES, Wire, case_of, wire_id
 from tests.test_workspace import bytes_of
 
@@ -239,3 +239,44 @@ def test_a_rank_whose_rows_do_not_come_is_named(wishes: tuple[int, ...], device:
     for phase, missing, seconds in results[:2]:
         assert (phase, missing) == ("combine", (2,))
         assert seconds < 5
+
+
+# Two experts a rank; the first rank needs none of the last one's rows.
+SOME = Case(
+    3,
+    (Round(1, (2, 2, 2), topk_ids=(((0, 2),) * 2, ((2, 4),) * 2, ((4, 0),) * 2)), Round(2, (2, 2, 2))),
+    num_experts=6,
+    top_k=2,
+    output=((512,), torch.float32),  # so long that there is room
+)
+LATE_S = 1.0
+
+
+def wait_for_some(rank: Rank) -> tuple[float, Outcome, Outcome]:
+    """A body: the last rank comes late to its first combine; nobody meets before the next dispatch is over."""
+    # The first round's deadline lasts until all have ended it, whoever waits for that.
+    deadlines = {"timeout_s": LATE_S / 2, "warmup_timeout_s": 20.0}
+    opened = replace(SOME, rounds=tuple(replace(one, ending="open") for one in SOME.rounds))
+    sent = SOME.sent(1, rank.rank)
+    arguments = [tensor.to(rank.device) for tensor in (sent.topk_ids, sent.topk_weights, *sent.payloads)]
+    rows = SOME.expert_rows(0, rank.rank).to(rank.device)
+    with rank.all_to_all(**SOME.options(), **launch(IN_ROWS), **deadlines) as a2a:
+        assert a2a.launches(2)[1].inline_flags == IN_ROWS
+        first = play_round(a2a, rank, opened, 0)
+        began = time.monotonic()
+        if rank.rank == 2:
+            time.sleep(LATE_S)
+        combined = a2a.combine(rows)
+        a2a.check()
+        seconds = time.monotonic() - began
+        a2a.dispatch(*arguments)
+        a2a.check()
+        a2a.release()
+        return seconds, replace(first, combined=combined.cpu()), play_round(a2a, rank, SOME, 1)
+
+
+def test_nobody_waits_for_a_rank_whose_rows_it_does_not_need(device: str) -> None:
+    results = run_ranks(3, wait_for_some, device=device)
+    assert results[0][0] < LATE_S / 2 < results[1][0]
+    for index in range(2):
+        check_round(SOME, index, {rank: of_rank[1 + index] for rank, of_rank in enumerate(results)})

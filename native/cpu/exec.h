@@ -8,6 +8,7 @@
 #include "protocol/numeric.h"
 #include "protocol/signal.h"
 #include "protocol/stage.h"
+#include "protocol/words.h"
 
 #if defined(PUTGET_STRESS)
 #include "cpu/stress.h"

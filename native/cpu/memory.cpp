@@ -12,6 +12,7 @@
 #include "cpu/symmetric_memory.h"
 #include "protocol/combine.h"
 #include "protocol/dispatch.h"
+#include "protocol/words.h"
 
 namespace putget::cpu {
 namespace {

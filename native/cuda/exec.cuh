@@ -7,6 +7,7 @@
 #include "protocol/numeric.h"
 #include "protocol/signal.h"
 #include "protocol/stage.h"
+#include "protocol/words.h"
 
 namespace putget::cuda {
 

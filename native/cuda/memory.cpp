@@ -8,6 +8,7 @@
 #include "cuda/moe_launch.h"
 #include "cuda/symmetric_memory.h"
 #include "protocol/signal.h"
+#include "protocol/words.h"
 
 namespace putget::cuda {
 namespace {

@@ -201,7 +201,8 @@ typedef struct putget_fault {
   uint32_t rows;
   uint32_t allowed;
   uint32_t misuse; /* 1 no open round, 2 another token count than dispatch, 3 a peer released this round,
-                      4 a finish half without its start, 5 a start half whose finish has not come */
+                      4 a finish half without its start, 5 a start half whose finish has not come,
+                      6 a peer combined this round, which was released here */
 } putget_fault;
 
 typedef struct putget_probe_args {

@@ -342,7 +342,7 @@ inline combine() {
   if
   :: half != START ->
     if
-    :: well && ((IS_SUMMING && !WISHES(me)) || block == 0) -> await_peers()
+    :: well && !WISHES(me) && (IS_SUMMING || block == 0) -> await_peers()
     :: else
     fi;
 #ifdef EARLY_C5

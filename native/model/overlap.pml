@@ -7,6 +7,7 @@
  * Each rank is one thread and has one part; rows are left out. Rounds are combined or released, as all ranks agree.
  *
  * PUSH         combine pushes; otherwise peers get
+ * FLAGGED      neither: rows are their own flags, of which a rank may need some peers' or none
  * MIXED        rounds exchange `finished` too
  * Mutations: WHOLE_DISPATCH, WHOLE_COMBINE (one kernel instead of two halves), START_WAITS (combine_start waits for its
  * peers), LEFT_OPEN (a round is not released before the next one).
@@ -19,7 +20,7 @@
 #endif
 #define OBJECTS 2
 
-typedef Flags { byte ended[RANKS], arrived[RANKS], pushed[RANKS], finished[RANKS] };
+typedef Flags { byte ended[RANKS], arrived[RANKS], pushed[RANKS], finished[RANKS], flagged[RANKS] };
 typedef Workspaces { Flags object[OBJECTS] };
 Workspaces memory[RANKS];
 byte released; /* a bit for each epoch */
@@ -35,6 +36,15 @@ byte released; /* a bit for each epoch */
     if \
     :: memory[me].object[which].flag[peer] == value \
     :: memory[me].object[which].flag[peer] > value -> assert(false) \
+    fi \
+  } \
+  peer = 0
+
+#define WAIT_FOR_SOME(flag, value) \
+  for (peer : 0 .. RANKS - 1) { \
+    if \
+    :: memory[me].object[which].flag[peer] == value \
+    :: true /* none of its rows are needed */ \
     fi \
   } \
   peer = 0
@@ -65,13 +75,20 @@ inline start_combine() {
 #ifdef PUSH
   TO_ALL(pushed, epoch); /* C7 */
 #endif
+#ifdef FLAGGED
+  TO_ALL(flagged, epoch); /* F1 */
+#endif
 #ifdef START_WAITS
   WAIT(ended, epoch)
 #endif
 }
 
 inline finish_combine() {
+#ifdef FLAGGED
+  WAIT_FOR_SOME(flagged, epoch); /* F2 */
+#else
   WAIT(ended, epoch); /* C3 */
+#endif
 #ifdef PUSH
   WAIT(pushed, epoch); /* C8 */
 #endif

@@ -75,7 +75,7 @@ inline choose_rows() {
 /* The second object is made: all ranks meet, and nobody starts a round before all have set their flags. */
 #ifdef LAYERS
 byte met, set;
-bool mix_before_end; /* a combine waits for all ranks, so all meet on the same side of it */
+bool mix_before_end; /* of a round that is combined, all ranks meet on the same side */
 inline mix_layouts() {
   met++;
   met == RANKS;
@@ -103,6 +103,7 @@ proctype Rank(byte me) {
   byte wanted; /* a bit for each peer that does */
 #endif
   bool open = false, combine;
+  byte ended = 0; /* how this rank's last round ended */
   bool renewed = false; /* set_active_ranks has been called */
   bool mixed = false;   /* rounds exchange `finished` too */
 
@@ -118,12 +119,13 @@ next_round:
   :: round == ROUNDS + EXTRA + 1 -> goto stopped
   :: else
   fi;
-#ifndef SKIP_R1
   if
-  :: open -> publish_ended(epoch, RELEASED) /* R1: the round before is still open */
+  :: open -> ended = RELEASED;
+#ifndef SKIP_R1
+    publish_ended(epoch, RELEASED) /* R1: the round before is still open */
+#endif
   :: else
   fi;
-#endif
   open = false;
   round++;
   object = OBJECT(round);
@@ -131,6 +133,15 @@ next_round:
   choose_rows();
 #ifndef SKIP_D1
   observe_ended(epoch - 1); /* D1 */
+#ifndef IGNORE_END
+  for (peer : 0 .. RANKS - 1) {
+    if
+    :: PEER(peer) && AT(me).ended_how[peer] != ended -> MISUSE
+    :: else
+    fi
+  }
+  peer = 0;
+#endif
 #endif
 #ifndef SKIP_D0
   observe_finished(epoch - 1); /* D0 */
@@ -217,16 +228,20 @@ next_round:
     fi;
 #endif
 #ifndef SKIP_C3
-    observe_ended(epoch); /* C3 */
+    if
+    :: WISHES_FLAGS /* its rows say by themselves that they have come */
+    :: else ->
+      observe_ended(epoch); /* C3 */
 #ifndef IGNORE_HOW
-    for (peer : 0 .. RANKS - 1) {
-      if
-      :: PEER(peer) && AT(me).ended_how[peer] != COMBINED -> MISUSE
-      :: else
-      fi
-    }
-    peer = 0;
+      for (peer : 0 .. RANKS - 1) {
+        if
+        :: PEER(peer) && HAS_RELEASED(peer) -> MISUSE
+        :: else
+        fi
+      }
+      peer = 0
 #endif
+    fi;
 #endif
 #ifdef EARLY_C5
     publish_finished();
@@ -244,16 +259,19 @@ next_round:
     publish_finished(); /* C5 */
 #endif
 #endif
+    ended = COMBINED;
     open = false
   :: else ->
 #ifdef EARLY_R1
     publish_ended(epoch, RELEASED); /* R1: release() */
     run_experts();
+    ended = RELEASED;
     open = false
 #else
     run_experts();
     if
     :: publish_ended(epoch, RELEASED); /* R1: release() */
+      ended = RELEASED;
       open = false
     :: true /* left open: the next dispatch does R1 */
     fi
@@ -310,7 +328,7 @@ finished:
     peer = 0
   }
 #endif
-  atomic { prepared++; open = false; renewed = true; members = EVERYBODY & ~(1 << VICTIM) }
+  atomic { prepared++; open = false; ended = 0; renewed = true; members = EVERYBODY & ~(1 << VICTIM) }
 #ifndef SKIP_BARRIER
   prepared == SURVIVORS;
 #endif

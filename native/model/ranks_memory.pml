@@ -75,6 +75,15 @@
 #define COMBINED 1
 #define RELEASED 2
 
+/* A peer that has released the round which this rank combines, as this rank sees it. */
+#define HAS_RELEASED(rank) (AT(me).ended_epoch[rank] == epoch && AT(me).ended_how[rank] == RELEASED)
+#if RANKS == 2
+#define ANY_HAS_RELEASED (PEER(0) && HAS_RELEASED(0) || PEER(1) && HAS_RELEASED(1))
+#else
+#define ANY_HAS_RELEASED \
+  (PEER(0) && HAS_RELEASED(0) || PEER(1) && HAS_RELEASED(1) || PEER(2) && HAS_RELEASED(2))
+#endif
+
 /* The symmetric memory of one rank. After set_active_ranks the same addresses lead to memory[RANKS + rank]; a rank that
  * was excluded still reaches memory[rank]. */
 typedef Memory {
@@ -339,8 +348,13 @@ inline send_rows() {
 #else
 #define SET_BACK ; AT(me).WORD(turn, peer) = NOT_COME
 #endif
+#ifdef IGNORE_HOW
+#define OR_RELEASED
+#else
+#define OR_RELEASED :: atomic { ANY_HAS_RELEASED -> MISUSE }
+#endif
 /* F2 and F3 of the token whose turn it is: the word is what is read, and is set back. In one step: nobody else looks
- * at it, and nobody stores it before this rank's next D3. Own rows stay. */
+ * at it, and nobody stores it before this rank's next D3. Own rows stay. A peer that has released sends none. */
 inline await_words() {
   for (peer : 0 .. RANKS - 1) {
     if
@@ -353,6 +367,7 @@ inline await_words() {
 #else
       if
       :: d_step { AT(me).WORD(turn, peer) != NOT_COME -> assert(AT(me).WORD(turn, peer) == round) SET_BACK }
+      OR_RELEASED
       OR_EXPIRES
       fi
 #endif

@@ -177,8 +177,12 @@ PUTGET_TEXT void start_combine(Exec& exec, const Plan& plan, const CombineCall& 
   }
   if (exec.block() == 0) {
     const uint32_t value = ended_by_combine(parts);
-    publish_prepared_all<Tag::C2>(exec, plan, head.active, plan.layout.ended, head.epoch,
-                                  [&](uint32_t) { return value; });
+    const auto value_of = [&](uint32_t) { return value; };
+    if constexpr (IsFlagged<Wire>::kYes) {
+      publish_all<Tag::C2>(exec, plan, head.active, plan.layout.ended, head.epoch, value_of);
+    } else {
+      publish_prepared_all<Tag::C2>(exec, plan, head.active, plan.layout.ended, head.epoch, value_of);
+    }
   }
   if (work.sends && !work.moving && exec.thread() == 0) {
     // Of no peer's concern: what may_be_in_turn looks at.
@@ -323,9 +327,6 @@ PUTGET_TEXT void do_combine(Exec& exec, const Plan& plan, const CombineCall& cal
   exec.mark(Stage::kPublished);
   if (call.half == Half::kStart) return;
   if constexpr (kIsFlagged) {
-    // What no row needs, the end of the round does.
-    if (exec.block() == 0) done = done && await_peers(exec, plan, scratch);
-    exec.mark(Stage::kObserved);
     done = done && flagged.run(exec, plan, call, scratch.wait.head, &scratch.waited);
     exec.sync();  // all warps have waited: the next kernel may come
   } else if (work.sums) {
@@ -342,8 +343,9 @@ PUTGET_TEXT void do_combine(Exec& exec, const Plan& plan, const CombineCall& cal
   exec.mark(Stage::kDone);
   if (scratch.wait.head.mixed) publish_finished(exec, plan, scratch);
   if (!done || exec.block() != 0 || exec.thread() != 0) return;
-  // A late CTA may be copying the head: what it finds in `open` decides nothing there (see may_combine).
+  // A late CTA may be copying the head: what it finds in these decides nothing there (see may_combine).
   plan.state->head.open = 0;
+  plan.state->head.end = kEndedByCombine;
 }
 
 // The same for a kernel of a small batch that moves other ranks' rows, out of the way of those that do not.
@@ -373,7 +375,7 @@ PUTGET_TEXT void combine(Exec& exec, const Plan& plan, const CombineCall& call, 
     if (kIsFlagged && call.half != Half::kFinish) sender.load_ahead();
     if (kIsFlagged && call.half != Half::kStart) flagged.look_up(exec, plan, call);
     // What the experts wrote is made visible while the state is on its way.
-    if (exec.block() == 0 && first_peer(exec) < plan.shape.ep_size) exec.prepare_publish();
+    if (!kIsFlagged && exec.block() == 0 && first_peer(exec) < plan.shape.ep_size) exec.prepare_publish();
   });
   exec.mark(Stage::kState);
   if (work.moving && asked && no_other_rows(plan, scratch.wait.head)) work.move_nothing(call);

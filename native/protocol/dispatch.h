@@ -84,6 +84,21 @@ PUTGET_TEXT uint32_t object_to_start(const Exec& exec, const RoundAhead& round, 
   return round.mixed ? Objection::kMixed : Objection::kNone;
 }
 
+// The last round did not end everywhere, or not alike: combined here and released there, a peer may have kept rows that
+// are their own flags for the next round. One thread calls it.
+template <class Exec>
+PUTGET_RARE void report_late_end(Exec& exec, const Plan& plan, const WaitScratch& wait) {
+  const StateHead& head = wait.head;
+  PUTGET_ROLLED
+  for (uint32_t peer = 0; peer < plan.shape.ep_size; ++peer) {
+    const uint64_t ended = exec.peek(flag_line(plan.own(), plan.layout.ended, peer));
+    if (!wait.missing.has(peer) || flag_epoch(ended) != head.epoch || ended_by(flag_value(ended), head.end)) continue;
+    const Misuse wrong = head.end == kEndedByCombine ? Misuse::kPeerReleased : Misuse::kPeerCombined;
+    return report_misuse(exec, plan, Phase::kDispatch, wrong, head.epoch, 0, 0, peer);
+  }
+  report_timeout(exec, plan, Phase::kDispatch, head.epoch + 1, wait.missing);
+}
+
 // What an objection or a wait that was too long leads to. True: there is none any more. All threads call it.
 template <class Exec>
 PUTGET_RARE bool settle_objection(Exec& exec, const Plan& plan, uint32_t num_tokens, DispatchScratch& scratch) {
@@ -105,7 +120,7 @@ PUTGET_RARE bool settle_objection(Exec& exec, const Plan& plan, uint32_t num_tok
     exec.sync();
     if (wait.missing.empty()) return true;
   }
-  if (exec.thread() == 0) report_timeout(exec, plan, Phase::kDispatch, head.epoch + 1, wait.missing);
+  if (exec.thread() == 0) report_late_end(exec, plan, wait);
   return false;
 }
 
@@ -124,7 +139,8 @@ PUTGET_TEXT bool begin_round(Exec& exec, const Plan& plan, const DispatchCall& c
   }
   if (may_begin && first_peer(exec) < plan.shape.ep_size) {
     if (ahead.round.open && exec.block() == 0) publish_release(exec, plan, wait.head);
-    observe_first<Tag::D1>(exec, plan, plan.layout.ended, ahead.round.epoch, ahead.round.active, wait, ahead.ended);
+    const RoundAhead& round = ahead.round;
+    observe_ends(exec, plan, round.epoch, round.end, round.active, wait, ahead.ended);
   }
   exec.sync();
   if (scratch.objection == Objection::kNone && wait.missing.empty()) return true;
@@ -269,6 +285,7 @@ PUTGET_TEXT void finish_dispatch(Exec& exec, const Plan& plan, const DispatchCal
     state.head.opened_by = plan.object_id;
     state.head.num_tokens = call.num_tokens;
     state.head.open = 1;
+    state.head.end = kEndedByRelease;
     if (!complete) report_timeout(exec, plan, Phase::kDispatch, round, wait.missing);
   }
   show_received(exec, plan, call.max_rows, round, wait);

@@ -10,6 +10,7 @@
 
 #include "protocol/grouping.h"
 #include "protocol/transit.h"
+#include "protocol/words.h"
 
 namespace putget {
 

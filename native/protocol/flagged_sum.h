@@ -233,12 +233,16 @@ class FlaggedSum {
   }
 
   // Names the ranks whose rows are missing, of a token's positions from one on, and those that have not ended the round
-  // either. It looks again: what it were given would be kept in memory, for the sake of those that wait too long.
+  // either; or a peer that has released it. It looks again: what it were given would be kept in memory, for the sake of
+  // those that wait too long.
   PUTGET_RARE void report_missing(Exec& exec, const Plan& plan, const StateHead& head, uint32_t position,
                                   uint32_t pack) const {
     RankSet missing = RankSet::none();
     PUTGET_ROLLED
     for (uint32_t peer = 0; peer < plan.shape.ep_size; ++peer) {
+      if (has_released(exec, plan, head, peer)) {
+        return report_misuse(exec, plan, Phase::kCombine, Misuse::kPeerReleased, head.epoch, 0, 0, peer);
+      }
       const uint64_t ended = exec.peek(flag_line(plan.own(), plan.layout.ended, peer));
       if (head.active.has(peer) && flag_epoch(ended) != head.epoch) missing.insert(peer);
     }

@@ -1,4 +1,4 @@
-// Flags between ranks: publish (release) and observe (acquire), monotone epochs, deadlines, faults.
+// Flags between ranks: publish (release) and observe (acquire), monotone epochs, deadlines.
 //
 // A flag is one 64-bit word, epoch << 32 | value, stored and loaded in one piece. Each flag has one writer (the rank
 // whose index its line has) and one reader (the owner of the memory). Epochs only grow, so a flag is never reset
@@ -6,7 +6,7 @@
 // equality is enough and is safe at the wrap.
 #pragma once
 
-#include "protocol/state.h"
+#include "protocol/fault.h"
 
 namespace putget {
 
@@ -35,23 +35,13 @@ struct Parts {
 PUTGET_PURE uint32_t ended_by_combine(const Parts& parts) {
   return kEndedByCombine | parts.split_bits << 4 | parts.groups << 8;
 }
-PUTGET_PURE bool ended_by(uint32_t value, uint32_t kind) { return (value & 0xfu) == kind; }
+PUTGET_PURE uint32_t end_of(uint32_t value) { return value & 0xfu; }
+PUTGET_PURE bool ended_by(uint32_t value, uint32_t kind) { return end_of(value) == kind; }
 PUTGET_PURE Parts moved_parts(uint32_t value) { return {value >> 8, value >> 4 & 0xfu}; }
 
 PUTGET_PURE uint64_t pack_flag(uint32_t epoch, uint32_t value) { return uint64_t{epoch} << 32 | value; }
 PUTGET_PURE uint32_t flag_epoch(uint64_t flag) { return static_cast<uint32_t>(flag >> 32); }
 PUTGET_PURE uint32_t flag_value(uint64_t flag) { return static_cast<uint32_t>(flag); }
-
-// 16 bytes of a row, each half of which says by itself whether it has come (flagged.h).
-constexpr uint64_t kNotCome = ~uint64_t{0};
-struct alignas(16) FlaggedPack {
-  uint64_t half[2];
-  PUTGET_PURE bool has_come() const { return half[0] != kNotCome && half[1] != kNotCome; }
-};
-// What is sent of a word that has come: of NaNs alone, another one.
-PUTGET_PURE uint64_t said(uint64_t word) { return word == kNotCome ? word >> 1 : word; }
-// The same of a scale.
-constexpr uint32_t kScaleNotCome = ~0u;
 
 // What the `finished` flags say when rounds begin to exchange them: if the round is open here, peers may still combine
 // it.
@@ -117,6 +107,7 @@ struct RoundAhead {
   uint32_t open;
   uint32_t mixed;
   uint32_t fault;
+  uint32_t end;
   RankSet active;
 
   // Only issues the loads.
@@ -125,6 +116,7 @@ struct RoundAhead {
     open = head.open;
     mixed = head.mixed;
     fault = head.fault;
+    end = head.end;
     active = head.active;
   }
 };
@@ -209,11 +201,26 @@ class StateAhead {
   OwnFlags own_;
 };
 
-// The first round has a deadline of its own. Its combine comes when the dispatch has been counted.
+// The first round has a deadline of its own, up to its end everywhere. Whoever waits for anything but a dispatch may
+// have counted it.
 template <Tag tag>
 PUTGET_TEXT uint64_t deadline_ns(const Plan& plan, const StateHead& head) {
-  constexpr uint32_t kCounted = tag == Tag::C3 || tag == Tag::C8 || tag == Tag::F2 ? 1 : 0;
+  constexpr uint32_t kCounted = tag == Tag::D4 ? 0 : 1;
   return head.rounds <= kCounted ? plan.warmup_timeout_ns : plan.timeout_ns;
+}
+
+// Whether a peer has ended a round by releasing it: by combining, or not yet, are both false.
+template <class Exec>
+PUTGET_TEXT bool has_released(const Exec& exec, const Plan& plan, const StateHead& head, uint32_t peer) {
+  const uint64_t ended = exec.peek(flag_line(plan.own(), plan.layout.ended, peer));
+  return head.active.has(peer) && flag_epoch(ended) == head.epoch && ended_by(flag_value(ended), kEndedByRelease);
+}
+template <class Exec>
+PUTGET_TEXT bool any_has_released(const Exec& exec, const Plan& plan, const StateHead& head) {
+  bool any = false;
+  PUTGET_ROLLED
+  for (uint32_t peer = 0; peer < plan.shape.ep_size; ++peer) any = any || has_released(exec, plan, head, peer);
+  return any;
 }
 
 // The peer whose flag a thread stores and waits for first: the CTA's last thread takes the first peer, so that the
@@ -266,16 +273,18 @@ struct Patience {
 };
 
 // Between two looks at what is waited for; `spins` counts them. The clock is not read for waits of a few looks. False:
-// the deadline passed, or another CTA has reported a fault.
+// the deadline passed, another CTA has reported a fault, or rows will not come since a peer has released the round.
 template <Tag tag, class Exec>
 PUTGET_TEXT bool may_look_again(Exec& exec, const Plan& plan, const StateHead& head, uint32_t spins,
                                 Patience& patience) {
-  constexpr uint32_t kSpinsPerLook = 16;  // at the clock
+  constexpr uint32_t kSpinsPerLook = 16;     // at the clock
+  constexpr uint32_t kSpinsPerRound = 1024;  // at how peers have ended it
   if (spins != 0 && spins % kSpinsPerLook == 0) {
     const uint64_t now = exec.now_ns();
     if (patience.since_ns == 0) patience.since_ns = now;
     if (now - patience.since_ns > deadline_ns<tag>(plan, head)) return false;
     if (exec.stopped(&plan.state->head.fault, spins)) return false;
+    if (tag == Tag::F2 && spins % kSpinsPerRound == 0 && any_has_released(exec, plan, head)) return false;
   }
   exec.pause(spins);
   return true;
@@ -346,22 +355,28 @@ PUTGET_TEXT void observe_flags(Exec& exec, const Plan& plan, uint64_t lines, uin
   }
 }
 
-// The same where all flags mostly say so already, for the flag of which this thread has the glance; threads that have
-// one call it. Of the wanted peers are all active ones.
-template <Tag tag, class Exec>
-PUTGET_RARE void observe_flags_apart(Exec& exec, const Plan& plan, uint64_t lines, uint32_t epoch, WaitScratch& scratch,
-                                     uint64_t first) {
-  observe_flags<tag>(exec, plan, lines, epoch, scratch, first, [](uint32_t) { return true; });
+// The same at D1, for the flag of which this thread has the glance; threads that have one call it. Mostly all flags say
+// so already, and that the peers ended the round as this rank did: by `end`. Who did not is missing.
+template <class Exec>
+PUTGET_RARE void observe_ends_apart(Exec& exec, const Plan& plan, uint32_t epoch, uint32_t end, WaitScratch& scratch,
+                                    uint64_t first) {
+  observe_flags<Tag::D1>(exec, plan, plan.layout.ended, epoch, scratch, first, [](uint32_t) { return true; });
+  PUTGET_ROLLED
+  for (uint32_t peer = first_peer(exec); peer < plan.shape.ep_size; peer += exec.threads()) {
+    if (!scratch.head.active.has(peer) || plan.skips_waits) continue;
+    if (end_of(scratch.value[peer]) != end) exec.insert(scratch.missing, peer);
+  }
 }
-template <Tag tag, class Exec>
-PUTGET_TEXT void observe_first(Exec& exec, const Plan& plan, uint64_t lines, uint32_t epoch, const RankSet& active,
-                               WaitScratch& scratch, uint64_t first) {
+template <class Exec>
+PUTGET_TEXT void observe_ends(Exec& exec, const Plan& plan, uint32_t epoch, uint32_t end, const RankSet& active,
+                              WaitScratch& scratch, uint64_t first) {
   const uint32_t peer = first_peer(exec);
-  if ((flag_epoch(first) == epoch || !active.holds(peer)) && plan.shape.ep_size <= exec.threads()) {
+  const bool is_over = flag_epoch(first) == epoch && ended_by(flag_value(first), end);
+  if ((is_over || !active.holds(peer)) && plan.shape.ep_size <= exec.threads()) {
     scratch.value[peer] = active.holds(peer) ? flag_value(first) : 0;
     return;
   }
-  observe_flags_apart<tag>(exec, plan, lines, epoch, scratch, first);
+  observe_ends_apart(exec, plan, epoch, end, scratch, first);
 }
 
 // Waits for one part of a peer; its value is in `scratch` where it is the first or the last one. A part that the peer
@@ -440,59 +455,6 @@ template <class Exec>
 PUTGET_TEXT void publish_release(Exec& exec, const Plan& plan, const StateHead& head) {
   publish_all<Tag::R1>(exec, plan, head.active, plan.layout.ended, head.epoch,
                        [](uint32_t) { return kEndedByRelease; });
-}
-
-// The first fault stays; later ones are consequences. One thread calls it.
-template <class Exec>
-PUTGET_RARE void report_fault(Exec& exec, const Plan& plan, const FaultRecord& record) {
-  if (!exec.claim(&plan.state->head.fault, record.kind)) return;
-  FaultRecord* out = plan.fault;
-  out->phase = record.phase;
-  out->epoch = record.epoch;
-  out->rank = plan.shape.ep_rank;
-  out->missing = record.missing;
-  out->source = record.source;
-  out->rows = record.rows;
-  out->allowed = record.allowed;
-  out->misuse = record.misuse;
-  exec.publish_to_host(&out->kind, record.kind);
-}
-
-template <class Exec>
-PUTGET_RARE void report_timeout(Exec& exec, const Plan& plan, Phase phase, uint32_t epoch, const RankSet& missing) {
-  FaultRecord record{};
-  record.kind = static_cast<uint32_t>(FaultKind::kPeerTimeout);
-  record.phase = static_cast<uint32_t>(phase);
-  record.epoch = epoch;
-  record.missing = missing;
-  report_fault(exec, plan, record);
-}
-
-template <class Exec>
-PUTGET_RARE void report_capacity(Exec& exec, const Plan& plan, uint32_t epoch, uint32_t source, uint32_t rows,
-                                 uint32_t allowed) {
-  FaultRecord record{};
-  record.kind = static_cast<uint32_t>(FaultKind::kCapacity);
-  record.phase = static_cast<uint32_t>(Phase::kDispatch);
-  record.epoch = epoch;
-  record.source = source;
-  record.rows = rows;
-  record.allowed = allowed;
-  report_fault(exec, plan, record);
-}
-
-template <class Exec>
-PUTGET_RARE void report_misuse(Exec& exec, const Plan& plan, Phase phase, Misuse misuse, uint32_t epoch,
-                               uint32_t dispatched, uint32_t combined, uint32_t source) {
-  FaultRecord record{};
-  record.kind = static_cast<uint32_t>(FaultKind::kMisuse);
-  record.phase = static_cast<uint32_t>(phase);
-  record.epoch = epoch;
-  record.source = source;
-  record.rows = dispatched;
-  record.allowed = combined;
-  record.misuse = static_cast<uint32_t>(misuse);
-  report_fault(exec, plan, record);
 }
 
 }  // namespace putget

@@ -15,6 +15,7 @@ enum class Misuse : uint32_t {
   kPeerReleased = 3,
   kNotStarted = 4,   // the finish half without the start half
   kNotFinished = 5,  // a dispatch after a start half without its finish
+  kPeerCombined = 6,
 };
 
 // Which part of an operation a call does.
@@ -27,7 +28,7 @@ struct FaultRecord {
   uint32_t epoch;
   uint32_t rank;     // the rank that reports
   RankSet missing;   // kPeerTimeout: who did not publish in time
-  uint32_t source;   // kCapacity, kMisuse/kPeerReleased: the peer
+  uint32_t source;   // kCapacity, kMisuse/kPeerReleased and kPeerCombined: the peer
   uint32_t rows;     // kCapacity: rows it sent; kMisuse/kTokenCount: tokens of the dispatch
   uint32_t allowed;  // kCapacity: max_rows here; kMisuse/kTokenCount: tokens of the combine
   uint32_t misuse;   // kMisuse: which
@@ -45,6 +46,7 @@ struct alignas(16) StateHead {
   uint32_t ids_top_k;   // geometry of the ids region that `left` speaks of
   RankSet active;
   uint32_t ids_capacity;
+  uint32_t end;  // how the round ends here: kEndedByRelease from the end of dispatch on, unless it is combined
   // Slots of each source whose ids may differ from -1, that is, rows of the round dispatched last; and kWantsFlags
   // where the source wants them back as their own flags.
   uint32_t left[kMaxRanks];

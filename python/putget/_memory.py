@@ -147,6 +147,10 @@ class Memory:
             )
         if fault.misuse == _abi.MISUSE_PEER_RELEASED:
             return ProtocolMisuse(f"combine, round {fault.epoch}: rank {fault.source} ended this round without combine")
+        if fault.misuse == _abi.MISUSE_PEER_COMBINED:
+            return ProtocolMisuse(
+                f"dispatch after round {fault.epoch}: rank {fault.source} combined this round, which ended here without"
+            )
         phase = _abi.PHASES[fault.phase]
         if fault.misuse == _abi.MISUSE_NOT_STARTED:
             return ProtocolMisuse(f"{phase}, round {fault.epoch}: the finish half ran, but no start half before it")

@@ -4,7 +4,8 @@
     PUTGET_LIBRARY=build-trace/libputget.so PYTHONPATH=python python tests/gpu/stages.py --ranks 4 --tokens 1,8,64,512
 
 Prints nanoseconds from the first CTA's start to each stage of native/protocol/stage.h, for the first CTA / for the one
-that comes last (medians over replays, rank 0), and the time of a pair, which the marks themselves lengthen a little.
+that comes last (medians over replays, rank 0), the time of a pair, which the marks themselves lengthen a little, and
+from dispatch's first CTA to combine's.
 Random routing, a DeepSeek-V3 shape, FP8 rows.
 """
 
@@ -26,22 +27,25 @@ from putget import hardware
 # Stage of native/protocol/stage.h, in its order.
 STAGES = ("start", "woken", "state", "waited", "put", "published", "observed", "done")
 IN_COMBINE = ("start", "woken", "state", "published", "observed", "done")
+IN_FLAGGED = ("start", "woken", "state", "published", "done")  # nobody waits for flags
+WHERE = {"dispatch": STAGES, "combine": IN_COMBINE, "flagged_combine": IN_FLAGGED}
 HIDDEN, TOP_K, EXPERTS = 7168, 8, 256
 LEADING, PAIRS, REPLAYS = 4, 20, 30
 
 
-def stages(library: ctypes.CDLL, kernel: str) -> dict[str, tuple[int, int]]:
-    """Nanoseconds from the start of the last `kernel` on this rank ("dispatch", "combine", "flagged_combine").
+def stages(library: ctypes.CDLL, kernel: str) -> tuple[int, dict[str, tuple[int, int]]]:
+    """When the last `kernel` on this rank began ("dispatch", "combine", "flagged_combine"), in ns of the GPU's timer.
 
-    By stage: of the first CTA, of the last one.
+    And nanoseconds from then on by stage: of the first CTA, of the last one.
     """
     stamps = (ctypes.c_uint64 * (2 * len(STAGES)))()
     status = getattr(library, f"putget_stages_of_{kernel}")(stamps)
     if status != 0:
         raise RuntimeError(f"reading the stages of {kernel}: CUDA error {status}")
-    wanted = STAGES if kernel == "dispatch" else IN_COMBINE
     first, last = stamps[: len(STAGES)], stamps[len(STAGES) :]
-    return {name: (first[i] - first[0], last[i] - first[0]) for i, name in enumerate(STAGES) if name in wanted}
+    return first[0], {
+        name: (first[i] - first[0], last[i] - first[0]) for i, name in enumerate(STAGES) if name in WHERE[kernel]
+    }
 
 
 def medians(readings: list[dict[str, tuple[int, int]]]) -> str:
@@ -91,6 +95,7 @@ def run(rank: int, ranks: int, batches: list[int], port: int, inline_flags: int)
                     a2a.combine(out=out)
                 end.record(stream)
             pairs: list[float] = []
+            between: list[int] = []
             combine = "flagged_combine" if a2a.launches(tokens)[1].inline_flags == 2 else "combine"
             seen: dict[str, list[dict[str, tuple[int, int]]]] = {"dispatch": [], combine: []}
             for _ in range(REPLAYS):
@@ -98,10 +103,14 @@ def run(rank: int, ranks: int, batches: list[int], port: int, inline_flags: int)
                 graph.replay()
                 stream.synchronize()
                 pairs.append(begin.elapsed_time(end) * 1e3 / PAIRS)
+                begun = {}
                 for kernel, readings in seen.items():
-                    readings.append(stages(library, kernel))
+                    begun[kernel], reading = stages(library, kernel)
+                    readings.append(reading)
+                between.append(begun[combine] - begun["dispatch"])
             if rank == 0:
-                print(f"{tokens} tokens a rank: pair {statistics.median(pairs):.2f} us")
+                later = int(statistics.median(between))
+                print(f"{tokens} tokens a rank: pair {statistics.median(pairs):.2f} us, combine begins at {later} ns")
                 for kernel, readings in seen.items():
                     print(f"  {kernel:<15} {medians(readings)}")
     a2a.check()

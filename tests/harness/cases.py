@@ -140,6 +140,11 @@ class Case:
             num_valid_tokens=None if played.num_valid is None else played.num_valid[rank],
         )
 
+    def needs(self, index: int, rank: int, other: int) -> bool:
+        """Whether a combine of `rank` sums any row of `other`, in a round whose ids are all valid."""
+        ids = self.sent(index, rank).topk_ids.long()
+        return bool((self.table_of(index)[ids] == other).any())
+
     def expert_rows(self, index: int, rank: int) -> Tensor:
         """What the experts of `rank` produce in round `index`: [ep_size, max_rows, *shape], every slot."""
         shape, dtype = self.output

@@ -46,6 +46,7 @@ VARIANTS = {
     "HALVES",
     "SKEW",
     "PEERS_MAY_STOP",
+    "FLAGGED",
 }
 
 ASSERTION, DEADLOCK = "assertion violated", "invalid end state"
@@ -93,7 +94,7 @@ CORRECT = [
     Check("ranks", "RANKS=2 ROUNDS=4 LAYERS WISH=2 EPOCHS=8"),
     Check("ranks", "RANKS=2 ROUNDS=4 LAYERS PUSH=1 WISH=3 EPOCHS=8"),
     Check("ranks", "ROUNDS=2 DEADLINES EXTRA=1 LAYERS WISH=3"),
-    Check("ranks", "ROUNDS=2 DEADLINES MIXED_ENDS WISH=2"),
+    Check("ranks", "ROUNDS=2 DEADLINES MIXED_ENDS WISH=3"),
     # CTAs: parts, turns, joins and copies of the state, with grids that change from kernel to kernel.
     Check("ctas", "ROUNDS=3"),
     Check("ctas", "SKEW"),
@@ -131,6 +132,8 @@ CORRECT = [
     Check("overlap", "ROUNDS=3"),
     Check("overlap", "MIXED PUSH"),
     Check("overlap", "RANKS=3"),
+    Check("overlap", "ROUNDS=3 FLAGGED"),
+    Check("overlap", "MIXED FLAGGED"),
 ]
 MUTATIONS = [
     Check("ranks", "SKIP_D1", ASSERTION),
@@ -151,6 +154,7 @@ MUTATIONS = [
     Check("ranks", "LAYERS SKIP_C5", DEADLOCK),
     Check("ranks", "LAYERS MIX_AFTER=1 MIX_AS_FINISHED", ASSERTION),
     Check("ranks", "ROUNDS=2 DEADLINES MIXED_ENDS IGNORE_HOW", ASSERTION),
+    Check("ranks", "ROUNDS=2 DEADLINES MIXED_ENDS WISH=3 IGNORE_END", ASSERTION),
     Check("ranks", "ROUNDS=2 DEADLINES NO_DEADLINE", DEADLOCK),
     Check("ranks", "ROUNDS=2 DEADLINES EXTRA=2 LAYERS OLD_PAGES", ASSERTION),
     Check("ranks", "RANKS=3 ROUNDS=2 DEADLINES EXTRA=1 SKIP_FLAG_INIT", ASSERTION),
