@@ -130,13 +130,15 @@ __device__ void sum_rows(const ProbePeers& peers, const RowsCall& call) {
 __global__ void __launch_bounds__(kProbeThreads)
     send_rows_kernel(const __grid_constant__ ProbePeers peers, const __grid_constant__ RowsCall call) {
   ptx::wait_for_earlier_grids();
-  ptx::launch_dependent_grids();
   if (blockIdx.x == 0) {
     if (threadIdx.x == 0) call.state[0] = ptx::load_relaxed_sys(call.state + 1);
     if (threadIdx.x < call.ep_size) reinterpret_cast<uint32_t*>(call.state + 4)[threadIdx.x] = 0;
   }
   if (blockIdx.x < call.sending_blocks) send_rows(peers, call);
   if (blockIdx.x >= call.sending_blocks || call.sending_blocks == gridDim.x) sum_rows(peers, call);
+  // As a combine does: the next kernel gets no place while this CTA waits for a peer.
+  __syncthreads();
+  ptx::launch_dependent_grids();
 }
 
 }  // namespace

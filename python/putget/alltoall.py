@@ -37,7 +37,7 @@ class AllToAll(RoundViews):
         output: The row that experts write and combine reduces: bfloat16, float16 or float32.
         device: "cuda", "cuda:N" or "cpu".
         timeout_s: Deadline of every wait, in seconds.
-        warmup_timeout_s: Deadline of set-up and of the first round, in seconds.
+        warmup_timeout_s: Deadline of set-up and of the first round, until it has ended on every rank, in seconds.
         expert_to_rank: int32 [num_experts] on the device (kept, not copied) or a list; by default contiguous blocks of
             ceil(num_experts / ep_size) experts a rank.
         workspace: Memory and rounds shared with other objects, used one after the other; by default memory of its own.
@@ -262,7 +262,9 @@ class AllToAll(RoundViews):
         Raises:
             ValueError: An argument is wrong; nothing has happened on any rank.
             PeerTimeout: A rank is missing. On CUDA the call after the one that waited raises it.
-            ProtocolMisuse: No dispatch came before; or a peer released this round.
+            ProtocolMisuse: No dispatch came before; or a peer released this round. Where rows are their own flags
+                (``launches(num_tokens)[1].inline_flags`` is 2) this rank waits for those alone whose rows it sums: of
+                the others the next dispatch says so, as it does of a missing rank.
         """
         self._native.require_open()
         self._require(self._turns.refuse_unfinished("combine"))

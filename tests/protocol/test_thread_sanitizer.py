@@ -80,7 +80,7 @@ WHOLE, SCALED = "0", "3"
 FLAGGED = {
     "half a word taken for a whole": (
         WHOLE,
-        "protocol/signal.h",
+        "protocol/words.h",
         "return half[0] != kNotCome && half[1] != kNotCome;",
         "return half[0] != kNotCome;",
     ),

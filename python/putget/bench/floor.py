@@ -161,10 +161,10 @@ class Floor:
 class SentFloor(Floor):
     """The same, but rows come back as stores that are their own flags, without any other.
 
-    The launches are those of putget, by its rule for such rows.
+    The launches are those of putget where it sends such rows, also of more tokens than its rule does.
     """
 
-    _combine_launch = None
+    _combine_launch = Launch(inline_flags=2)
     _areas = 2
 
     def load(self, round_: Round) -> str | None:
