@@ -55,7 +55,12 @@ class FewReduction {
       const uint32_t begin = (item_ - token * segments_) * packs_per_segment_;
       item_ += step_;
       look_up(exec, plan, call);  // on its way while this one is summed
-      sum_item(exec, plan, call, rows, token, begin);
+      // Apart: else the loads of what is added take the registers of rows that should be on their way.
+      if (call.addend == nullptr) {
+        sum_item<false>(exec, plan, call, rows, token, begin);
+      } else {
+        sum_item<true>(exec, plan, call, rows, token, begin);
+      }
     }
   }
 
@@ -87,6 +92,7 @@ class FewReduction {
     return rows;
   }
 
+  template <bool kAdds>
   PUTGET_TEXT void sum_item(Exec& exec, const Plan& plan, const CombineCall& call, const Rows& rows, uint32_t token,
                             uint32_t begin) const {
     const uint32_t end = begin + packs_per_segment_ < packs_per_row_ ? begin + packs_per_segment_ : packs_per_row_;
@@ -117,7 +123,7 @@ class FewReduction {
           PUTGET_UNROLL
           for (uint32_t r = 0; r < kRows; ++r) sum[r] = Wire::widen(exec, leaf[p][r].part[i], scale[p][r]);
           rows.places.add_up(sum);
-          if (call.addend != nullptr) sum[0].add(widen(reinterpret_cast<const Out*>(call.addend)[index]));
+          if (kAdds) sum[0].add(widen(reinterpret_cast<const Out*>(call.addend)[index]));
           Out out;
           exec.template narrow<Codec>(sum[0].value, out);
           reinterpret_cast<Out*>(call.out)[index] = out;
