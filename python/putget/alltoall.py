@@ -182,6 +182,8 @@ class AllToAll(RoundViews):
             ValueError: An argument is wrong; nothing has happened on any rank.
             PeerTimeout: A rank is missing. On CUDA the call after the one that waited raises it.
             CapacityExceeded: A source sent more than max_rows rows; likewise.
+            ProtocolMisuse: A peer ended the last round by combine and this rank without, or the other way round;
+                likewise.
         """
         self._dispatch(_abi.BOTH, topk_ids, topk_weights, payloads, max_rows, num_valid_tokens)
         return self._received()
