@@ -13,7 +13,7 @@ import torch
 
 import putget
 from tests.harness import Rank, run_ranks
-from tests.harness.cases import Case, Round
+from tests.harness.cases import APART, IN_ROWS, Case, Round
 from tests.harness.compare import Outcome, check_round, play_round
 
 CASE = Case(3, (Round(1, (3, 8, 0)), Round(2, (5, 1, 2))), num_experts=7, top_k=3)
@@ -124,7 +124,7 @@ def combine_after_peer_released(rank: Rank, flags: int) -> tuple[list[str], Outc
         return messages, play_round(a2a, rank, CASE, 1)
 
 
-@pytest.mark.parametrize("flags", [1, 2])
+@pytest.mark.parametrize("flags", [APART, IN_ROWS])
 def test_combine_of_a_round_that_a_peer_released(flags: int, device: str) -> None:
     """Found by whoever waits for that peer: in combine, or where none of its rows are needed, by the next dispatch.
 
@@ -133,8 +133,8 @@ def test_combine_of_a_round_that_a_peer_released(flags: int, device: str) -> Non
     began = time.monotonic()
     results = run_ranks(3, combine_after_peer_released, flags, mode="thread", device=device)
     assert time.monotonic() - began < 50  # nobody waits for the deadline
-    needs = [flags == 1 or CASE.needs(0, rank, 1) for rank in range(3)]
-    assert (needs[0], needs[2]) == (True, flags == 1)
+    needs = [flags == APART or CASE.needs(0, rank, 1) for rank in range(3)]
+    assert (needs[0], needs[2]) == (True, flags == APART)
     for rank in (0, 2):
         in_combine, in_dispatch = results[rank][0]
         assert ("round 1: rank 1 ended this round without combine" in in_combine) == needs[rank]

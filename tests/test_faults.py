@@ -18,7 +18,7 @@ import torch
 
 import putget
 from tests.harness import Rank, RankProcesses, fresh_ranks
-from tests.harness.cases import Case, Round
+from tests.harness.cases import APART, IN_ROWS, Case, Round
 from tests.harness.compare import Outcome, check_round, play_round
 
 SIZE = 4
@@ -30,9 +30,6 @@ SLACK_S = 5.0
 
 ROUNDS = tuple(Round(i, (3, 8 - i % 8, i % 6, 5), ending=("zero_copy", "flat")[i % 2]) for i in range(10))
 CASE = Case(SIZE, ROUNDS, num_experts=9, top_k=3, payloads=(((40,), torch.uint8), ((3,), torch.float32)))
-
-
-APART, IN_ROWS = 1, 2  # putget.Launch.inline_flags
 
 
 @dataclass(frozen=True)

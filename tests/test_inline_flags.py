@@ -12,12 +12,11 @@ import torch
 
 import putget
 from tests.harness import Rank, run_ranks
-from tests.harness.cases import COMBINE, DISPATCH, Case, Round
+from tests.harness.cases import APART, COMBINE, DISPATCH, IN_ROWS, Case, Round
 from tests.harness.compare import Outcome, check_case, check_round, play_on, play_round
 from tests.test_wire import WIRES, Wire, case_of, wire_id
 from tests.test_workspace import bytes_of
 
-APART, IN_ROWS = 1, 2
 ENDINGS = ("zero_copy", "zero_copy_flat", "flat", "strided", "transposed")
 HALVES = tuple(itertools.product((0, DISPATCH, COMBINE, DISPATCH + COMBINE), repeat=3))
 OUTPUTS = [((64,), torch.bfloat16), ((100,), torch.float16), ((36,), torch.float32), ((7,), torch.bfloat16)]

@@ -179,6 +179,7 @@ PUTGET_TEXT void start_combine(Exec& exec, const Plan& plan, const CombineCall& 
     const uint32_t value = ended_by_combine(parts);
     const auto value_of = [&](uint32_t) { return value; };
     if constexpr (IsFlagged<Wire>::kYes) {
+      // Nobody waits for it before the next dispatch: its fence comes behind the rows.
       publish_all<Tag::C2>(exec, plan, head.active, plan.layout.ended, head.epoch, value_of);
     } else {
       publish_prepared_all<Tag::C2>(exec, plan, head.active, plan.layout.ended, head.epoch, value_of);

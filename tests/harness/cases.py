@@ -13,6 +13,7 @@ from putget import reference
 Row = tuple[tuple[int, ...], torch.dtype]
 
 DISPATCH, COMBINE = 1, 2  # for Round.halves
+APART, IN_ROWS = 1, 2  # for Case.inline_flags: flags of their own, or rows that are
 # How a round hands the experts' rows to combine, or ends without it.
 ENDINGS = ("zero_copy", "zero_copy_flat", "flat", "strided", "transposed", "release", "open")
 
