@@ -107,7 +107,7 @@ class FewReduction {
         PUTGET_UNROLL
         for (uint32_t r = 0; r < kRows; ++r) {
           const uint8_t* row = pack < end ? rows.row[r] : nullptr;
-          const Raw otherwise = rows.places.adds_nothing(r) ? nothing() : Raw{};
+          const Raw otherwise = Places<kRows>::kAbsentAddsNothing ? nothing() : Raw{};
           leaf[p][r].raw = exec.get_or(reinterpret_cast<const Raw*>(row), pack, otherwise);  // [C4] [C9]
           scale[p][r] = Wire::scale_of(exec, plan, row, pack * kElements);
         }

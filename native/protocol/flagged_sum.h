@@ -267,7 +267,7 @@ class FlaggedSum {
   PUTGET_TEXT bool sum_pack(Exec& exec, const Plan& plan, const CombineCall& call, const StateHead& head,
                             const FewPlaced<kFew>& rows, uint32_t pack, uint32_t end, uint32_t* waited) const {
     Leaves leaves;
-    const auto otherwise = [&](uint32_t r) { return rows.places.adds_nothing(r) ? nothing() : uint64_t{0}; };
+    const auto otherwise = [](uint32_t) { return Places<kFew>::kAbsentAddsNothing ? nothing() : uint64_t{0}; };
     const bool well = take(exec, plan, head, rows.row, 0, pack, end, otherwise, leaves);
     if (waited != nullptr) exec.count_as_waited(waited);
     if (!well || pack >= end) return well;

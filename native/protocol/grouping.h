@@ -117,8 +117,8 @@ class Places {
       left &= left - 1;
     }
   }
-  // A row that there is not adds -0, which changes no bit of anything, or +0.
-  PUTGET_PURE bool adds_nothing(uint32_t) const { return true; }
+  // A row that there is not is to add -0, which changes no bit of anything; else +0.
+  static constexpr bool kAbsentAddsNothing = true;
 
   // The sum, in row[0].
   template <uint32_t kElements>
@@ -146,10 +146,16 @@ class Places<8> {
     PUTGET_UNROLL
     for (uint32_t r = 0; r < 8; ++r) visit(r, r, (positions_ >> r & 1u) != 0);
   }
-  PUTGET_PURE bool adds_nothing(uint32_t r) const { return r >= top_k_; }
+  static constexpr bool kAbsentAddsNothing = false;
 
+  // What is no position adds -0. As rows of -0 they would take registers from the loads of others.
   template <uint32_t kElements>
   PUTGET_PURE void add_up(Sums<kElements> (&row)[8]) const {
+    PUTGET_UNROLL
+    for (uint32_t r = 1; r < 8; ++r) {
+      PUTGET_UNROLL
+      for (uint32_t e = 0; e < kElements; ++e) row[r].value[e] = r < top_k_ ? row[r].value[e] : -0.0f;
+    }
     sum_tree(row);
   }
 
