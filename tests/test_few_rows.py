@@ -11,6 +11,7 @@ import putget
 from tests.harness import run_ranks
 from tests.harness.cases import Case, Round
 from tests.harness.compare import check_case
+from tests.harness.rank import Rank
 from tests.test_alltoall import play_with
 
 WAYS = {
@@ -47,6 +48,32 @@ def test_every_place_of_four_rows(way: str, device: str) -> None:
     rounds = (Round(1, (len(ids), 0, 0, 0), topk_ids=(ids, nobody, nobody, nobody)),)
     case = Case(4, rounds, num_experts=4, top_k=8, max_tokens_per_rank=len(ids), output=((1032,), torch.bfloat16))
     check_case(case, run_ranks(4, play_with, case, WAYS[way], mode="thread", device=device))
+
+
+def combine_minus_zeros(rank: Rank, top_k: int, options: dict[str, object]) -> torch.Tensor:
+    """A body: sums of rows of -0, of tokens that have one for each position, and of a last one that lacks one."""
+    ids = (torch.arange(4)[:, None] + torch.arange(top_k)) % rank.size  # each on another rank
+    ids[3, top_k - 1] = -1
+    sent = (ids.int(), torch.rand(4, top_k), torch.rand(4, 4))
+    output = putget.Payload((272,), torch.bfloat16)
+    with rank.all_to_all(num_experts=rank.size, top_k=top_k, output=output, **options) as a2a:
+        a2a.dispatch(*(part.to(rank.device) for part in sent))
+        a2a.combine_input.fill_(-0.0)
+        return a2a.combine().cpu()
+
+
+@EVERY_WAY
+@pytest.mark.parametrize("wire", [None, torch.float8_e4m3fn], ids=["bf16", "fp8"])
+@pytest.mark.parametrize(("ep_size", "top_k"), [(2, 1), (2, 2), (4, 3), (4, 4), (6, 1), (6, 5), (6, 6), (8, 8)])
+def test_what_is_no_position_adds_no_zero(
+    ep_size: int, top_k: int, wire: torch.dtype | None, way: str, device: str
+) -> None:
+    """Tokens have -0 as their sum only if nothing but rows of -0 is added: room for more rows adds nothing."""
+    options = {**WAYS[way], "combine_dtype": wire}
+    for sums in run_ranks(ep_size, combine_minus_zeros, top_k, options, mode="thread", device=device):
+        assert sums.eq(0).all()
+        assert torch.signbit(sums).all(dim=1).tolist() == [True, True, True, False]
+        assert not torch.signbit(sums[3]).any()
 
 
 @pytest.mark.gpu
