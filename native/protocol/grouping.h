@@ -117,7 +117,7 @@ class Places {
       left &= left - 1;
     }
   }
-  // A row that there is not is to add -0, which changes no bit of anything; else +0.
+  // For a row that there is not stands -0, which changes no bit of anything.
   static constexpr bool kAbsentAddsNothing = true;
 
   // The sum, in row[0].
@@ -146,6 +146,7 @@ class Places<8> {
     PUTGET_UNROLL
     for (uint32_t r = 0; r < 8; ++r) visit(r, r, (positions_ >> r & 1u) != 0);
   }
+  // For a position without a row stands +0.
   static constexpr bool kAbsentAddsNothing = false;
 
   // What is no position adds -0. As rows of -0 they would take registers from the loads of others.
