@@ -373,7 +373,7 @@ PUTGET_TEXT void combine(Exec& exec, const Plan& plan, const CombineCall& call, 
   exec.wait_for_earlier_work();
   exec.mark(Stage::kWoken);
   const bool asked = look_before_combine(exec, plan, work, state, scratch, [&] {
-    if (kIsFlagged && call.half != Half::kFinish) sender.load_ahead();
+    if (kIsFlagged && call.half != Half::kFinish) sender.load_ahead(exec, plan);
     if (kIsFlagged && call.half != Half::kStart) flagged.look_up(exec, plan, call);
     // What the experts wrote is made visible while the state is on its way.
     if (!kIsFlagged && exec.block() == 0 && first_peer(exec) < plan.shape.ep_size) exec.prepare_publish();

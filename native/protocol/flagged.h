@@ -118,20 +118,26 @@ PUTGET_RARE void send_values(Exec& exec, const Plan& plan, const CombineCall& ca
 }
 
 // Sends rows to the sources that want them so, a piece a warp: slot by slot, source by source from the own rank on. It
-// is made before the kernel may read anything, and knows from where it gets its first pack, and where to.
+// is made before the kernel may read anything, and knows from where it gets what it sends first.
 template <class Exec, class Codec, bool kQuantised>
 class FlaggedSender {
+  using Blocks = QuantisedBlocks<Exec, Codec, true, 1>;
+
  public:
   // The first `blocks` CTAs take part.
   PUTGET_TEXT FlaggedSender(const Exec& exec, const Plan& plan, const CombineCall& call, uint32_t blocks)
       : item_(exec.warp() * blocks + exec.block()), step_(exec.warps() * blocks) {
     find(plan, call);
-    if constexpr (!kQuantised) {
-      // The first pack is loaded before it is known whether its row is there at all: memory for it there is.
-      const bool exists = slot_ == 0 || (call.rows == nullptr && slot_ < plan.shape.max_tokens_per_rank);
-      const Transit rows(plan, call);
+    // The first pack, or block, is loaded before it is known whether its row is there at all: memory for it there is.
+    const bool exists = slot_ == 0 || (call.rows == nullptr && slot_ < plan.shape.max_tokens_per_rank);
+    const Transit rows(plan, call);
+    may_load_ = exists && rows.access_bytes >= kPackBytes;
+    if constexpr (kQuantised) {
+      row_ = may_load_ ? rows.from(slot_, src_) : nullptr;
+      exec.pin(row_);
+    } else {
       const uint32_t byte = begin_ + exec.lane() * kPackBytes;
-      may_load_ = exists && byte < end_ && rows.access_bytes >= kPackBytes;
+      may_load_ = may_load_ && byte < end_;
       from_ = reinterpret_cast<const FlaggedPack*>(may_load_ ? rows.from(slot_, src_) + byte : plan.own());
       to_ = reinterpret_cast<FlaggedPack*>(plan.base[src_] + flagged_row(plan, plan.shape.ep_rank, slot_) + byte);
       exec.pin(from_);
@@ -141,16 +147,20 @@ class FlaggedSender {
     exec.pin(next_slot_);
   }
 
-  // Issues the load of the first pack.
-  PUTGET_TEXT void load_ahead() {
-    if (may_load_) ahead_ = *from_;
+  // Issues the load of the first pack, or of the first blocks.
+  PUTGET_TEXT void load_ahead(Exec& exec, const Plan& plan) {
+    if constexpr (kQuantised) {
+      blocks_ = Blocks(exec, plan, begin_ / kScaleBlock, blocks_of(end_));
+      blocks_.load(exec, row_);
+    } else {
+      if (may_load_) ahead_ = *from_;
+    }
     is_ahead_ = may_load_;
   }
 
   PUTGET_TEXT void send(Exec& exec, const Plan& plan, const CombineCall& call, const StateHead& head) const {
     if (is_sent(head)) {
-      if (is_ahead_) exec.put_flagged(to_, ahead_);  // [F1]
-      const uint32_t begin = begin_ + (exec.votes(is_ahead_) != 0 ? exec.lanes() * kPackBytes : 0);
+      const uint32_t begin = begin_ + send_ahead(exec, plan);
       if (begin < end_) send_piece(exec, plan, call, begin);
     }
     if (any_beyond(exec, plan, head, next_slot_)) send_rest(exec, plan, call, head, item_ + step_, step_);
@@ -190,6 +200,19 @@ class FlaggedSender {
     if (src_ >= plan.shape.ep_size) src_ -= plan.shape.ep_size;
   }
 
+  // What has been loaded ahead; returns how many bytes of values that were.
+  PUTGET_TEXT uint32_t send_ahead(Exec& exec, const Plan& plan) const {
+    if constexpr (kQuantised) {
+      if (!is_ahead_) return 0;
+      uint8_t* to = plan.base[src_] + flagged_row(plan, plan.shape.ep_rank, slot_);
+      blocks_.template store<true>(exec, plan, to);
+      return Blocks::kBlocks * kScaleBlock;
+    } else {
+      if (is_ahead_) exec.put_flagged(to_, ahead_);  // [F1]
+      return exec.votes(is_ahead_) != 0 ? exec.lanes() * kPackBytes : 0;
+    }
+  }
+
   // From a byte of its values on. The warp's lanes call it together.
   PUTGET_TEXT void send_piece(Exec& exec, const Plan& plan, const CombineCall& call, uint32_t begin) const {
     send_values<Codec, kQuantised>(exec, plan, call, slot_, src_, begin, end_);
@@ -222,6 +245,8 @@ class FlaggedSender {
   const FlaggedPack* from_ = nullptr;
   FlaggedPack* to_ = nullptr;
   FlaggedPack ahead_{};
+  const uint8_t* row_ = nullptr;  // where it is quantised
+  Blocks blocks_;
   bool is_ahead_ = false;
 };
 
