@@ -224,6 +224,29 @@ struct Exec {
         __shfl_sync(0xffffffffu, static_cast<unsigned long long>(reinterpret_cast<uintptr_t>(value)), lane));
   }
 
+  // Of two lanes next to each other the first one gets the second one's `first` as its `second`, and the second one the
+  // first one's `second` as its `first`: 16 bytes. Whole warps call it. Whether this is the second lane.
+  template <class Value>
+  __device__ bool exchange_in_pair(Value& first, Value& second) const {
+    static_assert(sizeof(Value) == sizeof(uint4), "16 bytes");
+    union Both {
+      Value value;
+      uint32_t word[4];
+    };
+    Both a{first};
+    Both b{second};
+    const bool is_second = lane() % 2 != 0;
+#pragma unroll
+    for (uint32_t i = 0; i < 4; ++i) {
+      const uint32_t theirs = __shfl_xor_sync(0xffffffffu, is_second ? a.word[i] : b.word[i], 1);
+      a.word[i] = is_second ? theirs : a.word[i];
+      b.word[i] = is_second ? b.word[i] : theirs;
+    }
+    first = a.value;
+    second = b.value;
+    return is_second;
+  }
+
   // Whether all lanes of the warp say yes. A barrier of the warp too, which orders memory as a vote alone does not.
   // Whole warps call it.
   __device__ bool all_lanes(bool yes) const {
@@ -281,28 +304,19 @@ struct Exec {
     return scale < float_of_bits(0x7f800000u) ? inverse : 0.0f;
   }
 
-  // As Codec::narrow does each, with the conversion that the hardware has; it differs in NaNs alone.
+  // As Codec::narrow does each, with the conversion that the hardware has.
   template <class Codec, class Pack, uint32_t kCount>
   __device__ void narrow(const float (&value)[kCount], Pack& pack) const {
-    if constexpr (std::is_same_v<Codec, BFloat16> && kCount % 2 == 0) {
-      uint32_t pair[kCount / 2];
-      bool has_nan = false;
-#pragma unroll
-      for (uint32_t e = 0; e < kCount; e += 2) {
-        pair[e / 2] = ptx::narrow_bf16x2(value[e], value[e + 1]);
-        has_nan = has_nan || isunordered(value[e], value[e + 1]);
-      }
-      if (has_nan) {
-#pragma unroll
-        for (uint32_t i = 0; i < kCount / 2; ++i) pair[i] = ptx::with_quiet_nans(pair[i]);
-      }
-      // Only now: what branches change would be kept in memory.
+    if constexpr (sizeof(typename Codec::Bits) == 2 && kCount % 2 == 0) {
       union {
         uint32_t pair[kCount / 2];
         Pack pack;
       } both;
 #pragma unroll
-      for (uint32_t i = 0; i < kCount / 2; ++i) both.pair[i] = pair[i];
+      for (uint32_t e = 0; e < kCount; e += 2) {
+        both.pair[e / 2] = std::is_same_v<Codec, BFloat16> ? ptx::narrow_bf16x2(value[e], value[e + 1])
+                                                           : ptx::narrow_f16x2(value[e], value[e + 1]);
+      }
       pack = both.pack;
     } else {
 #pragma unroll
@@ -322,13 +336,12 @@ struct Exec {
 
   template <class Raw>
   __device__ void widen_fp8(const Raw& raw, float (&value)[sizeof(Raw)]) const {
-    union {
-      Raw raw;
-      uint16_t pair[sizeof(Raw) / 2];
-    } both{raw};
+    // Words, of which the conversion takes either half: byte by byte they would be taken apart and put together again.
+    uint32_t word[sizeof(Raw) / sizeof(uint32_t)];
+    __builtin_memcpy(word, &raw, sizeof(raw));
 #pragma unroll
     for (uint32_t i = 0; i < sizeof(Raw) / 2; ++i) {
-      const uint32_t halves = ptx::widen_e4m3x2(both.pair[i]);
+      const uint32_t halves = ptx::widen_e4m3x2(static_cast<uint16_t>(word[i / 2] >> (16 * (i % 2))));
       value[2 * i] = ptx::widen_f16(static_cast<uint16_t>(halves));
       value[2 * i + 1] = ptx::widen_f16(static_cast<uint16_t>(halves >> 16));
     }

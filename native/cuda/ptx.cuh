@@ -165,18 +165,18 @@ __device__ __forceinline__ uint32_t narrow_bf16x2(float low, float high) {
   return both;
 }
 
+// The same as float16.
+__device__ __forceinline__ uint32_t narrow_f16x2(float low, float high) {
+  uint32_t both;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+  return both;
+}
+
 // Pairs of bfloat16: magnitudes, and the larger ones of two pairs; a NaN is never the larger one.
 __device__ __forceinline__ uint32_t abs_bf16x2(uint32_t both) { return both & 0x7fff7fffu; }
 __device__ __forceinline__ uint32_t max_bf16x2(uint32_t a, uint32_t b) {
   uint32_t both;
   asm("max.bf16x2 %0, %1, %2;" : "=r"(both) : "r"(a), "r"(b));
-  return both;
-}
-
-// A pair with NaNs as BFloat16::narrow writes them: the conversion makes 0x7fff of each, and of nothing else.
-__device__ __forceinline__ uint32_t with_quiet_nans(uint32_t both) {
-  if ((both & 0xffffu) == 0x7fffu) both ^= 0x7fffu ^ 0x7fc0u;
-  if (both >> 16 == 0x7fffu) both ^= (0x7fffu ^ 0x7fc0u) << 16;
   return both;
 }
 

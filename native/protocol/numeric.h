@@ -35,10 +35,10 @@ struct BFloat16 {
     first = float_of_bits(both << 16);
     second = float_of_bits(both & 0xffff0000u);
   }
-  // Round to nearest, ties to even; a NaN becomes the quiet NaN that torch writes.
+  // Round to nearest, ties to even; a NaN becomes the one that the hardware's conversion makes.
   PUTGET_PURE static Bits narrow(float value) {
     const uint32_t bits = bits_of_float(value);
-    if ((bits & 0x7fffffffu) > 0x7f800000u) return 0x7fc0u;
+    if ((bits & 0x7fffffffu) > 0x7f800000u) return 0x7fffu;
     return static_cast<Bits>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
   }
 };
@@ -71,7 +71,7 @@ struct Float16 {
     const uint32_t bits = bits_of_float(value);
     const uint32_t sign = (bits >> 16) & 0x8000u;
     const uint32_t magnitude = bits & 0x7fffffffu;
-    if (magnitude > 0x7f800000u) return static_cast<Bits>(sign | 0x7e00u);
+    if (magnitude > 0x7f800000u) return 0x7fffu;                             // as above
     if (magnitude >= 0x477ff000u) return static_cast<Bits>(sign | 0x7c00u);  // rounds to 65536 or more: infinity
     if (magnitude >= 0x38800000u) {                                          // normal in float16
       const uint32_t rounded = magnitude + 0xfffu + ((magnitude >> 13) & 1u);

@@ -6,7 +6,7 @@
 Prints nanoseconds from the first CTA's start to each stage of native/protocol/stage.h, for the first CTA / for the one
 that comes last (medians over replays, rank 0), the time of a pair, which the marks themselves lengthen a little, and
 from dispatch's first CTA to combine's.
-Random routing, a DeepSeek-V3 shape, FP8 rows.
+Random routing, a DeepSeek-V3 shape, FP8 rows out; BF16 rows back, or FP8 with --fp8_back.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def medians(readings: list[dict[str, tuple[int, int]]]) -> str:
     return "  ".join(f"{name} {'/'.join(both)}" for name, both in middles.items())
 
 
-def run(rank: int, ranks: int, batches: list[int], port: int, inline_flags: int) -> None:
+def run(rank: int, ranks: int, batches: list[int], port: int, inline_flags: int, fp8_back: bool) -> None:
     """One rank: a graph of back-to-back pairs per batch size, replayed; rank 0 prints."""
     torch.cuda.set_device(rank)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
@@ -68,6 +68,7 @@ def run(rank: int, ranks: int, batches: list[int], port: int, inline_flags: int)
         payloads=[putget.Payload((HIDDEN,), torch.float8_e4m3fn), putget.Payload((HIDDEN // 128,), torch.float32)],
         output=putget.Payload((HIDDEN,), torch.bfloat16),
         timeout_s=10.0,
+        combine_dtype=torch.float8_e4m3fn if fp8_back else None,
         combine_launch=putget.Launch(inline_flags=inline_flags),
     )
     stream = torch.cuda.Stream()
@@ -123,6 +124,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=torch.cuda.device_count())
     parser.add_argument("--tokens", default="1,8,64,512", help="tokens a rank, comma-separated")
     parser.add_argument("--inline_flags", type=int, default=0, help="putget.Launch.inline_flags of combine")
+    parser.add_argument("--fp8_back", action="store_true", help="combine's rows travel as block-scaled FP8")
     parser.add_argument("--port", type=int, default=29511)
     args = parser.parse_args()
     batches = [int(batch) for batch in args.tokens.split(",")]
@@ -133,7 +135,7 @@ def main() -> int:
         print(f"{hardware.build().library} was not built with -DPUTGET_TRACE=ON", file=sys.stderr)
         return 2
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    mp.spawn(run, args=(args.ranks, batches, args.port, args.inline_flags), nprocs=args.ranks)
+    mp.spawn(run, args=(args.ranks, batches, args.port, args.inline_flags, args.fp8_back), nprocs=args.ranks)
     return 0
 
 
