@@ -70,6 +70,33 @@ def test_every_rank_as_it_likes(wishes: tuple[int, ...], wire: Wire, device: str
         check_case(case, [of_rank[index] for of_rank in results])
 
 
+# Rows of one access of a warp and of more, in pairs of packs and with one left over.
+LONGER = [((1024,), torch.bfloat16), ((528,), torch.bfloat16), ((1056,), torch.float16), ((1040,), torch.float32)]
+
+
+def play_with(rank: Rank, cases: list[Case], launch: putget.Launch) -> list[list[Outcome]]:
+    """A body: the cases one after the other with this launch of combine."""
+    outcomes = []
+    for case in cases:
+        with rank.all_to_all(**case.options(), combine_launch=launch) as a2a:
+            outcomes.append(play_on(a2a, rank, case))
+    return outcomes
+
+
+@pytest.mark.parametrize("wire", [WIRES[0], WIRES[1], WIRES[2]], ids=wire_id)
+@pytest.mark.parametrize(("movers", "splits"), [(6, 1), (2, 1), (2, 2), (5, 2)])
+def test_whoever_sends_and_whoever_sums(movers: int, splits: int, wire: Wire, device: str) -> None:
+    """On GPUs: all CTAs both, some the one and others the other, all the one and some the other."""
+    launch = putget.Launch(6, 64, 512, splits=splits, movers=movers, inline_flags=IN_ROWS)
+    cases = [
+        case_of(wire, 3, rounds(20 * i, 4), num_experts=9, top_k=3, output=output, inline_flags=0)
+        for i, output in enumerate(LONGER)
+    ]
+    results = run_ranks(3, play_with, cases, launch, mode="thread", device=device)
+    for index, case in enumerate(cases):
+        check_case(case, [of_rank[index] for of_rank in results])
+
+
 @pytest.mark.parametrize("direction", ["pull", "push"])
 def test_sizes_on_both_sides_of_the_room(direction: str, device: str) -> None:
     """More tokens than the workspace has room for rows; ranks on both sides in one round."""
@@ -111,6 +138,7 @@ LONG = {"output": putget.Payload((7168,), torch.bfloat16), "num_experts": 64, "t
         (LONG | {"combine_direction": "push"} | launch(IN_ROWS), (2, 2, 2, 2, 2)),
         (LONG | {"combine_dtype": torch.float8_e4m3fn}, (2, 2, 2, 2, 2)),
         (LONG | {"combine_dtype": torch.float8_e4m3fn} | launch(APART), (1, 1, 1, 1, 1)),
+        (LONG | {"combine_dtype": torch.float8_e4m3fn, "num_sms": 4}, (2, 2, 2, 2, 2)),
         (LONG | {"output": putget.Payload((7,), torch.bfloat16)} | launch(IN_ROWS), (1, 1, 1, 1, 1)),
     ],
 )

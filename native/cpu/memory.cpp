@@ -88,6 +88,7 @@ class CpuMemory final : public Memory {
     whole_rows.small_piece_bytes = kWholeRow;
     whole_rows.moving_blocks = 1;
     whole_rows.sending_blocks = 1;
+    whole_rows.first_summing = first_summing(1, 1);
     whole_rows.flagged_sources = flagged_sources(plan, call);
     whole_rows.flagged_pieces = flagged_pieces(plan.shape, kWholeRow);
     const bool packed = plan.shape.output_row_bytes() % kWideBytes == 0 && aligned(call.out) && aligned(call.addend);

@@ -60,7 +60,9 @@ void launch_combine(const Plan& plan, CombineCall call, const Room& room, const 
   call.flagged_pieces = flagged_pieces(shape, launch.segment_bytes);
   cut_into_pieces(call, shape, launch);
   call.flagged_sources = flagged_sources(plan, call);
-  call.sending_blocks = call.flagged != 0 && call.half == Half::kBoth ? launch.movers : launch.blocks;
+  const bool some_only_send = call.flagged != 0 && call.half == Half::kBoth;
+  call.sending_blocks = some_only_send && launch.splits == 1 ? launch.movers : launch.blocks;
+  call.first_summing = first_summing(some_only_send ? launch.movers : launch.blocks, launch.blocks);
   call.ring = combine_ring(shape, launch);
   const CombineKernel kernel = call.flagged != 0   ? flagged_kernel(shape)
                                : shape.quantised() ? fp8_kernel(shape, packed)

@@ -26,11 +26,13 @@ constexpr uint32_t kLongestFetch = 8192;     // bytes of a bulk copy
 constexpr uint32_t kStagedMoversPercent = 34;
 constexpr uint32_t kSharedPieces = 4;      // a warp, where all send rows that are their own flags and then sum
 constexpr uint32_t kLargeShare = 32;       // ... where the link alone counts
+constexpr uint32_t kQuantisedShare = 16;   // ... up to which quantising takes longer than the link does
 constexpr uint32_t kSendingThreads = 512;  // where some only send
 constexpr uint32_t kSendingSms = 64;       // keep the link busy with such rows,
 constexpr uint32_t kSendingPercent = 41;   // ... where so many of them send: a sharp optimum
-constexpr uint64_t kLargeItems = 8;        // a warp: from here on a combine is large
-constexpr uint64_t kLargeItemsOfFew = 2;   // ... of tokens with few rows
+constexpr uint32_t kLargeQuantisingPercent = 58;
+constexpr uint64_t kLargeItems = 8;       // a warp: from here on a combine is large
+constexpr uint64_t kLargeItemsOfFew = 2;  // ... of tokens with few rows
 
 uint64_t ceil_div(uint64_t value, uint64_t divisor) { return (value + divisor - 1) / divisor; }
 
@@ -182,7 +184,6 @@ putget_launch combine_launch(const Shape& shape, uint32_t num_tokens, bool moves
 putget_launch flagged_launch(const Shape& shape, uint32_t num_tokens, bool is_half, const Room& room,
                              const putget_launch& tuning) {
   putget_launch launch = tuning;
-  launch.splits = 1;
   launch.stages = 1;
   // Short pieces as experts wrote them, as if every rank had as many tokens: of so many for each warp.
   const uint64_t rows = uint64_t{num_tokens} * shape.ep_size;
@@ -194,9 +195,14 @@ putget_launch flagged_launch(const Shape& shape, uint32_t num_tokens, bool is_ha
   const bool sends_apart = share >= kSharedPieces && !is_half;
   const bool is_large = share >= kLargeShare && !shape.quantised() && !few_rows(shape);
   const Room enough{is_large ? std::min({room.sms, kSendingSms, room.gpu_sms / 2}) : room.sms, room.gpu_sms};
-  if (launch.threads == 0) launch.threads = sends_apart || is_large ? kSendingThreads : kThreads;
+  if (launch.threads == 0) {
+    launch.threads = sends_apart || is_large ? std::max(kSendingThreads, threads_for(room)) : kThreads;
+  }
+  // All CTAs quantise, and half of them leave when they have.
+  if (launch.splits == 0) launch.splits = sends_apart && shape.quantised() && share < kQuantisedShare ? 2 : 1;
   if (launch.segment_bytes == 0) {
-    const bool is_long = sends_apart && (shape.quantised() || share >= 2 * kSharedPieces);
+    const bool is_long = sends_apart ? shape.quantised() || share >= 2 * kSharedPieces
+                                     : few_rows(shape) && share >= kSharedPieces / 2 && !is_half;
     launch.segment_bytes = is_long ? 2 * kWarpBytes : kWarpBytes;
   }
   if (launch.blocks == 0) {
@@ -204,7 +210,8 @@ putget_launch flagged_launch(const Shape& shape, uint32_t num_tokens, bool is_ha
   }
   launch.blocks = std::min({launch.blocks, room.sms, kMaxParts});
   if (launch.movers == 0) {
-    const uint32_t percent = !sends_apart ? 100 : shape.quantised() ? kQuantisingPercent : kSendingPercent;
+    const uint32_t quantising = share >= kLargeShare ? kLargeQuantisingPercent : kQuantisingPercent;
+    const uint32_t percent = !sends_apart ? 100 : shape.quantised() ? quantising : kSendingPercent;
     launch.movers = std::max(launch.blocks * percent / 100, 1u);
   }
   launch.movers = std::min(launch.movers, launch.blocks);

@@ -74,7 +74,7 @@ typedef struct putget_alltoall putget_alltoall;
 typedef enum putget_inline_flags {
   PUTGET_FLAGS_BY_RULE = 0,
   PUTGET_FLAGS_APART = 1,
-  PUTGET_FLAGS_IN_ROWS = 2 /* where rows travel as they are, are not pushed, and there is room */
+  PUTGET_FLAGS_IN_ROWS = 2 /* where there is room */
 } putget_inline_flags;
 
 /* The shape of one kernel launch. In a configuration, fields that are not 0 stand in for the rule's choice. */
@@ -82,9 +82,11 @@ typedef struct putget_launch {
   uint32_t blocks;
   uint32_t threads;       /* of a block, a multiple of 32 up to 768 */
   uint32_t segment_bytes; /* of a row, for one warp at a time; a multiple of 512 */
-  uint32_t splits;        /* dispatch: warps that share the targets of one segment; a power of two up to 128 */
+  uint32_t splits;        /* dispatch: warps that share the targets of one segment; a power of two up to 128;
+                             combine: see movers */
   uint32_t stages;        /* combine: of shared memory for each warp's bulk copies, up to 8; 1: no bulk copies */
-  uint32_t movers;        /* combine: blocks that move rows before they are summed, where any are to be moved */
+  uint32_t movers;        /* combine: blocks that move rows before they are summed, where any are to be moved, or only
+                             send those that are their own flags; with splits above 1 the others send those, too */
   uint32_t inline_flags;  /* combine, also on CPU: putget_inline_flags, of the rows that this rank sums */
 } putget_launch;
 

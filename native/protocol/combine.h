@@ -38,7 +38,7 @@ PUTGET_TEXT bool no_other_rows(const Plan& plan, const StateHead& head) {
 
 // What the calling CTA does of a call. The first ones move rows where any are to be moved; the others sum them, or
 // where there are no others, the same. Rows that are their own flags are sent by those that move, or where nothing is
-// moved by the first sending_blocks; the others sum them, or where there are no others, the same.
+// moved by the first sending_blocks, and summed by those from first_summing on.
 struct Work {
   bool moving;  // the kernel as a whole
   bool moves;

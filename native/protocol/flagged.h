@@ -15,12 +15,11 @@
 namespace putget {
 
 constexpr uint32_t kPackBytes = sizeof(FlaggedPack);
-// As many bytes of rows as are summed faster so than any other way: for each SM where these are few, and where a token
-// has two rows at most.
+// As many bytes of rows that are not quantised as are summed faster so than any other way: for each SM where these are
+// few, and where a token has two rows at most.
 constexpr uint64_t kFlaggedBytesOfSm = 6 * 1024;
 constexpr uint32_t kFewSms = 64;
 constexpr uint64_t kFlaggedBytesOfTwo = 2 * 1024 * 1024;
-constexpr uint64_t kFlaggedBytesOfTwoQuantised = 8 * 1024 * 1024;
 enum class InlineFlags { kByRule = 0, kNever = 1, kAlways = 2 };
 
 // Of a row, without its scales.
@@ -37,9 +36,10 @@ PUTGET_PURE bool wants_flags(const Shape& shape, InlineFlags choice, uint32_t nu
   if (uint64_t{num_tokens} * shape.wire_row_bytes() > bytes_a_peer) return false;
   if (choice == InlineFlags::kAlways) return true;
   if (shape.ep_size == 1) return false;  // no row comes from elsewhere
+  if (shape.quantised()) return true;    // on its way, not before and after it
   const uint64_t bytes = uint64_t{num_tokens} * shape.most_rows() * shape.wire_row_bytes();
   if (num_sms != 0 && num_sms < kFewSms) return bytes <= num_sms * kFlaggedBytesOfSm;
-  return shape.most_rows() > 2 || bytes <= (shape.quantised() ? kFlaggedBytesOfTwoQuantised : kFlaggedBytesOfTwo);
+  return shape.most_rows() > 2 || bytes <= kFlaggedBytesOfTwo;
 }
 
 // Pieces of one such row, where a warp takes segment_bytes of its values at a time: whole blocks with a scale.
@@ -56,6 +56,12 @@ PUTGET_PURE uint64_t flagged_row(const Plan& plan, uint32_t sender, uint32_t slo
 // rows the start was given.
 PUTGET_PURE bool own_rows_stay(const Plan& plan, const CombineCall& call) {
   return plan.shape.ep_size > 1 && !plan.shape.quantised() && call.rows == nullptr && call.half == Half::kBoth;
+}
+
+// The first CTA that sums such rows: behind those that only send. The first one of all has enough to do, where there
+// are others.
+PUTGET_PURE uint32_t first_summing(uint32_t only_sending, uint32_t blocks) {
+  return blocks == 1 ? 0 : only_sending < blocks ? only_sending : 1;
 }
 
 // Ranks that this one sends rows at most.

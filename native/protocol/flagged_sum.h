@@ -30,8 +30,8 @@ struct RowsTogether<FewRows<kFew>> {
   static constexpr uint32_t kRows = kFew;
 };
 
-// One warp's part of the (token, segment) items. The first CTA has enough to do, where there are others; where some
-// send, the others sum. The routes are this rank's own, so the first ones are looked up before anything else is known.
+// One warp's part of the (token, segment) items. The routes are this rank's own, so the first ones are looked up before
+// anything else is known.
 template <class Exec, class Codec, class TopK, bool kQuantised>
 class FlaggedSum {
   using Wire = FlaggedWire<Codec, kQuantised>;
@@ -50,9 +50,9 @@ class FlaggedSum {
         packs_(flagged_values_bytes(plan.shape) / kPackBytes),
         packs_per_segment_(call.segment_bytes / kPackBytes),
         own_end_(own_rows_stay(plan, call) ? static_cast<uint32_t>(plan.flagged.begin / kPackBytes) : 0),
-        item_(exec.warp() * (exec.blocks() - first_block(exec, call)) + exec.block() - first_block(exec, call)),
-        step_(exec.warps() * (exec.blocks() - first_block(exec, call))),
-        takes_part_(exec.block() >= first_block(exec, call)) {
+        item_(exec.warp() * (exec.blocks() - call.first_summing) + exec.block() - call.first_summing),
+        step_(exec.warps() * (exec.blocks() - call.first_summing)),
+        takes_part_(exec.block() >= call.first_summing) {
     PUTGET_UNROLL
     for (uint32_t i = 0; i < kPositionsPerLane; ++i) row_[i] = kNone;
     find(exec, plan, call);
@@ -86,10 +86,6 @@ class FlaggedSum {
   }
 
  private:
-  PUTGET_TEXT static uint32_t first_block(const Exec& exec, const CombineCall& call) {
-    return exec.blocks() == 1 ? 0 : call.sending_blocks < exec.blocks() ? call.sending_blocks : 1;
-  }
-
   // Which token and segment the item is, and where the token's routes are.
   PUTGET_TEXT void find(const Exec& exec, const Plan& plan, const CombineCall& call) {
     token_ = call.flagged_pieces.quotient(item_);
@@ -114,6 +110,8 @@ class FlaggedSum {
 
   // A lane knows where some of the rows are, and asks the others.
   static constexpr uint32_t kPositionsPerLane = (TopK::kCapacity + Exec::kLanes - 1) / Exec::kLanes;
+  // Which of a lane's own a position is: no index, where there is one, so that it stays in a register.
+  PUTGET_PURE static uint32_t place_at(uint32_t k) { return kPositionsPerLane == 1 ? 0 : k / Exec::kLanes; }
 
   // Where a token's rows are, or kNone.
   template <uint32_t kFew>
@@ -132,7 +130,7 @@ class FlaggedSum {
     for (uint32_t i = 0; i < kPositionsPerLane; ++i) positions |= exec.votes(row_[i] != kNone) << (i * Exec::kLanes);
     FewPlaced<kFew> rows{{}, {positions, top_k_.top_k}};
     rows.places.visit([&](uint32_t r, uint32_t k, bool there) {
-      const uint32_t row = exec.of_lane(row_[k / Exec::kLanes], k % Exec::kLanes);
+      const uint32_t row = exec.of_lane(row_[place_at(k)], k % Exec::kLanes);
       rows.row[r] = there ? row : kNone;
     });
     return rows;
@@ -141,7 +139,7 @@ class FlaggedSum {
     Any rows;
     PUTGET_UNROLL
     for (uint32_t k = 0; k < TopK::kCapacity; ++k) {
-      rows.row[k] = exec.of_lane(row_[k / Exec::kLanes], k % Exec::kLanes);
+      rows.row[k] = exec.of_lane(row_[place_at(k)], k % Exec::kLanes);
     }
     return rows;
   }
@@ -270,15 +268,17 @@ class FlaggedSum {
     const auto otherwise = [](uint32_t) { return Places<kFew>::kAbsentAddsNothing ? nothing() : uint64_t{0}; };
     const bool well = take(exec, plan, head, rows.row, 0, pack, end, otherwise, leaves);
     if (waited != nullptr) exec.count_as_waited(waited);
-    if (!well || pack >= end) return well;
+    if (!well) return false;
+    Out out[kParts];
     PUTGET_UNROLL
     for (uint32_t part = 0; part < kParts; ++part) {
       Sums<kSummed> sum[kFew];
       PUTGET_UNROLL
       for (uint32_t r = 0; r < kFew; ++r) sum[r] = widened(exec, leaves, r, part);
       rows.places.add_up(sum);
-      finish(exec, call, pack * kParts + part, sum[0]);
+      out[part] = finished(exec, call, pack, part, end, sum[0]);
     }
+    store(exec, call, pack, end, out);
     return true;
   }
 
@@ -300,12 +300,14 @@ class FlaggedSum {
       }
     }
     if (waited != nullptr) exec.count_as_waited(waited);
-    if (!well || pack >= end) return well;
+    if (!well) return false;
+    Out out[kParts];
     PUTGET_UNROLL
     for (uint32_t part = 0; part < kParts; ++part) {
       Sums<kSummed> total = tree[part].total();
-      finish(exec, call, pack * kParts + part, total);
+      out[part] = finished(exec, call, pack, part, end, total);
     }
+    store(exec, call, pack, end, out);
     return true;
   }
 
@@ -313,13 +315,30 @@ class FlaggedSum {
     return Wire::widen(exec, leaves.leaf[i].part[part], float_of_bits(leaves.scale[i]));
   }
 
-  // One access of the token's sum.
-  PUTGET_TEXT void finish(Exec& exec, const CombineCall& call, uint32_t access, Sums<kSummed>& sum) const {
-    const uint64_t index = uint64_t{token_} * packs_ * kParts + access;
-    if (call.addend != nullptr) sum.add(putget::widen(load(call, index)));
+  // One access of the token's sum; of nothing behind the row's end.
+  PUTGET_TEXT Out finished(Exec& exec, const CombineCall& call, uint32_t pack, uint32_t part, uint32_t end,
+                           Sums<kSummed>& sum) const {
+    if (call.addend != nullptr && pack < end) sum.add(putget::widen(load(call, first_access() + pack * kParts + part)));
     Out out;
     exec.template narrow<Codec>(sum.value, out);
-    store(call, index, out);
+    return out;
+  }
+  PUTGET_TEXT uint64_t first_access() const { return uint64_t{token_} * packs_ * kParts; }
+
+  // A pack's sums. Where these are two accesses, lanes next to each other exchange one, so that each store of a warp
+  // fills whole sectors; all lanes call it.
+  PUTGET_TEXT void store(Exec& exec, const CombineCall& call, uint32_t pack, uint32_t end, Out (&out)[kParts]) const {
+    uint32_t access = pack * kParts;
+    uint32_t step = 1;
+    if constexpr (kParts == 2 && Exec::kLanes > 1) {
+      if (packs_ % 2 == 0) {
+        access -= exec.exchange_in_pair(out[0], out[1]) ? 1 : 0;
+        step = 2;
+      }
+    }
+    if (pack >= end) return;
+    PUTGET_UNROLL
+    for (uint32_t part = 0; part < kParts; ++part) store(call, first_access() + access + part * step, out[part]);
   }
 
   PUTGET_TEXT static Out load(const CombineCall& call, uint64_t index) {

@@ -126,7 +126,8 @@ struct CombineCall {
   uint32_t rows_access_bytes;  // widest access for moving rows
   uint32_t moving_blocks;      // CTAs that move rows
   uint32_t flagged;            // 1: the rows to sum are their own flags: what dispatch has wished
-  uint32_t sending_blocks;     // CTAs that send rows that are their own flags
+  uint32_t sending_blocks;     // CTAs that send rows that are their own flags: the first so many
+  uint32_t first_summing;      // ... and from where on they sum them: those before leave when they have sent
   Divisor flagged_sources;     // ranks that this one sends such rows at most
   Divisor flagged_pieces;      // pieces of segment_bytes of one such row
   uint32_t wide_out;           // 1: out and addend allow the widest access that rows have

@@ -75,12 +75,14 @@ class Launch:
         blocks: CTAs; at most one an SM.
         threads: Of a CTA, a multiple of 32 up to 768.
         segment_bytes: Of a row, for one warp at a time: a multiple of 512.
-        splits: Dispatch: warps that share the targets of one segment, a power of two up to 128.
+        splits: Dispatch: warps that share the targets of one segment, a power of two up to 128. Combine: above 1, all
+            blocks send rows that are their own flags, and ``movers`` of them do nothing else.
         stages: Combine: of shared memory for each warp, up to 8, through which bulk copies carry its rows; 1: rows go
             through registers, as they do where sizes or addresses are no multiples of 16 bytes, or rows are quantised.
             With stages a CTA has at most 512 threads, and segments are cut to what its stages hold.
         movers: Combine: blocks that move rows before they are summed, or send those that are their own flags, where any
-            are to be moved or sent; the other blocks sum meanwhile, or where there are no others, the same ones.
+            are to be moved or sent; the other blocks sum meanwhile (see ``splits``), or where there are no others, the
+            same ones.
         inline_flags: Combine, on CPU too: 2 for rows that are their own flags: whoever has them sends them, and what
             has come says so by its value; 1 for rows that are got, or pushed and told of. Where 2 cannot be had (rows
             whose bytes are no multiple of 16, more of them than the workspace has room for), it is 1. The result is

@@ -6,6 +6,7 @@ import random
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 
 import putget
@@ -207,16 +208,22 @@ def test_layers_of_different_hidden_size_share_a_workspace_in_one_graph(ranks: R
             check_round(case, index, {rank: outcomes[layer] for rank, outcomes in results.items()}, check=False)
 
 
-def open_two(rank: Rank, cases: tuple[Case, Case]) -> None:
+def open_two(rank: Rank, cases: tuple[Case, Case], batch: int) -> None:
     """A body: two objects with workspaces of their own, each run once eagerly."""
     for name, case in zip(("first", "second"), cases, strict=True):
         open_object(rank, name, case)
     rank.state["pair"] = [
-        GraphRound(rank, rank.state[name], case, 8) for name, case in zip(("first", "second"), cases, strict=True)
+        GraphRound(rank, rank.state[name], case, batch) for name, case in zip(("first", "second"), cases, strict=True)
     ]
     for one in rank.state["pair"]:
         one.record()
     torch.cuda.current_stream(rank.device).synchronize()
+
+
+def who_only_sends(rank: Rank, batch: int) -> tuple[int, int]:
+    """A body: the first object's ``splits`` of combine, and its ``movers``."""
+    combine = rank.state["first"].launches(batch)[1]
+    return combine.splits, combine.movers
 
 
 def capture_two(rank: Rank) -> None:
@@ -239,13 +246,21 @@ def replay_two(rank: Rank, index: int) -> list[Outcome]:
     return [one.outcome() for one in rank.state["pair"]]
 
 
-def test_independent_graphs_launched_in_different_orders(peers: Ranks) -> None:
-    rounds = tuple(Round(70 + index, (8,) * peers.size) for index in range(6))
+@pytest.mark.parametrize("fills", [False, True], ids=["small", "fills_a_gpu"])
+def test_independent_graphs_launched_in_different_orders(peers: Ranks, fills: bool) -> None:
+    """Also combines of which each fills a GPU until half of its CTAs have sent their rows and left."""
+    batch = 128 if fills else 8
+    rounds = tuple(Round(70 + index, (batch,) * peers.size) for index in range(3 if fills else 6))
     cases = (case_of(peers.size, rounds), case_of(peers.size, rounds, output=((40,), torch.float16)))
-    peers.call(open_two, cases)
+    if fills:
+        large = {"max_tokens_per_rank": batch, "output": ((7168,), torch.bfloat16), "wire": torch.float8_e4m3fn}
+        cases = (replace(cases[0], **large), replace(cases[1], **large))  # type: ignore[arg-type]
+    peers.call(open_two, cases, batch)
+    if fills and peers.size <= 4:
+        assert [splits for splits, _ in peers.call(who_only_sends, batch).values()] == [2] * peers.size
     for rank in range(peers.size):
         peers.call(capture_two, ranks=[rank])
-    for index in range(6):
+    for index in range(len(rounds)):
         results = peers.call(replay_two, index)
         for which, case in enumerate(cases):
             check_round(case, index, {rank: outcomes[which] for rank, outcomes in results.items()}, check=False)

@@ -120,6 +120,7 @@ class StressRank {
     call.flagged = flagged_;
     if (call.flagged != 0 && !plan.shape.quantised()) call.segment_bytes = kFlaggedSegmentBytes;
     call.sending_blocks = plan_.sending_blocks(round_, rank_, blocks, half != Half::kBoth || !flagged_);
+    call.first_summing = plan_.first_summing(round_, rank_, blocks, call.sending_blocks);
     call.half = half;
     call.flagged_sources = flagged_sources(plan, call);
     const uint32_t stages = flagged_ ? 1 : plan_.stages(round_, rank_);
