@@ -220,10 +220,9 @@ def open_two(rank: Rank, cases: tuple[Case, Case], batch: int) -> None:
     torch.cuda.current_stream(rank.device).synchronize()
 
 
-def who_only_sends(rank: Rank, batch: int) -> tuple[int, int]:
-    """A body: the first object's ``splits`` of combine, and its ``movers``."""
-    combine = rank.state["first"].launches(batch)[1]
-    return combine.splits, combine.movers
+def splits_of_combine(rank: Rank, batch: int) -> int:
+    """A body: more than 1 where all CTAs of the first object's combine send."""
+    return rank.state["first"].launches(batch)[1].splits
 
 
 def capture_two(rank: Rank) -> None:
@@ -256,8 +255,8 @@ def test_independent_graphs_launched_in_different_orders(peers: Ranks, fills: bo
         large = {"max_tokens_per_rank": batch, "output": ((7168,), torch.bfloat16), "wire": torch.float8_e4m3fn}
         cases = (replace(cases[0], **large), replace(cases[1], **large))  # type: ignore[arg-type]
     peers.call(open_two, cases, batch)
-    if fills and peers.size <= 4:
-        assert [splits for splits, _ in peers.call(who_only_sends, batch).values()] == [2] * peers.size
+    if fills and peers.size == 2 <= torch.cuda.device_count():  # emulated ranks get a part of their GPU
+        assert list(peers.call(splits_of_combine, batch).values()) == [2, 2]
     for rank in range(peers.size):
         peers.call(capture_two, ranks=[rank])
     for index in range(len(rounds)):
