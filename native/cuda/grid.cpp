@@ -196,13 +196,14 @@ putget_launch flagged_launch(const Shape& shape, uint32_t num_tokens, bool is_ha
   const bool is_large = share >= kLargeShare && !shape.quantised() && !few_rows(shape);
   const Room enough{is_large ? std::min({room.sms, kSendingSms, room.gpu_sms / 2}) : room.sms, room.gpu_sms};
   if (launch.threads == 0) {
-    launch.threads = sends_apart || is_large ? std::max(kSendingThreads, threads_for(room)) : kThreads;
+    launch.threads = share < kSharedPieces ? kThreads : threads_for(room);
+    if (sends_apart || is_large) launch.threads = std::max(kSendingThreads, launch.threads);
   }
   // All CTAs quantise, and half of them leave when they have.
   if (launch.splits == 0) launch.splits = sends_apart && shape.quantised() && share < kQuantisedShare ? 2 : 1;
   if (launch.segment_bytes == 0) {
-    const bool is_long = sends_apart ? shape.quantised() || share >= 2 * kSharedPieces
-                                     : few_rows(shape) && share >= kSharedPieces / 2 && !is_half;
+    const bool is_long = share >= kSharedPieces ? shape.quantised() || (sends_apart && share >= 2 * kSharedPieces)
+                                                : few_rows(shape) && share >= kSharedPieces / 2 && !is_half;
     launch.segment_bytes = is_long ? 2 * kWarpBytes : kWarpBytes;
   }
   if (launch.blocks == 0) {
