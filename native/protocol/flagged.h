@@ -36,7 +36,7 @@ PUTGET_PURE bool wants_flags(const Shape& shape, InlineFlags choice, uint32_t nu
   if (uint64_t{num_tokens} * shape.wire_row_bytes() > bytes_a_peer) return false;
   if (choice == InlineFlags::kAlways) return true;
   if (shape.ep_size == 1) return false;  // no row comes from elsewhere
-  if (shape.quantised()) return true;    // on its way, not before and after it
+  if (shape.quantised()) return true;    // else they would be moved here before they are sent
   const uint64_t bytes = uint64_t{num_tokens} * shape.most_rows() * shape.wire_row_bytes();
   if (num_sms != 0 && num_sms < kFewSms) return bytes <= num_sms * kFlaggedBytesOfSm;
   return shape.most_rows() > 2 || bytes <= kFlaggedBytesOfTwo;
