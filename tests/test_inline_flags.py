@@ -48,13 +48,18 @@ def rounds(first: int, count: int = 8) -> tuple[Round, ...]:
     )
 
 
-def play_wishes(rank: Rank, cases: list[Case], wishes: tuple[int, ...]) -> list[list[Outcome]]:
-    """A body: the cases one after the other, this rank with its own wish."""
+def play_with(rank: Rank, cases: list[Case], tuning: putget.Launch) -> list[list[Outcome]]:
+    """A body: the cases one after the other with this launch of combine."""
     outcomes = []
     for case in cases:
-        with rank.all_to_all(**case.options(), **launch(wishes[rank.rank])) as a2a:
+        with rank.all_to_all(**case.options(), combine_launch=tuning) as a2a:
             outcomes.append(play_on(a2a, rank, case))
     return outcomes
+
+
+def play_wishes(rank: Rank, cases: list[Case], wishes: tuple[int, ...]) -> list[list[Outcome]]:
+    """A body: the same, this rank with its own wish."""
+    return play_with(rank, cases, putget.Launch(inline_flags=wishes[rank.rank]))
 
 
 @pytest.mark.parametrize("wire", WIRES, ids=wire_id)
@@ -74,25 +79,16 @@ def test_every_rank_as_it_likes(wishes: tuple[int, ...], wire: Wire, device: str
 LONGER = [((1024,), torch.bfloat16), ((528,), torch.bfloat16), ((1056,), torch.float16), ((1040,), torch.float32)]
 
 
-def play_with(rank: Rank, cases: list[Case], launch: putget.Launch) -> list[list[Outcome]]:
-    """A body: the cases one after the other with this launch of combine."""
-    outcomes = []
-    for case in cases:
-        with rank.all_to_all(**case.options(), combine_launch=launch) as a2a:
-            outcomes.append(play_on(a2a, rank, case))
-    return outcomes
-
-
 @pytest.mark.parametrize("wire", [WIRES[0], WIRES[1], WIRES[2]], ids=wire_id)
 @pytest.mark.parametrize(("movers", "splits"), [(6, 1), (2, 1), (2, 2), (5, 2)])
 def test_whoever_sends_and_whoever_sums(movers: int, splits: int, wire: Wire, device: str) -> None:
     """On GPUs: all CTAs both, some the one and others the other, all the one and some the other."""
-    launch = putget.Launch(6, 64, 512, splits=splits, movers=movers, inline_flags=IN_ROWS)
+    tuning = putget.Launch(6, 64, 512, splits=splits, movers=movers, inline_flags=IN_ROWS)
     cases = [
         case_of(wire, 3, rounds(20 * i, 4), num_experts=9, top_k=3, output=output, inline_flags=0)
         for i, output in enumerate(LONGER)
     ]
-    results = run_ranks(3, play_with, cases, launch, mode="thread", device=device)
+    results = run_ranks(3, play_with, cases, tuning, mode="thread", device=device)
     for index, case in enumerate(cases):
         check_case(case, [of_rank[index] for of_rank in results])
 

@@ -24,15 +24,15 @@ constexpr uint32_t kStagedSms = 32;          // keep the link busy with bulk loa
 constexpr uint32_t kStagedSegment = 1536;    // shorter ones are dear: fewer warps instead
 constexpr uint32_t kLongestFetch = 8192;     // bytes of a bulk copy
 constexpr uint32_t kStagedMoversPercent = 34;
-constexpr uint32_t kSharedPieces = 4;      // a warp, where all send rows that are their own flags and then sum
-constexpr uint32_t kLargeShare = 32;       // ... where the link alone counts
-constexpr uint32_t kQuantisedShare = 16;   // ... up to which quantising takes longer than the link does
-constexpr uint32_t kSendingThreads = 512;  // where some only send
-constexpr uint32_t kSendingSms = 64;       // keep the link busy with such rows,
-constexpr uint32_t kSendingPercent = 41;   // ... where so many of them send: a sharp optimum
-constexpr uint32_t kLargeQuantisingPercent = 58;
-constexpr uint64_t kLargeItems = 8;       // a warp: from here on a combine is large
-constexpr uint64_t kLargeItemsOfFew = 2;  // ... of tokens with few rows
+constexpr uint32_t kSharedPieces = 4;             // a warp, where all send rows that are their own flags and then sum
+constexpr uint32_t kLargeShare = 32;              // ... where the link alone counts
+constexpr uint32_t kQuantisedShare = 16;          // ... up to which quantising takes longer than the link does
+constexpr uint32_t kSendingThreads = 512;         // where some only send
+constexpr uint32_t kSendingSms = 64;              // keep the link busy with such rows,
+constexpr uint32_t kSendingPercent = 41;          // ... where so many of them send: a sharp optimum
+constexpr uint32_t kLargeQuantisingPercent = 58;  // the same of those that quantise much
+constexpr uint64_t kLargeItems = 8;               // a warp: from here on a combine is large
+constexpr uint64_t kLargeItemsOfFew = 2;          // ... of tokens with few rows
 
 uint64_t ceil_div(uint64_t value, uint64_t divisor) { return (value + divisor - 1) / divisor; }
 
@@ -202,6 +202,7 @@ putget_launch flagged_launch(const Shape& shape, uint32_t num_tokens, bool is_ha
   // All CTAs quantise, and half of them leave when they have.
   if (launch.splits == 0) launch.splits = sends_apart && shape.quantised() && share < kQuantisedShare ? 2 : 1;
   if (launch.segment_bytes == 0) {
+    // One piece of twice the length instead of two; as they are, from twice as many on, where only some send.
     const bool is_long = share >= kSharedPieces ? shape.quantised() || (sends_apart && share >= 2 * kSharedPieces)
                                                 : few_rows(shape) && share >= kSharedPieces / 2 && !is_half;
     launch.segment_bytes = is_long ? 2 * kWarpBytes : kWarpBytes;

@@ -2,7 +2,8 @@
 
 The oracle knows nothing of the implementation and imports torch only. It looks at all ranks at once, so it needs no
 communication: `route` gives each (token, k) pair its rank and slot, `dispatch` says what every rank then holds, and
-`combine` reduces the rows of the experts in the same fixed order as the kernels, so equality is bitwise.
+`combine` reduces the rows of the experts in the same fixed order as the kernels, so equality is bitwise, but for which
+NaN a NaN is: backends write 0x7fff in 16 bits, as GPUs' conversions do.
 
 The token-rank deduplication and the per-source split of the receive area follow the one-sided MoE all-to-all of
 TensorRT-LLM and FlashInfer (`MoeAlltoAll`); slots in prefix order and the pairwise tree are putget's own, and make

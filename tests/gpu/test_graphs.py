@@ -252,8 +252,14 @@ def test_independent_graphs_launched_in_different_orders(peers: Ranks, fills: bo
     rounds = tuple(Round(70 + index, (batch,) * peers.size) for index in range(3 if fills else 6))
     cases = (case_of(peers.size, rounds), case_of(peers.size, rounds, output=((40,), torch.float16)))
     if fills:
-        large = {"max_tokens_per_rank": batch, "output": ((7168,), torch.bfloat16), "wire": torch.float8_e4m3fn}
-        cases = (replace(cases[0], **large), replace(cases[1], **large))  # type: ignore[arg-type]
+        large = case_of(
+            peers.size,
+            rounds,
+            max_tokens_per_rank=batch,
+            output=((7168,), torch.bfloat16),
+            wire=torch.float8_e4m3fn,
+        )
+        cases = (large, large)
     peers.call(open_two, cases, batch)
     if fills and peers.size == 2 <= torch.cuda.device_count():  # emulated ranks get a part of their GPU
         assert list(peers.call(splits_of_combine, batch).values()) == [2, 2]
