@@ -242,6 +242,24 @@ def test_num_sms_does_not_change_a_bit(device: str) -> None:
         check_case(case, run_ranks(2, play_with, case, {"num_sms": num_sms}, mode="thread", device=device))
 
 
+@pytest.mark.parametrize("widths", [(2000, 224), (224, 2000), (16, 512), (2000, 16, 10, 512, 528, 32), (1, 496)])
+def test_short_rows_beside_long_ones(widths: tuple[int, ...], device: str) -> None:
+    """Of a large batch they travel apart, where their bytes allow it: alone, in every order, in several chunks."""
+    shape = Case(
+        2,
+        (
+            Round(1, (140, 33), invalid=0.1, ids_dtype=torch.int64),
+            Round(2, (31, 140), no_expert=0.2, num_valid=(20, None), ending="flat"),
+        ),
+        num_experts=19,
+        top_k=5,
+        max_tokens_per_rank=140,
+        payloads=tuple(((width,), torch.uint8) for width in widths),
+    )
+    for num_sms in (None, 1):
+        check_case(shape, run_ranks(2, play_with, shape, {"num_sms": num_sms}, mode="thread", device=device))
+
+
 def play_with(rank: Rank, case: Case, options: dict[str, object]) -> list[Outcome]:
     """A body: plays a case with further constructor arguments."""
     with rank.all_to_all(**{**case.options(), **options}) as a2a:

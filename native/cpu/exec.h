@@ -24,6 +24,7 @@ struct Exec {
   static constexpr uint32_t kLanes = 1;
   static constexpr bool kHasRing = false;
   static constexpr bool kFewTokens = false;
+  static constexpr bool kManyItems = true;
 
   // Pieces that are read before they are stored to each target: 1 KiB.
   template <class Access>

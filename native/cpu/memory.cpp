@@ -72,7 +72,8 @@ class CpuMemory final : public Memory {
   void dispatch(const Plan& plan, const DispatchCall& call, const Limits&, void*) override {
     Exec exec;
     DispatchCall whole_rows = call;
-    cut_into_items(whole_rows, plan.shape, kWholeRow, 1, 1);
+    const bool apart = short_apart(plan.shape, call.num_tokens, kWholeRow, 1, 1);
+    cut_into_items(whole_rows, plan.shape, kWholeRow, 1, 1, apart);
     if (call.ids_are_64bit) {
       putget::dispatch<int64_t>(exec, plan, whole_rows, dispatch_scratch_);
     } else {

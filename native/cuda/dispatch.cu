@@ -2,7 +2,8 @@
 //
 //   grid      cuda/grid.h; CTAs share the list of (token, segment, split) items
 //   block     each warp puts one item at a time
-//   Exec      FewTokensExec where every CTA routes the whole batch and segments are short, else cuda::Exec
+//   Exec      ManyItemsExec where CTAs have chunks of tokens, FewTokensExec where every CTA routes the whole batch and
+//             each warp has a short segment, else cuda::Exec
 //   shared    DispatchScratch, static
 //   waits     every CTA at D1 (normally over before it begins); the first CTA at D4. A waiting CTA must leave
 //             room for those of another object: hence the bound on registers, for kThreadsPerSm threads three times an
@@ -31,29 +32,42 @@ __global__ void release_kernel(const __grid_constant__ Plan plan) {
   release(exec, plan, scratch);
 }
 
+using DispatchKernel = void (*)(Plan, DispatchCall);
+
 template <class Id>
-auto kernel_of(bool few_tokens) {
-  return few_tokens ? dispatch_kernel<Id, FewTokensExec> : dispatch_kernel<Id, Exec>;
+DispatchKernel kernel_of(const DispatchCall& call, uint32_t warps) {
+  if (many_items(call)) return dispatch_kernel<Id, ManyItemsExec>;
+  const bool few = call.num_tokens <= kChunkTokens && call.segment_bytes <= kWarpBytes && !several_items(call, warps);
+  return few ? dispatch_kernel<Id, FewTokensExec> : dispatch_kernel<Id, Exec>;
+}
+
+template <class Id>
+void load_kernels() {
+  cudaFuncAttributes attributes;
+  for (const auto kernel :
+       {dispatch_kernel<Id, FewTokensExec>, dispatch_kernel<Id, Exec>, dispatch_kernel<Id, ManyItemsExec>}) {
+    check(cudaFuncGetAttributes(&attributes, kernel), "loading dispatch_kernel");
+  }
 }
 
 }  // namespace
 
 void load_dispatch_kernels() {
+  load_kernels<int32_t>();
+  load_kernels<int64_t>();
   cudaFuncAttributes attributes;
-  for (const bool few : {false, true}) {
-    check(cudaFuncGetAttributes(&attributes, kernel_of<int32_t>(few)), "loading dispatch_kernel");
-    check(cudaFuncGetAttributes(&attributes, kernel_of<int64_t>(few)), "loading dispatch_kernel");
-  }
   check(cudaFuncGetAttributes(&attributes, release_kernel), "loading release_kernel");
 }
 
 void launch_dispatch(const Plan& plan, DispatchCall call, const Room& room, const putget_launch& tuning,
                      cudaStream_t stream) {
   putget_launch launch = dispatch_launch(plan.shape, call.num_tokens, room, tuning);
-  cut_into_items(call, plan.shape, launch.segment_bytes, launch.splits, launch.blocks);
+  const uint32_t warps = launch.threads / 32;
+  const bool apart =
+      short_apart(plan.shape, call.num_tokens, launch.segment_bytes, launch.splits, uint64_t{launch.blocks} * warps);
+  cut_into_items(call, plan.shape, launch.segment_bytes, launch.splits, launch.blocks, apart);
   if (call.half == Half::kFinish) launch.blocks = 1;
-  const bool few = call.num_tokens <= kChunkTokens && launch.segment_bytes <= kWarpBytes;
-  const auto kernel = call.ids_are_64bit ? kernel_of<int64_t>(few) : kernel_of<int32_t>(few);
+  const auto kernel = call.ids_are_64bit ? kernel_of<int64_t>(call, warps) : kernel_of<int32_t>(call, warps);
   launch_early(kernel, launch, RingShape{}, paired(room), stream, plan, call, "launching dispatch_kernel");
 }
 

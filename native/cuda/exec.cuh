@@ -24,6 +24,7 @@ struct Exec {
   static constexpr uint32_t kLanes = 32;
   static constexpr bool kHasRing = false;
   static constexpr bool kFewTokens = false;
+  static constexpr bool kManyItems = false;
 
   // Pieces that a lane reads before it stores them to each target.
   template <class Access>
@@ -385,8 +386,8 @@ struct Exec {
   }
 };
 
-// The same for a dispatch of so few tokens that each CTA routes all of them, in short segments: a lane has no more
-// registers then than what it does needs, and nothing that it waits for goes by way of local memory.
+// The same for a dispatch of so few tokens that each CTA routes all of them, and each warp has a short segment: a lane
+// has no more registers then than what it does needs, and nothing that it waits for goes by way of local memory.
 struct FewTokensExec : Exec {
   static constexpr bool kFewTokens = true;
 
@@ -394,6 +395,11 @@ struct FewTokensExec : Exec {
   PUTGET_PURE static constexpr uint32_t put_unroll() {
     return 1;
   }
+};
+
+// The same for a dispatch whose CTAs may have several chunks of tokens, or short rows that are no items.
+struct ManyItemsExec : Exec {
+  static constexpr bool kManyItems = true;
 };
 
 // What is in shared memory, by an address that stays in a register: else each use of it asks for the address again.

@@ -90,10 +90,8 @@ uint32_t blocks_for(uint64_t items, uint32_t threads, const Room& room) {
 }  // namespace
 
 putget_launch dispatch_launch(const Shape& shape, uint32_t num_tokens, const Room& room, const putget_launch& tuning) {
-  const auto items_with = [&](uint32_t segment_bytes, uint32_t splits) {
-    DispatchCall call{};
-    cut_into_items(call, shape, segment_bytes, splits, 1);
-    return uint64_t{num_tokens} * call.items_per_token.value();
+  const auto items_with = [&](uint32_t segment_bytes, uint32_t splits, bool apart = false) {
+    return uint64_t{num_tokens} * segments_of_token(shape, segment_bytes, apart) * splits;
   };
   const Room enough{std::min(room.sms, kPuttingSms), room.gpu_sms};
   const uint64_t few_warps = uint64_t{enough.sms} * (kThreads / kWarpThreads);
@@ -118,7 +116,9 @@ putget_launch dispatch_launch(const Shape& shape, uint32_t num_tokens, const Roo
   }
   while (items_with(launch.segment_bytes, launch.splits) >= kMaxItems) launch.segment_bytes *= 2;
   if (launch.blocks == 0) {
-    launch.blocks = blocks_for(items_with(launch.segment_bytes, launch.splits), launch.threads, enough);
+    const uint64_t warps = uint64_t{enough.sms} * (launch.threads / kWarpThreads);
+    const bool apart = short_apart(shape, num_tokens, launch.segment_bytes, launch.splits, warps);
+    launch.blocks = blocks_for(items_with(launch.segment_bytes, launch.splits, apart), launch.threads, enough);
   }
   launch.blocks = std::min({launch.blocks, room.sms, kMaxParts});
   return launch;

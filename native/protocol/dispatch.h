@@ -9,6 +9,7 @@
 #include "protocol/items.h"
 #include "protocol/predecessors.h"
 #include "protocol/routing.h"
+#include "protocol/short_rows.h"
 #include "protocol/signal.h"
 #include "protocol/stage.h"
 
@@ -147,40 +148,55 @@ PUTGET_TEXT bool begin_round(Exec& exec, const Plan& plan, const DispatchCall& c
   return settle_objection(exec, plan, call.num_tokens, scratch);
 }
 
-// Puts what is left of this CTA's share when each warp has put its first item: warps go on at `index`. Returns the
-// first token of the last chunk, whose routes are still to be recorded: that can wait until the peers have been told.
+// Puts items of the chunk that begins with `chunk`, up to the one at `to`, each warp its own. What a warp puts next is
+// on its way while others put theirs.
 template <class Id, class Exec>
-PUTGET_RARE uint32_t put_rest(Exec& exec, const Plan& plan, const DispatchCall& call, const Share share, uint32_t index,
-                              uint32_t num_valid, DispatchScratch& all) {
-  RouteScratch& scratch = all.route;
-  const Router router(plan, call, all.wait.head.active, num_valid, scratch);
-  uint32_t chunk = share.first_chunk();
+PUTGET_TEXT void put_items(Exec& exec, const Plan& plan, const DispatchCall& call, const Share& share, uint32_t chunk,
+                           uint32_t to, Ahead<Id, Exec>& ahead, const DispatchScratch& scratch) {
   PUTGET_ROLLED
-  for (uint32_t token = chunk; token < share.end_token; token += kChunkTokens) {
+  while (ahead.index < to) {
+    ahead.item.put(exec, plan, call, ahead.num_valid.tokens(call), scratch.route, chunk, scratch.base);
+    ahead.index += exec.warps();
+    if (Exec::kFewTokens || ahead.index >= share.end) return;
+    ahead.item.become(plan, call, ahead.index);
+    ahead.item.load(exec, plan, call);
+  }
+}
+
+// Puts this CTA's share where that may be several chunks, or where what is short is no item. What a chunk begins with
+// is on its way while it is routed. Returns the first token of the last chunk, whose routes are still to be recorded:
+// that can wait until the peers have been told.
+template <class Id, class Exec>
+PUTGET_TEXT uint32_t put_chunks(Exec& exec, const Plan& plan, const DispatchCall& call, const Share& share,
+                                Ahead<Id, Exec>& ahead, DispatchScratch& scratch) {
+  const uint32_t num_valid = ahead.num_valid.tokens(call);
+  const uint32_t top_k = plan.shape.top_k;
+  const uint32_t first_header = share.first_header(call);
+  ShortRows<Id, Exec> shorts;
+  uint32_t chunk = share.first_chunk();
+  shorts.load(exec, plan, call, chunk < first_header ? first_header : chunk, chunk + share.chunk_of(chunk));
+  PUTGET_ROLLED
+  for (;;) {
+    shorts.put(exec, plan, call, num_valid, scratch.route, chunk, scratch.base);
+    const uint32_t chunk_end = (chunk + share.chunk_of(chunk)) * call.items_per_token.value();
+    put_items(exec, plan, call, share, chunk, share.end < chunk_end ? share.end : chunk_end, ahead, scratch);
+    const uint32_t token = chunk + kChunkTokens;
+    if (token >= share.end_token) return chunk;
     const uint32_t count = share.chunk_of(token);
-    if (token != share.first_chunk()) {
-      record_routes(exec, plan, chunk, share.chunk_of(chunk), share.first_header(call), call.top_k, scratch);
-      exec.sync();  // the last chunk's puts have read the scratch
-      pass_chunk(exec, plan, scratch);
-      Ids<Id, 1> id;
-      if (exec.thread() < count * plan.shape.top_k) {
-        id.load(static_cast<const Id*>(call.topk_ids) + uint64_t{token} * plan.shape.top_k + exec.thread(), 1);
-      }
-      exec.sync();
-      route_chunk(exec, router, id, token, count, token, exec.thread(), scratch);
-      exec.sync();
+    Ids<Id, 1> id{};
+    if (exec.thread() < count * top_k) {
+      id.load(static_cast<const Id*>(call.topk_ids) + uint64_t{token} * top_k + exec.thread(), 1);
     }
-    const uint32_t chunk_end = (token + count) * call.items_per_token.value();
-    const uint32_t to = share.end < chunk_end ? share.end : chunk_end;
-    PUTGET_ROLLED
-    for (; index < to; index += exec.warps()) {
-      Item<Id, Exec> item(plan, call, index);
-      item.load(exec, plan, call);
-      item.put(exec, plan, call, num_valid, scratch, token, all.base);
-    }
+    shorts.load(exec, plan, call, token, token + count);
+    record_routes(exec, plan, chunk, share.chunk_of(chunk), first_header, call.top_k, scratch.route);
+    exec.sync();  // the last chunk's puts have read the scratch
+    pass_chunk(exec, plan, scratch.route);
+    exec.sync();
+    const Router router(plan, call, scratch.wait.head.active, num_valid, scratch.route);
+    route_chunk(exec, router, id, token, count, token, exec.thread(), scratch.route);
+    exec.sync();
     chunk = token;
   }
-  return chunk;
 }
 
 // Shows what arrived: num_tokens, and -1 in every empty slot's ids. Clears only what may differ from -1. One CTA calls
@@ -242,12 +258,10 @@ PUTGET_TEXT bool start_dispatch(Exec& exec, const Plan& plan, const DispatchCall
   if (!begin_round(exec, plan, call, share, ahead, scratch)) return false;
   exec.mark(Stage::kWaited);
   uint32_t chunk = share.first_chunk();
-  if (ahead.index < share.first_chunk_end(call)) {
-    ahead.item.put(exec, plan, call, ahead.num_valid.tokens(call), scratch.route, chunk, scratch.base);
-    ahead.index += exec.warps();
-  }
-  if (share.end - share.begin > exec.warps() || share.end_token - chunk > kChunkTokens) {
-    chunk = put_rest<Id>(exec, plan, call, share, ahead.index, ahead.num_valid.tokens(call), scratch);
+  if constexpr (Exec::kManyItems) {
+    chunk = put_chunks(exec, plan, call, share, ahead, scratch);
+  } else {
+    put_items(exec, plan, call, share, chunk, share.end, ahead, scratch);
   }
   exec.sync();
   exec.mark(Stage::kPut);

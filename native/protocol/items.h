@@ -1,6 +1,7 @@
 // What dispatch divides its work into: items, (token, segment, split), token-major. Segment 0 carries ids and weights,
-// the others are pieces of payload rows; where there are few of them, several warps split the targets of each. Each CTA
-// takes a contiguous range of items, so a large batch gives a CTA many tokens and a small one gives a token many CTAs.
+// the others are pieces of payload rows; where there are few of them, several warps split the targets of each. Where
+// each warp has many, only pieces of long rows are items (short_rows.h has the rest). Each CTA takes a contiguous
+// range of items, so a large batch gives a CTA many tokens and a small one gives a token many CTAs.
 #pragma once
 
 #include "protocol/access.h"
@@ -8,14 +9,41 @@
 
 namespace putget {
 
+constexpr uint32_t kFewItemsOfWarp = 6;   // up to there a short item among them costs less than a further turn
+constexpr uint32_t kShortRow = 512;       // bytes at most
+constexpr uint32_t kShortRowAccess = 16;  // ... which are moved in such accesses
+
+// Whether rows of this payload may be no items. Those of the first one always are, so that a token has some.
+inline bool is_short(const Shape& shape, uint32_t payload) {
+  return payload > 0 && shape.row_bytes[payload] <= kShortRow && shape.row_bytes[payload] % kShortRowAccess == 0;
+}
+
+// Items of a token with one split, if its rows allow the widest access. `apart`: what is short is no item.
+inline uint32_t segments_of_token(const Shape& shape, uint32_t segment_bytes, bool apart) {
+  uint32_t segments = apart ? 0 : 1;
+  for (uint32_t p = 0; p < shape.num_payloads; ++p) {
+    if (!apart || !is_short(shape, p)) segments += (shape.row_bytes[p] + segment_bytes - 1) / segment_bytes;
+  }
+  return segments;
+}
+
+// Whether what is short is no item: where so many warps have more than a few each.
+inline bool short_apart(const Shape& shape, uint32_t num_tokens, uint32_t segment_bytes, uint32_t splits,
+                        uint64_t warps) {
+  const uint64_t items = uint64_t{num_tokens} * segments_of_token(shape, segment_bytes, false);
+  return splits == 1 && shape.num_payloads > 0 && items > kFewItemsOfWarp * warps;
+}
+
 // Fills in how the call's rows are cut into segments, and for how many CTAs; `splits` is a power of two. On the host,
 // before the kernel; the call has its number of tokens.
 inline void cut_into_items(DispatchCall& call, const Shape& shape, uint32_t segment_bytes, uint32_t splits,
-                           uint32_t blocks) {
+                           uint32_t blocks, bool apart) {
   call.segment_bytes = segment_bytes;
-  uint32_t segments = 1;
+  call.short_apart = apart;
+  uint32_t segments = apart ? 0 : 1;
   for (uint32_t p = 0; p < shape.num_payloads; ++p) {
-    call.segments[p] = (shape.row_bytes[p] + segment_bytes - 1) / segment_bytes;
+    const bool is_apart = apart && is_short(shape, p) && call.access_bytes[p] == kShortRowAccess;
+    call.segments[p] = is_apart ? 0 : (shape.row_bytes[p] + segment_bytes - 1) / segment_bytes;
     segments += call.segments[p];
   }
   call.split_bits = lowest_bit(splits);
@@ -24,6 +52,16 @@ inline void cut_into_items(DispatchCall& call, const Shape& shape, uint32_t segm
   call.items_of_block = items / blocks;
   call.blocks_with_more = items % blocks;
   call.top_k = Divisor(shape.top_k);
+}
+
+// Of a call that has been cut: whether a CTA of so many warps may have more to put than an item for each,
+inline bool several_items(const DispatchCall& call, uint32_t warps) {
+  return call.items_of_block + (call.blocks_with_more != 0) > warps;
+}
+
+// ... and whether it may have more than items of one chunk.
+inline bool many_items(const DispatchCall& call) {
+  return call.short_apart != 0 || (call.items_of_block + 1) / call.items_per_token.value() + 2 > kChunkTokens;
 }
 
 // This CTA's part of the list of items, and the tokens it touches.
@@ -47,11 +85,6 @@ struct Share {
   PUTGET_TEXT uint32_t first_chunk() const { return end_token <= kChunkTokens ? 0 : first_token; }
   PUTGET_TEXT uint32_t chunk_of(uint32_t token) const {
     return end_token - token < kChunkTokens ? end_token - token : kChunkTokens;
-  }
-  // Behind the last item of the first chunk.
-  PUTGET_TEXT uint32_t first_chunk_end(const DispatchCall& call) const {
-    const uint32_t chunk_end = (first_chunk() + kChunkTokens) * call.items_per_token.value();
-    return end < chunk_end ? end : chunk_end;
   }
   // The first token whose header this CTA has: it also records the token's routes.
   PUTGET_TEXT uint32_t first_header(const DispatchCall& call) const {
@@ -78,6 +111,31 @@ struct Targets {
       visit(base[rank], row_index(route.slot(token, rank), plan.shape.ep_rank, ep_size));
     });
   }
+
+  // The same for a warp, calling visit(row) with where it is in a region of such rows: its lanes look for the rows of
+  // as many ranks at once. Whole warps call it.
+  template <class Exec, class Visit>
+  PUTGET_TEXT void visit_rows(const Exec& exec, const Plan& plan, uint64_t region, uint32_t row_bytes,
+                              Visit visit) const {
+    const uint32_t ep_size = plan.shape.ep_size;
+    const uint32_t ep_rank = plan.shape.ep_rank;
+    const uint32_t width = ep_size < exec.lanes() ? ep_size : exec.lanes();
+    uint32_t first = ep_rank - ep_rank % exec.lanes();
+    uint32_t count = 0;
+    PUTGET_ROLLED
+    for (uint32_t looked_at = 0; looked_at < ep_size; looked_at += exec.lanes()) {
+      const uint32_t rank = first + exec.lane();
+      const bool goes = rank < ep_size && (route.going[rank] >> token & 1u) != 0;
+      const uint8_t* row = nullptr;
+      if (goes) row = base[rank] + region + row_index(route.slot(token, rank), ep_rank, ep_size) * row_bytes;
+      visit_bits_from(exec.votes(goes), ep_rank % exec.lanes(), width, [&](uint32_t lane) {
+        const uint8_t* of_lane = exec.of_lane(row, lane);
+        if ((count++ & (splits - 1)) == split) visit(const_cast<uint8_t*>(of_lane));
+      });
+      first += exec.lanes();
+      if (first >= ep_size) first = 0;
+    }
+  }
 };
 
 // One item, whose source is loaded before its destinations are known. A warp calls it.
@@ -86,14 +144,17 @@ class Item {
   using Wide = typename Exec::Access16;
 
  public:
-  PUTGET_TEXT Item(const Plan& plan, const DispatchCall& call, uint32_t index)
-      : token_(call.items_per_token.quotient(index)), splits_(1u << call.split_bits) {
+  PUTGET_TEXT Item(const Plan& plan, const DispatchCall& call, uint32_t index) { become(plan, call, index); }
+
+  PUTGET_TEXT void become(const Plan& plan, const DispatchCall& call, uint32_t index) {
+    token_ = call.items_per_token.quotient(index);
     const uint32_t in_token = index - token_ * call.items_per_token.value();
     const uint32_t segment = in_token >> call.split_bits;
-    split_ = in_token & (splits_ - 1);
-    is_header_ = segment == 0;
-    if (is_header_) return;
-    uint32_t piece = segment - 1;
+    split_ = in_token & ((1u << call.split_bits) - 1);
+    const uint32_t headers = is_apart(call) ? 0 : 1;
+    bytes_ = 0;
+    if (segment < headers) return;
+    uint32_t piece = segment - headers;
     uint32_t p = 0;
     while (piece >= call.segments[p]) piece -= call.segments[p++];
     const uint32_t offset = piece * call.segment_bytes;
@@ -112,9 +173,12 @@ class Item {
 
   PUTGET_TEXT uint32_t token() const { return token_; }
 
+  // Whether what is short is no item.
+  PUTGET_TEXT static bool is_apart(const DispatchCall& call) { return Exec::kManyItems && call.short_apart != 0; }
+
   // Issues the first loads; `put` waits for them.
   PUTGET_TEXT void load(Exec& exec, const Plan& plan, const DispatchCall& call) {
-    if (is_header_) {
+    if (is_header()) {
       if (exec.lane() < plan.shape.top_k) load_header(plan, call, exec.lane());
     } else if (access_bytes_ == sizeof(Wide)) {
       load_wide(exec, exec.lane());
@@ -124,8 +188,8 @@ class Item {
   // Of a chunk that begins with first_token.
   PUTGET_TEXT void put(Exec& exec, const Plan& plan, const DispatchCall& call, uint32_t num_valid,
                        const RouteScratch& route, uint32_t first_token, uint8_t* const* base) {
-    const Targets targets{route, token_ - first_token, base, split_, splits_};
-    if (is_header_) {
+    const Targets targets{route, token_ - first_token, base, split_, 1u << call.split_bits};
+    if (is_header()) {
       put_header(exec, plan, call, num_valid, targets);
     } else if (access_bytes_ == sizeof(Wide)) {
       put_wide(exec, plan, targets);
@@ -138,6 +202,8 @@ class Item {
 
  private:
   static constexpr uint32_t kUnroll = Exec::template put_unroll<Wide>();
+
+  PUTGET_TEXT bool is_header() const { return bytes_ == 0; }
 
   PUTGET_TEXT void load_header(const Plan& plan, const DispatchCall& call, uint32_t k) {
     const uint64_t index = uint64_t{token_} * plan.shape.top_k + k;
@@ -174,17 +240,22 @@ class Item {
   PUTGET_TEXT void put_wide(Exec& exec, const Plan& plan, const Targets& targets) {
     const uint32_t count = bytes_ / sizeof(Wide);
     PUTGET_ROLLED
-    for (uint32_t first = exec.lane(); first < count;) {
-      targets.visit(plan, [&](uint8_t* base, uint32_t row) {
-        Wide* to = reinterpret_cast<Wide*>(base + region_ + uint64_t{row} * row_bytes_);
+    for (uint32_t begin = 0; begin < count;) {
+      const uint32_t first = begin + exec.lane();
+      const auto put_to = [&](uint8_t* to) {
+        Wide* from_first = reinterpret_cast<Wide*>(to) + first;
         PUTGET_UNROLL
         for (uint32_t u = 0; u < kUnroll; ++u) {
-          const uint32_t i = first + u * exec.lanes();
-          if (i < count) exec.put(to + i, ahead_[u]);  // [D2]
+          if (first + u * exec.lanes() < count) exec.put(from_first + u * exec.lanes(), ahead_[u]);  // [D2]
         }
-      });
-      first += exec.lanes() * kUnroll;
-      if (first < count) load_wide(exec, first);
+      };
+      if constexpr (Exec::kManyItems) {
+        targets.visit_rows(exec, plan, region_, row_bytes_, put_to);
+      } else {
+        targets.visit(plan, [&](uint8_t* base, uint32_t row) { put_to(base + region_ + uint64_t{row} * row_bytes_); });
+      }
+      begin += exec.lanes() * kUnroll;
+      if (begin < count) load_wide(exec, begin + exec.lane());
     }
   }
 
@@ -204,10 +275,8 @@ class Item {
 
   uint32_t token_;
   uint32_t split_;
-  uint32_t splits_;
-  bool is_header_;
   uint32_t row_bytes_ = 0;
-  uint32_t bytes_ = 0;
+  uint32_t bytes_;  // 0: ids and weights
   uint32_t access_bytes_ = 0;
   const uint8_t* source_ = nullptr;
   uint64_t region_ = 0;  // of the payload, from the segment's first byte on

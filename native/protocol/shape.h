@@ -102,6 +102,17 @@ PUTGET_PURE uint32_t bit_or_none(uint32_t place) {
 #endif
 }
 
+// Calls visit(bit) for each bit that is set of the lowest `width`, from bit `first` on.
+template <class Visit>
+PUTGET_PURE void visit_bits_from(uint32_t bits, uint32_t first, uint32_t width, Visit visit) {
+  if (first != 0) bits = (bits >> first | bits << (width - first)) & (~0u >> (32 - width));
+  PUTGET_ROLLED
+  for (; bits != 0; bits &= bits - 1) {
+    const uint32_t turned = lowest_bit(bits) + first;
+    visit(turned < width ? turned : turned - width);
+  }
+}
+
 // A set of ranks of the expert-parallel group.
 struct RankSet {
   static constexpr uint32_t kWords = kMaxRanks / 32;
@@ -125,20 +136,11 @@ struct RankSet {
   // word, in turns of their words.
   template <class Visit>
   PUTGET_PURE void visit_from(uint32_t first, uint32_t count, Visit visit) const {
-    const uint32_t width = count < 32 ? count : 32;
     const uint32_t words = (count + 31) / 32;
-    const uint32_t turn = first % 32;
     uint32_t w = first / 32;
     PUTGET_ROLLED
     for (uint32_t step = 0; step < words; ++step) {
-      // The word, turned so that it begins with the place of `first`.
-      uint32_t bits = word[w];
-      if (turn != 0) bits = (bits >> turn | bits << (width - turn)) & (~0u >> (32 - width));
-      PUTGET_ROLLED
-      for (; bits != 0; bits &= bits - 1) {
-        const uint32_t place = lowest_bit(bits) + turn;
-        visit(w * 32 + (place < width ? place : place - width));
-      }
+      visit_bits_from(word[w], first % 32, count < 32 ? count : 32, [&](uint32_t bit) { visit(w * 32 + bit); });
       if (++w == words) w = 0;
     }
   }

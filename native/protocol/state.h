@@ -99,7 +99,8 @@ struct DispatchCall {
   const int32_t* num_valid_tokens;      // null: all of them
   uint32_t access_bytes[kMaxPayloads];  // widest access that source and destination rows allow: 1, 2, 4, 8 or 16
   uint32_t segment_bytes;               // a row is put in pieces of this many bytes, a multiple of 16
-  uint32_t segments[kMaxPayloads];      // pieces of one row of each payload
+  uint32_t segments[kMaxPayloads];      // pieces of one row of each payload; 0: its rows are no items
+  uint32_t short_apart;                 // 1: nor are ids and weights
   uint32_t split_bits;                  // 2^split_bits warps share the targets of one segment
   Divisor items_per_token;              // segments of all payloads, and one for ids and weights, times those warps
   uint32_t items_of_block;              // CTAs have as many items each,

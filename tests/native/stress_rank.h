@@ -76,7 +76,8 @@ class StressRank {
       call.access_bytes[p] = shape.row_bytes[p] % 16 == 0 ? 16 : 1;
     }
     call.num_tokens = num_tokens_;
-    cut_into_items(call, shape, kSegmentBytes, round_ % 2 == 0 ? 1 : 2, blocks);
+    const uint32_t splits = round_ % 2 == 0 ? 1 : 2;
+    cut_into_items(call, shape, kSegmentBytes, splits, blocks, splits == 1 && round_ % 4 == 0);
     call.max_rows = shape.max_tokens_per_rank;
     call.wish = flagged_ ? kWantsFlags : 0;
     call.half = half;
