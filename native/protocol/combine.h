@@ -210,7 +210,7 @@ PUTGET_TEXT bool await_peers(Exec& exec, const Plan& plan, CombineScratch& scrat
   bool released = false;
   PUTGET_ROLLED
   for (uint32_t peer = first_peer(exec); peer < plan.shape.ep_size; peer += exec.threads()) {
-    if (moved_parts(wait.value[peer]).groups != 0) scratch.moved = 1;
+    if (moved_parts(wait.value[peer]).groups != 0) exec.set_bits(scratch.moved, 1);
     if (!ended_by(wait.value[peer], kEndedByRelease)) continue;
     released = true;
     if (exec.block() == 0) report_misuse(exec, plan, Phase::kCombine, Misuse::kPeerReleased, round, 0, 0, peer);

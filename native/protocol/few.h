@@ -86,7 +86,9 @@ class FewReduction {
     }
     Rows rows{{}, {positions, top_k_}};
     rows.places.visit([&](uint32_t r, uint32_t k, bool there) {
-      const uint8_t* row = exec.of_lane(found[kPositionsPerLane == 1 ? 0 : k], k);
+      // No index, where there is one, so that it stays in a register.
+      const uint32_t place = kPositionsPerLane == 1 ? 0 : k / Exec::kLanes;
+      const uint8_t* row = exec.of_lane(found[place], k % Exec::kLanes);
       rows.row[r] = there ? row : nullptr;
     });
     return rows;

@@ -9,9 +9,9 @@
 #include <vector>
 
 #include "cpu/ring.h"
+#include "cta_exec.h"
 #include "protocol/combine.h"
 #include "protocol/dispatch.h"
-#include "stress_exec.h"
 #include "stress_plan.h"
 
 namespace putget::stress {
@@ -81,7 +81,7 @@ class StressRank {
     call.max_rows = shape.max_tokens_per_rank;
     call.wish = flagged_ ? kWantsFlags : 0;
     call.half = half;
-    launch(blocks, [&](BlockExec exec) {
+    launch_kernel(blocks, [&](KernelExec exec) {
       putget::dispatch<int32_t>(exec, object.plan, call, scratch_[exec.block()].dispatch);
     });
   }
@@ -124,7 +124,8 @@ class StressRank {
     call.first_summing = plan_.first_summing(round_, rank_, blocks, call.sending_blocks);
     call.half = half;
     call.flagged_sources = flagged_sources(plan, call);
-    const uint32_t stages = flagged_ ? 1 : plan_.stages(round_, rank_);
+    // Stages are memory of one thread here.
+    const uint32_t stages = flagged_ || KernelExec::kLanes > 1 ? 1 : plan_.stages(round_, rank_);
     if (stages > 1) {
       const uint32_t rows = plan.shape.most_rows();
       call.segment_bytes = kStagedSegmentBytes;
@@ -132,7 +133,7 @@ class StressRank {
     }
     call.flagged_pieces = flagged_pieces(plan.shape, call.segment_bytes);
     const bool is_float = plan.shape.output_type == OutputType::kFloat32;
-    launch(blocks, [&](BlockExec exec) {
+    launch_kernel(blocks, [&](KernelExec exec) {
       CombineScratch& scratch = scratch_[exec.block()].combine;
       if (plan.shape.quantised() && call.flagged != 0) {
         if (is_float) {
@@ -151,7 +152,7 @@ class StressRank {
       } else if (call.flagged != 0) {
         putget::combine<Float32, FlaggedWire<Float32, false>, DynamicTopK>(exec, plan, call, scratch);
       } else if (stages > 1) {
-        cpu::Ring<BlockExec> ring_exec(exec, call.ring);
+        cpu::Ring<KernelExec> ring_exec(exec, call.ring);
         putget::combine<Float32, SameWire<Float32, 4>, DynamicTopK>(ring_exec, plan, call, scratch);
       } else if (is_float && round_ % 2 == 0) {
         putget::combine<Float32, SameWire<Float32, 4>, DynamicTopK>(exec, plan, call, scratch);
@@ -164,7 +165,7 @@ class StressRank {
   }
 
   void release() {
-    launch(1, [&](BlockExec exec) { putget::release(exec, object_->plan, scratch_[0].release); });
+    launch_kernel(1, [&](KernelExec exec) { putget::release(exec, object_->plan, scratch_[0].release); });
   }
 
   // After the last round of all ranks: no word of a row that is its own flag is left over.

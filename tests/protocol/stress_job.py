@@ -25,6 +25,7 @@ class StressJob:
         folder: An empty one to build in.
         mistake: (file below native, what stands there, what shall stand there instead), or None.
         source: Which program.
+        ctas: Kernels are CTAs of several warps, each lane a thread, instead of blocks of one thread.
     """
 
     def __init__(
@@ -33,8 +34,10 @@ class StressJob:
         folder: Path,
         mistake: tuple[str, str, str] | None = None,
         source: str = "stress.cpp",
+        ctas: bool = False,
     ) -> None:
         self._sanitizer = sanitizer
+        self._defines = ["-DPUTGET_STRESS", *(["-DPUTGET_STRESS_CTAS"] if ctas else [])]
         # A mistake takes less time to run than to compile.
         self._optimise = "-O1" if mistake is None else "-O0"
         self._native = ROOT / "native"
@@ -57,7 +60,7 @@ class StressJob:
 
     def _build(self, target: Path, source: Path) -> subprocess.CompletedProcess[str]:
         compiler = os.environ.get("CXX") or shutil.which("g++") or "c++"
-        options = ["-std=c++17", self._optimise, "-g", "-pthread", "-DPUTGET_STRESS", f"-I{self._native}"]
+        options = ["-std=c++17", self._optimise, "-g", "-pthread", *self._defines, f"-I{self._native}"]
         sanitize = [f"-fsanitize={self._sanitizer}", "-fno-sanitize-recover=all"]
         return subprocess.run(
             [compiler, *options, *sanitize, "-o", str(target), str(source)], capture_output=True, text=True, timeout=120

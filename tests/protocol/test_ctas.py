@@ -1,6 +1,7 @@
-"""Dispatch by CTAs of several warps, each lane a thread, under ThreadSanitizer: what they put, and what orders them.
+"""The protocol text in CTAs of several warps, each lane a thread, under ThreadSanitizer: what barriers order.
 
-By tests/native/ctas.cpp. The CPU backend has one thread a rank: what lanes do together is seen here.
+By tests/native/ctas.cpp, what dispatch puts, in each of its kernels; by the stress job, all of a round. The CPU backend
+has one thread a rank: what lanes do together is seen here.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.protocol.stress_job import StressJob
+from tests.protocol.stress_job import FAULT, MISMATCH, REPORT, StressJob
 
 
 @pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
@@ -46,3 +47,50 @@ MISTAKES = {
 def test_a_mistake_is_caught(mistake: str, tmp_path: Path) -> None:
     done = StressJob("thread", tmp_path, MISTAKES[mistake], "ctas.cpp")()
     assert done.returncode != 0, f"{mistake}: nothing checks it"
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> StressJob:
+    return StressJob("thread", tmp_path_factory.mktemp("ctas"), ctas=True)
+
+
+@pytest.mark.parametrize("objects", ["0", "1", "2", "3", "4", "01234"])
+@pytest.mark.parametrize(("ranks", "blocks"), [(1, 2), (2, 1), (3, 2), (5, 1)])
+def test_rounds_of_ctas_are_clean(job: StressJob, ranks: int, blocks: int, objects: str) -> None:
+    for seed in (1, 2):
+        done = job("--ranks", ranks, "--blocks", blocks, "--rounds", 40, "--objects", objects, "--seed", seed)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+# What orders the warps of a CTA, or the lanes of a warp, in one kernel. With the objects that show it.
+COMBINE, SUM, TRANSIT = "protocol/combine.h", "protocol/flagged_sum.h", "protocol/transit.h"
+BARRIERS = {
+    "the state before it is looked at": (
+        "0",
+        DISPATCH,
+        "  exec.sync();\n  exec.mark(Stage::kState);\n",
+        "  exec.mark(Stage::kState);\n",
+    ),
+    "who has moved rows": ("2", COMBINE, "if (exec.any(released)) return false;", "if (released) return false;"),
+    "a token that one lane has waited for": ("2", COMBINE, "return exec.all_lanes(well);", "return well;"),
+    "a scale that others still look at": ("3", SUM, "if (kQuantised) well = exec.all_lanes(well);", ""),
+    "rows before they are told of": ("2", TRANSIT, "exec.complete_puts();\n    exec.sync();", "exec.complete_puts();"),
+    "routes before they are used": (
+        "0",
+        DISPATCH,
+        "  exec.sync();\n  if (scratch.objection == Objection::kNone && wait.missing.empty()) return true;",
+        "  if (scratch.objection == Objection::kNone && wait.missing.empty()) return true;",
+    ),
+}
+
+
+@pytest.mark.parametrize("barrier", BARRIERS)
+def test_a_barrier_is_needed(barrier: str, tmp_path: Path) -> None:
+    objects, *change = BARRIERS[barrier]
+    job = StressJob("thread", tmp_path, (change[0], change[1], change[2]), ctas=True)
+    for seed in (1, 2, 3):
+        done = job("--ranks", 2, "--blocks", 2, "--rounds", 40, "--objects", objects, "--seed", seed, "--timeout", 2)
+        assert done.returncode in {0, MISMATCH, FAULT, REPORT}, done.stderr
+        if done.returncode != 0:
+            return
+    pytest.fail(f"{barrier}: nothing checks it")
