@@ -138,6 +138,15 @@ struct Targets {
   }
 };
 
+// The k-th expert of a token, to each of its targets.
+PUTGET_TEXT void put_expert(const Plan& plan, const Targets& targets, uint32_t k, int32_t id, float weight) {
+  targets.visit(plan, [&](uint8_t* base, uint32_t row) {
+    const uint64_t index = uint64_t{row} * plan.shape.top_k + k;
+    reinterpret_cast<int32_t*>(base + plan.layout.topk_ids)[index] = id;        // [D2]
+    reinterpret_cast<float*>(base + plan.layout.topk_weights)[index] = weight;  // [D2]
+  });
+}
+
 // One item, whose source is loaded before its destinations are known. A warp calls it.
 template <class Id, class Exec>
 class Item {
@@ -218,13 +227,7 @@ class Item {
     PUTGET_ROLLED
     for (uint32_t k = exec.lane(); k < top_k; k += exec.lanes()) {
       if (k >= exec.lanes()) load_header(plan, call, k);
-      const int32_t id = token_ < num_valid ? sent_id(plan, id_[0]) : -1;
-      const float weight = weight_;
-      targets.visit(plan, [&](uint8_t* base, uint32_t row) {
-        const uint64_t index = uint64_t{row} * top_k + k;
-        reinterpret_cast<int32_t*>(base + plan.layout.topk_ids)[index] = id;        // [D2]
-        reinterpret_cast<float*>(base + plan.layout.topk_weights)[index] = weight;  // [D2]
-      });
+      put_expert(plan, targets, k, token_ < num_valid ? sent_id(plan, id_[0]) : -1, weight_);
     }
   }
 

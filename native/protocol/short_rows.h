@@ -33,13 +33,8 @@ class ShortRows {
       if (i != exec.thread()) load_header(plan, call, i);
       const uint32_t token = first_ + call.top_k.quotient(i);
       const uint32_t k = i - (token - first_) * top_k;
-      const int32_t id = token < num_valid ? sent_id(plan, id_[0]) : -1;
-      const float weight = weight_;
-      Targets{route, token - first_token, base, 0, 1}.visit(plan, [&](uint8_t* to, uint32_t row) {
-        const uint64_t index = uint64_t{row} * top_k + k;
-        reinterpret_cast<int32_t*>(to + plan.layout.topk_ids)[index] = id;        // [D2]
-        reinterpret_cast<float*>(to + plan.layout.topk_weights)[index] = weight;  // [D2]
-      });
+      put_expert(plan, {route, token - first_token, base, 0, 1}, k, token < num_valid ? sent_id(plan, id_[0]) : -1,
+                 weight_);
     }
     PUTGET_ROLLED
     for (uint32_t p = payload_; p < plan.shape.num_payloads; p = next_payload(plan, call, p + 1)) {

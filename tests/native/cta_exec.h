@@ -105,7 +105,7 @@ class CtaExec : public BlockExec {
   template <class Value>
   bool exchange_in_pair(Value& first, Value& second) const {
     const bool is_second = lane() % 2 != 0;
-    const Value theirs = of_lane_next_to(is_second ? first : second);
+    const Value theirs = of_lane(is_second ? first : second, lane() ^ 1u);
     (is_second ? first : second) = theirs;
     return is_second;
   }
@@ -162,15 +162,6 @@ class CtaExec : public BlockExec {
     std::memcpy(&value, &cta_.said[warp() * kLanes + lane], sizeof(Value));
     return value;
   }
-  template <class Value>
-  Value of_lane_next_to(const Value& value) const {
-    say(value);
-    sync_warp();
-    const Value theirs = heard<Value>(lane() ^ 1u);
-    sync_warp();
-    return theirs;
-  }
-
   Cta& cta_;
   uint32_t thread_;
 };
