@@ -162,6 +162,7 @@ class CtaExec : public BlockExec {
     std::memcpy(&value, &cta_.said[warp() * kLanes + lane], sizeof(Value));
     return value;
   }
+
   Cta& cta_;
   uint32_t thread_;
 };

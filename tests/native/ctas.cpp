@@ -1,6 +1,6 @@
 // Dispatch by CTAs of several warps: what they put, word by word, against the plain way of saying the same. Exits with
-// 1 and a line at the first difference. No peer runs: a start half waits for none, and what it puts is all in its
-// memory.
+// 1 and a line at the first difference. A start half waits for no peer. What peers get is looked at as soon as they
+// have been told, so that ThreadSanitizer sees whether that was too early.
 #include <cstdio>
 #include <cstring>
 #include <random>
