@@ -121,7 +121,8 @@ struct Exec {
   template <Tag tag>
   __device__ FlaggedPack poll(const FlaggedPack* from, uint64_t otherwise) const {
     FlaggedPack pack;
-    ptx::load_relaxed_sys_pair_if(from != nullptr, from->half, otherwise, pack.half[0], pack.half[1]);
+    const auto* half = reinterpret_cast<const uint64_t*>(from);  // of no pack it has none
+    ptx::load_relaxed_sys_pair_if(from != nullptr, half, otherwise, pack.half[0], pack.half[1]);
     return pack;
   }
   template <Tag tag>

@@ -5,7 +5,7 @@
 #include <cstring>
 #include <random>
 
-#include "cta_exec.h"
+#include "kernels.h"
 #include "protocol/dispatch.h"
 
 namespace putget::stress {
@@ -28,8 +28,8 @@ struct Call {
   bool apart;
 };
 
-constexpr uint32_t kTopK = 3;
-constexpr uint32_t kRowBytes[] = {1040, 48, 10, 16, 272};
+constexpr uint32_t kTopK = 18;                             // ids of a chunk are more than the threads of two warps
+constexpr uint32_t kRowBytes[] = {2096, 48, 10, 16, 272};  // the first: more than a warp loads at a time
 constexpr uint32_t kPayloads = sizeof(kRowBytes) / sizeof(kRowBytes[0]);
 
 class Rank {
@@ -78,7 +78,7 @@ class Rank {
     num_valid_ = static_cast<int32_t>(call.num_tokens) - 1;
   }
 
-  template <bool kFew, bool kMany>
+  template <class Exec>
   bool puts() {
     DispatchCall call{};
     call.topk_ids = ids_.data();
@@ -93,11 +93,10 @@ class Rank {
     call.max_rows = call_.num_tokens;
     call.half = Half::kStart;
     cut_into_items(call, plan_.shape, call_.segment_bytes, call_.splits, call_.blocks, call_.apart);
-    if (!kMany && (many_items(call) || (kFew && several_items(call, call_.warps)))) {
+    if (!Exec::kManyItems && (many_items(call) || (Exec::kFewTokens && several_items(call, call_.warps)))) {
       std::printf("a call that the kernel is not for\n");
       return false;
     }
-    using Exec = CtaExec<kFew, kMany>;
     say();
     bool arrived = false;
     std::thread peers([&] { arrived = check_arrived(); });
@@ -220,12 +219,13 @@ class Rank {
 
 // Ranks that fit into the lanes of a warp and that do not; chunks, and CTAs that share a token.
 bool many() {
-  for (uint32_t ep_size : {1u, 3u, kCtaLanes, 2 * kCtaLanes + 1}) {
+  for (uint32_t ep_size : {1u, 3u, kWarpLanes, kWarpLanes + 1}) {
+    const uint32_t tokens = ep_size <= 3 ? 23 : 9;  // of many ranks there is much memory
     for (const Call& call :
-         {Call{ep_size, ep_size - 1, 23, 2, 3, 256, 1, true}, Call{ep_size, 0, 10, 3, 2, 64, 1, true},
-          Call{ep_size, ep_size / 2, 11, 2, 2, 512, 1, false}, Call{ep_size, 0, 9, 1, 2, 256, 2, false},
-          Call{ep_size, ep_size - 1, 1, 1, 2, 256, 1, true}}) {
-      if (!Rank(call).puts<false, true>()) return false;
+         {Call{ep_size, ep_size - 1, tokens, 2, 3, 512, 1, true}, Call{ep_size, 0, 10, 3, 2, 96, 1, true},
+          Call{ep_size, ep_size / 2, 11, 2, 2, 4096, 1, false}, Call{ep_size, 0, 9, 1, 2, 1024, 2, false},
+          Call{ep_size, ep_size - 1, 1, 1, 2, 512, 1, true}}) {
+      if (!Rank(call).puts<cuda::ManyItemsExec>()) return false;
     }
   }
   return true;
@@ -233,10 +233,10 @@ bool many() {
 
 // Items of one chunk; an item for each warp.
 bool one_chunk() {
-  return Rank({3, 1, 7, 7, 2, 256, 1, false}).puts<false, false>() &&
-         Rank({5, 4, 4, 6, 3, 512, 2, false}).puts<false, false>() &&
-         Rank({3, 2, 3, 10, 3, 512, 1, false}).puts<true, false>() &&
-         Rank({4, 0, 1, 11, 2, 256, 2, false}).puts<true, false>();
+  return Rank({3, 1, 7, 7, 2, 4096, 1, false}).puts<cuda::Exec>() &&
+         Rank({5, 4, 4, 6, 3, 512, 2, false}).puts<cuda::Exec>() &&
+         Rank({3, 2, 3, 10, 3, 512, 1, false}).puts<cuda::FewTokensExec>() &&
+         Rank({4, 0, 1, 15, 2, 256, 2, false}).puts<cuda::FewTokensExec>();
 }
 
 }  // namespace

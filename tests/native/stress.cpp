@@ -7,7 +7,8 @@
 //   g++ -std=c++17 -O1 -g -fsanitize=thread -DPUTGET_STRESS -Inative tests/native/stress.cpp -pthread
 //   ./a.out --ranks 3 --blocks 2 --rounds 200 --objects 01 --seed 1 [--weaken TAG] [--weaken-join JOIN] [--skip TAG]
 //
-// With -DPUTGET_STRESS_CTAS kernels are CTAs of several warps, each lane a thread (cta_exec.h).
+// With -DPUTGET_STRESS_CTAS, and tests/native and tests/native/emulated among the folders, kernels run as on a GPU
+// (kernels.h).
 //
 // Exit status: 0 all well; 3 a wrong byte; 4 a fault (a deadline passed); 2 usage; ThreadSanitizer's own for a race.
 #include <string_view>

@@ -1,7 +1,7 @@
 // Kernels on a CPU: each launch runs the protocol text in a grid of blocks, one thread each, as a GPU runs it in CTAs.
 //
 // So ThreadSanitizer also sees what the joins of the CTAs must order. A block here has one thread: what a block barrier
-// orders inside a CTA is seen with those of cta_exec.h.
+// orders inside a CTA is seen where CTAs are emulated (kernels.h).
 #pragma once
 
 #include <thread>

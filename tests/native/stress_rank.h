@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "cpu/ring.h"
-#include "cta_exec.h"
+#include "kernels.h"
 #include "protocol/combine.h"
 #include "protocol/dispatch.h"
 #include "stress_plan.h"
@@ -81,7 +81,7 @@ class StressRank {
     call.max_rows = shape.max_tokens_per_rank;
     call.wish = flagged_ ? kWantsFlags : 0;
     call.half = half;
-    launch_kernel(blocks, [&](KernelExec exec) {
+    launch_dispatch(call, blocks, [&](auto exec) {
       putget::dispatch<int32_t>(exec, object.plan, call, scratch_[exec.block()].dispatch);
     });
   }

@@ -25,7 +25,7 @@ class StressJob:
         folder: An empty one to build in.
         mistake: (file below native, what stands there, what shall stand there instead), or None.
         source: Which program.
-        ctas: Kernels are CTAs of several warps, each lane a thread, instead of blocks of one thread.
+        ctas: Kernels are CTAs as on a GPU (tests/native/emulated), instead of blocks of one thread.
     """
 
     def __init__(
@@ -40,6 +40,8 @@ class StressJob:
         self._defines = ["-DPUTGET_STRESS", *(["-DPUTGET_STRESS_CTAS"] if ctas else [])]
         # A mistake takes less time to run than to compile.
         self._optimise = "-O1" if mistake is None else "-O0"
+        # What is emulated stands in for what only a GPU's compiler takes, so it is looked for first.
+        self._folders = [SOURCES / "emulated", SOURCES]
         self._native = ROOT / "native"
         if mistake is not None:
             self._native = folder / "native"
@@ -60,7 +62,8 @@ class StressJob:
 
     def _build(self, target: Path, source: Path) -> subprocess.CompletedProcess[str]:
         compiler = os.environ.get("CXX") or shutil.which("g++") or "c++"
-        options = ["-std=c++17", self._optimise, "-g", "-pthread", *self._defines, f"-I{self._native}"]
+        options = ["-std=c++17", self._optimise, "-g", "-pthread", *self._defines]
+        options += [f"-I{folder}" for folder in (*self._folders, self._native)]
         sanitize = [f"-fsanitize={self._sanitizer}", "-fno-sanitize-recover=all"]
         return subprocess.run(
             [compiler, *options, *sanitize, "-o", str(target), str(source)], capture_output=True, text=True, timeout=120

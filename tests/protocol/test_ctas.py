@@ -1,7 +1,7 @@
-"""The protocol text in CTAs of several warps, each lane a thread, under ThreadSanitizer: what barriers order.
+"""What kernels run on (native/cuda/exec.cuh) in CTAs of several warps, under ThreadSanitizer: what barriers order.
 
 By tests/native/ctas.cpp, what dispatch puts, in each of its kernels; by the stress job, all of a round. The CPU backend
-has one thread a rank: what lanes do together is seen here.
+has one thread a rank: what lanes do together is seen here, without a GPU (tests/native/emulated).
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from tests.protocol.stress_job import FAULT, MISMATCH, REPORT, StressJob
 
 @pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
 def test_ctas_put_what_is_said(sanitizer: str, tmp_path: Path) -> None:
-    done = StressJob(sanitizer, tmp_path, source="ctas.cpp")()
+    done = StressJob(sanitizer, tmp_path, source="ctas.cpp", ctas=True)()
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 DISPATCH, ITEMS, SHORT = "protocol/dispatch.h", "protocol/items.h", "protocol/short_rows.h"
+EXEC = "cuda/exec.cuh"
 MISTAKES = {
     "ranks behind the lanes of a warp": (ITEMS, "      first += exec.lanes();\n", ""),
     "which lane has found a row": (ITEMS, "exec.of_lane(row, lane);", "exec.of_lane(row, 0);"),
@@ -39,13 +40,23 @@ MISTAKES = {
         "",
     ),
     "a chunk that is put while it is routed": (DISPATCH, "    exec.sync();\n    chunk = token;\n", "chunk = token;\n"),
+    "rows of four ranks counted at once": (
+        EXEC,
+        "const uint32_t mine = sums >> (8 * lane()) & 0xffu;",
+        "const uint32_t mine = sums & 0xffu;",
+    ),
+    "a sum that some lanes leave out": (
+        EXEC,
+        "      const uint32_t sums = __reduce_add_sync(0xffffffffu, (set & 0xfu)",
+        "      if (lane() >= 4) continue;\n      const uint32_t sums = __reduce_add_sync(0xffffffffu, (set & 0xfu)",
+    ),
     "parts that are told before they are there": (DISPATCH, "  exec.sync();\n  exec.mark(Stage::kPut);\n", ""),
 }
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_caught(mistake: str, tmp_path: Path) -> None:
-    done = StressJob("thread", tmp_path, MISTAKES[mistake], "ctas.cpp")()
+    done = StressJob("thread", tmp_path, MISTAKES[mistake], "ctas.cpp", ctas=True)()
     assert done.returncode != 0, f"{mistake}: nothing checks it"
 
 
@@ -74,6 +85,13 @@ BARRIERS = {
     "who has moved rows": ("2", COMBINE, "if (exec.any(released)) return false;", "if (released) return false;"),
     "a token that one lane has waited for": ("2", COMBINE, "return exec.all_lanes(well);", "return well;"),
     "a scale that others still look at": ("3", SUM, "if (kQuantised) well = exec.all_lanes(well);", ""),
+    "a vote, which orders nothing": ("2", EXEC, "    __syncwarp();\n    return all;\n", "    return all;\n"),
+    "the CTA that comes last": (
+        "01",
+        EXEC,
+        "    __syncthreads();\n    if (gridDim.x == 1) return true;\n",
+        "    if (gridDim.x == 1) return true;\n",
+    ),
     "rows before they are told of": ("2", TRANSIT, "exec.complete_puts();\n    exec.sync();", "exec.complete_puts();"),
     "routes before they are used": (
         "0",
@@ -88,8 +106,8 @@ BARRIERS = {
 def test_a_barrier_is_needed(barrier: str, tmp_path: Path) -> None:
     objects, *change = BARRIERS[barrier]
     job = StressJob("thread", tmp_path, (change[0], change[1], change[2]), ctas=True)
-    for seed in (1, 2, 3):
-        done = job("--ranks", 2, "--blocks", 2, "--rounds", 40, "--objects", objects, "--seed", seed, "--timeout", 2)
+    for seed in (2, 3, 4, 5):
+        done = job("--ranks", 3, "--blocks", 2, "--rounds", 60, "--objects", objects, "--seed", seed, "--timeout", 4)
         assert done.returncode in {0, MISMATCH, FAULT, REPORT}, done.stderr
         if done.returncode != 0:
             return
