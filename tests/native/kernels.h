@@ -3,8 +3,11 @@
 
 #if defined(PUTGET_STRESS_CTAS)
 #include "emulated/cuda_words.h"
-//
+// Behind what their words mean here.
 #include "cuda/exec.cuh"
+#include "cuda/ring.cuh"
+#else
+#include "cpu/ring.h"
 #endif
 #include "protocol/dispatch.h"
 #include "stress_exec.h"
@@ -13,6 +16,7 @@ namespace putget::stress {
 
 #if defined(PUTGET_STRESS_CTAS)
 constexpr uint32_t kWarpLanes = emulated::kWarpLanes;
+constexpr uint32_t kWarps = 2;
 
 // Runs body(exec) in every thread of every CTA and returns when all have ended.
 template <class Exec, class Body>
@@ -27,15 +31,22 @@ void launch_ctas(uint32_t blocks, uint32_t warps, Body body) {
 using KernelExec = cuda::Exec;
 template <class Body>
 void launch_kernel(uint32_t blocks, Body body) {
-  launch_ctas<KernelExec>(blocks, 2, body);
+  launch_ctas<KernelExec>(blocks, kWarps, body);
+}
+// body(ring_exec) in a thread of a CTA whose shared memory begins at `rings`.
+template <class Body>
+void with_ring(KernelExec, uint8_t* rings, const RingShape& shape, Body body) {
+  cuda::RingExec exec(rings, shape);
+  body(exec);
+  exec.settle();
 }
 // In one of those that a GPU would take.
 template <class Body>
 void launch_dispatch(const DispatchCall& call, uint32_t blocks, Body body) {
   if (many_items(call)) {
-    launch_ctas<cuda::ManyItemsExec>(blocks, 2, body);
+    launch_ctas<cuda::ManyItemsExec>(blocks, kWarps, body);
   } else {
-    launch_ctas<cuda::Exec>(blocks, 2, body);
+    launch_ctas<cuda::Exec>(blocks, kWarps, body);
   }
 }
 #else
@@ -43,6 +54,11 @@ using KernelExec = BlockExec;
 template <class Body>
 void launch_kernel(uint32_t blocks, Body body) {
   launch(blocks, body);
+}
+template <class Body>
+void with_ring(KernelExec exec, uint8_t*, const RingShape& shape, Body body) {
+  cpu::Ring<KernelExec> ring_exec(exec, shape);
+  body(ring_exec);
 }
 template <class Body>
 void launch_dispatch(const DispatchCall&, uint32_t blocks, Body body) {

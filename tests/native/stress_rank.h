@@ -8,7 +8,6 @@
 #include <string>
 #include <vector>
 
-#include "cpu/ring.h"
 #include "kernels.h"
 #include "protocol/combine.h"
 #include "protocol/dispatch.h"
@@ -26,6 +25,11 @@ constexpr uint32_t kFirstEpoch = 0xfffffff0u;  // the epoch wraps early in the j
 // What the memory that "peers map" is made of: aligned as regions are, and no larger than the layout says.
 struct alignas(kRegionAlignment) Block {
   uint8_t bytes[kRegionAlignment];
+};
+
+// The stages of a CTA's warps. Aligned, because no CTA's shared memory goes on behind a boundary of 4 GiB.
+struct alignas(4096) Rings {
+  uint8_t bytes[4096];
 };
 
 class StressRank {
@@ -124,8 +128,7 @@ class StressRank {
     call.first_summing = plan_.first_summing(round_, rank_, blocks, call.sending_blocks);
     call.half = half;
     call.flagged_sources = flagged_sources(plan, call);
-    // Stages are memory of one thread here.
-    const uint32_t stages = flagged_ || KernelExec::kLanes > 1 ? 1 : plan_.stages(round_, rank_);
+    const uint32_t stages = flagged_ ? 1 : plan_.stages(round_, rank_);
     if (stages > 1) {
       const uint32_t rows = plan.shape.most_rows();
       call.segment_bytes = kStagedSegmentBytes;
@@ -152,8 +155,9 @@ class StressRank {
       } else if (call.flagged != 0) {
         putget::combine<Float32, FlaggedWire<Float32, false>, DynamicTopK>(exec, plan, call, scratch);
       } else if (stages > 1) {
-        cpu::Ring<KernelExec> ring_exec(exec, call.ring);
-        putget::combine<Float32, SameWire<Float32, 4>, DynamicTopK>(ring_exec, plan, call, scratch);
+        with_ring(exec, scratch_[exec.block()].rings.bytes, call.ring, [&](auto& ring_exec) {
+          putget::combine<Float32, SameWire<Float32, 4>, DynamicTopK>(ring_exec, plan, call, scratch);
+        });
       } else if (is_float && round_ % 2 == 0) {
         putget::combine<Float32, SameWire<Float32, 4>, DynamicTopK>(exec, plan, call, scratch);
       } else if (is_float) {
@@ -187,6 +191,7 @@ class StressRank {
     DispatchScratch dispatch{};
     CombineScratch combine{};
     WaitScratch release{};
+    Rings rings;
   };
 
   // One AllToAll: its plan and the tables and tensors that its plan points to.

@@ -63,7 +63,7 @@ class StressJob:
     def _build(self, target: Path, source: Path) -> subprocess.CompletedProcess[str]:
         compiler = os.environ.get("CXX") or shutil.which("g++") or "c++"
         options = ["-std=c++17", self._optimise, "-g", "-pthread", *self._defines]
-        options += [f"-I{folder}" for folder in (*self._folders, self._native)]
+        options += [f"-I{folder}" for folder in (*self._folders, self._native, self._native / "include")]
         sanitize = [f"-fsanitize={self._sanitizer}", "-fno-sanitize-recover=all"]
         return subprocess.run(
             [compiler, *options, *sanitize, "-o", str(target), str(source)], capture_output=True, text=True, timeout=120

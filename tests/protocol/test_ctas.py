@@ -1,4 +1,4 @@
-"""What kernels run on (native/cuda/exec.cuh) in CTAs of several warps, under ThreadSanitizer: what barriers order.
+"""What kernels run on (native/cuda/exec.cuh, ring.cuh) in CTAs of several warps, under ThreadSanitizer: what barriers order.
 
 By tests/native/ctas.cpp, what dispatch puts, in each of its kernels; by the stress job, all of a round. The CPU backend
 has one thread a rank: what lanes do together is seen here, without a GPU (tests/native/emulated).
@@ -75,6 +75,7 @@ def test_rounds_of_ctas_are_clean(job: StressJob, ranks: int, blocks: int, objec
 
 # What orders the warps of a CTA, or the lanes of a warp, in one kernel. With the objects that show it.
 COMBINE, SUM, TRANSIT = "protocol/combine.h", "protocol/flagged_sum.h", "protocol/transit.h"
+RING = "cuda/ring.cuh"
 BARRIERS = {
     "the state before it is looked at": (
         "0",
@@ -91,6 +92,30 @@ BARRIERS = {
         EXEC,
         "    __syncthreads();\n    if (gridDim.x == 1) return true;\n",
         "    if (gridDim.x == 1) return true;\n",
+    ),
+    "what was observed before bulk copies": (
+        "02",
+        RING,
+        "void order_fetches() const { ptx::fence_before_bulk(); }",
+        "void order_fetches() const {}",
+    ),
+    "what earlier kernels wrote before bulk copies": (
+        "02",
+        RING,
+        "    Exec::wait_for_earlier_work();\n    order_fetches();\n",
+        "    Exec::wait_for_earlier_work();\n",
+    ),
+    "bulk copies before they are told of": (
+        "02",
+        RING,
+        "void complete_puts() const { ptx::await_bulk_stores(); }",
+        "void complete_puts() const {}",
+    ),
+    "a stage that others still read": (
+        "02",
+        RING,
+        "    under_way_ |= 1u << s;\n    __syncwarp();\n",
+        "    under_way_ |= 1u << s;\n",
     ),
     "rows before they are told of": ("2", TRANSIT, "exec.complete_puts();\n    exec.sync();", "exec.complete_puts();"),
     "routes before they are used": (

@@ -7,9 +7,7 @@
 #pragma once
 
 #include <sched.h>
-#include <ucontext.h>
 
-#include <atomic>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -17,46 +15,13 @@
 #include <vector>
 
 #include "cpu/stress.h"
-
-#if defined(__SANITIZE_THREAD__)
-#include <sanitizer/tsan_interface.h>
-#endif
+#include "emulated/bulk.h"
+#include "emulated/fibers.h"
 
 namespace putget::emulated {
 
 constexpr uint32_t kWarpLanes = 32;
 constexpr int kExitStuck = 5;
-constexpr size_t kStackBytes = 256 << 10;  // as much as sanitizers need; pages that nobody touches are not there
-
-#if defined(__SANITIZE_THREAD__)
-inline void* this_fiber() { return __tsan_get_current_fiber(); }
-inline void* make_fiber() { return __tsan_create_fiber(0); }
-inline void end_fiber(void* fiber) { __tsan_destroy_fiber(fiber); }
-// Not instrumented: it would begin in one fiber and end in the other.
-[[gnu::no_sanitize("thread")]] inline void about_to_switch(void* fiber) {
-  __tsan_switch_to_fiber(fiber, __tsan_switch_to_fiber_no_sync);
-}
-inline void release_at(void* token) { __tsan_release(token); }
-inline void acquire_at(void* token) { __tsan_acquire(token); }
-#else
-inline void* this_fiber() { return nullptr; }
-inline void* make_fiber() { return nullptr; }
-inline void end_fiber(void*) {}
-inline void about_to_switch(void*) {}
-inline void release_at(void*) {}
-inline void acquire_at(void*) {}
-#endif
-
-// What fibers leave for each other, which orders nothing.
-template <class Value>
-class Left {
- public:
-  Value get() const { return value_.load(std::memory_order_relaxed); }
-  void set(Value value) { value_.store(value, std::memory_order_relaxed); }
-
- private:
-  std::atomic<Value> value_{};
-};
 
 // What all lanes of a warp, or all threads of a CTA, do together.
 enum class Meeting : uint32_t { kBarrier, kVote, kShuffle };
@@ -73,23 +38,7 @@ struct Cta {
   Group all;
   std::vector<Group> warp;
   std::vector<Left<uint64_t>> said;  // by each thread in a meeting
-};
-
-// What a thread runs on. It is there for the next launch, too.
-struct Fiber {
-  explicit Fiber(void (*enter)()) : stack(new char[kStackBytes]), known_as(make_fiber()) {
-    getcontext(&context);
-    context.uc_stack.ss_sp = stack.get();
-    context.uc_stack.ss_size = kStackBytes;
-    makecontext(&context, enter, 0);
-  }
-  ~Fiber() { end_fiber(known_as); }
-  Fiber(const Fiber&) = delete;             // contexts point into it
-  Fiber& operator=(const Fiber&) = delete;  // contexts point into it
-
-  std::unique_ptr<char[]> stack;
-  ucontext_t context;
-  void* known_as;  // by ThreadSanitizer
+  Left<uintptr_t> shared;            // the upper half of the addresses of its shared memory
 };
 
 struct Thread {
@@ -102,6 +51,7 @@ struct Thread {
   Left<Group*> waits_for;
   Left<Meeting> meeting;
   Left<bool> ended;
+  BulkRequest bulk;
 
   Group& warp() const { return cta->warp[index / kWarpLanes]; }
 };
@@ -140,21 +90,35 @@ class Grid {
     }
     release_at(&begin_);
     for (size_t left = all.size(); left > 0;) {
+      if (!bulk_.is_idle() && (ready_.empty() || draw() % 4 == 0)) {
+        bulk_.work(draw());
+        continue;
+      }
       if (ready_.empty()) fail("threads wait for others which do not come, or which come for something else");
       const size_t which = draw() % ready_.size();
       Thread& thread = *ready_[which];
       let_go_on(thread);
+      if (thread.bulk.asked.get()) bulk_.serve(thread.bulk);
       const bool ended = thread.ended.get();
       if (!ended && thread.waits_for.get() == nullptr) continue;
       ready_[which] = ready_.back();
       ready_.pop_back();
       if (ended) {
+        if (bulk_.reads_for(thread.bulk)) fail("a thread has ended, and its shared memory is still read or written");
         --left;
       } else {
         gather(thread, all);
       }
     }
+    while (!bulk_.is_idle()) bulk_.work(draw());  // what has been read is written before the next launch
     acquire_at(&end_);
+  }
+
+  // What the running thread asks of the copy engine, in self().bulk.
+  bool ask_bulk() {
+    self().bulk.asked.set(true);
+    give_way();
+    return self().bulk.yes.get();
   }
 
   // The running thread lets others go on, perhaps.
@@ -255,6 +219,7 @@ class Grid {
   uint32_t threads_;
   std::vector<Cta> ctas_;
   std::vector<Thread*> ready_;
+  BulkEngine bulk_;
   Left<Thread*> self_;
   void (*body_)(const void*) = nullptr;
   const void* with_ = nullptr;
