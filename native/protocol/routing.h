@@ -10,7 +10,7 @@
 namespace putget {
 
 // Tokens that a CTA routes at a time: a bit of a word each.
-#if defined(PUTGET_STRESS)
+#if defined(PUTGET_STRESS) && !defined(PUTGET_STRESS_WHOLE_CHUNKS)
 constexpr uint32_t kChunkTokens = 4;  // so few that small batches have several chunks
 #else
 constexpr uint32_t kChunkTokens = 32;

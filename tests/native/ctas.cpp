@@ -220,11 +220,12 @@ class Rank {
 // Ranks that fit into the lanes of a warp and that do not; chunks, and CTAs that share a token.
 bool many() {
   for (uint32_t ep_size : {1u, 3u, kWarpLanes, kWarpLanes + 1}) {
-    const uint32_t tokens = ep_size <= 3 ? 23 : 9;  // of many ranks there is much memory
+    const uint32_t chunk = kChunkTokens;
+    const uint32_t chunks = ep_size <= 3 ? 5 : 1;  // of many ranks there is much memory
     for (const Call& call :
-         {Call{ep_size, ep_size - 1, tokens, 2, 3, 512, 1, true}, Call{ep_size, 0, 10, 3, 2, 96, 1, true},
-          Call{ep_size, ep_size / 2, 11, 2, 2, 4096, 1, false}, Call{ep_size, 0, 9, 1, 2, 1024, 2, false},
-          Call{ep_size, ep_size - 1, 1, 1, 2, 512, 1, true}}) {
+         {Call{ep_size, ep_size - 1, chunks * chunk + 3, 2, 3, 512, 1, true},
+          Call{ep_size, 0, chunk + 6, 3, 2, 96, 1, true}, Call{ep_size, ep_size / 2, chunk + 7, 2, 2, 4096, 1, false},
+          Call{ep_size, 0, chunk + 5, 1, 2, 1024, 2, false}, Call{ep_size, ep_size - 1, 1, 1, 2, 512, 1, true}}) {
       if (!Rank(call).puts<cuda::ManyItemsExec>()) return false;
     }
   }

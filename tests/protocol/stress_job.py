@@ -26,6 +26,7 @@ class StressJob:
         mistake: (file below native, what stands there, what shall stand there instead), or None.
         source: Which program.
         ctas: Kernels are CTAs as on a GPU (tests/native/emulated), instead of blocks of one thread.
+        whole_chunks: A chunk has as many tokens as on a GPU.
     """
 
     def __init__(
@@ -35,9 +36,12 @@ class StressJob:
         mistake: tuple[str, str, str] | None = None,
         source: str = "stress.cpp",
         ctas: bool = False,
+        whole_chunks: bool = False,
     ) -> None:
         self._sanitizer = sanitizer
-        self._defines = ["-DPUTGET_STRESS", *(["-DPUTGET_STRESS_CTAS"] if ctas else [])]
+        self._defines = ["-DPUTGET_STRESS"]
+        self._defines += ["-DPUTGET_STRESS_CTAS"] if ctas else []
+        self._defines += ["-DPUTGET_STRESS_WHOLE_CHUNKS"] if whole_chunks else []
         # A mistake takes less time to run than to compile.
         self._optimise = "-O1" if mistake is None else "-O0"
         # What is emulated stands in for what only a GPU's compiler takes, so it is looked for first.
