@@ -87,6 +87,12 @@ BARRIERS = {
     "a token that one lane has waited for": ("2", COMBINE, "return exec.all_lanes(well);", "return well;"),
     "a scale that others still look at": ("3", SUM, "if (kQuantised) well = exec.all_lanes(well);", ""),
     "a vote, which orders nothing": ("2", EXEC, "    __syncwarp();\n    return all;\n", "    return all;\n"),
+    "the half of a release that comes before": (
+        "0",
+        EXEC,
+        "__device__ void prepare_publish() const { ptx::fence_sys(); }",
+        "__device__ void prepare_publish() const {}",
+    ),
     "the CTA that comes last": (
         "01",
         EXEC,

@@ -47,6 +47,7 @@ struct Thread {
   Cta* cta;
   Fiber* fiber;
   uint32_t turn[2] = {};  // of its barriers: the CTA's, its warp's
+  bool fenced = false;    // its relaxed stores release what it had seen
   // For whoever lets it go on.
   Left<Group*> waits_for;
   Left<Meeting> meeting;

@@ -1,7 +1,7 @@
 // What native/cuda/ptx.cuh says in inline assembly, for threads of an emulated grid: found in its place.
 //
-// Each look at what others write gives way, and so does each word that they look at. A release by a fence and a relaxed
-// store behind it is a release by that store here: ThreadSanitizer knows no fences.
+// Each look at what others write gives way, and so does each word that they look at. Behind a fence a thread's relaxed
+// stores of flags are releases here, of what it has done since as well: ThreadSanitizer knows no fences.
 #pragma once
 
 #include <sched.h>
@@ -25,8 +25,12 @@ inline void store_release_sys(uint64_t* address, uint64_t value) {
   atomics::store_release(address, value);
   give_way();
 }
-inline void fence_sys() {}
-inline void store_relaxed_sys(uint64_t* address, uint64_t value) { store_release_sys(address, value); }
+inline void fence_sys() { emulated::self().fenced = true; }
+inline void store_relaxed_sys(uint64_t* address, uint64_t value) {
+  if (emulated::self().fenced) return store_release_sys(address, value);
+  atomics::store_relaxed(address, value);
+  give_way();
+}
 inline uint64_t load_acquire_sys(const uint64_t* address) {
   give_core_away();
   return atomics::load_acquire(address);
