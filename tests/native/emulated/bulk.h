@@ -6,7 +6,6 @@
 #pragma once
 
 #include <cstdint>
-#include <cstring>
 #include <map>
 #include <vector>
 
@@ -132,9 +131,6 @@ class BulkEngine {
     return true;
   }
 
-  // Who does the rest of a function. What it has of its own is not instrumented: that would be for somebody else.
-  void become(void* fiber) { about_to_switch(fiber); }
-
   // Of the CPU thread that launches, for all of its launches: a fiber that is made later has seen what its maker had.
   static void* reader() {
     static thread_local const NamedFiber fiber;
@@ -145,34 +141,35 @@ class BulkEngine {
     return fiber.name;
   }
 
+  // Not instrumented: what these have of their own would be done in the name of a fiber of the engine.
   [[gnu::no_sanitize("thread")]] void load(const Copy& copy) {
     for (uint32_t i = 0; i < copy.bytes / sizeof(uint64_t); ++i) {
-      become(reader_);
+      about_to_switch(reader_);
       if (i == 0) acquire_at(&copy.by->fenced);
       const uint64_t word = read_word(copy.from, i);
-      become(writer_);
+      about_to_switch(writer_);
       if (i == 0) acquire_at(&copy.by->issued);
       write_word(copy.to, i, word);
     }
-    become(reader_);
+    about_to_switch(reader_);
     release_at(&has_been_read_);
-    become(writer_);
+    about_to_switch(writer_);
     acquire_at(&has_been_read_);
     release_at(copy.barrier);
-    become(home_);
+    about_to_switch(home_);
   }
   [[gnu::no_sanitize("thread")]] void read_shared(const Copy& copy, uint64_t* words) {
-    become(writer_);
+    about_to_switch(writer_);
     acquire_at(&copy.by->issued);
     for (uint32_t i = 0; i < copy.bytes / sizeof(uint64_t); ++i) words[i] = read_word(copy.from, i);
     release_at(&copy.by->read);
-    become(home_);
+    about_to_switch(home_);
   }
   [[gnu::no_sanitize("thread")]] void write_global(const Copy& copy, const uint64_t* words) {
-    become(writer_);
+    about_to_switch(writer_);
     for (uint32_t i = 0; i < copy.bytes / sizeof(uint64_t); ++i) write_word(copy.to, i, words[i]);
     release_at(&copy.by->written);
-    become(home_);
+    about_to_switch(home_);
   }
   [[gnu::noinline]] static uint64_t read_word(const void* from, uint32_t index) {
     return static_cast<const uint64_t*>(from)[index];

@@ -1,12 +1,11 @@
 // A grid of CTAs on one CPU thread: each of its threads is a fiber, which gives way where lanes meet and where it looks
 // at memory that others write.
 //
-// Who goes on is drawn by lot (stress::yield_seed), so a schedule can be tried again. ThreadSanitizer takes each fiber
-// for a thread and sees what barriers of a CTA and of a warp order; votes and shuffles order nothing, as on a GPU.
-// Lanes that wait for lanes which do not come, or which come for something else, end the program: a GPU would hang.
+// Who goes on is drawn by lot (stress::yield_seed), and again for the same seed with one rank. ThreadSanitizer takes
+// each fiber for a thread and sees what barriers of a CTA and of a warp order; votes and shuffles order nothing, as on
+// a GPU. Lanes that wait for lanes which do not come, or which come for something else, end the program: a GPU would
+// hang.
 #pragma once
-
-#include <sched.h>
 
 #include <cstdint>
 #include <cstdio>
