@@ -16,7 +16,7 @@ os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 from tests.gpu.ranks import Ranks, close_emulated_ranks, shared_ranks
 
 # Every size up to the number of GPUs has a process per GPU; above that, ranks are threads on one GPU.
-SIZES = (1, 2, 4, 8) if torch.cuda.device_count() >= 8 else (1, 2, 4)
+SIZES = (1, 2, 4, 8)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -106,7 +106,7 @@ litmus_fleet() { # GPUS RANKS [VISIBLE]
 sanitize_all() { # VISIBLE
   local tool mode
   for mode in single processes; do
-    for tool in memcheck racecheck; do
+    for tool in memcheck racecheck synccheck; do
       CUDA_VISIBLE_DEVICES=$1 run "$tool, $mode" "${LIMIT_sanitize:-90}" sanitize.log bash -c "sanitize $tool $mode" || failed=1
     done
   done
@@ -129,6 +129,7 @@ fi
 if wanted litmus; then
   litmus_fleet 1 2 "${gpu[0]}"
   litmus_fleet 1 4 "${gpu[0]}"
+  litmus_fleet 1 8 "${gpu[0]}"
 fi
 if wanted sanitize; then
   if [ "$gpus" -gt 1 ]; then
@@ -149,7 +150,7 @@ if [ "$gpus" -gt 1 ]; then
   fi
 fi
 if wanted stress; then
-  ranks=$((gpus > 1 ? gpus : 4))
+  ranks=$((gpus > 1 ? gpus : 8))
   run "stress, $ranks ranks, $gpus GPU(s)" "${LIMIT_stress:-180}" stress.log python3 tests/stress/rounds.py --ranks $ranks \
     --device cuda --rounds "${STRESS_ROUNDS:-100000}" --seconds "${STRESS_SECONDS:-90}" || failed=1
 fi

@@ -1,4 +1,4 @@
-"""One small configuration, meant to run under compute-sanitizer, checked against the oracle.
+"""A few small configurations, one for each kernel, meant to run under compute-sanitizer, checked against the oracle.
 
     compute-sanitizer --tool memcheck --target-processes all --error-exitcode 1 python3 tests/gpu/sanitize_case.py MODE
 
@@ -15,6 +15,7 @@ import os
 import sys
 import tempfile
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +27,14 @@ import torch.distributed as dist
 
 import putget
 from tests.harness import Rank
-from tests.harness.cases import Case, Round
+from tests.harness.cases import APART, IN_ROWS, Case, Round
 from tests.harness.compare import Outcome, check_case, play_on
 
 # Instrumented kernels are slow, and processes that share a GPU wait for their turn.
 DEADLINES: dict[str, Any] = {"timeout_s": 100.0, "warmup_timeout_s": 100.0}
 
 
-def case_of(ep_size: int) -> Case:
+def every_ending(ep_size: int) -> Case:
     """Rows of every access width, ragged and empty batches, every kind of ending."""
     return Case(
         ep_size,
@@ -48,64 +49,101 @@ def case_of(ep_size: int) -> Case:
         top_k=3,
         max_tokens_per_rank=9,
         payloads=(((272,), torch.uint8), ((3,), torch.float32), ((5,), torch.uint8), ((10,), torch.bfloat16)),
-        output=((136,), torch.bfloat16),
+        output=((144,), torch.bfloat16),
     )
 
 
-def play(rank: Rank, case: Case) -> list[Outcome]:
-    """Two grids: as large as the work asks for, and one CTA."""
-    for num_sms in (None, 1):
+def several_chunks(ep_size: int, **changes: Any) -> Case:
+    """Batches that a few CTAs route in turns, and rows of combine that are not their own flags."""
+    case = Case(
+        ep_size,
+        (
+            Round(6, (100, 41)[:ep_size], no_expert=0.1),
+            Round(7, (70, 100)[:ep_size], ending="flat", ids_dtype=torch.int64),
+        ),
+        num_experts=5,
+        top_k=3,
+        max_tokens_per_rank=100,
+        payloads=(((1040,), torch.uint8), ((7,), torch.float32)),
+        output=((144,), torch.bfloat16),
+        inline_flags=APART,
+    )
+    return replace(case, **changes)
+
+
+def cases_of(ep_size: int) -> list[tuple[int | None, Case]]:
+    """Cases and the SMs that they may take: every kernel of dispatch, and of combine, there is."""
+    ragged, chunks = every_ending(ep_size), several_chunks(ep_size)
+    fp8: dict[str, Any] = {"wire": torch.float8_e4m3fn}
+    return [
+        (None, ragged),
+        (1, ragged),
+        (2, chunks),
+        (2, replace(chunks, stages=2)),
+        (4, replace(chunks, stages=2, direction="push")),
+        (4, replace(chunks, direction="push", **fp8)),
+        (None, replace(ragged, inline_flags=IN_ROWS, **fp8)),
+        (4, replace(chunks, inline_flags=IN_ROWS, scale=0.0625, **fp8)),
+    ]
+
+
+def play_all(rank: Rank, cases: list[tuple[int | None, Case]]) -> list[list[Outcome]]:
+    outcomes = []
+    for num_sms, case in cases:
         with rank.all_to_all(**case.options(), **DEADLINES, num_sms=num_sms) as a2a:
-            outcomes = play_on(a2a, rank, case)
+            outcomes.append(play_on(a2a, rank, case))
     return outcomes
 
 
-def run_threads(case: Case) -> list[list[Outcome]]:
+def run_threads(ep_size: int) -> list[list[list[Outcome]]]:
     place = torch.device("cuda", 0)
-    comms = putget.Communicator.local(case.ep_size)
-    outcomes: dict[int, list[Outcome]] = {}
+    comms = putget.Communicator.local(ep_size)
+    outcomes: dict[int, list[list[Outcome]]] = {}
 
     def run(rank: int) -> None:
         with torch.cuda.stream(torch.cuda.Stream(place)):
-            outcomes[rank] = play(Rank(rank, case.ep_size, place, _comm=comms[rank]), case)
+            outcomes[rank] = play_all(Rank(rank, ep_size, place, _comm=comms[rank]), cases_of(ep_size))
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(case.ep_size)]
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(ep_size)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    return [outcomes[rank] for rank in range(case.ep_size)]
+    return [outcomes[rank] for rank in range(ep_size)]
 
 
-def run_process(rank: int, case: Case, folder: str) -> None:
+def run_process(rank: int, ep_size: int, folder: str) -> None:
     """The main function of a rank's process; leaves its outcomes in a file."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=case.ep_size)
-    outcomes = play(Rank(rank, case.ep_size, torch.device("cuda", 0)), case)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ep_size)
+    outcomes = play_all(Rank(rank, ep_size, torch.device("cuda", 0)), cases_of(ep_size))
     torch.save(outcomes, f"{folder}/{rank}")
     dist.barrier()
     dist.destroy_process_group()
 
 
-def run_processes(case: Case) -> list[list[Outcome]]:
+def run_processes(ep_size: int) -> list[list[list[Outcome]]]:
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="putget_sanitize_") as folder:
-        processes = [context.Process(target=run_process, args=(rank, case, folder)) for rank in range(case.ep_size)]
+        processes = [context.Process(target=run_process, args=(rank, ep_size, folder)) for rank in range(ep_size)]
         for process in processes:
             process.start()
         for process in processes:
             process.join()
-        return [torch.load(f"{folder}/{rank}", weights_only=False) for rank in range(case.ep_size)]
+        return [torch.load(f"{folder}/{rank}", weights_only=False) for rank in range(ep_size)]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("mode", choices=("single", "processes", "threads"))
     mode = parser.parse_args().mode
-    case = case_of(1 if mode == "single" else 2)
-    outcomes = run_processes(case) if mode == "processes" else run_threads(case)
-    check_case(case, outcomes)
-    print(f"{mode}: {len(case.rounds)} rounds on {case.ep_size} rank(s) equal the oracle")
+    ep_size = 1 if mode == "single" else 2
+    outcomes = run_processes(ep_size) if mode == "processes" else run_threads(ep_size)
+    cases = cases_of(ep_size)
+    for index, (_, case) in enumerate(cases):
+        check_case(case, [of_rank[index] for of_rank in outcomes])
+    rounds = sum(len(case.rounds) for _, case in cases)
+    print(f"{mode}: {rounds} rounds of {len(cases)} shapes on {ep_size} rank(s) equal the oracle")
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ def load_kernels(rank: Rank, dense: Dense) -> None:
     layer = rank.state["layer"]
     _, _, payloads = layer.route(dense.tokens(0, 8).to(rank.device))
     layer.run_shared(payloads)
-    for expected_rows in (1, 16):  # other tiles
+    for expected_rows in (1, 16, 64):  # other tiles
         layer.experts(payloads, _NoRows(len(layer.local_experts), rank.device), expected_rows)
     torch.cuda.current_stream(rank.device).synchronize()
 
