@@ -15,7 +15,7 @@ export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVL
 export CUDA_MODULE_LOADING=EAGER CUDA_DEVICE_MAX_CONNECTIONS=32
 export PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 
-out=${OUT:-build/device_run}
+export out=${OUT:-build/device_run}
 mkdir -p "$out"
 : >"$out/summary.txt"
 site=/tmp/putget_site
@@ -86,13 +86,13 @@ both_suites() { # WHAT LIMIT LOG: all GPU tests; a third of the time is kept for
 sanitize() {
   # torch's own kernels are left out, and its modules are loaded as they are used. The tool's exit status alone does not say
   # that the program came to its end.
-  local text
-  text=$(CUDA_MODULE_LOADING=LAZY compute-sanitizer --tool "$1" --target-processes all --error-exitcode 1 \
+  local shown=$out/sanitize_$1_$2.log
+  CUDA_MODULE_LOADING=LAZY compute-sanitizer --tool "$1" --target-processes all --error-exitcode 1 \
     --require-cuda-init no --kernel-name kns=putget --report-api-errors no --launch-timeout 120 \
-    python3 tests/gpu/sanitize_case.py "$2" 2>&1)
+    python3 tests/gpu/sanitize_case.py "$2" >"$shown" 2>&1
   local status=$?
-  echo "$text"
-  [ $status -eq 0 ] && grep -q 'equal the oracle' <<<"$text"
+  cat "$shown"
+  [ $status -eq 0 ] && grep -q 'equal the oracle' "$shown"
 }
 
 export -f build suite sanitize

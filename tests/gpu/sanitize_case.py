@@ -10,6 +10,7 @@ processes, whose kernels the GPU runs in turns.
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import multiprocessing
 import os
 import sys
@@ -30,8 +31,10 @@ from tests.harness import Rank
 from tests.harness.cases import APART, IN_ROWS, Case, Round
 from tests.harness.compare import Outcome, check_case, play_on
 
-# Instrumented kernels are slow, and processes that share a GPU wait for their turn.
-DEADLINES: dict[str, Any] = {"timeout_s": 100.0, "warmup_timeout_s": 100.0}
+# Instrumented kernels are slow, and processes that share a GPU wait for their turn: a round may take seconds. Whatever
+# does not end is to say where it is before the limits of run_device.sh: a wait by its deadline, all else by its stacks.
+DEADLINES: dict[str, Any] = {"timeout_s": 40.0, "warmup_timeout_s": 40.0}
+STACKS_AFTER_S = 60.0
 
 
 def every_ending(ep_size: int) -> Case:
@@ -114,6 +117,7 @@ def run_threads(ep_size: int) -> list[list[list[Outcome]]]:
 
 def run_process(rank: int, ep_size: int, folder: str) -> None:
     """The main function of a rank's process; leaves its outcomes in a file."""
+    faulthandler.dump_traceback_later(STACKS_AFTER_S)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ep_size)
     outcomes = play_all(Rank(rank, ep_size, torch.device("cuda", 0)), cases_of(ep_size))
@@ -137,6 +141,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("mode", choices=("single", "processes", "threads"))
     mode = parser.parse_args().mode
+    faulthandler.dump_traceback_later(STACKS_AFTER_S)
     ep_size = 1 if mode == "single" else 2
     outcomes = run_processes(ep_size) if mode == "processes" else run_threads(ep_size)
     cases = cases_of(ep_size)
