@@ -19,12 +19,16 @@ inline bool weakened(Tag tag) { return static_cast<uint32_t>(tag) == weakened_ta
 inline bool skipped(Tag tag) { return static_cast<uint32_t>(tag) == skipped_tag; }
 
 // xorshift64: what follows depends on the seed alone, so a failing schedule can be tried again.
-inline void maybe_yield() {
-  if (yield_seed == 0) return;
+inline uint64_t draw() {
   yield_seed ^= yield_seed << 13;
   yield_seed ^= yield_seed >> 7;
   yield_seed ^= yield_seed << 17;
-  for (uint64_t n = yield_seed % 4; n > 0; --n) sched_yield();
+  return yield_seed;
+}
+
+inline void maybe_yield() {
+  if (yield_seed == 0) return;
+  for (uint64_t n = draw() % 4; n > 0; --n) sched_yield();
 }
 
 }  // namespace putget::stress

@@ -13,7 +13,8 @@ import pytest
 from tests.protocol.tags import ROOT
 
 SOURCES = ROOT / "tests" / "native"
-MISMATCH, FAULT, REPORT = 3, 4, 66  # exit statuses: a wrong byte, a deadline or misuse, the sanitizer's
+# Exit statuses: a wrong byte, a deadline or misuse, threads that a GPU would hang with, the sanitizer's.
+MISMATCH, FAULT, STUCK, REPORT = 3, 4, 5, 66
 OPTIONS = dict.fromkeys(("TSAN_OPTIONS", "ASAN_OPTIONS", "UBSAN_OPTIONS"), f"halt_on_error=1 exitcode={REPORT}")
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.protocol.stress_job import FAULT, MISMATCH, REPORT, StressJob
+from tests.protocol.stress_job import FAULT, MISMATCH, REPORT, STUCK, StressJob
 
 
 @pytest.mark.parametrize(("sanitizer", "whole_chunks"), [("thread", False), ("address,undefined", True)])
@@ -45,11 +45,6 @@ MISTAKES = {
         "const uint32_t mine = sums >> (8 * lane()) & 0xffu;",
         "const uint32_t mine = sums & 0xffu;",
     ),
-    "a sum that some lanes leave out": (
-        EXEC,
-        "      const uint32_t sums = __reduce_add_sync(0xffffffffu, (set & 0xfu)",
-        "      if (lane() >= 4) continue;\n      const uint32_t sums = __reduce_add_sync(0xffffffffu, (set & 0xfu)",
-    ),
     "parts that are told before they are there": (DISPATCH, "  exec.sync();\n  exec.mark(Stage::kPut);\n", ""),
 }
 
@@ -58,6 +53,15 @@ MISTAKES = {
 def test_a_mistake_is_caught(mistake: str, tmp_path: Path) -> None:
     done = StressJob("thread", tmp_path, MISTAKES[mistake], "ctas.cpp", ctas=True)()
     assert done.returncode != 0, f"{mistake}: nothing checks it"
+
+
+def test_lanes_that_do_not_come_end_the_program(tmp_path: Path) -> None:
+    """A GPU would hang with a sum that some lanes leave out."""
+    summed = "      const uint32_t sums = __reduce_add_sync(0xffffffffu, (set & 0xfu)"
+    mistake = (EXEC, summed, "      if (lane() >= 4) continue;\n" + summed)
+    done = StressJob("thread", tmp_path, mistake, "ctas.cpp", ctas=True)()
+    assert done.returncode == STUCK, done.stdout + done.stderr
+    assert "threads wait for others which do not come" in done.stderr
 
 
 @pytest.fixture(scope="module")

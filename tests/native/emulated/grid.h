@@ -195,12 +195,8 @@ class Grid {
   }
 
   static uint64_t draw() {
-    uint64_t& seed = stress::yield_seed;
-    if (seed == 0) seed = 1;
-    seed ^= seed << 13;
-    seed ^= seed >> 7;
-    seed ^= seed << 17;
-    return seed >> 16;
+    if (stress::yield_seed == 0) stress::yield_seed = 1;
+    return stress::draw() >> 16;
   }
 
   // Of the CPU thread that launches.
