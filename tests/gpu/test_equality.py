@@ -79,8 +79,9 @@ def test_every_access_width(ranks: Ranks) -> None:
 @pytest.mark.parametrize("num_sms", [1, 2, 8, 132])
 def test_every_grid_gives_the_same_bits(ranks: Ranks, num_sms: int) -> None:
     if not have_processes(ranks.size):
-        # All that wait for each other must find a place on one GPU, which has three for every SM.
-        num_sms = min(num_sms, 3 * 132 // ranks.size)
+        # CTAs of all ranks wait for each other, so they need a place on one GPU, which has three on every SM.
+        places = 3 * torch.cuda.get_device_properties(0).multi_processor_count
+        num_sms = min(num_sms, places // ranks.size)
     case = Case(
         ranks.size,
         (Round(21, (40,) * ranks.size), Round(22, (3,) * ranks.size, ending="flat")),
