@@ -1,4 +1,4 @@
-"""A few small configurations, one for each kernel, meant to run under compute-sanitizer, checked against the oracle.
+"""Small configurations, one for each kind of kernel, to run under compute-sanitizer; checked against the oracle.
 
     compute-sanitizer --tool memcheck --target-processes all --error-exitcode 1 python3 tests/gpu/sanitize_case.py MODE
 
@@ -56,9 +56,9 @@ def every_ending(ep_size: int) -> Case:
     )
 
 
-def several_chunks(ep_size: int, **changes: Any) -> Case:
+def several_chunks(ep_size: int) -> Case:
     """Batches that a few CTAs route in turns, and rows of combine that are not their own flags."""
-    case = Case(
+    return Case(
         ep_size,
         (
             Round(6, (100, 41)[:ep_size], no_expert=0.1),
@@ -71,11 +71,10 @@ def several_chunks(ep_size: int, **changes: Any) -> Case:
         output=((144,), torch.bfloat16),
         inline_flags=APART,
     )
-    return replace(case, **changes)
 
 
 def cases_of(ep_size: int) -> list[tuple[int | None, Case]]:
-    """Cases and the SMs that they may take: every kernel of dispatch, and of combine, there is."""
+    """Cases and the SMs that they may take: each kind of kernel that dispatches or combines."""
     ragged, chunks = every_ending(ep_size), several_chunks(ep_size)
     fp8: dict[str, Any] = {"wire": torch.float8_e4m3fn}
     return [
@@ -91,6 +90,7 @@ def cases_of(ep_size: int) -> list[tuple[int | None, Case]]:
 
 
 def play_all(rank: Rank, cases: list[tuple[int | None, Case]]) -> list[list[Outcome]]:
+    """One AllToAll after the other."""
     outcomes = []
     for num_sms, case in cases:
         with rank.all_to_all(**case.options(), **DEADLINES, num_sms=num_sms) as a2a:
