@@ -85,7 +85,7 @@ both_suites() { # WHAT LIMIT LOG: all GPU tests; a third of the time is kept for
 
 sanitize() {
   # torch's own kernels are left out, and its modules are loaded as they are used. The tool's exit status alone does not say
-  # that the program came to its end.
+  # that the program came to its end. What it prints is kept as it comes, so that it is there if it never ends.
   local shown=$out/sanitize_$1_$2.log
   CUDA_MODULE_LOADING=LAZY compute-sanitizer --tool "$1" --target-processes all --error-exitcode 1 \
     --require-cuda-init no --kernel-name kns=putget --report-api-errors no --launch-timeout 120 \
