@@ -7,5 +7,5 @@
 set -eu
 cd "$(dirname "$0")/../transfer"
 export RUSTUP_TOOLCHAIN="${RUSTUP_TOOLCHAIN:-nightly}" MIRIFLAGS="-Zmiri-disable-isolation" PROPTEST_CASES=8
-exec cargo miri test --locked --target-dir target/miri --lib -- --skip libfabric:: --skip nvlink::channel --skip nvlink::ring \
+exec cargo miri test --locked --target-dir target/miri --lib -- --skip libfabric:: --skip nvlink::channel --skip nvlink::ring --skip host::ring --skip host::tests \
   --skip sys:: --skip worker::tests --skip pages_are_covered_once "$@"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import pickle
 import queue
 import subprocess
@@ -263,6 +264,29 @@ def test_libfabric_has_the_same_interface() -> None:
     b.close()
     with pytest.raises(pt.Unavailable, match="libfabric"):
         pt.Engine.builder().group(pt.DeviceGroup.libfabric("carrier_pigeon", [None])).build()
+
+
+@pytest.mark.parametrize("old_name", [False, True])
+def test_ranks_of_one_host_need_no_library(old_name: bool) -> None:
+    def make() -> pt.Engine:
+        group = pt.DeviceGroup.libfabric("shm", [None]) if old_name else pt.DeviceGroup.host()
+        return pt.Engine.builder().group(group).build()
+
+    with make() as a, make() as b:
+        source, target = bytearray(os.urandom(200_000)), bytearray(200_000)
+        (src, _), (_dst, desc) = a.reg_mr(source), b.reg_mr(target)
+        (own, _), (ended, old) = a.alloc_mr(100), b.alloc_mr(100)
+        a.submit_single_write(200_000, 1, (src, 0), (desc, 0)).wait(LONG_S)
+        b.expect_imm_count(1, 1, deadline_s=LONG_S).wait(LONG_S)
+        assert target == source
+        b.dereg_mr(ended)
+        with pytest.raises(pt.TransferFailed, match="not registered"):
+            a.submit_single_write(100, 2, (own, 0), (old, 0)).wait(LONG_S)
+        a.submit_single_write(100, 1, (own, 0), (desc, 50)).wait(LONG_S)
+        b.expect_imm_count(1, 2, deadline_s=LONG_S).wait(LONG_S)
+        assert target == source[:50] + bytes(100) + source[150:]
+    with pytest.raises(ValueError, match="nics"):
+        pt.Engine.builder().group(pt.DeviceGroup.host(0)).build()
 
 
 def test_verbs_says_what_is_missing() -> None:

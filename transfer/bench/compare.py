@@ -35,7 +35,7 @@ Rounds = dict[tuple[str, str], list[dict[tuple[str, int], dict[str, float]]]]
 
 def command(network: str, contender: str, options: argparse.Namespace) -> list[str]:
     """Say what measures a contender."""
-    common = ["--seconds", str(options.seconds), "--largest", str(options.largest)]
+    common = ["--seconds", str(options.seconds), "--smallest", str(options.smallest), "--largest", str(options.largest)]
     if options.sizes:
         common += ["--sizes", options.sizes]
     if contender in PEERS:
@@ -145,6 +145,7 @@ def main() -> None:
     parser.add_argument("--providers", default=",".join(PROVIDERS))
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=0.3)
+    parser.add_argument("--smallest", type=int, default=64 << 10)
     parser.add_argument("--largest", type=int, default=32 << 20)
     parser.add_argument("--sizes", help="only these, in bytes, such as 65536,131072")
     parser.add_argument("--processors", type=processors, help="run everything on these, such as 0-3")

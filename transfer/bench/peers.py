@@ -192,6 +192,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1.0)
     parser.add_argument("--largest", type=int, default=32 << 20)
     parser.add_argument("--sizes", type=lambda text: {int(size) for size in text.split(",")}, default=set())
+    parser.add_argument("--smallest", type=int, default=64 << 10)
     parser.add_argument("--window", type=int, default=16)
     parser.add_argument("--output_file", type=Path)
     options = parser.parse_args()
@@ -211,7 +212,7 @@ def main() -> None:
     memory = Memory(length)
     memory.array[:] = os.urandom(1 << 20) * (length >> 20)
     start = nixl_start(options.kind, memory, where) if options.kind in TRANSPORTS else mooncake_start(memory, where)
-    sizes = [64 << 10 << shift for shift in range(20) if 64 << 10 << shift <= options.largest]
+    sizes = [options.smallest << shift for shift in range(32) if options.smallest << shift <= options.largest]
     rows = []
     for kind, size, count in [
         *(("single", size, 1) for size in sizes),

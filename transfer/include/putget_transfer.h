@@ -56,9 +56,9 @@ void pt_network_destroy(pt_network *network);
 
 typedef struct pt_engine_options {
   size_t size;               /* sizeof(pt_engine_options) */
-  const char *provider;      /* "sim", "nvlink", or one of libfabric's: "tcp", "shm", "efa" */
+  const char *provider;      /* "sim", "shm" (ranks of one host), "tcp", "nvlink", or one of libfabric's: "net", "efa" */
   size_t nics;               /* 1 to 4; 1 for nvlink */
-  const char *const *sources; /* libfabric: the NICs' addresses, `nics` of them, or null */
+  const char *const *sources; /* tcp, libfabric: the NICs' addresses, `nics` of them, or null */
   const pt_network *network; /* sim: what connects the engines */
   uint16_t gpu;              /* nvlink: the GPU's number in CUDA */
   const void *secret;        /* what every peer must prove to have, or null */
@@ -136,6 +136,10 @@ int pt_submit_barrier(pt_engine *engine, const pt_group *group, const pt_desc *c
 int pt_submit_send(pt_engine *engine, const uint8_t *address, size_t address_len, const void *bytes, size_t len,
                    const pt_submit *submit, pt_transfer *transfer);
 int pt_cancel(pt_engine *engine, pt_transfer transfer);
+/* Shuts out the engine that this is an address of: once `done` of `submit` is called with PT_OK, nothing of it lands or counts
+ * here until a new connection. Otherwise it may still write, and what it may write to is kept until it cannot. Of `submit`,
+ * `done` and its context count. */
+int pt_fence(pt_engine *engine, const uint8_t *address, size_t address_len, const pt_submit *submit);
 
 /* Connects to peers: `count` addresses with their lengths. `done` of `submit` says when all are connected. */
 int pt_add_peer_group(pt_engine *engine, const uint8_t *const *addresses, const size_t *lens, size_t count,

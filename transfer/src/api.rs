@@ -156,7 +156,7 @@ impl Engine {
         dst.nics.iter().try_for_each(|nic| self.check_address(argument, &nic.address))
     }
 
-    fn check_address(&self, argument: &'static str, address: &NetAddr) -> Result<(), Error> {
+    pub(crate) fn check_address(&self, argument: &'static str, address: &NetAddr) -> Result<(), Error> {
         if address.provider != self.inner.kind {
             let problem = format!("an address of {:?} came; this engine uses {:?}", address.provider, self.inner.kind);
             return Err(Error::argument(argument, problem));

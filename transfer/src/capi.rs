@@ -241,6 +241,11 @@ functions! {
     fn pt_cancel(engine: *mut Engine, transfer: Transfer) {
         from("engine", engine)?.cancel(TransferId { group: transfer.group as usize, id: transfer.id })
     }
+    /// Shuts a peer out.
+    fn pt_fence(engine: *mut Engine, address: *const u8, address_len: usize, submit: *const Submit) {
+        let (_, _, done) = from("submit", submit)?.read()?;
+        from("engine", engine)?.fence(&read_address(slice("address", address, address_len)?)?, done)
+    }
     /// Connects ahead of time.
     fn pt_add_peer_group(
         engine: *mut Engine, addresses: *const *const u8, lens: *const usize, count: usize, submit: *const Submit,

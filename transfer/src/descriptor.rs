@@ -27,6 +27,10 @@ pub enum ProviderKind {
     Nvlink,
     /// Verbs: InfiniBand and RoCE.
     Verbs,
+    /// Ranks of one host, over shared memory.
+    Host,
+    /// TCP.
+    Tcp,
 }
 
 impl ProviderKind {
@@ -36,6 +40,8 @@ impl ProviderKind {
             Self::Libfabric => 2,
             Self::Nvlink => 4,
             Self::Verbs => 3,
+            Self::Host => 5,
+            Self::Tcp => 6,
         }
     }
 
@@ -45,6 +51,8 @@ impl ProviderKind {
             2 => Ok(Self::Libfabric),
             4 => Ok(Self::Nvlink),
             3 => Ok(Self::Verbs),
+            5 => Ok(Self::Host),
+            6 => Ok(Self::Tcp),
             _ => Err(DecodeError::Value("provider")),
         }
     }

@@ -4,9 +4,10 @@
 use std::fmt;
 use std::sync::Arc;
 
-use crate::descriptor::{Device, MrDesc, NicKey};
+use crate::descriptor::{Device, MrDesc, NicKey, ProviderKind};
 use crate::engine::{ANSWER, Engine};
 use crate::error::Error;
+use crate::host;
 use crate::once::Once;
 use crate::region::Region;
 use crate::worker::command::{Answer, Command, Registration};
@@ -93,8 +94,9 @@ impl Engine {
     /// [`Error::Argument`] for a null pointer, a bad length or a device without a group; whatever the provider reports.
     ///
     /// # Safety
-    /// The memory must stay valid for reads and writes until [`Engine::dereg_mr`] has returned, or the engine is closed, and
-    /// no Rust reference may point into it while transfers use it.
+    /// The memory must stay valid for reads and writes until [`Engine::dereg_mr`] has returned, or the engine is closed; over
+    /// libfabric, and where `dereg_mr` fails or a fence has said `may_land`, until the engine is closed. No Rust
+    /// reference may point into it while transfers use it.
     pub unsafe fn reg_mr(&self, ptr: *mut u8, len: usize, device: Device) -> Result<(MrHandle, MrDesc), Error> {
         // SAFETY: the caller promises what `borrowed` asks for.
         self.register(unsafe { Region::borrowed(ptr as usize, len, device, None) }?)
@@ -121,12 +123,16 @@ impl Engine {
     /// # Errors
     /// [`Error::Argument`] for a length of 0 or one that cannot be had; whatever the provider reports.
     pub fn alloc_mr(&self, len: usize) -> Result<(MrHandle, MrDesc), Error> {
-        self.register(Region::allocate(len)?)
+        let region = match self.inner.kind {
+            ProviderKind::Host => host::allocate(len)?,
+            _ => Region::allocate(len)?,
+        };
+        self.register(region)
     }
 
-    /// Ends a registration: when this returns, no new write of a peer is accepted. What a provider has begun to receive may
-    /// still land where the provider cannot take it back (libfabric); the simulated network has none of that. Transfers of
-    /// this engine that still read from it must be over.
+    /// Ends a registration: when this returns, nothing lands in the memory any more, not even the rest of a write that is half
+    /// done. libfabric cannot promise that (`tcp` can: it is not libfabric's): there the engine keeps the memory until it closes.
+    /// Transfers of this engine that still read from it must be over.
     ///
     /// # Errors
     /// [`Error::Argument`] if other clones of the handle or transfers still use it; then it stays registered.

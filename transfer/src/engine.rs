@@ -6,9 +6,11 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::thread::{JoinHandle, ThreadId};
 use std::time::Duration;
 
+use crate::auth::hashed;
 use crate::callbacks;
 use crate::descriptor::{Device, MAX_NICS, NetAddr, ProviderKind};
 use crate::error::{Error, PeerName};
+use crate::host::HostNic;
 use crate::libfabric::FabricNic;
 use crate::nvlink::NvlinkNic;
 use crate::once::Once;
@@ -17,6 +19,7 @@ use crate::queue::Queue;
 use crate::shared::{Apart, Config, PeerEvent, Shared};
 use crate::sim::SimNetwork;
 use crate::sys::{EventFd, Home, exact_timers, pin_thread};
+use crate::tcp::TcpNic;
 use crate::topology::cpus_near;
 use crate::verbs::VerbsNic;
 use crate::watcher::Watchers;
@@ -50,11 +53,34 @@ impl DeviceGroup {
         Self { nics: (0..nics).map(open).collect(), kind: ProviderKind::Sim, device: Device::Host, cpus: None }
     }
 
-    /// Host memory behind endpoints of a libfabric provider: "tcp" with the addresses of this machine's NICs, "shm" between
-    /// processes of one machine, or "efa". `sources` has one entry per NIC; None leaves the choice to the provider.
+    /// Host memory of ranks of one host, over shared memory, as so many NICs. One is as fast as several.
+    pub fn host(nics: usize) -> Self {
+        let open = |_| -> Opener { Box::new(|| Ok(Box::new(HostNic::open()?))) };
+        Self { nics: (0..nics).map(open).collect(), kind: ProviderKind::Host, device: Device::Host, cpus: None }
+    }
+
+    /// Host memory over TCP, between any machines. `sources` has one entry per NIC: an address of this machine, or a name that stands for
+    /// one; None is the address that leads to other machines.
+    pub fn tcp(sources: &[Option<&str>]) -> Self {
+        let open = |source: &Option<&str>| -> Opener {
+            let source = source.map(str::to_owned);
+            Box::new(move || Ok(Box::new(TcpNic::open(source.as_deref())?)))
+        };
+        Self { nics: sources.iter().map(open).collect(), kind: ProviderKind::Tcp, device: Device::Host, cpus: None }
+    }
+
+    /// Host memory behind endpoints of a libfabric provider: "net" with the addresses of this machine's NICs, or "efa". `sources` has
+    /// one entry per NIC; None leaves the choice to the provider. "tcp" is the same as [`DeviceGroup::tcp`], and "shm" as
+    /// [`DeviceGroup::host`] with as many NICs; both need no library. libfabric's own TCP has the name "tcp;ofi_rxm".
     ///
     /// The library is loaded by [`Builder::build`], which reports what is missing.
     pub fn libfabric(provider: &str, sources: &[Option<&str>]) -> Self {
+        if provider == "shm" {
+            return Self::host(sources.len());
+        }
+        if provider == "tcp" {
+            return Self::tcp(sources);
+        }
         let open = |source: &Option<&str>| -> Opener {
             let (provider, source) = (provider.to_owned(), source.map(str::to_owned));
             Box::new(move || Ok(Box::new(FabricNic::open(&provider, source.as_deref())?)))
@@ -85,6 +111,11 @@ impl DeviceGroup {
         Self { nics, kind: ProviderKind::Verbs, device: Device::Host, cpus: None }
     }
 
+    #[cfg(test)]
+    pub(crate) fn kind(&self) -> ProviderKind {
+        self.kind
+    }
+
     /// Whose memory the group moves; the host's unless said otherwise.
     pub fn device(mut self, device: Device) -> Self {
         self.device = device;
@@ -108,6 +139,7 @@ impl DeviceGroup {
 pub struct Builder {
     groups: Vec<DeviceGroup>,
     config: Config,
+    secret_is_empty: bool,
     peer_callback: Option<callbacks::PeerCallback>,
 }
 
@@ -126,7 +158,8 @@ impl Builder {
 
     /// A secret that every peer must prove to have. Without one, any engine can connect that has none either.
     pub fn secret(mut self, secret: &[u8]) -> Self {
-        self.config.secret = Some(secret.to_vec());
+        self.config.secret = Some(hashed(secret));
+        self.secret_is_empty = secret.is_empty();
         self
     }
 
@@ -190,7 +223,7 @@ impl Builder {
         if self.config.min_shard == 0 {
             return Err(Error::argument("min_shard", "0 came; at least 1 is needed"));
         }
-        if self.config.secret.as_ref().is_some_and(Vec::is_empty) {
+        if self.secret_is_empty {
             return Err(Error::argument("secret", "an empty secret came; leave it out or give some bytes"));
         }
         if self.groups.len() > usize::from(u8::MAX) {
@@ -394,7 +427,7 @@ impl Engine {
             min_shard: 64 << 10,
             busy_poll: false,
         };
-        Builder { groups: Vec::new(), config, peer_callback: None }
+        Builder { groups: Vec::new(), config, secret_is_empty: false, peer_callback: None }
     }
 
     /// The address of the first NIC of the first device group: what other engines need to reach this one.

@@ -183,6 +183,12 @@ pub enum DownReason {
     /// A transfer to it was past its deadline or cancelled, and could be stopped only by dropping the connection.
     #[error("the connection was dropped to stop an overdue transfer")]
     Dropped,
+    /// This engine has shut it out.
+    #[error("this engine has fenced it")]
+    Fenced,
+    /// It was down before and could still write; now it cannot any more.
+    #[error("it cannot write any more")]
+    Drained,
     /// This engine closed.
     #[error("this engine closed")]
     Closed,

@@ -44,6 +44,8 @@ mod descriptor;
 mod domain;
 mod engine;
 mod error;
+mod fence;
+mod host;
 mod libfabric;
 mod message;
 mod metrics;
@@ -59,6 +61,7 @@ mod shared;
 mod sim;
 mod sync;
 mod sys;
+mod tcp;
 mod topology;
 mod verbs;
 mod watcher;
@@ -93,6 +96,9 @@ pub mod fuzzing {
 
     /// Decodes a frame between processes of one machine (nvlink), likewise.
     pub use crate::nvlink::fuzz_control as control;
+
+    /// Decodes a packet between ranks of one host, likewise.
+    pub use crate::host::fuzz_packet as packet;
 
     /// Decodes a datagram of the verbs provider; one that is accepted must encode to the same bytes.
     pub fn datagram(bytes: &[u8]) {

@@ -5,7 +5,7 @@ use crate::error::Refusal;
 use crate::wire::{DecodeError, Reader, Writer};
 
 pub(crate) const MAGIC: [u8; 2] = *b"pt";
-pub(crate) const VERSION: u8 = 1;
+pub(crate) const VERSION: u8 = 2;
 /// Bytes before the body: magic, version, kind, session.
 pub(crate) const HEADER: usize = 12;
 /// Bytes that a user's message grows by on the wire.
@@ -45,17 +45,31 @@ pub(crate) enum Rejection {
 pub(crate) enum Body<'a> {
     Hello(Hello),
     Welcome(Introduction, Mac),
-    Confirm(Mac),
+    /// The connecting side's proof, and once more what it has said of itself: the accepting side has kept nothing of it.
+    Confirm(Introduction, Mac),
     Ready,
     Refuse(Refusal),
     Heartbeat,
     HeartbeatAck,
     Bye,
-    Message { id: u64, bytes: &'a [u8] },
-    Accepted { id: u64 },
-    Rejected { id: u64, why: Rejection },
-    ResetAsk { id: u64, imm: u32 },
-    ResetAck { id: u64 },
+    Message {
+        id: u64,
+        bytes: &'a [u8],
+    },
+    Accepted {
+        id: u64,
+    },
+    Rejected {
+        id: u64,
+        why: Rejection,
+    },
+    ResetAsk {
+        id: u64,
+        imm: u32,
+    },
+    ResetAck {
+        id: u64,
+    },
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -94,7 +108,7 @@ impl Frame<'_> {
         match &self.body {
             Body::Hello(hello) => hello.from.write(start(1).u64(hello.to_engine).u16(hello.to_group)),
             Body::Welcome(from, mac) => from.write(start(2).bytes(mac)),
-            Body::Confirm(mac) => start(3).bytes(mac),
+            Body::Confirm(from, mac) => from.write(start(3).bytes(mac)),
             Body::Ready => start(4),
             Body::Refuse(refusal) => write_refusal(start(5), *refusal),
             Body::Heartbeat => start(6),
@@ -157,7 +171,10 @@ pub(crate) fn decode(bytes: &[u8]) -> Result<Frame<'_>, DecodeError> {
             let mac = reader.array()?;
             Body::Welcome(Introduction::read(&mut reader)?, mac)
         }
-        3 => Body::Confirm(reader.array()?),
+        3 => {
+            let mac = reader.array()?;
+            Body::Confirm(Introduction::read(&mut reader)?, mac)
+        }
         4 => Body::Ready,
         5 => Body::Refuse(read_refusal(&mut reader)?),
         6 => Body::Heartbeat,
@@ -199,8 +216,8 @@ mod tests {
         let from = Introduction { session: 3, nonce: [4; 16], heartbeat_timeout_ms: 5, nics: nics(2) };
         let mut bodies = vec![
             Body::Hello(Hello { to_engine: 1, to_group: 2, from: from.clone() }),
-            Body::Welcome(from, [9; 32]),
-            Body::Confirm([8; 32]),
+            Body::Welcome(from.clone(), [9; 32]),
+            Body::Confirm(from, [8; 32]),
             Body::Ready,
             Body::Heartbeat,
             Body::HeartbeatAck,
@@ -250,7 +267,7 @@ mod tests {
 
         #[test]
         fn noise_never_crashes(mut bytes in prop::collection::vec(any::<u8>(), 4..120), kind in 0u8..16) {
-            bytes[..3].copy_from_slice(b"pt\x01");
+            bytes[..3].copy_from_slice(b"pt\x02");
             bytes[3] = kind;
             if let Ok(frame) = decode(&bytes) {
                 prop_assert_eq!(frame.encode(), bytes);

@@ -49,6 +49,8 @@ metrics! {
     messages_rejected_total: "counter",
     /// Frames from the network that were not understood or not from a connected peer.
     frames_ignored_total: "counter",
+    /// Greetings of strangers that were not looked at, because there were too many.
+    greetings_dropped_total: "counter",
     /// Connections that were refused.
     refusals_total: "counter",
     /// Peers that are connected.

@@ -3,7 +3,7 @@
 use std::task::{Poll, Waker};
 use std::time::{Duration, Instant};
 
-use crate::sync::{Condvar, Mutex, lock, wait_timeout};
+use crate::sync::{AtomicBool, Condvar, Mutex, Ordering, lock, look_on, wait_timeout};
 
 struct State<T> {
     value: Option<T>,
@@ -16,12 +16,15 @@ struct State<T> {
 /// Set once by one side, taken once by the other.
 pub struct Once<T> {
     state: Mutex<State<T>>,
+    /// The value has been set: seen without the lock.
+    ready: AtomicBool,
     changed: Condvar,
 }
 
 impl<T> Default for Once<T> {
     fn default() -> Self {
-        Self { state: Mutex::new(State { value: None, set: false, waker: None, waiting: 0 }), changed: Condvar::new() }
+        let state = State { value: None, set: false, waker: None, waiting: 0 };
+        Self { state: Mutex::new(state), ready: AtomicBool::new(false), changed: Condvar::new() }
     }
 }
 
@@ -35,6 +38,7 @@ impl<T> Once<T> {
             }
             state.set = true;
             state.value = Some(value);
+            self.ready.store(true, Ordering::Release);
             (state.waker.take(), state.waiting)
         };
         // Without anybody who waits this would be a system call for nothing.
@@ -66,6 +70,8 @@ impl<T> Once<T> {
 
     /// Waits at most `timeout` for the value.
     pub fn wait(&self, timeout: Duration) -> Option<T> {
+        // A short write is over before this thread has gone to sleep, and to wake it takes longer than the write.
+        look_on(|| self.ready.load(Ordering::Acquire));
         let end = Instant::now().checked_add(timeout);
         let mut state = lock(&self.state);
         loop {

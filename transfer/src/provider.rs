@@ -8,9 +8,23 @@ use crate::error::{Error, NetworkError};
 use crate::region::Region;
 use crate::shard::Piece;
 
-/// A peer's NIC, as a provider has named it in `connect`.
+/// A peer's NIC in one epoch, in both directions, as a provider has named it in `connect`; or a way to somebody who is not a
+/// peer yet, as named in `greet` and [`Event::Greeted`]. A NIC gives no name twice.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct Link(pub usize);
+
+/// What the two ends of a link present to each other. Both are random, not 0, and new for each handshake, which both sides
+/// have proved: they are the sessions that the two engines have chosen for each other.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Passes {
+    /// What lets the peer in here.
+    pub own: u64,
+    /// What lets this NIC in at the peer's.
+    pub theirs: u64,
+}
+
+/// Longest message that a way carries, in bytes.
+pub(crate) const MAX_GREETING: usize = 2048;
 
 /// A local registration, as a provider has named it in `register`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -67,10 +81,22 @@ pub(crate) enum Event {
     /// A posted work request is over. Comes exactly once for every one that was taken. `Ok` on a write means that all its
     /// bytes lie in the target's memory; `Err` carries whether they may still land there.
     Completed { token: u64, result: Result<(), (NetworkError, MayLand)> },
-    /// A two-sided message.
-    Received(Vec<u8>),
-    /// The immediate of a write whose bytes have all landed here.
-    Immediate(u32),
+    /// A two-sided message of the peer behind a link.
+    Received { link: Link, bytes: Vec<u8> },
+    /// The immediate of a write by the peer behind a link. Its bytes have all landed here.
+    Immediate { link: Link, imm: u32 },
+    /// Bytes of somebody who has presented no pass. What is sent to `way` goes back to where they came from.
+    Greeted { way: Link, bytes: Vec<u8> },
+    /// The link has broken by itself: the peer has gone, or has disconnected.
+    Lost(Link),
+    /// A disconnected link is over. Comes exactly once, after the last `Completed` of the link.
+    ///
+    /// Unless it is held, nothing that the peer sends over this link lands or is reported any more, whatever the peer does later: it
+    /// may have been stopped in the middle of a write and go on tomorrow. Where the provider cannot stop the peer, the link
+    /// is held. Then the provider keeps every region that the peer may write to, also after `deregister`.
+    Ended { link: Link, held: bool },
+    /// The peer of a held link cannot write any more.
+    Drained(Link),
 }
 
 /// Whether a failed work request may still change the target's memory.
@@ -115,15 +141,23 @@ pub(crate) trait Nic {
 
     fn register(&mut self, region: &Arc<Region>) -> Result<Registered, Error>;
 
-    /// Ends a registration. Once this returns, no write by a peer lands in the region any more.
+    /// Ends a registration. Once this returns, no write by a peer lands in the region any more, also none that is half done. A provider
+    /// that cannot promise this keeps the region until it can.
     fn deregister(&mut self, key: LocalKey) -> Result<(), Error>;
 
-    fn connect(&mut self, endpoint: &[u8]) -> Result<Link, NetworkError>;
+    /// Opens a way to somebody who is not a peer yet: for the messages of a handshake, which it may lose. Strangers use such ways
+    /// too, so at the accepting NIC they are few, and cost little.
+    fn greet(&mut self, endpoint: &[u8]) -> Result<Link, NetworkError>;
 
-    /// Drops a connection. Work requests in flight on it complete with an error, at one of the next polls.
+    /// Makes a link after a handshake. From now on the peer that presents `own` is let in, and this NIC presents `theirs`. The
+    /// peer's NIC does the same a little earlier or later, so a NIC that is not let in tries again.
+    fn connect(&mut self, endpoint: &[u8], passes: Passes) -> Result<Link, NetworkError>;
+
+    /// Ends a link in both directions, or a way. Work requests in flight on it complete with an error, at one of the next polls.
+    /// For a link, [`Event::Ended`] follows. It does not wait for the peer longer than about a second.
     fn disconnect(&mut self, link: Link);
 
-    /// Posts a two-sided message.
+    /// Posts a two-sided message, over a link or a way.
     fn send(&mut self, link: Link, bytes: Vec<u8>, token: u64) -> Result<(), Post>;
 
     /// Posts a one-sided write.

@@ -4,8 +4,9 @@
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::any::Any;
 use std::fmt;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{PoisonError, RwLock};
 
 use crate::descriptor::Device;
@@ -23,6 +24,8 @@ pub(crate) struct Region {
     layout: Option<Layout>,
     /// What keeps somebody else's memory valid, where that can be held on to.
     _owner: Owner,
+    /// The file that all of the memory is a mapping of, with its number in this process, where other processes may map it.
+    file: Option<(u32, OwnedFd)>,
     /// Orders the accesses that this process makes itself: copies of the simulated network, `read` and `write`.
     access: RwLock<()>,
 }
@@ -54,7 +57,15 @@ impl Region {
         // SAFETY: the layout has at least one byte.
         let start = NonNull::new(unsafe { alloc_zeroed(layout) });
         let start = start.ok_or_else(|| bad(format!("{len} bytes could not be allocated")))?;
-        Ok(Self { start, len, device: Device::Host, layout: Some(layout), _owner: None, access: RwLock::new(()) })
+        Ok(Self {
+            start,
+            len,
+            device: Device::Host,
+            layout: Some(layout),
+            _owner: None,
+            file: None,
+            access: RwLock::new(()),
+        })
     }
 
     /// Takes memory that somebody else owns.
@@ -69,7 +80,24 @@ impl Region {
             let problem = format!("{len} bytes came; 1 to {} that do not wrap around are allowed", isize::MAX);
             return Err(Error::argument("len", problem));
         }
-        Ok(Self { start, len, device, layout: None, _owner: owner, access: RwLock::new(()) })
+        Ok(Self { start, len, device, layout: None, _owner: owner, file: None, access: RwLock::new(()) })
+    }
+
+    /// Takes memory that is a mapping of a file, from its first byte on.
+    ///
+    /// # Safety
+    /// As [`Self::borrowed`]; and `file` must be that file.
+    pub unsafe fn of_file(address: usize, len: usize, file: OwnedFd, owner: Owner) -> Result<Self, Error> {
+        static NEXT: AtomicU32 = AtomicU32::new(0);
+        // SAFETY: the caller promises it.
+        let mut region = unsafe { Self::borrowed(address, len, Device::Host, owner)? };
+        region.file = Some((NEXT.fetch_add(1, Ordering::Relaxed), file));
+        Ok(region)
+    }
+
+    /// The file that another process can map to read the region, and its number.
+    pub fn file(&self) -> Option<(u32, BorrowedFd<'_>)> {
+        self.file.as_ref().map(|(id, file)| (*id, file.as_fd()))
     }
 
     pub fn len(&self) -> u64 {
@@ -121,6 +149,35 @@ impl Region {
         // SAFETY: `at` has checked the range, and `from` is memory of its own.
         unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), into, from.len()) };
         Ok(())
+    }
+
+    /// Copies bytes to memory that is no Rust object.
+    ///
+    /// # Safety
+    /// `into` must be valid for writes of `len` bytes, none of which lie in this region.
+    pub unsafe fn copy_out(&self, offset: u64, into: *mut u8, len: u64) -> Result<(), Error> {
+        let from = self.at("offset", offset, len)?;
+        let _shared = self.access.read().unwrap_or_else(PoisonError::into_inner);
+        // SAFETY: `at` has checked the range, and the caller promises the other one.
+        unsafe { std::ptr::copy_nonoverlapping(from, into, len as usize) };
+        Ok(())
+    }
+
+    /// Copies bytes from memory that is no Rust object.
+    ///
+    /// # Safety
+    /// `from` must be valid for reads of `len` bytes, none of which lie in this region.
+    pub unsafe fn copy_in(&self, offset: u64, from: *const u8, len: u64) -> Result<(), Error> {
+        let into = self.at("offset", offset, len)?;
+        let _alone = self.access.write().unwrap_or_else(PoisonError::into_inner);
+        // SAFETY: as above.
+        unsafe { std::ptr::copy_nonoverlapping(from, into, len as usize) };
+        Ok(())
+    }
+
+    /// The address of a range of host memory, for the kernel. None: it is not inside, or not the host's.
+    pub fn host_span(&self, offset: u64, len: u64) -> Option<usize> {
+        self.at("offset", offset, len).ok().map(|start| start as usize)
     }
 
     /// Copies between regions, or inside one; the ranges may overlap.

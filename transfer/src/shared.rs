@@ -22,7 +22,8 @@ pub struct PeerEvent {
 /// What the builder fixed.
 #[derive(Clone)]
 pub(crate) struct Config {
-    pub secret: Option<Vec<u8>>,
+    /// The hash of the shared secret.
+    pub secret: Option<[u8; 32]>,
     pub heartbeat_interval: Duration,
     pub heartbeat_timeout: Duration,
     pub connect_timeout: Duration,

@@ -1,6 +1,6 @@
 //! The locks that counters, queues and completions are built on. The `loom` crate compiles the same modules over loom's.
 
-pub use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+pub use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering, fence};
 pub use std::sync::{Condvar, Mutex, MutexGuard};
 
 use std::sync::PoisonError;
@@ -17,4 +17,17 @@ pub fn wait_timeout<'a, T>(
     timeout: std::time::Duration,
 ) -> MutexGuard<'a, T> {
     condvar.wait_timeout(guard, timeout).unwrap_or_else(PoisonError::into_inner).0
+}
+
+/// Looks this often before a thread goes to sleep. Each look gives the processor away, so that nobody waits for this thread.
+const LOOKS: u32 = 60;
+
+/// Looks for a moment whether something holds.
+pub fn look_on(holds: impl Fn() -> bool) {
+    for _ in 0..LOOKS {
+        if holds() {
+            return;
+        }
+        std::thread::yield_now();
+    }
 }

@@ -1,6 +1,7 @@
 //! Calls into the operating system that Rust's library does not have.
 #![allow(unsafe_code)]
 
+use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::sync::Once;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -110,6 +111,53 @@ pub(crate) fn wait_readable(descriptors: &mut [libc::pollfd], timeout: Duration)
     let count = descriptors.len() as libc::nfds_t;
     // SAFETY: the list has that many entries, it and the time live through the call, and no mask is given.
     unsafe { libc::ppoll(descriptors.as_mut_ptr(), count, &timeout, std::ptr::null()) };
+}
+
+/// Which of many connections have something to say.
+pub(crate) struct Selector {
+    epoll: OwnedFd,
+}
+
+impl Selector {
+    pub fn new() -> io::Result<Self> {
+        // SAFETY: a call without pointers; the descriptor is new and nobody else's.
+        Ok(Self { epoll: unsafe { OwnedFd::from_raw_fd(checked(libc::epoll_create1(libc::EPOLL_CLOEXEC))?) } })
+    }
+
+    /// Watches a descriptor until it is closed.
+    pub fn add(&self, descriptor: &impl AsRawFd, name: u64) -> io::Result<()> {
+        let mut event = libc::epoll_event { events: libc::EPOLLIN as u32, u64: name };
+        let raw = descriptor.as_raw_fd();
+        // SAFETY: both descriptors are open, and the event lives through the call.
+        checked(unsafe { libc::epoll_ctl(self.epoll.as_raw_fd(), libc::EPOLL_CTL_ADD, raw, &raw mut event) })?;
+        Ok(())
+    }
+
+    /// Ends that. Closing the descriptor is not enough where a fork has a copy of it.
+    pub fn remove(&self, descriptor: &impl AsRawFd) {
+        let (epoll, raw) = (self.epoll.as_raw_fd(), descriptor.as_raw_fd());
+        // SAFETY: both descriptors are open. It fails only for what is not watched.
+        unsafe { libc::epoll_ctl(epoll, libc::EPOLL_CTL_DEL, raw, std::ptr::null_mut()) };
+    }
+
+    /// Appends the names of those that are ready now.
+    pub fn ready(&self, names: &mut Vec<u64>) {
+        let mut events = [libc::epoll_event { events: 0, u64: 0 }; 64];
+        // SAFETY: there is room for that many events.
+        let count = unsafe { libc::epoll_wait(self.epoll.as_raw_fd(), events.as_mut_ptr(), 64, 0) };
+        names.extend(events.iter().take(usize::try_from(count).unwrap_or(0)).map(|event| event.u64));
+    }
+}
+
+impl AsRawFd for Selector {
+    fn as_raw_fd(&self) -> RawFd {
+        self.epoll.as_raw_fd()
+    }
+}
+
+/// What a call of the system returned, or why it failed.
+pub(crate) fn checked(code: libc::c_int) -> io::Result<libc::c_int> {
+    if code < 0 { Err(io::Error::last_os_error()) } else { Ok(code) }
 }
 
 /// The processors that the calling thread may use.

@@ -40,7 +40,9 @@ fn a_c_program_transfers() {
     compile.arg(root.join("tests/capi_program.c")).arg(&library).args(["-lpthread", "-o"]).arg(&program);
     compile.arg(format!("-Wl,-rpath,{}", library.parent().unwrap().display()));
     if run(&mut compile).is_some() {
-        assert_eq!(run(&mut Command::new(&program)), Some("all is well\n".into()));
+        for provider in ["sim", "shm"] {
+            assert_eq!(run(Command::new(&program).arg(provider)), Some("all is well\n".into()), "{provider}");
+        }
     }
     std::fs::remove_dir_all(folder).unwrap();
 }

@@ -78,11 +78,13 @@ static pt_submit with(waiter *w, int has_imm, uint32_t imm) {
   return submit;
 }
 
-int main(void) {
+/* The provider is its argument. */
+int main(int count, char **arguments) {
+  CHECK(count == 2);
   CHECK(pt_abi_version() == PT_ABI_VERSION);
   pt_network *network;
   OK(pt_network_create(7, &network));
-  pt_engine_options options = {.size = sizeof options, .provider = "sim", .nics = 2, .network = network, .secret = "abc", .secret_len = 3};
+  pt_engine_options options = {.size = sizeof options, .provider = arguments[1], .nics = 2, .network = network, .secret = "abc", .secret_len = 3};
   pt_engine *a, *b;
   OK(pt_engine_create(&options, &a));
   OK(pt_engine_create(&options, &b));
@@ -175,6 +177,7 @@ int main(void) {
   CHECK(pt_submit_barrier(a, group, barrier, 1, &submit, NULL) == PT_INVALID);
   CHECK(pt_engine_create(NULL, &a) == PT_INVALID && pt_engine_create(&options, NULL) == PT_INVALID);
   pt_engine_options wrong = options;
+  wrong.provider = "sim";
   wrong.network = NULL;
   CHECK(pt_engine_create(&wrong, &a) == PT_INVALID && strstr(pt_last_error(), "network"));
   wrong.provider = "carrier_pigeon";
@@ -186,6 +189,13 @@ int main(void) {
   OK(pt_submit_single_write(a, 1, src, 0, desc, 0, &submit, NULL));
   wait_for(&done, 7);
   CHECK(done.status == PT_TRANSFER && strstr(done.words, "not registered"));
+
+  submit = with(&done, 0, 0);
+  OK(pt_engine_address(a, addresses[1], &lens[1]));
+  OK(pt_fence(b, addresses[1], lens[1], &submit));
+  wait_for(&done, 8);
+  CHECK(done.status == PT_OK);
+  CHECK(pt_fence(b, addresses[1], 3, &submit) == PT_INVALID);
 
   char text[16384];
   len = sizeof text;

@@ -1,4 +1,4 @@
-//! The libfabric provider, with its software networks `tcp`, `net` and `shm`: inside one process and between processes.
+//! The libfabric provider, with its software networks `tcp` and `net`: inside one process and between processes.
 //!
 //! Without libfabric on the machine each test says so and ends.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
@@ -8,18 +8,17 @@ mod common;
 use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
-use common::process::{Other, all_operations, be_the_other, filled, read};
+use common::process::{Other, all_operations, be_the_other, filled, processor_time, read};
 use common::*;
 use putget_transfer::{
     Builder, DeviceGroup, Done, Engine, Error, Flag, MrDesc, NetworkError, Options, Pages, Reason, Refusal, ScatterDst,
 };
 
-const PROVIDERS: [&str; 3] = ["tcp", "net", "shm"];
+const PROVIDERS: [&str; 2] = ["tcp", "net"];
 
 fn fabric(provider: &str, nics: usize) -> Builder {
-    let source = (provider != "shm").then_some("127.0.0.1");
     Engine::builder()
-        .group(DeviceGroup::libfabric(provider, &vec![source; nics]))
+        .group(DeviceGroup::libfabric(provider, &vec![Some("127.0.0.1"); nics]))
         .heartbeat(Duration::from_millis(100), Duration::from_secs(3))
         .connect_timeout(Duration::from_secs(3))
         .grace(Duration::from_millis(500))
@@ -219,13 +218,6 @@ fn a_target_that_sleeps_keeps_up_with_one_that_does_not() {
     }
 }
 
-/// Processor time that a process has used, in hundredths of a second.
-fn used(process: u32) -> u64 {
-    let stat = std::fs::read_to_string(format!("/proc/{process}/stat")).unwrap();
-    let fields = stat.rsplit_once(')').unwrap().1.split_whitespace();
-    fields.skip(11).take(2).map(|ticks| ticks.parse::<u64>().unwrap()).sum()
-}
-
 /// When workers looked every 50 us for ever, this was a quarter of a processor.
 #[test]
 fn an_idle_engine_uses_hardly_any_processor_time() {
@@ -234,9 +226,9 @@ fn an_idle_engine_uses_hardly_any_processor_time() {
         let other = Other::start(provider);
         assert_eq!(outcome(|done| a.submit_barrier(None, 1, &[&other.desc], &within(LONG), done)), Ok(()));
         std::thread::sleep(Duration::from_millis(300));
-        let before = used(other.process());
+        let before = processor_time(other.process());
         std::thread::sleep(Duration::from_secs(2));
-        let share = (used(other.process()) - before) as f64 / 200.0;
+        let share = (processor_time(other.process()) - before) as f64 / 200.0;
         assert!(share < 0.12, "{provider}: {share} of a processor");
     }
 }
@@ -267,13 +259,4 @@ fn kill_9_is_noticed_and_a_new_process_is_a_new_peer() {
         }
         assert_eq!(write(&other.desc), Ok(()), "{provider}");
     }
-}
-
-#[test]
-fn shm_refuses_engines_of_one_process() {
-    let Some([a, b]) = engines("shm", 1) else { return };
-    let connect = |to: &Engine| outcome(|done| a.add_peer_group(&[to.main_address()], &within(LONG), done));
-    assert_eq!(connect(&a), Ok(()));
-    let error = failure(connect(&b));
-    assert!(error.to_string().contains("shm connects processes"), "{error}");
 }

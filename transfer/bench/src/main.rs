@@ -1,6 +1,6 @@
-//! `putget-transfer bench`: rates and latencies of one-sided writes, over the simulated network and libfabric.
+//! `putget-transfer bench`: rates and latencies of one-sided writes, over the simulated network, TCP, shared memory and libfabric.
 //!
-//! Over libfabric the target is another process, which this program starts. Every size is checked byte by byte before it is
+//! Except in the simulated network the target is another process, which this program starts. Every size is checked byte by byte before it is
 //! timed.
 
 mod bare;
@@ -43,6 +43,9 @@ enum Command {
         /// Seconds for each size
         #[arg(long, default_value_t = 1.0)]
         seconds: f64,
+        /// Smallest single write in bytes; the next ones are twice as long each
+        #[arg(long, default_value_t = 64 << 10, value_parser = clap::value_parser!(u64).range(1..))]
+        smallest: u64,
         /// Largest single write in bytes
         #[arg(long, default_value_t = 32 << 20)]
         largest: u64,
@@ -65,7 +68,7 @@ enum Command {
         #[arg(long)]
         plot: Option<PathBuf>,
     },
-    /// Measure what the engine itself costs a write, and how soon a target knows of one (sim, tcp and net, in one process)
+    /// Measure what the engine itself costs a write, and how soon a target knows of one (sim, tcp, net and shm, in one process)
     Notify {
         #[arg(long, value_enum)]
         provider: Provider,
@@ -89,7 +92,7 @@ enum Command {
         #[arg(long, default_value_t = 5.0)]
         seconds: f64,
     },
-    /// Measure barrier and scatter in a group of many peers (sim, tcp and net, in one process)
+    /// Measure barrier and scatter in a group of many peers (sim, tcp, net and shm, in one process)
     Group {
         #[arg(long, value_enum)]
         provider: Provider,
@@ -144,6 +147,7 @@ struct Plan {
     nics: u8,
     source: String,
     time: Duration,
+    smallest: u64,
     largest: u64,
     /// Those of the sizes that are measured; all if empty.
     sizes: Vec<u64>,
@@ -160,8 +164,8 @@ fn main() -> Outcome<()> {
         Command::Group { provider, source, peers, rounds } => group::run(provider, &source, peers.into(), rounds),
         Command::Idle { provider, source, seconds } => {
             let time = Duration::try_from_secs_f64(seconds)?;
-            let (largest, window) = (4096, 1);
-            idle::run(&Plan { provider, nics: 1, source, time, largest, sizes: Vec::new(), window, busy_poll: false })
+            let (smallest, largest, window, sizes) = (4096, 4096, 1, Vec::new());
+            idle::run(&Plan { provider, nics: 1, source, time, smallest, largest, sizes, window, busy_poll: false })
         }
         Command::BareTarget { provider, source, len } => bare::serve(provider, &source, len),
         Command::Bench {
@@ -169,6 +173,7 @@ fn main() -> Outcome<()> {
             nics,
             source,
             seconds,
+            smallest,
             largest,
             sizes,
             window,
@@ -178,7 +183,8 @@ fn main() -> Outcome<()> {
             plot,
         } => {
             let time = Duration::try_from_secs_f64(seconds)?;
-            let plan = Plan { provider, nics, source, time, largest, sizes, window: window.into(), busy_poll };
+            let window = window.into();
+            let plan = Plan { provider, nics, source, time, smallest, largest, sizes, window, busy_poll };
             if measure::Shape::all(&plan).is_empty() {
                 return Err(format!("--sizes: {:?} came; none of them is a size that is measured", plan.sizes).into());
             }

@@ -54,7 +54,7 @@ impl Shape {
             std::iter::successors(Some(first), |len| Some(len * 2)).take_while(move |len| *len <= last)
         };
         let chosen = |shape: &Self| plan.sizes.is_empty() || plan.sizes.contains(&shape.parts().1);
-        let singles = up_to(64 << 10, plan.largest).map(Self::Single);
+        let singles = up_to(plan.smallest, plan.largest).map(Self::Single);
         singles.chain(up_to(1 << 10, 64 << 10).map(Self::Paged)).filter(chosen).collect()
     }
 

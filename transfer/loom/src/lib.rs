@@ -1,4 +1,4 @@
-//! Every interleaving of the engine's counters, queues and completions, by loom.
+//! Every interleaving of the engine's counters, queues and completions, and of the words that ranks of one host share, by loom.
 //!
 //! The modules are the engine's own files, compiled over loom's locks instead of the standard library's.
 #![cfg(test)]
@@ -6,20 +6,26 @@
 
 #[path = "../../src/counter.rs"]
 mod counter;
+#[path = "../../src/host/flags.rs"]
+mod flags;
 #[path = "../../src/once.rs"]
 mod once;
 #[path = "../../src/queue.rs"]
 mod queue;
 
+mod host_models;
 mod models;
 
 mod sync {
-    pub use loom::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+    pub use loom::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering, fence};
     pub use loom::sync::{Condvar, Mutex, MutexGuard};
 
     pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
         mutex.lock().unwrap()
     }
+
+    /// A wait without a look on is one of its interleavings.
+    pub fn look_on(_holds: impl Fn() -> bool) {}
 
     /// loom has no time: a wait ends by a notification or not at all, so a missed wake-up is found as a deadlock.
     pub fn wait_timeout<'a, T>(

@@ -77,12 +77,30 @@ class DeviceGroup:
     def sim(network: SimNetwork, nics: int) -> DeviceGroup:
         """Host memory behind 1 to 4 NICs of a simulated network."""
     @staticmethod
+    def tcp(sources: Sequence[str | None]) -> DeviceGroup:
+        """Host memory over TCP, one NIC for each of `sources`.
+
+        Args:
+            sources: Addresses of this machine; None is the one that leads to other machines.
+        """
+    @staticmethod
     def libfabric(provider: str, sources: Sequence[str | None]) -> DeviceGroup:
         """Host memory behind endpoints of a libfabric provider, one for each of `sources`.
 
         Args:
-            provider: "tcp", "shm" (between processes of one machine) or "efa".
+            provider: "net" or "efa". "tcp" and "shm" are putget's own and need no library: "shm" is `host` with as many
+                NICs as there are sources.
             sources: Addresses of this machine's NICs; None leaves the choice to the provider.
+        """
+    @staticmethod
+    def host(nics: int = 1) -> DeviceGroup:
+        """Host memory of ranks of one host, over shared memory.
+
+        Memory from `Engine.alloc_mr` travels fastest: peers map it. Other memory is copied through a ring, or read by
+        the kernel.
+
+        Args:
+            nics: 1 to 4. One is as fast as several.
         """
     @staticmethod
     def nvlink(ordinal: int) -> DeviceGroup:
@@ -156,7 +174,10 @@ class Engine:
     def alloc_mr(self, len: int) -> tuple[MrHandle, MrDesc]:
         """Allocate zeroed host memory and register it."""
     def dereg_mr(self, handle: MrHandle) -> None:
-        """End a registration: when this returns, nothing lands in the memory any more."""
+        """End a registration: when this returns, nothing lands in the memory any more.
+
+        Over libfabric (not tcp) the engine keeps the memory until it closes instead, because a write may still land.
+        """
     def submit_send(self, to: NetAddr, data: bytes, *, done: _Done = None, deadline_s: float | None = None) -> Transfer:
         """Send a message of at most `max_message` bytes. It is over when the receiver has taken a buffer for it."""
     def submit_recvs(self, len: int, count: int, callback: Callable[[str, bytes], object]) -> None:
@@ -216,6 +237,17 @@ class Engine:
         self, imm: int, count: int, *, deadline_s: float | None = None, done: _Done = None
     ) -> Transfer:
         """Wait until `imm` has arrived `count` times, earlier arrivals included; CountMissed after the deadline."""
+    def fence(self, peer: NetAddr, *, done: _Done = None) -> Transfer:
+        """Shut a peer out: when the transfer is over, nothing of the peer lands or counts here until a new connection.
+
+        The peer is the engine that the address belongs to, with all its device groups. It may have been stopped in the
+        middle of a write and go on later. A new connection is told as a peer event.
+
+        Raises:
+            ValueError: If the address belongs to another network.
+            TransferFailed: From the transfer, with `may_land`, where the network cannot stop the peer. Then the engine
+                keeps what the peer may write to until the peer event "it cannot write any more".
+        """
     def imm_count(self, imm: int) -> int: ...
     def reset_imm(self, imm: int) -> int:
         """Set a counter that nobody writes to any more back to 0; return what it was."""

@@ -33,8 +33,8 @@ impl Drop for PlacedContext {
 
 /// What the completion queue reports.
 pub(super) enum Completion {
-    /// A write of a peer has landed, with this immediate.
-    Immediate(u32),
+    /// A write of a peer has landed, with this immediate and, where the network carries so much, this tag above it.
+    Immediate { imm: u32, tag: Option<u32> },
     /// The operation of a slot is over; for a receive, with so many bytes.
     Done { slot: usize, len: usize },
     /// The operation of a slot has failed, with libfabric's code.
@@ -68,27 +68,22 @@ pub(super) struct Endpoint {
     stays_readable: bool,
     pub depth: usize,
     pub max_message: usize,
+    /// Immediates have 32 bits more, which say whose they are.
+    pub carries_tags: bool,
     mr_mode: i32,
-    /// Writes in flight that the provider is trusted with.
-    most_writes: usize,
-    /// The provider carries one short write at a time to a peer and refuses the others: libfabric's shm (1.17), whose refusals
-    /// take the lock that the peer needs.
-    pub short_writes_alone: bool,
-    /// A look holds the lock under which peers post, as long as it takes to fetch the bytes of their writes (libfabric's shm).
-    pub writers_wait: bool,
-    /// An immediate without bytes travels with a message of one byte: libfabric's shm gets stuck over no bytes at all.
-    imm_by_message: bool,
 }
 
 fn checked(library: &Library, what: &'static str, code: i32) -> Result<(), Error> {
     if code == 0 { Ok(()) } else { Err(Error::System { what, why: library.words(code as isize) }) }
 }
 
+/// Writes in flight that a provider is trusted with.
+const MOST_WRITES: usize = 128;
 /// Entries that one look at the completion queue takes.
 const BATCH: usize = 32;
 
 impl Endpoint {
-    /// Opens an endpoint of a provider ("tcp", "shm", "efa"). `source` is the address of the NIC, where the provider has any.
+    /// Opens an endpoint of a provider ("net", "efa"). `source` is the address of the NIC, where the provider has any.
     pub fn open(provider: &str, source: Option<&str>) -> Result<Self, Error> {
         let library = Library::open()?;
         let text = |argument: &'static str, text: &str| {
@@ -109,11 +104,8 @@ impl Endpoint {
             stays_readable: provider == "net",
             depth: 0,
             max_message: 0,
+            carries_tags: false,
             mr_mode: 0,
-            most_writes: if provider == "shm" { 16 } else { 128 },
-            short_writes_alone: provider == "shm",
-            writers_wait: provider == "shm",
-            imm_by_message: provider == "shm",
         };
         // SAFETY: without a model, dupinfo allocates a zeroed info with all its attributes.
         let hints = unsafe { (library.dupinfo)(null()) };
@@ -165,8 +157,9 @@ impl Endpoint {
                 let why = format!("it carries {} bytes of immediate; 4 are needed", attributes.cq_data_size);
                 return Err(Error::Unavailable { what: "this libfabric provider".into(), why });
             }
+            self.carries_tags = attributes.cq_data_size >= 8;
             self.mr_mode = attributes.mr_mode;
-            self.depth = (*(*info).tx_attr).size.clamp(1, self.most_writes);
+            self.depth = (*(*info).tx_attr).size.clamp(1, MOST_WRITES);
             self.max_message = (*(*info).ep_attr).max_msg_size;
             check("fi_fabric", (library.fabric)((*info).fabric_attr, &mut self.fabric, null_mut()))?;
             let opened = ((*(*self.fabric).ops).domain)(self.fabric, info, &mut self.domain, null_mut());
@@ -191,7 +184,7 @@ impl Endpoint {
                 wait_cond: 0,
                 wait_set: null_mut(),
             };
-            // tcp and net have descriptors to wait for; shm and efa have none.
+            // tcp and net have descriptors to wait for; efa has none.
             let mut waited = cq;
             waited.wait_obj = FI_WAIT_FD;
             let into = if self.stays_readable { &mut self.silent } else { &mut self.cq };
@@ -244,6 +237,12 @@ impl Endpoint {
             insert(self.av, address.as_ptr().cast(), 1, &mut inserted, 0, null_mut())
         };
         (count == 1 && inserted != FI_ADDR_UNSPEC).then_some(inserted)
+    }
+
+    /// Forgets a peer's address. Nobody may use its entry any more.
+    pub fn remove(&self, mut address: u64) {
+        // SAFETY: the entry came from `insert`.
+        let _ = unsafe { ((*(*self.av).ops).remove)(self.av, &mut address, 1, 0) };
     }
 
     /// Registers memory.
@@ -302,20 +301,21 @@ impl Endpoint {
     }
 
     /// Posts a message. One with an immediate has arrived when it completes.
-    fn send_message(
+    pub fn send_message(
         &self,
         memory: &Memory,
         (address, len): (usize, usize),
         to: u64,
-        imm: Option<u32>,
+        data: Option<u64>,
         context: &PlacedContext,
     ) -> isize {
         let local = libc::iovec { iov_base: address as *mut c_void, iov_len: len };
         let mut desc = Self::desc(memory);
-        let data = u64::from(imm.unwrap_or(0));
+        let has_data = data.is_some();
+        let data = data.unwrap_or(0);
         let context = context.0.cast();
         let message = Msg { iov: &local, desc: &mut desc, iov_count: 1, addr: to, context, data };
-        let flags = FI_COMPLETION | imm.map_or(0, |_| FI_REMOTE_CQ_DATA | FI_DELIVERY_COMPLETE);
+        let flags = FI_COMPLETION | if has_data { FI_REMOTE_CQ_DATA | FI_DELIVERY_COMPLETE } else { 0 };
         // SAFETY: as for `recv`; the message itself is read during the call only.
         unsafe { ((*(*self.ep).msg).sendmsg)(self.ep, &message, flags) }
     }
@@ -327,12 +327,9 @@ impl Endpoint {
         (address, len): (usize, usize),
         to: u64,
         (remote, key): (u64, u64),
-        imm: Option<u32>,
+        data: Option<u64>,
         context: &PlacedContext,
     ) -> isize {
-        if len == 0 && imm.is_some() && self.imm_by_message {
-            return self.send_message(memory, (address, 1), to, imm, context);
-        }
         let local = libc::iovec { iov_base: address as *mut c_void, iov_len: len };
         let remote = RmaIov { addr: remote, len, key };
         let mut desc = Self::desc(memory);
@@ -344,9 +341,9 @@ impl Endpoint {
             rma_iov: &remote,
             rma_iov_count: 1,
             context: context.0.cast(),
-            data: u64::from(imm.unwrap_or(0)),
+            data: data.unwrap_or(0),
         };
-        let flags = FI_COMPLETION | FI_DELIVERY_COMPLETE | if imm.is_some() { FI_REMOTE_CQ_DATA } else { 0 };
+        let flags = FI_COMPLETION | FI_DELIVERY_COMPLETE | if data.is_some() { FI_REMOTE_CQ_DATA } else { 0 };
         // SAFETY: as for `recv`; the message itself is read during the call only.
         unsafe { ((*(*self.ep).rma).writemsg)(self.ep, &message, flags) }
     }
@@ -391,8 +388,11 @@ impl Endpoint {
         for entry in entries.iter().take(count as usize) {
             // SAFETY: the provider has written so many entries.
             let entry = unsafe { entry.assume_init_ref() };
-            if entry.flags & FI_REMOTE_CQ_DATA != 0 {
-                report(Completion::Immediate(entry.data as u32));
+            // Anybody can send a message with such data; a write needs a key.
+            let written = entry.flags & FI_REMOTE_WRITE != 0;
+            if entry.flags & FI_REMOTE_CQ_DATA != 0 && written {
+                let tag = self.carries_tags.then_some((entry.data >> 32) as u32);
+                report(Completion::Immediate { imm: entry.data as u32, tag });
             }
             // A write of a peer has no operation of this side, and whatever else in the place of its context.
             let own = entry.flags & FI_REMOTE_CQ_DATA == 0 || entry.flags & (FI_RECV | FI_MSG) != 0;

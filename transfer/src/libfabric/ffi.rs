@@ -217,6 +217,9 @@ pub(super) struct AvAttr {
 pub(super) struct AvOps {
     pub size: usize,
     pub insert: unsafe extern "C" fn(*mut Av, *const c_void, usize, *mut u64, u64, *mut c_void) -> c_int,
+    pub insertsvc: Unused,
+    pub insertsym: Unused,
+    pub remove: unsafe extern "C" fn(*mut Av, *mut u64, usize, u64) -> c_int,
 }
 
 #[repr(C)]

@@ -1,24 +1,25 @@
 //! libfabric: reliable datagrams and one-sided writes over what it has a provider for.
 //!
-//! The software providers `tcp` and `shm` run anywhere. `efa` gets the settings that its hardware asks for.
+//! The software provider `net` runs anywhere. `efa` gets the settings that its hardware asks for.
 #![allow(unsafe_code)]
 
 #[cfg(feature = "bare")]
 pub mod bare;
 mod endpoint;
 mod ffi;
+mod links;
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
 
 use slab::Slab;
 
 use crate::error::{Error, NetworkError};
-use crate::provider::{Event, Limits, Link, LocalKey, Nic, Post, Registered, Wait, Waker, Write};
+use crate::provider::{Event, Limits, Link, LocalKey, Nic, Passes, Post, Registered, Wait, Waker, Write};
 use crate::region::Region;
 use endpoint::{Completion, Endpoint, Memory, PlacedContext};
 use ffi::FI_EAGAIN;
+use links::{PASS, tag_of};
 
 /// Longest frame in bytes, and how many receives are posted and sends may be in flight.
 const FRAME: usize = 16 << 10;
@@ -26,11 +27,6 @@ const RECEIVES: usize = 64;
 const SENDS: usize = 64;
 /// Longest write. Shorter pieces of a long transfer let others in between, and end sooner when it is cancelled.
 const MAX_WRITE: usize = 4 << 20;
-/// Longest write that shm copies through its own memory; longer ones the target fetches itself.
-const SHORT: u64 = 4096;
-/// How long memory is kept after its registration ended: a provider may be in the middle of receiving into it.
-const RETIREMENT: Duration = Duration::from_secs(10);
-
 enum Work {
     Receive(usize),
     Send {
@@ -41,7 +37,6 @@ enum Work {
     Write {
         token: u64,
         link: Link,
-        is_short: bool,
         _src: Arc<Region>,
     },
     /// Its connection was dropped and its end reported; only libfabric still has it.
@@ -58,7 +53,8 @@ struct Slot {
 
 struct Peer {
     address: u64,
-    open: bool,
+    /// None: a way to somebody who is not a peer yet.
+    passes: Option<Passes>,
 }
 
 /// Buffers that frames are received into and sent from.
@@ -91,25 +87,24 @@ pub(crate) struct FabricNic {
     unposted: Vec<usize>,
     slots: Slab<Slot>,
     writes: usize,
-    /// Those of them that are short.
-    short_writes: usize,
     /// Writes of peers that `has_moved` has seen.
     peer_writes: u64,
-    /// Writers get a moment before the next look.
-    pause: bool,
-    links: Vec<Peer>,
-    /// Peers are never taken out of libfabric's table: a connection may be in the middle of something.
+    links: HashMap<Link, Peer>,
+    next_link: usize,
+    /// Who may come in, by the pass and by what immediates carry of it.
+    admitted: HashMap<u64, Link>,
+    tags: HashMap<u32, Link>,
+    /// Peers are never taken out of libfabric's table: a connection may be in the middle of something. Strangers are.
     addresses: HashMap<Vec<u8>, u64>,
+    ways: VecDeque<(Vec<u8>, Link)>,
     regions: Vec<Option<(Memory, Arc<Region>)>>,
-    retired: VecDeque<(Instant, Arc<Region>)>,
+    /// What was registered. The endpoint may be in the middle of receiving into it, so it is kept until the endpoint is closed.
+    retired: Vec<Arc<Region>>,
     finished: Vec<Event>,
     /// Completions of one look: slots, and lengths or error codes. Kept for its memory.
     done: Vec<(usize, Result<usize, isize>)>,
-}
-
-/// The part of a shared-memory name that stands for the process: `fi_shm://PID:...`.
-fn process_of(name: &[u8]) -> Option<&[u8]> {
-    name.strip_prefix(b"fi_shm://")?.split(|byte| *byte == b':').next()
+    /// The immediates of one look, with what they carry of a pass.
+    immediates: Vec<(u32, Option<u32>)>,
 }
 
 /// A key that nobody can guess, for providers that let us choose.
@@ -138,20 +133,23 @@ impl FabricNic {
             unposted: (0..RECEIVES).collect(),
             slots: Slab::with_capacity(256),
             writes: 0,
-            short_writes: 0,
             peer_writes: 0,
-            pause: false,
-            links: Vec::new(),
+            links: HashMap::new(),
+            next_link: 0,
+            admitted: HashMap::new(),
+            tags: HashMap::new(),
             addresses: HashMap::new(),
+            ways: VecDeque::new(),
             regions: Vec::new(),
-            retired: VecDeque::new(),
+            retired: Vec::new(),
             finished: Vec::new(),
             done: Vec::new(),
+            immediates: Vec::new(),
         })
     }
 
     fn address(&self, link: Link) -> Result<u64, Post> {
-        let peer = self.links.get(link.0).filter(|peer| peer.open);
+        let peer = self.links.get(&link);
         peer.map(|peer| peer.address).ok_or(Post::Failed(NetworkError::Disconnected))
     }
 
@@ -208,7 +206,7 @@ impl FabricNic {
                 if let Ok(len @ 1..) = result {
                     let mut bytes = vec![0; len.min(FRAME)];
                     if self.receives.region.read((frame * FRAME) as u64, &mut bytes).is_ok() {
-                        events.push(Event::Received(bytes));
+                        self.take(&bytes, events);
                     }
                 }
                 self.unposted.push(frame);
@@ -218,9 +216,8 @@ impl FabricNic {
                 let result = result.map(|_| ()).map_err(|code| failed(self, code));
                 events.push(Event::Completed { token, result });
             }
-            Work::Write { token, is_short, .. } => {
+            Work::Write { token, .. } => {
                 self.writes -= 1;
-                self.short_writes -= usize::from(is_short);
                 let result = result.map(|_| ()).map_err(|code| failed(self, code));
                 events.push(Event::Completed { token, result });
             }
@@ -235,7 +232,8 @@ impl Nic for FabricNic {
     }
 
     fn limits(&self) -> Limits {
-        Limits { max_write: self.endpoint.max_message.min(MAX_WRITE) as u64, max_message: FRAME }
+        let max_message = FRAME - PASS;
+        Limits { max_write: self.endpoint.max_message.min(MAX_WRITE) as u64, max_message }
     }
 
     fn wait(&mut self, _waker: Waker) -> Wait {
@@ -263,46 +261,36 @@ impl Nic for FabricNic {
         let registered = self.regions.get_mut(key.0).and_then(Option::take);
         let (memory, region) =
             registered.ok_or_else(|| Error::argument("handle", "it is not registered on this NIC"))?;
-        self.retired.push_back((Instant::now(), region));
+        self.retired.push(region);
         self.endpoint.deregister(&memory)
     }
 
-    fn connect(&mut self, endpoint: &[u8]) -> Result<Link, NetworkError> {
-        // All addresses of one provider and network have the same form; libfabric reads as much as that form has. Names of
-        // shared memory differ in length and end with a zero.
-        let text = self.name.starts_with(b"fi_");
-        let right = if text { endpoint.ends_with(b"\0") } else { endpoint.len() == self.name.len() };
-        if !right {
-            return Err(NetworkError::Unreachable);
-        }
-        // Between endpoints of one process libfabric's shm uses plain pointers, which outlive the endpoint that they point to.
-        if text && endpoint != self.name && process_of(endpoint) == process_of(&self.name) {
-            return Err(NetworkError::Other("shm connects processes, not engines of one process".into()));
-        }
-        let address = match self.addresses.get(endpoint) {
-            Some(address) => *address,
-            None => {
-                let address = self.endpoint.insert(endpoint).ok_or(NetworkError::Unreachable)?;
-                self.addresses.insert(endpoint.to_vec(), address);
-                address
-            }
-        };
-        self.links.push(Peer { address, open: true });
-        Ok(Link(self.links.len() - 1))
+    fn greet(&mut self, endpoint: &[u8]) -> Result<Link, NetworkError> {
+        let address = self.find(endpoint)?;
+        Ok(self.name_link(Peer { address, passes: None }))
+    }
+
+    fn connect(&mut self, endpoint: &[u8], passes: Passes) -> Result<Link, NetworkError> {
+        let address = self.find(endpoint)?;
+        let link = self.name_link(Peer { address, passes: Some(passes) });
+        self.admitted.insert(passes.own, link);
+        self.tags.insert(tag_of(passes.own), link);
+        Ok(link)
     }
 
     fn disconnect(&mut self, link: Link) {
-        if let Some(peer) = self.links.get_mut(link.0) {
-            peer.open = false;
+        let Some(peer) = self.links.remove(&link) else { return };
+        if let Some(passes) = peer.passes {
+            self.admitted.remove(&passes.own);
+            self.tags.remove(&tag_of(passes.own));
         }
         for (_, slot) in &mut self.slots {
             let (token, orphan) = match &slot.work {
                 Work::Send { token, link: own, frame } if *own == link => {
                     (*token, Work::Orphan { frame: Some(*frame), _src: None })
                 }
-                Work::Write { token, link: own, is_short, _src } if *own == link => {
+                Work::Write { token, link: own, _src } if *own == link => {
                     self.writes -= 1;
-                    self.short_writes -= usize::from(*is_short);
                     (*token, Work::Orphan { frame: None, _src: Some(Arc::clone(_src)) })
                 }
                 _ => continue,
@@ -311,11 +299,18 @@ impl Nic for FabricNic {
             // What libfabric has begun cannot be taken back.
             self.finished.push(Event::Completed { token, result: Err((NetworkError::Disconnected, true)) });
         }
+        if peer.passes.is_some() {
+            // The endpoint takes writes from whoever has a key, and libfabric has no way to close one peer's connection.
+            self.finished.push(Event::Ended { link, held: true });
+        }
     }
 
     fn send(&mut self, link: Link, bytes: Vec<u8>, token: u64) -> Result<(), Post> {
         let to = self.address(link)?;
         let frame = self.free_sends.pop().ok_or(Post::Full)?;
+        let mut bytes = bytes;
+        let prefix = self.prefix(link);
+        bytes.splice(..0, prefix);
         let copied = self.sends.region.write((frame * FRAME) as u64, &bytes);
         let len = bytes.len();
         let posted = match copied {
@@ -335,22 +330,19 @@ impl Nic for FabricNic {
 
     fn write(&mut self, write: &Write<'_>) -> Result<(), Post> {
         let to = self.address(write.link)?;
-        let is_short = self.endpoint.short_writes_alone && write.len <= SHORT;
-        if self.writes >= self.endpoint.depth || (is_short && self.short_writes > 0) {
+        if self.writes >= self.endpoint.depth {
             return Err(Post::Full);
         }
-        let work = Work::Write { token: write.token, link: write.link, is_short, _src: Arc::clone(write.src) };
+        let work = Work::Write { token: write.token, link: write.link, _src: Arc::clone(write.src) };
         let local = (write.src.address() + write.src_offset as usize, write.len as usize);
+        let data = write.imm.map(|imm| self.data(write.link, imm));
         let posted = self.post(work, |nic, context| match nic.regions.get(write.src_key.0) {
-            Some(Some((memory, _))) => {
-                nic.endpoint.write(memory, local, to, (write.dst, write.rkey), write.imm, context)
-            }
+            Some(Some((memory, _))) => nic.endpoint.write(memory, local, to, (write.dst, write.rkey), data, context),
             _ => -(libc::EINVAL as isize),
         });
         match posted {
             Ok(()) => {
                 self.writes += 1;
-                self.short_writes += usize::from(is_short);
                 Ok(())
             }
             Err(code) => Err(self.refusal(code)),
@@ -358,17 +350,14 @@ impl Nic for FabricNic {
     }
 
     fn poll(&mut self, events: &mut Vec<Event>) {
-        if std::mem::take(&mut self.pause) {
-            std::thread::yield_now();
-        }
         self.post_receives();
         events.append(&mut self.finished);
-        let before = events.len();
+        let mut immediates = std::mem::take(&mut self.immediates);
         let mut done = std::mem::take(&mut self.done);
         // Bounded, so that a flood of completions does not keep new submissions waiting.
         for _ in 0..8 {
             let more = self.endpoint.poll(|completion| match completion {
-                Completion::Immediate(imm) => events.push(Event::Immediate(imm)),
+                Completion::Immediate { imm, tag } => immediates.push((imm, tag)),
                 Completion::Done { slot, len } => done.push((slot, Ok(len))),
                 Completion::Failed { slot, code } => done.push((slot, Err(code))),
             });
@@ -376,13 +365,10 @@ impl Nic for FabricNic {
                 break;
             }
         }
-        // Immediates alone: this side only receives.
-        self.pause = self.endpoint.writers_wait && done.is_empty() && events.len() > before;
+        immediates.drain(..).for_each(|(imm, tag)| self.count(imm, tag, events));
+        self.immediates = immediates;
         done.drain(..).for_each(|(slot, result)| self.complete(slot, result, events));
         self.done = done;
-        while self.retired.front().is_some_and(|(since, _)| since.elapsed() > RETIREMENT) {
-            self.retired.pop_front();
-        }
     }
 }
 

@@ -6,6 +6,7 @@ use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 
 use super::control::{Control, complete};
+use crate::sys::checked;
 
 /// Bytes that may wait to be sent before more is refused.
 const BACKLOG: usize = 1 << 20;
@@ -13,10 +14,6 @@ const BACKLOG: usize = 1 << 20;
 const SIP: usize = 256 << 10;
 /// Descriptors that may wait to leave, or have come and not been taken.
 const MOST_FILES: usize = 64;
-
-fn checked(code: libc::c_int) -> io::Result<libc::c_int> {
-    if code < 0 { Err(io::Error::last_os_error()) } else { Ok(code) }
-}
 
 fn socket() -> io::Result<OwnedFd> {
     let kind = libc::SOCK_STREAM | libc::SOCK_NONBLOCK | libc::SOCK_CLOEXEC;
@@ -266,7 +263,8 @@ impl Channel {
             let mut message: libc::msghdr = std::mem::zeroed();
             (message.msg_iov, message.msg_iovlen) = (&raw mut part, 1);
             message.msg_control = ancillary.as_mut_ptr().cast();
-            message.msg_controllen = libc::CMSG_SPACE(size_of::<RawFd>() as u32) as usize;
+            // Exactly one: the padding of CMSG_SPACE would let in a second descriptor, which nobody would close.
+            message.msg_controllen = libc::CMSG_LEN(size_of::<RawFd>() as u32) as usize;
             let got = libc::recvmsg(self.socket.as_raw_fd(), &raw mut message, libc::MSG_CMSG_CLOEXEC);
             let Ok(got) = usize::try_from(got) else { return Err(io::Error::last_os_error()) };
             let head = libc::CMSG_FIRSTHDR(&raw const message);
@@ -324,35 +322,6 @@ impl AsRawFd for Channel {
     }
 }
 
-/// Which of many connections have something to say.
-pub(super) struct Selector {
-    epoll: OwnedFd,
-}
-
-impl Selector {
-    pub fn new() -> io::Result<Self> {
-        // SAFETY: a call without pointers; the descriptor is new and nobody else's.
-        Ok(Self { epoll: unsafe { OwnedFd::from_raw_fd(checked(libc::epoll_create1(libc::EPOLL_CLOEXEC))?) } })
-    }
-
-    /// Watches a descriptor until it is closed.
-    pub fn add(&self, descriptor: &impl AsRawFd, name: u64) -> io::Result<()> {
-        let mut event = libc::epoll_event { events: libc::EPOLLIN as u32, u64: name };
-        let raw = descriptor.as_raw_fd();
-        // SAFETY: both descriptors are open, and the event lives through the call.
-        checked(unsafe { libc::epoll_ctl(self.epoll.as_raw_fd(), libc::EPOLL_CTL_ADD, raw, &raw mut event) })?;
-        Ok(())
-    }
-
-    /// Appends the names of those that are ready now.
-    pub fn ready(&self, names: &mut Vec<u64>) {
-        let mut events = [libc::epoll_event { events: 0, u64: 0 }; 64];
-        // SAFETY: there is room for that many events.
-        let count = unsafe { libc::epoll_wait(self.epoll.as_raw_fd(), events.as_mut_ptr(), 64, 0) };
-        names.extend(events.iter().take(usize::try_from(count).unwrap_or(0)).map(|event| event.u64));
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::super::control::decode;
@@ -365,12 +334,12 @@ mod tests {
     fn pair(what: &str) -> (Channel, Channel) {
         let listener = Listener::bind(&name(what)).unwrap();
         let file = std::fs::File::open("/dev/null").unwrap();
-        let one = Channel::connect(&name(what), &Control::Hello { process: 3 }, file.as_fd()).unwrap();
+        let one = Channel::connect(&name(what), &Control::Hello { process: 3, pass: 1 }, file.as_fd()).unwrap();
         let mut two = listener.accept().unwrap();
         assert!(listener.accept().is_none());
         assert!(one.is_within_process() && two.is_within_process());
         two.receive();
-        assert_eq!(decode(&two.next_frame().unwrap()), Ok(Control::Hello { process: 3 }));
+        assert_eq!(decode(&two.next_frame().unwrap()), Ok(Control::Hello { process: 3, pass: 1 }));
         assert!(two.take_file().is_some());
         (one, two)
     }
@@ -470,7 +439,7 @@ mod tests {
     #[test]
     fn nobody_is_there() {
         let file = std::fs::File::open("/dev/null").unwrap();
-        assert!(Channel::connect(&name("nobody"), &Control::Hello { process: 3 }, file.as_fd()).is_err());
+        assert!(Channel::connect(&name("nobody"), &Control::Hello { process: 3, pass: 1 }, file.as_fd()).is_err());
         assert!(Listener::bind(&[b'x'; 200]).is_err());
     }
 }

@@ -10,7 +10,7 @@ pub(super) const MAX_FRAME: usize = 160 << 10;
 /// Most bytes of host memory that one frame writes.
 pub(super) const MAX_PUT: usize = 128 << 10;
 const HEADER: usize = 4;
-const VERSION: u8 = 2;
+const VERSION: u8 = 3;
 
 /// Where a registered region is, as its owner answers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -30,8 +30,9 @@ pub(super) enum Place {
 /// One frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Control<'a> {
-    /// The first frame of a connection. The ring of immediates comes with it. `process` tells one process from another.
-    Hello { process: u64 },
+    /// The first frame of a connection. The ring of immediates comes with it. `process` tells one process from another. `pass` is what lets
+    /// the sender in; 0 stands for a way, which carries messages alone, in both directions.
+    Hello { process: u64, pass: u64 },
     /// A two-sided message.
     Message(&'a [u8]),
     /// Where is the region with this key?
@@ -57,7 +58,7 @@ impl Control<'_> {
     pub fn write(&self, into: &mut impl Extend<u8>) {
         let writer = Writer::default();
         let (kind, body) = match *self {
-            Self::Hello { process } => (1, writer.u8(VERSION).u64(process)),
+            Self::Hello { process, pass } => (1, writer.u8(VERSION).u64(process).u64(pass)),
             Self::Message(bytes) => (2, writer.bytes(bytes)),
             Self::Resolve { rkey } => (3, writer.u64(rkey)),
             Self::Region { rkey, place } => {
@@ -114,7 +115,7 @@ pub(super) fn decode(bytes: &[u8]) -> Result<Control<'_>, DecodeError> {
     };
     let frame = match reader.u8()? {
         1 => match reader.u8()? {
-            VERSION => Control::Hello { process: reader.u64()? },
+            VERSION => Control::Hello { process: reader.u64()?, pass: reader.u64()? },
             other => return Err(DecodeError::Version(other)),
         },
         2 => Control::Message(reader.rest()),
@@ -184,7 +185,7 @@ mod tests {
         ];
         let regions = places.map(|place| Control::Region { rkey: 4, place });
         let others = [
-            Control::Hello { process: 1 },
+            Control::Hello { process: 1, pass: 7 },
             Control::Message(b"text"),
             Control::Message(b""),
             Control::Resolve { rkey: u64::MAX },

@@ -1,12 +1,13 @@
 //! This process as a target: one connection of a writer.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::os::fd::{AsRawFd, OwnedFd};
+use std::time::Instant;
 
 use super::channel::Channel;
 use super::control::{Control, Place, decode};
 use super::ring::RingReader;
-use crate::provider::Event;
+use crate::provider::{Event, Link, MAX_GREETING};
 
 /// What a writer asks of the memory that is registered here.
 pub(super) trait Memory {
@@ -20,19 +21,40 @@ pub(super) trait Memory {
     fn put(&self, rkey: u64, offset: u64, bytes: &[u8]) -> u8;
 }
 
+/// Whose connection it is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Admission {
+    /// Nothing has been said yet.
+    Unknown,
+    /// Somebody who is not a peer.
+    Stranger,
+    /// It has presented a pass that stands for nothing, so far.
+    Waiting(u64),
+    /// A peer's.
+    Peer(Link),
+    /// A peer's that has been shut out: it can let go of memory and nothing else.
+    Fenced,
+}
+
 /// A connection that another process has made.
 pub(super) struct Incoming {
     channel: Channel,
     /// None until its first frame has come.
     ring: Option<RingReader>,
     process: u64,
+    admission: Admission,
+    pub since: Instant,
     /// Device memory that the writer has been told of and has not released.
     told: HashSet<u64>,
 }
 
+/// Who comes in with which pass.
+pub(super) type Passes = HashMap<u64, Link>;
+
 impl Incoming {
     pub fn new(channel: Channel) -> Self {
-        Self { channel, ring: None, process: 0, told: HashSet::new() }
+        let (admission, since) = (Admission::Unknown, Instant::now());
+        Self { channel, ring: None, process: 0, admission, since, told: HashSet::new() }
     }
 
     pub fn descriptor(&self) -> &impl AsRawFd {
@@ -43,10 +65,52 @@ impl Incoming {
         self.channel.is_closed()
     }
 
+    /// Says whether it has proved nothing.
+    pub fn is_stranger(&self) -> bool {
+        matches!(self.admission, Admission::Unknown | Admission::Stranger | Admission::Waiting(_))
+    }
+
+    pub fn is_of(&self, link: Link) -> bool {
+        self.admission == Admission::Peer(link)
+    }
+
+    pub fn is_fenced(&self) -> bool {
+        self.admission == Admission::Fenced
+    }
+
+    /// Says whether the writer has been shut out and has let go of everything.
+    pub fn is_shut_out(&self) -> bool {
+        self.is_fenced() && !self.may_write_any()
+    }
+
+    pub fn waits_for(&self, pass: u64) -> bool {
+        self.admission == Admission::Waiting(pass)
+    }
+
+    pub fn close(&mut self) {
+        self.channel.close();
+    }
+
+    /// Shuts the writer out: nothing of it counts any more, and it is asked to let go of all memory.
+    pub fn fence(&mut self) {
+        self.admission = Admission::Fenced;
+        self.ring = None;
+        for rkey in self.told.clone() {
+            self.channel.queue(&Control::Revoke { rkey });
+        }
+        self.channel.flush();
+        self.since = Instant::now();
+    }
+
+    /// Answers a stranger.
+    pub fn send(&mut self, bytes: &[u8]) -> bool {
+        self.answer(&Control::Message(bytes)).is_some()
+    }
+
     /// Takes the immediates that have come.
     pub fn poll(&mut self, events: &mut Vec<Event>) {
-        if let Some(ring) = &mut self.ring
-            && ring.take(|imm| events.push(Event::Immediate(imm))).is_err()
+        if let (Some(ring), Admission::Peer(link)) = (&mut self.ring, self.admission)
+            && ring.take(|imm| events.push(Event::Immediate { link, imm })).is_err()
         {
             self.channel.close();
         }
@@ -55,46 +119,78 @@ impl Incoming {
         }
     }
 
-    /// What the writer says.
-    pub fn receive(&mut self, memory: &impl Memory, events: &mut Vec<Event>) {
+    /// What the writer says. `way` is the name under which a stranger is answered.
+    pub fn receive(&mut self, memory: &impl Memory, passes: &Passes, way: Link, events: &mut Vec<Event>) {
+        if let Admission::Waiting(pass) = self.admission {
+            // What it has to say stays in its socket until then.
+            let Some(link) = passes.get(&pass) else { return };
+            self.admission = Admission::Peer(*link);
+        }
         self.channel.receive();
         while let Some(frame) = self.channel.next_frame() {
-            if self.obey(&frame, memory, events).is_none() {
+            if self.obey(&frame, memory, way, events).is_none() {
                 self.channel.close();
+            }
+            if let Admission::Waiting(pass) = self.admission {
+                let Some(link) = passes.get(&pass) else { break };
+                self.admission = Admission::Peer(*link);
             }
         }
         self.channel.flush();
     }
 
     /// None: the writer does not keep to the rules.
-    fn obey(&mut self, frame: &[u8], memory: &impl Memory, events: &mut Vec<Event>) -> Option<()> {
-        match (decode(frame).ok()?, self.ring.is_some()) {
-            (Control::Hello { process }, false) => {
+    fn obey(&mut self, frame: &[u8], memory: &impl Memory, way: Link, events: &mut Vec<Event>) -> Option<()> {
+        let control = decode(frame).ok()?;
+        let link = match (self.admission, control) {
+            (Admission::Unknown, Control::Hello { process, pass: 0 }) => {
+                self.channel.take_file()?;
+                self.process = process;
+                self.admission = Admission::Stranger;
+                return Some(());
+            }
+            (Admission::Unknown, Control::Hello { process, pass }) => {
                 self.ring = Some(RingReader::open(self.channel.take_file()?).ok()?);
                 self.process = process;
+                self.admission = Admission::Waiting(pass);
+                return Some(());
             }
-            (Control::Message(bytes), true) => events.push(Event::Received(bytes.to_vec())),
-            (Control::Resolve { rkey }, true) => {
+            (Admission::Stranger, Control::Message(bytes)) if bytes.len() <= MAX_GREETING => {
+                events.push(Event::Greeted { way, bytes: bytes.to_vec() });
+                return Some(());
+            }
+            (Admission::Fenced, Control::Released { rkey }) => {
+                self.told.remove(&rkey);
+                return Some(());
+            }
+            // It does not know yet.
+            (Admission::Fenced, _) => return Some(()),
+            (Admission::Peer(link), _) => link,
+            _ => return None,
+        };
+        match control {
+            Control::Message(bytes) => events.push(Event::Received { link, bytes: bytes.to_vec() }),
+            Control::Resolve { rkey } => {
                 let place = memory.locate(rkey, self.process);
                 if matches!(place, Place::Near { .. } | Place::Far { .. } | Place::Scattered { .. }) {
                     self.told.insert(rkey);
                 }
                 self.answer(&Control::Region { rkey, place })?;
             }
-            (Control::Want { rkey, index }, true) => match memory.piece(rkey, index) {
+            Control::Want { rkey, index } => match memory.piece(rkey, index) {
                 Some((file, len)) => self.channel.queue_with(&Control::Piece { rkey, index, len }, file)?,
                 None => self.answer(&Control::Region { rkey, place: Place::Unknown })?,
             },
-            (Control::Released { rkey }, true) => {
+            Control::Released { rkey } => {
                 self.told.remove(&rkey);
             }
-            (Control::Put { id, rkey, offset, last, imm, bytes }, true) => {
+            Control::Put { id, rkey, offset, last, imm, bytes } => {
                 let status = memory.put(rkey, offset, bytes);
                 if last || status != 0 {
                     self.answer(&Control::Landed { id, status })?;
                 }
                 if last && status == 0 {
-                    events.extend(imm.map(Event::Immediate));
+                    events.extend(imm.map(|imm| Event::Immediate { link, imm }));
                 }
             }
             _ => return None,

@@ -8,6 +8,7 @@
 mod channel;
 mod control;
 mod device;
+mod ends;
 mod ffi;
 mod incoming;
 mod lanes;
@@ -26,10 +27,11 @@ use slab::Slab;
 
 use crate::descriptor::Device as Kind;
 use crate::error::{Error, NetworkError};
-use crate::provider::{Event, Limits, Link, LocalKey, Nic, Post, Registered, Wait, Waker, Write};
+use crate::provider::{Event, Limits, Link, LocalKey, Nic, Passes, Post, Registered, Wait, Waker, Write};
 use crate::region::Region;
 use crate::shard::Piece;
-use channel::{Listener, Selector};
+use crate::sys::Selector;
+use channel::Listener;
 use control::Place;
 use device::{Device, Shared};
 use incoming::{Incoming, Memory};
@@ -49,6 +51,8 @@ const PATIENCE: Duration = Duration::from_secs(2);
 
 const LISTENER: u64 = u64::MAX;
 const INCOMING: u64 = 1 << 63;
+/// Marks the name of a way back to a stranger.
+const WAY: usize = 1 << 48;
 
 /// For the fuzzer: a control frame that is accepted must encode to the same bytes.
 #[cfg(fuzzing)]
@@ -156,6 +160,8 @@ pub(crate) struct NvlinkNic {
     /// Places are not used again: the engine's links name them.
     outgoing: Vec<Option<Outgoing>>,
     incoming: Slab<Incoming>,
+    passes: incoming::Passes,
+    ends: ends::Ends,
     registrations: Registrations,
     writes: usize,
     finished: Vec<Event>,
@@ -184,6 +190,8 @@ impl NvlinkNic {
             selector,
             outgoing: Vec::new(),
             incoming: Slab::new(),
+            passes: HashMap::new(),
+            ends: ends::Ends::default(),
             registrations,
             writes: 0,
             finished: Vec::new(),
@@ -221,6 +229,7 @@ impl NvlinkNic {
             }
         }
         self.count(before);
+        self.end_links();
     }
 
     /// Writes and messages that have ended since.
@@ -233,6 +242,7 @@ impl NvlinkNic {
     fn hear(&mut self, name: u64) {
         if name == LISTENER {
             while let Some(channel) = self.listener.accept() {
+                self.make_room();
                 let entry = self.incoming.vacant_entry();
                 let incoming = Incoming::new(channel);
                 if self.selector.add(incoming.descriptor(), INCOMING | entry.key() as u64).is_ok() {
@@ -245,7 +255,7 @@ impl NvlinkNic {
         if name & INCOMING != 0 {
             let Some(incoming) = self.incoming.get_mut(index) else { return };
             let memory = Owned { registrations: &self.registrations, device: &self.device };
-            incoming.receive(&memory, &mut self.finished);
+            incoming.receive(&memory, &self.passes, Link(WAY | index), &mut self.finished);
             if incoming.is_closed() {
                 // What is in the ring has arrived all the same.
                 incoming.poll(&mut self.finished);
@@ -327,35 +337,61 @@ impl Nic for NvlinkNic {
         if self.look_until(|nic| !nic.incoming.iter().any(|(_, incoming)| incoming.may_write(rkey))) {
             return Ok(());
         }
-        // A writer that does not answer may still be writing. Its memory must not be used for anything else.
-        std::mem::forget(local);
+        // A writer that does not answer may still be writing. Its memory must not be used for anything else until it is gone.
+        self.ends.keep(rkey, local.region);
         let why = format!("a writer has not let go of the memory within {PATIENCE:?}; it may still write to it");
         Err(Error::System { what: "deregistering memory", why })
     }
 
-    fn connect(&mut self, endpoint: &[u8]) -> Result<Link, NetworkError> {
-        let outgoing = Outgoing::connect(endpoint, self.registrations.process, &self.device)?;
-        let index = self.outgoing.len();
-        let added = self.selector.add(outgoing.descriptor(), index as u64);
-        self.outgoing.push(Some(outgoing));
-        match added {
-            Ok(()) => Ok(Link(index)),
-            Err(error) => {
-                self.disconnect(Link(index));
-                Err(NetworkError::Other(format!("epoll_ctl: {error}")))
+    fn greet(&mut self, endpoint: &[u8]) -> Result<Link, NetworkError> {
+        self.reach(endpoint, 0)
+    }
+
+    fn connect(&mut self, endpoint: &[u8], passes: Passes) -> Result<Link, NetworkError> {
+        let link = self.reach(endpoint, passes.theirs)?;
+        self.passes.insert(passes.own, link);
+        for (index, incoming) in &mut self.incoming {
+            if incoming.waits_for(passes.own) {
+                let memory = Owned { registrations: &self.registrations, device: &self.device };
+                incoming.receive(&memory, &self.passes, Link(WAY | index), &mut self.finished);
             }
         }
+        Ok(link)
     }
 
     fn disconnect(&mut self, link: Link) {
-        let before = self.finished.len();
-        if let Some(Some(outgoing)) = self.outgoing.get_mut(link.0) {
-            outgoing.disconnect(&mut self.finished);
+        if link.0 & WAY != 0 {
+            if let Some(incoming) = self.incoming.get_mut(link.0 & !WAY).filter(|incoming| incoming.is_stranger()) {
+                incoming.close();
+            }
+            return;
         }
+        let before = self.finished.len();
+        let Some(Some(outgoing)) =
+            self.outgoing.get_mut(link.0).filter(|slot| slot.as_ref().is_some_and(Outgoing::is_open))
+        else {
+            return;
+        };
+        let is_way = outgoing.is_way();
+        outgoing.disconnect(&mut self.finished);
         self.count(before);
+        if !is_way {
+            self.fence(link);
+        }
     }
 
     fn send(&mut self, link: Link, bytes: Vec<u8>, token: u64) -> Result<(), Post> {
+        if link.0 & WAY != 0 {
+            let stranger = self.incoming.get_mut(link.0 & !WAY).filter(|incoming| incoming.is_stranger());
+            if !stranger.is_some_and(|incoming| incoming.send(&bytes)) {
+                return Err(Post::Failed(NetworkError::Disconnected));
+            }
+            self.writes += 1;
+            let before = self.finished.len();
+            self.finished.push(Event::Completed { token, result: Ok(()) });
+            self.count(before);
+            return Ok(());
+        }
         let outgoing = self.link(link)?;
         if !outgoing.has_room_for_message() {
             return Err(Post::Busy);

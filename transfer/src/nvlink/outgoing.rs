@@ -14,7 +14,7 @@ use super::puts::Puts;
 use super::ring::RingWriter;
 use super::virtual_memory::Assembly;
 use crate::error::{Error, NetworkError};
-use crate::provider::{Event, MayLand};
+use crate::provider::{Event, Link, MayLand};
 use crate::region::Region;
 
 /// Pieces of a region that are asked for at a time.
@@ -86,6 +86,11 @@ pub(super) struct Outgoing {
     sends: VecDeque<(u64, u64)>,
     /// False once the engine has dropped it. It ends when nothing is under way any more.
     open: bool,
+    link: Link,
+    /// It leads to somebody who is not a peer yet.
+    is_way: bool,
+    /// The engine has been told that it is broken.
+    lost: bool,
 }
 
 type Outcome = Result<(), (NetworkError, MayLand)>;
@@ -104,13 +109,18 @@ fn inside(stretches: &[Stretch], len: u64) -> bool {
 
 impl Outgoing {
     /// Connects to the NIC of this name.
-    pub fn connect(name: &[u8], process: u64, device: &Device) -> Result<Self, NetworkError> {
+    pub fn connect(
+        name: &[u8],
+        (process, pass): (u64, u64),
+        link: Link,
+        device: &Device,
+    ) -> Result<Self, NetworkError> {
         let failed = |error: std::io::Error| match error.kind() {
             std::io::ErrorKind::ConnectionRefused | std::io::ErrorKind::WouldBlock => NetworkError::Unreachable,
             _ => NetworkError::Other(format!("connecting to a process of this machine: {error}")),
         };
         let ring = RingWriter::new().map_err(failed)?;
-        let channel = Channel::connect(name, &Control::Hello { process }, ring.file()).map_err(failed)?;
+        let channel = Channel::connect(name, &Control::Hello { process, pass }, ring.file()).map_err(failed)?;
         let (address, len) = ring.span();
         // SAFETY: the ring stays mapped until `end`, which unpins it first.
         unsafe { device.pin(address, len) }.map_err(|error| words(&error))?;
@@ -122,11 +132,18 @@ impl Outgoing {
             puts: Puts::default(),
             sends: VecDeque::new(),
             open: true,
+            link,
+            is_way: pass == 0,
+            lost: false,
         })
     }
 
     pub fn descriptor(&self) -> &impl AsRawFd {
         &self.channel
+    }
+
+    pub fn is_way(&self) -> bool {
+        self.is_way
     }
 
     pub fn is_open(&self) -> bool {
@@ -246,6 +263,9 @@ impl Outgoing {
                         let refused = if status == 1 { NetworkError::BadKey } else { NetworkError::OutOfBounds };
                         over(events, token, if status == 0 { Ok(()) } else { Err((refused, false)) });
                     }
+                }
+                Ok(Control::Message(bytes)) if self.is_way && self.open => {
+                    events.push(Event::Greeted { way: self.link, bytes: bytes.to_vec() });
                 }
                 _ => self.channel.close(),
             }
@@ -400,6 +420,9 @@ impl Outgoing {
         }
         if !self.is_reachable() {
             self.give_up(&NetworkError::Unreachable, events);
+            if self.open && !std::mem::replace(&mut self.lost, true) {
+                events.push(Event::Lost(self.link));
+            }
         }
     }
 

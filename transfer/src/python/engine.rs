@@ -94,6 +94,18 @@ impl PyDeviceGroup {
     }
 
     #[staticmethod]
+    #[pyo3(signature = (nics=1))]
+    fn host(#[pyo3(from_py_with = arguments::nics)] nics: usize) -> Self {
+        Self { group: Mutex::new(Some(DeviceGroup::host(nics))) }
+    }
+
+    #[staticmethod]
+    fn tcp(sources: Vec<Option<String>>) -> Self {
+        let sources: Vec<_> = sources.iter().map(Option::as_deref).collect();
+        Self { group: Mutex::new(Some(DeviceGroup::tcp(&sources))) }
+    }
+
+    #[staticmethod]
     fn libfabric(provider: &str, sources: Vec<Option<String>>) -> Self {
         let sources: Vec<_> = sources.iter().map(Option::as_deref).collect();
         Self { group: Mutex::new(Some(DeviceGroup::libfabric(provider, &sources))) }

@@ -218,4 +218,10 @@ impl PyEngine {
         let senders = addresses(&senders);
         submitted(slf, done, |done| Ok(Some(engine.submit_reset_imm(imm, &senders, &options, done)?)))
     }
+
+    #[pyo3(signature = (peer, *, done=None))]
+    fn fence(slf: &Bound<'_, Self>, peer: &PyNetAddr, done: Done<'_, '_>) -> PyResult<PyTransfer> {
+        let engine = slf.get().engine()?;
+        submitted(slf, done, |done| Ok(engine.fence(&peer.address, done).map(|()| None)?))
+    }
 }

@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, PoisonError, RwLock};
 
 use crate::descriptor::{NetAddr, ProviderKind};
 use crate::error::Error;
-use crate::provider::{Event, Waker};
+use crate::provider::{Event, Link, Waker};
 use crate::region::Region;
 
 pub(crate) use nic::SimNic;
@@ -38,9 +38,18 @@ impl Default for Faults {
 /// A registration that peers can look up. Emptied by deregistration, under the write lock: nothing lands after that.
 type Key = Arc<RwLock<Option<Arc<Region>>>>;
 
+/// What lets a peer in at a NIC: false once its link has been disconnected, under the write lock: nothing lands after that.
+type Gate = Arc<RwLock<bool>>;
+
+/// Greetings that wait at one NIC. More get lost.
+const MAX_GREETINGS: usize = 256;
+
 #[derive(Default)]
 struct Port {
     inbox: VecDeque<Event>,
+    greetings: VecDeque<Event>,
+    /// Who may come in, by what they present.
+    gates: HashMap<u64, (Link, Gate)>,
     /// There may be something in the inbox: spares its owner the network's lock.
     arrived: Arc<AtomicBool>,
     keys: HashMap<u64, Key>,

@@ -1,11 +1,12 @@
 //! One NIC of the simulated network. Its owner's polls carry out what it has posted.
 
+use std::cell::RefCell;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, PoisonError, RwLock};
 
-use super::{Faults, Port, SimNetwork, State};
+use super::{Faults, Gate, MAX_GREETINGS, Port, SimNetwork, State};
 use crate::error::{Error, NetworkError};
-use crate::provider::{Event, Limits, Link, LocalKey, Nic, Post, Registered, Wait, Waker, Write};
+use crate::provider::{Event, Limits, Link, LocalKey, Nic, Passes, Post, Registered, Wait, Waker, Write};
 use crate::region::Region;
 
 /// Longest write, short enough that tests see transfers cut into several.
@@ -26,6 +27,17 @@ struct Flight {
     lost: bool,
 }
 
+/// A link of this NIC.
+struct Peer {
+    target: u32,
+    passes: Passes,
+    /// What lets in at the peer, and the peer's name of the link, once it has been found.
+    entrance: RefCell<Option<(Link, Gate)>>,
+}
+
+/// Marks the name of a way; the rest is the number of the other NIC.
+const WAY: usize = 1 << 40;
+
 /// A NIC of a [`SimNetwork`].
 pub(crate) struct SimNic {
     network: SimNetwork,
@@ -34,8 +46,8 @@ pub(crate) struct SimNic {
     random: fastrand::Rng,
     polls: u64,
     flights: Vec<Flight>,
-    /// What links lead to; None once disconnected.
-    links: Vec<Option<u32>>,
+    /// Names are not given twice: a disconnected link leaves its place empty.
+    links: Vec<Option<Peer>>,
     rkeys: Vec<Option<u64>>,
     finished: Vec<Event>,
 }
@@ -43,8 +55,10 @@ pub(crate) struct SimNic {
 /// How one attempt to carry out a flight went.
 enum Delivery {
     Done(Result<(), NetworkError>),
-    /// Cut or dead: nothing moves and nobody is told.
+    /// Cut or dead, or the peer does not let it in yet: nothing moves and nobody is told.
     Stuck,
+    /// The peer does not let it in any more.
+    ShutOut,
 }
 
 impl SimNic {
@@ -64,7 +78,14 @@ impl SimNic {
     }
 
     fn target(&self, link: Link) -> Option<u32> {
-        self.links.get(link.0).copied().flatten()
+        match self.peer(link) {
+            Some(peer) => Some(peer.target),
+            None => (link.0 & WAY != 0).then_some((link.0 & !WAY) as u32),
+        }
+    }
+
+    fn peer(&self, link: Link) -> Option<&Peer> {
+        self.links.get(link.0).and_then(Option::as_ref)
     }
 
     fn post(&mut self, link: Link, token: u64, work: Work, share: impl Fn(&Faults) -> f64) -> Result<(), Post> {
@@ -85,6 +106,7 @@ impl SimNic {
         let Some(target) = self.target(flight.link) else {
             return Delivery::Done(Err(NetworkError::Disconnected));
         };
+        let peer = self.peer(flight.link);
         let rkey = match &flight.work {
             Work::Message(_) => None,
             Work::Write { rkey, .. } => Some(*rkey),
@@ -93,6 +115,11 @@ impl SimNic {
             let dead = state.dead.contains(&self.id) || state.dead.contains(&target);
             let port = state.ports.get(&target);
             let key = port.zip(rkey).and_then(|(port, rkey)| port.keys.get(&rkey).cloned());
+            if let Some(peer) = peer
+                && peer.entrance.borrow().is_none()
+            {
+                *peer.entrance.borrow_mut() = port.and_then(|port| port.gates.get(&peer.passes.theirs).cloned());
+            }
             (dead || state.cut.contains(&(self.id, target)), port.is_none(), key)
         });
         if blocked {
@@ -104,27 +131,68 @@ impl SimNic {
         if flight.lost {
             return Delivery::Done(Err(NetworkError::Lost));
         }
-        let event = match &flight.work {
-            Work::Message(bytes) => Some(Event::Received(bytes.clone())),
-            Work::Write { src, src_offset, dst, rkey: _, len, imm } => {
-                if let Err(error) = land(key.as_ref(), src, *src_offset, *dst, *len) {
-                    return Delivery::Done(Err(error));
-                }
-                imm.map(Event::Immediate)
+        let entrance = peer.map(|peer| peer.entrance.borrow());
+        match (entrance.as_deref(), &flight.work) {
+            // It does not know the pass yet.
+            (Some(None), _) => Delivery::Stuck,
+            (None, Work::Message(bytes)) => {
+                let (way, bytes) = (Link(WAY | self.id as usize), bytes.clone());
+                self.hand_over(target, Event::Greeted { way, bytes });
+                Delivery::Done(Ok(()))
             }
-        };
-        let waker = event.and_then(|event| {
-            self.network.with(|state| {
-                let port = state.ports.get_mut(&target)?;
-                port.inbox.push_back(event);
-                port.arrived.store(true, Ordering::Release);
-                port.waker.clone()
-            })
+            // Whoever is not let in has nothing to write.
+            (None, Work::Write { .. }) => Delivery::Done(Err(NetworkError::BadKey)),
+            (Some(Some((link, gate))), work) => {
+                let link = *link;
+                // Held until everything has arrived: a fence waits for it.
+                let open = gate.read().unwrap_or_else(PoisonError::into_inner);
+                if !*open {
+                    return Delivery::ShutOut;
+                }
+                let event = match work {
+                    Work::Message(bytes) => Some(Event::Received { link, bytes: bytes.clone() }),
+                    Work::Write { src, src_offset, dst, rkey: _, len, imm } => {
+                        if let Err(error) = land(key.as_ref(), src, *src_offset, *dst, *len) {
+                            return Delivery::Done(Err(error));
+                        }
+                        imm.map(|imm| Event::Immediate { link, imm })
+                    }
+                };
+                if let Some(event) = event {
+                    self.hand_over(target, event);
+                }
+                Delivery::Done(Ok(()))
+            }
+        }
+    }
+
+    /// Tells the peer that its link leads nowhere any more, if the news gets there.
+    fn say_goodbye(&self, peer: &Peer) {
+        let link = self.network.with(|state| {
+            let silent = state.dead.contains(&self.id) || state.cut.contains(&(self.id, peer.target));
+            let port = state.ports.get(&peer.target).filter(|_| !silent)?;
+            port.gates.get(&peer.passes.theirs).map(|(link, _)| *link)
+        });
+        if let Some(link) = link {
+            self.hand_over(peer.target, Event::Lost(link));
+        }
+    }
+
+    /// Gives something to another NIC and wakes it.
+    fn hand_over(&self, target: u32, event: Event) {
+        let waker = self.network.with(|state| {
+            let port = state.ports.get_mut(&target)?;
+            match event {
+                Event::Greeted { .. } if port.greetings.len() >= MAX_GREETINGS => return None,
+                Event::Greeted { .. } => port.greetings.push_back(event),
+                event => port.inbox.push_back(event),
+            }
+            port.arrived.store(true, Ordering::Release);
+            port.waker.clone()
         });
         if let Some(wake) = waker {
             wake();
         }
-        Delivery::Done(Ok(()))
     }
 }
 
@@ -170,16 +238,46 @@ impl Nic for SimNic {
         Ok(())
     }
 
-    fn connect(&mut self, endpoint: &[u8]) -> Result<Link, NetworkError> {
+    fn greet(&mut self, endpoint: &[u8]) -> Result<Link, NetworkError> {
         let id = endpoint.try_into().map(u32::from_le_bytes).map_err(|_| NetworkError::Unreachable)?;
-        self.links.push(Some(id));
-        Ok(Link(self.links.len() - 1))
+        Ok(Link(WAY | id as usize))
+    }
+
+    fn connect(&mut self, endpoint: &[u8], passes: Passes) -> Result<Link, NetworkError> {
+        let target = endpoint.try_into().map(u32::from_le_bytes).map_err(|_| NetworkError::Unreachable)?;
+        let link = Link(self.links.len());
+        self.links.push(Some(Peer { target, passes, entrance: RefCell::default() }));
+        let gate = Arc::new(RwLock::new(true));
+        self.network.with(|state| {
+            if let Some(port) = state.ports.get_mut(&self.id) {
+                port.gates.insert(passes.own, (link, gate));
+            }
+        });
+        Ok(link)
     }
 
     fn disconnect(&mut self, link: Link) {
-        if let Some(target) = self.links.get_mut(link.0) {
-            *target = None;
+        let Some(peer) = self.links.get_mut(link.0).and_then(Option::take) else { return };
+        let gate = self.network.with(|state| state.ports.get_mut(&self.id)?.gates.remove(&peer.passes.own));
+        if let Some((_, gate)) = gate {
+            // Waits for those who are inside.
+            *gate.write().unwrap_or_else(PoisonError::into_inner) = false;
         }
+        let of_link = |event: &Event| match event {
+            Event::Received { link: other, .. } | Event::Immediate { link: other, .. } => *other == link,
+            _ => false,
+        };
+        self.network.with(|state| {
+            if let Some(port) = state.ports.get_mut(&self.id) {
+                port.inbox.retain(|event| !of_link(event));
+            }
+        });
+        self.say_goodbye(&peer);
+        for flight in self.flights.extract_if(.., |flight| flight.link == link) {
+            let result = Err((NetworkError::Disconnected, false));
+            self.finished.push(Event::Completed { token: flight.token, result });
+        }
+        self.finished.push(Event::Ended { link, held: false });
     }
 
     fn send(&mut self, link: Link, bytes: Vec<u8>, token: u64) -> Result<(), Post> {
@@ -205,6 +303,7 @@ impl Nic for SimNic {
             self.network.with(|state| {
                 if let Some(port) = state.ports.get_mut(&self.id).filter(|_| !state.dead.contains(&self.id)) {
                     events.extend(port.inbox.drain(..));
+                    events.extend(port.greetings.drain(..));
                 }
             });
         }
@@ -219,6 +318,14 @@ impl Nic for SimNic {
         for flight in due {
             match self.deliver(&flight) {
                 Delivery::Stuck => later.push(flight),
+                Delivery::ShutOut => {
+                    // Heartbeats find out in their own way, or the peer comes back first.
+                    if matches!(flight.work, Work::Write { .. }) {
+                        self.finished.push(Event::Lost(flight.link));
+                    }
+                    let result = Err((NetworkError::Disconnected, false));
+                    self.finished.push(Event::Completed { token: flight.token, result });
+                }
                 Delivery::Done(result) => {
                     let result = result.map_err(|error| (error, false));
                     self.finished.push(Event::Completed { token: flight.token, result });

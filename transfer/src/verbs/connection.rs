@@ -76,7 +76,10 @@ pub(super) struct Connection {
     /// When the stage began, and when its datagram was last sent.
     pub since: Instant,
     pub sent: Instant,
-    pub links: Vec<usize>,
+    /// The link that it serves, also when it has ended.
+    pub link: usize,
+    /// What the peer lets this side in by.
+    pub pass: u64,
     /// What the peer has received in all, once its ends are gone.
     pub peer_received: Option<Received>,
 }
@@ -107,7 +110,13 @@ fn lane(queues: &Queues, lane: usize) -> Result<Lane, Error> {
 
 impl Connection {
     /// Makes both queue pairs and posts their receives.
-    pub fn new(queues: &Queues, serial: u32, peer: Endpoint, now: Instant) -> Result<Self, Error> {
+    pub fn new(
+        queues: &Queues,
+        serial: u32,
+        peer: Endpoint,
+        (link, pass): (usize, u64),
+        now: Instant,
+    ) -> Result<Self, Error> {
         let mut connection = Self {
             lanes: [lane(queues, MESSAGES)?, lane(queues, WRITES)?],
             frames: Memory::allocate(&queues.sends.port, MESSAGE_RECEIVES * FRAME)?,
@@ -118,7 +127,8 @@ impl Connection {
             stage: Stage::Opening,
             since: now,
             sent: now,
-            links: Vec::new(),
+            link,
+            pass,
             peer_received: None,
         };
         let frames: Vec<_> = (0..MESSAGE_RECEIVES).collect();
@@ -160,11 +170,6 @@ impl Connection {
     pub fn received(&self) -> Received {
         let [messages, writes] = &self.lanes;
         [messages.received, writes.received]
-    }
-
-    /// Says whether something of a link is under way.
-    pub fn holds(&self, link: usize) -> bool {
-        self.lanes.iter().any(|lane| lane.ledger.holds(link))
     }
 
     pub fn has_room(&self, lane: usize) -> bool {

@@ -5,20 +5,20 @@ use std::rc::Rc;
 
 use super::device::{BATCH, Completions, Memory, Port, Route};
 use super::ffi::{Completion, GRH, IBV_WC_SUCCESS, Piece};
-use super::handshake::{Body, Datagram, Endpoint, MAX_DATAGRAM};
+use super::handshake::{Body, Datagram, Endpoint, MAX_DATAGRAM, MAX_GREETING, decode_greeting, encode_greeting};
 use super::pair::{Depths, Goal, Posting, QueuePair};
 use crate::error::{Error, NetworkError};
 
 const RECEIVES: usize = 128;
 const SENDS: usize = 64;
 /// Bytes between two datagrams in memory: the routing header and the datagram.
-const STRIDE: usize = 192;
+const STRIDE: usize = 512;
 /// Marks the completion of a send.
 const SEND: u64 = 1 << 32;
 /// Most routes that are remembered. Strangers can have them made, but not more than this.
 const MAX_ROUTES: usize = 1024;
 
-const _: () = assert!(GRH + MAX_DATAGRAM <= STRIDE);
+const _: () = assert!(GRH + MAX_DATAGRAM <= STRIDE && GRH + 40 + MAX_GREETING <= STRIDE + 8);
 
 /// Fields are dropped in this order: the queue pair before what it may still touch.
 pub(super) struct Control {
@@ -96,11 +96,24 @@ impl Control {
 
     /// Sends a datagram. It may get lost here as on the way.
     pub fn send(&mut self, to: &Endpoint, body: Body) {
+        let bytes = Datagram { sender: self.own, body }.encode();
+        self.send_bytes(to, &bytes);
+    }
+
+    /// Sends a frame of the engines' handshake, likewise.
+    pub fn greet(&mut self, to: &Endpoint, bytes: &[u8]) {
+        let bytes = encode_greeting(&self.own, bytes);
+        self.send_bytes(to, &bytes);
+    }
+
+    fn send_bytes(&mut self, to: &Endpoint, bytes: &[u8]) {
+        if bytes.len() > STRIDE - GRH {
+            return;
+        }
         if self.route(to).is_err() {
             return;
         }
         let (Some(place), Some(route)) = (self.free.pop(), self.routes.get(&(to.gid, to.lid))) else { return };
-        let bytes = Datagram { sender: self.own, body }.encode();
         let (address, len) = (self.address(place), bytes.len() as u32);
         let posting = Posting {
             id: SEND | place as u64,
@@ -109,7 +122,7 @@ impl Control {
             lkey: self.memory.lkey,
             goal: Goal::Datagram { route, to: *to },
         };
-        let copied = self.memory.region.write((place * STRIDE) as u64, &bytes).is_ok();
+        let copied = self.memory.region.write((place * STRIDE) as u64, bytes).is_ok();
         if !copied || !self.pair.chain(&posting) || self.pair.flush() > 0 {
             self.free.push(place);
         }
@@ -121,7 +134,7 @@ impl Control {
     }
 
     /// Takes what has arrived. What is no datagram of this protocol is ignored.
-    pub fn poll(&mut self, arrived: &mut Vec<Datagram>) {
+    pub fn poll(&mut self, arrived: &mut Vec<Datagram>, greetings: &mut Vec<(Endpoint, Vec<u8>)>) {
         let mut entries = [Completion::empty(); BATCH];
         let count = self.completions.poll(&mut entries);
         let mut again = Vec::new();
@@ -135,11 +148,13 @@ impl Control {
             let len = (entry.len as usize).saturating_sub(GRH).min(STRIDE - GRH);
             let mut bytes = vec![0; len];
             let read = self.memory.region.read((place * STRIDE + GRH) as u64, &mut bytes);
-            if entry.status == IBV_WC_SUCCESS
-                && read.is_ok()
-                && let Ok(datagram) = Datagram::decode(&bytes)
-            {
+            if entry.status != IBV_WC_SUCCESS || read.is_err() {
+                continue;
+            }
+            if let Ok(datagram) = Datagram::decode(&bytes) {
                 arrived.push(datagram);
+            } else if let Some((sender, bytes)) = decode_greeting(&bytes) {
+                greetings.push((sender, bytes.to_vec()));
             }
         }
         if !again.is_empty() {

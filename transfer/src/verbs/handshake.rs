@@ -78,16 +78,18 @@ pub(super) type Received = [u64; LANES];
 /// What is said. `from` and `to` are the two sides' names of the connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Body {
-    /// I want a connection, and these are my ends.
-    Open { from: u64, ends: Ends },
+    /// I want a connection, and these are my ends. `pass` is what the receiver lets its sender in by.
+    Open { from: u64, ends: Ends, pass: u64 },
     /// It stands on my side.
-    Accept { to: u64, from: u64, ends: Ends },
+    Accept { to: u64, from: u64, ends: Ends, pass: u64 },
     /// On mine too: send what you have.
     Ready { to: u64, from: u64 },
     /// My ends are gone for good. `to` is 0 where it was never learnt.
     Close { to: u64, from: u64, received: Received },
     /// Mine too.
     Closed { to: u64, received: Received },
+    /// What this pass let in has ended here.
+    Gone { pass: u64 },
 }
 
 /// What is said, and who says it.
@@ -97,8 +99,11 @@ pub(super) struct Datagram {
     pub body: Body,
 }
 
-/// Room for every datagram, in bytes.
+/// Room for every datagram but greetings, in bytes; and for those.
 pub(super) const MAX_DATAGRAM: usize = 128;
+pub(super) const MAX_GREETING: usize = 440;
+/// The kind of a datagram that carries a frame of the engines' handshake.
+const GREETING: u8 = 6;
 
 fn write_ends(writer: Writer, ends: &Ends) -> Writer {
     ends.iter().fold(writer, |writer, end| writer.u32(end.qpn).u32(end.psn))
@@ -115,6 +120,20 @@ fn read_ends(reader: &mut Reader<'_>) -> Result<Ends, DecodeError> {
     Ok(ends)
 }
 
+/// A frame of the engines' handshake, as a datagram.
+pub(super) fn encode_greeting(sender: &Endpoint, bytes: &[u8]) -> Vec<u8> {
+    sender.write(Writer::default().bytes(&MAGIC).u8(GREETING)).bytes(bytes).finish()
+}
+
+/// Who sends a greeting, and its bytes; None if it is none.
+pub(super) fn decode_greeting(bytes: &[u8]) -> Option<(Endpoint, &[u8])> {
+    let mut reader = Reader::new(bytes);
+    if reader.array().ok()? != MAGIC || reader.u8().ok()? != GREETING {
+        return None;
+    }
+    Some((Endpoint::read(&mut reader).ok()?, reader.rest()))
+}
+
 impl Datagram {
     pub fn encode(&self) -> Vec<u8> {
         let kind = match self.body {
@@ -123,16 +142,18 @@ impl Datagram {
             Body::Ready { .. } => 3,
             Body::Close { .. } => 4,
             Body::Closed { .. } => 5,
+            Body::Gone { .. } => 7,
         };
         let writer = self.sender.write(Writer::default().bytes(&MAGIC).u8(kind));
         let writer = match self.body {
-            Body::Open { from, ends } => write_ends(writer.u64(from), &ends),
-            Body::Accept { to, from, ends } => write_ends(writer.u64(to).u64(from), &ends),
+            Body::Open { from, ends, pass } => write_ends(writer.u64(from), &ends).u64(pass),
+            Body::Accept { to, from, ends, pass } => write_ends(writer.u64(to).u64(from), &ends).u64(pass),
             Body::Ready { to, from } => writer.u64(to).u64(from),
             Body::Close { to, from, received: [messages, writes] } => {
                 writer.u64(to).u64(from).u64(messages).u64(writes)
             }
             Body::Closed { to, received: [messages, writes] } => writer.u64(to).u64(messages).u64(writes),
+            Body::Gone { pass } => writer.u64(pass),
         };
         writer.finish()
     }
@@ -145,11 +166,17 @@ impl Datagram {
         let kind = reader.u8()?;
         let sender = Endpoint::read(&mut reader)?;
         let body = match kind {
-            1 => Body::Open { from: reader.u64()?, ends: read_ends(&mut reader)? },
-            2 => Body::Accept { to: reader.u64()?, from: reader.u64()?, ends: read_ends(&mut reader)? },
+            1 => Body::Open { from: reader.u64()?, ends: read_ends(&mut reader)?, pass: reader.u64()? },
+            2 => Body::Accept {
+                to: reader.u64()?,
+                from: reader.u64()?,
+                ends: read_ends(&mut reader)?,
+                pass: reader.u64()?,
+            },
             3 => Body::Ready { to: reader.u64()?, from: reader.u64()? },
             4 => Body::Close { to: reader.u64()?, from: reader.u64()?, received: [reader.u64()?, reader.u64()?] },
             5 => Body::Closed { to: reader.u64()?, received: [reader.u64()?, reader.u64()?] },
+            7 => Body::Gone { pass: reader.u64()? },
             _ => return Err(DecodeError::Value("kind")),
         };
         reader.finish()?;
@@ -169,8 +196,14 @@ mod tests {
         let end = || (0..=MAX_24, 0..=MAX_24).prop_map(|(qpn, psn)| End { qpn, psn });
         let ends = || [end(), end()];
         let body = prop_oneof![
-            (any::<u64>(), ends()).prop_map(|(from, ends)| Body::Open { from, ends }),
-            (any::<u64>(), any::<u64>(), ends()).prop_map(|(to, from, ends)| Body::Accept { to, from, ends }),
+            (any::<u64>(), ends(), any::<u64>()).prop_map(|(from, ends, pass)| Body::Open { from, ends, pass }),
+            (any::<u64>(), any::<u64>(), ends(), any::<u64>()).prop_map(|(to, from, ends, pass)| Body::Accept {
+                to,
+                from,
+                ends,
+                pass
+            }),
+            any::<u64>().prop_map(|pass| Body::Gone { pass }),
             (any::<u64>(), any::<u64>()).prop_map(|(to, from)| Body::Ready { to, from }),
             (any::<u64>(), any::<u64>(), any::<[u64; 2]>()).prop_map(|(to, from, received)| Body::Close {
                 to,

@@ -9,6 +9,7 @@ use super::connection::{Connection, Stage};
 use super::handshake::{Body, Datagram, Endpoint, Ends, Received};
 use super::ledger::{Request, Verdict};
 use crate::error::NetworkError;
+use crate::provider::{Event, Link};
 
 /// Time between looks at what is due.
 const TICK: Duration = Duration::from_millis(5);
@@ -20,10 +21,6 @@ const SETUP: Duration = Duration::from_secs(5);
 /// How long failed queue pairs may take to hand back what was posted, and a peer to say that its own are gone.
 const DRAIN: Duration = Duration::from_millis(200);
 const CLOSE: Duration = Duration::from_millis(1500);
-/// Connections that peers have begun and nobody here uses. More of them are not accepted.
-const MAX_UNUSED: usize = 256;
-/// How long a connection that nobody here uses is kept for a peer that may.
-const IDLE: Duration = Duration::from_secs(60);
 /// How long the end of a connection is remembered, for peers whose datagrams were late.
 const MEMORY: Duration = Duration::from_secs(10);
 /// How long a NIC that is let go waits for its queue pairs, and for its last datagrams.
@@ -39,42 +36,36 @@ pub(super) struct Grave {
 }
 
 impl VerbsNic {
-    /// Gives a link the newest connection to its peer, or begins one.
+    /// Begins a connection for a link.
     pub(super) fn attach(&mut self, link: usize) -> Result<(), NetworkError> {
-        let Some(state) = self.links.get_mut(link) else { return Err(NetworkError::Disconnected) };
-        let peer = state.peer;
-        let newest = self.connections.iter().rev().find(|(_, other)| other.peer == peer && other.is_live());
-        let serial = match newest.map(|(serial, _)| *serial) {
-            Some(serial) => serial,
-            None => self.begin(peer)?,
-        };
-        if let (Some(state), Some(connection)) = (self.links.get_mut(link), self.connections.get_mut(&serial)) {
+        let Some(state) = self.links.get(&link) else { return Err(NetworkError::Disconnected) };
+        let serial = self.begin(state.peer, link, state.passes.theirs)?;
+        if let Some(state) = self.links.get_mut(&link) {
             state.connection = Some(serial);
-            connection.links.push(link);
         }
         Ok(())
     }
 
     /// Makes a connection's own side.
-    fn create(&mut self, peer: Endpoint) -> Result<u32, NetworkError> {
+    fn create(&mut self, peer: Endpoint, link: (usize, u64)) -> Result<u32, NetworkError> {
         if self.connections.len() >= self.most_connections {
             let most = self.most_connections;
             return Err(NetworkError::Other(format!("this NIC's completion queue is full with {most} connections")));
         }
         let serial = self.next_serial;
-        let made = Connection::new(&self.queues, serial, peer, self.now);
+        let made = Connection::new(&self.queues, serial, peer, link, self.now);
         let connection = made.map_err(|error| NetworkError::Other(error.to_string()))?;
         self.next_serial = serial.wrapping_add(1);
         self.connections.insert(serial, connection);
         Ok(serial)
     }
 
-    fn begin(&mut self, peer: Endpoint) -> Result<u32, NetworkError> {
+    fn begin(&mut self, peer: Endpoint, link: usize, pass: u64) -> Result<u32, NetworkError> {
         self.now = Instant::now();
         if peer != self.own {
             self.control.route(&peer)?;
         }
-        let serial = self.create(peer)?;
+        let serial = self.create(peer, (link, pass))?;
         if peer == self.own {
             // A queue pair may be its own peer.
             let ends = self.connections.get(&serial).map(Connection::ends);
@@ -101,9 +92,10 @@ impl VerbsNic {
     fn speak(&mut self, serial: u32) {
         let Some(connection) = self.connections.get_mut(&serial) else { return };
         let (from, to, ends, received) = (connection.own, connection.theirs, connection.ends(), connection.received());
+        let pass = connection.pass;
         let body = match connection.stage {
-            Stage::Opening => Body::Open { from, ends },
-            Stage::Accepting => Body::Accept { to, from, ends },
+            Stage::Opening => Body::Open { from, ends, pass },
+            Stage::Accepting => Body::Accept { to, from, ends, pass },
             Stage::Up => Body::Ready { to, from },
             Stage::Closing => Body::Close { to, from, received },
             Stage::Draining => return,
@@ -117,15 +109,19 @@ impl VerbsNic {
 
     /// Takes the datagrams that have arrived.
     pub(super) fn listen(&mut self) {
-        let mut arrived = std::mem::take(&mut self.arrived);
-        self.control.poll(&mut arrived);
+        let (mut arrived, mut greetings) = (std::mem::take(&mut self.arrived), Vec::new());
+        self.control.poll(&mut arrived, &mut greetings);
+        for (sender, bytes) in greetings {
+            self.on_greeting(sender, bytes);
+        }
         for Datagram { sender, body } in arrived.drain(..) {
             if sender == self.own || sender.ethernet != self.own.ethernet {
                 continue;
             }
             match body {
-                Body::Open { from, ends } => self.on_open(sender, from, &ends),
-                Body::Accept { to, from, ends } => self.on_accept(sender, to, from, &ends),
+                Body::Open { from, ends, pass } => self.on_open(sender, from, &ends, pass),
+                Body::Accept { to, from, ends, pass } => self.on_accept(sender, to, from, &ends, pass),
+                Body::Gone { pass } => self.on_gone(sender, pass),
                 Body::Ready { to, from } => {
                     let now = self.now;
                     if let Some(connection) = self.named(&sender, to, from)
@@ -161,7 +157,7 @@ impl VerbsNic {
         self.named(peer, own, theirs).map(|connection| connection.serial())
     }
 
-    fn on_open(&mut self, sender: Endpoint, from: u64, ends: &Ends) {
+    fn on_open(&mut self, sender: Endpoint, from: u64, ends: &Ends, pass: u64) {
         let known = self.connections.iter().find(|(_, other)| other.peer == sender && other.theirs == from);
         if let Some((serial, connection)) = known {
             if connection.stage == Stage::Accepting {
@@ -173,20 +169,37 @@ impl VerbsNic {
         if from == 0 || self.graves.iter().any(|grave| grave.peer == sender && grave.theirs == from) {
             return;
         }
-        let crossing = |other: &Connection| other.peer == sender && other.stage == Stage::Opening;
-        let crossing = self.connections.iter().rev().find(|(_, other)| crossing(other)).map(|(serial, _)| *serial);
+        // Only who presents a pass that is good now gets queue pairs.
+        let state = self.links.iter().find(|(_, state)| state.passes.own == pass);
+        let Some((link, theirs)) = state.map(|(link, state)| (*link, state.passes.theirs)) else {
+            if self.gone.iter().any(|(gone, _)| *gone == pass) {
+                self.control.send(&sender, Body::Gone { pass });
+            }
+            return;
+        };
+        let own = self.links.get(&link).and_then(|state| state.connection);
+        let own = own.and_then(|serial| Some((serial, self.connections.get(&serial)?.stage)));
+        let crossing = match own {
+            Some((serial, Stage::Opening)) => Some(serial),
+            // The peer has begun anew and will say so of the old one.
+            Some((serial, Stage::Accepting | Stage::Up)) => {
+                self.fail(serial);
+                None
+            }
+            _ => None,
+        };
         let serial = match crossing {
             // Both have said Open: the smaller one's counts, and the other side joins its own to it.
             Some(_) if self.own < sender => return,
             Some(serial) => serial,
-            // Those that are not answered give up in time.
-            None if self.connections.values().filter(|other| other.links.is_empty()).count() >= MAX_UNUSED => return,
-            None => match self.create(sender) {
+            None => match self.create(sender, (link, theirs)) {
                 Ok(serial) => serial,
                 Err(_) => return,
             },
         };
-        self.adopt(serial, sender);
+        if let Some(state) = self.links.get_mut(&link) {
+            state.connection = Some(serial);
+        }
         if let Some(connection) = self.connections.get_mut(&serial) {
             connection.theirs = from;
         }
@@ -196,18 +209,7 @@ impl VerbsNic {
         }
     }
 
-    /// Gives a connection that a peer has begun to the links that had lost theirs.
-    fn adopt(&mut self, serial: u32, peer: Endpoint) {
-        let Some(connection) = self.connections.get_mut(&serial) else { return };
-        for (index, state) in self.links.iter_mut().enumerate() {
-            if state.open && state.connection.is_none() && state.peer == peer {
-                state.connection = Some(serial);
-                connection.links.push(index);
-            }
-        }
-    }
-
-    fn on_accept(&mut self, sender: Endpoint, to: u64, from: u64, ends: &Ends) {
+    fn on_accept(&mut self, sender: Endpoint, to: u64, from: u64, ends: &Ends, pass: u64) {
         let Some(serial) = self.serial_of(&sender, to, from) else {
             // Of a connection that has ended here: the peer need not wait for it.
             let grave = self.graves.iter().find(|grave| grave.own == to && grave.peer == sender);
@@ -215,7 +217,10 @@ impl VerbsNic {
             return self.control.send(&sender, Body::Close { to: from, from: to, received });
         };
         let Some(connection) = self.connections.get_mut(&serial) else { return };
+        let right = self.links.get(&connection.link).is_some_and(|state| state.passes.own == pass);
         match connection.stage {
+            // Whoever answers is to be the peer.
+            _ if !right => {}
             Stage::Opening => {
                 connection.theirs = from;
                 match self.join(serial, Some(ends), Stage::Up) {
@@ -262,10 +267,8 @@ impl VerbsNic {
             return;
         };
         let traffic = connection.stage != Stage::Opening;
-        for link in std::mem::take(&mut connection.links) {
-            if let Some(state) = self.links.get_mut(link) {
-                state.connection = None;
-            }
+        if let Some(state) = self.links.get_mut(&connection.link).filter(|state| state.connection == Some(serial)) {
+            state.connection = None;
         }
         connection.fail(self.now);
         if !traffic {
@@ -305,11 +308,27 @@ impl VerbsNic {
                 self.settle(request, verdict);
             }
         }
+        self.end_link(connection.link);
+    }
+
+    /// Reports the end of a disconnected link, once none of its connections is left.
+    pub(super) fn end_link(&mut self, link: usize) {
+        if !self.links.contains_key(&link) && !self.connections.values().any(|other| other.link == link) {
+            self.events.push(Event::Ended { link: Link(link), held: false });
+        }
+    }
+
+    /// The peer has ended the link.
+    fn on_gone(&mut self, sender: Endpoint, pass: u64) {
+        let gone = |state: &super::LinkState| state.peer == sender && state.passes.theirs == pass;
+        if let Some((link, _)) = self.links.iter().find(|(_, state)| gone(state)) {
+            self.events.push(Event::Lost(Link(*link)));
+        }
     }
 
     fn settle(&mut self, request: Request, verdict: Verdict) {
         let link = request.link;
-        let open = self.links.get(link).is_some_and(|state| state.open);
+        let open = self.links.contains_key(&link);
         let lost = if open { NetworkError::Unreachable } else { NetworkError::Disconnected };
         match verdict {
             Verdict::Done => self.complete(request, Ok(())),
@@ -318,7 +337,7 @@ impl VerbsNic {
                 self.complete(request, Err((error.filter(|_| open).unwrap_or(lost), true)));
             }
             Verdict::Untouched if open => {
-                if let Some(state) = self.links.get_mut(link) {
+                if let Some(state) = self.links.get_mut(&link) {
                     state.again.push_back(request);
                     self.waiting.push(link);
                 }
@@ -333,6 +352,9 @@ impl VerbsNic {
         let now = self.now;
         self.waiting.sort_unstable();
         self.waiting.dedup();
+        while self.gone.front().is_some_and(|(_, since)| now.saturating_duration_since(*since) > MEMORY) {
+            self.gone.pop_front();
+        }
         while self.graves.front().is_some_and(|grave| now.saturating_duration_since(grave.since) > MEMORY) {
             self.graves.pop_front();
         }
@@ -347,7 +369,6 @@ impl VerbsNic {
                 Stage::Draining if connection.is_drained() || age > DRAIN => self.drained(serial),
                 Stage::Closing if age > CLOSE => self.bury(serial, None),
                 Stage::Closing if silence > CLOSE_AGAIN => self.speak(serial),
-                Stage::Up if connection.links.is_empty() && age > IDLE => self.fail(serial),
                 _ => {}
             }
         }
@@ -355,13 +376,11 @@ impl VerbsNic {
 
     /// Nobody has answered: the links are told.
     fn unanswered(&mut self, serial: u32) {
-        let links = self.connections.get(&serial).map(|connection| connection.links.clone()).unwrap_or_default();
+        let Some(link) = self.connections.get(&serial).map(|connection| connection.link) else { return };
         self.fail(serial);
-        for link in links {
-            self.give_up(link, &NetworkError::Unreachable);
-            if let Some(state) = self.links.get_mut(link) {
-                state.failure = Some(NetworkError::Unreachable);
-            }
+        self.give_up(link, &NetworkError::Unreachable);
+        if let Some(state) = self.links.get_mut(&link) {
+            state.failure = Some(NetworkError::Unreachable);
         }
     }
 
@@ -384,7 +403,7 @@ impl VerbsNic {
         let end = Instant::now() + PARTING;
         while !self.control.is_quiet() && Instant::now() < end {
             let mut arrived = Vec::new();
-            self.control.poll(&mut arrived);
+            self.control.poll(&mut arrived, &mut Vec::new());
         }
     }
 }

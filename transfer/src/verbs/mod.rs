@@ -15,13 +15,13 @@ mod ledger;
 mod lifecycle;
 mod pair;
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Instant;
 
 use crate::error::{Error, NetworkError};
-use crate::provider::{Event, Limits, Link, LocalKey, MayLand, Nic, Post, Registered, Wait, Waker, Write};
+use crate::provider::{Event, Limits, Link, LocalKey, MayLand, Nic, Passes, Post, Registered, Wait, Waker, Write};
 use crate::region::Region;
 use connection::{Connection, FRAME, Queues, RECEIVES, Stage, Tag};
 use control::Control;
@@ -30,7 +30,7 @@ use ffi::{
     Completion, IBV_WC_RECV_RDMA_WITH_IMM, IBV_WC_REM_ACCESS_ERR, IBV_WC_RETRY_EXC_ERR, IBV_WC_SUCCESS,
     IBV_WC_WR_FLUSH_ERR,
 };
-use handshake::{Datagram, Endpoint, MESSAGES, WRITES};
+use handshake::{Body, Datagram, Endpoint, MESSAGES, WRITES};
 use ledger::{Request, Work};
 use lifecycle::Grave;
 
@@ -41,13 +41,15 @@ const WRITES_IN_FLIGHT: usize = 960;
 const MAX_WRITE: u32 = 4 << 20;
 /// Entries wanted of the queue that receives complete on; it bounds the connections of one NIC.
 const RECEIVE_COMPLETIONS: u32 = 1 << 17;
+/// Strangers that are answered at a time.
+const MAX_WAYS: usize = 64;
 /// Looks at a completion queue in one poll, so that a flood of completions does not keep new submissions waiting.
 const LOOKS: usize = 8;
 
 /// What the engine calls a connection.
 struct LinkState {
     peer: Endpoint,
-    open: bool,
+    passes: Passes,
     connection: Option<u32>,
     /// Why the last attempt to connect failed, until somebody has been told.
     failure: Option<NetworkError>,
@@ -67,7 +69,14 @@ pub(crate) struct VerbsNic {
     queues: Queues,
     port: Rc<Port>,
     own: Endpoint,
-    links: Vec<LinkState>,
+    /// Links that are not disconnected.
+    links: HashMap<usize, LinkState>,
+    next_link: usize,
+    /// The ways: those that this side has opened, and those back to strangers, the oldest first.
+    ways: HashMap<usize, Endpoint>,
+    strangers: VecDeque<(Endpoint, usize)>,
+    /// Passes that have ended lately, for peers that do not know it yet.
+    gone: VecDeque<(u64, Instant)>,
     /// Links with something to send again.
     waiting: Vec<usize>,
     /// Connections with a chain that has not gone out.
@@ -102,7 +111,11 @@ impl VerbsNic {
             regions: Vec::new(),
             queues,
             port,
-            links: Vec::new(),
+            links: HashMap::new(),
+            next_link: 0,
+            ways: HashMap::new(),
+            strangers: VecDeque::new(),
+            gone: VecDeque::new(),
             waiting: Vec::new(),
             chained: Vec::new(),
             writes: 0,
@@ -117,7 +130,7 @@ impl VerbsNic {
 
     /// The connection of a link, if it takes work now. A link that has none looks for one.
     fn ready(&mut self, link: Link) -> Result<u32, Post> {
-        let state = self.links.get_mut(link.0).filter(|state| state.open);
+        let state = self.links.get_mut(&link.0);
         let state = state.ok_or(Post::Failed(NetworkError::Disconnected))?;
         if let Some(error) = state.failure.take() {
             return Err(Post::Failed(error));
@@ -128,7 +141,7 @@ impl VerbsNic {
         if state.connection.is_none() {
             self.attach(link.0).map_err(Post::Failed)?;
         }
-        let serial = self.links.get(link.0).and_then(|state| state.connection).ok_or(Post::Busy)?;
+        let serial = self.links.get(&link.0).and_then(|state| state.connection).ok_or(Post::Busy)?;
         match self.connections.get(&serial) {
             Some(connection) if connection.stage == Stage::Up => Ok(serial),
             _ => Err(Post::Busy),
@@ -160,14 +173,13 @@ impl VerbsNic {
     /// Sends again what fell with a connection.
     fn send_again(&mut self) {
         for link in std::mem::take(&mut self.waiting) {
-            let Some(state) = self.links.get_mut(link) else { continue };
+            let Some(state) = self.links.get_mut(&link) else { continue };
             if state.connection.is_none()
-                && state.open
                 && let Err(error) = self.attach(link)
             {
                 self.give_up(link, &error);
             }
-            while let Some(state) = self.links.get_mut(link)
+            while let Some(state) = self.links.get_mut(&link)
                 && let Some(request) = state.again.pop_front()
             {
                 let lane = if matches!(request.work, Work::Message { .. }) { MESSAGES } else { WRITES };
@@ -187,10 +199,41 @@ impl VerbsNic {
 
     /// Nothing that waits on a link can be sent.
     fn give_up(&mut self, link: usize, error: &NetworkError) {
-        let Some(state) = self.links.get_mut(link) else { return };
+        let Some(state) = self.links.get_mut(&link) else { return };
         for request in std::mem::take(&mut state.again) {
             self.complete(request, Err((error.clone(), false)));
         }
+    }
+
+    fn name_link(&mut self) -> usize {
+        self.next_link += 1;
+        self.next_link
+    }
+
+    /// Somebody who is not a peer says something.
+    fn on_greeting(&mut self, sender: Endpoint, bytes: Vec<u8>) {
+        if sender == self.own || sender.ethernet != self.own.ethernet {
+            return;
+        }
+        // Where this side has asked, it is the answer, or as good as one.
+        let stranger = |way: &usize| self.strangers.iter().any(|(_, other)| other == way);
+        let known = self.ways.iter().filter(|(_, other)| **other == sender).map(|(way, _)| *way);
+        let known = known.min_by_key(|way| (stranger(way), usize::MAX - way));
+        let way = match known {
+            Some(way) => way,
+            None => {
+                if self.strangers.len() >= MAX_WAYS
+                    && let Some((_, way)) = self.strangers.pop_front()
+                {
+                    self.ways.remove(&way);
+                }
+                let way = self.name_link();
+                self.ways.insert(way, sender);
+                self.strangers.push_back((sender, way));
+                way
+            }
+        };
+        self.events.push(Event::Greeted { way: Link(way), bytes });
     }
 
     fn flush(&mut self) {
@@ -242,13 +285,17 @@ impl VerbsNic {
             connection.enter(Stage::Up, self.now);
         }
         if lane == MESSAGES {
-            self.events.extend(connection.message(frame, entry.len as usize).map(Event::Received));
+            // Of a link that has been disconnected nothing counts.
+            let link = Link(connection.link);
+            let bytes = connection.message(frame, entry.len as usize).filter(|_| self.links.contains_key(&link.0));
+            self.events.extend(bytes.map(|bytes| Event::Received { link, bytes }));
             if connection.is_live() {
                 connection.receive_messages(&[frame]);
             }
         } else {
-            if entry.opcode == IBV_WC_RECV_RDMA_WITH_IMM {
-                self.events.push(Event::Immediate(u32::from_be(entry.imm)));
+            if entry.opcode == IBV_WC_RECV_RDMA_WITH_IMM && self.links.contains_key(&connection.link) {
+                let (link, imm) = (Link(connection.link), u32::from_be(entry.imm));
+                self.events.push(Event::Immediate { link, imm });
             }
             if connection.is_live() {
                 connection.refill_writes();
@@ -269,6 +316,17 @@ impl VerbsNic {
                 }
             }
         }
+    }
+}
+
+impl VerbsNic {
+    /// The NIC behind an address.
+    fn peer(&self, endpoint: &[u8]) -> Result<Endpoint, NetworkError> {
+        let peer = Endpoint::from_bytes(endpoint).map_err(|_| NetworkError::Unreachable)?;
+        if peer.ethernet != self.own.ethernet {
+            return Err(NetworkError::Other("one NIC is InfiniBand, the other RoCE".into()));
+        }
+        Ok(peer)
     }
 }
 
@@ -301,40 +359,53 @@ impl Nic for VerbsNic {
         registered.ok_or_else(|| Error::argument("handle", "it is not registered on this NIC"))?.deregister()
     }
 
-    fn connect(&mut self, endpoint: &[u8]) -> Result<Link, NetworkError> {
-        let peer = Endpoint::from_bytes(endpoint).map_err(|_| NetworkError::Unreachable)?;
-        if peer.ethernet != self.own.ethernet {
-            return Err(NetworkError::Other("one NIC is InfiniBand, the other RoCE".into()));
+    fn greet(&mut self, endpoint: &[u8]) -> Result<Link, NetworkError> {
+        let peer = self.peer(endpoint)?;
+        if peer != self.own {
+            self.control.route(&peer)?;
         }
-        self.links.push(LinkState { peer, open: true, connection: None, failure: None, again: VecDeque::new() });
-        let link = self.links.len() - 1;
+        let way = self.name_link();
+        self.ways.insert(way, peer);
+        Ok(Link(way))
+    }
+
+    fn connect(&mut self, endpoint: &[u8], passes: Passes) -> Result<Link, NetworkError> {
+        let peer = self.peer(endpoint)?;
+        let link = self.name_link();
+        let state = LinkState { peer, passes, connection: None, failure: None, again: VecDeque::new() };
+        self.links.insert(link, state);
         let attached = self.attach(link);
         if attached.is_err() {
-            self.links.pop();
+            self.links.remove(&link);
         }
         attached.map(|()| Link(link))
     }
 
     fn disconnect(&mut self, link: Link) {
-        let Some(state) = self.links.get_mut(link.0).filter(|state| state.open) else { return };
-        state.open = false;
-        let serial = state.connection.take();
-        self.give_up(link.0, &NetworkError::Disconnected);
-        let Some((serial, connection)) = serial.and_then(|serial| Some((serial, self.connections.get_mut(&serial)?)))
-        else {
+        if self.ways.remove(&link.0).is_some() {
+            self.strangers.retain(|(_, way)| *way != link.0);
             return;
-        };
-        connection.links.retain(|other| *other != link.0);
-        // What a link has under way ends with the connection alone. Other links on it find themselves another.
-        if connection.links.is_empty() || connection.holds(link.0) {
+        }
+        self.give_up(link.0, &NetworkError::Disconnected);
+        let Some(state) = self.links.remove(&link.0) else { return };
+        self.gone.push_back((state.passes.own, self.now));
+        self.control.send(&state.peer, Body::Gone { pass: state.passes.own });
+        // What the link has under way ends with its connection, and whatever the peer has: its queue pairs lead nowhere then.
+        if let Some(serial) = state.connection {
             self.fail(serial);
         }
+        self.end_link(link.0);
     }
 
     fn send(&mut self, link: Link, bytes: Vec<u8>, token: u64) -> Result<(), Post> {
         if bytes.len() > FRAME {
             let why = format!("a message of {} bytes came; at most {FRAME} are allowed", bytes.len());
             return Err(Post::Failed(NetworkError::Other(why)));
+        }
+        if let Some(to) = self.ways.get(&link.0).copied() {
+            self.control.greet(&to, &bytes);
+            self.events.push(Event::Completed { token, result: Ok(()) });
+            return Ok(());
         }
         let serial = self.ready(link)?;
         if !self.has_room(serial, MESSAGES) {

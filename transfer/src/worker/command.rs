@@ -4,8 +4,9 @@ use std::sync::{Arc, Weak};
 use std::time::Instant;
 
 use crate::completion::Done;
-use crate::descriptor::{NetAddr, NicKey};
+use crate::descriptor::{NetAddr, NicKey, PeerKey};
 use crate::error::Error;
+use crate::fence::Joined;
 use crate::once::Once;
 use crate::provider::{LocalKey, Registered};
 use crate::queue::Queue;
@@ -52,6 +53,7 @@ pub(crate) enum Command {
     Write { id: u64, targets: Vec<TargetRequest>, done: Done, deadline: Instant },
     Message { id: u64, to: NetAddr, bytes: Vec<u8>, done: Done, deadline: Instant },
     Reset { id: u64, imm: u32, peers: Vec<NetAddr>, done: Done, deadline: Instant },
+    Fence { peer: PeerKey, done: Arc<Joined>, deadline: Instant },
     Cancel { id: u64 },
     Register { region: Arc<Region>, reply: Answer<Vec<Registered>> },
     Deregister { keys: Vec<LocalKey>, reply: Option<Answer<()>> },

@@ -1,73 +1,107 @@
-//! Connection set-up: Hello, Welcome, Confirm, Ready. Until Confirm has proved the secret, the accepting side keeps what it
-//! knows of the other apart from its peers, so a stranger can neither disturb an existing connection nor fill the table.
+//! Connection set-up: Hello, Welcome, Confirm, Ready. They travel over ways, which strangers use too. The accepting side keeps
+//! nothing of a Hello: it makes its session and nonce from what the Hello says, with a key of its own, and makes them again when
+//! Confirm says the same once more. So a stranger costs one answer, sent back to where it came from, and no memory.
 
 use std::time::{Duration, Instant};
 
 use super::Worker;
 use super::peers::Stage;
-use crate::auth::{Role, prove, verify};
+use crate::auth::{Cookies, Role, prove, verify};
 use crate::descriptor::{MAX_NICS, NetAddr};
 use crate::error::{DownReason, NetworkError, Reason, Refusal};
-use crate::message::{Body, Frame, Hello, Introduction, Mac};
+use crate::message::{Body, Frame, Hello, Introduction, Mac, decode};
 use crate::metrics::count;
-use crate::provider::Link;
+use crate::provider::{Link, Passes};
 
-/// Most connections that others are setting up at a time.
-const MAX_HALF_OPEN: usize = 1024;
 /// Time until a frame of the set-up is sent again.
 const RETRY: Duration = Duration::from_millis(100);
+/// Greetings that are looked at in a second, and how many of them at once. Peers that are connected do not wait for the others; those that
+/// connect try again.
+const GREETINGS_PER_SECOND: f64 = 1000.0;
+const GREETINGS_AT_ONCE: f64 = 64.0;
 
-/// A connection that another engine has begun and not yet proved.
-pub(super) struct HalfOpen {
-    from: Introduction,
-    mine: Introduction,
-    link: Link,
+/// What strangers may cost, and what they are recognised by when they come back.
+pub(super) struct Welcomes {
+    cookies: Cookies,
+    budget: f64,
     since: Instant,
 }
 
+impl Welcomes {
+    pub fn new(now: Instant) -> Self {
+        Self { cookies: Cookies::default(), budget: GREETINGS_AT_ONCE, since: now }
+    }
+
+    /// Says whether one more greeting may be looked at now.
+    fn afford(&mut self, now: Instant) -> bool {
+        let earned = now.saturating_duration_since(self.since).as_secs_f64() * GREETINGS_PER_SECOND;
+        self.since = now;
+        self.budget = (self.budget + earned).min(GREETINGS_AT_ONCE);
+        if self.budget < 1.0 {
+            return false;
+        }
+        self.budget -= 1.0;
+        true
+    }
+}
+
+/// A connection that its peer has proved, until everything of the one before it is over.
+pub(super) struct Successor {
+    way: Link,
+    mine: Introduction,
+    from: Introduction,
+}
+
+fn random<const N: usize>() -> Result<[u8; N], NetworkError> {
+    let mut bytes = [0; N];
+    let failed = |error: getrandom::Error| NetworkError::Other(format!("no random numbers: {error}"));
+    getrandom::fill(&mut bytes).map(|()| bytes).map_err(failed)
+}
+
 impl Worker {
-    /// What this engine says of itself, with a fresh session and nonce.
-    fn introduce(&self) -> Result<Introduction, NetworkError> {
-        let mut random = [0; 24];
-        let failed = |error: getrandom::Error| NetworkError::Other(format!("no random numbers: {error}"));
-        getrandom::fill(&mut random).map_err(failed)?;
+    /// What this engine says of itself, with this session and nonce.
+    fn introduce(&self, random: &[u8; 24]) -> Introduction {
         let (session, nonce) = random.split_first_chunk::<8>().unwrap_or((&[0; 8], &[]));
         let timeout = self.shared.config.heartbeat_timeout.as_millis();
-        Ok(Introduction {
+        Introduction {
             // 0 stands for "unknown" on the wire.
             session: u64::from_le_bytes(*session).max(1),
             nonce: nonce.try_into().unwrap_or_default(),
             heartbeat_timeout_ms: u32::try_from(timeout).unwrap_or(u32::MAX),
             nics: self.nics.clone(),
-        })
+        }
     }
 
-    fn secret(&self) -> Option<&[u8]> {
-        self.shared.config.secret.as_deref()
+    fn secret(&self) -> Option<&[u8; 32]> {
+        self.shared.config.secret.as_ref()
     }
 
     pub(super) fn begin_connect(&mut self, index: usize) {
-        let Some(peer) = self.peers.get(index) else { return };
+        let Some(peer) = self.peers.get_mut(index) else { return };
         if !matches!(peer.stage, Stage::Idle | Stage::Down(_)) {
             return;
         }
+        if peer.ending > 0 {
+            // The old connection first: whoever waits for its end must not meet writes of the new one.
+            peer.connect_again = true;
+            return;
+        }
         let (key, first) = (peer.key, peer.first.clone());
-        let introduction = match self.introduce() {
-            Ok(introduction) => introduction,
+        let introduction = match random() {
+            Ok(random) => self.introduce(&random),
             Err(error) => return self.fail_connect(index, &error.into()),
         };
         if key == self.key {
             return self.connect_to_self(index, introduction);
         }
-        let link = match self.lanes.first_mut().map(|lane| lane.nic.connect(&first.endpoint)) {
-            Some(Ok(link)) => link,
+        let way = match self.lanes.first_mut().map(|lane| lane.nic.greet(&first.endpoint)) {
+            Some(Ok(way)) => way,
             Some(Err(error)) => return self.fail_connect(index, &error.into()),
             None => return,
         };
         let setup_ends = self.now + self.shared.config.connect_timeout;
         if let Some(peer) = self.peers.get_mut(index) {
-            peer.links = [None; MAX_NICS];
-            peer.links[0] = Some(link);
+            peer.way = Some(way);
             peer.session = introduction.session;
             peer.stage = Stage::Connecting;
             peer.setup_ends = setup_ends;
@@ -78,13 +112,13 @@ impl Worker {
     }
 
     fn connect_to_self(&mut self, index: usize, introduction: Introduction) {
-        match self.link_all(&introduction.nics, None) {
-            Ok(links) => {
+        let session = introduction.session;
+        match self.link_all(index, &introduction.nics, Passes { own: session, theirs: session }) {
+            Ok(()) => {
                 if let Some(peer) = self.peers.get_mut(index) {
-                    peer.links = links;
-                    peer.session = introduction.session;
-                    peer.theirs = introduction.session;
-                    self.sessions.insert(introduction.session, index);
+                    peer.session = session;
+                    peer.theirs = session;
+                    self.sessions.insert(session, index);
                 }
                 self.become_ready(index);
             }
@@ -92,51 +126,75 @@ impl Worker {
         }
     }
 
-    /// Connects every NIC to its counterpart; the first may be connected already.
-    fn link_all(&mut self, nics: &[NetAddr], first: Option<Link>) -> Result<[Option<Link>; MAX_NICS], NetworkError> {
-        let mut links = [None; MAX_NICS];
-        for ((slot, lane), address) in links.iter_mut().zip(&mut self.lanes).zip(nics) {
-            *slot = match first.filter(|_| address.nic == 0) {
-                Some(link) => Some(link),
-                None => Some(lane.nic.connect(&address.endpoint)?),
-            };
+    /// Links every NIC with its counterpart. What was made before one failed is the peer's too, so that it is disconnected.
+    fn link_all(&mut self, index: usize, nics: &[NetAddr], passes: Passes) -> Result<(), NetworkError> {
+        let Some(peer) = self.peers.get_mut(index) else { return Ok(()) };
+        peer.links = [None; MAX_NICS];
+        for (nic, ((slot, lane), address)) in peer.links.iter_mut().zip(&mut self.lanes).zip(nics).enumerate() {
+            let link = lane.nic.connect(&address.endpoint, passes)?;
+            *slot = Some(link);
+            self.links.insert((nic, link), index);
         }
-        Ok(links)
+        Ok(())
     }
 
     fn send_hello(&mut self, index: usize) {
         let now = self.now;
         let Some(peer) = self.peers.get_mut(index) else { return };
         peer.sent = now;
-        if let (Some(link), Some(mine)) = (peer.links[0], &peer.mine) {
+        if let (Some(way), Some(mine)) = (peer.way, &peer.mine) {
             let hello = Hello { to_engine: peer.key.engine, to_group: peer.key.group, from: mine.clone() };
-            self.send_frame(link, &Frame { session: 0, body: Body::Hello(hello) }, None, false);
+            self.send_greeting(way, &Frame { session: 0, body: Body::Hello(hello) });
         }
     }
 
-    /// Refuses somebody who is not a peer, over a link that serves for this alone.
-    fn refuse(&mut self, from: &Introduction, refusal: Refusal) {
+    /// Refuses somebody who is not a peer.
+    fn refuse(&mut self, way: Link, from: &Introduction, refusal: Refusal) {
         count(&self.shared.metrics.refusals_total);
-        let (Some(first), Some(lane)) = (from.nics.first(), self.lanes.first_mut()) else { return };
-        tracing::info!(peer = %first.name(), %refusal, "connection refused");
-        if let Ok(link) = lane.nic.connect(&first.endpoint) {
-            self.send_frame(link, &Frame { session: from.session, body: Body::Refuse(refusal) }, None, true);
+        if let Some(first) = from.nics.first() {
+            tracing::info!(peer = %first.name(), %refusal, "connection refused");
+        }
+        self.send_greeting(way, &Frame { session: from.session, body: Body::Refuse(refusal) });
+    }
+
+    /// Takes what somebody says who may be anybody. Nothing in it is trusted.
+    pub(super) fn greeted(&mut self, way: Link, bytes: &[u8]) {
+        // Whoever was asked by this engine is no stranger.
+        let own = self.peers.iter().any(|(_, peer)| peer.way == Some(way));
+        if !own && !self.welcomes.afford(self.now) {
+            count(&self.shared.metrics.greetings_dropped_total);
+            return;
+        }
+        let Ok(frame) = decode(bytes) else {
+            count(&self.shared.metrics.frames_ignored_total);
+            return;
+        };
+        // An answer counts only over the way that the question took.
+        let asked = self.sessions.get(&frame.session).copied();
+        let asked = asked.filter(|peer| self.peers.get(*peer).is_some_and(|peer| peer.way == Some(way)));
+        match (frame.body, asked) {
+            (Body::Hello(hello), _) => self.on_hello(way, &hello),
+            (Body::Confirm(from, mac), _) => self.on_confirm(way, frame.session, from, &mac),
+            (Body::Welcome(introduction, mac), Some(peer)) => self.on_welcome(peer, introduction, &mac),
+            (Body::Refuse(refusal), Some(peer)) => self.on_refuse(peer, refusal),
+            (Body::Ready, Some(peer)) => self.on_ready(peer),
+            _ => count(&self.shared.metrics.frames_ignored_total),
         }
     }
 
-    pub(super) fn on_hello(&mut self, hello: Hello) {
-        let Some(first) = hello.from.nics.first().cloned() else { return };
+    fn on_hello(&mut self, way: Link, hello: &Hello) {
+        let Some(first) = hello.from.nics.first() else { return };
         if first.provider != self.kind || first.key == self.key {
             count(&self.shared.metrics.frames_ignored_total);
             return;
         }
         if (hello.to_engine, hello.to_group) != (self.key.engine, self.key.group) {
-            return self.refuse(&hello.from, Refusal::Stale);
+            return self.refuse(way, &hello.from, Refusal::Stale);
         }
         if hello.from.nics.len() != self.nics.len() {
             // In the words of the one who reads it.
             let refusal = Refusal::NicCount { theirs: self.nics.len() as u16, ours: hello.from.nics.len() as u16 };
-            return self.refuse(&hello.from, refusal);
+            return self.refuse(way, &hello.from, refusal);
         }
         let peer = self.peer_slots.get(&first.key).and_then(|peer| self.peers.get(*peer));
         match peer {
@@ -146,29 +204,15 @@ impl Worker {
             Some(peer) if peer.stage == Stage::Ready && peer.theirs == hello.from.session => return,
             _ => {}
         }
-        let known = |half: &&HalfOpen| half.from.session == hello.from.session && half.from == hello.from;
-        if let Some(half) = self.half_open.values().find(known) {
-            let (link, mine, from) = (half.link, half.mine.clone(), half.from.clone());
-            return self.send_welcome(link, mine, &from);
-        }
-        if self.half_open.len() >= MAX_HALF_OPEN {
-            return self.refuse(&hello.from, Refusal::Busy);
-        }
-        let Ok(mine) = self.introduce() else { return };
-        let Some(Ok(link)) = self.lanes.first_mut().map(|lane| lane.nic.connect(&first.endpoint)) else { return };
-        let half = HalfOpen { from: hello.from.clone(), mine: mine.clone(), link, since: self.now };
-        self.half_open.insert(mine.session, half);
-        self.send_welcome(link, mine, &hello.from);
+        let Some(random) = self.welcomes.cookies.answer(&hello.from, self.now) else { return };
+        let mine = self.introduce(&random);
+        let mac = prove(self.secret(), Role::Accepting, &hello.from, &mine);
+        self.send_greeting(way, &Frame { session: hello.from.session, body: Body::Welcome(mine, mac) });
     }
 
-    fn send_welcome(&mut self, link: Link, mine: Introduction, from: &Introduction) {
-        let mac = prove(self.secret(), Role::Accepting, from, &mine);
-        self.send_frame(link, &Frame { session: from.session, body: Body::Welcome(mine, mac) }, None, false);
-    }
-
-    pub(super) fn on_welcome(&mut self, index: usize, from: Introduction, mac: &Mac) {
+    fn on_welcome(&mut self, index: usize, from: Introduction, mac: &Mac) {
         let Some(peer) = self.peers.get(index) else { return };
-        let (key, first, stage) = (peer.key, peer.links[0], peer.stage);
+        let (key, stage) = (peer.key, peer.stage);
         let Some(mine) = peer.mine.clone() else { return };
         match stage {
             Stage::Connecting => {}
@@ -188,10 +232,9 @@ impl Worker {
             count(&self.shared.metrics.refusals_total);
             return self.fail_connect(index, &Refusal::Secret.into());
         }
-        match self.link_all(&from.nics, first) {
-            Ok(links) => {
+        match self.link_all(index, &from.nics, Passes { own: mine.session, theirs: from.session }) {
+            Ok(()) => {
                 if let Some(peer) = self.peers.get_mut(index) {
-                    peer.links = links;
                     peer.theirs = from.session;
                     peer.other = Some(from);
                     peer.stage = Stage::Confirming;
@@ -206,45 +249,72 @@ impl Worker {
         let now = self.now;
         let Some(peer) = self.peers.get_mut(index) else { return };
         peer.sent = now;
-        if let (Some(mine), Some(other)) = (peer.mine.clone(), peer.other.clone()) {
+        if let (Some(way), Some(mine), Some(other)) = (peer.way, peer.mine.clone(), peer.other.clone()) {
             let mac = prove(self.secret(), Role::Connecting, &mine, &other);
-            self.send_to_peer(index, Body::Confirm(mac), None);
+            self.send_greeting(way, &Frame { session: other.session, body: Body::Confirm(mine, mac) });
         }
     }
 
-    pub(super) fn on_confirm(&mut self, session: u64, mac: &Mac) {
-        let Some(half) = self.half_open.remove(&session) else {
-            // Ready was lost on its way, or this is noise.
-            match self.sessions.get(&session).copied() {
-                Some(peer) => self.send_to_peer(peer, Body::Ready, None),
-                None => count(&self.shared.metrics.frames_ignored_total),
-            }
+    fn on_confirm(&mut self, way: Link, session: u64, from: Introduction, mac: &Mac) {
+        let Some(first) = from.nics.first().cloned() else { return };
+        if self.sessions.get(&session).is_some_and(|peer| self.accepted(*peer, &from)) {
+            // Ready was lost on its way.
+            return self.send_greeting(way, &Frame { session: from.session, body: Body::Ready });
+        }
+        let candidates = self.welcomes.cookies.recall(&from, self.now);
+        let mine = candidates.iter().map(|random| self.introduce(random)).find(|mine| mine.session == session);
+        let right = first.provider == self.kind && first.key != self.key && from.nics.len() == self.nics.len();
+        let Some(mine) = mine.filter(|_| right) else {
+            count(&self.shared.metrics.frames_ignored_total);
             return;
         };
-        if !verify(self.secret(), Role::Connecting, &half.from, &half.mine, mac) {
-            self.release(half.link);
-            return self.refuse(&half.from, Refusal::Secret);
+        if !verify(self.secret(), Role::Connecting, &from, &mine, mac) {
+            return self.refuse(way, &from, Refusal::Secret);
         }
-        let Some(first) = half.from.nics.first() else { return };
-        let index = self.peer_for(first);
+        // A proof counts once: who has heard it must not begin with it again.
+        if !self.welcomes.cookies.spend(session) {
+            return;
+        }
+        let index = self.peer_for(&first);
         // What waited for a connection of this engine's own making goes on over this one.
         let (mut waiting, mut messages) = (Vec::new(), Vec::new());
         if let Some(peer) = self.peers.get_mut(index) {
             (waiting, messages) = (std::mem::take(&mut peer.waiting), std::mem::take(&mut peer.waiting_messages));
         }
         self.replace(index);
-        match self.link_all(&half.from.nics, Some(half.link)) {
-            Ok(links) => {
+        if let Some(peer) = self.peers.get_mut(index) {
+            (peer.waiting, peer.waiting_messages) = (waiting, messages);
+            peer.successor = Some(Successor { way, mine, from });
+        }
+        self.succeed(index);
+    }
+
+    /// Says whether a peer's connection is the one that this introduction began.
+    fn accepted(&self, peer: usize, from: &Introduction) -> bool {
+        let peer = self.peers.get(peer);
+        peer.is_some_and(|peer| peer.stage == Stage::Ready && peer.other.as_ref() == Some(from))
+    }
+
+    /// Begins the connection that a peer has proved, once the one before is over.
+    pub(super) fn succeed(&mut self, index: usize) {
+        let Some(peer) = self.peers.get_mut(index).filter(|peer| peer.ending == 0) else { return };
+        let Some(Successor { way, mine, from }) = peer.successor.take() else {
+            if std::mem::take(&mut peer.connect_again) {
+                self.begin_connect(index);
+            }
+            return;
+        };
+        peer.connect_again = false;
+        match self.link_all(index, &from.nics, Passes { own: mine.session, theirs: from.session }) {
+            Ok(()) => {
+                let session = from.session;
                 if let Some(peer) = self.peers.get_mut(index) {
-                    peer.links = links;
-                    peer.session = half.mine.session;
-                    peer.theirs = half.from.session;
-                    peer.other = Some(half.from);
-                    peer.waiting = waiting;
-                    peer.waiting_messages = messages;
+                    peer.session = mine.session;
+                    peer.theirs = from.session;
+                    peer.other = Some(from);
                 }
-                self.sessions.insert(half.mine.session, index);
-                self.send_to_peer(index, Body::Ready, None);
+                self.sessions.insert(mine.session, index);
+                self.send_greeting(way, &Frame { session, body: Body::Ready });
                 self.become_ready(index);
             }
             Err(error) => self.fail_connect(index, &error.into()),
@@ -253,36 +323,41 @@ impl Worker {
 
     /// Makes room for the new connection of a peer. What is under way on an old one ends; what still waits stays.
     fn replace(&mut self, index: usize) {
-        let Some(peer) = self.peers.get_mut(index) else { return };
+        let Some(peer) = self.peers.get(index) else { return };
         if peer.stage == Stage::Ready {
             self.drop_peer(index, DownReason::Reconnected);
-            return;
-        }
-        let links = std::mem::take(&mut peer.links);
-        self.sessions.remove(&std::mem::take(&mut peer.session));
-        for (lane, link) in self.lanes.iter_mut().zip(links) {
-            if let Some(link) = link {
-                lane.nic.disconnect(link);
+        } else {
+            self.let_go(index, None);
+            if let Some(peer) = self.peers.get_mut(index) {
+                peer.stage = Stage::Idle;
             }
         }
     }
 
-    pub(super) fn on_ready(&mut self, index: usize) {
+    fn on_ready(&mut self, index: usize) {
         if self.peers.get(index).is_some_and(|peer| peer.stage == Stage::Confirming) {
             self.become_ready(index);
         }
     }
 
-    pub(super) fn on_refuse(&mut self, index: usize, refusal: Refusal) {
+    fn on_refuse(&mut self, index: usize, refusal: Refusal) {
         if self.peers.get(index).is_some_and(|peer| matches!(peer.stage, Stage::Connecting | Stage::Confirming)) {
             self.fail_connect(index, &refusal.into());
         }
     }
 
-    fn release(&mut self, link: Link) {
-        if let Some(lane) = self.lanes.first_mut() {
-            lane.nic.disconnect(link);
+    /// A way has broken. The next repetition takes another one.
+    pub(super) fn way_lost(&mut self, way: Link) {
+        if let Some((_, peer)) = self.peers.iter_mut().find(|(_, peer)| peer.way == Some(way)) {
+            peer.way = None;
         }
+    }
+
+    /// Opens a way again, where one has broken.
+    fn renew_way(&mut self, index: usize) {
+        let Some(peer) = self.peers.get_mut(index).filter(|peer| peer.way.is_none()) else { return };
+        // Without a way the set-up's time ends in vain.
+        peer.way = self.lanes.first_mut().and_then(|lane| lane.nic.greet(&peer.first.endpoint).ok());
     }
 
     /// Repeats what may have been lost, and gives up where the time is over.
@@ -295,19 +370,11 @@ impl Worker {
             .map(|(index, peer)| (index, peer.stage, now >= peer.setup_ends, now >= peer.sent + RETRY))
             .collect();
         for (index, stage, over, retry) in setups {
-            match (over, retry, stage) {
-                (true, ..) => self.fail_connect(index, &Reason::Network(NetworkError::Unreachable)),
-                (false, true, Stage::Connecting) => self.send_hello(index),
-                (false, true, _) => self.send_confirm(index),
-                (false, false, _) => {}
-            }
-        }
-        let patience = self.shared.config.connect_timeout;
-        let late = |half: &HalfOpen| now.saturating_duration_since(half.since) >= patience;
-        let late: Vec<_> = self.half_open.iter().filter(|(_, half)| late(half)).map(|(session, _)| *session).collect();
-        for session in late {
-            if let Some(half) = self.half_open.remove(&session) {
-                self.release(half.link);
+            if over {
+                self.fail_connect(index, &Reason::Network(NetworkError::Unreachable));
+            } else if retry {
+                self.renew_way(index);
+                if stage == Stage::Connecting { self.send_hello(index) } else { self.send_confirm(index) }
             }
         }
     }

@@ -21,8 +21,6 @@ pub(super) struct Outgoing {
     attempts: u32,
     /// The user's message that this is, if it is one; those are never repeated here.
     message: Option<u64>,
-    /// The link was made for this frame alone.
-    close_link: bool,
 }
 
 impl Worker {
@@ -30,12 +28,12 @@ impl Worker {
         let Some((link, session)) = self.peers.get(peer).and_then(|peer| Some((peer.links[0]?, peer.theirs))) else {
             return;
         };
-        self.send_frame(link, &Frame { session, body }, message, false);
+        self.send_frame(link, &Frame { session, body }, message);
     }
 
-    pub(super) fn send_frame(&mut self, link: Link, frame: &Frame<'_>, message: Option<u64>, close_link: bool) {
+    pub(super) fn send_frame(&mut self, link: Link, frame: &Frame<'_>, message: Option<u64>) {
         let bytes = frame.encode();
-        let index = self.frames.insert(Outgoing { link, bytes, attempts: 0, message, close_link });
+        let index = self.frames.insert(Outgoing { link, bytes, attempts: 0, message });
         self.frame_queue.push_back(index);
         self.post_frames();
     }
@@ -87,35 +85,45 @@ impl Worker {
     }
 
     fn forget_frame(&mut self, index: usize) {
-        let Some(frame) = self.frames.try_remove(index) else { return };
-        if frame.close_link
-            && let Some(lane) = self.lanes.first_mut()
+        self.frames.try_remove(index);
+    }
+
+    /// Sends a frame of the set-up. It may get lost: whoever needs an answer says it again. So it never waits for room, and
+    /// nothing waits behind it.
+    pub(super) fn send_greeting(&mut self, way: Link, frame: &Frame<'_>) {
+        if let Some(lane) = self.lanes.first_mut()
+            && lane.nic.send(way, frame.encode(), Token::Greeting.encode()).is_ok()
         {
-            lane.nic.disconnect(frame.link);
+            lane.in_flight += 1;
         }
     }
 
-    /// Takes a frame from the network. Nothing in it is trusted: what is not understood, or not from a connected peer, is
-    /// counted and ignored.
-    pub(super) fn received(&mut self, bytes: &[u8]) {
-        let Ok(frame) = decode(bytes) else {
-            count(&self.shared.metrics.frames_ignored_total);
-            return;
-        };
-        let from = self.sessions.get(&frame.session).copied();
-        match (frame.body, from) {
-            (Body::Hello(hello), _) => self.on_hello(hello),
-            (Body::Confirm(mac), _) => self.on_confirm(frame.session, &mac),
-            (Body::Welcome(introduction, mac), Some(peer)) => self.on_welcome(peer, introduction, &mac),
-            (Body::Refuse(refusal), Some(peer)) => self.on_refuse(peer, refusal),
-            (Body::Ready, Some(peer)) => self.on_ready(peer),
-            (body, Some(peer)) if self.is_ready(peer) => self.on_frame(peer, body),
+    pub(super) fn greeting_completed(&mut self) {
+        if let Some(lane) = self.lanes.first_mut() {
+            lane.in_flight = lane.in_flight.saturating_sub(1);
+        }
+    }
+
+    pub(super) fn release(&mut self, way: Link) {
+        if let Some(lane) = self.lanes.first_mut() {
+            lane.nic.disconnect(way);
+        }
+    }
+
+    /// Takes a frame of a peer. What is not understood, or does not belong to its connection, is counted and ignored.
+    pub(super) fn received(&mut self, nic: usize, link: Link, bytes: &[u8]) {
+        let Some(index) = self.links.get(&(nic, link)).copied() else { return };
+        let session = self.peers.get(index).map(|peer| peer.session);
+        match decode(bytes) {
+            Ok(frame) if Some(frame.session) == session => {
+                if self.peers.get(index).is_some_and(|peer| peer.stage == Stage::Confirming) {
+                    // The peer would not speak over this link if it had not taken Confirm: Ready is lost or late.
+                    self.become_ready(index);
+                }
+                self.on_frame(index, frame.body);
+            }
             _ => count(&self.shared.metrics.frames_ignored_total),
         }
-    }
-
-    fn is_ready(&self, peer: usize) -> bool {
-        self.peers.get(peer).is_some_and(|peer| peer.stage == Stage::Ready)
     }
 
     /// A frame of a peer whose connection stands.
@@ -135,7 +143,7 @@ impl Worker {
             Body::HeartbeatAck
             | Body::Hello(_)
             | Body::Welcome(..)
-            | Body::Confirm(_)
+            | Body::Confirm(..)
             | Body::Ready
             | Body::Refuse(_) => {}
         }

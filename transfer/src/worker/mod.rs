@@ -5,11 +5,14 @@
 
 pub(crate) mod command;
 mod connect;
+mod endings;
 mod frames;
 mod messages;
 mod peers;
 mod resets;
 mod rest;
+#[cfg(test)]
+mod strangers_tests;
 #[cfg(test)]
 mod tests;
 mod timers;
@@ -24,9 +27,9 @@ use slab::Slab;
 
 use crate::completion::Done;
 use crate::descriptor::{NetAddr, PeerKey, ProviderKind};
-use crate::error::Error;
+use crate::error::{DownReason, Error};
 use crate::metrics::count;
-use crate::provider::{Event, LocalKey, Nic, Opener, Registered};
+use crate::provider::{Event, Link, LocalKey, Nic, Opener, Registered};
 use crate::queue::Queue;
 use crate::region::Region;
 use crate::shared::Shared;
@@ -45,22 +48,31 @@ struct Lane {
 
 /// What a token of a work request stands for.
 enum Token {
-    Write { slot: usize, target: usize },
+    Write {
+        slot: usize,
+        target: usize,
+    },
     Frame(usize),
+    /// A frame of the set-up, which nobody waits for.
+    Greeting,
 }
 
 const FRAME_BIT: u64 = 1 << 63;
+const GREETING: u64 = u64::MAX;
 
 impl Token {
     fn encode(&self) -> u64 {
         match self {
             Self::Write { slot, target } => ((*slot as u64) << 24) | *target as u64,
             Self::Frame(index) => FRAME_BIT | *index as u64,
+            Self::Greeting => GREETING,
         }
     }
 
     fn decode(token: u64) -> Self {
-        if token & FRAME_BIT != 0 {
+        if token == GREETING {
+            Self::Greeting
+        } else if token & FRAME_BIT != 0 {
             Self::Frame((token & !FRAME_BIT) as usize)
         } else {
             Self::Write { slot: (token >> 24) as usize, target: (token & 0xff_ffff) as usize }
@@ -77,12 +89,16 @@ struct Sequential(u64);
 
 impl Hasher for Sequential {
     fn write(&mut self, bytes: &[u8]) {
-        bytes.iter().for_each(|byte| self.write_u64(self.0 ^ u64::from(*byte)));
+        bytes.iter().for_each(|byte| self.write_u64(u64::from(*byte)));
     }
 
     fn write_u64(&mut self, number: u64) {
         // The table uses the top and the bottom bits: an odd factor spreads to the top.
-        self.0 = number.wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        self.0 = (self.0 ^ number).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    }
+
+    fn write_usize(&mut self, number: usize) {
+        self.write_u64(number as u64);
     }
 
     fn finish(&self) -> u64 {
@@ -112,7 +128,10 @@ pub(crate) struct Worker {
     peers: Slab<peers::Peer>,
     peer_slots: HashMap<PeerKey, usize>,
     sessions: HashMap<u64, usize>,
-    half_open: HashMap<u64, connect::HalfOpen>,
+    /// The peer behind every link that is not on its way out.
+    links: HashMap<(usize, Link), usize, BuildHasherDefault<Sequential>>,
+    welcomes: connect::Welcomes,
+    endings: endings::Endings,
     frames: Slab<frames::Outgoing>,
     frame_queue: VecDeque<usize>,
     /// Registered memory that writes without bytes name as their source.
@@ -162,7 +181,9 @@ impl Worker {
             peers: Slab::new(),
             peer_slots: HashMap::new(),
             sessions: HashMap::new(),
-            half_open: HashMap::new(),
+            links: HashMap::default(),
+            welcomes: connect::Welcomes::new(now),
+            endings: endings::Endings::default(),
             frames: Slab::with_capacity(64),
             frame_queue: VecDeque::new(),
             nothing: None,
@@ -218,6 +239,7 @@ impl Worker {
             Command::Write { id, targets, done, deadline } => self.start_write(id, targets, done, deadline),
             Command::Message { id, to, bytes, done, deadline } => self.start_message(id, &to, bytes, done, deadline),
             Command::Reset { id, imm, peers, done, deadline } => self.start_reset(id, imm, &peers, done, deadline),
+            Command::Fence { peer, done, deadline } => self.start_fence(peer, done, deadline),
             Command::Cancel { id } => self.cancel(id),
             Command::Register { region, reply } => {
                 let registered = self.register(&region);
@@ -282,10 +304,22 @@ impl Worker {
                 match Token::decode(token) {
                     Token::Write { slot, target } => self.write_completed(nic, slot, target, result),
                     Token::Frame(index) => self.frame_completed(index, result),
+                    Token::Greeting => self.greeting_completed(),
                 }
             }
-            Event::Received(bytes) => self.received(&bytes),
-            Event::Immediate(imm) => {
+            Event::Received { link, bytes } => self.received(nic, link, &bytes),
+            Event::Greeted { way, bytes } => self.greeted(way, &bytes),
+            Event::Lost(link) => match self.links.get(&(nic, link)).copied() {
+                Some(peer) => self.drop_peer(peer, DownReason::NetworkLost),
+                None => self.way_lost(link),
+            },
+            Event::Ended { link, held } => self.link_ended(nic, link, held),
+            Event::Drained(link) => self.link_drained(nic, link),
+            Event::Immediate { link, imm } => {
+                // Of a link that is on its way out nothing counts.
+                if !self.links.contains_key(&(nic, link)) {
+                    return;
+                }
                 count(&self.shared.metrics.immediates_total);
                 self.shared.counters.add(imm, &mut self.met);
                 while let Some(done) = self.met.pop() {
@@ -300,6 +334,7 @@ impl Worker {
         self.abandon_operations();
         self.abandon_messages();
         self.abandon_resets();
+        self.abandon_fences();
         self.say_goodbye();
     }
 }

@@ -2,6 +2,7 @@
 
 use std::time::{Duration, Instant};
 
+use super::connect::Successor;
 use super::{Pending, Worker};
 use crate::descriptor::{MAX_NICS, NetAddr, PeerKey};
 use crate::error::{DownReason, PeerName, Reason};
@@ -28,6 +29,13 @@ pub(super) struct Peer {
     /// Its first NIC.
     pub first: NetAddr,
     pub links: [Option<Link>; MAX_NICS],
+    /// What a set-up of this engine's own making travels over.
+    pub way: Option<Link>,
+    /// Connections that are not over yet.
+    pub ending: usize,
+    /// What begins when they are: a connection that the peer has proved, or one of this engine's own making.
+    pub successor: Option<Successor>,
+    pub connect_again: bool,
     /// What the peer's frames carry, so that they are recognised here.
     pub session: u64,
     /// What frames to the peer carry.
@@ -60,6 +68,10 @@ impl Worker {
             name: first.name(),
             first: first.clone(),
             links: [None; MAX_NICS],
+            way: None,
+            ending: 0,
+            successor: None,
+            connect_again: false,
             session: 0,
             theirs: 0,
             stage: Stage::Idle,
@@ -88,8 +100,11 @@ impl Worker {
             let patience = Duration::from_millis(u64::from(other.heartbeat_timeout_ms));
             peer.interval = self.shared.config.heartbeat_interval.min(patience / 3);
         }
-        let name = peer.name;
+        let (name, way) = (peer.name, peer.way.take());
         let (waiting, messages) = (std::mem::take(&mut peer.waiting), std::mem::take(&mut peer.waiting_messages));
+        if let Some(way) = way {
+            self.release(way);
+        }
         self.shared.tell_peer_event(PeerEvent { peer: name, down: None });
         waiting.into_iter().for_each(|(slot, target, id)| self.attach(slot, target, id));
         messages.into_iter().for_each(|id| self.post_message(id));
@@ -98,36 +113,29 @@ impl Worker {
     /// Ends a connection, or its set-up, and everything that goes to the peer.
     pub(super) fn drop_peer(&mut self, index: usize, reason: DownReason) {
         let Some(peer) = self.peers.get(index) else { return };
-        match peer.stage {
+        let down = match peer.stage {
             Stage::Idle | Stage::Down(_) => return,
-            Stage::Ready => self.shared.tell_peer_event(PeerEvent { peer: peer.name, down: Some(reason) }),
-            Stage::Connecting | Stage::Confirming => {}
-        }
+            Stage::Ready => Some(reason),
+            Stage::Connecting | Stage::Confirming => None,
+        };
         let told = if reason == DownReason::Closed { Reason::Closed } else { reason.into() };
-        self.unlink(index, Stage::Down(reason), &told);
+        self.unlink(index, Stage::Down(reason), &told, down);
     }
 
     /// The set-up of a connection has failed: everything that waited for it does too.
     pub(super) fn fail_connect(&mut self, index: usize, reason: &Reason) {
-        self.unlink(index, Stage::Idle, reason);
+        self.unlink(index, Stage::Idle, reason, None);
     }
 
-    fn unlink(&mut self, index: usize, stage: Stage, reason: &Reason) {
+    fn unlink(&mut self, index: usize, stage: Stage, reason: &Reason, down: Option<DownReason>) {
         let Some(peer) = self.peers.get_mut(index) else { return };
         peer.stage = stage;
-        peer.mine = None;
-        peer.other = None;
         peer.waiting.clear();
         peer.waiting_messages.clear();
-        let links = std::mem::take(&mut peer.links);
-        self.sessions.remove(&std::mem::take(&mut peer.session));
-        for (lane, link) in self.lanes.iter_mut().zip(links) {
-            if let Some(link) = link {
-                lane.nic.disconnect(link);
-            }
-        }
+        peer.connect_again = false;
         self.fail_unposted(index, reason);
         self.fail_messages(index, reason);
         self.fail_resets(index, reason);
+        self.let_go(index, down);
     }
 }

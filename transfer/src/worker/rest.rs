@@ -125,7 +125,7 @@ impl Worker {
             || !self.messages.is_empty()
             || !self.resets.is_empty()
             || !self.frames.is_empty()
-            || !self.half_open.is_empty()
+            || !self.endings.is_empty()
             || self.shared.counters.is_watched()
     }
 }

@@ -6,13 +6,14 @@ use proptest::prelude::*;
 
 use crate::descriptor::{NetAddr, PeerKey, ProviderKind};
 use crate::message::{Body, Frame, Hello, Introduction, Rejection, decode};
-use crate::provider::{Event, Link, LocalKey, Nic, Write};
+use crate::provider::{Event, Link, LocalKey, Nic, Passes, Write};
 use crate::region::Region;
 use crate::sim::{Faults, SimNic};
 use crate::{DeviceGroup, Engine, Error, SimNetwork};
 
 struct Attacker {
     nic: SimNic,
+    /// The way, and the link once it has joined.
     link: Link,
     own: NetAddr,
     events: Vec<Event>,
@@ -25,14 +26,18 @@ fn engine(network: &SimNetwork) -> Engine {
 impl Attacker {
     fn new(network: &SimNetwork, victim: &Engine) -> Self {
         let mut nic = network.add_nic();
-        let link = nic.connect(&victim.main_address().endpoint).unwrap();
+        let way = nic.greet(&victim.main_address().endpoint).unwrap();
         let key = PeerKey { engine: 666, group: 0 };
         let own = NetAddr { provider: ProviderKind::Sim, key, nic: 0, endpoint: nic.endpoint() };
-        Self { nic, link, own, events: Vec::new() }
+        Self { nic, link: way, own, events: Vec::new() }
     }
 
     fn send(&mut self, bytes: Vec<u8>) {
-        while self.nic.send(self.link, bytes.clone(), 0).is_err() {
+        self.send_to(self.link, bytes);
+    }
+
+    fn send_to(&mut self, link: Link, bytes: Vec<u8>) {
+        while self.nic.send(link, bytes.clone(), 0).is_err() {
             self.nic.poll(&mut self.events);
         }
         self.nic.poll(&mut self.events);
@@ -44,7 +49,7 @@ impl Attacker {
         loop {
             self.nic.poll(&mut self.events);
             for event in self.events.drain(..) {
-                if let Event::Received(bytes) = event
+                if let Event::Received { bytes, .. } | Event::Greeted { bytes, .. } = event
                     && let Some(found) = pick(decode(&bytes).unwrap())
                 {
                     return found;
@@ -65,20 +70,29 @@ impl Attacker {
     /// Becomes a peer, as anybody can who knows the secret; returns the session to use.
     fn join(&mut self, victim: &Engine) -> u64 {
         let hello = self.hello(victim);
+        let from = hello.from.clone();
         self.send(Frame { session: 0, body: Body::Hello(hello) }.encode());
         let session = self.receive(|frame| match frame.body {
             Body::Welcome(introduction, _) => Some(introduction.session),
             _ => None,
         });
-        self.send(Frame { session, body: Body::Confirm([0; 32]) }.encode());
+        self.send(Frame { session, body: Body::Confirm(from.clone(), [0; 32]) }.encode());
         self.receive(|frame| (frame.body == Body::Ready).then_some(()));
+        let passes = Passes { own: from.session, theirs: session };
+        self.link = self.nic.connect(&victim.main_address().endpoint, passes).unwrap();
         session
     }
 }
 
+fn introduction() -> Introduction {
+    let key = PeerKey { engine: 666, group: 0 };
+    let nics = vec![NetAddr { provider: ProviderKind::Sim, key, nic: 0, endpoint: vec![0; 4] }];
+    Introduction { session: 5, nonce: [1; 16], heartbeat_timeout_ms: 60_000, nics }
+}
+
 fn body() -> impl Strategy<Value = Body<'static>> {
     prop_oneof![
-        any::<[u8; 32]>().prop_map(Body::Confirm),
+        any::<[u8; 32]>().prop_map(|mac| Body::Confirm(introduction(), mac)),
         Just(Body::Ready),
         Just(Body::Heartbeat),
         Just(Body::HeartbeatAck),
@@ -127,6 +141,7 @@ proptest! {
         let (open, desc) = victim.alloc_mr(128).unwrap();
         let (closed, _) = victim.alloc_mr(4096).unwrap();
         let mut attacker = Attacker::new(&network, &victim);
+        attacker.join(&victim);
         let src = Arc::new(Region::allocate(300).unwrap());
         src.write(0, &[9; 300]).unwrap();
         let mut landed = 0;
@@ -173,12 +188,13 @@ fn a_stranger_cannot_disturb_an_existing_connection() -> Result<(), Error> {
     let mut stranger = Attacker::new(&network, &victim);
     stranger.own.key = friend.main_address().key;
     let hello = stranger.hello(&victim);
+    let from = hello.from.clone();
     stranger.send(Frame { session: 0, body: Body::Hello(hello) }.encode());
     let session = stranger.receive(|frame| match frame.body {
         Body::Welcome(introduction, _) => Some(introduction.session),
         _ => None,
     });
-    stranger.send(Frame { session, body: Body::Confirm([0; 32]) }.encode());
+    stranger.send(Frame { session, body: Body::Confirm(from, [0; 32]) }.encode());
     stranger.receive(|frame| matches!(frame.body, Body::Refuse(crate::Refusal::Secret)).then_some(()));
     raise()?;
     assert!(victim.metrics_text().contains("peer_down_total 0"));

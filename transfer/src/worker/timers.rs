@@ -17,6 +17,7 @@ impl Worker {
         self.tick_operations();
         self.tick_messages();
         self.tick_resets();
+        self.tick_fences();
         self.tick_setup();
         self.tick_heartbeats();
         if self.key.group == 0 {

@@ -12,11 +12,13 @@ use putget_transfer::{Builder, DeviceGroup, Done, Engine, Faults, Options, Outco
 /// Longer than anything here takes, also on a loaded machine.
 pub const LONG: Duration = Duration::from_secs(60);
 
-/// The network that a test runs over: a simulated one, or the verbs devices that PUTGET_TRANSFER_VERBS names, which behave as
-/// they like.
+/// The network that a test runs over: a simulated one, TCP where PUTGET_TRANSFER_TCP is set, this host's shared memory where
+/// PUTGET_TRANSFER_HOST is, or the verbs devices that PUTGET_TRANSFER_VERBS names. All but the first behave as they like.
 pub enum Network {
     Sim(SimNetwork),
+    Tcp,
     Verbs(Vec<String>),
+    Host,
 }
 
 /// The verbs devices to test with, if there are any.
@@ -27,14 +29,27 @@ pub fn verbs_devices() -> Option<Vec<String>> {
 
 impl Network {
     pub fn new(seed: u64) -> Self {
-        verbs_devices().map_or_else(|| Self::Sim(SimNetwork::new(seed)), Self::Verbs)
+        match verbs_devices() {
+            Some(devices) => Self::Verbs(devices),
+            None if std::env::var_os("PUTGET_TRANSFER_TCP").is_some() => Self::Tcp,
+            None if std::env::var_os("PUTGET_TRANSFER_HOST").is_some() => Self::Host,
+            None => Self::Sim(SimNetwork::new(seed)),
+        }
+    }
+
+    /// The networks of a test that is to hold on each of them.
+    pub fn all(seed: u64) -> Vec<Self> {
+        match verbs_devices() {
+            Some(devices) => vec![Self::Verbs(devices)],
+            None => vec![Self::Sim(SimNetwork::new(seed)), Self::Host, Self::Tcp],
+        }
     }
 
     /// The simulated network, for tests that make it fail; over another one they say so and end.
     pub fn obedient(seed: u64) -> Option<SimNetwork> {
         match Self::new(seed) {
             Self::Sim(network) => Some(network),
-            Self::Verbs(_) => {
+            Self::Tcp | Self::Verbs(_) | Self::Host => {
                 println!("skipped: this network cannot be made to fail");
                 None
             }
@@ -69,6 +84,8 @@ impl Grouping for Network {
     fn group(&self, nics: usize) -> DeviceGroup {
         match self {
             Self::Sim(network) => network.group(nics),
+            Self::Host => DeviceGroup::host(nics),
+            Self::Tcp => DeviceGroup::tcp(&vec![Some("127.0.0.1"); nics]),
             Self::Verbs(devices) => {
                 // More than there are is a number that no engine accepts.
                 let devices: Vec<_> = devices.iter().cycle().take(nics).map(String::as_str).collect();
@@ -79,7 +96,7 @@ impl Grouping for Network {
 
     fn slowness(&self) -> u32 {
         match self {
-            Self::Sim(_) => 1,
+            Self::Sim(_) | Self::Tcp | Self::Host => 1,
             Self::Verbs(_) => 6,
         }
     }

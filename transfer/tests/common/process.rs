@@ -11,11 +11,11 @@ use super::{expect_count, noise, outcome, within};
 /// Bytes that the other process registers.
 pub const MEMORY: usize = 6 << 20;
 
-fn hex(bytes: &[u8]) -> String {
+pub fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-fn unhex(text: &str) -> Vec<u8> {
+pub fn unhex(text: &str) -> Vec<u8> {
     (0..text.len() / 2).map(|at| u8::from_str_radix(&text[2 * at..2 * at + 2], 16).unwrap()).collect()
 }
 
@@ -56,12 +56,17 @@ pub fn be_the_other(builder: impl FnOnce(&str) -> Builder) {
     serve(&engine, &[desc], || vec![read(&handle, 0, MEMORY)]);
 }
 
-/// Takes messages, and answers each line, an immediate and its count, with digests of what `look` finds in the memories after
-/// they have come.
-pub fn serve(engine: &Engine, descs: &[MrDesc], look: impl Fn() -> Vec<Vec<u8>>) {
+/// Says who and where this process is.
+pub fn introduce(engine: &Engine, descs: &[MrDesc]) {
     let all = std::iter::once(engine.main_address().to_bytes()).chain(descs.iter().map(MrDesc::to_bytes));
     println!("\nhere {}", all.map(|bytes| hex(&bytes)).collect::<Vec<_>>().join(" "));
     std::io::stdout().flush().unwrap();
+}
+
+/// Takes messages, and answers each line, an immediate and its count, with digests of what `look` finds in the memories after
+/// they have come.
+pub fn serve(engine: &Engine, descs: &[MrDesc], look: impl Fn() -> Vec<Vec<u8>>) {
+    introduce(engine, descs);
     engine.submit_recvs(1000, 2, |_, bytes| println!("\nmessage {}", hex(bytes))).unwrap();
     for line in std::io::stdin().lines() {
         let line = line.unwrap();
@@ -118,6 +123,11 @@ impl Other {
         self.child.id()
     }
 
+    /// Tells it something that it does not answer.
+    pub fn tell(&mut self, words: &str) {
+        writeln!(self.child.stdin.as_mut().unwrap(), "{words}").unwrap();
+    }
+
     /// Sends it a signal, by its name.
     pub fn signal(&self, name: &str) {
         let sent = Command::new("kill").args([&format!("-{name}"), &self.child.id().to_string()]).status();
@@ -145,14 +155,14 @@ impl Drop for Other {
     fn drop(&mut self) {
         self.child.kill().unwrap();
         self.child.wait().unwrap();
-        // What is killed cannot take its shared memory away (libfabric's shm).
-        let own = format!("{}:", self.child.id());
-        for file in std::fs::read_dir("/dev/shm").into_iter().flatten().map(Result::unwrap) {
-            if file.file_name().to_string_lossy().starts_with(&own) {
-                std::fs::remove_file(file.path()).unwrap();
-            }
-        }
     }
+}
+
+/// Processor time that a process has used, in hundredths of a second.
+pub fn processor_time(process: u32) -> u64 {
+    let stat = std::fs::read_to_string(format!("/proc/{process}/stat")).unwrap();
+    let fields = stat.rsplit_once(')').unwrap().1.split_whitespace();
+    fields.skip(11).take(2).map(|ticks| ticks.parse::<u64>().unwrap()).sum()
 }
 
 /// Pages of 1000 bytes that a paged write moves: the place of each in the source and in the target.

@@ -1,0 +1,92 @@
+//! The fence: shutting a peer out, for those who are about to use memory again that the peer could write to.
+
+use std::sync::{Mutex, PoisonError};
+use std::{sync::Arc, time::Instant};
+
+use crate::completion::Done;
+use crate::descriptor::NetAddr;
+use crate::engine::Engine;
+use crate::error::{Error, Outcome};
+use crate::shared::Shared;
+use crate::worker::command::Command;
+
+/// Whom to tell when every device group has shut a peer out.
+pub(crate) struct Joined {
+    state: Mutex<State>,
+}
+
+struct State {
+    left: usize,
+    outcome: Outcome,
+    done: Option<Done>,
+}
+
+impl Joined {
+    fn new(left: usize, done: Done) -> Arc<Self> {
+        Arc::new(Self { state: Mutex::new(State { left, outcome: Ok(()), done: Some(done) }) })
+    }
+
+    /// One device group is through. The last one tells; the first error counts.
+    pub fn arrive(&self, outcome: Outcome, shared: &Shared) {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        state.left = state.left.saturating_sub(1);
+        if state.outcome.is_ok() {
+            state.outcome = outcome;
+        }
+        if state.left == 0
+            && let Some(done) = state.done.take()
+        {
+            let outcome = state.outcome.clone();
+            drop(state);
+            shared.complete(done, outcome);
+        }
+    }
+}
+
+impl Engine {
+    /// Shuts a peer out: all device groups of the engine that `peer` belongs to. Once `done` is told, nothing of that peer lands in this
+    /// engine's memory or counts here any more, until the peer and this engine have made a new connection, which is told as a
+    /// peer event. So the memory may be filled anew, also if the peer was stopped in the middle of a write and goes on later.
+    ///
+    /// What this engine has under way to the peer fails with [`DownReason::Fenced`](crate::DownReason::Fenced). Where the network cannot
+    /// stop the peer, `done` gets [`Error::Transfer`] with `may_land`, and the engine keeps every region that the peer may
+    /// write to, whatever its owner does, until the peer cannot any more: a peer event with
+    /// [`DownReason::Drained`](crate::DownReason::Drained) says so. A peer that was never connected is shut out already.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for an address of another network; [`Error::Closed`].
+    pub fn fence(&self, peer: &NetAddr, done: Done) -> Result<(), Error> {
+        self.check_address("peer", peer)?;
+        self.group(0)?;
+        let (inner, deadline) = (&self.inner, Instant::now() + self.inner.shared.config.default_deadline);
+        crate::metrics::count(&inner.shared.metrics.submitted_total);
+        let done = Joined::new(inner.groups.len(), done);
+        for group in &inner.groups {
+            let command = Command::Fence { peer: peer.key, done: Arc::clone(&done), deadline };
+            if group.commands.push(command).is_err() {
+                done.arrive(Err(Error::Closed), &inner.shared);
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{DeviceGroup, SimNetwork};
+
+    #[test]
+    fn the_last_of_several_tells_and_the_first_error_counts() -> Result<(), Error> {
+        let engine = Engine::builder().group(DeviceGroup::sim(&SimNetwork::new(1), 1)).build()?;
+        let shared = &engine.inner.shared;
+        let (done, future) = Done::future();
+        let joined = Joined::new(3, done);
+        joined.arrive(Ok(()), shared);
+        joined.arrive(Err(Error::Closed), shared);
+        assert!(!future.is_done());
+        joined.arrive(Ok(()), shared);
+        assert_eq!(future.wait(std::time::Duration::ZERO), Some(Err(Error::Closed)));
+        Ok(())
+    }
+}

@@ -1,0 +1,328 @@
+//! A connection over which a peer writes here. Payloads go from the socket into the region without a copy between, apart from what
+//! came with the head. So once a connection is closed, or a region's registration has ended, nothing lands any more: there is
+//! nobody but this thread who could write.
+
+use std::collections::VecDeque;
+use std::net::TcpStream;
+use std::sync::Arc;
+use std::time::Instant;
+
+use super::frame::{Answer, GREETING, HEAD, Head, Kind, Refused, read_greeting};
+use super::sys::{Part, Room, is_patient, receive, send};
+use crate::provider::{Event, Link, MAX_GREETING};
+use crate::region::Region;
+
+/// Bytes that are read ahead of what is known of them.
+const AHEAD: usize = 16 << 10;
+/// Bytes that one look takes from a connection, so that no peer keeps the others waiting.
+const SIP: usize = 2 << 20;
+/// Refusals that may wait to be sent. Who asks for more does not read the answers.
+const MAX_REFUSALS: usize = 4096;
+/// Messages that one stranger has over one connection. Whoever needs more comes back.
+const MAX_GREETINGS: u32 = 64;
+/// Bytes of what a stranger says, and of what waits to be answered.
+const MAX_WAITING: usize = 4 * (MAX_GREETING + 2);
+
+/// What a writer asks of the memory that is registered here.
+pub(super) trait Memory {
+    fn find(&self, rkey: u64) -> Option<&Arc<Region>>;
+}
+
+/// Whose connection it is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Admission {
+    /// It has not said so yet.
+    Unknown,
+    /// Somebody who is not a peer. It leads back to him.
+    Way,
+    /// It presents a pass that stands for nothing, so far.
+    Waiting(u64),
+    Peer(Link),
+}
+
+/// Where the payload of the present request goes.
+enum Sink {
+    Message(Vec<u8>),
+    Region {
+        region: Arc<Region>,
+        rkey: u64,
+        at: u64,
+    },
+    /// It was refused.
+    Nowhere,
+}
+
+struct Present {
+    sink: Sink,
+    left: usize,
+    imm: Option<u32>,
+}
+
+pub(super) struct Incoming {
+    pub socket: TcpStream,
+    pub admission: Admission,
+    pub since: Instant,
+    pub closed: bool,
+    pub max_message: usize,
+    /// Bytes that were read ahead: `start..end` of them are not used yet.
+    ahead: Vec<u8>,
+    start: usize,
+    present: Option<Present>,
+    /// Requests that are over, and as many of them as the writer knows of.
+    over: u32,
+    told: u32,
+    refusals: VecDeque<(u32, Refused)>,
+    /// Answers that the socket had no room for.
+    unsent: Vec<u8>,
+    /// What a stranger has said.
+    greetings: u32,
+}
+
+impl Incoming {
+    pub fn new(socket: TcpStream, max_message: usize) -> Self {
+        Self {
+            socket,
+            admission: Admission::Unknown,
+            since: Instant::now(),
+            closed: false,
+            max_message,
+            ahead: Vec::new(),
+            start: 0,
+            present: None,
+            over: 0,
+            told: 0,
+            refusals: VecDeque::new(),
+            unsent: Vec::new(),
+            greetings: 0,
+        }
+    }
+
+    pub fn is_stranger(&self) -> bool {
+        !matches!(self.admission, Admission::Peer(_))
+    }
+
+    pub fn has_unsent(&self) -> bool {
+        !self.unsent.is_empty()
+    }
+
+    fn known(&self) -> usize {
+        self.ahead.len() - self.start
+    }
+
+    /// Reads more: the present payload where it belongs, and what follows it ahead. False: there is nothing more now.
+    fn fill(&mut self) -> bool {
+        if self.start > 0 {
+            self.ahead.drain(..std::mem::take(&mut self.start));
+        }
+        let known = self.ahead.len();
+        let most = if self.is_stranger() { MAX_WAITING } else { AHEAD };
+        if known >= most {
+            return false;
+        }
+        let direct = match &self.present {
+            // What is known comes first.
+            Some(Present { sink: Sink::Region { region, at, .. }, left, .. }) if known == 0 => {
+                Room::region(region, *at, *left as u64)
+            }
+            _ => Room::none(),
+        };
+        self.ahead.resize(most, 0);
+        let rest = self.ahead.get_mut(known..).unwrap_or_default();
+        let got = receive(&self.socket, &[direct, Room::bytes(rest)]);
+        let mut got = match got {
+            Ok(0) => {
+                self.closed = true;
+                0
+            }
+            Ok(got) => got,
+            Err(error) => {
+                self.closed = !is_patient(&error);
+                0
+            }
+        };
+        let more = got > 0;
+        if let Some(Present { sink: Sink::Region { at, .. }, left, .. }) = &mut self.present
+            && known == 0
+        {
+            let direct = got.min(*left);
+            *at += direct as u64;
+            *left -= direct;
+            got -= direct;
+        }
+        self.ahead.truncate(known + got);
+        more
+    }
+
+    /// Takes the greeting. None: it has not all come yet.
+    pub fn greet(&mut self) -> Option<u64> {
+        if self.known() < GREETING {
+            self.fill();
+        }
+        let bytes = self.ahead.get(self.start..self.start + GREETING)?;
+        match read_greeting(bytes) {
+            Ok(pass) => {
+                self.start += GREETING;
+                Some(pass)
+            }
+            Err(_) => {
+                self.closed = true;
+                None
+            }
+        }
+    }
+
+    /// What a stranger says: messages of bounded length, each after its length.
+    pub fn listen(&mut self, way: Link, events: &mut Vec<Event>) {
+        while self.fill() && self.known() < MAX_WAITING {}
+        while let Some(len) = self.ahead.get(self.start..self.start + 2) {
+            let len = usize::from(u16::from_le_bytes(len.try_into().unwrap_or_default()));
+            if len > MAX_GREETING {
+                self.closed = true;
+                return;
+            }
+            let Some(bytes) = self.ahead.get(self.start + 2..self.start + 2 + len) else { return };
+            events.push(Event::Greeted { way, bytes: bytes.to_vec() });
+            self.start += 2 + len;
+            self.greetings += 1;
+            if self.greetings >= MAX_GREETINGS {
+                self.closed = true;
+                return;
+            }
+        }
+    }
+
+    /// Answers a stranger. False: he does not read.
+    pub fn answer(&mut self, bytes: &[u8]) -> bool {
+        if self.unsent.len() > MAX_WAITING {
+            return false;
+        }
+        self.unsent.extend((bytes.len() as u16).to_le_bytes());
+        self.unsent.extend_from_slice(bytes);
+        self.flush();
+        true
+    }
+
+    /// Carries out what the peer asks for.
+    pub fn receive(&mut self, link: Link, memory: &impl Memory, events: &mut Vec<Event>) {
+        let mut taken = 0;
+        while !self.closed && taken < SIP {
+            let before = self.present.as_ref().map_or(0, |present| present.left);
+            let more = self.fill();
+            taken += before.saturating_sub(self.present.as_ref().map_or(0, |present| present.left)) + self.known();
+            while self.step(link, memory, events) {}
+            if !more {
+                break;
+            }
+        }
+        self.tell();
+    }
+
+    /// Uses what is known. False: more is needed.
+    fn step(&mut self, link: Link, memory: &impl Memory, events: &mut Vec<Event>) -> bool {
+        let known = self.ahead.get(self.start..).unwrap_or_default();
+        let Some(present) = &mut self.present else {
+            let Some(head) = known.get(..HEAD) else { return false };
+            let head = Head::decode(head);
+            self.start += HEAD;
+            match head {
+                Ok(head) => self.begin(head, memory),
+                Err(_) => self.closed = true,
+            }
+            return !self.closed;
+        };
+        let count = present.left.min(known.len());
+        let bytes = known.get(..count).unwrap_or_default();
+        match &mut present.sink {
+            Sink::Message(message) => message.extend_from_slice(bytes),
+            Sink::Region { region, at, .. } => {
+                // It was checked to lie inside.
+                let _ = region.write(*at, bytes);
+                *at += count as u64;
+            }
+            Sink::Nowhere => {}
+        }
+        present.left -= count;
+        self.start += count;
+        if present.left > 0 {
+            return false;
+        }
+        if let Some(Present { sink, imm, .. }) = self.present.take() {
+            match sink {
+                Sink::Message(bytes) => events.push(Event::Received { link, bytes }),
+                Sink::Region { .. } => events.extend(imm.map(|imm| Event::Immediate { link, imm })),
+                Sink::Nowhere => {}
+            }
+        }
+        self.over = self.over.wrapping_add(1);
+        true
+    }
+
+    fn begin(&mut self, head: Head, memory: &impl Memory) {
+        let Ok(left) = usize::try_from(head.len) else {
+            self.closed = true;
+            return;
+        };
+        let (sink, imm) = match head.kind {
+            Kind::Message if left > self.max_message => {
+                self.closed = true;
+                return;
+            }
+            Kind::Message => (Sink::Message(Vec::with_capacity(left)), None),
+            Kind::Write { rkey, dst, imm } => match memory.find(rkey) {
+                None => (self.refuse(Refused::BadKey), None),
+                Some(region) if !region.contains(dst, head.len) => (self.refuse(Refused::OutOfBounds), None),
+                Some(region) => (Sink::Region { region: Arc::clone(region), rkey, at: dst }, imm),
+            },
+        };
+        self.present = Some(Present { sink, left, imm });
+    }
+
+    fn refuse(&mut self, why: Refused) -> Sink {
+        self.refusals.push_back((self.over, why));
+        self.closed |= self.refusals.len() > MAX_REFUSALS;
+        Sink::Nowhere
+    }
+
+    /// The registration of a key ends: what is half done is refused.
+    pub fn revoke(&mut self, key: u64) {
+        if let Some(Present { sink, imm, .. }) = &mut self.present
+            && matches!(sink, Sink::Region { rkey, .. } if *rkey == key)
+        {
+            *sink = Sink::Nowhere;
+            *imm = None;
+            self.refusals.push_back((self.over, Refused::BadKey));
+        }
+    }
+
+    /// Tells the writer what became of its requests.
+    pub fn tell(&mut self) {
+        if !self.unsent.is_empty() {
+            self.flush();
+        }
+        if !self.unsent.is_empty() || (self.told == self.over && self.refusals.is_empty()) {
+            return;
+        }
+        for (number, why) in self.refusals.drain(..) {
+            self.unsent.extend(Answer::Refused(number, why).encode());
+        }
+        if self.told != self.over {
+            self.unsent.extend(Answer::Done(self.over).encode());
+            self.told = self.over;
+        }
+        self.flush();
+    }
+
+    fn flush(&mut self) {
+        // Also to one that will say nothing more.
+        while !self.unsent.is_empty() {
+            match send(&self.socket, &[Part::bytes(&self.unsent)]) {
+                Ok(sent) => drop(self.unsent.drain(..sent)),
+                Err(error) if is_patient(&error) => return,
+                Err(_) => {
+                    self.closed = true;
+                    return;
+                }
+            }
+        }
+    }
+}

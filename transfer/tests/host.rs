@@ -1,0 +1,427 @@
+//! The provider for ranks of one host, between processes: all operations, processes that are killed or stopped in the middle of a transfer,
+//! ended keys, many peers, leaks.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
+
+mod common;
+
+use std::sync::mpsc::{Receiver, channel};
+use std::time::{Duration, Instant};
+
+use common::process::{Other, all_operations, be_the_other, filled, introduce, processor_time, read, role, unhex};
+use common::*;
+use putget_transfer::{
+    Builder, Device, DeviceGroup, Done, DownReason, Engine, Flag, MrDesc, MrHandle, NetworkError, Options, Pages,
+    PeerEvent, Reason, TransferFuture,
+};
+
+const MEGABYTE: usize = 1 << 20;
+/// The immediate that writers in other processes use.
+const THEIRS: u32 = 9;
+
+/// An engine that believes in heartbeats only after a long time: whatever is noticed sooner is noticed by itself.
+fn host() -> Builder {
+    Engine::builder()
+        .group(DeviceGroup::host(1))
+        .secret(b"ranks of one host")
+        .heartbeat(Duration::from_millis(100), Duration::from_secs(40))
+        .connect_timeout(Duration::from_secs(10))
+}
+
+/// The same with a heartbeat that notices a stopped process.
+fn nervous() -> Builder {
+    host().heartbeat(Duration::from_millis(50), Duration::from_millis(600))
+}
+
+fn watched(builder: Builder) -> (Engine, Receiver<PeerEvent>) {
+    let (sender, events) = channel();
+    let notify = move |event: PeerEvent| sender.send(event).unwrap_or(());
+    (builder.on_peer_event(notify).build().unwrap(), events)
+}
+
+fn write(engine: &Engine, len: u64, src: &MrHandle, dst: &MrDesc, imm: u32) -> TransferFuture {
+    let (done, future) = Done::future();
+    engine.submit_single_write(len, Some(imm), (src, 0), (dst, 0), &within(LONG), done).unwrap();
+    future
+}
+
+/// Not a test of its own: the other process of the tests below.
+#[test]
+#[ignore = "started by other tests"]
+fn other_process() {
+    match role().as_deref() {
+        Some("writer" | "writer from elsewhere" | "forking writer") => be_a_writer(),
+        Some("many writes of a few bytes") => be_a_writer(),
+        Some(manner) => {
+            let (busy, nervous_one) = (manner == "busy target", manner == "nervous target");
+            be_the_other(|_| if nervous_one { nervous() } else { host().busy_poll(busy) });
+        }
+        None => {}
+    }
+}
+
+/// Writes all the time, with as much under way as there is room for, until it is killed.
+fn be_a_writer() {
+    let role = role().unwrap();
+    let engine = host().build().unwrap();
+    let len = if role.starts_with("many") { 16 } else { MEGABYTE };
+    // Memory that a caller owns lies elsewhere than what the engine allocates, and travels in another way.
+    let mut own = vec![7_u8; len];
+    let (src, desc) = if role == "writer from elsewhere" {
+        // SAFETY: the bytes outlive the process's only engine, and nobody else uses them.
+        unsafe { engine.reg_mr(own.as_mut_ptr(), len, Device::Host) }.unwrap()
+    } else {
+        filled(&engine, &own)
+    };
+    introduce(&engine, &[desc]);
+    if role == "forking writer" {
+        // SAFETY: the child sleeps, and ends without running anything of this process.
+        unsafe {
+            if libc::fork() == 0 {
+                libc::sleep(20);
+                libc::_exit(0);
+            }
+        }
+    }
+    let mut line = String::new();
+    std::io::stdin().read_line(&mut line).unwrap();
+    let dst = MrDesc::from_bytes(&unhex(line.trim())).unwrap();
+    let flag = Flag::new();
+    loop {
+        if flag.pending() < 32 {
+            let submitted = engine.submit_single_write(
+                len as u64,
+                Some(THEIRS),
+                (&src, 0),
+                (&dst, 0),
+                &within(LONG),
+                Done::flag(&flag),
+            );
+            submitted.unwrap();
+        } else {
+            std::thread::yield_now();
+        }
+        while flag.failed() > 0 {
+            // It was shut out, and does not come back.
+            std::thread::sleep(LONG);
+        }
+    }
+}
+
+fn start_writer(role: &str, desc: &MrDesc) -> Other {
+    let mut writer = Other::start(role);
+    writer.tell(&common::process::hex(&desc.to_bytes()));
+    writer
+}
+
+#[test]
+fn operations_between_processes() {
+    let (a, _events) = watched(host());
+    all_operations(&a, &mut Other::start("target"));
+}
+
+#[test]
+fn a_target_that_sleeps_keeps_up_with_one_that_does_not() {
+    const PAGE: u64 = 16 << 10;
+    const PAGES: u64 = 256;
+    let a = host().build().unwrap();
+    let targets = ["target", "busy target"].map(Other::start);
+    let (src, _) = filled(&a, &noise((PAGES * PAGE) as usize, 4));
+    let indices: Vec<_> = (0..PAGES).rev().collect();
+    let pages = Pages { indices: &indices, stride: PAGE, offset: 0 };
+    let round = |target: &Other| {
+        let (begin, flag) = (Instant::now(), Flag::new());
+        for _ in 0..8 {
+            let (from, to) = ((&src, pages), (&target.desc, pages));
+            a.submit_paged_writes(PAGE, None, from, to, &within(LONG), Done::flag(&flag)).unwrap();
+        }
+        eventually("the pages are over", || flag.pending() == 0);
+        assert_eq!(flag.failed(), 0);
+        begin.elapsed()
+    };
+    // The best of several, by turns: other programs may keep any of them waiting.
+    let (mut best, end) = ([LONG; 2], Instant::now() + Duration::from_secs(20));
+    let mut rounds = 0;
+    while rounds < 4 || best[0] > 2 * best[1] {
+        assert!(Instant::now() < end, "{best:?} after {rounds} rounds");
+        for (best, target) in best.iter_mut().zip(&targets) {
+            *best = round(target).min(*best);
+        }
+        rounds += 1;
+    }
+}
+
+#[test]
+fn an_idle_engine_uses_hardly_any_processor_time() {
+    let a = host().build().unwrap();
+    let other = Other::start("target");
+    assert_eq!(outcome(|done| a.submit_barrier(None, 1, &[&other.desc], &within(LONG), done)), Ok(()));
+    std::thread::sleep(Duration::from_millis(300));
+    let before = processor_time(other.process());
+    std::thread::sleep(Duration::from_secs(2));
+    let share = (processor_time(other.process()) - before) as f64 / 200.0;
+    assert!(share < 0.06, "{share} of a processor");
+}
+
+#[test]
+fn kill_9_is_noticed_at_once_and_a_new_process_is_a_new_peer() {
+    let (a, events) = watched(host());
+    let (src, _) = filled(&a, &noise(MEGABYTE, 3));
+    let write = |desc: &MrDesc| write(&a, MEGABYTE as u64, &src, desc, 5).wait(LONG).unwrap();
+    let mut other = Other::start("target");
+    for _ in 0..3 {
+        let (address, desc) = (other.address.clone(), other.desc.clone());
+        assert_eq!(write(&desc), Ok(()));
+        assert_eq!(events.recv_timeout(LONG).unwrap().down, None);
+        // Nobody says goodbye.
+        drop(other);
+        let started = Instant::now();
+        let event = events.recv_timeout(LONG).unwrap();
+        assert_eq!((event.peer, event.down), (address.name(), Some(DownReason::NetworkLost)));
+        assert!(started.elapsed() < Duration::from_secs(10), "{:?}", started.elapsed());
+        assert_eq!(write(&desc).unwrap_err().transfer_errors()[0].peer, address.name());
+        other = Other::start("target");
+    }
+    assert_eq!(write(&other.desc), Ok(()));
+}
+
+/// A fork without an exec has copies of all descriptors, so the sockets of the one that was killed stay open.
+#[test]
+fn kill_9_is_noticed_although_a_fork_keeps_the_sockets() {
+    let (a, events) = watched(host());
+    let (_dst, desc) = a.alloc_mr(MEGABYTE).unwrap();
+    let writer = start_writer("forking writer", &desc);
+    assert_eq!(expect_count(&a, THEIRS, 10), Ok(()));
+    assert_eq!(events.recv_timeout(LONG).unwrap().down, None);
+    drop(writer);
+    let started = Instant::now();
+    assert_eq!(events.recv_timeout(LONG).unwrap().down, Some(DownReason::NetworkLost));
+    assert!(started.elapsed() < Duration::from_secs(10), "{:?}", started.elapsed());
+}
+
+#[test]
+fn targets_killed_in_the_middle_of_a_transfer_harm_nobody_else() {
+    const ROUNDS: u32 = 20;
+    let mut random = fastrand::Rng::with_seed(1);
+    let (a, _events) = watched(host());
+    let mut living = Other::start("target");
+    let bytes = noise(MEGABYTE, 3);
+    let (src, _) = filled(&a, &bytes);
+    let mut written = 0;
+    for _ in 0..ROUNDS {
+        let victim = Other::start("target");
+        let (name, desc) = (victim.address.name(), victim.desc.clone());
+        assert_eq!(write(&a, 8, &src, &desc, 1).wait(LONG), Some(Ok(())));
+        let mut doomed: Vec<_> = (0..200).map(|_| write(&a, MEGABYTE as u64, &src, &desc, 1)).collect();
+        let healthy: Vec<_> = (0..20).map(|_| write(&a, MEGABYTE as u64, &src, &living.desc, 2)).collect();
+        std::thread::sleep(Duration::from_micros(random.u64(0..8000)));
+        drop(victim);
+        written += 20;
+        for future in healthy {
+            assert_eq!(future.wait(LONG), Some(Ok(())));
+        }
+        doomed.push(write(&a, MEGABYTE as u64, &src, &desc, 1));
+        let outcomes: Vec<_> = doomed.iter().map(|future| future.wait(LONG).expect("a write does not end")).collect();
+        assert!(outcomes.last().unwrap().is_err());
+        for outcome in outcomes.into_iter().filter(Result::is_err) {
+            assert_eq!(failure(outcome).peer, name);
+        }
+    }
+    let mut right = vec![0; common::process::MEMORY];
+    right[..MEGABYTE].copy_from_slice(&bytes);
+    living.check(2, written, &right);
+}
+
+/// Neither bytes nor counts come once a peer is down, whichever way its bytes travel.
+#[test]
+fn writers_killed_in_the_middle_of_a_transfer_harm_nobody_else() {
+    const ROUNDS: u32 = 21;
+    let mut random = fastrand::Rng::with_seed(2);
+    let (a, events) = watched(host());
+    let living = host().build().unwrap();
+    let ((dst, desc), (theirs, their_desc)) = (a.alloc_mr(MEGABYTE).unwrap(), a.alloc_mr(MEGABYTE).unwrap());
+    let (src, _) = filled(&living, &noise(MEGABYTE, 5));
+    assert_eq!(write(&living, 8, &src, &desc, 1).wait(LONG), Some(Ok(())));
+    assert_eq!(events.recv_timeout(LONG).unwrap().peer, living.name());
+    for round in 0..ROUNDS {
+        let roles = ["writer", "writer from elsewhere", "many writes of a few bytes"];
+        let victim = start_writer(roles[round as usize % 3], &their_desc);
+        let name = victim.address.name();
+        assert_eq!(expect_count(&a, THEIRS, a.imm_count(THEIRS) + 5), Ok(()));
+        std::thread::sleep(Duration::from_micros(random.u64(0..8000)));
+        let healthy: Vec<_> = (0..20).map(|_| write(&living, MEGABYTE as u64, &src, &desc, 1)).collect();
+        drop(victim);
+        while events.recv_timeout(LONG).unwrap() != (PeerEvent { peer: name, down: Some(DownReason::NetworkLost) }) {}
+        let count = a.imm_count(THEIRS);
+        theirs.write(0, &vec![1; MEGABYTE]).unwrap();
+        for future in healthy {
+            assert_eq!(future.wait(LONG), Some(Ok(())));
+        }
+        std::thread::sleep(Duration::from_millis(5));
+        assert!(read(&theirs, 0, MEGABYTE).iter().all(|byte| *byte == 1), "round {round}");
+        assert_eq!(a.imm_count(THEIRS), count, "round {round}");
+    }
+    assert_eq!(a.imm_count(1), 1 + 20 * u64::from(ROUNDS));
+    drop(dst);
+}
+
+#[test]
+fn an_ended_key_is_an_error_of_its_own_write_alone() {
+    let (a, events) = watched(host());
+    let mut b = Other::start("target");
+    let c = host().build().unwrap();
+    let (src, _) = filled(&a, &noise(MEGABYTE, 3));
+    let (ended, bad) = c.alloc_mr(MEGABYTE).unwrap();
+    let (_kept, good) = c.alloc_mr(MEGABYTE).unwrap();
+    c.dereg_mr(ended).unwrap();
+    let mut futures = Vec::new();
+    for index in 0..300 {
+        let (desc, len) = [(&bad, 100), (&good, 100_000), (&b.desc, 70_000), (&bad, 300_000), (&good, 10)][index % 5];
+        futures.push((index % 5, write(&a, len, &src, desc, 3)));
+    }
+    for (kind, future) in futures {
+        let outcome = future.wait(LONG).unwrap();
+        if kind % 3 == 0 {
+            let error = failure(outcome);
+            assert_eq!((error.peer, error.reason, error.may_land), (c.name(), NetworkError::BadKey.into(), false));
+        } else {
+            assert_eq!(outcome, Ok(()));
+        }
+    }
+    assert_eq!(c.imm_count(3), 120);
+    b.check(3, 60, &{
+        let mut right = noise(MEGABYTE, 3);
+        right.truncate(70_000);
+        right.resize(common::process::MEMORY, 0);
+        right
+    });
+    assert_eq!(events.try_iter().filter(|event| event.down.is_some()).count(), 0);
+}
+
+/// A stopped writer goes on after its memory was given to somebody else.
+#[test]
+fn what_is_fenced_stays_out_when_it_goes_on() {
+    const ROUNDS: usize = 12;
+    let (a, events) = watched(nervous());
+    let (dst, desc) = a.alloc_mr(MEGABYTE).unwrap();
+    let mut looks = 0;
+    for round in 0..ROUNDS {
+        let roles = ["writer", "writer from elsewhere", "many writes of a few bytes"];
+        let writer = start_writer(roles[round % 3], &desc);
+        assert_eq!(expect_count(&a, THEIRS, a.imm_count(THEIRS) + 5), Ok(()));
+        writer.signal("STOP");
+        if round % 2 == 0 {
+            assert_eq!(outcome(|done| a.fence(&writer.address, done)), Ok(()));
+        } else {
+            while events.recv_timeout(LONG).unwrap().down != Some(DownReason::HeartbeatLost) {}
+        }
+        let count = a.imm_count(THEIRS);
+        dst.write(0, &vec![0xa5; MEGABYTE]).unwrap();
+        events.try_iter().for_each(drop);
+        writer.signal("CONT");
+        // What it has submitted since then it may write after a new handshake, of which an event tells.
+        let is_up = |event: PeerEvent| event.down.is_none();
+        for _ in 0..20 {
+            std::thread::sleep(Duration::from_millis(1));
+            let has_landed = a.imm_count(THEIRS) != count || read(&dst, 0, MEGABYTE).iter().any(|byte| *byte != 0xa5);
+            if has_landed {
+                while !is_up(events.recv_timeout(LONG).unwrap_or_else(|_| panic!("round {round}: a late write"))) {}
+                break;
+            }
+            looks += 1;
+            if events.try_iter().any(is_up) {
+                break;
+            }
+        }
+        drop(writer);
+    }
+    assert!(looks >= ROUNDS / 2, "{looks}");
+}
+
+#[test]
+fn memory_from_anywhere_of_any_length_arrives() {
+    let (a, b) = (host().build().unwrap(), host().build().unwrap());
+    let mut bytes = noise(6 << 20, 8);
+    let (dst, desc) = b.alloc_mr(bytes.len()).unwrap();
+    let right = bytes.clone();
+    // SAFETY: the bytes outlive the transfers, and nobody uses them meanwhile.
+    let (src, _) = unsafe { a.reg_mr(bytes.as_mut_ptr(), bytes.len(), Device::Host) }.unwrap();
+    for (imm, len) in (0..).zip([1, 4000, 40_000, 70_000, 300_000, 6 << 20]) {
+        dst.write(0, &vec![0; right.len()]).unwrap();
+        let future = write(&a, len as u64, &src, &desc, imm);
+        assert_eq!((future.wait(LONG), expect_count(&b, imm, 1)), (Some(Ok(())), Ok(())));
+        assert!(
+            read(&dst, 0, len) == right[..len]
+                && read(&dst, len as u64, right.len() - len).iter().all(|byte| *byte == 0)
+        );
+    }
+    a.dereg_mr(src).unwrap();
+    let error = a.alloc_mr(0).unwrap_err();
+    assert!(error.to_string().contains("len"), "{error}");
+}
+
+fn open_files() -> usize {
+    std::fs::read_dir("/proc/self/fd").unwrap().count()
+}
+
+fn mapped() -> usize {
+    std::fs::read_to_string("/proc/self/maps").unwrap().lines().filter(|line| line.contains("putget_transfer")).count()
+}
+
+/// Alone in a process, so that files and mappings are its own.
+#[test]
+#[ignore = "started by another test"]
+fn many_peers_and_no_leaks() {
+    let before = (open_files(), mapped());
+    for round in 0..2 {
+        let hub = host().build().unwrap();
+        let peers: Vec<_> = (0..64).map(|_| host().build().unwrap()).collect();
+        let memories: Vec<_> = peers.iter().map(|peer| peer.alloc_mr(5000).unwrap()).collect();
+        let (back, back_desc) = hub.alloc_mr(64 * 5000).unwrap();
+        let (src, _) = filled(&hub, &noise(5000, round));
+        let futures: Vec<_> = memories.iter().map(|(_, desc)| write(&hub, 5000, &src, desc, 1)).collect();
+        futures.iter().for_each(|future| assert_eq!(future.wait(LONG), Some(Ok(()))));
+        for (index, (peer, (memory, _))) in peers.iter().zip(&memories).enumerate() {
+            assert_eq!(expect_count(peer, 1, 1), Ok(()));
+            let at = index as u64 * 5000;
+            let answer = |done| {
+                peer.submit_single_write(5000, Some(2), (memory, 0), (&back_desc, at), &Options::default(), done)
+            };
+            assert_eq!(outcome(answer), Ok(()));
+        }
+        assert_eq!(expect_count(&hub, 2, 64), Ok(()));
+        assert!(read(&back, 0, 64 * 5000) == noise(5000, round).repeat(64));
+        // Registrations that come and go leave nothing with those who were written to.
+        let maps = mapped();
+        for _ in 0..50 {
+            let (short, _) = filled(&hub, &noise(3000, 1));
+            assert_eq!(write(&hub, 3000, &short, &memories[0].1, 3).wait(LONG), Some(Ok(())));
+            eventually("it can be deregistered", || hub.dereg_mr(short.clone()).is_err());
+            drop(short);
+        }
+        eventually("segments are forgotten", || mapped() <= maps + 4);
+    }
+    eventually("all is closed", || (open_files(), mapped()) == before);
+}
+
+#[test]
+fn sixty_four_peers_leave_nothing_behind() {
+    let mut command = std::process::Command::new(std::env::current_exe().unwrap());
+    let ran = command.args(["--exact", "many_peers_and_no_leaks", "--ignored", "--nocapture"]).output().unwrap();
+    assert!(ran.status.success(), "{}", String::from_utf8_lossy(&ran.stderr));
+}
+
+#[test]
+fn a_cancelled_write_ends_soon_and_says_what_it_came_to() {
+    let (a, b) = (host().build().unwrap(), Other::start("target"));
+    let (src, _) = filled(&a, &noise(6 << 20, 1));
+    assert_eq!(write(&a, 8, &src, &b.desc, 1).wait(LONG), Some(Ok(())));
+    b.signal("STOP");
+    let (done, future) = Done::future();
+    let id = a.submit_single_write(6 << 20, Some(2), (&src, 0), (&b.desc, 0), &within(LONG), done).unwrap();
+    std::thread::sleep(Duration::from_millis(20));
+    a.cancel(id).unwrap();
+    let error = failure(future.wait(LONG).unwrap());
+    // Nobody can say whether the stopped process is in the middle of a copy. It does not count, whatever it does.
+    assert_eq!((error.reason, error.may_land), (Reason::Cancelled, true));
+    b.signal("CONT");
+}
