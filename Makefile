@@ -15,7 +15,7 @@ UV_ENV := UV_PYTHON_DOWNLOADS=never
 INSTALLED := .venv/.installed
 CPP_FILES = $(shell find native tests -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu')
 
-.PHONY: help demo test build spin libfabric transfer transfer-verbs lint lint-ruff lint-format lint-types lint-cpp lint-spelling lint-transfer format \
+.PHONY: help demo test build spin libfabric transfer transfer-verbs lint lint-ruff lint-format lint-types lint-cpp lint-spelling lint-transfer docs lint-docs format \
   hooks wheel clean distclean
 
 help: ## Show this list
@@ -63,13 +63,14 @@ libfabric:
 # The transfer engine in transfer/: without a cargo that is new enough, and without a way to install one, its tests skip.
 transfer: $(INSTALLED) libfabric ## Build and test the transfer engine (Rust), and build its Python package
 	@scripts/cargo.sh test --workspace --locked --quiet --features capi
+	@PUTGET_TRANSFER_HOST=1 scripts/cargo.sh test --locked --quiet --features capi $(addprefix --test ,writes messages order peers soak)
 	@VIRTUAL_ENV=$(CURDIR)/.venv PATH=$(dir $(UV)):$$PATH scripts/cargo.sh with $(BIN)/maturin develop --uv --quiet --locked
 
 # Verbs need a NIC. Soft-RoCE in a virtual machine stands in for one (transfer/vm): packages and a kernel of Debian's.
 transfer-verbs: ## Test the transfer engine over verbs, in a virtual machine
 	@transfer/vm/tests.sh || test $$? = 77
 
-lint: lint-ruff lint-format lint-types lint-cpp lint-spelling lint-transfer ## Run every check of style and types
+lint: lint-ruff lint-format lint-types lint-cpp lint-spelling lint-docs lint-transfer ## Run every check of style and types
 
 lint-ruff: $(INSTALLED)
 	@$(BIN)/ruff check .
@@ -86,9 +87,15 @@ lint-cpp: $(INSTALLED)
 lint-spelling: $(INSTALLED)
 	@$(BIN)/codespell
 
+lint-docs: docs
+
 lint-transfer:
 	@scripts/cargo.sh fmt --all --check
 	@scripts/cargo.sh clippy --workspace --all-targets --features python,capi --locked --quiet -- -D warnings
+
+# Strict: a page that is not in the navigation, and a link or an anchor that leads nowhere, is an error.
+docs: $(INSTALLED) ## Build the documentation into build/site, and check its links
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 format: $(INSTALLED) ## Rewrite the sources in the project's format
 	@$(BIN)/ruff check --fix --quiet . || true

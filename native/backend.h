@@ -49,7 +49,7 @@ class Memory {
   virtual void dispatch(const Plan& plan, const DispatchCall& call, const Limits& limits, void* stream) = 0;
   virtual void combine(const Plan& plan, const CombineCall& call, const Limits& limits, void* stream) = 0;
   // How such calls are launched; zeros where nothing is.
-  virtual void launches(const Shape& shape, uint32_t num_tokens, bool flagged, const Limits& limits,
+  virtual void launches(const Shape& shape, uint32_t num_tokens, bool flagged, const Limits& limits, void* stream,
                         putget_launch* dispatch, putget_launch* combine) const = 0;
   virtual void release(const Plan& plan, void* stream) = 0;
   virtual void probe(putget_probe_kind kind, uint64_t bytes_per_peer, uint32_t num_sms, void* stream) = 0;
@@ -64,6 +64,7 @@ class Memory {
 };
 
 namespace cpu {
+void set_interrupt_check(int (*check)());
 std::unique_ptr<Memory> create_memory(const MemoryConfig& config);
 void moe_group(const moe::Grouping& group, const moe::CopyPlan& copy);
 void moe_expand(const moe::ExpandCall& call);

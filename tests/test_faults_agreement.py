@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 import signal
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
-from tests.harness import RankProcesses, fresh_ranks
+import putget
+from tests.harness import Rank, RankProcesses, fresh_ranks, run_ranks
 from tests.test_faults import (
     ALL,
     SIGNALS,
@@ -18,6 +22,8 @@ from tests.test_faults import (
     WARMUP_S,
     Timeout,
     close,
+    construct,
+    construct_second,
     dispatch,
     refused,
     require_round,
@@ -26,6 +32,7 @@ from tests.test_faults import (
     shrink,
     start,
     timed_out,
+    turn_to_second,
     without,
 )
 
@@ -100,3 +107,257 @@ def test_a_late_member_of_the_mask_is_waited_for(ranks: RankProcesses) -> None:
     ranks.submit(2, set_active_ranks, ALL)
     ranks.results(range(SIZE))
     require_round(ranks, 1)
+
+
+def names_of(ranks: RankProcesses, mask: tuple[bool, ...], callers: list[int]) -> dict[int, tuple[int, ...] | str]:
+    """Whom each caller of set_active_ranks misses."""
+    found: dict[int, tuple[int, ...] | str] = {}
+    for rank, got in ranks.call(timed_out, set_active_ranks, mask, ranks=callers).items():
+        found[rank] = got.missing if isinstance(got, Timeout) else got
+    return found
+
+
+def test_a_stopped_member_alone_is_named(ranks: RankProcesses) -> None:
+    start(ranks)
+    ranks.signal(2, signal.SIGSTOP)
+    assert names_of(ranks, ALL, [0, 1, 3]) == {0: (2,), 1: (2,), 3: (2,)}
+    shrink(ranks, 2)
+
+
+def keep_sockets_open(rank: Rank) -> int:
+    """A body: leaves a child that was forked without Python's knowledge, so that nothing closed its descriptors."""
+    child = int(ctypes.CDLL(None).fork())
+    if child == 0:
+        time.sleep(60)
+        os._exit(0)
+    return child
+
+
+def test_a_dead_member_whose_sockets_a_child_keeps_open_alone_is_named(ranks: RankProcesses) -> None:
+    start(ranks)
+    child = ranks.call(keep_sockets_open, ranks=[2])[2]
+    try:
+        ranks.signal(2, signal.SIGKILL)
+        assert names_of(ranks, ALL, [0, 1, 3]) == {0: (2,), 1: (2,), 3: (2,)}
+        shrink(ranks, 2)
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+def drop_missing_and_try_again(rank: Rank, delay: float, pause: float) -> tuple[list[tuple[int, ...]], list[bool]]:
+    """A body: the loop that an engine may write. Returns whom it dropped, call by call, and the mask of the end."""
+    time.sleep(delay)
+    mask = [True] * rank.size
+    dropped = []
+    while True:
+        try:
+            rank.state["a2a"].set_active_ranks(mask)
+        except putget.PeerTimeout as error:
+            dropped.append(error.missing)
+            mask = [wanted and peer not in error.missing for peer, wanted in enumerate(mask)]
+            time.sleep(pause)
+        else:
+            return dropped, mask
+
+
+@pytest.mark.parametrize(
+    ("delays", "pauses"),
+    [
+        pytest.param((0.0, 0.0, 0.0, 0.0), (0.0, 0.0, 0.0, 0.0), id="at_once"),
+        pytest.param((0.0, 0.8, 0.0, 0.4), (0.0, 0.0, 0.0, 0.0), id="one_after_the_other"),
+        pytest.param((0.6, 0.0, 0.0, 0.3), (0.0, 0.9, 0.0, 0.0), id="slow_to_try_again"),
+    ],
+)
+def test_survivors_that_drop_whom_they_miss_end_as_one_group(
+    ranks: RankProcesses, delays: tuple[float, ...], pauses: tuple[float, ...]
+) -> None:
+    start(ranks)
+    ranks.signal(2, signal.SIGSTOP)
+    for rank in (0, 1, 3):
+        ranks.submit(rank, drop_missing_and_try_again, delays[rank], pauses[rank])
+    for dropped, mask in ranks.results([0, 1, 3]).values():
+        assert dropped == [(2,)]
+        assert tuple(mask) == without(2)
+    for index in (2, 3):
+        require_round(ranks, index, without(2))
+
+
+def test_two_stopped_members_of_which_one_has_joined(ranks: RankProcesses) -> None:
+    """What a stopped rank has said stands in its peers' sockets: it is neither an answer nor a wish of its own."""
+    start(ranks)
+    ranks.signal(2, signal.SIGSTOP)
+    ranks.submit(3, timed_out, set_active_ranks, ALL)
+    time.sleep(0.5)
+    ranks.signal(3, signal.SIGSTOP)
+    for rank in (0, 1):
+        ranks.submit(rank, drop_missing_and_try_again, 0.0, 0.0)
+    for dropped, mask in ranks.results([0, 1]).values():
+        assert dropped == [(2,), (3,)]
+        assert tuple(mask) == without(2, 3)
+    require_round(ranks, 2, without(2, 3))
+
+
+def join_and_stop(rank: Rank, told: tuple[int, ...], messages: int) -> None:
+    """A body: says so many messages of an agreement on all ranks to some peers, then stops for good."""
+    agreement = rank.comm._agreement
+    peers = agreement.mesh.peers
+    left = [messages]
+
+    def limit(peer: int, send: Any) -> Any:
+        def limited(fields: dict[str, Any], *args: Any) -> None:
+            if left[0] == 0:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            if peer in told:
+                left[0] -= 1
+                send(fields, *args)
+
+        return limited
+
+    for peer, connection in peers.items():
+        connection.send = limit(peer, connection.send)  # type: ignore[method-assign]
+    rank.state["a2a"].set_active_ranks(ALL)
+
+
+@pytest.mark.parametrize("messages", [1, 2, 3, 4])
+def test_a_member_that_stops_between_two_of_its_messages(ranks: RankProcesses, messages: int) -> None:
+    """Rank 0 alone hears its join, then its confirmation, and so on: nobody takes rank 0 for what rank 2 is."""
+    start(ranks)
+    ranks.submit(2, join_and_stop, (0,), messages)
+    for rank in (0, 1, 3):
+        ranks.submit(rank, drop_missing_and_try_again, 0.2, 0.0)
+    for dropped, mask in ranks.results([0, 1, 3]).values():
+        assert dropped == [(2,)]
+        assert tuple(mask) == without(2)
+    require_round(ranks, 2, without(2))
+
+
+def test_masks_that_differ_on_two_workspaces_are_not_mixed(ranks: RankProcesses) -> None:
+    start(ranks)
+    ranks.call(construct_second)
+    ranks.call(turn_to_second, ranks=[1])
+    for rank, (message, _) in ranks.call(refused, set_active_ranks, ALL).items():
+        assert "workspace" in message, rank
+
+
+def test_a_quorum_is_held_before_any_effect(ranks: RankProcesses) -> None:
+    start(ranks)
+    for _, (message, seconds) in ranks.call(refused, set_active_ranks_with_quorum, without(1, 2), 3).items():
+        assert "quorum" in message or "own rank" in message
+        assert seconds < TIMEOUT_S
+    require_round(ranks, 1)
+    ranks.signal(2, signal.SIGKILL)
+    require_timeout(ranks, (2,), "dispatch", 3, dispatch, 2)
+    ranks.call(set_active_ranks_with_quorum, without(2), 3, ranks=[0, 1, 3])
+    require_round(ranks, 3, without(2))
+
+
+def set_active_ranks_with_quorum(rank: Rank, mask: tuple[bool, ...], quorum: int) -> None:
+    rank.state["a2a"].set_active_ranks(mask, quorum=quorum)
+
+
+def test_an_error_about_a_quorum_has_both_numbers() -> None:
+    error = putget.QuorumLost(2, 3)
+    assert (error.num_ranks, error.quorum) == (2, 3)
+    assert isinstance(error, ValueError)
+    assert isinstance(error, putget.PutgetError)
+
+
+@pytest.mark.parametrize("quorum", [0, -1, 3, 2.0, "2", True])
+def test_a_quorum_is_a_number_of_ranks(quorum: Any) -> None:
+    for message in run_ranks(2, refused_quorum, quorum, mode="thread"):
+        assert "quorum" in message
+        assert repr(quorum) in message
+
+
+def refused_quorum(rank: Rank, quorum: Any) -> str:
+    with rank.all_to_all() as a2a, pytest.raises(ValueError, match="quorum") as caught:
+        a2a.set_active_ranks([True, True], quorum=quorum)
+    return str(caught.value)
+
+
+def fork_a_child(rank: Rank) -> int:
+    child = os.fork()
+    if child == 0:
+        time.sleep(60)
+        os._exit(0)
+    return child
+
+
+def test_a_death_is_seen_at_once_though_a_forked_child_lives(ranks: RankProcesses) -> None:
+    start(ranks)
+    child = ranks.call(fork_a_child, ranks=[2])[2]
+    try:
+        ranks.signal(2, signal.SIGKILL)
+        for got in ranks.call(timed_out, set_active_ranks, ALL, ranks=[0, 1, 3]).values():
+            assert isinstance(got, Timeout), got
+            assert got.missing == (2,)
+            assert "within" not in got.text  # the connection told it, no deadline
+        shrink(ranks, 2)
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+def share(rank: Rank) -> None:
+    """A body: an object on a workspace that has room for others."""
+    workspace = putget.Workspace(rank.comm, 1 << 20, rank.device, timeout_s=TIMEOUT_S, warmup_timeout_s=TIMEOUT_S)
+    rank.state["workspace"] = workspace
+    construct(rank, {"workspace": workspace})
+
+
+def disturb(rank: Rank, step: str, delay: float, timeout_s: float) -> None:
+    """A body: this rank comes late to a step of the next constructor, or does not wait there."""
+    mesh = rank.comm._mesh
+    exchange = mesh.exchange
+
+    def disturbed(what: str, *args: Any, **options: Any) -> Any:
+        if what == step:
+            mesh.exchange = exchange  # type: ignore[method-assign]
+            time.sleep(delay)
+            options["timeout_s"] = timeout_s
+        return exchange(what, *args, **options)
+
+    mesh.exchange = disturbed  # type: ignore[method-assign]
+
+
+def construct_other_layout(rank: Rank) -> None:
+    first = rank.state["a2a"]
+    options = {"workspace": rank.state["workspace"], "combine_direction": "push"}
+    construct(rank, options)
+    rank.state["second"], rank.state["a2a"] = rank.state["a2a"], first
+
+
+@pytest.mark.parametrize("step", ["mix", "mixed"])
+def test_a_second_layout_that_came_to_some_ranks_only_is_healed(ranks: RankProcesses, step: str) -> None:
+    """Rank 1 times out in one of the two steps in which ranks mix layouts; the others pass it."""
+    ranks.call(share)
+    require_round(ranks, 0)
+    ranks.call(disturb, step, 0.0, 0.01, ranks=[1])
+    ranks.call(disturb, step, 0.7, TIMEOUT_S, ranks=[0])
+    came = ranks.call(timed_out, construct_other_layout)
+    assert isinstance(came[1], Timeout), came
+    assert set(ranks.call(set_active_ranks, ALL).values()) == {ALL}
+    for index in (1, 2, 3):
+        require_round(ranks, index)
+    ranks.call(construct_other_layout)
+    ranks.call(turn_to_second)
+    for index in (4, 5):
+        require_round(ranks, index)
+
+
+def test_no_round_before_the_ranks_have_met_again(ranks: RankProcesses) -> None:
+    ranks.call(share)
+    require_round(ranks, 0)
+    ranks.call(disturb, "mix", 0.0, 0.01, ranks=[1])
+    ranks.call(disturb, "mix", 0.7, TIMEOUT_S, ranks=[0])
+    ranks.call(timed_out, construct_other_layout)
+    for message in ranks.call(refused_round).values():
+        assert "set_active_ranks" in message
+    set_again = ranks.call(set_active_ranks, ALL)
+    assert set(set_again.values()) == {ALL}
+    require_round(ranks, 1)
+
+
+def refused_round(rank: Rank) -> str:
+    with pytest.raises(putget.PutgetError) as caught:
+        dispatch(rank, 1)
+    return str(caught.value)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import os
 import threading
+import time
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -398,3 +402,95 @@ def test_a_wrong_probe_is_named(device: str) -> None:
     for complaints in run_ranks(2, probe_wrongly, mode="thread", device=device):
         assert complaints[0] == "kind is 'fetch', expected one of ['copy', 'read', 'write']"
         assert complaints[1].startswith("num_bytes is 8, allowed are multiples of 16 up to ")
+
+
+def construct_on_different_workspaces(rank: Rank) -> tuple[str, float]:
+    pair = [putget.Workspace(rank.comm, 1 << 20, rank.device, timeout_s=20, warmup_timeout_s=20) for _ in range(2)]
+    started = time.monotonic()
+    with pytest.raises(ValueError, match="workspace") as caught:
+        rank.all_to_all(workspace=pair[rank.rank % 2])
+    seconds = time.monotonic() - started
+    rank.all_to_all(workspace=pair[1]).close()  # nothing is left behind
+    for workspace in pair:
+        workspace.close()
+    return str(caught.value), seconds
+
+
+def test_a_workspace_that_differs_between_ranks_is_found_at_construction(device: str) -> None:
+    for message, seconds in run_ranks(3, construct_on_different_workspaces, mode="thread", device=device):
+        assert "differs between ranks" in message
+        assert "rank 0" in message
+        assert "rank 1" in message
+        assert seconds < 10
+
+
+def allocated_bytes() -> int:
+    """Of the C library's heaps, by its own count (mallinfo2)."""
+
+    names = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
+
+    class Report(ctypes.Structure):
+        _fields_ = [(name, ctypes.c_size_t) for name in names]
+
+    mallinfo2 = ctypes.CDLL(None).mallinfo2
+    mallinfo2.restype = Report
+    return int(mallinfo2().uordblks)
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+def test_objects_that_are_dropped_leak_nothing() -> None:
+    comm = putget.Communicator.local(1)[0]
+    rank = Rank(0, 1, torch.device("cpu"), _comm=comm)
+    workspace = putget.Workspace(comm, 1 << 16, rank.device)
+
+    def grown(times: int) -> float:
+        gc.collect()
+        before = allocated_bytes()
+        for _ in range(times):
+            rank.all_to_all(workspace=workspace)
+        gc.collect()
+        return (allocated_bytes() - before) / times
+
+    grown(50)
+    assert grown(500) < 100
+    workspace.close()
+    comm.close()
+
+
+def open_and_mapped() -> tuple[int, int]:
+    mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:putget" in line]
+    return len(os.listdir("/proc/self/fd")), len(mapped)
+
+
+def drop(make: Callable[[], Any]) -> None:
+    made = make()
+    del made
+    gc.collect()
+
+
+def test_what_is_dropped_without_close_warns_and_is_freed() -> None:
+    gc.collect()
+    before = open_and_mapped()
+
+    def on_one_rank(make: Callable[[Rank], Any]) -> None:
+        with putget.Communicator.local(1)[0] as comm:
+            drop(lambda: make(Rank(0, 1, torch.device("cpu"), _comm=comm)))
+
+    with pytest.warns(ResourceWarning, match="AllToAll.*close"):
+        on_one_rank(lambda rank: rank.all_to_all())
+    with pytest.warns(ResourceWarning, match="Workspace.*close"):
+        on_one_rank(lambda rank: putget.Workspace(rank.comm, 1 << 16, rank.device))
+    with pytest.warns(ResourceWarning, match="Communicator.*close"):
+        drop(lambda: putget.Communicator.local(2))
+    assert open_and_mapped() == before
+
+
+def test_what_is_closed_does_not_warn() -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with putget.Communicator.local(1)[0] as comm, putget.Workspace(comm, 1 << 16, "cpu") as workspace:
+            Rank(0, 1, torch.device("cpu"), _comm=comm).all_to_all(workspace=workspace).close()
+            Rank(0, 1, torch.device("cpu"), _comm=comm).all_to_all().close()
+        del comm, workspace
+        gc.collect()
+    assert [str(warning.message) for warning in caught if warning.category is ResourceWarning] == []

@@ -9,6 +9,7 @@
 struct putget_memory {
   std::unique_ptr<putget::Memory> backend;
   uint32_t objects_made;
+  unsigned long long* tables_apart;
 };
 
 struct putget_alltoall {
@@ -24,6 +25,7 @@ using putget::Memory;
 using putget::capi::access_bytes;
 using putget::capi::guarded;
 using putget::capi::require;
+using putget::capi::require_range;
 using putget::capi::require_version;
 
 Memory& backend_of(putget_memory* memory) {
@@ -49,6 +51,17 @@ void run_checked(Memory& memory, Body body) {
   require_no_fault(memory);
   body();
   require_no_fault(memory);
+}
+
+// The number that an answer without a status gives; 0, with words for putget_last_error, where it has none.
+template <class Answer>
+uint64_t answered(uint32_t ep_size, Answer answer) {
+  uint64_t value = 0;
+  const putget_status status = guarded([&] {
+    require_range("ep_size", ep_size, 1, putget::kMaxRanks);
+    value = answer();
+  });
+  return status == PUTGET_OK ? value : 0;
 }
 
 putget::RankSet rank_set(const char* name, const uint32_t* words, uint32_t ep_size) {
@@ -128,6 +141,8 @@ uint32_t putget_abi_version(void) { return PUTGET_ABI_VERSION; }
 
 const char* putget_last_error(void) { return putget::capi::last_error.c_str(); }
 
+void putget_set_interrupt_check(int (*check)(void)) { putget::cpu::set_interrupt_check(check); }
+
 putget_status putget_layout_of(const putget_config* config, putget_layout* layout) {
   return guarded([&] {
     require_version(config, "config");
@@ -142,7 +157,8 @@ putget_status putget_memory_create(const putget_memory_config* config, putget_me
     require(memory != nullptr, "memory is null");
     const putget::MemoryConfig wanted = putget::capi::memory_config_of(*config);
     *memory = new putget_memory{
-        config->device == PUTGET_CPU ? putget::cpu::create_memory(wanted) : putget::cuda::create_memory(wanted), 0};
+        config->device == PUTGET_CPU ? putget::cpu::create_memory(wanted) : putget::cuda::create_memory(wanted), 0,
+        nullptr};
   });
 }
 
@@ -194,6 +210,13 @@ putget_status putget_memory_mix(putget_memory* memory) {
   return guarded([&] { backend_of(memory).share_between_layouts(); });
 }
 
+putget_status putget_memory_count_tables_apart(putget_memory* memory, unsigned long long* counts) {
+  return guarded([&] {
+    backend_of(memory);
+    memory->tables_apart = counts;
+  });
+}
+
 putget_status putget_memory_base(putget_memory* memory, uint32_t rank, void** base) {
   return guarded([&] {
     Memory& backend = backend_of(memory);
@@ -230,6 +253,7 @@ putget_status putget_probe(putget_memory* memory, const putget_probe_args* args)
     Memory& backend = backend_of(memory);
     require_version(args, "args");
     require(args->kind <= PUTGET_PROBE_READ, "kind is " + std::to_string(args->kind) + ", allowed are 0 and 1");
+    require_range("num_sms", args->num_sms, 0, putget::capi::kMaxSms);
     const putget::MemoryConfig& config = backend.config();
     const uint64_t end = putget::flagged_region(config.bytes, config.ep_size).begin;
     const uint64_t room = (end - putget::control_bytes(config.ep_size)) / config.ep_size;
@@ -246,37 +270,25 @@ putget_status putget_probe_rows(putget_memory* memory, const putget_probe_rows_a
   return guarded([&] {
     Memory& backend = backend_of(memory);
     require_version(args, "args");
-    const putget::MemoryConfig& config = backend.config();
-    require(config.ep_size <= 32, "ep_size is " + std::to_string(config.ep_size) + ", a probe of rows takes up to 32");
-    require(args->kind <= PUTGET_PROBE_SEND, "kind is " + std::to_string(args->kind) + ", allowed are 0 to 2");
-    require(args->slots_by <= PUTGET_SLOTS_COUNTED,
-            "slots_by is " + std::to_string(args->slots_by) + ", allowed are 0 to 2");
-    require(args->row_bytes > 0 && args->row_bytes % 16 == 0 && args->offset % 16 == 0 && args->landing % 16 == 0,
-            "row_bytes is " + std::to_string(args->row_bytes) + ", offset " + std::to_string(args->offset) +
-                " and landing " + std::to_string(args->landing) + ", expected multiples of 16");
-    const putget_launch& launch = args->launch;
-    require(launch.blocks >= 1 && launch.blocks <= 256 && launch.threads >= 32 && launch.threads <= 768 &&
-                launch.threads % 32 == 0 && launch.segment_bytes >= 512 && launch.segment_bytes % 512 == 0 &&
-                launch.splits >= 1,
-            "launch has a field that is out of range");
-    if (args->kind == PUTGET_PROBE_SEND) {
-      require(args->num_rows != nullptr, "num_rows is null");
-      require(launch.movers >= 1 && launch.movers <= launch.blocks,
-              "launch.movers is " + std::to_string(launch.movers) + ", expected 1 to " + std::to_string(launch.blocks));
-    }
+    putget::capi::check_probe_rows(backend.config(), *args);
     run_checked(backend, [&] { backend.probe_rows(*args); });
   });
 }
 
 uint64_t putget_flagged_begin(uint32_t ep_size, uint64_t memory_bytes) {
-  return putget::flagged_region(memory_bytes, ep_size).begin;
+  return answered(ep_size, [&] { return putget::flagged_region(memory_bytes, ep_size).begin; });
 }
 
 uint64_t putget_memory_bytes(uint32_t ep_size, uint64_t room) {
-  return putget::with_flagged_region(putget::align_region(putget::control_bytes(ep_size) + room), ep_size);
+  return answered(ep_size, [&] {
+    require_range("room", room, 0, putget::capi::kMaxMemoryBytes / 2);
+    return putget::with_flagged_region(putget::align_region(putget::control_bytes(ep_size) + room), ep_size);
+  });
 }
 
-uint64_t putget_probe_flag_bytes(uint32_t ep_size) { return uint64_t{ep_size} * 2 * 256 * sizeof(uint64_t); }
+uint64_t putget_probe_flag_bytes(uint32_t ep_size) {
+  return answered(ep_size, [&] { return uint64_t{ep_size} * 2 * 256 * sizeof(uint64_t); });
+}
 
 void putget_memory_destroy(putget_memory* memory) { delete memory; }
 
@@ -287,8 +299,7 @@ putget_status putget_create(const putget_config* config, putget_memory* memory, 
     require_version(tables, "tables");
     Memory& backend = backend_of(memory);
     require(object != nullptr, "object is null");
-    putget::capi::check_launch("dispatch", config->dispatch);
-    putget::capi::check_launch("combine", config->combine);
+    putget::capi::check_options(*config);
     putget::Plan plan{};
     plan.shape = putget::capi::shape_of(*config);
     plan.layout = putget::layout_of(plan.shape);
@@ -309,6 +320,7 @@ putget_status putget_create(const putget_config* config, putget_memory* memory, 
     plan.target_slots = tables->target_slots;
     plan.num_tokens = tables->num_tokens;
     plan.invalid_ids = tables->invalid_ids;
+    plan.tables_apart = memory->tables_apart;
     plan.timeout_ns = config->timeout_ns;
     plan.warmup_timeout_ns = config->warmup_timeout_ns;
     plan.by_ep_size = putget::Divisor(plan.shape.ep_size);
@@ -349,13 +361,14 @@ putget_status putget_release(putget_alltoall* object, void* stream) {
   });
 }
 
-putget_status putget_launches(putget_alltoall* object, uint32_t num_tokens, putget_launch* dispatch,
+putget_status putget_launches(putget_alltoall* object, uint32_t num_tokens, void* stream, putget_launch* dispatch,
                               putget_launch* combine) {
   return guarded([&] {
     putget_alltoall& self = object_of(object);
     require(dispatch != nullptr && combine != nullptr, "a launch is null");
+    require_range("num_tokens", num_tokens, 0, self.plan.shape.max_tokens_per_rank);
     const bool flagged = wants_flags(self.plan, self.limits, num_tokens);
-    self.memory->launches(self.plan.shape, num_tokens, flagged, self.limits, dispatch, combine);
+    self.memory->launches(self.plan.shape, num_tokens, flagged, self.limits, stream, dispatch, combine);
     combine->inline_flags = flagged ? PUTGET_FLAGS_IN_ROWS : PUTGET_FLAGS_APART;
   });
 }

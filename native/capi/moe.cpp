@@ -67,6 +67,7 @@ putget::moe::Grouping grouping(const putget_moe_config& config, const putget_moe
   group.num_tokens = args.num_tokens;
   group.expert_to_rank = args.expert_to_rank;
   group.lost = args.lost_rows;
+  group.strays = args.stray_rows;
   return group;
 }
 

@@ -1,5 +1,7 @@
 #include "capi/validate.h"
 
+#include <algorithm>
+
 #include "protocol/signal.h"
 
 namespace putget::capi {
@@ -17,7 +19,8 @@ static_assert(PUTGET_BOTH == static_cast<int>(Half::kBoth) && PUTGET_START == st
               PUTGET_FINISH == static_cast<int>(Half::kFinish));
 static_assert(PUTGET_FAULT_PEER_TIMEOUT == static_cast<int>(FaultKind::kPeerTimeout) &&
               PUTGET_FAULT_CAPACITY == static_cast<int>(FaultKind::kCapacity) &&
-              PUTGET_FAULT_MISUSE == static_cast<int>(FaultKind::kMisuse));
+              PUTGET_FAULT_MISUSE == static_cast<int>(FaultKind::kMisuse) &&
+              PUTGET_FAULT_INTERRUPTED == static_cast<int>(FaultKind::kInterrupted));
 
 namespace {
 
@@ -91,9 +94,18 @@ void check_launch(const char* name, const putget_launch& launch) {
           prefix + "segment_bytes is " + std::to_string(launch.segment_bytes) + ", allowed are multiples of 512");
   require((launch.splits & (launch.splits - 1)) == 0 && launch.splits <= kMaxRanks,
           prefix + "splits is " + std::to_string(launch.splits) + ", allowed are powers of two up to 128");
-  require_range((prefix + "stages").c_str(), launch.stages, 0, kMaxStages);
   require_range((prefix + "movers").c_str(), launch.movers, 0, kMaxParts);
   require_range((prefix + "inline_flags").c_str(), launch.inline_flags, 0, 2);
+}
+
+void check_options(const putget_config& config) {
+  check_launch("dispatch", config.dispatch);
+  check_launch("combine", config.combine);
+  require_range("num_sms", config.num_sms, 0, kMaxSms);
+  require_range("finish_num_sms", config.finish_num_sms, 0, kMaxSms);
+  require_range("timeout_ns", config.timeout_ns, 1, kMaxTimeoutNs);
+  require_range("warmup_timeout_ns", config.warmup_timeout_ns, 1, kMaxTimeoutNs);
+  require_range("skips_waits", config.skips_waits, 0, 1);
 }
 
 MemoryConfig memory_config_of(const putget_memory_config& config) {
@@ -101,7 +113,7 @@ MemoryConfig memory_config_of(const putget_memory_config& config) {
   require_range("ep_size", config.ep_size, 1, kMaxRanks);
   require_range("ep_rank", config.ep_rank, 0, config.ep_size - 1);
   require_range("share_kind", config.share_kind, PUTGET_SHARE_DESCRIPTOR, PUTGET_SHARE_FABRIC);
-  require_range("bytes", config.bytes, control_bytes(config.ep_size), uint64_t{1} << 46);
+  require_range("bytes", config.bytes, control_bytes(config.ep_size), kMaxMemoryBytes);
   MemoryConfig memory{};
   memory.ordinal = config.ordinal;
   memory.ep_size = config.ep_size;
@@ -126,6 +138,38 @@ void check_combine(const Shape& shape, const putget_combine_args& args) {
   require_range("num_tokens", args.num_tokens, 0, shape.max_tokens_per_rank);
   require_range("half", args.half, PUTGET_BOTH, PUTGET_FINISH);
   if (args.num_tokens != 0 && args.half != PUTGET_START) require_pointer("out", args.out);
+  require_range("row_slot_bytes", args.row_slot_bytes, 0, kMaxMemoryBytes);
+  require_range("row_source_bytes", args.row_source_bytes, 0, kMaxMemoryBytes);
+}
+
+void check_probe_rows(const MemoryConfig& config, const putget_probe_rows_args& args) {
+  require(config.ep_size <= 32, "ep_size is " + std::to_string(config.ep_size) + ", a probe of rows takes up to 32");
+  require_range("kind", args.kind, PUTGET_PROBE_WRITE, PUTGET_PROBE_SEND);
+  require_range("slots_by", args.slots_by, PUTGET_SLOTS_SPREAD, PUTGET_SLOTS_COUNTED);
+  require_range("row_bytes", args.row_bytes, 1, kMaxRowBytes);
+  require_range("num_tokens", args.num_tokens, 0, kMaxTokens);
+  require_range("offset", args.offset, 0, config.bytes);
+  require_range("landing", args.landing, 0, config.bytes);
+  require(args.row_bytes % 16 == 0 && args.offset % 16 == 0 && args.landing % 16 == 0,
+          "row_bytes is " + std::to_string(args.row_bytes) + ", offset " + std::to_string(args.offset) +
+              " and landing " + std::to_string(args.landing) + ", expected multiples of 16");
+  // Slots are counted in 31 bits, and those of the last rank lie in the memory.
+  require_range("first_slot", args.first_slot, 0, config.bytes / args.row_bytes);
+  require_range("slots_of_rank", args.slots_of_rank, 0, config.bytes / args.row_bytes / config.ep_size);
+  const putget_launch& launch = args.launch;
+  check_launch("launch", launch);
+  const auto require_field = [](const char* name, uint32_t value, uint32_t low) {  // check_launch has the upper bounds
+    require(value >= low, std::string("launch has a field that is out of range: ") + name + " is " +
+                              std::to_string(value) + ", expected at least " + std::to_string(low));
+  };
+  require_field("blocks", launch.blocks, 1);
+  require_field("threads", launch.threads, 32);
+  require_field("segment_bytes", launch.segment_bytes, 512);
+  require_field("splits", launch.splits, 1);
+  if (args.kind != PUTGET_PROBE_SEND) return;
+  require_pointer("num_rows", args.num_rows);
+  require(launch.movers >= 1 && launch.movers <= launch.blocks,
+          "launch.movers is " + std::to_string(launch.movers) + ", expected 1 to " + std::to_string(launch.blocks));
 }
 
 moe::GroupSizes group_sizes_of(const putget_moe_config& config) {
@@ -150,7 +194,9 @@ moe::GroupSizes group_sizes_of(const putget_moe_config& config) {
     require_range("row_bytes", config.row_bytes[p], 1, kMaxRowBytes);
     sizes.row_bytes[p] = config.row_bytes[p];
   }
-  require_range("rows of all experts", sizes.capacity(), 0, (uint64_t{1} << 31) - 1);
+  // Also where no expert is local, and nothing is placed: choices of all rows are counted in 31 bits.
+  require_range("rows of all experts", std::max(sizes.capacity(), sizes.received_rows() * sizes.top_k), 0,
+                (uint64_t{1} << 31) - 1);
   return sizes;
 }
 

@@ -4,6 +4,7 @@
 #include <sched.h>
 #include <time.h>
 
+#include "cpu/interrupt.h"
 #include "protocol/atomics.h"
 #include "protocol/numeric.h"
 #include "protocol/signal.h"
@@ -22,7 +23,6 @@ struct Exec {
   };
   using Access8 = uint64_t;
   static constexpr uint32_t kLanes = 1;
-  static constexpr bool kHasRing = false;
   static constexpr bool kFewTokens = false;
   static constexpr bool kManyItems = true;
 
@@ -56,9 +56,11 @@ struct Exec {
     return static_cast<uint64_t>(now.tv_sec) * 1000000000u + static_cast<uint64_t>(now.tv_nsec);
   }
 
+  static constexpr uint32_t kSpinsAwake = 2000;
+
   // Gives the core to the rank that is waited for; after a while sleeps, so that a missing peer does not cost a core.
   void pause(uint32_t spins) const {
-    if (spins < 2000) {
+    if (spins < kSpinsAwake) {
       sched_yield();
     } else {
       const timespec nap{0, 100000};
@@ -99,6 +101,9 @@ struct Exec {
   uint64_t peek(const uint64_t* flag) const { return atomics::load_relaxed(flag); }
   // One that this block alone will look at.
   void note(uint64_t* flag, uint64_t value) const { atomics::store_relaxed(flag, value); }
+  // The same for words of the private state, which other blocks of this rank may load or store at this moment.
+  uint32_t peek(const uint32_t* word) const { return atomics::load_relaxed(word); }
+  void note(uint32_t* word, uint32_t value) const { atomics::store_relaxed(word, value); }
 
   // There is no later work to let in.
   void count_as_waited(uint32_t*) const {}
@@ -153,8 +158,8 @@ struct Exec {
     return true;
   }
 
-  // Nobody else of this rank could have reported a fault meanwhile.
-  bool stopped(const uint32_t*, uint32_t) const { return false; }
+  // Nobody else of this rank could have reported a fault meanwhile; but the host may want the wait to end.
+  bool stopped(const uint32_t*, uint32_t spins) const { return spins != 0 && interrupt::stops(spins >= kSpinsAwake); }
 
   bool claim(uint32_t* word, uint32_t value) const {
     if (*word != 0) return false;
@@ -180,8 +185,6 @@ struct Exec {
   void put(Access* to, const Access& value) const {
     *to = value;
   }
-  void complete_puts() const {}
-  void order_fetches() const {}
   template <uint32_t kGroup>
   float largest_of(float value) const {
     static_assert(kGroup == 1, "one lane");

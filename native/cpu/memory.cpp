@@ -8,7 +8,6 @@
 #include "backend.h"
 #include "cpu/exec.h"
 #include "cpu/probe.h"
-#include "cpu/ring.h"
 #include "cpu/symmetric_memory.h"
 #include "protocol/combine.h"
 #include "protocol/dispatch.h"
@@ -70,6 +69,7 @@ class CpuMemory final : public Memory {
   FaultRecord* fault() const override { return &fault_; }
 
   void dispatch(const Plan& plan, const DispatchCall& call, const Limits&, void*) override {
+    const Interruptible running(*this);
     Exec exec;
     DispatchCall whole_rows = call;
     const bool apart = short_apart(plan.shape, call.num_tokens, kWholeRow, 1, 1);
@@ -81,7 +81,8 @@ class CpuMemory final : public Memory {
     }
   }
 
-  void combine(const Plan& plan, const CombineCall& call, const Limits& limits, void*) override {
+  void combine(const Plan& plan, const CombineCall& call, const Limits&, void*) override {
+    const Interruptible running(*this);
     Exec exec;
     CombineCall whole_rows = call;
     whole_rows.segment_bytes = kWholeRow;
@@ -105,16 +106,6 @@ class CpuMemory final : public Memory {
             putget::combine<Codec, FlaggedWire<Codec, false>, decltype(rows)>(exec, plan, whole_rows, combine_scratch_);
           }
         });
-      } else if (packed && limits.combine.stages > 1 && !plan.shape.quantised() &&
-                 (call.rows == nullptr || call.rows_access_bytes == kWideBytes)) {
-        whole_rows.segment_bytes = kSegment;
-        whole_rows.flagged_pieces = flagged_pieces(plan.shape, kSegment);
-        whole_rows.piece_bytes = kSegment;
-        whole_rows.small_piece_bytes = kSegment;
-        const uint32_t rows = plan.shape.most_rows();
-        whole_rows.ring = {limits.combine.stages, kStageHeadBytes + rows * kSegment};
-        RingExec ring_exec(exec, whole_rows.ring);
-        putget::combine<Codec, Packed, DynamicTopK>(ring_exec, plan, whole_rows, combine_scratch_);
       } else if (plan.shape.quantised()) {
         if (packed) {
           with_rows(plan.shape, [&](auto rows) {
@@ -133,7 +124,7 @@ class CpuMemory final : public Memory {
     });
   }
 
-  void launches(const Shape&, uint32_t, bool, const Limits&, putget_launch* dispatch,
+  void launches(const Shape&, uint32_t, bool, const Limits&, void*, putget_launch* dispatch,
                 putget_launch* combine) const override {
     *dispatch = putget_launch{};
     *combine = putget_launch{};
@@ -150,8 +141,23 @@ class CpuMemory final : public Memory {
   }
 
  private:
+  // A call whose waits the host may end. Its fault is then another one than that of a deadline.
+  class Interruptible {
+   public:
+    explicit Interruptible(CpuMemory& memory) : memory_(memory) { interrupt::asked = {}; }
+    ~Interruptible() {
+      constexpr auto kTimeout = static_cast<uint32_t>(FaultKind::kPeerTimeout);
+      if (!interrupt::asked.stopped || memory_.fault_.kind != kTimeout) return;
+      memory_.fault_.kind = memory_.state_.head.fault = static_cast<uint32_t>(FaultKind::kInterrupted);
+    }
+    Interruptible(const Interruptible&) = delete;             // of one call
+    Interruptible& operator=(const Interruptible&) = delete;  // of one call
+
+   private:
+    CpuMemory& memory_;
+  };
+
   static constexpr uint32_t kWholeRow = 1u << 30;
-  static constexpr uint32_t kSegment = 512;  // in stages: tests want several
 
   SymmetricMemory symmetric_;
   mutable State state_{};
@@ -162,6 +168,8 @@ class CpuMemory final : public Memory {
 };
 
 }  // namespace
+
+void set_interrupt_check(int (*check)()) { interrupt::check.store(check, std::memory_order_release); }
 
 std::unique_ptr<Memory> create_memory(const MemoryConfig& config) { return std::make_unique<CpuMemory>(config); }
 

@@ -82,7 +82,7 @@ void moe_group(const moe::Grouping& group, const moe::CopyPlan& copy) {
   const moe::Share rows = moe::count_share(exec, group, sources, tables);
   const uint32_t end = moe::place_share(exec, group, sources, tables, rows);
   moe::copy_share(exec, group, whole_rows(copy), sources, rows);
-  moe::tidy(exec, group, sources, tables, end, {0, exec.warps()});
+  moe::tidy(exec, group, sources, tables, rows, end, {0, exec.warps()});
 }
 
 void moe_expand(const moe::ExpandCall& call) {

@@ -35,7 +35,6 @@ void load_combine_kernels() {
     check(cudaFuncGetAttributes(&attributes, same_kernel(shape, false)), "loading combine_kernel");
     check(cudaFuncGetAttributes(&attributes, fp8_kernel(shape, false)), "loading combine_kernel");
   }
-  load_bulk_combine_kernels();
 }
 
 void launch_combine(const Plan& plan, CombineCall call, const Room& room, const putget_launch& tuning,
@@ -48,27 +47,23 @@ void launch_combine(const Plan& plan, CombineCall call, const Room& room, const 
       shape.output_row_bytes() % kLaneBytes == 0 && aligned(call.out) && aligned(call.addend) && rows_packed;
   // In a finish half nothing is moved any more.
   const bool moves = moves_rows(plan, call) && call.half != Half::kFinish;
-  putget_launch wanted = tuning;
-  if (!packed || (moves && call.rows_access_bytes != kLaneBytes)) wanted.stages = 1;
   putget_launch launch = call.flagged != 0
                              ? flagged_launch(shape, call.num_tokens, call.half != Half::kBoth, room, tuning)
-                             : combine_launch(shape, call.num_tokens, moves, room, wanted);
+                             : combine_launch(shape, call.num_tokens, moves, room, tuning);
   // Nothing to do but to tell the peers, and to send rows that are their own flags to those that want them.
   if (call.half == Half::kStart && !moves && call.flagged == 0) launch.blocks = 1;
   call.wide_out = packed;
   call.segment_bytes = launch.segment_bytes;
   call.flagged_pieces = flagged_pieces(shape, launch.segment_bytes);
-  cut_into_pieces(call, shape, launch);
+  cut_into_pieces(call, launch);
   call.flagged_sources = flagged_sources(plan, call);
   const bool some_only_send = call.flagged != 0 && call.half == Half::kBoth;
   call.sending_blocks = some_only_send && launch.splits == 1 ? launch.movers : launch.blocks;
   call.first_summing = first_summing(some_only_send ? launch.movers : launch.blocks, launch.blocks);
-  call.ring = combine_ring(shape, launch);
   const CombineKernel kernel = call.flagged != 0   ? flagged_kernel(shape)
                                : shape.quantised() ? fp8_kernel(shape, packed)
-                               : launch.stages > 1 ? bulk_kernel(shape.output_type)
                                                    : same_kernel(shape, packed);
-  launch_early(kernel, launch, call.ring, paired(room), stream, plan, call, "launching combine_kernel");
+  launch_early(kernel, launch, paired(room), stream, plan, call, "launching combine_kernel");
 }
 
 }  // namespace putget::cuda

@@ -68,7 +68,7 @@ void launch_dispatch(const Plan& plan, DispatchCall call, const Room& room, cons
   cut_into_items(call, plan.shape, launch.segment_bytes, launch.splits, launch.blocks, apart);
   if (call.half == Half::kFinish) launch.blocks = 1;
   const auto kernel = call.ids_are_64bit ? kernel_of<int64_t>(call, warps) : kernel_of<int32_t>(call, warps);
-  launch_early(kernel, launch, RingShape{}, paired(room), stream, plan, call, "launching dispatch_kernel");
+  launch_early(kernel, launch, paired(room), stream, plan, call, "launching dispatch_kernel");
 }
 
 void launch_release(const Plan& plan, cudaStream_t stream) {

@@ -15,6 +15,21 @@ void look_up(void* library, const char* name, Function* function) {
   }
 }
 
+template <class Function>
+bool has(void* library, const char* name, Function* function) {
+  *function = reinterpret_cast<Function>(dlsym(library, name));
+  return *function != nullptr;
+}
+
+// All of them or none.
+void look_up_contexts(void* library, Driver& driver) {
+  const bool all = has(library, "cuStreamGetGreenCtx", &driver.stream_green_context) &&
+                   has(library, "cuGreenCtxGetDevResource", &driver.green_context_resource) &&
+                   has(library, "cuCtxGetCurrent", &driver.current_context) &&
+                   has(library, "cuCtxGetDevResource", &driver.context_resource);
+  if (!all) driver.stream_green_context = nullptr;
+}
+
 Driver load() {
   void* library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
   if (library == nullptr) throw Error(PUTGET_UNAVAILABLE, "there is no CUDA driver on this machine (libcuda.so.1)");
@@ -38,6 +53,7 @@ Driver load() {
   look_up(library, "cuMemSetAccess", &driver.set_access);
   look_up(library, "cuMemExportToShareableHandle", &driver.export_handle);
   look_up(library, "cuMemImportFromShareableHandle", &driver.import_handle);
+  look_up_contexts(library, driver);
   const CUresult status = driver.init(0);
   if (status != CUDA_SUCCESS) {
     const char* text = nullptr;

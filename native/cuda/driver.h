@@ -27,6 +27,11 @@ struct Driver {
   decltype(&cuMemSetAccess) set_access;
   decltype(&cuMemExportToShareableHandle) export_handle;
   decltype(&cuMemImportFromShareableHandle) import_handle;
+  // Null before CUDA 12.4, all of them:
+  decltype(&cuStreamGetGreenCtx) stream_green_context;
+  decltype(&cuGreenCtxGetDevResource) green_context_resource;
+  decltype(&cuCtxGetCurrent) current_context;
+  decltype(&cuCtxGetDevResource) context_resource;
 };
 
 // Throws Error(PUTGET_UNAVAILABLE) where there is no driver or no GPU.

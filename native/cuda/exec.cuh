@@ -22,7 +22,6 @@ struct Exec {
   using Access8 = uint2;
 
   static constexpr uint32_t kLanes = 32;
-  static constexpr bool kHasRing = false;
   static constexpr bool kFewTokens = false;
   static constexpr bool kManyItems = false;
 
@@ -101,6 +100,9 @@ struct Exec {
   __device__ uint64_t peek(const uint64_t* flag) const { return ptx::load_relaxed_sys(flag); }
   // One that this CTA alone will look at.
   __device__ void note(uint64_t* flag, uint64_t value) const { ptx::store_relaxed_sys(flag, value); }
+  // The same for words of the private state, which other CTAs of this rank may load or store at this moment.
+  __device__ uint32_t peek(const uint32_t* word) const { return ptx::load_relaxed_gpu(word); }
+  __device__ void note(uint32_t* word, uint32_t value) const { ptx::store_relaxed_gpu(word, value); }
 
   // Words that say by themselves that they have come.
   __device__ void put_flagged(FlaggedPack* to, const FlaggedPack& pack) const {
@@ -261,9 +263,6 @@ struct Exec {
   __device__ void put(Access* to, const Access& value) const {
     *to = value;
   }
-  // Ordinary accesses need no more than the release behind them, or the acquire before.
-  __device__ void complete_puts() const {}
-  __device__ void order_fetches() const {}
 
   // The largest value of kGroup neighbouring lanes.
   template <uint32_t kGroup>

@@ -4,7 +4,6 @@
 
 #include "protocol/dispatch.h"
 #include "protocol/flagged.h"
-#include "protocol/staged.h"
 
 namespace putget::cuda {
 namespace {
@@ -13,17 +12,11 @@ constexpr uint32_t kWarpThreads = 32;
 constexpr uint32_t kThreads = 256;
 constexpr uint32_t kMovingThreads = kThreads + kWarpThreads;  // and a warp that tells what has been moved
 constexpr uint32_t kLongSegment = 4 * kWarpBytes;
-constexpr uint32_t kPuttingSms = 64;         // keep the link busy with stores
-constexpr uint32_t kGettingSms = 64;         // keep it busy with loads
-constexpr uint64_t kFewItems = 128;          // up to here warps split the targets of a segment
-constexpr uint32_t kQuantisingPercent = 50;  // of the CTAs of a combine that quantises
-constexpr uint32_t kPushingPercent = 40;     // ... that pushes rows as they are
-constexpr uint32_t kStages = 2;              // more of them only make segments shorter
-constexpr uint32_t kStagedThreads = 512;     // as many as registers allow
-constexpr uint32_t kStagedSms = 32;          // keep the link busy with bulk loads
-constexpr uint32_t kStagedSegment = 1536;    // shorter ones are dear: fewer warps instead
-constexpr uint32_t kLongestFetch = 8192;     // bytes of a bulk copy
-constexpr uint32_t kStagedMoversPercent = 34;
+constexpr uint32_t kPuttingSms = 64;              // keep the link busy with stores
+constexpr uint32_t kGettingSms = 64;              // keep it busy with loads
+constexpr uint64_t kFewItems = 128;               // up to here warps split the targets of a segment
+constexpr uint32_t kQuantisingPercent = 50;       // of the CTAs of a combine that quantises
+constexpr uint32_t kPushingPercent = 40;          // ... that pushes rows as they are
 constexpr uint32_t kSharedPieces = 4;             // a warp, where all send rows that are their own flags and then sum
 constexpr uint32_t kLargeShare = 32;              // ... where the link alone counts
 constexpr uint32_t kQuantisedShare = 16;          // ... up to which quantising takes longer than the link does
@@ -36,6 +29,9 @@ constexpr uint64_t kLargeItemsOfFew = 2;          // ... of tokens with few rows
 
 uint64_t ceil_div(uint64_t value, uint64_t divisor) { return (value + divisor - 1) / divisor; }
 
+// Of all payloads.
+uint32_t longest_row(const Shape& shape) { return *std::max_element(shape.row_bytes, shape.row_bytes + kMaxPayloads); }
+
 // A multiple of what a warp gets in one access.
 uint32_t half_row(const Shape& shape) { return round_up(shape.wire_row_bytes() / 2, kWarpBytes); }
 
@@ -45,42 +41,11 @@ uint32_t threads_for(const Room& room) {
   return static_cast<uint32_t>(std::clamp<uint64_t>(share, kThreads, kMostThreads));
 }
 
-// The largest segment of which a stage holds `rows`, where each warp of a CTA has so many stages; 0: none.
-uint32_t segment_in_stages(uint32_t rows, const putget_launch& launch) {
-  const uint32_t ring = kRingsBytes / (launch.threads / kWarpThreads);
-  const uint32_t stage = (ring - static_cast<uint32_t>(kLineBytes)) / launch.stages;
-  if (stage < kStageHeadBytes) return 0;
-  return std::min((stage - kStageHeadBytes) / rows / kWarpBytes * kWarpBytes, kLongestFetch);
-}
-
-// A launch whose rows go through stages, where `rows` segments fit into one; else without stages.
-void fit_into_stages(putget_launch& launch, uint32_t rows) {
-  if (launch.threads == 0) {
-    launch.threads = kStagedThreads;
-    while (launch.threads > 4 * kWarpThreads && segment_in_stages(rows, launch) < kStagedSegment) launch.threads /= 2;
-  }
-  launch.threads = std::min(launch.threads, kStagedThreads);
-  const uint32_t longest = segment_in_stages(rows, launch);
-  if (longest == 0) {
-    launch.stages = 1;
-  } else if (launch.segment_bytes == 0 || launch.segment_bytes > longest) {
-    launch.segment_bytes = longest;
-  }
-}
-
 // Of so few rows a lane has four packs on their way at a time.
 bool few_rows(const Shape& shape) { return shape.most_rows() <= 2; }
 
 // Of three or four rows it does better with one, of more tokens at once: in the shortest segments, on all SMs.
 bool some_rows(const Shape& shape) { return shape.most_rows() == 3 || shape.most_rows() == 4; }
-
-// Whether bulk copies carry a combine's rows. They need few SMs and wait for their way once more, so they pay where SMs
-// are few and each has several rows, of more than two for a token. Else loads into registers are as fast or faster;
-// rows that are moved before they are summed gain with two ranks and lose with four.
-bool stages_pay(const Shape& shape, uint32_t num_tokens, bool moves_rows, const Room& room) {
-  if (moves_rows || few_rows(shape) || shape.output_row_bytes() % kLaneBytes != 0) return false;
-  return room.sms < kGettingSms && num_tokens >= 2 * room.sms;
-}
 
 uint32_t blocks_for(uint64_t items, uint32_t threads, const Room& room) {
   const uint64_t wanted = ceil_div(items, threads / kWarpThreads);
@@ -96,7 +61,6 @@ putget_launch dispatch_launch(const Shape& shape, uint32_t num_tokens, const Roo
   const Room enough{std::min(room.sms, kPuttingSms), room.gpu_sms};
   const uint64_t few_warps = uint64_t{enough.sms} * (kThreads / kWarpThreads);
   putget_launch launch = tuning;
-  launch.stages = 0;
   launch.movers = 0;
   if (launch.threads == 0) {
     launch.threads = items_with(kWarpBytes, 1) <= few_warps ? kThreads : threads_for(enough);
@@ -114,7 +78,14 @@ putget_launch dispatch_launch(const Shape& shape, uint32_t num_tokens, const Roo
       launch.splits *= 2;
     }
   }
-  while (items_with(launch.segment_bytes, launch.splits) >= kMaxItems) launch.segment_bytes *= 2;
+  while (items_with(launch.segment_bytes, launch.splits) >= kMaxItems) {
+    // Of whole rows a token has so few items that with one split they always fit.
+    if (launch.segment_bytes < longest_row(shape)) {
+      launch.segment_bytes *= 2;
+    } else {
+      launch.splits /= 2;
+    }
+  }
   if (launch.blocks == 0) {
     const uint64_t warps = uint64_t{enough.sms} * (launch.threads / kWarpThreads);
     const bool apart = short_apart(shape, num_tokens, launch.segment_bytes, launch.splits, warps);
@@ -135,9 +106,6 @@ putget_launch combine_launch(const Shape& shape, uint32_t num_tokens, bool moves
   const bool is_small = items_with(kWarpBytes) <= warps;
   // So much that only the link counts: fewer SMs do as well, where all that they do is to get.
   const bool is_large = items_with(kLongSegment) >= (few_rows(shape) ? kLargeItemsOfFew : kLargeItems) * warps;
-  if (launch.stages == 0) launch.stages = stages_pay(shape, num_tokens, moves_rows, room) ? kStages : 1;
-  if (shape.quantised()) launch.stages = 1;
-  if (launch.stages > 1) fit_into_stages(launch, shape.most_rows());
   const bool takes_all = moves_rows || some_rows(shape);
   const Room enough{is_large && !takes_all ? std::min(room.sms, kGettingSms) : room.sms, room.gpu_sms};
   if (launch.threads == 0) {
@@ -159,10 +127,7 @@ putget_launch combine_launch(const Shape& shape, uint32_t num_tokens, bool moves
     launch.segment_bytes = is_short ? kWarpBytes : (fills_long ? kLongSegment : kLongSegment / 2);
   }
   while (items_with(launch.segment_bytes) >= kMaxItems) launch.segment_bytes *= 2;
-  if (launch.blocks == 0 && launch.stages > 1) {
-    // Some SMs are left for the movers of other objects' combines: these wait for nobody, and their peers for them.
-    launch.blocks = moves_rows ? std::min(room.sms, room.gpu_sms / 4 * 3) : std::min(room.sms, kStagedSms);
-  } else if (launch.blocks == 0) {
+  if (launch.blocks == 0) {
     // Rows to move are those of all sources, whose number only the device knows.
     launch.blocks = moves_rows ? std::min(room.sms, kThreadsPerSm * room.gpu_sms / launch.threads)
                                : blocks_for(items_with(launch.segment_bytes), launch.threads, enough);
@@ -172,9 +137,7 @@ putget_launch combine_launch(const Shape& shape, uint32_t num_tokens, bool moves
     launch.movers = 0;
   } else if (launch.movers == 0) {
     // Some CTAs move, the others sum meanwhile. Quantising takes instructions, so more of them.
-    const uint32_t percent = shape.quantised()   ? kQuantisingPercent
-                             : launch.stages > 1 ? kStagedMoversPercent
-                                                 : kPushingPercent;
+    const uint32_t percent = shape.quantised() ? kQuantisingPercent : kPushingPercent;
     launch.movers = std::max(launch.blocks * percent / 100, 1u);
   }
   launch.movers = std::min(launch.movers, launch.blocks);
@@ -184,7 +147,6 @@ putget_launch combine_launch(const Shape& shape, uint32_t num_tokens, bool moves
 putget_launch flagged_launch(const Shape& shape, uint32_t num_tokens, bool is_half, const Room& room,
                              const putget_launch& tuning) {
   putget_launch launch = tuning;
-  launch.stages = 1;
   // Short pieces as experts wrote them, as if every rank had as many tokens: of so many for each warp.
   const uint64_t rows = uint64_t{num_tokens} * shape.ep_size;
   const uint64_t share =
@@ -220,21 +182,11 @@ putget_launch flagged_launch(const Shape& shape, uint32_t num_tokens, bool is_ha
   return launch;
 }
 
-void cut_into_pieces(CombineCall& call, const Shape& shape, const putget_launch& launch) {
+void cut_into_pieces(CombineCall& call, const putget_launch& launch) {
   // In a start half nobody sums.
   call.moving_blocks = call.half == Half::kStart ? launch.blocks : std::max(launch.movers, 1u);
   call.piece_bytes = 8 * kWarpBytes;
   call.small_piece_bytes = 2 * kWarpBytes;
-  if (launch.stages > 1) {
-    const uint32_t stage_bytes = combine_ring(shape, launch).stage_bytes / kWarpBytes * kWarpBytes;
-    call.piece_bytes = stage_bytes;
-    call.small_piece_bytes = std::min(stage_bytes, call.small_piece_bytes);
-  }
-}
-
-RingShape combine_ring(const Shape& shape, const putget_launch& launch) {
-  if (launch.stages < 2) return {};
-  return {launch.stages, kStageHeadBytes + shape.most_rows() * launch.segment_bytes};
 }
 
 }  // namespace putget::cuda

@@ -1,4 +1,4 @@
-// The rule that shapes a launch by its number of tokens. Measured: docs/benchmarks.md.
+// The rule that shapes a launch by its number of tokens. Measured: docs/protocol/launches.md.
 //
 // Small batches spread a row over many warps, because latency is what counts and one SM moves only so many bytes a
 // microsecond. Large ones have as few instructions a byte as they can. CTAs that wait must be resident, also beside the
@@ -39,20 +39,6 @@ putget_launch flagged_launch(const Shape& shape, uint32_t num_tokens, bool is_ha
                              const putget_launch& tuning);
 
 // Of a combine launched so: how rows are moved before they are summed.
-void cut_into_pieces(CombineCall& call, const Shape& shape, const putget_launch& launch);
-
-// Shared memory of a CTA's rings, beside its scratch.
-constexpr uint32_t kRingsBytes = 200 << 10;
-
-// The rings of a combine with stages, each of which holds a segment of every row of a token.
-RingShape combine_ring(const Shape& shape, const putget_launch& launch);
-
-// Of one warp: a line of barriers, and its stages; and of all warps of a CTA.
-constexpr uint32_t ring_bytes(const RingShape& ring) {
-  return static_cast<uint32_t>(kLineBytes) + ring.stages * ring.stage_bytes;
-}
-constexpr uint32_t rings_bytes(const RingShape& ring, uint32_t threads) {
-  return ring.stages < 2 ? 0 : threads / 32 * ring_bytes(ring);
-}
+void cut_into_pieces(CombineCall& call, const putget_launch& launch);
 
 }  // namespace putget::cuda

@@ -56,7 +56,6 @@ void launch_probe_sent_rows(const ProbePeers& peers, const RowsCall& call, const
 // Loads the kernels now: loading one later could wait for a kernel that waits for this rank.
 void load_dispatch_kernels();
 void load_combine_kernels();
-void load_bulk_combine_kernels();
 void load_probe_kernels();
 void load_probe_rows_kernels();
 void load_probe_sent_rows_kernel();
@@ -67,19 +66,12 @@ CombineKernel same_kernel(const Shape& shape, bool packed);
 CombineKernel fp8_kernel(const Shape& shape, bool packed);
 CombineKernel flagged_kernel(const Shape& shape);
 CombineKernel flagged_fp8_kernel(const Shape& shape);
-CombineKernel bulk_kernel(OutputType type);
-
-// Loads a kernel whose CTAs may take all shared memory that there is beside their scratch.
-template <class Call>
-void load_bulk_kernel(void (*kernel)(Plan, Call), const char* what) {
-  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kRingsBytes), what);
-}
 
 // Launches a kernel that begins with ptx::wait_for_earlier_grids: its CTAs may take their places while the kernel
 // before it ends. In pairs, two CTAs are a cluster, where they are an even number.
 template <class Fixed, class Call>
-void launch_early(void (*kernel)(Fixed, Call), const putget_launch& launch, const RingShape& ring, bool in_pairs,
-                  cudaStream_t stream, const Fixed& fixed, const Call& call, const char* what) {
+void launch_early(void (*kernel)(Fixed, Call), const putget_launch& launch, bool in_pairs, cudaStream_t stream,
+                  const Fixed& fixed, const Call& call, const char* what) {
   cudaLaunchAttribute attributes[2] = {};
   attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attributes[0].val.programmaticStreamSerializationAllowed = 1;
@@ -90,7 +82,6 @@ void launch_early(void (*kernel)(Fixed, Call), const putget_launch& launch, cons
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(launch.blocks);
   config.blockDim = dim3(launch.threads);
-  config.dynamicSmemBytes = rings_bytes(ring, launch.threads);
   config.stream = stream;
   config.attrs = attributes;
   config.numAttrs = in_pairs && launch.blocks % 2 == 0 ? 2 : 1;

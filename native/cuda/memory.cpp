@@ -6,6 +6,7 @@
 #include "cuda/check.h"
 #include "cuda/launch.h"
 #include "cuda/moe_launch.h"
+#include "cuda/sms.h"
 #include "cuda/symmetric_memory.h"
 #include "protocol/signal.h"
 #include "protocol/words.h"
@@ -112,17 +113,18 @@ class CudaMemory final : public Memory {
 
   void dispatch(const Plan& plan, const DispatchCall& call, const Limits& limits, void* stream) override {
     DeviceScope scope(config_.ordinal);
-    launch_dispatch(plan, call, room(limits, call.half), limits.dispatch, static_cast<cudaStream_t>(stream));
+    launch_dispatch(plan, call, room(limits, call.half, stream), limits.dispatch, static_cast<cudaStream_t>(stream));
   }
 
   void combine(const Plan& plan, const CombineCall& call, const Limits& limits, void* stream) override {
     DeviceScope scope(config_.ordinal);
-    launch_combine(plan, call, room(limits, call.half), limits.combine, static_cast<cudaStream_t>(stream));
+    launch_combine(plan, call, room(limits, call.half, stream), limits.combine, static_cast<cudaStream_t>(stream));
   }
 
-  void launches(const Shape& shape, uint32_t num_tokens, bool flagged, const Limits& limits, putget_launch* dispatch,
-                putget_launch* combine) const override {
-    const Room all = room(limits, Half::kBoth);
+  void launches(const Shape& shape, uint32_t num_tokens, bool flagged, const Limits& limits, void* stream,
+                putget_launch* dispatch, putget_launch* combine) const override {
+    DeviceScope scope(config_.ordinal);
+    const Room all = room(limits, Half::kBoth, stream);
     *dispatch = dispatch_launch(shape, num_tokens, all, limits.dispatch);
     *combine = flagged ? flagged_launch(shape, num_tokens, false, all, limits.combine)
                        : combine_launch(shape, num_tokens, shape.has_transit(), all, limits.combine);
@@ -139,7 +141,7 @@ class CudaMemory final : public Memory {
     for (uint32_t rank = 0; rank < config_.ep_size; ++rank) bases.push_back(symmetric_.base(rank));
     const auto cuda_stream = static_cast<cudaStream_t>(stream);
     launch_probe(bases.data(), config_.ep_size, config_.ep_rank, control_bytes(config_.ep_size),
-                 kind == PUTGET_PROBE_WRITE, bytes_per_peer, room(num_sms).sms, cuda_stream);
+                 kind == PUTGET_PROBE_WRITE, bytes_per_peer, room(num_sms, stream).sms, cuda_stream);
     // The ids region holds something else now.
     check(cudaMemsetAsync(&state_->head.ids_top_k, 0, sizeof(state_->head.ids_top_k), cuda_stream), "cudaMemsetAsync");
   }
@@ -185,10 +187,13 @@ class CudaMemory final : public Memory {
     check(cudaFree(nullptr), "making a CUDA context");
   }
 
-  Room room(const Limits& limits, Half half) const {
-    return room(half == Half::kFinish ? limits.finish_num_sms : limits.num_sms);
+  Room room(const Limits& limits, Half half, void* stream) const {
+    return room(half == Half::kFinish ? limits.finish_num_sms : limits.num_sms, stream);
   }
-  Room room(uint32_t num_sms) const { return Room{num_sms == 0 ? num_sms_ : std::min(num_sms, num_sms_), num_sms_}; }
+  Room room(uint32_t num_sms, void* stream) const {
+    const uint32_t there = sms_of(static_cast<cudaStream_t>(stream), num_sms_);
+    return Room{num_sms == 0 ? there : std::min(num_sms, there), there};
+  }
 
   // Into the own flags, from an offset on.
   void write_control(uint64_t offset, const void* bytes, uint64_t count) {

@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(kPlaceThreads, 1)
   if (warps == 0) {
     const uint32_t end = moe::place_share(exec, group, sources, tables, rows);
     moe::copy_share(exec, group, copy, sources, rows);
-    moe::tidy(exec, group, sources, tables, end, {0, moe::kGroupWarps});
+    moe::tidy(exec, group, sources, tables, rows, end, {0, moe::kGroupWarps});
     return;
   }
   BulkRows bulk_rows(copy, bulk_shared, memory + table_bytes(group.sizes), warps);
@@ -66,7 +66,7 @@ __global__ void __launch_bounds__(kPlaceThreads, 1)
   if (exec.warp() < warps) {
     bulk_rows.finish(exec, group, sources, rows);
   } else {
-    moe::tidy(exec, group, sources, tables, end, {warps, moe::kGroupWarps - warps});
+    moe::tidy(exec, group, sources, tables, rows, end, {warps, moe::kGroupWarps - warps});
   }
 }
 

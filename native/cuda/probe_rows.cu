@@ -202,7 +202,7 @@ void launch_probe_rows(const ProbePeers& peers, const RowsCall& call, putget_pro
                        const putget_launch& launch, cudaStream_t stream) {
   if (kind == PUTGET_PROBE_SEND) return launch_probe_sent_rows(peers, call, launch, stream);
   const auto get = call.ep_size <= kFewRanks ? get_rows_kernel<kFewRanks> : get_rows_kernel<kManyRanks>;
-  launch_early(kind == PUTGET_PROBE_WRITE ? put_rows_kernel : get, launch, RingShape{}, false, stream, peers, call,
+  launch_early(kind == PUTGET_PROBE_WRITE ? put_rows_kernel : get, launch, false, stream, peers, call,
                "launching a probe of rows");
 }
 

@@ -150,7 +150,7 @@ void load_probe_sent_rows_kernel() {
 
 void launch_probe_sent_rows(const ProbePeers& peers, const RowsCall& call, const putget_launch& launch,
                             cudaStream_t stream) {
-  launch_early(send_rows_kernel, launch, RingShape{}, false, stream, peers, call, "launching a probe of rows");
+  launch_early(send_rows_kernel, launch, false, stream, peers, call, "launching a probe of rows");
 }
 
 }  // namespace putget::cuda

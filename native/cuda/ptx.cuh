@@ -75,6 +75,10 @@ __device__ __forceinline__ uint32_t load_relaxed_gpu(const uint32_t* address) {
   return value;
 }
 
+__device__ __forceinline__ void store_relaxed_gpu(uint32_t* address, uint32_t value) {
+  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
 // To host memory; no .global, because it is mapped into the generic space.
 __device__ __forceinline__ void store_release_sys_host(uint32_t* address, uint32_t value) {
   asm volatile("st.release.sys.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");

@@ -23,7 +23,7 @@ extern "C" {
 #define PUTGET_API
 #endif
 
-#define PUTGET_ABI_VERSION 3
+#define PUTGET_ABI_VERSION 4
 #define PUTGET_MAGIC 0x70757467u /* "putg" */
 #define PUTGET_MAX_RANKS 128
 #define PUTGET_MAX_TOP_K 32
@@ -56,7 +56,8 @@ typedef enum putget_fault_kind {
   PUTGET_FAULT_NONE = 0,
   PUTGET_FAULT_PEER_TIMEOUT = 1,
   PUTGET_FAULT_CAPACITY = 2,
-  PUTGET_FAULT_MISUSE = 3
+  PUTGET_FAULT_MISUSE = 3,
+  PUTGET_FAULT_INTERRUPTED = 4 /* a wait on CPU, by what putget_set_interrupt_check has */
 } putget_fault_kind;
 
 typedef enum putget_share_kind { PUTGET_SHARE_DESCRIPTOR = 0, PUTGET_SHARE_FABRIC = 1 } putget_share_kind;
@@ -84,7 +85,6 @@ typedef struct putget_launch {
   uint32_t segment_bytes; /* of a row, for one warp at a time; a multiple of 512 */
   uint32_t splits;        /* dispatch: warps that share the targets of one segment; a power of two up to 128;
                              combine: see movers */
-  uint32_t stages;        /* combine: of shared memory for each warp's bulk copies, up to 8; 1: no bulk copies */
   uint32_t movers;        /* combine: blocks that move rows before they are summed, where any are to be moved, or only
                              send those that are their own flags; with splits above 1 the others send those, too */
   uint32_t inline_flags;  /* combine, also on CPU: putget_inline_flags, of the rows that this rank sums */
@@ -292,7 +292,8 @@ typedef struct putget_moe_group_args {
   const int32_t* expert_to_rank; /* [num_experts] */
   unsigned long long* lost_rows; /* counts rows of experts of this rank beyond num_local_experts */
   const void* payload[PUTGET_MAX_PAYLOADS];
-  void* stream; /* cudaStream_t */
+  void* stream;                   /* cudaStream_t */
+  unsigned long long* stray_rows; /* [ep_size] counts rows of each source none of whose experts is here, or null */
 } putget_moe_group_args;
 
 typedef struct putget_moe_finalize_args {
@@ -363,6 +364,9 @@ typedef struct putget_gpu {
 
 PUTGET_API uint32_t putget_abi_version(void);
 PUTGET_API const char* putget_last_error(void); /* of this thread */
+/* What a long wait on CPU asks every few hundredths of a second, from the main thread alone: other than 0 ends the wait
+ * and leaves PUTGET_FAULT_INTERRUPTED. For hosts that run handlers of signals themselves. Null: nothing is asked. */
+PUTGET_API void putget_set_interrupt_check(int (*check)(void));
 
 /* Answers before anything is allocated. */
 PUTGET_API putget_status putget_layout_of(const putget_config* config, putget_layout* layout);
@@ -382,11 +386,17 @@ PUTGET_API putget_status putget_memory_epoch(putget_memory* memory, uint32_t* ep
  * and meets them again. Rounds then exchange one flag more, so that one object's rows never overwrite what a peer still
  * gets for another. */
 PUTGET_API putget_status putget_memory_mix(putget_memory* memory);
+/* Where dispatches of objects that are made from now on count, for each source, rounds in which its expert_to_rank was
+ * another one than this rank's, and the rows that came in these: [2, ep_size] on the memory's device, zeros, which the
+ * caller owns and which outlive the memory. A round is counted by the dispatch after it. The first 1024 experts are
+ * looked at. Null: nothing is counted. All ranks alike. */
+PUTGET_API putget_status putget_memory_count_tables_apart(putget_memory* memory, unsigned long long* counts);
 PUTGET_API putget_status putget_memory_base(putget_memory* memory, uint32_t rank, void** base);
 /* Does not wait for kernels: PUTGET_OK with kind NONE, or the first fault since the last start. */
 PUTGET_API putget_status putget_read_fault(putget_memory* memory, putget_fault* fault);
 PUTGET_API putget_status putget_probe(putget_memory* memory, const putget_probe_args* args);
 PUTGET_API putget_status putget_probe_rows(putget_memory* memory, const putget_probe_rows_args* args);
+/* These three answer 0 where an argument is out of range, and putget_last_error() says which. */
 PUTGET_API uint64_t putget_probe_flag_bytes(uint32_t ep_size);
 /* Where the rows that are their own flags begin in a memory of so many bytes: putget_probe writes only before it. */
 PUTGET_API uint64_t putget_flagged_begin(uint32_t ep_size, uint64_t memory_bytes);
@@ -400,9 +410,10 @@ PUTGET_API putget_status putget_create(const putget_config* config, putget_memor
 PUTGET_API putget_status putget_dispatch(putget_alltoall* object, const putget_dispatch_args* args);
 PUTGET_API putget_status putget_combine(putget_alltoall* object, const putget_combine_args* args);
 PUTGET_API putget_status putget_release(putget_alltoall* object, void* stream);
-/* How calls with this many tokens are launched on CUDA; zeros on CPU, but for combine->inline_flags. */
-PUTGET_API putget_status putget_launches(putget_alltoall* object, uint32_t num_tokens, putget_launch* dispatch,
-                                         putget_launch* combine);
+/* How calls with this many tokens are launched on this CUDA stream, whose green context may have fewer SMs than the
+   GPU; zeros on CPU, but for combine->inline_flags. */
+PUTGET_API putget_status putget_launches(putget_alltoall* object, uint32_t num_tokens, void* stream,
+                                         putget_launch* dispatch, putget_launch* combine);
 PUTGET_API void putget_destroy(putget_alltoall* object);
 
 /* Around the experts: rows grouped by local expert and back. These read what a dispatch delivered, and need no peer. On

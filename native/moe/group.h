@@ -360,11 +360,32 @@ PUTGET_TEXT uint32_t place_share(Exec& exec, const Grouping& group, const Source
   return end;
 }
 
-// What nobody waits for: the given warps of every block clear what is left of the last round, and note what this one
-// has written.
+// Rows of a block's share none of whose experts is here: their source went by another table. A lane takes a row.
+template <class Exec>
+PUTGET_TEXT void count_strays(const Exec& exec, const Grouping& group, const SourceScratch& sources,
+                              const GroupTables& tables, Share rows, Warps who) {
+  const GroupSizes& sizes = group.sizes;
+  const uint32_t lane = (exec.warp() - who.first) * exec.lanes() + exec.lane();
+  PUTGET_ROLLED
+  for (uint32_t index = rows.begin + lane; index < rows.end; index += who.count * exec.lanes()) {
+    const uint32_t src = find_in(sources.first, sizes.ep_size, index);
+    const uint64_t row = row_index(index - sources.first[src], src, sizes.ep_size);
+    bool here = false;
+    PUTGET_ROLLED
+    for (uint32_t k = 0; k < sizes.top_k; ++k) {
+      const uint32_t id = static_cast<uint32_t>(group.topk_ids[row * sizes.top_k + k]);
+      here = here || (id < sizes.num_experts && tables.local_of[id] >= 0);
+    }
+    if (!here) exec.add(group.strays + src, 1);
+  }
+}
+
+// What nobody waits for: the given warps of every block clear what is left of the last round, note what this one has
+// written, and count the block's rows that have no expert here.
 template <class Exec>
 PUTGET_TEXT void tidy(const Exec& exec, const Grouping& group, const SourceScratch& sources, const GroupTables& tables,
-                      uint32_t end, Warps who) {
+                      Share rows, uint32_t end, Warps who) {
+  if (group.strays != nullptr) count_strays(exec, group, sources, tables, rows, who);
   // Two extents take turns: one is read while the other is written.
   GroupMemo& memo = *group.memo();
   const uint32_t turn = memo.turn & 1u;

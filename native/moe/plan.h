@@ -109,6 +109,7 @@ struct Grouping {
   const int32_t* num_tokens;      // [ep_size]
   const int32_t* expert_to_rank;  // [num_experts]
   unsigned long long* lost;       // counts rows of local experts beyond num_local_experts
+  unsigned long long* strays;     // [ep_size] counts rows of each source without a local expert, or null
 
   PUTGET_PURE int32_t* offsets() const { return reinterpret_cast<int32_t*>(memory + layout.offsets); }
   PUTGET_PURE int32_t* num_rows() const { return reinterpret_cast<int32_t*>(memory + layout.num_rows); }

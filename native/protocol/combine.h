@@ -8,7 +8,6 @@
 #include "protocol/few.h"
 #include "protocol/flagged_sum.h"
 #include "protocol/stage.h"
-#include "protocol/staged.h"
 #include "protocol/transit.h"
 
 namespace putget {
@@ -67,7 +66,7 @@ struct Work {
 // What combine reads before it knows the round; `meanwhile` may issue loads of its own. Ends with a block barrier. Says
 // whether a source wants rows that are their own flags.
 template <class Exec, class Meanwhile>
-PUTGET_TEXT bool look_before_combine(Exec& exec, const Plan& plan, const Work& work, StateAhead& state,
+PUTGET_TEXT bool look_before_combine(Exec& exec, const Plan& plan, const Work& work, StateAhead<true>& state,
                                      CombineScratch& scratch, Meanwhile meanwhile) {
   state.load(exec, plan);
   meanwhile();
@@ -258,16 +257,11 @@ PUTGET_TEXT bool sum_tokens(Exec& exec, const Plan& plan, const CombineCall& cal
                             CombineScratch& scratch) {
   if (!scratch.moved) {
     exec.let_later_work_begin();
-    exec.order_fetches();
     reduction.run(exec, plan, call, [](uint32_t) { return true; });
     return true;
   }
   WaitScratch& wait = scratch.wait;
-  reduction.run(exec, plan, call, [&](uint32_t token) {
-    const bool well = await_token(exec, plan, call, wait, token);
-    exec.order_fetches();
-    return well;
-  });
+  reduction.run(exec, plan, call, [&](uint32_t token) { return await_token(exec, plan, call, wait, token); });
   exec.sync();
   if (wait.missing.empty()) return true;
   if (exec.thread() == 0) report_timeout(exec, plan, Phase::kCombine, wait.head.epoch, wait.missing);
@@ -301,19 +295,14 @@ PUTGET_TEXT void publish_finished(Exec& exec, const Plan& plan, CombineScratch& 
                        [](uint32_t) { return 0u; });
 }
 
-// How rows are summed: through a ring where the executor has one, ...
-template <class Exec, class Codec, class Wire, class TopK, bool kHasRing>
-struct ReductionOf {
-  using Type = StagedReduction<Codec>;
-};
-// ... or where they lie, ...
+// How rows are summed: as they come, ...
 template <class Exec, class Codec, class Wire, class TopK>
-struct ReductionOf<Exec, Codec, Wire, TopK, false> {
+struct ReductionOf {
   using Type = Reduction<Codec, Wire>;
 };
-// ... of which a token has few.
+// ... or all of a token's at once, where it has few.
 template <class Exec, class Codec, class Wire, uint32_t kRows>
-struct ReductionOf<Exec, Codec, Wire, FewRows<kRows>, false> {
+struct ReductionOf<Exec, Codec, Wire, FewRows<kRows>> {
   using Type = FewReduction<Exec, Codec, Wire, kRows>;
 };
 
@@ -331,7 +320,7 @@ PUTGET_TEXT void do_combine(Exec& exec, const Plan& plan, const CombineCall& cal
     done = done && flagged.run(exec, plan, call, scratch.wait.head, &scratch.waited);
     exec.sync();  // all warps have waited: the next kernel may come
   } else if (work.sums) {
-    typename ReductionOf<Exec, Codec, Wire, TopK, Exec::kHasRing>::Type reduction(exec, plan, call, work.first_summing);
+    typename ReductionOf<Exec, Codec, Wire, TopK>::Type reduction(exec, plan, call, work.first_summing);
     reduction.look_up(exec, plan, call);
     done = done && await_peers(exec, plan, scratch);
     exec.mark(Stage::kObserved);
@@ -345,8 +334,8 @@ PUTGET_TEXT void do_combine(Exec& exec, const Plan& plan, const CombineCall& cal
   if (scratch.wait.head.mixed) publish_finished(exec, plan, scratch);
   if (!done || exec.block() != 0 || exec.thread() != 0) return;
   // A late CTA may be copying the head: what it finds in these decides nothing there (see may_combine).
-  plan.state->head.open = 0;
-  plan.state->head.end = kEndedByCombine;
+  exec.note(&plan.state->head.open, 0u);
+  exec.note(&plan.state->head.end, kEndedByCombine);
 }
 
 // The same for a kernel of a small batch that moves other ranks' rows, out of the way of those that do not.
@@ -366,7 +355,7 @@ PUTGET_TEXT void combine(Exec& exec, const Plan& plan, const CombineCall& call, 
   clear_waits(exec, plan, scratch.wait);
   if (exec.thread() == 0) scratch.moved = scratch.waited = 0;
   Work work(exec, plan, call, kIsFlagged);
-  StateAhead state(exec, plan, plan.layout.pushed);
+  StateAhead<true> state(exec, plan, plan.layout.pushed);
   FlaggedSender<Exec, Codec, Wire::kIsScaled> sender(exec, plan, call,
                                                      kIsFlagged ? call.sending_blocks : exec.blocks());
   FlaggedSum<Exec, Codec, TopK, Wire::kIsScaled> flagged(exec, plan, call);
@@ -393,7 +382,7 @@ PUTGET_TEXT void combine(Exec& exec, const Plan& plan, const CombineCall& call, 
 template <class Exec>
 PUTGET_TEXT void release(Exec& exec, const Plan& plan, WaitScratch& scratch) {
   clear_waits(exec, plan, scratch);
-  StateAhead state(exec, plan, plan.layout.arrived);
+  StateAhead<false> state(exec, plan, plan.layout.arrived);
   state.load(exec, plan);
   state.keep(exec, plan, scratch);
   exec.sync();

@@ -12,6 +12,7 @@
 #include "protocol/short_rows.h"
 #include "protocol/signal.h"
 #include "protocol/stage.h"
+#include "protocol/tables.h"
 
 namespace putget {
 
@@ -33,7 +34,7 @@ struct DispatchScratch {
 // What a CTA loads before it knows the round. It is made before the kernel may read anything, and knows from where.
 template <class Id, class Exec>
 struct Ahead {
-  StateAhead state;
+  StateAhead<false> state;
   RoundAhead round;
   uint64_t ended;  // this thread's glance at D1
   int32_t table;   // this thread's first entry of expert_to_rank
@@ -251,7 +252,7 @@ PUTGET_TEXT bool start_dispatch(Exec& exec, const Plan& plan, const DispatchCall
   const StateHead& head = scratch.wait.head;
   ahead.load(exec, plan, call, share);
   ahead.state.keep(exec, plan, scratch.wait);
-  if (StateAhead::has_own(exec)) scratch.objection = object_to_start(exec, ahead.round, ahead.state.own());
+  if (StateAhead<false>::has_own(exec)) scratch.objection = object_to_start(exec, ahead.round, ahead.state.own());
   keep_table(exec, plan, ahead.table, ahead.round.active, scratch.route);
   exec.sync();
   exec.mark(Stage::kState);
@@ -271,6 +272,9 @@ PUTGET_TEXT bool start_dispatch(Exec& exec, const Plan& plan, const DispatchCall
       exec, plan, head.active, plan.layout.arrived, head.epoch + 1, [](uint32_t) { return true; },
       [&](uint32_t peer) { return pack_part(exec.blocks(), last ? scratch.route.rows_so_far(peer) | call.wish : 0); });
   exec.mark(Stage::kPublished, exec.threads() - 1);
+  if (last && plan.tables_apart != nullptr && plan.shape.ep_size > 1 && exec.warp() == 0) {
+    compare_tables(exec, plan, head, scratch.route.rank_of_expert);
+  }
   record_routes(exec, plan, chunk, share.chunk_of(chunk), share.first_header(call), call.top_k, scratch.route);
   ahead.route.count_invalid(exec, plan, ahead.num_valid.tokens(call), share.first_header(call));
   return true;

@@ -131,7 +131,10 @@ PUTGET_TEXT void clear_waits(const Exec& exec, const Plan& plan, WaitScratch& sc
 
 // Every kernel begins with it: one read of the head for all threads of the CTA, and of the own flags. It is made before
 // the kernel may read anything, and knows from where; `load` only issues this thread's loads, so that others can be on
-// their way together with them. `parts` are those of the kernel's own kind.
+// their way together with them. `parts` are those of the kernel's own kind. Where the first CTA may change the state
+// while a late one copies it, as combine does, each word is loaded with relaxed order; elsewhere plain loads do,
+// which are faster.
+template <bool kMayChange>
 class StateAhead {
  public:
   template <class Exec>
@@ -156,7 +159,7 @@ class StateAhead {
 
   template <class Exec>
   PUTGET_TEXT void load(const Exec& exec, const Plan& plan) {
-    if (exec.thread() < words(plan)) word_ = *word_from_;
+    if (exec.thread() < words(plan)) word_ = word_at(exec, word_from_);
     if (!has_own(exec)) return;
     own_.ended = exec.peek(ended_);
     own_.arrived = exec.peek(arrived_);
@@ -175,7 +178,7 @@ class StateAhead {
     bool asked = false;
     PUTGET_ROLLED
     for (uint32_t i = exec.thread(); i < words(plan); i += exec.threads()) {
-      const uint32_t word = i == exec.thread() ? word_ : from(plan)[i];
+      const uint32_t word = i == exec.thread() ? word_ : word_at(exec, from(plan) + i);
       to[i] = word;
       asked = asked || (i >= offsetof(StateHead, left) / sizeof(uint32_t) && wants_flags(word));
     }
@@ -184,6 +187,11 @@ class StateAhead {
   }
 
  private:
+  template <class Exec>
+  PUTGET_TEXT static uint32_t word_at(const Exec& exec, const uint32_t* word) {
+    if constexpr (kMayChange) return exec.peek(word);
+    return *word;
+  }
   // Without the entries of `left` that no rank has.
   PUTGET_TEXT static uint32_t words(const Plan& plan) {
     return offsetof(StateHead, left) / sizeof(uint32_t) + plan.shape.ep_size;

@@ -6,7 +6,7 @@
 
 namespace putget {
 
-enum class FaultKind : uint32_t { kNone = 0, kPeerTimeout = 1, kCapacity = 2, kMisuse = 3 };
+enum class FaultKind : uint32_t { kNone = 0, kPeerTimeout = 1, kCapacity = 2, kMisuse = 3, kInterrupted = 4 };
 enum class Phase : uint32_t { kDispatch = 0, kCombine = 1, kRelease = 2 };
 enum class Misuse : uint32_t {
   kNone = 0,
@@ -27,7 +27,7 @@ struct FaultRecord {
   uint32_t phase;
   uint32_t epoch;
   uint32_t rank;     // the rank that reports
-  RankSet missing;   // kPeerTimeout: who did not publish in time
+  RankSet missing;   // kPeerTimeout: who did not publish in time; kInterrupted: before the host ended the wait
   uint32_t source;   // kCapacity, kMisuse/kPeerReleased and kPeerCombined: the peer
   uint32_t rows;     // kCapacity: rows it sent; kMisuse/kTokenCount: tokens of the dispatch
   uint32_t allowed;  // kCapacity: max_rows here; kMisuse/kTokenCount: tokens of the combine
@@ -58,7 +58,8 @@ constexpr uint32_t kWantsFlags = 1u << 31;
 // it.
 struct State {
   StateHead head;
-  uint32_t gotten;  // CTAs of the running combine that have arrived at J3
+  uint32_t gotten;    // CTAs of the running combine that have arrived at J3
+  uint32_t table[2];  // digests of expert_to_rank in the last two rounds, by the epoch's lowest bit
 };
 
 // Everything about one object that stays the same from call to call.
@@ -74,6 +75,7 @@ struct Plan {
   int32_t* target_slots;          // [max_tokens_per_rank, top_k]
   int32_t* num_tokens;            // [ep_size] rows received from each source
   unsigned long long* invalid_ids;
+  unsigned long long* tables_apart;  // [2, ep_size] rounds, and rows from there, in which a source had another table
   uint64_t timeout_ns;
   uint64_t warmup_timeout_ns;
   Divisor by_ep_size;
@@ -82,14 +84,6 @@ struct Plan {
   uint32_t skips_waits;  // 1: nothing is waited for, to see what waiting costs
 
   PUTGET_PURE uint8_t* own() const { return base[shape.ep_rank]; }
-};
-
-constexpr uint32_t kMaxStages = 8;
-
-// Stages in shared memory that each warp has for bulk copies; none: rows go through registers.
-struct RingShape {
-  uint32_t stages;
-  uint32_t stage_bytes;  // a multiple of 128
 };
 
 struct DispatchCall {
@@ -132,7 +126,6 @@ struct CombineCall {
   Divisor flagged_sources;     // ranks that this one sends such rows at most
   Divisor flagged_pieces;      // pieces of segment_bytes of one such row
   uint32_t wide_out;           // 1: out and addend allow the widest access that rows have
-  RingShape ring;
   Half half;
 };
 

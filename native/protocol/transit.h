@@ -68,15 +68,6 @@ PUTGET_TEXT void copy_by(Exec& exec, const uint8_t* from, uint8_t* to, uint32_t 
   }
 }
 
-// Bytes [begin, end) of a row as they are, through the warp's stages.
-template <class Exec>
-PUTGET_TEXT void copy_in_pieces(Exec& exec, const uint8_t* from, uint8_t* to, uint32_t begin, uint32_t end) {
-  exec.fetch_piece(from + begin, end - begin);
-  exec.await_piece();
-  if (exec.lane() == 0) exec.send_piece(to + begin, end - begin);  // [C1] [C6]
-  exec.close_piece();
-}
-
 template <class Exec>
 PUTGET_RARE void copy_narrow(Exec& exec, const uint8_t* from, uint8_t* to, uint32_t access_bytes, uint32_t begin,
                              uint32_t end) {
@@ -306,11 +297,7 @@ PUTGET_TEXT void move_slot(Exec& exec, const Plan& plan, const CombineCall& call
       quantise<Codec, false>(exec, plan, transit.access_bytes, from, to, begin / kBytes, end / kBytes);
     } else {
       if (transit.access_bytes == sizeof(typename Exec::Access16)) {
-        if constexpr (Exec::kHasRing) {
-          copy_in_pieces(exec, from, to, begin, end);
-        } else {
-          copy_by<typename Exec::Access16>(exec, from, to, begin, end);
-        }
+        copy_by<typename Exec::Access16>(exec, from, to, begin, end);
       } else {
         copy_narrow(exec, from, to, transit.access_bytes, begin, end);
       }
@@ -342,8 +329,7 @@ PUTGET_TEXT void move_rows(Exec& exec, const Plan& plan, const CombineCall& call
         move_slot<Codec, kQuantised>(exec, plan, call, transit, parts, warps, num_tokens, slot);
       }
     }
-    exec.complete_puts();
-    exec.sync();
+    exec.sync();  // every warp has moved its rows
     const bool is_first = told == 0;
     told += together;
     publish_part<Tag::C7>(

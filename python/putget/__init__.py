@@ -10,6 +10,7 @@ from putget.errors import (
     PeerTimeout,
     ProtocolMisuse,
     PutgetError,
+    QuorumLost,
 )
 from putget.expert_major import ExpertMajor, ExpertMajorMemory, FlatRows
 from putget.options import Launch
@@ -32,6 +33,7 @@ __all__ = [
     "PeerTimeout",
     "ProtocolMisuse",
     "PutgetError",
+    "QuorumLost",
     "Received",
     "Workspace",
     "__version__",

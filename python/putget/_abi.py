@@ -11,16 +11,21 @@ from typing import Any
 from putget import config
 from putget.errors import BackendUnavailable, PutgetError
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 MAGIC = 0x70757467
 MAX_RANKS = 128
 MAX_TOP_K = 32
 MAX_PAYLOADS = 8
+MAX_ROW_BYTES = 1 << 26
+MAX_TOKENS = (1 << 22) - 1  # of one rank
+MAX_MEMORY_BYTES = 1 << 46
+MAX_SMS = 1 << 16
+MAX_ROWS = (1 << 31) - 1  # around experts
 RANK_WORDS = MAX_RANKS // 32
 
 OK, INVALID, UNAVAILABLE, SYSTEM, FAULT = range(5)
 DEVICE_CPU, DEVICE_CUDA = range(2)
-FAULT_NONE, FAULT_PEER_TIMEOUT, FAULT_CAPACITY, FAULT_MISUSE = range(4)
+FAULT_NONE, FAULT_PEER_TIMEOUT, FAULT_CAPACITY, FAULT_MISUSE, FAULT_INTERRUPTED = range(5)
 MISUSE_NO_OPEN_ROUND, MISUSE_TOKEN_COUNT, MISUSE_PEER_RELEASED, MISUSE_NOT_STARTED, MISUSE_NOT_FINISHED = range(1, 6)
 MISUSE_PEER_COMBINED = 6
 WIRE_SAME, WIRE_FP8_BLOCK, WIRE_FP8_STATIC = range(3)
@@ -31,7 +36,23 @@ SILU, GELU = range(2)
 PHASES = ("dispatch", "combine", "release")
 
 
-class _Versioned(Structure):
+class _Checked(Structure):
+    """ctypes keeps the lowest bits of an int that is too large for its field; these structures refuse it.
+
+    Raises:
+        ValueError: A value does not fit; the message names the field.
+    """
+
+    def __init__(self, *values: Any, **named: Any) -> None:
+        super().__init__(*values, **named)
+        named.update(zip((field[0] for field in self._fields_), values, strict=False))
+        for name, value in named.items():
+            if isinstance(value, int) and (getattr(self, name) or 0) != value:
+                bits = 8 * getattr(type(self), name).size
+                raise ValueError(f"{name} is {value}, which does not fit into {bits} bits")
+
+
+class _Versioned(_Checked):
     """Structures start with their size and a magic number: another version of the library refuses them."""
 
     def __init__(self, **values: Any) -> None:
@@ -40,13 +61,12 @@ class _Versioned(Structure):
         self.magic = MAGIC
 
 
-class Launch(Structure):
+class Launch(_Checked):
     _fields_ = [
         ("blocks", c_uint32),
         ("threads", c_uint32),
         ("segment_bytes", c_uint32),
         ("splits", c_uint32),
-        ("stages", c_uint32),
         ("movers", c_uint32),
         ("inline_flags", c_uint32),
     ]
@@ -259,6 +279,7 @@ class MoeGroupArgs(_Versioned):
         ("lost_rows", c_void_p),
         ("payload", c_void_p * MAX_PAYLOADS),
         ("stream", c_void_p),
+        ("stray_rows", c_void_p),
     ]
 
 
@@ -273,7 +294,7 @@ class MoeFinalizeArgs(_Versioned):
     ]
 
 
-class MoeRows(Structure):
+class MoeRows(_Checked):
     _fields_ = [
         ("count", c_void_p),
         ("offsets", c_void_p),
@@ -337,10 +358,13 @@ class Gpu(_Versioned):
     ]
 
 
+INTERRUPT_CHECK = ctypes.CFUNCTYPE(ctypes.c_int)
+
 # name -> (argument types); every function returns a status unless it is in _OTHER_RESULTS
 _FUNCTIONS: dict[str, list[Any]] = {
     "putget_abi_version": [],
     "putget_last_error": [],
+    "putget_set_interrupt_check": [INTERRUPT_CHECK],
     "putget_layout_of": [POINTER(Config), POINTER(Layout)],
     "putget_memory_create": [POINTER(MemoryConfig), POINTER(c_void_p)],
     "putget_memory_export": [c_void_p, POINTER(Share)],
@@ -349,6 +373,7 @@ _FUNCTIONS: dict[str, list[Any]] = {
     "putget_memory_renew": [c_void_p],
     "putget_memory_epoch": [c_void_p, POINTER(c_uint32)],
     "putget_memory_mix": [c_void_p],
+    "putget_memory_count_tables_apart": [c_void_p, c_void_p],
     "putget_memory_base": [c_void_p, c_uint32, POINTER(c_void_p)],
     "putget_read_fault": [c_void_p, POINTER(Fault)],
     "putget_probe": [c_void_p, POINTER(ProbeArgs)],
@@ -361,7 +386,7 @@ _FUNCTIONS: dict[str, list[Any]] = {
     "putget_dispatch": [c_void_p, POINTER(DispatchArgs)],
     "putget_combine": [c_void_p, POINTER(CombineArgs)],
     "putget_release": [c_void_p, c_void_p],
-    "putget_launches": [c_void_p, c_uint32, POINTER(Launch), POINTER(Launch)],
+    "putget_launches": [c_void_p, c_uint32, c_void_p, POINTER(Launch), POINTER(Launch)],
     "putget_destroy": [c_void_p],
     "putget_moe_layout_of": [POINTER(MoeConfig), POINTER(MoeLayout)],
     "putget_moe_group": [POINTER(MoeConfig), POINTER(MoeGroupArgs)],
@@ -374,6 +399,7 @@ _FUNCTIONS: dict[str, list[Any]] = {
 _OTHER_RESULTS: dict[str, Any] = {
     "putget_abi_version": c_uint32,
     "putget_last_error": ctypes.c_char_p,
+    "putget_set_interrupt_check": None,
     "putget_probe_flag_bytes": c_uint64,
     "putget_flagged_begin": c_uint64,
     "putget_memory_bytes": c_uint64,

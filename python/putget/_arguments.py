@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from putget import _abi
 from putget.payload import Payload
+
+_LISTED_EXPERTS = 64  # in messages
 
 
 def check_int(name: str, value: Any, low: int, high: int) -> int:
@@ -19,6 +23,17 @@ def check_int(name: str, value: Any, low: int, high: int) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
         raise ValueError(f"{name} is {value!r}, allowed are ints from {low} to {high}")
     return value
+
+
+def check_row_bytes(name: str, row_bytes: int, most: int = _abi.MAX_ROW_BYTES) -> int:
+    """Bytes of one row, as native code counts them.
+
+    Raises:
+        ValueError: They are none, or too many.
+    """
+    if not 1 <= row_bytes <= most:
+        raise ValueError(f"{name} has rows of {row_bytes} bytes, allowed are 1 to {most}")
+    return row_bytes
 
 
 def check_tensor(
@@ -66,6 +81,15 @@ def check_expert_to_rank(value: Any, num_experts: int, ep_size: int, device: tor
     if low < 0 or high >= ep_size:
         raise ValueError(f"expert_to_rank holds ranks from {low} to {high}, allowed are 0 to {ep_size - 1}")
     return table
+
+
+def describe_table(table: torch.Tensor) -> str:
+    """Ranks of experts for a comparison between ranks: as they are where they are few, else a digest of all."""
+    ranks = table.cpu()
+    if len(ranks) <= _LISTED_EXPERTS:
+        return str(ranks.tolist())
+    digest = hashlib.sha256(ranks.numpy().astype("<i4").tobytes()).hexdigest()
+    return f"{len(ranks)} ranks with the digest {digest[:32]}"
 
 
 def check_rows(x: Any, ep_size: int, max_rows: int, output: Payload, device: torch.device) -> tuple[int, int]:

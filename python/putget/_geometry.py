@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from putget import _abi
-from putget._arguments import check_int, check_tensor
+from putget._arguments import check_int, check_row_bytes, check_tensor
 from putget.options import Wire, wire_row_bytes
 from putget.payload import Payload
 
@@ -45,7 +45,7 @@ class Geometry:
         check_int("ep_size", ep_size, 1, _abi.MAX_RANKS)
         check_int("num_experts", num_experts, 1, 1 << 20)
         check_int("top_k", top_k, 1, _abi.MAX_TOP_K)
-        check_int("max_tokens_per_rank", max_tokens_per_rank, 1, (1 << 22) - 1)
+        check_int("max_tokens_per_rank", max_tokens_per_rank, 1, _abi.MAX_TOKENS)
         if isinstance(payloads, Payload) or not isinstance(payloads, Sequence):
             raise ValueError(f"payloads is {payloads!r}, expected a sequence of putget.Payload")
         if not 1 <= len(payloads) <= _abi.MAX_PAYLOADS:
@@ -53,10 +53,13 @@ class Geometry:
         for index, payload in enumerate(payloads):
             if not isinstance(payload, Payload):
                 raise ValueError(f"payloads[{index}] is {payload!r}, expected a putget.Payload")
+            check_row_bytes(f"payloads[{index}]", payload.row_bytes)
         if not isinstance(output, Payload):
             raise ValueError(f"output is {output!r}, expected a putget.Payload")
         if output.dtype not in OUTPUT_TYPES:
             raise ValueError(f"output dtype is {output.dtype}, allowed are bfloat16, float16 and float32")
+        # As many elements for every dtype: they are summed in float32.
+        check_row_bytes("output", output.row_bytes, output.dtype.itemsize * (_abi.MAX_ROW_BYTES // 4))
         wire = Wire.checked(combine_direction, combine_dtype, combine_scale, output)
         return Geometry(ep_size, num_experts, top_k, max_tokens_per_rank, tuple(payloads), output, wire)
 
@@ -80,8 +83,8 @@ class Geometry:
             wire_type=self.wire.type,
             pushes=self.wire.pushes,
             wire_scale=self.wire.scale,
-            timeout_ns=int(timeout_s * 1e9),
-            warmup_timeout_ns=int(warmup_timeout_s * 1e9),
+            timeout_ns=max(1, int(timeout_s * 1e9)),
+            warmup_timeout_ns=max(1, int(warmup_timeout_s * 1e9)),
         )
 
     def layout(self) -> _abi.Layout:

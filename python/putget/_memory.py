@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from putget import _abi
+from putget import _abi, _host_memory, _signals
 from putget.errors import CapacityExceeded, PeerTimeout, ProtocolMisuse, PutgetError
 
 # CUDA memories that nobody needs any more. The garbage collector may find them in the middle of a graph capture, where
@@ -60,6 +60,8 @@ class Memory:
         self.handle = ctypes.c_void_p()
         if device.type == "cuda":
             _free(device, None)
+        else:
+            _signals.listen()
         memory_config = _abi.MemoryConfig(
             device=_abi.DEVICE_CUDA if device.type == "cuda" else _abi.DEVICE_CPU,
             ordinal=device.index or 0,
@@ -75,14 +77,19 @@ class Memory:
         if handle:
             _free(self.device, handle)
 
+    def address(self, rank: int) -> int:
+        """Where a rank's symmetric memory is mapped here; it stays there."""
+        base = ctypes.c_void_p()
+        _abi.call("putget_memory_base", self.handle, rank, ctypes.byref(base))
+        assert base.value is not None
+        return base.value
+
     def tensor(self) -> torch.Tensor:
         """The own symmetric memory as uint8 [num_bytes], without a copy."""
-        base = ctypes.c_void_p()
-        _abi.call("putget_memory_base", self.handle, self.ep_rank, ctypes.byref(base))
-        assert base.value is not None
+        address = self.address(self.ep_rank)
         if self.device.type == "cuda":
-            return torch.as_tensor(_CudaSpan(base.value, self.num_bytes, self), device=self.device)
-        span: Any = (ctypes.c_uint8 * self.num_bytes).from_address(base.value)
+            return torch.as_tensor(_CudaSpan(address, self.num_bytes, self), device=self.device)
+        span: Any = (ctypes.c_uint8 * self.num_bytes).from_address(address)
         span.owner = self
         return torch.frombuffer(span, dtype=torch.uint8)
 
@@ -92,10 +99,7 @@ class Memory:
         It is mapped here wherever it lies, and torch must not start work on another device because of it. It does not
         keep the memory alive.
         """
-        base = ctypes.c_void_p()
-        _abi.call("putget_memory_base", self.handle, rank, ctypes.byref(base))
-        assert base.value is not None
-        storage = torch._C._construct_storage_from_data_pointer(base.value, self.device, self.num_bytes)
+        storage = torch._C._construct_storage_from_data_pointer(self.address(rank), self.device, self.num_bytes)
         return torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
 
     def export(self) -> _abi.Share:
@@ -109,7 +113,13 @@ class Memory:
         _abi.call("putget_memory_import", self.handle, peer, ctypes.byref(share))
 
     def renew(self) -> None:
-        """New physical memory at the same addresses."""
+        """New physical memory at the same addresses; the old is given up when the new is there.
+
+        Raises:
+            PutgetError: There is none.
+        """
+        if self.device.type == "cpu":
+            _host_memory.require_room(self.num_bytes, _host_memory.limits(), {})
         _abi.call("putget_memory_renew", self.handle)
 
     def start(self, epoch: int, active: Sequence[bool]) -> None:
@@ -130,14 +140,24 @@ class Memory:
         """Prepares for objects of different layouts."""
         _abi.call("putget_memory_mix", self.handle)
 
+    def count_tables_apart(self, counts: torch.Tensor) -> None:
+        """int64 [2, ep_size] on the device, zeros: see putget.h."""
+        _abi.call("putget_memory_count_tables_apart", self.handle, counts.data_ptr())
+        self._counts = counts  # outlives the memory
+
     def fault(self, timeout_s: float) -> PutgetError | None:
         """The first fault since the last start, as an exception; does not wait for kernels."""
         fault = _abi.Fault()
         _abi.call("putget_read_fault", self.handle, ctypes.byref(fault))
         if fault.kind == _abi.FAULT_NONE:
             return None
+        missing = [r for r in range(self.ep_size) if fault.missing[r // 32] >> (r % 32) & 1]
+        if fault.kind == _abi.FAULT_INTERRUPTED:
+            return PutgetError(
+                f"{_abi.PHASES[fault.phase]}, round {fault.epoch}: rank {fault.rank} no longer waits for rank(s) "
+                f"{', '.join(map(str, missing))}, because the handler of a signal raised"
+            )
         if fault.kind == _abi.FAULT_PEER_TIMEOUT:
-            missing = [r for r in range(self.ep_size) if fault.missing[r // 32] >> (r % 32) & 1]
             return PeerTimeout(_abi.PHASES[fault.phase], fault.rank, fault.epoch, missing, timeout_s)
         if fault.kind == _abi.FAULT_CAPACITY:
             return CapacityExceeded(fault.source, fault.rows, fault.allowed, fault.epoch)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import warnings
 from typing import Any
 
 import torch
 
 from putget import _abi
 from putget._geometry import Geometry
+from putget._overlap import Span, extent
+from putget._signals import take_raised
+from putget.errors import PutgetError
 from putget.workspace import Workspace, current_stream
 
 
@@ -19,6 +24,7 @@ class NativeObject:
         expert_to_rank: [num_experts] int32, read at every dispatch.
         target_ranks: [max_tokens_per_rank, top_k] int32 of the last dispatch.
         target_slots: Likewise.
+        span: The bytes of the workspace on this rank.
         received_tokens: [ep_size] int32, rows that each source sent here.
         invalid_ids: [1] int64, ids outside [-1, num_experts) so far.
         num_tokens: Of the last dispatch.
@@ -30,6 +36,9 @@ class NativeObject:
     ) -> None:
         self._workspace = workspace
         self._device = device = workspace.device
+        self.span = Span(workspace.memory, geometry)
+        self._names = ("topk_ids", "topk_weights", *(f"payloads[{i}]" for i in range(len(geometry.payloads))))
+        self._moved = (0, 0)  # addresses of the rows from outside that combine takes, (first, behind the last)
         routes = (geometry.max_tokens_per_rank, geometry.top_k)
         self.expert_to_rank = expert_to_rank
         self.target_ranks = torch.full(routes, -1, dtype=torch.int32, device=device)
@@ -84,13 +93,21 @@ class NativeObject:
         max_rows: int,
         num_valid_tokens: torch.Tensor | None,
     ) -> None:
-        """``_abi.BOTH`` or ``_abi.START``."""
+        """``_abi.BOTH`` or ``_abi.START``.
+
+        Raises:
+            ValueError: A tensor lies in the workspace.
+        """
         args = self._dispatch_args
-        args.topk_ids = topk_ids.data_ptr()
-        args.topk_weights = topk_weights.data_ptr()
-        for index, payload in enumerate(payloads):
-            args.payload[index] = payload.data_ptr()
-        args.num_valid_tokens = None if num_valid_tokens is None else num_valid_tokens.data_ptr()
+        ids, weights, *rows = self.span.addresses(self._names, (topk_ids, topk_weights, *payloads))
+        valid = None
+        if num_valid_tokens is not None:
+            (valid,) = self.span.addresses(("num_valid_tokens",), (num_valid_tokens,))
+        args.topk_ids = ids
+        args.topk_weights = weights
+        for index, address in enumerate(rows):
+            args.payload[index] = address
+        args.num_valid_tokens = valid
         args.num_tokens = num_tokens
         args.max_rows = max_rows
         args.ids_are_64bit = topk_ids.dtype == torch.int64
@@ -109,15 +126,29 @@ class NativeObject:
         self._run("putget_dispatch", self.require_open(), ctypes.byref(args))
 
     def take_rows(self, x: torch.Tensor | None, strides: tuple[int, int]) -> None:
-        """Rows for the next combine; strides in bytes, (slot, source). None: combine_input."""
+        """Rows for the next combine; strides in bytes, (slot, source). None: combine_input.
+
+        Raises:
+            ValueError: They lie in the workspace, where they cannot be taken from.
+        """
         args = self._combine_args
-        args.rows = None if x is None else x.data_ptr()
+        self._moved = (0, 0)
+        if x is None or self.span.takes_in_place(x, strides, self.max_rows):
+            args.rows = None
+            args.row_slot_bytes = args.row_source_bytes = 0
+            return
+        args.rows = begin = x.data_ptr()
         args.row_slot_bytes, args.row_source_bytes = strides
+        self._moved = begin, begin + extent(x)
 
     def take_out(self, out: torch.Tensor, addend: torch.Tensor | None) -> None:
-        """Where the next combine writes, and what it adds."""
-        self._combine_args.out = out.data_ptr()
-        self._combine_args.addend = None if addend is None else addend.data_ptr()
+        """Where the next combine writes, and what it adds.
+
+        Raises:
+            ValueError: One of them lies in the workspace, or out overlaps what combine reads.
+        """
+        args = self._combine_args
+        args.out, args.addend = self.span.result(out, addend, self._moved)
 
     def combine(self, half: int) -> None:
         """With what has been taken, for as many tokens as the last dispatch had."""
@@ -132,9 +163,10 @@ class NativeObject:
         self._run("putget_release", self.require_open(), self._stream())
 
     def launches(self, num_tokens: int) -> tuple[_abi.Launch, _abi.Launch]:
-        """How dispatch and combine are launched with this many tokens."""
+        """How dispatch and combine are launched with this many tokens on the current stream."""
         found = (_abi.Launch(), _abi.Launch())
-        _abi.call("putget_launches", self.require_open(), num_tokens, *map(ctypes.byref, found))
+        stream = current_stream(self._device)
+        _abi.call("putget_launches", self.require_open(), num_tokens, stream, *map(ctypes.byref, found))
         return found
 
     def destroy(self) -> None:
@@ -143,10 +175,20 @@ class NativeObject:
         if handle is not None:
             _abi.library().putget_destroy(handle)
 
+    def __del__(self) -> None:
+        if getattr(self, "_handle", None):
+            warnings.warn("an AllToAll was dropped without close()", ResourceWarning, stacklevel=1, source=self)
+            self.destroy()
+
     def _run(self, name: str, *args: Any) -> None:
         self._workspace.require_consistent()
         status = getattr(_abi.library(), name)(*args)
         if status == _abi.FAULT:
+            raised = take_raised()
+            if raised is not None:
+                with contextlib.suppress(PutgetError):
+                    self._workspace.raise_fault()  # from now on it has been seen
+                raise raised
             self._workspace.raise_fault()
         if status != _abi.OK:
             _abi.raise_status(status)

@@ -112,19 +112,25 @@ class RoundViews:
     def _received(self) -> Received:
         """What the round that begins has delivered."""
         self._turns.open(self._owner)
-        self._grouper.begin()
+        number = self._grouper.begin()
         max_rows = self._native.max_rows
         views = self._views.get(max_rows)
         if views is None:
             group = weakref.WeakMethod(self._group)
             tokens = self._native.received_tokens
             views = self._views[max_rows] = received_views(self._memory_bytes, self._geometry, max_rows, tokens, group)
-        return views
+        return views.of_round(number)
 
-    def _group(self, max_rows: int, alignment: int, copy_rows: bool, memory: ExpertMajorMemory | None) -> ExpertMajor:
+    def _group(
+        self, max_rows: int, number: int, alignment: int, copy_rows: bool, memory: ExpertMajorMemory | None
+    ) -> ExpertMajor:
         """For ``Received.expert_major``."""
         self._native.require_open()
-        self._require(self._grouper.refuse_rows(max_rows, self._native.max_rows))
+        # Where a graph was captured, its replays are rounds that the host does not see.
+        seen = number if self._turns.known else None
+        self._require(self._grouper.refuse_rows(max_rows, self._native.max_rows, seen))
+        if self._turns.refuse_without_round(self._owner, "expert_major") is not None:
+            self._require("expert_major: the round of these rows has ended: another object has dispatched since")
         combine_input: torch.Tensor = getattr(self.combine_input, "flat")  # noqa: B009  (see combine_input_view)
         flat = self._views[max_rows].flat
         into = self._grouper.memory_for(alignment, max_rows, memory, copy_rows)

@@ -21,6 +21,11 @@ class Turns:
         self._opened_by: object = None
         self._started: tuple[object, str] | None = None  # owner and name of the half whose finish has not come
 
+    @property
+    def known(self) -> bool:
+        """Whether the host has seen every round: none was captured in a graph."""
+        return self._known
+
     def refuse_unfinished(self, call: str) -> str | None:
         """For calls that may not stand between a start half and its finish."""
         if not self._known or self._started is None:

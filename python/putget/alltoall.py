@@ -8,9 +8,10 @@ from dataclasses import fields
 import torch
 
 from putget import _abi
-from putget._arguments import check_expert_to_rank, check_int, check_rows, check_tensor
+from putget._arguments import check_expert_to_rank, check_int, check_rows, check_tensor, describe_table
 from putget._geometry import Geometry, default_expert_to_rank
 from putget._object import NativeObject
+from putget._overlap import check_no_grad
 from putget._rounds import RoundViews
 from putget.communicator import Communicator
 from putget.errors import InvalidExpertIds, PutgetError
@@ -38,8 +39,8 @@ class AllToAll(RoundViews):
         device: "cuda", "cuda:N" or "cpu".
         timeout_s: Deadline of every wait, in seconds.
         warmup_timeout_s: Deadline of set-up and of the first round, until it has ended on every rank, in seconds.
-        expert_to_rank: int32 [num_experts] on the device (kept, not copied) or a list; by default contiguous blocks of
-            ceil(num_experts / ep_size) experts a rank.
+        expert_to_rank: int32 [num_experts] on the device (kept, not copied) or a list, the same on every rank; by
+            default contiguous blocks of ceil(num_experts / ep_size) experts a rank.
         workspace: Memory and rounds shared with other objects, used one after the other; by default memory of its own.
         num_sms: Most SMs that one call uses; None: chosen by size.
         finish_num_sms: The same for a finish half alone, when what ran beside the start half is over; None: num_sms.
@@ -105,8 +106,8 @@ class AllToAll(RoundViews):
             check_seconds("timeout_s", timeout_s)
             check_seconds("warmup_timeout_s", warmup_timeout_s)
             self._device = resolve_device(device)
-            sms = comm.default_sms(self._device) if num_sms is None else check_int("num_sms", num_sms, 1, 1 << 16)
-            finish_sms = 0 if finish_num_sms is None else check_int("finish_num_sms", finish_num_sms, 1, 1 << 16)
+            sms = comm.default_sms(self._device) if num_sms is None else check_int("num_sms", num_sms, 1, _abi.MAX_SMS)
+            finish_sms = 0 if finish_num_sms is None else check_int("finish_num_sms", finish_num_sms, 1, _abi.MAX_SMS)
             table = (
                 default_expert_to_rank(num_experts, comm.size, self._device)
                 if expert_to_rank is None
@@ -132,7 +133,8 @@ class AllToAll(RoundViews):
                 "output": geometry.output,
                 "combine": str(geometry.wire),
                 "device": self._device.type,
-                "workspace": "shared" if workspace is not None else "own",
+                "workspace": "own" if workspace is None else f"number {workspace.number} of this communicator",
+                "expert_to_rank": describe_table(table),
             },
             float(warmup_timeout_s),
         )
@@ -150,7 +152,13 @@ class AllToAll(RoundViews):
         config = geometry.config(comm.rank, sms, finish_sms, float(timeout_s), float(warmup_timeout_s))
         config.dispatch, config.combine = launches
         config.skips_waits = unsafe_skip_waits
-        super().__init__(self._workspace, geometry, NativeObject(self._workspace, geometry, table, config))
+        try:
+            native = NativeObject(self._workspace, geometry, table, config)
+        except BaseException:
+            if self._owns_workspace:
+                self._workspace.close()
+            raise
+        super().__init__(self._workspace, geometry, native)
 
     # --- rounds -------------------------------------------------------------------------------------------------------
 
@@ -165,7 +173,8 @@ class AllToAll(RoundViews):
         """Puts each token's rows into the ranks that own its experts, once per (token, rank), and waits for every rank.
 
         On CUDA it enqueues one kernel on the current stream: no host synchronisation; it can be captured in a graph. If
-        the last round is still open, it is released first.
+        the last round is still open, it is released first. No argument may lie in the workspace, because peers write
+        there while the arguments are read.
 
         Args:
             topk_ids: [num_tokens, top_k] int32 or int64 expert ids; -1 is "no expert". num_tokens may be 0 and may
@@ -181,6 +190,8 @@ class AllToAll(RoundViews):
         Raises:
             ValueError: An argument is wrong; nothing has happened on any rank.
             PeerTimeout: A rank is missing. On CUDA the call after the one that waited raises it.
+            BaseException: On CPU whatever the handler of a signal raises, KeyboardInterrupt for one, ends the wait. As
+                after a time-out, calls are refused until ``set_active_ranks``.
             CapacityExceeded: A source sent more than max_rows rows; likewise.
             ProtocolMisuse: A peer ended the last round by combine and this rank without, or the other way round;
                 likewise.
@@ -204,6 +215,7 @@ class AllToAll(RoundViews):
         """
         self._dispatch(_abi.START, topk_ids, topk_weights, payloads, max_rows, num_valid_tokens)
         self._turns.start(self._owner, "dispatch_start")
+        self._grouper.end()  # peers may write over the rows of the last round, if that was open
 
     def dispatch_finish(self) -> Received:
         """The second half of ``dispatch``: waits until every rank's rows are here.
@@ -252,17 +264,22 @@ class AllToAll(RoundViews):
 
         Args:
             x: Rows from outside the workspace: [ep_size, max_rows, *shape] with any strides of the first two
-                dimensions, or flat [max_rows * ep_size, *shape]. None: the experts wrote ``combine_input``.
+                dimensions, or flat [max_rows * ep_size, *shape]. None: the experts wrote ``combine_input``. In the
+                workspace x may be ``combine_input`` itself, or a payload that was received, if the experts worked in
+                place; in another order neither.
             layout: Of this round, from ``received.expert_major()``. Then x is [capacity, *shape] in that layout, and
                 the weighted sum of each received row's local experts, in float32 with k ascending, is what travels.
-            out: Where to write, contiguous [num_tokens, *shape]; by default a new tensor.
-            addend: [num_tokens, *shape], added last in float32 (a shared expert's output).
+            out: Where to write, contiguous [num_tokens, *shape], outside the workspace and apart from x unless x comes
+                with a layout; by default a new tensor.
+            addend: [num_tokens, *shape], added last in float32 (a shared expert's output). It lies outside the
+                workspace, and is out itself or apart from it.
 
         Returns:
-            [num_tokens, *shape] in the output dtype; zeros (or the addend) for tokens without an expert.
+            [num_tokens, *shape] in the output dtype; zeros (or the addend) for tokens without an expert. A NaN is
+            0x7fff in 16 bits; its bits are not specified in float32.
 
         Raises:
-            ValueError: An argument is wrong; nothing has happened on any rank.
+            ValueError: An argument is wrong, or x or out requires grad; nothing has happened on any rank.
             PeerTimeout: A rank is missing. On CUDA the call after the one that waited raises it.
             ProtocolMisuse: No dispatch came before; or a peer released this round. Where rows are their own flags
                 (``launches(num_tokens)[1].inline_flags`` is 2) this rank waits for those alone whose rows it sums: of
@@ -312,14 +329,12 @@ class AllToAll(RoundViews):
         strides = (0, 0)
         if layout is not None:
             self._grouper.check_rows(x, self._grouper.check_layout(layout), "x")
-            x = None
         if x is not None:
-            output = self._geometry.output
-            strides = check_rows(x, self.ep_size, self._native.max_rows, output, self._device)
-            own_strides = (output.row_bytes * self.ep_size, output.row_bytes)
-            if x.data_ptr() == self.combine_input.data_ptr() and strides == own_strides:
-                x = None
-        self._native.take_rows(x, strides)
+            if layout is None:
+                strides = check_rows(x, self.ep_size, self._native.max_rows, self._geometry.output, self._device)
+            check_no_grad("x", x)
+        # Rows of a layout are read before combine begins.
+        self._native.take_rows(x if layout is None else None, strides)
 
     def _finalize(self, x: torch.Tensor | None, layout: ExpertMajor | None) -> None:
         if x is not None and layout is not None:
@@ -332,10 +347,10 @@ class AllToAll(RoundViews):
             check_tensor("addend", addend, shape, (output.dtype,), self._device)
         if out is not None:
             check_tensor("out", out, shape, (output.dtype,), self._device)
-        else:
-            out = torch.empty(shape, dtype=output.dtype, device=self._device)
-        self._native.take_out(out, addend)
-        return out
+            check_no_grad("out", out)
+        result = torch.empty(shape, dtype=output.dtype, device=self._device) if out is None else out
+        self._native.take_out(result, addend)
+        return result
 
     def release(self) -> None:
         """Ends a round without combine: the received rows are no longer read here.
@@ -360,7 +375,8 @@ class AllToAll(RoundViews):
     def launches(self, num_tokens: int) -> tuple[Launch, Launch]:
         """How dispatch and combine are launched on CUDA with this many tokens; zeros on CPU, but for ``inline_flags``.
 
-        The rule goes by the number of tokens, the sizes of rows and the SMs allowed.
+        The rule goes by the number of tokens, the sizes of rows and the SMs allowed: by ``num_sms``, and by the green
+        context of the current stream or by MPS.
         """
         check_int("num_tokens", num_tokens, 0, self._geometry.max_tokens_per_rank)
         found = self._native.launches(num_tokens)
@@ -379,7 +395,7 @@ class AllToAll(RoundViews):
         """Which ranks take part in rounds."""
         return self._workspace.active_ranks
 
-    def set_active_ranks(self, mask: Sequence[bool]) -> None:
+    def set_active_ranks(self, mask: Sequence[bool], *, quorum: int | None = None) -> None:
         """Goes on without some ranks (or with them again): collective among the ranks that the mask names.
 
         The survivors agree on mask and epoch over putget's sockets and move to new physical memory at the same
@@ -388,32 +404,57 @@ class AllToAll(RoundViews):
         Experts of excluded ranks count as "no expert" until ``expert_to_rank`` says otherwise. While ranks are
         excluded, rounds go on but nothing new can be constructed on this communicator.
 
+        A PeerTimeout names the members that do not answer. Ranks that drop them from their masks and call again end as
+        one group if each comes within twice ``timeout_s``. Ranks that do not hear each other do not know of each other:
+        two halves that agree at once both go on. With a ``quorum`` of more than half the ranks, one at most does.
+
         Args:
             mask: One bool for each rank of the group.
+            quorum: The fewest ranks to go on with; None: any number. Give the same on all ranks.
 
         Raises:
-            ValueError: The mask leaves out the own rank, or another member wants another mask.
+            ValueError: The mask leaves out the own rank, another member wants another mask, or quorum is out of range.
+            QuorumLost: The mask names fewer ranks than quorum; nothing has happened on any rank.
             PeerTimeout: A member does not answer; rounds stay refused until a call succeeds.
         """
         self._native.require_open()
-        self._workspace.set_active_ranks(mask)
+        self._workspace.set_active_ranks(mask, quorum=quorum)
 
-    def check(self) -> None:
+    def check(self, *, expert_to_rank: bool = False) -> None:
         """Waits for the device (emulated ranks: the current stream) and raises what has happened since the last check.
 
+        Args:
+            expert_to_rank: Also compares that table between the active ranks. The call is then collective: all of them
+                make it, with none of their own rounds between the change of the table and the call. A rank whose
+                peers do not make it raises PeerTimeout after ``timeout_s``.
+
         Raises:
+            ValueError: ``expert_to_rank`` differs between ranks, on all of them; or it holds no rank of the group.
             PeerTimeout, CapacityExceeded, ProtocolMisuse: The fault that stands.
             InvalidExpertIds: ids outside [-1, num_experts) were dispatched; the count starts again from 0.
-            ProtocolMisuse: Also where ``expert_to_rank`` gives this rank more experts than ``num_local_experts``.
+            ProtocolMisuse: Also where ``expert_to_rank`` gives this rank more experts than ``num_local_experts``, or
+                where a source went by another table than this rank: rows may have been lost. ``expert_major`` counts
+                the rows that have no expert here, by source. Dispatch looks at the round before it, of any object on
+                the workspace, and at the first 1024 experts.
         """
         self._native.require_open()
         self._comm.synchronize(self._device)
+        if expert_to_rank:
+            self._compare_tables()  # before what this rank alone may raise: its peers wait for it
         self._workspace.raise_fault()
         count = int(self._native.invalid_ids.item())
         if count:
             self._native.invalid_ids.zero_()
             raise InvalidExpertIds(count, self._geometry.num_experts)
         self._grouper.raise_lost()
+        self._workspace.raise_tables_apart()
+
+    def _compare_tables(self) -> None:
+        table = self._native.expert_to_rank
+        active = [rank for rank, is_active in enumerate(self._workspace.active_ranks) if is_active]
+        words = {"expert_to_rank": describe_table(table)}
+        self._comm.compare("expert_to_rank", words, self._workspace.timeout_s, members=active, phase="check")
+        check_expert_to_rank(table, self._geometry.num_experts, self.ep_size, self._device)
 
     def close(self) -> None:
         """Frees the object, and its workspace unless that is shared. Needs no peer. Idempotent.

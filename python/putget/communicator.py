@@ -2,16 +2,62 @@
 
 from __future__ import annotations
 
+import socket
 import threading
+import warnings
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from putget import _abi, hardware
-from putget._mesh import Listener, Mesh, require_descriptors
+from putget._agreement import Agreement
+from putget._handshake import Listener, Meeting, host_identity
+from putget._mesh import Deadline, Mesh, require_descriptors
+from putget.errors import PutgetError
 
 _CONNECT_TIMEOUT_S = 60.0
+
+
+def _gather(group: Any, size: int, make: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
+    """What every rank has made, by rank; all ranks raise where one cannot make it, instead of waiting for it.
+
+    Raises:
+        PutgetError: A rank cannot.
+    """
+    try:
+        own = make()
+    except (OSError, PutgetError) as error:
+        own = {"error": str(error)}
+    everyone: list[Any] = [None] * size
+    dist.all_gather_object(everyone, own, group=group)
+    for rank, made in enumerate(everyone):
+        if "error" in made:
+            raise PutgetError(f"rank {rank}: {made['error']}")
+    return everyone
+
+
+def _meet(group: Any, rank: int, size: int) -> Mesh:
+    """Connects this rank with all others of the group."""
+
+    def describe() -> dict[str, Any]:
+        require_descriptors(size + 1)
+        return {"host": host_identity()}
+
+    one_host = len({found["host"] for found in _gather(group, size, describe)}) == 1
+    listeners: list[Listener] = []
+
+    def listen() -> dict[str, Any]:
+        listeners.append(Listener(one_host))
+        return listeners[0].card()
+
+    try:
+        cards = _gather(group, size, listen)
+        return Mesh(rank, Meeting(rank, cards, listeners[0], Deadline(_CONNECT_TIMEOUT_S)).run(), one_host)
+    finally:
+        for listener in listeners:
+            listener.close()
 
 
 class _LocalGroup:
@@ -42,7 +88,8 @@ class Communicator:
 
     Raises:
         ValueError: torch.distributed is not initialised, this process is not in the group, or the group is too large.
-        PeerTimeout: A rank did not connect in time.
+        PeerTimeout: A rank did not connect in time: one deadline of 60 s holds for all connections.
+        PutgetError: A rank cannot be reached, or may not open enough descriptors.
     """
 
     rank: int
@@ -57,17 +104,7 @@ class Communicator:
             raise ValueError("group: this process is not a member of it")
         if size > _abi.MAX_RANKS:
             raise ValueError(f"group has {size} ranks, allowed are up to {_abi.MAX_RANKS}")
-        require_descriptors(size + 1)
-        listener = Listener()
-        try:
-            cards: list[Any] = [None] * size
-            dist.all_gather_object(cards, listener.card(), group=group)
-            mesh = Mesh(rank, cards)
-            mesh.connect(_CONNECT_TIMEOUT_S)
-            mesh.accept(listener, _CONNECT_TIMEOUT_S)
-        finally:
-            listener.close()
-        self._set(rank, size, mesh, None)
+        self._set(rank, size, _meet(group, rank, size), None)
 
     @classmethod
     def local(cls, n: int) -> tuple[Communicator, ...]:
@@ -90,34 +127,32 @@ class Communicator:
         if not isinstance(n, int) or isinstance(n, bool) or not 1 <= n <= _abi.MAX_RANKS:
             raise ValueError(f"n is {n!r}, allowed are ints from 1 to {_abi.MAX_RANKS}")
         require_descriptors(n * (n + 1))
-        listeners = [Listener() for _ in range(n)]
-        try:
-            cards = [listener.card() for listener in listeners]
-            meshes = [Mesh(rank, cards) for rank in range(n)]
-            for mesh in meshes:
-                mesh.connect(_CONNECT_TIMEOUT_S)
-            for mesh, listener in zip(meshes, listeners, strict=True):
-                mesh.accept(listener, _CONNECT_TIMEOUT_S)
-        finally:
-            for listener in listeners:
-                listener.close()
+        connections: list[dict[int, socket.socket]] = [{} for _ in range(n)]
+        for rank in range(n):
+            for peer in range(rank):
+                connections[rank][peer], connections[peer][rank] = socket.socketpair()
         group = _LocalGroup()
         communicators = tuple(cls.__new__(cls) for _ in range(n))
         for rank, communicator in enumerate(communicators):
-            communicator._set(rank, n, meshes[rank], group)
+            communicator._set(rank, n, Mesh(rank, connections[rank], one_host=True), group)
         return communicators
 
     def _set(self, rank: int, size: int, mesh: Mesh, local_group: _LocalGroup | None) -> None:
         self.rank = rank
         self.size = size
         self._mesh = mesh
+        self._agreement = Agreement(mesh)
         self._local_group = local_group
-        self._closed = False
 
     def close(self) -> None:
         """Closes this rank's sockets. Objects made from it go on working, except for ``set_active_ranks``."""
-        self._closed = True
         self._mesh.close()
+
+    def __del__(self) -> None:
+        mesh = getattr(self, "_mesh", None)
+        if mesh is not None and not mesh.closed:
+            warnings.warn(f"{self!r} was dropped without close()", ResourceWarning, stacklevel=1, source=self)
+            mesh.close()
 
     def __enter__(self) -> Communicator:
         return self
@@ -146,23 +181,32 @@ class Communicator:
         else:
             torch.cuda.current_stream(device).synchronize()
 
-    def compare(self, what: str, fields: dict[str, Any], timeout_s: float) -> None:
-        """Collective: every rank must hold the same fields.
+    def compare(
+        self,
+        what: str,
+        fields: dict[str, Any],
+        timeout_s: float,
+        *,
+        members: Sequence[int] | None = None,
+        phase: str = "setup",
+    ) -> None:
+        """Collective over the members, by default all ranks: each must hold the same fields.
 
         Raises:
             ValueError: They differ; the message names the first field and both values. Every rank raises.
             PeerTimeout: A rank did not come in time.
         """
         own = {name: str(value) for name, value in fields.items()}
-        everyone = range(self.size)
-        messages = self._mesh.exchange(what, {"fields": own}, members=everyone, timeout_s=timeout_s)
+        everyone = range(self.size) if members is None else members
+        messages = self._mesh.exchange(what, {"fields": own}, members=everyone, timeout_s=timeout_s, phase=phase)
+        first = everyone[0]
         for rank in everyone:
             theirs = own if rank == self.rank else messages[rank].fields["fields"]
-            reference = own if self.rank == 0 else messages[0].fields["fields"]
-            for name in sorted(reference.keys() | theirs.keys()):
+            reference = own if self.rank == first else messages[first].fields["fields"]
+            for name in dict.fromkeys([*reference, *theirs]):
                 if reference.get(name) != theirs.get(name):
                     raise ValueError(
-                        f"{name} differs between ranks: rank 0 has {reference.get(name)}, "
+                        f"{name} differs between ranks: rank {first} has {reference.get(name)}, "
                         f"rank {rank} has {theirs.get(name)}"
                     )
 
@@ -171,6 +215,6 @@ class Communicator:
         self._mesh.refuse(reason)
 
     def require_open(self) -> None:
-        """Raises ValueError after ``close()``."""
-        if self._closed:
+        """Raises ValueError after ``close()``, and in a forked child, which has no sockets of its own."""
+        if self._mesh.closed:
             raise ValueError("comm is closed")

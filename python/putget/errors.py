@@ -18,7 +18,7 @@ class PeerTimeout(PutgetError):
     """A wait for other ranks passed its deadline.
 
     Attributes:
-        phase: What was going on: "setup", "dispatch", "combine" or "set_active_ranks".
+        phase: What was going on: "setup", "dispatch", "combine", "check" or "set_active_ranks".
         rank: The rank that waited (of the expert-parallel group).
         epoch: The round, counted from the start of the workspace; 0 during set-up.
         missing: The ranks that did not answer.
@@ -38,6 +38,23 @@ class PeerTimeout(PutgetError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return PeerTimeout, (self.phase, self.rank, self.epoch, self.missing, self.timeout_s)
+
+
+class QuorumLost(PutgetError, ValueError):
+    """``set_active_ranks`` was to go on with fewer ranks than its ``quorum``; nothing has happened on any rank.
+
+    Attributes:
+        num_ranks: Ranks that the mask names.
+        quorum: The fewest that were allowed.
+    """
+
+    def __init__(self, num_ranks: int, quorum: int) -> None:
+        self.num_ranks = num_ranks
+        self.quorum = quorum
+        super().__init__(f"mask names {num_ranks} ranks, quorum is {quorum}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return QuorumLost, (self.num_ranks, self.quorum)
 
 
 class CapacityExceeded(PutgetError):

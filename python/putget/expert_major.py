@@ -169,6 +169,7 @@ class Grouper:
         self._num_tokens = num_tokens
         self.num_local_experts = int((expert_to_rank == ep_rank).sum())
         self.lost_rows = torch.zeros(1, dtype=torch.int64, device=device)
+        self.stray_rows = torch.zeros(geometry.ep_size, dtype=torch.int64, device=device)
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()  # kernels may use it from any stream
         self._sets: dict[tuple[int, int, bool], ExpertMajorMemory] = {}
@@ -176,6 +177,7 @@ class Grouper:
             num_tokens=num_tokens.data_ptr(),
             expert_to_rank=expert_to_rank.data_ptr(),
             lost_rows=self.lost_rows.data_ptr(),
+            stray_rows=self.stray_rows.data_ptr(),
         )
         self._finalize_args = _abi.MoeFinalizeArgs()
         self._flat: FlatRows | None = None
@@ -183,22 +185,28 @@ class Grouper:
         self._round = 0
         self._is_open = False
 
-    def begin(self) -> None:
-        """A dispatch has delivered rows."""
+    def begin(self) -> int:
+        """A dispatch has delivered rows; which one of this object."""
         self._round += 1
         self._is_open = True
+        return self._round
 
     def end(self) -> None:
         """The round is over, or about to be."""
         self._is_open = False
 
-    def refuse_rows(self, max_rows: int, open_max_rows: int) -> str | None:
-        """Why received rows cannot be grouped now, or None."""
+    def refuse_rows(self, max_rows: int, open_max_rows: int, number: int | None) -> str | None:
+        """Why rows of the object's n-th dispatch, if that is known, cannot be grouped now, or None."""
         if not self._is_open:
             return "expert_major: the round of these rows has ended"
         if max_rows != open_max_rows:
             return (
                 f"expert_major: these rows are of a dispatch with max_rows {max_rows}, the open one has {open_max_rows}"
+            )
+        if number not in (None, self._round):
+            return (
+                f"expert_major: these rows are of dispatch {number} of this object, open is dispatch {self._round}: "
+                "take what the last dispatch returned"
             )
         return None
 
@@ -214,6 +222,14 @@ class Grouper:
             raise ProtocolMisuse(
                 f"expert_major: {count} rows were left out, because expert_to_rank gives rank {self._ep_rank} more "
                 f"than the {self.num_local_experts} experts that it had at construction"
+            )
+        strays = {source: rows for source, rows in enumerate(self.stray_rows.tolist()) if rows}
+        if strays:
+            self.stray_rows.zero_()
+            sources = ", ".join(f"{rows} from rank {source}" for source, rows in strays.items())
+            raise ProtocolMisuse(
+                f"expert_major: {sum(strays.values())} rows have no expert on rank {self._ep_rank} by the table here "
+                f"({sources}) and were lost: their source has another expert_to_rank"
             )
 
     def sizes(self, alignment: int, max_rows: int, copy_rows: bool = True) -> GroupSizes:

@@ -69,7 +69,7 @@ class Wire:
 
 @dataclass(frozen=True)
 class Launch:
-    """The shape of one kernel launch. As an argument, a field of 0 is left to the rule (docs/benchmarks.md).
+    """The shape of one kernel launch. As an argument, a field of 0 is left to the rule (docs/protocol/launches.md).
 
     Attributes:
         blocks: CTAs; at most one an SM.
@@ -77,9 +77,6 @@ class Launch:
         segment_bytes: Of a row, for one warp at a time: a multiple of 512.
         splits: Dispatch: warps that share the targets of one segment, a power of two up to 128. Combine: above 1, all
             blocks send rows that are their own flags, and ``movers`` of them do nothing else.
-        stages: Combine: of shared memory for each warp, up to 8, through which bulk copies carry its rows; 1: rows go
-            through registers, as they do where sizes or addresses are no multiples of 16 bytes, or rows are quantised.
-            With stages a CTA has at most 512 threads, and segments are cut to what its stages hold.
         movers: Combine: blocks that move rows before they are summed, or send those that are their own flags, where any
             are to be moved or sent; the other blocks sum meanwhile (see ``splits``), or where there are no others, the
             same ones.
@@ -96,7 +93,6 @@ class Launch:
     threads: int = 0
     segment_bytes: int = 0
     splits: int = 0
-    stages: int = 0
     movers: int = 0
     inline_flags: int = 0
 
@@ -106,7 +102,6 @@ class Launch:
             ("threads", 32, _MOST_THREADS),
             ("segment_bytes", 512, 1 << 26),
             ("splits", 1, 128),
-            ("stages", 1, 8),
             ("movers", 1, 256),
             ("inline_flags", 1, 2),
         )

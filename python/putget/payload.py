@@ -13,7 +13,7 @@ class Payload:
     """One kind of row.
 
     Attributes:
-        shape: Shape of one token's row, e.g. ``(7168,)``; ``()`` is one value.
+        shape: Shape of one token's row, e.g. ``(7168,)``; ``()`` is one value. What takes rows takes up to 64 MiB each.
         dtype: Any torch dtype; rows are moved as bytes. Rows whose size is a multiple of 16 bytes move at full speed.
 
     Raises:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from putget import _abi
+from putget._arguments import check_int, check_row_bytes
 from putget.errors import PutgetError
 from putget.options import Launch, check_launch
 from putget.workspace import Workspace, current_stream
@@ -44,7 +45,13 @@ class RowProbe:
 
     @staticmethod
     def bytes_for(comm_size: int, slot_bytes: int) -> int:
-        """Bytes of a workspace whose room has so many bytes, but for the control area."""
+        """Bytes of a workspace whose room has so many bytes, but for the control area.
+
+        Raises:
+            ValueError: An argument is out of range.
+        """
+        check_int("comm_size", comm_size, 1, _abi.MAX_RANKS)
+        check_int("slot_bytes", slot_bytes, 0, _abi.MAX_MEMORY_BYTES // 2)
         return int(_abi.library().putget_probe_flag_bytes(comm_size)) + slot_bytes
 
     def put(self, slots: Tensor, rows: Tensor, launch: Launch, way: str = "spread", first_slot: int = 0) -> None:
@@ -108,6 +115,7 @@ class RowProbe:
             BackendUnavailable: The memory is not on a GPU.
         """
         size = self._workspace.comm.size
+        check_int("slots_of_rank", slots_of_rank, 0, (1 << 31) // size)
         if tuple(num_rows.shape) != (size,) or num_rows.dtype != torch.int32 or not num_rows.is_contiguous():
             raise ValueError(f"num_rows is {tuple(num_rows.shape)} {num_rows.dtype}, expected {(size,)} torch.int32")
         self._run(
@@ -136,8 +144,15 @@ class RowProbe:
     def _run(self, kind: int, slots: Tensor, rows: Tensor, launch: Launch, way: str, **fields: int) -> None:
         if way not in WAYS:
             raise ValueError(f"way is {way!r}, allowed are {WAYS}")
+        for name, value in fields.items():
+            if name in ("offset", "landing"):
+                check_int(name, value, 0, len(self.room))
+            elif name == "first_slot":
+                check_int(name, value, 0, (1 << 31) - 1)
         if rows.dim() != 2 or rows.dtype != torch.uint8 or not rows.is_contiguous():
             raise ValueError(f"rows is {tuple(rows.shape)} {rows.dtype}, expected [num_tokens, row_bytes] torch.uint8")
+        check_int("num_tokens of rows", len(rows), 0, _abi.MAX_TOKENS)
+        check_row_bytes("rows", rows.shape[1])
         shape = (len(rows), self._workspace.comm.size)
         if tuple(slots.shape) != shape or slots.dtype != torch.int32 or not slots.is_contiguous():
             raise ValueError(f"slots is {tuple(slots.shape)} {slots.dtype}, expected {shape} torch.int32")

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Hashable, Sequence
-from typing import Any
+import warnings
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, TypedDict
 
 import torch
 
-from putget import _abi, hardware
+from putget import _abi, _host_memory, hardware
+from putget._agreement import SHARING, STARTING, Attempt
+from putget._arguments import check_int
 from putget._memory import Memory, close_share, decode_share, encode_share
+from putget._mesh import Deadline
 from putget._turns import Turns
 from putget.communicator import Communicator
-from putget.errors import BackendUnavailable, ProtocolMisuse, PutgetError
+from putget.errors import BackendUnavailable, ProtocolMisuse, PutgetError, QuorumLost
 
 
 def resolve_device(device: str | torch.device) -> torch.device:
@@ -60,14 +65,19 @@ class Workspace:
         comm: The group.
         num_bytes: Symmetric bytes of each rank, the same on every rank; see ``workspace_bytes``.
         device: "cuda", "cuda:N" or "cpu".
-        timeout_s: Deadline of set-up and of ``set_active_ranks``, in seconds.
+        timeout_s: Deadline of set-up and of each stage of ``set_active_ranks``, in seconds; members have twice as long
+            to come.
         warmup_timeout_s: Deadline of the first meeting, in seconds.
 
     Raises:
         ValueError: An argument is wrong, here or on another rank, or differs between ranks.
         BackendUnavailable: This machine or build cannot do it.
         PeerTimeout: A rank did not come in time.
-        PutgetError: The memory could not be had.
+        PutgetError: The memory could not be had. On CPU that is asked before: of the host, and of the limits of this
+            process's cgroups, for all ranks that share them.
+
+    Attributes:
+        number: Tells the workspaces of one communicator apart; the same on all ranks.
     """
 
     def __init__(
@@ -94,7 +104,7 @@ class Workspace:
         self.warmup_timeout_s = float(warmup_timeout_s)
         self._active = (True,) * comm.size
         self._seen_fault = False
-        self._consistent = False
+        self._apart: str | None = "the first meeting failed"
         self.turns = Turns(self.device)
         self._layout: Hashable | None = None
         self._mixed = False
@@ -105,12 +115,18 @@ class Workspace:
         except (ValueError, PutgetError) as error:
             comm.refuse(str(error))
             raise
-        self._meet(0, warmup_timeout_s, "setup")
+        try:
+            self._tables_apart = torch.zeros(2, comm.size, dtype=torch.int64, device=self.device)
+            comm.synchronize(self.device)  # kernels may count from any stream
+            self._memory.count_tables_apart(self._tables_apart)
+            self._meet(0, warmup_timeout_s, "setup")
+        except BaseException:
+            self.close()
+            raise
 
     @staticmethod
     def _check(num_bytes: int, timeout_s: float, warmup_timeout_s: float) -> None:
-        if not isinstance(num_bytes, int) or isinstance(num_bytes, bool) or not 0 < num_bytes < 1 << 46:
-            raise ValueError(f"num_bytes is {num_bytes!r}, expected a positive number of bytes below 2**46")
+        check_int("num_bytes", num_bytes, 1, _abi.MAX_MEMORY_BYTES - 1)
         check_seconds("timeout_s", timeout_s)
         check_seconds("warmup_timeout_s", warmup_timeout_s)
 
@@ -121,12 +137,15 @@ class Workspace:
             gpu = hardware.gpus()[self.device.index]
             cluster = f"{gpu.cluster_uuid}/{gpu.clique}" if gpu.fabric and gpu.cluster_uuid else ""
         comm = self._comm
+        room = _host_memory.limits() if self.device.type == "cpu" else []  # before any rank takes its part
+        bounds = [limit.identity for limit in room]
         messages = comm._mesh.exchange(
             "workspace",
-            {"num_bytes": self.num_bytes, "device": self.device.type, "cluster": cluster},
+            {"num_bytes": self.num_bytes, "device": self.device.type, "cluster": cluster, "bounds": bounds},
             members=range(comm.size),
             timeout_s=self.warmup_timeout_s,
         )
+        self.number = comm._mesh.step
         for rank, message in sorted(messages.items()):
             for name, own in (("num_bytes", self.num_bytes), ("device", self.device.type)):
                 theirs = message.fields[name]
@@ -137,10 +156,20 @@ class Workspace:
         one_cluster = cluster != "" and all(message.fields["cluster"] == cluster for message in messages.values())
         if not comm._mesh.one_host and not one_cluster:
             raise BackendUnavailable("the ranks are on several hosts that are not in one NVLink cluster")
+        sharing = Counter(bounds)
+        for message in messages.values():
+            sharing.update(message.fields["bounds"])
+        try:
+            _host_memory.require_room(self.num_bytes, room, sharing)
+        except PutgetError as error:
+            comm.refuse(str(error))
+            raise
         return one_cluster and not comm._mesh.one_host
 
-    def _meet(self, epoch: int, timeout_s: float, phase: str) -> None:
+    def _meet(self, epoch: int, timeout_s: float, phase: str, attempt: Attempt | None = None) -> None:
         """Exchanges shares among the active ranks, maps them, starts the epoch.
+
+        Whether layouts are mixed is agreed, too: where a step of ``adopt`` failed, only some ranks have mixed them.
 
         On return every active rank has started.
         """
@@ -156,15 +185,18 @@ class Workspace:
             passed = [share.descriptor] if share.kind == _abi.SHARE_DESCRIPTOR else []
             messages = mesh.exchange(
                 "shares",
-                {"share": encode_share(share)},
+                {"share": encode_share(share), "mixed": self._mixed},
                 members=active,
                 timeout_s=timeout_s,
                 phase=phase,
                 descriptors=dict.fromkeys(active, passed),
+                **_stage(attempt, SHARING),
             )
         finally:
             close_share(share)
         try:
+            if any(message.fields["mixed"] for message in messages.values()):
+                self._mix()
             for peer, message in messages.items():
                 memory.import_share(peer, decode_share(message.fields["share"], message.descriptors))
         except (ValueError, PutgetError) as error:
@@ -175,8 +207,8 @@ class Workspace:
                 message.close()
         memory.start(epoch, self._active)
         self.turns.end()
-        mesh.exchange("started", {}, members=active, timeout_s=timeout_s, phase=phase)
-        self._consistent = True
+        mesh.exchange("started", {}, members=active, timeout_s=timeout_s, phase=phase, **_stage(attempt, STARTING))
+        self._apart = None
         self._seen_fault = False
 
     @property
@@ -200,31 +232,40 @@ class Workspace:
         """Which ranks take part in rounds."""
         return self._active
 
-    def set_active_ranks(self, mask: Sequence[bool]) -> None:
+    def set_active_ranks(self, mask: Sequence[bool], *, quorum: int | None = None) -> None:
         """See ``AllToAll.set_active_ranks``."""
         memory = self.memory
         comm = self._comm
-        wanted = self._check_mask(mask)
+        wanted = self._check_mask(mask, quorum)
         comm.require_open()
         members = [rank for rank, is_active in enumerate(wanted) if is_active]
-        epoch = memory.epoch()
-        agreed = comm._mesh.agree(members, epoch, self.timeout_s)
-        self._consistent = False
-        self._active = wanted
-        memory.renew()
-        self._meet((agreed + 1) % (1 << 32), self.timeout_s, "set_active_ranks")
+        with comm._agreement.attempt(self.number, members, memory.epoch(), self.timeout_s) as attempt:
+            self._apart = "set_active_ranks failed"
+            self._active = wanted
+            try:
+                memory.renew()
+            except PutgetError as error:
+                comm.refuse(str(error))
+                raise
+            self._meet((attempt.epoch + 1) % (1 << 32), self.timeout_s, "set_active_ranks", attempt)
 
-    def _check_mask(self, mask: Sequence[bool]) -> tuple[bool, ...]:
+    def _check_mask(self, mask: Sequence[bool], quorum: int | None) -> tuple[bool, ...]:
         values: list[Any]
+        size = self._comm.size
         try:
             values = mask.tolist() if isinstance(mask, torch.Tensor) else list(mask)
         except TypeError:
-            raise ValueError(f"mask is {mask!r}, expected one bool for each of {self._comm.size} ranks") from None
-        if len(values) != self._comm.size or any(value not in (0, 1) for value in values):
-            raise ValueError(f"mask is {values!r}, expected one bool for each of {self._comm.size} ranks")
+            raise ValueError(f"mask is {mask!r}, expected one bool for each of {size} ranks") from None
+        if len(values) != size or any(value not in (0, 1) for value in values):
+            raise ValueError(f"mask is {values!r}, expected one bool for each of {size} ranks")
         wanted = tuple(bool(value) for value in values)
         if not wanted[self._comm.rank]:
             raise ValueError(f"mask leaves out the own rank {self._comm.rank}")
+        if quorum is not None:
+            if not isinstance(quorum, int) or isinstance(quorum, bool) or not 1 <= quorum <= size:
+                raise ValueError(f"quorum is {quorum!r}, expected a number of ranks from 1 to {size}")
+            if sum(wanted) < quorum:
+                raise QuorumLost(sum(wanted), quorum)
         return wanted
 
     def adopt(self, layout: Hashable) -> None:
@@ -237,11 +278,18 @@ class Workspace:
             active = [rank for rank, is_active in enumerate(self._active) if is_active]
             mesh = self._comm._mesh
             self.memory.epoch()  # waits for the device
-            mesh.exchange("mix", {}, members=active, timeout_s=self.warmup_timeout_s)
-            self.memory.mix()
-            mesh.exchange("mixed", {}, members=active, timeout_s=self.warmup_timeout_s)
-            self._mixed = True
+            try:
+                mesh.exchange("mix", {}, members=active, timeout_s=self.warmup_timeout_s)
+                self._mix()
+                mesh.exchange("mixed", {}, members=active, timeout_s=self.warmup_timeout_s)
+            except BaseException:
+                self._apart = "a second layout came to some ranks only"
+                raise
         self._layout = layout
+
+    def _mix(self) -> None:
+        self._mixed = True
+        self.memory.mix()
 
     def fault(self) -> PutgetError | None:
         """The fault that stands, or None; does not wait for kernels."""
@@ -263,10 +311,29 @@ class Workspace:
             self._seen_fault = True
             raise fault
 
+    def raise_tables_apart(self) -> None:
+        """For ``check``, when the device has been waited for; the count starts again.
+
+        Raises:
+            ProtocolMisuse: A source had another ``expert_to_rank`` than this rank.
+        """
+        rounds, rows = self._tables_apart.tolist()
+        if any(rounds):
+            self._tables_apart.zero_()
+            sources = ", ".join(
+                f"rank {rank} in {count} rounds, in which {rows[rank]} rows came from it"
+                for rank, count in enumerate(rounds)
+                if count
+            )
+            raise ProtocolMisuse(
+                f"expert_to_rank was another one than on rank {self._comm.rank} on {sources}; rows whose expert is "
+                "not here by this rank's table were lost: make the tables equal (check(expert_to_rank=True) compares)"
+            )
+
     def require_consistent(self) -> None:
-        """Raises PutgetError while a failed ``set_active_ranks`` has left the ranks apart."""
-        if not self._consistent:
-            raise PutgetError("set_active_ranks failed: call it again before the next round")
+        """Raises PutgetError while a failed ``set_active_ranks`` or ``adopt`` has left the ranks apart."""
+        if self._apart is not None:
+            raise PutgetError(f"{self._apart}: call set_active_ranks before the next round")
 
     def probe(self, kind: str, num_bytes: int, num_sms: int | None = None) -> None:
         """Moves plain bytes to or from every peer, as a ceiling for rounds.
@@ -286,29 +353,40 @@ class Workspace:
         kinds = {"write": _abi.PROBE_WRITE, "read": _abi.PROBE_READ, "copy": _abi.PROBE_WRITE}
         if kind not in kinds:
             raise ValueError(f"kind is {kind!r}, expected one of {sorted(kinds)}")
+        room = (self.regions_end() - self.control_bytes()) // self._comm.size
+        if (
+            isinstance(num_bytes, bool)
+            or not isinstance(num_bytes, int)
+            or num_bytes % 16
+            or not 0 <= num_bytes <= room
+        ):
+            raise ValueError(f"num_bytes is {num_bytes!r}, allowed are multiples of 16 up to {room}")
+        sms = 0 if num_sms is None else check_int("num_sms", num_sms, 1, _abi.MAX_SMS)
         if kind == "copy":
             self._copy_to_peers(num_bytes)
             num_bytes = 0  # what is left for the library is to know that received ids are gone
         args = _abi.ProbeArgs(
-            kind=kinds[kind], num_sms=num_sms or 0, bytes_per_peer=num_bytes, stream=current_stream(self.device)
+            kind=kinds[kind], num_sms=sms, bytes_per_peer=num_bytes, stream=current_stream(self.device)
         )
         _abi.call("putget_probe", self.memory.handle, ctypes.byref(args))
 
     def _copy_to_peers(self, num_bytes: int) -> None:
         """Copies num_bytes to each peer, into this rank's split behind its regions: what tells of rounds is no part."""
         size, rank = self._comm.size, self._comm.rank
-        end = self.regions_end()
-        room = (end - self.control_bytes()) // size
-        if num_bytes % 16 or not 0 <= num_bytes <= room:
-            raise ValueError(f"num_bytes is {num_bytes}, allowed are multiples of 16 up to {room}")
-        start = end - (size - rank) * num_bytes
+        start = self.regions_end() - (size - rank) * num_bytes
         parts = [self.memory.peer_tensor(peer)[start : start + num_bytes] for peer in range(size)]
         for step in range(1, size):
             parts[(rank + step) % size].copy_(parts[rank])
 
     @staticmethod
     def bytes_for_probes(ep_size: int, bytes_per_peer: int) -> int:
-        """Bytes of a workspace in which ``probe`` may move so many to or from each peer."""
+        """Bytes of a workspace in which ``probe`` may move so many to or from each peer.
+
+        Raises:
+            ValueError: An argument is out of range.
+        """
+        check_int("ep_size", ep_size, 1, _abi.MAX_RANKS)
+        check_int("bytes_per_peer", bytes_per_peer, 0, _abi.MAX_MEMORY_BYTES // (2 * ep_size))
         return int(_abi.library().putget_memory_bytes(ep_size, ep_size * bytes_per_peer))
 
     def control_bytes(self) -> int:
@@ -338,6 +416,11 @@ class Workspace:
         """Gives the memory up; it is freed with the last tensor over it. Needs no peer. Idempotent."""
         self._memory = None
 
+    def __del__(self) -> None:
+        if getattr(self, "_memory", None) is not None:
+            warnings.warn(f"{self!r} was dropped without close()", ResourceWarning, stacklevel=1, source=self)
+            self.close()
+
     def __enter__(self) -> Workspace:
         return self
 
@@ -347,6 +430,20 @@ class Workspace:
     def __repr__(self) -> str:
         state = "closed" if self._memory is None else f"{self.num_bytes} bytes a rank on {self.device}"
         return f"Workspace({state}, rank {self._comm.rank} of {self._comm.size})"
+
+
+class _Stage(TypedDict, total=False):
+    """Arguments of ``Mesh.exchange`` for a step that members of an attempt take."""
+
+    deadline: Deadline
+    heed: Callable[[], None]
+
+
+def _stage(attempt: Attempt | None, stage: int) -> _Stage:
+    if attempt is None:
+        return {}
+    attempt.begin(stage)
+    return {"deadline": attempt.deadline, "heed": attempt.heed}
 
 
 def check_workspace(workspace: Workspace, comm: Communicator, device: torch.device, needed: int) -> None:

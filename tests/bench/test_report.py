@@ -16,7 +16,7 @@ from rich.console import Console
 from putget.bench import plot, report
 from tests.bench.documents import contender, gpu_document
 
-DOCUMENTATION = Path(__file__).parents[2] / "docs" / "bench_json.md"
+DOCUMENTATION = Path(__file__).parents[2] / "docs" / "reference" / "bench_json.md"
 
 
 def validate(document: dict[str, Any]) -> None:

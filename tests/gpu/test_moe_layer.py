@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from putget.moe import TwoBatch
 from tests.gpu.graphs import capture
 from tests.gpu.ranks import Ranks, have_processes
 from tests.harness import Rank
@@ -69,9 +68,7 @@ def play(rank: Rank, dense: Dense, round_: int) -> Tensor:
 
 def close_layer(rank: Rank) -> None:
     """A body."""
-    for name in ("both", "layer"):
-        if name in rank.state:
-            rank.state.pop(name).close()
+    rank.state.pop("layer").close()
 
 
 @pytest.mark.parametrize("kind", DENSE)
@@ -88,46 +85,41 @@ def test_equals_a_dense_layer(ranks: Ranks, kind: str) -> None:
     ranks.call(close_layer)
 
 
-def record(rank: Rank, dense: Dense, num_tokens: tuple[int, ...], in_two: bool) -> None:
+def record(rank: Rank, dense: Dense, num_tokens: tuple[int, ...]) -> None:
     """A body: captures calls with batches of this rank's sizes, after one eager call each."""
     layer: Any = rank.state["layer"]
-    if in_two:
-        layer = rank.state["both"] = TwoBatch(rank.state["layer"], num_sms=8)
     inputs = [dense.tokens(rank.rank, count).to(rank.device) for count in num_tokens]
     graphs: list[Any] = []
     for x in inputs:
-        arguments = (x, x.flip(0).contiguous()) if in_two else (x,)
-        outputs: list[Any] = []
+        outputs: list[Tensor] = []
 
-        def run(arguments: tuple[Tensor, ...] = arguments, outputs: list[Any] = outputs) -> None:
-            outputs[:] = [layer(*arguments)]
+        def run(x: Tensor = x, outputs: list[Tensor] = outputs) -> None:
+            outputs[:] = [layer(x)]
 
         run()
         torch.cuda.synchronize()
-        graphs.append((capture(rank, run), arguments, outputs))
+        graphs.append((capture(rank, run), x, outputs))
     rank.state["graphs"] = graphs
 
 
-def replay(rank: Rank, dense: Dense, which: int, round_: int) -> list[Tensor]:
+def replay(rank: Rank, dense: Dense, which: int, round_: int) -> Tensor:
     """A body: new data, then the graph of one size."""
-    graph, arguments, outputs = rank.state["graphs"][which]
-    for index, x in enumerate(arguments):
-        x.copy_(dense.tokens(rank.rank, len(x), 10 * round_ + index))
+    graph, x, outputs = rank.state["graphs"][which]
+    x.copy_(dense.tokens(rank.rank, len(x), round_))
     graph.replay()
-    found = outputs[0] if isinstance(outputs[0], tuple) else (outputs[0],)
-    return [out.cpu() for out in found]
+    result: Tensor = outputs[0].cpu()
+    return result
 
 
-@pytest.mark.parametrize("in_two", [False, True], ids=["one batch", "two batches"])
 @pytest.mark.parametrize("kind", DENSE)
-def test_graphs_of_different_sizes(ranks: Ranks, kind: str, in_two: bool) -> None:
+def test_graphs_of_different_sizes(ranks: Ranks, kind: str) -> None:
     if not have_processes(ranks.size):
         pytest.skip(f"needs {ranks.size} CUDA GPUs")
     dense = DENSE[kind]
     sizes = {rank: (8, (3 * rank) % 8, 1) for rank in range(ranks.size)}
     ranks.call(open_layer, kind, False)
     for rank in range(ranks.size):
-        ranks.submit(rank, record, dense, sizes[rank], in_two)
+        ranks.submit(rank, record, dense, sizes[rank])
     for rank in range(ranks.size):
         ranks.result(rank)
     for round_ in range(1, 6):
@@ -135,9 +127,8 @@ def test_graphs_of_different_sizes(ranks: Ranks, kind: str, in_two: bool) -> Non
         for rank, which in chosen.items():
             ranks.submit(rank, replay, dense, which, round_)
         for rank, which in chosen.items():
-            for index, got in enumerate(ranks.result(rank)):
-                want = dense.forward(dense.tokens(rank, sizes[rank][which], 10 * round_ + index))
-                assert relative_error(got, want) <= tolerance(dense), (rank, round_)
+            want = dense.forward(dense.tokens(rank, sizes[rank][which], round_))
+            assert relative_error(ranks.result(rank), want) <= tolerance(dense), (rank, round_)
     ranks.call(close_layer)
 
 

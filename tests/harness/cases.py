@@ -66,7 +66,6 @@ class Case:
         wire: combine_dtype, or None.
         scale: combine_scale, or None.
         active: the active ranks; the rounds run on these alone.
-        stages: of combine; 0 leaves it to the rule.
         inline_flags: of combine; likewise.
     """
 
@@ -82,7 +81,6 @@ class Case:
     wire: torch.dtype | None = None
     scale: float | None = None
     active: tuple[bool, ...] | None = field(default=None)
-    stages: int = 0
     inline_flags: int = 0
 
     def options(self) -> dict[str, object]:
@@ -97,8 +95,8 @@ class Case:
             "combine_dtype": self.wire,
             "combine_scale": self.scale,
         }
-        if self.stages != 0 or self.inline_flags != 0:
-            options["combine_launch"] = putget.Launch(stages=self.stages, inline_flags=self.inline_flags or 1)
+        if self.inline_flags != 0:
+            options["combine_launch"] = putget.Launch(inline_flags=self.inline_flags)
         if self.table is not None:
             options["expert_to_rank"] = torch.tensor(self.table, dtype=torch.int32)
         return options

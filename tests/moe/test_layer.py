@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import putget
-from putget.moe import ExpertParallelMoE, SoftmaxRouting, TwoBatch
+from putget.moe import ExpertParallelMoE, SoftmaxRouting
 from tests.harness import Rank, run_ranks
 from tests.moe.dense import Dense, relative_error
 from tests.moe.layers import make_layer, options_of, tolerance
@@ -120,33 +120,10 @@ def test_wrong_inputs_have_no_effect() -> None:
         assert relative_error(got, dense.forward(dense.tokens(rank, 3))) <= tolerance(dense)
 
 
-def in_two_batches(rank: Rank, dense: Dense) -> list[tuple[Tensor, Tensor]]:
-    """A body: pairs of batches at once and one after the other."""
-    pairs = []
-    with make_layer(rank, dense) as layer, TwoBatch(layer, num_sms=4) as both:
-        for index, tokens in enumerate(ROUNDS):
-            first = dense.tokens(rank.rank, tokens[rank.rank], index)
-            second = dense.tokens(rank.rank, tokens[-1 - rank.rank], 50 + index)
-            pairs += zip(both(first, second), (layer(first), layer(second)), strict=True)
-        if rank.rank == 1:
-            with pytest.raises(ValueError, match="second has 9 tokens"):
-                both(dense.tokens(1, 1), dense.tokens(1, 9))
-        both.check()
-    return pairs
-
-
-@pytest.mark.parametrize("dense", [Dense(shared=128), Dense(fp8=True)], ids=["bf16 shared", "fp8"])
-def test_two_batches_at_once_are_the_same_bits(dense: Dense) -> None:
-    for pairs in run_ranks(2, in_two_batches, dense):
-        assert len(pairs) == 2 * len(ROUNDS)
-        for at_once, alone in pairs:
-            assert torch.equal(at_once, alone)
-
-
 def in_layers(rank: Rank, dense: Dense) -> Tensor:
     """A body: two layers on one workspace and one memory for rows, one after the other."""
     with make_layer(rank, dense) as first:
-        shared = {"workspace": first.lane.a2a.workspace, "grouped_memory": first.lane.memory}
+        shared = {"workspace": first.a2a.workspace, "grouped_memory": first.grouped_memory}
         with make_layer(rank, dense, **shared) as second:
             return second(first(dense.tokens(rank.rank, 4 + rank.rank)))
 

@@ -1,5 +1,5 @@
 // Dispatch by CTAs of several warps: what they put, word by word, against the plain way of saying the same. Exits with
-// 1 and a line at the first difference. A start half waits for no peer. What peers get is looked at as soon as they
+// 3 and a line at the first difference. A start half waits for no peer. What peers get is looked at as soon as they
 // have been told, so that ThreadSanitizer sees whether that was too early.
 #include <cstdio>
 #include <cstring>
@@ -7,6 +7,7 @@
 
 #include "kernels.h"
 #include "protocol/dispatch.h"
+#include "race_places.h"
 
 namespace putget::stress {
 namespace {
@@ -28,6 +29,7 @@ struct Call {
   bool apart;
 };
 
+constexpr int kExitMismatch = 3;
 constexpr uint32_t kTopK = 18;                             // ids of a chunk are more than the threads of two warps
 constexpr uint32_t kRowBytes[] = {2096, 48, 10, 16, 272};  // the first: more than a warp loads at a time
 constexpr uint32_t kPayloads = sizeof(kRowBytes) / sizeof(kRowBytes[0]);
@@ -98,9 +100,17 @@ class Rank {
       return false;
     }
     say();
-    bool arrived = false;
-    std::thread peers([&] { arrived = check_arrived(); });
     std::vector<DispatchScratch> scratch(call_.blocks);
+    places().clear();
+    name_place(&state_, 1, "state");
+    name_place(scratch.data(), scratch.size(), "scratch");
+    name_place(routes_.data(), routes_.size(), "routes");
+    use_plan(plan_);
+    bool arrived = false;
+    std::thread peers([&] {
+      use_plan(plan_);
+      arrived = check_arrived();
+    });
     launch_ctas<Exec>(call_.blocks, call_.warps,
                       [&](Exec& exec) { dispatch<int32_t>(exec, plan_, call, scratch[exec.block()]); });
     peers.join();
@@ -150,15 +160,15 @@ class Rank {
         const uint32_t rows = part + 1 == call_.blocks ? want_rows_[rank] : 0;
         const uint64_t until = exec.now_ns() + plan_.timeout_ns;
         while (exec.template observe<Tag::D4>(flag) != pack_flag(1, pack_part(call_.blocks, rows))) {
-          if (exec.now_ns() > until) return differs("a part", rank, part);
+          if (exec.now_ns() > until) return differs("arrived", rank, part);
           exec.pause(0);
         }
       }
       for (uint32_t p = 0; p < kPayloads; ++p) {
-        if (!same(rank, plan_.layout.payload[p], kRowBytes[p])) return differs("a payload", rank, p);
+        if (!same(rank, plan_.layout.payload[p], kRowBytes[p])) return differs("payload", rank, p);
       }
-      if (!same(rank, plan_.layout.topk_ids, kTopK * sizeof(int32_t))) return differs("ids", rank, 0);
-      if (!same(rank, plan_.layout.topk_weights, kTopK * sizeof(float))) return differs("weights", rank, 0);
+      if (!same(rank, plan_.layout.topk_ids, kTopK * sizeof(int32_t))) return differs("topk_ids", rank, 0);
+      if (!same(rank, plan_.layout.topk_weights, kTopK * sizeof(float))) return differs("topk_weights", rank, 0);
     }
     return true;
   }
@@ -168,7 +178,7 @@ class Rank {
       if (plan_.target_ranks[i] != want_routes_[i].rank) return differs("target_ranks", i, 0);
       if (plan_.target_slots[i] != want_routes_[i].slot) return differs("target_slots", i, 0);
     }
-    return want_invalid_ == invalid_ || differs("invalid ids", static_cast<uint32_t>(invalid_), 0);
+    return want_invalid_ == invalid_ || differs("invalid_ids", static_cast<uint32_t>(invalid_), 0);
   }
 
   void want_row(uint32_t token, int32_t rank, uint32_t slot) {
@@ -194,10 +204,11 @@ class Rank {
   }
 
   bool differs(const char* what, uint32_t first, uint32_t second) const {
-    std::printf(
-        "%s %u %u differs: rank %u of %u, %u tokens, %u CTAs of %u warps, segments of %u, %u splits, apart %d\n", what,
-        first, second, call_.ep_rank, call_.ep_size, call_.num_tokens, call_.blocks, call_.warps, call_.segment_bytes,
-        call_.splits, call_.apart);
+    std::fprintf(stderr,
+                 "mismatch: rank %u of %u: %s (%u, %u): %u tokens, %u CTAs of %u warps, segments of %u, %u splits, "
+                 "apart %d\n",
+                 call_.ep_rank, call_.ep_size, what, first, second, call_.num_tokens, call_.blocks, call_.warps,
+                 call_.segment_bytes, call_.splits, call_.apart);
     return false;
   }
 
@@ -243,4 +254,4 @@ bool one_chunk() {
 }  // namespace
 }  // namespace putget::stress
 
-int main() { return putget::stress::many() && putget::stress::one_chunk() ? 0 : 1; }
+int main() { return putget::stress::many() && putget::stress::one_chunk() ? 0 : putget::stress::kExitMismatch; }

@@ -5,9 +5,6 @@
 #include "emulated/cuda_words.h"
 // Behind what their words mean here.
 #include "cuda/exec.cuh"
-#include "cuda/ring.cuh"
-#else
-#include "cpu/ring.h"
 #endif
 #include "protocol/dispatch.h"
 #include "stress_exec.h"
@@ -33,13 +30,6 @@ template <class Body>
 void launch_kernel(uint32_t blocks, Body body) {
   launch_ctas<KernelExec>(blocks, kWarps, body);
 }
-// body(ring_exec) in a thread of a CTA whose shared memory begins at `rings`.
-template <class Body>
-void with_ring(KernelExec, uint8_t* rings, const RingShape& shape, Body body) {
-  cuda::RingExec exec(rings, shape);
-  body(exec);
-  exec.settle();
-}
 // In one of those that a GPU would take.
 template <class Body>
 void launch_dispatch(const DispatchCall& call, uint32_t blocks, Body body) {
@@ -54,11 +44,6 @@ using KernelExec = BlockExec;
 template <class Body>
 void launch_kernel(uint32_t blocks, Body body) {
   launch(blocks, body);
-}
-template <class Body>
-void with_ring(KernelExec exec, uint8_t*, const RingShape& shape, Body body) {
-  cpu::Ring<KernelExec> ring_exec(exec, shape);
-  body(ring_exec);
 }
 template <class Body>
 void launch_dispatch(const DispatchCall&, uint32_t blocks, Body body) {

@@ -109,10 +109,6 @@ void run(const Options& options) {
 }  // namespace
 }  // namespace putget::stress
 
-// The first block closes the round (State.head.open) when it is done with combine, while others may still copy the
-// head. Where that is so they do not use the word: a race that nobody looks at, which is left out here.
-extern "C" const char* __tsan_default_suppressions() { return "race:putget::look_before_combine\n"; }
-
 int main(int argc, char** argv) {
   const putget::stress::Options options = putget::stress::parse(argc, argv);
   putget::stress::run(options);

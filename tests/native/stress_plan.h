@@ -38,7 +38,6 @@ enum class Purpose : uint64_t {
   kHalves,
   kBlocks,
   kFlags,
-  kStages,
   kSending
 };
 
@@ -124,13 +123,6 @@ class StressPlan {
   uint32_t first_summing(uint32_t round, uint32_t rank, uint32_t blocks, uint32_t sending) const {
     const bool all = blocks == 1 || sending < blocks || draw(2, Purpose::kSending, round, rank, 2) == 0;
     return putget::first_summing(all ? sending : 1 + draw(blocks - 1, Purpose::kSending, round, rank, 3), blocks);
-  }
-
-  // Stages through which a rank's rows go, or 1: where rows and elements allow them, as the rank likes.
-  uint32_t stages(uint32_t round, uint32_t rank) const {
-    const Shape shape = this->shape(object(round), rank);
-    if (shape.quantised() || shape.output_type != OutputType::kFloat32) return 1;
-    return 1 + draw(3, Purpose::kStages, round, rank);
   }
 
   End end(uint32_t round, uint32_t rank) const {

@@ -11,6 +11,7 @@
 #include "kernels.h"
 #include "protocol/combine.h"
 #include "protocol/dispatch.h"
+#include "race_places.h"
 #include "stress_plan.h"
 
 namespace putget::stress {
@@ -19,17 +20,11 @@ constexpr int kExitMismatch = 3;
 constexpr int kExitFault = 4;
 constexpr uint32_t kSegmentBytes = 64;         // so small that blocks share rows
 constexpr uint32_t kFlaggedSegmentBytes = 16;  // the same for rows that are their own flags, one pack each
-constexpr uint32_t kStagedSegmentBytes = 16;   // ... and for rows that go through stages
 constexpr uint32_t kFirstEpoch = 0xfffffff0u;  // the epoch wraps early in the job
 
 // What the memory that "peers map" is made of: aligned as regions are, and no larger than the layout says.
 struct alignas(kRegionAlignment) Block {
   uint8_t bytes[kRegionAlignment];
-};
-
-// The stages of a CTA's warps. Aligned, because no CTA's shared memory goes on behind a boundary of 4 GiB.
-struct alignas(4096) Rings {
-  uint8_t bytes[4096];
 };
 
 class StressRank {
@@ -45,6 +40,8 @@ class StressRank {
     const FlaggedRegion rows = plan.flagged_region();
     const uint64_t words = plan.options().ranks * rows.bytes_a_peer / sizeof(uint64_t);
     std::fill_n(reinterpret_cast<uint64_t*>(base[rank] + rows.begin), words, kNotCome);
+    name_place(&state_, 1, "state");
+    name_place(scratch_.data(), scratch_.size(), "scratch");
   }
   StressRank(const StressRank&) = delete;             // plans point into it
   StressRank& operator=(const StressRank&) = delete;  // plans point into it
@@ -66,6 +63,7 @@ class StressRank {
   void enter(uint32_t round) {
     round_ = round;
     object_ = objects_[plan_.object(round)].get();
+    use_plan(object_->plan);
   }
 
   void dispatch(Half half, uint32_t blocks) {
@@ -86,6 +84,7 @@ class StressRank {
     call.wish = flagged_ ? kWantsFlags : 0;
     call.half = half;
     launch_dispatch(call, blocks, [&](auto exec) {
+      use_plan(object.plan);
       putget::dispatch<int32_t>(exec, object.plan, call, scratch_[exec.block()].dispatch);
     });
   }
@@ -128,15 +127,10 @@ class StressRank {
     call.first_summing = plan_.first_summing(round_, rank_, blocks, call.sending_blocks);
     call.half = half;
     call.flagged_sources = flagged_sources(plan, call);
-    const uint32_t stages = flagged_ ? 1 : plan_.stages(round_, rank_);
-    if (stages > 1) {
-      const uint32_t rows = plan.shape.most_rows();
-      call.segment_bytes = kStagedSegmentBytes;
-      call.ring = {stages, kStageHeadBytes + rows * kStagedSegmentBytes};
-    }
     call.flagged_pieces = flagged_pieces(plan.shape, call.segment_bytes);
     const bool is_float = plan.shape.output_type == OutputType::kFloat32;
     launch_kernel(blocks, [&](KernelExec exec) {
+      use_plan(plan);
       CombineScratch& scratch = scratch_[exec.block()].combine;
       if (plan.shape.quantised() && call.flagged != 0) {
         if (is_float) {
@@ -154,10 +148,6 @@ class StressRank {
         putget::combine<Float32, FlaggedWire<Float32, false>, FewRows<4>>(exec, plan, call, scratch);
       } else if (call.flagged != 0) {
         putget::combine<Float32, FlaggedWire<Float32, false>, DynamicTopK>(exec, plan, call, scratch);
-      } else if (stages > 1) {
-        with_ring(exec, scratch_[exec.block()].rings.bytes, call.ring, [&](auto& ring_exec) {
-          putget::combine<Float32, SameWire<Float32, 4>, DynamicTopK>(ring_exec, plan, call, scratch);
-        });
       } else if (is_float && round_ % 2 == 0) {
         putget::combine<Float32, SameWire<Float32, 4>, DynamicTopK>(exec, plan, call, scratch);
       } else if (is_float) {
@@ -181,6 +171,11 @@ class StressRank {
         require(*word++ == kNotCome, "a word that nobody has set back", peer, i);
       }
     }
+    for (const auto& object : objects_) {
+      for (const unsigned long long rounds : object->tables_apart) {
+        require(rounds == 0, "a table that is another one than here", plan_.options().ranks, rounds);
+      }
+    }
   }
 
   const FaultRecord& fault() const { return fault_; }
@@ -191,7 +186,6 @@ class StressRank {
     DispatchScratch dispatch{};
     CombineScratch combine{};
     WaitScratch release{};
-    Rings rings;
   };
 
   // One AllToAll: its plan and the tables and tensors that its plan points to.
@@ -199,6 +193,7 @@ class StressRank {
     Plan plan;
     std::vector<int32_t> expert_to_rank, target_ranks, target_slots, num_tokens;
     unsigned long long invalid_ids = 0;
+    std::vector<unsigned long long> tables_apart;
     std::vector<int32_t> ids;
     std::vector<float> weights;
     std::vector<uint8_t> payload[kMaxPayloads];
@@ -222,6 +217,11 @@ class StressRank {
     }
     object->rows.resize(uint64_t{shape.ep_size} * shape.max_tokens_per_rank * shape.output_row_bytes());
     object->out.resize(uint64_t{shape.max_tokens_per_rank} * shape.output_row_bytes());
+    name_place(object->target_ranks.data(), routes, "routes");
+    name_place(object->target_slots.data(), routes, "routes");
+    name_place(object->num_tokens.data(), shape.ep_size, "num_tokens");
+    name_place(object->rows.data(), object->rows.size(), "rows");
+    name_place(object->out.data(), object->out.size(), "out");
     plan.shape = shape;
     plan.layout = layout_of(shape);
     plan.flagged = plan_.flagged_region();
@@ -234,6 +234,8 @@ class StressRank {
     plan.target_slots = object->target_slots.data();
     plan.num_tokens = object->num_tokens.data();
     plan.invalid_ids = &object->invalid_ids;
+    object->tables_apart.assign(2 * shape.ep_size, 0);
+    plan.tables_apart = object->tables_apart.data();
     plan.timeout_ns = static_cast<uint64_t>(plan_.options().timeout_s * 1e9);
     plan.warmup_timeout_ns = plan.timeout_ns;
     plan.wire_scale = kStaticScale;

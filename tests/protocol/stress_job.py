@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import shutil
 import subprocess
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,59 @@ from tests.protocol.tags import ROOT
 SOURCES = ROOT / "tests" / "native"
 # Exit statuses: a wrong byte, a deadline or misuse, threads that a GPU would hang with, the sanitizer's.
 MISMATCH, FAULT, STUCK, REPORT = 3, 4, 5, 66
+# Of each access of a race: "race: payload: read of 4 bytes".
+RACE = re.compile(r"^race: (\w+): ", re.MULTILINE)
 OPTIONS = dict.fromkeys(("TSAN_OPTIONS", "ASAN_OPTIONS", "UBSAN_OPTIONS"), f"halt_on_error=1 exitcode={REPORT}")
+
+EVERY_KIND = "01234"
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """Runs of the job without a mutation, which must all be clean: whatever the seed, whatever else the machine does.
+
+    Attributes:
+        ctas: Kernels are CTAs as on a GPU.
+        rounds: Of each run.
+        objects: Kinds of objects (tests/native/stress_plan.h), a digit each.
+        sizes: Ranks, and blocks of a kernel.
+    """
+
+    ctas: bool
+    rounds: int
+    objects: tuple[str, ...]
+    sizes: tuple[tuple[int, int], ...]
+
+    def options(self, ranks: int, blocks: int, objects: str, seed: int) -> tuple[object, ...]:
+        """Of one run."""
+        sizes = ("--ranks", ranks, "--blocks", blocks, "--rounds", self.rounds)
+        return *sizes, "--objects", objects, "--seed", seed
+
+
+BLOCK_ROUNDS = Rounds(False, 200, ("0", "234", EVERY_KIND), ((1, 1), (2, 1), (3, 1), (5, 1), (1, 3), (3, 2), (2, 4)))
+CTA_ROUNDS = Rounds(True, 40, ("0", "1", "2", "3", "4", EVERY_KIND), ((1, 2), (2, 1), (3, 2), (5, 1)))
+
+
+def compile_job(
+    target: Path,
+    source: str | Path,
+    sanitizer: str,
+    ctas: bool = False,
+    native: Path = ROOT / "native",
+    extra: tuple[str, ...] = ("-O1",),
+) -> subprocess.CompletedProcess[str]:
+    """Compiles a program of tests/native with a sanitizer; see StressJob."""
+    compiler = os.environ.get("CXX") or shutil.which("g++") or "c++"
+    options = ["-std=c++17", "-g", "-pthread", "-DPUTGET_STRESS", *(["-DPUTGET_STRESS_CTAS"] if ctas else []), *extra]
+    # What is emulated stands in for what only a GPU's compiler takes, so it is looked for first.
+    options += [f"-I{folder}" for folder in (SOURCES / "emulated", SOURCES, native, native / "include")]
+    sanitize = [f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all"]
+    return subprocess.run(
+        [compiler, *options, *sanitize, "-o", str(target), str(SOURCES / source)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
 
 
 class StressJob:
@@ -39,40 +93,26 @@ class StressJob:
         ctas: bool = False,
         whole_chunks: bool = False,
     ) -> None:
-        self._sanitizer = sanitizer
-        self._defines = ["-DPUTGET_STRESS"]
-        self._defines += ["-DPUTGET_STRESS_CTAS"] if ctas else []
-        self._defines += ["-DPUTGET_STRESS_WHOLE_CHUNKS"] if whole_chunks else []
-        # A mistake takes less time to run than to compile.
-        self._optimise = "-O1" if mistake is None else "-O0"
-        # What is emulated stands in for what only a GPU's compiler takes, so it is looked for first.
-        self._folders = [SOURCES / "emulated", SOURCES]
-        self._native = ROOT / "native"
+        native = ROOT / "native"
         if mistake is not None:
-            self._native = folder / "native"
-            shutil.copytree(ROOT / "native", self._native)
+            native = folder / "native"
+            shutil.copytree(ROOT / "native", native)
             name, right, wrong = mistake
-            text = (self._native / name).read_text()
+            text = (native / name).read_text()
             assert text.count(right) == 1, f"{name} does not say once: {right}"
-            (self._native / name).write_text(text.replace(right, wrong))
+            (native / name).write_text(text.replace(right, wrong))
         probe = folder / "probe.cpp"
         probe.write_text("int main() { return 0; }\n")
-        built = self._build(folder / "probe", probe)
+        built = compile_job(folder / "probe", probe, sanitizer)
         if built.returncode != 0:
             pytest.skip(f"the C++ compiler cannot build with -fsanitize={sanitizer}: {built.stderr[-200:]}")
         self._prefix = self._working_prefix(folder / "probe")
         self._program = folder / "stress"
-        built = self._build(self._program, SOURCES / source)
+        # A mistake takes less time to run than to compile.
+        extra = ("-O1" if mistake is None else "-O0",)
+        extra += ("-DPUTGET_STRESS_WHOLE_CHUNKS",) if whole_chunks else ()
+        built = compile_job(self._program, source, sanitizer, ctas=ctas, native=native, extra=extra)
         assert built.returncode == 0, built.stderr
-
-    def _build(self, target: Path, source: Path) -> subprocess.CompletedProcess[str]:
-        compiler = os.environ.get("CXX") or shutil.which("g++") or "c++"
-        options = ["-std=c++17", self._optimise, "-g", "-pthread", *self._defines]
-        options += [f"-I{folder}" for folder in (*self._folders, self._native, self._native / "include")]
-        sanitize = [f"-fsanitize={self._sanitizer}", "-fno-sanitize-recover=all"]
-        return subprocess.run(
-            [compiler, *options, *sanitize, "-o", str(target), str(source)], capture_output=True, text=True, timeout=120
-        )
 
     @staticmethod
     def _working_prefix(program: Path) -> list[str]:
@@ -93,3 +133,16 @@ class StressJob:
             text=True,
             timeout=120,
         )
+
+
+def is_caught(done: subprocess.CompletedProcess[str], places: set[str]) -> bool:
+    """Whether a run with a mutation fails because of it.
+
+    A wrong byte, a deadline, threads that wait forever and a wild address are the mutation's, since runs without one
+    have none. A race counts only at one of `places`, where the mutation breaks an order (tests/native/race_places.h
+    names them): any other report would say nothing about the mutation.
+    """
+    assert done.returncode in {0, MISMATCH, FAULT, STUCK, REPORT}, done.stderr
+    if done.returncode == REPORT and "DEADLYSIGNAL" not in done.stderr:
+        return bool(places & set(RACE.findall(done.stderr)))
+    return done.returncode != 0

@@ -12,7 +12,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> StressJob:
     return StressJob("address,undefined", tmp_path_factory.mktemp("address"))
 
 
-@pytest.mark.parametrize("seed", [1, 2, 20])  # 20: a token without rows goes through stages
+@pytest.mark.parametrize("seed", [1, 2, 20])
 @pytest.mark.parametrize("objects", ["0", "234", "01234"])
 @pytest.mark.parametrize("blocks", [1, 3])
 def test_the_protocol_is_clean(job: StressJob, blocks: int, objects: str, seed: int) -> None:

@@ -1,6 +1,7 @@
 """The models of the synchronisation (native/model) hold, and fail once one thing in them is left out or misplaced.
 
-Bigger configurations pass too (ctas MIXED PUSH ROTATE=2: 22 million states); they would only take longer.
+Bigger configurations pass too (ctas MIXED PUSH ROTATE=2: 22 million states; agreement READMIT LIMIT=7: 12 million);
+they would only take longer.
 """
 
 from __future__ import annotations
@@ -33,6 +34,9 @@ PARAMETERS = {
     "ROTATE",
     "WISH",
     "SENDING",
+    "LIMIT",
+    "PAUSES",
+    "WAKES",
 }
 VARIANTS = {
     "LAYERS",
@@ -47,6 +51,8 @@ VARIANTS = {
     "SKEW",
     "PEERS_MAY_STOP",
     "FLAGGED",
+    "STEPWISE",
+    "READMIT",
 }
 
 ASSERTION, DEADLOCK = "assertion violated", "invalid end state"
@@ -134,6 +140,8 @@ CORRECT = [
     Check("overlap", "RANKS=3"),
     Check("overlap", "ROUNDS=3 FLAGGED"),
     Check("overlap", "MIXED FLAGGED"),
+    # Agreement: a rank that pauses at any step, and who goes on.
+    Check("agreement", "WAKES=0"),
 ]
 MUTATIONS = [
     Check("ranks", "SKIP_D1", ASSERTION),
@@ -244,6 +252,14 @@ MUTATIONS = [
     Check("overlap", "WHOLE_COMBINE", DEADLOCK),
     Check("overlap", "START_WAITS", DEADLOCK),
     Check("overlap", "LEFT_OPEN", DEADLOCK),
+    Check("agreement", "OLD_MISSING", ASSERTION),
+    Check("agreement", "NO_ASK", ASSERTION),
+    Check("agreement", "SAME_GRACE", ASSERTION),
+    Check("agreement", "WAKES=1 NO_TIME_TO_COME", ASSERTION),
+    Check("agreement", "NO_FOLLOW", ASSERTION),
+    Check("agreement", "WAKES=1 NO_REASON", ASSERTION),
+    Check("agreement", "OWN_MIXED", ASSERTION),
+    Check("agreement", "OWN_EPOCH", ASSERTION),
 ]
 
 

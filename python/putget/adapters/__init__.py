@@ -1,4 +1,4 @@
-"""Plug-ins that put putget under the engines people run. docs/guide/adapters.md shows each switch.
+"""Plug-ins that put putget under the engines people run. docs/guides/engines/index.md shows each switch.
 
 Importing a module of this package imports no engine; an engine is imported when its plug-in is used. The modules hold
 no algorithm: they turn an engine's arguments into those of ``putget.AllToAll``, and its results into what the engine

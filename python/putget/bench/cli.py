@@ -146,7 +146,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     add("--flush_matmul", action="store_true", help="clear the caches between rounds with matrix products")
     add("--kernel_breakdown", action="store_true", help="time of each kernel, by torch's profiler")
     add("--iter_stats", action="store_true", help="percentiles over the iterations")
-    add("--output_file", metavar="FILE", help="write the report as JSON (docs/bench_json.md)")
+    add("--output_file", metavar="FILE", help="write the report as JSON (docs/reference/bench_json.md)")
     _add_commit(parser)
 
 

@@ -1,4 +1,4 @@
-"""The bench's report: the JSON document (docs/bench_json.md) and the tables for the terminal."""
+"""The bench's report: the JSON document (docs/reference/bench_json.md) and the tables for the terminal."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ class Link:
         """Measures one kind of transfer."""
 
         def move() -> None:
-            self._workspace.probe(kind, bytes_per_peer, num_sms)
+            self._workspace.probe(kind, bytes_per_peer, num_sms or None)
             if not self._is_cuda:
                 # Ranks may share cores and take turns: all at once means until the last one is done.
                 self.barrier()

@@ -2,7 +2,6 @@
 
 from putget.moe.kernels import expand, finalize, gated_activation
 from putget.moe.layer import ExpertParallelMoE
-from putget.moe.overlap import TwoBatch
 from putget.moe.router import GroupLimitedRouting, Router, SoftmaxRouting
 
 __all__ = [
@@ -10,7 +9,6 @@ __all__ = [
     "GroupLimitedRouting",
     "Router",
     "SoftmaxRouting",
-    "TwoBatch",
     "expand",
     "finalize",
     "gated_activation",

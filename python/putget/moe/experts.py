@@ -42,12 +42,10 @@ class Experts(Protocol):
     def load(self, expert: int, gate: Tensor, up: Tensor, down: Tensor) -> None:
         """Weights of one local expert in float32: [intermediate, hidden], the same, and [hidden, intermediate]."""
 
-    def __call__(
-        self, payloads: Sequence[Tensor], groups: Groups, expected_rows: int, num_sms: int | None = None
-    ) -> Tensor:
+    def __call__(self, payloads: Sequence[Tensor], groups: Groups, expected_rows: int) -> Tensor:
         """[capacity, hidden_size] bfloat16 of payloads [capacity, ...]; rows of no expert are undefined.
 
-        expected_rows is what an expert has on average; num_sms bounds the SMs of the products, where they can be bound.
+        expected_rows is what an expert has on average.
         """
 
 
@@ -91,10 +89,8 @@ class Bf16Experts(nn.Module):
         self.gate_up[expert].copy_(torch.cat([gate, up]))
         self.down[expert].copy_(down)
 
-    def forward(
-        self, payloads: Sequence[Tensor], groups: Groups, expected_rows: int, num_sms: int | None = None
-    ) -> Tensor:
-        """See ``Experts.__call__``; ``torch._grouped_mm`` takes all SMs."""
+    def forward(self, payloads: Sequence[Tensor], groups: Groups, expected_rows: int) -> Tensor:
+        """See ``Experts.__call__``."""
         (rows,) = payloads
         between = grouped_bf16_mm(rows, self.gate_up, groups)
         active = gated_activation(between, self.gate, num_valid=(groups.offsets, groups.num_rows))
@@ -173,9 +169,7 @@ class Fp8Experts(nn.Module):
         self.gate_up_scales[expert].copy_(torch.cat([scales[0], scales[1]]))
         self.down_scales[expert].copy_(scales[2])
 
-    def forward(
-        self, payloads: Sequence[Tensor], groups: Groups, expected_rows: int, num_sms: int | None = None
-    ) -> Tensor:
+    def forward(self, payloads: Sequence[Tensor], groups: Groups, expected_rows: int) -> Tensor:
         """See ``Experts.__call__``."""
         if self.row_dtype == torch.bfloat16:
             rows, scales = grouped_fp8.quantise_rows(payloads[0], num_rows=groups.offsets[-1:])
@@ -185,14 +179,7 @@ class Fp8Experts(nn.Module):
 
         def product(left: Tensor, left_scales: Tensor, weight: Tensor, weight_scales: Tensor) -> Tensor:
             return grouped_fp8.grouped_fp8_mm(
-                left,
-                left_scales,
-                weight,
-                weight_scales,
-                starts,
-                counts,
-                expected_rows=expected_rows,
-                num_sms=num_sms,
+                left, left_scales, weight, weight_scales, starts, counts, expected_rows=expected_rows
             )
 
         between = product(rows, scales, self.gate_up, self.gate_up_scales)

@@ -21,7 +21,7 @@ from typing import Any, Literal, TypeAlias, overload
 import torch
 
 from putget import _abi
-from putget._arguments import check_apart, check_tensor
+from putget._arguments import check_apart, check_int, check_row_bytes, check_tensor
 from putget._geometry import OUTPUT_TYPES
 from putget.expert_major import ExpertMajor
 from putget.workspace import current_stream
@@ -29,6 +29,7 @@ from putget.workspace import current_stream
 ValidRows: TypeAlias = torch.Tensor | ExpertMajor | tuple[torch.Tensor, torch.Tensor] | None
 
 MAX_GROUPS = 4096
+MAX_COLUMNS = _abi.MAX_ROW_BYTES // 4
 SCALE_BLOCK = 128  # values that share a scale
 QUANTISED_PACK = 16  # a quantised row has a multiple of this many values
 
@@ -73,6 +74,9 @@ def expand(
         check_tensor(f"source[{index}]", one, (count, *one.shape[1:]), (one.dtype,), device)
         if one.numel() == 0 and count:
             raise ValueError(f"source[{index}] has shape {list(one.shape)}, expected rows of at least one element")
+        if count:
+            check_row_bytes(f"source[{index}]", one[0].numel() * one.element_size())
+    check_int("rows of source", count, 0, _abi.MAX_ROWS)
     rows = _count_rows("source_rows", source_rows)
     check_tensor("source_rows", source_rows, (rows,), (torch.int32,), device)
     wanted = [(rows, *one.shape[1:]) for one in sources]
@@ -167,6 +171,9 @@ def gated_activation(
         raise ValueError(f"x is {came}, expected a tensor [rows, 2 * n]")
     rows, n = x.shape[0], x.shape[1] // 2
     check_tensor("x", x, (rows, 2 * n), tuple(OUTPUT_TYPES), x.device)
+    check_int("rows of x", rows, 0, _abi.MAX_ROWS)
+    if n > MAX_COLUMNS:
+        raise ValueError(f"x has 2 * {n} columns, allowed are 2 * {MAX_COLUMNS}")
     if quantise is None:
         if scales is not None:
             raise ValueError("scales came, but quantise is None")
@@ -235,7 +242,7 @@ def _count_rows(name: str, value: Any) -> int:
     if not isinstance(value, torch.Tensor) or value.dim() != 1:
         came = list(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
         raise ValueError(f"{name} is {came}, expected a tensor of one dimension")
-    return int(value.shape[0])
+    return check_int(f"entries of {name}", int(value.shape[0]), 0, _abi.MAX_ROWS)
 
 
 def _given_or_new(

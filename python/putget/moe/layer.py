@@ -136,17 +136,18 @@ class ExpertParallelMoE(nn.Module):
         self.max_tokens_per_rank = max_tokens_per_rank
         self.overlap_shared = overlap_shared
         self.nvtx = nvtx and place.type == "cuda"
-        self._comm = comm
-        self._options: dict[str, Any] = {
-            "num_experts": num_experts,
-            "top_k": top_k,
-            "max_tokens_per_rank": max_tokens_per_rank,
-            "payloads": payloads,
-            "output": Payload((hidden_size,), torch.bfloat16),
-            "device": place,
+        self.a2a = AllToAll(
+            comm,
+            num_experts=num_experts,
+            top_k=top_k,
+            max_tokens_per_rank=max_tokens_per_rank,
+            payloads=payloads,
+            output=Payload((hidden_size,), torch.bfloat16),
+            device=place,
             **all_to_all,
-        }
-        self.lane = Lane(AllToAll(comm, **self._options), grouped_memory)
+        )
+        # Made before anything is captured.
+        self.grouped_memory = self.a2a.expert_major_memory() if grouped_memory is None else grouped_memory
         try:
             comm.compare(
                 "ExpertParallelMoE",
@@ -159,12 +160,12 @@ class ExpertParallelMoE(nn.Module):
                     "weight_dtype": weight_dtype,
                     "gate": gate,
                 },
-                self.lane.a2a.workspace.warmup_timeout_s,
+                self.a2a.workspace.warmup_timeout_s,
             )
         except (ValueError, PutgetError):
-            self.lane.a2a.close()
+            self.a2a.close()
             raise
-        owners = self.lane.a2a.expert_to_rank.tolist()
+        owners = self.a2a.expert_to_rank.tolist()
         self.local_experts = [expert for expert, owner in enumerate(owners) if owner == comm.rank]
         self.experts = kind(len(self.local_experts), hidden_size, intermediate_size, gate, place)
         self._beside = Beside(place)
@@ -223,7 +224,7 @@ class ExpertParallelMoE(nn.Module):
     def run(self, x: Tensor, num_valid_tokens: Tensor | None) -> Tensor:
         """What ``forward`` does; ``torch.compile`` sees it as one operator."""
         self.check_input("x", x)
-        a2a = self.lane.a2a
+        a2a = self.a2a
         overlapped = self.overlap_shared and self.shared is not None
         ids, weights, payloads = self.route(x)
         if not overlapped:
@@ -239,7 +240,7 @@ class ExpertParallelMoE(nn.Module):
             with self.range("dispatch_finish"):
                 received = a2a.dispatch_finish()
         with self.range("expert_major"):
-            grouped = received.expert_major(memory=self.lane.memory)
+            grouped = received.expert_major(memory=self.grouped_memory)
         if overlapped and len(x) >= _SHARED_FILL_FROM:
             self._beside.join()
         rows = self.run_experts(grouped, len(x))
@@ -248,7 +249,7 @@ class ExpertParallelMoE(nn.Module):
         with self.range("combine"):
             return a2a.combine(rows, layout=grouped, addend=addend)
 
-    # --- the steps, which TwoBatch puts together in another order -----------------------------------------------------
+    # --- the steps ----------------------------------------------------------------------------------------------------
 
     def check_input(self, name: str, x: Tensor) -> None:
         """Raises ValueError where x is not [up to max_tokens_per_rank, hidden_size] bfloat16 on the device."""
@@ -263,29 +264,21 @@ class ExpertParallelMoE(nn.Module):
             ids, weights = self.router(x)
             return ids, weights, self.experts.prepare(x)
 
-    def run_shared(self, payloads: tuple[Tensor, ...], num_sms: int | None = None) -> Tensor | None:
+    def run_shared(self, payloads: tuple[Tensor, ...]) -> Tensor | None:
         """The shared experts' output, [num_tokens, hidden_size]; None where there are none."""
         if self.shared is None:
             return None
         with self.range("shared_experts"):
-            output: Tensor = self.shared(payloads, num_sms)
+            output: Tensor = self.shared(payloads)
             return output
 
-    def run_experts(self, grouped: ExpertMajor, num_tokens: int, num_sms: int | None = None) -> Tensor:
+    def run_experts(self, grouped: ExpertMajor, num_tokens: int) -> Tensor:
         """The output of this rank's experts for the rows that came, [capacity, hidden_size]."""
         with self.range("experts"):
             # What an expert gets where every rank has as many tokens as this one.
-            pairs = max(1, num_tokens) * self.lane.a2a.ep_size * self.top_k
-            rows: Tensor = self.experts(grouped.payloads, grouped, -(-pairs // self.num_experts), num_sms)
+            pairs = max(1, num_tokens) * self.a2a.ep_size * self.top_k
+            rows: Tensor = self.experts(grouped.payloads, grouped, -(-pairs // self.num_experts))
             return rows
-
-    def make_lane(self, **options: Any) -> Lane:
-        """Another ``AllToAll`` with a workspace of its own, for rounds beside those of this layer. Collective.
-
-        Args:
-            **options: Arguments of ``AllToAll`` in place of this layer's.
-        """
-        return Lane(AllToAll(self._comm, **{**self._options, "workspace": None, **options}), None)
 
     @contextlib.contextmanager
     def range(self, name: str) -> Iterator[None]:
@@ -320,27 +313,14 @@ class ExpertParallelMoE(nn.Module):
 
     def check(self) -> None:
         """See ``AllToAll.check``."""
-        self.lane.a2a.check()
+        self.a2a.check()
 
     def close(self) -> None:
         """See ``AllToAll.close``. Weights stay."""
-        self.lane.a2a.close()
+        self.a2a.close()
 
     def __enter__(self) -> ExpertParallelMoE:
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        self.lane.a2a.__exit__(*exception)
-
-
-class Lane:
-    """One way for rows to travel: an ``AllToAll``, and memory for the rows by expert, made before anything is captured.
-
-    Args:
-        a2a: The object.
-        memory: Memory of another lane of the same sizes, or None.
-    """
-
-    def __init__(self, a2a: AllToAll, memory: ExpertMajorMemory | None) -> None:
-        self.a2a = a2a
-        self.memory = a2a.expert_major_memory() if memory is None else memory
+        self.a2a.__exit__(*exception)

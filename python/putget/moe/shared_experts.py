@@ -37,12 +37,11 @@ class SharedExperts(nn.Module):
             "_ramp", torch.arange(2, dtype=torch.int32, device=experts.gate_up.device), persistent=False
         )
 
-    def forward(self, payloads: Sequence[Tensor], num_sms: int | None = None) -> Tensor:
+    def forward(self, payloads: Sequence[Tensor]) -> Tensor:
         """[num_tokens, hidden_size] bfloat16 of the rows as they are dispatched.
 
         Args:
             payloads: What ``Experts.prepare`` made of them.
-            num_sms: Most SMs of the products, where they can be bound.
         """
         experts = self.experts
         if isinstance(experts, Bf16Experts):
@@ -50,5 +49,5 @@ class SharedExperts(nn.Module):
             return linear(gated_activation(between, experts.gate), experts.down[0])
         num_tokens = len(payloads[0])
         offsets = self._ramp * num_tokens
-        output: Tensor = experts(payloads, _OneGroup(offsets, offsets[1:]), num_tokens, num_sms)
+        output: Tensor = experts(payloads, _OneGroup(offsets, offsets[1:]), num_tokens)
         return output

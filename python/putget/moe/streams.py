@@ -30,15 +30,6 @@ class Beside:
         """What is enqueued inside of ``with`` goes to the second stream."""
         return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
-    def mark(self) -> Any:
-        """This point of the second stream, for ``wait_for``."""
-        return None if self._stream is None else self._stream.record_event()
-
-    def wait_for(self, mark: Any) -> None:
-        """The current stream waits for a point of the second one."""
-        if mark is not None:
-            torch.cuda.current_stream(self._device).wait_event(mark)
-
     def join(self) -> None:
         """The current stream waits for all that has been enqueued on the second one."""
         if self._stream is not None:

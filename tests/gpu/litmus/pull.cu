@@ -1,5 +1,6 @@
 // Rows written into own memory, announced, and read by the peer that they are for (C1 to C4, J2); overwritten only
 // after the reader's next release (D3, D4): the write-after-read hazard across ranks.
+#include "cuda/ptx.cuh"
 #include "steps.cuh"
 #include "tests.h"
 
@@ -73,6 +74,48 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(View view) {
   check_outboxes<kLoad>(view, n);
 }
 
+// The same round with each kernel begun while the one before it ends (programmatic dependent launch), as the product
+// launches them. What dispatch says of the reads of the combine before it holds by griddepcontrol.wait alone.
+__global__ void __launch_bounds__(kThreads) early_dispatch_kernel(View view) {
+  putget::ptx::wait_for_earlier_grids();
+  const uint32_t n = *view.epoch + 1;
+  publish_all<Publish::kRelease>(view, view.arrived, n, 0);        // [D3]
+  await_all<Publish::kRelease>(view, view.arrived[view.rank], n);  // [D4]
+  if (threadIdx.x == 0) *view.epoch = n;
+}
+
+// Somebody else's kernel, which lets the next one come at once, and writes late.
+__global__ void __launch_bounds__(kThreads) late_experts_kernel(View view) {
+  putget::ptx::launch_dependent_grids();
+  jitter(view, *view.epoch, 7);
+  write_outbox(view, *view.epoch);
+}
+
+// Reads rows that the kernel before stored here, with no flag between, and then the peers'. C2 is a fence, and later a
+// relaxed store. kWaits: griddepcontrol.wait comes first; else at the end, which is the broken variant.
+template <Load kLoad, bool kWaits>
+__global__ void __launch_bounds__(kThreads) early_combine_kernel(View view) {
+  if (kWaits) putget::ptx::wait_for_earlier_grids();
+  const uint32_t n = *view.epoch;
+  const int p = static_cast<int>(threadIdx.x);
+  if (blockIdx.x == 0 && p < view.size) {  // [C2]
+    putget::ptx::fence_sys();
+    store_relaxed_sys(view.ended[p] + view.rank * kFlagStride, flag_of(n, 1));
+  }
+  const Range share = grid_share(n * 5);
+  for (uint32_t k = share.begin; k < view.vectors * view.size; k += share.step) {
+    const int reader = static_cast<int>(k / view.vectors);
+    const uint32_t index = k % view.vectors;
+    const uint4* own = view.outbox[view.rank] + reader * kMaxVectors + index;
+    check_row(view, load_row<kLoad>(own), n, view.rank, reader, index);
+  }
+  if (await_all<Publish::kRelease>(view, view.ended[view.rank], n)) {  // [C3]
+    putget::ptx::launch_dependent_grids();
+    check_outboxes<kLoad>(view, n);
+  }
+  if (!kWaits) putget::ptx::wait_for_earlier_grids();
+}
+
 // Three ranks in one hazard (C4 -> C5 -> D0 -> D2): this rank reads in an owner's memory, and the one that overwrites
 // those rows there is a third. Grid: kCtas, all resident.
 template <Load kLoad>
@@ -127,6 +170,29 @@ void launch_graphs(const Fleet& fleet, uint32_t iterations) {
                        [&](int rank, cudaStream_t stream) { launch_round<kLoad>(fleet.view(rank, kVectors), stream); });
 }
 
+void launch_one(void (*kernel)(View), int ctas, bool early, cudaStream_t stream, const View& view) {
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(ctas);
+  config.blockDim = dim3(kThreads);
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = early ? 1 : 0;
+  check(cudaLaunchKernelEx(&config, kernel, view), "cudaLaunchKernelEx");
+}
+
+template <Load kLoad, bool kWaits>
+void launch_early_graphs(const Fleet& fleet, uint32_t iterations) {
+  fleet.replay_on_each(iterations, [&](int rank, cudaStream_t stream) {
+    const View view = fleet.view(rank, kVectors);
+    launch_one(early_dispatch_kernel, 1, true, stream, view);
+    launch_one(late_experts_kernel, kCtas, false, stream, view);
+    launch_one(early_combine_kernel<kLoad, kWaits>, kCtas, true, stream, view);
+  });
+}
+
 }  // namespace
 
 std::vector<Test> pull_tests() {
@@ -136,9 +202,12 @@ std::vector<Test> pull_tests() {
       {"pull_next_kernel", Expect::kNone, 4000, launch_next_kernel<Load::kPlain>},
       {"pull_next_kernel_graph", Expect::kNone, 8000, launch_graphs<Load::kPlain>},
       {"pull_next_kernel_graph_load_peer", Expect::kNone, 8000, launch_graphs<Load::kPeer>},
+      {"pull_early_kernel_graph", Expect::kNone, 4000, launch_early_graphs<Load::kPlain, true>},
+      {"pull_early_kernel_graph_load_peer", Expect::kNone, 4000, launch_early_graphs<Load::kPeer, true>},
       {"third_rank_writes", Expect::kNone, 20000, launch_third_writes<Load::kPlain>},
       {"third_rank_writes_load_peer", Expect::kNone, 20000, launch_third_writes<Load::kPeer>},
       {"pull_broken_relaxed_flag", Expect::kAny, 10000, launch_same_kernel<Publish::kRelaxed, Load::kPlain>},
+      {"pull_early_kernel_broken_no_wait", Expect::kAny, 1000, launch_early_graphs<Load::kPlain, false>},
       {"pull_broken_flag_before_rows", Expect::kSome, 500, launch_same_kernel<Publish::kEarly, Load::kPlain>},
   };
 }

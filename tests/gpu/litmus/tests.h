@@ -26,7 +26,6 @@ struct Test {
 std::vector<Test> push_tests();         // rows are written to the peer, as dispatch does
 std::vector<Test> pull_tests();         // rows are read from the peer, as combine does
 std::vector<Test> cache_tests();        // lines that a first-level cache already holds
-std::vector<Test> bulk_tests();         // rows carried by bulk copies, as a combine with stages carries them
 std::vector<Test> flag_tests();         // the flag word by itself
 std::vector<Test> flagged_tests();      // rows that are their own flags
 std::vector<Test> many_to_one_tests();  // several sources, one receiver

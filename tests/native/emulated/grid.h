@@ -14,7 +14,6 @@
 #include <vector>
 
 #include "cpu/stress.h"
-#include "emulated/bulk.h"
 #include "emulated/fibers.h"
 
 namespace putget::emulated {
@@ -37,7 +36,6 @@ struct Cta {
   Group all;
   std::vector<Group> warp;
   std::vector<Left<uint64_t>> said;  // by each thread in a meeting
-  Left<uintptr_t> shared;            // the upper half of the addresses of its shared memory
 };
 
 struct Thread {
@@ -51,7 +49,6 @@ struct Thread {
   Left<Group*> waits_for;
   Left<Meeting> meeting;
   Left<bool> ended;
-  BulkRequest bulk;
 
   Group& warp() const { return cta->warp[index / kWarpLanes]; }
 };
@@ -90,35 +87,21 @@ class Grid {
     }
     release_at(&begin_);
     for (size_t left = all.size(); left > 0;) {
-      if (!bulk_.is_idle() && (ready_.empty() || draw() % 4 == 0)) {
-        bulk_.work(draw());
-        continue;
-      }
       if (ready_.empty()) fail("threads wait for others which do not come, or which come for something else");
       const size_t which = draw() % ready_.size();
       Thread& thread = *ready_[which];
       let_go_on(thread);
-      if (thread.bulk.asked.get()) bulk_.serve(thread.bulk);
       const bool ended = thread.ended.get();
       if (!ended && thread.waits_for.get() == nullptr) continue;
       ready_[which] = ready_.back();
       ready_.pop_back();
       if (ended) {
-        if (bulk_.reads_for(thread.bulk)) fail("a thread has ended, and its shared memory is still read or written");
         --left;
       } else {
         gather(thread, all);
       }
     }
-    while (!bulk_.is_idle()) bulk_.work(draw());  // what has been read is written before the next launch
     acquire_at(&end_);
-  }
-
-  // What the running thread asks of the copy engine, in self().bulk.
-  bool ask_bulk() {
-    self().bulk.asked.set(true);
-    give_way();
-    return self().bulk.yes.get();
   }
 
   // The running thread lets others go on, perhaps.
@@ -215,7 +198,6 @@ class Grid {
   uint32_t threads_;
   std::vector<Cta> ctas_;
   std::vector<Thread*> ready_;
-  BulkEngine bulk_;
   Left<Thread*> self_;
   void (*body_)(const void*) = nullptr;
   const void* with_ = nullptr;

@@ -66,6 +66,10 @@ inline uint32_t load_relaxed_gpu(const uint32_t* address) {
   give_way();
   return atomics::load_relaxed(address);
 }
+inline void store_relaxed_gpu(uint32_t* address, uint32_t value) {
+  atomics::store_relaxed(address, value);
+  give_way();
+}
 inline void store_release_sys_host(uint32_t* address, uint32_t value) {
   __atomic_store_n(address, value, __ATOMIC_RELEASE);
 }

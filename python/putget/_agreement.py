@@ -1,0 +1,290 @@
+"""Agreement of ranks on who goes on together (docs/protocol.md, *Agreement*; the model is native/model/agreement.pml).
+
+Every member tells every rank whom it wants (*join*), and once all members have joined alike, which joins it has heard
+(*confirm*). Members that have heard equal confirms meet: they take the two steps of ``Workspace`` that share memory. A
+member that gives up says whom it missed (*left*), and whoever is with it in that attempt gives up too, missing the same
+ranks. So the ranks that answer each other stay together, whatever becomes of the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from putget._mesh import Deadline, Mesh
+from putget.errors import PeerTimeout
+
+_ANSWER_S = 1.0  # in which a rank that lives says whom it misses
+_PATIENCE_S = 1.0  # with a wish that differs: its rank may be about to give up
+
+# How far an attempt has come. Whoever is further waits longer for word of those behind it.
+_JOINING, _CONFIRMING, SHARING, STARTING = 1, 2, 3, 4
+
+
+@dataclass
+class _Join:
+    """What a peer wants: its last join, until that is taken back."""
+
+    number: int
+    workspace: int
+    members: list[int]
+    epoch: int
+    step: int
+    given_up: list[int]  # ranks that it missed since it last went on, and does not want
+    heard_at: float
+    is_fresh: bool  # heard during this rank's attempt
+
+
+class _Patience(Deadline):
+    """The deadline of one stage. At its end all are asked once more: those who are behind say whom they miss.
+
+    Whoever is asked asks too, and whoever has come further waits longer for an answer.
+    """
+
+    def __init__(self, attempt: Attempt, timeout_s: float, answer_s: float) -> None:
+        super().__init__(timeout_s)
+        self._attempt = attempt
+        self._answer_s = answer_s
+        self._asked_at: float | None = None
+
+    def left(self) -> float:
+        if self._asked_at is None:
+            return super().left()
+        return self._asked_at + self._attempt.stage * self._answer_s - time.monotonic()
+
+    def put_off(self) -> bool:
+        if self._asked_at is not None or self._attempt.stage == _JOINING:
+            return False  # whoever has not joined has not come
+        self.ask()
+        return True
+
+    def ask(self) -> None:
+        """This deadline has passed, or a peer's: what is to be said is said soon."""
+        if self._asked_at is None:
+            self._asked_at = time.monotonic()
+            self._attempt.ask()
+
+
+class Agreement:
+    """What the ranks of one mesh say to each other about who goes on. Attempts come one after the other."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self.joins: dict[int, _Join] = {}
+        self.confirms: dict[int, list[int]] = {}
+        self.given_up: set[int] = set()  # missed since this rank last went on
+        self._number = 0
+
+    @contextlib.contextmanager
+    def attempt(self, workspace: int, members: list[int], epoch: int, timeout_s: float) -> Iterator[Attempt]:
+        """Agrees on members; the body meets them. Any error, also the body's, takes the join back.
+
+        Args:
+            workspace: Its number.
+            members: Ranks in order, with this one.
+            epoch: This rank's.
+            timeout_s: Deadline of each stage, in seconds.
+
+        Raises:
+            ValueError: A member wants other members, or is at another workspace.
+            PeerTimeout: A member does not answer, or one that does misses it.
+        """
+        self._number += 1
+        attempt = Attempt(self, self._number, workspace, members, epoch, timeout_s)
+        try:
+            attempt.agree()
+            yield attempt
+        except BaseException as error:
+            missing = error.missing if isinstance(error, PeerTimeout) else ()
+            self.given_up.update(missing)
+            self.tell(self.mesh.peers, {"left": self._number, "missing": missing}, timeout_s)
+            raise
+        self.given_up.clear()
+
+    def tell(self, ranks: Iterable[int], fields: dict[str, Any], timeout_s: float) -> None:
+        """Says the same to several ranks."""
+        for rank in ranks:
+            self.mesh.peers[rank].send(fields, [], timeout_s)
+
+    def hear_old(self) -> None:
+        """Takes what was said before this rank's attempt: joins stand, the rest is over."""
+        for rank, peer in self.mesh.peers.items():
+            peer.receive_all()
+            while peer.agreement:
+                self.note(rank, peer.agreement.popleft(), is_fresh=False)
+
+    def note(self, rank: int, fields: dict[str, Any], is_fresh: bool) -> None:
+        """Keeps a join or a confirm of this rank; forgets a join that is taken back."""
+        if "join" in fields:
+            self.joins[rank] = _Join(
+                number=fields["join"],
+                workspace=fields["workspace"],
+                members=fields["members"],
+                epoch=fields["epoch"],
+                step=fields["step_at"],
+                given_up=fields["given_up"],
+                heard_at=time.monotonic(),
+                is_fresh=is_fresh,
+            )
+        elif "left" in fields and rank in self.joins and self.joins[rank].number == fields["left"]:
+            del self.joins[rank]
+        elif "confirm" in fields:
+            self.confirms[rank] = fields["confirm"]
+
+
+class Attempt:
+    """One call of ``set_active_ranks``.
+
+    Attributes:
+        stage: How far it has come.
+        epoch: This rank's; once agreed, the highest among the members.
+        deadline: Of the stage.
+    """
+
+    def __init__(
+        self, agreement: Agreement, number: int, workspace: int, members: list[int], epoch: int, timeout_s: float
+    ) -> None:
+        self._agreement = agreement
+        self._mesh = agreement.mesh
+        self._number = number
+        self._workspace = workspace
+        self._members = members
+        self._others = [rank for rank in members if rank != self._mesh.rank]
+        self._timeout_s = timeout_s
+        self._since = time.monotonic()
+        self._own: dict[str, Any] = {}  # this rank's join
+        self._told: list[int] = []  # numbers of the joins that this rank has confirmed
+        self._together: dict[int, int] = {}  # once agreed: the number of each member's join
+        self.stage = _JOINING
+        self.epoch = epoch
+        self._answer_s = min(_ANSWER_S, timeout_s / 2)
+        # A member may come one round's deadline after this rank: its last round may wait for this rank.
+        self.deadline = _Patience(self, 2 * timeout_s, self._answer_s)
+
+    def agree(self) -> None:
+        """Returns once every member has confirmed the same joins. Raises as ``Agreement.attempt``."""
+        agreement, mesh = self._agreement, self._mesh
+        agreement.hear_old()
+        self._own = {
+            "join": self._number,
+            "workspace": self._workspace,
+            "members": self._members,
+            "epoch": self.epoch,
+            "step_at": mesh.step,
+            "given_up": sorted(agreement.given_up - set(self._members)),
+        }
+        agreement.tell(mesh.peers, self._own, self._timeout_s)
+        mesh.wait(self._look, self._missing, self.deadline, "set_active_ranks", self.epoch)
+        joins = {peer: agreement.joins.pop(peer) for peer in self._others}
+        self._together = {peer: join.number for peer, join in joins.items()}
+        mesh.step = max([mesh.step, *(join.step for join in joins.values())]) + 1
+        self.epoch = max([self.epoch, *(join.epoch for join in joins.values())])
+
+    def begin(self, stage: int) -> None:
+        """The members have agreed, and take the next step together: SHARING or STARTING."""
+        self.stage = stage
+        self.deadline = _Patience(self, self._timeout_s, self._answer_s)
+
+    def ask(self) -> None:
+        """A deadline has passed: whoever misses others is to say so."""
+        self._agreement.tell(self._others, {"hurry": self._number}, self._timeout_s)
+
+    def heed(self) -> None:
+        """Takes what members have said.
+
+        Raises:
+            PeerTimeout: A member that was with this rank has given up; the same ranks are missing.
+            ValueError: A member has found a conflict.
+        """
+        for peer in self._others:
+            queue = self._mesh.peers[peer].agreement
+            while queue:
+                self._take(peer, queue.popleft())
+
+    def _take(self, peer: int, fields: dict[str, Any]) -> None:
+        is_with = self._is_with(peer)
+        if "left" in fields:
+            number = self._number_of(peer)
+            self._agreement.note(peer, fields, is_fresh=True)
+            missing = set(fields["missing"])
+            if is_with and number == fields["left"] and missing and self._mesh.rank not in missing:
+                self._give_up(missing)
+        elif "hurry" in fields:
+            if is_with and self._number_of(peer) == fields["hurry"]:
+                self.deadline.ask()
+        elif "conflict" in fields:
+            if fields["yours"] == self._number:
+                raise ValueError(fields["conflict"])
+        else:
+            self._agreement.note(peer, fields, is_fresh=True)
+
+    def _number_of(self, peer: int) -> int | None:
+        if self._together:
+            return self._together[peer]
+        join = self._agreement.joins.get(peer)
+        return None if join is None else join.number
+
+    def _is_with(self, peer: int) -> bool:
+        """Whether a member wants what this rank wants."""
+        join = self._agreement.joins.get(peer)
+        return bool(self._together) or (
+            join is not None and (join.workspace, join.members) == (self._workspace, self._members)
+        )
+
+    def _give_up(self, missing: set[int]) -> None:
+        raise PeerTimeout("set_active_ranks", self._mesh.rank, self.epoch, missing)
+
+    def _look(self) -> bool:
+        self.heed()
+        agreement = self._agreement
+        if not all(self._is_with(peer) for peer in self._others):
+            self.stage = _JOINING
+            for peer in self._others:
+                self._judge(peer)
+            return False
+        self.stage = _CONFIRMING
+        heard = [self._number if rank == self._mesh.rank else agreement.joins[rank].number for rank in self._members]
+        if heard != self._told:
+            self._told = heard
+            agreement.tell(self._others, {"confirm": heard}, self._timeout_s)
+        return all(agreement.confirms.get(peer) == heard for peer in self._others)
+
+    def _missing(self) -> set[int]:
+        """Those who have not joined alike; only when all have, those who have not confirmed it."""
+        absent = {peer for peer in self._others if not self._is_with(peer)}
+        return absent or {peer for peer in self._others if self._agreement.confirms.get(peer) != self._told}
+
+    def _judge(self, peer: int) -> None:
+        """A member that wants others than this rank: it has missed some in the meantime, or it is a conflict.
+
+        Raises:
+            PeerTimeout: It does not want ranks that it has missed: here they are missing too.
+            ValueError: It goes on wanting others for no such reason.
+        """
+        join = self._agreement.joins.get(peer)
+        if join is None or self._is_with(peer) or self._mesh.rank not in join.members:
+            return
+        fewer = set(self._members) - set(join.members)
+        more = set(join.members) - set(self._members)
+        has_waited = time.monotonic() - max(join.heard_at, self._since) >= min(_PATIENCE_S, self._timeout_s / 4)
+        same_workspace = join.workspace == self._workspace
+        if same_workspace and fewer <= set(join.given_up) and more <= self._agreement.given_up:
+            if fewer and (join.is_fresh or has_waited):
+                self._give_up(fewer)
+        elif join.is_fresh and has_waited:
+            self._refuse(peer, join)
+
+    def _refuse(self, peer: int, join: _Join) -> None:
+        own = self._mesh.rank
+        if join.workspace != self._workspace:
+            conflict = f"workspace: rank {peer} is at {join.workspace}, rank {own} at {self._workspace}"
+        else:
+            conflict = f"mask: rank {peer} wants the active ranks {join.members}, rank {own} wants {self._members}"
+        for other in self._others:
+            known = self._agreement.joins.get(other)
+            number = None if known is None else known.number
+            self._agreement.tell([other], {"conflict": conflict, "yours": number}, self._timeout_s)
+        raise ValueError(conflict)

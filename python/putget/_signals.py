@@ -1,0 +1,49 @@
+"""Signals while native code waits: their handlers run then, and what one raises ends the wait."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import threading
+from collections.abc import Generator
+
+from putget import _abi
+
+_raised: list[BaseException] = []
+
+
+def _answers() -> Generator[int, None, None]:
+    """Runs the handlers of signals that have come, each time it is resumed: 1 where one raised, else 0.
+
+    A generator, because the interpreter may run handlers as soon as Python code goes on: here that is inside of
+    ``try``, in a function it would be before.
+    """
+    answer = 0
+    while True:
+        try:
+            while True:
+                yield answer
+                answer = 0
+                ctypes.pythonapi.PyErr_CheckSignals()
+        except GeneratorExit:
+            raise
+        except BaseException as error:
+            _raised.append(error)
+            answer = 1
+
+
+@functools.cache
+def listen() -> object:
+    """Lets waits on CPU ask for signals, from now on. Keeps what they ask."""
+    answers = _answers()
+    next(answers)
+    check = _abi.INTERRUPT_CHECK(answers.__next__)
+    _abi.library().putget_set_interrupt_check(check)
+    return check
+
+
+def take_raised() -> BaseException | None:
+    """What a handler has raised while this thread waited."""
+    if not _raised or threading.current_thread() is not threading.main_thread():
+        return None
+    return _raised.pop()

@@ -1,0 +1,61 @@
+"""The reference pages are complete: public names, errors, environment variables, commands, engines' versions."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+import putget
+from putget import config, errors
+from putget.bench import cli
+from tests.project.checkout import NATIVE, PACKAGE, ROOT, pyproject
+
+REFERENCE = ROOT / "docs" / "reference"
+
+
+def page(name: str) -> str:
+    return (REFERENCE / f"{name}.md").read_text()
+
+
+@pytest.mark.parametrize("name", [name for name in putget.__all__ if not name.startswith("__")])
+def test_public_names_are_on_a_page(name: str) -> None:
+    if hasattr(errors, name):
+        assert f"| `{name}` |" in page("errors") or name == "PutgetError"
+    else:
+        assert f"::: putget.{name}\n" in page("python")
+
+
+def test_environment_variables_are_on_the_page() -> None:
+    text = (PACKAGE / "config.py").read_text()
+    names = set(re.findall(r'"([A-Z][A-Z_]+)"', text))
+    assert {"PUTGET_LIBRARY", "PUTGET_COMMIT", "LOCAL_RANK"} <= names
+    assert config.library_override.__doc__
+    assert not [name for name in names if f"`{name}`" not in page("environment")]
+
+
+def test_commands_are_on_the_page() -> None:
+    source = (PACKAGE / "bench" / "cli.py").read_text()
+    commands = re.findall(r'add_parser\(\s*"(\w+)"', source)
+    assert cli.main
+    assert len(commands) >= 5
+    assert not [name for name in commands if f"[`putget {name}`](#{name})" not in page("command_line")]
+
+
+def test_functions_of_the_c_interface_are_on_the_page() -> None:
+    """All that a caller needs for a round: the page's table names functions that there are."""
+    header = (NATIVE / "include" / "putget.h").read_text()
+    named = set(re.findall(r"`(putget_\w+)(?:\(\))?`", page("putget_h")))
+    assert len(named) >= 12
+    assert not [name for name in named if f"{name}(" not in header]
+
+
+def test_support_matrix_names_the_pinned_versions() -> None:
+    text = page("support")
+    pins = (ROOT / "tests" / "adapters" / "upstream.toml").read_text()
+    for version in re.findall(r"== ?\"?([0-9.]+?)(?:\.post\d+)?\"", pins):
+        assert version in text, version
+    project = pyproject()["project"]
+    assert f"{project['requires-python'].removeprefix('>=')} and later" in text
+    (torch,) = (need for need in project["dependencies"] if need.startswith("torch"))
+    assert f"{torch.removeprefix('torch>=')} and later" in text

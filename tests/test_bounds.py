@@ -1,0 +1,285 @@
+"""Numbers beyond what the C ABI holds: a ValueError that names the argument, and never their lowest 32 bits."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import putget
+from putget import _abi, moe
+from putget.options import Launch
+from putget.row_probe import RowProbe
+from tests.harness import Rank, run_ranks
+
+WORD = 1 << 32
+ROW = putget.Payload((4,), torch.float32)
+SIZES: dict[str, Any] = {
+    "ep_size": 2,
+    "max_tokens_per_rank": 8,
+    "top_k": 2,
+    "payloads": [ROW],
+    "output": ROW,
+    "num_experts": 8,
+}
+
+# Ints that are beyond 32 or 64 bits, or below zero; many are small numbers in their lowest bits.
+BEYOND = st.one_of(
+    st.integers(min_value=1, max_value=64).map(lambda low: WORD + low),
+    st.integers(min_value=0, max_value=64).map(lambda low: (1 << 64) + low),
+    st.integers(min_value=WORD, max_value=1 << 80),
+    st.integers(max_value=-1, min_value=-(1 << 80)),
+)
+
+
+def test_a_row_of_more_bytes_than_32_bits_hold_is_refused() -> None:
+    for row in (putget.Payload((WORD + 16,), torch.uint8), putget.Payload((1 << 20, 1 << 20), torch.float32)):
+        with pytest.raises(ValueError, match=r"payloads\[1\] has rows of \d+ bytes, allowed are 1 to 67108864"):
+            putget.workspace_bytes(**{**SIZES, "payloads": [ROW, row]})
+        with pytest.raises(ValueError, match="output has rows of"):
+            putget.workspace_bytes(**{**SIZES, "output": putget.Payload(row.shape, torch.float32)})
+    assert putget.workspace_bytes(**{**SIZES, "payloads": [putget.Payload((1 << 26,), torch.uint8)]}) > 1 << 26
+
+
+@settings(max_examples=200)
+@given(name=st.sampled_from(["ep_size", "max_tokens_per_rank", "top_k", "num_experts", "payloads", "output"]), n=BEYOND)
+def test_no_size_of_a_workspace_wraps(name: str, n: int) -> None:
+    value: Any = n
+    if name in ("payloads", "output"):
+        if n < 0:
+            return
+        row = putget.Payload((n,), torch.float32)
+        value = [row] if name == "payloads" else row
+    with pytest.raises(ValueError, match=name):
+        putget.workspace_bytes(**{**SIZES, name: value})
+
+
+@settings(max_examples=100)
+@given(name=st.sampled_from(["blocks", "threads", "segment_bytes", "splits", "movers", "inline_flags"]), n=BEYOND)
+def test_no_field_of_a_launch_wraps(name: str, n: int) -> None:
+    with pytest.raises(ValueError, match=name):
+        Launch(**{name: n})
+    with pytest.raises(ValueError, match=name):
+        _abi.Launch(**{name: n})
+
+
+STRUCTURES = [
+    _abi.Config,
+    _abi.MemoryConfig,
+    _abi.Share,
+    _abi.DispatchArgs,
+    _abi.CombineArgs,
+    _abi.ProbeArgs,
+    _abi.ProbeRowsArgs,
+    _abi.MoeConfig,
+    _abi.MoeFinalizeArgs,
+    _abi.MoeRows,
+    _abi.MoeExpandArgs,
+    _abi.MoeActivationArgs,
+]
+INTS = (ctypes.c_uint32, ctypes.c_int32, ctypes.c_uint64)
+
+
+@pytest.mark.parametrize("structure", STRUCTURES, ids=lambda structure: structure.__name__)
+def test_no_structure_takes_what_does_not_fit(structure: Any) -> None:
+    names = [field[0] for field in structure._fields_ if field[1] in INTS and field[0] not in ("size", "magic")]
+    assert names
+    for name in names:
+        for value in (1 << 64, (1 << 64) + 5, -(1 << 64) + 1):
+            with pytest.raises(ValueError, match=f"{name} is -?[0-9]+, which does not fit"):
+                structure(**{name: value})
+        assert getattr(structure(**{name: 7}), name) == 7
+
+
+def construct(rank: Rank, names: list[str], value: int) -> list[str]:
+    said = []
+    for name in names:
+        try:
+            rank.all_to_all(**{name: value}).close()
+            said.append("accepted")
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
+@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(n=BEYOND)
+def test_no_argument_of_the_constructor_wraps(n: int, device: str) -> None:
+    names = [
+        "num_sms",
+        "finish_num_sms",
+        "timeout_s",
+        "warmup_timeout_s",
+        "top_k",
+        "max_tokens_per_rank",
+        "num_experts",
+    ]
+    (said,) = run_ranks(1, construct, names, n, mode="thread", device=device)
+    for name, words in zip(names, said, strict=True):
+        assert words.startswith(name), (name, n, words)
+
+
+def calls_of(a2a: putget.AllToAll, n: int) -> dict[str, Callable[[], Any]]:
+    workspace = a2a.workspace
+    return {
+        "num_tokens": lambda: a2a.launches(n),
+        "num_bytes": lambda: workspace.probe("write", n * 16),
+        "num_sms": lambda: workspace.probe("write", 0, n),
+        "ep_size": lambda: putget.Workspace.bytes_for_probes(n, 16),
+        "bytes_per_peer": lambda: putget.Workspace.bytes_for_probes(2, n << 16),
+        "comm_size": lambda: RowProbe.bytes_for(n, 16),
+        "slot_bytes": lambda: RowProbe.bytes_for(2, n << 16),
+    }
+
+
+def probe_wrongly(rank: Rank, n: int) -> dict[str, str]:
+    said = {}
+    with rank.all_to_all() as a2a:
+        for name, call in calls_of(a2a, n).items():
+            try:
+                call()
+                said[name] = "accepted"
+            except ValueError as error:
+                said[name] = str(error)
+        workspace_size = a2a.workspace.num_bytes
+    for value in (n, workspace_size + (1 << 64)):
+        try:
+            putget.Workspace(rank.comm, value, rank.device)
+            said[f"num_bytes of a workspace: {value}"] = "accepted"
+        except ValueError as error:
+            said[f"num_bytes of a workspace: {value}"] = str(error)
+    return said
+
+
+@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(n=BEYOND.filter(lambda n: not 0 <= n < 1 << 46))
+def test_no_argument_of_a_probe_wraps(n: int, device: str) -> None:
+    (said,) = run_ranks(1, probe_wrongly, n, mode="thread", device=device)
+    assert len(said) == 9
+    for name, words in said.items():
+        assert words.startswith(name.split()[0]), (name, n, words)
+
+
+def test_rows_around_experts_are_bounded() -> None:
+    """Rows of more than 4 GiB that nobody has written to take no memory."""
+    wide = torch.empty(1, WORD + 16, dtype=torch.uint8)
+    with pytest.raises(ValueError, match=r"source\[0\] has rows of 4294967312 bytes"):
+        moe.expand(wide, torch.zeros(1, dtype=torch.int32))
+    columns = torch.empty(1, 2 * ((1 << 24) + 1), dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=r"x has 2 \* 16777217 columns, allowed are"):
+        moe.gated_activation(columns)
+
+
+# --- the C ABI has other users ----------------------------------------------------------------------------------------
+
+
+def c_config(**fields: Any) -> _abi.Config:
+    config = _abi.Config(
+        ep_size=1,
+        num_experts=4,
+        top_k=2,
+        max_tokens_per_rank=4,
+        num_payloads=1,
+        output_elements=16,
+        timeout_ns=1,
+        warmup_timeout_ns=1,
+    )
+    config.row_bytes[0] = 16
+    for name, value in fields.items():
+        setattr(config, name, value)
+    return config
+
+
+@pytest.fixture
+def c_memory() -> Any:
+    layout = _abi.Layout()
+    _abi.call("putget_layout_of", ctypes.byref(c_config()), ctypes.byref(layout))
+    memory = ctypes.c_void_p()
+    wanted = _abi.MemoryConfig(ep_size=1, bytes=layout.total_bytes)
+    _abi.call("putget_memory_create", ctypes.byref(wanted), ctypes.byref(memory))
+    yield memory
+    _abi.library().putget_memory_destroy(memory)
+
+
+TABLE = torch.zeros(16, dtype=torch.int64)  # stands in for every table
+
+
+def c_object(memory: Any, config: _abi.Config) -> ctypes.c_void_p:
+    tables = _abi.Tables(**{field[0]: TABLE.data_ptr() for field in _abi.Tables._fields_[2:]})
+    found = ctypes.c_void_p()
+    _abi.call("putget_create", ctypes.byref(config), memory, ctypes.byref(tables), ctypes.byref(found))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("num_sms", {"num_sms": WORD - 1}),
+        ("finish_num_sms", {"finish_num_sms": WORD - 1}),
+        ("timeout_ns", {"timeout_ns": 0}),
+        ("timeout_ns", {"timeout_ns": (1 << 64) - 1}),
+        ("warmup_timeout_ns", {"warmup_timeout_ns": 0}),
+        ("warmup_timeout_ns", {"warmup_timeout_ns": 1 << 63}),
+        ("skips_waits", {"skips_waits": 2}),
+        ("wire_scale", {"wire_type": 2, "wire_scale": float("nan")}),
+    ],
+)
+def test_create_bounds_every_field(name: str, fields: dict[str, Any], c_memory: Any) -> None:
+    with pytest.raises(ValueError, match=rf"^{name} is "):
+        c_object(c_memory, c_config(**fields))
+
+
+def test_calls_bound_every_field(c_memory: Any) -> None:
+    found = c_object(c_memory, c_config())
+    out = torch.zeros(4, 16)
+    launch = _abi.Launch()
+    with pytest.raises(ValueError, match=r"^num_tokens is 5, allowed are 0 to 4"):
+        _abi.call("putget_launches", found, 5, None, ctypes.byref(launch), ctypes.byref(launch))
+    for name in ("row_slot_bytes", "row_source_bytes"):
+        args = _abi.CombineArgs(rows=out.data_ptr(), out=out.data_ptr(), **{name: 1 << 63})
+        with pytest.raises(ValueError, match=rf"^{name} is "):
+            _abi.call("putget_combine", found, ctypes.byref(args))
+    probe = _abi.ProbeArgs(num_sms=WORD - 1)
+    with pytest.raises(ValueError, match=r"^num_sms is "):
+        _abi.call("putget_probe", c_memory, ctypes.byref(probe))
+    for size in (0, 129, WORD - 1):
+        assert _abi.library().putget_flagged_begin(size, 1 << 30) == 0
+        assert _abi.library().putget_memory_bytes(size, 1 << 20) == 0
+        assert _abi.library().putget_probe_flag_bytes(size) == 0
+        assert "ep_size" in _abi.last_error()
+    for room in (1 << 46, (1 << 64) - 1):
+        assert _abi.library().putget_memory_bytes(1, room) == 0
+        assert "room" in _abi.last_error()
+    _abi.library().putget_destroy(found)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("row_bytes", {"row_bytes": 1 << 27}),
+        ("num_tokens", {"num_tokens": 1 << 30}),
+        ("offset", {"offset": 1 << 60}),
+        ("landing", {"landing": 1 << 60}),
+        ("first_slot", {"first_slot": 1 << 31}),
+        ("slots_of_rank", {"slots_of_rank": 1 << 31}),
+        ("launch.splits", {"launch": _abi.Launch(1, 32, 512, 3, 1, 0)}),
+        ("launch.blocks", {"launch": _abi.Launch(257, 32, 512, 1, 1, 0)}),
+        ("launch.segment_bytes", {"launch": _abi.Launch(1, 32, 1 << 31, 1, 1, 0)}),
+    ],
+)
+def test_a_probe_of_rows_bounds_every_field(name: str, fields: dict[str, Any], c_memory: Any) -> None:
+    right = {"row_bytes": 16, "num_tokens": 1, "launch": _abi.Launch(1, 32, 512, 1, 1, 0)}
+    args = _abi.ProbeRowsArgs(**{**right, **fields})
+    with pytest.raises(ValueError, match=rf"^{name} is "):
+        _abi.call("putget_probe_rows", c_memory, ctypes.byref(args))
+
+
+def test_expert_major_rows_are_bounded_where_no_expert_is_local() -> None:
+    config = _abi.MoeConfig(ep_size=128, num_experts=1, top_k=32, max_rows=(1 << 22) - 1, alignment=1)
+    with pytest.raises(ValueError, match=r"^rows of all experts is "):
+        _abi.call("putget_moe_layout_of", ctypes.byref(config), ctypes.byref(_abi.MoeLayout()))

@@ -1,0 +1,75 @@
+"""Connections between ranks: descriptors that came along, forked children, refusals of any length."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from typing import Any
+
+import pytest
+
+import putget
+from putget._peers import Message, Peer
+from tests.harness import Rank, run_ranks
+
+
+def receive(peer: Peer) -> Message:
+    deadline = time.monotonic() + 10
+    while not peer.inbox and time.monotonic() < deadline:
+        peer.receive_all()
+    return peer.inbox.popleft()
+
+
+def test_a_received_descriptor_is_closed_on_exec() -> None:
+    ours, theirs = (Peer(sock) for sock in socket.socketpair())
+    with open("/dev/null") as file:
+        ours.send({"step": 1}, [file.fileno()], 1.0)
+    message = receive(theirs)
+    assert message.fields == {"step": 1}
+    assert not os.get_inheritable(message.descriptors[0])
+    message.close()
+    ours.close()
+    theirs.close()
+
+
+def test_a_message_that_no_peer_would_read_is_refused() -> None:
+    ours, theirs = (Peer(sock) for sock in socket.socketpair())
+    with pytest.raises(putget.PutgetError, match="allowed"):
+        ours.send({"step": 1, "long": "x" * (1 << 20)}, [], 1.0)
+    ours.close()
+    theirs.close()
+
+
+def test_a_forked_child_has_no_sockets() -> None:
+    comms = putget.Communicator.local(2)
+    child = os.fork()
+    if child == 0:
+        try:
+            open_ones = [peer.sock.fileno() for comm in comms for peer in comm._mesh.peers.values()]
+            comms[0].require_open()
+        except ValueError:
+            os._exit(0 if open_ones == [-1, -1] else 1)
+        os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    for comm in comms:
+        comm.require_open()
+        comm.close()
+
+
+def refuse_at_length(rank: Rank, reason: str) -> str:
+    wrong: dict[str, Any] = {"num_experts": reason} if rank.rank == 1 else {}
+    with pytest.raises(ValueError, match="num_experts") as caught:
+        rank.all_to_all(**wrong)
+    with rank.all_to_all():
+        return str(caught.value)
+
+
+@pytest.mark.parametrize("letter", ["x", "\N{PILE OF POO}"], ids=["ascii", "escaped"])
+def test_a_refusal_of_any_length_reaches_the_others(letter: str) -> None:
+    messages = run_ranks(3, refuse_at_length, letter * (3 << 20))
+    assert len(messages[1]) > 3 << 20
+    for message in (messages[0], messages[2]):
+        assert message.startswith("rank 1: num_experts is '" + letter * 100)
+        assert f"{len(messages[1])} characters in all" in message
+        assert len(message) < 1 << 20
