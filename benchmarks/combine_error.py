@@ -2,7 +2,7 @@
 
     python benchmarks/combine_error.py
 
-Needs no GPU: putget.reference makes the bits that both backends make. Prints the table of docs/benchmarks.md.
+Needs no GPU: putget.reference makes the bits that both backends make. Prints the table of docs/performance/results.md.
 """
 
 import torch

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Takes the measurements of docs/benchmarks_details.md on all visible GPUs, in about four minutes.
+# Takes the measurements of docs/performance/bounds.md on all visible GPUs, in about four minutes.
 #
 #   benchmarks/details.sh OUT [part...]     parts: roofline ablate overlap profiles deadlines    (default: all of them)
 #

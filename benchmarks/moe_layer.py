@@ -62,7 +62,6 @@ class Settings:
     iters: int
     warmup: int
     peers: tuple[str, ...]
-    two_batch_sms: int
     kernel_breakdown: bool
     seed: int
 
@@ -90,7 +89,7 @@ def work(context: launch.RankContext, settings: Settings, emit: launch.Emit) -> 
         timeout_s=120.0,
     )
     layer.load_dense(make_state(shape, settings.seed, device))
-    contenders = make_contenders(layer, settings.peers, settings.two_batch_sms, emit)
+    contenders = make_contenders(layer, settings.peers, emit)
     exit_code = 0
     for batch in settings.batches:
         generator = torch.Generator(device).manual_seed(settings.seed * 1009 + 17 * context.rank + batch)
@@ -141,11 +140,11 @@ def time_all(
     """Latencies of all contenders, in turns, and of the experts alone."""
     length, num_series = series_length(settings.iters)
     ids, weights, payloads = layer.route(x)
-    grouped = layer.lane.a2a.dispatch(ids, weights, *payloads).expert_major(memory=layer.lane.memory)
+    grouped = layer.a2a.dispatch(ids, weights, *payloads).expert_major(memory=layer.grouped_memory)
     rows_here = grouped.num_rows.clone()
     experts = timer.steps([Step(lambda: layer.run_experts(grouped, len(x)), "layer")], length)
     readings: dict[str, list[dict[str, list[float]]]] = {"experts": [experts() for _ in range(1 + num_series)][1:]}
-    layer.lane.a2a.release()
+    layer.a2a.release()
     series = {
         contender.name: timer.steps([Step(lambda c=contender: c.run(x), "layer")], length) for contender in contenders
     }
@@ -249,7 +248,6 @@ def parse(arguments: list[str]) -> tuple[Settings, argparse.Namespace]:
     parser.add_argument("--iters", type=int, default=60)
     parser.add_argument("--warmup", type=int, default=10)
     parser.add_argument("--peers", default="nccl")
-    parser.add_argument("--two_batch_sms", type=int, default=16)
     parser.add_argument("--kernel_breakdown", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output_file", type=Path)
@@ -273,7 +271,6 @@ def parse(arguments: list[str]) -> tuple[Settings, argparse.Namespace]:
         given.iters,
         given.warmup,
         tuple(name for name in given.peers.split(",") if name),
-        given.two_batch_sms,
         given.kernel_breakdown,
         given.seed,
     )

@@ -16,7 +16,7 @@ from putget.bench.launch import Emit
 from putget.bench.peers.collectives import all_gather, as_bytes, reduce_scatter
 from putget.bench.profiles import dispatch_row_bytes
 from putget.expert_major import ExpertMajor, FlatRows, Grouper
-from putget.moe import ExpertParallelMoE, TwoBatch
+from putget.moe import ExpertParallelMoE
 from putget.moe.streams import Beside
 
 
@@ -36,14 +36,11 @@ class Contender(Protocol):
         """Gives everything back."""
 
 
-def make_contenders(
-    layer: ExpertParallelMoE, peers: tuple[str, ...], two_batch_sms: int, emit: Emit
-) -> list[Contender]:
-    """putget in three ways, and the peers that are there. Collective."""
+def make_contenders(layer: ExpertParallelMoE, peers: tuple[str, ...], emit: Emit) -> list[Contender]:
+    """putget in two ways, and the peers that are there. Collective."""
     made: list[Contender] = [
         Putget("putget", layer, overlap_shared=True),
         Putget("putget, one after the other", layer, overlap_shared=False),
-        TwoBatches(layer, two_batch_sms),
     ]
     for name in peers:
         try:
@@ -76,23 +73,6 @@ class Putget:
 
     def close(self) -> None:
         """See ``Contender.close``: the layer is the caller's."""
-
-
-class TwoBatches:
-    """Both halves of the batch at once."""
-
-    def __init__(self, layer: ExpertParallelMoE, num_sms: int) -> None:
-        self.name = "putget, two batches"
-        self._both = TwoBatch(layer, num_sms=num_sms)
-
-    def run(self, x: Tensor) -> Tensor:
-        """See ``Contender.run``."""
-        half = (len(x) + 1) // 2
-        return torch.cat(self._both(x[:half], x[half:]))
-
-    def close(self) -> None:
-        """See ``Contender.close``."""
-        self._both.close()
 
 
 class _Grouped:

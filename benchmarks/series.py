@@ -3,8 +3,8 @@
     python benchmarks/series.py --ep_size 4 --out results benchmarks/series_ep4.txt
 
 Each line of the file is `NAME: bench FLAGS` or `NAME: ablate FLAGS`, without --ep_size and --device; # begins a
-comment. NAME.json gets the report of docs/bench_json.md, rewritten after every size, so that a run that is stopped
-leaves what it has. The exit code is 1 if a result was wrong.
+comment. NAME.json gets the report of docs/reference/bench_json.md, rewritten after every size, so that a run that is
+stopped leaves what it has. The exit code is 1 if a result was wrong.
 """
 
 from __future__ import annotations

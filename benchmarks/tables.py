@@ -1,10 +1,13 @@
-"""The tables of docs/benchmarks_details.md, out of the reports.
+"""The tables of docs/performance/bounds.md, out of the reports.
 
     python benchmarks/tables.py FOLDER
+    python benchmarks/tables.py --join REPORTS.json REPORT.json...
+    python benchmarks/tables.py REPORTS.json
 
 FOLDER has what putget roofline (roofline.json), series.py (ablate.json, distribution_*.json, and the profiles in ep*/),
 overlap.py (overlap.json), and putget bench with and without deadlines (deadlines_with_*.json, deadlines_without_*.json)
-wrote. What is not there is left out.
+wrote. What is not there is left out. With --join the reports of one table, profiles or deadlines, become one file by
+their names, as benchmarks/results keeps them.
 """
 
 from __future__ import annotations
@@ -127,11 +130,15 @@ def distribution(reports: Iterable[Report]) -> Iterator[str]:
     yield table(["tokens", "us", "readings", *marks], rows)
 
 
-def profiles(folder: Path) -> Iterator[str]:
+def read(paths: Iterable[Path]) -> dict[str, Report]:
+    """Reports by their files' names."""
+    return {path.stem: json.loads(path.read_text()) for path in sorted(paths)}
+
+
+def profiles(reports: dict[str, Report]) -> Iterator[str]:
     """Pairs of putget and the peers by shape."""
     rows = []
-    for path in sorted(folder.glob("*.json")):
-        report = json.loads(path.read_text())
+    for name, report in sorted(reports.items()):
         config = report["config"]
         shape = f"{config['hidden_size']}/{config['top_k']}/{config['num_experts']} {config['quant']}"
         for size in report["results"]:
@@ -141,7 +148,7 @@ def profiles(folder: Path) -> Iterator[str]:
             for peer in ("flashinfer", "nccl AG+RS", "nccl all-to-all"):
                 theirs = latency(found.get(peer), "pair")
                 cells.append("-" if theirs is None or ours[2] is None else f"{theirs:.1f} ({ours[2] / theirs:.2f})")
-            rows.append([path.stem, shape, size["batch_size"], *(us(time) for time in ours), *cells])
+            rows.append([name, shape, size["batch_size"], *(us(time) for time in ours), *cells])
     head = ["profile", "hidden/top_k/experts", "tokens", "dispatch", "combine", "pair"]
     yield table([*head, "FlashInfer: pair (ratio)", "NCCL AG+RS", "NCCL all-to-all"], rows)
 
@@ -175,16 +182,16 @@ def overlap(report: Report) -> Iterator[str]:
     yield table(["tokens", "combine", "SMs", *names], lines)
 
 
-def deadlines(folder: Path) -> Iterator[str]:
+def deadlines(reports: dict[str, Report]) -> Iterator[str]:
     """With deadlines over without: medians of the runs."""
     times: dict[tuple[str, int, str], list[float]] = {}
-    for way in ("with", "without"):
-        for path in sorted(folder.glob(f"deadlines_{way}_*.json")):
-            for size in json.loads(path.read_text())["results"]:
-                for phase in PHASES:
-                    found = latency(size["contenders"][0], phase)
-                    assert found is not None
-                    times.setdefault((way, size["batch_size"], phase), []).append(found)
+    for name, report in reports.items():
+        way = name.split("_")[1]  # deadlines_with_1, deadlines_without_1
+        for size in report["results"]:
+            for phase in PHASES:
+                found = latency(size["contenders"][0], phase)
+                assert found is not None
+                times.setdefault((way, size["batch_size"], phase), []).append(found)
     rows = []
     for size in sorted({size for _, size, _ in times}):
         cells = []
@@ -195,9 +202,20 @@ def deadlines(folder: Path) -> Iterator[str]:
     yield table(["tokens", *(f"{phase}: with / without" for phase in PHASES)], rows)
 
 
+def joined(reports: dict[str, Report]) -> str:
+    """The table of a file that --join made."""
+    return "\n".join((deadlines if all(name.startswith("deadlines_") for name in reports) else profiles)(reports))
+
+
 def main() -> int:
     """Prints every table for which there is a report."""
+    if sys.argv[1] == "--join":
+        Path(sys.argv[2]).write_text(json.dumps(read(map(Path, sys.argv[3:])), indent=1) + "\n")
+        return 0
     folder = Path(sys.argv[1])
+    if folder.is_file():
+        print(joined(json.loads(folder.read_text())))
+        return 0
 
     def show(title: str, name: str, *makers: Any) -> None:
         if (folder / name).exists():
@@ -216,13 +234,13 @@ def main() -> int:
         print("\n".join(distribution(spreads)))
     for ranks in sorted(folder.glob("ep*")):
         print(f"\n### Profiles, {ranks.name}\n")
-        print("\n".join(profiles(ranks)))
+        print("\n".join(profiles(read(ranks.glob("*.json")))))
         if (ranks / "deepseek_v3.json").exists():
             print("\n" + "\n".join(kernels(json.loads((ranks / "deepseek_v3.json").read_text()))))
     show("Overlap", "overlap.json", overlap)
     if list(folder.glob("deadlines_with_*.json")):
         print("\n### Deadlines\n")
-        print("\n".join(deadlines(folder)))
+        print("\n".join(deadlines(read(folder.glob("deadlines_*.json")))))
     return 0
 
 

@@ -1,0 +1,57 @@
+"""What MkDocs does not know of this repository: links from a page to files outside of docs/.
+
+Such a link (``../examples/layer.py``) works where the page is read in the checkout. In the site the file lies under
+``repository/``, and the link leads there. A link to a file that is missing is a warning, which fails a strict build.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import posixpath
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+_LOG = logging.getLogger("mkdocs.hooks.repository")
+_LINK = re.compile(r"\]\((?P<target>\.\./[^)#\s]+)(?:#[^)]*)?\)")
+
+
+def _outside(markdown: str, page: Path, docs: Path) -> Iterator[tuple[str, Path]]:
+    """Every link of a page that leaves docs/: as it is written, and the file that it names."""
+    for found in _LINK.finditer(markdown):
+        file = Path(os.path.normpath(page.parent / found["target"]))
+        if not file.is_relative_to(docs):
+            yield found["target"], file
+
+
+def _uri(file: Path, root: Path) -> str:
+    """Where the site has the file. A page of Markdown is shown as text: it is none of the site's."""
+    suffix = ".txt" if file.suffix == ".md" else ""
+    return f"repository/{file.relative_to(root).as_posix()}{suffix}"
+
+
+def on_files(files: Files, *, config: Any) -> Files:
+    """Adds the files that pages link to."""
+    docs = Path(config.docs_dir)
+    for page in list(files.documentation_pages()):
+        source = Path(page.abs_src_path or "")
+        for target, file in _outside(page.content_string, source, docs):
+            if not file.is_file():
+                _LOG.warning("%s links to %s, and there is no such file", page.src_uri, target)
+            elif files.get_file_from_path(_uri(file, docs.parent)) is None:
+                files.append(File.generated(config, _uri(file, docs.parent), abs_src_path=str(file)))
+    return files
+
+
+def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Files) -> str:
+    """Leads the links there."""
+    docs = Path(config.docs_dir)
+    here = posixpath.dirname(page.file.src_uri)
+    for target, file in set(_outside(markdown, Path(page.file.abs_src_path), docs)):
+        if file.is_file():
+            markdown = markdown.replace(f"]({target}", f"]({posixpath.relpath(_uri(file, docs.parent), here or '.')}")
+    return markdown
