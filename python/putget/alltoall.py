@@ -298,8 +298,9 @@ class AllToAll(RoundViews):
     def combine_start(self, x: torch.Tensor | None = None, *, layout: ExpertMajor | None = None) -> None:
         """The first half of ``combine``: tells the peers that the rows are there, or pushes them; waits for nobody.
 
-        No kernel stays behind. ``x``, or ``combine_input``, must not change before the round has ended on every rank,
-        that is, before the next dispatch. Arguments and errors: see ``combine``.
+        No kernel stays behind. ``x`` has been read when the call's work is done, and may be written over on the same
+        stream. ``combine_input`` must not change before the round has ended on every rank, that is, before the next
+        dispatch. Arguments and errors: see ``combine``.
         """
         self._native.require_open()
         self._require(self._turns.refuse_unfinished("combine_start"))
