@@ -110,7 +110,7 @@ wheel: | $(UV) ## Build a wheel in dist/, under build isolation
 	@$(UV_ENV) $(UV) build --wheel --python $(PYTHON) --out-dir dist .
 
 clean: ## Remove what the build wrote
-	rm -rf build dist transfer/target python/putget/libputget.so .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf build dist transfer/target python/putget/libputget.so python/putget_bench/libputget_probe.so .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
 distclean: clean ## Remove the virtual environment and the tools too
 	rm -rf .venv .tools

@@ -15,9 +15,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from putget.bench.timing import capture
 from putget.moe import grouped_fp8, grouped_fp8_triton
 from putget.moe.grouped_fp8_triton import Tiles
+from putget_bench.timing import capture
 
 SHAPES = ((4096, 7168), (7168, 2048))  # (n, k) of the two products of DeepSeek-V3's experts
 TILES = (

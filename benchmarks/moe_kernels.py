@@ -27,8 +27,8 @@ import torch
 import putget
 from putget import moe, reference_moe
 from putget._geometry import Geometry
-from putget.bench import environment
 from putget.expert_major import ExpertMajor, FlatRows, Grouper
+from putget_bench import environment
 
 HIDDEN, SCALES, INTERMEDIATE, TOP_K, LOCAL, NUM_EXPERTS = 7168, 56, 2048, 8, 2, 256
 REPLAYS, WARMUP, BACK_TO_BACK = 31, 3, 10

@@ -24,11 +24,11 @@ from moe_layer_weights import ModelShape, dense_output, make_state
 from torch import Tensor
 
 from putget import Communicator
-from putget.bench import environment, kernels, launch
-from putget.bench.roofline import Link, make_timer
-from putget.bench.settings import batch_sizes
-from putget.bench.timing import Step, median, percentiles, series_length, slowest
 from putget.moe import ExpertParallelMoE, GroupLimitedRouting
+from putget_bench import environment, kernels, launch
+from putget_bench.roofline import Link, make_timer
+from putget_bench.settings import batch_sizes
+from putget_bench.timing import Step, median, percentiles, series_length, slowest
 
 _CHECKED_TOKENS = 3  # of each rank, against the dense layer: each needs the weights of all of its experts
 # FP8: E4M3 has 3 bits of mantissa, and the reference does not round what lies between the two products. BF16: 8 bits.

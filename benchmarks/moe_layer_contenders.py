@@ -12,12 +12,12 @@ from torch.distributed.distributed_c10d import _coalescing_manager
 
 from putget import Payload
 from putget._geometry import Geometry
-from putget.bench.launch import Emit
-from putget.bench.peers.collectives import all_gather, as_bytes, reduce_scatter
-from putget.bench.profiles import dispatch_row_bytes
 from putget.expert_major import ExpertMajor, FlatRows, Grouper
 from putget.moe import ExpertParallelMoE
 from putget.moe.streams import Beside
+from putget_bench.launch import Emit
+from putget_bench.peers.collectives import all_gather, as_bytes, reduce_scatter
+from putget_bench.profiles import dispatch_row_bytes
 
 
 class Contender(Protocol):
@@ -164,7 +164,7 @@ class FlashInfer:
     def __init__(self, layer: ExpertParallelMoE) -> None:
         if layer.device.type != "cuda":
             raise ValueError("it needs GPUs")
-        peer: Any = importlib.import_module("putget.bench.peers.flashinfer")
+        peer: Any = importlib.import_module("putget_bench.peers.flashinfer")
         payloads = layer.experts.payloads()
         self._all_to_all = peer.connect(
             ep_size=dist.get_world_size(),

@@ -26,12 +26,13 @@ from typing import Any
 import torch
 
 from putget import Communicator
-from putget.bench import cli, environment, launch
-from putget.bench.contender import Putget
-from putget.bench.roofline import Link, make_timer
-from putget.bench.rounds import Rounds
-from putget.bench.settings import Settings, resolve
-from putget.bench.timing import Step, Timer, median, series_length, slowest
+from putget_bench import environment, launch
+from putget_bench.contender import Putget
+from putget_bench.parser import build_parser
+from putget_bench.roofline import Link, make_timer
+from putget_bench.rounds import Rounds
+from putget_bench.settings import Settings, resolve
+from putget_bench.timing import Step, Timer, median, series_length, slowest
 
 SCHEMA = "putget.overlap/1"
 _LONG_GAP_CYCLES = 400_000  # a quarter of a millisecond of an idle kernel between a start and its finish
@@ -246,7 +247,7 @@ def main() -> int:
     args = parser.parse_args()
     flags = f"bench --batches {args.tokens} --perfect_router --iters {args.iters} --hidden_size {args.hidden_size}"
     flags += f" --ep_size {args.ep_size} --device {args.device}"
-    settings = resolve(cli.build_parser().parse_args(flags.split()), None)
+    settings = resolve(build_parser().parse_args(flags.split()), None)
     numbers = {name: tuple(int(one) for one in getattr(args, name).split(",")) for name in ("num_sms", "product_rows")}
     plan = Plan(settings, tuple(args.combine_direction.split(",")), numbers["num_sms"], numbers["product_rows"])
     document: dict[str, Any] = {

@@ -19,11 +19,12 @@ from typing import Any
 
 import torch
 
-from putget.bench import cli, launch, peers, report
-from putget.bench.measure import measure
-from putget.bench.progress import RunProgress, make_console
-from putget.bench.run_bench import listener
-from putget.bench.settings import Settings, resolve
+from putget_bench import launch, peers, report
+from putget_bench.measure import measure
+from putget_bench.parser import build_parser
+from putget_bench.progress import RunProgress, make_console
+from putget_bench.run_bench import listener
+from putget_bench.settings import Settings, resolve
 
 
 def measure_all(context: launch.RankContext, runs: list[Settings], emit: launch.Emit) -> int:
@@ -62,7 +63,7 @@ def main() -> int:
     runs: list[Settings] = []
     documents: list[report.Document] = []
     for command in commands.values():
-        parsed = cli.build_parser().parse_args(command)
+        parsed = build_parser().parse_args(command)
         runs.append(resolve(parsed, None))
         statuses = [peers.find(name, args.device) for name in runs[-1].peers]
         documents.append(report.new_document(runs[-1], ["putget", *command], statuses))

@@ -108,12 +108,12 @@ else()
   message(NOTICE "putget: CPU part only (${PUTGET_NO_CUDA})")
 endif()
 
-# Adds native/cuda to `target`, if there is a compiler for it.
-function(putget_add_cuda target)
+# Adds a folder of native to `target`, if there is a compiler for it.
+function(putget_add_cuda target folder)
   if(NOT PUTGET_NVCC)
     return()
   endif()
-  file(GLOB sources CONFIGURE_DEPENDS native/cuda/*.cu native/cuda/*.cpp)
+  file(GLOB sources CONFIGURE_DEPENDS ${folder}/*.cu ${folder}/*.cpp)
   target_sources(${target} PRIVATE ${sources})
   target_compile_definitions(${target} PRIVATE PUTGET_WITH_CUDA=1)
   target_include_directories(${target} SYSTEM PRIVATE ${PUTGET_CUDA_ROOT}/include)

@@ -52,10 +52,6 @@ class Memory {
   virtual void launches(const Shape& shape, uint32_t num_tokens, bool flagged, const Limits& limits, void* stream,
                         putget_launch* dispatch, putget_launch* combine) const = 0;
   virtual void release(const Plan& plan, void* stream) = 0;
-  virtual void probe(putget_probe_kind kind, uint64_t bytes_per_peer, uint32_t num_sms, void* stream) = 0;
-  virtual void probe_rows(const putget_probe_rows_args&) {
-    throw Error(PUTGET_UNAVAILABLE, "a probe of rows needs memory on a GPU");
-  }
 
   const MemoryConfig& config() const { return config_; }
 

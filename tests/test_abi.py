@@ -1,4 +1,4 @@
-"""The Python mirror of putget.h against the header itself, and the C ABI used from C alone."""
+"""The Python mirrors of the C headers against the headers themselves, and the C ABI used from C alone."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from putget import _abi
+from putget_bench import probe_library
 
 ROOT = Path(__file__).resolve().parents[1]
-HEADER = ROOT / "native" / "include" / "putget.h"
+INCLUDE = ROOT / "native" / "include"
 STRUCTS = {
     "putget_launch": _abi.Launch,
     "putget_config": _abi.Config,
@@ -24,8 +26,6 @@ STRUCTS = {
     "putget_dispatch_args": _abi.DispatchArgs,
     "putget_combine_args": _abi.CombineArgs,
     "putget_fault": _abi.Fault,
-    "putget_probe_args": _abi.ProbeArgs,
-    "putget_probe_rows_args": _abi.ProbeRowsArgs,
     "putget_moe_config": _abi.MoeConfig,
     "putget_moe_layout": _abi.MoeLayout,
     "putget_moe_group_args": _abi.MoeGroupArgs,
@@ -35,6 +35,26 @@ STRUCTS = {
     "putget_moe_activation_args": _abi.MoeActivationArgs,
     "putget_gpu": _abi.Gpu,
 }
+PROBE_STRUCTS = {
+    "putget_probe_memory": probe_library.ProbeMemory,
+    "putget_probe_copy_args": probe_library.CopyArgs,
+    "putget_probe_rows_args": probe_library.RowsArgs,
+}
+CONSTANTS = {
+    f"PUTGET_{name}": getattr(_abi, name)
+    for name in ("MAGIC", "ABI_VERSION", "MAX_RANKS", "MAX_TOP_K", "MAX_PAYLOADS", "FAULT")
+}
+PROBE_CONSTANTS = {
+    "PUTGET_PROBE_ABI_VERSION": probe_library.ABI_VERSION,
+    "PUTGET_MAGIC": probe_library.MAGIC,
+    "PUTGET_MAX_RANKS": probe_library.MAX_RANKS,
+    "PUTGET_PROBE_SEND": probe_library.SEND,
+}
+# header, its structures, its functions, its constants
+MIRRORS = [
+    ("putget.h", STRUCTS, _abi._FUNCTIONS, CONSTANTS),
+    ("putget_probe.h", PROBE_STRUCTS, probe_library._FUNCTIONS, PROBE_CONSTANTS),
+]
 CC = shutil.which("gcc") or shutil.which("cc")
 needs_cc = pytest.mark.skipif(CC is None, reason="needs a C compiler")
 
@@ -43,39 +63,42 @@ def compile_and_run(source: str, folder: Path, *extra: str) -> str:
     assert CC is not None
     program = folder / "program"
     (folder / "program.c").write_text(source)
-    command = [CC, "-std=gnu11", "-Wall", "-Wextra", "-Werror", f"-I{HEADER.parent}", str(folder / "program.c"), *extra]
+    command = [CC, "-std=gnu11", "-Wall", "-Wextra", "-Werror", f"-I{INCLUDE}", str(folder / "program.c"), *extra]
     subprocess.run([*command, "-o", str(program)], check=True)
     done = subprocess.run([str(program)], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
-def test_every_structure_of_the_header_is_mirrored() -> None:
-    named = set(re.findall(r"^typedef struct (putget_\w+) \{", HEADER.read_text(), re.M))
-    assert named == STRUCTS.keys()
-
-
-def test_every_function_of_the_header_is_mirrored() -> None:
-    named = set(re.findall(r"^PUTGET_API [\w ]+?\*?\s?(putget_\w+)\(", HEADER.read_text(), re.M))
-    assert named == _abi._FUNCTIONS.keys()
+@pytest.mark.parametrize(("header", "structs", "functions", "constants"), MIRRORS, ids=lambda given: str(given)[:16])
+def test_everything_of_a_header_is_mirrored(
+    header: str, structs: dict[str, Any], functions: dict[str, Any], constants: dict[str, int]
+) -> None:
+    text = (INCLUDE / header).read_text()
+    assert set(re.findall(r"^typedef struct (putget_\w+) \{", text, re.M)) == structs.keys()
+    assert set(re.findall(r"^PUTGET_API [\w ]+?\*?\s?(putget_\w+)\(", text, re.M)) == functions.keys()
+    assert constants
 
 
 @needs_cc
-def test_sizes_and_offsets_agree(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("header", "structs", "functions", "constants"), MIRRORS, ids=lambda given: str(given)[:16])
+def test_sizes_and_offsets_agree(
+    header: str, structs: dict[str, Any], functions: dict[str, Any], constants: dict[str, int], tmp_path: Path
+) -> None:
+    assert functions
     lines = []
-    for name, mirror in STRUCTS.items():
+    for name, mirror in structs.items():
         lines.append(f'printf("{name} %zu\\n", sizeof({name}));')
         lines += [f'printf("{name}.{field[0]} %zu\\n", offsetof({name}, {field[0]}));' for field in mirror._fields_]
-    for constant in ("MAGIC", "ABI_VERSION", "MAX_RANKS", "MAX_TOP_K", "MAX_PAYLOADS", "FAULT", "PROBE_READ"):
-        lines.append(f'printf("{constant} %zu\\n", (size_t)PUTGET_{constant});')
-    source = "#include <stdio.h>\n#include <putget.h>\nint main(void) {\n" + "\n".join(lines) + "\nreturn 0;\n}\n"
+    lines += [f'printf("{constant} %zu\\n", (size_t){constant});' for constant in constants]
+    source = f"#include <stdio.h>\n#include <{header}>\nint main(void) {{\n" + "\n".join(lines) + "\nreturn 0;\n}\n"
     told = dict(line.split() for line in compile_and_run(source, tmp_path).splitlines())
-    for name, mirror in STRUCTS.items():
+    for name, mirror in structs.items():
         assert int(told[name]) == ctypes.sizeof(mirror), name
         for field in mirror._fields_:
             assert int(told[f"{name}.{field[0]}"]) == getattr(mirror, field[0]).offset, f"{name}.{field[0]}"
-    for constant in ("MAGIC", "ABI_VERSION", "MAX_RANKS", "MAX_TOP_K", "MAX_PAYLOADS", "FAULT", "PROBE_READ"):
-        assert int(told[constant]) == getattr(_abi, constant), constant
+    for constant, value in constants.items():
+        assert int(told[constant]) == value, constant
 
 
 def test_a_structure_of_another_version_is_refused() -> None:
@@ -83,7 +106,7 @@ def test_a_structure_of_another_version_is_refused() -> None:
     for field, value in (("size", 4), ("magic", 7)):
         config = _abi.Config()
         setattr(config, field, value)
-        with pytest.raises(ValueError, match=r"another putget\.h"):
+        with pytest.raises(ValueError, match="another version of the header"):
             _abi.call("putget_layout_of", ctypes.byref(config), ctypes.byref(layout))
 
 

@@ -351,59 +351,6 @@ def test_a_second_object_runs_inside_the_round_of_the_first(device: str) -> None
             assert torch.equal(outcomes[0][index].combined, wanted)
 
 
-def probe_between_rounds(rank: Rank, kind: str, num_bytes: int) -> tuple[int, list[int], list[Outcome]]:
-    """A body: rounds, a probe of memory that each rank has filled with its own number, and the rounds again.
-
-    Returns the bytes that were filled, how many of each rank lie here after the probe, and what the last rounds showed.
-    """
-    workspace = putget.Workspace(rank.comm, bytes_of(CASE), device=rank.device, timeout_s=20, warmup_timeout_s=20)
-    with rank.all_to_all(**CASE.options(), workspace=workspace) as a2a:
-        play_on(a2a, rank, CASE)
-        data = workspace.memory.tensor()[workspace.control_bytes() : workspace.regions_end()]
-        data.fill_(rank.rank + 1)
-        _meet_on_host(rank)
-        workspace.probe(kind, num_bytes)
-        _meet_on_host(rank)
-        here = [int((data == src + 1).sum()) for src in range(rank.size)]
-        _meet_on_host(rank)
-        outcomes = play_on(a2a, rank, CASE)
-    workspace.close()
-    return len(data), here, outcomes
-
-
-def _meet_on_host(rank: Rank) -> None:
-    rank.comm.synchronize(rank.device)
-    rank.comm.compare("test", {}, 20.0)
-
-
-@pytest.mark.parametrize("kind", ["write", "read", "copy"])
-def test_a_probe_moves_its_bytes_and_leaves_the_flags(kind: str, device: str) -> None:
-    num_bytes = 1024
-    results = run_ranks(CASE.ep_size, probe_between_rounds, kind, num_bytes, mode="thread", device=device)
-    for rank, (num_bytes_of_data, here, outcomes) in enumerate(results):
-        expected = [num_bytes] * CASE.ep_size
-        expected[rank] = sum(here) - num_bytes * (CASE.ep_size - 1)
-        assert here == expected
-        assert sum(here) == num_bytes_of_data
-        check_round(CASE, 0, {rank: outcomes[0]})
-
-
-def probe_wrongly(rank: Rank) -> list[str]:
-    complaints = []
-    with putget.Workspace(rank.comm, 1 << 20, device=rank.device) as workspace:
-        for kind, num_bytes in (("fetch", 16), ("copy", 8), ("copy", 1 << 20), ("copy", -16)):
-            with pytest.raises(ValueError, match=r"is .*(expected one of|allowed are multiples of 16 up to)") as raised:
-                workspace.probe(kind, num_bytes)
-            complaints.append(str(raised.value))
-    return complaints
-
-
-def test_a_wrong_probe_is_named(device: str) -> None:
-    for complaints in run_ranks(2, probe_wrongly, mode="thread", device=device):
-        assert complaints[0] == "kind is 'fetch', expected one of ['copy', 'read', 'write']"
-        assert complaints[1].startswith("num_bytes is 8, allowed are multiples of 16 up to ")
-
-
 def construct_on_different_workspaces(rank: Rank) -> tuple[str, float]:
     pair = [putget.Workspace(rank.comm, 1 << 20, rank.device, timeout_s=20, warmup_timeout_s=20) for _ in range(2)]
     started = time.monotonic()

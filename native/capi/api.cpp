@@ -248,46 +248,8 @@ putget_status putget_read_fault(putget_memory* memory, putget_fault* fault) {
   });
 }
 
-putget_status putget_probe(putget_memory* memory, const putget_probe_args* args) {
-  return guarded([&] {
-    Memory& backend = backend_of(memory);
-    require_version(args, "args");
-    require(args->kind <= PUTGET_PROBE_READ, "kind is " + std::to_string(args->kind) + ", allowed are 0 and 1");
-    require_range("num_sms", args->num_sms, 0, putget::capi::kMaxSms);
-    const putget::MemoryConfig& config = backend.config();
-    const uint64_t end = putget::flagged_region(config.bytes, config.ep_size).begin;
-    const uint64_t room = (end - putget::control_bytes(config.ep_size)) / config.ep_size;
-    require(args->bytes_per_peer <= room && args->bytes_per_peer % 16 == 0,
-            "bytes_per_peer is " + std::to_string(args->bytes_per_peer) + ", allowed are multiples of 16 up to " +
-                std::to_string(room));
-    run_checked(backend, [&] {
-      backend.probe(static_cast<putget_probe_kind>(args->kind), args->bytes_per_peer, args->num_sms, args->stream);
-    });
-  });
-}
-
-putget_status putget_probe_rows(putget_memory* memory, const putget_probe_rows_args* args) {
-  return guarded([&] {
-    Memory& backend = backend_of(memory);
-    require_version(args, "args");
-    putget::capi::check_probe_rows(backend.config(), *args);
-    run_checked(backend, [&] { backend.probe_rows(*args); });
-  });
-}
-
 uint64_t putget_flagged_begin(uint32_t ep_size, uint64_t memory_bytes) {
   return answered(ep_size, [&] { return putget::flagged_region(memory_bytes, ep_size).begin; });
-}
-
-uint64_t putget_memory_bytes(uint32_t ep_size, uint64_t room) {
-  return answered(ep_size, [&] {
-    require_range("room", room, 0, putget::capi::kMaxMemoryBytes / 2);
-    return putget::with_flagged_region(putget::align_region(putget::control_bytes(ep_size) + room), ep_size);
-  });
-}
-
-uint64_t putget_probe_flag_bytes(uint32_t ep_size) {
-  return answered(ep_size, [&] { return uint64_t{ep_size} * 2 * 256 * sizeof(uint64_t); });
 }
 
 void putget_memory_destroy(putget_memory* memory) { delete memory; }

@@ -31,20 +31,6 @@ constexpr float kMaxScale = 1e30f;
 
 }  // namespace
 
-void require(bool holds, const std::string& message) {
-  if (!holds) throw Error(PUTGET_INVALID, message);
-}
-
-void require_range(const char* name, uint64_t value, uint64_t low, uint64_t high) {
-  if (value >= low && value <= high) return;
-  throw Error(PUTGET_INVALID, std::string(name) + " is " + std::to_string(value) + ", allowed are " +
-                                  std::to_string(low) + " to " + std::to_string(high));
-}
-
-void require_pointer(const char* name, const void* pointer) {
-  if (pointer == nullptr) throw Error(PUTGET_INVALID, std::string(name) + " is null");
-}
-
 uint32_t access_bytes(uint64_t mixed) {
   uint32_t bytes = 16;
   while (mixed % bytes != 0) bytes /= 2;
@@ -140,36 +126,6 @@ void check_combine(const Shape& shape, const putget_combine_args& args) {
   if (args.num_tokens != 0 && args.half != PUTGET_START) require_pointer("out", args.out);
   require_range("row_slot_bytes", args.row_slot_bytes, 0, kMaxMemoryBytes);
   require_range("row_source_bytes", args.row_source_bytes, 0, kMaxMemoryBytes);
-}
-
-void check_probe_rows(const MemoryConfig& config, const putget_probe_rows_args& args) {
-  require(config.ep_size <= 32, "ep_size is " + std::to_string(config.ep_size) + ", a probe of rows takes up to 32");
-  require_range("kind", args.kind, PUTGET_PROBE_WRITE, PUTGET_PROBE_SEND);
-  require_range("slots_by", args.slots_by, PUTGET_SLOTS_SPREAD, PUTGET_SLOTS_COUNTED);
-  require_range("row_bytes", args.row_bytes, 1, kMaxRowBytes);
-  require_range("num_tokens", args.num_tokens, 0, kMaxTokens);
-  require_range("offset", args.offset, 0, config.bytes);
-  require_range("landing", args.landing, 0, config.bytes);
-  require(args.row_bytes % 16 == 0 && args.offset % 16 == 0 && args.landing % 16 == 0,
-          "row_bytes is " + std::to_string(args.row_bytes) + ", offset " + std::to_string(args.offset) +
-              " and landing " + std::to_string(args.landing) + ", expected multiples of 16");
-  // Slots are counted in 31 bits, and those of the last rank lie in the memory.
-  require_range("first_slot", args.first_slot, 0, config.bytes / args.row_bytes);
-  require_range("slots_of_rank", args.slots_of_rank, 0, config.bytes / args.row_bytes / config.ep_size);
-  const putget_launch& launch = args.launch;
-  check_launch("launch", launch);
-  const auto require_field = [](const char* name, uint32_t value, uint32_t low) {  // check_launch has the upper bounds
-    require(value >= low, std::string("launch has a field that is out of range: ") + name + " is " +
-                              std::to_string(value) + ", expected at least " + std::to_string(low));
-  };
-  require_field("blocks", launch.blocks, 1);
-  require_field("threads", launch.threads, 32);
-  require_field("segment_bytes", launch.segment_bytes, 512);
-  require_field("splits", launch.splits, 1);
-  if (args.kind != PUTGET_PROBE_SEND) return;
-  require_pointer("num_rows", args.num_rows);
-  require(launch.movers >= 1 && launch.movers <= launch.blocks,
-          "launch.movers is " + std::to_string(launch.movers) + ", expected 1 to " + std::to_string(launch.blocks));
 }
 
 moe::GroupSizes group_sizes_of(const putget_moe_config& config) {

@@ -7,7 +7,6 @@
 
 #include "backend.h"
 #include "cpu/exec.h"
-#include "cpu/probe.h"
 #include "cpu/symmetric_memory.h"
 #include "protocol/combine.h"
 #include "protocol/dispatch.h"
@@ -133,11 +132,6 @@ class CpuMemory final : public Memory {
   void release(const Plan& plan, void*) override {
     Exec exec;
     putget::release(exec, plan, combine_scratch_.wait);
-  }
-
-  void probe(putget_probe_kind kind, uint64_t bytes_per_peer, uint32_t, void*) override {
-    cpu::probe(symmetric_, config_, kind, bytes_per_peer);
-    state_.head.ids_top_k = 0;  // the ids region holds something else now
   }
 
  private:

@@ -2,6 +2,7 @@
 #include "cuda/combine.cuh"
 
 #include "cuda/launch.h"
+#include "cuda/launch_early.h"
 
 namespace putget::cuda {
 namespace {

@@ -10,6 +10,7 @@
 //             SM
 #include "cuda/exec.cuh"
 #include "cuda/launch.h"
+#include "cuda/launch_early.h"
 #include "protocol/combine.h"
 #include "protocol/dispatch.h"
 

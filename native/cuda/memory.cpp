@@ -24,9 +24,6 @@ class CudaMemory final : public Memory {
     num_sms_ = static_cast<uint32_t>(num_sms);
     load_dispatch_kernels();
     load_combine_kernels();
-    load_probe_kernels();
-    load_probe_rows_kernels();
-    load_probe_sent_rows_kernel();
     load_moe_group_kernels();
     load_moe_row_kernels();
     load_moe_activation_kernels();
@@ -133,47 +130,6 @@ class CudaMemory final : public Memory {
   void release(const Plan& plan, void* stream) override {
     DeviceScope scope(config_.ordinal);
     launch_release(plan, static_cast<cudaStream_t>(stream));
-  }
-
-  void probe(putget_probe_kind kind, uint64_t bytes_per_peer, uint32_t num_sms, void* stream) override {
-    DeviceScope scope(config_.ordinal);
-    std::vector<uint8_t*> bases;
-    for (uint32_t rank = 0; rank < config_.ep_size; ++rank) bases.push_back(symmetric_.base(rank));
-    const auto cuda_stream = static_cast<cudaStream_t>(stream);
-    launch_probe(bases.data(), config_.ep_size, config_.ep_rank, control_bytes(config_.ep_size),
-                 kind == PUTGET_PROBE_WRITE, bytes_per_peer, room(num_sms, stream).sms, cuda_stream);
-    // The ids region holds something else now.
-    check(cudaMemsetAsync(&state_->head.ids_top_k, 0, sizeof(state_->head.ids_top_k), cuda_stream), "cudaMemsetAsync");
-  }
-
-  void probe_rows(const putget_probe_rows_args& args) override {
-    DeviceScope scope(config_.ordinal);
-    ProbePeers peers{};
-    for (uint32_t rank = 0; rank < config_.ep_size; ++rank) peers.base[rank] = symmetric_.base(rank);
-    RowsCall call{};
-    call.slots = args.slots;
-    call.rows = static_cast<const uint8_t*>(args.rows);
-    call.out = static_cast<uint8_t*>(args.out);
-    call.state = args.state;
-    call.flags = control_bytes(config_.ep_size);
-    const uint64_t room = call.flags + putget_probe_flag_bytes(config_.ep_size);
-    call.data = room + args.offset;
-    call.landing = room + args.landing;
-    call.ep_size = config_.ep_size;
-    call.ep_rank = config_.ep_rank;
-    call.num_tokens = args.num_tokens;
-    call.row_vectors = args.row_bytes / kLaneBytes;
-    call.segment_vectors = args.launch.segment_bytes / kLaneBytes;
-    call.segments = (call.row_vectors + call.segment_vectors - 1) / call.segment_vectors;
-    call.splits = args.launch.splits;
-    call.block_a_token = args.slots_by != PUTGET_SLOTS_SPREAD;
-    call.counts = args.slots_by == PUTGET_SLOTS_COUNTED;
-    call.first_slot = args.first_slot;
-    call.slots_of_rank = args.slots_of_rank;
-    call.sending_blocks = args.launch.movers;
-    call.num_rows = args.num_rows;
-    launch_probe_rows(peers, call, static_cast<putget_probe_kind>(args.kind), args.launch,
-                      static_cast<cudaStream_t>(args.stream));
   }
 
  private:

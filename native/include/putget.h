@@ -23,7 +23,7 @@ extern "C" {
 #define PUTGET_API
 #endif
 
-#define PUTGET_ABI_VERSION 4
+#define PUTGET_ABI_VERSION 5
 #define PUTGET_MAGIC 0x70757467u /* "putg" */
 #define PUTGET_MAX_RANKS 128
 #define PUTGET_MAX_TOP_K 32
@@ -61,12 +61,6 @@ typedef enum putget_fault_kind {
 } putget_fault_kind;
 
 typedef enum putget_share_kind { PUTGET_SHARE_DESCRIPTOR = 0, PUTGET_SHARE_FABRIC = 1 } putget_share_kind;
-
-typedef enum putget_probe_kind {
-  PUTGET_PROBE_WRITE = 0,
-  PUTGET_PROBE_READ = 1,
-  PUTGET_PROBE_SEND = 2 /* of rows alone */
-} putget_probe_kind;
 
 typedef struct putget_memory putget_memory;
 typedef struct putget_alltoall putget_alltoall;
@@ -206,46 +200,6 @@ typedef struct putget_fault {
                       4 a finish half without its start, 5 a start half whose finish has not come,
                       6 a peer combined this round, which was released here */
 } putget_fault;
-
-typedef struct putget_probe_args {
-  uint32_t size;
-  uint32_t magic;
-  uint32_t kind; /* putget_probe_kind */
-  uint32_t num_sms;
-  uint64_t bytes_per_peer;
-  void* stream;
-} putget_probe_args;
-
-/* How a probe of rows shares out its work and finds its slots. */
-typedef enum putget_slots_by {
-  PUTGET_SLOTS_SPREAD = 0,  /* warps share rows; slots as the table has them */
-  PUTGET_SLOTS_BLOCK = 1,   /* a CTA a token; likewise */
-  PUTGET_SLOTS_COUNTED = 2, /* a CTA a token, which counts the slots of each rank with atomics */
-} putget_slots_by;
-
-/* The memory traffic and the flags of one half of a round, without its logic. PUTGET_PROBE_WRITE puts rows and waits
- * until those of all ranks are there; PUTGET_PROBE_READ waits for all ranks, gets rows and adds their 32-bit words up;
- * PUTGET_PROBE_SEND does the same with rows that are stored where they are added up and are their own flags. A write
- * and one of the others take turns. Flags lie behind the control area, slots behind putget_probe_flag_bytes of them. */
-typedef struct putget_probe_rows_args {
-  uint32_t size;
-  uint32_t magic;
-  uint32_t kind;        /* putget_probe_kind */
-  uint32_t slots_by;    /* putget_slots_by, of PUTGET_PROBE_WRITE */
-  const int32_t* slots; /* [num_tokens, ep_size] in that rank's memory, -1: no row. They must lie in it */
-  const void* rows;     /* PUTGET_PROBE_WRITE: [num_tokens, row_bytes] */
-  void* out;            /* PUTGET_PROBE_READ and _SEND: [num_tokens, row_bytes] */
-  uint64_t* state;      /* [4 + ep_size] on the device, zeros before the first; [2] counts waits that were given up */
-  void* stream;
-  uint64_t offset; /* of slot 0, behind the flags; a multiple of 16 */
-  uint32_t num_tokens;
-  uint32_t row_bytes;      /* a multiple of 16 */
-  uint32_t first_slot;     /* PUTGET_SLOTS_COUNTED, PUTGET_PROBE_SEND: of this rank in every rank's memory */
-  uint32_t slots_of_rank;  /* PUTGET_PROBE_SEND: a rank's first slot is its number times as many */
-  const int32_t* num_rows; /* PUTGET_PROBE_SEND: [ep_size], how many slots of each rank are in use here */
-  uint64_t landing;        /* PUTGET_PROBE_SEND: like offset, of the memory where rows come, with all bits set */
-  putget_launch launch;    /* all fields; PUTGET_PROBE_SEND: movers send, others sum, or all both if none is left */
-} putget_probe_rows_args;
 
 typedef enum putget_gate { PUTGET_SILU = 0, PUTGET_GELU = 1 } putget_gate;
 
@@ -394,14 +348,9 @@ PUTGET_API putget_status putget_memory_count_tables_apart(putget_memory* memory,
 PUTGET_API putget_status putget_memory_base(putget_memory* memory, uint32_t rank, void** base);
 /* Does not wait for kernels: PUTGET_OK with kind NONE, or the first fault since the last start. */
 PUTGET_API putget_status putget_read_fault(putget_memory* memory, putget_fault* fault);
-PUTGET_API putget_status putget_probe(putget_memory* memory, const putget_probe_args* args);
-PUTGET_API putget_status putget_probe_rows(putget_memory* memory, const putget_probe_rows_args* args);
-/* These three answer 0 where an argument is out of range, and putget_last_error() says which. */
-PUTGET_API uint64_t putget_probe_flag_bytes(uint32_t ep_size);
-/* Where the rows that are their own flags begin in a memory of so many bytes: putget_probe writes only before it. */
+/* Where the rows that are their own flags begin in a memory of so many bytes; 0 where an argument is out of range, and
+ * putget_last_error() says which. */
 PUTGET_API uint64_t putget_flagged_begin(uint32_t ep_size, uint64_t memory_bytes);
-/* Bytes of a memory with room for so many between its flags and those rows. */
-PUTGET_API uint64_t putget_memory_bytes(uint32_t ep_size, uint64_t room);
 PUTGET_API void putget_memory_destroy(putget_memory* memory);
 
 PUTGET_API putget_status putget_create(const putget_config* config, putget_memory* memory, const putget_tables* tables,

@@ -1,6 +1,6 @@
 """`python -m putget`: the same program as the `putget` command."""
 
-from putget.bench.cli import main
+from putget_bench.cli import main
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -11,7 +11,7 @@ from typing import Any
 from putget import config
 from putget.errors import BackendUnavailable, PutgetError
 
-ABI_VERSION = 4
+ABI_VERSION = 5
 MAGIC = 0x70757467
 MAX_RANKS = 128
 MAX_TOP_K = 32
@@ -31,7 +31,6 @@ MISUSE_PEER_COMBINED = 6
 WIRE_SAME, WIRE_FP8_BLOCK, WIRE_FP8_STATIC = range(3)
 BOTH, START, FINISH = range(3)
 SHARE_DESCRIPTOR, SHARE_FABRIC = range(2)
-PROBE_WRITE, PROBE_READ, PROBE_SEND = range(3)
 SILU, GELU = range(2)
 PHASES = ("dispatch", "combine", "release")
 
@@ -200,39 +199,6 @@ class Fault(_Versioned):
     ]
 
 
-class ProbeArgs(_Versioned):
-    _fields_ = [
-        ("size", c_uint32),
-        ("magic", c_uint32),
-        ("kind", c_uint32),
-        ("num_sms", c_uint32),
-        ("bytes_per_peer", c_uint64),
-        ("stream", c_void_p),
-    ]
-
-
-class ProbeRowsArgs(_Versioned):
-    _fields_ = [
-        ("size", c_uint32),
-        ("magic", c_uint32),
-        ("kind", c_uint32),
-        ("slots_by", c_uint32),
-        ("slots", c_void_p),
-        ("rows", c_void_p),
-        ("out", c_void_p),
-        ("state", c_void_p),
-        ("stream", c_void_p),
-        ("offset", c_uint64),
-        ("num_tokens", c_uint32),
-        ("row_bytes", c_uint32),
-        ("first_slot", c_uint32),
-        ("slots_of_rank", c_uint32),
-        ("num_rows", c_void_p),
-        ("landing", c_uint64),
-        ("launch", Launch),
-    ]
-
-
 class MoeConfig(_Versioned):
     _fields_ = [
         ("size", c_uint32),
@@ -376,11 +342,7 @@ _FUNCTIONS: dict[str, list[Any]] = {
     "putget_memory_count_tables_apart": [c_void_p, c_void_p],
     "putget_memory_base": [c_void_p, c_uint32, POINTER(c_void_p)],
     "putget_read_fault": [c_void_p, POINTER(Fault)],
-    "putget_probe": [c_void_p, POINTER(ProbeArgs)],
-    "putget_probe_rows": [c_void_p, POINTER(ProbeRowsArgs)],
-    "putget_probe_flag_bytes": [c_uint32],
     "putget_flagged_begin": [c_uint32, c_uint64],
-    "putget_memory_bytes": [c_uint32, c_uint64],
     "putget_memory_destroy": [c_void_p],
     "putget_create": [POINTER(Config), c_void_p, POINTER(Tables), POINTER(c_void_p)],
     "putget_dispatch": [c_void_p, POINTER(DispatchArgs)],
@@ -400,9 +362,7 @@ _OTHER_RESULTS: dict[str, Any] = {
     "putget_abi_version": c_uint32,
     "putget_last_error": ctypes.c_char_p,
     "putget_set_interrupt_check": None,
-    "putget_probe_flag_bytes": c_uint64,
     "putget_flagged_begin": c_uint64,
-    "putget_memory_bytes": c_uint64,
     "putget_memory_destroy": None,
     "putget_destroy": None,
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
@@ -334,71 +333,6 @@ class Workspace:
         """Raises PutgetError while a failed ``set_active_ranks`` or ``adopt`` has left the ranks apart."""
         if self._apart is not None:
             raise PutgetError(f"{self._apart}: call set_active_ranks before the next round")
-
-    def probe(self, kind: str, num_bytes: int, num_sms: int | None = None) -> None:
-        """Moves plain bytes to or from every peer, as a ceiling for rounds.
-
-        It overwrites received rows and orders nothing: the ranks must have met since their last round, and must meet
-        before the next. On CUDA it enqueues its work on the current stream; on CPU it runs at once.
-
-        Args:
-            kind: "write" or "read" by a kernel's plain accesses; "copy", which writes, by the copy engine, one copy
-                after the other.
-            num_bytes: Bytes to or from each peer, a multiple of 16.
-            num_sms: Most SMs to use; None: all. A copy uses none.
-
-        Raises:
-            ValueError: kind or num_bytes is not allowed.
-        """
-        kinds = {"write": _abi.PROBE_WRITE, "read": _abi.PROBE_READ, "copy": _abi.PROBE_WRITE}
-        if kind not in kinds:
-            raise ValueError(f"kind is {kind!r}, expected one of {sorted(kinds)}")
-        room = (self.regions_end() - self.control_bytes()) // self._comm.size
-        if (
-            isinstance(num_bytes, bool)
-            or not isinstance(num_bytes, int)
-            or num_bytes % 16
-            or not 0 <= num_bytes <= room
-        ):
-            raise ValueError(f"num_bytes is {num_bytes!r}, allowed are multiples of 16 up to {room}")
-        sms = 0 if num_sms is None else check_int("num_sms", num_sms, 1, _abi.MAX_SMS)
-        if kind == "copy":
-            self._copy_to_peers(num_bytes)
-            num_bytes = 0  # what is left for the library is to know that received ids are gone
-        args = _abi.ProbeArgs(
-            kind=kinds[kind], num_sms=sms, bytes_per_peer=num_bytes, stream=current_stream(self.device)
-        )
-        _abi.call("putget_probe", self.memory.handle, ctypes.byref(args))
-
-    def _copy_to_peers(self, num_bytes: int) -> None:
-        """Copies num_bytes to each peer, into this rank's split behind its regions: what tells of rounds is no part."""
-        size, rank = self._comm.size, self._comm.rank
-        start = self.regions_end() - (size - rank) * num_bytes
-        parts = [self.memory.peer_tensor(peer)[start : start + num_bytes] for peer in range(size)]
-        for step in range(1, size):
-            parts[(rank + step) % size].copy_(parts[rank])
-
-    @staticmethod
-    def bytes_for_probes(ep_size: int, bytes_per_peer: int) -> int:
-        """Bytes of a workspace in which ``probe`` may move so many to or from each peer.
-
-        Raises:
-            ValueError: An argument is out of range.
-        """
-        check_int("ep_size", ep_size, 1, _abi.MAX_RANKS)
-        check_int("bytes_per_peer", bytes_per_peer, 0, _abi.MAX_MEMORY_BYTES // (2 * ep_size))
-        return int(_abi.library().putget_memory_bytes(ep_size, ep_size * bytes_per_peer))
-
-    def control_bytes(self) -> int:
-        """Bytes before the first region of any layout."""
-        smallest = _abi.Config(
-            ep_size=self._comm.size, num_experts=1, top_k=1, max_tokens_per_rank=1, num_payloads=1, output_elements=1
-        )
-        smallest.row_bytes[0] = 1
-        smallest.timeout_ns = smallest.warmup_timeout_ns = int(self.timeout_s * 1e9)
-        layout = _abi.Layout()
-        _abi.call("putget_layout_of", ctypes.byref(smallest), ctypes.byref(layout))
-        return int(layout.topk_ids)
 
     def regions_end(self) -> int:
         """Bytes before the rows that are their own flags, whatever objects are on it."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from putget import reference
-from putget.bench.quantise import dequantise, quantise
+from putget_bench.quantise import dequantise, quantise
 
 
 @dataclass(frozen=True)

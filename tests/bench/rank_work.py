@@ -11,15 +11,15 @@ from typing import Any
 
 import torch.distributed as dist
 
-from putget.bench import peers, variants
-from putget.bench.ablation import Variant, group
-from putget.bench.contender import Putget, Round
-from putget.bench.demo_layer import run_layer
-from putget.bench.launch import Emit, RankContext
-from putget.bench.measure import measure
-from putget.bench.peers import deepep
-from putget.bench.peers.flashinfer import FlashInfer
-from putget.bench.settings import Settings
+from putget_bench import peers, variants
+from putget_bench.ablation import Variant, group
+from putget_bench.contender import Putget, Round
+from putget_bench.demo_layer import run_layer
+from putget_bench.launch import Emit, RankContext
+from putget_bench.measure import measure
+from putget_bench.peers import deepep
+from putget_bench.peers.flashinfer import FlashInfer
+from putget_bench.settings import Settings
 
 
 def agree(context: RankContext, settings: Any, emit: Emit) -> int:

@@ -12,15 +12,16 @@ import jsonschema
 import pytest
 
 from putget import hardware
-from putget.bench import cli, launch, report, variants
-from putget.bench.settings import Settings, resolve
+from putget_bench import cli, launch, report, variants
+from putget_bench.parser import build_parser
+from putget_bench.settings import Settings, resolve
 from tests.bench import rank_work
 
 SHAPE = "--ep_size 2 --hidden_size 256 --top_k 4 --num_experts 16 --iters 2 --warmup 1"
 
 
 def ablate_settings(*flags: str) -> Settings:
-    parsed = cli.build_parser().parse_args(["ablate", "--device", "cpu", *SHAPE.split(), *flags])
+    parsed = build_parser().parse_args(["ablate", "--device", "cpu", *SHAPE.split(), *flags])
     return resolve(parsed, None)
 
 

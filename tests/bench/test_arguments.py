@@ -7,13 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from putget.bench import cli, settings
+from putget_bench import cli, settings
+from putget_bench.parser import build_parser
 
 CPU = ("bench", "--device", "cpu")
 
 
 def resolved(*flags: str, world_size: int | None = None) -> settings.Settings:
-    return settings.resolve(cli.build_parser().parse_args([*CPU, *flags]), world_size)
+    return settings.resolve(build_parser().parse_args([*CPU, *flags]), world_size)
 
 
 def test_the_flags_of_the_documentation() -> None:

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from putget import hardware
-from putget.bench import cli, environment, profiles, report
+from putget_bench import cli, environment, profiles, report
 
 Command = Callable[[str], str]
 ROOT = Path(__file__).parents[2]

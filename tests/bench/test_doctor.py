@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from putget.bench import cli, doctor
+from putget_bench import cli, doctor
 
 
 @pytest.fixture

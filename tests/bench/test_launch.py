@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from putget.bench import cli, launch
-from putget.bench.settings import Settings, resolve
+from putget_bench import launch
+from putget_bench.parser import build_parser
+from putget_bench.settings import Settings, resolve
 from tests.bench import rank_work
 
 ROOT = Path(__file__).parents[2]
@@ -26,7 +27,7 @@ def run(work: launch.Work, settings: Any, ep_size: int = 2) -> tuple[int, list[d
 
 def bench_settings(*flags: str) -> Settings:
     common = ["bench", "--device", "cpu", "--ep_size", "2", "--hidden_size", "128", "--iters", "4", *flags]
-    return resolve(cli.build_parser().parse_args(common), None)
+    return resolve(build_parser().parse_args(common), None)
 
 
 def test_ranks_meet_and_only_rank_0_reports() -> None:

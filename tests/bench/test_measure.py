@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from putget.bench.measure import Clock
-from putget.bench.roofline import Ceiling
+from putget_bench.measure import Clock
+from putget_bench.roofline import Ceiling
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from putget import hardware
-from putget.bench import cli, launch, peers, settings
-from putget.bench.settings import Settings, resolve
+from putget_bench import cli, launch, peers, settings
+from putget_bench.parser import build_parser
+from putget_bench.settings import Settings, resolve
 from tests.bench import rank_work
 
 STAND_INS = Path(__file__).parent / "stand_ins"
@@ -36,7 +37,7 @@ def bench(*flags: str, work: Any = rank_work.with_stand_ins, **broken: str) -> t
 
 def settings_of(*flags: str) -> Settings:
     common = ["bench", "--device", "cpu", "--iters", "2", "--warmup", "1", *SHAPE]
-    return resolve(cli.build_parser().parse_args([*common, *flags]), None)
+    return resolve(build_parser().parse_args([*common, *flags]), None)
 
 
 def names(events: list[dict[str, Any]]) -> list[list[str]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from putget.bench import profiles, quantise
+from putget_bench import profiles, quantise
 
 
 def test_bytes_of_a_deepseek_v3_token() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import jsonschema
 
-from putget.bench import report
+from putget_bench import report
 from tests.project.checkout import ROOT
 
 RUNS = """
@@ -57,7 +57,7 @@ def test_a_series_an_overlap_and_their_tables(tmp_path: Path) -> None:
 def test_a_wrong_result_ends_an_overlap_with_an_error() -> None:
     program = (
         "import sys, runpy\n"
-        "from putget.bench import launch\n"
+        "from putget_bench import launch\n"
         "launch.run = lambda work, plan, size, device, listen: listen({'kind': 'mismatch', 'text': 'rank 1'}) or 1\n"
         "sys.argv = ['x', '--ep_size', '2', '--device', 'cpu']\n"
         f"runpy.run_path({str(ROOT / 'benchmarks' / 'overlap.py')!r}, run_name='__main__')\n"

@@ -13,7 +13,7 @@ import matplotlib.image
 import pytest
 from rich.console import Console
 
-from putget.bench import plot, report
+from putget_bench import plot, report
 from tests.bench.documents import contender, gpu_document
 
 DOCUMENTATION = Path(__file__).parents[2] / "docs" / "reference" / "bench_json.md"

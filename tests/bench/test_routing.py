@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from putget import reference
-from putget.bench import routing
+from putget_bench import routing
 
 
 def test_random_router_draws_distinct_experts_the_same_every_time() -> None:

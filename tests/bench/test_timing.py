@@ -11,12 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from putget.bench import cli, measure, timing
-from putget.bench.settings import Settings, resolve
+from putget_bench import measure, timing
+from putget_bench.parser import build_parser
+from putget_bench.settings import Settings, resolve
 
 
 def bench_settings(*flags: str) -> Settings:
-    return resolve(cli.build_parser().parse_args(["bench", "--device", "cpu", *flags]), None)
+    return resolve(build_parser().parse_args(["bench", "--device", "cpu", *flags]), None)
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from putget.bench import traffic
+from putget_bench import traffic
 
 SHAPE = traffic.Shape(
     ep_size=2, num_experts=4, top_k=3, max_tokens_per_rank=10, dispatch_row_bytes=100, combine_row_bytes=1000

@@ -8,8 +8,8 @@ import pytest
 
 import putget
 from putget import config, errors
-from putget.bench import cli
-from tests.project.checkout import NATIVE, PACKAGE, ROOT, pyproject
+from putget_bench import cli
+from tests.project.checkout import BENCH, NATIVE, PACKAGE, ROOT, pyproject
 
 REFERENCE = ROOT / "docs" / "reference"
 
@@ -35,7 +35,7 @@ def test_environment_variables_are_on_the_page() -> None:
 
 
 def test_commands_are_on_the_page() -> None:
-    source = (PACKAGE / "bench" / "cli.py").read_text()
+    source = (BENCH / "parser.py").read_text()
     commands = re.findall(r'add_parser\(\s*"(\w+)"', source)
     assert cli.main
     assert len(commands) >= 5

@@ -13,6 +13,7 @@ else:
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "python" / "putget"
+BENCH = ROOT / "python" / "putget_bench"
 NATIVE = ROOT / "native"
 CPP_SUFFIXES = frozenset({".h", ".cuh", ".cpp", ".cu"})
 

@@ -42,12 +42,14 @@ def included_folder(name: str, path: Path, native: Path) -> str:
 
 def broken_includes(native: Path) -> Iterator[str]:
     may_not_include = {
-        "protocol": {"cpu", "cuda", "capi", "include", "moe"},
-        "moe": {"cpu", "cuda", "capi", "include"},
-        "cpu": {"cuda", "capi"},
-        "cuda": {"cpu", "capi"},
-        "": {"cpu", "cuda", "capi"},
-        "include": {"protocol", "moe", "cpu", "cuda", "capi"},
+        "protocol": {"cpu", "cuda", "capi", "include", "moe", "probe"},
+        "moe": {"cpu", "cuda", "capi", "include", "probe"},
+        "cpu": {"cuda", "capi", "probe"},
+        "cuda": {"cpu", "capi", "probe"},
+        "capi": {"probe"},
+        "probe": {"cpu", "protocol", "moe"},
+        "": {"cpu", "cuda", "capi", "probe"},
+        "include": {"protocol", "moe", "cpu", "cuda", "capi", "probe"},
     }
     for path in cpp_files(native):
         folder = folder_of(path, native)
@@ -87,6 +89,8 @@ RULES: dict[Callable[[Path], Iterator[str]], tuple[tuple[str, str], ...]] = {
         ("cuda/a.cu", "#include <torch/extension.h>"),
         ("capi/a.cpp", "#include <Python.h>"),
         ("cpu/a.cpp", '#include "capi/validate.h"'),
+        ("capi/a.cpp", '#include "probe/probe.h"'),
+        ("probe/a.cu", '#include "protocol/signal.h"'),
     ),
     inline_assembly: (
         ("cuda/a.cuh", 'asm volatile("bar.sync 0;");'),
@@ -107,7 +111,7 @@ def test_native_sources_keep_the_rule(rule: Callable[[Path], Iterator[str]]) -> 
     [(rule, name, line) for rule, cases in RULES.items() for name, line in cases],
 )
 def test_rule_bites(tmp_path: Path, rule: Callable[[Path], Iterator[str]], name: str, line: str) -> None:
-    for folder in ("protocol", "moe", "cpu", "cuda", "capi", "include"):
+    for folder in ("protocol", "moe", "cpu", "cuda", "capi", "include", "probe"):
         (tmp_path / folder).mkdir()
     (tmp_path / "include" / "putget.h").touch()
     (tmp_path / "cpu" / "exec.h").write_text('#include "protocol/shape.h"\n#include <vector>\n')

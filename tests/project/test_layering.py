@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.project.checkout import PACKAGE, ROOT, python_files
+from tests.project.checkout import BENCH, PACKAGE, ROOT, python_files
 
 ENVIRONMENT = frozenset({"environ", "environb", "getenv", "putenv", "unsetenv"})
 LOADERS = frozenset({"CDLL", "PyDLL", "LibraryLoader", "cdll", "pydll", "dlopen"})
@@ -89,7 +89,9 @@ def lint_imports(python_path: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def package_copy(tmp_path: Path) -> Path:
-    return Path(shutil.copytree(PACKAGE, tmp_path / "putget", ignore=shutil.ignore_patterns("*.so", "__pycache__")))
+    for package in (PACKAGE, BENCH):
+        shutil.copytree(package, tmp_path / package.name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    return tmp_path / PACKAGE.name
 
 
 def test_import_contracts_hold() -> None:
@@ -100,10 +102,11 @@ def test_import_contracts_hold() -> None:
 @pytest.mark.parametrize(
     ("module", "line", "contract"),
     [
-        ("alltoall.py", "import putget.bench.cli", "Layers of the package"),
+        ("alltoall.py", "import putget_bench.cli", "Layers of the package"),
         ("workspace.py", "from putget import alltoall", "Layers of the package"),
         ("_abi.py", "import putget.workspace", "Layers of the package"),
-        ("bench/cli.py", "import putget._abi", "The benchmarks use the public modules only"),
+        ("../putget_bench/cli.py", "import putget._abi", "The benchmarks use the public modules only"),
+        ("../putget_bench/parser.py", "from putget_bench import cli", "No import circles"),
         ("adapters/rounds.py", "import putget.alltoall", "The adapters use what putget exports and nothing else"),
         ("adapters/shared.py", "import putget.adapters.rounds", "Layers of the adapters"),
         ("moe/experts.py", "import putget.moe.layer", "Layers of the mixture-of-experts layer"),
@@ -126,6 +129,7 @@ def test_only_config_reads_the_environment(package_copy: Path) -> None:
 
 def test_only_abi_loads_a_library(package_copy: Path) -> None:
     assert files_that_mention(PACKAGE, LOADERS) == {"_abi.py"}
+    assert files_that_mention(BENCH, LOADERS) == {"probe_library.py"}
     (package_copy / "intruder.py").write_text("from ctypes import CDLL\n")
     assert "intruder.py" in files_that_mention(package_copy, LOADERS)
 
@@ -138,11 +142,12 @@ def test_reference_imports_torch_only(tmp_path: Path) -> None:
     assert third_party_imports(intruder) == {"torch", "putget"}
 
 
-@pytest.mark.parametrize("part", ["bench", "adapters"])
+@pytest.mark.parametrize("part", ["putget_bench", "putget/adapters"])
 def test_parts_import_public_modules_only(package_copy: Path, part: str) -> None:
-    assert private_imports(PACKAGE, part) == []
-    (package_copy / part / "intruder.py").write_text("import putget\nfrom putget import _abi\nputget._mesh.x()\n")
-    assert sorted(private_imports(package_copy, part)) == [
+    assert private_imports(PACKAGE.parent, part) == []
+    copy = package_copy.parent
+    (copy / part / "intruder.py").write_text("import putget\nfrom putget import _abi\nputget._mesh.x()\n")
+    assert sorted(private_imports(copy, part)) == [
         f"{part}/intruder.py: putget._abi",
         f"{part}/intruder.py: putget._mesh",
     ]
@@ -159,7 +164,7 @@ def test_adapters_and_public_modules_import_without_a_gpu() -> None:
         "roots = {name.split('.')[0] for name in set(sys.modules) - before}\n"
         "assert roots <= {'putget', *sys.stdlib_module_names}, roots\n"
         "assert not torch.cuda.is_initialized()\n"
-        "heavy = {'matplotlib', 'rich', 'jsonschema', 'putget.bench'} & set(sys.modules)\n"
+        "heavy = {'matplotlib', 'rich', 'jsonschema', 'putget_bench'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

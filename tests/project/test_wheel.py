@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 import putget
-from tests.project.checkout import PACKAGE, ROOT, pyproject
+from tests.project.checkout import BENCH, PACKAGE, ROOT, pyproject
 
 ENTRY_POINT_GROUPS = {"console_scripts", "sglang.srt.plugins", "vllm.general_plugins"}
-LIBRARY = PACKAGE / "libputget.so"
+LIBRARIES = {PACKAGE / "libputget.so": "putget.h", BENCH / "libputget_probe.so": "putget_probe.h"}
 # What every glibc machine has; the driver is looked up at run time, and CUDA's runtime is linked in.
 SYSTEM_LIBRARIES = re.compile(
     r"^(libc|libm|libdl|librt|libpthread|libstdc\+\+|libgcc_s|ld-linux-[a-z0-9_-]+)\.so\.\d+$"
@@ -32,11 +32,12 @@ def needed_libraries(library: Path) -> list[str]:
     return re.findall(r"\(NEEDED\).*\[(.+)\]", output("readelf", "-d", library))
 
 
-@pytest.fixture
-def library() -> Path:
-    if not LIBRARY.exists():
-        pytest.skip("no library in python/putget: this is not a development install")
-    return LIBRARY
+@pytest.fixture(params=LIBRARIES, ids=lambda path: path.name)
+def library(request: pytest.FixtureRequest) -> Path:
+    path: Path = request.param
+    if not path.exists():
+        pytest.skip(f"no {path.name} in python: this is not a development install")
+    return path
 
 
 def test_build_group_repeats_the_build_requirements() -> None:
@@ -49,7 +50,7 @@ def test_versions_agree() -> None:
 
 
 def test_library_exports_exactly_the_declared_functions(library: Path) -> None:
-    header = (ROOT / "native" / "include" / "putget.h").read_text()
+    header = (ROOT / "native" / "include" / LIBRARIES[library]).read_text()
     declared = set(re.findall(r"PUTGET_API\b[^;(]*?\b(putget_\w+)\s*\(", header))
     exported = {line.split()[-1] for line in output("nm", "-D", "--defined-only", library).splitlines()}
     assert declared
@@ -70,19 +71,20 @@ def test_wheel_without_cuda(tmp_path: Path) -> None:
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
     for name in ("CMakeLists.txt", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    # A library that a development build left behind must not end up in the wheel.
-    (source / "python" / "putget" / "libputget.so").write_text("stale")
+    # Libraries that a development build left behind must not end up in the wheel.
+    for path in LIBRARIES:
+        (source / "python" / path.parent.name / path.name).write_text("stale")
 
     # The hook that pip calls, without the build isolation that would download the compiler again.
     code = (
         "import sys; from scikit_build_core.build import build_wheel;"
         "build_wheel(sys.argv[1], {'cmake.define.PUTGET_CUDA': 'OFF'})"
     )
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    search = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     build = subprocess.run(
         [sys.executable, "-c", code, tmp_path / "dist"],
         cwd=source,
-        env={**os.environ, "PATH": path},
+        env={**os.environ, "PATH": search},
         capture_output=True,
         text=True,
         check=False,
@@ -95,10 +97,12 @@ def test_wheel_without_cuda(tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         archive.extractall(tmp_path / "installed")
-    assert {"putget/libputget.so", "putget/py.typed", "putget/alltoall.py", "putget/bench/cli.py"} <= set(names)
+    libraries = {f"{path.parent.name}/{path.name}" for path in LIBRARIES}
+    assert {*libraries, "putget/py.typed", "putget/alltoall.py", "putget_bench/cli.py"} <= set(names)
     assert not [name for name in names if name.endswith((".cpp", ".cu", ".h", ".pyc"))]
     (metadata,) = importlib.metadata.distributions(path=[str(tmp_path / "installed")])
     assert {entry.group for entry in metadata.entry_points} == ENTRY_POINT_GROUPS
     assert all(callable(entry.load()) for entry in metadata.entry_points)
-    installed = tmp_path / "installed" / "putget" / "libputget.so"
-    output(sys.executable, "-I", "-S", "-c", f"import ctypes; ctypes.CDLL({str(installed)!r})")
+    for installed in libraries:
+        path = str(tmp_path / "installed" / installed)
+        output(sys.executable, "-I", "-S", "-c", f"import ctypes; ctypes.CDLL({path!r})")

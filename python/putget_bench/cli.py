@@ -1,0 +1,49 @@
+"""The `putget` command. Everything heavy is imported when a subcommand runs."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from putget_bench.parser import build_parser
+
+_OK, _FAILED, _USAGE, _INTERRUPTED = 0, 1, 2, 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line.
+
+    Args:
+        argv: arguments without the program's name; the process's own if None.
+
+    Returns:
+        0; 1 if a result was wrong or a rank failed; 2 if the arguments are wrong; 130 after Ctrl-C.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    parser = build_parser()
+    args = parser.parse_args(arguments)
+    try:
+        command = import_module(f"putget_bench.{args.module}")
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.split(".")[0] not in ("rich", "matplotlib"):
+            raise
+        return _complain(args, f"needs the Python package {error.name}: pip install 'putget[bench]'", _FAILED)
+    from putget import PutgetError
+    from putget_bench.launch import RankFailedError
+
+    try:
+        return int(command.run(args, ["putget", *arguments]))
+    except ValueError as error:
+        return _complain(args, f"error: {error}", _USAGE)
+    except (PutgetError, RankFailedError) as error:
+        return _complain(args, f"failed: {error}", _FAILED)
+    except KeyboardInterrupt:
+        return _complain(args, "interrupted", _INTERRUPTED)
+
+
+def _complain(args: argparse.Namespace, text: str, exit_code: int) -> int:
+    sys.stdout.flush()
+    print(f"putget {args.command}: {text}", file=sys.stderr)
+    return exit_code

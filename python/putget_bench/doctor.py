@@ -1,0 +1,244 @@
+"""`putget doctor`: what this machine can do with putget, and what to do about the rest."""
+
+from __future__ import annotations
+
+import argparse
+import ctypes.util
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import putget
+from putget import hardware
+from putget_bench import environment
+
+SCHEMA = "putget.doctor/1"
+_SYS = Path("/sys")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at.
+
+    Attributes:
+        area: "putget", "cpu", "gpu", "links", "memory", "nic" or "transport".
+        name: what.
+        status: "ok", "missing" (could be had) or "absent" (this machine has none).
+        detail: what was found.
+        remedy: what to install or do, or None.
+    """
+
+    area: str
+    name: str
+    status: str
+    detail: str
+    remedy: str | None = None
+
+
+def run(args: argparse.Namespace, command: Sequence[str]) -> int:
+    """Prints the findings. Always returns 0: nothing that is missing here is an error."""
+    findings = examine()
+    if args.json:
+        document = {
+            "schema": SCHEMA,
+            **environment.describe(),
+            "findings": [asdict(finding) for finding in findings],
+            "runs": what_runs(findings),
+        }
+        print(json.dumps(document, indent=1))
+        return 0
+    _show(findings)
+    return 0
+
+
+def examine() -> list[Finding]:
+    """Looks at everything."""
+    return [*_package(), *_cpu(), *_gpus(), *_links(), *_handles(), *_nics(_SYS), *_transports()]
+
+
+def what_runs(findings: Sequence[Finding]) -> dict[str, bool]:
+    """Which backends can be used here."""
+    by_name = {(finding.area, finding.name): finding.status == "ok" for finding in findings}
+    library = by_name.get(("putget", "native library"), False)
+    cuda = library and by_name.get(("putget", "CUDA part"), False) and by_name.get(("gpu", "GPUs"), False)
+    return {"cpu": library, "cuda": cuda, "cuda_multi_gpu": cuda and by_name.get(("links", "peer access"), False)}
+
+
+def _package() -> list[Finding]:
+    build = hardware.build()
+    findings = [Finding("putget", "version", "ok", putget.__version__)]
+    if not build.library:
+        return [
+            *findings,
+            Finding("putget", "native library", "missing", "cannot be loaded", "pip install ."),
+        ]
+    findings.append(Finding("putget", "native library", "ok", build.library))
+    if build.cuda:
+        findings.append(Finding("putget", "CUDA part", "ok", "built in"))
+    else:
+        remedy = "pip install --force-reinstall . on x86-64 Linux: it brings the CUDA compiler from PyPI"
+        findings.append(Finding("putget", "CUDA part", "missing", "this build is for CPUs only", remedy))
+    return findings
+
+
+def _cpu() -> list[Finding]:
+    cores = len(os.sched_getaffinity(0))
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    torch_detail = f"{torch.__version__}, CUDA {torch.version.cuda or 'no'}"
+    return [
+        Finding("cpu", "processor", "ok", f"{environment.cpu_name()}, {cores} cores, {memory / 2**30:.0f} GiB"),
+        Finding("cpu", "torch", "ok", torch_detail),
+    ]
+
+
+def _gpus() -> list[Finding]:
+    gpus = hardware.gpus()
+    if not gpus:
+        why = hardware.why_no_cuda() or "none found"
+        if environment.driver_version() is None:
+            why = "no NVIDIA driver on this machine"
+            remedy = "with an NVIDIA GPU: install its driver (https://www.nvidia.com/drivers); without: --device cpu"
+            return [Finding("gpu", "GPUs", "absent", why, remedy)]
+        return [Finding("gpu", "GPUs", "missing", why, "check nvidia-smi, CUDA_VISIBLE_DEVICES and the container")]
+    findings = []
+    unusable = hardware.why_no_cuda()
+    detail = f"{len(gpus)}, driver {environment.driver_version() or 'unknown'}"
+    if unusable is None:
+        findings.append(Finding("gpu", "GPUs", "ok", detail))
+    else:
+        remedy = "install a torch that is built for this driver's CUDA version (https://pytorch.org/get-started)"
+        findings.append(Finding("gpu", "GPUs", "missing", f"{detail}: {unusable}", remedy))
+    for gpu in gpus:
+        major, minor = gpu.compute_capability
+        detail = f"{gpu.name}, sm_{major}{minor}, {gpu.num_sms} SMs, {gpu.total_bytes / 2**30:.0f} GiB"
+        if gpu.compute_capability >= (9, 0):
+            findings.append(Finding("gpu", f"GPU {gpu.index}", "ok", detail))
+        else:
+            remedy = "putget's CUDA part is for compute capability 9.0 (Hopper) and later; use --device cpu"
+            findings.append(Finding("gpu", f"GPU {gpu.index}", "missing", detail, remedy))
+    return findings
+
+
+def _links() -> list[Finding]:
+    gpus = hardware.gpus()
+    if len(gpus) < 2:
+        return [Finding("links", "peer access", "absent", f"needs two GPUs, there are {len(gpus)}")]
+    short = [gpu.index for gpu in gpus if len(set(gpu.peers) - {gpu.index}) < len(gpus) - 1]
+    if not short:
+        return [Finding("links", "peer access", "ok", f"each of {len(gpus)} GPUs reaches all others")]
+    reached = "; ".join(f"GPU {gpu.index}: {sorted(set(gpu.peers) - {gpu.index})}" for gpu in gpus)
+    remedy = "check nvidia-smi topo -p2p r, the fabric manager (nvidia-fabricmanager) and the container's GPU flags"
+    return [Finding("links", "peer access", "missing", reached, remedy)]
+
+
+def _handles() -> list[Finding]:
+    gpus = hardware.gpus()
+    if not gpus:
+        return [Finding("memory", "CPU ranks", "ok", "shared memory between processes of one host")]
+    posix = all(gpu.posix_fd for gpu in gpus)
+    findings = [
+        Finding("memory", "CPU ranks", "ok", "shared memory between processes of one host"),
+        Finding("memory", "POSIX descriptors", "ok", "symmetric memory within this host")
+        if posix
+        else Finding("memory", "POSIX descriptors", "missing", "not offered by this driver", "install a newer driver"),
+    ]
+    clusters = {f"{gpu.cluster_uuid}, clique {gpu.clique}" for gpu in gpus if gpu.cluster_uuid}
+    if all(gpu.fabric for gpu in gpus) and clusters:
+        findings.append(Finding("memory", "fabric handles", "ok", f"NVLink cluster {'; '.join(sorted(clusters))}"))
+    elif clusters:
+        remedy = "start the IMEX daemon (nvidia-imex) and give the process /dev/nvidia-caps-imex-channels"
+        findings.append(Finding("memory", "fabric handles", "missing", "GPUs are in an NVLink cluster", remedy))
+    else:
+        findings.append(Finding("memory", "fabric handles", "absent", "the GPUs are in no NVLink cluster"))
+    return findings
+
+
+def _nics(sys: Path) -> list[Finding]:
+    findings = []
+    for device in _children(sys / "class/infiniband"):
+        for port in _children(device / "ports"):
+            state, rate = _word(port / "state"), _word(port / "rate")
+            layer = _word(port / "link_layer")
+            detail = f"port {port.name}: {layer}, {rate}, {state}"
+            if "ACTIVE" in state:
+                findings.append(Finding("nic", device.name, "ok", detail))
+            else:
+                findings.append(Finding("nic", device.name, "missing", detail, "connect the port (ibstat, ip link)"))
+    if not findings:
+        findings.append(Finding("nic", "RDMA devices", "absent", "none in /sys/class/infiniband"))
+    for device in _children(sys / "class/net"):
+        if device.name == "lo":
+            continue
+        speed, state = _word(device / "speed"), _word(device / "operstate") or "unknown"
+        detail = state
+        if speed.isdigit():
+            detail += f", {speed} Mb/s"
+        findings.append(Finding("nic", device.name, "absent" if state == "down" else "ok", detail))
+    return findings
+
+
+def _transports() -> list[Finding]:
+    findings = []
+    for library, package, purpose in (
+        ("ibverbs", "libibverbs1 ibverbs-providers", "RDMA over InfiniBand and RoCE"),
+        ("fabric", "libfabric1", "EFA, TCP and shared memory through libfabric"),
+    ):
+        found = ctypes.util.find_library(library)
+        if found:
+            findings.append(Finding("transport", f"lib{library}", "ok", f"{found}: {purpose}"))
+        else:
+            remedy = f"apt-get install {package}"
+            findings.append(Finding("transport", f"lib{library}", "missing", f"not found: {purpose}", remedy))
+    return findings
+
+
+def _children(folder: Path) -> list[Path]:
+    try:
+        return sorted(folder.iterdir())
+    except OSError:
+        return []
+
+
+def _word(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+def _show(findings: Sequence[Finding]) -> None:
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    from putget_bench.progress import make_console
+
+    styles = {"ok": "green", "missing": "yellow", "absent": "dim"}
+    console = make_console()
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("area", "what", "status", "found"):
+        table.add_column(column, overflow="fold")
+    area = ""
+    for finding in findings:
+        status = Text(finding.status, style=styles[finding.status])
+        table.add_row(finding.area if finding.area != area else "", finding.name, status, finding.detail)
+        area = finding.area
+    console.print(table)
+    runs: dict[str, Any] = what_runs(findings)
+    console.print(
+        f"CPU ranks: {_yes(runs['cpu'])}.  CUDA: {_yes(runs['cuda'])}.  Several GPUs: {_yes(runs['cuda_multi_gpu'])}."
+    )
+    remedies = [finding for finding in findings if finding.remedy is not None]
+    if remedies:
+        console.print("\nFor the rest:")
+    for finding in remedies:
+        console.print(f"  {finding.name}: {finding.remedy}", soft_wrap=True)
+
+
+def _yes(works: bool) -> str:
+    return "yes" if works else "no"

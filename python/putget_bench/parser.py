@@ -1,0 +1,142 @@
+"""The flags of the `putget` command. What a subcommand imports is imported when it runs: here stands its name."""
+
+from __future__ import annotations
+
+import argparse
+from typing import NoReturn
+
+_USAGE = 2
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(_USAGE, f"{self.prog}: error: {message}\nTry '{self.prog} --help'.\n")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of all subcommands."""
+    parser = _Parser(prog="putget", description="One-sided dispatch and combine for mixture-of-experts inference.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="{bench,ablate,doctor,roofline,demo}")
+    _add_bench(commands.add_parser("bench", help="time dispatch and combine", allow_abbrev=False))
+    _add_ablate(commands.add_parser("ablate", help="what each idea of putget is worth", allow_abbrev=False))
+    _add_doctor(commands.add_parser("doctor", help="what this machine can do, and what is missing", allow_abbrev=False))
+    _add_roofline(commands.add_parser("roofline", help="measure the link", allow_abbrev=False))
+    _add_demo(commands.add_parser("demo", help="a DeepSeek-V3-shaped layer, checked and timed", allow_abbrev=False))
+    return parser
+
+
+def _add_ranks(parser: argparse.ArgumentParser) -> None:
+    from putget_bench import settings
+
+    parser.add_argument("--ep_size", type=int, metavar="N", help="ranks (the GPUs here, or 4 on the CPU)")
+    parser.add_argument("--device", choices=settings.DEVICES, default="auto", help="where the ranks run (%(default)s)")
+
+
+def _add_bench(parser: argparse.ArgumentParser) -> None:
+    from putget_bench import settings
+
+    parser.description = (
+        "Times dispatch, combine, and the two back to back. Every size is checked against the reference before it is "
+        "timed. Starts its own ranks; works under torchrun and srun too."
+    )
+    _add_run(parser)
+    add = parser.add_argument
+    add("--peers", metavar="LIST", help=f"others to time in the same run, comma-separated: {', '.join(settings.PEERS)}")
+    add("--plot", metavar="FILE", help="draw latency and bandwidth over batch size (.png, .svg, .pdf)")
+    parser.set_defaults(module="run_bench")
+
+
+def _add_ablate(parser: argparse.ArgumentParser) -> None:
+    from putget_bench.variants import GROUPS
+
+    parser.description = (
+        "Times putget as it is by default, and variants of it that do one thing differently, in turns in one run. "
+        "Every variant is checked against the reference at every size."
+    )
+    _add_run(parser)
+    groups = ", ".join(GROUPS)
+    parser.add_argument("--only", metavar="LIST", help=f"groups of variants, comma-separated: {groups} (all)")
+    parser.set_defaults(module="run_bench", peers=None, plot=None, groups=tuple(GROUPS))
+
+
+def _add_run(parser: argparse.ArgumentParser) -> None:
+    """The flags of a run: shape, sizes, timing, report."""
+    from putget_bench import profiles, settings
+
+    add = parser.add_argument
+    add("--backend", choices=settings.BACKENDS, default=settings.BACKENDS[0], help="what is timed (%(default)s)")
+    _add_ranks(parser)
+    add("--profile", choices=tuple(profiles.PROFILES), default="deepseek_v3", help="shape of the layer (%(default)s)")
+    add("--hidden_size", type=int, metavar="N", help="values in a row (the profile's)")
+    add("--top_k", type=int, metavar="N", help="experts of a token (the profile's)")
+    add("--num_experts", type=int, metavar="N", help="experts of all ranks (the profile's)")
+    add("--quant", choices=profiles.QUANTS, help="what dispatch carries (the profile's)")
+    add("--payload_dtype", choices=tuple(profiles.ROW_DTYPES), help="type of unquantised rows, --quant bf16 (bfloat16)")
+    add(
+        "--combine_dtype",
+        choices=settings.COMBINE_DTYPES,
+        default="bfloat16",
+        help="type of the rows that combine brings back; with fp8_*, experts and result are BF16 (%(default)s)",
+    )
+    add(
+        "--combine_direction",
+        choices=settings.COMBINE_DIRECTIONS,
+        default="pull",
+        help="whether those that sum rows get them or experts' ranks put them (%(default)s)",
+    )
+    add("-b", dest="first", type=int, metavar="N", help="first batch size, tokens a rank (1)")
+    add("-e", dest="last", type=int, metavar="N", help="last batch size (2048, or 64 on the CPU)")
+    add("-i", dest="step", type=int, metavar="N", help="step between batch sizes")
+    add("-f", dest="factor", type=int, metavar="N", help="factor between batch sizes (2)")
+    add("--batches", metavar="LIST", help="batch sizes, comma-separated and ascending, instead of -b, -e, -i and -f")
+    add("--max_tokens_per_rank", type=int, metavar="N", help="capacity of the workspace (the last batch size)")
+    add("--iters", type=int, metavar="N", help="timed iterations of each size (100, or 20 on the CPU)")
+    add("--warmup", type=int, metavar="N", help="iterations before them (20, or 3 on the CPU)")
+    add("--seed", type=int, default=0, metavar="N", help="of inputs and routing (%(default)s)")
+    add("--perfect_router", action="store_true", help="spread the (token, k) pairs evenly over the ranks")
+    add("--routing_file", metavar="FILE", help="routing recorded from a model: .npz of integer [layers, tokens, top_k]")
+    add("--num_sms", type=int, metavar="N", help="SMs that putget may use (its own choice)")
+    add("--no_cuda_graph", action="store_true", help="launch every call instead of replaying a CUDA graph")
+    add(
+        "--no_sync",
+        action="store_true",
+        help="leave the waits out: UNSAFE and unchecked, shows what synchronisation costs",
+    )
+    add("--no_flush_l2", action="store_true", help="leave the L2 cache warm before dispatch")
+    add("--flush_matmul", action="store_true", help="clear the caches between rounds with matrix products")
+    add("--kernel_breakdown", action="store_true", help="time of each kernel, by torch's profiler")
+    add("--iter_stats", action="store_true", help="percentiles over the iterations")
+    add("--output_file", metavar="FILE", help="write the report as JSON (docs/reference/bench_json.md)")
+    _add_commit(parser)
+
+
+def _add_doctor(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Says what this machine can do with putget, and what is missing for the rest."
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(module="doctor")
+
+
+def _add_roofline(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Measures what the link between the ranks can do: writes, reads, copies, a barrier."
+    _add_ranks(parser)
+    parser.add_argument(
+        "--iters", type=int, metavar="N", help="timed iterations of each transfer (50, or 20 on the CPU)"
+    )
+    parser.add_argument("--output_file", metavar="FILE", help="write the result as JSON")
+    _add_commit(parser)
+    parser.set_defaults(module="run_roofline")
+
+
+def _add_commit(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--commit", metavar="ID", help="putget's commit for the report (PUTGET_COMMIT, or git's word)")
+
+
+def _add_demo(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Runs dispatch, experts and combine of a DeepSeek-V3-shaped layer, checks every size against a dense "
+        "reference, and shows a table and a plot."
+    )
+    parser.add_argument("--ep_size", type=int, metavar="N", help="ranks (the GPUs here if there are two or more, or 8)")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where (%(default)s)")
+    parser.add_argument("--plot", default="putget_demo.png", metavar="FILE", help="where the plot goes (%(default)s)")
+    parser.set_defaults(module="demo")
