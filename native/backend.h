@@ -5,7 +5,7 @@
 
 #include "error.h"
 #include "moe/plan.h"
-#include "protocol/state.h"
+#include "protocol/round/state.h"
 
 namespace putget {
 

@@ -4,7 +4,7 @@
 
 #include "capi/guard.h"
 #include "capi/validate.h"
-#include "protocol/flagged.h"
+#include "protocol/combine/flagged.h"
 
 struct putget_memory {
   std::unique_ptr<putget::Memory> backend;

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "protocol/signal.h"
+#include "protocol/round/signal.h"
 
 namespace putget::capi {
 

@@ -8,9 +8,10 @@
 #include "backend.h"
 #include "cpu/exec.h"
 #include "cpu/symmetric_memory.h"
-#include "protocol/combine.h"
-#include "protocol/dispatch.h"
-#include "protocol/words.h"
+#include "protocol/combine/combine.h"
+#include "protocol/combine/words.h"
+#include "protocol/dispatch/dispatch.h"
+#include "protocol/round/release.h"
 
 namespace putget::cpu {
 namespace {

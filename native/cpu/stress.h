@@ -4,7 +4,7 @@
 
 #include <sched.h>
 
-#include "protocol/signal.h"
+#include "protocol/round/signal.h"
 
 namespace putget::stress {
 

@@ -9,7 +9,7 @@
 #pragma once
 
 #include "cuda/exec.cuh"
-#include "protocol/combine.h"
+#include "protocol/combine/combine.h"
 
 namespace putget::cuda {
 

@@ -11,8 +11,8 @@
 #include "cuda/exec.cuh"
 #include "cuda/launch.h"
 #include "cuda/launch_early.h"
-#include "protocol/combine.h"
-#include "protocol/dispatch.h"
+#include "protocol/dispatch/dispatch.h"
+#include "protocol/round/release.h"
 
 namespace putget::cuda {
 namespace {

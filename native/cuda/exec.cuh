@@ -4,10 +4,10 @@
 #include <type_traits>
 
 #include "cuda/ptx.cuh"
-#include "protocol/numeric.h"
-#include "protocol/signal.h"
-#include "protocol/stage.h"
-#include "protocol/words.h"
+#include "protocol/combine/words.h"
+#include "protocol/round/numeric.h"
+#include "protocol/round/signal.h"
+#include "protocol/round/stage.h"
 
 namespace putget::cuda {
 

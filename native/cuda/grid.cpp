@@ -2,8 +2,8 @@
 
 #include <algorithm>
 
-#include "protocol/dispatch.h"
-#include "protocol/flagged.h"
+#include "protocol/dispatch/dispatch.h"
+#include "protocol/combine/flagged.h"
 
 namespace putget::cuda {
 namespace {

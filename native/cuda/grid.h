@@ -8,7 +8,7 @@
 
 #include <cstdint>
 
-#include "protocol/state.h"
+#include "protocol/round/state.h"
 #include "putget.h"
 
 namespace putget::cuda {

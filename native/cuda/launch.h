@@ -5,7 +5,7 @@
 
 #include "cuda/check.h"
 #include "cuda/grid.h"
-#include "protocol/state.h"
+#include "protocol/round/state.h"
 
 namespace putget::cuda {
 

@@ -8,8 +8,8 @@
 #include "cuda/moe_launch.h"
 #include "cuda/sms.h"
 #include "cuda/symmetric_memory.h"
-#include "protocol/signal.h"
-#include "protocol/words.h"
+#include "protocol/round/signal.h"
+#include "protocol/combine/words.h"
 
 namespace putget::cuda {
 namespace {

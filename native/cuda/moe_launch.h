@@ -6,7 +6,7 @@
 #include "backend.h"
 #include "cuda/check.h"
 #include "moe/rows.h"
-#include "protocol/numeric.h"
+#include "protocol/round/numeric.h"
 
 namespace putget::cuda {
 

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "moe/rows.h"
-#include "protocol/reduce.h"
+#include "protocol/combine/reduce.h"
 
 namespace putget::moe {
 

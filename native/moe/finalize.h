@@ -2,7 +2,7 @@
 #pragma once
 
 #include "moe/group.h"
-#include "protocol/reduce.h"
+#include "protocol/combine/reduce.h"
 
 namespace putget::moe {
 

@@ -3,7 +3,7 @@
 // The text in native/moe is compiled for CUDA and for the CPU, as that in native/protocol is. Nothing here talks to
 // another rank: it reads what a dispatch delivered, after it.
 //
-// Beside what protocol/signal.h asks for, an Exec has
+// Beside what protocol/round/signal.h asks for, an Exec has
 //   scan(value)        {before, all}: sums of `value` over the block's threads; a block barrier
 //   scan_lanes(value)  the same over the lanes of a warp; whole warps call it
 //   equal(key)         {before, all}: lanes of the warp with the same key; whole warps call it
@@ -15,7 +15,7 @@
 //   exp, erf, divide   float32
 #pragma once
 
-#include "protocol/layout.h"
+#include "protocol/round/layout.h"
 
 namespace putget::moe {
 

@@ -3,7 +3,7 @@
     cmake -S . -B build-trace -DPUTGET_CUDA=ON -DPUTGET_TRACE=ON && cmake --build build-trace
     PUTGET_LIBRARY=build-trace/libputget.so PYTHONPATH=python python tests/gpu/stages.py --ranks 4 --tokens 1,8,64,512
 
-Prints nanoseconds from the first CTA's start to each stage of native/protocol/stage.h, for the first CTA / for the one
+Prints nanoseconds from the first CTA's start to each stage of native/protocol/round/stage.h, for the first CTA / for the one
 that comes last (medians over replays, rank 0), the time of a pair, which the marks themselves lengthen a little, and
 from dispatch's first CTA to combine's.
 Random routing, a DeepSeek-V3 shape, FP8 rows out; BF16 rows back, or FP8 with --fp8_back.
@@ -24,7 +24,7 @@ import torch.multiprocessing as mp
 import putget
 from putget import hardware
 
-# Stage of native/protocol/stage.h, in its order.
+# Stage of native/protocol/round/stage.h, in its order.
 STAGES = ("start", "woken", "state", "waited", "put", "published", "observed", "done")
 IN_COMBINE = ("start", "woken", "state", "published", "observed", "done")
 IN_FLAGGED = ("start", "woken", "state", "published", "done")  # nobody waits for flags

@@ -9,7 +9,7 @@ import putget
 from tests.harness import run_ranks
 from tests.harness.cases import Case, Round
 from tests.harness.compare import check_case
-from tests.test_alltoall import play_with
+from tests.alltoall.test_alltoall import play_with
 
 
 @pytest.mark.gpu

@@ -6,7 +6,7 @@
 #include <random>
 
 #include "kernels.h"
-#include "protocol/dispatch.h"
+#include "protocol/dispatch/dispatch.h"
 #include "race_places.h"
 
 namespace putget::stress {

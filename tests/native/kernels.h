@@ -6,7 +6,7 @@
 // Behind what their words mean here.
 #include "cuda/exec.cuh"
 #endif
-#include "protocol/dispatch.h"
+#include "protocol/dispatch/dispatch.h"
 #include "stress_exec.h"
 
 namespace putget::stress {

@@ -2,7 +2,7 @@
 #include <cinttypes>
 #include <cstdio>
 
-#include "protocol/layout.h"
+#include "protocol/round/layout.h"
 
 namespace {
 

@@ -1,4 +1,4 @@
-// native/protocol/numeric.h on streams of numbers, for a test that compares it with torch.
+// native/protocol/round/numeric.h on streams of numbers, for a test that compares it with torch.
 //
 //   numeric CODEC widen    prints what each of the codes 0, 1, ... is, as float32
 //   numeric CODEC narrow   reads float32 from its input, prints the code of each
@@ -9,7 +9,7 @@
 #include <limits>
 #include <string_view>
 
-#include "protocol/numeric.h"
+#include "protocol/round/numeric.h"
 
 namespace {
 

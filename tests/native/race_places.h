@@ -9,7 +9,7 @@
 #include <cstdio>
 #include <vector>
 
-#include "protocol/state.h"
+#include "protocol/round/state.h"
 
 namespace putget::stress {
 

@@ -1,12 +1,12 @@
-// native/protocol/divisor.h, routing.h and predecessors.h against the plain ways of saying the same. Exits with 1 and a
-// line at the first difference. The CPU backend has one block, which counts no predecessors: here it counts them.
+// native/protocol/round/divisor.h, routing.h and predecessors.h against the plain ways of saying the same. Exits with 1
+// and a line at the first difference. The CPU backend has one block, which counts no predecessors: here it counts them.
 #include <cstdio>
 #include <memory>
 #include <random>
 #include <vector>
 
 #include "cpu/exec.h"
-#include "protocol/predecessors.h"
+#include "protocol/dispatch/predecessors.h"
 
 namespace putget {
 namespace {

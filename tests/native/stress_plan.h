@@ -8,7 +8,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "protocol/flagged.h"
+#include "protocol/combine/flagged.h"
 
 namespace putget::stress {
 

@@ -9,8 +9,9 @@
 #include <vector>
 
 #include "kernels.h"
-#include "protocol/combine.h"
-#include "protocol/dispatch.h"
+#include "protocol/combine/combine.h"
+#include "protocol/dispatch/dispatch.h"
+#include "protocol/round/release.h"
 #include "race_places.h"
 #include "stress_plan.h"
 

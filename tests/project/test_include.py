@@ -40,6 +40,15 @@ def included_folder(name: str, path: Path, native: Path) -> str:
     return name.split("/")[0] if "/" in name else ""
 
 
+def crossed_protocol(native: Path) -> Iterator[str]:
+    """The round's text knows neither dispatch nor combine, and these do not know each other."""
+    others = {"round": ("dispatch", "combine"), "dispatch": ("combine",), "combine": ("dispatch",)}
+    for path in cpp_files(native / "protocol"):
+        for name in includes(path):
+            if any(f"{other}/" in name for other in others.get(path.parent.name, ())):
+                yield f"{path.relative_to(native)} includes {name}"
+
+
 def broken_includes(native: Path) -> Iterator[str]:
     may_not_include = {
         "protocol": {"cpu", "cuda", "capi", "include", "moe", "probe"},
@@ -90,7 +99,13 @@ RULES: dict[Callable[[Path], Iterator[str]], tuple[tuple[str, str], ...]] = {
         ("capi/a.cpp", "#include <Python.h>"),
         ("cpu/a.cpp", '#include "capi/validate.h"'),
         ("capi/a.cpp", '#include "probe/probe.h"'),
-        ("probe/a.cu", '#include "protocol/signal.h"'),
+        ("probe/a.cu", '#include "protocol/round/signal.h"'),
+    ),
+    crossed_protocol: (
+        ("protocol/round/a.h", '#include "protocol/dispatch/items.h"'),
+        ("protocol/round/a.h", '#include "protocol/combine/combine.h"'),
+        ("protocol/dispatch/a.h", '#include "../combine/combine.h"'),
+        ("protocol/combine/a.h", '#include "protocol/dispatch/dispatch.h"'),
     ),
     inline_assembly: (
         ("cuda/a.cuh", 'asm volatile("bar.sync 0;");'),
@@ -111,12 +126,14 @@ def test_native_sources_keep_the_rule(rule: Callable[[Path], Iterator[str]]) -> 
     [(rule, name, line) for rule, cases in RULES.items() for name, line in cases],
 )
 def test_rule_bites(tmp_path: Path, rule: Callable[[Path], Iterator[str]], name: str, line: str) -> None:
-    for folder in ("protocol", "moe", "cpu", "cuda", "capi", "include", "probe"):
+    for part in ("round", "dispatch", "combine"):
+        (tmp_path / "protocol" / part).mkdir(parents=True)
+    for folder in ("moe", "cpu", "cuda", "capi", "include", "probe"):
         (tmp_path / folder).mkdir()
     (tmp_path / "include" / "putget.h").touch()
-    (tmp_path / "cpu" / "exec.h").write_text('#include "protocol/shape.h"\n#include <vector>\n')
+    (tmp_path / "cpu" / "exec.h").write_text('#include "protocol/round/shape.h"\n#include <vector>\n')
     (tmp_path / "cuda" / "ptx.cuh").write_text('asm volatile("fence.sc.sys;");\n')
-    (tmp_path / "protocol" / "shape.h").write_text("#include <cstdint>\n// assembly (none) is here\n")
+    (tmp_path / "protocol" / "round" / "shape.h").write_text("#include <cstdint>\n// assembly (none) is here\n")
     assert list(rule(tmp_path)) == []
     (tmp_path / name).write_text(f"{line}\n")
     assert len(list(rule(tmp_path))) == 1

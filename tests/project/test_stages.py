@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tests.gpu import stages
 
-HEADER = Path(__file__).parents[2] / "native" / "protocol" / "stage.h"
+HEADER = Path(__file__).parents[2] / "native" / "protocol" / "round" / "stage.h"
 
 
 def test_stages_are_named_as_in_the_header() -> None:

@@ -1,4 +1,4 @@
-"""The map of the workspace in docs/protocol.md, generated from native/protocol/layout.h.
+"""The map of the workspace in docs/protocol.md, generated from native/protocol/round/layout.h.
 
 `python -m tests.protocol.memory_map` writes it again after a change of the layout.
 """

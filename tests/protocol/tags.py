@@ -25,8 +25,8 @@ def native_text(*folders: str) -> str:
 
 
 def enumerators(name: str) -> list[str]:
-    """The enumerators of an enum of native/protocol/signal.h, in order."""
-    match = re.search(rf"enum class {name} : \w+ {{([^}}]*)}}", (PROTOCOL / "signal.h").read_text())
+    """The enumerators of an enum of native/protocol/round/signal.h, in order."""
+    match = re.search(rf"enum class {name} : \w+ {{([^}}]*)}}", (PROTOCOL / "round" / "signal.h").read_text())
     assert match is not None, f"signal.h has no enum {name}"
     return re.findall(r"\w+", match[1])
 

@@ -22,7 +22,7 @@ def test_ctas_put_what_is_said(sanitizer: str, whole_chunks: bool, tmp_path: Pat
 RECEIVED = {"topk_ids", "topk_weights", "payload"}
 SUMMED = {"output", "transit"}
 
-DISPATCH, ITEMS, SHORT = "protocol/dispatch.h", "protocol/items.h", "protocol/short_rows.h"
+DISPATCH, ITEMS, SHORT = "protocol/dispatch/dispatch.h", "protocol/dispatch/items.h", "protocol/dispatch/short_rows.h"
 EXEC = "cuda/exec.cuh"
 MISTAKES = {
     "ranks behind the lanes of a warp": (ITEMS, "      first += exec.lanes();\n", ""),
@@ -82,7 +82,7 @@ def test_rounds_of_ctas_are_clean(job: StressJob, ranks: int, blocks: int, objec
 
 # What orders the warps of a CTA, or the lanes of a warp, in one kernel. With the places of what it orders, and the
 # objects that show it.
-COMBINE, SUM, TRANSIT = "protocol/combine.h", "protocol/flagged_sum.h", "protocol/transit.h"
+COMBINE, SUM, TRANSIT = "protocol/combine/combine.h", "protocol/combine/flagged_sum.h", "protocol/combine/transit.h"
 BARRIERS: dict[str, tuple[set[str], str, str, str, str]] = {
     "the state before it is looked at": (
         {"scratch"},
@@ -103,7 +103,7 @@ BARRIERS: dict[str, tuple[set[str], str, str, str, str]] = {
     "the copy of the state, as the round is closed": (
         {"state"},
         "0",
-        "protocol/signal.h",
+        "protocol/round/signal.h",
         "return exec.peek(word);",
         "return *word;",
     ),

@@ -23,58 +23,58 @@ def test_halves_out_of_turn_are_refused(tmp_path: Path) -> None:
 
 MISTAKES = {
     "the number of parts is not looked at": (
-        "protocol/signal.h",
+        "protocol/round/signal.h",
         "return by_this_block | by_other_grid;",
         "return by_this_block;",
     ),
     "the own part is not looked at": (
-        "protocol/signal.h",
+        "protocol/round/signal.h",
         "return by_this_block | by_other_grid;",
         "return by_other_grid;",
     ),
     "dispatch looks at the first block alone": (
-        "protocol/dispatch.h",
+        "protocol/dispatch/dispatch.h",
         "if (own.published(exec.blocks(), round.epoch + 1) || own.combining(round.open, round.epoch)) {",
         "if (exec.block() == 0 &&\n"
         "      (own.published(exec.blocks(), round.epoch + 1) || own.combining(round.open, round.epoch))) {",
     ),
     "dispatch does not ask for combine": (
-        "protocol/dispatch.h",
+        "protocol/dispatch/dispatch.h",
         " || own.combining(round.open, round.epoch)) {",
         ") {",
     ),
     "combine does not ask for dispatch": (
-        "protocol/combine.h",
+        "protocol/combine/combine.h",
         "const bool is_dispatching = flag_epoch(own.arrived) == turn.epoch + 1;",
         "const bool is_dispatching = false;",
     ),
     "combine trusts the others": (
-        "protocol/combine.h",
+        "protocol/combine/combine.h",
         "  const bool is_open = turn.open",
         "  if (exec.block() != 0) return true;\n  const bool is_open = turn.open",
     ),
     "the note is not looked at": (
-        "protocol/combine.h",
+        "protocol/combine/combine.h",
         "return is_own & !released & !sent;",
         "return is_own & !released;",
     ),
     "the note is not left": (
-        "protocol/combine.h",
+        "protocol/combine/combine.h",
         "if (work.sends && !work.moving && exec.thread() == 0) {",
         "if (false) {",
     ),
     "the note tells of CTAs that do not send": (
-        "protocol/combine.h",
+        "protocol/combine/combine.h",
         "senders = all_sum ? call.sending_blocks : exec.blocks();",
         "senders = exec.blocks();",
     ),
     "who sends judges nothing": (
-        "protocol/combine.h",
+        "protocol/combine/combine.h",
         "const bool judges = kIsFlagged || work.sends;",
         "const bool judges = false;",
     ),
     "release does not ask": (
-        "protocol/combine.h",
+        "protocol/combine/combine.h",
         "if (scratch.own.combining(head.open, head.epoch)) {",
         "if (false) {",
     ),

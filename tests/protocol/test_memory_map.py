@@ -1,4 +1,4 @@
-"""docs/protocol.md shows the workspace as native/protocol/layout.h lays it out."""
+"""docs/protocol.md shows the workspace as native/protocol/round/layout.h lays it out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""native/protocol/numeric.h rounds and widens as torch does: every code, and a dense sweep of float32."""
+"""native/protocol/round/numeric.h rounds and widens as torch does: every code, and a dense sweep of float32."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def test_every_proof_cites_only_tags_of_the_table() -> None:
 
 def test_atomics_are_used_where_the_mutations_reach_them() -> None:
     # The stress job can weaken what goes through Exec::publish and Exec::observe: the text must use nothing else.
-    for path in sorted(tags.PROTOCOL.glob("*.h")):
+    for path in sorted(tags.PROTOCOL.rglob("*.h")):
         if path.name == "atomics.h":
             continue
         assert not re.search(r"__atomic|std::atomic|store_release|load_acquire|asm", path.read_text()), path

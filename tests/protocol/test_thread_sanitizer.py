@@ -85,22 +85,22 @@ def test_a_skipped_wait_is_caught(job: StressJob, tag: str) -> None:
 PLAIN = {
     "a peer's flag": (
         "ended",
-        "protocol/flagged.h",
+        "protocol/combine/flagged.h",
         "    is_ahead_ = may_load_;\n",
         "    is_ahead_ = may_load_;\n"
         "    const uint32_t peer = (plan.shape.ep_rank + 1) % plan.shape.ep_size;\n"
         "    if (*flag_line(plan.own(), plan.layout.ended, peer) == 1) is_ahead_ = false;\n",
     ),
-    "the copy of the state": ("state", "protocol/signal.h", "return exec.peek(word);", "return *word;"),
+    "the copy of the state": ("state", "protocol/round/signal.h", "return exec.peek(word);", "return *word;"),
     "that the round is closed": (
         "state",
-        "protocol/combine.h",
+        "protocol/combine/combine.h",
         "exec.note(&plan.state->head.open, 0u);",
         "plan.state->head.open = 0;",
     ),
     "how the round has ended": (
         "state",
-        "protocol/combine.h",
+        "protocol/combine/combine.h",
         "exec.note(&plan.state->head.end, kEndedByCombine);",
         "plan.state->head.end = kEndedByCombine;",
     ),
@@ -136,43 +136,43 @@ WHOLE, SCALED = "0", "3"
 FLAGGED = {
     "half a word taken for a whole": (
         WHOLE,
-        "protocol/words.h",
+        "protocol/combine/words.h",
         "return half[0] != kNotCome && half[1] != kNotCome;",
         "return half[0] != kNotCome;",
     ),
     "a scale that is not waited for": (
         SCALED,
-        "protocol/flagged_sum.h",
+        "protocol/combine/flagged_sum.h",
         "all = all && leaves.scale[i] != kScaleNotCome;",
         ";",
     ),
     "a row of another slot": (
         WHOLE,
-        "protocol/flagged.h",
+        "protocol/combine/flagged.h",
         "uint64_t{slot} * plan.shape.wire_row_bytes();",
         "0;",
     ),
     "a wish that is not passed on": (
         WHOLE,
-        "protocol/dispatch.h",
+        "protocol/dispatch/dispatch.h",
         "shown(src) | (wait.rows[src] & kWantsFlags);",
         "shown(src);",
     ),
     "rows without flags are not moved either": (
         WHOLE,
-        "protocol/combine.h",
+        "protocol/combine/combine.h",
         "rows < kWantsFlags ? rows : 0;",
         "0;",
     ),
     "a word that is not set back": (
         WHOLE,
-        "protocol/flagged_sum.h",
+        "protocol/combine/flagged_sum.h",
         "exec.clear(packs + row[i] + pack);",
         ";",
     ),
     "a word set back before it has come": (
         WHOLE,
-        "protocol/flagged_sum.h",
+        "protocol/combine/flagged_sum.h",
         "bool well = look_until<Tag::F2>(",
         "for (uint32_t i = 0; i < kRows; ++i) {\n"
         "if (comes(row[i]) && is_there(i)) exec.clear(packs + row[i] + pack);\n"
@@ -181,25 +181,25 @@ FLAGGED = {
     ),
     "a scale that is not set back": (
         SCALED,
-        "protocol/flagged_sum.h",
+        "protocol/combine/flagged_sum.h",
         "exec.clear(scale_at(plan, packs + row[i], pack));",
         ";",
     ),
     "a scale set back before all have looked": (
         SCALED,
-        "protocol/flagged_sum.h",
+        "protocol/combine/flagged_sum.h",
         "if (has_scales && is_there(i) && ends_block)",
         "if (has_scales && is_there(i))",
     ),
     "an own row is sent, and read where it stays": (
         WHOLE,
-        "protocol/flagged.h",
+        "protocol/combine/flagged.h",
         "(own_rows_stay(plan, call) ? 1 : 0)",
         "0",
     ),
     "those that only sum send too": (
         WHOLE,
-        "protocol/combine.h",
+        "protocol/combine/combine.h",
         "exec.block() >= call.sending_blocks) work.sends = false;",
         "false) work.sends = false;",
     ),
@@ -235,12 +235,12 @@ def test_a_mistake_about_rows_that_are_their_own_flags_is_caught(mistake: str, t
 # Slots: of batches with several chunks, shared by several CTAs.
 SLOTS = {
     "a chunk that is not passed": (
-        "protocol/routing.h",
+        "protocol/round/routing.h",
         "    scratch.rows[rank] = scratch.rows_so_far(rank);\n",
         "",
     ),
     "predecessors that are not counted": (
-        "protocol/dispatch.h",
+        "protocol/dispatch/dispatch.h",
         "if (!Exec::kFewTokens && share.first_chunk() != 0) {",
         "if (Exec::kFewTokens) {",
     ),
@@ -255,7 +255,7 @@ def test_a_mistake_about_slots_is_caught(mistake: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("mistake", PARTS)
 def test_a_mistake_about_parts_is_caught(mistake: str, tmp_path: Path) -> None:
     places = PROTECTED["D4"]
-    require_caught(tmp_path, ("protocol/signal.h", *PARTS[mistake]), blocks=4, objects=EVERY_KIND, places=places)
+    require_caught(tmp_path, ("protocol/round/signal.h", *PARTS[mistake]), blocks=4, objects=EVERY_KIND, places=places)
 
 
 @pytest.mark.parametrize("option", ["--weaken", "--weaken-join", "--skip", "--objects"])

@@ -8,8 +8,8 @@
 #include <time.h>
 
 #include "emulated/cuda_words.h"
-#include "protocol/atomics.h"
-#include "protocol/numeric.h"
+#include "protocol/round/atomics.h"
+#include "protocol/round/numeric.h"
 
 namespace putget::ptx {
 

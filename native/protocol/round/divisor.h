@@ -1,7 +1,7 @@
 // Division by a number that stays the same, as a multiplication: GPUs have no instruction for the other kind.
 #pragma once
 
-#include "protocol/shape.h"
+#include "protocol/round/shape.h"
 
 namespace putget {
 

@@ -12,7 +12,7 @@ import putget
 from tests.harness import Rank, run_ranks
 from tests.harness.cases import APART, IN_ROWS, Case, Round
 from tests.harness.compare import Outcome, check_round, play_round
-from tests.test_arguments import attempt
+from tests.alltoall.test_arguments import attempt
 
 CASE = Case(
     2,

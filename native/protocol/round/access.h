@@ -1,7 +1,7 @@
 // Moving rows in the widest pieces that their size and alignment allow.
 #pragma once
 
-#include "protocol/shape.h"
+#include "protocol/round/shape.h"
 
 namespace putget {
 

@@ -1,8 +1,8 @@
 // What a rank keeps to itself (private memory, never mapped by peers) and the arguments of one call.
 #pragma once
 
-#include "protocol/divisor.h"
-#include "protocol/layout.h"
+#include "protocol/round/divisor.h"
+#include "protocol/round/layout.h"
 
 namespace putget {
 

@@ -1,7 +1,7 @@
 // Words of rows that say by their value whether they have come (flagged.h).
 #pragma once
 
-#include "protocol/shape.h"
+#include "protocol/round/shape.h"
 
 namespace putget {
 

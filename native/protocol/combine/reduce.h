@@ -4,9 +4,9 @@
 // a row counts as +0. So the result depends on the routing alone, never on timing, batch size or grid.
 #pragma once
 
-#include "protocol/numeric.h"
-#include "protocol/signal.h"
-#include "protocol/transit.h"
+#include "protocol/combine/transit.h"
+#include "protocol/round/numeric.h"
+#include "protocol/round/signal.h"
 
 namespace putget {
 

@@ -13,7 +13,7 @@ import pytest
 
 import putget
 from tests.harness import Rank, RankProcesses, fresh_ranks, run_ranks
-from tests.test_faults import (
+from tests.alltoall.test_faults import (
     ALL,
     SIGNALS,
     SIZE,

@@ -6,13 +6,13 @@
 // and what most of them never do, or not at first, in functions apart. docs/protocol.md explains the tags.
 #pragma once
 
-#include "protocol/items.h"
-#include "protocol/predecessors.h"
-#include "protocol/routing.h"
-#include "protocol/short_rows.h"
-#include "protocol/signal.h"
-#include "protocol/stage.h"
-#include "protocol/tables.h"
+#include "protocol/dispatch/items.h"
+#include "protocol/dispatch/predecessors.h"
+#include "protocol/dispatch/short_rows.h"
+#include "protocol/dispatch/tables.h"
+#include "protocol/round/routing.h"
+#include "protocol/round/signal.h"
+#include "protocol/round/stage.h"
 
 namespace putget {
 

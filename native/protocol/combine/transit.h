@@ -4,9 +4,9 @@
 // is given for all. It is made where a row is written or sent; sums are made of what is read back, in float32.
 #pragma once
 
-#include "protocol/access.h"
-#include "protocol/numeric.h"
-#include "protocol/signal.h"
+#include "protocol/round/access.h"
+#include "protocol/round/numeric.h"
+#include "protocol/round/signal.h"
 
 namespace putget {
 

@@ -2,7 +2,7 @@
 // one most: so a token takes as few instructions as it can, and its ids one or two loads.
 #pragma once
 
-#include "protocol/routing.h"
+#include "protocol/round/routing.h"
 
 namespace putget {
 

@@ -4,8 +4,8 @@
 // range of items, so a large batch gives a CTA many tokens and a small one gives a token many CTAs.
 #pragma once
 
-#include "protocol/access.h"
-#include "protocol/routing.h"
+#include "protocol/round/access.h"
+#include "protocol/round/routing.h"
 
 namespace putget {
 

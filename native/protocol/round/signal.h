@@ -6,7 +6,7 @@
 // equality is enough and is safe at the wrap.
 #pragma once
 
-#include "protocol/fault.h"
+#include "protocol/round/fault.h"
 
 namespace putget {
 

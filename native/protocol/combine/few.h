@@ -4,7 +4,7 @@
 // packs of those that there are, whose loads are on their way together. Up to eight rows have their positions' places.
 #pragma once
 
-#include "protocol/grouping.h"
+#include "protocol/combine/grouping.h"
 
 namespace putget {
 

@@ -1,11 +1,11 @@
 // From expert ids to slots: which ranks a token goes to, and where its row lands there.
 //
 // Slots are prefix counts: the slot of (token, rank) is the number of earlier tokens of this source that go to that
-// rank. Every CTA counts its predecessors again from the ids (protocol/predecessors.h), so there is no counter to
-// reset, no atomic between CTAs, and the same input always gives the same slots.
+// rank. Every CTA counts its predecessors again from the ids (protocol/dispatch/predecessors.h), so there is no counter
+// to reset, no atomic between CTAs, and the same input always gives the same slots.
 #pragma once
 
-#include "protocol/state.h"
+#include "protocol/round/state.h"
 
 namespace putget {
 

@@ -5,7 +5,7 @@
 // ranks ever need to agree on r.
 #pragma once
 
-#include "protocol/shape.h"
+#include "protocol/round/shape.h"
 
 namespace putget {
 

@@ -1,7 +1,7 @@
 // Output element types: how they become float32 and back, the same bits on every backend.
 #pragma once
 
-#include "protocol/shape.h"
+#include "protocol/round/shape.h"
 
 namespace putget {
 

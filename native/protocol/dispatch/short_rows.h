@@ -2,7 +2,7 @@
 // it does for a long piece. Each thread has one access at a time, and a CTA those of many tokens at once.
 #pragma once
 
-#include "protocol/items.h"
+#include "protocol/dispatch/items.h"
 
 namespace putget {
 

@@ -1,6 +1,6 @@
 """Ranks that die or stop between the halves of a round: who misses them when, and a correct round without them.
 
-Every test starts processes of its own. tests/test_faults.py has the same for whole calls.
+Every test starts processes of its own. tests/alltoall/test_faults.py has the same for whole calls.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from tests.harness import Rank, RankProcesses, fresh_ranks
 from tests.harness.cases import COMBINE, DISPATCH, Case, Round
 from tests.harness.compare import Outcome, check_round, play_round
-from tests.test_faults import SLACK_S, TIMEOUT_S, Timeout, set_active_ranks, timed_out
+from tests.alltoall.test_faults import SLACK_S, TIMEOUT_S, Timeout, set_active_ranks, timed_out
 
 SIZE = 3
 VICTIM = 1

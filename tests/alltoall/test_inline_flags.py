@@ -14,7 +14,7 @@ import putget
 from tests.harness import Rank, run_ranks
 from tests.harness.cases import APART, COMBINE, DISPATCH, IN_ROWS, Case, Round
 from tests.harness.compare import Outcome, check_case, check_round, play_on, play_round
-from tests.test_wire import WIRES, Wire, case_of, wire_id
+from tests.alltoall.test_wire import WIRES, Wire, case_of, wire_id
 from tests.test_workspace import bytes_of
 
 ENDINGS = ("zero_copy", "zero_copy_flat", "flat", "strided", "transposed")

@@ -4,7 +4,7 @@
 // of +0 mends. What is left is added in the order that the positions give.
 #pragma once
 
-#include "protocol/reduce.h"
+#include "protocol/combine/reduce.h"
 
 namespace putget {
 

@@ -8,9 +8,9 @@
 // rows of it obeys. docs/protocol.md explains the tags.
 #pragma once
 
-#include "protocol/grouping.h"
-#include "protocol/transit.h"
-#include "protocol/words.h"
+#include "protocol/combine/grouping.h"
+#include "protocol/combine/transit.h"
+#include "protocol/combine/words.h"
 
 namespace putget {
 

@@ -6,8 +6,8 @@
 // the first CTA waits for peers. Notes order nothing and nobody waits for them.
 #pragma once
 
-#include "protocol/routing.h"
-#include "protocol/signal.h"
+#include "protocol/round/routing.h"
+#include "protocol/round/signal.h"
 
 namespace putget {
 

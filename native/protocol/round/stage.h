@@ -2,7 +2,7 @@
 // builds have nothing of it.
 #pragma once
 
-#include "protocol/shape.h"
+#include "protocol/round/shape.h"
 
 namespace putget {
 

@@ -1,7 +1,7 @@
 // What a kernel leaves behind when a wait was too long or a call was wrong: one record, which the host reads.
 #pragma once
 
-#include "protocol/state.h"
+#include "protocol/round/state.h"
 
 namespace putget {
 

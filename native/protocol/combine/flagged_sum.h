@@ -1,7 +1,7 @@
 // Sums of rows that are their own flags (flagged.h).
 #pragma once
 
-#include "protocol/flagged.h"
+#include "protocol/combine/flagged.h"
 
 namespace putget {
 

@@ -4,11 +4,11 @@
 // inboxes of those that sum them. Either way rows may travel quantised. docs/protocol.md explains the tags.
 #pragma once
 
-#include "protocol/dispatch.h"
-#include "protocol/few.h"
-#include "protocol/flagged_sum.h"
-#include "protocol/stage.h"
-#include "protocol/transit.h"
+#include "protocol/combine/few.h"
+#include "protocol/combine/flagged_sum.h"
+#include "protocol/combine/transit.h"
+#include "protocol/round/signal.h"
+#include "protocol/round/stage.h"
 
 namespace putget {
 
@@ -376,26 +376,6 @@ PUTGET_TEXT void combine(Exec& exec, const Plan& plan, const CombineCall& call, 
     work.move_nothing(call);
   }
   do_combine<Codec, Wire>(exec, plan, call, work, sender, flagged, scratch);
-}
-
-// Ends a round without combine. One CTA.
-template <class Exec>
-PUTGET_TEXT void release(Exec& exec, const Plan& plan, WaitScratch& scratch) {
-  clear_waits(exec, plan, scratch);
-  StateAhead<false> state(exec, plan, plan.layout.arrived);
-  state.load(exec, plan);
-  state.keep(exec, plan, scratch);
-  exec.sync();
-  const StateHead& head = scratch.head;
-  if (head.fault != 0 || !head.open) return;
-  if (scratch.own.combining(head.open, head.epoch)) {
-    if (exec.thread() == 0) {
-      report_misuse(exec, plan, Phase::kRelease, Misuse::kNotFinished, head.epoch, head.num_tokens, 0, 0);
-    }
-    return;
-  }
-  publish_release(exec, plan, head);
-  if (exec.thread() == 0) plan.state->head.open = 0;
 }
 
 }  // namespace putget

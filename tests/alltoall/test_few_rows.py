@@ -12,7 +12,7 @@ from tests.harness import run_ranks
 from tests.harness.cases import Case, Round
 from tests.harness.compare import check_case
 from tests.harness.rank import Rank
-from tests.test_alltoall import play_with
+from tests.alltoall.test_alltoall import play_with
 
 WAYS = {
     "where they lie": {"combine_launch": putget.Launch(inline_flags=1)},
