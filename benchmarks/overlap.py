@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from putget import Communicator
+from putget import Communicator, Tuning
 from putget_bench import environment, launch
 from putget_bench.contender import Putget
 from putget_bench.parser import build_parser
@@ -129,7 +129,9 @@ def measure(context: launch.RankContext, plan: Plan, emit: launch.Emit) -> int:
     for direction, num_sms in itertools.product(plan.directions, plan.num_sms):
         bounded = replace(settings, num_sms=num_sms or None)
         # What ran beside a start half is over when its finish half begins.
-        putget = Putget(communicator, bounded, experts, device, combine_direction=direction, finish_num_sms=_ALL_SMS)
+        putget = Putget(
+            communicator, bounded, experts, device, combine_direction=direction, tuning=Tuning(finish_num_sms=_ALL_SMS)
+        )
         what = {"combine_direction": direction, "num_sms": num_sms or None}
         for num_tokens in settings.batches:
             round_ = rounds.make(settings, num_tokens)

@@ -22,12 +22,22 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 HIDDEN, TOP_K, EXPERTS = 7168, 8, 256
 LEADING, PAIRS, REPLAYS = 4, 20, 20
 WAYS = ("bf16", "fp8", "got")  # how rows travel back; got: BF16, read where experts wrote them
 LIMIT_S = 120.0
+
+
+def _tuning(putget: ModuleType, way: str) -> dict[str, object]:
+    """Rows that are got where the way says so, in the words of builds before and after `putget.Tuning`."""
+    if way != "got":
+        return {}
+    if hasattr(putget, "Tuning"):
+        return {"tuning": putget.Tuning(combine=putget.Launch(sentinel_rows=False))}
+    return {"combine_launch": putget.Launch(inline_flags=1)}
 
 
 class Fleet:
@@ -134,7 +144,7 @@ class Fleet:
             payloads=[putget.Payload((HIDDEN,), torch.float8_e4m3fn), putget.Payload((HIDDEN // 128,), torch.float32)],
             output=putget.Payload((HIDDEN,), torch.bfloat16),
             combine_dtype=torch.float8_e4m3fn if self._way == "fp8" else None,
-            combine_launch=putget.Launch(inline_flags=1) if self._way == "got" else None,
+            **_tuning(putget, self._way),
             num_sms=self._num_sms,
             device="cuda",
             timeout_s=10.0,

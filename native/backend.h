@@ -49,7 +49,7 @@ class Memory {
   virtual void dispatch(const Plan& plan, const DispatchCall& call, const Limits& limits, void* stream) = 0;
   virtual void combine(const Plan& plan, const CombineCall& call, const Limits& limits, void* stream) = 0;
   // How such calls are launched; zeros where nothing is.
-  virtual void launches(const Shape& shape, uint32_t num_tokens, bool flagged, const Limits& limits, void* stream,
+  virtual void launches(const Shape& shape, uint32_t num_tokens, bool sentinel, const Limits& limits, void* stream,
                         putget_launch* dispatch, putget_launch* combine) const = 0;
   virtual void release(const Plan& plan, void* stream) = 0;
 

@@ -13,7 +13,7 @@ import torch
 
 import putget
 from tests.harness import Rank, run_ranks
-from tests.harness.cases import APART, IN_ROWS, Case, Round
+from tests.harness.cases import APART, SENTINEL, Case, Round
 from tests.harness.compare import Outcome, check_round, play_round
 
 CASE = Case(3, (Round(1, (3, 8, 0)), Round(2, (5, 1, 2))), num_experts=7, top_k=3)
@@ -105,7 +105,9 @@ def test_combine_without_a_round_is_refused_and_harmless(device: str) -> None:
 
 def combine_after_peer_released(rank: Rank, flags: int) -> tuple[list[str], Outcome]:
     """A body: rank 1 releases what the others combine; what is said then, and by the next dispatch."""
-    with rank.all_to_all(**CASE.options(), combine_launch=putget.Launch(inline_flags=flags), timeout_s=60.0) as a2a:
+    with rank.all_to_all(
+        **CASE.options(), tuning=putget.Tuning(combine=putget.Launch(sentinel_rows=flags)), timeout_s=60.0
+    ) as a2a:
         dispatch(a2a, rank, CASE, 0)
         rows = CASE.expert_rows(0, rank.rank).to(rank.device)
         messages = []
@@ -124,11 +126,11 @@ def combine_after_peer_released(rank: Rank, flags: int) -> tuple[list[str], Outc
         return messages, play_round(a2a, rank, CASE, 1)
 
 
-@pytest.mark.parametrize("flags", [APART, IN_ROWS])
+@pytest.mark.parametrize("flags", [APART, SENTINEL])
 def test_combine_of_a_round_that_a_peer_released(flags: int, device: str) -> None:
     """Found by whoever waits for that peer: in combine, or where none of its rows are needed, by the next dispatch.
 
-    It comes before anything is put, since rows that are their own flags may lie where the next round's go.
+    It comes before anything is put, since sentinel rows may lie where the next round's go.
     """
     began = time.monotonic()
     results = run_ranks(3, combine_after_peer_released, flags, mode="thread", device=device)

@@ -35,7 +35,7 @@ CASE = Case(
 def bytes_of(case: Case) -> int:
     options = case.options()
     options.pop("expert_to_rank", None)
-    options.pop("combine_launch", None)
+    options.pop("tuning", None)
     return putget.workspace_bytes(ep_size=case.ep_size, **options)  # type: ignore[arg-type]
 
 
@@ -54,8 +54,8 @@ def test_workspace_bytes_answers_before_anything_is_allocated(case: Case, device
         assert (ep_size, ep_rank, active) == (case.ep_size, rank, (True,) * case.ep_size)
     rows = case.ep_size * case.max_tokens_per_rank
     row_bytes = sum(putget.Payload(*row).row_bytes for row in (*case.payloads, case.output)) + 8 * case.top_k
-    flagged = min(rows * row_bytes * 2 // 3, case.ep_size * 32 * 1024 * 1024)  # rows that are their own flags
-    assert rows * row_bytes + flagged <= expected <= rows * row_bytes + flagged + 96 * 1024
+    sentinel = min(rows * row_bytes * 2 // 3, case.ep_size * 32 * 1024 * 1024)  # sentinel rows
+    assert rows * row_bytes + sentinel <= expected <= rows * row_bytes + sentinel + 96 * 1024
 
 
 @pytest.mark.parametrize("tokens", [1, 2048, 1 << 14, 50_000, 64_000, 70_000, 1 << 18])
@@ -67,7 +67,7 @@ def test_what_is_set_aside_never_reaches_into_rows(tokens: int) -> None:
     needed = putget.workspace_bytes(**sizes, payloads=rows, output=putget.Payload((7168,), torch.bfloat16))
     library = _abi.library()
     for memory in (needed, needed + 1, needed * 3 // 2, needed * 4):
-        assert regions <= library.putget_flagged_begin(64, memory) <= memory
+        assert regions <= library.putget_sentinel_begin(64, memory) <= memory
     assert needed <= regions + min(64 * 32 * 1024 * 1024, regions) + (1 << 20)
 
 

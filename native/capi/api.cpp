@@ -4,7 +4,7 @@
 
 #include "capi/guard.h"
 #include "capi/validate.h"
-#include "protocol/combine/flagged.h"
+#include "protocol/combine/sentinel.h"
 
 struct putget_memory {
   std::unique_ptr<putget::Memory> backend;
@@ -86,15 +86,15 @@ putget_layout public_layout(const putget::Layout& layout) {
   std::memcpy(out.payload, layout.payload, sizeof(out.payload));
   out.output = layout.output;
   out.transit = layout.transit;
-  out.flagged = layout.flagged;
+  out.sentinel = layout.sentinel;
   out.total_bytes = layout.total_bytes;
   return out;
 }
 
-// The same for a rank's dispatch and its combine: what the one wishes, the other waits for.
-bool wants_flags(const putget::Plan& plan, const putget::Limits& limits, uint32_t num_tokens) {
-  const auto choice = static_cast<putget::InlineFlags>(limits.combine.inline_flags);
-  return putget::wants_flags(plan.shape, choice, num_tokens, plan.flagged.bytes_a_peer, limits.num_sms);
+// The same for a rank's dispatch and its combine: what the one asks, the other waits for.
+bool wants_sentinels(const putget::Plan& plan, const putget::Limits& limits, uint32_t num_tokens) {
+  const auto choice = static_cast<putget::SentinelChoice>(limits.combine.sentinel_rows);
+  return putget::wants_sentinels(plan.shape, choice, num_tokens, plan.sentinel.bytes_a_peer, limits.num_sms);
 }
 
 putget::DispatchCall dispatch_call(const putget::Plan& plan, const putget::Limits& limits,
@@ -113,7 +113,7 @@ putget::DispatchCall dispatch_call(const putget::Plan& plan, const putget::Limit
   call.ids_are_64bit = args.ids_are_64bit;
   const uint64_t ids_bytes = shape.top_k * (args.ids_are_64bit != 0 ? sizeof(int64_t) : sizeof(int32_t));
   call.ids_access_bytes = access_bytes(reinterpret_cast<uintptr_t>(args.topk_ids) | ids_bytes);
-  call.wish = wants_flags(plan, limits, args.num_tokens) ? putget::kWantsFlags : 0;
+  call.ask = wants_sentinels(plan, limits, args.num_tokens) ? putget::kWantsSentinels : 0;
   call.half = static_cast<putget::Half>(args.half);
   return call;
 }
@@ -130,7 +130,7 @@ putget::CombineCall combine_call(const putget::Plan& plan, const putget::Limits&
   call.num_tokens = args.num_tokens;
   call.rows_access_bytes = access_bytes(reinterpret_cast<uintptr_t>(args.rows) | args.row_slot_bytes |
                                         args.row_source_bytes | shape.output_row_bytes());
-  call.flagged = wants_flags(plan, limits, args.num_tokens);
+  call.sentinel = wants_sentinels(plan, limits, args.num_tokens);
   call.half = static_cast<putget::Half>(args.half);
   return call;
 }
@@ -248,8 +248,8 @@ putget_status putget_read_fault(putget_memory* memory, putget_fault* fault) {
   });
 }
 
-uint64_t putget_flagged_begin(uint32_t ep_size, uint64_t memory_bytes) {
-  return answered(ep_size, [&] { return putget::flagged_region(memory_bytes, ep_size).begin; });
+uint64_t putget_sentinel_begin(uint32_t ep_size, uint64_t memory_bytes) {
+  return answered(ep_size, [&] { return putget::sentinel_region(memory_bytes, ep_size).begin; });
 }
 
 void putget_memory_destroy(putget_memory* memory) { delete memory; }
@@ -265,7 +265,7 @@ putget_status putget_create(const putget_config* config, putget_memory* memory, 
     putget::Plan plan{};
     plan.shape = putget::capi::shape_of(*config);
     plan.layout = putget::layout_of(plan.shape);
-    plan.flagged = putget::flagged_region(backend.config().bytes, plan.shape.ep_size);
+    plan.sentinel = putget::sentinel_region(backend.config().bytes, plan.shape.ep_size);
     require(plan.shape.ep_size == backend.config().ep_size && plan.shape.ep_rank == backend.config().ep_rank,
             "ep_size and ep_rank differ from the memory's");
     require(plan.layout.total_bytes <= backend.config().bytes,
@@ -329,9 +329,9 @@ putget_status putget_launches(putget_alltoall* object, uint32_t num_tokens, void
     putget_alltoall& self = object_of(object);
     require(dispatch != nullptr && combine != nullptr, "a launch is null");
     require_range("num_tokens", num_tokens, 0, self.plan.shape.max_tokens_per_rank);
-    const bool flagged = wants_flags(self.plan, self.limits, num_tokens);
-    self.memory->launches(self.plan.shape, num_tokens, flagged, self.limits, stream, dispatch, combine);
-    combine->inline_flags = flagged ? PUTGET_FLAGS_IN_ROWS : PUTGET_FLAGS_APART;
+    const bool sentinel = wants_sentinels(self.plan, self.limits, num_tokens);
+    self.memory->launches(self.plan.shape, num_tokens, sentinel, self.limits, stream, dispatch, combine);
+    combine->sentinel_rows = sentinel ? PUTGET_SENTINEL_ALWAYS : PUTGET_SENTINEL_NEVER;
   });
 }
 

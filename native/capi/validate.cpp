@@ -81,7 +81,7 @@ void check_launch(const char* name, const putget_launch& launch) {
   require((launch.splits & (launch.splits - 1)) == 0 && launch.splits <= kMaxRanks,
           prefix + "splits is " + std::to_string(launch.splits) + ", allowed are powers of two up to 128");
   require_range((prefix + "movers").c_str(), launch.movers, 0, kMaxParts);
-  require_range((prefix + "inline_flags").c_str(), launch.inline_flags, 0, 2);
+  require_range((prefix + "sentinel_rows").c_str(), launch.sentinel_rows, 0, 2);
 }
 
 void check_options(const putget_config& config) {

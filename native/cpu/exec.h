@@ -109,26 +109,26 @@ struct Exec {
   void count_as_waited(uint32_t*) const {}
 
   // Words that say by themselves that they have come.
-  void put_flagged(FlaggedPack* to, const FlaggedPack& pack) const {
+  void put_sentinel(SentinelPack* to, const SentinelPack& pack) const {
     atomics::store_relaxed(&to->half[0], said(pack.half[0]));
 #if defined(PUTGET_STRESS)
     stress::maybe_yield();  // a peer may see one half without the other
 #endif
     atomics::store_relaxed(&to->half[1], said(pack.half[1]));
   }
-  void put_flagged(Access16* to, const Access16& values) const {
+  void put_sentinel(Access16* to, const Access16& values) const {
     union {
       Access16 values;
-      FlaggedPack pack;
+      SentinelPack pack;
     } both{values};
-    put_flagged(reinterpret_cast<FlaggedPack*>(to), both.pack);
+    put_sentinel(reinterpret_cast<SentinelPack*>(to), both.pack);
   }
-  void put_flagged(float* to, float scale) const {
+  void put_sentinel(float* to, float scale) const {
     atomics::store_relaxed(reinterpret_cast<uint32_t*>(to), bits_of_float(scale));
   }
   // What is there now, or `otherwise` twice where `from` is null: orders nothing.
   template <Tag tag>
-  FlaggedPack poll(const FlaggedPack* from, uint64_t otherwise) const {
+  SentinelPack poll(const SentinelPack* from, uint64_t otherwise) const {
     if (from == nullptr) return {{otherwise, otherwise}};
     return {{atomics::load_relaxed(&from->half[0]), atomics::load_relaxed(&from->half[1])}};
   }
@@ -137,7 +137,7 @@ struct Exec {
     return from == nullptr ? 0 : atomics::load_relaxed(from);
   }
   // For the next round: nothing has come.
-  void clear(FlaggedPack* from) const {
+  void clear(SentinelPack* from) const {
     atomics::store_relaxed(&from->half[0], kNotCome);
     atomics::store_relaxed(&from->half[1], kNotCome);
   }

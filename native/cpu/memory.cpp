@@ -49,7 +49,7 @@ class CpuMemory final : public Memory {
     uint8_t* own = symmetric_.base(config_.ep_rank);
     const uint64_t flags = control_bytes(config_.ep_size) / sizeof(uint64_t);
     std::fill_n(reinterpret_cast<uint64_t*>(own), flags, pack_flag(epoch, 0));
-    const FlaggedRegion rows = flagged_region(config_.bytes, config_.ep_size);
+    const SentinelRegion rows = sentinel_region(config_.bytes, config_.ep_size);
     std::memset(own + rows.begin, kNotCome & 0xff, config_.ep_size * rows.bytes_a_peer);
   }
 
@@ -91,19 +91,20 @@ class CpuMemory final : public Memory {
     whole_rows.moving_blocks = 1;
     whole_rows.sending_blocks = 1;
     whole_rows.first_summing = first_summing(1, 1);
-    whole_rows.flagged_sources = flagged_sources(plan, call);
-    whole_rows.flagged_pieces = flagged_pieces(plan.shape, kWholeRow);
+    whole_rows.sentinel_sources = sentinel_sources(plan, call);
+    whole_rows.sentinel_pieces = sentinel_pieces(plan.shape, kWholeRow);
     const bool packed = plan.shape.output_row_bytes() % kWideBytes == 0 && aligned(call.out) && aligned(call.addend);
     whole_rows.wide_out = packed;
     with_codec(plan.shape.output_type, [&](auto codec) {
       using Codec = decltype(codec);
       using Packed = SameWire<Codec, kWideBytes / sizeof(typename Codec::Bits)>;
-      if (call.flagged != 0) {
+      if (call.sentinel != 0) {
         with_rows(plan.shape, [&](auto rows) {
           if (plan.shape.quantised()) {
-            putget::combine<Codec, FlaggedWire<Codec, true>, decltype(rows)>(exec, plan, whole_rows, combine_scratch_);
+            putget::combine<Codec, SentinelWire<Codec, true>, decltype(rows)>(exec, plan, whole_rows, combine_scratch_);
           } else {
-            putget::combine<Codec, FlaggedWire<Codec, false>, decltype(rows)>(exec, plan, whole_rows, combine_scratch_);
+            putget::combine<Codec, SentinelWire<Codec, false>, decltype(rows)>(exec, plan, whole_rows,
+                                                                               combine_scratch_);
           }
         });
       } else if (plan.shape.quantised()) {

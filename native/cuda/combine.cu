@@ -29,8 +29,8 @@ void load_combine_kernels() {
     for (uint32_t rows : {2u, 4u, 8u, kMaxTopK}) {
       shape.ep_size = shape.top_k = rows;
       check(cudaFuncGetAttributes(&attributes, same_kernel(shape, true)), "loading combine_kernel");
-      check(cudaFuncGetAttributes(&attributes, flagged_kernel(shape)), "loading combine_kernel");
-      check(cudaFuncGetAttributes(&attributes, flagged_fp8_kernel(shape)), "loading combine_kernel");
+      check(cudaFuncGetAttributes(&attributes, sentinel_kernel(shape)), "loading combine_kernel");
+      check(cudaFuncGetAttributes(&attributes, sentinel_fp8_kernel(shape)), "loading combine_kernel");
       check(cudaFuncGetAttributes(&attributes, fp8_kernel(shape, true)), "loading combine_kernel");
     }
     check(cudaFuncGetAttributes(&attributes, same_kernel(shape, false)), "loading combine_kernel");
@@ -48,20 +48,20 @@ void launch_combine(const Plan& plan, CombineCall call, const Room& room, const 
       shape.output_row_bytes() % kLaneBytes == 0 && aligned(call.out) && aligned(call.addend) && rows_packed;
   // In a finish half nothing is moved any more.
   const bool moves = moves_rows(plan, call) && call.half != Half::kFinish;
-  putget_launch launch = call.flagged != 0
-                             ? flagged_launch(shape, call.num_tokens, call.half != Half::kBoth, room, tuning)
+  putget_launch launch = call.sentinel != 0
+                             ? sentinel_launch(shape, call.num_tokens, call.half != Half::kBoth, room, tuning)
                              : combine_launch(shape, call.num_tokens, moves, room, tuning);
-  // Nothing to do but to tell the peers, and to send rows that are their own flags to those that want them.
-  if (call.half == Half::kStart && !moves && call.flagged == 0) launch.blocks = 1;
+  // Nothing to do but to tell the peers, and to send sentinel rows to those that want them.
+  if (call.half == Half::kStart && !moves && call.sentinel == 0) launch.blocks = 1;
   call.wide_out = packed;
   call.segment_bytes = launch.segment_bytes;
-  call.flagged_pieces = flagged_pieces(shape, launch.segment_bytes);
+  call.sentinel_pieces = sentinel_pieces(shape, launch.segment_bytes);
   cut_into_pieces(call, launch);
-  call.flagged_sources = flagged_sources(plan, call);
-  const bool some_only_send = call.flagged != 0 && call.half == Half::kBoth;
+  call.sentinel_sources = sentinel_sources(plan, call);
+  const bool some_only_send = call.sentinel != 0 && call.half == Half::kBoth;
   call.sending_blocks = some_only_send && launch.splits == 1 ? launch.movers : launch.blocks;
   call.first_summing = first_summing(some_only_send ? launch.movers : launch.blocks, launch.blocks);
-  const CombineKernel kernel = call.flagged != 0   ? flagged_kernel(shape)
+  const CombineKernel kernel = call.sentinel != 0  ? sentinel_kernel(shape)
                                : shape.quantised() ? fp8_kernel(shape, packed)
                                                    : same_kernel(shape, packed);
   launch_early(kernel, launch, paired(room), stream, plan, call, "launching combine_kernel");

@@ -4,7 +4,7 @@
 //   grid      cuda/grid.h; warps share the list of (token, segment) items, and before it that of rows to move
 //   block     each warp works on one item at a time
 //   shared    CombineScratch, static
-//   waits     CTAs that sum at C3, or at F2 where rows are their own flags, and at C8 where rows are moved: that
+//   waits     CTAs that sum at C3, or at F2 for sentinel rows, and at C8 where rows are moved: that
 //             follows the C7 of other CTAs, so all CTAs must be resident at once
 #pragma once
 

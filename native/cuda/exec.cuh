@@ -105,24 +105,24 @@ struct Exec {
   __device__ void note(uint32_t* word, uint32_t value) const { ptx::store_relaxed_gpu(word, value); }
 
   // Words that say by themselves that they have come.
-  __device__ void put_flagged(FlaggedPack* to, const FlaggedPack& pack) const {
+  __device__ void put_sentinel(SentinelPack* to, const SentinelPack& pack) const {
     ptx::store_relaxed_sys_pair(to->half, said(pack.half[0]), said(pack.half[1]));
   }
   // Quantised values, and scales, which are no NaN with all bits set.
-  __device__ void put_flagged(uint4* to, const uint4& values) const {
+  __device__ void put_sentinel(uint4* to, const uint4& values) const {
     union {
       uint4 values;
       uint64_t half[2];
     } both{values};
     ptx::store_relaxed_sys_pair(reinterpret_cast<uint64_t*>(to), both.half[0], both.half[1]);
   }
-  __device__ void put_flagged(float* to, float scale) const {
+  __device__ void put_sentinel(float* to, float scale) const {
     ptx::store_relaxed_sys(reinterpret_cast<uint32_t*>(to), __float_as_uint(scale));
   }
   // What is there now, or `otherwise` twice where `from` is null: orders nothing.
   template <Tag tag>
-  __device__ FlaggedPack poll(const FlaggedPack* from, uint64_t otherwise) const {
-    FlaggedPack pack;
+  __device__ SentinelPack poll(const SentinelPack* from, uint64_t otherwise) const {
+    SentinelPack pack;
     const auto* half = reinterpret_cast<const uint64_t*>(from);  // of no pack it has none
     ptx::load_relaxed_sys_pair_if(from != nullptr, half, otherwise, pack.half[0], pack.half[1]);
     return pack;
@@ -132,7 +132,7 @@ struct Exec {
     return ptx::load_relaxed_sys_if(from != nullptr, from);
   }
   // For the next round: nothing has come.
-  __device__ void clear(FlaggedPack* from) const { ptx::store_relaxed_sys_pair(from->half, kNotCome, kNotCome); }
+  __device__ void clear(SentinelPack* from) const { ptx::store_relaxed_sys_pair(from->half, kNotCome, kNotCome); }
   __device__ void clear(uint32_t* from) const { ptx::store_relaxed_sys(from, kScaleNotCome); }
 
   template <Tag tag>

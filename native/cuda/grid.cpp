@@ -2,8 +2,8 @@
 
 #include <algorithm>
 
+#include "protocol/combine/sentinel.h"
 #include "protocol/dispatch/dispatch.h"
-#include "protocol/combine/flagged.h"
 
 namespace putget::cuda {
 namespace {
@@ -17,7 +17,7 @@ constexpr uint32_t kGettingSms = 64;              // keep it busy with loads
 constexpr uint64_t kFewItems = 128;               // up to here warps split the targets of a segment
 constexpr uint32_t kQuantisingPercent = 50;       // of the CTAs of a combine that quantises
 constexpr uint32_t kPushingPercent = 40;          // ... that pushes rows as they are
-constexpr uint32_t kSharedPieces = 4;             // a warp, where all send rows that are their own flags and then sum
+constexpr uint32_t kSharedPieces = 4;             // a warp, where all send sentinel rows and then sum
 constexpr uint32_t kLargeShare = 32;              // ... where the link alone counts
 constexpr uint32_t kQuantisedShare = 16;          // ... up to which quantising takes longer than the link does
 constexpr uint32_t kSendingThreads = 512;         // where some only send
@@ -144,8 +144,8 @@ putget_launch combine_launch(const Shape& shape, uint32_t num_tokens, bool moves
   return launch;
 }
 
-putget_launch flagged_launch(const Shape& shape, uint32_t num_tokens, bool is_half, const Room& room,
-                             const putget_launch& tuning) {
+putget_launch sentinel_launch(const Shape& shape, uint32_t num_tokens, bool is_half, const Room& room,
+                              const putget_launch& tuning) {
   putget_launch launch = tuning;
   // Short pieces as experts wrote them, as if every rank had as many tokens: of so many for each warp.
   const uint64_t rows = uint64_t{num_tokens} * shape.ep_size;
@@ -170,7 +170,7 @@ putget_launch flagged_launch(const Shape& shape, uint32_t num_tokens, bool is_ha
     launch.segment_bytes = is_long ? 2 * kWarpBytes : kWarpBytes;
   }
   if (launch.blocks == 0) {
-    launch.blocks = blocks_for(rows * flagged_pieces(shape, launch.segment_bytes).value(), launch.threads, enough);
+    launch.blocks = blocks_for(rows * sentinel_pieces(shape, launch.segment_bytes).value(), launch.threads, enough);
   }
   launch.blocks = std::min({launch.blocks, room.sms, kMaxParts});
   if (launch.movers == 0) {

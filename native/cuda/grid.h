@@ -34,9 +34,9 @@ putget_launch dispatch_launch(const Shape& shape, uint32_t num_tokens, const Roo
 putget_launch combine_launch(const Shape& shape, uint32_t num_tokens, bool moves_rows, const Room& room,
                              const putget_launch& tuning);
 
-// Of a combine that sums rows that are their own flags.
-putget_launch flagged_launch(const Shape& shape, uint32_t num_tokens, bool is_half, const Room& room,
-                             const putget_launch& tuning);
+// Of a combine that sums sentinel rows.
+putget_launch sentinel_launch(const Shape& shape, uint32_t num_tokens, bool is_half, const Room& room,
+                              const putget_launch& tuning);
 
 // Of a combine launched so: how rows are moved before they are summed.
 void cut_into_pieces(CombineCall& call, const putget_launch& launch);

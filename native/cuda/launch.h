@@ -22,7 +22,7 @@ void load_combine_kernels();
 using CombineKernel = void (*)(Plan, CombineCall);
 CombineKernel same_kernel(const Shape& shape, bool packed);
 CombineKernel fp8_kernel(const Shape& shape, bool packed);
-CombineKernel flagged_kernel(const Shape& shape);
-CombineKernel flagged_fp8_kernel(const Shape& shape);
+CombineKernel sentinel_kernel(const Shape& shape);
+CombineKernel sentinel_fp8_kernel(const Shape& shape);
 
 }  // namespace putget::cuda

@@ -8,8 +8,8 @@
 #include "cuda/moe_launch.h"
 #include "cuda/sms.h"
 #include "cuda/symmetric_memory.h"
-#include "protocol/round/signal.h"
 #include "protocol/combine/words.h"
+#include "protocol/round/signal.h"
 
 namespace putget::cuda {
 namespace {
@@ -68,7 +68,7 @@ class CudaMemory final : public Memory {
   void start(uint32_t epoch, const RankSet& active) override {
     DeviceScope scope(config_.ordinal);
     check(cudaDeviceSynchronize(), "waiting for the device");
-    const FlaggedRegion rows = flagged_region(config_.bytes, config_.ep_size);
+    const SentinelRegion rows = sentinel_region(config_.bytes, config_.ep_size);
     check(
         cudaMemset(symmetric_.base(config_.ep_rank) + rows.begin, kNotCome & 0xff, config_.ep_size * rows.bytes_a_peer),
         "clearing rows");
@@ -118,13 +118,13 @@ class CudaMemory final : public Memory {
     launch_combine(plan, call, room(limits, call.half, stream), limits.combine, static_cast<cudaStream_t>(stream));
   }
 
-  void launches(const Shape& shape, uint32_t num_tokens, bool flagged, const Limits& limits, void* stream,
+  void launches(const Shape& shape, uint32_t num_tokens, bool sentinel, const Limits& limits, void* stream,
                 putget_launch* dispatch, putget_launch* combine) const override {
     DeviceScope scope(config_.ordinal);
     const Room all = room(limits, Half::kBoth, stream);
     *dispatch = dispatch_launch(shape, num_tokens, all, limits.dispatch);
-    *combine = flagged ? flagged_launch(shape, num_tokens, false, all, limits.combine)
-                       : combine_launch(shape, num_tokens, shape.has_transit(), all, limits.combine);
+    *combine = sentinel ? sentinel_launch(shape, num_tokens, false, all, limits.combine)
+                        : combine_launch(shape, num_tokens, shape.has_transit(), all, limits.combine);
   }
 
   void release(const Plan& plan, void* stream) override {

@@ -65,12 +65,12 @@ typedef enum putget_share_kind { PUTGET_SHARE_DESCRIPTOR = 0, PUTGET_SHARE_FABRI
 typedef struct putget_memory putget_memory;
 typedef struct putget_alltoall putget_alltoall;
 
-/* Where combine's flags are. */
-typedef enum putget_inline_flags {
-  PUTGET_FLAGS_BY_RULE = 0,
-  PUTGET_FLAGS_APART = 1,
-  PUTGET_FLAGS_IN_ROWS = 2 /* where there is room */
-} putget_inline_flags;
+/* Whether rows that combine sums come as sentinel rows: words that have come differ from a sentinel. */
+typedef enum putget_sentinel_rows {
+  PUTGET_SENTINEL_BY_RULE = 0,
+  PUTGET_SENTINEL_NEVER = 1,
+  PUTGET_SENTINEL_ALWAYS = 2 /* where there is room */
+} putget_sentinel_rows;
 
 /* The shape of one kernel launch. In a configuration, fields that are not 0 stand in for the rule's choice. */
 typedef struct putget_launch {
@@ -80,8 +80,8 @@ typedef struct putget_launch {
   uint32_t splits;        /* dispatch: warps that share the targets of one segment; a power of two up to 128;
                              combine: see movers */
   uint32_t movers;        /* combine: blocks that move rows before they are summed, where any are to be moved, or only
-                             send those that are their own flags; with splits above 1 the others send those, too */
-  uint32_t inline_flags;  /* combine, also on CPU: putget_inline_flags, of the rows that this rank sums */
+                             send sentinel rows; with splits above 1 the others send those, too */
+  uint32_t sentinel_rows; /* combine, also on CPU: putget_sentinel_rows, of the rows that this rank sums */
 } putget_launch;
 
 typedef struct putget_config {
@@ -120,8 +120,8 @@ typedef struct putget_layout {
   uint64_t topk_weights;
   uint64_t payload[PUTGET_MAX_PAYLOADS];
   uint64_t output;
-  uint64_t transit; /* inbox or quantised rows; none: flagged */
-  uint64_t flagged; /* rows that are their own flags: the end of a memory of total_bytes */
+  uint64_t transit;  /* inbox or quantised rows; none: sentinel */
+  uint64_t sentinel; /* sentinel rows: the end of a memory of total_bytes */
   uint64_t total_bytes;
 } putget_layout;
 
@@ -348,9 +348,9 @@ PUTGET_API putget_status putget_memory_count_tables_apart(putget_memory* memory,
 PUTGET_API putget_status putget_memory_base(putget_memory* memory, uint32_t rank, void** base);
 /* Does not wait for kernels: PUTGET_OK with kind NONE, or the first fault since the last start. */
 PUTGET_API putget_status putget_read_fault(putget_memory* memory, putget_fault* fault);
-/* Where the rows that are their own flags begin in a memory of so many bytes; 0 where an argument is out of range, and
+/* Where the sentinel rows begin in a memory of so many bytes; 0 where an argument is out of range, and
  * putget_last_error() says which. */
-PUTGET_API uint64_t putget_flagged_begin(uint32_t ep_size, uint64_t memory_bytes);
+PUTGET_API uint64_t putget_sentinel_begin(uint32_t ep_size, uint64_t memory_bytes);
 PUTGET_API void putget_memory_destroy(putget_memory* memory);
 
 PUTGET_API putget_status putget_create(const putget_config* config, putget_memory* memory, const putget_tables* tables,
@@ -360,7 +360,7 @@ PUTGET_API putget_status putget_dispatch(putget_alltoall* object, const putget_d
 PUTGET_API putget_status putget_combine(putget_alltoall* object, const putget_combine_args* args);
 PUTGET_API putget_status putget_release(putget_alltoall* object, void* stream);
 /* How calls with this many tokens are launched on this CUDA stream, whose green context may have fewer SMs than the
-   GPU; zeros on CPU, but for combine->inline_flags. */
+   GPU; zeros on CPU, but for combine->sentinel_rows. */
 PUTGET_API putget_status putget_launches(putget_alltoall* object, uint32_t num_tokens, void* stream,
                                          putget_launch* dispatch, putget_launch* combine);
 PUTGET_API void putget_destroy(putget_alltoall* object);

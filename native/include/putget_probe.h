@@ -53,7 +53,7 @@ typedef enum putget_slots_by {
 
 /* The memory traffic and the flags of one half of a round, without its logic, on GPUs. PUTGET_PROBE_WRITE puts rows and
  * waits until those of all ranks are there; PUTGET_PROBE_READ waits for all ranks, gets rows and adds their 32-bit
- * words up; PUTGET_PROBE_SEND does the same with rows that are stored where they are added up and are their own flags.
+ * words up; PUTGET_PROBE_SEND does the same with sentinel rows, which are stored where they are added up.
  * A write and one of the others take turns. Memory begins with putget_probe_flag_bytes of flags, which are 0 before the
  * first. */
 typedef struct putget_probe_rows_args {

@@ -3,11 +3,11 @@
 /* What a CTA does: the first ones move rows where any are to be moved, the others sum, or the same if there are no
  * others. */
 #define IS_MOVING (block < moving)
-#define FIRST_FLAGGED (grid == 1 -> 0 : (sending < grid -> sending : 1))
-#define FIRST_SUMMING (WISHES(me) -> FIRST_FLAGGED : (moving < grid -> moving : 0))
+#define FIRST_SENTINEL (grid == 1 -> 0 : (sending < grid -> sending : 1))
+#define FIRST_SUMMING (ASKS(me) -> FIRST_SENTINEL : (moving < grid -> moving : 0))
 #define IS_SUMMING (half != START && block >= FIRST_SUMMING)
 
-/* Those that move also send rows that are their own flags; where nothing is moved, the first `sending` do. */
+/* Those that move also send sentinel rows; where nothing is moved, the first `sending` do. */
 #define SENDERS (moving == 0 -> sending : moving)
 #define SENDS (wanted > 0 && half != FINISH && block < SENDERS)
 
@@ -91,7 +91,7 @@ inline send_rows() {
     :: moving == 0 -> OWN_PART_NOTED
     :: else
     fi;
-#if WISH > 0
+#if ASK > 0
     for (src : 0 .. RANKS - 1) {
       if
       :: ((wanted >> src) & 1) && !(src == me && OWN_STAYS) ->
@@ -257,7 +257,7 @@ inline sum_tokens() {
 
 /* F2 and F3 of this CTA's share of the tokens, in one step: nobody else looks at its words, and nobody stores them
  * before this rank's next D3. */
-#if WISH > 0
+#if ASK > 0
 #define HAS_COME(rank, number) (SELF.WORD(rank, slot, number) != NOT_COME)
 #ifdef F2_ONE_WORD
 #define ALL_COME(rank) HAS_COME(rank, 0)
@@ -280,7 +280,7 @@ inline sum_tokens() {
     SET_BACK(rank, 0); \
     SET_BACK(rank, 1) \
   fi
-inline sum_flagged_tokens() {
+inline sum_sentinel_tokens() {
   slot = block - FIRST_SUMMING;
   do
   :: !well || block < FIRST_SUMMING || slot >= sent -> break
@@ -294,7 +294,7 @@ inline sum_flagged_tokens() {
   slot = 0
 }
 #else
-inline sum_flagged_tokens() { skip }
+inline sum_sentinel_tokens() { skip }
 #endif
 
 /* Before the round is closed: every CTA that moves has looked at the state. */
@@ -342,15 +342,15 @@ inline combine() {
   if
   :: half != START ->
     if
-    :: well && !WISHES(me) && (IS_SUMMING || block == 0) -> await_peers()
+    :: well && !ASKS(me) && (IS_SUMMING || block == 0) -> await_peers()
     :: else
     fi;
 #ifdef EARLY_C5
     publish_finished();
 #endif
     if
-    :: well && WISHES(me) -> sum_flagged_tokens()
-    :: well && !WISHES(me) && IS_SUMMING -> sum_tokens()
+    :: well && ASKS(me) -> sum_sentinel_tokens()
+    :: well && !ASKS(me) && IS_SUMMING -> sum_tokens()
     :: else
     fi;
 #ifndef SKIP_OWN_PARTS

@@ -5,7 +5,7 @@
  * ZERO         the first rank may send no rows; in the last round the other one sends none
  * HALVES       dispatch and combine may be two kernels, with different numbers of CTAs
  * DEADLINES    any wait may expire in any CTA at any time; then its rank may not send anything more
- * For WISH, SENDING, PUSH, QUANTISED, MOVE, MOVING, SPLIT, MIXED, ROTATE and SKEW see kernels.pml, which has the
+ * For ASK, SENDING, PUSH, QUANTISED, MOVE, MOVING, SPLIT, MIXED, ROTATE and SKEW see kernels.pml, which has the
  * mutations as well.
  * Like every SPIN model it is sequentially consistent: that parts and joins also order memory is checked on the GPU.
  */

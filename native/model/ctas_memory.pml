@@ -7,8 +7,8 @@
 #ifndef ROTATE
 #define ROTATE 1
 #endif
-#ifndef WISH
-#define WISH 0
+#ifndef ASK
+#define ASK 0
 #endif
 #define RANKS 2
 #define ROWS 2 /* that a rank sends to each rank, unless it sends none */
@@ -33,10 +33,10 @@
 #define PARTS_OF(flag) (VALUE_OF(flag) / 4 % 4)
 #define ROWS_OF(flag) ((flag) % 4)
 #define TURNS_OF(flag) ROWS_OF(flag)
-/* Of the last part of a dispatch, also: whether its rank wishes for rows that are their own flags. */
-#define WISHES(rank) ((WISH >> (rank)) & 1)
-#define WISH_FLAG(rank) (WISHES(rank) * 16)
-#define WISH_OF(flag) (VALUE_OF(flag) / 16)
+/* Of the last part of a dispatch, also: whether its rank asks for sentinel rows. */
+#define ASKS(rank) ((ASK >> (rank)) & 1)
+#define ASK_SENTINEL(rank) (ASKS(rank) * 16)
+#define ASK_OF(flag) (VALUE_OF(flag) / 16)
 /* Of `ended`: how; and in how many groups of how many CTAs rows are moved, in 0 groups if none are. */
 #define COMBINED 1
 #define RELEASED 2
@@ -66,22 +66,22 @@
 #define NOT_STARTED 2
 #define NOT_FINISHED 3
 
-#define WORDS 2 /* of a row that is its own flags: CTAs share it */
+#define WORDS 2 /* of a sentinel row: CTAs share it */
 
 typedef Rank {
   /* symmetric */
   byte ended[RANKS], finished[RANKS];
   byte arrived[RANKS * BLOCKS], pushed[RANKS * BLOCKS];
   byte cell[REGIONS * RANKS * ROWS * PIECES]; /* the epoch whose row it holds */
-#if WISH > 0
-  byte word[RANKS * ROWS * WORDS]; /* `flagged`: the epoch whose row it carries, or NOT_COME */
+#if ASK > 0
+  byte word[RANKS * ROWS * WORDS]; /* `sentinel`: the epoch whose row it carries, or NOT_COME */
 #endif
   /* private: the head of the state, what dispatch has shown, joins */
   byte epoch;
   bool open, fault;
   byte misuse;
   byte counts[RANKS];
-  byte wanted; /* a bit for each source that has rows here and wishes them as their own flags */
+  byte wanted; /* a bit for each source that has rows here and asks for sentinel rows */
   byte gotten;
   /* the running kernel */
   byte kernel, half, grid, moving, sending;
@@ -259,7 +259,7 @@ inline observe_ended(of_epoch, own) {
 #define J3 ARRIVE(SELF.gotten, grid)
 #endif
 
-/* Rows that are not sent as their own flags. */
+/* Rows that are no sentinel rows. */
 #define MOVED_COUNT(src) ((SELF.wanted >> (src)) & 1 -> 0 : SELF.counts[src])
 
 /* What a CTA copies. It does so in several reads; but what it reads of the state stays while a CTA of the kernel is

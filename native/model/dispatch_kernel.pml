@@ -19,7 +19,7 @@ inline put_rows() {
 
 inline publish_arrived() {
   TO_ALL(arrived[me * BLOCKS + block],
-         FLAG(epoch + 1, PARTS(grid, (block + 1 == grid -> SENT(me, epoch + 1) + WISH_FLAG(me) : 0))))
+         FLAG(epoch + 1, PARTS(grid, (block + 1 == grid -> SENT(me, epoch + 1) + ASK_SENTINEL(me) : 0))))
 }
 
 inline judge_dispatch() {
@@ -90,11 +90,11 @@ inline finish_dispatch() {
   :: d_step { D4_OVER -> /* D4 */
       SELF.counts[0] = ROWS_OF(LAST(arrived, 0));
       SELF.counts[1] = ROWS_OF(LAST(arrived, 1));
-#ifdef FORGET_WISH
+#ifdef FORGET_ASK
       SELF.wanted = 0
 #else
-      SELF.wanted = (SELF.counts[0] > 0 -> WISH_OF(LAST(arrived, 0)) : 0) |
-                    (SELF.counts[1] > 0 -> WISH_OF(LAST(arrived, 1)) * 2 : 0)
+      SELF.wanted = (SELF.counts[0] > 0 -> ASK_OF(LAST(arrived, 0)) : 0) |
+                    (SELF.counts[1] > 0 -> ASK_OF(LAST(arrived, 1)) * 2 : 0)
 #endif
     }
     assert(HAVE_LOOKED(grid)) /* no CTA is still to look at the state */

@@ -5,7 +5,7 @@
  * by every CTA before it stores anything that a peer can see (assertions beside the stores), and is a fault of the kind
  * that is asserted here.
  *
- * For WISH, SENDING, PUSH, MOVE, EITHER, SPLIT, MIXED and ROTATE see kernels.pml, which has the mutations as well.
+ * For ASK, SENDING, PUSH, MOVE, EITHER, SPLIT, MIXED and ROTATE see kernels.pml, which has the mutations as well.
  */
 #ifndef ROUNDS
 #define ROUNDS 2

@@ -9,8 +9,8 @@
  * puts them into the peers' inboxes, and with QUANTISED also into its own. The CTAs that move do so in turns: a slot
  * each, or with SPLIT a piece each of one slot. MOVING: how many CTAs of a whole combine move, at most. EITHER: a call
  * may also move nothing (here the experts write combine_input all the same). Token and slot are the same number here.
- * WISH: a bit for each rank: it wishes for rows that are their own flags, which those that have them send. SENDING: how
- * many of its CTAs send, at most, where it wishes for such rows itself and moves nothing.
+ * ASK: a bit for each rank: it asks for sentinel rows, which those that have them send. SENDING: how
+ * many of its CTAs send, at most, where it asks for such rows itself and moves nothing.
  * MIXED        rounds alternate between layouts whose regions overlap; ROTATE says which ones
  * SKEW         a flag is stored into one rank's memory after the other's; else in one step, which nobody can tell who
  *              has not looked
@@ -74,7 +74,7 @@ inline launch(what, which, blocks, movers) {
     SELF.grid = blocks;
     SELF.moving = (what != COMBINE || which == FINISH || !MOVES -> 0 : movers);
     SELF.moving = (which == START && SELF.moving > 0 -> blocks : SELF.moving);
-    SELF.sending = (SELF.sending == 0 || which == FINISH || SELF.moving > 0 || !WISHES(me) -> blocks : SELF.sending);
+    SELF.sending = (SELF.sending == 0 || which == FINISH || SELF.moving > 0 || !ASKS(me) -> blocks : SELF.sending);
     SELF.running = (1 << (blocks)) - 1
   }
   d_step {
@@ -113,14 +113,14 @@ inline choose_sending() {
   :: SELF.sending = (grid < SENDING -> grid : SENDING)
 #else
   :: SELF.sending = grid
-  :: WISH > 0 -> SELF.sending = 1
+  :: ASK > 0 -> SELF.sending = 1
 #endif
   fi
 }
 
 /* Nothing has come yet. */
 inline start_words() {
-#if WISH > 0
+#if ASK > 0
   for (i : 0 .. RANKS * ROWS * WORDS - 1) { ranks[0].word[i] = NOT_COME; ranks[1].word[i] = NOT_COME };
 #endif
   i = 0

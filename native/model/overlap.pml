@@ -7,7 +7,7 @@
  * Each rank is one thread and has one part; rows are left out. Rounds are combined or released, as all ranks agree.
  *
  * PUSH         combine pushes; otherwise peers get
- * FLAGGED      neither: rows are their own flags, of which a rank may need some peers' or none
+ * SENTINEL      neither: sentinel rows, of which a rank may need some peers' or none
  * MIXED        rounds exchange `finished` too
  * Mutations: WHOLE_DISPATCH, WHOLE_COMBINE (one kernel instead of two halves), START_WAITS (combine_start waits for its
  * peers), LEFT_OPEN (a round is not released before the next one).
@@ -20,7 +20,7 @@
 #endif
 #define OBJECTS 2
 
-typedef Flags { byte ended[RANKS], arrived[RANKS], pushed[RANKS], finished[RANKS], flagged[RANKS] };
+typedef Flags { byte ended[RANKS], arrived[RANKS], pushed[RANKS], finished[RANKS], sentinel[RANKS] };
 typedef Workspaces { Flags object[OBJECTS] };
 Workspaces memory[RANKS];
 byte released; /* a bit for each epoch */
@@ -75,8 +75,8 @@ inline start_combine() {
 #ifdef PUSH
   TO_ALL(pushed, epoch); /* C7 */
 #endif
-#ifdef FLAGGED
-  TO_ALL(flagged, epoch); /* F1 */
+#ifdef SENTINEL
+  TO_ALL(sentinel, epoch); /* F1 */
 #endif
 #ifdef START_WAITS
   WAIT(ended, epoch)
@@ -84,8 +84,8 @@ inline start_combine() {
 }
 
 inline finish_combine() {
-#ifdef FLAGGED
-  WAIT_FOR_SOME(flagged, epoch); /* F2 */
+#ifdef SENTINEL
+  WAIT_FOR_SOME(sentinel, epoch); /* F2 */
 #else
   WAIT(ended, epoch); /* C3 */
 #endif

@@ -10,8 +10,8 @@
  *
  * Parameters (-D): RANKS, ROUNDS, SLOTS (rows that one rank can send to another), EPOCHS (epochs count modulo this),
  *              ROUTES (which routings are tried: see choose_rows), PUSH (whose combine pushes: bit 0 object 0, bit 1
- *              object 1), ROTATE (which regions of the two objects overlap), WISH (a bit for each rank that may wish,
- *              each round anew, for rows that are their own flags).
+ *              object 1), ROTATE (which regions of the two objects overlap), ASK (a bit for each rank that may ask,
+ *              each round anew, for sentinel rows).
  * LAYERS       rounds alternate between two objects of different layouts on one workspace (see ROW)
  * MIX_AFTER    with LAYERS: the second object is made in or after this round, which need not have ended on every rank
  * DEADLINES    every wait may expire at any time; the last rank may die at any time or go on after any pause; the
@@ -62,11 +62,11 @@ inline choose_rows() {
     fi;
     for (peer : 0 .. RANKS - 1) { rows[peer] = ((todo >> peer) & 1 -> SLOTS : 0) };
     peer = 0;
-#if WISH > 0
+#if ASK > 0
     wanted = 0;
     if
-    :: MAY_WISH(me) -> wishes = true
-    :: wishes = false
+    :: MAY_ASK(me) -> asks = true
+    :: asks = false
     fi
 #endif
   }
@@ -98,8 +98,8 @@ proctype Rank(byte me) {
   byte peer, slot, turn, todo;
   byte rows[RANKS];   /* sent to each rank this round */
   byte counts[RANKS]; /* received from each rank this round */
-#if WISH > 0
-  bool wishes; /* for rows that are their own flags, this round */
+#if ASK > 0
+  bool asks; /* for sentinel rows, this round */
   byte wanted; /* a bit for each peer that does */
 #endif
   bool open = false, combine;
@@ -208,7 +208,7 @@ next_round:
     publish_ended(epoch, COMBINED); /* C2 */
 #endif
 #endif
-#if WISH > 0
+#if ASK > 0
     send_rows(); /* F1 */
 #ifdef F1_TWICE
     send_rows();
@@ -229,7 +229,7 @@ next_round:
 #endif
 #ifndef SKIP_C3
     if
-    :: WISHES_FLAGS /* its rows say by themselves that they have come */
+    :: ASKS_SENTINELS /* its rows say by themselves that they have come */
     :: else ->
       observe_ended(epoch); /* C3 */
 #ifndef IGNORE_HOW
@@ -319,7 +319,7 @@ finished:
 #if PUSH > 0
       AT(me).pushed_epoch[peer] = epoch;
 #endif
-#if WISH > 0 && !defined(SKIP_WORD_INIT)
+#if ASK > 0 && !defined(SKIP_WORD_INIT)
       for (slot : 0 .. SLOTS - 1) { AT(me).WORD(slot, peer) = NOT_COME };
       slot = 0;
 #endif
@@ -355,7 +355,7 @@ init {
 #if PUSH > 0
         memory[i].pushed_epoch[r] = FIRST_EPOCH;
 #endif
-#if WISH > 0 && !defined(SKIP_WORD_INIT)
+#if ASK > 0 && !defined(SKIP_WORD_INIT)
         for (s : 0 .. SLOTS - 1) { memory[i].WORD(s, r) = NOT_COME };
 #endif
         memory[i].finished_epoch[r] = FIRST_EPOCH

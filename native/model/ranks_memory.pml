@@ -27,8 +27,8 @@
 #ifndef ROTATE
 #define ROTATE 1
 #endif
-#ifndef WISH
-#define WISH 0
+#ifndef ASK
+#define ASK 0
 #endif
 
 #define EVERYBODY ((1 << RANKS) - 1)
@@ -61,13 +61,13 @@
 #define INBOX(slot, src) ROW(2, object, slot, src)
 #define EMPTY 0
 
-/* A rank that may wish for rows that are their own flags; and who is known to want its rows so, of those that have
+/* A rank that may ask for sentinel rows; and who is known to want its rows so, of those that have
  * some. */
-#define MAY_WISH(rank) ((WISH >> (rank)) & 1)
-#if WISH > 0
-#define WANTS_FLAGS(rank) ((wanted >> (rank)) & 1)
+#define MAY_ASK(rank) ((ASK >> (rank)) & 1)
+#if ASK > 0
+#define WANTS_SENTINELS(rank) ((wanted >> (rank)) & 1)
 #else
-#define WANTS_FLAGS(rank) false
+#define WANTS_SENTINELS(rank) false
 #endif
 #define WORD(slot, src) word[(slot) * RANKS + (src)]
 #define NOT_COME 255
@@ -95,9 +95,9 @@ typedef Memory {
   byte pushed_epoch[RANKS];
   byte pushed_turns[RANKS];
 #endif
-#if WISH > 0
-  bool arrived_wish[RANKS];
-  byte word[REGION_ROWS]; /* `flagged`: the round whose row it carries, or NOT_COME */
+#if ASK > 0
+  bool arrived_ask[RANKS];
+  byte word[REGION_ROWS]; /* `sentinel`: the round whose row it carries, or NOT_COME */
 #endif
   byte finished_epoch[RANKS]; /* only where layouts are mixed */
   byte cell[REGIONS * REGION_ROWS]
@@ -157,19 +157,19 @@ inline choose_peer() {
 #else
 #define TELLS true
 #endif
-#if WISH > 0
-#define HEAR_WISH wanted = wanted | (AT(me).arrived_wish[peer] << peer)
+#if ASK > 0
+#define HEAR_ASK wanted = wanted | (AT(me).arrived_ask[peer] << peer)
 #else
-#define HEAR_WISH
+#define HEAR_ASK
 #endif
-#if WISH == 0 || defined(FORGET_WISH)
-#define TELL_WISH
+#if ASK == 0 || defined(FORGET_ASK)
+#define TELL_ASK
 #else
-#define TELL_WISH ; AT(peer).arrived_wish[me] = wishes
+#define TELL_ASK ; AT(peer).arrived_ask[me] = asks
 #endif
 #define STORE_ARRIVED \
   if \
-  :: TELLS -> ONE_WORD { AT(peer).arrived_epoch[me] = epoch; AT(peer).arrived_rows[me] = rows[peer] TELL_WISH } \
+  :: TELLS -> ONE_WORD { AT(peer).arrived_epoch[me] = epoch; AT(peer).arrived_rows[me] = rows[peer] TELL_ASK } \
   :: !(TELLS) -> skip \
   fi
 
@@ -185,7 +185,7 @@ inline publish_ended(of_epoch, how) {
 #endif
 #define STORE_PUSHED \
   if \
-  :: turn == 0 || (turn < counts[peer] && !WANTS_FLAGS(peer)) -> \
+  :: turn == 0 || (turn < counts[peer] && !WANTS_SENTINELS(peer)) -> \
     atomic { AT(peer).pushed_epoch[me] = epoch; AT(peer).pushed_turns[me] = TURNS_DONE } \
   :: else \
   fi
@@ -264,7 +264,7 @@ inline observe_arrived() {
 #ifdef SKIP_D4
       counts[peer] = AT(me).arrived_rows[peer]
 #else
-      WAIT_NEXT(arrived_epoch[peer], epoch, counts[peer] = AT(me).arrived_rows[peer]; HEAR_WISH)
+      WAIT_NEXT(arrived_epoch[peer], epoch, counts[peer] = AT(me).arrived_rows[peer]; HEAR_ASK)
 #endif
     :: else
     fi
@@ -315,12 +315,12 @@ inline run_experts() {
 
 /* C6 of the slot that has its turn: reads what the experts wrote. A rank's own rows stay where they are. */
 inline push_rows() {
-  FOR_ROWS(PEER(peer) && !WANTS_FLAGS(peer) && slot == turn && slot < counts[peer],
+  FOR_ROWS(PEER(peer) && !WANTS_SENTINELS(peer) && slot == turn && slot < counts[peer],
            assert(AT(me).OUTPUT(slot, peer) == round); AT(peer).INBOX(slot, me) = round)
 }
 
-/* F1: rows of the ranks that wish for them so, word by word, each rank's in any order with the others'. */
-#if WISH > 0
+/* F1: rows of the ranks that ask for them so, word by word, each rank's in any order with the others'. */
+#if ASK > 0
 inline send_rows() {
   todo = wanted & members & ~(1 << me);
   do
@@ -414,17 +414,17 @@ inline await_token() {
 #endif
 }
 
-#if WISH > 0
-#define WISHES_FLAGS wishes
+#if ASK > 0
+#define ASKS_SENTINELS asks
 #else
-#define WISHES_FLAGS false
+#define ASKS_SENTINELS false
 #endif
 inline sum_tokens() {
   if
-#if WISH > 0
-  :: wishes -> IN_TURNS(await_words()) /* F2, F3 */
+#if ASK > 0
+  :: asks -> IN_TURNS(await_words()) /* F2, F3 */
 #endif
-  :: PUSHES(object) && !WISHES_FLAGS -> IN_TURNS(await_token(); read_rows()) /* C9 */
-  :: !PUSHES(object) && !WISHES_FLAGS -> read_rows() /* C4 */
+  :: PUSHES(object) && !ASKS_SENTINELS -> IN_TURNS(await_token(); read_rows()) /* C9 */
+  :: !PUSHES(object) && !ASKS_SENTINELS -> read_rows() /* C4 */
   fi
 }

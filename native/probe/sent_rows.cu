@@ -1,4 +1,4 @@
-// The memory traffic of a combine whose rows are their own flags, without its logic: rows are stored where they are
+// The memory traffic of a combine of sentinel rows, without its logic: rows are stored where they are
 // added up, and what has come is told by its value. What such a combine cannot be faster than with plain accesses.
 //
 //   grid      as the caller says. The first sending_blocks CTAs send, the others sum; where all send, all sum

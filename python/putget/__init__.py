@@ -13,7 +13,7 @@ from putget.errors import (
     QuorumLost,
 )
 from putget.expert_major import ExpertMajor, ExpertMajorMemory, FlatRows
-from putget.options import Launch
+from putget.options import Launch, Tuning
 from putget.payload import Payload
 from putget.received import Received
 from putget.sizing import workspace_bytes
@@ -35,6 +35,7 @@ __all__ = [
     "PutgetError",
     "QuorumLost",
     "Received",
+    "Tuning",
     "Workspace",
     "__version__",
     "workspace_bytes",

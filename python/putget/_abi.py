@@ -67,7 +67,7 @@ class Launch(_Checked):
         ("segment_bytes", c_uint32),
         ("splits", c_uint32),
         ("movers", c_uint32),
-        ("inline_flags", c_uint32),
+        ("sentinel_rows", c_uint32),
     ]
 
 
@@ -110,7 +110,7 @@ class Layout(_Versioned):
         ("payload", c_uint64 * MAX_PAYLOADS),
         ("output", c_uint64),
         ("transit", c_uint64),
-        ("flagged", c_uint64),
+        ("sentinel", c_uint64),
         ("total_bytes", c_uint64),
     ]
 
@@ -342,7 +342,7 @@ _FUNCTIONS: dict[str, list[Any]] = {
     "putget_memory_count_tables_apart": [c_void_p, c_void_p],
     "putget_memory_base": [c_void_p, c_uint32, POINTER(c_void_p)],
     "putget_read_fault": [c_void_p, POINTER(Fault)],
-    "putget_flagged_begin": [c_uint32, c_uint64],
+    "putget_sentinel_begin": [c_uint32, c_uint64],
     "putget_memory_destroy": [c_void_p],
     "putget_create": [POINTER(Config), c_void_p, POINTER(Tables), POINTER(c_void_p)],
     "putget_dispatch": [c_void_p, POINTER(DispatchArgs)],
@@ -362,7 +362,7 @@ _OTHER_RESULTS: dict[str, Any] = {
     "putget_abi_version": c_uint32,
     "putget_last_error": ctypes.c_char_p,
     "putget_set_interrupt_check": None,
-    "putget_flagged_begin": c_uint64,
+    "putget_sentinel_begin": c_uint64,
     "putget_memory_destroy": None,
     "putget_destroy": None,
 }

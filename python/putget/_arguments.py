@@ -66,7 +66,7 @@ def check_apart(name: str, written: torch.Tensor, other_name: str, read: torch.T
 
 
 def check_expert_to_rank(value: Any, num_experts: int, ep_size: int, device: torch.device) -> torch.Tensor:
-    """An int32 table [num_experts] of ranks.
+    """An int32 table [num_experts] of ranks on the device: a sequence, or a tensor on the CPU, is copied there.
 
     Raises:
         ValueError: Shape, dtype, device or a rank in it is wrong.
@@ -76,6 +76,8 @@ def check_expert_to_rank(value: Any, num_experts: int, ep_size: int, device: tor
             value = torch.tensor(value, dtype=torch.int32, device=device)
         except (TypeError, ValueError, RuntimeError) as error:
             raise ValueError(f"expert_to_rank: expected {num_experts} ranks: {error}") from error
+    elif isinstance(value, torch.Tensor) and value.device.type == "cpu" and device.type != "cpu":
+        value = value.to(device)
     table = check_tensor("expert_to_rank", value, (num_experts,), (torch.int32,), device)
     low, high = int(table.min()), int(table.max())
     if low < 0 or high >= ep_size:

@@ -11,7 +11,7 @@ import torch
 
 from putget import _abi
 from putget._arguments import check_int, check_row_bytes, check_tensor
-from putget.options import Wire, wire_row_bytes
+from putget.options import Launch, Tuning, Wire, wire_row_bytes
 from putget.payload import Payload
 
 OUTPUT_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
@@ -64,9 +64,9 @@ class Geometry:
         return Geometry(ep_size, num_experts, top_k, max_tokens_per_rank, tuple(payloads), output, wire)
 
     def config(
-        self, ep_rank: int, num_sms: int, finish_num_sms: int, timeout_s: float, warmup_timeout_s: float
+        self, ep_rank: int, num_sms: int, tuning: Tuning, timeout_s: float, warmup_timeout_s: float
     ) -> _abi.Config:
-        """The same for the C ABI, with the rule's launches."""
+        """The same for the C ABI."""
         row_bytes = [payload.row_bytes for payload in self.payloads]
         return _abi.Config(
             ep_size=self.ep_size,
@@ -79,18 +79,21 @@ class Geometry:
             output_elements=self.output.row_bytes // self.output.dtype.itemsize,
             output_type=OUTPUT_TYPES[self.output.dtype],
             num_sms=num_sms,
-            finish_num_sms=finish_num_sms,
+            finish_num_sms=tuning.finish_num_sms or 0,
             wire_type=self.wire.type,
             pushes=self.wire.pushes,
             wire_scale=self.wire.scale,
             timeout_ns=max(1, int(timeout_s * 1e9)),
             warmup_timeout_ns=max(1, int(warmup_timeout_s * 1e9)),
+            dispatch=(tuning.dispatch or Launch()).for_abi(),
+            combine=(tuning.combine or Launch()).for_abi(),
+            skips_waits=tuning.unsafe_skip_waits,
         )
 
     def layout(self) -> _abi.Layout:
         """Where the regions are."""
         layout = _abi.Layout()
-        config = self.config(0, 0, 0, 1.0, 1.0)
+        config = self.config(0, 0, Tuning(), 1.0, 1.0)
         _abi.call("putget_layout_of", ctypes.byref(config), ctypes.byref(layout))
         return layout
 
@@ -142,11 +145,11 @@ class Geometry:
             *((f"payload {i}", layout.payload[i], f"{slots} x {payload}") for i, payload in enumerate(self.payloads)),
             ("combine_input", layout.output, f"{slots} x {self.output}"),
         ]
-        if layout.transit < layout.flagged:
+        if layout.transit < layout.sentinel:
             name = "inbox" if self.wire.pushes else "quantised rows"
             regions.append((name, layout.transit, f"{slots} x {wire_row_bytes(self.wire, self.output)} bytes"))
-        rows_a_peer = (layout.total_bytes - layout.flagged) // self.ep_size // wire_row_bytes(self.wire, self.output)
-        regions.append(("flagged rows", layout.flagged, f"{rows_a_peer} of each rank"))
+        rows_a_peer = (layout.total_bytes - layout.sentinel) // self.ep_size // wire_row_bytes(self.wire, self.output)
+        regions.append(("sentinel rows", layout.sentinel, f"{rows_a_peer} of each rank"))
         ends = [start for _, start, _ in regions[1:]] + [layout.total_bytes]
         lines = [f"{'offset':>14} {'bytes':>14}  region          rows"]
         for (name, start, rows), end in zip(regions, ends, strict=True):

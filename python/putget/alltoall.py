@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import replace
 
 import torch
 
@@ -16,7 +16,7 @@ from putget._rounds import RoundViews
 from putget.communicator import Communicator
 from putget.errors import InvalidExpertIds, PutgetError
 from putget.expert_major import ExpertMajor
-from putget.options import Launch, check_launch
+from putget.options import Launch, Tuning, check_tuning
 from putget.payload import Payload
 from putget.received import Received
 from putget.workspace import Workspace, check_seconds, check_workspace, resolve_device
@@ -39,20 +39,17 @@ class AllToAll(RoundViews):
         device: "cuda", "cuda:N" or "cpu".
         timeout_s: Deadline of every wait, in seconds.
         warmup_timeout_s: Deadline of set-up and of the first round, until it has ended on every rank, in seconds.
-        expert_to_rank: int32 [num_experts] on the device (kept, not copied) or a list, the same on every rank; by
-            default contiguous blocks of ceil(num_experts / ep_size) experts a rank.
+        expert_to_rank: int32 [num_experts] on the device (kept, not copied), or on the CPU or a list (copied to the
+            device), the same on every rank; by default contiguous blocks of ceil(num_experts / ep_size) experts a rank.
         workspace: Memory and rounds shared with other objects, used one after the other; by default memory of its own.
         num_sms: Most SMs that one call uses; None: chosen by size.
-        finish_num_sms: The same for a finish half alone, when what ran beside the start half is over; None: num_sms.
         combine_direction: "pull": each rank gets its tokens' rows where experts wrote them. "push": the ranks that
-            wrote them put them into its inbox. Either way they are put as their own flags where the workspace has room
-            and that is faster (``Launch.inline_flags``).
+            wrote them put them into its inbox. Either way they travel as sentinel rows where the workspace has room
+            and that is faster (``Launch.sentinel_rows``).
         combine_dtype: torch.float8_e4m3fn: rows travel in half of the bytes, as E4M3 with one float32 scale for each
             128 elements, and are summed in float32. None: as experts write them.
         combine_scale: With float8_e4m3fn, one scale for all elements instead: an element travels as itself / scale.
-        dispatch_launch: Stands in for the launch that the rule chooses; see ``launches``. CUDA only.
-        combine_launch: The same for combine.
-        unsafe_skip_waits: Leaves every wait out. Results are wrong; it shows what waiting costs.
+        tuning: What only measurements choose; see ``launches``.
 
     Raises:
         ValueError: An argument is wrong, here or on another rank, or differs between ranks; the message names it.
@@ -76,13 +73,10 @@ class AllToAll(RoundViews):
         expert_to_rank: torch.Tensor | Sequence[int] | None = None,
         workspace: Workspace | None = None,
         num_sms: int | None = None,
-        finish_num_sms: int | None = None,
         combine_direction: str = "pull",
         combine_dtype: torch.dtype | None = None,
         combine_scale: float | None = None,
-        dispatch_launch: Launch | None = None,
-        combine_launch: Launch | None = None,
-        unsafe_skip_waits: bool = False,
+        tuning: Tuning | None = None,
     ) -> None:
         if not isinstance(comm, Communicator):
             raise ValueError(f"comm is {comm!r}, expected a putget.Communicator")
@@ -99,15 +93,11 @@ class AllToAll(RoundViews):
                 combine_dtype,
                 combine_scale,
             )
-            launches = (
-                check_launch("dispatch_launch", dispatch_launch),
-                check_launch("combine_launch", combine_launch),
-            )
+            tuning = check_tuning(tuning)
             check_seconds("timeout_s", timeout_s)
             check_seconds("warmup_timeout_s", warmup_timeout_s)
             self._device = resolve_device(device)
             sms = comm.default_sms(self._device) if num_sms is None else check_int("num_sms", num_sms, 1, _abi.MAX_SMS)
-            finish_sms = 0 if finish_num_sms is None else check_int("finish_num_sms", finish_num_sms, 1, _abi.MAX_SMS)
             table = (
                 default_expert_to_rank(num_experts, comm.size, self._device)
                 if expert_to_rank is None
@@ -116,8 +106,6 @@ class AllToAll(RoundViews):
             layout = geometry.layout()
             if workspace is not None:
                 check_workspace(workspace, comm, self._device, int(layout.total_bytes))
-            if not isinstance(unsafe_skip_waits, bool):
-                raise ValueError(f"unsafe_skip_waits is {unsafe_skip_waits!r}, expected a bool")
         except (ValueError, PutgetError) as error:
             comm.refuse(str(error))
             raise
@@ -149,9 +137,7 @@ class AllToAll(RoundViews):
         self._workspace.adopt(
             (geometry.max_tokens_per_rank, geometry.top_k, geometry.payloads, geometry.output, geometry.wire)
         )
-        config = geometry.config(comm.rank, sms, finish_sms, float(timeout_s), float(warmup_timeout_s))
-        config.dispatch, config.combine = launches
-        config.skips_waits = unsafe_skip_waits
+        config = geometry.config(comm.rank, sms, tuning, float(timeout_s), float(warmup_timeout_s))
         try:
             native = NativeObject(self._workspace, geometry, table, config)
         except BaseException:
@@ -281,8 +267,8 @@ class AllToAll(RoundViews):
         Raises:
             ValueError: An argument is wrong, or x or out requires grad; nothing has happened on any rank.
             PeerTimeout: A rank is missing. On CUDA the call after the one that waited raises it.
-            ProtocolMisuse: No dispatch came before; or a peer released this round. Where rows are their own flags
-                (``launches(num_tokens)[1].inline_flags`` is 2) this rank waits for those alone whose rows it sums: of
+            ProtocolMisuse: No dispatch came before; or a peer released this round. With sentinel rows
+                (``launches(num_tokens)[1].sentinel_rows``) this rank waits for those alone whose rows it sums: of
                 the others the next dispatch says so, as it does of a missing rank.
         """
         self._native.require_open()
@@ -374,15 +360,14 @@ class AllToAll(RoundViews):
         return self._comm.rank
 
     def launches(self, num_tokens: int) -> tuple[Launch, Launch]:
-        """How dispatch and combine are launched on CUDA with this many tokens; zeros on CPU, but for ``inline_flags``.
+        """How dispatch and combine are launched with this many tokens; on CPU combine has ``sentinel_rows`` alone.
 
         The rule goes by the number of tokens, the sizes of rows and the SMs allowed: by ``num_sms``, and by the green
         context of the current stream or by MPS.
         """
         check_int("num_tokens", num_tokens, 0, self._geometry.max_tokens_per_rank)
-        found = self._native.launches(num_tokens)
-        dispatch, combine = (Launch(*(getattr(one, field.name) for field in fields(Launch))) for one in found)
-        return dispatch, combine
+        dispatch, combine = self._native.launches(num_tokens)
+        return replace(Launch.of(dispatch), sentinel_rows=None), Launch.of(combine)
 
     @property
     def workspace(self) -> Workspace:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -67,63 +67,113 @@ class Wire:
         return f"{'push' if self.pushes else 'pull'}, {kinds[self.type]}"
 
 
+_RANGES = {  # of a field: what it is a multiple of, and at most
+    "blocks": (1, 256),
+    "threads": (32, _MOST_THREADS),
+    "segment_bytes": (512, 1 << 26),
+    "splits": (1, 128),
+    "movers": (1, 256),
+}
+
+
 @dataclass(frozen=True)
 class Launch:
-    """The shape of one kernel launch. As an argument, a field of 0 is left to the rule (docs/protocol/launches.md).
+    """The shape of one kernel launch. Where a field is None, the rule chooses (docs/protocol/launches.md).
 
     Attributes:
         blocks: CTAs; at most one an SM.
         threads: Of a CTA, a multiple of 32 up to 768.
         segment_bytes: Of a row, for one warp at a time: a multiple of 512.
         splits: Dispatch: warps that share the targets of one segment, a power of two up to 128. Combine: above 1, all
-            blocks send rows that are their own flags, and ``movers`` of them do nothing else.
-        movers: Combine: blocks that move rows before they are summed, or send those that are their own flags, where any
-            are to be moved or sent; the other blocks sum meanwhile (see ``splits``), or where there are no others, the
-            same ones.
-        inline_flags: Combine, on CPU too: 2 for rows that are their own flags: whoever has them sends them, and what
-            has come says so by its value; 1 for rows that are got, or pushed and told of. Where 2 cannot be had (rows
-            whose bytes are no multiple of 16, more of them than the workspace has room for), it is 1. The result is
-            the same. Each rank as it likes.
+            blocks send sentinel rows, and ``movers`` of them do nothing else.
+        movers: Combine: blocks that move rows before they are summed, or send sentinel rows, where any are to be moved
+            or sent; the other blocks sum meanwhile (see ``splits``), or where there are no others, the same ones.
+        sentinel_rows: Combine, on CPU too. True: whoever has rows sends them, and what has come differs from a
+            sentinel. False: they are got, or pushed and told of. Where sentinel rows cannot be had (rows whose bytes
+            are no multiple of 16, more of them than the workspace has room for), it is False. The result is the same.
+            Each rank as it likes.
 
     Raises:
         ValueError: A field is out of range.
     """
 
-    blocks: int = 0
-    threads: int = 0
-    segment_bytes: int = 0
-    splits: int = 0
-    movers: int = 0
-    inline_flags: int = 0
+    blocks: int | None = None
+    threads: int | None = None
+    segment_bytes: int | None = None
+    splits: int | None = None
+    movers: int | None = None
+    sentinel_rows: bool | None = None
 
     def __post_init__(self) -> None:
-        ranges = (
-            ("blocks", 1, 256),
-            ("threads", 32, _MOST_THREADS),
-            ("segment_bytes", 512, 1 << 26),
-            ("splits", 1, 128),
-            ("movers", 1, 256),
-            ("inline_flags", 1, 2),
-        )
-        for name, multiple, most in ranges:
+        for name, (multiple, most) in _RANGES.items():
             value: Any = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= most or value % multiple:
-                raise ValueError(f"Launch {name} is {value!r}, expected a multiple of {multiple} from 0 to {most}")
-        if self.splits & (self.splits - 1):
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= most or value % multiple:
+                raise ValueError(
+                    f"Launch {name} is {value!r}, expected None or a multiple of {multiple} from {multiple} to {most}"
+                )
+        if self.splits is not None and self.splits & (self.splits - 1):
             raise ValueError(f"Launch splits is {self.splits!r}, expected a power of two")
+        if not isinstance(self.sentinel_rows, bool | None):
+            raise ValueError(f"Launch sentinel_rows is {self.sentinel_rows!r}, expected None or a bool")
+
+    @staticmethod
+    def of(found: _abi.Launch) -> Launch:
+        """What the library has chosen; None where it has nothing to choose."""
+        numbers = {name: getattr(found, name) or None for name in _RANGES}
+        rows = (None, False, True)[found.sentinel_rows]
+        return Launch(**numbers, sentinel_rows=rows)
+
+    def for_abi(self) -> _abi.Launch:
+        """For the library, whose rule chooses where a field is 0."""
+        rows = 0 if self.sentinel_rows is None else 1 + self.sentinel_rows
+        return _abi.Launch(*(getattr(self, name) or 0 for name in _RANGES), rows)
 
 
-def check_launch(name: str, launch: Launch | None) -> _abi.Launch:
-    """For the C ABI.
+@dataclass(frozen=True)
+class Tuning:
+    """Choices that are made by rule, made by the caller: for measurements and tests. None: the rule's.
+
+    Attributes:
+        dispatch: Launch of dispatch. CUDA only.
+        combine: Launch of combine.
+        finish_num_sms: As ``num_sms``, for a finish half alone, when what ran beside the start half is over; None:
+            num_sms.
+        unsafe_skip_waits: Leaves every wait out. Results are wrong; it shows what waiting costs.
 
     Raises:
-        ValueError: It is no putget.Launch.
+        ValueError: A field has another type, or is out of range.
     """
-    if launch is None:
-        return _abi.Launch()
-    if not isinstance(launch, Launch):
-        raise ValueError(f"{name} is {launch!r}, expected a putget.Launch")
-    return _abi.Launch(*astuple(launch))
+
+    dispatch: Launch | None = None
+    combine: Launch | None = None
+    finish_num_sms: int | None = None
+    unsafe_skip_waits: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("dispatch", "combine"):
+            launch: Any = getattr(self, name)
+            if not isinstance(launch, Launch | None):
+                raise ValueError(f"Tuning {name} is {launch!r}, expected None or a putget.Launch")
+        sms: Any = self.finish_num_sms
+        if sms is not None and (isinstance(sms, bool) or not isinstance(sms, int) or not 1 <= sms <= _abi.MAX_SMS):
+            raise ValueError(f"Tuning finish_num_sms is {sms!r}, expected None or an int from 1 to {_abi.MAX_SMS}")
+        if not isinstance(self.unsafe_skip_waits, bool):
+            raise ValueError(f"Tuning unsafe_skip_waits is {self.unsafe_skip_waits!r}, expected a bool")
+
+
+def check_tuning(tuning: Tuning | None) -> Tuning:
+    """Tuning, empty for None.
+
+    Raises:
+        ValueError: It is no putget.Tuning.
+    """
+    if tuning is None:
+        return Tuning()
+    if not isinstance(tuning, Tuning):
+        raise ValueError(f"tuning is {tuning!r}, expected a putget.Tuning")
+    return tuning
 
 
 def wire_row_bytes(wire: Wire, output: Payload) -> int:

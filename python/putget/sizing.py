@@ -24,7 +24,7 @@ def workspace_bytes(
 ) -> int:
     """Symmetric bytes that each rank needs, before anything is allocated.
 
-    Two fifths of them, up to 32 MiB for each rank, are for rows of combine that are their own flags.
+    Two fifths of them, up to 32 MiB for each rank, are for sentinel rows of combine.
 
     Args:
         ep_size: Ranks of the expert-parallel group.

@@ -335,8 +335,8 @@ class Workspace:
             raise PutgetError(f"{self._apart}: call set_active_ranks before the next round")
 
     def regions_end(self) -> int:
-        """Bytes before the rows that are their own flags, whatever objects are on it."""
-        return int(_abi.library().putget_flagged_begin(self._comm.size, self.num_bytes))
+        """Bytes before the sentinel rows, whatever objects are on it."""
+        return int(_abi.library().putget_sentinel_begin(self._comm.size, self.num_bytes))
 
     def _reset(self, epoch: int) -> None:
         """Collective: starts again at this epoch. For tests of the wrap."""

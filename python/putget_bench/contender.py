@@ -8,14 +8,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from putget import AllToAll, Communicator, Received, reference
+from putget import AllToAll, Communicator, Received, Tuning, reference
 from putget_bench.inputs import Experts, Inputs, Source, StandInExperts, same_bytes
 from putget_bench.settings import Settings
 from putget_bench.traffic import Traffic
 
 PHASES = ("dispatch", "combine", "pair")
 _FP8_TOLERANCE = 0.06  # rows rounded to E4M3, which has 3 bits of mantissa
-_AS_THEIR_OWN_FLAGS = 2  # putget.Launch.inline_flags
 ROUND_TIMEOUT_S = 120.0  # ranks compute the expected results between rounds, on few cores one after the other
 
 
@@ -207,9 +206,9 @@ class Putget:
         return traffic.dispatch, traffic.combine / settings.output().row_bytes * settings.combine_wire_bytes()
 
     def sends_rows(self) -> bool:
-        """Whether the rows of combine leave a rank by stores: pushed, or as their own flags at the loaded size."""
+        """Whether the rows of combine leave a rank by stores: pushed, or as sentinel rows at the loaded size."""
         launch = self._all_to_all.launches(self._round.num_tokens)[1]
-        return self._settings.combine_direction == "push" or launch.inline_flags == _AS_THEIR_OWN_FLAGS
+        return self._settings.combine_direction == "push" or launch.sentinel_rows is True
 
     def close(self) -> None:
         """See `Contender.close`."""
@@ -222,7 +221,7 @@ class NoWaits(Putget):
     name = "putget, no waits (UNSAFE)"
 
     def __init__(self, *bench: Any) -> None:
-        super().__init__(*bench, unsafe_skip_waits=True)
+        super().__init__(*bench, tuning=Tuning(unsafe_skip_waits=True))
 
     def load(self, round_: Round) -> str | None:
         """See `Contender.load`. What arrived is not looked at, and experts do not work on it."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from putget import AllToAll, Launch, Workspace
+from putget import AllToAll, Launch, Tuning, Workspace
 from putget_bench.ablation import Bench
 from putget_bench.contender import ROUND_TIMEOUT_S, Round
 from putget_bench.inputs import same_bytes
@@ -37,7 +37,7 @@ class Floor:
     """
 
     name = "bytes and flags"
-    _combine_launch: Launch | None = Launch(inline_flags=1)  # as it is where rows are got
+    _combine_launch: Launch | None = Launch(sentinel_rows=False)  # as it is where rows are got
     _areas = 1  # of rows that come back
 
     def __init__(self, bench: Bench, way: str = "spread") -> None:
@@ -63,7 +63,7 @@ class Floor:
             output=settings.output(),
             device=bench.device,
             num_sms=settings.num_sms,
-            combine_launch=self._combine_launch,
+            tuning=Tuning(combine=self._combine_launch),
         )
         self._num_sms = torch.cuda.get_device_properties(bench.device).multi_processor_count
 
@@ -159,12 +159,12 @@ class Floor:
 
 
 class SentFloor(Floor):
-    """The same, but rows come back as stores that are their own flags, without any other.
+    """The same, but rows come back as sentinel rows, without any other.
 
     The launches are those of putget where it sends such rows, also of more tokens than its rule does.
     """
 
-    _combine_launch = Launch(inline_flags=2)
+    _combine_launch = Launch(sentinel_rows=True)
     _areas = 2
 
     def load(self, round_: Round) -> str | None:

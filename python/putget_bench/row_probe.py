@@ -94,7 +94,7 @@ class RowProbe:
     ) -> None:
         """Enqueues: sends each rank's rows to it, waits for the own ones and writes the sums of their 32-bit words.
 
-        Rows are their own flags: no eight bytes of them may have every bit set, and before the first call every bit
+        They are sentinel rows: no eight bytes of them may have every bit set, and before the first call every bit
         from ``landing`` on must be set, as each call leaves it. Own rows are summed where they are.
 
         Args:
@@ -154,11 +154,11 @@ class RowProbe:
             stream=probe_library.current_stream(self._workspace.device),
             num_tokens=len(rows),
             row_bytes=rows.shape[1],
-            blocks=launch.blocks,
-            threads=launch.threads,
-            segment_bytes=launch.segment_bytes,
-            splits=launch.splits,
-            senders=launch.movers,
+            blocks=launch.blocks or 0,
+            threads=launch.threads or 0,
+            segment_bytes=launch.segment_bytes or 0,
+            splits=launch.splits or 0,
+            senders=launch.movers or 0,
             **fields,
         )
         probe_library.call("putget_probe_rows", ctypes.byref(self._memory), ctypes.byref(args))

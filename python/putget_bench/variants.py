@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from putget import AllToAll, Communicator, Launch, Payload, Received, hardware
+from putget import AllToAll, Communicator, Launch, Payload, Received, Tuning, hardware
 from putget_bench import floor
 from putget_bench.ablation import GROUPS, Bench, Variant, group
 from putget_bench.contender import ROUND_TIMEOUT_S, NoWaits, Putget, Round, received_differs
@@ -48,12 +48,12 @@ def combine_inputs(settings: Settings) -> Iterator[Variant]:
 
 @group("direction")
 def directions(settings: Settings) -> Iterator[Variant]:
-    """Rows that are fetched, and rows that their owners send and tell of, where none is its own flag."""
-    apart = Launch(inline_flags=1)
+    """Rows that are fetched, and rows that their owners send and tell of, none as a sentinel row."""
+    apart = Launch(sentinel_rows=False)
     for direction in ("pull", "push"):
         rows = replace(settings, combine_direction=direction)
-        changes = f"combine {direction}s, no row is its own flag"
-        yield Variant(direction, changes, rows, lambda bench: Putget(*bench, combine_launch=apart))
+        changes = f"combine {direction}s, no sentinel rows"
+        yield Variant(direction, changes, rows, lambda bench: Putget(*bench, tuning=Tuning(combine=apart)))
 
 
 @group("combine_dtype")
@@ -125,7 +125,7 @@ def floors(settings: Settings) -> Iterator[Variant]:
             return floor.Floor(bench, way)
 
         yield Variant(name, changes, settings, build)
-    sent = "the same, but rows come back as stores that are their own flags"
+    sent = "the same, but rows come back as sentinel rows"
     yield Variant("bytes, sent back", sent, settings, floor.SentFloor)
 
 

@@ -327,9 +327,7 @@ WIRES: list[tuple[str, dict[str, Any]]] = [
     ("combine_scale", {"combine_scale": 1.0, "combine_dtype": torch.float32}),
 ]
 LAUNCHES: list[tuple[str, dict[str, Any]]] = [
-    (name, {name: value})
-    for name in ("dispatch_launch", "combine_launch")
-    for value in (1, (1, 256, 512), {"blocks": 1}, "Launch", putget.Launch)
+    ("tuning", {"tuning": value}) for value in (1, putget.Launch(), {"blocks": 1}, "Tuning", putget.Tuning)
 ]
 
 CONSTRUCTOR: list[tuple[str, Any]] = [
@@ -344,7 +342,6 @@ CONSTRUCTOR: list[tuple[str, Any]] = [
     *[("warmup_timeout_s", value) for value in (0, -1.0, float("nan"), "30", None)],
     *[("workspace", value) for value in (3, "ws", torch.zeros(100, dtype=torch.uint8))],
     *[("num_sms", value) for value in (0, -1, 2.0, "8", True)],
-    *[("finish_num_sms", value) for value in (0, -1, 2.0, "8", True)],
     *[
         ("expert_to_rank", value)
         for value in (
@@ -368,7 +365,7 @@ def construct_wrongly(rank: Rank) -> list[tuple[str, str]]:
         what = f"{name}={value!r}"
         base = {"num_experts": 8}
         said.append((what, attempt(lambda o={**base, name: value}: rank.all_to_all(**o).close())))  # type: ignore[misc]
-    for name, options in (*WIRES, *LAUNCHES, ("unsafe_skip_waits", {"unsafe_skip_waits": "yes"})):
+    for name, options in (*WIRES, *LAUNCHES):
         base = {"num_experts": 8, **options}
         said.append((f"{name}={options}", attempt(lambda o=base: rank.all_to_all(**o).close())))  # type: ignore[misc]
     for value in (3, None, "comm"):
@@ -448,14 +445,34 @@ def test_workspace_bytes_refuses_the_same_wires(name: str, wrong: dict[str, Any]
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        *[("blocks", value) for value in (-1, 257, 1.0, "1", None, True)],
-        *[("threads", value) for value in (-32, 31, 800, 33, 32.0, "32", None)],
-        *[("segment_bytes", value) for value in (-512, 256, 513, 1 << 27, 512.0, None)],
+        *[("blocks", value) for value in (0, -1, 257, 1.0, "1", True)],
+        *[("threads", value) for value in (0, -32, 31, 800, 33, 32.0, "32")],
+        *[("segment_bytes", value) for value in (0, -512, 256, 513, 1 << 27, 512.0)],
     ],
 )
 def test_launch_refuses(name: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=rf"{name} is .*expected a multiple"):
+    with pytest.raises(ValueError, match=rf"{name} is .*expected None or a multiple"):
         putget.Launch(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *[("dispatch", value) for value in (1, {"blocks": 1}, putget.Launch)],
+        *[("combine", value) for value in (2, "Launch", putget.Tuning())],
+        *[("finish_num_sms", value) for value in (0, -1, 2.0, "8", True, 1 << 40)],
+        *[("unsafe_skip_waits", value) for value in (0, 1, None, "yes")],
+    ],
+)
+def test_tuning_refuses(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"^Tuning {name} is .*, expected"):
+        putget.Tuning(**{name: value})
+
+
+@pytest.mark.parametrize("value", [0, 1, 2, "yes"])
+def test_launch_takes_a_bool_for_sentinel_rows(value: Any) -> None:
+    with pytest.raises(ValueError, match=r"^Launch sentinel_rows is .*, expected None or a bool"):
+        putget.Launch(sentinel_rows=value)
 
 
 @pytest.mark.parametrize("num_tokens", [-1, 9, 2.0, "3", None, True])

@@ -58,7 +58,7 @@ def test_no_size_of_a_workspace_wraps(name: str, n: int) -> None:
 
 
 @settings(max_examples=100)
-@given(name=st.sampled_from(["blocks", "threads", "segment_bytes", "splits", "movers", "inline_flags"]), n=BEYOND)
+@given(name=st.sampled_from(["blocks", "threads", "segment_bytes", "splits", "movers", "sentinel_rows"]), n=BEYOND)
 def test_no_field_of_a_launch_wraps(name: str, n: int) -> None:
     with pytest.raises(ValueError, match=name):
         Launch(**{name: n})
@@ -108,7 +108,6 @@ def construct(rank: Rank, names: list[str], value: int) -> list[str]:
 def test_no_argument_of_the_constructor_wraps(n: int, device: str) -> None:
     names = [
         "num_sms",
-        "finish_num_sms",
         "timeout_s",
         "warmup_timeout_s",
         "top_k",
@@ -220,7 +219,7 @@ def test_calls_bound_every_field(c_memory: Any) -> None:
         with pytest.raises(ValueError, match=rf"^{name} is "):
             _abi.call("putget_combine", found, ctypes.byref(args))
     for size in (0, 129, WORD - 1):
-        assert _abi.library().putget_flagged_begin(size, 1 << 30) == 0
+        assert _abi.library().putget_sentinel_begin(size, 1 << 30) == 0
         assert "ep_size" in _abi.last_error()
     _abi.library().putget_destroy(found)
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.harness import RankProcesses, fresh_ranks
 from tests.alltoall.test_faults import SIZE, Timeout, combine, construct, dispatch, require_round, timed_out
+from tests.harness import RankProcesses, fresh_ranks
 
 
 @pytest.fixture

@@ -40,6 +40,22 @@ def test_a_table_that_differs_at_construction_is_named_on_all_ranks(num_experts:
         assert same == "accepted"
 
 
+def construct_with_tables(rank: Rank) -> list[bool]:
+    """A body: a list, a tensor on the CPU, a tensor on the device: is the object's table this tensor, and the same?"""
+    found = []
+    for table in ([0, 1, 1, 0], torch.tensor([0, 1, 1, 0], dtype=torch.int32)):
+        with rank.all_to_all(num_experts=4, expert_to_rank=table) as a2a:
+            found.append(a2a.expert_to_rank.tolist() == [0, 1, 1, 0] and a2a.expert_to_rank.device == rank.device)
+    table = torch.tensor([0, 1, 1, 0], dtype=torch.int32, device=rank.device)
+    with rank.all_to_all(num_experts=4, expert_to_rank=table) as a2a:
+        found.append(a2a.expert_to_rank.data_ptr() == table.data_ptr())
+    return found
+
+
+def test_a_table_is_kept_on_the_device_and_copied_from_elsewhere(device: str) -> None:
+    assert run_ranks(2, construct_with_tables, mode="thread", device=device) == [[True] * 3] * 2
+
+
 def change(rank: Rank) -> dict[str, str]:
     """A body: tables change in place, on all ranks alike or not."""
     said = {}

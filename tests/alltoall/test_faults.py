@@ -18,7 +18,7 @@ import torch
 
 import putget
 from tests.harness import Rank, RankProcesses, fresh_ranks
-from tests.harness.cases import APART, IN_ROWS, Case, Round
+from tests.harness.cases import APART, SENTINEL, Case, Round
 from tests.harness.compare import Outcome, check_round, play_round
 
 SIZE = 4
@@ -173,7 +173,7 @@ def require_timeout(
 def require_timeout_in_combine(ranks: RankProcesses, victim: int, flags: int) -> None:
     """Round 1 (epoch 2), which the victim does not end. Whoever gets rows needs it in any case.
 
-    Where rows are their own flags, who has none of the victim's combines, and misses it in the next dispatch.
+    With sentinel rows, who has none of the victim's combines, and misses it in the next dispatch.
     """
     survivors = [rank for rank in range(SIZE) if rank != victim]
     waiting = {rank for rank in survivors if flags == APART or CASE.needs(1, rank, victim)}
@@ -199,8 +199,8 @@ def shrink(ranks: RankProcesses, *missing: int) -> None:
         require_round(ranks, index, mask)
 
 
-def start(ranks: RankProcesses, flags: int = IN_ROWS) -> None:
-    ranks.call(construct, {"combine_launch": putget.Launch(inline_flags=flags)})
+def start(ranks: RankProcesses, flags: bool = SENTINEL) -> None:
+    ranks.call(construct, {"tuning": putget.Tuning(combine=putget.Launch(sentinel_rows=flags))})
     require_round(ranks, 0)
 
 
@@ -248,10 +248,10 @@ def test_before_its_dispatch(ranks: RankProcesses, number: signal.Signals, victi
 @pytest.mark.parametrize(
     ("ranks", "number", "flags"),
     [
-        pytest.param("cpu", signal.SIGKILL, IN_ROWS, id="cpu-killed"),
+        pytest.param("cpu", signal.SIGKILL, SENTINEL, id="cpu-killed"),
         pytest.param("cpu", signal.SIGKILL, APART, id="cpu-killed-flags_apart"),
-        pytest.param("cpu", signal.SIGSTOP, IN_ROWS, id="cpu-stopped"),
-        pytest.param("cuda", signal.SIGSTOP, IN_ROWS, id="cuda-stopped", marks=[pytest.mark.gpu, pytest.mark.timed]),
+        pytest.param("cpu", signal.SIGSTOP, SENTINEL, id="cpu-stopped"),
+        pytest.param("cuda", signal.SIGSTOP, SENTINEL, id="cuda-stopped", marks=[pytest.mark.gpu, pytest.mark.timed]),
     ],
     indirect=["ranks"],
 )
@@ -272,7 +272,7 @@ def test_inside_its_dispatch(ranks: RankProcesses, number: signal.Signals) -> No
     time.sleep(0.3)
     ranks.signal(1, number)
     ranks.call(dispatch, 1, ranks=[0, 2, 3])
-    require_timeout_in_combine(ranks, 1, IN_ROWS)
+    require_timeout_in_combine(ranks, 1, SENTINEL)
     shrink(ranks, 1)
     if number == signal.SIGSTOP:
         ranks.signal(1, signal.SIGCONT)

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 import putget
-from tests.harness import Rank, RankProcesses, fresh_ranks, run_ranks
 from tests.alltoall.test_faults import (
     ALL,
     SIGNALS,
@@ -35,6 +34,7 @@ from tests.alltoall.test_faults import (
     turn_to_second,
     without,
 )
+from tests.harness import Rank, RankProcesses, fresh_ranks, run_ranks
 
 
 @pytest.fixture

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
+from tests.alltoall.test_faults import SLACK_S, TIMEOUT_S, Timeout, set_active_ranks, timed_out
 from tests.harness import Rank, RankProcesses, fresh_ranks
 from tests.harness.cases import COMBINE, DISPATCH, Case, Round
 from tests.harness.compare import Outcome, check_round, play_round
-from tests.alltoall.test_faults import SLACK_S, TIMEOUT_S, Timeout, set_active_ranks, timed_out
 
 SIZE = 3
 VICTIM = 1
@@ -101,7 +101,7 @@ def require_round(ranks: RankProcesses, case: Case, index: int, members: tuple[i
 def require_timeout(case: Case, lost: dict[int, Timeout | str], phase: str, epoch: int) -> None:
     """All survivors say that they miss the victim, in which step of which round.
 
-    Who needs none of its rows, which are their own flags, does not miss it in combine (of round 1, epoch 2).
+    Who needs none of its rows, which are sentinel rows, does not miss it in combine (of round 1, epoch 2).
     """
     assert set(lost) == set(SURVIVORS)
     assert any(case.needs(1, rank, VICTIM) for rank in SURVIVORS)

@@ -8,15 +8,15 @@ import pytest
 import torch
 
 import putget
+from tests.alltoall.test_alltoall import play_with
 from tests.harness import run_ranks
 from tests.harness.cases import Case, Round
 from tests.harness.compare import check_case
 from tests.harness.rank import Rank
-from tests.alltoall.test_alltoall import play_with
 
 WAYS = {
-    "where they lie": {"combine_launch": putget.Launch(inline_flags=1)},
-    "as their own flags": {"combine_launch": putget.Launch(inline_flags=2)},
+    "where they lie": {"tuning": putget.Tuning(combine=putget.Launch(sentinel_rows=False))},
+    "as sentinel rows": {"tuning": putget.Tuning(combine=putget.Launch(sentinel_rows=True))},
 }
 EVERY_WAY = pytest.mark.parametrize("way", WAYS)
 # Rows of several segments, of part of one, and with a last access that is not full.
@@ -83,5 +83,9 @@ def test_few_sms_and_more_for_the_finish(direction: str, device: str) -> None:
     """CTAs in pairs where SMs are few; a finish half with another launch than its start."""
     rounds = tuple(Round(i, (200, 37 * i), halves=(3, i % 4), addend=True) for i in range(5))
     case = Case(2, rounds, 16, 8, 200, output=((7168,), torch.bfloat16), direction=direction)
-    for options in ({"num_sms": 8}, {"num_sms": 4, "finish_num_sms": 64}, {"num_sms": 7, "finish_num_sms": 2}):
+    for options in (
+        {"num_sms": 8},
+        {"num_sms": 4, "tuning": putget.Tuning(finish_num_sms=64)},
+        {"num_sms": 7, "tuning": putget.Tuning(finish_num_sms=2)},
+    ):
         check_case(case, run_ranks(2, play_with, case, options, mode="thread", device=device))

@@ -293,7 +293,9 @@ def test_what_the_host_does_not_see_is_a_fault(what: str, word: str, wire: str) 
 
 def skip_waits(rank: Rank, wire: str) -> float:
     """A body: rank 0 alone plays rounds; nobody else comes, and nobody is missed."""
-    with rank.all_to_all(**case_of(wire).options(), unsafe_skip_waits=True, timeout_s=20.0) as a2a:
+    with rank.all_to_all(
+        **case_of(wire).options(), tuning=putget.Tuning(unsafe_skip_waits=True), timeout_s=20.0
+    ) as a2a:
         if rank.rank == 0:
             for _ in range(3):
                 a2a.dispatch(*arguments_of(rank, CASE))
@@ -319,7 +321,7 @@ def launches(rank: Rank, options: dict[str, Any]) -> list[tuple[putget.Launch, p
 
 
 def test_nothing_is_launched_on_a_cpu() -> None:
-    for options in ({}, {"dispatch_launch": putget.Launch(blocks=3), "combine_launch": putget.Launch(threads=64)}):
+    for options in ({}, {"tuning": putget.Tuning(dispatch=putget.Launch(blocks=3), combine=putget.Launch(threads=64))}):
         (found,) = run_ranks(1, launches, options, mode="thread")
         # How rows of combine come is the only thing of a launch that a CPU has too.
-        assert found == [(putget.Launch(), putget.Launch(inline_flags=flags)) for flags in (1, 1, 1, 1)]
+        assert found == [(putget.Launch(), putget.Launch(sentinel_rows=flags)) for flags in (False,) * 4]

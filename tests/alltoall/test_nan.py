@@ -8,7 +8,7 @@ import torch
 import putget
 from putget import reference
 from tests.harness import Rank, run_ranks
-from tests.harness.cases import APART, IN_ROWS, Case, Round
+from tests.harness.cases import APART, SENTINEL, Case, Round
 
 BITS = {torch.float32: torch.int32, torch.float16: torch.int16, torch.bfloat16: torch.int16}
 # Quiet and signalling NaNs of both signs, with all kinds of payloads; all ones is what stands for "not come".
@@ -33,8 +33,8 @@ def rows_with_nans(case: Case, rank: int) -> torch.Tensor:
 
 
 def combine(rank: Rank, case: Case, direction: str, flags: int) -> torch.Tensor:
-    launch = putget.Launch(inline_flags=flags)
-    options = {**case.options(), "combine_direction": direction, "combine_launch": launch}
+    launch = putget.Launch(sentinel_rows=flags)
+    options = {**case.options(), "combine_direction": direction, "tuning": putget.Tuning(combine=launch)}
     sent = case.sent(0, rank.rank)
     given = [tensor.to(rank.device) for tensor in (sent.topk_ids, sent.topk_weights, *sent.payloads)]
     rows = rows_with_nans(case, rank.rank).to(rank.device)
@@ -44,7 +44,7 @@ def combine(rank: Rank, case: Case, direction: str, flags: int) -> torch.Tensor:
         return a2a.combine(rows).cpu()
 
 
-@pytest.mark.parametrize("flags", [APART, IN_ROWS])
+@pytest.mark.parametrize("flags", [APART, SENTINEL])
 @pytest.mark.parametrize("direction", ["pull", "push"])
 @pytest.mark.parametrize("top_k", [1, 3])
 @pytest.mark.parametrize("dtype", BITS, ids=str)

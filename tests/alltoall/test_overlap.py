@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import putget
-from tests.harness import Rank, run_ranks
-from tests.harness.cases import APART, IN_ROWS, Case, Round
-from tests.harness.compare import Outcome, check_round, play_round
 from tests.alltoall.test_arguments import attempt
+from tests.harness import Rank, run_ranks
+from tests.harness.cases import APART, SENTINEL, Case, Round
+from tests.harness.compare import Outcome, check_round, play_round
 
 CASE = Case(
     2,
@@ -182,11 +182,11 @@ class InPlace:
         return self._a2a.combine(self._received.flat.payloads[0], out=out, addend=addend)
 
 
-@pytest.mark.parametrize("flags", [APART, IN_ROWS])
+@pytest.mark.parametrize("flags", [APART, SENTINEL])
 @pytest.mark.parametrize("direction", ["pull", "push"])
 def test_experts_may_work_in_place(direction: str, flags: int, device: str) -> None:
     """Each source overwrites its own rows only when it has them all back."""
-    options = {"combine_direction": direction, "combine_launch": putget.Launch(inline_flags=flags)}
+    options = {"combine_direction": direction, "tuning": putget.Tuning(combine=putget.Launch(sentinel_rows=flags))}
     results = run_ranks(2, combine_in_place, options, device=device)
     for turn in range(20):
         check_round(CASE, turn % 2, {rank: outcomes[turn] for rank, outcomes in enumerate(results)})
@@ -265,11 +265,11 @@ def combine_over_started(rank: Rank, options: dict[str, Any]) -> list[Outcome]:
         return [play_round(player, rank, CASE, turn % 2) for turn in range(20)]
 
 
-@pytest.mark.parametrize("flags", [APART, IN_ROWS])
+@pytest.mark.parametrize("flags", [APART, SENTINEL])
 @pytest.mark.parametrize("direction", ["pull", "push"])
 def test_rows_of_a_start_half_have_been_taken_when_it_returns(direction: str, flags: int, device: str) -> None:
     """An allocator may hand out their memory for the result. (It did, by chance, and the result was refused.)"""
-    options = {"combine_direction": direction, "combine_launch": putget.Launch(inline_flags=flags)}
+    options = {"combine_direction": direction, "tuning": putget.Tuning(combine=putget.Launch(sentinel_rows=flags))}
     results = run_ranks(2, combine_over_started, options, device=device)
     for turn in range(20):
         check_round(CASE, turn % 2, {rank: outcomes[turn] for rank, outcomes in enumerate(results)})

@@ -1,6 +1,6 @@
 """How combine's rows travel, got or pushed, plain or quantised, whole or in halves: equal to the oracle's bits.
 
-Not as their own flags, unless a test says so: test_inline_flags.py has those.
+Not as sentinel rows, unless a test says so: test_sentinel_rows.py has those.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.harness.compare import Outcome, check_case, check_round, play, play_o
 from tests.test_workspace import bytes_of, join_later, play_layers
 
 FP8 = torch.float8_e4m3fn
-BY_RULE, APART = 0, 1
+BY_RULE, APART = None, False
 # combine_direction, combine_dtype, combine_scale
 Wire = tuple[str, torch.dtype | None, float | None]
 WIRES: list[Wire] = [
@@ -43,14 +43,14 @@ def wire(request: pytest.FixtureRequest) -> Wire:
 
 
 @pytest.fixture(params=[BY_RULE, APART], ids=["by_rule", "apart"])
-def inline_flags(request: pytest.FixtureRequest) -> int:
+def sentinel_rows(request: pytest.FixtureRequest) -> bool | None:
     """Both ways of small batches."""
     return request.param  # type: ignore[no-any-return]
 
 
 def case_of(wire: Wire, ep_size: int, rounds: tuple[Round, ...], **changes: object) -> Case:
     direction, dtype, scale = wire
-    changes = {"num_experts": 2 * ep_size + 1, "top_k": 3, "inline_flags": APART, **changes}
+    changes = {"num_experts": 2 * ep_size + 1, "top_k": 3, "sentinel_rows": APART, **changes}
     return Case(ep_size, rounds, direction=direction, wire=dtype, scale=scale, **changes)  # type: ignore[arg-type]
 
 
@@ -116,7 +116,7 @@ def test_rows_that_are_no_multiple_of_an_access(direction: str, device: str) -> 
     )
 
 
-def test_many_tokens(wire: Wire, inline_flags: int, device: str) -> None:
+def test_many_tokens(wire: Wire, sentinel_rows: bool | None, device: str) -> None:
     sizes = (1, 31, 33, 128, 200)
     rounds = tuple(
         Round(n, (n, 201 - n, n // 2), "flat" if n % 2 else "zero_copy", halves=halves(n), no_expert=0.05)
@@ -131,14 +131,14 @@ def test_many_tokens(wire: Wire, inline_flags: int, device: str) -> None:
                 max_tokens_per_rank=201,
                 top_k=6,
                 output=((160,), torch.bfloat16),
-                inline_flags=inline_flags,
+                sentinel_rows=sentinel_rows,
             )
         ],
         device,
     )
 
 
-def test_padding_tables_and_smaller_max_rows(wire: Wire, inline_flags: int, device: str) -> None:
+def test_padding_tables_and_smaller_max_rows(wire: Wire, sentinel_rows: bool | None, device: str) -> None:
     rounds = (
         Round(1, (8, 0, 4), num_valid=(3, 0, None), invalid=0.2, halves=halves(1)),
         Round(2, (5, 2, 3), max_rows=(5, None, 6), ending="flat", halves=halves(2)),
@@ -146,14 +146,16 @@ def test_padding_tables_and_smaller_max_rows(wire: Wire, inline_flags: int, devi
         Round(4, (1, 1, 0), max_rows=(1, 1, 1), ending="zero_copy_flat", halves=halves(4)),
         Round(5, (8, 3, 1), no_expert=1.1, addend=True, halves=halves(5)),
     )
-    check_all([case_of(wire, 3, rounds, output=((32,), torch.float16), inline_flags=inline_flags)], device)
+    check_all([case_of(wire, 3, rounds, output=((32,), torch.float16), sentinel_rows=sentinel_rows)], device)
 
 
-def test_rounds_without_combine(wire: Wire, inline_flags: int, device: str) -> None:
+def test_rounds_without_combine(wire: Wire, sentinel_rows: bool | None, device: str) -> None:
     """Flags of pushed parts stay behind; whoever looks at them next must not take them for his round's."""
     endings = ("zero_copy", "open", "flat", "release", "open", "zero_copy", "release", "release", "strided", "open")
     rounds = tuple(Round(i, (i % 4, 8, 8 - i % 5), ending, halves=halves(i)) for i, ending in enumerate(endings))
-    check_all([case_of(wire, 3, rounds, output=((16,), torch.bfloat16), inline_flags=inline_flags)], device, "process")
+    check_all(
+        [case_of(wire, 3, rounds, output=((16,), torch.bfloat16), sentinel_rows=sentinel_rows)], device, "process"
+    )
 
 
 def play_from_epoch(rank: Rank, case: Case, epoch: int) -> list[Outcome]:
@@ -163,24 +165,25 @@ def play_from_epoch(rank: Rank, case: Case, epoch: int) -> list[Outcome]:
         return play_on(a2a, rank, case)
 
 
-def test_epoch_wraps(wire: Wire, inline_flags: int, device: str) -> None:
+def test_epoch_wraps(wire: Wire, sentinel_rows: bool | None, device: str) -> None:
     endings = ("zero_copy", "flat", "open", "strided", "release", "zero_copy")
     rounds = tuple(Round(i, (i % 3, 4, 8 - i % 4), ending, halves=halves(i)) for i, ending in enumerate(endings))
-    case = case_of(wire, 3, rounds, output=((16,), torch.float32), inline_flags=inline_flags)
+    case = case_of(wire, 3, rounds, output=((16,), torch.float32), sentinel_rows=sentinel_rows)
     check_case(case, run_ranks(3, play_from_epoch, case, 2**32 - 3, mode="thread", device=device))
 
 
-def test_one_rank_and_eight(wire: Wire, inline_flags: int, device: str) -> None:
+def test_one_rank_and_eight(wire: Wire, sentinel_rows: bool | None, device: str) -> None:
     """With eight ranks also more positions than a kernel has rows of its own for."""
     row = ((272,), torch.bfloat16)
     alone = (Round(1, (5,), halves=(3,)), Round(2, (0,), "flat"), Round(3, (8,), "strided", halves=(2,), addend=True))
-    check_all([case_of(wire, 1, alone, num_experts=3, output=row, inline_flags=inline_flags)], device)
+    check_all([case_of(wire, 1, alone, num_experts=3, output=row, sentinel_rows=sentinel_rows)], device)
     many = (
         Round(1, (8, 0, 1, 7, 2, 3, 8, 5), halves=(0, 1, 2, 3, 3, 2, 1, 0)),
         Round(2, (1, 2, 3, 4, 5, 6, 7, 8), "flat", addend=True),
     )
     cases = [
-        case_of(wire, 8, many, num_experts=64, top_k=top_k, output=row, inline_flags=inline_flags) for top_k in (8, 11)
+        case_of(wire, 8, many, num_experts=64, top_k=top_k, output=row, sentinel_rows=sentinel_rows)
+        for top_k in (8, 11)
     ]
     check_all(cases, device)
 

@@ -61,7 +61,7 @@ def test_bench_with_peers_writes_a_valid_report_and_a_picture(putget: Command, t
 def check_arithmetic(size: dict[str, Any], ceiling: dict[str, Any]) -> None:
     """The rates, shares and ratios of the report follow from its bytes and latencies."""
     ours, moved = size["contenders"][0], size["bytes"]
-    for phase in ("dispatch", "combine"):  # so few rows are their own flags: they are written too
+    for phase in ("dispatch", "combine"):  # so few are sentinel rows: they are written too
         latency_us = ours[phase]["latency_us"]
         assert ours[phase]["wire_bytes"] == pytest.approx(moved[phase], rel=1e-4)
         assert ours[phase]["wire_gbps"] == pytest.approx(moved[phase] / latency_us / 1e3, rel=1e-4)

@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 import putget
 from tests.harness import Rank
-from tests.harness.cases import APART, IN_ROWS, Case, Round
+from tests.harness.cases import APART, SENTINEL, Case, Round
 from tests.harness.compare import Outcome, check_case, play_on
 
 # Instrumented kernels are slow, and processes that share a GPU wait for their turn: a round may take seconds. Whatever
@@ -57,7 +57,7 @@ def every_ending(ep_size: int) -> Case:
 
 
 def several_chunks(ep_size: int) -> Case:
-    """Batches that a few CTAs route in turns, and rows of combine that are not their own flags."""
+    """Batches that a few CTAs route in turns, and rows of combine that are no sentinel rows."""
     return Case(
         ep_size,
         (
@@ -69,7 +69,7 @@ def several_chunks(ep_size: int) -> Case:
         max_tokens_per_rank=100,
         payloads=(((1040,), torch.uint8), ((7,), torch.float32)),
         output=((144,), torch.bfloat16),
-        inline_flags=APART,
+        sentinel_rows=APART,
     )
 
 
@@ -83,8 +83,8 @@ def cases_of(ep_size: int) -> list[tuple[int | None, Case]]:
         (2, chunks),
         (4, replace(chunks, direction="push")),
         (4, replace(chunks, direction="push", **fp8)),
-        (None, replace(ragged, inline_flags=IN_ROWS, **fp8)),
-        (4, replace(chunks, inline_flags=IN_ROWS, scale=0.0625, **fp8)),
+        (None, replace(ragged, sentinel_rows=SENTINEL, **fp8)),
+        (4, replace(chunks, sentinel_rows=SENTINEL, scale=0.0625, **fp8)),
     ]
 
 

@@ -3,9 +3,9 @@
     cmake -S . -B build-trace -DPUTGET_CUDA=ON -DPUTGET_TRACE=ON && cmake --build build-trace
     PUTGET_LIBRARY=build-trace/libputget.so PYTHONPATH=python python tests/gpu/stages.py --ranks 4 --tokens 1,8,64,512
 
-Prints nanoseconds from the first CTA's start to each stage of native/protocol/round/stage.h, for the first CTA / for the one
-that comes last (medians over replays, rank 0), the time of a pair, which the marks themselves lengthen a little, and
-from dispatch's first CTA to combine's.
+Prints nanoseconds from the first CTA's start to each stage of native/protocol/round/stage.h, for the first CTA / the
+one that comes last (medians over replays, rank 0), the time of a pair, which the marks themselves lengthen a little,
+and from dispatch's first CTA to combine's.
 Random routing, a DeepSeek-V3 shape, FP8 rows out; BF16 rows back, or FP8 with --fp8_back.
 """
 
@@ -27,14 +27,14 @@ from putget import hardware
 # Stage of native/protocol/round/stage.h, in its order.
 STAGES = ("start", "woken", "state", "waited", "put", "published", "observed", "done")
 IN_COMBINE = ("start", "woken", "state", "published", "observed", "done")
-IN_FLAGGED = ("start", "woken", "state", "published", "done")  # nobody waits for flags
-WHERE = {"dispatch": STAGES, "combine": IN_COMBINE, "flagged_combine": IN_FLAGGED}
+IN_SENTINEL = ("start", "woken", "state", "published", "done")  # nobody waits for flags
+WHERE = {"dispatch": STAGES, "combine": IN_COMBINE, "sentinel_combine": IN_SENTINEL}
 HIDDEN, TOP_K, EXPERTS = 7168, 8, 256
 LEADING, PAIRS, REPLAYS = 4, 20, 30
 
 
 def stages(library: ctypes.CDLL, kernel: str) -> tuple[int, dict[str, tuple[int, int]]]:
-    """When the last `kernel` on this rank began ("dispatch", "combine", "flagged_combine"), in ns of the GPU's timer.
+    """When the last `kernel` on this rank began ("dispatch", "combine", "sentinel_combine"), in ns of the GPU's timer.
 
     And nanoseconds from then on by stage: of the first CTA, of the last one.
     """
@@ -55,7 +55,7 @@ def medians(readings: list[dict[str, tuple[int, int]]]) -> str:
     return "  ".join(f"{name} {'/'.join(both)}" for name, both in middles.items())
 
 
-def run(rank: int, ranks: int, batches: list[int], port: int, inline_flags: int, fp8_back: bool) -> None:
+def run(rank: int, ranks: int, batches: list[int], port: int, sentinel_rows: bool | None, fp8_back: bool) -> None:
     """One rank: a graph of back-to-back pairs per batch size, replayed; rank 0 prints."""
     torch.cuda.set_device(rank)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
@@ -69,7 +69,7 @@ def run(rank: int, ranks: int, batches: list[int], port: int, inline_flags: int,
         output=putget.Payload((HIDDEN,), torch.bfloat16),
         timeout_s=10.0,
         combine_dtype=torch.float8_e4m3fn if fp8_back else None,
-        combine_launch=putget.Launch(inline_flags=inline_flags),
+        tuning=putget.Tuning(combine=putget.Launch(sentinel_rows=sentinel_rows)),
     )
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
@@ -97,7 +97,7 @@ def run(rank: int, ranks: int, batches: list[int], port: int, inline_flags: int,
                 end.record(stream)
             pairs: list[float] = []
             between: list[int] = []
-            combine = "flagged_combine" if a2a.launches(tokens)[1].inline_flags == 2 else "combine"
+            combine = "sentinel_combine" if a2a.launches(tokens)[1].sentinel_rows else "combine"
             seen: dict[str, list[dict[str, tuple[int, int]]]] = {"dispatch": [], combine: []}
             for _ in range(REPLAYS):
                 dist.barrier()
@@ -123,7 +123,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=torch.cuda.device_count())
     parser.add_argument("--tokens", default="1,8,64,512", help="tokens a rank, comma-separated")
-    parser.add_argument("--inline_flags", type=int, default=0, help="putget.Launch.inline_flags of combine")
+    parser.add_argument(
+        "--sentinel_rows", action=argparse.BooleanOptionalAction, help="putget.Launch.sentinel_rows of combine"
+    )
     parser.add_argument("--fp8_back", action="store_true", help="combine's rows travel as block-scaled FP8")
     parser.add_argument("--port", type=int, default=29511)
     args = parser.parse_args()
@@ -135,7 +137,7 @@ def main() -> int:
         print(f"{hardware.build().library} was not built with -DPUTGET_TRACE=ON", file=sys.stderr)
         return 2
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    mp.spawn(run, args=(args.ranks, batches, args.port, args.inline_flags, args.fp8_back), nprocs=args.ranks)
+    mp.spawn(run, args=(args.ranks, batches, args.port, args.sentinel_rows, args.fp8_back), nprocs=args.ranks)
     return 0
 
 

@@ -31,23 +31,23 @@ class Way:
     Attributes:
         tokens: of the batch.
         fp8: rows travel back quantised, also a rank's own: combine waits for them.
-        inline_flags: 1 for rows that are got, 2 for rows that are their own flags.
+        sentinel_rows: whether rows come so, or are got.
         num_sms: the caller's bound.
     """
 
     tokens: int
     fp8: bool
-    inline_flags: int
+    sentinel_rows: bool
     num_sms: int | None = None
 
 
 WAYS = {
-    "got rows": Way(512, False, 1),
-    "got rows, 4 SMs": Way(512, False, 1, 4),
-    "sentinel rows, all CTAs send and sum": Way(8, True, 2),
-    "sentinel rows, more CTAs that send and sum": Way(32, True, 2),
-    "sentinel rows, half of the CTAs leave": Way(512, True, 2),
-    "sentinel rows, 4 SMs": Way(32, True, 2, 4),
+    "got rows": Way(512, False, False),
+    "got rows, 4 SMs": Way(512, False, False, 4),
+    "sentinel rows, all CTAs send and sum": Way(8, True, True),
+    "sentinel rows, more CTAs that send and sum": Way(32, True, True),
+    "sentinel rows, half of the CTAs leave": Way(512, True, True),
+    "sentinel rows, 4 SMs": Way(32, True, True, 4),
 }
 
 
@@ -84,12 +84,12 @@ def resident_ctas(way: Way, dispatch: putget.Launch, combine: putget.Launch) -> 
     Dispatch: the first CTA waits for all others, which wait for nobody of their rank. Got rows: the first CTA is all
     that a peer waits for. Sentinel rows: a CTA that sends and then sums waits for all others that send.
     """
-    of_dispatch = min(dispatch.blocks, 2)
-    if way.inline_flags == 1:
+    of_dispatch = min(dispatch.blocks or 1, 2)
+    if not way.sentinel_rows:
         return of_dispatch
-    if combine.splits > 1:
-        return max(of_dispatch, combine.blocks - combine.movers)
-    return max(of_dispatch, combine.blocks if combine.movers == combine.blocks else 2)
+    if (combine.splits or 1) > 1:
+        return max(of_dispatch, (combine.blocks or 1) - (combine.movers or 0))
+    return max(of_dispatch, (combine.blocks or 1) if combine.movers == combine.blocks else 2)
 
 
 class Round:
@@ -111,7 +111,7 @@ class Round:
             payloads=[putget.Payload((HIDDEN,), torch.bfloat16)],
             output=putget.Payload((HIDDEN,), torch.bfloat16),
             combine_dtype=FP8 if way.fp8 else None,
-            combine_launch=putget.Launch(inline_flags=way.inline_flags),
+            tuning=putget.Tuning(combine=putget.Launch(sentinel_rows=way.sentinel_rows)),
             device="cuda",
             num_sms=way.num_sms,
             timeout_s=TIMEOUT_S,
@@ -152,7 +152,7 @@ def test_a_round_goes_on_where_its_waiting_ctas_fit(name: str, hog: Hog, capsys:
     with torch.cuda.stream(torch.cuda.Stream()):
         probe = Round(way)
         dispatch, combine = probe.a2a.launches(way.tokens)
-        assert combine.inline_flags == way.inline_flags
+        assert combine.sentinel_rows == way.sentinel_rows
         needed = resident_ctas(way, dispatch, combine)
         assert probe.goes_on(hog, needed), f"{needed} SMs are enough for {dispatch}, {combine}"
         probe.close()
@@ -183,7 +183,7 @@ def test_a_green_context_bounds_launches() -> None:
         assert answer[0] == driver.CUresult.CUDA_SUCCESS, answer
         return answer[1] if len(answer) == 2 else answer[1:]
 
-    whole = Round(Way(512, True, 2))
+    whole = Round(Way(512, True, True))
     device = done(driver.cuDeviceGet(0))
     sms = done(driver.cuDeviceGetDevResource(device, driver.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM))
     parts, _, _ = done(driver.cuDevSmResourceSplitByCount(1, sms, 0, 16))
@@ -195,11 +195,11 @@ def test_a_green_context_bounds_launches() -> None:
     try:
         with torch.cuda.stream(torch.cuda.ExternalStream(int(stream))):
             launches = whole.a2a.launches(512)
-            assert max(launch.blocks for launch in launches) <= allowed
+            assert max(launch.blocks or 0 for launch in launches) <= allowed
             whole.run()
             torch.cuda.current_stream().synchronize()
             assert torch.equal(whole._out, whole.want)
-        assert max(launch.blocks for launch in whole.a2a.launches(512)) > allowed
+        assert max(launch.blocks or 0 for launch in whole.a2a.launches(512)) > allowed
     finally:
         whole.close()
         done((*driver.cuStreamDestroy(stream), None))

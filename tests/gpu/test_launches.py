@@ -195,8 +195,12 @@ def grids_of_halves(rank: Rank, options: dict[str, int]) -> dict[str, int]:
 
 def test_a_finish_half_takes_the_sms_that_it_is_given() -> None:
     (same,) = run_ranks(1, grids_of_halves, {"num_sms": 4}, mode="thread", device="cuda")
-    (more,) = run_ranks(1, grids_of_halves, {"num_sms": 4, "finish_num_sms": 48}, mode="thread", device="cuda")
-    (fewer,) = run_ranks(1, grids_of_halves, {"num_sms": 48, "finish_num_sms": 4}, mode="thread", device="cuda")
+    (more,) = run_ranks(
+        1, grids_of_halves, {"num_sms": 4, "tuning": putget.Tuning(finish_num_sms=48)}, mode="thread", device="cuda"
+    )
+    (fewer,) = run_ranks(
+        1, grids_of_halves, {"num_sms": 48, "tuning": putget.Tuning(finish_num_sms=4)}, mode="thread", device="cuda"
+    )
     assert max(same.values()) == same["dispatch_start"] == same["combine_finish"] == 4
     assert more == same | {"combine_finish": 48}
     assert fewer == same | {"dispatch_start": 48, "combine_start": fewer["combine_start"]}

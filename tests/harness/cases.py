@@ -13,7 +13,7 @@ from putget import reference
 Row = tuple[tuple[int, ...], torch.dtype]
 
 DISPATCH, COMBINE = 1, 2  # for Round.halves
-APART, IN_ROWS = 1, 2  # for Case.inline_flags: flags of their own, or rows that are
+APART, SENTINEL = False, True  # for Case.sentinel_rows
 # How a round hands the experts' rows to combine, or ends without it.
 ENDINGS = ("zero_copy", "zero_copy_flat", "flat", "strided", "transposed", "release", "open")
 
@@ -66,7 +66,7 @@ class Case:
         wire: combine_dtype, or None.
         scale: combine_scale, or None.
         active: the active ranks; the rounds run on these alone.
-        inline_flags: of combine; likewise.
+        sentinel_rows: of combine; likewise.
     """
 
     ep_size: int
@@ -81,7 +81,7 @@ class Case:
     wire: torch.dtype | None = None
     scale: float | None = None
     active: tuple[bool, ...] | None = field(default=None)
-    inline_flags: int = 0
+    sentinel_rows: bool | None = None
 
     def options(self) -> dict[str, object]:
         """The arguments of the constructor."""
@@ -95,8 +95,8 @@ class Case:
             "combine_dtype": self.wire,
             "combine_scale": self.scale,
         }
-        if self.inline_flags != 0:
-            options["combine_launch"] = putget.Launch(inline_flags=self.inline_flags)
+        if self.sentinel_rows is not None:
+            options["tuning"] = putget.Tuning(combine=putget.Launch(sentinel_rows=self.sentinel_rows))
         if self.table is not None:
             options["expert_to_rank"] = torch.tensor(self.table, dtype=torch.int32)
         return options

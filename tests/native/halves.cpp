@@ -122,7 +122,7 @@ int run() {
     options.timeout_s = 5;
     while (StressPlan(options).tokens_on(0, 0, 1).size() < 2 || StressPlan(options).tokens_on(0, 1, 0).size() < 2 ||
            StressPlan(options).tokens_on(1, 0, 1).size() < 2 ||
-           (kind == 0 && !(StressPlan(options).flagged(0, 0) && StressPlan(options).flagged(0, 1)))) {
+           (kind == 0 && !(StressPlan(options).sentinel(0, 0) && StressPlan(options).sentinel(0, 1)))) {
       ++options.seed;
     }
     const StressPlan plan(options);

@@ -52,7 +52,7 @@ int main() {
   print("`payload[1]`", "slot, src", layout.payload[1], shape.row_bytes[1], slots);
   print("`output`", "slot, src", layout.output, shape.output_row_bytes(), slots);
   print("`transit`", "slot, peer", layout.transit, shape.wire_row_bytes(), slots);
-  print("`flagged`", "peer", layout.flagged, putget::flagged_region(layout.total_bytes, shape.ep_size).bytes_a_peer,
+  print("`sentinel`", "peer", layout.sentinel, putget::sentinel_region(layout.total_bytes, shape.ep_size).bytes_a_peer,
         ranks);
   std::printf("| end | | %" PRIu64 " | | |\n", layout.total_bytes);
 }

@@ -40,7 +40,7 @@ void name_place(const Element* begin, size_t count, const char* name) {
 
 inline const char* region_at(const Plan& plan, uint64_t offset) {
   const Layout& layout = plan.layout;
-  if (plan.flagged.bytes_a_peer != 0 && offset >= plan.flagged.begin) return "flagged";
+  if (plan.sentinel.bytes_a_peer != 0 && offset >= plan.sentinel.begin) return "sentinel";
   if (plan.shape.has_transit() && offset >= layout.transit) return "transit";
   if (offset >= layout.output) return "output";
   if (offset >= layout.payload[0]) return "payload";
@@ -58,8 +58,8 @@ inline const char* name_at(const void* pointer) {
   }
   if (plan_in_use == nullptr) return "unknown";
   const Plan& plan = *plan_in_use;
-  const uint64_t flagged_end = plan.flagged.begin + plan.shape.ep_size * plan.flagged.bytes_a_peer;
-  const uint64_t end = flagged_end > plan.layout.total_bytes ? flagged_end : plan.layout.total_bytes;
+  const uint64_t sentinel_end = plan.sentinel.begin + plan.shape.ep_size * plan.sentinel.bytes_a_peer;
+  const uint64_t end = sentinel_end > plan.layout.total_bytes ? sentinel_end : plan.layout.total_bytes;
   for (uint32_t rank = 0; rank < plan.shape.ep_size; ++rank) {
     const uint8_t* base = plan.base[rank];
     if (address >= base && address < base + end) return region_at(plan, static_cast<uint64_t>(address - base));

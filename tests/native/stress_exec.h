@@ -49,16 +49,16 @@ class BlockExec : public cpu::Exec {
     cpu::Exec::put(to, value);
   }
   template <class Words>
-  void put_flagged(Words* to, const Words& value) {
+  void put_sentinel(Words* to, const Words& value) {
     maybe_yield();
-    cpu::Exec::put_flagged(to, value);
+    cpu::Exec::put_sentinel(to, value);
     if (late_scale_ == nullptr) return;
     maybe_yield();
-    cpu::Exec::put_flagged(late_scale_, late_value_);
+    cpu::Exec::put_sentinel(late_scale_, late_value_);
     late_scale_ = nullptr;
   }
   // A scale comes behind the values that follow it, which nothing forbids: neither is a sign of the other.
-  void put_flagged(float* to, const float& scale) {
+  void put_sentinel(float* to, const float& scale) {
     late_scale_ = to;
     late_value_ = scale;
   }

@@ -8,7 +8,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "protocol/combine/flagged.h"
+#include "protocol/combine/sentinel.h"
 
 namespace putget::stress {
 
@@ -102,16 +102,16 @@ class StressPlan {
     }
     return bytes;
   }
-  FlaggedRegion flagged_region() const { return putget::flagged_region(memory_bytes(), options_.ranks); }
+  SentinelRegion sentinel_region() const { return putget::sentinel_region(memory_bytes(), options_.ranks); }
 
-  // Whether a rank gets its rows as their own flags, where they can be: most of the time, as it likes.
-  bool flagged(uint32_t round, uint32_t rank) const {
+  // Whether a rank gets its rows as sentinel rows, where they can be: most of the time, as it likes.
+  bool sentinel(uint32_t round, uint32_t rank) const {
     return draw(3, Purpose::kFlags, round, rank) != 0 &&
-           wants_flags(shape(object(round), rank), InlineFlags::kAlways, num_tokens(round, rank),
-                       flagged_region().bytes_a_peer, 0);
+           wants_sentinels(shape(object(round), rank), SentinelChoice::kAlways, num_tokens(round, rank),
+                           sentinel_region().bytes_a_peer, 0);
   }
 
-  // Of so many CTAs of a combine, those that send rows that are their own flags: all, or some, as the rank likes.
+  // Of so many CTAs of a combine, those that send sentinel rows: all, or some, as the rank likes.
   uint32_t sending_blocks(uint32_t round, uint32_t rank, uint32_t blocks, bool all) const {
     return all || blocks == 1 || draw(3, Purpose::kSending, round, rank, 0) == 0
                ? blocks

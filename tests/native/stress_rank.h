@@ -19,9 +19,9 @@ namespace putget::stress {
 
 constexpr int kExitMismatch = 3;
 constexpr int kExitFault = 4;
-constexpr uint32_t kSegmentBytes = 64;         // so small that blocks share rows
-constexpr uint32_t kFlaggedSegmentBytes = 16;  // the same for rows that are their own flags, one pack each
-constexpr uint32_t kFirstEpoch = 0xfffffff0u;  // the epoch wraps early in the job
+constexpr uint32_t kSegmentBytes = 64;          // so small that blocks share rows
+constexpr uint32_t kSentinelSegmentBytes = 16;  // the same for sentinel rows, one pack each
+constexpr uint32_t kFirstEpoch = 0xfffffff0u;   // the epoch wraps early in the job
 
 // What the memory that "peers map" is made of: aligned as regions are, and no larger than the layout says.
 struct alignas(kRegionAlignment) Block {
@@ -38,7 +38,7 @@ class StressRank {
     for (uint32_t object = 0; object < plan.objects(); ++object) objects_.push_back(make_object(object, base));
     const uint64_t flags = control_bytes(plan.options().ranks) / sizeof(uint64_t);
     std::fill_n(reinterpret_cast<uint64_t*>(base[rank]), flags, pack_flag(kFirstEpoch, 0));
-    const FlaggedRegion rows = plan.flagged_region();
+    const SentinelRegion rows = plan.sentinel_region();
     const uint64_t words = plan.options().ranks * rows.bytes_a_peer / sizeof(uint64_t);
     std::fill_n(reinterpret_cast<uint64_t*>(base[rank] + rows.begin), words, kNotCome);
     name_place(&state_, 1, "state");
@@ -82,7 +82,7 @@ class StressRank {
     const uint32_t splits = round_ % 2 == 0 ? 1 : 2;
     cut_into_items(call, shape, kSegmentBytes, splits, blocks, splits == 1 && round_ % 4 == 0);
     call.max_rows = shape.max_tokens_per_rank;
-    call.wish = flagged_ ? kWantsFlags : 0;
+    call.ask = sentinel_ ? kWantsSentinels : 0;
     call.half = half;
     launch_dispatch(call, blocks, [&](auto exec) {
       use_plan(object.plan);
@@ -117,27 +117,27 @@ class StressRank {
     call.out = object_->out.data();
     call.wide_out = 1;
     call.num_tokens = num_tokens_;
-    // Blocks of values with one scale are not cut: their rows may be sent as their own flags.
+    // Blocks of values with one scale are not cut: their rows may be sent as sentinel rows.
     call.segment_bytes = plan.shape.quantised() ? kScaleBlock : kSegmentBytes;
     call.small_piece_bytes = kScaleBlock * element_bytes(plan.shape.output_type);
     call.piece_bytes = 2 * call.small_piece_bytes;
     call.moving_blocks = half == Half::kBoth && blocks > 1 ? blocks - round_ % 2 : blocks;
-    call.flagged = flagged_;
-    if (call.flagged != 0 && !plan.shape.quantised()) call.segment_bytes = kFlaggedSegmentBytes;
-    call.sending_blocks = plan_.sending_blocks(round_, rank_, blocks, half != Half::kBoth || !flagged_);
+    call.sentinel = sentinel_;
+    if (call.sentinel != 0 && !plan.shape.quantised()) call.segment_bytes = kSentinelSegmentBytes;
+    call.sending_blocks = plan_.sending_blocks(round_, rank_, blocks, half != Half::kBoth || !sentinel_);
     call.first_summing = plan_.first_summing(round_, rank_, blocks, call.sending_blocks);
     call.half = half;
-    call.flagged_sources = flagged_sources(plan, call);
-    call.flagged_pieces = flagged_pieces(plan.shape, call.segment_bytes);
+    call.sentinel_sources = sentinel_sources(plan, call);
+    call.sentinel_pieces = sentinel_pieces(plan.shape, call.segment_bytes);
     const bool is_float = plan.shape.output_type == OutputType::kFloat32;
     launch_kernel(blocks, [&](KernelExec exec) {
       use_plan(plan);
       CombineScratch& scratch = scratch_[exec.block()].combine;
-      if (plan.shape.quantised() && call.flagged != 0) {
+      if (plan.shape.quantised() && call.sentinel != 0) {
         if (is_float) {
-          putget::combine<Float32, FlaggedWire<Float32, true>, FewRows<4>>(exec, plan, call, scratch);
+          putget::combine<Float32, SentinelWire<Float32, true>, FewRows<4>>(exec, plan, call, scratch);
         } else {
-          putget::combine<BFloat16, FlaggedWire<BFloat16, true>, DynamicTopK>(exec, plan, call, scratch);
+          putget::combine<BFloat16, SentinelWire<BFloat16, true>, DynamicTopK>(exec, plan, call, scratch);
         }
       } else if (plan.shape.quantised()) {
         if (is_float) {
@@ -145,10 +145,10 @@ class StressRank {
         } else {
           putget::combine<BFloat16, Fp8Wire, DynamicTopK>(exec, plan, call, scratch);
         }
-      } else if (call.flagged != 0 && round_ % 2 == 0) {
-        putget::combine<Float32, FlaggedWire<Float32, false>, FewRows<4>>(exec, plan, call, scratch);
-      } else if (call.flagged != 0) {
-        putget::combine<Float32, FlaggedWire<Float32, false>, DynamicTopK>(exec, plan, call, scratch);
+      } else if (call.sentinel != 0 && round_ % 2 == 0) {
+        putget::combine<Float32, SentinelWire<Float32, false>, FewRows<4>>(exec, plan, call, scratch);
+      } else if (call.sentinel != 0) {
+        putget::combine<Float32, SentinelWire<Float32, false>, DynamicTopK>(exec, plan, call, scratch);
       } else if (is_float && round_ % 2 == 0) {
         putget::combine<Float32, SameWire<Float32, 4>, DynamicTopK>(exec, plan, call, scratch);
       } else if (is_float) {
@@ -163,9 +163,9 @@ class StressRank {
     launch_kernel(1, [&](KernelExec exec) { putget::release(exec, object_->plan, scratch_[0].release); });
   }
 
-  // After the last round of all ranks: no word of a row that is its own flag is left over.
+  // After the last round of all ranks: no word of a sentinel row is left over.
   void check_words() const {
-    const FlaggedRegion rows = plan_.flagged_region();
+    const SentinelRegion rows = plan_.sentinel_region();
     const auto* word = reinterpret_cast<const uint64_t*>(objects_[0]->plan.own() + rows.begin);
     for (uint32_t peer = 0; peer < plan_.options().ranks; ++peer) {
       for (uint32_t i = 0; i < rows.bytes_a_peer / sizeof(uint64_t); ++i) {
@@ -225,7 +225,7 @@ class StressRank {
     name_place(object->out.data(), object->out.size(), "out");
     plan.shape = shape;
     plan.layout = layout_of(shape);
-    plan.flagged = plan_.flagged_region();
+    plan.sentinel = plan_.sentinel_region();
     for (uint32_t peer = 0; peer < shape.ep_size; ++peer) plan.base[peer] = base[peer];
     plan.by_ep_size = Divisor(shape.ep_size);
     plan.state = &state_;
@@ -248,7 +248,7 @@ class StressRank {
     Object& object = *object_;
     const Shape& shape = object.plan.shape;
     num_tokens_ = plan_.num_tokens(round_, rank_);
-    flagged_ = plan_.flagged(round_, rank_);
+    sentinel_ = plan_.sentinel(round_, rank_);
     for (uint32_t token = 0; token < num_tokens_; ++token) {
       for (uint32_t k = 0; k < shape.top_k; ++k) {
         object.ids[token * shape.top_k + k] = plan_.expert(round_, rank_, token, k);
@@ -391,7 +391,7 @@ class StressRank {
   Object* object_ = nullptr;
   uint32_t round_ = 0;
   uint32_t num_tokens_ = 0;
-  bool flagged_ = false;  // what dispatch has wished
+  bool sentinel_ = false;  // what dispatch has asked
 };
 
 }  // namespace putget::stress

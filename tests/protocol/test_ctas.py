@@ -82,7 +82,7 @@ def test_rounds_of_ctas_are_clean(job: StressJob, ranks: int, blocks: int, objec
 
 # What orders the warps of a CTA, or the lanes of a warp, in one kernel. With the places of what it orders, and the
 # objects that show it.
-COMBINE, SUM, TRANSIT = "protocol/combine/combine.h", "protocol/combine/flagged_sum.h", "protocol/combine/transit.h"
+COMBINE, SUM, TRANSIT = "protocol/combine/combine.h", "protocol/combine/sentinel_sum.h", "protocol/combine/transit.h"
 BARRIERS: dict[str, tuple[set[str], str, str, str, str]] = {
     "the state before it is looked at": (
         {"scratch"},

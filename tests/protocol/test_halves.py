@@ -70,7 +70,7 @@ MISTAKES = {
     ),
     "who sends judges nothing": (
         "protocol/combine/combine.h",
-        "const bool judges = kIsFlagged || work.sends;",
+        "const bool judges = kIsSentinel || work.sends;",
         "const bool judges = false;",
     ),
     "release does not ask": (

@@ -85,7 +85,7 @@ def test_a_skipped_wait_is_caught(job: StressJob, tag: str) -> None:
 PLAIN = {
     "a peer's flag": (
         "ended",
-        "protocol/combine/flagged.h",
+        "protocol/combine/sentinel.h",
         "    is_ahead_ = may_load_;\n",
         "    is_ahead_ = may_load_;\n"
         "    const uint32_t peer = (plan.shape.ep_rank + 1) % plan.shape.ep_size;\n"
@@ -131,9 +131,9 @@ PARTS = {
 }
 
 
-# Rows that are their own flags: what tells that a word has come, and what sets it back. With the objects that show it.
+# Sentinel rows: what tells that a word has come, and what sets it back. With the objects that show it.
 WHOLE, SCALED = "0", "3"
-FLAGGED = {
+SENTINEL = {
     "half a word taken for a whole": (
         WHOLE,
         "protocol/combine/words.h",
@@ -142,37 +142,37 @@ FLAGGED = {
     ),
     "a scale that is not waited for": (
         SCALED,
-        "protocol/combine/flagged_sum.h",
+        "protocol/combine/sentinel_sum.h",
         "all = all && leaves.scale[i] != kScaleNotCome;",
         ";",
     ),
     "a row of another slot": (
         WHOLE,
-        "protocol/combine/flagged.h",
+        "protocol/combine/sentinel.h",
         "uint64_t{slot} * plan.shape.wire_row_bytes();",
         "0;",
     ),
-    "a wish that is not passed on": (
+    "a ask that is not passed on": (
         WHOLE,
         "protocol/dispatch/dispatch.h",
-        "shown(src) | (wait.rows[src] & kWantsFlags);",
+        "shown(src) | (wait.rows[src] & kWantsSentinels);",
         "shown(src);",
     ),
     "rows without flags are not moved either": (
         WHOLE,
         "protocol/combine/combine.h",
-        "rows < kWantsFlags ? rows : 0;",
+        "rows < kWantsSentinels ? rows : 0;",
         "0;",
     ),
     "a word that is not set back": (
         WHOLE,
-        "protocol/combine/flagged_sum.h",
+        "protocol/combine/sentinel_sum.h",
         "exec.clear(packs + row[i] + pack);",
         ";",
     ),
     "a word set back before it has come": (
         WHOLE,
-        "protocol/combine/flagged_sum.h",
+        "protocol/combine/sentinel_sum.h",
         "bool well = look_until<Tag::F2>(",
         "for (uint32_t i = 0; i < kRows; ++i) {\n"
         "if (comes(row[i]) && is_there(i)) exec.clear(packs + row[i] + pack);\n"
@@ -181,19 +181,19 @@ FLAGGED = {
     ),
     "a scale that is not set back": (
         SCALED,
-        "protocol/combine/flagged_sum.h",
+        "protocol/combine/sentinel_sum.h",
         "exec.clear(scale_at(plan, packs + row[i], pack));",
         ";",
     ),
     "a scale set back before all have looked": (
         SCALED,
-        "protocol/combine/flagged_sum.h",
+        "protocol/combine/sentinel_sum.h",
         "if (has_scales && is_there(i) && ends_block)",
         "if (has_scales && is_there(i))",
     ),
     "an own row is sent, and read where it stays": (
         WHOLE,
-        "protocol/combine/flagged.h",
+        "protocol/combine/sentinel.h",
         "(own_rows_stay(plan, call) ? 1 : 0)",
         "0",
     ),
@@ -219,16 +219,16 @@ def require_caught(
 
 
 def test_compiled_like_a_mistake_the_text_is_clean(tmp_path: Path) -> None:
-    file, right, _ = next(iter(FLAGGED.values()))[1:]
+    file, right, _ = next(iter(SENTINEL.values()))[1:]
     job = StressJob("thread", tmp_path, (file, right, right))
     for seed in SEEDS:
         done = job("--blocks", 3, "--objects", EVERY_KIND, "--seed", seed)
         assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("mistake", FLAGGED)
+@pytest.mark.parametrize("mistake", SENTINEL)
 def test_a_mistake_about_rows_that_are_their_own_flags_is_caught(mistake: str, tmp_path: Path) -> None:
-    objects, *change = FLAGGED[mistake]
+    objects, *change = SENTINEL[mistake]
     require_caught(tmp_path, tuple(change), blocks=2, objects=objects)
 
 

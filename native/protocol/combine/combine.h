@@ -5,7 +5,7 @@
 #pragma once
 
 #include "protocol/combine/few.h"
-#include "protocol/combine/flagged_sum.h"
+#include "protocol/combine/sentinel_sum.h"
 #include "protocol/combine/transit.h"
 #include "protocol/round/signal.h"
 #include "protocol/round/stage.h"
@@ -25,18 +25,18 @@ PUTGET_PURE bool moves_rows(const Plan& plan, const CombineCall& call) {
   return call.rows != nullptr || plan.shape.has_transit();
 }
 
-// Whether all rows that are here are of sources that want them as their own flags.
+// Whether all rows that are here are of sources that want sentinel rows.
 PUTGET_TEXT bool no_other_rows(const Plan& plan, const StateHead& head) {
   bool none = true;
   PUTGET_ROLLED
   for (uint32_t src = 0; src < plan.shape.ep_size; ++src) {
-    none = none && (head.left[src] == 0 || head.left[src] >= kWantsFlags);
+    none = none && (head.left[src] == 0 || head.left[src] >= kWantsSentinels);
   }
   return none;
 }
 
 // What the calling CTA does of a call. The first ones move rows where any are to be moved; the others sum them, or
-// where there are no others, the same. Rows that are their own flags are sent by those that move, or where nothing is
+// where there are no others, the same. Sentinel rows are sent by those that move, or where nothing is
 // moved by the first sending_blocks, and summed by those from first_summing on.
 struct Work {
   bool moving;  // the kernel as a whole
@@ -64,7 +64,7 @@ struct Work {
 };
 
 // What combine reads before it knows the round; `meanwhile` may issue loads of its own. Ends with a block barrier. Says
-// whether a source wants rows that are their own flags.
+// whether a source wants sentinel rows.
 template <class Exec, class Meanwhile>
 PUTGET_TEXT bool look_before_combine(Exec& exec, const Plan& plan, const Work& work, StateAhead<true>& state,
                                      CombineScratch& scratch, Meanwhile meanwhile) {
@@ -74,7 +74,7 @@ PUTGET_TEXT bool look_before_combine(Exec& exec, const Plan& plan, const Work& w
   if (work.moves) {
     for (uint32_t src = exec.thread(); src < plan.shape.ep_size; src += exec.threads()) {
       const uint32_t rows = plan.state->head.left[src];
-      scratch.num_tokens[src] = rows < kWantsFlags ? rows : 0;
+      scratch.num_tokens[src] = rows < kWantsSentinels ? rows : 0;
     }
   }
   return exec.any(asked);
@@ -131,13 +131,13 @@ PUTGET_RARE void report_out_of_turn(Exec& exec, const Plan& plan, const CombineC
 // Whether this object's round is open here, and the half has its turn. The first CTA reports, and closes the round at
 // its end, when other CTAs may not have looked yet: they judge only where they are about to move rows, which the first
 // CTA then waits for.
-template <bool kIsFlagged, class Exec>
+template <bool kIsSentinel, class Exec>
 PUTGET_TEXT bool may_combine(Exec& exec, const Plan& plan, const CombineCall& call, const Work& work,
                              const WaitScratch& wait) {
   const Turn turn(exec, wait);
   const bool is_well = turn.fault == 0;
   if (exec.block() != 0 && !work.moves) {
-    const bool judges = kIsFlagged || work.sends;
+    const bool judges = kIsSentinel || work.sends;
     return is_well & (!judges | turn.may_be_in_turn(plan, call, work.sends, work.senders));
   }
   const OwnFlags& own = turn.own;
@@ -162,22 +162,23 @@ PUTGET_RARE void move_rows_apart(Exec& exec, const Plan& plan, const CombineCall
 }
 
 // The start half: tells every peer that the received rows are read and either that this rank's rows are complete or in
-// how many parts they will be moved; sends rows that are their own flags, and moves the others.
+// how many parts they will be moved; sends sentinel rows, and moves the others.
 template <class Codec, class Wire, class Exec>
 PUTGET_TEXT void start_combine(Exec& exec, const Plan& plan, const CombineCall& call, const Work& work,
-                               FlaggedSender<Exec, Codec, Wire::kIsScaled>& sender, CombineScratch& scratch) {
+                               SentinelSender<Exec, Codec, Wire::kIsScaled>& sender, CombineScratch& scratch) {
   const StateHead& head = scratch.wait.head;
   const uint32_t most = work.moves ? most_slots(exec, plan, scratch.num_tokens) : 0;
   const Parts parts = work.moves ? cut_into_parts(call, most) : Parts{0, 0};
-  if (IsFlagged<Wire>::kYes && work.sends && !work.moving) {
+  if (IsSentinel<Wire>::kYes && work.sends && !work.moving) {
     sender.send(exec, plan, call, head);
   } else if (work.sends) {
-    send_flagged_rows<Codec, Wire::kIsScaled>(exec, plan, call, head, work.moving ? call.moving_blocks : exec.blocks());
+    send_sentinel_rows<Codec, Wire::kIsScaled>(exec, plan, call, head,
+                                               work.moving ? call.moving_blocks : exec.blocks());
   }
   if (exec.block() == 0) {
     const uint32_t value = ended_by_combine(parts);
     const auto value_of = [&](uint32_t) { return value; };
-    if constexpr (IsFlagged<Wire>::kYes) {
+    if constexpr (IsSentinel<Wire>::kYes) {
       // Nobody waits for it before the next dispatch: its fence comes behind the rows.
       publish_all<Tag::C2>(exec, plan, head.active, plan.layout.ended, head.epoch, value_of);
     } else {
@@ -190,7 +191,7 @@ PUTGET_TEXT void start_combine(Exec& exec, const Plan& plan, const CombineCall& 
               pack_flag(head.epoch, pack_part(work.senders, 0)));
   }
   if (!work.moves) return;
-  if constexpr (IsFlagged<Wire>::kYes) {
+  if constexpr (IsSentinel<Wire>::kYes) {
     move_rows_apart<Codec, Wire::kIsScaled>(exec, plan, call, head, parts, most, scratch.num_tokens);
   } else {
     move_rows<Codec, Wire::kIsScaled>(exec, plan, call, head, parts, most, scratch.num_tokens);
@@ -309,15 +310,15 @@ struct ReductionOf<Exec, Codec, Wire, FewRows<kRows>> {
 // What is left to do when the state is known, and who does what.
 template <class Codec, class Wire, class TopK, class Exec>
 PUTGET_TEXT void do_combine(Exec& exec, const Plan& plan, const CombineCall& call, const Work& work,
-                            FlaggedSender<Exec, Codec, Wire::kIsScaled>& sender,
-                            FlaggedSum<Exec, Codec, TopK, Wire::kIsScaled>& flagged, CombineScratch& scratch) {
-  constexpr bool kIsFlagged = IsFlagged<Wire>::kYes;
-  bool done = may_combine<kIsFlagged>(exec, plan, call, work, scratch.wait);
+                            SentinelSender<Exec, Codec, Wire::kIsScaled>& sender,
+                            SentinelSum<Exec, Codec, TopK, Wire::kIsScaled>& sentinel, CombineScratch& scratch) {
+  constexpr bool kIsSentinel = IsSentinel<Wire>::kYes;
+  bool done = may_combine<kIsSentinel>(exec, plan, call, work, scratch.wait);
   if (done && call.half != Half::kFinish) start_combine<Codec, Wire>(exec, plan, call, work, sender, scratch);
   exec.mark(Stage::kPublished);
   if (call.half == Half::kStart) return;
-  if constexpr (kIsFlagged) {
-    done = done && flagged.run(exec, plan, call, scratch.wait.head, &scratch.waited);
+  if constexpr (kIsSentinel) {
+    done = done && sentinel.run(exec, plan, call, scratch.wait.head, &scratch.waited);
     exec.sync();  // all warps have waited: the next kernel may come
   } else if (work.sums) {
     typename ReductionOf<Exec, Codec, Wire, TopK>::Type reduction(exec, plan, call, work.first_summing);
@@ -342,40 +343,40 @@ PUTGET_TEXT void do_combine(Exec& exec, const Plan& plan, const CombineCall& cal
 template <class Codec, class Wire, class TopK, class Exec>
 PUTGET_RARE void do_combine_apart(Exec& exec, const Plan& plan, const CombineCall& call, const Work work,
                                   CombineScratch& scratch) {
-  FlaggedSender<Exec, Codec, Wire::kIsScaled> sender(exec, plan, call, exec.blocks());
-  FlaggedSum<Exec, Codec, TopK, Wire::kIsScaled> flagged(exec, plan, call);
-  if (call.half != Half::kStart) flagged.look_up(exec, plan, call);
-  do_combine<Codec, Wire>(exec, plan, call, work, sender, flagged, scratch);
+  SentinelSender<Exec, Codec, Wire::kIsScaled> sender(exec, plan, call, exec.blocks());
+  SentinelSum<Exec, Codec, TopK, Wire::kIsScaled> sentinel(exec, plan, call);
+  if (call.half != Half::kStart) sentinel.look_up(exec, plan, call);
+  do_combine<Codec, Wire>(exec, plan, call, work, sender, sentinel, scratch);
 }
 
 template <class Codec, class Wire, class TopK, class Exec>
 PUTGET_TEXT void combine(Exec& exec, const Plan& plan, const CombineCall& call, CombineScratch& scratch) {
   exec.mark(Stage::kStart);
-  constexpr bool kIsFlagged = IsFlagged<Wire>::kYes;
+  constexpr bool kIsSentinel = IsSentinel<Wire>::kYes;
   clear_waits(exec, plan, scratch.wait);
   if (exec.thread() == 0) scratch.moved = scratch.waited = 0;
-  Work work(exec, plan, call, kIsFlagged);
+  Work work(exec, plan, call, kIsSentinel);
   StateAhead<true> state(exec, plan, plan.layout.pushed);
-  FlaggedSender<Exec, Codec, Wire::kIsScaled> sender(exec, plan, call,
-                                                     kIsFlagged ? call.sending_blocks : exec.blocks());
-  FlaggedSum<Exec, Codec, TopK, Wire::kIsScaled> flagged(exec, plan, call);
+  SentinelSender<Exec, Codec, Wire::kIsScaled> sender(exec, plan, call,
+                                                      kIsSentinel ? call.sending_blocks : exec.blocks());
+  SentinelSum<Exec, Codec, TopK, Wire::kIsScaled> sentinel(exec, plan, call);
   exec.wait_for_earlier_work();
   exec.mark(Stage::kWoken);
   const bool asked = look_before_combine(exec, plan, work, state, scratch, [&] {
-    if (kIsFlagged && call.half != Half::kFinish) sender.load_ahead(exec, plan);
-    if (kIsFlagged && call.half != Half::kStart) flagged.look_up(exec, plan, call);
+    if (kIsSentinel && call.half != Half::kFinish) sender.load_ahead(exec, plan);
+    if (kIsSentinel && call.half != Half::kStart) sentinel.look_up(exec, plan, call);
     // What the experts wrote is made visible while the state is on its way.
-    if (!kIsFlagged && exec.block() == 0 && first_peer(exec) < plan.shape.ep_size) exec.prepare_publish();
+    if (!kIsSentinel && exec.block() == 0 && first_peer(exec) < plan.shape.ep_size) exec.prepare_publish();
   });
   exec.mark(Stage::kState);
   if (work.moving && asked && no_other_rows(plan, scratch.wait.head)) work.move_nothing(call);
   work.sends = asked && call.half != Half::kFinish && (work.moves || !work.moving);
-  if (kIsFlagged && !work.moving && exec.block() >= call.sending_blocks) work.sends = false;
-  if constexpr (kIsFlagged) {
+  if (kIsSentinel && !work.moving && exec.block() >= call.sending_blocks) work.sends = false;
+  if constexpr (kIsSentinel) {
     if (work.moving) return do_combine_apart<Codec, Wire, TopK>(exec, plan, call, work, scratch);
     work.move_nothing(call);
   }
-  do_combine<Codec, Wire>(exec, plan, call, work, sender, flagged, scratch);
+  do_combine<Codec, Wire>(exec, plan, call, work, sender, sentinel, scratch);
 }
 
 }  // namespace putget

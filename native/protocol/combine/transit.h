@@ -100,13 +100,13 @@ struct Elements {
   }
 };
 
-// How words of a row are stored: plainly, or such that each says by itself that it has come (flagged.h).
-template <bool kFlagged>
+// How words of a row are stored: plainly, or such that each says by itself that it has come (sentinel.h).
+template <bool kSentinel>
 struct Store {
   template <class Exec, class Access>
   PUTGET_TEXT static void put(Exec& exec, Access* to, const Access& value) {
-    if constexpr (kFlagged) {
-      exec.put_flagged(to, value);  // [F1]
+    if constexpr (kSentinel) {
+      exec.put_sentinel(to, value);  // [F1]
     } else {
       exec.put(to, value);  // [C1] [C6]
     }
@@ -145,7 +145,7 @@ class QuantisedBlocks {
   }
 
   // Every lane goes through the same steps: a group takes the largest element of its lanes together.
-  template <bool kFlagged>
+  template <bool kSentinel>
   PUTGET_TEXT void store(Exec& exec, const Plan& plan, uint8_t* to) const {
     const bool has_scales = plan.shape.wire_type == WireType::kFp8Block;
     float* scales = reinterpret_cast<float*>(to + plan.shape.scales_offset());
@@ -166,7 +166,7 @@ class QuantisedBlocks {
       PUTGET_UNROLL
       for (uint32_t a = 0; a < kAhead; ++a) {
         const float scale = block_scale(exec.template largest_of<kLanes>(largest[a]));
-        if (block_of(a) < end_ && place_ == 0) Store<kFlagged>::put(exec, scales + block_of(a), scale);
+        if (block_of(a) < end_ && place_ == 0) Store<kSentinel>::put(exec, scales + block_of(a), scale);
         inverse[a] = exec.inverse_of(scale);
       }
     } else {
@@ -187,7 +187,7 @@ class QuantisedBlocks {
         }
         if (!has(a, i)) continue;
         auto* pack = reinterpret_cast<typename Exec::Access16*>(to) + pack_of(a, i);
-        Store<kFlagged>::put(exec, pack, exec.narrow_to_fp8(scaled));
+        Store<kSentinel>::put(exec, pack, exec.narrow_to_fp8(scaled));
       }
     }
   }
@@ -207,18 +207,18 @@ class QuantisedBlocks {
 PUTGET_PURE uint32_t blocks_of(uint32_t elements) { return (elements + kScaleBlock - 1) / kScaleBlock; }
 
 // Blocks from `first` on, as many as go together. Returns the first one behind them.
-template <class Codec, bool kWide, bool kFlagged, uint32_t kAhead, class Exec>
+template <class Codec, bool kWide, bool kSentinel, uint32_t kAhead, class Exec>
 PUTGET_TEXT uint32_t quantise_together(Exec& exec, const Plan& plan, const uint8_t* from, uint8_t* to, uint32_t first,
                                        uint32_t end) {
   QuantisedBlocks<Exec, Codec, kWide, kAhead> blocks(exec, plan, first, end);
   blocks.load(exec, from);
-  blocks.template store<kFlagged>(exec, plan, to);
+  blocks.template store<kSentinel>(exec, plan, to);
   return first + blocks.kBlocks;
 }
 
 // Elements of the blocks that begin in [begin, end) of a row's elements, quantised. A warp calls it. No more of them
 // together than there are: those that are not there would go through the steps too.
-template <class Codec, bool kWide, bool kFlagged, class Exec>
+template <class Codec, bool kWide, bool kSentinel, class Exec>
 PUTGET_TEXT void quantise_by(Exec& exec, const Plan& plan, const uint8_t* from, uint8_t* to, uint32_t begin,
                              uint32_t end) {
   using One = QuantisedBlocks<Exec, Codec, kWide, 1>;
@@ -227,29 +227,29 @@ PUTGET_TEXT void quantise_by(Exec& exec, const Plan& plan, const uint8_t* from, 
   for (uint32_t first = begin / kScaleBlock; first < last;) {
     const uint32_t left = last - first;
     if (One::kMostAhead > 2 && left > 2 * One::kBlocks) {
-      first = quantise_together<Codec, kWide, kFlagged, One::kMostAhead>(exec, plan, from, to, first, last);
+      first = quantise_together<Codec, kWide, kSentinel, One::kMostAhead>(exec, plan, from, to, first, last);
     } else if (One::kMostAhead > 1 && left > One::kBlocks) {
-      first = quantise_together<Codec, kWide, kFlagged, 2>(exec, plan, from, to, first, last);
+      first = quantise_together<Codec, kWide, kSentinel, 2>(exec, plan, from, to, first, last);
     } else {
-      first = quantise_together<Codec, kWide, kFlagged, 1>(exec, plan, from, to, first, last);
+      first = quantise_together<Codec, kWide, kSentinel, 1>(exec, plan, from, to, first, last);
     }
   }
 }
 
-template <class Codec, bool kFlagged, class Exec>
+template <class Codec, bool kSentinel, class Exec>
 PUTGET_RARE void quantise_narrow(Exec& exec, const Plan& plan, const uint8_t* from, uint8_t* to, uint32_t begin,
                                  uint32_t end) {
-  quantise_by<Codec, false, kFlagged>(exec, plan, from, to, begin, end);
+  quantise_by<Codec, false, kSentinel>(exec, plan, from, to, begin, end);
 }
 
 // By the widest accesses that the rows allow.
-template <class Codec, bool kFlagged, class Exec>
+template <class Codec, bool kSentinel, class Exec>
 PUTGET_TEXT void quantise(Exec& exec, const Plan& plan, uint32_t access_bytes, const uint8_t* from, uint8_t* to,
                           uint32_t begin, uint32_t end) {
   if (access_bytes == sizeof(typename Exec::Access16)) {
-    quantise_by<Codec, true, kFlagged>(exec, plan, from, to, begin, end);
+    quantise_by<Codec, true, kSentinel>(exec, plan, from, to, begin, end);
   } else {
-    quantise_narrow<Codec, kFlagged>(exec, plan, from, to, begin, end);
+    quantise_narrow<Codec, kSentinel>(exec, plan, from, to, begin, end);
   }
 }
 

@@ -1,4 +1,4 @@
-// Words of rows that say by their value whether they have come (flagged.h).
+// Words of rows that say by their value whether they have come (sentinel.h).
 #pragma once
 
 #include "protocol/round/shape.h"
@@ -7,7 +7,7 @@ namespace putget {
 
 // 16 bytes of a row, each half of which says by itself whether it has come.
 constexpr uint64_t kNotCome = ~uint64_t{0};
-struct alignas(16) FlaggedPack {
+struct alignas(16) SentinelPack {
   uint64_t half[2];
   PUTGET_PURE bool has_come() const { return half[0] != kNotCome && half[1] != kNotCome; }
 };

@@ -86,8 +86,8 @@ PUTGET_TEXT uint32_t object_to_start(const Exec& exec, const RoundAhead& round, 
   return round.mixed ? Objection::kMixed : Objection::kNone;
 }
 
-// The last round did not end everywhere, or not alike: combined here and released there, a peer may have kept rows that
-// are their own flags for the next round. One thread calls it.
+// The last round did not end everywhere, or not alike: combined here and released there, a peer may have kept sentinel
+// rows for the next round. One thread calls it.
 template <class Exec>
 PUTGET_RARE void report_late_end(Exec& exec, const Plan& plan, const WaitScratch& wait) {
   const StateHead& head = wait.head;
@@ -216,7 +216,7 @@ PUTGET_TEXT void show_received(Exec& exec, const Plan& plan, uint32_t max_rows, 
   PUTGET_ROLLED
   for (uint32_t src = exec.thread(); src < plan.shape.ep_size; src += exec.threads()) {
     plan.num_tokens[src] = static_cast<int32_t>(shown(src));
-    plan.state->head.left[src] = shown(src) | (wait.rows[src] & kWantsFlags);
+    plan.state->head.left[src] = shown(src) | (wait.rows[src] & kWantsSentinels);
     dirty = dirty || dirty_end(src) > shown(src);
     if (sent(src) > max_rows) report_capacity(exec, plan, round, src, sent(src), max_rows);
   }
@@ -270,7 +270,7 @@ PUTGET_TEXT bool start_dispatch(Exec& exec, const Plan& plan, const DispatchCall
   const bool last = exec.block() + 1 == exec.blocks();
   publish_part<Tag::D3>(
       exec, plan, head.active, plan.layout.arrived, head.epoch + 1, [](uint32_t) { return true; },
-      [&](uint32_t peer) { return pack_part(exec.blocks(), last ? scratch.route.rows_so_far(peer) | call.wish : 0); });
+      [&](uint32_t peer) { return pack_part(exec.blocks(), last ? scratch.route.rows_so_far(peer) | call.ask : 0); });
   exec.mark(Stage::kPublished, exec.threads() - 1);
   if (last && plan.tables_apart != nullptr && plan.shape.ep_size > 1 && exec.warp() == 0) {
     compare_tables(exec, plan, head, scratch.route.rank_of_expert);

@@ -22,9 +22,9 @@ struct Layout {
   uint64_t topk_ids;
   uint64_t topk_weights;
   uint64_t payload[kMaxPayloads];
-  uint64_t output;   // combine_input
-  uint64_t transit;  // rows as they travel: an inbox (slot, rank that pushed), or own quantised rows (slot, src)
-  uint64_t flagged;  // FlaggedRegion::begin of the smallest memory that holds all this
+  uint64_t output;    // combine_input
+  uint64_t transit;   // rows as they travel: an inbox (slot, rank that pushed), or own quantised rows (slot, src)
+  uint64_t sentinel;  // SentinelRegion::begin of the smallest memory that holds all this
   uint64_t total_bytes;
 };
 
@@ -37,32 +37,32 @@ PUTGET_PURE uint64_t control_bytes(uint32_t ep_size) {
   return align_region(ep_size * (2 * kLineBytes + 2 * kPartsBytes));
 }
 
-// The end of a memory, whatever objects are on it: rows that are their own flags (flagged.h), from each peer. Every
+// The end of a memory, whatever objects are on it: sentinel rows (sentinel.h), from each peer. Every
 // word says that nothing has come but while such a row is on its way to its sum.
-struct FlaggedRegion {
+struct SentinelRegion {
   uint64_t begin;
   uint64_t bytes_a_peer;
 };
 
 // Two fifths of the memory, which is about what rows of all tokens take beside the other regions, up to as many rows as
 // are worth it.
-constexpr uint64_t kMostFlaggedBytes = 32 * 1024 * 1024;    // a peer
-constexpr uint64_t kMostFlaggedMemory = uint64_t{1} << 36;  // 16-byte packs of it are counted in 32 bits
-PUTGET_PURE FlaggedRegion flagged_region(uint64_t memory_bytes, uint32_t ep_size) {
+constexpr uint64_t kMostSentinelBytes = 32 * 1024 * 1024;    // a peer
+constexpr uint64_t kMostSentinelMemory = uint64_t{1} << 36;  // 16-byte packs of it are counted in 32 bits
+PUTGET_PURE SentinelRegion sentinel_region(uint64_t memory_bytes, uint32_t ep_size) {
   const uint64_t end = memory_bytes / kRegionAlignment * kRegionAlignment;
   const uint64_t control = control_bytes(ep_size);
-  if (end < control || memory_bytes > kMostFlaggedMemory) return {end, 0};
+  if (end < control || memory_bytes > kMostSentinelMemory) return {end, 0};
   const uint64_t share = (end - control) / 5 * 2 / ep_size / kRegionAlignment * kRegionAlignment;
-  const uint64_t bytes_a_peer = share < kMostFlaggedBytes ? share : kMostFlaggedBytes;
+  const uint64_t bytes_a_peer = share < kMostSentinelBytes ? share : kMostSentinelBytes;
   return {end - ep_size * bytes_a_peer, bytes_a_peer};
 }
 
 // The smallest memory with so many bytes before that region; any larger one has as many, too.
-PUTGET_PURE uint64_t with_flagged_region(uint64_t bytes, uint32_t ep_size) {
-  const uint64_t large = bytes + ep_size * kMostFlaggedBytes;
-  if (large > kMostFlaggedMemory) return bytes > kMostFlaggedMemory ? bytes : kMostFlaggedMemory + kRegionAlignment;
+PUTGET_PURE uint64_t with_sentinel_region(uint64_t bytes, uint32_t ep_size) {
+  const uint64_t large = bytes + ep_size * kMostSentinelBytes;
+  if (large > kMostSentinelMemory) return bytes > kMostSentinelMemory ? bytes : kMostSentinelMemory + kRegionAlignment;
   const uint64_t control = control_bytes(ep_size);
-  return flagged_region(large, ep_size).begin <= bytes ? large : align_region(control + (bytes - control + 2) / 3 * 5);
+  return sentinel_region(large, ep_size).begin <= bytes ? large : align_region(control + (bytes - control + 2) / 3 * 5);
 }
 
 // Where the `finished` lines begin, for every shape.
@@ -88,8 +88,8 @@ PUTGET_PURE Layout layout_of(const Shape& shape) {
   next = align_region(next + slots * shape.output_row_bytes());
   layout.transit = next;
   if (shape.has_transit()) next = align_region(next + slots * shape.wire_row_bytes());
-  layout.total_bytes = with_flagged_region(next, shape.ep_size);
-  layout.flagged = flagged_region(layout.total_bytes, shape.ep_size).begin;
+  layout.total_bytes = with_sentinel_region(next, shape.ep_size);
+  layout.sentinel = sentinel_region(layout.total_bytes, shape.ep_size).begin;
   return layout;
 }
 

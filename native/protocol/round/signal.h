@@ -59,17 +59,17 @@ PUTGET_PURE uint64_t* part_flag(uint8_t* base, uint64_t flags, uint32_t writer, 
 }
 
 // The value of a part's flag: how many parts there are; at D3 in the last part how many rows all of them put, and
-// whether their source wants its sums' rows as their own flags; at C7 how many turns the part is done with.
+// whether their source wants the rows of its sums as sentinel rows; at C7 how many turns the part is done with.
 constexpr uint32_t kRowsBits = 22;
 constexpr uint32_t kPartsBits = 9;
 PUTGET_PURE uint32_t pack_part(uint32_t parts, uint32_t rows) { return parts << kRowsBits | rows; }
 PUTGET_PURE uint32_t parts_of(uint32_t value) { return value >> kRowsBits & ((1u << kPartsBits) - 1); }
 PUTGET_PURE uint32_t rows_of(uint32_t value) { return value & ((1u << kRowsBits) - 1); }
-static_assert(kMaxParts < 1u << kPartsBits && kWantsFlags == 1u << (kRowsBits + kPartsBits));
+static_assert(kMaxParts < 1u << kPartsBits && kWantsSentinels == 1u << (kRowsBits + kPartsBits));
 
-// The same without the number of parts, and whether it asks for rows that are their own flags.
-PUTGET_PURE uint32_t rows_and_wish(uint32_t value) { return value & (kWantsFlags | ((1u << kRowsBits) - 1)); }
-PUTGET_PURE bool wants_flags(uint32_t rows_and_wish) { return rows_and_wish > kWantsFlags; }
+// The same without the number of parts, and whether it asks for sentinel rows.
+PUTGET_PURE uint32_t rows_and_ask(uint32_t value) { return value & (kWantsSentinels | ((1u << kRowsBits) - 1)); }
+PUTGET_PURE bool wants_sentinels(uint32_t rows_and_ask) { return rows_and_ask > kWantsSentinels; }
 
 // What this rank itself had told its peers when a CTA began, to know which halves have been run. Each CTA looks before
 // it publishes anything.
@@ -98,7 +98,7 @@ struct WaitScratch {
   OwnFlags own;
   RankSet missing;
   uint32_t value[kMaxRanks];  // value of each observed flag; 0 where missing
-  uint32_t rows[kMaxRanks];   // rows_and_wish of all parts together; 0 where missing
+  uint32_t rows[kMaxRanks];   // rows_and_ask of all parts together; 0 where missing
 };
 
 // One thread's own look at the state's head.
@@ -180,7 +180,7 @@ class StateAhead {
     for (uint32_t i = exec.thread(); i < words(plan); i += exec.threads()) {
       const uint32_t word = i == exec.thread() ? word_ : word_at(exec, from(plan) + i);
       to[i] = word;
-      asked = asked || (i >= offsetof(StateHead, left) / sizeof(uint32_t) && wants_flags(word));
+      asked = asked || (i >= offsetof(StateHead, left) / sizeof(uint32_t) && wants_sentinels(word));
     }
     if (has_own(exec)) scratch.own = own_;
     return asked;
@@ -410,7 +410,7 @@ PUTGET_TEXT bool observe_part(Exec& exec, const Plan& plan, uint64_t flags, uint
   }
   const uint32_t value = is_there() ? flag_value(seen) : 0;
   if (part == 0) scratch.value[peer] = value;
-  if (part + 1 == parts_of(value)) scratch.rows[peer] = rows_and_wish(value);
+  if (part + 1 == parts_of(value)) scratch.rows[peer] = rows_and_ask(value);
   return true;
 }
 

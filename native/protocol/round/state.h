@@ -47,12 +47,12 @@ struct alignas(16) StateHead {
   RankSet active;
   uint32_t ids_capacity;
   uint32_t end;  // how the round ends here: kEndedByRelease from the end of dispatch on, unless it is combined
-  // Slots of each source whose ids may differ from -1, that is, rows of the round dispatched last; and kWantsFlags
-  // where the source wants them back as their own flags.
+  // Slots of each source whose ids may differ from -1, that is, rows of the round dispatched last; and kWantsSentinels
+  // where the source wants them back as sentinel rows.
   uint32_t left[kMaxRanks];
 };
 
-constexpr uint32_t kWantsFlags = 1u << 31;
+constexpr uint32_t kWantsSentinels = 1u << 31;
 
 // Shared by all objects of one workspace, so that they share rounds. Only kernels (or calls) of the owning rank touch
 // it.
@@ -66,7 +66,7 @@ struct State {
 struct Plan {
   Shape shape;
   Layout layout;
-  FlaggedRegion flagged;
+  SentinelRegion sentinel;
   uint8_t* base[kMaxRanks];  // symmetric memory of every rank, as mapped here
   State* state;
   FaultRecord* fault;             // host memory
@@ -104,7 +104,7 @@ struct DispatchCall {
   uint32_t max_rows;  // slots of each source that this rank will look at
   uint32_t ids_are_64bit;
   uint32_t ids_access_bytes;  // widest access that the ids of a token allow
-  uint32_t wish;              // kWantsFlags: combine shall send this rank rows that are their own flags; or 0
+  uint32_t ask;               // kWantsSentinels: combine shall send this rank sentinel rows; or 0
   Half half;
 };
 
@@ -120,11 +120,11 @@ struct CombineCall {
   uint32_t small_piece_bytes;  // where CTAs share a slot, in pieces of so many
   uint32_t rows_access_bytes;  // widest access for moving rows
   uint32_t moving_blocks;      // CTAs that move rows
-  uint32_t flagged;            // 1: the rows to sum are their own flags: what dispatch has wished
-  uint32_t sending_blocks;     // CTAs that send rows that are their own flags: the first so many
+  uint32_t sentinel;           // 1: the rows to sum are sentinel rows, as dispatch has asked
+  uint32_t sending_blocks;     // CTAs that send sentinel rows: the first so many
   uint32_t first_summing;      // ... and from where on they sum them: those before leave when they have sent
-  Divisor flagged_sources;     // ranks that this one sends such rows at most
-  Divisor flagged_pieces;      // pieces of segment_bytes of one such row
+  Divisor sentinel_sources;    // ranks that this one sends such rows at most
+  Divisor sentinel_pieces;     // pieces of segment_bytes of one such row
   uint32_t wide_out;           // 1: out and addend allow the widest access that rows have
   Half half;
 };

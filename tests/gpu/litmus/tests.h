@@ -27,7 +27,7 @@ std::vector<Test> push_tests();         // rows are written to the peer, as disp
 std::vector<Test> pull_tests();         // rows are read from the peer, as combine does
 std::vector<Test> cache_tests();        // lines that a first-level cache already holds
 std::vector<Test> flag_tests();         // the flag word by itself
-std::vector<Test> flagged_tests();      // rows that are their own flags
+std::vector<Test> sentinel_tests();     // sentinel rows
 std::vector<Test> many_to_one_tests();  // several sources, one receiver
 
 }  // namespace litmus

@@ -177,12 +177,12 @@ void launch_graphs(const Fleet& fleet, uint32_t iterations) {
 
 }  // namespace
 
-std::vector<Test> flagged_tests() {
+std::vector<Test> sentinel_tests() {
   return {
-      {"flagged_same_kernel", Expect::kNone, 20000, launch_same_kernel<SetBack::kInTime>},
-      {"flagged_next_kernel", Expect::kNone, 4000, launch_next_kernel},
-      {"flagged_next_kernel_graph", Expect::kNone, 8000, launch_graphs},
-      {"flagged_broken_set_back_late", Expect::kSome, 4, launch_same_kernel<SetBack::kLate>},
+      {"sentinel_same_kernel", Expect::kNone, 20000, launch_same_kernel<SetBack::kInTime>},
+      {"sentinel_next_kernel", Expect::kNone, 4000, launch_next_kernel},
+      {"sentinel_next_kernel_graph", Expect::kNone, 8000, launch_graphs},
+      {"sentinel_broken_set_back_late", Expect::kSome, 4, launch_same_kernel<SetBack::kLate>},
   };
 }
 

@@ -1,13 +1,13 @@
-// Instances of combine_kernel for rows that are their own flags.
+// Instances of combine_kernel for sentinel rows.
 #include "cuda/combine.cuh"
 #include "cuda/launch.h"
 
 namespace putget::cuda {
 
-CombineKernel flagged_kernel(const Shape& shape) {
-  if (shape.quantised()) return flagged_fp8_kernel(shape);
+CombineKernel sentinel_kernel(const Shape& shape) {
+  if (shape.quantised()) return sentinel_fp8_kernel(shape);
   return with_codec(shape.output_type, [&](auto codec) -> CombineKernel {
-    using Wire = FlaggedWire<decltype(codec), false>;
+    using Wire = SentinelWire<decltype(codec), false>;
     return with_rows(shape,
                      [](auto rows) -> CombineKernel { return combine_kernel<decltype(codec), Wire, decltype(rows)>; });
   });
@@ -18,7 +18,7 @@ CombineKernel flagged_kernel(const Shape& shape) {
 #if defined(PUTGET_TRACE)
 // Nanoseconds of the global timer by Stage, of the last combine of this kind. For tests/gpu/stages.py; not part of
 // putget.h.
-extern "C" __attribute__((visibility("default"))) int putget_stages_of_flagged_combine(uint64_t* out) {
+extern "C" __attribute__((visibility("default"))) int putget_stages_of_sentinel_combine(uint64_t* out) {
   return static_cast<int>(cudaMemcpyFromSymbol(out, putget::cuda::stage_ns, sizeof(putget::cuda::stage_ns)));
 }
 #endif

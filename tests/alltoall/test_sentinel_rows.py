@@ -1,4 +1,4 @@
-"""Rows of combine that are their own flags: wished rank by rank, whoever wishes what; equal to the oracle's bits."""
+"""Sentinel rows of combine: asked for rank by rank, whoever asks what; equal to the oracle's bits."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import putget
-from tests.harness import Rank, run_ranks
-from tests.harness.cases import APART, COMBINE, DISPATCH, IN_ROWS, Case, Round
-from tests.harness.compare import Outcome, check_case, check_round, play_on, play_round
 from tests.alltoall.test_wire import WIRES, Wire, case_of, wire_id
+from tests.harness import Rank, run_ranks
+from tests.harness.cases import APART, COMBINE, DISPATCH, SENTINEL, Case, Round
+from tests.harness.compare import Outcome, check_case, check_round, play_on, play_round
 from tests.test_workspace import bytes_of
 
 ENDINGS = ("zero_copy", "zero_copy_flat", "flat", "strided", "transposed")
@@ -27,7 +27,7 @@ BLOCKS = [((64,), torch.bfloat16), ((144,), torch.float16), ((272,), torch.float
 
 
 def launch(flags: int) -> dict[str, Any]:
-    return {"combine_launch": putget.Launch(inline_flags=flags)}
+    return {"tuning": putget.Tuning(combine=putget.Launch(sentinel_rows=flags))}
 
 
 def rounds(first: int, count: int = 8) -> tuple[Round, ...]:
@@ -52,25 +52,25 @@ def play_with(rank: Rank, cases: list[Case], tuning: putget.Launch) -> list[list
     """A body: the cases one after the other with this launch of combine."""
     outcomes = []
     for case in cases:
-        with rank.all_to_all(**case.options(), combine_launch=tuning) as a2a:
+        with rank.all_to_all(**case.options(), tuning=putget.Tuning(combine=tuning)) as a2a:
             outcomes.append(play_on(a2a, rank, case))
     return outcomes
 
 
-def play_wishes(rank: Rank, cases: list[Case], wishes: tuple[int, ...]) -> list[list[Outcome]]:
-    """A body: the same, this rank with its own wish."""
-    return play_with(rank, cases, putget.Launch(inline_flags=wishes[rank.rank]))
+def play_asks(rank: Rank, cases: list[Case], asks: tuple[int, ...]) -> list[list[Outcome]]:
+    """A body: the same, this rank with its own ask."""
+    return play_with(rank, cases, putget.Launch(sentinel_rows=asks[rank.rank]))
 
 
 @pytest.mark.parametrize("wire", WIRES, ids=wire_id)
-@pytest.mark.parametrize("wishes", list(itertools.product((APART, IN_ROWS), repeat=3)), ids=str)
-def test_every_rank_as_it_likes(wishes: tuple[int, ...], wire: Wire, device: str) -> None:
+@pytest.mark.parametrize("asks", list(itertools.product((APART, SENTINEL), repeat=3)), ids=str)
+def test_every_rank_as_it_likes(asks: tuple[int, ...], wire: Wire, device: str) -> None:
     """top_k of 8 experts on 3 ranks: several of a token's experts on one rank."""
     cases = [
-        case_of(wire, 3, rounds(10 * i), num_experts=9, top_k=top_k, output=output, inline_flags=0)
+        case_of(wire, 3, rounds(10 * i), num_experts=9, top_k=top_k, output=output, sentinel_rows=None)
         for i, (output, top_k) in enumerate(zip(OUTPUTS if wire[1] is None else BLOCKS, (8, 3, 8, 2), strict=True))
     ]
-    results = run_ranks(3, play_wishes, cases, wishes, mode="thread", device=device)
+    results = run_ranks(3, play_asks, cases, asks, mode="thread", device=device)
     for index, case in enumerate(cases):
         check_case(case, [of_rank[index] for of_rank in results])
 
@@ -83,9 +83,9 @@ LONGER = [((1024,), torch.bfloat16), ((528,), torch.bfloat16), ((1056,), torch.f
 @pytest.mark.parametrize(("movers", "splits"), [(6, 1), (2, 1), (2, 2), (5, 2)])
 def test_whoever_sends_and_whoever_sums(movers: int, splits: int, wire: Wire, device: str) -> None:
     """On GPUs: all CTAs both, some the one and others the other, all the one and some the other."""
-    tuning = putget.Launch(6, 64, 512, splits=splits, movers=movers, inline_flags=IN_ROWS)
+    tuning = putget.Launch(6, 64, 512, splits=splits, movers=movers, sentinel_rows=SENTINEL)
     cases = [
-        case_of(wire, 3, rounds(20 * i, 4), num_experts=9, top_k=3, output=output, inline_flags=0)
+        case_of(wire, 3, rounds(20 * i, 4), num_experts=9, top_k=3, output=output, sentinel_rows=None)
         for i, output in enumerate(LONGER)
     ]
     results = run_ranks(3, play_with, cases, tuning, mode="thread", device=device)
@@ -104,17 +104,17 @@ def test_sizes_on_both_sides_of_the_room(direction: str, device: str) -> None:
         output=((8192,), torch.bfloat16),
         direction=direction,
     )
-    results = run_ranks(2, play_wishes, [case], (IN_ROWS, IN_ROWS), mode="thread", device=device)
+    results = run_ranks(2, play_asks, [case], (SENTINEL, SENTINEL), mode="thread", device=device)
     check_case(case, [of_rank[0] for of_rank in results])
     if direction == "pull":  # an inbox makes the workspace larger
-        for found in run_ranks(2, rule_of, case.options() | launch(IN_ROWS), (5, 9), mode="thread"):
-            assert found == [IN_ROWS, APART]
+        for found in run_ranks(2, rule_of, case.options() | launch(SENTINEL), (5, 9), mode="thread"):
+            assert found == [SENTINEL, APART]
 
 
-def rule_of(rank: Rank, options: dict[str, Any], sizes: tuple[int, ...]) -> list[int]:
+def rule_of(rank: Rank, options: dict[str, Any], sizes: tuple[int, ...]) -> list[bool | None]:
     """A body: how rows would come for batches of several sizes."""
     with rank.all_to_all(**{"max_tokens_per_rank": 512} | options) as a2a:
-        return [a2a.launches(tokens)[1].inline_flags for tokens in sizes]
+        return [a2a.launches(tokens)[1].sentinel_rows for tokens in sizes]
 
 
 LONG = {"output": putget.Payload((7168,), torch.bfloat16), "num_experts": 64, "top_k": 8}
@@ -123,28 +123,29 @@ LONG = {"output": putget.Payload((7168,), torch.bfloat16), "num_experts": 64, "t
 @pytest.mark.parametrize(
     ("options", "wanted"),
     [
-        (LONG, (2, 2, 2, 2, 1)),
-        (LONG | {"num_sms": 64}, (2, 2, 2, 2, 1)),
-        (LONG | {"num_sms": 16}, (2, 2, 1, 1, 1)),
-        (LONG | {"num_sms": 4}, (2, 1, 1, 1, 1)),
-        (LONG | {"num_sms": 4, "finish_num_sms": 132}, (2, 1, 1, 1, 1)),
-        (LONG | {"num_sms": 4} | launch(IN_ROWS), (2, 2, 2, 2, 1)),
-        (LONG | launch(APART), (1, 1, 1, 1, 1)),
-        (LONG | {"combine_direction": "push"}, (2, 2, 2, 2, 1)),
-        (LONG | {"combine_direction": "push"} | launch(IN_ROWS), (2, 2, 2, 2, 2)),
-        (LONG | {"combine_dtype": torch.float8_e4m3fn}, (2, 2, 2, 2, 2)),
-        (LONG | {"combine_dtype": torch.float8_e4m3fn} | launch(APART), (1, 1, 1, 1, 1)),
-        (LONG | {"combine_dtype": torch.float8_e4m3fn, "num_sms": 4}, (2, 2, 2, 2, 2)),
-        (LONG | {"output": putget.Payload((7,), torch.bfloat16)} | launch(IN_ROWS), (1, 1, 1, 1, 1)),
+        (LONG, "ssss-"),
+        (LONG | {"num_sms": 64}, "ssss-"),
+        (LONG | {"num_sms": 16}, "ss---"),
+        (LONG | {"num_sms": 4}, "s----"),
+        (LONG | {"num_sms": 4, "tuning": putget.Tuning(finish_num_sms=132)}, "s----"),
+        (LONG | {"num_sms": 4} | launch(SENTINEL), "ssss-"),
+        (LONG | launch(APART), "-----"),
+        (LONG | {"combine_direction": "push"}, "ssss-"),
+        (LONG | {"combine_direction": "push"} | launch(SENTINEL), "sssss"),
+        (LONG | {"combine_dtype": torch.float8_e4m3fn}, "sssss"),
+        (LONG | {"combine_dtype": torch.float8_e4m3fn} | launch(APART), "-----"),
+        (LONG | {"combine_dtype": torch.float8_e4m3fn, "num_sms": 4}, "sssss"),
+        (LONG | {"output": putget.Payload((7,), torch.bfloat16)} | launch(SENTINEL), "-----"),
     ],
 )
-def test_launches_show_the_rule(options: dict[str, Any], wanted: tuple[int, ...]) -> None:
+def test_launches_show_the_rule(options: dict[str, Any], wanted: str) -> None:
+    """wanted: s for sentinel rows, - for others, by size."""
     for found in run_ranks(2, rule_of, options, (0, 1, 8, 64, 512), mode="thread"):
-        assert tuple(found) == wanted
+        assert "".join("s" if sentinel else "-" for sentinel in found) == wanted
 
 
-@pytest.mark.parametrize(("ranks", "tokens", "wanted"), [(1, 1, APART), (3, 200, IN_ROWS), (3, 512, APART)])
-def test_the_rule_by_ranks(ranks: int, tokens: int, wanted: int) -> None:
+@pytest.mark.parametrize(("ranks", "tokens", "wanted"), [(1, 1, APART), (3, 200, SENTINEL), (3, 512, APART)])
+def test_the_rule_by_ranks(ranks: int, tokens: int, wanted: bool) -> None:
     """Nothing comes from elsewhere to one rank; with more than two the room decides."""
     for found in run_ranks(ranks, rule_of, LONG, (tokens,), mode="thread"):
         assert found == [wanted]
@@ -164,7 +165,7 @@ def write_nothing_but_ones(rank: Rank, dtype: torch.dtype, wire: Wire) -> tuple[
         combine_scale=scale,
         timeout_s=5.0,
         warmup_timeout_s=20.0,
-        **launch(IN_ROWS),
+        **launch(SENTINEL),
     ) as a2a:
         ids = torch.arange(rank.size, dtype=torch.int32, device=rank.device).repeat(4, 1)
         weights = torch.ones(4, rank.size, device=rank.device)
@@ -188,7 +189,7 @@ def test_what_looks_like_nothing_comes_as_another_nan(dtype: torch.dtype, wire: 
 
 def look_behind(rank: Rank, case: Case) -> tuple[list[Outcome], bool]:
     """A body: rounds, and whether afterwards every word says again that nothing has come."""
-    with rank.all_to_all(**case.options(), **launch(IN_ROWS)) as a2a:
+    with rank.all_to_all(**case.options(), **launch(SENTINEL)) as a2a:
         outcomes = play_on(a2a, rank, case)
         rank.meet()
         behind = a2a.workspace.memory.tensor()[a2a.workspace.regions_end() :]
@@ -199,18 +200,20 @@ def look_behind(rank: Rank, case: Case) -> tuple[list[Outcome], bool]:
 @pytest.mark.parametrize("top_k", [3, 9])
 def test_every_word_is_set_back(top_k: int, wire: Wire, device: str) -> None:
     """Also of rows of several blocks, the last one short, and of several segments."""
-    case = case_of(wire, 3, rounds(200), num_experts=9, top_k=top_k, output=((1104,), torch.bfloat16), inline_flags=0)
+    case = case_of(
+        wire, 3, rounds(200), num_experts=9, top_k=top_k, output=((1104,), torch.bfloat16), sentinel_rows=None
+    )
     results = run_ranks(3, look_behind, case, mode="thread", device=device)
     check_case(case, [outcomes for outcomes, _ in results])
     assert all(is_set_back for _, is_set_back in results)
 
 
-def play_layers_that_share(rank: Rank, cases: list[Case], wishes: list[int]) -> list[list[Outcome]]:
+def play_layers_that_share(rank: Rank, cases: list[Case], asks: list[int]) -> list[list[Outcome]]:
     """A body: objects of different shapes take turns on one workspace, round by round, across the wrap of the epoch."""
     workspace = putget.Workspace(rank.comm, max(map(bytes_of, cases)), device=rank.device, timeout_s=20)
     objects = [
-        rank.all_to_all(**case.options(), **launch(wish), workspace=workspace)
-        for case, wish in zip(cases, wishes, strict=True)
+        rank.all_to_all(**case.options(), **launch(ask), workspace=workspace)
+        for case, ask in zip(cases, asks, strict=True)
     ]
     workspace._reset(2**32 - 5)
     outcomes: list[list[Outcome]] = [[] for _ in cases]
@@ -229,20 +232,20 @@ def play_layers_that_share(rank: Rank, cases: list[Case], wishes: list[int]) -> 
 )
 def test_rows_of_other_sizes_in_the_same_place(wires: list[Wire], outputs: list[Any], device: str) -> None:
     cases = [
-        case_of(wire, 3, rounds(50 + 10 * i, 6), num_experts=9, top_k=3, output=output, inline_flags=0)
+        case_of(wire, 3, rounds(50 + 10 * i, 6), num_experts=9, top_k=3, output=output, sentinel_rows=None)
         for i, (wire, output) in enumerate(zip(wires, outputs, strict=True))
     ]
-    results = run_ranks(3, play_layers_that_share, cases, [IN_ROWS, APART, IN_ROWS], mode="thread", device=device)
+    results = run_ranks(3, play_layers_that_share, cases, [SENTINEL, APART, SENTINEL], mode="thread", device=device)
     for at, case in enumerate(cases):
         for index in range(len(case.rounds)):
             check_round(case, index, {rank: of_rank[at][index] for rank, of_rank in enumerate(results)}, check=False)
 
 
-def miss_a_rank(rank: Rank, wishes: tuple[int, ...]) -> tuple[str, tuple[int, ...], float]:
+def miss_a_rank(rank: Rank, asks: tuple[int, ...]) -> tuple[str, tuple[int, ...], float]:
     """A body: the last rank dispatches and does not combine."""
     case = Case(3, (Round(1, (4, 4, 4)),), num_experts=6, top_k=6)
     sent = case.sent(0, rank.rank)
-    with rank.all_to_all(**case.options(), **launch(wishes[rank.rank]), timeout_s=0.5, warmup_timeout_s=0.5) as a2a:
+    with rank.all_to_all(**case.options(), **launch(asks[rank.rank]), timeout_s=0.5, warmup_timeout_s=0.5) as a2a:
         arguments = [tensor.to(rank.device) for tensor in (sent.topk_ids, sent.topk_weights, *sent.payloads)]
         a2a.dispatch(*arguments)
         a2a.check()
@@ -256,9 +259,9 @@ def miss_a_rank(rank: Rank, wishes: tuple[int, ...]) -> tuple[str, tuple[int, ..
         return "none", (), 0.0
 
 
-@pytest.mark.parametrize("wishes", [(IN_ROWS,) * 3, (IN_ROWS, APART, IN_ROWS)], ids=str)
-def test_a_rank_whose_rows_do_not_come_is_named(wishes: tuple[int, ...], device: str) -> None:
-    results = run_ranks(3, miss_a_rank, wishes, mode="thread", device=device)
+@pytest.mark.parametrize("asks", [(SENTINEL,) * 3, (SENTINEL, APART, SENTINEL)], ids=str)
+def test_a_rank_whose_rows_do_not_come_is_named(asks: tuple[int, ...], device: str) -> None:
+    results = run_ranks(3, miss_a_rank, asks, mode="thread", device=device)
     for phase, missing, seconds in results[:2]:
         assert (phase, missing) == ("combine", (2,))
         assert seconds < 5
@@ -283,8 +286,8 @@ def wait_for_some(rank: Rank) -> tuple[float, Outcome, Outcome]:
     sent = SOME.sent(1, rank.rank)
     arguments = [tensor.to(rank.device) for tensor in (sent.topk_ids, sent.topk_weights, *sent.payloads)]
     rows = SOME.expert_rows(0, rank.rank).to(rank.device)
-    with rank.all_to_all(**SOME.options(), **launch(IN_ROWS), **deadlines) as a2a:
-        assert a2a.launches(2)[1].inline_flags == IN_ROWS
+    with rank.all_to_all(**SOME.options(), **launch(SENTINEL), **deadlines) as a2a:
+        assert a2a.launches(2)[1].sentinel_rows == SENTINEL
         first = play_round(a2a, rank, opened, 0)
         began = time.monotonic()
         if rank.rank == 2:

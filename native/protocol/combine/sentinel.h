@@ -1,4 +1,4 @@
-// Rows of combine that are their own flags, for batches that fit into memory set aside for them: whoever has the
+// Sentinel rows of combine, for batches that fit into memory set aside for them: whoever has the
 // experts' rows sends them, as they travel, to the ranks that sum them, and each word that arrives says by its value
 // that it has come. No fence, no flag to wait for, no read from a peer, and no byte more than the rows have.
 //
@@ -14,42 +14,42 @@
 
 namespace putget {
 
-constexpr uint32_t kPackBytes = sizeof(FlaggedPack);
+constexpr uint32_t kPackBytes = sizeof(SentinelPack);
 // As many bytes of rows that are not quantised as are summed faster so than any other way: for each SM where these are
 // few, and where a token has two rows at most.
-constexpr uint64_t kFlaggedBytesOfSm = 6 * 1024;
+constexpr uint64_t kSentinelBytesOfSm = 6 * 1024;
 constexpr uint32_t kFewSms = 64;
-constexpr uint64_t kFlaggedBytesOfTwo = 2 * 1024 * 1024;
-enum class InlineFlags { kByRule = 0, kNever = 1, kAlways = 2 };
+constexpr uint64_t kSentinelBytesOfTwo = 2 * 1024 * 1024;
+enum class SentinelChoice { kByRule = 0, kNever = 1, kAlways = 2 };
 
 // Of a row, without its scales.
-PUTGET_PURE uint32_t flagged_values_bytes(const Shape& shape) {
+PUTGET_PURE uint32_t sentinel_values_bytes(const Shape& shape) {
   return shape.quantised() ? shape.output_elements : shape.output_row_bytes();
 }
 
 // The rule: whether a rank with so many tokens gets its rows so, where so many bytes are set aside for each peer, on so
 // many SMs (0: enough). Its own dispatch and combine ask it, with the same arguments, and nobody else. As if its peers
 // had as many SMs.
-PUTGET_PURE bool wants_flags(const Shape& shape, InlineFlags choice, uint32_t num_tokens, uint64_t bytes_a_peer,
-                             uint32_t num_sms) {
-  if (flagged_values_bytes(shape) % kPackBytes != 0 || choice == InlineFlags::kNever) return false;
+PUTGET_PURE bool wants_sentinels(const Shape& shape, SentinelChoice choice, uint32_t num_tokens, uint64_t bytes_a_peer,
+                                 uint32_t num_sms) {
+  if (sentinel_values_bytes(shape) % kPackBytes != 0 || choice == SentinelChoice::kNever) return false;
   if (uint64_t{num_tokens} * shape.wire_row_bytes() > bytes_a_peer) return false;
-  if (choice == InlineFlags::kAlways) return true;
+  if (choice == SentinelChoice::kAlways) return true;
   if (shape.ep_size == 1) return false;  // no row comes from elsewhere
   if (shape.quantised()) return true;    // else they would be moved here before they are sent
   const uint64_t bytes = uint64_t{num_tokens} * shape.most_rows() * shape.wire_row_bytes();
-  if (num_sms != 0 && num_sms < kFewSms) return bytes <= num_sms * kFlaggedBytesOfSm;
-  return shape.most_rows() > 2 || bytes <= kFlaggedBytesOfTwo;
+  if (num_sms != 0 && num_sms < kFewSms) return bytes <= num_sms * kSentinelBytesOfSm;
+  return shape.most_rows() > 2 || bytes <= kSentinelBytesOfTwo;
 }
 
 // Pieces of one such row, where a warp takes segment_bytes of its values at a time: whole blocks with a scale.
-PUTGET_PURE Divisor flagged_pieces(const Shape& shape, uint32_t segment_bytes) {
-  return Divisor((flagged_values_bytes(shape) + segment_bytes - 1) / segment_bytes);
+PUTGET_PURE Divisor sentinel_pieces(const Shape& shape, uint32_t segment_bytes) {
+  return Divisor((sentinel_values_bytes(shape) + segment_bytes - 1) / segment_bytes);
 }
 
 // Where the row of a slot is in the memory of the rank that sums it, when it comes from `sender`.
-PUTGET_PURE uint64_t flagged_row(const Plan& plan, uint32_t sender, uint32_t slot) {
-  return plan.flagged.begin + sender * plan.flagged.bytes_a_peer + uint64_t{slot} * plan.shape.wire_row_bytes();
+PUTGET_PURE uint64_t sentinel_row(const Plan& plan, uint32_t sender, uint32_t slot) {
+  return plan.sentinel.begin + sender * plan.sentinel.bytes_a_peer + uint64_t{slot} * plan.shape.wire_row_bytes();
 }
 
 // Whether a rank sums its own experts' rows where these wrote them. Not in halves, where the finish does not know which
@@ -65,7 +65,7 @@ PUTGET_PURE uint32_t first_summing(uint32_t only_sending, uint32_t blocks) {
 }
 
 // Ranks that this one sends rows at most.
-PUTGET_PURE Divisor flagged_sources(const Plan& plan, const CombineCall& call) {
+PUTGET_PURE Divisor sentinel_sources(const Plan& plan, const CombineCall& call) {
   return Divisor(plan.shape.ep_size - (own_rows_stay(plan, call) ? 1 : 0));
 }
 
@@ -73,29 +73,29 @@ PUTGET_PURE Divisor flagged_sources(const Plan& plan, const CombineCall& call) {
 template <class Exec>
 PUTGET_TEXT void send_packs(Exec& exec, const uint8_t* from, uint8_t* to, uint32_t access_bytes, uint32_t begin,
                             uint32_t end) {
-  constexpr uint32_t kUnroll = Exec::template put_unroll<FlaggedPack>();
-  const auto* packs = reinterpret_cast<const FlaggedPack*>(from);
-  auto* sent = reinterpret_cast<FlaggedPack*>(to);
+  constexpr uint32_t kUnroll = Exec::template put_unroll<SentinelPack>();
+  const auto* packs = reinterpret_cast<const SentinelPack*>(from);
+  auto* sent = reinterpret_cast<SentinelPack*>(to);
   const uint32_t last = end / kPackBytes;
   uint32_t pack = begin / kPackBytes + exec.lane();
   if (access_bytes >= kPackBytes) {
     PUTGET_ROLLED
     for (; pack < last; pack += kUnroll * exec.lanes()) {
-      FlaggedPack value[kUnroll];
+      SentinelPack value[kUnroll];
       PUTGET_UNROLL
       for (uint32_t u = 0; u < kUnroll; ++u) {
         if (pack + u * exec.lanes() < last) value[u] = packs[pack + u * exec.lanes()];
       }
       PUTGET_UNROLL
       for (uint32_t u = 0; u < kUnroll; ++u) {
-        if (pack + u * exec.lanes() < last) exec.put_flagged(sent + pack + u * exec.lanes(), value[u]);  // [F1]
+        if (pack + u * exec.lanes() < last) exec.put_sentinel(sent + pack + u * exec.lanes(), value[u]);  // [F1]
       }
     }
     return;
   }
   PUTGET_ROLLED
   for (; pack < last; pack += exec.lanes()) {
-    FlaggedPack value{};
+    SentinelPack value{};
     with_narrow_access(access_bytes, [&](auto access) {
       using Access = decltype(access);
       constexpr uint32_t kInHalf = sizeof(uint64_t) / sizeof(Access);
@@ -105,7 +105,7 @@ PUTGET_TEXT void send_packs(Exec& exec, const uint8_t* from, uint8_t* to, uint32
         value.half[i / kInHalf] |= part << (8 * sizeof(Access) * (i % kInHalf));
       }
     });
-    exec.put_flagged(sent + pack, value);  // [F1]
+    exec.put_sentinel(sent + pack, value);  // [F1]
   }
 }
 
@@ -115,7 +115,7 @@ PUTGET_RARE void send_values(Exec& exec, const Plan& plan, const CombineCall& ca
                              uint32_t begin, uint32_t end) {
   const Transit rows(plan, call);
   const uint8_t* from = rows.from(slot, src);
-  uint8_t* to = plan.base[src] + flagged_row(plan, plan.shape.ep_rank, slot);
+  uint8_t* to = plan.base[src] + sentinel_row(plan, plan.shape.ep_rank, slot);
   if constexpr (kQuantised) {
     quantise<Codec, true>(exec, plan, rows.access_bytes, from, to, begin, end);
   } else {
@@ -126,12 +126,12 @@ PUTGET_RARE void send_values(Exec& exec, const Plan& plan, const CombineCall& ca
 // Sends rows to the sources that want them so, a piece a warp: slot by slot, source by source from the own rank on. It
 // is made before the kernel may read anything, and knows from where it gets what it sends first.
 template <class Exec, class Codec, bool kQuantised>
-class FlaggedSender {
+class SentinelSender {
   using Blocks = QuantisedBlocks<Exec, Codec, true, 1>;
 
  public:
   // The first `blocks` CTAs take part.
-  PUTGET_TEXT FlaggedSender(const Exec& exec, const Plan& plan, const CombineCall& call, uint32_t blocks)
+  PUTGET_TEXT SentinelSender(const Exec& exec, const Plan& plan, const CombineCall& call, uint32_t blocks)
       : item_(exec.warp() * blocks + exec.block()), step_(exec.warps() * blocks) {
     find(plan, call);
     // The first pack, or block, is loaded before it is known whether its row is there at all: memory for it there is.
@@ -144,8 +144,8 @@ class FlaggedSender {
     } else {
       const uint32_t byte = begin_ + exec.lane() * kPackBytes;
       may_load_ = may_load_ && byte < end_;
-      from_ = reinterpret_cast<const FlaggedPack*>(may_load_ ? rows.from(slot_, src_) + byte : plan.own());
-      to_ = reinterpret_cast<FlaggedPack*>(plan.base[src_] + flagged_row(plan, plan.shape.ep_rank, slot_) + byte);
+      from_ = reinterpret_cast<const SentinelPack*>(may_load_ ? rows.from(slot_, src_) + byte : plan.own());
+      to_ = reinterpret_cast<SentinelPack*>(plan.base[src_] + sentinel_row(plan, plan.shape.ep_rank, slot_) + byte);
       exec.pin(from_);
       exec.pin(to_);
     }
@@ -173,7 +173,7 @@ class FlaggedSender {
   }
 
  private:
-  PUTGET_TEXT FlaggedSender(const Plan& plan, const CombineCall& call, uint32_t item, uint32_t step)
+  PUTGET_TEXT SentinelSender(const Plan& plan, const CombineCall& call, uint32_t item, uint32_t step)
       : item_(item), step_(step) {
     find(plan, call);
   }
@@ -181,7 +181,7 @@ class FlaggedSender {
   // What comes behind the first piece of each warp.
   PUTGET_RARE static void send_rest(Exec& exec, const Plan& plan, const CombineCall& call, const StateHead& head,
                                     uint32_t item, uint32_t step) {
-    FlaggedSender sender(plan, call, item, step);
+    SentinelSender sender(plan, call, item, step);
     PUTGET_ROLLED
     while (any_beyond(exec, plan, head, sender.slot_)) {
       if (sender.is_sent(head)) sender.send_piece(exec, plan, call, sender.begin_);
@@ -191,17 +191,17 @@ class FlaggedSender {
   }
 
   PUTGET_TEXT static uint32_t slot_of(const CombineCall& call, uint32_t item) {
-    return call.flagged_sources.quotient(call.flagged_pieces.quotient(item));
+    return call.sentinel_sources.quotient(call.sentinel_pieces.quotient(item));
   }
 
   PUTGET_TEXT void find(const Plan& plan, const CombineCall& call) {
-    const uint32_t bytes = flagged_values_bytes(plan.shape);
-    const uint32_t index = call.flagged_pieces.quotient(item_);
-    begin_ = (item_ - index * call.flagged_pieces.value()) * call.segment_bytes;
+    const uint32_t bytes = sentinel_values_bytes(plan.shape);
+    const uint32_t index = call.sentinel_pieces.quotient(item_);
+    begin_ = (item_ - index * call.sentinel_pieces.value()) * call.segment_bytes;
     end_ = begin_ + call.segment_bytes < bytes ? begin_ + call.segment_bytes : bytes;
-    slot_ = call.flagged_sources.quotient(index);
+    slot_ = call.sentinel_sources.quotient(index);
     // Where own rows stay, the first source is the next rank.
-    const uint32_t sources = call.flagged_sources.value();
+    const uint32_t sources = call.sentinel_sources.value();
     src_ = plan.shape.ep_rank + plan.shape.ep_size - sources + index - slot_ * sources;
     if (src_ >= plan.shape.ep_size) src_ -= plan.shape.ep_size;
   }
@@ -210,11 +210,11 @@ class FlaggedSender {
   PUTGET_TEXT uint32_t send_ahead(Exec& exec, const Plan& plan) const {
     if constexpr (kQuantised) {
       if (!is_ahead_) return 0;
-      uint8_t* to = plan.base[src_] + flagged_row(plan, plan.shape.ep_rank, slot_);
+      uint8_t* to = plan.base[src_] + sentinel_row(plan, plan.shape.ep_rank, slot_);
       blocks_.template store<true>(exec, plan, to);
       return Blocks::kBlocks * kScaleBlock;
     } else {
-      if (is_ahead_) exec.put_flagged(to_, ahead_);  // [F1]
+      if (is_ahead_) exec.put_sentinel(to_, ahead_);  // [F1]
       return exec.votes(is_ahead_) != 0 ? exec.lanes() * kPackBytes : 0;
     }
   }
@@ -227,7 +227,7 @@ class FlaggedSender {
   // Whether the piece's row is there, and its source wants it in this form.
   PUTGET_TEXT bool is_sent(const StateHead& head) const {
     const uint32_t left = head.left[src_];
-    return wants_flags(left) && slot_ < rows_of(left);
+    return wants_sentinels(left) && slot_ < rows_of(left);
   }
 
   // Whether any source that is to be sent anything has rows of this slot.
@@ -235,7 +235,7 @@ class FlaggedSender {
     bool none = true;
     PUTGET_ROLLED
     for (uint32_t src = exec.lane(); src < plan.shape.ep_size; src += exec.lanes()) {
-      none = none && !(wants_flags(head.left[src]) && rows_of(head.left[src]) > slot);
+      none = none && !(wants_sentinels(head.left[src]) && rows_of(head.left[src]) > slot);
     }
     return !exec.all_lanes(none);
   }
@@ -248,9 +248,9 @@ class FlaggedSender {
   uint32_t end_;
   uint32_t next_slot_ = 0;
   bool may_load_ = false;
-  const FlaggedPack* from_ = nullptr;
-  FlaggedPack* to_ = nullptr;
-  FlaggedPack ahead_{};
+  const SentinelPack* from_ = nullptr;
+  SentinelPack* to_ = nullptr;
+  SentinelPack ahead_{};
   const uint8_t* row_ = nullptr;  // where it is quantised
   Blocks blocks_;
   bool is_ahead_ = false;
@@ -258,9 +258,9 @@ class FlaggedSender {
 
 // The same where it is not what the kernel is about.
 template <class Codec, bool kQuantised, class Exec>
-PUTGET_RARE void send_flagged_rows(Exec& exec, const Plan& plan, const CombineCall& call, const StateHead& head,
-                                   uint32_t blocks) {
-  FlaggedSender<Exec, Codec, kQuantised>(exec, plan, call, blocks).send(exec, plan, call, head);
+PUTGET_RARE void send_sentinel_rows(Exec& exec, const Plan& plan, const CombineCall& call, const StateHead& head,
+                                    uint32_t blocks) {
+  SentinelSender<Exec, Codec, kQuantised>(exec, plan, call, blocks).send(exec, plan, call, head);
 }
 
 }  // namespace putget

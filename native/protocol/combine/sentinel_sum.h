@@ -1,22 +1,22 @@
-// Sums of rows that are their own flags (flagged.h).
+// Sums of sentinel rows (sentinel.h).
 #pragma once
 
-#include "protocol/combine/flagged.h"
+#include "protocol/combine/sentinel.h"
 
 namespace putget {
 
-// A `Wire` (reduce.h) of rows that are their own flags; kQuantised: of a shape whose rows travel quantised.
+// A `Wire` (reduce.h) of sentinel rows; kQuantised: of a shape whose rows travel quantised.
 template <class Codec, bool kQuantised>
-struct FlaggedWire : SameWire<Codec, kPackBytes / sizeof(typename Codec::Bits)> {};
+struct SentinelWire : SameWire<Codec, kPackBytes / sizeof(typename Codec::Bits)> {};
 template <class Codec>
-struct FlaggedWire<Codec, true> : Fp8Wire {};
+struct SentinelWire<Codec, true> : Fp8Wire {};
 
 template <class Wire>
-struct IsFlagged {
+struct IsSentinel {
   static constexpr bool kYes = false;
 };
 template <class Codec, bool kQuantised>
-struct IsFlagged<FlaggedWire<Codec, kQuantised>> {
+struct IsSentinel<SentinelWire<Codec, kQuantised>> {
   static constexpr bool kYes = true;
 };
 
@@ -33,8 +33,8 @@ struct RowsTogether<FewRows<kFew>> {
 // One warp's part of the (token, segment) items. The routes are this rank's own, so the first ones are looked up before
 // anything else is known.
 template <class Exec, class Codec, class TopK, bool kQuantised>
-class FlaggedSum {
-  using Wire = FlaggedWire<Codec, kQuantised>;
+class SentinelSum {
+  using Wire = SentinelWire<Codec, kQuantised>;
   using Element = typename Wire::Element;
   static constexpr uint32_t kNone = ~0u;
   static constexpr uint32_t kRows = RowsTogether<TopK>::kRows;
@@ -45,11 +45,11 @@ class FlaggedSum {
   using Out = Pack<Codec, kSummed>;
 
  public:
-  PUTGET_TEXT FlaggedSum(const Exec& exec, const Plan& plan, const CombineCall& call)
+  PUTGET_TEXT SentinelSum(const Exec& exec, const Plan& plan, const CombineCall& call)
       : top_k_{plan.shape.top_k},
-        packs_(flagged_values_bytes(plan.shape) / kPackBytes),
+        packs_(sentinel_values_bytes(plan.shape) / kPackBytes),
         packs_per_segment_(call.segment_bytes / kPackBytes),
-        own_end_(own_rows_stay(plan, call) ? static_cast<uint32_t>(plan.flagged.begin / kPackBytes) : 0),
+        own_end_(own_rows_stay(plan, call) ? static_cast<uint32_t>(plan.sentinel.begin / kPackBytes) : 0),
         item_(exec.warp() * (exec.blocks() - call.first_summing) + exec.block() - call.first_summing),
         step_(exec.warps() * (exec.blocks() - call.first_summing)),
         takes_part_(exec.block() >= call.first_summing) {
@@ -76,7 +76,7 @@ class FlaggedSum {
   PUTGET_TEXT bool run(Exec& exec, const Plan& plan, const CombineCall& call, const StateHead& head, uint32_t* waited) {
     if (token_ >= call.num_tokens) exec.count_as_waited(waited);
     while (token_ < call.num_tokens) {
-      const bool is_last = call.flagged_pieces.quotient(item_ + step_) >= call.num_tokens;
+      const bool is_last = call.sentinel_pieces.quotient(item_ + step_) >= call.num_tokens;
       if (!sum_item(exec, plan, call, head, is_last ? waited : nullptr)) return false;
       item_ += step_;
       find(exec, plan, call);
@@ -88,8 +88,8 @@ class FlaggedSum {
  private:
   // Which token and segment the item is, and where the token's routes are.
   PUTGET_TEXT void find(const Exec& exec, const Plan& plan, const CombineCall& call) {
-    token_ = call.flagged_pieces.quotient(item_);
-    begin_ = (item_ - token_ * call.flagged_pieces.value()) * packs_per_segment_;
+    token_ = call.sentinel_pieces.quotient(item_);
+    begin_ = (item_ - token_ * call.sentinel_pieces.value()) * packs_per_segment_;
     if (!takes_part_) token_ = call.num_tokens;
     const uint64_t route = uint64_t{token_} * top_k_.top_k + exec.lane();
     ranks_ = plan.target_ranks + route;
@@ -99,8 +99,8 @@ class FlaggedSum {
   // First pack of a row, from the start of this rank's memory on: where its experts wrote it, or where it comes.
   PUTGET_TEXT uint32_t place_of(const Plan& plan, uint32_t rank, uint32_t slot) const {
     const uint32_t packs_a_row = plan.shape.wire_row_bytes() / kPackBytes;
-    const auto begin = static_cast<uint32_t>(plan.flagged.begin / kPackBytes);
-    const auto packs_a_peer = static_cast<uint32_t>(plan.flagged.bytes_a_peer / kPackBytes);
+    const auto begin = static_cast<uint32_t>(plan.sentinel.begin / kPackBytes);
+    const auto packs_a_peer = static_cast<uint32_t>(plan.sentinel.bytes_a_peer / kPackBytes);
     const auto own = static_cast<uint32_t>(plan.layout.output / kPackBytes);
     const bool stays = own_end_ != 0 && rank == plan.shape.ep_rank;
     return stays ? own + (slot * plan.shape.ep_size + rank) * packs_a_row
@@ -161,14 +161,14 @@ class FlaggedSum {
   // What has come of a token's rows: a lane's pack of each.
   struct Leaves {
     union Leaf {
-      FlaggedPack come;
+      SentinelPack come;
       Pack<Element, kSummed> part[kParts];
     };
     Leaf leaf[kRows];
     uint32_t scale[kRows];  // bits
   };
 
-  PUTGET_TEXT static uint32_t* scale_at(const Plan& plan, FlaggedPack* row, uint32_t pack) {
+  PUTGET_TEXT static uint32_t* scale_at(const Plan& plan, SentinelPack* row, uint32_t pack) {
     return reinterpret_cast<uint32_t*>(row) + plan.shape.scales_offset() / sizeof(uint32_t) + pack / kPacksOfBlock;
   }
 
@@ -178,13 +178,13 @@ class FlaggedSum {
   template <class Otherwise>
   PUTGET_TEXT bool take(Exec& exec, const Plan& plan, const StateHead& head, const uint32_t* row, uint32_t position,
                         uint32_t pack, uint32_t end, Otherwise otherwise, Leaves& leaves) const {
-    auto* packs = reinterpret_cast<FlaggedPack*>(plan.own());
+    auto* packs = reinterpret_cast<SentinelPack*>(plan.own());
     const bool has_scales = kQuantised && plan.shape.wire_type == WireType::kFp8Block;
     const auto is_there = [&](uint32_t i) { return row[i] != kNone && pack < end; };
     const auto look = [&] {
       PUTGET_UNROLL
       for (uint32_t i = 0; i < kRows; ++i) {
-        const FlaggedPack* from = is_there(i) ? packs + row[i] + pack : nullptr;
+        const SentinelPack* from = is_there(i) ? packs + row[i] + pack : nullptr;
         leaves.leaf[i].come = exec.template poll<Tag::F2>(from, otherwise(i));
       }
       if constexpr (kQuantised) {
@@ -250,7 +250,7 @@ class FlaggedSum {
       const int32_t slot = plan.target_slots[uint64_t{token_} * top_k_.top_k + k];
       if (rank < 0) continue;
       const uint32_t row = place_of(plan, rank, slot);
-      auto* packs = reinterpret_cast<FlaggedPack*>(plan.own()) + row;
+      auto* packs = reinterpret_cast<SentinelPack*>(plan.own()) + row;
       if (!comes(row)) continue;
       bool is_here = exec.template poll<Tag::F2>(packs + pack, 0).has_come();
       if (kQuantised && plan.shape.wire_type == WireType::kFp8Block) {
