@@ -255,12 +255,10 @@ MISMATCHES: dict[str, tuple[str, dict[str, Any]]] = {
     "output_dtype": ("output", {"output": putget.Payload((4,), torch.bfloat16)}),
     "combine_direction": ("combine", {"combine_direction": "push"}),
     "combine_dtype": ("combine", {"combine_dtype": torch.float8_e4m3fn, "output": WIDE}),
-    "combine_scale": ("combine", {"combine_dtype": torch.float8_e4m3fn, "combine_scale": 2.0, "output": WIDE}),
 }
 # What the other ranks have, where it is not the default.
 AGREED: dict[str, dict[str, Any]] = {
     "combine_dtype": {"output": WIDE},
-    "combine_scale": {"combine_dtype": torch.float8_e4m3fn, "combine_scale": 2.5, "output": WIDE},
 }
 
 

@@ -286,7 +286,6 @@ putget_status putget_create(const putget_config* config, putget_memory* memory, 
     plan.timeout_ns = config->timeout_ns;
     plan.warmup_timeout_ns = config->warmup_timeout_ns;
     plan.by_ep_size = putget::Divisor(plan.shape.ep_size);
-    plan.wire_scale = config->wire_scale;
     plan.skips_waits = config->skips_waits;
     plan.object_id = ++memory->objects_made;
     const uint32_t finish_num_sms = config->finish_num_sms != 0 ? config->finish_num_sms : config->num_sms;

@@ -13,8 +13,7 @@ static_assert(PUTGET_BFLOAT16 == static_cast<int>(OutputType::kBFloat16) &&
               PUTGET_FLOAT16 == static_cast<int>(OutputType::kFloat16) &&
               PUTGET_FLOAT32 == static_cast<int>(OutputType::kFloat32));
 static_assert(PUTGET_WIRE_SAME == static_cast<int>(WireType::kSame) &&
-              PUTGET_WIRE_FP8_BLOCK == static_cast<int>(WireType::kFp8Block) &&
-              PUTGET_WIRE_FP8_STATIC == static_cast<int>(WireType::kFp8Static));
+              PUTGET_WIRE_FP8 == static_cast<int>(WireType::kFp8));
 static_assert(PUTGET_BOTH == static_cast<int>(Half::kBoth) && PUTGET_START == static_cast<int>(Half::kStart) &&
               PUTGET_FINISH == static_cast<int>(Half::kFinish));
 static_assert(PUTGET_FAULT_PEER_TIMEOUT == static_cast<int>(FaultKind::kPeerTimeout) &&
@@ -27,7 +26,6 @@ namespace {
 constexpr uint32_t kMaxExperts = 1u << 20;
 constexpr uint32_t kMaxTokens = (1u << kRowsBits) - 1;
 constexpr uint32_t kMaxRowBytes = 1u << 26;
-constexpr float kMaxScale = 1e30f;
 
 }  // namespace
 
@@ -59,15 +57,13 @@ Shape shape_of(const putget_config& config) {
   }
   shape.output_elements = config.output_elements;
   shape.output_type = static_cast<OutputType>(config.output_type);
-  require_range("wire_type", config.wire_type, PUTGET_WIRE_SAME, PUTGET_WIRE_FP8_STATIC);
+  require_range("wire_type", config.wire_type, PUTGET_WIRE_SAME, PUTGET_WIRE_FP8);
   require_range("pushes", config.pushes, 0, 1);
   shape.wire_type = static_cast<WireType>(config.wire_type);
   shape.pushes = config.pushes;
   require(!shape.quantised() || shape.output_elements % kWirePack == 0,
           "output_elements is " + std::to_string(shape.output_elements) + ", quantised rows have a multiple of " +
               std::to_string(kWirePack));
-  require(shape.wire_type != WireType::kFp8Static || (config.wire_scale > 0 && config.wire_scale <= kMaxScale),
-          "wire_scale is " + std::to_string(config.wire_scale) + ", expected a number above 0");
   return shape;
 }
 

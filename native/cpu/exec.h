@@ -200,7 +200,7 @@ struct Exec {
     }
     return largest;
   }
-  // Of a scale that block_scale gives, or that a caller may.
+  // Of a scale that block_scale gives.
   float inverse_of(float scale) const { return 1.0f / scale; }
   template <class Codec, class Pack, uint32_t kCount>
   void narrow(const float (&value)[kCount], Pack& pack) const {

@@ -297,7 +297,7 @@ struct Exec {
     }
   }
 
-  // 1 / scale, rounded, of a scale that block_scale gives or that a caller may: without a branch, by a guess and its
+  // 1 / scale, rounded, of a scale that block_scale gives: without a branch, by a guess and its
   // remainder.
   __device__ float inverse_of(float scale) const {
     const float guess = ptx::inverse_guess(scale);

@@ -44,9 +44,8 @@ typedef enum putget_output_type { PUTGET_BFLOAT16 = 0, PUTGET_FLOAT16 = 1, PUTGE
 
 /* How the rows of combine travel. */
 typedef enum putget_wire_type {
-  PUTGET_WIRE_SAME = 0,      /* as experts write them */
-  PUTGET_WIRE_FP8_BLOCK = 1, /* E4M3, one float32 scale for each 128 elements */
-  PUTGET_WIRE_FP8_STATIC = 2 /* E4M3, wire_scale for all */
+  PUTGET_WIRE_SAME = 0, /* as experts write them */
+  PUTGET_WIRE_FP8 = 1   /* E4M3, one float32 scale for each 128 elements */
 } putget_wire_type;
 
 /* Which part of an operation a call does. */
@@ -99,7 +98,6 @@ typedef struct putget_config {
   uint32_t num_sms;     /* most SMs that one call may use; 0: chosen by size */
   uint32_t wire_type;   /* putget_wire_type; quantised rows have a multiple of 16 elements */
   uint32_t pushes;      /* 1: combine pushes rows, 0: it gets them */
-  float wire_scale;     /* PUTGET_WIRE_FP8_STATIC */
   uint64_t timeout_ns;
   uint64_t warmup_timeout_ns; /* for the first round after putget_memory_start */
   putget_launch dispatch;

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from ctypes import POINTER, Structure, c_char, c_float, c_int32, c_uint8, c_uint32, c_uint64, c_void_p
+from ctypes import POINTER, Structure, c_char, c_int32, c_uint8, c_uint32, c_uint64, c_void_p
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ DEVICE_CPU, DEVICE_CUDA = range(2)
 FAULT_NONE, FAULT_PEER_TIMEOUT, FAULT_CAPACITY, FAULT_MISUSE, FAULT_INTERRUPTED = range(5)
 MISUSE_NO_OPEN_ROUND, MISUSE_TOKEN_COUNT, MISUSE_PEER_RELEASED, MISUSE_NOT_STARTED, MISUSE_NOT_FINISHED = range(1, 6)
 MISUSE_PEER_COMBINED = 6
-WIRE_SAME, WIRE_FP8_BLOCK, WIRE_FP8_STATIC = range(3)
+WIRE_SAME, WIRE_FP8 = range(2)
 BOTH, START, FINISH = range(3)
 SHARE_DESCRIPTOR, SHARE_FABRIC = range(2)
 SILU, GELU = range(2)
@@ -87,7 +87,6 @@ class Config(_Versioned):
         ("num_sms", c_uint32),
         ("wire_type", c_uint32),
         ("pushes", c_uint32),
-        ("wire_scale", c_float),
         ("timeout_ns", c_uint64),
         ("warmup_timeout_ns", c_uint64),
         ("dispatch", Launch),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,26 @@ from putget import _abi
 from putget.payload import Payload
 
 _LISTED_EXPERTS = 64  # in messages
+_INSTEAD = {  # of an argument that AllToAll had once
+    "combine_scale": "combine_dtype=torch.float8_e4m3fn, which has a scale for each 128 elements",
+    "dispatch_launch": "tuning=putget.Tuning(dispatch=putget.Launch(...))",
+    "combine_launch": "tuning=putget.Tuning(combine=putget.Launch(...))",
+    "finish_num_sms": "tuning=putget.Tuning(finish_num_sms=...)",
+    "unsafe_skip_waits": "tuning=putget.Tuning(unsafe_skip_waits=True)",
+}
+
+
+def refuse_removed(given: Mapping[str, object]) -> None:
+    """Refuses arguments that AllToAll does not have, or no longer.
+
+    Raises:
+        ValueError: There was such an argument; the message names what to use.
+        TypeError: There never was.
+    """
+    for name in given:
+        if name in _INSTEAD:
+            raise ValueError(f"{name} is no argument any more, use {_INSTEAD[name]}")
+        raise TypeError(f"AllToAll got an unexpected keyword argument {name!r}")
 
 
 def check_int(name: str, value: Any, low: int, high: int) -> int:

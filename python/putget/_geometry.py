@@ -39,7 +39,6 @@ class Geometry:
         output: Payload,
         combine_direction: str = "pull",
         combine_dtype: torch.dtype | None = None,
-        combine_scale: float | None = None,
     ) -> Geometry:
         """Raises ValueError for the first size or choice that is not allowed."""
         check_int("ep_size", ep_size, 1, _abi.MAX_RANKS)
@@ -60,7 +59,7 @@ class Geometry:
             raise ValueError(f"output dtype is {output.dtype}, allowed are bfloat16, float16 and float32")
         # As many elements for every dtype: they are summed in float32.
         check_row_bytes("output", output.row_bytes, output.dtype.itemsize * (_abi.MAX_ROW_BYTES // 4))
-        wire = Wire.checked(combine_direction, combine_dtype, combine_scale, output)
+        wire = Wire.checked(combine_direction, combine_dtype, output)
         return Geometry(ep_size, num_experts, top_k, max_tokens_per_rank, tuple(payloads), output, wire)
 
     def config(
@@ -82,7 +81,6 @@ class Geometry:
             finish_num_sms=tuning.finish_num_sms or 0,
             wire_type=self.wire.type,
             pushes=self.wire.pushes,
-            wire_scale=self.wire.scale,
             timeout_ns=max(1, int(timeout_s * 1e9)),
             warmup_timeout_ns=max(1, int(warmup_timeout_s * 1e9)),
             dispatch=(tuning.dispatch or Launch()).for_abi(),

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NoReturn
 
 import torch
 
 from putget import _abi
-from putget._arguments import check_expert_to_rank, check_int, check_rows, check_tensor, describe_table
+from putget._arguments import (
+    check_expert_to_rank,
+    check_int,
+    check_rows,
+    check_tensor,
+    describe_table,
+    refuse_removed,
+)
 from putget._geometry import Geometry, default_expert_to_rank
 from putget._object import NativeObject
 from putget._overlap import check_no_grad
@@ -48,8 +56,8 @@ class AllToAll(RoundViews):
             and that is faster (``Launch.sentinel_rows``).
         combine_dtype: torch.float8_e4m3fn: rows travel in half of the bytes, as E4M3 with one float32 scale for each
             128 elements, and are summed in float32. None: as experts write them.
-        combine_scale: With float8_e4m3fn, one scale for all elements instead: an element travels as itself / scale.
         tuning: What only measurements choose; see ``launches``.
+        **removed: Arguments of earlier versions: the ValueError names what to use instead.
 
     Raises:
         ValueError: An argument is wrong, here or on another rank, or differs between ranks; the message names it.
@@ -75,9 +83,10 @@ class AllToAll(RoundViews):
         num_sms: int | None = None,
         combine_direction: str = "pull",
         combine_dtype: torch.dtype | None = None,
-        combine_scale: float | None = None,
         tuning: Tuning | None = None,
+        **removed: NoReturn,
     ) -> None:
+        refuse_removed(removed)
         if not isinstance(comm, Communicator):
             raise ValueError(f"comm is {comm!r}, expected a putget.Communicator")
         comm.require_open()
@@ -91,7 +100,6 @@ class AllToAll(RoundViews):
                 output,
                 combine_direction,
                 combine_dtype,
-                combine_scale,
             )
             tuning = check_tuning(tuning)
             check_seconds("timeout_s", timeout_s)

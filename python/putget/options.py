@@ -22,27 +22,23 @@ class Wire:
 
     Attributes:
         pushes: Owners of rows put them into the inboxes of those that sum them; else those get them.
-        type: ``_abi.WIRE_SAME``, ``WIRE_FP8_BLOCK`` or ``WIRE_FP8_STATIC``.
-        scale: Of ``WIRE_FP8_STATIC``.
+        type: ``_abi.WIRE_SAME`` or ``_abi.WIRE_FP8``.
     """
 
     pushes: bool = False
     type: int = _abi.WIRE_SAME
-    scale: float = 0.0
 
     @staticmethod
-    def checked(direction: str, dtype: torch.dtype | None, scale: float | None, output: Payload) -> Wire:
-        """From the constructor's combine_direction, combine_dtype and combine_scale.
+    def checked(direction: str, dtype: torch.dtype | None, output: Payload) -> Wire:
+        """From the constructor's combine_direction and combine_dtype.
 
         Raises:
-            ValueError: One of them is not allowed, or not with the others.
+            ValueError: One of them is not allowed.
         """
         if direction not in _DIRECTIONS:
             raise ValueError(f"combine_direction is {direction!r}, allowed are {' and '.join(map(repr, _DIRECTIONS))}")
         pushes = direction == "push"
         if dtype is None or dtype == output.dtype:
-            if scale is not None:
-                raise ValueError(f"combine_scale is {scale!r}, but combine_dtype is not torch.float8_e4m3fn")
             return Wire(pushes)
         if dtype != torch.float8_e4m3fn:
             raise ValueError(f"combine_dtype is {dtype!r}, allowed are {output.dtype} and torch.float8_e4m3fn")
@@ -52,19 +48,11 @@ class Wire:
                 f"combine_dtype is torch.float8_e4m3fn, output has {elements} elements, "
                 f"expected a multiple of {_QUANTISED_PACK}"
             )
-        if scale is None:
-            return Wire(pushes, _abi.WIRE_FP8_BLOCK)
-        if isinstance(scale, bool) or not isinstance(scale, int | float) or not 1e-30 <= scale <= 1e30:
-            raise ValueError(f"combine_scale is {scale!r}, expected a number from 1e-30 to 1e30")
-        return Wire(pushes, _abi.WIRE_FP8_STATIC, float(scale))
+        return Wire(pushes, _abi.WIRE_FP8)
 
     def __str__(self) -> str:
-        kinds = {
-            _abi.WIRE_SAME: "as written",
-            _abi.WIRE_FP8_BLOCK: "float8_e4m3fn, a scale for 128",
-            _abi.WIRE_FP8_STATIC: f"float8_e4m3fn, scale {self.scale:g}",
-        }
-        return f"{'push' if self.pushes else 'pull'}, {kinds[self.type]}"
+        kind = "as written" if self.type == _abi.WIRE_SAME else "float8_e4m3fn, a scale for 128"
+        return f"{'push' if self.pushes else 'pull'}, {kind}"
 
 
 _RANGES = {  # of a field: what it is a multiple of, and at most
@@ -181,5 +169,4 @@ def wire_row_bytes(wire: Wire, output: Payload) -> int:
     if wire.type == _abi.WIRE_SAME:
         return output.row_bytes
     elements = output.row_bytes // output.dtype.itemsize
-    scales = math.ceil(elements / 128) if wire.type == _abi.WIRE_FP8_BLOCK else 0
-    return -(-(elements + 4 * scales) // 16) * 16
+    return -(-(elements + 4 * math.ceil(elements / 128)) // 16) * 16

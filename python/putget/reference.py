@@ -245,16 +245,15 @@ def tree_sum(leaves: Sequence[Tensor]) -> Tensor:
     return level[0]
 
 
-def quantised(rows: Tensor, scale: float | None = None) -> Tensor:
+def quantised(rows: Tensor) -> Tensor:
     """What is read back of rows that travel as FP8 (E4M3 without infinities, OCP 8-bit floating point specification).
 
-    An element travels as E4M3 of itself times 1 / scale, rounded to nearest even and saturated at 448; a NaN stays one.
-    All arithmetic is float32.
+    Each block of SCALE_BLOCK elements has a scale, which makes its largest element 448: max(|x|) / 448, where NaNs do
+    not count. An element travels as E4M3 of itself times 1 / scale, rounded to nearest even and saturated at 448; a NaN
+    stays one. All arithmetic is float32.
 
     Args:
         rows: [..., elements], any float dtype.
-        scale: one scale for all elements. None: each block of SCALE_BLOCK elements has its own, which makes its largest
-            element 448: max(|x|) / 448, where NaNs do not count.
 
     Returns:
         [..., elements] float32: the E4M3 values times their scales.
@@ -262,16 +261,13 @@ def quantised(rows: Tensor, scale: float | None = None) -> Tensor:
     fp8 = torch.float8_e4m3fn
     largest_value = torch.finfo(fp8).max
     values = rows.float()
-    if scale is not None:
-        scales = torch.full((1,), scale, device=rows.device)
-    else:
-        elements = rows.shape[-1]
-        blocks = -(-elements // SCALE_BLOCK)
-        magnitude = torch.zeros(*rows.shape[:-1], blocks * SCALE_BLOCK, device=rows.device)
-        magnitude[..., :elements] = values.abs().nan_to_num(0.0, posinf=float("inf"))
-        largest = magnitude.view(*rows.shape[:-1], blocks, SCALE_BLOCK).amax(-1, keepdim=True)
-        scales = largest.clamp(min=_SMALLEST_BLOCK) / largest_value
-        scales = scales.expand(*scales.shape[:-1], SCALE_BLOCK).flatten(-2)[..., :elements]
+    elements = rows.shape[-1]
+    blocks = -(-elements // SCALE_BLOCK)
+    magnitude = torch.zeros(*rows.shape[:-1], blocks * SCALE_BLOCK, device=rows.device)
+    magnitude[..., :elements] = values.abs().nan_to_num(0.0, posinf=float("inf"))
+    largest = magnitude.view(*rows.shape[:-1], blocks, SCALE_BLOCK).amax(-1, keepdim=True)
+    scales = largest.clamp(min=_SMALLEST_BLOCK) / largest_value
+    scales = scales.expand(*scales.shape[:-1], SCALE_BLOCK).flatten(-2)[..., :elements]
     scaled = values * (1.0 / scales)
     return scaled.clamp(-largest_value, largest_value).to(fp8).float() * scales
 
@@ -283,7 +279,6 @@ def combine(
     addend: Tensor | None = None,
     *,
     combine_dtype: torch.dtype | None = None,
-    combine_scale: float | None = None,
 ) -> Tensor:
     """Gets the experts' rows of one source rank back and adds them up.
 
@@ -295,7 +290,6 @@ def combine(
         addend: [num_tokens, *shape] of the same dtype, added last in float32, or None.
         combine_dtype: torch.float8_e4m3fn: what is added up is ``quantised(row)`` of each row, flattened. None or the
             dtype of rows: the rows themselves.
-        combine_scale: scale for ``quantised``.
 
     Returns:
         [num_tokens, *shape] of the dtype of rows: the tree sum in float32 over k of the row in target_slots[:, k], with
@@ -315,7 +309,7 @@ def combine(
     # One +0.0 row at the end stands for every (token, k) without a row.
     pool = torch.cat([*mine, torch.zeros(1, *shape, dtype=dtype, device=mine[0].device)])
     if combine_dtype == torch.float8_e4m3fn:
-        pool = quantised(pool.flatten(1), combine_scale).view(pool.shape)
+        pool = quantised(pool.flatten(1)).view(pool.shape)
     has_row = routing.target_ranks >= 0
     index = first[routing.target_ranks.long().clamp(min=0)] + routing.target_slots.long()
     index = index.masked_fill(~has_row, len(pool) - 1)

@@ -20,7 +20,6 @@ def workspace_bytes(
     num_experts: int | None = None,
     combine_direction: str = "pull",
     combine_dtype: torch.dtype | None = None,
-    combine_scale: float | None = None,
 ) -> int:
     """Symmetric bytes that each rank needs, before anything is allocated.
 
@@ -35,7 +34,6 @@ def workspace_bytes(
         num_experts: Accepted for symmetry with ``AllToAll``; the size does not depend on it.
         combine_direction: As given to ``AllToAll``; "push" needs an inbox as large as the rows that travel.
         combine_dtype: As given to ``AllToAll``; quantised rows have a region of their own.
-        combine_scale: As given to ``AllToAll``.
 
     Raises:
         ValueError: A size is not allowed.
@@ -50,6 +48,5 @@ def workspace_bytes(
         output,
         combine_direction,
         combine_dtype,
-        combine_scale,
     )
     return int(geometry.layout().total_bytes)

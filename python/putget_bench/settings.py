@@ -15,10 +15,9 @@ from putget_bench import profiles, routing
 
 BACKENDS = ("nvlink_one_sided",)
 DEVICES = ("auto", "cpu", "cuda")
-COMBINE_DTYPES = ("bfloat16", "float16", "float32", "fp8_block", "fp8_static")
+COMBINE_DTYPES = ("bfloat16", "float16", "float32", "fp8_block")
 COMBINE_DIRECTIONS = ("pull", "push")
 FP8_PACK = 16  # a row in FP8 has a multiple of this many values
-_STATIC_SCALE = 2.0**-6  # of fp8_static: rows here stay well below 448 of it
 PEERS = ("nccl", "flashinfer", "deepep")
 MAX_EP_SIZE = 128
 MAX_TOP_K = 32
@@ -82,8 +81,7 @@ class Settings:
         options = {"combine_direction": self.combine_direction}
         if not self.combine_is_fp8:
             return options
-        scale = _STATIC_SCALE if self.combine_dtype == "fp8_static" else None
-        return {**options, "combine_dtype": torch.float8_e4m3fn, "combine_scale": scale}
+        return {**options, "combine_dtype": torch.float8_e4m3fn}
 
     def combine_wire_bytes(self) -> int:
         """Bytes of one row of combine as putget brings it back: FP8 values, and their float32 scales."""

@@ -316,15 +316,6 @@ WIRES: list[tuple[str, dict[str, Any]]] = [
         ("combine_dtype", {"combine_dtype": FP8, "output": putget.Payload((n,), torch.float32)})
         for n in (1, 8, 24, 129)
     ],
-    *[
-        (
-            "combine_scale",
-            {"combine_scale": value, "combine_dtype": FP8, "output": putget.Payload((16,), torch.float16)},
-        )
-        for value in (0, -1.0, float("nan"), float("inf"), 1e31, 1e-31, "1", True, [1.0], torch.ones(1))
-    ],
-    ("combine_scale", {"combine_scale": 1.0}),
-    ("combine_scale", {"combine_scale": 1.0, "combine_dtype": torch.float32}),
 ]
 LAUNCHES: list[tuple[str, dict[str, Any]]] = [
     ("tuning", {"tuning": value}) for value in (1, putget.Launch(), {"blocks": 1}, "Tuning", putget.Tuning)
@@ -467,6 +458,26 @@ def test_launch_refuses(name: str, value: Any) -> None:
 def test_tuning_refuses(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"^Tuning {name} is .*, expected"):
         putget.Tuning(**{name: value})
+
+
+REMOVED = ("combine_scale", "dispatch_launch", "combine_launch", "finish_num_sms", "unsafe_skip_waits")
+
+
+def construct_with(rank: Rank, name: str) -> str:
+    with pytest.raises((ValueError, TypeError)) as caught:
+        rank.all_to_all(**{name: None})
+    return f"{caught.type.__name__}: {caught.value}"
+
+
+@pytest.mark.parametrize("name", REMOVED)
+def test_what_was_removed_names_what_to_use(name: str) -> None:
+    (said,) = run_ranks(1, construct_with, name, mode="thread")
+    assert said.startswith(f"ValueError: {name} is no argument any more, use ")
+
+
+def test_what_never_was_is_a_type_error() -> None:
+    (said,) = run_ranks(1, construct_with, "speed", mode="thread")
+    assert said == "TypeError: AllToAll got an unexpected keyword argument 'speed'"
 
 
 @pytest.mark.parametrize("value", [0, 1, 2, "yes"])

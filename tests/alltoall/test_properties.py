@@ -77,7 +77,6 @@ def cases(draw: st.DrawFn) -> Case:
         output=(draw(shapes if wire is None else quantised_shapes), draw(st.sampled_from(OUTPUT_DTYPES))),
         direction=draw(st.sampled_from(["pull", "push"])),
         wire=wire,
-        scale=None if wire is None else draw(st.sampled_from([None, 1.0, 0.01, 300.0])),
         table=draw(
             st.none() | st.lists(st.integers(0, ep_size - 1), min_size=num_experts, max_size=num_experts).map(tuple)
         ),

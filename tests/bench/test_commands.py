@@ -100,7 +100,7 @@ def test_odd_top_k_and_hidden_size(putget: Command, top_k: int, router: str) -> 
         "--ep_size 4 --quant bf16 --payload_dtype float32 --combine_dtype float16 --hidden_size 96 --perfect_router",
         "--ep_size 1 --hidden_size 256 --peers nccl",
         "--ep_size 2 --hidden_size 272 --combine_dtype fp8_block --peers nccl",
-        "--ep_size 2 --hidden_size 256 --combine_dtype fp8_static",
+        "--ep_size 2 --hidden_size 256 --combine_dtype fp8_block",
         "--ep_size 2 --hidden_size 256 --combine_dtype fp8_block --combine_direction push",
     ],
 )

@@ -84,7 +84,7 @@ def cases_of(ep_size: int) -> list[tuple[int | None, Case]]:
         (4, replace(chunks, direction="push")),
         (4, replace(chunks, direction="push", **fp8)),
         (None, replace(ragged, sentinel_rows=SENTINEL, **fp8)),
-        (4, replace(chunks, sentinel_rows=SENTINEL, scale=0.0625, **fp8)),
+        (4, replace(chunks, sentinel_rows=SENTINEL, **fp8)),
     ]
 
 

@@ -64,7 +64,6 @@ class Case:
         table: the constructor's expert_to_rank; None for the default.
         direction: combine_direction.
         wire: combine_dtype, or None.
-        scale: combine_scale, or None.
         active: the active ranks; the rounds run on these alone.
         sentinel_rows: of combine; likewise.
     """
@@ -79,7 +78,6 @@ class Case:
     table: tuple[int, ...] | None = None
     direction: str = "pull"
     wire: torch.dtype | None = None
-    scale: float | None = None
     active: tuple[bool, ...] | None = field(default=None)
     sentinel_rows: bool | None = None
 
@@ -93,7 +91,6 @@ class Case:
             "output": putget.Payload(*self.output),
             "combine_direction": self.direction,
             "combine_dtype": self.wire,
-            "combine_scale": self.scale,
         }
         if self.sentinel_rows is not None:
             options["tuning"] = putget.Tuning(combine=putget.Launch(sentinel_rows=self.sentinel_rows))

@@ -203,7 +203,6 @@ def check_round(case: Case, index: int, outcomes: dict[int, Outcome], check: boo
                 rank,
                 case.addend(index, rank),
                 combine_dtype=case.wire,
-                combine_scale=case.scale,
             )
             require_same(where + "combined", got.combined, wanted)
 

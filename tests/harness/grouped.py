@@ -115,6 +115,5 @@ def check_grouped(case: Case, alignments: tuple[int, ...], outcomes: list[list[G
                 rank,
                 case.addend(index, rank),
                 combine_dtype=case.wire,
-                combine_scale=case.scale,
             )
             require_same(f"round {index} rank {rank}: combined", outcomes[rank][index].combined, wanted)

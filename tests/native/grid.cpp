@@ -66,7 +66,7 @@ int main() {
           for (uint32_t sms : {1u, 132u}) {
             for (uint32_t splits : {0u, 1u, 128u}) {
               for (uint32_t segment : {0u, 512u, 1u << 26}) {
-                for (WireType wire : {WireType::kSame, WireType::kFp8Block}) {
+                for (WireType wire : {WireType::kSame, WireType::kFp8}) {
                   check(shape_of(ep_size, payloads, row_bytes, wire), tokens, {sms, 132},
                         putget_launch{0, 0, segment, splits, 0, 0});
                 }

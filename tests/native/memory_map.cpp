@@ -24,7 +24,7 @@ Shape example() {
   shape.row_bytes[1] = 56 * 4;
   shape.output_elements = 7168;
   shape.output_type = putget::OutputType::kBFloat16;
-  shape.wire_type = putget::WireType::kFp8Block;
+  shape.wire_type = putget::WireType::kFp8;
   shape.pushes = 1;
   return shape;
 }

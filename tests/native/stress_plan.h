@@ -22,7 +22,6 @@ struct Options {
 };
 
 constexpr uint32_t kKinds = 5;
-constexpr float kStaticScale = 2.0f;
 
 enum class Purpose : uint64_t {
   kObject,
@@ -58,7 +57,7 @@ class StressPlan {
   // weights.
   //   0  float32, combine gets      2  float32, combine pushes
   //   1  bfloat16, combine gets     3  bfloat16, combine gets quantised rows, one scale a block
-  //                                 4  float32, combine pushes quantised rows, one scale for all
+  //                                 4  float32, combine pushes quantised rows, one scale a block
   Shape shape(uint32_t object, uint32_t rank) const {
     const uint32_t kind = options_.kinds[object];
     constexpr uint32_t kTopK[kKinds] = {4, 2, 4, 2, 4};
@@ -77,7 +76,7 @@ class StressPlan {
     shape.output_elements = kElements[kind];
     shape.output_type = kind % 2 == 0 ? OutputType::kFloat32 : OutputType::kBFloat16;
     shape.pushes = kind == 2 || kind == 4;
-    shape.wire_type = kind == 3 ? WireType::kFp8Block : kind == 4 ? WireType::kFp8Static : WireType::kSame;
+    shape.wire_type = kind == 3 || kind == 4 ? WireType::kFp8 : WireType::kSame;
     return shape;
   }
 

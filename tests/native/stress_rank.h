@@ -239,7 +239,6 @@ class StressRank {
     plan.tables_apart = object->tables_apart.data();
     plan.timeout_ns = static_cast<uint64_t>(plan_.options().timeout_s * 1e9);
     plan.warmup_timeout_ns = plan.timeout_ns;
-    plan.wire_scale = kStaticScale;
     plan.object_id = index;
     return object;
   }

@@ -188,8 +188,8 @@ SENTINEL = {
     "a scale set back before all have looked": (
         SCALED,
         "protocol/combine/sentinel_sum.h",
-        "if (has_scales && is_there(i) && ends_block)",
-        "if (has_scales && is_there(i))",
+        "if (is_there(i) && ends_block)",
+        "if (is_there(i))",
     ),
     "an own row is sent, and read where it stays": (
         WHOLE,

@@ -121,7 +121,6 @@ struct Fp8Wire {
 
   template <class Exec>
   PUTGET_TEXT static float scale_of(Exec& exec, const Plan& plan, const uint8_t* row, uint32_t element) {
-    if (plan.shape.wire_type == WireType::kFp8Static) return plan.wire_scale;
     const float* scales = row == nullptr ? nullptr : reinterpret_cast<const float*>(row + plan.shape.scales_offset());
     return exec.get_or_zero(scales, element / kScaleBlock);  // [C4] [C9]
   }

@@ -173,13 +173,12 @@ class SentinelSum {
   }
 
   // Waits until a pack of some rows, those of a token's positions from one on, has come, and sets it back. Of a row
-  // that there is not it is `otherwise(i)`, twice. False: a deadline passed. Where rows have scales, all lanes of the
+  // that there is not it is `otherwise(i)`, twice. False: a deadline passed. Where rows are quantised, all lanes of the
   // warp call it, also behind the row's end, and get the same answer.
   template <class Otherwise>
   PUTGET_TEXT bool take(Exec& exec, const Plan& plan, const StateHead& head, const uint32_t* row, uint32_t position,
                         uint32_t pack, uint32_t end, Otherwise otherwise, Leaves& leaves) const {
     auto* packs = reinterpret_cast<SentinelPack*>(plan.own());
-    const bool has_scales = kQuantised && plan.shape.wire_type == WireType::kFp8Block;
     const auto is_there = [&](uint32_t i) { return row[i] != kNone && pack < end; };
     const auto look = [&] {
       PUTGET_UNROLL
@@ -190,8 +189,7 @@ class SentinelSum {
       if constexpr (kQuantised) {
         PUTGET_UNROLL
         for (uint32_t i = 0; i < kRows; ++i) {
-          const bool has_scale = has_scales && is_there(i);
-          leaves.scale[i] = exec.template poll<Tag::F2>(has_scale ? scale_at(plan, packs + row[i], pack) : nullptr);
+          leaves.scale[i] = exec.template poll<Tag::F2>(is_there(i) ? scale_at(plan, packs + row[i], pack) : nullptr);
         }
       }
     };
@@ -224,8 +222,7 @@ class SentinelSum {
     const bool ends_block = pack % kPacksOfBlock == kPacksOfBlock - 1 || pack + 1 == packs_;
     PUTGET_UNROLL
     for (uint32_t i = 0; i < kRows; ++i) {
-      if (!has_scales) leaves.scale[i] = bits_of_float(plan.wire_scale);
-      if (has_scales && is_there(i) && ends_block) exec.clear(scale_at(plan, packs + row[i], pack));  // [F3]
+      if (is_there(i) && ends_block) exec.clear(scale_at(plan, packs + row[i], pack));  // [F3]
     }
     return true;
   }
@@ -253,7 +250,7 @@ class SentinelSum {
       auto* packs = reinterpret_cast<SentinelPack*>(plan.own()) + row;
       if (!comes(row)) continue;
       bool is_here = exec.template poll<Tag::F2>(packs + pack, 0).has_come();
-      if (kQuantised && plan.shape.wire_type == WireType::kFp8Block) {
+      if (kQuantised) {
         is_here = is_here && exec.template poll<Tag::F2>(scale_at(plan, packs, pack)) != kScaleNotCome;
       }
       if (!is_here) missing.insert(rank);

@@ -1,7 +1,7 @@
 // Moving rows before they are summed: from outside the workspace into it, into a peer's inbox, or into fewer bytes.
 //
-// A quantised row is E4M3 values, and behind them one float32 scale for each kScaleBlock values, or no scale where one
-// is given for all. It is made where a row is written or sent; sums are made of what is read back, in float32.
+// A quantised row is E4M3 values, and behind them one float32 scale for each kScaleBlock values. It is made where a row
+// is written or sent; sums are made of what is read back, in float32.
 #pragma once
 
 #include "protocol/round/access.h"
@@ -147,9 +147,7 @@ class QuantisedBlocks {
   // Every lane goes through the same steps: a group takes the largest element of its lanes together.
   template <bool kSentinel>
   PUTGET_TEXT void store(Exec& exec, const Plan& plan, uint8_t* to) const {
-    const bool has_scales = plan.shape.wire_type == WireType::kFp8Block;
     float* scales = reinterpret_cast<float*>(to + plan.shape.scales_offset());
-    // Also where nobody asks: else more registers wait in local memory.
     float largest[kAhead] = {};
     PUTGET_UNROLL
     for (uint32_t a = 0; a < kAhead; ++a) {
@@ -162,16 +160,11 @@ class QuantisedBlocks {
       }
     }
     float inverse[kAhead];  // of the scales
-    if (has_scales) {
-      PUTGET_UNROLL
-      for (uint32_t a = 0; a < kAhead; ++a) {
-        const float scale = block_scale(exec.template largest_of<kLanes>(largest[a]));
-        if (block_of(a) < end_ && place_ == 0) Store<kSentinel>::put(exec, scales + block_of(a), scale);
-        inverse[a] = exec.inverse_of(scale);
-      }
-    } else {
-      PUTGET_UNROLL
-      for (uint32_t a = 0; a < kAhead; ++a) inverse[a] = exec.inverse_of(plan.wire_scale);
+    PUTGET_UNROLL
+    for (uint32_t a = 0; a < kAhead; ++a) {
+      const float scale = block_scale(exec.template largest_of<kLanes>(largest[a]));
+      if (block_of(a) < end_ && place_ == 0) Store<kSentinel>::put(exec, scales + block_of(a), scale);
+      inverse[a] = exec.inverse_of(scale);
     }
     PUTGET_UNROLL
     for (uint32_t a = 0; a < kAhead; ++a) {

@@ -36,9 +36,8 @@ enum class OutputType : uint32_t { kBFloat16 = 0, kFloat16 = 1, kFloat32 = 2 };
 
 PUTGET_PURE constexpr uint32_t element_bytes(OutputType type) { return type == OutputType::kFloat32 ? 4 : 2; }
 
-// How the rows of combine travel: as experts write them, or as E4M3 with one float32 scale for each block of elements,
-// or with one scale for all.
-enum class WireType : uint32_t { kSame = 0, kFp8Block = 1, kFp8Static = 2 };
+// How the rows of combine travel: as experts write them, or as E4M3 with one float32 scale for each block of elements.
+enum class WireType : uint32_t { kSame = 0, kFp8 = 1 };
 
 constexpr uint32_t kScaleBlock = 128;  // elements
 constexpr uint32_t kWirePack = 16;     // elements of a quantised row that are moved as one access
@@ -66,7 +65,7 @@ struct Shape {
   PUTGET_PURE uint32_t scales_offset() const { return round_up(output_elements, kWirePack); }
   PUTGET_PURE uint32_t wire_row_bytes() const {
     if (!quantised()) return output_row_bytes();
-    const uint32_t blocks = wire_type == WireType::kFp8Block ? round_up(output_elements, kScaleBlock) / kScaleBlock : 0;
+    const uint32_t blocks = round_up(output_elements, kScaleBlock) / kScaleBlock;
     return round_up(scales_offset() + blocks * static_cast<uint32_t>(sizeof(float)), kWirePack);
   }
   // Rows that a token gets at most: one on each rank.

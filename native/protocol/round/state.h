@@ -79,7 +79,6 @@ struct Plan {
   uint64_t timeout_ns;
   uint64_t warmup_timeout_ns;
   Divisor by_ep_size;
-  float wire_scale;      // WireType::kFp8Static: an element is its E4M3 value times this
   uint32_t object_id;    // of the objects on one memory
   uint32_t skips_waits;  // 1: nothing is waited for, to see what waiting costs
 
