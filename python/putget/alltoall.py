@@ -20,17 +20,17 @@ from putget._arguments import (
 from putget._geometry import Geometry, default_expert_to_rank
 from putget._object import NativeObject
 from putget._overlap import check_no_grad
-from putget._rounds import RoundViews
+from putget._rounds import Rounds
 from putget.communicator import Communicator
 from putget.errors import InvalidExpertIds, PutgetError
-from putget.expert_major import ExpertMajor
+from putget.expert_major import ExpertMajor, ExpertMajorMemory
 from putget.options import Launch, Tuning, check_tuning
 from putget.payload import Payload
 from putget.received import Received
 from putget.workspace import Workspace, check_seconds, check_workspace, resolve_device
 
 
-class AllToAll(RoundViews):
+class AllToAll:
     """One-sided dispatch and combine of a mixture-of-experts layer. Construction is collective over the group.
 
     The method is the token-major, one-sided exchange that NVIDIA published for TensorRT-LLM's wide expert parallelism;
@@ -152,7 +152,8 @@ class AllToAll(RoundViews):
             if self._owns_workspace:
                 self._workspace.close()
             raise
-        super().__init__(self._workspace, geometry, native)
+        self._native = native
+        self._rounds = Rounds(self._workspace, geometry, native)
 
     # --- rounds -------------------------------------------------------------------------------------------------------
 
@@ -191,7 +192,7 @@ class AllToAll(RoundViews):
                 likewise.
         """
         self._dispatch(_abi.BOTH, topk_ids, topk_weights, payloads, max_rows, num_valid_tokens)
-        return self._received()
+        return self._rounds.received()
 
     def dispatch_start(
         self,
@@ -208,8 +209,7 @@ class AllToAll(RoundViews):
         errors: see ``dispatch``.
         """
         self._dispatch(_abi.START, topk_ids, topk_weights, payloads, max_rows, num_valid_tokens)
-        self._turns.start(self._owner, "dispatch_start")
-        self._grouper.end()  # peers may write over the rows of the last round, if that was open
+        self._rounds.start("dispatch_start")
 
     def dispatch_finish(self) -> Received:
         """The second half of ``dispatch``: waits until every rank's rows are here.
@@ -222,9 +222,9 @@ class AllToAll(RoundViews):
             PeerTimeout, CapacityExceeded: As ``dispatch`` raises them.
         """
         self._native.require_open()
-        self._require(self._turns.refuse_unstarted(self._owner, "dispatch_finish"))
+        self._rounds.require_started("dispatch_finish")
         self._native.finish_dispatch()
-        return self._received()
+        return self._rounds.received()
 
     def _dispatch(
         self,
@@ -236,7 +236,7 @@ class AllToAll(RoundViews):
         num_valid_tokens: torch.Tensor | None,
     ) -> None:
         self._native.require_open()
-        self._require(self._turns.refuse_unfinished("dispatch" if half == _abi.BOTH else "dispatch_start"))
+        self._rounds.require_finished("dispatch" if half == _abi.BOTH else "dispatch_start")
         geometry = self._geometry
         num_tokens = geometry.check_dispatch(topk_ids, topk_weights, payloads, num_valid_tokens, self._device)
         rows = geometry.max_tokens_per_rank
@@ -280,13 +280,13 @@ class AllToAll(RoundViews):
                 the others the next dispatch says so, as it does of a missing rank.
         """
         self._native.require_open()
-        self._require(self._turns.refuse_unfinished("combine"))
-        self._require(self._turns.refuse_without_round(self._owner, "combine"))
+        self._rounds.require_finished("combine")
+        self._rounds.require_open("combine")
         self._check_rows(x, layout)
         result = self._take_out(out, addend)
         self._finalize(x, layout)
         self._native.combine(_abi.BOTH)
-        self._end()
+        self._rounds.end()
         return result
 
     def combine_start(self, x: torch.Tensor | None = None, *, layout: ExpertMajor | None = None) -> None:
@@ -297,13 +297,12 @@ class AllToAll(RoundViews):
         dispatch. Arguments and errors: see ``combine``.
         """
         self._native.require_open()
-        self._require(self._turns.refuse_unfinished("combine_start"))
-        self._require(self._turns.refuse_without_round(self._owner, "combine_start"))
+        self._rounds.require_finished("combine_start")
+        self._rounds.require_open("combine_start")
         self._check_rows(x, layout)
         self._finalize(x, layout)
         self._native.combine(_abi.START)
-        self._turns.start(self._owner, "combine_start")
-        self._grouper.end()
+        self._rounds.start("combine_start")
 
     def combine_finish(self, *, out: torch.Tensor | None = None, addend: torch.Tensor | None = None) -> torch.Tensor:
         """The second half of ``combine``: waits for every rank, and sums the rows of this rank's tokens.
@@ -314,16 +313,16 @@ class AllToAll(RoundViews):
             ProtocolMisuse: No ``combine_start`` came before it.
         """
         self._native.require_open()
-        self._require(self._turns.refuse_unstarted(self._owner, "combine_finish"))
+        self._rounds.require_started("combine_finish")
         result = self._take_out(out, addend)
         self._native.combine(_abi.FINISH)
-        self._end()
+        self._rounds.end()
         return result
 
     def _check_rows(self, x: torch.Tensor | None, layout: ExpertMajor | None) -> None:
         strides = (0, 0)
         if layout is not None:
-            self._grouper.check_rows(x, self._grouper.check_layout(layout), "x")
+            self._rounds.grouper.check_rows(x, self._rounds.grouper.check_layout(layout), "x")
         if x is not None:
             if layout is None:
                 strides = check_rows(x, self.ep_size, self._native.max_rows, self._geometry.output, self._device)
@@ -333,7 +332,7 @@ class AllToAll(RoundViews):
 
     def _finalize(self, x: torch.Tensor | None, layout: ExpertMajor | None) -> None:
         if x is not None and layout is not None:
-            self._grouper.finalize(x, layout)
+            self._rounds.grouper.finalize(x, layout)
 
     def _take_out(self, out: torch.Tensor | None, addend: torch.Tensor | None) -> torch.Tensor:
         output = self._geometry.output
@@ -356,9 +355,9 @@ class AllToAll(RoundViews):
             PeerTimeout: A fault stands.
         """
         self._native.require_open()
-        self._require(self._turns.refuse_unfinished("release"))
+        self._rounds.require_finished("release")
         self._native.release()
-        self._end()
+        self._rounds.end()
 
     # --- about it -----------------------------------------------------------------------------------------------------
 
@@ -366,6 +365,63 @@ class AllToAll(RoundViews):
     def ep_rank(self) -> int:
         """This rank."""
         return self._comm.rank
+
+    # --- what a round has ---------------------------------------------------------------------------------------------
+
+    @property
+    def combine_input(self) -> torch.Tensor:
+        """[ep_size, max_rows, *shape] in the workspace: experts write row (src, slot) here.
+
+        max_rows is the last dispatch's. Writable from the end of dispatch to the start of combine. Its attribute
+        ``flat`` is the same memory as contiguous [max_rows * ep_size, *shape].
+        """
+        return self._rounds.combine_input()
+
+    @property
+    def target_ranks(self) -> torch.Tensor:
+        """[num_tokens, top_k] int32 of the last dispatch: the rank of the expert that owns the slot; -1 elsewhere."""
+        return self._native.target_ranks[: self._native.num_tokens]
+
+    @property
+    def target_slots(self) -> torch.Tensor:
+        """[num_tokens, top_k] int32 of the last dispatch: the slot on that rank; -1 elsewhere."""
+        return self._native.target_slots[: self._native.num_tokens]
+
+    @property
+    def expert_to_rank(self) -> torch.Tensor:
+        """[num_experts] int32 on the device, read at every dispatch; change it in place, or assign to copy into it."""
+        return self._native.expert_to_rank
+
+    @expert_to_rank.setter
+    def expert_to_rank(self, value: torch.Tensor | Sequence[int]) -> None:
+        table = check_expert_to_rank(value, self._geometry.num_experts, self.ep_size, self._device)
+        self._native.expert_to_rank.copy_(table)
+
+    @property
+    def ep_size(self) -> int:
+        """Ranks of the expert-parallel group."""
+        return self._geometry.ep_size
+
+    def expert_major_memory(
+        self, alignment: int = 1, max_rows: int | None = None, *, copy_rows: bool = True
+    ) -> ExpertMajorMemory:
+        """Memory for ``received.expert_major(alignment, memory=...)``, zeroed; it waits for the current stream.
+
+        Args:
+            alignment: Groups begin at multiples of this many rows, 1 to 4096.
+            max_rows: As for dispatch; by default max_tokens_per_rank.
+            copy_rows: As for ``expert_major``: False leaves no room for payloads.
+
+        Raises:
+            ValueError: One of them is out of range.
+        """
+        rows = self._geometry.max_tokens_per_rank if max_rows is None else max_rows
+        return ExpertMajorMemory(self._rounds.grouper.sizes(alignment, rows, copy_rows))
+
+    @property
+    def num_local_experts(self) -> int:
+        """Groups of an expert-major layout: experts that this rank had at construction."""
+        return self._rounds.grouper.num_local_experts
 
     def launches(self, num_tokens: int) -> tuple[Launch, Launch]:
         """How dispatch and combine are launched with this many tokens; on CPU combine has ``sentinel_rows`` alone.
@@ -440,7 +496,7 @@ class AllToAll(RoundViews):
         if count:
             self._native.invalid_ids.zero_()
             raise InvalidExpertIds(count, self._geometry.num_experts)
-        self._grouper.raise_lost()
+        self._rounds.grouper.raise_lost()
         self._workspace.raise_tables_apart()
 
     def _compare_tables(self) -> None:
@@ -468,7 +524,7 @@ class AllToAll(RoundViews):
                 self._workspace.raise_fault(only_unseen=True)
         finally:
             self._native.destroy()
-            self._forget()
+            self._rounds.forget()
             if self._owns_workspace:
                 self._workspace.close()
 

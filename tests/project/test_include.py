@@ -5,6 +5,7 @@ Every rule is also run on a tree that breaks it, so a rule that no longer bites 
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +14,8 @@ import pytest
 
 from tests.project.checkout import NATIVE, ROOT, cpp_files, python_files
 
-MAX_LINES = 500
+MAX_LINES = 500  # of a native file
+SCREEN = 76  # lines of a Python function, its docstring apart
 INCLUDE = re.compile(r'^\s*#\s*include\s*(?:<([^>]+)>|"([^"]+)")', re.MULTILINE)
 ASM = re.compile(r"\b(?:asm|__asm__|__asm)\b\s*(?:volatile|__volatile__)?\s*\(")
 MULTICAST = re.compile(r"cuMulticast|CU_MEM_ALLOCATION_COMP_MULTICAST|\bmultimem\.", re.IGNORECASE)
@@ -139,9 +141,28 @@ def test_rule_bites(tmp_path: Path, rule: Callable[[Path], Iterator[str]], name:
     assert len(list(rule(tmp_path))) == 1
 
 
-def test_no_file_is_too_long() -> None:
-    folders = [ROOT / name for name in ("native", "python", "tests", "scripts", "cmake")]
-    files = [path for folder in folders for path in (*python_files(folder), *cpp_files(folder))]
-    lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in files}
+def code_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Lines of a body, its docstring apart."""
+    body = function.body[1:] if ast.get_docstring(function) else function.body
+    return (body[-1].end_lineno or 0) - body[0].lineno + 1 if body else 0
+
+
+def long_functions(folder: Path) -> dict[str, int]:
+    return {
+        f"{path.relative_to(folder)}: {node.name}": code_lines(node)
+        for path in python_files(folder)
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and code_lines(node) > SCREEN
+    }
+
+
+def test_functions_fit_a_screen(tmp_path: Path) -> None:
+    assert long_functions(ROOT / "python") == {}
+    (tmp_path / "long.py").write_text("def f():\n" + "    x = 1\n" * (SCREEN + 1))
+    assert long_functions(tmp_path) == {"long.py: f": SCREEN + 1}
+
+
+def test_native_files_are_not_too_long() -> None:
+    lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in cpp_files(NATIVE)}
     assert lengths
     assert {name: lines for name, lines in lengths.items() if lines > MAX_LINES} == {}
