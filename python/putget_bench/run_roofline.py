@@ -16,7 +16,7 @@ from putget_bench.progress import RunProgress, make_console
 from putget_bench.report import new_table
 from putget_bench.roofline import RooflineSettings, measure
 from putget_bench.run_bench import check_writable
-from putget_bench.settings import resolve_device, resolve_ep_size
+from putget_bench.settings import resolve_device, resolve_ep_size, why_cpu
 from putget_bench.traffic import readable
 
 SCHEMA = "putget.roofline/3"
@@ -48,6 +48,9 @@ def run(args: argparse.Namespace, command: Sequence[str]) -> int:
         "row_rates": [],
     }
     console = make_console(quiet=not launch.is_reporter())
+    warning = why_cpu(args.device, device, ep_size)
+    if warning is not None:
+        console.print(warning, soft_wrap=True)
     with RunProgress(console, "putget roofline", (2 * len(sms) + 1) * len(settings.sizes)) as progress:
         progress.stage(f"starting {ep_size} ranks on {device}")
 

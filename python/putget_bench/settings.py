@@ -232,6 +232,18 @@ def resolve_device(device: str, ep_size: int | None) -> str:
     return "cuda" if num_gpus >= (ep_size or 1) else "cpu"
 
 
+def why_cpu(asked: str, device: str, ep_size: int) -> str | None:
+    """What to say before a run on the CPU that nobody asked for, where there are GPUs; None elsewhere."""
+    num_gpus = len(hardware.gpus())
+    if asked != "auto" or device != "cpu" or num_gpus == 0:
+        return None
+    gpus = "1 GPU" if num_gpus == 1 else f"{num_gpus} GPUs"
+    return (
+        f"These figures will be the CPU's: --ep_size {ep_size} is more than the {gpus} here. "
+        f"--device cuda --ep_size {num_gpus} runs there."
+    )
+
+
 def resolve_ep_size(ep_size: int | None, device: str, world_size: int | None) -> int:
     """The number of ranks: the launcher's, the one asked for, or what fits the machine.
 

@@ -163,3 +163,21 @@ def test_a_subcommand_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
         cli.main([])
     assert exit_.value.code == 2
     assert "bench,ablate,doctor,roofline,demo" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("asked", "device", "num_gpus", "words"),
+    [
+        ("auto", "cpu", 1, "--ep_size 4 is more than the 1 GPU here. --device cuda --ep_size 1 runs there."),
+        ("auto", "cpu", 2, "--ep_size 4 is more than the 2 GPUs here. --device cuda --ep_size 2 runs there."),
+        ("auto", "cpu", 0, None),
+        ("cpu", "cpu", 2, None),
+        ("auto", "cuda", 4, None),
+    ],
+)
+def test_a_run_on_the_cpu_beside_gpus_says_so(
+    monkeypatch: pytest.MonkeyPatch, asked: str, device: str, num_gpus: int, words: str | None
+) -> None:
+    monkeypatch.setattr(settings.hardware, "gpus", lambda: [None] * num_gpus)
+    said = settings.why_cpu(asked, device, 4)
+    assert said == (None if words is None else f"These figures will be the CPU's: {words}")
