@@ -27,12 +27,12 @@ struct Limits {
 };
 
 // One rank's part of the symmetric workspace, its view of the peers' parts, and its private state.
-class Memory {
+class Backend {
  public:
-  explicit Memory(const MemoryConfig& config) : config_(config) {}
-  virtual ~Memory() = default;
-  Memory(const Memory&) = delete;             // owns mappings
-  Memory& operator=(const Memory&) = delete;  // owns mappings
+  explicit Backend(const MemoryConfig& config) : config_(config) {}
+  virtual ~Backend() = default;
+  Backend(const Backend&) = delete;             // owns mappings
+  Backend& operator=(const Backend&) = delete;  // owns mappings
 
   virtual putget_share export_share() = 0;
   virtual void import_share(uint32_t peer, const putget_share& share) = 0;
@@ -61,7 +61,7 @@ class Memory {
 
 namespace cpu {
 void set_interrupt_check(int (*check)());
-std::unique_ptr<Memory> create_memory(const MemoryConfig& config);
+std::unique_ptr<Backend> create_backend(const MemoryConfig& config);
 void moe_group(const moe::Grouping& group, const moe::CopyPlan& copy);
 void moe_expand(const moe::ExpandCall& call);
 void moe_activate(const moe::ActivationCall& call, OutputType type, moe::Gate gate);
@@ -70,7 +70,7 @@ void moe_finalize(const moe::Grouping& group, const moe::FinalizeCall& call, Out
 
 namespace cuda {
 // Each throws Error(PUTGET_UNAVAILABLE) where the build or the machine has no CUDA.
-std::unique_ptr<Memory> create_memory(const MemoryConfig& config);
+std::unique_ptr<Backend> create_backend(const MemoryConfig& config);
 uint32_t gpu_count();
 putget_gpu gpu_report(uint32_t ordinal);
 // Where kernels are enqueued.

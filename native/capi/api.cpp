@@ -7,13 +7,13 @@
 #include "protocol/combine/sentinel.h"
 
 struct putget_memory {
-  std::unique_ptr<putget::Memory> backend;
+  std::unique_ptr<putget::Backend> backend;
   uint32_t objects_made;
   unsigned long long* tables_apart;
 };
 
 struct putget_alltoall {
-  putget::Memory* memory;
+  putget::Backend* memory;
   putget::Plan plan;
   putget::Limits limits;
 };
@@ -21,14 +21,14 @@ struct putget_alltoall {
 namespace {
 
 using putget::Error;
-using putget::Memory;
+using putget::Backend;
 using putget::capi::access_bytes;
 using putget::capi::guarded;
 using putget::capi::require;
 using putget::capi::require_range;
 using putget::capi::require_version;
 
-Memory& backend_of(putget_memory* memory) {
+Backend& backend_of(putget_memory* memory) {
   require(memory != nullptr, "memory is null");
   return *memory->backend;
 }
@@ -38,16 +38,16 @@ putget_alltoall& object_of(putget_alltoall* object) {
   return *object;
 }
 
-uint32_t fault_kind(const Memory& memory) { return __atomic_load_n(&memory.fault()->kind, __ATOMIC_ACQUIRE); }
+uint32_t fault_kind(const Backend& memory) { return __atomic_load_n(&memory.fault()->kind, __ATOMIC_ACQUIRE); }
 
-void require_no_fault(const Memory& memory) {
+void require_no_fault(const Backend& memory) {
   if (fault_kind(memory) != PUTGET_FAULT_NONE) throw Error(PUTGET_FAULT, "a fault stands: see putget_read_fault");
 }
 
 // On CPU a call has ended when it returns, so that its own fault is reported at once; on CUDA it has only been
 // enqueued.
 template <class Body>
-void run_checked(Memory& memory, Body body) {
+void run_checked(Backend& memory, Body body) {
   require_no_fault(memory);
   body();
   require_no_fault(memory);
@@ -157,14 +157,14 @@ putget_status putget_memory_create(const putget_memory_config* config, putget_me
     require(memory != nullptr, "memory is null");
     const putget::MemoryConfig wanted = putget::capi::memory_config_of(*config);
     *memory = new putget_memory{
-        config->device == PUTGET_CPU ? putget::cpu::create_memory(wanted) : putget::cuda::create_memory(wanted), 0,
+        config->device == PUTGET_CPU ? putget::cpu::create_backend(wanted) : putget::cuda::create_backend(wanted), 0,
         nullptr};
   });
 }
 
 putget_status putget_memory_export(putget_memory* memory, putget_share* share) {
   return guarded([&] {
-    Memory& backend = backend_of(memory);
+    Backend& backend = backend_of(memory);
     require(share != nullptr, "share is null");
     *share = backend.export_share();
     share->size = sizeof(*share);
@@ -174,7 +174,7 @@ putget_status putget_memory_export(putget_memory* memory, putget_share* share) {
 
 putget_status putget_memory_import(putget_memory* memory, uint32_t peer, const putget_share* share) {
   return guarded([&] {
-    Memory& backend = backend_of(memory);
+    Backend& backend = backend_of(memory);
     require_version(share, "share");
     const uint32_t ep_size = backend.config().ep_size;
     require(peer < ep_size && peer != backend.config().ep_rank,
@@ -187,7 +187,7 @@ putget_status putget_memory_import(putget_memory* memory, uint32_t peer, const p
 
 putget_status putget_memory_start(putget_memory* memory, uint32_t epoch, const uint32_t* active) {
   return guarded([&] {
-    Memory& backend = backend_of(memory);
+    Backend& backend = backend_of(memory);
     const putget::RankSet set = rank_set("active", active, backend.config().ep_size);
     require(set.has(backend.config().ep_rank), "active leaves out the own rank");
     backend.start(epoch, set);
@@ -200,7 +200,7 @@ putget_status putget_memory_renew(putget_memory* memory) {
 
 putget_status putget_memory_epoch(putget_memory* memory, uint32_t* epoch) {
   return guarded([&] {
-    Memory& backend = backend_of(memory);
+    Backend& backend = backend_of(memory);
     require(epoch != nullptr, "epoch is null");
     *epoch = backend.read_state().head.epoch;
   });
@@ -219,7 +219,7 @@ putget_status putget_memory_count_tables_apart(putget_memory* memory, unsigned l
 
 putget_status putget_memory_base(putget_memory* memory, uint32_t rank, void** base) {
   return guarded([&] {
-    Memory& backend = backend_of(memory);
+    Backend& backend = backend_of(memory);
     require(base != nullptr, "base is null");
     require(rank < backend.config().ep_size,
             "rank is " + std::to_string(rank) + ", allowed are 0 to " + std::to_string(backend.config().ep_size - 1));
@@ -229,7 +229,7 @@ putget_status putget_memory_base(putget_memory* memory, uint32_t rank, void** ba
 
 putget_status putget_read_fault(putget_memory* memory, putget_fault* fault) {
   return guarded([&] {
-    Memory& backend = backend_of(memory);
+    Backend& backend = backend_of(memory);
     require(fault != nullptr, "fault is null");
     *fault = putget_fault{};
     fault->size = sizeof(*fault);
@@ -259,7 +259,7 @@ putget_status putget_create(const putget_config* config, putget_memory* memory, 
   return guarded([&] {
     require_version(config, "config");
     require_version(tables, "tables");
-    Memory& backend = backend_of(memory);
+    Backend& backend = backend_of(memory);
     require(object != nullptr, "object is null");
     putget::capi::check_options(*config);
     putget::Plan plan{};

@@ -14,7 +14,7 @@ namespace {
 
 }  // namespace
 
-std::unique_ptr<Memory> create_memory(const MemoryConfig&) { unavailable(); }
+std::unique_ptr<Backend> create_backend(const MemoryConfig&) { unavailable(); }
 uint32_t gpu_count() { unavailable(); }
 putget_gpu gpu_report(uint32_t) { unavailable(); }
 void moe_group(const moe::Grouping&, const moe::CopyPlan&, const Queue&) { unavailable(); }

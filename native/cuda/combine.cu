@@ -49,8 +49,8 @@ void launch_combine(const Plan& plan, CombineCall call, const Room& room, const 
   // In a finish half nothing is moved any more.
   const bool moves = moves_rows(plan, call) && call.half != Half::kFinish;
   putget_launch launch = call.sentinel != 0
-                             ? sentinel_launch(shape, call.num_tokens, call.half != Half::kBoth, room, tuning)
-                             : combine_launch(shape, call.num_tokens, moves, room, tuning);
+                             ? choose_sentinel_combine(shape, call.num_tokens, call.half != Half::kBoth, room, tuning)
+                             : choose_combine(shape, call.num_tokens, moves, room, tuning);
   // Nothing to do but to tell the peers, and to send sentinel rows to those that want them.
   if (call.half == Half::kStart && !moves && call.sentinel == 0) launch.blocks = 1;
   call.wide_out = packed;

@@ -62,7 +62,7 @@ void load_dispatch_kernels() {
 
 void launch_dispatch(const Plan& plan, DispatchCall call, const Room& room, const putget_launch& tuning,
                      cudaStream_t stream) {
-  putget_launch launch = dispatch_launch(plan.shape, call.num_tokens, room, tuning);
+  putget_launch launch = choose_dispatch(plan.shape, call.num_tokens, room, tuning);
   const uint32_t warps = launch.threads / Exec::kLanes;
   const bool apart =
       short_apart(plan.shape, call.num_tokens, launch.segment_bytes, launch.splits, uint64_t{launch.blocks} * warps);

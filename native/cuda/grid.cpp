@@ -54,7 +54,7 @@ uint32_t blocks_for(uint64_t items, uint32_t threads, const Room& room) {
 
 }  // namespace
 
-putget_launch dispatch_launch(const Shape& shape, uint32_t num_tokens, const Room& room, const putget_launch& tuning) {
+putget_launch choose_dispatch(const Shape& shape, uint32_t num_tokens, const Room& room, const putget_launch& tuning) {
   const auto items_with = [&](uint32_t segment_bytes, uint32_t splits, bool apart = false) {
     return uint64_t{num_tokens} * segments_of_token(shape, segment_bytes, apart) * splits;
   };
@@ -95,7 +95,7 @@ putget_launch dispatch_launch(const Shape& shape, uint32_t num_tokens, const Roo
   return launch;
 }
 
-putget_launch combine_launch(const Shape& shape, uint32_t num_tokens, bool moves_rows, const Room& room,
+putget_launch choose_combine(const Shape& shape, uint32_t num_tokens, bool moves_rows, const Room& room,
                              const putget_launch& tuning) {
   const auto items_with = [&](uint32_t segment_bytes) {
     return uint64_t{num_tokens} * ceil_div(shape.wire_row_bytes(), segment_bytes);
@@ -144,7 +144,7 @@ putget_launch combine_launch(const Shape& shape, uint32_t num_tokens, bool moves
   return launch;
 }
 
-putget_launch sentinel_launch(const Shape& shape, uint32_t num_tokens, bool is_half, const Room& room,
+putget_launch choose_sentinel_combine(const Shape& shape, uint32_t num_tokens, bool is_half, const Room& room,
                               const putget_launch& tuning) {
   putget_launch launch = tuning;
   // Short pieces as experts wrote them, as if every rank had as many tokens: of so many for each warp.

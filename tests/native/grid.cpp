@@ -41,7 +41,7 @@ void check_whole(const Shape& shape, uint32_t tokens, const putget_launch& launc
 }
 
 void check(const Shape& shape, uint32_t tokens, const cuda::Room& room, const putget_launch& tuning) {
-  const putget_launch dispatch = cuda::dispatch_launch(shape, tokens, room, tuning);
+  const putget_launch dispatch = cuda::choose_dispatch(shape, tokens, room, tuning);
   const uint64_t segments = segments_of_token(shape, dispatch.segment_bytes, false);
   check_whole(shape, tokens, dispatch, tokens * segments * dispatch.splits);
   DispatchCall call{};
@@ -50,7 +50,7 @@ void check(const Shape& shape, uint32_t tokens, const cuda::Room& room, const pu
   const uint64_t cut = uint64_t{call.items_of_block} * dispatch.blocks + call.blocks_with_more;
   require(cut == tokens * segments * dispatch.splits, "items of blocks", shape, tokens, dispatch);
   for (const bool moves : {false, true}) {
-    const putget_launch combine = cuda::combine_launch(shape, tokens, moves, room, tuning);
+    const putget_launch combine = cuda::choose_combine(shape, tokens, moves, room, tuning);
     const uint64_t rows = (shape.wire_row_bytes() + combine.segment_bytes - 1) / combine.segment_bytes;
     check_whole(shape, tokens, combine, tokens * rows);
   }

@@ -74,7 +74,7 @@ MISTAKES = {
         "const bool judges = false;",
     ),
     "release does not ask": (
-        "protocol/combine/combine.h",
+        "protocol/round/release.h",
         "if (scratch.own.combining(head.open, head.epoch)) {",
         "if (false) {",
     ),

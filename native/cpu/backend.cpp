@@ -20,10 +20,10 @@ constexpr uint32_t kWideBytes = 16;
 
 bool aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % kWideBytes == 0; }
 
-class CpuMemory final : public Memory {
+class CpuBackend final : public Backend {
  public:
-  explicit CpuMemory(const MemoryConfig& config)
-      : Memory(config), symmetric_(config.ep_size, config.ep_rank, config.bytes) {}
+  explicit CpuBackend(const MemoryConfig& config)
+      : Backend(config), symmetric_(config.ep_size, config.ep_rank, config.bytes) {}
 
   putget_share export_share() override {
     putget_share share{};
@@ -140,7 +140,7 @@ class CpuMemory final : public Memory {
   // A call whose waits the host may end. Its fault is then another one than that of a deadline.
   class Interruptible {
    public:
-    explicit Interruptible(CpuMemory& memory) : memory_(memory) { interrupt::asked = {}; }
+    explicit Interruptible(CpuBackend& memory) : memory_(memory) { interrupt::asked = {}; }
     ~Interruptible() {
       constexpr auto kTimeout = static_cast<uint32_t>(FaultKind::kPeerTimeout);
       if (!interrupt::asked.stopped || memory_.fault_.kind != kTimeout) return;
@@ -150,7 +150,7 @@ class CpuMemory final : public Memory {
     Interruptible& operator=(const Interruptible&) = delete;  // of one call
 
    private:
-    CpuMemory& memory_;
+    CpuBackend& memory_;
   };
 
   static constexpr uint32_t kWholeRow = 1u << 30;
@@ -167,6 +167,6 @@ class CpuMemory final : public Memory {
 
 void set_interrupt_check(int (*check)()) { interrupt::check.store(check, std::memory_order_release); }
 
-std::unique_ptr<Memory> create_memory(const MemoryConfig& config) { return std::make_unique<CpuMemory>(config); }
+std::unique_ptr<Backend> create_backend(const MemoryConfig& config) { return std::make_unique<CpuBackend>(config); }
 
 }  // namespace putget::cpu

@@ -16,9 +16,9 @@ namespace {
 
 constexpr int kFirstComputeMajor = 9;
 
-class CudaMemory final : public Memory {
+class CudaBackend final : public Backend {
  public:
-  explicit CudaMemory(const MemoryConfig& config) : Memory(config), symmetric_((require_device(config), config)) {
+  explicit CudaBackend(const MemoryConfig& config) : Backend(config), symmetric_((require_device(config), config)) {
     int num_sms = 0;
     check(cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, config.ordinal), "cudaDeviceGetAttribute");
     num_sms_ = static_cast<uint32_t>(num_sms);
@@ -38,7 +38,7 @@ class CudaMemory final : public Memory {
     *fault_ = FaultRecord{};
   }
 
-  ~CudaMemory() override {
+  ~CudaBackend() override {
     // Another thread may be capturing a graph: freeing this memory is no part of it, and must not spoil it.
     cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
     cudaThreadExchangeStreamCaptureMode(&mode);
@@ -122,9 +122,9 @@ class CudaMemory final : public Memory {
                 putget_launch* dispatch, putget_launch* combine) const override {
     DeviceScope scope(config_.ordinal);
     const Room all = room(limits, Half::kBoth, stream);
-    *dispatch = dispatch_launch(shape, num_tokens, all, limits.dispatch);
-    *combine = sentinel ? sentinel_launch(shape, num_tokens, false, all, limits.combine)
-                        : combine_launch(shape, num_tokens, shape.has_transit(), all, limits.combine);
+    *dispatch = choose_dispatch(shape, num_tokens, all, limits.dispatch);
+    *combine = sentinel ? choose_sentinel_combine(shape, num_tokens, false, all, limits.combine)
+                        : choose_combine(shape, num_tokens, shape.has_transit(), all, limits.combine);
   }
 
   void release(const Plan& plan, void* stream) override {
@@ -170,10 +170,10 @@ class CudaMemory final : public Memory {
 
 }  // namespace
 
-std::unique_ptr<Memory> create_memory(const MemoryConfig& config) {
+std::unique_ptr<Backend> create_backend(const MemoryConfig& config) {
   driver();  // says what is missing
   DeviceScope scope(config.ordinal);
-  return std::make_unique<CudaMemory>(config);
+  return std::make_unique<CudaBackend>(config);
 }
 
 }  // namespace putget::cuda
