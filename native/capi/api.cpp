@@ -20,8 +20,8 @@ struct putget_alltoall {
 
 namespace {
 
-using putget::Error;
 using putget::Backend;
+using putget::Error;
 using putget::capi::access_bytes;
 using putget::capi::guarded;
 using putget::capi::require;

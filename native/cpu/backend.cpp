@@ -9,12 +9,15 @@
 #include "cpu/exec.h"
 #include "cpu/symmetric_memory.h"
 #include "protocol/combine/combine.h"
-#include "protocol/combine/words.h"
 #include "protocol/dispatch/dispatch.h"
+#include "protocol/round/exec.h"
 #include "protocol/round/release.h"
+#include "protocol/round/words.h"
 
 namespace putget::cpu {
 namespace {
+
+static_assert(ExecCheck<Exec>::kComplete);
 
 constexpr uint32_t kWideBytes = 16;
 

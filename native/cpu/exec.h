@@ -5,11 +5,11 @@
 #include <time.h>
 
 #include "cpu/interrupt.h"
-#include "protocol/combine/words.h"
 #include "protocol/round/atomics.h"
 #include "protocol/round/numeric.h"
 #include "protocol/round/signal.h"
 #include "protocol/round/stage.h"
+#include "protocol/round/words.h"
 
 #if defined(PUTGET_STRESS)
 #include "cpu/stress.h"

@@ -8,7 +8,7 @@
 #include "cuda/moe_launch.h"
 #include "cuda/sms.h"
 #include "cuda/symmetric_memory.h"
-#include "protocol/combine/words.h"
+#include "protocol/round/words.h"
 #include "protocol/round/signal.h"
 
 namespace putget::cuda {

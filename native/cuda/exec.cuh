@@ -4,10 +4,11 @@
 #include <type_traits>
 
 #include "cuda/ptx.cuh"
-#include "protocol/combine/words.h"
+#include "protocol/round/exec.h"
 #include "protocol/round/numeric.h"
 #include "protocol/round/signal.h"
 #include "protocol/round/stage.h"
+#include "protocol/round/words.h"
 
 namespace putget::cuda {
 
@@ -401,6 +402,8 @@ struct FewTokensExec : Exec {
 struct ManyItemsExec : Exec {
   static constexpr bool kManyItems = true;
 };
+
+static_assert(ExecCheck<Exec>::kComplete && ExecCheck<FewTokensExec>::kComplete && ExecCheck<ManyItemsExec>::kComplete);
 
 // What is in shared memory, by an address that stays in a register: else each use of it asks for the address again.
 template <class Scratch>

@@ -36,7 +36,7 @@ putget_launch choose_combine(const Shape& shape, uint32_t num_tokens, bool moves
 
 // Of a combine that sums sentinel rows.
 putget_launch choose_sentinel_combine(const Shape& shape, uint32_t num_tokens, bool is_half, const Room& room,
-                              const putget_launch& tuning);
+                                      const putget_launch& tuning);
 
 // Of a combine launched so: how rows are moved before they are summed.
 void cut_into_pieces(CombineCall& call, const putget_launch& launch);

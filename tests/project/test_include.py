@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import ast
 import re
+import shutil
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,6 +17,7 @@ import pytest
 from tests.project.checkout import NATIVE, ROOT, cpp_files, python_files
 
 MAX_LINES = 500  # of a native file
+CXX = shutil.which("c++") or shutil.which("g++")
 SCREEN = 76  # lines of a Python function, its docstring apart
 INCLUDE = re.compile(r'^\s*#\s*include\s*(?:<([^>]+)>|"([^"]+)")', re.MULTILINE)
 ASM = re.compile(r"\b(?:asm|__asm__|__asm)\b\s*(?:volatile|__volatile__)?\s*\(")
@@ -166,3 +169,38 @@ def test_native_files_are_not_too_long() -> None:
     lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in cpp_files(NATIVE)}
     assert lengths
     assert {name: lines for name, lines in lengths.items() if lines > MAX_LINES} == {}
+
+
+def exec_operations(text: str) -> set[str]:
+    return set(re.findall(r"\bexec(?:\(\))?\.(?:template )?(\w+)", text))
+
+
+def test_what_the_protocol_asks_of_a_backend_is_in_one_header() -> None:
+    """The compiler holds both backends against it."""
+    header = NATIVE / "protocol" / "round" / "exec.h"
+    asked = {
+        name for path in cpp_files(NATIVE / "protocol") if path != header for name in exec_operations(path.read_text())
+    }
+    listed = exec_operations(header.read_text())
+    assert len(asked) > 40
+    assert asked == listed
+
+
+@pytest.mark.skipif(CXX is None, reason="needs a C++ compiler")
+@pytest.mark.parametrize("lost", ["last_to_arrive", "observe", "narrow_to_fp8", "pin"])
+def test_a_backend_without_an_operation_does_not_compile(lost: str, tmp_path: Path) -> None:
+    assert CXX is not None
+    shutil.copytree(NATIVE, tmp_path / "native")
+    native = tmp_path / "native"
+    exec_header = native / "cpu" / "exec.h"
+    source = tmp_path / "check.cpp"
+    source.write_text(
+        '#include "cpu/exec.h"\n#include "protocol/round/exec.h"\n'
+        "static_assert(putget::ExecCheck<putget::cpu::Exec>::kComplete);\n"
+    )
+    command = [CXX, "-std=c++17", "-fsyntax-only", f"-I{native}", f"-I{native / 'include'}", str(source)]
+    subprocess.run(command, check=True)
+    exec_header.write_text(re.sub(rf"\b{lost}\(", f"{lost}_lost(", exec_header.read_text()))
+    broken = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert broken.returncode != 0
+    assert re.search(rf"no member named .{lost}\W", broken.stderr), broken.stderr

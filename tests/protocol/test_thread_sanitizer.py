@@ -136,7 +136,7 @@ WHOLE, SCALED = "0", "3"
 SENTINEL = {
     "half a word taken for a whole": (
         WHOLE,
-        "protocol/combine/words.h",
+        "protocol/round/words.h",
         "return half[0] != kNotCome && half[1] != kNotCome;",
         "return half[0] != kNotCome;",
     ),

@@ -10,7 +10,7 @@
 
 #include "protocol/combine/grouping.h"
 #include "protocol/combine/transit.h"
-#include "protocol/combine/words.h"
+#include "protocol/round/words.h"
 
 namespace putget {
 
