@@ -97,7 +97,10 @@ def test_the_wheel_works_without_the_rest(wheel: Path, tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path)
     assert (tmp_path / "putget_transfer/py.typed").exists()
+    assert (tmp_path / "putget_transfer/include/putget_transfer.h").exists()
     # -S and an empty path: no torch, no numpy, no putget.
     program = f"{example()}\nimport sys\nassert 'torch' not in sys.modules and 'putget' not in sys.modules\n"
+    program += "import ctypes\nimport putget_transfer\n"
+    program += "assert ctypes.CDLL(putget_transfer.library()).pt_abi_version() > 0\n"
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     subprocess.run([sys.executable, "-S", "-c", program], check=True, timeout=120, env=environment)

@@ -10,6 +10,7 @@ use crate::descriptor::{MrDesc, NetAddr, NicKey, PeerKey};
 use crate::domain::MrHandle;
 use crate::engine::{Engine, Group};
 use crate::error::{Error, PeerName};
+use crate::expect::EXPECTATIONS;
 use crate::message::OVERHEAD;
 use crate::metrics::count;
 use crate::shard::{Piece, Policy, paged, single};
@@ -114,7 +115,7 @@ impl Engine {
         })
     }
 
-    fn deadline(&self, deadline: Option<Duration>) -> Instant {
+    pub(crate) fn deadline(&self, deadline: Option<Duration>) -> Instant {
         let deadline = deadline.unwrap_or(self.inner.shared.config.default_deadline).min(FOREVER);
         Instant::now() + deadline
     }
@@ -129,10 +130,22 @@ impl Engine {
         Ok(Policy { nics, min_shard, max_write: group.max_write, only: nic, first })
     }
 
-    fn submit(&self, group: usize, make: impl FnOnce(u64) -> Command) -> Result<TransferId, Error> {
-        let id = self.inner.next_id.fetch_add(1, Ordering::Relaxed);
+    pub(crate) fn next_id(&self) -> u64 {
+        self.inner.next_id.fetch_add(1, Ordering::Relaxed)
+    }
+
+    /// Hands an operation to its worker, once there is room for it.
+    fn submit(
+        &self,
+        group: usize,
+        (mut done, deadline): (Done, Option<Duration>),
+        make: impl FnOnce(u64, Done, Instant) -> Command,
+    ) -> Result<TransferId, Error> {
+        let (commands, deadline) = (&self.group(group)?.commands, self.deadline(deadline));
+        done.permit = Some(self.inner.shared.gate.enter(deadline)?);
+        let id = self.next_id();
         count(&self.inner.shared.metrics.submitted_total);
-        let refused = self.group(group)?.commands.push(make(id));
+        let refused = commands.push(make(id, done, deadline));
         match refused {
             Ok(()) => Ok(TransferId { group, id }),
             Err(command) => {
@@ -180,8 +193,14 @@ impl Engine {
             return Err(Error::argument("nic", "a message uses the first NIC, 0"));
         }
         self.group(0)?;
-        let (to, bytes, deadline) = (to.clone(), bytes.to_vec(), self.deadline(options.deadline));
-        self.submit(0, |id| Command::Message { id, to, bytes, done, deadline })
+        let (to, bytes) = (to.clone(), bytes.to_vec());
+        self.submit(0, (done, options.deadline), |id, done, deadline| Command::Message {
+            id,
+            to,
+            bytes,
+            done,
+            deadline,
+        })
     }
 
     /// Longest message of `submit_send` in bytes.
@@ -357,8 +376,12 @@ impl Engine {
             let problem = format!("{} destinations came; at most {MAX_TARGETS} are allowed", targets.len());
             return Err(Error::argument("dst", problem));
         }
-        let deadline = self.deadline(options.deadline);
-        self.submit(group, |id| Command::Write { id, targets, done, deadline })
+        self.submit(group, (done, options.deadline), |id, done, deadline| Command::Write {
+            id,
+            targets,
+            done,
+            deadline,
+        })
     }
 
     /// Asks for the end of an operation. Its `done` is the confirmation: `Ok` if it had already gone through, an error with the
@@ -368,22 +391,13 @@ impl Engine {
     /// # Errors
     /// [`Error::Closed`].
     pub fn cancel(&self, transfer: TransferId) -> Result<(), Error> {
+        if transfer.group == EXPECTATIONS {
+            self.group(0)?;
+            self.cancel_expectation(transfer.id);
+            return Ok(());
+        }
         let command = Command::Cancel { id: transfer.id };
         self.group(transfer.group)?.commands.push(command).map_err(|_| Error::Closed)
-    }
-
-    /// Waits until the counter of `imm` is at least `count`. Immediates that arrived earlier count.
-    ///
-    /// # Errors
-    /// [`Error::Closed`]. `done` gets [`Error::CountMissed`] if the deadline comes first.
-    pub fn expect_imm_count(&self, imm: u32, count: u64, deadline: Option<Duration>, done: Done) -> Result<(), Error> {
-        self.group(0)?;
-        let shared = &self.inner.shared;
-        crate::metrics::count(&shared.metrics.submitted_total);
-        if let Some(done) = shared.counters.expect(imm, count, self.deadline(deadline), done) {
-            shared.complete(done, Ok(()));
-        }
-        Ok(())
     }
 
     /// How often `imm` has arrived since the engine began or the counter was reset.
@@ -439,8 +453,8 @@ impl Engine {
         if self.inner.groups.len() > 1 {
             return Err(Error::argument("imm", "an engine with several device groups uses a new immediate instead"));
         }
-        let (peers, deadline) = (senders.to_vec(), self.deadline(options.deadline));
-        self.submit(0, |id| Command::Reset { id, imm, peers, done, deadline })
+        let peers = senders.to_vec();
+        self.submit(0, (done, options.deadline), |id, done, deadline| Command::Reset { id, imm, peers, done, deadline })
     }
 
     /// Makes a word that a thread of the engine watches; `callback(old, new)` runs on the callback thread when it changes.

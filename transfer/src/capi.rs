@@ -1,65 +1,17 @@
-//! The functions of `include/putget_transfer.h`. Pointers are checked for null here, everything else by the engine.
+//! The functions of `putget_transfer.h`. Pointers are checked for null here, everything else by the engine.
 #![allow(unsafe_code)]
 
+mod build;
 mod ffi;
 
 use std::ffi::{c_char, c_int, c_void};
 
 use crate::{
-    Device, DeviceGroup, Engine, Error, MrDesc, NetAddr, PeerGroup, ScatterDst, SimNetwork, TransferId, UvmWatcher,
+    Device, Engine, Error, ExpectOptions, ImmRange, MrDesc, NetAddr, PeerGroup, ScatterDst, SimNetwork, TransferId,
+    UvmWatcher,
 };
+use build::{EngineOptions, build};
 use ffi::*;
-
-/// # Safety
-/// Every pointer is null or valid, as the header says.
-unsafe fn build(options: &EngineOptions) -> Result<Engine, Error> {
-    right_size(options.size, size_of::<EngineOptions>())?;
-    // SAFETY: the caller promises it, here and below.
-    let provider = unsafe { string("provider", options.provider)? };
-    let group = match provider.as_str() {
-        // SAFETY: as above.
-        "sim" => DeviceGroup::sim(unsafe { from("network", options.network)? }, options.nics),
-        "nvlink" if options.nics > 1 => {
-            return Err(Error::argument("nics", format!("{} came; nvlink has 1", options.nics)));
-        }
-        "nvlink" => DeviceGroup::nvlink(options.gpu),
-        _ => {
-            let mut sources = vec![None; options.nics];
-            if !options.sources.is_null() {
-                // SAFETY: as above.
-                let named = unsafe { slice("sources", options.sources, options.nics)? };
-                for (source, pointer) in sources.iter_mut().zip(named) {
-                    // SAFETY: as above.
-                    *source = Some(unsafe { string("sources", *pointer)? });
-                }
-            }
-            let sources: Vec<_> = sources.iter().map(Option::as_deref).collect();
-            DeviceGroup::libfabric(&provider, &sources)
-        }
-    };
-    let mut builder = Engine::builder().group(group).busy_poll(options.busy_poll != 0);
-    if !options.secret.is_null() {
-        // SAFETY: as above.
-        builder = builder.secret(unsafe { slice("secret", options.secret, options.secret_len)? });
-    }
-    let interval = seconds("heartbeat_interval", options.heartbeat_interval)?;
-    let timeout = seconds("heartbeat_timeout", options.heartbeat_timeout)?;
-    builder = match (interval, timeout) {
-        (None, None) => builder,
-        (Some(interval), Some(timeout)) => builder.heartbeat(interval, timeout),
-        _ => return Err(Error::argument("heartbeat_timeout", "one of interval and timeout came; both are needed")),
-    };
-    if let Some(timeout) = seconds("connect_timeout", options.connect_timeout)? {
-        builder = builder.connect_timeout(timeout);
-    }
-    if let Some(deadline) = seconds("default_deadline", options.default_deadline)? {
-        builder = builder.default_deadline(deadline);
-    }
-    if let Some(grace) = seconds("grace", options.grace)? {
-        builder = builder.grace(grace);
-    }
-    builder.build()
-}
 
 /// Defines functions as the header declares them: a body that may fail becomes a status.
 macro_rules! functions {
@@ -102,6 +54,7 @@ destroyers! {
     pt_desc_destroy: MrDesc,
     pt_group_destroy: PeerGroup,
     pt_watcher_destroy: UvmWatcher,
+    pt_imms_destroy: ImmRange,
 }
 
 /// The version of the header that this library was built with.
@@ -239,7 +192,7 @@ functions! {
     }
     /// Asks for the end of a transfer.
     fn pt_cancel(engine: *mut Engine, transfer: Transfer) {
-        from("engine", engine)?.cancel(TransferId { group: transfer.group as usize, id: transfer.id })
+        from("engine", engine)?.cancel(transfer_id(transfer))
     }
     /// Shuts a peer out.
     fn pt_fence(engine: *mut Engine, address: *const u8, address_len: usize, submit: *const Submit) {
@@ -255,9 +208,7 @@ functions! {
             return Err(missing("group"));
         }
         let (options, _, done) = from("submit", submit)?.read()?;
-        let (addresses, lens) = (slice("addresses", addresses, count)?, slice("lens", lens, count)?);
-        let read = |(bytes, len): (&*const u8, &usize)| read_address(slice("addresses", *bytes, *len)?);
-        let peers = addresses.iter().zip(lens).map(read).collect::<Result<Vec<_>, _>>()?;
+        let peers = self::addresses("addresses", addresses, lens, count)?;
         let made = from("engine", engine)?.add_peer_group(&peers, &options, done)?;
         give("group", group, Box::into_raw(Box::new(made)))
     }
@@ -270,11 +221,50 @@ functions! {
         })
     }
     /// Waits for a count.
-    fn pt_expect_imm_count(
-        engine: *mut Engine, imm: u32, count: u64, deadline: f64, callback: DoneCallback, context: *mut c_void,
+    fn pt_expect_imm(engine: *mut Engine, imm: u32, count: u64, expect: *const Expect, transfer: *mut Transfer) {
+        let expect = from("expect", expect)?;
+        let (deadline, done) = expect.read()?;
+        let senders = addresses("senders", expect.senders, expect.sender_lens, expect.sender_count)?;
+        let options = ExpectOptions { deadline, senders: &senders, take: expect.take != 0 };
+        give_transfer(transfer, from("engine", engine)?.expect_imm(imm, count, &options, done)?);
+        Ok(())
+    }
+    /// Gives the word that holds a count.
+    fn pt_imm_word(engine: *mut Engine, imm: u32, word: *mut *const u64) {
+        give("word", word, from("engine", engine)?.imm_word(imm))
+    }
+    /// Reserves immediates.
+    fn pt_reserve_imms(
+        engine: *mut Engine, owner: *const c_char, has_first: c_int, first: u32, count: u32, imms: *mut *mut ImmRange,
+        begin: *mut u32,
     ) {
-        let deadline = seconds("deadline", deadline)?;
-        from("engine", engine)?.expect_imm_count(imm, count, deadline, done(callback, context))
+        if imms.is_null() || begin.is_null() {
+            return Err(missing(if imms.is_null() { "imms" } else { "begin" }));
+        }
+        let first = (has_first != 0).then_some(first);
+        let reserved = from("engine", engine)?.reserve_imms(&string("owner", owner)?, first, count)?;
+        give("begin", begin, reserved.first())?;
+        give("imms", imms, Box::into_raw(Box::new(reserved)))
+    }
+    /// Resets a counter with its senders.
+    fn pt_submit_reset_imm(
+        engine: *mut Engine, imm: u32, senders: *const *const u8, lens: *const usize, count: usize,
+        submit: *const Submit, transfer: *mut Transfer,
+    ) {
+        let (options, _, done) = from("submit", submit)?.read()?;
+        let senders = addresses("senders", senders, lens, count)?;
+        give_transfer(transfer, from("engine", engine)?.submit_reset_imm(imm, &senders, &options, done)?);
+        Ok(())
+    }
+    /// Ends the mirror of a counter.
+    fn pt_unmirror_imm(engine: *mut Engine, imm: u32) {
+        from("engine", engine)?.unmirror_imm(imm);
+        Ok(())
+    }
+    /// Copies an engine's name.
+    fn pt_address_name(address: *const u8, address_len: usize, name: *mut c_char, len: *mut usize) {
+        let address = read_address(slice("address", address, address_len)?)?;
+        copy_out(text(&address.name().to_string()).as_bytes_with_nul(), name.cast(), len)
     }
     /// Resets a counter.
     fn pt_reset_imm(engine: *mut Engine, imm: u32) {
@@ -297,6 +287,25 @@ functions! {
 
 fn read_address(bytes: &[u8]) -> Result<NetAddr, Error> {
     NetAddr::from_bytes(bytes).map_err(|error| Error::argument("address", error.to_string()))
+}
+
+fn transfer_id(transfer: Transfer) -> TransferId {
+    TransferId { group: usize::try_from(transfer.group).unwrap_or(usize::MAX), id: transfer.id }
+}
+
+/// # Safety
+/// Every pointer is null or valid, as the header says.
+unsafe fn addresses(
+    argument: &'static str,
+    bytes: *const *const u8,
+    lens: *const usize,
+    count: usize,
+) -> Result<Vec<NetAddr>, Error> {
+    // SAFETY: the caller promises it, here and below.
+    let (bytes, lens) = unsafe { (slice(argument, bytes, count)?, slice("lens", lens, count)?) };
+    // SAFETY: as above.
+    let read = |(bytes, len): (&*const u8, &usize)| read_address(unsafe { slice(argument, *bytes, *len)? });
+    bytes.iter().zip(lens).map(read).collect()
 }
 
 /// The first byte of registered memory; null for null.

@@ -9,52 +9,75 @@ use std::task::{Context, Poll};
 use std::time::Duration;
 
 use crate::error::Outcome;
+use crate::gate::Permit;
 use crate::once::Once;
+#[cfg(feature = "capi")]
+use crate::sys::Word;
 
 /// A callback of an operation. It runs on the engine's callback thread.
 pub type Callback = Box<dyn FnOnce(Outcome) + Send>;
 
 /// Whom to tell that an operation is over. It is told exactly once.
-pub struct Done(pub(crate) Kind);
+pub struct Done {
+    pub(crate) kind: Kind,
+    /// The place of a submission among those that are under way.
+    pub(crate) permit: Option<Permit>,
+}
 
 pub(crate) enum Kind {
     Ignore,
     Callback(Callback),
     Future(Arc<Once<Outcome>>),
     Flag(Raised),
+    #[cfg(feature = "capi")]
+    Word(Word, Option<Callback>),
 }
 
 impl fmt::Debug for Done {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self.0 {
+        f.write_str(match self.kind {
             Kind::Ignore => "Done::ignore",
             Kind::Callback(_) => "Done::callback",
             Kind::Future(_) => "Done::future",
             Kind::Flag(_) => "Done::flag",
+            #[cfg(feature = "capi")]
+            Kind::Word(..) => "Done::word",
         })
     }
 }
 
+impl From<Kind> for Done {
+    fn from(kind: Kind) -> Self {
+        Self { kind, permit: None }
+    }
+}
+
 impl Done {
+    /// A word in memory that counts, and a function that hears of failures.
+    #[cfg(feature = "capi")]
+    pub(crate) fn word(word: Word, failed: Option<Callback>) -> Self {
+        Kind::Word(word, failed).into()
+    }
+
     /// Nobody. Failures still count in the metrics.
     pub fn ignore() -> Self {
-        Self(Kind::Ignore)
+        Kind::Ignore.into()
     }
 
     /// A function, called on the engine's callback thread.
     pub fn callback(callback: impl FnOnce(Outcome) + Send + 'static) -> Self {
-        Self(Kind::Callback(Box::new(callback)))
+        Kind::Callback(Box::new(callback)).into()
     }
 
     /// A future, which can also be waited for by a thread.
     pub fn future() -> (Self, TransferFuture) {
         let once = Arc::new(Once::default());
-        (Self(Kind::Future(Arc::clone(&once))), TransferFuture { once })
+        (Kind::Future(Arc::clone(&once)).into(), TransferFuture { once })
     }
 
     /// An atomic flag to be polled. One flag may serve many operations. A submission that is refused leaves it as it was.
     pub fn flag(flag: &Arc<Flag>) -> Self {
-        Self(Kind::Flag(Raised::new(flag)))
+        Kind::Flag(Raised::new(flag)).into()
     }
 }
 

@@ -10,6 +10,8 @@ use crate::auth::hashed;
 use crate::callbacks;
 use crate::descriptor::{Device, MAX_NICS, NetAddr, ProviderKind};
 use crate::error::{Error, PeerName};
+use crate::expect::Reserved;
+use crate::gate::{Gate, WhenFull};
 use crate::host::HostNic;
 use crate::libfabric::FabricNic;
 use crate::nvlink::NvlinkNic;
@@ -200,6 +202,14 @@ impl Builder {
         self
     }
 
+    /// How many operations may be under way at a time, expectations left out, and what a submission does when there are as many.
+    /// Default: 65,536, and it waits.
+    pub fn max_submissions(mut self, count: usize, when_full: WhenFull) -> Self {
+        self.config.max_submissions = count;
+        self.config.when_full = when_full;
+        self
+    }
+
     /// Called on the callback thread whenever a peer comes or goes.
     pub fn on_peer_event(mut self, callback: impl Fn(PeerEvent) + Send + Sync + 'static) -> Self {
         self.peer_callback = Some(Arc::new(callback));
@@ -222,6 +232,9 @@ impl Builder {
         }
         if self.config.min_shard == 0 {
             return Err(Error::argument("min_shard", "0 came; at least 1 is needed"));
+        }
+        if self.config.max_submissions == 0 {
+            return Err(Error::argument("max_submissions", "0 came; at least 1 is needed"));
         }
         if self.secret_is_empty {
             return Err(Error::argument("secret", "an empty secret came; leave it out or give some bytes"));
@@ -255,8 +268,11 @@ impl Builder {
         getrandom::fill(&mut identity).map_err(failed)?;
         let shared = Arc::new(Shared {
             engine: u64::from_le_bytes(identity),
-            config: self.config,
+            config: self.config.clone(),
             counters: Apart::default(),
+            roster: Mutex::default(),
+            reserved: Reserved::default(),
+            gate: Gate::new(self.config.max_submissions, self.config.when_full),
             metrics: Apart::default(),
             jobs: Queue::default(),
             pool: Mutex::default(),
@@ -385,7 +401,7 @@ impl Inner {
         let mut left = Vec::new();
         self.shared.counters.abandon(&mut left);
         for missed in left {
-            self.shared.complete(missed.waiter, Err(Error::Closed));
+            self.shared.tell_missed(missed);
         }
         self.shared.jobs.close();
         // An engine that is closed by one of its own callbacks cannot wait for that callback.
@@ -426,6 +442,8 @@ impl Engine {
             grace: Duration::from_secs(1),
             min_shard: 64 << 10,
             busy_poll: false,
+            max_submissions: 1 << 16,
+            when_full: WhenFull::Wait,
         };
         Builder { groups: Vec::new(), config, secret_is_empty: false, peer_callback: None }
     }

@@ -43,14 +43,24 @@ pub enum Error {
     #[error("the engine is closed")]
     Closed,
     /// A counter did not reach the expected count in time.
-    #[error("immediate {imm}: {found} of {expected} arrived before the deadline")]
+    #[error("immediate {imm}: {found} of {expected} arrived before {why}{}", name(.missing))]
     CountMissed {
         /// The immediate.
         imm: u32,
         /// The expected count.
         expected: u64,
-        /// The count at the deadline.
+        /// The count at the end.
         found: u64,
+        /// What came first.
+        why: Miss,
+        /// Of the senders that were named, those that are to blame.
+        missing: Vec<PeerName>,
+    },
+    /// As many operations are under way as the builder has allowed.
+    #[error("{most} operations are under way, and no more are allowed at a time (max_submissions)")]
+    Busy {
+        /// How many are allowed.
+        most: usize,
     },
     /// A counter cannot be reset while somebody waits for it.
     #[error("immediate {imm} cannot be reset: {waiting} expectations wait for it")]
@@ -97,6 +107,28 @@ impl Error {
 
 fn join(errors: &[TransferError]) -> String {
     errors.iter().map(ToString::to_string).collect::<Vec<_>>().join("; ")
+}
+
+fn name(missing: &[PeerName]) -> String {
+    match missing {
+        [] => String::new(),
+        names => format!("; missing: {}", names.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ")),
+    }
+}
+
+/// What came before the count that somebody waited for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum Miss {
+    /// Its deadline.
+    #[error("the deadline")]
+    Deadline,
+    /// Its owner cancelled it.
+    #[error("it was cancelled")]
+    Cancelled,
+    /// The end of a sender that was named.
+    #[error("a sender went down ({0})")]
+    SenderDown(DownReason),
 }
 
 /// One failure of a transfer.

@@ -7,6 +7,8 @@ use crate::callbacks::{Job, PeerCallback, RecvPool};
 use crate::completion::{Done, Kind};
 use crate::counter::Counters;
 use crate::error::{DownReason, Outcome, PeerName};
+use crate::expect::{Reserved, Roster};
+use crate::gate::{Gate, WhenFull};
 use crate::metrics::Metrics;
 use crate::queue::Queue;
 
@@ -32,6 +34,8 @@ pub(crate) struct Config {
     pub grace: Duration,
     pub min_shard: u64,
     pub busy_poll: bool,
+    pub max_submissions: usize,
+    pub when_full: WhenFull,
 }
 
 /// Keeps what one thread writes off the cache lines of what others use. Two lines, because processors fetch pairs.
@@ -51,6 +55,9 @@ pub(crate) struct Shared {
     pub engine: u64,
     pub config: Config,
     pub counters: Apart<Counters<Done>>,
+    pub roster: Mutex<Roster>,
+    pub reserved: Reserved,
+    pub gate: Arc<Gate>,
     pub metrics: Apart<Metrics>,
     pub jobs: Queue<Job>,
     pub pool: Mutex<Option<Arc<RecvPool>>>,
@@ -64,9 +71,21 @@ impl Shared {
         if let Err(error) = &outcome {
             tracing::debug!(%error, "an operation failed");
         }
-        match done.0 {
+        let Done { kind, permit } = done;
+        // Before anybody is told: who hears of an end may submit.
+        drop(permit);
+        match kind {
             Kind::Ignore => {}
             Kind::Flag(flag) => flag.lower(outcome.is_err()),
+            #[cfg(feature = "capi")]
+            Kind::Word(word, failed) => {
+                word.count(outcome.is_err());
+                if let Some(callback) = failed.filter(|_| outcome.is_err())
+                    && let Err(job) = self.jobs.push(Job::Done(callback, outcome))
+                {
+                    job.run(self);
+                }
+            }
             Kind::Future(once) => {
                 once.set(outcome);
             }

@@ -1,7 +1,7 @@
 //! The locks that counters, queues and completions are built on. The `loom` crate compiles the same modules over loom's.
 
 pub use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering, fence};
-pub use std::sync::{Condvar, Mutex, MutexGuard};
+pub use std::sync::{Condvar, Mutex, MutexGuard, OnceLock};
 
 use std::sync::PoisonError;
 
@@ -17,6 +17,11 @@ pub fn wait_timeout<'a, T>(
     timeout: std::time::Duration,
 ) -> MutexGuard<'a, T> {
     condvar.wait_timeout(guard, timeout).unwrap_or_else(PoisonError::into_inner).0
+}
+
+/// Lets the thread that is waited for go on.
+pub fn spin() {
+    std::hint::spin_loop();
 }
 
 /// Looks this often before a thread goes to sleep. Each look gives the processor away, so that nobody waits for this thread.

@@ -32,6 +32,34 @@ pub(crate) fn exact_timers() {
     unsafe { libc::prctl(libc::PR_SET_TIMERSLACK, 1000_u64) };
 }
 
+/// A word in somebody else's memory that counts operations which are over: all of them in its low half, those that failed in
+/// its high half.
+#[cfg(feature = "capi")]
+pub(crate) struct Word(std::ptr::NonNull<u64>);
+
+#[cfg(feature = "capi")]
+// SAFETY: whoever gave the address promised that it is valid from every thread.
+unsafe impl Send for Word {}
+
+#[cfg(feature = "capi")]
+impl Word {
+    /// # Safety
+    /// `address` must be valid for atomic accesses until `count` has been called or this is dropped.
+    pub unsafe fn at(address: *mut u64) -> Result<Option<Self>, Error> {
+        if !(address as usize).is_multiple_of(align_of::<u64>()) {
+            return Err(Error::argument("word", format!("{address:p} came; an address divisible by 8 is needed")));
+        }
+        Ok(std::ptr::NonNull::new(address).map(Self))
+    }
+
+    /// Counts one that is over. What it has done is seen by whoever loads the word with acquire ordering.
+    pub fn count(self, failed: bool) {
+        // SAFETY: `at` demands that it is valid, and has checked that it is aligned.
+        let word = unsafe { AtomicU64::from_ptr(self.0.as_ptr()) };
+        word.fetch_add(1 + (u64::from(failed) << 32), Ordering::AcqRel);
+    }
+}
+
 /// How often this process has come out of a fork.
 static FORKS: AtomicU64 = AtomicU64::new(0);
 

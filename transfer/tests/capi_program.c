@@ -59,6 +59,12 @@ static void watched(void *context, uint64_t old_value, uint64_t new_value) {
   tell(w, PT_OK, NULL);
 }
 
+/* Peers that are up, and the last reason of one that went. */
+static void peer_event(void *context, const char *peer, int down, const char *words) {
+  CHECK((down == PT_UP) == (words == NULL));
+  tell(context, down, peer);
+}
+
 static void wait_for(waiter *w, int calls) {
   struct timespec end;
   clock_gettime(CLOCK_REALTIME, &end);
@@ -74,8 +80,24 @@ static void wait_for(waiter *w, int calls) {
 }
 
 static pt_submit with(waiter *w, int has_imm, uint32_t imm) {
-  pt_submit submit = {sizeof submit, 30.0, -1, has_imm, imm, over, w};
+  pt_submit submit = {sizeof submit, 30.0, -1, has_imm, imm, over, w, NULL};
   return submit;
+}
+
+static pt_expect waiting(waiter *w, double deadline) {
+  pt_expect expect = {.size = sizeof expect, .deadline = deadline, .done = over, .context = w};
+  return expect;
+}
+
+/* Spins on a word until it has a value, as somebody without callbacks does. */
+static uint64_t spin(const uint64_t *word, uint64_t least) {
+  struct timespec pause = {0, 20000};
+  uint64_t value;
+  for (int looks = 0; (value = __atomic_load_n(word, __ATOMIC_ACQUIRE)) < least; looks++) {
+    CHECK(looks < 1000000);
+    nanosleep(&pause, NULL);
+  }
+  return value;
 }
 
 /* The provider is its argument. */
@@ -84,9 +106,15 @@ int main(int count, char **arguments) {
   CHECK(pt_abi_version() == PT_ABI_VERSION);
   pt_network *network;
   OK(pt_network_create(7, &network));
-  pt_engine_options options = {.size = sizeof options, .provider = arguments[1], .nics = 2, .network = network, .secret = "abc", .secret_len = 3};
+  pt_device_group devices = {.provider = arguments[1], .nics = 2, .network = network};
+  static const char *loopback[2] = {"127.0.0.1", "127.0.0.1"};
+  if (!strcmp(arguments[1], "tcp")) devices.sources = loopback;
+  waiter peers_of_b = WAITER;
+  pt_engine_options options = {.size = sizeof options, .groups = &devices, .group_count = 1, .secret = "abc", .secret_len = 3};
   pt_engine *a, *b;
   OK(pt_engine_create(&options, &a));
+  options.peer_event = peer_event;
+  options.context = &peers_of_b;
   OK(pt_engine_create(&options, &b));
   pt_network_destroy(network);
 
@@ -108,7 +136,8 @@ int main(int count, char **arguments) {
   CHECK(pt_desc_create(bytes, len - 1, &desc) == PT_INVALID && strstr(pt_last_error(), "bytes"));
 
   waiter done = WAITER, arrived = WAITER;
-  OK(pt_expect_imm_count(b, 5, 2, 30.0, over, &arrived));
+  pt_expect expect = waiting(&arrived, 30.0);
+  OK(pt_expect_imm(b, 5, 2, &expect, NULL));
   pt_submit submit = with(&done, 1, 5);
   pt_transfer transfer;
   OK(pt_submit_single_write(a, LEN / 2, src, 10, desc, 20, &submit, &transfer));
@@ -124,6 +153,8 @@ int main(int count, char **arguments) {
   for (size_t i = 0; i < 100; i++) CHECK(memcmp(target + to[i] * 1024, source + from[i] * 1000 + 3, 1000) == 0);
   wait_for(&arrived, 1);
   CHECK(arrived.status == PT_OK && pt_imm_count(b, 5) == 2);
+  wait_for(&peers_of_b, 1);
+  CHECK(peers_of_b.status == PT_UP);
 
   uint8_t addresses[2][512];
   const uint8_t *peers[1] = {addresses[0]};
@@ -141,10 +172,65 @@ int main(int count, char **arguments) {
   const pt_desc *barrier[1] = {desc};
   OK(pt_submit_barrier(a, group, barrier, 1, &submit, NULL));
   wait_for(&done, 5);
-  OK(pt_expect_imm_count(b, 6, 3, 30.0, over, &arrived));
+  expect.take = 1;
+  OK(pt_expect_imm(b, 6, 3, &expect, NULL));
   wait_for(&arrived, 2);
-  OK(pt_reset_imm(b, 6));
   CHECK(pt_imm_count(b, 6) == 0);
+  OK(pt_reset_imm(b, 6));
+  expect = waiting(&arrived, 30.0);
+
+  /* Rounds without callbacks and locks: one word counts what is sent, one what has come. */
+  uint64_t sent = 0;
+  const uint64_t *come;
+  pt_imms *imms;
+  uint32_t imm;
+  OK(pt_reserve_imms(b, "rounds", 0, 0, 8, &imms, &imm));
+  pt_imms *others;
+  uint32_t other;
+  CHECK(pt_reserve_imms(b, "others", 1, imm + 7, 1, &others, &other) == PT_INVALID && strstr(pt_last_error(), "rounds"));
+  OK(pt_imm_word(b, imm, &come));
+  CHECK(*come == 0);
+  submit = with(NULL, 1, imm);
+  submit.done = NULL;
+  submit.word = &sent;
+  for (uint64_t round = 1; round <= 1000; round++) {
+    uint64_t at = round * 64 % 4096;
+    source[at] = (unsigned char)round;
+    OK(pt_submit_single_write(a, 64, src, at, desc, at, &submit, NULL));
+    spin(come, round);
+    CHECK(target[at] == (unsigned char)round);
+    CHECK(PT_FAILED(spin(&sent, round)) == 0);
+  }
+  CHECK(PT_OVER(sent) == 1000 && pt_imm_count(b, imm) == 1000);
+  submit.word = (uint64_t *)((char *)&sent + 1);
+  CHECK(pt_submit_single_write(a, 64, src, 0, desc, 0, &submit, NULL) == PT_INVALID && strstr(pt_last_error(), "word"));
+
+  /* The count goes back once all who write with it have said that nothing of it is under way. */
+  OK(pt_engine_address(a, addresses[1], &lens[1]));
+  const uint8_t *senders[1] = {addresses[1]};
+  submit = with(&done, 0, 0);
+  int dones = done.calls;
+  OK(pt_submit_reset_imm(b, imm, senders, &lens[1], 1, &submit, NULL));
+  wait_for(&done, dones + 1);
+  CHECK(done.status == PT_OK && *come == 0);
+  pt_imms_destroy(imms);
+  done.calls = dones;
+
+  /* What is cancelled is told, by a word and a function that hears of failures. */
+  uint64_t ends = 0;
+  expect.word = &ends;
+  expect.senders = senders;
+  expect.sender_lens = &lens[1];
+  expect.sender_count = 1;
+  OK(pt_expect_imm(b, imm, 1, &expect, &transfer));
+  OK(pt_cancel(b, transfer));
+  CHECK(PT_FAILED(spin(&ends, 1)) == 1);
+  wait_for(&arrived, 3);
+  char name[64];
+  size_t name_len = sizeof name;
+  OK(pt_address_name(addresses[1], lens[1], name, &name_len));
+  CHECK(arrived.status == PT_COUNT_MISSED && strstr(arrived.words, "cancelled") && strstr(arrived.words, name));
+  arrived.calls = 2;
 
   waiter received = WAITER;
   OK(pt_submit_recvs(b, 64, 2, message, &received));
@@ -166,6 +252,8 @@ int main(int count, char **arguments) {
   CHECK(((uint64_t *)pt_mr_address(words))[1] == 2);
   CHECK(pt_mirror_imm(b, 5, words, 60) == PT_INVALID);
   CHECK(pt_mr_destroy(b, words) == PT_INVALID); /* the mirror holds it */
+  OK(pt_unmirror_imm(b, 5));
+  OK(pt_mr_destroy(b, words));
 
   /* Mistakes have a status and words, and no effect; failures come to the callback. */
   submit = with(&done, 1, 5);
@@ -177,24 +265,37 @@ int main(int count, char **arguments) {
   CHECK(pt_submit_barrier(a, group, barrier, 1, &submit, NULL) == PT_INVALID);
   CHECK(pt_engine_create(NULL, &a) == PT_INVALID && pt_engine_create(&options, NULL) == PT_INVALID);
   pt_engine_options wrong = options;
-  wrong.provider = "sim";
-  wrong.network = NULL;
+  pt_device_group lacking = {.provider = "sim", .nics = 1};
+  wrong.groups = &lacking;
   CHECK(pt_engine_create(&wrong, &a) == PT_INVALID && strstr(pt_last_error(), "network"));
-  wrong.provider = "carrier_pigeon";
+  lacking.provider = "carrier_pigeon";
   CHECK(pt_engine_create(&wrong, &a) == PT_UNAVAILABLE);
-  OK(pt_expect_imm_count(b, 77, 1, 0.05, over, &arrived));
+  lacking.provider = "verbs";
+  CHECK(pt_engine_create(&wrong, &a) == PT_INVALID && strstr(pt_last_error(), "sources"));
+  wrong.group_count = 0;
+  CHECK(pt_engine_create(&wrong, &a) == PT_INVALID && strstr(pt_last_error(), "group"));
+  expect = waiting(&arrived, 0.05);
+  OK(pt_expect_imm(b, 77, 1, &expect, NULL));
   wait_for(&arrived, 3);
-  CHECK(arrived.status == PT_COUNT_MISSED && strstr(arrived.words, "77"));
+  CHECK(arrived.status == PT_COUNT_MISSED && strstr(arrived.words, "77") && strstr(arrived.words, "deadline"));
   OK(pt_mr_destroy(b, dst));
   OK(pt_submit_single_write(a, 1, src, 0, desc, 0, &submit, NULL));
   wait_for(&done, 7);
   CHECK(done.status == PT_TRANSFER && strstr(done.words, "not registered"));
+  expect = waiting(&arrived, 30.0);
+  expect.senders = senders;
+  expect.sender_lens = &lens[1];
+  expect.sender_count = 1;
+  OK(pt_expect_imm(b, 78, 1, &expect, NULL));
 
   submit = with(&done, 0, 0);
-  OK(pt_engine_address(a, addresses[1], &lens[1]));
   OK(pt_fence(b, addresses[1], lens[1], &submit));
   wait_for(&done, 8);
   CHECK(done.status == PT_OK);
+  wait_for(&arrived, 4); /* the fence ends what waits for that peer */
+  CHECK(arrived.status == PT_COUNT_MISSED && strstr(arrived.words, name) && strstr(arrived.words, "fenced"));
+  wait_for(&peers_of_b, 2);
+  CHECK(peers_of_b.status == PT_FENCED && !strcmp(peers_of_b.words, name));
   CHECK(pt_fence(b, addresses[1], 3, &submit) == PT_INVALID);
 
   char text[16384];

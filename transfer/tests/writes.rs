@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use common::*;
-use putget_transfer::{Device, DeviceGroup, Done, Engine, Error, Flag, Options, Pages, ScatterDst, SimNetwork};
+use putget_transfer::{Device, DeviceGroup, Done, Engine, Error, Flag, Miss, Options, Pages, ScatterDst, SimNetwork};
 
 fn read(handle: &putget_transfer::MrHandle) -> Vec<u8> {
     let mut bytes = vec![0; handle.len() as usize];
@@ -259,7 +259,7 @@ fn counters_are_mirrored_missed_and_reset() {
     assert_eq!(expect_count(&b, 3, 1), Ok(()));
     assert_eq!(words.load_word(16), Ok(1));
     let missed = outcome(|done| b.expect_imm_count(3, 4, Some(Duration::from_millis(30)), done));
-    assert_eq!(missed, Err(Error::CountMissed { imm: 3, expected: 4, found: 1 }));
+    assert_eq!(missed, Err(Error::CountMissed { imm: 3, expected: 4, found: 1, why: Miss::Deadline, missing: vec![] }));
     b.expect_imm_count(3, 2, Some(LONG), Done::ignore()).unwrap();
     assert_eq!(b.reset_imm(3), Err(Error::CounterBusy { imm: 3, waiting: 1 }));
     assert_eq!(outcome(raise), Ok(()));

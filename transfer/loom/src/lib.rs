@@ -6,6 +6,8 @@
 
 #[path = "../../src/counter.rs"]
 mod counter;
+#[path = "../../src/counts.rs"]
+mod counts;
 #[path = "../../src/host/flags.rs"]
 mod flags;
 #[path = "../../src/once.rs"]
@@ -19,9 +21,15 @@ mod models;
 mod sync {
     pub use loom::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering, fence};
     pub use loom::sync::{Condvar, Mutex, MutexGuard};
+    /// Filled by writers with the lock, so that nobody meets there.
+    pub use std::sync::OnceLock;
 
     pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
         mutex.lock().unwrap()
+    }
+
+    pub fn spin() {
+        loom::thread::yield_now();
     }
 
     /// A wait without a look on is one of its interleavings.

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use loom::thread;
 
-use crate::counter::Counters;
+use crate::counter::{Begun, Counters, Expect};
 use crate::once::Once;
 use crate::queue::Queue;
 
@@ -15,6 +15,14 @@ const LONG: Duration = Duration::from_secs(3600);
 
 fn later() -> Instant {
     Instant::now() + LONG
+}
+
+fn of(imm: u32, count: u64, deadline: Instant) -> Expect {
+    Expect { id: 1, imm, count, deadline, take: false, senders: Box::default() }
+}
+
+fn waits<W>(counters: &Counters<W>, expect: Expect, waiter: W) -> bool {
+    matches!(counters.expect(expect, waiter), Begun::Waits)
 }
 
 #[test]
@@ -26,12 +34,12 @@ fn two_arrivals_and_an_expectation_meet_once() {
                 let counters = Arc::clone(&counters);
                 thread::spawn(move || {
                     let mut met = Vec::new();
-                    counters.add(7, &mut met);
+                    counters.add(7, 0, &mut met);
                     met.len()
                 })
             })
             .collect();
-        let at_once = usize::from(counters.expect(7, 2, later(), ()).is_some());
+        let at_once = usize::from(!waits(&counters, of(7, 2, later()), ()));
         let met: usize = adders.into_iter().map(|adder| adder.join().unwrap()).sum();
         assert_eq!(met + at_once, 1);
         assert_eq!(counters.value(7), 2);
@@ -43,7 +51,7 @@ fn a_deadline_and_an_arrival_tell_the_waiter_once() {
     loom::model(|| {
         let counters = Arc::new(Counters::default());
         let now = Instant::now();
-        assert!(counters.expect(1, 1, now, ()).is_none());
+        assert!(waits(&counters, of(1, 1, now), ()));
         let other = Arc::clone(&counters);
         let expiry = thread::spawn(move || {
             let mut missed = Vec::new();
@@ -51,8 +59,46 @@ fn a_deadline_and_an_arrival_tell_the_waiter_once() {
             missed.len()
         });
         let mut met = Vec::new();
-        counters.add(1, &mut met);
+        counters.add(1, 0, &mut met);
         assert_eq!(met.len() + expiry.join().unwrap(), 1);
+    });
+}
+
+#[test]
+fn a_deadline_a_cancel_and_a_lost_sender_tell_the_waiter_once() {
+    loom::model(|| {
+        let counters = Arc::new(Counters::default());
+        let now = Instant::now();
+        let expect = Expect { senders: Box::new([4]), ..of(1, 1, now) };
+        assert!(waits(&counters, expect, ()));
+        let other = Arc::clone(&counters);
+        let lost = thread::spawn(move || {
+            let mut missed = Vec::new();
+            other.sender_down(4, &mut missed);
+            missed.len()
+        });
+        let cancelled = usize::from(counters.cancel(1).is_some());
+        let mut missed = Vec::new();
+        counters.expire(now, &mut missed);
+        assert_eq!(cancelled + missed.len() + lost.join().unwrap(), 1);
+    });
+}
+
+#[test]
+fn a_reader_without_the_lock_sees_no_other_counter() {
+    loom::model(|| {
+        let counters = Arc::new(Counters::<()>::default());
+        counters.add(3, 0, &mut Vec::new());
+        let other = Arc::clone(&counters);
+        let writer = thread::spawn(move || {
+            // Its block becomes free, and the next one's.
+            other.reset(3).unwrap();
+            other.add(800, 0, &mut Vec::new());
+            other.add(800, 0, &mut Vec::new());
+        });
+        assert!(counters.value(3) <= 1);
+        writer.join().unwrap();
+        assert_eq!((counters.value(3), counters.value(800)), (0, 2));
     });
 }
 
@@ -62,8 +108,8 @@ fn a_reset_loses_no_arrival() {
         let counters = Arc::new(Counters::<()>::default());
         let other = Arc::clone(&counters);
         let adder = thread::spawn(move || {
-            other.add(3, &mut Vec::new());
-            other.add(3, &mut Vec::new());
+            other.add(3, 0, &mut Vec::new());
+            other.add(3, 0, &mut Vec::new());
         });
         let before = counters.reset(3).unwrap();
         adder.join().unwrap();
@@ -78,9 +124,9 @@ fn a_mirror_ends_at_the_last_value() {
         let shown = Arc::new(Count::new(0));
         let word = Arc::clone(&shown);
         let other = Arc::clone(&counters);
-        let adder = thread::spawn(move || other.add(3, &mut Vec::new()));
+        let adder = thread::spawn(move || other.add(3, 0, &mut Vec::new()));
         counters.mirror(3, Some(Box::new(move |value| word.store(value as usize, Relaxed))));
-        counters.add(3, &mut Vec::new());
+        counters.add(3, 0, &mut Vec::new());
         adder.join().unwrap();
         assert_eq!(shown.load(Relaxed), 2);
     });

@@ -16,7 +16,13 @@ class TransferFailed(EngineError):
     failures: list[Failure]
 
 class CountMissed(EngineError):
-    """A counter did not reach the expected count before the deadline."""
+    """A counter did not reach the expected count: its deadline came, it was cancelled, or a named sender went down."""
+
+    missing: list[str]
+    """Of the senders that were named, those that are to blame. Empty if none was named."""
+
+class EngineBusy(EngineError):
+    """As many operations are under way as `Builder.max_submissions` allows."""
 
 class EngineClosed(EngineError):
     """The engine is closed."""
@@ -138,6 +144,14 @@ class Builder:
     def grace(self, grace_s: float) -> Builder:
         """Set how long a stopped transfer may drain before its connection is dropped."""
     def min_shard(self, bytes: int) -> Builder: ...
+    def max_submissions(self, count: int, *, wait: bool = True) -> Builder:
+        """Bound the operations that are under way at a time, expectations left out. Default: 65,536.
+
+        Args:
+            count: At least 1.
+            wait: Whether a submission beyond them waits for room, at most until its deadline, or fails at once. Then
+                it raises EngineBusy.
+        """
     def busy_poll(self, busy: bool) -> Builder: ...
     def on_peer_event(self, callback: Callable[[str, str | None], object]) -> Builder:
         """Call back with a peer's name and None when it comes, or why it went."""
@@ -234,9 +248,39 @@ class Engine:
     ) -> Transfer:
         """Raise the counter of `imm` by one at every destination, without any bytes."""
     def expect_imm_count(
-        self, imm: int, count: int, *, deadline_s: float | None = None, done: _Done = None
+        self,
+        imm: int,
+        count: int,
+        *,
+        deadline_s: float | None = None,
+        done: _Done = None,
+        senders: Sequence[NetAddr] | None = None,
+        take: bool = False,
     ) -> Transfer:
-        """Wait until `imm` has arrived `count` times, earlier arrivals included; CountMissed after the deadline."""
+        """Wait until `imm` has arrived `count` times, earlier arrivals included. `Transfer.cancel` ends it.
+
+        Args:
+            imm: The immediate.
+            count: Arrivals.
+            deadline_s: Time until it fails; the engine's default if None.
+            done: As for every operation.
+            senders: Those who are to send. One that is down, or goes down, fails this at once.
+            take: Takes the arrivals out of the counter when all are there. A counter at 0 needs no memory.
+
+        Raises:
+            ValueError: If a sender's address belongs to another network.
+            CountMissed: From the transfer. `missing` has the named senders from whom nothing has arrived, or all of
+                them if something has come from each. Beyond an engine's first 63 peers, senders are not told apart.
+        """
+    def reserve_imms(self, owner: str, first: int | None, count: int) -> ImmRange:
+        """Reserve `count` immediates for an owner: those from `first` on, or some that nobody has.
+
+        Parts of a program that do not know of each other keep apart in this way. The engine does not check who uses an
+        immediate.
+
+        Raises:
+            ValueError: If one of them belongs to another owner, or there are not so many in a row.
+        """
     def fence(self, peer: NetAddr, *, done: _Done = None) -> Transfer:
         """Shut a peer out: when the transfer is over, nothing of the peer lands or counts here until a new connection.
 
@@ -336,6 +380,19 @@ class PeerGroup:
     """Peers that are connected ahead of time."""
 
     def __len__(self) -> int: ...
+
+@final
+class ImmRange:
+    """Immediates that belong to an owner, until `release` or the end of this object. Counters stay as they are."""
+
+    @property
+    def owner(self) -> str: ...
+    @property
+    def first(self) -> int: ...
+    def __len__(self) -> int: ...
+    def imm(self, index: int) -> int:
+        """Return one of them, from 0 on; ValueError if it is not one of them."""
+    def release(self) -> None: ...
 
 @final
 class UvmWatcher:

@@ -5,14 +5,16 @@ use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Duration;
 
-use crate::{Done, Error, MrDesc, MrHandle, Options, Outcome, Pages, SimNetwork, TransferId};
+use crate::sys::Word;
+use crate::{Callback, Done, Error, MrDesc, MrHandle, Options, Outcome, Pages, TransferId};
 
-pub(super) const ABI_VERSION: c_int = 1;
+pub(super) const ABI_VERSION: c_int = 2;
 pub(super) const OK: c_int = 0;
 pub(super) const INTERNAL: c_int = 9;
 
 pub(super) type DoneCallback = Option<unsafe extern "C" fn(*mut c_void, c_int, *const c_char)>;
 pub(super) type MessageCallback = Option<unsafe extern "C" fn(*mut c_void, *const c_char, *const c_void, usize)>;
+pub(super) type PeerCallback = Option<unsafe extern "C" fn(*mut c_void, *const c_char, c_int, *const c_char)>;
 pub(super) type WatchCallback = Option<unsafe extern "C" fn(*mut c_void, u64, u64)>;
 
 thread_local! {
@@ -26,9 +28,11 @@ pub(super) fn status(error: &Error) -> c_int {
         Error::Closed => 3,
         Error::CountMissed { .. } => 4,
         Error::CounterBusy { .. } => 5,
+        Error::Transfer(errors) if errors.iter().any(|error| error.may_land) => 10,
         Error::Transfer(_) => 6,
         Error::Timeout { .. } => 7,
         Error::System { .. } => 8,
+        Error::Busy { .. } => 11,
     }
 }
 
@@ -119,35 +123,28 @@ impl Context {
     }
 }
 
-pub(super) fn done(callback: DoneCallback, context: *mut c_void) -> Done {
-    let Some(callback) = callback else { return Done::ignore() };
+/// Whom to tell: a function, or a word that counts and a function that hears of failures alone.
+///
+/// # Safety
+/// `word` is null, or valid until it has counted this.
+pub(super) unsafe fn done(callback: DoneCallback, context: *mut c_void, word: *mut u64) -> Result<Done, Error> {
     let context = Context(context);
-    Done::callback(move |outcome: Outcome| {
-        let words = outcome.as_ref().err().map(|error| text(&error.to_string()));
-        let code = outcome.as_ref().err().map_or(OK, status);
-        let words = words.as_ref().map_or(std::ptr::null(), |words| words.as_ptr());
-        // SAFETY: the caller gave this function for this, and the words live through the call.
-        unsafe { callback(context.pointer(), code, words) };
+    let call = callback.map(|callback| {
+        move |outcome: Outcome| {
+            let words = outcome.as_ref().err().map(|error| text(&error.to_string()));
+            let code = outcome.as_ref().err().map_or(OK, status);
+            let words = words.as_ref().map_or(std::ptr::null(), |words| words.as_ptr());
+            // SAFETY: the caller gave this function for this, and the words live through the call.
+            unsafe { callback(context.pointer(), code, words) };
+        }
+    });
+    // SAFETY: the caller promises it.
+    let word = unsafe { Word::at(word)? };
+    Ok(match (word, call) {
+        (Some(word), call) => Done::word(word, call.map(|call| -> Callback { Box::new(call) })),
+        (None, Some(call)) => Done::callback(call),
+        (None, None) => Done::ignore(),
     })
-}
-
-/// `pt_engine_options`.
-#[repr(C)]
-pub struct EngineOptions {
-    pub size: usize,
-    pub provider: *const c_char,
-    pub nics: usize,
-    pub sources: *const *const c_char,
-    pub network: *const SimNetwork,
-    pub gpu: u16,
-    pub secret: *const u8,
-    pub secret_len: usize,
-    pub heartbeat_interval: f64,
-    pub heartbeat_timeout: f64,
-    pub connect_timeout: f64,
-    pub default_deadline: f64,
-    pub grace: f64,
-    pub busy_poll: c_int,
 }
 
 /// `pt_submit`.
@@ -160,6 +157,32 @@ pub struct Submit {
     pub imm: u32,
     pub done: DoneCallback,
     pub context: *mut c_void,
+    pub word: *mut u64,
+}
+
+/// `pt_expect`.
+#[repr(C)]
+pub struct Expect {
+    pub size: usize,
+    pub deadline: f64,
+    pub senders: *const *const u8,
+    pub sender_lens: *const usize,
+    pub sender_count: usize,
+    pub take: c_int,
+    pub done: DoneCallback,
+    pub context: *mut c_void,
+    pub word: *mut u64,
+}
+
+impl Expect {
+    /// # Safety
+    /// As `Submit::read`.
+    pub unsafe fn read(&self) -> Result<(Option<Duration>, Done), Error> {
+        right_size(self.size, size_of::<Self>())?;
+        let deadline = seconds("deadline", self.deadline)?;
+        // SAFETY: the caller promises it.
+        Ok((deadline, unsafe { done(self.done, self.context, self.word)? }))
+    }
 }
 
 /// `pt_transfer`.
@@ -201,12 +224,15 @@ pub(super) fn right_size(found: usize, right: usize) -> Result<(), Error> {
 }
 
 impl Submit {
-    pub fn read(&self) -> Result<(Options, Option<u32>, Done), Error> {
+    /// # Safety
+    /// `word` is null, or valid until the operation is over.
+    pub unsafe fn read(&self) -> Result<(Options, Option<u32>, Done), Error> {
         right_size(self.size, size_of::<Self>())?;
         let deadline = seconds("deadline", self.deadline)?;
         let nic = usize::try_from(self.nic).ok();
         let imm = (self.has_imm != 0).then_some(self.imm);
-        Ok((Options { deadline, nic }, imm, done(self.done, self.context)))
+        // SAFETY: the caller promises it.
+        Ok((Options { deadline, nic }, imm, unsafe { done(self.done, self.context, self.word)? }))
     }
 }
 

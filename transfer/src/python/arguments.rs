@@ -38,8 +38,10 @@ numbers! {
     dst: (PyRef<'py, PyMrDesc>, u64), u64::MAX;
     cpus: Vec<usize>, u32::MAX;
     depth: usize, u32::MAX;
+    first: Option<u32>, u32::MAX;
     group: usize, u32::MAX;
     imm: u32, u32::MAX;
+    index: u32, u32::MAX;
     indices: Vec<u64>, u64::MAX;
     len: u64, u64::MAX;
     max_delay_polls: u32, u32::MAX;
@@ -68,6 +70,16 @@ pub(super) fn memory_len(value: &Bound<'_, PyAny>) -> PyResult<usize> {
 /// Things in this process's memory.
 pub(super) fn memory_count(value: &Bound<'_, PyAny>) -> PyResult<usize> {
     fitting("count", value, usize::MAX as u64)
+}
+
+/// Operations at a time.
+pub(super) fn submissions(value: &Bound<'_, PyAny>) -> PyResult<usize> {
+    fitting("count", value, usize::MAX as u64)
+}
+
+/// Immediates.
+pub(super) fn imms(value: &Bound<'_, PyAny>) -> PyResult<u32> {
+    fitting("count", value, u32::MAX.into())
 }
 
 /// Something that can be called.

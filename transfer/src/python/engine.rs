@@ -11,6 +11,7 @@ use super::arguments;
 use super::domain::{PyMrHandle, PyNetAddr};
 use crate::engine::{Builder, DeviceGroup, Engine};
 use crate::error::Error;
+use crate::gate::WhenFull;
 use crate::sim::{Faults, SimNetwork};
 use crate::watcher::UvmWatcher;
 
@@ -198,6 +199,16 @@ impl PyBuilder {
         #[pyo3(from_py_with = arguments::bytes)] bytes: u64,
     ) -> PyResult<PyRefMut<'_, Self>> {
         Self::change(slf, |builder| builder.min_shard(bytes))
+    }
+
+    #[pyo3(signature = (count, *, wait=true))]
+    fn max_submissions(
+        slf: PyRefMut<'_, Self>,
+        #[pyo3(from_py_with = arguments::submissions)] count: usize,
+        wait: bool,
+    ) -> PyResult<PyRefMut<'_, Self>> {
+        let when_full = if wait { WhenFull::Wait } else { WhenFull::Refuse };
+        Self::change(slf, |builder| builder.max_submissions(count, when_full))
     }
 
     fn busy_poll(slf: PyRefMut<'_, Self>, busy: bool) -> PyResult<PyRefMut<'_, Self>> {

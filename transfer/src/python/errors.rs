@@ -19,6 +19,12 @@ pyo3::create_exception!(
     EngineError,
     "A counter did not reach the expected count in time."
 );
+pyo3::create_exception!(
+    putget_transfer,
+    EngineBusy,
+    EngineError,
+    "As many operations are under way as the builder has allowed."
+);
 pyo3::create_exception!(putget_transfer, EngineClosed, EngineError, "The engine is closed.");
 pyo3::create_exception!(putget_transfer, Unavailable, EngineError, "A library or device that this machine lacks.");
 
@@ -57,7 +63,14 @@ impl From<Error> for PyErr {
         match &error {
             Error::Argument { .. } => PyValueError::new_err(text),
             Error::Closed => EngineClosed::new_err(text),
-            Error::CountMissed { .. } => CountMissed::new_err(text),
+            Error::CountMissed { missing, .. } => {
+                let exception = CountMissed::new_err(text);
+                let missing: Vec<_> = missing.iter().map(ToString::to_string).collect();
+                // As for the list of failures.
+                let _ = Python::with_gil(|py| exception.value(py).setattr("missing", missing));
+                exception
+            }
+            Error::Busy { .. } => EngineBusy::new_err(text),
             Error::Unavailable { .. } => Unavailable::new_err(text),
             Error::Transfer(errors) => {
                 let exception = TransferFailed::new_err(text);
@@ -82,6 +95,7 @@ pub(super) fn add(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("EngineError", py.get_type::<EngineError>())?;
     module.add("TransferFailed", py.get_type::<TransferFailed>())?;
     module.add("CountMissed", py.get_type::<CountMissed>())?;
+    module.add("EngineBusy", py.get_type::<EngineBusy>())?;
     module.add("EngineClosed", py.get_type::<EngineClosed>())?;
     module.add("Unavailable", py.get_type::<Unavailable>())?;
     module.add_class::<PyFailure>()

@@ -23,6 +23,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<submit::PyPages>()?;
     module.add_class::<submit::PyScatterDst>()?;
     module.add_class::<submit::PyPeerGroup>()?;
+    module.add_class::<submit::PyImmRange>()?;
     module.add_class::<transfer::PyTransfer>()?;
     module.add_class::<transfer::PyFlag>()
 }

@@ -1,6 +1,6 @@
 //! Submissions, as Python sees them.
 
-use std::time::Duration;
+use std::sync::{Mutex, PoisonError};
 
 use pyo3::prelude::*;
 
@@ -10,6 +10,8 @@ use super::engine::{PyEngine, duration};
 use super::transfer::{PyTransfer, submitted};
 use crate::api::{Options, Pages, PeerGroup, ScatterDst};
 use crate::descriptor::{MrDesc, NetAddr};
+use crate::error::Error;
+use crate::expect::{ExpectOptions, ImmRange};
 
 /// Pages of a region.
 #[pyclass(name = "Pages", module = "putget_transfer", frozen, get_all)]
@@ -71,6 +73,48 @@ impl PyPeerGroup {
     }
 }
 
+/// Immediates that belong to somebody.
+#[pyclass(name = "ImmRange", module = "putget_transfer", frozen)]
+pub(super) struct PyImmRange {
+    /// None once released.
+    range: Mutex<Option<ImmRange>>,
+}
+
+impl PyImmRange {
+    fn with<T>(&self, look: impl FnOnce(&ImmRange) -> Result<T, Error>) -> Result<T, Error> {
+        match &*self.range.lock().unwrap_or_else(PoisonError::into_inner) {
+            Some(range) => look(range),
+            None => Err(Error::argument("range", "it has been released")),
+        }
+    }
+}
+
+#[pymethods]
+impl PyImmRange {
+    #[getter]
+    fn owner(&self) -> PyResult<String> {
+        Ok(self.with(|range| Ok(range.owner().to_owned()))?)
+    }
+
+    #[getter]
+    fn first(&self) -> PyResult<u32> {
+        Ok(self.with(|range| Ok(range.first()))?)
+    }
+
+    fn __len__(&self) -> PyResult<usize> {
+        Ok(self.with(|range| Ok(range.count() as usize))?)
+    }
+
+    fn imm(&self, #[pyo3(from_py_with = arguments::index)] index: u32) -> PyResult<u32> {
+        Ok(self.with(|range| range.imm(index))?)
+    }
+
+    fn release(&self) {
+        let range = self.range.lock().unwrap_or_else(PoisonError::into_inner).take();
+        drop(range);
+    }
+}
+
 fn options(deadline_s: Option<f64>, nic: Option<usize>) -> PyResult<Options> {
     Ok(Options { deadline: duration("deadline_s", deadline_s)?, nic })
 }
@@ -93,8 +137,8 @@ impl PyEngine {
         done: Done<'_, '_>,
         deadline_s: Option<f64>,
     ) -> PyResult<PyTransfer> {
-        let (engine, options) = (slf.get().engine()?, options(deadline_s, None)?);
-        submitted(slf, done, |done| Ok(Some(engine.submit_send(&to.address, data, &options, done)?)))
+        let (engine, options, to) = (slf.get().engine()?, options(deadline_s, None)?, &to.address);
+        submitted(slf, done, |done| engine.submit_send(to, data, &options, done).map(Some))
     }
 
     #[pyo3(signature = (len, imm, src, dst, *, done=None, deadline_s=None, nic=None))]
@@ -110,9 +154,8 @@ impl PyEngine {
         #[pyo3(from_py_with = arguments::nic)] nic: Option<usize>,
     ) -> PyResult<PyTransfer> {
         let (engine, options, handle) = (slf.get().engine()?, options(deadline_s, nic)?, src.0.handle()?);
-        submitted(slf, done, |done| {
-            Ok(Some(engine.submit_single_write(len, imm, (&handle, src.1), (&dst.0.desc, dst.1), &options, done)?))
-        })
+        let (src, dst) = ((&handle, src.1), (&dst.0.desc, dst.1));
+        submitted(slf, done, |done| engine.submit_single_write(len, imm, src, dst, &options, done).map(Some))
     }
 
     #[pyo3(signature = (page_len, imm, src, dst, *, done=None, deadline_s=None, nic=None))]
@@ -129,7 +172,7 @@ impl PyEngine {
     ) -> PyResult<PyTransfer> {
         let (engine, options, handle) = (slf.get().engine()?, options(deadline_s, nic)?, src.0.handle()?);
         let (src, dst) = ((&handle, src.1.pages()), (&dst.0.desc, dst.1.pages()));
-        submitted(slf, done, |done| Ok(Some(engine.submit_paged_writes(page_len, imm, src, dst, &options, done)?)))
+        submitted(slf, done, |done| engine.submit_paged_writes(page_len, imm, src, dst, &options, done).map(Some))
     }
 
     #[pyo3(signature = (peers, *, done=None, deadline_s=None))]
@@ -140,9 +183,9 @@ impl PyEngine {
         deadline_s: Option<f64>,
     ) -> PyResult<(PyPeerGroup, PyTransfer)> {
         let (engine, options) = (slf.get().engine()?, options(deadline_s, None)?);
-        let mut made = None;
+        let (mut made, peers) = (None, addresses(&peers));
         let transfer = submitted(slf, done, |done| {
-            made = Some(engine.add_peer_group(&addresses(&peers), &options, done)?);
+            made = Some(engine.add_peer_group(&peers, &options, done)?);
             Ok(None)
         })?;
         let group = made.ok_or(crate::Error::Closed)?;
@@ -171,7 +214,7 @@ impl PyEngine {
         });
         let dsts: Vec<_> = dsts.collect();
         let group = group.map(|group| &group.group);
-        submitted(slf, done, |done| Ok(Some(engine.submit_scatter(group, imm, &handle, &dsts, &options, done)?)))
+        submitted(slf, done, |done| engine.submit_scatter(group, imm, &handle, &dsts, &options, done).map(Some))
     }
 
     #[pyo3(signature = (group, imm, dsts, *, done=None, deadline_s=None, nic=None))]
@@ -187,23 +230,35 @@ impl PyEngine {
         let (engine, options) = (slf.get().engine()?, options(deadline_s, nic)?);
         let dsts: Vec<_> = dsts.iter().map(|dst| &dst.desc).collect();
         let group = group.map(|group| &group.group);
-        submitted(slf, done, |done| Ok(Some(engine.submit_barrier(group, imm, &dsts, &options, done)?)))
+        submitted(slf, done, |done| engine.submit_barrier(group, imm, &dsts, &options, done).map(Some))
     }
 
-    #[pyo3(signature = (imm, count, *, deadline_s=None, done=None))]
+    #[pyo3(signature = (imm, count, *, deadline_s=None, done=None, senders=None, take=false))]
+    #[allow(clippy::too_many_arguments, reason = "Python's keywords are not a list that anybody counts")]
     fn expect_imm_count(
         slf: &Bound<'_, Self>,
         #[pyo3(from_py_with = arguments::imm)] imm: u32,
         #[pyo3(from_py_with = arguments::count)] count: u64,
         deadline_s: Option<f64>,
         done: Done<'_, '_>,
+        senders: Option<Vec<PyRef<'_, PyNetAddr>>>,
+        take: bool,
     ) -> PyResult<PyTransfer> {
         let engine = slf.get().engine()?;
-        let deadline: Option<Duration> = duration("deadline_s", deadline_s)?;
-        submitted(slf, done, |done| {
-            engine.expect_imm_count(imm, count, deadline, done)?;
-            Ok(None)
-        })
+        let senders = addresses(&senders.unwrap_or_default());
+        let options = ExpectOptions { deadline: duration("deadline_s", deadline_s)?, senders: &senders, take };
+        submitted(slf, done, |done| engine.expect_imm(imm, count, &options, done).map(Some))
+    }
+
+    #[pyo3(signature = (owner, first, count))]
+    fn reserve_imms(
+        &self,
+        owner: &str,
+        #[pyo3(from_py_with = arguments::first)] first: Option<u32>,
+        #[pyo3(from_py_with = arguments::imms)] count: u32,
+    ) -> PyResult<PyImmRange> {
+        let range = self.engine()?.reserve_imms(owner, first, count)?;
+        Ok(PyImmRange { range: Mutex::new(Some(range)) })
     }
 
     #[pyo3(signature = (imm, senders, *, done=None, deadline_s=None))]
@@ -216,12 +271,13 @@ impl PyEngine {
     ) -> PyResult<PyTransfer> {
         let (engine, options) = (slf.get().engine()?, options(deadline_s, None)?);
         let senders = addresses(&senders);
-        submitted(slf, done, |done| Ok(Some(engine.submit_reset_imm(imm, &senders, &options, done)?)))
+        submitted(slf, done, |done| engine.submit_reset_imm(imm, &senders, &options, done).map(Some))
     }
 
     #[pyo3(signature = (peer, *, done=None))]
     fn fence(slf: &Bound<'_, Self>, peer: &PyNetAddr, done: Done<'_, '_>) -> PyResult<PyTransfer> {
         let engine = slf.get().engine()?;
-        submitted(slf, done, |done| Ok(engine.fence(&peer.address, done).map(|()| None)?))
+        let peer = &peer.address;
+        submitted(slf, done, |done| engine.fence(peer, done).map(|()| None))
     }
 }

@@ -9,7 +9,7 @@ use pyo3::prelude::*;
 use super::engine::PyEngine;
 use crate::api::TransferId;
 use crate::completion::{Done, Flag, Raised};
-use crate::error::Outcome;
+use crate::error::{Error, Outcome};
 use crate::sys::Home;
 
 /// How long a wait goes without looking for signals, so that Ctrl-C works.
@@ -74,7 +74,7 @@ pub(super) struct PyTransfer {
 pub(super) fn submitted(
     engine: &Bound<'_, PyEngine>,
     done: Option<&Bound<'_, PyAny>>,
-    submit: impl FnOnce(Done) -> PyResult<Option<TransferId>>,
+    submit: impl FnOnce(Done) -> Result<Option<TransferId>, Error> + Send,
 ) -> PyResult<PyTransfer> {
     let progress = Arc::new(Progress::default());
     let mut flag = None;
@@ -95,7 +95,8 @@ pub(super) fn submitted(
         }
         told.finish(outcome);
     });
-    let id = submit(over)?;
+    // A submission may wait for room, and for the engine's locks.
+    let id = engine.py().allow_threads(|| submit(over))?;
     Ok(PyTransfer { progress, id: id.map(|id| (id, engine.clone().unbind())), home: Home::here() })
 }
 

@@ -317,11 +317,9 @@ impl Worker {
             Event::Drained(link) => self.link_drained(nic, link),
             Event::Immediate { link, imm } => {
                 // Of a link that is on its way out nothing counts.
-                if !self.links.contains_key(&(nic, link)) {
-                    return;
-                }
+                let Some(peer) = self.links.get(&(nic, link)).and_then(|peer| self.peers.get(*peer)) else { return };
                 count(&self.shared.metrics.immediates_total);
-                self.shared.counters.add(imm, &mut self.met);
+                self.shared.counters.add(imm, peer.sender, &mut self.met);
                 while let Some(done) = self.met.pop() {
                     self.shared.complete(done, Ok(()));
                 }

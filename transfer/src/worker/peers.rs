@@ -26,6 +26,8 @@ pub(super) enum Stage {
 pub(super) struct Peer {
     pub key: PeerKey,
     pub name: PeerName,
+    /// The number under which counters know it.
+    pub sender: u32,
     /// Its first NIC.
     pub first: NetAddr,
     pub links: [Option<Link>; MAX_NICS],
@@ -66,6 +68,7 @@ impl Worker {
         let peer = self.peers.insert(Peer {
             key: first.key,
             name: first.name(),
+            sender: self.shared.sender(first.key),
             first: first.clone(),
             links: [None; MAX_NICS],
             way: None,
@@ -100,11 +103,12 @@ impl Worker {
             let patience = Duration::from_millis(u64::from(other.heartbeat_timeout_ms));
             peer.interval = self.shared.config.heartbeat_interval.min(patience / 3);
         }
-        let (name, way) = (peer.name, peer.way.take());
+        let (key, name, way) = (peer.key, peer.name, peer.way.take());
         let (waiting, messages) = (std::mem::take(&mut peer.waiting), std::mem::take(&mut peer.waiting_messages));
         if let Some(way) = way {
             self.release(way);
         }
+        self.shared.sender_event(key, None);
         self.shared.tell_peer_event(PeerEvent { peer: name, down: None });
         waiting.into_iter().for_each(|(slot, target, id)| self.attach(slot, target, id));
         messages.into_iter().for_each(|id| self.post_message(id));
@@ -133,6 +137,10 @@ impl Worker {
         peer.waiting.clear();
         peer.waiting_messages.clear();
         peer.connect_again = false;
+        if let Some(reason) = down {
+            let key = peer.key;
+            self.shared.sender_event(key, Some(reason));
+        }
         self.fail_unposted(index, reason);
         self.fail_messages(index, reason);
         self.fail_resets(index, reason);

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use super::Worker;
 use super::peers::Stage;
-use crate::error::{DownReason, Error, Reason};
+use crate::error::{DownReason, Reason};
 use crate::message::Body;
 
 /// Time between two looks at the clock for their sake.
@@ -71,9 +71,6 @@ impl Worker {
     fn tick_counters(&mut self) {
         let mut missed = Vec::new();
         self.shared.counters.expire(self.now, &mut missed);
-        for late in missed {
-            let error = Error::CountMissed { imm: late.imm, expected: late.expected, found: late.found };
-            self.shared.complete(late.waiter, Err(error));
-        }
+        missed.into_iter().for_each(|late| self.shared.tell_missed(late));
     }
 }

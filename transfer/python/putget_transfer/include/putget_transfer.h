@@ -1,7 +1,8 @@
 /* One-sided point-to-point transfers across hosts, completed by counting and never by order: the C interface.
  *
- * The library is what `cargo build --release --features capi` makes: libputget_transfer.so. docs/transfer.md says what the
- * operations guarantee.
+ * The library is what `cargo build --release --features capi` makes: libputget_transfer.so. The Python package has the same
+ * functions: `putget_transfer.library()` is the path of a library for code that runs inside Python, and
+ * `putget_transfer.include()` the folder of this file. docs/transfer.md says what the operations guarantee.
  *
  * Every function that returns an int returns a pt_status. Where it is not PT_OK, pt_last_error() has the words, on the same
  * thread, until its next call. Objects may be used by several threads at a time; each is destroyed once, by nobody else.
@@ -18,7 +19,7 @@ extern "C" {
 #endif
 
 /* Grows with every incompatible change of this file. */
-#define PT_ABI_VERSION 1
+#define PT_ABI_VERSION 2
 
 typedef enum pt_status {
   PT_OK = 0,
@@ -27,10 +28,12 @@ typedef enum pt_status {
   PT_CLOSED = 3,       /* the engine is closed */
   PT_COUNT_MISSED = 4, /* a counter did not reach the count before the deadline */
   PT_COUNTER_BUSY = 5, /* somebody waits for the counter that is to be reset */
-  PT_TRANSFER = 6,     /* a transfer failed; the words name peer, NIC and reason */
+  PT_TRANSFER = 6,     /* a transfer failed, and nothing of it lands any more; the words name peer, NIC and reason */
   PT_TIMEOUT = 7,      /* the engine's own thread did not answer */
   PT_SYSTEM = 8,       /* the operating system refused something */
-  PT_INTERNAL = 9      /* a defect of this library */
+  PT_INTERNAL = 9,     /* a defect of this library */
+  PT_MAY_LAND = 10,    /* as PT_TRANSFER, but bytes of it may still land */
+  PT_BUSY = 11         /* max_submissions operations are under way */
 } pt_status;
 
 typedef struct pt_engine pt_engine;
@@ -39,6 +42,7 @@ typedef struct pt_desc pt_desc;       /* somebody's registered memory, to be wri
 typedef struct pt_group pt_group;     /* peers that were connected ahead of time */
 typedef struct pt_network pt_network; /* a simulated network inside this process */
 typedef struct pt_watcher pt_watcher;
+typedef struct pt_imms pt_imms;       /* immediates that belong to a part of the program */
 
 /* The version that the library was built with: compare it with PT_ABI_VERSION. */
 int pt_abi_version(void);
@@ -54,21 +58,52 @@ typedef void (*pt_done)(void *context, int status, const char *message);
 int pt_network_create(uint64_t seed, pt_network **network);
 void pt_network_destroy(pt_network *network);
 
+/* One device and the NICs that serve it. Zeros stand for defaults. */
+typedef struct pt_device_group {
+  const char *provider;       /* "sim", "shm" (ranks of one host), "tcp", "verbs", "nvlink", or one of libfabric's: "net", "efa" */
+  size_t nics;                /* 1 to 4; 1 for nvlink */
+  const char *const *sources; /* tcp, libfabric: the NICs' addresses, or null; verbs: "device", "device:port", ...; `nics` of them */
+  const pt_network *network;  /* sim: what connects the engines */
+  int has_gpu;                /* 1: the group moves memory of `gpu`. nvlink always does */
+  uint16_t gpu;               /* the GPU's number in CUDA */
+  const size_t *cpus;         /* the processors of the worker thread, or null: any */
+  size_t cpu_count;
+} pt_device_group;
+
+/* Why a peer is down. */
+typedef enum pt_down {
+  PT_UP = 0,
+  PT_HEARTBEAT_LOST = 1,
+  PT_LEFT = 2,
+  PT_RECONNECTED = 3,
+  PT_NETWORK_LOST = 4,
+  PT_DROPPED = 5, /* to stop an overdue transfer */
+  PT_FENCED = 6,
+  PT_DRAINED = 7, /* down before, and could still write; now it cannot any more */
+  PT_ENGINE_CLOSED = 8
+} pt_down;
+
+/* A peer has come (PT_UP, and `words` is null) or gone. Called on the engine's callback thread; the strings live during the call.
+ * `peer` is what pt_address_name gives. */
+typedef void (*pt_peer_event)(void *context, const char *peer, int down, const char *words);
+
 typedef struct pt_engine_options {
-  size_t size;               /* sizeof(pt_engine_options) */
-  const char *provider;      /* "sim", "shm" (ranks of one host), "tcp", "nvlink", or one of libfabric's: "net", "efa" */
-  size_t nics;               /* 1 to 4; 1 for nvlink */
-  const char *const *sources; /* tcp, libfabric: the NICs' addresses, `nics` of them, or null */
-  const pt_network *network; /* sim: what connects the engines */
-  uint16_t gpu;              /* nvlink: the GPU's number in CUDA */
-  const void *secret;        /* what every peer must prove to have, or null */
+  size_t size;                   /* sizeof(pt_engine_options) */
+  const pt_device_group *groups; /* at least one, all of one provider */
+  size_t group_count;
+  const void *secret;            /* what every peer must prove to have, or null */
   size_t secret_len;
-  double heartbeat_interval; /* 0 in this and the following stands for the default */
+  double heartbeat_interval;     /* 0 in this and the following stands for the default */
   double heartbeat_timeout;
   double connect_timeout;
   double default_deadline;
   double grace;
-  int busy_poll; /* 1: the worker never sleeps */
+  uint64_t min_shard;            /* bytes from which on a transfer uses a further NIC */
+  size_t max_submissions;        /* operations under way at a time, expectations left out */
+  int refuse_when_full;          /* 1: one more fails with PT_BUSY. 0: it waits, at most until its deadline */
+  int busy_poll;                 /* 1: the worker never sleeps */
+  pt_peer_event peer_event;      /* or null */
+  void *context;                 /* of peer_event */
 } pt_engine_options;
 
 int pt_engine_create(const pt_engine_options *options, pt_engine **engine);
@@ -80,6 +115,9 @@ void pt_engine_destroy(pt_engine *engine);
 /* Copies bytes that others read into `bytes`, at most `*len` of them; `*len` becomes what there is. With too little room
  * nothing is copied and PT_INVALID comes back. */
 int pt_engine_address(const pt_engine *engine, uint8_t *bytes, size_t *len);
+/* The name under which errors and peer events speak of the engine that this is an address of: as pt_engine_address, with a zero at
+ * the end. */
+int pt_address_name(const uint8_t *address, size_t address_len, char *name, size_t *len);
 /* The engine's counts as text for Prometheus, with a zero at the end; otherwise as pt_engine_address. */
 int pt_metrics_text(const pt_engine *engine, char *text, size_t *len);
 
@@ -102,9 +140,16 @@ typedef struct pt_submit {
   int nic;             /* -1: all of them */
   int has_imm;         /* 1: the target counts `imm` */
   uint32_t imm;
-  pt_done done;        /* or null */
+  pt_done done;        /* or null. With a `word`, called only if the operation failed */
   void *context;
+  /* Or null: a word that counts operations which are over, without a callback or a lock. Load it with acquire ordering. It is
+   * aligned to 8 bytes, and valid until all operations that were submitted with it are over. One serves up to 2^32 - 1. */
+  uint64_t *word;
 } pt_submit;
+
+/* Of a word's value: operations that are over, and those of them that failed. */
+#define PT_OVER(value) ((uint32_t)(value))
+#define PT_FAILED(value) ((uint32_t)((value) >> 32))
 
 typedef struct pt_transfer {
   uint64_t group, id;
@@ -151,13 +196,41 @@ typedef void (*pt_message)(void *context, const char *peer, const void *bytes, s
 /* Provides `count` rotating buffers of `len` bytes, once an engine. */
 int pt_submit_recvs(pt_engine *engine, size_t len, size_t count, pt_message callback, void *context);
 
-/* Tells `done` once `imm` has arrived `count` times, or after `deadline` (0: the engine's default). */
-int pt_expect_imm_count(pt_engine *engine, uint32_t imm, uint64_t count, double deadline, pt_done done, void *context);
+typedef struct pt_expect {
+  size_t size;                   /* sizeof(pt_expect) */
+  double deadline;               /* 0: the engine's default */
+  const uint8_t *const *senders; /* addresses of those who are to send, or null: anybody. One that is down fails this at once */
+  const size_t *sender_lens;
+  size_t sender_count;
+  int take;                      /* 1: takes the arrivals out of the counter */
+  pt_done done;                  /* as in pt_submit */
+  void *context;
+  uint64_t *word;
+} pt_expect;
+
+/* Is over once `imm` has arrived `count` times, earlier arrivals included, or with PT_COUNT_MISSED. pt_cancel ends it; `transfer`
+ * may be null. */
+int pt_expect_imm(pt_engine *engine, uint32_t imm, uint64_t count, const pt_expect *expect, pt_transfer *transfer);
+/* The 64-bit word that holds the count, until pt_engine_destroy has returned. Load it with acquire ordering: what was written
+ * before an arrival is there when the word shows it. Only read it. */
+int pt_imm_word(pt_engine *engine, uint32_t imm, const uint64_t **word);
+/* Reserves `count` immediates for an owner: those from `first` on if `has_first`, otherwise some that nobody has. `begin` becomes
+ * the first one. */
+int pt_reserve_imms(pt_engine *engine, const char *owner, int has_first, uint32_t first, uint32_t count, pt_imms **imms,
+                    uint32_t *begin);
+/* Gives them back. */
+void pt_imms_destroy(pt_imms *imms);
 uint64_t pt_imm_count(const pt_engine *engine, uint32_t imm);
 /* Sets a counter that nobody writes to any more back to 0. */
 int pt_reset_imm(pt_engine *engine, uint32_t imm);
+/* Sets a counter back to 0 once all who write with it, by their addresses, have said that nothing of it is under way. They begin
+ * its next use after that. */
+int pt_submit_reset_imm(pt_engine *engine, uint32_t imm, const uint8_t *const *senders, const size_t *lens, size_t count,
+                        const pt_submit *submit, pt_transfer *transfer);
 /* Shows the counter in the aligned 64-bit word at `offset` of registered host memory. */
 int pt_mirror_imm(pt_engine *engine, uint32_t imm, const pt_mr *mr, uint64_t offset);
+
+int pt_unmirror_imm(pt_engine *engine, uint32_t imm);
 
 typedef void (*pt_watch)(void *context, uint64_t old_value, uint64_t new_value);
 /* Makes a 64-bit word, at first 0, that a thread watches. Over nvlink, kernels can store to it. */

@@ -1,0 +1,277 @@
+//! Waiting for counts: expectations, those who are to meet them, and ranges of immediates that belong to somebody.
+
+use std::collections::HashMap;
+use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
+
+use crate::api::TransferId;
+use crate::completion::Done;
+use crate::counter::{Begun, End, Expect, Missed};
+use crate::descriptor::{NetAddr, PeerKey};
+use crate::engine::Engine;
+use crate::error::{DownReason, Error, Miss, PeerName};
+use crate::shared::Shared;
+
+/// The group of an expectation's [`TransferId`]: expectations belong to no device group.
+pub(crate) const EXPECTATIONS: usize = usize::MAX;
+
+/// What may be said about an expectation.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct ExpectOptions<'a> {
+    /// Time until it fails; the engine's default if None.
+    pub deadline: Option<Duration>,
+    /// Those who are to send, by the address of any NIC of the device group that writes. If one of them is down or goes down,
+    /// the expectation fails at once. Nobody: anybody may send.
+    pub senders: &'a [NetAddr],
+    /// Takes the arrivals out of the counter when all are there. A counter at 0 needs no memory, and the next use of the
+    /// immediate begins at 0.
+    pub take: bool,
+}
+
+/// Numbers for peers, in the order in which they first appear.
+#[derive(Default)]
+pub(crate) struct Roster {
+    numbers: HashMap<PeerKey, u32>,
+    peers: Vec<(PeerName, DownReason)>,
+}
+
+impl Roster {
+    fn number(&mut self, key: PeerKey) -> u32 {
+        *self.numbers.entry(key).or_insert_with(|| {
+            self.peers.push((key.name(), DownReason::Left));
+            self.peers.len() as u32 - 1
+        })
+    }
+
+    fn get(&self, number: u32) -> Option<(PeerName, DownReason)> {
+        self.peers.get(number as usize).copied()
+    }
+}
+
+impl Shared {
+    /// The number under which counters know a peer.
+    pub fn sender(&self, key: PeerKey) -> u32 {
+        self.roster.lock().unwrap_or_else(PoisonError::into_inner).number(key)
+    }
+
+    /// Tells counters that a peer has come or gone.
+    pub fn sender_event(&self, key: PeerKey, down: Option<DownReason>) {
+        let mut missed = Vec::new();
+        {
+            let mut roster = self.roster.lock().unwrap_or_else(PoisonError::into_inner);
+            let number = roster.number(key);
+            match down {
+                None => self.counters.sender_up(number),
+                Some(reason) => {
+                    if let Some((_, last)) = roster.peers.get_mut(number as usize) {
+                        *last = reason;
+                    }
+                    self.counters.sender_down(number, &mut missed);
+                }
+            }
+        }
+        missed.into_iter().for_each(|missed| self.tell_missed(missed));
+    }
+
+    /// Tells whoever waits for a count that it does not come.
+    pub fn tell_missed(&self, missed: Missed<Done>) {
+        let Missed { imm, expected, found, end, missing, waiter } = missed;
+        let error = {
+            let roster = self.roster.lock().unwrap_or_else(PoisonError::into_inner);
+            let why = match end {
+                End::Deadline => Some(Miss::Deadline),
+                End::Cancelled => Some(Miss::Cancelled),
+                End::Down(sender) => roster.get(sender).map(|(_, reason)| Miss::SenderDown(reason)),
+                End::Abandoned => None,
+            };
+            let missing = missing.into_iter().filter_map(|sender| Some(roster.get(sender)?.0)).collect();
+            why.map_or(Error::Closed, |why| Error::CountMissed { imm, expected, found, why, missing })
+        };
+        self.complete(waiter, Err(error));
+    }
+}
+
+impl Engine {
+    /// Waits until the counter of `imm` is at least `count`. Immediates that arrived earlier count.
+    ///
+    /// # Errors
+    /// [`Error::Closed`]. `done` gets [`Error::CountMissed`] if the deadline comes first.
+    pub fn expect_imm_count(
+        &self,
+        imm: u32,
+        count: u64,
+        deadline: Option<Duration>,
+        done: Done,
+    ) -> Result<TransferId, Error> {
+        self.expect_imm(imm, count, &ExpectOptions { deadline, ..ExpectOptions::default() }, done)
+    }
+
+    /// Waits until the counter of `imm` is at least `count`, and says who is to send. [`Engine::cancel`] ends it.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for a sender of another network; [`Error::Closed`]. `done` gets [`Error::CountMissed`] if the deadline
+    /// or the end of a named sender comes first, or it is cancelled. It names the senders from whom nothing has arrived; if
+    /// something has come from each, all of them. Beyond an engine's first 63 peers, senders are not told apart.
+    pub fn expect_imm(
+        &self,
+        imm: u32,
+        count: u64,
+        options: &ExpectOptions<'_>,
+        done: Done,
+    ) -> Result<TransferId, Error> {
+        options.senders.iter().try_for_each(|address| self.check_address("senders", address))?;
+        self.group(0)?;
+        let shared = &self.inner.shared;
+        crate::metrics::count(&shared.metrics.submitted_total);
+        let senders = options.senders.iter().map(|address| shared.sender(address.key)).collect();
+        let (id, deadline) = (self.next_id(), self.deadline(options.deadline));
+        let expect = Expect { id, imm, count, deadline, take: options.take, senders };
+        match shared.counters.expect(expect, done) {
+            Begun::Met(done) => shared.complete(done, Ok(())),
+            Begun::Missed(missed) => shared.tell_missed(missed),
+            Begun::Waits => {}
+        }
+        Ok(TransferId { group: EXPECTATIONS, id })
+    }
+
+    pub(crate) fn cancel_expectation(&self, id: u64) {
+        let shared = &self.inner.shared;
+        if let Some(missed) = shared.counters.cancel(id) {
+            shared.tell_missed(missed);
+        }
+    }
+
+    /// The address of the 64-bit word in host memory that holds the count of `imm`, valid until the last clone of this engine
+    /// is dropped. Other threads may load it, with acquire ordering, as often as they like: nobody is disturbed by that.
+    pub fn imm_word(&self, imm: u32) -> *const u64 {
+        self.inner.shared.counters.pin(imm) as *const u64
+    }
+
+    /// Reserves `count` immediates for an owner: those from `first` on, or some that nobody has. Parts of a program that do
+    /// not know of each other keep apart in this way; the engine does not check who uses an immediate.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] if one of them belongs to somebody else, or there are not so many in a row.
+    pub fn reserve_imms(&self, owner: &str, first: Option<u32>, count: u32) -> Result<ImmRange, Error> {
+        let first = self.inner.shared.reserved.reserve(owner, first, count)?;
+        Ok(ImmRange { engine: self.clone(), owner: owner.to_owned(), first, count })
+    }
+}
+
+/// Immediates that belong to somebody, until this is dropped. Their counters stay as they are.
+pub struct ImmRange {
+    engine: Engine,
+    owner: String,
+    first: u32,
+    count: u32,
+}
+
+impl std::fmt::Debug for ImmRange {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "ImmRange({:?}, {} from {} on)", self.owner, self.count, self.first)
+    }
+}
+
+impl ImmRange {
+    /// Whose they are.
+    pub fn owner(&self) -> &str {
+        &self.owner
+    }
+
+    /// The first one.
+    pub fn first(&self) -> u32 {
+        self.first
+    }
+
+    /// How many.
+    pub fn count(&self) -> u32 {
+        self.count
+    }
+
+    /// One of them, from 0 on.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] if it is not one of them.
+    pub fn imm(&self, index: u32) -> Result<u32, Error> {
+        if index < self.count {
+            return Ok(self.first + index);
+        }
+        Err(Error::argument("index", format!("{index} came; {:?} has {} immediates", self.owner, self.count)))
+    }
+}
+
+impl Drop for ImmRange {
+    fn drop(&mut self) {
+        self.engine.inner.shared.reserved.release(self.first);
+    }
+}
+
+/// Which immediates belong to whom: first, last, owner. In order.
+#[derive(Default)]
+pub(crate) struct Reserved(Mutex<Vec<(u32, u32, String)>>);
+
+impl Reserved {
+    fn reserve(&self, owner: &str, first: Option<u32>, count: u32) -> Result<u32, Error> {
+        if count == 0 {
+            return Err(Error::argument("count", "0 came; at least 1 is needed"));
+        }
+        let mut taken = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let begin = match first {
+            Some(first) => first,
+            None => Self::gap(&taken, count).ok_or_else(|| {
+                Error::argument("count", format!("{count} came; there are not so many free in a row"))
+            })?,
+        };
+        let Some(end) = begin.checked_add(count - 1) else {
+            let problem = format!("{count} came; from {begin} on there are {}", u64::from(u32::MAX - begin) + 1);
+            return Err(Error::argument("count", problem));
+        };
+        if let Some((other, last, owner)) = taken.iter().find(|(other, last, _)| *other <= end && begin <= *last) {
+            let problem = format!("{begin} to {end} came; {other} to {last} belong to {owner:?}");
+            return Err(Error::argument("first", problem));
+        }
+        let at = taken.partition_point(|(other, ..)| *other < begin);
+        taken.insert(at, (begin, end, owner.to_owned()));
+        Ok(begin)
+    }
+
+    /// The last place that is large enough: small numbers are what people choose themselves.
+    fn gap(taken: &[(u32, u32, String)], count: u32) -> Option<u32> {
+        let mut end = u64::from(u32::MAX) + 1;
+        for (first, last, _) in taken.iter().rev() {
+            if end - (u64::from(*last) + 1) >= u64::from(count) {
+                break;
+            }
+            end = u64::from(*first);
+        }
+        end.checked_sub(u64::from(count)).map(|first| first as u32)
+    }
+
+    pub fn release(&self, begin: u32) {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).retain(|(first, ..)| *first != begin);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ranges_do_not_overlap_and_come_back() -> Result<(), Error> {
+        let reserved = Reserved::default();
+        assert_eq!(reserved.reserve("kv", Some(100), 50)?, 100);
+        for (first, count) in [(149, 1), (100, 1), (50, 51), (0, u32::MAX)] {
+            let error = reserved.reserve("weights", Some(first), count).unwrap_err().to_string();
+            assert!(error.contains("100 to 149 belong to \"kv\""), "{error}");
+        }
+        assert_eq!(reserved.reserve("weights", Some(150), 1)?, 150);
+        assert_eq!(reserved.reserve("nodes", None, 16)?, u32::MAX - 15);
+        assert_eq!(reserved.reserve("more", None, 1)?, u32::MAX - 16);
+        assert!(reserved.reserve("none", Some(1), 0).is_err());
+        assert!(reserved.reserve("many", Some(u32::MAX - 1), 3).is_err());
+        assert!(reserved.reserve("many", None, u32::MAX).is_err());
+        reserved.release(100);
+        assert_eq!(reserved.reserve("weights", Some(149), 1)?, 149);
+        Ok(())
+    }
+}

@@ -1,0 +1,115 @@
+//! How many operations may be under way at a time, and what happens to those that are too many.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use crate::error::Error;
+use crate::sync::{AtomicUsize, Condvar, Mutex, Ordering, lock, wait_timeout};
+
+/// What a submission does while too many operations are under way.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum WhenFull {
+    /// It waits for one of them to end, at most until its own deadline.
+    #[default]
+    Wait,
+    /// It fails with [`Error::Busy`].
+    Refuse,
+}
+
+/// Lets a bounded number of operations in.
+pub(crate) struct Gate {
+    most: usize,
+    when_full: WhenFull,
+    inside: AtomicUsize,
+    waiting: AtomicUsize,
+    lock: Mutex<()>,
+    left: Condvar,
+}
+
+/// The place of one operation, given back when this is dropped.
+pub(crate) struct Permit(Arc<Gate>);
+
+impl Gate {
+    pub fn new(most: usize, when_full: WhenFull) -> Arc<Self> {
+        Arc::new(Self {
+            most,
+            when_full,
+            inside: AtomicUsize::new(0),
+            waiting: AtomicUsize::new(0),
+            lock: Mutex::new(()),
+            left: Condvar::new(),
+        })
+    }
+
+    fn try_enter(self: &Arc<Self>) -> Option<Permit> {
+        let enter = |inside| (inside < self.most).then_some(inside + 1);
+        let entered = self.inside.fetch_update(Ordering::SeqCst, Ordering::SeqCst, enter);
+        entered.ok().map(|_| Permit(Arc::clone(self)))
+    }
+
+    /// Lets an operation in.
+    ///
+    /// # Errors
+    /// [`Error::Busy`] if it may not wait, or has waited until `deadline`.
+    pub fn enter(self: &Arc<Self>, deadline: Instant) -> Result<Permit, Error> {
+        if let Some(permit) = self.try_enter() {
+            return Ok(permit);
+        }
+        if self.when_full == WhenFull::Refuse {
+            return Err(Error::Busy { most: self.most });
+        }
+        self.waiting.fetch_add(1, Ordering::SeqCst);
+        let mut guard = lock(&self.lock);
+        let result = loop {
+            if let Some(permit) = self.try_enter() {
+                break Ok(permit);
+            }
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                break Err(Error::Busy { most: self.most });
+            }
+            guard = wait_timeout(&self.left, guard, left);
+        };
+        drop(guard);
+        self.waiting.fetch_sub(1, Ordering::SeqCst);
+        result
+    }
+}
+
+impl Drop for Permit {
+    fn drop(&mut self) {
+        self.0.inside.fetch_sub(1, Ordering::SeqCst);
+        if self.0.waiting.load(Ordering::SeqCst) > 0 {
+            // With the lock, so that nobody is between its look and its sleep.
+            let _guard = lock(&self.0.lock);
+            self.0.left.notify_all();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+
+    #[test]
+    fn those_who_are_too_many_are_refused_or_wait() -> Result<(), Error> {
+        let strict = Gate::new(1, WhenFull::Refuse);
+        let first = strict.enter(Instant::now())?;
+        assert_eq!(strict.enter(Instant::now()).err(), Some(Error::Busy { most: 1 }));
+        drop(first);
+        drop(strict.enter(Instant::now())?);
+        let patient = Gate::new(1, WhenFull::Wait);
+        let first = patient.enter(Instant::now())?;
+        let soon = Instant::now() + Duration::from_millis(20);
+        assert_eq!(patient.enter(soon).err(), Some(Error::Busy { most: 1 }));
+        let other = Arc::clone(&patient);
+        let waiter = std::thread::spawn(move || other.enter(Instant::now() + Duration::from_secs(60)).is_ok());
+        std::thread::sleep(Duration::from_millis(20));
+        assert!(!waiter.is_finished());
+        drop(first);
+        assert!(waiter.join().unwrap());
+        Ok(())
+    }
+}
