@@ -225,3 +225,24 @@ def test_the_metrics_are_what_prometheus_reads(pair: tuple[pt.Engine, pt.Engine]
     written = [value for name, value in samples.items() if name.startswith("putget_transfer_write_bytes_total{")]
     assert len(written) == 2
     assert sum(written) == 1 << 20
+
+
+def test_a_wait_inside_a_callback_is_an_error(pair: tuple[pt.Engine, pt.Engine]) -> None:
+    a, b = pair
+    (src, _), (_dst, desc) = a.alloc_mr(64), b.alloc_mr(64)
+    told: queue.Queue[object] = queue.Queue()
+
+    def callback(_error: pt.EngineError | None) -> None:
+        endless = a.expect_imm_count(1, 1, deadline_s=LONG_S)
+        try:
+            endless.wait(LONG_S)
+        except ValueError as error:
+            told.put(str(error))
+        endless.cancel()
+        # Another engine's end needs nothing of this thread.
+        b.expect_imm_count(2, 1, deadline_s=LONG_S).wait(LONG_S)
+        told.put("over")
+
+    a.submit_single_write(64, 2, (src, 0), (desc, 0), done=callback)
+    assert "inside a callback" in str(told.get(timeout=LONG_S))
+    assert told.get(timeout=LONG_S) == "over"

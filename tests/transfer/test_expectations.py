@@ -47,7 +47,8 @@ def test_a_sender_that_leaves_is_named_at_once(network: pt.SimNetwork) -> None:
         sender = build(network)
         name = sender.name
         _memory, desc = target.alloc_mr(64)
-        sender.submit_barrier(None, 1, [desc]).wait(LONG_S)
+        sender.submit_barrier(None, 1, [desc])
+        target.expect_imm_count(1, 1, deadline_s=LONG_S).wait(LONG_S)
         waiting = target.expect_imm_count(1, 2, deadline_s=LONG_S, senders=[sender.main_address()])
         sender.close()
         with pytest.raises(pt.CountMissed, match=f"1 of 2 arrived before a sender went down.*{name}") as caught:

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use crate::callbacks::RecvPool;
+use crate::callbacks::{RecvPool, check_wait};
 use crate::completion::{Done, TransferFuture};
 use crate::descriptor::{MrDesc, NetAddr, NicKey, PeerKey};
 use crate::domain::MrHandle;
@@ -13,8 +13,9 @@ use crate::error::{Error, PeerName};
 use crate::expect::EXPECTATIONS;
 use crate::message::OVERHEAD;
 use crate::metrics::count;
-use crate::shard::{Piece, Policy, paged, single};
-use crate::watcher::{UvmWatcher, WORD_PAGE};
+use crate::queue::Queue;
+use crate::shard::{Piece, Policy, single};
+use crate::watcher::{UvmWatcher, WORD_PAGE, WatchCallback};
 use crate::worker::MAX_TARGETS;
 use crate::worker::command::{Command, TargetRequest};
 
@@ -48,17 +49,55 @@ pub struct Pages<'a> {
     pub offset: u64,
 }
 
-impl Pages<'_> {
-    /// The offset of every page, all of them checked to lie inside `len` bytes.
-    fn offsets(&self, argument: &'static str, page_len: u64, len: u64) -> Result<Vec<u64>, Error> {
-        let place = |&index: &u64| {
-            let start = index.checked_mul(self.stride).and_then(|start| start.checked_add(self.offset));
-            start.filter(|start| start.checked_add(page_len).is_some_and(|end| end <= len)).ok_or_else(|| {
-                let problem = format!("page {index} of {page_len} bytes came; the region has {len} bytes");
-                Error::argument(argument, problem)
-            })
-        };
-        self.indices.iter().map(place).collect()
+/// Pages of a region that has several planes of them, as caches with a plane for keys and one for values: page `i` of plane `j`
+/// begins at `j * plane_stride + indices[i] * stride + offset` bytes. The order of the transfer is plane by plane.
+#[derive(Debug, Clone, Copy)]
+pub struct Grid<'a> {
+    /// The pages of every plane.
+    pub pages: Pages<'a>,
+    /// How many planes, at least 1.
+    pub planes: u64,
+    /// Bytes from one plane to the next.
+    pub plane_stride: u64,
+}
+
+impl<'a> From<Pages<'a>> for Grid<'a> {
+    fn from(pages: Pages<'a>) -> Self {
+        Self { pages, planes: 1, plane_stride: 0 }
+    }
+}
+
+impl<'a> Grid<'a> {
+    /// How many pages there are in all planes.
+    pub(crate) fn len(&self) -> u64 {
+        self.planes.saturating_mul(self.pages.indices.len() as u64)
+    }
+
+    /// Checks that every page lies inside `len` bytes.
+    pub(crate) fn check(&self, argument: &'static str, page_len: u64, len: u64) -> Result<(), Error> {
+        if self.planes == 0 {
+            return Err(Error::argument(argument, "0 planes came; at least 1 is needed"));
+        }
+        // The page with the largest index lies behind all others, in the last plane.
+        let Some(&last) = self.pages.indices.iter().max() else { return Ok(()) };
+        let start = last.checked_mul(self.pages.stride).and_then(|start| start.checked_add(self.pages.offset));
+        let plane = (self.planes - 1).checked_mul(self.plane_stride);
+        let end = start.zip(plane).and_then(|(start, plane)| start.checked_add(plane)?.checked_add(page_len));
+        if end.is_some_and(|end| end <= len) {
+            return Ok(());
+        }
+        let plane = if self.planes == 1 { String::new() } else { format!(" of plane {}", self.planes - 1) };
+        let problem = format!("page {last}{plane} of {page_len} bytes came; the region has {len} bytes");
+        Err(Error::argument(argument, problem))
+    }
+
+    /// Where every page begins. They have been checked.
+    pub(crate) fn offsets(self) -> impl Iterator<Item = u64> + use<'a> {
+        let Self { pages, planes, plane_stride } = self;
+        (0..planes).flat_map(move |plane| {
+            let start = plane * plane_stride + pages.offset;
+            pages.indices.iter().map(move |index| index * pages.stride + start)
+        })
     }
 }
 
@@ -97,11 +136,16 @@ fn outside(argument: &'static str, offset: u64, len: u64, region: u64) -> Error 
     Error::argument(argument, problem)
 }
 
-fn check_range(argument: &'static str, offset: u64, len: u64, region: u64) -> Result<(), Error> {
+pub(crate) fn check_range(argument: &'static str, offset: u64, len: u64, region: u64) -> Result<(), Error> {
     match offset.checked_add(len) {
         Some(end) if end <= region => Ok(()),
         _ => Err(outside(argument, offset, len, region)),
     }
+}
+
+/// Hands a command to a worker at once.
+fn push(commands: &Arc<Queue<Command>>, command: Command) -> Result<Result<(), Command>, Error> {
+    Ok(commands.push(command))
 }
 
 impl Engine {
@@ -120,7 +164,7 @@ impl Engine {
         Instant::now() + deadline
     }
 
-    fn policy(&self, group: &Group, nic: Option<usize>) -> Result<Policy, Error> {
+    pub(crate) fn policy(&self, group: &Group, nic: Option<usize>) -> Result<Policy, Error> {
         let nics = group.addresses.len();
         if let Some(nic) = nic.filter(|nic| *nic >= nics) {
             return Err(Error::argument("nic", format!("{nic} came; 0 to {} are allowed", nics - 1)));
@@ -140,12 +184,13 @@ impl Engine {
         group: usize,
         (mut done, deadline): (Done, Option<Duration>),
         make: impl FnOnce(u64, Done, Instant) -> Command,
+        take: impl FnOnce(&Arc<Queue<Command>>, Command) -> Result<Result<(), Command>, Error>,
     ) -> Result<TransferId, Error> {
         let (commands, deadline) = (&self.group(group)?.commands, self.deadline(deadline));
         done.permit = Some(self.inner.shared.gate.enter(deadline)?);
         let id = self.next_id();
         count(&self.inner.shared.metrics.submitted_total);
-        let refused = commands.push(make(id, done, deadline));
+        let refused = take(commands, make(id, done, deadline))?;
         match refused {
             Ok(()) => Ok(TransferId { group, id }),
             Err(command) => {
@@ -160,7 +205,7 @@ impl Engine {
         }
     }
 
-    fn check_dst(&self, argument: &'static str, group: &Group, dst: &MrDesc) -> Result<(), Error> {
+    pub(crate) fn check_dst(&self, argument: &'static str, group: &Group, dst: &MrDesc) -> Result<(), Error> {
         let (ours, theirs) = (group.addresses.len(), dst.nics.len());
         if ours != theirs {
             let problem = format!("a region of an engine with {theirs} NICs a device came; this engine has {ours}");
@@ -194,13 +239,8 @@ impl Engine {
         }
         self.group(0)?;
         let (to, bytes) = (to.clone(), bytes.to_vec());
-        self.submit(0, (done, options.deadline), |id, done, deadline| Command::Message {
-            id,
-            to,
-            bytes,
-            done,
-            deadline,
-        })
+        let done = (done, options.deadline);
+        self.submit(0, done, |id, done, deadline| Command::Message { id, to, bytes, done, deadline }, push)
     }
 
     /// Longest message of `submit_send` in bytes.
@@ -261,27 +301,16 @@ impl Engine {
     ///
     /// # Errors
     /// As for [`Engine::submit_single_write`], and if the two sides name different numbers of pages.
-    pub fn submit_paged_writes(
+    pub fn submit_paged_writes<'a>(
         &self,
         page_len: u64,
         imm: Option<u32>,
-        src: (&MrHandle, Pages<'_>),
-        dst: (&MrDesc, Pages<'_>),
+        src: (&MrHandle, impl Into<Grid<'a>>),
+        dst: (&MrDesc, impl Into<Grid<'a>>),
         options: &Options,
         done: Done,
     ) -> Result<TransferId, Error> {
-        let (from, to) = (src.1.indices.len(), dst.1.indices.len());
-        if from != to {
-            return Err(Error::argument("dst", format!("{to} pages came; the source has {from}")));
-        }
-        let from = src.1.offsets("src", page_len, src.0.len())?;
-        let to = dst.1.offsets("dst", page_len, dst.0.len)?;
-        let group = self.group(src.0.registration.group)?;
-        self.check_dst("dst", group, dst.0)?;
-        let policy = self.policy(group, options.nic)?;
-        let pieces = paged(&policy, page_len, from.into_iter().zip(to));
-        let target = target(pieces, imm, Some(src.0), dst.0, &policy);
-        self.write(src.0.registration.group, vec![target], options, done)
+        self.submit_prepared(&self.prepare_paged_writes(page_len, src, dst, options.nic)?, imm, options, done)
     }
 
     /// Connects to peers ahead of the operations that will name them. `done` says when all are connected, or which are not.
@@ -294,23 +323,14 @@ impl Engine {
         let connect = |address: &NetAddr| TargetRequest {
             dst: Arc::new([NicKey { address: address.clone(), base: 0, rkey: 0 }]),
             src: None,
-            pieces: Vec::new(),
+            pieces: Arc::default(),
             imm: None,
             imm_nic: 0,
+            lead: None,
+            after: 0,
         };
         self.write(0, peers.iter().map(connect).collect(), options, done)?;
         Ok(PeerGroup { group: 0, members: peers.iter().map(|address| address.key).collect() })
-    }
-
-    fn check_members<'a>(
-        &self,
-        group: Option<&PeerGroup>,
-        mut dsts: impl Iterator<Item = &'a MrDesc>,
-    ) -> Result<(), Error> {
-        match group.and_then(|group| dsts.find(|dst| !group.members.contains(&dst.key()))) {
-            Some(stranger) => Err(Error::argument("dst", format!("peer {} is not in the group", stranger.name()))),
-            None => Ok(()),
-        }
     }
 
     /// Writes parts of `src` to many destinations. With an immediate, each destination's counter grows by one after its own
@@ -327,7 +347,7 @@ impl Engine {
         options: &Options,
         done: Done,
     ) -> Result<TransferId, Error> {
-        self.check_members(group, dsts.iter().map(|dst| dst.dst.0))?;
+        check_members(group, dsts.iter().map(|dst| dst.dst.0))?;
         let index = src.registration.group;
         let own = self.group(index)?;
         for dst in dsts {
@@ -356,7 +376,7 @@ impl Engine {
         options: &Options,
         done: Done,
     ) -> Result<TransferId, Error> {
-        self.check_members(group, dsts.iter().copied())?;
+        check_members(group, dsts.iter().copied())?;
         let index = group.map_or(0, |group| group.group);
         let own = self.group(index)?;
         dsts.iter().try_for_each(|dst| self.check_dst("dst", own, dst))?;
@@ -365,23 +385,29 @@ impl Engine {
         self.write(index, targets, options, done)
     }
 
-    fn write(
+    pub(crate) fn write(
         &self,
         group: usize,
         targets: Vec<TargetRequest>,
         options: &Options,
         done: Done,
     ) -> Result<TransferId, Error> {
+        self.submit_to(group, (done, options.deadline), targets, push)
+    }
+
+    /// Hands writes to whoever takes them to the worker.
+    pub(crate) fn submit_to(
+        &self,
+        group: usize,
+        done: (Done, Option<Duration>),
+        targets: Vec<TargetRequest>,
+        take: impl FnOnce(&Arc<Queue<Command>>, Command) -> Result<Result<(), Command>, Error>,
+    ) -> Result<TransferId, Error> {
         if targets.len() > MAX_TARGETS {
             let problem = format!("{} destinations came; at most {MAX_TARGETS} are allowed", targets.len());
             return Err(Error::argument("dst", problem));
         }
-        self.submit(group, (done, options.deadline), |id, done, deadline| Command::Write {
-            id,
-            targets,
-            done,
-            deadline,
-        })
+        self.submit(group, done, |id, done, deadline| Command::Write { id, targets, done, deadline }, take)
     }
 
     /// Asks for the end of an operation. Its `done` is the confirmation: `Ok` if it had already gone through, an error with the
@@ -396,8 +422,12 @@ impl Engine {
             self.cancel_expectation(transfer.id);
             return Ok(());
         }
+        let group = self.group(transfer.group)?;
+        if self.inner.disarm(transfer.id) {
+            return Ok(());
+        }
         let command = Command::Cancel { id: transfer.id };
-        self.group(transfer.group)?.commands.push(command).map_err(|_| Error::Closed)
+        group.commands.push(command).map_err(|_| Error::Closed)
     }
 
     /// How often `imm` has arrived since the engine began or the counter was reset.
@@ -454,7 +484,8 @@ impl Engine {
             return Err(Error::argument("imm", "an engine with several device groups uses a new immediate instead"));
         }
         let peers = senders.to_vec();
-        self.submit(0, (done, options.deadline), |id, done, deadline| Command::Reset { id, imm, peers, done, deadline })
+        let done = (done, options.deadline);
+        self.submit(0, done, |id, done, deadline| Command::Reset { id, imm, peers, done, deadline }, push)
     }
 
     /// Makes a word that a thread of the engine watches; `callback(old, new)` runs on the callback thread when it changes.
@@ -463,22 +494,47 @@ impl Engine {
     /// # Errors
     /// [`Error::System`] if the watching thread cannot be started; [`Error::Closed`].
     pub fn alloc_uvm_watcher(&self, callback: impl Fn(u64, u64) + Send + Sync + 'static) -> Result<UvmWatcher, Error> {
+        self.alloc_watched(Some(Arc::new(callback)))
+    }
+
+    /// Makes a word as [`Engine::alloc_uvm_watcher`] does, for [`Engine::submit_when`] alone.
+    ///
+    /// # Errors
+    /// As for that.
+    pub fn alloc_uvm_word(&self) -> Result<UvmWatcher, Error> {
+        self.alloc_watched(None)
+    }
+
+    fn alloc_watched(&self, callback: Option<WatchCallback>) -> Result<UvmWatcher, Error> {
         self.group(0)?;
         let pins = self.inner.groups.iter().any(|group| group.takes_host);
         let memory = if pins { Some(self.alloc_mr(WORD_PAGE)?.0) } else { None };
-        self.inner.watchers()?.add(memory, Arc::new(callback))
+        self.inner.watchers()?.add(memory, callback)
     }
 
     /// Waits for an operation by its future, no longer than its deadline and the time to confirm its end allow.
     ///
     /// # Errors
-    /// The operation's own, or [`Error::Timeout`].
+    /// The operation's own, or [`Error::Timeout`]; [`Error::Argument`] inside a callback of this engine, unless the operation is over.
     pub fn wait(&self, future: &TransferFuture, timeout: Duration) -> Result<(), Error> {
+        if !future.is_done() {
+            check_wait(self.inner.shared.engine)?;
+        }
         future.wait(timeout).unwrap_or(Err(Error::Timeout { what: "waiting for a transfer", after: timeout }))
     }
 }
 
-fn target(
+pub(crate) fn check_members<'a>(
+    group: Option<&PeerGroup>,
+    mut dsts: impl Iterator<Item = &'a MrDesc>,
+) -> Result<(), Error> {
+    match group.and_then(|group| dsts.find(|dst| !group.members.contains(&dst.key()))) {
+        Some(stranger) => Err(Error::argument("dst", format!("peer {} is not in the group", stranger.name()))),
+        None => Ok(()),
+    }
+}
+
+pub(crate) fn target(
     mut pieces: Vec<Piece>,
     imm: Option<u32>,
     src: Option<&MrHandle>,
@@ -489,8 +545,10 @@ fn target(
     TargetRequest {
         dst: Arc::clone(&dst.nics),
         src: src.map(|handle| Arc::clone(&handle.registration)),
-        pieces,
+        pieces: pieces.into(),
         imm,
         imm_nic: policy.only.unwrap_or(policy.first % policy.nics.max(1)),
+        lead: None,
+        after: 0,
     }
 }

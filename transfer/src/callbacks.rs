@@ -1,11 +1,12 @@
 //! The thread that runs callbacks, and the rotating pool of receive buffers that they borrow.
 
+use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use crate::completion::Callback;
-use crate::error::{Outcome, PeerName};
+use crate::error::{Error, Outcome, PeerName};
 use crate::shared::{PeerEvent, Shared};
 use crate::watcher::WatchCallback;
 
@@ -43,8 +44,23 @@ impl Job {
     }
 }
 
+thread_local! {
+    /// The engine whose callbacks run on this thread.
+    static ENGINE: Cell<Option<u64>> = const { Cell::new(None) };
+}
+
+/// Refuses to wait on the thread that calls the callbacks of an engine: what is waited for may need that thread.
+pub(crate) fn check_wait(engine: u64) -> Result<(), Error> {
+    if ENGINE.get() == Some(engine) {
+        let problem = "it was called inside a callback of the same engine, whose end may need that callback's thread";
+        return Err(Error::argument("wait", problem));
+    }
+    Ok(())
+}
+
 /// Runs callbacks until the queue is closed and empty.
 pub(crate) fn run(shared: &Shared) {
+    ENGINE.set(Some(shared.engine));
     while !shared.jobs.is_finished() {
         if let Some(job) = shared.jobs.pop(Duration::from_secs(1)) {
             job.run(shared);

@@ -7,8 +7,8 @@ mod ffi;
 use std::ffi::{c_char, c_int, c_void};
 
 use crate::{
-    Device, Engine, Error, ExpectOptions, ImmRange, MrDesc, NetAddr, PeerGroup, ScatterDst, SimNetwork, TransferId,
-    UvmWatcher,
+    Device, Engine, Error, ExpectOptions, ImmRange, MrDesc, NetAddr, Part, PeerGroup, Prepared, ScatterDst,
+    ScatterTemplate, SimNetwork, TransferId, UvmWatcher, WriteItem,
 };
 use build::{EngineOptions, build};
 use ffi::*;
@@ -55,6 +55,8 @@ destroyers! {
     pt_group_destroy: PeerGroup,
     pt_watcher_destroy: UvmWatcher,
     pt_imms_destroy: ImmRange,
+    pt_prepared_destroy: Prepared,
+    pt_template_destroy: ScatterTemplate,
 }
 
 /// The version of the header that this library was built with.
@@ -150,6 +152,77 @@ functions! {
         let (src, dst) = ((&from("src", src)?.handle, src_pages.read()?), (from("dst", dst)?, dst_pages.read()?));
         let id = from("engine", engine)?.submit_paged_writes(page_len, imm, src, dst, &options, done)?;
         give_transfer(transfer, id);
+        Ok(())
+    }
+    /// Prepares writes.
+    fn pt_prepare_writes(
+        engine: *mut Engine, items: *const CWriteItem, count: usize, nic: c_int, prepared: *mut *mut Prepared,
+    ) {
+        if prepared.is_null() {
+            return Err(missing("prepared"));
+        }
+        let read = |item: &CWriteItem| {
+            let src = (&from("items", item.src)?.handle, item.src_offset);
+            Ok(WriteItem { len: item.len, src, dst: (from("items", item.desc)?, item.dst_offset) })
+        };
+        let items = slice("items", items, count)?.iter().map(read).collect::<Result<Vec<_>, Error>>()?;
+        let made = from("engine", engine)?.prepare_writes(&items, usize::try_from(nic).ok())?;
+        give("prepared", prepared, Box::into_raw(Box::new(made)))
+    }
+    /// Prepares a paged write.
+    fn pt_prepare_paged_writes(
+        engine: *mut Engine, page_len: u64, src: *const Mr, src_pages: CPages, dst: *const MrDesc, dst_pages: CPages,
+        nic: c_int, prepared: *mut *mut Prepared,
+    ) {
+        if prepared.is_null() {
+            return Err(missing("prepared"));
+        }
+        let (src, dst) = ((&from("src", src)?.handle, src_pages.read()?), (from("dst", dst)?, dst_pages.read()?));
+        let made = from("engine", engine)?.prepare_paged_writes(page_len, src, dst, usize::try_from(nic).ok())?;
+        give("prepared", prepared, Box::into_raw(Box::new(made)))
+    }
+    /// Submits what was prepared.
+    fn pt_submit_prepared(
+        engine: *mut Engine, prepared: *const Prepared, submit: *const Submit, transfer: *mut Transfer,
+    ) {
+        let (options, imm, done) = from("submit", submit)?.read()?;
+        let prepared = from("prepared", prepared)?;
+        give_transfer(transfer, from("engine", engine)?.submit_prepared(prepared, imm, &options, done)?);
+        Ok(())
+    }
+    /// Submits what was prepared, once a word is there.
+    fn pt_submit_when(
+        engine: *mut Engine, watcher: *const UvmWatcher, value: u64, prepared: *const Prepared, submit: *const Submit,
+        transfer: *mut Transfer,
+    ) {
+        let (options, imm, done) = from("submit", submit)?.read()?;
+        let (watcher, prepared) = (from("watcher", watcher)?, from("prepared", prepared)?);
+        let id = from("engine", engine)?.submit_when(watcher, value, prepared, imm, &options, done)?;
+        give_transfer(transfer, id);
+        Ok(())
+    }
+    /// Prepares scatters.
+    fn pt_template_create(
+        engine: *mut Engine, group: *const PeerGroup, src: *const Mr, dsts: *const *const MrDesc, count: usize,
+        template: *mut *mut ScatterTemplate,
+    ) {
+        if template.is_null() {
+            return Err(missing("template"));
+        }
+        let dsts = slice("dsts", dsts, count)?.iter().map(|dst| from("dsts", *dst)).collect::<Result<Vec<_>, _>>()?;
+        let made = from("engine", engine)?.scatter_template(group.as_ref(), &from("src", src)?.handle, &dsts)?;
+        give("template", template, Box::into_raw(Box::new(made)))
+    }
+    /// Scatters by a template.
+    fn pt_submit_template(
+        engine: *mut Engine, template: *const ScatterTemplate, parts: *const CPart, count: usize,
+        submit: *const Submit, transfer: *mut Transfer,
+    ) {
+        let (options, imm, done) = from("submit", submit)?.read()?;
+        let read = |part: &CPart| Part { len: part.len, src_offset: part.src_offset, dst_offset: part.dst_offset };
+        let parts: Vec<_> = slice("parts", parts, count)?.iter().map(read).collect();
+        let template = from("template", template)?;
+        give_transfer(transfer, from("engine", engine)?.submit_template(template, imm, &parts, &options, done)?);
         Ok(())
     }
     /// Writes to many.
@@ -276,12 +349,15 @@ functions! {
     }
     /// Makes a watched word.
     fn pt_watcher_create(engine: *mut Engine, callback: WatchCallback, context: *mut c_void, watcher: *mut *mut UvmWatcher) {
-        let (callback, context) = (callback.ok_or_else(|| missing("callback"))?, Context(context));
         if watcher.is_null() {
             return Err(missing("watcher"));
         }
-        let notify = move |old, new| callback(context.pointer(), old, new);
-        give("watcher", watcher, Box::into_raw(Box::new(from("engine", engine)?.alloc_uvm_watcher(notify)?)))
+        let (engine, context) = (from("engine", engine)?, Context(context));
+        let made = match callback {
+            Some(callback) => engine.alloc_uvm_watcher(move |old, new| callback(context.pointer(), old, new))?,
+            None => engine.alloc_uvm_word()?,
+        };
+        give("watcher", watcher, Box::into_raw(Box::new(made)))
     }
 }
 

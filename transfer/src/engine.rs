@@ -9,7 +9,7 @@ use std::time::Duration;
 use crate::auth::hashed;
 use crate::callbacks;
 use crate::descriptor::{Device, MAX_NICS, NetAddr, ProviderKind};
-use crate::error::{Error, PeerName};
+use crate::error::{Error, PeerName, Reason};
 use crate::expect::Reserved;
 use crate::gate::{Gate, WhenFull};
 use crate::host::HostNic;
@@ -379,6 +379,14 @@ impl Inner {
         Ok(&self.watchers)
     }
 
+    /// Takes back writes that wait for a word, and tells whoever waits for them.
+    pub fn disarm(&self, id: u64) -> bool {
+        let armed = self.watchers.disarm(id);
+        let waited = armed.is_some();
+        armed.into_iter().for_each(|armed| armed.end(&Reason::Cancelled, &self.shared));
+        waited
+    }
+
     pub fn close(&self) {
         if self.closed.swap(true, std::sync::atomic::Ordering::AcqRel) {
             return;
@@ -390,6 +398,7 @@ impl Inner {
             return;
         }
         self.watchers.stop();
+        self.watchers.close().into_iter().for_each(|armed| armed.end(&Reason::Closed, &self.shared));
         for group in &self.groups {
             group.commands.close();
         }

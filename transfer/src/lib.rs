@@ -54,6 +54,7 @@ mod message;
 mod metrics;
 mod nvlink;
 mod once;
+mod prepared;
 mod provider;
 #[cfg(feature = "python")]
 mod python;
@@ -71,7 +72,7 @@ mod watcher;
 mod wire;
 mod worker;
 
-pub use api::{Options, Pages, PeerGroup, ScatterDst, TransferId};
+pub use api::{Grid, Options, Pages, PeerGroup, ScatterDst, TransferId};
 pub use completion::{Callback, Done, Flag, TransferFuture};
 pub use descriptor::{Device, MAX_NICS, MrDesc, NetAddr, ProviderKind};
 pub use domain::MrHandle;
@@ -79,6 +80,7 @@ pub use engine::{Builder, DeviceGroup, Engine};
 pub use error::{DownReason, Error, Miss, NetworkError, Outcome, PeerName, Reason, Refusal, TransferError};
 pub use expect::{ExpectOptions, ImmRange};
 pub use gate::WhenFull;
+pub use prepared::{Part, Prepared, ScatterTemplate, WriteItem};
 pub use shared::PeerEvent;
 pub use sim::{Faults, SimNetwork};
 pub use topology::cpus_near;

@@ -5,32 +5,84 @@
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crate::callbacks::Job;
 use crate::domain::MrHandle;
-use crate::error::Error;
+use crate::error::{Error, Reason, TransferError};
+use crate::queue::Queue;
 use crate::region::Region;
 use crate::shared::Shared;
+use crate::worker::command::Command;
 
 pub(crate) type WatchCallback = Arc<dyn Fn(u64, u64) + Send + Sync>;
 
 /// Looks without a pause before the thread begins to sleep between looks.
 const SPINS: u32 = 2000;
 const NAP: Duration = Duration::from_micros(20);
+/// After so many naps without a change, a nap is twice as long, up to 2^5 times: 0.6 ms.
+const NAPS: u32 = 500;
+const DOUBLINGS: u32 = 5;
 /// Bytes of memory of one word.
 pub(crate) const WORD_PAGE: usize = 4096;
 
 struct Watched {
     region: Arc<Region>,
     seen: u64,
-    callback: WatchCallback,
+    callback: Option<WatchCallback>,
+}
+
+/// Writes that wait for a word.
+pub(crate) struct Armed {
+    region: Arc<Region>,
+    value: u64,
+    commands: Arc<Queue<Command>>,
+    command: Command,
+}
+
+impl Armed {
+    /// Which operation it is, and until when it waits.
+    fn id(&self) -> Option<(u64, Instant)> {
+        match &self.command {
+            Command::Write { id, deadline, .. } => Some((*id, *deadline)),
+            _ => None,
+        }
+    }
+
+    fn is_due(&self) -> bool {
+        self.region.load_word(0).is_ok_and(|value| value >= self.value)
+    }
+
+    /// Hands the writes to their worker. They come back if it is closed.
+    fn fire(self) -> Option<Self> {
+        let Self { region, value, commands, command } = self;
+        let command = commands.push(command).err()?;
+        Some(Self { region, value, commands, command })
+    }
+
+    /// Tells that they will not be posted.
+    pub fn end(self, reason: &Reason, shared: &Shared) {
+        let Command::Write { targets, done, .. } = self.command else { return };
+        let mut peers: Vec<_> = targets.iter().filter_map(|target| Some(target.dst.first()?.address.name())).collect();
+        peers.sort_unstable();
+        peers.dedup();
+        let error = |peer| TransferError { peer, nic: None, reason: reason.clone(), may_land: false };
+        shared.complete(done, Err(Error::Transfer(peers.into_iter().map(error).collect())));
+    }
+}
+
+#[derive(Default)]
+struct Words {
+    watched: Vec<Watched>,
+    armed: Vec<Armed>,
+    /// The engine is closed.
+    closed: bool,
 }
 
 /// The words that one engine watches.
 #[derive(Default)]
 pub(crate) struct Watchers {
-    words: Mutex<Vec<Watched>>,
+    words: Mutex<Words>,
     stop: AtomicBool,
 }
 
@@ -71,20 +123,24 @@ impl UvmWatcher {
 impl Drop for UvmWatcher {
     fn drop(&mut self) {
         let mut words = self.watchers.words.lock().unwrap_or_else(PoisonError::into_inner);
-        words.retain(|word| !Arc::ptr_eq(&word.region, &self.region));
+        words.watched.retain(|word| !Arc::ptr_eq(&word.region, &self.region));
     }
 }
 
 impl Watchers {
     /// Adds a word: in memory that is registered already, or in new. The page is the word's alone, because registration
     /// with CUDA works on pages.
-    pub fn add(self: &Arc<Self>, memory: Option<MrHandle>, callback: WatchCallback) -> Result<UvmWatcher, Error> {
+    pub fn add(
+        self: &Arc<Self>,
+        memory: Option<MrHandle>,
+        callback: Option<WatchCallback>,
+    ) -> Result<UvmWatcher, Error> {
         let region = match &memory {
             Some(handle) => Arc::clone(&handle.registration.region),
             None => Arc::new(Region::allocate(WORD_PAGE)?),
         };
         let watched = Watched { region: Arc::clone(&region), seen: 0, callback };
-        self.words.lock().unwrap_or_else(PoisonError::into_inner).push(watched);
+        self.words.lock().unwrap_or_else(PoisonError::into_inner).watched.push(watched);
         Ok(UvmWatcher { region, _registration: memory, watchers: Arc::clone(self) })
     }
 
@@ -92,30 +148,95 @@ impl Watchers {
         self.stop.store(true, Ordering::Release);
     }
 
+    /// Has writes wait until a word is at least `value`. They come back if the engine is closed.
+    ///
+    /// # Errors
+    /// The word is another engine's.
+    pub fn arm(
+        self: &Arc<Self>,
+        word: &UvmWatcher,
+        value: u64,
+        commands: &Arc<Queue<Command>>,
+        command: Command,
+    ) -> Result<Result<(), Command>, Error> {
+        if !Arc::ptr_eq(self, &word.watchers) {
+            return Err(Error::argument("watcher", "another engine's came"));
+        }
+        let mut words = self.words.lock().unwrap_or_else(PoisonError::into_inner);
+        if words.closed {
+            return Ok(Err(command));
+        }
+        if word.value() >= value {
+            return Ok(commands.push(command));
+        }
+        words.armed.push(Armed { region: Arc::clone(&word.region), value, commands: Arc::clone(commands), command });
+        Ok(Ok(()))
+    }
+
+    /// Takes writes back that wait for a word.
+    pub fn disarm(&self, id: u64) -> Option<Armed> {
+        let mut words = self.words.lock().unwrap_or_else(PoisonError::into_inner);
+        let at = words.armed.iter().position(|armed| armed.id().is_some_and(|(armed, _)| armed == id))?;
+        Some(words.armed.remove(at))
+    }
+
+    /// Takes all of them, for an engine that is closed.
+    pub fn close(&self) -> Vec<Armed> {
+        let mut words = self.words.lock().unwrap_or_else(PoisonError::into_inner);
+        words.closed = true;
+        std::mem::take(&mut words.armed)
+    }
+
     /// Looks at every word until told to stop.
     pub fn run(&self, shared: &Shared) {
-        let mut quiet = 0;
+        let mut quiet = 0_u32;
         while !self.stop.load(Ordering::Acquire) {
-            quiet = if self.look(shared) { 0 } else { quiet + 1 };
+            quiet = if self.look(shared) { 0 } else { quiet.saturating_add(1) };
             if quiet < SPINS {
                 std::thread::yield_now();
             } else {
-                std::thread::sleep(NAP);
+                std::thread::sleep(NAP * (1 << ((quiet - SPINS) / NAPS).min(DOUBLINGS)));
             }
         }
     }
 
     fn look(&self, shared: &Shared) -> bool {
-        let mut changed = false;
-        for word in self.words.lock().unwrap_or_else(PoisonError::into_inner).iter_mut() {
+        let mut words = self.words.lock().unwrap_or_else(PoisonError::into_inner);
+        let (mut changed, ended) = Self::fire(&mut words);
+        for word in &mut words.watched {
             let Ok(value) = word.region.load_word(0) else { continue };
             if value != word.seen {
                 changed = true;
                 let old = std::mem::replace(&mut word.seen, value);
-                // A closed queue means that the engine is closing.
-                let _ = shared.jobs.push(Job::Watch(Arc::clone(&word.callback), old, value));
+                if let Some(callback) = &word.callback {
+                    // A closed queue means that the engine is closing.
+                    let _ = shared.jobs.push(Job::Watch(Arc::clone(callback), old, value));
+                }
             }
         }
+        // Without the lock: those who are told may ask for something.
+        drop(words);
+        ended.into_iter().for_each(|(armed, reason)| armed.end(&reason, shared));
         changed
+    }
+
+    /// Hands on the writes whose word is there, in the order of their submission. Takes out those that have waited too long.
+    fn fire(words: &mut Words) -> (bool, Vec<(Armed, Reason)>) {
+        let mut ended = Vec::new();
+        if words.armed.is_empty() {
+            return (false, ended);
+        }
+        let now = Instant::now();
+        let late = |armed: &Armed| armed.id().is_some_and(|(_, deadline)| deadline <= now);
+        let mut changed = false;
+        for armed in words.armed.extract_if(.., |armed| armed.is_due() || late(armed)) {
+            changed = true;
+            if armed.is_due() {
+                ended.extend(armed.fire().map(|armed| (armed, Reason::Closed)));
+            } else {
+                ended.push((armed, Reason::Deadline));
+            }
+        }
+        (changed, ended)
     }
 }

@@ -147,7 +147,7 @@ int main(int count, char **arguments) {
 
   uint64_t from[100], to[100];
   for (uint64_t i = 0; i < 100; i++) from[i] = i, to[i] = (i * 7) % 100;
-  pt_pages from_pages = {from, 100, 1000, 3}, to_pages = {to, 100, 1024, 0};
+  pt_pages from_pages = {from, 100, 1000, 3, 0, 0}, to_pages = {to, 100, 1024, 0, 1, 0};
   OK(pt_submit_paged_writes(a, 1000, src, from_pages, desc, to_pages, &submit, NULL));
   wait_for(&done, 2);
   for (size_t i = 0; i < 100; i++) CHECK(memcmp(target + to[i] * 1024, source + from[i] * 1000 + 3, 1000) == 0);
@@ -231,6 +231,57 @@ int main(int count, char **arguments) {
   OK(pt_address_name(addresses[1], lens[1], name, &name_len));
   CHECK(arrived.status == PT_COUNT_MISSED && strstr(arrived.words, "cancelled") && strstr(arrived.words, name));
   arrived.calls = 2;
+
+  /* Prepared once, submitted often: two regions of one peer, and one count for both. */
+  int before = done.calls;
+  pt_mr *second;
+  OK(pt_alloc_mr(b, 4096, &second));
+  len = sizeof bytes;
+  OK(pt_mr_describe(second, bytes, &len));
+  pt_desc *second_desc;
+  OK(pt_desc_create(bytes, len, &second_desc));
+  pt_write_item items[2] = {{100, src, 5, desc, 0}, {200, src, 900, second_desc, 8}};
+  pt_prepared *prepared, *planes;
+  OK(pt_prepare_writes(a, items, 2, -1, &prepared));
+  CHECK(pt_prepare_writes(a, items, 0, -1, &prepared) == PT_INVALID && strstr(pt_last_error(), "items"));
+  submit = with(&done, 1, 9);
+  OK(pt_submit_prepared(a, prepared, &submit, NULL));
+  wait_for(&done, before + 1);
+  const uint64_t *nine;
+  OK(pt_imm_word(b, 9, &nine));
+  CHECK(spin(nine, 1) == 1 && !memcmp(target, source + 5, 100));
+  CHECK(!memcmp((char *)pt_mr_address(second) + 8, source + 900, 200));
+  pt_pages plane_pages = {to, 2, 16, 0, 2, 1000};
+  OK(pt_prepare_paged_writes(a, 16, src, plane_pages, second_desc, plane_pages, -1, &planes));
+  OK(pt_submit_prepared(a, planes, &submit, NULL));
+  wait_for(&done, before + 2);
+  for (size_t plane = 0; plane < 2; plane++) {
+    CHECK(!memcmp((char *)pt_mr_address(second) + plane * 1000, source + plane * 1000, 16));
+    CHECK(!memcmp((char *)pt_mr_address(second) + plane * 1000 + 112, source + plane * 1000 + 112, 16));
+  }
+  pt_watcher *start;
+  OK(pt_watcher_create(a, NULL, NULL, &start));
+  OK(pt_submit_when(a, start, 7, prepared, &submit, NULL));
+  memset(source + 5, 77, 100);
+  CHECK(spin(nine, 2) == 2);
+  __atomic_store_n(pt_watcher_word(start), 7, __ATOMIC_RELEASE);
+  wait_for(&done, before + 3);
+  CHECK(done.status == PT_OK && spin(nine, 3) == 3 && target[99] == 77);
+  pt_watcher_destroy(start);
+  const pt_desc *both[2] = {desc, second_desc};
+  pt_template *template;
+  OK(pt_template_create(a, group, src, both, 2, &template));
+  pt_part parts[2] = {{64, 0, 128}, {32, 64, 0}};
+  OK(pt_submit_template(a, template, parts, 2, &submit, NULL));
+  wait_for(&done, before + 4);
+  CHECK(spin(nine, 5) == 5 && !memcmp(target + 128, source, 64) && !memcmp(pt_mr_address(second), source + 64, 32));
+  CHECK(pt_submit_template(a, template, parts, 1, &submit, NULL) == PT_INVALID && strstr(pt_last_error(), "parts"));
+  pt_template_destroy(template);
+  pt_prepared_destroy(planes);
+  pt_prepared_destroy(prepared);
+  pt_desc_destroy(second_desc);
+  OK(pt_mr_destroy(b, second));
+  done.calls = before;
 
   waiter received = WAITER;
   OK(pt_submit_recvs(b, 64, 2, message, &received));

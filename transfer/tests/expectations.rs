@@ -5,7 +5,7 @@ mod common;
 
 use std::time::{Duration, Instant};
 
-use common::{LONG, Network, builder, engine, eventually, nervous, outcome, within};
+use common::{LONG, Network, builder, engine, eventually, expect_count, nervous, outcome, within};
 use putget_transfer::{Done, DownReason, Engine, Error, ExpectOptions, Miss, MrDesc, Options, WhenFull};
 
 /// Counts one arrival of `imm` at `desc`.
@@ -21,6 +21,7 @@ fn a_named_sender_that_goes_down_ends_what_waits_for_it_at_once() {
         let (_memory, desc) = target.alloc_mr(4096).unwrap();
         tell(&stays, &desc, 1);
         tell(&goes, &desc, 2);
+        assert_eq!((expect_count(&target, 1, 1), expect_count(&target, 2, 1)), (Ok(()), Ok(())));
         let expect = |imm, senders: &[&Engine]| {
             let senders: Vec<_> = senders.iter().map(|engine| engine.main_address()).collect();
             let (done, future) = Done::future();
@@ -55,6 +56,7 @@ fn a_deadline_names_who_is_silent() {
         let [target, loud, silent] = [(); 3].map(|()| engine(&network, 1));
         let (_memory, desc) = target.alloc_mr(4096).unwrap();
         tell(&loud, &desc, 1);
+        assert_eq!(expect_count(&target, 1, 1), Ok(()));
         let senders = [loud.main_address(), silent.main_address()];
         let options = ExpectOptions { deadline: Some(Duration::from_millis(50)), senders: &senders, take: false };
         let missed = outcome(|done| target.expect_imm(1, 2, &options, done)).unwrap_err();
@@ -76,6 +78,7 @@ fn what_is_cancelled_is_told_and_counts_for_nobody() {
         assert_eq!(future.wait(LONG), Some(Err(cancelled)));
         b.cancel(id).unwrap();
         tell(&a, &desc, 7);
+        assert_eq!(expect_count(&b, 7, 1), Ok(()));
         assert_eq!(b.reset_imm(7), Ok(1));
     }
 }

@@ -108,3 +108,21 @@ fn everything_is_told_and_no_secret_with_it() {
         assert!(!all.contains(hidden), "{hidden} is in {all}");
     }
 }
+
+#[test]
+fn a_wait_inside_a_callback_of_the_engine_is_refused() {
+    let network = Network::new(71);
+    let a = engine(&network, 1);
+    let (send, told) = std::sync::mpsc::channel();
+    let other = a.clone();
+    let inside = move |_| {
+        let (done, future) = Done::future();
+        let id = other.expect_imm_count(1, 1, Some(LONG), done).unwrap();
+        let waited = other.wait(&future, LONG);
+        other.cancel(id).unwrap();
+        send.send(waited).unwrap();
+    };
+    a.expect_imm_count(5, 0, None, Done::callback(inside)).unwrap();
+    let error = told.recv_timeout(LONG).unwrap().unwrap_err();
+    assert!(error.to_string().contains("inside a callback"), "{error}");
+}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import array
 import ctypes
+import sys
 from typing import Any
 
 
@@ -56,3 +58,39 @@ def locate(memory: Any, length: int | None, device: str | None) -> tuple[int, in
     elif length > found:
         raise ValueError(f"length: {length} came; the memory has {found} bytes")
     return address, length, where, keeper
+
+
+def integers(values: Any) -> tuple[bytes, bool]:
+    """Read an array of integers as a whole, without an object for each.
+
+    Args:
+        values: A contiguous array of one dimension with integers of 64 or 32 bits: numpy's, torch's on the CPU,
+            `array`'s; or any sequence of numbers.
+
+    Returns:
+        The integers as 64 bits each, in the machine's order, and whether they are signed.
+
+    Raises:
+        ValueError: The array has another type or shape, or is not contiguous, or a number does not fit.
+    """
+    if hasattr(values, "numpy") and hasattr(values, "is_cuda"):
+        if values.is_cuda:
+            raise ValueError(f"indices: a tensor on {values.device} came; one on the CPU is needed")
+        values = values.numpy()
+    try:
+        view = memoryview(values)
+    except TypeError:
+        try:
+            return array.array("Q", values).tobytes(), False
+        except OverflowError:
+            raise ValueError(f"indices: numbers from 0 to {2**64 - 1} are allowed") from None
+    kind = view.format.lstrip("@=<") if sys.byteorder == "little" else view.format.lstrip("@=>")
+    if view.ndim != 1 or not view.c_contiguous or kind not in {"q", "Q", "l", "L", "i", "I"}:
+        problem = f"an array of type {view.format!r} with {view.ndim} dimensions came"
+        raise ValueError(f"indices: {problem}; contiguous integers of 64 or 32 bits in one dimension are needed")
+    signed = kind.islower()
+    if view.itemsize == 8:
+        return view.tobytes(), signed
+    short: array.array[int] = array.array(kind)
+    short.frombytes(view.tobytes())
+    return array.array("q" if signed else "Q", short).tobytes(), signed

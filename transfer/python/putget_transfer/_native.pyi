@@ -247,6 +247,73 @@ class Engine:
         nic: int | None = None,
     ) -> Transfer:
         """Raise the counter of `imm` by one at every destination, without any bytes."""
+    def prepare_writes(
+        self, items: Sequence[tuple[int, tuple[MrHandle, int], tuple[MrDesc, int]]], *, nic: int | None = None
+    ) -> Prepared:
+        """Prepare writes between any regions: checked and cut into work requests ahead of time.
+
+        Args:
+            items: Length, source region and offset, target region and offset of each.
+            nic: The one NIC to use, instead of all.
+
+        Returns:
+            What `submit_prepared` and `submit_when` take. With an immediate, each peer that is written to counts it
+            once, after all bytes for it have landed, in whichever of its regions.
+        """
+    def prepare_paged_writes(
+        self, page_len: int, src: tuple[MrHandle, Pages], dst: tuple[MrDesc, Pages], *, nic: int | None = None
+    ) -> Prepared:
+        """Prepare what `submit_paged_writes` does."""
+    def submit_prepared(
+        self, prepared: Prepared, imm: int | None, *, done: _Done = None, deadline_s: float | None = None
+    ) -> Transfer:
+        """Submit prepared writes."""
+    def submit_writes(
+        self,
+        imm: int | None,
+        items: Sequence[tuple[int, tuple[MrHandle, int], tuple[MrDesc, int]]],
+        *,
+        done: _Done = None,
+        deadline_s: float | None = None,
+        nic: int | None = None,
+    ) -> Transfer:
+        """Write many ranges between any regions as one operation: `prepare_writes` and `submit_prepared`."""
+    def scatter_template(self, group: PeerGroup | None, src: MrHandle, dsts: Sequence[MrDesc]) -> ScatterTemplate:
+        """Prepare scatters from one region to the same destinations."""
+    def submit_template(
+        self,
+        template: ScatterTemplate,
+        imm: int | None,
+        parts: Sequence[tuple[int, int, int]],
+        *,
+        done: _Done = None,
+        deadline_s: float | None = None,
+        nic: int | None = None,
+    ) -> Transfer:
+        """Scatter by a template.
+
+        Args:
+            template: From `scatter_template` of this engine.
+            imm: Each destination counts it once, also where it gets no bytes.
+            parts: Length, offset in the source and offset in the target for each destination.
+            done: As for every operation.
+            deadline_s: Time until it fails; the engine's default if None.
+            nic: The one NIC to use, instead of all.
+        """
+    def submit_when(
+        self,
+        watcher: UvmWatcher,
+        value: int,
+        prepared: Prepared,
+        imm: int | None,
+        *,
+        done: _Done = None,
+        deadline_s: float | None = None,
+    ) -> Transfer:
+        """Submit prepared writes when the watched word is at least `value`; at once if it is already.
+
+        A thread of the engine posts them, without Python. The deadline and a cancellation hold from now on.
+        """
     def expect_imm_count(
         self,
         imm: int,
@@ -302,8 +369,11 @@ class Engine:
     def mirror_imm(self, imm: int, handle: MrHandle, offset: int) -> None:
         """Show a counter in the 64-bit word at `offset` of registered host memory."""
     def unmirror_imm(self, imm: int) -> None: ...
-    def alloc_uvm_watcher(self, callback: Callable[[int, int], object]) -> UvmWatcher:
-        """Make a word that a thread watches; the callback gets its old and its new value."""
+    def alloc_uvm_watcher(self, callback: Callable[[int, int], object] | None = None) -> UvmWatcher:
+        """Make a word that a thread watches; the callback gets its old and its new value.
+
+        Without a callback the word is for `submit_when` alone.
+        """
     def close(self) -> None: ...
     def __enter__(self) -> Engine: ...
     def __exit__(
@@ -318,7 +388,11 @@ class Transfer:
     def result(self) -> None:
         """Raise what the operation failed with; TimeoutError if it is not over."""
     def wait(self, timeout_s: float | None = None) -> None:
-        """Wait for the end and raise what the operation failed with; TimeoutError after `timeout_s`."""
+        """Wait for the end and raise what the operation failed with; TimeoutError after `timeout_s`.
+
+        Raises:
+            ValueError: Inside a callback of the same engine, unless the operation is over.
+        """
     def cancel(self) -> bool:
         """Ask for the end; False if there is nothing to cancel. The end of the transfer is the confirmation."""
     def add_done_callback(self, callback: Callable[[EngineError | None], object]) -> None: ...
@@ -362,12 +436,28 @@ class NetAddr:
 
 @final
 class Pages:
-    """Pages of a region: page i begins at `indices[i] * stride + offset`."""
+    """Pages of a region: page i of plane j begins at `j * plane_stride + indices[i] * stride + offset`.
+
+    Several planes are for caches with a plane for keys and one for values. The order of a transfer is plane by plane.
+    `indices` is a sequence, or a contiguous array of integers of 64 or 32 bits, which is copied as a whole.
+    """
 
     indices: list[int]
     stride: int
     offset: int
-    def __new__(cls, indices: Sequence[int], stride: int, offset: int = 0) -> Pages: ...
+    planes: int
+    plane_stride: int
+    def __new__(
+        cls, indices: Sequence[int] | Any, stride: int, offset: int = 0, planes: int = 1, plane_stride: int = 0
+    ) -> Pages: ...
+
+@final
+class Prepared:
+    """Writes that can be submitted as often as wanted. It keeps the regions that it reads from in use."""
+
+@final
+class ScatterTemplate:
+    """A source and destinations of scatters whose lengths and offsets change."""
 
 @final
 class ScatterDst:

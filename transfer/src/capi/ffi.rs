@@ -6,7 +6,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Duration;
 
 use crate::sys::Word;
-use crate::{Callback, Done, Error, MrDesc, MrHandle, Options, Outcome, Pages, TransferId};
+use crate::{Callback, Done, Error, Grid, MrDesc, MrHandle, Options, Outcome, Pages, TransferId};
 
 pub(super) const ABI_VERSION: c_int = 2;
 pub(super) const OK: c_int = 0;
@@ -199,6 +199,26 @@ pub struct CPages {
     pub count: usize,
     pub stride: u64,
     pub offset: u64,
+    pub planes: u64,
+    pub plane_stride: u64,
+}
+
+/// `pt_write_item`.
+#[repr(C)]
+pub struct CWriteItem {
+    pub len: u64,
+    pub src: *const Mr,
+    pub src_offset: u64,
+    pub desc: *const MrDesc,
+    pub dst_offset: u64,
+}
+
+/// `pt_part`.
+#[repr(C)]
+pub struct CPart {
+    pub len: u64,
+    pub src_offset: u64,
+    pub dst_offset: u64,
 }
 
 /// `pt_scatter_dst`.
@@ -239,10 +259,11 @@ impl Submit {
 impl CPages {
     /// # Safety
     /// `indices` is valid for `count` values as long as the result is used.
-    pub unsafe fn read<'a>(&self) -> Result<Pages<'a>, Error> {
+    pub unsafe fn read<'a>(&self) -> Result<Grid<'a>, Error> {
         // SAFETY: the caller promises that it is valid.
         let indices = unsafe { slice("indices", self.indices, self.count)? };
-        Ok(Pages { indices, stride: self.stride, offset: self.offset })
+        let pages = Pages { indices, stride: self.stride, offset: self.offset };
+        Ok(Grid { pages, planes: self.planes.max(1), plane_stride: self.plane_stride })
     }
 }
 

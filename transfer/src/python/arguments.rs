@@ -2,6 +2,7 @@
 
 use pyo3::exceptions::{PyOverflowError, PyValueError};
 use pyo3::prelude::*;
+use pyo3::types::{PyBytes, PyList, PyRange, PyTuple};
 
 use super::domain::{PyMrDesc, PyMrHandle};
 
@@ -42,19 +43,40 @@ numbers! {
     group: usize, u32::MAX;
     imm: u32, u32::MAX;
     index: u32, u32::MAX;
-    indices: Vec<u64>, u64::MAX;
+    items: Vec<(u64, (PyRef<'py, PyMrHandle>, u64), (PyRef<'py, PyMrDesc>, u64))>, u64::MAX;
     len: u64, u64::MAX;
     max_delay_polls: u32, u32::MAX;
     nic: Option<usize>, u32::MAX;
     nics: usize, u32::MAX;
     offset: u64, u64::MAX;
     ordinal: u16, u16::MAX;
+    parts: Vec<(u64, u64, u64)>, u64::MAX;
+    planes: u64, u64::MAX;
+    plane_stride: u64, u64::MAX;
     page_len: u64, u64::MAX;
     seed: u64, u64::MAX;
     src: (PyRef<'py, PyMrHandle>, u64), u64::MAX;
     src_offset: u64, u64::MAX;
     stride: u64, u64::MAX;
     value: u64, u64::MAX;
+}
+
+/// Numbers of pages: a list, or an array of integers, which is read as a whole.
+pub(super) fn indices(value: &Bound<'_, PyAny>) -> PyResult<Vec<u64>> {
+    if value.is_instance_of::<PyList>() || value.is_instance_of::<PyTuple>() || value.is_instance_of::<PyRange>() {
+        return fitting("indices", value, u64::MAX);
+    }
+    let read = value.py().import("putget_transfer._memory")?.call_method1("integers", (value,))?;
+    let (bytes, signed): (Bound<'_, PyBytes>, bool) = read.extract()?;
+    let word = |chunk: &[u8]| chunk.try_into().map(u64::from_ne_bytes).unwrap_or_default();
+    let indices: Vec<_> = bytes.as_bytes().chunks_exact(size_of::<u64>()).map(word).collect();
+    match indices.iter().find(|index| signed && **index > i64::MAX as u64) {
+        Some(negative) => {
+            let came = *negative as i64;
+            Err(PyValueError::new_err(format!("indices: {came} came; numbers from 0 to {} are allowed", i64::MAX)))
+        }
+        None => Ok(indices),
+    }
 }
 
 /// The immediate of a write, which may have none.

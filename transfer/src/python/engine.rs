@@ -340,11 +340,13 @@ impl PyEngine {
         Ok(self.engine()?.submit_recvs(len, count, call)?)
     }
 
-    fn alloc_uvm_watcher(
-        &self,
-        #[pyo3(from_py_with = arguments::callback)] callback: PyObject,
-    ) -> PyResult<PyUvmWatcher> {
-        let watcher = self.engine()?.alloc_uvm_watcher(move |old, new| notify(&callback, (old, new)))?;
+    #[pyo3(signature = (callback=None))]
+    fn alloc_uvm_watcher(&self, callback: Option<&Bound<'_, PyAny>>) -> PyResult<PyUvmWatcher> {
+        let engine = self.engine()?;
+        let watcher = match callback.map(arguments::callback).transpose()? {
+            Some(callback) => engine.alloc_uvm_watcher(move |old, new| notify(&callback, (old, new)))?,
+            None => engine.alloc_uvm_word()?,
+        };
         Ok(PyUvmWatcher { watcher })
     }
 
@@ -386,7 +388,7 @@ impl<'py> IntoPyObject<'py> for Bytes<'_> {
 /// A watched word.
 #[pyclass(name = "UvmWatcher", module = "putget_transfer", frozen)]
 pub(super) struct PyUvmWatcher {
-    watcher: UvmWatcher,
+    pub watcher: UvmWatcher,
 }
 
 #[pymethods]

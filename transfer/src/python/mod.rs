@@ -4,6 +4,7 @@ mod arguments;
 mod domain;
 mod engine;
 mod errors;
+mod prepared;
 mod submit;
 mod transfer;
 
@@ -24,6 +25,8 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<submit::PyScatterDst>()?;
     module.add_class::<submit::PyPeerGroup>()?;
     module.add_class::<submit::PyImmRange>()?;
+    module.add_class::<prepared::PyPrepared>()?;
+    module.add_class::<prepared::PyScatterTemplate>()?;
     module.add_class::<transfer::PyTransfer>()?;
     module.add_class::<transfer::PyFlag>()
 }

@@ -8,7 +8,7 @@ use super::arguments;
 use super::domain::{PyMrDesc, PyMrHandle, PyNetAddr};
 use super::engine::{PyEngine, duration};
 use super::transfer::{PyTransfer, submitted};
-use crate::api::{Options, Pages, PeerGroup, ScatterDst};
+use crate::api::{Grid, Options, Pages, PeerGroup, ScatterDst};
 use crate::descriptor::{MrDesc, NetAddr};
 use crate::error::Error;
 use crate::expect::{ExpectOptions, ImmRange};
@@ -19,24 +19,29 @@ pub(super) struct PyPages {
     indices: Vec<u64>,
     stride: u64,
     offset: u64,
+    planes: u64,
+    plane_stride: u64,
 }
 
 #[pymethods]
 impl PyPages {
     #[new]
-    #[pyo3(signature = (indices, stride, offset=0))]
+    #[pyo3(signature = (indices, stride, offset=0, planes=1, plane_stride=0))]
     fn new(
         #[pyo3(from_py_with = arguments::indices)] indices: Vec<u64>,
         #[pyo3(from_py_with = arguments::stride)] stride: u64,
         #[pyo3(from_py_with = arguments::offset)] offset: u64,
+        #[pyo3(from_py_with = arguments::planes)] planes: u64,
+        #[pyo3(from_py_with = arguments::plane_stride)] plane_stride: u64,
     ) -> Self {
-        Self { indices, stride, offset }
+        Self { indices, stride, offset, planes, plane_stride }
     }
 }
 
 impl PyPages {
-    fn pages(&self) -> Pages<'_> {
-        Pages { indices: &self.indices, stride: self.stride, offset: self.offset }
+    pub fn pages(&self) -> Grid<'_> {
+        let pages = Pages { indices: &self.indices, stride: self.stride, offset: self.offset };
+        Grid { pages, planes: self.planes, plane_stride: self.plane_stride }
     }
 }
 
@@ -63,7 +68,7 @@ impl PyScatterDst {
 /// Peers that are connected ahead of time.
 #[pyclass(name = "PeerGroup", module = "putget_transfer", frozen)]
 pub(super) struct PyPeerGroup {
-    group: PeerGroup,
+    pub group: PeerGroup,
 }
 
 #[pymethods]
@@ -115,7 +120,7 @@ impl PyImmRange {
     }
 }
 
-fn options(deadline_s: Option<f64>, nic: Option<usize>) -> PyResult<Options> {
+pub(super) fn options(deadline_s: Option<f64>, nic: Option<usize>) -> PyResult<Options> {
     Ok(Options { deadline: duration("deadline_s", deadline_s)?, nic })
 }
 
@@ -123,9 +128,9 @@ fn addresses(peers: &[PyRef<'_, PyNetAddr>]) -> Vec<NetAddr> {
     peers.iter().map(|peer| peer.address.clone()).collect()
 }
 
-type Source<'py> = (PyRef<'py, PyMrHandle>, u64);
-type Target<'py> = (PyRef<'py, PyMrDesc>, u64);
-type Done<'a, 'py> = Option<&'a Bound<'py, PyAny>>;
+pub(super) type Source<'py> = (PyRef<'py, PyMrHandle>, u64);
+pub(super) type Target<'py> = (PyRef<'py, PyMrDesc>, u64);
+pub(super) type Done<'a, 'py> = Option<&'a Bound<'py, PyAny>>;
 
 #[pymethods]
 impl PyEngine {

@@ -8,6 +8,7 @@ use pyo3::prelude::*;
 
 use super::engine::PyEngine;
 use crate::api::TransferId;
+use crate::callbacks::check_wait;
 use crate::completion::{Done, Flag, Raised};
 use crate::error::{Error, Outcome};
 use crate::sys::Home;
@@ -68,6 +69,8 @@ pub(super) struct PyTransfer {
     id: Option<(TransferId, Py<PyEngine>)>,
     /// Where its end can be waited for.
     home: Home,
+    /// Whose callbacks may be needed for its end.
+    owner: u64,
 }
 
 /// Submits an operation whose end a new `Transfer`, and whoever else was named in `done`, are told of.
@@ -96,8 +99,9 @@ pub(super) fn submitted(
         told.finish(outcome);
     });
     // A submission may wait for room, and for the engine's locks.
+    let owner = engine.get().engine()?.inner.shared.engine;
     let id = engine.py().allow_threads(|| submit(over))?;
-    Ok(PyTransfer { progress, id: id.map(|id| (id, engine.clone().unbind())), home: Home::here() })
+    Ok(PyTransfer { progress, id: id.map(|id| (id, engine.clone().unbind())), home: Home::here(), owner })
 }
 
 #[pymethods]
@@ -115,6 +119,9 @@ impl PyTransfer {
 
     #[pyo3(signature = (timeout_s=None))]
     fn wait(&self, py: Python<'_>, timeout_s: Option<f64>) -> PyResult<()> {
+        if !self.done() {
+            check_wait(self.owner)?;
+        }
         let end =
             super::engine::duration("timeout_s", timeout_s)?.and_then(|timeout| Instant::now().checked_add(timeout));
         loop {

@@ -36,15 +36,20 @@ impl Drop for Registration {
 }
 
 /// What goes to one destination of an operation.
+#[derive(Clone)]
 pub(crate) struct TargetRequest {
     /// One per NIC; of these, an operation without bytes and immediate uses the first address alone.
     pub dst: Arc<[NicKey]>,
     pub src: Option<Arc<Registration>>,
     /// Sorted by NIC.
-    pub pieces: Vec<Piece>,
+    pub pieces: Arc<[Piece]>,
     pub imm: Option<u32>,
     /// The NIC that carries an immediate which travels on its own.
     pub imm_nic: usize,
+    /// The target that begins when this one, and others that lead to it, are through.
+    pub lead: Option<usize>,
+    /// How many targets lead to this one.
+    pub after: usize,
 }
 
 pub(crate) type Answer<T> = Arc<Once<Result<T, Error>>>;

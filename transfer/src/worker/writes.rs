@@ -29,6 +29,8 @@ pub(super) struct Target {
     cursors: [(usize, usize); MAX_NICS],
     unposted: usize,
     in_flight: usize,
+    /// Targets that lead to this one and are not through.
+    after: usize,
     imm: Imm,
     /// False while the connection is being set up.
     attached: bool,
@@ -49,7 +51,8 @@ impl Target {
         }
         let unposted = request.pieces.len();
         let imm = request.imm.map_or(Imm::None, Imm::Waiting);
-        Self { peer, request, cursors, unposted, in_flight: 0, imm, attached: false, failed: false, closed: false }
+        let (after, attached, failed, closed) = (request.after, false, false, false);
+        Self { peer, request, cursors, unposted, in_flight: 0, after, imm, attached, failed, closed }
     }
 
     fn has_piece(&self, nic: usize) -> bool {
@@ -118,7 +121,9 @@ impl Worker {
             return;
         }
         for target in 0..open {
-            self.admit(slot, target, id);
+            if self.target(slot, target).is_some_and(|target| target.after == 0) {
+                self.admit(slot, target, id);
+            }
         }
     }
 
@@ -145,7 +150,7 @@ impl Worker {
             return;
         }
         let Some(target) = self.target(slot, index) else { return };
-        if target.attached || target.closed {
+        if target.attached || target.closed || target.after > 0 {
             return;
         }
         target.attached = true;
@@ -325,7 +330,9 @@ impl Worker {
         let Some(target) = op.targets.get_mut(index) else { return };
         let Some(peer) = self.peers.get(target.peer) else { return };
         let name = peer.name;
-        if !target.failed {
+        // What was to come behind others has failed with them.
+        let told = target.request.after > 0 && op.errors.iter().any(|error| error.peer == name);
+        if !target.failed && !told {
             op.errors.push(TransferError { peer: name, nic, reason, may_land });
         } else if may_land {
             // The first failure of a destination is its reason; what follows from it adds only this.
@@ -346,9 +353,29 @@ impl Worker {
         target.closed = true;
         // What it holds of the caller's memory ends here, not when the slowest destination is through.
         target.request.src = None;
+        let (lead, failed) = (target.request.lead, target.failed);
         op.open = op.open.saturating_sub(1);
+        let id = op.id;
         if op.open == 0 {
             self.finish(slot);
+        } else if let Some(lead) = lead {
+            self.led_on(slot, lead, id, failed);
+        }
+    }
+
+    /// A target that leads to another one is through.
+    fn led_on(&mut self, slot: usize, index: usize, id: u64, failed: bool) {
+        let Some(target) = self.target(slot, index) else { return };
+        target.after = target.after.saturating_sub(1);
+        if failed {
+            // No immediate without all of the bytes.
+            target.give_up();
+        }
+        let (begins, failed) = (target.after == 0 && !target.closed, target.failed);
+        if begins && failed {
+            self.close_target(slot, index);
+        } else if begins {
+            self.admit(slot, index, id);
         }
     }
 

@@ -40,6 +40,8 @@ typedef struct pt_engine pt_engine;
 typedef struct pt_mr pt_mr;           /* memory that this process has registered */
 typedef struct pt_desc pt_desc;       /* somebody's registered memory, to be written to */
 typedef struct pt_group pt_group;     /* peers that were connected ahead of time */
+typedef struct pt_prepared pt_prepared; /* writes that are submitted as often as wanted */
+typedef struct pt_template pt_template; /* destinations of scatters whose lengths and offsets change */
 typedef struct pt_network pt_network; /* a simulated network inside this process */
 typedef struct pt_watcher pt_watcher;
 typedef struct pt_imms pt_imms;       /* immediates that belong to a part of the program */
@@ -159,7 +161,24 @@ typedef struct pt_pages {
   const uint64_t *indices;
   size_t count;
   uint64_t stride, offset; /* page i begins at indices[i] * stride + offset */
+  /* The same pages in several planes, as of keys and of values: plane j begins j * plane_stride further on. 0 planes are 1. The
+   * order is plane by plane. */
+  uint64_t planes, plane_stride;
 } pt_pages;
+
+/* One of many writes. */
+typedef struct pt_write_item {
+  uint64_t len;
+  const pt_mr *src;
+  uint64_t src_offset;
+  const pt_desc *desc;
+  uint64_t dst_offset;
+} pt_write_item;
+
+/* What goes to one destination of a template; with length 0, only the immediate. */
+typedef struct pt_part {
+  uint64_t len, src_offset, dst_offset;
+} pt_part;
 
 typedef struct pt_scatter_dst {
   uint64_t len, src_offset;
@@ -177,6 +196,23 @@ int pt_submit_scatter(pt_engine *engine, const pt_group *group, const pt_mr *src
 /* Needs an immediate. */
 int pt_submit_barrier(pt_engine *engine, const pt_group *group, const pt_desc *const *dsts, size_t count,
                       const pt_submit *submit, pt_transfer *transfer);
+/* Prepared writes are checked and cut ahead of time; they keep the regions that they read from in use. `nic` is as in pt_submit, and
+ * the one of pt_submit does not count. With an immediate, each peer that is written to counts it once, after all bytes for it have
+ * landed, in whichever of its regions. */
+int pt_prepare_writes(pt_engine *engine, const pt_write_item *items, size_t count, int nic, pt_prepared **prepared);
+int pt_prepare_paged_writes(pt_engine *engine, uint64_t page_len, const pt_mr *src, pt_pages src_pages, const pt_desc *dst,
+                            pt_pages dst_pages, int nic, pt_prepared **prepared);
+void pt_prepared_destroy(pt_prepared *prepared);
+int pt_submit_prepared(pt_engine *engine, const pt_prepared *prepared, const pt_submit *submit, pt_transfer *transfer);
+/* Submits them when the watched word is at least `value`: a thread of the engine posts them. The deadline counts from now on. */
+int pt_submit_when(pt_engine *engine, const pt_watcher *watcher, uint64_t value, const pt_prepared *prepared,
+                   const pt_submit *submit, pt_transfer *transfer);
+/* Scatters from one region to the same destinations: part i goes to destination i, and each counts the immediate. */
+int pt_template_create(pt_engine *engine, const pt_group *group, const pt_mr *src, const pt_desc *const *dsts, size_t count,
+                       pt_template **scatters);
+void pt_template_destroy(pt_template *scatters);
+int pt_submit_template(pt_engine *engine, const pt_template *scatters, const pt_part *parts, size_t count,
+                       const pt_submit *submit, pt_transfer *transfer);
 /* `address` is what pt_engine_address gave there. The bytes are copied. */
 int pt_submit_send(pt_engine *engine, const uint8_t *address, size_t address_len, const void *bytes, size_t len,
                    const pt_submit *submit, pt_transfer *transfer);
@@ -233,7 +269,8 @@ int pt_mirror_imm(pt_engine *engine, uint32_t imm, const pt_mr *mr, uint64_t off
 int pt_unmirror_imm(pt_engine *engine, uint32_t imm);
 
 typedef void (*pt_watch)(void *context, uint64_t old_value, uint64_t new_value);
-/* Makes a 64-bit word, at first 0, that a thread watches. Over nvlink, kernels can store to it. */
+/* Makes a 64-bit word, at first 0, that a thread watches. Over nvlink, kernels can store to it. Without a callback it is for
+ * pt_submit_when alone. */
 int pt_watcher_create(pt_engine *engine, pt_watch callback, void *context, pt_watcher **watcher);
 uint64_t *pt_watcher_word(const pt_watcher *watcher);
 void pt_watcher_destroy(pt_watcher *watcher);
