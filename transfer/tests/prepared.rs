@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use common::{LONG, Network, engine, expect_count, failure, noise, outcome, within};
 use putget_transfer::{
-    Done, Error, Grid, MrDesc, MrHandle, NetworkError, Options, Pages, Part, Reason, ScatterDst, WriteItem,
+    Done, Error, Faults, Grid, MrDesc, MrHandle, NetworkError, Options, Pages, Part, Reason, ScatterDst, WriteItem,
 };
 
 fn bytes(handle: &MrHandle) -> Vec<u8> {
@@ -69,6 +69,8 @@ fn planes_of_pages_are_copied_plane_by_plane() {
 #[test]
 fn many_regions_are_one_submission_and_one_count_a_peer() {
     for network in Network::all(42) {
+        // Some writes take much longer than others.
+        network.set_faults(Faults { max_delay_polls: 200, depth: 4, ..Faults::default() });
         let a = engine(&network, 2);
         let (one, two) = (engine(&network, 2), engine(&network, 2));
         let sources: Vec<_> = (0..3).map(|_| a.alloc_mr(300_000).unwrap().0).collect();

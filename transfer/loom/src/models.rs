@@ -91,14 +91,14 @@ fn a_reader_without_the_lock_sees_no_other_counter() {
         counters.add(3, 0, &mut Vec::new());
         let other = Arc::clone(&counters);
         let writer = thread::spawn(move || {
-            // Its block becomes free, and the next one's.
+            // Its block becomes free, and the same word of it the next one's.
             other.reset(3).unwrap();
-            other.add(800, 0, &mut Vec::new());
-            other.add(800, 0, &mut Vec::new());
+            other.add(803, 0, &mut Vec::new());
+            other.add(803, 0, &mut Vec::new());
         });
         assert!(counters.value(3) <= 1);
         writer.join().unwrap();
-        assert_eq!((counters.value(3), counters.value(800)), (0, 2));
+        assert_eq!((counters.value(3), counters.value(803)), (0, 2));
     });
 }
 
