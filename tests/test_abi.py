@@ -1,4 +1,4 @@
-"""The Python mirror of putget.h against the header itself, and the C ABI used from C alone."""
+"""The Python mirror of putget.h and putget_balancer.h against the headers, and the C ABI used from C alone."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from putget import _abi
+from putget import _abi, _abi_balancer
 
 ROOT = Path(__file__).resolve().parents[1]
-HEADER = ROOT / "native" / "include" / "putget.h"
+INCLUDE = ROOT / "native" / "include"
+HEADERS = "".join((INCLUDE / name).read_text() for name in ("putget.h", "putget_balancer.h"))
 STRUCTS = {
     "putget_launch": _abi.Launch,
     "putget_config": _abi.Config,
@@ -34,6 +35,7 @@ STRUCTS = {
     "putget_moe_expand_args": _abi.MoeExpandArgs,
     "putget_moe_activation_args": _abi.MoeActivationArgs,
     "putget_gpu": _abi.Gpu,
+    "putget_balance_args": _abi_balancer.BalanceArgs,
 }
 CC = shutil.which("gcc") or shutil.which("cc")
 needs_cc = pytest.mark.skipif(CC is None, reason="needs a C compiler")
@@ -43,20 +45,20 @@ def compile_and_run(source: str, folder: Path, *extra: str) -> str:
     assert CC is not None
     program = folder / "program"
     (folder / "program.c").write_text(source)
-    command = [CC, "-std=gnu11", "-Wall", "-Wextra", "-Werror", f"-I{HEADER.parent}", str(folder / "program.c"), *extra]
+    command = [CC, "-std=gnu11", "-Wall", "-Wextra", "-Werror", f"-I{INCLUDE}", str(folder / "program.c"), *extra]
     subprocess.run([*command, "-o", str(program)], check=True)
     done = subprocess.run([str(program)], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
-def test_every_structure_of_the_header_is_mirrored() -> None:
-    named = set(re.findall(r"^typedef struct (putget_\w+) \{", HEADER.read_text(), re.M))
+def test_every_structure_of_the_headers_is_mirrored() -> None:
+    named = set(re.findall(r"^typedef struct (putget_\w+) \{", HEADERS, re.M))
     assert named == STRUCTS.keys()
 
 
-def test_every_function_of_the_header_is_mirrored() -> None:
-    named = set(re.findall(r"^PUTGET_API [\w ]+?\*?\s?(putget_\w+)\(", HEADER.read_text(), re.M))
+def test_every_function_of_the_headers_is_mirrored() -> None:
+    named = set(re.findall(r"^PUTGET_API [\w ]+?\*?\s?(putget_\w+)\(", HEADERS, re.M))
     assert named == _abi._FUNCTIONS.keys()
 
 
@@ -68,7 +70,9 @@ def test_sizes_and_offsets_agree(tmp_path: Path) -> None:
         lines += [f'printf("{name}.{field[0]} %zu\\n", offsetof({name}, {field[0]}));' for field in mirror._fields_]
     for constant in ("MAGIC", "ABI_VERSION", "MAX_RANKS", "MAX_TOP_K", "MAX_PAYLOADS", "FAULT", "PROBE_READ"):
         lines.append(f'printf("{constant} %zu\\n", (size_t)PUTGET_{constant});')
-    source = "#include <stdio.h>\n#include <putget.h>\nint main(void) {\n" + "\n".join(lines) + "\nreturn 0;\n}\n"
+    source = (
+        "#include <stdio.h>\n#include <putget_balancer.h>\nint main(void) {\n" + "\n".join(lines) + "\nreturn 0;\n}\n"
+    )
     told = dict(line.split() for line in compile_and_run(source, tmp_path).splitlines())
     for name, mirror in STRUCTS.items():
         assert int(told[name]) == ctypes.sizeof(mirror), name

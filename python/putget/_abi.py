@@ -1,4 +1,4 @@
-"""The C ABI of putget.h: structures, functions, statuses. The only module that loads a shared library."""
+"""The C ABI of putget.h and putget_balancer.h: functions, statuses. The only module that loads a library."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class _Checked(Structure):
                 raise ValueError(f"{name} is {value}, which does not fit into {bits} bits")
 
 
-class _Versioned(_Checked):
+class Versioned(_Checked):
     """Structures start with their size and a magic number: another version of the library refuses them."""
 
     def __init__(self, **values: Any) -> None:
@@ -72,7 +72,7 @@ class Launch(_Checked):
     ]
 
 
-class Config(_Versioned):
+class Config(Versioned):
     _fields_ = [
         ("size", c_uint32),
         ("magic", c_uint32),
@@ -98,7 +98,7 @@ class Config(_Versioned):
     ]
 
 
-class Layout(_Versioned):
+class Layout(Versioned):
     _fields_ = [
         ("size", c_uint32),
         ("magic", c_uint32),
@@ -116,7 +116,7 @@ class Layout(_Versioned):
     ]
 
 
-class MemoryConfig(_Versioned):
+class MemoryConfig(Versioned):
     _fields_ = [
         ("size", c_uint32),
         ("magic", c_uint32),
@@ -130,7 +130,7 @@ class MemoryConfig(_Versioned):
     ]
 
 
-class Share(_Versioned):
+class Share(Versioned):
     _fields_ = [
         ("size", c_uint32),
         ("magic", c_uint32),
@@ -141,7 +141,7 @@ class Share(_Versioned):
     ]
 
 
-class Tables(_Versioned):
+class Tables(Versioned):
     _fields_ = [
         ("size", c_uint32),
         ("magic", c_uint32),
@@ -153,7 +153,7 @@ class Tables(_Versioned):
     ]
 
 
-class DispatchArgs(_Versioned):
+class DispatchArgs(Versioned):
     _fields_ = [
         ("size", c_uint32),
         ("magic", c_uint32),
@@ -169,7 +169,7 @@ class DispatchArgs(_Versioned):
     ]
 
 
-class CombineArgs(_Versioned):
+class CombineArgs(Versioned):
     _fields_ = [
         ("size", c_uint32),
         ("magic", c_uint32),
@@ -184,7 +184,7 @@ class CombineArgs(_Versioned):
     ]
 
 
-class Fault(_Versioned):
+class Fault(Versioned):
     _fields_ = [
         ("size", c_uint32),
         ("magic", c_uint32),
@@ -200,7 +200,7 @@ class Fault(_Versioned):
     ]
 
 
-class ProbeArgs(_Versioned):
+class ProbeArgs(Versioned):
     _fields_ = [
         ("size", c_uint32),
         ("magic", c_uint32),
@@ -211,7 +211,7 @@ class ProbeArgs(_Versioned):
     ]
 
 
-class ProbeRowsArgs(_Versioned):
+class ProbeRowsArgs(Versioned):
     _fields_ = [
         ("size", c_uint32),
         ("magic", c_uint32),
@@ -233,7 +233,7 @@ class ProbeRowsArgs(_Versioned):
     ]
 
 
-class MoeConfig(_Versioned):
+class MoeConfig(Versioned):
     _fields_ = [
         ("size", c_uint32),
         ("magic", c_uint32),
@@ -251,7 +251,7 @@ class MoeConfig(_Versioned):
     ]
 
 
-class MoeLayout(_Versioned):
+class MoeLayout(Versioned):
     _fields_ = [
         ("size", c_uint32),
         ("magic", c_uint32),
@@ -267,7 +267,7 @@ class MoeLayout(_Versioned):
     ]
 
 
-class MoeGroupArgs(_Versioned):
+class MoeGroupArgs(Versioned):
     _fields_ = [
         ("size", c_uint32),
         ("magic", c_uint32),
@@ -283,7 +283,7 @@ class MoeGroupArgs(_Versioned):
     ]
 
 
-class MoeFinalizeArgs(_Versioned):
+class MoeFinalizeArgs(Versioned):
     _fields_ = [
         ("size", c_uint32),
         ("magic", c_uint32),
@@ -304,7 +304,7 @@ class MoeRows(_Checked):
     ]
 
 
-class MoeExpandArgs(_Versioned):
+class MoeExpandArgs(Versioned):
     _fields_ = [
         ("size", c_uint32),
         ("magic", c_uint32),
@@ -321,7 +321,7 @@ class MoeExpandArgs(_Versioned):
     ]
 
 
-class MoeActivationArgs(_Versioned):
+class MoeActivationArgs(Versioned):
     _fields_ = [
         ("size", c_uint32),
         ("magic", c_uint32),
@@ -339,7 +339,7 @@ class MoeActivationArgs(_Versioned):
     ]
 
 
-class Gpu(_Versioned):
+class Gpu(Versioned):
     _fields_ = [
         ("size", c_uint32),
         ("magic", c_uint32),
@@ -395,6 +395,7 @@ _FUNCTIONS: dict[str, list[Any]] = {
     "putget_moe_activate": [POINTER(MoeActivationArgs)],
     "putget_gpu_count": [POINTER(c_uint32)],
     "putget_gpu_report": [c_uint32, POINTER(Gpu)],
+    "putget_balance": [c_void_p],  # its structures: putget._abi_balancer
 }
 _OTHER_RESULTS: dict[str, Any] = {
     "putget_abi_version": c_uint32,

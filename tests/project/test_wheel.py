@@ -49,7 +49,7 @@ def test_versions_agree() -> None:
 
 
 def test_library_exports_exactly_the_declared_functions(library: Path) -> None:
-    header = (ROOT / "native" / "include" / "putget.h").read_text()
+    header = "".join(path.read_text() for path in sorted((ROOT / "native" / "include").glob("*.h")))
     declared = set(re.findall(r"PUTGET_API\b[^;(]*?\b(putget_\w+)\s*\(", header))
     exported = {line.split()[-1] for line in output("nm", "-D", "--defined-only", library).splitlines()}
     assert declared

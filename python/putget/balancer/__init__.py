@@ -1,0 +1,6 @@
+"""Expert-parallel load balancing: which rank holds which expert, and which replica a token uses."""
+
+from putget.balancer.placement import Placement
+from putget.balancer.planner import rebalance
+
+__all__ = ["Placement", "rebalance"]
