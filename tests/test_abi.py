@@ -36,6 +36,7 @@ STRUCTS = {
     "putget_moe_activation_args": _abi.MoeActivationArgs,
     "putget_gpu": _abi.Gpu,
     "putget_balance_args": _abi_balancer.BalanceArgs,
+    "putget_choose_args": _abi_balancer.ChooseArgs,
 }
 CC = shutil.which("gcc") or shutil.which("cc")
 needs_cc = pytest.mark.skipif(CC is None, reason="needs a C compiler")

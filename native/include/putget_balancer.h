@@ -37,6 +37,41 @@ typedef struct putget_balance_args {
 
 PUTGET_API putget_status putget_balance(const putget_balance_args* args);
 
+/* How a replica is chosen for each (token, choice) pair of a batch. */
+typedef enum putget_choice {
+  PUTGET_CHOOSE_NEAREST = 0,     /* on the own rank, or else on the own node, or else any; of several, by rank */
+  PUTGET_CHOOSE_ROUND_ROBIN = 1, /* by token */
+  PUTGET_CHOOSE_HASH = 2,        /* by a hash of token, choice, rank and seed */
+  PUTGET_CHOOSE_BALANCED = 3     /* so that the ranks' largest load from this batch is small */
+} putget_choice;
+
+/* Every expert has at least one slot. Ids out of range, and -1, give -1. */
+typedef struct putget_choose_args {
+  uint32_t size;
+  uint32_t magic;
+  uint32_t device; /* putget_device; PUTGET_CPU alone */
+  uint32_t how;    /* putget_choice */
+  uint32_t num_tokens;
+  uint32_t top_k;
+  uint32_t num_experts;
+  uint32_t width; /* of `slots` */
+  uint32_t num_ranks;
+  uint32_t slots_per_rank;
+  uint32_t rank;
+  uint32_t ranks_per_node;
+  uint32_t ids_are_64bit;
+  uint32_t reserved;
+  const void* topk_ids;  /* [num_tokens, top_k] experts */
+  const int32_t* slots;  /* [num_experts, width] ascending, -1 behind an expert's last */
+  const int32_t* counts; /* [num_experts] slots of each expert */
+  const uint32_t* seed;  /* one word, or null for 0 */
+  void* out;             /* [num_tokens, top_k] slots, of the ids' type; another memory than topk_ids */
+  uint32_t* memory;      /* putget_choose_words() words for PUTGET_CHOOSE_BALANCED; or null */
+} putget_choose_args;
+
+PUTGET_API uint64_t putget_choose_words(uint32_t num_experts, uint32_t width, uint32_t num_ranks);
+PUTGET_API putget_status putget_choose(const putget_choose_args* args);
+
 #ifdef __cplusplus
 }
 #endif

@@ -395,7 +395,9 @@ _FUNCTIONS: dict[str, list[Any]] = {
     "putget_moe_activate": [POINTER(MoeActivationArgs)],
     "putget_gpu_count": [POINTER(c_uint32)],
     "putget_gpu_report": [c_uint32, POINTER(Gpu)],
-    "putget_balance": [c_void_p],  # its structures: putget._abi_balancer
+    "putget_balance": [c_void_p],  # the structures: putget._abi_balancer
+    "putget_choose": [c_void_p],
+    "putget_choose_words": [c_uint32, c_uint32, c_uint32],
 }
 _OTHER_RESULTS: dict[str, Any] = {
     "putget_abi_version": c_uint32,
@@ -404,6 +406,7 @@ _OTHER_RESULTS: dict[str, Any] = {
     "putget_probe_flag_bytes": c_uint64,
     "putget_flagged_begin": c_uint64,
     "putget_memory_bytes": c_uint64,
+    "putget_choose_words": c_uint64,
     "putget_memory_destroy": None,
     "putget_destroy": None,
 }
