@@ -2,7 +2,8 @@
 
 from putget.balancer import formats
 from putget.balancer.choice import ReplicaChoice
+from putget.balancer.history import LoadHistory
 from putget.balancer.placement import Placement
 from putget.balancer.planner import rebalance
 
-__all__ = ["Placement", "ReplicaChoice", "formats", "rebalance"]
+__all__ = ["LoadHistory", "Placement", "ReplicaChoice", "formats", "rebalance"]

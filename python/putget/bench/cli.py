@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         run: Command = args.load()
     except ModuleNotFoundError as error:
-        if error.name is None or error.name.split(".")[0] not in ("rich", "matplotlib"):
+        if error.name is None or error.name.split(".")[0] not in ("rich", "matplotlib", "yaml"):
             raise
         return _complain(args, f"needs the Python package {error.name}: pip install 'putget[bench]'", _FAILED)
     from putget import PutgetError
@@ -56,9 +56,12 @@ def _complain(args: argparse.Namespace, text: str, exit_code: int) -> int:
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all subcommands."""
     parser = _Parser(prog="putget", description="One-sided dispatch and combine for mixture-of-experts inference.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="{bench,ablate,doctor,roofline,demo}")
+    commands = parser.add_subparsers(
+        dest="command", required=True, metavar="{bench,ablate,balance,doctor,roofline,demo}"
+    )
     _add_bench(commands.add_parser("bench", help="time dispatch and combine", allow_abbrev=False))
     _add_ablate(commands.add_parser("ablate", help="what each idea of putget is worth", allow_abbrev=False))
+    _add_balance(commands.add_parser("balance", help="where experts lie: plan, simulate, show", allow_abbrev=False))
     _add_doctor(commands.add_parser("doctor", help="what this machine can do, and what is missing", allow_abbrev=False))
     _add_roofline(commands.add_parser("roofline", help="measure the link", allow_abbrev=False))
     _add_demo(commands.add_parser("demo", help="a DeepSeek-V3-shaped layer, checked and timed", allow_abbrev=False))
@@ -150,6 +153,13 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     _add_commit(parser)
 
 
+def _add_balance(parser: argparse.ArgumentParser) -> None:
+    from putget.bench import balance
+
+    balance.add_arguments(parser)
+    parser.set_defaults(load=_load_balance)
+
+
 def _add_doctor(parser: argparse.ArgumentParser) -> None:
     parser.description = "Says what this machine can do with putget, and what is missing for the rest."
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -186,6 +196,12 @@ def _load_bench() -> Command:
     from putget.bench import run_bench
 
     return run_bench.run
+
+
+def _load_balance() -> Command:
+    from putget.bench import run_balance
+
+    return run_balance.run
 
 
 def _load_doctor() -> Command:
