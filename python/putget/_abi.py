@@ -1,4 +1,4 @@
-"""The C ABI of putget.h: structures, functions, statuses. The only module that loads a shared library."""
+"""The C ABI of putget.h and putget_balancer.h: functions, statuses. The only module that loads a library."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class _Checked(Structure):
                 raise ValueError(f"{name} is {value}, which does not fit into {bits} bits")
 
 
-class _Versioned(_Checked):
+class Versioned(_Checked):
     """Structures start with their size and a magic number: another version of the library refuses them."""
 
     def __init__(self, **values: Any) -> None:
@@ -71,7 +71,7 @@ class Launch(_Checked):
     ]
 
 
-class Config(_Versioned):
+class Config(Versioned):
     _fields_ = [
         ("size", c_uint32),
         ("magic", c_uint32),
@@ -96,7 +96,7 @@ class Config(_Versioned):
     ]
 
 
-class Layout(_Versioned):
+class Layout(Versioned):
     _fields_ = [
         ("size", c_uint32),
         ("magic", c_uint32),
@@ -114,7 +114,7 @@ class Layout(_Versioned):
     ]
 
 
-class MemoryConfig(_Versioned):
+class MemoryConfig(Versioned):
     _fields_ = [
         ("size", c_uint32),
         ("magic", c_uint32),
@@ -128,7 +128,7 @@ class MemoryConfig(_Versioned):
     ]
 
 
-class Share(_Versioned):
+class Share(Versioned):
     _fields_ = [
         ("size", c_uint32),
         ("magic", c_uint32),
@@ -139,7 +139,7 @@ class Share(_Versioned):
     ]
 
 
-class Tables(_Versioned):
+class Tables(Versioned):
     _fields_ = [
         ("size", c_uint32),
         ("magic", c_uint32),
@@ -151,7 +151,7 @@ class Tables(_Versioned):
     ]
 
 
-class DispatchArgs(_Versioned):
+class DispatchArgs(Versioned):
     _fields_ = [
         ("size", c_uint32),
         ("magic", c_uint32),
@@ -167,7 +167,7 @@ class DispatchArgs(_Versioned):
     ]
 
 
-class CombineArgs(_Versioned):
+class CombineArgs(Versioned):
     _fields_ = [
         ("size", c_uint32),
         ("magic", c_uint32),
@@ -182,7 +182,7 @@ class CombineArgs(_Versioned):
     ]
 
 
-class Fault(_Versioned):
+class Fault(Versioned):
     _fields_ = [
         ("size", c_uint32),
         ("magic", c_uint32),
@@ -198,7 +198,7 @@ class Fault(_Versioned):
     ]
 
 
-class MoeConfig(_Versioned):
+class MoeConfig(Versioned):
     _fields_ = [
         ("size", c_uint32),
         ("magic", c_uint32),
@@ -216,7 +216,7 @@ class MoeConfig(_Versioned):
     ]
 
 
-class MoeLayout(_Versioned):
+class MoeLayout(Versioned):
     _fields_ = [
         ("size", c_uint32),
         ("magic", c_uint32),
@@ -232,7 +232,7 @@ class MoeLayout(_Versioned):
     ]
 
 
-class MoeGroupArgs(_Versioned):
+class MoeGroupArgs(Versioned):
     _fields_ = [
         ("size", c_uint32),
         ("magic", c_uint32),
@@ -248,7 +248,7 @@ class MoeGroupArgs(_Versioned):
     ]
 
 
-class MoeFinalizeArgs(_Versioned):
+class MoeFinalizeArgs(Versioned):
     _fields_ = [
         ("size", c_uint32),
         ("magic", c_uint32),
@@ -269,7 +269,7 @@ class MoeRows(_Checked):
     ]
 
 
-class MoeExpandArgs(_Versioned):
+class MoeExpandArgs(Versioned):
     _fields_ = [
         ("size", c_uint32),
         ("magic", c_uint32),
@@ -286,7 +286,7 @@ class MoeExpandArgs(_Versioned):
     ]
 
 
-class MoeActivationArgs(_Versioned):
+class MoeActivationArgs(Versioned):
     _fields_ = [
         ("size", c_uint32),
         ("magic", c_uint32),
@@ -304,7 +304,7 @@ class MoeActivationArgs(_Versioned):
     ]
 
 
-class Gpu(_Versioned):
+class Gpu(Versioned):
     _fields_ = [
         ("size", c_uint32),
         ("magic", c_uint32),
@@ -356,12 +356,16 @@ _FUNCTIONS: dict[str, list[Any]] = {
     "putget_moe_activate": [POINTER(MoeActivationArgs)],
     "putget_gpu_count": [POINTER(c_uint32)],
     "putget_gpu_report": [c_uint32, POINTER(Gpu)],
+    "putget_balance": [c_void_p],  # the structures: putget._abi_balancer
+    "putget_choose": [c_void_p],
+    "putget_choose_words": [c_uint32, c_uint32, c_uint32],
 }
 _OTHER_RESULTS: dict[str, Any] = {
     "putget_abi_version": c_uint32,
     "putget_last_error": ctypes.c_char_p,
     "putget_set_interrupt_check": None,
     "putget_sentinel_begin": c_uint64,
+    "putget_choose_words": c_uint64,
     "putget_memory_destroy": None,
     "putget_destroy": None,
 }

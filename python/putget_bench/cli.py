@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         command = import_module(f"putget_bench.{args.module}")
     except ModuleNotFoundError as error:
-        if error.name is None or error.name.split(".")[0] not in ("rich", "matplotlib"):
+        if error.name is None or error.name.split(".")[0] not in ("rich", "matplotlib", "yaml"):
             raise
         return _complain(args, f"needs the Python package {error.name}: pip install 'putget[bench]'", _FAILED)
     from putget import PutgetError

@@ -16,9 +16,12 @@ class _Parser(argparse.ArgumentParser):
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all subcommands."""
     parser = _Parser(prog="putget", description="One-sided dispatch and combine for mixture-of-experts inference.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="{bench,ablate,doctor,roofline,demo}")
+    commands = parser.add_subparsers(
+        dest="command", required=True, metavar="{bench,ablate,balance,doctor,roofline,demo}"
+    )
     _add_bench(commands.add_parser("bench", help="time dispatch and combine", allow_abbrev=False))
     _add_ablate(commands.add_parser("ablate", help="what each idea of putget is worth", allow_abbrev=False))
+    _add_balance(commands.add_parser("balance", help="where experts lie: plan, simulate, show", allow_abbrev=False))
     _add_doctor(commands.add_parser("doctor", help="what this machine can do, and what is missing", allow_abbrev=False))
     _add_roofline(commands.add_parser("roofline", help="measure the link", allow_abbrev=False))
     _add_demo(commands.add_parser("demo", help="a DeepSeek-V3-shaped layer, checked and timed", allow_abbrev=False))
@@ -108,6 +111,13 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     add("--iter_stats", action="store_true", help="percentiles over the iterations")
     add("--output_file", metavar="FILE", help="write the report as JSON (docs/reference/bench_json.md)")
     _add_commit(parser)
+
+
+def _add_balance(parser: argparse.ArgumentParser) -> None:
+    from putget_bench import balance
+
+    balance.add_arguments(parser)
+    parser.set_defaults(module="run_balance")
 
 
 def _add_doctor(parser: argparse.ArgumentParser) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from zipfile import BadZipFile, ZipFile
 
 import numpy as np
@@ -41,13 +42,13 @@ def perfect_router(num_experts: int, top_k: int, ep_size: int) -> Router:
     return route
 
 
-def read_routing_file(path: Path) -> Tensor:
+def read_tasks(path: Path) -> dict[str, np.ndarray[Any, np.dtype[Any]]]:
     """Reads recorded expert choices.
 
     The format is an .npz archive of integer arrays [layers, tokens, top_k], one per task, all with one top_k.
 
     Returns:
-        [num_rows, top_k] int32: the tokens of all tasks and layers, tasks in the order of their names.
+        The array of each task, in the order of their names.
 
     Raises:
         ValueError: if the file is missing or is not of this format.
@@ -74,7 +75,19 @@ def read_routing_file(path: Path) -> Tensor:
     widths = {name: array.shape[2] for name, array in arrays.items()}
     if len(set(widths.values())) != 1:
         raise ValueError(f"--routing_file {path}: arrays differ in top_k: {widths}")
-    rows = np.concatenate([array.reshape(-1, array.shape[2]) for array in arrays.values()])
+    return arrays
+
+
+def read_routing_file(path: Path) -> Tensor:
+    """The choices that `read_tasks` reads, as rows.
+
+    Returns:
+        [num_rows, top_k] int32: the tokens of all tasks and layers, tasks in the order of their names.
+
+    Raises:
+        ValueError: if the file is missing or is not of this format.
+    """
+    rows = np.concatenate([array.reshape(-1, array.shape[2]) for array in read_tasks(path).values()])
     return torch.from_numpy(rows.astype(np.int32))
 
 

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-import putget
+import putget.balancer
 from putget import config, errors
 from putget_bench import cli
 from tests.project.checkout import BENCH, NATIVE, PACKAGE, ROOT, pyproject
@@ -24,6 +24,11 @@ def test_public_names_are_on_a_page(name: str) -> None:
         assert f"| `{name}` |" in page("errors") or name == "PutgetError"
     else:
         assert f"::: putget.{name}\n" in page("python")
+
+
+@pytest.mark.parametrize("name", putget.balancer.__all__)
+def test_public_names_of_the_balancer_are_on_the_page(name: str) -> None:
+    assert f"::: putget.balancer.{name}\n" in page("python_balancer")
 
 
 def test_environment_variables_are_on_the_page() -> None:
@@ -48,6 +53,12 @@ def test_functions_of_the_c_interface_are_on_the_page() -> None:
     named = set(re.findall(r"`(putget_\w+)(?:\(\))?`", page("putget_h")))
     assert len(named) >= 12
     assert not [name for name in named if f"{name}(" not in header]
+
+
+def test_functions_of_the_balancers_c_interface_are_on_the_page() -> None:
+    header = (NATIVE / "include" / "putget_balancer.h").read_text()
+    named = set(re.findall(r"`(putget_\w+)`", page("putget_balancer_h")))
+    assert named == set(re.findall(r"^PUTGET_API \w+ (putget_\w+)\(", header, re.MULTILINE))
 
 
 def test_support_matrix_names_the_pinned_versions() -> None:

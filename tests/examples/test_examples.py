@@ -45,6 +45,12 @@ def test_a_whole_layer() -> None:
     assert "4 of 8 experts on each of 2 ranks, cpu" in under_torchrun("moe_layer.py")
 
 
+def test_a_balanced_layer() -> None:
+    told = under_torchrun("balanced.py")
+    for rank in range(2):
+        assert f"rank {rank} of 2: as a dense layer would give; planned max/mean 1.0" in told
+
+
 @pytest.mark.parametrize("example", ["layer.py", "moe_layer.py"])
 def test_one_layer_is_short(example: str) -> None:
     lines = (EXAMPLES / example).read_text().splitlines()

@@ -58,12 +58,13 @@ def broken_includes(native: Path) -> Iterator[str]:
     may_not_include = {
         "protocol": {"cpu", "cuda", "capi", "include", "moe", "probe"},
         "moe": {"cpu", "cuda", "capi", "include", "probe"},
+        "balancer": {"cpu", "cuda", "capi", "include", "moe", "probe"},
         "cpu": {"cuda", "capi", "probe"},
         "cuda": {"cpu", "capi", "probe"},
         "capi": {"probe"},
-        "probe": {"cpu", "protocol", "moe"},
+        "probe": {"cpu", "protocol", "moe", "balancer"},
         "": {"cpu", "cuda", "capi", "probe"},
-        "include": {"protocol", "moe", "cpu", "cuda", "capi", "probe"},
+        "include": {"protocol", "moe", "balancer", "cpu", "cuda", "capi", "probe"},
     }
     for path in cpp_files(native):
         folder = folder_of(path, native)
@@ -98,6 +99,7 @@ RULES: dict[Callable[[Path], Iterator[str]], tuple[tuple[str, str], ...]] = {
         ("protocol/a.h", '#include "moe/plan.h"'),
         ("moe/a.h", "#include <cmath>"),
         ("moe/a.h", '#include "cuda/exec.cuh"'),
+        ("balancer/a.h", '#include "cpu/exec.h"'),
         ("cpu/a.cpp", '#include "cuda/exec.cuh"'),
         ("cuda/a.cu", '  #  include "../cpu/exec.h"'),
         ("cuda/a.cu", "#include <torch/extension.h>"),
@@ -133,7 +135,7 @@ def test_native_sources_keep_the_rule(rule: Callable[[Path], Iterator[str]]) -> 
 def test_rule_bites(tmp_path: Path, rule: Callable[[Path], Iterator[str]], name: str, line: str) -> None:
     for part in ("round", "dispatch", "combine"):
         (tmp_path / "protocol" / part).mkdir(parents=True)
-    for folder in ("moe", "cpu", "cuda", "capi", "include", "probe"):
+    for folder in ("moe", "balancer", "cpu", "cuda", "capi", "include", "probe"):
         (tmp_path / folder).mkdir()
     (tmp_path / "include" / "putget.h").touch()
     (tmp_path / "cpu" / "exec.h").write_text('#include "protocol/round/shape.h"\n#include <vector>\n')

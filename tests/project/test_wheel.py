@@ -17,7 +17,10 @@ import putget
 from tests.project.checkout import BENCH, PACKAGE, ROOT, pyproject
 
 ENTRY_POINT_GROUPS = {"console_scripts", "sglang.srt.plugins", "vllm.general_plugins"}
-LIBRARIES = {PACKAGE / "libputget.so": "putget.h", BENCH / "libputget_probe.so": "putget_probe.h"}
+LIBRARIES = {
+    PACKAGE / "libputget.so": ("putget.h", "putget_balancer.h"),
+    BENCH / "libputget_probe.so": ("putget_probe.h",),
+}
 # What every glibc machine has; the driver is looked up at run time, and CUDA's runtime is linked in.
 SYSTEM_LIBRARIES = re.compile(
     r"^(libc|libm|libdl|librt|libpthread|libstdc\+\+|libgcc_s|ld-linux-[a-z0-9_-]+)\.so\.\d+$"
@@ -50,7 +53,7 @@ def test_versions_agree() -> None:
 
 
 def test_library_exports_exactly_the_declared_functions(library: Path) -> None:
-    header = (ROOT / "native" / "include" / LIBRARIES[library]).read_text()
+    header = "".join((ROOT / "native" / "include" / name).read_text() for name in LIBRARIES[library])
     declared = set(re.findall(r"PUTGET_API\b[^;(]*?\b(putget_\w+)\s*\(", header))
     exported = {line.split()[-1] for line in output("nm", "-D", "--defined-only", library).splitlines()}
     assert declared

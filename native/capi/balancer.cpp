@@ -1,0 +1,205 @@
+// The C ABI of the balancer: validation, then the planner layer by layer, or the choice of replicas.
+#include <cmath>
+#include <string>
+
+#include "balancer/planner.h"
+#include "capi/guard.h"
+#include "capi/validate.h"
+#include "cpu/balancer.h"
+#include "putget_balancer.h"
+
+namespace {
+
+using putget::balancer::Choice;
+using putget::balancer::Options;
+using putget::balancer::Sizes;
+using putget::capi::guarded;
+using putget::capi::require;
+using putget::capi::require_pointer;
+using putget::capi::require_range;
+using putget::capi::require_version;
+
+constexpr uint32_t kMostLayers = 1u << 16;
+constexpr uint32_t kMostTokens = (1u << 22) - 1;
+
+static_assert(PUTGET_CHOOSE_NEAREST == static_cast<int>(Choice::kNearest) &&
+              PUTGET_CHOOSE_ROUND_ROBIN == static_cast<int>(Choice::kRoundRobin) &&
+              PUTGET_CHOOSE_HASH == static_cast<int>(Choice::kHash) &&
+              PUTGET_CHOOSE_BALANCED == static_cast<int>(Choice::kBalanced));
+
+std::string text(uint64_t value) { return std::to_string(value); }
+
+void require_divides(const char* name, uint32_t value, const char* by_name, uint32_t by) {
+  require(value % by == 0, std::string(name) + " " + text(value) + " is not a multiple of " + by_name + " " + text(by));
+}
+
+Sizes sizes_of(const putget_balance_args& args) {
+  require_range("num_layers", args.num_layers, 0, kMostLayers);
+  require_range("num_experts", args.num_experts, 1, PUTGET_MAX_BALANCED_SLOTS);
+  require_range("num_replicas", args.num_replicas, 1, PUTGET_MAX_BALANCED_SLOTS);
+  require_range("num_gpus", args.num_gpus, 1, PUTGET_MAX_BALANCED_GPUS);
+  require_range("num_nodes", args.num_nodes, 1, args.num_gpus);
+  require_range("num_groups", args.num_groups, 1, args.num_experts);
+  require_divides("num_replicas", args.num_replicas, "num_gpus", args.num_gpus);
+  require_divides("num_gpus", args.num_gpus, "num_nodes", args.num_nodes);
+  require_divides("num_experts", args.num_experts, "num_groups", args.num_groups);
+  require(args.num_replicas >= args.num_experts, "num_replicas " + text(args.num_replicas) +
+                                                     " is less than num_experts " + text(args.num_experts) +
+                                                     ": every expert needs a slot");
+  return {args.num_experts, args.num_replicas, args.num_groups, args.num_nodes, args.num_gpus};
+}
+
+Options options_of(const putget_balance_args& args, const Sizes& sizes) {
+  require(std::isfinite(args.min_gain) && args.min_gain >= 0,
+          "min_gain is " + std::to_string(args.min_gain) + ", allowed are finite numbers from 0 on");
+  Options options{args.max_moves, args.min_gain, std::vector<uint8_t>(sizes.num_gpus, 0)};
+  uint32_t live = sizes.num_gpus;
+  for (uint32_t gpu = 0; args.dead != nullptr && gpu < sizes.num_gpus; ++gpu) {
+    options.dead[gpu] = args.dead[gpu] != 0;
+    live -= options.dead[gpu];
+  }
+  const uint32_t slots = live * sizes.slots_per_gpu();
+  require(slots >= sizes.num_experts, "the " + text(live) + " ranks that are not in dead_ranks have " + text(slots) +
+                                          " slots, fewer than num_experts " + text(sizes.num_experts));
+  return options;
+}
+
+// Words are put together only where they are needed: a plan has many loads.
+[[noreturn]] void refuse(const std::string& message) { throw putget::Error(PUTGET_INVALID, message); }
+
+void check_load(const putget_balance_args& args, const double* load, uint32_t layer) {
+  double sum = 0;
+  for (uint32_t expert = 0; expert < args.num_experts; ++expert) {
+    if (!std::isfinite(load[expert]) || load[expert] < 0) {
+      refuse("load of layer " + text(layer) + ", expert " + text(expert) + " is " + std::to_string(load[expert]) +
+             ", allowed are finite numbers from 0 on");
+    }
+    sum += load[expert];
+  }
+  if (!std::isfinite(sum)) refuse("the sum of load of layer " + text(layer) + " is too large");
+}
+
+void check_previous(const putget_balance_args& args, const Sizes& sizes, const Options& options,
+                    const int32_t* previous, uint32_t layer) {
+  for (uint32_t slot = 0; slot < args.num_replicas; ++slot) {
+    if (previous[slot] < -1 || previous[slot] >= static_cast<int32_t>(args.num_experts)) {
+      refuse("previous: layer " + text(layer) + ", slot " + text(slot) + " holds " + std::to_string(previous[slot]) +
+             ", allowed are -1 and experts below " + text(args.num_experts));
+    }
+  }
+  if (args.host_store != 0) return;
+  const std::vector<uint32_t> lost = lost_experts(sizes, options, previous);
+  if (!lost.empty()) {
+    refuse("previous: layer " + text(layer) + " has expert " + text(lost.front()) +
+           " on no rank that lives: it can only come from a host store (host_store=True)");
+  }
+}
+
+void balance(const putget_balance_args& args) {
+  const Sizes sizes = sizes_of(args);
+  const Options options = options_of(args, sizes);
+  if (args.num_layers == 0) return;
+  require_pointer("load", args.load);
+  require_pointer("physical_to_logical", args.physical_to_logical);
+  const auto load = [&](uint32_t layer) { return args.load + size_t{layer} * args.num_experts; };
+  const auto previous = [&](uint32_t layer) {
+    return args.previous == nullptr ? nullptr : args.previous + size_t{layer} * args.num_replicas;
+  };
+  for (uint32_t layer = 0; layer < args.num_layers; ++layer) {
+    check_load(args, load(layer), layer);
+    if (args.previous != nullptr) check_previous(args, sizes, options, previous(layer), layer);
+  }
+  for (uint32_t layer = 0; layer < args.num_layers; ++layer) {
+    int32_t* plan = args.physical_to_logical + size_t{layer} * args.num_replicas;
+    putget::balancer::plan_layer(sizes, options, load(layer), previous(layer), plan);
+  }
+}
+
+void check_choose(const putget_choose_args& args) {
+  require_range("device", args.device, PUTGET_CPU, PUTGET_CUDA);
+  if (args.device == PUTGET_CUDA) {
+    throw putget::Error(PUTGET_UNAVAILABLE, "replicas are chosen on the CPU alone: there is no CUDA kernel for it yet");
+  }
+  require_range("how", args.how, PUTGET_CHOOSE_NEAREST, PUTGET_CHOOSE_BALANCED);
+  require_range("num_tokens", args.num_tokens, 0, kMostTokens);
+  require_range("top_k", args.top_k, 1, PUTGET_MAX_TOP_K);
+  require_range("num_experts", args.num_experts, 1, PUTGET_MAX_BALANCED_SLOTS);
+  require_range("width", args.width, 1, PUTGET_MAX_BALANCED_SLOTS);
+  require_range("num_ranks", args.num_ranks, 1, PUTGET_MAX_BALANCED_GPUS);
+  require_range("slots_per_rank", args.slots_per_rank, 1, PUTGET_MAX_BALANCED_SLOTS);
+  require_range("rank", args.rank, 0, args.num_ranks - 1);
+  require_range("ranks_per_node", args.ranks_per_node, 1, args.num_ranks);
+  require_pointer("slots", args.slots);
+  require_pointer("counts", args.counts);
+  if (args.num_tokens != 0) {
+    require_pointer("topk_ids", args.topk_ids);
+    require_pointer("out", args.out);
+    require(args.out != args.topk_ids, "out is topk_ids: it must be another memory");
+  }
+  if (args.how == PUTGET_CHOOSE_BALANCED) require_pointer("memory", args.memory);
+}
+
+// The tables are memory's indices: one pass over them, short beside the batch.
+void check_tables(const putget_choose_args& args) {
+  for (uint32_t expert = 0; expert < args.num_experts; ++expert) {
+    const int64_t count = args.counts[expert];
+    if (count < 1 || count > args.width) {
+      refuse("counts of expert " + text(expert) + " is " + std::to_string(count) + ", allowed are 1 to " +
+             text(args.width));
+    }
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t slot = args.slots[size_t{expert} * args.width + static_cast<size_t>(i)];
+      if (slot < 0 || slot >= int64_t{args.num_ranks} * args.slots_per_rank) {
+        refuse("slots of expert " + text(expert) + " has " + std::to_string(slot) + ", allowed are 0 to " +
+               text(uint64_t{args.num_ranks} * args.slots_per_rank - 1));
+      }
+    }
+  }
+}
+
+template <class Id>
+void choose(const putget_choose_args& args) {
+  putget::balancer::ChoiceCall<Id> call{};
+  call.how = static_cast<Choice>(args.how);
+  call.num_tokens = args.num_tokens;
+  call.top_k = args.top_k;
+  call.num_experts = args.num_experts;
+  call.width = args.width;
+  call.num_ranks = args.num_ranks;
+  call.slots_per_rank = args.slots_per_rank;
+  call.rank = args.rank;
+  call.ranks_per_node = args.ranks_per_node;
+  call.topk_ids = static_cast<const Id*>(args.topk_ids);
+  call.slots = args.slots;
+  call.counts = args.counts;
+  call.seed = args.seed;
+  call.out = static_cast<Id*>(args.out);
+  call.memory = args.memory;
+  putget::cpu::choose_replicas(call);
+}
+
+}  // namespace
+
+extern "C" uint64_t putget_choose_words(uint32_t num_experts, uint32_t width, uint32_t num_ranks) {
+  return putget::balancer::ChoiceMemory{num_experts, width, num_ranks}.words();
+}
+
+extern "C" putget_status putget_choose(const putget_choose_args* args) {
+  return guarded([&] {
+    require_version(args, "args");
+    check_choose(*args);
+    check_tables(*args);
+    if (args->ids_are_64bit != 0) {
+      choose<int64_t>(*args);
+    } else {
+      choose<int32_t>(*args);
+    }
+  });
+}
+
+extern "C" putget_status putget_balance(const putget_balance_args* args) {
+  return guarded([&] {
+    require_version(args, "args");
+    balance(*args);
+  });
+}

@@ -1,0 +1,167 @@
+"""`putget balance`: plan, simulate, show."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from putget.balancer import LoadHistory, Placement, formats
+from putget_bench.balance_simulation import WAYS, Cost, Group, Ids, Phase, count, simulate
+from putget_bench.routing import read_tasks
+
+
+def run(args: argparse.Namespace, command: Sequence[str]) -> int:
+    """Runs one action; the exit code is 0.
+
+    Raises:
+        ValueError: A flag or a file is wrong.
+    """
+    actions: dict[str, Callable[[argparse.Namespace], None]] = {"plan": _plan, "simulate": _simulate, "show": _show}
+    actions[args.action](args)
+    return 0
+
+
+def _plan(args: argparse.Namespace) -> None:
+    tasks = _tasks(args, [args.task] if args.task else None)
+    group = _group(args, tasks)
+    load = sum(count(ids, group.num_experts) for ids in tasks.values())
+    previous = _read(Path(args.previous), group.num_experts) if args.previous else None
+    placement = group.plan(load, previous=previous, max_moves=args.max_moves, min_gain=args.min_gain)
+    rows = {"contiguous": group.contiguous(placement.num_layers), "planned": placement}
+    if previous is not None:
+        rows = {"previous": previous, "planned": placement}
+        moves = placement.moves_from(previous, group.ep_size)
+        _print(f"{int(moves.sum())} experts move, at most {int(moves.max())} in a layer")
+    _print(_scores(rows, load, group.ep_size))
+    if args.output_file:
+        path = Path(args.output_file)
+        if path.suffix in (".yaml", ".yml"):
+            formats.write_tensorrt_llm(path, placement, first_layer=args.first_layer)
+        else:
+            formats.write_sglang(path, placement)
+        _print(f"wrote {path}")
+
+
+def _simulate(args: argparse.Namespace) -> None:
+    for name in ("iterations", "tokens", "interval"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{name} is {getattr(args, name)}, allowed are numbers from 1 on")
+    if not args.link_gbps > 0:
+        raise ValueError(f"--link_gbps is {args.link_gbps}, allowed are numbers above 0")
+    tasks = _tasks(args, args.tasks.split(",") if args.tasks else None)
+    group = _group(args, tasks)
+    phases = simulate(
+        tasks,
+        group,
+        iterations=args.iterations,
+        tokens=args.tokens,
+        interval=args.interval,
+        history=LoadHistory(window=args.window, decay=args.decay),
+        max_moves=args.max_moves,
+    )
+    cost = Cost(args.row_bytes, args.link_gbps, args.row_ns)
+    _print(_phases(phases, cost, args.expert_bytes))
+    _print(
+        "step us = rows of the hottest rank * (row_bytes / link_gbps + row_ns) / 1000, mean over layers; "
+        f"row_bytes {cost.row_bytes}, link_gbps {cost.link_gbps:g}, row_ns {cost.row_ns:g}"
+    )
+    if args.plot:
+        from putget_bench.balance_plot import draw
+
+        draw(phases, Path(args.plot))
+        _print(f"wrote {args.plot}")
+
+
+def _show(args: argparse.Namespace) -> None:
+    path = Path(args.file)
+    tasks = read_tasks(Path(args.routing_file)) if args.routing_file else {}
+    placement = _read(path, args.num_experts)
+    loads = placement.rank_loads(np.ones((placement.num_layers, placement.num_experts)), args.ep_size)
+    number = placement.replica_count
+    _print(
+        f"{path}: {placement.num_layers} layers, {placement.num_experts} experts, {placement.num_replicas} slots, "
+        f"{placement.num_replicas // loads.shape[1]} on each of {args.ep_size} ranks"
+    )
+    _print(f"experts with replicas: {float((number > 1).sum(axis=1).mean()):.1f} a layer, at most {number.max()} slots")
+    for task, ids in tasks.items():
+        _require_layers(ids, placement, task)
+        load = count(ids, placement.num_experts)
+        _print(_scores({f"{path.name}, {task}": placement}, load, args.ep_size))
+
+
+def _tasks(args: argparse.Namespace, names: list[str] | None) -> dict[str, Ids]:
+    found = read_tasks(Path(args.routing_file))
+    for name in names or ():
+        if name not in found:
+            raise ValueError(f"--routing_file {args.routing_file} has no array {name!r}; it has {', '.join(found)}")
+    chosen = {name: found[name] for name in names} if names else found
+    layers = {name: ids.shape[0] for name, ids in chosen.items()}
+    if len(set(layers.values())) != 1:
+        raise ValueError(f"--routing_file {args.routing_file}: arrays differ in layers: {layers}")
+    return chosen
+
+
+def _group(args: argparse.Namespace, tasks: dict[str, Ids]) -> Group:
+    num_experts = args.num_experts
+    if num_experts is None:
+        num_experts = 1 + max(int(ids.max()) for ids in tasks.values())
+    slots = num_experts if args.slots is None else args.slots
+    if args.ep_size < 1 or slots % args.ep_size:
+        raise ValueError(f"--slots {slots} is not a multiple of --ep_size {args.ep_size}")
+    return Group(num_experts, slots, args.num_groups, args.num_nodes, args.ep_size)
+
+
+def _read(path: Path, num_experts: int) -> Placement:
+    if path.suffix in (".yaml", ".yml"):
+        return formats.read_tensorrt_llm(path, num_experts).placement
+    return formats.read_sglang(path, num_experts)
+
+
+def _require_layers(ids: Ids, placement: Placement, task: str) -> None:
+    if ids.shape[0] != placement.num_layers:
+        raise ValueError(f"array {task!r} has {ids.shape[0]} layers, the placement {placement.num_layers}")
+
+
+def _scores(rows: dict[str, Placement], load: Any, ep_size: int) -> Table:
+    table = _table("placement", "max/mean", "worst layer", "its max/mean")
+    for name, placement in rows.items():
+        ratio = placement.imbalance(load, ep_size)
+        worst = int(ratio.argmax())
+        table.add_row(name, f"{ratio.mean():.3f}", str(worst), f"{ratio[worst]:.3f}")
+    return table
+
+
+def _phases(phases: list[Phase], cost: Cost, expert_bytes: int) -> Table:
+    table = _table("task", *(f"{way}, max/mean" for way in WAYS), "own plan, whole task", "online, whole task")
+    for way in WAYS:
+        table.add_column(f"{way}, step us", justify="right")
+    table.add_column("moved", justify="right")
+    for phase in phases:
+        table.add_row(
+            phase.task,
+            *(f"{np.mean(phase.ratios[way]):.3f}" for way in WAYS),
+            f"{phase.own:.3f}",
+            f"{phase.fits[-1]:.3f}",
+            *(f"{cost.step_us(float(np.mean(phase.hottest[way]))):.1f}" for way in WAYS),
+            f"{sum(phase.moves)} experts, {sum(phase.moves) * expert_bytes / 1e9:.1f} GB",
+        )
+    return table
+
+
+def _table(first: str, *others: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column(first)
+    for name in others:
+        table.add_column(name, justify="right")
+    return table
+
+
+def _print(what: str | Table) -> None:
+    Console(width=None if isinstance(what, str) else 160, soft_wrap=isinstance(what, str), highlight=False).print(what)
