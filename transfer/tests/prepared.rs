@@ -5,7 +5,7 @@ mod common;
 
 use std::time::Duration;
 
-use common::{LONG, Network, engine, expect_count, failure, noise, outcome, within};
+use common::{LONG, Network, engine, eventually, expect_count, failure, nervous, noise, outcome, within};
 use putget_transfer::{
     Done, Error, Faults, Grid, MrDesc, MrHandle, NetworkError, Options, Pages, Part, Reason, ScatterDst, WriteItem,
 };
@@ -128,6 +128,39 @@ fn a_region_that_fails_costs_its_peer_the_count_and_nobody_else() {
         assert_eq!(expect_count(&bad, 2, 1), Ok(()));
         assert_eq!((bad.imm_count(2), good.imm_count(2)), (1, 1));
     }
+}
+
+/// A deadline or a cancellation in the middle: told once, nothing counts, and the regions are free again.
+#[test]
+fn many_regions_that_are_stopped_do_not_count() {
+    let Some(network) = Network::obedient(46) else { return };
+    let [a, b] = [(); 2].map(|()| nervous(&network, 1).build().unwrap());
+    let (src, _) = a.alloc_mr(4096).unwrap();
+    let targets: Vec<_> = (0..3).map(|_| b.alloc_mr(4096).unwrap()).collect();
+    let items: Vec<_> =
+        targets.iter().map(|(_, desc)| WriteItem { len: 4096, src: (&src, 0), dst: (desc, 0) }).collect();
+    let prepared = a.prepare_writes(&items, None).unwrap();
+    outcome(|done| a.submit_prepared(&prepared, Some(4), &within(LONG), done)).unwrap();
+    assert_eq!(expect_count(&b, 4, 1), Ok(()));
+    for cancelled in [false, true] {
+        network.cut(&a.main_address(), &b.main_address());
+        let (done, future) = Done::future();
+        let deadline = if cancelled { LONG } else { Duration::from_millis(50) };
+        let id = a.submit_prepared(&prepared, Some(4), &within(deadline), done).unwrap();
+        if cancelled {
+            a.cancel(id).unwrap();
+        }
+        let error = future.wait(LONG).unwrap().unwrap_err();
+        assert!(error.transfer_errors().iter().all(|error| error.peer == b.name()), "{error}");
+        network.heal(&a.main_address(), &b.main_address());
+        eventually("the connection comes again", || {
+            outcome(|done| a.submit_prepared(&prepared, Some(5), &within(LONG), done)).is_ok()
+        });
+        assert_eq!(b.imm_count(4), 1);
+    }
+    drop(prepared);
+    drop(items);
+    a.dereg_mr(src).unwrap();
 }
 
 #[test]
