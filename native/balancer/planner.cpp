@@ -16,7 +16,9 @@ constexpr double kEvenEnough = 1e-3;
 // With a plan in force, the new one may be this much of max/mean worse than the best that was found, for fewer moves.
 constexpr double kWorthMoves = 0.009;
 constexpr double kMostWorse = 0.01;
-constexpr double kPrices[] = {1, 0.75, 0.5, 0.25, 0};
+// What a second move of a step may cost. Larger boards are searched once: a search there takes long, and gets far.
+constexpr double kPrices[] = {0.5, 1, 0.75, 0.25, 0};
+constexpr uint32_t kSmallBoard = 128;  // slots
 
 std::vector<double> weights_of(const Sizes& sizes, const double* load) {
   std::vector<double> weight(load, load + sizes.num_experts);
@@ -125,6 +127,7 @@ uint32_t level_node(Board& board, double goal, uint32_t most_moves) {
   const Board start = board;
   uint32_t fewest = kNone;
   for (double price : kPrices) {
+    if (fewest != kNone && board.num_slots() > kSmallBoard) break;
     Board next = start;
     const uint32_t moves = level_with_few_moves(next, before, goal, most_moves, price);
     const double was = std::max(board.largest(), goal);
