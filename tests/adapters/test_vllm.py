@@ -39,7 +39,10 @@ def run_kernel(engine: Engine, rank: Rank, layer: Layer, prepare_finalize: Any, 
     ids, weights = layer.routes(rank.rank)
     w1 = torch.zeros(layer.num_experts // layer.ep_size, 1, layer.hidden_size)
     hidden = layer.hidden(rank.rank)
-    return kernel.impl.apply(hidden, w1, w1, ids, weights, global_num_experts=layer.num_experts)
+    experts_here = layer.expert_map(rank.rank)
+    return kernel.impl.apply(
+        hidden, w1, w1, ids, weights, global_num_experts=layer.num_experts, expert_map=experts_here
+    )
 
 
 def plugged_in(rank: Rank, root: Path) -> list[torch.Tensor]:
@@ -128,12 +131,12 @@ def refuse(rank: Rank, root: Path) -> list[str]:
 
     expect(ProtocolMisuse, mine.finalize, out, hidden, weights, ids, False, reduced)
     expect(ValueError, mine.prepare, hidden, weights, ids, 99, None, False, plain)
-    expect(ValueError, mine.prepare, hidden, weights, ids, 8, None, True, plain)
+    expect(ValueError, mine.prepare, hidden, weights, ids, 8, layer.expert_map(rank.rank), True, plain)
     scaled = experts_of(engine, rank, layer, True, torch.float8_e4m3fn).quant_config
     engine.prepared = (hidden, torch.ones(1))
-    expect(ValueError, mine.prepare, hidden, weights, ids, 8, None, False, scaled)
-    mine.prepare(hidden, weights, ids, 8, None, False, plain)
-    expect(ProtocolMisuse, mine.prepare, hidden, weights, ids, 8, None, False, plain)
+    expect(ValueError, mine.prepare, hidden, weights, ids, 8, layer.expert_map(rank.rank), False, scaled)
+    mine.prepare(hidden, weights, ids, 8, layer.expert_map(rank.rank), False, plain)
+    expect(ProtocolMisuse, mine.prepare, hidden, weights, ids, 8, layer.expert_map(rank.rank), False, plain)
     expect(ValueError, mine.finalize, out, hidden, weights, ids, False, reduced)
     mine.finalize(out, torch.zeros(4, layer.hidden_size, dtype=torch.bfloat16), weights, ids, False, reduced)
     assert (out == 0).all()

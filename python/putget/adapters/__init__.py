@@ -9,5 +9,5 @@ expects.
 - ``sglang``: a plug-in and a dispatcher.
 - ``vllm``: a plug-in and a modular prepare-and-finalize.
 - ``deep_ep``: ``Buffer`` with DeepEP's signatures, within one NVLink domain.
-- ``shared``, ``rounds``, ``engines``: what they have in common.
+- ``shared``, ``rounds``, ``engines``, ``placement``: what they have in common.
 """

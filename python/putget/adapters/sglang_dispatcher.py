@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 
 from putget import BackendUnavailable, Payload
+from putget.adapters import placement
 from putget.adapters.rounds import Rounds
 from putget.adapters.shared import combine_dtype_of, communicator_of, engine_workspace_bytes, shared_workspace
 
@@ -44,7 +45,7 @@ class DispatcherRounds:
         group: The torch.distributed group of the expert-parallel ranks.
         router_topk: Experts of a token.
         num_experts: Physical expert slots of all ranks together.
-        num_local_experts: Not needed.
+        num_local_experts: Those of this rank; equal blocks on every rank, as SGLang places physical experts.
         hidden_size: Length of a row.
         params_dtype: Element type of what the experts return; by default that of the hidden states, or bfloat16 where
             these are quantised.
@@ -81,6 +82,7 @@ class DispatcherRounds:
         self.runner_backend = getattr(moe_runner_config, "runner_backend", None)
         comm = communicator_of(group)
         self.ep_size, self.ep_rank = comm.size, comm.rank
+        table = placement.even(num_experts, comm.size, engine="SGLang", num_local_experts=num_local_experts)
         self.max_num_tokens = capacity()
         row = Payload((hidden_size,), torch.bfloat16 if params_dtype is None else params_dtype)
         combine_dtype = combine_dtype_of(self.low_precision_combine)
@@ -101,6 +103,7 @@ class DispatcherRounds:
             top_k=router_topk,
             max_tokens_per_rank=self.max_num_tokens,
             output=None if params_dtype is None else row,
+            expert_to_rank=table,
             combine_dtype=combine_dtype,
         )
 
