@@ -9,6 +9,7 @@ import torch
 
 from putget import Payload
 from putget.adapters import placement
+from putget.adapters.engines import announce
 from putget.adapters.rounds import Rounds
 from putget.adapters.shared import combine_dtype_of, communicator_of, engine_workspace_bytes, shared_workspace
 
@@ -70,6 +71,7 @@ class PrepareFinalizeRounds:
             ),
             share_by="vllm",
         )
+        announce("vllm", num_experts=num_experts, ep_size=comm.size, device=shared.device)
         self.max_num_tokens = max_num_tokens
         self._rounds = Rounds(
             shared,
