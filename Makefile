@@ -15,7 +15,7 @@ UV_ENV := UV_PYTHON_DOWNLOADS=never
 INSTALLED := .venv/.installed
 CPP_FILES = $(shell find native tests -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu')
 
-.PHONY: help demo test build spin libfabric transfer transfer-verbs lint lint-ruff lint-format lint-types lint-cpp lint-spelling lint-transfer docs lint-docs format \
+.PHONY: help demo test test-engines build spin libfabric transfer transfer-verbs lint lint-ruff lint-format lint-types lint-cpp lint-spelling lint-transfer docs lint-docs format \
   hooks wheel clean distclean
 
 help: ## Show this list
@@ -26,6 +26,12 @@ demo: build ## Run the main job: 8 CPU ranks, or this machine's GPUs (DEMO_ARGS=
 
 test: build spin transfer ## Run the tests; those marked gpu skip where there is no GPU (PYTEST_ARGS=...)
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# Each engine has an environment of its own under build/, with the native library of this checkout.
+test-engines: build ## Run the engines themselves on CPU ranks, token for token (installs transformers)
+	@test -x build/engines/transformers/bin/python || $(UV_ENV) $(UV) venv --quiet --python $(PYTHON) build/engines/transformers
+	@$(UV_ENV) $(UV) pip install --quiet --python build/engines/transformers/bin/python 'transformers>=5.23,<6' accelerate torch numpy
+	@PUTGET_TEST_ENGINES=1 $(BIN)/python -m pytest tests/engines $(PYTEST_ARGS)
 
 build: $(INSTALLED) ## Compile the native library into python/putget (PUTGET_CUDA=AUTO|ON|OFF, PUTGET_WERROR=ON)
 	@$(BIN)/cmake -S . -B build -G Ninja --log-level=NOTICE --no-warn-unused-cli -DCMAKE_MAKE_PROGRAM=$(BIN)/ninja \

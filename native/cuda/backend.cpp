@@ -8,8 +8,8 @@
 #include "cuda/moe_launch.h"
 #include "cuda/sms.h"
 #include "cuda/symmetric_memory.h"
-#include "protocol/round/words.h"
 #include "protocol/round/signal.h"
+#include "protocol/round/words.h"
 
 namespace putget::cuda {
 namespace {

@@ -145,7 +145,7 @@ putget_launch choose_combine(const Shape& shape, uint32_t num_tokens, bool moves
 }
 
 putget_launch choose_sentinel_combine(const Shape& shape, uint32_t num_tokens, bool is_half, const Room& room,
-                              const putget_launch& tuning) {
+                                      const putget_launch& tuning) {
   putget_launch launch = tuning;
   // Short pieces as experts wrote them, as if every rank had as many tokens: of so many for each warp.
   const uint64_t rows = uint64_t{num_tokens} * shape.ep_size;

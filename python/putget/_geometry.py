@@ -158,4 +158,4 @@ class Geometry:
 def default_expert_to_rank(num_experts: int, ep_size: int, device: torch.device) -> torch.Tensor:
     """Contiguous blocks of ceil(num_experts / ep_size) experts a rank: [num_experts] int32."""
     block = -(-num_experts // ep_size)
-    return (torch.arange(num_experts, dtype=torch.int32) // block).to(device)
+    return torch.arange(num_experts, dtype=torch.int32, device=device) // block

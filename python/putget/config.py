@@ -17,6 +17,18 @@ def commit() -> str | None:
     return os.environ.get("PUTGET_COMMIT") or None
 
 
+def carries_engines() -> bool:
+    """``PUTGET_ENGINES``: whether the plug-ins that engines find by themselves do anything.
+
+    Raises:
+        ValueError: Another value than "", "0" and "1".
+    """
+    value = os.environ.get("PUTGET_ENGINES", "")
+    if value not in ("", "0", "1"):
+        raise ValueError(f"PUTGET_ENGINES is {value!r}, allowed are 0 and 1")
+    return value == "1"
+
+
 def launcher() -> tuple[int, int, int] | None:
     """``(rank, world_size, local_rank)`` as torchrun or srun sets them; None when started alone."""
     for rank, size, local in (

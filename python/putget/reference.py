@@ -96,7 +96,7 @@ def default_expert_to_rank(num_experts: int, ep_size: int) -> Tensor:
     if num_experts < 1 or ep_size < 1:
         raise ValueError(f"num_experts and ep_size must be at least 1, got {num_experts} and {ep_size}")
     experts_per_rank = -(-num_experts // ep_size)
-    return torch.arange(num_experts, dtype=torch.int32) // experts_per_rank
+    return torch.arange(num_experts, dtype=torch.int32, device="cpu") // experts_per_rank
 
 
 def route(
@@ -215,7 +215,7 @@ def dispatch(
                 topk_ids=split([routing.clean_ids for routing in routings], -1),
                 topk_weights=split([mine.topk_weights for mine in sent], 0),
                 payloads=tuple(split([mine.payloads[i] for mine in sent], 0) for i in range(len(sent[0].payloads))),
-                num_tokens=torch.tensor(num_tokens, dtype=torch.int32),
+                num_tokens=torch.tensor(num_tokens, dtype=torch.int32, device="cpu"),
             )
         )
     return routings, arrived

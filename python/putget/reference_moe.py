@@ -54,11 +54,11 @@ def expert_major(
     rows = received * top_k
     padded = rows + min(len(experts), rows) * (alignment - 1)
     capacity = -(-padded // alignment) * alignment if experts else 0
-    offsets = torch.zeros(len(experts) + 1, dtype=torch.int32)
-    num_rows = torch.zeros(len(experts), dtype=torch.int32)
-    weights = torch.zeros(capacity)
-    source_rows = torch.full((capacity,), -1, dtype=torch.int32)
-    positions = torch.full((received, top_k), -1, dtype=torch.int32)
+    offsets = torch.zeros(len(experts) + 1, dtype=torch.int32, device="cpu")
+    num_rows = torch.zeros(len(experts), dtype=torch.int32, device="cpu")
+    weights = torch.zeros(capacity, dtype=torch.float32, device="cpu")
+    source_rows = torch.full((capacity,), -1, dtype=torch.int32, device="cpu")
+    positions = torch.full((received, top_k), -1, dtype=torch.int32, device="cpu")
     place = 0
     for group, expert in enumerate(experts):
         place = offsets[group] = -(-int(place) // alignment) * alignment
@@ -95,7 +95,7 @@ def finalize(rows: Tensor, positions: Tensor, topk_weights: Tensor) -> Tensor:
         [num_rows, *shape] of the dtype of rows.
     """
     shape = rows.shape[1:]
-    total = torch.zeros(len(positions), *shape)
+    total = torch.zeros(len(positions), *shape, dtype=torch.float32, device=rows.device)
     for k in range(positions.shape[1]):
         here = positions[:, k] >= 0
         weight = topk_weights[here, k].view(-1, *[1] * len(shape))
@@ -130,7 +130,7 @@ def quantised_blocks(values: Tensor) -> tuple[Tensor, Tensor]:
     largest_value = torch.finfo(torch.float8_e4m3fn).max
     rows, n = values.shape
     blocks = -(-n // SCALE_BLOCK)
-    magnitude = torch.zeros(rows, blocks * SCALE_BLOCK)
+    magnitude = torch.zeros(rows, blocks * SCALE_BLOCK, dtype=torch.float32, device=values.device)
     magnitude[:, :n] = values.abs().nan_to_num(0.0, posinf=float("inf"))
     largest = magnitude.view(rows, blocks, SCALE_BLOCK).amax(-1)
     scales = largest.clamp(min=_SMALLEST_BLOCK) / largest_value

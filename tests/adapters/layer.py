@@ -29,10 +29,24 @@ class Layer:
     recipe: str = "bf16"
     no_expert: float = 0.1
     seed: int = 0
+    owners: tuple[int, ...] = ()  # of each expert; by default equal blocks
 
     @property
     def ep_size(self) -> int:
         return len(self.num_tokens)
+
+    @property
+    def table(self) -> Tensor:
+        """[num_experts] int32: the rank of each expert."""
+        if self.owners:
+            return torch.tensor(self.owners, dtype=torch.int32)
+        assert self.num_experts % self.ep_size == 0
+        return reference.default_expert_to_rank(self.num_experts, self.ep_size)
+
+    def expert_map(self, rank: int) -> Tensor:
+        """[num_experts] int32, as vLLM has it: the local index of this rank's experts, -1 for others."""
+        mine = self.table == rank
+        return torch.where(mine, mine.int().cumsum(0) - 1, -1).int()
 
     def routes(self, rank: int) -> tuple[Tensor, Tensor]:
         """topk_ids [num_tokens, top_k] int32, no expert twice in a token, and weights, float32."""
@@ -56,8 +70,7 @@ class Layer:
 
         Rows without one of these experts are NaN, which must never be read.
         """
-        per_rank = -(-self.num_experts // self.ep_size)
-        mine = (ids >= 0) & (ids // per_rank == rank)
+        mine = (ids >= 0) & (self.table[ids.clamp(0, self.num_experts - 1).long()] == rank)
         factors = torch.where(mine, weights * (1 + ids / self.num_experts), 0.0)
         factors = torch.where(mine.any(-1), factors.double().sum(-1).float(), float("nan"))
         return (dequantise(self.recipe, rows, self.hidden_size) * factors[..., None]).bfloat16()
@@ -65,8 +78,7 @@ class Layer:
     def expected(self, rank: int, combine_dtype: torch.dtype | None = None) -> Tensor:
         """What combine gives on `rank`: [num_tokens, hidden_size] bfloat16, bit for bit."""
         sent = [reference.Sent(*self.routes(src), self.rows(src)) for src in range(self.ep_size)]
-        table = reference.default_expert_to_rank(self.num_experts, self.ep_size)
-        routings, arrived = reference.dispatch(sent, table, max_rows=self.max_tokens_per_rank)
+        routings, arrived = reference.dispatch(sent, self.table, max_rows=self.max_tokens_per_rank)
         outputs = [self.experts(a.payloads, a.topk_ids, a.topk_weights, dst) for dst, a in enumerate(arrived)]
         return reference.combine(routings[rank], outputs, rank, combine_dtype=combine_dtype)
 

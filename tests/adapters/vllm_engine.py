@@ -53,20 +53,22 @@ class Engine:
     def reductions(self) -> Any:
         return importlib.import_module(f"{FUSED_MOE}.topk_weight_and_reduce")
 
-    def make(self, layer: Layer) -> Any:
-        """The prepare-and-finalize that vLLM chooses for --all2all-backend flashinfer_nvlink_one_sided."""
+    def make(self, layer: Layer, backend: str = "flashinfer_nvlink_one_sided", **options: Any) -> Any:
+        """The prepare-and-finalize that vLLM chooses for an --all2all-backend."""
         off = ("deepep_ht", "deepep_ll", "deepep_v2", "mori", "moonep", "nixl_ep", "fi_nvl_two_sided", "ag_rs_all2all")
         moe = SimpleNamespace(
             **{f"use_{name}_kernels": False for name in off},
-            use_fi_nvl_one_sided_kernels=True,
-            moe_parallel_config=SimpleNamespace(use_passthrough_all2all=False, use_all2all_kernels=True),
+            use_fi_nvl_one_sided_kernels=backend == "flashinfer_nvlink_one_sided",
+            moe_parallel_config=SimpleNamespace(
+                use_passthrough_all2all=False, use_all2all_kernels=True, all2all_backend=backend
+            ),
             hidden_dim=layer.hidden_size,
             experts_per_token=layer.top_k,
             num_experts=layer.num_experts,
         )
         choose = importlib.import_module(f"{FUSED_MOE}.all2all_utils").maybe_make_prepare_finalize
         manager = SimpleNamespace(world_size=layer.ep_size)
-        return choose(moe, SimpleNamespace(quant_dtype=None), all2all_manager=manager)
+        return choose(moe, SimpleNamespace(quant_dtype=None), all2all_manager=manager, **options)
 
 
 def load(root: Path, layer: Layer) -> Engine:

@@ -8,6 +8,7 @@ expects.
 - ``flashinfer``: ``MoeAlltoAll`` with FlashInfer's signatures, and a ``flashinfer.moe_ep`` communication.
 - ``sglang``: a plug-in and a dispatcher.
 - ``vllm``: a plug-in and a modular prepare-and-finalize.
+- ``transformers``: ``ep_implementation="putget"``.
 - ``deep_ep``: ``Buffer`` with DeepEP's signatures, within one NVLink domain.
-- ``shared``, ``rounds``, ``engines``: what they have in common.
+- ``shared``, ``rounds``, ``engines``, ``placement``: what they have in common.
 """

@@ -8,6 +8,7 @@ import torch
 
 from putget import Communicator, Payload, ProtocolMisuse, Received
 from putget.adapters import deep_ep_layout as layouts
+from putget.adapters import placement
 from putget.adapters.deep_ep_arguments import check_count, check_handle, check_ids, check_x
 from putget.adapters.deep_ep_rounds import (
     EventOverlap,
@@ -230,4 +231,11 @@ class LowLatencyCalls:
             self._comm, num_bytes, self._device, timeout_s=timeout_s, warmup_timeout_s=warmup_timeout_s
         )
         output = Payload((hidden,), torch.bfloat16)
-        return Rounds(shared, num_experts=num_experts, top_k=top_k, max_tokens_per_rank=capacity, output=output)
+        return Rounds(
+            shared,
+            num_experts=num_experts,
+            top_k=top_k,
+            max_tokens_per_rank=capacity,
+            output=output,
+            expert_to_rank=placement.even(num_experts, self.group_size, engine="DeepEP"),
+        )

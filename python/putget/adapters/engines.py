@@ -6,6 +6,7 @@ import importlib.abc
 import importlib.machinery
 import importlib.metadata
 import inspect
+import logging
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -14,7 +15,7 @@ from typing import Any
 
 import torch
 
-from putget import BackendUnavailable
+from putget import BackendUnavailable, __version__
 
 
 def _numbers(version: str) -> tuple[int, ...]:
@@ -46,6 +47,30 @@ def require_version(engine: str, distributions: Sequence[str], first: str, befor
             raise BackendUnavailable(f"{engine} is installed in version {version}; {supported}")
         return version
     raise BackendUnavailable(f"{engine} is not installed ({' or '.join(distributions)}); {supported}")
+
+
+_announced: set[str] = set()
+
+
+def announce(engine: str, *, num_experts: int, ep_size: int, device: torch.device) -> None:
+    """Says once in a process, in the engine's own log, that putget carries its layers.
+
+    Args:
+        engine: The name of the engine's package, under which it logs.
+        num_experts: Physical experts of all ranks together.
+        ep_size: Ranks of the expert-parallel group.
+        device: Where the rows live.
+    """
+    if engine in _announced:
+        return
+    _announced.add(engine)
+    logging.getLogger(f"{engine}.putget").info(
+        "putget %s carries dispatch and combine of the mixture-of-experts layers: %d experts on %d ranks, on %s",
+        __version__,
+        num_experts,
+        ep_size,
+        device,
+    )
 
 
 def require_names(engine: str, module: Any, names: Sequence[str]) -> None:

@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 
 from putget import AllToAll, Communicator, Payload, Received
+from putget.adapters import placement
 from putget.adapters.engines import replace_name, require_supported
 from putget.adapters.rounds import Rounds
 from putget.adapters.shared import (
@@ -91,7 +92,8 @@ class MoeAlltoAll:
         mapping: Any object with ``moe_ep_size`` and ``moe_ep_rank``.
         max_num_tokens: Most tokens that one rank sends in one round.
         top_k: Experts of a token, 1 to 32.
-        num_experts: Experts of all ranks together.
+        num_experts: Experts of all ranks together. As in FlashInfer the first ``num_experts % ep_size`` ranks have one
+            more than the others.
         workspace_size_per_rank: Symmetric bytes; see ``moe_a2a_get_workspace_size_per_rank``. None: by hidden_size.
         hidden_size: Length of the row that experts return (bfloat16). None: what the first payload's rows stand for.
         mnnvl_config: Its ``comm_backend`` names the torch.distributed group; None: the world.
@@ -174,6 +176,7 @@ class MoeAlltoAll:
             top_k=top_k,
             max_tokens_per_rank=max_num_tokens,
             output=None if hidden_size is None else Payload((hidden_size,), torch.bfloat16),
+            expert_to_rank=placement.linear(num_experts, group.size),
             combine_dtype=combine_dtype_of(self.use_low_precision_combine),
         )
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from putget import Payload
+from putget.adapters import placement
 from putget.adapters.engines import require_names
 from putget.adapters.flashinfer import with_invalid_id
 from putget.adapters.rounds import Rounds
@@ -92,6 +93,7 @@ class CommunicationRounds:
             top_k=params.top_k,
             max_tokens_per_rank=params.max_tokens_per_rank,
             output=row,
+            expert_to_rank=placement.even(params.num_experts, comm.size, engine="flashinfer.moe_ep"),
             combine_dtype=combine_dtype,
         )
 

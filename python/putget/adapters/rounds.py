@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from putget import AllToAll, Payload, ProtocolMisuse, PutgetError, Received
+from putget.adapters.placement import Table
 from putget.adapters.shared import Recipe, SharedWorkspace
 
 # Element types with two values a byte.
@@ -66,6 +67,8 @@ class Rounds:
         top_k: Experts of a token.
         max_tokens_per_rank: Most tokens that one rank sends in one round.
         output: The row that experts return; None: what the first payload's rows stand for.
+        expert_to_rank: Owner of each expert, as the engine places them (``putget.adapters.placement``); None: it is set
+            before the first dispatch.
         combine_dtype: As given to ``putget.AllToAll``.
     """
 
@@ -77,6 +80,7 @@ class Rounds:
         top_k: int,
         max_tokens_per_rank: int,
         output: Payload | None,
+        expert_to_rank: Table | None,
         combine_dtype: torch.dtype | None = None,
     ) -> None:
         self.shared = shared
@@ -84,6 +88,7 @@ class Rounds:
         self.top_k = top_k
         self.max_tokens_per_rank = max_tokens_per_rank
         self.output = output
+        self.expert_to_rank = expert_to_rank
         self.combine_dtype = combine_dtype
         self.max_rows = 0
         self._combined = self._next_combined = output
@@ -191,9 +196,19 @@ class Rounds:
         )
         if not kinds:
             raise ValueError("no payload: expected at least one tensor of rows besides ids and weights")
+        if self.expert_to_rank is None:
+            raise ValueError("expert_to_rank is not known: the engine has not said which rank owns which expert")
         output = unquantised_row(kinds[0]) if self.output is None else self.output
         a2a = self.shared.all_to_all(
-            Recipe(self.num_experts, self.top_k, self.max_tokens_per_rank, kinds, output, self.combine_dtype)
+            Recipe(
+                self.num_experts,
+                self.top_k,
+                self.max_tokens_per_rank,
+                kinds,
+                output,
+                self.expert_to_rank,
+                self.combine_dtype,
+            )
         )
         self._next_combined = output
         return a2a, self._zero_weights(num_tokens) if topk_weights is None else topk_weights
@@ -302,7 +317,9 @@ class Rounds:
 
     def _zero_weights(self, num_tokens: int) -> torch.Tensor:
         if self._zeros is None:
-            self._zeros = torch.zeros(self.max_tokens_per_rank, self.top_k, device=self.shared.device)
+            self._zeros = torch.zeros(
+                self.max_tokens_per_rank, self.top_k, dtype=torch.float32, device=self.shared.device
+            )
         return self._zeros[:num_tokens]
 
     def _as_flat(self, rows: Any, name: str) -> torch.Tensor:

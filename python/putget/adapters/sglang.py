@@ -1,8 +1,8 @@
-"""SGLang: ``--moe-a2a-backend flashinfer`` on putget.
+"""SGLang: ``--moe-a2a-backend flashinfer`` on putget, with ``PUTGET_ENGINES=1``.
 
-Installing putget beside an SGLang that has plug-ins is the whole switch: SGLang finds the entry point in the group
-``sglang.srt.plugins`` and puts ``PutgetDispatcher`` where its FlashinferDispatcher was. (``SGLANG_PLUGINS`` restricts
-which plug-ins it loads.) Versions without plug-ins need two lines at the top of the launch script, which SGLang's
+SGLang finds the entry point in the group ``sglang.srt.plugins``. (``SGLANG_PLUGINS`` restricts which plug-ins it
+loads.) Without the variable it changes nothing; with it, ``PutgetDispatcher`` stands where SGLang's
+FlashinferDispatcher was. Versions without plug-ins need two lines at the top of the launch script, which SGLang's
 worker processes run too:
 
     from putget.adapters import sglang
@@ -17,6 +17,7 @@ import functools
 import importlib
 from typing import Any
 
+from putget import config
 from putget.adapters.engines import replace_name, require_arguments, require_names, require_version
 from putget.adapters.sglang_dispatcher import MODULE, DispatcherRounds
 
@@ -57,11 +58,13 @@ def dispatcher_class(original: Any, *, recipe: str | None = None, low_precision_
 
 
 def plugin() -> None:
-    """The entry point: registers the replacement with SGLang's hooks.
+    """The entry point: with ``PUTGET_ENGINES=1`` it registers the replacement with SGLang's hooks, else nothing.
 
     Raises:
         BackendUnavailable: This SGLang is not known; SGLang reports it and goes on with its own dispatcher.
     """
+    if not config.carries_engines():
+        return
     require_sglang()
     hooks = importlib.import_module("sglang.srt.plugins.hook_registry")
     original = importlib.import_module(MODULE).FlashinferDispatcher
@@ -73,15 +76,15 @@ def install(*, recipe: str | None = None, low_precision_combine: bool = False) -
     """The same without SGLang's hooks, before or after SGLang's modules are imported, in every process that uses them.
 
     Args:
-        recipe: What dispatch carries: "bf16", "fp8", "nvfp4" or "mxfp8"; None: what SGLang would send.
+        recipe: What dispatch carries: "bf16", "nvfp4" or "mxfp8"; None: what SGLang would send.
         low_precision_combine: Rows come back as E4M3 with one float32 scale for 128 values, half of the bytes.
 
     Raises:
         ValueError: recipe is none of these.
         BackendUnavailable: This SGLang is not known.
     """
-    if recipe not in (None, "bf16", "fp8", "nvfp4", "mxfp8"):
-        raise ValueError(f"recipe is {recipe!r}, allowed are None, 'bf16', 'fp8', 'nvfp4' and 'mxfp8'")
+    if recipe not in (None, "bf16", "nvfp4", "mxfp8"):
+        raise ValueError(f"recipe is {recipe!r}, allowed are None, 'bf16', 'nvfp4' and 'mxfp8'")
     require_sglang()
     make = functools.partial(dispatcher_class, recipe=recipe, low_precision_combine=low_precision_combine)
     replace_name(MODULE, "FlashinferDispatcher", make, engine="SGLang")

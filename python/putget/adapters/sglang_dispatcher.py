@@ -9,15 +9,23 @@ from typing import Any, ClassVar
 import torch
 
 from putget import BackendUnavailable, Payload
+from putget.adapters import placement
+from putget.adapters.engines import announce
 from putget.adapters.rounds import Rounds
-from putget.adapters.shared import combine_dtype_of, communicator_of, engine_workspace_bytes, shared_workspace
+from putget.adapters.shared import (
+    combine_dtype_of,
+    communicator_of,
+    default_device,
+    engine_workspace_bytes,
+    shared_workspace,
+)
 
 MODULE = "sglang.srt.layers.moe.token_dispatcher.flashinfer"
 CAPACITY_VARIABLE = "SGLANG_FLASHINFER_NUM_MAX_DISPATCH_TOKENS_PER_RANK"
 
 # Runners that take -1 as "no expert"; the others of SGLang's take num_experts.
 _TAKE_MINUS_ONE = {"deep_gemm", "flashinfer_trtllm", "flashinfer_trtllm_routed"}
-_FP8_GROUP, _NVFP4_GROUP, _MXFP8_GROUP = 128, 16, 32
+_NVFP4_GROUP, _MXFP8_GROUP = 16, 32
 
 
 def _optional(name: str) -> ModuleType | None:
@@ -33,8 +41,7 @@ class DispatcherRounds:
     """SGLang's dispatcher on putget: what FlashinferDispatcher takes and gives, without its dummy rows.
 
     - Ranks without tokens send nothing and allocate nothing.
-    - Rows are quantised before dispatch, by SGLang's own kernels: NVFP4 or MXFP8 where SGLang asks for it; block-scaled
-      FP8 (one float32 scale for 128 values) with ``recipe="fp8"``, for runners that take such rows.
+    - Rows are quantised before dispatch, by SGLang's own kernels: NVFP4 or MXFP8 where SGLang asks for it.
     - The runner may write into the workspace (``moe_output``) or return rows of its own.
     - Any runner that takes expert ids and weights works: ids are global, slots without a token have the id that the
       runner takes as "no expert".
@@ -44,7 +51,7 @@ class DispatcherRounds:
         group: The torch.distributed group of the expert-parallel ranks.
         router_topk: Experts of a token.
         num_experts: Physical expert slots of all ranks together.
-        num_local_experts: Not needed.
+        num_local_experts: Those of this rank; equal blocks on every rank, as SGLang places physical experts.
         hidden_size: Length of a row.
         params_dtype: Element type of what the experts return; by default that of the hidden states, or bfloat16 where
             these are quantised.
@@ -81,7 +88,9 @@ class DispatcherRounds:
         self.runner_backend = getattr(moe_runner_config, "runner_backend", None)
         comm = communicator_of(group)
         self.ep_size, self.ep_rank = comm.size, comm.rank
+        table = placement.even(num_experts, comm.size, engine="SGLang", num_local_experts=num_local_experts)
         self.max_num_tokens = capacity()
+        announce("sglang", num_experts=num_experts, ep_size=comm.size, device=default_device())
         row = Payload((hidden_size,), torch.bfloat16 if params_dtype is None else params_dtype)
         combine_dtype = combine_dtype_of(self.low_precision_combine)
         shared = shared_workspace(
@@ -101,6 +110,7 @@ class DispatcherRounds:
             top_k=router_topk,
             max_tokens_per_rank=self.max_num_tokens,
             output=None if params_dtype is None else row,
+            expert_to_rank=table,
             combine_dtype=combine_dtype,
         )
 
@@ -237,10 +247,8 @@ class DispatcherRounds:
         if recipe == "nvfp4":
             global_scale = self.quant_config["input_global_scale"]  # type: ignore[attr-defined]
             x, scale = self._kernel("fp4_quantize")(rows, global_scale, is_sf_swizzled_layout=False)
-        elif recipe == "mxfp8":
-            x, scale = self._kernel("mxfp8_quantize")(rows, False)
         else:
-            x, scale = fp8_kernel()(rows, _FP8_GROUP)
+            x, scale = self._kernel("mxfp8_quantize")(rows, False)
         kinds = _kinds(recipe, width)
         return [
             tensor.view(kind.dtype).reshape(num_tokens, *kind.shape).contiguous()
@@ -252,22 +260,7 @@ def _kinds(recipe: str, hidden_size: int) -> tuple[Payload, Payload]:
     """Rows and scales of a quantised recipe."""
     if recipe == "nvfp4":
         return Payload((hidden_size // 2,), torch.uint8), Payload((hidden_size // _NVFP4_GROUP,), torch.uint8)
-    if recipe == "mxfp8":
-        return Payload((hidden_size,), torch.float8_e4m3fn), Payload((hidden_size // _MXFP8_GROUP,), torch.uint8)
-    return Payload((hidden_size,), torch.float8_e4m3fn), Payload((hidden_size // _FP8_GROUP,), torch.float32)
-
-
-def fp8_kernel() -> Any:
-    """SGLang's quantiser to FP8 with one float32 scale for a group of values.
-
-    Raises:
-        BackendUnavailable: This SGLang has none where putget knows it.
-    """
-    for name in ("sglang.kernels.ops.quantization.fp8_kernel", "sglang.srt.layers.quantization.fp8_kernel"):
-        found = getattr(_optional(name), "sglang_per_token_group_quant_fp8", None)
-        if found is not None:
-            return found
-    raise BackendUnavailable("SGLang's sglang_per_token_group_quant_fp8 is not where putget knows it")
+    return Payload((hidden_size,), torch.float8_e4m3fn), Payload((hidden_size // _MXFP8_GROUP,), torch.uint8)
 
 
 def is_speculative() -> bool:

@@ -33,6 +33,7 @@ class Recipe:
     max_tokens_per_rank: int
     payloads: tuple[Payload, ...]
     output: Payload
+    expert_to_rank: tuple[int, ...]
     combine_dtype: torch.dtype | None = None
 
 
@@ -137,6 +138,7 @@ class SharedWorkspace:
                 max_tokens_per_rank=recipe.max_tokens_per_rank,
                 payloads=recipe.payloads,
                 output=recipe.output,
+                expert_to_rank=recipe.expert_to_rank,
                 combine_dtype=recipe.combine_dtype,
                 device=self.device,
                 workspace=self._workspace,

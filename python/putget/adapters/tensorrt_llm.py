@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from putget import AllToAll, Communicator, Payload
+from putget.adapters import placement
 from putget.adapters.engines import require_supported
 from putget.adapters.rounds import Rounds
 from putget.adapters.shared import (
@@ -48,6 +49,7 @@ class FourPayloadAllToAll:
         alltoall_watchdog_poll_interval_s: Not used: kernels watch their deadline themselves.
         alltoall_watchdog_on_timeout: Must be None: a missing rank is ``putget.PeerTimeout``.
         extra_payload_bytes_per_token: Bytes of scale factors beyond what hidden_size x dtype leaves room for.
+        expert_to_rank: [num_slots] owner of each slot; None: equal blocks, for a num_slots that divides by the ranks.
         device: Where the rows live; by default the current CUDA device, or the CPU where there is none.
         timeout_s: Deadline of every wait, in seconds.
         warmup_timeout_s: Deadline of set-up and first rounds, in seconds.
@@ -74,6 +76,7 @@ class FourPayloadAllToAll:
         alltoall_watchdog_on_timeout: Any = None,
         *,
         extra_payload_bytes_per_token: int = 0,
+        expert_to_rank: Sequence[int] | torch.Tensor | None = None,
         device: torch.device | str | None = None,
         timeout_s: float = TIMEOUT_S,
         warmup_timeout_s: float = WARMUP_TIMEOUT_S,
@@ -113,6 +116,11 @@ class FourPayloadAllToAll:
             top_k=top_k,
             max_tokens_per_rank=max_num_tokens_per_rank,
             output=output,
+            expert_to_rank=(
+                placement.even(num_slots, comm.size, engine="TensorRT-LLM")
+                if expert_to_rank is None
+                else placement.given(expert_to_rank, num_slots, comm.size)
+            ),
             combine_dtype=combine_dtype,
         )
 

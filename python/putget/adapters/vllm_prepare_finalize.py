@@ -8,6 +8,8 @@ from typing import Any, ClassVar
 import torch
 
 from putget import Payload
+from putget.adapters import placement
+from putget.adapters.engines import announce
 from putget.adapters.rounds import Rounds
 from putget.adapters.shared import combine_dtype_of, communicator_of, engine_workspace_bytes, shared_workspace
 
@@ -69,6 +71,7 @@ class PrepareFinalizeRounds:
             ),
             share_by="vllm",
         )
+        announce("vllm", num_experts=num_experts, ep_size=comm.size, device=shared.device)
         self.max_num_tokens = max_num_tokens
         self._rounds = Rounds(
             shared,
@@ -76,6 +79,7 @@ class PrepareFinalizeRounds:
             top_k=top_k,
             max_tokens_per_rank=max_num_tokens,
             output=None,
+            expert_to_rank=None,
             combine_dtype=combine_dtype,
         )
 
@@ -128,7 +132,8 @@ class PrepareFinalizeRounds:
             topk_weights: [num_tokens, top_k] float32.
             topk_ids: [num_tokens, top_k] int32 or int64 global ids; -1 is "no expert".
             num_experts: As the constructor's.
-            expert_map: Not needed: ids stay global.
+            expert_map: vLLM's map of this rank's experts, read at the first call: it says who owns which. Ids stay
+                global.
             apply_router_weight_on_input: Multiplies the rows before they are sent; for top_k 1.
             quant_config: vLLM's quantisation of the layer.
             defer_input_quant: Sends a1 as it is.
@@ -143,6 +148,7 @@ class PrepareFinalizeRounds:
         """
         if num_experts != self._rounds.num_experts:
             raise ValueError(f"num_experts is {num_experts}, this object is for {self._rounds.num_experts}")
+        self._learn_placement(expert_map)
         self._rounds.require_closed()
         if apply_router_weight_on_input:
             if topk_ids.shape[1] != 1:
@@ -204,6 +210,24 @@ class PrepareFinalizeRounds:
         self._rounds.combine(rows, name="fused_expert_output", out=output)
 
     # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _learn_placement(self, expert_map: torch.Tensor | None) -> None:
+        """Which rank owns which expert, from the first expert map that comes; reading it waits for the device."""
+        rounds = self._rounds
+        if rounds.expert_to_rank is not None:
+            return
+        comm = rounds.shared.comm
+        if expert_map is None and comm.size > 1:
+            raise ValueError(
+                f"expert_map is None with {comm.size} expert-parallel ranks: which rank owns which expert is not known"
+            )
+        if expert_map is not None and tuple(expert_map.shape) != (rounds.num_experts,):
+            raise ValueError(f"expert_map has shape {list(expert_map.shape)}, expected {[rounds.num_experts]}")
+        rounds.expert_to_rank = (
+            placement.linear(rounds.num_experts, 1)
+            if expert_map is None
+            else placement.of_expert_map(expert_map, comm.rank, comm.size)
+        )
 
     def _max_rows(self, num_tokens: int) -> int:
         """The most tokens that any rank sends now, as far as vLLM knows."""
