@@ -1,4 +1,4 @@
-"""transformers' plug-in without transformers: what it refuses, and slots of earlier rounds. tests/engines has the rest."""
+"""transformers' plug-in without transformers: what it refuses, and its rounds. tests/engines has the rest."""
 
 from __future__ import annotations
 

@@ -151,7 +151,7 @@ def check_experts(experts: Any) -> None:
     """Refuses experts whose weights are not plain ones.
 
     Raises:
-        ValueError: A weight is missing or quantised, or there is one more; the message names it.
+        ValueError: A weight is missing or quantised; the message names it.
     """
     kind = type(experts).__name__
     weights = dict(experts.named_parameters())
@@ -163,8 +163,8 @@ def check_experts(experts: Any) -> None:
     for name, weight in weights.items():
         if weight.dtype not in _DTYPES:
             raise ValueError(
-                f"{kind}.{name} is {weight.dtype}: quantised experts are not known, supported are bfloat16, float16 and "
-                'float32; use ep_implementation="all_to_all"'
+                f"{kind}.{name} is {weight.dtype}: quantised experts are not known, supported are bfloat16, float16 "
+                'and float32; use ep_implementation="all_to_all"'
             )
 
 
