@@ -17,7 +17,9 @@ from tests.project.checkout import ROOT
 MAX_LINES = 600  # documentation included
 TRANSFER = ROOT / "transfer"
 # The modules that may hold unsafe code: the system, registered memory, and foreign function interfaces.
-UNSAFE = re.compile(r"^(region|capi)\.rs$|^(capi|libfabric|nvlink)/|^verbs/(device|pair)\.rs$|(^|/)(ffi|sys|domain)\.rs$")
+UNSAFE = re.compile(
+    r"^(region|capi)\.rs$|^(capi|libfabric|nvlink)/|^verbs/(device|pair)\.rs$|(^|/)(ffi|sys|domain)\.rs$"
+)
 # Lints that keep panics and unsafe code out.
 GUARDED = re.compile(r"\b(unsafe_code|undocumented_unsafe_blocks|unwrap_used|expect_used|panic|indexing_slicing)\b")
 ALLOWS = re.compile(r"#!?\[(?:cfg_attr\((?P<when>[^,]+), *)?(?:allow|expect)\((?P<lints>[^\]]*)\)")
