@@ -18,7 +18,6 @@ DOCS = ROOT / "docs"
 # Older text, with longer lines and sentences.
 OLDER = {
     "protocol.md",
-    "transfer.md",
     "transfer_benchmarks.md",
     "design.md",
     "guides/overlap.md",

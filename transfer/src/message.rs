@@ -1,4 +1,4 @@
-//! The frames that two engines exchange as two-sided messages. docs/transfer.md has the format field by field.
+//! The frames that two engines exchange as two-sided messages. docs/transfer/wire_format.md has the format field by field.
 
 use crate::descriptor::{NetAddr, read_nics};
 use crate::error::Refusal;
