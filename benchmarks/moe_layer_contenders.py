@@ -81,7 +81,7 @@ class _Grouped:
     def __init__(self, layer: ExpertParallelMoE, num_rows: int) -> None:
         payloads = layer.experts.payloads()
         output = Payload((layer.hidden_size,), torch.bfloat16)
-        geometry = Geometry.checked(1, layer.num_experts, layer.top_k, num_rows, payloads, output, "pull", None, None)
+        geometry = Geometry.checked(1, layer.num_experts, layer.top_k, num_rows, payloads, output)
         # To one rank of one: every other expert belongs to nobody here.
         here = torch.full((layer.num_experts,), -1, dtype=torch.int32, device=layer.device)
         here[layer.local_experts] = 0
