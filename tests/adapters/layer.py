@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -70,7 +71,7 @@ class Layer:
 
         Rows without one of these experts are NaN, which must never be read.
         """
-        mine = (ids >= 0) & (self.table[ids.clamp(0, self.num_experts - 1).long()] == rank)
+        mine = (ids >= 0) & (_table_on(self, ids.device)[ids.clamp(0, self.num_experts - 1).long()] == rank)
         factors = torch.where(mine, weights * (1 + ids / self.num_experts), 0.0)
         factors = torch.where(mine.any(-1), factors.double().sum(-1).float(), float("nan"))
         return (dequantise(self.recipe, rows, self.hidden_size) * factors[..., None]).bfloat16()
@@ -81,6 +82,12 @@ class Layer:
         routings, arrived = reference.dispatch(sent, self.table, max_rows=self.max_tokens_per_rank)
         outputs = [self.experts(a.payloads, a.topk_ids, a.topk_weights, dst) for dst, a in enumerate(arrived)]
         return reference.combine(routings[rank], outputs, rank, combine_dtype=combine_dtype)
+
+
+@cache
+def _table_on(layer: Layer, device: torch.device) -> Tensor:
+    # Kept: a copy to a GPU cannot be captured.
+    return layer.table.to(device)
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
