@@ -20,7 +20,6 @@ OLDER = {
     "protocol.md",
     "transfer_benchmarks.md",
     "design.md",
-    "reference/bench_json.md",
 }
 PAGES = [path for path in sorted(DOCS.rglob("*.md")) if str(path.relative_to(DOCS)) not in OLDER]
 NEW = [*PAGES, ROOT / "README.md", ROOT / "SECURITY.md"]
