@@ -25,16 +25,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = build_parser()
     args = parser.parse_args(arguments)
     try:
-        command = import_module(f"putget_bench.{args.module}")
+        return _run(args, ["putget", *arguments])
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0] not in ("rich", "matplotlib", "yaml"):
             raise
         return _complain(args, f"needs the Python package {error.name}: pip install 'putget[bench]'", _FAILED)
+
+
+def _run(args: argparse.Namespace, words: Sequence[str]) -> int:
+    """The subcommand. Raises ModuleNotFoundError where a package of the extra `bench` is missing, here or later."""
+    command = import_module(f"putget_bench.{args.module}")
     from putget import PutgetError
     from putget_bench.launch import RankFailedError
 
     try:
-        return int(command.run(args, ["putget", *arguments]))
+        return int(command.run(args, words))
     except ValueError as error:
         return _complain(args, f"error: {error}", _USAGE)
     except (PutgetError, RankFailedError) as error:

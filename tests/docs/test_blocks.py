@@ -10,8 +10,8 @@ pytest.importorskip("markdown_it", reason="needs markdown-it-py")
 
 from tests.docs.blocks import DOCS, ROOT, Page, blocks_of, require_lines
 
-# Their code runs in tests of their own, and their words are for other readers.
-PAGES = [path for path in sorted(DOCS.rglob("*.md")) if path.name not in ("protocol.md", "transfer_benchmarks.md")]
+# Its code runs in tests of its own, and its words are for other readers.
+PAGES = [path for path in sorted(DOCS.rglob("*.md")) if path.name != "protocol.md"]
 BLOCKS = [
     pytest.param(
         path,

@@ -18,10 +18,6 @@ DOCS = ROOT / "docs"
 # Older text, with longer lines and sentences.
 OLDER = {
     "protocol.md",
-    "transfer_benchmarks.md",
-    "design.md",
-    "guides/overlap.md",
-    "reference/bench_json.md",
 }
 PAGES = [path for path in sorted(DOCS.rglob("*.md")) if str(path.relative_to(DOCS)) not in OLDER]
 NEW = [*PAGES, ROOT / "README.md", ROOT / "SECURITY.md"]
