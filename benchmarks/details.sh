@@ -31,7 +31,7 @@ for part in $parts; do
     profiles) run 110 profiles python3 benchmarks/series.py --ep_size "$ranks" --out "$out/ep$ranks" benchmarks/series_profiles.txt ;;
     overlap)
       run 50 overlap python3 benchmarks/overlap.py --ep_size "$ranks" --tokens 512 --num_sms 4,8,16 --product_rows 512,2048,8192 \
-        --combine_direction push,pull --output_file "$out/overlap.json"
+        --combine sentinel,got --output_file "$out/overlap.json"
       ;;
     deadlines)
       for turn in 1 2; do

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from putget import Communicator, Tuning
+from putget import Communicator, Launch, Tuning
 from putget_bench import environment, launch
 from putget_bench.contender import Putget
 from putget_bench.parser import build_parser
@@ -37,6 +37,7 @@ from putget_bench.timing import Step, Timer, median, series_length, slowest
 SCHEMA = "putget.overlap/1"
 _LONG_GAP_CYCLES = 400_000  # a quarter of a millisecond of an idle kernel between a start and its finish
 _ALL_SMS = 1 << 16
+_ROWS = {"sentinel": True, "got": False}  # Launch.sentinel_rows
 _SIDE = {"cuda": 7168, "cpu": 64}
 
 
@@ -46,13 +47,13 @@ class Plan:
 
     Attributes:
         settings: shape and sizes.
-        directions: of combine, one run each. Rows that are pulled cross in the finish half: only pushed ones can hide.
+        combine: names of _ROWS, one run each. Rows that are got cross in the finish half: only sentinel rows can hide.
         num_sms: SMs of the halves, one run each.
         rows: rows of the first factor of each matrix product, one run each: the product's length.
     """
 
     settings: Settings
-    directions: tuple[str, ...]
+    combine: tuple[str, ...]
     num_sms: tuple[int, ...]
     rows: tuple[int, ...]
 
@@ -126,13 +127,17 @@ def measure(context: launch.RankContext, plan: Plan, emit: launch.Emit) -> int:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     factor = torch.randn(side, side, device=device, dtype=dtype)
     wrong = 0
-    for direction, num_sms in itertools.product(plan.directions, plan.num_sms):
+    for rows_of_combine, num_sms in itertools.product(plan.combine, plan.num_sms):
         bounded = replace(settings, num_sms=num_sms or None)
         # What ran beside a start half is over when its finish half begins.
         putget = Putget(
-            communicator, bounded, experts, device, combine_direction=direction, tuning=Tuning(finish_num_sms=_ALL_SMS)
+            communicator,
+            bounded,
+            experts,
+            device,
+            tuning=Tuning(combine=Launch(sentinel_rows=_ROWS[rows_of_combine]), finish_num_sms=_ALL_SMS),
         )
-        what = {"combine_direction": direction, "num_sms": num_sms or None}
+        what = {"combine": rows_of_combine, "num_sms": num_sms or None}
         for num_tokens in settings.batches:
             round_ = rounds.make(settings, num_tokens)
             wrong = max(wrong, _complain(putget.load(round_), emit))
@@ -241,7 +246,7 @@ def main() -> int:
     parser.add_argument("--device", default="cuda", choices=("cpu", "cuda"))
     parser.add_argument("--tokens", default="512", help="tokens a rank, comma-separated and ascending")
     parser.add_argument("--num_sms", default="8,16,32", help="SMs of the halves, comma-separated; 0: putget's choice")
-    parser.add_argument("--combine_direction", default="push", help="comma-separated: push, pull (%(default)s)")
+    parser.add_argument("--combine", default="sentinel", help="rows, comma-separated: sentinel, got (%(default)s)")
     parser.add_argument("--product_rows", default="512,2048", help="rows of the matrix products, comma-separated")
     parser.add_argument("--hidden_size", type=int, default=7168)
     parser.add_argument("--iters", type=int, default=50)
@@ -251,7 +256,7 @@ def main() -> int:
     flags += f" --ep_size {args.ep_size} --device {args.device}"
     settings = resolve(build_parser().parse_args(flags.split()), None)
     numbers = {name: tuple(int(one) for one in getattr(args, name).split(",")) for name in ("num_sms", "product_rows")}
-    plan = Plan(settings, tuple(args.combine_direction.split(",")), numbers["num_sms"], numbers["product_rows"])
+    plan = Plan(settings, tuple(args.combine.split(",")), numbers["num_sms"], numbers["product_rows"])
     document: dict[str, Any] = {
         "schema": SCHEMA,
         **environment.describe(None),
@@ -272,7 +277,7 @@ def main() -> int:
         times = ", ".join(f"{name} {us:.1f}" for name, us in found["latency_us"].items())
         over = f": {found['over_longer']:.3f} of the longer" if event["kind"] == "overlap" else ""
         what = f"product of {found['product_rows']} rows" if event["kind"] == "overlap" else "a long gap"
-        case = f"{found['num_tokens']} tokens, {found['combine_direction']}, {found['num_sms']} SMs, {what}"
+        case = f"{found['num_tokens']} tokens, {found['combine']} rows, {found['num_sms']} SMs, {what}"
         print(f"{case}: {times} us{over}", flush=True)
         if args.output_file is not None:
             args.output_file.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")

@@ -166,19 +166,23 @@ def kernels(report: Report) -> Iterator[str]:
     yield table(["tokens", "contender", "kernel", "calls", "median us"], rows)
 
 
+def _combine_of(one: dict[str, Any]) -> str:
+    return str(one["combine"] if "combine" in one else one["combine_direction"])  # of older reports
+
+
 def overlap(report: Report) -> Iterator[str]:
     """A matrix product between the halves, and the halves alone."""
     ways = ("whole", "halves", "products", "products_leaving", "together")
     rows = []
     for one in report["overlap"]:
-        case = [one["num_tokens"], one["combine_direction"], one["num_sms"], one["product_rows"]]
+        case = [one["num_tokens"], _combine_of(one), one["num_sms"], one["product_rows"]]
         rows.append([*case, *(us(one["latency_us"][way]) for way in ways), f"{one['over_longer']:.3f}"])
     yield table(["tokens", "combine", "SMs", "rows of the product", *ways, "over the longer"], rows)
     names = ("dispatch_start", "dispatch_finish", "combine_start", "combine_finish")
     lines = []
     for one in report["gap"]:
         times = [us(one["latency_us"][name]) for name in names]
-        lines.append([one["num_tokens"], one["combine_direction"], one["num_sms"], *times])
+        lines.append([one["num_tokens"], _combine_of(one), one["num_sms"], *times])
     yield table(["tokens", "combine", "SMs", *names], lines)
 
 

@@ -29,7 +29,8 @@ struct Limits {
 // One rank's part of the symmetric workspace, its view of the peers' parts, and its private state.
 class Backend {
  public:
-  explicit Backend(const MemoryConfig& config) : config_(config) {}
+  explicit Backend(const MemoryConfig& config)
+      : config_(config), sentinel_begin_(sentinel_region(config.bytes, config.ep_size).begin) {}
   virtual ~Backend() = default;
   Backend(const Backend&) = delete;             // owns mappings
   Backend& operator=(const Backend&) = delete;  // owns mappings
@@ -54,9 +55,23 @@ class Backend {
   virtual void release(const Plan& plan, void* stream) = 0;
 
   const MemoryConfig& config() const { return config_; }
+  // Where the sentinel rows of any object begin; before that lie regions of other rows.
+  uint64_t sentinel_begin() const { return sentinel_begin_; }
+  // For an object that needs more of them. Nobody stores there before this rank's first round with it.
+  void widen_sentinel_rows(uint64_t begin) {
+    if (begin >= sentinel_begin_) return;
+    clear_sentinel_rows(begin, sentinel_begin_);
+    sentinel_begin_ = begin;
+  }
 
  protected:
+  // Writes that nothing has come into [begin, end) of the own memory.
+  virtual void clear_sentinel_rows(uint64_t begin, uint64_t end) = 0;
+
   const MemoryConfig config_;
+
+ private:
+  uint64_t sentinel_begin_;
 };
 
 namespace cpu {

@@ -253,7 +253,6 @@ MISMATCHES: dict[str, tuple[str, dict[str, Any]]] = {
     "payload_count": ("payloads", {"payloads": [putget.Payload((4,), torch.float32)] * 2}),
     "output_shape": ("output", {"output": putget.Payload((5,), torch.float32)}),
     "output_dtype": ("output", {"output": putget.Payload((4,), torch.bfloat16)}),
-    "combine_direction": ("combine", {"combine_direction": "push"}),
     "combine_dtype": ("combine", {"combine_dtype": torch.float8_e4m3fn, "output": WIDE}),
 }
 # What the other ranks have, where it is not the default.

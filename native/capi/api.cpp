@@ -1,4 +1,5 @@
 // The C ABI of the all-to-all: validation and backend choice.
+#include <algorithm>
 #include <cstring>
 #include <string>
 
@@ -10,6 +11,7 @@ struct putget_memory {
   std::unique_ptr<putget::Backend> backend;
   uint32_t objects_made;
   unsigned long long* tables_apart;
+  uint64_t rows_end;  // of all objects made
 };
 
 struct putget_alltoall {
@@ -80,15 +82,19 @@ putget_layout public_layout(const putget::Layout& layout) {
   out.ended = layout.ended;
   out.finished = layout.finished;
   out.arrived = layout.arrived;
-  out.pushed = layout.pushed;
   out.topk_ids = layout.topk_ids;
   out.topk_weights = layout.topk_weights;
   std::memcpy(out.payload, layout.payload, sizeof(out.payload));
   out.output = layout.output;
-  out.transit = layout.transit;
   out.sentinel = layout.sentinel;
   out.total_bytes = layout.total_bytes;
   return out;
+}
+
+// Sentinel rows of one object may not lie in regions of another one.
+void require_apart(uint64_t rows_end, uint64_t sentinel_begin, uint64_t bytes) {
+  require(rows_end <= sentinel_begin, "the memory has " + std::to_string(bytes) + " bytes, its objects together need " +
+                                          std::to_string(rows_end + bytes - sentinel_begin));
 }
 
 // The same for a rank's dispatch and its combine: what the one asks, the other waits for.
@@ -147,7 +153,7 @@ putget_status putget_layout_of(const putget_config* config, putget_layout* layou
   return guarded([&] {
     require_version(config, "config");
     require(layout != nullptr, "layout is null");
-    *layout = public_layout(putget::layout_of(putget::capi::shape_of(*config)));
+    *layout = public_layout(putget::capi::layout_of(putget::capi::shape_of(*config)));
   });
 }
 
@@ -158,7 +164,7 @@ putget_status putget_memory_create(const putget_memory_config* config, putget_me
     const putget::MemoryConfig wanted = putget::capi::memory_config_of(*config);
     *memory = new putget_memory{
         config->device == PUTGET_CPU ? putget::cpu::create_backend(wanted) : putget::cuda::create_backend(wanted), 0,
-        nullptr};
+        nullptr, 0};
   });
 }
 
@@ -264,13 +270,18 @@ putget_status putget_create(const putget_config* config, putget_memory* memory, 
     putget::capi::check_options(*config);
     putget::Plan plan{};
     plan.shape = putget::capi::shape_of(*config);
-    plan.layout = putget::layout_of(plan.shape);
-    plan.sentinel = putget::sentinel_region(backend.config().bytes, plan.shape.ep_size);
+    plan.layout = putget::capi::layout_of(plan.shape);
+    plan.sentinel = putget::sentinel_region(backend.config().bytes, plan.shape);
     require(plan.shape.ep_size == backend.config().ep_size && plan.shape.ep_rank == backend.config().ep_rank,
             "ep_size and ep_rank differ from the memory's");
     require(plan.layout.total_bytes <= backend.config().bytes,
             "the memory has " + std::to_string(backend.config().bytes) + " bytes, needed are " +
                 std::to_string(plan.layout.total_bytes));
+    require(!plan.shape.quantised() || backend.config().bytes <= putget::kMostSentinelMemory,
+            "the memory has " + std::to_string(backend.config().bytes) + " bytes, quantised rows allow at most " +
+                std::to_string(putget::kMostSentinelMemory));
+    const uint64_t rows_end = std::max(memory->rows_end, plan.layout.rows_end);
+    require_apart(rows_end, std::min(backend.sentinel_begin(), plan.sentinel.begin), backend.config().bytes);
     require(tables->expert_to_rank != nullptr && tables->target_ranks != nullptr && tables->target_slots != nullptr &&
                 tables->num_tokens != nullptr && tables->invalid_ids != nullptr,
             "a table is null");
@@ -287,6 +298,8 @@ putget_status putget_create(const putget_config* config, putget_memory* memory, 
     plan.warmup_timeout_ns = config->warmup_timeout_ns;
     plan.by_ep_size = putget::Divisor(plan.shape.ep_size);
     plan.skips_waits = config->skips_waits;
+    memory->rows_end = rows_end;
+    backend.widen_sentinel_rows(plan.sentinel.begin);
     plan.object_id = ++memory->objects_made;
     const uint32_t finish_num_sms = config->finish_num_sms != 0 ? config->finish_num_sms : config->num_sms;
     *object = new putget_alltoall{&backend, plan, {config->num_sms, finish_num_sms, config->dispatch, config->combine}};

@@ -58,13 +58,19 @@ Shape shape_of(const putget_config& config) {
   shape.output_elements = config.output_elements;
   shape.output_type = static_cast<OutputType>(config.output_type);
   require_range("wire_type", config.wire_type, PUTGET_WIRE_SAME, PUTGET_WIRE_FP8);
-  require_range("pushes", config.pushes, 0, 1);
   shape.wire_type = static_cast<WireType>(config.wire_type);
-  shape.pushes = config.pushes;
   require(!shape.quantised() || shape.output_elements % kWirePack == 0,
           "output_elements is " + std::to_string(shape.output_elements) + ", quantised rows have a multiple of " +
               std::to_string(kWirePack));
   return shape;
+}
+
+Layout layout_of(const Shape& shape) {
+  const Layout layout = putget::layout_of(shape);
+  require(!shape.quantised() || layout.total_bytes <= kMostSentinelMemory,
+          "quantised rows are for a memory of at most " + std::to_string(kMostSentinelMemory) +
+              " bytes, these sizes need " + std::to_string(layout.total_bytes));
+  return layout;
 }
 
 void check_launch(const char* name, const putget_launch& launch) {
@@ -76,13 +82,15 @@ void check_launch(const char* name, const putget_launch& launch) {
           prefix + "segment_bytes is " + std::to_string(launch.segment_bytes) + ", allowed are multiples of 512");
   require((launch.splits & (launch.splits - 1)) == 0 && launch.splits <= kMaxRanks,
           prefix + "splits is " + std::to_string(launch.splits) + ", allowed are powers of two up to 128");
-  require_range((prefix + "movers").c_str(), launch.movers, 0, kMaxParts);
+  require_range((prefix + "senders").c_str(), launch.senders, 0, kMaxParts);
   require_range((prefix + "sentinel_rows").c_str(), launch.sentinel_rows, 0, 2);
 }
 
 void check_options(const putget_config& config) {
   check_launch("dispatch", config.dispatch);
   check_launch("combine", config.combine);
+  require(config.wire_type == PUTGET_WIRE_SAME || config.combine.sentinel_rows != PUTGET_SENTINEL_NEVER,
+          "combine.sentinel_rows is PUTGET_SENTINEL_NEVER: quantised rows are sentinel rows");
   require_range("num_sms", config.num_sms, 0, kMaxSms);
   require_range("finish_num_sms", config.finish_num_sms, 0, kMaxSms);
   require_range("timeout_ns", config.timeout_ns, 1, kMaxTimeoutNs);

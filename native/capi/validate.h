@@ -15,6 +15,8 @@ constexpr uint64_t kMaxMemoryBytes = uint64_t{1} << 46;
 constexpr uint64_t kMaxTimeoutNs = uint64_t{1} << 62;
 
 Shape shape_of(const putget_config& config);
+// Refuses what no memory can have.
+Layout layout_of(const Shape& shape);
 // What a configuration has beside the shape: launches, SMs, deadlines.
 void check_options(const putget_config& config);
 void check_launch(const char* name, const putget_launch& launch);

@@ -48,12 +48,12 @@ class CpuBackend final : public Backend {
     state_.head.epoch = epoch;
     state_.head.active = active;
     state_.head.mixed = mixed_;
+    std::fill_n(state_.sent, kMaxParts, pack_flag(epoch, 0));
     fault_ = FaultRecord{};
     uint8_t* own = symmetric_.base(config_.ep_rank);
     const uint64_t flags = control_bytes(config_.ep_size) / sizeof(uint64_t);
     std::fill_n(reinterpret_cast<uint64_t*>(own), flags, pack_flag(epoch, 0));
-    const SentinelRegion rows = sentinel_region(config_.bytes, config_.ep_size);
-    std::memset(own + rows.begin, kNotCome & 0xff, config_.ep_size * rows.bytes_a_peer);
+    clear_sentinel_rows(sentinel_begin(), config_.bytes);
   }
 
   State read_state() override { return state_; }
@@ -89,13 +89,10 @@ class CpuBackend final : public Backend {
     Exec exec;
     CombineCall whole_rows = call;
     whole_rows.segment_bytes = kWholeRow;
-    whole_rows.piece_bytes = kWholeRow;
-    whole_rows.small_piece_bytes = kWholeRow;
-    whole_rows.moving_blocks = 1;
     whole_rows.sending_blocks = 1;
     whole_rows.first_summing = first_summing(1, 1);
     whole_rows.sentinel_sources = sentinel_sources(plan, call);
-    whole_rows.sentinel_pieces = sentinel_pieces(plan.shape, kWholeRow);
+    whole_rows.pieces_of_row = pieces_of_row(plan.shape, kWholeRow);
     const bool packed = plan.shape.output_row_bytes() % kWideBytes == 0 && aligned(call.out) && aligned(call.addend);
     whole_rows.wide_out = packed;
     with_codec(plan.shape.output_type, [&](auto codec) {
@@ -110,14 +107,6 @@ class CpuBackend final : public Backend {
                                                                                combine_scratch_);
           }
         });
-      } else if (plan.shape.quantised()) {
-        if (packed) {
-          with_rows(plan.shape, [&](auto rows) {
-            putget::combine<Codec, Fp8Wire, decltype(rows)>(exec, plan, whole_rows, combine_scratch_);
-          });
-        } else {
-          putget::combine<Codec, Fp8Wire, DynamicTopK>(exec, plan, whole_rows, combine_scratch_);
-        }
       } else if (!packed) {
         putget::combine<Codec, SameWire<Codec, 1>, DynamicTopK>(exec, plan, whole_rows, combine_scratch_);
       } else {
@@ -140,6 +129,10 @@ class CpuBackend final : public Backend {
   }
 
  private:
+  void clear_sentinel_rows(uint64_t begin, uint64_t end) override {
+    std::memset(symmetric_.base(config_.ep_rank) + begin, kNotCome & 0xff, end - begin);
+  }
+
   // A call whose waits the host may end. Its fault is then another one than that of a deadline.
   class Interruptible {
    public:

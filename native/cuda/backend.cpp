@@ -68,16 +68,14 @@ class CudaBackend final : public Backend {
   void start(uint32_t epoch, const RankSet& active) override {
     DeviceScope scope(config_.ordinal);
     check(cudaDeviceSynchronize(), "waiting for the device");
-    const SentinelRegion rows = sentinel_region(config_.bytes, config_.ep_size);
-    check(
-        cudaMemset(symmetric_.base(config_.ep_rank) + rows.begin, kNotCome & 0xff, config_.ep_size * rows.bytes_a_peer),
-        "clearing rows");
+    clear_sentinel_rows(sentinel_begin(), config_.bytes);
     const std::vector<uint64_t> flags(control_bytes(config_.ep_size) / sizeof(uint64_t), pack_flag(epoch, 0));
     write_control(0, flags.data(), flags.size() * sizeof(uint64_t));
     State state{};
     state.head.epoch = epoch;
     state.head.active = active;
     state.head.mixed = mixed_;
+    std::fill_n(state.sent, kMaxParts, pack_flag(epoch, 0));
     write_state(state);
     *fault_ = FaultRecord{};
   }
@@ -124,7 +122,7 @@ class CudaBackend final : public Backend {
     const Room all = room(limits, Half::kBoth, stream);
     *dispatch = choose_dispatch(shape, num_tokens, all, limits.dispatch);
     *combine = sentinel ? choose_sentinel_combine(shape, num_tokens, false, all, limits.combine)
-                        : choose_combine(shape, num_tokens, shape.has_transit(), all, limits.combine);
+                        : choose_combine(shape, num_tokens, all, limits.combine);
   }
 
   void release(const Plan& plan, void* stream) override {
@@ -149,6 +147,12 @@ class CudaBackend final : public Backend {
   Room room(uint32_t num_sms, void* stream) const {
     const uint32_t there = sms_of(static_cast<cudaStream_t>(stream), num_sms_);
     return Room{num_sms == 0 ? there : std::min(num_sms, there), there};
+  }
+
+  void clear_sentinel_rows(uint64_t begin, uint64_t end) override {
+    DeviceScope scope(config_.ordinal);
+    check(cudaMemset(symmetric_.base(config_.ep_rank) + begin, kNotCome & 0xff, end - begin), "clearing rows");
+    check(cudaDeviceSynchronize(), "waiting for the device");
   }
 
   // Into the own flags, from an offset on.

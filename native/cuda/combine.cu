@@ -31,39 +31,30 @@ void load_combine_kernels() {
       check(cudaFuncGetAttributes(&attributes, same_kernel(shape, true)), "loading combine_kernel");
       check(cudaFuncGetAttributes(&attributes, sentinel_kernel(shape)), "loading combine_kernel");
       check(cudaFuncGetAttributes(&attributes, sentinel_fp8_kernel(shape)), "loading combine_kernel");
-      check(cudaFuncGetAttributes(&attributes, fp8_kernel(shape, true)), "loading combine_kernel");
     }
     check(cudaFuncGetAttributes(&attributes, same_kernel(shape, false)), "loading combine_kernel");
-    check(cudaFuncGetAttributes(&attributes, fp8_kernel(shape, false)), "loading combine_kernel");
   }
 }
 
 void launch_combine(const Plan& plan, CombineCall call, const Room& room, const putget_launch& tuning,
                     cudaStream_t stream) {
   const Shape& shape = plan.shape;
-  // Rows that are pushed from outside the workspace as they are, are partly summed where they are.
-  const bool rows_packed =
-      !shape.pushes || shape.quantised() || call.rows == nullptr || call.rows_access_bytes == kLaneBytes;
-  const bool packed =
-      shape.output_row_bytes() % kLaneBytes == 0 && aligned(call.out) && aligned(call.addend) && rows_packed;
-  // In a finish half nothing is moved any more.
-  const bool moves = moves_rows(plan, call) && call.half != Half::kFinish;
+  const bool packed = shape.output_row_bytes() % kLaneBytes == 0 && aligned(call.out) && aligned(call.addend);
+  const bool copies = call.rows != nullptr && !shape.quantised() && call.half != Half::kFinish;
   putget_launch launch = call.sentinel != 0
                              ? choose_sentinel_combine(shape, call.num_tokens, call.half != Half::kBoth, room, tuning)
-                             : choose_combine(shape, call.num_tokens, moves, room, tuning);
+                             : choose_combine(shape, call.num_tokens, room, tuning);
+  if (call.sentinel == 0 && copies && tuning.blocks == 0) launch.blocks = blocks_to_copy(room, launch);
   // Nothing to do but to tell the peers, and to send sentinel rows to those that want them.
-  if (call.half == Half::kStart && !moves && call.sentinel == 0) launch.blocks = 1;
+  if (call.half == Half::kStart && !copies && call.sentinel == 0) launch.blocks = 1;
   call.wide_out = packed;
   call.segment_bytes = launch.segment_bytes;
-  call.sentinel_pieces = sentinel_pieces(shape, launch.segment_bytes);
-  cut_into_pieces(call, launch);
+  call.pieces_of_row = pieces_of_row(shape, launch.segment_bytes);
   call.sentinel_sources = sentinel_sources(plan, call);
   const bool some_only_send = call.sentinel != 0 && call.half == Half::kBoth;
-  call.sending_blocks = some_only_send && launch.splits == 1 ? launch.movers : launch.blocks;
-  call.first_summing = first_summing(some_only_send ? launch.movers : launch.blocks, launch.blocks);
-  const CombineKernel kernel = call.sentinel != 0  ? sentinel_kernel(shape)
-                               : shape.quantised() ? fp8_kernel(shape, packed)
-                                                   : same_kernel(shape, packed);
+  call.sending_blocks = some_only_send && launch.splits == 1 ? launch.senders : launch.blocks;
+  call.first_summing = first_summing(some_only_send ? launch.senders : launch.blocks, launch.blocks);
+  const CombineKernel kernel = call.sentinel != 0 ? sentinel_kernel(shape) : same_kernel(shape, packed);
   launch_early(kernel, launch, paired(room), stream, plan, call, "launching combine_kernel");
 }
 

@@ -147,7 +147,7 @@ struct Exec {
   __device__ bool last_to_arrive(uint32_t* counter, uint32_t* shared) const {
     __syncthreads();
     if (gridDim.x == 1) return true;
-    if (threadIdx.x == 0) *shared = ptx::add_acq_rel_gpu(counter, 1) + 1 == gridDim.x;  // [J3]
+    if (threadIdx.x == 0) *shared = ptx::add_acq_rel_gpu(counter, 1) + 1 == gridDim.x;  // [J2] [J3]
     __syncthreads();
     return *shared != 0;
   }

@@ -10,13 +10,11 @@ namespace {
 
 constexpr uint32_t kWarpThreads = 32;
 constexpr uint32_t kThreads = 256;
-constexpr uint32_t kMovingThreads = kThreads + kWarpThreads;  // and a warp that tells what has been moved
 constexpr uint32_t kLongSegment = 4 * kWarpBytes;
 constexpr uint32_t kPuttingSms = 64;              // keep the link busy with stores
 constexpr uint32_t kGettingSms = 64;              // keep it busy with loads
 constexpr uint64_t kFewItems = 128;               // up to here warps split the targets of a segment
 constexpr uint32_t kQuantisingPercent = 50;       // of the CTAs of a combine that quantises
-constexpr uint32_t kPushingPercent = 40;          // ... that pushes rows as they are
 constexpr uint32_t kSharedPieces = 4;             // a warp, where all send sentinel rows and then sum
 constexpr uint32_t kLargeShare = 32;              // ... where the link alone counts
 constexpr uint32_t kQuantisedShare = 16;          // ... up to which quantising takes longer than the link does
@@ -31,9 +29,6 @@ uint64_t ceil_div(uint64_t value, uint64_t divisor) { return (value + divisor - 
 
 // Of all payloads.
 uint32_t longest_row(const Shape& shape) { return *std::max_element(shape.row_bytes, shape.row_bytes + kMaxPayloads); }
-
-// A multiple of what a warp gets in one access.
-uint32_t half_row(const Shape& shape) { return round_up(shape.wire_row_bytes() / 2, kWarpBytes); }
 
 // More threads a CTA where few SMs are allowed: bytes in flight are what keeps a link busy.
 uint32_t threads_for(const Room& room) {
@@ -61,7 +56,7 @@ putget_launch choose_dispatch(const Shape& shape, uint32_t num_tokens, const Roo
   const Room enough{std::min(room.sms, kPuttingSms), room.gpu_sms};
   const uint64_t few_warps = uint64_t{enough.sms} * (kThreads / kWarpThreads);
   putget_launch launch = tuning;
-  launch.movers = 0;
+  launch.senders = 0;
   if (launch.threads == 0) {
     launch.threads = items_with(kWarpBytes, 1) <= few_warps ? kThreads : threads_for(enough);
   }
@@ -95,53 +90,32 @@ putget_launch choose_dispatch(const Shape& shape, uint32_t num_tokens, const Roo
   return launch;
 }
 
-putget_launch choose_combine(const Shape& shape, uint32_t num_tokens, bool moves_rows, const Room& room,
-                             const putget_launch& tuning) {
+putget_launch choose_combine(const Shape& shape, uint32_t num_tokens, const Room& room, const putget_launch& tuning) {
   const auto items_with = [&](uint32_t segment_bytes) {
-    return uint64_t{num_tokens} * ceil_div(shape.wire_row_bytes(), segment_bytes);
+    return uint64_t{num_tokens} * ceil_div(shape.output_row_bytes(), segment_bytes);
   };
   putget_launch launch = tuning;
   launch.splits = 1;
+  launch.senders = 0;
   const uint64_t warps = uint64_t{room.sms} * (kThreads / kWarpThreads);
   const bool is_small = items_with(kWarpBytes) <= warps;
-  // So much that only the link counts: fewer SMs do as well, where all that they do is to get.
+  // So much that only the link counts: fewer SMs do as well.
   const bool is_large = items_with(kLongSegment) >= (few_rows(shape) ? kLargeItemsOfFew : kLargeItems) * warps;
-  const bool takes_all = moves_rows || some_rows(shape);
-  const Room enough{is_large && !takes_all ? std::min(room.sms, kGettingSms) : room.sms, room.gpu_sms};
-  if (launch.threads == 0) {
-    launch.threads = moves_rows ? std::max(threads_for(room), kMovingThreads)
-                     : is_small ? kThreads
-                                : threads_for(enough);
-  }
-  if (launch.segment_bytes == 0 && moves_rows) {
-    // Each segment of a token waits for the token's rows: as long as they may be with something to do for every warp
-    // that sums, also when the last rows come; of more than two rows a long one takes too long then.
-    const uint32_t longest = few_rows(shape) ? half_row(shape) : kLongSegment;
-    launch.segment_bytes = kWarpBytes;
-    while (launch.segment_bytes < longest && items_with(2 * launch.segment_bytes) >= warps / 2) {
-      launch.segment_bytes *= 2;
-    }
-  } else if (launch.segment_bytes == 0) {
+  const Room enough{is_large && !some_rows(shape) ? std::min(room.sms, kGettingSms) : room.sms, room.gpu_sms};
+  if (launch.threads == 0) launch.threads = is_small ? kThreads : threads_for(enough);
+  if (launch.segment_bytes == 0) {
     const bool is_short = some_rows(shape) || 2 * items_with(kWarpBytes) <= warps;
     const bool fills_long = is_large || (few_rows(shape) && 2 * items_with(kLongSegment) > warps);
     launch.segment_bytes = is_short ? kWarpBytes : (fills_long ? kLongSegment : kLongSegment / 2);
   }
   while (items_with(launch.segment_bytes) >= kMaxItems) launch.segment_bytes *= 2;
-  if (launch.blocks == 0) {
-    // Rows to move are those of all sources, whose number only the device knows.
-    launch.blocks = moves_rows ? std::min(room.sms, kThreadsPerSm * room.gpu_sms / launch.threads)
-                               : blocks_for(items_with(launch.segment_bytes), launch.threads, enough);
-  }
+  if (launch.blocks == 0) launch.blocks = blocks_for(items_with(launch.segment_bytes), launch.threads, enough);
   launch.blocks = std::min({launch.blocks, room.sms, kMaxParts});
-  if (!moves_rows) {
-    launch.movers = 0;
-  } else if (launch.movers == 0) {
-    // Some CTAs move, the others sum meanwhile. Quantising takes instructions, so more of them.
-    const uint32_t percent = shape.quantised() ? kQuantisingPercent : kPushingPercent;
-    launch.movers = std::max(launch.blocks * percent / 100, 1u);
-  }
-  launch.movers = std::min(launch.movers, launch.blocks);
   return launch;
+}
+
+uint32_t blocks_to_copy(const Room& room, const putget_launch& launch) {
+  return std::min({room.sms, kThreadsPerSm * room.gpu_sms / launch.threads, kMaxParts});
 }
 
 putget_launch choose_sentinel_combine(const Shape& shape, uint32_t num_tokens, bool is_half, const Room& room,
@@ -170,23 +144,16 @@ putget_launch choose_sentinel_combine(const Shape& shape, uint32_t num_tokens, b
     launch.segment_bytes = is_long ? 2 * kWarpBytes : kWarpBytes;
   }
   if (launch.blocks == 0) {
-    launch.blocks = blocks_for(rows * sentinel_pieces(shape, launch.segment_bytes).value(), launch.threads, enough);
+    launch.blocks = blocks_for(rows * pieces_of_row(shape, launch.segment_bytes).value(), launch.threads, enough);
   }
   launch.blocks = std::min({launch.blocks, room.sms, kMaxParts});
-  if (launch.movers == 0) {
+  if (launch.senders == 0) {
     const uint32_t quantising = share >= kLargeShare ? kLargeQuantisingPercent : kQuantisingPercent;
     const uint32_t percent = !sends_apart ? 100 : shape.quantised() ? quantising : kSendingPercent;
-    launch.movers = std::max(launch.blocks * percent / 100, 1u);
+    launch.senders = std::max(launch.blocks * percent / 100, 1u);
   }
-  launch.movers = std::min(launch.movers, launch.blocks);
+  launch.senders = std::min(launch.senders, launch.blocks);
   return launch;
-}
-
-void cut_into_pieces(CombineCall& call, const putget_launch& launch) {
-  // In a start half nobody sums.
-  call.moving_blocks = call.half == Half::kStart ? launch.blocks : std::max(launch.movers, 1u);
-  call.piece_bytes = 8 * kWarpBytes;
-  call.small_piece_bytes = 2 * kWarpBytes;
 }
 
 }  // namespace putget::cuda

@@ -31,14 +31,13 @@ constexpr bool paired(const Room& room) { return 4 * room.sms <= room.gpu_sms; }
 
 // Fields of `tuning` that are not 0 stand in for the rule's.
 putget_launch choose_dispatch(const Shape& shape, uint32_t num_tokens, const Room& room, const putget_launch& tuning);
-putget_launch choose_combine(const Shape& shape, uint32_t num_tokens, bool moves_rows, const Room& room,
-                             const putget_launch& tuning);
+putget_launch choose_combine(const Shape& shape, uint32_t num_tokens, const Room& room, const putget_launch& tuning);
 
 // Of a combine that sums sentinel rows.
 putget_launch choose_sentinel_combine(const Shape& shape, uint32_t num_tokens, bool is_half, const Room& room,
                                       const putget_launch& tuning);
 
-// Of a combine launched so: how rows are moved before they are summed.
-void cut_into_pieces(CombineCall& call, const putget_launch& launch);
+// CTAs of a combine so launched that first copies rows: those of all sources, whose number only the device knows.
+uint32_t blocks_to_copy(const Room& room, const putget_launch& launch);
 
 }  // namespace putget::cuda

@@ -21,7 +21,6 @@ void load_combine_kernels();
 // The instances of combine_kernel, by what travels.
 using CombineKernel = void (*)(Plan, CombineCall);
 CombineKernel same_kernel(const Shape& shape, bool packed);
-CombineKernel fp8_kernel(const Shape& shape, bool packed);
 CombineKernel sentinel_kernel(const Shape& shape);
 CombineKernel sentinel_fp8_kernel(const Shape& shape);
 

@@ -23,7 +23,7 @@ extern "C" {
 #define PUTGET_API
 #endif
 
-#define PUTGET_ABI_VERSION 5
+#define PUTGET_ABI_VERSION 6
 #define PUTGET_MAGIC 0x70757467u /* "putg" */
 #define PUTGET_MAX_RANKS 128
 #define PUTGET_MAX_TOP_K 32
@@ -77,9 +77,8 @@ typedef struct putget_launch {
   uint32_t threads;       /* of a block, a multiple of 32 up to 768 */
   uint32_t segment_bytes; /* of a row, for one warp at a time; a multiple of 512 */
   uint32_t splits;        /* dispatch: warps that share the targets of one segment; a power of two up to 128;
-                             combine: see movers */
-  uint32_t movers;        /* combine: blocks that move rows before they are summed, where any are to be moved, or only
-                             send sentinel rows; with splits above 1 the others send those, too */
+                             combine: above 1, the other blocks send sentinel rows, too */
+  uint32_t senders;       /* combine: blocks that send sentinel rows and sum none */
   uint32_t sentinel_rows; /* combine, also on CPU: putget_sentinel_rows, of the rows that this rank sums */
 } putget_launch;
 
@@ -97,7 +96,6 @@ typedef struct putget_config {
   uint32_t output_type; /* putget_output_type */
   uint32_t num_sms;     /* most SMs that one call may use; 0: chosen by size */
   uint32_t wire_type;   /* putget_wire_type; quantised rows have a multiple of 16 elements */
-  uint32_t pushes;      /* 1: combine pushes rows, 0: it gets them */
   uint64_t timeout_ns;
   uint64_t warmup_timeout_ns; /* for the first round after putget_memory_start */
   putget_launch dispatch;
@@ -113,12 +111,10 @@ typedef struct putget_layout {
   uint64_t ended;
   uint64_t finished;
   uint64_t arrived;
-  uint64_t pushed;
   uint64_t topk_ids;
   uint64_t topk_weights;
   uint64_t payload[PUTGET_MAX_PAYLOADS];
   uint64_t output;
-  uint64_t transit;  /* inbox or quantised rows; none: sentinel */
   uint64_t sentinel; /* sentinel rows: the end of a memory of total_bytes */
   uint64_t total_bytes;
 } putget_layout;

@@ -5,7 +5,7 @@
  * ZERO         the first rank may send no rows; in the last round the other one sends none
  * HALVES       dispatch and combine may be two kernels, with different numbers of CTAs
  * DEADLINES    any wait may expire in any CTA at any time; then its rank may not send anything more
- * For ASK, SENDING, PUSH, QUANTISED, MOVE, MOVING, SPLIT, MIXED, ROTATE and SKEW see kernels.pml, which has the
+ * For ASK, SENDING, COPY, MIXED and SKEW see kernels.pml, which has the
  * mutations as well.
  * Like every SPIN model it is sequentially consistent: that parts and joins also order memory is checked on the GPU.
  */
@@ -29,27 +29,28 @@ inline choose_grid() {
 inline call(what) {
   choose_grid();
   if
-  :: what == COMBINE -> choose_moving(); choose_sending(); launch(what, BOTH, grid, moving)
-  :: what != COMBINE -> launch(what, BOTH, grid, 0)
+  :: what == COMBINE -> choose_rows(); choose_sending(); launch(what, BOTH, grid, outside)
+  :: what != COMBINE -> launch(what, BOTH, grid, false)
 #ifdef HALVES
   :: if
-    :: what == COMBINE -> choose_sending()
+    :: what == COMBINE -> choose_rows(); choose_sending()
     :: else
     fi;
-    launch(what, START, grid, grid);
+    launch(what, START, grid, outside);
     if
     :: what == COMBINE -> choose_grid()
     :: else -> grid = 1
     fi;
-    launch(what, FINISH, grid, 0)
+    launch(what, FINISH, grid, false)
 #endif
   fi;
   grid = 0;
-  moving = 0
+  outside = false
 }
 
 proctype Stream(bit me) {
-  byte round, grid, moving, src, slot;
+  byte round, grid, src, slot;
+  bool outside;
   do
   :: round == ROUNDS -> break
   :: else ->

@@ -4,8 +4,8 @@
 #ifndef BLOCKS
 #define BLOCKS 2
 #endif
-#ifndef ROTATE
-#define ROTATE 1
+#ifndef COPY
+#define COPY 0
 #endif
 #ifndef ASK
 #define ASK 0
@@ -13,47 +13,25 @@
 #define RANKS 2
 #define ROWS 2 /* that a rank sends to each rank, unless it sends none */
 
-#if defined(PUSH)
-#define REGIONS 3
-#define MOVES true
-#elif defined(MOVE)
 #define REGIONS 2
-#define MOVES ((MOVE >> me) & 1)
-#else
-#define REGIONS 2
-#define MOVES false
-#endif
+#define COPIES ((COPY >> me) & 1)
 
 /* A flag is one word: an epoch and a value. */
 #define FLAG(epoch, value) ((epoch) * 32 + (value))
 #define EPOCH_OF(flag) ((flag) / 32)
 #define VALUE_OF(flag) ((flag) % 32)
-/* Of a part: how many parts there are, and how many rows they put or how many turns this one is done with. */
+/* Of a part: how many parts there are, and how many rows they put. */
 #define PARTS(parts, rows) ((parts) * 4 + (rows))
 #define PARTS_OF(flag) (VALUE_OF(flag) / 4 % 4)
 #define ROWS_OF(flag) ((flag) % 4)
-#define TURNS_OF(flag) ROWS_OF(flag)
 /* Of the last part of a dispatch, also: whether its rank asks for sentinel rows. */
 #define ASKS(rank) ((ASK >> (rank)) & 1)
 #define ASK_SENTINEL(rank) (ASKS(rank) * 16)
 #define ASK_OF(flag) (VALUE_OF(flag) / 16)
-/* Of `ended`: how; and in how many groups of how many CTAs rows are moved, in 0 groups if none are. */
+/* Of `ended`: how. */
 #define COMBINED 1
 #define RELEASED 2
-#define MOVED(groups, splits) (COMBINED + (groups) * 4 + ((splits) - 1) * 16)
-#define HOW_OF(flag) ((flag) % 4)
-#define GROUPS_OF(flag) (VALUE_OF(flag) / 4 % 4)
-#define SPLITS_OF(flag) (VALUE_OF(flag) / 16 + 1)
-
-/* The CTAs that move rows: each has slots of its own, or a piece of each row. */
-#ifdef SPLIT
-#define PIECES 2
-#define SPLITS moving
-#else
-#define PIECES 1
-#define SPLITS 1
-#endif
-#define GROUPS (moving / SPLITS)
+#define HOW_OF(flag) VALUE_OF(flag)
 
 #define DISPATCH 1
 #define COMBINE 2
@@ -71,8 +49,8 @@
 typedef Rank {
   /* symmetric */
   byte ended[RANKS], finished[RANKS];
-  byte arrived[RANKS * BLOCKS], pushed[RANKS * BLOCKS];
-  byte cell[REGIONS * RANKS * ROWS * PIECES]; /* the epoch whose row it holds */
+  byte arrived[RANKS * BLOCKS];
+  byte cell[REGIONS * RANKS * ROWS]; /* the epoch whose row it holds */
 #if ASK > 0
   byte word[RANKS * ROWS * WORDS]; /* `sentinel`: the epoch whose row it carries, or NOT_COME */
 #endif
@@ -82,11 +60,13 @@ typedef Rank {
   byte misuse;
   byte counts[RANKS];
   byte wanted; /* a bit for each source that has rows here and asks for sentinel rows */
-  byte gotten;
+  byte notes[RANKS * BLOCKS]; /* flags of the CTAs that have sent, at the place of the own rank */
+  byte gotten, copied;
   /* the running kernel */
-  byte kernel, half, grid, moving, sending;
+  byte kernel, half, grid, sending;
+  bool outside; /* rows come from outside: who is to get them has them copied first */
   byte running; /* its CTAs that have not ended */
-  byte copied;  /* its CTAs that have looked at the state */
+  byte looked;  /* its CTAs that have looked at the state */
   /* of the proof */
   bool wrong;  /* the running kernel is out of turn */
   bool missed  /* a CTA has given up a wait */
@@ -99,28 +79,18 @@ byte sends_nothing[RANKS]; /* a bit for each epoch */
 #define SENT(rank, of_epoch) ((sends_nothing[rank] >> (of_epoch)) & 1 -> 0 : ROWS)
 
 #ifdef MIXED
-#define REGION(kind, of_epoch) (((kind) + ROTATE * (of_epoch)) % REGIONS)
+#define REGION(kind, of_epoch) (((kind) + (of_epoch)) % REGIONS)
 #define WITHIN(src, slot, of_epoch) ((of_epoch) % 2 -> (src) * ROWS + (slot) : (slot) * RANKS + (src))
 #else
 #define REGION(kind, of_epoch) (kind)
 #define WITHIN(src, slot, of_epoch) ((src) * ROWS + (slot))
 #endif
-#define CELL(kind, src, slot, piece, of_epoch) \
-  cell[(REGION(kind, of_epoch) * RANKS * ROWS + WITHIN(src, slot, of_epoch)) * PIECES + (piece)]
-#define FIRST_PIECE 0
-#define LAST_PIECE (PIECES - 1)
-#define RECEIVED(src, slot, of_epoch) CELL(0, src, slot, FIRST_PIECE, of_epoch)
-#define OUTPUT(src, slot, of_epoch, piece) CELL(1, src, slot, piece, of_epoch)
-#define INBOX(src, slot, of_epoch, piece) CELL(2, src, slot, piece, of_epoch)
+#define CELL(kind, src, slot, of_epoch) cell[REGION(kind, of_epoch) * RANKS * ROWS + WITHIN(src, slot, of_epoch)]
+#define RECEIVED(src, slot, of_epoch) CELL(0, src, slot, of_epoch)
+#define OUTPUT(src, slot, of_epoch) CELL(1, src, slot, of_epoch)
 #define EMPTY 0
 #define NOT_COME 255
 #define WORD(src, slot, number) word[((src) * ROWS + (slot)) * WORDS + (number)]
-
-/* Both pieces of a row: the same one twice where rows have one. */
-#define STORE(row, src, slot, of_epoch, value) \
-  row(src, slot, of_epoch, FIRST_PIECE) = value; row(src, slot, of_epoch, LAST_PIECE) = value
-#define HOLDS(row, src, slot, of_epoch, value) \
-  (row(src, slot, of_epoch, FIRST_PIECE) == (value) && row(src, slot, of_epoch, LAST_PIECE) == (value))
 
 /* Stores a flag into the memory of every rank that is wanted, in any order. What is out of turn sends nothing. */
 #define STORE_IF(wanted, flag, value) \
@@ -218,74 +188,44 @@ inline observe_ended(of_epoch, own) {
 #else
 #define WAITS_AT_C3 true
 #endif
-/* C8 of one slot at one rank: who moves its rows has told of the turn of that slot, in each part that has some of it.
- * `told` is what C3 has shown. */
-#ifdef C8_ONE_TURN_LESS
-#define IS_TOLD(flag, turn) (EPOCH_OF(flag) == epoch && TURNS_OF(flag) >= (turn))
-#else
-#define IS_TOLD(flag, turn) (EPOCH_OF(flag) == epoch && TURNS_OF(flag) > (turn))
-#endif
-#define TURN(rank, slot) ((slot) / GROUPS_OF(told[rank]))
-#define PART(rank, slot) ((slot) % GROUPS_OF(told[rank]) * SPLITS_OF(told[rank]))
-#define PUSHED(rank, part) SELF.pushed[(rank) * BLOCKS + (part)]
-#if defined(C8_FIRST_SPLIT)
-#define IS_MOVED(rank, slot) IS_TOLD(PUSHED(rank, PART(rank, slot)), TURN(rank, slot))
-#elif defined(C8_FIRST_PART)
-#define IS_MOVED(rank, slot) IS_TOLD(PUSHED(rank, 0), TURN(rank, slot))
-#else
-#define IS_MOVED(rank, slot) \
-  (IS_TOLD(PUSHED(rank, PART(rank, slot)), TURN(rank, slot)) && \
-   (SPLITS_OF(told[rank]) < 2 || IS_TOLD(PUSHED(rank, PART(rank, slot) + 1), TURN(rank, slot))))
-#endif
-/* Rows that a rank would push to itself as they are: it sums them where they are. */
-#if defined(PUSH) && !defined(QUANTISED)
-#define STAYS(rank) ((rank) == me)
-#else
-#define STAYS(rank) false
-#endif
-#if defined(SKIP_C8)
-#define IS_THERE(rank, slot) true
-#elif defined(C8_WITHOUT_OWN)
-#define IS_THERE(rank, slot) ((rank) == me || GROUPS_OF(told[rank]) == 0 || IS_MOVED(rank, slot))
-#else
-#define IS_THERE(rank, slot) (STAYS(rank) || GROUPS_OF(told[rank]) == 0 || IS_MOVED(rank, slot))
-#endif
-
 /* Joins: the last CTA to arrive goes on. */
 #define ARRIVE(counter, of) atomic { counter++; last = (counter == of) }
+#ifdef NO_J2
+#define J2 ARRIVE(SELF.copied, 1)
+#else
+#define J2 ARRIVE(SELF.copied, grid)
+#endif
 #ifdef NO_J3
 #define J3 ARRIVE(SELF.gotten, 1)
 #else
 #define J3 ARRIVE(SELF.gotten, grid)
 #endif
 
-/* Rows that are no sentinel rows. */
-#define MOVED_COUNT(src) ((SELF.wanted >> (src)) & 1 -> 0 : SELF.counts[src])
+/* Rows of a source that it gets. */
+#define GOT_COUNT(src) ((SELF.wanted >> (src)) & 1 -> 0 : SELF.counts[src])
 
 /* What a CTA copies. It does so in several reads; but what it reads of the state stays while a CTA of the kernel is
- * still to look (asserted where it changes; of a combine only the CTAs that move and the first one may judge by `open`),
+ * still to look (asserted where it changes; of a combine only the first CTA may judge by `open`),
  * and each flag is judged by itself. */
 #define LOOK(parts) \
   d_step { \
     half = SELF.half; \
     grid = SELF.grid; \
-    moving = SELF.moving; \
     sending = SELF.sending; \
     epoch = SELF.epoch; \
     open = SELF.open; \
     well = !SELF.fault; \
     sent = SENT(me, epoch); \
     wanted = SELF.wanted; \
-    most = (MOVED_COUNT(0) > MOVED_COUNT(1) -> MOVED_COUNT(0) : MOVED_COUNT(1)); \
-    moving = (wanted > 0 && most == 0 -> 0 : moving); \
-    SELF.copied = SELF.copied | (1 << block); \
+    copies = SELF.outside && GOT_COUNT(0) + GOT_COUNT(1) > 0; \
+    SELF.looked = SELF.looked | (1 << block); \
     own_ended = OWN_FLAG(ended); \
     own_arrived = FIRST(arrived, me); \
     own_first = FIRST(parts, me); \
     own_part = SELF.parts[me * BLOCKS + block] \
   }
 
-#define HAVE_LOOKED(ctas) ((SELF.copied & ((1 << (ctas)) - 1)) == (1 << (ctas)) - 1)
+#define HAVE_LOOKED(ctas) ((SELF.looked & ((1 << (ctas)) - 1)) == (1 << (ctas)) - 1)
 
 /* Whether a kernel that publishes parts has been run in this round; this one has so many. The first CTA of this very
  * kernel may have stored its flag by now. */

@@ -5,7 +5,7 @@
  * by every CTA before it stores anything that a peer can see (assertions beside the stores), and is a fault of the kind
  * that is asserted here.
  *
- * For ASK, SENDING, PUSH, MOVE, EITHER, SPLIT, MIXED and ROTATE see kernels.pml, which has the mutations as well.
+ * For ASK, SENDING, COPY, EITHER and MIXED see kernels.pml, which has the mutations as well.
  */
 #ifndef ROUNDS
 #define ROUNDS 2
@@ -50,18 +50,19 @@ inline judge_release_call() { fault = (turn == IN_COMBINE -> NOT_FINISHED : 0) }
 inline attempt(what) {
   SELF.wrong = (fault != 0);
   if
-  :: what == COMBINE -> choose_moving(); choose_sending()
+  :: what == COMBINE -> choose_rows(); choose_sending()
   :: else
   fi;
-  launch(what, half, grid, moving);
+  launch(what, half, grid, outside);
   if
   :: fault != 0 -> assert(SELF.fault && SELF.misuse == fault); break
-  :: else -> assert(!SELF.fault); grid = 0; moving = 0
+  :: else -> assert(!SELF.fault); grid = 0; outside = false
   fi
 }
 
 proctype Anything() {
-  byte me = 0, turn = IDLE, half, grid, moving, fault, src, slot;
+  byte me = 0, turn = IDLE, half, grid, fault, src, slot;
+  bool outside;
   do
   :: turn == IDLE && SELF.epoch == ROUNDS -> break
   :: turn != IDLE || SELF.epoch < ROUNDS ->
@@ -116,13 +117,13 @@ proctype Peer() {
   :: round == ROUNDS || SELF.fault -> break
   :: else ->
     round++;
-    launch(DISPATCH, BOTH, 1, 0);
+    launch(DISPATCH, BOTH, 1, false);
     if
     :: !SELF.fault -> run_experts()
     :: else
     fi;
     if
-    :: (combined_rounds >> round) & 1 -> launch(COMBINE, BOTH, 1, 1)
+    :: (combined_rounds >> round) & 1 -> launch(COMBINE, BOTH, 1, COPIES)
     :: else
     fi
   od

@@ -4,14 +4,11 @@
  * Every kernel runs with a number of CTAs of its own. Each CTA copies the private state when it begins, looks at its
  * own rank's flags, and publishes its part by itself.
  *
- * How combine moves rows: nothing (experts write combine_input, peers get it); MOVE: this kernel copies or quantises
- * them first (a bit for each rank: one may copy rows where the other's experts have written combine_input); PUSH: it
- * puts them into the peers' inboxes, and with QUANTISED also into its own. The CTAs that move do so in turns: a slot
- * each, or with SPLIT a piece each of one slot. MOVING: how many CTAs of a whole combine move, at most. EITHER: a call
- * may also move nothing (here the experts write combine_input all the same). Token and slot are the same number here.
- * ASK: a bit for each rank: it asks for sentinel rows, which those that have them send. SENDING: how
- * many of its CTAs send, at most, where it asks for such rows itself and moves nothing.
- * MIXED        rounds alternate between layouts whose regions overlap; ROTATE says which ones
+ * COPY: a bit for each rank: its combine copies rows from outside into combine_input first, those that are to be got.
+ * EITHER: a call may also find them there (here the experts write combine_input all the same). Token and slot are the
+ * same number here. ASK: a bit for each rank: it asks for sentinel rows, which those that have them send. SENDING: how
+ * many of its CTAs send, at most, where it asks for such rows itself.
+ * MIXED        rounds alternate between layouts whose regions overlap
  * SKEW         a flag is stored into one rank's memory after the other's; else in one step, which nobody can tell who
  *              has not looked
  *
@@ -45,10 +42,8 @@ inline release() {
 }
 
 proctype Cta(bit me; byte block) {
-  byte half, grid, moving, sending, epoch, own_ended, own_arrived, own_first, own_part, src, slot, turn, sent, most;
-  byte wanted, number;
-  byte told[RANKS]; /* `ended`, as C3 has found it */
-  bool open, well, last;
+  byte half, grid, sending, epoch, own_ended, own_arrived, own_first, own_part, src, slot, sent, wanted, number;
+  bool open, well, last, copies;
 end:
   do
   :: if
@@ -57,51 +52,43 @@ end:
      :: release()
      fi;
     d_step {
-      half = 0; grid = 0; moving = 0; sending = 0; epoch = 0;
+      half = 0; grid = 0; sending = 0; epoch = 0;
       own_ended = 0; own_arrived = 0; own_first = 0; own_part = 0;
-      sent = 0; most = 0; wanted = 0; number = 0; told[0] = 0; told[1] = 0;
-      open = false; well = false; last = false;
+      sent = 0; wanted = 0; number = 0;
+      open = false; well = false; last = false; copies = false;
       SELF.running = SELF.running & ~(1 << block)
     }
   od
 }
 
-/* A kernel begins when the one before has ended. The start half of combine moves with all its CTAs. */
-inline launch(what, which, blocks, movers) {
+/* A kernel begins when the one before has ended. */
+inline launch(what, which, blocks, from_outside) {
   d_step {
     SELF.kernel = what;
     SELF.half = which;
     SELF.grid = blocks;
-    SELF.moving = (what != COMBINE || which == FINISH || !MOVES -> 0 : movers);
-    SELF.moving = (which == START && SELF.moving > 0 -> blocks : SELF.moving);
-    SELF.sending = (SELF.sending == 0 || which == FINISH || SELF.moving > 0 || !ASKS(me) -> blocks : SELF.sending);
+    SELF.outside = what == COMBINE && which != FINISH && from_outside;
+    SELF.sending = (SELF.sending == 0 || which == FINISH || !ASKS(me) -> blocks : SELF.sending);
     SELF.running = (1 << (blocks)) - 1
   }
   d_step {
     SELF.running == 0 ->
-    assert(SELF.fault || SELF.gotten == 0); /* joins are whole */
+    assert(SELF.fault || SELF.gotten + SELF.copied == 0); /* joins are whole */
     SELF.kernel = 0;
     SELF.half = 0;
     SELF.grid = 0;
-    SELF.moving = 0;
+    SELF.outside = false;
     SELF.sending = 0;
-    SELF.copied = 0
+    SELF.looked = 0
   }
 }
 
-/* How many of the CTAs of a whole combine move rows: any number, or MOVING if there are so many. */
-inline choose_moving() {
+/* Where a combine has its rows from. */
+inline choose_rows() {
   if
-#ifdef MOVING
-  :: MOVES -> moving = (grid < MOVING -> grid : MOVING)
-#else
-  :: MOVES -> moving = 1
-  :: MOVES && grid > 1 -> moving = grid
-#endif
+  :: outside = COPIES
 #ifdef EITHER
-  :: moving = 0
-#else
-  :: !MOVES -> moving = 0
+  :: outside = false
 #endif
   fi
 }
@@ -135,17 +122,17 @@ inline run_experts() {
         assert(SELF.RECEIVED(src, slot, SELF.epoch) == (slot < SELF.counts[src] -> SELF.epoch : EMPTY)) /* D5 */
       }
     }
-#if defined(MOVE) && !defined(EITHER)
+#ifndef EITHER
     if
-    :: MOVES
+    :: COPIES
     :: else ->
 #endif
     for (src : 0 .. RANKS - 1) {
       for (slot : 0 .. SELF.counts[src] - 1) {
-        STORE(SELF.OUTPUT, src, slot, SELF.epoch, SELF.epoch) /* C1 */
+        SELF.OUTPUT(src, slot, SELF.epoch) = SELF.epoch /* C1 */
       }
     }
-#if defined(MOVE) && !defined(EITHER)
+#ifndef EITHER
     fi;
 #endif
     src = 0;

@@ -6,8 +6,7 @@
  *
  * Each rank is one thread and has one part; rows are left out. Rounds are combined or released, as all ranks agree.
  *
- * PUSH         combine pushes; otherwise peers get
- * SENTINEL      neither: sentinel rows, of which a rank may need some peers' or none
+ * SENTINEL     combine sends sentinel rows, of which a rank may need some peers' or none; otherwise peers get rows
  * MIXED        rounds exchange `finished` too
  * Mutations: WHOLE_DISPATCH, WHOLE_COMBINE (one kernel instead of two halves), START_WAITS (combine_start waits for its
  * peers), LEFT_OPEN (a round is not released before the next one).
@@ -20,7 +19,7 @@
 #endif
 #define OBJECTS 2
 
-typedef Flags { byte ended[RANKS], arrived[RANKS], pushed[RANKS], finished[RANKS], sentinel[RANKS] };
+typedef Flags { byte ended[RANKS], arrived[RANKS], finished[RANKS], sentinel[RANKS] };
 typedef Workspaces { Flags object[OBJECTS] };
 Workspaces memory[RANKS];
 byte released; /* a bit for each epoch */
@@ -72,9 +71,6 @@ inline finish_dispatch() { WAIT(arrived, epoch) /* D4 */ }
 
 inline start_combine() {
   TO_ALL(ended, epoch); /* C2 */
-#ifdef PUSH
-  TO_ALL(pushed, epoch); /* C7 */
-#endif
 #ifdef SENTINEL
   TO_ALL(sentinel, epoch); /* F1 */
 #endif
@@ -88,9 +84,6 @@ inline finish_combine() {
   WAIT_FOR_SOME(sentinel, epoch); /* F2 */
 #else
   WAIT(ended, epoch); /* C3 */
-#endif
-#ifdef PUSH
-  WAIT(pushed, epoch); /* C8 */
 #endif
 #ifdef MIXED
   TO_ALL(finished, epoch) /* C5 */

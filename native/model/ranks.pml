@@ -1,6 +1,5 @@
 /* The synchronisation of dispatch and combine between ranks, for SPIN. The statements carry the tags of
- * docs/protocol.md. Each rank is one thread: it has one part, told in turns of one slot, and joins nothing (ctas.pml has
- * several parts). It may pause between any two statements, so also where a half ends.
+ * docs/protocol.md. Each rank is one thread: it has one part, and joins nothing (ctas.pml has several parts). It may pause between any two statements, so also where a half ends.
  *
  * SPIN executes one statement at a time in some order (sequential consistency). The model therefore checks that every
  * wait is there and in its place, not the memory orders of the accesses: those are checked under ThreadSanitizer
@@ -9,9 +8,8 @@
  * What is checked: the assertions here and in ranks_memory.pml, and that no rank is left waiting (invalid end states).
  *
  * Parameters (-D): RANKS, ROUNDS, SLOTS (rows that one rank can send to another), EPOCHS (epochs count modulo this),
- *              ROUTES (which routings are tried: see choose_rows), PUSH (whose combine pushes: bit 0 object 0, bit 1
- *              object 1), ROTATE (which regions of the two objects overlap), ASK (a bit for each rank that may ask,
- *              each round anew, for sentinel rows).
+ *              ROUTES (which routings are tried: see choose_rows), ASK (a bit for each rank that may ask, each round
+ *              anew, for sentinel rows).
  * LAYERS       rounds alternate between two objects of different layouts on one workspace (see ROW)
  * MIX_AFTER    with LAYERS: the second object is made in or after this round, which need not have ended on every rank
  * DEADLINES    every wait may expire at any time; the last rank may die at any time or go on after any pause; the
@@ -155,7 +153,7 @@ next_round:
 #endif
 #ifdef LATE_READ /* of the first round's rows, after the next one's dispatch_start */
   if
-  :: round == 2 && combine -> round--; IN_TURNS(read_rows()); round++
+  :: round == 2 && combine -> round--; read_rows(); round++
   :: else
   fi;
 #endif
@@ -214,19 +212,6 @@ next_round:
     send_rows();
 #endif
 #endif
-#if PUSH > 0
-    if
-    :: PUSHES(object) ->
-#ifdef EARLY_C7
-      IN_TURNS(publish_pushed(); push_rows())
-#elif defined(SKIP_C7)
-      IN_TURNS(push_rows())
-#else
-      IN_TURNS(push_rows(); publish_pushed()) /* C6, C7 */
-#endif
-    :: else
-    fi;
-#endif
 #ifndef SKIP_C3
     if
     :: ASKS_SENTINELS /* its rows say by themselves that they have come */
@@ -250,7 +235,7 @@ next_round:
 #ifdef LATE_READ
     if
     :: round > 1 -> sum_tokens()
-    :: else -> IN_TURNS(await_token())
+    :: else
     fi;
 #else
     sum_tokens();
@@ -316,9 +301,6 @@ finished:
     for (peer : 0 .. RANKS - 1) {
       AT(me).ended_epoch[peer] = epoch;
       AT(me).finished_epoch[peer] = epoch;
-#if PUSH > 0
-      AT(me).pushed_epoch[peer] = epoch;
-#endif
 #if ASK > 0 && !defined(SKIP_WORD_INIT)
       for (slot : 0 .. SLOTS - 1) { AT(me).WORD(slot, peer) = NOT_COME };
       slot = 0;
@@ -352,9 +334,6 @@ init {
       for (r : 0 .. RANKS - 1) {
         memory[i].arrived_epoch[r] = FIRST_EPOCH;
         memory[i].ended_epoch[r] = FIRST_EPOCH;
-#if PUSH > 0
-        memory[i].pushed_epoch[r] = FIRST_EPOCH;
-#endif
 #if ASK > 0 && !defined(SKIP_WORD_INIT)
         for (s : 0 .. SLOTS - 1) { memory[i].WORD(s, r) = NOT_COME };
 #endif

@@ -21,12 +21,6 @@
 #ifndef EXTRA
 #define EXTRA 0
 #endif
-#ifndef PUSH
-#define PUSH 0
-#endif
-#ifndef ROTATE
-#define ROTATE 1
-#endif
 #ifndef ASK
 #define ASK 0
 #endif
@@ -43,32 +37,20 @@
 #endif
 #define NOT_BEFORE(epoch, other) (((epoch) + EPOCHS - (other) % EPOCHS) % EPOCHS < EPOCHS / 2)
 
-/* Cells of the rows (slot, src) in a rank's memory: regions of received rows, output and, where rows are pushed, the
- * inbox. Object 1 has another order of regions, and assigns the cells in another order: a different row size puts the
- * splits of different ranks at the same address. */
-#define PUSHES(object) ((PUSH >> (object)) & 1)
-#if PUSH > 0
-#define REGIONS 3
-#else
+/* Cells of the rows (slot, src) in a rank's memory: regions of received rows, and output. Object 1 has another order of
+ * regions, and assigns the cells in another order: a different row size puts the splits of different ranks at the same
+ * address. */
 #define REGIONS 2
-#endif
 #define REGION_ROWS (SLOTS * RANKS)
 #define SPLIT(object, slot, src) ((object) == 0 -> (slot) * RANKS + (src) : REGION_ROWS - 1 - (slot) * RANKS - (src))
 #define ROW(kind, object, slot, src) \
-  cell[(((kind) + (object) * ROTATE) % REGIONS) * REGION_ROWS + SPLIT(object, slot, src)]
+  cell[(((kind) + (object)) % REGIONS) * REGION_ROWS + SPLIT(object, slot, src)]
 #define RECEIVED(slot, src) ROW(0, object, slot, src)
 #define OUTPUT(slot, src) ROW(1, object, slot, src)
-#define INBOX(slot, src) ROW(2, object, slot, src)
 #define EMPTY 0
 
-/* A rank that may ask for sentinel rows; and who is known to want its rows so, of those that have
- * some. */
+/* A rank that may ask for sentinel rows. */
 #define MAY_ASK(rank) ((ASK >> (rank)) & 1)
-#if ASK > 0
-#define WANTS_SENTINELS(rank) ((wanted >> (rank)) & 1)
-#else
-#define WANTS_SENTINELS(rank) false
-#endif
 #define WORD(slot, src) word[(slot) * RANKS + (src)]
 #define NOT_COME 255
 
@@ -91,10 +73,6 @@ typedef Memory {
   byte arrived_rows[RANKS];
   byte ended_epoch[RANKS];
   byte ended_how[RANKS];
-#if PUSH > 0
-  byte pushed_epoch[RANKS];
-  byte pushed_turns[RANKS];
-#endif
 #if ASK > 0
   bool arrived_ask[RANKS];
   byte word[REGION_ROWS]; /* `sentinel`: the round whose row it carries, or NOT_COME */
@@ -177,20 +155,6 @@ inline publish_arrived() { TO_PEERS(STORE_ARRIVED) }
 inline publish_ended(of_epoch, how) {
   TO_PEERS(atomic { AT(peer).ended_epoch[me] = of_epoch; AT(peer).ended_how[me] = how })
 }
-/* In the first turn everybody is told, then those whose row has been pushed in it. */
-#ifdef C7_ONE_TURN_EARLY
-#define TURNS_DONE (turn + 2)
-#else
-#define TURNS_DONE (turn + 1)
-#endif
-#define STORE_PUSHED \
-  if \
-  :: turn == 0 || (turn < counts[peer] && !WANTS_SENTINELS(peer)) -> \
-    atomic { AT(peer).pushed_epoch[me] = epoch; AT(peer).pushed_turns[me] = TURNS_DONE } \
-  :: else \
-  fi
-
-inline publish_pushed() { TO_PEERS(STORE_PUSHED) }
 inline publish_finished() {
   if
   :: mixed -> TO_PEERS(AT(peer).finished_epoch[me] = epoch)
@@ -217,28 +181,6 @@ inline observe_ended(of_epoch) {
   for (peer : 0 .. RANKS - 1) {
     if
     :: PEER(peer) -> WAIT_NEXT(ended_epoch[peer], of_epoch, skip)
-    :: else
-    fi
-  }
-  peer = 0
-}
-
-/* Of one token: of each peer that has a row of it. */
-#ifdef C8_ONE_TURN_LESS
-#define MOVED_UP_TO(turns) (AT(me).pushed_turns[peer] >= turns)
-#else
-#define MOVED_UP_TO(turns) (AT(me).pushed_turns[peer] > turns)
-#endif
-inline observe_pushed() {
-  for (peer : 0 .. RANKS - 1) {
-    if
-    :: PEER(peer) && turn < rows[peer] ->
-      if
-      :: atomic { REACHED(AT(me).pushed_epoch[peer], epoch) && MOVED_UP_TO(turn) ->
-          assert(AT(me).pushed_epoch[peer] == epoch) }
-      :: atomic { AT(me).pushed_epoch[peer] > epoch -> assert(false) }
-      OR_EXPIRES
-      fi
     :: else
     fi
   }
@@ -304,19 +246,13 @@ inline clear_empty_slots() { FOR_ROWS(ACTIVE(peer) && slot >= counts[peer], AT(m
 #define WRITES true /* a round that is released may have been written all the same */
 #endif
 
-/* D5: what has come is read, and the ids of empty slots. C1: the rows that combine moves are written. */
+/* D5: what has come is read, and the ids of empty slots. C1: the rows that combine brings back are written. */
 inline run_experts() {
   FOR_ROWS(ACTIVE(peer), assert(AT(me).RECEIVED(slot, peer) == (slot < counts[peer] -> round : EMPTY)));
   if
   :: WRITES -> FOR_ROWS(ACTIVE(peer) && slot < counts[peer], AT(me).OUTPUT(slot, peer) = round)
   :: else
   fi
-}
-
-/* C6 of the slot that has its turn: reads what the experts wrote. A rank's own rows stay where they are. */
-inline push_rows() {
-  FOR_ROWS(PEER(peer) && !WANTS_SENTINELS(peer) && slot == turn && slot < counts[peer],
-           assert(AT(me).OUTPUT(slot, peer) == round); AT(peer).INBOX(slot, me) = round)
 }
 
 /* F1: rows of the ranks that ask for them so, word by word, each rank's in any order with the others'. */
@@ -379,18 +315,8 @@ inline await_words() {
 }
 #endif
 
-/* C9, of the token whose turn it is, or C4 of all. A token has the slot of its number. */
-inline read_rows() {
-  if
-  :: PUSHES(object) ->
-    FOR_ROWS(slot == turn && slot < rows[peer],
-             if
-             :: peer == me -> assert(AT(me).OUTPUT(slot, me) == round)
-             :: else -> assert(AT(me).INBOX(slot, peer) == round)
-             fi)
-  :: else -> FOR_ROWS(slot < rows[peer], assert(AT(peer).OUTPUT(slot, me) == round))
-  fi
-}
+/* C4. A token has the slot of its number. */
+inline read_rows() { FOR_ROWS(slot < rows[peer], assert(AT(peer).OUTPUT(slot, me) == round)) }
 
 #define IN_TURNS(act) \
   do \
@@ -403,17 +329,6 @@ inline read_rows() {
   od; \
   turn = 0
 
-inline await_token() {
-#if PUSH > 0 && !defined(SKIP_C8)
-  if
-  :: PUSHES(object) -> observe_pushed() /* C8 */
-  :: else
-  fi
-#else
-  skip
-#endif
-}
-
 #if ASK > 0
 #define ASKS_SENTINELS asks
 #else
@@ -424,7 +339,6 @@ inline sum_tokens() {
 #if ASK > 0
   :: asks -> IN_TURNS(await_words()) /* F2, F3 */
 #endif
-  :: PUSHES(object) && !ASKS_SENTINELS -> IN_TURNS(await_token(); read_rows()) /* C9 */
-  :: !PUSHES(object) && !ASKS_SENTINELS -> read_rows() /* C4 */
+  :: !ASKS_SENTINELS -> read_rows() /* C4 */
   fi
 }

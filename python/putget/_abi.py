@@ -11,7 +11,7 @@ from typing import Any
 from putget import config
 from putget.errors import BackendUnavailable, PutgetError
 
-ABI_VERSION = 5
+ABI_VERSION = 6
 MAGIC = 0x70757467
 MAX_RANKS = 128
 MAX_TOP_K = 32
@@ -66,7 +66,7 @@ class Launch(_Checked):
         ("threads", c_uint32),
         ("segment_bytes", c_uint32),
         ("splits", c_uint32),
-        ("movers", c_uint32),
+        ("senders", c_uint32),
         ("sentinel_rows", c_uint32),
     ]
 
@@ -86,7 +86,6 @@ class Config(Versioned):
         ("output_type", c_uint32),
         ("num_sms", c_uint32),
         ("wire_type", c_uint32),
-        ("pushes", c_uint32),
         ("timeout_ns", c_uint64),
         ("warmup_timeout_ns", c_uint64),
         ("dispatch", Launch),
@@ -103,12 +102,10 @@ class Layout(Versioned):
         ("ended", c_uint64),
         ("finished", c_uint64),
         ("arrived", c_uint64),
-        ("pushed", c_uint64),
         ("topk_ids", c_uint64),
         ("topk_weights", c_uint64),
         ("payload", c_uint64 * MAX_PAYLOADS),
         ("output", c_uint64),
-        ("transit", c_uint64),
         ("sentinel", c_uint64),
         ("total_bytes", c_uint64),
     ]

@@ -13,6 +13,8 @@ from putget.payload import Payload
 
 _LISTED_EXPERTS = 64  # in messages
 _INSTEAD = {  # of an argument that AllToAll had once
+    "combine_direction": "nothing: rows are sent to small batches and got by large ones; "
+    "tuning=putget.Tuning(combine=putget.Launch(sentinel_rows=...)) chooses",
     "combine_scale": "combine_dtype=torch.float8_e4m3fn, which has a scale for each 128 elements",
     "dispatch_launch": "tuning=putget.Tuning(dispatch=putget.Launch(...))",
     "combine_launch": "tuning=putget.Tuning(combine=putget.Launch(...))",

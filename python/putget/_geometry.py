@@ -37,7 +37,6 @@ class Geometry:
         max_tokens_per_rank: int,
         payloads: Sequence[Payload],
         output: Payload,
-        combine_direction: str = "pull",
         combine_dtype: torch.dtype | None = None,
     ) -> Geometry:
         """Raises ValueError for the first size or choice that is not allowed."""
@@ -59,7 +58,7 @@ class Geometry:
             raise ValueError(f"output dtype is {output.dtype}, allowed are bfloat16, float16 and float32")
         # As many elements for every dtype: they are summed in float32.
         check_row_bytes("output", output.row_bytes, output.dtype.itemsize * (_abi.MAX_ROW_BYTES // 4))
-        wire = Wire.checked(combine_direction, combine_dtype, output)
+        wire = Wire.checked(combine_dtype, output)
         return Geometry(ep_size, num_experts, top_k, max_tokens_per_rank, tuple(payloads), output, wire)
 
     def config(
@@ -80,7 +79,6 @@ class Geometry:
             num_sms=num_sms,
             finish_num_sms=tuning.finish_num_sms or 0,
             wire_type=self.wire.type,
-            pushes=self.wire.pushes,
             timeout_ns=max(1, int(timeout_s * 1e9)),
             warmup_timeout_ns=max(1, int(warmup_timeout_s * 1e9)),
             dispatch=(tuning.dispatch or Launch()).for_abi(),
@@ -137,15 +135,11 @@ class Geometry:
             ("ended flags", layout.ended, line),
             ("finished flags", layout.finished, line),
             ("arrived flags", layout.arrived, parts),
-            ("pushed flags", layout.pushed, parts),
             ("topk_ids", layout.topk_ids, f"{slots} x [{self.top_k}] int32"),
             ("topk_weights", layout.topk_weights, f"{slots} x [{self.top_k}] float32"),
             *((f"payload {i}", layout.payload[i], f"{slots} x {payload}") for i, payload in enumerate(self.payloads)),
             ("combine_input", layout.output, f"{slots} x {self.output}"),
         ]
-        if layout.transit < layout.sentinel:
-            name = "inbox" if self.wire.pushes else "quantised rows"
-            regions.append((name, layout.transit, f"{slots} x {wire_row_bytes(self.wire, self.output)} bytes"))
         rows_a_peer = (layout.total_bytes - layout.sentinel) // self.ep_size // wire_row_bytes(self.wire, self.output)
         regions.append(("sentinel rows", layout.sentinel, f"{rows_a_peer} of each rank"))
         ends = [start for _, start, _ in regions[1:]] + [layout.total_bytes]

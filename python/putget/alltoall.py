@@ -51,11 +51,9 @@ class AllToAll:
             device), the same on every rank; by default contiguous blocks of ceil(num_experts / ep_size) experts a rank.
         workspace: Memory and rounds shared with other objects, used one after the other; by default memory of its own.
         num_sms: Most SMs that one call uses; None: chosen by size.
-        combine_direction: "pull": each rank gets its tokens' rows where experts wrote them. "push": the ranks that
-            wrote them put them into its inbox. Either way they travel as sentinel rows where the workspace has room
-            and that is faster (``Launch.sentinel_rows``).
         combine_dtype: torch.float8_e4m3fn: rows travel in half of the bytes, as E4M3 with one float32 scale for each
-            128 elements, and are summed in float32. None: as experts write them.
+            128 elements, and are summed in float32. None: as experts write them; then a rank whose batch is larger than
+            the workspace has room for gets its rows where experts wrote them (``Launch.sentinel_rows``).
         tuning: What only measurements choose; see ``launches``.
         **removed: Arguments of earlier versions: the ValueError names what to use instead.
 
@@ -81,7 +79,6 @@ class AllToAll:
         expert_to_rank: torch.Tensor | Sequence[int] | None = None,
         workspace: Workspace | None = None,
         num_sms: int | None = None,
-        combine_direction: str = "pull",
         combine_dtype: torch.dtype | None = None,
         tuning: Tuning | None = None,
         **removed: NoReturn,
@@ -98,10 +95,9 @@ class AllToAll:
                 max_tokens_per_rank,
                 payloads,
                 output,
-                combine_direction,
                 combine_dtype,
             )
-            tuning = check_tuning(tuning)
+            tuning = check_tuning(tuning, geometry.wire)
             check_seconds("timeout_s", timeout_s)
             check_seconds("warmup_timeout_s", warmup_timeout_s)
             self._device = resolve_device(device)
@@ -290,7 +286,7 @@ class AllToAll:
         return result
 
     def combine_start(self, x: torch.Tensor | None = None, *, layout: ExpertMajor | None = None) -> None:
-        """The first half of ``combine``: tells the peers that the rows are there, or pushes them; waits for nobody.
+        """The first half of ``combine``: sends rows, or tells the peers that they are there; waits for nobody.
 
         No kernel stays behind. ``x`` has been read when the call's work is done, and may be written over on the same
         stream. ``combine_input`` must not change before the round has ended on every rank, that is, before the next

@@ -11,7 +11,6 @@ import torch
 from putget import _abi
 from putget.payload import Payload
 
-_DIRECTIONS = ("pull", "push")
 _QUANTISED_PACK = 16  # a quantised row has a multiple of this many elements
 _MOST_THREADS = 768
 
@@ -21,25 +20,20 @@ class Wire:
     """How the rows of combine travel, checked.
 
     Attributes:
-        pushes: Owners of rows put them into the inboxes of those that sum them; else those get them.
         type: ``_abi.WIRE_SAME`` or ``_abi.WIRE_FP8``.
     """
 
-    pushes: bool = False
     type: int = _abi.WIRE_SAME
 
     @staticmethod
-    def checked(direction: str, dtype: torch.dtype | None, output: Payload) -> Wire:
-        """From the constructor's combine_direction and combine_dtype.
+    def checked(dtype: torch.dtype | None, output: Payload) -> Wire:
+        """From the constructor's combine_dtype.
 
         Raises:
-            ValueError: One of them is not allowed.
+            ValueError: It is not allowed.
         """
-        if direction not in _DIRECTIONS:
-            raise ValueError(f"combine_direction is {direction!r}, allowed are {' and '.join(map(repr, _DIRECTIONS))}")
-        pushes = direction == "push"
         if dtype is None or dtype == output.dtype:
-            return Wire(pushes)
+            return Wire()
         if dtype != torch.float8_e4m3fn:
             raise ValueError(f"combine_dtype is {dtype!r}, allowed are {output.dtype} and torch.float8_e4m3fn")
         elements = output.row_bytes // output.dtype.itemsize
@@ -48,11 +42,10 @@ class Wire:
                 f"combine_dtype is torch.float8_e4m3fn, output has {elements} elements, "
                 f"expected a multiple of {_QUANTISED_PACK}"
             )
-        return Wire(pushes, _abi.WIRE_FP8)
+        return Wire(_abi.WIRE_FP8)
 
     def __str__(self) -> str:
-        kind = "as written" if self.type == _abi.WIRE_SAME else "float8_e4m3fn, a scale for 128"
-        return f"{'push' if self.pushes else 'pull'}, {kind}"
+        return "as written" if self.type == _abi.WIRE_SAME else "float8_e4m3fn, a scale for 128"
 
 
 _RANGES = {  # of a field: what it is a multiple of, and at most
@@ -60,7 +53,7 @@ _RANGES = {  # of a field: what it is a multiple of, and at most
     "threads": (32, _MOST_THREADS),
     "segment_bytes": (512, 1 << 26),
     "splits": (1, 128),
-    "movers": (1, 256),
+    "senders": (1, 256),
 }
 
 
@@ -72,14 +65,13 @@ class Launch:
         blocks: CTAs; at most one an SM.
         threads: Of a CTA, a multiple of 32 up to 768.
         segment_bytes: Of a row, for one warp at a time: a multiple of 512.
-        splits: Dispatch: warps that share the targets of one segment, a power of two up to 128. Combine: above 1, all
-            blocks send sentinel rows, and ``movers`` of them do nothing else.
-        movers: Combine: blocks that move rows before they are summed, or send sentinel rows, where any are to be moved
-            or sent; the other blocks sum meanwhile (see ``splits``), or where there are no others, the same ones.
-        sentinel_rows: Combine, on CPU too. True: whoever has rows sends them, and what has come differs from a
-            sentinel. False: they are got, or pushed and told of. Where sentinel rows cannot be had (rows whose bytes
-            are no multiple of 16, more of them than the workspace has room for), it is False. The result is the same.
-            Each rank as it likes.
+        splits: Dispatch: warps that share the targets of one segment, a power of two up to 128. Combine: above 1, the
+            blocks that sum sentinel rows send some, too.
+        senders: Combine: blocks that send sentinel rows and sum none, if there are others.
+        sentinel_rows: Combine, on CPU too. True: this rank is sent the rows that it sums, and what has come differs
+            from a sentinel. False: it gets them; not with ``combine_dtype``. Where sentinel rows cannot be had (rows
+            whose bytes are no multiple of 16, more of them than the workspace has room for), it is False. The result
+            is the same. Each rank as it likes.
 
     Raises:
         ValueError: A field is out of range.
@@ -89,7 +81,7 @@ class Launch:
     threads: int | None = None
     segment_bytes: int | None = None
     splits: int | None = None
-    movers: int | None = None
+    senders: int | None = None
     sentinel_rows: bool | None = None
 
     def __post_init__(self) -> None:
@@ -151,16 +143,18 @@ class Tuning:
             raise ValueError(f"Tuning unsafe_skip_waits is {self.unsafe_skip_waits!r}, expected a bool")
 
 
-def check_tuning(tuning: Tuning | None) -> Tuning:
+def check_tuning(tuning: Tuning | None, wire: Wire) -> Tuning:
     """Tuning, empty for None.
 
     Raises:
-        ValueError: It is no putget.Tuning.
+        ValueError: It is no putget.Tuning, or not for rows that travel so.
     """
     if tuning is None:
         return Tuning()
     if not isinstance(tuning, Tuning):
         raise ValueError(f"tuning is {tuning!r}, expected a putget.Tuning")
+    if wire.type != _abi.WIRE_SAME and tuning.combine is not None and tuning.combine.sentinel_rows is False:
+        raise ValueError("sentinel_rows is False in tuning.combine, but rows of combine_dtype travel in no other way")
     return tuning
 
 

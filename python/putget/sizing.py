@@ -18,12 +18,12 @@ def workspace_bytes(
     payloads: Sequence[Payload],
     output: Payload,
     num_experts: int | None = None,
-    combine_direction: str = "pull",
     combine_dtype: torch.dtype | None = None,
 ) -> int:
     """Symmetric bytes that each rank needs, before anything is allocated.
 
-    Two fifths of them, up to 32 MiB for each rank, are for sentinel rows of combine.
+    Two fifths of them, up to 32 MiB for each rank, are for sentinel rows of combine; with ``combine_dtype`` as much
+    as all of them need.
 
     Args:
         ep_size: Ranks of the expert-parallel group.
@@ -32,8 +32,7 @@ def workspace_bytes(
         payloads: Kinds of rows that dispatch moves.
         output: The row that experts write and combine reduces.
         num_experts: Accepted for symmetry with ``AllToAll``; the size does not depend on it.
-        combine_direction: As given to ``AllToAll``; "push" needs an inbox as large as the rows that travel.
-        combine_dtype: As given to ``AllToAll``; quantised rows have a region of their own.
+        combine_dtype: As given to ``AllToAll``; there is room for the quantised rows of all tokens.
 
     Raises:
         ValueError: A size is not allowed.
@@ -46,7 +45,6 @@ def workspace_bytes(
         max_tokens_per_rank,
         payloads,
         output,
-        combine_direction,
         combine_dtype,
     )
     return int(geometry.layout().total_bytes)

@@ -3,9 +3,9 @@
 A variant is a name, what it changes, the settings that it runs with, and how to build its contender. Variants that
 answer one question make a group, a generator that is given the run's settings:
 
-    @group("direction")
-    def directions(settings: Settings) -> Iterator[Variant]:
-        yield Variant("push", "combine pushes", settings, lambda bench: Putget(*bench, combine_direction="push"))
+    @group("halves")
+    def halves(settings: Settings) -> Iterator[Variant]:
+        yield Variant("halves", "start and finish instead of one call", settings, lambda bench: HalvedPutget(*bench))
 
 The name of the group is then a value of `putget ablate --only`. A group that has nothing to try on a machine yields
 nothing.

@@ -206,9 +206,9 @@ class Putget:
         return traffic.dispatch, traffic.combine / settings.output().row_bytes * settings.combine_wire_bytes()
 
     def sends_rows(self) -> bool:
-        """Whether the rows of combine leave a rank by stores: pushed, or as sentinel rows at the loaded size."""
+        """Whether the rows of combine leave a rank by stores, as sentinel rows, at the loaded size."""
         launch = self._all_to_all.launches(self._round.num_tokens)[1]
-        return self._settings.combine_direction == "push" or launch.sentinel_rows is True
+        return launch.sentinel_rows is True
 
     def close(self) -> None:
         """See `Contender.close`."""

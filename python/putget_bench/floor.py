@@ -182,7 +182,7 @@ class SentFloor(Floor):
             self._slots,
             self._num_rows,
             self._out,
-            replace(launch, movers=launch.movers or launch.blocks),
+            replace(launch, senders=launch.senders or launch.blocks),
             self._back_at,
             landing,
             self._capacity,

@@ -55,9 +55,8 @@ class Lineup:
     ) -> None:
         self.ours = ours
         self._variants = variants
-        pulling = replace(ours.settings, combine_direction="pull")  # as peers bring rows back
         self._by_peer = {
-            name: [Entry(contender, pulling) for contender in contenders] for name, contenders in by_peer.items()
+            name: [Entry(contender, ours.settings) for contender in contenders] for name, contenders in by_peer.items()
         }
         self._statuses = {status.name: status for status in statuses}
         self._emit = emit

@@ -110,14 +110,14 @@ class Clock:
     ceiling: Ceiling
     empty_us: float
 
-    def link_us(self, phase: str, dispatch_bytes: float, combine_bytes: float, combine_pushes: bool) -> float | None:
+    def link_us(self, phase: str, dispatch_bytes: float, combine_bytes: float, combine_stores: bool) -> float | None:
         """The time that the bytes of a phase take at the ceiling; None where there is no peer."""
         write, read = self.ceiling.write_gbps, self.ceiling.read_gbps
         if write is None or read is None:
             return None
         written = dispatch_bytes if phase != "combine" else 0
         back = combine_bytes if phase != "dispatch" else 0
-        return (written / write + back / (write if combine_pushes else read)) / 1e3
+        return (written / write + back / (write if combine_stores else read)) / 1e3
 
     def around(self, phase: str) -> float:
         """The part of a phase's latency that the clock itself takes. Pairs follow each other, so they share one."""

@@ -81,12 +81,6 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         default="bfloat16",
         help="type of the rows that combine brings back; with fp8_*, experts and result are BF16 (%(default)s)",
     )
-    add(
-        "--combine_direction",
-        choices=settings.COMBINE_DIRECTIONS,
-        default="pull",
-        help="whether those that sum rows get them or experts' ranks put them (%(default)s)",
-    )
     add("-b", dest="first", type=int, metavar="N", help="first batch size, tokens a rank (1)")
     add("-e", dest="last", type=int, metavar="N", help="last batch size (2048, or 64 on the CPU)")
     add("-i", dest="step", type=int, metavar="N", help="step between batch sizes")

@@ -127,12 +127,11 @@ def _print(console: Console, title: str, table: Table) -> None:
 def _headline(document: Document) -> str:
     config, machine = document["config"], document["machine"]
     where = f"{len(machine['gpus'])} x {machine['gpus'][0]['name']}" if config["device"] == "cuda" else machine["cpu"]
-    pushed = ", pushed" if config.get("combine_direction") == "push" else ""
     return (
         f"putget {document['versions']['putget']}: {config['ep_size']} ranks on {config['device']} ({where}); "
         f"{config['profile']}: hidden {config['hidden_size']}, top_k {config['top_k']}, {config['num_experts']} "
         f"experts; {config['quant']} rows of {document['row_bytes']['dispatch']} bytes out, {config['combine_dtype']} "
-        f"rows of {document['row_bytes']['combine']} bytes back{pushed}; {config['router']} routing"
+        f"rows of {document['row_bytes']['combine']} bytes back; {config['router']} routing"
     )
 
 

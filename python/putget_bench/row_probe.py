@@ -101,7 +101,7 @@ class RowProbe:
             slots: As for ``put``; those of rank r begin at ``r * slots_of_rank``.
             num_rows: [ep_size] int32: how many slots of each rank are in use here, counted from its first one.
             out: [num_tokens, row_bytes] uint8.
-            launch: All fields are used but splits. ``movers`` CTAs send, the others sum; if none is left, all do both.
+            launch: All fields are used but splits. ``senders`` CTAs send, the others sum; if none is left, all do both.
             offset: Of slot 0 in the room, in bytes; a multiple of 16.
             landing: Likewise, of the memory where rows come: as large as that of the slots.
             slots_of_rank: Slots for each rank.
@@ -158,7 +158,7 @@ class RowProbe:
             threads=launch.threads or 0,
             segment_bytes=launch.segment_bytes or 0,
             splits=launch.splits or 0,
-            senders=launch.movers or 0,
+            senders=launch.senders or 0,
             **fields,
         )
         probe_library.call("putget_probe_rows", ctypes.byref(self._memory), ctypes.byref(args))

@@ -16,7 +16,6 @@ from putget_bench import profiles, routing
 BACKENDS = ("nvlink_one_sided",)
 DEVICES = ("auto", "cpu", "cuda")
 COMBINE_DTYPES = ("bfloat16", "float16", "float32", "fp8_block")
-COMBINE_DIRECTIONS = ("pull", "push")
 FP8_PACK = 16  # a row in FP8 has a multiple of this many values
 PEERS = ("nccl", "flashinfer", "deepep")
 MAX_EP_SIZE = 128
@@ -50,7 +49,6 @@ class Settings:
     quant: str
     payload_dtype: str
     combine_dtype: str
-    combine_direction: str
     batches: tuple[int, ...]
     max_tokens_per_rank: int
     iters: int
@@ -78,10 +76,7 @@ class Settings:
 
     def combine_options(self) -> dict[str, Any]:
         """The arguments of `putget.AllToAll` that say how combine's rows travel."""
-        options = {"combine_direction": self.combine_direction}
-        if not self.combine_is_fp8:
-            return options
-        return {**options, "combine_dtype": torch.float8_e4m3fn}
+        return {"combine_dtype": torch.float8_e4m3fn} if self.combine_is_fp8 else {}
 
     def combine_wire_bytes(self) -> int:
         """Bytes of one row of combine as putget brings it back: FP8 values, and their float32 scales."""
@@ -187,7 +182,6 @@ def resolve(args: argparse.Namespace, world_size: int | None) -> Settings:
         quant=shape.quant,
         payload_dtype=args.payload_dtype or "bfloat16",
         combine_dtype=args.combine_dtype,
-        combine_direction=args.combine_direction,
         batches=batches,
         max_tokens_per_rank=capacity,
         iters=iters,

@@ -46,14 +46,13 @@ def combine_inputs(settings: Settings) -> Iterator[Variant]:
     yield Variant("staged combine", "combine(x) takes rows from outside", settings, lambda bench: StagedPutget(*bench))
 
 
-@group("direction")
-def directions(settings: Settings) -> Iterator[Variant]:
-    """Rows that are fetched, and rows that their owners send and tell of, none as a sentinel row."""
-    apart = Launch(sentinel_rows=False)
-    for direction in ("pull", "push"):
-        rows = replace(settings, combine_direction=direction)
-        changes = f"combine {direction}s, no sentinel rows"
-        yield Variant(direction, changes, rows, lambda bench: Putget(*bench, tuning=Tuning(combine=apart)))
+@group("got")
+def got_rows(settings: Settings) -> Iterator[Variant]:
+    """Rows that each rank gets where experts wrote them, whatever the batch."""
+    if settings.combine_is_fp8:
+        return
+    got = Tuning(combine=Launch(sentinel_rows=False))
+    yield Variant("got rows", "combine gets rows, none is sent", settings, lambda bench: Putget(*bench, tuning=got))
 
 
 @group("combine_dtype")

@@ -307,7 +307,6 @@ ROW = putget.Payload((4,), torch.float32)
 FP8 = torch.float8_e4m3fn
 # The argument that is wrong and others that are needed for that.
 WIRES: list[tuple[str, dict[str, Any]]] = [
-    *[("combine_direction", {"combine_direction": value}) for value in ("up", "PULL", "", None, 1, True)],
     *[
         ("combine_dtype", {"combine_dtype": value, "output": putget.Payload((16,), torch.bfloat16)})
         for value in (torch.float8_e5m2, torch.float16, torch.float32, torch.int8, "fp8", 8, "float8_e4m3fn")
@@ -318,7 +317,16 @@ WIRES: list[tuple[str, dict[str, Any]]] = [
     ],
 ]
 LAUNCHES: list[tuple[str, dict[str, Any]]] = [
-    ("tuning", {"tuning": value}) for value in (1, putget.Launch(), {"blocks": 1}, "Tuning", putget.Tuning)
+    ("combine_direction", {"combine_direction": "pull"}),
+    (
+        "sentinel_rows",
+        {
+            "output": putget.Payload((32,), torch.bfloat16),
+            "combine_dtype": FP8,
+            "tuning": putget.Tuning(combine=putget.Launch(sentinel_rows=False)),
+        },
+    ),
+    *[("tuning", {"tuning": value}) for value in (1, putget.Launch(), {"blocks": 1}, "Tuning", putget.Tuning)],
 ]
 
 CONSTRUCTOR: list[tuple[str, Any]] = [

@@ -58,7 +58,7 @@ def test_no_size_of_a_workspace_wraps(name: str, n: int) -> None:
 
 
 @settings(max_examples=100)
-@given(name=st.sampled_from(["blocks", "threads", "segment_bytes", "splits", "movers", "sentinel_rows"]), n=BEYOND)
+@given(name=st.sampled_from(["blocks", "threads", "segment_bytes", "splits", "senders", "sentinel_rows"]), n=BEYOND)
 def test_no_field_of_a_launch_wraps(name: str, n: int) -> None:
     with pytest.raises(ValueError, match=name):
         Launch(**{name: n})

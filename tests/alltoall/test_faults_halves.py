@@ -31,10 +31,9 @@ CASE = Case(
     output=((160,), torch.bfloat16),
 )
 WIRES: dict[str, dict[str, Any]] = {
-    "pull": {},
-    "push": {"direction": "push"},
-    "pull_quantised": {"wire": torch.float8_e4m3fn},
-    "push_quantised": {"direction": "push", "wire": torch.float8_e4m3fn},
+    "sent": {},
+    "got": {"sentinel_rows": False},
+    "quantised": {"wire": torch.float8_e4m3fn},
 }
 HALVES = ("dispatch_start", "dispatch_finish", "combine_start", "combine_finish")
 
@@ -101,12 +100,12 @@ def require_round(ranks: RankProcesses, case: Case, index: int, members: tuple[i
 def require_timeout(case: Case, lost: dict[int, Timeout | str], phase: str, epoch: int) -> None:
     """All survivors say that they miss the victim, in which step of which round.
 
-    Who needs none of its rows, which are sentinel rows, does not miss it in combine (of round 1, epoch 2).
+    Who needs none of its sentinel rows does not miss it in combine (of round 1, epoch 2).
     """
     assert set(lost) == set(SURVIVORS)
     assert any(case.needs(1, rank, VICTIM) for rank in SURVIVORS)
     for rank, got in lost.items():
-        goes_on = phase == "combine" and not case.needs(1, rank, VICTIM)
+        goes_on = phase == "combine" and case.sentinel_rows is not False and not case.needs(1, rank, VICTIM)
         step = ("dispatch", 3) if goes_on else (phase, epoch)
         assert isinstance(got, Timeout), got
         assert (got.phase, got.epoch, got.rank, got.missing) == (*step, rank, (VICTIM,))
@@ -140,15 +139,15 @@ MOMENTS: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[int, tuple[str,
 @pytest.mark.parametrize(
     ("moment", "wire", "number"),
     [
-        ("before_dispatch_start", "push", signal.SIGKILL),
-        ("after_dispatch_start", "pull", signal.SIGSTOP),
-        ("after_dispatch_start", "push_quantised", signal.SIGKILL),
-        ("after_dispatch", "pull", signal.SIGKILL),
-        ("after_dispatch", "push", signal.SIGSTOP),
-        ("after_dispatch", "pull_quantised", signal.SIGKILL),
-        ("after_combine_start", "pull", signal.SIGKILL),
-        ("after_combine_start", "push", signal.SIGKILL),
-        ("after_combine_start", "push_quantised", signal.SIGSTOP),
+        ("before_dispatch_start", "sent", signal.SIGKILL),
+        ("after_dispatch_start", "got", signal.SIGSTOP),
+        ("after_dispatch_start", "quantised", signal.SIGKILL),
+        ("after_dispatch", "got", signal.SIGKILL),
+        ("after_dispatch", "sent", signal.SIGSTOP),
+        ("after_dispatch", "quantised", signal.SIGKILL),
+        ("after_combine_start", "got", signal.SIGKILL),
+        ("after_combine_start", "sent", signal.SIGKILL),
+        ("after_combine_start", "quantised", signal.SIGSTOP),
     ],
     ids=lambda value: {signal.SIGKILL: "killed", signal.SIGSTOP: "stopped"}.get(value, value),
 )

@@ -69,7 +69,7 @@ def test_what_is_no_position_adds_no_zero(
     ep_size: int, top_k: int, wire: torch.dtype | None, way: str, device: str
 ) -> None:
     """Tokens have -0 as their sum only if nothing but rows of -0 is added: room for more rows adds nothing."""
-    options = {**WAYS[way], "combine_dtype": wire}
+    options = WAYS[way] if wire is None else {"combine_dtype": wire}  # which is always sent
     for sums in run_ranks(ep_size, combine_minus_zeros, top_k, options, mode="thread", device=device):
         assert sums.eq(0).all()
         assert torch.signbit(sums).all(dim=1).tolist() == [True, True, True, False]
@@ -78,14 +78,12 @@ def test_what_is_no_position_adds_no_zero(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("device", ["cuda"], indirect=True)
-@pytest.mark.parametrize("direction", ["pull", "push"])
-def test_few_sms_and_more_for_the_finish(direction: str, device: str) -> None:
+@pytest.mark.parametrize("sentinel_rows", [False, None])
+def test_few_sms_and_more_for_the_finish(sentinel_rows: bool | None, device: str) -> None:
     """CTAs in pairs where SMs are few; a finish half with another launch than its start."""
     rounds = tuple(Round(i, (200, 37 * i), halves=(3, i % 4), addend=True) for i in range(5))
-    case = Case(2, rounds, 16, 8, 200, output=((7168,), torch.bfloat16), direction=direction)
-    for options in (
-        {"num_sms": 8},
-        {"num_sms": 4, "tuning": putget.Tuning(finish_num_sms=64)},
-        {"num_sms": 7, "tuning": putget.Tuning(finish_num_sms=2)},
-    ):
+    case = Case(2, rounds, 16, 8, 200, output=((7168,), torch.bfloat16))
+    combine = putget.Launch(sentinel_rows=sentinel_rows)
+    for sms, finish in ((8, None), (4, 64), (7, 2)):
+        options = {"num_sms": sms, "tuning": putget.Tuning(combine=combine, finish_num_sms=finish)}
         check_case(case, run_ranks(2, play_with, case, options, mode="thread", device=device))

@@ -27,10 +27,9 @@ CASE = Case(
     output=((32,), torch.bfloat16),
 )
 WIRES: dict[str, dict[str, Any]] = {
-    "pull": {},
-    "push": {"direction": "push"},
-    "pull_quantised": {"wire": torch.float8_e4m3fn},
-    "push_quantised": {"direction": "push", "wire": torch.float8_e4m3fn},
+    "sent": {},
+    "got": {"sentinel_rows": False},
+    "quantised": {"wire": torch.float8_e4m3fn},
 }
 EVERY_WIRE = pytest.mark.parametrize("wire", WIRES)
 
@@ -110,7 +109,7 @@ def test_calls_out_of_turn_are_refused_and_harmless(wire: str, device: str) -> N
 
 def share(rank: Rank) -> tuple[dict[str, str], list[Outcome]]:
     """A body: two objects on one workspace, one of them between its halves."""
-    first_case, second_case = CASE, replace(CASE, direction="push", output=((48,), torch.float32))
+    first_case, second_case = CASE, replace(CASE, output=((48,), torch.float32))
     sizes = [putget.workspace_bytes(ep_size=3, **case.options()) for case in (first_case, second_case)]  # type: ignore[arg-type]
     workspace = putget.Workspace(rank.comm, max(sizes), device=rank.device, timeout_s=20, warmup_timeout_s=20)
     first, second = (rank.all_to_all(**case.options(), workspace=workspace) for case in (first_case, second_case))
@@ -146,7 +145,7 @@ def test_a_half_of_one_object_is_seen_by_the_others(device: str) -> None:
         assert "accepted" not in said.values()
         assert all("dispatch_start" in said[name] for name in ("dispatch", "combine", "release", "AllToAll"))
         assert "combine_start" in said["AllToAll in combine"]
-    for which, case in enumerate((CASE, replace(CASE, direction="push", output=((48,), torch.float32)))):
+    for which, case in enumerate((CASE, replace(CASE, output=((48,), torch.float32)))):
         check_round(case, 1, {rank: outcomes[which] for rank, (_, outcomes) in enumerate(results)})
 
 
@@ -293,9 +292,9 @@ def test_what_the_host_does_not_see_is_a_fault(what: str, word: str, wire: str) 
 
 def skip_waits(rank: Rank, wire: str) -> float:
     """A body: rank 0 alone plays rounds; nobody else comes, and nobody is missed."""
-    with rank.all_to_all(
-        **case_of(wire).options(), tuning=putget.Tuning(unsafe_skip_waits=True), timeout_s=20.0
-    ) as a2a:
+    combine = putget.Launch(sentinel_rows=case_of(wire).sentinel_rows)
+    tuning = putget.Tuning(combine=combine, unsafe_skip_waits=True)
+    with rank.all_to_all(**{**case_of(wire).options(), "tuning": tuning}, timeout_s=20.0) as a2a:
         if rank.rank == 0:
             for _ in range(3):
                 a2a.dispatch(*arguments_of(rank, CASE))

@@ -32,9 +32,9 @@ def rows_with_nans(case: Case, rank: int) -> torch.Tensor:
     return rows
 
 
-def combine(rank: Rank, case: Case, direction: str, flags: int) -> torch.Tensor:
+def combine(rank: Rank, case: Case, flags: int) -> torch.Tensor:
     launch = putget.Launch(sentinel_rows=flags)
-    options = {**case.options(), "combine_direction": direction, "tuning": putget.Tuning(combine=launch)}
+    options = {**case.options(), "tuning": putget.Tuning(combine=launch)}
     sent = case.sent(0, rank.rank)
     given = [tensor.to(rank.device) for tensor in (sent.topk_ids, sent.topk_weights, *sent.payloads)]
     rows = rows_with_nans(case, rank.rank).to(rank.device)
@@ -45,14 +45,13 @@ def combine(rank: Rank, case: Case, direction: str, flags: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("flags", [APART, SENTINEL])
-@pytest.mark.parametrize("direction", ["pull", "push"])
 @pytest.mark.parametrize("top_k", [1, 3])
 @pytest.mark.parametrize("dtype", BITS, ids=str)
-def test_nans_come_back(dtype: torch.dtype, top_k: int, direction: str, flags: int, device: str) -> None:
+def test_nans_come_back(dtype: torch.dtype, top_k: int, flags: int, device: str) -> None:
     case = case_of(dtype, top_k)
     routings, _ = reference.dispatch([case.sent(0, rank) for rank in range(2)], case.table_of(0), max_rows=[8, 8])
     rows = [rows_with_nans(case, rank) for rank in range(2)]
-    results = run_ranks(2, combine, case, direction, flags, mode="thread", device=device)
+    results = run_ranks(2, combine, case, flags, mode="thread", device=device)
     for rank, got in enumerate(results):
         want = reference.combine(routings[rank], rows, rank)
         assert want.isnan().any()

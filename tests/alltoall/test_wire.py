@@ -20,20 +20,19 @@ from tests.test_workspace import bytes_of, join_later, play_layers
 
 FP8 = torch.float8_e4m3fn
 BY_RULE, APART = None, False
-Wire = tuple[str, torch.dtype | None]  # combine_direction, combine_dtype
-WIRES: list[Wire] = [(direction, dtype) for direction in ("pull", "push") for dtype in (None, FP8)]
+Wire = torch.dtype | None  # combine_dtype
+WIRES: tuple[Wire, ...] = (None, FP8)
 ENDINGS = ("zero_copy", "zero_copy_flat", "flat", "strided", "transposed")
 EVERY_HALF = tuple(itertools.product((0, DISPATCH, COMBINE, DISPATCH + COMBINE), repeat=3))
 
 
 def wire_id(wire: Wire) -> str:
-    direction, dtype = wire
-    return f"{direction}-{'same' if dtype is None else 'fp8'}"
+    return "same" if wire is None else "fp8"
 
 
 @pytest.fixture(params=WIRES, ids=wire_id)
 def wire(request: pytest.FixtureRequest) -> Wire:
-    """Every direction with every way to travel."""
+    """Every way to travel."""
     return request.param  # type: ignore[no-any-return]
 
 
@@ -44,9 +43,11 @@ def sentinel_rows(request: pytest.FixtureRequest) -> bool | None:
 
 
 def case_of(wire: Wire, ep_size: int, rounds: tuple[Round, ...], **changes: object) -> Case:
-    direction, dtype = wire
+    """Rows are got, if they can be: quantised ones cannot."""
     changes = {"num_experts": 2 * ep_size + 1, "top_k": 3, "sentinel_rows": APART, **changes}
-    return Case(ep_size, rounds, direction=direction, wire=dtype, **changes)  # type: ignore[arg-type]
+    if wire is not None:
+        changes["sentinel_rows"] = None
+    return Case(ep_size, rounds, wire=wire, **changes)  # type: ignore[arg-type]
 
 
 def play_all(rank: Rank, cases: list[Case]) -> list[list[Outcome]]:
@@ -97,13 +98,12 @@ def test_every_width_and_top_k(wire: Wire, dtype: torch.dtype, device: str) -> N
     check_all(cases, device)
 
 
-@pytest.mark.parametrize("direction", ["pull", "push"])
-def test_rows_that_are_no_multiple_of_an_access(direction: str, device: str) -> None:
+def test_rows_that_are_no_multiple_of_an_access(device: str) -> None:
     shapes: list[tuple[int, ...]] = [(), (1,), (3,), (17,), (5, 7)]
     rounds = tuple(Round(i, (3, 8, 0), ending, addend=True, halves=halves(i)) for i, ending in enumerate(ENDINGS))
     check_all(
         [
-            case_of((direction, None), 3, rounds, output=(shape, dtype))
+            case_of(None, 3, rounds, output=(shape, dtype))
             for shape in shapes
             for dtype in (torch.bfloat16, torch.float32)
         ],
@@ -145,7 +145,7 @@ def test_padding_tables_and_smaller_max_rows(wire: Wire, sentinel_rows: bool | N
 
 
 def test_rounds_without_combine(wire: Wire, sentinel_rows: bool | None, device: str) -> None:
-    """Flags of pushed parts stay behind; whoever looks at them next must not take them for his round's."""
+    """Notes and words stay behind; whoever looks at them next must not take them for his round's."""
     endings = ("zero_copy", "open", "flat", "release", "open", "zero_copy", "release", "release", "strided", "open")
     rounds = tuple(Round(i, (i % 4, 8, 8 - i % 5), ending, halves=halves(i)) for i, ending in enumerate(endings))
     check_all(
@@ -184,7 +184,7 @@ def test_one_rank_and_eight(wire: Wire, sentinel_rows: bool | None, device: str)
 
 
 def layers_of_every_wire() -> tuple[Case, ...]:
-    """Objects that differ in all sizes, so that inboxes lie over receive regions, and those over combine_input."""
+    """Objects that differ in all sizes, so that their regions lie over each other."""
     widths = (48, 208, 16, 320)
     kinds = (torch.bfloat16, torch.float32, torch.float16)
     return tuple(
@@ -200,7 +200,7 @@ def layers_of_every_wire() -> tuple[Case, ...]:
             payloads=(((100 * (6 - i),), torch.uint8),),
             output=((width,), kinds[i % 3]),
         )
-        for i, (wire, width) in enumerate(zip(WIRES, widths, strict=True))
+        for i, (wire, width) in enumerate(zip(WIRES * 2, widths, strict=True))
     )
 
 
@@ -226,24 +226,23 @@ def test_a_layer_of_another_wire_comes_later(mode: str, device: str) -> None:
                 check_round(case, index, {rank: outcomes[which][index] for rank, outcomes in enumerate(results)})
 
 
-def test_directions_give_the_same_bits(device: str) -> None:
+def test_sent_and_got_rows_give_the_same_bits(device: str) -> None:
     case = case_of(
-        ("pull", None),
+        None,
         3,
         (Round(1, (8, 3, 5), "flat"), Round(2, (0, 8, 1), addend=True)),
         output=((160,), torch.bfloat16),
         top_k=5,
     )
-    for dtype in (None, FP8):
-        results = [
-            run_ranks(3, play, replace(case, direction=direction, wire=dtype), mode="thread", device=device)
-            for direction in ("pull", "push")
-        ]
-        for pulled, pushed in zip(*results, strict=True):
-            for one, other in zip(pulled, pushed, strict=True):
-                assert one.combined is not None
-                assert other.combined is not None
-                assert torch.equal(one.combined, other.combined)
+    results = [
+        run_ranks(3, play, replace(case, sentinel_rows=sentinel), mode="thread", device=device)
+        for sentinel in (False, True)
+    ]
+    for got, sent in zip(*results, strict=True):
+        for one, other in zip(got, sent, strict=True):
+            assert one.combined is not None
+            assert other.combined is not None
+            assert torch.equal(one.combined, other.combined)
 
 
 def combine_unaligned(rank: Rank, case: Case) -> list[Outcome]:
@@ -289,10 +288,9 @@ def combine_not_finite(rank: Rank, case: Case) -> torch.Tensor:
         return a2a.combine().cpu()
 
 
-@pytest.mark.parametrize("direction", ["pull", "push"])
-def test_quantised_infinities_and_nans(direction: str, device: str) -> None:
+def test_quantised_infinities_and_nans(device: str) -> None:
     case = case_of(
-        (direction, FP8),
+        FP8,
         2,
         (Round(1, (1, 1), topk_ids=(((0, 1),), ((0, 1),))),),
         num_experts=2,
@@ -315,9 +313,7 @@ def blocks_of_every_magnitude(values: torch.dtype) -> torch.Tensor:
     return (largest[:, None] * torch.linspace(-1.0, 1.0, 128)).view(-1, 64 * 128)
 
 
-def combine_every_magnitude(
-    rank: Rank, direction: str, values: torch.dtype, written: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
+def combine_every_magnitude(rank: Rank, values: torch.dtype, written: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """A body: each rank's tokens get the blocks from the next rank. Returns their sums and what experts wrote."""
     rows = blocks_of_every_magnitude(values).to(written)
     num_tokens = len(rows)
@@ -328,7 +324,6 @@ def combine_every_magnitude(
         max_tokens_per_rank=num_tokens,
         payloads=[putget.Payload((16,), torch.uint8)],
         output=putget.Payload((64 * 128,), written),
-        combine_direction=direction,
         combine_dtype=FP8,
     ) as a2a:
         ids = torch.full((num_tokens, 1), next_rank, dtype=torch.int32, device=rank.device)
@@ -340,14 +335,13 @@ def combine_every_magnitude(
         return a2a.combine().cpu(), rows
 
 
-@pytest.mark.parametrize("direction", ["pull", "push"])
 @pytest.mark.parametrize(
     ("values", "written"),
     [(torch.bfloat16,) * 2, (torch.float16,) * 2, (torch.bfloat16, torch.float32), (torch.float16, torch.float32)],
     ids=str,
 )
-def test_scales_of_every_magnitude(direction: str, values: torch.dtype, written: torch.dtype, device: str) -> None:
+def test_scales_of_every_magnitude(values: torch.dtype, written: torch.dtype, device: str) -> None:
     """A GPU divides without a branch: the quotients are those of the oracle for all that a block's largest may be."""
-    for sums, rows in run_ranks(2, combine_every_magnitude, direction, values, written, mode="thread", device=device):
+    for sums, rows in run_ranks(2, combine_every_magnitude, values, written, mode="thread", device=device):
         expected = quantised(rows.float()).to(written)
         assert torch.equal(sums, expected)

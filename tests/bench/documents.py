@@ -94,7 +94,6 @@ def gpu_document() -> dict[str, Any]:
             "quant": "fp8",
             "payload_dtype": "bfloat16",
             "combine_dtype": "bfloat16",
-            "combine_direction": "pull",
             "batches": [0, 1, 64],
             "max_tokens_per_rank": 64,
             "iters": 100,

@@ -32,7 +32,7 @@ def test_one_run_compares_all_variants(capsys: pytest.CaptureFixture[str], tmp_p
     document = json.loads(path.read_text())
     jsonschema.Draft202012Validator(report.schema()).validate(document)
     assert document["config"]["ablate"] == list(variants.GROUPS)
-    whole = ["putget", "bf16 rows", "nvfp4 rows", "staged combine", "pull", "push"]
+    whole = ["putget", "bf16 rows", "nvfp4 rows", "staged combine", "got rows"]
     whole += ["fp8_block back"]
     whole += ["halves", "no waits"]
     names = [[contender["name"] for contender in size["contenders"]] for size in document["results"]]
@@ -57,8 +57,7 @@ def test_one_run_compares_all_variants(capsys: pytest.CaptureFixture[str], tmp_p
         assert found[name]["dispatch"]["wire_bytes"] == pytest.approx(rows * row_bytes), name
     for name, row_bytes in {
         "putget": 512,
-        "pull": 512,
-        "push": 512,
+        "got rows": 512,
         "fp8_block back": 256 + 2 * 4 + 8,
     }.items():
         assert found[name]["combine"]["wire_bytes"] == pytest.approx(rows * row_bytes), name
@@ -151,8 +150,6 @@ def test_ablations_on_gpus(tmp_path: Path) -> None:
         } <= names
 
 
-@pytest.mark.parametrize("direction", ["pull", "push"])
-def test_both_directions_are_variants(direction: str) -> None:
-    found = list(variants.GROUPS["direction"](ablate_settings("--combine_direction", direction)))
-    assert [variant.name for variant in found] == ["pull", "push"]
-    assert [variant.settings.combine_direction for variant in found] == ["pull", "push"]
+def test_got_rows_are_no_variant_of_quantised_ones() -> None:
+    assert [variant.name for variant in variants.GROUPS["got"](ablate_settings())] == ["got rows"]
+    assert list(variants.GROUPS["got"](ablate_settings("--combine_dtype", "fp8_block"))) == []

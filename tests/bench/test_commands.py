@@ -101,7 +101,6 @@ def test_odd_top_k_and_hidden_size(putget: Command, top_k: int, router: str) -> 
         "--ep_size 1 --hidden_size 256 --peers nccl",
         "--ep_size 2 --hidden_size 272 --combine_dtype fp8_block --peers nccl",
         "--ep_size 2 --hidden_size 256 --combine_dtype fp8_block",
-        "--ep_size 2 --hidden_size 256 --combine_dtype fp8_block --combine_direction push",
     ],
 )
 def test_bench_of_other_shapes(putget: Command, flags: str) -> None:

@@ -9,7 +9,7 @@ from putget_bench.roofline import Ceiling
 
 
 @pytest.mark.parametrize(
-    ("phase", "combine_pushes", "expected"),
+    ("phase", "combine_stores", "expected"),
     [
         ("dispatch", False, 1.0),
         ("combine", False, 5.0),
@@ -18,11 +18,11 @@ from putget_bench.roofline import Ceiling
         ("pair", True, 5.0),
     ],
 )
-def test_bytes_are_held_against_the_way_that_they_take(phase: str, combine_pushes: bool, expected: float) -> None:
+def test_bytes_are_held_against_the_way_that_they_take(phase: str, combine_stores: bool, expected: float) -> None:
     clock = Clock(Ceiling(write_gbps=250.0, read_gbps=200.0, barrier_us=6.0, bytes_per_peer=1), empty_us=3.0)
-    assert clock.link_us(phase, 250e3, 1e6, combine_pushes) == pytest.approx(expected)
+    assert clock.link_us(phase, 250e3, 1e6, combine_stores) == pytest.approx(expected)
 
 
 def test_without_a_peer_there_is_no_ceiling() -> None:
     clock = Clock(Ceiling(write_gbps=None, read_gbps=None, barrier_us=6.0, bytes_per_peer=1), empty_us=3.0)
-    assert clock.link_us("pair", 250e3, 1e6, combine_pushes=False) is None
+    assert clock.link_us("pair", 250e3, 1e6, combine_stores=False) is None

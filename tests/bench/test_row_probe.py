@@ -10,7 +10,7 @@ from putget_bench.row_probe import RowProbe
 from tests.harness import Rank, run_ranks
 
 LAUNCH = putget.Launch(1, 64, 512, 1)
-SENDS = putget.Launch(1, 64, 512, 1, movers=1)
+SENDS = putget.Launch(1, 64, 512, 1, senders=1)
 
 
 def refusals(rank: Rank) -> list[str]:
@@ -37,7 +37,7 @@ def refusals(rank: Rank) -> list[str]:
             {"num_rows": counts.long()},
             {"landing": 8},
             {"launch": LAUNCH},
-            {"launch": putget.Launch(1, 64, 512, 1, movers=2)},
+            {"launch": putget.Launch(1, 64, 512, 1, senders=2)},
         ):
             right = {"num_rows": counts, "launch": SENDS, "offset": 0, "landing": 1024, "slots_of_rank": 2}
             with pytest.raises(ValueError, match=r".") as raised:

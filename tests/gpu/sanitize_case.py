@@ -81,8 +81,7 @@ def cases_of(ep_size: int) -> list[tuple[int | None, Case]]:
         (None, ragged),
         (1, ragged),
         (2, chunks),
-        (4, replace(chunks, direction="push")),
-        (4, replace(chunks, direction="push", **fp8)),
+        (4, chunks),
         (None, replace(ragged, sentinel_rows=SENTINEL, **fp8)),
         (4, replace(chunks, sentinel_rows=SENTINEL, **fp8)),
     ]

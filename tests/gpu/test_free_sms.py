@@ -88,8 +88,8 @@ def resident_ctas(way: Way, dispatch: putget.Launch, combine: putget.Launch) -> 
     if not way.sentinel_rows:
         return of_dispatch
     if (combine.splits or 1) > 1:
-        return max(of_dispatch, (combine.blocks or 1) - (combine.movers or 0))
-    return max(of_dispatch, (combine.blocks or 1) if combine.movers == combine.blocks else 2)
+        return max(of_dispatch, (combine.blocks or 1) - (combine.senders or 0))
+    return max(of_dispatch, (combine.blocks or 1) if combine.senders == combine.blocks else 2)
 
 
 class Round:
@@ -169,7 +169,7 @@ def test_a_round_goes_on_where_its_waiting_ctas_fit(name: str, hog: Hog, capsys:
     with capsys.disabled():
         print(
             f"\n{name}: {way.tokens} tokens; dispatch {dispatch.blocks} x {dispatch.threads}, "
-            f"combine {combine.blocks} x {combine.threads}, {combine.movers} send, splits {combine.splits}: "
+            f"combine {combine.blocks} x {combine.threads}, {combine.senders} send, splits {combine.splits}: "
             f"needs {needed} SMs at most, went on with {least}"
         )
     assert least <= needed

@@ -62,7 +62,6 @@ class Case:
 
     Attributes:
         table: the constructor's expert_to_rank; None for the default.
-        direction: combine_direction.
         wire: combine_dtype, or None.
         active: the active ranks; the rounds run on these alone.
         sentinel_rows: of combine; likewise.
@@ -76,7 +75,6 @@ class Case:
     payloads: tuple[Row, ...] = (((4,), torch.float32),)
     output: Row = ((4,), torch.float32)
     table: tuple[int, ...] | None = None
-    direction: str = "pull"
     wire: torch.dtype | None = None
     active: tuple[bool, ...] | None = field(default=None)
     sentinel_rows: bool | None = None
@@ -89,7 +87,6 @@ class Case:
             "max_tokens_per_rank": self.max_tokens_per_rank,
             "payloads": [putget.Payload(*row) for row in self.payloads],
             "output": putget.Payload(*self.output),
-            "combine_direction": self.direction,
             "combine_dtype": self.wire,
         }
         if self.sentinel_rows is not None:

@@ -17,6 +17,8 @@ from tests.moe.layers import make_layer, options_of, tolerance
 # Different numbers of tokens on every rank, none on some, and none at all.
 ROUNDS = ((3, 0, 8, 1), (8, 5, 0, 0), (0, 0, 0, 0), (1, 1, 1, 1))
 
+GOT = putget.Tuning(combine=putget.Launch(sentinel_rows=False))
+
 
 def play(rank: Rank, dense: Dense, changes: dict[str, Any]) -> list[Tensor]:
     """A body: the outputs of all rounds."""
@@ -40,7 +42,14 @@ def play(rank: Rank, dense: Dense, changes: dict[str, Any]) -> list[Tensor]:
         (4, Dense(fp8=True, groups=(2, 1), shared=128, hidden=256), {"row_dtype": torch.bfloat16}),
         # Two experts on ranks 0 and 1, one on rank 2, none on rank 3; rows of other than whole blocks.
         (4, Dense(num_experts=5, hidden=72, intermediate=40, top_k=4), {}),
-        (4, Dense(shared=128), {"expert_to_rank": [3, 1, 3, 0, 0, 1, 3, 3], "combine_direction": "push"}),
+        (
+            4,
+            Dense(shared=128),
+            {
+                "expert_to_rank": [3, 1, 3, 0, 0, 1, 3, 3],
+                "tuning": putget.Tuning(combine=putget.Launch(sentinel_rows=False)),
+            },
+        ),
     ],
     ids=[
         "bf16",

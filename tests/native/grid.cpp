@@ -49,11 +49,10 @@ void check(const Shape& shape, uint32_t tokens, const cuda::Room& room, const pu
   cut_into_items(call, shape, dispatch.segment_bytes, dispatch.splits, dispatch.blocks, false);
   const uint64_t cut = uint64_t{call.items_of_block} * dispatch.blocks + call.blocks_with_more;
   require(cut == tokens * segments * dispatch.splits, "items of blocks", shape, tokens, dispatch);
-  for (const bool moves : {false, true}) {
-    const putget_launch combine = cuda::choose_combine(shape, tokens, moves, room, tuning);
-    const uint64_t rows = (shape.wire_row_bytes() + combine.segment_bytes - 1) / combine.segment_bytes;
-    check_whole(shape, tokens, combine, tokens * rows);
-  }
+  const putget_launch combine = cuda::choose_combine(shape, tokens, room, tuning);
+  const uint64_t pieces = (shape.output_row_bytes() + combine.segment_bytes - 1) / combine.segment_bytes;
+  check_whole(shape, tokens, combine, tokens * pieces);
+  require(cuda::blocks_to_copy(room, combine) >= 1, "blocks that copy", shape, tokens, combine);
 }
 
 }  // namespace

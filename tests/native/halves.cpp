@@ -1,4 +1,4 @@
-// Halves out of turn: refused by every block, whatever the grids, and before a byte reaches a peer.
+// Halves out of turn: refused by every block, whatever the grids, and before a byte reaches a peer or what it gets.
 //
 // Kernels of halves wait for nobody but for the end of the last round, so one thread can run all ranks, step by step.
 // Prints the first scenario that goes wrong; exit status 1 if there is one.
@@ -104,12 +104,14 @@ std::string judge(const StressPlan& plan, const Scenario& scenario, uint32_t fir
   StressRank& wrong = *world.ranks()[0];
   if (wrong.fault().kind != 0) return "a fault too early";
   const std::vector<uint8_t> before = world.bytes_of(1);
+  const std::vector<uint8_t> rows_before = wrong.output_bytes();
   one_by_one = !scenario.waits;  // else the first block's report could stop the others
   scenario.wrong(wrong, second, again_outside);
   one_by_one = false;
   if (wrong.fault().kind != static_cast<uint32_t>(FaultKind::kMisuse)) return "no misuse reported";
   if (wrong.fault().misuse != static_cast<uint32_t>(scenario.misuse)) return "another misuse reported";
   if (world.bytes_of(1) != before) return "the peer's memory has changed";
+  if (wrong.output_bytes() != rows_before) return "rows that the peer may be getting have changed";
   return "";
 }
 

@@ -10,9 +10,9 @@ using putget::Layout;
 using putget::Shape;
 
 // A region that layout.h adds must be added to the table below.
-static_assert(sizeof(Layout) == (5 + 2 + putget::kMaxPayloads + 3) * sizeof(uint64_t), "the table misses a region");
+static_assert(sizeof(Layout) == (3 + 2 + putget::kMaxPayloads + 4) * sizeof(uint64_t), "the table misses a region");
 
-// DeepSeek-V3 over 8 ranks: FP8 rows with one float32 scale per 128 values, BF16 output, pushed back as FP8 rows.
+// DeepSeek-V3 over 8 ranks: FP8 rows with one float32 scale per 128 values, BF16 output.
 Shape example() {
   Shape shape{};
   shape.ep_size = 8;
@@ -24,8 +24,6 @@ Shape example() {
   shape.row_bytes[1] = 56 * 4;
   shape.output_elements = 7168;
   shape.output_type = putget::OutputType::kBFloat16;
-  shape.wire_type = putget::WireType::kFp8;
-  shape.pushes = 1;
   return shape;
 }
 
@@ -45,14 +43,12 @@ int main() {
   print("`ended`", "peer", layout.ended, putget::kLineBytes, ranks);
   print("`finished`", "peer", layout.finished, putget::kLineBytes, ranks);
   print("`arrived`", "src, part", layout.arrived, putget::kPartsBytes, ranks);
-  print("`pushed`", "peer, part", layout.pushed, putget::kPartsBytes, ranks);
   print("`topk_ids`", "slot, src", layout.topk_ids, shape.top_k * sizeof(int32_t), slots);
   print("`topk_weights`", "slot, src", layout.topk_weights, shape.top_k * sizeof(float), slots);
   print("`payload[0]`", "slot, src", layout.payload[0], shape.row_bytes[0], slots);
   print("`payload[1]`", "slot, src", layout.payload[1], shape.row_bytes[1], slots);
   print("`output`", "slot, src", layout.output, shape.output_row_bytes(), slots);
-  print("`transit`", "slot, peer", layout.transit, shape.wire_row_bytes(), slots);
-  print("`sentinel`", "peer", layout.sentinel, putget::sentinel_region(layout.total_bytes, shape.ep_size).bytes_a_peer,
+  print("`sentinel`", "peer", layout.sentinel, putget::sentinel_region(layout.total_bytes, shape).bytes_a_peer,
         ranks);
   std::printf("| end | | %" PRIu64 " | | |\n", layout.total_bytes);
 }

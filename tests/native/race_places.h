@@ -41,12 +41,10 @@ void name_place(const Element* begin, size_t count, const char* name) {
 inline const char* region_at(const Plan& plan, uint64_t offset) {
   const Layout& layout = plan.layout;
   if (plan.sentinel.bytes_a_peer != 0 && offset >= plan.sentinel.begin) return "sentinel";
-  if (plan.shape.has_transit() && offset >= layout.transit) return "transit";
   if (offset >= layout.output) return "output";
   if (offset >= layout.payload[0]) return "payload";
   if (offset >= layout.topk_weights) return "topk_weights";
   if (offset >= layout.topk_ids) return "topk_ids";
-  if (offset >= layout.pushed) return "pushed";
   if (offset >= layout.arrived) return "arrived";
   return offset >= layout.finished ? "finished" : "ended";
 }

@@ -58,7 +58,7 @@ std::vector<uint32_t> parse_kinds(std::string_view text) {
   std::vector<uint32_t> kinds;
   for (char digit : text) kinds.push_back(static_cast<uint32_t>(digit - '0'));
   for (uint32_t kind : kinds) {
-    if (kind >= kKinds) usage("--objects: digits from 0 to 4");
+    if (kind >= kKinds) usage("--objects: digits from 0 to 3");
   }
   if (kinds.empty()) usage("--objects: one or more");
   return kinds;

@@ -5,6 +5,7 @@
 // synchronisation of the job is the protocol's own.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <vector>
 
@@ -21,7 +22,7 @@ struct Options {
   double timeout_s = 20;
 };
 
-constexpr uint32_t kKinds = 5;
+constexpr uint32_t kKinds = 4;
 
 enum class Purpose : uint64_t {
   kObject,
@@ -54,29 +55,28 @@ class StressPlan {
   const Options& options() const { return options_; }
 
   // Shapes that differ in every size. The payload of kind 1 lies over everything of the others but their ids and
-  // weights.
-  //   0  float32, combine gets      2  float32, combine pushes
-  //   1  bfloat16, combine gets     3  bfloat16, combine gets quantised rows, one scale a block
-  //                                 4  float32, combine pushes quantised rows, one scale a block
+  // weights. Rows of kind 0 are sentinel rows or got, those of kind 1 always got.
+  //   0  float32     2  bfloat16, quantised, one scale a block
+  //   1  bfloat16    3  float32, quantised, one scale a block
   Shape shape(uint32_t object, uint32_t rank) const {
     const uint32_t kind = options_.kinds[object];
-    constexpr uint32_t kTopK[kKinds] = {4, 2, 4, 2, 4};
-    constexpr uint32_t kTokens[kKinds] = {6, 9, 7, 5, 6};
-    constexpr uint32_t kRowBytes[kKinds] = {48, 512, 16, 32, 80};
-    constexpr uint32_t kElements[kKinds] = {8, 5, 8, 144, 32};
+    constexpr uint32_t kTopK[kKinds] = {4, 2, 2, 4};
+    constexpr uint32_t kTokens[kKinds] = {6, 9, 5, 6};
+    constexpr uint32_t kRowBytes[kKinds] = {48, 512, 32, 80};
+    constexpr uint32_t kElements[kKinds] = {8, 5, 144, 32};
+    const bool is_float = kind == 0 || kind == 3;
     Shape shape{};
     shape.ep_size = options_.ranks;
     shape.ep_rank = rank;
-    shape.num_experts = kind % 2 == 0 ? 2 * options_.ranks + 1 : options_.ranks;
+    shape.num_experts = is_float ? 2 * options_.ranks + 1 : options_.ranks;
     shape.top_k = kTopK[kind];
     shape.max_tokens_per_rank = kTokens[kind];
     shape.num_payloads = kind == 0 ? 2 : 1;
     shape.row_bytes[0] = kRowBytes[kind];
     shape.row_bytes[1] = kind == 0 ? 3 : 0;
     shape.output_elements = kElements[kind];
-    shape.output_type = kind % 2 == 0 ? OutputType::kFloat32 : OutputType::kBFloat16;
-    shape.pushes = kind == 2 || kind == 4;
-    shape.wire_type = kind == 3 || kind == 4 ? WireType::kFp8 : WireType::kSame;
+    shape.output_type = is_float ? OutputType::kFloat32 : OutputType::kBFloat16;
+    shape.wire_type = kind >= 2 ? WireType::kFp8 : WireType::kSame;
     return shape;
   }
 
@@ -92,22 +92,36 @@ class StressPlan {
     return drawn < options_.blocks ? drawn + 1 : options_.blocks;
   }
 
-  // The memory of one rank: as much as any object needs.
+  // The memory of one rank: as much as all objects need together.
   uint64_t memory_bytes() const {
-    uint64_t bytes = 0;
+    uint64_t bytes = 0, rows_end = 0, least = 0;
     for (uint32_t object = 0; object < objects(); ++object) {
-      const uint64_t needed = layout_of(shape(object, 0)).total_bytes;
-      bytes = needed > bytes ? needed : bytes;
+      const Layout layout = layout_of(shape(object, 0));
+      bytes = std::max(bytes, layout.total_bytes);
+      rows_end = std::max(rows_end, layout.rows_end);
+      least = std::max(least, least_sentinel_bytes(shape(object, 0)));
     }
-    return bytes;
+    return std::max(bytes, rows_end + options_.ranks * least);
   }
-  SentinelRegion sentinel_region() const { return putget::sentinel_region(memory_bytes(), options_.ranks); }
+  SentinelRegion sentinel_region(uint32_t object) const {
+    return putget::sentinel_region(memory_bytes(), shape(object, 0));
+  }
+  SentinelRegion widest_sentinel_region() const {
+    SentinelRegion widest = sentinel_region(0);
+    for (uint32_t object = 1; object < objects(); ++object) {
+      const SentinelRegion region = sentinel_region(object);
+      widest = region.begin < widest.begin ? region : widest;
+    }
+    return widest;
+  }
 
-  // Whether a rank gets its rows as sentinel rows, where they can be: most of the time, as it likes.
+  // Whether a rank gets its rows as sentinel rows, where they can be: most of the time, as it likes; quantised ones
+  // always.
   bool sentinel(uint32_t round, uint32_t rank) const {
-    return draw(3, Purpose::kFlags, round, rank) != 0 &&
-           wants_sentinels(shape(object(round), rank), SentinelChoice::kAlways, num_tokens(round, rank),
-                           sentinel_region().bytes_a_peer, 0);
+    const Shape shape = this->shape(object(round), rank);
+    return (shape.quantised() || draw(3, Purpose::kFlags, round, rank) != 0) &&
+           wants_sentinels(shape, SentinelChoice::kAlways, num_tokens(round, rank),
+                           sentinel_region(object(round)).bytes_a_peer, 0);
   }
 
   // Of so many CTAs of a combine, those that send sentinel rows: all, or some, as the rank likes.

@@ -38,7 +38,8 @@ class StressRank {
     for (uint32_t object = 0; object < plan.objects(); ++object) objects_.push_back(make_object(object, base));
     const uint64_t flags = control_bytes(plan.options().ranks) / sizeof(uint64_t);
     std::fill_n(reinterpret_cast<uint64_t*>(base[rank]), flags, pack_flag(kFirstEpoch, 0));
-    const SentinelRegion rows = plan.sentinel_region();
+    std::fill_n(state_.sent, kMaxParts, pack_flag(kFirstEpoch, 0));
+    const SentinelRegion rows = plan.widest_sentinel_region();
     const uint64_t words = plan.options().ranks * rows.bytes_a_peer / sizeof(uint64_t);
     std::fill_n(reinterpret_cast<uint64_t*>(base[rank] + rows.begin), words, kNotCome);
     name_place(&state_, 1, "state");
@@ -117,33 +118,24 @@ class StressRank {
     call.out = object_->out.data();
     call.wide_out = 1;
     call.num_tokens = num_tokens_;
-    // Blocks of values with one scale are not cut: their rows may be sent as sentinel rows.
+    // Blocks of values with one scale are not cut.
     call.segment_bytes = plan.shape.quantised() ? kScaleBlock : kSegmentBytes;
-    call.small_piece_bytes = kScaleBlock * element_bytes(plan.shape.output_type);
-    call.piece_bytes = 2 * call.small_piece_bytes;
-    call.moving_blocks = half == Half::kBoth && blocks > 1 ? blocks - round_ % 2 : blocks;
     call.sentinel = sentinel_;
     if (call.sentinel != 0 && !plan.shape.quantised()) call.segment_bytes = kSentinelSegmentBytes;
     call.sending_blocks = plan_.sending_blocks(round_, rank_, blocks, half != Half::kBoth || !sentinel_);
     call.first_summing = plan_.first_summing(round_, rank_, blocks, call.sending_blocks);
     call.half = half;
     call.sentinel_sources = sentinel_sources(plan, call);
-    call.sentinel_pieces = sentinel_pieces(plan.shape, call.segment_bytes);
+    call.pieces_of_row = pieces_of_row(plan.shape, call.segment_bytes);
     const bool is_float = plan.shape.output_type == OutputType::kFloat32;
     launch_kernel(blocks, [&](KernelExec exec) {
       use_plan(plan);
       CombineScratch& scratch = scratch_[exec.block()].combine;
-      if (plan.shape.quantised() && call.sentinel != 0) {
+      if (plan.shape.quantised()) {
         if (is_float) {
           putget::combine<Float32, SentinelWire<Float32, true>, FewRows<4>>(exec, plan, call, scratch);
         } else {
           putget::combine<BFloat16, SentinelWire<BFloat16, true>, DynamicTopK>(exec, plan, call, scratch);
-        }
-      } else if (plan.shape.quantised()) {
-        if (is_float) {
-          putget::combine<Float32, Fp8Wire, FewRows<4>>(exec, plan, call, scratch);
-        } else {
-          putget::combine<BFloat16, Fp8Wire, DynamicTopK>(exec, plan, call, scratch);
         }
       } else if (call.sentinel != 0 && round_ % 2 == 0) {
         putget::combine<Float32, SentinelWire<Float32, false>, FewRows<4>>(exec, plan, call, scratch);
@@ -165,7 +157,7 @@ class StressRank {
 
   // After the last round of all ranks: no word of a sentinel row is left over.
   void check_words() const {
-    const SentinelRegion rows = plan_.sentinel_region();
+    const SentinelRegion rows = plan_.widest_sentinel_region();
     const auto* word = reinterpret_cast<const uint64_t*>(objects_[0]->plan.own() + rows.begin);
     for (uint32_t peer = 0; peer < plan_.options().ranks; ++peer) {
       for (uint32_t i = 0; i < rows.bytes_a_peer / sizeof(uint64_t); ++i) {
@@ -180,6 +172,13 @@ class StressRank {
   }
 
   const FaultRecord& fault() const { return fault_; }
+
+  // What peers get of this rank.
+  std::vector<uint8_t> output_bytes() const {
+    const Plan& plan = object_->plan;
+    const uint8_t* begin = plan.own() + plan.layout.output;
+    return std::vector<uint8_t>(begin, begin + (plan.layout.rows_end - plan.layout.output));
+  }
 
  private:
   // What a block has in shared memory.
@@ -225,7 +224,7 @@ class StressRank {
     name_place(object->out.data(), object->out.size(), "out");
     plan.shape = shape;
     plan.layout = layout_of(shape);
-    plan.sentinel = plan_.sentinel_region();
+    plan.sentinel = plan_.sentinel_region(index);
     for (uint32_t peer = 0; peer < shape.ep_size; ++peer) plan.base[peer] = base[peer];
     plan.by_ep_size = Divisor(shape.ep_size);
     plan.state = &state_;

@@ -13,7 +13,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> StressJob:
 
 
 @pytest.mark.parametrize("seed", [1, 2, 20])
-@pytest.mark.parametrize("objects", ["0", "234", "01234"])
+@pytest.mark.parametrize("objects", ["0", "23", "0123"])
 @pytest.mark.parametrize("blocks", [1, 3])
 def test_the_protocol_is_clean(job: StressJob, blocks: int, objects: str, seed: int) -> None:
     done = job("--ranks", 4, "--blocks", blocks, "--rounds", 300, "--objects", objects, "--seed", seed)

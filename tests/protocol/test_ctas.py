@@ -20,7 +20,7 @@ def test_ctas_put_what_is_said(sanitizer: str, whole_chunks: bool, tmp_path: Pat
 
 
 RECEIVED = {"topk_ids", "topk_weights", "payload"}
-SUMMED = {"output", "transit"}
+SUMMED = {"output"}
 
 DISPATCH, ITEMS, SHORT = "protocol/dispatch/dispatch.h", "protocol/dispatch/items.h", "protocol/dispatch/short_rows.h"
 EXEC = "cuda/exec.cuh"
@@ -82,7 +82,7 @@ def test_rounds_of_ctas_are_clean(job: StressJob, ranks: int, blocks: int, objec
 
 # What orders the warps of a CTA, or the lanes of a warp, in one kernel. With the places of what it orders, and the
 # objects that show it.
-COMBINE, SUM, TRANSIT = "protocol/combine/combine.h", "protocol/combine/sentinel_sum.h", "protocol/combine/transit.h"
+COMBINE, SUM = "protocol/combine/combine.h", "protocol/combine/sentinel_sum.h"
 BARRIERS: dict[str, tuple[set[str], str, str, str, str]] = {
     "the state before it is looked at": (
         {"scratch"},
@@ -91,15 +91,14 @@ BARRIERS: dict[str, tuple[set[str], str, str, str, str]] = {
         "  exec.sync();\n  exec.mark(Stage::kState);\n",
         "  exec.mark(Stage::kState);\n",
     ),
-    "who has moved rows": (
+    "who has ended the round": (
         SUMMED | {"scratch"},
-        "2",
+        "0",
         COMBINE,
         "if (exec.any(released)) return false;",
         "if (released) return false;",
     ),
-    "a token that one lane has waited for": (SUMMED, "2", COMBINE, "return exec.all_lanes(well);", "return well;"),
-    "a scale that others still look at": (set(), "3", SUM, "if (kQuantised) well = exec.all_lanes(well);", ""),
+    "a scale that others still look at": (set(), "2", SUM, "if (kQuantised) well = exec.all_lanes(well);", ""),
     "the copy of the state, as the round is closed": (
         {"state"},
         "0",
@@ -107,7 +106,6 @@ BARRIERS: dict[str, tuple[set[str], str, str, str, str]] = {
         "return exec.peek(word);",
         "return *word;",
     ),
-    "a vote, which orders nothing": (SUMMED, "2", EXEC, "    __syncwarp();\n    return all;\n", "    return all;\n"),
     "the half of a release that comes before": (
         RECEIVED | {"output"},
         "0",
@@ -121,13 +119,6 @@ BARRIERS: dict[str, tuple[set[str], str, str, str, str]] = {
         EXEC,
         "    __syncthreads();\n    if (gridDim.x == 1) return true;\n",
         "    if (gridDim.x == 1) return true;\n",
-    ),
-    "rows before they are told of": (
-        SUMMED | {"scratch"},
-        "2",
-        TRANSIT,
-        "    exec.sync();  // every warp has moved its rows\n",
-        "",
     ),
     "routes before they are used": (
         {"scratch"},

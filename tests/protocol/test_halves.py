@@ -48,30 +48,35 @@ MISTAKES = {
         "const bool is_dispatching = flag_epoch(own.arrived) == turn.epoch + 1;",
         "const bool is_dispatching = false;",
     ),
-    "combine trusts the others": (
+    "who copies does not look at the end": (
         "protocol/combine/combine.h",
-        "  const bool is_open = turn.open",
-        "  if (exec.block() != 0) return true;\n  const bool is_open = turn.open",
+        "return is_own & !released & !sent & !(work.copies & ended);",
+        "return is_own & !released & !sent;",
+    ),
+    "who copies judges nothing": (
+        "protocol/combine/combine.h",
+        "const bool judges = kIsSentinel || work.sends || work.copies;",
+        "const bool judges = kIsSentinel || work.sends;",
     ),
     "the note is not looked at": (
         "protocol/combine/combine.h",
-        "return is_own & !released & !sent;",
-        "return is_own & !released;",
+        "return is_own & !released & !sent &",
+        "return is_own & !released &",
     ),
     "the note is not left": (
         "protocol/combine/combine.h",
-        "if (work.sends && !work.moving && exec.thread() == 0) {",
-        "if (false) {",
+        "    if (exec.thread() == 0) {\n      exec.note(",
+        "    if (false) {\n      exec.note(",
     ),
     "the note tells of CTAs that do not send": (
         "protocol/combine/combine.h",
-        "senders = all_sum ? call.sending_blocks : exec.blocks();",
-        "senders = exec.blocks();",
+        "pack_part(work.senders, 0)",
+        "pack_part(exec.blocks(), 0)",
     ),
     "who sends judges nothing": (
         "protocol/combine/combine.h",
-        "const bool judges = kIsSentinel || work.sends;",
-        "const bool judges = false;",
+        "const bool judges = kIsSentinel || work.sends || work.copies;",
+        "const bool judges = work.copies;",
     ),
     "release does not ask": (
         "protocol/round/release.h",

@@ -34,7 +34,7 @@ def test_the_protocol_is_clean(job: StressJob, ranks: int, blocks: int, objects:
 # next meet readers and writers of the round before (R1, C2, D1), of two rounds before (D3, D4) or, in mixed layouts, of
 # the end of the round before (C5, D0, J3).
 RECEIVED = {"topk_ids", "topk_weights", "payload"}
-SUMMED = {"output", "transit"}
+SUMMED = {"output"}
 PROTECTED = {
     "R1": RECEIVED,
     "D1": RECEIVED,
@@ -44,8 +44,7 @@ PROTECTED = {
     "C2": RECEIVED | {"output"},
     "C3": {"output"},
     "C5": RECEIVED | SUMMED,
-    "C7": SUMMED,
-    "C8": SUMMED,
+    "J2": {"output", "state"},
     "J3": RECEIVED | SUMMED | {"state"},
     "F2": set(),  # no order: a wait alone
 }
@@ -132,7 +131,7 @@ PARTS = {
 
 
 # Sentinel rows: what tells that a word has come, and what sets it back. With the objects that show it.
-WHOLE, SCALED = "0", "3"
+WHOLE, SCALED = "0", "2"
 SENTINEL = {
     "half a word taken for a whole": (
         WHOLE,
@@ -158,11 +157,17 @@ SENTINEL = {
         "shown(src) | (wait.rows[src] & kWantsSentinels);",
         "shown(src);",
     ),
-    "rows without flags are not moved either": (
+    "rows that are got are not copied": (
         WHOLE,
-        "protocol/combine/combine.h",
-        "rows < kWantsSentinels ? rows : 0;",
-        "0;",
+        "protocol/combine/expert_rows.h",
+        "return head.left[src] < kWantsSentinels ? head.left[src] : 0;",
+        "return 0;",
+    ),
+    "a row of several pieces is not copied": (
+        WHOLE,
+        "protocol/combine/expert_rows.h",
+        "const uint32_t pieces = call.pieces_of_row.value();",
+        "const uint32_t pieces = call.pieces_of_row.value();\n  if (pieces > 1) return;",
     ),
     "a word that is not set back": (
         WHOLE,
@@ -200,8 +205,8 @@ SENTINEL = {
     "those that only sum send too": (
         WHOLE,
         "protocol/combine/combine.h",
-        "exec.block() >= call.sending_blocks) work.sends = false;",
-        "false) work.sends = false;",
+        "call.half != Half::kFinish && exec.block() < work.senders;",
+        "call.half != Half::kFinish;",
     ),
 }
 

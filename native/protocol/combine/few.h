@@ -22,19 +22,18 @@ class FewReduction {
   using Out = Pack<Codec, kSummed>;
 
  public:
-  // CTAs from first_block on take part.
-  PUTGET_TEXT FewReduction(const Exec& exec, const Plan& plan, const CombineCall& call, uint32_t first_block)
+  PUTGET_TEXT FewReduction(const Exec& exec, const Plan& plan, const CombineCall& call)
       : top_k_(plan.shape.top_k),
         packs_per_row_(plan.shape.output_elements / kElements),
         packs_per_segment_(call.segment_bytes / sizeof(Raw)),
         segments_((packs_per_row_ + packs_per_segment_ - 1) / packs_per_segment_),
         items_(call.num_tokens * segments_),
         // Neighbouring items on different SMs: a last turn that is not full leaves no SM idle.
-        item_(exec.warp() * (exec.blocks() - first_block) + exec.block() - first_block),
-        step_((exec.blocks() - first_block) * exec.warps()) {}
+        item_(exec.warp() * exec.blocks() + exec.block()),
+        step_(exec.blocks() * exec.warps()) {}
 
   // The routes are this rank's own: those of the first item are looked up while peers are waited for.
-  PUTGET_TEXT void look_up(const Exec& exec, const Plan& plan, const CombineCall&) {
+  PUTGET_TEXT void look_up(const Exec& exec, const Plan& plan) {
     if (item_ >= items_) return;
     token_ = item_ / segments_;
     PUTGET_UNROLL
@@ -46,20 +45,19 @@ class FewReduction {
     }
   }
 
-  // After the first look_up. Before each sum `await(token)` says whether its rows are there; if not, that is the end.
-  template <class Await>
-  PUTGET_TEXT void run(Exec& exec, const Plan& plan, const CombineCall& call, Await await) {
-    while (item_ < items_ && await(token_)) {
-      const Rows rows = find_rows(exec, plan, call);
+  // After the first look_up.
+  PUTGET_TEXT void run(Exec& exec, const Plan& plan, const CombineCall& call) {
+    while (item_ < items_) {
+      const Rows rows = find_rows(exec, plan);
       const uint32_t token = token_;
       const uint32_t begin = (item_ - token * segments_) * packs_per_segment_;
       item_ += step_;
-      look_up(exec, plan, call);  // on its way while this one is summed
+      look_up(exec, plan);  // on its way while this one is summed
       // Apart: else the loads of what is added take the registers of rows that should be on their way.
       if (call.addend == nullptr) {
-        sum_item<false>(exec, plan, call, rows, token, begin);
+        sum_item<false>(exec, call, rows, token, begin);
       } else {
-        sum_item<true>(exec, plan, call, rows, token, begin);
+        sum_item<true>(exec, call, rows, token, begin);
       }
     }
   }
@@ -75,13 +73,13 @@ class FewReduction {
     Pack<Element, kSummed> part[kParts];
   };
 
-  PUTGET_TEXT Rows find_rows(const Exec& exec, const Plan& plan, const CombineCall& call) const {
+  PUTGET_TEXT Rows find_rows(const Exec& exec, const Plan& plan) const {
     uint32_t positions = 0;
     const uint8_t* found[kPositionsPerLane];
     PUTGET_UNROLL
     for (uint32_t i = 0; i < kPositionsPerLane; ++i) {
       const bool is_position = i * Exec::kLanes + exec.lane() < top_k_;
-      found[i] = is_position ? routed_row(plan, call, rank_[i], slot_[i]) : nullptr;
+      found[i] = is_position ? routed_row(plan, rank_[i], slot_[i]) : nullptr;
       positions |= exec.votes(found[i] != nullptr) << (i * Exec::kLanes);
     }
     Rows rows{{}, {positions, top_k_}};
@@ -95,14 +93,13 @@ class FewReduction {
   }
 
   template <bool kAdds>
-  PUTGET_TEXT void sum_item(Exec& exec, const Plan& plan, const CombineCall& call, const Rows& rows, uint32_t token,
+  PUTGET_TEXT void sum_item(Exec& exec, const CombineCall& call, const Rows& rows, uint32_t token,
                             uint32_t begin) const {
     const uint32_t end = begin + packs_per_segment_ < packs_per_row_ ? begin + packs_per_segment_ : packs_per_row_;
     const uint64_t first_of_token = uint64_t{token} * packs_per_row_;
     PUTGET_ROLLED
     for (uint32_t first = begin + exec.lane(); first < end; first += kPacks * exec.lanes()) {
       Leaf leaf[kPacks][kRows];
-      float scale[kPacks][kRows];
       PUTGET_UNROLL
       for (uint32_t p = 0; p < kPacks; ++p) {
         const uint32_t pack = first + p * exec.lanes();
@@ -110,8 +107,7 @@ class FewReduction {
         for (uint32_t r = 0; r < kRows; ++r) {
           const uint8_t* row = pack < end ? rows.row[r] : nullptr;
           const Raw otherwise = Places<kRows>::kAbsentAddsNothing ? nothing() : Raw{};
-          leaf[p][r].raw = exec.get_or(reinterpret_cast<const Raw*>(row), pack, otherwise);  // [C4] [C9]
-          scale[p][r] = Wire::scale_of(exec, plan, row, pack * kElements);
+          leaf[p][r].raw = exec.get_or(reinterpret_cast<const Raw*>(row), pack, otherwise);  // [C4]
         }
       }
       PUTGET_UNROLL
@@ -123,7 +119,7 @@ class FewReduction {
           const uint64_t index = (first_of_token + pack) * kParts + i;
           Sums<kSummed> sum[kRows];
           PUTGET_UNROLL
-          for (uint32_t r = 0; r < kRows; ++r) sum[r] = Wire::widen(exec, leaf[p][r].part[i], scale[p][r]);
+          for (uint32_t r = 0; r < kRows; ++r) sum[r] = widen(leaf[p][r].part[i]);
           rows.places.add_up(sum);
           if (kAdds) sum[0].add(widen(reinterpret_cast<const Out*>(call.addend)[index]));
           Out out;

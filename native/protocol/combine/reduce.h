@@ -4,7 +4,6 @@
 // a row counts as +0. So the result depends on the routing alone, never on timing, batch size or grid.
 #pragma once
 
-#include "protocol/combine/transit.h"
 #include "protocol/round/numeric.h"
 #include "protocol/round/signal.h"
 
@@ -85,7 +84,7 @@ PUTGET_PURE Sums<kElements> no_leaf() {
   return sums;
 }
 
-// Rows that travel as experts write them.
+// Rows as experts write them, taken so many elements at a time.
 template <class Codec, uint32_t kElements_>
 struct SameWire {
   static constexpr uint32_t kElements = kElements_;
@@ -96,57 +95,26 @@ struct SameWire {
   PUTGET_TEXT static Sums<kCount> widen(Exec&, const Pack<Element, kCount>& raw, float) {
     return putget::widen(raw);
   }
-
-  // Of the elements from one of a row on; zero where there is no row.
-  template <class Exec>
-  PUTGET_TEXT static float scale_of(Exec&, const Plan&, const uint8_t*, uint32_t) {
-    return 1.0f;
-  }
 };
 
-// Quantised rows.
-struct Fp8Wire {
-  static constexpr uint32_t kElements = 8;  // 16 of each of eight rows in flight would not fit into registers
-  static constexpr bool kIsScaled = true;
-  using Element = Fp8;
-
-  template <uint32_t kCount, class Exec>
-  PUTGET_TEXT static Sums<kCount> widen(Exec& exec, const Pack<Element, kCount>& raw, float scale) {
-    Sums<kCount> sums;
-    exec.widen_fp8(raw, sums.value);
-    PUTGET_UNROLL
-    for (uint32_t e = 0; e < kCount; ++e) sums.value[e] = times(sums.value[e], scale);
-    return sums;
-  }
-
-  template <class Exec>
-  PUTGET_TEXT static float scale_of(Exec& exec, const Plan& plan, const uint8_t* row, uint32_t element) {
-    const float* scales = row == nullptr ? nullptr : reinterpret_cast<const float*>(row + plan.shape.scales_offset());
-    return exec.get_or_zero(scales, element / kScaleBlock);  // [C4] [C9]
-  }
-};
-
-// Where the row is that went to a slot of a rank; null where `rank` is negative.
-PUTGET_TEXT const uint8_t* routed_row(const Plan& plan, const CombineCall& call, int32_t rank, int32_t slot) {
+// Where a rank's experts wrote the row of a slot; null where `rank` is negative.
+PUTGET_TEXT const uint8_t* routed_row(const Plan& plan, int32_t rank, int32_t slot) {
   const Shape& shape = plan.shape;
   if (rank < 0) return nullptr;
-  if (Transit::stays(plan, call, rank)) return Transit(plan, call).from(slot, rank);
-  const uint64_t region = shape.has_transit() ? plan.layout.transit : plan.layout.output;
-  const uint8_t* base = shape.pushes ? plan.own() : plan.base[rank];
-  const uint32_t column = shape.pushes ? rank : shape.ep_rank;
-  return base + region + row_index(slot, column, shape.ep_size) * shape.wire_row_bytes();
+  return plan.base[rank] + plan.layout.output +
+         row_index(slot, shape.ep_rank, shape.ep_size) * shape.output_row_bytes();
 }
 
 // Where the rows of one token are; null where it has none.
 struct RowsOfToken {
   const uint8_t* row[kMaxTopK];
 
-  PUTGET_TEXT void look_up(const Plan& plan, const CombineCall& call, uint32_t top_k, uint32_t token) {
+  PUTGET_TEXT void look_up(const Plan& plan, uint32_t top_k, uint32_t token) {
     PUTGET_UNROLL
     for (uint32_t k = 0; k < kMaxTopK; ++k) {
       if (k >= top_k) break;
       const uint64_t index = uint64_t{token} * top_k + k;
-      row[k] = routed_row(plan, call, plan.target_ranks[index], plan.target_slots[index]);
+      row[k] = routed_row(plan, plan.target_ranks[index], plan.target_slots[index]);
     }
   }
 };
@@ -166,88 +134,61 @@ struct Reduction {
   uint32_t step;
   RowsOfToken rows;
 
-  // CTAs from first_block on take part.
   template <class Exec>
-  PUTGET_TEXT Reduction(const Exec& exec, const Plan& plan, const CombineCall& call, uint32_t first_block)
+  PUTGET_TEXT Reduction(const Exec& exec, const Plan& plan, const CombineCall& call)
       : top_k(plan.shape.top_k),
         packs_per_row(plan.shape.output_elements / Wire::kElements),
         packs_per_segment(call.segment_bytes / sizeof(Raw)),
         segments((packs_per_row + packs_per_segment - 1) / packs_per_segment),
         items(call.num_tokens * segments),
-        item((exec.block() - first_block) * exec.warps() + exec.warp()),
-        step((exec.blocks() - first_block) * exec.warps()) {}
+        item(exec.block() * exec.warps() + exec.warp()),
+        step(exec.blocks() * exec.warps()) {}
 
   template <class Exec>
-  PUTGET_TEXT void look_up(const Exec&, const Plan& plan, const CombineCall& call) {
-    if (item < items) rows.look_up(plan, call, top_k, item / segments);
+  PUTGET_TEXT void look_up(const Exec&, const Plan& plan) {
+    if (item < items) rows.look_up(plan, top_k, item / segments);
   }
 
-  // After the first look_up. Before each sum `await(token)` says whether its rows are there; if not, that is the end.
-  template <class Exec, class Await>
-  PUTGET_TEXT void run(Exec& exec, const Plan& plan, const CombineCall& call, Await await) {
-    while (item < items && await(item / segments)) {
-      sum_item(exec, plan, call);
+  // After the first look_up.
+  template <class Exec>
+  PUTGET_TEXT void run(Exec& exec, const Plan& plan, const CombineCall& call) {
+    while (item < items) {
+      sum_item(exec, call);
       item += step;
-      look_up(exec, plan, call);
+      look_up(exec, plan);
     }
   }
 
  private:
   template <class Exec>
-  PUTGET_TEXT void sum_item(Exec& exec, const Plan& plan, const CombineCall& call) const {
+  PUTGET_TEXT void sum_item(Exec& exec, const CombineCall& call) const {
     const uint32_t begin = item % segments * packs_per_segment;
     const uint32_t end = begin + packs_per_segment < packs_per_row ? begin + packs_per_segment : packs_per_row;
     const uint64_t row = uint64_t{item / segments} * packs_per_row;
     for (uint32_t pack = begin + exec.lane(); pack < end; pack += exec.lanes()) {
-      Sums<Wire::kElements> sum = get_sum(exec, plan, pack);
-      if (call.addend != nullptr) sum.add(putget::widen(load(call, call.addend, row + pack)));
+      Sums<Wire::kElements> sum = get_sum(exec, pack);
+      if (call.addend != nullptr) sum.add(putget::widen(reinterpret_cast<const Out*>(call.addend)[row + pack]));
       Out out;
       exec.template narrow<Codec>(sum.value, out);
-      store(call, row + pack, out);
-    }
-  }
-
-  // Quantised rows come in packs, whatever the caller's tensors allow. Others come in packs that these allow.
-  PUTGET_TEXT static bool whole(const CombineCall& call) { return !Wire::kIsScaled || call.wide_out != 0; }
-
-  PUTGET_TEXT static Out load(const CombineCall& call, const uint8_t* rows, uint64_t pack) {
-    if (whole(call)) return reinterpret_cast<const Out*>(rows)[pack];
-    Out out;
-    PUTGET_UNROLL
-    for (uint32_t e = 0; e < Wire::kElements; ++e) {
-      out.bits[e] = reinterpret_cast<const typename Codec::Bits*>(rows)[pack * Wire::kElements + e];
-    }
-    return out;
-  }
-
-  PUTGET_TEXT static void store(const CombineCall& call, uint64_t pack, const Out& out) {
-    if (whole(call)) {
-      reinterpret_cast<Out*>(call.out)[pack] = out;
-      return;
-    }
-    PUTGET_UNROLL
-    for (uint32_t e = 0; e < Wire::kElements; ++e) {
-      reinterpret_cast<typename Codec::Bits*>(call.out)[pack * Wire::kElements + e] = out.bits[e];
+      reinterpret_cast<Out*>(call.out)[row + pack] = out;
     }
   }
 
   template <class Exec>
-  PUTGET_TEXT Sums<Wire::kElements> get_sum(Exec& exec, const Plan& plan, uint32_t pack) const {
+  PUTGET_TEXT Sums<Wire::kElements> get_sum(Exec& exec, uint32_t pack) const {
     TreeOfEights<Wire::kElements> tree;
     PUTGET_ROLLED
     for (uint32_t first = 0; first < top_k; first += kEight) {
       Raw leaf[kEight];
-      float scale[kEight];
       PUTGET_UNROLL
       for (uint32_t i = 0; i < kEight; ++i) {
         const uint8_t* row = first + i < top_k ? rows.row[first + i] : nullptr;
-        leaf[i] = exec.get_or_zero(reinterpret_cast<const Raw*>(row), pack);  // [C4] [C9]
-        scale[i] = Wire::scale_of(exec, plan, row, pack * Wire::kElements);
+        leaf[i] = exec.get_or_zero(reinterpret_cast<const Raw*>(row), pack);  // [C4]
       }
       Sums<Wire::kElements> sum[kEight];
       PUTGET_UNROLL
       for (uint32_t i = 0; i < kEight; ++i) {
-        sum[i] = Wire::widen(exec, leaf[i], scale[i]);
+        sum[i] = putget::widen(leaf[i]);
         if (first + i >= top_k) sum[i] = no_leaf<Wire::kElements>();
       }
       tree.push(sum_tree(sum));

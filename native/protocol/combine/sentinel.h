@@ -8,8 +8,9 @@
 // rows of it obeys. docs/protocol.md explains the tags.
 #pragma once
 
+#include "protocol/combine/expert_rows.h"
 #include "protocol/combine/grouping.h"
-#include "protocol/combine/transit.h"
+#include "protocol/combine/quantise.h"
 #include "protocol/round/words.h"
 
 namespace putget {
@@ -32,18 +33,18 @@ PUTGET_PURE uint32_t sentinel_values_bytes(const Shape& shape) {
 // had as many SMs.
 PUTGET_PURE bool wants_sentinels(const Shape& shape, SentinelChoice choice, uint32_t num_tokens, uint64_t bytes_a_peer,
                                  uint32_t num_sms) {
+  if (shape.quantised()) return true;  // the region has room for all of them
   if (sentinel_values_bytes(shape) % kPackBytes != 0 || choice == SentinelChoice::kNever) return false;
   if (uint64_t{num_tokens} * shape.wire_row_bytes() > bytes_a_peer) return false;
   if (choice == SentinelChoice::kAlways) return true;
   if (shape.ep_size == 1) return false;  // no row comes from elsewhere
-  if (shape.quantised()) return true;    // else they would be moved here before they are sent
   const uint64_t bytes = uint64_t{num_tokens} * shape.most_rows() * shape.wire_row_bytes();
   if (num_sms != 0 && num_sms < kFewSms) return bytes <= num_sms * kSentinelBytesOfSm;
   return shape.most_rows() > 2 || bytes <= kSentinelBytesOfTwo;
 }
 
 // Pieces of one such row, where a warp takes segment_bytes of its values at a time: whole blocks with a scale.
-PUTGET_PURE Divisor sentinel_pieces(const Shape& shape, uint32_t segment_bytes) {
+PUTGET_PURE Divisor pieces_of_row(const Shape& shape, uint32_t segment_bytes) {
   return Divisor((sentinel_values_bytes(shape) + segment_bytes - 1) / segment_bytes);
 }
 
@@ -113,11 +114,11 @@ PUTGET_TEXT void send_packs(Exec& exec, const uint8_t* from, uint8_t* to, uint32
 template <class Codec, bool kQuantised, class Exec>
 PUTGET_RARE void send_values(Exec& exec, const Plan& plan, const CombineCall& call, uint32_t slot, uint32_t src,
                              uint32_t begin, uint32_t end) {
-  const Transit rows(plan, call);
+  const ExpertRows rows(plan, call);
   const uint8_t* from = rows.from(slot, src);
   uint8_t* to = plan.base[src] + sentinel_row(plan, plan.shape.ep_rank, slot);
   if constexpr (kQuantised) {
-    quantise<Codec, true>(exec, plan, rows.access_bytes, from, to, begin, end);
+    quantise<Codec>(exec, plan, rows.access_bytes, from, to, begin, end);
   } else {
     send_packs(exec, from, to, rows.access_bytes, begin, end);
   }
@@ -136,7 +137,7 @@ class SentinelSender {
     find(plan, call);
     // The first pack, or block, is loaded before it is known whether its row is there at all: memory for it there is.
     const bool exists = slot_ == 0 || (call.rows == nullptr && slot_ < plan.shape.max_tokens_per_rank);
-    const Transit rows(plan, call);
+    const ExpertRows rows(plan, call);
     may_load_ = exists && rows.access_bytes >= kPackBytes;
     if constexpr (kQuantised) {
       row_ = may_load_ ? rows.from(slot_, src_) : nullptr;
@@ -191,13 +192,13 @@ class SentinelSender {
   }
 
   PUTGET_TEXT static uint32_t slot_of(const CombineCall& call, uint32_t item) {
-    return call.sentinel_sources.quotient(call.sentinel_pieces.quotient(item));
+    return call.sentinel_sources.quotient(call.pieces_of_row.quotient(item));
   }
 
   PUTGET_TEXT void find(const Plan& plan, const CombineCall& call) {
     const uint32_t bytes = sentinel_values_bytes(plan.shape);
-    const uint32_t index = call.sentinel_pieces.quotient(item_);
-    begin_ = (item_ - index * call.sentinel_pieces.value()) * call.segment_bytes;
+    const uint32_t index = call.pieces_of_row.quotient(item_);
+    begin_ = (item_ - index * call.pieces_of_row.value()) * call.segment_bytes;
     end_ = begin_ + call.segment_bytes < bytes ? begin_ + call.segment_bytes : bytes;
     slot_ = call.sentinel_sources.quotient(index);
     // Where own rows stay, the first source is the next rank.
@@ -211,7 +212,7 @@ class SentinelSender {
     if constexpr (kQuantised) {
       if (!is_ahead_) return 0;
       uint8_t* to = plan.base[src_] + sentinel_row(plan, plan.shape.ep_rank, slot_);
-      blocks_.template store<true>(exec, plan, to);
+      blocks_.store(exec, plan, to);
       return Blocks::kBlocks * kScaleBlock;
     } else {
       if (is_ahead_) exec.put_sentinel(to_, ahead_);  // [F1]

@@ -5,6 +5,21 @@
 
 namespace putget {
 
+// Quantised rows.
+struct Fp8Wire {
+  static constexpr bool kIsScaled = true;
+  using Element = Fp8;
+
+  template <uint32_t kCount, class Exec>
+  PUTGET_TEXT static Sums<kCount> widen(Exec& exec, const Pack<Element, kCount>& raw, float scale) {
+    Sums<kCount> sums;
+    exec.widen_fp8(raw, sums.value);
+    PUTGET_UNROLL
+    for (uint32_t e = 0; e < kCount; ++e) sums.value[e] = times(sums.value[e], scale);
+    return sums;
+  }
+};
+
 // A `Wire` (reduce.h) of sentinel rows; kQuantised: of a shape whose rows travel quantised.
 template <class Codec, bool kQuantised>
 struct SentinelWire : SameWire<Codec, kPackBytes / sizeof(typename Codec::Bits)> {};
@@ -76,7 +91,7 @@ class SentinelSum {
   PUTGET_TEXT bool run(Exec& exec, const Plan& plan, const CombineCall& call, const StateHead& head, uint32_t* waited) {
     if (token_ >= call.num_tokens) exec.count_as_waited(waited);
     while (token_ < call.num_tokens) {
-      const bool is_last = call.sentinel_pieces.quotient(item_ + step_) >= call.num_tokens;
+      const bool is_last = call.pieces_of_row.quotient(item_ + step_) >= call.num_tokens;
       if (!sum_item(exec, plan, call, head, is_last ? waited : nullptr)) return false;
       item_ += step_;
       find(exec, plan, call);
@@ -88,8 +103,8 @@ class SentinelSum {
  private:
   // Which token and segment the item is, and where the token's routes are.
   PUTGET_TEXT void find(const Exec& exec, const Plan& plan, const CombineCall& call) {
-    token_ = call.sentinel_pieces.quotient(item_);
-    begin_ = (item_ - token_ * call.sentinel_pieces.value()) * packs_per_segment_;
+    token_ = call.pieces_of_row.quotient(item_);
+    begin_ = (item_ - token_ * call.pieces_of_row.value()) * packs_per_segment_;
     if (!takes_part_) token_ = call.num_tokens;
     const uint64_t route = uint64_t{token_} * top_k_.top_k + exec.lane();
     ranks_ = plan.target_ranks + route;

@@ -45,7 +45,7 @@ struct Ahead {
   uint32_t index;  // of the item
 
   PUTGET_TEXT Ahead(Exec& exec, const Plan& plan, const DispatchCall& call, const Share& share)
-      : state(exec, plan, plan.layout.arrived),
+      : state(exec, plan, part_flag(plan.own(), plan.layout.arrived, plan.shape.ep_rank, 0)),
         route(exec, plan, call, share.first_chunk(), share.chunk_of(share.first_chunk())),
         item(plan, call, share.begin + exec.warp()),
         index(share.begin + exec.warp()),

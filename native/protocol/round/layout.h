@@ -18,13 +18,12 @@ struct Layout {
   uint64_t ended;  // [ep_size] lines: flag (epoch, kind) that a peer stores when it has read this round's received rows
   uint64_t finished;  // [ep_size] lines: flag (epoch, 0) that a peer stores when it has got this round's combined rows
   uint64_t arrived;   // [ep_size, kMaxParts] flags (epoch, parts and rows): one of each CTA of a source's dispatch
-  uint64_t pushed;    // [ep_size, kMaxParts] flags (epoch, parts): one of each CTA of a peer's combine that pushes
   uint64_t topk_ids;
   uint64_t topk_weights;
   uint64_t payload[kMaxPayloads];
   uint64_t output;    // combine_input
-  uint64_t transit;   // rows as they travel: an inbox (slot, rank that pushed), or own quantised rows (slot, src)
-  uint64_t sentinel;  // SentinelRegion::begin of the smallest memory that holds all this
+  uint64_t rows_end;  // behind the last of these regions
+  uint64_t sentinel;  // SentinelRegion::begin in a memory of total_bytes
   uint64_t total_bytes;
 };
 
@@ -33,19 +32,17 @@ PUTGET_PURE uint64_t align_region(uint64_t offset) {
 }
 
 // Flags alone, of every object on one memory, whatever its shape: `ended` and `finished` lines and the flags of parts.
-PUTGET_PURE uint64_t control_bytes(uint32_t ep_size) {
-  return align_region(ep_size * (2 * kLineBytes + 2 * kPartsBytes));
-}
+PUTGET_PURE uint64_t control_bytes(uint32_t ep_size) { return align_region(ep_size * (2 * kLineBytes + kPartsBytes)); }
 
-// The end of a memory, whatever objects are on it: sentinel rows (sentinel.h), from each peer. Every
-// word says that nothing has come but while such a row is on its way to its sum.
+// The end of a memory: sentinel rows (sentinel.h), from each peer. Every word says that nothing has come but while such
+// a row is on its way to its sum.
 struct SentinelRegion {
   uint64_t begin;
   uint64_t bytes_a_peer;
 };
 
-// Two fifths of the memory, which is about what rows of all tokens take beside the other regions, up to as many rows as
-// are worth it.
+// What every object on a memory has: two fifths of it, which is about what rows of all tokens take beside the other
+// regions, up to as many rows as are worth it.
 constexpr uint64_t kMostSentinelBytes = 32 * 1024 * 1024;    // a peer
 constexpr uint64_t kMostSentinelMemory = uint64_t{1} << 36;  // 16-byte packs of it are counted in 32 bits
 PUTGET_PURE SentinelRegion sentinel_region(uint64_t memory_bytes, uint32_t ep_size) {
@@ -55,6 +52,20 @@ PUTGET_PURE SentinelRegion sentinel_region(uint64_t memory_bytes, uint32_t ep_si
   const uint64_t share = (end - control) / 5 * 2 / ep_size / kRegionAlignment * kRegionAlignment;
   const uint64_t bytes_a_peer = share < kMostSentinelBytes ? share : kMostSentinelBytes;
   return {end - ep_size * bytes_a_peer, bytes_a_peer};
+}
+
+// Quantised rows travel in no other way: there is room for all of them.
+PUTGET_PURE uint64_t least_sentinel_bytes(const Shape& shape) {
+  return shape.quantised() ? align_region(uint64_t{shape.max_tokens_per_rank} * shape.wire_row_bytes()) : 0;
+}
+
+// What an object of this shape has, in a memory with room for its layout.
+PUTGET_PURE SentinelRegion sentinel_region(uint64_t memory_bytes, const Shape& shape) {
+  const SentinelRegion region = sentinel_region(memory_bytes, shape.ep_size);
+  const uint64_t least = least_sentinel_bytes(shape);
+  if (least <= region.bytes_a_peer) return region;
+  const uint64_t end = memory_bytes / kRegionAlignment * kRegionAlignment;
+  return {end - shape.ep_size * least, least};
 }
 
 // The smallest memory with so many bytes before that region; any larger one has as many, too.
@@ -74,7 +85,6 @@ PUTGET_PURE Layout layout_of(const Shape& shape) {
   layout.ended = 0;
   layout.finished = finished_lines(shape.ep_size);
   layout.arrived = 2 * shape.ep_size * kLineBytes;
-  layout.pushed = layout.arrived + shape.ep_size * kPartsBytes;
   uint64_t next = control_bytes(shape.ep_size);
   layout.topk_ids = next;
   next = align_region(next + slots * shape.top_k * sizeof(int32_t));
@@ -86,10 +96,11 @@ PUTGET_PURE Layout layout_of(const Shape& shape) {
   }
   layout.output = next;
   next = align_region(next + slots * shape.output_row_bytes());
-  layout.transit = next;
-  if (shape.has_transit()) next = align_region(next + slots * shape.wire_row_bytes());
+  layout.rows_end = next;
+  const uint64_t least = shape.ep_size * least_sentinel_bytes(shape);
   layout.total_bytes = with_sentinel_region(next, shape.ep_size);
-  layout.sentinel = sentinel_region(layout.total_bytes, shape.ep_size).begin;
+  if (next + least > layout.total_bytes) layout.total_bytes = next + least;
+  layout.sentinel = sentinel_region(layout.total_bytes, shape).begin;
   return layout;
 }
 

@@ -9,7 +9,7 @@ namespace putget {
 template <class Exec>
 PUTGET_TEXT void release(Exec& exec, const Plan& plan, WaitScratch& scratch) {
   clear_waits(exec, plan, scratch);
-  StateAhead<false> state(exec, plan, plan.layout.arrived);
+  StateAhead<false> state(exec, plan, part_flag(plan.own(), plan.layout.arrived, plan.shape.ep_rank, 0));
   state.load(exec, plan);
   state.keep(exec, plan, scratch);
   exec.sync();

@@ -57,7 +57,6 @@ struct Shape {
   uint32_t output_elements;          // elements of one row that combine reduces
   OutputType output_type;
   WireType wire_type;
-  uint32_t pushes;  // 1: combine puts rows into the inboxes of those that sum them; 0: those get them
 
   PUTGET_PURE uint32_t output_row_bytes() const { return output_elements * element_bytes(output_type); }
   PUTGET_PURE bool quantised() const { return wire_type != WireType::kSame; }
@@ -70,8 +69,6 @@ struct Shape {
   }
   // Rows that a token gets at most: one on each rank.
   PUTGET_PURE uint32_t most_rows() const { return top_k < ep_size ? top_k : ep_size; }
-  // Whether rows are moved before they are summed, other than from outside the workspace into it.
-  PUTGET_PURE bool has_transit() const { return pushes || quantised(); }
 };
 
 // Index of the lowest bit that is set; the largest number where none is.

@@ -11,33 +11,15 @@
 namespace putget {
 
 // The tagged operations on flags; docs/protocol.md has the table. Plain accesses carry their tag in a comment.
-enum class Tag : uint32_t { R1, D0, D1, D3, D4, C2, C3, C5, C7, C8, F2 };
+enum class Tag : uint32_t { R1, D0, D1, D3, D4, C2, C3, C5, F2 };
 
 // Where the CTAs of one kernel join: the last one goes on with everything that the others did.
-enum class Join : uint32_t { J3 };
+enum class Join : uint32_t { J2, J3 };
 
-// The value of an `ended` flag: how the round ended, and where rows are moved before they are summed, in which parts.
+// The value of an `ended` flag: how the round ended.
 constexpr uint32_t kEndedByCombine = 1;
 constexpr uint32_t kEndedByRelease = 2;
-
-// How the rows of a combine that moves them are shared out among its CTAs. Slots go to groups of 2^split_bits CTAs in
-// turns; the CTAs of a group share a slot's rows.
-constexpr uint32_t kMostSplitBits = 3;
-
-struct Parts {
-  uint32_t groups;  // 0: no rows are moved
-  uint32_t split_bits;
-
-  PUTGET_PURE uint32_t count() const { return groups << split_bits; }
-  PUTGET_PURE uint32_t splits() const { return 1u << split_bits; }
-};
-
-PUTGET_PURE uint32_t ended_by_combine(const Parts& parts) {
-  return kEndedByCombine | parts.split_bits << 4 | parts.groups << 8;
-}
-PUTGET_PURE uint32_t end_of(uint32_t value) { return value & 0xfu; }
-PUTGET_PURE bool ended_by(uint32_t value, uint32_t kind) { return end_of(value) == kind; }
-PUTGET_PURE Parts moved_parts(uint32_t value) { return {value >> 8, value >> 4 & 0xfu}; }
+PUTGET_PURE bool ended_by(uint32_t value, uint32_t kind) { return value == kind; }
 
 PUTGET_PURE uint64_t pack_flag(uint32_t epoch, uint32_t value) { return uint64_t{epoch} << 32 | value; }
 PUTGET_PURE uint32_t flag_epoch(uint64_t flag) { return static_cast<uint32_t>(flag >> 32); }
@@ -58,8 +40,8 @@ PUTGET_PURE uint64_t* part_flag(uint8_t* base, uint64_t flags, uint32_t writer, 
   return reinterpret_cast<uint64_t*>(base + flags + writer * kPartsBytes) + part;
 }
 
-// The value of a part's flag: how many parts there are; at D3 in the last part how many rows all of them put, and
-// whether their source wants the rows of its sums as sentinel rows; at C7 how many turns the part is done with.
+// The value of a part's flag: how many parts there are; in the last part how many rows all of them put, and whether
+// their source wants the rows of its sums as sentinel rows.
 constexpr uint32_t kRowsBits = 22;
 constexpr uint32_t kPartsBits = 9;
 PUTGET_PURE uint32_t pack_part(uint32_t parts, uint32_t rows) { return parts << kRowsBits | rows; }
@@ -138,12 +120,12 @@ template <bool kMayChange>
 class StateAhead {
  public:
   template <class Exec>
-  PUTGET_TEXT StateAhead(const Exec& exec, const Plan& plan, uint64_t parts)
+  PUTGET_TEXT StateAhead(const Exec& exec, const Plan& plan, const uint64_t* parts)
       : head_(&plan.state->head),
         word_from_(from(plan) + exec.thread()),
         ended_(flag_line(plan.own(), plan.layout.ended, plan.shape.ep_rank)),
         arrived_(part_flag(plan.own(), plan.layout.arrived, plan.shape.ep_rank, 0)),
-        first_(part_flag(plan.own(), parts, plan.shape.ep_rank, 0)) {
+        first_(parts) {
     exec.pin(head_);
     exec.pin(word_from_);
     exec.pin(ended_);
@@ -372,7 +354,7 @@ PUTGET_RARE void observe_ends_apart(Exec& exec, const Plan& plan, uint32_t epoch
   PUTGET_ROLLED
   for (uint32_t peer = first_peer(exec); peer < plan.shape.ep_size; peer += exec.threads()) {
     if (!scratch.head.active.has(peer) || plan.skips_waits) continue;
-    if (end_of(scratch.value[peer]) != end) exec.insert(scratch.missing, peer);
+    if (!ended_by(scratch.value[peer], end)) exec.insert(scratch.missing, peer);
   }
 }
 template <class Exec>

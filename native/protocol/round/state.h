@@ -58,8 +58,10 @@ constexpr uint32_t kWantsSentinels = 1u << 31;
 // it.
 struct State {
   StateHead head;
-  uint32_t gotten;    // CTAs of the running combine that have arrived at J3
-  uint32_t table[2];  // digests of expert_to_rank in the last two rounds, by the epoch's lowest bit
+  uint32_t gotten;           // CTAs of the running combine that have arrived at J3,
+  uint32_t copied;           // ... and at J2
+  uint32_t table[2];         // digests of expert_to_rank in the last two rounds, by the epoch's lowest bit
+  uint64_t sent[kMaxParts];  // flags (epoch, parts): notes of the CTAs that have sent sentinel rows
 };
 
 // Everything about one object that stays the same from call to call.
@@ -114,16 +116,13 @@ struct CombineCall {
   uint8_t* out;           // [num_tokens, output_elements]
   const uint8_t* addend;  // the same shape, or null
   uint32_t num_tokens;
-  uint32_t segment_bytes;      // a row is summed in pieces of this many bytes on the wire, a multiple of 16
-  uint32_t piece_bytes;        // ... and moved in pieces of this many of their own, a multiple of kScaleBlock elements;
-  uint32_t small_piece_bytes;  // where CTAs share a slot, in pieces of so many
-  uint32_t rows_access_bytes;  // widest access for moving rows
-  uint32_t moving_blocks;      // CTAs that move rows
+  uint32_t segment_bytes;      // a row is summed and copied in pieces of this many bytes, a multiple of 16
+  Divisor pieces_of_row;       // pieces of segment_bytes of one row, without its scales
+  uint32_t rows_access_bytes;  // widest access for reading what experts wrote
   uint32_t sentinel;           // 1: the rows to sum are sentinel rows, as dispatch has asked
-  uint32_t sending_blocks;     // CTAs that send sentinel rows: the first so many
+  uint32_t sending_blocks;     // CTAs of such a kernel that send sentinel rows: the first so many
   uint32_t first_summing;      // ... and from where on they sum them: those before leave when they have sent
   Divisor sentinel_sources;    // ranks that this one sends such rows at most
-  Divisor sentinel_pieces;     // pieces of segment_bytes of one such row
   uint32_t wide_out;           // 1: out and addend allow the widest access that rows have
   Half half;
 };
