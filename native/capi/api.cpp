@@ -5,7 +5,7 @@
 
 #include "capi/guard.h"
 #include "capi/validate.h"
-#include "protocol/combine/sentinel.h"
+#include "choose.h"
 
 struct putget_memory {
   std::unique_ptr<putget::Backend> backend;
@@ -98,9 +98,9 @@ void require_apart(uint64_t rows_end, uint64_t sentinel_begin, uint64_t bytes) {
 }
 
 // The same for a rank's dispatch and its combine: what the one asks, the other waits for.
-bool wants_sentinels(const putget::Plan& plan, const putget::Limits& limits, uint32_t num_tokens) {
-  const auto choice = static_cast<putget::SentinelChoice>(limits.combine.sentinel_rows);
-  return putget::wants_sentinels(plan.shape, choice, num_tokens, plan.sentinel.bytes_a_peer, limits.num_sms);
+bool is_sent_rows(const putget::Plan& plan, const putget::Limits& limits, uint32_t num_tokens) {
+  const auto wish = static_cast<putget_sentinel_rows>(limits.combine.sentinel_rows);
+  return putget::is_sent_rows(plan.shape, wish, num_tokens, plan.sentinel.bytes_a_peer, limits.num_sms);
 }
 
 putget::DispatchCall dispatch_call(const putget::Plan& plan, const putget::Limits& limits,
@@ -119,7 +119,7 @@ putget::DispatchCall dispatch_call(const putget::Plan& plan, const putget::Limit
   call.ids_are_64bit = args.ids_are_64bit;
   const uint64_t ids_bytes = shape.top_k * (args.ids_are_64bit != 0 ? sizeof(int64_t) : sizeof(int32_t));
   call.ids_access_bytes = access_bytes(reinterpret_cast<uintptr_t>(args.topk_ids) | ids_bytes);
-  call.ask = wants_sentinels(plan, limits, args.num_tokens) ? putget::kWantsSentinels : 0;
+  call.ask = is_sent_rows(plan, limits, args.num_tokens) ? putget::kWantsSentinels : 0;
   call.half = static_cast<putget::Half>(args.half);
   return call;
 }
@@ -136,7 +136,7 @@ putget::CombineCall combine_call(const putget::Plan& plan, const putget::Limits&
   call.num_tokens = args.num_tokens;
   call.rows_access_bytes = access_bytes(reinterpret_cast<uintptr_t>(args.rows) | args.row_slot_bytes |
                                         args.row_source_bytes | shape.output_row_bytes());
-  call.sentinel = wants_sentinels(plan, limits, args.num_tokens);
+  call.sentinel = is_sent_rows(plan, limits, args.num_tokens);
   call.half = static_cast<putget::Half>(args.half);
   return call;
 }
@@ -341,7 +341,7 @@ putget_status putget_launches(putget_alltoall* object, uint32_t num_tokens, void
     putget_alltoall& self = object_of(object);
     require(dispatch != nullptr && combine != nullptr, "a launch is null");
     require_range("num_tokens", num_tokens, 0, self.plan.shape.max_tokens_per_rank);
-    const bool sentinel = wants_sentinels(self.plan, self.limits, num_tokens);
+    const bool sentinel = is_sent_rows(self.plan, self.limits, num_tokens);
     self.memory->launches(self.plan.shape, num_tokens, sentinel, self.limits, stream, dispatch, combine);
     combine->sentinel_rows = sentinel ? PUTGET_SENTINEL_ALWAYS : PUTGET_SENTINEL_NEVER;
   });

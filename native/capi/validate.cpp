@@ -84,6 +84,7 @@ void check_launch(const char* name, const putget_launch& launch) {
           prefix + "splits is " + std::to_string(launch.splits) + ", allowed are powers of two up to 128");
   require_range((prefix + "senders").c_str(), launch.senders, 0, kMaxParts);
   require_range((prefix + "sentinel_rows").c_str(), launch.sentinel_rows, 0, 2);
+  require_range((prefix + "path").c_str(), launch.path, PUTGET_PATH_NONE, PUTGET_PATH_NONE);
 }
 
 void check_options(const putget_config& config) {

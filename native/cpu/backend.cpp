@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "backend.h"
+#include "choose.h"
 #include "cpu/exec.h"
 #include "cpu/symmetric_memory.h"
 #include "protocol/combine/combine.h"
@@ -93,34 +94,35 @@ class CpuBackend final : public Backend {
     whole_rows.first_summing = first_summing(1, 1);
     whole_rows.sentinel_sources = sentinel_sources(plan, call);
     whole_rows.pieces_of_row = pieces_of_row(plan.shape, kWholeRow);
-    const bool packed = plan.shape.output_row_bytes() % kWideBytes == 0 && aligned(call.out) && aligned(call.addend);
-    whole_rows.wide_out = packed;
+    const bool narrow = !aligned(call.out) || !aligned(call.addend);
+    const putget_path path = call.sentinel != 0 ? sentinel_path(plan.shape) : got_path(plan.shape, narrow);
+    whole_rows.wide_out = plan.shape.output_row_bytes() % kWideBytes == 0 && !narrow;
     with_codec(plan.shape.output_type, [&](auto codec) {
       using Codec = decltype(codec);
       using Packed = SameWire<Codec, kWideBytes / sizeof(typename Codec::Bits)>;
-      if (call.sentinel != 0) {
-        with_rows(plan.shape, [&](auto rows) {
-          if (plan.shape.quantised()) {
-            putget::combine<Codec, SentinelWire<Codec, true>, decltype(rows)>(exec, plan, whole_rows, combine_scratch_);
-          } else {
-            putget::combine<Codec, SentinelWire<Codec, false>, decltype(rows)>(exec, plan, whole_rows,
-                                                                               combine_scratch_);
-          }
-        });
-      } else if (!packed) {
-        putget::combine<Codec, SameWire<Codec, 1>, DynamicTopK>(exec, plan, whole_rows, combine_scratch_);
-      } else {
-        with_rows(plan.shape, [&](auto rows) {
-          putget::combine<Codec, Packed, decltype(rows)>(exec, plan, whole_rows, combine_scratch_);
-        });
-      }
+      const auto run = [&](auto wire, auto rows) {
+        putget::combine<Codec, decltype(wire), decltype(rows)>(exec, plan, whole_rows, combine_scratch_);
+      };
+      with_rows_of(path, [&](auto rows) {
+        if (path == PUTGET_PATH_GOT_NARROW) {
+          run(SameWire<Codec, 1>{}, DynamicTopK{});
+        } else if (call.sentinel == 0) {
+          run(Packed{}, rows);
+        } else if (plan.shape.quantised()) {
+          run(SentinelWire<Codec, true>{}, rows);
+        } else {
+          run(SentinelWire<Codec, false>{}, rows);
+        }
+      });
     });
   }
 
-  void launches(const Shape&, uint32_t, bool, const Limits&, void*, putget_launch* dispatch,
+  void launches(const Shape& shape, uint32_t, bool sentinel, const Limits&, void*, putget_launch* dispatch,
                 putget_launch* combine) const override {
     *dispatch = putget_launch{};
+    dispatch->path = PUTGET_PATH_MANY_CHUNKS;
     *combine = putget_launch{};
+    combine->path = sentinel ? sentinel_path(shape) : got_path(shape, false);
   }
 
   void release(const Plan& plan, void*) override {

@@ -120,9 +120,8 @@ class CudaBackend final : public Backend {
                 putget_launch* dispatch, putget_launch* combine) const override {
     DeviceScope scope(config_.ordinal);
     const Room all = room(limits, Half::kBoth, stream);
-    *dispatch = choose_dispatch(shape, num_tokens, all, limits.dispatch);
-    *combine = sentinel ? choose_sentinel_combine(shape, num_tokens, false, all, limits.combine)
-                        : choose_combine(shape, num_tokens, all, limits.combine);
+    *dispatch = choose_dispatch(shape, num_tokens, Half::kBoth, all, limits.dispatch);
+    *combine = choose_combine(shape, {num_tokens, Half::kBoth, sentinel, false, false}, all, limits.combine).launch;
   }
 
   void release(const Plan& plan, void* stream) override {

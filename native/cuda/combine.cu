@@ -12,49 +12,48 @@ bool aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) 
 }  // namespace
 
 // Where a token has few rows, all of them are in flight at once; else they are taken as they come.
-CombineKernel same_kernel(const Shape& shape, bool packed) {
-  return with_codec(shape.output_type, [&](auto codec) -> CombineKernel {
+CombineKernel got_kernel(OutputType type, putget_path path) {
+  return with_codec(type, [&](auto codec) -> CombineKernel {
     using Codec = decltype(codec);
     using Packed = SameWire<Codec, kLaneBytes / sizeof(typename Codec::Bits)>;
-    if (!packed) return combine_kernel<Codec, SameWire<Codec, 1>, DynamicTopK>;
-    return with_rows(shape, [](auto rows) -> CombineKernel { return combine_kernel<Codec, Packed, decltype(rows)>; });
+    if (path == PUTGET_PATH_GOT_NARROW) return combine_kernel<Codec, SameWire<Codec, 1>, DynamicTopK>;
+    return with_rows_of(path, [](auto rows) -> CombineKernel { return combine_kernel<Codec, Packed, decltype(rows)>; });
   });
 }
 
 void load_combine_kernels() {
   cudaFuncAttributes attributes;
-  for (OutputType type : {OutputType::kBFloat16, OutputType::kFloat16, OutputType::kFloat32}) {
-    Shape shape{};
-    shape.output_type = type;
-    for (uint32_t rows : {2u, 4u, 8u, kMaxTopK}) {
-      shape.ep_size = shape.top_k = rows;
-      check(cudaFuncGetAttributes(&attributes, same_kernel(shape, true)), "loading combine_kernel");
-      check(cudaFuncGetAttributes(&attributes, sentinel_kernel(shape)), "loading combine_kernel");
-      check(cudaFuncGetAttributes(&attributes, sentinel_fp8_kernel(shape)), "loading combine_kernel");
+  const auto load = [&](CombineKernel kernel) {
+    check(cudaFuncGetAttributes(&attributes, kernel), "loading combine_kernel");
+  };
+  for (const OutputType type : {OutputType::kBFloat16, OutputType::kFloat16, OutputType::kFloat32}) {
+    for (uint32_t path = PUTGET_PATH_SENTINEL_2; path <= PUTGET_PATH_SENTINEL_ANY; ++path) {
+      load(sentinel_kernel(type, static_cast<putget_path>(path)));
+      load(sentinel_fp8_kernel(type, static_cast<putget_path>(path)));
     }
-    check(cudaFuncGetAttributes(&attributes, same_kernel(shape, false)), "loading combine_kernel");
+    for (uint32_t path = PUTGET_PATH_GOT_2; path <= PUTGET_PATH_GOT_NARROW; ++path) {
+      load(got_kernel(type, static_cast<putget_path>(path)));
+    }
   }
 }
 
 void launch_combine(const Plan& plan, CombineCall call, const Room& room, const putget_launch& tuning,
                     cudaStream_t stream) {
   const Shape& shape = plan.shape;
-  const bool packed = shape.output_row_bytes() % kLaneBytes == 0 && aligned(call.out) && aligned(call.addend);
-  const bool copies = call.rows != nullptr && !shape.quantised() && call.half != Half::kFinish;
-  putget_launch launch = call.sentinel != 0
-                             ? choose_sentinel_combine(shape, call.num_tokens, call.half != Half::kBoth, room, tuning)
-                             : choose_combine(shape, call.num_tokens, room, tuning);
-  if (call.sentinel == 0 && copies && tuning.blocks == 0) launch.blocks = blocks_to_copy(room, launch);
-  // Nothing to do but to tell the peers, and to send sentinel rows to those that want them.
-  if (call.half == Half::kStart && !copies && call.sentinel == 0) launch.blocks = 1;
-  call.wide_out = packed;
+  const bool narrow = !aligned(call.out) || !aligned(call.addend);
+  const CombineBatch batch{call.num_tokens, call.half, call.sentinel != 0, call.rows != nullptr, narrow};
+  const CombineChoice choice = choose_combine(shape, batch, room, tuning);
+  const putget_launch& launch = choice.launch;
+  const auto path = static_cast<putget_path>(launch.path);
+  call.wide_out = shape.output_row_bytes() % kLaneBytes == 0 && !narrow;
   call.segment_bytes = launch.segment_bytes;
   call.pieces_of_row = pieces_of_row(shape, launch.segment_bytes);
   call.sentinel_sources = sentinel_sources(plan, call);
-  const bool some_only_send = call.sentinel != 0 && call.half == Half::kBoth;
-  call.sending_blocks = some_only_send && launch.splits == 1 ? launch.senders : launch.blocks;
-  call.first_summing = first_summing(some_only_send ? launch.senders : launch.blocks, launch.blocks);
-  const CombineKernel kernel = call.sentinel != 0 ? sentinel_kernel(shape) : same_kernel(shape, packed);
+  call.sending_blocks = choice.sending_blocks;
+  call.first_summing = choice.first_summing;
+  const CombineKernel kernel = !batch.sentinel     ? got_kernel(shape.output_type, path)
+                               : shape.quantised() ? sentinel_fp8_kernel(shape.output_type, path)
+                                                   : sentinel_kernel(shape.output_type, path);
   launch_early(kernel, launch, paired(room), stream, plan, call, "launching combine_kernel");
 }
 

@@ -1,7 +1,7 @@
 // combine_kernel: the protocol's combine on a grid of CTAs, one instance for what travels, output type, rows of a
 // token.
 //
-//   grid      cuda/grid.h; warps share the list of (token, segment) items, and before it that of rows to send or copy
+//   grid      choose.h; warps share the list of (token, segment) items, and before it that of rows to send or copy
 //   block     each warp works on one item at a time
 //   shared    CombineScratch, static
 //   waits     CTAs that sum at C3, or at F2 for sentinel rows. Where rows are copied, C3 follows J2 of all CTAs of a

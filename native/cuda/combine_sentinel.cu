@@ -4,12 +4,11 @@
 
 namespace putget::cuda {
 
-CombineKernel sentinel_kernel(const Shape& shape) {
-  if (shape.quantised()) return sentinel_fp8_kernel(shape);
-  return with_codec(shape.output_type, [&](auto codec) -> CombineKernel {
+CombineKernel sentinel_kernel(OutputType type, putget_path path) {
+  return with_codec(type, [&](auto codec) -> CombineKernel {
     using Wire = SentinelWire<decltype(codec), false>;
-    return with_rows(shape,
-                     [](auto rows) -> CombineKernel { return combine_kernel<decltype(codec), Wire, decltype(rows)>; });
+    return with_rows_of(
+        path, [](auto rows) -> CombineKernel { return combine_kernel<decltype(codec), Wire, decltype(rows)>; });
   });
 }
 

@@ -1,6 +1,6 @@
 // dispatch_kernel: the protocol's dispatch on a grid of CTAs.
 //
-//   grid      cuda/grid.h; CTAs share the list of (token, segment, split) items
+//   grid      choose.h; CTAs share the list of (token, segment, split) items
 //   block     each warp puts one item at a time
 //   Exec      ManyItemsExec where CTAs have chunks of tokens, FewTokensExec where every CTA routes the whole batch and
 //             each warp has a short segment, else cuda::Exec
@@ -36,10 +36,9 @@ __global__ void release_kernel(const __grid_constant__ Plan plan) {
 using DispatchKernel = void (*)(Plan, DispatchCall);
 
 template <class Id>
-DispatchKernel kernel_of(const DispatchCall& call, uint32_t warps) {
-  if (many_items(call)) return dispatch_kernel<Id, ManyItemsExec>;
-  const bool few = call.num_tokens <= kChunkTokens && call.segment_bytes <= kWarpBytes && !several_items(call, warps);
-  return few ? dispatch_kernel<Id, FewTokensExec> : dispatch_kernel<Id, Exec>;
+DispatchKernel kernel_of(uint32_t path) {
+  if (path == PUTGET_PATH_MANY_CHUNKS) return dispatch_kernel<Id, ManyItemsExec>;
+  return path == PUTGET_PATH_FEW_TOKENS ? dispatch_kernel<Id, FewTokensExec> : dispatch_kernel<Id, Exec>;
 }
 
 template <class Id>
@@ -62,13 +61,11 @@ void load_dispatch_kernels() {
 
 void launch_dispatch(const Plan& plan, DispatchCall call, const Room& room, const putget_launch& tuning,
                      cudaStream_t stream) {
-  putget_launch launch = choose_dispatch(plan.shape, call.num_tokens, room, tuning);
-  const uint32_t warps = launch.threads / Exec::kLanes;
-  const bool apart =
-      short_apart(plan.shape, call.num_tokens, launch.segment_bytes, launch.splits, uint64_t{launch.blocks} * warps);
+  const putget_launch launch = choose_dispatch(plan.shape, call.num_tokens, call.half, room, tuning);
+  const uint64_t warps = uint64_t{launch.blocks} * (launch.threads / Exec::kLanes);
+  const bool apart = short_apart(plan.shape, call.num_tokens, launch.segment_bytes, launch.splits, warps);
   cut_into_items(call, plan.shape, launch.segment_bytes, launch.splits, launch.blocks, apart);
-  if (call.half == Half::kFinish) launch.blocks = 1;
-  const auto kernel = call.ids_are_64bit ? kernel_of<int64_t>(call, warps) : kernel_of<int32_t>(call, warps);
+  const auto kernel = call.ids_are_64bit ? kernel_of<int64_t>(launch.path) : kernel_of<int32_t>(launch.path);
   launch_early(kernel, launch, paired(room), stream, plan, call, "launching dispatch_kernel");
 }
 

@@ -3,8 +3,8 @@
 
 #include <cuda_runtime.h>
 
+#include "choose.h"
 #include "cuda/check.h"
-#include "cuda/grid.h"
 #include "protocol/round/state.h"
 
 namespace putget::cuda {
@@ -18,10 +18,10 @@ void launch_release(const Plan& plan, cudaStream_t stream);
 void load_dispatch_kernels();
 void load_combine_kernels();
 
-// The instances of combine_kernel, by what travels.
+// The instances of combine_kernel, by path and what travels.
 using CombineKernel = void (*)(Plan, CombineCall);
-CombineKernel same_kernel(const Shape& shape, bool packed);
-CombineKernel sentinel_kernel(const Shape& shape);
-CombineKernel sentinel_fp8_kernel(const Shape& shape);
+CombineKernel got_kernel(OutputType type, putget_path path);
+CombineKernel sentinel_kernel(OutputType type, putget_path path);
+CombineKernel sentinel_fp8_kernel(OutputType type, putget_path path);
 
 }  // namespace putget::cuda

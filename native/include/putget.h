@@ -71,6 +71,24 @@ typedef enum putget_sentinel_rows {
   PUTGET_SENTINEL_ALWAYS = 2 /* where there is room */
 } putget_sentinel_rows;
 
+/* Which kernel runs a call. Of dispatch, by what a CTA has to route; of combine, by how rows come and how many of a
+ * token's are summed at once. */
+typedef enum putget_path {
+  PUTGET_PATH_NONE = 0,
+  PUTGET_PATH_FEW_TOKENS = 1,
+  PUTGET_PATH_ONE_CHUNK = 2,
+  PUTGET_PATH_MANY_CHUNKS = 3,
+  PUTGET_PATH_SENTINEL_2 = 4,
+  PUTGET_PATH_SENTINEL_4 = 5,
+  PUTGET_PATH_SENTINEL_8 = 6,
+  PUTGET_PATH_SENTINEL_ANY = 7,
+  PUTGET_PATH_GOT_2 = 8,
+  PUTGET_PATH_GOT_4 = 9,
+  PUTGET_PATH_GOT_8 = 10,
+  PUTGET_PATH_GOT_ANY = 11,
+  PUTGET_PATH_GOT_NARROW = 12
+} putget_path;
+
 /* The shape of one kernel launch. In a configuration, fields that are not 0 stand in for the rule's choice. */
 typedef struct putget_launch {
   uint32_t blocks;
@@ -80,6 +98,7 @@ typedef struct putget_launch {
                              combine: above 1, the other blocks send sentinel rows, too */
   uint32_t senders;       /* combine: blocks that send sentinel rows and sum none */
   uint32_t sentinel_rows; /* combine, also on CPU: putget_sentinel_rows, of the rows that this rank sums */
+  uint32_t path;          /* putget_path, as putget_launches says it; 0 in a configuration */
 } putget_launch;
 
 typedef struct putget_config {

@@ -13,7 +13,7 @@ from putget.errors import (
     QuorumLost,
 )
 from putget.expert_major import ExpertMajor, ExpertMajorMemory, FlatRows
-from putget.options import Launch, Tuning
+from putget.options import ChosenLaunch, Launch, Tuning
 from putget.payload import Payload
 from putget.received import Received
 from putget.sizing import workspace_bytes
@@ -23,6 +23,7 @@ __all__ = [
     "AllToAll",
     "BackendUnavailable",
     "CapacityExceeded",
+    "ChosenLaunch",
     "Communicator",
     "ExpertMajor",
     "ExpertMajorMemory",

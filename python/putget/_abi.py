@@ -68,6 +68,7 @@ class Launch(_Checked):
         ("splits", c_uint32),
         ("senders", c_uint32),
         ("sentinel_rows", c_uint32),
+        ("path", c_uint32),
     ]
 
 

@@ -24,7 +24,7 @@ from putget._rounds import Rounds
 from putget.communicator import Communicator
 from putget.errors import InvalidExpertIds, PutgetError
 from putget.expert_major import ExpertMajor, ExpertMajorMemory
-from putget.options import Launch, Tuning, check_tuning
+from putget.options import ChosenLaunch, Tuning, check_tuning
 from putget.payload import Payload
 from putget.received import Received
 from putget.workspace import Workspace, check_seconds, check_workspace, resolve_device
@@ -419,15 +419,15 @@ class AllToAll:
         """Groups of an expert-major layout: experts that this rank had at construction."""
         return self._rounds.grouper.num_local_experts
 
-    def launches(self, num_tokens: int) -> tuple[Launch, Launch]:
-        """How dispatch and combine are launched with this many tokens; on CPU combine has ``sentinel_rows`` alone.
+    def launches(self, num_tokens: int) -> tuple[ChosenLaunch, ChosenLaunch]:
+        """How dispatch and combine are launched with this many tokens; on CPU only ``path`` and ``sentinel_rows``.
 
         The rule goes by the number of tokens, the sizes of rows and the SMs allowed: by ``num_sms``, and by the green
         context of the current stream or by MPS.
         """
         check_int("num_tokens", num_tokens, 0, self._geometry.max_tokens_per_rank)
         dispatch, combine = self._native.launches(num_tokens)
-        return replace(Launch.of(dispatch), sentinel_rows=None), Launch.of(combine)
+        return replace(ChosenLaunch.of(dispatch), sentinel_rows=None), ChosenLaunch.of(combine)
 
     @property
     def workspace(self) -> Workspace:

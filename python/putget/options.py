@@ -48,6 +48,21 @@ class Wire:
         return "as written" if self.type == _abi.WIRE_SAME else "float8_e4m3fn, a scale for 128"
 
 
+PATHS = (  # by putget_path
+    None,
+    "few tokens",
+    "one chunk",
+    "many chunks",
+    "sentinel rows, 2 a token",
+    "sentinel rows, 4 a token",
+    "sentinel rows, 8 a token",
+    "sentinel rows, any number",
+    "got rows, 2 a token",
+    "got rows, 4 a token",
+    "got rows, 8 a token",
+    "got rows, any number",
+    "got rows, narrow",
+)
 _RANGES = {  # of a field: what it is a multiple of, and at most
     "blocks": (1, 256),
     "threads": (32, _MOST_THREADS),
@@ -59,7 +74,7 @@ _RANGES = {  # of a field: what it is a multiple of, and at most
 
 @dataclass(frozen=True)
 class Launch:
-    """The shape of one kernel launch. Where a field is None, the rule chooses (docs/protocol/launches.md).
+    """The shape of one kernel launch. Where a field is None, the rule chooses (docs/protocol/paths.md).
 
     Attributes:
         blocks: CTAs; at most one an SM.
@@ -98,17 +113,29 @@ class Launch:
         if not isinstance(self.sentinel_rows, bool | None):
             raise ValueError(f"Launch sentinel_rows is {self.sentinel_rows!r}, expected None or a bool")
 
-    @staticmethod
-    def of(found: _abi.Launch) -> Launch:
-        """What the library has chosen; None where it has nothing to choose."""
-        numbers = {name: getattr(found, name) or None for name in _RANGES}
-        rows = (None, False, True)[found.sentinel_rows]
-        return Launch(**numbers, sentinel_rows=rows)
-
     def for_abi(self) -> _abi.Launch:
         """For the library, whose rule chooses where a field is 0."""
         rows = 0 if self.sentinel_rows is None else 1 + self.sentinel_rows
         return _abi.Launch(*(getattr(self, name) or 0 for name in _RANGES), rows)
+
+
+@dataclass(frozen=True)
+class ChosenLaunch(Launch):
+    """A launch as ``AllToAll.launches`` shows it. A field is None where there is nothing to choose.
+
+    Attributes:
+        path: Which kernel. Of dispatch "few tokens", "one chunk" or "many chunks" (of 32 tokens that one block routes);
+            of combine whether rows are sent or got, and how many of a token's are summed at once.
+    """
+
+    path: str | None = None
+
+    @staticmethod
+    def of(found: _abi.Launch) -> ChosenLaunch:
+        """What the library has chosen."""
+        numbers = {name: getattr(found, name) or None for name in _RANGES}
+        rows = (None, False, True)[found.sentinel_rows]
+        return ChosenLaunch(**numbers, sentinel_rows=rows, path=PATHS[found.path])
 
 
 @dataclass(frozen=True)

@@ -71,11 +71,14 @@ class Floor:
         """See `Contender.takes`."""
         return num_tokens > 0
 
+    def _launches(self, num_tokens: int) -> tuple[Launch, Launch]:
+        return self._shape.launches(num_tokens)
+
     def load(self, round_: Round) -> str | None:
         """See `Contender.load`."""
         self._round = round_
         rank, num_tokens = round_.rank, round_.num_tokens
-        self._put_launch, self._get_launch = self._shape.launches(num_tokens)
+        self._put_launch, self._get_launch = self._launches(num_tokens)
         if self._longer:
             self._get_launch = replace(self._get_launch, segment_bytes=_LONGER_BYTES)
         if self._way != "spread":

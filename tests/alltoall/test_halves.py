@@ -322,5 +322,9 @@ def launches(rank: Rank, options: dict[str, Any]) -> list[tuple[putget.Launch, p
 def test_nothing_is_launched_on_a_cpu() -> None:
     for options in ({}, {"tuning": putget.Tuning(dispatch=putget.Launch(blocks=3), combine=putget.Launch(threads=64))}):
         (found,) = run_ranks(1, launches, options, mode="thread")
-        # How rows of combine come is the only thing of a launch that a CPU has too.
-        assert found == [(putget.Launch(), putget.Launch(sentinel_rows=flags)) for flags in (False,) * 4]
+        # Which kernel, and how rows of combine come, is all of a launch that a CPU has too.
+        chosen = (
+            putget.ChosenLaunch(path="many chunks"),
+            putget.ChosenLaunch(sentinel_rows=False, path="got rows, 2 a token"),
+        )
+        assert found == [chosen] * 4

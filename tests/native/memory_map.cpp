@@ -48,7 +48,6 @@ int main() {
   print("`payload[0]`", "slot, src", layout.payload[0], shape.row_bytes[0], slots);
   print("`payload[1]`", "slot, src", layout.payload[1], shape.row_bytes[1], slots);
   print("`output`", "slot, src", layout.output, shape.output_row_bytes(), slots);
-  print("`sentinel`", "peer", layout.sentinel, putget::sentinel_region(layout.total_bytes, shape).bytes_a_peer,
-        ranks);
+  print("`sentinel`", "peer", layout.sentinel, putget::sentinel_region(layout.total_bytes, shape).bytes_a_peer, ranks);
   std::printf("| end | | %" PRIu64 " | | |\n", layout.total_bytes);
 }

@@ -120,8 +120,8 @@ class StressPlan {
   bool sentinel(uint32_t round, uint32_t rank) const {
     const Shape shape = this->shape(object(round), rank);
     return (shape.quantised() || draw(3, Purpose::kFlags, round, rank) != 0) &&
-           wants_sentinels(shape, SentinelChoice::kAlways, num_tokens(round, rank),
-                           sentinel_region(object(round)).bytes_a_peer, 0);
+           (shape.quantised() || shape.output_row_bytes() % kPackBytes == 0) &&
+           uint64_t{num_tokens(round, rank)} * shape.wire_row_bytes() <= sentinel_region(object(round)).bytes_a_peer;
   }
 
   // Of so many CTAs of a combine, those that send sentinel rows: all, or some, as the rank likes.

@@ -86,15 +86,6 @@ struct FewRows {
   uint32_t top_k;
 };
 
-// Calls visit with the policy for the tokens of this shape.
-template <class Visit>
-auto with_rows(const Shape& shape, Visit visit) {
-  if (shape.most_rows() <= 2) return visit(FewRows<2>{});
-  if (shape.most_rows() <= 4) return visit(FewRows<4>{});
-  if (shape.top_k <= 8) return visit(FewRows<8>{});
-  return visit(DynamicTopK{});
-}
-
 // Where the rows of one token are among its positions, and how they are added up.
 template <uint32_t kRows>
 class Places {

@@ -16,31 +16,9 @@
 namespace putget {
 
 constexpr uint32_t kPackBytes = sizeof(SentinelPack);
-// As many bytes of rows that are not quantised as are summed faster so than any other way: for each SM where these are
-// few, and where a token has two rows at most.
-constexpr uint64_t kSentinelBytesOfSm = 6 * 1024;
-constexpr uint32_t kFewSms = 64;
-constexpr uint64_t kSentinelBytesOfTwo = 2 * 1024 * 1024;
-enum class SentinelChoice { kByRule = 0, kNever = 1, kAlways = 2 };
-
 // Of a row, without its scales.
 PUTGET_PURE uint32_t sentinel_values_bytes(const Shape& shape) {
   return shape.quantised() ? shape.output_elements : shape.output_row_bytes();
-}
-
-// The rule: whether a rank with so many tokens gets its rows so, where so many bytes are set aside for each peer, on so
-// many SMs (0: enough). Its own dispatch and combine ask it, with the same arguments, and nobody else. As if its peers
-// had as many SMs.
-PUTGET_PURE bool wants_sentinels(const Shape& shape, SentinelChoice choice, uint32_t num_tokens, uint64_t bytes_a_peer,
-                                 uint32_t num_sms) {
-  if (shape.quantised()) return true;  // the region has room for all of them
-  if (sentinel_values_bytes(shape) % kPackBytes != 0 || choice == SentinelChoice::kNever) return false;
-  if (uint64_t{num_tokens} * shape.wire_row_bytes() > bytes_a_peer) return false;
-  if (choice == SentinelChoice::kAlways) return true;
-  if (shape.ep_size == 1) return false;  // no row comes from elsewhere
-  const uint64_t bytes = uint64_t{num_tokens} * shape.most_rows() * shape.wire_row_bytes();
-  if (num_sms != 0 && num_sms < kFewSms) return bytes <= num_sms * kSentinelBytesOfSm;
-  return shape.most_rows() > 2 || bytes <= kSentinelBytesOfTwo;
 }
 
 // Pieces of one such row, where a warp takes segment_bytes of its values at a time: whole blocks with a scale.

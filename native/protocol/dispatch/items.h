@@ -60,8 +60,11 @@ inline bool several_items(const DispatchCall& call, uint32_t warps) {
 }
 
 // ... and whether it may have more than items of one chunk.
+inline bool has_many_items(uint32_t items_of_block, uint32_t items_of_token) {
+  return (items_of_block + 1) / items_of_token + 2 > kChunkTokens;
+}
 inline bool many_items(const DispatchCall& call) {
-  return call.short_apart != 0 || (call.items_of_block + 1) / call.items_per_token.value() + 2 > kChunkTokens;
+  return call.short_apart != 0 || has_many_items(call.items_of_block, call.items_per_token.value());
 }
 
 // This CTA's part of the list of items, and the tokens it touches.

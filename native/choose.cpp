@@ -1,11 +1,11 @@
-#include "cuda/grid.h"
+#include "choose.h"
 
 #include <algorithm>
 
 #include "protocol/combine/sentinel.h"
 #include "protocol/dispatch/dispatch.h"
 
-namespace putget::cuda {
+namespace putget {
 namespace {
 
 constexpr uint32_t kWarpThreads = 32;
@@ -24,6 +24,9 @@ constexpr uint32_t kSendingPercent = 41;          // ... where so many of them s
 constexpr uint32_t kLargeQuantisingPercent = 58;  // the same of those that quantise much
 constexpr uint64_t kLargeItems = 8;               // a warp: from here on a combine is large
 constexpr uint64_t kLargeItemsOfFew = 2;          // ... of tokens with few rows
+constexpr uint64_t kSentBytesOfSm = 6 * 1024;     // rows of a rank that are sent, a SM where these are few, ...
+constexpr uint32_t kFewSms = 64;
+constexpr uint64_t kSentBytesOfTwo = 2 * 1024 * 1024;  // ... and where a token has two rows at most
 
 uint64_t ceil_div(uint64_t value, uint64_t divisor) { return (value + divisor - 1) / divisor; }
 
@@ -47,9 +50,111 @@ uint32_t blocks_for(uint64_t items, uint32_t threads, const Room& room) {
   return static_cast<uint32_t>(std::clamp<uint64_t>(wanted, 1, std::min(room.sms, kMaxParts)));
 }
 
+// The kernel of a dispatch that is launched so.
+putget_path dispatch_path(const Shape& shape, uint32_t num_tokens, const putget_launch& launch) {
+  const uint32_t warps = launch.threads / kWarpThreads;
+  if (short_apart(shape, num_tokens, launch.segment_bytes, launch.splits, uint64_t{launch.blocks} * warps)) {
+    return PUTGET_PATH_MANY_CHUNKS;
+  }
+  const uint32_t items_of_token = segments_of_token(shape, launch.segment_bytes, false) * launch.splits;
+  const uint32_t items_of_block = num_tokens * items_of_token / launch.blocks;
+  if (has_many_items(items_of_block, items_of_token)) return PUTGET_PATH_MANY_CHUNKS;
+  const bool one_a_warp = ceil_div(uint64_t{num_tokens} * items_of_token, launch.blocks) <= warps;
+  return num_tokens <= kChunkTokens && launch.segment_bytes <= kWarpBytes && one_a_warp ? PUTGET_PATH_FEW_TOKENS
+                                                                                        : PUTGET_PATH_ONE_CHUNK;
+}
+
+putget_launch choose_got(const Shape& shape, uint32_t num_tokens, const Room& room, const putget_launch& tuning) {
+  const auto items_with = [&](uint32_t segment_bytes) {
+    return uint64_t{num_tokens} * ceil_div(shape.output_row_bytes(), segment_bytes);
+  };
+  putget_launch launch = tuning;
+  launch.splits = 1;
+  launch.senders = 0;
+  const uint64_t warps = uint64_t{room.sms} * (kThreads / kWarpThreads);
+  const bool is_small = items_with(kWarpBytes) <= warps;
+  // So much that only the link counts: fewer SMs do as well.
+  const bool is_large = items_with(kLongSegment) >= (few_rows(shape) ? kLargeItemsOfFew : kLargeItems) * warps;
+  const Room enough{is_large && !some_rows(shape) ? std::min(room.sms, kGettingSms) : room.sms, room.gpu_sms};
+  if (launch.threads == 0) launch.threads = is_small ? kThreads : threads_for(enough);
+  if (launch.segment_bytes == 0) {
+    const bool is_short = some_rows(shape) || 2 * items_with(kWarpBytes) <= warps;
+    const bool fills_long = is_large || (few_rows(shape) && 2 * items_with(kLongSegment) > warps);
+    launch.segment_bytes = is_short ? kWarpBytes : (fills_long ? kLongSegment : kLongSegment / 2);
+  }
+  while (items_with(launch.segment_bytes) >= kMaxItems) launch.segment_bytes *= 2;
+  if (launch.blocks == 0) launch.blocks = blocks_for(items_with(launch.segment_bytes), launch.threads, enough);
+  launch.blocks = std::min({launch.blocks, room.sms, kMaxParts});
+  return launch;
+}
+
+putget_launch choose_sent(const Shape& shape, uint32_t num_tokens, bool is_half, const Room& room,
+                          const putget_launch& tuning) {
+  putget_launch launch = tuning;
+  // Short pieces as experts wrote them, as if every rank had as many tokens: of so many for each warp.
+  const uint64_t rows = uint64_t{num_tokens} * shape.ep_size;
+  const uint64_t share =
+      rows * ceil_div(shape.output_row_bytes(), kWarpBytes) / (uint64_t{room.sms} * (kThreads / kWarpThreads));
+  // Of few all CTAs send and then sum; of many some send while the others sum, of more than two rows on as many SMs as
+  // keep the link busy. Those that send wait for nobody and leave their places to other objects' kernels, so all may
+  // have more threads than could stay beside those; in halves there are none that only send.
+  const bool sends_apart = share >= kSharedPieces && !is_half;
+  const bool is_large = share >= kLargeShare && !shape.quantised() && !few_rows(shape);
+  const Room enough{is_large ? std::min({room.sms, kSendingSms, room.gpu_sms / 2}) : room.sms, room.gpu_sms};
+  if (launch.threads == 0) {
+    launch.threads = share < kSharedPieces ? kThreads : threads_for(room);
+    if (sends_apart || is_large) launch.threads = std::max(kSendingThreads, launch.threads);
+  }
+  // All CTAs quantise, and half of them leave when they have.
+  if (launch.splits == 0) launch.splits = sends_apart && shape.quantised() && share < kQuantisedShare ? 2 : 1;
+  if (launch.segment_bytes == 0) {
+    // One piece of twice the length instead of two; as they are, from twice as many on, where only some send.
+    const bool is_long = share >= kSharedPieces ? shape.quantised() || (sends_apart && share >= 2 * kSharedPieces)
+                                                : few_rows(shape) && share >= kSharedPieces / 2 && !is_half;
+    launch.segment_bytes = is_long ? 2 * kWarpBytes : kWarpBytes;
+  }
+  if (launch.blocks == 0) {
+    launch.blocks = blocks_for(rows * pieces_of_row(shape, launch.segment_bytes).value(), launch.threads, enough);
+  }
+  launch.blocks = std::min({launch.blocks, room.sms, kMaxParts});
+  if (launch.senders == 0) {
+    const uint32_t quantising = share >= kLargeShare ? kLargeQuantisingPercent : kQuantisingPercent;
+    const uint32_t percent = !sends_apart ? 100 : shape.quantised() ? quantising : kSendingPercent;
+    launch.senders = std::max(launch.blocks * percent / 100, 1u);
+  }
+  launch.senders = std::min(launch.senders, launch.blocks);
+  return launch;
+}
+
 }  // namespace
 
-putget_launch choose_dispatch(const Shape& shape, uint32_t num_tokens, const Room& room, const putget_launch& tuning) {
+bool is_sent_rows(const Shape& shape, putget_sentinel_rows wish, uint32_t num_tokens, uint64_t bytes_a_peer,
+                  uint32_t num_sms) {
+  if (shape.quantised()) return true;  // there is room for all of them
+  if (shape.output_row_bytes() % kPackBytes != 0 || wish == PUTGET_SENTINEL_NEVER) return false;
+  if (uint64_t{num_tokens} * shape.output_row_bytes() > bytes_a_peer) return false;
+  if (wish == PUTGET_SENTINEL_ALWAYS) return true;
+  if (shape.ep_size == 1) return false;  // no row comes from elsewhere
+  const uint64_t bytes = uint64_t{num_tokens} * shape.most_rows() * shape.output_row_bytes();
+  if (num_sms != 0 && num_sms < kFewSms) return bytes <= num_sms * kSentBytesOfSm;
+  return shape.most_rows() > 2 || bytes <= kSentBytesOfTwo;
+}
+
+putget_path sentinel_path(const Shape& shape) {
+  if (shape.most_rows() <= 2) return PUTGET_PATH_SENTINEL_2;
+  if (shape.most_rows() <= 4) return PUTGET_PATH_SENTINEL_4;
+  return shape.top_k <= 8 ? PUTGET_PATH_SENTINEL_8 : PUTGET_PATH_SENTINEL_ANY;
+}
+
+putget_path got_path(const Shape& shape, bool narrow) {
+  if (narrow || shape.output_row_bytes() % kLaneBytes != 0) return PUTGET_PATH_GOT_NARROW;
+  if (shape.most_rows() <= 2) return PUTGET_PATH_GOT_2;
+  if (shape.most_rows() <= 4) return PUTGET_PATH_GOT_4;
+  return shape.top_k <= 8 ? PUTGET_PATH_GOT_8 : PUTGET_PATH_GOT_ANY;
+}
+
+putget_launch choose_dispatch(const Shape& shape, uint32_t num_tokens, Half half, const Room& room,
+                              const putget_launch& tuning) {
   const auto items_with = [&](uint32_t segment_bytes, uint32_t splits, bool apart = false) {
     return uint64_t{num_tokens} * segments_of_token(shape, segment_bytes, apart) * splits;
   };
@@ -87,73 +192,30 @@ putget_launch choose_dispatch(const Shape& shape, uint32_t num_tokens, const Roo
     launch.blocks = blocks_for(items_with(launch.segment_bytes, launch.splits, apart), launch.threads, enough);
   }
   launch.blocks = std::min({launch.blocks, room.sms, kMaxParts});
+  launch.path = dispatch_path(shape, num_tokens, launch);
+  if (half == Half::kFinish) launch.blocks = 1;  // it only waits
   return launch;
 }
 
-putget_launch choose_combine(const Shape& shape, uint32_t num_tokens, const Room& room, const putget_launch& tuning) {
-  const auto items_with = [&](uint32_t segment_bytes) {
-    return uint64_t{num_tokens} * ceil_div(shape.output_row_bytes(), segment_bytes);
-  };
-  putget_launch launch = tuning;
-  launch.splits = 1;
-  launch.senders = 0;
-  const uint64_t warps = uint64_t{room.sms} * (kThreads / kWarpThreads);
-  const bool is_small = items_with(kWarpBytes) <= warps;
-  // So much that only the link counts: fewer SMs do as well.
-  const bool is_large = items_with(kLongSegment) >= (few_rows(shape) ? kLargeItemsOfFew : kLargeItems) * warps;
-  const Room enough{is_large && !some_rows(shape) ? std::min(room.sms, kGettingSms) : room.sms, room.gpu_sms};
-  if (launch.threads == 0) launch.threads = is_small ? kThreads : threads_for(enough);
-  if (launch.segment_bytes == 0) {
-    const bool is_short = some_rows(shape) || 2 * items_with(kWarpBytes) <= warps;
-    const bool fills_long = is_large || (few_rows(shape) && 2 * items_with(kLongSegment) > warps);
-    launch.segment_bytes = is_short ? kWarpBytes : (fills_long ? kLongSegment : kLongSegment / 2);
+CombineChoice choose_combine(const Shape& shape, const CombineBatch& batch, const Room& room,
+                             const putget_launch& tuning) {
+  if (batch.sentinel) {
+    putget_launch launch = choose_sent(shape, batch.num_tokens, batch.half != Half::kBoth, room, tuning);
+    launch.path = sentinel_path(shape);
+    if (batch.half != Half::kBoth) launch.senders = launch.blocks;
+    const bool others_send = batch.half != Half::kBoth || launch.splits > 1;
+    return {launch, others_send ? launch.blocks : launch.senders, first_summing(launch.senders, launch.blocks)};
   }
-  while (items_with(launch.segment_bytes) >= kMaxItems) launch.segment_bytes *= 2;
-  if (launch.blocks == 0) launch.blocks = blocks_for(items_with(launch.segment_bytes), launch.threads, enough);
-  launch.blocks = std::min({launch.blocks, room.sms, kMaxParts});
-  return launch;
+  const bool copies = batch.outside && batch.half != Half::kFinish;
+  putget_launch launch = choose_got(shape, batch.num_tokens, room, tuning);
+  launch.path = got_path(shape, batch.narrow);
+  if (copies && tuning.blocks == 0) {
+    // Rows are those of all sources, whose number only the device knows.
+    launch.blocks = std::min({room.sms, kThreadsPerSm * room.gpu_sms / launch.threads, kMaxParts});
+  }
+  // Nothing to do but to tell the peers, and to send rows to those that are sent theirs.
+  if (batch.half == Half::kStart && !copies) launch.blocks = 1;
+  return {launch, launch.blocks, 0};
 }
 
-uint32_t blocks_to_copy(const Room& room, const putget_launch& launch) {
-  return std::min({room.sms, kThreadsPerSm * room.gpu_sms / launch.threads, kMaxParts});
-}
-
-putget_launch choose_sentinel_combine(const Shape& shape, uint32_t num_tokens, bool is_half, const Room& room,
-                                      const putget_launch& tuning) {
-  putget_launch launch = tuning;
-  // Short pieces as experts wrote them, as if every rank had as many tokens: of so many for each warp.
-  const uint64_t rows = uint64_t{num_tokens} * shape.ep_size;
-  const uint64_t share =
-      rows * ceil_div(shape.output_row_bytes(), kWarpBytes) / (uint64_t{room.sms} * (kThreads / kWarpThreads));
-  // Of few all CTAs send and then sum; of many some send while the others sum, of more than two rows on as many SMs as
-  // keep the link busy. Those that send wait for nobody and leave their places to other objects' kernels, so all may
-  // have more threads than could stay beside those; in halves there are none that only send.
-  const bool sends_apart = share >= kSharedPieces && !is_half;
-  const bool is_large = share >= kLargeShare && !shape.quantised() && !few_rows(shape);
-  const Room enough{is_large ? std::min({room.sms, kSendingSms, room.gpu_sms / 2}) : room.sms, room.gpu_sms};
-  if (launch.threads == 0) {
-    launch.threads = share < kSharedPieces ? kThreads : threads_for(room);
-    if (sends_apart || is_large) launch.threads = std::max(kSendingThreads, launch.threads);
-  }
-  // All CTAs quantise, and half of them leave when they have.
-  if (launch.splits == 0) launch.splits = sends_apart && shape.quantised() && share < kQuantisedShare ? 2 : 1;
-  if (launch.segment_bytes == 0) {
-    // One piece of twice the length instead of two; as they are, from twice as many on, where only some send.
-    const bool is_long = share >= kSharedPieces ? shape.quantised() || (sends_apart && share >= 2 * kSharedPieces)
-                                                : few_rows(shape) && share >= kSharedPieces / 2 && !is_half;
-    launch.segment_bytes = is_long ? 2 * kWarpBytes : kWarpBytes;
-  }
-  if (launch.blocks == 0) {
-    launch.blocks = blocks_for(rows * pieces_of_row(shape, launch.segment_bytes).value(), launch.threads, enough);
-  }
-  launch.blocks = std::min({launch.blocks, room.sms, kMaxParts});
-  if (launch.senders == 0) {
-    const uint32_t quantising = share >= kLargeShare ? kLargeQuantisingPercent : kQuantisingPercent;
-    const uint32_t percent = !sends_apart ? 100 : shape.quantised() ? quantising : kSendingPercent;
-    launch.senders = std::max(launch.blocks * percent / 100, 1u);
-  }
-  launch.senders = std::min(launch.senders, launch.blocks);
-  return launch;
-}
-
-}  // namespace putget::cuda
+}  // namespace putget

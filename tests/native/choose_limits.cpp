@@ -4,7 +4,7 @@
 #include <cstdlib>
 #include <initializer_list>
 
-#include "cuda/grid.cpp"
+#include "choose.cpp"
 
 namespace {
 
@@ -26,7 +26,7 @@ Shape shape_of(uint32_t ep_size, uint32_t payloads, uint32_t row_bytes, WireType
   shape.max_tokens_per_rank = (1u << 22) - 1;
   shape.num_payloads = payloads;
   for (uint32_t p = 0; p < payloads; ++p) shape.row_bytes[p] = row_bytes;
-  shape.output_elements = (row_bytes / sizeof(float) + 15) / 16 * 16;
+  shape.output_elements = row_bytes / sizeof(float) / 16 * 16 + 16;
   shape.output_type = OutputType::kFloat32;
   shape.wire_type = wire;
   return shape;
@@ -34,14 +34,14 @@ Shape shape_of(uint32_t ep_size, uint32_t payloads, uint32_t row_bytes, WireType
 
 void check_whole(const Shape& shape, uint32_t tokens, const putget_launch& launch, uint64_t items) {
   require(launch.blocks >= 1 && launch.blocks <= kMaxParts, "blocks", shape, tokens, launch);
-  require(launch.threads >= 32 && launch.threads <= cuda::kMostThreads, "threads", shape, tokens, launch);
+  require(launch.threads >= 32 && launch.threads <= kMostThreads, "threads", shape, tokens, launch);
   require(launch.segment_bytes >= 512 && launch.segment_bytes % 512 == 0, "segments", shape, tokens, launch);
   require(launch.splits >= 1 && (launch.splits & (launch.splits - 1)) == 0, "splits", shape, tokens, launch);
-  require(items < cuda::kMaxItems, "items", shape, tokens, launch);
+  require(items < kMaxItems, "items", shape, tokens, launch);
 }
 
-void check(const Shape& shape, uint32_t tokens, const cuda::Room& room, const putget_launch& tuning) {
-  const putget_launch dispatch = cuda::choose_dispatch(shape, tokens, room, tuning);
+void check(const Shape& shape, uint32_t tokens, const Room& room, const putget_launch& tuning) {
+  const putget_launch dispatch = choose_dispatch(shape, tokens, Half::kBoth, room, tuning);
   const uint64_t segments = segments_of_token(shape, dispatch.segment_bytes, false);
   check_whole(shape, tokens, dispatch, tokens * segments * dispatch.splits);
   DispatchCall call{};
@@ -49,10 +49,14 @@ void check(const Shape& shape, uint32_t tokens, const cuda::Room& room, const pu
   cut_into_items(call, shape, dispatch.segment_bytes, dispatch.splits, dispatch.blocks, false);
   const uint64_t cut = uint64_t{call.items_of_block} * dispatch.blocks + call.blocks_with_more;
   require(cut == tokens * segments * dispatch.splits, "items of blocks", shape, tokens, dispatch);
-  const putget_launch combine = cuda::choose_combine(shape, tokens, room, tuning);
-  const uint64_t pieces = (shape.output_row_bytes() + combine.segment_bytes - 1) / combine.segment_bytes;
-  check_whole(shape, tokens, combine, tokens * pieces);
-  require(cuda::blocks_to_copy(room, combine) >= 1, "blocks that copy", shape, tokens, combine);
+  for (const bool outside : {false, true}) {
+    const putget_launch got = choose_combine(shape, {tokens, Half::kBoth, false, outside, false}, room, tuning).launch;
+    const uint64_t pieces = (shape.output_row_bytes() + got.segment_bytes - 1) / got.segment_bytes;
+    check_whole(shape, tokens, got, tokens * pieces);
+  }
+  const CombineChoice sent = choose_combine(shape, {tokens, Half::kBoth, true, false, false}, room, tuning);
+  require(sent.sending_blocks >= 1 && sent.sending_blocks <= sent.launch.blocks, "senders", shape, tokens, sent.launch);
+  require(sent.first_summing < sent.launch.blocks, "first that sums", shape, tokens, sent.launch);
 }
 
 }  // namespace

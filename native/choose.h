@@ -1,0 +1,82 @@
+// Which kernel runs a call, and on how many CTAs and threads. All of it is decided here, from numbers alone, for CUDA
+// and for the CPU; docs/protocol/paths.md is a table made by it. Every choice gives the same bits.
+//
+// Small batches spread a row over many warps, because latency is what counts and one SM moves only so many bytes a
+// microsecond. Large ones have as few instructions a byte as they can. CTAs that wait must be resident, also beside the
+// waiting CTAs of another object, whichever of the two came first: so a launch has at most kThreadsPerSm threads for
+// each SM of the GPU, and at most one CTA an SM (docs/design.md, Grids).
+#pragma once
+
+#include <cstdint>
+
+#include "protocol/combine/grouping.h"
+#include "protocol/round/state.h"
+#include "putget.h"
+
+namespace putget {
+
+constexpr uint32_t kThreadsPerSm = 256;
+constexpr uint32_t kMostThreads = 768;
+constexpr uint32_t kLaneBytes = 16;                // one access
+constexpr uint32_t kWarpBytes = 32 * kLaneBytes;   // what a warp moves in one access
+constexpr uint64_t kMaxItems = uint64_t{1} << 31;  // items are counted in 32 bits
+
+// What the rule goes by: SMs that the caller allows, and those of the GPU.
+struct Room {
+  uint32_t sms;
+  uint32_t gpu_sms;
+};
+
+// Whether a caller leaves most SMs to somebody else. A matrix product's CTAs often come in clusters of two, which need
+// both SMs of a pair: so ours take pairs too, rather than one SM of many.
+constexpr bool paired(const Room& room) { return 4 * room.sms <= room.gpu_sms; }
+
+// Whether a rank with so many tokens is sent its rows, where so many bytes are set aside for each peer, on so many SMs
+// (0: enough); else it gets them. Its own dispatch and combine ask it, with the same arguments, and nobody else. As if
+// its peers had as many SMs. Measured: combine of DeepSeek-V3's rows on 2 and 4 H200 (lab/, 2026-11-16 to 20).
+bool is_sent_rows(const Shape& shape, putget_sentinel_rows wish, uint32_t num_tokens, uint64_t bytes_a_peer,
+                  uint32_t num_sms);
+
+// The kernel of a token's rows at most: as many of them at once, ...
+putget_path sentinel_path(const Shape& shape);
+// ... where they are got; narrow: rows, out or addend do not allow the widest access.
+putget_path got_path(const Shape& shape, bool narrow);
+
+// Calls visit with the policy of combine that a path stands for.
+template <class Visit>
+auto with_rows_of(putget_path path, Visit visit) {
+  switch (path) {
+    case PUTGET_PATH_SENTINEL_2:
+    case PUTGET_PATH_GOT_2:
+      return visit(FewRows<2>{});
+    case PUTGET_PATH_SENTINEL_4:
+    case PUTGET_PATH_GOT_4:
+      return visit(FewRows<4>{});
+    case PUTGET_PATH_SENTINEL_8:
+    case PUTGET_PATH_GOT_8:
+      return visit(FewRows<8>{});
+    default:
+      return visit(DynamicTopK{});
+  }
+}
+
+// Fields of `tuning` that are not 0 stand in for the rule's. The launch says its path.
+putget_launch choose_dispatch(const Shape& shape, uint32_t num_tokens, Half half, const Room& room,
+                              const putget_launch& tuning);
+
+struct CombineBatch {
+  uint32_t num_tokens;
+  Half half;
+  bool sentinel;  // is_sent_rows
+  bool outside;   // rows come from outside the workspace
+  bool narrow;    // see got_path
+};
+struct CombineChoice {
+  putget_launch launch;
+  uint32_t sending_blocks;  // of CombineCall
+  uint32_t first_summing;   // likewise
+};
+CombineChoice choose_combine(const Shape& shape, const CombineBatch& batch, const Room& room,
+                             const putget_launch& tuning);
+
+}  // namespace putget
