@@ -16,10 +16,11 @@ from putget_bench.parser import build_parser
 from putget_bench.progress import RunProgress, make_console
 from putget_bench.report import new_table
 from putget_bench.run_bench import check_writable
-from putget_bench.settings import Settings, resolve
+from putget_bench.settings import Settings, resolve, share_gpus
 from putget_bench.traffic import readable
 
 _CPU_RANKS = 8
+_RANKS_OF_A_GPU = 4  # where there is one
 _SIZES = ("-b", "1", "-e", "64", "-f", "4")
 
 
@@ -37,6 +38,9 @@ def run(args: argparse.Namespace, command: Sequence[str]) -> int:
     console = make_console(quiet=not launch.is_reporter())
     document = report.new_document(settings, command, ())
     console.print(_introduction(settings))
+    shared = share_gpus(settings.device, settings.ep_size)
+    if shared is not None:
+        console.print(shared, soft_wrap=True)
     with RunProgress(console, "putget demo", len(settings.batches)) as progress:
         progress.stage(f"starting {settings.ep_size} ranks")
 
@@ -74,14 +78,14 @@ def run(args: argparse.Namespace, command: Sequence[str]) -> int:
 
 
 def _settings(args: argparse.Namespace) -> Settings:
-    """The bench's settings for this run: 8 CPU ranks, unless there are two GPUs or more."""
+    """The bench's settings for this run: on the GPUs that there are, or 8 CPU ranks. Four ranks share a single GPU."""
     world_size = launch.world_size()
     num_gpus = len(hardware.gpus())
     device, ep_size = args.device, args.ep_size
     if device == "auto":
-        device = "cuda" if num_gpus >= max(2, ep_size or world_size or 2) and hardware.why_no_cuda() is None else "cpu"
+        device = "cuda" if num_gpus > 0 and hardware.why_no_cuda() is None else "cpu"
     if ep_size is None and world_size is None:
-        ep_size = num_gpus if device == "cuda" else _CPU_RANKS
+        ep_size = (num_gpus if num_gpus > 1 else _RANKS_OF_A_GPU) if device == "cuda" else _CPU_RANKS
     flags = ["bench", "--profile", "deepseek_v3", "--device", device, *_SIZES, "--iters", "8", "--warmup", "2"]
     if ep_size is not None:
         flags += ["--ep_size", str(ep_size)]

@@ -209,8 +209,8 @@ def _work(work: Work, settings: Any, context: RankContext, emit: Emit) -> int:
 def _device(device: str, local_rank: int) -> torch.device:
     if device != "cuda":
         return torch.device("cpu")
-    # A launcher may show each rank its own GPU only.
-    return torch.device("cuda", 0 if torch.cuda.device_count() == 1 else local_rank)
+    # A launcher may show each rank its own GPU only; emulated ranks share GPUs.
+    return torch.device("cuda", local_rank % torch.cuda.device_count())
 
 
 def _discard(event: Event) -> None:

@@ -268,6 +268,8 @@ def _notes(document: Document) -> list[str]:
         notes.append("Ranks on the CPU share its cores: the times show that it works, not how fast a GPU is.")
         if config["kernel_breakdown"]:
             notes.append("--kernel_breakdown: there are no kernels on the CPU.")
+    elif config["ep_size"] > len(document["machine"]["gpus"]):
+        notes.append("Ranks share a GPU: results are right, times are those of taking turns.")
     for peer in document["peers"]:
         notes.append(f"Peer {peer['name']}: {peer['status']} ({peer['detail']}).")
     notes += [f"MISMATCH {text}" for text in document["mismatches"]]

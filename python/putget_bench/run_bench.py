@@ -11,7 +11,7 @@ from putget_bench import launch, peers, report
 from putget_bench.contender import PHASES
 from putget_bench.measure import measure
 from putget_bench.progress import RunProgress, make_console
-from putget_bench.settings import resolve, why_cpu
+from putget_bench.settings import resolve, share_gpus, why_cpu
 
 
 def run(args: argparse.Namespace, command: Sequence[str]) -> int:
@@ -32,7 +32,7 @@ def run(args: argparse.Namespace, command: Sequence[str]) -> int:
     settings = resolve(args, launch.world_size())
     statuses = [peers.find(name, settings.device) for name in settings.peers]
     console = make_console(quiet=not launch.is_reporter())
-    warning = why_cpu(args.device, settings.device, settings.ep_size)
+    warning = why_cpu(args.device, settings.device, settings.ep_size) or share_gpus(settings.device, settings.ep_size)
     if warning is not None:
         console.print(warning, soft_wrap=True)
     document = report.new_document(settings, command, statuses, args.commit)

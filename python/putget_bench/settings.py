@@ -135,8 +135,9 @@ def resolve(args: argparse.Namespace, world_size: int | None) -> Settings:
         ValueError: naming the flag, its value and what is allowed.
     """
     device = resolve_device(args.device, args.ep_size)
-    ep_size = resolve_ep_size(args.ep_size, device, world_size)
+    ep_size = resolve_ep_size(args.ep_size, device, world_size, emulates=True)
     on_cpu = device == "cpu"
+    in_turns = on_cpu or share_gpus(device, ep_size) is not None  # ranks that take turns: few iterations
     shape, router = _resolve_shape(args)
     _check_shape(shape, ep_size, router)
     if args.payload_dtype is not None and shape.quant != "bf16":
@@ -149,7 +150,7 @@ def resolve(args: argparse.Namespace, world_size: int | None) -> Settings:
             f"{shape.hidden_size}"
         )
     profiles.payloads(shape.quant, shape.hidden_size)
-    batches = _resolve_batches(args, 64 if on_cpu else 2048)
+    batches = _resolve_batches(args, 64 if in_turns else 2048)
     capacity = args.max_tokens_per_rank if args.max_tokens_per_rank is not None else max(1, batches[-1])
     if capacity < max(1, batches[-1]):
         raise ValueError(f"--max_tokens_per_rank must be at least the largest batch {batches[-1]} (-e), got {capacity}")
@@ -162,8 +163,8 @@ def resolve(args: argparse.Namespace, world_size: int | None) -> Settings:
     most_sms = min((gpu.num_sms for gpu in hardware.gpus()), default=0)
     if args.num_sms is not None and args.num_sms > most_sms:
         raise ValueError(f"--num_sms must be at most {most_sms}, what the GPUs here have, got {args.num_sms}")
-    iters = args.iters if args.iters is not None else (20 if on_cpu else 100)
-    warmup = args.warmup if args.warmup is not None else (3 if on_cpu else 20)
+    iters = args.iters if args.iters is not None else (20 if in_turns else 100)
+    warmup = args.warmup if args.warmup is not None else (3 if in_turns else 20)
     for flag, value, least in (
         ("--iters", iters, 1), ("--warmup", warmup, 0), ("--seed", args.seed, 0), ("--num_sms", args.num_sms, 1)
     ):  # fmt: skip
@@ -194,7 +195,7 @@ def resolve(args: argparse.Namespace, world_size: int | None) -> Settings:
         flush="none" if on_cpu or args.no_flush_l2 else "matmul" if args.flush_matmul else "overwrite",
         kernel_breakdown=args.kernel_breakdown,
         iter_stats=args.iter_stats,
-        peers=_resolve_names("--peers", args.peers, PEERS),
+        peers=_resolve_peers(args.peers, device, ep_size),
         ablate=_resolve_ablate(args),
         no_sync=args.no_sync,
     )
@@ -234,12 +235,37 @@ def why_cpu(asked: str, device: str, ep_size: int) -> str | None:
     gpus = "1 GPU" if num_gpus == 1 else f"{num_gpus} GPUs"
     return (
         f"These figures will be the CPU's: --ep_size {ep_size} is more than the {gpus} here. "
-        f"--device cuda --ep_size {num_gpus} runs there."
+        f"--device cuda --ep_size {num_gpus} runs there; --device cuda alone emulates the ranks on {gpus}."
     )
 
 
-def resolve_ep_size(ep_size: int | None, device: str, world_size: int | None) -> int:
+def share_gpus(device: str, ep_size: int) -> str | None:
+    """What to say before a run of ranks that take turns on GPUs; None where each has one, or none."""
+    num_gpus = len(hardware.gpus())
+    if device != "cuda" or ep_size <= num_gpus:
+        return None
+    gpus = "1 GPU" if num_gpus == 1 else f"{num_gpus} GPUs"
+    return (
+        f"{ep_size} ranks take turns on {gpus}: results are those of {ep_size} GPUs, and every one is checked; "
+        "the times say nothing about them."
+    )
+
+
+def _resolve_peers(names: str | None, device: str, ep_size: int) -> tuple[str, ...]:
+    found = _resolve_names("--peers", names, PEERS)
+    if found and share_gpus(device, ep_size) is not None:
+        raise ValueError(f"--peers {','.join(found)} needs a GPU for each rank, got --ep_size {ep_size}")
+    return found
+
+
+def resolve_ep_size(ep_size: int | None, device: str, world_size: int | None, emulates: bool = False) -> int:
     """The number of ranks: the launcher's, the one asked for, or what fits the machine.
+
+    Args:
+        ep_size: The one asked for.
+        device: "cuda" or "cpu".
+        world_size: The launcher's.
+        emulates: Whether ranks may share GPUs.
 
     Raises:
         ValueError: if it is out of range, differs from the launcher's, or there are too few GPUs.
@@ -251,7 +277,7 @@ def resolve_ep_size(ep_size: int | None, device: str, world_size: int | None) ->
         raise ValueError(f"--ep_size must be 1 to {MAX_EP_SIZE}, got {ep_size}")
     if world_size is not None and ep_size != world_size:
         raise ValueError(f"--ep_size must be what the launcher started, {world_size}, got {ep_size}")
-    if device == "cuda" and world_size is None and ep_size > num_gpus:
+    if device == "cuda" and world_size is None and ep_size > num_gpus and not emulates:
         raise ValueError(f"--ep_size must be at most {num_gpus}, the GPUs here, got {ep_size}; or use --device cpu")
     return ep_size
 

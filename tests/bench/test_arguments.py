@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from putget_bench import cli, settings
+from putget_bench import cli, demo, settings
 from putget_bench.parser import build_parser
 
 CPU = ("bench", "--device", "cpu")
@@ -168,8 +169,8 @@ def test_a_subcommand_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("asked", "device", "num_gpus", "words"),
     [
-        ("auto", "cpu", 1, "--ep_size 4 is more than the 1 GPU here. --device cuda --ep_size 1 runs there."),
-        ("auto", "cpu", 2, "--ep_size 4 is more than the 2 GPUs here. --device cuda --ep_size 2 runs there."),
+        ("auto", "cpu", 1, "1 GPU"),
+        ("auto", "cpu", 2, "2 GPUs"),
         ("auto", "cpu", 0, None),
         ("cpu", "cpu", 2, None),
         ("auto", "cuda", 4, None),
@@ -179,5 +180,48 @@ def test_a_run_on_the_cpu_beside_gpus_says_so(
     monkeypatch: pytest.MonkeyPatch, asked: str, device: str, num_gpus: int, words: str | None
 ) -> None:
     monkeypatch.setattr(settings.hardware, "gpus", lambda: [None] * num_gpus)
-    said = settings.why_cpu(asked, device, 4)
-    assert said == (None if words is None else f"These figures will be the CPU's: {words}")
+    expected = (
+        f"These figures will be the CPU's: --ep_size 4 is more than the {words} here. --device cuda --ep_size "
+        f"{num_gpus} runs there; --device cuda alone emulates the ranks on {words}."
+    )
+    assert settings.why_cpu(asked, device, 4) == (words and expected)
+
+
+@pytest.mark.parametrize(
+    ("device", "ep_size", "num_gpus", "words"),
+    [
+        ("cuda", 4, 1, "4 ranks take turns on 1 GPU"),
+        ("cuda", 4, 2, "4 ranks take turns on 2 GPUs"),
+        ("cuda", 2, 2, None),
+        ("cpu", 4, 1, None),
+    ],
+)
+def test_ranks_that_share_a_gpu_are_said(
+    monkeypatch: pytest.MonkeyPatch, device: str, ep_size: int, num_gpus: int, words: str | None
+) -> None:
+    monkeypatch.setattr(settings.hardware, "gpus", lambda: [SimpleNamespace(num_sms=132)] * num_gpus)
+    said = settings.share_gpus(device, ep_size)
+    assert said is None if words is None else said is not None and said.startswith(words)
+    flags = f"bench --device {device} --ep_size {ep_size} --hidden_size 256"
+    resolved = settings.resolve(build_parser().parse_args(flags.split()), None)
+    assert (resolved.device, resolved.ep_size) == (device, ep_size)
+    assert resolved.iters == (100 if said is None and device == "cuda" else 20)
+
+
+def test_peers_do_not_share_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settings.hardware, "gpus", lambda: [SimpleNamespace(num_sms=132)])
+    flags = build_parser().parse_args(["bench", "--device", "cuda", "--ep_size", "4", "--peers", "nccl"])
+    with pytest.raises(ValueError, match="--peers nccl needs a GPU for each rank, got --ep_size 4"):
+        settings.resolve(flags, None)
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "expected"), [(0, ("cpu", 8)), (1, ("cuda", 4)), (2, ("cuda", 2)), (8, ("cuda", 8))]
+)
+def test_the_demo_uses_the_gpus_that_it_finds(
+    monkeypatch: pytest.MonkeyPatch, num_gpus: int, expected: tuple[str, int]
+) -> None:
+    monkeypatch.setattr(settings.hardware, "gpus", lambda: [SimpleNamespace(num_sms=132)] * num_gpus)
+    monkeypatch.setattr(settings.hardware, "why_no_cuda", lambda: None)
+    resolved = demo._settings(build_parser().parse_args(["demo"]))
+    assert (resolved.device, resolved.ep_size) == expected

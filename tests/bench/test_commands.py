@@ -232,7 +232,15 @@ def test_bench_on_gpus(putget: Command, tmp_path: Path, graph: str, sizes: str) 
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("command", ["demo --device cuda --plot {folder}/demo.png", "roofline --device cuda --iters 5"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        "demo --device cuda --plot {folder}/demo.png",
+        "demo --device cuda --ep_size 4 --plot {folder}/demo.png",
+        "bench --device cuda --ep_size 4 -b 0 -e 16 -f 16 --iters 4 --warmup 1",
+        "roofline --device cuda --iters 5",
+    ],
+)
 def test_other_commands_on_gpus(putget: Command, tmp_path: Path, command: str) -> None:
     if not hardware.gpus() or hardware.why_no_cuda() is not None:
         pytest.skip("needs a CUDA GPU")
