@@ -75,7 +75,8 @@ putget::RankSet rank_set(const char* name, const uint32_t* words, uint32_t ep_si
   return set;
 }
 
-putget_layout public_layout(const putget::Layout& layout) {
+putget_layout public_layout(const putget::Shape& shape) {
+  const putget::Layout layout = putget::capi::layout_of(shape);
   putget_layout out{};
   out.size = sizeof(out);
   out.magic = PUTGET_MAGIC;
@@ -87,6 +88,7 @@ putget_layout public_layout(const putget::Layout& layout) {
   std::memcpy(out.payload, layout.payload, sizeof(out.payload));
   out.output = layout.output;
   out.sentinel = layout.sentinel;
+  out.combine_row_bytes = shape.wire_row_bytes();
   out.total_bytes = layout.total_bytes;
   return out;
 }
@@ -153,7 +155,7 @@ putget_status putget_layout_of(const putget_config* config, putget_layout* layou
   return guarded([&] {
     require_version(config, "config");
     require(layout != nullptr, "layout is null");
-    *layout = public_layout(putget::capi::layout_of(putget::capi::shape_of(*config)));
+    *layout = public_layout(putget::capi::shape_of(*config));
   });
 }
 

@@ -134,7 +134,8 @@ typedef struct putget_layout {
   uint64_t topk_weights;
   uint64_t payload[PUTGET_MAX_PAYLOADS];
   uint64_t output;
-  uint64_t sentinel; /* sentinel rows: the end of a memory of total_bytes */
+  uint64_t sentinel;          /* sentinel rows: the end of a memory of total_bytes */
+  uint64_t combine_row_bytes; /* of one row of combine as it travels */
   uint64_t total_bytes;
 } putget_layout;
 

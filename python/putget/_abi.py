@@ -108,6 +108,7 @@ class Layout(Versioned):
         ("payload", c_uint64 * MAX_PAYLOADS),
         ("output", c_uint64),
         ("sentinel", c_uint64),
+        ("combine_row_bytes", c_uint64),
         ("total_bytes", c_uint64),
     ]
 

@@ -11,7 +11,7 @@ import torch
 
 from putget import _abi
 from putget._arguments import check_int, check_row_bytes, check_tensor
-from putget.options import Launch, Tuning, Wire, wire_row_bytes
+from putget.options import Launch, Tuning, Wire
 from putget.payload import Payload
 
 OUTPUT_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
@@ -140,7 +140,7 @@ class Geometry:
             *((f"payload {i}", layout.payload[i], f"{slots} x {payload}") for i, payload in enumerate(self.payloads)),
             ("combine_input", layout.output, f"{slots} x {self.output}"),
         ]
-        rows_a_peer = (layout.total_bytes - layout.sentinel) // self.ep_size // wire_row_bytes(self.wire, self.output)
+        rows_a_peer = (layout.total_bytes - layout.sentinel) // self.ep_size // layout.combine_row_bytes
         regions.append(("sentinel rows", layout.sentinel, f"{rows_a_peer} of each rank"))
         ends = [start for _, start, _ in regions[1:]] + [layout.total_bytes]
         lines = [f"{'offset':>14} {'bytes':>14}  region          rows"]

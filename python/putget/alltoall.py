@@ -430,6 +430,11 @@ class AllToAll:
         return replace(ChosenLaunch.of(dispatch), sentinel_rows=None), ChosenLaunch.of(combine)
 
     @property
+    def combine_row_bytes(self) -> int:
+        """Bytes of one row of combine as it travels: with ``combine_dtype`` its scales count."""
+        return int(self._geometry.layout().combine_row_bytes)
+
+    @property
     def workspace(self) -> Workspace:
         """The symmetric memory."""
         return self._workspace

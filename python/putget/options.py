@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -183,11 +182,3 @@ def check_tuning(tuning: Tuning | None, wire: Wire) -> Tuning:
     if wire.type != _abi.WIRE_SAME and tuning.combine is not None and tuning.combine.sentinel_rows is False:
         raise ValueError("sentinel_rows is False in tuning.combine, but rows of combine_dtype travel in no other way")
     return tuning
-
-
-def wire_row_bytes(wire: Wire, output: Payload) -> int:
-    """Bytes of one row of combine as it travels."""
-    if wire.type == _abi.WIRE_SAME:
-        return output.row_bytes
-    elements = output.row_bytes // output.dtype.itemsize
-    return -(-(elements + 4 * math.ceil(elements / 128)) // 16) * 16

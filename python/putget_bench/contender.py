@@ -203,7 +203,7 @@ class Putget:
     def wire_bytes(self, traffic: Traffic) -> tuple[float, float]:
         """See `Contender.wire_bytes`."""
         settings = self._settings
-        return traffic.dispatch, traffic.combine / settings.output().row_bytes * settings.combine_wire_bytes()
+        return traffic.dispatch, traffic.combine / settings.output().row_bytes * self._all_to_all.combine_row_bytes
 
     def sends_rows(self) -> bool:
         """Whether the rows of combine leave a rank by stores, as sentinel rows, at the loaded size."""

@@ -78,13 +78,6 @@ class Settings:
         """The arguments of `putget.AllToAll` that say how combine's rows travel."""
         return {"combine_dtype": torch.float8_e4m3fn} if self.combine_is_fp8 else {}
 
-    def combine_wire_bytes(self) -> int:
-        """Bytes of one row of combine as putget brings it back: FP8 values, and their float32 scales."""
-        if not self.combine_is_fp8:
-            return self.output().row_bytes
-        scales = -(-self.hidden_size // profiles.FP8_GROUP) if self.combine_dtype == "fp8_block" else 0
-        return -(-(self.hidden_size + 4 * scales) // FP8_PACK) * FP8_PACK
-
     @property
     def combine_is_fp8(self) -> bool:
         """Whether combine brings rows back as FP8."""

@@ -245,6 +245,20 @@ def test_sent_and_got_rows_give_the_same_bits(device: str) -> None:
             assert torch.equal(one.combined, other.combined)
 
 
+def row_bytes(rank: Rank, case: Case) -> int:
+    """A body."""
+    with rank.all_to_all(**case.options()) as a2a:
+        return a2a.combine_row_bytes
+
+
+def test_rows_as_they_travel() -> None:
+    """Quantised: elements, and 4 bytes for each 128 of them, in units of 16 bytes."""
+    for width, expected in ((48, 64), (128, 144), (2880, 2976)):
+        case = case_of(FP8, 1, (), output=((width,), torch.bfloat16))
+        assert run_ranks(1, row_bytes, case, mode="thread") == [expected]
+        assert run_ranks(1, row_bytes, replace(case, wire=None), mode="thread") == [2 * width]
+
+
 def combine_unaligned(rank: Rank, case: Case) -> list[Outcome]:
     """A body: x, out and addend begin two bytes after what a wide access would need."""
     outcomes = []
