@@ -15,7 +15,7 @@ constexpr uint32_t kPuttingSms = 64;              // keep the link busy with sto
 constexpr uint32_t kGettingSms = 64;              // keep it busy with loads
 constexpr uint64_t kFewItems = 128;               // up to here warps split the targets of a segment
 constexpr uint32_t kQuantisingPercent = 50;       // of the CTAs of a combine that quantises
-constexpr uint32_t kSharedPieces = 4;             // a warp, where all send sentinel rows and then sum
+constexpr uint32_t kSharedSegments = 4;           // a warp, where all send sentinel rows and then sum
 constexpr uint32_t kLargeShare = 32;              // ... where the link alone counts
 constexpr uint32_t kQuantisedShare = 16;          // ... up to which quantising takes longer than the link does
 constexpr uint32_t kSendingThreads = 512;         // where some only send
@@ -91,30 +91,30 @@ putget_launch choose_got(const Shape& shape, uint32_t num_tokens, const Room& ro
 putget_launch choose_sent(const Shape& shape, uint32_t num_tokens, bool is_half, const Room& room,
                           const putget_launch& tuning) {
   putget_launch launch = tuning;
-  // Short pieces as experts wrote them, as if every rank had as many tokens: of so many for each warp.
+  // Short segments as experts wrote them, as if every rank had as many tokens: of so many for each warp.
   const uint64_t rows = uint64_t{num_tokens} * shape.ep_size;
   const uint64_t share =
       rows * ceil_div(shape.output_row_bytes(), kWarpBytes) / (uint64_t{room.sms} * (kThreads / kWarpThreads));
   // Of few all CTAs send and then sum; of many some send while the others sum, of more than two rows on as many SMs as
   // keep the link busy. Those that send wait for nobody and leave their places to other objects' kernels, so all may
   // have more threads than could stay beside those; in halves there are none that only send.
-  const bool sends_apart = share >= kSharedPieces && !is_half;
+  const bool sends_apart = share >= kSharedSegments && !is_half;
   const bool is_large = share >= kLargeShare && !shape.quantised() && !few_rows(shape);
   const Room enough{is_large ? std::min({room.sms, kSendingSms, room.gpu_sms / 2}) : room.sms, room.gpu_sms};
   if (launch.threads == 0) {
-    launch.threads = share < kSharedPieces ? kThreads : threads_for(room);
+    launch.threads = share < kSharedSegments ? kThreads : threads_for(room);
     if (sends_apart || is_large) launch.threads = std::max(kSendingThreads, launch.threads);
   }
   // All CTAs quantise, and half of them leave when they have.
   if (launch.splits == 0) launch.splits = sends_apart && shape.quantised() && share < kQuantisedShare ? 2 : 1;
   if (launch.segment_bytes == 0) {
-    // One piece of twice the length instead of two; as they are, from twice as many on, where only some send.
-    const bool is_long = share >= kSharedPieces ? shape.quantised() || (sends_apart && share >= 2 * kSharedPieces)
-                                                : few_rows(shape) && share >= kSharedPieces / 2 && !is_half;
+    // One segment of twice the length instead of two; as they are, from twice as many on, where only some send.
+    const bool is_long = share >= kSharedSegments ? shape.quantised() || (sends_apart && share >= 2 * kSharedSegments)
+                                                  : few_rows(shape) && share >= kSharedSegments / 2 && !is_half;
     launch.segment_bytes = is_long ? 2 * kWarpBytes : kWarpBytes;
   }
   if (launch.blocks == 0) {
-    launch.blocks = blocks_for(rows * pieces_of_row(shape, launch.segment_bytes).value(), launch.threads, enough);
+    launch.blocks = blocks_for(rows * segments_of_row(shape, launch.segment_bytes).value(), launch.threads, enough);
   }
   launch.blocks = std::min({launch.blocks, room.sms, kMaxParts});
   if (launch.senders == 0) {

@@ -93,7 +93,7 @@ class CpuBackend final : public Backend {
     whole_rows.sending_blocks = 1;
     whole_rows.first_summing = first_summing(1, 1);
     whole_rows.sentinel_sources = sentinel_sources(plan, call);
-    whole_rows.pieces_of_row = pieces_of_row(plan.shape, kWholeRow);
+    whole_rows.segments_of_row = segments_of_row(plan.shape, kWholeRow);
     const bool narrow = !aligned(call.out) || !aligned(call.addend);
     const putget_path path = call.sentinel != 0 ? sentinel_path(plan.shape) : got_path(plan.shape, narrow);
     whole_rows.wide_out = plan.shape.output_row_bytes() % kWideBytes == 0 && !narrow;

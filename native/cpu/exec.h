@@ -26,7 +26,7 @@ struct Exec {
   static constexpr bool kFewTokens = false;
   static constexpr bool kManyItems = true;
 
-  // Pieces that are read before they are stored to each target: 1 KiB.
+  // Accesses that are read before they are stored to each target: 1 KiB.
   template <class Access>
   static constexpr uint32_t put_unroll() {
     return 1024 / sizeof(Access);

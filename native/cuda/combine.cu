@@ -47,7 +47,7 @@ void launch_combine(const Plan& plan, CombineCall call, const Room& room, const 
   const auto path = static_cast<putget_path>(launch.path);
   call.wide_out = shape.output_row_bytes() % kLaneBytes == 0 && !narrow;
   call.segment_bytes = launch.segment_bytes;
-  call.pieces_of_row = pieces_of_row(shape, launch.segment_bytes);
+  call.segments_of_row = segments_of_row(shape, launch.segment_bytes);
   call.sentinel_sources = sentinel_sources(plan, call);
   call.sending_blocks = choice.sending_blocks;
   call.first_summing = choice.first_summing;

@@ -26,7 +26,7 @@ struct Exec {
   static constexpr bool kFewTokens = false;
   static constexpr bool kManyItems = false;
 
-  // Pieces that a lane reads before it stores them to each target.
+  // Accesses that a lane reads before it stores them to each target.
   template <class Access>
   PUTGET_PURE static constexpr uint32_t put_unroll() {
     return 4;

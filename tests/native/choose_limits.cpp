@@ -51,8 +51,8 @@ void check(const Shape& shape, uint32_t tokens, const Room& room, const putget_l
   require(cut == tokens * segments * dispatch.splits, "items of blocks", shape, tokens, dispatch);
   for (const bool outside : {false, true}) {
     const putget_launch got = choose_combine(shape, {tokens, Half::kBoth, false, outside, false}, room, tuning).launch;
-    const uint64_t pieces = (shape.output_row_bytes() + got.segment_bytes - 1) / got.segment_bytes;
-    check_whole(shape, tokens, got, tokens * pieces);
+    const uint64_t segments = (shape.output_row_bytes() + got.segment_bytes - 1) / got.segment_bytes;
+    check_whole(shape, tokens, got, tokens * segments);
   }
   const CombineChoice sent = choose_combine(shape, {tokens, Half::kBoth, true, false, false}, room, tuning);
   require(sent.sending_blocks >= 1 && sent.sending_blocks <= sent.launch.blocks, "senders", shape, tokens, sent.launch);

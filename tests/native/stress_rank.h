@@ -126,7 +126,7 @@ class StressRank {
     call.first_summing = plan_.first_summing(round_, rank_, blocks, call.sending_blocks);
     call.half = half;
     call.sentinel_sources = sentinel_sources(plan, call);
-    call.pieces_of_row = pieces_of_row(plan.shape, call.segment_bytes);
+    call.segments_of_row = segments_of_row(plan.shape, call.segment_bytes);
     const bool is_float = plan.shape.output_type == OutputType::kFloat32;
     launch_kernel(blocks, [&](KernelExec exec) {
       use_plan(plan);

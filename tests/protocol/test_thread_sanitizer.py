@@ -163,11 +163,11 @@ SENTINEL = {
         "return head.left[src] < kWantsSentinels ? head.left[src] : 0;",
         "return 0;",
     ),
-    "a row of several pieces is not copied": (
+    "a row of several segments is not copied": (
         WHOLE,
         "protocol/combine/expert_rows.h",
-        "const uint32_t pieces = call.pieces_of_row.value();",
-        "const uint32_t pieces = call.pieces_of_row.value();\n  if (pieces > 1) return;",
+        "const uint32_t segments = call.segments_of_row.value();",
+        "const uint32_t segments = call.segments_of_row.value();\n  if (segments > 1) return;",
     ),
     "a word that is not set back": (
         WHOLE,

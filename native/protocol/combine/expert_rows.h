@@ -69,24 +69,24 @@ PUTGET_RARE void copy_narrow(Exec& exec, const uint8_t* from, uint8_t* to, uint3
   with_narrow_access(access_bytes, [&](auto access) { copy_by<decltype(access)>(exec, from, to, begin, end); });
 }
 
-// Copies the rows that are to be got into combine_input, a piece a warp of all CTAs.
+// Copies the rows that are to be got into combine_input, a segment a warp of all CTAs.
 template <class Exec>
 PUTGET_RARE void copy_rows(Exec& exec, const Plan& plan, const CombineCall& call, const StateHead& head) {
   const ExpertRows rows(plan, call);
   const uint32_t ep_size = plan.shape.ep_size;
   const uint32_t row_bytes = plan.shape.output_row_bytes();
-  const uint32_t pieces = call.pieces_of_row.value();
+  const uint32_t segments = call.segments_of_row.value();
   const uint32_t most = most_rows_to_get(plan, head);
   uint32_t slot = 0;
   uint32_t item = exec.warp() * exec.blocks() + exec.block();  // of this slot and those behind it
   PUTGET_ROLLED
   for (;; item += exec.warps() * exec.blocks()) {
-    const uint32_t index = call.pieces_of_row.quotient(item);
+    const uint32_t index = call.segments_of_row.quotient(item);
     const uint32_t slots = plan.by_ep_size.quotient(index);
     const uint32_t src = index - slots * ep_size;
-    const uint32_t begin = (item - index * pieces) * call.segment_bytes;
+    const uint32_t begin = (item - index * segments) * call.segment_bytes;
     slot += slots;
-    item -= slots * ep_size * pieces;
+    item -= slots * ep_size * segments;
     if (slot >= most) return;
     if (slot >= rows_to_get(head, src)) continue;
     const uint32_t end = begin + call.segment_bytes < row_bytes ? begin + call.segment_bytes : row_bytes;

@@ -49,7 +49,7 @@ class QuantisedBlocks {
   static constexpr uint32_t kMostAhead = kPacksPerLane > 1 ? 1 : 8 / sizeof(typename Codec::Bits);
 
   QuantisedBlocks() = default;
-  // Blocks [first, end) of a row; `end` is the row's or that of a piece of it.
+  // Blocks [first, end) of a row; `end` is the row's or that of a segment of it.
   PUTGET_TEXT QuantisedBlocks(const Exec& exec, const Plan& plan, uint32_t first, uint32_t end)
       : first_(first + exec.lane() / kLanes),
         end_(end),

@@ -21,8 +21,8 @@ PUTGET_PURE uint32_t sentinel_values_bytes(const Shape& shape) {
   return shape.quantised() ? shape.output_elements : shape.output_row_bytes();
 }
 
-// Pieces of one such row, where a warp takes segment_bytes of its values at a time: whole blocks with a scale.
-PUTGET_PURE Divisor pieces_of_row(const Shape& shape, uint32_t segment_bytes) {
+// Segments of one row, where a warp takes segment_bytes of its values at a time: whole blocks with a scale.
+PUTGET_PURE Divisor segments_of_row(const Shape& shape, uint32_t segment_bytes) {
   return Divisor((sentinel_values_bytes(shape) + segment_bytes - 1) / segment_bytes);
 }
 
@@ -102,8 +102,8 @@ PUTGET_RARE void send_values(Exec& exec, const Plan& plan, const CombineCall& ca
   }
 }
 
-// Sends rows to the sources that want them so, a piece a warp: slot by slot, source by source from the own rank on. It
-// is made before the kernel may read anything, and knows from where it gets what it sends first.
+// Sends rows to the sources that want them so, a segment a warp: slot by slot, source by source from the own rank on.
+// It is made before the kernel may read anything, and knows from where it gets what it sends first.
 template <class Exec, class Codec, bool kQuantised>
 class SentinelSender {
   using Blocks = QuantisedBlocks<Exec, Codec, true, 1>;
@@ -146,7 +146,7 @@ class SentinelSender {
   PUTGET_TEXT void send(Exec& exec, const Plan& plan, const CombineCall& call, const StateHead& head) const {
     if (is_sent(head)) {
       const uint32_t begin = begin_ + send_ahead(exec, plan);
-      if (begin < end_) send_piece(exec, plan, call, begin);
+      if (begin < end_) send_segment(exec, plan, call, begin);
     }
     if (any_beyond(exec, plan, head, next_slot_)) send_rest(exec, plan, call, head, item_ + step_, step_);
   }
@@ -157,26 +157,26 @@ class SentinelSender {
     find(plan, call);
   }
 
-  // What comes behind the first piece of each warp.
+  // What comes behind the first segment of each warp.
   PUTGET_RARE static void send_rest(Exec& exec, const Plan& plan, const CombineCall& call, const StateHead& head,
                                     uint32_t item, uint32_t step) {
     SentinelSender sender(plan, call, item, step);
     PUTGET_ROLLED
     while (any_beyond(exec, plan, head, sender.slot_)) {
-      if (sender.is_sent(head)) sender.send_piece(exec, plan, call, sender.begin_);
+      if (sender.is_sent(head)) sender.send_segment(exec, plan, call, sender.begin_);
       sender.item_ += step;
       sender.find(plan, call);
     }
   }
 
   PUTGET_TEXT static uint32_t slot_of(const CombineCall& call, uint32_t item) {
-    return call.sentinel_sources.quotient(call.pieces_of_row.quotient(item));
+    return call.sentinel_sources.quotient(call.segments_of_row.quotient(item));
   }
 
   PUTGET_TEXT void find(const Plan& plan, const CombineCall& call) {
     const uint32_t bytes = sentinel_values_bytes(plan.shape);
-    const uint32_t index = call.pieces_of_row.quotient(item_);
-    begin_ = (item_ - index * call.pieces_of_row.value()) * call.segment_bytes;
+    const uint32_t index = call.segments_of_row.quotient(item_);
+    begin_ = (item_ - index * call.segments_of_row.value()) * call.segment_bytes;
     end_ = begin_ + call.segment_bytes < bytes ? begin_ + call.segment_bytes : bytes;
     slot_ = call.sentinel_sources.quotient(index);
     // Where own rows stay, the first source is the next rank.
@@ -199,11 +199,11 @@ class SentinelSender {
   }
 
   // From a byte of its values on. The warp's lanes call it together.
-  PUTGET_TEXT void send_piece(Exec& exec, const Plan& plan, const CombineCall& call, uint32_t begin) const {
+  PUTGET_TEXT void send_segment(Exec& exec, const Plan& plan, const CombineCall& call, uint32_t begin) const {
     send_values<Codec, kQuantised>(exec, plan, call, slot_, src_, begin, end_);
   }
 
-  // Whether the piece's row is there, and its source wants it in this form.
+  // Whether the segment's row is there, and its source wants it in this form.
   PUTGET_TEXT bool is_sent(const StateHead& head) const {
     const uint32_t left = head.left[src_];
     return wants_sentinels(left) && slot_ < rows_of(left);

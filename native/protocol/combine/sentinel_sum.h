@@ -91,7 +91,7 @@ class SentinelSum {
   PUTGET_TEXT bool run(Exec& exec, const Plan& plan, const CombineCall& call, const StateHead& head, uint32_t* waited) {
     if (token_ >= call.num_tokens) exec.count_as_waited(waited);
     while (token_ < call.num_tokens) {
-      const bool is_last = call.pieces_of_row.quotient(item_ + step_) >= call.num_tokens;
+      const bool is_last = call.segments_of_row.quotient(item_ + step_) >= call.num_tokens;
       if (!sum_item(exec, plan, call, head, is_last ? waited : nullptr)) return false;
       item_ += step_;
       find(exec, plan, call);
@@ -103,8 +103,8 @@ class SentinelSum {
  private:
   // Which token and segment the item is, and where the token's routes are.
   PUTGET_TEXT void find(const Exec& exec, const Plan& plan, const CombineCall& call) {
-    token_ = call.pieces_of_row.quotient(item_);
-    begin_ = (item_ - token_ * call.pieces_of_row.value()) * packs_per_segment_;
+    token_ = call.segments_of_row.quotient(item_);
+    begin_ = (item_ - token_ * call.segments_of_row.value()) * packs_per_segment_;
     if (!takes_part_) token_ = call.num_tokens;
     const uint64_t route = uint64_t{token_} * top_k_.top_k + exec.lane();
     ranks_ = plan.target_ranks + route;

@@ -1,6 +1,6 @@
 // What dispatch divides its work into: items, (token, segment, split), token-major. Segment 0 carries ids and weights,
-// the others are pieces of payload rows; where there are few of them, several warps split the targets of each. Where
-// each warp has many, only pieces of long rows are items (short_rows.h has the rest). Each CTA takes a contiguous
+// the others are segments of payload rows; where there are few of them, several warps split the targets of each. Where
+// each warp has many, only segments of long rows are items (short_rows.h has the rest). Each CTA takes a contiguous
 // range of items, so a large batch gives a CTA many tokens and a small one gives a token many CTAs.
 #pragma once
 
@@ -166,10 +166,10 @@ class Item {
     const uint32_t headers = is_apart(call) ? 0 : 1;
     bytes_ = 0;
     if (segment < headers) return;
-    uint32_t piece = segment - headers;
+    uint32_t of_payload = segment - headers;
     uint32_t p = 0;
-    while (piece >= call.segments[p]) piece -= call.segments[p++];
-    const uint32_t offset = piece * call.segment_bytes;
+    while (of_payload >= call.segments[p]) of_payload -= call.segments[p++];
+    const uint32_t offset = of_payload * call.segment_bytes;
     row_bytes_ = plan.shape.row_bytes[p];
     bytes_ = row_bytes_ - offset < call.segment_bytes ? row_bytes_ - offset : call.segment_bytes;
     access_bytes_ = call.access_bytes[p];

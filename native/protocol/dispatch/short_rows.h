@@ -1,5 +1,5 @@
 // Ids, weights and short rows of a large batch: no items of their own, for a warp would wait as long for few bytes as
-// it does for a long piece. Each thread has one access at a time, and a CTA those of many tokens at once.
+// it does for a long segment. Each thread has one access at a time, and a CTA those of many tokens at once.
 #pragma once
 
 #include "protocol/dispatch/items.h"

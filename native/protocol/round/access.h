@@ -1,4 +1,4 @@
-// Moving rows in the widest pieces that their size and alignment allow.
+// Moving rows in the widest accesses that their size and alignment allow.
 #pragma once
 
 #include "protocol/round/shape.h"

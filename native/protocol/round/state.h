@@ -93,8 +93,8 @@ struct DispatchCall {
   const void* payload[kMaxPayloads];
   const int32_t* num_valid_tokens;      // null: all of them
   uint32_t access_bytes[kMaxPayloads];  // widest access that source and destination rows allow: 1, 2, 4, 8 or 16
-  uint32_t segment_bytes;               // a row is put in pieces of this many bytes, a multiple of 16
-  uint32_t segments[kMaxPayloads];      // pieces of one row of each payload; 0: its rows are no items
+  uint32_t segment_bytes;               // a row is put in segments of this many bytes, a multiple of 16
+  uint32_t segments[kMaxPayloads];      // segments of one row of each payload; 0: its rows are no items
   uint32_t short_apart;                 // 1: nor are ids and weights
   uint32_t split_bits;                  // 2^split_bits warps share the targets of one segment
   Divisor items_per_token;              // segments of all payloads, and one for ids and weights, times those warps
@@ -116,8 +116,8 @@ struct CombineCall {
   uint8_t* out;           // [num_tokens, output_elements]
   const uint8_t* addend;  // the same shape, or null
   uint32_t num_tokens;
-  uint32_t segment_bytes;      // a row is summed and copied in pieces of this many bytes, a multiple of 16
-  Divisor pieces_of_row;       // pieces of segment_bytes of one row, without its scales
+  uint32_t segment_bytes;      // a row is summed and copied in segments of this many bytes, a multiple of 16
+  Divisor segments_of_row;     // segments of one row, without its scales
   uint32_t rows_access_bytes;  // widest access for reading what experts wrote
   uint32_t sentinel;           // 1: the rows to sum are sentinel rows, as dispatch has asked
   uint32_t sending_blocks;     // CTAs of such a kernel that send sentinel rows: the first so many
