@@ -27,7 +27,7 @@ EXEC = "cuda/exec.cuh"
 MISTAKES = {
     "ranks behind the lanes of a warp": (ITEMS, "      first += exec.lanes();\n", ""),
     "which lane has found a row": (ITEMS, "exec.of_lane(row, lane);", "exec.of_lane(row, 0);"),
-    "warps that split a segment's targets": (ITEMS, "if ((count++ & (splits - 1)) == split) visit(const", "visit(const"),
+    "warps that share a segment": (ITEMS, "if ((count++ & (splits - 1)) == split) visit(const", "visit(const"),
     "the second part of a segment": (ITEMS, "load_wide(exec, begin + exec.lane());", "load_wide(exec, begin);"),
     "the first access of another payload": (
         SHORT,
