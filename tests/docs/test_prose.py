@@ -15,11 +15,7 @@ from markdown_it import MarkdownIt
 from tests.project.checkout import ROOT
 
 DOCS = ROOT / "docs"
-# Older text, with longer lines and sentences.
-OLDER = {
-    "protocol.md",
-}
-PAGES = [path for path in sorted(DOCS.rglob("*.md")) if str(path.relative_to(DOCS)) not in OLDER]
+PAGES = sorted(DOCS.rglob("*.md"))
 NEW = [*PAGES, ROOT / "README.md", ROOT / "SECURITY.md"]
 HISTORY = re.compile(r"\b(no longer|used to be|step \d+|steps \d+|at commit|(?=[a-f]*\d)(?=\d*[a-f])[0-9a-f]{7})\b")
 MOST_WORDS = 25
