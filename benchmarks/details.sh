@@ -4,7 +4,7 @@
 #   benchmarks/details.sh OUT [part...]     parts: roofline ablate overlap profiles deadlines    (default: all of them)
 #
 # Reports go to OUT, what was printed to OUT/*.txt; a part that takes longer than its limit leaves what it has. `deadlines` needs
-# WITHOUT_DEADLINES, a library built with cmake -DPUTGET_DEADLINES=OFF. Then: python benchmarks/tables.py OUT
+# WITHOUT_DEADLINES, a library built with cmake -DPUTGET_ABLATE=deadlines. Then: python benchmarks/tables.py OUT
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 out=${1:?the folder of the reports}

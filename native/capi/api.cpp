@@ -6,6 +6,7 @@
 #include "capi/guard.h"
 #include "capi/validate.h"
 #include "choose.h"
+#include "protocol/round/ablate.h"
 
 struct putget_memory {
   std::unique_ptr<putget::Backend> backend;
@@ -146,6 +147,11 @@ putget::CombineCall combine_call(const putget::Plan& plan, const putget::Limits&
 }  // namespace
 
 uint32_t putget_abi_version(void) { return PUTGET_ABI_VERSION; }
+
+uint32_t putget_ablated(void) {
+  if (!putget::kHasWaits) return PUTGET_ABLATED_WAITS;
+  return putget::kHasDeadlines ? PUTGET_ABLATED_NOTHING : PUTGET_ABLATED_DEADLINES;
+}
 
 const char* putget_last_error(void) { return putget::capi::last_error.c_str(); }
 
@@ -299,7 +305,6 @@ putget_status putget_create(const putget_config* config, putget_memory* memory, 
     plan.timeout_ns = config->timeout_ns;
     plan.warmup_timeout_ns = config->warmup_timeout_ns;
     plan.by_ep_size = putget::Divisor(plan.shape.ep_size);
-    plan.skips_waits = config->skips_waits;
     memory->rows_end = rows_end;
     backend.widen_sentinel_rows(plan.sentinel.begin);
     plan.object_id = ++memory->objects_made;

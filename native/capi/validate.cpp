@@ -96,7 +96,6 @@ void check_options(const putget_config& config) {
   require_range("finish_num_sms", config.finish_num_sms, 0, kMaxSms);
   require_range("timeout_ns", config.timeout_ns, 1, kMaxTimeoutNs);
   require_range("warmup_timeout_ns", config.warmup_timeout_ns, 1, kMaxTimeoutNs);
-  require_range("skips_waits", config.skips_waits, 0, 1);
 }
 
 MemoryConfig memory_config_of(const putget_memory_config& config) {

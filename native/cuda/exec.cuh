@@ -44,11 +44,7 @@ struct Exec {
   __device__ void sync_warp() const { __syncwarp(); }
   // A block barrier too.
   __device__ bool any(bool condition) const { return __syncthreads_or(condition) != 0; }
-#if defined(PUTGET_NO_DEADLINES)
-  __device__ uint64_t now_ns() const { return 0; }
-#else
   __device__ uint64_t now_ns() const { return ptx::global_timer_ns(); }
-#endif
 
   void __device__ wait_for_earlier_work() const { ptx::wait_for_earlier_grids(); }
   // Only where no CTA of this kernel will wait for a peer any more: CTAs that came early would hold the places of
@@ -153,12 +149,8 @@ struct Exec {
   }
 
   // Whether another CTA has reported a fault while this thread waits; looks now and then.
-  __device__ bool stopped([[maybe_unused]] const uint32_t* fault, [[maybe_unused]] uint32_t spins) const {
-#if defined(PUTGET_NO_DEADLINES)
-    return false;
-#else
+  __device__ bool stopped(const uint32_t* fault, uint32_t spins) const {
     return spins % 1024 == 0 && ptx::load_relaxed_gpu(fault) != 0;
-#endif
   }
 
   __device__ bool claim(uint32_t* word, uint32_t value) const { return atomicCAS(word, 0u, value) == 0u; }

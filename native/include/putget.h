@@ -23,7 +23,7 @@ extern "C" {
 #define PUTGET_API
 #endif
 
-#define PUTGET_ABI_VERSION 6
+#define PUTGET_ABI_VERSION 7
 #define PUTGET_MAGIC 0x70757467u /* "putg" */
 #define PUTGET_MAX_RANKS 128
 #define PUTGET_MAX_TOP_K 32
@@ -47,6 +47,13 @@ typedef enum putget_wire_type {
   PUTGET_WIRE_SAME = 0, /* as experts write them */
   PUTGET_WIRE_FP8 = 1   /* E4M3, one float32 scale for each 128 elements */
 } putget_wire_type;
+
+/* What a library is built without. Benchmarks build such ones, to see what it costs; the product has all of it. */
+typedef enum putget_ablation {
+  PUTGET_ABLATED_NOTHING = 0,
+  PUTGET_ABLATED_DEADLINES = 1, /* a wait for a rank that is lost never ends */
+  PUTGET_ABLATED_WAITS = 2      /* nothing is waited for: wrong results */
+} putget_ablation;
 
 /* Which part of an operation a call does. */
 typedef enum putget_half { PUTGET_BOTH = 0, PUTGET_START = 1, PUTGET_FINISH = 2 } putget_half;
@@ -119,7 +126,6 @@ typedef struct putget_config {
   uint64_t warmup_timeout_ns; /* for the first round after putget_memory_start */
   putget_launch dispatch;
   putget_launch combine;
-  uint32_t skips_waits;    /* 1: nothing is waited for: wrong results, to see what waiting costs */
   uint32_t finish_num_sms; /* the same as num_sms for a finish half; 0: num_sms */
 } putget_config;
 
@@ -331,6 +337,7 @@ typedef struct putget_gpu {
 } putget_gpu;
 
 PUTGET_API uint32_t putget_abi_version(void);
+PUTGET_API uint32_t putget_ablated(void);       /* putget_ablation */
 PUTGET_API const char* putget_last_error(void); /* of this thread */
 /* What a long wait on CPU asks every few hundredths of a second, from the main thread alone: other than 0 ends the wait
  * and leaves PUTGET_FAULT_INTERRUPTED. For hosts that run handlers of signals themselves. Null: nothing is asked. */

@@ -11,7 +11,7 @@ from typing import Any
 from putget import config
 from putget.errors import BackendUnavailable, PutgetError
 
-ABI_VERSION = 6
+ABI_VERSION = 7
 MAGIC = 0x70757467
 MAX_RANKS = 128
 MAX_TOP_K = 32
@@ -91,7 +91,6 @@ class Config(Versioned):
         ("warmup_timeout_ns", c_uint64),
         ("dispatch", Launch),
         ("combine", Launch),
-        ("skips_waits", c_uint32),
         ("finish_num_sms", c_uint32),
     ]
 
@@ -327,6 +326,7 @@ INTERRUPT_CHECK = ctypes.CFUNCTYPE(ctypes.c_int)
 # name -> (argument types); every function returns a status unless it is in _OTHER_RESULTS
 _FUNCTIONS: dict[str, list[Any]] = {
     "putget_abi_version": [],
+    "putget_ablated": [],
     "putget_last_error": [],
     "putget_set_interrupt_check": [INTERRUPT_CHECK],
     "putget_layout_of": [POINTER(Config), POINTER(Layout)],
@@ -361,6 +361,7 @@ _FUNCTIONS: dict[str, list[Any]] = {
 }
 _OTHER_RESULTS: dict[str, Any] = {
     "putget_abi_version": c_uint32,
+    "putget_ablated": c_uint32,
     "putget_last_error": ctypes.c_char_p,
     "putget_set_interrupt_check": None,
     "putget_sentinel_begin": c_uint64,

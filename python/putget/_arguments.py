@@ -19,7 +19,7 @@ _INSTEAD = {  # of an argument that AllToAll had once
     "dispatch_launch": "tuning=putget.Tuning(dispatch=putget.Launch(...))",
     "combine_launch": "tuning=putget.Tuning(combine=putget.Launch(...))",
     "finish_num_sms": "tuning=putget.Tuning(finish_num_sms=...)",
-    "unsafe_skip_waits": "tuning=putget.Tuning(unsafe_skip_waits=True)",
+    "unsafe_skip_waits": "putget bench --no_sync, on a library built with -DPUTGET_ABLATE=waits",
 }
 
 

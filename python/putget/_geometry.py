@@ -83,7 +83,6 @@ class Geometry:
             warmup_timeout_ns=max(1, int(warmup_timeout_s * 1e9)),
             dispatch=(tuning.dispatch or Launch()).for_abi(),
             combine=(tuning.combine or Launch()).for_abi(),
-            skips_waits=tuning.unsafe_skip_waits,
         )
 
     def layout(self) -> _abi.Layout:

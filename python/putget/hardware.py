@@ -10,6 +10,8 @@ from putget import _abi
 from putget._version import __version__
 from putget.errors import BackendUnavailable, PutgetError
 
+_ABLATED = ("", "deadlines", "waits")  # by putget_ablation
+
 
 @dataclass(frozen=True)
 class BuildInfo:
@@ -19,11 +21,13 @@ class BuildInfo:
         version: Version of the package.
         cuda: Whether the library has its CUDA part.
         library: Its path; "" where it cannot be loaded.
+        ablated: What a build for benchmarks leaves out: "deadlines" or "waits"; "" for the product.
     """
 
     version: str
     cuda: bool
     library: str
+    ablated: str = ""
 
 
 @dataclass(frozen=True)
@@ -65,15 +69,15 @@ def _hyphenated(raw: bytes) -> str:
 def build() -> BuildInfo:
     """What the installed native library is."""
     try:
-        _abi.library()
+        ablated = _ABLATED[_abi.library().putget_ablated()]
     except BackendUnavailable:
         return BuildInfo(__version__, False, "")
+    cuda = True
     try:
         _count()
     except BackendUnavailable as error:
-        if "no CUDA part" in str(error):
-            return BuildInfo(__version__, False, str(_abi.library_path()))
-    return BuildInfo(__version__, True, str(_abi.library_path()))
+        cuda = "no CUDA part" not in str(error)
+    return BuildInfo(__version__, cuda, str(_abi.library_path()), ablated)
 
 
 def _count() -> int:

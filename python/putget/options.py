@@ -146,7 +146,6 @@ class Tuning:
         combine: Launch of combine.
         finish_num_sms: As ``num_sms``, for a finish half alone, when what ran beside the start half is over; None:
             num_sms.
-        unsafe_skip_waits: Leaves every wait out. Results are wrong; it shows what waiting costs.
 
     Raises:
         ValueError: A field has another type, or is out of range.
@@ -155,7 +154,6 @@ class Tuning:
     dispatch: Launch | None = None
     combine: Launch | None = None
     finish_num_sms: int | None = None
-    unsafe_skip_waits: bool = False
 
     def __post_init__(self) -> None:
         for name in ("dispatch", "combine"):
@@ -165,8 +163,6 @@ class Tuning:
         sms: Any = self.finish_num_sms
         if sms is not None and (isinstance(sms, bool) or not isinstance(sms, int) or not 1 <= sms <= _abi.MAX_SMS):
             raise ValueError(f"Tuning finish_num_sms is {sms!r}, expected None or an int from 1 to {_abi.MAX_SMS}")
-        if not isinstance(self.unsafe_skip_waits, bool):
-            raise ValueError(f"Tuning unsafe_skip_waits is {self.unsafe_skip_waits!r}, expected a bool")
 
 
 def check_tuning(tuning: Tuning | None, wire: Wire) -> Tuning:

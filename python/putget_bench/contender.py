@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from putget import AllToAll, Communicator, Received, Tuning, reference
+from putget import AllToAll, Communicator, Received, reference
 from putget_bench.inputs import Experts, Inputs, Source, StandInExperts, same_bytes
 from putget_bench.settings import Settings
 from putget_bench.traffic import Traffic
@@ -216,12 +216,9 @@ class Putget:
 
 
 class NoWaits(Putget):
-    """putget that waits for nobody: unsafe, and its results are not looked at."""
+    """putget, in a library that waits for nobody: unsafe, and its results are not looked at."""
 
     name = "putget, no waits (UNSAFE)"
-
-    def __init__(self, *bench: Any) -> None:
-        super().__init__(*bench, tuning=Tuning(unsafe_skip_waits=True))
 
     def load(self, round_: Round) -> str | None:
         """See `Contender.load`. What arrived is not looked at, and experts do not work on it."""

@@ -78,6 +78,9 @@ def _package() -> list[Finding]:
             Finding("putget", "native library", "missing", "cannot be loaded", "pip install ."),
         ]
     findings.append(Finding("putget", "native library", "ok", build.library))
+    if build.ablated:
+        why = f"built for benchmarks, without {build.ablated}: UNSAFE"
+        findings.append(Finding("putget", "protocol", "missing", why, "pip install ., or unset PUTGET_LIBRARY"))
     if build.cuda:
         findings.append(Finding("putget", "CUDA part", "ok", "built in"))
     else:

@@ -97,7 +97,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     add(
         "--no_sync",
         action="store_true",
-        help="leave the waits out: UNSAFE and unchecked, shows what synchronisation costs",
+        help="time a library built without waits: UNSAFE and unchecked, shows what synchronisation costs",
     )
     add("--no_flush_l2", action="store_true", help="leave the L2 cache warm before dispatch")
     add("--flush_matmul", action="store_true", help="clear the caches between rounds with matrix products")

@@ -36,7 +36,7 @@ class Settings:
         flush: what empties the caches before a dispatch, one of `timing.FLUSHES`.
         peers: contenders beside putget, by name.
         ablate: groups of variants of putget beside it, by name.
-        no_sync: putget waits for nobody; its results are not looked at.
+        no_sync: putget waits for nobody, being a library without waits; its results are not looked at.
     """
 
     backend: str
@@ -117,6 +117,28 @@ def batch_sizes(first: int, last: int, step: int | None, factor: int | None) -> 
     return tuple(sizes)
 
 
+def _check_waits(no_sync: bool) -> None:
+    """Only a library of its own has no waits, and what it gives is wrong: neither is used by accident."""
+    without = hardware.build().ablated == "waits"
+    if no_sync and not without:
+        raise ValueError(
+            "--no_sync needs a library that is built without waits: cmake -S . -B build/no_waits -DPUTGET_ABLATE=waits "
+            "&& cmake --build build/no_waits, then PUTGET_LIBRARY=build/no_waits/libputget.so"
+        )
+    if without and not no_sync:
+        raise ValueError("this library is built without waits and gives wrong results: use another, or --no_sync")
+
+
+def _check_num_sms(num_sms: int | None, on_cpu: bool) -> None:
+    if num_sms is None:
+        return
+    if on_cpu:
+        raise ValueError(f"--num_sms {num_sms} needs --device cuda, this run is on the CPU")
+    most = min((gpu.num_sms for gpu in hardware.gpus()), default=0)
+    if not 1 <= num_sms <= most:
+        raise ValueError(f"--num_sms must be 1 to {most}, what the GPUs here have, got {num_sms}")
+
+
 def resolve(args: argparse.Namespace, world_size: int | None) -> Settings:
     """Checks every flag against the others and the machine, and fills in what was left out.
 
@@ -127,6 +149,7 @@ def resolve(args: argparse.Namespace, world_size: int | None) -> Settings:
     Raises:
         ValueError: naming the flag, its value and what is allowed.
     """
+    _check_waits(args.no_sync)
     device = resolve_device(args.device, args.ep_size)
     ep_size = resolve_ep_size(args.ep_size, device, world_size, emulates=True)
     on_cpu = device == "cpu"
@@ -147,21 +170,17 @@ def resolve(args: argparse.Namespace, world_size: int | None) -> Settings:
     capacity = args.max_tokens_per_rank if args.max_tokens_per_rank is not None else max(1, batches[-1])
     if capacity < max(1, batches[-1]):
         raise ValueError(f"--max_tokens_per_rank must be at least the largest batch {batches[-1]} (-e), got {capacity}")
-    if args.num_sms is not None and on_cpu:
-        raise ValueError(f"--num_sms {args.num_sms} needs --device cuda, this run is on the CPU")
+    _check_num_sms(args.num_sms, on_cpu)
     if args.flush_matmul and args.no_flush_l2:
         raise ValueError("--flush_matmul and --no_flush_l2 exclude each other")
     if args.flush_matmul and on_cpu:
         raise ValueError("--flush_matmul needs --device cuda, this run is on the CPU")
-    most_sms = min((gpu.num_sms for gpu in hardware.gpus()), default=0)
-    if args.num_sms is not None and args.num_sms > most_sms:
-        raise ValueError(f"--num_sms must be at most {most_sms}, what the GPUs here have, got {args.num_sms}")
     iters = args.iters if args.iters is not None else (20 if in_turns else 100)
     warmup = args.warmup if args.warmup is not None else (3 if in_turns else 20)
     for flag, value, least in (
-        ("--iters", iters, 1), ("--warmup", warmup, 0), ("--seed", args.seed, 0), ("--num_sms", args.num_sms, 1)
+        ("--iters", iters, 1), ("--warmup", warmup, 0), ("--seed", args.seed, 0)
     ):  # fmt: skip
-        if value is not None and value < least:
+        if value < least:
             raise ValueError(f"{flag} must be {least} or more, got {value}")
     if args.seed > MAX_SEED:
         raise ValueError(f"--seed must be at most {MAX_SEED}, got {args.seed}")

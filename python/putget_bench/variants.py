@@ -13,7 +13,7 @@ from torch import Tensor
 from putget import AllToAll, Communicator, Launch, Payload, Received, Tuning, hardware
 from putget_bench import floor
 from putget_bench.ablation import GROUPS, Bench, Variant, group
-from putget_bench.contender import ROUND_TIMEOUT_S, NoWaits, Putget, Round, received_differs
+from putget_bench.contender import ROUND_TIMEOUT_S, Putget, Round, received_differs
 from putget_bench.inputs import same_bytes
 from putget_bench.lineup import Entry
 from putget_bench.peers.collectives import all_gather, as_bytes
@@ -69,12 +69,6 @@ def combine_dtypes(settings: Settings) -> Iterator[Variant]:
 def halves(settings: Settings) -> Iterator[Variant]:
     """Each call as a start and a finish half, one after the other."""
     yield Variant("halves", "start and finish instead of one call", settings, lambda bench: HalvedPutget(*bench))
-
-
-@group("no_sync")
-def without_waits(settings: Settings) -> Iterator[Variant]:
-    """What synchronisation costs: nothing is waited for, so the result is wrong and is not looked at."""
-    yield Variant("no waits", "UNSAFE and unchecked: nothing is waited for", settings, lambda bench: NoWaits(*bench))
 
 
 @group("num_sms")

@@ -460,7 +460,6 @@ def test_launch_refuses(name: str, value: Any) -> None:
         *[("dispatch", value) for value in (1, {"blocks": 1}, putget.Launch)],
         *[("combine", value) for value in (2, "Launch", putget.Tuning())],
         *[("finish_num_sms", value) for value in (0, -1, 2.0, "8", True, 1 << 40)],
-        *[("unsafe_skip_waits", value) for value in (0, 1, None, "yes")],
     ],
 )
 def test_tuning_refuses(name: str, value: Any) -> None:

@@ -199,7 +199,6 @@ def c_object(memory: Any, config: _abi.Config) -> ctypes.c_void_p:
         ("timeout_ns", {"timeout_ns": (1 << 64) - 1}),
         ("warmup_timeout_ns", {"warmup_timeout_ns": 0}),
         ("warmup_timeout_ns", {"warmup_timeout_ns": 1 << 63}),
-        ("skips_waits", {"skips_waits": 2}),
         ("wire_type", {"wire_type": 2}),
     ],
 )

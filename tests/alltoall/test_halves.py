@@ -290,28 +290,6 @@ def test_what_the_host_does_not_see_is_a_fault(what: str, word: str, wire: str) 
     check_round(case, 1, {rank: outcome for rank, (_, outcome) in enumerate(results)})
 
 
-def skip_waits(rank: Rank, wire: str) -> float:
-    """A body: rank 0 alone plays rounds; nobody else comes, and nobody is missed."""
-    combine = putget.Launch(sentinel_rows=case_of(wire).sentinel_rows)
-    tuning = putget.Tuning(combine=combine, unsafe_skip_waits=True)
-    with rank.all_to_all(**{**case_of(wire).options(), "tuning": tuning}, timeout_s=20.0) as a2a:
-        if rank.rank == 0:
-            for _ in range(3):
-                a2a.dispatch(*arguments_of(rank, CASE))
-                a2a.combine()
-                a2a.dispatch_start(*arguments_of(rank, CASE))
-                a2a.dispatch_finish()
-                a2a.combine_start()
-                a2a.combine_finish()
-        a2a.check()
-    return 0.0
-
-
-@EVERY_WIRE
-def test_without_waits_nobody_is_missed(wire: str) -> None:
-    assert run_ranks(3, skip_waits, wire, mode="thread", timeout=15) == [0.0] * 3
-
-
 def launches(rank: Rank, options: dict[str, Any]) -> list[tuple[putget.Launch, putget.Launch]]:
     """A body: launches of several batches."""
     output = putget.Payload((7168,), torch.bfloat16)

@@ -34,7 +34,7 @@ def test_one_run_compares_all_variants(capsys: pytest.CaptureFixture[str], tmp_p
     assert document["config"]["ablate"] == list(variants.GROUPS)
     whole = ["putget", "bf16 rows", "nvfp4 rows", "staged combine", "got rows"]
     whole += ["fp8_block back"]
-    whole += ["halves", "no waits"]
+    whole += ["halves"]
     names = [[contender["name"] for contender in size["contenders"]] for size in document["results"]]
     assert names == [whole, [*whole, "ids by putget", "ids by gloo"], [*whole, "ids by putget", "ids by gloo"]]
 

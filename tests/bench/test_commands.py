@@ -108,19 +108,6 @@ def test_bench_of_other_shapes(putget: Command, flags: str) -> None:
     assert "9 tokens a rank: correct;" in printed
 
 
-def test_bench_without_waits_says_that_nothing_is_checked(putget: Command, tmp_path: Path) -> None:
-    path = tmp_path / "out.json"
-    printed = putget(
-        f"bench --device cpu --ep_size 2 -b 2 -e 2 --iters 2 --hidden_size 64 --no_sync --output_file {path}"
-    )
-    assert "2 tokens a rank: NOT CHECKED;" in printed
-    assert "UNSAFE" in printed
-    document = json.loads(path.read_text())
-    jsonschema.Draft202012Validator(report.schema()).validate(document)
-    assert document["config"]["no_sync"] is True
-    assert [size["checked"] for size in document["results"]] == [False]
-
-
 def test_bench_reads_a_routing_file(putget: Command, tmp_path: Path) -> None:
     path = tmp_path / "routing.npz"
     generator = np.random.default_rng(5)

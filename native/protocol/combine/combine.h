@@ -161,7 +161,7 @@ PUTGET_TEXT void start_combine(Exec& exec, const Plan& plan, const CombineCall& 
 // released the round.
 template <class Exec>
 PUTGET_TEXT bool await_peers(Exec& exec, const Plan& plan, CombineScratch& scratch) {
-  if (plan.skips_waits) return true;
+  if (!kHasWaits) return true;
   WaitScratch& wait = scratch.wait;
   const uint32_t round = wait.head.epoch;
   const uint64_t first = glance<Tag::C3>(exec, plan, first_flag(exec, plan, plan.layout.ended));

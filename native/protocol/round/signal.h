@@ -6,6 +6,7 @@
 // equality is enough and is safe at the wrap.
 #pragma once
 
+#include "protocol/round/ablate.h"
 #include "protocol/round/fault.h"
 
 namespace putget {
@@ -269,7 +270,7 @@ PUTGET_TEXT bool may_look_again(Exec& exec, const Plan& plan, const StateHead& h
                                 Patience& patience) {
   constexpr uint32_t kSpinsPerLook = 16;     // at the clock
   constexpr uint32_t kSpinsPerRound = 1024;  // at how peers have ended it
-  if (spins != 0 && spins % kSpinsPerLook == 0) {
+  if (kHasDeadlines && spins != 0 && spins % kSpinsPerLook == 0) {
     const uint64_t now = exec.now_ns();
     if (patience.since_ns == 0) patience.since_ns = now;
     if (now - patience.since_ns > deadline_ns<tag>(plan, head)) return false;
@@ -280,13 +281,18 @@ PUTGET_TEXT bool may_look_again(Exec& exec, const Plan& plan, const StateHead& h
   return true;
 }
 
+// Whether this wait is left out: by a benchmark's build, or by a test of the protocol.
+template <Tag tag, class Exec>
+PUTGET_TEXT bool skips(const Exec& exec) {
+  return !kHasWaits || exec.template skips_wait<tag>();
+}
+
 // Waits until a flag in this rank's own memory is as it should be; `seen` is what it said when it was first looked at.
 // False: the deadline passed, or another CTA has reported a fault.
 template <Tag tag, class Exec, class Ready>
 PUTGET_TEXT bool wait_until(Exec& exec, const Plan& plan, const StateHead& head, const uint64_t* flag, uint64_t& seen,
                             Patience& patience, Ready ready) {
-  if (plan.skips_waits) return true;
-  for (uint32_t spins = 0; !ready(seen) && !exec.template skips_wait<tag>(); ++spins) {
+  for (uint32_t spins = 0; !ready(seen) && !skips<tag>(exec); ++spins) {
     if (!may_look_again<tag>(exec, plan, head, spins, patience)) return false;
     seen = exec.template observe<tag>(flag);
   }
@@ -299,7 +305,7 @@ PUTGET_TEXT bool look_until(Exec& exec, const Plan& plan, const StateHead& head,
                             Ready ready) {
   for (uint32_t spins = 0;; ++spins) {
     look();
-    if (ready() || plan.skips_waits || exec.template skips_wait<tag>()) return true;
+    if (ready() || skips<tag>(exec)) return true;
     if (!may_look_again<tag>(exec, plan, head, spins, patience)) return false;
   }
 }
@@ -353,7 +359,7 @@ PUTGET_RARE void observe_ends_apart(Exec& exec, const Plan& plan, uint32_t epoch
   observe_flags<Tag::D1>(exec, plan, plan.layout.ended, epoch, scratch, first, [](uint32_t) { return true; });
   PUTGET_ROLLED
   for (uint32_t peer = first_peer(exec); peer < plan.shape.ep_size; peer += exec.threads()) {
-    if (!scratch.head.active.has(peer) || plan.skips_waits) continue;
+    if (!scratch.head.active.has(peer) || !kHasWaits) continue;
     if (!ended_by(scratch.value[peer], end)) exec.insert(scratch.missing, peer);
   }
 }

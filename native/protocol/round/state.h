@@ -81,8 +81,7 @@ struct Plan {
   uint64_t timeout_ns;
   uint64_t warmup_timeout_ns;
   Divisor by_ep_size;
-  uint32_t object_id;    // of the objects on one memory
-  uint32_t skips_waits;  // 1: nothing is waited for, to see what waiting costs
+  uint32_t object_id;  // of the objects on one memory
 
   PUTGET_PURE uint8_t* own() const { return base[shape.ep_rank]; }
 };

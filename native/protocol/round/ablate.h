@@ -1,0 +1,19 @@
+// What a build for benchmarks leaves out of the protocol, to see what it costs (CMake: PUTGET_ABLATE). The product
+// leaves nothing out.
+#pragma once
+
+namespace putget {
+
+#if defined(PUTGET_ABLATE_WAITS)
+constexpr bool kHasWaits = false;  // results are wrong
+#else
+constexpr bool kHasWaits = true;
+#endif
+
+#if defined(PUTGET_ABLATE_DEADLINES)
+constexpr bool kHasDeadlines = false;  // a wait for a rank that is lost never ends
+#else
+constexpr bool kHasDeadlines = true;
+#endif
+
+}  // namespace putget
