@@ -17,8 +17,8 @@ struct MemoryConfig {
   uint64_t bytes;  // of symmetric memory
 };
 
-// What a caller says about launches: the most SMs (0: chosen by size), those of a finish half, and fields that stand in
-// for the rule's.
+// What a caller says about launches: the most SMs (0: chosen by size), on CPU threads (0: one), those of a finish half,
+// and fields that stand in for the rule's.
 struct Limits {
   uint32_t num_sms;
   uint32_t finish_num_sms;
@@ -49,6 +49,8 @@ class Backend {
 
   virtual void dispatch(const Plan& plan, const DispatchCall& call, const Limits& limits, void* stream) = 0;
   virtual void combine(const Plan& plan, const CombineCall& call, const Limits& limits, void* stream) = 0;
+  // Whether rows of combine may come as sentinel rows where nobody asks for them, and nothing else needs them.
+  virtual bool sends_by_rule() const { return true; }
   // How such calls are launched; zeros where nothing is.
   virtual void launches(const Shape& shape, uint32_t num_tokens, bool sentinel, const Limits& limits, void* stream,
                         putget_launch* dispatch, putget_launch* combine) const = 0;

@@ -309,7 +309,11 @@ putget_status putget_create(const putget_config* config, putget_memory* memory, 
     backend.widen_sentinel_rows(plan.sentinel.begin);
     plan.object_id = ++memory->objects_made;
     const uint32_t finish_num_sms = config->finish_num_sms != 0 ? config->finish_num_sms : config->num_sms;
-    *object = new putget_alltoall{&backend, plan, {config->num_sms, finish_num_sms, config->dispatch, config->combine}};
+    putget::Limits limits{config->num_sms, finish_num_sms, config->dispatch, config->combine};
+    if (limits.combine.sentinel_rows == PUTGET_SENTINEL_BY_RULE && !backend.sends_by_rule()) {
+      limits.combine.sentinel_rows = PUTGET_SENTINEL_NEVER;
+    }
+    *object = new putget_alltoall{&backend, plan, limits};
   });
 }
 

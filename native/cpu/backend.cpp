@@ -1,12 +1,14 @@
-// The CPU backend: the protocol text run by the calling thread.
+// The CPU backend: the protocol text run by the calling thread and its helpers.
 #include <sys/mman.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cstring>
+#include <vector>
 
 #include "backend.h"
 #include "choose.h"
+#include "cpu/clones.h"
 #include "cpu/exec.h"
 #include "cpu/symmetric_memory.h"
 #include "protocol/combine/combine.h"
@@ -14,6 +16,7 @@
 #include "protocol/round/exec.h"
 #include "protocol/round/release.h"
 #include "protocol/round/words.h"
+#include "team.h"
 
 namespace putget::cpu {
 namespace {
@@ -21,8 +24,63 @@ namespace {
 static_assert(ExecCheck<Exec>::kComplete);
 
 constexpr uint32_t kWideBytes = 16;
+constexpr uint32_t kWholeRow = 1u << 30;
 
 bool aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % kWideBytes == 0; }
+
+// What is worth waking a helper for.
+constexpr uint64_t kBytesOfBlock = 128 * 1024;
+// Items that a block has at least, where rows are long enough to be cut.
+constexpr uint32_t kItemsOfBlock = 2;
+
+uint64_t ceil_div(uint64_t value, uint64_t divisor) { return (value + divisor - 1) / divisor; }
+
+// How many blocks move so many bytes of so many rows, and how they cut rows; `wanted` blocks, unless it is 0.
+struct Grid {
+  uint32_t blocks;
+  uint32_t segment_bytes;
+
+  Grid(uint64_t bytes, uint64_t rows, uint32_t row_bytes, uint32_t most, uint32_t wanted)
+      : blocks(wanted != 0 ? wanted : clamped(bytes / kBytesOfBlock, most)) {
+    const uint64_t pieces = ceil_div(uint64_t{kItemsOfBlock} * blocks, std::max<uint64_t>(rows, 1));
+    const auto piece = static_cast<uint32_t>(ceil_div(row_bytes, pieces));
+    segment_bytes = blocks == 1 ? kWholeRow : round_up(piece, kWarpBytes);
+  }
+
+ private:
+  static uint32_t clamped(uint64_t blocks, uint32_t most) {
+    return static_cast<uint32_t>(std::clamp<uint64_t>(blocks, 1, std::clamp(most, 1u, kMaxParts)));
+  }
+};
+
+Grid grid_of_dispatch(const Shape& shape, uint32_t num_tokens, uint32_t most, const putget_launch& tuning) {
+  uint64_t bytes = 0;
+  for (uint32_t p = 0; p < shape.num_payloads; ++p) bytes += shape.row_bytes[p];
+  const uint32_t longest = *std::max_element(shape.row_bytes, shape.row_bytes + kMaxPayloads);
+  return {num_tokens * bytes * shape.most_rows(), num_tokens, longest, most, tuning.blocks};
+}
+
+// A rank that sums much is sent much: others have about as many tokens.
+Grid grid_of_combine(const Shape& shape, uint32_t num_tokens, uint32_t most, const putget_launch& tuning) {
+  const uint32_t row_bytes = shape.output_row_bytes();
+  return {uint64_t{num_tokens} * shape.most_rows() * row_bytes, num_tokens, row_bytes, most, tuning.blocks};
+}
+
+template <class Id>
+PUTGET_CLONES void run_dispatch(Exec& exec, const Plan& plan, const DispatchCall& call, DispatchScratch& scratch) {
+  putget::dispatch<Id>(exec, plan, call, scratch);
+}
+
+template <class Codec, class Wire, class Rows>
+PUTGET_CLONES void run_combine(Exec& exec, const Plan& plan, const CombineCall& call, CombineScratch& scratch) {
+  putget::combine<Codec, Wire, Rows>(exec, plan, call, scratch);
+}
+
+// Nobody has sentinel rows as they are on a CPU but who asks for them.
+template <class Codec, class Rows>
+void run_sent(Exec& exec, const Plan& plan, const CombineCall& call, CombineScratch& scratch) {
+  putget::combine<Codec, SentinelWire<Codec, false>, Rows>(exec, plan, call, scratch);
+}
 
 class CpuBackend final : public Backend {
  public:
@@ -72,65 +130,99 @@ class CpuBackend final : public Backend {
   State* state() const override { return &state_; }
   FaultRecord* fault() const override { return &fault_; }
 
-  void dispatch(const Plan& plan, const DispatchCall& call, const Limits&, void*) override {
+  void dispatch(const Plan& plan, const DispatchCall& call, const Limits& limits, void*) override {
     const Interruptible running(*this);
-    Exec exec;
-    DispatchCall whole_rows = call;
-    const bool apart = short_apart(plan.shape, call.num_tokens, kWholeRow, 1, 1);
-    cut_into_items(whole_rows, plan.shape, kWholeRow, 1, 1, apart);
-    if (call.ids_are_64bit) {
-      putget::dispatch<int64_t>(exec, plan, whole_rows, dispatch_scratch_);
-    } else {
-      putget::dispatch<int32_t>(exec, plan, whole_rows, dispatch_scratch_);
-    }
+    const bool finishes = call.half == Half::kFinish;  // by one block
+    const Grid grid = grid_of_dispatch(plan.shape, finishes ? 0 : call.num_tokens, finishes ? 1 : limits.num_sms,
+                                       finishes ? putget_launch{} : limits.dispatch);
+    DispatchCall cut = call;
+    const bool apart = short_apart(plan.shape, call.num_tokens, grid.segment_bytes, 1, grid.blocks);
+    cut_into_items(cut, plan.shape, grid.segment_bytes, 1, grid.blocks, apart);
+    give_scratch(grid.blocks);
+    team_.run(grid.blocks, [&](uint32_t block) {
+      Exec exec(block, grid.blocks);
+      if (call.ids_are_64bit) {
+        run_dispatch<int64_t>(exec, plan, cut, scratch_[block].dispatch);
+      } else {
+        run_dispatch<int32_t>(exec, plan, cut, scratch_[block].dispatch);
+      }
+    });
   }
 
-  void combine(const Plan& plan, const CombineCall& call, const Limits&, void*) override {
+  void combine(const Plan& plan, const CombineCall& call, const Limits& limits, void*) override {
     const Interruptible running(*this);
-    Exec exec;
-    CombineCall whole_rows = call;
-    whole_rows.segment_bytes = kWholeRow;
-    whole_rows.sending_blocks = 1;
-    whole_rows.first_summing = first_summing(1, 1);
-    whole_rows.sentinel_sources = sentinel_sources(plan, call);
-    whole_rows.segments_of_row = segments_of_row(plan.shape, kWholeRow);
+    const uint32_t most = call.half == Half::kFinish ? limits.finish_num_sms : limits.num_sms;
+    const Grid grid = grid_of_combine(plan.shape, call.num_tokens, most, limits.combine);
     const bool narrow = !aligned(call.out) || !aligned(call.addend);
+    const CombineCall cut = cut_combine(plan, call, grid, narrow);
     const putget_path path = call.sentinel != 0 ? sentinel_path(plan.shape) : got_path(plan.shape, narrow);
-    whole_rows.wide_out = plan.shape.output_row_bytes() % kWideBytes == 0 && !narrow;
+    give_scratch(grid.blocks);
+    const auto run = [&](auto body) {
+      team_.run(grid.blocks, [&](uint32_t block) {
+        Exec exec(block, grid.blocks);
+        body(exec, plan, cut, scratch_[block].combine);
+      });
+    };
     with_codec(plan.shape.output_type, [&](auto codec) {
       using Codec = decltype(codec);
       using Packed = SameWire<Codec, kWideBytes / sizeof(typename Codec::Bits)>;
-      const auto run = [&](auto wire, auto rows) {
-        putget::combine<Codec, decltype(wire), decltype(rows)>(exec, plan, whole_rows, combine_scratch_);
-      };
       with_rows_of(path, [&](auto rows) {
+        using Rows = decltype(rows);
         if (path == PUTGET_PATH_GOT_NARROW) {
-          run(SameWire<Codec, 1>{}, DynamicTopK{});
+          run(run_combine<Codec, SameWire<Codec, 1>, DynamicTopK>);
         } else if (call.sentinel == 0) {
-          run(Packed{}, rows);
+          run(run_combine<Codec, Packed, Rows>);
         } else if (plan.shape.quantised()) {
-          run(SentinelWire<Codec, true>{}, rows);
+          run(run_combine<Codec, SentinelWire<Codec, true>, Rows>);
         } else {
-          run(SentinelWire<Codec, false>{}, rows);
+          run(run_sent<Codec, Rows>);
         }
       });
     });
   }
 
-  void launches(const Shape& shape, uint32_t, bool sentinel, const Limits&, void*, putget_launch* dispatch,
-                putget_launch* combine) const override {
+  // A rank's own cores read what another has written as fast as what comes to them, and it is written once.
+  bool sends_by_rule() const override { return false; }
+
+  void launches(const Shape& shape, uint32_t num_tokens, bool sentinel, const Limits& limits, void*,
+                putget_launch* dispatch, putget_launch* combine) const override {
     *dispatch = putget_launch{};
     dispatch->path = PUTGET_PATH_MANY_CHUNKS;
     *combine = putget_launch{};
     combine->path = sentinel ? sentinel_path(shape) : got_path(shape, false);
+    dispatch->blocks = grid_of_dispatch(shape, num_tokens, limits.num_sms, limits.dispatch).blocks;
+    combine->blocks = grid_of_combine(shape, num_tokens, limits.num_sms, limits.combine).blocks;
   }
 
   void release(const Plan& plan, void*) override {
     Exec exec;
-    putget::release(exec, plan, combine_scratch_.wait);
+    give_scratch(1);
+    putget::release(exec, plan, scratch_[0].combine.wait);
   }
 
  private:
+  // Of one block.
+  struct Scratch {
+    DispatchScratch dispatch{};
+    CombineScratch combine{};
+  };
+
+  // How its blocks share the work. All send what is to be sent, and then sum.
+  static CombineCall cut_combine(const Plan& plan, const CombineCall& call, const Grid& grid, bool narrow) {
+    CombineCall cut = call;
+    cut.segment_bytes = grid.segment_bytes;
+    cut.sending_blocks = grid.blocks;
+    cut.first_summing = 0;
+    cut.sentinel_sources = sentinel_sources(plan, call);
+    cut.segments_of_row = segments_of_row(plan.shape, grid.segment_bytes);
+    cut.wide_out = plan.shape.output_row_bytes() % kWideBytes == 0 && !narrow;
+    return cut;
+  }
+
+  void give_scratch(uint32_t blocks) {
+    if (scratch_.size() < blocks) scratch_.resize(blocks);
+  }
+
   void clear_sentinel_rows(uint64_t begin, uint64_t end) override {
     std::memset(symmetric_.base(config_.ep_rank) + begin, kNotCome & 0xff, end - begin);
   }
@@ -151,14 +243,12 @@ class CpuBackend final : public Backend {
     CpuBackend& memory_;
   };
 
-  static constexpr uint32_t kWholeRow = 1u << 30;
-
   SymmetricMemory symmetric_;
   mutable State state_{};
   mutable FaultRecord fault_{};
   uint32_t mixed_ = 0;
-  DispatchScratch dispatch_scratch_{};
-  CombineScratch combine_scratch_{};
+  std::vector<Scratch> scratch_;
+  Team team_;
 };
 
 }  // namespace

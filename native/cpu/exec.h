@@ -1,4 +1,4 @@
-// How the protocol text runs on a CPU: one block of one thread per rank; waits give the core away.
+// How the protocol text runs on a CPU: a rank has blocks of one thread each; waits give the core away.
 #pragma once
 
 #include <sched.h>
@@ -17,11 +17,15 @@
 
 namespace putget::cpu {
 
-struct Exec {
+class Exec {
+ public:
   struct alignas(16) Access16 {
     uint64_t half[2];
   };
   using Access8 = uint64_t;
+
+  // One block of several.
+  explicit Exec(uint32_t block = 0, uint32_t blocks = 1) : block_(block), blocks_(blocks) {}
   static constexpr uint32_t kLanes = 1;
   static constexpr bool kFewTokens = false;
   static constexpr bool kManyItems = true;
@@ -34,8 +38,8 @@ struct Exec {
 
   uint32_t thread() const { return 0; }
   uint32_t threads() const { return 1; }
-  uint32_t block() const { return 0; }
-  uint32_t blocks() const { return 1; }
+  uint32_t block() const { return block_; }
+  uint32_t blocks() const { return blocks_; }
   uint32_t lane() const { return 0; }
   uint32_t lanes() const { return kLanes; }
   uint32_t warp() const { return 0; }
@@ -152,24 +156,27 @@ struct Exec {
 #endif
   }
 
-  // One block: it is always the last to arrive.
   template <Join join>
-  bool last_to_arrive(uint32_t*, uint32_t*) const {
-    return true;
+  bool last_to_arrive(uint32_t* counter, uint32_t*) const {
+    return blocks_ == 1 || __atomic_fetch_add(counter, 1, __ATOMIC_ACQ_REL) + 1 == blocks_;
   }
 
-  // Nobody else of this rank could have reported a fault meanwhile; but the host may want the wait to end.
-  bool stopped(const uint32_t*, uint32_t spins) const { return spins != 0 && interrupt::stops(spins >= kSpinsAwake); }
+  // Another block may have reported a fault meanwhile; or the host may want the wait to end.
+  bool stopped(const uint32_t* fault, uint32_t spins) const {
+    if (blocks_ > 1 && atomics::load_relaxed(fault) != 0) return true;
+    return spins != 0 && interrupt::stops(spins >= kSpinsAwake);
+  }
 
   bool claim(uint32_t* word, uint32_t value) const {
-    if (*word != 0) return false;
-    *word = value;
-    return true;
+    uint32_t none = 0;
+    return __atomic_compare_exchange_n(word, &none, value, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
   }
   void publish_to_host(uint32_t* word, uint32_t value) const { __atomic_store_n(word, value, __ATOMIC_RELEASE); }
   void set_bits(uint32_t& word, uint32_t bits) const { word |= bits; }
   void insert(RankSet& set, uint32_t rank) const { set.insert(rank); }
-  void add(unsigned long long* counter, uint32_t amount) const { *counter += amount; }
+  void add(unsigned long long* counter, uint32_t amount) const {
+    __atomic_fetch_add(counter, amount, __ATOMIC_RELAXED);
+  }
   void count(uint32_t set, uint32_t first_rank, uint32_t ep_size, uint32_t* rows) const {
     for (uint32_t i = 0; i < 32 && first_rank + i < ep_size; ++i) rows[first_rank + i] += (set >> i) & 1u;
   }
@@ -193,30 +200,34 @@ struct Exec {
   // The largest one of `largest`, which is no NaN, and the elements' magnitudes; a NaN is never the larger one.
   template <class Codec, uint32_t kCount>
   float largest_magnitude(const Pack<Codec, kCount>& pack, float largest) const {
-    const Sums<kCount> wide = widen(pack);
-    for (float value : wide.value) {
-      const float magnitude = value < 0.0f ? -value : value;
-      largest = magnitude > largest ? magnitude : largest;
-    }
-    return largest;
+    using L = putget::Lanes<kCount>;
+    const typename L::Word bits = Codec::template widened<L>(L::load_codes(pack.bits)) & 0x7fffffffu;
+    const float magnitude = float_of_bits(L::largest(bits > kInfinity ? L::all(0) : bits));
+    return magnitude > largest ? magnitude : largest;
   }
   // Of a scale that block_scale gives.
   float inverse_of(float scale) const { return 1.0f / scale; }
   template <class Codec, class Pack, uint32_t kCount>
   void narrow(const float (&value)[kCount], Pack& pack) const {
-    for (uint32_t e = 0; e < kCount; ++e) pack.bits[e] = Codec::narrow(value[e]);
+    using L = putget::Lanes<kCount>;
+    L::store_codes(pack.bits, Codec::template narrowed<L>(L::bits_of(L::load(value))));
   }
   Access16 narrow_to_fp8(const float (&value)[kWirePack]) const {
+    constexpr uint32_t kTogether = 8;  // a vector of most machines
+    using L = putget::Lanes<kTogether>;
     union {
       Access16 wide;
       uint8_t bits[kWirePack];
     } both;
-    for (uint32_t e = 0; e < kWirePack; ++e) both.bits[e] = Fp8::narrow(value[e]);
+    for (uint32_t e = 0; e < kWirePack; e += kTogether) {
+      L::store_codes(both.bits + e, Fp8::narrowed<L>(L::bits_of(L::load(value + e))));
+    }
     return both.wide;
   }
   template <class Raw>
   void widen_fp8(const Raw& raw, float (&value)[sizeof(Raw)]) const {
-    for (uint32_t e = 0; e < sizeof(Raw); ++e) value[e] = Fp8::widen(raw.bits[e]);
+    using L = putget::Lanes<sizeof(Raw)>;
+    L::store(value, L::of_bits(Fp8::widened<L>(L::load_codes(raw.bits))));
   }
   // Lanes of the warp that say yes: before this one, and all.
   struct Lanes {
@@ -241,6 +252,10 @@ struct Exec {
   Access get_or(const Access* from, uint32_t index, const Access& otherwise) const {
     return from == nullptr ? otherwise : from[index];
   }
+
+ private:
+  uint32_t block_;
+  uint32_t blocks_;
 };
 
 }  // namespace putget::cpu

@@ -120,7 +120,7 @@ typedef struct putget_config {
   uint32_t row_bytes[PUTGET_MAX_PAYLOADS];
   uint32_t output_elements;
   uint32_t output_type; /* putget_output_type */
-  uint32_t num_sms;     /* most SMs that one call may use; 0: chosen by size */
+  uint32_t num_sms;     /* most SMs that one call may use, 0: chosen by size; on CPU threads, 0: the calling one */
   uint32_t wire_type;   /* putget_wire_type; quantised rows have a multiple of 16 elements */
   uint64_t timeout_ns;
   uint64_t warmup_timeout_ns; /* for the first round after putget_memory_start */

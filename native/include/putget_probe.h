@@ -39,7 +39,7 @@ typedef struct putget_probe_copy_args {
   uint32_t size;
   uint32_t magic;
   uint32_t kind;           /* PUTGET_PROBE_WRITE or PUTGET_PROBE_READ */
-  uint32_t num_sms;        /* most SMs; 0: all */
+  uint32_t num_sms;        /* most SMs, 0: all; on CPU threads, 0: the calling one */
   uint64_t bytes_per_peer; /* a multiple of 16 */
   void* stream;
 } putget_probe_copy_args;

@@ -15,6 +15,7 @@ ABI_VERSION = 7
 MAGIC = 0x70757467
 MAX_RANKS = 128
 MAX_TOP_K = 32
+MAX_PARTS = 256  # blocks of one kernel
 MAX_PAYLOADS = 8
 MAX_ROW_BYTES = 1 << 26
 MAX_TOKENS = (1 << 22) - 1  # of one rank

@@ -61,9 +61,7 @@ class Geometry:
         wire = Wire.checked(combine_dtype, output)
         return Geometry(ep_size, num_experts, top_k, max_tokens_per_rank, tuple(payloads), output, wire)
 
-    def config(
-        self, ep_rank: int, num_sms: int, tuning: Tuning, timeout_s: float, warmup_timeout_s: float
-    ) -> _abi.Config:
+    def config(self, ep_rank: int, most: int, tuning: Tuning, timeout_s: float, warmup_timeout_s: float) -> _abi.Config:
         """The same for the C ABI."""
         row_bytes = [payload.row_bytes for payload in self.payloads]
         return _abi.Config(
@@ -76,7 +74,7 @@ class Geometry:
             row_bytes=(ctypes.c_uint32 * _abi.MAX_PAYLOADS)(*row_bytes),
             output_elements=self.output.row_bytes // self.output.dtype.itemsize,
             output_type=OUTPUT_TYPES[self.output.dtype],
-            num_sms=num_sms,
+            num_sms=most,
             finish_num_sms=tuning.finish_num_sms or 0,
             wire_type=self.wire.type,
             timeout_ns=max(1, int(timeout_s * 1e9)),

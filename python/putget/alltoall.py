@@ -51,6 +51,7 @@ class AllToAll:
             device), the same on every rank; by default contiguous blocks of ceil(num_experts / ep_size) experts a rank.
         workspace: Memory and rounds shared with other objects, used one after the other; by default memory of its own.
         num_sms: Most SMs that one call uses; None: chosen by size.
+        num_threads: On CPU, most threads that run a call, the calling one included: a small batch wakes fewer.
         combine_dtype: torch.float8_e4m3fn: rows travel in half of the bytes, as E4M3 with one float32 scale for each
             128 elements, and are summed in float32. None: as experts write them; then a rank whose batch is larger than
             the workspace has room for gets its rows where experts wrote them (``Launch.sentinel_rows``).
@@ -79,6 +80,7 @@ class AllToAll:
         expert_to_rank: torch.Tensor | Sequence[int] | None = None,
         workspace: Workspace | None = None,
         num_sms: int | None = None,
+        num_threads: int = 1,
         combine_dtype: torch.dtype | None = None,
         tuning: Tuning | None = None,
         **removed: NoReturn,
@@ -87,6 +89,7 @@ class AllToAll:
         if not isinstance(comm, Communicator):
             raise ValueError(f"comm is {comm!r}, expected a putget.Communicator")
         comm.require_open()
+        self._comm = comm
         try:
             geometry = Geometry.checked(
                 comm.size,
@@ -101,7 +104,7 @@ class AllToAll:
             check_seconds("timeout_s", timeout_s)
             check_seconds("warmup_timeout_s", warmup_timeout_s)
             self._device = resolve_device(device)
-            sms = comm.default_sms(self._device) if num_sms is None else check_int("num_sms", num_sms, 1, _abi.MAX_SMS)
+            most = self._most_at_once(num_sms, num_threads)
             table = (
                 default_expert_to_rank(num_experts, comm.size, self._device)
                 if expert_to_rank is None
@@ -114,7 +117,6 @@ class AllToAll:
             comm.refuse(str(error))
             raise
         self._geometry = geometry
-        self._comm = comm
         comm.compare(
             "AllToAll",
             {
@@ -141,7 +143,7 @@ class AllToAll:
         self._workspace.adopt(
             (geometry.max_tokens_per_rank, geometry.top_k, geometry.payloads, geometry.output, geometry.wire)
         )
-        config = geometry.config(comm.rank, sms, tuning, float(timeout_s), float(warmup_timeout_s))
+        config = geometry.config(comm.rank, most, tuning, float(timeout_s), float(warmup_timeout_s))
         try:
             native = NativeObject(self._workspace, geometry, table, config)
         except BaseException:
@@ -150,6 +152,17 @@ class AllToAll:
             raise
         self._native = native
         self._rounds = Rounds(self._workspace, geometry, native)
+
+    def _most_at_once(self, num_sms: int | None, num_threads: int) -> int:
+        """SMs, or threads on CPU, that a call may use; 0: chosen by size."""
+        check_int("num_threads", num_threads, 1, _abi.MAX_PARTS)
+        if num_sms is not None:
+            check_int("num_sms", num_sms, 1, _abi.MAX_SMS)
+        if self._device.type == "cpu":
+            return num_threads
+        if num_threads != 1:
+            raise ValueError(f'num_threads is {num_threads}, which device="cpu" alone has; a GPU has num_sms')
+        return self._comm.default_sms(self._device) if num_sms is None else num_sms
 
     # --- rounds -------------------------------------------------------------------------------------------------------
 
@@ -420,7 +433,7 @@ class AllToAll:
         return self._rounds.grouper.num_local_experts
 
     def launches(self, num_tokens: int) -> tuple[ChosenLaunch, ChosenLaunch]:
-        """How dispatch and combine are launched with this many tokens; on CPU only ``path`` and ``sentinel_rows``.
+        """How dispatch and combine are launched with this many tokens; on CPU ``blocks`` are threads.
 
         The rule goes by the number of tokens, the sizes of rows and the SMs allowed: by ``num_sms``, and by the green
         context of the current stream or by MPS.

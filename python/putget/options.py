@@ -76,7 +76,7 @@ class Launch:
     """The shape of one kernel launch. Where a field is None, the rule chooses (docs/protocol/paths.md).
 
     Attributes:
-        blocks: CTAs; at most one an SM.
+        blocks: CTAs; at most one an SM. On CPU threads.
         threads: Of a CTA, a multiple of 32 up to 768.
         segment_bytes: Of a row, for one warp at a time: a multiple of 512.
         splits: Dispatch: warps that share the targets of one segment, a power of two up to 128. Combine: above 1, the

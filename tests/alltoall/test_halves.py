@@ -297,12 +297,22 @@ def launches(rank: Rank, options: dict[str, Any]) -> list[tuple[putget.Launch, p
         return [a2a.launches(tokens) for tokens in (0, 1, 64, 512)]
 
 
-def test_nothing_is_launched_on_a_cpu() -> None:
-    for options in ({}, {"tuning": putget.Tuning(dispatch=putget.Launch(blocks=3), combine=putget.Launch(threads=64))}):
-        (found,) = run_ranks(1, launches, options, mode="thread")
-        # Which kernel, and how rows of combine come, is all of a launch that a CPU has too.
-        chosen = (
-            putget.ChosenLaunch(path="many chunks"),
-            putget.ChosenLaunch(sentinel_rows=False, path="got rows, 2 a token"),
+@pytest.mark.parametrize(
+    ("options", "blocks"),
+    [
+        ({}, [(1, 1)] * 4),
+        ({"num_threads": 3}, [(1, 1), (1, 1), (1, 3), (1, 3)]),  # a row is 14 KiB; that of dispatch is 16 bytes
+        ({"tuning": putget.Tuning(dispatch=putget.Launch(blocks=3), combine=putget.Launch(threads=64))}, [(3, 1)] * 4),
+    ],
+    ids=["one", "three", "tuned"],
+)
+def test_a_small_batch_wakes_fewer_threads(options: dict[str, Any], blocks: list[tuple[int, int]]) -> None:
+    """Blocks are all of a launch that a CPU has, beside the kernel and how rows of combine come."""
+    (found,) = run_ranks(1, launches, {"tuning": None, **options}, mode="thread")
+    assert found == [
+        (
+            putget.ChosenLaunch(blocks=dispatch, path="many chunks"),
+            putget.ChosenLaunch(blocks=combine, sentinel_rows=False, path="got rows, 2 a token"),
         )
-        assert found == [chosen] * 4
+        for dispatch, combine in blocks
+    ]

@@ -76,6 +76,7 @@ def cases(draw: st.DrawFn) -> Case:
         payloads=tuple(draw(st.lists(rows, min_size=1, max_size=8))),
         output=(draw(shapes if wire is None else quantised_shapes), draw(st.sampled_from(OUTPUT_DTYPES))),
         sentinel_rows=draw(st.sampled_from([None, True, False] if wire is None else [None, True])),
+        blocks=draw(st.sampled_from([None, None, 2, 5])),
         wire=wire,
         table=draw(
             st.none() | st.lists(st.integers(0, ep_size - 1), min_size=num_experts, max_size=num_experts).map(tuple)

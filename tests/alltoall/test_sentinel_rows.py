@@ -174,7 +174,7 @@ def test_sizes_on_both_sides_of_the_room(device: str) -> None:
 
 def rule_of(rank: Rank, options: dict[str, Any], sizes: tuple[int, ...]) -> list[bool | None]:
     """A body: how rows would come for batches of several sizes."""
-    with rank.all_to_all(**{"max_tokens_per_rank": 512} | options) as a2a:
+    with rank.all_to_all(**{"max_tokens_per_rank": 512, "tuning": None} | options) as a2a:
         return [a2a.launches(tokens)[1].sentinel_rows for tokens in sizes]
 
 
@@ -184,11 +184,22 @@ LONG = {"output": putget.Payload((7168,), torch.bfloat16), "num_experts": 64, "t
 @pytest.mark.parametrize(
     ("options", "wanted"),
     [
-        (LONG, "ssss-"),
+        (LONG | {"num_sms": 132}, "ssss-"),
         (LONG | {"num_sms": 64}, "ssss-"),
         (LONG | {"num_sms": 16}, "ss---"),
         (LONG | {"num_sms": 4}, "s----"),
         (LONG | {"num_sms": 4, "tuning": putget.Tuning(finish_num_sms=132)}, "s----"),
+    ],
+)
+def test_the_rule_of_gpus(options: dict[str, Any], wanted: str, device: str) -> None:
+    """wanted: s for sentinel rows, - for others, by size. A CPU gets them whatever the size."""
+    for found in run_ranks(2, rule_of, options, (0, 1, 8, 64, 512), mode="thread", device=device):
+        assert "".join("s" if sentinel else "-" for sentinel in found) == (wanted if device == "cuda" else "-----")
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
         (LONG | {"num_sms": 4} | launch(SENTINEL), "ssss-"),
         (LONG | launch(APART), "-----"),
         (LONG | {"combine_dtype": torch.float8_e4m3fn}, "sssss"),
@@ -196,17 +207,16 @@ LONG = {"output": putget.Payload((7168,), torch.bfloat16), "num_experts": 64, "t
         (LONG | {"output": putget.Payload((7,), torch.bfloat16)} | launch(SENTINEL), "-----"),
     ],
 )
-def test_launches_show_the_rule(options: dict[str, Any], wanted: str) -> None:
-    """wanted: s for sentinel rows, - for others, by size."""
-    for found in run_ranks(2, rule_of, options, (0, 1, 8, 64, 512), mode="thread"):
+def test_what_a_caller_asks_for(options: dict[str, Any], wanted: str, device: str) -> None:
+    for found in run_ranks(2, rule_of, options, (0, 1, 8, 64, 512), mode="thread", device=device):
         assert "".join("s" if sentinel else "-" for sentinel in found) == wanted
 
 
 @pytest.mark.parametrize(("ranks", "tokens", "wanted"), [(1, 1, APART), (3, 200, SENTINEL), (3, 512, APART)])
-def test_the_rule_by_ranks(ranks: int, tokens: int, wanted: bool) -> None:
+def test_the_rule_by_ranks(ranks: int, tokens: int, wanted: bool, device: str) -> None:
     """Nothing comes from elsewhere to one rank; with more than two the room decides."""
-    for found in run_ranks(ranks, rule_of, LONG, (tokens,), mode="thread"):
-        assert found == [wanted]
+    for found in run_ranks(ranks, rule_of, LONG | {"num_sms": 132}, (tokens,), mode="thread", device=device):
+        assert found == [wanted if device == "cuda" else APART]
 
 
 def write_nothing_but_ones(rank: Rank, dtype: torch.dtype, wire: Wire) -> tuple[bool, bool]:

@@ -65,6 +65,7 @@ class Case:
         wire: combine_dtype, or None.
         active: the active ranks; the rounds run on these alone.
         sentinel_rows: of combine; likewise.
+        blocks: of both calls, which on CPU are threads; None: as the rule has it.
     """
 
     ep_size: int
@@ -78,6 +79,7 @@ class Case:
     wire: torch.dtype | None = None
     active: tuple[bool, ...] | None = field(default=None)
     sentinel_rows: bool | None = None
+    blocks: int | None = None
 
     def options(self) -> dict[str, object]:
         """The arguments of the constructor."""
@@ -89,8 +91,9 @@ class Case:
             "output": putget.Payload(*self.output),
             "combine_dtype": self.wire,
         }
-        if self.sentinel_rows is not None:
-            options["tuning"] = putget.Tuning(combine=putget.Launch(sentinel_rows=self.sentinel_rows))
+        if self.sentinel_rows is not None or self.blocks is not None:
+            combine = putget.Launch(self.blocks, sentinel_rows=self.sentinel_rows)
+            options["tuning"] = putget.Tuning(dispatch=putget.Launch(self.blocks), combine=combine)
         if self.table is not None:
             options["expert_to_rank"] = torch.tensor(self.table, dtype=torch.int32)
         return options

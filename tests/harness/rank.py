@@ -60,4 +60,6 @@ class Rank:
         table = options.get("expert_to_rank")
         if isinstance(table, torch.Tensor):
             options["expert_to_rank"] = table.to(self.device)
+        if self.device.type == "cpu":  # where the rule never has them: here ranks stand for GPUs
+            defaults["tuning"] = putget.Tuning(combine=putget.Launch(sentinel_rows=True))
         return putget.AllToAll(self.comm, **{**defaults, **options})

@@ -2,6 +2,7 @@
 //
 //   numeric CODEC widen    prints what each of the codes 0, 1, ... is, as float32
 //   numeric CODEC narrow   reads float32 from its input, prints the code of each
+//   numeric CODEC widen8, narrow8     the same, eight in each step
 //   numeric scale          reads float32 from its input, prints the scale of a block with this largest element
 //
 // CODEC is fp8, bf16 or f16; numbers are binary, in the machine's order.
@@ -9,6 +10,7 @@
 #include <limits>
 #include <string_view>
 
+#include "cpu/exec.h"
 #include "protocol/round/numeric.h"
 
 namespace {
@@ -30,12 +32,39 @@ void map_input(Map map) {
   }
 }
 
+constexpr uint32_t kTogether = 8;
+
+template <class Codec>
+void widen_all_by_eights() {
+  using Bits = typename Codec::Bits;
+  for (uint32_t first = 0; first <= std::numeric_limits<Bits>::max(); first += kTogether) {
+    putget::Pack<Codec, kTogether> pack;
+    for (uint32_t e = 0; e < kTogether; ++e) pack.bits[e] = static_cast<Bits>(first + e);
+    const auto wide = putget::widen(pack);
+    std::fwrite(wide.value, sizeof(float), kTogether, stdout);
+  }
+}
+
+template <class Codec>
+void narrow_by_eights() {
+  float value[kTogether] = {};
+  while (const size_t count = std::fread(value, sizeof(float), kTogether, stdin)) {
+    putget::Pack<Codec, kTogether> pack;
+    putget::cpu::Exec().narrow<Codec>(value, pack);
+    std::fwrite(pack.bits, sizeof(pack.bits[0]), count, stdout);
+  }
+}
+
 template <class Codec>
 int run(std::string_view what) {
   if (what == "widen") {
     widen_all<Codec>();
   } else if (what == "narrow") {
     map_input([](float value) { return Codec::narrow(value); });
+  } else if (what == "widen8") {
+    widen_all_by_eights<Codec>();
+  } else if (what == "narrow8") {
+    narrow_by_eights<Codec>();
   } else {
     return 2;
   }

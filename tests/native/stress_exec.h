@@ -20,10 +20,7 @@ inline bool one_by_one = false;
 // peer does not wait for is then seen to be late.
 class BlockExec : public cpu::Exec {
  public:
-  BlockExec(uint32_t block, uint32_t blocks) : block_(block), blocks_(blocks) {}
-
-  uint32_t block() const { return block_; }
-  uint32_t blocks() const { return blocks_; }
+  BlockExec(uint32_t block, uint32_t blocks) : cpu::Exec(block, blocks) {}
 
   template <Join join>
   bool last_to_arrive(uint32_t* counter, uint32_t*) const {
@@ -31,18 +28,10 @@ class BlockExec : public cpu::Exec {
     const uint32_t before = weak ? __atomic_fetch_add(counter, 1, __ATOMIC_RELAXED)  //
                                  : __atomic_fetch_add(counter, 1, __ATOMIC_ACQ_REL);
     maybe_yield();
-    return before + 1 == blocks_;
+    return before + 1 == blocks();
   }
 
   bool stopped(const uint32_t* fault, uint32_t) const { return __atomic_load_n(fault, __ATOMIC_RELAXED) != 0; }
-  bool claim(uint32_t* word, uint32_t value) const {
-    uint32_t none = 0;
-    return __atomic_compare_exchange_n(word, &none, value, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
-  }
-  void add(unsigned long long* counter, uint32_t amount) const {
-    __atomic_fetch_add(counter, amount, __ATOMIC_RELAXED);
-  }
-
   template <class Access>
   void put(Access* to, const Access& value) const {
     maybe_yield();
@@ -79,8 +68,6 @@ class BlockExec : public cpu::Exec {
   }
 
  private:
-  uint32_t block_;
-  uint32_t blocks_;
   float* late_scale_ = nullptr;
   float late_value_ = 0;
 };

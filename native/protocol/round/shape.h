@@ -15,7 +15,7 @@
 #else
 #define PUTGET_PURE inline
 #define PUTGET_TEXT inline
-#define PUTGET_RARE [[gnu::noinline]] inline
+#define PUTGET_RARE inline
 #endif
 
 #if defined(__CUDA_ARCH__)

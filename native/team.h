@@ -1,0 +1,111 @@
+// The threads that run one rank's calls, each as one block of the text: the calling one, and helpers that wait for it.
+#pragma once
+
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace putget {
+
+class Team {
+ public:
+  Team() = default;
+  Team(const Team&) = delete;             // threads know it
+  Team& operator=(const Team&) = delete;  // threads know it
+  ~Team() {
+    forget_if_forked();
+    publish(kEnd);
+    for (std::thread& helper : helpers_) helper.join();
+  }
+
+  // Runs body(block) for each block, the first one in the calling thread; returns when all have ended. Helpers are
+  // started when they are first needed.
+  template <class Body>
+  void run(uint32_t blocks, Body body) {
+    if (blocks > 1) {
+      forget_if_forked();
+      while (helpers_.size() + 1 < blocks) start_helper();
+      call_ = [](void* of, uint32_t block) { (*static_cast<Body*>(of))(block); };
+      body_ = &body;
+      left_.store(blocks - 1, std::memory_order_relaxed);
+      publish(blocks);
+    }
+    body(0);
+    for (uint32_t spins = 0; blocks > 1 && left_.load(std::memory_order_acquire) != 0; ++spins) {
+      if (spins > kSpins) sched_yield();
+    }
+  }
+
+ private:
+  static constexpr uint32_t kEnd = 0;          // instead of a number of blocks
+  static constexpr uint32_t kSpins = 1000;     // without giving the core away
+  static constexpr uint32_t kYields = 200;     // before a helper sleeps: two calls of a layer come close together
+  static constexpr uint64_t kTurn = 1u << 16;  // an order's number is above its number of blocks
+
+  // A child of this process has none of the threads.
+  void forget_if_forked() {
+    if (owner_ == getpid()) return;
+    for (std::thread& helper : helpers_) helper.detach();
+    helpers_.clear();
+    owner_ = getpid();
+  }
+
+  void start_helper() {
+    const auto block = static_cast<uint32_t>(helpers_.size() + 1);
+    sigset_t all, before;  // handlers run in threads of the host's
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    helpers_.emplace_back([this, block, seen = order_.load(std::memory_order_relaxed)] { help(block, seen); });
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  }
+
+  void publish(uint32_t blocks) {
+    const uint64_t order = (order_.load(std::memory_order_relaxed) / kTurn + 1) * kTurn + blocks;
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      order_.store(order, std::memory_order_release);
+    }
+    ordered_.notify_all();
+  }
+
+  uint64_t next_order(uint64_t seen) {
+    for (uint32_t looks = 0; looks < kSpins + kYields; ++looks) {
+      const uint64_t order = order_.load(std::memory_order_acquire);
+      if (order != seen) return order;
+      if (looks > kSpins) sched_yield();
+    }
+    std::unique_lock<std::mutex> lock(mutex_);
+    ordered_.wait(lock, [&] { return order_.load(std::memory_order_relaxed) != seen; });
+    return order_.load(std::memory_order_relaxed);
+  }
+
+  void help(uint32_t block, uint64_t seen) {
+    for (;;) {
+      seen = next_order(seen);
+      const auto blocks = static_cast<uint32_t>(seen % kTurn);
+      if (blocks == kEnd) return;
+      if (block >= blocks) continue;  // what the order is about may be gone by now
+      call_(body_, block);
+      left_.fetch_sub(1, std::memory_order_release);
+    }
+  }
+
+  pid_t owner_ = getpid();
+  std::vector<std::thread> helpers_;
+  std::mutex mutex_;
+  std::condition_variable ordered_;
+  std::atomic<uint64_t> order_{kTurn};
+  std::atomic<uint32_t> left_{0};  // helpers that have not ended
+  void (*call_)(void*, uint32_t) = nullptr;
+  void* body_ = nullptr;
+};
+
+}  // namespace putget

@@ -1,0 +1,80 @@
+"""Several threads run a call on CPU (num_threads): the same bits, the same deadlines, and what is refused."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+
+import putget
+from tests.harness import Rank, run_ranks
+from tests.harness.cases import Case, Round
+from tests.harness.compare import Outcome, check_case, play_on
+
+# Enough bytes for several threads, and rounds with too few; rows that are cut unevenly.
+CASE = Case(
+    3,
+    (Round(1, (64, 64, 64)), Round(2, (64, 1, 0), ending="flat"), Round(3, (3, 64, 40), ending="strided")),
+    num_experts=7,
+    top_k=3,
+    max_tokens_per_rank=64,
+    payloads=(((3000,), torch.bfloat16), ((7,), torch.int64)),
+    output=((4104,), torch.bfloat16),
+)
+
+
+def play_in_threads(rank: Rank, case: Case, threads: tuple[int, ...]) -> list[Outcome]:
+    """A body: each rank with as many threads as it likes."""
+    with rank.all_to_all(**{"tuning": None} | case.options(), num_threads=threads[rank.rank]) as a2a:
+        return play_on(a2a, rank, case)
+
+
+@pytest.mark.parametrize("wire", [None, torch.float8_e4m3fn], ids=["got", "quantised"])
+@pytest.mark.parametrize("mode", ["thread", "process"])
+def test_any_number_of_threads_gives_the_oracles_bits(mode: str, wire: torch.dtype | None) -> None:
+    rows = ((4096,), torch.bfloat16) if wire is not None else CASE.output
+    case = Case(**{**CASE.__dict__, "wire": wire, "output": rows})
+    check_case(case, run_ranks(3, play_in_threads, case, (1, 4, 7), mode=mode))
+
+
+def be_left_alone(rank: Rank) -> tuple[tuple[int, ...], float]:
+    """A body: rank 1 comes to no round. Who is missing, and after how many seconds."""
+    options: dict[str, Any] = {**CASE.options(), "num_threads": 4, "timeout_s": 1.0, "warmup_timeout_s": 1.0}
+    with rank.all_to_all(**options) as a2a:
+        began = time.monotonic()
+        if rank.rank == 1:
+            time.sleep(1.5)
+            return (), 0.0
+        sent = CASE.sent(0, rank.rank)
+        with pytest.raises(putget.PeerTimeout) as caught:
+            a2a.dispatch(sent.topk_ids, sent.topk_weights, *sent.payloads)
+        return tuple(caught.value.missing), time.monotonic() - began
+
+
+def test_a_wait_of_several_threads_has_a_deadline() -> None:
+    for missing, took in run_ranks(3, be_left_alone, mode="thread")[::2]:
+        assert missing == (1,)
+        assert 0.9 < took < 10
+
+
+@pytest.mark.parametrize("value", [0, -1, 257, 2.0, "2", True, None])
+def test_num_threads_refuses(value: Any) -> None:
+    (comm,) = putget.Communicator.local(1)
+    with pytest.raises(ValueError, match=r"^num_threads is .*, allowed are ints from 1 to 256"):
+        Rank(0, 1, torch.device("cpu"), _comm=comm).all_to_all(num_threads=value)
+
+
+def ask_for_threads(rank: Rank) -> str:
+    try:
+        rank.all_to_all(num_threads=2).close()
+    except ValueError as error:
+        return str(error)
+    return "taken"
+
+
+def test_a_gpu_has_no_threads_to_bound(device: str) -> None:
+    (said,) = run_ranks(1, ask_for_threads, mode="thread", device=device)
+    refused = 'num_threads is 2, which device="cpu" alone has; a GPU has num_sms'
+    assert said == ("taken" if device == "cpu" else refused)

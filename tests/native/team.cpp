@@ -1,0 +1,56 @@
+// native/team.h: every block runs once in each call, what it does is seen behind the call, and teams begin, grow,
+// sleep and end. Under ThreadSanitizer the plain accesses here show what the team orders.
+//
+//   team CALLS     prints "ok", or what is wrong
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <numeric>
+#include <vector>
+
+#include "team.h"
+
+namespace {
+
+using putget::Team;
+
+// Whether each of so many blocks has run once, by plain stores that the caller sees.
+bool runs_each(Team& team, uint32_t blocks) {
+  std::vector<uint32_t> ran(blocks, 0);
+  team.run(blocks, [&](uint32_t block) { ran[block] += block + 1; });
+  return std::accumulate(ran.begin(), ran.end(), 0u) == blocks * (blocks + 1) / 2;
+}
+
+bool works_in_a_child(Team& team) {
+  const pid_t child = fork();
+  if (child == 0) {
+    const bool well = runs_each(team, 3);
+    Team own;
+    _exit(well && runs_each(own, 2) ? 0 : 1);
+  }
+  int status = 0;
+  return waitpid(child, &status, 0) == child && status == 0;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const int calls = argc > 1 ? std::atoi(argv[1]) : 1000;
+  Team team;
+  for (int call = 0; call < calls; ++call) {
+    const uint32_t blocks = 1 + (call * 7) % 5;
+    if (!runs_each(team, blocks)) return std::printf("call %d of %u blocks: not all ran once\n", call, blocks), 1;
+    if (call % 100 == 0) usleep(2000);  // helpers sleep meanwhile
+  }
+  for (int turn = 0; turn < 50; ++turn) {
+    Team brief;
+    if (!runs_each(brief, 1 + turn % 4)) return std::printf("a team that ends at once\n"), 1;
+  }
+#if !defined(__SANITIZE_THREAD__)  // which does not follow a child that starts threads
+  if (!works_in_a_child(team) || !runs_each(team, 4)) return std::printf("after a fork\n"), 1;
+#endif
+  std::printf("ok\n");
+  return 0;
+}
