@@ -1,9 +1,11 @@
 // The C ABI of putget_probe.h: checks, and who does it.
+#include <algorithm>
 #include <cstring>
 
 #include "capi/guard.h"
 #include "capi/require.h"
 #include "probe/probe.h"
+#include "team.h"
 #if defined(PUTGET_WITH_CUDA)
 #include "cuda/check.h"
 #endif
@@ -19,6 +21,7 @@ using capi::require_version;
 
 constexpr uint32_t kAccessBytes = 16;
 constexpr uint32_t kMostThreads = 768;
+constexpr uint32_t kMostCpuThreads = 256;
 constexpr uint32_t kMostSplits = 128;
 constexpr uint32_t kMaxSms = 1u << 16;
 constexpr uint32_t kMaxTokens = (1u << 22) - 1;
@@ -76,17 +79,23 @@ void check_rows(const putget_probe_memory& memory, const putget_probe_rows_args*
   require_range("senders", args->senders, 1, args->blocks);
 }
 
+// Each thread copies its part of what goes to, or comes from, each peer.
 void copy_on_cpu(const putget_probe_memory& memory, const putget_probe_copy_args& args) {
+  static thread_local Team team;
   const auto peers = peers_of<kMaxRanks>(memory);
-  const uint64_t bytes = args.bytes_per_peer;
-  for (uint32_t step = 1; step < memory.ep_size; ++step) {
-    const uint32_t peer = (memory.ep_rank + step) % memory.ep_size;
-    const bool writes = args.kind == PUTGET_PROBE_WRITE;
-    const uint64_t at = bytes * (writes ? memory.ep_rank : peer);
-    const uint32_t from = writes ? memory.ep_rank : peer;
-    const uint32_t to = writes ? peer : memory.ep_rank;
-    std::memcpy(peers.base[to] + at, peers.base[from] + at, bytes);
-  }
+  const uint32_t threads = std::clamp(args.num_sms, 1u, kMostCpuThreads);
+  const auto cut = [&](uint64_t part) { return args.bytes_per_peer / kAccessBytes * part / threads * kAccessBytes; };
+  team.run(threads, [&](uint32_t thread) {
+    const uint64_t begin = cut(thread);
+    for (uint32_t step = 1; step < memory.ep_size; ++step) {
+      const uint32_t peer = (memory.ep_rank + step) % memory.ep_size;
+      const bool writes = args.kind == PUTGET_PROBE_WRITE;
+      const uint64_t at = args.bytes_per_peer * (writes ? memory.ep_rank : peer) + begin;
+      const uint32_t from = writes ? memory.ep_rank : peer;
+      const uint32_t to = writes ? peer : memory.ep_rank;
+      std::memcpy(peers.base[to] + at, peers.base[from] + at, cut(thread + 1) - begin);
+    }
+  });
 }
 
 // Calls work with the memory's GPU as the current one.

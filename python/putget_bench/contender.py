@@ -139,6 +139,7 @@ class Putget:
             "output": settings.output(),
             "device": device,
             "num_sms": settings.num_sms,
+            "num_threads": torch.get_num_threads() if device.type == "cpu" else 1,  # as many as peers have
             "timeout_s": ROUND_TIMEOUT_S,
             **settings.combine_options(),
         }

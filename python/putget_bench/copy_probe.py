@@ -38,7 +38,7 @@ class CopyProbe:
             kind: "write" or "read" by a kernel's plain accesses; "copy", which writes, by the copy engine, one copy
                 after the other.
             num_bytes: Bytes to or from each peer, a multiple of 16.
-            num_sms: Most SMs to use; None: all. A copy uses none.
+            num_sms: Most SMs to use, None: all; on the CPU threads, None: one. A copy uses none.
 
         Raises:
             ValueError: An argument is not allowed.

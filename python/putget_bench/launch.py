@@ -89,6 +89,9 @@ def run(work: Work, settings: Any, ep_size: int, device: str, on_event: Emit) ->
     launched = config.launcher()
     if launched is not None:
         return _join(work, settings, device, on_event, *launched)
+    if device == "cpu":
+        # torch's threads would spin for milliseconds behind each operation, on the cores of ranks that are timed.
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # what happened is told below
     _CONTEXT.set_forkserver_preload(_PRELOAD)

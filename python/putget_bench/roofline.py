@@ -131,9 +131,10 @@ class Link:
 
     def rate(self, kind: str, bytes_per_peer: int, num_sms: int | None, iters: int) -> LinkRate:
         """Measures one kind of transfer."""
+        most = (num_sms or None) if self._is_cuda else torch.get_num_threads()
 
         def move() -> None:
-            self._probe.move(kind, bytes_per_peer, num_sms or None)
+            self._probe.move(kind, bytes_per_peer, most)
             if not self._is_cuda:
                 # Ranks may share cores and take turns: all at once means until the last one is done.
                 self.barrier()
