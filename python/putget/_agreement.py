@@ -17,7 +17,7 @@ from typing import Any
 from putget._mesh import Deadline, Mesh
 from putget.errors import PeerTimeout
 
-_ANSWER_S = 1.0  # in which a rank that lives says whom it misses
+_ANSWER_S = 3.0  # in which a rank that lives says whom it misses, at most half of the deadline: also on a busy host
 _PATIENCE_S = 1.0  # with a wish that differs: its rank may be about to give up
 
 # How far an attempt has come. Whoever is further waits longer for word of those behind it.

@@ -199,8 +199,9 @@ def shrink(ranks: RankProcesses, *missing: int) -> None:
         require_round(ranks, index, mask)
 
 
-def start(ranks: RankProcesses, flags: bool = SENTINEL) -> None:
-    ranks.call(construct, {"tuning": putget.Tuning(combine=putget.Launch(sentinel_rows=flags))})
+def start(ranks: RankProcesses, flags: bool = SENTINEL, timeout_s: float = TIMEOUT_S) -> None:
+    tuning = putget.Tuning(combine=putget.Launch(sentinel_rows=flags))
+    ranks.call(construct, {"tuning": tuning, "timeout_s": timeout_s})
     require_round(ranks, 0)
 
 

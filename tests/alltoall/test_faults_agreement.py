@@ -148,6 +148,10 @@ def test_a_dead_member_whose_sockets_a_child_keeps_open_alone_is_named(ranks: Ra
         os.kill(child, signal.SIGKILL)
 
 
+# Ranks that answer each other end as one group; on a machine with more to do than cores an answer takes its time.
+PATIENT_S = 4.0
+
+
 def drop_missing_and_try_again(rank: Rank, delay: float, pause: float) -> tuple[list[tuple[int, ...]], list[bool]]:
     """A body: the loop that an engine may write. Returns whom it dropped, call by call, and the mask of the end."""
     time.sleep(delay)
@@ -175,7 +179,7 @@ def drop_missing_and_try_again(rank: Rank, delay: float, pause: float) -> tuple[
 def test_survivors_that_drop_whom_they_miss_end_as_one_group(
     ranks: RankProcesses, delays: tuple[float, ...], pauses: tuple[float, ...]
 ) -> None:
-    start(ranks)
+    start(ranks, timeout_s=PATIENT_S)
     ranks.signal(2, signal.SIGSTOP)
     for rank in (0, 1, 3):
         ranks.submit(rank, drop_missing_and_try_again, delays[rank], pauses[rank])
@@ -188,7 +192,7 @@ def test_survivors_that_drop_whom_they_miss_end_as_one_group(
 
 def test_two_stopped_members_of_which_one_has_joined(ranks: RankProcesses) -> None:
     """What a stopped rank has said stands in its peers' sockets: it is neither an answer nor a wish of its own."""
-    start(ranks)
+    start(ranks, timeout_s=PATIENT_S)
     ranks.signal(2, signal.SIGSTOP)
     ranks.submit(3, timed_out, set_active_ranks, ALL)
     time.sleep(0.5)
@@ -225,7 +229,7 @@ def join_and_stop(rank: Rank, told: tuple[int, ...], messages: int) -> None:
 @pytest.mark.parametrize("messages", [1, 2, 3, 4])
 def test_a_member_that_stops_between_two_of_its_messages(ranks: RankProcesses, messages: int) -> None:
     """Rank 0 alone hears its join, then its confirmation, and so on: nobody takes rank 0 for what rank 2 is."""
-    start(ranks)
+    start(ranks, timeout_s=PATIENT_S)
     ranks.submit(2, join_and_stop, (0,), messages)
     for rank in (0, 1, 3):
         ranks.submit(rank, drop_missing_and_try_again, 0.2, 0.0)
