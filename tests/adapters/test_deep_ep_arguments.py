@@ -11,7 +11,7 @@ import torch
 
 import putget
 from putget.adapters import deep_ep
-from tests.adapters.layer import Layer
+from tests.adapters.layer import Layer, same_bits
 from tests.adapters.test_deep_ep import RAGGED, arrivals, buffer_of, routes
 from tests.harness import Rank, run_ranks
 
@@ -156,6 +156,39 @@ def unknown_ids(rank: Rank) -> None:
 
 def test_ids_out_of_range_are_no_experts() -> None:
     run_ranks(2, unknown_ids)
+
+
+def strided_scales(rank: Rank) -> None:
+    """A body: scales with the columns one after the other, as DeepGEMM keeps them, first and cached."""
+    layer = replace(RAGGED, num_tokens=(3, 2), num_experts=4, top_k=2, recipe="fp8", no_expert=0.0)
+    buffer = buffer_of(rank, layer)
+    ids, weights = layer.routes(rank.rank)
+    values, scales = layer.rows(rank.rank)
+    columns_first = scales.T.contiguous().T
+    assert not columns_first.is_contiguous()
+    _, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(ids.long(), 4)
+    first, _, _, _, handle, _ = buffer.dispatch(
+        (values, columns_first),
+        is_token_in_rank=in_rank,
+        num_tokens_per_expert=per_expert,
+        topk_idx=ids.long(),
+        topk_weights=weights,
+    )
+    again, *_ = buffer.dispatch((values, columns_first), handle=handle)
+    rows = arrivals(layer, rank.rank)
+    assert rows
+    for got in (first, again):
+        for index in (0, 1):
+            assert same_bits(got[index], torch.stack([layer.rows(src)[index][token] for src, token in rows]))
+    buffer.destroy()
+
+
+def test_scales_may_be_strided() -> None:
+    run_ranks(2, strided_scales)
+
+
+def test_what_deep_ep_builds_for_sm90_is_there() -> None:
+    assert deep_ep.Buffer.is_sm90_compiled() is True
 
 
 # As DeepEP's documentation and its published Buffer have them, in this order.

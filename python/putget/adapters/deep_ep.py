@@ -151,6 +151,11 @@ class Buffer(LowLatencyCalls):
         self.check()
 
     @staticmethod
+    def is_sm90_compiled() -> bool:
+        """True: what DeepEP builds for SM90 alone (FP8 rows, low-latency calls) is always there."""
+        return True
+
+    @staticmethod
     def set_num_sms(new_num_sms: int) -> None:
         """Remembered, not used: putget chooses by size."""
         Buffer.num_sms = new_num_sms
@@ -234,7 +239,8 @@ class Buffer(LowLatencyCalls):
         """Puts each token's row into the ranks of its experts.
 
         Args:
-            x: [num_tokens, hidden] bfloat16; or float8_e4m3fn and its scales [num_tokens, hidden // 128] float32.
+            x: [num_tokens, hidden] bfloat16; or float8_e4m3fn and its scales [num_tokens, hidden // 128] float32,
+                which may be strided (they are copied then).
             handle: Of an earlier dispatch with the same ranks for each token: ids and weights do not travel again.
             num_tokens_per_rank: Not needed.
             num_tokens_per_rdma_rank: Must be None.
@@ -268,7 +274,7 @@ class Buffer(LowLatencyCalls):
             check_handle(handle, Handle, "dispatch")
             require_supported(topk_idx=(topk_idx, None), topk_weights=(topk_weights, None))
             with self._comm_stream.turn(previous_event, async_finish, allocate_on_comm_stream) as turn:
-                ticket, received = self._put(handle.ids, rows, names)
+                ticket, received = self._put(handle.ids, layouts.packed(rows), names)
                 handle.ticket = ticket
                 taken = [payload[handle.places.rows] for payload in received.flat.payloads]
                 turn.share(rows, taken)
@@ -286,7 +292,7 @@ class Buffer(LowLatencyCalls):
         with self._comm_stream.turn(previous_event, async_finish, allocate_on_comm_stream) as turn:
             here = torch.arange(self.group_size, dtype=torch.int32, device=is_token_in_rank.device)
             ids = torch.where(is_token_in_rank, here, -1)
-            carried = [*rows, topk_idx.contiguous(), topk_weights.contiguous()]
+            carried = [*layouts.packed(rows), topk_idx.contiguous(), topk_weights.contiguous()]
             ticket, received = self._put(ids, carried, [*names, "topk_idx", "topk_weights"])
             count = num_worst_tokens or int(received.num_tokens.sum())
             if num_worst_tokens and self._lost_rows is not None:

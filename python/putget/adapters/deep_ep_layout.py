@@ -90,6 +90,11 @@ def scatter_rows(rows: torch.Tensor, place: torch.Tensor, packed: torch.Tensor) 
     packed.view(torch.uint8).index_copy_(0, place, rows.view(torch.uint8))
 
 
+def packed(rows: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Rows as they are, and their scales contiguous. Copies strided scales on the current stream."""
+    return [rows[0], *(scales.contiguous() for scales in rows[1:])]
+
+
 def to_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows as float8_e4m3fn with one float32 scale for 128 values: [n, hidden], [n, hidden // 128].
 
