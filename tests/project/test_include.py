@@ -46,8 +46,12 @@ def included_folder(name: str, path: Path, native: Path) -> str:
 
 
 def crossed_protocol(native: Path) -> Iterator[str]:
-    """The round's text knows neither dispatch nor combine, and these do not know each other."""
-    others = {"round": ("dispatch", "combine"), "dispatch": ("combine",), "combine": ("dispatch",)}
+    """The round's text knows neither dispatch nor combine, these do not know each other, and none knows of nodes."""
+    others = {
+        "round": ("dispatch", "combine", "nodes"),
+        "dispatch": ("combine", "nodes"),
+        "combine": ("dispatch", "nodes"),
+    }
     for path in cpp_files(native / "protocol"):
         for name in includes(path):
             if any(f"{other}/" in name for other in others.get(path.parent.name, ())):
@@ -113,6 +117,7 @@ RULES: dict[Callable[[Path], Iterator[str]], tuple[tuple[str, str], ...]] = {
         ("protocol/round/a.h", '#include "protocol/combine/combine.h"'),
         ("protocol/dispatch/a.h", '#include "../combine/combine.h"'),
         ("protocol/combine/a.h", '#include "protocol/dispatch/dispatch.h"'),
+        ("protocol/combine/a.h", '#include "protocol/nodes/parcel.h"'),
     ),
     inline_assembly: (
         ("cuda/a.cuh", 'asm volatile("bar.sync 0;");'),
