@@ -49,7 +49,7 @@ def require_version(engine: str, distributions: Sequence[str], first: str, befor
     raise BackendUnavailable(f"{engine} is not installed ({' or '.join(distributions)}); {supported}")
 
 
-_announced: set[str] = set()
+_announced: set[tuple[str, str]] = set()
 
 
 def announce(engine: str, *, num_experts: int, ep_size: int, device: torch.device) -> None:
@@ -61,16 +61,37 @@ def announce(engine: str, *, num_experts: int, ep_size: int, device: torch.devic
         ep_size: Ranks of the expert-parallel group.
         device: Where the rows live.
     """
-    if engine in _announced:
-        return
-    _announced.add(engine)
-    logging.getLogger(f"{engine}.putget").info(
+    _say_once(
+        engine,
         "putget %s carries dispatch and combine of the mixture-of-experts layers: %d experts on %d ranks, on %s",
-        __version__,
         num_experts,
         ep_size,
         device,
     )
+
+
+def announce_planner(engine: str, *, num_experts: int, num_slots: int, num_ranks: int) -> None:
+    """Says once in a process, in the engine's own log, that putget plans where experts lie.
+
+    Args:
+        engine: The name of the engine's package, under which it logs.
+        num_experts: Experts of a layer.
+        num_slots: Slots of all ranks together.
+        num_ranks: Ranks of the expert-parallel group.
+    """
+    _say_once(
+        engine,
+        "putget %s plans where experts lie: %d experts in %d slots on %d ranks",
+        num_experts,
+        num_slots,
+        num_ranks,
+    )
+
+
+def _say_once(engine: str, message: str, *values: Any) -> None:
+    if (engine, message) not in _announced:
+        _announced.add((engine, message))
+        logging.getLogger(f"{engine}.putget").info(message, __version__, *values)
 
 
 def require_names(engine: str, module: Any, names: Sequence[str]) -> None:

@@ -1,12 +1,13 @@
-"""SGLang: ``--moe-a2a-backend flashinfer`` on putget, with ``PUTGET_ENGINES=1``.
+"""SGLang: ``--moe-a2a-backend flashinfer`` and ``--enable-eplb`` on putget, with ``PUTGET_ENGINES=1``.
 
 SGLang finds the entry point in the group ``sglang.srt.plugins``. (``SGLANG_PLUGINS`` restricts which plug-ins it
 loads.) Without the variable it changes nothing; with it, ``PutgetDispatcher`` stands where SGLang's
-FlashinferDispatcher was. Versions without plug-ins need two lines at the top of the launch script, which SGLang's
-worker processes run too:
+FlashinferDispatcher was, and putget's planner where SGLang's ``rebalance_experts`` was. Versions without plug-ins need
+these lines at the top of the launch script, which SGLang's worker processes run too:
 
     from putget.adapters import sglang
     sglang.install()
+    sglang.install_planner()
 
 To keep SGLang's own dispatcher and change only what is under it, call ``putget.adapters.flashinfer.install()`` instead.
 """
@@ -15,9 +16,11 @@ from __future__ import annotations
 
 import functools
 import importlib
+import logging
 from typing import Any
 
-from putget import config
+from putget import BackendUnavailable, config
+from putget.adapters import sglang_planner
 from putget.adapters.engines import replace_name, require_arguments, require_names, require_version
 from putget.adapters.sglang_dispatcher import MODULE, DispatcherRounds
 
@@ -58,7 +61,9 @@ def dispatcher_class(original: Any, *, recipe: str | None = None, low_precision_
 
 
 def plugin() -> None:
-    """The entry point: with ``PUTGET_ENGINES=1`` it registers the replacement with SGLang's hooks, else nothing.
+    """The entry point: with ``PUTGET_ENGINES=1`` it registers the replacements with SGLang's hooks, else nothing.
+
+    A planner that is not known stays SGLang's own: that is logged, and the dispatcher is registered all the same.
 
     Raises:
         BackendUnavailable: This SGLang is not known; SGLang reports it and goes on with its own dispatcher.
@@ -67,6 +72,15 @@ def plugin() -> None:
         return
     require_sglang()
     hooks = importlib.import_module("sglang.srt.plugins.hook_registry")
+    try:
+        own = importlib.import_module(sglang_planner.MODULE)
+        require_names("SGLang", own, [sglang_planner.NAME])
+        planner = sglang_planner.planner(getattr(own, sglang_planner.NAME))
+    except (BackendUnavailable, ImportError) as error:
+        logging.getLogger("sglang.putget").error("the planner of expert placement stays SGLang's own: %s", error)
+    else:
+        target = f"{sglang_planner.MODULE}.{sglang_planner.NAME}"
+        hooks.HookRegistry.register(target, planner, hooks.HookType.REPLACE)
     original = importlib.import_module(MODULE).FlashinferDispatcher
     target = f"{MODULE}.FlashinferDispatcher"
     hooks.HookRegistry.register(target, dispatcher_class(original), hooks.HookType.REPLACE)
@@ -88,3 +102,15 @@ def install(*, recipe: str | None = None, low_precision_combine: bool = False) -
     require_sglang()
     make = functools.partial(dispatcher_class, recipe=recipe, low_precision_combine=low_precision_combine)
     replace_name(MODULE, "FlashinferDispatcher", make, engine="SGLang")
+
+
+def install_planner() -> None:
+    """Puts putget's planner where SGLang's ``rebalance_experts`` was, which ``--enable-eplb`` calls; without hooks.
+
+    Before or after SGLang's modules are imported, in every process that uses them.
+
+    Raises:
+        BackendUnavailable: This SGLang is not known.
+    """
+    require_sglang()
+    replace_name(sglang_planner.MODULE, sglang_planner.NAME, sglang_planner.planner, engine="SGLang")

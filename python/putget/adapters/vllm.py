@@ -4,7 +4,8 @@ vLLM finds the entry point in the group ``vllm.general_plugins``. (``VLLM_PLUGIN
 Without the variable it changes nothing. vLLM's names of all-to-all backends are closed, so with the variable putget
 takes the layers of vLLM's default, ``allgather_reducescatter``: every kind of experts is allowed there, and FlashInfer
 need not be installed. All other names keep their meaning. ``use()`` does the same by hand, and ``install()`` puts
-putget under the name ``flashinfer_nvlink_one_sided``.
+putget under the name ``flashinfer_nvlink_one_sided``. With ``--enable-eplb`` putget also plans where experts lie;
+``install_planner()`` does that alone.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
+from types import ModuleType
 from typing import Any
 
 from putget import BackendUnavailable, config
-from putget.adapters.engines import replace_name, require_arguments, require_names, require_version
+from putget.adapters import vllm_planner
+from putget.adapters.engines import replace_name, require_arguments, require_names, require_version, when_imported
 from putget.adapters.vllm_prepare_finalize import PrepareFinalizeRounds
 
 MODULE = "vllm.model_executor.layers.fused_moe.prepare_finalize.flashinfer_nvlink_one_sided"
@@ -139,11 +142,24 @@ def install(*, low_precision_combine: bool = False) -> None:
     replace_name(MODULE, _NAME, make, engine="vLLM")
 
 
-def plugin() -> None:
-    """The entry point: ``use()`` with ``PUTGET_ENGINES=1``, and nothing without it.
+def install_planner() -> None:
+    """Puts putget's planner under vLLM's policy "default" of ``--enable-eplb``.
 
-    A vLLM that is not known keeps its own all-to-all: that is logged and nothing is raised, because vLLM calls the
-    plug-ins of everything that is installed, whether the model needs them or not.
+    Before or after vLLM's modules are imported, in every process that uses them. If they are imported later and are
+    not known, that import raises.
+
+    Raises:
+        BackendUnavailable: This vLLM is not known; its policy stays in force.
+    """
+    require_vllm()
+    when_imported(vllm_planner.MODULE, vllm_planner.put_in_place)
+
+
+def plugin() -> None:
+    """The entry point: ``use()`` and the planner with ``PUTGET_ENGINES=1``, and nothing without it.
+
+    A vLLM that is not known keeps its own all-to-all and policy: that is logged and nothing is raised, because vLLM
+    calls the plug-ins of everything that is installed, whether the model needs them or not.
     """
     if not config.carries_engines():
         return
@@ -151,3 +167,12 @@ def plugin() -> None:
         use()
     except BackendUnavailable as error:
         logging.getLogger("vllm.putget").error("the all-to-all stays vLLM's own: %s", error)
+        return
+    when_imported(vllm_planner.MODULE, _planner_or_log)
+
+
+def _planner_or_log(module: ModuleType) -> None:
+    try:
+        vllm_planner.put_in_place(module)
+    except BackendUnavailable as error:
+        logging.getLogger("vllm.putget").error("the planner of expert placement stays vLLM's own: %s", error)
