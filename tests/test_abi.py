@@ -38,6 +38,7 @@ STRUCTS = {
 BALANCER_STRUCTS = {
     "putget_balance_args": _abi_balancer.BalanceArgs,
     "putget_choose_args": _abi_balancer.ChooseArgs,
+    "putget_host_pages": _abi_balancer.HostPages,
 }
 PROBE_STRUCTS = {
     "putget_probe_memory": probe_library.ProbeMemory,
@@ -54,11 +55,23 @@ PROBE_CONSTANTS = {
     "PUTGET_MAX_RANKS": probe_library.MAX_RANKS,
     "PUTGET_PROBE_SEND": probe_library.SEND,
 }
-BALANCER = {"putget_balance", "putget_choose", "putget_choose_words"}
+BALANCER_CONSTANTS = {
+    "PUTGET_MAGIC": _abi.MAGIC,
+    "PUTGET_HOST_NEAR_NODE": _abi_balancer.HOST_NEAR_NODE,
+    "PUTGET_HOST_HUGE_ALLOWED": _abi_balancer.HOST_HUGE_ALLOWED,
+    "PUTGET_HOST_FILLED_HERE": _abi_balancer.HOST_FILLED_HERE,
+}
+BALANCER = {
+    "putget_balance",
+    "putget_choose",
+    "putget_choose_words",
+    "putget_host_pages_map",
+    "putget_host_pages_unmap",
+}
 # header, its structures, its functions, its constants
 MIRRORS = [
     ("putget.h", STRUCTS, _abi._FUNCTIONS.keys() - BALANCER, CONSTANTS),
-    ("putget_balancer.h", BALANCER_STRUCTS, BALANCER, {"PUTGET_MAGIC": _abi.MAGIC}),
+    ("putget_balancer.h", BALANCER_STRUCTS, BALANCER, BALANCER_CONSTANTS),
     ("putget_probe.h", PROBE_STRUCTS, probe_library._FUNCTIONS.keys(), PROBE_CONSTANTS),
 ]
 CC = shutil.which("gcc") or shutil.which("cc")

@@ -1,4 +1,4 @@
-// The C ABI of the balancer: validation, then the planner layer by layer, or the choice of replicas.
+// The C ABI of the balancer: validation, then the planner layer by layer, the choice of replicas, or host pages.
 #include <cmath>
 #include <string>
 
@@ -6,6 +6,7 @@
 #include "capi/guard.h"
 #include "capi/validate.h"
 #include "cpu/balancer.h"
+#include "cpu/host_pages.h"
 #include "putget_balancer.h"
 
 namespace {
@@ -178,7 +179,36 @@ void choose(const putget_choose_args& args) {
   putget::cpu::choose_replicas(call);
 }
 
+constexpr uint64_t kSmallPageBytes = 4096;
+constexpr int32_t kMostNodes = 1024;
+
+void check_host_pages(const putget_host_pages& pages) {
+  require(pages.descriptor >= 0, "descriptor is " + std::to_string(pages.descriptor) + ", allowed are numbers from 0");
+  require(pages.numa_node >= -1 && pages.numa_node < kMostNodes,
+          "numa_node is " + std::to_string(pages.numa_node) + ", allowed are -1 to " + text(kMostNodes - 1));
+  const bool is_power = (pages.alignment & (pages.alignment - 1)) == 0;
+  require(is_power && pages.alignment >= kSmallPageBytes,
+          "alignment is " + text(pages.alignment) + ", allowed are powers of two from " + text(kSmallPageBytes));
+  require(pages.bytes != 0 && pages.bytes % pages.alignment == 0,
+          "bytes is " + text(pages.bytes) + ", which is not a multiple of alignment " + text(pages.alignment));
+}
+
 }  // namespace
+
+extern "C" putget_status putget_host_pages_map(putget_host_pages* pages) {
+  return guarded([&] {
+    require_version(pages, "pages");
+    check_host_pages(*pages);
+    putget::cpu::map_host_pages(*pages);
+  });
+}
+
+extern "C" putget_status putget_host_pages_unmap(void* address, uint64_t bytes) {
+  return guarded([&] {
+    require_pointer("address", address);
+    putget::cpu::unmap_host_pages(address, bytes);
+  });
+}
 
 extern "C" uint64_t putget_choose_words(uint32_t num_experts, uint32_t width, uint32_t num_ranks) {
   return putget::balancer::ChoiceMemory{num_experts, width, num_ranks}.words();

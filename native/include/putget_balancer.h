@@ -1,4 +1,5 @@
-/* putget's balancer: where experts lie, and which replica of an expert a token uses. No ranks talk to each other here.
+/* putget's balancer: where experts lie, which replica of an expert a token uses, and pages of host memory that hold
+ * experts. No ranks talk to each other here.
  *
  * As in putget.h, structures start with their size and a magic number, and functions return a status whose words
  * putget_last_error() has. Memory is the caller's.
@@ -71,6 +72,30 @@ typedef struct putget_choose_args {
 
 PUTGET_API uint64_t putget_choose_words(uint32_t num_experts, uint32_t width, uint32_t num_ranks);
 PUTGET_API putget_status putget_choose(const putget_choose_args* args);
+
+/* What putget_host_pages_map could do, as bits. */
+typedef enum putget_host_got {
+  PUTGET_HOST_NEAR_NODE = 1,    /* pages come from numa_node first */
+  PUTGET_HOST_HUGE_ALLOWED = 2, /* the kernel was asked for huge pages, and knows them */
+  PUTGET_HOST_FILLED_HERE = 4   /* pages were got through this mapping, so they may be huge ones */
+} putget_host_got;
+
+/* A mapping of a memfd, which the caller makes, sizes and closes. */
+typedef struct putget_host_pages {
+  uint32_t size;
+  uint32_t magic;
+  int32_t descriptor;
+  int32_t numa_node;  /* that pages should come from, 0 to 1023; -1: any */
+  uint32_t fill;      /* 1: get all pages now, which writes nothing; 0: as they are */
+  uint32_t got;       /* out: putget_host_got */
+  uint64_t bytes;     /* a multiple of alignment */
+  uint64_t alignment; /* of the address: the size of a huge page, a power of two from 4096 on */
+  void* address;      /* out */
+} putget_host_pages;
+
+/* PUTGET_SYSTEM where there is not enough memory; nothing stays mapped then. */
+PUTGET_API putget_status putget_host_pages_map(putget_host_pages* pages);
+PUTGET_API putget_status putget_host_pages_unmap(void* address, uint64_t bytes);
 
 #ifdef __cplusplus
 }

@@ -359,6 +359,8 @@ _FUNCTIONS: dict[str, list[Any]] = {
     "putget_balance": [c_void_p],  # the structures: putget._abi_balancer
     "putget_choose": [c_void_p],
     "putget_choose_words": [c_uint32, c_uint32, c_uint32],
+    "putget_host_pages_map": [c_void_p],
+    "putget_host_pages_unmap": [c_void_p, c_uint64],
 }
 _OTHER_RESULTS: dict[str, Any] = {
     "putget_abi_version": c_uint32,

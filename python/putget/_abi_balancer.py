@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from ctypes import c_double, c_uint32, c_void_p
+from ctypes import c_double, c_int32, c_uint32, c_uint64, c_void_p
 
 from putget._abi import Versioned
 
 NO_LIMIT = (1 << 32) - 1
 CHOICES = ("nearest", "round_robin", "hash", "balanced")
+HOST_NEAR_NODE, HOST_HUGE_ALLOWED, HOST_FILLED_HERE = 1, 2, 4
 
 
 class BalanceArgs(Versioned):
@@ -52,4 +53,18 @@ class ChooseArgs(Versioned):
         ("seed", c_void_p),
         ("out", c_void_p),
         ("memory", c_void_p),
+    )
+
+
+class HostPages(Versioned):
+    _fields_ = (
+        ("size", c_uint32),
+        ("magic", c_uint32),
+        ("descriptor", c_int32),
+        ("numa_node", c_int32),
+        ("fill", c_uint32),
+        ("got", c_uint32),
+        ("bytes", c_uint64),
+        ("alignment", c_uint64),
+        ("address", c_void_p),
     )

@@ -15,10 +15,12 @@ import torch
 
 import putget
 from putget import hardware
+from putget.balancer import host_settings
 from putget_bench import environment
 
 SCHEMA = "putget.doctor/1"
 _SYS = Path("/sys")
+_GIVE_HUGE_PAGES = ("advise", "always", "within_size")  # to memory that is asked for in huge pages
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ def run(args: argparse.Namespace, command: Sequence[str]) -> int:
 
 def examine() -> list[Finding]:
     """Looks at everything."""
-    return [*_package(), *_cpu(), *_gpus(), *_links(), *_handles(), *_nics(_SYS), *_transports()]
+    return [*_package(), *_cpu(), *_gpus(), *_links(), *_handles(), *_host_store(), *_nics(_SYS), *_transports()]
 
 
 def what_runs(findings: Sequence[Finding]) -> dict[str, bool]:
@@ -158,6 +160,27 @@ def _handles() -> list[Finding]:
         findings.append(Finding("memory", "fabric handles", "missing", "GPUs are in an NVLink cluster", remedy))
     else:
         findings.append(Finding("memory", "fabric handles", "absent", "the GPUs are in no NVLink cluster"))
+    return findings
+
+
+def _host_store() -> list[Finding]:
+    """What `putget.balancer.HostStore` can have."""
+    found = host_settings()
+    nodes = ", ".join(map(str, found.numa_nodes)) or "none shown"
+    room = f"; free are {found.free_bytes / 2**30:.0f} GiB of {found.limit}" if found.limit else ""
+    detail = f"NUMA nodes {nodes}{room}"
+    if not found.has_memfd:
+        return [Finding("memory", "host store", "missing", "no memfd_create", "needs Linux 3.17 or later")]
+    findings = [Finding("memory", "host store", "ok", detail)]
+    size = f"{found.huge_page_bytes / 2**20:g} MiB"
+    if found.shared_huge_pages in _GIVE_HUGE_PAGES:
+        findings.append(Finding("memory", "huge pages", "ok", f"{size}, shmem_enabled is {found.shared_huge_pages}"))
+    elif found.shared_huge_pages:
+        remedy = "echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled"
+        why = f"shmem_enabled is {found.shared_huge_pages}: a host store gets small pages"
+        findings.append(Finding("memory", "huge pages", "missing", why, remedy))
+    else:
+        findings.append(Finding("memory", "huge pages", "absent", "the kernel has none for shared memory"))
     return findings
 
 

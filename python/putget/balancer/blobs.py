@@ -76,8 +76,8 @@ class ExpertBlobs:
 
         Args:
             slot: which.
-            out: uint8 [slot_bytes] on the tensors' device; a new tensor if None. Bytes between the blobs are 0 in a
-                new tensor, and stay as they are in `out`.
+            out: uint8 [slot_bytes] on the tensors' device or on the CPU; a new tensor on the device if None. Bytes
+                between the blobs are 0 in a new tensor, and stay as they are in `out`.
 
         Returns:
             uint8 [slot_bytes].
@@ -96,6 +96,10 @@ class ExpertBlobs:
     def unpack(self, slot: int, packed: Tensor) -> None:
         """Writes an expert that `pack` gave into a slot.
 
+        Args:
+            slot: which.
+            packed: uint8 [slot_bytes] on the tensors' device or on the CPU.
+
         Raises:
             ValueError: An argument is out of range, or not of this form. No slot has changed then.
         """
@@ -110,10 +114,11 @@ class ExpertBlobs:
 
     def _require_packed(self, name: str, packed: Tensor) -> None:
         is_right = packed.dtype == torch.uint8 and packed.shape == (self.slot_bytes,) and packed.is_contiguous()
-        if not is_right or packed.device != self._device:
+        if not is_right or packed.device not in (self._device, torch.device("cpu")):
+            other = "" if self._device.type == "cpu" else " or cpu"
             raise ValueError(
                 f"{name} is {packed.dtype} {list(packed.shape)} on {packed.device}; "
-                f"it must be contiguous torch.uint8 [{self.slot_bytes}] on {self._device}"
+                f"it must be contiguous torch.uint8 [{self.slot_bytes}] on {self._device}{other}"
             )
 
     def _require_all_of(self, module: nn.Module, shared: tuple[str, ...]) -> None:
