@@ -1,4 +1,5 @@
-"""The transfer engine's sources: where unsafe code may stand, that nothing can panic, how long a file may be.
+"""The transfer engine's sources: where unsafe code may stand, that nothing can panic, how long a file may be, and that
+no modules use each other in a circle.
 
 The compiler enforces most of it; what is checked here is that nobody switches the compiler's checks off. Every rule is
 also run on a tree that breaks it, so a rule that no longer bites fails.
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -64,6 +66,64 @@ def too_long(root: Path) -> Iterator[str]:
             yield f"{path.name}: too long"
 
 
+def used_names(path: str) -> list[str]:
+    """What one `use` names: a::{b, c::{d, e}} is a::b, a::c::d and a::c::e."""
+    found = re.fullmatch(r"([^{]*)\{(.*)\}", path, re.DOTALL)
+    if found is None:
+        return [path.split(" as ")[0].strip()]
+    parts, depth, start = [], 0, 0
+    for at, letter in enumerate(found[2] + ","):
+        depth += (letter == "{") - (letter == "}")
+        if letter == "," and depth == 0:
+            parts.append(found[2][start:at].strip())
+            start = at + 1
+    return [name for part in parts if part for name in used_names(found[1].strip() + part)]
+
+
+def names_in(code: str) -> set[str]:
+    """The paths that a module's code uses, by `use` and in place."""
+    use = r"\buse\s+([^;]+);"
+    names = {name.replace(" ", "") for found in re.findall(use, code) for name in used_names(" ".join(found.split()))}
+    return names | set(re.findall(r"\b(?:crate|super|self)(?:::\w+)+", re.sub(use, "", code)))
+
+
+def module_code(root: Path) -> dict[str, str]:
+    """The code of each module by its path, as a::b; without comments and tests."""
+    found = {}
+    for name, text in sources(root):
+        code = re.split(r"#\[cfg\(test\)\]\s*mod \w+ \{", text)[0]
+        code = re.sub(r"#\[cfg\(test\)\]\s*(?:use|mod)[^;]*;", "", re.sub(r"//.*", "", code))
+        found["::".join(Path(name).with_suffix("").parts).removesuffix("::mod")] = code
+    return found
+
+
+def import_circles(root: Path) -> Iterator[str]:
+    """A module and its parts may know each other, no others."""
+    modules = module_code(root)
+    crate = modules.pop("lib", "")
+    public = {name.split("::")[-1]: name for name in names_in("".join(re.findall(r"pub use [^;]+;", crate)))}
+
+    def module_of(parts: list[str]) -> str | None:
+        if parts and parts[0] in public:
+            parts = public[parts[0]].split("::")
+        prefixes = ("::".join(parts[:end]) for end in range(len(parts), 0, -1))
+        return next((prefix for prefix in prefixes if prefix in modules), None)
+
+    graph: dict[str, set[str]] = {name: set() for name in modules}
+    for name, code in modules.items():
+        here = name.split("::")
+        for used in names_in(code):
+            first, *rest = used.split("::")
+            parts = {"crate": rest, "self": here + rest, "super": here[:-1] + rest}.get(first, [*here, first, *rest])
+            found = module_of(parts)
+            if found and not f"{found}::".startswith(f"{name}::") and not f"{name}::".startswith(f"{found}::"):
+                graph[name].add(found)
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        yield " -> ".join(reversed(error.args[1]))
+
+
 RULES: dict[Callable[[Path], Iterator[str]], list[tuple[str, str]]] = {
     unsafe_elsewhere: [("worker.rs", "    let x = unsafe { f() };"), ("api.rs", "pub unsafe fn f() {}")],
     switched_off: [
@@ -73,6 +133,11 @@ RULES: dict[Callable[[Path], Iterator[str]], list[tuple[str, str]]] = {
     ],
     panicking: [("api.rs", "assert!(false);"), ("api.rs", "_ => unreachable!(),")],
     too_long: [("api.rs", "\n" * MAX_LINES)],
+    import_circles: [
+        ("region.rs", "use crate::api::{self, Options};"),
+        ("region.rs", "fn f() { crate::api::f() }"),
+        ("region.rs", "use super::api::{\n    Options,\n};"),
+    ],
 }
 
 
@@ -89,7 +154,9 @@ def test_rule_holds(rule: Callable[[Path], Iterator[str]]) -> None:
 def test_rule_bites(tmp_path: Path, rule: Callable[[Path], Iterator[str]], name: str, line: str) -> None:
     (tmp_path / "src").mkdir()
     (tmp_path / "src" / "region.rs").write_text("#![allow(unsafe_code)]\n// SAFETY: it is.\nunsafe { f() };\n")
-    (tmp_path / "src" / "api.rs").write_text("#![cfg_attr(test, allow(clippy::panic))]\n// assert!(x) is not code\n")
+    (tmp_path / "src" / "api.rs").write_text(
+        "#![cfg_attr(test, allow(clippy::panic))]\nuse crate::region;\n// assert!(x) is not code\n"
+    )
     assert list(rule(tmp_path)) == []
     with (tmp_path / "src" / name).open("a") as file:
         file.write(f"{line}\n")

@@ -4,18 +4,18 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use crate::callbacks::{RecvPool, check_wait};
-use crate::completion::{Done, TransferFuture};
+use crate::callbacks::{RecvPool, WatchCallback, check_wait};
+use crate::completion::{Done, TransferFuture, TransferId};
 use crate::descriptor::{MrDesc, NetAddr, NicKey, PeerKey};
-use crate::domain::MrHandle;
 use crate::engine::{Engine, Group};
 use crate::error::{Error, PeerName};
 use crate::expect::EXPECTATIONS;
+use crate::handle::MrHandle;
 use crate::message::OVERHEAD;
 use crate::metrics::count;
 use crate::queue::Queue;
 use crate::shard::{Piece, Policy, single};
-use crate::watcher::{UvmWatcher, WORD_PAGE, WatchCallback};
+use crate::watcher::{UvmWatcher, WORD_PAGE};
 use crate::worker::MAX_TARGETS;
 use crate::worker::command::{Command, TargetRequest};
 
@@ -29,13 +29,6 @@ pub struct Options {
     pub deadline: Option<Duration>,
     /// The one NIC to use, instead of all.
     pub nic: Option<usize>,
-}
-
-/// A submitted operation, to be named in [`Engine::cancel`].
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct TransferId {
-    pub(crate) group: usize,
-    pub(crate) id: u64,
 }
 
 /// Pages of a region: page `i` begins at `indices[i] * stride + offset` bytes.

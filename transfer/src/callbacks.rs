@@ -6,12 +6,22 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use crate::completion::Callback;
-use crate::error::{Error, Outcome, PeerName};
-use crate::shared::{PeerEvent, Shared};
-use crate::watcher::WatchCallback;
+use crate::error::{DownReason, Error, Outcome, PeerName};
+use crate::metrics::Metrics;
+use crate::queue::Queue;
+
+/// A peer has come or gone.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PeerEvent {
+    /// Whose.
+    pub peer: PeerName,
+    /// None: the connection stands. Otherwise why it ended.
+    pub down: Option<DownReason>,
+}
 
 pub(crate) type PeerCallback = Arc<dyn Fn(PeerEvent) + Send + Sync>;
 pub(crate) type RecvCallback = Box<dyn FnMut(PeerName, &[u8]) + Send>;
+pub(crate) type WatchCallback = Arc<dyn Fn(u64, u64) + Send + Sync>;
 
 /// Something for the callback thread.
 pub(crate) enum Job {
@@ -23,7 +33,7 @@ pub(crate) enum Job {
 
 impl Job {
     /// Runs the callback. One that panics is counted, and the thread goes on.
-    pub fn run(self, shared: &Shared) {
+    pub fn run(self, metrics: &Metrics) {
         let result = match self {
             Self::Done(callback, outcome) => catch_unwind(AssertUnwindSafe(|| callback(outcome))),
             Self::Peer(callback, event) => catch_unwind(AssertUnwindSafe(|| callback(event))),
@@ -38,7 +48,7 @@ impl Job {
             }
         };
         if result.is_err() {
-            shared.metrics.callback_panicked();
+            metrics.callback_panicked();
             tracing::error!("a callback panicked");
         }
     }
@@ -58,12 +68,12 @@ pub(crate) fn check_wait(engine: u64) -> Result<(), Error> {
     Ok(())
 }
 
-/// Runs callbacks until the queue is closed and empty.
-pub(crate) fn run(shared: &Shared) {
-    ENGINE.set(Some(shared.engine));
-    while !shared.jobs.is_finished() {
-        if let Some(job) = shared.jobs.pop(Duration::from_secs(1)) {
-            job.run(shared);
+/// Runs an engine's callbacks until the queue is closed and empty.
+pub(crate) fn run(engine: u64, jobs: &Queue<Job>, metrics: &Metrics) {
+    ENGINE.set(Some(engine));
+    while !jobs.is_finished() {
+        if let Some(job) = jobs.pop(Duration::from_secs(1)) {
+            job.run(metrics);
         }
     }
 }

@@ -14,6 +14,13 @@ use crate::once::Once;
 #[cfg(feature = "capi")]
 use crate::sys::Word;
 
+/// A submitted operation, to be named in [`Engine::cancel`](crate::Engine::cancel).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct TransferId {
+    pub(crate) group: usize,
+    pub(crate) id: u64,
+}
+
 /// A callback of an operation. It runs on the engine's callback thread.
 pub type Callback = Box<dyn FnOnce(Outcome) + Send>;
 

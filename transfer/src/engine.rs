@@ -6,11 +6,11 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::thread::{JoinHandle, ThreadId};
 use std::time::Duration;
 
+use crate::apart::Apart;
 use crate::auth::hashed;
-use crate::callbacks;
+use crate::callbacks::{self, PeerEvent};
 use crate::descriptor::{Device, MAX_NICS, NetAddr, ProviderKind};
 use crate::error::{Error, PeerName, Reason};
-use crate::expect::Reserved;
 use crate::gate::{Gate, WhenFull};
 use crate::host::HostNic;
 use crate::libfabric::FabricNic;
@@ -18,7 +18,8 @@ use crate::nvlink::NvlinkNic;
 use crate::once::Once;
 use crate::provider::Opener;
 use crate::queue::Queue;
-use crate::shared::{Apart, Config, PeerEvent, Shared};
+use crate::reserved::Reserved;
+use crate::shared::{Config, Shared};
 use crate::sim::SimNetwork;
 use crate::sys::{EventFd, Home, exact_timers, pin_thread};
 use crate::tcp::TcpNic;
@@ -292,7 +293,7 @@ impl Builder {
             threads: Mutex::default(),
             watcher_thread: Mutex::default(),
         };
-        let callback_thread = spawn("callbacks", move || callbacks::run(&shared))?;
+        let callback_thread = spawn("callbacks", move || callbacks::run(shared.engine, &shared.jobs, &shared.metrics))?;
         let _ = inner.callback_thread.set(callback_thread.thread().id());
         inner.threads = Mutex::new(vec![callback_thread]);
         for group in self.groups {

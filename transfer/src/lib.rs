@@ -31,6 +31,7 @@
 #![deny(unsafe_code)]
 #![cfg_attr(test, allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing))]
 
+mod apart;
 mod api;
 mod auth;
 mod callbacks;
@@ -48,7 +49,9 @@ mod error;
 mod expect;
 mod fence;
 mod gate;
+mod handle;
 mod host;
+mod joined;
 mod libfabric;
 mod message;
 mod metrics;
@@ -60,6 +63,8 @@ mod provider;
 mod python;
 mod queue;
 mod region;
+mod reserved;
+mod roster;
 mod shard;
 mod shared;
 mod sim;
@@ -72,16 +77,16 @@ mod watcher;
 mod wire;
 mod worker;
 
-pub use api::{Grid, Options, Pages, PeerGroup, ScatterDst, TransferId};
-pub use completion::{Callback, Done, Flag, TransferFuture};
+pub use api::{Grid, Options, Pages, PeerGroup, ScatterDst};
+pub use callbacks::PeerEvent;
+pub use completion::{Callback, Done, Flag, TransferFuture, TransferId};
 pub use descriptor::{Device, MAX_NICS, MrDesc, NetAddr, ProviderKind};
-pub use domain::MrHandle;
 pub use engine::{Builder, DeviceGroup, Engine};
 pub use error::{DownReason, Error, Miss, NetworkError, Outcome, PeerName, Reason, Refusal, TransferError};
 pub use expect::{ExpectOptions, ImmRange};
 pub use gate::WhenFull;
+pub use handle::MrHandle;
 pub use prepared::{Part, Prepared, ScatterTemplate, WriteItem};
-pub use shared::PeerEvent;
 pub use sim::{Faults, SimNetwork};
 pub use topology::cpus_near;
 pub use watcher::UvmWatcher;

@@ -3,8 +3,8 @@
 use std::fmt::Write;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use crate::apart::Apart;
 use crate::descriptor::MAX_NICS;
-use crate::shared::Apart;
 
 macro_rules! metrics {
     ($($(#[doc = $help:literal])+ $field:ident: $kind:literal,)+) => {

@@ -4,12 +4,12 @@ use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::sync::Arc;
 
-use crate::api::{Grid, Options, PeerGroup, TransferId, check_members, check_range, target};
-use crate::completion::Done;
+use crate::api::{Grid, Options, PeerGroup, check_members, check_range, target};
+use crate::completion::{Done, TransferId};
 use crate::descriptor::{MrDesc, PeerKey};
-use crate::domain::MrHandle;
 use crate::engine::Engine;
 use crate::error::Error;
+use crate::handle::MrHandle;
 use crate::shard::{Piece, Policy, paged, single};
 use crate::watcher::UvmWatcher;
 use crate::worker::command::TargetRequest;

@@ -3,23 +3,16 @@
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use crate::callbacks::{Job, PeerCallback, RecvPool};
+use crate::apart::Apart;
+use crate::callbacks::{Job, PeerCallback, PeerEvent, RecvPool};
 use crate::completion::{Done, Kind};
 use crate::counter::Counters;
-use crate::error::{DownReason, Outcome, PeerName};
-use crate::expect::{Reserved, Roster};
+use crate::error::Outcome;
 use crate::gate::{Gate, WhenFull};
 use crate::metrics::Metrics;
 use crate::queue::Queue;
-
-/// A peer has come or gone.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct PeerEvent {
-    /// Whose.
-    pub peer: PeerName,
-    /// None: the connection stands. Otherwise why it ended.
-    pub down: Option<DownReason>,
-}
+use crate::reserved::Reserved;
+use crate::roster::Roster;
 
 /// What the builder fixed.
 #[derive(Clone)]
@@ -36,19 +29,6 @@ pub(crate) struct Config {
     pub busy_poll: bool,
     pub max_submissions: usize,
     pub when_full: WhenFull,
-}
-
-/// Keeps what one thread writes off the cache lines of what others use. Two lines, because processors fetch pairs.
-#[derive(Debug, Default)]
-#[repr(align(128))]
-pub(crate) struct Apart<T>(pub T);
-
-impl<T> std::ops::Deref for Apart<T> {
-    type Target = T;
-
-    fn deref(&self) -> &T {
-        &self.0
-    }
 }
 
 pub(crate) struct Shared {
@@ -83,7 +63,7 @@ impl Shared {
                 if let Some(callback) = failed.filter(|_| outcome.is_err())
                     && let Err(job) = self.jobs.push(Job::Done(callback, outcome))
                 {
-                    job.run(self);
+                    job.run(&self.metrics);
                 }
             }
             Kind::Future(once) => {
@@ -92,7 +72,7 @@ impl Shared {
             Kind::Callback(callback) => {
                 // The callback thread ends after all who complete operations; a callback is never left out.
                 if let Err(job) = self.jobs.push(Job::Done(callback, outcome)) {
-                    job.run(self);
+                    job.run(&self.metrics);
                 }
             }
         }

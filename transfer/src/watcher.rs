@@ -7,15 +7,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use crate::callbacks::Job;
-use crate::domain::MrHandle;
+use crate::callbacks::{Job, WatchCallback};
 use crate::error::{Error, Reason, TransferError};
+use crate::handle::MrHandle;
 use crate::queue::Queue;
 use crate::region::Region;
 use crate::shared::Shared;
 use crate::worker::command::Command;
-
-pub(crate) type WatchCallback = Arc<dyn Fn(u64, u64) + Send + Sync>;
 
 /// Looks without a pause before the thread begins to sleep between looks.
 const SPINS: u32 = 2000;

@@ -8,6 +8,7 @@ use super::device::{Device, Stream};
 use super::pages::{Lists, Pages};
 use super::pop_if;
 use super::ring::RingWriter;
+use super::write::Stretch;
 use crate::error::Error;
 use crate::region::Region;
 
@@ -21,25 +22,6 @@ const MARKS: usize = 4096;
 const LARGE: u64 = 4 << 20;
 /// After so long without an end the stream is asked whether something is wrong.
 const SUSPICION: Duration = Duration::from_millis(20);
-
-/// Bytes to copy: addresses as this process's device sees them.
-#[derive(Debug)]
-pub(super) struct Stretch {
-    pub src: u64,
-    pub dst: u64,
-    pub len: u64,
-}
-
-impl Stretch {
-    /// As the kernel reads it.
-    pub fn to_bytes(&self) -> [u8; 24] {
-        let mut bytes = [0; 24];
-        for (into, word) in bytes.chunks_exact_mut(8).zip([self.src, self.dst, self.len]) {
-            into.copy_from_slice(&word.to_ne_bytes());
-        }
-        bytes
-    }
-}
 
 /// How the end of some work shows.
 enum Mark {

@@ -16,7 +16,9 @@ mod outgoing;
 mod pages;
 mod puts;
 mod ring;
+mod sharing;
 mod virtual_memory;
+mod write;
 
 use std::collections::{HashMap, VecDeque};
 use std::os::fd::OwnedFd;
@@ -33,11 +35,12 @@ use crate::shard::Piece;
 use crate::sys::Selector;
 use channel::Listener;
 use control::Place;
-use device::{Device, Shared};
+use device::Device;
 use incoming::{Incoming, Memory};
-use lanes::Stretch;
-use outgoing::{Job, Outgoing};
+use outgoing::Outgoing;
 use pages::Pages;
+use sharing::Shared;
+use write::{Job, Stretch};
 
 /// Longest write. What is in flight cannot be taken back; this much is over in about a millisecond.
 const MAX_WRITE: u64 = 256 << 20;

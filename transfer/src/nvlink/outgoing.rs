@@ -2,32 +2,22 @@
 
 use std::collections::{HashMap, VecDeque};
 use std::os::fd::{AsRawFd, OwnedFd};
-use std::sync::Arc;
 
 use super::channel::Channel;
 use super::control::{Control, Place, decode};
 use super::device::{Device, Mapping};
-use super::lanes::{Lanes, Order, Stretch};
+use super::lanes::{Lanes, Order};
 use super::pages::Pages;
 use super::pop_if;
 use super::puts::Puts;
 use super::ring::RingWriter;
 use super::virtual_memory::Assembly;
+use super::write::{Job, Stretch};
 use crate::error::{Error, NetworkError};
 use crate::provider::{Event, Link, MayLand};
-use crate::region::Region;
 
 /// Pieces of a region that are asked for at a time.
 const WANTED: u32 = 16;
-
-/// A write that was taken: addresses of the source, offsets in the target's region.
-pub(super) struct Job {
-    pub token: u64,
-    pub rkey: u64,
-    pub src: Arc<Region>,
-    pub stretches: Vec<Stretch>,
-    pub imm: Option<u32>,
-}
 
 /// What is known of a region of the peer.
 enum Remote {

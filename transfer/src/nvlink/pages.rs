@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use super::device::{Device, Stream};
 use super::ffi::Driver;
-use super::lanes::Stretch;
+use super::write::Stretch;
 use crate::error::Error;
 use crate::region::Region;
 

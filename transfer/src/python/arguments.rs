@@ -4,7 +4,7 @@ use pyo3::exceptions::{PyOverflowError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList, PyRange, PyTuple};
 
-use super::domain::{PyMrDesc, PyMrHandle};
+use super::objects::{PyMrDesc, PyMrHandle};
 
 /// Characters of an argument that an error shows.
 const SHOWN: usize = 120;

@@ -1,29 +1,16 @@
 //! Memory and addresses, as Python sees them.
 #![allow(unsafe_code)]
 
-use std::sync::{Mutex, PoisonError};
+use std::sync::PoisonError;
 
-use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
 use super::arguments;
 use super::engine::PyEngine;
+use super::objects::{PyMrDesc, PyMrHandle, PyNetAddr, ended};
 use crate::descriptor::{Device, MrDesc, NetAddr};
-use crate::domain::MrHandle;
 use crate::error::Error;
-
-/// Reads a device as torch writes it: "cpu", "cuda", "cuda:1".
-pub(super) fn device(text: &str) -> PyResult<Device> {
-    let ordinal = match text.split_once(':') {
-        None if text == "cpu" => return Ok(Device::Host),
-        None if text == "cuda" => Some(0),
-        Some(("cuda", ordinal)) => ordinal.parse().ok(),
-        _ => None,
-    };
-    let problem = || PyValueError::new_err(format!("device: {text:?} came; \"cpu\" or \"cuda:N\" is allowed"));
-    ordinal.map(Device::Cuda).ok_or_else(problem)
-}
 
 fn device_text(device: Device) -> String {
     match device {
@@ -45,7 +32,7 @@ impl PyEngine {
         let engine = self.engine()?;
         let located = py.import("putget_transfer._memory")?.call_method1("locate", (memory, length, device))?;
         let (address, len, device, owner): (usize, usize, String, PyObject) = located.extract()?;
-        let device = self::device(&device)?;
+        let device = super::objects::device(&device)?;
         // SAFETY: `locate` puts a buffer's export, a tensor or an array into `owner`, which keeps the bytes valid; with a bare
         // address the caller has promised that. Rust forms no references into them.
         let registered = py.allow_threads(|| unsafe { engine.reg_owned(address, len, device, Box::new(owner)) });
@@ -83,26 +70,6 @@ impl PyEngine {
     }
 }
 
-fn ended() -> Error {
-    Error::argument("handle", "its registration has ended")
-}
-
-/// Registered memory.
-#[pyclass(name = "MrHandle", module = "putget_transfer", frozen)]
-pub(super) struct PyMrHandle {
-    handle: Mutex<Option<MrHandle>>,
-}
-
-impl PyMrHandle {
-    fn new(handle: MrHandle) -> Self {
-        Self { handle: Mutex::new(Some(handle)) }
-    }
-
-    pub fn handle(&self) -> Result<MrHandle, Error> {
-        self.handle.lock().unwrap_or_else(PoisonError::into_inner).clone().ok_or_else(ended)
-    }
-}
-
 #[pymethods]
 impl PyMrHandle {
     fn __len__(&self) -> PyResult<usize> {
@@ -136,13 +103,6 @@ impl PyMrHandle {
     fn load_word(&self, #[pyo3(from_py_with = arguments::offset)] offset: u64) -> PyResult<u64> {
         Ok(self.handle()?.load_word(offset)?)
     }
-}
-
-/// A region as others see it.
-#[pyclass(name = "MrDesc", module = "putget_transfer", frozen, eq)]
-#[derive(PartialEq)]
-pub(super) struct PyMrDesc {
-    pub desc: MrDesc,
 }
 
 #[pymethods]
@@ -182,13 +142,6 @@ impl PyMrDesc {
     fn __repr__(&self) -> String {
         format!("{:?}", self.desc)
     }
-}
-
-/// The address of a NIC of an engine.
-#[pyclass(name = "NetAddr", module = "putget_transfer", frozen, eq, hash)]
-#[derive(PartialEq, Eq, Hash)]
-pub(super) struct PyNetAddr {
-    pub address: NetAddr,
 }
 
 #[pymethods]

@@ -8,7 +8,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
 use super::arguments;
-use super::domain::{PyMrHandle, PyNetAddr};
+use super::objects::{PyMrHandle, PyNetAddr};
 use crate::engine::{Builder, DeviceGroup, Engine};
 use crate::error::Error;
 use crate::gate::WhenFull;
@@ -124,7 +124,7 @@ impl PyDeviceGroup {
     }
 
     fn device<'py>(slf: PyRefMut<'py, Self>, device: &str) -> PyResult<PyRefMut<'py, Self>> {
-        let device = super::domain::device(device)?;
+        let device = super::objects::device(device)?;
         Self::change(slf, |group| group.device(device))
     }
 

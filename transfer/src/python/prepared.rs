@@ -3,12 +3,12 @@
 use pyo3::prelude::*;
 
 use super::arguments;
-use super::domain::{PyMrDesc, PyMrHandle};
 use super::engine::{PyEngine, PyUvmWatcher};
+use super::objects::{PyMrDesc, PyMrHandle};
 use super::submit::{Done, PyPages, PyPeerGroup, Source, Target, options};
 use super::transfer::{PyTransfer, submitted};
-use crate::domain::MrHandle;
 use crate::error::Error;
+use crate::handle::MrHandle;
 use crate::prepared::{Part, Prepared, ScatterTemplate, WriteItem};
 
 /// Writes that can be submitted as often as wanted.

@@ -5,8 +5,8 @@ use std::sync::{Mutex, PoisonError};
 use pyo3::prelude::*;
 
 use super::arguments;
-use super::domain::{PyMrDesc, PyMrHandle, PyNetAddr};
 use super::engine::{PyEngine, duration};
+use super::objects::{PyMrDesc, PyMrHandle, PyNetAddr};
 use super::transfer::{PyTransfer, submitted};
 use crate::api::{Grid, Options, Pages, PeerGroup, ScatterDst};
 use crate::descriptor::{MrDesc, NetAddr};

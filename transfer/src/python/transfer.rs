@@ -7,9 +7,8 @@ use pyo3::exceptions::{PyTimeoutError, PyValueError};
 use pyo3::prelude::*;
 
 use super::engine::PyEngine;
-use crate::api::TransferId;
 use crate::callbacks::check_wait;
-use crate::completion::{Done, Flag, Raised};
+use crate::completion::{Done, Flag, Raised, TransferId};
 use crate::error::{Error, Outcome};
 use crate::sys::Home;
 

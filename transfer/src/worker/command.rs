@@ -6,7 +6,7 @@ use std::time::Instant;
 use crate::completion::Done;
 use crate::descriptor::{NetAddr, NicKey, PeerKey};
 use crate::error::Error;
-use crate::fence::Joined;
+use crate::joined::Joined;
 use crate::once::Once;
 use crate::provider::{LocalKey, Registered};
 use crate::queue::Queue;

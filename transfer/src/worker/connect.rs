@@ -5,7 +5,7 @@
 use std::time::{Duration, Instant};
 
 use super::Worker;
-use super::peers::Stage;
+use super::peers::{Stage, Successor};
 use crate::auth::{Cookies, Role, prove, verify};
 use crate::descriptor::{MAX_NICS, NetAddr};
 use crate::error::{DownReason, NetworkError, Reason, Refusal};
@@ -43,13 +43,6 @@ impl Welcomes {
         self.budget -= 1.0;
         true
     }
-}
-
-/// A connection that its peer has proved, until everything of the one before it is over.
-pub(super) struct Successor {
-    way: Link,
-    mine: Introduction,
-    from: Introduction,
 }
 
 fn random<const N: usize>() -> Result<[u8; N], NetworkError> {

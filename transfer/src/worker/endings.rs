@@ -9,11 +9,11 @@ use slab::Slab;
 
 use super::Worker;
 use super::peers::Stage;
+use crate::callbacks::PeerEvent;
 use crate::descriptor::{MAX_NICS, PeerKey};
 use crate::error::{DownReason, Error, PeerName, Reason, TransferError};
-use crate::fence::Joined;
+use crate::joined::Joined;
 use crate::provider::Link;
-use crate::shared::PeerEvent;
 
 /// What has to be told when a connection is over.
 struct Ending {

@@ -2,13 +2,12 @@
 
 use std::time::{Duration, Instant};
 
-use super::connect::Successor;
 use super::{Pending, Worker};
+use crate::callbacks::PeerEvent;
 use crate::descriptor::{MAX_NICS, NetAddr, PeerKey};
 use crate::error::{DownReason, PeerName, Reason};
 use crate::message::Introduction;
 use crate::provider::Link;
-use crate::shared::PeerEvent;
 
 /// How far a connection is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -21,6 +20,13 @@ pub(super) enum Stage {
     Confirming,
     Ready,
     Down(DownReason),
+}
+
+/// A connection that its peer has proved, until everything of the one before it is over.
+pub(super) struct Successor {
+    pub way: Link,
+    pub mine: Introduction,
+    pub from: Introduction,
 }
 
 pub(super) struct Peer {
