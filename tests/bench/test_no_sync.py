@@ -93,7 +93,8 @@ run_ranks(3, body, mode="thread", timeout=15)
 
 def test_one_rank_plays_alone(without_waits: Path) -> None:
     """No wait is left in what is timed, neither in whole calls nor in halves: nobody comes, nobody is missed."""
-    environment = {**os.environ, "PUTGET_LIBRARY": str(without_waits), "PYTHONPATH": str(ROOT)}
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "PUTGET_LIBRARY": str(without_waits), "PYTHONPATH": path}
     command = [sys.executable, "-c", ALONE]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
