@@ -103,7 +103,7 @@ def test_pages_scatter_and_barrier(network: pt.SimNetwork, pair: tuple[pt.Engine
 def test_messages(pair: tuple[pt.Engine, pt.Engine]) -> None:
     a, b = pair
     received: queue.Queue[tuple[str, bytes]] = queue.Queue()
-    b.submit_recvs(64, 2, lambda peer, data: received.put((peer, data)))
+    b.submit_recvs(64, 2, lambda sender, data: received.put((sender.peer, data)))
     sent = [a.submit_send(b.main_address(), f"{number}".encode(), deadline_s=LONG_S) for number in range(50)]
     for transfer in sent:
         transfer.wait(LONG_S)

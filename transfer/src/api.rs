@@ -4,19 +4,18 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use crate::callbacks::{RecvPool, WatchCallback, check_wait};
+use crate::batch::{Batch, EVERYWHERE};
+use crate::callbacks::{Repeated, Side, WatchCallback, check_wait};
 use crate::completion::{Done, TransferFuture, TransferId};
-use crate::descriptor::{MrDesc, NetAddr, NicKey, PeerKey};
+use crate::descriptor::{GroupKeys, MrDesc, NetAddr, NicAddr, NicKey};
 use crate::engine::{Engine, Group};
-use crate::error::{Error, PeerName};
+use crate::error::Error;
 use crate::expect::EXPECTATIONS;
 use crate::handle::MrHandle;
-use crate::message::OVERHEAD;
 use crate::metrics::count;
-use crate::queue::Queue;
+use crate::route::Via;
 use crate::shard::{Piece, Policy, single};
 use crate::watcher::{UvmWatcher, WORD_PAGE};
-use crate::worker::MAX_TARGETS;
 use crate::worker::command::{Command, TargetRequest};
 
 /// Longest deadline that is told apart from "never", about a century.
@@ -29,6 +28,14 @@ pub struct Options {
     pub deadline: Option<Duration>,
     /// The one NIC to use, instead of all.
     pub nic: Option<usize>,
+    /// The one device group of this engine to use, instead of the best one for each peer.
+    pub device_group: Option<usize>,
+}
+
+impl From<&Options> for Via {
+    fn from(options: &Options) -> Self {
+        Self { device_group: options.device_group, nic: options.nic }
+    }
 }
 
 /// Pages of a region: page `i` begins at `indices[i] * stride + offset` bytes.
@@ -108,14 +115,21 @@ pub struct ScatterDst<'a> {
 /// Peers that are connected ahead of the operations that name them.
 #[derive(Debug, Clone)]
 pub struct PeerGroup {
-    group: usize,
-    members: Arc<[PeerKey]>,
+    /// The device group that the caller has named.
+    device_group: Option<usize>,
+    /// The peers' engines.
+    members: Arc<[u64]>,
 }
 
 impl PeerGroup {
     /// How many peers it has.
     pub fn len(&self) -> usize {
         self.members.len()
+    }
+
+    /// The device group that was named for it.
+    pub(crate) fn device_group(&self) -> Option<usize> {
+        self.device_group
     }
 
     /// Says whether it has no peers.
@@ -134,11 +148,6 @@ pub(crate) fn check_range(argument: &'static str, offset: u64, len: u64, region:
         Some(end) if end <= region => Ok(()),
         _ => Err(outside(argument, offset, len, region)),
     }
-}
-
-/// Hands a command to a worker at once.
-fn push(commands: &Arc<Queue<Command>>, command: Command) -> Result<Result<(), Command>, Error> {
-    Ok(commands.push(command))
 }
 
 impl Engine {
@@ -164,106 +173,39 @@ impl Engine {
         }
         let first = self.inner.rotation.fetch_add(1, Ordering::Relaxed);
         let min_shard = self.inner.shared.config.min_shard;
-        Ok(Policy { nics, min_shard, max_write: group.max_write, only: nic, first })
+        Ok(Policy { nics, min_shard, max_write: group.limits.max_write, only: nic, first })
     }
 
     pub(crate) fn next_id(&self) -> u64 {
         self.inner.next_id.fetch_add(1, Ordering::Relaxed)
     }
 
-    /// Hands an operation to its worker, once there is room for it.
-    fn submit(
+    /// Lets an operation in, once there is room for it.
+    pub(crate) fn begin(&self, done: &mut Done, deadline: Option<Duration>) -> Result<(u64, Instant), Error> {
+        let deadline = self.deadline(deadline);
+        done.permit = Some(self.inner.shared.gate.enter(deadline)?);
+        count(&self.inner.shared.metrics.submitted_total);
+        Ok((self.next_id(), deadline))
+    }
+
+    /// Hands an operation to its worker.
+    pub(crate) fn submit(
         &self,
         group: usize,
         (mut done, deadline): (Done, Option<Duration>),
         make: impl FnOnce(u64, Done, Instant) -> Command,
-        take: impl FnOnce(&Arc<Queue<Command>>, Command) -> Result<Result<(), Command>, Error>,
     ) -> Result<TransferId, Error> {
-        let (commands, deadline) = (&self.group(group)?.commands, self.deadline(deadline));
-        done.permit = Some(self.inner.shared.gate.enter(deadline)?);
-        let id = self.next_id();
-        count(&self.inner.shared.metrics.submitted_total);
-        let refused = take(commands, make(id, done, deadline))?;
-        match refused {
-            Ok(()) => Ok(TransferId { group, id }),
-            Err(command) => {
-                // The engine closed meanwhile: whoever waits is told, as for every other operation that it ends.
-                if let Command::Write { done, .. } | Command::Message { done, .. } | Command::Reset { done, .. } =
-                    command
-                {
-                    self.inner.shared.complete(done, Err(Error::Closed));
-                }
-                Ok(TransferId { group, id })
-            }
-        }
+        let commands = &self.group(group)?.commands;
+        let (id, deadline) = self.begin(&mut done, deadline)?;
+        self.taken(commands.push(make(id, done, deadline)));
+        Ok(TransferId { group, id })
     }
 
-    pub(crate) fn check_dst(&self, argument: &'static str, group: &Group, dst: &MrDesc) -> Result<(), Error> {
-        let (ours, theirs) = (group.addresses.len(), dst.nics.len());
-        if ours != theirs {
-            let problem = format!("a region of an engine with {theirs} NICs a device came; this engine has {ours}");
-            return Err(Error::argument(argument, problem));
+    /// If the engine has closed meanwhile, whoever waits is told, as for every other operation that it ends.
+    pub(crate) fn taken(&self, taken: Result<(), Command>) {
+        if let Err(Command::Write { done, .. } | Command::Message { done, .. } | Command::Reset { done, .. }) = taken {
+            self.inner.shared.complete(done, Err(Error::Closed));
         }
-        dst.nics.iter().try_for_each(|nic| self.check_address(argument, &nic.address))
-    }
-
-    pub(crate) fn check_address(&self, argument: &'static str, address: &NetAddr) -> Result<(), Error> {
-        if address.provider != self.inner.kind {
-            let problem = format!("an address of {:?} came; this engine uses {:?}", address.provider, self.inner.kind);
-            return Err(Error::argument(argument, problem));
-        }
-        Ok(())
-    }
-
-    /// Sends a message to an engine's receive pool, over the first NIC. The bytes are copied before this returns. It is over
-    /// when the receiver has taken a buffer for it; while it has none, the message is tried again until the deadline.
-    ///
-    /// # Errors
-    /// [`Error::Argument`] for an address of another network or a message that no frame can hold; [`Error::Closed`].
-    pub fn submit_send(&self, to: &NetAddr, bytes: &[u8], options: &Options, done: Done) -> Result<TransferId, Error> {
-        self.check_address("to", to)?;
-        let longest = self.max_message();
-        if bytes.len() > longest {
-            let problem = format!("{} bytes came; at most {longest} are allowed", bytes.len());
-            return Err(Error::argument("bytes", problem));
-        }
-        if options.nic.is_some_and(|nic| nic != 0) {
-            return Err(Error::argument("nic", "a message uses the first NIC, 0"));
-        }
-        self.group(0)?;
-        let (to, bytes) = (to.clone(), bytes.to_vec());
-        let done = (done, options.deadline);
-        self.submit(0, done, |id, done, deadline| Command::Message { id, to, bytes, done, deadline }, push)
-    }
-
-    /// Longest message of `submit_send` in bytes.
-    pub fn max_message(&self) -> usize {
-        self.inner.groups.first().map_or(0, |group| group.max_frame.saturating_sub(OVERHEAD))
-    }
-
-    /// Provides `count` rotating buffers of `len` bytes for messages. The callback borrows a buffer on the callback thread;
-    /// when it returns, the buffer is free for the next message.
-    ///
-    /// # Errors
-    /// [`Error::Argument`] for a length or count of 0, or if receives were submitted before.
-    pub fn submit_recvs(
-        &self,
-        len: usize,
-        count: usize,
-        callback: impl FnMut(PeerName, &[u8]) + Send + 'static,
-    ) -> Result<(), Error> {
-        self.group(0)?;
-        for (argument, value) in [("len", len), ("count", count)] {
-            if value == 0 {
-                return Err(Error::argument(argument, "0 came; at least 1 is needed"));
-            }
-        }
-        let mut pool = self.inner.shared.pool.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-        if pool.is_some() {
-            return Err(Error::argument("callback", "receives were submitted before; an engine has one pool"));
-        }
-        *pool = Some(Arc::new(RecvPool::new(len, count, Box::new(callback))));
-        Ok(())
     }
 
     /// Writes `len` bytes from `src` to `dst`, each a region and an offset in bytes. With an immediate, the target's counter
@@ -282,11 +224,11 @@ impl Engine {
     ) -> Result<TransferId, Error> {
         check_range("src", src.1, len, src.0.len())?;
         check_range("dst", dst.1, len, dst.0.len)?;
-        let group = self.group(src.0.registration.group)?;
-        self.check_dst("dst", group, dst.0)?;
-        let policy = self.policy(group, options.nic)?;
-        let target = target(single(&policy, src.1, dst.1, len), imm, Some(src.0), dst.0, &policy);
-        self.write(src.0.registration.group, vec![target], options, done)
+        self.group(0)?;
+        let (index, keys) = self.route("dst", Some(src.0), dst.0, options.device_group)?;
+        let policy = self.policy(self.group(index)?, options.nic)?;
+        let target = target(single(&policy, src.1, dst.1, len), imm, Some(src.0), keys, &policy);
+        self.write(Batch::one(index, vec![target]), (done, options.deadline))
     }
 
     /// Writes pages of `page_len` bytes: page `i` of `src` to page `i` of `dst`. With an immediate, the target's counter grows
@@ -303,7 +245,7 @@ impl Engine {
         options: &Options,
         done: Done,
     ) -> Result<TransferId, Error> {
-        self.submit_prepared(&self.prepare_paged_writes(page_len, src, dst, options.nic)?, imm, options, done)
+        self.submit_prepared(&self.prepare_paged_writes(page_len, src, dst, options.into())?, imm, options, done)
     }
 
     /// Connects to peers ahead of the operations that will name them. `done` says when all are connected, or which are not.
@@ -311,19 +253,25 @@ impl Engine {
     /// # Errors
     /// [`Error::Argument`] for an address of another network; [`Error::Closed`].
     pub fn add_peer_group(&self, peers: &[NetAddr], options: &Options, done: Done) -> Result<PeerGroup, Error> {
-        peers.iter().try_for_each(|address| self.check_address("peers", address))?;
         self.group(0)?;
-        let connect = |address: &NetAddr| TargetRequest {
+        let connect = |address: &NicAddr| TargetRequest {
             dst: Arc::new([NicKey { address: address.clone(), base: 0, rkey: 0 }]),
             src: None,
+            reads: false,
             pieces: Arc::default(),
             imm: None,
             imm_nic: 0,
             lead: None,
             after: 0,
         };
-        self.write(0, peers.iter().map(connect).collect(), options, done)?;
-        Ok(PeerGroup { group: 0, members: peers.iter().map(|address| address.key).collect() })
+        let mut batch = Batch::default();
+        for address in peers {
+            let (group, nic) = self.route_to("peers", address, options.device_group)?;
+            batch.push(group, connect(nic));
+        }
+        self.write(batch, (done, options.deadline))?;
+        let members = peers.iter().map(|address| address.key().engine).collect();
+        Ok(PeerGroup { device_group: options.device_group, members })
     }
 
     /// Writes parts of `src` to many destinations. With an immediate, each destination's counter grows by one after its own
@@ -341,19 +289,18 @@ impl Engine {
         done: Done,
     ) -> Result<TransferId, Error> {
         check_members(group, dsts.iter().map(|dst| dst.dst.0))?;
-        let index = src.registration.group;
-        let own = self.group(index)?;
+        self.group(0)?;
+        let device_group = options.device_group.or(group.and_then(PeerGroup::device_group));
+        let mut batch = Batch::default();
         for dst in dsts {
             check_range("src", dst.src_offset, dst.len, src.len())?;
             check_range("dst", dst.dst.1, dst.len, dst.dst.0.len)?;
-            self.check_dst("dst", own, dst.dst.0)?;
+            let (index, keys) = self.route("dst", Some(src), dst.dst.0, device_group)?;
+            let policy = self.policy(self.group(index)?, options.nic)?;
+            let pieces = single(&policy, dst.src_offset, dst.dst.1, dst.len);
+            batch.push(index, target(pieces, imm, Some(src), keys, &policy));
         }
-        let targets = dsts.iter().map(|dst| {
-            let policy = self.policy(own, options.nic)?;
-            Ok(target(single(&policy, dst.src_offset, dst.dst.1, dst.len), imm, Some(src), dst.dst.0, &policy))
-        });
-        let targets = targets.collect::<Result<_, Error>>()?;
-        self.write(index, targets, options, done)
+        self.write(batch, (done, options.deadline))
     }
 
     /// Raises the counter of `imm` by one at every destination, without any bytes. A barrier is this at every member, and an
@@ -370,37 +317,15 @@ impl Engine {
         done: Done,
     ) -> Result<TransferId, Error> {
         check_members(group, dsts.iter().copied())?;
-        let index = group.map_or(0, |group| group.group);
-        let own = self.group(index)?;
-        dsts.iter().try_for_each(|dst| self.check_dst("dst", own, dst))?;
-        let policy = self.policy(own, options.nic)?;
-        let targets = dsts.iter().map(|dst| target(Vec::new(), Some(imm), None, dst, &policy)).collect();
-        self.write(index, targets, options, done)
-    }
-
-    pub(crate) fn write(
-        &self,
-        group: usize,
-        targets: Vec<TargetRequest>,
-        options: &Options,
-        done: Done,
-    ) -> Result<TransferId, Error> {
-        self.submit_to(group, (done, options.deadline), targets, push)
-    }
-
-    /// Hands writes to whoever takes them to the worker.
-    pub(crate) fn submit_to(
-        &self,
-        group: usize,
-        done: (Done, Option<Duration>),
-        targets: Vec<TargetRequest>,
-        take: impl FnOnce(&Arc<Queue<Command>>, Command) -> Result<Result<(), Command>, Error>,
-    ) -> Result<TransferId, Error> {
-        if targets.len() > MAX_TARGETS {
-            let problem = format!("{} destinations came; at most {MAX_TARGETS} are allowed", targets.len());
-            return Err(Error::argument("dst", problem));
+        self.group(0)?;
+        let device_group = options.device_group.or(group.and_then(PeerGroup::device_group));
+        let mut batch = Batch::default();
+        for dst in dsts {
+            let (index, keys) = self.route("dst", None, dst, device_group)?;
+            let policy = self.policy(self.group(index)?, options.nic)?;
+            batch.push(index, target(Vec::new(), Some(imm), None, keys, &policy));
         }
-        self.submit(group, done, |id, done, deadline| Command::Write { id, targets, done, deadline }, take)
+        self.write(batch, (done, options.deadline))
     }
 
     /// Asks for the end of an operation. Its `done` is the confirmation: `Ok` if it had already gone through, an error with the
@@ -415,38 +340,21 @@ impl Engine {
             self.cancel_expectation(transfer.id);
             return Ok(());
         }
-        let group = self.group(transfer.group)?;
-        if self.inner.disarm(transfer.id) {
+        let everywhere = transfer.group == EVERYWHERE;
+        self.group(if everywhere { 0 } else { transfer.group })?;
+        if self.inner.disarm(transfer.id) && !everywhere {
             return Ok(());
         }
-        let command = Command::Cancel { id: transfer.id };
-        group.commands.push(command).map_err(|_| Error::Closed)
+        let groups = self.inner.groups.iter().enumerate();
+        for (_, group) in groups.filter(|(index, _)| everywhere || *index == transfer.group) {
+            group.commands.push(Command::Cancel { id: transfer.id }).map_err(|_| Error::Closed)?;
+        }
+        Ok(())
     }
 
     /// How often `imm` has arrived since the engine began or the counter was reset.
     pub fn imm_count(&self, imm: u32) -> u64 {
         self.inner.shared.counters.value(imm)
-    }
-
-    /// Shows the counter of `imm` in the 64-bit word at `offset` of registered host memory, now and at every change. Memory
-    /// that a GPU has mapped makes it visible to kernels.
-    ///
-    /// # Errors
-    /// [`Error::Argument`] if the word is not inside, not aligned to 8 bytes, or not host memory.
-    pub fn mirror_imm(&self, imm: u32, handle: &MrHandle, offset: u64) -> Result<(), Error> {
-        handle.registration.region.check_word(offset)?;
-        let registration = Arc::clone(&handle.registration);
-        let store = move |value| {
-            // Checked above, and a region does not change.
-            let _ = registration.region.store_word(offset, value);
-        };
-        self.inner.shared.counters.mirror(imm, Some(Box::new(store)));
-        Ok(())
-    }
-
-    /// Ends the mirror of a counter.
-    pub fn unmirror_imm(&self, imm: u32) {
-        self.inner.shared.counters.mirror(imm, None);
     }
 
     /// Sets a counter of this engine back to 0 and returns what it was. It is for a counter that nobody writes to any more;
@@ -458,36 +366,13 @@ impl Engine {
         self.inner.shared.counters.reset(imm).map_err(|waiting| Error::CounterBusy { imm, waiting })
     }
 
-    /// Sets a counter of this engine back to 0 once every sender has said that nothing of its own is under way with this
-    /// immediate. `senders` are all who write with it; they begin its next use after `done`.
-    ///
-    /// # Errors
-    /// [`Error::Argument`] for an address of another network, or if the engine has several device groups, whose NICs give no
-    /// common order; [`Error::Closed`].
-    pub fn submit_reset_imm(
-        &self,
-        imm: u32,
-        senders: &[NetAddr],
-        options: &Options,
-        done: Done,
-    ) -> Result<TransferId, Error> {
-        senders.iter().try_for_each(|address| self.check_address("senders", address))?;
-        self.group(0)?;
-        if self.inner.groups.len() > 1 {
-            return Err(Error::argument("imm", "an engine with several device groups uses a new immediate instead"));
-        }
-        let peers = senders.to_vec();
-        let done = (done, options.deadline);
-        self.submit(0, done, |id, done, deadline| Command::Reset { id, imm, peers, done, deadline }, push)
-    }
-
-    /// Makes a word that a thread of the engine watches; `callback(old, new)` runs on the callback thread when it changes.
+    /// Makes a word that a thread of the engine watches; `callback(old, new)` runs on a callback thread when it changes.
     /// With a device group over nvlink, the word is pinned and mapped, so that kernels can store to it.
     ///
     /// # Errors
     /// [`Error::System`] if the watching thread cannot be started; [`Error::Closed`].
     pub fn alloc_uvm_watcher(&self, callback: impl Fn(u64, u64) + Send + Sync + 'static) -> Result<UvmWatcher, Error> {
-        self.alloc_watched(Some(Arc::new(callback)))
+        self.alloc_watched(Some(Repeated::new(Side::Own, move |(old, new)| callback(old, new))))
     }
 
     /// Makes a word as [`Engine::alloc_uvm_watcher`] does, for [`Engine::submit_when`] alone.
@@ -498,7 +383,7 @@ impl Engine {
         self.alloc_watched(None)
     }
 
-    fn alloc_watched(&self, callback: Option<WatchCallback>) -> Result<UvmWatcher, Error> {
+    pub(crate) fn alloc_watched(&self, callback: Option<WatchCallback>) -> Result<UvmWatcher, Error> {
         self.group(0)?;
         let pins = self.inner.groups.iter().any(|group| group.takes_host);
         let memory = if pins { Some(self.alloc_mr(WORD_PAGE)?.0) } else { None };
@@ -521,7 +406,7 @@ pub(crate) fn check_members<'a>(
     group: Option<&PeerGroup>,
     mut dsts: impl Iterator<Item = &'a MrDesc>,
 ) -> Result<(), Error> {
-    match group.and_then(|group| dsts.find(|dst| !group.members.contains(&dst.key()))) {
+    match group.and_then(|group| dsts.find(|dst| !group.members.contains(&dst.key().engine))) {
         Some(stranger) => Err(Error::argument("dst", format!("peer {} is not in the group", stranger.name()))),
         None => Ok(()),
     }
@@ -531,13 +416,14 @@ pub(crate) fn target(
     mut pieces: Vec<Piece>,
     imm: Option<u32>,
     src: Option<&MrHandle>,
-    dst: &MrDesc,
+    keys: &GroupKeys,
     policy: &Policy,
 ) -> TargetRequest {
     pieces.sort_by_key(|piece| piece.nic);
     TargetRequest {
-        dst: Arc::clone(&dst.nics),
+        dst: Arc::clone(keys),
         src: src.map(|handle| Arc::clone(&handle.registration)),
+        reads: false,
         pieces: pieces.into(),
         imm,
         imm_nic: policy.only.unwrap_or(policy.first % policy.nics.max(1)),

@@ -1,14 +1,13 @@
-//! The thread that runs callbacks, and the rotating pool of receive buffers that they borrow.
+//! The threads that run callbacks, and what keeps the order of those that are called again and again.
 
 use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
+use std::sync::Arc;
 
 use crate::completion::Callback;
 use crate::error::{DownReason, Error, Outcome, PeerName};
+use crate::jobs::{Line, Turns};
 use crate::metrics::Metrics;
-use crate::queue::Queue;
 
 /// A peer has come or gone.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -19,38 +18,115 @@ pub struct PeerEvent {
     pub down: Option<DownReason>,
 }
 
-pub(crate) type PeerCallback = Arc<dyn Fn(PeerEvent) + Send + Sync>;
-pub(crate) type RecvCallback = Box<dyn FnMut(PeerName, &[u8]) + Send>;
-pub(crate) type WatchCallback = Arc<dyn Fn(u64, u64) + Send + Sync>;
+/// Whose threads run a callback.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Side {
+    /// Rust's and C's.
+    Own,
+    /// Python's.
+    #[cfg_attr(not(feature = "python"), allow(dead_code))]
+    Python,
+}
 
-/// Something for the callback thread.
+pub(crate) type PeerCallback = Arc<Repeated<PeerEvent>>;
+/// Of a word's old and new value.
+pub(crate) type WatchCallback = Arc<Repeated<(u64, u64)>>;
+
+/// A callback that is called again and again, in the order of what has happened.
+pub(crate) struct Repeated<T> {
+    pub side: Side,
+    callback: Box<dyn Fn(T) + Send + Sync>,
+    turns: Turns<T>,
+}
+
+impl<T: Send + 'static> Repeated<T> {
+    pub fn new(side: Side, callback: impl Fn(T) + Send + Sync + 'static) -> Arc<Self> {
+        Arc::new(Self { side, callback: Box::new(callback), turns: Turns::default() })
+    }
+
+    /// Has the callback called with `item`. Refused only by an engine that is closing.
+    pub fn call(self: &Arc<Self>, item: T, jobs: &Jobs) -> bool {
+        !self.turns.push(item) || jobs.push(self.side, Job::Next(Arc::clone(self) as Arc<dyn Next>)).is_ok()
+    }
+}
+
+/// Something with a next step.
+pub(crate) trait Next: Send + Sync {
+    fn side(&self) -> Side;
+
+    /// Takes the next step. True: there is another one.
+    fn step(&self, metrics: &Metrics) -> bool;
+}
+
+impl<T: Send + 'static> Next for Repeated<T> {
+    fn side(&self) -> Side {
+        self.side
+    }
+
+    fn step(&self, metrics: &Metrics) -> bool {
+        self.turns.take(|item| guarded(metrics, || (self.callback)(item)))
+    }
+}
+
+/// Something for a callback thread.
 pub(crate) enum Job {
     Done(Callback, Outcome),
-    Message { pool: Arc<RecvPool>, from: PeerName, buffer: Vec<u8> },
-    Peer(PeerCallback, PeerEvent),
-    Watch(WatchCallback, u64, u64),
+    Next(Arc<dyn Next>),
+}
+
+/// Runs a callback. One that panics is counted, and the thread goes on.
+pub(crate) fn guarded(metrics: &Metrics, callback: impl FnOnce()) {
+    if catch_unwind(AssertUnwindSafe(callback)).is_err() {
+        metrics.callback_panicked();
+        tracing::error!("a callback panicked");
+    }
 }
 
 impl Job {
-    /// Runs the callback. One that panics is counted, and the thread goes on.
-    pub fn run(self, metrics: &Metrics) {
-        let result = match self {
-            Self::Done(callback, outcome) => catch_unwind(AssertUnwindSafe(|| callback(outcome))),
-            Self::Peer(callback, event) => catch_unwind(AssertUnwindSafe(|| callback(event))),
-            Self::Watch(callback, old, new) => catch_unwind(AssertUnwindSafe(|| callback(old, new))),
-            Self::Message { pool, from, buffer } => {
-                let result = catch_unwind(AssertUnwindSafe(|| {
-                    let mut callback = pool.callback.lock().unwrap_or_else(PoisonError::into_inner);
-                    callback(from, &buffer);
-                }));
-                pool.give_back(buffer);
-                result
+    /// Runs the callback.
+    pub fn run(self, jobs: &Jobs, metrics: &Metrics) {
+        match self {
+            Self::Done(callback, outcome) => guarded(metrics, || callback(outcome)),
+            Self::Next(next) => {
+                while next.step(metrics) {
+                    // Behind the others, so that nobody waits for all of it.
+                    if jobs.push(next.side(), Self::Next(Arc::clone(&next))).is_ok() {
+                        return;
+                    }
+                }
             }
-        };
-        if result.is_err() {
-            metrics.callback_panicked();
-            tracing::error!("a callback panicked");
         }
+    }
+}
+
+/// What waits for the callback threads.
+#[derive(Default)]
+pub(crate) struct Jobs {
+    own: Line<Job>,
+    python: Line<Job>,
+}
+
+impl Jobs {
+    fn line(&self, side: Side) -> &Line<Job> {
+        match side {
+            Side::Own => &self.own,
+            Side::Python => &self.python,
+        }
+    }
+
+    /// # Errors
+    /// The job comes back if the engine is closing.
+    pub fn push(&self, side: Side, job: Job) -> Result<(), Job> {
+        self.line(side).push(job)
+    }
+
+    pub fn close(&self) {
+        self.own.close();
+        self.python.close();
+    }
+
+    pub fn waiting(&self) -> usize {
+        self.own.waiting() + self.python.waiting()
     }
 }
 
@@ -59,46 +135,24 @@ thread_local! {
     static ENGINE: Cell<Option<u64>> = const { Cell::new(None) };
 }
 
-/// Refuses to wait on the thread that calls the callbacks of an engine: what is waited for may need that thread.
+/// Says whether this is a thread that calls the callbacks of an engine.
+pub(crate) fn is_inside(engine: u64) -> bool {
+    ENGINE.get() == Some(engine)
+}
+
+/// Refuses to wait on a thread that calls the callbacks of an engine: what is waited for may need that thread.
 pub(crate) fn check_wait(engine: u64) -> Result<(), Error> {
-    if ENGINE.get() == Some(engine) {
+    if is_inside(engine) {
         let problem = "it was called inside a callback of the same engine, whose end may need that callback's thread";
         return Err(Error::argument("wait", problem));
     }
     Ok(())
 }
 
-/// Runs an engine's callbacks until the queue is closed and empty.
-pub(crate) fn run(engine: u64, jobs: &Queue<Job>, metrics: &Metrics) {
+/// Runs an engine's callbacks until there are none and no more can come.
+pub(crate) fn run(engine: u64, side: Side, jobs: &Jobs, metrics: &Metrics) {
     ENGINE.set(Some(engine));
-    while !jobs.is_finished() {
-        if let Some(job) = jobs.pop(Duration::from_secs(1)) {
-            job.run(metrics);
-        }
-    }
-}
-
-/// The buffers of `submit_recvs`: each message takes one until its callback has returned.
-pub(crate) struct RecvPool {
-    /// Longest message in bytes.
-    pub len: usize,
-    free: Mutex<Vec<Vec<u8>>>,
-    callback: Mutex<RecvCallback>,
-}
-
-impl RecvPool {
-    pub fn new(len: usize, count: usize, callback: RecvCallback) -> Self {
-        let free = (0..count).map(|_| Vec::with_capacity(len)).collect();
-        Self { len, free: Mutex::new(free), callback: Mutex::new(callback) }
-    }
-
-    /// Takes a free buffer; None if all are with the callback thread.
-    pub fn take(&self) -> Option<Vec<u8>> {
-        self.free.lock().unwrap_or_else(PoisonError::into_inner).pop()
-    }
-
-    pub fn give_back(&self, mut buffer: Vec<u8>) {
-        buffer.clear();
-        self.free.lock().unwrap_or_else(PoisonError::into_inner).push(buffer);
+    while let Some(job) = jobs.line(side).pop() {
+        job.run(jobs, metrics);
     }
 }

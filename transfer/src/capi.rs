@@ -7,8 +7,8 @@ mod ffi;
 use std::ffi::{c_char, c_int, c_void};
 
 use crate::{
-    Device, Engine, Error, ExpectOptions, ImmRange, MrDesc, NetAddr, Part, PeerGroup, Prepared, ScatterDst,
-    ScatterTemplate, SimNetwork, TransferId, UvmWatcher, WriteItem,
+    Engine, Error, ExpectOptions, ImmRange, Memory, MrDesc, NetAddr, Part, PeerGroup, Prepared, ReadItem, RecvOptions,
+    ScatterDst, ScatterTemplate, SimNetwork, TransferId, UvmWatcher, WriteItem,
 };
 use build::{EngineOptions, build};
 use ffi::*;
@@ -92,19 +92,42 @@ functions! {
     fn pt_engine_address(engine: *const Engine, bytes: *mut u8, len: *mut usize) {
         copy_out(&from("engine", engine)?.main_address().to_bytes(), bytes, len)
     }
+    /// Copies the address of one of its device groups.
+    fn pt_group_address(engine: *const Engine, device_group: usize, bytes: *mut u8, len: *mut usize) {
+        let address = from("engine", engine)?.group_address(device_group);
+        let problem = || Error::argument("device_group", format!("{device_group} came; the engine has no such one"));
+        copy_out(&address.ok_or_else(problem)?.to_bytes(), bytes, len)
+    }
     /// Copies its counts.
     fn pt_metrics_text(engine: *const Engine, bytes: *mut c_char, len: *mut usize) {
         copy_out(text(&from("engine", engine)?.metrics_text()).as_bytes_with_nul(), bytes.cast(), len)
     }
     /// Registers memory.
     fn pt_reg_mr(engine: *mut Engine, start: *mut u8, len: usize, device: c_int, mr: *mut *mut Mr) {
-        let problem = |_| Error::argument("device", format!("{device} came; -1 or the number of a GPU is allowed"));
-        let device = if device == -1 { Device::Host } else { Device::Cuda(u16::try_from(device).map_err(problem)?) };
+        let device = self::device(device)?;
         if mr.is_null() {
             return Err(missing("mr"));
         }
         let (handle, desc) = from("engine", engine)?.reg_mr(start, len, device)?;
         give("mr", mr, Box::into_raw(Box::new(Mr { handle, desc })))
+    }
+    /// Registers much memory at once.
+    fn pt_reg_mrs(
+        engine: *mut Engine, memory: *const CMemory, count: usize, device: c_int, groups: *const usize,
+        group_count: usize, mrs: *mut *mut Mr,
+    ) {
+        let device = self::device(device)?;
+        if mrs.is_null() && count > 0 {
+            return Err(missing("mrs"));
+        }
+        let one = |one: &CMemory| Memory { ptr: one.start, len: one.len, device };
+        let memory: Vec<_> = slice("memory", memory, count)?.iter().map(one).collect();
+        let groups = if groups.is_null() { None } else { Some(slice("groups", groups, group_count)?) };
+        let made = from("engine", engine)?.reg_mrs(&memory, groups)?;
+        for (at, (handle, desc)) in made.into_iter().enumerate() {
+            mrs.add(at).write(Box::into_raw(Box::new(Mr { handle, desc })));
+        }
+        Ok(())
     }
     /// Allocates registered memory.
     fn pt_alloc_mr(engine: *mut Engine, len: usize, mr: *mut *mut Mr) {
@@ -154,9 +177,59 @@ functions! {
         give_transfer(transfer, id);
         Ok(())
     }
+    /// Reads one range.
+    fn pt_submit_read(
+        engine: *mut Engine, len: u64, src: *const MrDesc, src_offset: u64, dst: *const Mr, dst_offset: u64,
+        submit: *const Submit, transfer: *mut Transfer,
+    ) {
+        let (options, imm, done) = from("submit", submit)?.read()?;
+        let (src, dst) = ((from("src", src)?, src_offset), (&from("dst", dst)?.handle, dst_offset));
+        give_transfer(transfer, from("engine", engine)?.submit_read(len, imm, src, dst, &options, done)?);
+        Ok(())
+    }
+    /// Reads pages.
+    fn pt_submit_paged_reads(
+        engine: *mut Engine, page_len: u64, src: *const MrDesc, src_pages: CPages, dst: *const Mr, dst_pages: CPages,
+        submit: *const Submit, transfer: *mut Transfer,
+    ) {
+        let (options, imm, done) = from("submit", submit)?.read()?;
+        let (src, dst) = ((from("src", src)?, src_pages.read()?), (&from("dst", dst)?.handle, dst_pages.read()?));
+        let id = from("engine", engine)?.submit_paged_reads(page_len, imm, src, dst, &options, done)?;
+        give_transfer(transfer, id);
+        Ok(())
+    }
+    /// Prepares reads.
+    fn pt_prepare_reads(
+        engine: *mut Engine, items: *const CReadItem, count: usize, device_group: c_int, nic: c_int,
+        prepared: *mut *mut Prepared,
+    ) {
+        if prepared.is_null() {
+            return Err(missing("prepared"));
+        }
+        let read = |item: &CReadItem| {
+            let dst = (&from("items", item.dst)?.handle, item.dst_offset);
+            Ok(ReadItem { len: item.len, src: (from("items", item.desc)?, item.src_offset), dst })
+        };
+        let items = slice("items", items, count)?.iter().map(read).collect::<Result<Vec<_>, Error>>()?;
+        let made = from("engine", engine)?.prepare_reads(&items, via(device_group, nic))?;
+        give("prepared", prepared, Box::into_raw(Box::new(made)))
+    }
+    /// Prepares a paged read.
+    fn pt_prepare_paged_reads(
+        engine: *mut Engine, page_len: u64, src: *const MrDesc, src_pages: CPages, dst: *const Mr, dst_pages: CPages,
+        device_group: c_int, nic: c_int, prepared: *mut *mut Prepared,
+    ) {
+        if prepared.is_null() {
+            return Err(missing("prepared"));
+        }
+        let (src, dst) = ((from("src", src)?, src_pages.read()?), (&from("dst", dst)?.handle, dst_pages.read()?));
+        let made = from("engine", engine)?.prepare_paged_reads(page_len, src, dst, via(device_group, nic))?;
+        give("prepared", prepared, Box::into_raw(Box::new(made)))
+    }
     /// Prepares writes.
     fn pt_prepare_writes(
-        engine: *mut Engine, items: *const CWriteItem, count: usize, nic: c_int, prepared: *mut *mut Prepared,
+        engine: *mut Engine, items: *const CWriteItem, count: usize, device_group: c_int, nic: c_int,
+        prepared: *mut *mut Prepared,
     ) {
         if prepared.is_null() {
             return Err(missing("prepared"));
@@ -166,19 +239,19 @@ functions! {
             Ok(WriteItem { len: item.len, src, dst: (from("items", item.desc)?, item.dst_offset) })
         };
         let items = slice("items", items, count)?.iter().map(read).collect::<Result<Vec<_>, Error>>()?;
-        let made = from("engine", engine)?.prepare_writes(&items, usize::try_from(nic).ok())?;
+        let made = from("engine", engine)?.prepare_writes(&items, via(device_group, nic))?;
         give("prepared", prepared, Box::into_raw(Box::new(made)))
     }
     /// Prepares a paged write.
     fn pt_prepare_paged_writes(
         engine: *mut Engine, page_len: u64, src: *const Mr, src_pages: CPages, dst: *const MrDesc, dst_pages: CPages,
-        nic: c_int, prepared: *mut *mut Prepared,
+        device_group: c_int, nic: c_int, prepared: *mut *mut Prepared,
     ) {
         if prepared.is_null() {
             return Err(missing("prepared"));
         }
         let (src, dst) = ((&from("src", src)?.handle, src_pages.read()?), (from("dst", dst)?, dst_pages.read()?));
-        let made = from("engine", engine)?.prepare_paged_writes(page_len, src, dst, usize::try_from(nic).ok())?;
+        let made = from("engine", engine)?.prepare_paged_writes(page_len, src, dst, via(device_group, nic))?;
         give("prepared", prepared, Box::into_raw(Box::new(made)))
     }
     /// Submits what was prepared.
@@ -255,12 +328,12 @@ functions! {
     }
     /// Sends a message.
     fn pt_submit_send(
-        engine: *mut Engine, address: *const u8, address_len: usize, bytes: *const u8, len: usize,
+        engine: *mut Engine, address: *const u8, address_len: usize, pool: u32, bytes: *const u8, len: usize,
         submit: *const Submit, transfer: *mut Transfer,
     ) {
         let (options, _, done) = from("submit", submit)?.read()?;
         let (address, bytes) = (read_address(slice("address", address, address_len)?)?, slice("bytes", bytes, len)?);
-        give_transfer(transfer, from("engine", engine)?.submit_send(&address, bytes, &options, done)?);
+        give_transfer(transfer, from("engine", engine)?.submit_send_to(&address, pool, bytes, &options, done)?);
         Ok(())
     }
     /// Asks for the end of a transfer.
@@ -286,11 +359,22 @@ functions! {
         give("group", group, Box::into_raw(Box::new(made)))
     }
     /// Provides buffers for messages.
-    fn pt_submit_recvs(engine: *mut Engine, len: usize, count: usize, callback: MessageCallback, context: *mut c_void) {
+    fn pt_submit_recvs(
+        engine: *mut Engine, pool: u32, len: usize, count: usize, per_peer: usize, callback: MessageCallback,
+        context: *mut c_void,
+    ) {
         let (callback, context) = (callback.ok_or_else(|| missing("callback"))?, Context(context));
-        from("engine", engine)?.submit_recvs(len, count, move |from, bytes| {
-            let name = text(&from.to_string());
-            callback(context.pointer(), name.as_ptr(), bytes.as_ptr().cast(), bytes.len());
+        let options = RecvOptions { pool, per_peer: (per_peer > 0).then_some(per_peer) };
+        from("engine", engine)?.submit_recvs_to(len, count, &options, move |from, bytes| {
+            let (name, address) = (text(&from.name().to_string()), from.to_bytes());
+            let received = Received {
+                peer: name.as_ptr(),
+                address: address.as_ptr(),
+                address_len: address.len(),
+                bytes: bytes.as_ptr().cast(),
+                len: bytes.len(),
+            };
+            callback(context.pointer(), &raw const received);
         })
     }
     /// Waits for a count.
@@ -346,6 +430,15 @@ functions! {
     /// Shows a counter in memory.
     fn pt_mirror_imm(engine: *mut Engine, imm: u32, mr: *const Mr, offset: u64) {
         from("engine", engine)?.mirror_imm(imm, &from("mr", mr)?.handle, offset)
+    }
+    /// Shows counters in memory.
+    fn pt_mirror_imms(engine: *mut Engine, first: u32, count: u32, mr: *const Mr, offset: u64) {
+        from("engine", engine)?.mirror_imms(first, count, &from("mr", mr)?.handle, offset)
+    }
+    /// Ends the mirrors of counters.
+    fn pt_unmirror_imms(engine: *mut Engine, first: u32, count: u32) {
+        from("engine", engine)?.unmirror_imms(first, count);
+        Ok(())
     }
     /// Makes a watched word.
     fn pt_watcher_create(engine: *mut Engine, callback: WatchCallback, context: *mut c_void, watcher: *mut *mut UvmWatcher) {

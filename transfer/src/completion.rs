@@ -8,8 +8,9 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::task::{Context, Poll};
 use std::time::Duration;
 
-use crate::error::Outcome;
+use crate::error::{Error, Outcome};
 use crate::gate::Permit;
+use crate::joined::Joined;
 use crate::once::Once;
 #[cfg(feature = "capi")]
 use crate::sys::Word;
@@ -21,7 +22,7 @@ pub struct TransferId {
     pub(crate) id: u64,
 }
 
-/// A callback of an operation. It runs on the engine's callback thread.
+/// A callback of an operation. It runs on a callback thread of the engine.
 pub type Callback = Box<dyn FnOnce(Outcome) + Send>;
 
 /// Whom to tell that an operation is over. It is told exactly once.
@@ -38,6 +39,10 @@ pub(crate) enum Kind {
     Flag(Raised),
     #[cfg(feature = "capi")]
     Word(Word, Option<Callback>),
+    /// One of several that end as one.
+    Part(Arc<Joined<Done, Merged>>),
+    /// The engine itself: not one of its operations, and called where it ends.
+    Quiet(Callback),
 }
 
 impl fmt::Debug for Done {
@@ -49,6 +54,8 @@ impl fmt::Debug for Done {
             Kind::Flag(_) => "Done::flag",
             #[cfg(feature = "capi")]
             Kind::Word(..) => "Done::word",
+            Kind::Part(_) => "part of a Done",
+            Kind::Quiet(_) => "quiet Done",
         })
     }
 }
@@ -66,12 +73,23 @@ impl Done {
         Kind::Word(word, failed).into()
     }
 
+    /// As many as asked for, at least one: this is told when all of them have been.
+    pub(crate) fn split(self, parts: usize) -> impl Iterator<Item = Self> {
+        let joined = Arc::new(Joined::new(parts, self));
+        (0..parts).map(move |_| Kind::Part(Arc::clone(&joined)).into())
+    }
+
+    /// The engine itself, for what is no operation of a caller's. It must be quick.
+    pub(crate) fn quiet(call: impl FnOnce(Outcome) + Send + 'static) -> Self {
+        Kind::Quiet(Box::new(call)).into()
+    }
+
     /// Nobody. Failures still count in the metrics.
     pub fn ignore() -> Self {
         Kind::Ignore.into()
     }
 
-    /// A function, called on the engine's callback thread.
+    /// A function, called on a callback thread of the engine.
     pub fn callback(callback: impl FnOnce(Outcome) + Send + 'static) -> Self {
         Kind::Callback(Box::new(callback)).into()
     }
@@ -85,6 +103,25 @@ impl Done {
     /// An atomic flag to be polled. One flag may serve many operations. A submission that is refused leaves it as it was.
     pub fn flag(flag: &Arc<Flag>) -> Self {
         Kind::Flag(Raised::new(flag)).into()
+    }
+}
+
+/// What parts of an operation have come to: every transfer that failed, or the first other error.
+#[derive(Default)]
+pub(crate) struct Merged(Option<Error>);
+
+impl Merged {
+    /// Adds what one part has come to.
+    pub fn add(&mut self, outcome: Outcome) {
+        match (&mut self.0, outcome) {
+            (Some(Error::Transfer(known)), Err(Error::Transfer(more))) => known.extend(more),
+            (known @ None, outcome) => *known = outcome.err(),
+            (Some(_), _) => {}
+        }
+    }
+
+    pub fn outcome(self) -> Outcome {
+        self.0.map_or(Ok(()), Err)
     }
 }
 
@@ -163,5 +200,31 @@ impl Future for TransferFuture {
 
     fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Outcome> {
         self.once.poll(context.waker())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::error::{PeerName, Reason, TransferError};
+
+    #[test]
+    fn the_last_part_tells_what_all_have_come_to() {
+        let failed = |tag| {
+            let peer = PeerName { tag, group: 0 };
+            Err(Error::Transfer(vec![TransferError { peer, nic: None, reason: Reason::Deadline, may_land: false }]))
+        };
+        let (done, _future) = Done::future();
+        let parts: Vec<_> = done.split(4).collect();
+        let mut outcomes = [failed(1), Ok(()), failed(2), Err(Error::Closed)].into_iter();
+        let arrive = |part: &Done| match &part.kind {
+            Kind::Part(joined) => joined.arrive(|merged| outcomes.next().into_iter().for_each(|one| merged.add(one))),
+            _ => None,
+        };
+        let mut told: Vec<_> = parts.iter().filter_map(arrive).collect();
+        assert_eq!(told.len(), 1);
+        let error = told.pop().unwrap().1.outcome().unwrap_err();
+        let peers: Vec<_> = error.transfer_errors().iter().map(|error| error.peer.tag).collect();
+        assert_eq!(peers, [1, 2]);
     }
 }

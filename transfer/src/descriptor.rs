@@ -9,7 +9,7 @@ use crate::wire::{DecodeError, Reader, Writer};
 
 const ADDRESS_MAGIC: [u8; 4] = *b"PTNA";
 const REGION_MAGIC: [u8; 4] = *b"PTMR";
-const VERSION: u8 = 1;
+const VERSION: u8 = 2;
 /// Longest endpoint address of a provider, in bytes.
 pub(crate) const MAX_ENDPOINT: usize = 256;
 /// Most NICs of one device group.
@@ -66,6 +66,8 @@ pub(crate) struct PeerKey {
 }
 
 impl PeerKey {
+    pub const NOBODY: Self = Self { engine: 0, group: 0 };
+
     /// A name for messages. It must not give the identity away, because that is part of the address.
     pub fn name(self) -> PeerName {
         let mixed = (self.engine ^ 0x9e37_79b9_7f4a_7c15).wrapping_mul(0xff51_afd7_ed55_8ccd);
@@ -73,50 +75,27 @@ impl PeerKey {
     }
 }
 
-/// The address of one NIC of one engine. It is void once that engine has ended: a restarted process has a new one.
+/// The address of one NIC of one engine.
 #[derive(Clone, PartialEq, Eq, Hash)]
-pub struct NetAddr {
-    pub(crate) provider: ProviderKind,
-    pub(crate) key: PeerKey,
-    pub(crate) nic: u8,
-    pub(crate) endpoint: Vec<u8>,
+pub(crate) struct NicAddr {
+    pub provider: ProviderKind,
+    pub key: PeerKey,
+    pub nic: u8,
+    pub endpoint: Vec<u8>,
 }
 
-impl fmt::Debug for NetAddr {
+impl fmt::Debug for NicAddr {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "NetAddr({:?}, {}, NIC {})", self.provider, self.name(), self.nic)
+        write!(f, "NicAddr({:?}, {}, NIC {})", self.provider, self.name(), self.nic)
     }
 }
 
-impl NetAddr {
-    /// The name under which errors and events speak of the engine behind this address.
+impl NicAddr {
     pub fn name(&self) -> PeerName {
         self.key.name()
     }
 
-    /// The address of nobody.
-    pub(crate) fn none(provider: ProviderKind) -> Self {
-        Self { provider, key: PeerKey { engine: 0, group: 0 }, nic: 0, endpoint: Vec::new() }
-    }
-
-    /// The address as bytes, to be carried to other engines.
-    pub fn to_bytes(&self) -> Vec<u8> {
-        self.write(Writer::default().bytes(&ADDRESS_MAGIC).u8(VERSION)).finish()
-    }
-
-    /// Reads an address.
-    ///
-    /// # Errors
-    /// [`DecodeError`] for anything that `to_bytes` did not write.
-    pub fn from_bytes(bytes: &[u8]) -> Result<Self, DecodeError> {
-        let mut reader = Reader::new(bytes);
-        open(&mut reader, ADDRESS_MAGIC)?;
-        let address = Self::read(&mut reader)?;
-        reader.finish()?;
-        Ok(address)
-    }
-
-    pub(crate) fn write(&self, writer: Writer) -> Writer {
+    pub fn write(&self, writer: Writer) -> Writer {
         // An endpoint is at most MAX_ENDPOINT bytes, whether it came from a provider or from `read`.
         let len = self.endpoint.len() as u16;
         writer
@@ -128,7 +107,7 @@ impl NetAddr {
             .bytes(&self.endpoint)
     }
 
-    pub(crate) fn read(reader: &mut Reader<'_>) -> Result<Self, DecodeError> {
+    pub fn read(reader: &mut Reader<'_>) -> Result<Self, DecodeError> {
         let provider = ProviderKind::from_code(reader.u8()?)?;
         let key = PeerKey { engine: reader.u64()?, group: reader.u16()? };
         let nic = reader.u8()?;
@@ -138,6 +117,77 @@ impl NetAddr {
         }
         Ok(Self { provider, key, nic, endpoint: reader.bytes(len)?.to_vec() })
     }
+}
+
+/// The address of an engine: one NIC of each of its device groups, or of some of them. It is void once that engine has ended: a
+/// restarted process has a new one.
+#[derive(Clone, PartialEq, Eq, Hash)]
+pub struct NetAddr {
+    /// At least one, all of one engine, each of another device group.
+    pub(crate) groups: Arc<[NicAddr]>,
+}
+
+impl From<NicAddr> for NetAddr {
+    fn from(nic: NicAddr) -> Self {
+        Self { groups: Arc::from([nic]) }
+    }
+}
+
+impl fmt::Debug for NetAddr {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "NetAddr({}", self.name())?;
+        self.groups.iter().try_for_each(|nic| write!(f, ", {:?} NIC {}", nic.provider, nic.nic))?;
+        f.write_str(")")
+    }
+}
+
+impl NetAddr {
+    /// The name under which errors and events speak of the engine behind this address, in its first device group.
+    pub fn name(&self) -> PeerName {
+        self.key().name()
+    }
+
+    pub(crate) fn key(&self) -> PeerKey {
+        self.groups.first().map_or(PeerKey::NOBODY, |nic| nic.key)
+    }
+
+    /// The address as bytes, to be carried to other engines.
+    pub fn to_bytes(&self) -> Vec<u8> {
+        // An engine has at most 255 device groups.
+        let writer = Writer::default().bytes(&ADDRESS_MAGIC).u8(VERSION).u8(self.groups.len() as u8);
+        self.groups.iter().fold(writer, |writer, nic| nic.write(writer)).finish()
+    }
+
+    /// Reads an address.
+    ///
+    /// # Errors
+    /// [`DecodeError`] for anything that `to_bytes` did not write.
+    pub fn from_bytes(bytes: &[u8]) -> Result<Self, DecodeError> {
+        let mut reader = Reader::new(bytes);
+        open(&mut reader, ADDRESS_MAGIC)?;
+        let groups = read_groups(&mut reader, NicAddr::read, |nic| nic.key)?;
+        reader.finish()?;
+        Ok(Self { groups: groups.into() })
+    }
+}
+
+/// Reads what leads to one engine: at least one device group of it, each once.
+fn read_groups<T>(
+    reader: &mut Reader<'_>,
+    mut read: impl FnMut(&mut Reader<'_>) -> Result<T, DecodeError>,
+    key: impl Fn(&T) -> PeerKey,
+) -> Result<Vec<T>, DecodeError> {
+    let count = reader.u8()?;
+    let mut groups: Vec<T> = Vec::new();
+    for _ in 0..count {
+        let group = read(reader)?;
+        let own = key(&group);
+        if groups.iter().map(&key).any(|other| other.engine != own.engine || other.group == own.group) {
+            return Err(DecodeError::Value("device groups"));
+        }
+        groups.push(group);
+    }
+    if groups.is_empty() { Err(DecodeError::Value("device groups")) } else { Ok(groups) }
 }
 
 fn open(reader: &mut Reader<'_>, magic: [u8; 4]) -> Result<(), DecodeError> {
@@ -154,7 +204,7 @@ fn open(reader: &mut Reader<'_>, magic: [u8; 4]) -> Result<(), DecodeError> {
 pub(crate) fn read_nics<T>(
     reader: &mut Reader<'_>,
     mut read: impl FnMut(&mut Reader<'_>) -> Result<T, DecodeError>,
-    address: impl Fn(&T) -> &NetAddr,
+    address: impl Fn(&T) -> &NicAddr,
 ) -> Result<Vec<T>, DecodeError> {
     let count = usize::from(reader.u8()?);
     if count == 0 || count > MAX_NICS {
@@ -184,24 +234,32 @@ pub enum Device {
 /// What a NIC needs to write into a region of a peer.
 #[derive(Clone, PartialEq, Eq)]
 pub(crate) struct NicKey {
-    pub address: NetAddr,
+    pub address: NicAddr,
     /// What offset 0 of the region is called on the wire: a virtual address, or 0, as the provider has it.
     pub base: u64,
     pub rkey: u64,
 }
+
+/// What is needed to write into a region over one device group of its owner: one key per NIC.
+pub(crate) type GroupKeys = Arc<[NicKey]>;
 
 /// A registered memory region, as others see it: whoever holds it may write to the region, so treat it as a secret.
 #[derive(Clone, PartialEq, Eq)]
 pub struct MrDesc {
     pub(crate) len: u64,
     pub(crate) device: Device,
-    pub(crate) nics: Arc<[NicKey]>,
+    /// At least one, all of one engine, each of another device group.
+    pub(crate) groups: Arc<[GroupKeys]>,
 }
 
 impl fmt::Debug for MrDesc {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let nics = self.nics.len();
-        write!(f, "MrDesc({}, {} bytes, {:?}, {nics} NICs)", self.name(), self.len, self.device)
+        write!(f, "MrDesc({}, {} bytes, {:?}", self.name(), self.len, self.device)?;
+        for keys in self.groups.iter() {
+            let provider = keys.first().map(|nic| nic.address.provider);
+            provider.map_or(Ok(()), |provider| write!(f, ", {provider:?} {} NICs", keys.len()))?;
+        }
+        f.write_str(")")
     }
 }
 
@@ -221,18 +279,18 @@ impl MrDesc {
         self.device
     }
 
-    /// How many NICs its owner's device group has.
+    /// How many NICs the first device group has that its owner has registered it for.
     pub fn num_nics(&self) -> usize {
-        self.nics.len()
+        self.groups.first().map_or(0, |keys| keys.len())
     }
 
-    /// The name under which errors and events speak of the region's owner.
+    /// The name under which errors and events speak of the region's owner, in its first device group.
     pub fn name(&self) -> PeerName {
         self.key().name()
     }
 
     pub(crate) fn key(&self) -> PeerKey {
-        self.nics.first().map_or(PeerKey { engine: 0, group: 0 }, |nic| nic.address.key)
+        self.groups.first().map_or(PeerKey::NOBODY, |keys| group_key(keys))
     }
 
     /// The descriptor as bytes, to be carried to those who may write to the region.
@@ -242,9 +300,11 @@ impl MrDesc {
             Device::Cuda(ordinal) => (1, ordinal),
         };
         let writer = Writer::default().bytes(&REGION_MAGIC).u8(VERSION).u64(self.len).u8(kind).u16(ordinal);
-        // At most MAX_NICS: a builder and `read_nics` both see to it.
-        let writer = writer.u8(self.nics.len() as u8);
-        self.nics.iter().fold(writer, |writer, nic| nic.address.write(writer).u64(nic.base).u64(nic.rkey)).finish()
+        let writer = writer.u8(self.groups.len() as u8);
+        // At most MAX_NICS each: a builder and `read_nics` both see to it.
+        let nic = |writer: Writer, nic: &NicKey| nic.address.write(writer).u64(nic.base).u64(nic.rkey);
+        let keys = |writer: Writer, keys: &GroupKeys| keys.iter().fold(writer.u8(keys.len() as u8), nic);
+        self.groups.iter().fold(writer, keys).finish()
     }
 
     /// Reads a descriptor.
@@ -260,17 +320,22 @@ impl MrDesc {
             (1, ordinal) => Device::Cuda(ordinal),
             _ => return Err(DecodeError::Value("device")),
         };
-        let read = |reader: &mut Reader<'_>| {
-            let key = NicKey { address: NetAddr::read(reader)?, base: reader.u64()?, rkey: reader.u64()? };
+        let nic = |reader: &mut Reader<'_>| {
+            let key = NicKey { address: NicAddr::read(reader)?, base: reader.u64()?, rkey: reader.u64()? };
             match key.base.checked_add(len) {
                 Some(_) => Ok(key),
                 None => Err(DecodeError::Value("base")),
             }
         };
-        let nics = read_nics(&mut reader, read, |nic| &nic.address)?;
+        let keys = |reader: &mut Reader<'_>| Ok(read_nics(reader, nic, |nic| &nic.address)?.into());
+        let groups = read_groups(&mut reader, keys, |keys: &GroupKeys| group_key(keys))?;
         reader.finish()?;
-        Ok(Self { len, device, nics: nics.into() })
+        Ok(Self { len, device, groups: groups.into() })
     }
+}
+
+pub(crate) fn group_key(keys: &[NicKey]) -> PeerKey {
+    keys.first().map_or(PeerKey::NOBODY, |nic| nic.address.key)
 }
 
 #[cfg(test)]
@@ -279,17 +344,26 @@ mod tests {
 
     use super::*;
 
-    fn address(engine: u64, group: u16, nic: u8, endpoint: Vec<u8>) -> NetAddr {
-        NetAddr { provider: ProviderKind::Sim, key: PeerKey { engine, group }, nic, endpoint }
+    fn address(engine: u64, group: u16, nic: u8, endpoint: Vec<u8>) -> NicAddr {
+        NicAddr { provider: ProviderKind::Sim, key: PeerKey { engine, group }, nic, endpoint }
+    }
+
+    fn region_of(len: u64, groups: Vec<Vec<NicKey>>) -> MrDesc {
+        MrDesc { len, device: Device::Host, groups: groups.into_iter().map(GroupKeys::from).collect() }
     }
 
     fn region() -> impl Strategy<Value = MrDesc> {
         let endpoints = prop::collection::vec(prop::collection::vec(any::<u8>(), 0..40), 1..=MAX_NICS);
         let device = prop_oneof![Just(Device::Host), any::<u16>().prop_map(Device::Cuda)];
-        (any::<u64>(), any::<u16>(), 0..=u64::MAX / 2, device, endpoints, 0..u64::MAX / 2, any::<u64>()).prop_map(
-            |(engine, group, len, device, endpoints, base, rkey)| {
-                let key = |(nic, endpoint)| NicKey { address: address(engine, group, nic, endpoint), base, rkey };
-                MrDesc { len, device, nics: (0..).zip(endpoints).map(key).collect() }
+        let groups = prop::collection::vec((endpoints, any::<u64>()), 1..4);
+        (any::<u64>(), any::<u16>(), 0..=u64::MAX / 2, device, groups, 0..u64::MAX / 2).prop_map(
+            |(engine, group, len, device, groups, base)| {
+                let keys = |(at, (endpoints, rkey)): (u16, (Vec<Vec<u8>>, u64))| {
+                    let address = |nic, endpoint| address(engine, group.wrapping_add(at), nic, endpoint);
+                    let key = |(nic, endpoint)| NicKey { address: address(nic, endpoint), base, rkey };
+                    (0..).zip(endpoints).map(key).collect()
+                };
+                MrDesc { len, device, groups: (0..).zip(groups).map(keys).collect() }
             },
         )
     }
@@ -299,9 +373,8 @@ mod tests {
         fn descriptors_come_back(region in region()) {
             let bytes = region.to_bytes();
             prop_assert_eq!(&MrDesc::from_bytes(&bytes), &Ok(region.clone()));
-            for nic in region.nics.iter() {
-                prop_assert_eq!(&NetAddr::from_bytes(&nic.address.to_bytes()), &Ok(nic.address.clone()));
-            }
+            let address = NetAddr { groups: region.groups.iter().map(|keys| keys[0].address.clone()).collect() };
+            prop_assert_eq!(&NetAddr::from_bytes(&address.to_bytes()), &Ok(address));
             for cut in 0..bytes.len() {
                 prop_assert!(MrDesc::from_bytes(&bytes[..cut]).is_err());
             }
@@ -329,8 +402,8 @@ mod tests {
     fn nothing_shown_gives_an_address_or_a_key_away() {
         let address = address(0x1122_3344_5566_7788, 0, 0, vec![10, 1, 2, 3]);
         let key = NicKey { address: address.clone(), base: 0xabcd_ef01, rkey: 987_654_321 };
-        let region = MrDesc { len: 4096, device: Device::Host, nics: [key].into() };
-        for shown in [format!("{address:?}"), format!("{region:?}"), region.name().to_string()] {
+        let region = region_of(4096, vec![vec![key]]);
+        for shown in [format!("{:?}", NetAddr::from(address)), format!("{region:?}"), region.name().to_string()] {
             for secret in ["11223344", "1234605616436508552", "10, 1, 2, 3", "abcdef01", "987654321"] {
                 assert!(!shown.contains(secret), "{shown}");
             }
@@ -341,15 +414,26 @@ mod tests {
     fn nics_are_of_one_group_and_in_order() {
         let key = |engine, nic| NicKey { address: address(engine, 0, nic, vec![1]), base: 0, rkey: 1 };
         for nics in [vec![], vec![key(1, 1)], vec![key(1, 0), key(1, 0)], vec![key(1, 0), key(2, 1)]] {
-            let region = MrDesc { len: 1, device: Device::Host, nics: nics.into() };
+            let region = region_of(1, vec![nics]);
             assert_eq!(MrDesc::from_bytes(&region.to_bytes()), Err(DecodeError::Value("NICs")));
+        }
+    }
+
+    #[test]
+    fn device_groups_are_of_one_engine_and_differ() {
+        let key = |engine, group| vec![NicKey { address: address(engine, group, 0, vec![1]), base: 0, rkey: 1 }];
+        for groups in [vec![], vec![key(1, 0), key(1, 0)], vec![key(1, 0), key(2, 1)]] {
+            let region = region_of(1, groups.clone());
+            assert_eq!(MrDesc::from_bytes(&region.to_bytes()), Err(DecodeError::Value("device groups")));
+            let address = NetAddr { groups: groups.iter().map(|keys| keys[0].address.clone()).collect() };
+            assert_eq!(NetAddr::from_bytes(&address.to_bytes()), Err(DecodeError::Value("device groups")));
         }
     }
 
     #[test]
     fn a_region_ends_inside_the_address_space() {
         let nics = vec![NicKey { address: address(1, 0, 0, vec![]), base: u64::MAX, rkey: 0 }];
-        let region = MrDesc { len: 1, device: Device::Host, nics: nics.into() };
+        let region = region_of(1, vec![nics]);
         assert_eq!(MrDesc::from_bytes(&region.to_bytes()), Err(DecodeError::Value("base")));
     }
 }

@@ -2,148 +2,41 @@
 
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
-use std::thread::{JoinHandle, ThreadId};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
 use std::time::Duration;
 
 use crate::apart::Apart;
 use crate::auth::hashed;
-use crate::callbacks::{self, PeerEvent};
+use crate::callbacks::{self, Jobs, PeerCallback, PeerEvent, Repeated, Side};
 use crate::descriptor::{Device, MAX_NICS, NetAddr, ProviderKind};
 use crate::error::{Error, PeerName, Reason};
 use crate::gate::{Gate, WhenFull};
-use crate::host::HostNic;
-use crate::libfabric::FabricNic;
-use crate::nvlink::NvlinkNic;
+use crate::group::DeviceGroup;
 use crate::once::Once;
-use crate::provider::Opener;
+use crate::pools::Pools;
+use crate::provider::{Limits, Registrar};
 use crate::queue::Queue;
 use crate::reserved::Reserved;
 use crate::shared::{Config, Shared};
-use crate::sim::SimNetwork;
 use crate::sys::{EventFd, Home, exact_timers, pin_thread};
-use crate::tcp::TcpNic;
-use crate::topology::cpus_near;
-use crate::verbs::VerbsNic;
 use crate::watcher::Watchers;
-use crate::worker::Worker;
 use crate::worker::command::Command;
+use crate::worker::{Queues, Worker};
 
+/// More threads than anybody needs for callbacks.
+const MOST_CALLBACK_THREADS: usize = 64;
 /// How long a call waits for an answer of the engine's own thread.
 pub(crate) const ANSWER: Duration = Duration::from_secs(30);
-
-/// One device, the NICs that serve it, and where their worker thread runs.
-pub struct DeviceGroup {
-    nics: Vec<Opener>,
-    kind: ProviderKind,
-    device: Device,
-    cpus: Option<Vec<usize>>,
-}
-
-impl fmt::Debug for DeviceGroup {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "DeviceGroup({:?}, {} NICs)", self.device, self.nics.len())
-    }
-}
-
-impl DeviceGroup {
-    /// Host memory behind some NICs of a simulated network.
-    pub fn sim(network: &SimNetwork, nics: usize) -> Self {
-        let open = |_| -> Opener {
-            let network = network.clone();
-            Box::new(move || Ok(Box::new(network.add_nic())))
-        };
-        Self { nics: (0..nics).map(open).collect(), kind: ProviderKind::Sim, device: Device::Host, cpus: None }
-    }
-
-    /// Host memory of ranks of one host, over shared memory, as so many NICs. One is as fast as several.
-    pub fn host(nics: usize) -> Self {
-        let open = |_| -> Opener { Box::new(|| Ok(Box::new(HostNic::open()?))) };
-        Self { nics: (0..nics).map(open).collect(), kind: ProviderKind::Host, device: Device::Host, cpus: None }
-    }
-
-    /// Host memory over TCP, between any machines. `sources` has one entry per NIC: an address of this machine, or a name that stands for
-    /// one; None is the address that leads to other machines.
-    pub fn tcp(sources: &[Option<&str>]) -> Self {
-        let open = |source: &Option<&str>| -> Opener {
-            let source = source.map(str::to_owned);
-            Box::new(move || Ok(Box::new(TcpNic::open(source.as_deref())?)))
-        };
-        Self { nics: sources.iter().map(open).collect(), kind: ProviderKind::Tcp, device: Device::Host, cpus: None }
-    }
-
-    /// Host memory behind endpoints of a libfabric provider: "net" with the addresses of this machine's NICs, or "efa". `sources` has
-    /// one entry per NIC; None leaves the choice to the provider. "tcp" is the same as [`DeviceGroup::tcp`], and "shm" as
-    /// [`DeviceGroup::host`] with as many NICs; both need no library. libfabric's own TCP has the name "tcp;ofi_rxm".
-    ///
-    /// The library is loaded by [`Builder::build`], which reports what is missing.
-    pub fn libfabric(provider: &str, sources: &[Option<&str>]) -> Self {
-        if provider == "shm" {
-            return Self::host(sources.len());
-        }
-        if provider == "tcp" {
-            return Self::tcp(sources);
-        }
-        let open = |source: &Option<&str>| -> Opener {
-            let (provider, source) = (provider.to_owned(), source.map(str::to_owned));
-            Box::new(move || Ok(Box::new(FabricNic::open(&provider, source.as_deref())?)))
-        };
-        let nics = sources.iter().map(open).collect();
-        Self { nics, kind: ProviderKind::Libfabric, device: Device::Host, cpus: None }
-    }
-
-    /// A GPU and its peers in other processes of this machine, under its number in CUDA. It moves memory that comes from
-    /// cudaMalloc, and host memory, which it pins.
-    ///
-    /// The driver is loaded by [`Builder::build`], which reports what is missing.
-    pub fn nvlink(ordinal: u16) -> Self {
-        let open: Opener = Box::new(move || Ok(Box::new(NvlinkNic::open(ordinal)?)));
-        Self { nics: vec![open], kind: ProviderKind::Nvlink, device: Device::Cuda(ordinal), cpus: None }
-    }
-
-    /// Host memory behind ports of InfiniBand or RoCE NICs, as `device`, `device:port` or `device:port:gid_index`; the port is 1
-    /// and the address the best RoCE v2 one (IPv4 first) unless said otherwise.
-    ///
-    /// libibverbs is loaded by [`Builder::build`], which reports what is missing.
-    pub fn verbs(devices: &[&str]) -> Self {
-        let open = |device: &&str| -> Opener {
-            let device = (*device).to_owned();
-            Box::new(move || Ok(Box::new(VerbsNic::open(&device)?)))
-        };
-        let nics = devices.iter().map(open).collect();
-        Self { nics, kind: ProviderKind::Verbs, device: Device::Host, cpus: None }
-    }
-
-    #[cfg(test)]
-    pub(crate) fn kind(&self) -> ProviderKind {
-        self.kind
-    }
-
-    /// Whose memory the group moves; the host's unless said otherwise.
-    pub fn device(mut self, device: Device) -> Self {
-        self.device = device;
-        self
-    }
-
-    /// Pins the worker thread to these processors.
-    pub fn cpus(mut self, cpus: Vec<usize>) -> Self {
-        self.cpus = Some(cpus);
-        self
-    }
-
-    /// Pins the worker thread near a network device, where the machine says what is near it.
-    pub fn near(mut self, network_device: &str) -> Self {
-        self.cpus = cpus_near(network_device);
-        self
-    }
-}
 
 /// What an engine is made of. Every setting has a default, except for the device groups.
 pub struct Builder {
     groups: Vec<DeviceGroup>,
     config: Config,
     secret_is_empty: bool,
-    peer_callback: Option<callbacks::PeerCallback>,
+    peer_callback: Option<PeerCallback>,
+    /// Whose callbacks there may be.
+    sides: Vec<Side>,
 }
 
 impl fmt::Debug for Builder {
@@ -153,7 +46,8 @@ impl fmt::Debug for Builder {
 }
 
 impl Builder {
-    /// Adds a device group. The first one's first NIC has the main address.
+    /// Adds a device group, over any provider. All of them share the engine's counters. A peer is reached over the best one that it
+    /// has, too: NVLink or shared memory inside a machine, otherwise the network that was added first.
     pub fn group(mut self, group: DeviceGroup) -> Self {
         self.groups.push(group);
         self
@@ -211,13 +105,39 @@ impl Builder {
         self
     }
 
-    /// Called on the callback thread whenever a peer comes or goes.
-    pub fn on_peer_event(mut self, callback: impl Fn(PeerEvent) + Send + Sync + 'static) -> Self {
-        self.peer_callback = Some(Arc::new(callback));
+    /// Pins the threads that are no device group's own, for callbacks and watched words, to these processors.
+    pub fn cpus(mut self, cpus: Vec<usize>) -> Self {
+        self.config.cpus = Some(cpus);
         self
     }
 
-    fn check(&self) -> Result<ProviderKind, Error> {
+    /// Called on a callback thread whenever a peer comes or goes, one event after the other.
+    pub fn on_peer_event(mut self, callback: impl Fn(PeerEvent) + Send + Sync + 'static) -> Self {
+        self.peer_callback = Some(Repeated::new(Side::Own, callback));
+        self
+    }
+
+    /// How many threads call callbacks. With several, a slow callback holds the others up only where they come in an order: peer
+    /// events, the messages of one pool, the changes of one word. Default: 1.
+    pub fn callback_threads(mut self, count: usize) -> Self {
+        self.config.callback_threads = count;
+        self
+    }
+
+    /// There are Python's callbacks, too, and they get threads of their own.
+    #[cfg(feature = "python")]
+    pub(crate) fn with_python(mut self) -> Self {
+        self.sides.push(Side::Python);
+        self
+    }
+
+    #[cfg(feature = "python")]
+    pub(crate) fn tell_python(mut self, callback: impl Fn(PeerEvent) + Send + Sync + 'static) -> Self {
+        self.peer_callback = Some(Repeated::new(Side::Python, callback));
+        self
+    }
+
+    fn check(&self) -> Result<(), Error> {
         let Config { heartbeat_interval, heartbeat_timeout, connect_timeout, grace, .. } = &self.config;
         if heartbeat_interval.is_zero() || heartbeat_timeout < &(2 * *heartbeat_interval) {
             let problem = format!(
@@ -234,8 +154,15 @@ impl Builder {
         if self.config.min_shard == 0 {
             return Err(Error::argument("min_shard", "0 came; at least 1 is needed"));
         }
-        if self.config.max_submissions == 0 {
-            return Err(Error::argument("max_submissions", "0 came; at least 1 is needed"));
+        let Config { max_submissions, callback_threads, .. } = self.config;
+        for (name, value) in [("max_submissions", max_submissions), ("callback_threads", callback_threads)] {
+            if value == 0 {
+                return Err(Error::argument(name, "0 came; at least 1 is needed"));
+            }
+        }
+        if callback_threads > MOST_CALLBACK_THREADS {
+            let problem = format!("{callback_threads} came; at most {MOST_CALLBACK_THREADS} are allowed");
+            return Err(Error::argument("callback_threads", problem));
         }
         if self.secret_is_empty {
             return Err(Error::argument("secret", "an empty secret came; leave it out or give some bytes"));
@@ -244,17 +171,16 @@ impl Builder {
             let problem = format!("{} came; at most {} are allowed", self.groups.len(), u8::MAX);
             return Err(Error::argument("group", problem));
         }
-        let mut kind = None;
         for group in &self.groups {
             if group.nics.is_empty() || group.nics.len() > MAX_NICS {
                 let problem = format!("{} came; 1 to {MAX_NICS} are allowed", group.nics.len());
                 return Err(Error::argument("nics", problem));
             }
-            if *kind.get_or_insert(group.kind) != group.kind {
-                return Err(Error::argument("group", "groups of different providers came; one engine has one"));
-            }
         }
-        kind.ok_or_else(|| Error::argument("group", "none came; an engine needs a device group"))
+        if self.groups.is_empty() {
+            return Err(Error::argument("group", "none came; an engine needs a device group"));
+        }
+        Ok(())
     }
 
     /// Starts the engine's threads.
@@ -263,7 +189,7 @@ impl Builder {
     /// [`Error::Argument`] for settings that contradict each other; [`Error::System`] where a thread cannot be started or
     /// pinned; whatever the provider reports.
     pub fn build(self) -> Result<Engine, Error> {
-        let kind = self.check()?;
+        self.check()?;
         let mut identity = [0; 8];
         let failed = |error: getrandom::Error| Error::System { what: "getrandom", why: error.to_string() };
         getrandom::fill(&mut identity).map_err(failed)?;
@@ -275,32 +201,33 @@ impl Builder {
             reserved: Reserved::default(),
             gate: Gate::new(self.config.max_submissions, self.config.when_full),
             metrics: Apart::default(),
-            jobs: Queue::default(),
-            pool: Mutex::default(),
-            peer_callback: Mutex::new(self.peer_callback),
+            jobs: Jobs::default(),
+            pools: Pools::default(),
+            peer_callback: self.peer_callback,
         });
         let watchers = Arc::new(Watchers::default());
         let mut inner = Inner {
-            kind,
             home: Home::here(),
             shared: Arc::clone(&shared),
             watchers,
             groups: Vec::new(),
+            queues: Queues::default(),
             next_id: AtomicU64::new(1),
             rotation: AtomicUsize::new(0),
             closed: AtomicBool::new(false),
-            callback_thread: OnceLock::new(),
+            callback_threads: Mutex::default(),
             threads: Mutex::default(),
             watcher_thread: Mutex::default(),
         };
-        let callback_thread = spawn("callbacks", move || callbacks::run(shared.engine, &shared.jobs, &shared.metrics))?;
-        let _ = inner.callback_thread.set(callback_thread.thread().id());
-        inner.threads = Mutex::new(vec![callback_thread]);
+        for side in self.sides {
+            inner.add_callback_threads(side)?;
+        }
         for group in self.groups {
             inner.add_group(group)?;
         }
         let engine = Engine { inner: Arc::new(inner) };
-        tracing::debug!(engine = %engine.name(), groups = engine.inner.groups.len(), ?kind, "engine started");
+        let kinds: Vec<_> = engine.inner.groups.iter().map(|group| group.kind).collect();
+        tracing::debug!(engine = %engine.name(), groups = kinds.len(), ?kinds, "engine started");
         Ok(engine)
     }
 }
@@ -311,48 +238,85 @@ fn spawn(role: &str, work: impl FnOnce() + Send + 'static) -> Result<JoinHandle<
     named.spawn(work).map_err(|error| Error::System { what: "starting a thread", why: error.to_string() })
 }
 
+/// Starts a thread on some processors, if any are named, and says whether that worked.
+fn spawn_on(
+    cpus: Option<Vec<usize>>,
+    role: &str,
+    work: impl FnOnce() + Send + 'static,
+) -> Result<JoinHandle<()>, Error> {
+    let started: Arc<Once<Result<(), Error>>> = Arc::new(Once::default());
+    let report = Arc::clone(&started);
+    let thread = spawn(role, move || {
+        let pinned = cpus.as_deref().map_or(Ok(()), pin_thread);
+        let go = pinned.is_ok();
+        report.set(pinned);
+        if go {
+            work();
+        }
+    })?;
+    started.wait(ANSWER).unwrap_or(Err(Error::Timeout { what: "starting a thread", after: ANSWER }))?;
+    Ok(thread)
+}
+
 /// What callers need to know of a device group.
 pub(crate) struct Group {
+    pub kind: ProviderKind,
     pub device: Device,
     /// Whether it moves host memory too, where no group is there for that.
     pub takes_host: bool,
+    /// One per NIC.
     pub addresses: Vec<NetAddr>,
-    pub max_write: u64,
-    pub max_frame: usize,
+    pub limits: Limits,
+    /// One per NIC, where registering takes long.
+    pub registrars: Vec<Option<Arc<dyn Registrar>>>,
     pub commands: Arc<Queue<Command>>,
 }
 
 pub(crate) struct Inner {
-    pub kind: ProviderKind,
     pub home: Home,
     pub shared: Arc<Shared>,
     watchers: Arc<Watchers>,
     pub groups: Vec<Group>,
+    /// Those of the groups, for the groups.
+    queues: Queues,
     pub next_id: AtomicU64,
     pub rotation: AtomicUsize,
     pub closed: AtomicBool,
-    callback_thread: OnceLock<ThreadId>,
-    /// The callback thread first, then the workers.
+    callback_threads: Mutex<Vec<JoinHandle<()>>>,
+    /// The workers'.
     threads: Mutex<Vec<JoinHandle<()>>>,
     watcher_thread: Mutex<Option<JoinHandle<()>>>,
 }
 
 impl Inner {
+    fn add_callback_threads(&mut self, side: Side) -> Result<(), Error> {
+        for _ in 0..self.shared.config.callback_threads {
+            let shared = Arc::clone(&self.shared);
+            let cpus = shared.config.cpus.clone();
+            let work = move || callbacks::run(shared.engine, side, &shared.jobs, &shared.metrics);
+            let threads = self.callback_threads.get_mut().unwrap_or_else(PoisonError::into_inner);
+            threads.push(spawn_on(cpus, "callbacks", work)?);
+        }
+        Ok(())
+    }
+
     fn add_group(&mut self, group: DeviceGroup) -> Result<(), Error> {
         let bell = Arc::new(EventFd::new()?);
         let rung = Arc::clone(&bell);
         let commands = Arc::new(Queue::new(Some(Box::new(move || rung.ring()))));
-        let (queue, shared) = (Arc::clone(&commands), Arc::clone(&self.shared));
+        let (queue, shared, queues) = (Arc::clone(&commands), Arc::clone(&self.shared), Arc::clone(&self.queues));
+        queues.lock().unwrap_or_else(PoisonError::into_inner).push(Arc::clone(&commands));
         let index = self.groups.len() as u16;
         let started = Arc::new(Once::default());
         let report = Arc::clone(&started);
-        let DeviceGroup { nics, kind, device, cpus } = group;
+        let (kind, device, cpus) = (group.kind, group.device, group.cpus.clone());
         let worker = spawn(&format!("worker{index}"), move || {
             exact_timers();
             let pinned = cpus.as_deref().map_or(Ok(()), pin_thread);
-            match pinned.and_then(|()| Worker::new(shared, (queue, bell), index, kind, nics)) {
+            match pinned.and_then(|()| Worker::new(shared, queues, (queue, bell), index, group)) {
                 Ok(worker) => {
-                    report.set(Ok((worker.addresses().to_vec(), worker.limits())));
+                    let addresses = worker.addresses().iter().cloned().map(NetAddr::from).collect();
+                    report.set(Ok((addresses, worker.limits(), worker.registrars())));
                     worker.run();
                 }
                 Err(error) => {
@@ -362,9 +326,9 @@ impl Inner {
         })?;
         self.threads.get_mut().unwrap_or_else(PoisonError::into_inner).push(worker);
         let timeout = Error::Timeout { what: "starting a worker", after: ANSWER };
-        let (addresses, (max_write, max_frame)) = started.wait(ANSWER).ok_or(timeout)??;
+        let (addresses, limits, registrars) = started.wait(ANSWER).ok_or(timeout)??;
         let takes_host = kind == ProviderKind::Nvlink;
-        self.groups.push(Group { device, takes_host, addresses, max_write, max_frame, commands });
+        self.groups.push(Group { kind, device, takes_host, addresses, limits, registrars, commands });
         Ok(())
     }
 
@@ -372,7 +336,7 @@ impl Inner {
         let mut thread = self.watcher_thread.lock().unwrap_or_else(PoisonError::into_inner);
         if thread.is_none() {
             let (watchers, shared) = (Arc::clone(&self.watchers), Arc::clone(&self.shared));
-            *thread = Some(spawn("watcher", move || {
+            *thread = Some(spawn_on(self.shared.config.cpus.clone(), "watcher", move || {
                 exact_timers();
                 watchers.run(&shared);
             })?);
@@ -383,7 +347,7 @@ impl Inner {
     /// Takes back writes that wait for a word, and tells whoever waits for them.
     pub fn disarm(&self, id: u64) -> bool {
         let armed = self.watchers.disarm(id);
-        let waited = armed.is_some();
+        let waited = !armed.is_empty();
         armed.into_iter().for_each(|armed| armed.end(&Reason::Cancelled, &self.shared));
         waited
     }
@@ -394,8 +358,10 @@ impl Inner {
         }
         if self.home.check().is_err() {
             // A fork has nothing to end, and no threads to wait for. Their handles are of no use here.
-            let threads = self.threads.try_lock().map(|mut threads| std::mem::take(&mut *threads));
-            std::mem::forget((threads, self.watcher_thread.try_lock().map(|mut thread| thread.take())));
+            for threads in [&self.threads, &self.callback_threads] {
+                std::mem::forget(threads.try_lock().map(|mut threads| std::mem::take(&mut *threads)));
+            }
+            std::mem::forget(self.watcher_thread.try_lock().map(|mut thread| thread.take()));
             return;
         }
         self.watchers.stop();
@@ -405,7 +371,6 @@ impl Inner {
         }
         let mut threads = std::mem::take(&mut *self.threads.lock().unwrap_or_else(PoisonError::into_inner));
         threads.extend(self.watcher_thread.lock().unwrap_or_else(PoisonError::into_inner).take());
-        let callbacks = if threads.is_empty() { None } else { Some(threads.remove(0)) };
         // The engine's threads catch panics of callbacks; a worker that panicked all the same has nothing to return.
         threads.into_iter().for_each(|thread| drop(thread.join()));
         let mut left = Vec::new();
@@ -415,9 +380,9 @@ impl Inner {
         }
         self.shared.jobs.close();
         // An engine that is closed by one of its own callbacks cannot wait for that callback.
-        let own = self.callback_thread.get() == Some(&std::thread::current().id());
-        if let Some(thread) = callbacks.filter(|_| !own) {
-            drop(thread.join());
+        if !callbacks::is_inside(self.shared.engine) {
+            let threads = std::mem::take(&mut *self.callback_threads.lock().unwrap_or_else(PoisonError::into_inner));
+            threads.into_iter().for_each(|thread| drop(thread.join()));
         }
     }
 }
@@ -454,14 +419,17 @@ impl Engine {
             busy_poll: false,
             max_submissions: 1 << 16,
             when_full: WhenFull::Wait,
+            cpus: None,
+            callback_threads: 1,
         };
-        Builder { groups: Vec::new(), config, secret_is_empty: false, peer_callback: None }
+        let sides = vec![Side::Own];
+        Builder { groups: Vec::new(), config, secret_is_empty: false, peer_callback: None, sides }
     }
 
-    /// The address of the first NIC of the first device group: what other engines need to reach this one.
+    /// The address of the first NIC of every device group: what other engines need to reach this one over whichever they share.
     pub fn main_address(&self) -> NetAddr {
-        // The builder refuses an engine without groups, and a group without NICs.
-        self.group_address(0).unwrap_or_else(|| NetAddr::none(self.inner.kind))
+        let first = |group: &Group| group.addresses.first().and_then(|address| address.groups.first()).cloned();
+        NetAddr { groups: self.inner.groups.iter().filter_map(first).collect() }
     }
 
     /// The address of the first NIC of a device group.
@@ -486,7 +454,7 @@ impl Engine {
     }
 
     /// Ends the engine: what is under way is stopped and told so, peers hear goodbye, all threads end. Calling it again does
-    /// nothing. Called from one of the engine's own callbacks, it returns before the callback thread has ended.
+    /// nothing. Called from one of the engine's own callbacks, it returns before the callback threads have ended.
     pub fn close(&self) {
         self.inner.close();
     }

@@ -10,6 +10,13 @@ pub struct PeerName {
     pub(crate) group: u16,
 }
 
+impl PeerName {
+    /// Which of its engine's device groups it is.
+    pub fn device_group(&self) -> u16 {
+        self.group
+    }
+}
+
 impl fmt::Display for PeerName {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{:08x}/{}", self.tag, self.group)
@@ -140,7 +147,7 @@ pub struct TransferError {
     pub nic: Option<usize>,
     /// Why.
     pub reason: Reason,
-    /// True where the network could not confirm that nothing more can land in the peer's memory.
+    /// True where the network could not confirm that nothing more can land: in the peer's memory, or of a read in the own.
     pub may_land: bool,
 }
 
@@ -152,7 +159,7 @@ impl fmt::Display for TransferError {
         }
         write!(f, ": {}", self.reason)?;
         if self.may_land {
-            f.write_str(" (a write may still land)")?;
+            f.write_str(" (bytes may still land)")?;
         }
         Ok(())
     }

@@ -18,8 +18,8 @@ pub(crate) const EXPECTATIONS: usize = usize::MAX;
 pub struct ExpectOptions<'a> {
     /// Time until it fails; the engine's default if None.
     pub deadline: Option<Duration>,
-    /// Those who are to send, by the address of any NIC of the device group that writes. If one of them is down or goes down,
-    /// the expectation fails at once. Nobody: anybody may send.
+    /// Those who are to send, each by any address of its engine. If one of them is down or goes down, which is when the last
+    /// connection with it has gone, the expectation fails at once. Nobody: anybody may send.
     pub senders: &'a [NetAddr],
     /// Takes the arrivals out of the counter when all are there. A counter at 0 needs no memory, and the next use of the
     /// immediate begins at 0.
@@ -39,11 +39,13 @@ impl Shared {
             let mut roster = self.roster.lock().unwrap_or_else(PoisonError::into_inner);
             let number = roster.number(key);
             match down {
-                None => self.counters.sender_up(number),
-                Some(reason) => {
-                    roster.gone(number, reason);
-                    self.counters.sender_down(number, &mut missed);
+                None => {
+                    roster.came(number);
+                    self.counters.sender_up(number);
                 }
+                // Over another device group it is still there.
+                Some(reason) if roster.gone(number, reason) => self.counters.sender_down(number, &mut missed),
+                Some(_) => {}
             }
         }
         missed.into_iter().for_each(|missed| self.tell_missed(missed));
@@ -95,11 +97,11 @@ impl Engine {
         options: &ExpectOptions<'_>,
         done: Done,
     ) -> Result<TransferId, Error> {
-        options.senders.iter().try_for_each(|address| self.check_address("senders", address))?;
         self.group(0)?;
+        options.senders.iter().try_for_each(|address| self.route_to("senders", address, None).map(drop))?;
         let shared = &self.inner.shared;
         crate::metrics::count(&shared.metrics.submitted_total);
-        let senders = options.senders.iter().map(|address| shared.sender(address.key)).collect();
+        let senders = options.senders.iter().map(|address| shared.sender(address.key())).collect();
         let (id, deadline) = (self.next_id(), self.deadline(options.deadline));
         let expect = Expect { id, imm, count, deadline, take: options.take, senders };
         match shared.counters.expect(expect, done) {

@@ -1,13 +1,11 @@
 //! The fence: shutting a peer out, for those who are about to use memory again that the peer could write to.
 
-use std::sync::Arc;
 use std::time::Instant;
 
 use crate::completion::Done;
 use crate::descriptor::NetAddr;
 use crate::engine::Engine;
 use crate::error::Error;
-use crate::joined::Joined;
 use crate::worker::command::Command;
 
 impl Engine {
@@ -23,15 +21,14 @@ impl Engine {
     /// # Errors
     /// [`Error::Argument`] for an address of another network; [`Error::Closed`].
     pub fn fence(&self, peer: &NetAddr, done: Done) -> Result<(), Error> {
-        self.check_address("peer", peer)?;
         self.group(0)?;
+        self.route_to("peer", peer, None)?;
         let (inner, deadline) = (&self.inner, Instant::now() + self.inner.shared.config.default_deadline);
         crate::metrics::count(&inner.shared.metrics.submitted_total);
-        let done = Joined::new(inner.groups.len(), done);
-        for group in &inner.groups {
-            let command = Command::Fence { peer: peer.key, done: Arc::clone(&done), deadline };
-            if group.commands.push(command).is_err() {
-                done.arrive(Err(Error::Closed), &inner.shared);
+        for (group, done) in inner.groups.iter().zip(done.split(inner.groups.len())) {
+            let command = Command::Fence { peer: peer.key(), done, deadline };
+            if let Err(Command::Fence { done, .. }) = group.commands.push(command) {
+                inner.shared.complete(done, Err(Error::Closed));
             }
         }
         Ok(())

@@ -3,6 +3,7 @@
 use std::fmt;
 use std::sync::Arc;
 
+use crate::descriptor::Device;
 use crate::error::Error;
 use crate::worker::command::Registration;
 
@@ -27,6 +28,15 @@ impl MrHandle {
     /// Says whether it has no bytes; registered memory always has some.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
+    }
+
+    pub(crate) fn device(&self) -> Device {
+        self.registration.region.device()
+    }
+
+    /// The device groups that it is registered for.
+    pub(crate) fn groups(&self) -> impl Iterator<Item = usize> {
+        self.registration.parts.iter().map(|part| part.group)
     }
 
     /// The virtual address of the first byte.

@@ -1,15 +1,16 @@
 //! The frames that two engines exchange as two-sided messages. docs/transfer/wire_format.md has the format field by field.
 
-use crate::descriptor::{NetAddr, read_nics};
+use crate::descriptor::{NicAddr, read_nics};
 use crate::error::Refusal;
 use crate::wire::{DecodeError, Reader, Writer};
 
 pub(crate) const MAGIC: [u8; 2] = *b"pt";
-pub(crate) const VERSION: u8 = 2;
+pub(crate) const VERSION: u8 = 4;
 /// Bytes before the body: magic, version, kind, session.
 pub(crate) const HEADER: usize = 12;
-/// Bytes that a user's message grows by on the wire.
-pub(crate) const OVERHEAD: usize = HEADER + 8;
+/// Bytes that a user's message grows by in a frame of its own, and each of its fragments.
+pub(crate) const OVERHEAD: usize = HEADER + 12;
+pub(crate) const FRAGMENT_OVERHEAD: usize = HEADER + 16;
 
 pub(crate) type Nonce = [u8; 16];
 pub(crate) type Mac = [u8; 32];
@@ -30,7 +31,7 @@ pub(crate) struct Introduction {
     pub session: u64,
     pub nonce: Nonce,
     pub heartbeat_timeout_ms: u32,
-    pub nics: Vec<NetAddr>,
+    pub nics: Vec<NicAddr>,
 }
 
 /// Why a message was not taken.
@@ -54,7 +55,26 @@ pub(crate) enum Body<'a> {
     Bye,
     Message {
         id: u64,
+        pool: u32,
         bytes: &'a [u8],
+    },
+    /// A message of so many bytes, which come in fragments if they are granted.
+    Offer {
+        id: u64,
+        pool: u32,
+        len: u64,
+    },
+    Grant {
+        id: u64,
+    },
+    Fragment {
+        id: u64,
+        offset: u64,
+        bytes: &'a [u8],
+    },
+    /// No further fragments come.
+    Abandon {
+        id: u64,
     },
     Accepted {
         id: u64,
@@ -92,7 +112,7 @@ impl Introduction {
         if session == 0 {
             return Err(DecodeError::Value("session"));
         }
-        let nics = read_nics(reader, NetAddr::read, |nic| nic)?;
+        let nics = read_nics(reader, NicAddr::read, |nic| nic)?;
         Ok(Self { session, nonce, heartbeat_timeout_ms, nics })
     }
 
@@ -114,7 +134,7 @@ impl Frame<'_> {
             Body::Heartbeat => start(6),
             Body::HeartbeatAck => start(7),
             Body::Bye => start(8),
-            Body::Message { id, bytes } => start(9).u64(*id).bytes(bytes),
+            Body::Message { id, pool, bytes } => start(9).u64(*id).u32(*pool).bytes(bytes),
             Body::Accepted { id } => start(10).u64(*id),
             Body::Rejected { id, why } => match why {
                 Rejection::NoReceives => start(11).u64(*id).u8(1).u64(0),
@@ -123,6 +143,10 @@ impl Frame<'_> {
             },
             Body::ResetAsk { id, imm } => start(12).u64(*id).u32(*imm),
             Body::ResetAck { id } => start(13).u64(*id),
+            Body::Offer { id, pool, len } => start(14).u64(*id).u32(*pool).u64(*len),
+            Body::Grant { id } => start(15).u64(*id),
+            Body::Fragment { id, offset, bytes } => start(16).u64(*id).u64(*offset).bytes(bytes),
+            Body::Abandon { id } => start(17).u64(*id),
         }
         .finish()
     }
@@ -180,7 +204,7 @@ pub(crate) fn decode(bytes: &[u8]) -> Result<Frame<'_>, DecodeError> {
         6 => Body::Heartbeat,
         7 => Body::HeartbeatAck,
         8 => Body::Bye,
-        9 => Body::Message { id: reader.u64()?, bytes: reader.rest() },
+        9 => Body::Message { id: reader.u64()?, pool: reader.u32()?, bytes: reader.rest() },
         10 => Body::Accepted { id: reader.u64()? },
         11 => {
             let id = reader.u64()?;
@@ -194,6 +218,10 @@ pub(crate) fn decode(bytes: &[u8]) -> Result<Frame<'_>, DecodeError> {
         }
         12 => Body::ResetAsk { id: reader.u64()?, imm: reader.u32()? },
         13 => Body::ResetAck { id: reader.u64()? },
+        14 => Body::Offer { id: reader.u64()?, pool: reader.u32()?, len: reader.u64()? },
+        15 => Body::Grant { id: reader.u64()? },
+        16 => Body::Fragment { id: reader.u64()?, offset: reader.u64()?, bytes: reader.rest() },
+        17 => Body::Abandon { id: reader.u64()? },
         _ => return Err(DecodeError::Value("kind")),
     };
     reader.finish()?;
@@ -207,9 +235,9 @@ mod tests {
     use super::*;
     use crate::descriptor::{PeerKey, ProviderKind};
 
-    fn nics(count: u8) -> Vec<NetAddr> {
+    fn nics(count: u8) -> Vec<NicAddr> {
         let key = PeerKey { engine: 7, group: 1 };
-        (0..count).map(|nic| NetAddr { provider: ProviderKind::Sim, key, nic, endpoint: vec![nic; 5] }).collect()
+        (0..count).map(|nic| NicAddr { provider: ProviderKind::Sim, key, nic, endpoint: vec![nic; 5] }).collect()
     }
 
     fn bodies() -> Vec<Body<'static>> {
@@ -222,8 +250,12 @@ mod tests {
             Body::Heartbeat,
             Body::HeartbeatAck,
             Body::Bye,
-            Body::Message { id: 1 << 40, bytes: b"hello" },
-            Body::Message { id: 1, bytes: b"" },
+            Body::Message { id: 1 << 40, pool: 7, bytes: b"hello" },
+            Body::Message { id: 1, pool: 0, bytes: b"" },
+            Body::Offer { id: 3, pool: 1, len: 1 << 40 },
+            Body::Grant { id: 3 },
+            Body::Fragment { id: 3, offset: 9, bytes: b"part" },
+            Body::Abandon { id: 3 },
             Body::Accepted { id: 2 },
             Body::ResetAsk { id: 5, imm: u32::MAX },
             Body::ResetAck { id: 5 },
@@ -241,16 +273,22 @@ mod tests {
     #[test]
     fn frames_come_back_and_no_prefix_does() {
         for body in bodies() {
-            let is_message = matches!(body, Body::Message { .. });
+            let fixed = match body {
+                Body::Message { .. } => OVERHEAD,
+                Body::Fragment { .. } => FRAGMENT_OVERHEAD,
+                _ => usize::MAX,
+            };
             let frame = Frame { session: 0x0102_0304_0506_0708, body };
             let bytes = frame.encode();
             assert_eq!(decode(&bytes), Ok(frame));
             for cut in 0..bytes.len() {
-                assert!(decode(&bytes[..cut]).is_err() || (is_message && cut >= OVERHEAD));
+                assert!(decode(&bytes[..cut]).is_err() || cut >= fixed);
             }
         }
-        let message = Frame { session: 1, body: Body::Message { id: 1, bytes: b"abc" } };
+        let message = Frame { session: 1, body: Body::Message { id: 1, pool: 2, bytes: b"abc" } };
         assert_eq!(message.encode().len(), OVERHEAD + 3);
+        let fragment = Frame { session: 1, body: Body::Fragment { id: 1, offset: 2, bytes: b"abc" } };
+        assert_eq!(fragment.encode().len(), FRAGMENT_OVERHEAD + 3);
     }
 
     proptest! {
@@ -266,8 +304,8 @@ mod tests {
         }
 
         #[test]
-        fn noise_never_crashes(mut bytes in prop::collection::vec(any::<u8>(), 4..120), kind in 0u8..16) {
-            bytes[..3].copy_from_slice(b"pt\x02");
+        fn noise_never_crashes(mut bytes in prop::collection::vec(any::<u8>(), 4..120), kind in 0u8..20) {
+            bytes[..3].copy_from_slice(b"pt\x04");
             bytes[3] = kind;
             if let Ok(frame) = decode(&bytes) {
                 prop_assert_eq!(frame.encode(), bytes);

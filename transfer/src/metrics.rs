@@ -18,6 +18,9 @@ macro_rules! metrics {
             nic_bytes: [AtomicU64; MAX_NICS],
             /// Write requests posted, by NIC.
             nic_writes: [AtomicU64; MAX_NICS],
+            /// The same of reads.
+            nic_read_bytes: [AtomicU64; MAX_NICS],
+            nic_reads: [AtomicU64; MAX_NICS],
         }
 
         impl Metrics {
@@ -70,10 +73,12 @@ impl Metrics {
         count(if well { &self.completed_total } else { &self.failed_total });
     }
 
-    pub fn posted(&self, nic: usize, bytes: u64) {
-        if let (Some(total), Some(writes)) = (self.nic_bytes.get(nic), self.nic_writes.get(nic)) {
+    pub fn posted(&self, nic: usize, bytes: u64, reads: bool) {
+        let (totals, requests) =
+            if reads { (&self.nic_read_bytes, &self.nic_reads) } else { (&self.nic_bytes, &self.nic_writes) };
+        if let (Some(total), Some(requests)) = (totals.get(nic), requests.get(nic)) {
             total.fetch_add(bytes, Ordering::Relaxed);
-            count(writes);
+            count(requests);
         }
     }
 
@@ -105,7 +110,7 @@ impl Metrics {
             head(name, kind, help, &[(String::new(), value)]);
         }
         let waiting = callbacks_waiting as u64;
-        head("callbacks_waiting", "gauge", "Callbacks that wait for the callback thread.", &[(String::new(), waiting)]);
+        head("callbacks_waiting", "gauge", "Callbacks that wait for a callback thread.", &[(String::new(), waiting)]);
         let by_nic = |counts: &[AtomicU64]| -> Vec<_> {
             let sample =
                 |(nic, count): (usize, &AtomicU64)| (format!("{{nic=\"{nic}\"}}"), count.load(Ordering::Relaxed));
@@ -113,6 +118,8 @@ impl Metrics {
         };
         head("write_bytes_total", "counter", "Bytes posted as writes.", &by_nic(&self.nic_bytes));
         head("writes_total", "counter", "Write requests posted.", &by_nic(&self.nic_writes));
+        head("read_bytes_total", "counter", "Bytes asked for by reads.", &by_nic(&self.nic_read_bytes));
+        head("reads_total", "counter", "Read requests posted.", &by_nic(&self.nic_reads));
         text
     }
 }
@@ -125,7 +132,8 @@ mod tests {
     fn the_text_is_what_scrapers_read() {
         let metrics = Metrics::default();
         metrics.finished(true);
-        metrics.posted(1, 4096);
+        metrics.posted(1, 4096, false);
+        metrics.posted(0, 512, true);
         metrics.peer_event(true);
         let text = metrics.text(2, 3);
         for line in [
@@ -137,6 +145,8 @@ mod tests {
             "putget_transfer_write_bytes_total{nic=\"0\"} 0",
             "putget_transfer_write_bytes_total{nic=\"1\"} 4096",
             "putget_transfer_writes_total{nic=\"1\"} 1",
+            "putget_transfer_read_bytes_total{nic=\"0\"} 512",
+            "putget_transfer_reads_total{nic=\"0\"} 1",
         ] {
             assert!(text.lines().any(|found| found == line), "{line} is not in\n{text}");
         }

@@ -5,11 +5,13 @@ use std::collections::hash_map::Entry;
 use std::sync::Arc;
 
 use crate::api::{Grid, Options, PeerGroup, check_members, check_range, target};
+use crate::batch::Batch;
 use crate::completion::{Done, TransferId};
-use crate::descriptor::{MrDesc, PeerKey};
+use crate::descriptor::{GroupKeys, MrDesc, PeerKey, group_key};
 use crate::engine::Engine;
 use crate::error::Error;
 use crate::handle::MrHandle;
+use crate::route::Via;
 use crate::shard::{Piece, Policy, paged, single};
 use crate::watcher::UvmWatcher;
 use crate::worker::command::TargetRequest;
@@ -25,18 +27,42 @@ pub struct WriteItem<'a> {
     pub dst: (&'a MrDesc, u64),
 }
 
-/// Writes that can be submitted as often as wanted. It keeps the regions that it reads from registered.
+/// One of many reads.
+#[derive(Debug, Clone, Copy)]
+pub struct ReadItem<'a> {
+    /// Bytes.
+    pub len: u64,
+    /// The peer's region and where in it they begin.
+    pub src: (&'a MrDesc, u64),
+    /// The own region and where in it they go.
+    pub dst: (&'a MrHandle, u64),
+}
+
+/// One of many transfers, whichever way its bytes go.
+struct Item<'a> {
+    len: u64,
+    local: (&'a MrHandle, u64),
+    remote: (&'a MrDesc, u64),
+}
+
+/// The arguments' names of local and remote memory.
+fn names(reads: bool) -> (&'static str, &'static str) {
+    if reads { ("dst", "src") } else { ("src", "dst") }
+}
+
+/// Writes, or reads, that can be submitted as often as wanted. It keeps the own regions that they use registered.
 #[derive(Clone)]
 pub struct Prepared {
     engine: u64,
-    group: usize,
-    targets: Arc<[TargetRequest]>,
+    /// By the device group that carries them.
+    parts: Arc<[(usize, Arc<[TargetRequest]>)]>,
 }
 
 impl std::fmt::Debug for Prepared {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let pieces: usize = self.targets.iter().map(|target| target.pieces.len()).sum();
-        write!(f, "Prepared({} destinations, {pieces} writes)", self.targets.len())
+        let targets = || self.parts.iter().flat_map(|(_, targets)| targets.iter());
+        let pieces: usize = targets().map(|target| target.pieces.len()).sum();
+        write!(f, "Prepared({} destinations, {pieces} writes)", targets().count())
     }
 }
 
@@ -44,6 +70,7 @@ impl std::fmt::Debug for Prepared {
 #[derive(Clone)]
 pub struct ScatterTemplate {
     engine: u64,
+    device_group: Option<usize>,
     src: MrHandle,
     dsts: Arc<[MrDesc]>,
 }
@@ -65,55 +92,156 @@ pub struct Part {
     pub dst_offset: u64,
 }
 
-/// Everything that goes from one region to another.
+/// Everything that goes between two regions.
 struct Bundle<'a> {
-    src: &'a MrHandle,
-    dst: &'a MrDesc,
+    /// The device group that carries it.
+    group: usize,
+    local: &'a MrHandle,
+    keys: &'a GroupKeys,
     pieces: Vec<Piece>,
     policy: Policy,
 }
 
 impl Engine {
     /// Prepares writes between any regions. When they are submitted with an immediate, each peer counts it once, after all bytes
-    /// for it have landed, in whichever of its regions.
+    /// for it have landed, in whichever of its regions. All that goes to one peer takes the same device group.
     ///
     /// # Errors
-    /// As for [`Engine::submit_single_write`]; and [`Error::Argument`] if there are none, or they come from several device groups.
-    pub fn prepare_writes(&self, items: &[WriteItem<'_>], nic: Option<usize>) -> Result<Prepared, Error> {
-        let Some(first) = items.first() else {
-            return Err(Error::argument("items", "none came; at least 1 is needed"));
-        };
-        let index = first.src.0.registration.group;
-        let group = self.group(index)?;
-        for (at, item) in items.iter().enumerate() {
-            check_range("src", item.src.1, item.len, item.src.0.len())?;
-            check_range("dst", item.dst.1, item.len, item.dst.0.len)?;
-            self.check_dst("dst", group, item.dst.0)?;
-            let other = item.src.0.registration.group;
-            if other != index {
-                let problem = format!("item {at} reads from device group {other}, item 0 from {index}; one is allowed");
-                return Err(Error::argument("items", problem));
-            }
+    /// As for [`Engine::submit_single_write`]; and [`Error::Argument`] if there are none, or no device group carries all that goes to
+    /// a peer.
+    pub fn prepare_writes(&self, items: &[WriteItem<'_>], via: Via) -> Result<Prepared, Error> {
+        let items: Vec<_> =
+            items.iter().map(|&WriteItem { len, src, dst }| Item { len, local: src, remote: dst }).collect();
+        self.prepare_items(&items, false, via)
+    }
+
+    /// Prepares reads between any regions. When they are submitted with an immediate, each peer counts it once, after all bytes have
+    /// been read from it. All that comes from one peer takes the same device group.
+    ///
+    /// # Errors
+    /// As for [`Engine::submit_read`]; and [`Error::Argument`] if there are none, or no device group carries all that comes from a
+    /// peer.
+    pub fn prepare_reads(&self, items: &[ReadItem<'_>], via: Via) -> Result<Prepared, Error> {
+        let items: Vec<_> =
+            items.iter().map(|&ReadItem { len, src, dst }| Item { len, local: dst, remote: src }).collect();
+        self.prepare_items(&items, true, via)
+    }
+
+    /// The device group for each peer, by its engine.
+    fn groups_for_items(&self, items: &[Item<'_>], reads: bool, via: Via) -> Result<HashMap<u64, usize>, Error> {
+        let (local, remote) = names(reads);
+        let mut peers: HashMap<u64, Vec<(&MrHandle, &MrDesc)>> = HashMap::new();
+        for item in items {
+            check_range(local, item.local.1, item.len, item.local.0.len())?;
+            check_range(remote, item.remote.1, item.len, item.remote.0.len)?;
+            peers.entry(item.remote.0.key().engine).or_default().push((item.local.0, item.remote.0));
         }
+        let choose =
+            |(peer, pairs): (u64, Vec<_>)| Ok((peer, self.route_all(remote, &pairs, reads, via.device_group)?));
+        peers.into_iter().map(choose).collect()
+    }
+
+    fn prepare_items(&self, items: &[Item<'_>], reads: bool, via: Via) -> Result<Prepared, Error> {
+        if items.is_empty() {
+            return Err(Error::argument("items", "none came; at least 1 is needed"));
+        }
+        self.group(0)?;
+        let groups = self.groups_for_items(items, reads, via)?;
         let mut bundles: Vec<Bundle<'_>> = Vec::new();
         let mut places = HashMap::new();
         for item in items {
-            let region = item.dst.0.nics.first().map(|nic| (nic.address.key, nic.base, nic.rkey));
-            let at = match places.entry((Arc::as_ptr(&item.src.0.registration), region)) {
+            let index = groups.get(&item.remote.0.key().engine).copied();
+            let (index, keys) = self.route(names(reads).1, Some(item.local.0), item.remote.0, index)?;
+            let region = keys.first().map(|nic| (nic.address.key, nic.base, nic.rkey));
+            let at = match places.entry((Arc::as_ptr(&item.local.0.registration), region)) {
                 Entry::Occupied(at) => *at.get(),
                 Entry::Vacant(place) => {
-                    let policy = self.policy(group, nic)?;
-                    bundles.push(Bundle { src: item.src.0, dst: item.dst.0, pieces: Vec::new(), policy });
+                    let policy = self.policy(self.group(index)?, via.nic)?;
+                    bundles.push(Bundle { group: index, local: item.local.0, keys, pieces: Vec::new(), policy });
                     *place.insert(bundles.len() - 1)
                 }
             };
             if let Some(bundle) = bundles.get_mut(at) {
-                // By turns, as separate writes would go.
+                // By turns, as separate transfers would go.
                 let policy = Policy { first: bundle.policy.first + bundle.pieces.len(), ..bundle.policy };
-                bundle.pieces.extend(single(&policy, item.src.1, item.dst.1, item.len));
+                bundle.pieces.extend(single(&policy, item.local.1, item.remote.1, item.len));
             }
         }
-        Ok(Prepared { engine: self.inner.shared.engine, group: index, targets: linked(bundles).into() })
+        let mut indices: Vec<_> = bundles.iter().map(|bundle| bundle.group).collect();
+        indices.sort_unstable();
+        indices.dedup();
+        let mut parts = Vec::with_capacity(indices.len());
+        for index in indices {
+            let (own, others) = bundles.into_iter().partition(|bundle| bundle.group == index);
+            parts.push((index, linked(own, reads).into()));
+            bundles = others;
+        }
+        Ok(Prepared { engine: self.inner.shared.engine, parts: parts.into() })
+    }
+
+    /// Reads `len` bytes from `src` to `dst`, each a region and an offset in bytes: the peer's memory and the own. Nothing but this engine
+    /// writes to `dst`. With an immediate, the peer's counter grows by one after all bytes have been read.
+    ///
+    /// If a read fails, the bytes of `dst` that it names may have changed, but none changes after `done`, except where the error says
+    /// `may_land`.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for ranges outside their regions, other numbers of NICs or another network; [`Error::Unavailable`] over
+    /// a network that has no reads; [`Error::Closed`].
+    pub fn submit_read(
+        &self,
+        len: u64,
+        imm: Option<u32>,
+        src: (&MrDesc, u64),
+        dst: (&MrHandle, u64),
+        options: &Options,
+        done: Done,
+    ) -> Result<TransferId, Error> {
+        self.submit_reads(imm, &[ReadItem { len, src, dst }], options, done)
+    }
+
+    /// Reads many ranges between any regions as one operation: [`Engine::prepare_reads`] and [`Engine::submit_prepared`].
+    ///
+    /// # Errors
+    /// As for those.
+    pub fn submit_reads(
+        &self,
+        imm: Option<u32>,
+        items: &[ReadItem<'_>],
+        options: &Options,
+        done: Done,
+    ) -> Result<TransferId, Error> {
+        self.submit_prepared(&self.prepare_reads(items, options.into())?, imm, options, done)
+    }
+
+    /// Reads pages of `page_len` bytes: page `i` of `src` to page `i` of `dst`.
+    ///
+    /// # Errors
+    /// As for [`Engine::submit_read`], and if the two sides name different numbers of pages.
+    pub fn submit_paged_reads<'a>(
+        &self,
+        page_len: u64,
+        imm: Option<u32>,
+        src: (&MrDesc, impl Into<Grid<'a>>),
+        dst: (&MrHandle, impl Into<Grid<'a>>),
+        options: &Options,
+        done: Done,
+    ) -> Result<TransferId, Error> {
+        self.submit_prepared(&self.prepare_paged_reads(page_len, src, dst, options.into())?, imm, options, done)
+    }
+
+    /// Prepares a paged read.
+    ///
+    /// # Errors
+    /// As for [`Engine::submit_paged_reads`].
+    pub fn prepare_paged_reads<'a>(
+        &self,
+        page_len: u64,
+        src: (&MrDesc, impl Into<Grid<'a>>),
+        dst: (&MrHandle, impl Into<Grid<'a>>),
+        via: Via,
+    ) -> Result<Prepared, Error> {
+        self.prepare_pages(page_len, (dst.0, dst.1.into()), (src.0, src.1.into()), true, via)
     }
 
     /// Prepares a paged write.
@@ -125,25 +253,37 @@ impl Engine {
         page_len: u64,
         src: (&MrHandle, impl Into<Grid<'a>>),
         dst: (&MrDesc, impl Into<Grid<'a>>),
-        nic: Option<usize>,
+        via: Via,
     ) -> Result<Prepared, Error> {
-        let (from, to) = (src.1.into(), dst.1.into());
-        from.check("src", page_len, src.0.len())?;
-        to.check("dst", page_len, dst.0.len)?;
-        if from.len() != to.len() {
-            return Err(Error::argument("dst", format!("{} pages came; the source has {}", to.len(), from.len())));
+        self.prepare_pages(page_len, (src.0, src.1.into()), (dst.0, dst.1.into()), false, via)
+    }
+
+    fn prepare_pages(
+        &self,
+        page_len: u64,
+        local: (&MrHandle, Grid<'_>),
+        remote: (&MrDesc, Grid<'_>),
+        reads: bool,
+        via: Via,
+    ) -> Result<Prepared, Error> {
+        let (here, there) = names(reads);
+        local.1.check(here, page_len, local.0.len())?;
+        remote.1.check(there, page_len, remote.0.len)?;
+        let (from, to) = if reads { (remote.1.len(), local.1.len()) } else { (local.1.len(), remote.1.len()) };
+        if from != to {
+            return Err(Error::argument("dst", format!("{to} pages came; the source has {from}")));
         }
-        let index = src.0.registration.group;
-        let group = self.group(index)?;
-        self.check_dst("dst", group, dst.0)?;
-        let policy = self.policy(group, nic)?;
-        let pieces = paged(&policy, page_len, from.offsets().zip(to.offsets()));
-        let targets = Arc::from([target(pieces, None, Some(src.0), dst.0, &policy)]);
-        Ok(Prepared { engine: self.inner.shared.engine, group: index, targets })
+        self.group(0)?;
+        let index = self.route_all(there, &[(local.0, remote.0)], reads, via.device_group)?;
+        let (index, keys) = self.route(there, Some(local.0), remote.0, Some(index))?;
+        let policy = self.policy(self.group(index)?, via.nic)?;
+        let pieces = paged(&policy, page_len, local.1.offsets().zip(remote.1.offsets()));
+        let targets = Arc::from([TargetRequest { reads, ..target(pieces, None, Some(local.0), keys, &policy) }]);
+        Ok(Prepared { engine: self.inner.shared.engine, parts: Arc::from([(index, targets)]) })
     }
 
     /// Submits prepared writes. With an immediate, the counter of each peer that is written to grows by one after all bytes for
-    /// it have landed. `options.nic` was chosen when they were prepared.
+    /// it have landed. The device group and the NIC were chosen when they were prepared.
     ///
     /// # Errors
     /// [`Error::Argument`] if another engine has prepared them; [`Error::Closed`]; [`Error::Busy`].
@@ -154,16 +294,18 @@ impl Engine {
         options: &Options,
         done: Done,
     ) -> Result<TransferId, Error> {
-        self.write(prepared.group, self.targets(prepared, imm)?, options, done)
+        self.write(self.batch(prepared, imm)?, (done, options.deadline))
     }
 
-    fn targets(&self, prepared: &Prepared, imm: Option<u32>) -> Result<Vec<TargetRequest>, Error> {
+    fn batch(&self, prepared: &Prepared, imm: Option<u32>) -> Result<Batch, Error> {
+        self.group(0)?;
         self.check_own("prepared", prepared.engine)?;
         let with_imm = |target: &TargetRequest| {
             let own = if target.lead.is_none() { imm } else { None };
             TargetRequest { imm: own, ..target.clone() }
         };
-        Ok(prepared.targets.iter().map(with_imm).collect())
+        let part = |(group, targets): &(usize, Arc<[TargetRequest]>)| (*group, targets.iter().map(with_imm).collect());
+        Ok(prepared.parts.iter().map(part).collect())
     }
 
     fn check_own(&self, argument: &'static str, engine: u64) -> Result<(), Error> {
@@ -184,7 +326,7 @@ impl Engine {
         options: &Options,
         done: Done,
     ) -> Result<TransferId, Error> {
-        self.submit_prepared(&self.prepare_writes(items, options.nic)?, imm, options, done)
+        self.submit_prepared(&self.prepare_writes(items, options.into())?, imm, options, done)
     }
 
     /// Prepares scatters from one region to the same destinations, with lengths and offsets that change.
@@ -198,10 +340,11 @@ impl Engine {
         dsts: &[&MrDesc],
     ) -> Result<ScatterTemplate, Error> {
         check_members(group, dsts.iter().copied())?;
-        let own = self.group(src.registration.group)?;
-        dsts.iter().try_for_each(|dst| self.check_dst("dst", own, dst))?;
+        self.group(0)?;
+        let device_group = group.and_then(PeerGroup::device_group);
+        dsts.iter().try_for_each(|dst| self.route("dst", Some(src), dst, device_group).map(drop))?;
         let dsts = dsts.iter().map(|dst| (*dst).clone()).collect();
-        Ok(ScatterTemplate { engine: self.inner.shared.engine, src: src.clone(), dsts })
+        Ok(ScatterTemplate { engine: self.inner.shared.engine, device_group, src: src.clone(), dsts })
     }
 
     /// Submits a scatter: part `i` goes to destination `i` of the template. With an immediate, each destination's counter grows by
@@ -219,22 +362,23 @@ impl Engine {
         done: Done,
     ) -> Result<TransferId, Error> {
         self.check_own("template", template.engine)?;
-        let (src, index) = (&template.src, template.src.registration.group);
-        let own = self.group(index)?;
+        self.group(0)?;
+        let src = &template.src;
         if parts.len() != template.dsts.len() {
             let problem = format!("{} came; the template has {} destinations", parts.len(), template.dsts.len());
             return Err(Error::argument("parts", problem));
         }
-        let mut policy = self.policy(own, options.nic)?;
-        let mut targets = Vec::with_capacity(parts.len());
+        let device_group = options.device_group.or(template.device_group);
+        let mut batch = Batch::default();
         for (part, dst) in parts.iter().zip(template.dsts.iter()) {
             check_range("src", part.src_offset, part.len, src.len())?;
             check_range("dst", part.dst_offset, part.len, dst.len)?;
+            let (index, keys) = self.route("dst", Some(src), dst, device_group)?;
+            let policy = self.policy(self.group(index)?, options.nic)?;
             let pieces = single(&policy, part.src_offset, part.dst_offset, part.len);
-            targets.push(target(pieces, imm, Some(src), dst, &policy));
-            policy.first = policy.first.wrapping_add(1);
+            batch.push(index, target(pieces, imm, Some(src), keys, &policy));
         }
-        self.write(index, targets, options, done)
+        self.write(batch, (done, options.deadline))
     }
 
     /// Submits prepared writes when the watched word is at least `value`: at once if it is already. A thread of the engine posts them,
@@ -251,20 +395,20 @@ impl Engine {
         options: &Options,
         done: Done,
     ) -> Result<TransferId, Error> {
-        let targets = self.targets(prepared, imm)?;
-        self.submit_to(prepared.group, (done, options.deadline), targets, |commands, command| {
+        let batch = self.batch(prepared, imm)?;
+        self.submit_batch(batch, (done, options.deadline), |commands, command| {
             self.inner.watchers()?.arm(watcher, value, commands, command)
         })
     }
 }
 
 /// Makes targets of bundles. Where a peer gets several, the immediate travels by itself, behind all of them.
-fn linked(bundles: Vec<Bundle<'_>>) -> Vec<TargetRequest> {
+fn linked(bundles: Vec<Bundle<'_>>, reads: bool) -> Vec<TargetRequest> {
     let mut targets: Vec<TargetRequest> = Vec::with_capacity(bundles.len() + 1);
     let mut peers: HashMap<PeerKey, Vec<usize>> = HashMap::new();
-    for Bundle { src, dst, pieces, policy } in bundles {
-        peers.entry(dst.key()).or_default().push(targets.len());
-        targets.push(target(pieces, None, Some(src), dst, &policy));
+    for Bundle { local, keys, pieces, policy, .. } in bundles {
+        peers.entry(group_key(keys)).or_default().push(targets.len());
+        targets.push(TargetRequest { reads, ..target(pieces, None, Some(local), keys, &policy) });
     }
     for same in peers.into_values().filter(|same| same.len() > 1) {
         let Some(head) = same.first().and_then(|at| targets.get(*at)) else { continue };

@@ -1,9 +1,11 @@
 //! What the engine asks of a network: reliable, unordered delivery on one NIC. A provider implements [`Nic`] and nothing
 //! else; the worker thread owns it and is the only one to call it.
 
+use std::any::Any;
 use std::os::fd::RawFd;
 use std::sync::Arc;
 
+use crate::descriptor::Device;
 use crate::error::{Error, NetworkError};
 use crate::region::Region;
 use crate::shard::Piece;
@@ -42,8 +44,10 @@ pub(crate) struct Registered {
 /// What one NIC can do.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Limits {
-    /// Longest one-sided write in bytes.
+    /// Longest one-sided write or read in bytes.
     pub max_write: u64,
+    /// Whether there are one-sided reads.
+    pub reads: bool,
     /// Longest two-sided message in bytes.
     pub max_message: usize,
 }
@@ -64,6 +68,21 @@ pub(crate) struct Write<'a> {
     pub token: u64,
 }
 
+/// One one-sided read.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Read<'a> {
+    pub link: Link,
+    /// Where the bytes go. Nobody but this NIC writes them there, so once the read is over, none of them lands.
+    pub into: &'a Arc<Region>,
+    pub into_key: LocalKey,
+    pub into_offset: u64,
+    /// Address in the peer's terms: base plus offset.
+    pub from: u64,
+    pub rkey: u64,
+    pub len: u64,
+    pub token: u64,
+}
+
 /// Why a work request was not taken.
 #[derive(Debug)]
 pub(crate) enum Post {
@@ -79,7 +98,7 @@ pub(crate) enum Post {
 #[derive(Debug)]
 pub(crate) enum Event {
     /// A posted work request is over. Comes exactly once for every one that was taken. `Ok` on a write means that all its
-    /// bytes lie in the target's memory; `Err` carries whether they may still land there.
+    /// bytes lie in the target's memory, on a read that they lie here; `Err` carries whether they may still land there.
     Completed { token: u64, result: Result<(), (NetworkError, MayLand)> },
     /// A two-sided message of the peer behind a link.
     Received { link: Link, bytes: Vec<u8> },
@@ -116,8 +135,18 @@ pub(crate) enum Wait {
     Polled,
 }
 
-/// Opens a NIC, on the thread that will own it.
-pub(crate) type Opener = Box<dyn FnOnce() -> Result<Box<dyn Nic>, Error> + Send>;
+/// Opens a NIC for the memory of a device, on the thread that will own it.
+pub(crate) type Opener = Box<dyn FnOnce(Device) -> Result<Box<dyn Nic>, Error> + Send>;
+
+/// What is left to do for a registration is to enter it.
+pub(crate) type Begun = Box<dyn Any + Send>;
+
+/// Begins registrations on any thread, as far as that takes long: pinning pages and telling a device of them. It holds nothing that keeps
+/// the NIC open.
+pub(crate) trait Registrar: Send + Sync {
+    /// What [`Nic::enter`] gets. Dropping it undoes it.
+    fn begin(&self, region: &Arc<Region>) -> Result<Begun, Error>;
+}
 
 /// One NIC of one device group. It stays on one thread.
 pub(crate) trait Nic {
@@ -140,6 +169,16 @@ pub(crate) trait Nic {
     }
 
     fn register(&mut self, region: &Arc<Region>) -> Result<Registered, Error>;
+
+    /// Where registering takes long, who begins it on the thread that asks for it, so that transfers go on meanwhile.
+    fn registrar(&self) -> Option<Arc<dyn Registrar>> {
+        None
+    }
+
+    /// Registers what the registrar has begun to.
+    fn enter(&mut self, region: &Arc<Region>, _begun: Begun) -> Result<Registered, Error> {
+        self.register(region)
+    }
 
     /// Ends a registration. Once this returns, no write by a peer lands in the region any more, also none that is half done. A provider
     /// that cannot promise this keeps the region until it can.
@@ -171,6 +210,12 @@ pub(crate) trait Nic {
         let (src_offset, dst) = (write.src_offset + first.src, write.dst.saturating_add(first.dst));
         let imm = write.imm.filter(|_| pieces.len() == 1);
         self.write(&Write { src_offset, dst, len: first.len, imm, ..*write }).map(|()| 1)
+    }
+
+    /// Posts a one-sided read, where [`Limits::reads`] says that there are any. `Ok` on it means that all its bytes lie in local
+    /// memory; `Err` carries whether they may still land there.
+    fn read(&mut self, _read: &Read<'_>) -> Result<(), Post> {
+        Err(Post::Failed(NetworkError::Other("this network has no reads".into())))
     }
 
     /// Makes progress and appends what happened.

@@ -95,14 +95,6 @@ impl<T> Queue<T> {
         count
     }
 
-    /// Takes the first item; waits at most `timeout` for one. None after that time, or when woken or closed and empty.
-    pub fn pop(&self, timeout: Duration) -> Option<T> {
-        let mut state = self.sleep(timeout);
-        let item = state.items.pop_front();
-        self.waiting.store(state.items.len(), Ordering::Release);
-        item
-    }
-
     /// Sleeps until there is an item, somebody calls `wake` or `close`, or `timeout` has passed.
     pub fn wait(&self, timeout: Duration) {
         drop(self.sleep(timeout));
@@ -164,10 +156,5 @@ impl<T> Queue<T> {
     /// Says whether the queue takes no more items and has none left.
     pub fn is_finished(&self) -> bool {
         self.closed.load(Ordering::Acquire) && lock(&self.state).items.is_empty()
-    }
-
-    /// How many items wait.
-    pub fn waiting(&self) -> usize {
-        self.waiting.load(Ordering::Acquire)
     }
 }

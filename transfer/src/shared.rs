@@ -1,16 +1,16 @@
 //! What the threads of one engine share.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use crate::apart::Apart;
-use crate::callbacks::{Job, PeerCallback, PeerEvent, RecvPool};
+use crate::callbacks::{Job, Jobs, PeerCallback, PeerEvent, Side};
 use crate::completion::{Done, Kind};
 use crate::counter::Counters;
 use crate::error::Outcome;
 use crate::gate::{Gate, WhenFull};
 use crate::metrics::Metrics;
-use crate::queue::Queue;
+use crate::pools::Pools;
 use crate::reserved::Reserved;
 use crate::roster::Roster;
 
@@ -29,6 +29,10 @@ pub(crate) struct Config {
     pub busy_poll: bool,
     pub max_submissions: usize,
     pub when_full: WhenFull,
+    /// Where threads run that are no device group's own.
+    pub cpus: Option<Vec<usize>>,
+    /// Threads of each side that has callbacks.
+    pub callback_threads: usize,
 }
 
 pub(crate) struct Shared {
@@ -39,14 +43,25 @@ pub(crate) struct Shared {
     pub reserved: Reserved,
     pub gate: Arc<Gate>,
     pub metrics: Apart<Metrics>,
-    pub jobs: Queue<Job>,
-    pub pool: Mutex<Option<Arc<RecvPool>>>,
-    pub peer_callback: Mutex<Option<PeerCallback>>,
+    pub jobs: Jobs,
+    pub pools: Pools,
+    pub peer_callback: Option<PeerCallback>,
 }
 
 impl Shared {
     /// Tells whoever waits for an operation. Callbacks go to their own thread.
     pub fn complete(&self, done: Done, outcome: Outcome) {
+        let (done, outcome) = match done.kind {
+            Kind::Part(joined) => match joined.arrive(|merged| merged.add(outcome)) {
+                Some((done, merged)) => (done, merged.outcome()),
+                None => return,
+            },
+            _ => (done, outcome),
+        };
+        let done = match done.kind {
+            Kind::Quiet(call) => return call(outcome),
+            kind => Done { kind, permit: done.permit },
+        };
         self.metrics.finished(outcome.is_ok());
         if let Err(error) = &outcome {
             tracing::debug!(%error, "an operation failed");
@@ -55,31 +70,28 @@ impl Shared {
         // Before anybody is told: who hears of an end may submit.
         drop(permit);
         match kind {
-            Kind::Ignore => {}
+            // Nobody splits a part, and the quiet ones are through.
+            Kind::Ignore | Kind::Part(_) | Kind::Quiet(_) => {}
             Kind::Flag(flag) => flag.lower(outcome.is_err()),
             #[cfg(feature = "capi")]
             Kind::Word(word, failed) => {
                 word.count(outcome.is_err());
                 if let Some(callback) = failed.filter(|_| outcome.is_err())
-                    && let Err(job) = self.jobs.push(Job::Done(callback, outcome))
+                    && let Err(job) = self.jobs.push(Side::Own, Job::Done(callback, outcome))
                 {
-                    job.run(&self.metrics);
+                    job.run(&self.jobs, &self.metrics);
                 }
             }
             Kind::Future(once) => {
                 once.set(outcome);
             }
             Kind::Callback(callback) => {
-                // The callback thread ends after all who complete operations; a callback is never left out.
-                if let Err(job) = self.jobs.push(Job::Done(callback, outcome)) {
-                    job.run(&self.metrics);
+                // The callback threads end after all who complete operations; a callback is never left out.
+                if let Err(job) = self.jobs.push(Side::Own, Job::Done(callback, outcome)) {
+                    job.run(&self.jobs, &self.metrics);
                 }
             }
         }
-    }
-
-    pub fn pool(&self) -> Option<Arc<RecvPool>> {
-        self.pool.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     pub fn tell_peer_event(&self, event: PeerEvent) {
@@ -88,10 +100,9 @@ impl Shared {
             None => tracing::debug!(peer = %event.peer, "peer up"),
             Some(reason) => tracing::info!(peer = %event.peer, %reason, "peer down"),
         }
-        let callback = self.peer_callback.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        if let Some(callback) = callback {
-            // A closed queue means that the engine is closing: its owner knows.
-            let _ = self.jobs.push(Job::Peer(callback, event));
+        if let Some(callback) = &self.peer_callback {
+            // Refused by an engine that is closing: its owner knows.
+            callback.call(event, &self.jobs);
         }
     }
 }

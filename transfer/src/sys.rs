@@ -183,6 +183,12 @@ impl AsRawFd for Selector {
     }
 }
 
+/// The user that this process works for.
+pub(crate) fn user() -> u32 {
+    // SAFETY: a call without arguments.
+    unsafe { libc::geteuid() }
+}
+
 /// What a call of the system returned, or why it failed.
 pub(crate) fn checked(code: libc::c_int) -> io::Result<libc::c_int> {
     if code < 0 { Err(io::Error::last_os_error()) } else { Ok(code) }

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use crate::callbacks::{Job, WatchCallback};
+use crate::callbacks::WatchCallback;
 use crate::error::{Error, Reason, TransferError};
 use crate::handle::MrHandle;
 use crate::queue::Queue;
@@ -171,11 +171,10 @@ impl Watchers {
         Ok(Ok(()))
     }
 
-    /// Takes writes back that wait for a word.
-    pub fn disarm(&self, id: u64) -> Option<Armed> {
+    /// Takes writes back that wait for a word, as many as device groups would carry them.
+    pub fn disarm(&self, id: u64) -> Vec<Armed> {
         let mut words = self.words.lock().unwrap_or_else(PoisonError::into_inner);
-        let at = words.armed.iter().position(|armed| armed.id().is_some_and(|(armed, _)| armed == id))?;
-        Some(words.armed.remove(at))
+        words.armed.extract_if(.., |armed| armed.id().is_some_and(|(armed, _)| armed == id)).collect()
     }
 
     /// Takes all of them, for an engine that is closed.
@@ -207,8 +206,8 @@ impl Watchers {
                 changed = true;
                 let old = std::mem::replace(&mut word.seen, value);
                 if let Some(callback) = &word.callback {
-                    // A closed queue means that the engine is closing.
-                    let _ = shared.jobs.push(Job::Watch(Arc::clone(callback), old, value));
+                    // Refused only by an engine that is closing.
+                    callback.call((old, value), &shared.jobs);
                 }
             }
         }

@@ -47,9 +47,12 @@ static void over(void *context, int status, const char *words) {
   tell(context, status, words);
 }
 
-static void message(void *context, const char *peer, const void *bytes, size_t len) {
-  CHECK(strlen(peer) > 0 && len == 6 && memcmp(bytes, "hello", 6) == 0);
-  tell(context, PT_OK, peer);
+static void message(void *context, const pt_received *received) {
+  char name[64];
+  size_t len = sizeof name;
+  OK(pt_address_name(received->address, received->address_len, name, &len));
+  CHECK(received->len == 6 && memcmp(received->bytes, "hello", 6) == 0 && !strcmp(received->peer, name));
+  tell(context, PT_OK, received->peer);
 }
 
 static void watched(void *context, uint64_t old_value, uint64_t new_value) {
@@ -80,7 +83,7 @@ static void wait_for(waiter *w, int calls) {
 }
 
 static pt_submit with(waiter *w, int has_imm, uint32_t imm) {
-  pt_submit submit = {sizeof submit, 30.0, -1, has_imm, imm, over, w, NULL};
+  pt_submit submit = {sizeof submit, 30.0, -1, -1, has_imm, imm, over, w, NULL};
   return submit;
 }
 
@@ -100,10 +103,64 @@ static uint64_t spin(const uint64_t *word, uint64_t least) {
   return value;
 }
 
+/* Shared memory and TCP in one engine: memory for both or for one, a provider that is chosen or named, one counter. */
+static void several_groups(void) {
+  static const char *loopback[1] = {"127.0.0.1"};
+  pt_device_group devices[2] = {{.provider = "shm", .nics = 1}, {.provider = "tcp", .nics = 1, .sources = loopback}};
+  pt_engine_options options = {.size = sizeof options, .groups = devices, .group_count = 2};
+  pt_engine *a, *b;
+  OK(pt_engine_create(&options, &a));
+  OK(pt_engine_create(&options, &b));
+  static unsigned char pages[2][4096];
+  const pt_memory memory[2] = {{pages[0], sizeof pages[0]}, {pages[1], sizeof pages[1]}};
+  const size_t second = 1, none = 2;
+  pt_mr *mrs[2], *src;
+  CHECK(pt_reg_mrs(b, memory, 2, -1, &none, 1, mrs) == PT_INVALID && strstr(pt_last_error(), "groups"));
+  OK(pt_reg_mrs(b, memory, 1, -1, NULL, 0, &mrs[0]));
+  OK(pt_reg_mrs(b, &memory[1], 1, -1, &second, 1, &mrs[1]));
+  OK(pt_alloc_mr(a, 4096, &src));
+  memset(pt_mr_address(src), 7, 4096);
+  waiter done = WAITER;
+  int calls = 0;
+  for (int i = 0; i < 2; i++) {
+    uint8_t bytes[1024];
+    size_t len = sizeof bytes;
+    pt_desc *desc;
+    OK(pt_mr_describe(mrs[i], bytes, &len));
+    OK(pt_desc_create(bytes, len, &desc));
+    for (int group = -1; group < 2; group++) {
+      pt_submit submit = with(&done, 1, 5);
+      submit.device_group = group;
+      int status = pt_submit_single_write(a, 4096, src, 0, desc, 0, &submit, NULL);
+      CHECK(status == (i == 1 && group == 0 ? PT_INVALID : PT_OK));
+      if (status == PT_OK) wait_for(&done, ++calls);
+      CHECK(done.status == PT_OK);
+    }
+    CHECK(pages[i][0] == 7 && pages[i][4095] == 7);
+    pt_desc_destroy(desc);
+  }
+  waiter counted = WAITER;
+  pt_expect expect = waiting(&counted, 30.0);
+  OK(pt_expect_imm(b, 5, 5, &expect, NULL));
+  wait_for(&counted, 1);
+  CHECK(counted.status == PT_OK && pt_imm_count(b, 5) == 5);
+  uint8_t all[1024], one[1024];
+  size_t all_len = sizeof all, one_len = sizeof one;
+  OK(pt_engine_address(b, all, &all_len));
+  OK(pt_group_address(b, 1, one, &one_len));
+  CHECK(one_len < all_len && pt_group_address(b, 2, one, &one_len) == PT_INVALID);
+  OK(pt_mr_destroy(a, src));
+  OK(pt_mr_destroy(b, mrs[0]));
+  OK(pt_mr_destroy(b, mrs[1]));
+  pt_engine_destroy(a);
+  pt_engine_destroy(b);
+}
+
 /* The provider is its argument. */
 int main(int count, char **arguments) {
   CHECK(count == 2);
   CHECK(pt_abi_version() == PT_ABI_VERSION);
+  if (!strcmp(arguments[1], "shm")) several_groups();
   pt_network *network;
   OK(pt_network_create(7, &network));
   pt_device_group devices = {.provider = arguments[1], .nics = 2, .network = network};
@@ -242,8 +299,8 @@ int main(int count, char **arguments) {
   OK(pt_desc_create(bytes, len, &second_desc));
   pt_write_item items[2] = {{100, src, 5, desc, 0}, {200, src, 900, second_desc, 8}};
   pt_prepared *prepared, *planes;
-  OK(pt_prepare_writes(a, items, 2, -1, &prepared));
-  CHECK(pt_prepare_writes(a, items, 0, -1, &prepared) == PT_INVALID && strstr(pt_last_error(), "items"));
+  OK(pt_prepare_writes(a, items, 2, -1, -1, &prepared));
+  CHECK(pt_prepare_writes(a, items, 0, -1, -1, &prepared) == PT_INVALID && strstr(pt_last_error(), "items"));
   submit = with(&done, 1, 9);
   OK(pt_submit_prepared(a, prepared, &submit, NULL));
   wait_for(&done, before + 1);
@@ -252,7 +309,7 @@ int main(int count, char **arguments) {
   CHECK(spin(nine, 1) == 1 && !memcmp(target, source + 5, 100));
   CHECK(!memcmp((char *)pt_mr_address(second) + 8, source + 900, 200));
   pt_pages plane_pages = {to, 2, 16, 0, 2, 1000};
-  OK(pt_prepare_paged_writes(a, 16, src, plane_pages, second_desc, plane_pages, -1, &planes));
+  OK(pt_prepare_paged_writes(a, 16, src, plane_pages, second_desc, plane_pages, -1, -1, &planes));
   OK(pt_submit_prepared(a, planes, &submit, NULL));
   wait_for(&done, before + 2);
   for (size_t plane = 0; plane < 2; plane++) {
@@ -283,10 +340,40 @@ int main(int count, char **arguments) {
   OK(pt_mr_destroy(b, second));
   done.calls = before;
 
+  /* Reads: the other way round, from b's memory into a's. */
+  char *into;
+  pt_mr *own;
+  OK(pt_alloc_mr(a, 4096, &own));
+  into = pt_mr_address(own);
+  submit = with(&done, 1, 10);
+  OK(pt_submit_read(a, 300, desc, 7, own, 50, &submit, NULL));
+  wait_for(&done, before + 1);
+  CHECK(done.status == PT_OK && !memcmp(into + 50, target + 7, 300));
+  pt_pages read_pages = {to, 2, 16, 0, 1, 0};
+  OK(pt_submit_paged_reads(a, 16, desc, read_pages, own, read_pages, &submit, NULL));
+  wait_for(&done, before + 2);
+  CHECK(!memcmp(into + to[1] * 16, target + to[1] * 16, 16));
+  pt_read_item reads[2] = {{64, desc, 0, own, 1024}, {32, desc, 128, own, 2048}};
+  pt_prepared *later;
+  OK(pt_prepare_reads(a, reads, 2, -1, -1, &later));
+  CHECK(pt_prepare_reads(a, reads, 0, -1, -1, &later) == PT_INVALID && strstr(pt_last_error(), "items"));
+  OK(pt_submit_prepared(a, later, &submit, NULL));
+  wait_for(&done, before + 3);
+  CHECK(!memcmp(into + 1024, target, 64) && !memcmp(into + 2048, target + 128, 32));
+  const uint64_t *ten;
+  OK(pt_imm_word(b, 10, &ten));
+  CHECK(spin(ten, 3) == 3);
+  pt_prepared_destroy(later);
+  OK(pt_prepare_paged_reads(a, 16, desc, read_pages, own, read_pages, -1, -1, &later));
+  pt_prepared_destroy(later);
+  CHECK(pt_submit_read(a, 1, desc, 3 << 20, own, 0, &submit, NULL) == PT_INVALID && strstr(pt_last_error(), "src"));
+  OK(pt_mr_destroy(a, own));
+  done.calls = before;
+
   waiter received = WAITER;
-  OK(pt_submit_recvs(b, 64, 2, message, &received));
+  OK(pt_submit_recvs(b, 3, 64, 2, 0, message, &received));
   submit = with(&done, 0, 0);
-  OK(pt_submit_send(a, addresses[0], lens[0], "hello", 6, &submit, NULL));
+  OK(pt_submit_send(a, addresses[0], lens[0], 3, "hello", 6, &submit, NULL));
   wait_for(&received, 1);
   wait_for(&done, 6);
 
@@ -304,6 +391,10 @@ int main(int count, char **arguments) {
   CHECK(pt_mirror_imm(b, 5, words, 60) == PT_INVALID);
   CHECK(pt_mr_destroy(b, words) == PT_INVALID); /* the mirror holds it */
   OK(pt_unmirror_imm(b, 5));
+  OK(pt_mirror_imms(b, 4, 2, words, 16));
+  CHECK(((uint64_t *)pt_mr_address(words))[3] == 2);
+  CHECK(pt_mirror_imms(b, 4, 7, words, 16) == PT_INVALID && strstr(pt_last_error(), "offset"));
+  OK(pt_unmirror_imms(b, 4, 2));
   OK(pt_mr_destroy(b, words));
 
   /* Mistakes have a status and words, and no effect; failures come to the callback. */
@@ -323,6 +414,10 @@ int main(int count, char **arguments) {
   CHECK(pt_engine_create(&wrong, &a) == PT_UNAVAILABLE);
   lacking.provider = "verbs";
   CHECK(pt_engine_create(&wrong, &a) == PT_INVALID && strstr(pt_last_error(), "sources"));
+  lacking.nics = 0; /* those that this machine has, if any */
+  pt_engine *near;
+  if (pt_engine_create(&wrong, &near) == PT_OK) pt_engine_destroy(near);
+  else CHECK(strstr(pt_last_error(), "verbs"));
   wrong.group_count = 0;
   CHECK(pt_engine_create(&wrong, &a) == PT_INVALID && strstr(pt_last_error(), "group"));
   expect = waiting(&arrived, 0.05);
@@ -358,7 +453,7 @@ int main(int count, char **arguments) {
   pt_desc_destroy(NULL);
   OK(pt_mr_destroy(a, src));
   OK(pt_engine_close(a));
-  CHECK(pt_submit_recvs(a, 1, 1, message, NULL) == PT_CLOSED);
+  CHECK(pt_submit_recvs(a, 0, 1, 1, 0, message, NULL) == PT_CLOSED);
   pt_engine_destroy(a);
   pt_engine_destroy(b);
   free(source);

@@ -144,7 +144,7 @@ fn a_fence_fails_what_goes_to_the_peer_and_a_new_connection_works() {
 
 /// An address of a network that no engine here has.
 fn foreign_address() -> Vec<u8> {
-    let mut bytes = b"PTNA\x01\x04".to_vec();
+    let mut bytes = b"PTNA\x02\x01\x04".to_vec();
     bytes.extend([0; 8 + 2 + 1 + 2]);
     bytes
 }

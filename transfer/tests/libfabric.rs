@@ -68,6 +68,24 @@ fn writes_of_all_kinds_land_and_count_once() {
     assert_eq!((outcome(reset), b.imm_count(2)), (Ok(()), 0));
 }
 
+/// The software network has reads. One that has none is refused by name.
+#[test]
+fn reads_bring_bytes() {
+    let provider = "net";
+    let Some([a, b]) = engines(provider, 1) else { return };
+    let bytes = noise(5 << 20, 3);
+    let ((source, desc), (dst, _)) = (filled(&b, &bytes), filled(&a, &vec![0; 6 << 20]));
+    let get = |len| outcome(|done| a.submit_read(len, Some(1), (&desc, 0), (&dst, 77), &within(LONG), done));
+    for len in [1, 100, 65536, 5 << 20] {
+        assert_eq!(get(len), Ok(()), "{len}");
+        assert_eq!(read(&dst, 77, len as usize), bytes[..len as usize], "{len}");
+    }
+    assert_eq!(expect_count(&b, 1, 4), Ok(()));
+    b.dereg_mr(source).unwrap();
+    assert!(get(100).is_err());
+    assert_eq!(b.imm_count(1), 4);
+}
+
 #[test]
 fn many_writes_at_a_time() {
     let provider = "tcp";
@@ -91,7 +109,7 @@ fn messages_and_the_shared_secret() {
     let provider = "tcp";
     let Some([a, b]) = engines(provider, 1) else { return };
     let (sender, received) = channel();
-    b.submit_recvs(10_000, 2, move |from, bytes| sender.send((from, bytes.to_vec())).unwrap()).unwrap();
+    b.submit_recvs(10_000, 2, move |from, bytes| sender.send((from.name(), bytes.to_vec())).unwrap()).unwrap();
     let mut sent: Vec<_> = (0..100).map(|number| noise(number * 99, number as u64)).collect();
     let futures: Vec<_> = sent
         .iter()

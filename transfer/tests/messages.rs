@@ -9,11 +9,12 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use common::*;
-use putget_transfer::{Done, Engine, Error, Faults, Options, PeerName, Reason};
+use putget_transfer::{Done, DownReason, Engine, Error, Faults, NetAddr, Options, PeerName, Reason, RecvOptions};
 
 fn receive(engine: &Engine, len: usize, count: usize) -> Receiver<(PeerName, Vec<u8>)> {
     let (sender, receiver) = channel();
-    engine.submit_recvs(len, count, move |from, bytes| sender.send((from, bytes.to_vec())).unwrap()).unwrap();
+    let callback = move |from: &NetAddr, bytes: &[u8]| sender.send((from.name(), bytes.to_vec())).unwrap();
+    engine.submit_recvs(len, count, callback).unwrap();
     receiver
 }
 
@@ -67,7 +68,7 @@ fn an_exhausted_pool_is_back_pressure_and_then_an_error_with_its_name() {
     let held = gate.lock().unwrap();
     let (sender, received) = channel();
     let waits = Arc::clone(&gate);
-    let callback = move |_from: PeerName, bytes: &[u8]| {
+    let callback = move |_from: &NetAddr, bytes: &[u8]| {
         drop(waits.lock().unwrap());
         sender.send(bytes.to_vec()).unwrap();
     };
@@ -114,7 +115,9 @@ fn no_receives_and_long_messages_are_errors_with_their_names() {
     for (len, count) in [(0, 1), (1, 0)] {
         assert!(matches!(a.submit_recvs(len, count, |_, _| {}), Err(Error::Argument { .. })));
     }
-    assert!(matches!(b.submit_recvs(1, 1, |_, _| {}), Err(Error::Argument { argument: "callback", .. })));
+    let nobody = RecvOptions { per_peer: Some(0), ..RecvOptions::default() };
+    let refused = b.submit_recvs_to(1, 1, &nobody, |_, _| {});
+    assert!(matches!(refused, Err(Error::Argument { argument: "per_peer", .. })), "{refused:?}");
 }
 
 #[test]
@@ -162,4 +165,182 @@ fn lost_messages_are_errors_and_lost_answers_are_not() {
     let numbers: BTreeSet<_> = found.iter().map(|bytes| u32::from_le_bytes(bytes[..].try_into().unwrap())).collect();
     assert_eq!((found.len(), numbers), (arrived.len(), arrived));
     assert!(received.try_recv().is_err());
+}
+
+#[test]
+fn the_sender_is_known_by_its_address_and_can_be_answered() {
+    for network in Network::all(7) {
+        let (a, b) = (engine(&network, 2), Arc::new(engine(&network, 2)));
+        let answered = receive(&a, 100, 4);
+        let other = Arc::downgrade(&b);
+        let answer = move |from: &NetAddr, bytes: &[u8]| {
+            // Sending from a callback does not wait.
+            if let Some(b) = other.upgrade() {
+                b.submit_send(from, &[bytes, b"?"].concat(), &within(LONG), Done::ignore()).unwrap();
+            }
+        };
+        b.submit_recvs(64, 4, answer).unwrap();
+        for len in [0, 1, 63] {
+            assert_eq!(outcome(|done| a.submit_send(&b.main_address(), &vec![b'x'; len], &within(LONG), done)), Ok(()));
+            let (from, bytes) = answered.recv_timeout(LONG).unwrap();
+            assert_eq!((from, bytes.len()), (b.name(), len + 1));
+        }
+    }
+}
+
+#[test]
+fn long_messages_come_whole_at_their_true_length() {
+    for network in Network::all(8) {
+        network.set_faults(Faults { max_delay_polls: 20, reorder: true, ..Faults::default() });
+        let (a, b) = (engine(&network, 1), engine(&network, 1));
+        let received = receive(&b, 3 << 20, 3);
+        // Around the length that one frame has room for, and far beyond.
+        let lens = [16_000, 16_384, 65_000, 65_512, 65_513, 65_536, 70_000, 1 << 20, 3 << 20];
+        let sent: Vec<_> = lens.iter().map(|len| noise(*len, *len as u64)).collect();
+        let futures: Vec<_> = sent
+            .iter()
+            .map(|bytes| {
+                let (done, future) = Done::future();
+                a.submit_send(&b.main_address(), bytes, &within(LONG), done).unwrap();
+                future
+            })
+            .collect();
+        for future in futures {
+            assert_eq!(future.wait(LONG), Some(Ok(())));
+        }
+        let mut found: Vec<_> = lens.iter().map(|_| received.recv_timeout(LONG).unwrap()).collect();
+        found.sort_by_key(|(_, bytes)| bytes.len());
+        for ((from, bytes), right) in found.iter().zip(&sent) {
+            assert!(*from == a.name() && bytes == right, "{} bytes", right.len());
+        }
+        assert!(received.try_recv().is_err());
+        let error =
+            failure(outcome(|done| a.submit_send(&b.main_address(), &vec![0; (3 << 20) + 1], &within(LONG), done)));
+        assert_eq!(error.reason, Reason::MessageTooLong { allowed: 3 << 20 });
+    }
+}
+
+#[test]
+fn a_lost_fragment_fails_its_message_and_gives_the_buffer_back() {
+    let Some(network) = Network::obedient(9) else { return };
+    let (a, b) = (nervous(&network, 1).build().unwrap(), nervous(&network, 1).build().unwrap());
+    let received = receive(&b, 1 << 20, 1);
+    network.set_faults(Faults { drop_messages: 0.05, ..Faults::default() }).unwrap();
+    let (mut well, mut lost) = (0, 0);
+    for round in 0..60 {
+        let bytes = noise(300_000, round);
+        match outcome(|done| a.submit_send(&b.main_address(), &bytes, &within(LONG), done)) {
+            Ok(()) => {
+                assert!(received.recv_timeout(LONG).unwrap().1 == bytes);
+                well += 1;
+            }
+            Err(error) => {
+                assert_eq!(failure(Err(error)).reason, putget_transfer::NetworkError::Lost.into());
+                lost += 1;
+            }
+        }
+    }
+    assert!(well > 5 && lost > 5, "{well} {lost}");
+    assert!(received.try_recv().is_err());
+}
+
+#[test]
+fn a_long_message_that_is_given_up_frees_its_buffer() {
+    for network in Network::all(10) {
+        let (a, b) = (engine(&network, 1), engine(&network, 1));
+        let received = receive(&b, 32 << 20, 1);
+        let bytes = vec![7; 32 << 20];
+        let mut cancelled = 0;
+        for round in 0..6 {
+            let (done, future) = Done::future();
+            let id = a.submit_send(&b.main_address(), &bytes, &within(LONG), done).unwrap();
+            std::thread::sleep(Duration::from_micros(300 * round));
+            a.cancel(id).unwrap();
+            match future.wait(LONG).unwrap() {
+                Ok(()) => assert_eq!(received.recv_timeout(LONG).unwrap().1.len(), bytes.len()),
+                outcome => {
+                    assert_eq!(failure(outcome).reason, Reason::Cancelled);
+                    cancelled += 1;
+                }
+            }
+        }
+        assert!(cancelled > 0, "every cancellation came too late");
+        // The one buffer is free again, also after a sender that has gone in the middle.
+        let (c, (done, _future)) = (engine(&network, 1), Done::future());
+        c.submit_send(&b.main_address(), &bytes, &within(LONG), done).unwrap();
+        std::thread::sleep(Duration::from_millis(3));
+        c.close();
+        let sent = outcome(|done| a.submit_send(&b.main_address(), b"now", &within(LONG), done));
+        assert_eq!(sent, Ok(()));
+        eventually("it has come", || received.try_iter().any(|(_, bytes)| bytes == b"now"));
+    }
+}
+
+#[test]
+fn pools_are_apart_and_a_message_takes_the_shortest_buffer() {
+    let network = Network::new(11);
+    let (a, b) = (engine(&network, 1), engine(&network, 1));
+    let (sender, received) = channel();
+    for (pool, len, count) in [(0, 10, 1), (0, 1000, 1), (7, 10, 1)] {
+        let sender = sender.clone();
+        let callback = move |_: &NetAddr, bytes: &[u8]| sender.send((pool, len, bytes.len())).unwrap();
+        b.submit_recvs_to(len, count, &RecvOptions { pool, per_peer: None }, callback).unwrap();
+    }
+    let send = |pool, len: usize| {
+        let options = within(Duration::from_millis(300) * network.slowness());
+        outcome(|done| a.submit_send_to(&b.main_address(), pool, &vec![1; len], &options, done))
+    };
+    for (pool, len, buffer) in [(0, 10, 10), (0, 11, 1000), (7, 3, 10)] {
+        assert_eq!(send(pool, len), Ok(()));
+        assert_eq!(received.recv_timeout(LONG), Ok((pool, buffer, len)));
+    }
+    assert_eq!(failure(send(7, 11)).reason, Reason::MessageTooLong { allowed: 10 });
+    assert_eq!(failure(send(0, 1001)).reason, Reason::MessageTooLong { allowed: 1000 });
+    assert_eq!(failure(send(1, 1)).reason, Reason::NoReceives);
+}
+
+#[test]
+fn no_peer_takes_the_buffers_of_the_others() {
+    let network = Network::new(12);
+    let (greedy, modest, b) = (engine(&network, 1), engine(&network, 1), engine(&network, 1));
+    let gate = Arc::new(Mutex::new(()));
+    let held = gate.lock().unwrap();
+    let (sender, received) = channel();
+    let waits = Arc::clone(&gate);
+    let callback = move |from: &NetAddr, _: &[u8]| {
+        drop(waits.lock().unwrap());
+        sender.send(from.name()).unwrap();
+    };
+    b.submit_recvs(16, 8, callback).unwrap();
+    let send = |from: &Engine, deadline| {
+        let (done, future) = Done::future();
+        from.submit_send(&b.main_address(), b"x", &within(deadline), done).unwrap();
+        future
+    };
+    // Nobody takes any: the greedy one gets six of the eight buffers.
+    let flood: Vec<_> = (0..20).map(|_| send(&greedy, LONG)).collect();
+    eventually("it has what it can get", || flood.iter().filter(|future| future.is_done()).count() == 6);
+    assert_eq!(send(&modest, LONG).wait(LONG), Some(Ok(())));
+    assert_eq!(send(&modest, LONG).wait(LONG), Some(Ok(())));
+    let late = Duration::from_millis(100) * network.slowness();
+    assert_eq!(failure(send(&modest, late).wait(LONG).unwrap()).reason, Reason::PoolExhausted);
+    assert_eq!(flood.iter().filter(|future| future.is_done()).count(), 6);
+    drop(held);
+    flood.into_iter().for_each(|future| assert_eq!(future.wait(LONG), Some(Ok(()))));
+    let found: Vec<_> = (0..22).map(|_| received.recv_timeout(LONG).unwrap()).collect();
+    assert_eq!(found.iter().filter(|name| **name == modest.name()).count(), 2);
+}
+
+#[test]
+fn a_long_message_ends_with_its_peer() {
+    let Some(network) = Network::obedient(13) else { return };
+    let (a, b) = (nervous(&network, 1).build().unwrap(), nervous(&network, 1).build().unwrap());
+    let _received = receive(&b, 8 << 20, 1);
+    assert_eq!(outcome(|done| a.add_peer_group(&[b.main_address()], &within(LONG), done)), Ok(()));
+    network.set_faults(Faults { max_delay_polls: 200, depth: 4, ..Faults::default() }).unwrap();
+    let (done, future) = Done::future();
+    a.submit_send(&b.main_address(), &vec![1; 8 << 20], &within(LONG), done).unwrap();
+    network.kill(&b.main_address());
+    let error = failure(future.wait(LONG).unwrap());
+    assert_eq!((error.reason, error.may_land), (Reason::PeerDown(DownReason::HeartbeatLost), false));
 }

@@ -159,7 +159,7 @@ fn a_cable_is_pulled_and_put_back() {
     let ((src, _), address, desc) = (filled(&engine, &bytes), other.address.clone(), other.desc.clone());
     let write = |deadline| {
         let (done, future) = Done::future();
-        let options = Options { deadline: Some(deadline), nic: None };
+        let options = Options { deadline: Some(deadline), ..Options::default() };
         engine.submit_single_write(MEMORY as u64, Some(5), (&src, 0), (&desc, 0), &options, done).unwrap();
         future
     };

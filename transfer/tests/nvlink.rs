@@ -16,7 +16,8 @@ use common::device::{DeviceMemory, MARGIN};
 use common::process::{MEMORY, Other, move_pages, read, role, scattered_pages, serve};
 use common::*;
 use putget_transfer::{
-    Builder, DeviceGroup, Done, Engine, Error, MrDesc, NetworkError, Options, Pages, Reason, Refusal, ScatterDst,
+    Builder, Device, DeviceGroup, Done, Engine, Error, MrDesc, NetworkError, Options, Pages, Reason, Refusal,
+    ScatterDst, Topology, Via, WriteItem,
 };
 
 fn nvlink() -> Builder {
@@ -37,19 +38,22 @@ fn engines<const N: usize>() -> [Engine; N] {
 fn with_an_imitated_driver() {
     let folder = std::env::temp_dir().join(format!("putget_transfer_imitation_{}", std::process::id()));
     std::fs::create_dir_all(&folder).unwrap();
-    let source = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/imitation/cuda.c");
-    let mut compile = Command::new("cc");
-    compile.args(["-shared", "-fPIC", "-O1", "-o"]).arg(folder.join("libcuda.so.1")).args([source, "-lpthread"]);
-    match compile.status() {
+    let compile = |source: &str, library: &str| {
+        let source = format!("{}/tests/imitation/{source}", env!("CARGO_MANIFEST_DIR"));
+        let mut compile = Command::new("cc");
+        compile.args(["-shared", "-fPIC", "-O1", "-o"]).arg(folder.join(library)).args([&source, "-lpthread"]);
+        compile.status()
+    };
+    match compile("cuda.c", "libcuda.so.1") {
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => println!("skipped: there is no C compiler"),
         status => {
-            assert!(status.unwrap().success());
+            assert!(status.unwrap().success() && compile("gdrapi.c", "libgdrapi.so.2").unwrap().success());
             let mut tests = Command::new(std::env::current_exe().unwrap());
             // One at a time: memory_in_pieces counts what the process has.
             tests.args(["--ignored", "--skip", "other_process", "--test-threads", "1"]).env(CUDA, "imitated");
             let ran = tests.env("LD_LIBRARY_PATH", &folder).output().unwrap();
             let text = String::from_utf8_lossy(&ran.stdout) + String::from_utf8_lossy(&ran.stderr);
-            assert!(ran.status.success() && text.contains("9 passed"), "{text}");
+            assert!(ran.status.success() && text.contains("13 passed"), "{text}");
         }
     }
     std::fs::remove_dir_all(folder).unwrap();
@@ -126,6 +130,135 @@ fn writes_of_all_kinds_land_and_count_once() {
     assert_eq!(outcome(|done| a.submit_barrier(None, 4, &[&desc, &own], &options, done)), Ok(()));
     assert_eq!((expect_count(&b, 4, 3), expect_count(&a, 4, 2)), (Ok(()), Ok(())));
     assert_eq!((b.imm_count(1), b.imm_count(2), b.imm_count(3), b.imm_count(4), a.imm_count(4)), (10, 10, 3, 3, 2));
+}
+
+/// Kernels look at counters where they are: in an array in a GPU's memory, which the processor stores to.
+#[test]
+#[ignore = "needs a CUDA driver, real or imitated"]
+fn counters_are_an_array_in_device_memory() {
+    if !enabled() {
+        return;
+    }
+    let [a, b] = engines();
+    let memory = DeviceMemory::new(4096);
+    let (handle, desc) = memory.register(&b);
+    if let Err(error) = b.mirror_imms(7, 4, &handle, 64) {
+        // A machine with GPUs need not have GDRCopy.
+        assert!(std::env::var(CUDA).unwrap() != "imitated" && matches!(error, Error::Unavailable { .. }), "{error}");
+        return;
+    }
+    for (imm, count) in [(7, 1), (9, 3)] {
+        for _ in 0..count {
+            outcome(|done| a.submit_barrier(None, imm, &[&desc], &Options::default(), done)).unwrap();
+        }
+        expect_count(&b, imm, count).unwrap();
+    }
+    let words: Vec<_> =
+        memory.read().chunks_exact(8).map(|word| u64::from_le_bytes(word.try_into().unwrap())).collect();
+    assert_eq!(words[8..12], [1, 0, 3, 0]);
+    assert!(words[..8].iter().chain(&words[12..]).all(|word| *word == 0));
+    assert!(matches!(b.mirror_imms(7, 4, &handle, 4072), Err(Error::Argument { argument: "offset", .. })));
+    assert!(matches!(b.mirror_imms(u32::MAX, 2, &handle, 0), Err(Error::Argument { argument: "count", .. })));
+    b.unmirror_imms(7, 4);
+}
+
+/// A GPU's memory goes over NVLink, and so does host memory that belongs to one write with it; host memory to others goes over TCP.
+#[test]
+#[ignore = "needs a CUDA driver, real or imitated"]
+fn nvlink_inside_the_machine_and_tcp_to_others() {
+    if !enabled() {
+        return;
+    }
+    let tcp = || DeviceGroup::tcp(&[Some("127.0.0.1")]);
+    let build = || nvlink().group(tcp()).build().unwrap();
+    let (a, b, c) = (build(), build(), Engine::builder().secret(b"between processes").group(tcp()).build().unwrap());
+    let (from, to) = (DeviceMemory::new(8192), DeviceMemory::new(8192));
+    let bytes = noise(8192, 5);
+    from.write(&bytes);
+    let ((src, _), (_to, to_b)) = (from.register(&a), to.register(&b));
+    let (host, _) = a.alloc_mr(8192).unwrap();
+    host.write(0, &bytes).unwrap();
+    let ((at_b, host_b), (at_c, to_c)) = (b.alloc_mr(8192).unwrap(), c.alloc_mr(8192).unwrap());
+    let item = |src, dst| WriteItem { len: 8192, src: (src, 0), dst: (dst, 0) };
+    let items = [item(&host, &host_b), item(&src, &to_b), item(&host, &to_c)];
+    let prepared = a.prepare_writes(&items, Via::default()).unwrap();
+    outcome(|done| a.submit_prepared(&prepared, Some(1), &within(LONG), done)).unwrap();
+    assert_eq!((expect_count(&b, 1, 1), expect_count(&c, 1, 1)), (Ok(()), Ok(())));
+    assert!(to.read() == bytes && read(&at_b, 0, 8192) == bytes && read(&at_c, 0, 8192) == bytes);
+    // What only NVLink carries does not go to a peer without it.
+    let refused = a.submit_single_write(8, None, (&src, 0), (&to_c, 0), &Options::default(), Done::ignore());
+    assert!(matches!(refused, Err(Error::Argument { argument: "dst", .. })), "{refused:?}");
+}
+
+#[test]
+#[ignore = "needs a CUDA driver, real or imitated"]
+fn the_nics_near_a_gpu_are_its_default() {
+    if std::env::var(CUDA).as_deref() != Ok("imitated") {
+        return;
+    }
+    // GPU 0 of the imitation is at 0000:02:00.0, behind one switch with mlx5_1.
+    let sys = std::env::temp_dir().join(format!("putget_transfer_near_{}", std::process::id()));
+    let (gpu, nic) = ("devices/pci0000:00/0000:00:01.0/0000:02:00.0", "devices/pci0000:00/0000:00:01.0/0000:03:00.0");
+    let write = |path: String, text: &str| {
+        let path = sys.join(path);
+        std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+        std::fs::write(path, text).unwrap();
+    };
+    let link = |from: &str, to: &str| {
+        std::fs::create_dir_all(sys.join(from).parent().unwrap()).unwrap();
+        std::os::unix::fs::symlink(sys.join(to), sys.join(from)).unwrap();
+    };
+    for (path, file, text) in [(gpu, "numa_node", "1"), (gpu, "vendor", "0x10de"), (gpu, "class", "0x030200")] {
+        write(format!("{path}/{file}"), text);
+    }
+    write(format!("{nic}/infiniband/mlx5_1/ports/1/state"), "4: ACTIVE");
+    write("devices/system/node/node1/cpulist".into(), "2-3");
+    link("bus/pci/devices/0000:02:00.0", gpu);
+    link(&format!("{nic}/infiniband/mlx5_1/device"), nic);
+    link("class/infiniband/mlx5_1", &format!("{nic}/infiniband/mlx5_1"));
+    let topology = Topology::read(&sys);
+    let group = DeviceGroup::verbs_near(&topology, Device::Cuda(0)).map(|group| format!("{group:?}"));
+    let other = DeviceGroup::verbs_near(&topology, Device::Cuda(1)).map(drop);
+    std::fs::remove_dir_all(&sys).unwrap();
+    assert_eq!(group.unwrap(), "DeviceGroup(Verbs, Cuda(0), 1 NICs, processors Some([2, 3]))");
+    assert!(matches!(other, Err(Error::Argument { argument: "gpu", .. })), "{other:?}");
+}
+
+#[test]
+#[ignore = "needs a CUDA driver, real or imitated"]
+fn reads_bring_device_memory_and_say_what_they_cannot() {
+    if !enabled() {
+        return;
+    }
+    let [a, b] = engines();
+    let len = 3 << 20;
+    let bytes = noise(len, 5);
+    let (from, into) = (DeviceMemory::new(len), DeviceMemory::new(len));
+    from.write(&bytes);
+    let ((source, desc), (dst, _)) = (from.register(&b), into.register(&a));
+    let (host, _) = a.alloc_mr(len).unwrap();
+    let get =
+        |desc: &MrDesc, dst, len| outcome(|done| a.submit_read(len, Some(1), (desc, 5), (dst, 9), &within(LONG), done));
+    let mut right = vec![0; len];
+    for size in [1, 100, 65536, len - 9] {
+        assert_eq!((get(&desc, &dst, size as u64), get(&desc, &host, size as u64)), (Ok(()), Ok(())), "{size}");
+        right[9..9 + size].copy_from_slice(&bytes[5..5 + size]);
+        assert!(into.read() == right && read(&host, 0, len) == right, "{size}");
+    }
+    assert_eq!(expect_count(&b, 1, 8), Ok(()));
+    // Host memory of another process is out of a GPU's reach.
+    let (_host, host_desc) = b.alloc_mr(100).unwrap();
+    let error = failure(get(&host_desc, &dst, 10));
+    assert!(
+        matches!(&error.reason, Reason::Network(NetworkError::Other(why)) if why.contains("host memory")),
+        "{error}"
+    );
+    // What has been read from is given back, and an ended key is refused.
+    b.dereg_mr(source).unwrap();
+    let error = failure(get(&desc, &dst, 10));
+    assert_eq!((error.reason, error.may_land), (Reason::Network(NetworkError::BadKey), false));
+    assert!(into.read() == right);
+    assert_eq!(b.imm_count(1), 8);
 }
 
 #[test]

@@ -56,7 +56,7 @@ proptest! {
             });
             b.expect_imm_count(imm, 1, Some(LONG), arrived).unwrap();
         }
-        let options = Options { deadline: Some(LONG), nic: None };
+        let options = Options { deadline: Some(LONG), ..Options::default() };
         for (imm, shape) in (0u32..).zip(&shapes) {
             let place = u64::from(imm) * PLACE;
             let submitted = match shape {

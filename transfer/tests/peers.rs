@@ -73,8 +73,8 @@ fn the_address_of_an_ended_engine_does_not_reach_its_successor() {
     let network = Network::new(3);
     let (a, b) = (nervous(&network, 1).build().unwrap(), nervous(&network, 1).build().unwrap());
     let mut bytes = b.main_address().to_bytes();
-    // The first byte of the identity, after magic, version and provider: same endpoint, another engine.
-    bytes[6] ^= 1;
+    // The first byte of the identity, after magic, version, number of groups and provider: same endpoint, another engine.
+    bytes[7] ^= 1;
     let stale = NetAddr::from_bytes(&bytes).unwrap();
     assert_eq!(failure(connect(&a, &stale)).reason, Refusal::Stale.into());
     assert_eq!(connect(&a, &b.main_address()), Ok(()));

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use common::{LONG, Network, engine, eventually, expect_count, failure, nervous, noise, outcome, within};
 use putget_transfer::{
-    Done, Error, Faults, Grid, MrDesc, MrHandle, NetworkError, Options, Pages, Part, Reason, ScatterDst, WriteItem,
+    Done, Error, Faults, Grid, MrDesc, MrHandle, NetworkError, Options, Pages, Part, Reason, ScatterDst, Via, WriteItem,
 };
 
 fn bytes(handle: &MrHandle) -> Vec<u8> {
@@ -34,7 +34,7 @@ fn planes_of_pages_are_copied_plane_by_plane() {
         let (from, to) = ([3, 0, 7], [1, 5, 2]);
         let from = Grid { pages: Pages { indices: &from, stride: 1200, offset: 4 }, planes: 2, plane_stride: 20_000 };
         let to = Grid { pages: Pages { indices: &to, stride: 1000, offset: 0 }, planes: 2, plane_stride: 10_000 };
-        let prepared = a.prepare_paged_writes(1000, (&src, from), (&desc, to), None).unwrap();
+        let prepared = a.prepare_paged_writes(1000, (&src, from), (&desc, to), Via::default()).unwrap();
         for round in 1..=3 {
             dst.write(0, &vec![0; 40_000]).unwrap();
             outcome(|done| a.submit_prepared(&prepared, Some(8), &Options::default(), done)).unwrap();
@@ -49,13 +49,13 @@ fn planes_of_pages_are_copied_plane_by_plane() {
             assert!(bytes(&dst) == expected);
         }
         let wide = Grid { plane_stride: 32_000, ..from };
-        let text = argument(a.prepare_paged_writes(1000, (&src, wide), (&desc, to), None));
+        let text = argument(a.prepare_paged_writes(1000, (&src, wide), (&desc, to), Via::default()));
         assert_eq!(text, "src: page 7 of plane 1 of 1000 bytes came; the region has 40000 bytes");
         let none = Grid { planes: 0, ..from };
-        assert!(argument(a.prepare_paged_writes(1000, (&src, none), (&desc, to), None)).contains("0 planes"));
+        assert!(argument(a.prepare_paged_writes(1000, (&src, none), (&desc, to), Via::default())).contains("0 planes"));
         let one = Grid { planes: 1, ..from };
         assert_eq!(
-            argument(a.prepare_paged_writes(1000, (&src, one), (&desc, to), None)),
+            argument(a.prepare_paged_writes(1000, (&src, one), (&desc, to), Via::default())),
             "dst: 6 pages came; the source has 3"
         );
         assert!(
@@ -104,8 +104,10 @@ fn many_regions_are_one_submission_and_one_count_a_peer() {
             assert_eq!((one.imm_count(3), two.imm_count(3)), (round, round));
         }
         let item = |len| WriteItem { len, src: (&sources[0], 0), dst: (&targets[0].1, 1) };
-        assert!(argument(a.prepare_writes(&[item(1), item(300_000)], None)).starts_with("dst: bytes 1 to 300001"));
-        assert!(argument(a.prepare_writes(&[], None)).starts_with("items"));
+        assert!(
+            argument(a.prepare_writes(&[item(1), item(300_000)], Via::default())).starts_with("dst: bytes 1 to 300001")
+        );
+        assert!(argument(a.prepare_writes(&[], Via::default())).starts_with("items"));
     }
 }
 
@@ -139,7 +141,7 @@ fn many_regions_that_are_stopped_do_not_count() {
     let targets: Vec<_> = (0..3).map(|_| b.alloc_mr(4096).unwrap()).collect();
     let items: Vec<_> =
         targets.iter().map(|(_, desc)| WriteItem { len: 4096, src: (&src, 0), dst: (desc, 0) }).collect();
-    let prepared = a.prepare_writes(&items, None).unwrap();
+    let prepared = a.prepare_writes(&items, Via::default()).unwrap();
     outcome(|done| a.submit_prepared(&prepared, Some(4), &within(LONG), done)).unwrap();
     assert_eq!(expect_count(&b, 4, 1), Ok(()));
     for cancelled in [false, true] {
@@ -216,7 +218,8 @@ fn a_word_posts_prepared_writes_once_it_is_there() {
     for network in Network::all(45) {
         let [a, b] = [(); 2].map(|()| engine(&network, 1));
         let ((src, _), (dst, desc)) = (a.alloc_mr(64).unwrap(), b.alloc_mr(64).unwrap());
-        let prepared = a.prepare_writes(&[WriteItem { len: 64, src: (&src, 0), dst: (&desc, 0) }], None).unwrap();
+        let prepared =
+            a.prepare_writes(&[WriteItem { len: 64, src: (&src, 0), dst: (&desc, 0) }], Via::default()).unwrap();
         let word = a.alloc_uvm_word().unwrap();
         let when = |value, deadline| {
             let (done, future) = Done::future();

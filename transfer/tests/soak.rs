@@ -13,7 +13,8 @@ use std::sync::{Arc, Mutex};
 use common::*;
 use fastrand::Rng;
 use putget_transfer::{
-    Done, Engine, Faults, MrDesc, MrHandle, NetworkError, Options, Outcome, Pages, PeerName, Reason, ScatterDst,
+    Done, Engine, Faults, MrDesc, MrHandle, NetAddr, NetworkError, Options, Outcome, Pages, PeerName, Reason,
+    ScatterDst,
 };
 
 const ENGINES: usize = 3;
@@ -66,7 +67,11 @@ impl Soak {
         let from = self.random.usize(0..ENGINES);
         let to = self.random.usize(0..ENGINES);
         let imm = self.random.bool().then(|| self.random.u32(0..IMMS));
-        let options = Options { deadline: Some(LONG), nic: self.random.u8(0..10).checked_sub(9).map(|_| 1) };
+        let options = Options {
+            deadline: Some(LONG),
+            nic: self.random.u8(0..10).checked_sub(9).map(|_| 1),
+            ..Options::default()
+        };
         let finished = self.finished.clone();
         let done = Done::callback(move |outcome| finished.send((place, outcome)).unwrap());
         let start = (place * PLACE) as u64;
@@ -187,7 +192,7 @@ fn soak(transfers: usize) {
             let (target, desc) = engine.alloc_mr(PLACE * WINDOW).unwrap();
             let received = Arc::new(Mutex::new(HashSet::new()));
             let seen = Arc::clone(&received);
-            let callback = move |_, bytes: &[u8]| {
+            let callback = move |_: &NetAddr, bytes: &[u8]| {
                 let number = u64::from_le_bytes(bytes.try_into().unwrap());
                 assert!(seen.lock().unwrap().insert(number), "message {number} came twice");
             };

@@ -155,7 +155,7 @@ fn a_stopped_process_is_back_pressure_and_comes_back() {
     let futures: Vec<_> = (0..1000)
         .map(|_| {
             let (done, future) = Done::future();
-            let options = Options { deadline: Some(Duration::from_secs(1)), nic: Some(1) };
+            let options = Options { deadline: Some(Duration::from_secs(1)), nic: Some(1), ..Options::default() };
             a.submit_single_write(64, Some(2), (&src, 0), (&other.desc, 0), &options, done).unwrap();
             future
         })

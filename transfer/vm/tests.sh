@@ -4,7 +4,7 @@
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)
 root=$(cd "$here/../.." && pwd)
-targets=${*:-writes messages order peers soak verbs verbs_wire}
+targets=${*:-writes reads messages order peers soak verbs verbs_wire}
 named=$(printf -- '--test %s ' $targets)
 # shellcheck disable=SC2086
 built=$("$root/scripts/cargo.sh" test --locked --workspace --no-run --message-format=json $named)

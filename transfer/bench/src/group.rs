@@ -37,7 +37,7 @@ pub fn run(provider: Provider, source: &str, peers: usize, rounds: u32) -> Outco
         Ok(Member { engine, memory, desc })
     });
     let members = members.collect::<Outcome<Vec<_>>>()?;
-    let options = Options { deadline: Some(PATIENCE), nic: None };
+    let options = Options { deadline: Some(PATIENCE), ..Options::default() };
     let addresses: Vec<NetAddr> = members.iter().map(|member| member.engine.main_address()).collect();
     let begin = Instant::now();
     let (done, connected) = Done::future();

@@ -5,6 +5,7 @@
 
 mod bare;
 mod group;
+mod harm;
 mod idle;
 mod measure;
 mod notify;
@@ -103,6 +104,28 @@ enum Command {
         #[arg(long, default_value_t = 200)]
         rounds: u32,
     },
+    /// Measure how long a fence takes with writes under way (sim, tcp, net and shm, in one process)
+    Fence {
+        #[arg(long, value_enum)]
+        provider: Provider,
+        #[arg(long, default_value = "127.0.0.1")]
+        source: String,
+        #[arg(long, default_value_t = 500)]
+        rounds: u32,
+    },
+    /// Measure what a stranger's flood of Hellos costs a peer that has proved itself (tcp, in one process)
+    Flood {
+        #[arg(long, default_value = "127.0.0.1")]
+        source: String,
+        /// Hellos a second
+        #[arg(long, default_value_t = 10_000.0)]
+        rate: f64,
+        /// Seconds of each half of a round
+        #[arg(long, default_value_t = 10.0)]
+        seconds: f64,
+        #[arg(long, default_value_t = 3)]
+        rounds: u32,
+    },
     /// Be the target of another bench's bare loop (started by it)
     #[command(hide = true)]
     BareTarget { provider: Provider, source: String, len: usize },
@@ -166,6 +189,10 @@ fn main() -> Outcome<()> {
             let time = Duration::try_from_secs_f64(seconds)?;
             let (smallest, largest, window, sizes) = (4096, 4096, 1, Vec::new());
             idle::run(&Plan { provider, nics: 1, source, time, smallest, largest, sizes, window, busy_poll: false })
+        }
+        Command::Fence { provider, source, rounds } => harm::fence(provider, &source, rounds),
+        Command::Flood { source, rate, seconds, rounds } => {
+            harm::flooded(&source, rate, Duration::try_from_secs_f64(seconds)?, rounds)
         }
         Command::BareTarget { provider, source, len } => bare::serve(provider, &source, len),
         Command::Bench {

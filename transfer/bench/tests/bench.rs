@@ -47,6 +47,23 @@ fn every_provider_is_measured() {
     }
 }
 
+/// Runs the program with these words and returns what it prints.
+fn printed(words: &[&str]) -> String {
+    let output = Command::new(env!("CARGO_BIN_EXE_putget-transfer")).args(words).output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    String::from_utf8(output.stdout).unwrap()
+}
+
+#[test]
+fn fences_and_floods_are_measured() {
+    let fence = printed(&["fence", "--provider", "tcp", "--rounds", "5"]);
+    assert!(fence.starts_with("tcp fence") && fence.contains("p99"), "{fence}");
+    let flood = printed(&["flood", "--seconds", "0.5", "--rounds", "1", "--rate", "3000"]);
+    let dropped = flood.split_whitespace().last().unwrap().parse::<u64>().unwrap();
+    // The engine looks at 1,000 greetings a second at most.
+    assert!(flood.contains("flooded over alone") && dropped > 0, "{flood}");
+}
+
 #[test]
 fn a_wrong_argument_is_said_by_name() {
     let output = Command::new(env!("CARGO_BIN_EXE_putget-transfer"))

@@ -10,6 +10,10 @@ mod counter;
 mod counts;
 #[path = "../../src/host/flags.rs"]
 mod flags;
+#[path = "../../src/jobs.rs"]
+mod jobs;
+#[path = "../../src/joined.rs"]
+mod joined;
 #[path = "../../src/once.rs"]
 mod once;
 #[path = "../../src/queue.rs"]

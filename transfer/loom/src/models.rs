@@ -8,6 +8,8 @@ use std::time::{Duration, Instant};
 use loom::thread;
 
 use crate::counter::{Begun, Counters, Expect};
+use crate::jobs::{Line, Turns};
+use crate::joined::Joined;
 use crate::once::Once;
 use crate::queue::Queue;
 
@@ -203,12 +205,57 @@ fn an_item_is_taken_or_comes_back_when_the_queue_closes() {
         let producer = thread::spawn(move || other.push(1).is_ok());
         let closer = Arc::clone(&queue);
         let closer = thread::spawn(move || closer.close());
-        let mut taken = 0;
+        let mut taken = VecDeque::new();
         while !queue.is_finished() {
-            taken += usize::from(queue.pop(LONG).is_some());
+            if queue.drain(&mut taken) == 0 {
+                queue.wait(LONG);
+            }
         }
         closer.join().unwrap();
-        assert_eq!(usize::from(producer.join().unwrap()), taken);
+        assert_eq!(usize::from(producer.join().unwrap()), taken.len());
+    });
+}
+
+#[test]
+fn two_threads_take_what_a_line_has_and_both_end_with_it() {
+    loom::model(|| {
+        let line = Arc::new(Line::default());
+        let takers: Vec<_> = (0..2)
+            .map(|_| {
+                let line = Arc::clone(&line);
+                thread::spawn(move || std::iter::from_fn(|| line.pop()).count())
+            })
+            .collect();
+        let taken = usize::from(line.push(1).is_ok());
+        line.close();
+        assert!(line.push(2).is_err());
+        let found: usize = takers.into_iter().map(|taker| taker.join().unwrap()).sum();
+        assert_eq!(found, taken);
+    });
+}
+
+#[test]
+fn what_comes_by_turns_is_told_of_once_at_a_time() {
+    loom::model(|| {
+        let turns = Arc::new(Turns::default());
+        let (inside, seen) = (Arc::new(Count::new(0)), Arc::new(Count::new(0)));
+        let pushers: Vec<_> = (0..2)
+            .map(|_| {
+                let (turns, inside, seen) = (Arc::clone(&turns), Arc::clone(&inside), Arc::clone(&seen));
+                thread::spawn(move || {
+                    let mut told = turns.push(());
+                    while told {
+                        told = turns.take(|()| {
+                            assert_eq!(inside.fetch_add(1, Relaxed), 0);
+                            seen.fetch_add(1, Relaxed);
+                            inside.fetch_sub(1, Relaxed);
+                        });
+                    }
+                })
+            })
+            .collect();
+        pushers.into_iter().for_each(|pusher| pusher.join().unwrap());
+        assert_eq!(seen.load(Relaxed), 2);
     });
 }
 
@@ -264,5 +311,23 @@ fn a_task_that_polled_too_early_is_woken() {
                 assert_eq!(once.poll(Waker::noop()), Poll::Ready(5));
             }
         }
+    });
+}
+
+#[test]
+fn the_last_of_several_device_groups_tells_what_all_have_come_to() {
+    loom::model(|| {
+        let joined = Arc::new(Joined::<&str, Vec<u8>>::new(3, "done"));
+        let parts: Vec<_> = (0..2_u8)
+            .map(|part| {
+                let joined = Arc::clone(&joined);
+                thread::spawn(move || joined.arrive(|all| all.push(part)))
+            })
+            .collect();
+        let own = joined.arrive(|all| all.push(2));
+        let mut told: Vec<_> = parts.into_iter().filter_map(|part| part.join().unwrap()).chain(own).collect();
+        let (done, mut all) = told.pop().unwrap();
+        all.sort_unstable();
+        assert_eq!((done, all.as_slice(), told.len()), ("done", [0, 1, 2].as_slice(), 0));
     });
 }

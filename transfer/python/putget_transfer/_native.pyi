@@ -4,6 +4,7 @@ Every method raises ValueError for a caller's mistake, before any effect, and En
 """
 
 from collections.abc import Callable, Generator, Sequence
+from os import PathLike
 from types import TracebackType
 from typing import Any, final
 
@@ -66,14 +67,59 @@ class SimNetwork:
         drop_writes: float = 0.0,
         drop_messages: float = 0.0,
         depth: int = 64,
+        latency_s: float = 0.0,
+        bytes_per_s: int = 0,
+        write_cost_s: float = 0.0,
+        registration_cost_s: float = 0.0,
     ) -> None:
-        """Change how the network misbehaves. Shares are 0 to 1; what is dropped is reported to its sender."""
+        """Change how the network misbehaves, and how slow it is in real time.
+
+        Args:
+            reorder: Deliver in random order.
+            max_delay_polls: Hold each work request back for up to so many polls.
+            drop_writes: Share of the writes that get lost, 0 to 1. Their sender is told.
+            drop_messages: The same for messages.
+            depth: Work requests in flight on one NIC.
+            latency_s: Time from a NIC to another one; a completion takes as long back.
+            bytes_per_s: What a NIC sends in a second; 0 is as much as is posted.
+            write_cost_s: Time that a NIC needs for each write, besides its bytes.
+            registration_cost_s: Time that registering a region takes, on the thread that asks for it.
+        """
     def cut(self, a: NetAddr, b: NetAddr) -> None:
         """Cut the connection between two NICs, in silence: what is on its way stays there."""
     def heal(self, a: NetAddr, b: NetAddr) -> None:
         """End a cut."""
     def kill(self, nic: NetAddr) -> None:
         """Kill a NIC as if its machine had lost power."""
+
+@final
+class Topology:
+    """The GPUs and NICs of a machine, as Linux's sysfs shows them. Devices that are not on PCI are left out."""
+
+    def __init__(self, sys: str | PathLike[str] = "/sys") -> None: ...
+    @property
+    def gpus(self) -> list[tuple[str, int | None]]:
+        """Address on PCI and NUMA node of each GPU."""
+    @property
+    def nics(self) -> list[tuple[str, bool, bool, int | None]]:
+        """Name, whether verbs can use it, whether it is active, and NUMA node of each NIC."""
+    def nics_near(self, gpu: str) -> list[str]:
+        """Return the active NICs for verbs that are nearest to a GPU, by its address on PCI.
+
+        GPUs that have the same NICs next to them share them out, if there are enough.
+
+        Raises:
+            ValueError: If there is no such GPU.
+            Unavailable: If no NIC for verbs is active.
+        """
+    def host_nics(self) -> list[str]:
+        """Return the active NICs for verbs of one NUMA node, the one that has most of them."""
+    def cpus_near_gpu(self, gpu: str) -> list[int] | None:
+        """Return the processors near a GPU, by its address on PCI; None where the machine does not say."""
+    def cpus_near_nic(self, nic: str) -> list[int] | None:
+        """Return the processors near a NIC, by its name; None where the machine does not say."""
+    def proximity(self, gpu: str, nic: str) -> str:
+        """Return how near they are: "machine", "node", "root" or "switch, N bridges", from far to near."""
 
 @final
 class DeviceGroup:
@@ -125,16 +171,34 @@ class DeviceGroup:
             devices: "device", "device:port" or "device:port:gid_index". The port is 1 and the address the best RoCE v2
                 one (IPv4 first) unless said otherwise.
         """
-    def device(self, device: str) -> DeviceGroup: ...
-    def cpus(self, cpus: Sequence[int]) -> DeviceGroup: ...
-    def near(self, network_device: str) -> DeviceGroup:
-        """Pin the worker thread near a network device, where the machine says what is near it."""
+    @staticmethod
+    def verbs_near(topology: Topology, device: str) -> DeviceGroup:
+        """Memory of a device behind the NICs for verbs that are nearest to it, with the worker thread near them.
+
+        Args:
+            topology: Where to look.
+            device: "cuda:N", or "cpu" for host memory, which gets the NICs of one NUMA node.
+
+        Raises:
+            Unavailable: If no NIC for verbs is active, or there is no such GPU.
+        """
+    def device(self, device: str) -> DeviceGroup:
+        """Say whose memory the group moves: "cpu" unless said otherwise, or "cuda:N"."""
+    def cpus(self, cpus: Sequence[int]) -> DeviceGroup:
+        """Pin the worker thread to these processors."""
+    def near(self, device: str) -> DeviceGroup:
+        """Pin the worker thread near a network or PCI device, where the machine says what is near it."""
 
 @final
 class Builder:
     """What an engine is made of."""
 
-    def group(self, group: DeviceGroup) -> Builder: ...
+    def group(self, group: DeviceGroup) -> Builder:
+        """Add a device group, over any provider. All of them share the engine's counters.
+
+        A peer is reached over the best provider that both have: NVLink or shared memory inside a machine, otherwise the
+        network that was added first.
+        """
     def secret(self, secret: bytes) -> Builder:
         """Demand of every peer that it proves to have this secret."""
     def heartbeat(self, interval_s: float, timeout_s: float) -> Builder:
@@ -152,7 +216,14 @@ class Builder:
             wait: Whether a submission beyond them waits for room, at most until its deadline, or fails at once. Then
                 it raises EngineBusy.
         """
+    def callback_threads(self, count: int) -> Builder:
+        """Set how many threads call callbacks: so many for Python's, and as many for all others. Default: 1.
+
+        Peer events, the messages of one pool and the changes of one word come one after the other all the same.
+        """
     def busy_poll(self, busy: bool) -> Builder: ...
+    def cpus(self, cpus: Sequence[int]) -> Builder:
+        """Pin the threads that are no device group's own, for callbacks and watched words, to these processors."""
     def on_peer_event(self, callback: Callable[[str, str | None], object]) -> Builder:
         """Call back with a peer's name and None when it comes, or why it went."""
     def build(self) -> Engine: ...
@@ -160,20 +231,30 @@ class Builder:
 class Engine:
     """A transfer engine. It closes when it is collected, at exit, by `close` or at the end of a `with` block.
 
-    `done` of an operation is called on the engine's callback thread with the error or None, or it is a Flag to lower.
+    `done` of an operation is called on a callback thread of the engine with the error or None. It may be a Flag, which
+    is lowered.
     The `Transfer` that every submission returns can be awaited whatever `done` is.
     """
 
     @staticmethod
     def builder() -> Builder: ...
-    def main_address(self) -> NetAddr: ...
-    def addresses(self, group: int = 0) -> list[NetAddr]: ...
+    def main_address(self) -> NetAddr:
+        """Return the address of the first NIC of every device group: others choose among those that they share."""
+    def addresses(self, group: int = 0) -> list[NetAddr]:
+        """Return the addresses of the NICs of a device group. Each leads to that group alone."""
     @property
     def name(self) -> str: ...
     def metrics_text(self) -> str:
         """Return the engine's counts as text for Prometheus."""
     def max_message(self) -> int: ...
-    def reg_mr(self, memory: Any, length: int | None = None, device: str | None = None) -> tuple[MrHandle, MrDesc]:
+    def reg_mr(
+        self,
+        memory: Any,
+        length: int | None = None,
+        device: str | None = None,
+        *,
+        groups: Sequence[int] | None = None,
+    ) -> tuple[MrHandle, MrDesc]:
         """Register memory.
 
         Args:
@@ -181,21 +262,136 @@ class Engine:
                 but an address are kept alive as long as transfers may use them.
             length: Bytes; needed with an address.
             device: Needed with the address of device memory.
+            groups: The device groups that may use it; all that move memory of its device if None.
 
         Returns:
             The handle for this engine's own transfers, and the descriptor for those who may write to the memory.
         """
-    def alloc_mr(self, len: int) -> tuple[MrHandle, MrDesc]:
-        """Allocate zeroed host memory and register it."""
+    def reg_mrs(self, memory: Sequence[Any], *, groups: Sequence[int] | None = None) -> list[tuple[MrHandle, MrDesc]]:
+        """Register much memory of one device at once, or none of it.
+
+        Args:
+            memory: As for `reg_mr`, without addresses.
+            groups: As for `reg_mr`.
+
+        Returns:
+            Handle and descriptor of each.
+        """
+    def alloc_mr(self, len: int, *, groups: Sequence[int] | None = None) -> tuple[MrHandle, MrDesc]:
+        """Allocate zeroed host memory and register it. `groups` is as for `reg_mr`."""
     def dereg_mr(self, handle: MrHandle) -> None:
         """End a registration: when this returns, nothing lands in the memory any more.
 
         Over libfabric (not tcp) the engine keeps the memory until it closes instead, because a write may still land.
         """
-    def submit_send(self, to: NetAddr, data: bytes, *, done: _Done = None, deadline_s: float | None = None) -> Transfer:
-        """Send a message of at most `max_message` bytes. It is over when the receiver has taken a buffer for it."""
-    def submit_recvs(self, len: int, count: int, callback: Callable[[str, bytes], object]) -> None:
-        """Provide `count` rotating buffers of `len` bytes; the callback gets the sender's name and the message."""
+    def submit_send(
+        self,
+        to: NetAddr,
+        data: bytes,
+        *,
+        pool: int = 0,
+        done: _Done = None,
+        deadline_s: float | None = None,
+        device_group: int | None = None,
+    ) -> Transfer:
+        """Send a message of at most `max_message` bytes. It is over when the receiver has all of it in a buffer.
+
+        Args:
+            to: The receiver.
+            data: The message. It is copied.
+            pool: The number of one of the receiver's pools.
+            done: As for every operation.
+            deadline_s: Time until it fails; the engine's default if None.
+            device_group: The one device group to use, instead of the best.
+        """
+    def submit_recvs(
+        self,
+        len: int,
+        count: int,
+        callback: Callable[[NetAddr, bytes], object],
+        *,
+        pool: int = 0,
+        per_peer: int | None = None,
+    ) -> None:
+        """Provide `count` rotating buffers of `len` bytes for messages.
+
+        A pool may get buffers of several lengths, each with a callback: a message takes the shortest that is free.
+
+        Args:
+            len: Bytes of the longest message that fits.
+            count: How many messages there may be until their callbacks have returned.
+            callback: Gets the sender's address and the message, one message after the other.
+            pool: The number that senders name.
+            per_peer: How many of the buffers one engine's messages may hold; three quarters, rounded up, if None.
+        """
+    def submit_read(
+        self,
+        len: int,
+        imm: int | None,
+        src: tuple[MrDesc, int],
+        dst: tuple[MrHandle, int],
+        *,
+        done: _Done = None,
+        deadline_s: float | None = None,
+        nic: int | None = None,
+        device_group: int | None = None,
+    ) -> Transfer:
+        """Read `len` bytes of a peer's memory into the own; the peer counts `imm` after all have been read.
+
+        Nothing but this engine writes to `dst`. If the read fails, the bytes that it names may have changed, but none
+        changes after the end of the transfer, except where the error says `may_land`.
+        """
+    def submit_paged_reads(
+        self,
+        page_len: int,
+        imm: int | None,
+        src: tuple[MrDesc, Pages],
+        dst: tuple[MrHandle, Pages],
+        *,
+        done: _Done = None,
+        deadline_s: float | None = None,
+        nic: int | None = None,
+        device_group: int | None = None,
+    ) -> Transfer:
+        """Read page i of `src` into page i of `dst`."""
+    def submit_reads(
+        self,
+        imm: int | None,
+        items: Sequence[tuple[int, tuple[MrDesc, int], tuple[MrHandle, int]]],
+        *,
+        done: _Done = None,
+        deadline_s: float | None = None,
+        nic: int | None = None,
+        device_group: int | None = None,
+    ) -> Transfer:
+        """Read many ranges between any regions as one operation: `prepare_reads` and `submit_prepared`."""
+    def prepare_reads(
+        self,
+        items: Sequence[tuple[int, tuple[MrDesc, int], tuple[MrHandle, int]]],
+        *,
+        nic: int | None = None,
+        device_group: int | None = None,
+    ) -> Prepared:
+        """Prepare reads between any regions, as `prepare_writes` does for writes.
+
+        Args:
+            items: Length, source region and offset, target region and offset of each.
+            nic: The one NIC to use, instead of all.
+            device_group: The one device group to use, instead of the best.
+
+        Returns:
+            What `submit_prepared` and `submit_when` take.
+        """
+    def prepare_paged_reads(
+        self,
+        page_len: int,
+        src: tuple[MrDesc, Pages],
+        dst: tuple[MrHandle, Pages],
+        *,
+        nic: int | None = None,
+        device_group: int | None = None,
+    ) -> Prepared:
+        """Prepare what `submit_paged_reads` does."""
     def submit_single_write(
         self,
         len: int,
@@ -206,6 +402,7 @@ class Engine:
         done: _Done = None,
         deadline_s: float | None = None,
         nic: int | None = None,
+        device_group: int | None = None,
     ) -> Transfer:
         """Write `len` bytes from one region and offset to another; the target counts `imm` after all have landed."""
     def submit_paged_writes(
@@ -218,12 +415,25 @@ class Engine:
         done: _Done = None,
         deadline_s: float | None = None,
         nic: int | None = None,
+        device_group: int | None = None,
     ) -> Transfer:
         """Write page i of `src` to page i of `dst`; the target counts `imm` once, after all pages have landed."""
     def add_peer_group(
-        self, peers: Sequence[NetAddr], *, done: _Done = None, deadline_s: float | None = None
+        self,
+        peers: Sequence[NetAddr],
+        *,
+        done: _Done = None,
+        deadline_s: float | None = None,
+        device_group: int | None = None,
     ) -> tuple[PeerGroup, Transfer]:
-        """Connect to peers ahead of the operations that will name them."""
+        """Connect to peers ahead of the operations that will name them.
+
+        Args:
+            peers: Addresses of the peers' engines.
+            done: As for every operation.
+            deadline_s: Time until it fails; the engine's default if None.
+            device_group: The one device group of this engine to use, also for operations that name the peer group.
+        """
     def submit_scatter(
         self,
         group: PeerGroup | None,
@@ -234,6 +444,7 @@ class Engine:
         done: _Done = None,
         deadline_s: float | None = None,
         nic: int | None = None,
+        device_group: int | None = None,
     ) -> Transfer:
         """Write parts of `src` to many destinations; each counts `imm` once."""
     def submit_barrier(
@@ -245,23 +456,35 @@ class Engine:
         done: _Done = None,
         deadline_s: float | None = None,
         nic: int | None = None,
+        device_group: int | None = None,
     ) -> Transfer:
         """Raise the counter of `imm` by one at every destination, without any bytes."""
     def prepare_writes(
-        self, items: Sequence[tuple[int, tuple[MrHandle, int], tuple[MrDesc, int]]], *, nic: int | None = None
+        self,
+        items: Sequence[tuple[int, tuple[MrHandle, int], tuple[MrDesc, int]]],
+        *,
+        nic: int | None = None,
+        device_group: int | None = None,
     ) -> Prepared:
         """Prepare writes between any regions: checked and cut into work requests ahead of time.
 
         Args:
             items: Length, source region and offset, target region and offset of each.
             nic: The one NIC to use, instead of all.
+            device_group: The one device group of this engine to use, instead of the best one for each peer.
 
         Returns:
             What `submit_prepared` and `submit_when` take. With an immediate, each peer that is written to counts it
             once, after all bytes for it have landed, in whichever of its regions.
         """
     def prepare_paged_writes(
-        self, page_len: int, src: tuple[MrHandle, Pages], dst: tuple[MrDesc, Pages], *, nic: int | None = None
+        self,
+        page_len: int,
+        src: tuple[MrHandle, Pages],
+        dst: tuple[MrDesc, Pages],
+        *,
+        nic: int | None = None,
+        device_group: int | None = None,
     ) -> Prepared:
         """Prepare what `submit_paged_writes` does."""
     def submit_prepared(
@@ -276,6 +499,7 @@ class Engine:
         done: _Done = None,
         deadline_s: float | None = None,
         nic: int | None = None,
+        device_group: int | None = None,
     ) -> Transfer:
         """Write many ranges between any regions as one operation: `prepare_writes` and `submit_prepared`."""
     def scatter_template(self, group: PeerGroup | None, src: MrHandle, dsts: Sequence[MrDesc]) -> ScatterTemplate:
@@ -289,6 +513,7 @@ class Engine:
         done: _Done = None,
         deadline_s: float | None = None,
         nic: int | None = None,
+        device_group: int | None = None,
     ) -> Transfer:
         """Scatter by a template.
 
@@ -299,6 +524,7 @@ class Engine:
             done: As for every operation.
             deadline_s: Time until it fails; the engine's default if None.
             nic: The one NIC to use, instead of all.
+            device_group: The one device group of this engine to use, instead of the best one for each peer.
         """
     def submit_when(
         self,
@@ -369,6 +595,16 @@ class Engine:
     def mirror_imm(self, imm: int, handle: MrHandle, offset: int) -> None:
         """Show a counter in the 64-bit word at `offset` of registered host memory."""
     def unmirror_imm(self, imm: int) -> None: ...
+    def mirror_imms(self, first: int, count: int, handle: MrHandle, offset: int) -> None:
+        """Show the counters of `count` immediates from `first` on in an array of 64-bit words of registered memory.
+
+        A GPU sees host memory that it has mapped. Its own memory takes GDRCopy.
+
+        Raises:
+            Unavailable: For memory of a GPU without GDRCopy.
+        """
+    def unmirror_imms(self, first: int, count: int) -> None:
+        """End the mirrors of `count` counters from `first` on."""
     def alloc_uvm_watcher(self, callback: Callable[[int, int], object] | None = None) -> UvmWatcher:
         """Make a word that a thread watches; the callback gets its old and its new value.
 

@@ -3,7 +3,7 @@
 use std::ffi::{c_char, c_int, c_void};
 
 use super::ffi::{Context, PeerCallback, from, missing, right_size, seconds, slice, string, text};
-use crate::{DeviceGroup, DownReason, Engine, Error, SimNetwork, WhenFull};
+use crate::{Device, DeviceGroup, DownReason, Engine, Error, SimNetwork, Topology, WhenFull};
 
 /// `pt_device_group`.
 #[repr(C)]
@@ -35,6 +35,7 @@ pub struct EngineOptions {
     pub max_submissions: usize,
     pub refuse_when_full: c_int,
     pub busy_poll: c_int,
+    pub callback_threads: usize,
     pub peer_event: PeerCallback,
     pub context: *mut c_void,
 }
@@ -66,6 +67,10 @@ impl CDeviceGroup {
                 return Err(Error::argument("nics", format!("{} came; nvlink has 1", self.nics)));
             }
             "nvlink" => DeviceGroup::nvlink(self.gpu),
+            "verbs" if self.nics == 0 && self.sources.is_null() => {
+                let device = if self.has_gpu != 0 { Device::Cuda(self.gpu) } else { Device::Host };
+                DeviceGroup::verbs_near(&Topology::here(), device)?
+            }
             "verbs" => {
                 let named = sources.iter().copied().collect::<Option<Vec<_>>>();
                 DeviceGroup::verbs(&named.ok_or_else(|| missing("sources"))?)
@@ -73,7 +78,7 @@ impl CDeviceGroup {
             _ => DeviceGroup::libfabric(&provider, &sources),
         };
         if self.has_gpu != 0 {
-            group = group.device(crate::Device::Cuda(self.gpu));
+            group = group.device(Device::Cuda(self.gpu));
         }
         if self.cpu_count > 0 {
             // SAFETY: as above.
@@ -134,6 +139,9 @@ pub(super) unsafe fn build(options: &EngineOptions) -> Result<Engine, Error> {
     let full = if options.refuse_when_full != 0 { WhenFull::Refuse } else { WhenFull::Wait };
     let most = if options.max_submissions > 0 { options.max_submissions } else { 1 << 16 };
     builder = builder.max_submissions(most, full);
+    if options.callback_threads > 0 {
+        builder = builder.callback_threads(options.callback_threads);
+    }
     if let Some(callback) = options.peer_event {
         let context = Context(options.context);
         builder = builder.on_peer_event(move |event| {

@@ -6,14 +6,14 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Duration;
 
 use crate::sys::Word;
-use crate::{Callback, Done, Error, Grid, MrDesc, MrHandle, Options, Outcome, Pages, TransferId};
+use crate::{Callback, Device, Done, Error, Grid, MrDesc, MrHandle, Options, Outcome, Pages, TransferId, Via};
 
-pub(super) const ABI_VERSION: c_int = 2;
+pub(super) const ABI_VERSION: c_int = 4;
 pub(super) const OK: c_int = 0;
 pub(super) const INTERNAL: c_int = 9;
 
 pub(super) type DoneCallback = Option<unsafe extern "C" fn(*mut c_void, c_int, *const c_char)>;
-pub(super) type MessageCallback = Option<unsafe extern "C" fn(*mut c_void, *const c_char, *const c_void, usize)>;
+pub(super) type MessageCallback = Option<unsafe extern "C" fn(*mut c_void, *const Received)>;
 pub(super) type PeerCallback = Option<unsafe extern "C" fn(*mut c_void, *const c_char, c_int, *const c_char)>;
 pub(super) type WatchCallback = Option<unsafe extern "C" fn(*mut c_void, u64, u64)>;
 
@@ -153,6 +153,7 @@ pub struct Submit {
     pub size: usize,
     pub deadline: f64,
     pub nic: c_int,
+    pub device_group: c_int,
     pub has_imm: c_int,
     pub imm: u32,
     pub done: DoneCallback,
@@ -213,6 +214,26 @@ pub struct CWriteItem {
     pub dst_offset: u64,
 }
 
+/// `pt_read_item`.
+#[repr(C)]
+pub struct CReadItem {
+    pub len: u64,
+    pub desc: *const MrDesc,
+    pub src_offset: u64,
+    pub dst: *const Mr,
+    pub dst_offset: u64,
+}
+
+/// `pt_received`.
+#[repr(C)]
+pub struct Received {
+    pub peer: *const c_char,
+    pub address: *const u8,
+    pub address_len: usize,
+    pub bytes: *const c_void,
+    pub len: usize,
+}
+
 /// `pt_part`.
 #[repr(C)]
 pub struct CPart {
@@ -228,6 +249,24 @@ pub struct CScatterDst {
     pub src_offset: u64,
     pub desc: *const MrDesc,
     pub dst_offset: u64,
+}
+
+/// `pt_memory`.
+#[repr(C)]
+pub struct CMemory {
+    pub start: *mut u8,
+    pub len: usize,
+}
+
+/// -1 for the host's memory, otherwise a GPU.
+pub(super) fn device(number: c_int) -> Result<Device, Error> {
+    let problem = |_| Error::argument("device", format!("{number} came; -1 or the number of a GPU is allowed"));
+    if number == -1 { Ok(Device::Host) } else { Ok(Device::Cuda(u16::try_from(number).map_err(problem)?)) }
+}
+
+/// Device group and NIC, where -1 leaves either to the engine.
+pub(super) fn via(device_group: c_int, nic: c_int) -> Via {
+    Via { device_group: usize::try_from(device_group).ok(), nic: usize::try_from(nic).ok() }
 }
 
 /// `pt_mr`.
@@ -249,10 +288,10 @@ impl Submit {
     pub unsafe fn read(&self) -> Result<(Options, Option<u32>, Done), Error> {
         right_size(self.size, size_of::<Self>())?;
         let deadline = seconds("deadline", self.deadline)?;
-        let nic = usize::try_from(self.nic).ok();
+        let (nic, device_group) = (usize::try_from(self.nic).ok(), usize::try_from(self.device_group).ok());
         let imm = (self.has_imm != 0).then_some(self.imm);
         // SAFETY: the caller promises it.
-        Ok((Options { deadline, nic }, imm, unsafe { done(self.done, self.context, self.word)? }))
+        Ok((Options { deadline, nic, device_group }, imm, unsafe { done(self.done, self.context, self.word)? }))
     }
 }
 

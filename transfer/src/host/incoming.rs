@@ -149,7 +149,11 @@ impl Incoming {
             return Err(Broken);
         }
         let skipped = std::mem::replace(&mut self.failed, false);
-        let landed = if skipped { Err(Refusal::Skipped) } else { self.land(request, part, registered)? };
+        let landed = match (skipped, request.is_read) {
+            (true, _) => Err(Refusal::Skipped),
+            (false, true) => self.give(request, registered)?,
+            (false, false) => self.land(request, part, registered)?,
+        };
         match landed {
             Ok(landed) if landed < request.len => return Ok(Progress::Part(landed)),
             Ok(_) => self.reports.extend(request.imm.map(|imm| Event::Immediate { link, imm })),
@@ -159,6 +163,16 @@ impl Incoming {
             }
         }
         Ok(Progress::Whole(request.len - part))
+    }
+
+    /// Copies bytes that the peer asks for to where it can take them.
+    fn give(&mut self, request: &Request, registered: &Registered) -> Result<Result<u64, Refusal>, Broken> {
+        let Some(region) = registered.get(&request.rkey) else { return Ok(Err(Refusal::BadKey)) };
+        if !region.contains(request.dst, request.len) {
+            return Ok(Err(Refusal::OutOfBounds));
+        }
+        self.ring.fill(request, region).ok_or(Broken)?;
+        Ok(Ok(request.len))
     }
 
     /// Copies bytes of a write, from the first that has not landed yet, and says how many of them have landed then.

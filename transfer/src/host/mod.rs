@@ -2,7 +2,7 @@
 //!
 //! A link has two directions. Each is a connection that the posting process makes to the target's socket, with a ring of its own.
 //! The target's thread takes requests from the ring and copies their bytes: out of the ring, out of memory that both have mapped, or out of the
-//! posting process by `process_vm_readv`. Nobody else ever writes to registered memory. So the end of a link or of a registration holds
+//! posting process by `process_vm_readv`. Bytes of a read it copies into the ring, and the posting process takes them from there. Nobody else ever writes to registered memory. So the end of a link or of a registration holds
 //! from that moment on, whatever the peer does, and there is no lock that a dead process could keep.
 //!
 //! | file | what |
@@ -31,7 +31,10 @@ use std::time::{Duration, Instant};
 
 use crate::descriptor::Device;
 use crate::error::{Error, NetworkError};
-use crate::provider::{Event, Limits, Link, LocalKey, MAX_GREETING, Nic, Passes, Post, Registered, Wait, Waker, Write};
+use crate::place;
+use crate::provider::{
+    Event, Limits, Link, LocalKey, MAX_GREETING, Nic, Passes, Post, Read, Registered, Wait, Waker, Write,
+};
 use crate::region::Region;
 use crate::shard::Piece;
 use crate::sys::Selector;
@@ -96,7 +99,7 @@ fn random() -> Result<u64, Error> {
 impl HostNic {
     pub fn open() -> Result<Self, Error> {
         let failed = |what| move |error: std::io::Error| Error::System { what, why: error.to_string() };
-        let name = format!("putget_transfer/host/{:016x}{:016x}", random()?, random()?).into_bytes();
+        let name = place::endpoint("host", [random()?, random()?]);
         let listener = Listener::bind(&name).map_err(failed("listening on a UNIX socket"))?;
         let selector = Selector::new().map_err(failed("epoll_create"))?;
         selector.add(&listener, token(0, Side::Listener)).map_err(failed("epoll_ctl"))?;
@@ -212,7 +215,7 @@ impl Nic for HostNic {
     }
 
     fn limits(&self) -> Limits {
-        Limits { max_write: MAX_WRITE, max_message: MAX_MESSAGE }
+        Limits { max_write: MAX_WRITE, reads: true, max_message: MAX_MESSAGE }
     }
 
     fn wait(&mut self, _waker: Waker) -> Wait {
@@ -336,8 +339,9 @@ impl Nic for HostNic {
             dst: write.dst.saturating_add(piece.dst),
             len: piece.len,
         };
-        outgoing.write(Job {
+        outgoing.take(Job {
             token: write.token,
+            reads: false,
             rkey: write.rkey,
             src: Arc::clone(write.src),
             parts: pieces.iter().take(taken).map(part).collect(),
@@ -345,6 +349,17 @@ impl Nic for HostNic {
             bytes,
         });
         Ok(taken)
+    }
+
+    fn read(&mut self, read: &Read<'_>) -> Result<(), Post> {
+        let outgoing = self.outgoing(read.link)?;
+        if !outgoing.has_room() {
+            return Err(Post::Busy);
+        }
+        let part = Part { src: read.into_offset, dst: read.from, len: read.len };
+        let (token, rkey, src, bytes) = (read.token, read.rkey, Arc::clone(read.into), read.len);
+        outgoing.take(Job { token, reads: true, rkey, src, parts: [part].into(), imm: None, bytes });
+        Ok(())
     }
 
     fn poll(&mut self, events: &mut Vec<Event>) {

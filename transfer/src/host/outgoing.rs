@@ -31,6 +31,8 @@ pub(super) struct Part {
 /// A work request of which something still has to be posted.
 pub(super) struct Job {
     pub token: u64,
+    /// Bytes come from the target. Then `src` is where they go, at the same places of the parts.
+    pub reads: bool,
     pub rkey: u64,
     pub src: Arc<Region>,
     pub parts: VecDeque<Part>,
@@ -42,10 +44,20 @@ pub(super) struct Job {
 /// A work request that was posted whole.
 struct Flight {
     token: u64,
+    reads: bool,
     /// How many requests are carried out when it is.
     end: u64,
     bytes: u64,
     _src: Option<Arc<Region>>,
+}
+
+/// Bytes of a read that the target has been asked for, and where they belong.
+struct Asked {
+    number: u64,
+    room: u64,
+    into: Arc<Region>,
+    at: u64,
+    len: u64,
 }
 
 pub(super) struct Outgoing {
@@ -60,6 +72,7 @@ pub(super) struct Outgoing {
     next_try: Instant,
     jobs: VecDeque<Job>,
     flights: VecDeque<Flight>,
+    asked: VecDeque<Asked>,
     bytes: u64,
     /// Of the work request whose requests are being carried out.
     failure: Option<NetworkError>,
@@ -97,6 +110,7 @@ impl Outgoing {
             next_try: now,
             jobs: VecDeque::new(),
             flights: VecDeque::new(),
+            asked: VecDeque::new(),
             bytes: 0,
             failure: None,
             failures: 0,
@@ -164,13 +178,14 @@ impl Outgoing {
         }
         let len = bytes.len() as u64;
         let Some(source) = self.poster.carry(Bytes::Own(bytes), len) else { return false };
-        self.poster.post(&Request { is_message: true, is_last: true, imm: None, rkey: 0, dst: 0, len, source });
-        self.flights.push_back(Flight { token, end: self.poster.next(), bytes: 0, _src: None });
+        let (is_message, is_read, is_last) = (true, false, true);
+        self.poster.post(&Request { is_message, is_read, is_last, imm: None, rkey: 0, dst: 0, len, source });
+        self.flights.push_back(Flight { token, reads: false, end: self.poster.next(), bytes: 0, _src: None });
         self.ring_bell();
         true
     }
 
-    pub fn write(&mut self, job: Job) {
+    pub fn take(&mut self, job: Job) {
         self.bytes += job.bytes;
         self.jobs.push_back(job);
         self.pump();
@@ -185,8 +200,8 @@ impl Outgoing {
                 self.jobs.push_front(job);
                 break;
             }
-            let (token, end, bytes) = (job.token, self.poster.next(), job.bytes);
-            self.flights.push_back(Flight { token, end, bytes, _src: Some(job.src) });
+            let (token, reads, end, bytes) = (job.token, job.reads, self.poster.next(), job.bytes);
+            self.flights.push_back(Flight { token, reads, end, bytes, _src: Some(job.src) });
         }
         if self.poster.next() > before {
             self.ring_bell();
@@ -196,7 +211,8 @@ impl Outgoing {
     /// Says whether all of it is posted.
     fn pump_job(&mut self, job: &mut Job) -> bool {
         while let Some(part) = job.parts.pop_front() {
-            let Some((len, source)) = self.carry(&job.src, part) else {
+            let way = if job.reads { self.ask(&job.src, part) } else { self.carry(&job.src, part) };
+            let Some((len, source)) = way else {
                 job.parts.push_front(part);
                 return false;
             };
@@ -205,9 +221,22 @@ impl Outgoing {
             }
             let is_last = job.parts.is_empty();
             let imm = job.imm.filter(|_| is_last);
-            self.poster.post(&Request { is_message: false, is_last, imm, rkey: job.rkey, dst: part.dst, len, source });
+            let (is_message, is_read, rkey, dst) = (false, job.reads, job.rkey, part.dst);
+            self.poster.post(&Request { is_message, is_read, is_last, imm, rkey, dst, len, source });
         }
         true
+    }
+
+    /// Makes room for bytes of a read, which the target copies there: nobody but this side writes to its memory. None: not now.
+    fn ask(&mut self, into: &Arc<Region>, part: Part) -> Option<(u64, Source)> {
+        if !self.poster.has_slot() {
+            return None;
+        }
+        let len = part.len.min(MAX_COPIED);
+        let room = self.poster.room(len)?;
+        let (number, into, at) = (self.poster.next(), Arc::clone(into), part.src);
+        self.asked.push_back(Asked { number, room, into, at, len });
+        Some((len, Source::Ring(room)))
     }
 
     /// Decides how the bytes of a part travel, and how many of them do so in one request. None: not now.
@@ -277,12 +306,27 @@ impl Outgoing {
                     self.failure.get_or_insert_with(|| in_words(refusal));
                 }
             }
+            self.take_asked(end);
             from = end;
             if self.flights.front().is_some_and(|flight| flight.end == end)
                 && let Some(flight) = self.flights.pop_front()
             {
                 self.bytes = self.bytes.saturating_sub(flight.bytes);
                 over(events, flight.token, self.failure.take().map_or(Ok(()), |error| Err((error, false))));
+            }
+        }
+    }
+
+    /// Takes the bytes of reads whose requests were carried out, before their room in the ring is used again.
+    fn take_asked(&mut self, end: u64) {
+        while self.asked.front().is_some_and(|asked| asked.number < end)
+            && let Some(Asked { room, into, at, len, .. }) = self.asked.pop_front()
+        {
+            // Of a read that has failed nothing counts.
+            if self.failure.is_none()
+                && let Err(error) = self.poster.take(room, (&into, at), len)
+            {
+                self.failure = Some(NetworkError::Other(error.to_string()));
             }
         }
     }
@@ -298,16 +342,18 @@ impl Outgoing {
     /// Reports what was not carried out.
     pub fn abandon(&mut self, error: &NetworkError, may_land: bool, events: &mut Vec<Event>) {
         self.bytes = 0;
-        let posted = self.flights.drain(..).map(|flight| flight.token);
-        posted.chain(self.jobs.drain(..).map(|job| job.token)).for_each(|token| {
-            over(events, token, Err((error.clone(), may_land)));
+        self.asked.clear();
+        let posted = self.flights.drain(..).map(|flight| (flight.token, flight.reads));
+        posted.chain(self.jobs.drain(..).map(|job| (job.token, job.reads))).for_each(|(token, reads)| {
+            over(events, token, Err((error.clone(), may_land && !reads)));
         });
     }
 
     /// Says whether the end of what was posted has to be waited for: the target may be at work on a write. Messages that do not
     /// count by now never will.
     pub fn is_awaited(&self) -> bool {
-        let at_work = self.bytes > 0;
+        let writes = |flight: &Flight| flight.bytes > 0 && !flight.reads;
+        let at_work = self.flights.iter().any(writes) || self.jobs.iter().any(|job| !job.reads);
         at_work && self.socket.is_some() && !self.poster.ring.is_let_go()
     }
 

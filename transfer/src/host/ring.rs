@@ -8,6 +8,7 @@
 //! | `LETS_GO` | target | it has seen the end, and touches nothing of the link any more |
 //! | `TARGET_SLEEPS`, `POSTER_SLEEPS` | see `flags` | |
 //! | slots, bytes | posting side | requests, and the bytes of short ones |
+//! | bytes | target | what a read asks for, in the room that the posting side has given it |
 //!
 //! Neither side trusts what the other has written: numbers are read once and checked.
 
@@ -18,6 +19,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::flags;
 use super::sys::Segment;
+use crate::error::Error;
 use crate::region::Region;
 
 /// Requests that may be under way.
@@ -60,6 +62,8 @@ pub(super) enum Source {
 pub(super) struct Request {
     /// A two-sided message; key and place mean nothing.
     pub is_message: bool,
+    /// `len` bytes at `dst` of the target's memory are asked for; `source` is the room in the ring that the target copies them to.
+    pub is_read: bool,
     /// The last one of a work request, which its immediate comes with.
     pub is_last: bool,
     pub imm: Option<u32>,
@@ -72,6 +76,7 @@ pub(super) struct Request {
 const MESSAGE: u64 = 1 << 8;
 const LAST: u64 = 1 << 9;
 const IMMEDIATE: u64 = 1 << 10;
+const READ: u64 = 1 << 11;
 
 /// Why a request failed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -184,8 +189,11 @@ impl Ring {
             _ => return None,
         };
         let imm = (kind & IMMEDIATE != 0).then_some(second as u32);
-        let (is_message, is_last) = (kind & MESSAGE != 0, kind & LAST != 0);
-        Some(Request { is_message, is_last, imm, rkey: word(3), dst: word(4), len, source })
+        let (is_message, is_last, is_read) = (kind & MESSAGE != 0, kind & LAST != 0, kind & READ != 0);
+        if is_read && (is_message || imm.is_some() || !matches!(source, Source::Ring(_))) {
+            return None;
+        }
+        Some(Request { is_message, is_read, is_last, imm, rkey: word(3), dst: word(4), len, source })
     }
 
     /// Bytes of a message.
@@ -197,6 +205,14 @@ impl Ring {
             }
             Source::Ring(at) => self.memory.read(at, request.len).ok(),
             Source::Mapped { .. } | Source::Process(_) => None,
+        }
+    }
+
+    /// Copies bytes that were asked for into the ring. None: there is no room for them.
+    pub fn fill(&self, request: &Request, region: &Region) -> Option<()> {
+        match request.source {
+            Source::Ring(at) => self.memory.put(at, (region, request.dst), request.len).ok(),
+            Source::Inline(_) | Source::Mapped { .. } | Source::Process(_) => None,
         }
     }
 
@@ -311,6 +327,16 @@ impl Poster {
         Some(Source::Ring(at))
     }
 
+    /// Room that the target fills. None: there is none now.
+    pub fn room(&mut self, len: u64) -> Option<u64> {
+        self.reserve(len)
+    }
+
+    /// Copies bytes that the target has put into such room to where they were asked for.
+    pub fn take(&self, room: u64, to: (&Region, u64), len: u64) -> Result<(), Error> {
+        self.ring.memory.give(FIRST_BYTE + room, to, len)
+    }
+
     /// Posts a request. There has to be a slot, and `source` comes from `carry` if the bytes travel along.
     pub fn post(&mut self, request: &Request) {
         let (number, ring) = (self.next, &self.ring);
@@ -322,7 +348,7 @@ impl Poster {
             Source::Process(address) => (3, 0, Some(address)),
         };
         let set = |word, value| ring.slot(number, word).store(value, Ordering::Relaxed);
-        let kind = flag(request.is_message, MESSAGE) | flag(request.is_last, LAST);
+        let kind = flag(request.is_message, MESSAGE) | flag(request.is_read, READ) | flag(request.is_last, LAST);
         set(1, code | kind | flag(request.imm.is_some(), IMMEDIATE) | (request.len << 32));
         set(2, u64::from(request.imm.unwrap_or(0)) | (u64::from(segment) << 32));
         set(3, request.rkey);
@@ -349,7 +375,7 @@ mod tests {
     }
 
     fn write(source: Source, len: u64) -> Request {
-        Request { is_message: false, is_last: true, imm: Some(9), rkey: 5, dst: 3, len, source }
+        Request { is_message: false, is_read: false, is_last: true, imm: Some(9), rkey: 5, dst: 3, len, source }
     }
 
     #[test]
@@ -418,6 +444,35 @@ mod tests {
         assert!(flags::commit(target.head(), 0, 1));
         assert_eq!(poster.look(), (1, false));
         assert!(poster.has_slot() && poster.carry(Bytes::Of(&region, 0), MAX_COPIED).is_some());
+    }
+
+    #[test]
+    fn what_is_asked_for_comes_through_the_ring_and_nonsense_is_refused() {
+        let (mut poster, target) = pair();
+        let (from, into) = (Region::allocate(9000).unwrap(), Region::allocate(9000).unwrap());
+        from.write(0, &(0..9000).map(|byte| (byte % 251) as u8).collect::<Vec<_>>()).unwrap();
+        for (number, len) in [1, 24, 8000].into_iter().enumerate() {
+            let room = poster.room(len).unwrap();
+            let asked = Request { is_read: true, imm: None, ..write(Source::Ring(room), len) };
+            poster.post(&asked);
+            let found = target.read(number as u64).unwrap();
+            target.fill(&found, &from).unwrap();
+            poster.take(room, (&into, 100), len).unwrap();
+            let (mut right, mut there) = (vec![0; len as usize], vec![0; len as usize]);
+            from.read(3, &mut right).unwrap();
+            into.read(100, &mut there).unwrap();
+            assert_eq!(right, there);
+        }
+        for wrong in [
+            Request { is_read: true, ..write(Source::Ring(0), 8) },
+            Request { is_read: true, imm: None, ..write(Source::Inline([0; 3]), 8) },
+            Request { is_read: true, imm: None, ..write(Source::Process(1), 8) },
+            Request { is_read: true, is_message: true, imm: None, ..write(Source::Ring(0), 8) },
+        ] {
+            let number = poster.next();
+            poster.post(&wrong);
+            assert_eq!(target.read(number), None, "{wrong:?}");
+        }
     }
 
     #[test]

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use super::endpoint::{Completion, Endpoint, Memory, PlacedContext};
 use super::ffi::FI_EAGAIN;
+use crate::descriptor::Device;
 use crate::error::Error;
 use crate::region::Region;
 
@@ -51,12 +52,12 @@ impl Bare {
     /// # Errors
     /// Whatever libfabric reports.
     pub fn open(provider: &str, source: Option<&str>, len: usize) -> Result<Self, Error> {
-        let endpoint = Endpoint::open(provider, source)?;
+        let endpoint = Endpoint::open(provider, source, Device::Host)?;
         let (region, inbox_region) = (Arc::new(Region::allocate(len)?), Region::allocate(RECEIVE * RECEIVES)?);
         // SAFETY: both regions live beside their registrations, and dropping closes the endpoint first.
         let (memory, inbox) = unsafe {
-            let memory = endpoint.register(region.address(), len, super::random_key()?)?;
-            (memory, endpoint.register(inbox_region.address(), RECEIVE * RECEIVES, super::random_key()?)?)
+            let memory = endpoint.register(region.address(), len, Device::Host, super::random_key()?)?;
+            (memory, endpoint.register(inbox_region.address(), RECEIVE * RECEIVES, Device::Host, super::random_key()?)?)
         };
         // libfabric's shm refuses what it has no room for, and every refusal takes the lock that the peer needs.
         let most = if provider == "shm" { endpoint.depth.min(16) } else { endpoint.depth };

@@ -6,6 +6,7 @@ use std::os::fd::RawFd;
 use std::ptr::{null, null_mut};
 
 use super::ffi::*;
+use crate::descriptor::Device;
 use crate::error::Error;
 
 /// What an operation in flight gives to libfabric: space of its own, as FI_CONTEXT2 asks for, and the number of its slot.
@@ -66,6 +67,8 @@ pub(super) struct Endpoint {
     wait_descriptor: Option<RawFd>,
     /// The provider's queue stays readable after its first completion (libfabric's net, 1.17).
     stays_readable: bool,
+    /// It has one-sided reads.
+    pub reads: bool,
     pub depth: usize,
     pub max_message: usize,
     /// Immediates have 32 bits more, which say whose they are.
@@ -83,8 +86,9 @@ const MOST_WRITES: usize = 128;
 const BATCH: usize = 32;
 
 impl Endpoint {
-    /// Opens an endpoint of a provider ("net", "efa"). `source` is the address of the NIC, where the provider has any.
-    pub fn open(provider: &str, source: Option<&str>) -> Result<Self, Error> {
+    /// Opens an endpoint of a provider ("net", "efa") for the memory of a device. `source` is the address of the NIC, where the provider
+    /// has any.
+    pub fn open(provider: &str, source: Option<&str>, device: Device) -> Result<Self, Error> {
         let library = Library::open()?;
         let text = |argument: &'static str, text: &str| {
             CString::new(text).map_err(|_| Error::argument(argument, format!("{text:?} came; it has a zero byte")))
@@ -102,6 +106,7 @@ impl Endpoint {
             silent: null_mut(),
             wait_descriptor: None,
             stays_readable: provider == "net",
+            reads: false,
             depth: 0,
             max_message: 0,
             carries_tags: false,
@@ -116,25 +121,37 @@ impl Endpoint {
         // our choice and offsets; then the target checks every key and address itself.
         let mr_mode =
             if provider == "efa" { FI_MR_LOCAL | FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY } else { 0 };
+        let (device_caps, device_mode) = match device {
+            Device::Host => (0, 0),
+            Device::Cuda(_) => (FI_HMEM, FI_MR_HMEM),
+        };
+        let writes = FI_MSG | FI_RMA | FI_SEND | FI_RECV | FI_WRITE | FI_REMOTE_WRITE | device_caps;
         // SAFETY: `hints` and its attributes were allocated above; `strdup` gives memory that freeinfo frees.
         let found = unsafe {
-            (*hints).caps = FI_MSG | FI_RMA | FI_SEND | FI_RECV | FI_WRITE | FI_REMOTE_WRITE;
+            (*hints).caps = writes | FI_READ | FI_REMOTE_READ;
             (*hints).mode = FI_CONTEXT | FI_CONTEXT2;
             (*(*hints).ep_attr).kind = FI_EP_RDM;
             (*(*hints).tx_attr).op_flags = FI_DELIVERY_COMPLETE;
             (*(*hints).domain_attr).threading = FI_THREAD_DOMAIN;
             (*(*hints).domain_attr).resource_mgmt = FI_RM_ENABLED;
-            (*(*hints).domain_attr).mr_mode = mr_mode;
+            (*(*hints).domain_attr).mr_mode = mr_mode | device_mode;
             (*(*hints).fabric_attr).prov_name = libc::strdup(name.as_ptr());
             let (node, flags) = node.as_ref().map_or((null(), 0), |node| (node.as_ptr(), FI_SOURCE));
-            let found = (library.getinfo)(API_VERSION, node, null(), flags, hints, &mut endpoint.info);
+            let mut found = (library.getinfo)(API_VERSION, node, null(), flags, hints, &mut endpoint.info);
+            endpoint.reads = found == 0;
+            if found != 0 {
+                // Without reads, then.
+                (*hints).caps = writes;
+                found = (library.getinfo)(API_VERSION, node, null(), flags, hints, &mut endpoint.info);
+            }
             (library.freeinfo)(hints);
             found
         };
         if found != 0 || endpoint.info.is_null() {
             let at = source.map_or(String::new(), |source| format!(" at {source}"));
-            let why =
-                format!("no endpoint with remote writes and delivery completion: {}", library.words(found as isize));
+            let of_devices = if device == Device::Host { "" } else { " for memory of devices (FI_HMEM)" };
+            let words = library.words(found as isize);
+            let why = format!("no endpoint{of_devices} with remote writes and delivery completion: {words}");
             return Err(Error::Unavailable { what: format!("libfabric provider {provider}{at}"), why });
         }
         endpoint.start()?;
@@ -249,16 +266,40 @@ impl Endpoint {
     ///
     /// # Safety
     /// The bytes stay valid until [`Self::deregister`] has returned.
-    pub unsafe fn register(&self, address: usize, len: usize, key: u64) -> Result<Memory, Error> {
+    pub unsafe fn register(&self, address: usize, len: usize, device: Device, key: u64) -> Result<Memory, Error> {
         let mut mr = null_mut();
-        let access = FI_SEND | FI_RECV | FI_WRITE | FI_REMOTE_WRITE;
-        // SAFETY: the caller promises that the bytes are valid; the domain is open.
-        let code = unsafe {
-            let reg = (*(*self.domain).mr).reg;
-            let fid = &raw mut (*self.domain).fid;
-            reg(fid, address as *const c_void, len, access, 0, key, 0, &mut mr, null_mut())
+        let reads = if self.reads { FI_READ | FI_REMOTE_READ } else { 0 };
+        let access = FI_SEND | FI_RECV | FI_WRITE | FI_REMOTE_WRITE | reads;
+        let bytes = libc::iovec { iov_base: address as *mut c_void, iov_len: len };
+        let (iface, number) = match device {
+            Device::Host => (FI_HMEM_SYSTEM, 0),
+            Device::Cuda(ordinal) => (FI_HMEM_CUDA, u64::from(ordinal)),
         };
-        self.check("fi_mr_reg", code)?;
+        let attributes = MrAttr {
+            iov: &raw const bytes,
+            iov_count: 1,
+            access,
+            offset: 0,
+            requested_key: key,
+            context: null_mut(),
+            auth_key_size: 0,
+            auth_key: null_mut(),
+            iface,
+            device: number,
+            rest: [0; 4],
+        };
+        // SAFETY: the caller promises that the bytes are valid; the domain is open, and the attributes are read during the call only.
+        let code = unsafe {
+            let operations = &*(*self.domain).mr;
+            let fid = &raw mut (*self.domain).fid;
+            match device {
+                Device::Host => {
+                    (operations.reg)(fid, address as *const c_void, len, access, 0, key, 0, &mut mr, null_mut())
+                }
+                Device::Cuda(_) => (operations.regattr)(fid, &attributes, 0, &mut mr),
+            }
+        };
+        self.check(if device == Device::Host { "fi_mr_reg" } else { "fi_mr_regattr" }, code)?;
         if self.mr_mode & FI_MR_ENDPOINT != 0 {
             // SAFETY: both objects are open, and such a region is bound and enabled before use.
             let code = unsafe {
@@ -333,19 +374,28 @@ impl Endpoint {
         let local = libc::iovec { iov_base: address as *mut c_void, iov_len: len };
         let remote = RmaIov { addr: remote, len, key };
         let mut desc = Self::desc(memory);
-        let message = MsgRma {
-            iov: &local,
-            desc: &mut desc,
-            iov_count: 1,
-            addr: to,
-            rma_iov: &remote,
-            rma_iov_count: 1,
-            context: context.0.cast(),
-            data: data.unwrap_or(0),
-        };
+        let mut message = MsgRma::one(&local, &mut desc, to, &remote, context.0.cast());
+        message.data = data.unwrap_or(0);
         let flags = FI_COMPLETION | FI_DELIVERY_COMPLETE | if data.is_some() { FI_REMOTE_CQ_DATA } else { 0 };
         // SAFETY: as for `recv`; the message itself is read during the call only.
         unsafe { ((*(*self.ep).rma).writemsg)(self.ep, &message, flags) }
+    }
+
+    /// Posts a read. The memory and the context stay in place until its completion, which says that the bytes are here.
+    pub fn read(
+        &self,
+        memory: &Memory,
+        (address, len): (usize, usize),
+        from: u64,
+        (remote, key): (u64, u64),
+        context: &PlacedContext,
+    ) -> isize {
+        let local = libc::iovec { iov_base: address as *mut c_void, iov_len: len };
+        let remote = RmaIov { addr: remote, len, key };
+        let mut desc = Self::desc(memory);
+        let message = MsgRma::one(&local, &mut desc, from, &remote, context.0.cast());
+        // SAFETY: as for `recv`; the message itself is read during the call only.
+        unsafe { ((*(*self.ep).rma).readmsg)(self.ep, &message, FI_COMPLETION) }
     }
 
     /// What becomes readable when there is something to poll for.
@@ -412,7 +462,7 @@ impl Endpoint {
         let count = unsafe { ((*(*self.cq).ops).readerr)(self.cq, &mut error, 0) };
         // A failed write of a peer has no operation of this side.
         if count == 1
-            && error.flags & FI_REMOTE_WRITE == 0
+            && error.flags & (FI_REMOTE_WRITE | FI_REMOTE_READ) == 0
             && let Some(slot) = slot_of(error.context)
         {
             report(Completion::Failed { slot, code: error.err as isize });

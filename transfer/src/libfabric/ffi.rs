@@ -10,13 +10,17 @@ use crate::error::Error;
 
 pub(super) const FI_MSG: u64 = 1 << 1;
 pub(super) const FI_RMA: u64 = 1 << 2;
+pub(super) const FI_READ: u64 = 1 << 8;
 pub(super) const FI_WRITE: u64 = 1 << 9;
 pub(super) const FI_RECV: u64 = 1 << 10;
 pub(super) const FI_SEND: u64 = 1 << 11;
+pub(super) const FI_REMOTE_READ: u64 = 1 << 12;
 pub(super) const FI_REMOTE_WRITE: u64 = 1 << 13;
 pub(super) const FI_REMOTE_CQ_DATA: u64 = 1 << 17;
 pub(super) const FI_COMPLETION: u64 = 1 << 24;
 pub(super) const FI_DELIVERY_COMPLETE: u64 = 1 << 28;
+/// Memory of devices.
+pub(super) const FI_HMEM: u64 = 1 << 47;
 pub(super) const FI_SOURCE: u64 = 1 << 57;
 pub(super) const FI_CONTEXT: u64 = 1 << 59;
 pub(super) const FI_CONTEXT2: u64 = 1 << 52;
@@ -27,6 +31,10 @@ pub(super) const FI_MR_VIRT_ADDR: c_int = 1 << 4;
 pub(super) const FI_MR_ALLOCATED: c_int = 1 << 5;
 pub(super) const FI_MR_PROV_KEY: c_int = 1 << 6;
 pub(super) const FI_MR_ENDPOINT: c_int = 1 << 9;
+pub(super) const FI_MR_HMEM: c_int = 1 << 10;
+
+pub(super) const FI_HMEM_SYSTEM: c_int = 0;
+pub(super) const FI_HMEM_CUDA: c_int = 1;
 
 pub(super) const FI_EP_RDM: c_int = 3;
 pub(super) const FI_THREAD_DOMAIN: c_int = 3;
@@ -186,6 +194,25 @@ pub(super) struct MrOps {
     /// Domain, address, length, access, offset, requested key, flags, region, context.
     pub reg:
         unsafe extern "C" fn(*mut Fid, *const c_void, usize, u64, u64, u64, u64, *mut *mut Mr, *mut c_void) -> c_int,
+    pub regv: Unused,
+    pub regattr: unsafe extern "C" fn(*mut Fid, *const MrAttr, u64, *mut *mut Mr) -> c_int,
+}
+
+/// What is registered, and where it lies. Later versions read further fields, which are zeros here.
+#[repr(C)]
+pub(super) struct MrAttr {
+    pub iov: *const libc::iovec,
+    pub iov_count: usize,
+    pub access: u64,
+    pub offset: u64,
+    pub requested_key: u64,
+    pub context: *mut c_void,
+    pub auth_key_size: usize,
+    pub auth_key: *mut u8,
+    pub iface: c_int,
+    /// A union of 8 bytes; for CUDA, the device's number.
+    pub device: u64,
+    pub rest: [u64; 4],
 }
 
 #[repr(C)]
@@ -347,12 +374,19 @@ pub(super) struct MsgRma {
     pub data: u64,
 }
 
+impl MsgRma {
+    /// One stretch here, one there.
+    pub fn one(local: &libc::iovec, desc: &mut *mut c_void, addr: u64, remote: &RmaIov, context: *mut c_void) -> Self {
+        Self { iov: local, desc, iov_count: 1, addr, rma_iov: remote, rma_iov_count: 1, context, data: 0 }
+    }
+}
+
 #[repr(C)]
 pub(super) struct RmaOps {
     pub size: usize,
     pub read: Unused,
     pub readv: Unused,
-    pub readmsg: Unused,
+    pub readmsg: unsafe extern "C" fn(*mut Ep, *const MsgRma, u64) -> isize,
     pub write: Unused,
     pub writev: Unused,
     pub writemsg: unsafe extern "C" fn(*mut Ep, *const MsgRma, u64) -> isize,

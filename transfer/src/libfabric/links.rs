@@ -112,7 +112,7 @@ mod tests {
     use super::super::endpoint::{Completion, Endpoint, PlacedContext};
     use super::super::ffi::FI_EAGAIN;
     use crate::region::Region;
-    use crate::{DeviceGroup, Done, DownReason, Engine, Error};
+    use crate::{Device, DeviceGroup, Done, DownReason, Engine, Error};
 
     const LONG: Duration = Duration::from_secs(60);
 
@@ -125,11 +125,12 @@ mod tests {
     #[test]
     fn a_message_is_no_immediate() -> Result<(), Error> {
         let Some(victim) = engine() else { return Ok(()) };
-        let stranger = Endpoint::open("net", Some("127.0.0.1"))?;
+        let stranger = Endpoint::open("net", Some("127.0.0.1"), Device::Host)?;
         let region = Region::allocate(64)?;
         // SAFETY: the region outlives the endpoint's use of it below.
-        let memory = unsafe { stranger.register(region.address(), 64, 5)? };
-        let (to, context) = (stranger.insert(&victim.main_address().endpoint).unwrap(), PlacedContext::new(0));
+        let memory = unsafe { stranger.register(region.address(), 64, Device::Host, 5)? };
+        let (to, context) =
+            (stranger.insert(&victim.main_address().groups[0].endpoint).unwrap(), PlacedContext::new(0));
         let (mut over, mut posted, end) = (false, false, Instant::now() + LONG);
         while !over {
             if !posted {

@@ -14,8 +14,9 @@ use std::sync::Arc;
 
 use slab::Slab;
 
+use crate::descriptor::Device;
 use crate::error::{Error, NetworkError};
-use crate::provider::{Event, Limits, Link, LocalKey, Nic, Passes, Post, Registered, Wait, Waker, Write};
+use crate::provider::{Event, Limits, Link, LocalKey, Nic, Passes, Post, Read, Registered, Wait, Waker, Write};
 use crate::region::Region;
 use endpoint::{Completion, Endpoint, Memory, PlacedContext};
 use ffi::FI_EAGAIN;
@@ -34,15 +35,16 @@ enum Work {
         link: Link,
         frame: usize,
     },
+    /// A write, or a read.
     Write {
         token: u64,
         link: Link,
-        _src: Arc<Region>,
+        _local: Arc<Region>,
     },
     /// Its connection was dropped and its end reported; only libfabric still has it.
     Orphan {
         frame: Option<usize>,
-        _src: Option<Arc<Region>>,
+        _local: Option<Arc<Region>>,
     },
 }
 
@@ -67,7 +69,7 @@ impl Frames {
     fn new(endpoint: &Endpoint, count: usize) -> Result<Self, Error> {
         let region = Region::allocate(count * FRAME)?;
         // SAFETY: the region lives beside its registration, and `FabricNic` closes the endpoint before it drops either.
-        let memory = unsafe { endpoint.register(region.address(), count * FRAME, random_key()?)? };
+        let memory = unsafe { endpoint.register(region.address(), count * FRAME, Device::Host, random_key()?)? };
         Ok(Self { region, memory })
     }
 
@@ -116,8 +118,8 @@ fn random_key() -> Result<u64, Error> {
 }
 
 impl FabricNic {
-    pub fn open(provider: &str, source: Option<&str>) -> Result<Self, Error> {
-        let endpoint = Endpoint::open(provider, source)?;
+    pub fn open(provider: &str, source: Option<&str>, device: Device) -> Result<Self, Error> {
+        let endpoint = Endpoint::open(provider, source, device)?;
         if endpoint.max_message < FRAME {
             let why = format!("its messages have at most {} bytes; {FRAME} are needed", endpoint.max_message);
             return Err(Error::Unavailable { what: format!("libfabric provider {provider}"), why });
@@ -233,7 +235,8 @@ impl Nic for FabricNic {
 
     fn limits(&self) -> Limits {
         let max_message = FRAME - PASS;
-        Limits { max_write: self.endpoint.max_message.min(MAX_WRITE) as u64, max_message }
+        let max_write = self.endpoint.max_message.min(MAX_WRITE) as u64;
+        Limits { max_write, reads: self.endpoint.reads, max_message }
     }
 
     fn wait(&mut self, _waker: Waker) -> Wait {
@@ -250,8 +253,9 @@ impl Nic for FabricNic {
     }
 
     fn register(&mut self, region: &Arc<Region>) -> Result<Registered, Error> {
+        let (address, len, device) = (region.address(), region.len() as usize, region.device());
         // SAFETY: `regions` and `retired` keep the region longer than its registration.
-        let memory = unsafe { self.endpoint.register(region.address(), region.len() as usize, random_key()?)? };
+        let memory = unsafe { self.endpoint.register(address, len, device, random_key()?)? };
         let registered = Registered { local: LocalKey(self.regions.len()), base: memory.base, rkey: memory.key };
         self.regions.push(Some((memory, Arc::clone(region))));
         Ok(registered)
@@ -287,11 +291,11 @@ impl Nic for FabricNic {
         for (_, slot) in &mut self.slots {
             let (token, orphan) = match &slot.work {
                 Work::Send { token, link: own, frame } if *own == link => {
-                    (*token, Work::Orphan { frame: Some(*frame), _src: None })
+                    (*token, Work::Orphan { frame: Some(*frame), _local: None })
                 }
-                Work::Write { token, link: own, _src } if *own == link => {
+                Work::Write { token, link: own, _local } if *own == link => {
                     self.writes -= 1;
-                    (*token, Work::Orphan { frame: None, _src: Some(Arc::clone(_src)) })
+                    (*token, Work::Orphan { frame: None, _local: Some(Arc::clone(_local)) })
                 }
                 _ => continue,
             };
@@ -333,7 +337,7 @@ impl Nic for FabricNic {
         if self.writes >= self.endpoint.depth {
             return Err(Post::Full);
         }
-        let work = Work::Write { token: write.token, link: write.link, _src: Arc::clone(write.src) };
+        let work = Work::Write { token: write.token, link: write.link, _local: Arc::clone(write.src) };
         let local = (write.src.address() + write.src_offset as usize, write.len as usize);
         let data = write.imm.map(|imm| self.data(write.link, imm));
         let posted = self.post(work, |nic, context| match nic.regions.get(write.src_key.0) {
@@ -347,6 +351,22 @@ impl Nic for FabricNic {
             }
             Err(code) => Err(self.refusal(code)),
         }
+    }
+
+    fn read(&mut self, read: &Read<'_>) -> Result<(), Post> {
+        let from = self.address(read.link)?;
+        if self.writes >= self.endpoint.depth {
+            return Err(Post::Full);
+        }
+        let work = Work::Write { token: read.token, link: read.link, _local: Arc::clone(read.into) };
+        let local = (read.into.address() + read.into_offset as usize, read.len as usize);
+        let posted = self.post(work, |nic, context| match nic.regions.get(read.into_key.0) {
+            Some(Some((memory, _))) => nic.endpoint.read(memory, local, from, (read.from, read.rkey), context),
+            _ => -(libc::EINVAL as isize),
+        });
+        posted.map_err(|code| self.refusal(code))?;
+        self.writes += 1;
+        Ok(())
     }
 
     fn poll(&mut self, events: &mut Vec<Event>) {

@@ -29,7 +29,8 @@ use slab::Slab;
 
 use crate::descriptor::Device as Kind;
 use crate::error::{Error, NetworkError};
-use crate::provider::{Event, Limits, Link, LocalKey, Nic, Passes, Post, Registered, Wait, Waker, Write};
+use crate::place;
+use crate::provider::{Event, Limits, Link, LocalKey, Nic, Passes, Post, Read, Registered, Wait, Waker, Write};
 use crate::region::Region;
 use crate::shard::Piece;
 use crate::sys::Selector;
@@ -182,7 +183,7 @@ impl NvlinkNic {
     pub fn open(ordinal: u16) -> Result<Self, Error> {
         let device = Device::open(ordinal)?;
         let pages = Pages::load(&device)?;
-        let name = format!("putget_transfer/{:016x}{:016x}", random()?, random()?).into_bytes();
+        let name = place::endpoint("nvlink", [random()?, random()?]);
         let listener = Listener::bind(&name).map_err(failed("listening on a UNIX socket"))?;
         let selector = Selector::new().map_err(failed("epoll_create"))?;
         selector.add(&listener, LISTENER).map_err(failed("epoll_ctl"))?;
@@ -278,6 +279,15 @@ impl NvlinkNic {
         if found.is_reachable() { Ok(found) } else { Err(Post::Failed(NetworkError::Unreachable)) }
     }
 
+    fn begin(&mut self, link: usize, job: Job) {
+        self.writes += 1;
+        let before = self.finished.len();
+        if let Some(Some(outgoing)) = self.outgoing.get_mut(link) {
+            outgoing.write(job, &self.device, &self.pages, &mut self.finished);
+        }
+        self.count(before);
+    }
+
     /// Looks until `done`, at most as long as `PATIENCE`. Says whether it is.
     fn look_until(&mut self, done: impl Fn(&Self) -> bool) -> bool {
         let end = Instant::now() + PATIENCE;
@@ -298,7 +308,7 @@ impl Nic for NvlinkNic {
     }
 
     fn limits(&self) -> Limits {
-        Limits { max_write: MAX_WRITE, max_message: MAX_MESSAGE }
+        Limits { max_write: MAX_WRITE, reads: true, max_message: MAX_MESSAGE }
     }
 
     fn wait(&mut self, _waker: Waker) -> Wait {
@@ -427,18 +437,27 @@ impl Nic for NvlinkNic {
         };
         let job = Job {
             token: write.token,
+            reads: false,
             rkey: write.rkey,
             src: Arc::clone(write.src),
             stretches: pieces.iter().take(taken).map(stretch).collect(),
             imm: write.imm.filter(|_| taken == pieces.len()),
         };
-        self.writes += 1;
-        let before = self.finished.len();
-        if let Some(Some(outgoing)) = self.outgoing.get_mut(index) {
-            outgoing.write(job, &self.device, &self.pages, &mut self.finished);
-        }
-        self.count(before);
+        self.begin(index, job);
         Ok(taken)
+    }
+
+    fn read(&mut self, read: &Read<'_>) -> Result<(), Post> {
+        if self.writes >= DEPTH {
+            return Err(Post::Full);
+        }
+        if !self.link(read.link)?.has_room() {
+            return Err(Post::Busy);
+        }
+        let dst = read.into.address() as u64 + read.into_offset;
+        let (src, stretches) = (Arc::clone(read.into), vec![Stretch { src: read.from, dst, len: read.len }]);
+        self.begin(read.link.0, Job { token: read.token, reads: true, rkey: read.rkey, src, stretches, imm: None });
+        Ok(())
     }
 
     fn poll(&mut self, events: &mut Vec<Event>) {

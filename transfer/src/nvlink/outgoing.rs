@@ -93,8 +93,9 @@ fn words(error: &Error) -> NetworkError {
     NetworkError::Other(error.to_string())
 }
 
-fn inside(stretches: &[Stretch], len: u64) -> bool {
-    stretches.iter().all(|stretch| stretch.dst.checked_add(stretch.len).is_some_and(|end| end <= len))
+fn inside(job: &Job, len: u64) -> bool {
+    let remote = |stretch: &Stretch| if job.reads { stretch.src } else { stretch.dst };
+    job.stretches.iter().all(|stretch| remote(stretch).checked_add(stretch.len).is_some_and(|end| end <= len))
 }
 
 impl Outgoing {
@@ -169,8 +170,12 @@ impl Outgoing {
             }
             Some(Remote::Asked(waiting) | Remote::Gathering { waiting, .. }) => waiting.push(job),
             Some(Remote::Device { revoked: true, .. }) => over(events, job.token, Err((NetworkError::BadKey, false))),
-            Some(Remote::Host(len) | Remote::Device { len, .. }) if !inside(&job.stretches, *len) => {
+            Some(Remote::Host(len) | Remote::Device { len, .. }) if !inside(&job, *len) => {
                 over(events, job.token, Err((NetworkError::OutOfBounds, false)));
+            }
+            Some(Remote::Host(_)) if job.reads => {
+                let why = "a GPU cannot read host memory of another process";
+                over(events, job.token, Err((NetworkError::Other(why.into()), false)));
             }
             Some(Remote::Host(_)) => self.puts.take(job),
             Some(Remote::Device { .. }) => {
@@ -188,7 +193,8 @@ impl Outgoing {
     fn order(&mut self, mut job: Job, device: &Device, pages: &Pages) -> Result<bool, Error> {
         let Some(Remote::Device { base, in_flight, .. }) = self.remotes.get_mut(&job.rkey) else { return Ok(false) };
         job.stretches.retain_mut(|stretch| {
-            stretch.dst += *base;
+            let remote = if job.reads { &mut stretch.src } else { &mut stretch.dst };
+            *remote += *base;
             stretch.len > 0
         });
         if job.stretches.is_empty() {

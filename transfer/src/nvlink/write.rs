@@ -23,9 +23,11 @@ impl Stretch {
     }
 }
 
-/// A write that was taken: addresses of the source, offsets in the target's region.
+/// A write that was taken: addresses of the source, offsets in the target's region. Of a read: offsets in the peer's region, addresses
+/// here.
 pub(super) struct Job {
     pub token: u64,
+    pub reads: bool,
     pub rkey: u64,
     pub src: Arc<Region>,
     pub stretches: Vec<Stretch>,

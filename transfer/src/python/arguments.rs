@@ -35,12 +35,15 @@ macro_rules! numbers {
 
 numbers! {
     bytes: u64, u64::MAX;
+    bytes_per_s: u64, u64::MAX;
     count: u64, u64::MAX;
     dst: (PyRef<'py, PyMrDesc>, u64), u64::MAX;
     cpus: Vec<usize>, u32::MAX;
     depth: usize, u32::MAX;
+    device_group: Option<usize>, u32::MAX;
     first: Option<u32>, u32::MAX;
     group: usize, u32::MAX;
+    groups: Option<Vec<usize>>, u32::MAX;
     imm: u32, u32::MAX;
     index: u32, u32::MAX;
     items: Vec<(u64, (PyRef<'py, PyMrHandle>, u64), (PyRef<'py, PyMrDesc>, u64))>, u64::MAX;
@@ -52,6 +55,7 @@ numbers! {
     ordinal: u16, u16::MAX;
     parts: Vec<(u64, u64, u64)>, u64::MAX;
     planes: u64, u64::MAX;
+    pool: u32, u32::MAX;
     plane_stride: u64, u64::MAX;
     page_len: u64, u64::MAX;
     seed: u64, u64::MAX;
@@ -82,6 +86,26 @@ pub(super) fn indices(value: &Bound<'_, PyAny>) -> PyResult<Vec<u64>> {
 /// The immediate of a write, which may have none.
 pub(super) fn write_imm(value: &Bound<'_, PyAny>) -> PyResult<Option<u32>> {
     fitting("imm", value, u32::MAX.into())
+}
+
+/// Where a read comes from and goes to.
+pub(super) fn read_src<'py>(value: &Bound<'py, PyAny>) -> PyResult<(PyRef<'py, PyMrDesc>, u64)> {
+    fitting("src", value, u64::MAX)
+}
+
+pub(super) fn read_dst<'py>(value: &Bound<'py, PyAny>) -> PyResult<(PyRef<'py, PyMrHandle>, u64)> {
+    fitting("dst", value, u64::MAX)
+}
+
+pub(super) type ReadItem<'py> = (u64, (PyRef<'py, PyMrDesc>, u64), (PyRef<'py, PyMrHandle>, u64));
+
+pub(super) fn read_items<'py>(value: &Bound<'py, PyAny>) -> PyResult<Vec<ReadItem<'py>>> {
+    fitting("items", value, u64::MAX)
+}
+
+/// Buffers that one engine may hold.
+pub(super) fn per_peer(value: &Bound<'_, PyAny>) -> PyResult<Option<usize>> {
+    fitting("per_peer", value, u32::MAX.into())
 }
 
 /// Bytes in this process's memory.

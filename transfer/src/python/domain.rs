@@ -11,6 +11,11 @@ use super::engine::PyEngine;
 use super::objects::{PyMrDesc, PyMrHandle, PyNetAddr, ended};
 use crate::descriptor::{Device, MrDesc, NetAddr};
 use crate::error::Error;
+use crate::handle::MrHandle;
+
+fn pair((handle, desc): (MrHandle, MrDesc)) -> (PyMrHandle, PyMrDesc) {
+    (PyMrHandle::new(handle), PyMrDesc { desc })
+}
 
 fn device_text(device: Device) -> String {
     match device {
@@ -21,13 +26,14 @@ fn device_text(device: Device) -> String {
 
 #[pymethods]
 impl PyEngine {
-    #[pyo3(signature = (memory, length=None, device=None))]
+    #[pyo3(signature = (memory, length=None, device=None, *, groups=None))]
     fn reg_mr(
         &self,
         py: Python<'_>,
         memory: &Bound<'_, PyAny>,
         length: Option<&Bound<'_, PyAny>>,
         device: Option<&str>,
+        #[pyo3(from_py_with = arguments::groups)] groups: Option<Vec<usize>>,
     ) -> PyResult<(PyMrHandle, PyMrDesc)> {
         let engine = self.engine()?;
         let located = py.import("putget_transfer._memory")?.call_method1("locate", (memory, length, device))?;
@@ -35,18 +41,53 @@ impl PyEngine {
         let device = super::objects::device(&device)?;
         // SAFETY: `locate` puts a buffer's export, a tensor or an array into `owner`, which keeps the bytes valid; with a bare
         // address the caller has promised that. Rust forms no references into them.
-        let registered = py.allow_threads(|| unsafe { engine.reg_owned(address, len, device, Box::new(owner)) });
-        let (handle, desc) = registered?;
-        Ok((PyMrHandle::new(handle), PyMrDesc { desc }))
+        let memory = vec![(address, len, Some(Box::new(owner) as _))];
+        // SAFETY: as above.
+        let registered = py.allow_threads(|| unsafe { engine.reg_owned(memory, device, groups.as_deref()) });
+        let registered = registered?.into_iter().next().ok_or(Error::Closed)?;
+        Ok(pair(registered))
     }
 
+    #[pyo3(signature = (memory, *, groups=None))]
+    fn reg_mrs(
+        &self,
+        py: Python<'_>,
+        memory: Vec<Bound<'_, PyAny>>,
+        #[pyo3(from_py_with = arguments::groups)] groups: Option<Vec<usize>>,
+    ) -> PyResult<Vec<(PyMrHandle, PyMrDesc)>> {
+        let engine = self.engine()?;
+        let locate = py.import("putget_transfer._memory")?.getattr("locate")?;
+        let (mut found, mut devices) = (Vec::with_capacity(memory.len()), Vec::new());
+        for one in &memory {
+            let (address, len, device, owner): (usize, usize, String, PyObject) =
+                locate.call1((one, None::<usize>, None::<&str>))?.extract()?;
+            found.push((address, len, Some(Box::new(owner) as _)));
+            devices.push(device);
+        }
+        devices.dedup();
+        let device = match devices.as_slice() {
+            [] => return Ok(Vec::new()),
+            [device] => super::objects::device(device)?,
+            _ => {
+                let problem = format!("memory of {devices:?} came; memory that is registered at once is of one device");
+                return Err(Error::argument("memory", problem).into());
+            }
+        };
+        // SAFETY: as in `reg_mr`.
+        let registered = py.allow_threads(|| unsafe { engine.reg_owned(found, device, groups.as_deref()) })?;
+        Ok(registered.into_iter().map(pair).collect())
+    }
+
+    #[pyo3(signature = (len, *, groups=None))]
     fn alloc_mr(
         &self,
         py: Python<'_>,
         #[pyo3(from_py_with = arguments::memory_len)] len: usize,
+        #[pyo3(from_py_with = arguments::groups)] groups: Option<Vec<usize>>,
     ) -> PyResult<(PyMrHandle, PyMrDesc)> {
         let engine = self.engine()?;
-        let (handle, desc) = py.allow_threads(|| engine.alloc_mr(len))?;
+        let allocate = || groups.map_or_else(|| engine.alloc_mr(len), |groups| engine.alloc_mr_in(len, &groups));
+        let (handle, desc) = py.allow_threads(allocate)?;
         Ok((PyMrHandle::new(handle), PyMrDesc { desc }))
     }
 

@@ -9,9 +9,14 @@ use pyo3::types::PyTuple;
 
 use super::arguments;
 use super::objects::{PyMrHandle, PyNetAddr};
-use crate::engine::{Builder, DeviceGroup, Engine};
+use super::topology::PyTopology;
+use crate::callbacks::{Repeated, Side};
+use crate::descriptor::NetAddr;
+use crate::engine::{Builder, Engine};
 use crate::error::Error;
 use crate::gate::WhenFull;
+use crate::group::DeviceGroup;
+use crate::pools::RecvOptions;
 use crate::sim::{Faults, SimNetwork};
 use crate::watcher::UvmWatcher;
 
@@ -38,7 +43,8 @@ impl PySimNetwork {
         Self { network: SimNetwork::new(seed) }
     }
 
-    #[pyo3(signature = (*, reorder=true, max_delay_polls=4, drop_writes=0.0, drop_messages=0.0, depth=64))]
+    #[pyo3(signature = (*, reorder=true, max_delay_polls=4, drop_writes=0.0, drop_messages=0.0, depth=64, latency_s=0.0, bytes_per_s=0, write_cost_s=0.0, registration_cost_s=0.0))]
+    #[allow(clippy::too_many_arguments, reason = "Python's keywords are not a list that anybody counts")]
     fn set_faults(
         &self,
         reorder: bool,
@@ -46,8 +52,25 @@ impl PySimNetwork {
         drop_writes: f64,
         drop_messages: f64,
         #[pyo3(from_py_with = arguments::depth)] depth: usize,
+        latency_s: f64,
+        #[pyo3(from_py_with = arguments::bytes_per_s)] bytes_per_s: u64,
+        write_cost_s: f64,
+        registration_cost_s: f64,
     ) -> PyResult<()> {
-        let faults = Faults { reorder, max_delay_polls, drop_writes, drop_messages, depth };
+        let latency = needed("latency_s", latency_s)?;
+        let write_cost = needed("write_cost_s", write_cost_s)?;
+        let registration_cost = needed("registration_cost_s", registration_cost_s)?;
+        let faults = Faults {
+            reorder,
+            max_delay_polls,
+            drop_writes,
+            drop_messages,
+            depth,
+            latency,
+            bytes_per_s,
+            write_cost,
+            registration_cost,
+        };
         Ok(self.network.set_faults(faults)?)
     }
 
@@ -123,6 +146,12 @@ impl PyDeviceGroup {
         Self { group: Mutex::new(Some(DeviceGroup::verbs(&devices))) }
     }
 
+    #[staticmethod]
+    fn verbs_near(topology: &PyTopology, device: &str) -> PyResult<Self> {
+        let group = DeviceGroup::verbs_near(&topology.topology, super::objects::device(device)?)?;
+        Ok(Self { group: Mutex::new(Some(group)) })
+    }
+
     fn device<'py>(slf: PyRefMut<'py, Self>, device: &str) -> PyResult<PyRefMut<'py, Self>> {
         let device = super::objects::device(device)?;
         Self::change(slf, |group| group.device(device))
@@ -135,8 +164,15 @@ impl PyDeviceGroup {
         Self::change(slf, |group| group.cpus(cpus))
     }
 
-    fn near<'py>(slf: PyRefMut<'py, Self>, network_device: &str) -> PyResult<PyRefMut<'py, Self>> {
-        Self::change(slf, |group| group.near(network_device))
+    fn near<'py>(slf: PyRefMut<'py, Self>, device: &str) -> PyResult<PyRefMut<'py, Self>> {
+        Self::change(slf, |group| group.near(device))
+    }
+
+    fn __repr__(&self) -> String {
+        match &*self.group.lock().unwrap_or_else(PoisonError::into_inner) {
+            Some(group) => format!("<{group:?}>"),
+            None => "<DeviceGroup of a builder>".into(),
+        }
     }
 }
 
@@ -211,8 +247,22 @@ impl PyBuilder {
         Self::change(slf, |builder| builder.max_submissions(count, when_full))
     }
 
+    fn callback_threads(
+        slf: PyRefMut<'_, Self>,
+        #[pyo3(from_py_with = arguments::submissions)] count: usize,
+    ) -> PyResult<PyRefMut<'_, Self>> {
+        Self::change(slf, |builder| builder.callback_threads(count))
+    }
+
     fn busy_poll(slf: PyRefMut<'_, Self>, busy: bool) -> PyResult<PyRefMut<'_, Self>> {
         Self::change(slf, |builder| builder.busy_poll(busy))
+    }
+
+    fn cpus(
+        slf: PyRefMut<'_, Self>,
+        #[pyo3(from_py_with = arguments::cpus)] cpus: Vec<usize>,
+    ) -> PyResult<PyRefMut<'_, Self>> {
+        Self::change(slf, |builder| builder.cpus(cpus))
     }
 
     fn on_peer_event(
@@ -220,7 +270,7 @@ impl PyBuilder {
         #[pyo3(from_py_with = arguments::callback)] callback: PyObject,
     ) -> PyResult<PyRefMut<'_, Self>> {
         Self::change(slf, |builder| {
-            builder.on_peer_event(move |event| {
+            builder.tell_python(move |event| {
                 let down = event.down.map(|reason| reason.to_string());
                 notify(&callback, (event.peer.to_string(), down));
             })
@@ -268,7 +318,7 @@ impl PyEngine {
 impl Drop for PyEngine {
     fn drop(&mut self) {
         let engine = self.engine.lock().unwrap_or_else(PoisonError::into_inner).take();
-        // The callback thread needs the interpreter to come to its end.
+        // The callback threads need the interpreter to come to their end.
         Python::with_gil(|py| py.allow_threads(|| drop(engine)));
     }
 }
@@ -277,7 +327,7 @@ impl Drop for PyEngine {
 impl PyEngine {
     #[staticmethod]
     fn builder() -> PyBuilder {
-        PyBuilder { builder: Mutex::new(Some(Engine::builder())) }
+        PyBuilder { builder: Mutex::new(Some(Engine::builder().with_python())) }
     }
 
     fn main_address(&self) -> PyResult<PyNetAddr> {
@@ -325,26 +375,54 @@ impl PyEngine {
         Ok(self.engine()?.mirror_imm(imm, &handle.handle()?, offset)?)
     }
 
+    fn mirror_imms(
+        &self,
+        #[pyo3(from_py_with = arguments::imm)] first: u32,
+        #[pyo3(from_py_with = arguments::imms)] count: u32,
+        handle: &PyMrHandle,
+        #[pyo3(from_py_with = arguments::offset)] offset: u64,
+    ) -> PyResult<()> {
+        Ok(self.engine()?.mirror_imms(first, count, &handle.handle()?, offset)?)
+    }
+
+    fn unmirror_imms(
+        &self,
+        #[pyo3(from_py_with = arguments::imm)] first: u32,
+        #[pyo3(from_py_with = arguments::imms)] count: u32,
+    ) -> PyResult<()> {
+        self.engine()?.unmirror_imms(first, count);
+        Ok(())
+    }
+
     fn unmirror_imm(&self, #[pyo3(from_py_with = arguments::imm)] imm: u32) -> PyResult<()> {
         self.engine()?.unmirror_imm(imm);
         Ok(())
     }
 
+    #[pyo3(signature = (len, count, callback, *, pool=0, per_peer=None))]
     fn submit_recvs(
         &self,
         #[pyo3(from_py_with = arguments::memory_len)] len: usize,
         #[pyo3(from_py_with = arguments::memory_count)] count: usize,
         #[pyo3(from_py_with = arguments::callback)] callback: PyObject,
+        #[pyo3(from_py_with = arguments::pool)] pool: u32,
+        #[pyo3(from_py_with = arguments::per_peer)] per_peer: Option<usize>,
     ) -> PyResult<()> {
-        let call = move |from: crate::PeerName, bytes: &[u8]| notify(&callback, (from.to_string(), Bytes(bytes)));
-        Ok(self.engine()?.submit_recvs(len, count, call)?)
+        let call = move |from: &NetAddr, bytes: &[u8]| {
+            notify(&callback, (PyNetAddr { address: from.clone() }, Bytes(bytes)));
+        };
+        let options = RecvOptions { pool, per_peer };
+        Ok(self.engine()?.receive((len, count), &options, Side::Python, Box::new(call))?)
     }
 
     #[pyo3(signature = (callback=None))]
     fn alloc_uvm_watcher(&self, callback: Option<&Bound<'_, PyAny>>) -> PyResult<PyUvmWatcher> {
         let engine = self.engine()?;
         let watcher = match callback.map(arguments::callback).transpose()? {
-            Some(callback) => engine.alloc_uvm_watcher(move |old, new| notify(&callback, (old, new)))?,
+            Some(callback) => {
+                let call = Repeated::new(Side::Python, move |values: (u64, u64)| notify(&callback, values));
+                engine.alloc_watched(Some(call))?
+            }
             None => engine.alloc_uvm_word()?,
         };
         Ok(PyUvmWatcher { watcher })

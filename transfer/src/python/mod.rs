@@ -6,7 +6,9 @@ mod engine;
 mod errors;
 mod objects;
 mod prepared;
+mod reads;
 mod submit;
+mod topology;
 mod transfer;
 
 use pyo3::prelude::*;
@@ -19,6 +21,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<engine::PyDeviceGroup>()?;
     module.add_class::<engine::PySimNetwork>()?;
     module.add_class::<engine::PyUvmWatcher>()?;
+    module.add_class::<topology::PyTopology>()?;
     module.add_class::<objects::PyMrHandle>()?;
     module.add_class::<objects::PyMrDesc>()?;
     module.add_class::<objects::PyNetAddr>()?;

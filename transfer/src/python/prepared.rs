@@ -10,11 +10,12 @@ use super::transfer::{PyTransfer, submitted};
 use crate::error::Error;
 use crate::handle::MrHandle;
 use crate::prepared::{Part, Prepared, ScatterTemplate, WriteItem};
+use crate::route::Via;
 
-/// Writes that can be submitted as often as wanted.
+/// Writes or reads that can be submitted as often as wanted.
 #[pyclass(name = "Prepared", module = "putget_transfer", frozen)]
 pub(super) struct PyPrepared {
-    prepared: Prepared,
+    pub prepared: Prepared,
 }
 
 #[pymethods]
@@ -52,27 +53,31 @@ fn with_items<T>(items: &[Item<'_>], call: impl FnOnce(&[WriteItem<'_>]) -> Resu
 
 #[pymethods]
 impl PyEngine {
-    #[pyo3(signature = (items, *, nic=None))]
+    #[pyo3(signature = (items, *, nic=None, device_group=None))]
     fn prepare_writes(
         &self,
         #[pyo3(from_py_with = arguments::items)] items: Vec<Item<'_>>,
         #[pyo3(from_py_with = arguments::nic)] nic: Option<usize>,
+        #[pyo3(from_py_with = arguments::device_group)] device_group: Option<usize>,
     ) -> PyResult<PyPrepared> {
         let engine = self.engine()?;
-        Ok(PyPrepared { prepared: with_items(&items, |items| engine.prepare_writes(items, nic))? })
+        Ok(PyPrepared {
+            prepared: with_items(&items, |items| engine.prepare_writes(items, Via { device_group, nic }))?,
+        })
     }
 
-    #[pyo3(signature = (page_len, src, dst, *, nic=None))]
+    #[pyo3(signature = (page_len, src, dst, *, nic=None, device_group=None))]
     fn prepare_paged_writes(
         &self,
         #[pyo3(from_py_with = arguments::page_len)] page_len: u64,
         src: (PyRef<'_, PyMrHandle>, PyRef<'_, PyPages>),
         dst: (PyRef<'_, PyMrDesc>, PyRef<'_, PyPages>),
         #[pyo3(from_py_with = arguments::nic)] nic: Option<usize>,
+        #[pyo3(from_py_with = arguments::device_group)] device_group: Option<usize>,
     ) -> PyResult<PyPrepared> {
         let (engine, handle) = (self.engine()?, src.0.handle()?);
         let (src, dst) = ((&handle, src.1.pages()), (&dst.0.desc, dst.1.pages()));
-        Ok(PyPrepared { prepared: engine.prepare_paged_writes(page_len, src, dst, nic)? })
+        Ok(PyPrepared { prepared: engine.prepare_paged_writes(page_len, src, dst, Via { device_group, nic })? })
     }
 
     #[pyo3(signature = (prepared, imm, *, done=None, deadline_s=None))]
@@ -83,11 +88,12 @@ impl PyEngine {
         done: Done<'_, '_>,
         deadline_s: Option<f64>,
     ) -> PyResult<PyTransfer> {
-        let (engine, options, prepared) = (slf.get().engine()?, options(deadline_s, None)?, &prepared.prepared);
+        let (engine, options, prepared) = (slf.get().engine()?, options(deadline_s, None, None)?, &prepared.prepared);
         submitted(slf, done, |done| engine.submit_prepared(prepared, imm, &options, done).map(Some))
     }
 
-    #[pyo3(signature = (imm, items, *, done=None, deadline_s=None, nic=None))]
+    #[pyo3(signature = (imm, items, *, done=None, deadline_s=None, nic=None, device_group=None))]
+    #[allow(clippy::too_many_arguments, reason = "Python's keywords are not a list that anybody counts")]
     fn submit_writes(
         slf: &Bound<'_, Self>,
         #[pyo3(from_py_with = arguments::write_imm)] imm: Option<u32>,
@@ -95,9 +101,10 @@ impl PyEngine {
         done: Done<'_, '_>,
         deadline_s: Option<f64>,
         #[pyo3(from_py_with = arguments::nic)] nic: Option<usize>,
+        #[pyo3(from_py_with = arguments::device_group)] device_group: Option<usize>,
     ) -> PyResult<PyTransfer> {
-        let (engine, options) = (slf.get().engine()?, options(deadline_s, nic)?);
-        let prepared = with_items(&items, |items| engine.prepare_writes(items, nic))?;
+        let (engine, options) = (slf.get().engine()?, options(deadline_s, nic, device_group)?);
+        let prepared = with_items(&items, |items| engine.prepare_writes(items, (&options).into()))?;
         submitted(slf, done, |done| engine.submit_prepared(&prepared, imm, &options, done).map(Some))
     }
 
@@ -112,7 +119,7 @@ impl PyEngine {
         Ok(PyScatterTemplate { template: self.engine()?.scatter_template(group, &src.handle()?, &dsts)? })
     }
 
-    #[pyo3(signature = (template, imm, parts, *, done=None, deadline_s=None, nic=None))]
+    #[pyo3(signature = (template, imm, parts, *, done=None, deadline_s=None, nic=None, device_group=None))]
     #[allow(clippy::too_many_arguments, reason = "Python's keywords are not a list that anybody counts")]
     fn submit_template(
         slf: &Bound<'_, Self>,
@@ -122,8 +129,10 @@ impl PyEngine {
         done: Done<'_, '_>,
         deadline_s: Option<f64>,
         #[pyo3(from_py_with = arguments::nic)] nic: Option<usize>,
+        #[pyo3(from_py_with = arguments::device_group)] device_group: Option<usize>,
     ) -> PyResult<PyTransfer> {
-        let (engine, options, template) = (slf.get().engine()?, options(deadline_s, nic)?, &template.template);
+        let (engine, options, template) =
+            (slf.get().engine()?, options(deadline_s, nic, device_group)?, &template.template);
         let part = |(len, src_offset, dst_offset)| Part { len, src_offset, dst_offset };
         let parts: Vec<_> = parts.into_iter().map(part).collect();
         submitted(slf, done, |done| engine.submit_template(template, imm, &parts, &options, done).map(Some))
@@ -140,7 +149,7 @@ impl PyEngine {
         done: Done<'_, '_>,
         deadline_s: Option<f64>,
     ) -> PyResult<PyTransfer> {
-        let (engine, options) = (slf.get().engine()?, options(deadline_s, None)?);
+        let (engine, options) = (slf.get().engine()?, options(deadline_s, None, None)?);
         let (watcher, prepared) = (&watcher.watcher, &prepared.prepared);
         submitted(slf, done, |done| engine.submit_when(watcher, value, prepared, imm, &options, done).map(Some))
     }

@@ -120,8 +120,8 @@ impl PyImmRange {
     }
 }
 
-pub(super) fn options(deadline_s: Option<f64>, nic: Option<usize>) -> PyResult<Options> {
-    Ok(Options { deadline: duration("deadline_s", deadline_s)?, nic })
+pub(super) fn options(deadline_s: Option<f64>, nic: Option<usize>, device_group: Option<usize>) -> PyResult<Options> {
+    Ok(Options { deadline: duration("deadline_s", deadline_s)?, nic, device_group })
 }
 
 fn addresses(peers: &[PyRef<'_, PyNetAddr>]) -> Vec<NetAddr> {
@@ -134,19 +134,22 @@ pub(super) type Done<'a, 'py> = Option<&'a Bound<'py, PyAny>>;
 
 #[pymethods]
 impl PyEngine {
-    #[pyo3(signature = (to, data, *, done=None, deadline_s=None))]
+    #[pyo3(signature = (to, data, *, pool=0, done=None, deadline_s=None, device_group=None))]
+    #[allow(clippy::too_many_arguments, reason = "Python's keywords are not a list that anybody counts")]
     fn submit_send(
         slf: &Bound<'_, Self>,
         to: &PyNetAddr,
         data: &[u8],
+        #[pyo3(from_py_with = arguments::pool)] pool: u32,
         done: Done<'_, '_>,
         deadline_s: Option<f64>,
+        #[pyo3(from_py_with = arguments::device_group)] device_group: Option<usize>,
     ) -> PyResult<PyTransfer> {
-        let (engine, options, to) = (slf.get().engine()?, options(deadline_s, None)?, &to.address);
-        submitted(slf, done, |done| engine.submit_send(to, data, &options, done).map(Some))
+        let (engine, options, to) = (slf.get().engine()?, options(deadline_s, None, device_group)?, &to.address);
+        submitted(slf, done, |done| engine.submit_send_to(to, pool, data, &options, done).map(Some))
     }
 
-    #[pyo3(signature = (len, imm, src, dst, *, done=None, deadline_s=None, nic=None))]
+    #[pyo3(signature = (len, imm, src, dst, *, done=None, deadline_s=None, nic=None, device_group=None))]
     #[allow(clippy::too_many_arguments, reason = "Python's keywords are not a list that anybody counts")]
     fn submit_single_write(
         slf: &Bound<'_, Self>,
@@ -157,13 +160,14 @@ impl PyEngine {
         done: Done<'_, '_>,
         deadline_s: Option<f64>,
         #[pyo3(from_py_with = arguments::nic)] nic: Option<usize>,
+        #[pyo3(from_py_with = arguments::device_group)] device_group: Option<usize>,
     ) -> PyResult<PyTransfer> {
-        let (engine, options, handle) = (slf.get().engine()?, options(deadline_s, nic)?, src.0.handle()?);
+        let (engine, options, handle) = (slf.get().engine()?, options(deadline_s, nic, device_group)?, src.0.handle()?);
         let (src, dst) = ((&handle, src.1), (&dst.0.desc, dst.1));
         submitted(slf, done, |done| engine.submit_single_write(len, imm, src, dst, &options, done).map(Some))
     }
 
-    #[pyo3(signature = (page_len, imm, src, dst, *, done=None, deadline_s=None, nic=None))]
+    #[pyo3(signature = (page_len, imm, src, dst, *, done=None, deadline_s=None, nic=None, device_group=None))]
     #[allow(clippy::too_many_arguments, reason = "Python's keywords are not a list that anybody counts")]
     fn submit_paged_writes(
         slf: &Bound<'_, Self>,
@@ -174,20 +178,22 @@ impl PyEngine {
         done: Done<'_, '_>,
         deadline_s: Option<f64>,
         #[pyo3(from_py_with = arguments::nic)] nic: Option<usize>,
+        #[pyo3(from_py_with = arguments::device_group)] device_group: Option<usize>,
     ) -> PyResult<PyTransfer> {
-        let (engine, options, handle) = (slf.get().engine()?, options(deadline_s, nic)?, src.0.handle()?);
+        let (engine, options, handle) = (slf.get().engine()?, options(deadline_s, nic, device_group)?, src.0.handle()?);
         let (src, dst) = ((&handle, src.1.pages()), (&dst.0.desc, dst.1.pages()));
         submitted(slf, done, |done| engine.submit_paged_writes(page_len, imm, src, dst, &options, done).map(Some))
     }
 
-    #[pyo3(signature = (peers, *, done=None, deadline_s=None))]
+    #[pyo3(signature = (peers, *, done=None, deadline_s=None, device_group=None))]
     fn add_peer_group(
         slf: &Bound<'_, Self>,
         peers: Vec<PyRef<'_, PyNetAddr>>,
         done: Done<'_, '_>,
         deadline_s: Option<f64>,
+        #[pyo3(from_py_with = arguments::device_group)] device_group: Option<usize>,
     ) -> PyResult<(PyPeerGroup, PyTransfer)> {
-        let (engine, options) = (slf.get().engine()?, options(deadline_s, None)?);
+        let (engine, options) = (slf.get().engine()?, options(deadline_s, None, device_group)?);
         let (mut made, peers) = (None, addresses(&peers));
         let transfer = submitted(slf, done, |done| {
             made = Some(engine.add_peer_group(&peers, &options, done)?);
@@ -197,7 +203,7 @@ impl PyEngine {
         Ok((PyPeerGroup { group }, transfer))
     }
 
-    #[pyo3(signature = (group, imm, src, dsts, *, done=None, deadline_s=None, nic=None))]
+    #[pyo3(signature = (group, imm, src, dsts, *, done=None, deadline_s=None, nic=None, device_group=None))]
     #[allow(clippy::too_many_arguments, reason = "Python's keywords are not a list that anybody counts")]
     fn submit_scatter(
         slf: &Bound<'_, Self>,
@@ -208,8 +214,9 @@ impl PyEngine {
         done: Done<'_, '_>,
         deadline_s: Option<f64>,
         #[pyo3(from_py_with = arguments::nic)] nic: Option<usize>,
+        #[pyo3(from_py_with = arguments::device_group)] device_group: Option<usize>,
     ) -> PyResult<PyTransfer> {
-        let (engine, options, handle) = (slf.get().engine()?, options(deadline_s, nic)?, src.handle()?);
+        let (engine, options, handle) = (slf.get().engine()?, options(deadline_s, nic, device_group)?, src.handle()?);
         let dst = |dst: &'_ PyRef<'_, PyScatterDst>| (dst.len, dst.src_offset, dst.dst.clone());
         let owned: Vec<_> = dsts.iter().map(dst).collect();
         let dsts = owned.iter().map(|(len, src_offset, (desc, offset))| ScatterDst {
@@ -222,7 +229,8 @@ impl PyEngine {
         submitted(slf, done, |done| engine.submit_scatter(group, imm, &handle, &dsts, &options, done).map(Some))
     }
 
-    #[pyo3(signature = (group, imm, dsts, *, done=None, deadline_s=None, nic=None))]
+    #[pyo3(signature = (group, imm, dsts, *, done=None, deadline_s=None, nic=None, device_group=None))]
+    #[allow(clippy::too_many_arguments, reason = "Python's keywords are not a list that anybody counts")]
     fn submit_barrier(
         slf: &Bound<'_, Self>,
         group: Option<&PyPeerGroup>,
@@ -231,8 +239,9 @@ impl PyEngine {
         done: Done<'_, '_>,
         deadline_s: Option<f64>,
         #[pyo3(from_py_with = arguments::nic)] nic: Option<usize>,
+        #[pyo3(from_py_with = arguments::device_group)] device_group: Option<usize>,
     ) -> PyResult<PyTransfer> {
-        let (engine, options) = (slf.get().engine()?, options(deadline_s, nic)?);
+        let (engine, options) = (slf.get().engine()?, options(deadline_s, nic, device_group)?);
         let dsts: Vec<_> = dsts.iter().map(|dst| &dst.desc).collect();
         let group = group.map(|group| &group.group);
         submitted(slf, done, |done| engine.submit_barrier(group, imm, &dsts, &options, done).map(Some))
@@ -274,7 +283,7 @@ impl PyEngine {
         done: Done<'_, '_>,
         deadline_s: Option<f64>,
     ) -> PyResult<PyTransfer> {
-        let (engine, options) = (slf.get().engine()?, options(deadline_s, None)?);
+        let (engine, options) = (slf.get().engine()?, options(deadline_s, None, None)?);
         let senders = addresses(&senders);
         submitted(slf, done, |done| engine.submit_reset_imm(imm, &senders, &options, done).map(Some))
     }

@@ -7,9 +7,10 @@ use pyo3::exceptions::{PyTimeoutError, PyValueError};
 use pyo3::prelude::*;
 
 use super::engine::PyEngine;
-use crate::callbacks::check_wait;
-use crate::completion::{Done, Flag, Raised, TransferId};
+use crate::callbacks::{Job, Side, check_wait};
+use crate::completion::{Callback, Done, Flag, Raised, TransferId};
 use crate::error::{Error, Outcome};
+use crate::shared::Shared;
 use crate::sys::Home;
 
 /// How long a wait goes without looking for signals, so that Ctrl-C works.
@@ -32,15 +33,23 @@ impl Progress {
         self.state.lock().unwrap_or_else(PoisonError::into_inner).outcome.clone()
     }
 
-    fn finish(&self, outcome: Outcome) {
+    /// Tells whoever waits at once, and Python's callbacks on their own threads.
+    fn finish(self: &Arc<Self>, outcome: Outcome, shared: &Shared) {
         let callbacks = {
             let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
             state.outcome = Some(outcome.clone());
             std::mem::take(&mut state.callbacks)
         };
         self.changed.notify_all();
-        if !callbacks.is_empty() {
+        if callbacks.is_empty() {
+            return;
+        }
+        let run: Callback = Box::new(move |outcome| {
             Python::with_gil(|py| callbacks.iter().for_each(|callback| call(py, callback, &outcome)));
+        });
+        // The threads of callbacks end last: a callback is never left out.
+        if let Err(job) = shared.jobs.push(Side::Python, Job::Done(run, outcome)) {
+            job.run(&shared.jobs, &shared.metrics);
         }
     }
 
@@ -91,14 +100,15 @@ pub(super) fn submitted(
         }
     }
     let told = Arc::clone(&progress);
+    let shared = Arc::clone(&engine.get().engine()?.inner.shared);
+    let owner = shared.engine;
     let over = Done::callback(move |outcome| {
         if let Some(flag) = flag {
             flag.lower(outcome.is_err());
         }
-        told.finish(outcome);
+        told.finish(outcome, &shared);
     });
     // A submission may wait for room, and for the engine's locks.
-    let owner = engine.get().engine()?.inner.shared.engine;
     let id = engine.py().allow_threads(|| submit(over))?;
     Ok(PyTransfer { progress, id: id.map(|id| (id, engine.clone().unbind())), home: Home::here(), owner })
 }

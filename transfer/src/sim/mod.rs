@@ -6,6 +6,7 @@ mod nic;
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
+use std::time::Duration;
 
 use crate::descriptor::{NetAddr, ProviderKind};
 use crate::error::Error;
@@ -14,7 +15,7 @@ use crate::region::Region;
 
 pub(crate) use nic::SimNic;
 
-/// How the network misbehaves.
+/// How the network misbehaves, and how slow it is.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Faults {
     /// Deliver in random order.
@@ -27,11 +28,40 @@ pub struct Faults {
     pub drop_messages: f64,
     /// Work requests in flight on one NIC.
     pub depth: usize,
+    /// Real time from a NIC to another one; a completion takes as long back.
+    pub latency: Duration,
+    /// What a NIC sends in a second of real time, in bytes. 0: as much as is posted.
+    pub bytes_per_s: u64,
+    /// Real time that a NIC needs for each write, besides its bytes.
+    pub write_cost: Duration,
+    /// Real time that registering a region takes, on the thread that asks for it.
+    pub registration_cost: Duration,
+}
+
+impl Faults {
+    /// How long a NIC is busy with so many bytes.
+    fn busy(&self, bytes: u64) -> Duration {
+        let sending = match self.bytes_per_s {
+            0 => Duration::ZERO,
+            rate => Duration::from_secs_f64(bytes as f64 / rate as f64),
+        };
+        self.write_cost + sending
+    }
 }
 
 impl Default for Faults {
     fn default() -> Self {
-        Self { reorder: true, max_delay_polls: 4, drop_writes: 0.0, drop_messages: 0.0, depth: 64 }
+        Self {
+            reorder: true,
+            max_delay_polls: 4,
+            drop_writes: 0.0,
+            drop_messages: 0.0,
+            depth: 64,
+            latency: Duration::ZERO,
+            bytes_per_s: 0,
+            write_cost: Duration::ZERO,
+            registration_cost: Duration::ZERO,
+        }
     }
 }
 
@@ -113,21 +143,21 @@ impl SimNetwork {
 
     /// Cuts the connection between two NICs in both directions, in silence: what is on its way stays there.
     pub fn cut(&self, a: &NetAddr, b: &NetAddr) {
-        if let (Some(a), Some(b)) = (nic_id(a), nic_id(b)) {
+        for (a, b) in pairs(a, b) {
             self.with(|state| state.cut.extend([(a, b), (b, a)]));
         }
     }
 
     /// Ends a cut. What was on its way goes on.
     pub fn heal(&self, a: &NetAddr, b: &NetAddr) {
-        if let (Some(a), Some(b)) = (nic_id(a), nic_id(b)) {
+        for (a, b) in pairs(a, b) {
             self.with(|state| [(a, b), (b, a)].map(|pair| state.cut.remove(&pair)));
         }
     }
 
     /// Kills a NIC, as if its machine had lost power: it neither sends nor receives, and nobody is told.
     pub fn kill(&self, nic: &NetAddr) {
-        if let Some(id) = nic_id(nic) {
+        for id in nic_ids(nic) {
             self.with(|state| state.dead.insert(id));
         }
     }
@@ -149,9 +179,12 @@ impl SimNetwork {
     }
 }
 
-fn nic_id(address: &NetAddr) -> Option<u32> {
-    if address.provider != ProviderKind::Sim {
-        return None;
-    }
-    Some(u32::from_le_bytes(address.endpoint.as_slice().try_into().ok()?))
+/// The simulated NICs of an address.
+fn nic_ids(address: &NetAddr) -> impl Iterator<Item = u32> {
+    let simulated = address.groups.iter().filter(|nic| nic.provider == ProviderKind::Sim);
+    simulated.filter_map(|nic| Some(u32::from_le_bytes(nic.endpoint.as_slice().try_into().ok()?)))
+}
+
+fn pairs(a: &NetAddr, b: &NetAddr) -> impl Iterator<Item = (u32, u32)> {
+    nic_ids(a).flat_map(|a| nic_ids(b).map(move |b| (a, b)))
 }

@@ -1,12 +1,16 @@
 //! One NIC of the simulated network. Its owner's polls carry out what it has posted.
 
 use std::cell::RefCell;
+use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, PoisonError, RwLock};
+use std::time::{Duration, Instant};
 
 use super::{Faults, Gate, MAX_GREETINGS, Port, SimNetwork, State};
 use crate::error::{Error, NetworkError};
-use crate::provider::{Event, Limits, Link, LocalKey, Nic, Passes, Post, Registered, Wait, Waker, Write};
+use crate::provider::{
+    Begun, Event, Limits, Link, LocalKey, Nic, Passes, Post, Read, Registered, Registrar, Wait, Waker, Write,
+};
 use crate::region::Region;
 
 /// Longest write, short enough that tests see transfers cut into several.
@@ -16,6 +20,7 @@ const MAX_MESSAGE: usize = 64 << 10;
 enum Work {
     Message(Vec<u8>),
     Write { src: Arc<Region>, src_offset: u64, dst: u64, rkey: u64, len: u64, imm: Option<u32> },
+    Read { into: Arc<Region>, into_offset: u64, from: u64, rkey: u64, len: u64 },
 }
 
 struct Flight {
@@ -24,7 +29,19 @@ struct Flight {
     token: u64,
     /// The poll at which it is carried out, at the earliest.
     due: u64,
+    /// When it has got to the other NIC, in real time.
+    arrives: Instant,
     lost: bool,
+}
+
+impl Work {
+    /// Bytes that travel.
+    fn len(&self) -> u64 {
+        match self {
+            Self::Message(bytes) => bytes.len() as u64,
+            Self::Write { len, .. } | Self::Read { len, .. } => *len,
+        }
+    }
 }
 
 /// A link of this NIC.
@@ -50,6 +67,10 @@ pub(crate) struct SimNic {
     links: Vec<Option<Peer>>,
     rkeys: Vec<Option<u64>>,
     finished: Vec<Event>,
+    /// When the NIC has sent what has been posted.
+    busy_until: Instant,
+    /// Completions on their way back, and when they are here.
+    returning: VecDeque<(Instant, Link, Event)>,
 }
 
 /// How one attempt to carry out a flight went.
@@ -74,6 +95,8 @@ impl SimNic {
             links: Vec::new(),
             rkeys: Vec::new(),
             finished: Vec::new(),
+            busy_until: Instant::now(),
+            returning: VecDeque::new(),
         }
     }
 
@@ -98,7 +121,10 @@ impl SimNic {
         }
         let delay = self.random.u32(0..=faults.max_delay_polls);
         let lost = self.random.f64() < share(&faults);
-        self.flights.push(Flight { work, link, token, due: self.polls + u64::from(delay), lost });
+        let now = Instant::now();
+        self.busy_until = self.busy_until.max(now) + faults.busy(work.len());
+        let arrives = self.busy_until + faults.latency;
+        self.flights.push(Flight { work, link, token, due: self.polls + u64::from(delay), arrives, lost });
         Ok(())
     }
 
@@ -109,7 +135,7 @@ impl SimNic {
         let peer = self.peer(flight.link);
         let rkey = match &flight.work {
             Work::Message(_) => None,
-            Work::Write { rkey, .. } => Some(*rkey),
+            Work::Write { rkey, .. } | Work::Read { rkey, .. } => Some(*rkey),
         };
         let (blocked, missing, key) = self.network.with(|state| {
             let dead = state.dead.contains(&self.id) || state.dead.contains(&target);
@@ -140,8 +166,8 @@ impl SimNic {
                 self.hand_over(target, Event::Greeted { way, bytes });
                 Delivery::Done(Ok(()))
             }
-            // Whoever is not let in has nothing to write.
-            (None, Work::Write { .. }) => Delivery::Done(Err(NetworkError::BadKey)),
+            // Whoever is not let in has nothing to write or read.
+            (None, Work::Write { .. } | Work::Read { .. }) => Delivery::Done(Err(NetworkError::BadKey)),
             (Some(Some((link, gate))), work) => {
                 let link = *link;
                 // Held until everything has arrived: a fence waits for it.
@@ -152,10 +178,18 @@ impl SimNic {
                 let event = match work {
                     Work::Message(bytes) => Some(Event::Received { link, bytes: bytes.clone() }),
                     Work::Write { src, src_offset, dst, rkey: _, len, imm } => {
-                        if let Err(error) = land(key.as_ref(), src, *src_offset, *dst, *len) {
+                        let landed = with_key(key.as_ref(), *dst, *len, |region| {
+                            Region::copy(src, *src_offset, region, *dst, *len)
+                        });
+                        if let Err(error) = landed {
                             return Delivery::Done(Err(error));
                         }
                         imm.map(|imm| Event::Immediate { link, imm })
+                    }
+                    Work::Read { into, into_offset, from, rkey: _, len } => {
+                        return Delivery::Done(with_key(key.as_ref(), *from, *len, |region| {
+                            Region::copy(region, *from, into, *into_offset, *len)
+                        }));
                     }
                 };
                 if let Some(event) = event {
@@ -196,14 +230,19 @@ impl SimNic {
     }
 }
 
-/// Copies into the target's memory while its registration is held.
-fn land(key: Option<&super::Key>, src: &Region, src_offset: u64, dst: u64, len: u64) -> Result<(), NetworkError> {
+/// Copies to or from a range of the target's memory while its registration is held.
+fn with_key(
+    key: Option<&super::Key>,
+    start: u64,
+    len: u64,
+    copy: impl FnOnce(&Region) -> Result<(), Error>,
+) -> Result<(), NetworkError> {
     let key = key.ok_or(NetworkError::BadKey)?.read().unwrap_or_else(PoisonError::into_inner);
     let region = key.as_ref().ok_or(NetworkError::BadKey)?;
-    if !region.contains(dst, len) {
+    if !region.contains(start, len) {
         return Err(NetworkError::OutOfBounds);
     }
-    Region::copy(src, src_offset, region, dst, len).map_err(|error| NetworkError::Other(error.to_string()))
+    copy(region).map_err(|error| NetworkError::Other(error.to_string()))
 }
 
 impl Nic for SimNic {
@@ -212,12 +251,16 @@ impl Nic for SimNic {
     }
 
     fn limits(&self) -> Limits {
-        Limits { max_write: MAX_WRITE, max_message: MAX_MESSAGE }
+        Limits { max_write: MAX_WRITE, reads: true, max_message: MAX_MESSAGE }
     }
 
     fn wait(&mut self, waker: Waker) -> Wait {
         let set = |state: &mut State| state.ports.get_mut(&self.id).map(|port: &mut Port| port.waker = Some(waker));
         if self.network.with(set).is_some() { Wait::Woken } else { Wait::Polled }
+    }
+
+    fn registrar(&self) -> Option<Arc<dyn Registrar>> {
+        Some(Arc::new(self.network.clone()))
     }
 
     fn register(&mut self, region: &Arc<Region>) -> Result<Registered, Error> {
@@ -273,6 +316,11 @@ impl Nic for SimNic {
             }
         });
         self.say_goodbye(&peer);
+        // What has arrived at the peer counts there: its completion comes, too.
+        let (own, others) = std::mem::take(&mut self.returning).into_iter().partition(|(_, other, _)| *other == link);
+        self.returning = others;
+        let own: VecDeque<_> = own;
+        self.finished.extend(own.into_iter().map(|(.., event)| event));
         for flight in self.flights.extract_if(.., |flight| flight.link == link) {
             let result = Err((NetworkError::Disconnected, false));
             self.finished.push(Event::Completed { token: flight.token, result });
@@ -296,6 +344,17 @@ impl Nic for SimNic {
         self.post(write.link, write.token, work, |faults| faults.drop_writes)
     }
 
+    fn read(&mut self, read: &Read<'_>) -> Result<(), Post> {
+        let work = Work::Read {
+            into: Arc::clone(read.into),
+            into_offset: read.into_offset,
+            from: read.from,
+            rkey: read.rkey,
+            len: read.len,
+        };
+        self.post(read.link, read.token, work, |faults| faults.drop_writes)
+    }
+
     fn poll(&mut self, events: &mut Vec<Event>) {
         self.polls += 1;
         events.append(&mut self.finished);
@@ -307,12 +366,15 @@ impl Nic for SimNic {
                 }
             });
         }
-        if self.flights.is_empty() {
+        if self.flights.is_empty() && self.returning.is_empty() {
             return;
         }
-        let (mut due, mut later): (Vec<_>, Vec<_>) =
-            std::mem::take(&mut self.flights).into_iter().partition(|flight| flight.due <= self.polls);
-        if self.network.faults().reorder {
+        let (now, faults) = (Instant::now(), self.network.faults());
+        let here = self.returning.iter().take_while(|(at, ..)| *at <= now).count();
+        self.finished.extend(self.returning.drain(..here).map(|(.., event)| event));
+        let is_due = |flight: &Flight| flight.due <= self.polls && flight.arrives <= now;
+        let (mut due, mut later): (Vec<_>, Vec<_>) = std::mem::take(&mut self.flights).into_iter().partition(is_due);
+        if faults.reorder {
             self.random.shuffle(&mut due);
         }
         for flight in due {
@@ -320,7 +382,7 @@ impl Nic for SimNic {
                 Delivery::Stuck => later.push(flight),
                 Delivery::ShutOut => {
                     // Heartbeats find out in their own way, or the peer comes back first.
-                    if matches!(flight.work, Work::Write { .. }) {
+                    if !matches!(flight.work, Work::Message(_)) {
                         self.finished.push(Event::Lost(flight.link));
                     }
                     let result = Err((NetworkError::Disconnected, false));
@@ -328,7 +390,11 @@ impl Nic for SimNic {
                 }
                 Delivery::Done(result) => {
                     let result = result.map_err(|error| (error, false));
-                    self.finished.push(Event::Completed { token: flight.token, result });
+                    let over = Event::Completed { token: flight.token, result };
+                    match faults.latency {
+                        Duration::ZERO => self.finished.push(over),
+                        latency => self.returning.push_back((now + latency, flight.link, over)),
+                    }
                 }
             }
         }
@@ -338,6 +404,13 @@ impl Nic for SimNic {
         if self.random.bool() {
             events.append(&mut self.finished);
         }
+    }
+}
+
+impl Registrar for SimNetwork {
+    fn begin(&self, _region: &Arc<Region>) -> Result<Begun, Error> {
+        std::thread::sleep(self.faults().registration_cost);
+        Ok(Box::new(()))
     }
 }
 

@@ -1,5 +1,5 @@
 //! What goes over a connection. The side that connects sends a greeting of fixed length, then requests, each a head and a
-//! payload. The other side answers in the order of the requests.
+//! payload. The other side answers in the order of the requests, and bytes of reads come between the answers.
 //!
 //! Numbers are little-endian. What is not exactly as written here ends the connection.
 
@@ -12,7 +12,7 @@ const VERSION: u8 = 1;
 pub(super) const GREETING: usize = 12;
 /// Bytes of a head: kind, whether there is an immediate, two zeros, immediate, length, key, address.
 pub(super) const HEAD: usize = 32;
-/// Bytes of an answer: kind, why, two zeros, low bits of a request's number.
+/// Bytes of an answer: kind, why, two zeros, low bits of a request's number or a length.
 pub(super) const ANSWER: usize = 8;
 
 /// The greeting: the pass that lets the sender in, or 0 for a way.
@@ -34,7 +34,7 @@ pub(super) fn read_greeting(bytes: &[u8]) -> Result<u64, DecodeError> {
     Ok(pass)
 }
 
-/// What is asked for; `len` bytes of payload follow.
+/// What is asked for; `len` bytes of payload follow, or are asked for by a read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Head {
     pub kind: Kind,
@@ -45,6 +45,7 @@ pub(super) struct Head {
 pub(super) enum Kind {
     Message,
     Write { rkey: u64, dst: u64, imm: Option<u32> },
+    Read { rkey: u64, from: u64 },
 }
 
 impl Head {
@@ -52,6 +53,7 @@ impl Head {
         let (kind, has_imm, imm, rkey, dst) = match self.kind {
             Kind::Message => (1, 0, 0, 0, 0),
             Kind::Write { rkey, dst, imm } => (2, u8::from(imm.is_some()), imm.unwrap_or(0), rkey, dst),
+            Kind::Read { rkey, from } => (3, 0, 0, rkey, from),
         };
         let writer = Writer::default().u8(kind).u8(has_imm).u16(0).u32(imm).u64(self.len).u64(rkey).u64(dst);
         writer.finish().try_into().unwrap_or([0; HEAD])
@@ -66,13 +68,14 @@ impl Head {
             (1, 0, 0, 0, 0, 0) => Kind::Message,
             (2, 0, 0, 0, ..) => Kind::Write { rkey, dst, imm: None },
             (2, 1, 0, ..) => Kind::Write { rkey, dst, imm: Some(imm) },
+            (3, 0, 0, 0, ..) => Kind::Read { rkey, from: dst },
             _ => return Err(DecodeError::Value("head")),
         };
         Ok(Self { kind, len })
     }
 }
 
-/// Why a write was refused.
+/// Why a write or a read was refused.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Refused {
     BadKey,
@@ -86,6 +89,8 @@ pub(super) enum Answer {
     Done(u32),
     /// The request of this number was refused, and nothing more of it lands.
     Refused(u32, Refused),
+    /// So many bytes follow of the oldest read that has not all of its own.
+    Data(u32),
 }
 
 impl Answer {
@@ -94,6 +99,7 @@ impl Answer {
             Self::Done(number) => (1, 0, number),
             Self::Refused(number, Refused::BadKey) => (2, 1, number),
             Self::Refused(number, Refused::OutOfBounds) => (2, 2, number),
+            Self::Data(len) => (3, 0, len),
         };
         Writer::default().u8(kind).u8(why).u16(0).u32(number).finish().try_into().unwrap_or([0; ANSWER])
     }
@@ -106,6 +112,7 @@ impl Answer {
             (1, 0, 0) => Ok(Self::Done(number)),
             (2, 1, 0) => Ok(Self::Refused(number, Refused::BadKey)),
             (2, 2, 0) => Ok(Self::Refused(number, Refused::OutOfBounds)),
+            (3, 0, 0) if number > 0 => Ok(Self::Data(number)),
             _ => Err(DecodeError::Value("answer")),
         }
     }
@@ -120,13 +127,13 @@ mod tests {
     #[test]
     fn what_is_written_is_read() {
         let write = |imm| Kind::Write { rkey: u64::MAX, dst: 3, imm };
-        for kind in [Kind::Message, write(None), write(Some(0)), write(Some(u32::MAX))] {
+        let read = Kind::Read { rkey: u64::MAX, from: 3 };
+        for kind in [Kind::Message, write(None), write(Some(0)), write(Some(u32::MAX)), read] {
             let head = Head { kind, len: 1 << 40 };
             assert_eq!(Head::decode(&head.encode()), Ok(head));
         }
-        for answer in
-            [Answer::Done(7), Answer::Refused(u32::MAX, Refused::BadKey), Answer::Refused(0, Refused::OutOfBounds)]
-        {
+        let refused = [Answer::Refused(u32::MAX, Refused::BadKey), Answer::Refused(0, Refused::OutOfBounds)];
+        for answer in refused.into_iter().chain([Answer::Done(7), Answer::Data(1)]) {
             assert_eq!(Answer::decode(&answer.encode()), Ok(answer));
         }
         assert_eq!(read_greeting(&greeting(5)), Ok(5));

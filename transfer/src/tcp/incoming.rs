@@ -1,4 +1,4 @@
-//! A connection over which a peer writes here. Payloads go from the socket into the region without a copy between, apart from what
+//! A connection over which a peer writes and reads here. Payloads go from the socket into the region without a copy between, apart from what
 //! came with the head. So once a connection is closed, or a region's registration has ended, nothing lands any more: there is
 //! nobody but this thread who could write.
 
@@ -16,6 +16,9 @@ use crate::region::Region;
 const AHEAD: usize = 16 << 10;
 /// Bytes that one look takes from a connection, so that no peer keeps the others waiting.
 const SIP: usize = 2 << 20;
+/// Bytes of a read that are announced at a time. When a registration ends, what was announced is filled up with zeros.
+const STRETCH: usize = 256 << 10;
+static ZEROS: [u8; STRETCH] = [0; STRETCH];
 /// Refusals that may wait to be sent. Who asks for more does not read the answers.
 const MAX_REFUSALS: usize = 4096;
 /// Messages that one stranger has over one connection. Whoever needs more comes back.
@@ -58,6 +61,17 @@ struct Present {
     imm: Option<u32>,
 }
 
+/// What the peer is being sent of a region.
+struct Serving {
+    /// None: its registration has ended, and the rest of what was announced is zeros.
+    region: Option<Arc<Region>>,
+    rkey: u64,
+    at: u64,
+    left: u64,
+    /// So many bytes were announced and have not been sent.
+    announced: u64,
+}
+
 pub(super) struct Incoming {
     pub socket: TcpStream,
     pub admission: Admission,
@@ -68,6 +82,8 @@ pub(super) struct Incoming {
     ahead: Vec<u8>,
     start: usize,
     present: Option<Present>,
+    /// The present request is a read: until it is over, nothing more is taken.
+    serving: Option<Serving>,
     /// Requests that are over, and as many of them as the writer knows of.
     over: u32,
     told: u32,
@@ -89,6 +105,7 @@ impl Incoming {
             ahead: Vec::new(),
             start: 0,
             present: None,
+            serving: None,
             over: 0,
             told: 0,
             refusals: VecDeque::new(),
@@ -103,6 +120,11 @@ impl Incoming {
 
     pub fn has_unsent(&self) -> bool {
         !self.unsent.is_empty()
+    }
+
+    /// Says whether a read waits for room in the socket.
+    pub fn is_serving(&self) -> bool {
+        self.serving.is_some() && !self.closed
     }
 
     fn known(&self) -> usize {
@@ -205,11 +227,11 @@ impl Incoming {
     /// Carries out what the peer asks for.
     pub fn receive(&mut self, link: Link, memory: &impl Memory, events: &mut Vec<Event>) {
         let mut taken = 0;
-        while !self.closed && taken < SIP {
+        while !self.closed && self.serving.is_none() && taken < SIP {
             let before = self.present.as_ref().map_or(0, |present| present.left);
             let more = self.fill();
             taken += before.saturating_sub(self.present.as_ref().map_or(0, |present| present.left)) + self.known();
-            while self.step(link, memory, events) {}
+            while self.step(link, memory, events) || self.serve() {}
             if !more {
                 break;
             }
@@ -217,8 +239,53 @@ impl Incoming {
         self.tell();
     }
 
+    /// Sends what the peer reads, as far as it goes. True: a read is over.
+    pub fn serve(&mut self) -> bool {
+        let mut sent = 0;
+        while let Some(serving) = self.serving.as_mut().filter(|_| !self.closed && sent < SIP) {
+            if serving.announced == 0 {
+                let ended = serving.region.is_none();
+                if ended || serving.left == 0 {
+                    if ended {
+                        self.refusals.push_back((self.over, Refused::BadKey));
+                    }
+                    self.serving = None;
+                    self.over = self.over.wrapping_add(1);
+                    return true;
+                }
+                serving.announced = serving.left.min(STRETCH as u64);
+                // The peer takes them for the oldest read of which it has not heard the end.
+                for (number, why) in self.refusals.drain(..) {
+                    self.unsent.extend(Answer::Refused(number, why).encode());
+                }
+                self.unsent.extend(Answer::Data(serving.announced as u32).encode());
+            }
+            let bytes = match &serving.region {
+                Some(region) => Part::region(region, serving.at, serving.announced),
+                None => Part::bytes(ZEROS.get(..serving.announced as usize).unwrap_or(&ZEROS)),
+            };
+            match send(&self.socket, &[Part::bytes(&self.unsent), bytes]) {
+                Ok(count) => {
+                    sent += count;
+                    let answers = count.min(self.unsent.len());
+                    self.unsent.drain(..answers);
+                    let count = (count - answers) as u64;
+                    serving.at += count;
+                    serving.announced -= count;
+                    serving.left -= count;
+                }
+                Err(error) if is_patient(&error) => return false,
+                Err(_) => self.closed = true,
+            }
+        }
+        false
+    }
+
     /// Uses what is known. False: more is needed.
     fn step(&mut self, link: Link, memory: &impl Memory, events: &mut Vec<Event>) -> bool {
+        if self.serving.is_some() {
+            return false;
+        }
         let known = self.ahead.get(self.start..).unwrap_or_default();
         let Some(present) = &mut self.present else {
             let Some(head) = known.get(..HEAD) else { return false };
@@ -273,8 +340,23 @@ impl Incoming {
                 Some(region) if !region.contains(dst, head.len) => (self.refuse(Refused::OutOfBounds), None),
                 Some(region) => (Sink::Region { region: Arc::clone(region), rkey, at: dst }, imm),
             },
+            Kind::Read { rkey, from } => match memory.find(rkey) {
+                None => return self.present_refused(Refused::BadKey),
+                Some(region) if !region.contains(from, head.len) => return self.present_refused(Refused::OutOfBounds),
+                Some(region) => {
+                    let region = Some(Arc::clone(region));
+                    self.serving = Some(Serving { region, rkey, at: from, left: head.len, announced: 0 });
+                    return;
+                }
+            },
         };
         self.present = Some(Present { sink, left, imm });
+    }
+
+    /// Refuses a read, which has no payload.
+    fn present_refused(&mut self, why: Refused) {
+        let sink = self.refuse(why);
+        self.present = Some(Present { sink, left: 0, imm: None });
     }
 
     fn refuse(&mut self, why: Refused) -> Sink {
@@ -292,6 +374,9 @@ impl Incoming {
             *imm = None;
             self.refusals.push_back((self.over, Refused::BadKey));
         }
+        if let Some(serving) = self.serving.as_mut().filter(|serving| serving.rkey == key) {
+            serving.region = None;
+        }
     }
 
     /// Tells the writer what became of its requests.
@@ -299,7 +384,8 @@ impl Incoming {
         if !self.unsent.is_empty() {
             self.flush();
         }
-        if !self.unsent.is_empty() || (self.told == self.over && self.refusals.is_empty()) {
+        let announced = self.serving.as_ref().is_some_and(|serving| serving.announced > 0);
+        if announced || !self.unsent.is_empty() || (self.told == self.over && self.refusals.is_empty()) {
             return;
         }
         for (number, why) in self.refusals.drain(..) {

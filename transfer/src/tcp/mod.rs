@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 
 use crate::descriptor::Device;
 use crate::error::{Error, NetworkError};
-use crate::provider::{Event, Limits, Link, LocalKey, Nic, Passes, Post, Registered, Wait, Waker, Write};
+use crate::provider::{Event, Limits, Link, LocalKey, Nic, Passes, Post, Read, Registered, Wait, Waker, Write};
 use crate::region::Region;
 use frame::{Head, Kind};
 use incoming::{Admission, Incoming, Memory};
@@ -250,8 +250,10 @@ impl TcpNic {
             Admission::Way => incoming.listen(Link((WAY | INCOMING | name) as usize), &mut self.finished),
             Admission::Peer(link) => {
                 incoming.receive(link, &self.regions, &mut self.finished);
-                let waits = incoming.has_unsent();
-                if waits {
+                // A socket that cannot be watched is found broken at the next heartbeat.
+                if incoming.is_serving() {
+                    let _ = self.selector.await_room(&incoming.socket, INCOMING | name);
+                } else if incoming.has_unsent() {
                     let _ = self.selector.change(&incoming.socket, INCOMING | name, true);
                 }
             }
@@ -284,8 +286,9 @@ impl TcpNic {
                 if write && let Some(incoming) = self.incoming.get_mut(&name) {
                     // Who waits to be let in is watched for nothing: it has hung up.
                     incoming.closed |= matches!(incoming.admission, Admission::Waiting(_));
+                    incoming.serve();
                     incoming.tell();
-                    if !incoming.has_unsent() {
+                    if !incoming.has_unsent() && !incoming.is_serving() {
                         let _ = self.selector.change(&incoming.socket, INCOMING | name, false);
                     }
                 }
@@ -320,7 +323,7 @@ impl Nic for TcpNic {
     }
 
     fn limits(&self) -> Limits {
-        Limits { max_write: MAX_WRITE, max_message: MAX_MESSAGE }
+        Limits { max_write: MAX_WRITE, reads: true, max_message: MAX_MESSAGE }
     }
 
     fn wait(&mut self, _waker: Waker) -> Wait {
@@ -412,6 +415,15 @@ impl Nic for TcpNic {
         let head = Head { kind: Kind::Write { rkey: write.rkey, dst: write.dst, imm: write.imm }, len: write.len };
         let payload = Payload::Memory { src: Arc::clone(write.src), offset: write.src_offset, len: write.len };
         self.post(write.link, Request::new(write.token, head, payload))
+    }
+
+    fn read(&mut self, read: &Read<'_>) -> Result<(), Post> {
+        if self.writes >= MOST_WRITES {
+            return Err(Post::Full);
+        }
+        let head = Head { kind: Kind::Read { rkey: read.rkey, from: read.from }, len: read.len };
+        let (into, at, left) = (Some(Arc::clone(read.into)), read.into_offset, read.len);
+        self.post(read.link, Request::new(read.token, head, Payload::Back { into, at, left }))
     }
 
     fn poll(&mut self, events: &mut Vec<Event>) {

@@ -1,4 +1,4 @@
-//! The connection over which this side writes: requests that wait, requests that are not answered, and its end.
+//! The connection over which this side writes and reads: requests that wait, requests that are not answered, and its end.
 
 use std::collections::VecDeque;
 use std::net::{Shutdown, TcpStream};
@@ -13,6 +13,10 @@ use crate::region::Region;
 
 /// Requests that are not answered, on one connection.
 pub(super) const DEPTH: usize = 128;
+/// Bytes of reads that may be under way on one connection: what is asked for comes before whatever else the other side is told.
+const MOST_ASKED: u64 = 32 << 20;
+/// Bytes that one look takes from a connection, so that no peer keeps the others waiting.
+const SIP: u64 = 2 << 20;
 /// Stretches that one system call sends from.
 const PARTS: usize = 64;
 /// Bytes of answers that one system call takes.
@@ -27,13 +31,21 @@ pub(super) enum Payload {
         offset: u64,
         len: u64,
     },
+    /// There is none: bytes come back to here, of which so many are still to come. None: they are thrown away.
+    Back {
+        into: Option<Arc<Region>>,
+        at: u64,
+        left: u64,
+    },
 }
 
 impl Payload {
+    /// Bytes that go out.
     fn len(&self) -> usize {
         match self {
             Self::Bytes(bytes) => bytes.len(),
             Self::Memory { len, .. } => *len as usize,
+            Self::Back { .. } => 0,
         }
     }
 
@@ -42,6 +54,7 @@ impl Payload {
         match self {
             Self::Bytes(bytes) => Part::bytes(bytes.get(skip..).unwrap_or_default()),
             Self::Memory { src, offset, len } => Part::region(src, offset + skip as u64, len - skip as u64),
+            Self::Back { .. } => Part::none(),
         }
     }
 }
@@ -60,6 +73,19 @@ impl Request {
 
     fn len(&self) -> usize {
         HEAD + self.payload.len()
+    }
+
+    /// Where bytes that come back go, and how many are to come, if it is a read that waits for some.
+    fn back(&mut self) -> Option<(Option<&Arc<Region>>, &mut u64, &mut u64)> {
+        match &mut self.payload {
+            Payload::Back { into, at, left } if *left > 0 && self.refused.is_none() => Some((into.as_ref(), at, left)),
+            _ => None,
+        }
+    }
+
+    /// A read that has been reported, whose bytes go nowhere.
+    fn is_told(&self) -> bool {
+        matches!(self.payload, Payload::Back { into: None, .. })
     }
 }
 
@@ -86,6 +112,10 @@ pub(super) struct Outgoing {
     /// The number of the oldest request.
     first: u32,
     answers: Vec<u8>,
+    /// Bytes of the oldest read that come before the next answer.
+    data: u64,
+    /// Bytes that were asked for and have not come.
+    asked: u64,
     /// The socket has no room: the selector says when it has.
     pub blocked: bool,
     /// The engine has dropped the link, then.
@@ -114,13 +144,15 @@ impl Outgoing {
             begun: 0,
             first: 0,
             answers: Vec::new(),
+            data: 0,
+            asked: 0,
             blocked: true,
             closing: None,
         }
     }
 
     pub fn has_room(&self) -> bool {
-        self.requests.len() < DEPTH
+        self.requests.len() < DEPTH && self.asked < MOST_ASKED
     }
 
     pub fn is_idle(&self) -> bool {
@@ -133,6 +165,9 @@ impl Outgoing {
     }
 
     pub fn push(&mut self, request: Request) {
+        if let Payload::Back { left, .. } = &request.payload {
+            self.asked += left;
+        }
         self.requests.push_back(request);
     }
 
@@ -187,16 +222,25 @@ impl Outgoing {
         self.state = if gone { State::Closed } else { State::Failed };
     }
 
-    /// Takes the answers that have come.
+    /// Takes the answers that have come, and bytes of reads: those go from the socket to where they belong, apart from what comes
+    /// with an answer.
     pub fn receive(&mut self, over: &mut impl FnMut(Event)) {
-        while self.state == State::Open {
+        let mut taken = 0;
+        while self.state == State::Open && taken < SIP {
             let mut room = [0_u8; ANSWERS];
-            match receive(&self.socket, &[Room::bytes(&mut room), Room::none()]) {
+            let data = self.data;
+            let into = self.oldest_back().and_then(|(into, at, _)| Some((Arc::clone(into?), *at)));
+            let direct = into.as_ref().map_or_else(Room::none, |(into, at)| Room::region(into, *at, data));
+            let len = direct.len();
+            match receive(&self.socket, &[direct, Room::bytes(&mut room)]) {
                 Ok(0) => self.state = State::Closed,
                 Ok(got) => {
-                    self.answers.extend_from_slice(room.get(..got).unwrap_or_default());
+                    taken += got as u64;
+                    let landed = got.min(len);
+                    self.advance_back(landed as u64);
+                    self.answers.extend_from_slice(room.get(..got - landed).unwrap_or_default());
                     self.read_answers(over);
-                    if got < room.len() {
+                    if got < len + room.len() {
                         return;
                     }
                 }
@@ -206,19 +250,56 @@ impl Outgoing {
         }
     }
 
+    /// So many bytes of the oldest read have come.
+    fn advance_back(&mut self, count: u64) {
+        if let Some((_, at, left)) = self.oldest_back() {
+            *at += count;
+            *left = left.saturating_sub(count);
+        }
+        self.data = self.data.saturating_sub(count);
+        self.asked = self.asked.saturating_sub(count);
+    }
+
+    /// The read that bytes come for, if any do.
+    fn oldest_back(&mut self) -> Option<(Option<&Arc<Region>>, &mut u64, &mut u64)> {
+        if self.data == 0 { None } else { self.requests.iter_mut().find_map(Request::back) }
+    }
+
     fn read_answers(&mut self, over: &mut impl FnMut(Event)) {
-        let whole = self.answers.len() - self.answers.len() % ANSWER;
-        for bytes in self.answers.drain(..whole).collect::<Vec<_>>().chunks_exact(ANSWER) {
-            let right = match Answer::decode(bytes) {
+        let mut known = std::mem::take(&mut self.answers);
+        let mut rest = known.as_slice();
+        loop {
+            let bytes = rest.get(..rest.len().min(self.data as usize)).unwrap_or_default();
+            if let Some((Some(into), at, _)) = self.oldest_back() {
+                // It was checked to lie inside when the read was submitted.
+                let _ = into.write(*at, bytes);
+            }
+            self.advance_back(bytes.len() as u64);
+            rest = rest.get(bytes.len()..).unwrap_or_default();
+            let Some((answer, later)) = rest.split_first_chunk::<ANSWER>().filter(|_| self.data == 0) else { break };
+            rest = later;
+            let right = match Answer::decode(answer) {
                 Ok(Answer::Done(number)) => self.done(number, over),
                 Ok(Answer::Refused(number, why)) => self.refused(number, why),
+                Ok(Answer::Data(len)) => self.begin_data(u64::from(len)),
                 Err(_) => false,
             };
             if !right {
                 // Whoever does not keep to the rules says nothing that can be relied on.
                 self.state = State::Failed;
+                return;
             }
         }
+        let used = known.len() - rest.len();
+        known.drain(..used);
+        self.answers = known;
+    }
+
+    /// Bytes of the oldest read follow. It must have been sent, and have asked for so many.
+    fn begin_data(&mut self, len: u64) -> bool {
+        let left = self.requests.iter_mut().take(self.sent).find_map(Request::back).map(|(_, _, left)| *left);
+        self.data = len;
+        left.is_some_and(|left| len <= left)
     }
 
     fn refused(&mut self, number: u32, why: Refused) -> bool {
@@ -226,6 +307,9 @@ impl Outgoing {
         // The first bytes are enough to be refused.
         match self.requests.get_mut(index).filter(|_| index <= self.sent) {
             Some(request) => {
+                if let Some((_, _, left)) = request.back() {
+                    self.asked = self.asked.saturating_sub(*left);
+                }
                 request.refused = Some(why);
                 true
             }
@@ -238,7 +322,11 @@ impl Outgoing {
         if count > self.sent {
             return false;
         }
-        for request in self.requests.drain(..count) {
+        if self.asked > 0 && self.requests.iter_mut().take(count).any(|request| request.back().is_some()) {
+            // A read is over when all of its bytes have come.
+            return false;
+        }
+        for request in self.requests.drain(..count).filter(|request| !request.is_told()) {
             let result = match request.refused {
                 None => Ok(()),
                 Some(Refused::BadKey) => Err((NetworkError::BadKey, false)),
@@ -258,6 +346,15 @@ impl Outgoing {
             let result = Err((NetworkError::Disconnected, false));
             over(Event::Completed { token: request.token, result });
         }
+        // Nobody but this side writes what its reads bring: what still comes of them is thrown away.
+        for request in &mut self.requests {
+            if let Payload::Back { into, .. } = &mut request.payload
+                && into.take().is_some()
+            {
+                let result = Err((NetworkError::Disconnected, false));
+                over(Event::Completed { token: request.token, result });
+            }
+        }
         self.closing = Some(Instant::now());
         // Where there is nobody, nobody has to be told.
         let _ = self.socket.shutdown(Shutdown::Write);
@@ -265,7 +362,8 @@ impl Outgoing {
 
     /// Nothing more is heard of it.
     pub fn end(self, may_land: MayLand, over: &mut impl FnMut(Event)) {
-        for request in self.requests {
+        for request in self.requests.into_iter().filter(|request| !request.is_told()) {
+            let may_land = may_land && !matches!(request.payload, Payload::Back { .. });
             // A refusal that has come is the last word.
             let result = match request.refused {
                 Some(Refused::BadKey) => (NetworkError::BadKey, false),

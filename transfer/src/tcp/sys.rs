@@ -152,6 +152,10 @@ impl<'a> Room<'a> {
         Self(libc::iovec { iov_base: bytes.as_mut_ptr().cast(), iov_len: bytes.len() }, PhantomData)
     }
 
+    pub fn len(&self) -> usize {
+        self.0.iov_len
+    }
+
     /// Transfers write to registered memory: nobody holds references into it.
     pub fn region(region: &'a Region, offset: u64, len: u64) -> Self {
         Self(Part::region(region, offset, len).0, PhantomData)
@@ -215,6 +219,11 @@ impl Selector {
     pub fn change(&self, socket: &impl AsRawFd, name: u64, write: bool) -> io::Result<()> {
         let events = libc::EPOLLIN | if write { libc::EPOLLOUT } else { 0 };
         self.control(libc::EPOLL_CTL_MOD, socket, events, name)
+    }
+
+    /// Watches a socket for room to write alone: what can be read there has to wait.
+    pub fn await_room(&self, socket: &impl AsRawFd, name: u64) -> io::Result<()> {
+        self.control(libc::EPOLL_CTL_MOD, socket, libc::EPOLLOUT, name)
     }
 
     /// Watches a socket no more, for a while.

@@ -199,6 +199,13 @@ impl Connection {
                 lkey: *lkey,
                 goal: Goal::Write { remote: *remote, rkey: *rkey, imm: *imm },
             },
+            Work::Read { address, lkey, len, remote, rkey, .. } => Posting {
+                id: tag.encode(),
+                address: *address,
+                len: *len,
+                lkey: *lkey,
+                goal: Goal::Read { remote: *remote, rkey: *rkey },
+            },
         };
         let idle = ledger.len() == 0;
         let chained = pair.chain(&posting);

@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::rc::Rc;
+use std::sync::Arc;
 
 use super::device::{BATCH, Completions, Memory, Port, Route};
 use super::ffi::{Completion, GRH, IBV_WC_SUCCESS, Piece};
@@ -25,14 +26,14 @@ pub(super) struct Control {
     pair: QueuePair,
     memory: Memory,
     completions: Rc<Completions>,
-    port: Rc<Port>,
+    port: Arc<Port>,
     routes: HashMap<([u8; 16], u16), Route>,
     free: Vec<usize>,
     own: Endpoint,
 }
 
 impl Control {
-    pub fn open(port: &Rc<Port>) -> Result<Self, Error> {
+    pub fn open(port: &Arc<Port>) -> Result<Self, Error> {
         let mut key = [0; 4];
         let failed = |error: getrandom::Error| Error::System { what: "getrandom", why: error.to_string() };
         getrandom::fill(&mut key).map_err(failed)?;
@@ -54,7 +55,7 @@ impl Control {
             pair,
             memory,
             completions,
-            port: Rc::clone(port),
+            port: Arc::clone(port),
             routes: HashMap::new(),
             free: (RECEIVES..RECEIVES + SENDS).collect(),
             own,

@@ -3,15 +3,18 @@
 
 use std::ffi::{CStr, c_int, c_uint, c_void};
 use std::io;
+use std::os::fd::AsRawFd;
 use std::path::Path;
 use std::ptr::null_mut;
-use std::rc::Rc;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 use super::ffi::*;
 use super::gid::{self, Gid};
 use super::handshake::Endpoint;
+use crate::descriptor::Device as Kind;
 use crate::error::Error;
+use crate::gpu;
+use crate::provider::{Begun, Registrar};
 use crate::region::Region;
 
 /// The engine's name for a NIC of this provider: `device`, `device:port` or `device:port:gid_index`.
@@ -56,6 +59,11 @@ pub(super) struct Port {
     pub max_completions: u32,
 }
 
+// SAFETY: libibverbs' calls may be made from any thread, and what is in a port does not change once it is open.
+unsafe impl Send for Port {}
+// SAFETY: as above.
+unsafe impl Sync for Port {}
+
 /// What the system says about the call that has just failed.
 pub(super) fn failed(what: &'static str) -> Error {
     Error::System { what, why: io::Error::last_os_error().to_string() }
@@ -96,7 +104,7 @@ fn open_device(library: &'static Library, name: &str) -> Result<*mut Context, Er
 }
 
 impl Port {
-    pub fn open(name: &Name) -> Result<Rc<Self>, Error> {
+    pub fn open(name: &Name) -> Result<Arc<Self>, Error> {
         let library = Library::open()?;
         let context = open_device(library, &name.device)?;
         let mut port = Self {
@@ -130,7 +138,7 @@ impl Port {
             port.max_message = attributes.max_message;
             port.max_completions = u32::try_from(device.max_cqe).unwrap_or(0);
         }
-        Ok(Rc::new(port))
+        Ok(Arc::new(port))
     }
 
     /// What leads to another port.
@@ -166,45 +174,85 @@ impl Drop for Port {
     }
 }
 
+/// Registers regions on threads other than the port's own, as long as that has the port open.
+pub(super) struct PortRegistrar(pub Weak<Port>);
+
+impl Registrar for PortRegistrar {
+    fn begin(&self, region: &Arc<Region>) -> Result<Begun, Error> {
+        let port = self.0.upgrade().ok_or(Error::Closed)?;
+        Ok(Box::new(Memory::register(&port, Arc::clone(region), true)?))
+    }
+}
+
 /// A region with its registration, which ends when this is dropped, before the region does.
 pub(super) struct Memory {
-    port: Rc<Port>,
+    port: Arc<Port>,
     mr: *mut Mr,
     pub lkey: u32,
     pub rkey: u32,
     pub region: Arc<Region>,
 }
 
+// SAFETY: a registration belongs to no thread.
+unsafe impl Send for Memory {}
+
+/// Registers what the kernel can pin: host memory, and a GPU's where the driver's peer-memory module helps.
+fn host_mr(port: &Port, region: &Region, access: c_int) -> io::Result<*mut Mr> {
+    let (address, len) = (region.address(), region.len() as usize);
+    let start = address as *mut c_void;
+    // The completion of a write and its immediate still come after its bytes, which is all that the engine relies on.
+    let relaxed = (access | IBV_ACCESS_RELAXED_ORDERING) as c_uint;
+    // SAFETY: the region's bytes are valid, and kept until the registration has ended; the domain is open.
+    let mut mr = port
+        .library
+        .reg_mr_iova
+        .map_or(null_mut(), |register| unsafe { register(port.pd, start, len, address as u64, relaxed) });
+    if mr.is_null() {
+        // SAFETY: as above.
+        mr = unsafe { (port.library.reg_mr)(port.pd, start, len, access) };
+    }
+    if mr.is_null() { Err(io::Error::last_os_error()) } else { Ok(mr) }
+}
+
+/// Registers memory of a GPU: as a DMA-BUF, or else as the driver's peer-memory module lets the kernel pin it.
+fn device_mr(port: &Port, region: &Region, ordinal: u16, access: c_int) -> Result<*mut Mr, Error> {
+    let (address, len) = (region.address() as u64, region.len());
+    let by_file = || {
+        let lacking = "libibverbs.so.1 has no ibv_reg_dmabuf_mr (rdma-core 34 has)";
+        let register = port.library.reg_dmabuf.ok_or_else(|| lacking.to_owned())?;
+        let memory = gpu::dma_buf(ordinal, address, len)?;
+        let access = access | IBV_ACCESS_RELAXED_ORDERING;
+        // SAFETY: the file holds the memory as long as the registration needs it; the domain is open.
+        let mr = unsafe { register(port.pd, memory.offset, len as usize, address, memory.file.as_raw_fd(), access) };
+        if mr.is_null() { Err(format!("ibv_reg_dmabuf_mr: {}", io::Error::last_os_error())) } else { Ok(mr) }
+    };
+    by_file().or_else(|no_file| {
+        host_mr(port, region, access).map_err(|error| {
+            let why = format!("no DMA-BUF ({no_file}), and no peer-memory module of the driver (ibv_reg_mr: {error})");
+            Error::Unavailable { what: format!("memory of CUDA device {ordinal} over verbs"), why }
+        })
+    })
+}
+
 impl Memory {
     /// Registers a region; peers may write to it if `remote` says so.
-    pub fn register(port: &Rc<Port>, region: Arc<Region>, remote: bool) -> Result<Self, Error> {
-        let (address, len) = (region.address(), region.len() as usize);
-        let start = address as *mut c_void;
-        let access = IBV_ACCESS_LOCAL_WRITE | if remote { IBV_ACCESS_REMOTE_WRITE } else { 0 };
-        // The completion of a write and its immediate still come after its bytes, which is all that the engine relies on.
-        let relaxed = (access | IBV_ACCESS_RELAXED_ORDERING) as c_uint;
-        // SAFETY: the region's bytes are valid, and kept until the registration has ended; the domain is open.
-        let mut mr = port
-            .library
-            .reg_mr_iova
-            .map_or(null_mut(), |register| unsafe { register(port.pd, start, len, address as u64, relaxed) });
-        if mr.is_null() {
-            // SAFETY: as above.
-            mr = unsafe { (port.library.reg_mr)(port.pd, start, len, access) };
-        }
-        if mr.is_null() {
-            let error = io::Error::last_os_error();
-            let hint =
-                if error.raw_os_error() == Some(libc::ENOMEM) { "; `ulimit -l` limits locked memory" } else { "" };
-            return Err(Error::System { what: "ibv_reg_mr", why: format!("{len} bytes: {error}{hint}") });
-        }
+    pub fn register(port: &Arc<Port>, region: Arc<Region>, remote: bool) -> Result<Self, Error> {
+        let access = IBV_ACCESS_LOCAL_WRITE | if remote { IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ } else { 0 };
+        let mr = match region.device() {
+            Kind::Host => host_mr(port, &region, access).map_err(|error| {
+                let no_memory = error.raw_os_error() == Some(libc::ENOMEM);
+                let hint = if no_memory { "; `ulimit -l` limits locked memory" } else { "" };
+                Error::System { what: "ibv_reg_mr", why: format!("{} bytes: {error}{hint}", region.len()) }
+            })?,
+            Kind::Cuda(ordinal) => device_mr(port, &region, ordinal, access)?,
+        };
         // SAFETY: the registration is there until it is ended.
         let (lkey, rkey) = unsafe { ((*mr).lkey, (*mr).rkey) };
-        Ok(Self { port: Rc::clone(port), mr, lkey, rkey, region })
+        Ok(Self { port: Arc::clone(port), mr, lkey, rkey, region })
     }
 
     /// Allocates and registers memory of the NIC's own.
-    pub fn allocate(port: &Rc<Port>, len: usize) -> Result<Self, Error> {
+    pub fn allocate(port: &Arc<Port>, len: usize) -> Result<Self, Error> {
         Self::register(port, Arc::new(Region::allocate(len)?), false)
     }
 
@@ -242,7 +290,7 @@ impl Drop for Memory {
 
 /// A completion queue.
 pub(super) struct Completions {
-    pub port: Rc<Port>,
+    pub port: Arc<Port>,
     pub(super) cq: *mut Cq,
 }
 
@@ -250,11 +298,11 @@ pub(super) struct Completions {
 pub(super) const BATCH: usize = 32;
 
 impl Completions {
-    pub fn new(port: &Rc<Port>, entries: u32) -> Result<Self, Error> {
+    pub fn new(port: &Arc<Port>, entries: u32) -> Result<Self, Error> {
         let entries = c_int::try_from(entries).unwrap_or(c_int::MAX);
         // SAFETY: the device is open; there is neither an event channel nor a context.
         let cq = unsafe { (port.library.create_cq)(port.context, entries, null_mut(), null_mut(), 0) };
-        if cq.is_null() { Err(failed("ibv_create_cq")) } else { Ok(Self { port: Rc::clone(port), cq }) }
+        if cq.is_null() { Err(failed("ibv_create_cq")) } else { Ok(Self { port: Arc::clone(port), cq }) }
     }
 
     /// Takes some completions.
@@ -275,16 +323,16 @@ impl Drop for Completions {
 
 /// An address that datagrams can be sent to.
 pub(super) struct Route {
-    port: Rc<Port>,
+    port: Arc<Port>,
     pub(super) ah: *mut Ah,
 }
 
 impl Route {
-    pub fn new(port: &Rc<Port>, to: &Endpoint) -> Result<Self, Error> {
+    pub fn new(port: &Arc<Port>, to: &Endpoint) -> Result<Self, Error> {
         let mut address = port.address(to);
         // SAFETY: the domain is open; the address is read during the call only.
         let ah = unsafe { (port.library.create_ah)(port.pd, &mut address) };
-        if ah.is_null() { Err(failed("ibv_create_ah")) } else { Ok(Self { port: Rc::clone(port), ah }) }
+        if ah.is_null() { Err(failed("ibv_create_ah")) } else { Ok(Self { port: Arc::clone(port), ah }) }
     }
 }
 

@@ -37,12 +37,14 @@ pub(super) const IBV_QP_DEST_QPN: c_int = 1 << 20;
 
 pub(super) const IBV_ACCESS_LOCAL_WRITE: c_int = 1;
 pub(super) const IBV_ACCESS_REMOTE_WRITE: c_int = 1 << 1;
+pub(super) const IBV_ACCESS_REMOTE_READ: c_int = 1 << 2;
 /// Optional: a device or a library that does not know it ignores it.
 pub(super) const IBV_ACCESS_RELAXED_ORDERING: c_int = 1 << 20;
 
 pub(super) const IBV_WR_RDMA_WRITE: c_int = 0;
 pub(super) const IBV_WR_RDMA_WRITE_WITH_IMM: c_int = 1;
 pub(super) const IBV_WR_SEND: c_int = 2;
+pub(super) const IBV_WR_RDMA_READ: c_int = 4;
 pub(super) const IBV_SEND_SIGNALED: c_uint = 1 << 1;
 
 pub(super) const IBV_WC_SUCCESS: c_int = 0;
@@ -317,6 +319,8 @@ macro_rules! library {
             $($(#[$doc])* pub $field: unsafe extern "C" fn($($argument),*) $(-> $result)?,)*
             /// Registration with optional flags, which old libraries do not have.
             pub reg_mr_iova: Option<unsafe extern "C" fn(*mut Pd, *mut c_void, usize, u64, c_uint) -> *mut Mr>,
+            /// Registration of a DMA-BUF, which rdma-core has from version 34 on: domain, offset, bytes, address, file, access.
+            pub reg_dmabuf: Option<unsafe extern "C" fn(*mut Pd, u64, usize, u64, c_int, c_int) -> *mut Mr>,
         }
 
         impl Library {
@@ -336,6 +340,7 @@ macro_rules! library {
                     if found.is_null() { Err(missing()) } else { Ok(found) }
                 };
                 let iova = symbol(c"ibv_reg_mr_iova2", c"IBVERBS_1.8");
+                let dmabuf = symbol(c"ibv_reg_dmabuf_mr", c"IBVERBS_1.12");
                 // SAFETY: these are the signatures that infiniband/verbs.h gives for these names and versions.
                 unsafe {
                     Ok(Self {
@@ -345,6 +350,9 @@ macro_rules! library {
                         reg_mr_iova: std::mem::transmute::<
                             *mut c_void, Option<unsafe extern "C" fn(*mut Pd, *mut c_void, usize, u64, c_uint) -> *mut Mr>
                         >(iova),
+                        reg_dmabuf: std::mem::transmute::<
+                            *mut c_void, Option<unsafe extern "C" fn(*mut Pd, u64, usize, u64, c_int, c_int) -> *mut Mr>
+                        >(dmabuf),
                     })
                 }
             }

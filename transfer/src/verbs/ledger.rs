@@ -4,6 +4,9 @@
 //! were carried out. The receiving side knows how many receives they consumed: every message and every immediate takes one. So
 //! once that count is exchanged and both ends are gone, everything is known: what stands before the last counted one has
 //! landed, and of the rest nothing was received and nothing can be any more.
+//!
+//! A read is different: its bytes land on this side. That the peer went on behind it does not say that they have come, but once the
+//! queue pair is gone none of them can any more. It may be done again without harm.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -17,6 +20,8 @@ pub(super) enum Work {
     Message { frame: usize, len: u32 },
     /// Writes registered memory.
     Write { _src: Arc<Region>, address: u64, lkey: u32, len: u32, remote: u64, rkey: u32, imm: Option<u32> },
+    /// Reads into registered memory.
+    Read { _into: Arc<Region>, address: u64, lkey: u32, len: u32, remote: u64, rkey: u32 },
 }
 
 /// A work request that the NIC has taken.
@@ -31,7 +36,12 @@ impl Request {
         match &self.work {
             Work::Message { .. } => true,
             Work::Write { imm, .. } => imm.is_some(),
+            Work::Read { .. } => false,
         }
+    }
+
+    fn is_read(&self) -> bool {
+        matches!(self.work, Work::Read { .. })
     }
 }
 
@@ -106,13 +116,19 @@ impl Ledger {
     pub fn settle(&mut self, received: Option<u64>) -> Vec<(Request, Verdict)> {
         self.abandon();
         let entries = std::mem::take(&mut self.fallen);
+        let unread = |error: Option<NetworkError>| error.map_or(Verdict::Untouched, Verdict::Failed);
         let Some(received) = received else {
-            return entries.into_iter().map(|entry| (entry.request, Verdict::Unknown(entry.error))).collect();
+            let verdict = |entry: Entry| match entry.request.is_read() {
+                true => (entry.request, unread(entry.error)),
+                false => (entry.request, Verdict::Unknown(entry.error)),
+            };
+            return entries.into_iter().map(verdict).collect();
         };
         let counted = |entry: &Entry| entry.consumed.is_some_and(|consumed| consumed <= received);
         let done = entries.iter().rposition(counted).map_or(0, |last| last + 1);
         let verdict = |(place, entry): (usize, Entry)| {
             let verdict = match entry.error {
+                error if entry.request.is_read() => unread(error),
                 _ if place < done => Verdict::Done,
                 Some(error) => Verdict::Failed(error),
                 None => Verdict::Untouched,
@@ -134,6 +150,29 @@ mod tests {
         let imm = imm.then_some(7);
         let work = Work::Write { _src: src, address: 0, lkey: 0, len: 1, remote: 0, rkey: 0, imm };
         Request { token, link: (token % 3) as usize, work }
+    }
+
+    fn read(token: u64) -> Request {
+        let into = Arc::new(Region::allocate(1).unwrap());
+        let work = Work::Read { _into: into, address: 0, lkey: 0, len: 1, remote: 0, rkey: 0 };
+        Request { token, link: 0, work }
+    }
+
+    #[test]
+    fn a_read_is_done_again_whatever_came_behind_it() {
+        for received in [Some(1), Some(0), None] {
+            let mut ledger = Ledger::default();
+            ledger.push(read(0));
+            ledger.push(request(1, true));
+            ledger.push(read(2));
+            ledger.fall(None);
+            ledger.fall(None);
+            ledger.fall(Some(NetworkError::Unreachable));
+            let found = verdicts(&mut ledger, received);
+            assert_eq!(found[0], (0, Verdict::Untouched));
+            assert_eq!(found[1].1 == Verdict::Done, received == Some(1));
+            assert_eq!(found[2], (2, Verdict::Failed(NetworkError::Unreachable)));
+        }
     }
 
     fn verdicts(ledger: &mut Ledger, received: Option<u64>) -> Vec<(u64, Verdict)> {

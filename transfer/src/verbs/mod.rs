@@ -21,11 +21,13 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use crate::error::{Error, NetworkError};
-use crate::provider::{Event, Limits, Link, LocalKey, MayLand, Nic, Passes, Post, Registered, Wait, Waker, Write};
+use crate::provider::{
+    Begun, Event, Limits, Link, LocalKey, MayLand, Nic, Passes, Post, Read, Registered, Registrar, Wait, Waker, Write,
+};
 use crate::region::Region;
 use connection::{Connection, FRAME, Queues, RECEIVES, Stage, Tag};
 use control::Control;
-use device::{BATCH, Completions, Memory, Name, Port};
+use device::{BATCH, Completions, Memory, Name, Port, PortRegistrar};
 use ffi::{
     Completion, IBV_WC_RECV_RDMA_WITH_IMM, IBV_WC_REM_ACCESS_ERR, IBV_WC_RETRY_EXC_ERR, IBV_WC_SUCCESS,
     IBV_WC_WR_FLUSH_ERR,
@@ -67,7 +69,7 @@ pub(crate) struct VerbsNic {
     free_frames: Vec<usize>,
     regions: Vec<Option<Memory>>,
     queues: Queues,
-    port: Rc<Port>,
+    port: Arc<Port>,
     own: Endpoint,
     /// Links that are not disconnected.
     links: HashMap<usize, LinkState>,
@@ -148,6 +150,24 @@ impl VerbsNic {
         }
     }
 
+    /// The connection of a link, if it takes a write or a read now.
+    fn room(&mut self, link: Link) -> Result<u32, Post> {
+        let serial = self.ready(link)?;
+        if self.writes >= WRITES_IN_FLIGHT {
+            return Err(Post::Full);
+        }
+        if self.has_room(serial, WRITES) { Ok(serial) } else { Err(Post::Busy) }
+    }
+
+    /// Local key, remote key and length of a write or a read, as the device knows them.
+    fn keys(&self, local: LocalKey, rkey: u64, len: u64) -> Result<(u32, u32, u32), Post> {
+        let memory = self.regions.get(local.0).and_then(Option::as_ref);
+        let lkey = memory.ok_or(Post::Failed(NetworkError::Other("local memory is not registered".into())))?.lkey;
+        // A key of another length was never one of this kind of NIC.
+        let rkey = u32::try_from(rkey).map_err(|_| Post::Failed(NetworkError::BadKey))?;
+        Ok((lkey, rkey, u32::try_from(len).map_err(|_| Post::Failed(NetworkError::OutOfBounds))?))
+    }
+
     fn submit(&mut self, serial: u32, lane: usize, request: Request) {
         let Some(connection) = self.connections.get_mut(&serial) else { return };
         if connection.submit(lane, request, &self.frames) {
@@ -165,7 +185,7 @@ impl VerbsNic {
     fn complete(&mut self, request: Request, result: Result<(), (NetworkError, MayLand)>) {
         match request.work {
             Work::Message { frame, .. } => self.free_frames.push(frame),
-            Work::Write { .. } => self.writes = self.writes.saturating_sub(1),
+            Work::Write { .. } | Work::Read { .. } => self.writes = self.writes.saturating_sub(1),
         }
         self.events.push(Event::Completed { token: request.token, result });
     }
@@ -336,21 +356,31 @@ impl Nic for VerbsNic {
     }
 
     fn limits(&self) -> Limits {
-        Limits { max_write: u64::from(MAX_WRITE.min(self.port.max_message)), max_message: FRAME }
+        Limits { max_write: u64::from(MAX_WRITE.min(self.port.max_message)), reads: true, max_message: FRAME }
     }
 
     fn wait(&mut self, _waker: Waker) -> Wait {
         Wait::Polled
     }
 
+    fn registrar(&self) -> Option<Arc<dyn Registrar>> {
+        Some(Arc::new(PortRegistrar(Arc::downgrade(&self.port))))
+    }
+
     fn register(&mut self, region: &Arc<Region>) -> Result<Registered, Error> {
         let memory = Memory::register(&self.port, Arc::clone(region), true)?;
+        self.enter(region, Box::new(memory))
+    }
+
+    fn enter(&mut self, region: &Arc<Region>, begun: Begun) -> Result<Registered, Error> {
+        let other = |_| Error::argument("region", "what was begun is another provider's");
+        let memory: Box<Memory> = begun.downcast().map_err(other)?;
         let registered = Registered {
             local: LocalKey(self.regions.len()),
             base: region.address() as u64,
             rkey: u64::from(memory.rkey),
         };
-        self.regions.push(Some(memory));
+        self.regions.push(Some(*memory));
         Ok(registered)
     }
 
@@ -422,28 +452,29 @@ impl Nic for VerbsNic {
     }
 
     fn write(&mut self, write: &Write<'_>) -> Result<(), Post> {
-        let serial = self.ready(write.link)?;
-        if self.writes >= WRITES_IN_FLIGHT {
-            return Err(Post::Full);
-        }
-        if !self.has_room(serial, WRITES) {
-            return Err(Post::Busy);
-        }
-        let memory = self.regions.get(write.src_key.0).and_then(Option::as_ref);
-        let lkey = memory.ok_or(Post::Failed(NetworkError::Other("the source is not registered".into())))?.lkey;
-        // A key of another length was never one of this kind of NIC.
-        let rkey = u32::try_from(write.rkey).map_err(|_| Post::Failed(NetworkError::BadKey))?;
+        let serial = self.room(write.link)?;
+        let (lkey, rkey, len) = self.keys(write.src_key, write.rkey, write.len)?;
         let work = Work::Write {
             _src: Arc::clone(write.src),
             address: write.src.address() as u64 + write.src_offset,
             lkey,
-            len: u32::try_from(write.len).map_err(|_| Post::Failed(NetworkError::OutOfBounds))?,
+            len,
             remote: write.dst,
             rkey,
             imm: write.imm,
         };
         self.writes += 1;
         self.submit(serial, WRITES, Request { token: write.token, link: write.link.0, work });
+        Ok(())
+    }
+
+    fn read(&mut self, read: &Read<'_>) -> Result<(), Post> {
+        let serial = self.room(read.link)?;
+        let (lkey, rkey, len) = self.keys(read.into_key, read.rkey, read.len)?;
+        let address = read.into.address() as u64 + read.into_offset;
+        let work = Work::Read { _into: Arc::clone(read.into), address, lkey, len, remote: read.from, rkey };
+        self.writes += 1;
+        self.submit(serial, WRITES, Request { token: read.token, link: read.link.0, work });
         Ok(())
     }
 

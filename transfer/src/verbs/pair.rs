@@ -37,6 +37,7 @@ pub(super) struct Posting<'a> {
 pub(super) enum Goal<'a> {
     Message,
     Write { remote: u64, rkey: u32, imm: Option<u32> },
+    Read { remote: u64, rkey: u32 },
     Datagram { route: &'a Route, to: Endpoint },
 }
 
@@ -126,11 +127,12 @@ impl QueuePair {
         checked("ibv_modify_qp", unsafe { (self.sends.port.library.modify_qp)(self.qp, attributes, mask) })
     }
 
-    /// Makes a reliable queue pair ready for posted receives; its peer may write to this side's memory if `writable`.
-    pub fn prepare(&self, writable: bool) -> Result<(), Error> {
+    /// Makes a reliable queue pair ready for posted receives; its peer may write to and read from this side's memory if `open`.
+    pub fn prepare(&self, open: bool) -> Result<(), Error> {
         let mut attributes = attributes(IBV_QPS_INIT);
         attributes.port = self.sends.port.number;
-        attributes.access = if writable { IBV_ACCESS_REMOTE_WRITE as c_uint } else { 0 };
+        let access = IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ;
+        attributes.access = if open { access as c_uint } else { 0 };
         self.modify(&mut attributes, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS)
     }
 
@@ -142,6 +144,7 @@ impl QueuePair {
         attributes.destination = theirs.qpn;
         attributes.receive_psn = theirs.psn;
         attributes.min_rnr_timer = RECEIVE_WAIT;
+        // What every device can. Long reads fill the network also one by one.
         attributes.reads_in = 1;
         attributes.address = port.address(to);
         let mask = IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN;
@@ -191,6 +194,10 @@ impl QueuePair {
             Goal::Write { remote, rkey, imm } => {
                 request.opcode = if imm.is_some() { IBV_WR_RDMA_WRITE_WITH_IMM } else { IBV_WR_RDMA_WRITE };
                 request.imm = imm.unwrap_or(0).to_be();
+                request.destination.remote = Remote { address: *remote, rkey: *rkey };
+            }
+            Goal::Read { remote, rkey } => {
+                request.opcode = IBV_WR_RDMA_READ;
                 request.destination.remote = Remote { address: *remote, rkey: *rkey };
             }
             Goal::Datagram { route, to } => {

@@ -4,33 +4,56 @@ use std::sync::{Arc, Weak};
 use std::time::Instant;
 
 use crate::completion::Done;
-use crate::descriptor::{NetAddr, NicKey, PeerKey};
+use crate::descriptor::{NicAddr, NicKey, PeerKey};
 use crate::error::Error;
-use crate::joined::Joined;
 use crate::once::Once;
-use crate::provider::{LocalKey, Registered};
+use crate::provider::{Begun, LocalKey, Registered};
 use crate::queue::Queue;
 use crate::region::Region;
 use crate::shard::Piece;
 use crate::sys::Home;
 
-/// Memory that is registered on every NIC of one device group, until this is dropped.
+/// Memory that is registered on every NIC of some device groups, until this is dropped.
 pub(crate) struct Registration {
     pub region: Arc<Region>,
+    /// One per device group.
+    pub parts: Vec<Part>,
+    pub home: Home,
+}
+
+/// What one device group has registered.
+pub(crate) struct Part {
     pub group: usize,
     /// One per NIC.
     pub nics: Vec<Registered>,
     pub worker: Weak<Queue<Command>>,
-    pub home: Home,
+}
+
+impl Part {
+    /// What names it to its NICs.
+    pub fn keys(&self) -> Vec<LocalKey> {
+        self.nics.iter().map(|nic| nic.local).collect()
+    }
+}
+
+impl Registration {
+    /// What the NICs of a device group know the region by; nothing where it is not registered.
+    pub fn nics(&self, group: usize) -> &[Registered] {
+        self.parts.iter().find(|part| part.group == group).map_or(&[], |part| &part.nics)
+    }
 }
 
 impl Drop for Registration {
     fn drop(&mut self) {
         // In a fork there is no worker, and the queue may be locked for good.
-        if let Some(worker) = self.worker.upgrade().filter(|_| self.home.check().is_ok()) {
-            let keys = self.nics.iter().map(|nic| nic.local).collect();
-            // A closed queue belongs to a worker that has dropped its NICs, and the registrations with them.
-            let _ = worker.push(Command::Deregister { keys, reply: None });
+        if self.home.check().is_err() {
+            return;
+        }
+        for part in &self.parts {
+            if let Some(worker) = part.worker.upgrade() {
+                // A closed queue belongs to a worker that has dropped its NICs, and the registrations with them.
+                let _ = worker.push(Command::Deregister { keys: vec![part.keys()], reply: None });
+            }
         }
     }
 }
@@ -40,7 +63,10 @@ impl Drop for Registration {
 pub(crate) struct TargetRequest {
     /// One per NIC; of these, an operation without bytes and immediate uses the first address alone.
     pub dst: Arc<[NicKey]>,
+    /// The local memory: what a write comes from, or where a read goes.
     pub src: Option<Arc<Registration>>,
+    /// Whether bytes come from the peer. Then `src` and `dst` of pieces are local and remote as well, though bytes go the other way.
+    pub reads: bool,
     /// Sorted by NIC.
     pub pieces: Arc<[Piece]>,
     pub imm: Option<u32>,
@@ -52,14 +78,77 @@ pub(crate) struct TargetRequest {
     pub after: usize,
 }
 
+/// A region to be registered, and what each NIC's registrar has begun, if it has one.
+pub(crate) struct Wanted {
+    pub region: Arc<Region>,
+    pub begun: Vec<Option<Begun>>,
+}
+
 pub(crate) type Answer<T> = Arc<Once<Result<T, Error>>>;
 
 pub(crate) enum Command {
-    Write { id: u64, targets: Vec<TargetRequest>, done: Done, deadline: Instant },
-    Message { id: u64, to: NetAddr, bytes: Vec<u8>, done: Done, deadline: Instant },
-    Reset { id: u64, imm: u32, peers: Vec<NetAddr>, done: Done, deadline: Instant },
-    Fence { peer: PeerKey, done: Arc<Joined>, deadline: Instant },
-    Cancel { id: u64 },
-    Register { region: Arc<Region>, reply: Answer<Vec<Registered>> },
-    Deregister { keys: Vec<LocalKey>, reply: Option<Answer<()>> },
+    Write {
+        id: u64,
+        targets: Vec<TargetRequest>,
+        done: Done,
+        deadline: Instant,
+    },
+    Message {
+        id: u64,
+        to: NicAddr,
+        pool: u32,
+        bytes: Vec<u8>,
+        done: Done,
+        deadline: Instant,
+    },
+    Reset {
+        id: u64,
+        imm: u32,
+        peers: Vec<NicAddr>,
+        done: Done,
+        deadline: Instant,
+    },
+    Fence {
+        peer: PeerKey,
+        done: Done,
+        deadline: Instant,
+    },
+    Cancel {
+        id: u64,
+    },
+    /// Tells when nothing with an immediate is under way to an engine.
+    Free {
+        engine: u64,
+        imm: u32,
+        done: Done,
+    },
+    /// Tells the peer of a session that nothing is under way, over any device group.
+    Answer {
+        session: u64,
+        id: u64,
+    },
+    /// Polls, so that what has landed is counted.
+    Poll {
+        done: Done,
+    },
+    /// Takes a count back: every sender has answered.
+    Zero {
+        imm: u32,
+        done: Done,
+    },
+    /// The other device groups have polled for it.
+    Zeroed {
+        imm: u32,
+        done: Done,
+    },
+    /// Registers all of them, or none.
+    Register {
+        regions: Vec<Wanted>,
+        reply: Answer<Vec<Vec<Registered>>>,
+    },
+    /// Ends registrations; each has one key per NIC.
+    Deregister {
+        keys: Vec<Vec<LocalKey>>,
+        reply: Option<Answer<()>>,
+    },
 }

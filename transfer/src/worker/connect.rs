@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use super::Worker;
 use super::peers::{Stage, Successor};
 use crate::auth::{Cookies, Role, prove, verify};
-use crate::descriptor::{MAX_NICS, NetAddr};
+use crate::descriptor::{MAX_NICS, NicAddr};
 use crate::error::{DownReason, NetworkError, Reason, Refusal};
 use crate::message::{Body, Frame, Hello, Introduction, Mac, decode};
 use crate::metrics::count;
@@ -120,7 +120,7 @@ impl Worker {
     }
 
     /// Links every NIC with its counterpart. What was made before one failed is the peer's too, so that it is disconnected.
-    fn link_all(&mut self, index: usize, nics: &[NetAddr], passes: Passes) -> Result<(), NetworkError> {
+    fn link_all(&mut self, index: usize, nics: &[NicAddr], passes: Passes) -> Result<(), NetworkError> {
         let Some(peer) = self.peers.get_mut(index) else { return Ok(()) };
         peer.links = [None; MAX_NICS];
         for (nic, ((slot, lane), address)) in peer.links.iter_mut().zip(&mut self.lanes).zip(nics).enumerate() {

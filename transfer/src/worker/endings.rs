@@ -2,7 +2,6 @@
 //! is told of a peer that it is down is told after that.
 
 use std::collections::HashMap;
-use std::sync::Arc;
 use std::time::Instant;
 
 use slab::Slab;
@@ -10,9 +9,9 @@ use slab::Slab;
 use super::Worker;
 use super::peers::Stage;
 use crate::callbacks::PeerEvent;
+use crate::completion::Done;
 use crate::descriptor::{MAX_NICS, PeerKey};
 use crate::error::{DownReason, Error, PeerName, Reason, TransferError};
-use crate::joined::Joined;
 use crate::provider::Link;
 
 /// What has to be told when a connection is over.
@@ -28,7 +27,7 @@ struct Ending {
 struct Fence {
     peer: PeerName,
     peers: Vec<usize>,
-    done: Arc<Joined>,
+    done: Done,
     deadline: Instant,
 }
 
@@ -119,7 +118,7 @@ impl Worker {
     }
 
     /// Shuts every device group of an engine out, and tells `done` when nothing of it can land or count any more.
-    pub(super) fn start_fence(&mut self, peer: PeerKey, done: Arc<Joined>, deadline: Instant) {
+    pub(super) fn start_fence(&mut self, peer: PeerKey, done: Done, deadline: Instant) {
         // Whoever has never proved itself cannot write here.
         let peers: Vec<_> = self.peers.iter().filter(|(_, other)| other.key.engine == peer.engine).collect();
         let peers: Vec<_> = peers.into_iter().map(|(index, peer)| (index, peer.stage)).collect();
@@ -145,7 +144,7 @@ impl Worker {
         for fence in fences.extract_if(.., |fence| fence.peers.iter().all(over)) {
             let held = fence.peers.iter().any(|index| self.endings.holds(*index));
             let outcome = if held { Err(may_land(fence.peer, DownReason::Fenced.into())) } else { Ok(()) };
-            fence.done.arrive(outcome, &self.shared);
+            self.shared.complete(fence.done, outcome);
         }
         self.endings.fences = fences;
     }
@@ -162,7 +161,7 @@ impl Worker {
 
     fn end_fences(&mut self, reason: &Reason, hit: impl Fn(&Fence) -> bool) {
         for fence in self.endings.fences.extract_if(.., |fence| hit(fence)) {
-            fence.done.arrive(Err(may_land(fence.peer, reason.clone())), &self.shared);
+            self.shared.complete(fence.done, Err(may_land(fence.peer, reason.clone())));
         }
     }
 }

@@ -65,7 +65,10 @@ impl Worker {
             lane.in_flight = lane.in_flight.saturating_sub(1);
         }
         match result {
-            Ok(()) => self.forget_frame(index),
+            Ok(()) => {
+                let message = self.frames.try_remove(index).and_then(|frame| frame.message);
+                message.into_iter().for_each(|id| self.fragment_sent(id));
+            }
             Err((error, may_land)) => self.frame_failed(index, error, may_land),
         }
     }
@@ -78,14 +81,10 @@ impl Worker {
             return;
         }
         let message = frame.message;
-        self.forget_frame(index);
+        self.frames.try_remove(index);
         if let Some(id) = message {
             self.message_failed(id, error.into(), may_land);
         }
-    }
-
-    fn forget_frame(&mut self, index: usize) {
-        self.frames.try_remove(index);
     }
 
     /// Sends a frame of the set-up. It may get lost: whoever needs an answer says it again. So it never waits for room, and
@@ -134,7 +133,11 @@ impl Worker {
         match body {
             Body::Heartbeat => self.send_to_peer(peer, Body::HeartbeatAck, None),
             Body::Bye => self.drop_peer(peer, DownReason::Left),
-            Body::Message { id, bytes } => self.on_message(peer, id, bytes),
+            Body::Message { id, pool, bytes } => self.on_message(peer, id, pool, bytes),
+            Body::Offer { id, pool, len } => self.on_offer(peer, id, pool, len),
+            Body::Grant { id } => self.on_grant(peer, id),
+            Body::Fragment { id, offset, bytes } => self.on_fragment(peer, id, offset, bytes),
+            Body::Abandon { id } => self.on_abandon(peer, id),
             Body::Accepted { id } => self.on_accepted(peer, id),
             Body::Rejected { id, why } => self.on_rejected(peer, id, why),
             Body::ResetAsk { id, imm } => self.on_reset_ask(peer, id, imm),

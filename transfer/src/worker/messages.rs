@@ -1,26 +1,31 @@
-//! Send and Recv. A message is over when the receiver has said that it took a buffer for it. Without a free buffer the
-//! receiver sends it back, and the sender tries again until its deadline: back-pressure, then an error with its name.
+//! Send and Recv, the sending side. A message is over when the receiver has said that it has it in a buffer. Without a free buffer the
+//! receiver sends it back, and the sender tries again until its deadline: back-pressure, then an error with its name. One that is
+//! too long for a frame is offered first, and then sent in fragments, few at a time: whatever else goes to the peer gets in between.
 
 use std::time::{Duration, Instant};
 
 use super::Worker;
 use super::peers::Stage;
-use crate::callbacks::Job;
 use crate::completion::Done;
-use crate::descriptor::NetAddr;
+use crate::descriptor::NicAddr;
 use crate::error::{Error, PeerName, Reason, TransferError};
-use crate::message::{Body, Rejection};
-use crate::metrics::count;
+use crate::message::{Body, FRAGMENT_OVERHEAD, OVERHEAD, Rejection};
 
 /// Wait after the first rejection; it doubles up to `LONGEST_WAIT`.
 const FIRST_WAIT: Duration = Duration::from_millis(1);
 const LONGEST_WAIT: Duration = Duration::from_millis(50);
+/// Fragments of a message that the network has not confirmed.
+const WINDOW: usize = 4;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum State {
     /// For the connection.
     Waiting,
-    /// With the network or the receiver.
+    /// The receiver has been asked for a buffer.
+    Offered,
+    /// In fragments: up to here they have left, and so many of them are not confirmed.
+    Streaming { next: usize, unconfirmed: usize },
+    /// All of it is with the network or the receiver.
     Sent,
     /// The receiver had no room.
     Backoff { until: Instant },
@@ -28,6 +33,7 @@ enum State {
 
 pub(super) struct Message {
     peer: usize,
+    pool: u32,
     bytes: Vec<u8>,
     done: Done,
     deadline: Instant,
@@ -50,10 +56,18 @@ impl Message {
 }
 
 impl Worker {
-    pub(super) fn start_message(&mut self, id: u64, to: &NetAddr, bytes: Vec<u8>, done: Done, deadline: Instant) {
+    pub(super) fn start_message(
+        &mut self,
+        id: u64,
+        to: &NicAddr,
+        (pool, bytes): (u32, Vec<u8>),
+        done: Done,
+        deadline: Instant,
+    ) {
         let peer = self.peer_for(to);
         let message = Message {
             peer,
+            pool,
             bytes,
             done,
             deadline,
@@ -74,17 +88,68 @@ impl Worker {
     }
 
     pub(super) fn post_message(&mut self, id: u64) {
+        let most = self.longest_frame.saturating_sub(OVERHEAD);
         let Some(message) = self.messages.get_mut(&id) else { return };
+        let (peer, pool, len) = (message.peer, message.pool, message.bytes.len());
+        if len > most {
+            message.state = State::Offered;
+            return self.send_to_peer(peer, Body::Offer { id, pool, len: len as u64 }, Some(id));
+        }
         message.state = State::Sent;
-        let (peer, bytes) = (message.peer, std::mem::take(&mut message.bytes));
-        self.send_to_peer(peer, Body::Message { id, bytes: &bytes }, Some(id));
+        let bytes = std::mem::take(&mut message.bytes);
+        self.send_to_peer(peer, Body::Message { id, pool, bytes: &bytes }, Some(id));
         if let Some(message) = self.messages.get_mut(&id) {
             message.bytes = bytes;
         }
     }
 
+    /// The receiver has a buffer: the fragments may come.
+    pub(super) fn on_grant(&mut self, peer: usize, id: u64) {
+        let wanted = |message: &&mut Message| message.peer == peer && message.state == State::Offered;
+        match self.messages.get_mut(&id).filter(wanted) {
+            Some(message) => {
+                message.state = State::Streaming { next: 0, unconfirmed: 0 };
+                self.stream(id);
+            }
+            // Given up meanwhile.
+            None => self.send_to_peer(peer, Body::Abandon { id }, None),
+        }
+    }
+
+    /// Sends fragments, as many as may be under way.
+    fn stream(&mut self, id: u64) {
+        let most = self.longest_frame.saturating_sub(FRAGMENT_OVERHEAD).max(1);
+        while let Some(message) = self.messages.get_mut(&id)
+            && let State::Streaming { next, unconfirmed } = message.state
+        {
+            let (peer, len) = (message.peer, message.bytes.len());
+            let end = len.min(next + most);
+            if next == len && unconfirmed == 0 {
+                message.state = State::Sent;
+            }
+            if next == len || unconfirmed >= WINDOW {
+                return;
+            }
+            message.state = State::Streaming { next: end, unconfirmed: unconfirmed + 1 };
+            let fragment = message.bytes.get(next..end).unwrap_or_default().to_vec();
+            self.send_to_peer(peer, Body::Fragment { id, offset: next as u64, bytes: &fragment }, Some(id));
+        }
+    }
+
+    /// The network has confirmed a frame of a message.
+    pub(super) fn fragment_sent(&mut self, id: u64) {
+        if let Some(Message { state: State::Streaming { unconfirmed, .. }, .. }) = self.messages.get_mut(&id) {
+            *unconfirmed = unconfirmed.saturating_sub(1);
+            self.stream(id);
+        }
+    }
+
     fn end_message(&mut self, id: u64, result: Result<(), (Reason, bool)>) {
         let Some(message) = self.messages.remove(&id) else { return };
+        let long = message.bytes.len() > self.longest_frame.saturating_sub(OVERHEAD);
+        if long && result.is_err() && !matches!(message.state, State::Waiting | State::Backoff { .. }) {
+            self.send_to_peer(message.peer, Body::Abandon { id }, None);
+        }
         let name = self.peers.get(message.peer).map_or(PeerName { tag: 0, group: 0 }, |peer| peer.name);
         let error =
             |(reason, may_land)| Error::Transfer(vec![TransferError { peer: name, nic: Some(0), reason, may_land }]);
@@ -92,7 +157,9 @@ impl Worker {
     }
 
     pub(super) fn message_failed(&mut self, id: u64, reason: Reason, may_land: bool) {
-        self.end_message(id, Err((reason, may_land)));
+        // Without one of its fragments, nobody takes it.
+        let whole = self.messages.get(&id).is_some_and(|message| message.state == State::Sent);
+        self.end_message(id, Err((reason, may_land && whole)));
     }
 
     /// Fails the messages to a peer. One that had been sent may have arrived.
@@ -116,37 +183,10 @@ impl Worker {
         }
     }
 
-    /// The receiving side: takes a buffer for a message, or sends it back.
-    pub(super) fn on_message(&mut self, peer: usize, id: u64, bytes: &[u8]) {
-        let Some(from) = self.peers.get(peer).map(|peer| peer.name) else { return };
-        let taken = match self.shared.pool() {
-            None => Err(Rejection::NoReceives),
-            Some(pool) if bytes.len() > pool.len => Err(Rejection::TooLong { allowed: pool.len as u64 }),
-            Some(pool) => match pool.take() {
-                None => Err(Rejection::Exhausted),
-                Some(mut buffer) => {
-                    buffer.extend_from_slice(bytes);
-                    let job = Job::Message { pool, from, buffer };
-                    // Refused only by an engine that is closing, which is no place for a message to arrive.
-                    self.shared.jobs.push(job).map_err(|_| Rejection::NoReceives)
-                }
-            },
-        };
-        match taken {
-            Ok(()) => {
-                count(&self.shared.metrics.messages_received_total);
-                self.send_to_peer(peer, Body::Accepted { id }, None);
-            }
-            Err(why) => {
-                count(&self.shared.metrics.messages_rejected_total);
-                self.send_to_peer(peer, Body::Rejected { id, why }, None);
-            }
-        }
-    }
-
     /// Says whether an answer about a message comes from where it went to.
     fn is_answer(&self, peer: usize, id: u64) -> bool {
-        self.messages.get(&id).is_some_and(|message| message.peer == peer && message.state == State::Sent)
+        let asked = |message: &Message| !matches!(message.state, State::Waiting | State::Backoff { .. });
+        self.messages.get(&id).is_some_and(|message| message.peer == peer && asked(message))
     }
 
     pub(super) fn on_accepted(&mut self, peer: usize, id: u64) {

@@ -8,6 +8,7 @@ mod connect;
 mod endings;
 mod frames;
 mod messages;
+mod parcels;
 mod peers;
 mod resets;
 mod rest;
@@ -20,24 +21,28 @@ mod writes;
 
 use std::collections::{HashMap, VecDeque};
 use std::hash::{BuildHasherDefault, Hasher};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 use slab::Slab;
 
 use crate::completion::Done;
-use crate::descriptor::{NetAddr, PeerKey, ProviderKind};
+use crate::descriptor::{NicAddr, PeerKey, ProviderKind};
 use crate::error::{DownReason, Error};
+use crate::group::DeviceGroup;
 use crate::metrics::count;
-use crate::provider::{Event, Link, LocalKey, Nic, Opener, Registered};
+use crate::provider::{Begun, Event, Limits, Link, LocalKey, Nic, Registered, Registrar};
 use crate::queue::Queue;
 use crate::region::Region;
 use crate::shared::Shared;
 use crate::sys::EventFd;
-use command::Command;
+use command::{Command, Wanted};
 
 /// Work that waits for room on a NIC: operation, target, and the operation's id in case the slot has a new tenant.
 type Pending = (usize, usize, u64);
+
+/// The queues of an engine's device groups.
+pub(crate) type Queues = Arc<Mutex<Vec<Arc<Queue<Command>>>>>;
 
 /// One NIC and what waits for it.
 struct Lane {
@@ -109,10 +114,12 @@ impl Hasher for Sequential {
 pub(crate) struct Worker {
     shared: Arc<Shared>,
     commands: Arc<Queue<Command>>,
+    /// Those of all device groups of the engine, this one's among them.
+    shared_queues: Queues,
     key: PeerKey,
     kind: ProviderKind,
     /// This group's own addresses, one per NIC.
-    nics: Vec<NetAddr>,
+    nics: Vec<NicAddr>,
     lanes: Vec<Lane>,
     rest: rest::Rest,
     inbox: VecDeque<Command>,
@@ -123,6 +130,9 @@ pub(crate) struct Worker {
     ops: Slab<writes::Op>,
     op_slots: HashMap<u64, usize, BuildHasherDefault<Sequential>>,
     messages: HashMap<u64, messages::Message>,
+    parcels: parcels::Parcels,
+    /// Longest frame in bytes.
+    longest_frame: usize,
     resets: Vec<resets::Reset>,
     asked: Vec<resets::Asked>,
     peers: Slab<peers::Peer>,
@@ -142,15 +152,15 @@ impl Worker {
     /// Makes the worker on its own thread, after pinning, so that its memory lies near its NICs.
     pub fn new(
         shared: Arc<Shared>,
+        shared_queues: Queues,
         (commands, bell): (Arc<Queue<Command>>, Arc<EventFd>),
         group: u16,
-        kind: ProviderKind,
-        nics: Vec<Opener>,
+        DeviceGroup { kind, device, nics, .. }: DeviceGroup,
     ) -> Result<Self, Error> {
         let key = PeerKey { engine: shared.engine, group };
-        let mut nics = nics.into_iter().map(|open| open()).collect::<Result<Vec<_>, _>>()?;
+        let mut nics = nics.into_iter().map(|open| open(device)).collect::<Result<Vec<_>, _>>()?;
         let addresses =
-            (0..).zip(&nics).map(|(nic, device)| NetAddr { provider: kind, key, nic, endpoint: device.endpoint() });
+            (0..).zip(&nics).map(|(nic, device)| NicAddr { provider: kind, key, nic, endpoint: device.endpoint() });
         let addresses = addresses.collect();
         let wait = |nic: &mut Box<dyn Nic>| {
             let queue = Arc::clone(&commands);
@@ -163,6 +173,7 @@ impl Worker {
         let mut worker = Self {
             shared,
             commands,
+            shared_queues,
             key,
             kind,
             nics: addresses,
@@ -176,6 +187,8 @@ impl Worker {
             ops: Slab::with_capacity(256),
             op_slots: HashMap::default(),
             messages: HashMap::new(),
+            parcels: parcels::Parcels::default(),
+            longest_frame: 0,
             resets: Vec::new(),
             asked: Vec::new(),
             peers: Slab::new(),
@@ -188,21 +201,30 @@ impl Worker {
             frame_queue: VecDeque::new(),
             nothing: None,
         };
+        worker.longest_frame = worker.limits().max_message;
         let region = Arc::new(Region::allocate(64)?);
-        let keys = worker.register(&region)?;
+        let keys = worker.register(&region, Vec::new())?;
         worker.nothing = Some((region, keys));
         Ok(worker)
     }
 
-    pub fn addresses(&self) -> &[NetAddr] {
+    pub fn addresses(&self) -> &[NicAddr] {
         &self.nics
     }
 
-    /// The limits that hold on every NIC: longest write, longest frame.
-    pub fn limits(&self) -> (u64, usize) {
+    /// Who begins registrations on other threads, one per NIC.
+    pub fn registrars(&self) -> Vec<Option<Arc<dyn Registrar>>> {
+        self.lanes.iter().map(|lane| lane.nic.registrar()).collect()
+    }
+
+    /// The limits that hold on every NIC.
+    pub fn limits(&self) -> Limits {
         let limits = || self.lanes.iter().map(|lane| lane.nic.limits());
-        let max_write = limits().map(|limits| limits.max_write).min().unwrap_or(1);
-        (max_write, limits().map(|limits| limits.max_message).min().unwrap_or(0))
+        Limits {
+            max_write: limits().map(|limits| limits.max_write).min().unwrap_or(1),
+            reads: limits().all(|limits| limits.reads),
+            max_message: limits().map(|limits| limits.max_message).min().unwrap_or(0),
+        }
     }
 
     /// Works until the engine closes the queue, then ends everything that is under way.
@@ -237,16 +259,29 @@ impl Worker {
     fn obey(&mut self, command: Command) {
         match command {
             Command::Write { id, targets, done, deadline } => self.start_write(id, targets, done, deadline),
-            Command::Message { id, to, bytes, done, deadline } => self.start_message(id, &to, bytes, done, deadline),
+            Command::Message { id, to, pool, bytes, done, deadline } => {
+                self.start_message(id, &to, (pool, bytes), done, deadline);
+            }
             Command::Reset { id, imm, peers, done, deadline } => self.start_reset(id, imm, &peers, done, deadline),
             Command::Fence { peer, done, deadline } => self.start_fence(peer, done, deadline),
             Command::Cancel { id } => self.cancel(id),
-            Command::Register { region, reply } => {
-                let registered = self.register(&region);
+            Command::Free { engine, imm, done } => self.tell_free(engine, imm, done),
+            Command::Answer { session, id } => self.answer_reset(session, id),
+            Command::Poll { done } => {
+                self.poll_last();
+                self.shared.complete(done, Ok(()));
+            }
+            Command::Zero { imm, done } => self.zero(imm, done),
+            Command::Zeroed { imm, done } => self.zeroed(imm, done),
+            Command::Register { regions, reply } => {
+                let registered = self.register_all(regions);
                 reply.set(registered);
             }
             Command::Deregister { keys, reply } => {
-                let result = self.deregister(&keys);
+                let mut result = Ok(());
+                for keys in &keys {
+                    result = result.and(self.deregister(keys));
+                }
                 if let Some(reply) = reply {
                     reply.set(result);
                 }
@@ -254,21 +289,46 @@ impl Worker {
         }
     }
 
+    /// Registers all of some regions, or none.
+    fn register_all(&mut self, regions: Vec<Wanted>) -> Result<Vec<Vec<Registered>>, Error> {
+        let mut all: Vec<Vec<Registered>> = Vec::with_capacity(regions.len());
+        for Wanted { region, begun } in regions {
+            match self.register(&region, begun) {
+                Ok(keys) => all.push(keys),
+                Err(error) => {
+                    for keys in all {
+                        self.take_back(&keys);
+                    }
+                    return Err(error);
+                }
+            }
+        }
+        Ok(all)
+    }
+
     /// Registers on every NIC, or on none.
-    fn register(&mut self, region: &Arc<Region>) -> Result<Vec<Registered>, Error> {
+    fn register(&mut self, region: &Arc<Region>, begun: Vec<Option<Begun>>) -> Result<Vec<Registered>, Error> {
         let mut keys: Vec<Registered> = Vec::with_capacity(self.lanes.len());
-        for lane in &mut self.lanes {
-            match lane.nic.register(region) {
+        for (lane, begun) in self.lanes.iter_mut().zip(begun.into_iter().chain(std::iter::repeat_with(|| None))) {
+            let key = match begun {
+                Some(begun) => lane.nic.enter(region, begun),
+                None => lane.nic.register(region),
+            };
+            match key {
                 Ok(key) => keys.push(key),
                 Err(error) => {
-                    let made: Vec<_> = keys.iter().map(|key| key.local).collect();
-                    // The first failure is the one to report.
-                    let _ = self.deregister(&made);
+                    self.take_back(&keys);
                     return Err(error);
                 }
             }
         }
         Ok(keys)
+    }
+
+    /// Undoes a part of what has failed: the first failure is the one to report.
+    fn take_back(&mut self, keys: &[Registered]) {
+        let made: Vec<_> = keys.iter().map(|key| key.local).collect();
+        let _ = self.deregister(&made);
     }
 
     fn deregister(&mut self, keys: &[LocalKey]) -> Result<(), Error> {

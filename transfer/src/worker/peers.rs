@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use super::{Pending, Worker};
 use crate::callbacks::PeerEvent;
-use crate::descriptor::{MAX_NICS, NetAddr, PeerKey};
+use crate::descriptor::{MAX_NICS, NicAddr, PeerKey};
 use crate::error::{DownReason, PeerName, Reason};
 use crate::message::Introduction;
 use crate::provider::Link;
@@ -35,7 +35,7 @@ pub(super) struct Peer {
     /// The number under which counters know it.
     pub sender: u32,
     /// Its first NIC.
-    pub first: NetAddr,
+    pub first: NicAddr,
     pub links: [Option<Link>; MAX_NICS],
     /// What a set-up of this engine's own making travels over.
     pub way: Option<Link>,
@@ -67,7 +67,7 @@ pub(super) struct Peer {
 
 impl Worker {
     /// Finds the peer behind the address of its first NIC, or makes its record.
-    pub(super) fn peer_for(&mut self, first: &NetAddr) -> usize {
+    pub(super) fn peer_for(&mut self, first: &NicAddr) -> usize {
         if let Some(&peer) = self.peer_slots.get(&first.key) {
             return peer;
         }
@@ -149,6 +149,7 @@ impl Worker {
         }
         self.fail_unposted(index, reason);
         self.fail_messages(index, reason);
+        self.drop_parcels(index);
         self.fail_resets(index, reason);
         self.let_go(index, down);
     }

@@ -1,20 +1,23 @@
 //! The acknowledged reset of a counter: its owner asks every sender, each answers once nothing of it is under way with that
-//! immediate, and then the count goes back to 0.
+//! immediate, over any of its device groups, and then the count goes back to 0.
 
+use std::sync::{Arc, PoisonError};
 use std::time::Instant;
 
 use super::Worker;
+use super::command::Command;
 use super::peers::Stage;
 use crate::completion::Done;
-use crate::descriptor::NetAddr;
+use crate::descriptor::NicAddr;
 use crate::error::{Error, Reason, TransferError};
 use crate::message::Body;
+use crate::queue::Queue;
 
 /// Polls of every NIC before the count is taken back. What a sender knows to have landed has been reported to this side's
 /// NIC, and may wait there.
 const LAST_POLLS: usize = 3;
 
-/// A reset that this engine's counter waits for.
+/// What a reset of this engine waits for here: the answers of senders that this device group reaches.
 pub(super) struct Reset {
     id: u64,
     imm: u32,
@@ -26,13 +29,14 @@ pub(super) struct Reset {
 
 /// A question that another engine has asked, to be answered once nothing with this immediate is under way to it.
 pub(super) struct Asked {
-    peer: usize,
-    id: u64,
+    /// The engine that asks.
+    engine: u64,
     imm: u32,
+    done: Done,
 }
 
 impl Worker {
-    pub(super) fn start_reset(&mut self, id: u64, imm: u32, from: &[NetAddr], done: Done, deadline: Instant) {
+    pub(super) fn start_reset(&mut self, id: u64, imm: u32, from: &[NicAddr], done: Done, deadline: Instant) {
         let mut peers: Vec<_> = from.iter().map(|address| (self.peer_for(address), false)).collect();
         peers.sort_unstable();
         peers.dedup();
@@ -43,9 +47,73 @@ impl Worker {
         self.tick_resets();
     }
 
+    /// The queues of the engine's other device groups.
+    fn siblings(&self) -> Vec<Arc<Queue<Command>>> {
+        let all = self.shared_queues.lock().unwrap_or_else(PoisonError::into_inner);
+        all.iter().filter(|queue| !Arc::ptr_eq(queue, &self.commands)).cloned().collect()
+    }
+
+    /// Has all other device groups do something, and then this one: what `then` makes.
+    fn ask_siblings(
+        &self,
+        make: impl Fn(Done) -> Command,
+        then: impl FnOnce() -> Command + Send + 'static,
+    ) -> impl Iterator<Item = Done> {
+        let (siblings, own, shared) = (self.siblings(), Arc::clone(&self.commands), Arc::clone(&self.shared));
+        let over = Done::quiet(move |_| {
+            if let Err(Command::Zeroed { done, .. }) = own.push(then()) {
+                shared.complete(done, Err(Error::Closed));
+            }
+        });
+        let mut parts = over.split(siblings.len() + 1);
+        for (queue, part) in siblings.iter().zip(&mut parts) {
+            if let Err(Command::Free { done, .. } | Command::Poll { done }) = queue.push(make(part)) {
+                self.shared.complete(done, Err(Error::Closed));
+            }
+        }
+        parts
+    }
+
     pub(super) fn on_reset_ask(&mut self, peer: usize, id: u64, imm: u32) {
+        let Some((engine, session)) = self.peers.get(peer).map(|peer| (peer.key.engine, peer.session)) else { return };
+        let free = |done| Command::Free { engine, imm, done };
+        let own: Vec<_> = self.ask_siblings(free, move || Command::Answer { session, id }).collect();
         // Answered in the next round, after the submissions that were made before the question came.
-        self.asked.push(Asked { peer, id, imm });
+        self.asked.extend(own.into_iter().map(|done| Asked { engine, imm, done }));
+    }
+
+    /// Another device group of this engine was asked.
+    pub(super) fn tell_free(&mut self, engine: u64, imm: u32, done: Done) {
+        self.asked.push(Asked { engine, imm, done });
+    }
+
+    /// Nothing of this engine is under way any more, over any device group: the peer that has asked is told, if it is still there.
+    pub(super) fn answer_reset(&mut self, session: u64, id: u64) {
+        if let Some(&peer) = self.sessions.get(&session) {
+            self.send_to_peer(peer, Body::ResetAck { id }, None);
+        }
+    }
+
+    /// What other NICs have been told to have landed may wait at these.
+    pub(super) fn poll_last(&mut self) {
+        for _ in 0..LAST_POLLS {
+            self.poll();
+        }
+    }
+
+    /// All senders have answered: takes the count back once every NIC has been polled.
+    pub(super) fn zero(&mut self, imm: u32, done: Done) {
+        let poll = |done| Command::Poll { done };
+        let own: Vec<_> = self.ask_siblings(poll, move || Command::Zeroed { imm, done }).collect();
+        own.into_iter().for_each(|done| self.shared.complete(done, Ok(())));
+    }
+
+    /// The other device groups have polled.
+    pub(super) fn zeroed(&mut self, imm: u32, done: Done) {
+        self.poll_last();
+        let result = self.shared.counters.reset(imm);
+        let busy = |waiting| Error::CounterBusy { imm, waiting };
+        self.shared.complete(done, result.map(|_| ()).map_err(busy));
     }
 
     pub(super) fn on_reset_ack(&mut self, peer: usize, id: u64) {
@@ -59,13 +127,12 @@ impl Worker {
         if self.asked.is_empty() {
             return;
         }
-        let ops = &self.ops;
-        let free = |asked: &Asked| !ops.iter().any(|(_, op)| op.holds(asked.peer, asked.imm));
+        let (ops, peers) = (&self.ops, &self.peers);
+        let of = |engine| move |peer: usize| peers.get(peer).is_some_and(|peer| peer.key.engine == engine);
+        let free = |asked: &Asked| !ops.iter().any(|(_, op)| op.holds(of(asked.engine), asked.imm));
         let (answered, waiting): (Vec<_>, _) = std::mem::take(&mut self.asked).into_iter().partition(free);
         self.asked = waiting;
-        for asked in answered {
-            self.send_to_peer(asked.peer, Body::ResetAck { id: asked.id }, None);
-        }
+        answered.into_iter().for_each(|asked| self.shared.complete(asked.done, Ok(())));
     }
 
     pub(super) fn tick_resets(&mut self) {
@@ -84,16 +151,7 @@ impl Worker {
         let (ready, waiting): (Vec<_>, _) =
             std::mem::take(&mut self.resets).into_iter().partition(|reset| reset.peers.is_empty());
         self.resets = waiting;
-        if !ready.is_empty() {
-            for _ in 0..LAST_POLLS {
-                self.poll();
-            }
-        }
-        for reset in ready {
-            let result = self.shared.counters.reset(reset.imm);
-            let busy = |waiting| Error::CounterBusy { imm: reset.imm, waiting };
-            self.shared.complete(reset.done, result.map(|_| ()).map_err(busy));
-        }
+        ready.into_iter().for_each(|reset| self.shared.complete(reset.done, Ok(())));
         let now = self.now;
         let (late, waiting): (Vec<_>, _) =
             std::mem::take(&mut self.resets).into_iter().partition(|reset| now >= reset.deadline);
@@ -115,7 +173,6 @@ impl Worker {
     }
 
     pub(super) fn fail_resets(&mut self, peer: usize, reason: &Reason) {
-        self.asked.retain(|asked| asked.peer != peer);
         let hit = |reset: &Reset| reset.peers.iter().any(|(waits, _)| *waits == peer);
         let (failed, waiting): (Vec<_>, _) = std::mem::take(&mut self.resets).into_iter().partition(hit);
         self.resets = waiting;
@@ -123,6 +180,9 @@ impl Worker {
     }
 
     pub(super) fn abandon_resets(&mut self) {
+        for asked in std::mem::take(&mut self.asked) {
+            self.shared.complete(asked.done, Err(Error::Closed));
+        }
         for reset in std::mem::take(&mut self.resets) {
             self.end_reset(reset, &Reason::Closed);
         }

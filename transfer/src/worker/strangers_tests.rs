@@ -5,7 +5,7 @@ use std::net::TcpStream;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crate::descriptor::{NetAddr, PeerKey};
+use crate::descriptor::{NicAddr, PeerKey};
 use crate::message::{Body, Frame, Hello, Introduction};
 use crate::provider::{Event, Link, Nic, Passes, Write};
 use crate::region::Region;
@@ -36,14 +36,14 @@ impl Place {
     /// A Hello in the name of an engine, from an address.
     fn hello(&self, to: PeerKey, from: u64, endpoint: Vec<u8>) -> Vec<u8> {
         let key = PeerKey { engine: from, group: 0 };
-        let provider = (self.group)().kind();
-        let nics = vec![NetAddr { provider, key, nic: 0, endpoint }];
+        let provider = (self.group)().kind;
+        let nics = vec![NicAddr { provider, key, nic: 0, endpoint }];
         let from = Introduction { session: from.max(1), nonce: [1; 16], heartbeat_timeout_ms: 1000, nics };
         Frame { session: 0, body: Body::Hello(Hello { to_engine: to.engine, to_group: to.group, from }) }.encode()
     }
 
     /// Says something to an engine, over a new way where the old one has ended. Returns how many answers have come.
-    fn say(&mut self, way: &mut Link, to: &NetAddr, bytes: &[u8]) -> usize {
+    fn say(&mut self, way: &mut Link, to: &NicAddr, bytes: &[u8]) -> usize {
         let mut events = Vec::new();
         while self.nic.send(*way, bytes.to_vec(), 0).is_err() {
             self.nic.poll(&mut events);
@@ -108,7 +108,7 @@ fn resident() -> u64 {
 fn greetings_of_strangers_drop_nobody_and_leave_nothing() -> Result<(), Error> {
     for mut place in places()? {
         let pair = Pair::new(&place)?;
-        let (victim, friend) = (pair.b.main_address(), pair.a.main_address());
+        let (victim, friend) = (pair.b.main_address().groups[0].clone(), pair.a.main_address().groups[0].clone());
         let own = place.nic.endpoint();
         let mut way = place.nic.greet(&victim.endpoint).unwrap();
         let before = resident();
@@ -137,10 +137,14 @@ fn greetings_of_strangers_drop_nobody_and_leave_nothing() -> Result<(), Error> {
 fn only_where_a_greeting_came_from_is_answered() -> Result<(), Error> {
     for mut place in places()? {
         let (victim, bystander) = (place.engine()?, place.engine()?);
-        let mut way = place.nic.greet(&victim.main_address().endpoint).unwrap();
+        let mut way = place.nic.greet(&victim.main_address().groups[0].clone().endpoint).unwrap();
         // It names the address of somebody else.
-        let bytes = place.hello(victim.main_address().key, 77, bystander.main_address().endpoint);
-        let mut answers = place.say(&mut way, &victim.main_address(), &bytes);
+        let bytes = place.hello(
+            victim.main_address().groups[0].clone().key,
+            77,
+            bystander.main_address().groups[0].clone().endpoint,
+        );
+        let mut answers = place.say(&mut way, &victim.main_address().groups[0].clone(), &bytes);
         let end = Instant::now() + LONG;
         while answers == 0 {
             let mut events = Vec::new();
@@ -159,11 +163,11 @@ fn only_where_a_greeting_came_from_is_answered() -> Result<(), Error> {
 fn who_has_no_pass_neither_writes_nor_counts() -> Result<(), Error> {
     for mut place in places()? {
         let pair = Pair::new(&place)?;
-        let victim = pair.b.main_address();
+        let victim = pair.b.main_address().groups[0].clone();
         let src = Arc::new(Region::allocate(64)?);
         src.write(0, &[7; 64])?;
         let src_key = place.nic.register(&src)?.local;
-        let key = &pair.desc.nics[0];
+        let key = &pair.desc.groups[0][0];
         let way = place.nic.greet(&victim.endpoint).unwrap();
         let link = place.nic.connect(&victim.endpoint, Passes { own: 1, theirs: 2 }).unwrap();
         let (dst, rkey) = (key.base, key.rkey);
@@ -192,7 +196,7 @@ fn who_has_no_pass_neither_writes_nor_counts() -> Result<(), Error> {
 fn connections_of_strangers_are_few_and_bounded() -> Result<(), Error> {
     let [_, place] = places()?;
     let pair = Pair::new(&place)?;
-    let victim = String::from_utf8(pair.b.main_address().endpoint).unwrap();
+    let victim = String::from_utf8(pair.b.main_address().groups[0].clone().endpoint).unwrap();
     let open = |bytes: &[u8]| {
         let mut socket = TcpStream::connect(&victim).unwrap();
         let _ = socket.write_all(bytes);
@@ -221,7 +225,7 @@ fn connections_of_strangers_are_few_and_bounded() -> Result<(), Error> {
 fn a_flood_of_greetings_takes_little_from_peers() -> Result<(), Error> {
     for mut place in places()? {
         let pair = Pair::new(&place)?;
-        let victim = pair.b.main_address();
+        let victim = pair.b.main_address().groups[0].clone();
         let mut way = place.nic.greet(&victim.endpoint).unwrap();
         let bytes = place.hello(victim.key, 77, place.nic.endpoint());
         let rate = |seconds: f64| {

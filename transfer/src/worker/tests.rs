@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use proptest::prelude::*;
 
-use crate::descriptor::{NetAddr, PeerKey, ProviderKind};
+use crate::descriptor::{NicAddr, PeerKey, ProviderKind};
 use crate::message::{Body, Frame, Hello, Introduction, Rejection, decode};
 use crate::provider::{Event, Link, LocalKey, Nic, Passes, Write};
 use crate::region::Region;
@@ -15,7 +15,7 @@ struct Attacker {
     nic: SimNic,
     /// The way, and the link once it has joined.
     link: Link,
-    own: NetAddr,
+    own: NicAddr,
     events: Vec<Event>,
 }
 
@@ -26,9 +26,9 @@ fn engine(network: &SimNetwork) -> Engine {
 impl Attacker {
     fn new(network: &SimNetwork, victim: &Engine) -> Self {
         let mut nic = network.add_nic();
-        let way = nic.greet(&victim.main_address().endpoint).unwrap();
+        let way = nic.greet(&victim.main_address().groups[0].clone().endpoint).unwrap();
         let key = PeerKey { engine: 666, group: 0 };
-        let own = NetAddr { provider: ProviderKind::Sim, key, nic: 0, endpoint: nic.endpoint() };
+        let own = NicAddr { provider: ProviderKind::Sim, key, nic: 0, endpoint: nic.endpoint() };
         Self { nic, link: way, own, events: Vec::new() }
     }
 
@@ -63,7 +63,7 @@ impl Attacker {
     fn hello(&self, victim: &Engine) -> Hello {
         let from =
             Introduction { session: 5, nonce: [1; 16], heartbeat_timeout_ms: 60_000, nics: vec![self.own.clone()] };
-        let key = victim.main_address().key;
+        let key = victim.main_address().groups[0].clone().key;
         Hello { to_engine: key.engine, to_group: key.group, from }
     }
 
@@ -79,14 +79,14 @@ impl Attacker {
         self.send(Frame { session, body: Body::Confirm(from.clone(), [0; 32]) }.encode());
         self.receive(|frame| (frame.body == Body::Ready).then_some(()));
         let passes = Passes { own: from.session, theirs: session };
-        self.link = self.nic.connect(&victim.main_address().endpoint, passes).unwrap();
+        self.link = self.nic.connect(&victim.main_address().groups[0].clone().endpoint, passes).unwrap();
         session
     }
 }
 
 fn introduction() -> Introduction {
     let key = PeerKey { engine: 666, group: 0 };
-    let nics = vec![NetAddr { provider: ProviderKind::Sim, key, nic: 0, endpoint: vec![0; 4] }];
+    let nics = vec![NicAddr { provider: ProviderKind::Sim, key, nic: 0, endpoint: vec![0; 4] }];
     Introduction { session: 5, nonce: [1; 16], heartbeat_timeout_ms: 60_000, nics }
 }
 
@@ -96,7 +96,11 @@ fn body() -> impl Strategy<Value = Body<'static>> {
         Just(Body::Ready),
         Just(Body::Heartbeat),
         Just(Body::HeartbeatAck),
-        (0..9u64).prop_map(|id| Body::Message { id, bytes: b"some bytes" }),
+        (0..9u64, 0..2u32).prop_map(|(id, pool)| Body::Message { id, pool, bytes: b"some bytes" }),
+        (0..9u64, any::<u64>()).prop_map(|(id, len)| Body::Offer { id, pool: 0, len: len >> (len % 64) }),
+        (0..9u64).prop_map(|id| Body::Grant { id }),
+        (0..9u64, any::<u64>()).prop_map(|(id, at)| Body::Fragment { id, offset: at >> (at % 64), bytes: b"part" }),
+        (0..9u64).prop_map(|id| Body::Abandon { id }),
         (0..9u64).prop_map(|id| Body::Accepted { id }),
         (0..9u64).prop_map(|id| Body::Rejected { id, why: Rejection::Exhausted }),
         (0..9u64, any::<u32>()).prop_map(|(id, imm)| Body::ResetAsk { id, imm }),
@@ -147,11 +151,11 @@ proptest! {
         let mut landed = 0;
         for (dst, len, rkey) in writes {
             let dst = if rkey.is_some() { dst } else { dst % 400 };
-            let rkey = rkey.unwrap_or(desc.nics[0].rkey);
+            let rkey = rkey.unwrap_or(desc.groups[0][0].rkey);
             let (link, src_key) = (attacker.link, LocalKey(0));
             let write = Write { link, src: &src, src_key, src_offset: 0, dst, rkey, len, imm: Some(3), token: 0 };
             attacker.nic.write(&write).unwrap();
-            let right = rkey == desc.nics[0].rkey && dst.checked_add(len).is_some_and(|end| end <= 128);
+            let right = rkey == desc.groups[0][0].rkey && dst.checked_add(len).is_some_and(|end| end <= 128);
             let result = loop {
                 attacker.nic.poll(&mut attacker.events);
                 if let Some(Event::Completed { result, .. }) = attacker.events.pop() {
@@ -186,7 +190,7 @@ fn a_stranger_cannot_disturb_an_existing_connection() -> Result<(), Error> {
     raise()?;
     // It claims to be the friend, and does not know the secret.
     let mut stranger = Attacker::new(&network, &victim);
-    stranger.own.key = friend.main_address().key;
+    stranger.own.key = friend.main_address().groups[0].clone().key;
     let hello = stranger.hello(&victim);
     let from = hello.from.clone();
     stranger.send(Frame { session: 0, body: Body::Hello(hello) }.encode());

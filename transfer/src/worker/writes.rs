@@ -1,4 +1,5 @@
-//! One-sided operations: posting their pieces, counting what has completed, the immediate last.
+//! One-sided operations: posting their pieces, counting what has completed, the immediate last. Reads are the same as writes here, but
+//! that an immediate never travels with bytes.
 //!
 //! Delivery has no order, so an immediate may travel with bytes only if these are all the bytes of its destination.
 //! Otherwise it follows on its own, once every piece is known to have landed.
@@ -11,7 +12,8 @@ use super::{Token, Worker};
 use crate::completion::Done;
 use crate::descriptor::MAX_NICS;
 use crate::error::{DownReason, Error, NetworkError, Reason, TransferError};
-use crate::provider::{MayLand, Post, Write};
+use crate::provider::{MayLand, Post, Read, Write};
+use crate::shard::Piece;
 
 /// Where a destination's immediate is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -85,9 +87,9 @@ pub(super) struct Op {
 }
 
 impl Op {
-    /// Says whether a write with this immediate to this peer is not over.
-    pub fn holds(&self, peer: usize, imm: u32) -> bool {
-        self.targets.iter().any(|target| !target.closed && target.peer == peer && target.request.imm == Some(imm))
+    /// Says whether a write with this immediate to such a peer is not over.
+    pub fn holds(&self, is: impl Fn(usize) -> bool, imm: u32) -> bool {
+        self.targets.iter().any(|target| !target.closed && target.request.imm == Some(imm) && is(target.peer))
     }
 }
 
@@ -101,6 +103,20 @@ enum Step {
     Full,
     Busy,
     Nothing,
+}
+
+/// The read of one piece, as long as the write that would go the other way.
+fn read_of<'a>(write: &Write<'a>, piece: &Piece) -> Read<'a> {
+    Read {
+        link: write.link,
+        into: write.src,
+        into_key: write.src_key,
+        into_offset: write.src_offset + piece.src,
+        from: write.dst.saturating_add(piece.dst),
+        rkey: write.rkey,
+        len: piece.len,
+        token: write.token,
+    }
 }
 
 impl Worker {
@@ -228,7 +244,8 @@ impl Worker {
             let (next, end) = target.cursors.get(nic).copied().unwrap_or_default();
             let pieces = target.request.pieces.get(next..end).unwrap_or_default();
             let all = target.request.pieces.len() == pieces.len();
-            (pieces, target.request.imm.filter(|_| all))
+            // The immediate of a read says that the bytes are here: it follows them.
+            (pieces, target.request.imm.filter(|_| all && !target.request.reads))
         } else {
             match target.imm {
                 Imm::Waiting(imm) if target.unposted == 0 && target.in_flight == 0 && nic == target.request.imm_nic => {
@@ -239,9 +256,10 @@ impl Worker {
         };
         let link = self.peers.get(target.peer).and_then(|peer| peer.links.get(nic).copied().flatten());
         let dst = target.request.dst.get(nic);
-        let nothing = self.nothing.as_ref().map(|(region, keys)| (region, keys));
+        let nothing = self.nothing.as_ref().map(|(region, keys)| (region, keys.as_slice()));
+        let group = usize::from(self.key.group);
         let source = match &target.request.src {
-            Some(registration) if !pieces.is_empty() => Some((&registration.region, &registration.nics)),
+            Some(registration) if !pieces.is_empty() => Some((&registration.region, registration.nics(group))),
             _ => nothing,
         };
         let source = source.and_then(|(region, keys)| Some((region, keys.get(nic)?)));
@@ -252,12 +270,13 @@ impl Worker {
                 let write = Write { link, src, src_key, src_offset: 0, dst, rkey, len: 0, imm, token };
                 let posted = match pieces {
                     [] => lane.nic.write(&write).map(|()| 0),
+                    [piece, ..] if target.request.reads => lane.nic.read(&read_of(&write, piece)).map(|()| 1),
                     pieces => lane.nic.write_run(&write, pieces),
                 };
                 if let Ok(count) = posted {
                     lane.in_flight += 1;
                     let bytes = pieces.iter().take(count).map(|piece| piece.len).sum();
-                    self.shared.metrics.posted(nic, bytes);
+                    self.shared.metrics.posted(nic, bytes, target.request.reads);
                 }
                 posted
             }

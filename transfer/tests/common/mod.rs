@@ -121,7 +121,7 @@ pub fn nervous(network: &impl Grouping, nics: usize) -> Builder {
 }
 
 pub fn within(deadline: Duration) -> Options {
-    Options { deadline: Some(deadline), nic: None }
+    Options { deadline: Some(deadline), ..Options::default() }
 }
 
 /// Submits and waits for the outcome.

@@ -19,7 +19,7 @@ extern "C" {
 #endif
 
 /* Grows with every incompatible change of this file. */
-#define PT_ABI_VERSION 2
+#define PT_ABI_VERSION 4
 
 typedef enum pt_status {
   PT_OK = 0,
@@ -63,7 +63,7 @@ void pt_network_destroy(pt_network *network);
 /* One device and the NICs that serve it. Zeros stand for defaults. */
 typedef struct pt_device_group {
   const char *provider;       /* "sim", "shm" (ranks of one host), "tcp", "verbs", "nvlink", or one of libfabric's: "net", "efa" */
-  size_t nics;                /* 1 to 4; 1 for nvlink */
+  size_t nics;                /* 1 to 4; 1 for nvlink; 0 for verbs: those nearest to the GPU, or of one NUMA node, and the thread near them */
   const char *const *sources; /* tcp, libfabric: the NICs' addresses, or null; verbs: "device", "device:port", ...; `nics` of them */
   const pt_network *network;  /* sim: what connects the engines */
   int has_gpu;                /* 1: the group moves memory of `gpu`. nvlink always does */
@@ -85,13 +85,14 @@ typedef enum pt_down {
   PT_ENGINE_CLOSED = 8
 } pt_down;
 
-/* A peer has come (PT_UP, and `words` is null) or gone. Called on the engine's callback thread; the strings live during the call.
+/* A peer has come (PT_UP, and `words` is null) or gone. Called on a callback thread of the engine, one event
+ * after the other; the strings live during the call.
  * `peer` is what pt_address_name gives. */
 typedef void (*pt_peer_event)(void *context, const char *peer, int down, const char *words);
 
 typedef struct pt_engine_options {
   size_t size;                   /* sizeof(pt_engine_options) */
-  const pt_device_group *groups; /* at least one, all of one provider */
+  const pt_device_group *groups; /* at least one, of any providers; they share the counters */
   size_t group_count;
   const void *secret;            /* what every peer must prove to have, or null */
   size_t secret_len;
@@ -104,6 +105,7 @@ typedef struct pt_engine_options {
   size_t max_submissions;        /* operations under way at a time, expectations left out */
   int refuse_when_full;          /* 1: one more fails with PT_BUSY. 0: it waits, at most until its deadline */
   int busy_poll;                 /* 1: the worker never sleeps */
+  size_t callback_threads;       /* threads that call callbacks; 0: 1 */
   pt_peer_event peer_event;      /* or null */
   void *context;                 /* of peer_event */
 } pt_engine_options;
@@ -117,6 +119,8 @@ void pt_engine_destroy(pt_engine *engine);
 /* Copies bytes that others read into `bytes`, at most `*len` of them; `*len` becomes what there is. With too little room
  * nothing is copied and PT_INVALID comes back. */
 int pt_engine_address(const pt_engine *engine, uint8_t *bytes, size_t *len);
+/* As pt_engine_address, which leads to all device groups, but leads to this one alone. */
+int pt_group_address(const pt_engine *engine, size_t device_group, uint8_t *bytes, size_t *len);
 /* The name under which errors and peer events speak of the engine that this is an address of: as pt_engine_address, with a zero at
  * the end. */
 int pt_address_name(const uint8_t *address, size_t address_len, char *name, size_t *len);
@@ -125,6 +129,16 @@ int pt_metrics_text(const pt_engine *engine, char *text, size_t *len);
 
 /* Registers memory that stays valid until pt_mr_destroy has returned. `device` is -1 for host memory, otherwise a GPU. */
 int pt_reg_mr(pt_engine *engine, void *start, size_t len, int device, pt_mr **mr);
+/* Memory to be registered. */
+typedef struct pt_memory {
+  void *start;
+  size_t len;
+} pt_memory;
+
+/* Registers much memory of one device at once, or none of it: `mrs` has room for `count` of them. `groups` are the device groups
+ * that may use it, or null: all that move memory of that device. */
+int pt_reg_mrs(pt_engine *engine, const pt_memory *memory, size_t count, int device, const size_t *groups, size_t group_count,
+               pt_mr **mrs);
 /* Allocates zeroed host memory and registers it. */
 int pt_alloc_mr(pt_engine *engine, size_t len, pt_mr **mr);
 void *pt_mr_address(const pt_mr *mr);
@@ -140,6 +154,7 @@ typedef struct pt_submit {
   size_t size;         /* sizeof(pt_submit) */
   double deadline;     /* 0: the engine's default */
   int nic;             /* -1: all of them */
+  int device_group;    /* -1: the best one for each peer */
   int has_imm;         /* 1: the target counts `imm` */
   uint32_t imm;
   pt_done done;        /* or null. With a `word`, called only if the operation failed */
@@ -175,6 +190,15 @@ typedef struct pt_write_item {
   uint64_t dst_offset;
 } pt_write_item;
 
+/* One of many reads. */
+typedef struct pt_read_item {
+  uint64_t len;
+  const pt_desc *desc;
+  uint64_t src_offset;
+  const pt_mr *dst;
+  uint64_t dst_offset;
+} pt_read_item;
+
 /* What goes to one destination of a template; with length 0, only the immediate. */
 typedef struct pt_part {
   uint64_t len, src_offset, dst_offset;
@@ -191,17 +215,29 @@ int pt_submit_single_write(pt_engine *engine, uint64_t len, const pt_mr *src, ui
                            uint64_t dst_offset, const pt_submit *submit, pt_transfer *transfer);
 int pt_submit_paged_writes(pt_engine *engine, uint64_t page_len, const pt_mr *src, pt_pages src_pages, const pt_desc *dst,
                            pt_pages dst_pages, const pt_submit *submit, pt_transfer *transfer);
+/* Reads: from a peer's memory into the own, which nobody else writes to. An immediate counts at the peer once the bytes have been
+ * read. After a failure the bytes that were named may have changed. PT_UNAVAILABLE: the network has no reads. */
+int pt_submit_read(pt_engine *engine, uint64_t len, const pt_desc *src, uint64_t src_offset, const pt_mr *dst,
+                   uint64_t dst_offset, const pt_submit *submit, pt_transfer *transfer);
+int pt_submit_paged_reads(pt_engine *engine, uint64_t page_len, const pt_desc *src, pt_pages src_pages, const pt_mr *dst,
+                          pt_pages dst_pages, const pt_submit *submit, pt_transfer *transfer);
 int pt_submit_scatter(pt_engine *engine, const pt_group *group, const pt_mr *src, const pt_scatter_dst *dsts, size_t count,
                       const pt_submit *submit, pt_transfer *transfer);
 /* Needs an immediate. */
 int pt_submit_barrier(pt_engine *engine, const pt_group *group, const pt_desc *const *dsts, size_t count,
                       const pt_submit *submit, pt_transfer *transfer);
-/* Prepared writes are checked and cut ahead of time; they keep the regions that they read from in use. `nic` is as in pt_submit, and
- * the one of pt_submit does not count. With an immediate, each peer that is written to counts it once, after all bytes for it have
+/* Prepared writes are checked and cut ahead of time; they keep the regions that they read from in use. `device_group` and
+ * `nic` are as in pt_submit, whose own do not count. With an immediate, each peer that is written to counts it once, after all bytes for it have
  * landed, in whichever of its regions. */
-int pt_prepare_writes(pt_engine *engine, const pt_write_item *items, size_t count, int nic, pt_prepared **prepared);
+int pt_prepare_writes(pt_engine *engine, const pt_write_item *items, size_t count, int device_group, int nic,
+                      pt_prepared **prepared);
 int pt_prepare_paged_writes(pt_engine *engine, uint64_t page_len, const pt_mr *src, pt_pages src_pages, const pt_desc *dst,
-                            pt_pages dst_pages, int nic, pt_prepared **prepared);
+                            pt_pages dst_pages, int device_group, int nic, pt_prepared **prepared);
+/* Reads, likewise. What they are submitted with is the same. */
+int pt_prepare_reads(pt_engine *engine, const pt_read_item *items, size_t count, int device_group, int nic,
+                     pt_prepared **prepared);
+int pt_prepare_paged_reads(pt_engine *engine, uint64_t page_len, const pt_desc *src, pt_pages src_pages, const pt_mr *dst,
+                           pt_pages dst_pages, int device_group, int nic, pt_prepared **prepared);
 void pt_prepared_destroy(pt_prepared *prepared);
 int pt_submit_prepared(pt_engine *engine, const pt_prepared *prepared, const pt_submit *submit, pt_transfer *transfer);
 /* Submits them when the watched word is at least `value`: a thread of the engine posts them. The deadline counts from now on. */
@@ -213,9 +249,10 @@ int pt_template_create(pt_engine *engine, const pt_group *group, const pt_mr *sr
 void pt_template_destroy(pt_template *scatters);
 int pt_submit_template(pt_engine *engine, const pt_template *scatters, const pt_part *parts, size_t count,
                        const pt_submit *submit, pt_transfer *transfer);
-/* `address` is what pt_engine_address gave there. The bytes are copied. */
-int pt_submit_send(pt_engine *engine, const uint8_t *address, size_t address_len, const void *bytes, size_t len,
-                   const pt_submit *submit, pt_transfer *transfer);
+/* `address` is what pt_engine_address gave there, and `pool` a number that pt_submit_recvs was called with there. The bytes, at most
+ * 256 MiB, are copied. */
+int pt_submit_send(pt_engine *engine, const uint8_t *address, size_t address_len, uint32_t pool, const void *bytes,
+                   size_t len, const pt_submit *submit, pt_transfer *transfer);
 int pt_cancel(pt_engine *engine, pt_transfer transfer);
 /* Shuts out the engine that this is an address of: once `done` of `submit` is called with PT_OK, nothing of it lands or counts
  * here until a new connection. Otherwise it may still write, and what it may write to is kept until it cannot. Of `submit`,
@@ -227,10 +264,21 @@ int pt_add_peer_group(pt_engine *engine, const uint8_t *const *addresses, const 
                       const pt_submit *submit, pt_group **group);
 void pt_group_destroy(pt_group *group);
 
-/* `bytes` and `peer` live during the call, which is on the engine's callback thread. */
-typedef void (*pt_message)(void *context, const char *peer, const void *bytes, size_t len);
-/* Provides `count` rotating buffers of `len` bytes, once an engine. */
-int pt_submit_recvs(pt_engine *engine, size_t len, size_t count, pt_message callback, void *context);
+/* A message. All of it lives during the call. */
+typedef struct pt_received {
+  const char *peer;       /* the sender's name */
+  const uint8_t *address; /* the sender's address, for pt_submit_send */
+  size_t address_len;
+  const void *bytes;
+  size_t len;             /* of the message */
+} pt_received;
+
+/* Called on a callback thread of the engine, one message of the same buffers after the other. */
+typedef void (*pt_message)(void *context, const pt_received *received);
+/* Provides `count` rotating buffers of `len` bytes for messages to a pool, of which one engine's messages hold at most `per_peer` at a
+ * time; 0: three quarters, rounded up. A pool may have buffers of several lengths: a message takes the shortest that is free. */
+int pt_submit_recvs(pt_engine *engine, uint32_t pool, size_t len, size_t count, size_t per_peer, pt_message callback,
+                    void *context);
 
 typedef struct pt_expect {
   size_t size;                   /* sizeof(pt_expect) */
@@ -267,6 +315,10 @@ int pt_submit_reset_imm(pt_engine *engine, uint32_t imm, const uint8_t *const *s
 int pt_mirror_imm(pt_engine *engine, uint32_t imm, const pt_mr *mr, uint64_t offset);
 
 int pt_unmirror_imm(pt_engine *engine, uint32_t imm);
+
+/* The same for `count` counters from `first` on, in an array of words. Memory of a GPU takes GDRCopy (PT_UNAVAILABLE without). */
+int pt_mirror_imms(pt_engine *engine, uint32_t first, uint32_t count, const pt_mr *mr, uint64_t offset);
+int pt_unmirror_imms(pt_engine *engine, uint32_t first, uint32_t count);
 
 typedef void (*pt_watch)(void *context, uint64_t old_value, uint64_t new_value);
 /* Makes a 64-bit word, at first 0, that a thread watches. Over nvlink, kernels can store to it. Without a callback it is for

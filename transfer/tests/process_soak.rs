@@ -1,5 +1,5 @@
-//! Random writes to several processes of this host, some of which are stopped for a moment, stopped for good, or killed meanwhile. Every
-//! write ends; who was not lost has every byte and every count.
+//! Random writes to several processes over every network, some of which are stopped for a moment, stopped for good, or killed in the
+//! middle. Every write ends; who was not lost has every byte and every count.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 
 mod common;
@@ -8,24 +8,36 @@ use std::time::Duration;
 
 use common::process::{MEMORY, Other, be_the_other, filled};
 use common::*;
-use putget_transfer::{Builder, Device, DeviceGroup, Done, Engine, TransferFuture};
+use putget_transfer::{Builder, Device, DeviceGroup, Done, Engine, Options, TransferError, TransferFuture};
 
 const TARGETS: usize = 3;
-const PATIENCE: Duration = Duration::from_millis(1500);
+/// A process that is stopped for a moment, on a loaded machine, must not count as lost.
+const PATIENCE: Duration = Duration::from_secs(3);
 
-fn host() -> Builder {
-    Engine::builder()
-        .group(DeviceGroup::host(1))
-        .secret(b"soak")
-        .heartbeat(Duration::from_millis(50), PATIENCE)
-        .connect_timeout(Duration::from_secs(10))
+/// What a process is built on, by its name: the role of the other processes, too.
+fn on(network: &str) -> Builder {
+    let builder = match network {
+        "host" => Engine::builder().group(DeviceGroup::host(1)),
+        "tcp" => Engine::builder().group(DeviceGroup::tcp(&[Some("127.0.0.1")])),
+        "host and tcp" => on("host").group(DeviceGroup::tcp(&[Some("127.0.0.1")])),
+        devices => Engine::builder().group(DeviceGroup::verbs(&devices.split(',').take(1).collect::<Vec<_>>())),
+    };
+    builder.secret(b"soak").heartbeat(Duration::from_millis(50), PATIENCE).connect_timeout(Duration::from_secs(10))
+}
+
+/// The networks that this machine has.
+fn networks() -> Vec<String> {
+    match verbs_devices() {
+        Some(devices) => vec![devices.join(",")],
+        None => ["host", "tcp", "host and tcp"].map(str::to_owned).into(),
+    }
 }
 
 /// Not a test of its own: the other processes of the soak.
 #[test]
 #[ignore = "started by other tests"]
 fn other_process() {
-    be_the_other(|_| host());
+    be_the_other(on);
 }
 
 struct Target {
@@ -35,8 +47,8 @@ struct Target {
 }
 
 impl Target {
-    fn start() -> Self {
-        Self { process: Other::start("target"), right: vec![0; MEMORY], count: 0 }
+    fn start(network: &str) -> Self {
+        Self { process: Other::start(network), right: vec![0; MEMORY], count: 0 }
     }
 }
 
@@ -49,17 +61,19 @@ enum Fate {
     Kill,
 }
 
-fn soak(rounds: u64, seed: u64) {
+/// Writes until so many writes have been made.
+fn soak(network: &str, writes: u64, seed: u64) {
     let mut random = fastrand::Rng::with_seed(seed);
-    let engine = host().build().unwrap();
+    let engine = on(network).build().unwrap();
     let mut bytes = noise(MEMORY, seed);
     let (allocated, _) = filled(&engine, &bytes);
     let copy = bytes.clone();
     // SAFETY: the bytes outlive the engine's transfers, and nobody changes them.
     let (own, _) = unsafe { engine.reg_mr(bytes.as_mut_ptr(), bytes.len(), Device::Host) }.unwrap();
-    let mut targets: Vec<_> = (0..TARGETS).map(|_| Target::start()).collect();
-    let mut harmed = 0;
-    for round in 0..rounds {
+    let mut targets: Vec<_> = (0..TARGETS).map(|_| Target::start(network)).collect();
+    let (mut harmed, mut made, mut failed, mut round) = (0, 0, 0, 0_u64);
+    while made < writes {
+        round += 1;
         let fates: Vec<_> = (0..TARGETS)
             .map(|_| match random.u8(..60) {
                 0..8 => Fate::Pause,
@@ -76,7 +90,11 @@ fn soak(rounds: u64, seed: u64) {
                 let src = if random.bool() { &allocated } else { &own };
                 let (done, future) = Done::future();
                 let (at, desc) = (place as u64, &target.process.desc);
-                engine.submit_single_write(len as u64, Some(1), (src, at), (desc, at), &within(LONG), done).unwrap();
+                let groups = if network == "host and tcp" { 2 } else { 1 };
+                let device_group = random.bool().then(|| random.usize(..groups));
+                let options = Options { device_group, ..within(LONG) };
+                engine.submit_single_write(len as u64, Some(1), (src, at), (desc, at), &options, done).unwrap();
+                made += 1;
                 target.right[place..place + len].copy_from_slice(&copy[place..place + len]);
                 target.count += 1;
                 futures.push(future);
@@ -98,17 +116,20 @@ fn soak(rounds: u64, seed: u64) {
             }
         }
         for (index, fate) in fates.iter().enumerate() {
-            let name = targets[index].process.address.name();
+            let name = |error: TransferError| error.peer.to_string().split('/').next().map(str::to_owned);
+            let right = targets[index].process.address.name().to_string();
             for future in futures[index].drain(..) {
                 let outcome = future.wait(LONG).expect("a write does not end");
                 let may_fail = matches!(fate, Fate::Stop | Fate::Kill);
-                assert!(may_fail || outcome == Ok(()), "round {round}, {fate:?}: {outcome:?}");
+                assert!(may_fail || outcome == Ok(()), "{network}, round {round}, {fate:?}: {outcome:?}");
                 if outcome.is_err() {
-                    assert_eq!(failure(outcome).peer, name);
+                    failed += 1;
+                    // Over whichever device group it went.
+                    assert_eq!(name(failure(outcome)).as_deref(), right.split('/').next());
                 }
             }
             if matches!(fate, Fate::Stop | Fate::Kill) {
-                targets[index] = Target::start();
+                targets[index] = Target::start(network);
                 harmed += 1;
             } else {
                 let Target { process, right, count } = &mut targets[index];
@@ -116,18 +137,23 @@ fn soak(rounds: u64, seed: u64) {
             }
         }
     }
-    assert!(harmed > 0 || rounds < 10);
-    println!("{rounds} rounds, {harmed} processes lost");
+    println!("{network}: {made} writes in {round} rounds, {failed} failed, {harmed} processes lost");
+    assert!(harmed > 0, "the seed kills nobody");
 }
 
 #[test]
 fn faults_between_processes() {
-    soak(25, 3);
+    for network in networks() {
+        soak(&network, 1_000, 3);
+    }
 }
 
-/// `cargo test --release --test host_soak -- --ignored a_thousand_rounds --nocapture`
+/// `cargo test --release --test process_soak -- --ignored a_million --nocapture`
 #[test]
 #[ignore = "long: run it in release mode"]
-fn a_thousand_rounds_of_faults() {
-    soak(1000, 4);
+fn a_million_writes_with_faults() {
+    let one = std::env::var("PUTGET_TRANSFER_SOAK").ok();
+    for network in networks().into_iter().filter(|network| one.as_ref().is_none_or(|one| one == network)) {
+        soak(&network, 1_000_000, 4);
+    }
 }

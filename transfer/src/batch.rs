@@ -1,0 +1,85 @@
+//! One operation over several device groups: each carries the destinations that it leads to, and the operation ends when all of them have
+//! ended.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::completion::{Done, TransferId};
+use crate::engine::Engine;
+use crate::error::Error;
+use crate::expect::EXPECTATIONS;
+use crate::queue::Queue;
+use crate::worker::MAX_TARGETS;
+use crate::worker::command::{Command, TargetRequest};
+
+/// The group of a [`TransferId`] that has parts in several device groups.
+pub(crate) const EVERYWHERE: usize = EXPECTATIONS - 1;
+
+/// What one operation writes, by the device group that carries it.
+#[derive(Default)]
+pub(crate) struct Batch {
+    parts: Vec<(usize, Vec<TargetRequest>)>,
+}
+
+impl Batch {
+    /// What one device group carries.
+    pub fn one(group: usize, targets: Vec<TargetRequest>) -> Self {
+        Self { parts: vec![(group, targets)] }
+    }
+
+    pub fn push(&mut self, group: usize, target: TargetRequest) {
+        match self.parts.iter_mut().find(|(index, _)| *index == group) {
+            Some((_, targets)) => targets.push(target),
+            None => self.parts.push((group, vec![target])),
+        }
+    }
+}
+
+impl FromIterator<(usize, Vec<TargetRequest>)> for Batch {
+    fn from_iter<T: IntoIterator<Item = (usize, Vec<TargetRequest>)>>(parts: T) -> Self {
+        Self { parts: parts.into_iter().collect() }
+    }
+}
+
+/// Hands a command to a worker at once.
+fn push(commands: &Arc<Queue<Command>>, command: Command) -> Result<Result<(), Command>, Error> {
+    Ok(commands.push(command))
+}
+
+impl Engine {
+    pub(crate) fn write(&self, batch: Batch, done: (Done, Option<Duration>)) -> Result<TransferId, Error> {
+        self.submit_batch(batch, done, push)
+    }
+
+    /// Hands writes to whoever takes them to their workers.
+    pub(crate) fn submit_batch(
+        &self,
+        batch: Batch,
+        (mut done, deadline): (Done, Option<Duration>),
+        take: impl Fn(&Arc<Queue<Command>>, Command) -> Result<Result<(), Command>, Error>,
+    ) -> Result<TransferId, Error> {
+        let mut parts = batch.parts;
+        if let Some((_, targets)) = parts.iter().find(|(_, targets)| targets.len() > MAX_TARGETS) {
+            let problem = format!("{} destinations came; at most {MAX_TARGETS} are allowed", targets.len());
+            return Err(Error::argument("dst", problem));
+        }
+        if parts.is_empty() {
+            // Nothing to write is over at once.
+            parts.push((0, Vec::new()));
+        }
+        let (id, deadline) = self.begin(&mut done, deadline)?;
+        let put = |(group, targets), done| {
+            let command = Command::Write { id, targets, done, deadline };
+            self.taken(take(&self.group(group)?.commands, command)?);
+            Ok(TransferId { group, id })
+        };
+        if parts.len() == 1
+            && let Some(part) = parts.pop()
+        {
+            return put(part, done);
+        }
+        let dones = done.split(parts.len());
+        parts.into_iter().zip(dones).try_for_each(|(part, done)| put(part, done).map(drop))?;
+        Ok(TransferId { group: EVERYWHERE, id })
+    }
+}
