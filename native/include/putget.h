@@ -23,7 +23,7 @@ extern "C" {
 #define PUTGET_API
 #endif
 
-#define PUTGET_ABI_VERSION 7
+#define PUTGET_ABI_VERSION 9
 #define PUTGET_MAGIC 0x70757467u /* "putg" */
 #define PUTGET_MAX_RANKS 128
 #define PUTGET_MAX_TOP_K 32
@@ -127,6 +127,7 @@ typedef struct putget_config {
   putget_launch dispatch;
   putget_launch combine;
   uint32_t finish_num_sms; /* the same as num_sms for a finish half; 0: num_sms */
+  uint32_t num_stats;      /* numbers that each rank tells all in each dispatch, up to 65536; 0: no statistics */
 } putget_config;
 
 /* Byte offsets of the regions in every rank's symmetric memory; docs/protocol.md has the map. */
@@ -143,6 +144,7 @@ typedef struct putget_layout {
   uint64_t sentinel;          /* sentinel rows: the end of a memory of total_bytes */
   uint64_t combine_row_bytes; /* of one row of combine as it travels */
   uint64_t total_bytes;
+  uint64_t stats; /* [ep_size, num_stats] int32 */
 } putget_layout;
 
 typedef struct putget_memory_config {
@@ -189,7 +191,9 @@ typedef struct putget_dispatch_args {
   uint32_t num_tokens;
   uint32_t max_rows; /* slots of each source that this rank will look at, 1..max_tokens_per_rank */
   uint32_t ids_are_64bit;
-  uint32_t half; /* putget_half */
+  uint32_t half;        /* putget_half */
+  int32_t* expert_load; /* [num_experts] on the device, to which this rank's choices are added; or null */
+  const int32_t* stats; /* [num_stats] on the device, or null: zeros */
 } putget_dispatch_args;
 
 typedef struct putget_combine_args {
@@ -218,7 +222,8 @@ typedef struct putget_fault {
   uint32_t allowed;
   uint32_t misuse; /* 1 no open round, 2 another token count than dispatch, 3 a peer released this round,
                       4 a finish half without its start, 5 a start half whose finish has not come,
-                      6 a peer combined this round, which was released here */
+                      6 a peer combined this round, which was released here,
+                      7 what came from `source`, a rank of another domain, is no message of this round */
 } putget_fault;
 
 typedef enum putget_gate { PUTGET_SILU = 0, PUTGET_GELU = 1 } putget_gate;

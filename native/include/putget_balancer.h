@@ -38,39 +38,63 @@ typedef struct putget_balance_args {
 
 PUTGET_API putget_status putget_balance(const putget_balance_args* args);
 
+/* What the choice of replicas looks up: one layer's placement as one rank sees it, filled on the host. Its words may be
+ * copied to a device, and written again between two calls: a call reads them when it runs, in a captured graph too.
+ * Words that putget_replicas has not filled are not checked on a device. */
+typedef struct putget_replicas_args {
+  uint32_t size;
+  uint32_t magic;
+  uint32_t num_experts;
+  uint32_t width; /* most slots of an expert */
+  uint32_t num_ranks;
+  uint32_t slots_per_rank;
+  uint32_t rank;
+  uint32_t ranks_per_node;
+  const int32_t* physical_to_logical; /* [num_ranks * slots_per_rank] the expert of each slot, -1: none */
+  int32_t* tables;                    /* [putget_replicas_words()] */
+} putget_replicas_args;
+
+PUTGET_API uint64_t putget_replicas_words(uint32_t num_experts, uint32_t width);
+/* PUTGET_INVALID where an expert has no slot, or more than width; the tables stay as they are then. */
+PUTGET_API putget_status putget_replicas(const putget_replicas_args* args);
+
 /* How a replica is chosen for each (token, choice) pair of a batch. */
 typedef enum putget_choice {
   PUTGET_CHOOSE_NEAREST = 0,     /* on the own rank, or else on the own node, or else any; of several, by rank */
   PUTGET_CHOOSE_ROUND_ROBIN = 1, /* by token */
   PUTGET_CHOOSE_HASH = 2,        /* by a hash of token, choice, rank and seed */
-  PUTGET_CHOOSE_BALANCED = 3     /* so that the ranks' largest load from this batch is small */
+  PUTGET_CHOOSE_BALANCED = 3,    /* so that the ranks' largest load from this batch is small */
+  PUTGET_CHOOSE_ACTIVATED = 4    /* one replica of each expert, so that no rank has many experts to read */
 } putget_choice;
 
-/* Every expert has at least one slot. Ids out of range, and -1, give -1. */
+/* Ids out of range, -1, and the pairs of padding tokens give -1. On CUDA the call enqueues one kernel and can be
+ * captured; pointers are the device's then. The same slots come on every device. */
 typedef struct putget_choose_args {
   uint32_t size;
   uint32_t magic;
-  uint32_t device; /* putget_device; PUTGET_CPU alone */
-  uint32_t how;    /* putget_choice */
+  uint32_t device;  /* putget_device */
+  uint32_t ordinal; /* CUDA device number */
+  uint32_t how;     /* putget_choice */
   uint32_t num_tokens;
   uint32_t top_k;
   uint32_t num_experts;
-  uint32_t width; /* of `slots` */
+  uint32_t width;
   uint32_t num_ranks;
   uint32_t slots_per_rank;
   uint32_t rank;
-  uint32_t ranks_per_node;
+  uint32_t seed;
   uint32_t ids_are_64bit;
-  uint32_t reserved;
-  const void* topk_ids;  /* [num_tokens, top_k] experts */
-  const int32_t* slots;  /* [num_experts, width] ascending, -1 behind an expert's last */
-  const int32_t* counts; /* [num_experts] slots of each expert */
-  const uint32_t* seed;  /* one word, or null for 0 */
-  void* out;             /* [num_tokens, top_k] slots, of the ids' type; another memory than topk_ids */
-  uint32_t* memory;      /* putget_choose_words() words for PUTGET_CHOOSE_BALANCED; or null */
+  const void* topk_ids;            /* [num_tokens, top_k] experts */
+  const int32_t* tables;           /* [putget_replicas_words()] */
+  const uint32_t* seed_word;       /* one word that is added to seed, or null */
+  const int32_t* num_valid_tokens; /* one word: tokens from there on are padding; or null */
+  void* out;                       /* [num_tokens, top_k] slots, of the ids' type; another memory than topk_ids */
+  uint32_t* memory;                /* [putget_choose_words()] that one call at a time uses; or null if that is 0 */
+  void* stream;                    /* CUDA */
 } putget_choose_args;
 
-PUTGET_API uint64_t putget_choose_words(uint32_t num_experts, uint32_t width, uint32_t num_ranks);
+PUTGET_API uint64_t putget_choose_words(uint32_t device, uint32_t how, uint32_t num_experts, uint32_t width,
+                                        uint32_t num_ranks);
 PUTGET_API putget_status putget_choose(const putget_choose_args* args);
 
 /* What putget_host_pages_map could do, as bits. */
@@ -96,6 +120,116 @@ typedef struct putget_host_pages {
 /* PUTGET_SYSTEM where there is not enough memory; nothing stays mapped then. */
 PUTGET_API putget_status putget_host_pages_map(putget_host_pages* pages);
 PUTGET_API putget_status putget_host_pages_unmap(void* address, uint64_t bytes);
+
+/* Experts that move between ranks of one host's domain. Each rank has a landing area in a memory of its own: the rank
+ * that holds an expert puts its bytes there, and they are taken into a slot when all ranks agree. Orders are posted by
+ * the host; kernels find them when they run, in captured graphs too, and wait for nothing. */
+#define PUTGET_MAX_CELLS 128
+#define PUTGET_MAX_ORDERS 256 /* of each kind that are posted and not done */
+
+/* One tensor's part of an expert: slot s lies at slots + s * slot_bytes. */
+typedef struct putget_blob_part {
+  void* slots;         /* on the memory's device, a multiple of 4 */
+  uint64_t slot_bytes; /* a multiple of 4 */
+  uint64_t offset;     /* in an expert as it travels, a multiple of 16 */
+} putget_blob_part;
+
+/* A table that a batch can change: its words on the memory's device, and where the next ones lie, in memory that the
+ * device reads and the host writes. */
+typedef struct putget_table {
+  uint32_t* words;
+  const uint32_t* next; /* the host writes it while every batch that changes this table is taken */
+  uint64_t num_words;
+} putget_table;
+
+/* What putget_landing_step adds up: loads of experts, as the ranks tell them in the statistics of rounds. All ranks
+ * have the same sizes. Memory is on the memory's device, but for `sums`. */
+typedef struct putget_gathering {
+  int32_t* told;              /* [ep_size, num_stats], zeros: the statistics of an iteration go here */
+  int32_t* stats;             /* [num_stats], {0, 1, 0, ...}: what the next iteration's dispatch shall tell;
+                               * `landed` is its first number */
+  const int32_t* const* load; /* [num_loads / num_experts] arrays [num_experts] of the device */
+  uint32_t* before;           /* [num_loads], the loads now */
+  uint32_t* of_window;        /* [num_loads] */
+  uint32_t* sums;             /* [num_loads], host memory that the device writes: what putget_landing_progress.gathered
+                               * says is there */
+  uint32_t* state;            /* [3], {0, num_loads, 0} */
+  uint32_t num_experts;
+  uint32_t num_loads; /* a multiple of num_experts */
+  uint32_t num_stats; /* 3 or more */
+  uint32_t interval;  /* the fewest iterations of a window, 1 or more */
+} putget_gathering;
+
+typedef struct putget_landing putget_landing;
+
+typedef struct putget_landing_config {
+  uint32_t size;
+  uint32_t magic;
+  uint32_t device; /* putget_device, the memory's */
+  uint32_t cells;  /* experts that a landing area has room for, all ranks alike */
+  uint32_t num_parts;
+  uint32_t num_sms; /* that move and take use; on CPU 1 */
+  uint32_t first;   /* the memory's epoch, all ranks alike */
+  uint32_t reserved;
+  uint64_t blob_bytes;           /* of one expert as it travels, a multiple of 16, all ranks alike */
+  const putget_blob_part* parts; /* [num_parts] */
+  int32_t* landed;            /* one number on the device: the last batch of which everything has come to this rank */
+  const putget_table* tables; /* [num_tables], on the device; may be null */
+  const putget_gathering* gathering; /* for putget_landing_step; may be null */
+  uint32_t num_tables;
+  uint32_t reserved_too;
+} putget_landing_config;
+
+/* Parts [first_part, end_part) of a slot. */
+typedef struct putget_put_order {
+  uint32_t first_part;
+  uint32_t end_part;
+  uint32_t slot;
+  uint32_t dst;
+  uint32_t arrival; /* number of this expert among those that come to dst, counted from first + 1 on */
+} putget_put_order;
+
+typedef struct putget_take_order {
+  uint32_t first_part;
+  uint32_t end_part;
+  uint32_t slot;
+  uint32_t src;
+  uint32_t arrival; /* likewise */
+} putget_take_order;
+
+typedef struct putget_landing_progress {
+  uint32_t size;
+  uint32_t magic;
+  uint32_t batch;    /* the last one that kernels have seen */
+  uint32_t put;      /* experts put, */
+  uint32_t taken;    /* ... and taken into slots */
+  uint32_t agreed;   /* the last batch that putget_landing_take was called with */
+  uint32_t wrong;    /* 1 + the arrival, counted from 0, whose bytes are not those that were sent; 0: none */
+  uint32_t written;  /* tables written */
+  uint32_t gathered; /* the last window whose loads of all ranks are in `sums`, until the host has done with it */
+  uint32_t reserved;
+} putget_landing_progress;
+
+/* Symmetric bytes of the memory; 0 where an argument is out of range. */
+PUTGET_API uint64_t putget_landing_bytes(uint32_t ep_size, uint32_t cells, uint64_t blob_bytes);
+/* On a memory that has nothing else, and that outlives it. */
+PUTGET_API putget_status putget_landing_create(const putget_landing_config* config, putget_memory* memory,
+                                               putget_landing** landing);
+/* Posts the next batch, from 1 on: what this rank puts, and what comes to it, in the order of arrivals; and the tables,
+ * by number, that get their next words. `posted` is 0 where there is no room yet; nothing has happened then. */
+PUTGET_API putget_status putget_landing_post(putget_landing* landing, const putget_put_order* puts, uint32_t num_puts,
+                                             const putget_take_order* takes, uint32_t num_takes, const uint32_t* tables,
+                                             uint32_t num_tables, uint32_t* posted);
+/* These two only enqueue on CUDA, and can be captured. `most_bytes` is for each of putting and looking at what came. */
+PUTGET_API putget_status putget_landing_move(putget_landing* landing, uint64_t most_bytes, void* stream);
+/* Takes what has come of batches up to *batch, a number on the device. */
+PUTGET_API putget_status putget_landing_take(putget_landing* landing, const int32_t* batch, void* stream);
+/* Ends an iteration, likewise: takes the batch that all ranks have told, and adds up the loads that they have told. */
+PUTGET_API putget_status putget_landing_step(putget_landing* landing, void* stream);
+/* The host has done with the loads of a window: the next one may begin. */
+PUTGET_API putget_status putget_landing_planned(putget_landing* landing, uint32_t window);
+PUTGET_API putget_status putget_landing_progress_of(putget_landing* landing, putget_landing_progress* progress);
+PUTGET_API void putget_landing_destroy(putget_landing* landing);
 
 #ifdef __cplusplus
 }

@@ -8,8 +8,11 @@
  *
  * SENTINEL     combine sends sentinel rows, of which a rank may need some peers' or none; otherwise peers get rows
  * MIXED        rounds exchange `finished` too
- * Mutations: WHOLE_DISPATCH, WHOLE_COMBINE (one kernel instead of two halves), START_WAITS (combine_start waits for its
- * peers), LEFT_OPEN (a round is not released before the next one).
+ * SAME_ORDER   all ranks call the start halves of both objects in the same order; finish halves still in any
+ * START_WAITS  combine_start waits for its peers, as it does for those of its domain where there are several domains
+ *              (nodes.md): right with SAME_ORDER alone
+ * Mutations: WHOLE_DISPATCH, WHOLE_COMBINE (one kernel instead of two halves), LEFT_OPEN (a round is not released before
+ * the next one); START_WAITS without SAME_ORDER.
  */
 #ifndef RANKS
 #define RANKS 2
@@ -103,6 +106,17 @@ inline finish_combine() {
   which = 0; \
   first = 0
 
+#ifdef SAME_ORDER
+#define START_BOTH(kernel) \
+  which = 0; \
+  kernel; \
+  which = 1; \
+  kernel; \
+  which = 0
+#else
+#define START_BOTH(kernel) FOR_BOTH(kernel)
+#endif
+
 proctype Rank(byte me) {
   byte epoch, which, first, peer;
   do
@@ -112,7 +126,7 @@ proctype Rank(byte me) {
 #ifdef WHOLE_DISPATCH
     FOR_BOTH(start_dispatch(); finish_dispatch());
 #else
-    FOR_BOTH(start_dispatch());
+    START_BOTH(start_dispatch());
     FOR_BOTH(finish_dispatch());
 #endif
     if
@@ -120,7 +134,7 @@ proctype Rank(byte me) {
 #ifdef WHOLE_COMBINE
       FOR_BOTH(start_combine(); finish_combine())
 #else
-      FOR_BOTH(start_combine());
+      START_BOTH(start_combine());
       FOR_BOTH(finish_combine())
 #endif
     :: else

@@ -10,6 +10,7 @@
  * Parameters (-D): RANKS, ROUNDS, SLOTS (rows that one rank can send to another), EPOCHS (epochs count modulo this),
  *              ROUTES (which routings are tried: see choose_rows), ASK (a bit for each rank that may ask, each round
  *              anew, for sentinel rows).
+ * STATS        each dispatch carries statistics
  * LAYERS       rounds alternate between two objects of different layouts on one workspace (see ROW)
  * MIX_AFTER    with LAYERS: the second object is made in or after this round, which need not have ended on every rank
  * DEADLINES    every wait may expire at any time; the last rank may die at any time or go on after any pause; the
@@ -147,8 +148,14 @@ next_round:
 #ifdef EARLY_D3
   publish_arrived();
   put_rows();
+  put_stats();
+#elif defined(LATE_S1)
+  put_rows();
+  publish_arrived();
+  put_stats();
 #else
   put_rows();         /* D2 */
+  put_stats();        /* S1 */
   publish_arrived(); /* D3 */
 #endif
 #ifdef LATE_READ /* of the first round's rows, after the next one's dispatch_start */

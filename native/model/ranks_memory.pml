@@ -40,13 +40,18 @@
 /* Cells of the rows (slot, src) in a rank's memory: regions of received rows, and output. Object 1 has another order of
  * regions, and assigns the cells in another order: a different row size puts the splits of different ranks at the same
  * address. */
+#ifdef STATS
+#define REGIONS 3
+#else
 #define REGIONS 2
+#endif
 #define REGION_ROWS (SLOTS * RANKS)
 #define SPLIT(object, slot, src) ((object) == 0 -> (slot) * RANKS + (src) : REGION_ROWS - 1 - (slot) * RANKS - (src))
 #define ROW(kind, object, slot, src) \
   cell[(((kind) + (object)) % REGIONS) * REGION_ROWS + SPLIT(object, slot, src)]
 #define RECEIVED(slot, src) ROW(0, object, slot, src)
 #define OUTPUT(slot, src) ROW(1, object, slot, src)
+#define NUMBERS(src) ROW(2, object, 0, src)
 #define EMPTY 0
 
 /* A rank that may ask for sentinel rows. */
@@ -234,6 +239,20 @@ inline observe_arrived() {
 /* D2. */
 inline put_rows() { FOR_ROWS(slot < rows[peer], AT(peer).RECEIVED(slot, me) = round) }
 
+/* S1: into the line of this rank at every peer, whether it gets rows or not. */
+#ifdef STATS
+#ifdef S1_WITH_ROWS
+#define GETS_NUMBERS(peer) (rows[peer] > 0)
+#else
+#define GETS_NUMBERS(peer) ACTIVE(peer)
+#endif
+inline put_stats() { FOR_ROWS(slot == 0 && GETS_NUMBERS(peer), AT(peer).NUMBERS(me) = round) }
+inline read_stats() { FOR_ROWS(slot == 0 && ACTIVE(peer), assert(AT(me).NUMBERS(peer) == round)) }
+#else
+inline put_stats() { skip }
+inline read_stats() { skip }
+#endif
+
 /* Empty slots are marked by their owner. */
 inline clear_empty_slots() { FOR_ROWS(ACTIVE(peer) && slot >= counts[peer], AT(me).RECEIVED(slot, peer) = EMPTY) }
 
@@ -248,6 +267,7 @@ inline clear_empty_slots() { FOR_ROWS(ACTIVE(peer) && slot >= counts[peer], AT(m
 
 /* D5: what has come is read, and the ids of empty slots. C1: the rows that combine brings back are written. */
 inline run_experts() {
+  read_stats();
   FOR_ROWS(ACTIVE(peer), assert(AT(me).RECEIVED(slot, peer) == (slot < counts[peer] -> round : EMPTY)));
   if
   :: WRITES -> FOR_ROWS(ACTIVE(peer) && slot < counts[peer], AT(me).OUTPUT(slot, peer) = round)

@@ -32,6 +32,7 @@ struct Call {
 constexpr int kExitMismatch = 3;
 constexpr uint32_t kTopK = 18;                             // ids of a chunk are more than the threads of two warps
 constexpr uint32_t kRowBytes[] = {2096, 48, 10, 16, 272};  // the first: more than a warp loads at a time
+constexpr uint32_t kNumbers = 150;                         // more than the threads of a CTA
 constexpr uint32_t kPayloads = sizeof(kRowBytes) / sizeof(kRowBytes[0]);
 
 class Rank {
@@ -47,6 +48,7 @@ class Rank {
     for (uint32_t p = 0; p < kPayloads; ++p) shape.row_bytes[p] = kRowBytes[p];
     shape.output_elements = 8;
     shape.output_type = OutputType::kFloat32;
+    shape.num_stats = kNumbers;
     plan_.layout = layout_of(shape);
     const uint64_t blocks = plan_.layout.total_bytes / sizeof(Block) + 1;
     memory_.assign(call.ep_size, Memory(blocks));
@@ -67,6 +69,8 @@ class Rank {
     plan_.target_slots = routes_.data() + call.num_tokens * kTopK;
     plan_.num_tokens = arrived_.data();
     plan_.invalid_ids = &invalid_;
+    load_.assign(shape.num_experts, 0);
+    want_load_ = load_;
     plan_.timeout_ns = plan_.warmup_timeout_ns = 20'000'000'000;
     for (uint32_t i = 0; i < call.num_tokens * kTopK; ++i) {
       ids_.push_back(static_cast<int32_t>(random_() % (shape.num_experts + 2)) - 1);
@@ -78,6 +82,7 @@ class Rank {
       for (uint32_t b = 0; b < call.num_tokens * kRowBytes[p]; ++b) bytes[b] = static_cast<uint8_t>(random_());
     }
     num_valid_ = static_cast<int32_t>(call.num_tokens) - 1;
+    for (uint32_t i = 0; i < kNumbers; ++i) stats_.push_back(static_cast<int32_t>(random_()));
   }
 
   template <class Exec>
@@ -93,6 +98,8 @@ class Rank {
     call.ids_access_bytes = sizeof(int32_t);
     call.num_tokens = call_.num_tokens;
     call.max_rows = call_.num_tokens;
+    call.expert_load = load_.data();
+    call.stats = stats_.data();
     call.half = Half::kStart;
     cut_into_items(call, plan_.shape, call_.segment_bytes, call_.splits, call_.blocks, call_.apart);
     if (!Exec::kManyItems && (many_items(call) || (Exec::kFewTokens && several_items(call, call_.warps)))) {
@@ -141,6 +148,7 @@ class Rank {
         const int32_t rank = rank_of(token, k);
         const int32_t id = ids_[token * kTopK + k];
         if (rank < 0 && id != -1 && token < static_cast<uint32_t>(num_valid_)) ++want_invalid_;
+        if (rank >= 0) ++want_load_[id];
         const bool owner = rank >= 0 && !sent[rank];
         want_routes_.push_back({owner ? rank : -1, owner ? static_cast<int32_t>(want_rows_[rank]) : -1});
         if (!owner) continue;
@@ -167,6 +175,7 @@ class Rank {
       for (uint32_t p = 0; p < kPayloads; ++p) {
         if (!same(rank, plan_.layout.payload[p], kRowBytes[p])) return differs("payload", rank, p);
       }
+      if (!same_stats(rank)) return differs("stats", rank, 0);
       if (!same(rank, plan_.layout.topk_ids, kTopK * sizeof(int32_t))) return differs("topk_ids", rank, 0);
       if (!same(rank, plan_.layout.topk_weights, kTopK * sizeof(float))) return differs("topk_weights", rank, 0);
     }
@@ -177,6 +186,9 @@ class Rank {
     for (uint32_t i = 0; i < want_routes_.size(); ++i) {
       if (plan_.target_ranks[i] != want_routes_[i].rank) return differs("target_ranks", i, 0);
       if (plan_.target_slots[i] != want_routes_[i].slot) return differs("target_slots", i, 0);
+    }
+    for (uint32_t e = 0; e < load_.size(); ++e) {
+      if (load_[e] != want_load_[e]) return differs("expert_load", e, static_cast<uint32_t>(load_[e]));
     }
     return want_invalid_ == invalid_ || differs("invalid_ids", static_cast<uint32_t>(invalid_), 0);
   }
@@ -203,6 +215,14 @@ class Rank {
     return std::memcmp(memory_[rank][0].bytes + region, want_[rank][0].bytes + region, bytes) == 0;
   }
 
+  // The own line, and no other one.
+  bool same_stats(uint32_t rank) const {
+    std::vector<uint8_t> want(call_.ep_size * kNumbers * sizeof(int32_t));
+    std::memcpy(want.data(), want_[rank][0].bytes + plan_.layout.stats, want.size());
+    std::memcpy(want.data() + call_.ep_rank * kNumbers * sizeof(int32_t), stats_.data(), kNumbers * sizeof(int32_t));
+    return std::memcmp(memory_[rank][0].bytes + plan_.layout.stats, want.data(), want.size()) == 0;
+  }
+
   bool differs(const char* what, uint32_t first, uint32_t second) const {
     std::fprintf(stderr,
                  "mismatch: rank %u of %u: %s (%u, %u): %u tokens, %u CTAs of %u warps, segments of %u, %u splits, "
@@ -218,7 +238,7 @@ class Rank {
   State state_{};
   FaultRecord fault_{};
   std::vector<Memory> memory_, want_;
-  std::vector<int32_t> owners_, routes_, arrived_, ids_;
+  std::vector<int32_t> owners_, routes_, arrived_, ids_, load_, want_load_, stats_;
   std::vector<float> weights_;
   std::vector<Bytes16> payload_[kPayloads];
   unsigned long long invalid_ = 0;

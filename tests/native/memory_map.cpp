@@ -10,7 +10,7 @@ using putget::Layout;
 using putget::Shape;
 
 // A region that layout.h adds must be added to the table below.
-static_assert(sizeof(Layout) == (3 + 2 + putget::kMaxPayloads + 4) * sizeof(uint64_t), "the table misses a region");
+static_assert(sizeof(Layout) == (3 + 2 + putget::kMaxPayloads + 5) * sizeof(uint64_t), "the table misses a region");
 
 // DeepSeek-V3 over 8 ranks: FP8 rows with one float32 scale per 128 values, BF16 output.
 Shape example() {
@@ -47,6 +47,7 @@ int main() {
   print("`topk_weights`", "slot, src", layout.topk_weights, shape.top_k * sizeof(float), slots);
   print("`payload[0]`", "slot, src", layout.payload[0], shape.row_bytes[0], slots);
   print("`payload[1]`", "slot, src", layout.payload[1], shape.row_bytes[1], slots);
+  print("`stats`", "src", layout.stats, shape.num_stats * sizeof(int32_t), ranks);
   print("`output`", "slot, src", layout.output, shape.output_row_bytes(), slots);
   print("`sentinel`", "peer", layout.sentinel, putget::sentinel_region(layout.total_bytes, shape).bytes_a_peer, ranks);
   std::printf("| end | | %" PRIu64 " | | |\n", layout.total_bytes);

@@ -4,8 +4,10 @@
 #include <random>
 #include <vector>
 
+#include "backend.h"
 #include "balancer/planner.h"
-#include "cpu/balancer.h"
+#include "balancer/shares.h"
+#include "balancer/tables.h"
 
 namespace {
 
@@ -38,32 +40,29 @@ bool is_whole(const Sizes& sizes, const Options& options, const std::vector<int3
 }
 
 bool choose(const Sizes& sizes, const std::vector<int32_t>& plan) {
-  const uint32_t width = sizes.num_replicas;
-  std::vector<int32_t> slots(sizes.num_experts * width, -1), counts(sizes.num_experts, 0);
-  for (uint32_t slot = 0; slot < sizes.num_replicas; ++slot) {
-    if (plan[slot] >= 0) slots[plan[slot] * width + counts[plan[slot]]++] = static_cast<int32_t>(slot);
-  }
-  std::vector<int32_t> ids(3 * (1 + below(40))), out(ids.size());
+  const putget::balancer::TableSizes table_sizes{sizes.num_experts, sizes.num_replicas};
+  const uint32_t rank = below(sizes.num_gpus);
+  std::vector<int32_t> tables(table_sizes.words());
+  fill_tables(table_sizes, {sizes.num_gpus, sizes.slots_per_gpu(), rank, sizes.num_gpus / sizes.num_nodes}, plan.data(),
+              tables.data());
+  constexpr uint32_t kTopK = 3;
+  std::vector<int32_t> ids(kTopK * (1 + below(40))), out(ids.size());
   for (int32_t& id : ids) id = static_cast<int32_t>(below(sizes.num_experts + 2)) - 1;
-  const putget::balancer::ChoiceMemory layout{sizes.num_experts, width, sizes.num_gpus};
-  std::vector<uint32_t> memory(layout.words());
-  for (uint32_t how = 0; how < 4; ++how) {
+  const putget::balancer::ShareSizes shares{sizes.num_experts, sizes.num_replicas, sizes.num_gpus, 1};
+  std::vector<uint32_t> memory(shares.words());
+  for (uint32_t how = 0; how <= static_cast<uint32_t>(putget::balancer::Choice::kActivated); ++how) {
     putget::balancer::ChoiceCall<int32_t> call{};
     call.how = static_cast<putget::balancer::Choice>(how);
-    call.num_tokens = static_cast<uint32_t>(ids.size() / 3);
-    call.top_k = 3;
-    call.num_experts = sizes.num_experts;
-    call.width = width;
+    call.num_tokens = static_cast<uint32_t>(ids.size() / kTopK);
     call.num_ranks = sizes.num_gpus;
-    call.slots_per_rank = sizes.slots_per_gpu();
-    call.rank = below(sizes.num_gpus);
-    call.ranks_per_node = sizes.num_gpus / sizes.num_nodes;
+    call.rank = rank;
+    call.sizes = table_sizes;
+    call.by_top_k = putget::Divisor(kTopK);
+    call.by_slots_per_rank = putget::Divisor(sizes.slots_per_gpu());
     call.topk_ids = ids.data();
-    call.slots = slots.data();
-    call.counts = counts.data();
+    call.tables = tables.data();
     call.out = out.data();
-    call.memory = memory.data();
-    putget::cpu::choose_replicas(call);
+    putget::cpu::choose_replicas(call, memory.data());
     for (size_t i = 0; i < ids.size(); ++i) {
       const bool is_none = ids[i] < 0 || ids[i] >= static_cast<int32_t>(sizes.num_experts);
       if (is_none ? out[i] != -1 : out[i] < 0 || plan[out[i]] != ids[i]) return false;

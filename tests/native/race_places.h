@@ -42,6 +42,7 @@ inline const char* region_at(const Plan& plan, uint64_t offset) {
   const Layout& layout = plan.layout;
   if (plan.sentinel.bytes_a_peer != 0 && offset >= plan.sentinel.begin) return "sentinel";
   if (offset >= layout.output) return "output";
+  if (offset >= layout.stats) return "stats";
   if (offset >= layout.payload[0]) return "payload";
   if (offset >= layout.topk_weights) return "topk_weights";
   if (offset >= layout.topk_ids) return "topk_ids";

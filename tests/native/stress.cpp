@@ -13,34 +13,15 @@
 // Exit status: 0 all well; 3 a wrong byte; 4 a fault (a deadline passed); 2 usage; ThreadSanitizer's own for a race.
 #include <string_view>
 #include <thread>
-#include <utility>
 
+#include "landing_job.h"
 #include "stress_world.h"
+#include "tag_names.h"
 
 namespace putget::stress {
 namespace {
 
 constexpr int kExitUsage = 2;
-constexpr uint32_t kMostTags = 32;
-
-// The enumerator's name, from the compiler: a new tag or join needs no line here.
-template <auto enumerator>
-std::string_view name_of() {
-  std::string_view text = __PRETTY_FUNCTION__;
-  const std::string_view marker = "enumerator = ";
-  text = text.substr(text.find(marker) + marker.size());
-  text = text.substr(0, text.find_first_of(";]"));
-  if (text.front() == '(') return {};  // a cast: no enumerator has this value
-  return text.substr(text.rfind(':') + 1);
-}
-
-template <class Enum, uint32_t... index>
-uint32_t value_named(std::string_view name, std::integer_sequence<uint32_t, index...>) {
-  uint32_t found = kNoTag;
-  ((name_of<static_cast<Enum>(index)>() == name ? void(found = index) : void()), ...);
-  return found;
-}
-
 [[noreturn]] void usage(const char* what) {
   std::fprintf(stderr, "stress: %s\n", what);
   std::exit(kExitUsage);
@@ -48,8 +29,8 @@ uint32_t value_named(std::string_view name, std::integer_sequence<uint32_t, inde
 
 template <class Enum>
 uint32_t parse_enum(const char* text) {
-  const uint32_t value = value_named<Enum>(text, std::make_integer_sequence<uint32_t, kMostTags>());
-  if (value == kNoTag) usage("there is no such tag");
+  const uint32_t value = value_named<Enum>(text);
+  if (value == kNoSuchTag) usage("there is no such tag");
   return value;
 }
 
@@ -82,6 +63,8 @@ Options parse(int argc, char** argv) {
       options.seed = static_cast<uint64_t>(std::atoll(value));
     } else if (name == "--timeout") {
       options.timeout_s = std::atof(value);
+    } else if (name == "--landing") {
+      options.landing = std::atoi(value) != 0;
     } else if (name == "--weaken") {
       weakened_tag = parse_enum<Tag>(value);
     } else if (name == "--weaken-join") {
@@ -89,7 +72,7 @@ Options parse(int argc, char** argv) {
     } else if (name == "--skip") {
       skipped_tag = parse_enum<Tag>(value);
     } else {
-      usage("options: --ranks --blocks --rounds --objects --seed --timeout --weaken --weaken-join --skip");
+      usage("options: --ranks --blocks --rounds --objects --seed --timeout --landing --weaken --weaken-join --skip");
     }
   }
   if (options.ranks < 1 || options.ranks > 8) usage("--ranks: 1 to 8");
@@ -98,6 +81,7 @@ Options parse(int argc, char** argv) {
 }
 
 void run(const Options& options) {
+  if (options.landing) return run_landing(options);
   const StressPlan plan(options);
   World world(plan);
   std::vector<std::thread> threads;

@@ -20,6 +20,7 @@ struct Options {
   std::vector<uint32_t> kinds{0};  // objects of these kinds take turns in one workspace: see StressPlan::shape
   uint64_t seed = 1;
   double timeout_s = 20;
+  bool landing = false;  // experts move, in as many batches as there are rounds
 };
 
 constexpr uint32_t kKinds = 4;
@@ -38,7 +39,9 @@ enum class Purpose : uint64_t {
   kHalves,
   kBlocks,
   kFlags,
-  kSending
+  kSending,
+  kStats,
+  kMoves
 };
 
 // Kernels of one rank in one round.
@@ -64,6 +67,7 @@ class StressPlan {
     constexpr uint32_t kTokens[kKinds] = {6, 9, 5, 6};
     constexpr uint32_t kRowBytes[kKinds] = {48, 512, 32, 80};
     constexpr uint32_t kElements[kKinds] = {8, 5, 144, 32};
+    constexpr uint32_t kNumbers[kKinds] = {300, 0, 3, 0};
     const bool is_float = kind == 0 || kind == 3;
     Shape shape{};
     shape.ep_size = options_.ranks;
@@ -77,6 +81,7 @@ class StressPlan {
     shape.output_elements = kElements[kind];
     shape.output_type = is_float ? OutputType::kFloat32 : OutputType::kBFloat16;
     shape.wire_type = kind >= 2 ? WireType::kFp8 : WireType::kSame;
+    shape.num_stats = kNumbers[kind];
     return shape;
   }
 
@@ -168,6 +173,12 @@ class StressPlan {
   // Byte 0 of a payload row; byte b is this plus b.
   uint8_t first_byte(uint32_t round, uint32_t rank, uint32_t token, uint32_t payload) const {
     return static_cast<uint8_t>(draw(256, Purpose::kPayload, round, rank, token * kMaxPayloads + payload));
+  }
+
+  // Whether a rank brings numbers, and the i-th one; zeros where it does not.
+  bool has_stats(uint32_t round, uint32_t rank) const { return draw(4, Purpose::kStats, round, rank) != 0; }
+  int32_t number(uint32_t round, uint32_t rank, uint32_t i) const {
+    return has_stats(round, rank) ? static_cast<int32_t>(draw(1 << 30, Purpose::kStats, round, rank, i + 1)) : 0;
   }
 
   // One element of the row that the experts of `rank` write for a source's slot: whole numbers so small that their sums

@@ -84,6 +84,8 @@ class StressRank {
     cut_into_items(call, shape, kSegmentBytes, splits, blocks, splits == 1 && round_ % 4 == 0);
     call.max_rows = shape.max_tokens_per_rank;
     call.ask = sentinel_ ? kWantsSentinels : 0;
+    call.expert_load = object.expert_load.data();
+    call.stats = plan_.has_stats(round_, rank_) ? object.stats.data() : nullptr;
     call.half = half;
     launch_dispatch(call, blocks, [&](auto exec) {
       use_plan(object.plan);
@@ -194,6 +196,7 @@ class StressRank {
     std::vector<int32_t> expert_to_rank, target_ranks, target_slots, num_tokens;
     unsigned long long invalid_ids = 0;
     std::vector<unsigned long long> tables_apart;
+    std::vector<int32_t> expert_load, want_load, stats;
     std::vector<int32_t> ids;
     std::vector<float> weights;
     std::vector<uint8_t> payload[kMaxPayloads];
@@ -235,6 +238,9 @@ class StressRank {
     plan.num_tokens = object->num_tokens.data();
     plan.invalid_ids = &object->invalid_ids;
     object->tables_apart.assign(2 * shape.ep_size, 0);
+    object->expert_load.assign(shape.num_experts, 0);
+    object->want_load.assign(shape.num_experts, 0);
+    object->stats.resize(shape.num_stats);
     plan.tables_apart = object->tables_apart.data();
     plan.timeout_ns = static_cast<uint64_t>(plan_.options().timeout_s * 1e9);
     plan.warmup_timeout_ns = plan.timeout_ns;
@@ -247,10 +253,13 @@ class StressRank {
     const Shape& shape = object.plan.shape;
     num_tokens_ = plan_.num_tokens(round_, rank_);
     sentinel_ = plan_.sentinel(round_, rank_);
+    for (uint32_t i = 0; i < shape.num_stats; ++i) object.stats[i] = plan_.number(round_, rank_, i);
     for (uint32_t token = 0; token < num_tokens_; ++token) {
       for (uint32_t k = 0; k < shape.top_k; ++k) {
         object.ids[token * shape.top_k + k] = plan_.expert(round_, rank_, token, k);
         object.weights[token * shape.top_k + k] = plan_.weight(round_, rank_, token, k);
+        const int32_t id = object.ids[token * shape.top_k + k];
+        if (id >= 0) ++object.want_load[id];
       }
       for (uint32_t p = 0; p < shape.num_payloads; ++p) {
         const uint8_t first = plan_.first_byte(round_, rank_, token, p);
@@ -272,6 +281,7 @@ class StressRank {
       dispatch(Half::kBoth, blocks);
     }
     require_no_fault("dispatch");
+    require(object_->expert_load == object_->want_load, "expert_load", rank_, 0);
   }
 
   // Every row that is there, every id slot that is not, and the counts.
@@ -294,6 +304,10 @@ class StressRank {
           require(weights[row * shape.top_k + k] == weight, "topk_weights", src, slot);  // [D5]
         }
         if (there) check_payloads(src, slot, tokens[slot]);
+      }
+      const int32_t* numbers = stats_line(plan.own(), plan, src);
+      for (uint32_t i = 0; i < shape.num_stats; ++i) {
+        require(numbers[i] == plan_.number(round_, src, i), "stats", src, i);  // [D5]
       }
     }
   }

@@ -7,6 +7,7 @@ import platform
 import re
 import shutil
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,6 +73,29 @@ def compile_job(
     )
 
 
+def objects_of(sources: tuple[Path, ...], folder: Path, sanitizer: str) -> list[Path]:
+    """Compiles sources that are linked later, by compiled_program; skips the test where the machine cannot."""
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(lambda source: _object_of(source, folder / f"{source.stem}.o", sanitizer), sources))
+
+
+def _object_of(source: Path, target: Path, sanitizer: str) -> Path:
+    built = compile_job(target, source, sanitizer, extra=("-O1", "-c"))
+    if built.returncode != 0 and "unrecognized" in built.stderr:
+        pytest.skip(f"the C++ compiler cannot build with -fsanitize={sanitizer}: {built.stderr[-200:]}")
+    assert built.returncode == 0, built.stderr
+    return target
+
+
+def compiled_program(parts: list[Path], more: list[Path], folder: Path, sanitizer: str) -> Path:
+    """Links objects of objects_of."""
+    compiler = os.environ.get("CXX") or shutil.which("g++") or "c++"
+    target = folder / "program"
+    command = [compiler, "-pthread", f"-fsanitize={sanitizer}", "-o", target, *parts, *more]
+    subprocess.run(command, check=True, timeout=120)
+    return target
+
+
 class StressJob:
     """The stress job under one sanitizer; skips the test where the machine cannot build or run it.
 
@@ -106,7 +130,7 @@ class StressJob:
         built = compile_job(folder / "probe", probe, sanitizer)
         if built.returncode != 0:
             pytest.skip(f"the C++ compiler cannot build with -fsanitize={sanitizer}: {built.stderr[-200:]}")
-        self._prefix = self._working_prefix(folder / "probe")
+        self._prefix = self.working_prefix(folder / "probe")
         self._program = folder / "stress"
         # A mistake takes less time to run than to compile.
         extra = ("-O1" if mistake is None else "-O0",)
@@ -115,7 +139,7 @@ class StressJob:
         assert built.returncode == 0, built.stderr
 
     @staticmethod
-    def _working_prefix(program: Path) -> list[str]:
+    def working_prefix(program: Path) -> list[str]:
         """How such programs start here: some kernels randomise addresses more than a sanitizer can bear."""
         for prefix in ([], ["setarch", platform.machine(), "-R"]):
             if prefix and shutil.which(prefix[0]) is None:

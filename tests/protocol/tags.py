@@ -14,21 +14,31 @@ TAG = r"[A-Z]\d"
 
 
 def native_text(*folders: str) -> str:
-    """All sources below native/protocol and the named folders of native."""
+    """All sources below native/protocol and the named folders of native, but for what crosses domains."""
     files = [
         path
         for folder in ("protocol", *folders)
         for path in sorted((ROOT / "native" / folder).rglob("*"))
-        if path.suffix in {".h", ".cuh", ".cpp", ".cu"}
+        if path.suffix in {".h", ".cuh", ".cpp", ".cu"} and path.parent.name != "nodes"
     ]
     return "\n".join(path.read_text() for path in files)
 
 
+def of_landing(tag: str) -> bool:
+    """Whether it is an operation of landing areas, which the stress job runs apart from rounds."""
+    return tag[0] in "LH" or tag == "J4"
+
+
+def of_nodes(tag: str) -> bool:
+    """Whether it is an operation of rounds across domains, which have a table and tests of their own."""
+    return tag[0] == "X"
+
+
 def enumerators(name: str) -> list[str]:
-    """The enumerators of an enum of native/protocol/round/signal.h, in order."""
+    """The enumerators of an enum of native/protocol/round/signal.h, in order, but for those of nodes."""
     match = re.search(rf"enum class {name} : \w+ {{([^}}]*)}}", (PROTOCOL / "round" / "signal.h").read_text())
     assert match is not None, f"signal.h has no enum {name}"
-    return re.findall(r"\w+", match[1])
+    return [tag for tag in re.findall(r"\w+", match[1]) if not of_nodes(tag)]
 
 
 def published() -> set[str]:

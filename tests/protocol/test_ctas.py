@@ -19,7 +19,7 @@ def test_ctas_put_what_is_said(sanitizer: str, whole_chunks: bool, tmp_path: Pat
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-RECEIVED = {"topk_ids", "topk_weights", "payload"}
+RECEIVED = {"topk_ids", "topk_weights", "payload", "stats"}
 SUMMED = {"output"}
 
 DISPATCH, ITEMS, SHORT = "protocol/dispatch/dispatch.h", "protocol/dispatch/items.h", "protocol/dispatch/short_rows.h"
@@ -47,6 +47,21 @@ MISTAKES = {
         EXEC,
         "const uint32_t mine = sums >> (8 * lane()) & 0xffu;",
         "const uint32_t mine = sums & 0xffu;",
+    ),
+    "choices that a thread counts behind its first one": (
+        "protocol/round/routing.h",
+        "for (uint32_t i = begin + exec.thread(); i < end; i += exec.threads()) {",
+        "for (uint32_t i = begin + exec.thread(); i < begin; i += exec.threads()) {",
+    ),
+    "choices that the CTA before counts too": (
+        DISPATCH,
+        "head.active, share.first_header(call), share.end_token,",
+        "head.active, share.first_token, share.end_token,",
+    ),
+    "numbers that come when all have been told": (
+        DISPATCH,
+        "  exec.mark(Stage::kPublished, exec.threads() - 1);\n",
+        "  if (exec.block() == 0) put_stats(exec, plan, call.stats, head.active);\n",
     ),
     "parts that are told before they are there": (DISPATCH, "  exec.sync();\n  exec.mark(Stage::kPut);\n", ""),
 }
@@ -114,7 +129,7 @@ BARRIERS: dict[str, tuple[set[str], str, str, str, str]] = {
         "__device__ void prepare_publish() const {}",
     ),
     "the CTA that comes last": (
-        RECEIVED | {"state"},
+        RECEIVED | SUMMED | {"state"},  # J2 covers the rows that are copied for combine
         "01",
         EXEC,
         "    __syncthreads();\n    if (gridDim.x == 1) return true;\n",

@@ -33,7 +33,7 @@ def test_the_protocol_is_clean(job: StressJob, ranks: int, blocks: int, objects:
 # What each order protects (docs/protocol.md, the proofs): a race must be there to count as this order's. Rows that come
 # next meet readers and writers of the round before (R1, C2, D1), of two rounds before (D3, D4) or, in mixed layouts, of
 # the end of the round before (C5, D0, J3).
-RECEIVED = {"topk_ids", "topk_weights", "payload"}
+RECEIVED = {"topk_ids", "topk_weights", "payload", "stats"}
 SUMMED = {"output"}
 PROTECTED = {
     "R1": RECEIVED,
@@ -60,18 +60,21 @@ def caught(job: StressJob, tag: str, *mutation: str) -> bool:
     return False
 
 
-@pytest.mark.parametrize("tag", sorted(tags.published() | tags.observed()))
+ROUNDS = sorted(tag for tag in tags.published() | tags.observed() if not tags.of_landing(tag))
+
+
+@pytest.mark.parametrize("tag", ROUNDS)
 def test_a_weakened_order_is_caught(job: StressJob, tag: str) -> None:
     assert caught(job, tag, "--weaken", tag), f"{tag} without its order: nothing depends on it, or nothing checks it"
 
 
-@pytest.mark.parametrize("join", tags.enumerators("Join"))
+@pytest.mark.parametrize("join", [join for join in tags.enumerators("Join") if not tags.of_landing(join)])
 def test_a_weakened_join_is_caught(job: StressJob, join: str) -> None:
     mutation = ("--weaken-join", join)
     assert caught(job, join, *mutation), f"{join} without its order: nothing depends on it, or nothing checks it"
 
 
-@pytest.mark.parametrize("tag", sorted(tags.observed() | tags.polled()))
+@pytest.mark.parametrize("tag", [tag for tag in sorted(tags.observed() | tags.polled()) if not tags.of_landing(tag)])
 def test_a_skipped_wait_is_caught(job: StressJob, tag: str) -> None:
     for seed in TRIES:
         done = job("--blocks", 2, "--objects", EVERY_KIND, "--seed", seed, "--timeout", 2, "--skip", tag)
@@ -252,9 +255,30 @@ SLOTS = {
 }
 
 
+# Statistics: told to all ranks, before the flag that says so.
+PUT_STATS = "  if (plan.shape.num_stats != 0 && exec.block() == 0) put_stats(exec, plan, call.stats, head.active);\n"
+STATS = {
+    "numbers that come behind the flag": (
+        "protocol/dispatch/dispatch.h",
+        "  exec.mark(Stage::kPublished, exec.threads() - 1);\n",
+        PUT_STATS,
+    ),
+    "numbers for the other ranks alone": (
+        "protocol/dispatch/stats.h",
+        "if (active.has(peer)) exec.put(",
+        "if (active.has(peer) && peer != plan.shape.ep_rank) exec.put(",
+    ),
+}
+
+
 @pytest.mark.parametrize("mistake", SLOTS)
 def test_a_mistake_about_slots_is_caught(mistake: str, tmp_path: Path) -> None:
     require_caught(tmp_path, SLOTS[mistake], blocks=3, objects="01", places=RECEIVED)
+
+
+@pytest.mark.parametrize("mistake", STATS)
+def test_a_mistake_about_statistics_is_caught(mistake: str, tmp_path: Path) -> None:
+    require_caught(tmp_path, STATS[mistake], blocks=2, objects="02", places={"stats"})
 
 
 @pytest.mark.parametrize("mistake", PARTS)

@@ -113,8 +113,8 @@ enum class ParcelKind : uint32_t {
   kEmpty = 2,        // a message without rows
   kReturn = 3,       // a chunk of a return
   kReleased = 4,     // the round ended without a return
-  kWaiting = 5,      // the agent waits for the rank of this place in its domain, places 0 to 63
-  kWaitingHigh = 6,  // the same, places 64 to 127
+  kWaiting = 5,      // the agent waits for this rank, 0 to 63
+  kWaitingHigh = 6,  // the same, ranks 64 to 127
 };
 PUTGET_PURE uint32_t parcel_imm(ParcelKind kind, uint32_t generation, uint32_t workspace, uint32_t chunk,
                                 uint32_t sender) {

@@ -101,6 +101,26 @@ inline uint32_t __reduce_add_sync(uint32_t, uint32_t value) {
     return sum;
   });
 }
+inline uint32_t __reduce_min_sync(uint32_t, uint32_t value) {
+  return putget::emulated::together(value, putget::emulated::Meeting::kVote, [] {
+    uint32_t least = UINT32_MAX;
+    for (uint32_t lane = 0; lane < 32; ++lane) {
+      const auto other = static_cast<uint32_t>(putget::emulated::heard(lane));
+      least = other < least ? other : least;
+    }
+    return least;
+  });
+}
+inline uint32_t __match_any_sync(uint32_t, int32_t value) {
+  const auto own = static_cast<uint32_t>(value);
+  return putget::emulated::together(own, putget::emulated::Meeting::kVote, [own] {
+    uint32_t same = 0;
+    for (uint32_t lane = 0; lane < 32; ++lane) {
+      same |= static_cast<uint32_t>(putget::emulated::heard(lane)) == own ? 1u << lane : 0;
+    }
+    return same;
+  });
+}
 
 template <class Word>
 Word atomicAdd(Word* word, Word amount) {

@@ -1,0 +1,353 @@
+// The C ABI of rounds across domains.
+#include "capi/nodes.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <thread>
+
+#include "capi/alltoall.h"
+#include "capi/guard.h"
+#include "capi/memory.h"
+#include "capi/require.h"
+#include "capi/validate.h"
+
+struct putget_network {
+  std::shared_ptr<putget::proxy::LocalNetwork> local;
+};
+
+namespace putget::capi {
+namespace {
+
+constexpr uint32_t kMostNumber = 63;  // of workspaces and of generations
+constexpr uint64_t kMostCardPart = 64;
+constexpr auto kPatience = std::chrono::seconds(2);  // for a round to end, before its memory goes
+constexpr auto kBetweenLooks = std::chrono::milliseconds(1);
+
+RankSet everybody(uint32_t ep_size) {
+  RankSet set = RankSet::none();
+  for (uint32_t rank = 0; rank < ep_size; ++rank) set.insert(rank);
+  return set;
+}
+
+Domains domains_of(const uint8_t* domain_of, uint32_t ep_size) {
+  require_pointer("domain_of", domain_of);
+  for (uint32_t rank = 0; rank < ep_size; ++rank) require_range("domain_of", domain_of[rank], 0, ep_size - 1);
+  const Domains domains(domain_of, ep_size, everybody(ep_size));
+  require(domains.count() > 1, "domain_of has one domain, expected several");
+  for (uint32_t domain = 0; domain < domains.count(); ++domain) {
+    require(domains.size(domain) != 0, "domain_of leaves out domain " + std::to_string(domain));
+  }
+  return domains;
+}
+
+// A region's description behind the address of its end, each behind its length.
+void append(std::vector<uint8_t>& card, const uint8_t* part, uint64_t bytes) {
+  card.push_back(static_cast<uint8_t>(bytes));
+  card.insert(card.end(), part, part + bytes);
+}
+
+// Takes the next part of a card.
+std::pair<const uint8_t*, uint64_t> next_part(const uint8_t*& card, uint64_t& left) {
+  require(left > 0 && card[0] < left, "card is cut off");
+  const std::pair<const uint8_t*, uint64_t> part{card + 1, card[0]};
+  left -= part.second + 1;
+  card += part.second + 1;
+  return part;
+}
+
+NodesPlan begin_plan(const NodesShape& made, const putget_nodes_config& config) {
+  NodesPlan nodes{made.domains, made.parcel, made.row, config.generation, {}, {}, {}, {}, {}, {}, {}, {}, {}, {},
+                  {},           {},          {}};
+  nodes.target_ranks = config.target_ranks;
+  nodes.target_slots = config.target_slots;
+  return nodes;
+}
+
+constexpr uint64_t kInboxAt = (Board::kBytes + kRegionAlignment - 1) / kRegionAlignment * kRegionAlignment;
+
+}  // namespace
+
+NodesShape::NodesShape(const Shape& shape, const uint8_t* domain_of, uint64_t most_bytes)
+    : domains(domains_of(domain_of, shape.ep_size)),
+      row(ParcelRow::of(shape)),
+      parcel(
+          ParcelShape::make(shape.max_tokens_per_rank, shape.top_k, row.bytes, shape.output_row_bytes(), most_bytes)) {
+  require(parcel.chunk_rows != 0, "max_tokens_per_rank is " + std::to_string(shape.max_tokens_per_rank) + ": rows of " +
+                                      std::to_string(row.bytes) + " bytes out and " +
+                                      std::to_string(shape.output_row_bytes()) + " back do not fit into 64 writes of " +
+                                      std::to_string(most_bytes) + " bytes");
+}
+
+uint64_t NodesShape::shared_bytes() const {
+  const Splits splits(domains, parcel);
+  uint64_t most = 0;
+  for (uint32_t rank = 0; rank < domains.ep_size(); ++rank) most = std::max(most, splits.inbox_bytes(rank));
+  return std::max(kInboxAt + align_region(most), control_bytes(domains.ep_size()));
+}
+
+uint64_t NodesShape::own_bytes(const Shape& shape) const {
+  const Splits splits(domains, parcel);
+  const uint64_t tables = shape.max_tokens_per_rank * (2 * uint64_t{shape.top_k} + domains.count()) * sizeof(int32_t);
+  const uint64_t sums = uint64_t{shape.max_tokens_per_rank} * shape.output_row_bytes();
+  return splits.outbox_bytes() + splits.landing_bytes() + splits.returns_bytes(shape.ep_rank) + sums + tables;
+}
+
+Nodes::Nodes(const putget_nodes_config& config, Backend& memory, const Plan& plan, Backend& shared,
+             const std::shared_ptr<proxy::LocalNetwork>& network)
+    : memory_(memory.shared_from_this()),
+      shared_(shared.shared_from_this()),
+      network_(network),
+      plan_(plan),
+      transport_(network->table(plan.shape.ep_rank)),
+      rank_(plan.shape.ep_rank),
+      workspace_(config.workspace),
+      nodes_(begin_plan(NodesShape(plan.shape, config.domain_of, transport_.most_bytes), config)) {
+  const Shape& shape = plan.shape;
+  const Splits splits(nodes_.domains, nodes_.parcel);
+  for (uint32_t rank = 0; rank < shape.ep_size; ++rank) {
+    if (!nodes_.is_near(plan, rank)) continue;
+    nodes_.board[rank] = reinterpret_cast<uint64_t*>(shared.base(rank));
+    nodes_.inbox[rank] = shared.base(rank) + kInboxAt;
+  }
+  const uint64_t routes = uint64_t{shape.max_tokens_per_rank} * shape.top_k * sizeof(int32_t);
+  const auto table = [&](uint64_t bytes) { return reinterpret_cast<int32_t*>(place(storage_.emplace_back(), bytes)); };
+  nodes_.served_ranks = table(routes);
+  nodes_.served_slots = table(routes);
+  const uint32_t domains = nodes_.domains.count();
+  nodes_.home_rows = table(uint64_t{shape.max_tokens_per_rank} * domains * sizeof(int32_t));
+  nodes_.sent_rows = reinterpret_cast<uint32_t*>(table(domains * sizeof(uint32_t)));
+  nodes_.served_rows = reinterpret_cast<uint32_t*>(table(shape.ep_size * sizeof(uint32_t)));
+  nodes_.own_sums =
+      place(storage_.emplace_back(), uint64_t{shape.max_tokens_per_rank} * round_up(shape.output_row_bytes(), 16));
+  nodes_.outbox = place(storage_.emplace_back(), splits.outbox_bytes());
+  nodes_.returns = place(storage_.emplace_back(), splits.returns_bytes(rank_));
+  nodes_.landing = place(storage_.emplace_back(), splits.landing_bytes());
+  nodes_.board_of(rank_).clear(memory.read_state().head.epoch);
+  outbox_ = add_region(nodes_.outbox, splits.outbox_bytes());
+  returns_ = add_region(nodes_.returns, splits.returns_bytes(rank_));
+  inbox_ = add_region(nodes_.inbox[rank_], splits.inbox_bytes(rank_));
+  landing_ = add_region(nodes_.landing, splits.landing_bytes());
+}
+
+Nodes::~Nodes() {
+  if (runs_) {
+    end_last_round();
+    while (!proxy_->quiet()) std::this_thread::sleep_for(kBetweenLooks);
+  }
+  for (const uint32_t region : regions_) transport_.remove_region(transport_.self, region);
+}
+
+// Leaves the thread when nothing of the last round is owed to others any more, or after some time.
+void Nodes::end_last_round() {
+  const bool is_well = __atomic_load_n(&memory_->fault()->kind, __ATOMIC_ACQUIRE) == 0;
+  if (is_well) memory_->close_round(plan_, nodes_, kEndedByRelease, nullptr);
+  const auto begun = std::chrono::steady_clock::now();
+  for (;;) {
+    network_->stepper().remove(proxy_.get());
+    const bool is_over = proxy_->resting() || proxy_->fault().reason != Lost::kNot;
+    if (!is_well || is_over || std::chrono::steady_clock::now() - begun > kPatience) return;
+    network_->stepper().add(proxy_.get());
+    std::this_thread::sleep_for(kBetweenLooks);
+  }
+}
+
+uint8_t* Nodes::place(std::vector<uint64_t>& storage, uint64_t bytes) {
+  constexpr uint64_t kLine = 128;
+  storage.assign((bytes + kLine) / sizeof(uint64_t) + 1, 0);
+  const auto start = reinterpret_cast<uintptr_t>(storage.data());
+  return reinterpret_cast<uint8_t*>(storage.data()) + (kLine - start % kLine) % kLine;
+}
+
+uint32_t Nodes::add_region(uint8_t* start, uint64_t bytes) {
+  uint32_t region = 0;
+  check(transport_.add_region(transport_.self, start, bytes, -1, &region));
+  regions_.push_back(region);
+  return region;
+}
+
+void Nodes::check(int status) const {
+  if (status == PUTGET_TRANSPORT_OK) return;
+  throw Error(status == PUTGET_TRANSPORT_INVALID ? PUTGET_INVALID : PUTGET_SYSTEM, transport_.error(transport_.self));
+}
+
+std::vector<uint8_t> Nodes::card() const {
+  std::vector<uint8_t> card;
+  uint8_t part[kMostCardPart];
+  uint64_t bytes = sizeof(part);
+  check(transport_.address(transport_.self, part, &bytes));
+  append(card, part, bytes);
+  for (const uint32_t region : {inbox_, landing_}) {
+    bytes = sizeof(part);
+    check(transport_.describe_region(transport_.self, region, part, &bytes));
+    append(card, part, bytes);
+  }
+  return card;
+}
+
+void Nodes::connect(uint32_t rank, const uint8_t* card, uint64_t bytes) {
+  require_pointer("card", card);
+  require(rank < plan_.shape.ep_size && !nodes_.is_near(plan_, rank),
+          "rank is " + std::to_string(rank) + ", allowed are ranks of other domains");
+  uint32_t peer = 0;
+  const auto address = next_part(card, bytes);
+  check(transport_.add_peer(transport_.self, address.first, address.second, &peer));
+  for (uint32_t* target : {&inbox_of_[rank], &landing_of_[rank]}) {
+    const auto description = next_part(card, bytes);
+    check(transport_.add_target(transport_.self, peer, description.first, description.second, target));
+  }
+  connected_.insert(rank);
+}
+
+void Nodes::start() {
+  for (uint32_t rank = 0; rank < plan_.shape.ep_size; ++rank) {
+    require(nodes_.is_near(plan_, rank) || connected_.has(rank), "rank " + std::to_string(rank) + " is not connected");
+  }
+  require(proxy_ == nullptr, "the object has been started before");
+  proxy::Config config{rank_,
+                       nodes_.generation,
+                       workspace_,
+                       memory_->read_state().head.epoch,
+                       plan_.timeout_ns,
+                       nodes_.parcel,
+                       nodes_.domains,
+                       &transport_,
+                       {},
+                       outbox_,
+                       returns_,
+                       {},
+                       {}};
+  std::copy_n(nodes_.board, kMaxRanks, config.board);
+  std::copy_n(inbox_of_, kMaxRanks, config.inbox_of);
+  std::copy_n(landing_of_, kMaxRanks, config.landing_of);
+  proxy_ = std::make_unique<proxy::Proxy>(config);
+}
+
+void Nodes::run() {
+  require(proxy_ != nullptr && !runs_, "the object has not been started, or runs");
+  network_->stepper().add(proxy_.get());
+  runs_ = true;
+}
+
+// Each step looks at the fault that an earlier one may have left. What other domains wait for is in the start halves,
+// so that finish halves wait for start halves alone.
+void Nodes::dispatch(const Plan& plan, const DispatchCall& call, const Limits& limits, void* stream) {
+  require(runs_, "putget_nodes_run has not been called");
+  if (call.half != Half::kFinish) memory_->pack(plan, nodes_, call, stream);
+  memory_->dispatch(plan, call, limits, stream);
+  if (call.half != Half::kStart) memory_->unpack(plan, nodes_, call.max_rows, stream);
+}
+
+void Nodes::combine(const Plan& plan, const CombineCall& call, const Limits& limits, void* stream) {
+  CombineCall of_domain = call;
+  of_domain.out = nodes_.own_sums;
+  of_domain.addend = nullptr;
+  if (call.half != Half::kFinish) {
+    of_domain.half = Half::kStart;
+    memory_->close_round(plan, nodes_, kEndedByCombine, stream);
+    memory_->combine(plan, of_domain, limits, stream);
+    memory_->serve_sources(plan, nodes_, stream);
+  }
+  if (call.half != Half::kStart) {
+    of_domain.half = Half::kFinish;
+    memory_->combine(plan, of_domain, limits, stream);
+    memory_->sum_domains(plan, nodes_, call, stream);
+  }
+}
+
+void Nodes::release(const Plan& plan, void* stream) {
+  memory_->close_round(plan, nodes_, kEndedByRelease, stream);
+  memory_->release(plan, stream);
+}
+
+}  // namespace putget::capi
+
+namespace {
+
+using putget::capi::guarded;
+using putget::capi::Nodes;
+using putget::capi::NodesShape;
+using putget::capi::require;
+using putget::capi::require_pointer;
+using putget::capi::require_range;
+using putget::capi::require_version;
+
+// Of the networks that there are: what a write carries at most is the same for all ranks.
+constexpr uint64_t kMostBytes = uint64_t{1} << 20;
+
+Nodes& nodes_of(putget_alltoall* object) {
+  require(object != nullptr, "object is null");
+  require(object->nodes != nullptr, "putget_nodes_create has not been called");
+  return *object->nodes;
+}
+
+}  // namespace
+
+putget_status putget_network_local(uint32_t ranks, uint64_t seed, putget_network** network) {
+  return guarded([&] {
+    require_range("ranks", ranks, 2, putget::kMaxRanks);
+    require_pointer("network", network);
+    *network = new putget_network{std::make_shared<putget::proxy::LocalNetwork>(ranks, seed)};
+  });
+}
+
+void putget_network_destroy(putget_network* network) { delete network; }
+
+putget_status putget_nodes_bytes(const putget_config* config, const putget_nodes_config* nodes, uint64_t* shared,
+                                 uint64_t* own) {
+  return guarded([&] {
+    require_version(config, "config");
+    require_version(nodes, "nodes");
+    require_pointer("shared", shared);
+    require_pointer("own", own);
+    const putget::Shape shape = putget::capi::shape_of(*config);
+    const NodesShape made(shape, nodes->domain_of, kMostBytes);
+    *shared = made.shared_bytes();
+    *own = made.own_bytes(shape);
+  });
+}
+
+putget_status putget_nodes_create(const putget_nodes_config* config, putget_alltoall* object, putget_memory* shared,
+                                  putget_network* network) {
+  return guarded([&] {
+    require_version(config, "config");
+    require_pointer("object", object);
+    require_pointer("shared", shared);
+    require_pointer("network", network);
+    require_pointer("target_ranks", config->target_ranks);
+    require_pointer("target_slots", config->target_slots);
+    require_range("workspace", config->workspace, 0, putget::capi::kMostNumber);
+    require_range("generation", config->generation, 0, putget::capi::kMostNumber);
+    const putget::Plan& plan = object->plan;
+    require(object->nodes == nullptr, "the object has other domains already");
+    require(plan.shape.ep_size == network->local->ranks(), "ep_size differs from the network's number of ranks");
+    require(plan.shape.wire_type == putget::WireType::kSame && plan.shape.num_stats == 0,
+            "quantised rows and statistics do not cross domains in this version");
+    const uint64_t needed = NodesShape(plan.shape, config->domain_of, kMostBytes).shared_bytes();
+    require(shared->backend->config().bytes >= needed, "shared has too few bytes: see putget_nodes_bytes");
+    object->nodes = std::make_unique<Nodes>(*config, *object->memory, plan, *shared->backend, network->local);
+  });
+}
+
+putget_status putget_nodes_card(putget_alltoall* object, uint8_t* card, uint64_t* bytes) {
+  return guarded([&] {
+    require_pointer("bytes", bytes);
+    const std::vector<uint8_t> made = nodes_of(object).card();
+    const bool fits = card != nullptr && *bytes >= made.size();
+    *bytes = made.size();
+    require(fits, "card has too little room, needed are " + std::to_string(made.size()) + " bytes");
+    std::memcpy(card, made.data(), made.size());
+  });
+}
+
+putget_status putget_nodes_connect(putget_alltoall* object, uint32_t rank, const uint8_t* card, uint64_t bytes) {
+  return guarded([&] { nodes_of(object).connect(rank, card, bytes); });
+}
+
+putget_status putget_nodes_start(putget_alltoall* object) {
+  return guarded([&] { nodes_of(object).start(); });
+}
+
+putget_status putget_nodes_run(putget_alltoall* object) {
+  return guarded([&] { nodes_of(object).run(); });
+}

@@ -1,0 +1,72 @@
+// An object's part in rounds across domains: its network memory, its proxy, and the order of steps around a round.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "backend.h"
+#include "protocol/nodes/plan.h"
+#include "proxy/local_network.h"
+#include "putget_nodes.h"
+
+namespace putget::capi {
+
+// What all ranks compute alike.
+struct NodesShape {
+  Domains domains;
+  ParcelRow row;
+  ParcelShape parcel;
+
+  // Throws Error where sizes or domains are out of range. `most_bytes` of one write.
+  NodesShape(const Shape& shape, const uint8_t* domain_of, uint64_t most_bytes);
+
+  uint64_t shared_bytes() const;
+  uint64_t own_bytes(const Shape& shape) const;
+};
+
+class Nodes {
+ public:
+  Nodes(const putget_nodes_config& config, Backend& memory, const Plan& plan, Backend& shared,
+        const std::shared_ptr<proxy::LocalNetwork>& network);
+  ~Nodes();
+  Nodes(const Nodes&) = delete;             // the network knows its regions
+  Nodes& operator=(const Nodes&) = delete;  // the network knows its regions
+
+  std::vector<uint8_t> card() const;
+  void connect(uint32_t rank, const uint8_t* card, uint64_t bytes);
+  void start();
+  void run();
+
+  void dispatch(const Plan& plan, const DispatchCall& call, const Limits& limits, void* stream);
+  void combine(const Plan& plan, const CombineCall& call, const Limits& limits, void* stream);
+  void release(const Plan& plan, void* stream);
+
+ private:
+  uint8_t* place(std::vector<uint64_t>& storage, uint64_t bytes);
+  uint32_t add_region(uint8_t* start, uint64_t bytes);
+  void check(int status) const;
+  void end_last_round();
+
+  // The thread that steps the proxy uses them until this goes, in whatever order a caller lets go of them.
+  const std::shared_ptr<Backend> memory_;
+  const std::shared_ptr<Backend> shared_;
+  const std::shared_ptr<proxy::LocalNetwork> network_;
+  const Plan& plan_;
+  const putget_transport& transport_;
+  const uint32_t rank_;
+  const uint32_t workspace_;
+  NodesPlan nodes_;
+  std::vector<std::vector<uint64_t>> storage_;
+  std::vector<uint32_t> regions_;
+  uint32_t outbox_ = 0;
+  uint32_t returns_ = 0;
+  uint32_t inbox_ = 0;
+  uint32_t landing_ = 0;
+  uint32_t inbox_of_[kMaxRanks] = {};
+  uint32_t landing_of_[kMaxRanks] = {};
+  RankSet connected_ = RankSet::none();
+  std::unique_ptr<proxy::Proxy> proxy_;
+  bool runs_ = false;
+};
+
+}  // namespace putget::capi

@@ -1,0 +1,82 @@
+#include "cpu/nodes.h"
+
+#include "cpu/clones.h"
+#include "cpu/exec.h"
+#include "protocol/nodes/pack.h"
+#include "protocol/nodes/serve.h"
+#include "protocol/nodes/sum_domains.h"
+#include "protocol/nodes/unpack.h"
+
+namespace putget::cpu {
+namespace {
+
+constexpr uint32_t kWideBytes = 16;
+
+bool is_wide(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % kWideBytes == 0; }
+
+// Calls body(codec, wire) with how rows are summed: by wide accesses, or an element at a time.
+template <class Body>
+void with_wire(const Shape& shape, bool wide, Body body) {
+  with_codec(shape.output_type, [&](auto codec) {
+    using Codec = decltype(codec);
+    if (wide) {
+      body(codec, SameWire<Codec, kWideBytes / sizeof(typename Codec::Bits)>{});
+    } else {
+      body(codec, SameWire<Codec, 1>{});
+    }
+  });
+}
+
+template <class Codec, class Wire>
+PUTGET_CLONES void run_serve(Exec& exec, const Plan& plan, const NodesPlan& nodes, NodesScratch& scratch,
+                             CombineScratch& of_domain) {
+  putget::serve_sources<Codec, Wire>(exec, plan, nodes, scratch, of_domain);
+}
+
+template <class Codec, class Wire>
+PUTGET_CLONES void run_sum(Exec& exec, const Plan& plan, const NodesPlan& nodes, const CombineCall& call,
+                           NodesScratch& scratch) {
+  putget::sum_domains<Codec, Wire>(exec, plan, nodes, call, scratch);
+}
+
+}  // namespace
+
+void pack(const Plan& plan, const NodesPlan& nodes, const DispatchCall& call) {
+  Exec exec;
+  NodesScratch scratch{};
+  if (call.ids_are_64bit != 0) {
+    putget::pack<int64_t>(exec, plan, nodes, call, scratch);
+  } else {
+    putget::pack<int32_t>(exec, plan, nodes, call, scratch);
+  }
+}
+
+void unpack(const Plan& plan, const NodesPlan& nodes, uint32_t max_rows) {
+  Exec exec;
+  NodesScratch scratch{};
+  putget::unpack(exec, plan, nodes, max_rows, scratch);
+}
+
+void close_round(const Plan& plan, const NodesPlan& nodes, uint32_t kind) {
+  Exec exec;
+  close_open_round(exec, plan, nodes, kind);
+}
+
+void serve_sources(const Plan& plan, const NodesPlan& nodes) {
+  Exec exec;
+  NodesScratch scratch{};
+  CombineScratch of_domain{};
+  with_wire(plan.shape, plan.shape.output_row_bytes() % kWideBytes == 0, [&](auto codec, auto wire) {
+    run_serve<decltype(codec), decltype(wire)>(exec, plan, nodes, scratch, of_domain);
+  });
+}
+
+void sum_domains(const Plan& plan, const NodesPlan& nodes, const CombineCall& call) {
+  Exec exec;
+  NodesScratch scratch{};
+  const bool wide = plan.shape.output_row_bytes() % kWideBytes == 0 && is_wide(call.out) && is_wide(call.addend);
+  with_wire(plan.shape, wide,
+            [&](auto codec, auto wire) { run_sum<decltype(codec), decltype(wire)>(exec, plan, nodes, call, scratch); });
+}
+
+}  // namespace putget::cpu

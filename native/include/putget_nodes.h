@@ -1,0 +1,54 @@
+/* Rounds across domains: ranks that do not map each other's memory, joined by a network.
+ *
+ * An object of putget.h becomes one of several domains between putget_create and its first round. Each rank makes a
+ * second memory of putget_nodes_bytes() bytes, shares it with the ranks of its domain alone, and calls
+ * putget_nodes_create. It gives its card to all ranks and connects with theirs; then every rank calls
+ * putget_nodes_start, they meet, and every rank calls putget_nodes_run. putget_dispatch, putget_combine and
+ * putget_release then reach all ranks. The start half of combine waits for the ranks of the own domain to start theirs.
+ */
+#ifndef PUTGET_NODES_H
+#define PUTGET_NODES_H
+
+#include "putget.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* A network and the thread that steps the proxies of its ranks. */
+typedef struct putget_network putget_network;
+
+/* Between ranks that are threads of this process. What is posted arrives in an order that the seed chooses. */
+PUTGET_API putget_status putget_network_local(uint32_t ranks, uint64_t seed, putget_network** network);
+/* It ends with the last object on it. */
+PUTGET_API void putget_network_destroy(putget_network* network);
+
+typedef struct putget_nodes_config {
+  uint32_t size;
+  uint32_t magic;
+  uint32_t workspace;       /* 0 to 63: objects of one network at a time differ here, or in the generation */
+  uint32_t generation;      /* 0 to 63 */
+  const uint8_t* domain_of; /* [ep_size] the domain of each rank, from 0 on without a gap */
+  int32_t* target_ranks;    /* [max_tokens_per_rank, top_k] routes over all domains; those of putget_tables have the */
+  int32_t* target_slots;    /* own domain alone */
+} putget_nodes_config;
+
+/* `shared`: of the second memory. `own`: what the object has beside it, on this rank. */
+PUTGET_API putget_status putget_nodes_bytes(const putget_config* config, const putget_nodes_config* nodes,
+                                            uint64_t* shared, uint64_t* own);
+/* The tables outlive the object. */
+PUTGET_API putget_status putget_nodes_create(const putget_nodes_config* config, putget_alltoall* object,
+                                             putget_memory* shared, putget_network* network);
+/* What other domains need to write here: copies at most `*bytes` of it; `*bytes` becomes what there is. */
+PUTGET_API putget_status putget_nodes_card(putget_alltoall* object, uint8_t* card, uint64_t* bytes);
+/* With a rank of another domain, from its card. */
+PUTGET_API putget_status putget_nodes_connect(putget_alltoall* object, uint32_t rank, const uint8_t* card,
+                                              uint64_t bytes);
+PUTGET_API putget_status putget_nodes_start(putget_alltoall* object);
+PUTGET_API putget_status putget_nodes_run(putget_alltoall* object);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif /* PUTGET_NODES_H */

@@ -1,0 +1,142 @@
+// Waits for words that proxies store, whom a rank names when one does not come, and how a rank closes a round.
+#pragma once
+
+#include "protocol/nodes/plan.h"
+
+namespace putget {
+
+// Whether a proxy of the own domain has stopped: nothing will come any more.
+template <Tag tag, class Exec>
+PUTGET_TEXT bool any_lost(Exec& exec, const Plan& plan, const NodesPlan& nodes) {
+  const Domains& domains = nodes.domains;
+  const uint32_t domain = domains.domain_of(plan.shape.ep_rank);
+  const Board board = nodes.board_of(plan.shape.ep_rank);
+  PUTGET_ROLLED
+  for (uint32_t place = 0; place < domains.size(domain); ++place) {
+    if (flag_value(exec.template observe<tag>(board.lost(domains.member(domain, place)))) != 0) return true;
+  }
+  return false;
+}
+
+// Waits until a word of the own board says `epoch`. One thread calls it; scratch.well and scratch.seen have the outcome
+// for all threads, after a block barrier.
+template <Tag tag, class Exec>
+PUTGET_TEXT void await_word(Exec& exec, const Plan& plan, const NodesPlan& nodes, const uint64_t* word, uint32_t epoch,
+                            Patience& patience, NodesScratch& scratch) {
+  bool lost = false;
+  uint64_t seen = 0;
+  const auto look = [&] { seen = exec.template observe<tag>(word); };
+  const auto ready = [&] {
+    if (flag_epoch(seen) == epoch) return true;
+    lost = any_lost<tag>(exec, plan, nodes);
+    return lost;
+  };
+  scratch.well = look_until<tag>(exec, plan, plan.state->head, patience, look, ready) && !lost;
+  scratch.seen = seen;
+}
+
+// The ranks that the agent in another domain waits for, as its proxy has told; the agent itself if it told of none.
+template <class Exec>
+PUTGET_RARE void add_missing_of(Exec& exec, const Plan& plan, const NodesPlan& nodes, uint32_t domain, RankSet& set) {
+  const Board board = nodes.board_of(plan.shape.ep_rank);
+  bool told = false;
+  for (uint32_t rank = 0; rank < plan.shape.ep_size; ++rank) {
+    if ((exec.peek(board.awaited(domain, rank / 64)) >> (rank % 64) & 1) == 0) continue;
+    set.insert(rank);
+    told = true;
+  }
+  if (!told) set.insert(nodes.domains.agent(plan.shape.ep_rank, domain));
+}
+
+// The source of a message that has not landed; its agent, if that one's proxy is silent.
+template <class Exec>
+PUTGET_RARE void add_missing_source(Exec& exec, const Plan& plan, const NodesPlan& nodes, uint32_t source,
+                                    RankSet& set) {
+  const Domains& domains = nodes.domains;
+  const uint32_t agent = domains.agent(source, domains.domain_of(plan.shape.ep_rank));
+  const uint32_t place = domains.place(agent);
+  const uint64_t silent = exec.peek(nodes.board_of(plan.shape.ep_rank).silent(place / 64));
+  set.insert((silent >> (place % 64) & 1) != 0 ? agent : source);
+}
+
+// Who holds up a message of `epoch` by not having ended the round before.
+template <class Exec>
+PUTGET_RARE void add_late(Exec& exec, const Plan& plan, const NodesPlan& nodes, uint32_t epoch, RankSet& set) {
+  const Domains& domains = nodes.domains;
+  const uint32_t own = domains.domain_of(plan.shape.ep_rank);
+  const Board board = nodes.board_of(plan.shape.ep_rank);
+  for (uint32_t domain = 0; domain < domains.count(); ++domain) {
+    if (domain == own || domains.size(domain) == 0) continue;
+    if (flag_epoch(exec.peek(board.returned(domain))) + 1 < epoch) add_missing_of(exec, plan, nodes, domain, set);
+  }
+  for (uint32_t place = 0; place < domains.size(own); ++place) {
+    const uint32_t rank = domains.member(own, place);
+    if (flag_epoch(exec.peek(board.closed(rank))) + 1 < epoch) set.insert(rank);
+  }
+}
+
+// Reports what a proxy has stopped for. False: none has.
+template <Tag tag, class Exec>
+PUTGET_RARE bool report_lost(Exec& exec, const Plan& plan, const NodesPlan& nodes, Phase phase, uint32_t epoch) {
+  const Domains& domains = nodes.domains;
+  const uint32_t own = domains.domain_of(plan.shape.ep_rank);
+  const Board board = nodes.board_of(plan.shape.ep_rank);
+  for (uint32_t place = 0; place < domains.size(own); ++place) {
+    const uint32_t rank = domains.member(own, place);
+    const uint64_t lost = exec.template observe<tag>(board.lost(rank));
+    if (flag_value(lost) == 0) continue;
+    RankSet missing = RankSet::none();
+    uint32_t first = kNoRank;
+    for (uint32_t peer = 0; peer < plan.shape.ep_size; ++peer) {
+      if ((exec.peek(board.missing(rank, peer / 64)) >> (peer % 64) & 1) == 0) continue;
+      missing.insert(peer);
+      if (first == kNoRank) first = peer;
+    }
+    if (flag_value(lost) != static_cast<uint32_t>(Lost::kEndsDiffer)) {
+      report_timeout(exec, plan, phase, epoch, missing);
+    } else {
+      // In dispatch the doorbells say how this rank has ended the round before.
+      const uint64_t doorbell = exec.peek(board.out(own == 0 ? 1 : 0));
+      const bool released = phase == Phase::kDispatch && doorbell_ended(flag_value(doorbell)) == kEndedByRelease;
+      const Misuse wrong = released ? Misuse::kPeerCombined : Misuse::kPeerReleased;
+      report_misuse(exec, plan, phase, wrong, flag_epoch(lost), 0, 0, first);
+    }
+    return true;
+  }
+  return false;
+}
+
+// Tells the domain that this rank has ended the round, and how: it reads no message of it any more, but that an agent
+// looks at indexes until it has stored their sums.
+template <class Exec>
+PUTGET_TEXT void close_round(Exec& exec, const Plan& plan, const NodesPlan& nodes, uint32_t epoch, uint32_t kind) {
+  const Domains& domains = nodes.domains;
+  const uint32_t domain = domains.domain_of(plan.shape.ep_rank);
+  exec.sync();
+  PUTGET_ROLLED
+  for (uint32_t place = exec.thread(); place < domains.size(domain); place += exec.threads()) {
+    const Board board = nodes.board_of(domains.member(domain, place));
+    exec.template publish<Tag::X6>(board.closed(plan.shape.ep_rank), pack_flag(epoch, kind));
+  }
+}
+
+// Whether a start half waits for its finish: then another half is out of turn, which the domain's own dispatch, combine
+// or release reports.
+template <class Exec>
+PUTGET_TEXT bool is_between_halves(const Exec& exec, const Plan& plan) {
+  const StateHead& head = plan.state->head;
+  OwnFlags own{};
+  own.ended = exec.peek(flag_line(plan.own(), plan.layout.ended, plan.shape.ep_rank));
+  own.arrived = exec.peek(part_flag(plan.own(), plan.layout.arrived, plan.shape.ep_rank, 0));
+  return flag_epoch(own.arrived) == head.epoch + 1 || own.combining(head.open, head.epoch);
+}
+
+// Ends the round so where one is open.
+template <class Exec>
+PUTGET_TEXT void close_open_round(Exec& exec, const Plan& plan, const NodesPlan& nodes, uint32_t kind) {
+  const StateHead& head = plan.state->head;
+  if (head.fault != 0 || head.open == 0 || is_between_halves(exec, plan)) return;
+  close_round(exec, plan, nodes, head.epoch, kind);
+}
+
+}  // namespace putget

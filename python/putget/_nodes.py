@@ -1,0 +1,143 @@
+"""An object's part in rounds across domains: its network memory, and how the ranks' proxies find each other."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+
+from putget import _abi
+from putget._memory import Memory, close_share, decode_share, encode_share
+from putget.communicator import Communicator
+from putget.errors import PutgetError
+from putget.workspace import Workspace
+
+_NUMBERS = 64  # of workspaces in a generation, and of generations
+_CARD_BYTES = 1024
+
+
+def check_across(
+    comm: Communicator,
+    device: torch.device,
+    workspace: Workspace | None,
+    combine_dtype: torch.dtype | None,
+    num_stats: int,
+) -> None:
+    """Refuses what an object over several domains does not have in this version.
+
+    Raises:
+        ValueError: The communicator has several domains, and an argument asks for such a thing; the message names it.
+    """
+    if comm.network is None:
+        return
+    refused = {
+        f"device is {str(device)!r}": device.type != "cpu",
+        "workspace is given": workspace is not None,
+        f"combine_dtype is {combine_dtype}": combine_dtype is not None,
+        f"num_stats is {num_stats}": num_stats != 0,
+    }
+    for what, asked in refused.items():
+        if asked:
+            raise ValueError(
+                f"{what}, but the communicator has {len(comm.domains)} domains: across domains this version has CPU "
+                "ranks, a workspace for each object, and rows as experts write them"
+            )
+
+
+class Nodes:
+    """Joins a native object with other domains. Collective over the group.
+
+    Args:
+        workspace: Of the object.
+        handle: The native object.
+        config: What it was made from.
+        routes: [max_tokens_per_rank, top_k] int32 twice: where dispatch leaves ranks and slots of all domains.
+
+    Attributes:
+        num_bytes: Memory of this rank for it, beside the workspace.
+
+    Raises:
+        ValueError: Rows do not fit into the network's writes.
+        PeerTimeout: A rank did not come in time.
+        PutgetError: The memory could not be had.
+    """
+
+    def __init__(
+        self,
+        workspace: Workspace,
+        handle: ctypes.c_void_p,
+        config: _abi.Config,
+        routes: tuple[torch.Tensor, torch.Tensor],
+    ) -> None:
+        comm = workspace.comm
+        assert comm.network is not None
+        self._kept: Any = (comm.network, routes)  # outlive the object
+        try:
+            card = self._create(comm, handle, config, routes)
+            share = self._memory.export()
+        except (ValueError, PutgetError) as error:
+            comm.refuse(str(error))
+            raise
+        try:
+            self._connect(workspace, handle, card, share)
+        finally:
+            close_share(share)
+
+    def _create(
+        self,
+        comm: Communicator,
+        handle: ctypes.c_void_p,
+        config: _abi.Config,
+        routes: tuple[torch.Tensor, torch.Tensor],
+    ) -> bytes:
+        """Makes the memory and the object's part; returns the card for the other domains."""
+        assert comm.network is not None
+        generation, number = divmod(comm.next_number(), _NUMBERS)
+        domain_of = (ctypes.c_uint8 * comm.size)(*comm.domain_of)
+        nodes = _abi.NodesConfig(
+            workspace=number,
+            generation=generation % _NUMBERS,
+            domain_of=ctypes.addressof(domain_of),
+            target_ranks=routes[0].data_ptr(),
+            target_slots=routes[1].data_ptr(),
+        )
+        shared, own = ctypes.c_uint64(), ctypes.c_uint64()
+        sizes = (ctypes.byref(config), ctypes.byref(nodes), ctypes.byref(shared), ctypes.byref(own))
+        _abi.call("putget_nodes_bytes", *sizes)
+        self.num_bytes = shared.value + own.value
+        self._memory = Memory(torch.device("cpu"), comm.size, comm.rank, shared.value, fabric=False)
+        _abi.call("putget_nodes_create", ctypes.byref(nodes), handle, self._memory.handle, comm.network.handle)
+        card = (ctypes.c_uint8 * _CARD_BYTES)()
+        card_bytes = ctypes.c_uint64(_CARD_BYTES)
+        _abi.call("putget_nodes_card", handle, card, ctypes.byref(card_bytes))
+        return bytes(card[: card_bytes.value])
+
+    def _connect(self, workspace: Workspace, handle: ctypes.c_void_p, card: bytes, share: _abi.Share) -> None:
+        """Maps the own domain's memory, connects with the others, and begins when all ranks have."""
+        comm = workspace.comm
+        everyone = range(comm.size)
+        messages = comm._mesh.exchange(
+            "network memory",
+            {"share": encode_share(share), "card": card.hex()},
+            members=everyone,
+            timeout_s=workspace.warmup_timeout_s,
+            descriptors={rank: [share.descriptor] for rank in comm.near_ranks},
+        )
+        try:
+            for rank, message in messages.items():
+                if rank in comm.near_ranks:
+                    self._memory.import_share(rank, decode_share(message.fields["share"], message.descriptors))
+                else:
+                    theirs = bytes.fromhex(message.fields["card"])
+                    place = (ctypes.c_uint8 * len(theirs)).from_buffer_copy(theirs)
+                    _abi.call("putget_nodes_connect", handle, rank, place, len(theirs))
+            _abi.call("putget_nodes_start", handle)
+        except (ValueError, PutgetError) as error:
+            comm.refuse(str(error))
+            raise
+        finally:
+            for message in messages.values():
+                message.close()
+        comm._mesh.exchange("proxies", {}, members=everyone, timeout_s=workspace.warmup_timeout_s)
+        _abi.call("putget_nodes_run", handle)

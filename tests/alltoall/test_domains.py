@@ -1,0 +1,406 @@
+"""Rounds across virtual domains: the product's proxies over a network of threads, against the oracle, bit by bit."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import putget
+from putget import reference
+from tests.alltoall.test_properties import cases
+from tests.harness import Rank, run_ranks
+from tests.harness.cases import COMBINE, DISPATCH, ENDINGS, Case, Round
+from tests.harness.compare import check_case, play, play_round, require_same
+
+# Ranks and the size of a domain; the last domain of five ranks is smaller than the first.
+WORLDS = [(4, 2), (8, 2), (8, 4), (5, 3), (8, 1)]
+NAMES = ["2x2", "4x2", "2x4", "3+2", "8x1"]
+
+
+def network(size: int) -> putget.Network:
+    return putget.Network("sim", domain_size=size)
+
+
+def in_domains(case: Case, domain_size: int) -> Case:
+    return replace(case, domain_of=network(domain_size).domain_of(case.ep_size))
+
+
+def ragged(ep_size: int, count: int, seed: int, most: int) -> tuple[Round, ...]:
+    """Rounds with few tokens, none on some ranks and in some rounds none at all."""
+    generator = torch.Generator().manual_seed(seed)
+    rounds = []
+    for number in range(count):
+        drawn = torch.randint(-most // 2, most + 1, (ep_size,), generator=generator).clamp(min=0)
+        tokens = tuple(drawn.tolist()) if number % 7 else (0,) * ep_size
+        ending = ENDINGS[int(torch.randint(len(ENDINGS), (1,), generator=generator))]
+        halves = tuple(torch.randint(DISPATCH + COMBINE + 1, (ep_size,), generator=generator).tolist())
+        rounds.append(Round(seed * 1000 + number, tokens, ending, no_expert=0.2, addend=number % 3 == 0, halves=halves))
+    return tuple(rounds)
+
+
+def run_case(case: Case, domain_size: int, body: Callable[..., Any] = play) -> list[Any]:
+    return run_ranks(case.ep_size, body, case, mode="thread", timeout=120, network=network(domain_size))
+
+
+@pytest.mark.parametrize(("ep_size", "domain_size"), WORLDS, ids=NAMES)
+def test_ragged_rounds_have_the_bits_of_the_oracle(ep_size: int, domain_size: int) -> None:
+    case = Case(
+        ep_size,
+        ragged(ep_size, 40, ep_size + domain_size, 9),
+        num_experts=2 * ep_size + 1,
+        top_k=5,
+        max_tokens_per_rank=9,
+        payloads=(((24,), torch.bfloat16), ((3,), torch.uint8)),
+        output=((24,), torch.bfloat16),
+    )
+    case = in_domains(case, domain_size)
+    check_case(case, run_case(case, domain_size))
+
+
+@pytest.mark.parametrize(("ep_size", "domain_size"), [(4, 2), (5, 3)], ids=["2x2", "3+2"])
+def test_sentinel_rows_in_a_domain(ep_size: int, domain_size: int) -> None:
+    """Rows that a domain sums for its own tokens; an agent gets those for others, copied from outside too."""
+    rounds = ragged(ep_size, 30, 3, 8)
+    wide = {"payloads": (((24,), torch.bfloat16),), "output": ((24,), torch.bfloat16)}
+    case = in_domains(Case(ep_size, rounds, num_experts=ep_size, top_k=4, sentinel_rows=True, **wide), domain_size)
+    check_case(case, run_case(case, domain_size))
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(data=st.data())
+def test_any_shape_and_routing(data: st.DataObject) -> None:
+    case = data.draw(cases().filter(lambda case: case.ep_size > 1))
+    domain_size = data.draw(st.integers(1, case.ep_size - 1))
+    output = case.output if case.wire is None else ((24,), torch.float16)
+    case = replace(case, wire=None, output=output, num_stats=0)
+    case = in_domains(case, domain_size)
+    check_case(case, run_case(case, domain_size))
+
+
+def play_many(rank: Rank, case: Case, repeats: int) -> int:
+    """A body: plays the rounds of a case again and again; the number of wrong ones."""
+    wrong = 0
+    with rank.all_to_all(**case.options()) as a2a:
+        first = [play_round(a2a, rank, case, index) for index in range(len(case.rounds))]
+        for _ in range(repeats - 1):
+            for index, want in enumerate(first):
+                got = play_round(a2a, rank, case, index)
+                same = (got.combined is None) == (want.combined is None)
+                if same and got.combined is not None and want.combined is not None:
+                    same = torch.equal(got.combined, want.combined)
+                wrong += not (same and torch.equal(got.topk_ids, want.topk_ids))
+    return wrong
+
+
+@pytest.mark.parametrize(("ep_size", "domain_size"), [(4, 2), (5, 3)], ids=["2x2", "3+2"])
+def test_a_thousand_rounds_repeat_their_bits(ep_size: int, domain_size: int) -> None:
+    case = in_domains(Case(ep_size, ragged(ep_size, 20, 5, 4), top_k=3), domain_size)
+    results = run_ranks(ep_size, play_many, case, 50, mode="thread", timeout=200, network=network(domain_size))
+    assert results == [0] * ep_size
+
+
+def test_a_message_of_several_chunks() -> None:
+    """300 tokens are 3 chunks of at most 128 rows."""
+    case = Case(4, (Round(1, (300, 0, 129, 128)), Round(2, (1, 300, 300, 300))), max_tokens_per_rank=300, top_k=4)
+    case = in_domains(case, 2)
+    check_case(case, run_case(case, 2))
+
+
+def test_objects_take_turns_on_one_communicator() -> None:
+    """Two objects that are open together, and more than a generation has, one after the other."""
+
+    def body(rank: Rank, case: Case) -> list[Any]:
+        with rank.all_to_all(**case.options()) as first, rank.all_to_all(**case.options()) as second:
+            for index in range(len(case.rounds)):
+                outcomes = [play_round(a2a, rank, case, index) for a2a in (first, second)]
+        for _ in range(64):
+            rank.all_to_all(**case.options()).close()
+        with rank.all_to_all(**case.options()) as last:
+            return [*outcomes[-1:], play_round(last, rank, case, len(case.rounds) - 1)]
+
+    case = in_domains(Case(2, ragged(2, 5, 3, 8)), 1)
+    final = replace(case, rounds=case.rounds[-1:] * 2)
+    check_case(final, run_case(case, 1, body))
+
+
+def test_halves_of_two_objects_overlap() -> None:
+    """Start halves in one order on all ranks, finish halves in another one on each."""
+
+    def body(rank: Rank, case: Case) -> list[list[Any]]:
+        seen: list[list[Any]] = [[], []]
+        with rank.all_to_all(**case.options()) as first, rank.all_to_all(**case.options()) as second:
+            objects = (first, second)
+            for index in range(len(case.rounds)):
+                turn = (0, 1) if (index + rank.rank) % 2 else (1, 0)
+                sent = case.sent(index, rank.rank)
+                for a2a in objects:
+                    a2a.dispatch_start(sent.topk_ids, sent.topk_weights, *sent.payloads)
+                for which in turn:
+                    objects[which].dispatch_finish()
+                    objects[which].combine_input.copy_(case.expert_rows(index, rank.rank))
+                for a2a in objects:
+                    a2a.combine_start()
+                for which in turn:
+                    seen[which].append(objects[which].combine_finish(addend=case.addend(index, rank.rank)))
+        return seen
+
+    rounds = tuple(replace(played, ending="zero_copy") for played in ragged(4, 12, 7, 6))
+    case = in_domains(Case(4, rounds, top_k=3), 2)
+    seen = run_case(case, 2, body)
+    for index in range(len(rounds)):
+        sent = [case.sent(index, rank) for rank in range(4)]
+        routings, _ = reference.dispatch(sent, case.table_of(index), max_rows=[case.max_tokens_per_rank] * 4)
+        rows = [case.expert_rows(index, rank) for rank in range(4)]
+        for rank, routing in enumerate(routings):
+            want = reference.combine(routing, rows, rank, case.addend(index, rank), domain_of=case.domain_of)
+            for which in (0, 1):
+                require_same(f"round {index} rank {rank} object {which}", seen[rank][which][index], want)
+
+
+@pytest.mark.parametrize("late", [1, 3])
+def test_the_start_half_waits_for_the_rows_of_its_domain(late: int) -> None:
+    """A rank gives its rows long after the agent of its domain has started: no sum for others is made before."""
+
+    def body(rank: Rank) -> list[float]:
+        sums = []
+        with rank.all_to_all(num_experts=4, top_k=4, timeout_s=20.0) as a2a:
+            ids = torch.arange(4, dtype=torch.int32).expand(2, 4).contiguous()
+            for number in range(3):
+                a2a.dispatch_start(ids, torch.ones(2, 4), torch.ones(2, 4))
+                a2a.dispatch_finish()
+                if rank.rank == late:
+                    time.sleep(0.2)
+                a2a.combine_input.fill_(10.0**rank.rank * (number + 1))
+                a2a.combine_start()
+                sums.append(a2a.combine_finish()[1, 3].item())
+        return sums
+
+    assert run_ranks(4, body, mode="thread", network=network(2)) == [[1111.0, 2222.0, 3333.0]] * 4
+
+
+def test_halves_out_of_turn_are_misuse() -> None:
+    """Refused here, before any effect: the round goes on."""
+
+    def body(rank: Rank) -> float:
+        ids, weights, rows = torch.tensor([[0, 1]], dtype=torch.int32), torch.ones(1, 2), torch.ones(1, 4)
+        with rank.all_to_all(num_experts=2) as a2a:
+            with pytest.raises(putget.ProtocolMisuse):
+                a2a.dispatch_finish()
+            a2a.dispatch_start(ids, weights, rows)
+            for call in (lambda: a2a.dispatch_start(ids, weights, rows), a2a.combine_start, a2a.release):
+                with pytest.raises(putget.ProtocolMisuse):
+                    call()
+            a2a.dispatch_finish()
+            a2a.combine_input.fill_(2)
+            a2a.combine_start()
+            for call in (a2a.combine, a2a.combine_start, a2a.release, a2a.dispatch_finish):
+                with pytest.raises(putget.ProtocolMisuse):
+                    call()
+            return a2a.combine_finish()[0, 0].item()
+
+    assert run_ranks(2, body, mode="thread", network=network(1)) == [4.0, 4.0]
+
+
+def test_rows_by_expert_cross_domains() -> None:
+    """Whole numbers, whose sums have no rounding: each token gets its own row, times what its experts are worth."""
+
+    def body(rank: Rank) -> bool:
+        generator = torch.Generator().manual_seed(rank.rank)
+        good = []
+        with rank.all_to_all(top_k=3) as a2a:
+            for _ in range(5):
+                ids = torch.randint(-1, 2 * rank.size, (6, 3), generator=generator)
+                rows = torch.randint(10, (6, 4), generator=generator).float()
+                received = a2a.dispatch(ids, (ids + 1).float(), rows)
+                layout = received.expert_major()
+                out = a2a.combine(layout.payloads[0].clone(), layout=layout)
+                good.append(torch.equal(out, rows * (ids + 1).sum(1, keepdim=True)))
+        return all(good)
+
+    assert run_ranks(4, body, mode="thread", network=network(2)) == [True] * 4
+
+
+# --- who is named
+
+
+def outlast(rank: Rank, gone: int, step: str, rounds: int) -> str | None:
+    """A body: plays rounds until rank `gone` stops; what the others then raise."""
+    a2a = rank.all_to_all(timeout_s=2.0, warmup_timeout_s=20.0, num_experts=rank.size, top_k=rank.size)
+    ids = torch.arange(rank.size, dtype=torch.int32).expand(2, rank.size).contiguous()
+    rows, weights = torch.ones(2, 4), torch.ones(2, rank.size)
+    try:
+        for number in range(rounds + 1):
+            if number == rounds and rank.rank == gone and step == "dispatch":
+                return _stop(rank, a2a)
+            received = a2a.dispatch(ids, weights, rows)
+            if number == rounds and rank.rank == gone:
+                return _stop(rank, a2a)
+            a2a.combine_input.copy_(received.payloads[0])
+            a2a.combine()
+    except putget.PeerTimeout as error:
+        a2a.close()
+        return f"{error.phase} {error.missing}"
+    a2a.close()
+    return None
+
+
+def _stop(rank: Rank, a2a: putget.AllToAll) -> None:
+    """Stands still until the others have given up."""
+    time.sleep(4.5)
+    a2a.close()
+
+
+@pytest.mark.parametrize(
+    ("ep_size", "domain_size", "step"), [(4, 2, "dispatch"), (4, 2, "combine"), (5, 3, "dispatch")]
+)
+def test_a_silent_rank_is_named(ep_size: int, domain_size: int, step: str) -> None:
+    gone = ep_size - 1
+    raised = run_ranks(ep_size, outlast, gone, step, 5, mode="thread", timeout=60, network=network(domain_size))
+    assert raised == [f"{step} ({gone},)"] * gone + [None]
+
+
+def leave(rank: Rank, gone: int) -> str | None:
+    """A body: rank `gone` closes its object in the middle; whom the others miss."""
+    a2a = rank.all_to_all(timeout_s=3.0, num_experts=rank.size, top_k=rank.size)
+    ids = torch.arange(rank.size, dtype=torch.int32).expand(2, rank.size).contiguous()
+    for number in range(20):
+        if rank.rank == gone and number == 3:
+            a2a.close()
+            return None
+        try:
+            a2a.dispatch(ids, torch.ones(2, rank.size), torch.ones(2, 4))
+            a2a.combine()
+        except putget.PeerTimeout as error:
+            a2a.close()
+            return str(error.missing)
+    raise AssertionError("nobody missed a rank that is gone")
+
+
+@pytest.mark.parametrize("domain_size", [1, 2])
+def test_a_rank_that_has_gone_is_named(domain_size: int) -> None:
+    """At once where a write to it fails; else when the deadline has passed."""
+    raised = run_ranks(4, leave, 3, mode="thread", timeout=60, network=network(domain_size))
+    assert raised == ["(3,)"] * 3 + [None]
+
+
+def test_more_rows_than_a_rank_looks_at() -> None:
+    """As in one domain: of a source in another one too."""
+    seen = threading.Barrier(2)
+
+    def body(rank: Rank) -> str:
+        a2a = rank.all_to_all(timeout_s=10.0)
+        tokens = 3 * rank.rank
+        ids = torch.zeros(tokens, 2, dtype=torch.int32)  # all on rank 0
+        raised = ""
+        try:
+            a2a.dispatch(ids, torch.ones(tokens, 2), torch.ones(tokens, 4), max_rows=None if rank.rank else 2)
+        except putget.CapacityExceeded as error:
+            raised = f"{error.source}: {error.rows} of {error.max_rows}"
+        seen.wait(30)  # who leaves may not have sent what the other waits for
+        with contextlib.suppress(putget.PutgetError):
+            a2a.close()
+        return raised
+
+    assert run_ranks(2, body, mode="thread", network=network(1)) == ["1: 3 of 2", ""]
+
+
+# --- what ends a round differently, and what is refused
+
+
+def test_ends_that_differ_are_misuse() -> None:
+    def body(rank: Rank) -> str:
+        a2a = rank.all_to_all(timeout_s=2.0)
+        ids = torch.tensor([[0, 2]], dtype=torch.int32)
+        try:
+            for number in range(3):
+                a2a.dispatch(ids, torch.ones(1, 2), torch.ones(1, 4))
+                if number == 1 and rank.rank == 1:
+                    a2a.release()
+                else:
+                    a2a.combine()
+        except putget.PutgetError as error:
+            return f"{type(error).__name__}: {error}"
+        finally:
+            with contextlib.suppress(putget.PutgetError):
+                a2a.close()
+        return ""
+
+    raised = run_ranks(2, body, mode="thread", timeout=60, network=network(1))
+    assert any("ProtocolMisuse" in text and "without combine" in text for text in raised), raised
+
+
+REFUSED: dict[str, dict[str, Any]] = {
+    "combine_dtype": {"combine_dtype": torch.float8_e4m3fn, "output": putget.Payload((16,), torch.bfloat16)},
+    "num_stats": {"num_stats": 2},
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_arguments_that_do_not_cross_domains_are_refused(name: str) -> None:
+    def body(rank: Rank) -> str:
+        with pytest.raises(ValueError, match=f"{name} is .*2 domains"):
+            rank.all_to_all(**REFUSED[name])
+        with rank.all_to_all() as a2a:  # nothing has happened
+            a2a.dispatch(torch.zeros(1, 2, dtype=torch.int32), torch.ones(1, 2), torch.ones(1, 4))
+            return str(a2a.combine().shape)
+
+    assert run_ranks(2, body, mode="thread", network=network(1)) == ["torch.Size([1, 4])"] * 2
+
+
+def test_calls_that_do_not_cross_domains_are_refused() -> None:
+    def body(rank: Rank) -> None:
+        ids, weights, rows = torch.zeros(1, 2, dtype=torch.int32), torch.ones(1, 2), torch.ones(1, 4)
+        with rank.all_to_all() as a2a:
+            with pytest.raises(ValueError, match="set_active_ranks: the communicator has 2 domains"):
+                a2a.set_active_ranks([True, True])
+            a2a.dispatch(ids, weights, rows)
+            a2a.combine()
+            with pytest.raises(ValueError, match="workspace is given"):
+                rank.all_to_all(workspace=a2a.workspace)
+
+    run_ranks(2, body, mode="thread", network=network(1))
+
+
+def test_networks_that_are_none_are_refused() -> None:
+    with pytest.raises(ValueError, match="provider is 'ib', expected one of auto, verbs"):
+        putget.Network("ib")
+    with pytest.raises(ValueError, match="domain_size is 0, expected None or an int from 1 to 128"):
+        putget.Network(domain_size=0)
+    with pytest.raises(ValueError, match="provider is 'verbs', ranks of one process have 'sim' alone"):
+        putget.Communicator.local(2, network=putget.Network("verbs"))
+    with pytest.raises(ValueError, match=r"network is 2, expected None or a putget\.Network"):
+        putget.Communicator.local(2, network=2)  # type: ignore[arg-type]
+
+
+def test_domains_of_a_communicator() -> None:
+    comms = putget.Communicator.local(5, network=network(3))
+    assert comms[4].domains == ((0, 1, 2), (3, 4))
+    assert comms[4].near_ranks == (3, 4)
+    for comm in comms:
+        comm.close()
+    before = threading.active_count()
+    (alone,) = putget.Communicator.local(1, network=network(3))
+    assert alone.domains == ((0,),)
+    assert alone.network is None
+    alone.close()
+    assert threading.active_count() == before
+
+
+def test_text_of_an_object_counts_network_memory() -> None:
+    def body(rank: Rank) -> str:
+        with rank.all_to_all() as a2a:
+            return str(a2a).splitlines()[-1]
+
+    for line in run_ranks(2, body, mode="thread", network=network(1)):
+        number, words = line.split(maxsplit=1)
+        assert words == "bytes for other domains"
+        assert int(number) > 0

@@ -1,0 +1,425 @@
+// Rounds across domains as threads, for ThreadSanitizer: the text that the library runs, with the product's proxies and
+// its network between ranks of a process.
+//
+//   nodes_rounds [--seed N] [--rounds N] [--domain_size N] [--weaken TAG] [--skip TAG] [--late N]
+//
+// ThreadSanitizer keys on virtual addresses: so all memory is mapped once, at the same address for everybody. Each rank
+// computes what it must receive and what its tokens must sum to. Exit status: 0 all well; 3 a wrong value; 4 a fault;
+// ThreadSanitizer's own for a race.
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "cpu/exec.h"
+#include "held_link.h"
+#include "protocol/combine/combine.h"
+#include "protocol/dispatch/dispatch.h"
+#include "protocol/nodes/pack.h"
+#include "protocol/nodes/serve.h"
+#include "protocol/nodes/sum_domains.h"
+#include "protocol/nodes/unpack.h"
+#include "protocol/round/release.h"
+#include "proxy/local_network.h"
+#include "tag_names.h"
+
+namespace putget::nodes {
+namespace {
+
+constexpr int kExitUsage = 2;
+constexpr int kExitMismatch = 3;
+constexpr int kExitFault = 4;
+
+constexpr uint32_t kRanks = 4;
+constexpr uint32_t kExperts = 8;
+constexpr uint32_t kTopK = 3;
+constexpr uint32_t kTokens = 6;
+constexpr uint32_t kElements = 8;
+constexpr uint64_t kTimeoutNs = 15'000'000'000;
+
+struct Options {
+  uint64_t seed = 1;
+  uint32_t rounds = 60;
+  uint32_t domain_size = 2;
+  uint32_t late = kRanks;  // a rank that gives its rows when its domain's agents have had the time to sum without them
+};
+
+uint64_t mix(uint64_t value) {
+  value = (value ^ value >> 30) * 0xbf58476d1ce4e5b9u;
+  value = (value ^ value >> 27) * 0x94d049bb133111ebu;
+  return value ^ value >> 31;
+}
+
+// What all ranks know of a round, from the seed alone.
+struct Story {
+  uint64_t seed;
+
+  uint64_t draw(uint32_t what, uint32_t round, uint32_t a = 0, uint32_t b = 0) const {
+    return mix(mix(mix(seed * 31 + what) + round) + (uint64_t{a} << 32 | b));
+  }
+  bool combines(uint32_t round) const { return draw(1, round) % 3 != 0; }
+  bool releases(uint32_t round, uint32_t rank) const { return draw(2, round, rank) % 2 == 0; }  // else left open
+  uint32_t tokens(uint32_t round, uint32_t source) const {
+    return draw(3, round, source) % 4 == 0 ? 0 : static_cast<uint32_t>(draw(4, round, source) % (kTokens + 1));
+  }
+  int32_t id(uint32_t round, uint32_t source, uint32_t entry) const {
+    return static_cast<int32_t>(draw(5, round, source, entry) % (kExperts + 2)) - 2;
+  }
+  bool goes_to(uint32_t round, uint32_t source, uint32_t token, uint32_t rank) const {
+    for (uint32_t k = 0; k < kTopK; ++k) {
+      const int32_t expert = id(round, source, token * kTopK + k);
+      if (expert >= 0 && expert / (kExperts / kRanks) == rank) return true;
+    }
+    return false;
+  }
+  // Small whole numbers: their sums have no rounding, whatever their order.
+  float row(uint32_t round, uint32_t source, uint32_t token, uint32_t element) const {
+    return static_cast<float>(draw(6, round, source, token * kElements + element) % 1000);
+  }
+  float answer(uint32_t round, uint32_t source, uint32_t token, uint32_t rank) const {
+    return static_cast<float>(draw(7, round, source, token * kRanks + rank) % 1000);
+  }
+};
+
+[[noreturn]] void fail(int status, const char* what, uint32_t rank, uint32_t round) {
+  std::fprintf(stderr, "%s at rank %u, round %u\n", what, rank, round);
+  std::_Exit(status);
+}
+
+Shape shape_of(uint32_t rank) {
+  Shape shape{};
+  shape.ep_size = kRanks;
+  shape.ep_rank = rank;
+  shape.num_experts = kExperts;
+  shape.top_k = kTopK;
+  shape.max_tokens_per_rank = kTokens;
+  shape.num_payloads = 1;
+  shape.row_bytes[0] = kElements * sizeof(float);
+  shape.output_elements = kElements;
+  shape.output_type = OutputType::kFloat32;
+  return shape;
+}
+
+template <class Type>
+std::vector<Type> zeros(uint64_t count) {
+  return std::vector<Type>(count == 0 ? 1 : count);
+}
+
+// Lines, so that rows lie where the widest access can take them.
+struct alignas(128) Line {
+  uint8_t byte[128];
+};
+
+class Rank {
+ public:
+  Rank(const Story& story, const Domains& domains, uint32_t rank, proxy::LocalNetwork& network)
+      : story_(story),
+        held_(network.table(rank), story.seed * kRanks + rank),
+        plan_{},
+        nodes_{domains, {}, {}, 0, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}},
+        network_(network),
+        rank_(rank) {
+    plan_.shape = shape_of(rank);
+    plan_.layout = layout_of(plan_.shape);
+    plan_.sentinel = sentinel_region(plan_.layout.total_bytes, plan_.shape);
+    symmetric_ = zeros<Line>(plan_.layout.total_bytes / sizeof(Line) + 1);
+    for (uint32_t expert = 0; expert < kExperts; ++expert) table_.push_back(expert / (kExperts / kRanks));
+    for (auto* routes : {&near_ranks_, &near_slots_, &ranks_, &slots_, &served_ranks_, &served_slots_}) {
+      *routes = zeros<int32_t>(kTokens * kTopK);
+    }
+    state_.head.active = RankSet::none();
+    for (uint32_t peer = 0; peer < kRanks; ++peer) {
+      if (domains.domain_of(peer) == domains.domain_of(rank)) state_.head.active.insert(peer);
+    }
+    plan_.state = &state_;
+    plan_.fault = &fault_;
+    plan_.expert_to_rank = table_.data();
+    plan_.target_ranks = near_ranks_.data();
+    plan_.target_slots = near_slots_.data();
+    plan_.num_tokens = num_tokens_;
+    plan_.invalid_ids = &invalid_;
+    plan_.timeout_ns = plan_.warmup_timeout_ns = kTimeoutNs;
+    plan_.by_ep_size = Divisor(kRanks);
+    plan_.object_id = 1;
+    prepare_nodes();
+  }
+
+  // When all ranks are there.
+  void meet(std::vector<std::unique_ptr<Rank>>& ranks) {
+    for (uint32_t peer = 0; peer < kRanks; ++peer) {
+      Rank& other = *ranks[peer];
+      plan_.base[peer] = other.symmetric_.data()->byte;
+      if (nodes_.is_near(plan_, peer)) {
+        nodes_.board[peer] = other.board_.data();
+        nodes_.inbox[peer] = other.inbox_.data()->byte;
+      } else {
+        inbox_of_[peer] = target_of(other, other.regions_[1]);
+        landing_of_[peer] = target_of(other, other.regions_[3]);
+      }
+    }
+    proxy::Config config{rank_, 0,           0,           0,  kTimeoutNs, nodes_.parcel, nodes_.domains, &held_.table(),
+                         {},    regions_[0], regions_[2], {}, {}};
+    std::copy_n(nodes_.board, kMaxRanks, config.board);
+    std::copy_n(inbox_of_, kMaxRanks, config.inbox_of);
+    std::copy_n(landing_of_, kMaxRanks, config.landing_of);
+    proxy_ = std::make_unique<proxy::Proxy>(config);
+  }
+  proxy::Proxy* proxy() { return proxy_.get(); }
+
+  void run(uint32_t rounds, bool is_late) {
+    for (uint32_t round = 1; round <= rounds; ++round) {
+      dispatch(round);
+      if (is_late && story_.combines(round)) wait_for_early_sums(round);
+      check_received(round);
+      if (story_.combines(round)) {
+        combine(round);
+      } else if (story_.releases(round, rank_)) {
+        release();
+      }
+      if (state_.head.fault != 0) fail_with_fault(round);
+    }
+    // The last round ends for others too.
+    close_open_round(exec_, plan_, nodes_, kEndedByRelease);
+  }
+
+ private:
+  const putget_transport& table() const { return network_.table(rank_); }
+
+  [[noreturn]] void fail_with_fault(uint32_t round) const {
+    std::fprintf(stderr, "kind %u, phase %u, epoch %u, misuse %u, source %u, missing %x; lost", fault_.kind,
+                 fault_.phase, fault_.epoch, fault_.misuse, fault_.source, fault_.missing.word[0]);
+    for (uint32_t rank = 0; rank < kRanks; ++rank) {
+      std::fprintf(stderr, " %llx", static_cast<unsigned long long>(*nodes_.board_of(rank_).lost(rank)));
+    }
+    std::fputc('\n', stderr);
+    fail(kExitFault, "a fault", rank_, round);
+  }
+
+  void prepare_nodes() {
+    nodes_.row = ParcelRow::of(plan_.shape);
+    // Messages of up to three chunks.
+    nodes_.parcel = ParcelShape::make(kTokens, kTopK, nodes_.row.bytes, plan_.shape.output_row_bytes(),
+                                      80 + 2 * (nodes_.row.bytes + kTopK));
+    const Splits splits(nodes_.domains, nodes_.parcel);
+    board_ = zeros<uint64_t>(Board::kWords);
+    const uint64_t bytes[4] = {splits.outbox_bytes(), splits.inbox_bytes(rank_), splits.returns_bytes(rank_),
+                               splits.landing_bytes()};
+    std::vector<Line>* memory[4] = {&outbox_, &inbox_, &returns_, &landing_};
+    for (uint32_t i = 0; i < 4; ++i) {
+      *memory[i] = zeros<Line>(bytes[i] / sizeof(Line));
+      table().add_region(table().self, memory[i]->data(), bytes[i], -1, &regions_[i]);
+    }
+    nodes_.outbox = outbox_.data()->byte;
+    nodes_.returns = returns_.data()->byte;
+    nodes_.landing = landing_.data()->byte;
+    own_sums_ = zeros<Line>(kTokens);
+    nodes_.own_sums = own_sums_.data()->byte;
+    nodes_.target_ranks = ranks_.data();
+    nodes_.target_slots = slots_.data();
+    nodes_.served_ranks = served_ranks_.data();
+    nodes_.served_slots = served_slots_.data();
+    home_rows_ = zeros<int32_t>(kTokens * kRanks);
+    nodes_.home_rows = home_rows_.data();
+    nodes_.sent_rows = sent_rows_;
+    nodes_.served_rows = served_rows_;
+  }
+
+  uint32_t target_of(const Rank& other, uint32_t region) const {
+    uint8_t address[16], description[16];
+    uint64_t address_bytes = sizeof(address), description_bytes = sizeof(description);
+    uint32_t peer = 0, target = 0;
+    other.table().address(other.table().self, address, &address_bytes);
+    other.table().describe_region(other.table().self, region, description, &description_bytes);
+    table().add_peer(table().self, address, address_bytes, &peer);
+    table().add_target(table().self, peer, description, description_bytes, &target);
+    return target;
+  }
+
+  void dispatch(uint32_t round) {
+    const uint32_t tokens = story_.tokens(round, rank_);
+    for (uint32_t i = 0; i < tokens * kTopK; ++i) {
+      ids_[i] = story_.id(round, rank_, i);
+      weights_[i] = static_cast<float>(i);
+    }
+    for (uint32_t token = 0; token < tokens; ++token) {
+      for (uint32_t e = 0; e < kElements; ++e) rows_[token * kElements + e] = story_.row(round, rank_, token, e);
+    }
+    DispatchCall call{};
+    call.topk_ids = ids_;
+    call.topk_weights = weights_;
+    call.payload[0] = rows_;
+    call.access_bytes[0] = 16;
+    call.num_tokens = tokens;
+    call.max_rows = kTokens;
+    call.ids_access_bytes = 4;
+    cut_into_items(call, plan_.shape, 1u << 30, 1, 1, false);
+    NodesScratch scratch{};
+    DispatchScratch of_domain{};
+    pack<int32_t>(exec_, plan_, nodes_, call, scratch);
+    putget::dispatch<int32_t>(exec_, plan_, call, of_domain);
+    unpack(exec_, plan_, nodes_, kTokens, scratch);
+    if (state_.head.fault != 0) fail_with_fault(round);
+  }
+
+  // Nobody tells of sums while this rank has not given its rows: it goes on at once if somebody has, else in a while.
+  void wait_for_early_sums(uint32_t round) const {
+    constexpr uint64_t kPatienceNs = 30'000'000;
+    const uint64_t begun = exec_.now_ns();
+    bool told = false;
+    while (!told && exec_.now_ns() - begun < kPatienceNs) {
+      for (uint32_t peer = 0; peer < kRanks; ++peer) {
+        if (peer == rank_ || !nodes_.is_near(plan_, peer)) continue;
+        for (uint32_t source = 0; source < kRanks; ++source) {
+          const uint64_t back = exec_.peek(nodes_.board_of(peer).back(source));
+          told = told || (flag_epoch(back) == round && flag_value(back) != 0);
+        }
+      }
+      std::this_thread::yield();
+    }
+  }
+
+  void check_received(uint32_t round) {
+    const uint8_t* own = plan_.own();
+    for (uint32_t source = 0; source < kRanks; ++source) {
+      uint32_t slot = 0;
+      for (uint32_t token = 0; token < story_.tokens(round, source); ++token) {
+        if (!story_.goes_to(round, source, token, rank_)) continue;
+        const uint64_t row = row_index(slot++, source, kRanks);
+        const auto* values = reinterpret_cast<const float*>(own + plan_.layout.payload[0]) + row * kElements;
+        for (uint32_t e = 0; e < kElements; ++e) {
+          if (values[e] != story_.row(round, source, token, e)) fail(kExitMismatch, "a wrong row", rank_, round);
+        }
+        auto* answers = reinterpret_cast<float*>(plan_.own() + plan_.layout.output) + row * kElements;
+        for (uint32_t e = 0; e < kElements; ++e) answers[e] = story_.answer(round, source, token, rank_);
+      }
+      if (num_tokens_[source] != static_cast<int32_t>(slot)) fail(kExitMismatch, "a wrong count", rank_, round);
+    }
+  }
+
+  void combine(uint32_t round) {
+    using Wire = SameWire<Float32, 4>;
+    CombineCall call{};
+    call.out = nodes_.own_sums;
+    call.num_tokens = story_.tokens(round, rank_);
+    call.segment_bytes = 1u << 30;
+    call.segments_of_row = segments_of_row(plan_.shape, call.segment_bytes);
+    call.sending_blocks = 1;
+    call.sentinel_sources = sentinel_sources(plan_, call);
+    call.rows_access_bytes = 16;
+    call.wide_out = 1;
+    close_open_round(exec_, plan_, nodes_, kEndedByCombine);
+    CombineScratch of_domain{};
+    NodesScratch scratch{};
+    call.half = Half::kStart;
+    putget::combine<Float32, Wire, DynamicTopK>(exec_, plan_, call, of_domain);
+    serve_sources<Float32, Wire>(exec_, plan_, nodes_, scratch, of_domain);
+    call.half = Half::kFinish;
+    putget::combine<Float32, Wire, DynamicTopK>(exec_, plan_, call, of_domain);
+    call.out = out_.data()->byte;
+    sum_domains<Float32, Wire>(exec_, plan_, nodes_, call, scratch);
+    if (state_.head.fault != 0) fail_with_fault(round);
+    const auto* sums = reinterpret_cast<const float*>(out_.data());
+    for (uint32_t token = 0; token < call.num_tokens; ++token) {
+      float want = 0;
+      for (uint32_t rank = 0; rank < kRanks; ++rank) {
+        if (story_.goes_to(round, rank_, token, rank)) want += story_.answer(round, rank_, token, rank);
+      }
+      for (uint32_t e = 0; e < kElements; ++e) {
+        if (sums[token * kElements + e] != want) fail(kExitMismatch, "a wrong sum", rank_, round);
+      }
+    }
+  }
+
+  void release() {
+    CombineScratch scratch{};
+    close_open_round(exec_, plan_, nodes_, kEndedByRelease);
+    putget::release(exec_, plan_, scratch.wait);
+  }
+
+  const Story story_;
+  HeldLink held_;
+  Plan plan_;
+  NodesPlan nodes_;
+  proxy::LocalNetwork& network_;
+  const uint32_t rank_;
+  cpu::Exec exec_;
+  State state_{};
+  FaultRecord fault_{};
+  std::vector<Line> symmetric_, outbox_, inbox_, returns_, landing_, own_sums_;
+  std::vector<Line> out_ = zeros<Line>(kTokens);
+  std::vector<uint64_t> board_;
+  std::vector<int32_t> table_, near_ranks_, near_slots_, ranks_, slots_, served_ranks_, served_slots_, home_rows_;
+  uint32_t sent_rows_[kRanks] = {}, served_rows_[kRanks] = {};
+  int32_t num_tokens_[kRanks] = {};
+  unsigned long long invalid_ = 0;
+  int32_t ids_[kTokens * kTopK] = {};
+  float weights_[kTokens * kTopK] = {};
+  alignas(16) float rows_[kTokens * kElements] = {};
+  uint32_t regions_[4] = {};
+  uint32_t inbox_of_[kMaxRanks] = {}, landing_of_[kMaxRanks] = {};
+  std::unique_ptr<proxy::Proxy> proxy_;
+};
+
+void run(const Options& options) {
+  uint8_t domain_of[kRanks];
+  RankSet everybody = RankSet::none();
+  for (uint32_t rank = 0; rank < kRanks; ++rank) {
+    domain_of[rank] = static_cast<uint8_t>(rank / options.domain_size);
+    everybody.insert(rank);
+  }
+  const Domains domains(domain_of, kRanks, everybody);
+  proxy::LocalNetwork network(kRanks, options.seed);
+  const Story story{options.seed};
+  std::vector<std::unique_ptr<Rank>> ranks;
+  for (uint32_t rank = 0; rank < kRanks; ++rank) {
+    ranks.push_back(std::make_unique<Rank>(story, domains, rank, network));
+  }
+  for (auto& rank : ranks) rank->meet(ranks);
+  for (auto& rank : ranks) network.stepper().add(rank->proxy());
+  std::vector<std::thread> threads;
+  for (uint32_t rank = 0; rank < kRanks; ++rank) {
+    threads.emplace_back([&, rank] {
+      stress::yield_seed = options.seed * kRanks + rank + 1;
+      ranks[rank]->run(options.rounds, rank == options.late);
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  for (auto& rank : ranks) {
+    bool rests = false;
+    while (!rests) {
+      network.stepper().remove(rank->proxy());
+      rests = rank->proxy()->resting() && rank->proxy()->quiet();
+      if (!rests) network.stepper().add(rank->proxy());
+    }
+  }
+}
+
+uint32_t tag(const char* name) {
+  const uint32_t value = stress::value_named<Tag>(name);
+  if (value != stress::kNoSuchTag) return value;
+  std::fprintf(stderr, "there is no such tag\n");
+  std::exit(kExitUsage);
+}
+
+}  // namespace
+}  // namespace putget::nodes
+
+int main(int count, char** words) {
+  putget::nodes::Options options;
+  for (int i = 1; i + 1 < count; i += 2) {
+    const std::string name = words[i];
+    const char* value = words[i + 1];
+    if (name == "--seed") options.seed = std::strtoull(value, nullptr, 10);
+    if (name == "--rounds") options.rounds = static_cast<uint32_t>(std::atoi(value));
+    if (name == "--domain_size") options.domain_size = static_cast<uint32_t>(std::atoi(value));
+    if (name == "--late") options.late = static_cast<uint32_t>(std::atoi(value));
+    if (name == "--weaken") putget::stress::weakened_tag = putget::nodes::tag(value);
+    if (name == "--skip") putget::stress::skipped_tag = putget::nodes::tag(value);
+  }
+  putget::nodes::run(options);
+  return 0;
+}

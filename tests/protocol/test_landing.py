@@ -1,0 +1,111 @@
+"""Landing areas under ThreadSanitizer: clean as the text is, caught once an order is weakened or a look left out.
+
+The job is tests/native/landing_job.h, a part of the stress job: kernels of each rank, and a thread that posts orders.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.protocol import tags
+from tests.protocol.stress_job import REPORT, StressJob, is_caught
+
+TRIES = range(1, 9)
+OPTIONS = ("--landing", 1, "--ranks", 3, "--blocks", 2, "--rounds", 20, "--timeout", 60)
+# What each order protects: a race must be there to count as this order's.
+PROTECTED = {
+    "H1": {"orders"},
+    "H2": {"orders"},
+    "H3": {"orders"},
+    "H4": {"orders"},
+    "L2": {"cells"},
+    "L3": {"cells"},
+    "L5": {"cells"},
+    "L6": {"cells"},
+    "J4": {"cells", "landing_state"},
+}
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> StressJob:
+    return StressJob("thread", tmp_path_factory.mktemp("landing"))
+
+
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_landing_is_clean(job: StressJob, blocks: int) -> None:
+    for seed in (1, 2):
+        done = job(*OPTIONS, "--blocks", blocks, "--seed", seed)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_landing_of_ctas_is_clean(tmp_path: Path) -> None:
+    done = StressJob("thread", tmp_path, ctas=True)(*OPTIONS, "--rounds", 8)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_order_is_tried() -> None:
+    orders = {*tags.published(), *tags.observed(), *tags.enumerators("Join")}
+    assert {tag for tag in orders if tags.of_landing(tag)} == PROTECTED.keys()
+
+
+@pytest.mark.parametrize("tag", sorted(PROTECTED))
+def test_a_weakened_order_is_caught(job: StressJob, tag: str) -> None:
+    option = "--weaken-join" if tag == "J4" else "--weaken"
+    for seed in TRIES:
+        done = job(*OPTIONS, "--seed", seed, option, tag)
+        assert done.returncode in {0, REPORT}, done.stderr
+        if is_caught(done, PROTECTED[tag]):
+            return
+    pytest.fail(f"{tag} without its order: nothing depends on it, or nothing checks it")
+
+
+TEXT, STEP = "protocol/landing/landing.h", "protocol/landing/step.h"
+MISTAKES = {
+    "a cell that is not free": (
+        TEXT,
+        "state.may_put = is_first || flag_epoch(exec.template observe<Tag::L6>(flag)) == before;",
+        "state.may_put = is_first || flag_epoch(exec.template observe<Tag::L6>(flag)) != before + 1;",
+    ),
+    "an arrival that is not the wanted one": (
+        TEXT,
+        "state.has_landed = flag_epoch(flag) == order.arrival;",
+        "state.has_landed = flag_epoch(flag) != plan.first;",
+    ),
+    "a put that is told of before its last part": (
+        TEXT,
+        "  state.put_bytes = end;\n  if (end != plan.blob_bytes) return;\n",
+        "  state.put_bytes = end;\n  if (end < plan.blob_bytes / 2) return;\n",
+    ),
+    "a cell that is free before it is taken": (
+        TEXT,
+        "  ++state.checked;\n  state.check_bytes",
+        "  const TakeOrder taken = plan.orders->take[state.checked % kOrders];\n"
+        "  for (uint32_t rank = 0; rank < plan.ep_size; ++rank) {\n"
+        "    exec.template publish<Tag::L5>(taken_flag(plan, rank, plan.ep_rank, taken.arrival), "
+        "pack_flag(taken.arrival, 0));\n  }\n"
+        "  ++state.checked;\n  state.check_bytes",
+    ),
+    "a table that changes before its batch is taken": (
+        TEXT,
+        "kOrders];\n    if (!not_behind(order.batch, last)) break;\n    const Table",
+        "kOrders];\n    const Table",
+    ),
+    "a table whose next words may change before it is written": (
+        TEXT,
+        "pack_flag(end_tables, 0)",
+        "pack_flag(state.end.tables, 0)",
+    ),
+    "loads that change while the host reads them": (STEP, " && planned - 1 == state.window;", ";"),
+    "loads that the host reads before all are there": (STEP, "if (count != 0 && count == left)", "if (count != 0)"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_caught(mistake: str, tmp_path: Path) -> None:
+    job = StressJob("thread", tmp_path, MISTAKES[mistake])
+    for seed in TRIES:
+        if is_caught(job(*OPTIONS, "--timeout", 10, "--seed", seed), {"cells", "slots", "tables", "sums"}):
+            return
+    pytest.fail(f"{mistake}: nothing checks it")

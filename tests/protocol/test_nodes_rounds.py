@@ -1,0 +1,99 @@
+"""Rounds across domains under ThreadSanitizer: clean as they are, caught once an order is weakened or a wait left out.
+
+The job is tests/native/nodes_rounds.cpp: the text that the library runs, its proxies and its network as threads.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.protocol.stress_job import (
+    FAULT,
+    MISMATCH,
+    OPTIONS,
+    REPORT,
+    SOURCES,
+    compile_job,
+    compiled_program,
+    objects_of,
+)
+from tests.protocol.stress_job import StressJob as Job
+from tests.protocol.tags import ROOT
+from tests.protocol.test_nodes_tags import AWAITED, PUBLISHED
+
+PROXY = ROOT / "native" / "proxy"
+PARTS = (SOURCES / "nodes_rounds.cpp", *(PROXY / f"{name}.cpp" for name in ("proxy", "thread", "local_network")))
+SEEDS = range(1, 7)  # for a mistake to show, which one seed may not: the first that does ends the test
+
+
+class Rounds:
+    """The job, compiled, with how such programs start here."""
+
+    def __init__(self, folder: Path) -> None:
+        (folder / "probe.cpp").write_text("int main() { return 0; }\n")
+        compiled_program([], objects_of((folder / "probe.cpp",), folder, "thread"), folder, "thread")
+        self._prefix = Job.working_prefix(folder / "program")
+        self._objects = objects_of(PARTS, folder, "thread")
+        self._program = compiled_program(self._objects, [], folder, "thread")
+
+    def with_mistake(self, folder: Path, name: str, right: str, wrong: str) -> Path:
+        """The job with another text in a file of native/protocol/nodes."""
+        native = folder / "native"
+        shutil.copytree(ROOT / "native", native)
+        header = native / "protocol" / "nodes" / name
+        assert header.read_text().count(right) == 1, f"{name} does not say once: {right}"
+        header.write_text(header.read_text().replace(right, wrong))
+        changed = folder / "nodes_rounds.o"
+        built = compile_job(changed, "nodes_rounds.cpp", "thread", native=native, extra=("-O1", "-c"))
+        assert built.returncode == 0, built.stderr
+        others = [part for part in self._objects if part.name != changed.name]
+        return compiled_program(others, [changed], folder, "thread")
+
+    def run(
+        self, seed: int, *more: object, rounds: int = 150, program: Path | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        words = ["--seed", seed, "--rounds", rounds, *more]
+        command = [*self._prefix, str(program or self._program), *map(str, words)]
+        return subprocess.run(command, env=OPTIONS, capture_output=True, text=True, timeout=120)
+
+    def catches(self, statuses: set[int], *mistake: str) -> bool:
+        for seed in SEEDS:
+            done = self.run(seed, *mistake)
+            if done.returncode != 0:
+                assert done.returncode in statuses, done.stderr
+                return True
+        return False
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Rounds:
+    return Rounds(tmp_path_factory.mktemp("rounds"))
+
+
+@pytest.mark.parametrize("domain_size", [1, 2, 3])
+def test_rounds_across_domains_are_clean(job: Rounds, domain_size: int) -> None:
+    for seed in (1, 2, 3):
+        done = job.run(seed, "--domain_size", domain_size)
+        assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("tag", sorted(PUBLISHED | AWAITED))
+def test_a_weakened_order_is_caught(job: Rounds, tag: str) -> None:
+    assert job.catches({REPORT}, "--weaken", tag)
+
+
+@pytest.mark.parametrize("tag", sorted(AWAITED))
+def test_a_wait_that_is_left_out_is_caught(job: Rounds, tag: str) -> None:
+    assert job.catches({MISMATCH, FAULT, REPORT}, "--skip", tag)
+
+
+def test_sums_for_others_wait_for_the_rows_of_their_domain(job: Rounds, tmp_path: Path) -> None:
+    """A rank that gives its rows late, and an agent of its domain that does not wait for it."""
+    assert job.run(1, "--late", 1, rounds=20).returncode == 0
+    wait = "  if (!await_domain(exec, plan, nodes, of_domain)) return;\n"
+    hasty = job.with_mistake(tmp_path, "serve.h", wait, "")
+    assert job.run(1, "--late", 1, rounds=20, program=hasty).returncode in {MISMATCH, REPORT}
