@@ -3,23 +3,12 @@
 #include <cstring>
 #include <string>
 
+#include "capi/alltoall.h"
 #include "capi/guard.h"
+#include "capi/memory.h"
 #include "capi/validate.h"
 #include "choose.h"
 #include "protocol/round/ablate.h"
-
-struct putget_memory {
-  std::unique_ptr<putget::Backend> backend;
-  uint32_t objects_made;
-  unsigned long long* tables_apart;
-  uint64_t rows_end;  // of all objects made
-};
-
-struct putget_alltoall {
-  putget::Backend* memory;
-  putget::Plan plan;
-  putget::Limits limits;
-};
 
 namespace {
 
@@ -91,6 +80,7 @@ putget_layout public_layout(const putget::Shape& shape) {
   out.sentinel = layout.sentinel;
   out.combine_row_bytes = shape.wire_row_bytes();
   out.total_bytes = layout.total_bytes;
+  out.stats = layout.stats;
   return out;
 }
 
@@ -123,6 +113,8 @@ putget::DispatchCall dispatch_call(const putget::Plan& plan, const putget::Limit
   const uint64_t ids_bytes = shape.top_k * (args.ids_are_64bit != 0 ? sizeof(int64_t) : sizeof(int32_t));
   call.ids_access_bytes = access_bytes(reinterpret_cast<uintptr_t>(args.topk_ids) | ids_bytes);
   call.ask = is_sent_rows(plan, limits, args.num_tokens) ? putget::kWantsSentinels : 0;
+  call.expert_load = args.expert_load;
+  call.stats = args.stats;
   call.half = static_cast<putget::Half>(args.half);
   return call;
 }
@@ -313,7 +305,7 @@ putget_status putget_create(const putget_config* config, putget_memory* memory, 
     if (limits.combine.sentinel_rows == PUTGET_SENTINEL_BY_RULE && !backend.sends_by_rule()) {
       limits.combine.sentinel_rows = PUTGET_SENTINEL_NEVER;
     }
-    *object = new putget_alltoall{&backend, plan, limits};
+    *object = new putget_alltoall{&backend, plan, limits, nullptr};
   });
 }
 
@@ -323,7 +315,9 @@ putget_status putget_dispatch(putget_alltoall* object, const putget_dispatch_arg
     require_version(args, "args");
     putget::capi::check_dispatch(self.plan.shape, *args);
     run_checked(*self.memory, [&] {
-      self.memory->dispatch(self.plan, dispatch_call(self.plan, self.limits, *args), self.limits, args->stream);
+      const putget::DispatchCall call = dispatch_call(self.plan, self.limits, *args);
+      if (self.nodes != nullptr) return self.nodes->dispatch(self.plan, call, self.limits, args->stream);
+      self.memory->dispatch(self.plan, call, self.limits, args->stream);
     });
   });
 }
@@ -334,7 +328,9 @@ putget_status putget_combine(putget_alltoall* object, const putget_combine_args*
     require_version(args, "args");
     putget::capi::check_combine(self.plan.shape, *args);
     run_checked(*self.memory, [&] {
-      self.memory->combine(self.plan, combine_call(self.plan, self.limits, *args), self.limits, args->stream);
+      const putget::CombineCall call = combine_call(self.plan, self.limits, *args);
+      if (self.nodes != nullptr) return self.nodes->combine(self.plan, call, self.limits, args->stream);
+      self.memory->combine(self.plan, call, self.limits, args->stream);
     });
   });
 }
@@ -342,7 +338,10 @@ putget_status putget_combine(putget_alltoall* object, const putget_combine_args*
 putget_status putget_release(putget_alltoall* object, void* stream) {
   return guarded([&] {
     putget_alltoall& self = object_of(object);
-    run_checked(*self.memory, [&] { self.memory->release(self.plan, stream); });
+    run_checked(*self.memory, [&] {
+      if (self.nodes != nullptr) return self.nodes->release(self.plan, stream);
+      self.memory->release(self.plan, stream);
+    });
   });
 }
 

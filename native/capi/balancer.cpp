@@ -1,17 +1,15 @@
-// The C ABI of the balancer: validation, then the planner layer by layer, the choice of replicas, or host pages.
+// The C ABI of the balancer: validation, then the planner layer by layer, or host pages. choice.cpp has the rest.
 #include <cmath>
 #include <string>
 
 #include "balancer/planner.h"
 #include "capi/guard.h"
 #include "capi/validate.h"
-#include "cpu/balancer.h"
 #include "cpu/host_pages.h"
 #include "putget_balancer.h"
 
 namespace {
 
-using putget::balancer::Choice;
 using putget::balancer::Options;
 using putget::balancer::Sizes;
 using putget::capi::guarded;
@@ -21,12 +19,6 @@ using putget::capi::require_range;
 using putget::capi::require_version;
 
 constexpr uint32_t kMostLayers = 1u << 16;
-constexpr uint32_t kMostTokens = (1u << 22) - 1;
-
-static_assert(PUTGET_CHOOSE_NEAREST == static_cast<int>(Choice::kNearest) &&
-              PUTGET_CHOOSE_ROUND_ROBIN == static_cast<int>(Choice::kRoundRobin) &&
-              PUTGET_CHOOSE_HASH == static_cast<int>(Choice::kHash) &&
-              PUTGET_CHOOSE_BALANCED == static_cast<int>(Choice::kBalanced));
 
 std::string text(uint64_t value) { return std::to_string(value); }
 
@@ -116,69 +108,6 @@ void balance(const putget_balance_args& args) {
   }
 }
 
-void check_choose(const putget_choose_args& args) {
-  require_range("device", args.device, PUTGET_CPU, PUTGET_CUDA);
-  if (args.device == PUTGET_CUDA) {
-    throw putget::Error(PUTGET_UNAVAILABLE, "replicas are chosen on the CPU alone: there is no CUDA kernel for it yet");
-  }
-  require_range("how", args.how, PUTGET_CHOOSE_NEAREST, PUTGET_CHOOSE_BALANCED);
-  require_range("num_tokens", args.num_tokens, 0, kMostTokens);
-  require_range("top_k", args.top_k, 1, PUTGET_MAX_TOP_K);
-  require_range("num_experts", args.num_experts, 1, PUTGET_MAX_BALANCED_SLOTS);
-  require_range("width", args.width, 1, PUTGET_MAX_BALANCED_SLOTS);
-  require_range("num_ranks", args.num_ranks, 1, PUTGET_MAX_BALANCED_GPUS);
-  require_range("slots_per_rank", args.slots_per_rank, 1, PUTGET_MAX_BALANCED_SLOTS);
-  require_range("rank", args.rank, 0, args.num_ranks - 1);
-  require_range("ranks_per_node", args.ranks_per_node, 1, args.num_ranks);
-  require_pointer("slots", args.slots);
-  require_pointer("counts", args.counts);
-  if (args.num_tokens != 0) {
-    require_pointer("topk_ids", args.topk_ids);
-    require_pointer("out", args.out);
-    require(args.out != args.topk_ids, "out is topk_ids: it must be another memory");
-  }
-  if (args.how == PUTGET_CHOOSE_BALANCED) require_pointer("memory", args.memory);
-}
-
-// The tables are memory's indices: one pass over them, short beside the batch.
-void check_tables(const putget_choose_args& args) {
-  for (uint32_t expert = 0; expert < args.num_experts; ++expert) {
-    const int64_t count = args.counts[expert];
-    if (count < 1 || count > args.width) {
-      refuse("counts of expert " + text(expert) + " is " + std::to_string(count) + ", allowed are 1 to " +
-             text(args.width));
-    }
-    for (int64_t i = 0; i < count; ++i) {
-      const int64_t slot = args.slots[size_t{expert} * args.width + static_cast<size_t>(i)];
-      if (slot < 0 || slot >= int64_t{args.num_ranks} * args.slots_per_rank) {
-        refuse("slots of expert " + text(expert) + " has " + std::to_string(slot) + ", allowed are 0 to " +
-               text(uint64_t{args.num_ranks} * args.slots_per_rank - 1));
-      }
-    }
-  }
-}
-
-template <class Id>
-void choose(const putget_choose_args& args) {
-  putget::balancer::ChoiceCall<Id> call{};
-  call.how = static_cast<Choice>(args.how);
-  call.num_tokens = args.num_tokens;
-  call.top_k = args.top_k;
-  call.num_experts = args.num_experts;
-  call.width = args.width;
-  call.num_ranks = args.num_ranks;
-  call.slots_per_rank = args.slots_per_rank;
-  call.rank = args.rank;
-  call.ranks_per_node = args.ranks_per_node;
-  call.topk_ids = static_cast<const Id*>(args.topk_ids);
-  call.slots = args.slots;
-  call.counts = args.counts;
-  call.seed = args.seed;
-  call.out = static_cast<Id*>(args.out);
-  call.memory = args.memory;
-  putget::cpu::choose_replicas(call);
-}
-
 constexpr uint64_t kSmallPageBytes = 4096;
 constexpr int32_t kMostNodes = 1024;
 
@@ -207,23 +136,6 @@ extern "C" putget_status putget_host_pages_unmap(void* address, uint64_t bytes) 
   return guarded([&] {
     require_pointer("address", address);
     putget::cpu::unmap_host_pages(address, bytes);
-  });
-}
-
-extern "C" uint64_t putget_choose_words(uint32_t num_experts, uint32_t width, uint32_t num_ranks) {
-  return putget::balancer::ChoiceMemory{num_experts, width, num_ranks}.words();
-}
-
-extern "C" putget_status putget_choose(const putget_choose_args* args) {
-  return guarded([&] {
-    require_version(args, "args");
-    check_choose(*args);
-    check_tables(*args);
-    if (args->ids_are_64bit != 0) {
-      choose<int64_t>(*args);
-    } else {
-      choose<int32_t>(*args);
-    }
   });
 }
 

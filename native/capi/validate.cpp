@@ -26,6 +26,7 @@ namespace {
 constexpr uint32_t kMaxExperts = 1u << 20;
 constexpr uint32_t kMaxTokens = (1u << kRowsBits) - 1;
 constexpr uint32_t kMaxRowBytes = 1u << 26;
+constexpr uint32_t kMaxStats = 1u << 16;
 
 }  // namespace
 
@@ -59,6 +60,8 @@ Shape shape_of(const putget_config& config) {
   shape.output_type = static_cast<OutputType>(config.output_type);
   require_range("wire_type", config.wire_type, PUTGET_WIRE_SAME, PUTGET_WIRE_FP8);
   shape.wire_type = static_cast<WireType>(config.wire_type);
+  require_range("num_stats", config.num_stats, 0, kMaxStats);
+  shape.num_stats = config.num_stats;
   require(!shape.quantised() || shape.output_elements % kWirePack == 0,
           "output_elements is " + std::to_string(shape.output_elements) + ", quantised rows have a multiple of " +
               std::to_string(kWirePack));

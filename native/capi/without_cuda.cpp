@@ -1,5 +1,6 @@
 // Stands in for native/cuda in a build without it.
 #include "backend.h"
+#include "landing.h"
 
 #if !defined(PUTGET_WITH_CUDA)
 
@@ -21,6 +22,11 @@ void moe_group(const moe::Grouping&, const moe::CopyPlan&, const Queue&) { unava
 void moe_expand(const moe::ExpandCall&, const Queue&) { unavailable(); }
 void moe_activate(const moe::ActivationCall&, OutputType, moe::Gate, const Queue&) { unavailable(); }
 void moe_finalize(const moe::Grouping&, const moe::FinalizeCall&, OutputType, const Queue&) { unavailable(); }
+void choose_replicas(const balancer::ChoiceCall<int32_t>&, uint32_t*, const Queue&) { unavailable(); }
+void choose_replicas(const balancer::ChoiceCall<int64_t>&, uint32_t*, const Queue&) { unavailable(); }
+std::unique_ptr<Landing> create_landing(const LandingPlan&, const std::vector<BlobPart>&, int, uint32_t) {
+  unavailable();
+}
 
 }  // namespace putget::cuda
 

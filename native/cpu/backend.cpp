@@ -10,6 +10,7 @@
 #include "choose.h"
 #include "cpu/clones.h"
 #include "cpu/exec.h"
+#include "cpu/nodes.h"
 #include "cpu/symmetric_memory.h"
 #include "protocol/combine/combine.h"
 #include "protocol/dispatch/dispatch.h"
@@ -198,6 +199,26 @@ class CpuBackend final : public Backend {
     Exec exec;
     give_scratch(1);
     putget::release(exec, plan, scratch_[0].combine.wait);
+  }
+
+  void pack(const Plan& plan, const NodesPlan& nodes, const DispatchCall& call, void*) override {
+    const Interruptible running(*this);
+    cpu::pack(plan, nodes, call);
+  }
+  void unpack(const Plan& plan, const NodesPlan& nodes, uint32_t max_rows, void*) override {
+    const Interruptible running(*this);
+    cpu::unpack(plan, nodes, max_rows);
+  }
+  void close_round(const Plan& plan, const NodesPlan& nodes, uint32_t kind, void*) override {
+    cpu::close_round(plan, nodes, kind);
+  }
+  void serve_sources(const Plan& plan, const NodesPlan& nodes, void*) override {
+    const Interruptible running(*this);
+    cpu::serve_sources(plan, nodes);
+  }
+  void sum_domains(const Plan& plan, const NodesPlan& nodes, const CombineCall& call, void*) override {
+    const Interruptible running(*this);
+    cpu::sum_domains(plan, nodes, call);
   }
 
  private:

@@ -174,7 +174,8 @@ class Exec {
   void publish_to_host(uint32_t* word, uint32_t value) const { __atomic_store_n(word, value, __ATOMIC_RELEASE); }
   void set_bits(uint32_t& word, uint32_t bits) const { word |= bits; }
   void insert(RankSet& set, uint32_t rank) const { set.insert(rank); }
-  void add(unsigned long long* counter, uint32_t amount) const {
+  template <class Counter>
+  void add(Counter* counter, uint32_t amount) const {
     __atomic_fetch_add(counter, amount, __ATOMIC_RELAXED);
   }
   void count(uint32_t set, uint32_t first_rank, uint32_t ep_size, uint32_t* rows) const {

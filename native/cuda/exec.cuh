@@ -157,8 +157,9 @@ struct Exec {
   __device__ void publish_to_host(uint32_t* word, uint32_t value) const { ptx::store_release_sys_host(word, value); }
   __device__ void set_bits(uint32_t& word, uint32_t bits) const { atomicOr(&word, bits); }
   __device__ void insert(RankSet& set, uint32_t rank) const { atomicOr(&set.word[rank / 32], 1u << (rank % 32)); }
-  __device__ void add(unsigned long long* counter, uint32_t amount) const {
-    atomicAdd(counter, static_cast<unsigned long long>(amount));
+  template <class Counter>
+  __device__ void add(Counter* counter, uint32_t amount) const {
+    atomicAdd(counter, static_cast<Counter>(amount));
   }
 
   // rows[rank] += threads of the CTA whose set has the rank, for 32 ranks from first_rank on. Whole warps call it.

@@ -1,4 +1,4 @@
-"""The flags of `putget balance` and its three actions."""
+"""The flags of `putget balance` and its actions."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import argparse
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds plan, simulate and show."""
+    """Adds plan, simulate, report and show."""
     parser.description = "Plans where experts lie from recorded routing, and shows what a plan is worth."
-    actions = parser.add_subparsers(dest="action", required=True, metavar="{plan,simulate,show}")
+    actions = parser.add_subparsers(dest="action", required=True, metavar="{plan,simulate,report,show}")
     _add_plan(actions.add_parser("plan", help="plan a placement and write it", allow_abbrev=False))
     _add_simulate(actions.add_parser("simulate", help="no balancer, static and online", allow_abbrev=False))
+    _add_report(actions.add_parser("report", help="what recorded routing is like", allow_abbrev=False))
     _add_show(actions.add_parser("show", help="what a placement is", allow_abbrev=False))
 
 
@@ -40,6 +41,14 @@ def _add_simulate(parser: argparse.ArgumentParser) -> None:
     add("--link_gbps", type=float, default=400.0, metavar="X", help="GB/s into a rank (%(default)s)")
     add("--row_ns", type=float, default=50.0, metavar="X", help="time of the experts for a row (%(default)s)")
     add("--plot", metavar="FILE", help="draw max/mean and moves over iterations (.png, .svg, .pdf)")
+
+
+def _add_report(parser: argparse.ArgumentParser) -> None:
+    _add_group(parser)
+    add = parser.add_argument
+    add("--tasks", metavar="LIST", help="arrays of the routing file, comma-separated (all, by name)")
+    add("--batches", default="64,256,1024", metavar="LIST", help="tokens of small batches (%(default)s)")
+    add("--plot", metavar="FILE", help="draw experts' loads, layers and small batches (.png, .svg, .pdf)")
 
 
 def _add_show(parser: argparse.ArgumentParser) -> None:

@@ -17,11 +17,12 @@ def build_parser() -> argparse.ArgumentParser:
     """The parser of all subcommands."""
     parser = _Parser(prog="putget", description="One-sided dispatch and combine for mixture-of-experts inference.")
     commands = parser.add_subparsers(
-        dest="command", required=True, metavar="{bench,ablate,balance,doctor,roofline,demo}"
+        dest="command", required=True, metavar="{bench,ablate,balance,simulate,doctor,roofline,demo}"
     )
     _add_bench(commands.add_parser("bench", help="time dispatch and combine", allow_abbrev=False))
     _add_ablate(commands.add_parser("ablate", help="what each idea of putget is worth", allow_abbrev=False))
     _add_balance(commands.add_parser("balance", help="where experts lie: plan, simulate, show", allow_abbrev=False))
+    _add_simulate(commands.add_parser("simulate", help="groups that span hosts, in virtual time", allow_abbrev=False))
     _add_doctor(commands.add_parser("doctor", help="what this machine can do, and what is missing", allow_abbrev=False))
     _add_roofline(commands.add_parser("roofline", help="measure the link", allow_abbrev=False))
     _add_demo(commands.add_parser("demo", help="a DeepSeek-V3-shaped layer, checked and timed", allow_abbrev=False))
@@ -112,6 +113,28 @@ def _add_balance(parser: argparse.ArgumentParser) -> None:
 
     balance.add_arguments(parser)
     parser.set_defaults(module="run_balance")
+
+
+def _add_simulate(parser: argparse.ArgumentParser) -> None:
+    from putget_bench.nodes import NETWORKS, Round
+
+    parser.description = (
+        "Runs one round of each group in virtual time: with putget's proxies, and with the scheme of the paper that "
+        "the published latencies are of. No NIC is needed, and none is measured."
+    )
+    add = parser.add_argument
+    add("what", choices=("nodes",), help="ranks of several hosts")
+    add("--ep_size", default="16,32,64", metavar="LIST", help="ranks, comma-separated (%(default)s)")
+    add("--network", choices=(*NETWORKS, "all"), default="all", help="NIC of each rank (%(default)s)")
+    add("--domain_size", type=int, default=Round.domain_size, metavar="N", help="ranks of a host (%(default)s)")
+    add("--tokens", type=int, default=Round.num_tokens, metavar="N", help="of each rank (%(default)s)")
+    add("--num_experts", type=int, default=Round.num_experts, metavar="N", help="of all ranks (%(default)s)")
+    add("--top_k", type=int, default=Round.top_k, metavar="N", help="experts of a token (%(default)s)")
+    add("--private_tokens", type=int, metavar="N", help="rows to each rank that the paper's scheme sends ahead")
+    add("--chunk_rows", type=int, default=0, metavar="N", help="rows of one write of putget's (its own choice)")
+    add("--seed", type=int, default=0, metavar="N", help="of the routing (%(default)s)")
+    add("--output_file", metavar="FILE", help="write the result as JSON (docs/reference/command_line.md)")
+    parser.set_defaults(module="run_simulate")
 
 
 def _add_doctor(parser: argparse.ArgumentParser) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from ctypes import POINTER, Structure, c_int32, c_uint32, c_uint64, c_void_p
+from ctypes import POINTER, Structure, c_double, c_int32, c_uint32, c_uint64, c_void_p
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 
 from putget import BackendUnavailable, PutgetError, Workspace
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 MAGIC = 0x70757467
 MAX_RANKS = 128
 MAX_PROBED_RANKS = 32  # by probes of rows
@@ -94,6 +94,38 @@ class RowsArgs(_Versioned):
     ]
 
 
+class NodesArgs(_Versioned):
+    """``putget_probe_nodes_args``."""
+
+    _fields_ = [
+        ("size", c_uint32),
+        ("magic", c_uint32),
+        ("scheme", c_uint32),
+        ("ep_size", c_uint32),
+        ("domain_size", c_uint32),
+        ("num_experts", c_uint32),
+        ("top_k", c_uint32),
+        ("num_tokens", c_uint32),
+        ("row_bytes", c_uint32),
+        ("back_row_bytes", c_uint32),
+        ("private_tokens", c_uint32),
+        ("chunk_rows", c_uint32),
+        ("seed", c_uint64),
+        ("first_write_ns", c_uint64),
+        ("in_domain_ns", c_uint64),
+        ("latency_ns", c_uint64),
+        ("post_ns", c_uint64),
+        ("write_ns", c_uint64),
+        ("bytes_per_ns", c_double),
+        ("dispatch_ns", POINTER(c_uint64)),
+        ("combine_ns", POINTER(c_uint64)),
+        ("dispatch_bytes", c_uint64),
+        ("combine_bytes", c_uint64),
+        ("dispatch_writes", c_uint64),
+        ("combine_writes", c_uint64),
+    ]
+
+
 _FUNCTIONS: dict[str, tuple[list[Any], Any]] = {
     "putget_probe_abi_version": ([], c_uint32),
     "putget_probe_last_error": ([], ctypes.c_char_p),
@@ -101,6 +133,7 @@ _FUNCTIONS: dict[str, tuple[list[Any], Any]] = {
     "putget_probe_load": ([POINTER(ProbeMemory)], ctypes.c_int),
     "putget_probe_copy": ([POINTER(ProbeMemory), POINTER(CopyArgs)], ctypes.c_int),
     "putget_probe_rows": ([POINTER(ProbeMemory), POINTER(RowsArgs)], ctypes.c_int),
+    "putget_probe_nodes": ([POINTER(NodesArgs)], ctypes.c_int),
 }
 
 

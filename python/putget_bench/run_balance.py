@@ -1,4 +1,4 @@
-"""`putget balance`: plan, simulate, show."""
+"""`putget balance`: plan, simulate, report, show."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from putget.balancer import LoadHistory, Placement, formats
+from putget_bench.balance_report import CHOICES, report
 from putget_bench.balance_simulation import WAYS, Cost, Group, Ids, Phase, count, simulate
 from putget_bench.routing import read_tasks
 
@@ -23,7 +24,12 @@ def run(args: argparse.Namespace, command: Sequence[str]) -> int:
     Raises:
         ValueError: A flag or a file is wrong.
     """
-    actions: dict[str, Callable[[argparse.Namespace], None]] = {"plan": _plan, "simulate": _simulate, "show": _show}
+    actions: dict[str, Callable[[argparse.Namespace], None]] = {
+        "plan": _plan,
+        "simulate": _simulate,
+        "report": _report,
+        "show": _show,
+    }
     actions[args.action](args)
     return 0
 
@@ -76,6 +82,30 @@ def _simulate(args: argparse.Namespace) -> None:
         from putget_bench.balance_plot import draw
 
         draw(phases, Path(args.plot))
+        _print(f"wrote {args.plot}")
+
+
+def _report(args: argparse.Namespace) -> None:
+    sizes = args.batches.split(",")
+    if not all(size.isdecimal() and int(size) > 0 for size in sizes):
+        raise ValueError(f"--batches is {args.batches!r}, expected numbers from 1 on, comma-separated")
+    tasks = _tasks(args, args.tasks.split(",") if args.tasks else None)
+    reports = report(tasks, _group(args, tasks), tuple(map(int, sizes)))
+    table = _table("task", "tokens", "hottest expert / mean", "contiguous", *(f"plan of {task}" for task in tasks))
+    for found in reports:
+        scores = (f"{ratio.mean():.3f}" for ratio in (found.contiguous, *found.planned.values()))
+        table.add_row(found.task, str(found.tokens), f"{found.hottest:.1f}", *scores)
+    _print(table)
+    small = _table("task", "tokens of a batch", *CHOICES)
+    for found in reports:
+        for size in found.batches[CHOICES[0]]:
+            small.add_row(found.task, str(size), *(f"{found.batches[how][size]:.3f}" for how in CHOICES))
+    _print(small)
+    _print("max/mean of the ranks' loads, mean over layers; small batches with the plan of their task")
+    if args.plot:
+        from putget_bench.balance_report_plot import draw
+
+        draw(reports, Path(args.plot))
         _print(f"wrote {args.plot}")
 
 

@@ -105,6 +105,18 @@ CASES = {
         num_experts=4,
         output=BF16_ROW,
     ),
+    "statistics": Case(
+        5,
+        (
+            Round(1, (5, 0, 3, 4, 8)),
+            Round(2, (0,) * 5, halves=(1, 0, 3, 2, 1)),
+            Round(3, (8, 8, 0, 1, 2), no_expert=1.1, ending="release"),
+            Round(4, (8, 0, 0, 1, 2), ending="open"),
+            Round(5, (1, 2, 3, 4, 5), halves=(3, 3, 3, 0, 0)),
+        ),
+        num_stats=777,
+    ),
+    "one_number": Case(3, (Round(1, (5, 0, 3)), Round(2, (0, 0, 0)), Round(3, (1, 1, 1))), num_stats=1),
     "long_rows": Case(2, (Round(1, (4, 3)),), payloads=(((20001,), torch.bfloat16),), output=((20001,), torch.float32)),
 }
 

@@ -15,6 +15,7 @@ import torch
 
 import putget
 from putget import _abi
+from putget._geometry import Beside
 from tests.harness import Rank, run_ranks
 from tests.harness.cases import Case, Round
 from tests.harness.compare import Outcome, check_round, play_round
@@ -231,7 +232,7 @@ def replayed(rank: Rank, case: Case, what: str) -> tuple[str, Outcome]:
         native = a2a._native
 
         def start_dispatch() -> None:
-            native.dispatch(_abi.START, *arguments[:2], tuple(arguments[2:]), num_tokens, 8, None)
+            native.dispatch(_abi.START, *arguments[:2], tuple(arguments[2:]), num_tokens, 8, Beside())
 
         def dispatch() -> None:
             start_dispatch()

@@ -32,12 +32,17 @@ class GraphRound:
             *[torch.zeros(batch, *row, dtype=kind, device=place) for row, kind in case.payloads],
         )
         self._valid = torch.zeros(1, dtype=torch.int32, device=place)
+        self._load = torch.zeros(case.num_experts, dtype=torch.int32, device=place)
+        self._stats = torch.zeros(case.num_stats, dtype=torch.int32, device=place) if case.num_stats else None
         self._rows = torch.zeros(case.ep_size, case.max_tokens_per_rank, *shape, dtype=dtype, device=place)
         self._seen: dict[str, Any] = {}
 
     def record(self) -> None:
-        """The round itself; every result is copied, because the next round overwrites it."""
-        received = self.a2a.dispatch(*self.arguments, num_valid_tokens=self._valid)
+        """The round itself; every result is copied, because the next round overwrites it. Loads add up over rounds."""
+        before = self._load.clone()
+        received = self.a2a.dispatch(
+            *self.arguments, num_valid_tokens=self._valid, expert_load=self._load, stats=self._stats
+        )
         self._seen = {
             "topk_ids": received.topk_ids.clone(),
             "topk_weights": received.topk_weights.clone(),
@@ -45,6 +50,8 @@ class GraphRound:
             "num_tokens": received.num_tokens.clone(),
             "target_ranks": self.a2a.target_ranks.clone(),
             "target_slots": self.a2a.target_slots.clone(),
+            "expert_load": self._load - before,
+            "stats": None if received.stats is None else received.stats.clone(),
         }
         self.a2a.combine_input.copy_(self._rows)
         self._seen["combined"] = self.a2a.combine()
@@ -59,6 +66,10 @@ class GraphRound:
         for fixed, new in zip(self.arguments, (sent.topk_ids, sent.topk_weights, *sent.payloads), strict=True):
             fixed.copy_(new)
         self._valid.fill_(self.batch if sent.num_valid_tokens is None else sent.num_valid_tokens)
+        self._load.zero_()
+        if self._stats is not None:
+            numbers = self.case.stats(index, self.rank.rank)
+            self._stats.copy_(torch.zeros_like(self._stats) if numbers is None else numbers)
         self._rows.copy_(self.case.expert_rows(index, self.rank.rank))
         table = self.case.rounds[index].table
         if table is not None:
@@ -83,5 +94,7 @@ def capture(rank: Rank, record: Any) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def _to_cpu(value: Tensor | tuple[Tensor, ...]) -> Any:
+def _to_cpu(value: Tensor | tuple[Tensor, ...] | None) -> Any:
+    if value is None:
+        return None
     return tuple(one.cpu() for one in value) if isinstance(value, tuple) else value.cpu()

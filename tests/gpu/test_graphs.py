@@ -90,7 +90,7 @@ def replay_all(ranks: Ranks, case: Case) -> None:
 
 def test_one_graph_replayed_with_new_data(ranks: Ranks) -> None:
     rounds = tuple(Round(index, (8,) * ranks.size, no_expert=0.05) for index in range(5))
-    case = case_of(ranks.size, rounds)
+    case = case_of(ranks.size, rounds, num_stats=37)
     set_up(ranks, case, (8,))
     replay_all(ranks, case)
 

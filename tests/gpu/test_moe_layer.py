@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from putget.balancer import Placement
 from tests.gpu.graphs import capture
 from tests.gpu.ranks import Ranks, have_processes
 from tests.harness import Rank
@@ -18,8 +20,12 @@ DENSE = {
     "bf16": Dense(hidden=256, groups=(4, 2), shared=128, top_k=4),
     "fp8": Dense(hidden=512, groups=(4, 2), shared=128, top_k=4, intermediate=256, fp8=True),
 }
-CHANGES = {"fp8 of bf16 rows": {"row_dtype": torch.bfloat16}}
+CHANGES: dict[str, dict[str, Any]] = {"fp8 of bf16 rows": {"row_dtype": torch.bfloat16}}
 DENSE["fp8 of bf16 rows"] = DENSE["fp8"]
+# Experts with replicas, chosen in the router's kernel and by a kernel of its own.
+DENSE["placed bf16"], DENSE["placed fp8"] = DENSE["bf16"], DENSE["fp8"]
+CHANGES["placed bf16"] = {"num_slots": 16, "replica_choice": "hash"}
+CHANGES["placed fp8"] = {"num_slots": 16, "replica_choice": "balanced"}
 ROUNDS = 4
 
 
@@ -128,6 +134,33 @@ def test_graphs_of_different_sizes(ranks: Ranks, kind: str) -> None:
             ranks.submit(rank, replay, dense, which, round_)
         for rank, which in chosen.items():
             want = dense.forward(dense.tokens(rank, sizes[rank][which], round_))
+            assert relative_error(ranks.result(rank), want) <= tolerance(dense), (rank, round_)
+    ranks.call(close_layer)
+
+
+def move(rank: Rank, dense: Dense, placement: Placement) -> None:
+    """A body: another placement, which graphs obey."""
+    rank.state["layer"].set_placement(placement, dense.state())
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("kind", ["placed bf16", "placed fp8"])
+def test_graphs_obey_placements_that_come_later(ranks: Ranks, kind: str) -> None:
+    if not have_processes(ranks.size):
+        pytest.skip(f"needs {ranks.size} CUDA GPUs")
+    dense = DENSE[kind]
+    ranks.call(open_layer, kind, False)
+    for rank in range(ranks.size):
+        ranks.submit(rank, record, dense, (8, 5))
+    for rank in range(ranks.size):
+        ranks.result(rank)
+    for round_ in range(1, 6):
+        slots = np.random.default_rng(round_).permutation(np.arange(16) % 8)
+        ranks.call(move, dense, Placement.of(slots, 8))
+        for rank in range(ranks.size):
+            ranks.submit(rank, replay, dense, round_ % 2, round_)
+        for rank in range(ranks.size):
+            want = dense.forward(dense.tokens(rank, (8, 5)[round_ % 2], round_))
             assert relative_error(ranks.result(rank), want) <= tolerance(dense), (rank, round_)
     ranks.call(close_layer)
 

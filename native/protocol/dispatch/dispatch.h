@@ -9,6 +9,7 @@
 #include "protocol/dispatch/items.h"
 #include "protocol/dispatch/predecessors.h"
 #include "protocol/dispatch/short_rows.h"
+#include "protocol/dispatch/stats.h"
 #include "protocol/dispatch/tables.h"
 #include "protocol/round/routing.h"
 #include "protocol/round/signal.h"
@@ -264,6 +265,7 @@ PUTGET_TEXT bool start_dispatch(Exec& exec, const Plan& plan, const DispatchCall
   } else {
     put_items(exec, plan, call, share, chunk, share.end, ahead, scratch);
   }
+  if (plan.shape.num_stats != 0 && exec.block() == 0) put_stats(exec, plan, call.stats, head.active);
   exec.sync();
   exec.mark(Stage::kPut);
   // The rows count in the last part only.
@@ -276,7 +278,12 @@ PUTGET_TEXT bool start_dispatch(Exec& exec, const Plan& plan, const DispatchCall
     compare_tables(exec, plan, head, scratch.route.rank_of_expert);
   }
   record_routes(exec, plan, chunk, share.chunk_of(chunk), share.first_header(call), call.top_k, scratch.route);
-  ahead.route.count_invalid(exec, plan, ahead.num_valid.tokens(call), share.first_header(call));
+  const uint32_t num_valid = ahead.num_valid.tokens(call);
+  ahead.route.count_invalid(exec, plan, num_valid, share.first_header(call));
+  if (call.expert_load != nullptr) {
+    ahead.route.count_load(exec, plan, call, num_valid, head.active, share.first_header(call), share.end_token,
+                           scratch.route);
+  }
   return true;
 }
 
@@ -307,6 +314,7 @@ PUTGET_TEXT void finish_dispatch(Exec& exec, const Plan& plan, const DispatchCal
     if (!complete) report_timeout(exec, plan, Phase::kDispatch, round, wait.missing);
   }
   show_received(exec, plan, call.max_rows, round, wait);
+  if (plan.shape.num_stats != 0) clear_missing_stats(exec, plan, wait);
   exec.mark(Stage::kDone);
 }
 

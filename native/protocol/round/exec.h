@@ -52,7 +52,8 @@ class ExecCheck {
   // exec().exchange_in_pair(first, second), where kLanes > 1: lanes of a pair swap values
   using SetBits = decltype(exec().set_bits(a<uint32_t>(), 1u));      // of a word in shared memory
   using Insert = decltype(exec().insert(a<RankSet>(), 0u));          // into a set there
-  using Add = decltype(exec().add(&a<unsigned long long>(), 1u));    // to a counter of the rank
+  using Add = decltype(exec().add(&a<unsigned long long>(), 1u));    // to a counter of the rank,
+  using AddLoad = decltype(exec().add(&a<int32_t>(), 1u));           // of either kind
   using Count = decltype(exec().count(1u, 0u, 1u, &a<uint32_t>()));  // bits of a set, into a word for each rank
   using Tally = typename Exec::Tally;                                // count, for the sets of several tokens
 

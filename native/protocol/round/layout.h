@@ -21,6 +21,7 @@ struct Layout {
   uint64_t topk_ids;
   uint64_t topk_weights;
   uint64_t payload[kMaxPayloads];
+  uint64_t stats;     // [ep_size, num_stats] int32, a line of each source
   uint64_t output;    // combine_input
   uint64_t rows_end;  // behind the last of these regions
   uint64_t sentinel;  // SentinelRegion::begin in a memory of total_bytes
@@ -94,6 +95,8 @@ PUTGET_PURE Layout layout_of(const Shape& shape) {
     layout.payload[p] = next;
     next = align_region(next + slots * shape.row_bytes[p]);
   }
+  layout.stats = next;
+  next = align_region(next + uint64_t{shape.ep_size} * shape.num_stats * sizeof(int32_t));
   layout.output = next;
   next = align_region(next + slots * shape.output_row_bytes());
   layout.rows_end = next;

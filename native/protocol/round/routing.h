@@ -230,6 +230,20 @@ PUTGET_RARE void route_further(Exec& exec, const Plan& plan, const DispatchCall&
   route_chunk(exec, Router(plan, call, active, num_valid, scratch), id, first, count, counted, index, scratch);
 }
 
+// Adds the choices [begin, end) of the batch to the load of their experts, of those that a row is sent to.
+template <class Id, class Exec>
+PUTGET_RARE void count_load(Exec& exec, const Plan& plan, const DispatchCall& call, const RankSet& active,
+                            uint32_t num_valid, uint32_t begin, uint32_t end, const RouteScratch& scratch) {
+  const Router router(plan, call, active, num_valid, scratch);
+  const Id* ids = static_cast<const Id*>(call.topk_ids);
+  PUTGET_ROLLED
+  for (uint32_t i = begin + exec.thread(); i < end; i += exec.threads()) {
+    Ids<Id, 1> id;
+    id.load(ids + i, 1);
+    if (router.rank_of(call.top_k.quotient(i), id.key(0)) >= 0) exec.add(call.expert_load + id.key(0), 1);
+  }
+}
+
 // The first expert that a thread routes, in the first chunk of its CTA: made before the kernel may read anything.
 template <class Id>
 class FirstRoute {
@@ -266,6 +280,24 @@ class FirstRoute {
     const uint32_t token = first_ + i_;
     if (i_ >= count_ || token >= num_valid || token < counted) return;
     if (!is_expert(plan, id_[0]) && id_[0] != -1) exec.add(plan.invalid_ids, 1);
+  }
+
+  // The load of experts, of tokens [counted, end). This thread's expert is in a register: small batches need no load.
+  template <class Exec>
+  PUTGET_TEXT void count_load(Exec& exec, const Plan& plan, const DispatchCall& call, uint32_t num_valid,
+                              const RankSet& active, uint32_t counted, uint32_t end,
+                              const RouteScratch& scratch) const {
+    const uint32_t top_k = plan.shape.top_k;
+    const uint32_t token = first_ + i_;
+    if (i_ < count_ && token >= counted && token < end &&
+        Router(plan, call, active, num_valid, scratch).rank_of(token, id_.key(0)) >= 0) {
+      exec.add(call.expert_load + id_.key(0), 1);
+    }
+    const uint32_t routed = first_ * top_k + (count_ * top_k < exec.threads() ? count_ * top_k : exec.threads());
+    const uint32_t begin = counted * top_k < routed ? routed : counted * top_k;
+    if (begin < end * top_k) {
+      putget::count_load<Id>(exec, plan, call, active, num_valid, begin, end * top_k, scratch);
+    }
   }
 
  private:

@@ -57,6 +57,7 @@ struct Shape {
   uint32_t output_elements;          // elements of one row that combine reduces
   OutputType output_type;
   WireType wire_type;
+  uint32_t num_stats;  // numbers that each rank tells all in each dispatch; 0: no statistics
 
   PUTGET_PURE uint32_t output_row_bytes() const { return output_elements * element_bytes(output_type); }
   PUTGET_PURE bool quantised() const { return wire_type != WireType::kSame; }

@@ -11,11 +11,36 @@
 
 namespace putget {
 
-// The tagged operations on flags; docs/protocol.md has the table. Plain accesses carry their tag in a comment.
-enum class Tag : uint32_t { R1, D0, D1, D3, D4, C2, C3, C5, F2 };
+// The tagged operations on flags; docs/protocol.md and docs/protocol/nodes.md have the tables. Plain accesses carry
+// their tag in a comment.
+enum class Tag : uint32_t {
+  R1,
+  D0,
+  D1,
+  D3,
+  D4,
+  C2,
+  C3,
+  C5,
+  F2,
+  L2,
+  L3,
+  L5,
+  L6,
+  H1,
+  H2,
+  H3,
+  H4,
+  X0,
+  X2,
+  X4,
+  X6,
+  X7,
+  X9
+};
 
 // Where the CTAs of one kernel join: the last one goes on with everything that the others did.
-enum class Join : uint32_t { J2, J3 };
+enum class Join : uint32_t { J2, J3, J4 };
 
 // The value of an `ended` flag: how the round ended.
 constexpr uint32_t kEndedByCombine = 1;

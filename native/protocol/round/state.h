@@ -16,6 +16,7 @@ enum class Misuse : uint32_t {
   kNotStarted = 4,   // the finish half without the start half
   kNotFinished = 5,  // a dispatch after a start half without its finish
   kPeerCombined = 6,
+  kBadMessage = 7,  // what came from another domain is no message of this round
 };
 
 // Which part of an operation a call does.
@@ -105,6 +106,8 @@ struct DispatchCall {
   uint32_t ids_are_64bit;
   uint32_t ids_access_bytes;  // widest access that the ids of a token allow
   uint32_t ask;               // kWantsSentinels: combine shall send this rank sentinel rows; or 0
+  int32_t* expert_load;       // [num_experts] counts what is sent to each, or null
+  const int32_t* stats;       // [num_stats], or null: zeros are told
   Half half;
 };
 

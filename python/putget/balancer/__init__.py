@@ -3,23 +3,37 @@
 from putget.balancer import formats
 from putget.balancer.blobs import Blob, ExpertBlobs
 from putget.balancer.choice import ReplicaChoice
+from putget.balancer.exchange import ExpertExchange, travelling_bytes
+from putget.balancer.gathering import LoadGathering
 from putget.balancer.history import LoadHistory
 from putget.balancer.host_pages import HostSettings, host_settings
+from putget.balancer.migrate import Landing, LandingProgress, Move
+from putget.balancer.online import BalancedLayer, Balancer
 from putget.balancer.placement import Placement
 from putget.balancer.planner import rebalance
+from putget.balancer.recorder import RoutingRecorder
 from putget.balancer.store import HostStore
 from putget.balancer.store_report import HostStoreReport
 
 __all__ = [
+    "BalancedLayer",
+    "Balancer",
     "Blob",
     "ExpertBlobs",
+    "ExpertExchange",
     "HostSettings",
     "HostStore",
     "HostStoreReport",
+    "Landing",
+    "LandingProgress",
+    "LoadGathering",
     "LoadHistory",
+    "Move",
     "Placement",
     "ReplicaChoice",
+    "RoutingRecorder",
     "formats",
     "host_settings",
     "rebalance",
+    "travelling_bytes",
 ]

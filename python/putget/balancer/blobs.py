@@ -71,6 +71,15 @@ class ExpertBlobs:
         elif tuple(shared):
             raise ValueError("shared is given without module: it names tensors of the module")
 
+    def parts(self) -> list[tuple[Blob, int]]:
+        """Each tensor's `Blob`, and the address of slot 0 of it: what native code copies from and to."""
+        return [(blob, rows.data_ptr()) for blob, rows in zip(self.layout, self._bytes, strict=True)]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors are."""
+        return self._device
+
     def pack(self, slot: int, *, out: Tensor | None = None) -> Tensor:
         """Copies an expert out.
 

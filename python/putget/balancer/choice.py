@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import ctypes
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from putget import _abi, _abi_balancer
+from putget._arguments import check_tensor
 from putget.balancer.placement import Placement
+from putget.workspace import current_stream, resolve_device
 
 CHOICES = _abi_balancer.CHOICES
+BY_PAIR = CHOICES[:3]
+"""Ways that look at one (token, choice) pair alone."""
+_IDS = (torch.int32, torch.int64)
 
 
 class ReplicaChoice:
@@ -22,9 +28,11 @@ class ReplicaChoice:
     | ``round_robin`` | replicas in turns, by token |
     | ``hash`` | by a hash of token, choice, rank and `seed` |
     | ``balanced`` | counts the batch's ids, and shares them out so that the largest load of a rank is small |
+    | ``activated`` | one replica of each expert of the batch, so that no rank has many experts to read |
 
-    ``balanced`` knows the ids of one call alone. Where each rank chooses for its own tokens, each evens out what it
-    sends. Choices are the same for the same arguments. The ids are on the CPU: there is no CUDA kernel for this yet.
+    ``balanced`` and ``activated`` know the ids of one call alone. If each rank chooses for its own tokens, each evens
+    out what it sends; ``activated`` breaks ties alike on every rank. The same arguments give the same slots, on the CPU
+    and on a GPU. On a GPU a call enqueues one kernel, and can be captured in a CUDA graph.
 
     Args:
         placement: where experts lie.
@@ -33,9 +41,16 @@ class ReplicaChoice:
         ep_size: number of ranks.
         ep_rank: the rank that chooses.
         ranks_per_node: ranks of a host, which are consecutive; all ranks if None.
+        device: where ids and tables are: "cpu", "cuda" or "cuda:N".
+        max_replicas: the most slots of an expert that a later placement may have; as many as fit if None.
+
+    Attributes:
+        tables: int32 on the device: what a call looks up, when it runs. `set_placement` writes it.
+        device: see above.
 
     Raises:
         ValueError: An argument is out of range.
+        BackendUnavailable: CUDA is asked for and not there.
     """
 
     def __init__(
@@ -47,46 +62,93 @@ class ReplicaChoice:
         ep_size: int,
         ep_rank: int = 0,
         ranks_per_node: int | None = None,
+        device: str | torch.device = "cpu",
+        max_replicas: int | None = None,
     ) -> None:
         if how not in CHOICES:
             raise ValueError(f"how is {how!r}, allowed are {', '.join(CHOICES)}")
-        if not 0 <= layer < placement.num_layers:
-            raise ValueError(f"layer is {layer}, allowed are 0 to {placement.num_layers - 1}")
         if ep_size < 1 or placement.num_replicas % ep_size:
             raise ValueError(f"ep_size is {ep_size}, which does not divide {placement.num_replicas} slots")
         if not 0 <= ep_rank < ep_size:
             raise ValueError(f"ep_rank is {ep_rank}, allowed are 0 to {ep_size - 1}")
         if ranks_per_node is not None and not 1 <= ranks_per_node <= ep_size:
             raise ValueError(f"ranks_per_node is {ranks_per_node}, allowed are 1 to {ep_size}")
-        self._slots = torch.from_numpy(placement.logical_to_physical[layer].copy())
-        self._counts = torch.from_numpy(placement.replica_count[layer].copy())
-        self._seed = torch.zeros(1, dtype=torch.int32)
-        num_experts, width = self._slots.shape
-        words = _abi.library().putget_choose_words(num_experts, width, ep_size)
-        self._memory = torch.empty(words, dtype=torch.int32)
-        self._args = _abi_balancer.ChooseArgs(
-            device=_abi.DEVICE_CPU,
-            how=CHOICES.index(how),
-            num_experts=num_experts,
-            width=width,
-            num_ranks=ep_size,
-            slots_per_rank=placement.num_replicas // ep_size,
-            rank=ep_rank,
-            ranks_per_node=ranks_per_node or ep_size,
-            slots=self._slots.data_ptr(),
-            counts=self._counts.data_ptr(),
-            seed=self._seed.data_ptr(),
-            memory=self._memory.data_ptr(),
-        )
+        most = placement.num_replicas - placement.num_experts + 1
+        if max_replicas is not None and not 1 <= max_replicas <= most:
+            raise ValueError(f"max_replicas is {max_replicas}, allowed are 1 to {most}")
+        self.how = how
+        self.device = resolve_device(device)
+        self.num_experts = placement.num_experts
+        self.num_slots = placement.num_replicas
+        self.max_replicas = max_replicas or most
+        self.ep_size = ep_size
+        self.ep_rank = ep_rank
+        self._ranks_per_node = ranks_per_node or ep_size
+        self.tables = self.tables_of(placement, layer).to(self.device)
+        self._args = self._make_args()
 
-    def __call__(self, topk_ids: Tensor, *, out: Tensor | None = None, seed: int = 0) -> Tensor:
+    def set_placement(self, placement: Placement, layer: int = 0) -> None:
+        """Another placement of the same sizes, from the next call on; on a GPU, in the current stream's order.
+
+        Captured graphs obey it when they are replayed next. The weights are the caller's affair: the slots must hold
+        their new experts by then, and every rank must change between the same two rounds.
+
+        Args:
+            placement: where experts lie now.
+            layer: which of its layers.
+
+        Raises:
+            ValueError: The placement has other sizes, or more than max_replicas slots for an expert; the old one stays.
+        """
+        self.tables.copy_(self.tables_of(placement, layer))
+
+    def tables_of(self, placement: Placement, layer: int = 0) -> Tensor:
+        """What `tables` holds with another placement, on the CPU: for callers that write it themselves.
+
+        Raises:
+            ValueError: As for `set_placement`.
+        """
+        found = (placement.num_experts, placement.num_replicas)
+        if found != (self.num_experts, self.num_slots):
+            raise ValueError(
+                f"placement has {found[0]} experts and {found[1]} slots; "
+                f"the one in force has {self.num_experts} and {self.num_slots}"
+            )
+        if not 0 <= layer < placement.num_layers:
+            raise ValueError(f"layer is {layer}, allowed are 0 to {placement.num_layers - 1}")
+        experts = np.ascontiguousarray(placement.physical_to_logical[layer])
+        words = _abi.library().putget_replicas_words(self.num_experts, self.max_replicas)
+        tables = torch.empty(words, dtype=torch.int32)
+        args = _abi_balancer.ReplicasArgs(
+            num_experts=self.num_experts,
+            width=self.max_replicas,
+            num_ranks=self.ep_size,
+            slots_per_rank=self.num_slots // self.ep_size,
+            rank=self.ep_rank,
+            ranks_per_node=self._ranks_per_node,
+            physical_to_logical=experts.ctypes.data,
+            tables=tables.data_ptr(),
+        )
+        _abi.call("putget_replicas", ctypes.byref(args))
+        return tables
+
+    def __call__(
+        self,
+        topk_ids: Tensor,
+        *,
+        out: Tensor | None = None,
+        seed: int | Tensor = 0,
+        num_valid_tokens: Tensor | None = None,
+    ) -> Tensor:
         """Chooses for one batch.
 
         Args:
-            topk_ids: int32 or int64 [num_tokens, top_k] on the CPU, contiguous: experts of the layer. -1, and what is
-                out of range, gives -1.
+            topk_ids: int32 or int64 [num_tokens, top_k] on the device, contiguous: experts of the layer. -1, and what
+                is out of range, gives -1.
             out: where the slots go, like `topk_ids` and apart from it; a new tensor if None.
-            seed: for ``hash``; another one mixes otherwise. Below 2^31.
+            seed: for ``hash``; another one mixes otherwise. Below 2^31; or one int32 on the device, read when the call
+                runs.
+            num_valid_tokens: one int32 on the device: tokens from there on are padding, whose slots are -1.
 
         Returns:
             Slots, of the shape and type of `topk_ids`.
@@ -94,30 +156,55 @@ class ReplicaChoice:
         Raises:
             ValueError: A tensor has another type, shape, place or layout; the message names it.
         """
-        _require("topk_ids", topk_ids)
+        self._require("topk_ids", topk_ids)
         if out is None:
             out = torch.empty_like(topk_ids)
-        _require("out", out)
+        self._require("out", out)
         if out.shape != topk_ids.shape or out.dtype != topk_ids.dtype:
             raise ValueError(
                 f"out is {out.dtype} {list(out.shape)}; topk_ids is {topk_ids.dtype} {list(topk_ids.shape)}"
             )
-        if not 0 <= seed < 1 << 31:
+        word = None
+        if isinstance(seed, Tensor):
+            word = check_tensor("seed", seed, (1,), (torch.int32,), self.device).data_ptr()
+            seed = 0
+        elif not 0 <= seed < 1 << 31:
             raise ValueError(f"seed is {seed}, allowed are 0 to {(1 << 31) - 1}")
-        self._seed[0] = seed
+        if num_valid_tokens is not None:
+            check_tensor("num_valid_tokens", num_valid_tokens, (1,), (torch.int32,), self.device)
         args = self._args
         args.num_tokens, args.top_k = topk_ids.shape
         args.ids_are_64bit = int(topk_ids.dtype == torch.int64)
         args.topk_ids, args.out = topk_ids.data_ptr(), out.data_ptr()
+        args.seed, args.seed_word = seed, word
+        args.num_valid_tokens = None if num_valid_tokens is None else num_valid_tokens.data_ptr()
+        args.stream = current_stream(self.device)
         _abi.call("putget_choose", ctypes.byref(args))
         return out
 
-
-def _require(name: str, ids: Tensor) -> None:
-    is_table = ids.dim() == 2 and ids.dtype in (torch.int32, torch.int64) and ids.is_contiguous()
-    if not is_table or ids.device.type != "cpu":
-        raise ValueError(
-            f"{name} is {ids.dtype} {list(ids.shape)} on {ids.device}"
-            f"{'' if ids.is_contiguous() else ', not contiguous'}; "
-            "it must be a contiguous int32 or int64 [num_tokens, top_k] on the CPU"
+    def _make_args(self) -> _abi_balancer.ChooseArgs:
+        kind = _abi.DEVICE_CPU if self.device.type == "cpu" else _abi.DEVICE_CUDA
+        how = CHOICES.index(self.how)
+        words = _abi.library().putget_choose_words(kind, how, self.num_experts, self.max_replicas, self.ep_size)
+        self._memory = torch.empty(words, dtype=torch.int32, device=self.device)
+        return _abi_balancer.ChooseArgs(
+            device=kind,
+            ordinal=self.device.index or 0,
+            how=how,
+            num_experts=self.num_experts,
+            width=self.max_replicas,
+            num_ranks=self.ep_size,
+            slots_per_rank=self.num_slots // self.ep_size,
+            rank=self.ep_rank,
+            tables=self.tables.data_ptr(),
+            memory=self._memory.data_ptr() if words else None,
         )
+
+    def _require(self, name: str, ids: Tensor) -> None:
+        is_table = ids.dim() == 2 and ids.dtype in _IDS and ids.is_contiguous()
+        if not is_table or ids.device != self.device:
+            raise ValueError(
+                f"{name} is {ids.dtype} {list(ids.shape)} on {ids.device}"
+                f"{'' if ids.is_contiguous() else ', not contiguous'}; "
+                f"it must be a contiguous int32 or int64 [num_tokens, top_k] on {self.device}"
+            )

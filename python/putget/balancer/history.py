@@ -53,6 +53,11 @@ class LoadHistory:
         self._sum = np.tensordot(weights, np.stack(self._kept), axes=1)
 
     @property
+    def is_empty(self) -> bool:
+        """Whether no iteration was added."""
+        return self._sum is None
+
+    @property
     def load(self) -> NDArray[np.float64]:
         """The weighted sum, float64 [num_layers, num_experts].
 

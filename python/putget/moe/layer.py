@@ -12,12 +12,16 @@ from torch import Tensor, nn
 
 from putget._arguments import check_int, check_tensor
 from putget.alltoall import AllToAll
+from putget.balancer import BalancedLayer, ExpertBlobs, Placement
+from putget.balancer.gathering import LoadGathering
+from putget.balancer.recorder import Record
 from putget.communicator import Communicator
 from putget.errors import PutgetError
 from putget.expert_major import ExpertMajor, ExpertMajorMemory
 from putget.moe.experts import GATES, Bf16Experts, Fp8Experts, Gate
 from putget.moe.loading import DenseState, load_networks, load_router
-from putget.moe.router import Router, Routing
+from putget.moe.placed import place_experts
+from putget.moe.router import Placing, Router, Routing
 from putget.moe.shared_experts import SharedExperts
 from putget.moe.streams import Beside
 from putget.moe.traced import LayerOperator
@@ -42,6 +46,9 @@ class ExpertParallelMoE(nn.Module):
     that they were made in: codes, their scales and the router's bias mean nothing in another one. A layer stays on its
     device, where its workspace is.
 
+    With `num_slots` or `placement` experts may have replicas: each rank has as many slots, a slot holds one expert, and
+    the router's ids are turned into slots before dispatch. `set_placement` changes the placement between two rounds.
+
     Args:
         comm: The expert-parallel group.
         hidden_size: Elements of a token.
@@ -63,6 +70,13 @@ class ExpertParallelMoE(nn.Module):
             halves. The CPU has the halves and no streams.
         grouped_memory: Memory for rows by expert that layers of the same sizes share; by default memory of its own.
         nvtx: Whether the steps are marked for Nsight Systems. CUDA only.
+        num_slots: Slots of all ranks together, a multiple of the ranks; those of `placement` if None.
+        placement: Which expert each slot holds: a ``putget.balancer.Placement``, the same on all ranks. If None and
+            `num_slots` is given, experts in their order, and again from the first one on.
+        placement_layer: Which layer of `placement` this one is.
+        replica_choice: How a token's replica is chosen: `how` of ``putget.balancer.ReplicaChoice``.
+        ranks_per_node: Ranks of a host, for `replica_choice`; all if None.
+        count_experts: Whether the router counts its tokens' experts in `expert_load`.
         **all_to_all: Further arguments of ``putget.AllToAll``: ``workspace``, ``timeout_s``, ``num_sms``,
             ``combine_dtype``, ``combine_direction``, ``expert_to_rank`` and so on.
 
@@ -70,13 +84,20 @@ class ExpertParallelMoE(nn.Module):
         router: See ``putget.moe.Router``.
         experts: The experts of this rank, by ascending id: ``local_experts``.
         shared: See ``putget.moe.SharedExperts``; or None.
-        local_experts: Ids of the experts of this rank.
+        local_experts: Ids of the experts of this rank; with slots, of each of its slots, -1 where one is empty.
+        choose: The ``ReplicaChoice`` between router and dispatch; or None.
+        expert_load: [num_experts] int32 on the device: tokens of this rank that have each expert, padding apart, added
+            up over the rounds; or None.
+        record: Called with the router's ids [num_tokens, top_k] and num_valid_tokens at each round, if not None:
+            ``RoutingRecorder.of_layer``.
 
     Raises:
         ValueError: An argument is wrong, here or on another rank, or differs between ranks.
         BackendUnavailable: This machine or build lacks something.
         PeerTimeout: A rank did not come in time.
     """
+
+    _statistics: LoadGathering | None = None  # what a balancer has the dispatch tell
 
     def __init__(
         self,
@@ -98,6 +119,12 @@ class ExpertParallelMoE(nn.Module):
         overlap_shared: bool = True,
         grouped_memory: ExpertMajorMemory | None = None,
         nvtx: bool = False,
+        num_slots: int | None = None,
+        placement: Placement | None = None,
+        placement_layer: int = 0,
+        replica_choice: str = "round_robin",
+        ranks_per_node: int | None = None,
+        count_experts: bool = False,
         **all_to_all: Any,
     ) -> None:
         super().__init__()
@@ -107,18 +134,8 @@ class ExpertParallelMoE(nn.Module):
             for name, size in (("hidden_size", hidden_size), ("intermediate_size", intermediate_size)):
                 check_int(name, size, 1, 1 << 20)
             check_int("shared_intermediate_size", shared_intermediate_size, 0, 1 << 20)
-            if weight_dtype not in (torch.bfloat16, torch.float8_e4m3fn):
-                raise ValueError(f"weight_dtype is {weight_dtype}, allowed are torch.bfloat16 and torch.float8_e4m3fn")
-            if gate not in GATES:
-                raise ValueError(f"gate is {gate!r}, allowed are {' and '.join(map(repr, GATES))}")
-            allowed = (torch.bfloat16, weight_dtype)
-            if row_dtype not in (None, *allowed):
-                named = " or ".join(map(str, dict.fromkeys(allowed)))
-                raise ValueError(f"row_dtype is {row_dtype}, with weights of {weight_dtype} expected {named}")
+            kind = _kind_of(weight_dtype, row_dtype, gate)
             place = resolve_device(device)
-            kind: _MakeExperts = Bf16Experts
-            if weight_dtype == torch.float8_e4m3fn:
-                kind = partial(Fp8Experts, row_dtype=row_dtype or weight_dtype)
             self.router = Router(
                 hidden_size, num_experts, top_k, routing, bias=router_bias, dtype=router_dtype, device=place
             )
@@ -126,6 +143,17 @@ class ExpertParallelMoE(nn.Module):
             self.shared: SharedExperts | None = None
             if shared_intermediate_size:
                 self.shared = SharedExperts(kind(1, hidden_size, shared_intermediate_size, gate, place))
+            self._placed = place_experts(
+                comm,
+                num_experts,
+                place,
+                num_slots,
+                placement,
+                placement_layer,
+                replica_choice,
+                ranks_per_node,
+                all_to_all,
+            )
         except (ValueError, PutgetError) as error:
             comm.refuse(str(error))
             raise
@@ -136,9 +164,13 @@ class ExpertParallelMoE(nn.Module):
         self.max_tokens_per_rank = max_tokens_per_rank
         self.overlap_shared = overlap_shared
         self.nvtx = nvtx and place.type == "cuda"
+        self.num_slots = num_experts if self._placed is None else self._placed.num_slots
+        self.choose = None if self._placed is None else self._placed.choose
+        self.record: Record | None = None
+        self.expert_load = torch.zeros(num_experts, dtype=torch.int32, device=place) if count_experts else None
         self.a2a = AllToAll(
             comm,
-            num_experts=num_experts,
+            num_experts=self.num_slots,
             top_k=top_k,
             max_tokens_per_rank=max_tokens_per_rank,
             payloads=payloads,
@@ -159,14 +191,15 @@ class ExpertParallelMoE(nn.Module):
                     "shared_intermediate_size": shared_intermediate_size,
                     "weight_dtype": weight_dtype,
                     "gate": gate,
+                    "placement": None,
+                    **({} if self._placed is None else self._placed.configuration()),
                 },
                 self.a2a.workspace.warmup_timeout_s,
             )
         except (ValueError, PutgetError):
             self.a2a.close()
             raise
-        owners = self.a2a.expert_to_rank.tolist()
-        self.local_experts = [expert for expert, owner in enumerate(owners) if owner == comm.rank]
+        self.local_experts = _owned(self.a2a, comm.rank) if self._placed is None else self._placed.local_experts
         self.experts = kind(len(self.local_experts), hidden_size, intermediate_size, gate, place)
         self._beside = Beside(place)
         self._operator = LayerOperator(self, place)
@@ -197,10 +230,70 @@ class ExpertParallelMoE(nn.Module):
             ValueError: A tensor is missing, or has another shape; the message names it.
         """
         dense = DenseState(state, prefix)
-        load_networks(self.experts, [f"experts.{expert}" for expert in self.local_experts], dense)
+        load_networks(self.experts, [_name_of(expert) for expert in self.local_experts], dense)
         if self.shared is not None:
             load_networks(self.shared.experts, ["shared_experts"], dense)
         load_router(self.router, dense)
+
+    @torch.no_grad()
+    def set_placement(
+        self,
+        placement: Placement,
+        state: Mapping[str, Tensor] | None,
+        *,
+        placement_layer: int = 0,
+        prefix: str = "",
+    ) -> None:
+        """Another placement of the same sizes, from the next round on. Captured graphs obey it.
+
+        Every rank calls it between the same two rounds, with the same placement. On CUDA it is ordered on the current
+        stream.
+
+        Args:
+            placement: Which expert each slot holds from now on.
+            state: A dense layer's weights, as for ``load_dense``, for the slots of this rank that get another expert.
+                None: the caller has written them already.
+            placement_layer: Which layer of `placement` this one is.
+            prefix: Of all names in `state`.
+
+        Raises:
+            ValueError: The layer has no slots, the placement other sizes, or a tensor is missing; nothing has changed.
+        """
+        if self._placed is None:
+            raise ValueError("this layer was made without num_slots or placement: its experts stay where they are")
+        tables = self._placed.choose.tables_of(placement, placement_layer)
+        experts = self._placed.local_of(placement, placement_layer)
+        if state is not None:
+            changed = zip(experts, self.local_experts, strict=True)
+            names = [None if now == before else _name_of(now) for now, before in changed]
+            load_networks(self.experts, names, DenseState(state, prefix))
+        self._placed.choose.tables.copy_(tables)
+        self.local_experts = experts
+
+    def balanced(self) -> BalancedLayer:
+        """What a ``putget.balancer.Balancer`` needs of this layer.
+
+        Raises:
+            ValueError: The layer has no slots, or does not count.
+        """
+        if self._placed is None or self.expert_load is None:
+            raise ValueError("a balancer needs a layer made with num_slots or placement, and with count_experts=True")
+        return BalancedLayer(
+            blobs=ExpertBlobs(dict(self.experts.named_parameters()), module=self.experts),
+            expert_load=self.expert_load,
+            table=self._placed.choose.tables,
+            table_of=self._placed.choose.tables_of,
+            on_placed=self._note_placement,
+            tell=self._set_statistics,
+            num_stats=self.a2a.num_stats,
+        )
+
+    def _note_placement(self, placement: Placement, layer: int) -> None:
+        assert self._placed is not None
+        self.local_experts = self._placed.local_of(placement, layer)
+
+    def _set_statistics(self, statistics: LoadGathering | None) -> None:
+        self._statistics = statistics
 
     @torch.no_grad()
     def forward(self, x: Tensor, *, num_valid_tokens: Tensor | None = None) -> Tensor:
@@ -226,19 +319,22 @@ class ExpertParallelMoE(nn.Module):
         self.check_input("x", x)
         a2a = self.a2a
         overlapped = self.overlap_shared and self.shared is not None
-        ids, weights, payloads = self.route(x)
+        ids, weights, payloads = self.route(x, num_valid_tokens)
+        stats = None if self._statistics is None else self._statistics.stats
         if not overlapped:
             with self.range("dispatch"):
-                received = a2a.dispatch(ids, weights, *payloads, num_valid_tokens=num_valid_tokens)
+                received = a2a.dispatch(ids, weights, *payloads, num_valid_tokens=num_valid_tokens, stats=stats)
             addend = self.run_shared(payloads)
         else:
             self._beside.fork()
             with self.range("dispatch_start"):
-                a2a.dispatch_start(ids, weights, *payloads, num_valid_tokens=num_valid_tokens)
+                a2a.dispatch_start(ids, weights, *payloads, num_valid_tokens=num_valid_tokens, stats=stats)
             with self._beside.on_it():
                 addend = self.run_shared(payloads)
             with self.range("dispatch_finish"):
                 received = a2a.dispatch_finish()
+        if self._statistics is not None and received.stats is not None:
+            self._statistics.hear(received.stats)
         with self.range("expert_major"):
             grouped = received.expert_major(memory=self.grouped_memory)
         if overlapped and len(x) >= _SHARED_FILL_FROM:
@@ -258,10 +354,15 @@ class ExpertParallelMoE(nn.Module):
         if rows > self.max_tokens_per_rank:
             raise ValueError(f"{name} has {rows} tokens, max_tokens_per_rank is {self.max_tokens_per_rank}")
 
-    def route(self, x: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-        """ids and weights of the tokens' experts, and the payloads to dispatch."""
+    def route(self, x: Tensor, num_valid_tokens: Tensor | None = None) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        """ids (with slots: theirs) and weights of the tokens' experts, and the payloads to dispatch."""
         with self.range("route"):
-            ids, weights = self.router(x)
+            if self.record is None:
+                ids, weights = self.router(x, Placing(self.choose, self.expert_load, num_valid_tokens))
+            else:
+                ids, weights = self.router(x, Placing(None, self.expert_load, num_valid_tokens))
+                self.record(ids, num_valid_tokens)
+                ids = Placing(self.choose, None, num_valid_tokens)(ids)
             return ids, weights, self.experts.prepare(x)
 
     def run_shared(self, payloads: tuple[Tensor, ...]) -> Tensor | None:
@@ -277,7 +378,7 @@ class ExpertParallelMoE(nn.Module):
         with self.range("experts"):
             # What an expert gets where every rank has as many tokens as this one.
             pairs = max(1, num_tokens) * self.a2a.ep_size * self.top_k
-            rows: Tensor = self.experts(grouped.payloads, grouped, -(-pairs // self.num_experts))
+            rows: Tensor = self.experts(grouped.payloads, grouped, -(-pairs // self.num_slots))
             return rows
 
     @contextlib.contextmanager
@@ -324,3 +425,32 @@ class ExpertParallelMoE(nn.Module):
 
     def __exit__(self, *exception: Any) -> None:
         self.a2a.__exit__(*exception)
+
+
+def _owned(a2a: AllToAll, rank: int) -> list[int]:
+    """The experts of a rank, by ascending id."""
+    return [expert for expert, owner in enumerate(a2a.expert_to_rank.tolist()) if owner == rank]
+
+
+def _kind_of(weight_dtype: torch.dtype, row_dtype: torch.dtype | None, gate: Gate) -> _MakeExperts:
+    """What makes experts of these types.
+
+    Raises:
+        ValueError: One is not allowed, or they do not go together.
+    """
+    if weight_dtype not in (torch.bfloat16, torch.float8_e4m3fn):
+        raise ValueError(f"weight_dtype is {weight_dtype}, allowed are torch.bfloat16 and torch.float8_e4m3fn")
+    if gate not in GATES:
+        raise ValueError(f"gate is {gate!r}, allowed are {' and '.join(map(repr, GATES))}")
+    allowed = (torch.bfloat16, weight_dtype)
+    if row_dtype not in (None, *allowed):
+        named = " or ".join(map(str, dict.fromkeys(allowed)))
+        raise ValueError(f"row_dtype is {row_dtype}, with weights of {weight_dtype} expected {named}")
+    if weight_dtype == torch.bfloat16:
+        return Bf16Experts
+    return partial(Fp8Experts, row_dtype=row_dtype or weight_dtype)
+
+
+def _name_of(expert: int) -> str | None:
+    """The networks of an expert in a dense layer's weights; None of an empty slot."""
+    return None if expert < 0 else f"experts.{expert}"

@@ -77,12 +77,16 @@ def load_router(router: Router, state: DenseState) -> None:
     router.weight.copy_(weight)
 
 
-def load_networks(experts: Bf16Experts | Fp8Experts, names: Sequence[str], state: DenseState) -> None:
-    """Copies feed-forward networks into experts 0, 1, ..., quantised or dequantised where the two differ."""
+def load_networks(experts: Bf16Experts | Fp8Experts, names: Sequence[str | None], state: DenseState) -> None:
+    """Copies feed-forward networks into experts 0, 1, ..., quantised or dequantised where the two differ.
+
+    Experts whose name is None stay as they are.
+    """
     hidden, intermediate = experts.hidden_size, experts.down.shape[2]
-    for name in names:  # what is missing is found before anything is changed
+    wanted = [(index, name) for index, name in enumerate(names) if name is not None]
+    for _, name in wanted:  # what is missing is found before anything is changed
         state.network(name, hidden, intermediate)
-    for index, name in enumerate(names):
+    for index, name in wanted:
         weights, scales = state.network(name, hidden, intermediate)
         if scales is not None and isinstance(experts, Fp8Experts):
             experts.load_codes(index, weights, scales)

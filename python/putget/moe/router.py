@@ -12,8 +12,38 @@ import torch
 from torch import Tensor, nn
 
 from putget._arguments import check_int
+from putget.balancer import ReplicaChoice
+from putget.balancer.choice import BY_PAIR
 
 _TINY = 1e-20  # keeps weights finite where every chosen score has underflowed
+
+
+@dataclass(frozen=True)
+class Placing:
+    """What becomes of the chosen experts, before dispatch.
+
+    Attributes:
+        choose: Turns experts into slots; None: ids stay experts.
+        expert_load: [num_experts] int32 on the device, to which each token adds 1 for each of its experts; or None.
+        num_valid_tokens: One int32 on the device: tokens from there on are padding, which is not counted. With `choose`
+            their slots are -1. Or None.
+    """
+
+    choose: ReplicaChoice | None = None
+    expert_load: Tensor | None = None
+    num_valid_tokens: Tensor | None = None
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        """Counts ids [num_tokens, top_k] int32, and returns them or their slots."""
+        if self.expert_load is not None:
+            ones = torch.ones_like(ids)
+            if self.num_valid_tokens is not None:
+                ones *= (torch.arange(len(ids), device=ids.device) < self.num_valid_tokens)[:, None]
+            self.expert_load.scatter_add_(0, ids.flatten().long(), ones.flatten())
+        return ids if self.choose is None else self.choose(ids, num_valid_tokens=self.num_valid_tokens)
+
+
+_AS_THEY_ARE = Placing()
 
 
 @dataclass(frozen=True)
@@ -32,24 +62,27 @@ class SoftmaxRouting:
         """Raises ValueError where top_k experts cannot be had."""
         check_int("top_k", top_k, 1, num_experts)
 
-    def route(self, logits: Tensor, top_k: int, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def route(
+        self, logits: Tensor, top_k: int, bias: Tensor | None = None, placing: Placing = _AS_THEY_ARE
+    ) -> tuple[Tensor, Tensor]:
         """Weights and ids.
 
         Args:
             logits: [num_tokens, num_experts] float32.
             top_k: Experts of a token.
             bias: [num_experts] float32, added to the probabilities for the choice only; or None.
+            placing: What becomes of the ids.
 
         Returns:
-            ids [num_tokens, top_k] int32 and weights [num_tokens, top_k] float32, the largest first.
+            ids (or slots) [num_tokens, top_k] int32 and weights [num_tokens, top_k] float32, the largest first.
         """
         if logits.is_cuda:
-            chosen = _fused(logits, bias, top_k, (1, 1, 1), False, self.renormalise, self.scale)
+            chosen = _fused(logits, bias, top_k, (1, 1, 1), False, self.renormalise, self.scale, placing)
             if chosen is not None:
                 return chosen
         scores = torch.softmax(logits, dim=-1)
         ids = largest(scores if bias is None else scores + bias, top_k)
-        return ids.int(), _weights(scores, ids, self.renormalise, self.scale)
+        return placing(ids.int()), _weights(scores, ids, self.renormalise, self.scale)
 
 
 @dataclass(frozen=True)
@@ -85,11 +118,13 @@ class GroupLimitedRouting:
         check_int("rated_by", self.rated_by, 1, num_experts)
         check_int("top_k", top_k, 1, self.topk_groups * each)
 
-    def route(self, logits: Tensor, top_k: int, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def route(
+        self, logits: Tensor, top_k: int, bias: Tensor | None = None, placing: Placing = _AS_THEY_ARE
+    ) -> tuple[Tensor, Tensor]:
         """See ``SoftmaxRouting.route``."""
         if logits.is_cuda:
             groups = (self.num_groups, self.topk_groups, self.rated_by)
-            chosen = _fused(logits, bias, top_k, groups, True, self.renormalise, self.scale)
+            chosen = _fused(logits, bias, top_k, groups, True, self.renormalise, self.scale, placing)
             if chosen is not None:
                 return chosen
         scores = torch.sigmoid(logits)
@@ -101,7 +136,7 @@ class GroupLimitedRouting:
             allowed.scatter_(1, largest(rating, self.topk_groups), True)
             biased = grouped.masked_fill(~allowed[:, :, None], float("-inf")).flatten(1)
         ids = largest(biased, top_k)
-        return ids.int(), _weights(scores, ids, self.renormalise, self.scale)
+        return placing(ids.int()), _weights(scores, ids, self.renormalise, self.scale)
 
 
 Routing = SoftmaxRouting | GroupLimitedRouting
@@ -152,9 +187,9 @@ class Router(nn.Module):
             nn.Parameter(torch.zeros(num_experts, device=device), requires_grad=False) if bias else None
         )
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, placing: Placing = _AS_THEY_ARE) -> tuple[Tensor, Tensor]:
         """ids [num_tokens, top_k] int32 and weights [num_tokens, top_k] float32 of x [num_tokens, hidden_size]."""
-        return self.routing.route(logits_of(x, self.weight), self.top_k, self.correction_bias)
+        return self.routing.route(logits_of(x, self.weight), self.top_k, self.correction_bias, placing)
 
 
 def logits_of(x: Tensor, weight: Tensor) -> Tensor:
@@ -188,15 +223,21 @@ def _fused(
     sigmoid: bool,
     renormalise: bool,
     scale: float,
+    placing: Placing,
 ) -> tuple[Tensor, Tensor] | None:
-    """The choice by one kernel instead of two dozen; None where it does not know the shape, or there is no Triton."""
+    """The choice by one kernel instead of two dozen; None where it does not know the shape, or there is no Triton.
+
+    Replicas are chosen in it too, if the way looks at one pair alone.
+    """
     if importlib.util.find_spec("triton") is None:
         return None
     from putget.moe import router_triton
 
     if not router_triton.fits(logits.shape[1], *groups):
         return None
-    return router_triton.choose(
+    choose = placing.choose
+    in_kernel = choose is not None and choose.how in BY_PAIR
+    ids, weights = router_triton.choose(
         logits.contiguous(),
         bias,
         top_k,
@@ -205,7 +246,13 @@ def _fused(
         renormalise=renormalise,
         scale=scale,
         tiny=_TINY,
+        replicas=choose if in_kernel else None,
+        expert_load=placing.expert_load,
+        num_valid_tokens=placing.num_valid_tokens,
     )
+    if choose is not None and not in_kernel:
+        ids = choose(ids, num_valid_tokens=placing.num_valid_tokens)
+    return ids, weights
 
 
 def _weights(scores: Tensor, ids: Tensor, renormalise: bool, scale: float) -> Tensor:

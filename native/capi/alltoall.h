@@ -1,0 +1,14 @@
+// What stands behind putget_alltoall.
+#pragma once
+
+#include <memory>
+
+#include "backend.h"
+#include "capi/nodes.h"
+
+struct putget_alltoall {
+  putget::Backend* memory;
+  putget::Plan plan;
+  putget::Limits limits;
+  std::unique_ptr<putget::capi::Nodes> nodes;  // null where all ranks are one domain
+};

@@ -1,0 +1,407 @@
+// Moving experts between ranks: a rank that holds an expert puts its bytes into the landing area of the rank that shall
+// have it, which looks at them and takes them into a slot later. docs/protocol.md explains the tags.
+//
+// Orders come from the host, which posts them; kernels find them when they run, and wait for nothing: what is not there
+// yet is left to the next kernel. `move` puts and checks, a bounded number of bytes a kernel; `take` writes slots, and
+// the tables that say what is in them, when the caller says that this round's experts may change.
+#pragma once
+
+#include "protocol/round/signal.h"
+
+namespace putget {
+
+constexpr uint32_t kMaxCells = kMaxParts / 2;  // of a landing area: experts that it has room for
+// Orders of each kind that are posted and not done, at most; and batches that kernels have not seen.
+#if defined(PUTGET_STRESS)
+constexpr uint32_t kOrders = 4;
+#else
+constexpr uint32_t kOrders = 256;
+#endif
+
+// One tensor's part of an expert: slot s has the bytes at slots + s * slot_bytes, a multiple of 4 at a multiple of 4;
+// they travel at `offset` of the cell, a multiple of 16.
+struct BlobPart {
+  uint8_t* slots;
+  uint64_t slot_bytes;
+  uint64_t offset;
+};
+
+// Parts [first_part, end_part) of slot `slot`.
+struct SlotBytes {
+  uint32_t first_part;
+  uint32_t end_part;
+  uint32_t slot;
+};
+
+// Arrivals of a rank are numbered: all ranks know who puts which. The n-th one, from 1 on, has cell (n - 1) % cells.
+struct PutOrder {
+  SlotBytes from;
+  uint32_t dst;
+  uint32_t arrival;
+};
+
+struct TakeOrder {
+  SlotBytes to;
+  uint32_t src;
+  uint32_t arrival;
+  uint32_t batch;  // it is taken together with all orders of this batch
+};
+
+// A table gets the words that lie ready for it, together with all orders of this batch.
+struct TableOrder {
+  uint32_t table;
+  uint32_t batch;
+};
+
+// Orders of the batches up to this one end here, counted from the first order on.
+struct BatchEnd {
+  uint32_t puts;
+  uint32_t takes;
+  uint32_t tables;
+};
+
+// A table on the device, which kernels of rounds read, and where its next words lie.
+struct Table {
+  uint32_t* words;
+  const uint32_t* next;  // host memory that kernels read; the host writes it while no order of this table is open
+  uint64_t num_words;
+};
+
+// In host memory that kernels read. Written by the host alone, and only what kernels have done with.
+struct LandingOrders {
+  uint64_t posted;   // flag (batch, 0): the last one that is posted
+  uint64_t planned;  // flag (window, 0): the last one whose loads the host has done with; see step.h
+  BatchEnd end[kOrders];
+  PutOrder put[kOrders];
+  TakeOrder take[kOrders];
+  TableOrder table[kOrders];
+};
+
+// In host memory that kernels write: how many orders are done, and which batch they have seen.
+struct LandingProgress {
+  uint64_t batch;     // flag (batch, 0)
+  uint64_t put;       // flag (orders, 0)
+  uint64_t taken;     // likewise
+  uint64_t written;   // likewise, of tables
+  uint64_t agreed;    // flag (batch, 0): the last one that `take` was called with
+  uint64_t gathered;  // flag (window, 0): the last one whose loads of all ranks are there; see step.h
+  uint64_t wrong;     // flag (1 + order of a take whose bytes are not those that were sent, 0)
+};
+
+// Private. The CTA that joins last changes it, for the next kernel.
+struct LandingState {
+  uint32_t batch;  // posted, as far as kernels know,
+  BatchEnd end;    // ... and its end
+  uint32_t put;    // orders done
+  uint32_t checked;
+  uint32_t taken;
+  uint32_t written;      // tables
+  uint32_t agreed;       // the last batch that `take` was called with
+  uint32_t may_put;      // 1: the cell of the next put is free
+  uint32_t has_landed;   // 1: what the next take waits for has come,
+  uint32_t landed_sum;   // ... and this is its sum
+  uint32_t wrong;        // 1: it differs; no more is checked
+  uint64_t put_bytes;    // of the next put that are on their way,
+  uint64_t check_bytes;  // ... of the next take that have been looked at,
+  uint32_t put_sum;      // ... and their sums
+  uint32_t check_sum;
+  uint32_t joined;  // CTAs at J4
+};
+
+struct LandingPlan {
+  uint32_t ep_size;
+  uint32_t ep_rank;
+  uint32_t cells;
+  uint32_t first;       // arrivals are counted from this epoch on: flags of older ones say less
+  uint64_t cell_bytes;  // a multiple of kRegionAlignment
+  uint64_t blob_bytes;  // of one expert as it travels, a multiple of 16
+  uint64_t begin;       // of cell 0
+  uint64_t flags;       // [ep_size, kMaxParts]: of a rank, landed [kMaxCells], then taken [kMaxCells]
+  uint8_t* base[kMaxRanks];
+  const RankSet* active;  // private memory
+  const BlobPart* parts;  // private memory
+  const Table* tables;    // private memory
+  LandingState* state;
+  const LandingOrders* orders;
+  LandingProgress* progress;
+  int32_t* landed;  // one number on the device: the last batch of which everything has come here
+};
+
+// What one CTA shares.
+struct LandingScratch {
+  uint32_t is_last;
+};
+
+// --- where things are ------------------------------------------------------------------------------------------------
+
+PUTGET_PURE uint32_t cell_of(const LandingPlan& plan, uint32_t arrival) { return (arrival - 1) % plan.cells; }
+PUTGET_PURE uint8_t* cell_at(const LandingPlan& plan, uint32_t rank, uint32_t arrival) {
+  return plan.base[rank] + plan.begin + cell_of(plan, arrival) * plan.cell_bytes;
+}
+// The flag that `src` stores into the memory of `dst` when the bytes of an arrival are there.
+PUTGET_PURE uint64_t* landed_flag(const LandingPlan& plan, uint32_t dst, uint32_t src, uint32_t arrival) {
+  return part_flag(plan.base[dst], plan.flags, src, cell_of(plan, arrival));
+}
+// The flag that `dst` stores into the memory of every rank when it is done with an arrival's cell.
+PUTGET_PURE uint64_t* taken_flag(const LandingPlan& plan, uint32_t rank, uint32_t dst, uint32_t arrival) {
+  return part_flag(plan.base[rank], plan.flags, dst, kMaxCells + cell_of(plan, arrival));
+}
+
+// Whether order or batch `a` is `b` or comes before it; they are counted modulo 2^32.
+PUTGET_PURE bool not_behind(uint32_t a, uint32_t b) { return static_cast<int32_t>(b - a) >= 0; }
+
+// --- bytes -----------------------------------------------------------------------------------------------------------
+
+// The share of one word in the sum of an expert's bytes; `index` is its place. Odd weights: no single word can change
+// without the sum.
+PUTGET_PURE uint32_t weighed(uint32_t word, uint32_t index) { return word * (2 * index + 1); }
+
+// Copies bytes [begin, end) of a range that begins at `offset` of an expert, all threads of the grid together; returns
+// the calling thread's share of the sum. `to` may be null: bytes are only looked at.
+template <class Access, class Exec>
+PUTGET_TEXT uint32_t copy_range(Exec& exec, const uint8_t* from, uint8_t* to, uint64_t begin, uint64_t end,
+                                uint64_t offset) {
+  constexpr uint32_t kWords = sizeof(Access) / sizeof(uint32_t);
+  constexpr uint32_t kInFlight = 4;  // accesses of a thread
+  const uint64_t step = uint64_t{exec.blocks()} * exec.threads() * sizeof(Access);
+  uint32_t sum = 0;
+  PUTGET_ROLLED
+  for (uint64_t at = begin + (uint64_t{exec.block()} * exec.threads() + exec.thread()) * sizeof(Access); at < end;
+       at += kInFlight * step) {
+    union {
+      Access access;
+      uint32_t word[kWords];
+    } both[kInFlight];
+    PUTGET_UNROLL
+    for (uint32_t i = 0; i < kInFlight; ++i) {
+      if (at + i * step < end) both[i].access = *reinterpret_cast<const Access*>(from + at + i * step);
+    }
+    PUTGET_UNROLL
+    for (uint32_t i = 0; i < kInFlight; ++i) {
+      if (at + i * step >= end) break;
+      if (to != nullptr) exec.put(reinterpret_cast<Access*>(to + at + i * step), both[i].access);  // [L1]
+      PUTGET_UNROLL
+      for (uint32_t w = 0; w < kWords; ++w) {
+        sum += weighed(both[i].word[w], static_cast<uint32_t>((offset + at + i * step) / sizeof(uint32_t)) + w);
+      }
+    }
+  }
+  return sum;
+}
+
+PUTGET_PURE bool is_wide(const void* first, const void* second, uint64_t bytes) {
+  return ((reinterpret_cast<uintptr_t>(first) | reinterpret_cast<uintptr_t>(second) | bytes) & 15) == 0;
+}
+
+// Bytes [begin, end) of an expert as it travels, both multiples of 16: from a slot into a cell, or from a cell into a
+// slot.
+template <class Exec>
+PUTGET_TEXT uint32_t copy_blob(Exec& exec, const LandingPlan& plan, const SlotBytes& slot, uint8_t* cell, bool into,
+                               uint64_t begin, uint64_t end) {
+  using Wide = typename Exec::Access16;
+  uint32_t sum = 0;
+  PUTGET_ROLLED
+  for (uint32_t p = slot.first_part; p < slot.end_part; ++p) {
+    const BlobPart part = plan.parts[p];
+    if (end <= part.offset || begin >= part.offset + part.slot_bytes) continue;
+    const uint64_t first = begin > part.offset ? begin - part.offset : 0;
+    const uint64_t last = end - part.offset < part.slot_bytes ? end - part.offset : part.slot_bytes;
+    uint8_t* in_slot = part.slots + slot.slot * part.slot_bytes;
+    uint8_t* in_cell = cell + part.offset;
+    const uint8_t* from = into ? in_slot : in_cell;
+    uint8_t* to = into ? in_cell : in_slot;
+    if (is_wide(from, to, part.slot_bytes)) {
+      sum += copy_range<Wide>(exec, from, to, first, last, part.offset);
+    } else {
+      sum += copy_range<uint32_t>(exec, from, to, first, last, part.offset);
+    }
+  }
+  return sum;
+}
+
+// The sum of such bytes in a cell, where they have come.
+template <class Exec>
+PUTGET_TEXT uint32_t look_at_blob(Exec& exec, const LandingPlan& plan, const SlotBytes& slot, const uint8_t* cell,
+                                  uint64_t begin, uint64_t end) {
+  uint32_t sum = 0;
+  PUTGET_ROLLED
+  for (uint32_t p = slot.first_part; p < slot.end_part; ++p) {
+    const BlobPart part = plan.parts[p];
+    if (end <= part.offset || begin >= part.offset + part.slot_bytes) continue;
+    const uint64_t first = begin > part.offset ? begin - part.offset : 0;
+    const uint64_t last = end - part.offset < part.slot_bytes ? end - part.offset : part.slot_bytes;
+    const uint8_t* from = cell + part.offset;  // [L4]
+    if (is_wide(from, from, part.slot_bytes)) {
+      sum += copy_range<typename Exec::Access16>(exec, from, nullptr, first, last, part.offset);
+    } else {
+      sum += copy_range<uint32_t>(exec, from, nullptr, first, last, part.offset);
+    }
+  }
+  return sum;
+}
+
+// --- orders ----------------------------------------------------------------------------------------------------------
+
+// The host posts the next batch: its orders, and where they end, are there. The host calls it.
+template <class Exec>
+PUTGET_TEXT void post_batch(Exec& exec, LandingOrders& orders, uint32_t batch) {
+  exec.template publish<Tag::H1>(&orders.posted, pack_flag(batch, 0));
+}
+
+// How many orders are done, of one kind. The host calls it, before it writes over those.
+template <class Exec>
+PUTGET_TEXT uint32_t orders_done(Exec& exec, const uint64_t& progress) {
+  return flag_epoch(exec.template observe<Tag::H4>(&progress));
+}
+
+// What the next kernel can do, by one thread of the last CTA.
+template <class Exec>
+PUTGET_TEXT void look_ahead(Exec& exec, const LandingPlan& plan, LandingState& state) {
+  const uint32_t batch = flag_epoch(exec.template observe<Tag::H2>(&plan.orders->posted));
+  if (batch != state.batch) {
+    state.batch = batch;
+    state.end = plan.orders->end[batch % kOrders];
+    exec.template publish<Tag::H3>(&plan.progress->batch, pack_flag(batch, 0));
+  }
+  if (state.may_put == 0 && state.put != state.end.puts) {
+    const PutOrder& order = plan.orders->put[state.put % kOrders];
+    const uint32_t before = order.arrival - plan.cells;  // of the same cell
+    const bool is_first = order.arrival - plan.first <= plan.cells;
+    const uint64_t* flag = taken_flag(plan, plan.ep_rank, order.dst, order.arrival);
+    state.may_put = is_first || flag_epoch(exec.template observe<Tag::L6>(flag)) == before;
+  }
+  if (state.has_landed == 0 && state.checked != state.end.takes) {
+    const TakeOrder& order = plan.orders->take[state.checked % kOrders];
+    const uint64_t flag = exec.template observe<Tag::L3>(landed_flag(plan, plan.ep_rank, order.src, order.arrival));
+    state.has_landed = flag_epoch(flag) == order.arrival;
+    state.landed_sum = flag_value(flag);
+  }
+  *plan.landed = static_cast<int32_t>(
+      state.checked == state.end.takes ? state.batch : plan.orders->take[state.checked % kOrders].batch - 1);
+}
+
+// Ends this kernel's part of a put: the last one tells the rank that shall have the expert.
+template <class Exec>
+PUTGET_TEXT void pass_put(Exec& exec, const LandingPlan& plan, LandingState& state, uint64_t end) {
+  state.put_bytes = end;
+  if (end != plan.blob_bytes) return;
+  const PutOrder& order = plan.orders->put[state.put % kOrders];
+  uint64_t* flag = landed_flag(plan, order.dst, plan.ep_rank, order.arrival);
+  exec.template publish<Tag::L2>(flag, pack_flag(order.arrival, state.put_sum));
+  ++state.put;
+  state.put_bytes = state.put_sum = state.may_put = 0;
+  exec.template publish<Tag::H3>(&plan.progress->put, pack_flag(state.put, 0));
+}
+
+template <class Exec>
+PUTGET_TEXT void pass_check(Exec& exec, const LandingPlan& plan, LandingState& state, uint64_t end) {
+  state.check_bytes = end;
+  if (end != plan.blob_bytes) return;
+  if (state.check_sum != state.landed_sum) {
+    state.wrong = 1;
+    exec.template publish<Tag::H3>(&plan.progress->wrong, pack_flag(state.checked + 1, 0));
+    return;
+  }
+  ++state.checked;
+  state.check_bytes = state.check_sum = state.has_landed = 0;
+}
+
+PUTGET_PURE uint64_t end_of_share(uint64_t begin, uint64_t most_bytes, uint64_t blob_bytes) {
+  return blob_bytes - begin < most_bytes ? blob_bytes : begin + most_bytes;
+}
+
+// Puts up to most_bytes of the next order, a multiple of 16, and looks at as many that have come. Waits for nothing.
+// All CTAs of a kernel.
+template <class Exec>
+PUTGET_TEXT void move_experts(Exec& exec, const LandingPlan& plan, uint64_t most_bytes, LandingScratch& scratch) {
+  exec.wait_for_earlier_work();
+  LandingState& state = *plan.state;
+  const bool puts = state.may_put != 0;
+  const bool checks = state.has_landed != 0 && state.wrong == 0;
+  const uint64_t put_end = end_of_share(state.put_bytes, most_bytes, plan.blob_bytes);
+  const uint64_t check_end = end_of_share(state.check_bytes, most_bytes, plan.blob_bytes);
+  if (puts) {
+    const PutOrder order = plan.orders->put[state.put % kOrders];
+    uint8_t* cell = cell_at(plan, order.dst, order.arrival);
+    const uint32_t sum = copy_blob(exec, plan, order.from, cell, true, state.put_bytes, put_end);
+    if (sum != 0) exec.add(&state.put_sum, sum);
+  }
+  if (checks) {
+    const TakeOrder order = plan.orders->take[state.checked % kOrders];
+    const uint8_t* cell = cell_at(plan, plan.ep_rank, order.arrival);
+    const uint32_t sum = look_at_blob(exec, plan, order.to, cell, state.check_bytes, check_end);
+    if (sum != 0) exec.add(&state.check_sum, sum);
+  }
+  if (!exec.template last_to_arrive<Join::J4>(&state.joined, &scratch.is_last) || exec.thread() != 0) return;
+  state.joined = 0;
+  if (puts) pass_put(exec, plan, state, put_end);
+  if (checks) pass_check(exec, plan, state, check_end);
+  look_ahead(exec, plan, state);
+}
+
+// Writes the tables of batches up to `last`; returns where their orders end. All CTAs of a kernel.
+template <class Exec>
+PUTGET_TEXT uint32_t write_tables(Exec& exec, const LandingPlan& plan, uint32_t last) {
+  const LandingState& state = *plan.state;
+  const uint64_t step = uint64_t{exec.blocks()} * exec.threads();
+  uint32_t end = state.written;
+  PUTGET_ROLLED
+  for (; end != state.end.tables; ++end) {
+    const TableOrder order = plan.orders->table[end % kOrders];
+    if (!not_behind(order.batch, last)) break;
+    const Table table = plan.tables[order.table];
+    for (uint64_t i = uint64_t{exec.block()} * exec.threads() + exec.thread(); i < table.num_words; i += step) {
+      table.words[i] = table.next[i];
+    }
+  }
+  return end;
+}
+
+// Tells the host and the sources what has been taken. One thread of the last CTA.
+template <class Exec>
+PUTGET_TEXT void pass_take(Exec& exec, const LandingPlan& plan, uint32_t last, uint32_t end, uint32_t end_tables) {
+  LandingState& state = *plan.state;
+  state.joined = 0;
+  PUTGET_ROLLED
+  for (; state.taken != end; ++state.taken) {
+    const TakeOrder order = plan.orders->take[state.taken % kOrders];
+    for (uint32_t rank = 0; rank < plan.ep_size; ++rank) {
+      if (!plan.active->has(rank)) continue;
+      uint64_t* flag = taken_flag(plan, rank, plan.ep_rank, order.arrival);
+      exec.template publish<Tag::L5>(flag, pack_flag(order.arrival, 0));
+    }
+  }
+  state.written = end_tables;
+  exec.template publish<Tag::H3>(&plan.progress->taken, pack_flag(state.taken, 0));
+  exec.template publish<Tag::H3>(&plan.progress->written, pack_flag(end_tables, 0));
+  if (not_behind(state.agreed, last)) state.agreed = last;
+  exec.template publish<Tag::H3>(&plan.progress->agreed, pack_flag(state.agreed, 0));
+}
+
+// Takes what has come of the batches up to `last` into its slots. The caller sees to it that the slots are not in use.
+// All CTAs of a kernel; true in those threads that are the last CTA's.
+template <class Exec>
+PUTGET_TEXT bool take_up_to(Exec& exec, const LandingPlan& plan, uint32_t last, LandingScratch& scratch) {
+  const LandingState& state = *plan.state;
+  uint32_t end = state.taken;
+  PUTGET_ROLLED
+  for (; end != state.checked; ++end) {
+    const TakeOrder order = plan.orders->take[end % kOrders];
+    if (!not_behind(order.batch, last)) break;
+    uint8_t* cell = cell_at(plan, plan.ep_rank, order.arrival);
+    copy_blob(exec, plan, order.to, cell, false, 0, plan.blob_bytes);  // [L4]
+  }
+  const uint32_t end_tables = write_tables(exec, plan, last);
+  if (!exec.template last_to_arrive<Join::J4>(&plan.state->joined, &scratch.is_last)) return false;
+  if (exec.thread() == 0) pass_take(exec, plan, last, end, end_tables);
+  return true;
+}
+
+// The same for *batch, by a kernel of its own.
+template <class Exec>
+PUTGET_TEXT void take_experts(Exec& exec, const LandingPlan& plan, const int32_t* batch, LandingScratch& scratch) {
+  exec.wait_for_earlier_work();
+  take_up_to(exec, plan, static_cast<uint32_t>(*batch), scratch);
+}
+
+}  // namespace putget

@@ -1,0 +1,126 @@
+"""Keeps the experts that tokens choose, for files that `putget balance` and `putget bench` read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from putget._arguments import check_int, check_tensor
+from putget.workspace import resolve_device
+
+Record = Callable[[Tensor, Tensor | None], None]
+
+
+class RoutingRecorder:
+    """Keeps logical expert ids of tokens, layer by layer, in memory of the device.
+
+    A call waits for nothing and may be captured in a CUDA graph. What comes when the memory is full is dropped, and
+    counted in `dropped`.
+
+    Args:
+        num_layers: layers with experts.
+        top_k: experts of a token.
+        max_tokens: tokens of each layer that are kept.
+        device: where ids are: "cpu", "cuda" or "cuda:N".
+
+    Raises:
+        ValueError: An argument is out of range.
+        BackendUnavailable: CUDA is asked for and not there.
+    """
+
+    def __init__(self, num_layers: int, top_k: int, max_tokens: int, *, device: str | torch.device = "cpu") -> None:
+        check_int("num_layers", num_layers, 1, 1 << 16)
+        check_int("top_k", top_k, 1, 32)
+        check_int("max_tokens", max_tokens, 1, 1 << 30)
+        self.device = resolve_device(device)
+        self._most = max_tokens
+        # One row more, which takes what is dropped.
+        self._ids = torch.full((num_layers, max_tokens + 1, top_k), -1, dtype=torch.int32, device=self.device)
+        self._came = torch.zeros(num_layers, dtype=torch.int64, device=self.device)
+
+    def record(self, layer: int, topk_ids: Tensor, num_valid_tokens: Tensor | None = None) -> None:
+        """Adds a batch.
+
+        Args:
+            layer: from 0 on.
+            topk_ids: int32 or int64 [num_tokens, top_k] on the device: experts as the router numbers them, -1 for none.
+            num_valid_tokens: one int32 on the device: tokens from there on are padding; or None.
+
+        Raises:
+            ValueError: An argument is wrong.
+        """
+        num_layers, _, top_k = self._ids.shape
+        check_int("layer", layer, 0, num_layers - 1)
+        rows = len(topk_ids) if isinstance(topk_ids, Tensor) and topk_ids.dim() else 0
+        check_tensor("topk_ids", topk_ids, (rows, top_k), (torch.int32, torch.int64), self.device)
+        place = torch.arange(rows, device=self.device)
+        number: Tensor | int = rows
+        is_kept = torch.ones(rows, dtype=torch.bool, device=self.device)
+        if num_valid_tokens is not None:
+            check_tensor("num_valid_tokens", num_valid_tokens, (1,), (torch.int32,), self.device)
+            is_kept = place < num_valid_tokens
+            number = num_valid_tokens[0].clamp(0, rows)
+        place = torch.where(is_kept, place + self._came[layer], self._most).clamp(max=self._most)
+        self._ids[layer].index_copy_(0, place, topk_ids.int())
+        self._came[layer] += number
+
+    def of_layer(self, layer: int) -> Record:
+        """`record` for one layer: what ``ExpertParallelMoE.record`` calls."""
+        check_int("layer", layer, 0, len(self._came) - 1)
+        return partial(self.record, layer)
+
+    @property
+    def dropped(self) -> int:
+        """Tokens that found no room, over all layers. Waits for the device."""
+        return int((self._came - self._most).clamp(min=0).sum())
+
+    def clear(self) -> None:
+        """Forgets everything."""
+        self._came.zero_()
+
+    def ids(self) -> NDArray[Any]:
+        """What has been recorded. Waits for the device.
+
+        Returns:
+            The smallest signed integers that hold the ids, [num_layers, tokens, top_k].
+
+        Raises:
+            ValueError: The layers have seen different numbers of tokens, or none.
+        """
+        came = self._came.clamp(max=self._most).tolist()
+        if min(came) != max(came) or not came[0]:
+            raise ValueError(f"layers have recorded {min(came)} to {max(came)} tokens: each must have as many, above 0")
+        found: NDArray[Any] = self._ids[:, : came[0]].cpu().numpy()
+        return found.astype(np.min_scalar_type(-1 - int(found.max())))
+
+    def save(self, path: Path, task: str) -> None:
+        """Writes what has been recorded into an .npz archive, beside the tasks that it has.
+
+        Args:
+            path: an archive to make, or one that `save` made.
+            task: the name of the array.
+
+        Raises:
+            ValueError: The archive has this task, or is none; or see `ids`.
+        """
+        tasks = {task: self.ids()}
+        if path.exists():
+            try:
+                with np.load(path, allow_pickle=False) as archive:
+                    before = {name: archive[name] for name in archive.files}
+            except (OSError, ValueError) as error:
+                raise ValueError(f"{path} is no .npz archive of arrays: {error}") from error
+            if task in before:
+                raise ValueError(f"{path} has an array {task!r}")
+            tasks = {**before, **tasks}
+        fresh = path.with_name(f".{path.name}.new.npz")  # a reader never sees half of a file
+        np.savez_compressed(fresh, **tasks)  # type: ignore[arg-type]
+        os.replace(fresh, path)

@@ -1,0 +1,192 @@
+"""From one placement to another in batches, each of which leaves every expert somewhere and fits the landing areas."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from putget.balancer.placement import Ints, Placement
+
+MOST_PUTS = 256  # of a rank in one batch
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """An expert that comes into a slot, from another rank's slot. Slots are those of all ranks."""
+
+    layer: int
+    src: int
+    dst: int
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What changes at once.
+
+    Attributes:
+        transfers: the experts that come.
+        slots: int32 [num_layers, num_replicas]: the experts of all slots behind it.
+        layers: those that change, ascending.
+    """
+
+    transfers: tuple[Transfer, ...]
+    slots: Ints
+    layers: tuple[int, ...]
+
+
+def batches(
+    current: Placement, target: Placement, num_gpus: int, cells: int, order: Sequence[int] | None = None
+) -> Iterator[Batch]:
+    """Plans how `current` becomes `target`.
+
+    Experts whose rank keeps them stay in their slots, so the result may differ from `target` in the order of a rank's
+    slots. A second replica on a rank that has the expert already is left out. Every batch takes experts from slots that
+    held them before it. Behind every batch each expert has a slot: an expert that would lose its last one gets its new
+    slot in the same batch. The same arguments give the same batches on every rank.
+
+    Args:
+        current: the placement in force.
+        target: the wanted one, of the same sizes; slots that are empty in it are empty in `current` too.
+        num_gpus: ranks.
+        cells: the most experts that come to one rank in a batch.
+        order: layers, the most urgent first; 0, 1, ... if None.
+
+    Raises:
+        ValueError: The placements differ in size, or cells is not positive.
+    """
+    before, wanted = current.physical_to_logical, target.physical_to_logical
+    if before.shape != wanted.shape or before.shape[1] % num_gpus or cells < 1:
+        raise ValueError(
+            f"current has slots {list(before.shape)}, target {list(wanted.shape)}; they must be alike, and divide by "
+            f"{num_gpus} ranks; cells is {cells}, allowed are numbers from 1 on"
+        )
+    layers = range(len(before)) if order is None else order
+    changes = {layer: _LayerChanges(before[layer], wanted[layer], num_gpus) for layer in layers}
+    slots = before.copy()
+    while left := sum(len(one.pending) for one in changes.values()):
+        room = np.full(num_gpus, cells)
+        puts = np.zeros(num_gpus, np.int64)
+        found: list[Transfer] = []
+        changed = []
+        for layer, one in changes.items():
+            taken = one.fill(room, puts)
+            if taken:
+                found += [Transfer(layer, src, dst) for src, dst in taken]
+                changed.append(layer)
+                slots = slots.copy()
+                slots[layer] = one.slots
+        if found:
+            yield Batch(tuple(found), slots, tuple(sorted(changed)))
+        elif left == sum(len(one.pending) for one in changes.values()):
+            return  # what is left comes from nowhere: its slots keep what they have
+
+
+class _LayerChanges:
+    """The slots of one layer that get another expert.
+
+    Attributes:
+        slots: [num_slots] experts behind the batches so far.
+        pending: slots that are to change.
+    """
+
+    def __init__(self, before: Ints, wanted: Ints, num_gpus: int) -> None:
+        self.slots = before.copy()
+        self._each = len(before) // num_gpus
+        self._wanted = self._keeping(before, wanted)
+        self.pending: list[int] = np.flatnonzero(self._wanted != before).tolist()
+        self._count = np.bincount(before[before >= 0], minlength=int(max(before.max(), wanted.max())) + 1)
+
+    def _keeping(self, before: Ints, wanted: Ints) -> Ints:
+        """The wanted experts, in an order of each rank's slots that leaves what stays where it is."""
+        result: Ints = before.copy()
+        for first in range(0, len(before), self._each):
+            rank = slice(first, first + self._each)
+            held, coming = before[rank].tolist(), wanted[rank].tolist()
+            free = []
+            for slot, expert in enumerate(held):
+                if expert in coming:
+                    coming.remove(expert)
+                else:
+                    free.append(slot)
+            for slot, expert in zip(free, coming, strict=True):
+                is_new = expert >= 0 and expert not in held and expert not in result[rank].tolist()
+                if is_new:
+                    result[first + slot] = expert
+        return result
+
+    def fill(self, room: NDArray[np.int64], puts: NDArray[np.int64]) -> list[tuple[int, int]]:
+        """Takes what fits into a batch: pairs of the slot that an expert comes from and the one that it comes into.
+
+        Args:
+            room: [num_gpus] experts that may still come to each rank; what is taken is subtracted.
+            puts: [num_gpus] experts that each rank gives; what is taken is added.
+        """
+        held = self.slots.copy()  # sources are what stood there before the batch
+        taken: list[tuple[int, int]] = []
+        for slot in list(self.pending):
+            if slot not in self.pending or room[slot // self._each] == 0:
+                continue
+            chain = self._chain(slot, room)
+            if chain is None:
+                continue
+            sources = self._sources(chain, held, puts)
+            if sources is None:
+                continue
+            for src, dst in zip(sources, chain, strict=True):
+                self._replace(dst)
+                room[dst // self._each] -= 1
+                taken.append((src, dst))
+        return taken
+
+    def _chain(self, slot: int, room: NDArray[np.int64]) -> list[int] | None:
+        """Slots that change together: none but the last loses an expert's last slot. None where there is no room."""
+        chain: list[int] = []
+        ranks: list[int] = []
+        while True:
+            rank = slot // self._each
+            if rank in ranks:  # a circle: what comes here takes the place of what leaves here
+                first = ranks.index(rank)
+                one = chain[first]
+                self._wanted[one], self._wanted[slot] = self._wanted[slot], self._wanted[one]
+                return chain[first:]
+            if room[rank] == 0:
+                return None
+            chain.append(slot)
+            ranks.append(rank)
+            lost = int(self.slots[slot])
+            if lost < 0 or self._count[lost] > 1:
+                return chain
+            following = [other for other in self.pending if self._wanted[other] == lost]
+            if not following:  # nobody gets it, so it stays
+                self._wanted[slot] = lost
+                self.pending.remove(slot)
+                return None
+            slot = following[0]
+
+    def _sources(self, chain: list[int], held: Ints, puts: NDArray[np.int64]) -> list[int] | None:
+        """For each slot of a chain, where its expert comes from: of several, the rank that gives the fewest."""
+        counts = puts.copy()
+        sources = []
+        for dst in chain:
+            holders = [
+                int(slot)
+                for slot in np.flatnonzero(held == self._wanted[dst])
+                if slot // self._each != dst // self._each and counts[slot // self._each] < MOST_PUTS
+            ]
+            if not holders:
+                return None
+            sources.append(min(holders, key=lambda slot: (counts[slot // self._each], slot)))
+            counts[sources[-1] // self._each] += 1
+        puts[:] = counts
+        return sources
+
+    def _replace(self, slot: int) -> None:
+        old, new = int(self.slots[slot]), int(self._wanted[slot])
+        if old >= 0:
+            self._count[old] -= 1
+        self._count[new] += 1
+        self.slots[slot] = new
+        self.pending.remove(slot)

@@ -1,0 +1,117 @@
+"""The online balancer: no wrong token, one placement on all ranks in every iteration, also when ranks die."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import putget
+from tests.balancer.migration import serve_until_lost
+from tests.balancer.online import PHASES, begin, go_on, serve_many
+from tests.harness import Rank, RankProcesses, fresh_ranks, run_ranks
+
+SIZE = 4
+
+
+def agree(outcomes: list[dict[str, Any]]) -> dict[str, Any]:
+    """What all ranks have, which must be the same but for when their hosts have planned."""
+    assert all(outcome["right"] for outcome in outcomes), outcomes
+    least = min(outcome["moving"] for outcome in outcomes)
+    for outcome in outcomes:
+        outcome["moving"] = least
+    for outcome in outcomes[1:]:
+        assert outcome == outcomes[0]
+    return outcomes[0]
+
+
+@pytest.mark.parametrize(("size", "mode", "seed"), [(4, "process", 0), (8, "process", 1), (4, "thread", 3)])
+def test_no_token_is_wrong_while_experts_move(size: int, mode: str, seed: int, device: str) -> None:
+    iterations = 150
+    found = agree(run_ranks(size, serve_many, iterations, seed, mode=mode, device=device))
+    assert found["windows"] > 2
+    assert found["moves"] > 10
+    assert found["moving"] > iterations // 2
+
+
+@pytest.fixture
+def ranks() -> Iterator[RankProcesses]:
+    with fresh_ranks(SIZE, "cpu") as processes:
+        yield processes
+
+
+@pytest.mark.parametrize(("phase", "iteration"), [(phase, 19 + 3 * i) for i, phase in enumerate(PHASES)])
+def test_a_rank_that_dies_leaves_the_others_on_one_placement(ranks: RankProcesses, phase: str, iteration: int) -> None:
+    victim = 2
+    ranks.call(begin, iteration, {"timeout_s": 1.5, "stored": True})
+    survivors = [rank for rank in range(SIZE) if rank != victim]
+    ranks.submit(victim, serve_until_lost, (iteration, phase), 60)
+    for said in ranks.call(serve_until_lost, None, 60, ranks=survivors, timeout=40).values():
+        assert said == f"missed ({victim},)"
+    outcomes = list(ranks.call(go_on, victim, 40, ranks=survivors, timeout=40).values())
+    at_once, later = ([one[when] for one in outcomes] for when in ("at once", "later"))
+    for one in at_once:
+        one.update(moving=0, moves=0)  # an iteration that some have ended and some have not
+        one.update(seen="")
+    for one in later:
+        one.update(moving=0, moves=0)
+    first = agree(at_once)
+    assert agree(later)["windows"] > first["windows"]
+
+
+def lose(rank: Rank, lost: int) -> list[str]:
+    """A body: goes on without a rank that had an expert's only replica, and there is no store."""
+    server = rank.state["server"]
+    before = server.balancer.placement
+    told = []
+    for mask in ([True], [False] * rank.size):
+        with pytest.raises(ValueError) as wrong:
+            server.balancer.set_active_ranks(mask)
+        told.append(str(wrong.value))
+    with pytest.raises(putget.PutgetError) as caught:
+        server.go_on_without(lost)
+    told.append(str(caught.value))
+    assert server.balancer.placement == before
+    assert all(layer.is_right(before) for layer in server.layers)
+    for layer in server.layers:
+        assert torch.equal(layer.choose.tables, layer.choose.tables_of(before, layer.number))
+    server.step("")  # nothing is planned any more
+    with pytest.raises(ValueError, match=f"mask brings rank {lost} back"):
+        server.balancer.set_active_ranks([True] * rank.size)
+    return told
+
+
+def test_an_expert_that_is_lost_for_good_is_an_error(ranks: RankProcesses) -> None:
+    ranks.call(begin, 1, {"timeout_s": 1.5, "spare": 0})
+    ranks.submit(1, serve_until_lost, (2, "dispatch"), 5)
+    others = [rank for rank in range(SIZE) if rank != 1]
+    ranks.call(serve_until_lost, None, 5, ranks=others, timeout=40)
+    for told in ranks.call(lose, 1, ranks=others, timeout=40).values():
+        assert told[0] == "mask is [True], expected 4 bools, one of them true"
+        assert told[1].startswith("mask is [False, False, False, False], expected 4 bools")
+        assert told[2].startswith("ranks [1] had the only replica of expert 3 of layer 0, one of 6 experts lost")
+
+
+def lose_and_keep(rank: Rank, lost: int) -> dict[str, Any]:
+    """A body: goes on without a rank whose experts all have other replicas."""
+    server = rank.state["server"]
+    server.go_on_without(lost)
+    found: dict[str, Any] = server.outcome()
+    server.iteration = 100
+    for _ in range(40):
+        server.serve()
+    return {"at once": found["slots"], "later": server.outcome()["slots"], "right": server.outcome()["right"]}
+
+
+def test_experts_with_other_replicas_need_no_store(ranks: RankProcesses) -> None:
+    ranks.call(begin, 1, {"timeout_s": 1.5, "spare": 3})  # each expert twice
+    ranks.submit(1, serve_until_lost, (2, "dispatch"), 5)
+    others = [rank for rank in range(SIZE) if rank != 1]
+    ranks.call(serve_until_lost, None, 5, ranks=others, timeout=40)
+    outcomes = list(ranks.call(lose_and_keep, 1, ranks=others, timeout=40).values())
+    assert all(outcome == outcomes[0] for outcome in outcomes)
+    assert outcomes[0]["right"]
+    for slots in (*outcomes[0]["at once"], *outcomes[0]["later"]):
+        assert slots[6:12] == [-1] * 6
