@@ -255,8 +255,105 @@ def test_low_latency_rounds(use_fp8: bool, place: Place) -> None:
     place.run(low_latency, place.fit(replace(RAGGED, num_tokens=(0, 8, 0, 0), no_expert=0.8)), use_fp8)
 
 
+def again_and_again(rank: Rank, layer: Layer, with_ids: bool) -> None:
+    """A body: one handle is combined, sent again and combined, with weights and two biases; what the handle says."""
+    buffer = buffer_of(rank, layer)
+    ids, weights = (tensor.to(rank.device) for tensor in routes(layer, rank.rank))
+    hidden = layer.hidden(rank.rank).to(rank.device)
+    _, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(ids, layer.num_experts)
+    given = {"topk_idx": ids, "topk_weights": weights} if with_ids else {}
+    got, got_ids, got_weights, counts, handle, _ = buffer.dispatch(
+        hidden, is_token_in_rank=in_rank, num_tokens_per_expert=per_expert, max_tokens_per_rank=9, **given
+    )
+    rows = arrivals(layer, rank.rank)
+    assert same_bits(got.cpu(), picked(layer, rows, layer.hidden, got.cpu()))
+    assert (got_ids is None) == (got_weights is None) == (not with_ids)
+    first = rank.rank * experts_per_rank(layer)
+    every = torch.cat([routes(layer, src)[0] for src in range(layer.ep_size)])
+    assert counts == [int((every == first + local).sum()) for local in range(experts_per_rank(layer))]
+    ends = torch.tensor([sum(src <= last for src, _ in rows) for last in range(layer.ep_size)], dtype=torch.int32)
+    assert torch.equal(handle[0][:, rank.rank].cpu(), ends)
+    assert torch.equal(handle[4], in_rank)
+    with pytest.raises(ValueError, match=r"handle\[1\] is asked for"):
+        handle[1]
+    ranks_each = in_rank.sum(1, keepdim=True).float()
+    biases = tuple(torch.full_like(hidden, value) for value in (0.5, -2.0))
+    for turn in range(3):
+        x = (got.float() * 2**turn).bfloat16()
+        shares = torch.full((len(rows), layer.top_k), 0.25, device=rank.device)
+        combined, summed, _ = buffer.combine(x, handle, topk_weights=shares, bias=biases if turn == 1 else None)
+        total = hidden.float() * 2**turn * ranks_each - (1.5 if turn == 1 else 0.0)
+        torch.testing.assert_close(combined.float(), total, rtol=2**-7, atol=2**-7)
+        assert torch.equal(summed, (0.25 * ranks_each).expand(-1, layer.top_k))
+        if turn == 0:
+            again, *_ = buffer.dispatch((hidden.float() * 3).bfloat16(), handle=handle)
+            assert same_bits(again.cpu(), (picked(layer, rows, layer.hidden, got.cpu()).float() * 3).bfloat16())
+    buffer.destroy()
+
+
+@pytest.mark.parametrize("with_ids", [True, False])
+def test_a_handle_outlives_its_round(with_ids: bool, place: Place) -> None:
+    place.run(again_and_again, place.fit(RAGGED), with_ids)
+
+
+def rounded(rank: Rank, layer: Layer) -> None:
+    """A body: scales that are powers of two, as float32 and as exponents; what a low-latency handle says."""
+    buffer = buffer_of(rank, layer)
+    ids, weights = (tensor.to(rank.device) for tensor in routes(layer, rank.rank))
+    hidden = layer.hidden(rank.rank).to(rank.device)
+    num_local, size = experts_per_rank(layer), layer.ep_size
+    found = {}
+    for use_ue8m0 in (False, True):
+        (values, scales), counts, handle, *_ = buffer.low_latency_dispatch(
+            hidden, ids, layer.max_tokens_per_rank, layer.num_experts, round_scale=True, use_ue8m0=use_ue8m0
+        )
+        assert scales.stride(1) == 1
+        if use_ue8m0:
+            assert scales.shape[2] == layer.hidden_size // 512
+            scales = (scales.contiguous().view(torch.uint8).int() << 23).view(torch.float32)
+        found[use_ue8m0] = (values, scales.contiguous())
+        for local in range(num_local):
+            expert = rank.rank * num_local + local
+            place = 0
+            for src in range(size):
+                tokens = [token for token, row in enumerate(routes(layer, src)[0].tolist()) if expert in row]
+                begin, count = divmod(int(handle[1][local, src]), 2**32)
+                assert (begin, count) == (place, len(tokens))
+                assert handle[0][local, place : place + count].tolist() == tokens
+                for row, token in enumerate(tokens):
+                    x = layer.hidden(src)[token].to(rank.device)
+                    limit = (x.float().view(-1, 128).abs().amax(1).clamp(min=1e-4) / 448).cpu()
+                    scale = scales[local, place + row].cpu()
+                    assert torch.equal(scale, 2.0 ** scale.log2().round())
+                    assert ((scale >= limit) & (scale < 2 * limit)).all()
+                    back = values[local, place + row].float().view(-1, 128).cpu() * scale[:, None]
+                    torch.testing.assert_close(back.flatten(), x.float().cpu(), rtol=2**-3, atol=2**-3)
+                place += count
+            assert place == counts[local]
+        assert [handle[index] for index in (2, 3, 4)] == [8, layer.hidden_size, layer.num_experts]
+        rows = values.float() * scales.repeat_interleave(128, -1)
+        for turn in range(3):  # one handle, three times: the second and third by another round, the third with a hook
+            combined, _, hook = buffer.low_latency_combine(
+                rows.bfloat16(), ids, weights, handle, return_recv_hook=turn == 2
+            )
+            hook()
+            total = hidden.float() * torch.where(ids >= 0, weights, 0.0).sum(1, keepdim=True)
+            torch.testing.assert_close(combined.float(), total, rtol=2**-3, atol=2**-2)
+    for local in range(num_local):
+        for part in range(2):
+            valid = [parts[part][local, : counts[local]].contiguous() for parts in found.values()]
+            assert same_bits(*valid)
+    with pytest.raises(ValueError, match="use_ue8m0 is True, round_scale is False"):
+        buffer.low_latency_dispatch(hidden, ids, 8, layer.num_experts, use_ue8m0=True)
+    buffer.destroy()
+
+
+def test_scales_that_are_powers_of_two(place: Place) -> None:
+    place.run(rounded, place.fit(replace(RAGGED, hidden_size=1024)))
+
+
 def two_under_way(rank: Rank) -> None:
-    """A body: two micro-batches interleave; a third dispatch gives up the oldest."""
+    """A body: two micro-batches interleave; a third dispatch ends the oldest, whose combine begins another round."""
     layers = [replace(RAGGED, num_tokens=(3, 1), num_experts=4, top_k=2, seed=seed) for seed in range(3)]
     buffer = buffer_of(rank, layers[0])
 
@@ -274,12 +371,10 @@ def two_under_way(rank: Rank) -> None:
         expected = (layer.hidden(rank.rank).float() * (ids >= 0).sum(1, keepdim=True)).bfloat16()
         assert torch.equal(end(layer, begun), expected)
     begun = [begin(layer) for layer in layers]
-    with pytest.raises(putget.ProtocolMisuse, match="two rounds can be under way"):
-        end(layers[0], begun[0])
-    for layer, one in zip(layers[1:], begun[1:], strict=True):
-        end(layer, one)
-    with pytest.raises(putget.ProtocolMisuse, match="each ends once"):
-        end(layers[2], begun[2])
+    for index in (0, 1, 2, 2, 0):
+        ids, _ = routes(layers[index], rank.rank)
+        expected = (layers[index].hidden(rank.rank).float() * (ids >= 0).sum(1, keepdim=True)).bfloat16()
+        assert torch.equal(end(layers[index], begun[index]), expected)
     buffer.destroy()
 
 

@@ -40,12 +40,13 @@ def refuse(rank: Rank) -> list[str]:
     expect(buffer.dispatch, x, topk_idx=ids, topk_weights=weights, num_worst_tokens=-1, **layout)
     expect(buffer.dispatch, x, topk_idx=ids, topk_weights=weights, expert_alignment=0, **layout)
     expect(buffer.combine, x, None)
-    expect(buffer.dispatch, x, **layout)
+    expect(buffer.dispatch, x, topk_idx=ids, **layout)
     expect(buffer.dispatch, x, num_tokens_per_rdma_rank=per_rank, topk_idx=ids, topk_weights=weights, **layout)
     expect(buffer.dispatch, x[:1], topk_idx=ids, topk_weights=weights, **layout)
     recv, _, _, _, handle, _ = buffer.dispatch(x, topk_idx=ids, topk_weights=weights, **layout)
-    expect(buffer.combine, recv, handle, topk_weights=weights)
-    expect(buffer.combine, recv, handle, bias=(x, x))
+    expect(buffer.combine, recv, handle, topk_weights=torch.zeros(len(recv) + 1, 2))
+    expect(buffer.combine, recv, handle, bias=(x, x, x))
+    expect(buffer.combine, recv, handle, bias=x[:1])
     expect(buffer.combine, torch.cat([recv, recv[:1]]), handle)
     expect(buffer.combine, recv.float(), handle)
     buffer.combine(recv, handle)
@@ -56,7 +57,7 @@ def refuse(rank: Rank) -> list[str]:
     expect(buffer.low_latency_dispatch, x[:1], ids, 8, 4)
     expect(buffer.low_latency_combine, x, ids, weights, handle)
     expect(buffer.low_latency_dispatch, x, ids, 8, 4, use_ue8m0=True)
-    expect(buffer.low_latency_dispatch, x, ids, 8, 4, round_scale=True)
+    expect(buffer.low_latency_dispatch, x, ids, 8, 4, round_scale=True, use_ue8m0=True)
     expect(buffer.low_latency_dispatch, x[:, :100].contiguous(), ids, 8, 4)
     rows, _, handle, _, _ = buffer.low_latency_dispatch(x, ids, 8, 4, use_fp8=False)
     expect(buffer.low_latency_combine, rows, ids, weights, handle, use_logfmt=True)
@@ -78,11 +79,12 @@ def test_what_is_not_supported_is_named() -> None:
         "num_worst_tokens is -1, expected an int of at least 0",
         "expert_alignment is 0, expected an int of at least 1",
         "handle is a NoneType, expected what dispatch returned",
-        "supported is a dispatch with topk_idx, topk_weights, is_token_in_rank and num_tokens_per_expert, or with",
+        "with topk_idx and topk_weights or without both, or with the handle of one",
         "num_tokens_per_rdma_rank is a tensor, supported is None",
         "x has shape [1, 256], expected 2 rows",
-        "topk_weights is a tensor, supported is None",
-        "bias has 2 tensors, supported is one",
+        "top_k] torch.float32",
+        "bias has 3 tensors, supported are up to two",
+        "bias is [1, 256] torch.bfloat16, expected contiguous [2, 256] torch.bfloat16",
         "a row for each that dispatch gave",
         "x has dtype torch.float32, supported is torch.bfloat16",
         "topk_idx is a tensor, supported is None",
@@ -91,8 +93,8 @@ def test_what_is_not_supported_is_named() -> None:
         "x has dtype torch.float32, supported is torch.bfloat16",
         "x has 1 tokens, topk_idx has 2",
         "handle is a Handle, expected what low_latency_dispatch returned",
-        "use_ue8m0 is True, supported is False",
-        "round_scale is True, supported is False",
+        "use_ue8m0 is True, round_scale is False: expected both",
+        "x has rows of 256, FP8 needs a multiple of 512",
         "x has rows of 100, FP8 needs a multiple of 128",
         "use_logfmt is True, supported is False",
         "topk_idx has shape [1, 2], the dispatch had [2, 2]",

@@ -62,13 +62,28 @@ def tensorrt_llm(rank: Rank) -> torch.Tensor:
         "token_selected_experts": ids,
         "token_final_scales": weights,
     }
-    for line in block_with("FourPayloadAllToAll").replace("7168", str(LAYER.hidden_size)).splitlines():
+    for line in block_with("FourPayloadAllToAll(mapping").replace("7168", str(LAYER.hidden_size)).splitlines():
         if "final_hidden_states" in line:
             received = (names["x"], names["x_sf"])
             names["final_hidden_states"] = LAYER.experts(received, names["experts"], names["scales"], rank.rank)
         exec(line, names)
     putget.adapters.shared.close_shared(rank.comm)
     return names["out"]  # type: ignore[no-any-return]
+
+
+def install_in_tensorrt_llm(_: Rank) -> str:
+    """A body, in a process of its own since it changes what is imported: the block, where the class is."""
+    name = "tensorrt_llm._torch.modules.fused_moe.communication.nvlink_one_sided"
+    module: Any = ModuleType(name)
+    module.NVLinkOneSided = type("NVLinkOneSided", (), {"__init__": lambda self, mapping: None})
+    sys.modules[name] = module
+    exec(block_with("tensorrt_llm.install()"), {})
+    return module.NVLinkOneSided.__module__  # type: ignore[no-any-return]
+
+
+def test_block_that_installs_in_tensorrt_llm_runs() -> None:
+    with fresh_ranks(1) as ranks:
+        assert ranks.call(install_in_tensorrt_llm) == {0: "putget.adapters.tensorrt_llm"}
 
 
 def test_block_of_tensorrt_llm_runs() -> None:
@@ -79,7 +94,7 @@ def test_block_of_tensorrt_llm_runs() -> None:
 def deep_ep(rank: Rank) -> int:
     """A body: the block, and one call of what it made."""
     names: dict[str, Any] = {"group": rank.comm, "num_nvl_bytes": 0, "num_rdma_bytes": 0}
-    exec(block_with("deep_ep.Buffer("), names)
+    exec(block_with("deep_ep.Buffer(group"), names)
     per_rank, *_ = names["buffer"].get_dispatch_layout(torch.tensor([[0, 1], [3, -1]]), 4)
     names["buffer"].destroy()
     return int(per_rank.sum())
@@ -123,7 +138,7 @@ def for_flashinfer(_: Rank) -> tuple[str, list[str]]:
     moe_ep.register_communication = lambda name: lambda kind: registered.setdefault(name, kind)
     sys.modules["flashinfer.moe_ep"] = moe_ep
     names: dict[str, Any] = {}
-    exec(block_with("import MoeAlltoAll"), names)
+    exec(block_with("moe_a2a_get_workspace_size_per_rank"), names)
     exec(block_with("flashinfer_moe_ep.register()"), names)
     return names["MoeAlltoAll"].__module__, list(registered)
 

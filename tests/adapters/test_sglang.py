@@ -1,10 +1,9 @@
-"""SGLang: its own dispatcher, unmodified, on putget's MoeAlltoAll; and putget's dispatcher in its place, by plug-in."""
+"""SGLang: its own dispatcher, unmodified, on putget's MoeAlltoAll; and putget's dispatcher in its place."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.metadata
-import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +16,7 @@ from putget import BackendUnavailable, ProtocolMisuse, reference
 from putget.adapters import sglang
 from tests.adapters.layer import Layer, same_bits
 from tests.adapters.sglang_engine import VERSIONS, Bypassed, Engine, StandardTopK, load
-from tests.adapters.upstream import require_entry_point, upstream
+from tests.adapters.upstream import upstream
 from tests.harness import Rank, fresh_ranks
 
 # One rank has no token.
@@ -91,15 +90,11 @@ def test_own_dispatcher_runs_unmodified(version: str) -> None:
 
 
 def plugged_in(rank: Rank, root: Path, version: str) -> list[torch.Tensor]:
-    """A body: putget's dispatcher, by SGLang's plug-in loader where it has one; several runners and recipes."""
+    """A body: putget's dispatcher under the name "flashinfer"; several runners and recipes."""
     engine = load(root, version)
     engine.capacity = engine.variable = 8
-    os.environ["PUTGET_ENGINES"] = "1"
     importlib.import_module("sglang.srt.layers.moe.token_dispatcher.flashinfer")
-    if engine.newer:
-        importlib.import_module("sglang.srt.plugins").load_plugins()
-    else:
-        sglang.install()
+    sglang.install()
     kind = engine.module().FlashinferDispatcher
     assert kind.__name__ == "PutgetDispatcher"
     assert issubclass(kind, engine.module().BaseDispatcher)
@@ -120,8 +115,6 @@ def plugged_in(rank: Rank, root: Path, version: str) -> list[torch.Tensor]:
 @pytest.mark.parametrize("version", VERSIONS)
 def test_dispatcher_of_putget(version: str) -> None:
     root = upstream(version)
-    if version != VERSIONS[0]:
-        require_entry_point("sglang.srt.plugins")
     with fresh_ranks(4) as ranks:
         for rank, combined in ranks.call(plugged_in, root, version).items():
             for layer, rows in zip(LAYERS, combined, strict=True):
@@ -288,12 +281,12 @@ def test_wrong_calls_name_what_is_wrong() -> None:
                 assert part in message
 
 
-@pytest.mark.parametrize("version", ["0.5.8", "0.6.0rc1", "1.0"])
+@pytest.mark.parametrize("version", ["0.5.8", "1.0rc1", "1.0"])
 def test_versions_that_are_not_known_are_refused(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PUTGET_ENGINES", "1")
     monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
     for call in (sglang.install, sglang.plugin):
-        with pytest.raises(BackendUnavailable, match=f"version {version}; .*knows SGLang from 0.5.9 to before 0.6"):
+        with pytest.raises(BackendUnavailable, match=f"version {version}; .*knows SGLang from 0.5.9 to before 1"):
             call()
 
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from putget import BackendUnavailable
-from putget.adapters import sglang, sglang_planner
+from putget.adapters import sglang, sglang_backend, sglang_planner
 from putget.balancer import Placement
 from tests.adapters.packages import stand_in
 from tests.adapters.sglang_engine import VERSIONS, load
@@ -170,10 +170,11 @@ def unknown_signature(_: Rank, root: Path) -> str:
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("sglang.putget").addHandler(handler)
-    importlib.import_module("sglang.srt.layers.moe.token_dispatcher.flashinfer")
+    widened: list[bool] = []
+    sglang_backend.put_in_place = lambda: widened.append(True)
     plug_in(VERSIONS[1])
     assert own.rebalance_experts is rebalance_experts
-    assert importlib.import_module(sglang.MODULE).FlashinferDispatcher.__name__ == "PutgetDispatcher"
+    assert widened == [True]
     with pytest.raises(BackendUnavailable, match="takes weights_of_ranks, which putget does not know"):
         sglang.install_planner()
     return "\n".join(said)
@@ -197,6 +198,6 @@ def test_groups_that_do_not_divide_are_named() -> None:
 
 
 def test_versions_that_are_not_known_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.6.1")
-    with pytest.raises(BackendUnavailable, match=r"version 0.6.1; .*knows SGLang from 0.5.9 to before 0.6"):
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "1.0")
+    with pytest.raises(BackendUnavailable, match=r"version 1.0; .*knows SGLang from 0.5.9 to before 1"):
         sglang.install_planner()

@@ -108,3 +108,14 @@ def test_sizes_are_checked(dispatch_bytes: int) -> None:
     output = putget.Payload((64,), torch.bfloat16)
     with pytest.raises(ValueError, match="dispatch_bytes is"):
         shared.engine_workspace_bytes(ep_size=2, max_tokens_per_rank=4, dispatch_bytes=dispatch_bytes, output=output)
+
+
+@pytest.mark.parametrize(
+    ("device", "place"), [("cuda", "cuda:3"), ("cuda:1", "cuda:1"), ("cpu", "cpu"), (torch.device("cuda"), "cuda:3")]
+)
+def test_a_device_without_a_number_is_the_current_one(
+    device: str | torch.device, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tensors name their device with its number, and are compared with it."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    assert shared.place_of(device) == torch.device(place)

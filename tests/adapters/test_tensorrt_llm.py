@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
+import logging
+import sys
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,11 +15,11 @@ import pytest
 import torch
 
 import putget
-from putget.adapters import shared
+from putget.adapters import shared, tensorrt_llm
 from putget.adapters.tensorrt_llm import FourPayloadAllToAll
 from tests.adapters.conftest import RANKS, Place
 from tests.adapters.layer import Layer, same_bits
-from tests.harness import Rank, run_ranks
+from tests.harness import Rank, RankError, fresh_ranks, run_ranks
 
 RAGGED = Layer(num_tokens=(3, 0, 8, 1))
 
@@ -230,7 +234,8 @@ def test_ranks_that_send_other_rows_hear_about_it() -> None:
     ("changes", "named"),
     [
         ({"hidden_size": None}, "hidden_size is None"),
-        ({"num_experts": 8}, "num_experts is 8, supported is None"),
+        ({"num_experts": 9}, "num_experts is 9, expected None or 1 to num_slots, which is 8"),
+        ({"num_experts": 0}, "num_experts is 0, expected None or 1 to num_slots, which is 8"),
         ({"use_low_precision_combine": True, "hidden_size": 72}, "output has 72 elements, expected a multiple of 16"),
         ({"ep_group_health": object()}, "ep_group_health is <object"),
         ({"alltoall_watchdog_on_timeout": print}, "alltoall_watchdog_on_timeout is <built-in function print>"),
@@ -245,3 +250,116 @@ def test_constructor_refuses(changes: dict[str, Any], named: str) -> None:
     with pytest.raises(ValueError) as caught:
         FourPayloadAllToAll(**{**options, "device": "cpu", **changes})
     assert named in str(caught.value)
+
+
+def statistics(rank: Rank, layer: Layer) -> list[torch.Tensor | None]:
+    """A body: numbers that travel with the rows, in one round of two."""
+    a2a = four_payload(rank, layer, num_experts=5)
+    assert a2a.enable_eplb
+    told = []
+    for mine in (None, torch.arange(5, dtype=torch.int32, device=rank.device) + 10 * rank.rank):
+        ids, weights = (tensor.to(rank.device) for tensor in layer.routes(rank.rank))
+        hidden = layer.hidden(rank.rank).to(rank.device)
+        if mine is not None:
+            for wrong in (mine[:4], mine.long()):
+                with pytest.raises(
+                    ValueError, match=r"eplb_local_stats is .* expected \[5\] torch.int32: num_experts is 5"
+                ):
+                    a2a.dispatch(hidden, None, ids, weights, eplb_local_stats=wrong)
+        rows, *_ = a2a.dispatch(hidden, None, ids, weights, eplb_local_stats=mine)
+        gathered = a2a.get_eplb_gathered_statistics()
+        told.append(None if gathered is None else gathered.cpu().clone())
+        a2a.combine(rows)
+        assert a2a.get_eplb_gathered_statistics() is None
+    with pytest.raises(ValueError, match="num_experts is None: this object was made without statistics"):
+        four_payload(rank, layer).get_eplb_gathered_statistics()
+    shared.close_shared(rank.comm)
+    return told
+
+
+def test_statistics_of_the_load_balancer_travel_with_the_rows(place: Place) -> None:
+    expected = torch.arange(5, dtype=torch.int32) + 10 * torch.arange(place.size, dtype=torch.int32)[:, None]
+    for told in place.run(statistics, place.fit(RAGGED)):
+        assert told[0] is None
+        assert torch.equal(told[1], expected)
+
+
+_COMMUNICATION = "tensorrt_llm/_torch/modules/fused_moe/communication"
+FAKE = {
+    "tensorrt_llm/__init__.py": "",
+    "tensorrt_llm/_torch/__init__.py": "",
+    "tensorrt_llm/_torch/modules/__init__.py": "",
+    "tensorrt_llm/_torch/modules/fused_moe/__init__.py": "",
+    f"{_COMMUNICATION}/__init__.py": "from .factory import create_strategy\n",
+    f"{_COMMUNICATION}/nvlink_one_sided.py": (
+        "class NVLinkOneSided:\n"
+        "    MAX_RANKS = 128\n"
+        "    def __init__(self, mapping, num_slots, top_k, max_num_tokens_per_rank, payload_in_workspace=False,\n"
+        "        hidden_size=None, dtype=None, num_experts=None, use_low_precision_combine=False,\n"
+        "        ep_group_health=None, alltoall_watchdog_timeout_s=None, EXTRA\n"
+        "        alltoall_watchdog_poll_interval_s=1.0):\n"
+        "        raise RuntimeError('needs MNNVL')\n"
+        "    def dispatch(self, hidden_states, hidden_states_sf, token_selected_slots, token_final_scales,\n"
+        "        all_rank_num_tokens, use_dp_padding=None, **kwargs): ...\n"
+        "    def combine(self, final_hidden_states, **kwargs): ...\n"
+    ),
+    f"{_COMMUNICATION}/factory.py": (
+        "from .nvlink_one_sided import NVLinkOneSided\n"
+        "def create_strategy(mapping, num_slots, top_k, max_num_tokens, hidden_size, dtype, num_experts=None):\n"
+        "    made = NVLinkOneSided(mapping, num_slots, top_k, max_num_tokens, False, hidden_size=hidden_size,\n"
+        "        dtype=dtype, num_experts=num_experts, use_low_precision_combine=False, ep_group_health=None,\n"
+        "        alltoall_watchdog_timeout_s=20.0, alltoall_watchdog_poll_interval_s=0.1)\n"
+        "    assert isinstance(made, NVLinkOneSided)\n"
+        "    return made\n"
+    ),
+}
+
+
+def from_the_factory(
+    rank: Rank, layer: Layer, folder: Path, engine_first: bool, extra: str
+) -> tuple[torch.Tensor, str, list[str]]:
+    """A body: what the engine's factory makes, a round of it, and what it refuses; what the engine's log says."""
+    folder = folder / str(rank.rank)  # each rank has its own: nobody waits for another one's files
+    for name, text in FAKE.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text.replace("EXTRA", extra))
+    sys.path.insert(0, str(folder))
+    package = _COMMUNICATION.replace("/", ".")
+    if engine_first:
+        importlib.import_module(package)
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("tensorrt_llm.putget")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    tensorrt_llm.install(lambda mapping: mapping.comm)
+    create = importlib.import_module(package).create_strategy
+    mapping = SimpleNamespace(moe_ep_size=rank.size, comm=rank.comm)
+    sizes = (layer.num_experts, layer.top_k, layer.max_tokens_per_rank, layer.hidden_size, torch.bfloat16)
+    with pytest.raises(ValueError) as caught:
+        create(mapping, *sizes, num_experts=6)
+    made = [create(mapping, *sizes) for _ in range(2)]
+    assert made[0].MAX_RANKS == 128
+    assert made[0].mapping is mapping
+    combined = run_layer(rank, made[1], layer, True, True)
+    shared.close_shared(rank.comm)
+    return combined, str(caught.value), said
+
+
+@pytest.mark.parametrize("engine_first", [False, True])
+def test_install_puts_it_where_the_factory_looks(tmp_path: Path, engine_first: bool) -> None:
+    layer = Layer(num_tokens=(3, 2), num_experts=5, owners=(0, 0, 0, 1, 1))
+    with fresh_ranks(2) as ranks:
+        for rank, (combined, refused, said) in ranks.call(from_the_factory, layer, tmp_path, engine_first, "").items():
+            assert same_bits(combined, layer.expected(rank))
+            assert "num_experts is 6, expected None or 1 to num_slots" in refused
+            assert len(said) == 1
+            assert "carries dispatch and combine of the mixture-of-experts layers: 5 experts on 2 ranks" in said[0]
+
+
+def test_install_names_arguments_that_it_does_not_know(tmp_path: Path) -> None:
+    layer = Layer(num_tokens=(1,))
+    named = "NVLinkOneSided.__init__ of this version takes compression, which putget does not know"
+    with fresh_ranks(1) as ranks, pytest.raises(RankError, match=named):
+        ranks.call(from_the_factory, layer, tmp_path, True, "compression=None,")

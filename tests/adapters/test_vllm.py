@@ -6,20 +6,21 @@ import importlib
 import importlib.metadata
 import logging
 import os
+import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from putget import BackendUnavailable, ProtocolMisuse, __version__
+from putget import BackendUnavailable, ProtocolMisuse, __version__, reference
 from putget.adapters import engines, flashinfer_moe_ep, vllm
 from tests.adapters import test_flashinfer_moe_ep
 from tests.adapters.layer import Layer, same_bits
 from tests.adapters.upstream import require_entry_point, upstream
-from tests.adapters.vllm_engine import FUSED_MOE, Engine, experts_of, load
+from tests.adapters.vllm_engine import FUSED_MOE, Engine, MoEConfig, experts_of, load
 from tests.harness import Rank, fresh_ranks
 
 # One rank has no token.
@@ -31,11 +32,13 @@ LAYERS = [
 QUANT_DTYPE = {"bf16": None, "fp8": torch.float8_e4m3fn, "nvfp4": "nvfp4"}
 
 
-def run_kernel(engine: Engine, rank: Rank, layer: Layer, prepare_finalize: Any, reduced: bool = True) -> torch.Tensor:
+def run_kernel(
+    engine: Engine, rank: Rank, layer: Layer, prepare_finalize: Any, reduced: bool = True, experts: Any = None
+) -> torch.Tensor:
     """A layer through vLLM's FusedMoEKernel."""
     engine.tokens = list(layer.num_tokens)
     engine.prepared = layer.rows(rank.rank)
-    experts = experts_of(engine, rank, layer, reduced, QUANT_DTYPE[layer.recipe])
+    experts = experts or experts_of(engine, rank, layer, reduced, QUANT_DTYPE[layer.recipe])
     kernel = engine.kernel.FusedMoEKernel(prepare_finalize, experts)
     ids, weights = layer.routes(rank.rank)
     w1 = torch.zeros(layer.num_experts // layer.ep_size, 1, layer.hidden_size)
@@ -88,6 +91,41 @@ def test_in_the_modular_kernel() -> None:
             assert same_bits(results[-2], LAYERS[0].expected(rank, torch.float8_e4m3fn))
             # vLLM's own reduction weights the rows in bfloat16.
             torch.testing.assert_close(results[-1], LAYERS[0].expected(rank), rtol=0.05, atol=0.05)
+
+
+def one_scale(rank: Rank, root: Path, scales: list[torch.Tensor | None]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """A body: recipes with one scale for all tokens; outputs, and the rows that vLLM was given to quantise."""
+    engine = load(root, LAYERS[0])
+    vllm.use()
+    results = []
+    for scale in scales:
+        prepare_finalize = engine.make(LAYERS[0], "allgather_reducescatter")
+        run_kernel(engine, rank, LAYERS[1], prepare_finalize)  # leaves other bytes in the slots
+        mine = experts_of(engine, rank, LAYERS[0], True, torch.float8_e4m3fn, scales_each_token=False, a1_scale=scale)
+        out = run_kernel(engine, rank, LAYERS[0], prepare_finalize, experts=mine)
+        results.append((out, engine.arrived[-1].abs().amax()))
+    return results
+
+
+def test_recipes_with_one_scale_for_all_tokens_are_quantised_on_arrival() -> None:
+    """The scale of the experts' rank counts, or one of the rows that came, and of nothing else in the workspace."""
+    layer = LAYERS[0]
+    sent = [reference.Sent(*layer.routes(rank), (layer.hidden(rank),)) for rank in range(4)]
+    routings, arrived = reference.dispatch(sent, layer.table, max_rows=layer.max_tokens_per_rank)
+    scales = [None, torch.tensor(0.03125)]
+    with fresh_ranks(4) as ranks:
+        results = ranks.call(one_scale, upstream("vllm"), scales)
+    for number, scale in enumerate(scales):
+        most, outputs = [], []
+        for rank, came in enumerate(arrived):
+            rows = came.payloads[0].masked_fill((came.topk_ids < 0).all(-1, keepdim=True), 0).float()
+            most.append(rows.abs().amax())
+            own = most[-1] if scale is None else scale
+            rows = ((rows / own).to(torch.float8_e4m3fn).float() * own).bfloat16()
+            outputs.append(layer.experts((rows,), came.topk_ids, came.topk_weights, rank))
+        for rank, outcome in results.items():
+            assert same_bits(outcome[number][0], reference.combine(routings[rank], outputs, rank))
+            assert outcome[number][1] == most[rank]
 
 
 def own_class(rank: Rank, root: Path, flashinfer_root: Path) -> list[torch.Tensor]:
@@ -170,12 +208,12 @@ def test_wrong_calls_name_what_is_wrong() -> None:
                 assert part in message
 
 
-@pytest.mark.parametrize("version", ["0.32.1", "0.34.0", "1.0"])
+@pytest.mark.parametrize("version", ["0.32.1", "1.0rc1", "1.0"])
 def test_versions_that_are_not_known_are_refused(
     version: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
-    with pytest.raises(BackendUnavailable, match=f"version {version}; .*knows vLLM from 0.33 to before 0.34"):
+    with pytest.raises(BackendUnavailable, match=f"version {version}; .*knows vLLM from 0.33 to before 1"):
         vllm.install()
     monkeypatch.delenv("PUTGET_ENGINES", raising=False)
     with caplog.at_level(logging.ERROR, "vllm.putget"):
@@ -202,9 +240,37 @@ def test_the_log_says_once_what_carries_the_layer(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(engines, "_announced", set())
+    chosen = SimpleNamespace(path="one chunk", blocks=4), SimpleNamespace(path="got rows", blocks=None)
+    a2a = SimpleNamespace(launches=lambda _: chosen)
     with caplog.at_level(logging.INFO, "vllm.putget"):
         for _ in range(2):
             engines.announce("vllm", num_experts=10, ep_size=3, device=torch.device("cpu"))
-    (said,) = [record.getMessage() for record in caplog.records]
+            engines.announce_launch("vllm", a2a, 5)  # type: ignore[arg-type]
+    said, launched = (record.getMessage() for record in caplog.records)
+    assert launched == (
+        f"putget {__version__} launches a first round of 5 tokens: dispatch one chunk in 4 blocks, combine got rows"
+    )
     assert said.startswith(f"putget {__version__} carries dispatch and combine")
     assert said.endswith("10 experts on 3 ranks, on cpu")
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [({"nnodes": 2}, "--nnodes is 2, putget carries the ranks of one host"), ({"use_ubatching": True}, "--enable-dbo")],
+)
+def test_what_putget_cannot_carry_is_refused_when_a_layer_is_made(
+    changes: dict[str, Any], named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = SimpleNamespace(**{"nnodes": 1, "use_ubatching": False, **changes})
+    config = ModuleType("vllm.config")
+    config.get_current_vllm_config = lambda: SimpleNamespace(parallel_config=given)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "vllm.config", config)
+    kind = type("FusedMoEConfig", (MoEConfig,), {})
+    module = ModuleType(vllm.CONFIG_MODULE)
+    module.FusedMoEConfig = kind  # type: ignore[attr-defined]
+    for _ in range(2):
+        vllm.check_layers(module)
+    for use_all2all_kernels, backend in ((False, "allgather_reducescatter"), (True, "deepep_low_latency")):
+        kind(SimpleNamespace(use_all2all_kernels=use_all2all_kernels, all2all_backend=backend))
+    with pytest.raises(ValueError, match=named):
+        kind(SimpleNamespace(use_all2all_kernels=True, all2all_backend="allgather_reducescatter"))

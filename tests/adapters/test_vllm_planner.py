@@ -206,6 +206,6 @@ def test_nothing_changes_without_the_variable(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_versions_that_are_not_known_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.34.0")
-    with pytest.raises(BackendUnavailable, match=r"version 0.34.0; .*knows vLLM from 0.33 to before 0.34"):
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "1.0")
+    with pytest.raises(BackendUnavailable, match=r"version 1.0; .*knows vLLM from 0.33 to before 1"):
         vllm.install_planner()

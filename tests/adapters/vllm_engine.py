@@ -26,12 +26,14 @@ class Engine:
     Attributes:
         tokens: the number of tokens of every rank; None without data parallelism.
         prepared: what quantising this rank's rows gives.
+        arrived: rows that were quantised with one scale for all of them.
         communication: what FlashInfer's manager hands out.
         written: where the experts wrote last.
     """
 
     tokens: list[int] | None = None
     prepared: tuple[torch.Tensor, ...] = ()
+    arrived: list[torch.Tensor] = field(default_factory=list)
     communication: Any = None
     written: int = 0
     quantised: list[Any] = field(default_factory=list)
@@ -40,6 +42,10 @@ class Engine:
         """Stands for moe_kernel_quantize_input."""
         if arguments[1] is None:
             return rows, None
+        if arguments[3] is None and arguments[1] != "nvfp4":
+            self.arrived.append(rows)
+            scale = rows.abs().amax().float() if arguments[0] is None else arguments[0]
+            return (rows.float() / scale).to(arguments[1]), scale.reshape(1)
         assert options["is_scale_swizzled"] is False
         self.quantised.append(arguments[1])
         assert len(rows) == len(self.prepared[0])
@@ -69,6 +75,15 @@ class Engine:
         choose = importlib.import_module(f"{FUSED_MOE}.all2all_utils").maybe_make_prepare_finalize
         manager = SimpleNamespace(world_size=layer.ep_size)
         return choose(moe, SimpleNamespace(quant_dtype=None), all2all_manager=manager, **options)
+
+
+@dataclass
+class MoEConfig:
+    """vLLM's FusedMoEConfig, as far as it is looked at."""
+
+    moe_parallel_config: Any
+
+    def __post_init__(self) -> None: ...
 
 
 def load(root: Path, layer: Layer) -> Engine:
@@ -135,8 +150,8 @@ def _fused_moe(engine: Engine) -> None:
         MoEActivation=activation,
         apply_moe_activation=None,
     )
-    kinds = ("FusedMoEConfig", "FusedMoEParallelConfig", "FusedMoEQuantConfig", "RoutingMethodType")
-    stand_in(f"{FUSED_MOE}.config", **dict.fromkeys(kinds, object))
+    kinds = ("FusedMoEParallelConfig", "FusedMoEQuantConfig", "RoutingMethodType")
+    stand_in(f"{FUSED_MOE}.config", FusedMoEConfig=MoEConfig, **dict.fromkeys(kinds, object))
     stand_in(f"{FUSED_MOE}.moe_output", UnfinalizedMoEOutput=type("UnfinalizedMoEOutput", (), {}))
     stand_in(f"{FUSED_MOE}.routed_experts_capturer", RoutedExpertsSink=object)
     stand_in(f"{FUSED_MOE}.runner")
@@ -163,7 +178,15 @@ def _fused_moe(engine: Engine) -> None:
     stand_in("flashinfer.fused_moe", QuantFormat=SimpleNamespace(BF16="BF16"))
 
 
-def experts_of(engine: Engine, rank: Rank, layer: Layer, reduced: bool, quant_dtype: Any) -> Any:
+def experts_of(
+    engine: Engine,
+    rank: Rank,
+    layer: Layer,
+    reduced: bool,
+    quant_dtype: Any,
+    scales_each_token: bool = True,
+    a1_scale: torch.Tensor | None = None,
+) -> Any:
     """Fused experts for vLLM's kernel: weighted and reduced ones, or one row for each of a token's experts."""
     kernel = engine.kernel
 
@@ -186,7 +209,10 @@ def experts_of(engine: Engine, rank: Rank, layer: Layer, reduced: bool, quant_dt
             return kinds.TopKWeightAndReduceNoOP() if reduced else kinds.TopKWeightAndReduceDelegate()
 
         def apply(self, output: torch.Tensor, hidden_states: torch.Tensor, **rest: Any) -> None:
-            rows = [hidden_states] + ([] if rest["a1q_scale"] is None else [rest["a1q_scale"]])
+            scale = rest["a1q_scale"]
+            rows = [hidden_states] + ([] if scale is None else [scale])
+            if scale is not None and scale.numel() == 1:
+                rows = [(hidden_states.float() * scale).bfloat16()]
             ids, weights = rest["topk_ids"], rest["topk_weights"]
             engine.written = output.data_ptr()
             if reduced:
@@ -200,9 +226,10 @@ def experts_of(engine: Engine, rank: Rank, layer: Layer, reduced: bool, quant_dt
     quant = SimpleNamespace(
         quant_dtype=quant_dtype,
         a1_gscale=None,
+        a1_scale=a1_scale,
         a2_scale=None,
         per_act_token_quant=False,
-        block_shape=None,
+        block_shape=[1, 128] if scales_each_token and quant_dtype is torch.float8_e4m3fn else None,
         mx_alignment=0,
         is_scale_swizzled=False,
     )

@@ -1,6 +1,6 @@
 """A program for one rank of torchrun: greedy tokens of a tiny mixture-of-experts model, with putget or in one process.
 
-python -m tests.engines.generate_transformers OUT NUM_EXPERTS, as one process or under torchrun; writes {case: tokens}.
+python -m tests.engines.generate_transformers OUT MODEL, as one process or under torchrun; writes {case: tokens}.
 """
 
 from __future__ import annotations
@@ -20,35 +20,6 @@ from putget.adapters import transformers as putget_transformers
 
 PROMPTS = [[3, 17, 41, 5, 96, 2], [77], [9, 8, 7, 6, 5, 4, 3, 2, 1]]
 NEW_TOKENS = 8
-
-
-def model_config(num_experts: int) -> Any:
-    return transformers.Qwen3MoeConfig(
-        vocab_size=128,
-        hidden_size=64,
-        intermediate_size=128,
-        moe_intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        head_dim=16,
-        num_experts=num_experts,
-        num_experts_per_tok=3,
-        max_position_embeddings=128,
-        pad_token_id=0,
-        eos_token_id=None,
-    )
-
-
-def save_model(folder: Path, num_experts: int) -> None:
-    """The same weights for every run, large enough that tokens differ."""
-    torch.manual_seed(num_experts)
-    model = transformers.Qwen3MoeForCausalLM(model_config(num_experts))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(0.0, 0.25)
-    model.save_pretrained(folder)
 
 
 def load_model(folder: Path) -> Any:
@@ -91,7 +62,4 @@ def main(out: Path, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "save":
-        save_model(Path(sys.argv[2]), int(sys.argv[3]))
-    else:
-        main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -4,11 +4,12 @@ Importing a module of this package imports no engine; an engine is imported when
 no algorithm: they turn an engine's arguments into those of ``putget.AllToAll``, and its results into what the engine
 expects.
 
-- ``tensorrt_llm``: the four-payload form of TensorRT-LLM.
-- ``flashinfer``: ``MoeAlltoAll`` with FlashInfer's signatures, and a ``flashinfer.moe_ep`` communication.
+- ``tensorrt_llm``: the four-payload form of TensorRT-LLM, and a place in its communication factory.
+- ``flashinfer``: ``MoeAlltoAll`` with FlashInfer's signatures, its functions ``moe_a2a_*``, and a ``flashinfer.moe_ep``
+  communication.
 - ``sglang``: a plug-in and a dispatcher.
 - ``vllm``: a plug-in and a modular prepare-and-finalize.
 - ``transformers``: ``ep_implementation="putget"``.
-- ``deep_ep``: ``Buffer`` with DeepEP's signatures, within one NVLink domain.
+- ``deep_ep``, ``deep_ep_elastic``: ``Buffer`` and ``ElasticBuffer`` with DeepEP's signatures, within one NVLink domain.
 - ``shared``, ``rounds``, ``engines``, ``placement``: what they have in common.
 """

@@ -5,20 +5,22 @@
 
 Supported:
 
-- ``get_dispatch_layout``, ``dispatch`` (bfloat16 rows, or FP8 rows with scales), cached dispatch with a handle,
-  ``num_worst_tokens``, ``combine`` with up to one bias;
-- ``low_latency_dispatch`` (bfloat16, or FP8 with float32 scales) and ``low_latency_combine`` with its weights, ``out``
-  and ``zero_copy``;
+- ``get_dispatch_layout``, ``dispatch`` (bfloat16 rows, or FP8 rows with scales; with ids and weights or without),
+  cached dispatch with a handle, ``num_worst_tokens``, ``combine`` with weights and up to two biases;
+- ``low_latency_dispatch`` (bfloat16, or FP8 with float32, rounded or UE8M0 scales) and ``low_latency_combine`` with its
+  weights, ``out`` and ``zero_copy``;
+- handles that are combined more than once, and sent again after that;
 - ``return_recv_hook``: the call sends, and the hook waits for what others have sent; no kernel runs between the two;
 - ``previous_event``, ``async_finish`` and ``allocate_on_comm_stream``: calls run on a stream of the buffer's
   (``get_comm_stream``), which waits for the event or for the current stream; the current stream waits for the call, or,
   with ``async_finish``, for the event that is returned. Calls with a hook run on the current stream;
-- up to two rounds under way, as two micro-batches need them: a third dispatch gives up the oldest one.
+- two rounds under way, as two micro-batches need them: a third dispatch ends the oldest one, whose combine begins
+  another, as every further combine of a handle does.
 
-Not supported, with a ``ValueError`` that says so: ``topk_weights`` in ``combine``, a first ``dispatch`` without
-``topk_idx``, rounded or UE8M0 scales, LogFMT, statistics of waiting times. Masks of ranks and ranks of several hosts
-are not there either. Sizes of buffers, configurations and numbers of SMs are accepted and not used. DeepEP's layouts
-are made by gathering rows after dispatch, which costs a copy; ``putget.AllToAll`` has none.
+Not supported, with a ``ValueError`` that says so: LogFMT, statistics of waiting times, entries of a handle that are
+DeepEP's own (channels). Masks of ranks and ranks of several hosts are not there either. Sizes of buffers,
+configurations and numbers of SMs are accepted and not used. DeepEP's layouts are made by gathering rows after dispatch,
+which costs a copy; ``putget.AllToAll`` has none.
 """
 
 from __future__ import annotations
@@ -27,18 +29,26 @@ from typing import Any
 
 import torch
 
-from putget import Communicator, Payload, ProtocolMisuse, Received
+from putget import Communicator, ProtocolMisuse
 from putget.adapters import deep_ep_layout as layouts
-from putget.adapters.deep_ep_arguments import check_count, check_goes, check_handle, check_ids, check_x
+from putget.adapters.deep_ep_arguments import (
+    check_biases,
+    check_count,
+    check_goes,
+    check_handle,
+    check_ids,
+    check_rows_of,
+    check_weights,
+    check_x,
+)
 from putget.adapters.deep_ep_low_latency import LowLatencyCalls
+from putget.adapters.deep_ep_normal import Layout, NormalRounds
 from putget.adapters.deep_ep_rounds import (
     MAX_RANKS,
     Config,
     EventOverlap,
-    Handle,
     Lanes,
     Rows,
-    Ticket,
     as_given,
     event_now,
     pairs_bytes,
@@ -49,11 +59,32 @@ from putget.adapters.shared import (
     TIMEOUT_S,
     WARMUP_TIMEOUT_S,
     communicator_of,
-    default_device,
-    engine_workspace_bytes,
+    place_of,
 )
 
 topk_idx_t = torch.int64
+
+
+class Handle:
+    """What ``dispatch`` gives, and ``combine`` and cached dispatches take. It is indexed as DeepEP's tuple.
+
+    [0] is [ranks, ranks] int32: in the column of this rank, how many rows have come from each source and those before
+    it; -1 in other columns, which this rank does not know. [4] is is_token_in_rank. The others are DeepEP's own.
+    """
+
+    def __init__(self, layout: Layout, ep_rank: int) -> None:
+        self.layout = layout
+        self._ep_rank = ep_rank
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == 4:
+            return self.layout.ids >= 0
+        if index != 0:
+            raise ValueError(f"handle[{index}] is asked for, supported are 0 and 4: the others are DeepEP's channels")
+        ends = self.layout.places.ends
+        prefixes = ends.new_full((ends.numel(), ends.numel()), -1, dtype=torch.int32)
+        prefixes[:, self._ep_rank] = ends
+        return prefixes
 
 
 class Buffer(LowLatencyCalls):
@@ -70,7 +101,8 @@ class Buffer(LowLatencyCalls):
         explicitly_destroy: Not used; ``destroy`` always works.
         enable_shrink: Must be False.
         comm: Must be None.
-        max_tokens_per_rank: Most tokens that one rank sends in one normal dispatch; by default the class attribute.
+        max_tokens_per_rank: Most tokens that one rank sends in one normal dispatch that does not say so itself; by
+            default the class attribute.
         device: Where the rows live; by default the current CUDA device, or the CPU where there is none.
         timeout_s: Deadline of every wait, in seconds.
         warmup_timeout_s: Deadline of set-up and first rounds, in seconds.
@@ -114,14 +146,15 @@ class Buffer(LowLatencyCalls):
         self.group_size = self._comm.size
         self.low_latency_mode = low_latency_mode
         self.explicitly_destroy = explicitly_destroy
-        self._device = default_device() if device is None else torch.device(device)
+        self._device = place_of(device)
         self._timeouts = (timeout_s, warmup_timeout_s)
         if max_tokens_per_rank is not None:
             self.max_tokens_per_rank = max_tokens_per_rank
         self._lanes: dict[tuple[int, ...], Lanes] = {}
         self._zero_copy: dict[tuple[int, int, int], torch.Tensor] = {}
         self._comm_stream = CommStream(self._device)
-        self._lost_rows: torch.Tensor | None = None  # [1] int64, made with the first memory
+        self._normal = NormalRounds(self._comm, self._device, self._memory)
+        self._lost_rows = torch.zeros(1, dtype=torch.int64, device=self._device)
 
     def get_comm_stream(self) -> Any:
         """The ``torch.cuda.Stream`` that calls run on; None on the CPU."""
@@ -134,7 +167,8 @@ class Buffer(LowLatencyCalls):
             ProtocolMisuse: Rows were left out, because num_worst_tokens was too small for what came.
         """
         self._comm_stream.join()
-        if self._lost_rows is None or not (lost := int(self._lost_rows)):
+        lost = int(self._lost_rows)
+        if not lost:
             return
         self._lost_rows.zero_()
         raise ProtocolMisuse(f"dispatch: {lost} rows were left out, num_worst_tokens was too small for what came")
@@ -147,6 +181,7 @@ class Buffer(LowLatencyCalls):
         """
         while self._lanes:
             self._lanes.popitem()[1].close()
+        self._normal.close()
         self._zero_copy.clear()
         self.check()
 
@@ -209,11 +244,9 @@ class Buffer(LowLatencyCalls):
         num_local = self._local(num_experts)
         check_ids(topk_idx)
         with self._comm_stream.turn(previous_event, async_finish, allocate_on_comm_stream) as turn:
+            in_rank = layouts.ranks_of(topk_idx, num_local, num_experts, self.group_size)
             ids = topk_idx.long()
             known = (ids >= 0) & (ids < num_experts)
-            ranks = torch.where(known, ids // num_local, self.group_size)
-            goes = torch.zeros(ids.shape[0], self.group_size + 1, dtype=torch.bool, device=ids.device)
-            in_rank = goes.scatter_(1, ranks, True)[:, : self.group_size].contiguous()
             per_expert = layouts.count(torch.where(known, ids, num_experts), num_experts)
             per_rank = in_rank.sum(0).int()
             turn.share(topk_idx, per_rank, per_expert, in_rank)
@@ -235,6 +268,8 @@ class Buffer(LowLatencyCalls):
         previous_event: EventOverlap | None = None,
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
+        *,
+        max_tokens_per_rank: int | None = None,
     ) -> tuple[Rows, torch.Tensor | None, torch.Tensor | None, list[int] | None, Handle | None, EventOverlap]:
         """Puts each token's row into the ranks of its experts.
 
@@ -246,8 +281,9 @@ class Buffer(LowLatencyCalls):
             num_tokens_per_rdma_rank: Must be None.
             is_token_in_rank: [num_tokens, ranks] bool, of ``get_dispatch_layout``.
             num_tokens_per_expert: [num_experts], of ``get_dispatch_layout``.
-            topk_idx: [num_tokens, top_k] int64 ids of experts; -1 is "no expert".
-            topk_weights: [num_tokens, top_k] float32.
+            topk_idx: [num_tokens, top_k] int64 ids of experts; -1 is "no expert". None: ids do not travel, and rows of
+                experts are counted in a round of their own.
+            topk_weights: [num_tokens, top_k] float32; with topk_idx.
             expert_alignment: The counts that are returned are rounded up to a multiple of it.
             num_worst_tokens: Rows of the result; with it the host does not wait. Rows beyond it are left out, counted,
                 and reported by ``check``. 0: as many as arrived, for which the host waits.
@@ -256,11 +292,12 @@ class Buffer(LowLatencyCalls):
             async_finish: The current stream does not wait; the event says when the call is done.
             allocate_on_comm_stream: Results are memory of the communication stream, which they always are; needs
                 previous_event and async_finish.
+            max_tokens_per_rank: Most tokens that one rank sends; None: that of the buffer.
 
         Returns:
             Rows by source rank, then token, in new tensors; ids of this rank's experts, -1 for others; weights, 0 for
-            others; rows of each of this rank's experts (an empty list with num_worst_tokens); a handle; an event. Of a
-            cached dispatch, the rows and the event alone.
+            others (both None without topk_idx); rows of each of this rank's experts (an empty list with
+            num_worst_tokens); a handle; an event. Of a cached dispatch, the rows and the event alone.
 
         Raises:
             ValueError: An argument is wrong or not supported; nothing has happened on any rank.
@@ -268,46 +305,71 @@ class Buffer(LowLatencyCalls):
         """
         require_supported(num_tokens_per_rdma_rank=(num_tokens_per_rdma_rank, None))
         check_x(x)
-        rows = list(x) if isinstance(x, tuple) else [x]
-        names = ["x", "the scales of x"][: len(rows)]
+        order = (previous_event, async_finish, allocate_on_comm_stream)
         if handle is not None:
-            check_handle(handle, Handle, "dispatch")
             require_supported(topk_idx=(topk_idx, None), topk_weights=(topk_weights, None))
-            with self._comm_stream.turn(previous_event, async_finish, allocate_on_comm_stream) as turn:
-                ticket, received = self._put(handle.ids, layouts.packed(rows), names)
-                handle.ticket = ticket
-                taken = [payload[handle.places.rows] for payload in received.flat.payloads]
-                turn.share(rows, taken)
-            return as_given(x, taken), None, None, None, None, turn.event
-        if topk_idx is None or topk_weights is None or is_token_in_rank is None or num_tokens_per_expert is None:
+            again, event = self._send_again(x, handle, order)
+            return again, None, None, None, None, event
+        if is_token_in_rank is None or num_tokens_per_expert is None or (topk_idx is None) != (topk_weights is None):
             raise ValueError(
-                "supported is a dispatch with topk_idx, topk_weights, is_token_in_rank and num_tokens_per_expert, or "
-                "with the handle of one"
+                "supported is a dispatch with is_token_in_rank and num_tokens_per_expert, with topk_idx and "
+                "topk_weights or without both, or with the handle of one"
             )
         num_local = self._local(num_tokens_per_expert.numel())
-        num_tokens, _ = check_ids(topk_idx)
+        num_tokens = check_ids(topk_idx)[0] if topk_idx is not None else len(x[0] if isinstance(x, tuple) else x)
         check_goes(is_token_in_rank, num_tokens, self.group_size)
         check_count("num_worst_tokens", num_worst_tokens, 0)
         check_count("expert_alignment", expert_alignment, 1)
-        with self._comm_stream.turn(previous_event, async_finish, allocate_on_comm_stream) as turn:
-            here = torch.arange(self.group_size, dtype=torch.int32, device=is_token_in_rank.device)
-            ids = torch.where(is_token_in_rank, here, -1)
-            carried = [*layouts.packed(rows), topk_idx.contiguous(), topk_weights.contiguous()]
-            ticket, received = self._put(ids, carried, [*names, "topk_idx", "topk_weights"])
-            count = num_worst_tokens or int(received.num_tokens.sum())
-            if num_worst_tokens and self._lost_rows is not None:
-                self._lost_rows += (received.num_tokens.sum() - count).clamp(min=0)
-            places = layouts.compact(received.num_tokens, self.max_tokens_per_rank, count)
-            *taken, experts, weights = (payload[places.rows] for payload in received.flat.payloads)
-            local = torch.where(places.is_row[:, None], layouts.local_experts(experts, self.rank, num_local), -1)
+        capacity = self.max_tokens_per_rank if max_tokens_per_rank is None else max_tokens_per_rank
+        check_count("max_tokens_per_rank", capacity, 1)
+        routes = [] if topk_idx is None or topk_weights is None else [topk_idx, topk_weights]
+        with self._comm_stream.turn(*order) as turn:
+            taken, layout = self._send(x, routes, is_token_in_rank, num_worst_tokens, capacity)
+            rows, seen = taken[: len(taken) - len(routes)], taken[len(taken) - len(routes) :]
+            if seen:
+                local = layouts.local_experts(seen[0], self.rank, num_local)
+                local = torch.where(layout.places.is_row[:, None], local, -1)
+                seen = [local.to(seen[0].dtype), torch.where(local >= 0, seen[1], 0.0)]
             per_expert: list[int] = []
             if not num_worst_tokens:
-                counts = layouts.count(torch.where(local >= 0, local, num_local), num_local)
+                if seen:
+                    counts = layouts.count(torch.where(local >= 0, local, num_local), num_local)
+                else:
+                    counts = self._normal.counts(num_tokens_per_expert)
                 per_expert = (-(-counts // expert_alignment) * expert_alignment).tolist()
-            made = Handle(ids, places, num_worst_tokens > 0, ticket)
-            seen, local = torch.where(local >= 0, weights, 0.0), local.to(topk_idx.dtype)
-            turn.share(rows, topk_idx, topk_weights, is_token_in_rank, taken, local, seen)
-        return as_given(x, taken), local, seen, per_expert, made, turn.event
+            turn.share(x, routes, is_token_in_rank, num_tokens_per_expert, rows, seen)
+        ids, weights = seen or (None, None)
+        return as_given(x, rows), ids, weights, per_expert, Handle(layout, self.rank), turn.event
+
+    def _send(
+        self, x: Rows, routes: list[torch.Tensor], is_token_in_rank: torch.Tensor, num_worst_tokens: int, capacity: int
+    ) -> tuple[list[torch.Tensor], Layout]:
+        """Rows, and what else travels, as they have arrived."""
+        parts = list(x) if isinstance(x, tuple) else [x]
+        names = [*["x", "the scales of x"][: len(parts)], "topk_idx", "topk_weights"]
+        ids = self._normal.ids(is_token_in_rank)
+        carried = [*layouts.packed(parts), *(tensor.contiguous() for tensor in routes)]
+        ticket, received = self._normal.put(ids, carried, names[: len(carried)], capacity)
+        count = num_worst_tokens or int(received.num_tokens.sum())
+        if num_worst_tokens:
+            self._lost_rows += (received.num_tokens.sum() - count).clamp(min=0)
+        places = layouts.compact(received.num_tokens, capacity, count)
+        taken = [payload[places.rows] for payload in received.flat.payloads]
+        return taken, Layout(ids, places, num_worst_tokens > 0, capacity, parts[0].shape[1], ticket)
+
+    def _send_again(
+        self, x: Rows, handle: Handle, order: tuple[EventOverlap | None, bool, bool]
+    ) -> tuple[Rows, EventOverlap]:
+        """A dispatch with the ranks of an earlier one."""
+        layout = check_handle(handle, Handle, "dispatch").layout
+        parts = list(x) if isinstance(x, tuple) else [x]
+        with self._comm_stream.turn(*order) as turn:
+            names = ["x", "the scales of x"][: len(parts)]
+            layout.ticket, received = self._normal.put(layout.ids, layouts.packed(parts), names, layout.capacity)
+            layout.hidden = parts[0].shape[1]
+            taken = [payload[layout.places.rows] for payload in received.flat.payloads]
+            turn.share(parts, taken)
+        return as_given(x, taken), turn.event
 
     def combine(
         self,
@@ -319,14 +381,15 @@ class Buffer(LowLatencyCalls):
         previous_event: EventOverlap | None = None,
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
-    ) -> tuple[torch.Tensor, None, EventOverlap]:
+    ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
         """Sums each token's rows, without weights.
 
         Args:
             x: [rows, hidden] bfloat16, in the order of the rows that dispatch returned.
-            handle: Of that dispatch.
-            topk_weights: Must be None.
-            bias: None, or one tensor [num_tokens, hidden] that is added last.
+            handle: Of that dispatch, which may have been combined before.
+            topk_weights: None, or [rows, top_k] float32: they are summed in the same way, in a round of their own.
+            bias: None, or one or two tensors [num_tokens, hidden] that are added last (with two, rows travel as
+                float32).
             config: Not used.
             previous_event: What the communication stream waits for before; None: all that the current stream has got.
             async_finish: The current stream does not wait; the event says when the call is done.
@@ -334,54 +397,21 @@ class Buffer(LowLatencyCalls):
                 previous_event and async_finish.
 
         Returns:
-            [num_tokens, hidden] bfloat16, None, an event.
+            [num_tokens, hidden] bfloat16; [num_tokens, top_k] float32 with topk_weights, else None; an event.
 
         Raises:
             ValueError: An argument is wrong or not supported; nothing has happened on any rank.
-            ProtocolMisuse: The handle's round is over.
             PeerTimeout: As ``AllToAll.combine``.
         """
-        require_supported(topk_weights=(topk_weights, None))
-        check_handle(handle, Handle, "dispatch")
+        layout = check_handle(handle, Handle, "dispatch").layout
         check_x(x, (torch.bfloat16,))
-        if isinstance(bias, tuple):
-            if len(bias) != 1:
-                raise ValueError(f"bias has {len(bias)} tensors, supported is one")
-            bias = bias[0]
-        rounds = handle.ticket.rounds()
-        place = rounds.combine_input()
-        expected = [handle.places.rows.numel(), place.shape[1]]
-        if list(x.shape) != expected or x.dtype != place.dtype:
-            raise ValueError(
-                f"x is {list(x.shape)} {x.dtype}, expected {expected} {place.dtype}: a row for each that dispatch gave"
-            )
+        count = layout.places.rows.numel()
+        check_rows_of(x, (count, layout.hidden), torch.bfloat16)
+        if topk_weights is not None:
+            check_weights(topk_weights, count)
+        biases = check_biases(bias, (layout.ids.shape[0], layout.hidden))
         with self._comm_stream.turn(previous_event, async_finish, allocate_on_comm_stream) as turn:
-            rows = None
-            if handle.is_worst:
-                rows = x[handle.places.position]
-            else:
-                place.index_copy_(0, handle.places.rows, x)
-            combined = rounds.combine(rows, name="x", addend=bias)
-            turn.share(x, bias, combined)
-        return combined, None, turn.event
-
-    # --- inside -------------------------------------------------------------------------------------------------------
-
-    def _put(self, ids: torch.Tensor, payloads: list[torch.Tensor], names: list[str]) -> tuple[Ticket, Received]:
-        """A normal round: every rank is an "expert", and a token goes to each of its ranks once."""
-        hidden = payloads[0].shape[1]
-        key = (self.max_tokens_per_rank, hidden)
-        if self._lost_rows is None:
-            self._lost_rows = torch.zeros(1, dtype=torch.int64, device=self._device)
-        if key not in self._lanes:
-            ranks = self.group_size
-            num_bytes = engine_workspace_bytes(
-                ep_size=ranks,
-                max_tokens_per_rank=self.max_tokens_per_rank,
-                dispatch_bytes=2 * hidden + 12 * MAX_RANKS,
-                output=Payload((hidden,), torch.bfloat16),
-            )
-            self._lanes[key] = Lanes(lambda: self._rounds(num_bytes, ranks, ranks, self.max_tokens_per_rank, hidden))
-        lane = self._lanes[key].begin()
-        received = lane.rounds.dispatch(ids, None, payloads, names=names)
-        return Ticket(lane, lane.number), received
+            combined = self._normal.sum_rows(layout, x, biases)
+            weights = None if topk_weights is None else self._normal.sum_weights(layout, topk_weights)
+            turn.share(x, topk_weights, biases, combined, weights)
+        return combined, weights, turn.event

@@ -52,3 +52,28 @@ def check_handle(handle: Any, kind: type[_Kind], made_by: str) -> _Kind:
     if not isinstance(handle, kind):
         raise ValueError(f"handle is a {type(handle).__name__}, expected what {made_by} returned")
     return handle
+
+
+def check_rows_of(x: torch.Tensor, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    """Raises ValueError unless these are rows for combine."""
+    if tuple(x.shape) != shape or x.dtype != dtype:
+        raise ValueError(f"x is {_came(x)}, expected {list(shape)} {dtype}: a row for each that dispatch gave")
+
+
+def check_weights(topk_weights: Any, count: int) -> None:
+    """Raises ValueError unless these are weights [count, top_k] for combine."""
+    fits = isinstance(topk_weights, torch.Tensor) and topk_weights.dim() == 2 and len(topk_weights) == count
+    if not fits or topk_weights.dtype != torch.float32:
+        raise ValueError(f"topk_weights is {_came(topk_weights)}, expected [{count}, top_k] torch.float32")
+
+
+def check_biases(bias: Any, shape: tuple[int, int]) -> list[torch.Tensor]:
+    """Up to two tensors of this shape. Raises ValueError unless they are."""
+    biases = [] if bias is None else list(bias) if isinstance(bias, tuple) else [bias]
+    if len(biases) > 2:
+        raise ValueError(f"bias has {len(biases)} tensors, supported are up to two")
+    for one in biases:
+        fits = isinstance(one, torch.Tensor) and tuple(one.shape) == shape and one.dtype == torch.bfloat16
+        if not fits or not one.is_contiguous():
+            raise ValueError(f"bias is {_came(one)}, expected contiguous {list(shape)} torch.bfloat16")
+    return biases

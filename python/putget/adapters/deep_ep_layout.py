@@ -22,11 +22,13 @@ class Compact:
         rows: [count] int64, where each lies in the flat rows; 0 beyond the last one.
         is_row: [count] bool, whether there is one.
         position: [max_rows * ep_size] int64, the inverse: where a flat row is in the compact ones; 0 for none.
+        ends: [ep_size] int64, behind the last row of each source rank.
     """
 
     rows: torch.Tensor
     is_row: torch.Tensor
     position: torch.Tensor
+    ends: torch.Tensor
 
 
 def compact(num_tokens: torch.Tensor, max_rows: int, count: int) -> Compact:
@@ -39,13 +41,14 @@ def compact(num_tokens: torch.Tensor, max_rows: int, count: int) -> Compact:
     """
     ep_size, device = num_tokens.numel(), num_tokens.device
     counts = num_tokens.long()
-    first = counts.cumsum(0) - counts
+    ends = counts.cumsum(0)
+    first = ends - counts
     slot = torch.arange(max_rows, device=device)
     position = torch.where(slot[:, None] < counts, first + slot[:, None], count).clamp(max=count).flatten()
     flat = torch.arange(max_rows * ep_size, device=device)
     rows = torch.zeros(count + 1, dtype=torch.int64, device=device).scatter_(0, position, flat)[:count]
     is_row = torch.arange(count, device=device) < counts.sum()
-    return Compact(torch.where(is_row, rows, 0), is_row, torch.where(position < count, position, 0))
+    return Compact(torch.where(is_row, rows, 0), is_row, torch.where(position < count, position, 0), ends)
 
 
 def local_experts(topk_idx: torch.Tensor, ep_rank: int, num_local_experts: int) -> torch.Tensor:
@@ -75,6 +78,14 @@ def experts_first(topk_ids: torch.Tensor, ep_rank: int, num_local_experts: int, 
     return place.view(topk_ids.shape).T.flatten()
 
 
+def ranks_of(topk_idx: torch.Tensor, num_local: int, num_experts: int, ranks: int) -> torch.Tensor:
+    """[num_tokens, ranks] bool: whether a token goes to each rank. Ids out of range are "no expert"."""
+    ids = topk_idx.long()
+    owners = torch.where((ids >= 0) & (ids < num_experts), ids // num_local, ranks)
+    goes = torch.zeros(ids.shape[0], ranks + 1, dtype=torch.bool, device=ids.device)
+    return goes.scatter_(1, owners, True)[:, :ranks].contiguous()
+
+
 def count(values: torch.Tensor, kinds: int) -> torch.Tensor:
     """[kinds] int32: how often each of 0 to kinds - 1 occurs; other values up to kinds are left out.
 
@@ -95,17 +106,30 @@ def packed(rows: list[torch.Tensor]) -> list[torch.Tensor]:
     return [rows[0], *(scales.contiguous() for scales in rows[1:])]
 
 
-def to_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows as float8_e4m3fn with one float32 scale for 128 values: [n, hidden], [n, hidden // 128].
+def to_fp8(x: torch.Tensor, *, round_scale: bool = False, use_ue8m0: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows as float8_e4m3fn with one scale for 128 values: [n, hidden], [n, hidden // 128].
+
+    Args:
+        x: [n, hidden].
+        round_scale: Scales are powers of two, not below the exact ones.
+        use_ue8m0: Such scales as their exponents, biased by 127, in one byte each: [n, hidden // 512] int32.
 
     Raises:
-        ValueError: hidden is not a multiple of 128.
+        ValueError: hidden is not a multiple of 128, or of 512 with use_ue8m0, which needs round_scale.
     """
     num_tokens, hidden = x.shape
-    if hidden % _FP8_GROUP:
-        raise ValueError(f"x has rows of {hidden}, FP8 needs a multiple of {_FP8_GROUP}; use_fp8=False sends bfloat16")
+    multiple = 4 * _FP8_GROUP if use_ue8m0 else _FP8_GROUP
+    if use_ue8m0 and not round_scale:
+        raise ValueError("use_ue8m0 is True, round_scale is False: expected both, such scales are powers of two")
+    if hidden % multiple:
+        raise ValueError(f"x has rows of {hidden}, FP8 needs a multiple of {multiple}; use_fp8=False sends bfloat16")
     groups = x.view(num_tokens, hidden // _FP8_GROUP, _FP8_GROUP).float()
     scales = groups.abs().amax(2).clamp(min=1e-4) / _FP8_MAX
+    exponents = (scales.view(torch.int32) + 0x7FFFFF) >> 23
+    if round_scale:
+        scales = (exponents << 23).view(torch.float32)
     # A cast that overflows gives NaN on the CPU and saturates on CUDA: clamp, so that both give the same bytes.
     values = (groups / scales[:, :, None]).clamp(-_FP8_MAX, _FP8_MAX).to(torch.float8_e4m3fn)
+    if use_ue8m0:
+        scales = exponents.to(torch.uint8).view(torch.int32)
     return values.view(num_tokens, hidden), scales

@@ -63,27 +63,24 @@ class LowLatencyCalls:
             num_experts: Experts of all ranks together, a multiple of the number of ranks.
             cumulative_local_expert_recv_stats: [local experts] int32: what each expert got is added.
             dispatch_wait_recv_cost_stats: Must be None.
-            use_fp8: Whether rows travel as FP8 with one float32 scale for 128 values.
-            round_scale: Must be False.
-            use_ue8m0: Must be False.
+            use_fp8: Whether rows travel as FP8 with one scale for 128 values.
+            round_scale: Whether scales are powers of two.
+            use_ue8m0: Whether such scales are exponents, of one byte each, four in an int32.
             async_finish: The current stream does not wait; the event says when the call is done.
             return_recv_hook: Rows are sent and not waited for: results are there when the hook has been called, and no
                 kernel of this call runs meanwhile. Not together with async_finish.
 
         Returns:
             [local experts, num_max_dispatch_tokens_per_rank * ranks, hidden] bfloat16, or such FP8 rows and their
-            scales (whose last two dimensions lie in column-major order); rows of each expert [local experts] int32; a
-            handle; an event; a hook, which does nothing without return_recv_hook.
+            scales [..., hidden // 128] float32, or [..., hidden // 512] int32 (whose last two dimensions lie in
+            column-major order); rows of each expert [local experts] int32; a handle; an event; a hook, which does
+            nothing without return_recv_hook.
 
         Raises:
             ValueError: An argument is wrong or not supported; nothing has happened on any rank.
             PeerTimeout: As ``AllToAll.dispatch``.
         """
-        require_supported(
-            dispatch_wait_recv_cost_stats=(dispatch_wait_recv_cost_stats, None),
-            round_scale=(round_scale, False),
-            use_ue8m0=(use_ue8m0, False),
-        )
+        require_supported(dispatch_wait_recv_cost_stats=(dispatch_wait_recv_cost_stats, None))
         num_tokens, top_k = check_ids(topk_idx)
         hidden = check_x(x, (torch.bfloat16,))
         check_count("num_max_dispatch_tokens_per_rank", num_max_dispatch_tokens_per_rank, 1)
@@ -95,10 +92,12 @@ class LowLatencyCalls:
         num_local = self._local(num_experts)
         capacity = num_max_dispatch_tokens_per_rank * self.group_size
         with self._comm_stream.turn_or_here(return_recv_hook, async_finish) as turn:
-            payloads = layouts.to_fp8(x) if use_fp8 else (x,)
-            lane = self._pairs(num_max_dispatch_tokens_per_rank * top_k, hidden, num_experts).begin()
-            sent = [payload.repeat_interleave(top_k, 0) for payload in payloads]
-            names = ["x", "the scales of x"][: len(payloads)]
+            payloads = layouts.to_fp8(x, round_scale=round_scale, use_ue8m0=use_ue8m0) if use_fp8 else (x,)
+            lanes = self._pairs(num_max_dispatch_tokens_per_rank * top_k, hidden, num_experts)
+            lane = lanes.begin()
+            tokens = torch.arange(num_tokens, dtype=torch.int32, device=x.device)[:, None]
+            sent = [payload.repeat_interleave(top_k, 0) for payload in (*payloads, tokens)]
+            names = [*["x", "the scales of x"][: len(payloads)], "tokens"]
             shape = (num_local, capacity, hidden)
             # Made here, and filled where the rows are there; with one row more, for those that have no place.
             rows = [part.new_empty(num_local * capacity + 1, *part.shape[1:]) for part in sent]
@@ -108,7 +107,10 @@ class LowLatencyCalls:
             if use_fp8:
                 result = (placed[0], torch.empty_like(placed[1].transpose(1, 2), memory_format=torch.contiguous_format))
                 result = (result[0], result[1].transpose(1, 2))
-            handle = LowLatencyHandle(None, num_tokens, top_k, shape, Ticket(lane, lane.number))
+            ticket = Ticket(lane, lane.number)
+            handle = LowLatencyHandle(
+                None, num_tokens, top_k, shape, self.group_size, placed[-1][:, :, 0], lanes, ticket
+            )
 
             def arrive(received: Received) -> None:
                 place = layouts.experts_first(received.topk_ids[:, :, 0], self.rank, num_local, capacity)
@@ -164,7 +166,7 @@ class LowLatencyCalls:
 
         Raises:
             ValueError: An argument is wrong or not supported; nothing has happened on any rank.
-            ProtocolMisuse: The handle's round is over, or the hook of its dispatch has not been called.
+            ProtocolMisuse: The hook of the handle's dispatch has not been called.
             PeerTimeout: As ``AllToAll.combine``.
         """
         require_supported(
@@ -181,10 +183,10 @@ class LowLatencyCalls:
                 f"x is {list(source.shape)} {source.dtype}, expected {list(handle.shape)} torch.bfloat16: the rows of "
                 "each local expert, as dispatch returned them"
             )
-        rounds = handle.ticket.rounds()
         if handle.place is None:
             raise ProtocolMisuse("low_latency_combine: the hook of this handle's dispatch has not been called")
         with self._comm_stream.turn_or_here(return_recv_hook, async_finish) as turn:
+            rounds = self._pairs_under_way(handle, topk_idx)
             experts, rows, hidden = handle.shape
             taken = source.reshape(-1, hidden)[handle.place.clamp(max=experts * rows - 1)]
             combined = torch.empty(routes[0], hidden, dtype=torch.bfloat16, device=x.device) if out is None else out
@@ -212,6 +214,18 @@ class LowLatencyCalls:
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
+    def _pairs_under_way(self, handle: LowLatencyHandle, topk_idx: torch.Tensor) -> Rounds:
+        """The round that a handle's combine ends: its dispatch's, or one more."""
+        if handle.ticket.is_open:
+            return handle.ticket.lane.rounds
+        lane = handle.lanes.begin()
+        handle.ticket = Ticket(lane, lane.number)
+        experts, _, hidden = handle.shape
+        known = (topk_idx >= 0) & (topk_idx < experts * self.group_size)
+        owners = torch.where(known, topk_idx // experts, -1)
+        lane.rounds.reopen(owners.reshape(-1, 1), Payload((hidden,), torch.bfloat16))
+        return lane.rounds
+
     def _pairs(self, max_pairs: int, hidden: int, num_experts: int) -> Lanes:
         """Low-latency rounds: every (token, expert) pair travels as a token of one expert."""
         key = (max_pairs, hidden, num_experts)
@@ -225,14 +239,16 @@ class LowLatencyCalls:
             raise ValueError(f"num_experts is {num_experts}, expected a multiple of the {self.group_size} ranks")
         return num_experts // self.group_size
 
-    def _rounds(self, num_bytes: int, num_experts: int, top_k: int, capacity: int, hidden: int) -> Rounds:
+    def _memory(self, num_bytes: int) -> SharedWorkspace:
         timeout_s, warmup_timeout_s = self._timeouts
-        shared = SharedWorkspace(
+        return SharedWorkspace(
             self._comm, num_bytes, self._device, timeout_s=timeout_s, warmup_timeout_s=warmup_timeout_s
         )
+
+    def _rounds(self, num_bytes: int, num_experts: int, top_k: int, capacity: int, hidden: int) -> Rounds:
         output = Payload((hidden,), torch.bfloat16)
         return Rounds(
-            shared,
+            self._memory(num_bytes),
             num_experts=num_experts,
             top_k=top_k,
             max_tokens_per_rank=capacity,

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from putget import Payload, ProtocolMisuse
-from putget.adapters.deep_ep_layout import Compact
 from putget.adapters.rounds import Rounds
 from putget.adapters.shared import engine_workspace_bytes
 
@@ -61,7 +60,7 @@ class Lane:
 
 
 class Lanes:
-    """Memory for up to two rounds under way; the oldest is given up for a third."""
+    """Memory for up to two rounds under way; the oldest ends for a third. Its combine begins another one."""
 
     def __init__(self, make: Callable[[], Rounds]) -> None:
         self._make = make
@@ -91,43 +90,53 @@ class Lanes:
 
 @dataclass
 class Ticket:
-    """One round under way."""
+    """One round of a lane."""
 
     lane: Lane
     number: int
 
-    def rounds(self) -> Rounds:
-        """Where it is open.
-
-        Raises:
-            ProtocolMisuse: It is not, any more.
-        """
-        if self.lane.number != self.number or not self.lane.rounds.is_open:
-            raise ProtocolMisuse(
-                "combine: this handle's round is over; two rounds can be under way, and each ends once"
-            )
-        return self.lane.rounds
-
-
-@dataclass
-class Handle:
-    """What ``dispatch`` gives, and ``combine`` and cached dispatches take."""
-
-    ids: torch.Tensor  # [num_tokens, ep_size] int32: the ranks of each token, -1 elsewhere
-    places: Compact
-    is_worst: bool  # the number of rows is num_worst_tokens
-    ticket: Ticket
+    @property
+    def is_open(self) -> bool:
+        """Whether it is under way still."""
+        return self.lane.number == self.number and self.lane.rounds.is_open
 
 
 @dataclass
 class LowLatencyHandle:
-    """What ``low_latency_dispatch`` gives, and ``low_latency_combine`` takes."""
+    """What ``low_latency_dispatch`` gives, and ``low_latency_combine`` takes. It is indexed as DeepEP's tuple.
+
+    [0] is [experts, rows] int32, the source token of each row; [1] is [experts, ranks] int64, where the rows of each
+    source begin, times 2 ** 32, and how many they are; then num_max_dispatch_tokens_per_rank, hidden, num_experts.
+    """
 
     place: torch.Tensor | None  # [rows] int64: where each received row is in the result; None before they are there
     num_tokens: int
     top_k: int
     shape: tuple[int, int, int]  # of the result: experts, rows, hidden
+    ep_size: int
+    source_tokens: torch.Tensor  # [experts, rows] int32
+    lanes: Lanes
     ticket: Ticket
+
+    def __getitem__(self, index: int) -> Any:
+        experts, rows, hidden = self.shape
+        numbers = {2: rows // self.ep_size, 3: hidden, 4: experts * self.ep_size}
+        if index in numbers:
+            return numbers[index]
+        if index not in (0, 1):
+            raise IndexError(f"handle[{index}]: it has 5 entries")
+        if self.place is None:
+            raise ProtocolMisuse("the hook of this handle's dispatch has not been called")
+        return self.source_tokens if index == 0 else self._ranges(self.place)
+
+    def _ranges(self, place: torch.Tensor) -> torch.Tensor:
+        experts, rows, _ = self.shape
+        source = torch.arange(place.numel(), device=place.device) % self.ep_size
+        expert = place // rows  # experts where there is no row
+        found = torch.zeros(experts + 1, self.ep_size, dtype=torch.int64, device=place.device)
+        found.view(-1).scatter_add_(0, expert * self.ep_size + source, torch.ones_like(place))
+        counts = found[:experts]
+        return (counts.cumsum(1) - counts) << 32 | counts
 
 
 def pairs_bytes(ep_size: int, max_pairs: int, hidden: int) -> int:

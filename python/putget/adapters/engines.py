@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from putget import BackendUnavailable, __version__
+from putget import AllToAll, BackendUnavailable, __version__
 
 
 def _numbers(version: str) -> tuple[int, ...]:
@@ -24,7 +24,17 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(number) for number in match.group().split(".")) if match else ()
 
 
-def require_version(engine: str, distributions: Sequence[str], first: str, before: str) -> str:
+_unproven: dict[str, str] = {}
+
+
+def unproven_version(engine: str) -> str | None:
+    """The version of an engine that is newer than the known ones and needs a self-check (``proof.prove``)."""
+    return _unproven.get(engine)
+
+
+def require_version(
+    engine: str, distributions: Sequence[str], first: str, before: str, *, proven_before: str | None = None
+) -> str:
     """The version of an engine that is installed.
 
     Args:
@@ -32,6 +42,7 @@ def require_version(engine: str, distributions: Sequence[str], first: str, befor
         distributions: Names under which it is packaged.
         first: The first version that is supported.
         before: The first version that is not.
+        proven_before: The first version that needs a self-check; None: none does.
 
     Raises:
         BackendUnavailable: It is not installed, or in a version that the plug-in does not know; the message names what
@@ -45,11 +56,16 @@ def require_version(engine: str, distributions: Sequence[str], first: str, befor
             continue
         if not _numbers(first) <= _numbers(version) < _numbers(before):
             raise BackendUnavailable(f"{engine} is installed in version {version}; {supported}")
+        if proven_before is not None and _numbers(version) >= _numbers(proven_before):
+            _unproven[engine] = version
+        else:
+            _unproven.pop(engine, None)
         return version
     raise BackendUnavailable(f"{engine} is not installed ({' or '.join(distributions)}); {supported}")
 
 
 _announced: set[tuple[str, str]] = set()
+_LAUNCH = "putget %s launches a first round of %d tokens: dispatch %s%s, combine %s%s"
 
 
 def announce(engine: str, *, num_experts: int, ep_size: int, device: torch.device) -> None:
@@ -70,6 +86,20 @@ def announce(engine: str, *, num_experts: int, ep_size: int, device: torch.devic
     )
 
 
+def announce_launch(engine: str, a2a: AllToAll, num_tokens: int) -> None:
+    """Says once in a process, in the engine's own log, how putget launches the first round.
+
+    Args:
+        engine: The name of the engine's package, under which it logs.
+        a2a: What runs the round.
+        num_tokens: Tokens that this rank dispatches in it.
+    """
+    if (engine, _LAUNCH) not in _announced:
+        dispatch, combine = a2a.launches(num_tokens)
+        blocks = [f" in {launch.blocks} blocks" if launch.blocks else "" for launch in (dispatch, combine)]
+        _say_once(engine, _LAUNCH, num_tokens, dispatch.path, blocks[0], combine.path, blocks[1])
+
+
 def announce_planner(engine: str, *, num_experts: int, num_slots: int, num_ranks: int) -> None:
     """Says once in a process, in the engine's own log, that putget plans where experts lie.
 
@@ -86,6 +116,16 @@ def announce_planner(engine: str, *, num_experts: int, num_slots: int, num_ranks
         num_slots,
         num_ranks,
     )
+
+
+def announce_mover(engine: str, num_ranks: int) -> None:
+    """Says once in a process, in the engine's own log, that experts move through putget.
+
+    Args:
+        engine: The name of the engine's package, under which it logs.
+        num_ranks: Ranks of the expert-parallel group.
+    """
+    _say_once(engine, "putget %s moves experts between %d ranks", num_ranks)
 
 
 def _say_once(engine: str, message: str, *values: Any) -> None:

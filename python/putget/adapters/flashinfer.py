@@ -4,83 +4,43 @@ Either import it instead of FlashInfer's,
 
     from putget.adapters.flashinfer import MoeAlltoAll, moe_a2a_get_workspace_size_per_rank
 
-or call ``install()`` once, which puts putget's in the place of FlashInfer's. FlashInfer itself need not be installed
-for the former. ``putget.adapters.flashinfer_moe_ep`` registers putget with ``flashinfer.moe_ep``.
+or call ``install()`` once, which puts putget's in the place of FlashInfer's, the functions ``moe_a2a_*`` included.
+FlashInfer itself need not be installed for the former. ``putget.adapters.flashinfer_moe_ep`` registers putget with
+``flashinfer.moe_ep``, and ``putget.adapters.flashinfer_functions`` has the functions.
 
 What differs from FlashInfer's class:
 
 - ``runtime_max_tokens_per_rank`` is each rank's own: it may differ between ranks, as long as no rank sends more.
 - Zero tokens are allowed. A rank that is missing is an error after a deadline.
-- The first two dimensions of what ``dispatch`` returns are for flattening: row r of the flattened tensor came from rank
-  r % ep_size. ``received`` has the rows by source rank. ``combine`` takes the same order.
-- Where ``expert_id_payload_index`` is given, that payload is what tokens are routed by, and it returns with
-  ``invalid_token_expert_id`` (-1 by default) in every slot without a token.
-- A combine with ``use_low_precision`` is chosen when the object is made, because what travels back has its place in the
-  workspace: ``use_low_precision_combine``, of the constructor, of the sizing functions and of ``install``.
-- Statistics of the load balancer and rank masks do not come with it.
+- What dispatch returns is indexed by source rank, and so is what combine takes. That costs a copy of the rows that
+  arrive. Callers that only flatten the first two dimensions, as engines do, can do without (``by_source=False``): then
+  row r of the flattened tensor came from rank r % ep_size.
+- The first combine says which rows come back, and whether as FP8, unless ``hidden_size`` and
+  ``use_low_precision_combine`` have said so: where it is not what the payloads stand for, it takes a round more.
+- ``workspace`` and ``metainfo`` show this rank's tables; rows of other ranks are not behind them.
+- ``active_rank_mask`` is agreed between the ranks that it names when it changes, which is collective among them.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from putget import AllToAll, Communicator, Payload, Received
-from putget.adapters import placement
+from putget.adapters import flashinfer_functions as functions
+from putget.adapters import flashinfer_layout, placement
 from putget.adapters.engines import replace_name, require_supported
-from putget.adapters.rounds import Rounds
-from putget.adapters.shared import (
-    TIMEOUT_S,
-    WARMUP_TIMEOUT_S,
-    combine_dtype_of,
-    communicator_of,
-    engine_workspace_bytes,
-    shared_workspace,
-)
+from putget.adapters.flashinfer_layout import moe_a2a_get_workspace_size_per_rank
+from putget.adapters.flashinfer_rounds import RankRounds
+from putget.adapters.rounds import Rounds, check_stats
+from putget.adapters.shared import TIMEOUT_S, WARMUP_TIMEOUT_S, combine_dtype_of, communicator_of, shared_workspace
 
 _NO_GROUP = object()
-
-
-def moe_a2a_get_workspace_size_per_rank(
-    ep_size: int,
-    max_num_tokens: int,
-    total_dispatch_payload_size_per_token: int,
-    combine_payload_size_per_token: int,
-    eplb_stats_num_experts: int = 0,
-    *,
-    backend: str = "trtllm",
-    use_low_precision_combine: bool | None = None,
-) -> int:
-    """Symmetric bytes of each rank.
-
-    Args:
-        ep_size: Ranks of the expert-parallel group.
-        max_num_tokens: Most tokens that one rank sends in one round.
-        total_dispatch_payload_size_per_token: Bytes of one token's payloads.
-        combine_payload_size_per_token: Bytes of one row that comes back.
-        eplb_stats_num_experts: Must be 0.
-        backend: Must be "trtllm".
-        use_low_precision_combine: As for ``MoeAlltoAll``.
-
-    Raises:
-        ValueError: An argument is not allowed.
-    """
-    require_supported(eplb_stats_num_experts=(eplb_stats_num_experts, 0), backend=(backend, "trtllm"))
-    if combine_payload_size_per_token < 2 or combine_payload_size_per_token % 2:
-        raise ValueError(
-            f"combine_payload_size_per_token is {combine_payload_size_per_token}, expected the bytes of 16-bit values"
-        )
-    return engine_workspace_bytes(
-        ep_size=ep_size,
-        max_tokens_per_rank=max_num_tokens,
-        dispatch_bytes=total_dispatch_payload_size_per_token,
-        output=Payload((combine_payload_size_per_token // 2,), torch.bfloat16),
-        combine_dtype=combine_dtype_of(MoeAlltoAll.low_precision(use_low_precision_combine)),
-    )
 
 
 class MoeAlltoAll:
@@ -94,15 +54,18 @@ class MoeAlltoAll:
         top_k: Experts of a token, 1 to 32.
         num_experts: Experts of all ranks together. As in FlashInfer the first ``num_experts % ep_size`` ranks have one
             more than the others.
-        workspace_size_per_rank: Symmetric bytes; see ``moe_a2a_get_workspace_size_per_rank``. None: by hidden_size.
-        hidden_size: Length of the row that experts return (bfloat16). None: what the first payload's rows stand for.
+        workspace_size_per_rank: Bytes; see ``moe_a2a_get_workspace_size_per_rank``. None: by hidden_size.
+        hidden_size: Length of the row that experts return (bfloat16). None: what the payloads' rows stand for, and
+            after the first combine its row.
         mnnvl_config: Its ``comm_backend`` names the torch.distributed group; None: the world.
-        eplb_stats_num_experts: Must be 0.
-        enable_rank_mask: Must be False; ``all_to_all.set_active_ranks`` goes on without a rank.
+        eplb_stats_num_experts: How many numbers ``eplb_local_stats`` has; 0: there are none.
+        enable_rank_mask: Whether dispatch and combine are given an active_rank_mask, always or never.
         backend: Must be "trtllm".
         comm: The group as a ``putget.Communicator``, instead of mnnvl_config.
-        use_low_precision_combine: Rows come back as E4M3 with one float32 scale for 128 values, half of the bytes; then
-            every combine has ``use_low_precision``. None: the class attribute, which ``install`` sets.
+        use_low_precision_combine: What ``use_low_precision`` of combine will be: rows come back as E4M3 with one
+            float32 scale for 128 values, half of the bytes. None: the class attribute, which ``install`` sets.
+        by_source: Whether rows are indexed by source rank, which costs a copy; False: they lie where they arrive, for
+            callers that flatten the first two dimensions. None: the class attribute, which ``install`` sets.
         device: Where the rows live; by default the current CUDA device, or the CPU where there is none.
         timeout_s: Deadline of every wait, in seconds.
         warmup_timeout_s: Deadline of set-up and first rounds, in seconds.
@@ -113,6 +76,8 @@ class MoeAlltoAll:
     """
 
     use_low_precision_combine: bool = False
+    by_source: bool = True
+    _METAINFO_INDEX = flashinfer_layout.METAINFO_INDEX
 
     def __init__(
         self,
@@ -129,16 +94,16 @@ class MoeAlltoAll:
         backend: str = "trtllm",
         comm: Communicator | None = None,
         use_low_precision_combine: bool | None = None,
+        by_source: bool | None = None,
         device: torch.device | str | None = None,
         timeout_s: float = TIMEOUT_S,
         warmup_timeout_s: float = WARMUP_TIMEOUT_S,
     ) -> None:
-        require_supported(
-            eplb_stats_num_experts=(eplb_stats_num_experts, 0),
-            enable_rank_mask=(enable_rank_mask, False),
-            backend=(backend, "trtllm"),
-        )
-        self.use_low_precision_combine = self.low_precision(use_low_precision_combine)
+        require_supported(backend=(backend, "trtllm"))
+        if use_low_precision_combine is not None:
+            self.use_low_precision_combine = use_low_precision_combine
+        if by_source is not None:
+            self.by_source = by_source
         if workspace_size_per_rank is None:
             if hidden_size is None:
                 raise ValueError("workspace_size_per_rank and hidden_size are None, expected one of them")
@@ -147,7 +112,7 @@ class MoeAlltoAll:
                 top_k,
                 max_num_tokens,
                 hidden_size,
-                use_low_precision_combine=self.use_low_precision_combine,
+                eplb_stats_num_experts=eplb_stats_num_experts,
             )
         group = communicator_for(mapping, mnnvl_config) if comm is None else comm
         for name, given, found in (
@@ -160,25 +125,37 @@ class MoeAlltoAll:
         self.max_num_tokens = max_num_tokens
         self.top_k = top_k
         self.num_experts = num_experts
+        self.enable_rank_mask = enable_rank_mask
         self.ep_size = group.size
         self.ep_rank = group.rank
-        self._received: Received | None = None
-        self._rounds = Rounds(
-            shared_workspace(
-                group,
-                workspace_size_per_rank,
-                None if device is None else torch.device(device),
-                share_by=max_num_tokens,
-                timeout_s=timeout_s,
-                warmup_timeout_s=warmup_timeout_s,
+        self.metainfo = torch.tensor(
+            flashinfer_layout.table_offsets(group.size, max_num_tokens, eplb_stats_num_experts),
+            dtype=torch.int64,
+            device="cpu",
+        )
+        self._hidden_size = hidden_size
+        self._shared = shared_workspace(
+            group,
+            flashinfer_layout.symmetric_bytes(
+                workspace_size_per_rank, group.size, max_num_tokens, eplb_stats_num_experts
             ),
+            device,
+            share_by=max_num_tokens,
+            timeout_s=timeout_s,
+            warmup_timeout_s=warmup_timeout_s,
+        )
+        self._rounds = Rounds(
+            self._shared,
             num_experts=num_experts,
             top_k=top_k,
             max_tokens_per_rank=max_num_tokens,
             output=None if hidden_size is None else Payload((hidden_size,), torch.bfloat16),
             expert_to_rank=placement.linear(num_experts, group.size),
             combine_dtype=combine_dtype_of(self.use_low_precision_combine),
+            num_stats=eplb_stats_num_experts,
         )
+        self._part = self._shared.local_rows(workspace_size_per_rank) if self.by_source else None
+        self._rank = RankRounds(self._rounds, self._part, workspace_size_per_rank)
 
     @staticmethod
     def get_moe_workspace_size_per_rank(
@@ -192,7 +169,7 @@ class MoeAlltoAll:
         backend: str = "trtllm",
         use_low_precision_combine: bool | None = None,
     ) -> int:
-        """Symmetric bytes of each rank for 16-bit rows and what is smaller.
+        """Bytes of a rank's part for 16-bit rows and what is smaller.
 
         Raises:
             ValueError: An argument is not allowed.
@@ -207,24 +184,62 @@ class MoeAlltoAll:
             use_low_precision_combine=use_low_precision_combine,
         )
 
-    @classmethod
-    def low_precision(cls, given: bool | None) -> bool:
-        """An argument use_low_precision_combine, or what ``install`` was told."""
-        return cls.use_low_precision_combine if given is None else given
-
     @property
-    def eplb_gathered_stats(self) -> None:
-        """None: no statistics travel with the rows."""
+    def eplb_gathered_stats(self) -> torch.Tensor | None:
+        """[ep_size, eplb_stats_num_experts] int32: what each rank gave the last dispatch as ``eplb_local_stats``.
+
+        A view into the workspace, valid until combine. None if this rank gave none.
+        """
+        return self._rank.stats
 
     @property
     def received(self) -> Received | None:
         """The rows of the last dispatch by source rank, until combine."""
-        return self._received
+        return self._rank.received
 
     @property
     def all_to_all(self) -> AllToAll:
-        """The ``putget.AllToAll`` of the last dispatch, e.g. for ``set_active_ranks``."""
+        """The ``putget.AllToAll`` of the last dispatch."""
         return self._rounds.all_to_all
+
+    @property
+    def workspace(self) -> torch.Tensor:
+        """[ep_size, bytes] uint8, every row this rank's part: the tables of the last dispatch, at ``metainfo``.
+
+        They are written when this is asked for. ``MoeAlltoAll._METAINFO_INDEX`` says which offset is which:
+        SEND_COUNTERS and RECV_COUNTERS [ep_size] int32, TOPK_TARGET_RANKS and TOPK_SEND_INDICES [num_tokens, top_k]
+        int32, -1 for a second expert on the same rank.
+        """
+        part = self._rank.tables()
+        return part.expand(self.ep_size, part.numel())
+
+    def checkpoint_prepare(self) -> None:
+        """Gives up the symmetric memory of all ranks, for a checkpoint of the processes. Collective; repeated, nothing.
+
+        Every layer that shares the memory is without it from then on. Graphs that were captured are not valid any more.
+
+        Raises:
+            ProtocolMisuse: A dispatch has not been combined.
+            PeerTimeout: A rank did not come.
+        """
+        self._shared.suspend()
+
+    def checkpoint_restore(self, comm_backend: Any = None) -> None:
+        """Makes the memory again, after ``checkpoint_prepare``. Collective; repeated, nothing.
+
+        Args:
+            comm_backend: Over a torch.distributed group of the same ranks, or a ``putget.Communicator``; None: the
+                connections have outlived the checkpoint.
+
+        Raises:
+            ValueError: It is of another rank or size.
+            PeerTimeout: A rank did not come.
+        """
+        if self._shared.is_suspended:
+            config = SimpleNamespace(comm_backend=comm_backend)
+            given = isinstance(comm_backend, Communicator) or comm_backend is None
+            mapping = SimpleNamespace(moe_ep_size=self.ep_size)
+            self._shared.resume(comm_backend if given else communicator_for(mapping, config))
 
     def dispatch(
         self,
@@ -240,23 +255,25 @@ class MoeAlltoAll:
 
         Args:
             token_selected_experts: [num_tokens, top_k] int32; -1 is "no expert".
-            input_payloads: Contiguous tensors [num_tokens, *].
+            input_payloads: Contiguous tensors [num_tokens, *], 1 to 8, of any dtype and length.
             runtime_max_tokens_per_rank: Slots of each source that this rank looks at, 1 to max_num_tokens.
             invalid_token_expert_id: What slots without a token get as expert ids; None is -1.
-            expert_id_payload_index: Which payload holds the expert ids; it needs no bytes of its own.
-            eplb_local_stats: Must be None.
-            active_rank_mask: Must be None.
+            expert_id_payload_index: Which payload holds the expert ids.
+            eplb_local_stats: [eplb_stats_num_experts] int32 that every rank gets (``eplb_gathered_stats``), or None.
+            active_rank_mask: Of ``moe_a2a_active_rank_mask``, where enable_rank_mask is True. Tokens of experts on
+                other ranks go nowhere.
 
         Returns:
-            One tensor [ep_size, runtime_max_tokens_per_rank, *] for each payload, contiguous, in the workspace; valid
-            until combine. See the module's note on the first two dimensions.
+            One contiguous tensor [ep_size, runtime_max_tokens_per_rank, *] for each payload, valid until the next
+            dispatch; see ``by_source`` for the first dimension. Slots without a token are zeros, but for expert ids.
+            Without ``by_source``, views into the workspace, valid until combine, whose empty slots are undefined.
 
         Raises:
             ValueError: An argument is wrong; nothing has happened on any rank.
             ProtocolMisuse: The last dispatch has not been combined.
             PeerTimeout, CapacityExceeded: As ``AllToAll.dispatch``.
         """
-        require_supported(eplb_local_stats=(eplb_local_stats, None), active_rank_mask=(active_rank_mask, None))
+        check_stats(eplb_local_stats, self._rounds.num_stats, "eplb_stats_num_experts")
         rows_each = self._check_runtime_max(runtime_max_tokens_per_rank)
         payloads = list(input_payloads)
         ids_index = expert_id_payload_index
@@ -264,39 +281,32 @@ class MoeAlltoAll:
             raise ValueError("invalid_token_expert_id is given, expert_id_payload_index is None: expected an index")
         if ids_index is not None and not 0 <= ids_index < len(payloads):
             raise ValueError(f"expert_id_payload_index is {ids_index}, there are {len(payloads)} input_payloads")
-        ids = token_selected_experts if ids_index is None else payloads[ids_index]
-        for name, tensor in (("token_selected_experts", token_selected_experts), ("expert ids in input_payloads", ids)):
-            self._check_ids(name, tensor)
-        weights_index = next((i for i, rows in enumerate(payloads) if self._are_weights(rows)), None)
-        carried = [i for i in range(len(payloads)) if i not in (ids_index, weights_index)]
-        if not carried and weights_index is not None:
-            carried, weights_index = [weights_index], None
-        received = self._rounds.dispatch(
-            ids,
-            None if weights_index is None else payloads[weights_index],
-            [payloads[i] for i in carried],
-            names=[f"input_payloads[{i}]" for i in carried],
-            max_rows=rows_each,
+        active = self._active(active_rank_mask)
+        self._rounds.require_closed()
+        self._shared.set_active_ranks(active)
+        invalid = -1 if invalid_token_expert_id is None else invalid_token_expert_id
+        return self._rank.dispatch(
+            token_selected_experts, payloads, rows_each, invalid=invalid, ids_index=ids_index, stats=eplb_local_stats
         )
-        self._received = received
-        flat = dict(zip(carried, received.flat.payloads, strict=True))
-        if weights_index is not None:
-            flat[weights_index] = received.flat.topk_weights
-        if ids_index is not None:
-            flat[ids_index] = with_invalid_id(received.flat.topk_ids, invalid_token_expert_id)
-        return [flat[i].view(self.ep_size, rows_each, *flat[i].shape[1:]) for i in range(len(payloads))]
 
     def get_combine_payload_tensor_in_workspace(
         self, runtime_max_tokens_per_rank: int, hidden_size: int, dtype: torch.dtype
     ) -> torch.Tensor:
-        """[ep_size, runtime_max_tokens_per_rank, hidden_size] in the workspace: experts may write here, without a copy.
+        """[ep_size, runtime_max_tokens_per_rank, hidden_size] for what experts return; without ``by_source``, no copy.
 
         Raises:
-            ValueError: The sizes are not those of the last dispatch and of this object's rows.
+            ValueError: The sizes are not those of the last dispatch, or the rows do not fit.
             ProtocolMisuse: No dispatch came before.
         """
-        rows = self._rounds.combine_input(runtime_max_tokens_per_rank, Payload((hidden_size,), dtype))
-        return rows.view(self.ep_size, runtime_max_tokens_per_rank, hidden_size)
+        if self._part is None:
+            rows = self._rounds.combine_input(runtime_max_tokens_per_rank, Payload((hidden_size,), dtype))
+            return rows.view(self.ep_size, runtime_max_tokens_per_rank, hidden_size)
+        self._rounds.require_open("the combine input")
+        self._check_runtime_max(runtime_max_tokens_per_rank)
+        begin = self._rank.combine_offset
+        end = begin + self.ep_size * runtime_max_tokens_per_rank * hidden_size * dtype.itemsize
+        shape = [self.ep_size, runtime_max_tokens_per_rank]
+        return flashinfer_layout.moe_a2a_wrap_payload_tensor_in_workspace(self._part, shape, begin, end, dtype)
 
     def combine(
         self,
@@ -316,7 +326,7 @@ class MoeAlltoAll:
 
         Args:
             payload: [ep_size, runtime_max_tokens_per_rank, hidden_size], in the order of what dispatch returned: the
-                weighted sum over this rank's experts.
+                weighted sum over this rank's experts. bfloat16, float16 or float32.
             runtime_max_tokens_per_rank: That of the dispatch.
             payload_in_workspace: Whether payload is the tensor of ``get_combine_payload_tensor_in_workspace``.
             output_dtype: None or the dtype of payload.
@@ -324,8 +334,8 @@ class MoeAlltoAll:
             output_scalar_scale: Must be 1.0.
             sf_layout: Means nothing without output_scales.
             output: Where to write, contiguous [num_tokens, hidden_size].
-            use_low_precision: Whether this object was made with use_low_precision_combine.
-            active_rank_mask: Must be None.
+            use_low_precision: Whether rows travel as FP8, the same on all ranks.
+            active_rank_mask: That of the dispatch.
 
         Returns:
             [num_tokens, hidden_size].
@@ -335,30 +345,37 @@ class MoeAlltoAll:
             ProtocolMisuse: No dispatch came before.
             PeerTimeout: As ``AllToAll.combine``.
         """
-        require_supported(
-            output_scales=(output_scales, None),
-            output_scalar_scale=(output_scalar_scale, 1.0),
-            active_rank_mask=(active_rank_mask, None),
-        )
-        if use_low_precision != self.use_low_precision_combine:
-            raise ValueError(
-                f"use_low_precision is {use_low_precision}, this object was made with use_low_precision_combine="
-                f"{self.use_low_precision_combine}: it is chosen in the constructor, or with install"
-            )
-        place = self._rounds.combine_input(self._check_runtime_max(runtime_max_tokens_per_rank))
-        if output_dtype not in (None, place.dtype):
-            raise ValueError(f"output_dtype is {output_dtype}, supported is {place.dtype}")
-        if payload_in_workspace and isinstance(payload, torch.Tensor) and payload.data_ptr() != place.data_ptr():
-            raise ValueError(
-                "payload_in_workspace is True, payload is not the tensor of get_combine_payload_tensor_in_workspace"
-            )
-        combined = self._rounds.combine(payload, name="payload", out=output)
-        self._received = None
-        return combined
+        require_supported(output_scales=(output_scales, None), output_scalar_scale=(output_scalar_scale, 1.0))
+        self._rounds.require_open("combine")
+        rows_each = self._check_runtime_max(runtime_max_tokens_per_rank)
+        if self._active(active_rank_mask) != self._shared.workspace.active_ranks:
+            raise ValueError("active_rank_mask is another one than that of the dispatch")
+        if isinstance(payload, torch.Tensor):
+            self._check_kind(payload, output_dtype)
+            if payload_in_workspace and payload.data_ptr() != self._place_of_payload():
+                raise ValueError(
+                    "payload_in_workspace is True, payload is not the tensor of get_combine_payload_tensor_in_workspace"
+                )
+        return self._rank.combine(payload, rows_each, low_precision=use_low_precision, out=output)
 
     def release(self) -> None:
         """Gives up a round that was dispatched and will not be combined, on all ranks alike."""
         self._rounds.release()
+
+    def _check_kind(self, payload: torch.Tensor, output_dtype: torch.dtype | None) -> None:
+        if output_dtype not in (None, payload.dtype):
+            raise ValueError(f"output_dtype is {output_dtype}, supported is {payload.dtype}")
+        if self._hidden_size not in (None, payload.shape[-1]):
+            raise ValueError(f"payload has rows of {payload.shape[-1]}, hidden_size is {self._hidden_size}")
+
+    def _place_of_payload(self) -> int:
+        if self._part is None:
+            return self._rounds.combine_input().data_ptr()
+        return self._part.data_ptr() + self._rank.combine_offset
+
+    def _active(self, mask: Any) -> tuple[bool, ...]:
+        before = self._shared.workspace.active_ranks
+        return flashinfer_layout.active_ranks_of(mask, self.enable_rank_mask, self.ep_rank, self.ep_size, before)
 
     def _check_runtime_max(self, value: Any) -> int:
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= self.max_num_tokens:
@@ -366,15 +383,6 @@ class MoeAlltoAll:
                 f"runtime_max_tokens_per_rank is {value!r}, allowed are ints from 1 to {self.max_num_tokens}"
             )
         return value
-
-    def _check_ids(self, name: str, ids: Any) -> None:
-        if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or ids.dtype != torch.int32:
-            came = f"{list(ids.shape)} {ids.dtype}" if isinstance(ids, torch.Tensor) else type(ids).__name__
-            raise ValueError(f"{name}: {came} came, expected an int32 tensor [num_tokens, {self.top_k}]")
-
-    def _are_weights(self, rows: Any) -> bool:
-        """Whether these rows fit where router weights travel."""
-        return isinstance(rows, torch.Tensor) and rows.dtype == torch.float32 and tuple(rows.shape[1:]) == (self.top_k,)
 
 
 def with_invalid_id(topk_ids: torch.Tensor, invalid: int | None) -> torch.Tensor:
@@ -395,7 +403,10 @@ def communicator_for(mapping: Any, mnnvl_config: Any) -> Communicator:
             f"mnnvl_config.comm_backend is a {type(backend).__name__}, supported are backends over a torch.distributed "
             "group (TorchDistBackend); or pass comm"
         )
-    if group is None and dist.is_available() and dist.is_initialized():
+    in_world = dist.is_available() and dist.is_initialized()
+    if group is None and not in_world and mapping.moe_ep_size == 1:
+        return _alone()
+    if group is None and in_world:
         world = dist.get_world_size()
         if world != mapping.moe_ep_size:
             raise ValueError(
@@ -405,21 +416,34 @@ def communicator_for(mapping: Any, mnnvl_config: Any) -> Communicator:
     return communicator_of(group)
 
 
-def install(*, use_low_precision_combine: bool = False) -> None:
-    """Puts putget's ``MoeAlltoAll`` and its sizing function where FlashInfer's are.
+@functools.cache
+def _alone() -> Communicator:
+    """Of a group of one rank, where torch.distributed is not initialised."""
+    return Communicator.local(1)[0]
+
+
+def install(*, use_low_precision_combine: bool = False, by_source: bool = True) -> None:
+    """Puts putget's ``MoeAlltoAll``, its sizing function and the functions ``moe_a2a_*`` where FlashInfer's are.
 
     It may be called before or after the engine's modules are imported: names that were imported are replaced too.
 
     Args:
         use_low_precision_combine: For engines that combine with ``use_low_precision``.
+        by_source: False: for engines that only flatten what dispatch returns; it saves a copy (``MoeAlltoAll``).
 
     Raises:
         BackendUnavailable: This FlashInfer has no such names, or arguments that putget does not know.
     """
     MoeAlltoAll.use_low_precision_combine = use_low_precision_combine
+    MoeAlltoAll.by_source = by_source
     replacements: Sequence[tuple[str, Any]] = (
         ("MoeAlltoAll", MoeAlltoAll),
         ("moe_a2a_get_workspace_size_per_rank", moe_a2a_get_workspace_size_per_rank),
+        ("moe_a2a_initialize", functions.moe_a2a_initialize),
+        ("moe_a2a_dispatch", functions.moe_a2a_dispatch),
+        ("moe_a2a_combine", functions.moe_a2a_combine),
+        ("moe_a2a_sanitize_expert_ids", functions.moe_a2a_sanitize_expert_ids),
+        ("moe_a2a_wrap_payload_tensor_in_workspace", functions.moe_a2a_wrap_payload_tensor_in_workspace),
     )
     for name, replacement in replacements:
         make = functools.partial(_instead, replacement)

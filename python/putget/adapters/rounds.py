@@ -10,12 +10,14 @@ import torch
 
 from putget import AllToAll, Payload, ProtocolMisuse, PutgetError, Received
 from putget.adapters.placement import Table
-from putget.adapters.shared import Recipe, SharedWorkspace
+from putget.adapters.shared import Recipe, SharedWorkspace, combine_dtype_of
 
 # Element types with two values a byte.
 _PACKED = {torch.uint8, getattr(torch, "float4_e2m1fn_x2", torch.uint8)}
 _ONE_BYTE = {torch.float8_e4m3fn, torch.float8_e5m2}
 _WHOLE = {torch.bfloat16, torch.float16, torch.float32}
+# Of the rows of a dispatch without rows: what one access moves.
+_NOTHING_BYTES = 16
 
 
 def unquantised_row(row: Payload) -> Payload:
@@ -70,6 +72,7 @@ class Rounds:
         expert_to_rank: Owner of each expert, as the engine places them (``putget.adapters.placement``); None: it is set
             before the first dispatch.
         combine_dtype: As given to ``putget.AllToAll``.
+        num_stats: Likewise.
     """
 
     def __init__(
@@ -82,6 +85,7 @@ class Rounds:
         output: Payload | None,
         expert_to_rank: Table | None,
         combine_dtype: torch.dtype | None = None,
+        num_stats: int = 0,
     ) -> None:
         self.shared = shared
         self.num_experts = num_experts
@@ -90,8 +94,12 @@ class Rounds:
         self.output = output
         self.expert_to_rank = expert_to_rank
         self.combine_dtype = combine_dtype
+        self.num_stats = num_stats
         self.max_rows = 0
+        self._by_rank: tuple[int, Table] | None = None  # while routes are dispatched: ranks are the experts
         self._combined = self._next_combined = output
+        self._combine_dtype = combine_dtype
+        self._nothing: torch.Tensor | None = None
         self._all_to_all: AllToAll | None = None
         self._zeros: torch.Tensor | None = None
         self._finish: Callable[[], None] | None = None  # of a start half
@@ -121,6 +129,7 @@ class Rounds:
         *,
         names: Sequence[str],
         max_rows: int | None = None,
+        stats: torch.Tensor | None = None,
     ) -> Received:
         """Puts the rows.
 
@@ -130,6 +139,7 @@ class Rounds:
             payloads: Contiguous tensors [num_tokens, ...].
             names: What the caller calls them, for messages.
             max_rows: Slots of each source that this rank looks at.
+            stats: [num_stats] int32, what this rank tells all.
 
         Returns:
             Views of what arrived; ``received.flat`` is what engines take.
@@ -140,9 +150,20 @@ class Rounds:
             PeerTimeout, CapacityExceeded: As ``AllToAll.dispatch``.
         """
         a2a, weights = self._begin(topk_ids, topk_weights, payloads, names)
-        received = a2a.dispatch(topk_ids, weights, *payloads, max_rows=max_rows)
+        received = a2a.dispatch(topk_ids, weights, *payloads, max_rows=max_rows, stats=stats)
         self._opened(a2a, max_rows)
         return received
+
+    def prepare(
+        self,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor | None,
+        payloads: Sequence[torch.Tensor],
+        *,
+        names: Sequence[str],
+    ) -> None:
+        """Makes what a dispatch of such rows needs. Collective at the first call; arguments as ``dispatch``."""
+        self._begin(topk_ids, topk_weights, payloads, names)
 
     def dispatch_start(
         self,
@@ -161,6 +182,49 @@ class Rounds:
     def dispatch_finish(self) -> Received:
         """The second half of ``dispatch``."""
         return self.all_to_all.dispatch_finish()
+
+    def routes(self) -> torch.Tensor:
+        """[num_tokens, top_k] int32, a copy: the ranks that the last dispatch sent each token to, -1 elsewhere.
+
+        ``reopen`` takes them as long as this object lives.
+        """
+        return self.all_to_all.target_ranks.clone()
+
+    def takes(self, output: Payload, low_precision: bool) -> bool:
+        """Whether the open round's combine takes such rows."""
+        return self.is_open and (self._combined, self._combine_dtype) == (output, combine_dtype_of(low_precision))
+
+    def reopen(
+        self, routes: torch.Tensor, output: Payload, *, max_rows: int | None = None, low_precision: bool = False
+    ) -> None:
+        """Opens the round of an earlier dispatch again, for a combine: a dispatch of routes without rows. Collective.
+
+        Slots are the same, because they follow from the routes. Nothing happens where a round is open whose combine
+        takes such rows.
+
+        Args:
+            routes: Of ``routes``, or ids of ranks in their form.
+            output: The row that combine takes, also of later dispatches.
+            max_rows: As for the dispatch.
+            low_precision: Whether rows come back quantised, also of later dispatches.
+
+        Raises:
+            ValueError, ProtocolMisuse, PeerTimeout: As ``dispatch``.
+        """
+        if self.takes(output, low_precision):
+            return
+        self.release()
+        self.output, self.combine_dtype = output, combine_dtype_of(low_precision)
+        if self._nothing is None:
+            self._nothing = torch.zeros(
+                self.max_tokens_per_rank, _NOTHING_BYTES, dtype=torch.uint8, device=self.shared.device
+            )
+        ranks = self.shared.comm.size
+        self._by_rank = (ranks, tuple(range(ranks)))
+        try:
+            self.dispatch(routes, None, [self._nothing[: len(routes)]], names=["rows"], max_rows=max_rows)
+        finally:
+            self._by_rank = None
 
     def later(self, finish: Callable[[], None], keep: object) -> Callable[[], None]:
         """What calls a finish half once, however often it is called; ``release`` calls it where nobody has.
@@ -198,16 +262,18 @@ class Rounds:
             raise ValueError("no payload: expected at least one tensor of rows besides ids and weights")
         if self.expert_to_rank is None:
             raise ValueError("expert_to_rank is not known: the engine has not said which rank owns which expert")
+        num_experts, owners = self._by_rank or (self.num_experts, self.expert_to_rank)
         output = unquantised_row(kinds[0]) if self.output is None else self.output
         a2a = self.shared.all_to_all(
             Recipe(
-                self.num_experts,
+                num_experts,
                 self.top_k,
                 self.max_tokens_per_rank,
                 kinds,
                 output,
-                self.expert_to_rank,
+                owners,
                 self.combine_dtype,
+                0 if self._by_rank else self.num_stats,
             )
         )
         self._next_combined = output
@@ -216,6 +282,7 @@ class Rounds:
     def _opened(self, a2a: AllToAll, max_rows: int | None) -> None:
         self._all_to_all = a2a
         self._combined = self._next_combined
+        self._combine_dtype = self.combine_dtype
         self.max_rows = self.max_tokens_per_rank if max_rows is None else max_rows
         self.shared.open_round = self
 
@@ -247,6 +314,7 @@ class Rounds:
         name: str,
         out: torch.Tensor | None = None,
         addend: torch.Tensor | None = None,
+        by_source: bool = False,
     ) -> torch.Tensor:
         """Gets the rows back and sums them: [num_tokens, ...].
 
@@ -254,6 +322,7 @@ class Rounds:
             rows: [max_rows * ep_size, ...] or [ep_size, max_rows, ...], in the order of the rows that dispatch
                 returned; None: they were written to ``combine_input``.
             name: What the caller calls rows, for messages.
+            by_source: The first dimension of [ep_size, max_rows, ...] is the source rank, as ``received`` has it.
             out: Where to write.
             addend: [num_tokens, ...], added last.
 
@@ -264,9 +333,11 @@ class Rounds:
         """
         self.require_open("combine")
         a2a = self.all_to_all
-        flat = None if rows is None else self._as_flat(rows, name)
+        taken = None if rows is None else self._as_flat(rows, name)
+        if taken is not None and by_source:
+            taken = taken.view(self.shared.comm.size, self.max_rows, *taken.shape[1:])
         with self._lost_on_error():
-            combined = a2a.combine(flat, out=out, addend=addend)
+            combined = a2a.combine(taken, out=out, addend=addend)
         self.shared.open_round = None
         return combined
 
@@ -340,3 +411,12 @@ class Rounds:
         if not rows.is_contiguous():
             raise ValueError(f"{name} has strides {list(rows.stride())}, expected the contiguous rows of dispatch")
         return rows.view(expected.shape)
+
+
+def check_stats(stats: Any, num_stats: int, setting: str) -> None:
+    """Raises ValueError unless these are the numbers that ranks tell each other: [num_stats] int32, or None."""
+    if stats is None:
+        return
+    if not isinstance(stats, torch.Tensor) or tuple(stats.shape) != (num_stats,) or stats.dtype != torch.int32:
+        came = f"{list(stats.shape)} {stats.dtype}" if isinstance(stats, torch.Tensor) else type(stats).__name__
+        raise ValueError(f"eplb_local_stats is {came}, expected [{num_stats}] torch.int32: {setting} is {num_stats}")

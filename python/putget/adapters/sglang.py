@@ -1,13 +1,17 @@
-"""SGLang: ``--moe-a2a-backend flashinfer`` and ``--enable-eplb`` on putget, with ``PUTGET_ENGINES=1``.
+"""SGLang: ``--moe-a2a-backend putget``, and ``--enable-eplb`` planned by putget, with ``PUTGET_ENGINES=1``.
 
 SGLang finds the entry point in the group ``sglang.srt.plugins``. (``SGLANG_PLUGINS`` restricts which plug-ins it
-loads.) Without the variable it changes nothing; with it, ``PutgetDispatcher`` stands where SGLang's
-FlashinferDispatcher was, and putget's planner where SGLang's ``rebalance_experts`` was. Versions without plug-ins need
+loads.) Without the variable it changes nothing; with it, SGLang knows one more all-to-all backend, ``putget``, putget's
+planner stands where SGLang's ``rebalance_experts`` was, and putget moves the experts. All other names keep their
+meaning.
+
+``install()`` puts putget's dispatcher under the name ``flashinfer`` instead, by hand. Versions without plug-ins need
 these lines at the top of the launch script, which SGLang's worker processes run too:
 
     from putget.adapters import sglang
     sglang.install()
     sglang.install_planner()
+    sglang.install_mover()
 
 To keep SGLang's own dispatcher and change only what is under it, call ``putget.adapters.flashinfer.install()`` instead.
 """
@@ -17,11 +21,12 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
+from types import ModuleType
 from typing import Any
 
 from putget import BackendUnavailable, config
-from putget.adapters import sglang_planner
-from putget.adapters.engines import replace_name, require_arguments, require_names, require_version
+from putget.adapters import sglang_backend, sglang_mover, sglang_planner
+from putget.adapters.engines import replace_name, require_arguments, require_names, require_version, when_imported
 from putget.adapters.sglang_dispatcher import MODULE, DispatcherRounds
 
 _NEEDED = ("BaseDispatcher", "FlashinferDispatchOutput", "FlashinferDispatcher", "StandardTopKOutput")
@@ -33,7 +38,7 @@ def require_sglang() -> str:
     Raises:
         BackendUnavailable: There is none, or one that putget does not know; the message names what is supported.
     """
-    return require_version("SGLang", ["sglang"], "0.5.9", "0.6")
+    return require_version("SGLang", ["sglang"], "0.5.9", "1", proven_before="0.5.24")
 
 
 def dispatcher_class(original: Any, *, recipe: str | None = None, low_precision_combine: bool = False) -> type:
@@ -61,12 +66,13 @@ def dispatcher_class(original: Any, *, recipe: str | None = None, low_precision_
 
 
 def plugin() -> None:
-    """The entry point: with ``PUTGET_ENGINES=1`` it registers the replacements with SGLang's hooks, else nothing.
+    """The entry point: with ``PUTGET_ENGINES=1`` SGLang knows the backend ``putget``; putget plans, and moves experts.
 
-    A planner that is not known stays SGLang's own: that is logged, and the dispatcher is registered all the same.
+    Without the variable it does nothing. A planner or a mover that is not known stays SGLang's own: that is logged, and
+    the backend is there all the same.
 
     Raises:
-        BackendUnavailable: This SGLang is not known; SGLang reports it and goes on with its own dispatcher.
+        BackendUnavailable: This SGLang is not known; SGLang reports it, and does not know the backend.
     """
     if not config.carries_engines():
         return
@@ -81,9 +87,15 @@ def plugin() -> None:
     else:
         target = f"{sglang_planner.MODULE}.{sglang_planner.NAME}"
         hooks.HookRegistry.register(target, planner, hooks.HookType.REPLACE)
-    original = importlib.import_module(MODULE).FlashinferDispatcher
-    target = f"{MODULE}.FlashinferDispatcher"
-    hooks.HookRegistry.register(target, dispatcher_class(original), hooks.HookType.REPLACE)
+    when_imported(sglang_mover.MODULE, _mover_or_log)
+    sglang_backend.put_in_place()
+
+
+def _mover_or_log(_: ModuleType) -> None:
+    try:
+        install_mover()
+    except BackendUnavailable as error:
+        logging.getLogger("sglang.putget").error("experts are moved by SGLang itself: %s", error)
 
 
 def install(*, recipe: str | None = None, low_precision_combine: bool = False) -> None:
@@ -114,3 +126,13 @@ def install_planner() -> None:
     """
     require_sglang()
     replace_name(sglang_planner.MODULE, sglang_planner.NAME, sglang_planner.planner, engine="SGLang")
+
+
+def install_mover() -> None:
+    """Has experts of ``--enable-eplb`` move through putget, without hooks, in every process that uses SGLang's modules.
+
+    Raises:
+        BackendUnavailable: This SGLang is not known.
+    """
+    require_sglang()
+    replace_name(sglang_mover.MODULE, sglang_mover.NAME, sglang_mover.mover, engine="SGLang")

@@ -10,7 +10,8 @@ import torch
 
 from putget import BackendUnavailable, Payload
 from putget.adapters import placement
-from putget.adapters.engines import announce
+from putget.adapters.engines import announce, announce_launch
+from putget.adapters.proof import prove
 from putget.adapters.rounds import Rounds
 from putget.adapters.shared import (
     combine_dtype_of,
@@ -113,6 +114,8 @@ class DispatcherRounds:
             expert_to_rank=table,
             combine_dtype=combine_dtype,
         )
+        own = num_local_experts or num_experts // comm.size
+        prove("SGLang", self._rounds, row.shape, row.dtype, range(comm.rank * own, (comm.rank + 1) * own))
 
     def dispatch(self, hidden_states: torch.Tensor, topk_output: Any) -> Any:
         """Puts each token's rows into the ranks of its experts.
@@ -139,17 +142,23 @@ class DispatcherRounds:
             topk_output = topk_output.to_standard()
         recipe = self._recipe_of(self.quant_config or {})  # type: ignore[attr-defined]
         payloads = self._quantise(recipe, hidden_states.contiguous())
-        max_rows = self._max_rows(hidden_states.shape[0])
         received = self._rounds.dispatch(
             topk_output.topk_ids.contiguous(),
             topk_output.topk_weights.float().contiguous(),
             payloads,
             names=["hidden_states", "hidden_states_scale"][: len(payloads)],
-            max_rows=max_rows,
+            max_rows=self._max_rows(hidden_states.shape[0]),
         ).flat
+        announce_launch("sglang", self._rounds.all_to_all, hidden_states.shape[0])
         scale = received.payloads[1] if len(payloads) > 1 else None
         if recipe == "nvfp4" and self._runner() == "flashinfer_cutlass":
             scale = self._kernel("nvfp4_block_scale_interleave")(scale)
+        return self._given_to_runner(received, scale, topk_output.router_logits, hidden_states.dtype)
+
+    def _given_to_runner(
+        self, received: Any, scale: torch.Tensor | None, router_logits: Any, output_dtype: torch.dtype
+    ) -> Any:
+        """SGLang's FlashinferDispatchOutput of what arrived."""
         ids = received.topk_ids
         if self._invalid_id() != -1:
             ids = torch.where(ids < 0, self._invalid_id(), ids)
@@ -157,9 +166,9 @@ class DispatcherRounds:
         fields = {
             "hidden_states": received.payloads[0],
             "hidden_states_scale": scale,
-            "topk_output": module.StandardTopKOutput(received.topk_weights, ids, topk_output.router_logits),
+            "topk_output": module.StandardTopKOutput(received.topk_weights, ids, router_logits),
             "moe_output": self._rounds.combine_input(),
-            "output_dtype": hidden_states.dtype,
+            "output_dtype": output_dtype,
         }
         output = module.FlashinferDispatchOutput
         return output(**{name: fields[name] for name in output._fields})

@@ -7,6 +7,7 @@ adapters keep one communicator per process group, and one workspace per size. ``
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from putget import AllToAll, Communicator, Payload, PutgetError, Workspace, workspace_bytes
+from putget import AllToAll, Communicator, Payload, ProtocolMisuse, PutgetError, Workspace, workspace_bytes
 
 # An engine compiles and tunes kernels during its first steps, and one rank can take much longer over it than another.
 TIMEOUT_S = 120.0
@@ -35,6 +36,7 @@ class Recipe:
     output: Payload
     expert_to_rank: tuple[int, ...]
     combine_dtype: torch.dtype | None = None
+    num_stats: int = 0
 
 
 def combine_dtype_of(low_precision: bool) -> torch.dtype | None:
@@ -49,6 +51,7 @@ def engine_workspace_bytes(
     dispatch_bytes: int,
     output: Payload,
     combine_dtype: torch.dtype | None = None,
+    num_stats: int = 0,
 ) -> int:
     """Symmetric bytes of each rank for every recipe of a size: any top_k, any split into payloads.
 
@@ -58,6 +61,7 @@ def engine_workspace_bytes(
         dispatch_bytes: Most bytes of one token's payloads together; ids and weights need not be counted.
         output: The row that experts write and combine reduces.
         combine_dtype: As given to ``putget.AllToAll``.
+        num_stats: Likewise.
 
     Raises:
         ValueError: A size is not allowed, or the row cannot travel as combine_dtype.
@@ -73,12 +77,19 @@ def engine_workspace_bytes(
         payloads=payloads,
         output=output,
         combine_dtype=combine_dtype,
+        num_stats=num_stats,
     )
 
 
 def default_device() -> torch.device:
     """The current CUDA device, or the CPU where there is none."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def place_of(device: torch.device | str | None) -> torch.device:
+    """The device that an engine names: "cuda" is the current one, as tensors say it; None is ``default_device``."""
+    place = default_device() if device is None else torch.device(device)
+    return torch.device("cuda", torch.cuda.current_device()) if place == torch.device("cuda") else place
 
 
 class SharedWorkspace:
@@ -111,9 +122,101 @@ class SharedWorkspace:
         self.num_bytes = num_bytes
         self._timeout_s = timeout_s
         self._warmup_timeout_s = warmup_timeout_s
-        self._workspace = Workspace(comm, num_bytes, device, timeout_s=timeout_s, warmup_timeout_s=warmup_timeout_s)
         self._objects: dict[Recipe, AllToAll] = {}
-        self.open_round: object | None = None  # who has dispatched and not yet combined
+        self._workspace: Workspace | None = self._make()
+        self._suspended = False
+        self._local: torch.Tensor | None = None
+        self._open_round: weakref.ref[Any] | None = None
+
+    def _make(self) -> Workspace:
+        return Workspace(
+            self.comm,
+            self.num_bytes,
+            self.device,
+            timeout_s=self._timeout_s,
+            warmup_timeout_s=self._warmup_timeout_s,
+        )
+
+    @property
+    def open_round(self) -> Any:
+        """Who has dispatched and not yet combined; nobody where it is gone: the next dispatch ends its round."""
+        return None if self._open_round is None else self._open_round()
+
+    @open_round.setter
+    def open_round(self, layer: Any) -> None:
+        self._open_round = None if layer is None else weakref.ref(layer)
+
+    @property
+    def workspace(self) -> Workspace:
+        """The symmetric memory.
+
+        Raises:
+            ValueError: It is closed.
+            ProtocolMisuse: It has been given up by ``suspend``.
+        """
+        if self._workspace is None:
+            if self._suspended:
+                raise ProtocolMisuse("the symmetric memory is given up for a checkpoint: restore it before the round")
+            raise ValueError("the workspace is closed")
+        return self._workspace
+
+    def local_rows(self, num_bytes: int) -> torch.Tensor:
+        """[num_bytes] uint8 beside the symmetric memory, zeros at first: layers use it one after the other, too."""
+        if self._local is None or self._local.numel() < num_bytes:
+            self._local = torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
+        return self._local[:num_bytes]
+
+    @property
+    def is_suspended(self) -> bool:
+        """Whether ``suspend`` came last, and not ``resume``."""
+        return self._suspended
+
+    def suspend(self) -> None:
+        """Gives up the symmetric memory of every rank, with all that was made on it. Collective; repeated, nothing.
+
+        When it returns, every rank has given up its own.
+
+        Raises:
+            ProtocolMisuse: A round is open.
+            PeerTimeout: A rank did not come.
+        """
+        if self.is_suspended:
+            return
+        if self.open_round is not None:
+            raise ProtocolMisuse("checkpoint: a dispatch has not been combined yet")
+        self.comm.synchronize(self.device)
+        self.comm.compare("checkpoint", {"step": "rounds have ended"}, self._warmup_timeout_s)
+        self.close()
+        self._suspended = True
+        self.comm.compare("checkpoint", {"step": "memory is given up"}, self._warmup_timeout_s)
+
+    def resume(self, comm: Communicator | None = None) -> None:
+        """Makes the memory again. Collective; repeated, nothing.
+
+        Args:
+            comm: Of the same ranks, where the former one's connections did not outlive the checkpoint.
+
+        Raises:
+            ValueError: It is of another rank or size.
+            PeerTimeout: A rank did not come.
+        """
+        if not self.is_suspended:
+            return
+        if comm is not None:
+            if (comm.rank, comm.size) != (self.comm.rank, self.comm.size):
+                raise ValueError(
+                    f"comm is rank {comm.rank} of {comm.size}, the memory was that of rank {self.comm.rank} of "
+                    f"{self.comm.size}"
+                )
+            self.comm = comm
+        self._workspace = self._make()
+        self._suspended = False
+
+    def set_active_ranks(self, mask: tuple[bool, ...]) -> None:
+        """Goes on with these ranks; collective among them where they are others than before (``Workspace``)."""
+        if mask != self.workspace.active_ranks:
+            self.workspace.set_active_ranks(mask)
+            self.open_round = None
 
     def all_to_all(self, recipe: Recipe) -> AllToAll:
         """The all-to-all for this recipe; making it, at the first call, is collective.
@@ -140,8 +243,9 @@ class SharedWorkspace:
                 output=recipe.output,
                 expert_to_rank=recipe.expert_to_rank,
                 combine_dtype=recipe.combine_dtype,
+                num_stats=recipe.num_stats,
                 device=self.device,
-                workspace=self._workspace,
+                workspace=self.workspace,
                 timeout_s=self._timeout_s,
                 warmup_timeout_s=self._warmup_timeout_s,
             )
@@ -161,7 +265,9 @@ class SharedWorkspace:
                 a2a.close()
             except PutgetError as error:
                 failures.append(error)
-        self._workspace.close()
+        workspace, self._workspace = self._workspace, None
+        if workspace is not None:
+            workspace.close()
         self.open_round = None
         if failures:
             raise failures[0]
@@ -197,7 +303,7 @@ def communicator_of(group: Any = None) -> Communicator:
 def shared_workspace(
     comm: Communicator,
     num_bytes: int,
-    device: torch.device | None = None,
+    device: torch.device | str | None = None,
     *,
     share_by: Hashable = None,
     timeout_s: float = TIMEOUT_S,
@@ -217,7 +323,7 @@ def shared_workspace(
     Raises:
         ValueError, BackendUnavailable, PeerTimeout: As ``putget.Workspace``.
     """
-    place = default_device() if device is None else torch.device(device)
+    place = place_of(device)
     key = (comm, place, num_bytes, share_by)
     with _lock:
         found = _workspaces.get(key)

@@ -2,19 +2,21 @@
 
 The arguments, their order and the flattened results are those of TensorRT-LLM's communication classes for
 mixture-of-experts layers (``NVLinkOneSided`` and its siblings), so this class stands where one of them stood.
+``install()`` puts it where TensorRT-LLM's factory finds ``NVLinkOneSided``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from putget import AllToAll, Communicator, Payload
 from putget.adapters import placement
-from putget.adapters.engines import require_supported
-from putget.adapters.rounds import Rounds
+from putget.adapters.engines import announce, replace_name, require_arguments, require_supported
+from putget.adapters.rounds import Rounds, check_stats
 from putget.adapters.shared import (
     TIMEOUT_S,
     WARMUP_TIMEOUT_S,
@@ -41,7 +43,7 @@ class FourPayloadAllToAll:
             Either works without it: combine sees where its rows lie.
         hidden_size: Length of the row that experts return.
         dtype: Its element type: bfloat16, float16 or float32.
-        num_experts: Must be None: statistics of the load balancer do not travel with the rows.
+        num_experts: How many numbers ``eplb_local_stats`` has, at most num_slots; None: there are none.
         use_low_precision_combine: Rows come back as E4M3 with one float32 scale for 128 values, half of the bytes; the
             sum and the result are as without it. hidden_size is a multiple of 16.
         ep_group_health: Must be None; ``all_to_all.set_active_ranks`` goes on without a rank.
@@ -83,10 +85,8 @@ class FourPayloadAllToAll:
     ) -> None:
         if hidden_size is None:
             raise ValueError("hidden_size is None, expected the length of a row: the workspace is sized by it")
-        if num_experts is not None:
-            raise ValueError(
-                f"num_experts is {num_experts}, supported is None: no load statistics travel with the rows"
-            )
+        if num_experts is not None and not 1 <= num_experts <= num_slots:
+            raise ValueError(f"num_experts is {num_experts}, expected None or 1 to num_slots, which is {num_slots}")
         require_supported(
             ep_group_health=(ep_group_health, None), alltoall_watchdog_on_timeout=(alltoall_watchdog_on_timeout, None)
         )
@@ -102,13 +102,21 @@ class FourPayloadAllToAll:
                 output=output,
                 combine_dtype=combine_dtype,
             ),
-            None if device is None else torch.device(device),
+            device,
             timeout_s=timeout_s if alltoall_watchdog_timeout_s is None else alltoall_watchdog_timeout_s,
             warmup_timeout_s=warmup_timeout_s,
         )
         self.ep_size = comm.size
         self.ep_rank = comm.rank
+        self.device = shared.device
+        self.mapping = mapping
         self.payload_in_workspace = payload_in_workspace
+        self.use_low_precision_combine = use_low_precision_combine
+        self.invalid_token_expert_id = -1
+        self.enable_eplb = num_experts is not None
+        self.eplb_stats_num_experts = num_experts
+        self.num_experts = num_slots
+        self.top_k = top_k
         self.max_num_tokens_per_rank = max_num_tokens_per_rank
         self._rounds = Rounds(
             shared,
@@ -122,7 +130,9 @@ class FourPayloadAllToAll:
                 else placement.given(expert_to_rank, num_slots, comm.size)
             ),
             combine_dtype=combine_dtype,
+            num_stats=num_experts or 0,
         )
+        self._gathered: torch.Tensor | None = None
 
     @property
     def all_to_all(self) -> AllToAll:
@@ -156,6 +166,7 @@ class FourPayloadAllToAll:
         use_dp_padding: bool | None = None,
         *,
         token_selected_slots: torch.Tensor | None = None,
+        eplb_local_stats: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor | None]:
         """Puts each token's rows into the ranks of its experts.
@@ -169,6 +180,7 @@ class FourPayloadAllToAll:
                 this rank looks at. None: max_num_tokens_per_rank.
             use_dp_padding: Not needed; accepted.
             token_selected_slots: Another name of token_selected_experts.
+            eplb_local_stats: [num_experts] int32 that every rank gets (``get_eplb_gathered_statistics``), or None.
             **kwargs: Only None values are supported.
 
         Returns:
@@ -192,13 +204,30 @@ class FourPayloadAllToAll:
             payloads.append(hidden_states_sf)
             names.append("hidden_states_sf")
         max_rows = None if all_rank_num_tokens is None else max(*all_rank_num_tokens, 1)
-        received = self._rounds.dispatch(experts, token_final_scales, payloads, names=names, max_rows=max_rows).flat
+        check_stats(eplb_local_stats, self._rounds.num_stats, "num_experts")
+        arrived = self._rounds.dispatch(
+            experts, token_final_scales, payloads, names=names, max_rows=max_rows, stats=eplb_local_stats
+        )
+        received = arrived.flat
+        self._gathered = None if eplb_local_stats is None else arrived.stats
         return (
             received.payloads[0],
             received.payloads[1] if hidden_states_sf is not None else None,
             received.topk_ids,
             None if token_final_scales is None else received.topk_weights,
         )
+
+    def get_eplb_gathered_statistics(self) -> torch.Tensor | None:
+        """[ep_size, num_experts] int32: what each rank gave the last dispatch as ``eplb_local_stats``.
+
+        A view into the workspace, valid until combine. None if this rank gave none, and after combine.
+
+        Raises:
+            ValueError: The object was made without num_experts.
+        """
+        if not self.enable_eplb:
+            raise ValueError("num_experts is None: this object was made without statistics")
+        return self._gathered
 
     def get_combine_payload_tensor_in_workspace(
         self, runtime_max_tokens_per_rank: int, hidden_size: int, dtype: torch.dtype
@@ -231,11 +260,14 @@ class FourPayloadAllToAll:
         unknown = [name for name, value in kwargs.items() if value is not None]
         if unknown:
             raise ValueError(f"{unknown[0]} is not supported by combine; supported is final_hidden_states")
-        return self._rounds.combine(final_hidden_states, name="final_hidden_states")
+        combined = self._rounds.combine(final_hidden_states, name="final_hidden_states")
+        self._gathered = None
+        return combined
 
     def reset_state(self) -> None:
         """Gives up a round that was dispatched and will not be combined, on all ranks alike."""
         self._rounds.release()
+        self._gathered = None
 
     def destroy(self) -> None:
         """Does nothing: the workspace is shared; ``putget.adapters.shared.close_shared`` frees it."""
@@ -261,4 +293,40 @@ def communicator_from(mapping: Any) -> Communicator:
     raise ValueError("mapping: torch.distributed is not initialised")
 
 
-__all__ = ["FourPayloadAllToAll"]
+_MODULE = "tensorrt_llm._torch.modules.fused_moe.communication.nvlink_one_sided"
+
+
+def install(group: Any = None) -> None:
+    """Puts putget where TensorRT-LLM's ``CommunicationFactory`` finds ``NVLinkOneSided``, its first choice.
+
+    Call it in every worker, before or after TensorRT-LLM is imported, and before the model is made. The factory passes
+    over a choice that cannot be made and takes the next one; with ``TRTLLM_FORCE_COMM_METHOD=NVLINK_ONE_SIDED`` it
+    raises the reason instead.
+
+    Args:
+        group: The expert-parallel group: a torch.distributed group, a ``putget.Communicator``, or a function that gives
+            one for a Mapping. None: the world of torch.distributed.
+
+    Raises:
+        BackendUnavailable: This TensorRT-LLM has no such class, or one with arguments that putget does not know.
+    """
+    replace_name(_MODULE, "NVLinkOneSided", functools.partial(_in_place_of, group), engine="TensorRT-LLM")
+
+
+def _in_place_of(group: Any, original: Any) -> type:
+    """A class for the factory; it is the original's kind, too, because the engine asks for that."""
+    require_arguments("TensorRT-LLM", original, FourPayloadAllToAll)
+    named: Callable[[Any], Any] = group if callable(group) else lambda mapping: mapping if group is None else group
+
+    @functools.wraps(original.__init__)
+    def make(self: Any, mapping: Any, num_slots: int, *args: Any, **options: Any) -> None:
+        comm = communicator_from(named(mapping))
+        owners = placement.linear(num_slots, comm.size)
+        FourPayloadAllToAll.__init__(self, comm, num_slots, *args, expert_to_rank=owners, **options)
+        self.mapping = mapping
+        announce("tensorrt_llm", num_experts=num_slots, ep_size=comm.size, device=self.device)
+
+    return type(original.__name__, (FourPayloadAllToAll, original), {"__init__": make, "__module__": __name__})
+
+
+__all__ = ["FourPayloadAllToAll", "install"]

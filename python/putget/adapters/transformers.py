@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from putget import BackendUnavailable, Payload
 from putget.adapters import placement
-from putget.adapters.engines import announce, require_names, require_version
+from putget.adapters.engines import announce, announce_launch, require_names, require_version
 from putget.adapters.rounds import Rounds
 from putget.adapters.shared import communicator_of, engine_workspace_bytes, shared_workspace
 
@@ -104,6 +104,7 @@ class ExpertRounds:
         flat = rounds.dispatch(
             ids.contiguous(), weights.float().contiguous(), [rows.contiguous()], names=["hidden_states"]
         ).flat
+        announce_launch("transformers", rounds.all_to_all, len(rows))
         received = flat.payloads[0]
         owner = rounds.shared.comm.rank * self.num_local_experts  # type: ignore[attr-defined]
         local = flat.topk_ids.long() - owner

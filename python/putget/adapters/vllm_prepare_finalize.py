@@ -9,7 +9,8 @@ import torch
 
 from putget import Payload
 from putget.adapters import placement
-from putget.adapters.engines import announce
+from putget.adapters.engines import announce, announce_launch
+from putget.adapters.proof import prove
 from putget.adapters.rounds import Rounds
 from putget.adapters.shared import combine_dtype_of, communicator_of, engine_workspace_bytes, shared_workspace
 
@@ -21,8 +22,9 @@ class PrepareFinalizeRounds:
 
     - Activations are in the standard format: [ep_size * max_rows, hidden], with global expert ids and weights for each
       row; slots without a token have ids -1.
-    - Rows are quantised by vLLM before dispatch, unless the experts want them as they are: bfloat16, float16, and every
-      recipe with scales for each token (NVFP4, MXFP8, block-scaled and per-token FP8).
+    - Rows are quantised by vLLM before dispatch in every recipe with scales for each token (NVFP4, MXFP8, block-scaled
+      and per-token FP8 or int8). In other recipes, among them those with one scale for all tokens, they travel as they
+      are and are quantised on the rank of their experts, as by vLLM on DeepEP. Experts may also want them as they are.
     - Experts that weight and reduce write into the workspace; for others their reduction runs before combine.
     - Every rank may have its own number of tokens, zero included.
 
@@ -148,14 +150,16 @@ class PrepareFinalizeRounds:
         """
         if num_experts != self._rounds.num_experts:
             raise ValueError(f"num_experts is {num_experts}, this object is for {self._rounds.num_experts}")
-        self._learn_placement(expert_map)
+        self._learn_placement(expert_map, a1.shape[1])
         self._rounds.require_closed()
         if apply_router_weight_on_input:
             if topk_ids.shape[1] != 1:
                 raise ValueError(f"apply_router_weight_on_input with top_k {topk_ids.shape[1]}, supported is top_k 1")
             a1 = a1 * topk_weights.to(a1.dtype)
+        quantises = not defer_input_quant and quant_config.quant_dtype is not None
+        before = quantises and _has_scales_for_each_token(quant_config)
         payloads, names = [a1.contiguous()], ["a1"]
-        if not defer_input_quant and quant_config.quant_dtype is not None:
+        if before:
             payloads, names = self._quantised(a1, quant_config), ["a1", "the scales of a1"]
         received = self._rounds.dispatch(
             topk_ids.contiguous(),
@@ -164,12 +168,15 @@ class PrepareFinalizeRounds:
             names=names,
             max_rows=self._max_rows(a1.shape[0]),
         ).flat
-        scales = received.payloads[1] if len(payloads) > 1 else None
-        if scales is not None and quant_config.quant_dtype == "nvfp4" and quant_config.is_scale_swizzled:
+        announce_launch("vllm", self._rounds.all_to_all, a1.shape[0])
+        rows, scales = received.payloads[0], received.payloads[1] if before else None
+        if quantises and not before:
+            rows, scales = _quantised_on_arrival(rows, received.topk_ids, quant_config)
+        elif scales is not None and quant_config.quant_dtype == "nvfp4" and quant_config.is_scale_swizzled:
             width = scales.shape[-1]
             interleave = importlib.import_module("vllm.utils.flashinfer").nvfp4_block_scale_interleave
             scales = interleave(scales.view(torch.uint8)).view(-1, width)
-        return received.payloads[0], scales, None, received.topk_ids, received.topk_weights
+        return rows, scales, None, received.topk_ids, received.topk_weights
 
     def finalize(
         self,
@@ -211,7 +218,7 @@ class PrepareFinalizeRounds:
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
-    def _learn_placement(self, expert_map: torch.Tensor | None) -> None:
+    def _learn_placement(self, expert_map: torch.Tensor | None, hidden_size: int) -> None:
         """Which rank owns which expert, from the first expert map that comes; reading it waits for the device."""
         rounds = self._rounds
         if rounds.expert_to_rank is not None:
@@ -228,6 +235,9 @@ class PrepareFinalizeRounds:
             if expert_map is None
             else placement.of_expert_map(expert_map, comm.rank, comm.size)
         )
+        if expert_map is not None:
+            here = torch.nonzero(expert_map >= 0).flatten().tolist()
+            prove("vLLM", rounds, (hidden_size,), torch.bfloat16, here)
 
     def _max_rows(self, num_tokens: int) -> int:
         """The most tokens that any rank sends now, as far as vLLM knows."""
@@ -236,8 +246,7 @@ class PrepareFinalizeRounds:
         return max(most, 1)
 
     def _quantised(self, a1: torch.Tensor, quant_config: Any) -> list[torch.Tensor]:
-        quantise = importlib.import_module(f"{_FUSED_MOE}.utils").moe_kernel_quantize_input
-        rows, scales = quantise(
+        rows, scales = _quantise()(
             a1,
             quant_config.a1_gscale,
             quant_config.quant_dtype,
@@ -253,6 +262,33 @@ class PrepareFinalizeRounds:
                 "recipes with scales for each token"
             )
         return [rows.contiguous(), scales.contiguous()]
+
+
+def _quantise() -> Any:
+    return importlib.import_module(f"{_FUSED_MOE}.utils").moe_kernel_quantize_input
+
+
+def _has_scales_for_each_token(quant_config: Any) -> bool:
+    named = quant_config.quant_dtype in ("nvfp4", "mxfp8")
+    return named or quant_config.per_act_token_quant or quant_config.block_shape is not None
+
+
+def _quantised_on_arrival(
+    rows: torch.Tensor, topk_ids: torch.Tensor, quant_config: Any
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """vLLM's quantisation of received rows, by this rank's scale or by one for all of them."""
+    # Slots without a token have bytes of earlier rounds, which would count in a scale that is taken from the rows.
+    rows = rows.masked_fill((topk_ids < 0).all(1, keepdim=True), 0)
+    quantised: tuple[torch.Tensor, torch.Tensor | None] = _quantise()(
+        rows,
+        quant_config.a1_scale,
+        quant_config.quant_dtype,
+        quant_config.per_act_token_quant,
+        quant_config.block_shape,
+        is_scale_swizzled=quant_config.is_scale_swizzled,
+        mx_alignment=quant_config.mx_alignment,
+    )
+    return quantised
 
 
 def _reductions() -> Any:

@@ -1,0 +1,127 @@
+"""vLLM itself on CPU ranks, with putget or in one process: greedy tokens of a tiny mixture-of-experts model.
+
+python -m tests.engines.generate_vllm FOLDER CASE...: writes FOLDER/CASE.RANK, one case after the other. A case is its
+name and the number of the model's experts: FOLDER/8 is the model of ``dp2.8``.
+
+``vllm_shim`` has what vLLM's experts lack on a CPU. Ranks are forked, because importing vLLM takes most of the time.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+PROMPTS = [[3, 17, 41, 5, 96, 2], [77], [9, 8, 7, 6, 5, 4, 3, 2, 1, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0], [50, 51], [1, 2, 3]]
+NEW_TOKENS = [8, 3, 6, 8, 1]
+# Ranks that take requests of their own, and ranks of tensor parallelism in each.
+CASES = {"alone": (1, 1), "dp2": (2, 1), "dp3": (3, 1), "tp2dp2": (2, 2), "killed": (2, 1)}
+
+
+def requests_of(rank: int, ranks: int) -> list[int]:
+    """Which prompts a rank has: unequal numbers, and of three ranks the last has one."""
+    return [index for index in range(len(PROMPTS)) if min(index // 2, ranks - 1) == rank]
+
+
+def tokens_of(engine: Any, indices: list[int], most: int) -> dict[int, list[int]]:
+    from vllm import SamplingParams
+
+    wanted = [
+        SamplingParams(temperature=0, max_tokens=min(NEW_TOKENS[index], most), ignore_eos=True, detokenize=False)
+        for index in indices
+    ]
+    prompts = [{"prompt_token_ids": PROMPTS[index]} for index in indices]
+    outputs = engine.generate(prompts, wanted, use_tqdm=False)
+    return {index: list(output.outputs[0].token_ids) for index, output in zip(indices, outputs, strict=True)}
+
+
+def run_rank(folder: Path, case: str, rank: int, port: int) -> None:
+    from vllm import LLM
+
+    name, num_experts = case.split(".")
+    ranks, tensor_ranks = CASES[name]
+    most = 8 if tensor_ranks == 1 else 2  # vLLM's tensor parallelism on a CPU waits busily: seconds a step on two cores
+    if ranks > 1:
+        os.environ.update(
+            VLLM_DP_RANK=str(rank),
+            VLLM_DP_RANK_LOCAL=str(rank),
+            VLLM_DP_SIZE=str(ranks),
+            VLLM_DP_MASTER_IP="127.0.0.1",
+            VLLM_DP_MASTER_PORT=str(port),
+        )
+    start = time.monotonic()
+    engine = LLM(
+        str(folder / num_experts),
+        skip_tokenizer_init=True,
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=64,
+        max_num_seqs=4,
+        max_num_batched_tokens=16,  # longer prompts come in chunks
+        tensor_parallel_size=tensor_ranks,
+        enable_expert_parallel=ranks * tensor_ranks > 1,
+        kv_cache_memory_bytes=1 << 26,
+        enable_prefix_caching=False,
+        disable_log_stats=True,
+        seed=0,
+    )
+    ready = time.monotonic()
+    tokens = tokens_of(engine, requests_of(rank, ranks), most)
+    if name == "killed":
+        if rank == 1:
+            for worker in psutil.Process().children():
+                worker.kill()
+        tokens_of(engine, requests_of(rank, ranks), most)  # raises, on both ranks
+    seconds = {"to start": ready - start, "to generate": time.monotonic() - ready}
+    folder.joinpath(f"{case}.{rank}").write_text(json.dumps({"tokens": tokens, "seconds": seconds}))
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def preload() -> Any:
+    """Imports what every process needs, and has vLLM fork its workers, where on a CPU it spawns them."""
+    import vllm.entrypoints.llm
+    import vllm.v1.engine.core
+    import vllm.v1.worker.cpu_worker
+    from vllm.model_executor.models import ModelRegistry
+    from vllm.model_executor.models.qwen3_moe import Qwen3MoeForCausalLM
+    from vllm.v1.executor import multiproc_executor
+
+    del vllm
+    ModelRegistry.register_model("Qwen3MoeForCausalLM", Qwen3MoeForCausalLM)  # else a process looks at it
+    fork = multiprocessing.get_context("fork")
+    multiproc_executor.get_mp_context = lambda: fork
+    return fork
+
+
+def main(folder: Path, cases: list[str]) -> None:
+    fork = preload()
+    for case in cases:
+        print(f"=== {case}", flush=True)
+        port, start = free_port(), time.monotonic()
+        ranks = CASES[case.split(".")[0]][0]
+        processes = [fork.Process(target=run_rank, args=(folder, case, rank, port)) for rank in range(ranks)]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join()
+        codes = [process.exitcode for process in processes]
+        if case.startswith("killed"):
+            (folder / case).write_text(json.dumps({"codes": codes, "seconds": time.monotonic() - start}))
+        elif any(codes):
+            raise SystemExit(f"{case} ended with {codes}")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])

@@ -1,0 +1,59 @@
+"""vLLM itself, token for token against one process. `make test-engines` installs it and runs this."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.engines.run import Outcome, only_with_engines, run, run_cases, save_model
+
+ENVIRONMENT = {
+    "VLLM_TARGET_DEVICE": "cpu",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+CASES = ("alone.8", "alone.10", "dp2.8", "dp3.10", "tp2dp2.8", "killed.8")
+NUM_REQUESTS = 5
+
+pytestmark = only_with_engines
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
+    """All cases in one run: importing vLLM takes longer than they do."""
+    folder = tmp_path_factory.mktemp("vllm")
+    for num_experts in (8, 10):
+        save_model("vllm", folder / str(num_experts), num_experts)
+    return run_cases("vllm", folder, CASES, ENVIRONMENT)
+
+
+# Five requests of unequal lengths and unequal numbers a rank, in chunks of 16 tokens and fewer.
+@pytest.mark.parametrize(("case", "num_ranks"), [("dp2.8", 2), ("dp3.10", 3), ("tp2dp2.8", 4)])
+def test_tokens_are_those_of_one_process(case: str, num_ranks: int, outcomes: dict[str, Outcome]) -> None:
+    num_experts = case.split(".")[1]
+    outcome, alone = outcomes[case], outcomes[f"alone.{num_experts}"]
+    tokens = outcome.tokens()
+    assert tokens == {request: alone.tokens()[request][: len(found)] for request, found in tokens.items()}
+    assert len(tokens) == NUM_REQUESTS
+    assert outcome.carried(int(num_experts), num_ranks)
+    assert "putget" not in alone.said()
+
+
+def test_a_server_answers_requests_that_come_at_once(outcomes: dict[str, Outcome]) -> None:
+    folder = outcomes["alone.8"].files[0].parent
+    log = run("vllm", "-m", "tests.engines.serve_vllm", folder, PUTGET_ENGINES="1", **ENVIRONMENT)
+    outcome, alone = Outcome([folder / "serve.8"], log), outcomes["alone.8"].tokens()
+    tokens = outcome.tokens()
+    assert len(tokens) == 7
+    assert tokens == {request: alone[str(int(request) % NUM_REQUESTS)] for request in tokens}
+    assert outcome.carried(8, 2)
+
+
+def test_a_killed_rank_ends_the_others(outcomes: dict[str, Outcome]) -> None:
+    outcome = outcomes["killed.8"]
+    told = json.loads(next(Path(path) for path in outcome.files if path.name == "killed.8").read_text())
+    assert told["codes"] == [1, 1]
+    assert told["seconds"] < 60  # no wait of putget, whose deadline is two minutes, holds them
