@@ -28,9 +28,10 @@ test: build spin transfer ## Run the tests; those marked gpu skip where there is
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 # Each engine has an environment of its own under build/, with the native library of this checkout.
-test-engines: build ## Run the engines themselves on CPU ranks, token for token (installs transformers)
-	@test -x build/engines/transformers/bin/python || $(UV_ENV) $(UV) venv --quiet --python $(PYTHON) build/engines/transformers
-	@$(UV_ENV) $(UV) pip install --quiet --python build/engines/transformers/bin/python 'transformers>=5.23,<6' accelerate torch numpy
+ENGINES := transformers sglang vllm
+
+test-engines: build ## Run SGLang, vLLM and transformers on CPU ranks, token for token (installs them into build)
+	@for engine in $(ENGINES); do tests/engines/install.sh $(UV) $(PYTHON) $$engine; done
 	@PUTGET_TEST_ENGINES=1 $(BIN)/python -m pytest tests/engines $(PYTEST_ARGS)
 
 build: $(INSTALLED) ## Compile the native library into python/putget (PUTGET_CUDA=AUTO|ON|OFF, PUTGET_WERROR=ON)

@@ -3,8 +3,10 @@
 
 #include <memory>
 
+#include "balancer/choice.h"
 #include "error.h"
 #include "moe/plan.h"
+#include "protocol/nodes/plan.h"
 #include "protocol/round/state.h"
 
 namespace putget {
@@ -27,7 +29,7 @@ struct Limits {
 };
 
 // One rank's part of the symmetric workspace, its view of the peers' parts, and its private state.
-class Backend {
+class Backend : public std::enable_shared_from_this<Backend> {
  public:
   explicit Backend(const MemoryConfig& config)
       : config_(config), sentinel_begin_(sentinel_region(config.bytes, config.ep_size).begin) {}
@@ -56,6 +58,14 @@ class Backend {
                         putget_launch* dispatch, putget_launch* combine) const = 0;
   virtual void release(const Plan& plan, void* stream) = 0;
 
+  // Across domains: before the start half of the domain's own dispatch and after its finish half; before the start half
+  // of its combine, or its release, and after that start half; and after the finish half of combine.
+  virtual void pack(const Plan&, const NodesPlan&, const DispatchCall&, void*) { refuse_nodes(); }
+  virtual void unpack(const Plan&, const NodesPlan&, uint32_t, void*) { refuse_nodes(); }
+  virtual void close_round(const Plan&, const NodesPlan&, uint32_t, void*) { refuse_nodes(); }
+  virtual void serve_sources(const Plan&, const NodesPlan&, void*) { refuse_nodes(); }
+  virtual void sum_domains(const Plan&, const NodesPlan&, const CombineCall&, void*) { refuse_nodes(); }
+
   const MemoryConfig& config() const { return config_; }
   // Where the sentinel rows of any object begin; before that lie regions of other rows.
   uint64_t sentinel_begin() const { return sentinel_begin_; }
@@ -73,6 +83,10 @@ class Backend {
   const MemoryConfig config_;
 
  private:
+  [[noreturn]] static void refuse_nodes() {
+    throw Error(PUTGET_UNAVAILABLE, "rounds across domains are for CPU ranks in this version");
+  }
+
   uint64_t sentinel_begin_;
 };
 
@@ -83,6 +97,9 @@ void moe_group(const moe::Grouping& group, const moe::CopyPlan& copy);
 void moe_expand(const moe::ExpandCall& call);
 void moe_activate(const moe::ActivationCall& call, OutputType type, moe::Gate gate);
 void moe_finalize(const moe::Grouping& group, const moe::FinalizeCall& call, OutputType type);
+// `memory`: balancer::ShareMemory, for the ways that look at the batch.
+void choose_replicas(const balancer::ChoiceCall<int32_t>& call, uint32_t* memory);
+void choose_replicas(const balancer::ChoiceCall<int64_t>& call, uint32_t* memory);
 }  // namespace cpu
 
 namespace cuda {
@@ -99,6 +116,9 @@ void moe_group(const moe::Grouping& group, const moe::CopyPlan& copy, const Queu
 void moe_expand(const moe::ExpandCall& call, const Queue& queue);
 void moe_activate(const moe::ActivationCall& call, OutputType type, moe::Gate gate, const Queue& queue);
 void moe_finalize(const moe::Grouping& group, const moe::FinalizeCall& call, OutputType type, const Queue& queue);
+// `memory`: the same, where shared memory has no room for it.
+void choose_replicas(const balancer::ChoiceCall<int32_t>& call, uint32_t* memory, const Queue& queue);
+void choose_replicas(const balancer::ChoiceCall<int64_t>& call, uint32_t* memory, const Queue& queue);
 }  // namespace cuda
 
 }  // namespace putget

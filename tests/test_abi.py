@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from putget import _abi, _abi_balancer
-from putget_bench import probe_library
+from putget_bench import nodes, probe_library
 
 ROOT = Path(__file__).resolve().parents[1]
 INCLUDE = ROOT / "native" / "include"
@@ -35,15 +35,25 @@ STRUCTS = {
     "putget_moe_activation_args": _abi.MoeActivationArgs,
     "putget_gpu": _abi.Gpu,
 }
+NODES_STRUCTS = {"putget_nodes_config": _abi.NodesConfig}
 BALANCER_STRUCTS = {
     "putget_balance_args": _abi_balancer.BalanceArgs,
     "putget_choose_args": _abi_balancer.ChooseArgs,
+    "putget_blob_part": _abi_balancer.BlobPart,
+    "putget_gathering": _abi_balancer.Gathering,
     "putget_host_pages": _abi_balancer.HostPages,
+    "putget_landing_config": _abi_balancer.LandingConfig,
+    "putget_landing_progress": _abi_balancer.LandingProgress,
+    "putget_put_order": _abi_balancer.PutOrder,
+    "putget_take_order": _abi_balancer.TakeOrder,
+    "putget_replicas_args": _abi_balancer.ReplicasArgs,
+    "putget_table": _abi_balancer.Table,
 }
 PROBE_STRUCTS = {
     "putget_probe_memory": probe_library.ProbeMemory,
     "putget_probe_copy_args": probe_library.CopyArgs,
     "putget_probe_rows_args": probe_library.RowsArgs,
+    "putget_probe_nodes_args": probe_library.NodesArgs,
 }
 CONSTANTS = {
     f"PUTGET_{name}": getattr(_abi, name)
@@ -54,12 +64,26 @@ PROBE_CONSTANTS = {
     "PUTGET_MAGIC": probe_library.MAGIC,
     "PUTGET_MAX_RANKS": probe_library.MAX_RANKS,
     "PUTGET_PROBE_SEND": probe_library.SEND,
+    "PUTGET_NODES_AGENTS": nodes.AGENTS,
+    "PUTGET_NODES_ROUTES": nodes.ROUTES,
 }
 BALANCER_CONSTANTS = {
     "PUTGET_MAGIC": _abi.MAGIC,
+    "PUTGET_MAX_CELLS": _abi_balancer.MAX_CELLS,
+    "PUTGET_MAX_ORDERS": _abi_balancer.MAX_ORDERS,
     "PUTGET_HOST_NEAR_NODE": _abi_balancer.HOST_NEAR_NODE,
     "PUTGET_HOST_HUGE_ALLOWED": _abi_balancer.HOST_HUGE_ALLOWED,
     "PUTGET_HOST_FILLED_HERE": _abi_balancer.HOST_FILLED_HERE,
+}
+NODES = {
+    "putget_network_destroy",
+    "putget_network_local",
+    "putget_nodes_bytes",
+    "putget_nodes_card",
+    "putget_nodes_connect",
+    "putget_nodes_create",
+    "putget_nodes_run",
+    "putget_nodes_start",
 }
 BALANCER = {
     "putget_balance",
@@ -67,10 +91,22 @@ BALANCER = {
     "putget_choose_words",
     "putget_host_pages_map",
     "putget_host_pages_unmap",
+    "putget_landing_bytes",
+    "putget_landing_create",
+    "putget_landing_destroy",
+    "putget_landing_move",
+    "putget_landing_planned",
+    "putget_landing_post",
+    "putget_landing_progress_of",
+    "putget_landing_step",
+    "putget_landing_take",
+    "putget_replicas",
+    "putget_replicas_words",
 }
 # header, its structures, its functions, its constants
 MIRRORS = [
-    ("putget.h", STRUCTS, _abi._FUNCTIONS.keys() - BALANCER, CONSTANTS),
+    ("putget.h", STRUCTS, _abi._FUNCTIONS.keys() - BALANCER - NODES, CONSTANTS),
+    ("putget_nodes.h", NODES_STRUCTS, NODES, {"PUTGET_MAGIC": _abi.MAGIC}),
     ("putget_balancer.h", BALANCER_STRUCTS, BALANCER, BALANCER_CONSTANTS),
     ("putget_probe.h", PROBE_STRUCTS, probe_library._FUNCTIONS.keys(), PROBE_CONSTANTS),
 ]

@@ -269,3 +269,48 @@ def test_dense_layer_without_experts_is_zero() -> None:
     out = reference.dense_moe(hidden, ids([-1], [-1]), torch.ones(2, 1), lambda _, rows: rows)
     assert out.dtype == torch.float32
     assert not out.any()
+
+
+@given(data=st.data())
+@settings(max_examples=100, deadline=None)
+def test_combine_over_domains_agrees_with_the_scalar_reading(data: st.DataObject) -> None:
+    """Each domain's tree alone, one rounding, then a sum in the order of domains, and one rounding."""
+    ep_size = data.draw(st.integers(1, 6))
+    domain_of = sorted(data.draw(st.integers(0, 2)) for _ in range(ep_size))
+    domain_of = [sorted(set(domain_of)).index(domain) for domain in domain_of]
+    dtype = data.draw(st.sampled_from([torch.bfloat16, torch.float16, torch.float32]))
+    top_k, num_tokens, seed = data.draw(st.integers(1, 9)), data.draw(st.integers(0, 5)), data.draw(st.integers(0, 999))
+    generator = torch.Generator().manual_seed(seed)
+    topk_ids = torch.randint(-1, ep_size, (num_tokens, top_k), generator=generator)
+    routing = reference.route(topk_ids, reference.default_expert_to_rank(ep_size, ep_size), ep_size)
+    rows = [torch.randn(ep_size, max(1, num_tokens), 3, generator=generator).to(dtype) for _ in range(ep_size)]
+    addend = torch.randn(num_tokens, 3, generator=generator).to(dtype)
+    got = reference.combine(routing, rows, 0, addend, domain_of=domain_of)
+    for token in range(num_tokens):
+        total = None
+        for domain in range(max(domain_of) + 1):
+            leaves = []
+            for rank, slot in zip(routing.target_ranks[token], routing.target_slots[token], strict=True):
+                is_here = rank >= 0 and domain_of[rank] == domain
+                leaves.append(rows[rank][0, slot].float() if is_here else torch.zeros(3))
+            added = reference.tree_sum(leaves).to(dtype).float()
+            total = added if total is None else total + added
+        assert total is not None
+        assert torch.equal(got[token], (total + addend[token].float()).to(dtype))
+
+
+def test_one_domain_adds_up_as_no_domain_does() -> None:
+    rows = [torch.randn(2, 4, 5, dtype=torch.float32).bfloat16() for _ in range(2)]
+    routing = reference.route(ids([0, 1], [1, -1], [1, 0]), reference.default_expert_to_rank(2, 2), 2)
+    plain = reference.combine(routing, rows, 1)
+    assert torch.equal(reference.combine(routing, rows, 1, domain_of=[0, 0]), plain)
+
+
+def test_domains_show_in_the_bits() -> None:
+    """256 + 1 + 1 is 258 in one domain; a bfloat16 sum of 256 + 1 is 256."""
+    rows = [torch.tensor([[[value]]]).bfloat16().expand(3, 1, 1) for value in (256.0, 1.0, 1.0)]
+    routing = reference.route(ids([0, 1, 2]), reference.default_expert_to_rank(3, 3), 3)
+    assert reference.combine(routing, rows, 0).item() == 258
+    assert reference.combine(routing, rows, 0, domain_of=[0, 0, 1]).item() == 256
+    with pytest.raises(ValueError, match="domain_of must have ep_size=3 entries, got 2"):
+        reference.combine(routing, rows, 0, domain_of=[0, 1])

@@ -3,6 +3,7 @@
 from putget._version import __version__
 from putget.alltoall import AllToAll
 from putget.communicator import Communicator
+from putget.domains import Network
 from putget.errors import (
     BackendUnavailable,
     CapacityExceeded,
@@ -30,6 +31,7 @@ __all__ = [
     "FlatRows",
     "InvalidExpertIds",
     "Launch",
+    "Network",
     "Payload",
     "PeerTimeout",
     "ProtocolMisuse",

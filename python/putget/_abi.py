@@ -1,4 +1,4 @@
-"""The C ABI of putget.h and putget_balancer.h: functions, statuses. The only module that loads a library."""
+"""The C ABI of putget.h, putget_nodes.h and putget_balancer.h. The only module that loads a library."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from putget import config
 from putget.errors import BackendUnavailable, PutgetError
 
-ABI_VERSION = 7
+ABI_VERSION = 9
 MAGIC = 0x70757467
 MAX_RANKS = 128
 MAX_TOP_K = 32
@@ -21,6 +21,7 @@ MAX_ROW_BYTES = 1 << 26
 MAX_TOKENS = (1 << 22) - 1  # of one rank
 MAX_MEMORY_BYTES = 1 << 46
 MAX_SMS = 1 << 16
+MAX_STATS = 1 << 16  # numbers that a rank tells in a dispatch
 MAX_ROWS = (1 << 31) - 1  # around experts
 RANK_WORDS = MAX_RANKS // 32
 
@@ -28,7 +29,7 @@ OK, INVALID, UNAVAILABLE, SYSTEM, FAULT = range(5)
 DEVICE_CPU, DEVICE_CUDA = range(2)
 FAULT_NONE, FAULT_PEER_TIMEOUT, FAULT_CAPACITY, FAULT_MISUSE, FAULT_INTERRUPTED = range(5)
 MISUSE_NO_OPEN_ROUND, MISUSE_TOKEN_COUNT, MISUSE_PEER_RELEASED, MISUSE_NOT_STARTED, MISUSE_NOT_FINISHED = range(1, 6)
-MISUSE_PEER_COMBINED = 6
+MISUSE_PEER_COMBINED, MISUSE_BAD_MESSAGE = 6, 7
 WIRE_SAME, WIRE_FP8 = range(2)
 BOTH, START, FINISH = range(3)
 SHARE_DESCRIPTOR, SHARE_FABRIC = range(2)
@@ -93,6 +94,7 @@ class Config(Versioned):
         ("dispatch", Launch),
         ("combine", Launch),
         ("finish_num_sms", c_uint32),
+        ("num_stats", c_uint32),
     ]
 
 
@@ -110,6 +112,7 @@ class Layout(Versioned):
         ("sentinel", c_uint64),
         ("combine_row_bytes", c_uint64),
         ("total_bytes", c_uint64),
+        ("stats", c_uint64),
     ]
 
 
@@ -163,6 +166,8 @@ class DispatchArgs(Versioned):
         ("max_rows", c_uint32),
         ("ids_are_64bit", c_uint32),
         ("half", c_uint32),
+        ("expert_load", c_void_p),
+        ("stats", c_void_p),
     ]
 
 
@@ -194,6 +199,18 @@ class Fault(Versioned):
         ("rows", c_uint32),
         ("allowed", c_uint32),
         ("misuse", c_uint32),
+    ]
+
+
+class NodesConfig(Versioned):
+    _fields_ = [
+        ("size", c_uint32),
+        ("magic", c_uint32),
+        ("workspace", c_uint32),
+        ("generation", c_uint32),
+        ("domain_of", c_void_p),
+        ("target_ranks", c_void_p),
+        ("target_slots", c_void_p),
     ]
 
 
@@ -349,6 +366,14 @@ _FUNCTIONS: dict[str, list[Any]] = {
     "putget_release": [c_void_p, c_void_p],
     "putget_launches": [c_void_p, c_uint32, c_void_p, POINTER(Launch), POINTER(Launch)],
     "putget_destroy": [c_void_p],
+    "putget_network_local": [c_uint32, c_uint64, POINTER(c_void_p)],
+    "putget_network_destroy": [c_void_p],
+    "putget_nodes_bytes": [POINTER(Config), POINTER(NodesConfig), POINTER(c_uint64), POINTER(c_uint64)],
+    "putget_nodes_create": [POINTER(NodesConfig), c_void_p, c_void_p, c_void_p],
+    "putget_nodes_card": [c_void_p, POINTER(c_uint8), POINTER(c_uint64)],
+    "putget_nodes_connect": [c_void_p, c_uint32, POINTER(c_uint8), c_uint64],
+    "putget_nodes_start": [c_void_p],
+    "putget_nodes_run": [c_void_p],
     "putget_moe_layout_of": [POINTER(MoeConfig), POINTER(MoeLayout)],
     "putget_moe_group": [POINTER(MoeConfig), POINTER(MoeGroupArgs)],
     "putget_moe_finalize": [POINTER(MoeConfig), POINTER(MoeGroupArgs), POINTER(MoeFinalizeArgs)],
@@ -358,7 +383,21 @@ _FUNCTIONS: dict[str, list[Any]] = {
     "putget_gpu_report": [c_uint32, POINTER(Gpu)],
     "putget_balance": [c_void_p],  # the structures: putget._abi_balancer
     "putget_choose": [c_void_p],
-    "putget_choose_words": [c_uint32, c_uint32, c_uint32],
+    "putget_landing_bytes": [c_uint32, c_uint32, c_uint64],
+    "putget_landing_create": [c_void_p, c_void_p, c_void_p],
+    "putget_landing_post": [
+        *(c_void_p, c_void_p, c_uint32, c_void_p, c_uint32),
+        *(c_void_p, c_uint32, POINTER(c_uint32)),
+    ],
+    "putget_landing_move": [c_void_p, c_uint64, c_void_p],
+    "putget_landing_take": [c_void_p, c_void_p, c_void_p],
+    "putget_landing_step": [c_void_p, c_void_p],
+    "putget_landing_planned": [c_void_p, c_uint32],
+    "putget_landing_progress_of": [c_void_p, c_void_p],
+    "putget_landing_destroy": [c_void_p],
+    "putget_choose_words": [c_uint32, c_uint32, c_uint32, c_uint32, c_uint32],
+    "putget_replicas": [c_void_p],
+    "putget_replicas_words": [c_uint32, c_uint32],
     "putget_host_pages_map": [c_void_p],
     "putget_host_pages_unmap": [c_void_p, c_uint64],
 }
@@ -369,7 +408,11 @@ _OTHER_RESULTS: dict[str, Any] = {
     "putget_set_interrupt_check": None,
     "putget_sentinel_begin": c_uint64,
     "putget_choose_words": c_uint64,
+    "putget_landing_bytes": c_uint64,
+    "putget_landing_destroy": None,
+    "putget_replicas_words": c_uint64,
     "putget_memory_destroy": None,
+    "putget_network_destroy": None,
     "putget_destroy": None,
 }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,6 +15,14 @@ from putget.options import Launch, Tuning, Wire
 from putget.payload import Payload
 
 OUTPUT_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+
+
+class Beside(NamedTuple):
+    """What may be given to dispatch beside ids, weights and rows; see ``AllToAll.dispatch``."""
+
+    num_valid_tokens: torch.Tensor | None = None
+    expert_load: torch.Tensor | None = None
+    stats: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -28,6 +36,7 @@ class Geometry:
     payloads: tuple[Payload, ...]
     output: Payload
     wire: Wire = field(default_factory=Wire)
+    num_stats: int = 0
 
     @staticmethod
     def checked(
@@ -38,6 +47,7 @@ class Geometry:
         payloads: Sequence[Payload],
         output: Payload,
         combine_dtype: torch.dtype | None = None,
+        num_stats: int = 0,
     ) -> Geometry:
         """Raises ValueError for the first size or choice that is not allowed."""
         check_int("ep_size", ep_size, 1, _abi.MAX_RANKS)
@@ -59,7 +69,8 @@ class Geometry:
         # As many elements for every dtype: they are summed in float32.
         check_row_bytes("output", output.row_bytes, output.dtype.itemsize * (_abi.MAX_ROW_BYTES // 4))
         wire = Wire.checked(combine_dtype, output)
-        return Geometry(ep_size, num_experts, top_k, max_tokens_per_rank, tuple(payloads), output, wire)
+        check_int("num_stats", num_stats, 0, _abi.MAX_STATS)
+        return Geometry(ep_size, num_experts, top_k, max_tokens_per_rank, tuple(payloads), output, wire, num_stats)
 
     def config(self, ep_rank: int, most: int, tuning: Tuning, timeout_s: float, warmup_timeout_s: float) -> _abi.Config:
         """The same for the C ABI."""
@@ -76,6 +87,7 @@ class Geometry:
             output_type=OUTPUT_TYPES[self.output.dtype],
             num_sms=most,
             finish_num_sms=tuning.finish_num_sms or 0,
+            num_stats=self.num_stats,
             wire_type=self.wire.type,
             timeout_ns=max(1, int(timeout_s * 1e9)),
             warmup_timeout_ns=max(1, int(warmup_timeout_s * 1e9)),
@@ -95,7 +107,7 @@ class Geometry:
         topk_ids: Any,
         topk_weights: Any,
         payloads: tuple[Any, ...],
-        num_valid_tokens: Any,
+        beside: Beside,
         device: torch.device,
     ) -> int:
         """num_tokens of what is given to dispatch.
@@ -116,12 +128,22 @@ class Geometry:
             raise ValueError(f"payloads: {len(payloads)} came, expected {len(self.payloads)}")
         for index, (payload, kind) in enumerate(zip(payloads, self.payloads, strict=True)):
             check_tensor(f"payloads[{index}]", payload, (num_tokens, *kind.shape), (kind.dtype,), device)
-        if num_valid_tokens is not None:
-            if not isinstance(num_valid_tokens, torch.Tensor) or num_valid_tokens.numel() != 1:
-                raise ValueError(f"num_valid_tokens is {num_valid_tokens!r}, expected a tensor of one int32")
-            shape = tuple(num_valid_tokens.shape)
-            check_tensor("num_valid_tokens", num_valid_tokens, shape, (torch.int32,), device)
+        self._check_beside(beside, device)
         return num_tokens
+
+    def _check_beside(self, beside: Beside, device: torch.device) -> None:
+        """Raises as ``check_dispatch``."""
+        valid: Any = beside.num_valid_tokens
+        if valid is not None:
+            if not isinstance(valid, torch.Tensor) or valid.numel() != 1:
+                raise ValueError(f"num_valid_tokens is {valid!r}, expected a tensor of one int32")
+            check_tensor("num_valid_tokens", valid, tuple(valid.shape), (torch.int32,), device)
+        if beside.expert_load is not None:
+            check_tensor("expert_load", beside.expert_load, (self.num_experts,), (torch.int32,), device)
+        if beside.stats is not None:
+            if self.num_stats == 0:
+                raise ValueError("stats is given, this AllToAll has none: construct it with num_stats=")
+            check_tensor("stats", beside.stats, (self.num_stats,), (torch.int32,), device)
 
     def memory_map(self) -> str:
         """The regions of every rank's symmetric memory, a line each: offset, bytes, name, rows."""
@@ -135,6 +157,7 @@ class Geometry:
             ("topk_ids", layout.topk_ids, f"{slots} x [{self.top_k}] int32"),
             ("topk_weights", layout.topk_weights, f"{slots} x [{self.top_k}] float32"),
             *((f"payload {i}", layout.payload[i], f"{slots} x {payload}") for i, payload in enumerate(self.payloads)),
+            *([("stats", layout.stats, f"{self.ep_size} x [{self.num_stats}] int32")] if self.num_stats else []),
             ("combine_input", layout.output, f"{slots} x {self.output}"),
         ]
         rows_a_peer = (layout.total_bytes - layout.sentinel) // self.ep_size // layout.combine_row_bytes

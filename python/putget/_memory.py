@@ -172,6 +172,10 @@ class Memory:
                 f"dispatch after round {fault.epoch}: rank {fault.source} combined this round, which ended here without"
             )
         phase = _abi.PHASES[fault.phase]
+        if fault.misuse == _abi.MISUSE_BAD_MESSAGE:
+            return ProtocolMisuse(
+                f"{phase}, round {fault.epoch}: what came from rank {fault.source} is no message of this round"
+            )
         if fault.misuse == _abi.MISUSE_NOT_STARTED:
             return ProtocolMisuse(f"{phase}, round {fault.epoch}: the finish half ran, but no start half before it")
         if fault.misuse == _abi.MISUSE_NOT_FINISHED:

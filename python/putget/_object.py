@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from putget import _abi
-from putget._geometry import Geometry
+from putget._geometry import Beside, Geometry
+from putget._nodes import Nodes
 from putget._overlap import Span, extent
 from putget._signals import take_raised
 from putget.errors import PutgetError
@@ -47,10 +48,14 @@ class NativeObject:
         self.invalid_ids = torch.zeros(1, dtype=torch.int64, device=device)
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()  # kernels may use them from any stream
+        # Across domains combine goes by routes of the own domain, and the caller sees those of all.
+        across = workspace.comm.network is not None
+        self._near = (self.target_ranks.clone(), self.target_slots.clone()) if across else None
+        ranks, slots = self._near or (self.target_ranks, self.target_slots)
         tables = _abi.Tables(
             expert_to_rank=self.expert_to_rank.data_ptr(),
-            target_ranks=self.target_ranks.data_ptr(),
-            target_slots=self.target_slots.data_ptr(),
+            target_ranks=ranks.data_ptr(),
+            target_slots=slots.data_ptr(),
             num_tokens=self.received_tokens.data_ptr(),
             invalid_ids=self.invalid_ids.data_ptr(),
         )
@@ -67,6 +72,18 @@ class NativeObject:
             ctypes.byref(tables),
             ctypes.byref(self._handle),
         )
+        self._nodes: Nodes | None = None
+        if across:
+            try:
+                self._nodes = Nodes(workspace, self._handle, config, (self.target_ranks, self.target_slots))
+            except BaseException:
+                self.destroy()
+                raise
+
+    @property
+    def network_bytes(self) -> int:
+        """Memory of this rank for rounds across domains, beside the workspace."""
+        return 0 if self._nodes is None else self._nodes.num_bytes
 
     @property
     def is_open(self) -> bool:
@@ -91,7 +108,7 @@ class NativeObject:
         payloads: tuple[torch.Tensor, ...],
         num_tokens: int,
         max_rows: int,
-        num_valid_tokens: torch.Tensor | None,
+        beside: Beside,
     ) -> None:
         """``_abi.BOTH`` or ``_abi.START``.
 
@@ -100,20 +117,25 @@ class NativeObject:
         """
         args = self._dispatch_args
         ids, weights, *rows = self.span.addresses(self._names, (topk_ids, topk_weights, *payloads))
-        valid = None
-        if num_valid_tokens is not None:
-            (valid,) = self.span.addresses(("num_valid_tokens",), (num_valid_tokens,))
+        args.num_valid_tokens, args.expert_load, args.stats = self._addresses_beside(beside)
         args.topk_ids = ids
         args.topk_weights = weights
         for index, address in enumerate(rows):
             args.payload[index] = address
-        args.num_valid_tokens = valid
         args.num_tokens = num_tokens
         args.max_rows = max_rows
         args.ids_are_64bit = topk_ids.dtype == torch.int64
         self._dispatch(half)
         self.num_tokens = num_tokens
         self.max_rows = max_rows
+
+    def _addresses_beside(self, beside: Beside) -> list[int | None]:
+        """In the order of its fields; None where there is no tensor."""
+        addresses: list[int | None] = [None] * len(beside)
+        for index, tensor in enumerate(beside):
+            if tensor is not None:
+                (addresses[index],) = self.span.addresses((beside._fields[index],), (tensor,))
+        return addresses
 
     def finish_dispatch(self) -> None:
         """The other half, with the arguments of the last ``dispatch``."""

@@ -17,7 +17,8 @@ from putget._arguments import (
     describe_table,
     refuse_removed,
 )
-from putget._geometry import Geometry, default_expert_to_rank
+from putget._geometry import Beside, Geometry, default_expert_to_rank
+from putget._nodes import check_across
 from putget._object import NativeObject
 from putget._overlap import check_no_grad
 from putget._rounds import Rounds
@@ -56,6 +57,7 @@ class AllToAll:
             128 elements, and are summed in float32. None: as experts write them; then a rank whose batch is larger than
             the workspace has room for gets its rows where experts wrote them (``Launch.sentinel_rows``).
         tuning: What only measurements choose; see ``launches``.
+        num_stats: Numbers that each rank tells all ranks in each dispatch; 0: no statistics, and no bytes for them.
         **removed: Arguments of earlier versions: the ValueError names what to use instead.
 
     Raises:
@@ -83,6 +85,7 @@ class AllToAll:
         num_threads: int = 1,
         combine_dtype: torch.dtype | None = None,
         tuning: Tuning | None = None,
+        num_stats: int = 0,
         **removed: NoReturn,
     ) -> None:
         refuse_removed(removed)
@@ -99,11 +102,13 @@ class AllToAll:
                 payloads,
                 output,
                 combine_dtype,
+                num_stats,
             )
             tuning = check_tuning(tuning, geometry.wire)
             check_seconds("timeout_s", timeout_s)
             check_seconds("warmup_timeout_s", warmup_timeout_s)
             self._device = resolve_device(device)
+            check_across(comm, self._device, workspace, combine_dtype, num_stats)
             most = self._most_at_once(num_sms, num_threads)
             table = (
                 default_expert_to_rank(num_experts, comm.size, self._device)
@@ -126,6 +131,7 @@ class AllToAll:
                 "payloads": [str(payload) for payload in geometry.payloads],
                 "output": geometry.output,
                 "combine": str(geometry.wire),
+                "num_stats": num_stats,
                 "device": self._device.type,
                 "workspace": "own" if workspace is None else f"number {workspace.number} of this communicator",
                 "expert_to_rank": describe_table(table),
@@ -141,7 +147,7 @@ class AllToAll:
             warmup_timeout_s=warmup_timeout_s,
         )
         self._workspace.adopt(
-            (geometry.max_tokens_per_rank, geometry.top_k, geometry.payloads, geometry.output, geometry.wire)
+            (geometry.max_tokens_per_rank, geometry.top_k, geometry.payloads, geometry.output, geometry.wire, num_stats)
         )
         config = geometry.config(comm.rank, most, tuning, float(timeout_s), float(warmup_timeout_s))
         try:
@@ -173,6 +179,8 @@ class AllToAll:
         *payloads: torch.Tensor,
         max_rows: int | None = None,
         num_valid_tokens: torch.Tensor | None = None,
+        expert_load: torch.Tensor | None = None,
+        stats: torch.Tensor | None = None,
     ) -> Received:
         """Puts each token's rows into the ranks that own its experts, once per (token, rank), and waits for every rank.
 
@@ -187,6 +195,11 @@ class AllToAll:
             *payloads: One contiguous tensor [num_tokens, *shape] for each payload of the constructor.
             max_rows: Slots of each source that this rank will look at, at most max_tokens_per_rank (the default).
             num_valid_tokens: One int32 on the device: tokens from there on have no expert.
+            expert_load: [num_experts] int32 on the device, to which this rank's choices are added, also where a CUDA
+                graph replays the call. A choice counts if a row goes to its expert: not -1, not of padding, not on a
+                rank that is not active. A call that ends in a fault may have counted some.
+            stats: [num_stats] int32 on the device: every rank has them as ``received.stats`` after its own dispatch of
+                this round, rows or not. None: zeros. Ranks may differ.
 
         Returns:
             Views of what arrived, valid until the round ends.
@@ -200,7 +213,8 @@ class AllToAll:
             ProtocolMisuse: A peer ended the last round by combine and this rank without, or the other way round;
                 likewise.
         """
-        self._dispatch(_abi.BOTH, topk_ids, topk_weights, payloads, max_rows, num_valid_tokens)
+        beside = Beside(num_valid_tokens, expert_load, stats)
+        self._dispatch(_abi.BOTH, topk_ids, topk_weights, payloads, max_rows, beside)
         return self._rounds.received()
 
     def dispatch_start(
@@ -210,6 +224,8 @@ class AllToAll:
         *payloads: torch.Tensor,
         max_rows: int | None = None,
         num_valid_tokens: torch.Tensor | None = None,
+        expert_load: torch.Tensor | None = None,
+        stats: torch.Tensor | None = None,
     ) -> None:
         """The first half of ``dispatch``: puts the rows and tells the peers so, and waits for nobody's rows.
 
@@ -217,7 +233,8 @@ class AllToAll:
         then waits for it by an event. The tensors must not change before ``dispatch_finish`` has run. Arguments and
         errors: see ``dispatch``.
         """
-        self._dispatch(_abi.START, topk_ids, topk_weights, payloads, max_rows, num_valid_tokens)
+        beside = Beside(num_valid_tokens, expert_load, stats)
+        self._dispatch(_abi.START, topk_ids, topk_weights, payloads, max_rows, beside)
         self._rounds.start("dispatch_start")
 
     def dispatch_finish(self) -> Received:
@@ -242,16 +259,16 @@ class AllToAll:
         topk_weights: torch.Tensor,
         payloads: tuple[torch.Tensor, ...],
         max_rows: int | None,
-        num_valid_tokens: torch.Tensor | None,
+        beside: Beside,
     ) -> None:
         self._native.require_open()
         self._rounds.require_finished("dispatch" if half == _abi.BOTH else "dispatch_start")
         geometry = self._geometry
-        num_tokens = geometry.check_dispatch(topk_ids, topk_weights, payloads, num_valid_tokens, self._device)
+        num_tokens = geometry.check_dispatch(topk_ids, topk_weights, payloads, beside, self._device)
         rows = geometry.max_tokens_per_rank
         if max_rows is not None:
             rows = check_int("max_rows", max_rows, 1, geometry.max_tokens_per_rank)
-        self._native.dispatch(half, topk_ids, topk_weights, payloads, num_tokens, rows, num_valid_tokens)
+        self._native.dispatch(half, topk_ids, topk_weights, payloads, num_tokens, rows, beside)
 
     def combine(
         self,
@@ -299,8 +316,9 @@ class AllToAll:
         return result
 
     def combine_start(self, x: torch.Tensor | None = None, *, layout: ExpertMajor | None = None) -> None:
-        """The first half of ``combine``: sends rows, or tells the peers that they are there; waits for nobody.
+        """The first half of ``combine``: sends rows, or tells the peers that they are there.
 
+        In one domain it waits for nobody. With several domains it may wait until the ranks of its own one call it.
         No kernel stays behind. ``x`` has been read when the call's work is done, and may be written over on the same
         stream. ``combine_input`` must not change before the round has ended on every rank, that is, before the next
         dispatch. Arguments and errors: see ``combine``.
@@ -374,6 +392,11 @@ class AllToAll:
     def ep_rank(self) -> int:
         """This rank."""
         return self._comm.rank
+
+    @property
+    def num_stats(self) -> int:
+        """Numbers that each rank tells all ranks in each dispatch."""
+        return self._geometry.num_stats
 
     # --- what a round has ---------------------------------------------------------------------------------------------
 
@@ -551,9 +574,10 @@ class AllToAll:
     def __str__(self) -> str:
         geometry = self._geometry
         kind = "own" if self._owns_workspace else f"shared, {self._workspace.num_bytes} bytes"
+        across = f"\n{self._native.network_bytes:>14} bytes for other domains" if self._native.network_bytes else ""
         return (
             f"AllToAll: rank {self.ep_rank} of {self.ep_size} on {self._device}, {geometry.num_experts} experts, "
             f"top_k {geometry.top_k}, {geometry.max_tokens_per_rank} tokens a rank\n"
             f"{geometry.memory_map()}\n"
-            f"{geometry.layout().total_bytes:>14} bytes a rank in all ({kind} workspace)"
+            f"{geometry.layout().total_bytes:>14} bytes a rank in all ({kind} workspace){across}"
         )

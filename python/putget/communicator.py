@@ -15,6 +15,7 @@ from putget import _abi, hardware
 from putget._agreement import Agreement
 from putget._handshake import Listener, Meeting, host_identity
 from putget._mesh import Deadline, Mesh, require_descriptors
+from putget.domains import LocalNetwork, Network, check_local
 from putget.errors import PutgetError
 
 _CONNECT_TIMEOUT_S = 60.0
@@ -85,6 +86,8 @@ class Communicator:
     Attributes:
         rank: This rank within the group (ep_rank).
         size: Ranks in the group (ep_size), at most 128.
+        domain_of: The domain of each rank: 0 everywhere, if all ranks map each other's memory.
+        network: What joins the domains; None where there is one.
 
     Raises:
         ValueError: torch.distributed is not initialised, this process is not in the group, or the group is too large.
@@ -94,6 +97,8 @@ class Communicator:
 
     rank: int
     size: int
+    domain_of: tuple[int, ...]
+    network: LocalNetwork | None
 
     def __init__(self, group: Any = None) -> None:
         if not dist.is_available() or not dist.is_initialized():
@@ -107,7 +112,7 @@ class Communicator:
         self._set(rank, size, _meet(group, rank, size), None)
 
     @classmethod
-    def local(cls, n: int) -> tuple[Communicator, ...]:
+    def local(cls, n: int, *, network: Network | None = None) -> tuple[Communicator, ...]:
         """n ranks in this process: threads on CPU, or emulated ranks on one GPU.
 
         Each communicator is for one thread. On CUDA each thread needs a ``torch.cuda.Stream`` of its own, because a
@@ -117,15 +122,19 @@ class Communicator:
 
         Args:
             n: Number of ranks, 1 to 128.
+            network: Divides the ranks into virtual domains. Rows between domains then travel as between hosts: by
+                messages, proxies and a network, which are threads of this process. For CPU ranks.
 
         Returns:
             The communicators of ranks 0 to n - 1.
 
         Raises:
-            ValueError: n is out of range.
+            ValueError: n is out of range, or network is none between ranks of a process.
         """
         if not isinstance(n, int) or isinstance(n, bool) or not 1 <= n <= _abi.MAX_RANKS:
             raise ValueError(f"n is {n!r}, allowed are ints from 1 to {_abi.MAX_RANKS}")
+        domain_of = check_local(network).domain_of(n)
+        joined = LocalNetwork(n) if max(domain_of) > 0 else None
         require_descriptors(n * (n + 1))
         connections: list[dict[int, socket.socket]] = [{} for _ in range(n)]
         for rank in range(n):
@@ -135,6 +144,7 @@ class Communicator:
         communicators = tuple(cls.__new__(cls) for _ in range(n))
         for rank, communicator in enumerate(communicators):
             communicator._set(rank, n, Mesh(rank, connections[rank], one_host=True), group)
+            communicator.domain_of, communicator.network = domain_of, joined
         return communicators
 
     def _set(self, rank: int, size: int, mesh: Mesh, local_group: _LocalGroup | None) -> None:
@@ -143,6 +153,27 @@ class Communicator:
         self._mesh = mesh
         self._agreement = Agreement(mesh)
         self._local_group = local_group
+        self.domain_of = (0,) * size
+        self.network = None
+        self._numbers = 0
+
+    @property
+    def domains(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each domain."""
+        return tuple(
+            tuple(rank for rank in range(self.size) if self.domain_of[rank] == domain)
+            for domain in range(max(self.domain_of) + 1)
+        )
+
+    @property
+    def near_ranks(self) -> tuple[int, ...]:
+        """The ranks of the own domain."""
+        return self.domains[self.domain_of[self.rank]]
+
+    def next_number(self) -> int:
+        """Tells the objects over several domains apart; the same on all ranks."""
+        self._numbers += 1
+        return self._numbers - 1
 
     def close(self) -> None:
         """Closes this rank's sockets. Objects made from it go on working, except for ``set_active_ranks``."""

@@ -18,7 +18,7 @@ class PeerTimeout(PutgetError):
     """A wait for other ranks passed its deadline.
 
     Attributes:
-        phase: What was going on: "setup", "dispatch", "combine", "check" or "set_active_ranks".
+        phase: What was going on: "setup", "dispatch", "combine", "check", "set_active_ranks", "exchange" (experts).
         rank: The rank that waited (of the expert-parallel group).
         epoch: The round, counted from the start of the workspace; 0 during set-up.
         missing: The ranks that did not answer.

@@ -28,6 +28,8 @@ class Received:
         topk_weights: [ep_size, max_rows, top_k] float32; undefined in empty slots.
         num_tokens: [ep_size] int32 on the device: rows that each source rank sent here.
         flat: The same memory as contiguous tensors.
+        stats: [ep_size, num_stats] int32, a view into the workspace: the numbers that each rank gave its dispatch;
+            zeros of a rank that gave none, is not active or did not come. None without ``AllToAll(num_stats=)``.
     """
 
     payloads: tuple[torch.Tensor, ...]
@@ -35,6 +37,7 @@ class Received:
     topk_weights: torch.Tensor
     num_tokens: torch.Tensor
     flat: FlatRows
+    stats: torch.Tensor | None
     _group: Callable[[], Group | None] = field(repr=False, compare=False)
     _round: int = field(repr=False, compare=False, default=0)
 
@@ -109,8 +112,15 @@ def received_views(
         topk_weights=by_source(weights, ep_size),
         num_tokens=num_tokens,
         flat=FlatRows(payloads, ids, weights),
+        stats=_stats_view(memory, geometry, int(layout.stats)),
         _group=group,
     )
+
+
+def _stats_view(memory: torch.Tensor, geometry: Geometry, offset: int) -> torch.Tensor | None:
+    if geometry.num_stats == 0:
+        return None
+    return flat_view(memory, offset, geometry.ep_size, (geometry.num_stats,), torch.int32)
 
 
 def combine_input_view(memory: torch.Tensor, geometry: Geometry, max_rows: int) -> torch.Tensor:

@@ -34,6 +34,7 @@ class Routing:
         rows_per_rank: [ep_size] int64, rows sent to each rank.
         num_invalid: how many ids were neither -1 nor in [0, num_experts).
         clean_ids: [num_tokens, top_k] int32, the ids as they are delivered: invalid ones and those of padding are -1.
+        expert_load: [num_experts] int32, choices of each expert on an active rank.
     """
 
     target_ranks: Tensor
@@ -41,6 +42,7 @@ class Routing:
     rows_per_rank: Tensor
     num_invalid: int
     clean_ids: Tensor
+    expert_load: Tensor
 
 
 @dataclass(frozen=True)
@@ -161,6 +163,7 @@ def route(
         rows_per_rank=goes_to.sum(0),
         num_invalid=num_invalid,
         clean_ids=ids.int(),
+        expert_load=torch.bincount(ids[ranks >= 0], minlength=num_experts).int(),
     )
 
 
@@ -279,6 +282,7 @@ def combine(
     addend: Tensor | None = None,
     *,
     combine_dtype: torch.dtype | None = None,
+    domain_of: Sequence[int] | None = None,
 ) -> Tensor:
     """Gets the experts' rows of one source rank back and adds them up.
 
@@ -290,13 +294,17 @@ def combine(
         addend: [num_tokens, *shape] of the same dtype, added last in float32, or None.
         combine_dtype: torch.float8_e4m3fn: what is added up is ``quantised(row)`` of each row, flattened. None or the
             dtype of rows: the rows themselves.
+        domain_of: the domain of each rank, numbered from 0; None: all ranks are one. Each domain adds up its own rows
+            by the tree, with +0.0 for those of other domains, and rounds the sum to the dtype of rows. These sums are
+            then added in float32, in the order of domains.
 
     Returns:
         [num_tokens, *shape] of the dtype of rows: the tree sum in float32 over k of the row in target_slots[:, k], with
         +0.0 where there is none, rounded once to nearest even.
 
     Raises:
-        ValueError: if the dtype is none of the three, or combine_dtype is another one.
+        ValueError: if the dtype is none of the three, combine_dtype is another one, or domain_of has not one entry for
+            each rank.
     """
     dtype = rows[0].dtype
     if dtype not in OUTPUT_DTYPES:
@@ -310,10 +318,20 @@ def combine(
     pool = torch.cat([*mine, torch.zeros(1, *shape, dtype=dtype, device=mine[0].device)])
     if combine_dtype == torch.float8_e4m3fn:
         pool = quantised(pool.flatten(1)).view(pool.shape)
-    has_row = routing.target_ranks >= 0
-    index = first[routing.target_ranks.long().clamp(min=0)] + routing.target_slots.long()
-    index = index.masked_fill(~has_row, len(pool) - 1)
-    total = tree_sum([pool[index[:, k]].float() for k in range(index.shape[1])])
+    domains = torch.tensor([0] * len(rows) if domain_of is None else list(domain_of), device=mine[0].device)
+    if len(domains) != len(rows):
+        raise ValueError(f"domain_of must have ep_size={len(rows)} entries, got {len(domains)}")
+    targets = routing.target_ranks.long()
+    index = first[targets.clamp(min=0)] + routing.target_slots.long()
+    total = None
+    for domain in range(int(domains.max()) + 1):
+        has_row = (targets >= 0) & (domains[targets.clamp(min=0)] == domain)
+        here = index.masked_fill(~has_row, len(pool) - 1)
+        added = tree_sum([pool[here[:, k]].float() for k in range(here.shape[1])])
+        if domain_of is not None:
+            added = added.to(dtype).float()
+        total = added if total is None else total + added
+    assert total is not None
     if addend is not None:
         total = total + addend.float()
     return total.to(dtype)

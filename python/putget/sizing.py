@@ -19,6 +19,7 @@ def workspace_bytes(
     output: Payload,
     num_experts: int | None = None,
     combine_dtype: torch.dtype | None = None,
+    num_stats: int = 0,
 ) -> int:
     """Symmetric bytes that each rank needs, before anything is allocated.
 
@@ -33,6 +34,7 @@ def workspace_bytes(
         output: The row that experts write and combine reduces.
         num_experts: Accepted for symmetry with ``AllToAll``; the size does not depend on it.
         combine_dtype: As given to ``AllToAll``; there is room for the quantised rows of all tokens.
+        num_stats: As given to ``AllToAll``.
 
     Raises:
         ValueError: A size is not allowed.
@@ -46,5 +48,6 @@ def workspace_bytes(
         payloads,
         output,
         combine_dtype,
+        num_stats,
     )
     return int(geometry.layout().total_bytes)

@@ -188,7 +188,7 @@ class Workspace:
                 members=active,
                 timeout_s=timeout_s,
                 phase=phase,
-                descriptors=dict.fromkeys(active, passed),
+                descriptors={rank: passed for rank in active if rank in self._comm.near_ranks},
                 **_stage(attempt, SHARING),
             )
         finally:
@@ -197,6 +197,8 @@ class Workspace:
             if any(message.fields["mixed"] for message in messages.values()):
                 self._mix()
             for peer, message in messages.items():
+                if peer not in self._comm.near_ranks:
+                    continue
                 memory.import_share(peer, decode_share(message.fields["share"], message.descriptors))
         except (ValueError, PutgetError) as error:
             mesh.refuse(str(error))
@@ -204,7 +206,9 @@ class Workspace:
         finally:
             for message in messages.values():
                 message.close()
-        memory.start(epoch, self._active)
+        # Experts of other domains count as none in what the own domain exchanges.
+        near = self._comm.near_ranks
+        memory.start(epoch, [is_active and rank in near for rank, is_active in enumerate(self._active)])
         self.turns.end()
         mesh.exchange("started", {}, members=active, timeout_s=timeout_s, phase=phase, **_stage(attempt, STARTING))
         self._apart = None
@@ -235,6 +239,11 @@ class Workspace:
         """See ``AllToAll.set_active_ranks``."""
         memory = self.memory
         comm = self._comm
+        if comm.network is not None:
+            raise ValueError(
+                f"set_active_ranks: the communicator has {len(comm.domains)} domains, across which this version does "
+                "not have it"
+            )
         wanted = self._check_mask(mask, quorum)
         comm.require_open()
         members = [rank for rank, is_active in enumerate(wanted) if is_active]

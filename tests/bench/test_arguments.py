@@ -163,7 +163,7 @@ def test_a_subcommand_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_:
         cli.main([])
     assert exit_.value.code == 2
-    assert "bench,ablate,balance,doctor,roofline,demo" in capsys.readouterr().err
+    assert "bench,ablate,balance,simulate,doctor,roofline,demo" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -69,6 +69,28 @@ def test_a_simulation_draws_a_picture(capsys: pytest.CaptureFixture[str], routin
     assert matplotlib.image.imread(picture).shape[:2] == (900, 1500)
 
 
+def test_a_report_says_how_uneven_routing_is(
+    capsys: pytest.CaptureFixture[str], routing_file: Path, tmp_path: Path
+) -> None:
+    picture = tmp_path / "out.png"
+    group = ("--routing_file", routing_file, "--ep_size", 4, "--slots", 20)
+    printed = run(capsys, "report", *group, "--batches", "32,200,500", "--plot", picture)
+    rows = [line.split() for line in printed.splitlines() if line.strip().startswith(("code", "law"))]
+    whole, small = rows[:2], rows[2:]
+    tasks = dict(np.load(routing_file))
+    for row, (name, other) in zip(whole, (("code", "law"), ("law", "code")), strict=True):
+        load = count(tasks[name], 16)
+        plans = {task: Group(16, 20, 1, 1, 4).plan(count(tasks[task], 16)) for task in tasks}
+        own, others = (float(plans[task].imbalance(load, 4).mean()) for task in (name, other))
+        assert row[:2] == [name, "400"]
+        by_task = dict(zip(("code", "law"), map(float, row[4:]), strict=True))
+        assert by_task == {name: pytest.approx(own, abs=6e-4), other: pytest.approx(others, abs=6e-4)}
+        assert by_task[name] < float(row[3])
+    assert [row[:2] for row in small] == [["code", "32"], ["code", "200"], ["law", "32"], ["law", "200"]]
+    assert all(float(row[3]) <= float(row[2]) for row in small)
+    assert matplotlib.image.imread(picture).shape[:2] == (960, 1800)
+
+
 def test_after_a_change_online_is_near_the_new_tasks_own_plan() -> None:
     """Recorded routing, planned on law, then intent: within 0.02 in 50 iterations."""
     tasks = {name: routing(name) for name in ("law", "intent")}
@@ -105,6 +127,7 @@ def test_wrong_flags_are_named(capsys: pytest.CaptureFixture[str], routing_file:
     assert "max_moves is given without previous" in refused(capsys, "plan", *group, "--max_moves", 1)
     assert "ends in '.txt'" in refused(capsys, "plan", *group, "--output_file", tmp_path / "x.txt")
     assert "--tokens is 0" in refused(capsys, "simulate", *group, "--tokens", 0)
+    assert "--batches is '64,x'" in refused(capsys, "report", *group, "--batches", "64,x")
     assert "--link_gbps is 0.0" in refused(capsys, "simulate", *group, "--link_gbps", 0)
     assert "decay is 2" in refused(capsys, "simulate", *group, "--decay", 2)
     wrong = tmp_path / "wrong.json"

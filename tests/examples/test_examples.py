@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import runpy
 import socket
 import subprocess
@@ -49,6 +50,21 @@ def test_a_balanced_layer() -> None:
     told = under_torchrun("balanced.py")
     for rank in range(2):
         assert f"rank {rank} of 2: as a dense layer would give; planned max/mean 1.0" in told
+
+
+def test_a_layer_that_changes_its_placement() -> None:
+    told = under_torchrun("placed_layer.py")
+    for rank in range(2):
+        assert f"rank {rank} of 2: the same output with the planned replicas; max/mean 1." in told
+
+
+def test_layers_that_follow_the_load() -> None:
+    told = under_torchrun("online_balancer.py")
+    for rank in range(2):
+        found = re.search(rf"rank {rank} of 2: (\d+) experts moved; max/mean (\S+) at first, (\S+) now", told)
+        assert found is not None, told
+        assert int(found[1]) > 5
+        assert float(found[3]) < 1.1 < float(found[2])
 
 
 @pytest.mark.parametrize("example", ["layer.py", "moe_layer.py"])

@@ -66,6 +66,8 @@ class Case:
         active: the active ranks; the rounds run on these alone.
         sentinel_rows: of combine; likewise.
         blocks: of both calls, which on CPU are threads; None: as the rule has it.
+        num_stats: numbers of each rank.
+        domain_of: the domain of each rank; None: one.
     """
 
     ep_size: int
@@ -80,6 +82,8 @@ class Case:
     active: tuple[bool, ...] | None = field(default=None)
     sentinel_rows: bool | None = None
     blocks: int | None = None
+    num_stats: int = 0
+    domain_of: tuple[int, ...] | None = None
 
     def options(self) -> dict[str, object]:
         """The arguments of the constructor."""
@@ -90,6 +94,7 @@ class Case:
             "payloads": [putget.Payload(*row) for row in self.payloads],
             "output": putget.Payload(*self.output),
             "combine_dtype": self.wire,
+            "num_stats": self.num_stats,
         }
         if self.sentinel_rows is not None or self.blocks is not None:
             combine = putget.Launch(self.blocks, sentinel_rows=self.sentinel_rows)
@@ -135,6 +140,18 @@ class Case:
             payloads=tuple(random_rows((num_tokens,), row, generator) for row in self.payloads),
             num_valid_tokens=None if played.num_valid is None else played.num_valid[rank],
         )
+
+    def stats(self, index: int, rank: int) -> Tensor | None:
+        """The numbers that `rank` gives in round `index`, if it gives any."""
+        generator = torch.Generator().manual_seed(self.rounds[index].seed * 1009 + 300 + rank)
+        numbers = torch.randint(-(2**31), 2**31, (self.num_stats,), generator=generator).int()
+        return None if self.num_stats == 0 or (index + rank) % 3 == 2 else numbers
+
+    def told(self, index: int) -> Tensor:
+        """[ep_size, num_stats]: what every rank holds then."""
+        zeros = torch.zeros(self.num_stats, dtype=torch.int32)
+        given = [self.stats(index, rank) for rank in range(self.ep_size)]
+        return torch.stack([zeros if numbers is None else numbers for numbers in given])
 
     def needs(self, index: int, rank: int, other: int) -> bool:
         """Whether a combine of `rank` sums any row of `other`, in a round whose ids are all valid."""

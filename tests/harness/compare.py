@@ -23,6 +23,8 @@ class Outcome:
     Attributes:
         invalid: the count that check() raised, 0 if it did not.
         combined: the result of combine, None if the round ended without it.
+        expert_load: what dispatch has counted; None where it was not asked.
+        stats: every rank's numbers, None without.
     """
 
     topk_ids: Tensor
@@ -33,6 +35,8 @@ class Outcome:
     target_slots: Tensor
     invalid: int
     combined: Tensor | None
+    expert_load: Tensor | None = None
+    stats: Tensor | None = None
 
 
 def play(rank: Rank, case: Case, check: bool = True) -> list[Outcome]:
@@ -59,11 +63,17 @@ def play_round(a2a: putget.AllToAll, rank: Rank, case: Case, index: int, check: 
     end = _prepare_end(a2a, rank, case, index)
     rank.meet()
     max_rows = None if played.max_rows is None else played.max_rows[rank.rank]
+    before = torch.arange(case.num_experts, dtype=torch.int32)
+    load = before.to(rank.device, copy=True)
+    beside = {"max_rows": max_rows, "num_valid_tokens": num_valid, "expert_load": load}
+    numbers = case.stats(index, rank.rank)
+    if numbers is not None:
+        beside["stats"] = numbers.to(rank.device)
     if played.in_halves(rank.rank, DISPATCH):
-        a2a.dispatch_start(*arguments, max_rows=max_rows, num_valid_tokens=num_valid)
+        a2a.dispatch_start(*arguments, **beside)
         received = a2a.dispatch_finish()
     else:
-        received = a2a.dispatch(*arguments, max_rows=max_rows, num_valid_tokens=num_valid)
+        received = a2a.dispatch(*arguments, **beside)
     _check_views(received, a2a, case, case.max_rows_of(index, rank.rank))
     seen = {
         "topk_ids": received.topk_ids.cpu().clone(),
@@ -72,6 +82,8 @@ def play_round(a2a: putget.AllToAll, rank: Rank, case: Case, index: int, check: 
         "num_tokens": received.num_tokens.cpu().clone(),
         "target_ranks": a2a.target_ranks.cpu().clone(),
         "target_slots": a2a.target_slots.cpu().clone(),
+        "expert_load": load.cpu() - before,
+        "stats": None if received.stats is None else received.stats.cpu().clone(),
     }
     rank.meet()
     combined = end()
@@ -187,6 +199,12 @@ def check_round(case: Case, index: int, outcomes: dict[int, Outcome], check: boo
         where = f"round {index} rank {rank}: "
         require_same(where + "target_ranks", got.target_ranks, routings[rank].target_ranks)
         require_same(where + "target_slots", got.target_slots, routings[rank].target_slots)
+        if got.expert_load is not None:
+            require_same(where + "expert_load", got.expert_load, routings[rank].expert_load)
+        if (got.stats is None) != (case.num_stats == 0):
+            raise AssertionError(f"{where}stats: {got.stats}")
+        if got.stats is not None:
+            require_same(where + "stats", got.stats, case.told(index))
         require_same(where + "num_tokens", got.num_tokens, want.num_tokens)
         require_same(where + "topk_ids", got.topk_ids, want.topk_ids)
         for src, count in enumerate(want.num_tokens.tolist()):
@@ -203,6 +221,7 @@ def check_round(case: Case, index: int, outcomes: dict[int, Outcome], check: boo
                 rank,
                 case.addend(index, rank),
                 combine_dtype=case.wire,
+                domain_of=case.domain_of,
             )
             require_same(where + "combined", got.combined, wanted)
 

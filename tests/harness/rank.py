@@ -60,6 +60,7 @@ class Rank:
         table = options.get("expert_to_rank")
         if isinstance(table, torch.Tensor):
             options["expert_to_rank"] = table.to(self.device)
-        if self.device.type == "cpu":  # where the rule never has them: here ranks stand for GPUs
+        if self.device.type == "cpu" and self.comm.network is None:
+            # Where the rule never has them: here ranks stand for GPUs. Across domains there are none.
             defaults["tuning"] = putget.Tuning(combine=putget.Launch(sentinel_rows=True))
         return putget.AllToAll(self.comm, **{**defaults, **options})

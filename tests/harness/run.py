@@ -26,6 +26,7 @@ def run_ranks(
     mode: str = "process",
     device: str = "cpu",
     timeout: float = 60.0,
+    network: putget.Network | None = None,
 ) -> list[Any]:
     """Runs `body(rank, *args)` on every rank.
 
@@ -35,6 +36,7 @@ def run_ranks(
         mode: "process" or "thread". On CUDA with fewer GPUs than ranks, all ranks are threads on one GPU.
         device: "cpu" or "cuda".
         timeout: seconds until the ranks count as stuck.
+        network: of threads: what divides them into domains.
 
     Returns:
         The results in rank order.
@@ -45,7 +47,7 @@ def run_ranks(
     if device == "cuda" and torch.cuda.device_count() < size:
         mode = "thread"
     if mode == "thread":
-        return _run_threads(size, body, args, device, timeout)
+        return _run_threads(size, body, args, device, timeout, network)
     results = kept_ranks(size, device).call(body, *args, timeout=timeout)
     return [results[rank] for rank in range(size)]
 
@@ -90,8 +92,15 @@ def _fill_allocator(place: torch.device) -> None:
     blocks += [torch.empty(5 << 20, dtype=torch.uint8, device=place) for _ in range(4)]
 
 
-def _run_threads(size: int, body: Callable[..., Any], args: tuple[Any, ...], device: str, timeout: float) -> list[Any]:
-    comms = putget.Communicator.local(size)
+def _run_threads(
+    size: int,
+    body: Callable[..., Any],
+    args: tuple[Any, ...],
+    device: str,
+    timeout: float,
+    network: putget.Network | None,
+) -> list[Any]:
+    comms = putget.Communicator.local(size, network=network)
     results: list[Any] = [None] * size
     failures: dict[int, str] = {}
     failed = threading.Event()

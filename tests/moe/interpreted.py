@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from putget.balancer import ReplicaChoice, rebalance
+from putget.balancer.choice import BY_PAIR
 from putget.moe import GroupLimitedRouting, SoftmaxRouting, grouped_fp8, grouped_fp8_triton, router_triton
 from tests.moe.test_grouped_fp8 import PRODUCTS
 
@@ -42,6 +44,35 @@ def check_rules() -> None:
             print("chosen" if right else f"otherwise: {rule}, {ids.tolist()}, {want_ids.tolist()}")
 
 
+def check_placed() -> None:
+    """Says "placed" for every way that the router's kernel knows: the slots and counts of ReplicaChoice and torch."""
+    generator = torch.Generator().manual_seed(9)
+    logits = (torch.rand(40, 24, generator=generator) * 4).round()
+    placement = rebalance(torch.arange(1, 25).pow(2).tolist(), 40, 1, 1, 4)
+    want_ids, _ = SoftmaxRouting().route(logits, 5)
+    for rank, how in enumerate(BY_PAIR, start=1):
+        for valid in (None, 17):
+            count = None if valid is None else torch.tensor([valid], dtype=torch.int32)
+            choose = ReplicaChoice(placement, how=how, ep_size=4, ep_rank=rank, ranks_per_node=2)
+            load = torch.full((24,), 3, dtype=torch.int32)
+            slots, _ = router_triton.choose(
+                logits,
+                None,
+                5,
+                groups=(1, 1, 1),
+                sigmoid=False,
+                renormalise=True,
+                scale=1.0,
+                tiny=1e-20,
+                replicas=choose,
+                expert_load=load,
+                num_valid_tokens=count,
+            )
+            want_load = 3 + torch.bincount(want_ids[slice(valid)].flatten(), minlength=24).int()
+            right = torch.equal(slots, choose(want_ids, num_valid_tokens=count)) and torch.equal(load, want_load)
+            print("placed" if right else f"otherwise: {how}, {slots.tolist()}")
+
+
 def check_quantised() -> None:
     """Says "quantised" for all rows and for the rows before a count, also with more of them than programs."""
     x = torch.randn(37, 256, generator=torch.Generator().manual_seed(6))
@@ -62,6 +93,7 @@ def check_quantised() -> None:
 def main() -> None:
     """Says "right" for every product and every kind of tiles."""
     check_rules()
+    check_placed()
     check_quantised()
     for product in PRODUCTS:
         made = product.make()

@@ -19,9 +19,10 @@ SIZES = ((3, 5), (0, 4), (8, 8), (1, 0), (0, 0))
 
 
 def compiled(rank: Rank, backend: str) -> None:
-    """A body: other sizes in every round, padded and not."""
+    """A body: other sizes in every round, padded and not; the first layer's experts have replicas."""
     torch._dynamo.reset()
-    with make_layer(rank, DENSE) as first, make_layer(rank, DENSE, workspace=first.a2a.workspace) as second:
+    placed = make_layer(rank, DENSE, num_slots=12, replica_choice="balanced")
+    with placed as first, make_layer(rank, DENSE, workspace=first.a2a.workspace) as second:
 
         def model(x: Tensor, num_valid: Tensor | None = None) -> Tensor:
             return second(first(x * 2, num_valid_tokens=num_valid)) + x

@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from putget.balancer import ReplicaChoice, rebalance
 from putget.moe import GroupLimitedRouting, Router, SoftmaxRouting
-from putget.moe.router import largest
+from putget.moe.router import Placing, largest
 
 
 def best(scores: list[float], count: int) -> list[int]:
@@ -141,6 +142,26 @@ def test_router_module(device: str) -> None:
     torch.testing.assert_close(expected, scores.topk(3).values, rtol=1e-5, atol=1e-7)
     empty_ids, empty_weights = router(x[:0])
     assert empty_ids.shape == empty_weights.shape == (0, 3)
+
+
+WAYS = ("nearest", "round_robin", "hash", "balanced", "activated")
+
+
+@pytest.mark.parametrize("rule", [SoftmaxRouting(), GroupLimitedRouting(4, 2)], ids=["softmax", "groups"])
+@pytest.mark.parametrize("how", WAYS)
+def test_ids_are_placed_and_counted(how: str, rule: SoftmaxRouting | GroupLimitedRouting, device: str) -> None:
+    placement = rebalance(torch.arange(1, 65).pow(2).tolist(), 96, 1, 1, 8)
+    logits = torch.randn(50, 64, generator=torch.Generator().manual_seed(1), device="cpu").to(device)
+    want, _ = rule.route(logits, 6)
+    for valid in (None, 20):
+        count = None if valid is None else torch.tensor([valid], dtype=torch.int32, device=device)
+        choose = ReplicaChoice(placement, how=how, ep_size=8, ep_rank=1, ranks_per_node=4, device=device)
+        load = torch.full((64,), 7, dtype=torch.int32, device=device)
+        slots, weights = rule.route(logits, 6, None, Placing(choose, load, count))
+        torch.testing.assert_close(weights, rule.route(logits, 6)[1], rtol=0, atol=0)
+        on_host = ReplicaChoice(placement, how=how, ep_size=8, ep_rank=1, ranks_per_node=4)
+        assert torch.equal(slots.cpu(), on_host(want.cpu(), num_valid_tokens=None if count is None else count.cpu()))
+        assert torch.equal(load.cpu() - 7, torch.bincount(want.cpu()[:valid].flatten(), minlength=64).int())
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from tests.project.checkout import BENCH, PACKAGE, ROOT, pyproject
 
 ENTRY_POINT_GROUPS = {"console_scripts", "sglang.srt.plugins", "vllm.general_plugins"}
 LIBRARIES = {
-    PACKAGE / "libputget.so": ("putget.h", "putget_balancer.h"),
+    PACKAGE / "libputget.so": ("putget.h", "putget_nodes.h", "putget_balancer.h"),
     BENCH / "libputget_probe.so": ("putget_probe.h",),
 }
 # What every glibc machine has; the driver is looked up at run time, and CUDA's runtime is linked in.
