@@ -89,15 +89,15 @@ fn after_a_fence_nothing_lands_or_counts() {
         src.write(0, &vec![WRITTEN; len]).unwrap();
         let memory = Memory::new(len);
         let (_dst, desc) = memory.register(&b);
-        let (mut late, mut judged) = (0, 0);
-        for round in 0..rounds(8) {
+        in_the_middle(rounds(8), 300, |round, writes| {
             let before = b.imm_count(IMM);
-            let futures = flood(&a, &src, &desc, 300);
+            let futures = flood(&a, &src, &desc, writes);
             eventually("some have come", || b.imm_count(IMM) >= before + 3);
             arrivals.try_iter().for_each(drop);
             assert_eq!(outcome(|done| b.fence(&a.main_address(), done)), Ok(()), "round {round}");
             memory.poison();
             let fenced = b.imm_count(IMM);
+            let mut late = 0;
             for future in futures {
                 if let Err(error) = future.wait(LONG).unwrap() {
                     assert!(!failure(Err(error)).may_land, "round {round}");
@@ -106,12 +106,11 @@ fn after_a_fence_nothing_lands_or_counts() {
             }
             // What the writer's thread had not looked at before it noticed went out over a new connection.
             let anew = arrivals.try_iter().any(|event| event.down.is_none());
-            judged += usize::from(!anew);
             assert!(anew || (memory.spoilt(), b.imm_count(IMM)) == (0, fenced), "round {round}");
             // What it submits before it has noticed would fail, too.
             down(&events);
-        }
-        assert!(late > 0 && judged > 0, "every fence came after the last write");
+            late > 0 && !anew
+        });
     }
 }
 
@@ -160,15 +159,10 @@ fn after_the_end_of_a_registration_nothing_lands() {
         let (src, _) = a.alloc_mr(len).unwrap();
         src.write(0, &vec![WRITTEN; len]).unwrap();
         let memory = Memory::new(len);
-        let mut refused = 0;
-        for round in 0..10 * rounds(30) {
-            // A machine that is busy may need more rounds until an end comes in the middle.
-            if round >= rounds(30) && refused > 0 {
-                break;
-            }
+        in_the_middle(rounds(30), 40, |round, writes| {
             let (dst, desc) = memory.register(&b);
             let before = b.imm_count(IMM);
-            let futures = flood(&a, &src, &desc, 40);
+            let futures = flood(&a, &src, &desc, writes);
             // Without a sleep: the end is to come in the middle.
             let end = Instant::now() + LONG;
             while b.imm_count(IMM) == before {
@@ -177,6 +171,7 @@ fn after_the_end_of_a_registration_nothing_lands() {
             }
             b.dereg_mr(dst).unwrap();
             memory.poison();
+            let mut refused = 0;
             for future in futures {
                 if let Err(error) = future.wait(LONG).unwrap() {
                     let error = failure(Err(error));
@@ -186,8 +181,8 @@ fn after_the_end_of_a_registration_nothing_lands() {
                 }
             }
             assert_eq!(memory.spoilt(), 0, "round {round}");
-        }
-        assert!(refused > 0, "every registration ended after the last write");
+            refused > 0
+        });
         assert!(events.try_iter().all(|event| event.down.is_none()));
     }
 }
@@ -321,15 +316,15 @@ fn nervous_target(network: &Network) -> (Engine, Receiver<PeerEvent>) {
 }
 
 /// A round: the writer is stopped in the middle, the target fills its memory anew when `shut_out` says that it may, and the
-/// writer goes on. Returns how many of its writes failed.
+/// writer goes on. Returns whether any of its writes failed.
 fn stop_refill_go_on(
-    (target, writer): (&Engine, &mut Writer),
+    (target, writer, writes): (&Engine, &mut Writer, usize),
     memory: &Memory,
     desc: &MrDesc,
     shut_out: impl FnOnce(),
-) -> usize {
+) -> bool {
     let before = target.imm_count(IMM);
-    writer.begin(desc, 150);
+    writer.begin(desc, writes);
     eventually("some have come", || target.imm_count(IMM) >= before + 2);
     writer.signal(libc::SIGSTOP);
     shut_out();
@@ -338,7 +333,7 @@ fn stop_refill_go_on(
     writer.signal(libc::SIGCONT);
     let (failed, _) = writer.end();
     assert_eq!((memory.spoilt(), target.imm_count(IMM)), (0, fenced), "late bytes, late counts");
-    failed
+    failed > 0
 }
 
 #[test]
@@ -347,12 +342,10 @@ fn a_writer_that_was_stopped_writes_nothing_after_it_was_declared_down() {
     let ((b, events), mut writer) = (nervous_target(&network), Writer::start());
     let memory = Memory::new(if matches!(network, Network::Verbs(_)) { 128 << 10 } else { 4 << 20 });
     let (_dst, desc) = memory.register(&b);
-    let mut failed = 0;
-    for _ in 0..rounds(2) {
+    in_the_middle(rounds(2), 150, |_, writes| {
         let lost = || assert_eq!(down(&events), DownReason::HeartbeatLost);
-        failed += stop_refill_go_on((&b, &mut writer), &memory, &desc, lost);
-    }
-    assert!(failed > 0, "the writer was never stopped in the middle");
+        stop_refill_go_on((&b, &mut writer, writes), &memory, &desc, lost)
+    });
 }
 
 #[test]
@@ -361,19 +354,18 @@ fn a_writer_that_was_stopped_writes_nothing_after_a_fence() {
     let ((b, _events), mut writer) = (nervous_target(&network), Writer::start());
     let memory = Memory::new(if matches!(network, Network::Verbs(_)) { 128 << 10 } else { 4 << 20 });
     let (_dst, desc) = memory.register(&b);
-    let (mut failed, mut times) = (0, Vec::new());
+    let mut times = Vec::new();
     let address = writer.address.clone();
-    for _ in 0..rounds(10) {
+    in_the_middle(rounds(10), 150, |_, writes| {
         let fence = || {
             let begin = Instant::now();
             assert_eq!(outcome(|done| b.fence(&address, done)), Ok(()));
             times.push(begin.elapsed());
         };
-        failed += stop_refill_go_on((&b, &mut writer), &memory, &desc, fence);
-    }
+        stop_refill_go_on((&b, &mut writer, writes), &memory, &desc, fence)
+    });
     times.sort_unstable();
     println!("fence: p50 {:?}, p99 {:?}", times[times.len() / 2], times[times.len() * 99 / 100]);
-    assert!(failed > 0, "the writer was never stopped in the middle");
 }
 
 #[test]
@@ -383,11 +375,10 @@ fn a_writer_that_was_stopped_writes_nothing_after_the_end_of_a_registration() {
     let target = builder(&network, 1).heartbeat(Duration::from_millis(100), LONG).secret(b"fence");
     let ((b, events), mut writer) = (watched(target), Writer::start());
     let memory = Memory::new(if matches!(network, Network::Verbs(_)) { 128 << 10 } else { 4 << 20 });
-    let mut refused = 0;
-    for _ in 0..rounds(6) {
+    in_the_middle(rounds(6), 60, |_, writes| {
         let (dst, desc) = memory.register(&b);
         let before = b.imm_count(IMM);
-        writer.begin(&desc, 60);
+        writer.begin(&desc, writes);
         eventually("some have come", || b.imm_count(IMM) >= before + 2);
         writer.signal(libc::SIGSTOP);
         b.dereg_mr(dst).unwrap();
@@ -397,8 +388,7 @@ fn a_writer_that_was_stopped_writes_nothing_after_the_end_of_a_registration() {
         assert_eq!(memory.spoilt(), 0, "late bytes");
         // Over verbs a refused key ends the connection, and a stopped writer cannot say in time what it knows of the rest.
         assert!(failed == by_key || matches!(network, Network::Verbs(_)), "other failures");
-        refused += by_key;
-    }
-    assert!(refused > 0, "the writer was never stopped in the middle");
+        by_key > 0
+    });
     assert!(events.try_iter().all(|event| event.down.is_none()));
 }

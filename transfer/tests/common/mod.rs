@@ -150,6 +150,22 @@ pub fn eventually(what: &str, mut holds: impl FnMut() -> bool) {
     }
 }
 
+/// Rounds of a test in which something is to come in the middle of work: `usual` of them, then others until it has once, at most
+/// ten times as many. On a busy machine all may be over before it comes: the next round has twice the work then. A round says
+/// whether it came in the middle.
+pub fn in_the_middle(usual: usize, work: usize, mut round: impl FnMut(usize, usize) -> bool) {
+    let (mut now, mut met) = (work, false);
+    for number in 0..10 * usual {
+        if number >= usual && met {
+            return;
+        }
+        let came = round(number, now);
+        met |= came;
+        now = if came { work } else { (2 * now).min(16 * work) };
+    }
+    assert!(met, "it always came when all was over");
+}
+
 pub fn noise(len: usize, seed: u64) -> Vec<u8> {
     let mut random = fastrand::Rng::with_seed(seed);
     let mut bytes = vec![0; len];
