@@ -8,8 +8,9 @@ medians over the turns in microseconds a pair, and the ratio to ``AllToAll``: th
 that followed each other. The shape is DeepSeek-V3's, FP8 rows with scales, with random routing.
 
 Ways: ``alltoall`` itself, rows and scales as payloads and experts' rows written in place; ``flashinfer``, MoeAlltoAll
-without rows by source, which carries expert ids as a payload more; ``by_source``, with them; ``tensorrt_llm``, the
-four-payload form. With ``--device cpu`` it only shows that all ways run.
+without rows by source, whose expert ids are the routes; ``ids_travel``, with expert ids as a payload more;
+``by_source``, with rows by source too; ``tensorrt_llm``, the four-payload form. With ``--device cpu`` it only shows
+that all ways run.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from putget.adapters.tensorrt_llm import FourPayloadAllToAll
 
 HIDDEN, TOP_K, EXPERTS = 7168, 8, 256
 LEADING, PAIRS, REPLAYS, TURNS = 4, 20, 20, 9
-WAYS = ("alltoall", "flashinfer", "by_source", "tensorrt_llm")
+WAYS = ("alltoall", "flashinfer", "ids_travel", "by_source", "tensorrt_llm")
 LIMIT_S = 300.0
 
 
@@ -81,6 +82,7 @@ def _pair(way: str, comm: putget.Communicator, tokens: int, device: torch.device
         comm=comm,
         device=device,
         by_source=way == "by_source",
+        ids_are_routes=way == "flashinfer",
     )
 
     def of_flashinfer() -> None:

@@ -95,6 +95,34 @@ def test_recipes_and_runtime_maxima_that_differ(place: Place) -> None:
             assert same_bits(combined[2 * index + 1], expected), (rank, layer)
 
 
+def ids_of_payloads(rank: Rank, layer: Layer) -> list[bool]:
+    """A body: expert ids that are the routes themselves, and ids that travel as a payload, in turns."""
+    ids, weights = (tensor.to(rank.device) for tensor in layer.routes(rank.rank))
+    rows = [tensor.to(rank.device) for tensor in layer.rows(rank.rank)]
+    back = torch.zeros(layer.ep_size, layer.max_tokens_per_rank, layer.hidden_size, dtype=torch.bfloat16)
+    alike = []
+    for by_source in (False, True):
+        ways = [alltoall(rank, layer, by_source=by_source, ids_are_routes=way) for way in (True, False)]
+        for invalid in (None, -1, 3, layer.num_experts):
+            found = []
+            for a2a in ways:
+                got = a2a.dispatch(ids, [*rows, ids, weights], layer.max_tokens_per_rank, invalid, len(rows))
+                found.append(got[len(rows)].clone())
+                assert a2a.received is not None
+                assert len(a2a.received.payloads) - len(rows) == (a2a is ways[1])
+                a2a.combine(back.to(rank.device), layer.max_tokens_per_rank)
+            alike.append(torch.equal(*found))
+        with pytest.raises(ValueError, match=r"input_payloads\[1\] is another tensor than token_selected_experts"):
+            ways[0].dispatch(ids, [*rows, ids.clone(), weights], layer.max_tokens_per_rank, None, len(rows))
+    shared.close_shared(rank.comm)
+    return alike
+
+
+def test_ids_by_which_dispatch_routes_travel_once(place: Place) -> None:
+    layer = place.fit(replace(RAGGED, recipe="bf16", no_expert=0.3))
+    assert place.run(ids_of_payloads, layer) == [[True] * 8] * layer.ep_size
+
+
 def low_precision(rank: Rank, layer: Layer) -> list[torch.Tensor]:
     """A body: rows that come back quantised; by the constructor, and by what install was told."""
     results = []

@@ -66,6 +66,9 @@ class MoeAlltoAll:
             float32 scale for 128 values, half of the bytes. None: the class attribute, which ``install`` sets.
         by_source: Whether rows are indexed by source rank, which costs a copy; False: they lie where they arrive, for
             callers that flatten the first two dimensions. None: the class attribute, which ``install`` sets.
+        ids_are_routes: Whether the payload of ``expert_id_payload_index`` is always token_selected_experts itself, the
+            same tensor on all ranks. Then ids do not travel twice, and slots without a token cost no kernel. None: the
+            class attribute, which ``install`` sets.
         device: Where the rows live; by default the current CUDA device, or the CPU where there is none.
         timeout_s: Deadline of every wait, in seconds.
         warmup_timeout_s: Deadline of set-up and first rounds, in seconds.
@@ -77,6 +80,7 @@ class MoeAlltoAll:
 
     use_low_precision_combine: bool = False
     by_source: bool = True
+    ids_are_routes: bool = False
     _METAINFO_INDEX = flashinfer_layout.METAINFO_INDEX
 
     def __init__(
@@ -95,6 +99,7 @@ class MoeAlltoAll:
         comm: Communicator | None = None,
         use_low_precision_combine: bool | None = None,
         by_source: bool | None = None,
+        ids_are_routes: bool | None = None,
         device: torch.device | str | None = None,
         timeout_s: float = TIMEOUT_S,
         warmup_timeout_s: float = WARMUP_TIMEOUT_S,
@@ -104,6 +109,8 @@ class MoeAlltoAll:
             self.use_low_precision_combine = use_low_precision_combine
         if by_source is not None:
             self.by_source = by_source
+        if ids_are_routes is not None:
+            self.ids_are_routes = ids_are_routes
         if workspace_size_per_rank is None:
             if hidden_size is None:
                 raise ValueError("workspace_size_per_rank and hidden_size are None, expected one of them")
@@ -155,7 +162,7 @@ class MoeAlltoAll:
             num_stats=eplb_stats_num_experts,
         )
         self._part = self._shared.local_rows(workspace_size_per_rank) if self.by_source else None
-        self._rank = RankRounds(self._rounds, self._part, workspace_size_per_rank)
+        self._rank = RankRounds(self._rounds, self._part, workspace_size_per_rank, ids_are_routes=self.ids_are_routes)
 
     @staticmethod
     def get_moe_workspace_size_per_rank(
@@ -422,7 +429,7 @@ def _alone() -> Communicator:
     return Communicator.local(1)[0]
 
 
-def install(*, use_low_precision_combine: bool = False, by_source: bool = True) -> None:
+def install(*, use_low_precision_combine: bool = False, by_source: bool = True, ids_are_routes: bool = False) -> None:
     """Puts putget's ``MoeAlltoAll``, its sizing function and the functions ``moe_a2a_*`` where FlashInfer's are.
 
     It may be called before or after the engine's modules are imported: names that were imported are replaced too.
@@ -430,12 +437,14 @@ def install(*, use_low_precision_combine: bool = False, by_source: bool = True) 
     Args:
         use_low_precision_combine: For engines that combine with ``use_low_precision``.
         by_source: False: for engines that only flatten what dispatch returns; it saves a copy (``MoeAlltoAll``).
+        ids_are_routes: For engines whose payload of expert ids is token_selected_experts itself (``MoeAlltoAll``).
 
     Raises:
         BackendUnavailable: This FlashInfer has no such names, or arguments that putget does not know.
     """
     MoeAlltoAll.use_low_precision_combine = use_low_precision_combine
     MoeAlltoAll.by_source = by_source
+    MoeAlltoAll.ids_are_routes = ids_are_routes
     replacements: Sequence[tuple[str, Any]] = (
         ("MoeAlltoAll", MoeAlltoAll),
         ("moe_a2a_get_workspace_size_per_rank", moe_a2a_get_workspace_size_per_rank),

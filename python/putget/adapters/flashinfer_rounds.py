@@ -27,10 +27,14 @@ class RankRounds:
         part: [size] uint8, the rank's part of FlashInfer's workspace, for rows by source; None: rows stay where they
             arrive, without a copy, and their first two dimensions are for flattening.
         size_per_rank: Bytes of that part, as FlashInfer counts them.
+        ids_are_routes: Whether the payload of expert ids is always what dispatch routes by.
     """
 
-    def __init__(self, rounds: Rounds, part: torch.Tensor | None, size_per_rank: int) -> None:
+    def __init__(
+        self, rounds: Rounds, part: torch.Tensor | None, size_per_rank: int, *, ids_are_routes: bool = False
+    ) -> None:
         self.rounds = rounds
+        self._ids_are_routes = ids_are_routes
         self._part = part
         self._ep_size = rounds.shared.comm.size
         self._tables = table_offsets(self._ep_size, rounds.max_tokens_per_rank, rounds.num_stats)
@@ -85,8 +89,13 @@ class RankRounds:
         self.check("token_selected_experts", ids)
         if ids_index is not None:
             self.check("expert ids in input_payloads", payloads[ids_index])
+            if self._ids_are_routes and payloads[ids_index] is not ids:
+                raise ValueError(
+                    f"input_payloads[{ids_index}] is another tensor than token_selected_experts; with ids_are_routes "
+                    "it is the same one"
+                )
         where = self._place(payloads, rows)
-        weights, carried = self._carried(payloads)
+        weights, carried, ids_travel = self._carried(payloads, ids_index)
         received = self.rounds.dispatch(
             ids,
             None if weights is None else payloads[weights],
@@ -100,9 +109,13 @@ class RankRounds:
         flat = dict(zip(carried, received.flat.payloads, strict=True))
         if weights is not None:
             flat[weights] = received.flat.topk_weights
+        if not ids_travel and ids_index is not None:
+            flat[ids_index] = received.flat.topk_ids
         found = [flat[i] for i in range(len(payloads))]
         if where is None:
-            return self._as_they_lie(found, rows, invalid, ids_index)
+            if ids_index is not None and (ids_travel or invalid != -1):
+                found[ids_index] = self._with_invalid(found[ids_index], rows, invalid)
+            return [tensor.view(self._ep_size, rows, *tensor.shape[1:]) for tensor in found]
         offsets, self.combine_offset = where
         is_row = self._is_row(rows)
         return [
@@ -117,19 +130,24 @@ class RankRounds:
             ValueError, PeerTimeout: As ``dispatch``.
         """
         self.check("token_selected_experts", ids)
-        _, carried = self._carried(payloads)
+        _, carried, _ = self._carried(payloads, None)
         names = [f"input_payloads[{i}]" for i in carried]
         self.rounds.prepare(ids, None, [payloads[i] for i in carried], names=names)
 
-    def _carried(self, payloads: Sequence[Any]) -> tuple[int | None, list[int]]:
-        """Which payload travels as router weights, and which travel as rows."""
+    def _carried(self, payloads: Sequence[Any], ids_index: int | None) -> tuple[int | None, list[int], bool]:
+        """Which payload travels as router weights, which travel as rows, and whether the expert ids are among those.
+
+        Ids by which dispatch routes come with each row anyway, and slots without a token have -1 then. Ranks have to
+        decide alike, so callers say it: some route a dummy row on ranks without tokens, whose payload says "no expert".
+        """
         weights = next((i for i, payload in enumerate(payloads) if self._are_weights(payload)), None)
-        carried = [i for i in range(len(payloads)) if i != weights]
+        routed = ids_index if self._ids_are_routes else None
+        carried = [i for i in range(len(payloads)) if i not in (weights, routed)]
         if not carried:
-            carried, weights = list(range(len(payloads))), None
+            carried, weights, routed = list(range(len(payloads))), None, None
         if self.rounds.output is None:
             self.rounds.output = _row_of(payloads, self._room)
-        return weights, carried
+        return weights, carried, routed is None
 
     def _is_row(self, rows: int) -> torch.Tensor:
         """[ep_size, rows, 1] bool: whether a slot of the last dispatch has a token."""
@@ -168,13 +186,10 @@ class RankRounds:
             )
         return offsets, end
 
-    def _as_they_lie(
-        self, found: list[torch.Tensor], rows: int, invalid: int, ids_index: int | None
-    ) -> list[torch.Tensor]:
-        if ids_index is not None:
-            is_row = (self._slots[:rows, None] < self._counts).view(-1, 1)
-            found[ids_index] = torch.where(is_row, found[ids_index], self._id(invalid))
-        return [tensor.view(self._ep_size, rows, *tensor.shape[1:]) for tensor in found]
+    def _with_invalid(self, flat: torch.Tensor, rows: int, invalid: int) -> torch.Tensor:
+        """Ids as they lie, with this one in slots without a token."""
+        is_row = (self._slots[:rows, None] < self._counts).view(-1, 1)
+        return torch.where(is_row, flat, self._id(invalid))
 
     def _by_source(
         self, flat: torch.Tensor, rows: int, offset: int, is_row: torch.Tensor, invalid: int | None
