@@ -413,6 +413,16 @@ def test_arguments_are_those_of_the_published_class() -> None:
     assert ours[: len(published_arguments)] == published_arguments
 
 
+def test_functions_take_the_published_arguments() -> None:
+    source = upstream("flashinfer") / "flashinfer" / "comm" / "trtllm_moe_alltoall.py"
+    published = {n.name: n for n in ast.parse(source.read_text()).body if isinstance(n, ast.FunctionDef)}
+    replaced = [name for name in dir(flashinfer.functions) if name.startswith("moe_a2a_") and name in published]
+    assert len(replaced) >= 5, replaced
+    for name in replaced:
+        ours = inspect.signature(getattr(flashinfer.functions, name)).parameters
+        assert set(arguments_of(published[name], name)) <= set(ours), name
+
+
 def with_published_mapping(rank: Rank, root: Path) -> torch.Tensor:
     """A body: FlashInfer's own Mapping and communicator over a subgroup-free world."""
     shell(root, "flashinfer", "flashinfer.comm")

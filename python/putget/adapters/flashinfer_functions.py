@@ -202,6 +202,7 @@ def moe_a2a_initialize(
     max_num_tokens: int,
     eplb_stats_num_experts: int = 0,
     *,
+    backend: str = "trtllm",
     comm: Any = None,
 ) -> torch.Tensor:
     """Prepares a rank's part of a workspace: zeros.
@@ -212,6 +213,7 @@ def moe_a2a_initialize(
         ep_size: Ranks of the expert-parallel group.
         max_num_tokens: Most tokens that one rank sends in one round.
         eplb_stats_num_experts: How many numbers ``eplb_local_stats`` has; 0: there are none.
+        backend: Must be "trtllm".
         comm: The group, as a process group or a ``putget.Communicator``; None: the world of torch.distributed where
             it has ep_size ranks, otherwise the ranks are those of this process.
 
@@ -222,6 +224,7 @@ def moe_a2a_initialize(
     Raises:
         ValueError: An argument is wrong or not supported.
     """
+    require_supported(backend=(backend, "trtllm"))
     shape = list(workspace.shape)
     if workspace.dtype != torch.uint8 or len(shape) != 2 or shape[0] != ep_size or workspace.stride(1) != 1:
         raise ValueError(f"workspace is {shape} {workspace.dtype}, expected [{ep_size}, size_per_rank] torch.uint8")
@@ -269,6 +272,9 @@ def moe_a2a_dispatch(
     eplb_local_stats: torch.Tensor | None = None,
     enable_rank_mask: bool = False,
     active_rank_mask: torch.Tensor | None = None,
+    *,
+    backend: str = "trtllm",
+    recv_view_cache: dict[Any, Any] | None = None,
 ) -> tuple[list[torch.Tensor], int, torch.Tensor | None]:
     """Puts each token's rows into the ranks of its experts, once per (token, rank).
 
@@ -286,6 +292,8 @@ def moe_a2a_dispatch(
         eplb_local_stats: [eplb_stats_num_experts] int32 that every rank gets, or None.
         enable_rank_mask: Whether an active_rank_mask is given.
         active_rank_mask: Of ``moe_a2a_active_rank_mask``; where it changes, the ranks that it names agree on it.
+        backend: Must be "trtllm".
+        recv_view_cache: Not used: it stays as it is.
 
     Returns:
         One tensor [ep_size, runtime_max_tokens_per_rank, *] for each payload in the workspace, by source rank, zeros
@@ -298,6 +306,7 @@ def moe_a2a_dispatch(
         ProtocolMisuse: The last dispatch has not been combined.
         PeerTimeout, CapacityExceeded: As ``AllToAll.dispatch``.
     """
+    require_supported(backend=(backend, "trtllm"))
     part = _part_of(workspace, metainfo, ep_rank)
     check_stats(eplb_local_stats, part.num_stats, "eplb_stats_num_experts")
     if ep_size != part.ep_size or not 1 <= runtime_max_tokens_per_rank <= part.max_num_tokens:
@@ -338,6 +347,7 @@ def moe_a2a_combine(
     enable_pdl: bool | None = None,
     enable_rank_mask: bool = False,
     active_rank_mask: torch.Tensor | None = None,
+    backend: str = "trtllm",
 ) -> torch.Tensor:
     """Gets each token's rows back and sums them.
 
@@ -362,6 +372,7 @@ def moe_a2a_combine(
         enable_pdl: Not used.
         enable_rank_mask: As for the dispatch.
         active_rank_mask: That of the dispatch.
+        backend: Must be "trtllm".
 
     Returns:
         [local_num_tokens, *].
@@ -374,7 +385,9 @@ def moe_a2a_combine(
     if output is not None:
         place = workspace.device if workspace.numel() else torch.device("cuda")
         check_output(output, tuple(output.shape), output.dtype, place)
-    require_supported(output_scales=(output_scales, None), output_dtype=(output_dtype, None))
+    require_supported(
+        output_scales=(output_scales, None), output_dtype=(output_dtype, None), backend=(backend, "trtllm")
+    )
     part = _part_of(workspace, metainfo, ep_rank)
     rank = part.last
     if rank is None or rank.rounds.top_k != top_k or ep_size != part.ep_size:
@@ -401,6 +414,8 @@ def moe_a2a_sanitize_expert_ids(
     ep_rank: int,
     invalid_expert_id: int,
     enable_pdl: bool | None = None,
+    *,
+    backend: str = "trtllm",
 ) -> None:
     """Writes an id into every slot without a token of the last dispatch, in place.
 
@@ -411,10 +426,12 @@ def moe_a2a_sanitize_expert_ids(
         ep_rank: This rank.
         invalid_expert_id: What to write.
         enable_pdl: Not used.
+        backend: Must be "trtllm".
 
     Raises:
         ValueError: An argument is wrong, or no dispatch came before.
     """
+    require_supported(backend=(backend, "trtllm"))
     part = _part_of(workspace, metainfo, ep_rank)
     if part.last is None:
         raise ValueError("no dispatch came before: there are no received expert_ids")
