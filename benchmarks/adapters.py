@@ -98,7 +98,8 @@ class Fleet:
 
     def __init__(self, ranks: int, tokens: int, device: torch.device) -> None:
         self._tokens, self._device = tokens, device
-        self._comms = putget.Communicator.local(ranks)
+        # A group each: adapters of one group share a workspace, where objects of several layouts cost more.
+        self._comms = {way: putget.Communicator.local(ranks) for way in WAYS}
         self._alone, self._all = threading.Barrier(ranks), threading.Barrier(ranks + 1)
         self._times: list[list[float]] = [[] for _ in range(ranks)]
         self._way: str | None = None
@@ -124,8 +125,9 @@ class Fleet:
         for thread in self._threads:
             thread.join()
         shared.close_shared()
-        for comm in self._comms:
-            comm.close()
+        for comms in self._comms.values():
+            for comm in comms:
+                comm.close()
 
     def _meet(self) -> None:
         try:
@@ -146,7 +148,7 @@ class Fleet:
             self._all.abort()
 
     def _run(self, rank: int) -> None:
-        pairs = {way: _pair(way, self._comms[rank], self._tokens, self._device) for way in WAYS}
+        pairs = {way: _pair(way, self._comms[way][rank], self._tokens, self._device) for way in WAYS}
         timed = {}
         for way in WAYS:
             for _ in range(2):
