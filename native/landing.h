@@ -14,7 +14,7 @@ class Landing {
   virtual ~Landing() = default;
   virtual void move(uint64_t most_bytes, void* stream) = 0;
   virtual void take(const int32_t* batch, void* stream) = 0;
-  virtual void step(const GatherPlan& gather, void* stream) = 0;
+  virtual void step(const GatherPlan& gather, uint64_t most_bytes, void* stream) = 0;
 
   LandingOrders& orders() { return *orders_; }
   const LandingProgress& progress() const { return *progress_; }

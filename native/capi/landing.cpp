@@ -111,7 +111,7 @@ std::optional<putget::GatherPlan> gather_of(const putget_gathering* gathering) {
                                                       text(from.num_experts));
   require_range("gathering.num_stats", from.num_stats, putget::kToldFirst + 1, kMaxLoads);
   require_range("gathering.interval", from.interval, 1, kMaxLoads);
-  static_assert(sizeof(putget::GatherState) == 3 * sizeof(uint32_t));
+  static_assert(sizeof(putget::GatherState) == 4 * sizeof(uint32_t));
   return putget::GatherPlan{from.told,
                             from.stats,
                             from.load,
@@ -268,11 +268,11 @@ putget_status putget_landing_progress_of(putget_landing* landing, putget_landing
   });
 }
 
-putget_status putget_landing_step(putget_landing* landing, void* stream) {
+putget_status putget_landing_step(putget_landing* landing, uint64_t most_bytes, void* stream) {
   return guarded([&] {
     putget_landing& self = landing_of(landing);
     require(self.gather.has_value(), "the landing was made without gathering: putget_landing_take takes its batches");
-    self.landing->step(*self.gather, stream);
+    self.landing->step(*self.gather, most_bytes, stream);
   });
 }
 

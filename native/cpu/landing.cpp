@@ -22,9 +22,9 @@ class CpuLanding final : public Landing {
     Exec exec;
     take_experts(exec, plan_, batch, scratch_);
   }
-  void step(const GatherPlan& gather, void*) override {
+  void step(const GatherPlan& gather, uint64_t most_bytes, void*) override {
     Exec exec;
-    step_experts(exec, plan_, gather, scratch_);
+    step_experts(exec, plan_, gather, most_bytes, scratch_);
   }
 
  private:

@@ -27,10 +27,11 @@ __global__ void take_kernel(const __grid_constant__ LandingPlan plan, const int3
   take_experts(exec, plan, batch, shared);
 }
 
-__global__ void step_kernel(const __grid_constant__ LandingPlan plan, const __grid_constant__ GatherPlan gather) {
+__global__ void step_kernel(const __grid_constant__ LandingPlan plan, const __grid_constant__ GatherPlan gather,
+                            uint64_t most_bytes) {
   __shared__ LandingScratch shared;
   Exec exec;
-  step_experts(exec, plan, gather, shared);
+  step_experts(exec, plan, gather, most_bytes, shared);
 }
 
 // Orders and progress, in memory that the host and kernels share.
@@ -88,9 +89,9 @@ class CudaLanding final : public Landing {
     take_kernel<<<num_sms_, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(plan_, batch);
     check(cudaGetLastError(), "launching take_kernel");
   }
-  void step(const GatherPlan& gather, void* stream) override {
+  void step(const GatherPlan& gather, uint64_t most_bytes, void* stream) override {
     DeviceScope scope(ordinal_);
-    step_kernel<<<num_sms_, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(plan_, gather);
+    step_kernel<<<num_sms_, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(plan_, gather, most_bytes);
     check(cudaGetLastError(), "launching step_kernel");
   }
 

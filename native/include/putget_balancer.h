@@ -153,7 +153,7 @@ typedef struct putget_gathering {
   uint32_t* of_window;        /* [num_loads] */
   uint32_t* sums;             /* [num_loads], host memory that the device writes: what putget_landing_progress.gathered
                                * says is there */
-  uint32_t* state;            /* [3], {0, num_loads, 0} */
+  uint32_t* state;            /* [4], {0, num_loads, 0, 0} */
   uint32_t num_experts;
   uint32_t num_loads; /* a multiple of num_experts */
   uint32_t num_stats; /* 3 or more */
@@ -224,8 +224,9 @@ PUTGET_API putget_status putget_landing_post(putget_landing* landing, const putg
 PUTGET_API putget_status putget_landing_move(putget_landing* landing, uint64_t most_bytes, void* stream);
 /* Takes what has come of batches up to *batch, a number on the device. */
 PUTGET_API putget_status putget_landing_take(putget_landing* landing, const int32_t* batch, void* stream);
-/* Ends an iteration, likewise: takes the batch that all ranks have told, and adds up the loads that they have told. */
-PUTGET_API putget_status putget_landing_step(putget_landing* landing, void* stream);
+/* Ends an iteration, likewise: takes the batch that all ranks have told, adds up the loads that they have told, and
+ * moves as putget_landing_move does; with `most_bytes` 0 it moves nothing. */
+PUTGET_API putget_status putget_landing_step(putget_landing* landing, uint64_t most_bytes, void* stream);
 /* The host has done with the loads of a window: the next one may begin. */
 PUTGET_API putget_status putget_landing_planned(putget_landing* landing, uint32_t window);
 PUTGET_API putget_status putget_landing_progress_of(putget_landing* landing, putget_landing_progress* progress);

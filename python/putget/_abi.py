@@ -391,7 +391,7 @@ _FUNCTIONS: dict[str, list[Any]] = {
     ],
     "putget_landing_move": [c_void_p, c_uint64, c_void_p],
     "putget_landing_take": [c_void_p, c_void_p, c_void_p],
-    "putget_landing_step": [c_void_p, c_void_p],
+    "putget_landing_step": [c_void_p, c_uint64, c_void_p],
     "putget_landing_planned": [c_void_p, c_uint32],
     "putget_landing_progress_of": [c_void_p, c_void_p],
     "putget_landing_destroy": [c_void_p],

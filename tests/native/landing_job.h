@@ -131,9 +131,15 @@ class LandingRank {
   void run() {
     yield_seed = options_.seed * 1000 + rank_ + 1;
     uint32_t checked = 0;
-    for (uint64_t since = exec_.now_ns(); taken_ != batches_ || !is_done_.load(std::memory_order_relaxed);) {
-      launch_kernel(options_.blocks,
-                    [&](KernelExec exec) { move_experts(exec, plan_, kMostMoved, scratch_[exec.block()]); });
+    uint32_t iteration = 0;
+    for (uint64_t since = exec_.now_ns(); taken_ != batches_ || !is_done_.load(std::memory_order_relaxed);
+         ++iteration) {
+      // By turns a kernel of its own moves, or the one that ends the iteration.
+      const uint64_t by_step = iteration % 2 == 0 ? kMostMoved : 0;
+      if (by_step == 0) {
+        launch_kernel(options_.blocks,
+                      [&](KernelExec exec) { move_experts(exec, plan_, kMostMoved, scratch_[exec.block()]); });
+      }
       words_.landed[rank_].store(stats_[0], std::memory_order_relaxed);
       int32_t least = stats_[0];
       for (uint32_t peer = 0; peer < options_.ranks; ++peer) {
@@ -143,7 +149,7 @@ class LandingRank {
       }
       for (uint32_t i = 0; i < kLayers * kExperts; ++i) loads_[i] += static_cast<int32_t>(i + 1);
       launch_kernel(options_.blocks,
-                    [&](KernelExec exec) { step_experts(exec, plan_, gather_, scratch_[exec.block()]); });
+                    [&](KernelExec exec) { step_experts(exec, plan_, gather_, by_step, scratch_[exec.block()]); });
       check_table(static_cast<uint32_t>(least));
       check_slots(checked, state_.taken);
       checked = state_.taken;

@@ -94,7 +94,7 @@ MISTAKES = {
     ),
     "a table whose next words may change before it is written": (
         TEXT,
-        "pack_flag(end_tables, 0)",
+        "pack_flag(share.end_tables, 0)",
         "pack_flag(state.end.tables, 0)",
     ),
     "loads that change while the host reads them": (STEP, " && planned - 1 == state.window;", ";"),

@@ -310,33 +310,53 @@ PUTGET_PURE uint64_t end_of_share(uint64_t begin, uint64_t most_bytes, uint64_t 
   return blob_bytes - begin < most_bytes ? blob_bytes : begin + most_bytes;
 }
 
-// Puts up to most_bytes of the next order, a multiple of 16, and looks at as many that have come. Waits for nothing.
-// All CTAs of a kernel.
+// What one kernel moves. All CTAs find the same: the state changes behind J4.
+struct MoveShare {
+  bool puts;
+  bool checks;
+  uint64_t put_end;
+  uint64_t check_end;
+};
+
+// Puts up to most_bytes of the next order, a multiple of 16, and looks at as many that have come. All CTAs of a kernel.
+template <class Exec>
+PUTGET_TEXT MoveShare move_share(Exec& exec, const LandingPlan& plan, uint64_t most_bytes) {
+  LandingState& state = *plan.state;
+  const MoveShare share{state.may_put != 0, state.has_landed != 0 && state.wrong == 0,
+                        end_of_share(state.put_bytes, most_bytes, plan.blob_bytes),
+                        end_of_share(state.check_bytes, most_bytes, plan.blob_bytes)};
+  if (share.puts) {
+    const PutOrder order = plan.orders->put[state.put % kOrders];
+    uint8_t* cell = cell_at(plan, order.dst, order.arrival);
+    const uint32_t sum = copy_blob(exec, plan, order.from, cell, true, state.put_bytes, share.put_end);
+    if (sum != 0) exec.add(&state.put_sum, sum);
+  }
+  if (share.checks) {
+    const TakeOrder order = plan.orders->take[state.checked % kOrders];
+    const uint8_t* cell = cell_at(plan, plan.ep_rank, order.arrival);
+    const uint32_t sum = look_at_blob(exec, plan, order.to, cell, state.check_bytes, share.check_end);
+    if (sum != 0) exec.add(&state.check_sum, sum);
+  }
+  return share;
+}
+
+// Notes and tells what has been moved, and looks what the next kernel can do. One thread of the last CTA.
+template <class Exec>
+PUTGET_TEXT void pass_move(Exec& exec, const LandingPlan& plan, const MoveShare& share) {
+  LandingState& state = *plan.state;
+  state.joined = 0;
+  if (share.puts) pass_put(exec, plan, state, share.put_end);
+  if (share.checks) pass_check(exec, plan, state, share.check_end);
+  look_ahead(exec, plan, state);
+}
+
+// The kernel that only moves; it waits for nothing. All CTAs.
 template <class Exec>
 PUTGET_TEXT void move_experts(Exec& exec, const LandingPlan& plan, uint64_t most_bytes, LandingScratch& scratch) {
   exec.wait_for_earlier_work();
-  LandingState& state = *plan.state;
-  const bool puts = state.may_put != 0;
-  const bool checks = state.has_landed != 0 && state.wrong == 0;
-  const uint64_t put_end = end_of_share(state.put_bytes, most_bytes, plan.blob_bytes);
-  const uint64_t check_end = end_of_share(state.check_bytes, most_bytes, plan.blob_bytes);
-  if (puts) {
-    const PutOrder order = plan.orders->put[state.put % kOrders];
-    uint8_t* cell = cell_at(plan, order.dst, order.arrival);
-    const uint32_t sum = copy_blob(exec, plan, order.from, cell, true, state.put_bytes, put_end);
-    if (sum != 0) exec.add(&state.put_sum, sum);
-  }
-  if (checks) {
-    const TakeOrder order = plan.orders->take[state.checked % kOrders];
-    const uint8_t* cell = cell_at(plan, plan.ep_rank, order.arrival);
-    const uint32_t sum = look_at_blob(exec, plan, order.to, cell, state.check_bytes, check_end);
-    if (sum != 0) exec.add(&state.check_sum, sum);
-  }
-  if (!exec.template last_to_arrive<Join::J4>(&state.joined, &scratch.is_last) || exec.thread() != 0) return;
-  state.joined = 0;
-  if (puts) pass_put(exec, plan, state, put_end);
-  if (checks) pass_check(exec, plan, state, check_end);
-  look_ahead(exec, plan, state);
+  const MoveShare share = move_share(exec, plan, most_bytes);
+  if (!exec.template last_to_arrive<Join::J4>(&plan.state->joined, &scratch.is_last) || exec.thread() != 0) return;
+  pass_move(exec, plan, share);
 }
 
 // Writes the tables of batches up to `last`; returns where their orders end. All CTAs of a kernel.
@@ -357,31 +377,16 @@ PUTGET_TEXT uint32_t write_tables(Exec& exec, const LandingPlan& plan, uint32_t 
   return end;
 }
 
-// Tells the host and the sources what has been taken. One thread of the last CTA.
-template <class Exec>
-PUTGET_TEXT void pass_take(Exec& exec, const LandingPlan& plan, uint32_t last, uint32_t end, uint32_t end_tables) {
-  LandingState& state = *plan.state;
-  state.joined = 0;
-  PUTGET_ROLLED
-  for (; state.taken != end; ++state.taken) {
-    const TakeOrder order = plan.orders->take[state.taken % kOrders];
-    for (uint32_t rank = 0; rank < plan.ep_size; ++rank) {
-      if (!plan.active->has(rank)) continue;
-      uint64_t* flag = taken_flag(plan, rank, plan.ep_rank, order.arrival);
-      exec.template publish<Tag::L5>(flag, pack_flag(order.arrival, 0));
-    }
-  }
-  state.written = end_tables;
-  exec.template publish<Tag::H3>(&plan.progress->taken, pack_flag(state.taken, 0));
-  exec.template publish<Tag::H3>(&plan.progress->written, pack_flag(end_tables, 0));
-  if (not_behind(state.agreed, last)) state.agreed = last;
-  exec.template publish<Tag::H3>(&plan.progress->agreed, pack_flag(state.agreed, 0));
-}
+// Where the orders end that one kernel takes.
+struct TakeShare {
+  uint32_t end;
+  uint32_t end_tables;
+};
 
-// Takes what has come of the batches up to `last` into its slots. The caller sees to it that the slots are not in use.
-// All CTAs of a kernel; true in those threads that are the last CTA's.
+// Takes what has come of the batches up to `last` into its slots, and writes their tables. The caller sees to it that
+// the slots are not in use. All CTAs of a kernel.
 template <class Exec>
-PUTGET_TEXT bool take_up_to(Exec& exec, const LandingPlan& plan, uint32_t last, LandingScratch& scratch) {
+PUTGET_TEXT TakeShare take_share(Exec& exec, const LandingPlan& plan, uint32_t last) {
   const LandingState& state = *plan.state;
   uint32_t end = state.taken;
   PUTGET_ROLLED
@@ -391,17 +396,44 @@ PUTGET_TEXT bool take_up_to(Exec& exec, const LandingPlan& plan, uint32_t last, 
     uint8_t* cell = cell_at(plan, plan.ep_rank, order.arrival);
     copy_blob(exec, plan, order.to, cell, false, 0, plan.blob_bytes);  // [L4]
   }
-  const uint32_t end_tables = write_tables(exec, plan, last);
-  if (!exec.template last_to_arrive<Join::J4>(&plan.state->joined, &scratch.is_last)) return false;
-  if (exec.thread() == 0) pass_take(exec, plan, last, end, end_tables);
-  return true;
+  return {end, write_tables(exec, plan, last)};
 }
 
-// The same for *batch, by a kernel of its own.
+// Tells the host and the sources what has been taken; nothing, where that is nothing: a store to the host takes longer
+// than the rest of an idle kernel. One thread of the last CTA.
+template <class Exec>
+PUTGET_TEXT void pass_take(Exec& exec, const LandingPlan& plan, uint32_t last, const TakeShare& share) {
+  LandingState& state = *plan.state;
+  state.joined = 0;
+  const bool takes = state.taken != share.end;
+  PUTGET_ROLLED
+  for (; state.taken != share.end; ++state.taken) {
+    const TakeOrder order = plan.orders->take[state.taken % kOrders];
+    for (uint32_t rank = 0; rank < plan.ep_size; ++rank) {
+      if (!plan.active->has(rank)) continue;
+      uint64_t* flag = taken_flag(plan, rank, plan.ep_rank, order.arrival);
+      exec.template publish<Tag::L5>(flag, pack_flag(order.arrival, 0));
+    }
+  }
+  if (takes) exec.template publish<Tag::H3>(&plan.progress->taken, pack_flag(state.taken, 0));
+  if (state.written != share.end_tables) {
+    state.written = share.end_tables;
+    exec.template publish<Tag::H3>(&plan.progress->written, pack_flag(share.end_tables, 0));
+  }
+  if (state.agreed != last && not_behind(state.agreed, last)) {
+    state.agreed = last;
+    exec.template publish<Tag::H3>(&plan.progress->agreed, pack_flag(last, 0));
+  }
+}
+
+// The kernel that only takes, up to *batch. All CTAs.
 template <class Exec>
 PUTGET_TEXT void take_experts(Exec& exec, const LandingPlan& plan, const int32_t* batch, LandingScratch& scratch) {
   exec.wait_for_earlier_work();
-  take_up_to(exec, plan, static_cast<uint32_t>(*batch), scratch);
+  const auto last = static_cast<uint32_t>(*batch);
+  const TakeShare share = take_share(exec, plan, last);
+  if (!exec.template last_to_arrive<Join::J4>(&plan.state->joined, &scratch.is_last) || exec.thread() != 0) return;
+  pass_take(exec, plan, last, share);
 }
 
 }  // namespace putget

@@ -17,6 +17,7 @@ struct GatherState {
   uint32_t window;      // the last one that has begun to be told
   uint32_t next_load;   // what of it is told now; num_loads: all has been told
   uint32_t iterations;  // behind its beginning
+  uint32_t planned;     // the last one that this rank's host has done with, as far as kernels know
 };
 
 struct GatherPlan {
@@ -87,18 +88,29 @@ PUTGET_TEXT void gather_loads(Exec& exec, const LandingPlan& plan, const GatherP
     gather.stats[kToldFirst + i] = i < gather.num_loads - next ? static_cast<int32_t>(gather.of_window[next + i]) : 0;
   }
   if (exec.thread() != 0) return;
-  *gather.state = {state.window + (begins ? 1 : 0), next, begins ? 0 : state.iterations + 1};
+  const uint32_t window = state.window + (begins ? 1 : 0);
+  // Hosts have done with no later window than this. Where that is known, nothing is read: it takes a microsecond.
+  const uint32_t own =
+      state.planned == window ? window : flag_epoch(exec.template observe<Tag::H2>(&plan.orders->planned));
+  *gather.state = {window, next, begins ? 0 : state.iterations + 1, own};
   if (count != 0 && count == left) exec.template publish<Tag::H3>(&plan.progress->gathered, pack_flag(state.window, 0));
-  const uint32_t own = flag_epoch(exec.template observe<Tag::H2>(&plan.orders->planned));
   gather.stats[1] = static_cast<int32_t>(own + 1);
 }
 
-// Ends an iteration. All CTAs of a kernel.
+// Ends an iteration, and moves up to most_bytes, as move_experts does; 0: it moves nothing. Moving and taking need no
+// order between them: an order that is put comes from a slot which keeps its expert. All CTAs of a kernel.
 template <class Exec>
-PUTGET_TEXT void step_experts(Exec& exec, const LandingPlan& plan, const GatherPlan& gather, LandingScratch& scratch) {
+PUTGET_TEXT void step_experts(Exec& exec, const LandingPlan& plan, const GatherPlan& gather, uint64_t most_bytes,
+                              LandingScratch& scratch) {
   exec.wait_for_earlier_work();
   const Told told = told_by_all(exec, plan, gather);
-  if (!take_up_to(exec, plan, told.batch, scratch)) return;
+  const TakeShare takes = take_share(exec, plan, told.batch);
+  const MoveShare moves = most_bytes == 0 ? MoveShare{} : move_share(exec, plan, most_bytes);
+  if (!exec.template last_to_arrive<Join::J4>(&plan.state->joined, &scratch.is_last)) return;
+  if (exec.thread() == 0) {
+    pass_take(exec, plan, told.batch, takes);
+    if (most_bytes != 0) pass_move(exec, plan, moves);
+  }
   if (told.planned != 0) gather_loads(exec, plan, gather, told.planned);
   exec.sync();
   for (uint32_t i = exec.thread(); i < plan.ep_size * gather.num_stats; i += exec.threads()) gather.told[i] = 0;

@@ -55,7 +55,7 @@ class LoadGathering:
         self._addresses = torch.tensor([load.data_ptr() for load in loads], dtype=torch.int64, device=device)
         self._before = torch.zeros(count, dtype=torch.int32, device=device)
         self._of_window = torch.zeros(count, dtype=torch.int32, device=device)
-        self._state = torch.zeros(3, dtype=torch.int32, device=device)
+        self._state = torch.zeros(4, dtype=torch.int32, device=device)
         self._sums = host_words(count, device)
         self.begin()
 
@@ -84,7 +84,7 @@ class LoadGathering:
         self.stats.zero_()
         self.stats[1] = 1
         self._before.copy_(torch.cat(self._loads))
-        self._state.copy_(torch.tensor([0, self._before.numel(), 0], dtype=torch.int32))
+        self._state.copy_(torch.tensor([0, self._before.numel(), 0, 0], dtype=torch.int32))
 
     def sums(self) -> NDArray[np.int64]:
         """The loads of the window that the landing's progress names, int64 [num_layers, num_experts]."""

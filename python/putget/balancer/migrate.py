@@ -290,17 +290,26 @@ class Landing:
             raise ValueError(f"batch is {batch!r}, expected a tensor of one int32 on {self._device}")
         _abi.call("putget_landing_take", self._require_open(), batch.data_ptr(), current_stream(self._device))
 
-    def step(self) -> None:
+    def step(self, most_bytes: int = 0) -> None:
         """Ends an iteration: what `take` does, for the batch that all ranks have told, and the loads that they told.
+
+        With `most_bytes` it does in the same kernel what `move` does.
 
         On CUDA it enqueues one kernel on the current stream. All ranks call it behind the same round. The `told` of the
         gathering has what the statistics of the iteration's rounds were, or zeros: then nothing is taken. Behind it,
         `told` is zeros, and `stats` is what the next iteration's rounds shall tell.
 
+        Args:
+            most_bytes: as for `move`; 0: nothing is moved.
+
         Raises:
-            ValueError: There is no gathering, or the object is closed.
+            ValueError: There is no gathering, most_bytes is out of range, or the object is closed.
+            PutgetError: As `move`.
         """
-        _abi.call("putget_landing_step", self._require_open(), current_stream(self._device))
+        if most_bytes != 0:
+            check_most_bytes(most_bytes)
+            self.progress()
+        _abi.call("putget_landing_step", self._require_open(), most_bytes, current_stream(self._device))
 
     def planned(self, window: int) -> None:
         """Says that the host has done with the loads of a window. The next one begins when every host has.

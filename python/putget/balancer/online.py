@@ -72,7 +72,7 @@ class Balancer:
     `Landing`. When every rank has told that a batch is there, all of them take it behind the same round: the bytes come
     into their slots, and the tables change. No kernel waits for a host, and no round waits for a move.
 
-    On CUDA `step` enqueues two kernels, and may be captured. The host's part of it is `poll`: it plans and posts, in
+    On CUDA `step` enqueues one kernel, and may be captured. The host's part of it is `poll`: it plans and posts, in
     its own time. While a graph is replayed the host calls `poll` now and then.
 
     Several passes in an iteration (drafts and their check) count together: loads add up, and there is one `step`. All
@@ -198,13 +198,12 @@ class Balancer:
     def step(self) -> None:
         """Ends an iteration, behind its last round. All ranks call it, and none leaves one out.
 
-        On CUDA it enqueues two kernels on the current stream. If nothing is being captured, it also calls `poll`.
+        On CUDA it enqueues one kernel on the current stream. If nothing is being captured, it also calls `poll`.
 
         Raises:
             PutgetError: Bytes that came differ from those that were sent. No rank takes their batch.
         """
-        self._landing.step()
-        self._landing.move(self._most_bytes)
+        self._landing.step(self._most_bytes)
         if self._gathering.stats.device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
             self.poll()
 
