@@ -22,8 +22,8 @@ constexpr uint32_t kHomeSlots = 5;  // experts that stay where they are, and are
 constexpr uint32_t kFreeSlots = 7;  // that experts are taken into
 constexpr uint64_t kPartBytes[] = {80, 4, 36};
 constexpr uint32_t kBlobParts = sizeof(kPartBytes) / sizeof(kPartBytes[0]);
-constexpr uint64_t kMostMoved = 96;              // bytes a kernel
-constexpr uint32_t kFirstArrival = 0xfffffff0u;  // counts wrap early
+constexpr uint64_t kMostMoved[] = {96, 352, 96, 144, 16};  // bytes of kernels in turn: an expert has 144
+constexpr uint32_t kFirstArrival = 0xfffffff0u;            // counts wrap early
 constexpr uint32_t kTableWords = 11;
 constexpr uint32_t kTableEvery = 4;  // batches: those between do not wait for a table
 constexpr uint32_t kLayers = 2;
@@ -135,10 +135,11 @@ class LandingRank {
     for (uint64_t since = exec_.now_ns(); taken_ != batches_ || !is_done_.load(std::memory_order_relaxed);
          ++iteration) {
       // By turns a kernel of its own moves, or the one that ends the iteration.
-      const uint64_t by_step = iteration % 2 == 0 ? kMostMoved : 0;
+      const uint64_t most = kMostMoved[iteration % 5];
+      const uint64_t by_step = iteration % 2 == 0 ? most : 0;
       if (by_step == 0) {
         launch_kernel(options_.blocks,
-                      [&](KernelExec exec) { move_experts(exec, plan_, kMostMoved, scratch_[exec.block()]); });
+                      [&](KernelExec exec) { move_experts(exec, plan_, most, scratch_[exec.block()]); });
       }
       words_.landed[rank_].store(stats_[0], std::memory_order_relaxed);
       int32_t least = stats_[0];

@@ -65,27 +65,28 @@ TEXT, STEP = "protocol/landing/landing.h", "protocol/landing/step.h"
 MISTAKES = {
     "a cell that is not free": (
         TEXT,
-        "state.may_put = is_first || flag_epoch(exec.template observe<Tag::L6>(flag)) == before;",
-        "state.may_put = is_first || flag_epoch(exec.template observe<Tag::L6>(flag)) != before + 1;",
+        "return is_first || flag_epoch(exec.template observe<Tag::L6>(flag)) == before;",
+        "return is_first || flag_epoch(exec.template observe<Tag::L6>(flag)) != before + 1;",
     ),
     "an arrival that is not the wanted one": (
         TEXT,
-        "state.has_landed = flag_epoch(flag) == order.arrival;",
-        "state.has_landed = flag_epoch(flag) != plan.first;",
+        "if (flag_epoch(flag) != order.arrival) break;",
+        "if (flag_epoch(flag) == plan.first) break;",
     ),
     "a put that is told of before its last part": (
         TEXT,
-        "  state.put_bytes = end;\n  if (end != plan.blob_bytes) return;\n",
-        "  state.put_bytes = end;\n  if (end < plan.blob_bytes / 2) return;\n",
+        "end / plan.blob_bytes);\n  state.put_bytes = end - count * plan.blob_bytes;",
+        "(end + plan.blob_bytes / 2) / plan.blob_bytes);\n"
+        "  state.put_bytes = end < plan.blob_bytes ? 0 : end % plan.blob_bytes;",
     ),
     "a cell that is free before it is taken": (
         TEXT,
-        "  ++state.checked;\n  state.check_bytes",
+        "    ++state.checked;\n",
         "  const TakeOrder taken = plan.orders->take[state.checked % kOrders];\n"
         "  for (uint32_t rank = 0; rank < plan.ep_size; ++rank) {\n"
         "    exec.template publish<Tag::L5>(taken_flag(plan, rank, plan.ep_rank, taken.arrival), "
         "pack_flag(taken.arrival, 0));\n  }\n"
-        "  ++state.checked;\n  state.check_bytes",
+        "    ++state.checked;\n",
     ),
     "a table that changes before its batch is taken": (
         TEXT,

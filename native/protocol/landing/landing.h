@@ -11,6 +11,7 @@
 namespace putget {
 
 constexpr uint32_t kMaxCells = kMaxParts / 2;  // of a landing area: experts that it has room for
+constexpr uint32_t kAhead = 8;                 // experts that one kernel puts, or looks at, at most
 // Orders of each kind that are posted and not done, at most; and batches that kernels have not seen.
 #if defined(PUTGET_STRESS)
 constexpr uint32_t kOrders = 4;
@@ -95,17 +96,17 @@ struct LandingState {
   uint32_t put;    // orders done
   uint32_t checked;
   uint32_t taken;
-  uint32_t written;      // tables
-  uint32_t agreed;       // the last batch that `take` was called with
-  uint32_t may_put;      // 1: the cell of the next put is free
-  uint32_t has_landed;   // 1: what the next take waits for has come,
-  uint32_t landed_sum;   // ... and this is its sum
-  uint32_t wrong;        // 1: it differs; no more is checked
-  uint64_t put_bytes;    // of the next put that are on their way,
-  uint64_t check_bytes;  // ... of the next take that have been looked at,
-  uint32_t put_sum;      // ... and their sums
-  uint32_t check_sum;
-  uint32_t joined;  // CTAs at J4
+  uint32_t written;             // tables
+  uint32_t agreed;              // the last batch that `take` was called with
+  uint32_t can_put;             // puts from the next one on whose cells are free
+  uint32_t can_check;           // takes from the next one on that have come,
+  uint32_t wrong;               // 1: bytes differ from their sum; no more is checked
+  uint64_t put_bytes;           // of the next put that are on their way,
+  uint64_t check_bytes;         // ... of the next take that have been looked at
+  uint32_t landed_sum[kAhead];  // sums of takes that have come, as their sources say,
+  uint32_t check_sum[kAhead];   // ... of what has been looked at,
+  uint32_t put_sum[kAhead];     // ... and of what is on its way
+  uint32_t joined;              // CTAs at J4
 };
 
 struct LandingPlan {
@@ -254,100 +255,133 @@ PUTGET_TEXT uint32_t orders_done(Exec& exec, const uint64_t& progress) {
   return flag_epoch(exec.template observe<Tag::H4>(&progress));
 }
 
-// What the next kernel can do, by one thread of the last CTA.
 template <class Exec>
-PUTGET_TEXT void look_ahead(Exec& exec, const LandingPlan& plan, LandingState& state) {
+PUTGET_TEXT bool cell_is_free(Exec& exec, const LandingPlan& plan, const PutOrder& order) {
+  const uint32_t before = order.arrival - plan.cells;  // of the same cell
+  const uint64_t* flag = taken_flag(plan, plan.ep_rank, order.dst, order.arrival);
+  const bool is_first = order.arrival - plan.first <= plan.cells;
+  return is_first || flag_epoch(exec.template observe<Tag::L6>(flag)) == before;
+}
+
+// How many experts in a row the next kernel can work on: `can` are known already, `left` are posted.
+PUTGET_PURE bool is_enough(const LandingPlan& plan, uint32_t can, uint32_t left, uint64_t begin, uint64_t most_bytes) {
+  return can == left || can == kAhead || can * plan.blob_bytes >= begin + most_bytes;
+}
+
+// What the next kernel can do, if it moves as many bytes. One thread of the last CTA.
+template <class Exec>
+PUTGET_TEXT void look_ahead(Exec& exec, const LandingPlan& plan, LandingState& state, uint64_t most_bytes) {
   const uint32_t batch = flag_epoch(exec.template observe<Tag::H2>(&plan.orders->posted));
   if (batch != state.batch) {
     state.batch = batch;
     state.end = plan.orders->end[batch % kOrders];
     exec.template publish<Tag::H3>(&plan.progress->batch, pack_flag(batch, 0));
   }
-  if (state.may_put == 0 && state.put != state.end.puts) {
-    const PutOrder& order = plan.orders->put[state.put % kOrders];
-    const uint32_t before = order.arrival - plan.cells;  // of the same cell
-    const bool is_first = order.arrival - plan.first <= plan.cells;
-    const uint64_t* flag = taken_flag(plan, plan.ep_rank, order.dst, order.arrival);
-    state.may_put = is_first || flag_epoch(exec.template observe<Tag::L6>(flag)) == before;
+  while (!is_enough(plan, state.can_put, state.end.puts - state.put, state.put_bytes, most_bytes)) {
+    if (!cell_is_free(exec, plan, plan.orders->put[(state.put + state.can_put) % kOrders])) break;
+    ++state.can_put;
   }
-  if (state.has_landed == 0 && state.checked != state.end.takes) {
-    const TakeOrder& order = plan.orders->take[state.checked % kOrders];
+  while (!is_enough(plan, state.can_check, state.end.takes - state.checked, state.check_bytes, most_bytes)) {
+    const TakeOrder& order = plan.orders->take[(state.checked + state.can_check) % kOrders];
     const uint64_t flag = exec.template observe<Tag::L3>(landed_flag(plan, plan.ep_rank, order.src, order.arrival));
-    state.has_landed = flag_epoch(flag) == order.arrival;
-    state.landed_sum = flag_value(flag);
+    if (flag_epoch(flag) != order.arrival) break;
+    state.landed_sum[state.can_check++] = flag_value(flag);
   }
   *plan.landed = static_cast<int32_t>(
       state.checked == state.end.takes ? state.batch : plan.orders->take[state.checked % kOrders].batch - 1);
 }
 
-// Ends this kernel's part of a put: the last one tells the rank that shall have the expert.
+// The first `count` sums have been used.
+PUTGET_PURE void drop_sums(uint32_t (&sums)[kAhead], uint32_t count) {
+  for (uint32_t i = 0; i < kAhead; ++i) sums[i] = i + count < kAhead ? sums[i + count] : 0;
+}
+
+// Ends this kernel's part of the puts: of each whose last bytes it put, it tells the rank that shall have the expert.
 template <class Exec>
 PUTGET_TEXT void pass_put(Exec& exec, const LandingPlan& plan, LandingState& state, uint64_t end) {
-  state.put_bytes = end;
-  if (end != plan.blob_bytes) return;
-  const PutOrder& order = plan.orders->put[state.put % kOrders];
-  uint64_t* flag = landed_flag(plan, order.dst, plan.ep_rank, order.arrival);
-  exec.template publish<Tag::L2>(flag, pack_flag(order.arrival, state.put_sum));
-  ++state.put;
-  state.put_bytes = state.put_sum = state.may_put = 0;
+  const auto count = static_cast<uint32_t>(end / plan.blob_bytes);
+  state.put_bytes = end - count * plan.blob_bytes;
+  if (count == 0) return;
+  for (uint32_t i = 0; i < count; ++i) {
+    const PutOrder& order = plan.orders->put[state.put % kOrders];
+    uint64_t* flag = landed_flag(plan, order.dst, plan.ep_rank, order.arrival);
+    exec.template publish<Tag::L2>(flag, pack_flag(order.arrival, state.put_sum[i]));
+    ++state.put;
+  }
+  state.can_put -= count;
+  drop_sums(state.put_sum, count);
   exec.template publish<Tag::H3>(&plan.progress->put, pack_flag(state.put, 0));
 }
 
 template <class Exec>
 PUTGET_TEXT void pass_check(Exec& exec, const LandingPlan& plan, LandingState& state, uint64_t end) {
-  state.check_bytes = end;
-  if (end != plan.blob_bytes) return;
-  if (state.check_sum != state.landed_sum) {
-    state.wrong = 1;
-    exec.template publish<Tag::H3>(&plan.progress->wrong, pack_flag(state.checked + 1, 0));
-    return;
+  const auto count = static_cast<uint32_t>(end / plan.blob_bytes);
+  state.check_bytes = end - count * plan.blob_bytes;
+  for (uint32_t i = 0; i < count; ++i) {
+    if (state.check_sum[i] != state.landed_sum[i]) {
+      state.wrong = 1;
+      exec.template publish<Tag::H3>(&plan.progress->wrong, pack_flag(state.checked + 1, 0));
+      return;
+    }
+    ++state.checked;
   }
-  ++state.checked;
-  state.check_bytes = state.check_sum = state.has_landed = 0;
+  state.can_check -= count;
+  drop_sums(state.check_sum, count);
+  drop_sums(state.landed_sum, count);
 }
 
-PUTGET_PURE uint64_t end_of_share(uint64_t begin, uint64_t most_bytes, uint64_t blob_bytes) {
-  return blob_bytes - begin < most_bytes ? blob_bytes : begin + most_bytes;
+// Experts lie one behind the other here: where a share ends that begins in the first of `can`.
+PUTGET_PURE uint64_t end_of_share(uint64_t begin, uint64_t most_bytes, uint64_t can, uint64_t blob_bytes) {
+  if (can == 0) return begin;
+  return can * blob_bytes - begin < most_bytes ? can * blob_bytes : begin + most_bytes;
 }
 
-// What one kernel moves. All CTAs find the same: the state changes behind J4.
+// What one kernel moves: the ends of its shares. All CTAs find the same: the state changes behind J4.
 struct MoveShare {
-  bool puts;
-  bool checks;
   uint64_t put_end;
   uint64_t check_end;
 };
 
-// Puts up to most_bytes of the next order, a multiple of 16, and looks at as many that have come. All CTAs of a kernel.
+// Puts up to most_bytes of the next orders, a multiple of 16, and looks at as many that have come. All CTAs of a
+// kernel.
 template <class Exec>
 PUTGET_TEXT MoveShare move_share(Exec& exec, const LandingPlan& plan, uint64_t most_bytes) {
   LandingState& state = *plan.state;
-  const MoveShare share{state.may_put != 0, state.has_landed != 0 && state.wrong == 0,
-                        end_of_share(state.put_bytes, most_bytes, plan.blob_bytes),
-                        end_of_share(state.check_bytes, most_bytes, plan.blob_bytes)};
-  if (share.puts) {
-    const PutOrder order = plan.orders->put[state.put % kOrders];
+  const uint64_t blob = plan.blob_bytes;
+  const uint32_t can_check = state.wrong == 0 ? state.can_check : 0;
+  const MoveShare share{end_of_share(state.put_bytes, most_bytes, state.can_put, blob),
+                        end_of_share(state.check_bytes, most_bytes, can_check, blob)};
+  uint64_t at = state.put_bytes;
+  PUTGET_ROLLED
+  for (uint32_t i = 0; at < share.put_end; ++i) {
+    const PutOrder order = plan.orders->put[(state.put + i) % kOrders];
+    const uint64_t end = share.put_end < (i + 1) * blob ? share.put_end : (i + 1) * blob;
     uint8_t* cell = cell_at(plan, order.dst, order.arrival);
-    const uint32_t sum = copy_blob(exec, plan, order.from, cell, true, state.put_bytes, share.put_end);
-    if (sum != 0) exec.add(&state.put_sum, sum);
+    const uint32_t sum = copy_blob(exec, plan, order.from, cell, true, at - i * blob, end - i * blob);
+    if (sum != 0) exec.add(&state.put_sum[i], sum);
+    at = end;
   }
-  if (share.checks) {
-    const TakeOrder order = plan.orders->take[state.checked % kOrders];
+  at = state.check_bytes;
+  PUTGET_ROLLED
+  for (uint32_t i = 0; at < share.check_end; ++i) {
+    const TakeOrder order = plan.orders->take[(state.checked + i) % kOrders];
+    const uint64_t end = share.check_end < (i + 1) * blob ? share.check_end : (i + 1) * blob;
     const uint8_t* cell = cell_at(plan, plan.ep_rank, order.arrival);
-    const uint32_t sum = look_at_blob(exec, plan, order.to, cell, state.check_bytes, share.check_end);
-    if (sum != 0) exec.add(&state.check_sum, sum);
+    const uint32_t sum = look_at_blob(exec, plan, order.to, cell, at - i * blob, end - i * blob);
+    if (sum != 0) exec.add(&state.check_sum[i], sum);
+    at = end;
   }
   return share;
 }
 
 // Notes and tells what has been moved, and looks what the next kernel can do. One thread of the last CTA.
 template <class Exec>
-PUTGET_TEXT void pass_move(Exec& exec, const LandingPlan& plan, const MoveShare& share) {
+PUTGET_TEXT void pass_move(Exec& exec, const LandingPlan& plan, const MoveShare& share, uint64_t most_bytes) {
   LandingState& state = *plan.state;
   state.joined = 0;
-  if (share.puts) pass_put(exec, plan, state, share.put_end);
-  if (share.checks) pass_check(exec, plan, state, share.check_end);
-  look_ahead(exec, plan, state);
+  pass_put(exec, plan, state, share.put_end);
+  if (state.wrong == 0) pass_check(exec, plan, state, share.check_end);
+  look_ahead(exec, plan, state, most_bytes);
 }
 
 // The kernel that only moves; it waits for nothing. All CTAs.
@@ -356,7 +390,7 @@ PUTGET_TEXT void move_experts(Exec& exec, const LandingPlan& plan, uint64_t most
   exec.wait_for_earlier_work();
   const MoveShare share = move_share(exec, plan, most_bytes);
   if (!exec.template last_to_arrive<Join::J4>(&plan.state->joined, &scratch.is_last) || exec.thread() != 0) return;
-  pass_move(exec, plan, share);
+  pass_move(exec, plan, share, most_bytes);
 }
 
 // Writes the tables of batches up to `last`; returns where their orders end. All CTAs of a kernel.

@@ -109,7 +109,7 @@ PUTGET_TEXT void step_experts(Exec& exec, const LandingPlan& plan, const GatherP
   if (!exec.template last_to_arrive<Join::J4>(&plan.state->joined, &scratch.is_last)) return;
   if (exec.thread() == 0) {
     pass_take(exec, plan, told.batch, takes);
-    if (most_bytes != 0) pass_move(exec, plan, moves);
+    if (most_bytes != 0) pass_move(exec, plan, moves, most_bytes);
   }
   if (told.planned != 0) gather_loads(exec, plan, gather, told.planned);
   exec.sync();
