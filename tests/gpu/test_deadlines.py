@@ -149,10 +149,10 @@ def full_case(ep_size: int) -> Case:
     return case_of(ep_size, (Round(11, (8,) * ep_size),))
 
 
-def expect_fault(fault: Fault, rank: int, phase: str, epoch: int, missing: int) -> None:
+def expect_fault(fault: Fault, rank: int, phase: str, epoch: int, missing: int, timeout_s: float = TIMEOUT_S) -> None:
     wanted = ("PeerTimeout", phase, rank, epoch, (missing,))
     assert fault.raised == {"dispatch": wanted, "combine": wanted, "check": wanted}
-    assert TIMEOUT_S * 0.9 <= fault.seconds < TIMEOUT_S * 2
+    assert timeout_s * 0.9 <= fault.seconds < timeout_s * 2
     assert fault.launch_seconds < TIMEOUT_S / 2
 
 
@@ -184,9 +184,11 @@ def test_a_combine_without_one_peer(peers: Ranks) -> None:
 def test_the_first_round_has_its_own_deadline(peers: Ranks) -> None:
     """The missing rank has opened the object and never starts."""
     case, missing = full_case(peers.size), peers.size - 1
-    peers.call(open_object, "a2a", case, {"timeout_s": 0.2, "warmup_timeout_s": TIMEOUT_S})
+    # It is the deadline of set-up too, which takes longer beside other work.
+    first_s = 4 * TIMEOUT_S
+    peers.call(open_object, "a2a", case, {"timeout_s": 0.2, "warmup_timeout_s": first_s})
     for rank, fault in peers.call(lonely_dispatch, case, missing, ranks=range(missing)).items():
-        expect_fault(fault, rank, "dispatch", epoch=1, missing=missing)
+        expect_fault(fault, rank, "dispatch", epoch=1, missing=missing, timeout_s=first_s)
 
 
 def close_first(rank: Rank, case: Case) -> tuple[Any, ...] | None:
