@@ -15,7 +15,8 @@ from putget import _abi, hardware
 from putget._agreement import Agreement
 from putget._handshake import Listener, Meeting, host_identity
 from putget._mesh import Deadline, Mesh, require_descriptors
-from putget.domains import LocalNetwork, Network, check_local
+from putget._networks import LocalNetwork, NativeNetwork
+from putget.domains import Network, check_local
 from putget.errors import PutgetError
 
 _CONNECT_TIMEOUT_S = 60.0
@@ -98,7 +99,7 @@ class Communicator:
     rank: int
     size: int
     domain_of: tuple[int, ...]
-    network: LocalNetwork | None
+    network: NativeNetwork | None
 
     def __init__(self, group: Any = None) -> None:
         if not dist.is_available() or not dist.is_initialized():

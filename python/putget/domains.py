@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,24 +54,3 @@ def check_local(network: Network | None) -> Network:
     if network.provider not in ("auto", "sim"):
         raise ValueError(f"network provider is {network.provider!r}, ranks of one process have 'sim' alone")
     return network
-
-
-class LocalNetwork:
-    """The native network between ranks of this process, and the thread that steps their proxies.
-
-    Args:
-        size: Ranks, 2 to 128.
-        seed: Of the order in which writes arrive.
-
-    Attributes:
-        handle: For native calls.
-    """
-
-    def __init__(self, size: int, seed: int = 1) -> None:
-        self.handle = ctypes.c_void_p()
-        _abi.call("putget_network_local", size, seed, ctypes.byref(self.handle))
-
-    def __del__(self) -> None:
-        handle, self.handle = getattr(self, "handle", None), ctypes.c_void_p()
-        if handle:
-            _abi.library().putget_network_destroy(handle)
