@@ -161,7 +161,8 @@ uint8_t* Nodes::place(std::vector<uint64_t>& storage, uint64_t bytes) {
 
 uint32_t Nodes::add_region(uint8_t* start, uint64_t bytes) {
   uint32_t region = 0;
-  check(transport_.add_region(transport_.self, start, bytes, -1, &region));
+  // An agent of nobody has a region, too: writes to it carry immediates alone, and networks take no empty ones.
+  check(transport_.add_region(transport_.self, start, std::max<uint64_t>(bytes, 1), -1, &region));
   regions_.push_back(region);
   return region;
 }

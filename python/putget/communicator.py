@@ -15,8 +15,8 @@ from putget import _abi, hardware
 from putget._agreement import Agreement
 from putget._handshake import Listener, Meeting, host_identity
 from putget._mesh import Deadline, Mesh, require_descriptors
-from putget._networks import LocalNetwork, NativeNetwork
-from putget.domains import Network, check_local
+from putget._networks import NativeNetwork
+from putget.domains import Network, check_local, join_local
 from putget.errors import PutgetError
 
 _CONNECT_TIMEOUT_S = 60.0
@@ -124,18 +124,20 @@ class Communicator:
         Args:
             n: Number of ranks, 1 to 128.
             network: Divides the ranks into virtual domains. Rows between domains then travel as between hosts: by
-                messages, proxies and a network, which are threads of this process. For CPU ranks.
+                messages, proxies and a network. For CPU ranks.
 
         Returns:
             The communicators of ranks 0 to n - 1.
 
         Raises:
             ValueError: n is out of range, or network is none between ranks of a process.
+            BackendUnavailable: The network needs the transfer engine, which is not there.
         """
         if not isinstance(n, int) or isinstance(n, bool) or not 1 <= n <= _abi.MAX_RANKS:
             raise ValueError(f"n is {n!r}, allowed are ints from 1 to {_abi.MAX_RANKS}")
-        domain_of = check_local(network).domain_of(n)
-        joined = LocalNetwork(n) if max(domain_of) > 0 else None
+        network = check_local(network)
+        domain_of = network.domain_of(n)
+        joined = join_local(network, n) if max(domain_of) > 0 else [None] * n
         require_descriptors(n * (n + 1))
         connections: list[dict[int, socket.socket]] = [{} for _ in range(n)]
         for rank in range(n):
@@ -145,7 +147,7 @@ class Communicator:
         communicators = tuple(cls.__new__(cls) for _ in range(n))
         for rank, communicator in enumerate(communicators):
             communicator._set(rank, n, Mesh(rank, connections[rank], one_host=True), group)
-            communicator.domain_of, communicator.network = domain_of, joined
+            communicator.domain_of, communicator.network = domain_of, joined[rank]
         return communicators
 
     def _set(self, rank: int, size: int, mesh: Mesh, local_group: _LocalGroup | None) -> None:
