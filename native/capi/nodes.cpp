@@ -7,6 +7,7 @@
 #include <thread>
 
 #include "capi/alltoall.h"
+#include "capi/blame.h"
 #include "capi/guard.h"
 #include "capi/memory.h"
 #include "capi/network.h"
@@ -236,6 +237,7 @@ void Nodes::dispatch(const Plan& plan, const DispatchCall& call, const Limits& l
   require(runs_, "putget_nodes_run has not been called");
   if (call.half != Half::kFinish) memory_->pack(plan, nodes_, call, stream);
   memory_->dispatch(plan, call, limits, stream);
+  name_the_lost();
   if (call.half != Half::kStart) memory_->unpack(plan, nodes_, call.max_rows, stream);
 }
 
@@ -247,13 +249,20 @@ void Nodes::combine(const Plan& plan, const CombineCall& call, const Limits& lim
     of_domain.half = Half::kStart;
     memory_->close_round(plan, nodes_, kEndedByCombine, stream);
     memory_->combine(plan, of_domain, limits, stream);
+    name_the_lost();
     memory_->serve_sources(plan, nodes_, stream);
   }
   if (call.half != Half::kStart) {
     of_domain.half = Half::kFinish;
     memory_->combine(plan, of_domain, limits, stream);
+    name_the_lost();
     memory_->sum_domains(plan, nodes_, call, stream);
   }
+}
+
+void Nodes::name_the_lost() {
+  if (__atomic_load_n(&memory_->fault()->kind, __ATOMIC_ACQUIRE) == 0) return;
+  blame_the_lost(*memory_->fault(), nodes_.domains, rank_, nodes_.board_of(rank_));
 }
 
 void Nodes::release(const Plan& plan, void* stream) {

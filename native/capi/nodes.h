@@ -47,6 +47,7 @@ class Nodes {
   uint32_t add_region(uint8_t* start, uint64_t bytes);
   void check(int status) const;
   void end_last_round();
+  void name_the_lost();
 
   // The thread that steps the proxy uses them until this goes, in whatever order a caller lets go of them.
   const std::shared_ptr<Backend> memory_;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,19 +14,23 @@ PROVIDERS = ("auto", "verbs", "efa", "tcp", "shm", "nvlink", "sim")
 NAMED_NICS = ("tcp", "verbs")  # where a caller may say which
 MOST_NICS = 4
 LOCAL_PROVIDERS = ("auto", "sim", "tcp", "shm")
+GROUP_PROVIDERS = ("auto", "tcp", "shm", "verbs")
 LOOPBACK = ("127.0.0.1",)
 
 
 @dataclass(frozen=True)
 class Network:
-    """How domains are joined, for ``Communicator.local(network=)``.
+    """How domains are joined, for ``Communicator(network=)`` and ``Communicator.local(network=)``.
 
     Attributes:
-        provider: "sim" or "auto": threads of this process copy what ranks write, in random order. "tcp" and "shm": a
-            transfer engine for each rank (the package putget_transfer), over sockets or this host's shared memory.
-            "verbs", "efa" and "nvlink" are names that this version knows and does not have.
-        nics: Of "tcp": this host's addresses, 1 to 4. None: the loopback.
-        domain_size: Ranks of a domain; the last domain has what is left. None: all ranks are one domain.
+        provider: "tcp" and "shm": a transfer engine for each rank (the package putget_transfer), over sockets or one
+            host's shared memory. "verbs": the engine over InfiniBand or RoCE, between processes; not tested here.
+            "sim": for ranks of one process, threads copy what ranks write, in random order. "auto": "sim" for ranks of
+            one process, "shm" on one host, else "tcp". "efa" and "nvlink" are names that this version does not have.
+        nics: This host's, 1 to 4: addresses for "tcp", devices for "verbs". None: the loopback on one host, else those
+            that the engine chooses.
+        domain_size: Ranks of a domain, which share a host; the last domain has what is left. None: a domain for each
+            host.
 
     Raises:
         ValueError: provider is no name of one, nics are none, or domain_size is no int from 1 to 128.
@@ -55,10 +60,29 @@ class Network:
         if self.provider not in NAMED_NICS:
             raise ValueError(f"nics is {nics!r}, but provider {self.provider!r} has none to choose from")
 
-    def domain_of(self, size: int) -> tuple[int, ...]:
-        """The domain of each of ``size`` ranks: contiguous blocks, numbered from 0."""
-        block = self.domain_size or size
-        return tuple(rank // block for rank in range(size))
+    def agreed(self) -> dict[str, Any]:
+        """What all ranks have to say alike. NICs have other names on other hosts."""
+        return {"provider": self.provider, "domain_size": self.domain_size}
+
+    def domain_of(self, size: int, hosts: Sequence[str] | None = None) -> tuple[int, ...]:
+        """The domain of each of ``size`` ranks, numbered from 0: contiguous blocks, or the hosts.
+
+        Raises:
+            ValueError: A domain's ranks are on several hosts.
+        """
+        if hosts is None:
+            hosts = [""] * size
+        if self.domain_size is None:
+            numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
+            return tuple(numbers[host] for host in hosts)
+        domains = tuple(rank // self.domain_size for rank in range(size))
+        for rank, domain in enumerate(domains):
+            if hosts[rank] != hosts[domain * self.domain_size]:
+                raise ValueError(
+                    f"domain_size is {self.domain_size}, but ranks {domain * self.domain_size} and {rank} are on "
+                    "different hosts"
+                )
+        return domains
 
 
 def check_local(network: Network | None) -> Network:
@@ -76,6 +100,31 @@ def check_local(network: Network | None) -> Network:
     return network
 
 
+def check_group(network: Network | None) -> None:
+    """Whether a network can join the processes of a group.
+
+    Raises:
+        ValueError: It is no putget.Network, or none between processes in this version.
+    """
+    if network is None:
+        return
+    if not isinstance(network, Network):
+        raise ValueError(f"network is {network!r}, expected None or a putget.Network")
+    if network.provider not in GROUP_PROVIDERS:
+        raise ValueError(
+            f"network provider is {network.provider!r}, ranks of several processes have "
+            f"{', '.join(map(repr, GROUP_PROVIDERS))}"
+        )
+
+
+def join_options(network: Network, one_host: bool) -> tuple[str, tuple[str, ...]]:
+    """Provider and NICs of a rank's transfer engine."""
+    provider = network.provider
+    if provider == "auto":
+        provider = "shm" if one_host else "tcp"
+    return provider, network.nics or (LOOPBACK if provider == "tcp" and one_host else ())
+
+
 def join_local(network: Network, size: int) -> list[NativeNetwork]:
     """The network of each of ``size`` ranks of this process.
 
@@ -86,5 +135,5 @@ def join_local(network: Network, size: int) -> list[NativeNetwork]:
     if network.provider in ("auto", "sim"):
         return [LocalNetwork(size)] * size
     secret = secrets.token_bytes(32)
-    nics = network.nics or (LOOPBACK if network.provider == "tcp" else ())
-    return [EngineNetwork(rank, size, network.provider, nics, secret) for rank in range(size)]
+    options = join_options(network, one_host=True)
+    return [EngineNetwork(rank, size, *options, secret) for rank in range(size)]
