@@ -35,7 +35,7 @@ STRUCTS = {
     "putget_moe_activation_args": _abi.MoeActivationArgs,
     "putget_gpu": _abi.Gpu,
 }
-NODES_STRUCTS = {"putget_nodes_config": _abi.NodesConfig}
+NODES_STRUCTS = {"putget_engine_config": _abi.EngineConfig, "putget_nodes_config": _abi.NodesConfig}
 BALANCER_STRUCTS = {
     "putget_balance_args": _abi_balancer.BalanceArgs,
     "putget_choose_args": _abi_balancer.ChooseArgs,
@@ -77,7 +77,9 @@ BALANCER_CONSTANTS = {
 }
 NODES = {
     "putget_network_destroy",
+    "putget_network_engine",
     "putget_network_local",
+    "putget_network_transport",
     "putget_nodes_bytes",
     "putget_nodes_card",
     "putget_nodes_connect",

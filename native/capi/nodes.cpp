@@ -7,20 +7,18 @@
 #include <thread>
 
 #include "capi/alltoall.h"
+#include "capi/blame.h"
 #include "capi/guard.h"
 #include "capi/memory.h"
+#include "capi/network.h"
 #include "capi/require.h"
 #include "capi/validate.h"
-
-struct putget_network {
-  std::shared_ptr<putget::proxy::LocalNetwork> local;
-};
 
 namespace putget::capi {
 namespace {
 
 constexpr uint32_t kMostNumber = 63;  // of workspaces and of generations
-constexpr uint64_t kMostCardPart = 64;
+constexpr uint64_t kMostCardPart = 4096;
 constexpr auto kPatience = std::chrono::seconds(2);  // for a round to end, before its memory goes
 constexpr auto kBetweenLooks = std::chrono::milliseconds(1);
 
@@ -44,15 +42,18 @@ Domains domains_of(const uint8_t* domain_of, uint32_t ep_size) {
 // A region's description behind the address of its end, each behind its length.
 void append(std::vector<uint8_t>& card, const uint8_t* part, uint64_t bytes) {
   card.push_back(static_cast<uint8_t>(bytes));
+  card.push_back(static_cast<uint8_t>(bytes >> 8));
   card.insert(card.end(), part, part + bytes);
 }
 
 // Takes the next part of a card.
 std::pair<const uint8_t*, uint64_t> next_part(const uint8_t*& card, uint64_t& left) {
-  require(left > 0 && card[0] < left, "card is cut off");
-  const std::pair<const uint8_t*, uint64_t> part{card + 1, card[0]};
-  left -= part.second + 1;
-  card += part.second + 1;
+  constexpr uint64_t kLength = 2;
+  const uint64_t bytes = left < kLength ? 0 : card[0] + (uint64_t{card[1]} << 8);
+  require(left >= kLength && bytes <= left - kLength, "card is cut off");
+  const std::pair<const uint8_t*, uint64_t> part{card + kLength, bytes};
+  left -= bytes + kLength;
+  card += bytes + kLength;
   return part;
 }
 
@@ -94,12 +95,12 @@ uint64_t NodesShape::own_bytes(const Shape& shape) const {
 }
 
 Nodes::Nodes(const putget_nodes_config& config, Backend& memory, const Plan& plan, Backend& shared,
-             const std::shared_ptr<proxy::LocalNetwork>& network)
+             const std::shared_ptr<proxy::Network>& network)
     : memory_(memory.shared_from_this()),
       shared_(shared.shared_from_this()),
       network_(network),
       plan_(plan),
-      transport_(network->table(plan.shape.ep_rank)),
+      transport_(*network->table(plan.shape.ep_rank)),
       rank_(plan.shape.ep_rank),
       workspace_(config.workspace),
       nodes_(begin_plan(NodesShape(plan.shape, config.domain_of, transport_.most_bytes), config)) {
@@ -161,7 +162,8 @@ uint8_t* Nodes::place(std::vector<uint64_t>& storage, uint64_t bytes) {
 
 uint32_t Nodes::add_region(uint8_t* start, uint64_t bytes) {
   uint32_t region = 0;
-  check(transport_.add_region(transport_.self, start, bytes, -1, &region));
+  // An agent of nobody has a region, too: writes to it carry immediates alone, and networks take no empty ones.
+  check(transport_.add_region(transport_.self, start, std::max<uint64_t>(bytes, 1), -1, &region));
   regions_.push_back(region);
   return region;
 }
@@ -235,6 +237,7 @@ void Nodes::dispatch(const Plan& plan, const DispatchCall& call, const Limits& l
   require(runs_, "putget_nodes_run has not been called");
   if (call.half != Half::kFinish) memory_->pack(plan, nodes_, call, stream);
   memory_->dispatch(plan, call, limits, stream);
+  name_the_lost();
   if (call.half != Half::kStart) memory_->unpack(plan, nodes_, call.max_rows, stream);
 }
 
@@ -246,13 +249,20 @@ void Nodes::combine(const Plan& plan, const CombineCall& call, const Limits& lim
     of_domain.half = Half::kStart;
     memory_->close_round(plan, nodes_, kEndedByCombine, stream);
     memory_->combine(plan, of_domain, limits, stream);
+    name_the_lost();
     memory_->serve_sources(plan, nodes_, stream);
   }
   if (call.half != Half::kStart) {
     of_domain.half = Half::kFinish;
     memory_->combine(plan, of_domain, limits, stream);
+    name_the_lost();
     memory_->sum_domains(plan, nodes_, call, stream);
   }
+}
+
+void Nodes::name_the_lost() {
+  if (__atomic_load_n(&memory_->fault()->kind, __ATOMIC_ACQUIRE) == 0) return;
+  blame_the_lost(*memory_->fault(), nodes_.domains, rank_, nodes_.board_of(rank_));
 }
 
 void Nodes::release(const Plan& plan, void* stream) {
@@ -283,16 +293,6 @@ Nodes& nodes_of(putget_alltoall* object) {
 
 }  // namespace
 
-putget_status putget_network_local(uint32_t ranks, uint64_t seed, putget_network** network) {
-  return guarded([&] {
-    require_range("ranks", ranks, 2, putget::kMaxRanks);
-    require_pointer("network", network);
-    *network = new putget_network{std::make_shared<putget::proxy::LocalNetwork>(ranks, seed)};
-  });
-}
-
-void putget_network_destroy(putget_network* network) { delete network; }
-
 putget_status putget_nodes_bytes(const putget_config* config, const putget_nodes_config* nodes, uint64_t* shared,
                                  uint64_t* own) {
   return guarded([&] {
@@ -320,12 +320,13 @@ putget_status putget_nodes_create(const putget_nodes_config* config, putget_allt
     require_range("generation", config->generation, 0, putget::capi::kMostNumber);
     const putget::Plan& plan = object->plan;
     require(object->nodes == nullptr, "the object has other domains already");
-    require(plan.shape.ep_size == network->local->ranks(), "ep_size differs from the network's number of ranks");
+    require(plan.shape.ep_size == network->shared->ranks(), "ep_size differs from the network's number of ranks");
+    require(network->shared->table(plan.shape.ep_rank) != nullptr, "the network is another rank's");
     require(plan.shape.wire_type == putget::WireType::kSame && plan.shape.num_stats == 0,
             "quantised rows and statistics do not cross domains in this version");
     const uint64_t needed = NodesShape(plan.shape, config->domain_of, kMostBytes).shared_bytes();
     require(shared->backend->config().bytes >= needed, "shared has too few bytes: see putget_nodes_bytes");
-    object->nodes = std::make_unique<Nodes>(*config, *object->memory, plan, *shared->backend, network->local);
+    object->nodes = std::make_unique<Nodes>(*config, *object->memory, plan, *shared->backend, network->shared);
   });
 }
 

@@ -6,7 +6,8 @@
 
 #include "backend.h"
 #include "protocol/nodes/plan.h"
-#include "proxy/local_network.h"
+#include "proxy/network.h"
+#include "proxy/proxy.h"
 #include "putget_nodes.h"
 
 namespace putget::capi {
@@ -27,7 +28,7 @@ struct NodesShape {
 class Nodes {
  public:
   Nodes(const putget_nodes_config& config, Backend& memory, const Plan& plan, Backend& shared,
-        const std::shared_ptr<proxy::LocalNetwork>& network);
+        const std::shared_ptr<proxy::Network>& network);
   ~Nodes();
   Nodes(const Nodes&) = delete;             // the network knows its regions
   Nodes& operator=(const Nodes&) = delete;  // the network knows its regions
@@ -46,11 +47,12 @@ class Nodes {
   uint32_t add_region(uint8_t* start, uint64_t bytes);
   void check(int status) const;
   void end_last_round();
+  void name_the_lost();
 
   // The thread that steps the proxy uses them until this goes, in whatever order a caller lets go of them.
   const std::shared_ptr<Backend> memory_;
   const std::shared_ptr<Backend> shared_;
-  const std::shared_ptr<proxy::LocalNetwork> network_;
+  const std::shared_ptr<proxy::Network> network_;
   const Plan& plan_;
   const putget_transport& transport_;
   const uint32_t rank_;

@@ -10,6 +10,7 @@
 #define PUTGET_NODES_H
 
 #include "putget.h"
+#include "putget_transport.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -20,6 +21,27 @@ typedef struct putget_network putget_network;
 
 /* Between ranks that are threads of this process. What is posted arrives in an order that the seed chooses. */
 PUTGET_API putget_status putget_network_local(uint32_t ranks, uint64_t seed, putget_network** network);
+/* One rank's end of a network between processes and hosts. */
+typedef struct putget_engine_config {
+  uint32_t size;
+  uint32_t magic;
+  const char* library;     /* with the transfer engine's C functions (putget_transfer.library()) */
+  const char* provider;    /* a network of the engine's, for host memory: "tcp", "shm", "verbs" */
+  const char* const* nics; /* [num_nics] as the provider names them */
+  uint32_t num_nics;       /* 0 to 4; 0: the engine chooses */
+  uint32_t rank;
+  uint32_t ranks;
+  uint32_t reserved;
+  const uint8_t* secret; /* the same on all ranks: who does not have it is no peer */
+  uint64_t secret_bytes;
+} putget_engine_config;
+
+/* PUTGET_UNAVAILABLE, with words that name it: the engine is not there, or of another version, or has no such network
+ * here. */
+PUTGET_API putget_status putget_network_engine(const putget_engine_config* config, putget_network** network);
+/* The functions that a rank of this process writes with; they live as long as the network. */
+PUTGET_API putget_status putget_network_transport(putget_network* network, uint32_t rank,
+                                                  const putget_transport** transport);
 /* It ends with the last object on it. */
 PUTGET_API void putget_network_destroy(putget_network* network);
 

@@ -14,23 +14,21 @@
 #include <thread>
 #include <vector>
 
-#include "proxy/thread.h"
-#include "putget_transport.h"
+#include "proxy/network.h"
 
 namespace putget::proxy {
 
-class LocalNetwork {
+class LocalNetwork : public Network {
  public:
   // Throws std::system_error where the operating system refuses a thread.
   LocalNetwork(uint32_t ranks, uint64_t seed);
-  ~LocalNetwork();
+  ~LocalNetwork() override;
   LocalNetwork(const LocalNetwork&) = delete;             // threads have its address
   LocalNetwork& operator=(const LocalNetwork&) = delete;  // threads have its address
 
-  uint32_t ranks() const { return static_cast<uint32_t>(ends_.size()); }
-  const putget_transport& table(uint32_t rank) const { return ends_[rank]->table; }
-  // Steps the proxies of all ranks.
-  Thread& stepper() { return *stepper_; }
+  uint32_t ranks() const override { return static_cast<uint32_t>(ends_.size()); }
+  const putget_transport* table(uint32_t rank) const override { return &ends_[rank]->table; }
+  Thread& stepper() override { return *stepper_; }
 
  private:
   struct Region {

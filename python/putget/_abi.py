@@ -202,6 +202,22 @@ class Fault(Versioned):
     ]
 
 
+class EngineConfig(Versioned):
+    _fields_ = [
+        ("size", c_uint32),
+        ("magic", c_uint32),
+        ("library", ctypes.c_char_p),
+        ("provider", ctypes.c_char_p),
+        ("nics", POINTER(ctypes.c_char_p)),
+        ("num_nics", c_uint32),
+        ("rank", c_uint32),
+        ("ranks", c_uint32),
+        ("reserved", c_uint32),
+        ("secret", c_void_p),
+        ("secret_bytes", c_uint64),
+    ]
+
+
 class NodesConfig(Versioned):
     _fields_ = [
         ("size", c_uint32),
@@ -367,6 +383,8 @@ _FUNCTIONS: dict[str, list[Any]] = {
     "putget_launches": [c_void_p, c_uint32, c_void_p, POINTER(Launch), POINTER(Launch)],
     "putget_destroy": [c_void_p],
     "putget_network_local": [c_uint32, c_uint64, POINTER(c_void_p)],
+    "putget_network_engine": [POINTER(EngineConfig), POINTER(c_void_p)],
+    "putget_network_transport": [c_void_p, c_uint32, POINTER(c_void_p)],
     "putget_network_destroy": [c_void_p],
     "putget_nodes_bytes": [POINTER(Config), POINTER(NodesConfig), POINTER(c_uint64), POINTER(c_uint64)],
     "putget_nodes_create": [POINTER(NodesConfig), c_void_p, c_void_p, c_void_p],

@@ -123,20 +123,28 @@ class _Connection:
 
 
 class Meeting:
-    """Connects one rank with all others.
+    """Connects one rank with others, by default with all.
 
     Lower ranks listen, higher ranks call. One deadline holds for all of it.
     """
 
-    def __init__(self, rank: int, cards: list[dict[str, Any]], listener: Listener, deadline: Deadline) -> None:
+    def __init__(
+        self,
+        rank: int,
+        cards: list[dict[str, Any]],
+        listener: Listener,
+        deadline: Deadline,
+        peers: set[int] | None = None,
+    ) -> None:
         self._rank = rank
+        self._peers = set(range(len(cards))) - {rank} if peers is None else peers
         self._cards = cards
         self._listener = listener
         self._deadline = deadline
         self._selector = selectors.DefaultSelector()
         self._guests: list[_Connection] = []  # oldest first
         self._calls: dict[_Connection, int] = {}
-        self._to_call = list(range(rank))
+        self._to_call = sorted(peer for peer in self._peers if peer < rank)
         self._met: dict[int, socket.socket] = {}
 
     def run(self) -> dict[int, socket.socket]:
@@ -146,7 +154,7 @@ class Meeting:
             PeerTimeout: A rank did not connect, or did not answer, in time.
             PutgetError: A rank cannot be reached.
         """
-        everyone = set(range(len(self._cards))) - {self._rank}
+        everyone = self._peers
         try:
             self._selector.register(self._listener.sock, selectors.EVENT_READ)
             while missing := everyone - self._met.keys():
@@ -256,7 +264,7 @@ class Meeting:
             over, peer = guest.advance()
         except OSError:
             over, peer = True, None
-        if over and peer is not None and self._rank < peer < len(self._cards) and peer not in self._met:
+        if over and peer is not None and self._rank < peer and peer in self._peers - self._met.keys():
             self._guests.remove(guest)
             self._keep(guest, peer)
         elif over:

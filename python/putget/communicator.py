@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,52 +13,10 @@ import torch.distributed as dist
 
 from putget import _abi, hardware
 from putget._agreement import Agreement
-from putget._handshake import Listener, Meeting, host_identity
-from putget._mesh import Deadline, Mesh, require_descriptors
-from putget.domains import LocalNetwork, Network, check_local
-from putget.errors import PutgetError
-
-_CONNECT_TIMEOUT_S = 60.0
-
-
-def _gather(group: Any, size: int, make: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
-    """What every rank has made, by rank; all ranks raise where one cannot make it, instead of waiting for it.
-
-    Raises:
-        PutgetError: A rank cannot.
-    """
-    try:
-        own = make()
-    except (OSError, PutgetError) as error:
-        own = {"error": str(error)}
-    everyone: list[Any] = [None] * size
-    dist.all_gather_object(everyone, own, group=group)
-    for rank, made in enumerate(everyone):
-        if "error" in made:
-            raise PutgetError(f"rank {rank}: {made['error']}")
-    return everyone
-
-
-def _meet(group: Any, rank: int, size: int) -> Mesh:
-    """Connects this rank with all others of the group."""
-
-    def describe() -> dict[str, Any]:
-        require_descriptors(size + 1)
-        return {"host": host_identity()}
-
-    one_host = len({found["host"] for found in _gather(group, size, describe)}) == 1
-    listeners: list[Listener] = []
-
-    def listen() -> dict[str, Any]:
-        listeners.append(Listener(one_host))
-        return listeners[0].card()
-
-    try:
-        cards = _gather(group, size, listen)
-        return Mesh(rank, Meeting(rank, cards, listeners[0], Deadline(_CONNECT_TIMEOUT_S)).run(), one_host)
-    finally:
-        for listener in listeners:
-            listener.close()
+from putget._meeting import meet
+from putget._mesh import Mesh, require_descriptors
+from putget._networks import NativeNetwork
+from putget.domains import Network, check_group, check_local, join_local
 
 
 class _LocalGroup:
@@ -82,6 +40,8 @@ class Communicator:
 
     Args:
         group: Any torch.distributed group (gloo or nccl), the world or a subgroup; None is the world.
+        network: What joins ranks that do not map each other's memory, the same on all ranks. For CPU ranks. None: all
+            ranks map each other's memory.
 
     Attributes:
         rank: This rank within the group (ep_rank).
@@ -90,7 +50,9 @@ class Communicator:
         network: What joins the domains; None where there is one.
 
     Raises:
-        ValueError: torch.distributed is not initialised, this process is not in the group, or the group is too large.
+        ValueError: torch.distributed is not initialised, this process is not in the group, or the group is too large;
+            networks differ between ranks, or a domain's ranks are on several hosts.
+        BackendUnavailable: The network needs a transfer engine, provider or NIC that is not there.
         PeerTimeout: A rank did not connect in time: one deadline of 60 s holds for all connections.
         PutgetError: A rank cannot be reached, or may not open enough descriptors.
     """
@@ -98,9 +60,9 @@ class Communicator:
     rank: int
     size: int
     domain_of: tuple[int, ...]
-    network: LocalNetwork | None
+    network: NativeNetwork | None
 
-    def __init__(self, group: Any = None) -> None:
+    def __init__(self, group: Any = None, *, network: Network | None = None) -> None:
         if not dist.is_available() or not dist.is_initialized():
             raise ValueError("group: torch.distributed is not initialised; for one process use Communicator.local(n)")
         rank = dist.get_rank(group)
@@ -109,7 +71,10 @@ class Communicator:
             raise ValueError("group: this process is not a member of it")
         if size > _abi.MAX_RANKS:
             raise ValueError(f"group has {size} ranks, allowed are up to {_abi.MAX_RANKS}")
-        self._set(rank, size, _meet(group, rank, size), None)
+        check_group(network)
+        joined = meet(group, rank, size, network)
+        self._set(rank, size, joined.mesh, None)
+        self.domain_of, self.network = joined.domain_of, joined.network
 
     @classmethod
     def local(cls, n: int, *, network: Network | None = None) -> tuple[Communicator, ...]:
@@ -123,18 +88,20 @@ class Communicator:
         Args:
             n: Number of ranks, 1 to 128.
             network: Divides the ranks into virtual domains. Rows between domains then travel as between hosts: by
-                messages, proxies and a network, which are threads of this process. For CPU ranks.
+                messages, proxies and a network. For CPU ranks.
 
         Returns:
             The communicators of ranks 0 to n - 1.
 
         Raises:
             ValueError: n is out of range, or network is none between ranks of a process.
+            BackendUnavailable: The network needs the transfer engine, which is not there.
         """
         if not isinstance(n, int) or isinstance(n, bool) or not 1 <= n <= _abi.MAX_RANKS:
             raise ValueError(f"n is {n!r}, allowed are ints from 1 to {_abi.MAX_RANKS}")
-        domain_of = check_local(network).domain_of(n)
-        joined = LocalNetwork(n) if max(domain_of) > 0 else None
+        network = check_local(network)
+        domain_of = network.domain_of(n)
+        joined = join_local(network, n) if max(domain_of) > 0 else [None] * n
         require_descriptors(n * (n + 1))
         connections: list[dict[int, socket.socket]] = [{} for _ in range(n)]
         for rank in range(n):
@@ -144,7 +111,7 @@ class Communicator:
         communicators = tuple(cls.__new__(cls) for _ in range(n))
         for rank, communicator in enumerate(communicators):
             communicator._set(rank, n, Mesh(rank, connections[rank], one_host=True), group)
-            communicator.domain_of, communicator.network = domain_of, joined
+            communicator.domain_of, communicator.network = domain_of, joined[rank]
         return communicators
 
     def _set(self, rank: int, size: int, mesh: Mesh, local_group: _LocalGroup | None) -> None:

@@ -2,44 +2,87 @@
 
 from __future__ import annotations
 
-import ctypes
+import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from putget import _abi
+from putget._networks import EngineNetwork, LocalNetwork, NativeNetwork
 
 PROVIDERS = ("auto", "verbs", "efa", "tcp", "shm", "nvlink", "sim")
+NAMED_NICS = ("tcp", "verbs")  # where a caller may say which
+MOST_NICS = 4
+LOCAL_PROVIDERS = ("auto", "sim", "tcp", "shm")
+GROUP_PROVIDERS = ("auto", "tcp", "shm", "verbs")
+LOOPBACK = ("127.0.0.1",)
 
 
 @dataclass(frozen=True)
 class Network:
-    """How domains are joined, for ``Communicator.local(network=)``.
+    """How domains are joined, for ``Communicator(network=)`` and ``Communicator.local(network=)``.
 
     Attributes:
-        provider: "sim" or "auto": threads of this process copy what ranks write, in random order. Networks between
-            hosts ("verbs", "efa", "tcp", "shm", "nvlink") are names that this version knows and does not have.
-        domain_size: Ranks of a domain; the last domain has what is left. None: all ranks are one domain.
+        provider: "tcp" and "shm": a transfer engine for each rank (the package putget_transfer), over sockets or one
+            host's shared memory. "verbs": the engine over InfiniBand or RoCE, between processes; not tested here.
+            "sim": for ranks of one process, threads copy what ranks write, in random order. "auto": "sim" for ranks of
+            one process, "shm" on one host, else "tcp". "efa" and "nvlink" are names that this version does not have.
+        nics: This host's, 1 to 4: addresses for "tcp", devices for "verbs". None: the loopback on one host, else those
+            that the engine chooses.
+        domain_size: Ranks of a domain, which share a host; the last domain has what is left. None: a domain for each
+            host.
 
     Raises:
-        ValueError: provider is no name of one, or domain_size is no int from 1 to 128.
+        ValueError: provider is no name of one, nics are none, or domain_size is no int from 1 to 128.
     """
 
     provider: str = "auto"
+    nics: tuple[str, ...] | None = None
     domain_size: int | None = None
 
     def __post_init__(self) -> None:
         if self.provider not in PROVIDERS:
             raise ValueError(f"provider is {self.provider!r}, expected one of {', '.join(PROVIDERS)}")
+        self._check_nics(self.nics)
         size: Any = self.domain_size
         if size is None:
             return
         if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= _abi.MAX_RANKS:
             raise ValueError(f"domain_size is {size!r}, expected None or an int from 1 to {_abi.MAX_RANKS}")
 
-    def domain_of(self, size: int) -> tuple[int, ...]:
-        """The domain of each of ``size`` ranks: contiguous blocks, numbered from 0."""
-        block = self.domain_size or size
-        return tuple(rank // block for rank in range(size))
+    def _check_nics(self, nics: Any) -> None:
+        if nics is None:
+            return
+        if not isinstance(nics, tuple) or not all(isinstance(nic, str) and nic for nic in nics):
+            raise ValueError(f"nics is {nics!r}, expected None or a tuple of names")
+        if not 1 <= len(nics) <= MOST_NICS:
+            raise ValueError(f"nics has {len(nics)} names, allowed are 1 to {MOST_NICS}")
+        if self.provider not in NAMED_NICS:
+            raise ValueError(f"nics is {nics!r}, but provider {self.provider!r} has none to choose from")
+
+    def agreed(self) -> dict[str, Any]:
+        """What all ranks have to say alike. NICs have other names on other hosts."""
+        return {"provider": self.provider, "domain_size": self.domain_size}
+
+    def domain_of(self, size: int, hosts: Sequence[str] | None = None) -> tuple[int, ...]:
+        """The domain of each of ``size`` ranks, numbered from 0: contiguous blocks, or the hosts.
+
+        Raises:
+            ValueError: A domain's ranks are on several hosts.
+        """
+        if hosts is None:
+            hosts = [""] * size
+        if self.domain_size is None:
+            numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
+            return tuple(numbers[host] for host in hosts)
+        domains = tuple(rank // self.domain_size for rank in range(size))
+        for rank, domain in enumerate(domains):
+            if hosts[rank] != hosts[domain * self.domain_size]:
+                raise ValueError(
+                    f"domain_size is {self.domain_size}, but ranks {domain * self.domain_size} and {rank} are on "
+                    "different hosts"
+                )
+        return domains
 
 
 def check_local(network: Network | None) -> Network:
@@ -52,27 +95,45 @@ def check_local(network: Network | None) -> Network:
         return Network()
     if not isinstance(network, Network):
         raise ValueError(f"network is {network!r}, expected None or a putget.Network")
-    if network.provider not in ("auto", "sim"):
-        raise ValueError(f"network provider is {network.provider!r}, ranks of one process have 'sim' alone")
+    if network.provider not in LOCAL_PROVIDERS:
+        raise ValueError(f"network provider is {network.provider!r}, ranks of one process have 'sim', 'tcp' and 'shm'")
     return network
 
 
-class LocalNetwork:
-    """The native network between ranks of this process, and the thread that steps their proxies.
+def check_group(network: Network | None) -> None:
+    """Whether a network can join the processes of a group.
 
-    Args:
-        size: Ranks, 2 to 128.
-        seed: Of the order in which writes arrive.
-
-    Attributes:
-        handle: For native calls.
+    Raises:
+        ValueError: It is no putget.Network, or none between processes in this version.
     """
+    if network is None:
+        return
+    if not isinstance(network, Network):
+        raise ValueError(f"network is {network!r}, expected None or a putget.Network")
+    if network.provider not in GROUP_PROVIDERS:
+        raise ValueError(
+            f"network provider is {network.provider!r}, ranks of several processes have "
+            f"{', '.join(map(repr, GROUP_PROVIDERS))}"
+        )
 
-    def __init__(self, size: int, seed: int = 1) -> None:
-        self.handle = ctypes.c_void_p()
-        _abi.call("putget_network_local", size, seed, ctypes.byref(self.handle))
 
-    def __del__(self) -> None:
-        handle, self.handle = getattr(self, "handle", None), ctypes.c_void_p()
-        if handle:
-            _abi.library().putget_network_destroy(handle)
+def join_options(network: Network, one_host: bool) -> tuple[str, tuple[str, ...]]:
+    """Provider and NICs of a rank's transfer engine."""
+    provider = network.provider
+    if provider == "auto":
+        provider = "shm" if one_host else "tcp"
+    return provider, network.nics or (LOOPBACK if provider == "tcp" and one_host else ())
+
+
+def join_local(network: Network, size: int) -> list[NativeNetwork]:
+    """The network of each of ``size`` ranks of this process.
+
+    Raises:
+        BackendUnavailable: The transfer engine is not there, or has no such network.
+        PutgetError: The operating system refused.
+    """
+    if network.provider in ("auto", "sim"):
+        return [LocalNetwork(size)] * size
+    secret = secrets.token_bytes(32)
+    options = join_options(network, one_host=True)
+    return [EngineNetwork(rank, size, *options, secret) for rank in range(size)]

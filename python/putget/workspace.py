@@ -153,7 +153,7 @@ class Workspace:
                         f"{name} differs between ranks: rank {comm.rank} has {own}, rank {rank} has {theirs}"
                     )
         one_cluster = cluster != "" and all(message.fields["cluster"] == cluster for message in messages.values())
-        if not comm._mesh.one_host and not one_cluster:
+        if comm.network is None and not comm._mesh.one_host and not one_cluster:
             raise BackendUnavailable("the ranks are on several hosts that are not in one NVLink cluster")
         sharing = Counter(bounds)
         for message in messages.values():

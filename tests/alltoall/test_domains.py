@@ -26,8 +26,19 @@ WORLDS = [(4, 2), (8, 2), (8, 4), (5, 3), (8, 1)]
 NAMES = ["2x2", "4x2", "2x4", "3+2", "8x1"]
 
 
-def network(size: int) -> putget.Network:
-    return putget.Network("sim", domain_size=size)
+# Networks of threads, and transfer engines over sockets and shared memory.
+PROVIDERS = ("sim", "tcp", "shm")
+
+
+@pytest.fixture(params=PROVIDERS)
+def provider(request: pytest.FixtureRequest) -> str:
+    if request.param != "sim":
+        pytest.importorskip("putget_transfer._native", reason="putget_transfer is not built: see `make transfer`")
+    return str(request.param)
+
+
+def network(size: int, provider: str = "sim") -> putget.Network:
+    return putget.Network(provider, domain_size=size)
 
 
 def in_domains(case: Case, domain_size: int) -> Case:
@@ -47,12 +58,12 @@ def ragged(ep_size: int, count: int, seed: int, most: int) -> tuple[Round, ...]:
     return tuple(rounds)
 
 
-def run_case(case: Case, domain_size: int, body: Callable[..., Any] = play) -> list[Any]:
-    return run_ranks(case.ep_size, body, case, mode="thread", timeout=120, network=network(domain_size))
+def run_case(case: Case, domain_size: int, body: Callable[..., Any] = play, provider: str = "sim") -> list[Any]:
+    return run_ranks(case.ep_size, body, case, mode="thread", timeout=120, network=network(domain_size, provider))
 
 
 @pytest.mark.parametrize(("ep_size", "domain_size"), WORLDS, ids=NAMES)
-def test_ragged_rounds_have_the_bits_of_the_oracle(ep_size: int, domain_size: int) -> None:
+def test_ragged_rounds_have_the_bits_of_the_oracle(ep_size: int, domain_size: int, provider: str) -> None:
     case = Case(
         ep_size,
         ragged(ep_size, 40, ep_size + domain_size, 9),
@@ -63,16 +74,16 @@ def test_ragged_rounds_have_the_bits_of_the_oracle(ep_size: int, domain_size: in
         output=((24,), torch.bfloat16),
     )
     case = in_domains(case, domain_size)
-    check_case(case, run_case(case, domain_size))
+    check_case(case, run_case(case, domain_size, provider=provider))
 
 
 @pytest.mark.parametrize(("ep_size", "domain_size"), [(4, 2), (5, 3)], ids=["2x2", "3+2"])
-def test_sentinel_rows_in_a_domain(ep_size: int, domain_size: int) -> None:
+def test_sentinel_rows_in_a_domain(ep_size: int, domain_size: int, provider: str) -> None:
     """Rows that a domain sums for its own tokens; an agent gets those for others, copied from outside too."""
     rounds = ragged(ep_size, 30, 3, 8)
     wide = {"payloads": (((24,), torch.bfloat16),), "output": ((24,), torch.bfloat16)}
     case = in_domains(Case(ep_size, rounds, num_experts=ep_size, top_k=4, sentinel_rows=True, **wide), domain_size)
-    check_case(case, run_case(case, domain_size))
+    check_case(case, run_case(case, domain_size, provider=provider))
 
 
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
@@ -102,20 +113,22 @@ def play_many(rank: Rank, case: Case, repeats: int) -> int:
 
 
 @pytest.mark.parametrize(("ep_size", "domain_size"), [(4, 2), (5, 3)], ids=["2x2", "3+2"])
-def test_a_thousand_rounds_repeat_their_bits(ep_size: int, domain_size: int) -> None:
+def test_a_thousand_rounds_repeat_their_bits(ep_size: int, domain_size: int, provider: str) -> None:
     case = in_domains(Case(ep_size, ragged(ep_size, 20, 5, 4), top_k=3), domain_size)
-    results = run_ranks(ep_size, play_many, case, 50, mode="thread", timeout=200, network=network(domain_size))
+    results = run_ranks(
+        ep_size, play_many, case, 50, mode="thread", timeout=200, network=network(domain_size, provider)
+    )
     assert results == [0] * ep_size
 
 
-def test_a_message_of_several_chunks() -> None:
+def test_a_message_of_several_chunks(provider: str) -> None:
     """300 tokens are 3 chunks of at most 128 rows."""
     case = Case(4, (Round(1, (300, 0, 129, 128)), Round(2, (1, 300, 300, 300))), max_tokens_per_rank=300, top_k=4)
     case = in_domains(case, 2)
-    check_case(case, run_case(case, 2))
+    check_case(case, run_case(case, 2, provider=provider))
 
 
-def test_objects_take_turns_on_one_communicator() -> None:
+def test_objects_take_turns_on_one_communicator(provider: str) -> None:
     """Two objects that are open together, and more than a generation has, one after the other."""
 
     def body(rank: Rank, case: Case) -> list[Any]:
@@ -129,10 +142,10 @@ def test_objects_take_turns_on_one_communicator() -> None:
 
     case = in_domains(Case(2, ragged(2, 5, 3, 8)), 1)
     final = replace(case, rounds=case.rounds[-1:] * 2)
-    check_case(final, run_case(case, 1, body))
+    check_case(final, run_case(case, 1, body, provider))
 
 
-def test_halves_of_two_objects_overlap() -> None:
+def test_halves_of_two_objects_overlap(provider: str) -> None:
     """Start halves in one order on all ranks, finish halves in another one on each."""
 
     def body(rank: Rank, case: Case) -> list[list[Any]]:
@@ -155,7 +168,7 @@ def test_halves_of_two_objects_overlap() -> None:
 
     rounds = tuple(replace(played, ending="zero_copy") for played in ragged(4, 12, 7, 6))
     case = in_domains(Case(4, rounds, top_k=3), 2)
-    seen = run_case(case, 2, body)
+    seen = run_case(case, 2, body, provider)
     for index in range(len(rounds)):
         sent = [case.sent(index, rank) for rank in range(4)]
         routings, _ = reference.dispatch(sent, case.table_of(index), max_rows=[case.max_tokens_per_rank] * 4)
@@ -262,14 +275,18 @@ def _stop(rank: Rank, a2a: putget.AllToAll) -> None:
 @pytest.mark.parametrize(
     ("ep_size", "domain_size", "step"), [(4, 2, "dispatch"), (4, 2, "combine"), (5, 3, "dispatch")]
 )
-def test_a_silent_rank_is_named(ep_size: int, domain_size: int, step: str) -> None:
+def test_a_silent_rank_is_named(ep_size: int, domain_size: int, step: str, provider: str) -> None:
     gone = ep_size - 1
-    raised = run_ranks(ep_size, outlast, gone, step, 5, mode="thread", timeout=60, network=network(domain_size))
+    raised = run_ranks(
+        ep_size, outlast, gone, step, 5, mode="thread", timeout=60, network=network(domain_size, provider)
+    )
     assert raised == [f"{step} ({gone},)"] * gone + [None]
 
 
-def leave(rank: Rank, gone: int) -> str | None:
-    """A body: rank `gone` closes its object in the middle; whom the others miss."""
+def leave(rank: Rank, gone: int, seen: threading.Barrier) -> str | None:
+    """A body: rank `gone` closes its object in the middle; whom the others miss. They leave together: who has left
+    may be missed.
+    """
     a2a = rank.all_to_all(timeout_s=3.0, num_experts=rank.size, top_k=rank.size)
     ids = torch.arange(rank.size, dtype=torch.int32).expand(2, rank.size).contiguous()
     for number in range(20):
@@ -280,19 +297,21 @@ def leave(rank: Rank, gone: int) -> str | None:
             a2a.dispatch(ids, torch.ones(2, rank.size), torch.ones(2, 4))
             a2a.combine()
         except putget.PeerTimeout as error:
+            seen.wait(30)
             a2a.close()
             return str(error.missing)
     raise AssertionError("nobody missed a rank that is gone")
 
 
 @pytest.mark.parametrize("domain_size", [1, 2])
-def test_a_rank_that_has_gone_is_named(domain_size: int) -> None:
+def test_a_rank_that_has_gone_is_named(domain_size: int, provider: str) -> None:
     """At once where a write to it fails; else when the deadline has passed."""
-    raised = run_ranks(4, leave, 3, mode="thread", timeout=60, network=network(domain_size))
+    seen = threading.Barrier(3)
+    raised = run_ranks(4, leave, 3, seen, mode="thread", timeout=60, network=network(domain_size, provider))
     assert raised == ["(3,)"] * 3 + [None]
 
 
-def test_more_rows_than_a_rank_looks_at() -> None:
+def test_more_rows_than_a_rank_looks_at(provider: str) -> None:
     """As in one domain: of a source in another one too."""
     seen = threading.Barrier(2)
 
@@ -310,13 +329,13 @@ def test_more_rows_than_a_rank_looks_at() -> None:
             a2a.close()
         return raised
 
-    assert run_ranks(2, body, mode="thread", network=network(1)) == ["1: 3 of 2", ""]
+    assert run_ranks(2, body, mode="thread", network=network(1, provider)) == ["1: 3 of 2", ""]
 
 
 # --- what ends a round differently, and what is refused
 
 
-def test_ends_that_differ_are_misuse() -> None:
+def test_ends_that_differ_are_misuse(provider: str) -> None:
     def body(rank: Rank) -> str:
         a2a = rank.all_to_all(timeout_s=2.0)
         ids = torch.tensor([[0, 2]], dtype=torch.int32)
@@ -334,7 +353,7 @@ def test_ends_that_differ_are_misuse() -> None:
                 a2a.close()
         return ""
 
-    raised = run_ranks(2, body, mode="thread", timeout=60, network=network(1))
+    raised = run_ranks(2, body, mode="thread", timeout=60, network=network(1, provider))
     assert any("ProtocolMisuse" in text and "without combine" in text for text in raised), raised
 
 
@@ -375,8 +394,12 @@ def test_networks_that_are_none_are_refused() -> None:
         putget.Network("ib")
     with pytest.raises(ValueError, match="domain_size is 0, expected None or an int from 1 to 128"):
         putget.Network(domain_size=0)
-    with pytest.raises(ValueError, match="provider is 'verbs', ranks of one process have 'sim' alone"):
+    with pytest.raises(ValueError, match="provider is 'verbs', ranks of one process have 'sim', 'tcp' and 'shm'"):
         putget.Communicator.local(2, network=putget.Network("verbs"))
+    with pytest.raises(ValueError, match="nics has 0 names, allowed are 1 to 4"):
+        putget.Network("tcp", nics=())
+    with pytest.raises(ValueError, match=r"nics is \('mlx5_0',\), but provider 'shm' has none to choose from"):
+        putget.Network("shm", nics=("mlx5_0",))
     with pytest.raises(ValueError, match=r"network is 2, expected None or a putget\.Network"):
         putget.Communicator.local(2, network=2)  # type: ignore[arg-type]
 

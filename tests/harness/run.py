@@ -36,7 +36,7 @@ def run_ranks(
         mode: "process" or "thread". On CUDA with fewer GPUs than ranks, all ranks are threads on one GPU.
         device: "cpu" or "cuda".
         timeout: seconds until the ranks count as stuck.
-        network: of threads: what divides them into domains.
+        network: what divides the ranks into domains; processes make a communicator over it for this call.
 
     Returns:
         The results in rank order.
@@ -48,7 +48,8 @@ def run_ranks(
         mode = "thread"
     if mode == "thread":
         return _run_threads(size, body, args, device, timeout, network)
-    results = kept_ranks(size, device).call(body, *args, timeout=timeout)
+    call = (body, *args) if network is None else (on_network, network, body, *args)
+    results = kept_ranks(size, device).call(*call, timeout=timeout)
     return [results[rank] for rank in range(size)]
 
 
@@ -84,6 +85,12 @@ def forget(rank: Rank) -> None:
         with contextlib.suppress(putget.PutgetError):
             a2a.close()
     rank.state.clear()
+
+
+def on_network(rank: Rank, network: putget.Network, body: Callable[..., Any], *args: Any) -> Any:
+    """A body: runs another one over a network."""
+    with putget.Communicator(network=network) as comm:
+        return body(Rank(rank.rank, rank.size, rank.device, _comm=comm), *args)
 
 
 def _fill_allocator(place: torch.device) -> None:

@@ -118,7 +118,7 @@ class Rank {
  public:
   Rank(const Story& story, const Domains& domains, uint32_t rank, proxy::LocalNetwork& network)
       : story_(story),
-        held_(network.table(rank), story.seed * kRanks + rank),
+        held_(*network.table(rank), story.seed * kRanks + rank),
         plan_{},
         nodes_{domains, {}, {}, 0, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}},
         network_(network),
@@ -187,7 +187,7 @@ class Rank {
   }
 
  private:
-  const putget_transport& table() const { return network_.table(rank_); }
+  const putget_transport& table() const { return *network_.table(rank_); }
 
   [[noreturn]] void fail_with_fault(uint32_t round) const {
     std::fprintf(stderr, "kind %u, phase %u, epoch %u, misuse %u, source %u, missing %x; lost", fault_.kind,

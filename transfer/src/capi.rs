@@ -7,8 +7,8 @@ mod ffi;
 use std::ffi::{c_char, c_int, c_void};
 
 use crate::{
-    Engine, Error, ExpectOptions, ImmRange, Memory, MrDesc, NetAddr, Part, PeerGroup, Prepared, ReadItem, RecvOptions,
-    ScatterDst, ScatterTemplate, SimNetwork, TransferId, UvmWatcher, WriteItem,
+    Engine, Error, ExpectOptions, ImmRange, Memory, MrDesc, NetAddr, Part, PeerGroup, Poster, Prepared, ReadItem,
+    RecvOptions, ScatterDst, ScatterTemplate, SimNetwork, TransferId, UvmWatcher, WriteItem,
 };
 use build::{EngineOptions, build};
 use ffi::*;
@@ -56,6 +56,7 @@ destroyers! {
     pt_watcher_destroy: UvmWatcher,
     pt_imms_destroy: ImmRange,
     pt_prepared_destroy: Prepared,
+    pt_poster_destroy: Poster,
     pt_template_destroy: ScatterTemplate,
 }
 
@@ -68,7 +69,7 @@ pub extern "C" fn pt_abi_version() -> c_int {
 /// The words of the last failure on this thread.
 #[unsafe(no_mangle)]
 pub extern "C" fn pt_last_error() -> *const c_char {
-    LAST.with(|last| last.borrow().as_ptr())
+    last_words()
 }
 
 functions! {
@@ -165,6 +166,25 @@ functions! {
         let id = from("engine", engine)?.submit_single_write(len, imm, src, dst, &options, done)?;
         give_transfer(transfer, id);
         Ok(())
+    }
+    /// Makes a poster.
+    fn pt_poster_create(
+        engine: *mut Engine, device_group: c_int, nic: c_int, room: usize, poster: *mut *mut Poster,
+    ) {
+        if poster.is_null() {
+            return Err(missing("poster"));
+        }
+        let made = from("engine", engine)?.poster(room, via(device_group, nic))?;
+        give("poster", poster, Box::into_raw(Box::new(made)))
+    }
+    /// Posts one range.
+    fn pt_post_write(
+        poster: *const Poster, len: u64, src: *const Mr, src_offset: u64, dst: *const MrDesc, dst_offset: u64,
+        submit: *const Submit,
+    ) {
+        let (options, imm, done) = from("submit", submit)?.read()?;
+        let (src, dst) = (src.as_ref().map(|src| (&src.handle, src_offset)), (from("dst", dst)?, dst_offset));
+        from("poster", poster)?.write(len, imm, src, dst, &options, done)
     }
     /// Writes pages.
     fn pt_submit_paged_writes(

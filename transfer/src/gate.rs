@@ -41,7 +41,8 @@ impl Gate {
         })
     }
 
-    fn try_enter(self: &Arc<Self>) -> Option<Permit> {
+    /// Lets an operation in, if there is room now. Takes no lock.
+    pub fn try_enter(self: &Arc<Self>) -> Option<Permit> {
         let enter = |inside| (inside < self.most).then_some(inside + 1);
         let entered = self.inside.fetch_update(Ordering::SeqCst, Ordering::SeqCst, enter);
         entered.ok().map(|_| Permit(Arc::clone(self)))

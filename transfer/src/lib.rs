@@ -67,6 +67,7 @@ mod nvlink;
 mod once;
 mod place;
 mod pools;
+mod poster;
 mod prepared;
 mod provider;
 #[cfg(feature = "python")]
@@ -102,6 +103,7 @@ pub use gate::WhenFull;
 pub use group::DeviceGroup;
 pub use handle::MrHandle;
 pub use pools::RecvOptions;
+pub use poster::Poster;
 pub use prepared::{Part, Prepared, ReadItem, ScatterTemplate, WriteItem};
 pub use route::Via;
 pub use sim::{Faults, SimNetwork};

@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 use std::time::Duration;
 
-use crate::sync::{AtomicBool, AtomicUsize, Condvar, Mutex, MutexGuard, Ordering, lock, wait_timeout};
+use crate::sync::{AtomicBool, AtomicUsize, Condvar, Mutex, MutexGuard, Ordering, fence, lock, wait_timeout};
 
 /// What the consumer is doing.
 #[derive(Clone, Copy)]
@@ -32,6 +32,9 @@ pub struct Queue<T> {
     waiting: AtomicUsize,
     /// The consumer's present or next sleep is to end. Lets those who wake it often do so without the lock.
     woken: AtomicBool,
+    /// The consumer sleeps, or is about to, on the queue's own condition, and outside. For those who wake it without the lock.
+    here: AtomicBool,
+    outside: AtomicBool,
     /// Lets the consumer's hot loop look without the lock.
     closed: AtomicBool,
     bell: Option<Bell>,
@@ -52,6 +55,8 @@ impl<T> Queue<T> {
             changed: Condvar::new(),
             waiting: AtomicUsize::new(0),
             woken: AtomicBool::new(false),
+            here: AtomicBool::new(false),
+            outside: AtomicBool::new(false),
             closed: AtomicBool::new(false),
             bell,
         }
@@ -106,6 +111,9 @@ impl<T> Queue<T> {
 
     fn sleep(&self, timeout: Duration) -> MutexGuard<'_, State<T>> {
         let mut state = lock(&self.state);
+        // Before the look at `woken`: see `nudge`.
+        self.here.store(true, Ordering::Relaxed);
+        fence(Ordering::SeqCst);
         if self.may_sleep(&state) {
             state.consumer = Consumer::Here;
             state = wait_timeout(&self.changed, state, timeout);
@@ -116,6 +124,8 @@ impl<T> Queue<T> {
 
     fn rise(&self, state: &mut State<T>) {
         state.consumer = Consumer::Awake;
+        self.here.store(false, Ordering::Relaxed);
+        self.outside.store(false, Ordering::Relaxed);
         // Read, not only written: whoever has called `wake` before has something to show.
         self.woken.swap(false, Ordering::AcqRel);
     }
@@ -124,6 +134,8 @@ impl<T> Queue<T> {
     /// there is something to do.
     pub fn begin_outside(&self) -> bool {
         let mut state = lock(&self.state);
+        self.outside.store(true, Ordering::Relaxed);
+        fence(Ordering::SeqCst);
         let may = self.bell.is_some() && self.may_sleep(&state);
         if may {
             state.consumer = Consumer::Outside;
@@ -141,6 +153,22 @@ impl<T> Queue<T> {
     /// Ends the consumer's present or next sleep.
     pub fn wake(&self) {
         if !self.woken.swap(true, Ordering::AcqRel) {
+            self.rouse(lock(&self.state));
+        }
+    }
+
+    /// Ends the consumer's present or next sleep, for what it finds elsewhere. Takes a lock only if the consumer sleeps on the queue's own
+    /// condition, for which nobody holds it long.
+    pub fn nudge(&self) {
+        // Either this is seen before the sleep, or the sleep is seen here: both sides store first.
+        self.woken.swap(true, Ordering::AcqRel);
+        fence(Ordering::SeqCst);
+        if self.outside.load(Ordering::Relaxed)
+            && let Some(ring) = &self.bell
+        {
+            ring();
+        }
+        if self.here.load(Ordering::Relaxed) {
             self.rouse(lock(&self.state));
         }
     }

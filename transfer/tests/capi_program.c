@@ -308,6 +308,21 @@ int main(int count, char **arguments) {
   OK(pt_imm_word(b, 9, &nine));
   CHECK(spin(nine, 1) == 1 && !memcmp(target, source + 5, 100));
   CHECK(!memcmp((char *)pt_mr_address(second) + 8, source + 900, 200));
+
+  /* Posted without a lock: words alone tell. */
+  pt_poster *poster;
+  OK(pt_poster_create(a, -1, 1, 4, &poster));
+  CHECK(pt_poster_create(a, -1, 2, 4, &poster) == PT_INVALID && strstr(pt_last_error(), "nic"));
+  const uint64_t *eleven;
+  OK(pt_imm_word(b, 11, &eleven));
+  uint64_t posted = 0;
+  pt_submit post = {.size = sizeof post, .nic = -1, .device_group = -1, .has_imm = 1, .imm = 11, .word = &posted};
+  OK(pt_post_write(poster, 3000, src, 77, second_desc, 0, &post));
+  OK(pt_post_write(poster, 0, NULL, 0, second_desc, 0, &post));
+  CHECK(spin(eleven, 2) == 2 && spin(&posted, 2) == 2 && !memcmp(pt_mr_address(second), source + 77, 3000));
+  CHECK(pt_post_write(poster, 8, NULL, 0, second_desc, 0, &post) == PT_INVALID && strstr(pt_last_error(), "src"));
+  CHECK(PT_OVER(posted) == 2 && PT_FAILED(posted) == 0);
+  pt_poster_destroy(poster);
   pt_pages plane_pages = {to, 2, 16, 0, 2, 1000};
   OK(pt_prepare_paged_writes(a, 16, src, plane_pages, second_desc, plane_pages, -1, -1, &planes));
   OK(pt_submit_prepared(a, planes, &submit, NULL));

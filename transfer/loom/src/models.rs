@@ -198,6 +198,45 @@ fn a_consumer_that_sleeps_outside_misses_no_item_and_no_wake() {
 }
 
 #[test]
+fn a_consumer_that_sleeps_outside_misses_no_nudge() {
+    loom::model(|| {
+        let (queue, rung, changed) = with_bell::<()>();
+        let other = Arc::clone(&queue);
+        let shown = Arc::new(Count::new(0));
+        let show = Arc::clone(&shown);
+        let nudger = thread::spawn(move || {
+            for number in 1..=2 {
+                show.store(number, Relaxed);
+                other.nudge();
+            }
+        });
+        while shown.load(Relaxed) < 2 {
+            if queue.begin_outside() {
+                let mut heard = rung.lock().unwrap();
+                while !*heard {
+                    heard = changed.wait(heard).unwrap();
+                }
+                *heard = false;
+                drop(heard);
+                queue.end_outside();
+            }
+        }
+        nudger.join().unwrap();
+    });
+}
+
+#[test]
+fn a_consumer_that_sleeps_here_misses_no_nudge() {
+    loom::model(|| {
+        let queue = Arc::new(Queue::<()>::default());
+        let other = Arc::clone(&queue);
+        let nudger = thread::spawn(move || other.nudge());
+        queue.wait(LONG);
+        nudger.join().unwrap();
+    });
+}
+
+#[test]
 fn an_item_is_taken_or_comes_back_when_the_queue_closes() {
     loom::model(|| {
         let queue = Arc::new(Queue::default());

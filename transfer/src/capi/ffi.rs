@@ -17,8 +17,26 @@ pub(super) type MessageCallback = Option<unsafe extern "C" fn(*mut c_void, *cons
 pub(super) type PeerCallback = Option<unsafe extern "C" fn(*mut c_void, *const c_char, c_int, *const c_char)>;
 pub(super) type WatchCallback = Option<unsafe extern "C" fn(*mut c_void, u64, u64)>;
 
+/// What the last call that failed had to say, put into words when somebody asks.
+#[derive(Default)]
+struct Last {
+    error: Option<Error>,
+    words: CString,
+}
+
 thread_local! {
-    pub(super) static LAST: RefCell<CString> = RefCell::default();
+    static LAST: RefCell<Last> = RefCell::default();
+}
+
+/// The words of the last failure on this thread.
+pub(super) fn last_words() -> *const c_char {
+    LAST.with(|last| {
+        let mut last = last.borrow_mut();
+        if let Some(error) = last.error.take() {
+            last.words = text(&error.to_string());
+        }
+        last.words.as_ptr()
+    })
 }
 
 pub(super) fn status(error: &Error) -> c_int {
@@ -42,12 +60,12 @@ pub(super) fn text(words: &str) -> CString {
 
 /// Runs the body of a function: a status comes out, and the words of a failure stay with the thread.
 pub(super) fn guarded(body: impl FnOnce() -> Result<(), Error>) -> c_int {
-    let (code, words) = match catch_unwind(AssertUnwindSafe(body)) {
+    let (code, last) = match catch_unwind(AssertUnwindSafe(body)) {
         Ok(Ok(())) => return OK,
-        Ok(Err(error)) => (status(&error), text(&error.to_string())),
-        Err(_) => (INTERNAL, text("a defect of this library")),
+        Ok(Err(error)) => (status(&error), Last { error: Some(error), words: CString::default() }),
+        Err(_) => (INTERNAL, Last { error: None, words: text("a defect of this library") }),
     };
-    LAST.with(|last| *last.borrow_mut() = words);
+    LAST.with(|kept| *kept.borrow_mut() = last);
     code
 }
 

@@ -1,5 +1,6 @@
 //! What callers ask of a worker thread.
 
+use std::sync::mpsc::Receiver;
 use std::sync::{Arc, Weak};
 use std::time::Instant;
 
@@ -11,6 +12,7 @@ use crate::provider::{Begun, LocalKey, Registered};
 use crate::queue::Queue;
 use crate::region::Region;
 use crate::shard::Piece;
+use crate::shared::Shared;
 use crate::sys::Home;
 
 /// Memory that is registered on every NIC of some device groups, until this is dropped.
@@ -84,6 +86,38 @@ pub(crate) struct Wanted {
     pub begun: Vec<Option<Begun>>,
 }
 
+/// A write that a poster has left in its ring. If nobody takes it out, because the engine has closed, it ends so.
+pub(crate) struct Posted {
+    pub id: u64,
+    pub dst: Arc<[NicKey]>,
+    pub src: Option<Arc<Registration>>,
+    pub src_offset: u64,
+    pub dst_offset: u64,
+    pub len: u64,
+    pub imm: Option<u32>,
+    /// The one that carries all of it.
+    pub nic: usize,
+    pub deadline: Instant,
+    /// None once somebody has taken it over.
+    pub done: Option<Done>,
+    pub shared: Arc<Shared>,
+}
+
+impl Posted {
+    /// Lets go of it without a word to anybody.
+    pub fn forget(mut self) {
+        self.done = None;
+    }
+}
+
+impl Drop for Posted {
+    fn drop(&mut self) {
+        if let Some(done) = self.done.take() {
+            self.shared.complete(done, Err(Error::Closed));
+        }
+    }
+}
+
 pub(crate) type Answer<T> = Arc<Once<Result<T, Error>>>;
 
 pub(crate) enum Command {
@@ -140,6 +174,10 @@ pub(crate) enum Command {
     Zeroed {
         imm: u32,
         done: Done,
+    },
+    /// Takes what is posted in a ring, until its poster goes.
+    Listen {
+        posted: Receiver<Posted>,
     },
     /// Registers all of them, or none.
     Register {

@@ -10,6 +10,7 @@ mod frames;
 mod messages;
 mod parcels;
 mod peers;
+mod posted;
 mod resets;
 mod rest;
 #[cfg(test)]
@@ -21,6 +22,7 @@ mod writes;
 
 use std::collections::{HashMap, VecDeque};
 use std::hash::{BuildHasherDefault, Hasher};
+use std::sync::mpsc::Receiver;
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
@@ -36,7 +38,7 @@ use crate::queue::Queue;
 use crate::region::Region;
 use crate::shared::Shared;
 use crate::sys::EventFd;
-use command::{Command, Wanted};
+use command::{Command, Posted, Wanted};
 
 /// Work that waits for room on a NIC: operation, target, and the operation's id in case the slot has a new tenant.
 type Pending = (usize, usize, u64);
@@ -123,6 +125,8 @@ pub(crate) struct Worker {
     lanes: Vec<Lane>,
     rest: rest::Rest,
     inbox: VecDeque<Command>,
+    /// Rings of posters.
+    posters: Vec<Receiver<Posted>>,
     events: Vec<Event>,
     met: Vec<Done>,
     now: Instant,
@@ -180,6 +184,7 @@ impl Worker {
             lanes,
             rest,
             inbox: VecDeque::new(),
+            posters: Vec::new(),
             events: Vec::with_capacity(256),
             met: Vec::new(),
             now,
@@ -246,6 +251,7 @@ impl Worker {
         while let Some(command) = self.inbox.pop_front() {
             self.obey(command);
         }
+        active |= self.take_posted();
         self.answer_resets();
         active |= self.post_pending();
         active |= self.poll();
@@ -272,6 +278,7 @@ impl Worker {
                 self.shared.complete(done, Ok(()));
             }
             Command::Zero { imm, done } => self.zero(imm, done),
+            Command::Listen { posted } => self.posters.push(posted),
             Command::Zeroed { imm, done } => self.zeroed(imm, done),
             Command::Register { regions, reply } => {
                 let registered = self.register_all(regions);
@@ -389,6 +396,7 @@ impl Worker {
 
     /// Ends what is under way, says goodbye, and lets the NICs go.
     fn close(&mut self) {
+        self.posters.clear();
         self.abandon_operations();
         self.abandon_messages();
         self.abandon_resets();

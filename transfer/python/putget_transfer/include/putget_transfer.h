@@ -41,6 +41,7 @@ typedef struct pt_mr pt_mr;           /* memory that this process has registered
 typedef struct pt_desc pt_desc;       /* somebody's registered memory, to be written to */
 typedef struct pt_group pt_group;     /* peers that were connected ahead of time */
 typedef struct pt_prepared pt_prepared; /* writes that are submitted as often as wanted */
+typedef struct pt_poster pt_poster; /* posts writes without a lock, an allocation or a wait */
 typedef struct pt_template pt_template; /* destinations of scatters whose lengths and offsets change */
 typedef struct pt_network pt_network; /* a simulated network inside this process */
 typedef struct pt_watcher pt_watcher;
@@ -213,6 +214,15 @@ typedef struct pt_scatter_dst {
 /* In all of these, `submit` says how; `transfer` may be null. */
 int pt_submit_single_write(pt_engine *engine, uint64_t len, const pt_mr *src, uint64_t src_offset, const pt_desc *dst,
                            uint64_t dst_offset, const pt_submit *submit, pt_transfer *transfer);
+/* Makes a poster: a ring of `room` writes to one NIC of a device group, -1 for the first. A write takes that NIC whole, so its immediate
+ * travels with its bytes where one work request takes them. Destroyed before its engine. */
+int pt_poster_create(pt_engine *engine, int device_group, int nic, size_t room, pt_poster **poster);
+void pt_poster_destroy(pt_poster *poster);
+/* As pt_submit_single_write, but takes no lock, never waits, and allocates nothing. Of `submit`, `device_group` and `nic` do not count,
+ * and `done` is null or allocates. Without bytes, `src` may be null. PT_BUSY: the ring is full, or max_submissions operations are under
+ * way; nothing has happened, and `word` counts nothing. */
+int pt_post_write(const pt_poster *poster, uint64_t len, const pt_mr *src, uint64_t src_offset, const pt_desc *dst,
+                  uint64_t dst_offset, const pt_submit *submit);
 int pt_submit_paged_writes(pt_engine *engine, uint64_t page_len, const pt_mr *src, pt_pages src_pages, const pt_desc *dst,
                            pt_pages dst_pages, const pt_submit *submit, pt_transfer *transfer);
 /* Reads: from a peer's memory into the own, which nobody else writes to. An immediate counts at the peer once the bytes have been

@@ -1,0 +1,14 @@
+// Whom a rank names that waited in vain for a rank of its own domain.
+#pragma once
+
+#include "protocol/nodes/board.h"
+#include "protocol/nodes/domains.h"
+#include "protocol/round/state.h"
+
+namespace putget::capi {
+
+// A wait of the domain's own round knows nothing of networks: where a proxy has stopped for a lost rank, it names those
+// who have found that out and have gone. Puts the lost rank in their place. `own` is the board of the rank.
+void blame_the_lost(FaultRecord& fault, const Domains& domains, uint32_t rank, const Board& own);
+
+}  // namespace putget::capi

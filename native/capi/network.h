@@ -1,0 +1,12 @@
+// A network as callers of the C ABI hold it.
+#pragma once
+
+#include <memory>
+
+#include "proxy/network.h"
+#include "putget_nodes.h"
+
+struct putget_network {
+  // Objects on it keep it.
+  std::shared_ptr<putget::proxy::Network> shared;
+};
