@@ -42,7 +42,7 @@ impl FromIterator<(usize, Vec<TargetRequest>)> for Batch {
 /// Hands a command to a worker at once. Where its caller is going to wait, the caller's thread may carry it out.
 fn push(group: &Group, command: Command) -> Result<Result<(), Command>, Error> {
     Ok(match (&group.station, &command) {
-        (Some(station), Command::Write { done, .. }) if done.driven_by(station) => {
+        (Some(station), Command::Write { done, .. }) if station.attach(done) => {
             station.post(command).map_or(Ok(()), Err)
         }
         _ => group.commands.push(command),

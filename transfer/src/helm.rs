@@ -110,6 +110,11 @@ impl<T: Driven> Helm<T> {
         self.left.store(LEFT, Ordering::Relaxed);
     }
 
+    /// Says whether the next wait is left to the worker's thread, and counts it.
+    pub fn is_left(&self) -> bool {
+        self.left.load(Ordering::Relaxed) > 0 && self.left.fetch_sub(1, Ordering::Relaxed) > 0
+    }
+
     /// The worker, if its thread sleeps and nobody else drives.
     fn try_hold(&self) -> Option<Held<'_, T>> {
         if !self.asleep.load(Ordering::Acquire) {
@@ -122,7 +127,6 @@ impl<T: Driven> Helm<T> {
     /// Drives until something is over, or nothing has happened for so many looks. Then the worker's thread goes on.
     pub fn drive(&self, looks: u32, is_over: impl Fn() -> bool) {
         if self.left.load(Ordering::Relaxed) > 0 {
-            self.left.fetch_sub(1, Ordering::Relaxed);
             look_on(is_over);
             return;
         }

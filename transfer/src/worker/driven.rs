@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::command::Command;
 use super::{Lane, Worker};
-use crate::completion::Drive;
+use crate::completion::{Done, Drive};
 use crate::helm::{Driven, Helm};
 use crate::metrics::count;
 use crate::provider::Nic;
@@ -37,7 +37,7 @@ impl<N: Nic + ?Sized> Driven for Worker<N> {
 
     fn is_posted(&self) -> bool {
         let posted = |lane: &Lane<N>| lane.pending.is_empty() && lane.nic.is_posted();
-        self.commands.is_empty() && self.frames.is_empty() && self.lanes.iter().all(posted)
+        self.ops.len() <= 1 && self.commands.is_empty() && self.frames.is_empty() && self.lanes.iter().all(posted)
     }
 }
 
@@ -93,6 +93,11 @@ impl Station {
         if let Some(mut worker) = worker {
             worker.close();
         }
+    }
+
+    /// Has whoever waits for an operation drive, unless that is left to the worker's thread. False: its submitter does not.
+    pub fn attach(self: &Arc<Self>, done: &Done) -> bool {
+        done.is_future() && !self.helm.is_left() && done.driven_by(self)
     }
 
     /// Hands a command over, or carries it out on this thread, if nothing is under way and the worker's thread sleeps. The command comes
