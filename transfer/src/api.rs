@@ -395,7 +395,7 @@ impl Engine {
     /// # Errors
     /// The operation's own, or [`Error::Timeout`]; [`Error::Argument`] inside a callback of this engine, unless the operation is over.
     pub fn wait(&self, future: &TransferFuture, timeout: Duration) -> Result<(), Error> {
-        if !future.is_done() {
+        if !future.is_over() {
             check_wait(self.inner.shared.engine)?;
         }
         future.wait(timeout).unwrap_or(Err(Error::Timeout { what: "waiting for a transfer", after: timeout }))

@@ -1,14 +1,12 @@
 //! One operation over several device groups: each carries the destinations that it leads to, and the operation ends when all of them have
 //! ended.
 
-use std::sync::Arc;
 use std::time::Duration;
 
 use crate::completion::{Done, TransferId};
-use crate::engine::Engine;
+use crate::engine::{Engine, Group};
 use crate::error::Error;
 use crate::expect::EXPECTATIONS;
-use crate::queue::Queue;
 use crate::worker::MAX_TARGETS;
 use crate::worker::command::{Command, TargetRequest};
 
@@ -41,9 +39,14 @@ impl FromIterator<(usize, Vec<TargetRequest>)> for Batch {
     }
 }
 
-/// Hands a command to a worker at once.
-fn push(commands: &Arc<Queue<Command>>, command: Command) -> Result<Result<(), Command>, Error> {
-    Ok(commands.push(command))
+/// Hands a command to a worker at once. Where its caller is going to wait, the caller's thread may carry it out.
+fn push(group: &Group, command: Command) -> Result<Result<(), Command>, Error> {
+    Ok(match (&group.station, &command) {
+        (Some(station), Command::Write { done, .. }) if station.attach(done) => {
+            station.post(command).map_or(Ok(()), Err)
+        }
+        _ => group.commands.push(command),
+    })
 }
 
 impl Engine {
@@ -56,7 +59,7 @@ impl Engine {
         &self,
         batch: Batch,
         (mut done, deadline): (Done, Option<Duration>),
-        take: impl Fn(&Arc<Queue<Command>>, Command) -> Result<Result<(), Command>, Error>,
+        take: impl Fn(&Group, Command) -> Result<Result<(), Command>, Error>,
     ) -> Result<TransferId, Error> {
         let mut parts = batch.parts;
         if let Some((_, targets)) = parts.iter().find(|(_, targets)| targets.len() > MAX_TARGETS) {
@@ -70,7 +73,7 @@ impl Engine {
         let (id, deadline) = self.begin(&mut done, deadline)?;
         let put = |(group, targets), done| {
             let command = Command::Write { id, targets, done, deadline };
-            self.taken(take(&self.group(group)?.commands, command)?);
+            self.taken(take(self.group(group)?, command)?);
             Ok(TransferId { group, id })
         };
         if parts.len() == 1

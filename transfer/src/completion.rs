@@ -1,12 +1,13 @@
 //! `done`: how an operation says that it is over. A callback, a future or an atomic flag.
 
+use std::cell::Cell;
 use std::fmt;
 use std::future::Future;
 use std::pin::Pin;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::task::{Context, Poll};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crate::error::{Error, Outcome};
 use crate::gate::Permit;
@@ -32,10 +33,36 @@ pub struct Done {
     pub(crate) permit: Option<Permit>,
 }
 
+/// Who can make progress on the thread of somebody who waits.
+pub(crate) trait Drive: Send + Sync {
+    /// Makes progress until something is over, or for a moment.
+    fn drive(&self, is_over: &dyn Fn() -> bool);
+
+    /// Makes some progress, if nobody else does.
+    fn look(&self);
+
+    /// Leaves the progress to its own thread.
+    fn leave(&self);
+}
+
+/// An outcome that is waited for.
+#[derive(Default)]
+pub(crate) struct Awaited {
+    once: Once<Outcome>,
+    /// Who works on it, if others may drive that.
+    driver: OnceLock<Arc<dyn Drive>>,
+}
+
+impl Awaited {
+    pub fn set(&self, outcome: Outcome) {
+        self.once.set(outcome);
+    }
+}
+
 pub(crate) enum Kind {
     Ignore,
     Callback(Callback),
-    Future(Arc<Once<Outcome>>),
+    Future(Arc<Awaited>),
     Flag(Raised),
     #[cfg(feature = "capi")]
     Word(Word, Option<Callback>),
@@ -79,6 +106,17 @@ impl Done {
         (0..parts).map(move |_| Kind::Part(Arc::clone(&joined)).into())
     }
 
+    /// Says whether somebody waits for it, maybe with its thread.
+    pub(crate) fn is_future(&self) -> bool {
+        matches!(self.kind, Kind::Future(_))
+    }
+
+    /// Lets whoever waits drive who works on it. False: nobody waits with its thread.
+    pub(crate) fn driven_by(&self, driver: &Arc<impl Drive + 'static>) -> bool {
+        let Kind::Future(awaited) = &self.kind else { return false };
+        awaited.driver.set(Arc::clone(driver) as Arc<dyn Drive>).is_ok()
+    }
+
     /// The engine itself, for what is no operation of a caller's. It must be quick.
     pub(crate) fn quiet(call: impl FnOnce(Outcome) + Send + 'static) -> Self {
         Kind::Quiet(Box::new(call)).into()
@@ -96,8 +134,8 @@ impl Done {
 
     /// A future, which can also be waited for by a thread.
     pub fn future() -> (Self, TransferFuture) {
-        let once = Arc::new(Once::default());
-        (Kind::Future(Arc::clone(&once)).into(), TransferFuture { once })
+        let awaited = Arc::new(Awaited::default());
+        (Kind::Future(Arc::clone(&awaited)).into(), TransferFuture { awaited })
     }
 
     /// An atomic flag to be polled. One flag may serve many operations. A submission that is refused leaves it as it was.
@@ -174,24 +212,44 @@ impl Drop for Raised {
 
 /// The outcome of an operation, to be awaited by a task or waited for by a thread. It yields its value once.
 pub struct TransferFuture {
-    once: Arc<Once<Outcome>>,
+    awaited: Arc<Awaited>,
 }
 
 impl fmt::Debug for TransferFuture {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("TransferFuture").field("is_done", &self.is_done()).finish()
+        f.debug_struct("TransferFuture").field("is_done", &self.is_over()).finish()
     }
 }
 
 impl TransferFuture {
-    /// Says whether the operation is over.
-    pub fn is_done(&self) -> bool {
-        self.once.is_set()
+    /// Says whether the outcome is there.
+    pub(crate) fn is_over(&self) -> bool {
+        self.awaited.once.is_set()
     }
 
-    /// Waits at most `timeout`. None: not over yet, or the outcome was taken before.
+    /// Says whether the operation is over. Over `host` it looks for the end itself if nobody else does.
+    pub fn is_done(&self) -> bool {
+        let Awaited { once, driver } = &*self.awaited;
+        if !once.is_set()
+            && let Some(driver) = driver.get()
+        {
+            driver.look();
+        }
+        once.is_set()
+    }
+
+    /// Waits at most `timeout`. Over `host` the calling thread makes progress itself meanwhile, if no other thread does. None: not over yet, or the outcome was taken before.
     pub fn wait(&self, timeout: Duration) -> Option<Outcome> {
-        self.once.wait(timeout)
+        let once = &self.awaited.once;
+        let Some(driver) = self.awaited.driver.get().filter(|_| !once.is_set()) else { return once.wait(timeout) };
+        let (end, looks) = (Instant::now().checked_add(timeout), Cell::new(0_u32));
+        // A look at the clock takes as long as one at the network.
+        let is_late = || {
+            looks.set(looks.get().wrapping_add(1));
+            looks.get().is_multiple_of(16) && end.is_some_and(|end| Instant::now() >= end)
+        };
+        driver.drive(&|| once.is_set() || is_late());
+        once.sleep(end.map_or(timeout, |end| end.saturating_duration_since(Instant::now())))
     }
 }
 
@@ -199,7 +257,14 @@ impl Future for TransferFuture {
     type Output = Outcome;
 
     fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Outcome> {
-        self.once.poll(context.waker())
+        let polled = self.awaited.once.poll(context.waker());
+        if polled.is_pending()
+            && let Some(driver) = self.awaited.driver.get()
+        {
+            // A task does not wait with its thread.
+            driver.leave();
+        }
+        polled
     }
 }
 

@@ -15,13 +15,14 @@ use crate::gate::{Gate, WhenFull};
 use crate::group::DeviceGroup;
 use crate::once::Once;
 use crate::pools::Pools;
-use crate::provider::{Limits, Registrar};
+use crate::provider::{Limits, Nic, Openers, Registrar};
 use crate::queue::Queue;
 use crate::reserved::Reserved;
 use crate::shared::{Config, Shared};
 use crate::sys::{EventFd, Home, exact_timers, pin_thread};
 use crate::watcher::Watchers;
 use crate::worker::command::Command;
+use crate::worker::driven::Station;
 use crate::worker::{Queues, Worker};
 
 /// More threads than anybody needs for callbacks.
@@ -172,7 +173,7 @@ impl Builder {
             return Err(Error::argument("group", problem));
         }
         for group in &self.groups {
-            if group.nics.is_empty() || group.nics.len() > MAX_NICS {
+            if !(1..=MAX_NICS).contains(&group.nics.len()) {
                 let problem = format!("{} came; 1 to {MAX_NICS} are allowed", group.nics.len());
                 return Err(Error::argument("nics", problem));
             }
@@ -258,6 +259,25 @@ fn spawn_on(
     Ok(thread)
 }
 
+/// What a worker says of itself when it begins.
+type Began = (Vec<NetAddr>, Limits, Vec<Option<Arc<dyn Registrar>>>);
+
+/// Reports that a worker begins, or why not, and has it work until its end.
+fn work<N: Nic + ?Sized>(
+    worker: Result<Worker<N>, Error>,
+    report: &Once<Result<Began, Error>>,
+    run: impl FnOnce(Worker<N>),
+) {
+    match worker {
+        Ok(worker) => {
+            let addresses = worker.addresses().iter().cloned().map(NetAddr::from).collect();
+            report.set(Ok((addresses, worker.limits(), worker.registrars())));
+            run(worker);
+        }
+        Err(error) => _ = report.set(Err(error)),
+    }
+}
+
 /// What callers need to know of a device group.
 pub(crate) struct Group {
     pub kind: ProviderKind,
@@ -270,6 +290,8 @@ pub(crate) struct Group {
     /// One per NIC, where registering takes long.
     pub registrars: Vec<Option<Arc<dyn Registrar>>>,
     pub commands: Arc<Queue<Command>>,
+    /// Where callers drive its worker, if they may.
+    pub station: Option<Arc<Station>>,
 }
 
 pub(crate) struct Inner {
@@ -307,20 +329,23 @@ impl Inner {
         let (queue, shared, queues) = (Arc::clone(&commands), Arc::clone(&self.shared), Arc::clone(&self.queues));
         queues.lock().unwrap_or_else(PoisonError::into_inner).push(Arc::clone(&commands));
         let index = self.groups.len() as u16;
+        let DeviceGroup { nics, kind, device, cpus } = group;
+        let station = matches!(nics, Openers::Movable(_)).then(|| Station::new(&commands));
+        let own = station.clone();
         let started = Arc::new(Once::default());
         let report = Arc::clone(&started);
-        let (kind, device, cpus) = (group.kind, group.device, group.cpus.clone());
         let worker = spawn(&format!("worker{index}"), move || {
             exact_timers();
             let pinned = cpus.as_deref().map_or(Ok(()), pin_thread);
-            match pinned.and_then(|()| Worker::new(shared, queues, (queue, bell), index, group)) {
-                Ok(worker) => {
-                    let addresses = worker.addresses().iter().cloned().map(NetAddr::from).collect();
-                    report.set(Ok((addresses, worker.limits(), worker.registrars())));
-                    worker.run();
+            let queue = (queue, bell);
+            match (pinned, nics, own) {
+                (Err(error), ..) => _ = report.set(Err(error)),
+                (Ok(()), Openers::Own(nics), _) => {
+                    work(Worker::new(shared, queues, queue, index, (kind, device, nics)), &report, Worker::run);
                 }
-                Err(error) => {
-                    report.set(Err(error));
+                (Ok(()), Openers::Movable(nics), own) => {
+                    let run = |worker| own.map_or((), |station| station.run(worker));
+                    work(Worker::new(shared, queues, queue, index, (kind, device, nics)), &report, run);
                 }
             }
         })?;
@@ -328,7 +353,7 @@ impl Inner {
         let timeout = Error::Timeout { what: "starting a worker", after: ANSWER };
         let (addresses, limits, registrars) = started.wait(ANSWER).ok_or(timeout)??;
         let takes_host = kind == ProviderKind::Nvlink;
-        self.groups.push(Group { kind, device, takes_host, addresses, limits, registrars, commands });
+        self.groups.push(Group { kind, device, takes_host, addresses, limits, registrars, commands, station });
         Ok(())
     }
 

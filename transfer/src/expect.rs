@@ -103,6 +103,9 @@ impl Engine {
         crate::metrics::count(&shared.metrics.submitted_total);
         let senders = options.senders.iter().map(|address| shared.sender(address.key())).collect();
         let (id, deadline) = (self.next_id(), self.deadline(options.deadline));
+        if let Some(station) = self.inner.groups.iter().find_map(|group| group.station.as_ref()) {
+            station.attach(&done);
+        }
         let expect = Expect { id, imm, count, deadline, take: options.take, senders };
         match shared.counters.expect(expect, done) {
             Begun::Met(done) => shared.complete(done, Ok(())),

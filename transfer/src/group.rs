@@ -8,7 +8,7 @@ use crate::gpu;
 use crate::host::HostNic;
 use crate::libfabric::FabricNic;
 use crate::nvlink::NvlinkNic;
-use crate::provider::Opener;
+use crate::provider::{Nic, Opener, Openers};
 use crate::sim::SimNetwork;
 use crate::tcp::TcpNic;
 use crate::topology::{Topology, cpus_near};
@@ -16,7 +16,7 @@ use crate::verbs::VerbsNic;
 
 /// One device, the NICs that serve it, and where their worker thread runs.
 pub struct DeviceGroup {
-    pub(crate) nics: Vec<Opener>,
+    pub(crate) nics: Openers,
     pub(crate) kind: ProviderKind,
     pub(crate) device: Device,
     pub(crate) cpus: Option<Vec<usize>>,
@@ -36,13 +36,19 @@ impl DeviceGroup {
             let network = network.clone();
             Box::new(move |_| Ok(Box::new(network.add_nic())))
         };
-        Self { nics: (0..nics).map(open).collect(), kind: ProviderKind::Sim, device: Device::Host, cpus: None }
+        Self {
+            nics: Openers::Own((0..nics).map(open).collect()),
+            kind: ProviderKind::Sim,
+            device: Device::Host,
+            cpus: None,
+        }
     }
 
     /// Host memory of ranks of one host, over shared memory, as so many NICs. One is as fast as several.
     pub fn host(nics: usize) -> Self {
-        let open = |_| -> Opener { Box::new(|_| Ok(Box::new(HostNic::open()?))) };
-        Self { nics: (0..nics).map(open).collect(), kind: ProviderKind::Host, device: Device::Host, cpus: None }
+        let open = |_| -> Opener<dyn Nic + Send> { Box::new(|_| Ok(Box::new(HostNic::open()?))) };
+        let nics = Openers::Movable((0..nics).map(open).collect());
+        Self { nics, kind: ProviderKind::Host, device: Device::Host, cpus: None }
     }
 
     /// Host memory over TCP, between any machines. `sources` has one entry per NIC: an address of this machine, or a name that stands for
@@ -52,7 +58,8 @@ impl DeviceGroup {
             let source = source.map(str::to_owned);
             Box::new(move |_| Ok(Box::new(TcpNic::open(source.as_deref())?)))
         };
-        Self { nics: sources.iter().map(open).collect(), kind: ProviderKind::Tcp, device: Device::Host, cpus: None }
+        let nics = Openers::Own(sources.iter().map(open).collect());
+        Self { nics, kind: ProviderKind::Tcp, device: Device::Host, cpus: None }
     }
 
     /// Host memory behind endpoints of a libfabric provider: "net" with the addresses of this machine's NICs, or "efa". `sources` has
@@ -71,7 +78,7 @@ impl DeviceGroup {
             let (provider, source) = (provider.to_owned(), source.map(str::to_owned));
             Box::new(move |device| Ok(Box::new(FabricNic::open(&provider, source.as_deref(), device)?)))
         };
-        let nics = sources.iter().map(open).collect();
+        let nics = Openers::Own(sources.iter().map(open).collect());
         Self { nics, kind: ProviderKind::Libfabric, device: Device::Host, cpus: None }
     }
 
@@ -81,7 +88,7 @@ impl DeviceGroup {
     /// The driver is loaded by [`Builder::build`], which reports what is missing.
     pub fn nvlink(ordinal: u16) -> Self {
         let open: Opener = Box::new(move |_| Ok(Box::new(NvlinkNic::open(ordinal)?)));
-        Self { nics: vec![open], kind: ProviderKind::Nvlink, device: Device::Cuda(ordinal), cpus: None }
+        Self { nics: Openers::Own(vec![open]), kind: ProviderKind::Nvlink, device: Device::Cuda(ordinal), cpus: None }
     }
 
     /// Host memory behind ports of InfiniBand or RoCE NICs, as `device`, `device:port` or `device:port:gid_index`; the port is 1
@@ -93,7 +100,7 @@ impl DeviceGroup {
             let device = (*device).to_owned();
             Box::new(move |_| Ok(Box::new(VerbsNic::open(&device)?)))
         };
-        let nics = devices.iter().map(open).collect();
+        let nics = Openers::Own(devices.iter().map(open).collect());
         Self { nics, kind: ProviderKind::Verbs, device: Device::Host, cpus: None }
     }
 

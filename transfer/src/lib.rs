@@ -54,6 +54,7 @@ mod gdrcopy;
 mod gpu;
 mod group;
 mod handle;
+mod helm;
 mod host;
 mod jobs;
 #[cfg(test)]

@@ -38,6 +38,8 @@ macro_rules! metrics {
 }
 
 metrics! {
+    /// Operations that the submitting thread has posted itself.
+    posted_in_place_total: "counter",
     /// Operations that ended well.
     completed_total: "counter",
     /// Operations that failed, were cancelled or missed their deadline.

@@ -53,7 +53,7 @@ impl<T> Once<T> {
 
     /// Says whether the value has been set, taken or not.
     pub fn is_set(&self) -> bool {
-        lock(&self.state).set
+        self.ready.load(Ordering::Acquire)
     }
 
     /// Takes the value, or leaves the waker that is to be called once it is there.
@@ -72,6 +72,11 @@ impl<T> Once<T> {
     pub fn wait(&self, timeout: Duration) -> Option<T> {
         // A short write is over before this thread has gone to sleep, and to wake it takes longer than the write.
         look_on(|| self.ready.load(Ordering::Acquire));
+        self.sleep(timeout)
+    }
+
+    /// The same for one who has looked for a moment already.
+    pub fn sleep(&self, timeout: Duration) -> Option<T> {
         let end = Instant::now().checked_add(timeout);
         let mut state = lock(&self.state);
         loop {

@@ -396,8 +396,8 @@ impl Engine {
         done: Done,
     ) -> Result<TransferId, Error> {
         let batch = self.batch(prepared, imm)?;
-        self.submit_batch(batch, (done, options.deadline), |commands, command| {
-            self.inner.watchers()?.arm(watcher, value, commands, command)
+        self.submit_batch(batch, (done, options.deadline), |group, command| {
+            self.inner.watchers()?.arm(watcher, value, &group.commands, command)
         })
     }
 }

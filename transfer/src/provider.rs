@@ -1,5 +1,5 @@
 //! What the engine asks of a network: reliable, unordered delivery on one NIC. A provider implements [`Nic`] and nothing
-//! else; the worker thread owns it and is the only one to call it.
+//! else; the worker owns it, and who drives that is the only one to call it.
 
 use std::any::Any;
 use std::os::fd::RawFd;
@@ -136,7 +136,24 @@ pub(crate) enum Wait {
 }
 
 /// Opens a NIC for the memory of a device, on the thread that will own it.
-pub(crate) type Opener = Box<dyn FnOnce(Device) -> Result<Box<dyn Nic>, Error> + Send>;
+pub(crate) type Opener<N = dyn Nic> = Box<dyn FnOnce(Device) -> Result<Box<N>, Error> + Send>;
+
+/// The NICs of a device group.
+pub(crate) enum Openers {
+    /// They stay on the thread that opens them.
+    Own(Vec<Opener>),
+    /// One thread at a time may call them, whichever it is.
+    Movable(Vec<Opener<dyn Nic + Send>>),
+}
+
+impl Openers {
+    pub fn len(&self) -> usize {
+        match self {
+            Self::Own(nics) => nics.len(),
+            Self::Movable(nics) => nics.len(),
+        }
+    }
+}
 
 /// What is left to do for a registration is to enter it.
 pub(crate) type Begun = Box<dyn Any + Send>;
@@ -148,7 +165,7 @@ pub(crate) trait Registrar: Send + Sync {
     fn begin(&self, region: &Arc<Region>) -> Result<Begun, Error>;
 }
 
-/// One NIC of one device group. It stays on one thread.
+/// One NIC of one device group. One thread at a time calls it, and always the same one except over `host`.
 pub(crate) trait Nic {
     /// The address that peers connect to, at most `MAX_ENDPOINT` bytes.
     fn endpoint(&self) -> Vec<u8>;
@@ -162,6 +179,17 @@ pub(crate) trait Nic {
     fn may_wait(&mut self) -> bool {
         true
     }
+
+    /// Whoever posts looks for the ends itself for a moment: peers need not wake the thread for them.
+    fn attend(&mut self) {}
+
+    /// Says whether all that was taken is on its way to the peers, and nothing is to be polled for but ends.
+    fn is_posted(&self) -> bool {
+        false
+    }
+
+    /// Its thread has slept on the descriptor, and is back.
+    fn woken(&mut self) {}
 
     /// Says whether anything has come since it was last asked, also of what makes no event: writes of peers.
     fn has_moved(&mut self) -> bool {

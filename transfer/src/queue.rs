@@ -77,6 +77,25 @@ impl<T> Queue<T> {
         Ok(())
     }
 
+    /// Appends an item for a thread that takes it itself, in the consumer's place: nobody is woken.
+    ///
+    /// # Errors
+    /// The item comes back if the queue is closed.
+    pub fn push_in_place(&self, item: T) -> Result<(), T> {
+        let mut state = lock(&self.state);
+        if state.closed {
+            return Err(item);
+        }
+        state.items.push_back(item);
+        self.waiting.store(state.items.len(), Ordering::Release);
+        Ok(())
+    }
+
+    /// Says whether nothing waits.
+    pub fn is_empty(&self) -> bool {
+        self.waiting.load(Ordering::Acquire) == 0
+    }
+
     /// Wakes the consumer if it sleeps, once: system calls are for those who need them.
     fn rouse(&self, mut state: MutexGuard<'_, State<T>>) {
         let consumer = std::mem::replace(&mut state.consumer, Consumer::Awake);

@@ -82,9 +82,7 @@ impl Shared {
                     job.run(&self.jobs, &self.metrics);
                 }
             }
-            Kind::Future(once) => {
-                once.set(outcome);
-            }
+            Kind::Future(awaited) => awaited.set(outcome),
             Kind::Callback(callback) => {
                 // The callback threads end after all who complete operations; a callback is never left out.
                 if let Err(job) = self.jobs.push(Side::Own, Job::Done(callback, outcome)) {

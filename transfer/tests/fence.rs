@@ -21,10 +21,6 @@ const IMM: u32 = 9;
 const POISON: u8 = 0x5c;
 const WRITTEN: u8 = 0xaa;
 
-fn rounds(usual: usize) -> usize {
-    std::env::var("PUTGET_TRANSFER_ROUNDS").map_or(usual, |rounds| rounds.parse().unwrap())
-}
-
 fn watched(builder: Builder) -> (Engine, Receiver<PeerEvent>) {
     let (sender, events) = channel();
     (builder.on_peer_event(move |event| sender.send(event).unwrap_or(())).build().unwrap(), events)

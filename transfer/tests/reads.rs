@@ -1,10 +1,12 @@
 //! One-sided reads: where the bytes go, what a failed one leaves alone, and that none lands after `done`.
+//!
+//! `PUTGET_TRANSFER_ROUNDS` makes the rounds of stopped servers as many as it says.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 
 mod common;
 
-use std::io::Write;
-use std::process::{Child, Command, Stdio};
+use std::io::{BufRead, BufReader, Lines, Write};
+use std::process::{Child, ChildStdout, Command, Stdio};
 use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
@@ -331,6 +333,8 @@ struct Server {
     child: Child,
     address: NetAddr,
     desc: MrDesc,
+    /// Open as long as it lives: after a minute it says that it is still running.
+    _says: Lines<BufReader<ChildStdout>>,
 }
 
 /// The networks that lead to another process, with what `Server::start` calls them.
@@ -343,12 +347,13 @@ impl Server {
         let mut command = Command::new(std::env::current_exe().unwrap());
         command.args(["--exact", "server_process", "--ignored", "--nocapture"]).env(ROLE, network.to_string());
         let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
-        let lines = std::io::BufRead::lines(std::io::BufReader::new(child.stdout.take().unwrap()));
-        let here = lines.map_while(Result::ok).find_map(|line| line.strip_prefix("here ").map(str::to_owned)).unwrap();
+        let mut says = BufReader::new(child.stdout.take().unwrap()).lines();
+        let here = |line: String| line.strip_prefix("here ").map(str::to_owned);
+        let here = says.by_ref().map_while(Result::ok).find_map(here).unwrap();
         let (address, desc) = here.split_once(' ').unwrap();
         let (address, desc) =
             (NetAddr::from_bytes(&unhex(address)).unwrap(), MrDesc::from_bytes(&unhex(desc)).unwrap());
-        Self { child, address, desc }
+        Self { child, address, desc, _says: says }
     }
 
     fn signal(&self, signal: i32) {
@@ -374,7 +379,9 @@ fn a_server_that_was_stopped_brings_nothing_after_its_reads_have_failed() {
         let a = builder(&network, 1).heartbeat(Duration::from_millis(100), patience).build().unwrap();
         let len = 4 << 20;
         let (dst, _) = filled(&a, &vec![0; len]);
-        in_the_middle(4, 200, |round, reads| {
+        let rounds = rounds(4);
+        let mut late = 0;
+        in_the_middle(rounds, 200, |round, reads| {
             assert_eq!(get(&a, 8, (&server.desc, 0), (&dst, 0)), Ok(()));
             let futures = flood(&a, None, &server.desc, &dst, reads);
             eventually("some have come", || futures[1].is_done());
@@ -392,9 +399,11 @@ fn a_server_that_was_stopped_brings_nothing_after_its_reads_have_failed() {
             dst.write(0, &vec![0x5c; len]).unwrap();
             server.signal(libc::SIGCONT);
             std::thread::sleep(Duration::from_millis(100));
-            assert!(read(&dst, 0, len).iter().all(|byte| *byte == 0x5c), "round {round}: late bytes");
+            late += read(&dst, 0, len).iter().filter(|byte| **byte != 0x5c).count();
+            assert_eq!(late, 0, "round {round}: late bytes");
             failed > 0
         });
+        println!("{rounds} rounds over network {number}: {late} late bytes");
     }
 }
 

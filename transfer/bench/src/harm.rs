@@ -157,6 +157,41 @@ fn rate_beside(pair: &Pair, victim: &Engine, rate: f64, time: Duration) -> Outco
     Ok(flooded)
 }
 
+/// Time on a processor of this process's threads whose name begins so, all together.
+fn processor_time(of: &str) -> Outcome<Duration> {
+    let mut nanos = 0;
+    for task in std::fs::read_dir("/proc/self/task")? {
+        let task = task?.path();
+        if std::fs::read_to_string(task.join("comm"))?.starts_with(of) {
+            let times = std::fs::read_to_string(task.join("schedstat"))?;
+            nanos += times.split(' ').next().ok_or("an empty schedstat")?.parse::<u64>()?;
+        }
+    }
+    Ok(Duration::from_nanos(nanos))
+}
+
+/// Prints what a Hello costs the engines' threads that have nothing else to do.
+fn cost_of_hello(victim: &Engine, rate: f64, time: Duration) -> Outcome<()> {
+    let before = processor_time("pt-worker")?;
+    std::thread::sleep(time);
+    let idle = processor_time("pt-worker")?;
+    let (address, stop, sent) = (victim.main_address(), AtomicBool::new(false), AtomicU64::new(0));
+    std::thread::scope(|scope| -> Outcome<()> {
+        let stranger = scope.spawn(|| flood(&address, rate, &stop, &sent).map_err(|error| error.to_string()));
+        std::thread::sleep(time);
+        stop.store(true, Ordering::Release);
+        Ok(stranger.join().map_err(|_| "the stranger failed")??)
+    })?;
+    let (flooded, hellos) = (processor_time("pt-worker")?, sent.load(Ordering::Relaxed));
+    let (rest, all) = (idle - before, flooded - idle);
+    let each = all.saturating_sub(rest).as_secs_f64() * 1e6 / hellos as f64;
+    let share = all.as_secs_f64() / time.as_secs_f64() * 100.0;
+    println!(
+        "{hellos} Hellos without other work: {each:.2} us of the engine's thread each, {share:.1}% of a processor"
+    );
+    Ok(())
+}
+
 /// Measures and prints the rate of a proved peer over tcp, by turns: alone, beside a flood of another engine, which takes as much of the
 /// processors, and under a flood of its own target.
 pub fn flooded(source: &str, rate: f64, time: Duration, rounds: u32) -> Outcome<()> {
@@ -175,6 +210,7 @@ pub fn flooded(source: &str, rate: f64, time: Duration, rounds: u32) -> Outcome<
         shares.sort_by(f64::total_cmp);
         println!("flooded over {what}: median {:.3}", shares.get(shares.len() / 2).copied().unwrap_or(0.0));
     }
+    cost_of_hello(&other, rate, time)?;
     let metrics = pair.to.metrics_text();
     let dropped = metrics.lines().find(|line| line.starts_with("putget_transfer_greetings_dropped_total"));
     println!("{}", dropped.unwrap_or_default());

@@ -10,6 +10,8 @@ mod counter;
 mod counts;
 #[path = "../../src/host/flags.rs"]
 mod flags;
+#[path = "../../src/helm.rs"]
+mod helm;
 #[path = "../../src/jobs.rs"]
 mod jobs;
 #[path = "../../src/joined.rs"]
@@ -19,17 +21,26 @@ mod once;
 #[path = "../../src/queue.rs"]
 mod queue;
 
+mod helm_models;
 mod host_models;
 mod models;
 
 mod sync {
-    pub use loom::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering, fence};
+    pub use loom::sync::atomic::{AtomicBool, AtomicIsize, AtomicU64, AtomicUsize, Ordering, fence};
     pub use loom::sync::{Condvar, Mutex, MutexGuard};
     /// Filled by writers with the lock, so that nobody meets there.
     pub use std::sync::OnceLock;
 
     pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
         mutex.lock().unwrap()
+    }
+
+    pub fn try_lock<T>(mutex: &Mutex<T>) -> Option<MutexGuard<'_, T>> {
+        mutex.try_lock().ok()
+    }
+
+    pub fn relax(_looks: u32) {
+        loom::thread::yield_now();
     }
 
     pub fn spin() {

@@ -238,6 +238,19 @@ impl Nic for HostNic {
         })
     }
 
+    fn attend(&mut self) {
+        self.connections.iter().for_each(|connection| connection.outgoing.rise());
+    }
+
+    fn is_posted(&self) -> bool {
+        self.finished.is_empty() && self.connections.iter().all(|connection| connection.outgoing.is_posted())
+    }
+
+    fn woken(&mut self) {
+        self.looks = 0;
+        self.next_look = Instant::now();
+    }
+
     fn register(&mut self, region: &Arc<Region>) -> Result<Registered, Error> {
         if region.device() != Device::Host {
             let problem = format!("{:?} came; this group has the host's memory", region.device());
@@ -368,8 +381,6 @@ impl Nic for HostNic {
                 connection.outgoing.rise();
                 connection.incoming.iter().for_each(Incoming::rise);
             }
-            self.looks = 0;
-            self.next_look = Instant::now();
         }
         events.append(&mut self.finished);
         self.look(events);

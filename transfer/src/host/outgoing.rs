@@ -377,6 +377,11 @@ impl Outgoing {
         flags::announce_sleep(self.poster.ring.poster_sleeps());
     }
 
+    /// Says whether nothing waits for room in the ring.
+    pub fn is_posted(&self) -> bool {
+        self.jobs.is_empty()
+    }
+
     pub fn rise(&self) {
         flags::rise(self.poster.ring.poster_sleeps());
     }

@@ -330,8 +330,11 @@ fn a_sleeper_is_woken_and_the_last_look_misses_nothing() {
     assert!(readable(&b));
     // The poster sleeps until its message is taken.
     assert!(a.nic.may_wait() && !readable(&a));
+    // A thread that has slept on the descriptor says so, and hears what woke it.
+    b.nic.woken();
     b.poll();
     assert!(readable(&a));
+    a.nic.woken();
     until("it is over", &mut [&mut a], |sides| sides[0].ended().len() == 1);
     assert!(!readable(&a) && !readable(&b));
     // An end is heard, too.

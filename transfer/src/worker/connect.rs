@@ -11,7 +11,7 @@ use crate::descriptor::{MAX_NICS, NicAddr};
 use crate::error::{DownReason, NetworkError, Reason, Refusal};
 use crate::message::{Body, Frame, Hello, Introduction, Mac, decode};
 use crate::metrics::count;
-use crate::provider::{Link, Passes};
+use crate::provider::{Link, Nic, Passes};
 
 /// Time until a frame of the set-up is sent again.
 const RETRY: Duration = Duration::from_millis(100);
@@ -51,7 +51,7 @@ fn random<const N: usize>() -> Result<[u8; N], NetworkError> {
     getrandom::fill(&mut bytes).map(|()| bytes).map_err(failed)
 }
 
-impl Worker {
+impl<N: Nic + ?Sized> Worker<N> {
     /// What this engine says of itself, with this session and nonce.
     fn introduce(&self, random: &[u8; 24]) -> Introduction {
         let (session, nonce) = random.split_first_chunk::<8>().unwrap_or((&[0; 8], &[]));

@@ -12,7 +12,7 @@ use crate::callbacks::PeerEvent;
 use crate::completion::Done;
 use crate::descriptor::{MAX_NICS, PeerKey};
 use crate::error::{DownReason, Error, PeerName, Reason, TransferError};
-use crate::provider::Link;
+use crate::provider::{Link, Nic};
 
 /// What has to be told when a connection is over.
 struct Ending {
@@ -52,7 +52,7 @@ impl Endings {
     }
 }
 
-impl Worker {
+impl<N: Nic + ?Sized> Worker<N> {
     /// Disconnects everything of a peer's connection. Says that it is down once that is over.
     pub(super) fn let_go(&mut self, index: usize, down: Option<DownReason>) {
         let Some(peer) = self.peers.get_mut(index) else { return };

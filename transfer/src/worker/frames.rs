@@ -7,7 +7,7 @@ use super::{Token, Worker};
 use crate::error::{DownReason, NetworkError};
 use crate::message::{Body, Frame, decode};
 use crate::metrics::count;
-use crate::provider::{Link, MayLand, Post};
+use crate::provider::{Link, MayLand, Nic, Post};
 
 /// How often a control frame that the network lost is sent again.
 const ATTEMPTS: u32 = 10;
@@ -23,7 +23,7 @@ pub(super) struct Outgoing {
     message: Option<u64>,
 }
 
-impl Worker {
+impl<N: Nic + ?Sized> Worker<N> {
     pub(super) fn send_to_peer(&mut self, peer: usize, body: Body<'_>, message: Option<u64>) {
         let Some((link, session)) = self.peers.get(peer).and_then(|peer| Some((peer.links[0]?, peer.theirs))) else {
             return;

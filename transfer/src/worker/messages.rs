@@ -10,6 +10,7 @@ use crate::completion::Done;
 use crate::descriptor::NicAddr;
 use crate::error::{Error, PeerName, Reason, TransferError};
 use crate::message::{Body, FRAGMENT_OVERHEAD, OVERHEAD, Rejection};
+use crate::provider::Nic;
 
 /// Wait after the first rejection; it doubles up to `LONGEST_WAIT`.
 const FIRST_WAIT: Duration = Duration::from_millis(1);
@@ -55,7 +56,7 @@ impl Message {
     }
 }
 
-impl Worker {
+impl<N: Nic + ?Sized> Worker<N> {
     pub(super) fn start_message(
         &mut self,
         id: u64,

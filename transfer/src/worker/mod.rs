@@ -1,10 +1,12 @@
-//! The thread of one device group. It owns the NICs and everything under way on them, so nothing here needs a lock.
+//! The worker of one device group. It owns the NICs and everything under way on them, so nothing here needs a lock: one thread at a time
+//! drives it, its own or, over `host`, one that waits.
 //!
 //! Order of work: new submissions first, the first write of each at once; then what is pending, to keep the queues full;
 //! then polling.
 
 pub(crate) mod command;
 mod connect;
+pub(crate) mod driven;
 mod endings;
 mod frames;
 mod messages;
@@ -29,11 +31,10 @@ use std::time::Instant;
 use slab::Slab;
 
 use crate::completion::Done;
-use crate::descriptor::{NicAddr, PeerKey, ProviderKind};
+use crate::descriptor::{Device, NicAddr, PeerKey, ProviderKind};
 use crate::error::{DownReason, Error};
-use crate::group::DeviceGroup;
 use crate::metrics::count;
-use crate::provider::{Begun, Event, Limits, Link, LocalKey, Nic, Registered, Registrar};
+use crate::provider::{Begun, Event, Limits, Link, LocalKey, Nic, Opener, Registered, Registrar};
 use crate::queue::Queue;
 use crate::region::Region;
 use crate::shared::Shared;
@@ -47,8 +48,8 @@ type Pending = (usize, usize, u64);
 pub(crate) type Queues = Arc<Mutex<Vec<Arc<Queue<Command>>>>>;
 
 /// One NIC and what waits for it.
-struct Lane {
-    nic: Box<dyn Nic>,
+struct Lane<N: Nic + ?Sized> {
+    nic: Box<N>,
     pending: VecDeque<Pending>,
     in_flight: usize,
 }
@@ -113,7 +114,7 @@ impl Hasher for Sequential {
     }
 }
 
-pub(crate) struct Worker {
+pub(crate) struct Worker<N: Nic + ?Sized> {
     shared: Arc<Shared>,
     commands: Arc<Queue<Command>>,
     /// Those of all device groups of the engine, this one's among them.
@@ -122,7 +123,7 @@ pub(crate) struct Worker {
     kind: ProviderKind,
     /// This group's own addresses, one per NIC.
     nics: Vec<NicAddr>,
-    lanes: Vec<Lane>,
+    lanes: Vec<Lane<N>>,
     rest: rest::Rest,
     inbox: VecDeque<Command>,
     /// Rings of posters.
@@ -131,6 +132,12 @@ pub(crate) struct Worker {
     met: Vec<Done>,
     now: Instant,
     next_tick: Instant,
+    /// Its thread sleeps no longer than a tick.
+    ticks: bool,
+    /// Another thread may submit soon, though nothing is under way.
+    expected: bool,
+    /// Operations that came while others were under way.
+    crowded: u32,
     ops: Slab<writes::Op>,
     op_slots: HashMap<u64, usize, BuildHasherDefault<Sequential>>,
     messages: HashMap<u64, messages::Message>,
@@ -152,21 +159,21 @@ pub(crate) struct Worker {
     nothing: Option<(Arc<Region>, Vec<Registered>)>,
 }
 
-impl Worker {
+impl<N: Nic + ?Sized> Worker<N> {
     /// Makes the worker on its own thread, after pinning, so that its memory lies near its NICs.
     pub fn new(
         shared: Arc<Shared>,
         shared_queues: Queues,
         (commands, bell): (Arc<Queue<Command>>, Arc<EventFd>),
         group: u16,
-        DeviceGroup { kind, device, nics, .. }: DeviceGroup,
+        (kind, device, nics): (ProviderKind, Device, Vec<Opener<N>>),
     ) -> Result<Self, Error> {
         let key = PeerKey { engine: shared.engine, group };
         let mut nics = nics.into_iter().map(|open| open(device)).collect::<Result<Vec<_>, _>>()?;
         let addresses =
             (0..).zip(&nics).map(|(nic, device)| NicAddr { provider: kind, key, nic, endpoint: device.endpoint() });
         let addresses = addresses.collect();
-        let wait = |nic: &mut Box<dyn Nic>| {
+        let wait = |nic: &mut Box<N>| {
             let queue = Arc::clone(&commands);
             nic.wait(Arc::new(move || queue.wake()))
         };
@@ -189,6 +196,9 @@ impl Worker {
             met: Vec::new(),
             now,
             next_tick: now,
+            ticks: false,
+            expected: false,
+            crowded: 0,
             ops: Slab::with_capacity(256),
             op_slots: HashMap::default(),
             messages: HashMap::new(),
@@ -234,23 +244,34 @@ impl Worker {
 
     /// Works until the engine closes the queue, then ends everything that is under way.
     pub fn run(mut self) {
-        while !self.commands.is_finished() || !self.inbox.is_empty() {
+        while !self.is_finished() {
             if self.turn() {
                 self.rest.end(self.now);
-            } else {
-                self.rest();
+            } else if let Some(mut sleep) = self.rest(false) {
+                sleep.take(&self.commands);
+                self.rise(sleep);
             }
         }
         self.close();
     }
 
-    /// One round; says whether anything happened.
-    fn turn(&mut self) -> bool {
+    fn is_finished(&self) -> bool {
+        self.commands.is_finished() && self.inbox.is_empty()
+    }
+
+    /// Does what callers have asked for; says whether they have.
+    fn obey_all(&mut self) -> bool {
         self.now = Instant::now();
-        let mut active = self.commands.drain(&mut self.inbox) > 0;
+        let asked = self.commands.drain(&mut self.inbox) > 0;
         while let Some(command) = self.inbox.pop_front() {
             self.obey(command);
         }
+        asked
+    }
+
+    /// One round; says whether anything happened.
+    fn turn(&mut self) -> bool {
+        let mut active = self.obey_all();
         active |= self.take_posted();
         self.answer_resets();
         active |= self.post_pending();

@@ -8,6 +8,7 @@ use crate::descriptor::NetAddr;
 use crate::message::{Body, Rejection};
 use crate::metrics::count;
 use crate::pools::RecvPool;
+use crate::provider::Nic;
 
 /// A message of which not all bytes have come.
 struct Parcel {
@@ -21,7 +22,7 @@ struct Parcel {
 #[derive(Default)]
 pub(super) struct Parcels(HashMap<(usize, u64), Parcel>);
 
-impl Worker {
+impl<N: Nic + ?Sized> Worker<N> {
     /// A whole message.
     pub(super) fn on_message(&mut self, peer: usize, id: u64, pool: u32, bytes: &[u8]) {
         let Some(engine) = self.peers.get(peer).map(|peer| peer.key.engine) else { return };

@@ -7,7 +7,7 @@ use crate::callbacks::PeerEvent;
 use crate::descriptor::{MAX_NICS, NicAddr, PeerKey};
 use crate::error::{DownReason, PeerName, Reason};
 use crate::message::Introduction;
-use crate::provider::Link;
+use crate::provider::{Link, Nic};
 
 /// How far a connection is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -65,7 +65,7 @@ pub(super) struct Peer {
     pub waiting_messages: Vec<u64>,
 }
 
-impl Worker {
+impl<N: Nic + ?Sized> Worker<N> {
     /// Finds the peer behind the address of its first NIC, or makes its record.
     pub(super) fn peer_for(&mut self, first: &NicAddr) -> usize {
         if let Some(&peer) = self.peer_slots.get(&first.key) {

@@ -4,12 +4,13 @@ use std::sync::mpsc::TryRecvError;
 
 use super::Worker;
 use super::command::{Posted, TargetRequest};
+use crate::provider::Nic;
 use crate::shard::{Policy, single};
 
 /// Writes of one ring in one turn: polling comes soon.
 const MOST: usize = 64;
 
-impl Worker {
+impl<N: Nic + ?Sized> Worker<N> {
     /// Starts what has been posted, and forgets rings whose posters are gone; says whether there was anything.
     pub(super) fn take_posted(&mut self) -> bool {
         let mut rings = std::mem::take(&mut self.posters);

@@ -11,6 +11,7 @@ use crate::completion::Done;
 use crate::descriptor::NicAddr;
 use crate::error::{Error, Reason, TransferError};
 use crate::message::Body;
+use crate::provider::Nic;
 use crate::queue::Queue;
 
 /// Polls of every NIC before the count is taken back. What a sender knows to have landed has been reported to this side's
@@ -35,7 +36,7 @@ pub(super) struct Asked {
     done: Done,
 }
 
-impl Worker {
+impl<N: Nic + ?Sized> Worker<N> {
     pub(super) fn start_reset(&mut self, id: u64, imm: u32, from: &[NicAddr], done: Done, deadline: Instant) {
         let mut peers: Vec<_> = from.iter().map(|address| (self.peer_for(address), false)).collect();
         peers.sort_unstable();

@@ -6,12 +6,14 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::Worker;
+use super::command::Command;
 use super::timers::{IDLE_TICK, TICK};
-use crate::provider::Wait;
+use crate::provider::{Nic, Wait};
+use crate::queue::Queue;
+use crate::sync::relax;
 use crate::sys::{EventFd, readable, wait_readable};
 
-/// Looks without anything to do before the thread gives the processor away, and before it sleeps. The first are few: where
-/// processors are few, the one who is waited for may need this one.
+/// Looks without anything to do before the thread sleeps. From the fifth on, each gives the processor away.
 const SPINS: u32 = 4;
 const YIELDS: u32 = 400;
 /// Looks after a NIC's descriptor has ended a sleep, before the next one. Few, because the next one ends at once if more comes.
@@ -34,6 +36,26 @@ pub(super) struct Rest {
     active: Instant,
     /// Sleeps that a descriptor has ended for nothing, for a long time.
     fruitless: u32,
+}
+
+/// A sleep of a worker's thread. It needs the worker only before and afterwards.
+pub(super) enum Sleep {
+    /// On the queue.
+    Here(Duration),
+    /// On descriptors.
+    Outside(Vec<libc::pollfd>, Duration),
+}
+
+impl Sleep {
+    pub fn take(&mut self, commands: &Queue<Command>) {
+        match self {
+            Self::Here(most) => commands.wait(*most),
+            Self::Outside(descriptors, most) => {
+                wait_readable(descriptors, *most);
+                commands.end_outside();
+            }
+        }
+    }
 }
 
 enum How {
@@ -61,6 +83,12 @@ impl Rest {
         Self { bell, how, idle: 0, active: Instant::now(), fruitless: 0 }
     }
 
+    /// Another thread has found something to do.
+    pub fn moved(&mut self, now: Instant) {
+        self.active = now;
+        self.fruitless = 0;
+    }
+
     /// There was something to do.
     pub fn end(&mut self, now: Instant) {
         self.idle = 0;
@@ -69,59 +97,78 @@ impl Rest {
     }
 }
 
-impl Worker {
-    /// Spends a moment without work.
-    pub(super) fn rest(&mut self) {
+impl<N: Nic + ?Sized> Worker<N> {
+    /// Spends a moment without work, or says how to sleep. Where another thread `drives`, this one does not look on.
+    pub(super) fn rest(&mut self, drives: bool) -> Option<Sleep> {
         self.rest.idle = self.rest.idle.saturating_add(1);
-        if self.rest.idle < SPINS {
-            std::hint::spin_loop();
-        } else if self.rest.idle < YIELDS || self.shared.config.busy_poll {
-            std::thread::yield_now();
+        if self.shared.config.busy_poll {
+            relax(self.rest.idle);
+        } else if drives {
+            self.rest.idle = YIELDS;
+            return self.sleep();
+        } else if self.rest.idle < YIELDS {
+            relax(self.rest.idle);
         } else if self.lanes.iter_mut().fold(false, |moved, lane| lane.nic.has_moved() | moved) {
             self.rest.idle = SPINS;
         } else {
-            self.sleep();
+            return self.sleep();
         }
+        None
     }
 
-    fn sleep(&mut self) {
+    /// Makes ready for a sleep, unless there is something to do.
+    fn sleep(&mut self) -> Option<Sleep> {
         let waited_for = self.is_waited_for();
         let tick = if waited_for { TICK } else { IDLE_TICK };
+        self.ticks = waited_for;
         match &mut self.rest.how {
             How::Woken => {
                 let needed = self.lanes.iter().any(|lane| lane.in_flight > 0);
-                self.commands.wait(if needed { NAP } else { tick });
+                Some(Sleep::Here(if needed { NAP } else { tick }))
             }
             How::Polled => {
                 let doublings = (self.rest.idle.saturating_sub(YIELDS) / NAPS).min(DOUBLINGS);
-                self.commands.wait(if waited_for { NAP } else { NAP * (1 << doublings) });
+                Some(Sleep::Here(if waited_for { NAP } else { NAP * (1 << doublings) }))
             }
             How::Descriptors(descriptors) => {
                 if !self.lanes.iter_mut().all(|lane| lane.nic.may_wait()) {
                     self.commands.wait(NAP);
-                } else if self.commands.begin_outside() {
-                    wait_readable(descriptors, tick);
-                    self.commands.end_outside();
-                    let mut ready = descriptors.iter().map(|descriptor| descriptor.revents != 0);
-                    if ready.next() == Some(true) {
-                        self.rest.bell.silence();
-                    }
-                    if ready.any(|ready| ready) {
-                        self.rest.idle = YIELDS - LOOKS;
-                        if self.now.saturating_duration_since(self.rest.active) > FRUITLESS {
-                            let doublings = (self.rest.fruitless / NAPS).min(DOUBLINGS);
-                            self.rest.fruitless = self.rest.fruitless.saturating_add(1);
-                            self.commands.wait(NAP * (1 << doublings));
-                        }
-                    }
+                    return None;
                 }
+                self.commands.begin_outside().then(|| Sleep::Outside(std::mem::take(descriptors), tick))
             }
         }
     }
 
+    /// Is back from a sleep. Says whether a descriptor has ended it.
+    pub(super) fn rise(&mut self, sleep: Sleep) -> bool {
+        let Sleep::Outside(slept_on, _) = sleep else { return false };
+        let mut ready = slept_on.iter().map(|descriptor| descriptor.revents != 0);
+        let rung = ready.next() == Some(true);
+        if rung {
+            self.rest.bell.silence();
+            self.rest.idle = 0;
+        }
+        let ready = ready.any(|ready| ready);
+        if ready {
+            self.rest.idle = YIELDS - LOOKS;
+            if self.now.saturating_duration_since(self.rest.active) > FRUITLESS {
+                let doublings = (self.rest.fruitless / NAPS).min(DOUBLINGS);
+                self.rest.fruitless = self.rest.fruitless.saturating_add(1);
+                self.commands.wait(NAP * (1 << doublings));
+            }
+        }
+        if let How::Descriptors(descriptors) = &mut self.rest.how {
+            *descriptors = slept_on;
+        }
+        self.lanes.iter_mut().for_each(|lane| lane.nic.woken());
+        rung || ready
+    }
+
     /// Says whether anybody waits for what this thread does.
     fn is_waited_for(&self) -> bool {
-        !self.ops.is_empty()
+        self.expected
+            || !self.ops.is_empty()
             || !self.messages.is_empty()
             || !self.resets.is_empty()
             || !self.frames.is_empty()

@@ -6,13 +6,14 @@ use super::Worker;
 use super::peers::Stage;
 use crate::error::{DownReason, Reason};
 use crate::message::Body;
+use crate::provider::Nic;
 
 /// Time between two looks at the clock for their sake.
 pub(super) const TICK: Duration = Duration::from_millis(2);
 /// The same without operations that have a deadline.
 pub(super) const IDLE_TICK: Duration = Duration::from_millis(10);
 
-impl Worker {
+impl<N: Nic + ?Sized> Worker<N> {
     pub(super) fn tick(&mut self) {
         self.tick_operations();
         self.tick_messages();

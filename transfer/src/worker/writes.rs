@@ -12,7 +12,7 @@ use super::{Token, Worker};
 use crate::completion::Done;
 use crate::descriptor::MAX_NICS;
 use crate::error::{DownReason, Error, NetworkError, Reason, TransferError};
-use crate::provider::{MayLand, Post, Read, Write};
+use crate::provider::{MayLand, Nic, Post, Read, Write};
 use crate::shard::Piece;
 
 /// Where a destination's immediate is.
@@ -119,7 +119,7 @@ fn read_of<'a>(write: &Write<'a>, piece: &Piece) -> Read<'a> {
     }
 }
 
-impl Worker {
+impl<N: Nic + ?Sized> Worker<N> {
     pub(super) fn start_write(&mut self, id: u64, requests: Vec<TargetRequest>, done: Done, deadline: Instant) {
         let mut targets = Vec::with_capacity(requests.len());
         for request in requests {
@@ -128,6 +128,7 @@ impl Worker {
             let peer = self.peer_for(&first.address);
             targets.push(Target::new(peer, request));
         }
+        self.crowded += u32::from(!self.ops.is_empty());
         let open = targets.len();
         let op = Op { id, done: Some(done), deadline, targets, open, errors: Vec::new(), stopped: None };
         let slot = self.ops.insert(op);

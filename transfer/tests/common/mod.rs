@@ -120,6 +120,11 @@ pub fn nervous(network: &impl Grouping, nics: usize) -> Builder {
         .grace(Duration::from_millis(300))
 }
 
+/// How many rounds a test has that PUTGET_TRANSFER_ROUNDS makes as long as it says.
+pub fn rounds(usual: usize) -> usize {
+    std::env::var("PUTGET_TRANSFER_ROUNDS").map_or(usual, |rounds| rounds.parse().unwrap())
+}
+
 pub fn within(deadline: Duration) -> Options {
     Options { deadline: Some(deadline), ..Options::default() }
 }
