@@ -147,8 +147,8 @@ fn deadlines_and_cancels_hold_for_those_who_drive() {
         let (done, future) = Done::future();
         let started = Instant::now();
         a.expect_imm_count(77, 1, Some(Duration::from_millis(30)), done).unwrap();
-        assert_eq!(future.wait(Duration::from_millis(1)), None);
-        let outcome = future.wait(LONG).unwrap();
+        // The first wait ends before the deadline, unless the machine was busy meanwhile.
+        let outcome = future.wait(Duration::from_millis(1)).unwrap_or_else(|| future.wait(LONG).unwrap());
         assert!(matches!(outcome, Err(Error::CountMissed { .. })), "{outcome:?}");
         assert!(started.elapsed() >= Duration::from_millis(30));
     }
