@@ -271,6 +271,7 @@ putget_status putget_landing_progress_of(putget_landing* landing, putget_landing
 putget_status putget_landing_step(putget_landing* landing, uint64_t most_bytes, void* stream) {
   return guarded([&] {
     putget_landing& self = landing_of(landing);
+    require(most_bytes % 16 == 0, "most_bytes is " + text(most_bytes) + ", allowed are multiples of 16");
     require(self.gather.has_value(), "the landing was made without gathering: putget_landing_take takes its batches");
     self.landing->step(*self.gather, most_bytes, stream);
   });

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import putget
+from putget import _abi
 from putget.balancer import ExpertBlobs, Landing, Move
 from tests.balancer.migration import PHASES, begin, go_on, serve_many, serve_until_lost
 from tests.harness import Rank, RankProcesses, fresh_ranks, run_ranks
@@ -141,3 +142,14 @@ def test_bytes_that_differ_from_their_sum_are_never_taken() -> None:
     assert receiver.startswith("rank 1: the bytes of arrival 0 differ from those that were sent")
     assert receiver.endswith("; 0; 8")  # nothing has landed there, and the slot is as it was
     assert sender == "nothing; 1; 7"
+
+
+def test_a_step_that_cannot_be_is_refused() -> None:
+    """By the C function too, whose caller may be no Python."""
+    with landing_of([blobs_of()]) as landing:
+        with pytest.raises(ValueError, match="most_bytes is 24, allowed are multiples of 16 from 16 on"):
+            landing.step(24)
+        with pytest.raises(ValueError, match="most_bytes is 24, allowed are multiples of 16"):
+            _abi.call("putget_landing_step", landing._require_open(), 24, None)
+        with pytest.raises(ValueError, match="the landing was made without gathering"):
+            landing.step(16)

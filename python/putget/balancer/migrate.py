@@ -258,7 +258,7 @@ class Landing:
             raise ValueError(f"a batch brings {max(arrivals)} experts to one rank, cells has room for {most}")
 
     def move(self, most_bytes: int = 1 << 20) -> None:
-        """Puts up to `most_bytes` of this rank's next expert, and looks at as many that have come.
+        """Puts up to `most_bytes` of this rank's next experts, and looks at as many that have come; eight at most.
 
         On CUDA it enqueues one kernel on the current stream.
 
