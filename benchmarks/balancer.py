@@ -18,6 +18,8 @@ every iteration; p50, p99 and the longest.
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
+import functools
 import json
 import statistics
 from collections.abc import Callable
@@ -79,7 +81,7 @@ def step_times(device: torch.device, steps: int = 200, repeats: int = 50) -> dic
 
         times = {}
         for name, with_step in (("hear", False), ("hear_and_step", True)):
-            graph = captured(lambda with_step=with_step: many(with_step))  # type: ignore[misc]
+            graph = captured(functools.partial(many, with_step))
             times[name] = statistics.median(timed(graph.replay, repeats)) / steps
     comm.close()
     return {**times, "step": times["hear_and_step"] - times["hear"]}
@@ -121,8 +123,6 @@ class Pair:
 
 def _on_all(make: Callable[[int], Any]) -> list[Any]:
     """What is collective, on two threads."""
-    import concurrent.futures
-
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         return list(pool.map(make, range(2)))
 
@@ -147,8 +147,8 @@ def mover_rate(num_sms: int, device: torch.device, repeats: int = 15) -> dict[st
             raise RuntimeError("an expert arrived with other bytes")
         copied += timed(lambda: pair.slots[1][0].copy_(pair.slots[0][1]), 1)
     pair.close()
-    rate = lambda times: EXPERT_BYTES / statistics.median(times) / 1e3  # noqa: E731
-    return {"put": rate(put), "checked": rate(checked), "taken": rate(taken), "copy": rate(copied)}
+    every = {"put": put, "checked": checked, "taken": taken, "copy": copied}
+    return {name: EXPERT_BYTES / statistics.median(times) / 1e3 for name, times in every.items()}
 
 
 def iteration_times(num_sms: int, device: torch.device, repeats: int = 200) -> dict[str, list[float]]:
