@@ -243,6 +243,8 @@ fn bridges(device: &Path) -> impl Iterator<Item = &std::ffi::OsStr> {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
     use super::*;
 
     #[test]
@@ -258,8 +260,11 @@ mod tests {
     struct Sys(PathBuf);
 
     impl Sys {
-        fn new(name: &str) -> Self {
-            let sys = std::env::temp_dir().join(format!("putget_transfer_{name}_{}", std::process::id()));
+        fn new() -> Self {
+            // Tests run at once in one process: each has a folder of its own.
+            static FOLDERS: AtomicUsize = AtomicUsize::new(0);
+            let (process, number) = (std::process::id(), FOLDERS.fetch_add(1, Ordering::Relaxed));
+            let sys = std::env::temp_dir().join(format!("putget_transfer_sys_{process}_{number}"));
             let _ = fs::remove_dir_all(&sys);
             let sys = Self(sys);
             for (node, cpus) in [(0, "0-3"), (1, "4-7")] {
@@ -309,7 +314,7 @@ mod tests {
 
     /// Two GPUs and three NICs behind one switch, of which one NIC is unplugged; a GPU with a NIC on its root; a GPU far from all.
     fn machine() -> Sys {
-        let sys = Sys::new("machine");
+        let sys = Sys::new();
         sys.gpu("devices/pci0000:00/0000:00:01.0/0000:01:00.0/0000:02:00.0", 0);
         sys.gpu("devices/pci0000:00/0000:00:01.0/0000:01:01.0/0000:03:00.0", 0);
         sys.verbs("mlx5_2", "devices/pci0000:00/0000:00:01.0/0000:01:02.0/0000:04:00.0", 0, ACTIVE);
@@ -356,7 +361,7 @@ mod tests {
 
     #[test]
     fn fewer_nics_than_gpus_are_used_by_turns() {
-        let sys = Sys::new("turns");
+        let sys = Sys::new();
         for gpu in 0..4 {
             sys.gpu(&format!("devices/pci0000:00/0000:00:01.0/0000:0{gpu}:00.0"), 0);
         }
@@ -371,7 +376,7 @@ mod tests {
 
     #[test]
     fn a_machine_without_any_is_no_error_until_one_is_needed() {
-        let sys = Sys::new("none");
+        let sys = Sys::new();
         sys.gpu("devices/pci0000:00/0000:00:01.0/0000:02:00.0", -1);
         let topology = Topology::read(&sys.0);
         assert!(matches!(topology.nics_near("0000:02:00.0"), Err(Error::Unavailable { .. })));
