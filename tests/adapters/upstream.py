@@ -85,13 +85,18 @@ def fetch(requirement: str, patterns: list[str]) -> Path:
     try:
         import remotezip
         import requests
+        import urllib3
     except ModuleNotFoundError as error:
         raise Unreachable(f"{error.name} is not installed") from error
     url = wheel_url(requirement)
+    session = requests.Session()
+    # A file is a request, and a connection may be reset.
+    session.mount("https://", requests.adapters.HTTPAdapter(max_retries=urllib3.Retry(5, backoff_factor=0.5)))
     CACHE.mkdir(parents=True, exist_ok=True)
     place = Path(tempfile.mkdtemp(dir=CACHE))
     try:
-        with remotezip.RemoteZip(url, verify=ssl.get_default_verify_paths().cafile or True, timeout=30) as wheel:
+        verify = ssl.get_default_verify_paths().cafile or True
+        with session, remotezip.RemoteZip(url, session=session, verify=verify, timeout=30) as wheel:
             for name in wheel.namelist():
                 if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
                     wheel.extract(name, place)
