@@ -107,7 +107,7 @@ def plugged_in(rank: Rank, root: Path, version: str) -> list[torch.Tensor]:
         combined.append(run_layer(engine, rank, layer, dispatcher, bypassed=index == 1))
         if layer.num_tokens[rank.rank] == 0:
             assert engine.quantised == calls  # no kernel for no rows
-            received = dispatcher._rounds.all_to_all.target_ranks
+            received = dispatcher._batches[0].all_to_all.target_ranks
             assert received.shape[0] == 0  # and no dummy row
     return combined
 
@@ -205,7 +205,7 @@ def workspaces(rank: Rank, root: Path) -> list[tuple[int, int]]:
         engine.variable = variable
         engine.server_args = SimpleNamespace(**{**arguments, **changes})
         dispatcher = engine.dispatcher(rank, LAYERS[0])
-        sizes.append((dispatcher.max_num_tokens, dispatcher._rounds.shared.num_bytes))
+        sizes.append((dispatcher.max_num_tokens, dispatcher._batches[0].shared.num_bytes))
     return sizes
 
 

@@ -199,7 +199,7 @@ GOOD = {"nnodes": 1, "tp_size": 4, "attn_dp_size": 4, "moe_runner_backend": "tri
         ({"nnodes": 2}, "--nnodes is 2, putget carries the ranks of one host"),
         ({"attn_dp_size": 2}, "--attn-dp-size is 2 and --tp-size 4, expected equal numbers"),
         ({"moe_runner_backend": "marlin"}, "--moe-runner-backend is 'marlin', allowed are auto, triton, deep_gemm"),
-        ({"enable_two_batch_overlap": True}, "--enable-two-batch-overlap is for DeepEP's backends"),
+        ({"enable_single_batch_overlap": True}, "--enable-single-batch-overlap is for DeepEP's backends"),
     ],
 )
 def test_arguments_that_putget_cannot_carry_are_refused(changes: dict[str, Any], named: str) -> None:

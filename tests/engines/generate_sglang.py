@@ -7,6 +7,7 @@ What SGLang lacks for expert parallelism on a CPU stands here and in ``stubs/sgl
 
 - ``moe_forward_native`` knows no "no expert";
 - its attention in torch has no value for the lengths of padding;
+- its plan of two-batch overlap for prompts asks a GPU how many SMs it has, to leave some of them to DeepEP;
 - its processes are forked, where SGLang spawns them, because importing SGLang takes most of the time.
 """
 
@@ -19,9 +20,11 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
+import torch
 
 PROMPTS = [[3, 17, 41, 5, 96, 2], [77], [9, 8, 7, 6, 5, 4, 3, 2, 1, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0], [50, 51], [1, 2, 3]]
 NEW_TOKENS = [8, 3, 6, 8, 1]
@@ -31,6 +34,7 @@ CASES: dict[str, dict[str, Any]] = {
     "alone": ALONE,
     "ep2": EP2,
     "ep4": {**EP2, "tp_size": 4, "attn_dp_size": 4},
+    "overlap": {**EP2, "enable_two_batch_overlap": True},
     "killed": EP2,
     "eplb": {
         **EP2,
@@ -46,10 +50,14 @@ CASES: dict[str, dict[str, Any]] = {
 
 def patch() -> None:
     """The shim, in every process."""
+    from sglang.srt.batch_overlap import operations_strategy, two_batch_overlap
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
     from sglang.srt.layers.moe import fused_moe_native
 
     TorchNativeAttnBackend.get_cpu_graph_seq_len_fill_value = lambda _: 1
+    operations_strategy._is_hip = True  # the plan without a number of SMs for matrix products
+    two_batch_overlap._is_hip = True
+    torch.cuda.get_device_properties = lambda device: SimpleNamespace(multi_processor_count=0)
 
     own = fused_moe_native.moe_forward_native
 
@@ -69,8 +77,10 @@ def patch() -> None:
 
 def engine(model: Path, **options: Any) -> Any:
     import sglang
+    from sglang.srt.utils.network import get_free_port_below_ephemeral
 
     return sglang.Engine(
+        port=get_free_port_below_ephemeral(),  # ports of its ranks follow from it
         model_path=str(model),
         device="cpu",
         dtype="float32",

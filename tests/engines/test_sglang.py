@@ -10,7 +10,7 @@ import pytest
 from tests.engines.run import Outcome, only_with_engines, run_cases, save_model
 
 ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_EXTERNAL_MODEL_PACKAGE": "tests.engines.sglang_models"}
-CASES = ("alone.8", "alone.10", "ep2.8", "ep2.10", "ep4.8", "eplb.8", "killed.8")
+CASES = ("alone.8", "alone.10", "ep2.8", "ep2.10", "ep4.8", "eplb.8", "overlap.8", "killed.8")
 
 pytestmark = only_with_engines
 
@@ -42,6 +42,13 @@ def test_experts_move_while_requests_run(outcomes: dict[str, Outcome]) -> None:
     assert outcome.log.count("[EPLBManager] rebalance end") >= 4  # two on each rank
     assert outcome.log.count("plans where experts lie: 8 experts in 10 slots on 2 ranks") == 2
     assert outcome.log.count("moves experts between 2 ranks") == 2
+
+
+def test_two_batches_overlap(outcomes: dict[str, Outcome]) -> None:
+    outcome = outcomes["overlap.8"]
+    assert outcome.tokens() == outcomes["alone.8"].tokens()
+    assert outcome.carried(8, 2)
+    assert outcome.log.count("overlaps the rounds of two batches of a forward") == 2
 
 
 def test_a_killed_rank_ends_the_others(outcomes: dict[str, Outcome]) -> None:

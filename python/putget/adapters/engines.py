@@ -100,6 +100,15 @@ def announce_launch(engine: str, a2a: AllToAll, num_tokens: int) -> None:
         _say_once(engine, _LAUNCH, num_tokens, dispatch.path, blocks[0], combine.path, blocks[1])
 
 
+def announce_overlap(engine: str) -> None:
+    """Says once in a process, in the engine's own log, that rounds of two batches overlap.
+
+    Args:
+        engine: The name of the engine's package, under which it logs.
+    """
+    _say_once(engine, "putget %s overlaps the rounds of two batches of a forward")
+
+
 def announce_planner(engine: str, *, num_experts: int, num_slots: int, num_ranks: int) -> None:
     """Says once in a process, in the engine's own log, that putget plans where experts lie.
 

@@ -16,7 +16,9 @@ import torch
 
 from putget import BackendUnavailable
 from putget.adapters.engines import replace_name, require_names
-from putget.adapters.sglang_dispatcher import MODULE, DispatcherRounds
+from putget.adapters.rounds import Rounds
+from putget.adapters.sglang_dispatcher import MODULE, DispatcherRounds, Sent
+from putget.adapters.sglang_overlap import watch_splits
 
 NAME = "putget"
 LAYER_MODULE = "sglang.srt.layers.moe.fused_moe_triton.layer"
@@ -50,11 +52,9 @@ METHODS = (
 class LocalDispatcherRounds(DispatcherRounds):
     """A dispatcher whose runner may take SGLang's standard format: expert ids are numbers on this rank, or -1."""
 
-    def _given_to_runner(
-        self, received: Any, scale: torch.Tensor | None, router_logits: Any, output_dtype: torch.dtype
-    ) -> Any:
+    def _given_to_runner(self, rounds: Rounds, received: Any, scale: torch.Tensor | None, sent: Sent) -> Any:
         if self._runner() not in _LOCAL_RUNNERS:
-            return super()._given_to_runner(received, scale, router_logits, output_dtype)
+            return super()._given_to_runner(rounds, received, scale, sent)
         num_local = self.num_experts // self.ep_size
         ids = received.topk_ids - self.ep_rank * num_local
         ids = torch.where((ids >= 0) & (ids < num_local), ids, -1)
@@ -62,7 +62,7 @@ class LocalDispatcherRounds(DispatcherRounds):
         return standard.StandardDispatchOutput(
             hidden_states=received.payloads[0],
             hidden_states_scale=scale,
-            topk_output=self.engine_module.StandardTopKOutput(received.topk_weights, ids, router_logits),
+            topk_output=self.engine_module.StandardTopKOutput(received.topk_weights, ids, sent.router_logits),
         )
 
 
@@ -98,6 +98,7 @@ def put_in_place() -> None:
     overrides: Any = modules[_OVERRIDES]
     overrides._A2A_EP_SPANNING_BACKENDS |= {NAME}  # expert parallelism is as wide as tensor parallelism
     _widen_runners(modules[_POOL].FusedOpPool)
+    watch_splits()
     replace_name(_ARGUMENTS, "handle_a2a_moe", _checked, engine="SGLang")
     replace_name(LAYER_MODULE, "create_moe_dispatcher", _dispatcher_factory, engine="SGLang")
 
@@ -157,7 +158,8 @@ def check_arguments(view: Any) -> None:
     """Refuses server arguments that putget cannot carry, before a worker is started.
 
     Raises:
-        ValueError: Several hosts, no data-parallel attention, another runner, two-batch overlap; the message names it.
+        ValueError: Several hosts, no data-parallel attention, another runner, single-batch overlap; the message
+            names it.
     """
     chosen = f"--moe-a2a-backend {NAME}"
     if view.nnodes != 1:
@@ -171,9 +173,8 @@ def check_arguments(view: Any) -> None:
         raise ValueError(
             f"{chosen}: --moe-runner-backend is {view.moe_runner_backend!r}, allowed are auto, {', '.join(RUNNERS)}"
         )
-    for option in ("enable_two_batch_overlap", "enable_single_batch_overlap"):
-        if getattr(view, option, False):
-            raise ValueError(f"{chosen}: --{option.replace('_', '-')} is for DeepEP's backends; leave it out")
+    if getattr(view, "enable_single_batch_overlap", False):
+        raise ValueError(f"{chosen}: --enable-single-batch-overlap is for DeepEP's backends; leave it out")
 
 
 def _dispatcher_factory(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import importlib
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from putget import BackendUnavailable, Payload
+from putget import BackendUnavailable, Communicator, Payload, ProtocolMisuse, Received
 from putget.adapters import placement
-from putget.adapters.engines import announce, announce_launch
+from putget.adapters.engines import announce, announce_launch, announce_overlap
 from putget.adapters.proof import prove
 from putget.adapters.rounds import Rounds
+from putget.adapters.sglang_overlap import most_tokens, num_batches
 from putget.adapters.shared import (
+    SharedWorkspace,
     combine_dtype_of,
     communicator_of,
     default_device,
@@ -22,7 +24,10 @@ from putget.adapters.shared import (
 )
 
 MODULE = "sglang.srt.layers.moe.token_dispatcher.flashinfer"
+_UTILS = "sglang.srt.layers.moe.utils"
 CAPACITY_VARIABLE = "SGLANG_FLASHINFER_NUM_MAX_DISPATCH_TOKENS_PER_RANK"
+
+_ROWS = "combine_input.hidden_states"  # for messages
 
 # Runners that take -1 as "no expert"; the others of SGLang's take num_experts.
 _TAKE_MINUS_ONE = {"deep_gemm", "flashinfer_trtllm", "flashinfer_trtllm_routed"}
@@ -38,6 +43,14 @@ def _optional(name: str) -> ModuleType | None:
         raise
 
 
+class Sent(NamedTuple):
+    """What the second half of a dispatch has to know of the first."""
+
+    recipe: str
+    router_logits: Any
+    dtype: torch.dtype
+
+
 class DispatcherRounds:
     """SGLang's dispatcher on putget: what FlashinferDispatcher takes and gives, without its dummy rows.
 
@@ -47,6 +60,8 @@ class DispatcherRounds:
     - Any runner that takes expert ids and weights works: ids are global, slots without a token have the id that the
       runner takes as "no expert".
     - The workspace holds what one rank sends in one forward, as the server arguments say, from each rank once.
+    - Halves (``dispatch_a``, ``dispatch_b``, ``combine_a``, ``combine_b``) for two-batch overlap: each of the two
+      batches has rounds and a workspace of its own.
 
     Args:
         group: The torch.distributed group of the expert-parallel ranks.
@@ -93,36 +108,41 @@ class DispatcherRounds:
         self.max_num_tokens = capacity()
         announce("sglang", num_experts=num_experts, ep_size=comm.size, device=default_device())
         row = Payload((hidden_size,), torch.bfloat16 if params_dtype is None else params_dtype)
-        combine_dtype = combine_dtype_of(self.low_precision_combine)
-        shared = shared_workspace(
-            comm,
-            engine_workspace_bytes(
-                ep_size=comm.size,
-                max_tokens_per_rank=self.max_num_tokens,
-                dispatch_bytes=row.row_bytes,
-                output=row,
-                combine_dtype=combine_dtype,
-            ),
-            share_by=("sglang", is_speculative()),
-        )
-        self._rounds = Rounds(
-            shared,
-            num_experts=num_experts,
-            top_k=router_topk,
-            max_tokens_per_rank=self.max_num_tokens,
-            output=None if params_dtype is None else row,
-            expert_to_rank=table,
-            combine_dtype=combine_dtype,
-        )
         own = num_local_experts or num_experts // comm.size
-        prove("SGLang", self._rounds, row.shape, row.dtype, range(comm.rank * own, (comm.rank + 1) * own))
+        self._batches = [
+            Rounds(
+                self._workspace(comm, row, index),
+                num_experts=num_experts,
+                top_k=router_topk,
+                max_tokens_per_rank=self.max_num_tokens,
+                output=None if params_dtype is None else row,
+                expert_to_rank=table,
+                combine_dtype=combine_dtype_of(self.low_precision_combine),
+            )
+            for index in range(num_batches())
+        ]
+        self._sent: dict[int, Sent] = {}  # by batch, between the halves of its dispatch
+        for rounds in self._batches:
+            prove("SGLang", rounds, row.shape, row.dtype, range(comm.rank * own, (comm.rank + 1) * own))
 
-    def dispatch(self, hidden_states: torch.Tensor, topk_output: Any) -> Any:
+    def _workspace(self, comm: Communicator, row: Payload, batch: int) -> SharedWorkspace:
+        """The memory of one batch of those that overlap."""
+        num_bytes = engine_workspace_bytes(
+            ep_size=comm.size,
+            max_tokens_per_rank=self.max_num_tokens,
+            dispatch_bytes=row.row_bytes,
+            output=row,
+            combine_dtype=combine_dtype_of(self.low_precision_combine),
+        )
+        return shared_workspace(comm, num_bytes, share_by=("sglang", is_speculative(), batch))
+
+    def dispatch(self, hidden_states: torch.Tensor, topk_output: Any, tbo_subbatch_index: int | None = None) -> Any:
         """Puts each token's rows into the ranks of its experts.
 
         Args:
             hidden_states: [num_tokens, hidden_size].
             topk_output: SGLang's top-k output with ids and weights, or one that can be turned into that.
+            tbo_subbatch_index: Which of two batches that overlap, 0 or 1; None is 0.
 
         Returns:
             SGLang's FlashinferDispatchOutput with [ep_size * max_rows, *] rows, where max_rows is the largest number of
@@ -130,9 +150,40 @@ class DispatcherRounds:
 
         Raises:
             ValueError: An argument is wrong; nothing has happened on any rank.
-            ProtocolMisuse: The last dispatch has not been combined.
+            ProtocolMisuse: The last dispatch of this batch has not been combined.
             PeerTimeout, CapacityExceeded: As ``AllToAll.dispatch``.
         """
+        rounds = self._of(tbo_subbatch_index)
+        arguments, sent = self._to_send(hidden_states, topk_output, tbo_subbatch_index)
+        received = rounds.dispatch(**arguments)
+        announce_launch("sglang", rounds.all_to_all, hidden_states.shape[0])
+        return self._arrived(rounds, received, sent)
+
+    def dispatch_a(self, hidden_states: torch.Tensor, topk_output: Any, tbo_subbatch_index: int | None = None) -> None:
+        """The half of ``dispatch`` that puts and waits for nobody; arguments and errors as there."""
+        rounds = self._of(tbo_subbatch_index)
+        arguments, sent = self._to_send(hidden_states, topk_output, tbo_subbatch_index)
+        rounds.dispatch_start(**arguments)
+        if tbo_subbatch_index:
+            announce_overlap("sglang")
+        announce_launch("sglang", rounds.all_to_all, hidden_states.shape[0])
+        self._sent[tbo_subbatch_index or 0] = sent
+
+    def dispatch_b(self, tbo_subbatch_index: int | None = None) -> Any:
+        """The half of ``dispatch`` that waits: what it returns.
+
+        Raises:
+            ProtocolMisuse: No ``dispatch_a`` of this batch came before.
+            PeerTimeout: As ``AllToAll.dispatch_finish``.
+        """
+        rounds = self._of(tbo_subbatch_index)
+        sent = self._sent.pop(tbo_subbatch_index or 0, None)
+        if sent is None:
+            raise ProtocolMisuse(f"dispatch_b of batch {tbo_subbatch_index or 0}: no dispatch_a came before it")
+        return self._arrived(rounds, rounds.dispatch_finish(), sent)
+
+    def _to_send(self, hidden_states: torch.Tensor, topk_output: Any, batch: int | None) -> tuple[dict[str, Any], Sent]:
+        """The arguments of a dispatch, and what is to be known when its rows have come."""
         if not hasattr(topk_output, "topk_ids"):
             if not hasattr(topk_output, "to_standard"):
                 raise ValueError(
@@ -142,22 +193,30 @@ class DispatcherRounds:
             topk_output = topk_output.to_standard()
         recipe = self._recipe_of(self.quant_config or {})  # type: ignore[attr-defined]
         payloads = self._quantise(recipe, hidden_states.contiguous())
-        received = self._rounds.dispatch(
-            topk_output.topk_ids.contiguous(),
-            topk_output.topk_weights.float().contiguous(),
-            payloads,
-            names=["hidden_states", "hidden_states_scale"][: len(payloads)],
-            max_rows=self._max_rows(hidden_states.shape[0]),
-        ).flat
-        announce_launch("sglang", self._rounds.all_to_all, hidden_states.shape[0])
-        scale = received.payloads[1] if len(payloads) > 1 else None
-        if recipe == "nvfp4" and self._runner() == "flashinfer_cutlass":
-            scale = self._kernel("nvfp4_block_scale_interleave")(scale)
-        return self._given_to_runner(received, scale, topk_output.router_logits, hidden_states.dtype)
+        ids, weights = topk_output.topk_ids, topk_output.topk_weights.float()
+        num_tokens = hidden_states.shape[0]
+        if ids.shape[0] == 0 < num_tokens:
+            # A rank without requests, whose batch SGLang fills up to the others': these rows go nowhere.
+            ids = ids.new_full((num_tokens, self.router_topk), -1)
+            weights = weights.new_zeros(ids.shape)
+        arguments = {
+            "topk_ids": ids.contiguous(),
+            "topk_weights": weights.contiguous(),
+            "payloads": payloads,
+            "names": ["hidden_states", "hidden_states_scale"][: len(payloads)],
+            "max_rows": self._max_rows(num_tokens, batch),
+        }
+        return arguments, Sent(recipe, topk_output.router_logits, hidden_states.dtype)
 
-    def _given_to_runner(
-        self, received: Any, scale: torch.Tensor | None, router_logits: Any, output_dtype: torch.dtype
-    ) -> Any:
+    def _arrived(self, rounds: Rounds, received: Received, sent: Sent) -> Any:
+        """What the runner takes."""
+        flat = received.flat
+        scale = flat.payloads[1] if len(flat.payloads) > 1 else None
+        if sent.recipe == "nvfp4" and self._runner() == "flashinfer_cutlass":
+            scale = self._kernel("nvfp4_block_scale_interleave")(scale)
+        return self._given_to_runner(rounds, flat, scale, sent)
+
+    def _given_to_runner(self, rounds: Rounds, received: Any, scale: torch.Tensor | None, sent: Sent) -> Any:
         """SGLang's FlashinferDispatchOutput of what arrived."""
         ids = received.topk_ids
         if self._invalid_id() != -1:
@@ -166,33 +225,55 @@ class DispatcherRounds:
         fields = {
             "hidden_states": received.payloads[0],
             "hidden_states_scale": scale,
-            "topk_output": module.StandardTopKOutput(received.topk_weights, ids, router_logits),
-            "moe_output": self._rounds.combine_input(),
-            "output_dtype": output_dtype,
+            "topk_output": module.StandardTopKOutput(received.topk_weights, ids, sent.router_logits),
+            "moe_output": rounds.combine_input(),
+            "output_dtype": sent.dtype,
         }
         output = module.FlashinferDispatchOutput
         return output(**{name: fields[name] for name in output._fields})
 
-    def combine(self, combine_input: Any) -> torch.Tensor:
+    def combine(self, combine_input: Any, tbo_subbatch_index: int | None = None) -> torch.Tensor:
         """Gets each token's rows back and sums them: [num_tokens, hidden_size].
 
         Args:
             combine_input: SGLang's combine input, "flashinfer" or "standard": its hidden_states are
                 [ep_size * max_rows, hidden_size], in the order of the rows that dispatch returned.
+            tbo_subbatch_index: As for ``dispatch``.
 
         Raises:
             ValueError: Another format, or rows of another shape, dtype or layout; nothing has happened on any rank.
-            ProtocolMisuse: No dispatch came before.
+            ProtocolMisuse: No dispatch of this batch came before.
             PeerTimeout: As ``AllToAll.combine``.
         """
-        form = getattr(combine_input.format, "value", combine_input.format)
-        if form not in ("flashinfer", "standard"):
-            raise ValueError(f"combine_input has format {form!r}, supported are 'flashinfer' and 'standard'")
-        return self._rounds.combine(combine_input.hidden_states, name="combine_input.hidden_states")
+        return self._of(tbo_subbatch_index).combine(_rows_of(combine_input), name=_ROWS)
+
+    def combine_a(self, combine_input: Any, tbo_subbatch_index: int | None = None) -> None:
+        """The half of ``combine`` that gives this rank's rows; arguments and errors as there."""
+        self._of(tbo_subbatch_index).combine_start(_rows_of(combine_input), name=_ROWS)
+
+    def combine_b(self, tbo_subbatch_index: int | None = None) -> torch.Tensor:
+        """The half of ``combine`` that waits and sums; errors as there."""
+        return self._of(tbo_subbatch_index).combine_finish()
 
     def release(self) -> None:
-        """Gives up a round that was dispatched and will not be combined, on all ranks alike."""
-        self._rounds.release()
+        """Gives up rounds that were dispatched and will not be combined, on all ranks alike."""
+        for index, rounds in enumerate(self._batches):
+            if self._sent.pop(index, None) is not None:
+                rounds.dispatch_finish()
+            rounds.release()
+
+    def _of(self, batch: int | None) -> Rounds:
+        """The rounds of a batch.
+
+        Raises:
+            ValueError: There is no such batch.
+        """
+        if (batch or 0) not in range(len(self._batches)):
+            raise ValueError(
+                f"tbo_subbatch_index is {batch}, allowed are 0 to {len(self._batches) - 1}: two batches overlap with "
+                "--enable-two-batch-overlap"
+            )
+        return self._batches[batch or 0]
 
     # --- what SGLang says ---------------------------------------------------------------------------------------------
 
@@ -200,7 +281,7 @@ class DispatcherRounds:
         """The name of the layer's runner."""
         backend = self.runner_backend
         if backend is None:
-            utils = importlib.import_module("sglang.srt.layers.moe.utils")
+            utils = importlib.import_module(_UTILS)
             backend = utils.get_moe_runner_backend() if hasattr(utils, "get_moe_runner_backend") else None
         return str(getattr(backend, "value", backend))
 
@@ -208,8 +289,11 @@ class DispatcherRounds:
         """What the runner takes as "no expert". Before SGLang had a runner configuration it was -1 for all."""
         return -1 if self.runner_backend is None or self._runner() in _TAKE_MINUS_ONE else self.num_experts
 
-    def _max_rows(self, num_tokens: int) -> int:
+    def _max_rows(self, num_tokens: int, batch: int | None) -> int:
         """The most tokens that any rank sends now, as far as SGLang knows."""
+        if batch is not None:
+            known = most_tokens()
+            return self._checked(num_tokens, self.max_num_tokens if known is None else known)
         counts = importlib.import_module("sglang.srt.layers.dp_attention").get_dp_global_num_tokens()
         context = _optional("sglang.srt.runtime_context")
         ranks_a_group = context.get_parallel().attn_tp_size if context is not None else 1
@@ -217,6 +301,10 @@ class DispatcherRounds:
             most = num_tokens
         else:
             most = -(-max(counts) // ranks_a_group)
+        return self._checked(num_tokens, most)
+
+    def _checked(self, num_tokens: int, most: int) -> int:
+        """Slots of a source where a rank sends at most so many tokens."""
         if num_tokens > most:
             raise ValueError(f"hidden_states has {num_tokens} tokens, SGLang announced at most {most} a rank")
         if most > self.max_num_tokens:
@@ -230,7 +318,7 @@ class DispatcherRounds:
         if self.recipe is not None:
             return self.recipe
         name = None
-        utils = importlib.import_module("sglang.srt.layers.moe.utils")
+        utils = importlib.import_module(_UTILS)
         if hasattr(utils, "get_flashinfer_a2a_dispatch_type"):
             name = utils.get_flashinfer_a2a_dispatch_type().value
         if name in (None, "nvfp4") and quant_config.get("input_global_scale") is not None:
@@ -270,6 +358,19 @@ def _kinds(recipe: str, hidden_size: int) -> tuple[Payload, Payload]:
     if recipe == "nvfp4":
         return Payload((hidden_size // 2,), torch.uint8), Payload((hidden_size // _NVFP4_GROUP,), torch.uint8)
     return Payload((hidden_size,), torch.float8_e4m3fn), Payload((hidden_size // _MXFP8_GROUP,), torch.uint8)
+
+
+def _rows_of(combine_input: Any) -> torch.Tensor:
+    """The experts' rows.
+
+    Raises:
+        ValueError: Another format.
+    """
+    form = getattr(combine_input.format, "value", combine_input.format)
+    if form not in ("flashinfer", "standard"):
+        raise ValueError(f"combine_input has format {form!r}, supported are 'flashinfer' and 'standard'")
+    rows: torch.Tensor = combine_input.hidden_states
+    return rows
 
 
 def is_speculative() -> bool:
