@@ -29,6 +29,8 @@ class Engine:
         arrived: rows that were quantised with one scale for all of them.
         communication: what FlashInfer's manager hands out.
         written: where the experts wrote last.
+        stream: what stands for the one stream of a CPU.
+        config: vLLM's configuration, as far as it is looked at.
     """
 
     tokens: list[int] | None = None
@@ -37,6 +39,8 @@ class Engine:
     communication: Any = None
     written: int = 0
     quantised: list[Any] = field(default_factory=list)
+    stream: object = field(default_factory=object)
+    config: Any = None
 
     def quantise(self, rows: torch.Tensor, *arguments: Any, **options: Any) -> tuple[torch.Tensor, Any]:
         """Stands for moe_kernel_quantize_input."""
@@ -91,19 +95,19 @@ def load(root: Path, layer: Layer) -> Engine:
     engine = Engine()
     sys.path.insert(0, str(root))  # the METADATA, for the version
     shell(root, "vllm", "vllm.model_executor", "vllm.model_executor.layers", FUSED_MOE, f"{FUSED_MOE}.prepare_finalize")
+    shell(root, "vllm.v1", "vllm.v1.worker")
     stand_in("vllm.envs", VLLM_PLUGINS=None)
     stand_in("vllm.logger", init_logger=logging.getLogger)
     stand_in("vllm._custom_ops", moe_sum=lambda rows, out: out.copy_(rows.float().sum(1)))
-    config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_batched_tokens=layer.max_tokens_per_rank))
-    stand_in("vllm.config", get_current_vllm_config=lambda: config)
+    engine.config = SimpleNamespace(
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=layer.max_tokens_per_rank),
+        parallel_config=SimpleNamespace(nnodes=1, use_ubatching=False, num_ubatches=1),
+    )
+    stand_in("vllm.config", get_current_vllm_config=lambda: engine.config)
     platform = SimpleNamespace(**{f"is_{name}": lambda: False for name in ("cpu", "cuda", "cuda_alike", "rocm", "xpu")})
     stand_in("vllm.platforms", current_platform=platform)
     _communication(engine)
     _fused_moe(engine)
-    stand_in("vllm.v1")
-    stand_in("vllm.v1.worker")
-    names = ("dbo_maybe_run_recv_hook", "dbo_register_recv_hook", "dbo_yield")
-    stand_in("vllm.v1.worker.ubatching", dbo_enabled=lambda: False, **dict.fromkeys(names))
     scratch = SimpleNamespace(
         get_simultaneous=lambda *specs: [torch.full(shape, float("nan"), dtype=dtype) for shape, dtype in specs]
     )
@@ -130,15 +134,17 @@ def _communication(engine: Engine) -> None:
     stand_in("vllm.distributed.device_communicators.all2all", FlashInferNVLinkOneSidedManager=Manager)
     sizes = SimpleNamespace(get_chunk_sizes_across_dp_rank=lambda: engine.tokens)
 
-    def context() -> SimpleNamespace:
-        return SimpleNamespace(dp_metadata=None if engine.tokens is None else sizes)
+    def context() -> Any:
+        """That of the batch which computes, or of the whole forward."""
+        whole = SimpleNamespace(dp_metadata=None if engine.tokens is None else sizes)
+        return whole if module._forward_context is None else module._forward_context
 
-    stand_in("vllm.forward_context", get_forward_context=context)
+    module = stand_in("vllm.forward_context", get_forward_context=context, ForwardContext=object, _forward_context=None)
 
 
 def _fused_moe(engine: Engine) -> None:
     stand_in("vllm.utils")
-    stand_in("vllm.utils.torch_utils", PIN_MEMORY=False)
+    stand_in("vllm.utils.torch_utils", PIN_MEMORY=False, current_stream=lambda: engine.stream)
     stand_in("vllm.utils.flashinfer", nvfp4_block_scale_interleave=lambda scale: scale.clone())
     absent = ("deep_ep", "deep_ep_v2", "moonep", "mori", "nixl_ep")
     stand_in("vllm.utils.import_utils", **{f"has_{name}": lambda: False for name in absent})

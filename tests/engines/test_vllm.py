@@ -52,6 +52,15 @@ def test_a_server_answers_requests_that_come_at_once(outcomes: dict[str, Outcome
     assert outcome.carried(8, 2)
 
 
+@pytest.mark.parametrize(
+    ("switch", "answer"),
+    [("0", "Microbatching currently only supports the deepep_low_latency"), ("1", "takes allgather_reducescatter")],
+)
+def test_its_configuration_takes_dual_batch_overlap(switch: str, answer: str) -> None:
+    """tests/adapters runs the overlap itself in vLLM's modular kernel: vLLM has none on a CPU."""
+    assert answer in run("vllm", "-m", "tests.engines.overlap_vllm", PUTGET_ENGINES=switch, **ENVIRONMENT)
+
+
 def test_a_killed_rank_ends_the_others(outcomes: dict[str, Outcome]) -> None:
     outcome = outcomes["killed.8"]
     told = json.loads(next(Path(path) for path in outcome.files if path.name == "killed.8").read_text())

@@ -348,10 +348,10 @@ class Rounds:
         with self._lost_on_error():
             self.all_to_all.combine_start(flat)
 
-    def combine_finish(self) -> torch.Tensor:
+    def combine_finish(self, out: torch.Tensor | None = None) -> torch.Tensor:
         """The second half of ``combine``."""
         with self._lost_on_error():
-            combined = self.all_to_all.combine_finish()
+            combined = self.all_to_all.combine_finish(out=out)
         self.shared.open_round = None
         return combined
 

@@ -27,6 +27,8 @@ FACTORY_MODULE = "vllm.model_executor.layers.fused_moe.all2all_utils"
 _FACTORY = "maybe_make_prepare_finalize"
 _BACKEND = "allgather_reducescatter"
 CONFIG_MODULE = "vllm.model_executor.layers.fused_moe.config"
+ENGINE_CONFIG_MODULE = "vllm.config.vllm"
+_OVERLAPS = "nixl_ep"  # a name whose overlap vLLM allows on every platform, and that changes nothing else there
 _KERNEL = "vllm.model_executor.layers.fused_moe.modular_kernel"
 _NEEDED = ("FusedMoEActivationFormat", "FusedMoEPrepareAndFinalizeModular")
 
@@ -103,13 +105,14 @@ def factory(original: Any, *, low_precision_combine: bool = False) -> Any:
                 "choose another --moe-backend, or start vLLM without PUTGET_ENGINES=1"
             )
         manager = utils.get_ep_all2all_manager() if all2all_manager is None else all2all_manager
-        scheduler = utils.get_current_vllm_config().scheduler_config
+        engine = utils.get_current_vllm_config()
         return kind(
-            max_num_tokens=scheduler.max_num_batched_tokens,
+            max_num_tokens=engine.scheduler_config.max_num_batched_tokens,
             top_k=moe.experts_per_token,
             num_experts=moe.num_experts,
             hidden_size=moe.hidden_dim,
             num_dispatchers=manager.world_size,
+            num_batches=engine.parallel_config.num_ubatches if engine.parallel_config.use_ubatching else 1,
         )
 
     return maybe_make_prepare_finalize
@@ -119,13 +122,39 @@ def check_parallel(parallel_config: Any) -> None:
     """Refuses vLLM's parallel configuration if putget cannot carry it.
 
     Raises:
-        ValueError: Several hosts, or dual-batch overlap; the message names the option.
+        ValueError: Several hosts; the message names the option.
     """
-    back = "leave it out, or start vLLM without PUTGET_ENGINES=1"
     if parallel_config.nnodes > 1:
-        raise ValueError(f"--nnodes is {parallel_config.nnodes}, putget carries the ranks of one host; {back}")
-    if parallel_config.use_ubatching:
-        raise ValueError(f"--enable-dbo and --ubatch-size are for other all-to-all backends than {_BACKEND}; {back}")
+        raise ValueError(
+            f"--nnodes is {parallel_config.nnodes}, putget carries the ranks of one host; leave it out, or start vLLM "
+            "without PUTGET_ENGINES=1"
+        )
+
+
+def allow_overlap(module: ModuleType) -> None:
+    """Has vLLM take dual-batch overlap with the backend whose layers putget carries.
+
+    vLLM's check knows three names and no hook. While it runs, the backend has one of them; all else that depends on
+    the name (CUDA graphs, capture sizes) asks for other ones.
+    """
+    require_names("vLLM", module, ["VllmConfig"])
+    kind = module.VllmConfig
+    original = kind.__post_init__
+    if getattr(original, "__module__", "") == __name__:
+        return
+
+    def __post_init__(config: Any) -> None:  # noqa: N807
+        parallel = config.parallel_config
+        if not (parallel.use_ubatching and parallel.all2all_backend == _BACKEND):
+            original(config)
+            return
+        parallel.all2all_backend = _OVERLAPS
+        try:
+            original(config)
+        finally:
+            parallel.all2all_backend = _BACKEND
+
+    kind.__post_init__ = __post_init__
 
 
 def check_layers(module: ModuleType) -> None:
@@ -158,6 +187,7 @@ def use(*, low_precision_combine: bool = False) -> None:
     make = functools.partial(factory, low_precision_combine=low_precision_combine)
     replace_name(FACTORY_MODULE, _FACTORY, make, engine="vLLM")
     when_imported(CONFIG_MODULE, check_layers)
+    when_imported(ENGINE_CONFIG_MODULE, allow_overlap)
 
 
 def install(*, low_precision_combine: bool = False) -> None:

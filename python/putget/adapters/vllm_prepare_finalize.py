@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
+import enum
 import importlib
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
 
-from putget import Payload
+from putget import Payload, Received
 from putget.adapters import placement
-from putget.adapters.engines import announce, announce_launch
+from putget.adapters.engines import announce, announce_launch, announce_overlap
 from putget.adapters.proof import prove
 from putget.adapters.rounds import Rounds
 from putget.adapters.shared import combine_dtype_of, communicator_of, engine_workspace_bytes, shared_workspace
 
 _FUSED_MOE = "vllm.model_executor.layers.fused_moe"
+_UBATCHING = "vllm.v1.worker.ubatching"
+
+# Rows, scales, nothing about experts, ids, weights.
+Prepared = tuple[torch.Tensor, torch.Tensor | None, None, torch.Tensor, torch.Tensor]
+
+
+class _Quantised(enum.Enum):
+    """Where rows are quantised."""
+
+    NEVER = enum.auto()
+    BEFORE = enum.auto()
+    ON_ARRIVAL = enum.auto()
 
 
 class PrepareFinalizeRounds:
@@ -27,6 +41,8 @@ class PrepareFinalizeRounds:
       are and are quantised on the rank of their experts, as by vLLM on DeepEP. Experts may also want them as they are.
     - Experts that weight and reduce write into the workspace; for others their reduction runs before combine.
     - Every rank may have its own number of tokens, zero included.
+    - With more than one batch (vLLM's dual-batch overlap) the halves are there too, and each batch has rounds and a
+      workspace of its own; vLLM says in which one it is.
 
     Args:
         max_num_tokens: Most tokens that one rank sends in one forward.
@@ -36,6 +52,7 @@ class PrepareFinalizeRounds:
         dispatch_format: Not needed: the kinds of rows are known at the first dispatch.
         extra_payload_bytes_per_token: Not needed.
         num_dispatchers: Ranks of the expert-parallel group.
+        num_batches: Batches of a forward whose rounds overlap; 1: none do.
 
     Raises:
         ValueError: An argument is wrong, here or on another rank.
@@ -54,6 +71,7 @@ class PrepareFinalizeRounds:
         dispatch_format: Any = None,
         extra_payload_bytes_per_token: int = 0,
         num_dispatchers: int = 1,
+        num_batches: int = 1,
     ) -> None:
         super().__init__()
         group = importlib.import_module("vllm.distributed").get_ep_group()
@@ -62,28 +80,27 @@ class PrepareFinalizeRounds:
             raise ValueError(f"num_dispatchers is {num_dispatchers}, the expert-parallel group has {comm.size} ranks")
         row = Payload((hidden_size,), torch.bfloat16)
         combine_dtype = combine_dtype_of(self.low_precision_combine)
-        shared = shared_workspace(
-            comm,
-            engine_workspace_bytes(
-                ep_size=comm.size,
-                max_tokens_per_rank=max_num_tokens,
-                dispatch_bytes=row.row_bytes,
-                output=row,
-                combine_dtype=combine_dtype,
-            ),
-            share_by="vllm",
-        )
-        announce("vllm", num_experts=num_experts, ep_size=comm.size, device=shared.device)
-        self.max_num_tokens = max_num_tokens
-        self._rounds = Rounds(
-            shared,
-            num_experts=num_experts,
-            top_k=top_k,
+        num_bytes = engine_workspace_bytes(
+            ep_size=comm.size,
             max_tokens_per_rank=max_num_tokens,
-            output=None,
-            expert_to_rank=None,
+            dispatch_bytes=row.row_bytes,
+            output=row,
             combine_dtype=combine_dtype,
         )
+        self.max_num_tokens = max_num_tokens
+        self._batches = [
+            Rounds(
+                shared_workspace(comm, num_bytes, share_by=("vllm", batch)),
+                num_experts=num_experts,
+                top_k=top_k,
+                max_tokens_per_rank=max_num_tokens,
+                output=None,
+                expert_to_rank=None,
+                combine_dtype=combine_dtype,
+            )
+            for batch in range(num_batches)
+        ]
+        announce("vllm", num_experts=num_experts, ep_size=comm.size, device=self._batches[0].shared.device)
 
     # --- what vLLM asks for -------------------------------------------------------------------------------------------
 
@@ -101,11 +118,15 @@ class PrepareFinalizeRounds:
 
     def num_dispatchers(self) -> int:
         """Ranks of the expert-parallel group."""
-        return self._rounds.shared.comm.size
+        return self._batches[0].shared.comm.size
 
     def output_is_reduced(self) -> bool:
         """True: finalize gives the sum over all ranks."""
         return True
+
+    def supports_async(self) -> bool:
+        """Whether vLLM is to call the halves: where batches overlap. Elsewhere one kernel a call is faster."""
+        return len(self._batches) > 1
 
     def allocate_fused_expert_output(
         self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, weight_and_reduce_impl: Any
@@ -126,7 +147,7 @@ class PrepareFinalizeRounds:
         apply_router_weight_on_input: bool,
         quant_config: Any,
         defer_input_quant: bool = False,
-    ) -> tuple[torch.Tensor, torch.Tensor | None, None, torch.Tensor, torch.Tensor]:
+    ) -> Prepared:
         """Quantises and puts each token's rows into the ranks of its experts.
 
         Args:
@@ -148,35 +169,60 @@ class PrepareFinalizeRounds:
             ProtocolMisuse: The last prepare has not been finalized.
             PeerTimeout, CapacityExceeded: As ``AllToAll.dispatch``.
         """
-        if num_experts != self._rounds.num_experts:
-            raise ValueError(f"num_experts is {num_experts}, this object is for {self._rounds.num_experts}")
-        self._learn_placement(expert_map, a1.shape[1])
-        self._rounds.require_closed()
-        if apply_router_weight_on_input:
-            if topk_ids.shape[1] != 1:
-                raise ValueError(f"apply_router_weight_on_input with top_k {topk_ids.shape[1]}, supported is top_k 1")
-            a1 = a1 * topk_weights.to(a1.dtype)
-        quantises = not defer_input_quant and quant_config.quant_dtype is not None
-        before = quantises and _has_scales_for_each_token(quant_config)
-        payloads, names = [a1.contiguous()], ["a1"]
-        if before:
-            payloads, names = self._quantised(a1, quant_config), ["a1", "the scales of a1"]
-        received = self._rounds.dispatch(
-            topk_ids.contiguous(),
-            topk_weights.float().contiguous(),
-            payloads,
-            names=names,
-            max_rows=self._max_rows(a1.shape[0]),
-        ).flat
-        announce_launch("vllm", self._rounds.all_to_all, a1.shape[0])
-        rows, scales = received.payloads[0], received.payloads[1] if before else None
-        if quantises and not before:
-            rows, scales = _quantised_on_arrival(rows, received.topk_ids, quant_config)
-        elif scales is not None and quant_config.quant_dtype == "nvfp4" and quant_config.is_scale_swizzled:
-            width = scales.shape[-1]
-            interleave = importlib.import_module("vllm.utils.flashinfer").nvfp4_block_scale_interleave
-            scales = interleave(scales.view(torch.uint8)).view(-1, width)
-        return rows, scales, None, received.topk_ids, received.topk_weights
+        rounds = self._rounds
+        arguments, quantised = self._to_send(
+            a1,
+            topk_weights,
+            topk_ids,
+            num_experts,
+            expert_map,
+            apply_router_weight_on_input,
+            quant_config,
+            defer_input_quant,
+        )
+        received = rounds.dispatch(**arguments)
+        announce_launch("vllm", rounds.all_to_all, a1.shape[0])
+        return _arrived(received, quantised, quant_config)
+
+    def prepare_async(
+        self,
+        a1: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        num_experts: int,
+        expert_map: torch.Tensor | None,
+        apply_router_weight_on_input: bool,
+        quant_config: Any,
+        defer_input_quant: bool = False,
+    ) -> tuple[Callable[[], None], Callable[[], Prepared]]:
+        """The half of ``prepare`` that puts and waits for nobody; arguments and errors as there.
+
+        Returns:
+            A hook that waits for the rows of all ranks, which any thread may call, and what gives the result of
+            ``prepare`` after it.
+        """
+        rounds = self._rounds
+        arguments, quantised = self._to_send(
+            a1,
+            topk_weights,
+            topk_ids,
+            num_experts,
+            expert_map,
+            apply_router_weight_on_input,
+            quant_config,
+            defer_input_quant,
+        )
+        rounds.dispatch_start(**arguments)
+        announce_launch("vllm", rounds.all_to_all, a1.shape[0])
+        announce_overlap("vllm")
+        received: list[Received] = []
+        hook = rounds.later(lambda: received.append(rounds.dispatch_finish()), keep=arguments)
+
+        def receiver() -> Prepared:
+            hook()
+            return _arrived(received.pop(), quantised, quant_config)
+
+        return hook, receiver
 
     def finalize(
         self,
@@ -203,41 +249,129 @@ class PrepareFinalizeRounds:
             ProtocolMisuse: No prepare came before.
             PeerTimeout: As ``AllToAll.combine``.
         """
+        rows = self._reduced(
+            fused_expert_output, topk_weights, topk_ids, apply_router_weight_on_input, weight_and_reduce_impl
+        )
+        self._rounds.combine(rows, name="fused_expert_output", out=output)
+
+    def finalize_async(
+        self,
+        output: torch.Tensor,
+        fused_expert_output: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        apply_router_weight_on_input: bool,
+        weight_and_reduce_impl: Any,
+    ) -> tuple[Callable[[], None], Callable[[], None]]:
+        """The half of ``finalize`` that gives this rank's rows; arguments and errors as there.
+
+        Returns:
+            A hook that waits for the rows of all ranks and writes output, which any thread may call, and what ensures
+            that it has been called.
+        """
+        rounds = self._rounds
+        rows = self._reduced(
+            fused_expert_output, topk_weights, topk_ids, apply_router_weight_on_input, weight_and_reduce_impl
+        )
+        rounds.combine_start(rows, name="fused_expert_output")
+
+        def finish() -> None:
+            rounds.combine_finish(out=output)
+
+        hook = rounds.later(finish, keep=(rows, output))
+        return hook, hook
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    @property
+    def _rounds(self) -> Rounds:
+        """Of the batch that vLLM is in."""
+        if len(self._batches) == 1:
+            return self._batches[0]
+        batch: int = importlib.import_module(_UBATCHING).dbo_current_ubatch_id()
+        if batch >= len(self._batches):
+            raise ValueError(f"vLLM is in batch {batch} of a forward, this object is for {len(self._batches)}")
+        return self._batches[batch]
+
+    def _to_send(
+        self,
+        a1: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        num_experts: int,
+        expert_map: torch.Tensor | None,
+        apply_router_weight_on_input: bool,
+        quant_config: Any,
+        defer_input_quant: bool,
+    ) -> tuple[dict[str, Any], _Quantised]:
+        """The arguments of a dispatch, and where its rows are quantised."""
+        if num_experts != self._rounds.num_experts:
+            raise ValueError(f"num_experts is {num_experts}, this object is for {self._rounds.num_experts}")
+        self._learn_placement(expert_map, a1.shape[1])
+        self._rounds.require_closed()
+        if apply_router_weight_on_input:
+            if topk_ids.shape[1] != 1:
+                raise ValueError(f"apply_router_weight_on_input with top_k {topk_ids.shape[1]}, supported is top_k 1")
+            a1 = a1 * topk_weights.to(a1.dtype)
+        quantised = _Quantised.NEVER
+        if not defer_input_quant and quant_config.quant_dtype is not None:
+            quantised = _Quantised.BEFORE if _has_scales_for_each_token(quant_config) else _Quantised.ON_ARRIVAL
+        payloads, names = [a1.contiguous()], ["a1"]
+        if quantised is _Quantised.BEFORE:
+            payloads, names = self._quantised(a1, quant_config), ["a1", "the scales of a1"]
+        arguments = {
+            "topk_ids": topk_ids.contiguous(),
+            "topk_weights": topk_weights.float().contiguous(),
+            "payloads": payloads,
+            "names": names,
+            "max_rows": self._max_rows(a1.shape[0]),
+        }
+        return arguments, quantised
+
+    def _reduced(
+        self,
+        fused_expert_output: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        apply_router_weight_on_input: bool,
+        weight_and_reduce_impl: Any,
+    ) -> torch.Tensor:
+        """One row for each row of prepare."""
         self._rounds.require_open("finalize")
         kinds = _reductions()
         if isinstance(weight_and_reduce_impl, kinds.TopKWeightAndReduceDelegate):
             weight_and_reduce_impl = kinds.TopKWeightAndReduceContiguous()
-        rows = weight_and_reduce_impl.apply(
+        rows: torch.Tensor = weight_and_reduce_impl.apply(
             output=None,
             fused_expert_output=fused_expert_output,
             topk_weights=topk_weights,
             topk_ids=topk_ids,
             apply_router_weight_on_input=apply_router_weight_on_input,
         )
-        self._rounds.combine(rows, name="fused_expert_output", out=output)
-
-    # --- inside -------------------------------------------------------------------------------------------------------
+        return rows
 
     def _learn_placement(self, expert_map: torch.Tensor | None, hidden_size: int) -> None:
         """Which rank owns which expert, from the first expert map that comes; reading it waits for the device."""
-        rounds = self._rounds
-        if rounds.expert_to_rank is not None:
+        first = self._batches[0]
+        if first.expert_to_rank is not None:
             return
-        comm = rounds.shared.comm
+        comm = first.shared.comm
         if expert_map is None and comm.size > 1:
             raise ValueError(
                 f"expert_map is None with {comm.size} expert-parallel ranks: which rank owns which expert is not known"
             )
-        if expert_map is not None and tuple(expert_map.shape) != (rounds.num_experts,):
-            raise ValueError(f"expert_map has shape {list(expert_map.shape)}, expected {[rounds.num_experts]}")
-        rounds.expert_to_rank = (
-            placement.linear(rounds.num_experts, 1)
+        if expert_map is not None and tuple(expert_map.shape) != (first.num_experts,):
+            raise ValueError(f"expert_map has shape {list(expert_map.shape)}, expected {[first.num_experts]}")
+        table = (
+            placement.linear(first.num_experts, 1)
             if expert_map is None
             else placement.of_expert_map(expert_map, comm.rank, comm.size)
         )
-        if expert_map is not None:
-            here = torch.nonzero(expert_map >= 0).flatten().tolist()
-            prove("vLLM", rounds, (hidden_size,), torch.bfloat16, here)
+        for rounds in self._batches:
+            rounds.expert_to_rank = table
+            if expert_map is not None:
+                here = torch.nonzero(expert_map >= 0).flatten().tolist()
+                prove("vLLM", rounds, (hidden_size,), torch.bfloat16, here)
 
     def _max_rows(self, num_tokens: int) -> int:
         """The most tokens that any rank sends now, as far as vLLM knows."""
@@ -262,6 +396,21 @@ class PrepareFinalizeRounds:
                 "recipes with scales for each token"
             )
         return [rows.contiguous(), scales.contiguous()]
+
+
+def _arrived(received: Received, quantised: _Quantised, quant_config: Any) -> Prepared:
+    """What vLLM's experts take."""
+    flat = received.flat
+    rows, scales = flat.payloads[0], None
+    if quantised is _Quantised.ON_ARRIVAL:
+        rows, scales = _quantised_on_arrival(rows, flat.topk_ids, quant_config)
+    elif quantised is _Quantised.BEFORE:
+        scales = flat.payloads[1]
+        if quant_config.quant_dtype == "nvfp4" and quant_config.is_scale_swizzled:
+            width = scales.shape[-1]
+            interleave = importlib.import_module("vllm.utils.flashinfer").nvfp4_block_scale_interleave
+            scales = interleave(scales.view(torch.uint8)).view(-1, width)
+    return rows, scales, None, flat.topk_ids, flat.topk_weights
 
 
 def _quantise() -> Any:
