@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import platform
 import threading
 import time
 import warnings
@@ -18,6 +19,7 @@ import torch
 
 import putget
 from putget import _abi, reference
+from putget.balancer import numa
 from tests.harness import Rank, run_ranks
 from tests.harness.cases import Case, Round, Row
 from tests.harness.compare import Outcome, check_round, play_on, play_round
@@ -435,3 +437,31 @@ def test_what_is_closed_does_not_warn() -> None:
         del comm, workspace
         gc.collect()
     assert [str(warning.message) for warning in caught if warning.category is ResourceWarning] == []
+
+
+def nodes_of_pages(rank: Rank, case: Case) -> tuple[int, set[int]]:
+    """A body: the NUMA node that the rank is bound to, and the nodes of its workspace's pages."""
+    online = numa.nodes()
+    node = online[rank.rank % len(online)]
+    os.sched_setaffinity(0, numa.cpus_of(node))
+    get_mempolicy = {"x86_64": 239, "aarch64": 236}[platform.machine()]
+    libc = ctypes.CDLL(None, use_errno=True)
+    found = ctypes.c_int(-1)
+    pages = set()
+    with rank.all_to_all(**case.options()) as a2a:
+        rows = a2a.combine_input
+        for address in range(rows.data_ptr(), rows.data_ptr() + rows.nbytes, 4096):
+            of_address = 3  # MPOL_F_NODE | MPOL_F_ADDR
+            pointer = ctypes.c_void_p(address)
+            assert libc.syscall(get_mempolicy, ctypes.byref(found), None, 0, pointer, of_address) == 0, (
+                ctypes.get_errno()
+            )
+            pages.add(found.value)
+    return node, pages
+
+
+@pytest.mark.skipif(len(numa.nodes()) < 2, reason="this machine has one NUMA node")
+def test_pages_are_on_the_node_that_the_rank_is_bound_to() -> None:
+    case = replace(CASE, max_tokens_per_rank=513)
+    for node, pages in run_ranks(case.ep_size, nodes_of_pages, case, mode="process", device="cpu"):
+        assert pages == {node}

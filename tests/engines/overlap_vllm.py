@@ -1,4 +1,4 @@
-"""Whether vLLM's own configuration takes dual-batch overlap with its default backend: prints the backend, or why not."""
+"""Whether vLLM's own configuration takes dual-batch overlap with its default backend: prints it, or why not."""
 
 from vllm.config import ParallelConfig, VllmConfig
 from vllm.platforms import current_platform
