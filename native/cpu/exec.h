@@ -61,15 +61,24 @@ class Exec {
   }
 
   static constexpr uint32_t kSpinsAwake = 2000;
+  static constexpr uint64_t kCrowdedNs = 1000000;  // a yield takes a microsecond or so among ranks that wait
+  static constexpr uint32_t kNapsInACrowd = 64;
 
   // Gives the core to the rank that is waited for; after a while sleeps, so that a missing peer does not cost a core.
+  //
+  // To Linux a yield is a whole turn that was had. Beside a program that never waits each one costs such a turn of its
+  // own, milliseconds; who sleeps instead keeps the right to its turn, and has it on waking up.
   void pause(uint32_t spins) const {
-    if (spins < kSpinsAwake) {
+    static thread_local uint32_t naps = 0;
+    if (spins < kSpinsAwake && naps == 0) {
+      const uint64_t before = now_ns();
       sched_yield();
-    } else {
-      const timespec nap{0, 100000};
-      nanosleep(&nap, nullptr);
+      if (now_ns() - before > kCrowdedNs) naps = kNapsInACrowd;
+      return;
     }
+    if (naps > 0) --naps;
+    const timespec nap{0, spins < kSpinsAwake ? 10000 : 100000};
+    nanosleep(&nap, nullptr);
   }
 
   template <Tag tag>
