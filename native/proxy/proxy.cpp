@@ -134,7 +134,9 @@ bool Proxy::step_sending(Sending& sending, uint64_t now_ns) {
   if (sending.posting) return post_dispatch(sending);
   if (sending.ended == sending.dispatched) return begin_dispatch(sending, now_ns);
   hear_whom_the_agent_waits_for(sending, now_ns);
-  return observe_return(sending);
+  if (observe_return(sending)) return true;
+  ask_whether_the_agent_lives(sending, now_ns);
+  return false;
 }
 
 bool Proxy::begin_dispatch(Sending& sending, uint64_t now_ns) {
@@ -154,6 +156,7 @@ bool Proxy::begin_dispatch(Sending& sending, uint64_t now_ns) {
   sending.chunks = config_.shape.chunks(sending.rows);
   sending.next = 0;
   sending.since_ns = now_ns;
+  sending.asked = false;
   sending.posting = true;
   return post_dispatch(sending);
 }
@@ -211,6 +214,15 @@ void Proxy::hear_whom_the_agent_waits_for(Sending& sending, uint64_t now_ns) {
     uint64_t* word = board_.awaited(sending.domain, rank / 64);
     store_relaxed(word, load_relaxed(word) | uint64_t{1} << (rank % 64));
   }
+}
+
+// While only its return is missing, no write says that an agent is gone: this one fails then.
+void Proxy::ask_whether_the_agent_lives(Sending& sending, uint64_t now_ns) {
+  if (sending.asked || now_ns - sending.since_ns < config_.timeout_ns / 2) return;
+  putget_transport_write write{};
+  write.target = config_.inbox_of[sending.lane.peer];
+  write.imm = parcel_imm(ParcelKind::kAsking, config_.generation, config_.workspace, 0, config_.rank);
+  sending.asked = post(sending.lane, write) != Post::kLater;  // [X11]
 }
 
 bool Proxy::step_sent() {

@@ -92,6 +92,7 @@ class Proxy {
     uint32_t chunks = 0;
     uint32_t next = 0;  // chunk
     bool posting = false;
+    bool asked = false;
     uint64_t from = 0;  // bytes from the start of the outbox
     uint64_t to = 0;    // ... and of the agent's inbox
     uint64_t since_ns = 0;
@@ -125,6 +126,7 @@ class Proxy {
   bool begin_dispatch(Sending& sending, uint64_t now_ns);
   bool post_dispatch(Sending& sending);
   bool observe_return(Sending& sending);
+  void ask_whether_the_agent_lives(Sending& sending, uint64_t now_ns);
   void hear_whom_the_agent_waits_for(Sending& sending, uint64_t now_ns);
   bool step_sent();
   bool step_serving(Serving& serving, uint64_t now_ns);

@@ -121,7 +121,7 @@ def test_a_domain_of_several_hosts_is_refused(four: RankProcesses) -> None:
 # --- a rank that is gone
 
 
-def until_lost(rank: Rank, network: putget.Network, gone: int, phase: str) -> tuple[str, float]:
+def until_lost(rank: Rank, network: putget.Network, gone: int, phase: str, timeout_s: float = 4.0) -> tuple[str, float]:
     """A body: rounds until rank `gone` kills itself in one; whom the others miss, and after how many seconds."""
     comm = putget.Communicator(network=network)
     me = Rank(rank.rank, rank.size, rank.device, _comm=comm)
@@ -156,6 +156,38 @@ def test_a_killed_rank_is_named_within_the_deadline(four: RankProcesses, provide
     found = four.results([0, 1, 2], timeout=90)
     assert {rank: missing for rank, (missing, _) in found.items()} == dict.fromkeys(range(3), "(3,)")
     assert max(took for _, took in found.values()) < 4.0 + 5.0  # a busy machine takes its time, too
+
+
+def owed(rank: Rank, network: putget.Network, timeout_s: float) -> tuple[str, float]:
+    """A body: rank 3 has had all of its rows when it is killed, and owes rank 1 a return, because rank 2 is late."""
+    comm = putget.Communicator(network=network)
+    me = Rank(rank.rank, rank.size, rank.device, _comm=comm)
+    a2a = me.all_to_all(timeout_s=timeout_s, warmup_timeout_s=timeout_s, num_experts=rank.size, top_k=1)
+    expert = (0, 3, 2, 1)[rank.rank]
+    pids: list[Any] = [None] * rank.size
+    torch.distributed.all_gather_object(pids, os.getpid())
+    received = a2a.dispatch(torch.full((2, 1), expert, dtype=torch.int32), torch.ones(2, 1), torch.ones(2, 4))
+    a2a.combine_input.copy_(received.payloads[0])
+    if rank.rank == 2:
+        time.sleep(2.0)  # what is on its way to rank 3 has come
+        os.kill(pids[3], signal.SIGKILL)
+    began, missing = time.monotonic(), ""
+    try:
+        a2a.combine()
+    except putget.PeerTimeout as error:
+        missing = str(error.missing)
+    rank.state["kept"] = (a2a, comm)
+    return missing, time.monotonic() - began
+
+
+def test_a_killed_rank_that_owes_a_return_is_found_before_the_deadline(four: RankProcesses) -> None:
+    """No write to it is under way: its source asks at half of the deadline. Over tcp a write fails later than that."""
+    timeout_s = 16.0
+    for rank in range(4):
+        four.submit(rank, owed, putget.Network("shm", domain_size=2), timeout_s)
+    found = four.results([0, 1, 2], timeout=90)
+    assert [found[rank][0] for rank in range(3)] == ["", "(3,)", ""]
+    assert found[1][1] < timeout_s
 
 
 # --- what is refused, before any effect

@@ -115,6 +115,7 @@ enum class ParcelKind : uint32_t {
   kReleased = 4,     // the round ended without a return
   kWaiting = 5,      // the agent waits for this rank, 0 to 63
   kWaitingHigh = 6,  // the same, ranks 64 to 127
+  kAsking = 7,       // nothing: whether it arrives is the answer
 };
 PUTGET_PURE uint32_t parcel_imm(ParcelKind kind, uint32_t generation, uint32_t workspace, uint32_t chunk,
                                 uint32_t sender) {
