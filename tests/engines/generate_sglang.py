@@ -117,6 +117,10 @@ def run_case(folder: Path, case: str) -> None:
     ready = time.monotonic()
     tokens = tokens_of(running, range(len(PROMPTS)))
     assert tokens_of(running, [3])["3"] == tokens["3"]  # all ranks but one have no request
+    if name == "ep2":
+        running.start_profile(output_dir=str(folder / "traces" / case), activities=["CPU"])
+        tokens_of(running, range(len(PROMPTS)))
+        running.stop_profile()
     if name == "killed":
         kill_a_rank(folder / case, running)
     running.shutdown()

@@ -54,7 +54,10 @@ def carried(model: Any) -> int:
 def main(out: Path, folder: Path) -> None:
     model = load_model(folder)
     tokens = generate(model)
-    result = {"tokens": tokens, "carried": carried(model)}
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        generate(model)
+    calls = {event.key: event.count for event in profile.key_averages() if event.key.startswith("putget_")}
+    result = {"tokens": tokens, "carried": carried(model), "calls": calls}
     out.with_suffix(f".{os.environ.get('RANK', '0')}").write_text(json.dumps(result))
     shared.close_shared()
     if torch.distributed.is_initialized():

@@ -42,6 +42,11 @@ def tokens_of(engine: Any, indices: list[int], most: int) -> dict[int, list[int]
     return {index: list(output.outputs[0].token_ids) for index, output in zip(indices, outputs, strict=True)}
 
 
+def profiled(traces: Path | None) -> dict[str, Any]:
+    """Arguments of an engine that can write traces."""
+    return {} if traces is None else {"profiler_config": {"profiler": "torch", "torch_profiler_dir": str(traces)}}
+
+
 def run_rank(folder: Path, case: str, rank: int, port: int) -> None:
     from vllm import LLM
 
@@ -71,9 +76,14 @@ def run_rank(folder: Path, case: str, rank: int, port: int) -> None:
         enable_prefix_caching=False,
         disable_log_stats=True,
         seed=0,
+        **profiled(folder / "traces" / f"{case}.{rank}" if name == "dp2" else None),
     )
     ready = time.monotonic()
     tokens = tokens_of(engine, requests_of(rank, ranks), most)
+    if name == "dp2":
+        engine.start_profile()
+        tokens_of(engine, requests_of(rank, ranks), most)
+        engine.stop_profile()
     if name == "killed":
         if rank == 1:
             for worker in psutil.Process().children():

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.engines.run import Outcome, only_with_engines, run_cases, save_model
+from tests.engines.trace import check_parts
 
 ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_EXTERNAL_MODEL_PACKAGE": "tests.engines.sglang_models"}
 CASES = ("alone.8", "alone.10", "ep2.8", "ep2.10", "ep4.8", "eplb.8", "overlap.8", "killed.8")
@@ -33,6 +34,11 @@ def test_tokens_are_those_of_one_process(
     assert outcome.tokens() == alone.tokens()
     assert outcome.carried(num_slots, num_ranks)
     assert "putget" not in alone.said()
+
+
+def test_its_profiler_shows_the_time_of_putget(outcomes: dict[str, Outcome]) -> None:
+    folder = outcomes["ep2.8"].files[0].parent / "traces" / "ep2.8"
+    check_parts(sorted(folder.glob("*.trace.json.gz")), num_ranks=2, num_layers=2)
 
 
 def test_experts_move_while_requests_run(outcomes: dict[str, Outcome]) -> None:

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from tests.engines.run import only_with_engines, run, save_model
+from tests.engines.trace import CALLS
 
 PROGRAM = "tests.engines.generate_transformers"
-NUM_LAYERS = 2
+NUM_LAYERS, NUM_PROMPTS, NEW_TOKENS = 2, 3, 8
 
 pytestmark = only_with_engines
 
@@ -37,3 +38,5 @@ def test_tokens_are_those_of_one_process(num_experts: int, tmp_path: Path) -> No
         found = result_of(tmp_path / "two", rank)
         assert found["carried"] == NUM_LAYERS
         assert found["tokens"] == alone["tokens"]
+        # A profile shows its rounds: one a layer and token that was computed.
+        assert found["calls"] == dict.fromkeys(CALLS, NUM_LAYERS * NUM_PROMPTS * NEW_TOKENS)

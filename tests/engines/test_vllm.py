@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.engines.run import Outcome, only_with_engines, run, run_cases, save_model
+from tests.engines.trace import check_parts
 
 ENVIRONMENT = {
     "VLLM_TARGET_DEVICE": "cpu",
@@ -40,6 +41,11 @@ def test_tokens_are_those_of_one_process(case: str, num_ranks: int, outcomes: di
     assert len(tokens) == NUM_REQUESTS
     assert outcome.carried(int(num_experts), num_ranks)
     assert "putget" not in alone.said()
+
+
+def test_its_profiler_shows_the_time_of_putget(outcomes: dict[str, Outcome]) -> None:
+    folder = outcomes["dp2.8"].files[0].parent / "traces"
+    check_parts(sorted(folder.glob("dp2.8.*/*.trace.json.gz")), num_ranks=2, num_layers=2)
 
 
 def test_a_server_answers_requests_that_come_at_once(outcomes: dict[str, Outcome]) -> None:
