@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from types import ModuleType
 
 import pytest
+import torch
 
 from putget import BackendUnavailable
 from putget.adapters import deep_ep, deep_ep_elastic, deep_ep_install
@@ -33,6 +34,7 @@ def test_code_that_imports_deep_ep_gets_putget() -> None:
     assert (module.ElasticBuffer, module.EPHandle) == (deep_ep_elastic.ElasticBuffer, deep_ep_elastic.EPHandle)
     assert importlib.import_module("deep_ep.utils").EventOverlap is module.EventOverlap
     assert module.Config(24, 6, 256).num_sms == 24
+    assert module.topk_idx_t is torch.int64
     assert deep_ep_install.install() is module
 
 

@@ -54,6 +54,6 @@ def install() -> ModuleType:
     utils.__spec__ = importlib.machinery.ModuleSpec(utils.__name__, loader=None, origin=deep_ep.__file__)
     utils.__dict__.update(EventOverlap=EventOverlap)
     names = (deep_ep.Buffer, ElasticBuffer, EPHandle, Config, EventOverlap)
-    module.__dict__.update({kind.__name__: kind for kind in names}, utils=utils)
+    module.__dict__.update({kind.__name__: kind for kind in names}, utils=utils, topk_idx_t=deep_ep.topk_idx_t)
     sys.modules[NAME], sys.modules[utils.__name__] = module, utils
     return module
