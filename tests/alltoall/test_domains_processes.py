@@ -181,7 +181,7 @@ def owed(rank: Rank, network: putget.Network, timeout_s: float) -> tuple[str, fl
 
 
 def test_a_killed_rank_that_owes_a_return_is_found_before_the_deadline(four: RankProcesses) -> None:
-    """No write to it is under way: its source asks at half of the deadline. Over tcp a write fails later than that."""
+    """No write to it is under way: its source asks at half of the deadline. Over tcp it takes 20 s of heartbeats."""
     timeout_s = 16.0
     for rank in range(4):
         four.submit(rank, owed, putget.Network("shm", domain_size=2), timeout_s)
