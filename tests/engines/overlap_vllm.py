@@ -1,14 +1,20 @@
-"""Whether vLLM's own configuration takes dual-batch overlap with its default backend: prints it, or why not."""
+"""Whether vLLM's own configuration takes dual-batch overlap with its default backend, without and with putget."""
 
 from vllm.config import ParallelConfig, VllmConfig
 from vllm.platforms import current_platform
 from vllm.plugins import load_general_plugins
 
-load_general_plugins()
+
+def answer() -> str:
+    parallel = ParallelConfig(data_parallel_size=2, enable_expert_parallel=True, enable_dbo=True)
+    try:
+        return f"takes {VllmConfig(parallel_config=parallel).parallel_config.all2all_backend}"
+    except ValueError as error:
+        return f"refuses: {error}"
+
+
 # On a CPU vLLM switches the overlap off before it asks who can overlap.
 type(current_platform).check_and_update_config = classmethod(lambda *_: None)
-parallel = ParallelConfig(data_parallel_size=2, enable_expert_parallel=True, enable_dbo=True)
-try:
-    print("takes", VllmConfig(parallel_config=parallel).parallel_config.all2all_backend)
-except ValueError as error:
-    print("refuses", error)
+print("without putget it", answer())
+load_general_plugins()
+print("with putget it", answer())

@@ -150,7 +150,8 @@ fn what_is_posted_while_the_engine_closes_is_told_or_refused() {
             assert_eq!(refused, Error::Closed);
             closing.join().unwrap();
             eventually("a write that was posted never ended", || flag.pending() == 0);
-            assert!(u64::from(flag.failed()) + b.imm_count(1) >= posted);
+            // The other engine counts what has landed when its worker looks.
+            eventually("a write is neither told nor counted", || u64::from(flag.failed()) + b.imm_count(1) >= posted);
         }
     }
 }
