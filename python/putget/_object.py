@@ -206,7 +206,7 @@ class NativeObject:
     def _run(self, name: str, *args: Any) -> None:
         self._workspace.require_consistent()
         function = getattr(_abi.library(), name)
-        # A trace of torch's profiler shows calls by these names. Where none is taken, asking costs 50 ns.
+        # A trace of torch's profiler shows calls by these names. Where none is taken, asking costs 0.2 us or less.
         if torch._C._autograd._profiler_enabled():
             with torch.profiler.record_function(name):
                 status = function(*args)

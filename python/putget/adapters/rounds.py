@@ -349,7 +349,7 @@ class Rounds:
             self.all_to_all.combine_start(flat)
 
     def combine_finish(self, out: torch.Tensor | None = None) -> torch.Tensor:
-        """The second half of ``combine``."""
+        """The second half of ``combine``; ``out`` and errors as there."""
         with self._lost_on_error():
             combined = self.all_to_all.combine_finish(out=out)
         self.shared.open_round = None
