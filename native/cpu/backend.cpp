@@ -9,10 +9,10 @@
 #include "backend.h"
 #include "choose.h"
 #include "cpu/clones.h"
+#include "cpu/combine.h"
 #include "cpu/exec.h"
 #include "cpu/nodes.h"
 #include "cpu/symmetric_memory.h"
-#include "protocol/combine/combine.h"
 #include "protocol/dispatch/dispatch.h"
 #include "protocol/round/exec.h"
 #include "protocol/round/release.h"
@@ -24,7 +24,6 @@ namespace {
 
 static_assert(ExecCheck<Exec>::kComplete);
 
-constexpr uint32_t kWideBytes = 16;
 constexpr uint32_t kWholeRow = 1u << 30;
 
 bool aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % kWideBytes == 0; }
@@ -70,17 +69,6 @@ Grid grid_of_combine(const Shape& shape, uint32_t num_tokens, uint32_t most, con
 template <class Id>
 PUTGET_CLONES void run_dispatch(Exec& exec, const Plan& plan, const DispatchCall& call, DispatchScratch& scratch) {
   putget::dispatch<Id>(exec, plan, call, scratch);
-}
-
-template <class Codec, class Wire, class Rows>
-PUTGET_CLONES void run_combine(Exec& exec, const Plan& plan, const CombineCall& call, CombineScratch& scratch) {
-  putget::combine<Codec, Wire, Rows>(exec, plan, call, scratch);
-}
-
-// Nobody has sentinel rows as they are on a CPU but who asks for them.
-template <class Codec, class Rows>
-void run_sent(Exec& exec, const Plan& plan, const CombineCall& call, CombineScratch& scratch) {
-  putget::combine<Codec, SentinelWire<Codec, false>, Rows>(exec, plan, call, scratch);
 }
 
 class CpuBackend final : public Backend {
@@ -158,26 +146,10 @@ class CpuBackend final : public Backend {
     const CombineCall cut = cut_combine(plan, call, grid, narrow);
     const putget_path path = call.sentinel != 0 ? sentinel_path(plan.shape) : got_path(plan.shape, narrow);
     give_scratch(grid.blocks);
-    const auto run = [&](auto body) {
+    with_codec(plan.shape.output_type, [&](auto codec) {
       team_.run(grid.blocks, [&](uint32_t block) {
         Exec exec(block, grid.blocks);
-        body(exec, plan, cut, scratch_[block].combine);
-      });
-    };
-    with_codec(plan.shape.output_type, [&](auto codec) {
-      using Codec = decltype(codec);
-      using Packed = SameWire<Codec, kWideBytes / sizeof(typename Codec::Bits)>;
-      with_rows_of(path, [&](auto rows) {
-        using Rows = decltype(rows);
-        if (path == PUTGET_PATH_GOT_NARROW) {
-          run(run_combine<Codec, SameWire<Codec, 1>, DynamicTopK>);
-        } else if (call.sentinel == 0) {
-          run(run_combine<Codec, Packed, Rows>);
-        } else if (plan.shape.quantised()) {
-          run(run_combine<Codec, SentinelWire<Codec, true>, Rows>);
-        } else {
-          run(run_sent<Codec, Rows>);
-        }
+        run_combine<decltype(codec)>(exec, plan, cut, scratch_[block].combine, path);
       });
     });
   }

@@ -1,0 +1,7 @@
+#include "cpu/combine_text.h"
+
+namespace putget::cpu {
+
+template void run_combine<BFloat16>(Exec&, const Plan&, const CombineCall&, CombineScratch&, putget_path);
+
+}  // namespace putget::cpu
