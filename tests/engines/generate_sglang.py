@@ -26,8 +26,9 @@ from typing import Any
 import psutil
 import torch
 
-PROMPTS = [[3, 17, 41, 5, 96, 2], [77], [9, 8, 7, 6, 5, 4, 3, 2, 1, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0], [50, 51], [1, 2, 3]]
-NEW_TOKENS = [8, 3, 6, 8, 1]
+from tests.engines.models import save_models
+from tests.engines.prompts import NEW_TOKENS, PROMPTS
+
 ALONE: dict[str, Any] = {}
 EP2 = {"tp_size": 2, "attn_dp_size": 2, "enable_dp_attention": True, "moe_a2a_backend": "putget"}
 CASES: dict[str, dict[str, Any]] = {
@@ -158,6 +159,7 @@ def main(folder: Path, cases: list[str]) -> None:
     multiprocessing.set_start_method = lambda *_, **__: None  # type: ignore[assignment]
     preload()
     patch()
+    save_models(folder, {case.split(".")[1] for case in cases})
     for case in cases:
         print(f"=== {case}", flush=True)
         process = multiprocessing.Process(target=run_case, args=(folder, case))

@@ -1,7 +1,8 @@
 """vLLM itself on CPU ranks, with putget or in one process: greedy tokens of a tiny mixture-of-experts model.
 
 python -m tests.engines.generate_vllm FOLDER CASE...: writes FOLDER/CASE.RANK, one case after the other. A case is its
-name and the number of the model's experts: FOLDER/8 is the model of ``dp2.8``.
+name and the number of the model's experts: FOLDER/8 is the model of ``dp2.8``. ``serve`` and ``dbo`` have programs of
+their own.
 
 ``vllm_shim`` has what vLLM's experts lack on a CPU. Ranks are forked, because importing vLLM takes most of the time.
 """
@@ -11,16 +12,18 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import socket
 import sys
 import time
+from multiprocessing.context import ForkContext, ForkProcess
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-PROMPTS = [[3, 17, 41, 5, 96, 2], [77], [9, 8, 7, 6, 5, 4, 3, 2, 1, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0], [50, 51], [1, 2, 3]]
-NEW_TOKENS = [8, 3, 6, 8, 1]
+from tests.engines import overlap_vllm, serve_vllm, vllm_shim
+from tests.engines.models import save_models
+from tests.engines.prompts import NEW_TOKENS, PROMPTS, free_port
+
 # Ranks that take requests of their own, and ranks of tensor parallelism in each.
 CASES = {"alone": (1, 1), "dp2": (2, 1), "dp3": (3, 1), "tp2dp2": (2, 2), "killed": (2, 1)}
 
@@ -93,35 +96,42 @@ def run_rank(folder: Path, case: str, rank: int, port: int) -> None:
     folder.joinpath(f"{case}.{rank}").write_text(json.dumps({"tokens": tokens, "seconds": seconds}))
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def preload() -> Any:
+def preload() -> ForkContext:
     """Imports what every process needs, and has vLLM fork its workers, where on a CPU it spawns them."""
+    vllm_shim.patch()  # before modules take the functions' names
     import vllm.entrypoints.llm
+    import vllm.v1.engine.coordinator
     import vllm.v1.engine.core
+    import vllm.v1.engine.utils
     import vllm.v1.worker.cpu_worker
     from vllm.model_executor.models import ModelRegistry
     from vllm.model_executor.models.qwen3_moe import Qwen3MoeForCausalLM
     from vllm.v1.executor import multiproc_executor
 
-    del vllm
     ModelRegistry.register_model("Qwen3MoeForCausalLM", Qwen3MoeForCausalLM)  # else a process looks at it
     fork = multiprocessing.get_context("fork")
-    multiproc_executor.get_mp_context = lambda: fork
+    for module in (multiproc_executor, vllm.v1.engine.coordinator, vllm.v1.engine.utils):
+        module.get_mp_context = lambda: fork
     return fork
+
+
+def processes_of(case: str, folder: Path, fork: ForkContext) -> list[ForkProcess]:
+    name = case.split(".")[0]
+    if name == "serve":
+        return [fork.Process(target=serve_vllm.main, args=(folder, fork))]
+    if name == "dbo":
+        return [fork.Process(target=overlap_vllm.main)]
+    port = free_port()
+    return [fork.Process(target=run_rank, args=(folder, case, rank, port)) for rank in range(CASES[name][0])]
 
 
 def main(folder: Path, cases: list[str]) -> None:
     fork = preload()
+    save_models(folder, {case.split(".")[1] for case in cases})
     for case in cases:
         print(f"=== {case}", flush=True)
-        port, start = free_port(), time.monotonic()
-        ranks = CASES[case.split(".")[0]][0]
-        processes = [fork.Process(target=run_rank, args=(folder, case, rank, port)) for rank in range(ranks)]
+        start = time.monotonic()
+        processes = processes_of(case, folder, fork)
         for process in processes:
             process.start()
         for process in processes:

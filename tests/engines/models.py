@@ -1,8 +1,9 @@
-"""The tiny random models of these tests: python -m tests.engines.models FOLDER NUM_EXPERTS."""
+"""The tiny random models of these tests."""
 
 from __future__ import annotations
 
-import sys
+import multiprocessing
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -39,5 +40,12 @@ def save_model(folder: Path, num_experts: int) -> None:
     model.save_pretrained(folder)
 
 
-if __name__ == "__main__":
-    save_model(Path(sys.argv[1]), int(sys.argv[2]))
+def save_models(folder: Path, num_experts: Collection[str]) -> None:
+    """FOLDER/N has N experts. A process of its own saves them, because others are forked from this one."""
+    saver = multiprocessing.get_context("fork").Process(
+        target=lambda: [save_model(folder / count, int(count)) for count in num_experts]
+    )
+    saver.start()
+    saver.join()
+    if saver.exitcode:
+        raise SystemExit(f"the models of {num_experts} experts were not saved: {saver.exitcode}")

@@ -79,11 +79,6 @@ def run(engine: str, *arguments: object, timeout_s: float = LIMIT_S, **environme
     return output
 
 
-def save_model(engine: str, folder: Path, num_experts: int) -> Path:
-    run(engine, "-m", "tests.engines.models", folder, num_experts)
-    return folder
-
-
 @dataclass
 class Outcome:
     """What a case wrote, on one rank or on several, and what its processes logged."""

@@ -1,27 +1,31 @@
-"""`vllm serve` on CPU ranks with putget, and requests to it at once: python -m tests.engines.serve_vllm FOLDER.
+"""`vllm serve` on CPU ranks with putget, and requests to it at once.
 
-FOLDER/8 is the model. Writes FOLDER/serve.8, the tokens of each request, and ends the server.
+FOLDER/8 is the model. Writes FOLDER/serve.8, the tokens of each request, and ends the server. The server and its ranks
+are forked from a process that has imported vLLM.
 """
 
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.context import ForkContext, ForkProcess
 from pathlib import Path
 
 import httpx
 
-from tests.engines.generate_vllm import NEW_TOKENS, PROMPTS, free_port
+from tests.engines.prompts import NEW_TOKENS, PROMPTS, free_port
 
 NUM_REQUESTS = 7  # more than prompts: some come twice, at the same time
 RANKS = 2
 START_S = 900
 
 
-def serve(folder: Path, port: int) -> subprocess.Popen[bytes]:
+def serve(folder: Path, port: int) -> None:
+    """What the command `vllm` does with these arguments."""
+    from vllm.entrypoints.cli.main import main
+
     options = {
         "--host": "127.0.0.1",
         "--port": port,
@@ -36,15 +40,15 @@ def serve(folder: Path, port: int) -> subprocess.Popen[bytes]:
     }
     flags = ["--skip-tokenizer-init", "--enforce-eager", "--enable-expert-parallel", "--no-enable-prefix-caching"]
     words = [str(word) for option in options.items() for word in option]
-    program = Path(sys.executable).with_name("vllm")
-    return subprocess.Popen([program, "serve", folder / "8", *words, *flags])
+    sys.argv = ["vllm", "serve", str(folder / "8"), *words, *flags]
+    main()
 
 
-def wait_until_it_serves(server: subprocess.Popen[bytes], client: httpx.Client) -> None:
+def wait_until_it_serves(server: ForkProcess, client: httpx.Client) -> None:
     end = time.monotonic() + START_S
     while time.monotonic() < end:
-        if server.poll() is not None:
-            raise SystemExit(f"vllm serve ended with {server.returncode}")
+        if not server.is_alive():
+            raise SystemExit(f"vllm serve ended with {server.exitcode}")
         try:
             if client.get("/health").is_success:
                 return
@@ -70,9 +74,10 @@ def tokens_of(client: httpx.Client, model: Path, request: int) -> list[int]:
     return list(answer.json()["choices"][0]["token_ids"])
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, fork: ForkContext) -> None:
     port = free_port()
-    server = serve(folder, port)
+    server = fork.Process(target=serve, args=(folder, port))
+    server.start()
     try:
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=300) as client:
             wait_until_it_serves(server, client)
@@ -80,9 +85,5 @@ def main(folder: Path) -> None:
                 found = list(pool.map(lambda number: tokens_of(client, folder / "8", number), range(NUM_REQUESTS)))
     finally:
         server.terminate()
-        server.wait(120)
+        server.join(120)
     (folder / "serve.8").write_text(json.dumps({"tokens": {str(number): ids for number, ids in enumerate(found)}}))
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engines.run import Outcome, only_with_engines, run_cases, save_model
+from tests.engines.run import Outcome, only_with_engines, run_cases
 from tests.engines.trace import check_parts
 
 ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_EXTERNAL_MODEL_PACKAGE": "tests.engines.sglang_models"}
@@ -20,8 +20,6 @@ pytestmark = only_with_engines
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
     """All cases in one run: importing SGLang takes longer than they do."""
     folder = tmp_path_factory.mktemp("sglang")
-    for num_experts in (8, 10):
-        save_model("sglang", folder / str(num_experts), num_experts)
     return run_cases("sglang", folder, CASES, ENVIRONMENT)
 
 

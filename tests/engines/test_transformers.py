@@ -4,38 +4,32 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.engines.run import only_with_engines, run, save_model
+from tests.engines.run import only_with_engines, run
 from tests.engines.trace import CALLS
 
 PROGRAM = "tests.engines.generate_transformers"
+MODELS = (8, 10)
 NUM_LAYERS, NUM_PROMPTS, NEW_TOKENS = 2, 3, 8
 
 pytestmark = only_with_engines
 
 
-def generate(*arguments: object, ranks: int = 1) -> None:
-    start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
-    run("transformers", *start, "-m", PROGRAM, *arguments)
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Both models, in one process and on two ranks."""
+    folder = tmp_path_factory.mktemp("transformers")
+    run("transformers", "-m", PROGRAM, folder, *MODELS)
+    return folder
 
 
-def result_of(out: Path, rank: int) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(out.with_suffix(f".{rank}").read_text())
-    return found
-
-
-@pytest.mark.parametrize("num_experts", [8, 10])
-def test_tokens_are_those_of_one_process(num_experts: int, tmp_path: Path) -> None:
-    model = save_model("transformers", tmp_path / "model", num_experts)
-    generate(tmp_path / "one", model)
-    generate(tmp_path / "two", model, ranks=2)
-    alone = result_of(tmp_path / "one", 0)
+@pytest.mark.parametrize("num_experts", MODELS)
+def test_tokens_are_those_of_one_process(num_experts: int, folder: Path) -> None:
+    alone, *ranks = (json.loads((folder / f"{num_experts}.{of}").read_text()) for of in ("1.0", "2.0", "2.1"))
     assert alone["carried"] == 0
-    for rank in range(2):
-        found = result_of(tmp_path / "two", rank)
+    for found in ranks:
         assert found["carried"] == NUM_LAYERS
         assert found["tokens"] == alone["tokens"]
         # A profile shows its rounds: one a layer and token that was computed.

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engines.run import Outcome, only_with_engines, run, run_cases, save_model
+from tests.engines.run import Outcome, only_with_engines, run_cases
 from tests.engines.trace import check_parts
 
 ENVIRONMENT = {
@@ -16,7 +16,7 @@ ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",
 }
-CASES = ("alone.8", "alone.10", "dp2.8", "dp3.10", "tp2dp2.8", "killed.8")
+CASES = ("alone.8", "alone.10", "dp2.8", "dp3.10", "tp2dp2.8", "serve.8", "dbo.8", "killed.8")
 NUM_REQUESTS = 5
 
 pytestmark = only_with_engines
@@ -26,8 +26,6 @@ pytestmark = only_with_engines
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
     """All cases in one run: importing vLLM takes longer than they do."""
     folder = tmp_path_factory.mktemp("vllm")
-    for num_experts in (8, 10):
-        save_model("vllm", folder / str(num_experts), num_experts)
     return run_cases("vllm", folder, CASES, ENVIRONMENT)
 
 
@@ -49,19 +47,16 @@ def test_its_profiler_shows_the_time_of_putget(outcomes: dict[str, Outcome]) -> 
 
 
 def test_a_server_answers_requests_that_come_at_once(outcomes: dict[str, Outcome]) -> None:
-    folder = outcomes["alone.8"].files[0].parent
-    log = run("vllm", "-m", "tests.engines.serve_vllm", folder, PUTGET_ENGINES="1", **ENVIRONMENT)
-    outcome, alone = Outcome([folder / "serve.8"], log), outcomes["alone.8"].tokens()
+    outcome, alone = outcomes["serve.8"], outcomes["alone.8"].tokens()
     tokens = outcome.tokens()
     assert len(tokens) == 7
     assert tokens == {request: alone[str(int(request) % NUM_REQUESTS)] for request in tokens}
     assert outcome.carried(8, 2)
 
 
-def test_its_configuration_takes_dual_batch_overlap() -> None:
+def test_its_configuration_takes_dual_batch_overlap(outcomes: dict[str, Outcome]) -> None:
     """tests/adapters runs the overlap itself in vLLM's modular kernel: vLLM has none on a CPU."""
-    log = run("vllm", "-m", "tests.engines.overlap_vllm", PUTGET_ENGINES="1", **ENVIRONMENT)
-    without, with_putget = log.split("with putget it ")
+    without, with_putget = outcomes["dbo.8"].log.split("with putget it ")
     assert "without putget it refuses: " in without
     assert "Microbatching currently only supports the deepep_low_latency" in without
     assert with_putget.startswith("takes allgather_reducescatter")
