@@ -5,6 +5,8 @@ PYTHON ?= python3
 PUTGET_CUDA ?= AUTO
 PUTGET_WERROR ?= OFF
 PYTEST_ARGS ?=
+# Tests of a file stay in one process, which shares ranks and programs among them.
+WORKERS ?= 2
 DEMO_ARGS ?=
 
 MAKEFLAGS += --no-print-directory
@@ -24,8 +26,8 @@ help: ## Show this list
 demo: build ## Run the main job: 8 CPU ranks, or this machine's GPUs (DEMO_ARGS=...)
 	@$(BIN)/python -m putget demo $(DEMO_ARGS)
 
-test: build spin transfer ## Run the tests; those marked gpu skip where there is no GPU (PYTEST_ARGS=...)
-	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+test: build spin transfer ## Run the tests; those marked gpu skip where there is no GPU (WORKERS=2 PYTEST_ARGS=...)
+	@$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 # Each engine has an environment of its own under build/, with the native library of this checkout.
 ENGINES := transformers sglang vllm
