@@ -127,7 +127,9 @@ def compile_and_run(source: str, folder: Path, *extra: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize(("header", "structs", "functions", "constants"), MIRRORS, ids=[str(mirror[0]) for mirror in MIRRORS])
+@pytest.mark.parametrize(
+    ("header", "structs", "functions", "constants"), MIRRORS, ids=[str(mirror[0]) for mirror in MIRRORS]
+)
 def test_everything_of_a_header_is_mirrored(
     header: str, structs: dict[str, Any], functions: set[str], constants: dict[str, int]
 ) -> None:
@@ -138,7 +140,9 @@ def test_everything_of_a_header_is_mirrored(
 
 
 @needs_cc
-@pytest.mark.parametrize(("header", "structs", "functions", "constants"), MIRRORS, ids=[str(mirror[0]) for mirror in MIRRORS])
+@pytest.mark.parametrize(
+    ("header", "structs", "functions", "constants"), MIRRORS, ids=[str(mirror[0]) for mirror in MIRRORS]
+)
 def test_sizes_and_offsets_agree(
     header: str, structs: dict[str, Any], functions: set[str], constants: dict[str, int], tmp_path: Path
 ) -> None:
