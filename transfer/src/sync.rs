@@ -66,21 +66,24 @@ thread_local! {
 /// Gives the processor away for a moment: by a yield, and beside busy programs by a short sleep. Says whether there are such programs.
 pub fn pause() -> bool {
     NAPS.with(|naps| {
-        let left = pause_once(naps.get(), std::thread::yield_now, || std::thread::sleep(NAP));
+        let give_away = || {
+            let before = Instant::now();
+            std::thread::yield_now();
+            before.elapsed()
+        };
+        let left = pause_once(naps.get(), give_away, || std::thread::sleep(NAP));
         naps.set(left);
         left > 0
     })
 }
 
-/// Naps, if some are left, or yields; says how many are left then.
-fn pause_once(naps: u32, give_away: impl FnOnce(), nap: impl FnOnce()) -> u32 {
+/// Naps, if some are left, or gives the processor away, which says how long that took. Returns how many naps are left then.
+fn pause_once(naps: u32, give_away: impl FnOnce() -> Duration, nap: impl FnOnce()) -> u32 {
     if naps > 0 {
         nap();
         return naps - 1;
     }
-    let before = Instant::now();
-    give_away();
-    if before.elapsed() > CROWDED { NAPS_IN_A_CROWD } else { 0 }
+    if give_away() > CROWDED { NAPS_IN_A_CROWD } else { 0 }
 }
 
 /// Looks this often before a thread goes to sleep. Each look gives the processor away, so that nobody waits for this thread.
@@ -103,8 +106,8 @@ mod tests {
     #[test]
     fn a_slow_yield_is_followed_by_naps_and_a_quick_one_is_not() {
         let never = || unreachable!("it naps");
-        assert_eq!(pause_once(0, || (), never), 0);
-        let mut left = pause_once(0, || std::thread::sleep(2 * CROWDED), never);
+        assert_eq!(pause_once(0, || CROWDED, never), 0);
+        let mut left = pause_once(0, || 2 * CROWDED, never);
         assert_eq!(left, NAPS_IN_A_CROWD);
         let mut naps = 0;
         while left > 0 {
