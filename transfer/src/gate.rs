@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use crate::error::Error;
-use crate::sync::{AtomicUsize, Condvar, Mutex, Ordering, lock, wait_timeout};
+use crate::sync::{AtomicUsize, Condvar, Mutex, Ordering, between_seq_cst, lock, wait_timeout};
 
 /// What a submission does while too many operations are under way.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -60,6 +60,7 @@ impl Gate {
             return Err(Error::Busy { most: self.most });
         }
         self.waiting.fetch_add(1, Ordering::SeqCst);
+        between_seq_cst();
         let mut guard = lock(&self.lock);
         let result = loop {
             if let Some(permit) = self.try_enter() {
@@ -80,37 +81,11 @@ impl Gate {
 impl Drop for Permit {
     fn drop(&mut self) {
         self.0.inside.fetch_sub(1, Ordering::SeqCst);
+        between_seq_cst();
         if self.0.waiting.load(Ordering::SeqCst) > 0 {
             // With the lock, so that nobody is between its look and its sleep.
             let _guard = lock(&self.0.lock);
             self.0.left.notify_all();
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use std::time::Duration;
-
-    use super::*;
-
-    #[test]
-    fn those_who_are_too_many_are_refused_or_wait() -> Result<(), Error> {
-        let strict = Gate::new(1, WhenFull::Refuse);
-        let first = strict.enter(Instant::now())?;
-        assert_eq!(strict.enter(Instant::now()).err(), Some(Error::Busy { most: 1 }));
-        drop(first);
-        drop(strict.enter(Instant::now())?);
-        let patient = Gate::new(1, WhenFull::Wait);
-        let first = patient.enter(Instant::now())?;
-        let soon = Instant::now() + Duration::from_millis(20);
-        assert_eq!(patient.enter(soon).err(), Some(Error::Busy { most: 1 }));
-        let other = Arc::clone(&patient);
-        let waiter = std::thread::spawn(move || other.enter(Instant::now() + Duration::from_secs(60)).is_ok());
-        std::thread::sleep(Duration::from_millis(20));
-        assert!(!waiter.is_finished());
-        drop(first);
-        assert!(waiter.join().unwrap());
-        Ok(())
     }
 }

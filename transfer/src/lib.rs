@@ -50,6 +50,8 @@ mod error;
 mod expect;
 mod fence;
 mod gate;
+#[cfg(test)]
+mod gate_tests;
 mod gdrcopy;
 mod gpu;
 mod group;
@@ -128,6 +130,9 @@ pub mod fuzzing {
 
     /// Decodes a frame between processes of one machine (nvlink), likewise.
     pub use crate::nvlink::fuzz_control as control;
+
+    /// Decodes greetings, heads and answers of tcp, likewise.
+    pub use crate::tcp::fuzz_stream as stream;
 
     /// Decodes a packet between ranks of one host, likewise.
     pub use crate::host::fuzz_packet as packet;

@@ -13,6 +13,7 @@ use crate::handle::MrHandle;
 use crate::queue::Queue;
 use crate::region::Region;
 use crate::shared::Shared;
+use crate::sync::pause;
 use crate::worker::command::Command;
 
 /// Looks without a pause before the thread begins to sleep between looks.
@@ -190,7 +191,7 @@ impl Watchers {
         while !self.stop.load(Ordering::Acquire) {
             quiet = if self.look(shared) { 0 } else { quiet.saturating_add(1) };
             if quiet < SPINS {
-                std::thread::yield_now();
+                pause();
             } else {
                 std::thread::sleep(NAP * (1 << ((quiet - SPINS) / NAPS).min(DOUBLINGS)));
             }

@@ -98,7 +98,7 @@ fn be_a_writer() {
             );
             submitted.unwrap();
         } else {
-            std::thread::yield_now();
+            nap();
         }
         while flag.failed() > 0 {
             // It was shut out, and does not come back.

@@ -7,7 +7,7 @@ use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 use std::time::Duration;
 
-use common::{Network, builder, engine, eventually, expect_count, noise};
+use common::{Network, builder, engine, eventually, expect_count, nap, noise};
 use putget_transfer::{Done, Error, Faults, Flag, Options, Via, WhenFull};
 
 thread_local! {
@@ -143,7 +143,7 @@ fn what_is_posted_while_the_engine_closes_is_told_or_refused() {
             let refused = loop {
                 match poster.write(0, Some(1), None, (&desc, 0), &Options::default(), Done::flag(&flag)) {
                     Ok(()) => posted += 1,
-                    Err(Error::Busy { .. }) => std::thread::yield_now(),
+                    Err(Error::Busy { .. }) => nap(),
                     Err(error) => break error,
                 }
             };

@@ -221,7 +221,7 @@ fn after_the_end_of_a_registration_nobody_reads() {
             let end = Instant::now() + LONG;
             while b.imm_count(IMM) == before {
                 assert!(Instant::now() < end, "none has come");
-                std::thread::yield_now();
+                nap();
             }
             b.dereg_mr(source).unwrap();
             let mut refused = 0;

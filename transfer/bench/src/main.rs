@@ -59,6 +59,9 @@ enum Command {
         /// Keep the workers polling instead of letting them sleep
         #[arg(long = "busy_poll")]
         busy_poll: bool,
+        /// How the end of a write is told while the latency is measured
+        #[arg(long, value_enum, default_value_t = Told::Future)]
+        told: Told,
         /// Measure libfabric alone instead, without the engine: one loop that writes and one that takes
         #[arg(long)]
         bare: bool,
@@ -140,6 +143,14 @@ enum Command {
     },
 }
 
+/// What a caller looks at, or waits for.
+#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Told {
+    Future,
+    Flag,
+    Callback,
+}
+
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum Provider {
     Sim,
@@ -176,6 +187,7 @@ struct Plan {
     sizes: Vec<u64>,
     window: usize,
     busy_poll: bool,
+    told: Told,
 }
 
 fn main() -> Outcome<()> {
@@ -188,7 +200,8 @@ fn main() -> Outcome<()> {
         Command::Idle { provider, source, seconds } => {
             let time = Duration::try_from_secs_f64(seconds)?;
             let (smallest, largest, window, sizes) = (4096, 4096, 1, Vec::new());
-            idle::run(&Plan { provider, nics: 1, source, time, smallest, largest, sizes, window, busy_poll: false })
+            let (nics, busy_poll, told) = (1, false, Told::Future);
+            idle::run(&Plan { provider, nics, source, time, smallest, largest, sizes, window, busy_poll, told })
         }
         Command::Fence { provider, source, rounds } => harm::fence(provider, &source, rounds),
         Command::Flood { source, rate, seconds, rounds } => {
@@ -205,13 +218,14 @@ fn main() -> Outcome<()> {
             sizes,
             window,
             busy_poll,
+            told,
             bare,
             output_file,
             plot,
         } => {
             let time = Duration::try_from_secs_f64(seconds)?;
             let window = window.into();
-            let plan = Plan { provider, nics, source, time, smallest, largest, sizes, window, busy_poll };
+            let plan = Plan { provider, nics, source, time, smallest, largest, sizes, window, busy_poll, told };
             if measure::Shape::all(&plan).is_empty() {
                 return Err(format!("--sizes: {:?} came; none of them is a size that is measured", plan.sizes).into());
             }

@@ -2,13 +2,14 @@
 
 use std::collections::VecDeque;
 use std::fmt;
+use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
 use hdrhistogram::Histogram;
 use putget_transfer::{Done, Flag, MrHandle, Options, Pages, TransferFuture};
 
 use crate::target::{Pair, digest, memory_len};
-use crate::{Outcome, Plan};
+use crate::{Outcome, Plan, Told};
 
 const PATIENCE: Duration = Duration::from_secs(120);
 /// Pages of one paged write.
@@ -108,6 +109,36 @@ impl Bench<'_> {
         Ok(self.pair.engine.wait(future, PATIENCE)?)
     }
 
+    /// How long one write takes, until its end is told.
+    fn latency(&self, shape: Shape, told: Told) -> Outcome<Duration> {
+        let begin = Instant::now();
+        match told {
+            Told::Future => self.wait(&self.begin(shape)?)?,
+            Told::Flag => {
+                let flag = Flag::new();
+                self.submit(shape, Done::flag(&flag))?;
+                while flag.pending() > 0 {
+                    std::thread::yield_now();
+                    if begin.elapsed() > PATIENCE {
+                        return Err("a write did not end".into());
+                    }
+                }
+                if flag.failed() > 0 {
+                    return Err("a write failed".into());
+                }
+            }
+            Told::Callback => {
+                let (sender, ends) = channel();
+                let tell = move |outcome| drop(sender.send((Instant::now(), outcome)));
+                self.submit(shape, Done::callback(tell))?;
+                let (end, outcome) = ends.recv_timeout(PATIENCE)?;
+                outcome?;
+                return Ok(end - begin);
+            }
+        }
+        Ok(begin.elapsed())
+    }
+
     /// Fills the source anew, writes once, and compares what the target has.
     fn check(&self, shape: Shape, seed: u64) -> Outcome<()> {
         let used = match shape {
@@ -168,9 +199,7 @@ impl Bench<'_> {
         let mut latencies = Histogram::<u64>::new(3)?;
         let end = Instant::now() + plan.time;
         while latencies.len() < 10 || (Instant::now() < end && latencies.len() < 10_000) {
-            let before = Instant::now();
-            self.wait(&self.begin(shape)?)?;
-            latencies.record(u64::try_from(before.elapsed().as_nanos())?)?;
+            latencies.record(u64::try_from(self.latency(shape, plan.told)?.as_nanos())?)?;
         }
         let percentile = |quantile| latencies.value_at_quantile(quantile) as f64 / 1e3;
         let (kind, bytes, per_write) = shape.parts();

@@ -55,6 +55,16 @@ fn printed(words: &[&str]) -> String {
 }
 
 #[test]
+fn an_end_may_be_told_in_each_way() {
+    for told in ["future", "flag", "callback"] {
+        let table = printed(&["bench", "--provider", "sim", "--seconds", "0.02", "--sizes", "65536", "--told", told]);
+        let row = table.lines().nth(1).unwrap();
+        let p50 = row.split_whitespace().nth(4).unwrap().parse::<f64>().unwrap();
+        assert!(row.starts_with("single") && p50 > 0.0, "{told}: {table}");
+    }
+}
+
+#[test]
 fn fences_and_floods_are_measured() {
     let fence = printed(&["fence", "--provider", "tcp", "--rounds", "5"]);
     assert!(fence.starts_with("tcp fence") && fence.contains("p99"), "{fence}");

@@ -10,6 +10,8 @@ mod counter;
 mod counts;
 #[path = "../../src/host/flags.rs"]
 mod flags;
+#[path = "../../src/gate.rs"]
+mod gate;
 #[path = "../../src/helm.rs"]
 mod helm;
 #[path = "../../src/jobs.rs"]
@@ -21,9 +23,18 @@ mod once;
 #[path = "../../src/queue.rs"]
 mod queue;
 
+mod gate_models;
 mod helm_models;
 mod host_models;
 mod models;
+
+/// What the gate says.
+mod error {
+    #[derive(Debug, PartialEq, Eq)]
+    pub enum Error {
+        Busy { most: usize },
+    }
+}
 
 mod sync {
     pub use loom::sync::atomic::{AtomicBool, AtomicIsize, AtomicU64, AtomicUsize, Ordering, fence};
@@ -39,8 +50,13 @@ mod sync {
         mutex.try_lock().ok()
     }
 
-    pub fn relax(_looks: u32) {
+    pub fn relax(_looks: u32) -> bool {
         loom::thread::yield_now();
+        false
+    }
+
+    pub fn between_seq_cst() {
+        fence(Ordering::SeqCst);
     }
 
     pub fn spin() {

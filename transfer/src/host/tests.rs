@@ -66,7 +66,7 @@ fn until(what: &str, sides: &mut [&mut Side], mut holds: impl FnMut(&mut [&mut S
     while !holds(sides) {
         assert!(Instant::now() < end, "{what}");
         sides.iter_mut().for_each(|side| side.poll());
-        std::thread::yield_now();
+        crate::sync::pause();
     }
 }
 

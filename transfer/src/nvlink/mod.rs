@@ -33,6 +33,7 @@ use crate::place;
 use crate::provider::{Event, Limits, Link, LocalKey, Nic, Passes, Post, Read, Registered, Wait, Waker, Write};
 use crate::region::Region;
 use crate::shard::Piece;
+use crate::sync::pause;
 use crate::sys::Selector;
 use channel::Listener;
 use control::Place;
@@ -296,7 +297,7 @@ impl NvlinkNic {
                 return false;
             }
             self.look(true);
-            std::thread::yield_now();
+            pause();
         }
         true
     }

@@ -4,8 +4,6 @@ use pyo3::exceptions::{PyOverflowError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList, PyRange, PyTuple};
 
-use super::objects::{PyMrDesc, PyMrHandle};
-
 /// Characters of an argument that an error shows.
 const SHOWN: usize = 120;
 
@@ -37,7 +35,6 @@ numbers! {
     bytes: u64, u64::MAX;
     bytes_per_s: u64, u64::MAX;
     count: u64, u64::MAX;
-    dst: (PyRef<'py, PyMrDesc>, u64), u64::MAX;
     cpus: Vec<usize>, u32::MAX;
     depth: usize, u32::MAX;
     device_group: Option<usize>, u32::MAX;
@@ -46,7 +43,6 @@ numbers! {
     groups: Option<Vec<usize>>, u32::MAX;
     imm: u32, u32::MAX;
     index: u32, u32::MAX;
-    items: Vec<(u64, (PyRef<'py, PyMrHandle>, u64), (PyRef<'py, PyMrDesc>, u64))>, u64::MAX;
     len: u64, u64::MAX;
     max_delay_polls: u32, u32::MAX;
     nic: Option<usize>, u32::MAX;
@@ -59,7 +55,6 @@ numbers! {
     plane_stride: u64, u64::MAX;
     page_len: u64, u64::MAX;
     seed: u64, u64::MAX;
-    src: (PyRef<'py, PyMrHandle>, u64), u64::MAX;
     src_offset: u64, u64::MAX;
     stride: u64, u64::MAX;
     value: u64, u64::MAX;
@@ -88,18 +83,18 @@ pub(super) fn write_imm(value: &Bound<'_, PyAny>) -> PyResult<Option<u32>> {
     fitting("imm", value, u32::MAX.into())
 }
 
-/// Where a read comes from and goes to.
-pub(super) fn read_src<'py>(value: &Bound<'py, PyAny>) -> PyResult<(PyRef<'py, PyMrDesc>, u64)> {
+/// Where a write or a read comes from: memory and an offset.
+pub(super) fn src<'py, T: FromPyObject<'py>>(value: &Bound<'py, PyAny>) -> PyResult<T> {
     fitting("src", value, u64::MAX)
 }
 
-pub(super) fn read_dst<'py>(value: &Bound<'py, PyAny>) -> PyResult<(PyRef<'py, PyMrHandle>, u64)> {
+/// Where it goes.
+pub(super) fn dst<'py, T: FromPyObject<'py>>(value: &Bound<'py, PyAny>) -> PyResult<T> {
     fitting("dst", value, u64::MAX)
 }
 
-pub(super) type ReadItem<'py> = (u64, (PyRef<'py, PyMrDesc>, u64), (PyRef<'py, PyMrHandle>, u64));
-
-pub(super) fn read_items<'py>(value: &Bound<'py, PyAny>) -> PyResult<Vec<ReadItem<'py>>> {
+/// Lengths, sources and destinations.
+pub(super) fn items<'py, T: FromPyObject<'py>>(value: &Bound<'py, PyAny>) -> PyResult<T> {
     fitting("items", value, u64::MAX)
 }
 

@@ -128,8 +128,6 @@ fn addresses(peers: &[PyRef<'_, PyNetAddr>]) -> Vec<NetAddr> {
     peers.iter().map(|peer| peer.address.clone()).collect()
 }
 
-pub(super) type Source<'py> = (PyRef<'py, PyMrHandle>, u64);
-pub(super) type Target<'py> = (PyRef<'py, PyMrDesc>, u64);
 pub(super) type Done<'a, 'py> = Option<&'a Bound<'py, PyAny>>;
 
 #[pymethods]
@@ -147,42 +145,6 @@ impl PyEngine {
     ) -> PyResult<PyTransfer> {
         let (engine, options, to) = (slf.get().engine()?, options(deadline_s, None, device_group)?, &to.address);
         submitted(slf, done, |done| engine.submit_send_to(to, pool, data, &options, done).map(Some))
-    }
-
-    #[pyo3(signature = (len, imm, src, dst, *, done=None, deadline_s=None, nic=None, device_group=None))]
-    #[allow(clippy::too_many_arguments, reason = "Python's keywords are not a list that anybody counts")]
-    fn submit_single_write(
-        slf: &Bound<'_, Self>,
-        #[pyo3(from_py_with = arguments::len)] len: u64,
-        #[pyo3(from_py_with = arguments::write_imm)] imm: Option<u32>,
-        #[pyo3(from_py_with = arguments::src)] src: Source<'_>,
-        #[pyo3(from_py_with = arguments::dst)] dst: Target<'_>,
-        done: Done<'_, '_>,
-        deadline_s: Option<f64>,
-        #[pyo3(from_py_with = arguments::nic)] nic: Option<usize>,
-        #[pyo3(from_py_with = arguments::device_group)] device_group: Option<usize>,
-    ) -> PyResult<PyTransfer> {
-        let (engine, options, handle) = (slf.get().engine()?, options(deadline_s, nic, device_group)?, src.0.handle()?);
-        let (src, dst) = ((&handle, src.1), (&dst.0.desc, dst.1));
-        submitted(slf, done, |done| engine.submit_single_write(len, imm, src, dst, &options, done).map(Some))
-    }
-
-    #[pyo3(signature = (page_len, imm, src, dst, *, done=None, deadline_s=None, nic=None, device_group=None))]
-    #[allow(clippy::too_many_arguments, reason = "Python's keywords are not a list that anybody counts")]
-    fn submit_paged_writes(
-        slf: &Bound<'_, Self>,
-        #[pyo3(from_py_with = arguments::page_len)] page_len: u64,
-        #[pyo3(from_py_with = arguments::write_imm)] imm: Option<u32>,
-        src: (PyRef<'_, PyMrHandle>, PyRef<'_, PyPages>),
-        dst: (PyRef<'_, PyMrDesc>, PyRef<'_, PyPages>),
-        done: Done<'_, '_>,
-        deadline_s: Option<f64>,
-        #[pyo3(from_py_with = arguments::nic)] nic: Option<usize>,
-        #[pyo3(from_py_with = arguments::device_group)] device_group: Option<usize>,
-    ) -> PyResult<PyTransfer> {
-        let (engine, options, handle) = (slf.get().engine()?, options(deadline_s, nic, device_group)?, src.0.handle()?);
-        let (src, dst) = ((&handle, src.1.pages()), (&dst.0.desc, dst.1.pages()));
-        submitted(slf, done, |done| engine.submit_paged_writes(page_len, imm, src, dst, &options, done).map(Some))
     }
 
     #[pyo3(signature = (peers, *, done=None, deadline_s=None, device_group=None))]

@@ -118,6 +118,20 @@ impl Answer {
     }
 }
 
+/// For the fuzzer: what is accepted must encode to the same bytes.
+#[cfg(fuzzing)]
+pub fn fuzz_stream(bytes: &[u8]) {
+    if let Ok(head) = Head::decode(bytes) {
+        assert_eq!(head.encode(), bytes);
+    }
+    if let Ok(answer) = Answer::decode(bytes) {
+        assert_eq!(answer.encode(), bytes);
+    }
+    if let Ok(pass) = read_greeting(bytes) {
+        assert_eq!(greeting(pass), bytes);
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;

@@ -195,7 +195,8 @@ impl Incoming {
 
     /// What a stranger says: messages of bounded length, each after its length.
     pub fn listen(&mut self, way: Link, events: &mut Vec<Event>) {
-        while self.fill() && self.known() < MAX_WAITING {}
+        // Once: if there is more, the socket is ready again.
+        self.fill();
         while let Some(len) = self.ahead.get(self.start..self.start + 2) {
             let len = usize::from(u16::from_le_bytes(len.try_into().unwrap_or_default()));
             if len > MAX_GREETING {

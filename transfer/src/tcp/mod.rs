@@ -25,6 +25,9 @@ use outgoing::{Outgoing, Payload, Request, State};
 use sys::{Ready, Selector};
 use ways::{Budget, Way};
 
+#[cfg(fuzzing)]
+pub use frame::fuzz_stream;
+
 /// Longest write. Shorter pieces of a long transfer let others in between, and end sooner when it is cancelled.
 const MAX_WRITE: u64 = 4 << 20;
 const MAX_MESSAGE: usize = 64 << 10;

@@ -150,11 +150,9 @@ impl<N: Nic + ?Sized> Worker<N> {
         self.send_greeting(way, &Frame { session: from.session, body: Body::Refuse(refusal) });
     }
 
-    /// Takes what somebody says who may be anybody. Nothing in it is trusted.
-    pub(super) fn greeted(&mut self, way: Link, bytes: &[u8]) {
-        // Whoever was asked by this engine is no stranger.
-        let own = self.peers.iter().any(|(_, peer)| peer.way == Some(way));
-        if !own && !self.welcomes.afford(self.now) {
+    /// Takes what somebody says who may be anybody, unless he was `asked`. Nothing in it is trusted.
+    pub(super) fn greeted(&mut self, way: Link, bytes: &[u8], asked: bool) {
+        if !asked && !self.welcomes.afford(self.now) {
             count(&self.shared.metrics.greetings_dropped_total);
             return;
         }

@@ -8,6 +8,7 @@ use crate::error::{DownReason, NetworkError};
 use crate::message::{Body, Frame, decode};
 use crate::metrics::count;
 use crate::provider::{Link, MayLand, Nic, Post};
+use crate::sync::pause;
 
 /// How often a control frame that the network lost is sent again.
 const ATTEMPTS: u32 = 10;
@@ -162,7 +163,7 @@ impl<N: Nic + ?Sized> Worker<N> {
             self.now = Instant::now();
             self.post_frames();
             self.poll();
-            std::thread::yield_now();
+            pause();
         }
     }
 }

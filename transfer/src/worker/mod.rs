@@ -374,16 +374,16 @@ impl<N: Nic + ?Sized> Worker<N> {
             if let Some(lane) = self.lanes.get_mut(index) {
                 lane.nic.poll(&mut events);
             }
-            active |= !events.is_empty();
             for event in events.drain(..) {
-                self.handle(index, event);
+                active |= self.handle(index, event);
             }
         }
         self.events = events;
         active
     }
 
-    fn handle(&mut self, nic: usize, event: Event) {
+    /// Says whether there may soon be more: what strangers say keeps nobody awake.
+    fn handle(&mut self, nic: usize, event: Event) -> bool {
         match event {
             Event::Completed { token, result } => {
                 if result.is_err() {
@@ -392,11 +392,22 @@ impl<N: Nic + ?Sized> Worker<N> {
                 match Token::decode(token) {
                     Token::Write { slot, target } => self.write_completed(nic, slot, target, result),
                     Token::Frame(index) => self.frame_completed(index, result),
-                    Token::Greeting => self.greeting_completed(),
+                    Token::Greeting => {
+                        self.greeting_completed();
+                        return false;
+                    }
                 }
             }
             Event::Received { link, bytes } => self.received(nic, link, &bytes),
-            Event::Greeted { way, bytes } => self.greeted(way, &bytes),
+            Event::Greeted { way, bytes } => {
+                // Whoever was asked by this engine is no stranger.
+                let asked = self.peers.iter().any(|(_, peer)| peer.way == Some(way));
+                self.greeted(way, &bytes, asked);
+                if !asked {
+                    self.rest.bore(self.now);
+                }
+                return asked;
+            }
             Event::Lost(link) => match self.links.get(&(nic, link)).copied() {
                 Some(peer) => self.drop_peer(peer, DownReason::NetworkLost),
                 None => self.way_lost(link),
@@ -405,7 +416,9 @@ impl<N: Nic + ?Sized> Worker<N> {
             Event::Drained(link) => self.link_drained(nic, link),
             Event::Immediate { link, imm } => {
                 // Of a link that is on its way out nothing counts.
-                let Some(peer) = self.links.get(&(nic, link)).and_then(|peer| self.peers.get(*peer)) else { return };
+                let Some(peer) = self.links.get(&(nic, link)).and_then(|peer| self.peers.get(*peer)) else {
+                    return true;
+                };
                 count(&self.shared.metrics.immediates_total);
                 self.shared.counters.add(imm, peer.sender, &mut self.met);
                 while let Some(done) = self.met.pop() {
@@ -413,6 +426,7 @@ impl<N: Nic + ?Sized> Worker<N> {
                 }
             }
         }
+        true
     }
 
     /// Ends what is under way, says goodbye, and lets the NICs go.

@@ -18,6 +18,8 @@ const SPINS: u32 = 4;
 const YIELDS: u32 = 400;
 /// Looks after a NIC's descriptor has ended a sleep, before the next one. Few, because the next one ends at once if more comes.
 const LOOKS: u32 = 16;
+/// So long after a peer's last sign the next one is soon.
+const MOMENT: Duration = Duration::from_millis(1);
 /// Sleep between looks at NICs that cannot wake the thread, or that need it for what is in flight.
 const NAP: Duration = Duration::from_micros(50);
 /// Without anybody who waits for anything, a nap is twice as long after so many naps, up to 2^5 times.
@@ -89,6 +91,13 @@ impl Rest {
         self.fruitless = 0;
     }
 
+    /// There was nothing but a stranger, who is no reason to look on, unless a peer has been here a moment ago.
+    pub fn bore(&mut self, now: Instant) {
+        if now.saturating_duration_since(self.active) > MOMENT {
+            self.idle = self.idle.max(YIELDS);
+        }
+    }
+
     /// There was something to do.
     pub fn end(&mut self, now: Instant) {
         self.idle = 0;
@@ -107,7 +116,10 @@ impl<N: Nic + ?Sized> Worker<N> {
             self.rest.idle = YIELDS;
             return self.sleep();
         } else if self.rest.idle < YIELDS {
-            relax(self.rest.idle);
+            if relax(self.rest.idle) {
+                // A look costs a turn of the scheduler; who sleeps is woken sooner.
+                self.rest.idle = YIELDS;
+            }
         } else if self.lanes.iter_mut().fold(false, |moved, lane| lane.nic.has_moved() | moved) {
             self.rest.idle = SPINS;
         } else {

@@ -151,7 +151,7 @@ fn only_where_a_greeting_came_from_is_answered() -> Result<(), Error> {
             place.nic.poll(&mut events);
             answers += events.iter().filter(|event| matches!(event, Event::Greeted { .. })).count();
             assert!(Instant::now() < end, "no answer came");
-            std::thread::yield_now();
+            crate::sync::pause();
         }
         assert_eq!(answers, 1);
         assert!(bystander.metrics_text().contains("putget_transfer_frames_ignored_total 0"));
@@ -236,7 +236,7 @@ fn a_flood_of_greetings_takes_little_from_peers() -> Result<(), Error> {
                     pair.a.submit_single_write(len, None, (&pair.src, 0), (&pair.desc, 0), &options, done)?;
                     count += 1;
                 } else {
-                    std::thread::yield_now();
+                    crate::sync::pause();
                 }
             }
             Ok::<_, Error>(count as f64 / begin.elapsed().as_secs_f64())
@@ -257,7 +257,7 @@ fn a_flood_of_greetings_takes_little_from_peers() -> Result<(), Error> {
                     pair.a.submit_single_write(len, None, (&pair.src, 0), (&pair.desc, 0), &options, done)?;
                     count += 1;
                 } else {
-                    std::thread::yield_now();
+                    crate::sync::pause();
                 }
             }
             shares.push(count as f64 / begin.elapsed().as_secs_f64() / quiet);

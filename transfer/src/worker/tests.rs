@@ -56,7 +56,7 @@ impl Attacker {
                 }
             }
             assert!(std::time::Instant::now() < end, "the frame did not come");
-            std::thread::yield_now();
+            crate::sync::pause();
         }
     }
 

@@ -14,6 +14,7 @@ use crate::descriptor::MAX_NICS;
 use crate::error::{DownReason, Error, NetworkError, Reason, TransferError};
 use crate::provider::{MayLand, Nic, Post, Read, Write};
 use crate::shard::Piece;
+use crate::sync::pause;
 
 /// Where a destination's immediate is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -483,7 +484,7 @@ impl<N: Nic + ?Sized> Worker<N> {
                 let peers: Vec<_> = self.peers.iter().map(|(index, _)| index).collect();
                 peers.into_iter().for_each(|peer| self.drop_peer(peer, DownReason::Closed));
             }
-            std::thread::yield_now();
+            pause();
         }
         for (_, mut op) in std::mem::take(&mut self.ops) {
             let names =

@@ -12,6 +12,11 @@ use putget_transfer::{Builder, DeviceGroup, Done, Engine, Faults, Options, Outco
 /// Longer than anything here takes, also on a loaded machine.
 pub const LONG: Duration = Duration::from_secs(60);
 
+/// Waits a moment for another thread or process. It sleeps, because beside busy programs a yield costs a turn of the scheduler.
+pub fn nap() {
+    std::thread::sleep(Duration::from_micros(20));
+}
+
 /// The network that a test runs over: a simulated one, TCP where PUTGET_TRANSFER_TCP is set, this host's shared memory where
 /// PUTGET_TRANSFER_HOST is, or the verbs devices that PUTGET_TRANSFER_VERBS names. All but the first behave as they like.
 pub enum Network {
