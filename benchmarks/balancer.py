@@ -11,8 +11,8 @@ same memory, and every figure is one GPU's, not a link's. Parts:
 second on the rank that gets it. Beside them ``copy_`` of torch with as many bytes. Each expert that came is compared.
 
 ``iteration``: 16 layers that read the weights of 36 slots each (products of 8 tokens a slot, BF16, DeepSeek-V3's bytes
-in FP8), captured as one graph with a step at its end. Its time with nothing on its way, and with one expert landing in
-every iteration; p50, p99 and the longest.
+in FP8), captured as one graph with a step at its end. Its time with nothing on its way, and with one expert that the
+step's kernel puts, or that a thread copies, in every iteration; p50, p99 and the longest. Each expert is compared.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import concurrent.futures
 import functools
 import json
 import statistics
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -90,7 +91,8 @@ def step_times(device: torch.device, steps: int = 200, repeats: int = 50) -> dic
 class Pair:
     """Two ranks with the landing areas of one layer; rank 0 puts, rank 1 takes."""
 
-    def __init__(self, num_sms: int, device: torch.device) -> None:
+    def __init__(self, num_sms: int, device: torch.device, mover: str = "kernel") -> None:
+        self.mover = mover
         self.comms = putget.Communicator.local(2)
         generator = torch.Generator(device).manual_seed(num_sms)
         size = (2, EXPERT_BYTES // 4)
@@ -103,7 +105,12 @@ class Pair:
 
     def _landing(self, rank: int, num_sms: int, device: torch.device) -> Landing:
         return Landing(
-            self.comms[rank], [ExpertBlobs({"w": self.slots[rank]})], cells=1, num_sms=num_sms, device=device
+            self.comms[rank],
+            [ExpertBlobs({"w": self.slots[rank]})],
+            cells=1,
+            num_sms=num_sms,
+            mover=self.mover,
+            device=device,
         )
 
     def post(self) -> None:
@@ -151,45 +158,73 @@ def mover_rate(num_sms: int, device: torch.device, repeats: int = 15) -> dict[st
     return {name: EXPERT_BYTES / statistics.median(times) / 1e3 for name, times in every.items()}
 
 
-def iteration_times(num_sms: int, device: torch.device, repeats: int = 200) -> dict[str, list[float]]:
-    """Microseconds of an iteration of rank 0, by what moves meanwhile; turns of both."""
-    pair = Pair(num_sms, device)
-    source, target = pair.landings
-    rows = torch.randn(SLOTS, ROWS, HIDDEN, device=device, dtype=torch.bfloat16)
-    weights = torch.randn(SLOTS, HIDDEN, COLUMNS, device=device, dtype=torch.bfloat16)
-    out = torch.empty(SLOTS, ROWS, COLUMNS, device=device, dtype=torch.bfloat16)
-    beside = torch.cuda.Stream()
+class Iteration:
+    """An iteration of rank 0 as a graph, and what lands meanwhile on rank 1."""
 
-    def iterate() -> None:
-        for _ in range(LAYERS):
-            torch.bmm(rows, weights, out=out)
-        source.take(pair.batch)
-        source.move(EXPERT_BYTES)
+    def __init__(self, num_sms: int, device: torch.device, mover: str) -> None:
+        self.pair = Pair(num_sms, device, mover)
+        self.beside = torch.cuda.Stream()
+        self.puts = self.late = 0  # late: looks of rank 0 behind its graph before an expert was copied
+        rows = torch.randn(SLOTS, ROWS, HIDDEN, device=device, dtype=torch.bfloat16)
+        weights = torch.randn(SLOTS, HIDDEN, COLUMNS, device=device, dtype=torch.bfloat16)
+        out = torch.empty(SLOTS, ROWS, COLUMNS, device=device, dtype=torch.bfloat16)
+        source = self.pair.landings[0]
 
-    def receive() -> None:
-        for _ in range(2):  # one sees what has come, and one looks at it
-            target.move(EXPERT_BYTES)
-        pair.batch += 1
-        target.take(pair.batch)
+        def iterate() -> None:
+            for _ in range(LAYERS):
+                torch.bmm(rows, weights, out=out)
+            source.take(self.pair.batch)
+            source.move(EXPERT_BYTES)
 
-    graph = captured(iterate)
-    found: dict[str, list[float]] = {"nothing": [], "one expert": []}
-    for number in range(2 * repeats):
-        moves = number % 2 == 1
+        self.graph = captured(iterate)
+
+    def time(self, moves: bool) -> float:
+        """Microseconds of a replay; with `moves` one expert is put in it, which rank 1 has behind it."""
+        source = self.pair.landings[0]
         if moves:
-            pair.post()
-            source.move(16)  # the graph's kernel puts what this one has seen
+            self.pair.slots[1][1].zero_()
+            self.pair.post()
+            source.move(16)  # the graph's kernel puts what this one has seen, or the thread does
+            self.puts += 1
+        if not moves or self.pair.mover == "kernel":
+            torch.cuda.synchronize()
+        (took,) = timed(self.graph.replay, 1)
+        if moves:
+            self.receive()
+        return took
+
+    def receive(self) -> None:
+        """Rank 1 takes the expert, and rank 0 the batch."""
+        source, target = self.pair.landings
+        end = time.monotonic() + 10
+        with torch.cuda.stream(self.beside):
+            while source.progress().put < self.puts:  # the thread was later than the graph
+                if time.monotonic() > end:
+                    raise RuntimeError("the thread has not copied an expert in ten seconds")
+                self.late += 1
+                source.move(16)
+                torch.cuda.synchronize()
+            for _ in range(2):  # one sees what has come, and one looks at it
+                target.move(EXPERT_BYTES)
+            self.pair.batch += 1
+            target.take(self.pair.batch)
+            torch.cuda.synchronize()
+        source.take(self.pair.batch)
         torch.cuda.synchronize()
-        found["one expert" if moves else "nothing"] += timed(graph.replay, 1)
-        if moves:
-            with torch.cuda.stream(beside):
-                receive()
-            torch.cuda.synchronize()
-            source.take(pair.batch)
-            torch.cuda.synchronize()
-    if not torch.equal(pair.slots[0][0], pair.slots[1][1]):
-        raise RuntimeError("an expert arrived with other bytes")
-    pair.close()
+        if not torch.equal(self.pair.slots[0][0], self.pair.slots[1][1]):
+            raise RuntimeError("an expert arrived with other bytes")
+
+
+def iteration_times(num_sms: int, device: torch.device, mover: str, repeats: int = 200) -> dict[str, list[float]]:
+    """Microseconds of an iteration, by what moves meanwhile; turns of both."""
+    iteration = Iteration(num_sms, device, mover)
+    found: dict[str, list[float]] = {"nothing": [], f"one expert, by {mover}": []}
+    for _ in range(repeats):
+        for moves, times in enumerate(found.values()):
+            times.append(iteration.time(bool(moves)))
+    if iteration.late:
+        print(f"by {mover}: {iteration.late} looks behind the graph before an expert was copied", flush=True)
+    iteration.pair.close()
     return found
 
 
@@ -214,10 +249,10 @@ def main() -> None:
         print(f"| {num_sms} | " + " | ".join(f"{rate:.0f}" for rate in rates.values()) + " |", flush=True)
     found["iteration_us"] = {}
     print("| SMs | moves | p50 us | p99 | longest |\n|---|---|---|---|---|")
-    for num_sms in (8, 32):
-        times = iteration_times(num_sms, device)
-        found["iteration_us"][num_sms] = {name: quantiles(one) for name, one in times.items()}
-        for name, one in found["iteration_us"][num_sms].items():
+    for num_sms, mover in ((8, "kernel"), (8, "thread"), (32, "kernel"), (32, "thread")):
+        times = iteration_times(num_sms, device, mover)
+        rows = found["iteration_us"][f"{num_sms}, {mover}"] = {name: quantiles(one) for name, one in times.items()}
+        for name, one in rows.items():
             print(f"| {num_sms} | {name} | " + " | ".join(f"{value:.1f}" for value in one.values()) + " |", flush=True)
     if options.output_file is not None:
         options.output_file.write_text(json.dumps(found, indent=1) + "\n")

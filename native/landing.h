@@ -15,6 +15,8 @@ class Landing {
   virtual void move(uint64_t most_bytes, void* stream) = 0;
   virtual void take(const int32_t* batch, void* stream) = 0;
   virtual void step(const GatherPlan& gather, uint64_t most_bytes, void* stream) = 0;
+  // Puts all bytes of an expert, and returns their sum: for a plan by thread, whose thread calls it.
+  virtual uint32_t copy(const PutOrder& order) = 0;
 
   LandingOrders& orders() { return *orders_; }
   const LandingProgress& progress() const { return *progress_; }

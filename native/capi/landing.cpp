@@ -3,6 +3,7 @@
 #include <string>
 #include <vector>
 
+#include "capi/copy_thread.h"
 #include "capi/guard.h"
 #include "capi/memory.h"
 #include "capi/require.h"
@@ -19,6 +20,7 @@ struct putget_landing {
   std::optional<putget::GatherPlan> gather;
   uint32_t batch;  // posted last, and where its orders end
   putget::BatchEnd end;
+  std::unique_ptr<putget::capi::CopyThread> thread;  // null: kernels put
 };
 
 namespace {
@@ -79,6 +81,8 @@ putget::LandingPlan plan_of(const putget_landing_config& config, const putget::B
   plan.ep_rank = backend.config().ep_rank;
   plan.cells = config.cells;
   plan.first = config.first;
+  require_range("by_thread", config.by_thread, 0, 1);
+  plan.by_thread = config.by_thread;
   plan.cell_bytes = putget::align_region(config.blob_bytes);
   plan.blob_bytes = config.blob_bytes;
   plan.begin = putget::control_bytes(ep_size);
@@ -186,6 +190,7 @@ bool post(putget_landing& self, const putget_put_order* puts, uint32_t num_puts,
   self.batch = batch;
   const putget::cpu::Exec exec;
   putget::post_batch(exec, orders, batch);
+  if (self.thread != nullptr) self.thread->expect(self.end.puts);
   return true;
 }
 
@@ -219,8 +224,10 @@ putget_status putget_landing_create(const putget_landing_config* config, putget_
     auto made = config->device == PUTGET_CPU
                     ? putget::cpu::create_landing(plan, parts)
                     : putget::cuda::create_landing(plan, parts, backend.config().ordinal, config->num_sms);
-    *landing =
-        new putget_landing{std::move(made), std::move(parts), config->num_tables, gather_of(config->gathering), 0, {}};
+    auto result = std::unique_ptr<putget_landing>(new putget_landing{
+        std::move(made), std::move(parts), config->num_tables, gather_of(config->gathering), 0, {}, nullptr});
+    if (plan.by_thread != 0) result->thread = std::make_unique<putget::capi::CopyThread>(*result->landing);
+    *landing = result.release();
   });
 }
 
@@ -252,8 +259,10 @@ putget_status putget_landing_take(putget_landing* landing, const int32_t* batch,
 
 putget_status putget_landing_progress_of(putget_landing* landing, putget_landing_progress* progress) {
   return guarded([&] {
-    const putget::LandingProgress& done = landing_of(landing).landing->progress();
+    putget_landing& self = landing_of(landing);
+    const putget::LandingProgress& done = self.landing->progress();
     require_pointer("progress", progress);
+    if (self.thread != nullptr) self.thread->require_running();
     const putget::cpu::Exec exec;
     *progress = {sizeof(*progress),
                  PUTGET_MAGIC,

@@ -26,6 +26,10 @@ class CpuLanding final : public Landing {
     Exec exec;
     step_experts(exec, plan_, gather, most_bytes, scratch_);
   }
+  uint32_t copy(const PutOrder& order) override {
+    Exec exec;
+    return copy_blob(exec, plan_, order.from, cell_at(plan_, order.dst, order.arrival), true, 0, plan_.blob_bytes);
+  }
 
  private:
   std::vector<BlobPart> parts_;

@@ -177,7 +177,7 @@ typedef struct putget_landing_config {
   const putget_table* tables; /* [num_tables], on the device; may be null */
   const putget_gathering* gathering; /* for putget_landing_step; may be null */
   uint32_t num_tables;
-  uint32_t reserved_too;
+  uint32_t by_thread; /* 1: a thread of this object puts; 0: putget_landing_move and _step do */
 } putget_landing_config;
 
 /* Parts [first_part, end_part) of a slot. */
@@ -220,7 +220,8 @@ PUTGET_API putget_status putget_landing_create(const putget_landing_config* conf
 PUTGET_API putget_status putget_landing_post(putget_landing* landing, const putget_put_order* puts, uint32_t num_puts,
                                              const putget_take_order* takes, uint32_t num_takes, const uint32_t* tables,
                                              uint32_t num_tables, uint32_t* posted);
-/* These two only enqueue on CUDA, and can be captured. `most_bytes` is for each of putting and looking at what came. */
+/* These two only enqueue on CUDA, and can be captured. `most_bytes` is for each of putting and looking at what came. By
+ * thread they put nothing: they look at what the thread has copied, and tell it which cells are free. */
 PUTGET_API putget_status putget_landing_move(putget_landing* landing, uint64_t most_bytes, void* stream);
 /* Takes what has come of batches up to *batch, a number on the device. */
 PUTGET_API putget_status putget_landing_take(putget_landing* landing, const int32_t* batch, void* stream);
@@ -229,6 +230,7 @@ PUTGET_API putget_status putget_landing_take(putget_landing* landing, const int3
 PUTGET_API putget_status putget_landing_step(putget_landing* landing, uint64_t most_bytes, void* stream);
 /* The host has done with the loads of a window: the next one may begin. */
 PUTGET_API putget_status putget_landing_planned(putget_landing* landing, uint32_t window);
+/* PUTGET_SYSTEM where a copy of the object's thread has failed; the thread has ended then. */
 PUTGET_API putget_status putget_landing_progress_of(putget_landing* landing, putget_landing_progress* progress);
 PUTGET_API void putget_landing_destroy(putget_landing* landing);
 

@@ -108,7 +108,7 @@ class LandingConfig(Versioned):
         ("tables", c_void_p),
         ("gathering", c_void_p),
         ("num_tables", c_uint32),
-        ("reserved_too", c_uint32),
+        ("by_thread", c_uint32),
     )
 
 

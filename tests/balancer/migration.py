@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -72,7 +73,9 @@ def weights_of(expert: int) -> tuple[Tensor, Tensor]:
 class Server:
     """One rank: its slots, the rounds, and the batches that move experts."""
 
-    def __init__(self, rank: Rank, seed: int, cells: int = 2, timeout_s: float = 20.0) -> None:
+    def __init__(
+        self, rank: Rank, seed: int, cells: int = 2, timeout_s: float = 20.0, movers: tuple[str, ...] = ("kernel",)
+    ) -> None:
         self.rank, self.seed = rank, seed
         self.live = list(range(rank.size))
         self.placed = Placed([slot % EXPERTS for slot in range(SLOTS * rank.size)])
@@ -94,6 +97,7 @@ class Server:
             [ExpertBlobs({"factors": self.factors, "bias": self.bias})],
             cells=cells,
             num_sms=2,
+            mover=movers[rank.rank % len(movers)],
             device=rank.device,
             timeout_s=20.0,
         )
@@ -203,9 +207,21 @@ def serve_many(rank: Rank, iterations: int, seed: int) -> tuple[int, bool]:
     return server.flips, right
 
 
-def begin(rank: Rank, seed: int, timeout_s: float) -> None:
+def serve_until_moved(rank: Rank, flips: int, seed: int, movers: tuple[str, ...]) -> tuple[int, bool]:
+    """A body: the same, until experts have moved so often. All ranks see it behind the same iteration."""
+    server = Server(rank, seed, movers=movers)
+    end = time.monotonic() + 60
+    while server.flips < flips:
+        assert time.monotonic() < end, f"experts have moved {server.flips} times in {server.iteration} iterations"
+        server.serve()
+    right = server.slots_are_right()
+    server.close()
+    return server.flips, right
+
+
+def begin(rank: Rank, seed: int, timeout_s: float, movers: tuple[str, ...] = ("kernel",)) -> None:
     """A body: the server is in the rank's state."""
-    rank.state["server"] = Server(rank, seed, timeout_s=timeout_s)
+    rank.state["server"] = Server(rank, seed, timeout_s=timeout_s, movers=movers)
 
 
 def serve_until_lost(rank: Rank, die: tuple[int, str] | None, iterations: int) -> str:

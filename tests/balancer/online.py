@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import signal
+import time
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from torch import Tensor
 
 import putget
 from putget.balancer import BalancedLayer, Balancer, ExpertBlobs, HostStore, LoadHistory, Placement, ReplicaChoice
+from putget.balancer.recovery import said_by_all
 from tests.harness import Rank
 
 LAYERS, EXPERTS, TOP_K, TOKENS, HIDDEN = 2, 12, 2, 5, 24
@@ -204,6 +206,22 @@ def serve_many(rank: Rank, iterations: int, seed: int, options: dict[str, Any] |
     for _ in range(iterations):
         server.serve()
     found = server.outcome()
+    server.close()
+    return found
+
+
+def serve_until_moved(rank: Rank, moves: int, seed: int, options: dict[str, Any]) -> dict[str, Any]:
+    """A body: the same, until as many experts have moved. Ranks look together, now and then."""
+    server = Server(rank, seed, **options)
+    members = list(range(rank.size))
+    end = time.monotonic() + 60
+    while True:
+        for _ in range(20):
+            server.serve()
+        found = server.outcome()
+        if min(said_by_all(rank.comm, "moves", found["moves"], members, 20.0).values()) >= moves:
+            break
+        assert time.monotonic() < end, found
     server.close()
     return found
 

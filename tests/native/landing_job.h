@@ -1,5 +1,6 @@
 // Experts that move between ranks, batch after batch, while kernels run: the landing text under the same mutations as
-// the rounds'. Each rank has a thread that runs kernels and one that posts orders.
+// the rounds'. Each rank has a thread that runs kernels and one that posts orders; one rank has a third, which puts in
+// place of its kernels.
 //
 // Ranks tell each other what has landed, and what has been taken, by relaxed words: these order nothing, so that only
 // the protocol's flags do. Loads a rank tells itself alone, for all ranks: it is the host that reads their sums.
@@ -28,6 +29,7 @@ constexpr uint32_t kTableWords = 11;
 constexpr uint32_t kTableEvery = 4;  // batches: those between do not wait for a table
 constexpr uint32_t kLayers = 2;
 constexpr uint32_t kExperts = 5;
+constexpr uint32_t kCopyingRank = 1;
 constexpr uint32_t kStats = kToldFirst + 4;
 
 // An expert that moves: from a home slot of src into a free slot of dst. Which ones a batch has, every rank knows.
@@ -68,6 +70,7 @@ class LandingRank {
     plan_.ep_rank = rank;
     plan_.cells = kCells;
     plan_.first = kFirstArrival;
+    plan_.by_thread = rank == kCopyingRank ? 1 : 0;
     plan_.blob_bytes = offset;
     plan_.cell_bytes = align_region(offset);
     plan_.flags = 0;
@@ -127,6 +130,19 @@ class LandingRank {
     is_done_.store(true, std::memory_order_relaxed);
   }
 
+  // The thread that copies, where kernels do not put.
+  void copy() {
+    yield_seed = options_.seed * 1000 + rank_ + 701;
+    cpu::Exec exec;
+    uint32_t copied = 0;
+    const auto put = [&](const PutOrder& order) {
+      return copy_blob(exec, plan_, order.from, cell_at(plan_, order.dst, order.arrival), true, 0, plan_.blob_bytes);
+    };
+    while (plan_.by_thread != 0 && !is_over_.load(std::memory_order_relaxed)) {
+      if (!copy_next(exec, orders_, progress_, copied, put)) exec.pause(0);
+    }
+  }
+
   // The thread that runs kernels.
   void run() {
     yield_seed = options_.seed * 1000 + rank_ + 1;
@@ -161,6 +177,7 @@ class LandingRank {
         std::_Exit(4);
       }
     }
+    is_over_.store(true, std::memory_order_relaxed);
   }
 
  private:
@@ -251,6 +268,7 @@ class LandingRank {
   uint32_t sums_[kLayers * kExperts] = {};
   uint32_t windows_ = 0;
   std::atomic<bool> is_done_{false};
+  std::atomic<bool> is_over_{false};
   LandingScratch scratch_[8] = {};
   uint32_t taken_ = 0;
 };
@@ -295,6 +313,7 @@ inline void run_landing(const Options& options) {
   for (auto& rank : ranks) {
     threads.emplace_back([&rank] { rank->run(); });
     threads.emplace_back([&rank] { rank->post(); });
+    threads.emplace_back([&rank] { rank->copy(); });
   }
   for (std::thread& thread : threads) thread.join();
 }

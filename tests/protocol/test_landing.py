@@ -1,6 +1,7 @@
 """Landing areas under ThreadSanitizer: clean as the text is, caught once an order is weakened or a look left out.
 
-The job is tests/native/landing_job.h, a part of the stress job: kernels of each rank, and a thread that posts orders.
+The job is tests/native/landing_job.h, a part of the stress job: kernels of each rank, a thread that posts orders, and
+one that puts in place of a rank's kernels.
 """
 
 from __future__ import annotations
@@ -20,6 +21,10 @@ PROTECTED = {
     "H2": {"orders"},
     "H3": {"orders"},
     "H4": {"orders"},
+    "H5": {"cells", "orders"},
+    "H6": {"cells", "orders"},
+    "H7": {"cells", "orders"},
+    "H8": {"cells", "orders"},
     "L2": {"cells"},
     "L3": {"cells"},
     "L5": {"cells"},
@@ -97,6 +102,18 @@ MISTAKES = {
         TEXT,
         "pack_flag(share.end_tables, 0)",
         "pack_flag(state.end.tables, 0)",
+    ),
+    "a cell that is not free for the thread": (
+        TEXT,
+        "pack_flag(state.may_copy, 0)",
+        "pack_flag(state.end.puts, 0)",
+    ),
+    "a put that the thread tells of before its bytes": (
+        TEXT,
+        "  orders.copied_sum[copied % kOrders] = copy(orders.put[copied % kOrders]);  // [L1]\n  ++copied;\n"
+        "  exec.template publish<Tag::H5>(&orders.copied, pack_flag(copied, 0));",
+        "  exec.template publish<Tag::H5>(&orders.copied, pack_flag(copied + 1, 0));\n"
+        "  orders.copied_sum[copied % kOrders] = copy(orders.put[copied % kOrders]);  // [L1]\n  ++copied;",
     ),
     "loads that change while the host reads them": (STEP, " && planned - 1 == state.window;", ";"),
     "loads that the host reads before all are there": (STEP, "if (count != 0 && count == left)", "if (count != 0)"),

@@ -38,6 +38,7 @@ PARAMETERS = {
     "SOURCES",
     "EMPTY",
     "TAKERS",
+    "BATCHES",
 }
 VARIANTS = {
     "LAYERS",
@@ -143,6 +144,9 @@ CORRECT = [
     Check("landing", "ARRIVALS=4"),
     Check("landing", "CELLS=2 ARRIVALS=5"),
     Check("batches", "ROUNDS=3"),
+    # Tables and slots; loads.
+    Check("tables", "ROUNDS=4"),
+    Check("loads", "ROUNDS=9"),
     # Agreement: a rank that pauses at any step, and who goes on.
     Check("agreement", "WAKES=0"),
 ]
@@ -261,6 +265,22 @@ MUTATIONS = [
     Check("batches", "KEEP_OWN", ASSERTION),
     Check("batches", "LEAST_TAKEN", ASSERTION),
     Check("batches", "SKIP_D1", DEADLOCK),
+    Check("tables", "SKIP_D1", DEADLOCK),
+    Check("tables", "SKIP_D4", DEADLOCK),
+    Check("tables", "SKIP_H4", ASSERTION),
+    Check("tables", "SKIP_H8", ASSERTION),
+    Check("tables", "EARLY_H1", ASSERTION),
+    Check("tables", "EARLY_L2", ASSERTION),
+    Check("tables", "EARLY_TAKE", ASSERTION),
+    Check("tables", "OWN_LANDED", ASSERTION),
+    Check("tables", "SLOT_FIRST", ASSERTION),
+    Check("tables", "TABLE_FIRST", ASSERTION),
+    Check("loads", "EARLY_DONE", ASSERTION),
+    Check("loads", "OWN_DONE", ASSERTION),
+    Check("loads", "SKIP_DONE", ASSERTION),
+    Check("loads", "SKIP_TOLD", ASSERTION),
+    Check("loads", "KEEP_TOLD", ASSERTION),
+    Check("loads", "EARLY_GATHERED", ASSERTION),
     Check("agreement", "OLD_MISSING", ASSERTION),
     Check("agreement", "NO_ASK", ASSERTION),
     Check("agreement", "SAME_GRACE", ASSERTION),

@@ -4,6 +4,9 @@
 // Orders come from the host, which posts them; kernels find them when they run, and wait for nothing: what is not there
 // yet is left to the next kernel. `move` puts and checks, a bounded number of bytes a kernel; `take` writes slots, and
 // the tables that say what is in them, when the caller says that this round's experts may change.
+//
+// A thread of the host may put in place of the kernels, each rank as it likes. Kernels tell it which cells are free,
+// look at what it has copied, and do all else.
 #pragma once
 
 #include "protocol/round/signal.h"
@@ -72,6 +75,8 @@ struct Table {
 struct LandingOrders {
   uint64_t posted;   // flag (batch, 0): the last one that is posted
   uint64_t planned;  // flag (window, 0): the last one whose loads the host has done with; see step.h
+  uint64_t copied;   // flag (puts, 0): those that the thread has copied
+  uint32_t copied_sum[kOrders];
   BatchEnd end[kOrders];
   PutOrder put[kOrders];
   TakeOrder take[kOrders];
@@ -87,6 +92,7 @@ struct LandingProgress {
   uint64_t agreed;    // flag (batch, 0): the last one that `take` was called with
   uint64_t gathered;  // flag (window, 0): the last one whose loads of all ranks are there; see step.h
   uint64_t wrong;     // flag (1 + order of a take whose bytes are not those that were sent, 0)
+  uint64_t may_copy;  // flag (puts, 0): those whose cells are free, and those before them; for a thread alone
 };
 
 // Private. The CTA that joins last changes it, for the next kernel.
@@ -99,6 +105,7 @@ struct LandingState {
   uint32_t written;             // tables
   uint32_t agreed;              // the last batch that `take` was called with
   uint32_t can_put;             // puts from the next one on whose cells are free
+  uint32_t may_copy;            // puts that the thread has been told of
   uint32_t can_check;           // takes from the next one on that have come,
   uint32_t wrong;               // 1: bytes differ from their sum; no more is checked
   uint64_t put_bytes;           // of the next put that are on their way,
@@ -114,6 +121,7 @@ struct LandingPlan {
   uint32_t ep_rank;
   uint32_t cells;
   uint32_t first;       // arrivals are counted from this epoch on: flags of older ones say less
+  uint32_t by_thread;   // 1: a thread of the host puts, kernels do not
   uint64_t cell_bytes;  // a multiple of kRegionAlignment
   uint64_t blob_bytes;  // of one expert as it travels, a multiple of 16
   uint64_t begin;       // of cell 0
@@ -194,6 +202,16 @@ PUTGET_PURE bool is_wide(const void* first, const void* second, uint64_t bytes) 
   return ((reinterpret_cast<uintptr_t>(first) | reinterpret_cast<uintptr_t>(second) | bytes) & 15) == 0;
 }
 
+// The calling thread's share of the sum of bytes [first, last) of a part, which begins at `from`.
+template <class Exec>
+PUTGET_TEXT uint32_t look_at_range(Exec& exec, const uint8_t* from, uint64_t first, uint64_t last,
+                                   const BlobPart& part) {
+  if (is_wide(from, from, part.slot_bytes)) {
+    return copy_range<typename Exec::Access16>(exec, from, nullptr, first, last, part.offset);
+  }
+  return copy_range<uint32_t>(exec, from, nullptr, first, last, part.offset);
+}
+
 // Bytes [begin, end) of an expert as it travels, both multiples of 16: from a slot into a cell, or from a cell into a
 // slot.
 template <class Exec>
@@ -231,12 +249,19 @@ PUTGET_TEXT uint32_t look_at_blob(Exec& exec, const LandingPlan& plan, const Slo
     if (end <= part.offset || begin >= part.offset + part.slot_bytes) continue;
     const uint64_t first = begin > part.offset ? begin - part.offset : 0;
     const uint64_t last = end - part.offset < part.slot_bytes ? end - part.offset : part.slot_bytes;
-    const uint8_t* from = cell + part.offset;  // [L4]
-    if (is_wide(from, from, part.slot_bytes)) {
-      sum += copy_range<typename Exec::Access16>(exec, from, nullptr, first, last, part.offset);
-    } else {
-      sum += copy_range<uint32_t>(exec, from, nullptr, first, last, part.offset);
-    }
+    sum += look_at_range(exec, cell + part.offset, first, last, part);  // [L4]
+  }
+  return sum;
+}
+
+// The sum of an expert in its slot. All CTAs of a kernel.
+template <class Exec>
+PUTGET_TEXT uint32_t sum_of_slot(Exec& exec, const LandingPlan& plan, const SlotBytes& slot) {
+  uint32_t sum = 0;
+  PUTGET_ROLLED
+  for (uint32_t p = slot.first_part; p < slot.end_part; ++p) {
+    const BlobPart part = plan.parts[p];
+    sum += look_at_range(exec, part.slots + slot.slot * part.slot_bytes, 0, part.slot_bytes, part);
   }
   return sum;
 }
@@ -277,9 +302,14 @@ PUTGET_TEXT void look_ahead(Exec& exec, const LandingPlan& plan, LandingState& s
     state.end = plan.orders->end[batch % kOrders];
     exec.template publish<Tag::H3>(&plan.progress->batch, pack_flag(batch, 0));
   }
-  while (!is_enough(plan, state.can_put, state.end.puts - state.put, state.put_bytes, most_bytes)) {
+  const uint64_t most_put = plan.by_thread != 0 ? kAhead * plan.blob_bytes : most_bytes;
+  while (!is_enough(plan, state.can_put, state.end.puts - state.put, state.put_bytes, most_put)) {
     if (!cell_is_free(exec, plan, plan.orders->put[(state.put + state.can_put) % kOrders])) break;
     ++state.can_put;
+  }
+  if (plan.by_thread != 0 && state.may_copy != state.put + state.can_put) {
+    state.may_copy = state.put + state.can_put;
+    exec.template publish<Tag::H7>(&plan.progress->may_copy, pack_flag(state.may_copy, 0));
   }
   while (!is_enough(plan, state.can_check, state.end.takes - state.checked, state.check_bytes, most_bytes)) {
     const TakeOrder& order = plan.orders->take[(state.checked + state.can_check) % kOrders];
@@ -296,21 +326,50 @@ PUTGET_PURE void drop_sums(uint32_t (&sums)[kAhead], uint32_t count) {
   for (uint32_t i = 0; i < kAhead; ++i) sums[i] = i + count < kAhead ? sums[i + count] : 0;
 }
 
-// Ends this kernel's part of the puts: of each whose last bytes it put, it tells the rank that shall have the expert.
+// The next `count` puts are done: tells each rank that shall have such an expert.
+template <class Exec, class SumOf>
+PUTGET_TEXT void tell_of_puts(Exec& exec, const LandingPlan& plan, LandingState& state, uint32_t count, SumOf sum_of) {
+  if (count == 0) return;
+  for (uint32_t i = 0; i < count; ++i) {
+    const PutOrder& order = plan.orders->put[(state.put + i) % kOrders];
+    uint64_t* flag = landed_flag(plan, order.dst, plan.ep_rank, order.arrival);
+    exec.template publish<Tag::L2>(flag, pack_flag(order.arrival, sum_of(i)));
+  }
+  state.put += count;
+  state.can_put -= count;
+  exec.template publish<Tag::H3>(&plan.progress->put, pack_flag(state.put, 0));
+}
+
+// Ends this kernel's part of the puts: it tells of each whose last bytes it put.
 template <class Exec>
 PUTGET_TEXT void pass_put(Exec& exec, const LandingPlan& plan, LandingState& state, uint64_t end) {
   const auto count = static_cast<uint32_t>(end / plan.blob_bytes);
   state.put_bytes = end - count * plan.blob_bytes;
-  if (count == 0) return;
-  for (uint32_t i = 0; i < count; ++i) {
-    const PutOrder& order = plan.orders->put[state.put % kOrders];
-    uint64_t* flag = landed_flag(plan, order.dst, plan.ep_rank, order.arrival);
-    exec.template publish<Tag::L2>(flag, pack_flag(order.arrival, state.put_sum[i]));
-    ++state.put;
-  }
-  state.can_put -= count;
+  tell_of_puts(exec, plan, state, count, [&](uint32_t i) { return state.put_sum[i]; });
   drop_sums(state.put_sum, count);
-  exec.template publish<Tag::H3>(&plan.progress->put, pack_flag(state.put, 0));
+}
+
+// The same for what the thread has copied. Where nothing can have been, it reads nothing: that takes a microsecond.
+template <class Exec>
+PUTGET_TEXT void pass_copied(Exec& exec, const LandingPlan& plan, LandingState& state) {
+  if (state.put == state.may_copy) return;
+  const uint32_t first = state.put;
+  const uint32_t end = flag_epoch(exec.template observe<Tag::H6>(&plan.orders->copied));
+  const auto sum_of = [&](uint32_t i) { return plan.orders->copied_sum[(first + i) % kOrders]; };
+  tell_of_puts(exec, plan, state, end - first, sum_of);
+}
+
+// The thread's look: if the cell of the next put is free, `copy` puts all of its bytes, and returns their sum. `copied`
+// counts. Returns whether there was one. The thread calls it.
+template <class Exec, class Copy>
+PUTGET_TEXT bool copy_next(Exec& exec, LandingOrders& orders, const LandingProgress& progress, uint32_t& copied,
+                           Copy copy) {
+  const uint32_t may = flag_epoch(exec.template observe<Tag::H8>(&progress.may_copy));
+  if (may == copied) return false;
+  orders.copied_sum[copied % kOrders] = copy(orders.put[copied % kOrders]);  // [L1]
+  ++copied;
+  exec.template publish<Tag::H5>(&orders.copied, pack_flag(copied, 0));
+  return true;
 }
 
 template <class Exec>
@@ -348,8 +407,9 @@ template <class Exec>
 PUTGET_TEXT MoveShare move_share(Exec& exec, const LandingPlan& plan, uint64_t most_bytes) {
   LandingState& state = *plan.state;
   const uint64_t blob = plan.blob_bytes;
+  const uint32_t can_put = plan.by_thread == 0 ? state.can_put : 0;
   const uint32_t can_check = state.wrong == 0 ? state.can_check : 0;
-  const MoveShare share{end_of_share(state.put_bytes, most_bytes, state.can_put, blob),
+  const MoveShare share{end_of_share(state.put_bytes, most_bytes, can_put, blob),
                         end_of_share(state.check_bytes, most_bytes, can_check, blob)};
   uint64_t at = state.put_bytes;
   PUTGET_ROLLED
@@ -379,7 +439,11 @@ template <class Exec>
 PUTGET_TEXT void pass_move(Exec& exec, const LandingPlan& plan, const MoveShare& share, uint64_t most_bytes) {
   LandingState& state = *plan.state;
   state.joined = 0;
-  pass_put(exec, plan, state, share.put_end);
+  if (plan.by_thread != 0) {
+    pass_copied(exec, plan, state);
+  } else {
+    pass_put(exec, plan, state, share.put_end);
+  }
   if (state.wrong == 0) pass_check(exec, plan, state, share.check_end);
   look_ahead(exec, plan, state, most_bytes);
 }

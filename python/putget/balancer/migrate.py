@@ -19,7 +19,14 @@ from putget.errors import PutgetError
 from putget.workspace import Workspace, check_seconds, current_stream, resolve_device
 
 MOST_SMS = 1024  # of a kernel that moves or takes
+MOVERS = ("kernel", "thread")
 _WORDS = 4  # bytes: parts of an expert are summed word by word
+
+
+def check_mover(mover: str) -> None:
+    """Raises ValueError unless something can put experts so."""
+    if mover not in MOVERS:
+        raise ValueError(f"mover is {mover!r}, allowed are {', '.join(MOVERS)}")
 
 
 def check_most_bytes(most_bytes: int) -> None:
@@ -80,11 +87,16 @@ class Landing:
     Tensors stay the caller's: nothing is registered. `move` and `take` only enqueue kernels on CUDA, and can be
     captured; kernels find the orders that `post` leaves in host memory when they run, and wait for nobody.
 
+    Who puts is this rank's choice. With ``mover="thread"`` a thread of this object does, on CUDA by the copy engine.
+    `move` tells it which cells are free, and finds what it has copied; no kernel waits for it. Graphs are captured
+    while it has nothing to copy.
+
     Args:
         comm: the group; its ranks map each other's memory.
         layers: the experts of each layer. All ranks give the same sizes in the same order.
         cells: experts that the landing area of a rank has room for, 1 to 128.
         num_sms: SMs that `move` and `take` use, 1 to 1024; on CPU the calling thread runs them.
+        mover: "kernel": `move` and `step` put experts; "thread": a thread does.
         device: where the tensors are.
         timeout_s: deadline of set-up, and of each stage of `set_active_ranks`, in seconds.
         tables: contiguous tensors on the device that batches change: see `post`.
@@ -103,6 +115,7 @@ class Landing:
         *,
         cells: int = 2,
         num_sms: int = 8,
+        mover: str = "kernel",
         device: str | torch.device = "cuda",
         timeout_s: float = 30.0,
         tables: Sequence[torch.Tensor] = (),
@@ -117,11 +130,12 @@ class Landing:
             if num_bytes == 0:
                 raise ValueError(_abi.last_error())
             check_int("num_sms", num_sms, 1, MOST_SMS)
+            check_mover(mover)
             check_seconds("timeout_s", timeout_s)
         except (ValueError, PutgetError) as error:
             comm.refuse(str(error))
             raise
-        self._cells, self._num_sms = cells, num_sms
+        self._cells, self._num_sms, self._mover = cells, num_sms, mover
         sizes = [[blobs.num_slots, *(blob.num_bytes for blob in blobs.layout)] for blobs in self._layers]
         told = None if gathering is None else gathering.configuration()
         comm.compare(
@@ -159,6 +173,7 @@ class Landing:
             tables=self._tables.entries.data_ptr() if len(self._tables) else None,
             gathering=None if gathering is None else ctypes.addressof(gathering),
             num_tables=len(self._tables),
+            by_thread=self._mover == "thread",
         )
         native = ctypes.c_void_p()
         _abi.call("putget_landing_create", ctypes.byref(config), self._workspace.memory.handle, ctypes.byref(native))
@@ -260,14 +275,16 @@ class Landing:
     def move(self, most_bytes: int = 1 << 20) -> None:
         """Puts up to `most_bytes` of this rank's next experts, and looks at as many that have come; eight at most.
 
-        On CUDA it enqueues one kernel on the current stream.
+        On CUDA it enqueues one kernel on the current stream. With a thread it puts nothing, and tells other ranks of
+        what the thread has copied.
 
         Args:
             most_bytes: a multiple of 16. Fewer disturb a step less, more move faster.
 
         Raises:
             ValueError: most_bytes is out of range, or the object is closed.
-            PutgetError: What came differs from what was sent; the batch is never taken, anywhere.
+            PutgetError: What came differs from what was sent, or a copy of the thread failed; the batch is never taken,
+                anywhere.
         """
         self.progress()
         check_most_bytes(most_bytes)
@@ -328,7 +345,7 @@ class Landing:
         """How far this rank is; does not wait for kernels.
 
         Raises:
-            PutgetError: What came differs from what was sent.
+            PutgetError: What came differs from what was sent, or a copy of the thread failed.
             ValueError: The object is closed.
         """
         found = _abi_balancer.LandingProgress()

@@ -19,7 +19,7 @@ from putget._arguments import check_int
 from putget.balancer.blobs import ExpertBlobs
 from putget.balancer.gathering import LoadGathering
 from putget.balancer.history import LoadHistory
-from putget.balancer.migrate import Landing, Move, check_most_bytes
+from putget.balancer.migrate import Landing, Move, check_most_bytes, check_mover
 from putget.balancer.placement import Placement
 from putget.balancer.planner import rebalance
 from putget.balancer.recovery import recover, said_by_all
@@ -93,7 +93,9 @@ class Balancer:
         min_gain: least gain of max/mean of a layer that moves.
         cells: experts that the landing area of a rank has room for; a batch brings no more to one rank.
         num_sms: SMs of `step`'s kernels.
-        most_bytes: bytes that a `step` puts at most, and checks at most; a multiple of 16.
+        mover: who puts this rank's experts: "kernel", the kernels of `step`; "thread", a thread, on CUDA by the copy
+            engine. No kernel waits for it.
+        most_bytes: bytes that a `step` puts at most, and checks at most; a multiple of 16. A thread has no such bound.
         store: where experts come from that have died with their ranks; see `save`.
         plan_in_thread: whether a thread of this object plans. If not, a `poll` takes as long as the planner does.
         device: where the layers are.
@@ -120,6 +122,7 @@ class Balancer:
         min_gain: float | None = None,
         cells: int = 2,
         num_sms: int = 8,
+        mover: str = "kernel",
         most_bytes: int = 1 << 20,
         store: HostStore | None = None,
         plan_in_thread: bool = True,
@@ -131,6 +134,7 @@ class Balancer:
             self._layers = _layers(layers, placement, comm.size)
             check_int("carrier", carrier, 0, len(self._layers) - 1)
             check_most_bytes(most_bytes)
+            check_mover(mover)
             check_seconds("timeout_s", timeout_s)
             self._carrier = self._layers[carrier]
             told = self._carrier.num_stats if num_stats is None else num_stats
@@ -156,6 +160,7 @@ class Balancer:
             [layer.blobs for layer in self._layers],
             cells=cells,
             num_sms=num_sms,
+            mover=mover,
             device=place,
             timeout_s=timeout_s,
             tables=[layer.table for layer in self._layers],
