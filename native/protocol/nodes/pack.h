@@ -120,6 +120,8 @@ PUTGET_TEXT void pack_message(Exec& exec, const Plan& plan, const NodesPlan& nod
 template <class Exec>
 PUTGET_TEXT bool await_outbox(Exec& exec, const Plan& plan, const NodesPlan& nodes, uint32_t epoch,
                               NodesScratch& scratch) {
+  const uint32_t own = nodes.domains.domain_of(plan.shape.ep_rank);
+  if (nodes.domains.other_than(own) == nodes.domains.count()) return true;  // nothing is sent
   Patience patience;
   if (exec.thread() == 0) {
     await_word<Tag::X0>(exec, plan, nodes, nodes.board_of(plan.shape.ep_rank).sent(), epoch, patience, scratch);
@@ -129,8 +131,7 @@ PUTGET_TEXT bool await_outbox(Exec& exec, const Plan& plan, const NodesPlan& nod
   if (exec.thread() != 0 || report_lost<Tag::X0>(exec, plan, nodes, Phase::kDispatch, epoch + 1)) return false;
   RankSet missing = RankSet::none();
   for (uint32_t domain = 0; domain < nodes.domains.count(); ++domain) {
-    const bool is_own = domain == nodes.domains.domain_of(plan.shape.ep_rank);
-    if (!is_own && nodes.domains.size(domain) != 0) add_missing_of(exec, plan, nodes, domain, missing);
+    if (domain != own && nodes.domains.size(domain) != 0) add_missing_of(exec, plan, nodes, domain, missing);
   }
   report_timeout(exec, plan, Phase::kDispatch, epoch + 1, missing);
   return false;
