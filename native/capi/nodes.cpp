@@ -66,7 +66,7 @@ std::pair<const uint8_t*, uint64_t> next_part(const uint8_t*& card, uint64_t& le
 }
 
 NodesPlan begin_plan(const NodesShape& made, const putget_nodes_config& config) {
-  NodesPlan nodes{made.domains, made.parcel, made.row, config.generation, {}, {}, {}, {}, {}, {}, {}, {}, {}, {},
+  NodesPlan nodes{made.domains, made.parcel, made.row, config.generation, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {},
                   {},           {},          {}};
   nodes.target_ranks = config.target_ranks;
   nodes.target_slots = config.target_slots;
@@ -126,6 +126,7 @@ Nodes::Nodes(const putget_nodes_config& config, Backend& memory, const Plan& pla
   const uint32_t domains = nodes_.domains.count();
   nodes_.home_rows = table(uint64_t{shape.max_tokens_per_rank} * domains * sizeof(int32_t));
   nodes_.sent_rows = reinterpret_cast<uint32_t*>(table(domains * sizeof(uint32_t)));
+  nodes_.sent_table = reinterpret_cast<uint32_t*>(table(sizeof(uint32_t)));
   nodes_.served_rows = reinterpret_cast<uint32_t*>(table(shape.ep_size * sizeof(uint32_t)));
   nodes_.own_sums =
       place(storage_.emplace_back(), uint64_t{shape.max_tokens_per_rank} * round_up(shape.output_row_bytes(), 16));

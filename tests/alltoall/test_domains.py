@@ -242,6 +242,45 @@ def test_rows_by_expert_cross_domains() -> None:
     assert run_ranks(4, body, mode="thread", network=network(2)) == [True] * 4
 
 
+def with_another_table(rank: Rank, changed_in: tuple[int, ...], halves: bool) -> list[str]:
+    """A body: in some rounds rank 1 gives an expert of rank 3 to rank 2; what check() says at the end of each."""
+    said = []
+    ids, weights, rows = torch.tensor([[0, 4], [2, 6]], dtype=torch.int32), torch.ones(2, 2), torch.ones(2, 4)
+    with rank.all_to_all(num_experts=8) as a2a:
+        for number in range(4):
+            if rank.rank == 1:
+                a2a.expert_to_rank[7] = 2 if number in changed_in else 3
+            if halves:
+                a2a.dispatch_start(ids, weights, rows)
+                a2a.dispatch_finish()
+            else:
+                a2a.dispatch(ids, weights, rows)
+            a2a.combine()
+            try:
+                a2a.check()
+                said.append("")
+            except putget.ProtocolMisuse as error:
+                said.append(str(error))
+    return said
+
+
+@pytest.mark.parametrize("halves", [False, True])
+def test_tables_that_differ_between_domains_are_counted_by_source(halves: bool) -> None:
+    """In the round itself, by the message's header: rank 1 has others than ranks 2 and 3. Rank 0 has its own domain's
+    word, in which the experts of other domains are none.
+    """
+    found = run_ranks(4, with_another_table, (1, 2), halves, mode="thread", network=network(2))
+    assert found[0] == [""] * 4
+    for rank, sources in ((1, (2, 3)), (2, (1,)), (3, (1,))):
+        assert found[rank][0] == found[rank][3] == "", found[rank]
+        for number in (1, 2):
+            said = found[rank][number]
+            assert said.startswith(f"expert_to_rank was another one than on rank {rank} on "), said
+            for source in sources:
+                assert f"rank {source} in 1 rounds, in which 1 rows came from it" in said, said
+            assert said.count("rows came") == len(sources)
+
+
 # --- who is named
 
 
