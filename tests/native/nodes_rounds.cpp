@@ -120,7 +120,7 @@ class Rank {
       : story_(story),
         held_(*network.table(rank), story.seed * kRanks + rank),
         plan_{},
-        nodes_{domains, {}, {}, 0, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}},
+        nodes_{domains, {}, {}, 0, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}},
         network_(network),
         rank_(rank) {
     plan_.shape = shape_of(rank);
