@@ -84,6 +84,7 @@ NODES = {
     "putget_nodes_card",
     "putget_nodes_connect",
     "putget_nodes_create",
+    "putget_nodes_leave",
     "putget_nodes_run",
     "putget_nodes_start",
 }

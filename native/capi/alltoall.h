@@ -10,5 +10,6 @@ struct putget_alltoall {
   putget::Backend* memory;
   putget::Plan plan;
   putget::Limits limits;
-  std::unique_ptr<putget::capi::Nodes> nodes;  // null where all ranks are one domain
+  std::unique_ptr<putget::capi::Nodes> nodes;              // null where all ranks are one domain
+  std::vector<std::unique_ptr<putget::capi::Nodes>> left;  // parts that have ended, with writes under way
 };

@@ -305,7 +305,7 @@ putget_status putget_create(const putget_config* config, putget_memory* memory, 
     if (limits.combine.sentinel_rows == PUTGET_SENTINEL_BY_RULE && !backend.sends_by_rule()) {
       limits.combine.sentinel_rows = PUTGET_SENTINEL_NEVER;
     }
-    *object = new putget_alltoall{&backend, plan, limits, nullptr};
+    *object = new putget_alltoall{&backend, plan, limits, nullptr, {}};
   });
 }
 

@@ -28,15 +28,23 @@ RankSet everybody(uint32_t ep_size) {
   return set;
 }
 
-Domains domains_of(const uint8_t* domain_of, uint32_t ep_size) {
+Domains domains_of(const putget_nodes_config& config, uint32_t ep_size, uint32_t ep_rank) {
+  const uint8_t* const domain_of = config.domain_of;
   require_pointer("domain_of", domain_of);
   for (uint32_t rank = 0; rank < ep_size; ++rank) require_range("domain_of", domain_of[rank], 0, ep_size - 1);
-  const Domains domains(domain_of, ep_size, everybody(ep_size));
+  const RankSet all = everybody(ep_size);
+  const Domains domains(domain_of, ep_size, all);
   require(domains.count() > 1, "domain_of has one domain, expected several");
   for (uint32_t domain = 0; domain < domains.count(); ++domain) {
     require(domains.size(domain) != 0, "domain_of leaves out domain " + std::to_string(domain));
   }
-  return domains;
+  if (config.active == nullptr) return domains;
+  RankSet active = RankSet::none();
+  for (uint32_t rank = 0; rank < ep_size; ++rank) {
+    if (config.active[rank / 32] >> (rank % 32) & 1u) active.insert(rank);
+  }
+  require(active.has(ep_rank), "active leaves out the own rank");
+  return Domains(domain_of, ep_size, active);
 }
 
 // A region's description behind the address of its end, each behind its length.
@@ -58,7 +66,7 @@ std::pair<const uint8_t*, uint64_t> next_part(const uint8_t*& card, uint64_t& le
 }
 
 NodesPlan begin_plan(const NodesShape& made, const putget_nodes_config& config) {
-  NodesPlan nodes{made.domains, made.parcel, made.row, config.generation, {}, {}, {}, {}, {}, {}, {}, {}, {}, {},
+  NodesPlan nodes{made.domains, made.parcel, made.row, config.generation, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {},
                   {},           {},          {}};
   nodes.target_ranks = config.target_ranks;
   nodes.target_slots = config.target_slots;
@@ -69,8 +77,8 @@ constexpr uint64_t kInboxAt = (Board::kBytes + kRegionAlignment - 1) / kRegionAl
 
 }  // namespace
 
-NodesShape::NodesShape(const Shape& shape, const uint8_t* domain_of, uint64_t most_bytes)
-    : domains(domains_of(domain_of, shape.ep_size)),
+NodesShape::NodesShape(const Shape& shape, const putget_nodes_config& config, uint64_t most_bytes)
+    : domains(domains_of(config, shape.ep_size, shape.ep_rank)),
       row(ParcelRow::of(shape)),
       parcel(
           ParcelShape::make(shape.max_tokens_per_rank, shape.top_k, row.bytes, shape.output_row_bytes(), most_bytes)) {
@@ -103,11 +111,11 @@ Nodes::Nodes(const putget_nodes_config& config, Backend& memory, const Plan& pla
       transport_(*network->table(plan.shape.ep_rank)),
       rank_(plan.shape.ep_rank),
       workspace_(config.workspace),
-      nodes_(begin_plan(NodesShape(plan.shape, config.domain_of, transport_.most_bytes), config)) {
+      nodes_(begin_plan(NodesShape(plan.shape, config, transport_.most_bytes), config)) {
   const Shape& shape = plan.shape;
   const Splits splits(nodes_.domains, nodes_.parcel);
   for (uint32_t rank = 0; rank < shape.ep_size; ++rank) {
-    if (!nodes_.is_near(plan, rank)) continue;
+    if (!nodes_.is_near(plan, rank) || !nodes_.domains.is_active(rank)) continue;
     nodes_.board[rank] = reinterpret_cast<uint64_t*>(shared.base(rank));
     nodes_.inbox[rank] = shared.base(rank) + kInboxAt;
   }
@@ -118,6 +126,7 @@ Nodes::Nodes(const putget_nodes_config& config, Backend& memory, const Plan& pla
   const uint32_t domains = nodes_.domains.count();
   nodes_.home_rows = table(uint64_t{shape.max_tokens_per_rank} * domains * sizeof(int32_t));
   nodes_.sent_rows = reinterpret_cast<uint32_t*>(table(domains * sizeof(uint32_t)));
+  nodes_.sent_table = reinterpret_cast<uint32_t*>(table(sizeof(uint32_t)));
   nodes_.served_rows = reinterpret_cast<uint32_t*>(table(shape.ep_size * sizeof(uint32_t)));
   nodes_.own_sums =
       place(storage_.emplace_back(), uint64_t{shape.max_tokens_per_rank} * round_up(shape.output_row_bytes(), 16));
@@ -132,10 +141,8 @@ Nodes::Nodes(const putget_nodes_config& config, Backend& memory, const Plan& pla
 }
 
 Nodes::~Nodes() {
-  if (runs_) {
-    end_last_round();
-    while (!proxy_->quiet()) std::this_thread::sleep_for(kBetweenLooks);
-  }
+  if (runs_) end_last_round();
+  while (!quiet()) std::this_thread::sleep_for(kBetweenLooks);
   for (const uint32_t region : regions_) transport_.remove_region(transport_.self, region);
 }
 
@@ -151,6 +158,22 @@ void Nodes::end_last_round() {
     network_->stepper().add(proxy_.get());
     std::this_thread::sleep_for(kBetweenLooks);
   }
+}
+
+// Others find no region here any more, whatever they still send. Writes of this rank that are under way read their
+// sources until they are over, which a peer that stands still puts off: for these nobody waits here.
+void Nodes::leave() {
+  if (has_left_) return;
+  if (runs_) network_->stepper().remove(proxy_.get());
+  runs_ = false;
+  has_left_ = true;
+  remove_region(inbox_);
+  remove_region(landing_);
+}
+
+void Nodes::remove_region(uint32_t region) {
+  check(transport_.remove_region(transport_.self, region));
+  regions_.erase(std::remove(regions_.begin(), regions_.end(), region), regions_.end());
 }
 
 uint8_t* Nodes::place(std::vector<uint64_t>& storage, uint64_t bytes) {
@@ -189,8 +212,8 @@ std::vector<uint8_t> Nodes::card() const {
 
 void Nodes::connect(uint32_t rank, const uint8_t* card, uint64_t bytes) {
   require_pointer("card", card);
-  require(rank < plan_.shape.ep_size && !nodes_.is_near(plan_, rank),
-          "rank is " + std::to_string(rank) + ", allowed are ranks of other domains");
+  require(rank < plan_.shape.ep_size && !nodes_.is_near(plan_, rank) && nodes_.domains.is_active(rank),
+          "rank is " + std::to_string(rank) + ", allowed are active ranks of other domains");
   uint32_t peer = 0;
   const auto address = next_part(card, bytes);
   check(transport_.add_peer(transport_.self, address.first, address.second, &peer));
@@ -203,9 +226,10 @@ void Nodes::connect(uint32_t rank, const uint8_t* card, uint64_t bytes) {
 
 void Nodes::start() {
   for (uint32_t rank = 0; rank < plan_.shape.ep_size; ++rank) {
-    require(nodes_.is_near(plan_, rank) || connected_.has(rank), "rank " + std::to_string(rank) + " is not connected");
+    if (nodes_.is_near(plan_, rank) || !nodes_.domains.is_active(rank)) continue;
+    require(connected_.has(rank), "rank " + std::to_string(rank) + " is not connected");
   }
-  require(proxy_ == nullptr, "the object has been started before");
+  require(proxy_ == nullptr, "the object has been started before, and has not left since");
   proxy::Config config{rank_,
                        nodes_.generation,
                        workspace_,
@@ -226,7 +250,7 @@ void Nodes::start() {
 }
 
 void Nodes::run() {
-  require(proxy_ != nullptr && !runs_, "the object has not been started, or runs");
+  require(proxy_ != nullptr && !runs_ && !has_left_, "the object has not been started, or runs, or has left");
   network_->stepper().add(proxy_.get());
   runs_ = true;
 }
@@ -301,7 +325,7 @@ putget_status putget_nodes_bytes(const putget_config* config, const putget_nodes
     require_pointer("shared", shared);
     require_pointer("own", own);
     const putget::Shape shape = putget::capi::shape_of(*config);
-    const NodesShape made(shape, nodes->domain_of, kMostBytes);
+    const NodesShape made(shape, *nodes, kMostBytes);
     *shared = made.shared_bytes();
     *own = made.own_bytes(shape);
   });
@@ -319,14 +343,18 @@ putget_status putget_nodes_create(const putget_nodes_config* config, putget_allt
     require_range("workspace", config->workspace, 0, putget::capi::kMostNumber);
     require_range("generation", config->generation, 0, putget::capi::kMostNumber);
     const putget::Plan& plan = object->plan;
-    require(object->nodes == nullptr, "the object has other domains already");
+    require(object->nodes == nullptr || object->nodes->has_left(), "the object has other domains already");
     require(plan.shape.ep_size == network->shared->ranks(), "ep_size differs from the network's number of ranks");
     require(network->shared->table(plan.shape.ep_rank) != nullptr, "the network is another rank's");
     require(plan.shape.wire_type == putget::WireType::kSame && plan.shape.num_stats == 0,
             "quantised rows and statistics do not cross domains in this version");
-    const uint64_t needed = NodesShape(plan.shape, config->domain_of, kMostBytes).shared_bytes();
+    const uint64_t needed = NodesShape(plan.shape, *config, kMostBytes).shared_bytes();
     require(shared->backend->config().bytes >= needed, "shared has too few bytes: see putget_nodes_bytes");
-    object->nodes = std::make_unique<Nodes>(*config, *object->memory, plan, *shared->backend, network->shared);
+    auto made = std::make_unique<Nodes>(*config, *object->memory, plan, *shared->backend, network->shared);
+    auto& left = object->left;
+    if (object->nodes != nullptr) left.push_back(std::move(object->nodes));
+    left.erase(std::remove_if(left.begin(), left.end(), [](const auto& part) { return part->quiet(); }), left.end());
+    object->nodes = std::move(made);
   });
 }
 
@@ -351,4 +379,8 @@ putget_status putget_nodes_start(putget_alltoall* object) {
 
 putget_status putget_nodes_run(putget_alltoall* object) {
   return guarded([&] { nodes_of(object).run(); });
+}
+
+putget_status putget_nodes_leave(putget_alltoall* object) {
+  return guarded([&] { nodes_of(object).leave(); });
 }

@@ -19,7 +19,7 @@ struct NodesShape {
   ParcelShape parcel;
 
   // Throws Error where sizes or domains are out of range. `most_bytes` of one write.
-  NodesShape(const Shape& shape, const uint8_t* domain_of, uint64_t most_bytes);
+  NodesShape(const Shape& shape, const putget_nodes_config& config, uint64_t most_bytes);
 
   uint64_t shared_bytes() const;
   uint64_t own_bytes(const Shape& shape) const;
@@ -37,6 +37,10 @@ class Nodes {
   void connect(uint32_t rank, const uint8_t* card, uint64_t bytes);
   void start();
   void run();
+  // Ends this part: nothing comes here any more, and no round runs. It goes when nothing of it is under way.
+  void leave();
+  bool has_left() const { return has_left_; }
+  bool quiet() const { return proxy_ == nullptr || proxy_->quiet(); }
 
   void dispatch(const Plan& plan, const DispatchCall& call, const Limits& limits, void* stream);
   void combine(const Plan& plan, const CombineCall& call, const Limits& limits, void* stream);
@@ -45,6 +49,7 @@ class Nodes {
  private:
   uint8_t* place(std::vector<uint64_t>& storage, uint64_t bytes);
   uint32_t add_region(uint8_t* start, uint64_t bytes);
+  void remove_region(uint32_t region);
   void check(int status) const;
   void end_last_round();
   void name_the_lost();
@@ -69,6 +74,7 @@ class Nodes {
   RankSet connected_ = RankSet::none();
   std::unique_ptr<proxy::Proxy> proxy_;
   bool runs_ = false;
+  bool has_left_ = false;
 };
 
 }  // namespace putget::capi

@@ -53,12 +53,13 @@ typedef struct putget_nodes_config {
   const uint8_t* domain_of; /* [ep_size] the domain of each rank, from 0 on without a gap */
   int32_t* target_ranks;    /* [max_tokens_per_rank, top_k] routes over all domains; those of putget_tables have the */
   int32_t* target_slots;    /* own domain alone */
+  const uint32_t* active;   /* [PUTGET_RANK_WORDS] who takes part, this rank too; null: all ranks */
 } putget_nodes_config;
 
 /* `shared`: of the second memory. `own`: what the object has beside it, on this rank. */
 PUTGET_API putget_status putget_nodes_bytes(const putget_config* config, const putget_nodes_config* nodes,
                                             uint64_t* shared, uint64_t* own);
-/* The tables outlive the object. */
+/* The tables outlive the object. Again only after putget_nodes_leave, on a memory of its own. */
 PUTGET_API putget_status putget_nodes_create(const putget_nodes_config* config, putget_alltoall* object,
                                              putget_memory* shared, putget_network* network);
 /* What other domains need to write here: copies at most `*bytes` of it; `*bytes` becomes what there is. */
@@ -68,6 +69,10 @@ PUTGET_API putget_status putget_nodes_connect(putget_alltoall* object, uint32_t 
                                               uint64_t bytes);
 PUTGET_API putget_status putget_nodes_start(putget_alltoall* object);
 PUTGET_API putget_status putget_nodes_run(putget_alltoall* object);
+/* Ends the object's part at once, for other active ranks: nothing of other ranks is written here any more, and rounds
+ * are refused until putget_nodes_create and what follows it. What is under way from here keeps its memory until the
+ * network says that it is over; putget_destroy waits for that. */
+PUTGET_API putget_status putget_nodes_leave(putget_alltoall* object);
 
 #ifdef __cplusplus
 }

@@ -227,6 +227,7 @@ class NodesConfig(Versioned):
         ("domain_of", c_void_p),
         ("target_ranks", c_void_p),
         ("target_slots", c_void_p),
+        ("active", c_void_p),
     ]
 
 
@@ -391,6 +392,7 @@ _FUNCTIONS: dict[str, list[Any]] = {
     "putget_nodes_card": [c_void_p, POINTER(c_uint8), POINTER(c_uint64)],
     "putget_nodes_connect": [c_void_p, c_uint32, POINTER(c_uint8), c_uint64],
     "putget_nodes_start": [c_void_p],
+    "putget_nodes_leave": [c_void_p],
     "putget_nodes_run": [c_void_p],
     "putget_moe_layout_of": [POINTER(MoeConfig), POINTER(MoeLayout)],
     "putget_moe_group": [POINTER(MoeConfig), POINTER(MoeGroupArgs)],

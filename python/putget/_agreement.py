@@ -1,7 +1,8 @@
 """Agreement of ranks on who goes on together (docs/protocol.md, *Agreement*; the model is native/model/agreement.pml).
 
 Every member tells every rank whom it wants (*join*), and once all members have joined alike, which joins it has heard
-(*confirm*). Members that have heard equal confirms meet: they take the two steps of ``Workspace`` that share memory. A
+(*confirm*). Members that have heard equal confirms meet: they take the two steps of ``Workspace`` that share memory,
+and across domains the two of ``Nodes`` that join networks. A
 member that gives up says whom it missed (*left*), and whoever is with it in that attempt gives up too, missing the same
 ranks. So the ranks that answer each other stay together, whatever becomes of the others.
 """
@@ -21,7 +22,7 @@ _ANSWER_S = 3.0  # in which a rank that lives says whom it misses, at most half 
 _PATIENCE_S = 1.0  # with a wish that differs: its rank may be about to give up
 
 # How far an attempt has come. Whoever is further waits longer for word of those behind it.
-_JOINING, _CONFIRMING, SHARING, STARTING = 1, 2, 3, 4
+_JOINING, _CONFIRMING, SHARING, STARTING, CONNECTING, RUNNING = 1, 2, 3, 4, 5, 6
 
 
 @dataclass
@@ -184,7 +185,7 @@ class Attempt:
         self.epoch = max([self.epoch, *(join.epoch for join in joins.values())])
 
     def begin(self, stage: int) -> None:
-        """The members have agreed, and take the next step together: SHARING or STARTING."""
+        """The members have agreed, and take the next step together: SHARING, STARTING, and across domains two more."""
         self.stage = stage
         self.deadline = _Patience(self, self._timeout_s, self._answer_s)
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import ctypes
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
 from putget import _abi
+from putget._agreement import CONNECTING, RUNNING, Attempt
 from putget._memory import Memory, close_share, decode_share, encode_share
 from putget.communicator import Communicator
 from putget.errors import PutgetError
-from putget.workspace import Workspace
+from putget.workspace import Workspace, stage_of
 
 _NUMBERS = 64  # of workspaces in a generation, and of generations
 _CARD_BYTES = 1024
@@ -72,72 +73,95 @@ class Nodes:
     ) -> None:
         comm = workspace.comm
         assert comm.network is not None
-        self._kept: Any = (comm.network, routes)  # outlive the object
+        self._comm, self._handle, self._config, self._routes = comm, handle, config, routes
+        self._network = comm.network  # outlives the object
+        self.join(workspace, range(comm.size), None)
+
+    def leave(self) -> None:
+        """Ends this rank's part: its regions are gone, and what others still send finds none.
+
+        Raises:
+            PutgetError: The network refused.
+        """
+        _abi.call("putget_nodes_leave", self._handle)
+
+    def join(self, workspace: Workspace, members: Sequence[int], attempt: Attempt | None) -> None:
+        """Begins, or goes on with these ranks, in fresh memory and under a number that no write of before has.
+
+        Raises:
+            ValueError, PeerTimeout, PutgetError: As the constructor raises them.
+        """
         try:
-            card = self._create(comm, handle, config, routes)
+            card = self._create(members)
             share = self._memory.export()
         except (ValueError, PutgetError) as error:
-            comm.refuse(str(error))
+            self._comm.refuse(str(error))
             raise
         try:
-            self._connect(workspace, handle, card, share)
+            self._connect(workspace, members, attempt, card, share)
         finally:
             close_share(share)
 
-    def _create(
-        self,
-        comm: Communicator,
-        handle: ctypes.c_void_p,
-        config: _abi.Config,
-        routes: tuple[torch.Tensor, torch.Tensor],
-    ) -> bytes:
+    def _create(self, members: Sequence[int]) -> bytes:
         """Makes the memory and the object's part; returns the card for the other domains."""
-        assert comm.network is not None
+        comm, handle = self._comm, self._handle
         generation, number = divmod(comm.next_number(), _NUMBERS)
         domain_of = (ctypes.c_uint8 * comm.size)(*comm.domain_of)
+        active = (ctypes.c_uint32 * _abi.RANK_WORDS)()
+        for rank in members:
+            active[rank // 32] |= 1 << (rank % 32)
         nodes = _abi.NodesConfig(
             workspace=number,
             generation=generation % _NUMBERS,
             domain_of=ctypes.addressof(domain_of),
-            target_ranks=routes[0].data_ptr(),
-            target_slots=routes[1].data_ptr(),
+            target_ranks=self._routes[0].data_ptr(),
+            target_slots=self._routes[1].data_ptr(),
+            active=ctypes.addressof(active),
         )
         shared, own = ctypes.c_uint64(), ctypes.c_uint64()
-        sizes = (ctypes.byref(config), ctypes.byref(nodes), ctypes.byref(shared), ctypes.byref(own))
+        sizes = (ctypes.byref(self._config), ctypes.byref(nodes), ctypes.byref(shared), ctypes.byref(own))
         _abi.call("putget_nodes_bytes", *sizes)
         self.num_bytes = shared.value + own.value
         self._memory = Memory(torch.device("cpu"), comm.size, comm.rank, shared.value, fabric=False)
-        _abi.call("putget_nodes_create", ctypes.byref(nodes), handle, self._memory.handle, comm.network.handle)
+        _abi.call("putget_nodes_create", ctypes.byref(nodes), handle, self._memory.handle, self._network.handle)
         card = (ctypes.c_uint8 * _CARD_BYTES)()
         card_bytes = ctypes.c_uint64(_CARD_BYTES)
         _abi.call("putget_nodes_card", handle, card, ctypes.byref(card_bytes))
         return bytes(card[: card_bytes.value])
 
-    def _connect(self, workspace: Workspace, handle: ctypes.c_void_p, card: bytes, share: _abi.Share) -> None:
-        """Maps the own domain's memory, connects with the others, and begins when all ranks have."""
-        comm = workspace.comm
-        everyone = range(comm.size)
+    def _connect(
+        self, workspace: Workspace, members: Sequence[int], attempt: Attempt | None, card: bytes, share: _abi.Share
+    ) -> None:
+        """Maps the own domain's memory, connects with the others, and begins when all members have."""
+        comm = self._comm
+        near = [rank for rank in comm.near_ranks if rank in members]
+        timeout_s = workspace.warmup_timeout_s if attempt is None else workspace.timeout_s
+        phase = "setup" if attempt is None else "set_active_ranks"
         messages = comm._mesh.exchange(
             "network memory",
             {"share": encode_share(share), "card": card.hex()},
-            members=everyone,
-            timeout_s=workspace.warmup_timeout_s,
-            descriptors={rank: [share.descriptor] for rank in comm.near_ranks},
+            members=members,
+            timeout_s=timeout_s,
+            phase=phase,
+            descriptors={rank: [share.descriptor] for rank in near},
+            **stage_of(attempt, CONNECTING),
         )
         try:
             for rank, message in messages.items():
-                if rank in comm.near_ranks:
+                if rank in near:
                     self._memory.import_share(rank, decode_share(message.fields["share"], message.descriptors))
                 else:
                     theirs = bytes.fromhex(message.fields["card"])
                     place = (ctypes.c_uint8 * len(theirs)).from_buffer_copy(theirs)
-                    _abi.call("putget_nodes_connect", handle, rank, place, len(theirs))
-            _abi.call("putget_nodes_start", handle)
+                    _abi.call("putget_nodes_connect", self._handle, rank, place, len(theirs))
+            _abi.call("putget_nodes_start", self._handle)
         except (ValueError, PutgetError) as error:
             comm.refuse(str(error))
             raise
         finally:
             for message in messages.values():
                 message.close()
-        comm._mesh.exchange("proxies", {}, members=everyone, timeout_s=workspace.warmup_timeout_s)
-        _abi.call("putget_nodes_run", handle)
+        comm._mesh.exchange(
+            "proxies", {}, members=members, timeout_s=timeout_s, phase=phase, **stage_of(attempt, RUNNING)
+        )
+        _abi.call("putget_nodes_run", self._handle)

@@ -64,6 +64,7 @@ class NativeObject:
         # One struct of each kind for all calls: a fresh one costs as much as the call.
         self._dispatch_args = _abi.DispatchArgs(max_rows=self.max_rows)
         self._combine_args = _abi.CombineArgs()
+        self._nodes: Nodes | None = None
         self._handle: ctypes.c_void_p | None = ctypes.c_void_p()
         _abi.call(
             "putget_create",
@@ -72,10 +73,10 @@ class NativeObject:
             ctypes.byref(tables),
             ctypes.byref(self._handle),
         )
-        self._nodes: Nodes | None = None
         if across:
             try:
                 self._nodes = Nodes(workspace, self._handle, config, (self.target_ranks, self.target_slots))
+                workspace.across = self._nodes
             except BaseException:
                 self.destroy()
                 raise
@@ -195,6 +196,8 @@ class NativeObject:
     def destroy(self) -> None:
         """Frees the native object."""
         handle, self._handle = self._handle, None
+        if self._nodes is not None:
+            self._workspace.across = None
         if handle is not None:
             _abi.library().putget_destroy(handle)
 

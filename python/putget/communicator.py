@@ -142,6 +142,15 @@ class Communicator:
         self._numbers += 1
         return self._numbers - 1
 
+    @property
+    def numbers(self) -> int:
+        """How many numbers are taken."""
+        return self._numbers
+
+    def skip_numbers(self, numbers: int) -> None:
+        """So many are taken: other ranks have taken more than this one, in steps that failed or without it."""
+        self._numbers = max(self._numbers, numbers)
+
     def close(self) -> None:
         """Closes this rank's sockets. Objects made from it go on working, except for ``set_active_ranks``."""
         self._mesh.close()

@@ -9,12 +9,14 @@ from typing import Any
 
 from putget import _abi
 from putget._networks import EngineNetwork, LocalNetwork, NativeNetwork
+from putget.errors import BackendUnavailable, PutgetError
 
 PROVIDERS = ("auto", "verbs", "efa", "tcp", "shm", "nvlink", "sim")
 NAMED_NICS = ("tcp", "verbs")  # where a caller may say which
 MOST_NICS = 4
 LOCAL_PROVIDERS = ("auto", "sim", "tcp", "shm")
 GROUP_PROVIDERS = ("auto", "tcp", "shm", "verbs")
+ENGINE_PROVIDERS = ("tcp", "shm", "verbs")
 LOOPBACK = ("127.0.0.1",)
 
 
@@ -137,3 +139,23 @@ def join_local(network: Network, size: int) -> list[NativeNetwork]:
     secret = secrets.token_bytes(32)
     options = join_options(network, one_host=True)
     return [EngineNetwork(rank, size, *options, secret) for rank in range(size)]
+
+
+def why_not(provider: str) -> str | None:
+    """Why ranks of several processes cannot have this provider on this machine; None where they can.
+
+    Opens a network of it and closes it again.
+
+    Args:
+        provider: "tcp", "shm" or "verbs".
+
+    Raises:
+        ValueError: It is none of these.
+    """
+    if provider not in ENGINE_PROVIDERS:
+        raise ValueError(f"provider is {provider!r}, expected one of {', '.join(ENGINE_PROVIDERS)}")
+    try:
+        EngineNetwork(0, 2, provider, (), secrets.token_bytes(32))
+    except (BackendUnavailable, PutgetError) as error:
+        return str(error)
+    return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, TypedDict
+from typing import Any, Protocol, TypedDict
 
 import torch
 
@@ -52,6 +52,16 @@ def check_seconds(name: str, value: float) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 86400:
         raise ValueError(f"{name} is {value!r}, expected seconds above 0, at most 86400")
     return float(value)
+
+
+class Across(Protocol):
+    """An object's part in rounds across domains."""
+
+    def leave(self) -> None:
+        """Ends it, for other active ranks."""
+
+    def join(self, workspace: Workspace, members: Sequence[int], attempt: Attempt | None) -> None:
+        """Begins again, collectively among the members."""
 
 
 class Workspace:
@@ -107,6 +117,7 @@ class Workspace:
         self.turns = Turns(self.device)
         self._layout: Hashable | None = None
         self._mixed = False
+        self.across: Across | None = None  # of the object on it, where there are several domains
 
         fabric = self._agree_on_sharing()
         try:
@@ -184,16 +195,18 @@ class Workspace:
             passed = [share.descriptor] if share.kind == _abi.SHARE_DESCRIPTOR else []
             messages = mesh.exchange(
                 "shares",
-                {"share": encode_share(share), "mixed": self._mixed},
+                {"share": encode_share(share), "mixed": self._mixed, "numbers": self._comm.numbers},
                 members=active,
                 timeout_s=timeout_s,
                 phase=phase,
                 descriptors={rank: passed for rank in active if rank in self._comm.near_ranks},
-                **_stage(attempt, SHARING),
+                **stage_of(attempt, SHARING),
             )
         finally:
             close_share(share)
         try:
+            for message in messages.values():
+                self._comm.skip_numbers(message.fields["numbers"])
             if any(message.fields["mixed"] for message in messages.values()):
                 self._mix()
             for peer, message in messages.items():
@@ -210,7 +223,7 @@ class Workspace:
         near = self._comm.near_ranks
         memory.start(epoch, [is_active and rank in near for rank, is_active in enumerate(self._active)])
         self.turns.end()
-        mesh.exchange("started", {}, members=active, timeout_s=timeout_s, phase=phase, **_stage(attempt, STARTING))
+        mesh.exchange("started", {}, members=active, timeout_s=timeout_s, phase=phase, **stage_of(attempt, STARTING))
         self._apart = None
         self._seen_fault = False
 
@@ -239,11 +252,6 @@ class Workspace:
         """See ``AllToAll.set_active_ranks``."""
         memory = self.memory
         comm = self._comm
-        if comm.network is not None:
-            raise ValueError(
-                f"set_active_ranks: the communicator has {len(comm.domains)} domains, across which this version does "
-                "not have it"
-            )
         wanted = self._check_mask(mask, quorum)
         comm.require_open()
         members = [rank for rank, is_active in enumerate(wanted) if is_active]
@@ -251,11 +259,17 @@ class Workspace:
             self._apart = "set_active_ranks failed"
             self._active = wanted
             try:
+                if self.across is not None:
+                    self.across.leave()
                 memory.renew()
             except PutgetError as error:
                 comm.refuse(str(error))
                 raise
             self._meet((attempt.epoch + 1) % (1 << 32), self.timeout_s, "set_active_ranks", attempt)
+            if self.across is not None:
+                self._apart = "set_active_ranks failed"
+                self.across.join(self, members, attempt)
+                self._apart = None
 
     def _check_mask(self, mask: Sequence[bool], quorum: int | None) -> tuple[bool, ...]:
         values: list[Any]
@@ -375,14 +389,15 @@ class Workspace:
         return f"Workspace({state}, rank {self._comm.rank} of {self._comm.size})"
 
 
-class _Stage(TypedDict, total=False):
+class Stage(TypedDict, total=False):
     """Arguments of ``Mesh.exchange`` for a step that members of an attempt take."""
 
     deadline: Deadline
     heed: Callable[[], None]
 
 
-def _stage(attempt: Attempt | None, stage: int) -> _Stage:
+def stage_of(attempt: Attempt | None, stage: int) -> Stage:
+    """The arguments for this stage; none where there is no attempt."""
     if attempt is None:
         return {}
     attempt.begin(stage)

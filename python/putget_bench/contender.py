@@ -57,8 +57,17 @@ def make_round(settings: Settings, source: Source, rank: int, num_tokens: int) -
     return Round(rank, inputs, routings, torch.empty(0))
 
 
-def with_output(settings: Settings, experts: StandInExperts, round_: Round) -> Round:
-    """Computes this rank's result with the reference, from what this rank sends and from what the experts are."""
+def with_output(
+    settings: Settings, experts: StandInExperts, round_: Round, domain_of: tuple[int, ...] | None = None
+) -> Round:
+    """Computes this rank's result with the reference, from what this rank sends and from what the experts are.
+
+    Args:
+        settings: shapes.
+        experts: what runs between dispatch and combine.
+        round_: of this rank.
+        domain_of: the domain of each rank; None: all ranks are one.
+    """
     held = []
     for dst in range(settings.ep_size):
         tokens = round_.tokens_from(round_.rank, dst)
@@ -69,7 +78,8 @@ def with_output(settings: Settings, experts: StandInExperts, round_: Round) -> R
             [payload[tokens] for payload in round_.mine.payloads],
         )
         held.append(rows[None].expand(settings.ep_size, *rows.shape))  # the reference reads this source's split only
-    return replace(round_, output=reference.combine(round_.routings[round_.rank], held, round_.rank))
+    output = reference.combine(round_.routings[round_.rank], held, round_.rank, domain_of=domain_of)
+    return replace(round_, output=output)
 
 
 class Contender(Protocol):

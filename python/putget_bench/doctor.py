@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes.util
+import importlib.util
 import json
 import os
 from collections.abc import Sequence
@@ -16,10 +17,16 @@ import torch
 import putget
 from putget import hardware
 from putget.balancer import host_settings
+from putget.domains import ENGINE_PROVIDERS, why_not
 from putget_bench import environment
 
 SCHEMA = "putget.doctor/1"
 _SYS = Path("/sys")
+_BETWEEN = {  # what a provider is between, and what to do where it is not there
+    "tcp": ("between processes and hosts, over sockets", "bring a network interface up (ip link)"),
+    "shm": ("between processes of one host", "give the process room in /dev/shm"),
+    "verbs": ("between processes and hosts, over InfiniBand or RoCE", "install libibverbs1, and see the NICs above"),
+}
 _GIVE_HUGE_PAGES = ("advise", "always", "within_size")  # to memory that is asked for in huge pages
 
 
@@ -28,7 +35,7 @@ class Finding:
     """One thing that was looked at.
 
     Attributes:
-        area: "putget", "cpu", "gpu", "links", "memory", "nic" or "transport".
+        area: "putget", "cpu", "gpu", "links", "memory", "nic", "transport" or "domains".
         name: what.
         status: "ok", "missing" (could be had) or "absent" (this machine has none).
         detail: what was found.
@@ -60,7 +67,17 @@ def run(args: argparse.Namespace, command: Sequence[str]) -> int:
 
 def examine() -> list[Finding]:
     """Looks at everything."""
-    return [*_package(), *_cpu(), *_gpus(), *_links(), *_handles(), *_host_store(), *_nics(_SYS), *_transports()]
+    return [
+        *_package(),
+        *_cpu(),
+        *_gpus(),
+        *_links(),
+        *_handles(),
+        *_host_store(),
+        *_nics(_SYS),
+        *_transports(),
+        *_domains(),
+    ]
 
 
 def what_runs(findings: Sequence[Finding]) -> dict[str, bool]:
@@ -220,6 +237,24 @@ def _transports() -> list[Finding]:
         else:
             remedy = f"apt-get install {package}"
             findings.append(Finding("transport", f"lib{library}", "missing", f"not found: {purpose}", remedy))
+    return findings
+
+
+def _domains() -> list[Finding]:
+    """Which networks can join domains of CPU ranks (`putget.Network`)."""
+    if not hardware.build().library:
+        return []
+    findings = [Finding("domains", "sim", "ok", "between ranks of one process")]
+    if importlib.util.find_spec("putget_transfer") is None:
+        why = "tcp, shm and verbs need the package putget_transfer"
+        return [*findings, Finding("domains", "engine", "missing", why, "make transfer, or install transfer/")]
+    for provider in ENGINE_PROVIDERS:
+        why_missing = why_not(provider)
+        detail, remedy = _BETWEEN[provider]
+        if why_missing is None:
+            findings.append(Finding("domains", provider, "ok", detail))
+        else:
+            findings.append(Finding("domains", provider, "missing", why_missing, remedy))
     return findings
 
 

@@ -32,17 +32,20 @@ def measure(context: RankContext, settings: Settings, emit: Emit) -> int:
     Returns:
         0, or 1 if a result was wrong. The same on every rank.
     """
-    communicator = Communicator()
+    communicator = Communicator(network=settings.make_network())
+    # The link is the memory that all ranks share, also where a network joins domains of them.
+    sharing = communicator if communicator.network is None else Communicator()
     device = context.device.type
     emit({"kind": "stage", "text": "measuring the link"})
-    link = Link(communicator, context, _CEILING_BYTES[device], settings.cuda_graph)
+    link = Link(sharing, context, _CEILING_BYTES[device], settings.cuda_graph)
     ceiling = link.ceiling(_CEILING_BYTES[device], min(settings.iters, 20))
     timer = make_timer(context.device, link.barrier, settings.cuda_graph, settings.flush)
     clock = Clock(ceiling, _empty_reading(timer, settings.iters))
     emit({"kind": "ceiling", "ceiling": asdict(ceiling), "empty_us": clock.empty_us})
 
     emit({"kind": "stage", "text": "making inputs and workspaces"})
-    rounds = Rounds(context.rank, context.device)
+    domain_of = None if communicator.network is None else communicator.domain_of
+    rounds = Rounds(context.rank, context.device, domain_of)
     experts = rounds.experts(settings)
     ours = (NoWaits if settings.no_sync else Putget)(communicator, settings, experts, context.device)
     emit({"kind": "workspace", "map": ours.memory_map()})
@@ -63,7 +66,8 @@ def measure(context: RankContext, settings: Settings, emit: Emit) -> int:
             exit_code = 1
             break
         counted = {
-            kind: count_bytes(kind, rounds.make(kind, num_tokens)) for kind in {entry.settings for entry in present}
+            kind: count_bytes(kind, rounds.make(kind, num_tokens), domain_of)
+            for kind in {entry.settings for entry in present}
         }
         results = []
         for entry in present:
@@ -84,6 +88,7 @@ def measure(context: RankContext, settings: Settings, emit: Emit) -> int:
     lineup.close()
     link.close()
     communicator.close()
+    sharing.close()
     return exit_code
 
 
@@ -172,7 +177,7 @@ def time_contenders(
     return collected
 
 
-def count_bytes(settings: Settings, round_: Round) -> traffic.Traffic:
+def count_bytes(settings: Settings, round_: Round, domain_of: tuple[int, ...] | None = None) -> traffic.Traffic:
     """The bytes of one round of this size."""
     shape = traffic.Shape(
         ep_size=settings.ep_size,
@@ -182,7 +187,7 @@ def count_bytes(settings: Settings, round_: Round) -> traffic.Traffic:
         dispatch_row_bytes=dispatch_row_bytes(settings.payloads(), settings.top_k),
         combine_row_bytes=settings.output().row_bytes,
     )
-    return traffic.count(shape, [sent.topk_ids for sent in round_.inputs])
+    return traffic.count(shape, [sent.topk_ids for sent in round_.inputs], domain_of)
 
 
 def summarise(

@@ -37,6 +37,7 @@ def _add_ranks(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_bench(parser: argparse.ArgumentParser) -> None:
+    from putget.domains import GROUP_PROVIDERS
     from putget_bench import settings
 
     parser.description = (
@@ -47,6 +48,13 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--peers", metavar="LIST", help=f"others to time in the same run, comma-separated: {', '.join(settings.PEERS)}")
     add("--plot", metavar="FILE", help="draw latency and bandwidth over batch size (.png, .svg, .pdf)")
+    add("--network", choices=GROUP_PROVIDERS, help="joins domains of CPU ranks (none; with --domain_size: auto)")
+    add(
+        "--domain_size",
+        type=int,
+        metavar="N",
+        help="ranks of a domain; the last one has what is left (those of a host)",
+    )
     parser.set_defaults(module="run_bench")
 
 
@@ -60,7 +68,7 @@ def _add_ablate(parser: argparse.ArgumentParser) -> None:
     _add_run(parser)
     groups = ", ".join(GROUPS)
     parser.add_argument("--only", metavar="LIST", help=f"groups of variants, comma-separated: {groups} (all)")
-    parser.set_defaults(module="run_bench", peers=None, plot=None, groups=tuple(GROUPS))
+    parser.set_defaults(module="run_bench", peers=None, plot=None, network=None, domain_size=None, groups=tuple(GROUPS))
 
 
 def _add_run(parser: argparse.ArgumentParser) -> None:

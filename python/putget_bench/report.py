@@ -131,8 +131,15 @@ def _headline(document: Document) -> str:
         f"putget {document['versions']['putget']}: {config['ep_size']} ranks on {config['device']} ({where}); "
         f"{config['profile']}: hidden {config['hidden_size']}, top_k {config['top_k']}, {config['num_experts']} "
         f"experts; {config['quant']} rows of {document['row_bytes']['dispatch']} bytes out, {config['combine_dtype']} "
-        f"rows of {document['row_bytes']['combine']} bytes back; {config['router']} routing"
+        f"rows of {document['row_bytes']['combine']} bytes back; {config['router']} routing{_domains(config)}"
     )
+
+
+def _domains(config: dict[str, Any]) -> str:
+    if config.get("network") is None:
+        return ""
+    size = "the ranks of a host" if config["domain_size"] is None else f"{config['domain_size']}"
+    return f"; domains of {size} over {config['network']}"
 
 
 def _latency_table(document: Document) -> Table:
@@ -249,6 +256,8 @@ def _notes(document: Document) -> list[str]:
             f"Ceiling of this run: {ceiling['write_gbps']:.3g} GB/s written, {ceiling['read_gbps']:.3g} GB/s read by "
             f"each rank, all at once; a barrier takes {_us(ceiling['barrier_us'])} us."
         )
+    if config.get("network") is not None:
+        notes.append("Ceiling and barrier are those of memory that all ranks share; between domains a network carries.")
     if timing["empty_us"] is not None:
         notes.append(
             f"Latency: {timing['statistic']}; the clock around nothing reads {_us(timing['empty_us'])} us, which is "

@@ -12,10 +12,17 @@ _Shape = tuple[object, ...]
 
 
 class Rounds:
-    """Rounds of any size and kind of row, from the seed alone. It keeps inputs, and the rounds of the last size."""
+    """Rounds of any size and kind of row, from the seed alone. It keeps inputs, and the rounds of the last size.
 
-    def __init__(self, rank: int, device: torch.device) -> None:
+    Args:
+        rank: this rank.
+        device: where it works.
+        domain_of: the domain of each rank; None: all ranks are one.
+    """
+
+    def __init__(self, rank: int, device: torch.device, domain_of: tuple[int, ...] | None = None) -> None:
         self._rank = rank
+        self._domain_of = domain_of
         self._device = device
         self._made: dict[_Shape, tuple[Source, StandInExperts]] = {}
         self._num_tokens: int | None = None
@@ -34,7 +41,7 @@ class Rounds:
         if shape not in self._rounds:
             source, experts = self._parts(settings)
             round_ = make_round(settings, source, self._rank, num_tokens)
-            self._rounds[shape] = with_output(settings, experts, round_)
+            self._rounds[shape] = with_output(settings, experts, round_, self._domain_of)
         return self._rounds[shape]
 
     def _parts(self, settings: Settings) -> tuple[Source, StandInExperts]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from putget import Payload, hardware, workspace_bytes
+from putget import Network, Payload, hardware, workspace_bytes
 from putget_bench import profiles, routing
 
 BACKENDS = ("nvlink_one_sided",)
@@ -37,6 +37,8 @@ class Settings:
         peers: contenders beside putget, by name.
         ablate: groups of variants of putget beside it, by name.
         no_sync: putget waits for nobody, being a library without waits; its results are not looked at.
+        network: provider of the network between domains; None: all ranks are one domain.
+        domain_size: ranks of a domain; None: those of a host.
     """
 
     backend: str
@@ -64,6 +66,8 @@ class Settings:
     peers: tuple[str, ...]
     ablate: tuple[str, ...]
     no_sync: bool
+    network: str | None
+    domain_size: int | None
 
     def payloads(self) -> list[Payload]:
         """What dispatch carries for one token."""
@@ -77,6 +81,10 @@ class Settings:
     def combine_options(self) -> dict[str, Any]:
         """The arguments of `putget.AllToAll` that say how combine's rows travel."""
         return {"combine_dtype": torch.float8_e4m3fn} if self.combine_is_fp8 else {}
+
+    def make_network(self) -> Network | None:
+        """What joins the domains of `putget.Communicator`."""
+        return None if self.network is None else Network(self.network, domain_size=self.domain_size)
 
     @property
     def combine_is_fp8(self) -> bool:
@@ -137,6 +145,24 @@ def _check_num_sms(num_sms: int | None, on_cpu: bool) -> None:
     most = min((gpu.num_sms for gpu in hardware.gpus()), default=0)
     if not 1 <= num_sms <= most:
         raise ValueError(f"--num_sms must be 1 to {most}, what the GPUs here have, got {num_sms}")
+
+
+def _resolve_network(args: argparse.Namespace, device: str, ep_size: int, world_size: int | None) -> str | None:
+    """The provider; None where no flag asks for domains."""
+    if args.network is None and args.domain_size is None:
+        return None
+    asked = f"--network {args.network}" if args.network is not None else f"--domain_size {args.domain_size}"
+    if device != "cpu":
+        raise ValueError(f"{asked} needs --device cpu: GPUs are one domain in this version")
+    if args.no_sync:
+        raise ValueError(f"{asked} and --no_sync exclude each other")
+    if args.combine_dtype.startswith("fp8"):
+        raise ValueError(f"{asked} and --combine_dtype {args.combine_dtype} exclude each other in this version")
+    if args.domain_size is None and world_size is None:
+        raise ValueError(f"{asked} needs --domain_size, since all ranks are on this host")
+    if args.domain_size is not None and not 1 <= args.domain_size < ep_size:
+        raise ValueError(f"--domain_size must be 1 to {ep_size - 1}, below --ep_size {ep_size}, got {args.domain_size}")
+    return str(args.network or "auto")
 
 
 def resolve(args: argparse.Namespace, world_size: int | None) -> Settings:
@@ -210,6 +236,8 @@ def resolve(args: argparse.Namespace, world_size: int | None) -> Settings:
         peers=_resolve_peers(args.peers, device, ep_size),
         ablate=_resolve_ablate(args),
         no_sync=args.no_sync,
+        network=_resolve_network(args, device, ep_size, world_size),
+        domain_size=args.domain_size,
     )
     # The library's own limits on sizes, asked before any rank is started.
     workspace_bytes(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from putget import reference
@@ -36,8 +37,9 @@ class Traffic:
     """Bytes of one round. Except for memory, they left one rank for another, as the mean over ranks.
 
     Attributes:
-        dispatch: one put per (token, rank), as putget does.
-        combine: one get per (token, rank).
+        dispatch: one put per (token, rank), as putget does; to other domains one row per (token, domain). What a domain
+            then passes on among its ranks does not count.
+        combine: one get per (token, rank); likewise.
         dispatch_per_pair: one put per (token, k), without deduplication.
         combine_per_pair: one get per (token, k).
         all_gather: every token to every rank.
@@ -60,19 +62,22 @@ class Traffic:
     expert_major_memory: int
 
 
-def count(shape: Shape, topk_ids: Sequence[Tensor]) -> Traffic:
+def count(shape: Shape, topk_ids: Sequence[Tensor], domain_of: Sequence[int] | None = None) -> Traffic:
     """Counts the bytes of one round.
 
     Args:
         shape: sizes of rows and memory.
         topk_ids: the ids of every rank, each [num_tokens, top_k], -1 for no expert.
+        domain_of: the domain of each rank; None: all ranks are one.
     """
+    domains = torch.tensor([0] * shape.ep_size if domain_of is None else list(domain_of))
     expert_to_rank = reference.default_expert_to_rank(shape.num_experts, shape.ep_size)
     rows = pairs = tokens = 0
     for src, ids in enumerate(topk_ids):
         ids = ids.cpu().long()
         routing = reference.route(ids, expert_to_rank, shape.ep_size)
-        rows += int(routing.rows_per_rank.sum() - routing.rows_per_rank[src])
+        near = routing.rows_per_rank[domains == domains[src]].sum()
+        rows += int(near - routing.rows_per_rank[src]) + _rows_to_others(routing.target_ranks, domains, src)
         targets = expert_to_rank.long()[ids.clamp(min=0)]
         pairs += int(((ids >= 0) & (targets != src)).sum())
         tokens += len(ids)
@@ -93,6 +98,15 @@ def count(shape: Shape, topk_ids: Sequence[Tensor]) -> Traffic:
         token_major_memory=slots * slot_bytes,
         expert_major_memory=slots * num_local_experts * slot_bytes,
     )
+
+
+def _rows_to_others(target_ranks: Tensor, domains: Tensor, src: int) -> int:
+    """Rows that cross to other domains than the source's: one for each (token, domain)."""
+    rows = 0
+    for domain in range(int(domains.max()) + 1):
+        if domain != domains[src]:
+            rows += int(((target_ranks >= 0) & (domains[target_ranks.clamp(min=0)] == domain)).any(1).sum())
+    return rows
 
 
 def gigabytes_per_second(num_bytes: float, latency_us: float) -> float:

@@ -19,7 +19,7 @@ from putget import reference
 from tests.alltoall.test_properties import cases
 from tests.harness import Rank, run_ranks
 from tests.harness.cases import COMBINE, DISPATCH, ENDINGS, Case, Round
-from tests.harness.compare import check_case, play, play_round, require_same
+from tests.harness.compare import check_case, check_round, play, play_round, require_same
 
 # Ranks and the size of a domain; the last domain of five ranks is smaller than the first.
 WORLDS = [(4, 2), (8, 2), (8, 4), (5, 3), (8, 1)]
@@ -242,6 +242,45 @@ def test_rows_by_expert_cross_domains() -> None:
     assert run_ranks(4, body, mode="thread", network=network(2)) == [True] * 4
 
 
+def with_another_table(rank: Rank, changed_in: tuple[int, ...], halves: bool) -> list[str]:
+    """A body: in some rounds rank 1 gives an expert of rank 3 to rank 2; what check() says at the end of each."""
+    said = []
+    ids, weights, rows = torch.tensor([[0, 4], [2, 6]], dtype=torch.int32), torch.ones(2, 2), torch.ones(2, 4)
+    with rank.all_to_all(num_experts=8) as a2a:
+        for number in range(4):
+            if rank.rank == 1:
+                a2a.expert_to_rank[7] = 2 if number in changed_in else 3
+            if halves:
+                a2a.dispatch_start(ids, weights, rows)
+                a2a.dispatch_finish()
+            else:
+                a2a.dispatch(ids, weights, rows)
+            a2a.combine()
+            try:
+                a2a.check()
+                said.append("")
+            except putget.ProtocolMisuse as error:
+                said.append(str(error))
+    return said
+
+
+@pytest.mark.parametrize("halves", [False, True])
+def test_tables_that_differ_between_domains_are_counted_by_source(halves: bool) -> None:
+    """In the round itself, by the message's header: rank 1 has others than ranks 2 and 3. Rank 0 has its own domain's
+    word, in which the experts of other domains are none.
+    """
+    found = run_ranks(4, with_another_table, (1, 2), halves, mode="thread", network=network(2))
+    assert found[0] == [""] * 4
+    for rank, sources in ((1, (2, 3)), (2, (1,)), (3, (1,))):
+        assert found[rank][0] == found[rank][3] == "", found[rank]
+        for number in (1, 2):
+            said = found[rank][number]
+            assert said.startswith(f"expert_to_rank was another one than on rank {rank} on "), said
+            for source in sources:
+                assert f"rank {source} in 1 rounds, in which 1 rows came from it" in said, said
+            assert said.count("rows came") == len(sources)
+
+
 # --- who is named
 
 
@@ -332,6 +371,71 @@ def test_more_rows_than_a_rank_looks_at(provider: str) -> None:
     assert run_ranks(2, body, mode="thread", network=network(1, provider)) == ["1: 3 of 2", ""]
 
 
+# --- other active ranks
+
+
+def come_and_go(rank: Rank, case: Case, masks: list[tuple[bool, ...]], meeting: threading.Barrier) -> list[Any]:
+    """A body: the rounds of a case under one mask after the other; ranks that are left out wait for their turn."""
+    outcomes: list[Any] = []
+    with rank.all_to_all(**case.options()) as a2a:
+        for number, mask in enumerate(masks):
+            outcomes.append([])
+            if mask[rank.rank]:
+                if number > 0:
+                    a2a.set_active_ranks(mask)
+                assert a2a.active_ranks == mask
+                under_it = replace(case, active=mask)
+                outcomes[-1] = [play_round(a2a, rank, under_it, index) for index in range(len(case.rounds))]
+            meeting.wait(60)
+    return outcomes
+
+
+def only(size: int, *members: int) -> tuple[bool, ...]:
+    return tuple(rank in members for rank in range(size))
+
+
+@pytest.mark.parametrize(
+    ("ep_size", "domain_size", "members"),
+    [(4, 2, [(0, 1, 2), (1, 3), (0, 1), (2,)]), (5, 3, [(0, 3, 4), (1, 2, 3), (0, 1, 2)]), (3, 1, [(0, 2), (1,)])],
+    ids=["2x2", "3+2", "3x1"],
+)
+def test_active_ranks_come_and_go(ep_size: int, domain_size: int, members: list[Any], provider: str) -> None:
+    """A rank, agents and whole domains leave, others begin anew, and all come back."""
+    rounds = ragged(ep_size, 8, ep_size, 9)
+    wide = {"payloads": (((24,), torch.bfloat16),), "output": ((24,), torch.bfloat16)}
+    case = in_domains(
+        Case(ep_size, rounds, num_experts=2 * ep_size, top_k=4, max_tokens_per_rank=9, **wide), domain_size
+    )
+    everyone = only(ep_size, *range(ep_size))
+    masks = [everyone, *(only(ep_size, *some) for some in members), everyone]
+    meeting = threading.Barrier(ep_size)
+    net = network(domain_size, provider)
+    found = run_ranks(ep_size, come_and_go, case, masks, meeting, mode="thread", timeout=200, network=net)
+    for number, mask in enumerate(masks):
+        for index in range(len(rounds)):
+            held = {rank: found[rank][number][index] for rank in range(ep_size) if mask[rank]}
+            check_round(replace(case, active=mask), index, held)
+
+
+def test_a_round_that_is_open_ends_with_the_active_ranks(provider: str) -> None:
+    """Rounds of before leave nothing behind, however they stood."""
+
+    def body(rank: Rank) -> float:
+        ids = torch.arange(4, dtype=torch.int32).expand(2, 4).contiguous()
+        with rank.all_to_all(num_experts=4, top_k=4, timeout_s=20.0) as a2a:
+            for number in range(6):
+                if number % 3:
+                    a2a.dispatch(ids, torch.ones(2, 4), torch.ones(2, 4))
+                if number % 2:
+                    a2a.dispatch_start(ids, torch.ones(2, 4), torch.ones(2, 4))
+                a2a.set_active_ranks([True] * 4)
+            a2a.dispatch(ids, torch.ones(2, 4), torch.ones(2, 4))
+            a2a.combine_input.fill_(10.0**rank.rank)
+            return a2a.combine()[1, 0].item()
+
+    assert run_ranks(4, body, mode="thread", timeout=120, network=network(2, provider)) == [1111.0] * 4
+
+
 # --- what ends a round differently, and what is refused
 
 
@@ -375,16 +479,10 @@ def test_arguments_that_do_not_cross_domains_are_refused(name: str) -> None:
     assert run_ranks(2, body, mode="thread", network=network(1)) == ["torch.Size([1, 4])"] * 2
 
 
-def test_calls_that_do_not_cross_domains_are_refused() -> None:
+def test_a_workspace_of_another_object_is_refused() -> None:
     def body(rank: Rank) -> None:
-        ids, weights, rows = torch.zeros(1, 2, dtype=torch.int32), torch.ones(1, 2), torch.ones(1, 4)
-        with rank.all_to_all() as a2a:
-            with pytest.raises(ValueError, match="set_active_ranks: the communicator has 2 domains"):
-                a2a.set_active_ranks([True, True])
-            a2a.dispatch(ids, weights, rows)
-            a2a.combine()
-            with pytest.raises(ValueError, match="workspace is given"):
-                rank.all_to_all(workspace=a2a.workspace)
+        with rank.all_to_all() as a2a, pytest.raises(ValueError, match="workspace is given"):
+            rank.all_to_all(workspace=a2a.workspace)
 
     run_ranks(2, body, mode="thread", network=network(1))
 

@@ -109,6 +109,8 @@ def gpu_document() -> dict[str, Any]:
             "peers": ["nccl", "deepep"],
             "ablate": [],
             "no_sync": False,
+            "network": None,
+            "domain_size": None,
         },
         "row_bytes": {"dispatch": 7456, "combine": 14336},
         "timing": {

@@ -106,6 +106,22 @@ def test_bench_of_other_shapes(putget: Command, flags: str) -> None:
     assert "9 tokens a rank: correct;" in printed
 
 
+@pytest.mark.parametrize("provider", ["tcp", "shm"])
+def test_bench_across_domains(putget: Command, tmp_path: Path, provider: str) -> None:
+    pytest.importorskip("putget_transfer._native", reason="putget_transfer is not built: see `make transfer`")
+    path = tmp_path / "out.json"
+    printed = putget(
+        f"bench --device cpu --ep_size 3 --domain_size 2 --network {provider} -b 0 -e 4 -f 4 --iters 3 --warmup 1 "
+        f"--hidden_size 128 --output_file {path}"
+    )
+    assert f"domains of 2 over {provider}" in " ".join(printed.split())
+    document = json.loads(path.read_text())
+    jsonschema.Draft202012Validator(report.schema()).validate(document)
+    assert (document["config"]["network"], document["config"]["domain_size"]) == (provider, 2)
+    assert [size["checked"] for size in document["results"]] == [True] * 3
+    assert document["workspace"].splitlines()[-1].endswith("bytes for other domains")
+
+
 def test_bench_reads_a_routing_file(putget: Command, tmp_path: Path) -> None:
     path = tmp_path / "routing.npz"
     generator = np.random.default_rng(5)

@@ -43,13 +43,25 @@ def test_a_machine_without_rdma_says_so(tmp_path: Path) -> None:
     assert [(finding.name, finding.status) for finding in doctor._nics(tmp_path)] == [("RDMA devices", "absent")]
 
 
+def test_networks_of_domains(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(doctor, "why_not", lambda provider: None if provider == "tcp" else f"no {provider} here")
+    found = {finding.name: finding for finding in doctor._domains()}
+    assert {name: finding.status for name, finding in found.items()} == {
+        "sim": "ok", "tcp": "ok", "shm": "missing", "verbs": "missing"
+    }  # fmt: skip
+    assert found["verbs"].detail == "no verbs here"
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
+    assert [(finding.name, finding.status) for finding in doctor._domains()] == [("sim", "ok"), ("engine", "missing")]
+
+
 def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["doctor", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["schema"] == "putget.doctor/1"
     assert document["runs"]["cpu"] is True
     areas = {finding["area"] for finding in document["findings"]}
-    assert areas == {"putget", "cpu", "gpu", "links", "memory", "nic", "transport"}
+    assert areas == {"putget", "cpu", "gpu", "links", "memory", "nic", "transport", "domains"}
     for finding in document["findings"]:
         assert finding["status"] in ("ok", "missing", "absent")
         if finding["status"] == "missing":

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import jsonschema
+import pytest
 
 from putget_bench import report
 from tests.project.checkout import ROOT
@@ -52,6 +53,26 @@ def test_a_series_an_overlap_and_their_tables(tmp_path: Path) -> None:
     assert {"putget", "got rows"} == {contender["name"] for contender in contenders}
     for line in ("| deepseek_v3 | 256/8/256 fp8 | 3 |", "| 3 | combine | 8 |", "| 4 | sentinel | None | 16 |"):
         assert line in tables
+
+
+def test_a_network_round_stands_beside_the_bare_engine(tmp_path: Path) -> None:
+    pytest.importorskip("putget_transfer._native", reason="putget_transfer is not built: see `make transfer`")
+    path = tmp_path / "network_round.json"
+    flags = f"--tokens 1,3 --hidden_size 64 --rounds 20 --output_file {path}"
+    told = run("network_round.py", *flags.split())
+    document = json.loads(path.read_text())
+    assert (document["schema"], document["mismatches"]) == ("putget.network_round/1", [])
+    assert [(line["provider"], line["tokens"]) for line in document["results"]] == [
+        ("tcp", 1), ("tcp", 3), ("shm", 1), ("shm", 3)
+    ]  # fmt: skip
+    for line in document["results"]:
+        assert line["rounds"] == 20
+        assert line["ratio"] == line["round_us"] / line["bare_us"]
+        assert min(line["bare_us"], line["one_domain_us"], *line["halves_us"].values()) > 0
+        # Header, an index of two entries a token, rows of 16 bytes of ids and weights and 64 values.
+        assert line["message_bytes"] == 64 + 16 + line["tokens"] * (16 + 128)
+        assert line["return_bytes"] == line["tokens"] * 128
+    assert "tcp, 3 tokens: round " in told
 
 
 def test_a_wrong_result_ends_an_overlap_with_an_error() -> None:

@@ -34,6 +34,16 @@ def test_counts_of_a_small_round() -> None:
     assert counted.expert_major_memory == 2 * 20 * 1100
 
 
+def test_a_row_for_each_other_domain() -> None:
+    """Four ranks of an expert each, domains (0, 1) and (2, 3): rank 0 has all tokens."""
+    shape = traffic.Shape(4, 4, 3, 8, 100, 1000)
+    none = torch.full((0, 3), -1)
+    ids = [torch.tensor([[1, 2, 3], [0, 3, -1], [1, -1, -1]]), none, none, none]
+    assert traffic.count(shape, ids).dispatch == 5 * 100 / 4  # three rows to ranks 1 to 3, one, one
+    counted = traffic.count(shape, ids, (0, 0, 1, 1))
+    assert (counted.dispatch, counted.combine) == (4 * 100 / 4, 4 * 1000 / 4)  # ranks 2 and 3 share a row
+
+
 def test_nothing_leaves_a_single_rank() -> None:
     shape = traffic.Shape(1, 4, 2, 8, 100, 1000)
     counted = traffic.count(shape, [torch.tensor([[0, 1], [2, 3]])])

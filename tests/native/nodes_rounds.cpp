@@ -120,7 +120,7 @@ class Rank {
       : story_(story),
         held_(*network.table(rank), story.seed * kRanks + rank),
         plan_{},
-        nodes_{domains, {}, {}, 0, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}},
+        nodes_{domains, {}, {}, 0, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}},
         network_(network),
         rank_(rank) {
     plan_.shape = shape_of(rank);
@@ -225,6 +225,7 @@ class Rank {
     home_rows_ = zeros<int32_t>(kTokens * kRanks);
     nodes_.home_rows = home_rows_.data();
     nodes_.sent_rows = sent_rows_;
+    nodes_.sent_table = &sent_table_;
     nodes_.served_rows = served_rows_;
   }
 
@@ -353,7 +354,7 @@ class Rank {
   std::vector<Line> out_ = zeros<Line>(kTokens);
   std::vector<uint64_t> board_;
   std::vector<int32_t> table_, near_ranks_, near_slots_, ranks_, slots_, served_ranks_, served_slots_, home_rows_;
-  uint32_t sent_rows_[kRanks] = {}, served_rows_[kRanks] = {};
+  uint32_t sent_rows_[kRanks] = {}, served_rows_[kRanks] = {}, sent_table_ = 0;
   int32_t num_tokens_[kRanks] = {};
   unsigned long long invalid_ = 0;
   int32_t ids_[kTokens * kTopK] = {};

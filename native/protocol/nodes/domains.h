@@ -57,6 +57,12 @@ class Domains {
     for (uint32_t source = 0; source < end; ++source) found += is_agent_of(rank, source) ? 1 : 0;
     return found;
   }
+  // The first other domain with active ranks; count() if there is none.
+  PUTGET_PURE uint32_t other_than(uint32_t domain) const {
+    uint32_t other = 0;
+    while (other < count_ && (other == domain || size_[other] == 0)) ++other;
+    return other;
+  }
   // The split that another domain has in a rank's outbox and landing: the rank's own domain has none.
   PUTGET_PURE uint32_t split(uint32_t rank, uint32_t domain) const {
     return domain < domain_of_[rank] ? domain : domain - 1;

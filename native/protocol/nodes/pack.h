@@ -4,6 +4,7 @@
 // batch always fills the same bytes. One CTA runs it. docs/protocol/nodes.md explains the tags.
 #pragma once
 
+#include "protocol/dispatch/tables.h"
 #include "protocol/nodes/copy_part.h"
 #include "protocol/nodes/waits.h"
 #include "protocol/round/routing.h"
@@ -40,6 +41,19 @@ PUTGET_TEXT void route_far(Exec& exec, const Plan& plan, const NodesPlan& nodes,
       }
     }
   }
+}
+
+// What this rank routes by, for its messages: as tables.h, but experts of ranks that are not active count too.
+template <class Exec>
+PUTGET_TEXT void keep_table_digest(const Exec& exec, const Plan& plan, const NodesPlan& nodes) {
+  if (exec.warp() != 0) return;
+  uint32_t digest = 0;
+  PUTGET_ROLLED
+  for (uint32_t expert = exec.lane(); expert < table_experts(plan); expert += exec.lanes()) {
+    digest += mixed(expert << 8 | static_cast<uint8_t>(plan.expert_to_rank[expert]));
+  }
+  for (uint32_t step = 1; step < exec.lanes(); step *= 2) digest += exec.of_lane(digest, exec.lane() ^ step);
+  if (exec.lane() == 0) *nodes.sent_table = digest;
 }
 
 // Slots and rows of messages, by counting: each thread counts for some ranks and domains.
@@ -112,7 +126,9 @@ PUTGET_TEXT void pack_message(Exec& exec, const Plan& plan, const NodesPlan& nod
   PUTGET_ROLLED
   for (uint32_t chunk = exec.thread(); chunk < parcel.chunks(rows); chunk += exec.threads()) {
     auto* header = reinterpret_cast<ParcelHeader*>(message + parcel.chunk_at(chunk));
-    *header = make_header(parcel, sender, rows, chunk);  // [X1]
+    ParcelHeader made = make_header(parcel, sender, rows, chunk);
+    made.table = *nodes.sent_table;
+    *header = made;  // [X1]
   }
 }
 
@@ -120,6 +136,8 @@ PUTGET_TEXT void pack_message(Exec& exec, const Plan& plan, const NodesPlan& nod
 template <class Exec>
 PUTGET_TEXT bool await_outbox(Exec& exec, const Plan& plan, const NodesPlan& nodes, uint32_t epoch,
                               NodesScratch& scratch) {
+  const uint32_t own = nodes.domains.domain_of(plan.shape.ep_rank);
+  if (nodes.domains.other_than(own) == nodes.domains.count()) return true;  // nothing is sent
   Patience patience;
   if (exec.thread() == 0) {
     await_word<Tag::X0>(exec, plan, nodes, nodes.board_of(plan.shape.ep_rank).sent(), epoch, patience, scratch);
@@ -129,8 +147,7 @@ PUTGET_TEXT bool await_outbox(Exec& exec, const Plan& plan, const NodesPlan& nod
   if (exec.thread() != 0 || report_lost<Tag::X0>(exec, plan, nodes, Phase::kDispatch, epoch + 1)) return false;
   RankSet missing = RankSet::none();
   for (uint32_t domain = 0; domain < nodes.domains.count(); ++domain) {
-    const bool is_own = domain == nodes.domains.domain_of(plan.shape.ep_rank);
-    if (!is_own && nodes.domains.size(domain) != 0) add_missing_of(exec, plan, nodes, domain, missing);
+    if (domain != own && nodes.domains.size(domain) != 0) add_missing_of(exec, plan, nodes, domain, missing);
   }
   report_timeout(exec, plan, Phase::kDispatch, epoch + 1, missing);
   return false;
@@ -149,6 +166,7 @@ PUTGET_TEXT void pack(Exec& exec, const Plan& plan, const NodesPlan& nodes, cons
   NumValid num_valid;
   num_valid.load(call);
   route_far<Id>(exec, plan, nodes, call, num_valid.tokens(call));
+  keep_table_digest(exec, plan, nodes);
   exec.sync();
   count_places(exec, plan, nodes, call.num_tokens, scratch);
   exec.sync();

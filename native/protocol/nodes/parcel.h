@@ -33,7 +33,7 @@ struct alignas(16) ParcelHeader {
   uint64_t shape_hash;
   uint64_t returns_at;   // bytes from the start of the source's landing
   uint32_t return_rows;  // rows that the source has room for there
-  uint32_t reserved;
+  uint32_t table;        // digest of the source's expert_to_rank; any value is a right one
 };
 static_assert(sizeof(ParcelHeader) == 64, "the header is a part of the wire format");
 

@@ -42,6 +42,7 @@ struct NodesPlan {
   int32_t* target_slots;  // likewise
   int32_t* home_rows;     // [max_tokens_per_rank, domains] row of a token in the message for a domain, or -1
   uint32_t* sent_rows;    // [domains] rows of the message for a domain
+  uint32_t* sent_table;   // digest of expert_to_rank in this rank's last dispatch
   uint32_t* served_rows;  // [ep_size] rows of the message of a source that this rank is the agent of
   int32_t* served_ranks;  // [max_tokens_per_rank, top_k] routes of one such source in the own domain
   int32_t* served_slots;  // likewise

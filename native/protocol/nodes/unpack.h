@@ -106,6 +106,10 @@ PUTGET_TEXT bool unpack_source(Exec& exec, const Plan& plan, const NodesPlan& no
   if (exec.thread() != 0) return true;
   const uint32_t rows = scratch.slots[source];
   const uint32_t shown = rows < max_rows ? rows : max_rows;
+  if (chunks != 0 && plan.tables_apart != nullptr && scratch.header.table != *nodes.sent_table) {
+    exec.add(plan.tables_apart + source, 1);
+    exec.add(plan.tables_apart + plan.shape.ep_size + source, rows);
+  }
   plan.num_tokens[source] = static_cast<int32_t>(shown);
   plan.state->head.left[source] = shown;
   if (rows > max_rows) report_capacity(exec, plan, epoch, source, rows, max_rows);

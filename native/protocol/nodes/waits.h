@@ -96,7 +96,7 @@ PUTGET_RARE bool report_lost(Exec& exec, const Plan& plan, const NodesPlan& node
       report_timeout(exec, plan, phase, epoch, missing);
     } else {
       // In dispatch the doorbells say how this rank has ended the round before.
-      const uint64_t doorbell = exec.peek(board.out(own == 0 ? 1 : 0));
+      const uint64_t doorbell = exec.peek(board.out(domains.other_than(own) % domains.count()));
       const bool released = phase == Phase::kDispatch && doorbell_ended(flag_value(doorbell)) == kEndedByRelease;
       const Misuse wrong = released ? Misuse::kPeerCombined : Misuse::kPeerReleased;
       report_misuse(exec, plan, phase, wrong, flag_epoch(lost), 0, 0, first);
