@@ -1,6 +1,7 @@
 // What a backend (cpu, cuda) gives to the C ABI.
 #pragma once
 
+#include <functional>
 #include <memory>
 
 #include "balancer/choice.h"
@@ -60,11 +61,23 @@ class Backend : public std::enable_shared_from_this<Backend> {
 
   // Across domains: before the start half of the domain's own dispatch and after its finish half; before the start half
   // of its combine, or its release, and after that start half; and after the finish half of combine.
-  virtual void pack(const Plan&, const NodesPlan&, const DispatchCall&, void*) { refuse_nodes(); }
-  virtual void unpack(const Plan&, const NodesPlan&, uint32_t, void*) { refuse_nodes(); }
-  virtual void close_round(const Plan&, const NodesPlan&, uint32_t, void*) { refuse_nodes(); }
-  virtual void serve_sources(const Plan&, const NodesPlan&, void*) { refuse_nodes(); }
-  virtual void sum_domains(const Plan&, const NodesPlan&, const CombineCall&, void*) { refuse_nodes(); }
+  virtual void pack(const Plan& plan, const NodesPlan& nodes, const DispatchCall& call, const Limits& limits,
+                    void* stream) = 0;
+  virtual void unpack(const Plan& plan, const NodesPlan& nodes, uint32_t max_rows, const Limits& limits,
+                      void* stream) = 0;
+  virtual void close_round(const Plan& plan, const NodesPlan& nodes, uint32_t kind, void* stream) = 0;
+  virtual void serve_sources(const Plan& plan, const NodesPlan& nodes, const Limits& limits, void* stream) = 0;
+  virtual void sum_domains(const Plan& plan, const NodesPlan& nodes, const CombineCall& call, const Limits& limits,
+                           void* stream) = 0;
+  // Memory of the rank's kernels alone, zeroed.
+  virtual std::shared_ptr<uint8_t> make_tables(uint64_t bytes) = 0;
+  // Where kernels see whole pages of host memory, until it goes; they stay where they are until then.
+  virtual std::shared_ptr<uint8_t> show_to_kernels(uint8_t* host, uint64_t bytes) = 0;
+  // A stream that waits for nobody else's work.
+  virtual void* own_stream() const { return nullptr; }
+
+  // Called by whoever reads the fault, before: it may know better who is missing.
+  std::function<void()> before_fault_is_read;
 
   const MemoryConfig& config() const { return config_; }
   // Where the sentinel rows of any object begin; before that lie regions of other rows.
@@ -83,10 +96,6 @@ class Backend : public std::enable_shared_from_this<Backend> {
   const MemoryConfig config_;
 
  private:
-  [[noreturn]] static void refuse_nodes() {
-    throw Error(PUTGET_UNAVAILABLE, "rounds across domains are for CPU ranks in this version");
-  }
-
   uint64_t sentinel_begin_;
 };
 

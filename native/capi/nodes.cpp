@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <iterator>
 #include <thread>
 
 #include "capi/alltoall.h"
@@ -13,6 +14,7 @@
 #include "capi/network.h"
 #include "capi/require.h"
 #include "capi/validate.h"
+#include "cpu/own_pages.h"
 
 namespace putget::capi {
 namespace {
@@ -66,8 +68,9 @@ std::pair<const uint8_t*, uint64_t> next_part(const uint8_t*& card, uint64_t& le
 }
 
 NodesPlan begin_plan(const NodesShape& made, const putget_nodes_config& config) {
-  NodesPlan nodes{made.domains, made.parcel, made.row, config.generation, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {},
-                  {},           {},          {}};
+  NodesPlan nodes{
+      made.domains, made.parcel, made.row, config.generation, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {},
+      {},           {},          {}};
   nodes.target_ranks = config.target_ranks;
   nodes.target_slots = config.target_slots;
   return nodes;
@@ -97,7 +100,8 @@ uint64_t NodesShape::shared_bytes() const {
 
 uint64_t NodesShape::own_bytes(const Shape& shape) const {
   const Splits splits(domains, parcel);
-  const uint64_t tables = shape.max_tokens_per_rank * (2 * uint64_t{shape.top_k} + domains.count()) * sizeof(int32_t);
+  const uint64_t served = 2 * uint64_t{shape.top_k} * domains.sources(shape.ep_rank, shape.ep_size);
+  const uint64_t tables = shape.max_tokens_per_rank * (served + domains.count()) * sizeof(int32_t);
   const uint64_t sums = uint64_t{shape.max_tokens_per_rank} * shape.output_row_bytes();
   return splits.outbox_bytes() + splits.landing_bytes() + splits.returns_bytes(shape.ep_rank) + sums + tables;
 }
@@ -112,44 +116,94 @@ Nodes::Nodes(const putget_nodes_config& config, Backend& memory, const Plan& pla
       rank_(plan.shape.ep_rank),
       workspace_(config.workspace),
       nodes_(begin_plan(NodesShape(plan.shape, config, transport_.most_bytes), config)) {
-  const Shape& shape = plan.shape;
-  const Splits splits(nodes_.domains, nodes_.parcel);
-  for (uint32_t rank = 0; rank < shape.ep_size; ++rank) {
-    if (!nodes_.is_near(plan, rank) || !nodes_.domains.is_active(rank)) continue;
-    nodes_.board[rank] = reinterpret_cast<uint64_t*>(shared.base(rank));
-    nodes_.inbox[rank] = shared.base(rank) + kInboxAt;
+  for (uint32_t rank = 0; rank < plan.shape.ep_size; ++rank) {
+    if (is_member(rank)) board_[rank] = reinterpret_cast<uint64_t*>(shared.base(rank));
   }
-  const uint64_t routes = uint64_t{shape.max_tokens_per_rank} * shape.top_k * sizeof(int32_t);
-  const auto table = [&](uint64_t bytes) { return reinterpret_cast<int32_t*>(place(storage_.emplace_back(), bytes)); };
-  nodes_.served_ranks = table(routes);
-  nodes_.served_slots = table(routes);
-  const uint32_t domains = nodes_.domains.count();
-  nodes_.home_rows = table(uint64_t{shape.max_tokens_per_rank} * domains * sizeof(int32_t));
-  nodes_.sent_rows = reinterpret_cast<uint32_t*>(table(domains * sizeof(uint32_t)));
-  nodes_.sent_table = reinterpret_cast<uint32_t*>(table(sizeof(uint32_t)));
-  nodes_.served_rows = reinterpret_cast<uint32_t*>(table(shape.ep_size * sizeof(uint32_t)));
-  nodes_.own_sums =
-      place(storage_.emplace_back(), uint64_t{shape.max_tokens_per_rank} * round_up(shape.output_row_bytes(), 16));
-  nodes_.outbox = place(storage_.emplace_back(), splits.outbox_bytes());
-  nodes_.returns = place(storage_.emplace_back(), splits.returns_bytes(rank_));
-  nodes_.landing = place(storage_.emplace_back(), splits.landing_bytes());
-  nodes_.board_of(rank_).clear(memory.read_state().head.epoch);
-  outbox_ = add_region(nodes_.outbox, splits.outbox_bytes());
-  returns_ = add_region(nodes_.returns, splits.returns_bytes(rank_));
-  inbox_ = add_region(nodes_.inbox[rank_], splits.inbox_bytes(rank_));
-  landing_ = add_region(nodes_.landing, splits.landing_bytes());
+  make_tables(plan.shape);
+  make_network_memory();
+  Board(board_[rank_]).clear(memory.read_state().head.epoch);
+  memory.before_fault_is_read = [this] { name_the_lost(); };
+}
+
+bool Nodes::is_member(uint32_t rank) const { return nodes_.is_near(plan_, rank) && nodes_.domains.is_active(rank); }
+
+// What kernels keep from step to step, each table on lines of its own.
+void Nodes::make_tables(const Shape& shape) {
+  constexpr uint64_t kLine = 128;
+  const uint64_t tokens = shape.max_tokens_per_rank;
+  const uint64_t domains = nodes_.domains.count();
+  const uint64_t sources = nodes_.domains.sources(rank_, shape.ep_size);
+  const uint64_t routes = tokens * shape.top_k * sources * sizeof(int32_t);
+  const uint64_t bytes[] = {routes,
+                            routes,
+                            tokens * domains * sizeof(int32_t),
+                            domains * sizeof(uint32_t),
+                            sizeof(uint32_t),
+                            shape.ep_size * sizeof(uint32_t),
+                            (NodesPlan::kJoins + sources) * sizeof(uint32_t),
+                            tokens * round_up(shape.output_row_bytes(), 16)};
+  uint64_t at[std::size(bytes)];
+  uint64_t end = 0;
+  for (size_t i = 0; i < std::size(bytes); ++i) {
+    at[i] = end;
+    end += (bytes[i] + kLine - 1) / kLine * kLine;
+  }
+  uint8_t* tables = storage_.emplace_back(memory_->make_tables(end)).get();
+  nodes_.served_ranks = reinterpret_cast<int32_t*>(tables + at[0]);
+  nodes_.served_slots = reinterpret_cast<int32_t*>(tables + at[1]);
+  nodes_.home_rows = reinterpret_cast<int32_t*>(tables + at[2]);
+  nodes_.sent_rows = reinterpret_cast<uint32_t*>(tables + at[3]);
+  nodes_.sent_table = reinterpret_cast<uint32_t*>(tables + at[4]);
+  nodes_.served_rows = reinterpret_cast<uint32_t*>(tables + at[5]);
+  nodes_.joined = reinterpret_cast<uint32_t*>(tables + at[6]);
+  nodes_.own_sums = tables + at[7];
+}
+
+// In host memory, where any network reaches it.
+void Nodes::make_network_memory() {
+  const Splits splits(nodes_.domains, nodes_.parcel);
+  const auto make = [&](uint64_t bytes) { return storage_.emplace_back(cpu::make_pages(bytes)).get(); };
+  own_outbox_ = make(splits.outbox_bytes());
+  own_returns_ = make(splits.returns_bytes(rank_));
+  own_landing_ = make(splits.landing_bytes());
+  outbox_ = add_region(own_outbox_, splits.outbox_bytes());
+  returns_ = add_region(own_returns_, splits.returns_bytes(rank_));
+  inbox_ = add_region(shared_->base(rank_) + kInboxAt, splits.inbox_bytes(rank_));
+  landing_ = add_region(own_landing_, splits.landing_bytes());
+}
+
+// When the memory of the own domain is mapped here.
+void Nodes::show_to_kernels() {
+  const Splits splits(nodes_.domains, nodes_.parcel);
+  const auto show = [&](uint8_t* host, uint64_t bytes) {
+    return shown_.emplace_back(memory_->show_to_kernels(host, std::max<uint64_t>(bytes, 1))).get();
+  };
+  uint8_t* inbox[kMaxRanks] = {};
+  for (uint32_t rank = 0; rank < plan_.shape.ep_size; ++rank) {
+    if (!is_member(rank)) continue;
+    uint8_t* base = show(shared_->base(rank), shared_->config().bytes);
+    nodes_.board[rank] = reinterpret_cast<uint64_t*>(base);
+    inbox[rank] = base + kInboxAt;
+  }
+  nodes_.look_up_messages(plan_.shape, inbox);
+  nodes_.outbox = show(own_outbox_, splits.outbox_bytes());
+  nodes_.returns = show(own_returns_, splits.returns_bytes(rank_));
+  nodes_.landing = show(own_landing_, splits.landing_bytes());
 }
 
 Nodes::~Nodes() {
-  if (runs_) end_last_round();
-  while (!quiet()) std::this_thread::sleep_for(kBetweenLooks);
+  if (runs_) {
+    end_last_round();
+    while (!quiet()) std::this_thread::sleep_for(kBetweenLooks);
+  }
+  if (!has_left_) memory_->before_fault_is_read = nullptr;
   for (const uint32_t region : regions_) transport_.remove_region(transport_.self, region);
 }
 
 // Leaves the thread when nothing of the last round is owed to others any more, or after some time.
 void Nodes::end_last_round() {
   const bool is_well = __atomic_load_n(&memory_->fault()->kind, __ATOMIC_ACQUIRE) == 0;
-  if (is_well) memory_->close_round(plan_, nodes_, kEndedByRelease, nullptr);
+  if (is_well) memory_->close_round(plan_, nodes_, kEndedByRelease, memory_->own_stream());
   const auto begun = std::chrono::steady_clock::now();
   for (;;) {
     network_->stepper().remove(proxy_.get());
@@ -167,6 +221,7 @@ void Nodes::leave() {
   if (runs_) network_->stepper().remove(proxy_.get());
   runs_ = false;
   has_left_ = true;
+  memory_->before_fault_is_read = nullptr;
   remove_region(inbox_);
   remove_region(landing_);
 }
@@ -174,13 +229,6 @@ void Nodes::leave() {
 void Nodes::remove_region(uint32_t region) {
   check(transport_.remove_region(transport_.self, region));
   regions_.erase(std::remove(regions_.begin(), regions_.end(), region), regions_.end());
-}
-
-uint8_t* Nodes::place(std::vector<uint64_t>& storage, uint64_t bytes) {
-  constexpr uint64_t kLine = 128;
-  storage.assign((bytes + kLine) / sizeof(uint64_t) + 1, 0);
-  const auto start = reinterpret_cast<uintptr_t>(storage.data());
-  return reinterpret_cast<uint8_t*>(storage.data()) + (kLine - start % kLine) % kLine;
 }
 
 uint32_t Nodes::add_region(uint8_t* start, uint64_t bytes) {
@@ -230,6 +278,7 @@ void Nodes::start() {
     require(connected_.has(rank), "rank " + std::to_string(rank) + " is not connected");
   }
   require(proxy_ == nullptr, "the object has been started before, and has not left since");
+  show_to_kernels();
   proxy::Config config{rank_,
                        nodes_.generation,
                        workspace_,
@@ -243,7 +292,7 @@ void Nodes::start() {
                        returns_,
                        {},
                        {}};
-  std::copy_n(nodes_.board, kMaxRanks, config.board);
+  std::copy_n(board_, kMaxRanks, config.board);
   std::copy_n(inbox_of_, kMaxRanks, config.inbox_of);
   std::copy_n(landing_of_, kMaxRanks, config.landing_of);
   proxy_ = std::make_unique<proxy::Proxy>(config);
@@ -259,10 +308,9 @@ void Nodes::run() {
 // so that finish halves wait for start halves alone.
 void Nodes::dispatch(const Plan& plan, const DispatchCall& call, const Limits& limits, void* stream) {
   require(runs_, "putget_nodes_run has not been called");
-  if (call.half != Half::kFinish) memory_->pack(plan, nodes_, call, stream);
+  if (call.half != Half::kFinish) memory_->pack(plan, nodes_, call, limits, stream);
   memory_->dispatch(plan, call, limits, stream);
-  name_the_lost();
-  if (call.half != Half::kStart) memory_->unpack(plan, nodes_, call.max_rows, stream);
+  if (call.half != Half::kStart) memory_->unpack(plan, nodes_, call.max_rows, limits, stream);
 }
 
 void Nodes::combine(const Plan& plan, const CombineCall& call, const Limits& limits, void* stream) {
@@ -273,20 +321,19 @@ void Nodes::combine(const Plan& plan, const CombineCall& call, const Limits& lim
     of_domain.half = Half::kStart;
     memory_->close_round(plan, nodes_, kEndedByCombine, stream);
     memory_->combine(plan, of_domain, limits, stream);
-    name_the_lost();
-    memory_->serve_sources(plan, nodes_, stream);
+    memory_->serve_sources(plan, nodes_, limits, stream);
   }
   if (call.half != Half::kStart) {
     of_domain.half = Half::kFinish;
     memory_->combine(plan, of_domain, limits, stream);
-    name_the_lost();
-    memory_->sum_domains(plan, nodes_, call, stream);
+    memory_->sum_domains(plan, nodes_, call, limits, stream);
   }
 }
 
 void Nodes::name_the_lost() {
-  if (__atomic_load_n(&memory_->fault()->kind, __ATOMIC_ACQUIRE) == 0) return;
-  blame_the_lost(*memory_->fault(), nodes_.domains, rank_, nodes_.board_of(rank_));
+  if (named_ || __atomic_load_n(&memory_->fault()->kind, __ATOMIC_ACQUIRE) == 0) return;
+  blame_the_lost(*memory_->fault(), nodes_.domains, rank_, Board(board_[rank_]));
+  named_ = true;
 }
 
 void Nodes::release(const Plan& plan, void* stream) {

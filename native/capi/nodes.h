@@ -47,7 +47,10 @@ class Nodes {
   void release(const Plan& plan, void* stream);
 
  private:
-  uint8_t* place(std::vector<uint64_t>& storage, uint64_t bytes);
+  bool is_member(uint32_t rank) const;  // of the own domain
+  void make_tables(const Shape& shape);
+  void make_network_memory();
+  void show_to_kernels();
   uint32_t add_region(uint8_t* start, uint64_t bytes);
   void remove_region(uint32_t region);
   void check(int status) const;
@@ -62,8 +65,13 @@ class Nodes {
   const putget_transport& transport_;
   const uint32_t rank_;
   const uint32_t workspace_;
-  NodesPlan nodes_;
-  std::vector<std::vector<uint64_t>> storage_;
+  NodesPlan nodes_;                                // as kernels see it
+  uint64_t* board_[kMaxRanks] = {};                // of the ranks of the own domain, as the host sees it
+  std::vector<std::shared_ptr<uint8_t>> storage_;  // the rank's own memory
+  std::vector<std::shared_ptr<uint8_t>> shown_;    // to kernels: goes before what it shows
+  uint8_t* own_outbox_ = nullptr;                  // as the host sees it, and the following
+  uint8_t* own_returns_ = nullptr;
+  uint8_t* own_landing_ = nullptr;
   std::vector<uint32_t> regions_;
   uint32_t outbox_ = 0;
   uint32_t returns_ = 0;
@@ -75,6 +83,7 @@ class Nodes {
   std::unique_ptr<proxy::Proxy> proxy_;
   bool runs_ = false;
   bool has_left_ = false;
+  bool named_ = false;  // the lost, in the fault that stands
 };
 
 }  // namespace putget::capi

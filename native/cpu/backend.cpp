@@ -12,6 +12,7 @@
 #include "cpu/combine.h"
 #include "cpu/exec.h"
 #include "cpu/nodes.h"
+#include "cpu/own_pages.h"
 #include "cpu/symmetric_memory.h"
 #include "protocol/dispatch/dispatch.h"
 #include "protocol/round/exec.h"
@@ -173,24 +174,28 @@ class CpuBackend final : public Backend {
     putget::release(exec, plan, scratch_[0].combine.wait);
   }
 
-  void pack(const Plan& plan, const NodesPlan& nodes, const DispatchCall& call, void*) override {
+  void pack(const Plan& plan, const NodesPlan& nodes, const DispatchCall& call, const Limits&, void*) override {
     const Interruptible running(*this);
     cpu::pack(plan, nodes, call);
   }
-  void unpack(const Plan& plan, const NodesPlan& nodes, uint32_t max_rows, void*) override {
+  void unpack(const Plan& plan, const NodesPlan& nodes, uint32_t max_rows, const Limits&, void*) override {
     const Interruptible running(*this);
     cpu::unpack(plan, nodes, max_rows);
   }
   void close_round(const Plan& plan, const NodesPlan& nodes, uint32_t kind, void*) override {
     cpu::close_round(plan, nodes, kind);
   }
-  void serve_sources(const Plan& plan, const NodesPlan& nodes, void*) override {
+  void serve_sources(const Plan& plan, const NodesPlan& nodes, const Limits&, void*) override {
     const Interruptible running(*this);
     cpu::serve_sources(plan, nodes);
   }
-  void sum_domains(const Plan& plan, const NodesPlan& nodes, const CombineCall& call, void*) override {
+  void sum_domains(const Plan& plan, const NodesPlan& nodes, const CombineCall& call, const Limits&, void*) override {
     const Interruptible running(*this);
     cpu::sum_domains(plan, nodes, call);
+  }
+  std::shared_ptr<uint8_t> make_tables(uint64_t bytes) override { return make_pages(bytes); }
+  std::shared_ptr<uint8_t> show_to_kernels(uint8_t* host, uint64_t) override {
+    return {std::shared_ptr<uint8_t>(), host};
   }
 
  private:

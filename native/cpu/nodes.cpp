@@ -44,10 +44,14 @@ PUTGET_CLONES void run_sum(Exec& exec, const Plan& plan, const NodesPlan& nodes,
 void pack(const Plan& plan, const NodesPlan& nodes, const DispatchCall& call) {
   Exec exec;
   NodesScratch scratch{};
+  const auto run = [&](auto id) {
+    putget::route_messages<decltype(id)>(exec, plan, nodes, call, scratch);
+    putget::pack<decltype(id)>(exec, plan, nodes, call, scratch);
+  };
   if (call.ids_are_64bit != 0) {
-    putget::pack<int64_t>(exec, plan, nodes, call, scratch);
+    run(int64_t{});
   } else {
-    putget::pack<int32_t>(exec, plan, nodes, call, scratch);
+    run(int32_t{});
   }
 }
 

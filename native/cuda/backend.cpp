@@ -6,6 +6,7 @@
 #include "cuda/check.h"
 #include "cuda/launch.h"
 #include "cuda/moe_launch.h"
+#include "cuda/nodes.h"
 #include "cuda/sms.h"
 #include "cuda/symmetric_memory.h"
 #include "protocol/round/signal.h"
@@ -39,17 +40,11 @@ class CudaBackend final : public Backend {
   }
 
   ~CudaBackend() override {
-    // Another thread may be capturing a graph: freeing this memory is no part of it, and must not spoil it.
-    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
-    cudaThreadExchangeStreamCaptureMode(&mode);
-    int before = 0;
-    cudaGetDevice(&before);
-    cudaSetDevice(config_.ordinal);
-    cudaDeviceSynchronize();
-    cudaFree(state_);
-    cudaFreeHost(fault_);
-    cudaSetDevice(before);
-    cudaThreadExchangeStreamCaptureMode(&mode);
+    undo(config_.ordinal, [&] {
+      cudaDeviceSynchronize();
+      cudaFree(state_);
+      cudaFreeHost(fault_);
+    });
   }
 
   putget_share export_share() override { return symmetric_.export_share(); }
@@ -129,7 +124,73 @@ class CudaBackend final : public Backend {
     launch_release(plan, static_cast<cudaStream_t>(stream));
   }
 
+  void pack(const Plan& plan, const NodesPlan& nodes, const DispatchCall& call, const Limits& limits,
+            void* stream) override {
+    DeviceScope scope(config_.ordinal);
+    launch_pack(plan, nodes, call, room(limits, call.half, stream), static_cast<cudaStream_t>(stream));
+  }
+  void unpack(const Plan& plan, const NodesPlan& nodes, uint32_t max_rows, const Limits& limits,
+              void* stream) override {
+    DeviceScope scope(config_.ordinal);
+    launch_unpack(plan, nodes, max_rows, room(limits, Half::kFinish, stream), static_cast<cudaStream_t>(stream));
+  }
+  void close_round(const Plan& plan, const NodesPlan& nodes, uint32_t kind, void* stream) override {
+    DeviceScope scope(config_.ordinal);
+    launch_close(plan, nodes, kind, static_cast<cudaStream_t>(stream));
+  }
+  void serve_sources(const Plan& plan, const NodesPlan& nodes, const Limits& limits, void* stream) override {
+    DeviceScope scope(config_.ordinal);
+    launch_serve(plan, nodes, room(limits, Half::kStart, stream), static_cast<cudaStream_t>(stream));
+  }
+  void sum_domains(const Plan& plan, const NodesPlan& nodes, const CombineCall& call, const Limits& limits,
+                   void* stream) override {
+    DeviceScope scope(config_.ordinal);
+    launch_sum(plan, nodes, call, room(limits, call.half, stream), static_cast<cudaStream_t>(stream));
+  }
+
+  std::shared_ptr<uint8_t> make_tables(uint64_t bytes) override {
+    DeviceScope scope(config_.ordinal);
+    load_nodes_kernels();
+    void* tables = nullptr;
+    check(cudaMalloc(&tables, bytes), "allocating tables");
+    const int ordinal = config_.ordinal;
+    std::shared_ptr<uint8_t> made(static_cast<uint8_t*>(tables),
+                                  [ordinal](uint8_t* address) { undo(ordinal, [&] { cudaFree(address); }); });
+    check(cudaMemset(tables, 0, bytes), "clearing tables");
+    check(cudaDeviceSynchronize(), "waiting for the device");
+    return made;
+  }
+
+  std::shared_ptr<uint8_t> show_to_kernels(uint8_t* host, uint64_t bytes) override {
+    constexpr uint64_t kPage = 4096;
+    DeviceScope scope(config_.ordinal);
+    const uint64_t whole = (bytes + kPage - 1) / kPage * kPage;
+    check(cudaHostRegister(host, whole, cudaHostRegisterMapped | cudaHostRegisterPortable), "pinning host memory");
+    void* seen = nullptr;
+    const cudaError_t status = cudaHostGetDevicePointer(&seen, host, 0);
+    if (status != cudaSuccess) cudaHostUnregister(host);
+    check(status, "mapping host memory for the GPU");
+    const int ordinal = config_.ordinal;
+    return {static_cast<uint8_t*>(seen),
+            [ordinal, host](uint8_t*) { undo(ordinal, [&] { cudaHostUnregister(host); }); }};
+  }
+
+  void* own_stream() const override { return cudaStreamPerThread; }
+
  private:
+  // Frees memory of a device. Another thread may be capturing a graph: that is no part of it, and must not spoil it.
+  template <class Body>
+  static void undo(int ordinal, Body body) {
+    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+    cudaThreadExchangeStreamCaptureMode(&mode);
+    int before = 0;
+    cudaGetDevice(&before);
+    cudaSetDevice(ordinal);
+    body();
+    cudaSetDevice(before);
+    cudaThreadExchangeStreamCaptureMode(&mode);
+  }
+
   static void require_device(const MemoryConfig& config) {
     int major = 0;
     check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, config.ordinal), "cudaDeviceGetAttribute");

@@ -20,7 +20,6 @@ _CARD_BYTES = 1024
 
 def check_across(
     comm: Communicator,
-    device: torch.device,
     workspace: Workspace | None,
     combine_dtype: torch.dtype | None,
     num_stats: int,
@@ -33,7 +32,6 @@ def check_across(
     if comm.network is None:
         return
     refused = {
-        f"device is {str(device)!r}": device.type != "cpu",
         "workspace is given": workspace is not None,
         f"combine_dtype is {combine_dtype}": combine_dtype is not None,
         f"num_stats is {num_stats}": num_stats != 0,
@@ -41,8 +39,8 @@ def check_across(
     for what, asked in refused.items():
         if asked:
             raise ValueError(
-                f"{what}, but the communicator has {len(comm.domains)} domains: across domains this version has CPU "
-                "ranks, a workspace for each object, and rows as experts write them"
+                f"{what}, but the communicator has {len(comm.domains)} domains: across domains this version has a "
+                "workspace for each object, and rows as experts write them"
             )
 
 

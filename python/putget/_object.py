@@ -46,11 +46,11 @@ class NativeObject:
         self.target_slots = torch.full(routes, -1, dtype=torch.int32, device=device)
         self.received_tokens = torch.zeros(geometry.ep_size, dtype=torch.int32, device=device)
         self.invalid_ids = torch.zeros(1, dtype=torch.int64, device=device)
-        if device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()  # kernels may use them from any stream
         # Across domains combine goes by routes of the own domain, and the caller sees those of all.
         across = workspace.comm.network is not None
         self._near = (self.target_ranks.clone(), self.target_slots.clone()) if across else None
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()  # kernels may use them from any stream
         ranks, slots = self._near or (self.target_ranks, self.target_slots)
         tables = _abi.Tables(
             expert_to_rank=self.expert_to_rank.data_ptr(),

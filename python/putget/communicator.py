@@ -40,7 +40,7 @@ class Communicator:
 
     Args:
         group: Any torch.distributed group (gloo or nccl), the world or a subgroup; None is the world.
-        network: What joins ranks that do not map each other's memory, the same on all ranks. For CPU ranks. None: all
+        network: What joins ranks that do not map each other's memory, the same on all ranks. None: all
             ranks map each other's memory.
 
     Attributes:
@@ -88,7 +88,7 @@ class Communicator:
         Args:
             n: Number of ranks, 1 to 128.
             network: Divides the ranks into virtual domains. Rows between domains then travel as between hosts: by
-                messages, proxies and a network. For CPU ranks.
+                messages, proxies and a network.
 
         Returns:
             The communicators of ranks 0 to n - 1.

@@ -18,6 +18,7 @@ LOCAL_PROVIDERS = ("auto", "sim", "tcp", "shm")
 GROUP_PROVIDERS = ("auto", "tcp", "shm", "verbs")
 ENGINE_PROVIDERS = ("tcp", "shm", "verbs")
 LOOPBACK = ("127.0.0.1",)
+STAGINGS = ("auto", "host", "device")
 
 
 @dataclass(frozen=True)
@@ -31,20 +32,27 @@ class Network:
             one process, "shm" on one host, else "tcp". "efa" and "nvlink" are names that this version does not have.
         nics: This host's, 1 to 4: addresses for "tcp", devices for "verbs". None: the loopback on one host, else those
             that the engine chooses.
+        staging: Where rows wait for the network. "host": in host memory, which a GPU maps, and which any network
+            reaches. "auto": the same. "device", in a GPU's memory, is a name that this version does not have.
         domain_size: Ranks of a domain, which share a host; the last domain has what is left. None: a domain for each
             host.
 
     Raises:
-        ValueError: provider is no name of one, nics are none, or domain_size is no int from 1 to 128.
+        ValueError: provider or staging is no name of one, nics are none, or domain_size is no int from 1 to 128.
     """
 
     provider: str = "auto"
     nics: tuple[str, ...] | None = None
     domain_size: int | None = None
+    staging: str = "auto"
 
     def __post_init__(self) -> None:
         if self.provider not in PROVIDERS:
             raise ValueError(f"provider is {self.provider!r}, expected one of {', '.join(PROVIDERS)}")
+        if self.staging not in STAGINGS:
+            raise ValueError(f"staging is {self.staging!r}, expected one of {', '.join(STAGINGS)}")
+        if self.staging == "device":
+            raise ValueError("staging is 'device', which this version does not have: rows wait in host memory")
         self._check_nics(self.nics)
         size: Any = self.domain_size
         if size is None:

@@ -6,7 +6,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -30,11 +30,33 @@ NAMES = ["2x2", "4x2", "2x4", "3+2", "8x1"]
 PROVIDERS = ("sim", "tcp", "shm")
 
 
+@dataclass(frozen=True)
+class World:
+    """What joins the domains, and where ranks compute: ranks on CUDA are emulated on one GPU."""
+
+    provider: str = "sim"
+    device: str = "cpu"
+
+    def run(self, size: int, domain_size: int, body: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
+        joined = network(domain_size, self.provider)
+        return run_ranks(size, body, *args, mode="thread", device=self.device, timeout=timeout, network=joined)
+
+
 @pytest.fixture(params=PROVIDERS)
 def provider(request: pytest.FixtureRequest) -> str:
     if request.param != "sim":
         pytest.importorskip("putget_transfer._native", reason="putget_transfer is not built: see `make transfer`")
     return str(request.param)
+
+
+@pytest.fixture
+def world(provider: str, device: str) -> World:
+    return World(provider, device)
+
+
+@pytest.fixture
+def sim(device: str) -> World:
+    return World("sim", device)
 
 
 def network(size: int, provider: str = "sim") -> putget.Network:
@@ -58,12 +80,12 @@ def ragged(ep_size: int, count: int, seed: int, most: int) -> tuple[Round, ...]:
     return tuple(rounds)
 
 
-def run_case(case: Case, domain_size: int, body: Callable[..., Any] = play, provider: str = "sim") -> list[Any]:
-    return run_ranks(case.ep_size, body, case, mode="thread", timeout=120, network=network(domain_size, provider))
+def run_case(case: Case, domain_size: int, body: Callable[..., Any] = play, world: World | None = None) -> list[Any]:
+    return (world or World()).run(case.ep_size, domain_size, body, case)
 
 
 @pytest.mark.parametrize(("ep_size", "domain_size"), WORLDS, ids=NAMES)
-def test_ragged_rounds_have_the_bits_of_the_oracle(ep_size: int, domain_size: int, provider: str) -> None:
+def test_ragged_rounds_have_the_bits_of_the_oracle(ep_size: int, domain_size: int, world: World) -> None:
     case = Case(
         ep_size,
         ragged(ep_size, 40, ep_size + domain_size, 9),
@@ -74,16 +96,16 @@ def test_ragged_rounds_have_the_bits_of_the_oracle(ep_size: int, domain_size: in
         output=((24,), torch.bfloat16),
     )
     case = in_domains(case, domain_size)
-    check_case(case, run_case(case, domain_size, provider=provider))
+    check_case(case, run_case(case, domain_size, world=world))
 
 
 @pytest.mark.parametrize(("ep_size", "domain_size"), [(4, 2), (5, 3)], ids=["2x2", "3+2"])
-def test_sentinel_rows_in_a_domain(ep_size: int, domain_size: int, provider: str) -> None:
+def test_sentinel_rows_in_a_domain(ep_size: int, domain_size: int, world: World) -> None:
     """Rows that a domain sums for its own tokens; an agent gets those for others, copied from outside too."""
     rounds = ragged(ep_size, 30, 3, 8)
     wide = {"payloads": (((24,), torch.bfloat16),), "output": ((24,), torch.bfloat16)}
     case = in_domains(Case(ep_size, rounds, num_experts=ep_size, top_k=4, sentinel_rows=True, **wide), domain_size)
-    check_case(case, run_case(case, domain_size, provider=provider))
+    check_case(case, run_case(case, domain_size, world=world))
 
 
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
@@ -113,22 +135,20 @@ def play_many(rank: Rank, case: Case, repeats: int) -> int:
 
 
 @pytest.mark.parametrize(("ep_size", "domain_size"), [(4, 2), (5, 3)], ids=["2x2", "3+2"])
-def test_a_thousand_rounds_repeat_their_bits(ep_size: int, domain_size: int, provider: str) -> None:
+def test_a_thousand_rounds_repeat_their_bits(ep_size: int, domain_size: int, world: World) -> None:
     case = in_domains(Case(ep_size, ragged(ep_size, 20, 5, 4), top_k=3), domain_size)
-    results = run_ranks(
-        ep_size, play_many, case, 50, mode="thread", timeout=200, network=network(domain_size, provider)
-    )
+    results = world.run(ep_size, domain_size, play_many, case, 50, timeout=200)
     assert results == [0] * ep_size
 
 
-def test_a_message_of_several_chunks(provider: str) -> None:
+def test_a_message_of_several_chunks(world: World) -> None:
     """300 tokens are 3 chunks of at most 128 rows."""
     case = Case(4, (Round(1, (300, 0, 129, 128)), Round(2, (1, 300, 300, 300))), max_tokens_per_rank=300, top_k=4)
     case = in_domains(case, 2)
-    check_case(case, run_case(case, 2, provider=provider))
+    check_case(case, run_case(case, 2, world=world))
 
 
-def test_objects_take_turns_on_one_communicator(provider: str) -> None:
+def test_objects_take_turns_on_one_communicator(world: World) -> None:
     """Two objects that are open together, and more than a generation has, one after the other."""
 
     def body(rank: Rank, case: Case) -> list[Any]:
@@ -142,10 +162,10 @@ def test_objects_take_turns_on_one_communicator(provider: str) -> None:
 
     case = in_domains(Case(2, ragged(2, 5, 3, 8)), 1)
     final = replace(case, rounds=case.rounds[-1:] * 2)
-    check_case(final, run_case(case, 1, body, provider))
+    check_case(final, run_case(case, 1, body, world))
 
 
-def test_halves_of_two_objects_overlap(provider: str) -> None:
+def test_halves_of_two_objects_overlap(world: World) -> None:
     """Start halves in one order on all ranks, finish halves in another one on each."""
 
     def body(rank: Rank, case: Case) -> list[list[Any]]:
@@ -155,20 +175,26 @@ def test_halves_of_two_objects_overlap(provider: str) -> None:
             for index in range(len(case.rounds)):
                 turn = (0, 1) if (index + rank.rank) % 2 else (1, 0)
                 sent = case.sent(index, rank.rank)
+                arguments = [part.to(rank.device) for part in (sent.topk_ids, sent.topk_weights, *sent.payloads)]
+                rows = case.expert_rows(index, rank.rank).to(rank.device)
+                addend = case.addend(index, rank.rank)
+                addend = None if addend is None else addend.to(rank.device)
+                rank.meet()
                 for a2a in objects:
-                    a2a.dispatch_start(sent.topk_ids, sent.topk_weights, *sent.payloads)
+                    a2a.dispatch_start(*arguments)
                 for which in turn:
                     objects[which].dispatch_finish()
-                    objects[which].combine_input.copy_(case.expert_rows(index, rank.rank))
+                    objects[which].combine_input.copy_(rows)
                 for a2a in objects:
                     a2a.combine_start()
                 for which in turn:
-                    seen[which].append(objects[which].combine_finish(addend=case.addend(index, rank.rank)))
+                    seen[which].append(objects[which].combine_finish(addend=addend).cpu())
+                rank.meet()
         return seen
 
     rounds = tuple(replace(played, ending="zero_copy") for played in ragged(4, 12, 7, 6))
     case = in_domains(Case(4, rounds, top_k=3), 2)
-    seen = run_case(case, 2, body, provider)
+    seen = run_case(case, 2, body, world)
     for index in range(len(rounds)):
         sent = [case.sent(index, rank) for rank in range(4)]
         routings, _ = reference.dispatch(sent, case.table_of(index), max_rows=[case.max_tokens_per_rank] * 4)
@@ -180,15 +206,17 @@ def test_halves_of_two_objects_overlap(provider: str) -> None:
 
 
 @pytest.mark.parametrize("late", [1, 3])
-def test_the_start_half_waits_for_the_rows_of_its_domain(late: int) -> None:
+def test_the_start_half_waits_for_the_rows_of_its_domain(late: int, sim: World) -> None:
     """A rank gives its rows long after the agent of its domain has started: no sum for others is made before."""
 
     def body(rank: Rank) -> list[float]:
         sums = []
         with rank.all_to_all(num_experts=4, top_k=4, timeout_s=20.0) as a2a:
-            ids = torch.arange(4, dtype=torch.int32).expand(2, 4).contiguous()
+            ids = torch.arange(4, dtype=torch.int32).expand(2, 4).contiguous().to(rank.device)
+            ones = torch.ones(2, 4, device=rank.device)
+            rank.meet()
             for number in range(3):
-                a2a.dispatch_start(ids, torch.ones(2, 4), torch.ones(2, 4))
+                a2a.dispatch_start(ids, ones, ones)
                 a2a.dispatch_finish()
                 if rank.rank == late:
                     time.sleep(0.2)
@@ -197,7 +225,7 @@ def test_the_start_half_waits_for_the_rows_of_its_domain(late: int) -> None:
                 sums.append(a2a.combine_finish()[1, 3].item())
         return sums
 
-    assert run_ranks(4, body, mode="thread", network=network(2)) == [[1111.0, 2222.0, 3333.0]] * 4
+    assert sim.run(4, 2, body) == [[1111.0, 2222.0, 3333.0]] * 4
 
 
 def test_halves_out_of_turn_are_misuse() -> None:
@@ -223,7 +251,7 @@ def test_halves_out_of_turn_are_misuse() -> None:
     assert run_ranks(2, body, mode="thread", network=network(1)) == [4.0, 4.0]
 
 
-def test_rows_by_expert_cross_domains() -> None:
+def test_rows_by_expert_cross_domains(sim: World) -> None:
     """Whole numbers, whose sums have no rounding: each token gets its own row, times what its experts are worth."""
 
     def body(rank: Rank) -> bool:
@@ -231,15 +259,18 @@ def test_rows_by_expert_cross_domains() -> None:
         good = []
         with rank.all_to_all(top_k=3) as a2a:
             for _ in range(5):
-                ids = torch.randint(-1, 2 * rank.size, (6, 3), generator=generator)
-                rows = torch.randint(10, (6, 4), generator=generator).float()
-                received = a2a.dispatch(ids, (ids + 1).float(), rows)
+                ids = torch.randint(-1, 2 * rank.size, (6, 3), generator=generator).to(rank.device)
+                rows = torch.randint(10, (6, 4), generator=generator).float().to(rank.device)
+                weights = (ids + 1).float()
+                want = rows * (ids + 1).sum(1, keepdim=True)
+                rank.meet()
+                received = a2a.dispatch(ids, weights, rows)
                 layout = received.expert_major()
                 out = a2a.combine(layout.payloads[0].clone(), layout=layout)
-                good.append(torch.equal(out, rows * (ids + 1).sum(1, keepdim=True)))
+                good.append(torch.equal(out, want))
         return all(good)
 
-    assert run_ranks(4, body, mode="thread", network=network(2)) == [True] * 4
+    assert sim.run(4, 2, body) == [True] * 4
 
 
 def with_another_table(rank: Rank, changed_in: tuple[int, ...], halves: bool) -> list[str]:
@@ -287,8 +318,9 @@ def test_tables_that_differ_between_domains_are_counted_by_source(halves: bool) 
 def outlast(rank: Rank, gone: int, step: str, rounds: int) -> str | None:
     """A body: plays rounds until rank `gone` stops; what the others then raise."""
     a2a = rank.all_to_all(timeout_s=2.0, warmup_timeout_s=20.0, num_experts=rank.size, top_k=rank.size)
-    ids = torch.arange(rank.size, dtype=torch.int32).expand(2, rank.size).contiguous()
-    rows, weights = torch.ones(2, 4), torch.ones(2, rank.size)
+    ids = torch.arange(rank.size, dtype=torch.int32).expand(2, rank.size).contiguous().to(rank.device)
+    rows, weights = torch.ones(2, 4, device=rank.device), torch.ones(2, rank.size, device=rank.device)
+    rank.meet()
     try:
         for number in range(rounds + 1):
             if number == rounds and rank.rank == gone and step == "dispatch":
@@ -298,6 +330,7 @@ def outlast(rank: Rank, gone: int, step: str, rounds: int) -> str | None:
                 return _stop(rank, a2a)
             a2a.combine_input.copy_(received.payloads[0])
             a2a.combine()
+            a2a.check()
     except putget.PeerTimeout as error:
         a2a.close()
         return f"{error.phase} {error.missing}"
@@ -314,11 +347,9 @@ def _stop(rank: Rank, a2a: putget.AllToAll) -> None:
 @pytest.mark.parametrize(
     ("ep_size", "domain_size", "step"), [(4, 2, "dispatch"), (4, 2, "combine"), (5, 3, "dispatch")]
 )
-def test_a_silent_rank_is_named(ep_size: int, domain_size: int, step: str, provider: str) -> None:
+def test_a_silent_rank_is_named(ep_size: int, domain_size: int, step: str, world: World) -> None:
     gone = ep_size - 1
-    raised = run_ranks(
-        ep_size, outlast, gone, step, 5, mode="thread", timeout=60, network=network(domain_size, provider)
-    )
+    raised = world.run(ep_size, domain_size, outlast, gone, step, 5, timeout=60)
     assert raised == [f"{step} ({gone},)"] * gone + [None]
 
 
@@ -327,14 +358,17 @@ def leave(rank: Rank, gone: int, seen: threading.Barrier) -> str | None:
     may be missed.
     """
     a2a = rank.all_to_all(timeout_s=3.0, num_experts=rank.size, top_k=rank.size)
-    ids = torch.arange(rank.size, dtype=torch.int32).expand(2, rank.size).contiguous()
+    ids = torch.arange(rank.size, dtype=torch.int32).expand(2, rank.size).contiguous().to(rank.device)
+    rows, weights = torch.ones(2, 4, device=rank.device), torch.ones(2, rank.size, device=rank.device)
+    rank.meet()
     for number in range(20):
         if rank.rank == gone and number == 3:
             a2a.close()
             return None
         try:
-            a2a.dispatch(ids, torch.ones(2, rank.size), torch.ones(2, 4))
+            a2a.dispatch(ids, weights, rows)
             a2a.combine()
+            a2a.check()
         except putget.PeerTimeout as error:
             seen.wait(30)
             a2a.close()
@@ -343,24 +377,27 @@ def leave(rank: Rank, gone: int, seen: threading.Barrier) -> str | None:
 
 
 @pytest.mark.parametrize("domain_size", [1, 2])
-def test_a_rank_that_has_gone_is_named(domain_size: int, provider: str) -> None:
+def test_a_rank_that_has_gone_is_named(domain_size: int, world: World) -> None:
     """At once where a write to it fails; else when the deadline has passed."""
     seen = threading.Barrier(3)
-    raised = run_ranks(4, leave, 3, seen, mode="thread", timeout=60, network=network(domain_size, provider))
+    raised = world.run(4, domain_size, leave, 3, seen, timeout=60)
     assert raised == ["(3,)"] * 3 + [None]
 
 
-def test_more_rows_than_a_rank_looks_at(provider: str) -> None:
+def test_more_rows_than_a_rank_looks_at(world: World) -> None:
     """As in one domain: of a source in another one too."""
     seen = threading.Barrier(2)
 
     def body(rank: Rank) -> str:
         a2a = rank.all_to_all(timeout_s=10.0)
         tokens = 3 * rank.rank
-        ids = torch.zeros(tokens, 2, dtype=torch.int32)  # all on rank 0
+        ids = torch.zeros(tokens, 2, dtype=torch.int32, device=rank.device)  # all on rank 0
+        weights, rows = torch.ones(tokens, 2, device=rank.device), torch.ones(tokens, 4, device=rank.device)
         raised = ""
+        rank.meet()
         try:
-            a2a.dispatch(ids, torch.ones(tokens, 2), torch.ones(tokens, 4), max_rows=None if rank.rank else 2)
+            a2a.dispatch(ids, weights, rows, max_rows=None if rank.rank else 2)
+            a2a.check()
         except putget.CapacityExceeded as error:
             raised = f"{error.source}: {error.rows} of {error.max_rows}"
         seen.wait(30)  # who leaves may not have sent what the other waits for
@@ -368,7 +405,7 @@ def test_more_rows_than_a_rank_looks_at(provider: str) -> None:
             a2a.close()
         return raised
 
-    assert run_ranks(2, body, mode="thread", network=network(1, provider)) == ["1: 3 of 2", ""]
+    assert world.run(2, 1, body) == ["1: 3 of 2", ""]
 
 
 # --- other active ranks
@@ -439,17 +476,20 @@ def test_a_round_that_is_open_ends_with_the_active_ranks(provider: str) -> None:
 # --- what ends a round differently, and what is refused
 
 
-def test_ends_that_differ_are_misuse(provider: str) -> None:
+def test_ends_that_differ_are_misuse(world: World) -> None:
     def body(rank: Rank) -> str:
         a2a = rank.all_to_all(timeout_s=2.0)
-        ids = torch.tensor([[0, 2]], dtype=torch.int32)
+        ids = torch.tensor([[0, 2]], dtype=torch.int32, device=rank.device)
+        weights, rows = torch.ones(1, 2, device=rank.device), torch.ones(1, 4, device=rank.device)
+        rank.meet()
         try:
             for number in range(3):
-                a2a.dispatch(ids, torch.ones(1, 2), torch.ones(1, 4))
+                a2a.dispatch(ids, weights, rows)
                 if number == 1 and rank.rank == 1:
                     a2a.release()
                 else:
                     a2a.combine()
+                a2a.check()
         except putget.PutgetError as error:
             return f"{type(error).__name__}: {error}"
         finally:
@@ -457,7 +497,7 @@ def test_ends_that_differ_are_misuse(provider: str) -> None:
                 a2a.close()
         return ""
 
-    raised = run_ranks(2, body, mode="thread", timeout=60, network=network(1, provider))
+    raised = world.run(2, 1, body, timeout=60)
     assert any("ProtocolMisuse" in text and "without combine" in text for text in raised), raised
 
 
@@ -490,6 +530,10 @@ def test_a_workspace_of_another_object_is_refused() -> None:
 def test_networks_that_are_none_are_refused() -> None:
     with pytest.raises(ValueError, match="provider is 'ib', expected one of auto, verbs"):
         putget.Network("ib")
+    with pytest.raises(ValueError, match="staging is 'gpu', expected one of auto, host, device"):
+        putget.Network(staging="gpu")
+    with pytest.raises(ValueError, match="staging is 'device', which this version does not have"):
+        putget.Network(staging="device")
     with pytest.raises(ValueError, match="domain_size is 0, expected None or an int from 1 to 128"):
         putget.Network(domain_size=0)
     with pytest.raises(ValueError, match="provider is 'verbs', ranks of one process have 'sim', 'tcp' and 'shm'"):

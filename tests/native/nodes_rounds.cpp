@@ -120,7 +120,7 @@ class Rank {
       : story_(story),
         held_(*network.table(rank), story.seed * kRanks + rank),
         plan_{},
-        nodes_{domains, {}, {}, 0, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}},
+        nodes_{domains, {}, {}, 0, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}},
         network_(network),
         rank_(rank) {
     plan_.shape = shape_of(rank);
@@ -128,7 +128,7 @@ class Rank {
     plan_.sentinel = sentinel_region(plan_.layout.total_bytes, plan_.shape);
     symmetric_ = zeros<Line>(plan_.layout.total_bytes / sizeof(Line) + 1);
     for (uint32_t expert = 0; expert < kExperts; ++expert) table_.push_back(expert / (kExperts / kRanks));
-    for (auto* routes : {&near_ranks_, &near_slots_, &ranks_, &slots_, &served_ranks_, &served_slots_}) {
+    for (auto* routes : {&near_ranks_, &near_slots_, &ranks_, &slots_}) {
       *routes = zeros<int32_t>(kTokens * kTopK);
     }
     state_.head.active = RankSet::none();
@@ -150,17 +150,19 @@ class Rank {
 
   // When all ranks are there.
   void meet(std::vector<std::unique_ptr<Rank>>& ranks) {
+    uint8_t* inbox[kMaxRanks] = {};
     for (uint32_t peer = 0; peer < kRanks; ++peer) {
       Rank& other = *ranks[peer];
       plan_.base[peer] = other.symmetric_.data()->byte;
       if (nodes_.is_near(plan_, peer)) {
         nodes_.board[peer] = other.board_.data();
-        nodes_.inbox[peer] = other.inbox_.data()->byte;
+        inbox[peer] = other.inbox_.data()->byte;
       } else {
         inbox_of_[peer] = target_of(other, other.regions_[1]);
         landing_of_[peer] = target_of(other, other.regions_[3]);
       }
     }
+    nodes_.look_up_messages(plan_.shape, inbox);
     proxy::Config config{rank_, 0,           0,           0,  kTimeoutNs, nodes_.parcel, nodes_.domains, &held_.table(),
                          {},    regions_[0], regions_[2], {}, {}};
     std::copy_n(nodes_.board, kMaxRanks, config.board);
@@ -220,6 +222,8 @@ class Rank {
     nodes_.own_sums = own_sums_.data()->byte;
     nodes_.target_ranks = ranks_.data();
     nodes_.target_slots = slots_.data();
+    const uint32_t sources = nodes_.domains.sources(rank_, kRanks);
+    served_ranks_ = served_slots_ = zeros<int32_t>(sources * kTokens * kTopK);
     nodes_.served_ranks = served_ranks_.data();
     nodes_.served_slots = served_slots_.data();
     home_rows_ = zeros<int32_t>(kTokens * kRanks);
@@ -227,6 +231,7 @@ class Rank {
     nodes_.sent_rows = sent_rows_;
     nodes_.sent_table = &sent_table_;
     nodes_.served_rows = served_rows_;
+    nodes_.joined = joined_;
   }
 
   uint32_t target_of(const Rank& other, uint32_t region) const {
@@ -260,6 +265,7 @@ class Rank {
     cut_into_items(call, plan_.shape, 1u << 30, 1, 1, false);
     NodesScratch scratch{};
     DispatchScratch of_domain{};
+    route_messages<int32_t>(exec_, plan_, nodes_, call, scratch);
     pack<int32_t>(exec_, plan_, nodes_, call, scratch);
     putget::dispatch<int32_t>(exec_, plan_, call, of_domain);
     unpack(exec_, plan_, nodes_, kTokens, scratch);
@@ -355,6 +361,7 @@ class Rank {
   std::vector<uint64_t> board_;
   std::vector<int32_t> table_, near_ranks_, near_slots_, ranks_, slots_, served_ranks_, served_slots_, home_rows_;
   uint32_t sent_rows_[kRanks] = {}, served_rows_[kRanks] = {}, sent_table_ = 0;
+  uint32_t joined_[NodesPlan::kJoins + kRanks] = {};
   int32_t num_tokens_[kRanks] = {};
   unsigned long long invalid_ = 0;
   int32_t ids_[kTokens * kTopK] = {};

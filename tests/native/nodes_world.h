@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "cpu/exec.h"
 #include "protocol/round/atomics.h"
 #include "protocol/round/signal.h"
 #include "proxy/proxy.h"
@@ -272,7 +273,7 @@ class Kernels {
           }
         }
       };
-      slot = visit_rows(shape, header, start + sizeof(header), domains_.place(rank_), slot, take);
+      slot = visit_rows(cpu::Exec(), shape, header, start + sizeof(header), domains_.place(rank_), slot, take);
     }
     uint32_t expected = 0;
     for (uint32_t token : tokens) {

@@ -120,10 +120,15 @@ MISTAKES = {
 }
 
 
+SEEN_IN = {mistake: {"cells", "slots", "tables", "sums"} for mistake in MISTAKES}
+# A kernel reads the sum of what the thread copied before it reads the bytes.
+SEEN_IN["a put that the thread tells of before its bytes"] = {"cells", "orders"}
+
+
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_caught(mistake: str, tmp_path: Path) -> None:
     job = StressJob("thread", tmp_path, MISTAKES[mistake])
     for seed in TRIES:
-        if is_caught(job(*OPTIONS, "--timeout", 10, "--seed", seed), {"cells", "slots", "tables", "sums"}):
+        if is_caught(job(*OPTIONS, "--timeout", 10, "--seed", seed), SEEN_IN[mistake]):
             return
     pytest.fail(f"{mistake}: nothing checks it")

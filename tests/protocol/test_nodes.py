@@ -39,7 +39,7 @@ MISTAKES = {
     "rows of a chunk": (PARCEL, " || header.chunk_rows != shape.rows_of_chunk(header.rows, chunk)", ""),
     "where returns go": (PARCEL, "header.returns_at != sender.returns_at || ", ""),
     "an older message": (PARCEL, "  if (header.epoch != sender.epoch) return ParcelMistake::kEpoch;\n", ""),
-    "entries behind the first": (PARCEL, "k < top_k; ++k) {\n    if (entries", "k < 1; ++k) {\n    if (entries"),
+    "entries behind the first": (PARCEL, "k < top_k; ++k) takes", "k < 1; ++k) takes"),
 }
 
 

@@ -7,9 +7,21 @@ namespace putget {
 
 template <class Access, class Exec>
 PUTGET_TEXT void copy_part_by(const Exec& exec, const uint8_t* from, uint8_t* to, uint32_t bytes) {
+  constexpr uint32_t kTogether = 8;  // accesses in flight: one end may be host memory, a microsecond or more away
+  const uint32_t end = bytes / sizeof(Access);
   PUTGET_ROLLED
-  for (uint32_t i = exec.lane(); i < bytes / sizeof(Access); i += exec.lanes()) {
-    exec.put(reinterpret_cast<Access*>(to) + i, reinterpret_cast<const Access*>(from)[i]);
+  for (uint32_t first = exec.lane(); first < end; first += kTogether * exec.lanes()) {
+    Access part[kTogether];
+    PUTGET_UNROLL
+    for (uint32_t i = 0; i < kTogether; ++i) {
+      const uint32_t at = first + i * exec.lanes();
+      if (at < end) part[i] = reinterpret_cast<const Access*>(from)[at];
+    }
+    PUTGET_UNROLL
+    for (uint32_t i = 0; i < kTogether; ++i) {
+      const uint32_t at = first + i * exec.lanes();
+      if (at < end) exec.put(reinterpret_cast<Access*>(to) + at, part[i]);
+    }
   }
 }
 

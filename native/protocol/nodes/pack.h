@@ -1,7 +1,8 @@
 // Before dispatch: routes the batch over all domains, stores what others take into the outbox and tells the proxy so.
 //
 // A row crosses the network once for each (token, domain). Places are prefix counts, as in dispatch, so that the same
-// batch always fills the same bytes. One CTA runs it. docs/protocol/nodes.md explains the tags.
+// batch always fills the same bytes. One CTA routes; then, in a kernel of their own, CTAs share the rows, and the last
+// one tells the proxy. docs/protocol/nodes.md explains the tags.
 #pragma once
 
 #include "protocol/dispatch/tables.h"
@@ -11,34 +12,42 @@
 
 namespace putget {
 
-// Routes each token: target_ranks over all domains, and which domains take it. A choice of an expert elsewhere counts
-// into the load here, where dispatch does not see it.
+constexpr uint32_t kIdsAtOnce = 8;
+
+// Routes one of the tokens that are placed together: target_ranks over all domains, and whom it counts for. A choice of
+// an expert elsewhere counts into the load here, where dispatch does not see it. The first expert on a rank owns the
+// slot.
 template <class Id, class Exec>
 PUTGET_TEXT void route_far(Exec& exec, const Plan& plan, const NodesPlan& nodes, const DispatchCall& call,
-                           uint32_t num_valid) {
+                           uint32_t token, uint32_t i, bool is_valid, NodesScratch& scratch) {
   const uint32_t top_k = plan.shape.top_k;
   const Domains& domains = nodes.domains;
   const uint32_t own = domains.domain_of(plan.shape.ep_rank);
-  const Id* ids = static_cast<const Id*>(call.topk_ids);
+  const Id* ids = static_cast<const Id*>(call.topk_ids) + uint64_t{token} * top_k;
+  RankSet taken = RankSet::none();
   PUTGET_ROLLED
-  for (uint32_t token = exec.thread(); token < call.num_tokens; token += exec.threads()) {
-    int32_t* ranks = nodes.target_ranks + uint64_t{token} * top_k;
-    int32_t* home = nodes.home_rows + uint64_t{token} * domains.count();
-    for (uint32_t domain = 0; domain < domains.count(); ++domain) home[domain] = -1;
-    for (uint32_t k = 0; k < top_k; ++k) {
-      const int64_t id = ids[uint64_t{token} * top_k + k];
-      int32_t rank = token < num_valid && is_expert(plan, id) ? plan.expert_to_rank[id] : -1;
-      if (static_cast<uint32_t>(rank) >= plan.shape.ep_size || !domains.is_active(rank)) rank = -1;
-      ranks[k] = rank;
-      if (rank < 0 || domains.domain_of(rank) == own) continue;
-      home[domains.domain_of(rank)] = 0;
-      if (call.expert_load != nullptr) exec.add(call.expert_load + id, 1);
+  for (uint32_t first = 0; first < top_k; first += kIdsAtOnce) {
+    Ids<Id, kIdsAtOnce> id;
+    id.load(ids + first, top_k - first);
+    int32_t rank[kIdsAtOnce];
+    PUTGET_UNROLL
+    for (uint32_t k = 0; k < kIdsAtOnce; ++k) {
+      rank[k] = is_valid && is_expert(plan, id[k]) ? plan.expert_to_rank[id[k]] : -1;
     }
-    // The first expert on a rank owns the slot.
-    for (uint32_t k = top_k; k-- > 1;) {
-      for (uint32_t earlier = 0; earlier < k; ++earlier) {
-        if (ranks[earlier] == ranks[k]) ranks[k] = -1;
-      }
+    PUTGET_UNROLL
+    for (uint32_t k = 0; k < kIdsAtOnce; ++k) {
+      if (first + k >= top_k) break;
+      const uint64_t entry = uint64_t{token} * top_k + first + k;
+      const bool is_rank = static_cast<uint32_t>(rank[k]) < plan.shape.ep_size && domains.is_active(rank[k]);
+      const bool is_owner = is_rank && !taken.holds(rank[k]);
+      nodes.target_ranks[entry] = is_owner ? rank[k] : -1;
+      if (!is_rank) continue;
+      const uint32_t domain = domains.domain_of(rank[k]);
+      if (domain != own && call.expert_load != nullptr) exec.add(call.expert_load + id[k], 1);
+      if (!is_owner) continue;
+      taken.insert(rank[k]);
+      exec.set_bits(scratch.rank[rank[k]].bits[i / 32], 1u << i % 32);
+      if (domain != own) exec.set_bits(scratch.domain[domain].bits[i / 32], 1u << i % 32);
     }
   }
 }
@@ -56,40 +65,66 @@ PUTGET_TEXT void keep_table_digest(const Exec& exec, const Plan& plan, const Nod
   if (exec.lane() == 0) *nodes.sent_table = digest;
 }
 
-// Slots and rows of messages, by counting: each thread counts for some ranks and domains.
+// Slots and rows of messages of `count` tokens from `first` on, which have been routed.
 template <class Exec>
-PUTGET_TEXT void count_places(Exec& exec, const Plan& plan, const NodesPlan& nodes, uint32_t num_tokens,
-                              NodesScratch& scratch) {
-  const uint32_t threads = exec.threads();
+PUTGET_TEXT void place_tokens(Exec& exec, const Plan& plan, const NodesPlan& nodes, uint32_t first, uint32_t count,
+                              const NodesScratch& scratch) {
+  const uint32_t top_k = plan.shape.top_k;
   const uint32_t num_domains = nodes.domains.count();
-  for (uint32_t i = exec.thread(); i < kMaxRanks; i += threads) scratch.slots[i] = scratch.rows[i] = 0;
   PUTGET_ROLLED
-  for (uint32_t entry = 0; entry < num_tokens * plan.shape.top_k; ++entry) {
+  for (uint32_t index = exec.thread(); index < count * top_k; index += exec.threads()) {
+    const uint64_t entry = uint64_t{first} * top_k + index;
     const int32_t rank = nodes.target_ranks[entry];
-    const uint32_t counter = rank < 0 ? 0 : static_cast<uint32_t>(rank) % threads;
-    if (counter == exec.thread()) {
-      nodes.target_slots[entry] = rank < 0 ? -1 : static_cast<int32_t>(scratch.slots[rank]++);
-    }
+    nodes.target_slots[entry] = rank < 0 ? -1 : static_cast<int32_t>(scratch.rank[rank].up_to(index / top_k));
   }
   PUTGET_ROLLED
-  for (uint32_t token = 0; token < num_tokens; ++token) {
-    int32_t* home = nodes.home_rows + uint64_t{token} * num_domains;
-    for (uint32_t domain = exec.thread(); domain < num_domains; domain += threads) {
-      if (home[domain] >= 0) home[domain] = static_cast<int32_t>(scratch.rows[domain]++);
-    }
-  }
-  for (uint32_t domain = exec.thread(); domain < num_domains; domain += threads) {
-    nodes.sent_rows[domain] = scratch.rows[domain];
+  for (uint32_t index = exec.thread(); index < count * num_domains; index += exec.threads()) {
+    const uint32_t i = index / num_domains;
+    const TokenCount& rows = scratch.domain[index - i * num_domains];
+    nodes.home_rows[uint64_t{first} * num_domains + index] = rows.has(i) ? static_cast<int32_t>(rows.up_to(i)) : -1;
   }
 }
 
-// One token's row of the message for a domain, with its entries of the index. A warp calls it.
+// Routes and places the batch, so many tokens at a time. Ends with a block barrier.
 template <class Id, class Exec>
-PUTGET_TEXT void pack_row(Exec& exec, const Plan& plan, const NodesPlan& nodes, const DispatchCall& call,
-                          uint32_t token, uint32_t domain, uint8_t* chunk, uint32_t rows_in_chunk, uint32_t row) {
+PUTGET_TEXT void route_batch(Exec& exec, const Plan& plan, const NodesPlan& nodes, const DispatchCall& call,
+                             NodesScratch& scratch) {
+  for (uint32_t i = exec.thread(); i < kMaxRanks; i += exec.threads()) scratch.rank[i] = scratch.domain[i] = {};
+  NumValid num_valid;
+  num_valid.load(call);
+  const uint32_t valid = num_valid.tokens(call);
+  exec.sync();
+  PUTGET_ROLLED
+  for (uint32_t first = 0; first < call.num_tokens; first += kPlacedTokens) {
+    const uint32_t left = call.num_tokens - first;
+    const uint32_t count = left < kPlacedTokens ? left : kPlacedTokens;
+    PUTGET_ROLLED
+    for (uint32_t i = exec.thread(); i < count; i += exec.threads()) {
+      route_far<Id>(exec, plan, nodes, call, first + i, i, first + i < valid, scratch);
+    }
+    exec.sync();
+    place_tokens(exec, plan, nodes, first, count, scratch);
+    exec.sync();
+    for (uint32_t i = exec.thread(); i < kMaxRanks; i += exec.threads()) {
+      scratch.rank[i].pass();
+      scratch.domain[i].pass();
+    }
+    exec.sync();
+  }
+}
+
+// A piece of one token's row of the message for a domain; the first one with its entries of the index. A warp calls it.
+template <class Id, class Exec>
+PUTGET_TEXT void pack_piece(Exec& exec, const Plan& plan, const NodesPlan& nodes, const DispatchCall& call,
+                            uint32_t token, uint32_t domain, uint8_t* index, uint8_t* to, uint32_t piece) {
   const uint32_t top_k = plan.shape.top_k;
-  uint8_t* index = chunk + sizeof(ParcelHeader) + row * top_k;
-  uint8_t* to = chunk + nodes.parcel.rows_at(rows_in_chunk) + uint64_t{row} * nodes.parcel.row_bytes;
+  if (piece != 0) {
+    with_piece(plan.shape, piece, [&](uint32_t p, uint32_t first, uint32_t bytes) {
+      const uint8_t* from = static_cast<const uint8_t*>(call.payload[p]) + uint64_t{token} * plan.shape.row_bytes[p];
+      copy_part(exec, call.access_bytes[p], from + first, to + nodes.row.payload[p] + first, bytes);  // [X1]
+    });
+    return;
+  }
   PUTGET_ROLLED
   for (uint32_t k = exec.lane(); k < top_k; k += exec.lanes()) {
     const uint64_t entry = uint64_t{token} * top_k + k;
@@ -100,35 +135,50 @@ PUTGET_TEXT void pack_row(Exec& exec, const Plan& plan, const NodesPlan& nodes, 
     reinterpret_cast<int32_t*>(to)[k] = sent_id(plan, id);                             // [X1]
     reinterpret_cast<float*>(to + nodes.row.weights)[k] = call.topk_weights[entry];    // [X1]
   }
+}
+
+// Rows of all messages, by the warps of all CTAs.
+template <class Id, class Exec>
+PUTGET_TEXT void pack_rows(Exec& exec, const Plan& plan, const NodesPlan& nodes, const DispatchCall& call) {
+  const ParcelShape& parcel = nodes.parcel;
+  const Splits splits(nodes.domains, parcel);
+  const uint32_t num_domains = nodes.domains.count();
+  const uint32_t pieces = pieces_of(plan.shape);
+  const uint32_t items = call.num_tokens * num_domains * pieces;
+  const uint32_t step = exec.blocks() * exec.warps();
   PUTGET_ROLLED
-  for (uint32_t p = 0; p < plan.shape.num_payloads; ++p) {
-    const uint32_t bytes = plan.shape.row_bytes[p];
-    const uint8_t* from = static_cast<const uint8_t*>(call.payload[p]) + uint64_t{token} * bytes;
-    copy_part(exec, call.access_bytes[p], from, to + nodes.row.payload[p], bytes);  // [X1]
+  for (uint32_t item = exec.block() * exec.warps() + exec.warp(); item < items; item += step) {
+    const uint32_t entry = item / pieces;
+    const int32_t row = nodes.home_rows[entry];
+    if (row < 0) continue;
+    const uint32_t token = entry / num_domains;
+    const uint32_t domain = entry - token * num_domains;
+    const uint32_t chunk = static_cast<uint32_t>(row) / parcel.chunk_rows;
+    const uint32_t at = static_cast<uint32_t>(row) - chunk * parcel.chunk_rows;  // in the chunk
+    uint8_t* start = nodes.outbox + splits.outbox(plan.shape.ep_rank, domain) + parcel.chunk_at(chunk);
+    const uint64_t rows_at = parcel.rows_at(parcel.rows_of_chunk(nodes.sent_rows[domain], chunk));
+    pack_piece<Id>(exec, plan, nodes, call, token, domain, start + sizeof(ParcelHeader) + at * plan.shape.top_k,
+                   start + rows_at + uint64_t{at} * parcel.row_bytes, item - entry * pieces);
   }
 }
 
-// The message for one domain: its rows by warps, its headers by lanes.
-template <class Id, class Exec>
-PUTGET_TEXT void pack_message(Exec& exec, const Plan& plan, const NodesPlan& nodes, const DispatchCall& call,
-                              uint32_t epoch, uint32_t domain, uint32_t rows) {
+// Headers of all messages.
+template <class Exec>
+PUTGET_TEXT void pack_headers(Exec& exec, const Plan& plan, const NodesPlan& nodes, uint32_t epoch) {
   const ParcelShape& parcel = nodes.parcel;
-  uint8_t* message = nodes.outbox + Splits(nodes.domains, parcel).outbox(plan.shape.ep_rank, domain);
+  const Splits splits(nodes.domains, parcel);
   PUTGET_ROLLED
-  for (uint32_t token = exec.warp(); token < call.num_tokens; token += exec.warps()) {
-    const int32_t row = nodes.home_rows[uint64_t{token} * nodes.domains.count() + domain];
-    if (row < 0) continue;
-    const uint32_t chunk = static_cast<uint32_t>(row) / parcel.chunk_rows;
-    pack_row<Id>(exec, plan, nodes, call, token, domain, message + parcel.chunk_at(chunk),
-                 parcel.rows_of_chunk(rows, chunk), static_cast<uint32_t>(row) - chunk * parcel.chunk_rows);
-  }
-  const ParcelSender sender = nodes.sender(epoch, plan.shape.ep_rank, domain);
-  PUTGET_ROLLED
-  for (uint32_t chunk = exec.thread(); chunk < parcel.chunks(rows); chunk += exec.threads()) {
-    auto* header = reinterpret_cast<ParcelHeader*>(message + parcel.chunk_at(chunk));
-    ParcelHeader made = make_header(parcel, sender, rows, chunk);
-    made.table = *nodes.sent_table;
-    *header = made;  // [X1]
+  for (uint32_t domain = exec.warp(); domain < nodes.domains.count(); domain += exec.warps()) {
+    const uint32_t rows = nodes.sent_rows[domain];
+    const ParcelSender sender = nodes.sender(epoch, plan.shape.ep_rank, domain);
+    PUTGET_ROLLED
+    for (uint32_t chunk = exec.lane(); chunk < parcel.chunks(rows); chunk += exec.lanes()) {
+      uint8_t* message = nodes.outbox + splits.outbox(plan.shape.ep_rank, domain);
+      auto* header = reinterpret_cast<ParcelHeader*>(message + parcel.chunk_at(chunk));
+      ParcelHeader made = make_header(parcel, sender, rows, chunk);
+      made.table = *nodes.sent_table;
+      *header = made;  // [X1]
+    }
   }
 }
 
@@ -140,7 +190,8 @@ PUTGET_TEXT bool await_outbox(Exec& exec, const Plan& plan, const NodesPlan& nod
   if (nodes.domains.other_than(own) == nodes.domains.count()) return true;  // nothing is sent
   Patience patience;
   if (exec.thread() == 0) {
-    await_word<Tag::X0>(exec, plan, nodes, nodes.board_of(plan.shape.ep_rank).sent(), epoch, patience, scratch);
+    const uint64_t* sent = nodes.board_of(plan.shape.ep_rank).sent();
+    scratch.well = await_word<Tag::X0>(exec, plan, nodes, sent, epoch, patience, scratch.seen);
   }
   exec.sync();
   if (scratch.well != 0) return true;
@@ -153,36 +204,40 @@ PUTGET_TEXT bool await_outbox(Exec& exec, const Plan& plan, const NodesPlan& nod
   return false;
 }
 
-// One CTA calls it, before dispatch. An open round ends here without combine, as it does for dispatch.
+// One CTA calls it, before pack. An open round ends here without combine, as it does for dispatch.
+template <class Id, class Exec>
+PUTGET_TEXT void route_messages(Exec& exec, const Plan& plan, const NodesPlan& nodes, const DispatchCall& call,
+                                NodesScratch& scratch) {
+  const StateHead& head = plan.state->head;
+  if (head.fault != 0 || is_between_halves(exec, plan)) return;
+  const uint32_t last = head.epoch;
+  close_open_round(exec, plan, nodes, kEndedByRelease);
+  if (!await_outbox(exec, plan, nodes, last, scratch)) return;
+  route_batch<Id>(exec, plan, nodes, call, scratch);
+  keep_table_digest(exec, plan, nodes);
+  for (uint32_t domain = exec.thread(); domain < nodes.domains.count(); domain += exec.threads()) {
+    nodes.sent_rows[domain] = scratch.domain[domain].before;
+  }
+}
+
+// Before dispatch. Nobody changes the state meanwhile, so that all CTAs see the same.
 template <class Id, class Exec>
 PUTGET_TEXT void pack(Exec& exec, const Plan& plan, const NodesPlan& nodes, const DispatchCall& call,
                       NodesScratch& scratch) {
   const StateHead& head = plan.state->head;
   if (head.fault != 0 || is_between_halves(exec, plan)) return;
-  const uint32_t last = head.epoch;
-  const uint32_t ended = head.rounds == 0 ? 0 : head.end;
-  close_open_round(exec, plan, nodes, kEndedByRelease);
-  if (!await_outbox(exec, plan, nodes, last, scratch)) return;
-  NumValid num_valid;
-  num_valid.load(call);
-  route_far<Id>(exec, plan, nodes, call, num_valid.tokens(call));
-  keep_table_digest(exec, plan, nodes);
-  exec.sync();
-  count_places(exec, plan, nodes, call.num_tokens, scratch);
-  exec.sync();
-  const uint32_t own = nodes.domains.domain_of(plan.shape.ep_rank);
-  PUTGET_ROLLED
-  for (uint32_t domain = 0; domain < nodes.domains.count(); ++domain) {
-    if (scratch.rows[domain] != 0) {
-      pack_message<Id>(exec, plan, nodes, call, last + 1, domain, scratch.rows[domain]);
-    }
-  }
-  exec.sync();
+  const uint32_t epoch = head.epoch + 1;
+  pack_rows<Id>(exec, plan, nodes, call);
+  if (exec.block() == 0) pack_headers(exec, plan, nodes, epoch);
+  if (!exec.template last_to_arrive<Join::J5>(nodes.joined, &scratch.last)) return;
+  if (exec.thread() == 0) nodes.joined[0] = 0;
   const Board board = nodes.board_of(plan.shape.ep_rank);
+  const uint32_t own = nodes.domains.domain_of(plan.shape.ep_rank);
+  const uint32_t ended = head.rounds == 0 ? 0 : head.end;
   PUTGET_ROLLED
   for (uint32_t domain = exec.thread(); domain < nodes.domains.count(); domain += exec.threads()) {
     if (domain == own || nodes.domains.size(domain) == 0) continue;
-    const uint64_t doorbell = pack_flag(last + 1, doorbell_value(scratch.rows[domain], ended));
+    const uint64_t doorbell = pack_flag(epoch, doorbell_value(nodes.sent_rows[domain], ended));
     exec.template publish<Tag::X2>(board.out(domain), doorbell);
   }
 }

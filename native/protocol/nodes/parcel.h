@@ -173,21 +173,26 @@ PUTGET_PURE ParcelMistake check_header(const ParcelShape& shape, const ParcelSen
 
 // A row of an index names each rank once: the first of its entries counts, however many there are.
 PUTGET_PURE bool takes_row(const uint8_t* entries, uint32_t top_k, uint32_t place) {
-  for (uint32_t k = 0; k < top_k; ++k) {
-    if (entries[k] == place) return true;
-  }
-  return false;
+  bool takes = false;
+  for (uint32_t k = 0; k < top_k; ++k) takes |= entries[k] == place;  // without a branch: loads are in flight together
+  return takes;
 }
 
 // Calls take(row of the chunk, slot) for each row that the rank of this place takes, and returns the slots used so far:
 // 0 in the message's first chunk, then what the chunk before gave. The header is a copy that was checked, since a late
-// write may change the message; then slots are below max_tokens. `index` stands behind the header in the message.
-template <class Take>
-PUTGET_PURE uint32_t visit_rows(const ParcelShape& shape, const ParcelHeader& header, const uint8_t* index,
-                                uint32_t place, uint32_t first_slot, Take take) {
+// write may change the message; then slots are below max_tokens. `index` stands behind the header in the message. A
+// warp calls it: its lanes look at rows of the index, and each row is taken by all of them.
+template <class Exec, class Take>
+PUTGET_TEXT uint32_t visit_rows(const Exec& exec, const ParcelShape& shape, const ParcelHeader& header,
+                                const uint8_t* index, uint32_t place, uint32_t first_slot, Take take) {
   uint32_t slot = first_slot;
-  for (uint32_t row = 0; row < header.chunk_rows; ++row) {
-    if (takes_row(index + uint64_t{row} * shape.top_k, shape.top_k, place)) take(row, slot++);
+  PUTGET_ROLLED
+  for (uint32_t first = 0; first < header.chunk_rows; first += exec.lanes()) {
+    const uint32_t row = first + exec.lane();
+    const bool is_row = row < header.chunk_rows;
+    uint32_t votes = exec.votes(is_row && takes_row(index + uint64_t{row} * shape.top_k, shape.top_k, place));  // [X5]
+    PUTGET_ROLLED
+    for (; votes != 0; votes &= votes - 1) take(first + lowest_bit(votes), slot++);
   }
   return slot;
 }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "protocol/nodes/board.h"
+#include "protocol/round/shape.h"
 #include "protocol/round/signal.h"
 
 namespace putget {
@@ -32,11 +33,13 @@ struct NodesPlan {
   ParcelShape parcel;
   ParcelRow row;
   uint32_t generation;
-  uint64_t* board[kMaxRanks];  // of the ranks of the own domain
-  uint8_t* inbox[kMaxRanks];   // likewise
+  uint64_t* board[kMaxRanks];   // of the ranks of the own domain
+  uint8_t* message[kMaxRanks];  // of each source elsewhere, in the inbox of its agent here
+  uint8_t split_of[kMaxRanks];  // of each source that this rank is the agent of; else kNoSplit
   uint8_t* outbox;
   uint8_t* returns;
   uint8_t* landing;
+  uint32_t* joined;       // counters of CTAs that have arrived: kJoins, and one for each split
   uint8_t* own_sums;      // [max_tokens_per_rank] rows of the output: what the own domain adds to each token
   int32_t* target_ranks;  // [max_tokens_per_rank, top_k] over all domains; the Plan's tables have the own one alone
   int32_t* target_slots;  // likewise
@@ -44,8 +47,37 @@ struct NodesPlan {
   uint32_t* sent_rows;    // [domains] rows of the message for a domain
   uint32_t* sent_table;   // digest of expert_to_rank in this rank's last dispatch
   uint32_t* served_rows;  // [ep_size] rows of the message of a source that this rank is the agent of
-  int32_t* served_ranks;  // [max_tokens_per_rank, top_k] routes of one such source in the own domain
+  int32_t* served_ranks;  // [splits, max_tokens_per_rank, top_k] routes of such sources in the own domain
   int32_t* served_slots;  // likewise
+
+  static constexpr uint8_t kNoSplit = 255;
+  static constexpr uint32_t kJoins = 1;  // before those of splits
+
+  // Where messages of other domains lie; `inbox` of each rank of the own domain.
+  void look_up_messages(const Shape& shape, uint8_t* const* inbox) {
+    const Splits splits(domains, parcel);
+    for (uint32_t source = 0; source < shape.ep_size; ++source) {
+      message[source] = nullptr;
+      split_of[source] = kNoSplit;
+      const uint32_t own = domains.domain_of(shape.ep_rank);
+      if (!domains.is_active(source) || domains.domain_of(source) == own) continue;
+      const uint32_t agent = domains.agent(source, own);
+      message[source] = inbox[agent] + splits.inbox(agent, source);
+      if (agent == shape.ep_rank) split_of[source] = static_cast<uint8_t>(domains.sources(agent, source));
+    }
+  }
+
+  PUTGET_PURE bool serves(uint32_t source) const { return split_of[source] != kNoSplit; }
+  // Entries of the routes of one source before those of the next.
+  PUTGET_PURE uint64_t routes_of(const Plan& plan, uint32_t source) const {
+    return uint64_t{split_of[source]} * plan.shape.max_tokens_per_rank * plan.shape.top_k;
+  }
+  // Sources of messages for this domain.
+  PUTGET_PURE uint32_t far_sources(const Plan& plan) const {
+    uint32_t found = 0;
+    for (uint32_t domain = 0; domain < domains.count(); ++domain) found += domains.size(domain);
+    return found - domains.size(domains.domain_of(plan.shape.ep_rank));
+  }
 
   PUTGET_PURE Board board_of(uint32_t rank) const { return Board(board[rank]); }
   PUTGET_PURE bool is_near(const Plan& plan, uint32_t rank) const {
@@ -56,14 +88,67 @@ struct NodesPlan {
   }
 };
 
+// Tokens that are given their places together, in words of a bit a token.
+constexpr uint32_t kTokenWords = 4;
+constexpr uint32_t kPlacedTokens = 32 * kTokenWords;
+
+// A count that goes on, of tokens in their order: those before some tokens, and a bit for each of these that counts.
+struct TokenCount {
+  uint32_t before;
+  uint32_t bits[kTokenWords];
+
+  // Of the tokens before the i-th one.
+  PUTGET_PURE uint32_t up_to(uint32_t i) const {
+    uint32_t count = before + count_bits(bits[i / 32] & ((1u << i % 32) - 1));
+    for (uint32_t word = 0; word < i / 32; ++word) count += count_bits(bits[word]);
+    return count;
+  }
+  PUTGET_PURE bool has(uint32_t i) const { return (bits[i / 32] >> i % 32 & 1u) != 0; }
+  PUTGET_PURE void pass() {
+    for (uint32_t word = 0; word < kTokenWords; ++word) {
+      before += count_bits(bits[word]);
+      bits[word] = 0;
+    }
+  }
+};
+
 // What one CTA shares.
 struct NodesScratch {
   uint32_t well;  // whether a wait has ended as it should
+  uint32_t last;  // whether this CTA is the last to arrive
   uint64_t seen;  // the word that was waited for
   ParcelHeader header;
-  uint32_t slots[kMaxRanks];
-  uint32_t rows[kMaxRanks];  // of each domain's message
+  uint32_t value[kMaxRanks];   // of the word of each domain; slots of each place
+  TokenCount rank[kMaxRanks];  // rows for each rank: their slots
+  TokenCount domain[kMaxRanks];
+  Plan served;  // as the source of a message would have it
 };
+
+// A row is moved in pieces, so that several warps can have it in flight: ids and weights, and of each payload as much
+// as a warp takes at once.
+constexpr uint32_t kPieceBytes = 4096;
+
+PUTGET_PURE uint32_t pieces_of(const Shape& shape) {
+  uint32_t pieces = 1;
+  for (uint32_t p = 0; p < shape.num_payloads; ++p) pieces += (shape.row_bytes[p] + kPieceBytes - 1) / kPieceBytes;
+  return pieces;
+}
+
+// Calls body(payload, first byte, bytes) for a piece of a row that is no ids and weights.
+template <class Body>
+PUTGET_PURE void with_piece(const Shape& shape, uint32_t piece, Body body) {
+  uint32_t left = piece - 1;
+  for (uint32_t p = 0; p < shape.num_payloads; ++p) {
+    const uint32_t bytes = shape.row_bytes[p];
+    const uint32_t pieces = (bytes + kPieceBytes - 1) / kPieceBytes;
+    if (left < pieces) {
+      const uint32_t first = left * kPieceBytes;
+      body(p, first, bytes - first < kPieceBytes ? bytes - first : kPieceBytes);
+      return;
+    }
+    left -= pieces;
+  }
+}
 
 // The widest access that rows of so many bytes allow, where their places in a region are multiples of their size.
 PUTGET_PURE uint32_t row_access(uint32_t row_bytes) { return row_bytes % 16 == 0 ? 16 : row_bytes % 4 == 0 ? 4 : 1; }

@@ -1,8 +1,8 @@
 // The start half of combine: sums what this domain owes other domains.
 //
 // Each domain sums its rows of a token by the tree of combine, with the positions of other domains as none, and rounds
-// that once to the output's type. One CTA runs it, behind the start half of the domain's own combine.
-// docs/protocol/nodes.md explains the tags.
+// that once to the output's type. It runs behind the start half of the domain's own combine: CTAs share the rows of
+// each source, and the last one tells the proxy. docs/protocol/nodes.md explains the tags.
 #pragma once
 
 #include "protocol/combine/combine.h"
@@ -10,55 +10,45 @@
 
 namespace putget {
 
-// Routes of a source's message in the own domain, from its index: as target_ranks and target_slots of a rank that has
-// its rows alone.
-template <class Exec>
-PUTGET_TEXT void route_served(Exec& exec, const Plan& plan, const NodesPlan& nodes, uint32_t source, uint32_t rows,
-                              NodesScratch& scratch) {
-  const Domains& domains = nodes.domains;
-  const ParcelShape& parcel = nodes.parcel;
-  const uint32_t own = domains.domain_of(plan.shape.ep_rank);
-  const uint32_t rank = plan.shape.ep_rank;
-  const uint8_t* message = nodes.inbox[rank] + Splits(domains, parcel).inbox(rank, source);
-  if (exec.thread() != 0) return;
-  for (uint32_t place = 0; place < domains.size(own); ++place) scratch.slots[place] = 0;
-  PUTGET_ROLLED
-  for (uint32_t row = 0; row < rows; ++row) {
-    const uint32_t chunk = row / parcel.chunk_rows;
-    const uint8_t* index = message + parcel.chunk_at(chunk) + sizeof(ParcelHeader);
-    const uint8_t* entries = index + uint64_t{row - chunk * parcel.chunk_rows} * parcel.top_k;  // [X5]
-    for (uint32_t k = 0; k < parcel.top_k; ++k) {
-      const uint32_t place = entries[k];
-      const bool is_rank = place < domains.size(own) && !takes_row(entries, k, place);
-      const uint64_t entry = uint64_t{row} * parcel.top_k + k;
-      nodes.served_ranks[entry] = is_rank ? static_cast<int32_t>(domains.member(own, place)) : -1;
-      nodes.served_slots[entry] = is_rank ? static_cast<int32_t>(scratch.slots[place]++) : -1;
-    }
-  }
-}
-
-// The sums of one source's rows into `returns`, in the order of its message.
+// The sums of one source's rows into `returns`, in the order of its message. scratch.served is for it.
 template <class Codec, class Wire, class Exec>
-PUTGET_TEXT void sum_served(Exec& exec, const Plan& plan, const NodesPlan& nodes, uint32_t source, uint32_t rows) {
+PUTGET_TEXT void sum_served(Exec& exec, const Plan& plan, const NodesPlan& nodes, uint32_t source, uint32_t rows,
+                            NodesScratch& scratch) {
+  constexpr uint32_t kSegment = 4 * Exec::kLanes * static_cast<uint32_t>(sizeof(typename Exec::Access16));
   const ParcelShape& parcel = nodes.parcel;
-  Plan served = plan;
-  served.shape.ep_rank = source;
-  served.target_ranks = nodes.served_ranks;
-  served.target_slots = nodes.served_slots;
+  Plan& served = scratch.served;
+  if (exec.thread() == 0) {
+    served.shape.ep_rank = source;
+    served.target_ranks = nodes.served_ranks + nodes.routes_of(plan, source);
+    served.target_slots = nodes.served_slots + nodes.routes_of(plan, source);
+  }
+  exec.sync();
   CombineCall call{};
-  call.segment_bytes = round_up(plan.shape.output_row_bytes(), 16);
-  call.out = nodes.returns + Splits(nodes.domains, parcel).returns(plan.shape.ep_rank, source);
-  // Rows of a return stand at multiples of 16 bytes.
-  const uint32_t together = parcel.return_row_bytes == plan.shape.output_row_bytes() ? rows : 1;
-  call.num_tokens = together;
-  PUTGET_ROLLED
-  for (uint32_t row = 0; row < rows; row += together) {
+  const uint32_t whole = round_up(plan.shape.output_row_bytes(), 16);
+  call.segment_bytes = Exec::kLanes == 1 || whole < kSegment ? whole : kSegment;
+  call.out = nodes.returns + nodes.split_of[source] * Splits(nodes.domains, parcel).return_bytes();
+  if (parcel.return_row_bytes == plan.shape.output_row_bytes()) {
+    call.num_tokens = rows;
     Reduction<Codec, Wire> reduction(exec, served, call);
     reduction.look_up(exec, served);
     reduction.run(exec, served, call);  // [X7]
-    call.out += uint64_t{together} * parcel.return_row_bytes;
-    served.target_ranks += uint64_t{together} * plan.shape.top_k;
-    served.target_slots += uint64_t{together} * plan.shape.top_k;
+    return;
+  }
+  // Rows of a return stand at multiples of 16 bytes: one at a time, by the first CTA.
+  if (exec.block() != 0) return;
+  call.num_tokens = 1;
+  PUTGET_ROLLED
+  for (uint32_t row = 0; row < rows; ++row) {
+    Reduction<Codec, Wire> reduction(exec, served, call);
+    reduction.look_up(exec, served);
+    reduction.run(exec, served, call);  // [X7]
+    call.out += parcel.return_row_bytes;
+    exec.sync();
+    if (exec.thread() == 0) {
+      served.target_ranks += plan.shape.top_k;
+      served.target_slots += plan.shape.top_k;
+    }
+    exec.sync();
   }
 }
 
@@ -68,7 +58,7 @@ template <class Exec>
 PUTGET_TEXT bool await_domain(Exec& exec, const Plan& plan, const NodesPlan& nodes, CombineScratch& scratch) {
   bool sums = false;
   for (uint32_t source = 0; source < plan.shape.ep_size; ++source) {
-    sums = sums || (nodes.domains.is_agent_of(plan.shape.ep_rank, source) && nodes.served_rows[source] != 0);
+    sums = sums || (nodes.serves(source) && nodes.served_rows[source] != 0);
   }
   if (!sums) return true;
   clear_waits(exec, plan, scratch.wait);
@@ -81,20 +71,21 @@ PUTGET_TEXT bool await_domain(Exec& exec, const Plan& plan, const NodesPlan& nod
 template <class Codec, class Wire, class Exec>
 PUTGET_TEXT void serve_sources(Exec& exec, const Plan& plan, const NodesPlan& nodes, NodesScratch& scratch,
                                CombineScratch& of_domain) {
-  if (plan.state->head.fault != 0) return;
+  if (has_fault(exec, plan)) return;
   const uint32_t epoch = plan.state->head.epoch;
   const uint32_t ep_size = plan.shape.ep_size;
+  if (exec.thread() == 0) scratch.served = plan;
   if (!await_domain(exec, plan, nodes, of_domain)) return;
   PUTGET_ROLLED
   for (uint32_t step = 1; step < ep_size; ++step) {
     const uint32_t source = (plan.shape.ep_rank + step) % ep_size;
-    if (!nodes.domains.is_agent_of(plan.shape.ep_rank, source)) continue;
+    if (!nodes.serves(source)) continue;
     const uint32_t rows = nodes.served_rows[source];
-    route_served(exec, plan, nodes, source, rows, scratch);
+    if (rows != 0) sum_served<Codec, Wire>(exec, plan, nodes, source, rows, scratch);
     exec.sync();
-    if (rows != 0) sum_served<Codec, Wire>(exec, plan, nodes, source, rows);
-    exec.sync();
-    if (exec.thread() != 0) continue;
+    uint32_t* joined = nodes.joined + NodesPlan::kJoins + nodes.split_of[source];
+    if (!exec.template last_to_arrive<Join::J6>(joined, &scratch.last) || exec.thread() != 0) continue;
+    *joined = 0;
     exec.template publish<Tag::X7>(nodes.board_of(plan.shape.ep_rank).back(source), pack_flag(epoch, rows));
   }
 }

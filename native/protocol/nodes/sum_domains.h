@@ -2,8 +2,8 @@
 //
 // Each domain has summed its rows of a token (serve.h; the own one by its own combine), and rounded that to the
 // output's type. The token's rank adds these rows in float32, in the order of domains, and rounds once. So the bits
-// depend on the routing and on which ranks are a domain, and neither on timing nor on the token's rank. One CTA runs
-// it. docs/protocol/nodes.md explains the tags.
+// depend on the routing and on which ranks are a domain, and neither on timing nor on the token's rank. CTAs share the
+// rows; each waits by itself. docs/protocol/nodes.md explains the tags.
 #pragma once
 
 #include "protocol/combine/reduce.h"
@@ -11,37 +11,45 @@
 
 namespace putget {
 
-// Waits for the sums of the domains that took rows. Ends with a block barrier; false: a fault.
+constexpr uint32_t kNotSeen = ~0u;  // no value of a word
+
+// What has not come, and who holds it up; or who has released the round.
+template <class Exec>
+PUTGET_RARE void report_no_returns(Exec& exec, const Plan& plan, const NodesPlan& nodes, uint32_t epoch,
+                                   const NodesScratch& scratch) {
+  RankSet missing = RankSet::none();
+  for (uint32_t domain = 0; domain < nodes.domains.count(); ++domain) {
+    if (ended_by(scratch.value[domain], kEndedByRelease)) {
+      const uint32_t agent = nodes.domains.agent(plan.shape.ep_rank, domain);
+      report_misuse(exec, plan, Phase::kCombine, Misuse::kPeerReleased, epoch, 0, 0, agent);
+      return;
+    }
+    if (scratch.value[domain] == kNotSeen) add_missing_of(exec, plan, nodes, domain, missing);
+  }
+  if (!report_lost<Tag::X9>(exec, plan, nodes, Phase::kCombine, epoch)) {
+    report_timeout(exec, plan, Phase::kCombine, epoch, missing);
+  }
+}
+
+// Waits for the sums of the domains that took rows, each thread for some. Ends with a block barrier; false: a fault.
 template <class Exec>
 PUTGET_TEXT bool await_returns(Exec& exec, const Plan& plan, const NodesPlan& nodes, uint32_t epoch,
                                NodesScratch& scratch) {
   const Domains& domains = nodes.domains;
   const Board board = nodes.board_of(plan.shape.ep_rank);
   Patience patience;
-  RankSet missing = RankSet::none();
+  bool well = true;
   PUTGET_ROLLED
-  for (uint32_t domain = 0; domain < domains.count(); ++domain) {
+  for (uint32_t domain = exec.thread(); domain < domains.count(); domain += exec.threads()) {
+    scratch.value[domain] = kEndedByCombine;
     if (nodes.sent_rows[domain] == 0) continue;
-    if (exec.thread() == 0) {
-      await_word<Tag::X9>(exec, plan, nodes, board.returned(domain), epoch, patience, scratch);
-    }
-    exec.sync();
-    const bool came = scratch.well != 0;
-    const bool released = came && ended_by(flag_value(scratch.seen), kEndedByRelease);
-    exec.sync();
-    if (released) {
-      const uint32_t agent = domains.agent(plan.shape.ep_rank, domain);
-      if (exec.thread() == 0) {
-        report_misuse(exec, plan, Phase::kCombine, Misuse::kPeerReleased, epoch, 0, 0, agent);
-      }
-      return false;
-    }
-    if (!came) add_missing_of(exec, plan, nodes, domain, missing);
+    uint64_t seen = 0;
+    const bool came = await_word<Tag::X9>(exec, plan, nodes, board.returned(domain), epoch, patience, seen);
+    scratch.value[domain] = came ? flag_value(seen) : kNotSeen;
+    well = well && came && !ended_by(flag_value(seen), kEndedByRelease);
   }
-  if (missing.empty()) return true;
-  if (exec.thread() == 0 && !report_lost<Tag::X9>(exec, plan, nodes, Phase::kCombine, epoch)) {
-    report_timeout(exec, plan, Phase::kCombine, epoch, missing);
-  }
+  if (!exec.any(!well)) return true;
+  if (exec.thread() == 0) report_no_returns(exec, plan, nodes, epoch, scratch);
   return false;
 }
 
@@ -57,35 +65,68 @@ PUTGET_TEXT const uint8_t* domain_sum(const Plan& plan, const NodesPlan& nodes, 
   return nodes.landing + split + uint64_t{static_cast<uint32_t>(row)} * nodes.parcel.return_row_bytes;
 }
 
-// Adds the domains' rows of this rank's tokens.
+// Adds the domains' rows of a segment of a token, so many packs of each lane at once.
 template <class Codec, class Wire, class Exec>
-PUTGET_TEXT void add_domains(Exec& exec, const Plan& plan, const NodesPlan& nodes, const CombineCall& call) {
+PUTGET_TEXT void add_segment(Exec& exec, const Plan& plan, const NodesPlan& nodes, const CombineCall& call,
+                             uint32_t token, uint32_t first, uint32_t end) {
+  constexpr uint32_t kTogether = 4;
   using Row = Pack<Codec, Wire::kElements>;
-  const uint32_t packs = plan.shape.output_elements / Wire::kElements;
+  const uint64_t out = uint64_t{token} * (plan.shape.output_elements / Wire::kElements);
   PUTGET_ROLLED
-  for (uint32_t token = exec.warp(); token < call.num_tokens; token += exec.warps()) {
-    const uint64_t first = uint64_t{token} * packs;
-    for (uint32_t pack = exec.lane(); pack < packs; pack += exec.lanes()) {
-      const auto sum_of = [&](uint32_t domain) {
-        const auto* row = reinterpret_cast<const Row*>(domain_sum(plan, nodes, token, domain));
-        return widen(exec.get_or_zero(row, pack));  // [X9]
-      };
-      Sums<Wire::kElements> sum = sum_of(0);
-      PUTGET_ROLLED
-      for (uint32_t domain = 1; domain < nodes.domains.count(); ++domain) sum.add(sum_of(domain));
-      if (call.addend != nullptr) sum.add(widen(reinterpret_cast<const Row*>(call.addend)[first + pack]));
-      Row out;
-      exec.template narrow<Codec>(sum.value, out);
-      reinterpret_cast<Row*>(call.out)[first + pack] = out;
+  for (uint32_t begin = first + exec.lane(); begin < end; begin += kTogether * exec.lanes()) {
+    Sums<Wire::kElements> sum[kTogether] = {};
+    PUTGET_ROLLED
+    for (uint32_t domain = 0; domain < nodes.domains.count(); ++domain) {
+      const auto* row = reinterpret_cast<const Row*>(domain_sum(plan, nodes, token, domain));
+      Row part[kTogether];
+      PUTGET_UNROLL
+      for (uint32_t i = 0; i < kTogether; ++i) {
+        const uint32_t pack = begin + i * exec.lanes();
+        part[i] = exec.get_or_zero(pack < end ? row : nullptr, pack);  // [X9]
+      }
+      PUTGET_UNROLL
+      for (uint32_t i = 0; i < kTogether; ++i) {
+        if (domain == 0) {
+          sum[i] = widen(part[i]);
+        } else {
+          sum[i].add(widen(part[i]));
+        }
+      }
+    }
+    PUTGET_UNROLL
+    for (uint32_t i = 0; i < kTogether; ++i) {
+      const uint32_t pack = begin + i * exec.lanes();
+      if (pack >= end) break;
+      if (call.addend != nullptr) sum[i].add(widen(reinterpret_cast<const Row*>(call.addend)[out + pack]));
+      Row narrowed;
+      exec.template narrow<Codec>(sum[i].value, narrowed);
+      reinterpret_cast<Row*>(call.out)[out + pack] = narrowed;
     }
   }
 }
 
-// One CTA calls it, after the domain's combine has left its sums in own_sums.
+// Adds the domains' rows of this rank's tokens.
+template <class Codec, class Wire, class Exec>
+PUTGET_TEXT void add_domains(Exec& exec, const Plan& plan, const NodesPlan& nodes, const CombineCall& call) {
+  constexpr uint32_t kSegment = 4 * Exec::kLanes;  // packs
+  const uint32_t packs = plan.shape.output_elements / Wire::kElements;
+  const uint32_t in_segment = Exec::kLanes == 1 ? packs : kSegment;
+  const uint32_t segments = (packs + in_segment - 1) / in_segment;
+  const uint32_t step = exec.blocks() * exec.warps();
+  PUTGET_ROLLED
+  for (uint32_t item = exec.block() * exec.warps() + exec.warp(); item < call.num_tokens * segments; item += step) {
+    const uint32_t token = item / segments;
+    const uint32_t first = (item - token * segments) * in_segment;
+    const uint32_t end = first + in_segment < packs ? first + in_segment : packs;
+    add_segment<Codec, Wire>(exec, plan, nodes, call, token, first, end);
+  }
+}
+
+// After the domain's combine has left its sums in own_sums.
 template <class Codec, class Wire, class Exec>
 PUTGET_TEXT void sum_domains(Exec& exec, const Plan& plan, const NodesPlan& nodes, const CombineCall& call,
                              NodesScratch& scratch) {
-  if (plan.state->head.fault != 0) return;
+  if (has_fault(exec, plan)) return;
   const uint32_t epoch = plan.state->head.epoch;
   if (await_returns(exec, plan, nodes, epoch, scratch)) add_domains<Codec, Wire>(exec, plan, nodes, call);
 }

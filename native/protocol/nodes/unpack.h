@@ -1,8 +1,8 @@
 // After dispatch: brings the rows of other domains from their agents' inboxes to where dispatch stores those of its
 // own.
 //
-// Source by source, as they land. Nothing is waited for but messages. One CTA runs it. docs/protocol/nodes.md explains
-// the tags.
+// Source by source, as they land. Nothing is waited for but messages. CTAs share the sources, or several of them the
+// rows of each. docs/protocol/nodes.md explains the tags.
 #pragma once
 
 #include "protocol/nodes/copy_part.h"
@@ -11,13 +11,21 @@
 
 namespace putget {
 
-// One row into its source's slot. A warp calls it.
+// A piece of one row into its source's slot. A warp calls it.
 template <class Exec>
-PUTGET_TEXT void unpack_row(Exec& exec, const Plan& plan, const NodesPlan& nodes, const uint8_t* from, uint32_t source,
-                            uint32_t slot) {
+PUTGET_TEXT void unpack_piece(Exec& exec, const Plan& plan, const NodesPlan& nodes, const uint8_t* from,
+                              uint32_t source, uint32_t slot, uint32_t piece) {
   const Shape& shape = plan.shape;
   uint8_t* own = plan.own();
   const uint64_t row = row_index(slot, source, shape.ep_size);
+  if (piece != 0) {
+    with_piece(shape, piece, [&](uint32_t p, uint32_t first, uint32_t bytes) {
+      const uint32_t row_bytes = shape.row_bytes[p];
+      uint8_t* to = own + plan.layout.payload[p] + row * row_bytes;
+      copy_part(exec, row_access(row_bytes), from + nodes.row.payload[p] + first, to + first, bytes);  // [X5]
+    });
+    return;
+  }
   PUTGET_ROLLED
   for (uint32_t k = exec.lane(); k < shape.top_k; k += exec.lanes()) {
     // Bytes of another host: only what is an expert here is shown as one.
@@ -26,20 +34,66 @@ PUTGET_TEXT void unpack_row(Exec& exec, const Plan& plan, const NodesPlan& nodes
     reinterpret_cast<int32_t*>(own + plan.layout.topk_ids)[row * shape.top_k + k] = sent_id(plan, id);
     reinterpret_cast<float*>(own + plan.layout.topk_weights)[row * shape.top_k + k] = weight;
   }
+}
+
+// A CTA's part of what a source has sent: one of `parts`, each with some of the rows.
+struct MessagePart {
+  uint32_t source;
+  uint32_t part;
+  uint32_t parts;
+};
+
+// Routes of the rows of a chunk in the own domain, as target_ranks and target_slots of a rank that has them alone:
+// `slots` counts on for each place. For the source's agent; ends with a block barrier.
+template <class Exec>
+PUTGET_TEXT void route_served(Exec& exec, const Plan& plan, const NodesPlan& nodes, uint32_t source,
+                              const ParcelHeader& header, const uint8_t* index, uint32_t* slots) {
+  const Domains& domains = nodes.domains;
+  const uint32_t top_k = plan.shape.top_k;
+  const uint32_t own = domains.domain_of(plan.shape.ep_rank);
+  const uint64_t begin = nodes.routes_of(plan, source) + uint64_t{header.first_row} * top_k;
+  int32_t* ranks = nodes.served_ranks + begin;
+  int32_t* entry_slots = nodes.served_slots + begin;
   PUTGET_ROLLED
-  for (uint32_t p = 0; p < shape.num_payloads; ++p) {
-    const uint32_t bytes = shape.row_bytes[p];
-    uint8_t* to = own + plan.layout.payload[p] + row * bytes;
-    copy_part(exec, row_access(bytes), from + nodes.row.payload[p], to, bytes);  // [X5]
+  for (uint32_t entry = exec.thread(); entry < header.chunk_rows * top_k; entry += exec.threads()) {
+    ranks[entry] = entry_slots[entry] = -1;
   }
+  exec.sync();
+  PUTGET_ROLLED
+  for (uint32_t place = exec.warp(); place < domains.size(own); place += exec.warps()) {
+    uint32_t slot = slots[place];
+    PUTGET_ROLLED
+    for (uint32_t first = 0; first < header.chunk_rows; first += exec.lanes()) {
+      const uint32_t row = first + exec.lane();
+      const uint8_t* entries = index + uint64_t{row} * top_k;  // [X5]
+      uint32_t k = top_k;                                      // the first entry that names the place
+      for (uint32_t i = row < header.chunk_rows ? top_k : 0; i-- > 0;) k = entries[i] == place ? i : k;
+      const auto taken = exec.count_lanes(k < top_k);
+      if (k < top_k) {
+        ranks[uint64_t{row} * top_k + k] = static_cast<int32_t>(domains.member(own, place));
+        entry_slots[uint64_t{row} * top_k + k] = static_cast<int32_t>(slot + taken.before);
+      }
+      slot += taken.all;
+    }
+    exec.sync_warp();
+    if (exec.lane() == 0) slots[place] = slot;
+  }
+  exec.sync();
 }
 
 // Rows of one source that this rank takes, of `chunks` chunks. False: a chunk does not say what it has to say.
 template <class Exec>
 PUTGET_TEXT bool unpack_message(Exec& exec, const Plan& plan, const NodesPlan& nodes, const ParcelSender& sender,
-                                const uint8_t* message, uint32_t chunks, uint32_t max_rows, NodesScratch& scratch) {
+                                const MessagePart& mine, uint32_t chunks, uint32_t max_rows, NodesScratch& scratch) {
   const ParcelShape& parcel = nodes.parcel;
   const uint32_t place = nodes.domains.place(plan.shape.ep_rank);
+  const uint8_t* message = nodes.message[sender.source];
+  const bool routes = mine.part == 0 && nodes.serves(sender.source);
+  const uint32_t pieces = pieces_of(plan.shape);
+  const uint32_t step = mine.parts * exec.warps();
+  const uint32_t own_step = mine.part * exec.warps() + exec.warp();
+  uint32_t* slots = scratch.value;  // of places
+  for (uint32_t i = exec.thread(); i < kMaxRanks; i += exec.threads()) slots[i] = 0;
   uint32_t slot = 0;
   PUTGET_ROLLED
   for (uint32_t chunk = 0; chunk < chunks; ++chunk) {
@@ -51,17 +105,29 @@ PUTGET_TEXT bool unpack_message(Exec& exec, const Plan& plan, const NodesPlan& n
     exec.sync();
     if (scratch.well == 0) return false;
     const ParcelHeader& header = scratch.header;
+    const uint8_t* index = start + sizeof(ParcelHeader);
     const uint8_t* rows = start + parcel.rows_at(header.chunk_rows);
-    slot = visit_rows(parcel, header, start + sizeof(ParcelHeader), place, slot, [&](uint32_t row, uint32_t taken) {
-      if (taken >= max_rows || taken % exec.warps() != exec.warp()) return;
-      unpack_row(exec, plan, nodes, rows + uint64_t{row} * parcel.row_bytes, sender.source, taken);
+    slot = visit_rows(exec, parcel, header, index, place, slot, [&](uint32_t row, uint32_t taken) {
+      if (taken >= max_rows) return;
+      const uint32_t before = taken * pieces % step;  // pieces of the slots before, which warps take in turn
+      PUTGET_ROLLED
+      for (uint32_t i = own_step < before ? own_step + step - before : own_step - before; i < pieces; i += step) {
+        unpack_piece(exec, plan, nodes, rows + uint64_t{row} * parcel.row_bytes, sender.source, taken, i);
+      }
     });
+    if (routes) route_served(exec, plan, nodes, sender.source, header, index, slots);
     exec.sync();
   }
-  if (exec.thread() == 0) {
-    scratch.slots[sender.source] = slot;
-    nodes.served_rows[sender.source] = chunks == 0 ? 0 : scratch.header.rows;
+  if (exec.thread() != 0 || mine.part != 0) return true;
+  nodes.served_rows[sender.source] = chunks == 0 ? 0 : scratch.header.rows;
+  const uint32_t shown = slot < max_rows ? slot : max_rows;
+  plan.num_tokens[sender.source] = static_cast<int32_t>(shown);
+  plan.state->head.left[sender.source] = shown;
+  if (chunks != 0 && plan.tables_apart != nullptr && scratch.header.table != *nodes.sent_table) {
+    exec.add(plan.tables_apart + sender.source, 1);
+    exec.add(plan.tables_apart + plan.shape.ep_size + sender.source, slot);
   }
+  if (slot > max_rows) report_capacity(exec, plan, sender.epoch, sender.source, slot, max_rows);
   return true;
 }
 
@@ -81,53 +147,47 @@ PUTGET_RARE void report_no_message(Exec& exec, const Plan& plan, const NodesPlan
 
 // One source. False: a fault.
 template <class Exec>
-PUTGET_TEXT bool unpack_source(Exec& exec, const Plan& plan, const NodesPlan& nodes, uint32_t source, uint32_t max_rows,
-                               Patience& patience, NodesScratch& scratch) {
+PUTGET_TEXT bool unpack_source(Exec& exec, const Plan& plan, const NodesPlan& nodes, const MessagePart& mine,
+                               uint32_t max_rows, Patience& patience, NodesScratch& scratch) {
   const uint32_t epoch = plan.state->head.epoch;
   const uint32_t own = nodes.domains.domain_of(plan.shape.ep_rank);
   if (exec.thread() == 0) {
-    const uint64_t* landed = nodes.board_of(plan.shape.ep_rank).landed(source);
-    await_word<Tag::X4>(exec, plan, nodes, landed, epoch, patience, scratch);
+    const uint64_t* landed = nodes.board_of(plan.shape.ep_rank).landed(mine.source);
+    scratch.well = await_word<Tag::X4>(exec, plan, nodes, landed, epoch, patience, scratch.seen);
   }
   exec.sync();
   if (scratch.well == 0) {
     if (exec.thread() == 0) report_no_message(exec, plan, nodes, epoch);
     return false;
   }
-  const uint32_t agent = nodes.domains.agent(source, own);
-  const uint8_t* message = nodes.inbox[agent] + Splits(nodes.domains, nodes.parcel).inbox(agent, source);
   const uint32_t chunks = flag_value(scratch.seen);
-  if (!unpack_message(exec, plan, nodes, nodes.sender(epoch, source, own), message, chunks, max_rows, scratch)) {
-    if (exec.thread() == 0) {
-      report_misuse(exec, plan, Phase::kDispatch, Misuse::kBadMessage, epoch, 0, 0, source);
-    }
-    return false;
+  const ParcelSender sender = nodes.sender(epoch, mine.source, own);
+  if (unpack_message(exec, plan, nodes, sender, mine, chunks, max_rows, scratch)) return true;
+  if (exec.thread() == 0) {
+    report_misuse(exec, plan, Phase::kDispatch, Misuse::kBadMessage, epoch, 0, 0, mine.source);
   }
-  if (exec.thread() != 0) return true;
-  const uint32_t rows = scratch.slots[source];
-  const uint32_t shown = rows < max_rows ? rows : max_rows;
-  if (chunks != 0 && plan.tables_apart != nullptr && scratch.header.table != *nodes.sent_table) {
-    exec.add(plan.tables_apart + source, 1);
-    exec.add(plan.tables_apart + plan.shape.ep_size + source, rows);
-  }
-  plan.num_tokens[source] = static_cast<int32_t>(shown);
-  plan.state->head.left[source] = shown;
-  if (rows > max_rows) report_capacity(exec, plan, epoch, source, rows, max_rows);
-  return true;
+  return false;
 }
 
-// One CTA calls it, after dispatch has opened the round.
+// After dispatch has opened the round.
 template <class Exec>
 PUTGET_TEXT void unpack(Exec& exec, const Plan& plan, const NodesPlan& nodes, uint32_t max_rows,
                         NodesScratch& scratch) {
-  if (plan.state->head.fault != 0) return;
+  if (has_fault(exec, plan)) return;
   Patience patience;
+  const uint32_t sources = nodes.far_sources(plan);
+  const uint32_t parts = sources != 0 && exec.blocks() > sources ? exec.blocks() / sources : 1;
+  uint32_t item = 0;
   PUTGET_ROLLED
   for (uint32_t step = 1; step < plan.shape.ep_size; ++step) {
     const uint32_t source = (plan.shape.ep_rank + step) % plan.shape.ep_size;
     if (!nodes.domains.is_active(source) || nodes.is_near(plan, source)) continue;
-    if (!unpack_source(exec, plan, nodes, source, max_rows, patience, scratch)) return;
-    exec.sync();
+    PUTGET_ROLLED
+    for (uint32_t part = 0; part < parts; ++part) {
+      if (item++ % exec.blocks() != exec.block()) continue;
+      if (!unpack_source(exec, plan, nodes, {source, part, parts}, max_rows, patience, scratch)) return;
+      exec.sync();
+    }
   }
 }
 

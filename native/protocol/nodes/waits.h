@@ -18,21 +18,28 @@ PUTGET_TEXT bool any_lost(Exec& exec, const Plan& plan, const NodesPlan& nodes) 
   return false;
 }
 
-// Waits until a word of the own board says `epoch`. One thread calls it; scratch.well and scratch.seen have the outcome
-// for all threads, after a block barrier.
+// Waits until a word of the own board says `epoch`; `seen` is what it says. One thread calls it, and a block barrier
+// must follow. False: the deadline passed, or a proxy has stopped.
 template <Tag tag, class Exec>
-PUTGET_TEXT void await_word(Exec& exec, const Plan& plan, const NodesPlan& nodes, const uint64_t* word, uint32_t epoch,
-                            Patience& patience, NodesScratch& scratch) {
+PUTGET_TEXT bool await_word(Exec& exec, const Plan& plan, const NodesPlan& nodes, const uint64_t* word, uint32_t epoch,
+                            Patience& patience, uint64_t& seen) {
+  constexpr uint32_t kLooksPerLost = 16;  // at the words of proxies that have stopped: each may lie behind a bus
   bool lost = false;
-  uint64_t seen = 0;
+  uint32_t looks = 0;
   const auto look = [&] { seen = exec.template observe<tag>(word); };
   const auto ready = [&] {
     if (flag_epoch(seen) == epoch) return true;
-    lost = any_lost<tag>(exec, plan, nodes);
+    lost = ++looks % kLooksPerLost == 0 && any_lost<tag>(exec, plan, nodes);
     return lost;
   };
-  scratch.well = look_until<tag>(exec, plan, plan.state->head, patience, look, ready) && !lost;
-  scratch.seen = seen;
+  return look_until<tag>(exec, plan, plan.state->head, patience, look, ready) && !lost;
+}
+
+// Whether a fault stands. The threads of a CTA see the same, also where another CTA reports one meanwhile. A block
+// barrier.
+template <class Exec>
+PUTGET_TEXT bool has_fault(Exec& exec, const Plan& plan) {
+  return exec.any(exec.thread() == 0 && exec.peek(&plan.state->head.fault) != 0);
 }
 
 // The ranks that the agent in another domain waits for, as its proxy has told; the agent itself if it told of none.

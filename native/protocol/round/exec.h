@@ -45,9 +45,12 @@ class ExecCheck {
 
   // --- barriers, votes and words between threads of a CTA or lanes of a warp
   using Sync = decltype(exec().sync());                                       // all threads of the CTA
-  static_assert(kIs<bool, decltype(exec().any(true))>);                       // the same; whether any says yes
+  using SyncWarp = decltype(exec().sync_warp());                              // all lanes of the warp
+  static_assert(kIs<bool, decltype(exec().any(true))>);                       // the same as sync; whether any says yes
   static_assert(kIs<bool, decltype(exec().all_lanes(true))>);                 // whether all lanes say yes
   static_assert(kIs<uint32_t, decltype(exec().votes(true))>);                 // a bit for each lane
+  static_assert(kIs<uint32_t, decltype(exec().count_lanes(true).before)>);    // lanes that say yes: before this one,
+  static_assert(kIs<uint32_t, decltype(exec().count_lanes(true).all)>);       // and all
   static_assert(kIs<uint32_t, decltype(exec().of_lane(a<uint32_t>(), 0u))>);  // another lane's value
   // exec().exchange_in_pair(first, second), where kLanes > 1: lanes of a pair swap values
   using SetBits = decltype(exec().set_bits(a<uint32_t>(), 1u));      // of a word in shared memory

@@ -51,7 +51,7 @@ Options parse(int argc, char** argv) {
 std::vector<Test> all_tests() {
   std::vector<Test> all;
   for (const auto& some :
-       {flag_tests(), push_tests(), pull_tests(), cache_tests(), many_to_one_tests(), sentinel_tests()})
+       {flag_tests(), push_tests(), pull_tests(), cache_tests(), many_to_one_tests(), sentinel_tests(), host_tests()})
     all.insert(all.end(), some.begin(), some.end());
   return all;
 }

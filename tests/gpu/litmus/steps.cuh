@@ -13,7 +13,7 @@ enum class Publish {
   kEarly     // the flag is a release store, but precedes the rows
 };
 
-__device__ __forceinline__ uint32_t mix(uint32_t a, uint32_t b) {
+__host__ __device__ __forceinline__ uint32_t mix(uint32_t a, uint32_t b) {
   uint32_t h = a * 0x9E3779B1u + b * 0x85EBCA77u + 0x165667B1u;
   h ^= h >> 15;
   h *= 0x2C1B3C6Du;
@@ -21,7 +21,7 @@ __device__ __forceinline__ uint32_t mix(uint32_t a, uint32_t b) {
 }
 
 /// Vector `index` of what src sends to dst in round n: every word depends on n.
-__device__ __forceinline__ uint4 row_of(uint32_t n, int src, int dst, uint32_t index) {
+__host__ __device__ __forceinline__ uint4 row_of(uint32_t n, int src, int dst, uint32_t index) {
   const uint32_t place = mix(static_cast<uint32_t>(src * kMaxRanks + dst), index);
   return make_uint4(n, n ^ place, mix(n, place), ~n);
 }

@@ -29,5 +29,6 @@ std::vector<Test> cache_tests();        // lines that a first-level cache alread
 std::vector<Test> flag_tests();         // the flag word by itself
 std::vector<Test> sentinel_tests();     // sentinel rows
 std::vector<Test> many_to_one_tests();  // several sources, one receiver
+std::vector<Test> host_tests();         // rows and words between a GPU and the host
 
 }  // namespace litmus

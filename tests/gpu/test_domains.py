@@ -1,0 +1,103 @@
+"""Rounds across virtual domains on GPUs: a round in a CUDA graph, and many layers in one.
+
+tests/alltoall/test_domains.py plays the same cases on the CPU and on emulated ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import putget
+from tests.gpu.graphs import GraphRound, capture
+from tests.harness import Rank, run_ranks
+from tests.harness.cases import Case, Round
+from tests.harness.compare import Outcome, check_case
+
+WORLDS = [(4, 2), (8, 4), (8, 2), (2, 1)]
+NAMES = ["2x2", "2x4", "4x2", "2x1"]
+BATCH = 16
+LAYERS = 60
+
+
+def case_of(ep_size: int, domain_size: int, count: int) -> Case:
+    rounds = tuple(Round(40 + index, (BATCH,) * ep_size, no_expert=0.1) for index in range(count))
+    return Case(
+        ep_size,
+        rounds,
+        num_experts=3 * ep_size + 1,
+        top_k=4,
+        max_tokens_per_rank=BATCH,
+        payloads=(((128,), torch.float8_e4m3fn), ((3,), torch.float32), ((5,), torch.uint8)),
+        output=((72,), torch.bfloat16),
+        domain_of=network(domain_size).domain_of(ep_size),
+    )
+
+
+def network(domain_size: int) -> putget.Network:
+    return putget.Network("sim", domain_size=domain_size)
+
+
+def in_turn(rank: Rank, body: Any) -> None:
+    """Captures of emulated ranks come one after the other: they share one allocator."""
+    for turn in range(rank.size):
+        rank.meet()
+        if turn == rank.rank:
+            body()
+    rank.meet()
+
+
+def replay(rank: Rank, case: Case) -> list[Outcome]:
+    """A body: one round in a graph, replayed with the data of all rounds."""
+    with rank.all_to_all(**case.options()) as a2a:
+        graph = GraphRound(rank, a2a, case, BATCH)
+        rank.meet()
+        graph.record()
+        in_turn(rank, graph.capture)
+        outcomes = []
+        for index in range(len(case.rounds)):
+            graph.load(index)
+            rank.meet()
+            graph.replay()
+            outcomes.append(graph.outcome())
+        return outcomes
+
+
+@pytest.mark.parametrize(("ep_size", "domain_size"), WORLDS, ids=NAMES)
+def test_a_round_in_a_graph_has_the_bits_of_the_oracle(ep_size: int, domain_size: int) -> None:
+    case = case_of(ep_size, domain_size, 12)
+    seen = run_ranks(ep_size, replay, case, mode="thread", device="cuda", network=network(domain_size))
+    check_case(case, seen)
+
+
+def replay_layers(rank: Rank, case: Case) -> list[Outcome]:
+    """A body: as many rounds as a model has layers, in one graph; what the last layer left, for each replay."""
+    with rank.all_to_all(**case.options()) as a2a:
+        graph = GraphRound(rank, a2a, case, BATCH)
+
+        def layers() -> None:
+            for _ in range(LAYERS):
+                graph.record()
+
+        rank.meet()
+        layers()
+        captured: list[torch.cuda.CUDAGraph] = []
+        in_turn(rank, lambda: captured.append(capture(rank, layers)))
+        outcomes = []
+        for index in range(len(case.rounds)):
+            graph.load(index)
+            rank.meet()
+            captured[0].replay()
+            outcomes.append(graph.outcome())
+        a2a.check()
+        return outcomes
+
+
+@pytest.mark.parametrize(("ep_size", "domain_size"), [(8, 4), (8, 2)], ids=["2x4", "4x2"])
+def test_a_graph_of_many_layers(ep_size: int, domain_size: int) -> None:
+    """The same data in each layer: the last one has to show what the first one did."""
+    case = case_of(ep_size, domain_size, 3)
+    joined = network(domain_size)
+    check_case(case, run_ranks(ep_size, replay_layers, case, device="cuda", mode="thread", timeout=150, network=joined))
