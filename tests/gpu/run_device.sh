@@ -104,8 +104,9 @@ litmus_fleet() { # GPUS RANKS [VISIBLE]
 }
 
 sanitize_all() { # VISIBLE
-  local tool mode
-  for mode in single processes; do
+  local tool mode modes="single processes"
+  if python3 -c 'import putget_transfer._native' 2>/dev/null; then modes+=" domains"; fi
+  for mode in $modes; do
     for tool in memcheck racecheck synccheck; do
       CUDA_VISIBLE_DEVICES=$1 run "$tool, $mode" "${LIMIT_sanitize:-90}" sanitize.log bash -c "sanitize $tool $mode" || failed=1
     done

@@ -2,7 +2,8 @@
 
     compute-sanitizer --tool memcheck --target-processes all --error-exitcode 1 python3 tests/gpu/sanitize_case.py MODE
 
-MODE is `single` (one rank), `processes` (two ranks as processes that share GPU 0) or `threads` (two emulated ranks).
+MODE is `single` (one rank), `processes` (two ranks as processes that share GPU 0), `domains` (the same, each rank a
+domain, over `tcp`: needs putget_transfer) or `threads` (two emulated ranks).
 The sanitizer may run the kernels of one process one after the other; two ranks that wait for each other then need two
 processes, whose kernels the GPU runs in turns.
 """
@@ -87,6 +88,12 @@ def cases_of(ep_size: int) -> list[tuple[int | None, Case]]:
     ]
 
 
+def cases_of_domains() -> list[tuple[int | None, Case]]:
+    """For two domains of a rank each: all that goes around the domain's own kernels."""
+    apart = {"domain_of": (0, 1)}
+    return [(None, replace(every_ending(2), **apart)), (2, replace(several_chunks(2), **apart))]
+
+
 def play_all(rank: Rank, cases: list[tuple[int | None, Case]]) -> list[list[Outcome]]:
     """One AllToAll after the other."""
     outcomes = []
@@ -113,21 +120,26 @@ def run_threads(ep_size: int) -> list[list[list[Outcome]]]:
     return [outcomes[rank] for rank in range(ep_size)]
 
 
-def run_process(rank: int, ep_size: int, folder: str) -> None:
+def run_process(rank: int, ep_size: int, folder: str, mode: str) -> None:
     """The main function of a rank's process; leaves its outcomes in a file."""
     faulthandler.dump_traceback_later(STACKS_AFTER_S)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ep_size)
-    outcomes = play_all(Rank(rank, ep_size, torch.device("cuda", 0)), cases_of(ep_size))
+    place = torch.device("cuda", 0)
+    if mode == "domains":
+        comm = putget.Communicator(network=putget.Network("tcp", domain_size=1))
+        outcomes = play_all(Rank(rank, ep_size, place, _comm=comm), cases_of_domains())
+    else:
+        outcomes = play_all(Rank(rank, ep_size, place), cases_of(ep_size))
     torch.save(outcomes, f"{folder}/{rank}")
     dist.barrier()
     dist.destroy_process_group()
 
 
-def run_processes(ep_size: int) -> list[list[list[Outcome]]]:
+def run_processes(ep_size: int, mode: str) -> list[list[list[Outcome]]]:
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="putget_sanitize_") as folder:
-        processes = [context.Process(target=run_process, args=(rank, ep_size, folder)) for rank in range(ep_size)]
+        processes = [context.Process(target=run_process, args=(rank, ep_size, folder, mode)) for rank in range(ep_size)]
         for process in processes:
             process.start()
         for process in processes:
@@ -137,12 +149,12 @@ def run_processes(ep_size: int) -> list[list[list[Outcome]]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("mode", choices=("single", "processes", "threads"))
+    parser.add_argument("mode", choices=("single", "processes", "domains", "threads"))
     mode = parser.parse_args().mode
     faulthandler.dump_traceback_later(STACKS_AFTER_S)
     ep_size = 1 if mode == "single" else 2
-    outcomes = run_processes(ep_size) if mode == "processes" else run_threads(ep_size)
-    cases = cases_of(ep_size)
+    outcomes = run_processes(ep_size, mode) if mode in ("processes", "domains") else run_threads(ep_size)
+    cases = cases_of_domains() if mode == "domains" else cases_of(ep_size)
     for index, (_, case) in enumerate(cases):
         check_case(case, [of_rank[index] for of_rank in outcomes])
     rounds = sum(len(case.rounds) for _, case in cases)

@@ -156,11 +156,13 @@ PUTGET_TEXT bool unpack_source(Exec& exec, const Plan& plan, const NodesPlan& no
     scratch.well = await_word<Tag::X4>(exec, plan, nodes, landed, epoch, patience, scratch.seen);
   }
   exec.sync();
-  if (scratch.well == 0) {
+  const bool has_come = scratch.well != 0;
+  const uint32_t chunks = flag_value(scratch.seen);
+  exec.sync();  // the headers are next to say whether they are well
+  if (!has_come) {
     if (exec.thread() == 0) report_no_message(exec, plan, nodes, epoch);
     return false;
   }
-  const uint32_t chunks = flag_value(scratch.seen);
   const ParcelSender sender = nodes.sender(epoch, mine.source, own);
   if (unpack_message(exec, plan, nodes, sender, mine, chunks, max_rows, scratch)) return true;
   if (exec.thread() == 0) {
