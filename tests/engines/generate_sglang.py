@@ -13,11 +13,15 @@ What SGLang lacks for expert parallelism on a CPU stands here and in ``stubs/sgl
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import os
+import random
+import socket
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,6 +33,7 @@ import torch
 from tests.engines.models import save_models
 from tests.engines.prompts import NEW_TOKENS, PROMPTS
 
+ZMQ_TCP_PORT_DELTA, FOLLOWING_PORTS = 233, 32  # sglang.srt.server_args has the first
 ALONE: dict[str, Any] = {}
 EP2 = {"tp_size": 2, "attn_dp_size": 2, "enable_dp_attention": True, "moe_a2a_backend": "putget"}
 CASES: dict[str, dict[str, Any]] = {
@@ -76,12 +81,25 @@ def patch() -> None:
     fused_moe_native.moe_forward_native = moe_forward_native
 
 
+def free_ports() -> int:
+    """A port for an engine. Others follow from it, and SGLang does not look whether they are free.
+
+    Not between 22000 and 29999, where SGLang takes one more at random.
+    """
+    following = (0, *range(ZMQ_TCP_PORT_DELTA, ZMQ_TCP_PORT_DELTA + FOLLOWING_PORTS))
+    while True:
+        first = random.randrange(10000, 21000)
+        with contextlib.ExitStack() as probes, contextlib.suppress(OSError):
+            for more in following:
+                probes.enter_context(socket.socket()).bind(("0.0.0.0", first + more))
+            return first
+
+
 def engine(model: Path, **options: Any) -> Any:
     import sglang
-    from sglang.srt.utils.network import get_free_port_below_ephemeral
 
     return sglang.Engine(
-        port=get_free_port_below_ephemeral(),  # ports of its ranks follow from it
+        port=free_ports(),
         model_path=str(model),
         device="cpu",
         dtype="float32",
@@ -129,6 +147,18 @@ def run_case(folder: Path, case: str) -> None:
     (folder / case).write_text(json.dumps({"tokens": tokens, "seconds": seconds}))
 
 
+def run_case_or_end(folder: Path, case: str) -> None:
+    """What goes wrong is said at once, and the engine's processes end: multiprocessing would wait for them first."""
+    try:
+        run_case(folder, case)
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        for child in psutil.Process().children(recursive=True):
+            child.kill()
+        os._exit(1)
+
+
 def kill_a_rank(out: Path, running: Any) -> None:
     """Kills one rank and asks for tokens; SGLang then ends this process and all of its own."""
     ranks = [child for child in psutil.Process().children(recursive=True) if "scheduler" in " ".join(child.cmdline())]
@@ -162,7 +192,7 @@ def main(folder: Path, cases: list[str]) -> None:
     save_models(folder, {case.split(".")[1] for case in cases})
     for case in cases:
         print(f"=== {case}", flush=True)
-        process = multiprocessing.Process(target=run_case, args=(folder, case))
+        process = multiprocessing.Process(target=run_case_or_end, args=(folder, case))
         process.start()
         process.join()
         if case.startswith("killed"):
