@@ -11,7 +11,7 @@ from typing import Any
 from putget import config
 from putget.errors import BackendUnavailable, PutgetError
 
-ABI_VERSION = 9
+ABI_VERSION = 10
 MAGIC = 0x70757467
 MAX_RANKS = 128
 MAX_TOP_K = 32

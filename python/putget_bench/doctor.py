@@ -241,7 +241,7 @@ def _transports() -> list[Finding]:
 
 
 def _domains() -> list[Finding]:
-    """Which networks can join domains of CPU ranks (`putget.Network`)."""
+    """Which networks can join domains (`putget.Network`)."""
     if not hardware.build().library:
         return []
     findings = [Finding("domains", "sim", "ok", "between ranks of one process")]

@@ -153,7 +153,7 @@ def _resolve_network(args: argparse.Namespace, device: str, ep_size: int, world_
         return None
     asked = f"--network {args.network}" if args.network is not None else f"--domain_size {args.domain_size}"
     if device != "cpu":
-        raise ValueError(f"{asked} needs --device cpu: GPUs are one domain in this version")
+        raise ValueError(f"{asked} needs --device cpu: domains of GPUs are not timed in this version")
     if args.no_sync:
         raise ValueError(f"{asked} and --no_sync exclude each other")
     if args.combine_dtype.startswith("fp8"):

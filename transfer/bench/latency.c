@@ -12,24 +12,10 @@
 #include <string.h>
 #include <time.h>
 
-#include "putget_transfer.h"
-
-#define OK(call)                                           \
-  do {                                                     \
-    if ((call) != PT_OK) {                                 \
-      fprintf(stderr, "%s: %s\n", #call, pt_last_error()); \
-      exit(1);                                             \
-    }                                                      \
-  } while (0)
+#include "caller.h"
 
 enum { MOST = 10000, LEAST = 10 };
 static double times[MOST];
-
-static double now(void) {
-  struct timespec time;
-  clock_gettime(CLOCK_MONOTONIC, &time);
-  return (double)time.tv_sec + 1e-9 * (double)time.tv_nsec;
-}
 
 static int by_size(const void* a, const void* b) {
   double x = *(const double*)a, y = *(const double*)b;

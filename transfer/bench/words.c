@@ -15,23 +15,9 @@
 #include <time.h>
 #include <unistd.h>
 
-#include "putget_transfer.h"
-
-#define OK(call)                                                         \
-  do {                                                                   \
-    if ((call) != PT_OK) {                                               \
-      fprintf(stderr, "%s: %s\n", #call, pt_last_error());               \
-      exit(1);                                                           \
-    }                                                                    \
-  } while (0)
+#include "caller.h"
 
 enum { ROUNDS = 20000, PAGES = 1024, TARGETS = 56, SUBMISSIONS = 2000, USES = 1000000, LEN = 16 << 20 };
-
-static double now(void) {
-  struct timespec time;
-  clock_gettime(CLOCK_MONOTONIC, &time);
-  return (double)time.tv_sec + 1e-9 * (double)time.tv_nsec;
-}
 
 static double cpu(void) {
   struct timespec time;
