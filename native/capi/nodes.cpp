@@ -69,7 +69,7 @@ std::pair<const uint8_t*, uint64_t> next_part(const uint8_t*& card, uint64_t& le
 
 NodesPlan begin_plan(const NodesShape& made, const putget_nodes_config& config) {
   NodesPlan nodes{
-      made.domains, made.parcel, made.row, config.generation, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {},
+      made.domains, made.parcel, made.row, config.generation, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {},
       {},           {},          {}};
   nodes.target_ranks = config.target_ranks;
   nodes.target_slots = config.target_slots;
@@ -141,6 +141,7 @@ void Nodes::make_tables(const Shape& shape) {
                             sizeof(uint32_t),
                             shape.ep_size * sizeof(uint32_t),
                             (NodesPlan::kJoins + sources) * sizeof(uint32_t),
+                            (shape.ep_size + domains) * sizeof(uint64_t),
                             tokens * round_up(shape.output_row_bytes(), 16)};
   uint64_t at[std::size(bytes)];
   uint64_t end = 0;
@@ -156,7 +157,8 @@ void Nodes::make_tables(const Shape& shape) {
   nodes_.sent_table = reinterpret_cast<uint32_t*>(tables + at[4]);
   nodes_.served_rows = reinterpret_cast<uint32_t*>(tables + at[5]);
   nodes_.joined = reinterpret_cast<uint32_t*>(tables + at[6]);
-  nodes_.own_sums = tables + at[7];
+  nodes_.handed_on = reinterpret_cast<uint64_t*>(tables + at[7]);
+  nodes_.own_sums = tables + at[8];
 }
 
 // In host memory, where any network reaches it.

@@ -110,6 +110,11 @@ class Exec {
     return atomics::load_acquire(flag);
   }
 
+  template <Tag tag>
+  uint64_t observe_ahead(const uint64_t* flag) const {
+    return observe<tag>(flag);
+  }
+
   // An own flag, for its value alone: orders nothing.
   uint64_t peek(const uint64_t* flag) const { return atomics::load_relaxed(flag); }
   // One that this block alone will look at.
@@ -168,6 +173,16 @@ class Exec {
   template <Join join>
   bool last_to_arrive(uint32_t* counter, uint32_t*) const {
     return blocks_ == 1 || __atomic_fetch_add(counter, 1, __ATOMIC_ACQ_REL) + 1 == blocks_;
+  }
+
+  // A word from one block to the others.
+  template <Join join>
+  void hand_on(uint64_t* word, uint64_t value) const {
+    atomics::store_release(word, value);
+  }
+  template <Join join>
+  uint64_t take_over(const uint64_t* word) const {
+    return atomics::load_acquire(word);
   }
 
   // Another block may have reported a fault meanwhile; or the host may want the wait to end.

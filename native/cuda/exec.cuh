@@ -93,6 +93,12 @@ struct Exec {
   __device__ uint64_t observe(const uint64_t* flag) const {
     return ptx::load_acquire_sys(flag);
   }
+  // For accesses of later kernels, which begin when this one has ended and its loads are over: nothing waits for it
+  // here.
+  template <Tag tag>
+  __device__ uint64_t observe_ahead(const uint64_t* flag) const {
+    return ptx::load_relaxed_sys(flag);
+  }
   // An own flag, for its value alone: orders nothing.
   __device__ uint64_t peek(const uint64_t* flag) const { return ptx::load_relaxed_sys(flag); }
   // One that this CTA alone will look at.
@@ -146,6 +152,16 @@ struct Exec {
     if (threadIdx.x == 0) *shared = ptx::add_acq_rel_gpu(counter, 1) + 1 == gridDim.x;  // [J2] [J3]
     __syncthreads();
     return *shared != 0;
+  }
+
+  // A word from one CTA of the kernel to the others.
+  template <Join join>
+  __device__ void hand_on(uint64_t* word, uint64_t value) const {
+    ptx::store_release_gpu(word, value);
+  }
+  template <Join join>
+  __device__ uint64_t take_over(const uint64_t* word) const {
+    return ptx::load_acquire_gpu(word);
   }
 
   // Whether another CTA has reported a fault while this thread waits; looks now and then.

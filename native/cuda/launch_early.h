@@ -29,4 +29,20 @@ void launch_early(void (*kernel)(Fixed, Call), const putget_launch& launch, bool
   check(cudaLaunchKernelEx(&config, kernel, fixed, call), what);
 }
 
+// The same for any parameters, without clusters.
+template <class... Params, class... Args>
+void launch_early(void (*kernel)(Params...), uint32_t blocks, uint32_t threads, cudaStream_t stream, const char* what,
+                  const Args&... args) {
+  cudaLaunchAttribute early{};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(blocks);
+  config.blockDim = dim3(threads);
+  config.stream = stream;
+  config.attrs = &early;
+  config.numAttrs = 1;
+  check(cudaLaunchKernelEx(&config, kernel, args...), what);
+}
+
 }  // namespace putget::cuda

@@ -14,6 +14,7 @@
 
 #include "cuda/check.h"
 #include "cuda/exec.cuh"
+#include "cuda/launch_early.h"
 #include "protocol/nodes/pack.h"
 #include "protocol/nodes/serve.h"
 #include "protocol/nodes/sum_domains.h"
@@ -33,6 +34,7 @@ __global__ void __maxnreg__(kRegisters)
                  const __grid_constant__ DispatchCall call) {
   __shared__ NodesScratch shared;
   Exec exec;
+  exec.wait_for_earlier_work();
   route_messages<Id>(exec, plan, nodes, call, kept_at_hand(shared));
 }
 
@@ -42,6 +44,7 @@ __global__ void __maxnreg__(kRegisters)
                 const __grid_constant__ DispatchCall call) {
   __shared__ NodesScratch shared;
   Exec exec;
+  exec.wait_for_earlier_work();
   putget::pack<Id>(exec, plan, nodes, call, kept_at_hand(shared));
 }
 
@@ -49,12 +52,14 @@ __global__ void __maxnreg__(kRegisters)
     unpack_kernel(const __grid_constant__ Plan plan, const __grid_constant__ NodesPlan nodes, uint32_t max_rows) {
   __shared__ NodesScratch shared;
   Exec exec;
+  exec.wait_for_earlier_work();
   putget::unpack(exec, plan, nodes, max_rows, kept_at_hand(shared));
 }
 
 __global__ void close_kernel(const __grid_constant__ Plan plan, const __grid_constant__ NodesPlan nodes,
                              uint32_t kind) {
   Exec exec;
+  exec.wait_for_earlier_work();
   close_open_round(exec, plan, nodes, kind);
 }
 
@@ -64,6 +69,7 @@ __global__ void __maxnreg__(kRegisters)
   __shared__ NodesScratch shared;
   __shared__ CombineScratch of_domain;
   Exec exec;
+  exec.wait_for_earlier_work();
   putget::serve_sources<Codec, Wire>(exec, plan, nodes, kept_at_hand(shared), kept_at_hand(of_domain));
 }
 
@@ -73,6 +79,7 @@ __global__ void __maxnreg__(kRegisters)
                const __grid_constant__ CombineCall call) {
   __shared__ NodesScratch shared;
   Exec exec;
+  exec.wait_for_earlier_work();
   putget::sum_domains<Codec, Wire>(exec, plan, nodes, call, kept_at_hand(shared));
 }
 
@@ -104,8 +111,6 @@ void load(Kernel kernel) {
   check(cudaFuncGetAttributes(&attributes, kernel), "loading a kernel of rounds across domains");
 }
 
-void check_launch(const char* what) { check(cudaGetLastError(), what); }
-
 }  // namespace
 
 void load_nodes_kernels() {
@@ -129,29 +134,27 @@ void launch_pack(const Plan& plan, const NodesPlan& nodes, const DispatchCall& c
                  cudaStream_t stream) {
   const uint64_t bytes = uint64_t{call.num_tokens} * (nodes.domains.count() - 1) * nodes.parcel.row_bytes;
   const uint32_t blocks = blocks_for(bytes, room);
+  const auto launch = [&](auto id) {
+    using Id = decltype(id);
+    launch_early(route_kernel<Id>, 1, kThreads, stream, "launching route_kernel", plan, nodes, call);
+    launch_early(pack_kernel<Id>, blocks, kThreads, stream, "launching pack_kernel", plan, nodes, call);
+  };
   if (call.ids_are_64bit != 0) {
-    route_kernel<int64_t><<<1, kThreads, 0, stream>>>(plan, nodes, call);
-    check_launch("launching route_kernel");
-    pack_kernel<int64_t><<<blocks, kThreads, 0, stream>>>(plan, nodes, call);
+    launch(int64_t{});
   } else {
-    route_kernel<int32_t><<<1, kThreads, 0, stream>>>(plan, nodes, call);
-    check_launch("launching route_kernel");
-    pack_kernel<int32_t><<<blocks, kThreads, 0, stream>>>(plan, nodes, call);
+    launch(int32_t{});
   }
-  check_launch("launching pack_kernel");
 }
 
 // How many rows come is not known here.
 void launch_unpack(const Plan& plan, const NodesPlan& nodes, uint32_t max_rows, const Room& room, cudaStream_t stream) {
   const uint64_t rows = uint64_t{nodes.far_sources(plan)} * plan.shape.max_tokens_per_rank;
   const uint32_t blocks = blocks_for(rows * nodes.parcel.row_bytes, room);
-  unpack_kernel<<<blocks, kThreads, 0, stream>>>(plan, nodes, max_rows);
-  check_launch("launching unpack_kernel");
+  launch_early(unpack_kernel, blocks, kThreads, stream, "launching unpack_kernel", plan, nodes, max_rows);
 }
 
 void launch_close(const Plan& plan, const NodesPlan& nodes, uint32_t kind, cudaStream_t stream) {
-  close_kernel<<<1, kMaxRanks, 0, stream>>>(plan, nodes, kind);
-  check_launch("launching close_kernel");
+  launch_early(close_kernel, 1, kMaxRanks, stream, "launching close_kernel", plan, nodes, kind);
 }
 
 void launch_serve(const Plan& plan, const NodesPlan& nodes, const Room& room, cudaStream_t stream) {
@@ -159,9 +162,9 @@ void launch_serve(const Plan& plan, const NodesPlan& nodes, const Room& room, cu
   const uint32_t row_bytes = plan.shape.output_row_bytes();
   const uint32_t blocks = blocks_for(sources * plan.shape.max_tokens_per_rank * row_bytes, room);
   with_wire(plan.shape.output_type, row_bytes % kLaneBytes == 0, [&](auto codec, auto wire) {
-    serve_kernel<decltype(codec), decltype(wire)><<<blocks, kThreads, 0, stream>>>(plan, nodes);
+    launch_early(serve_kernel<decltype(codec), decltype(wire)>, blocks, kThreads, stream, "launching serve_kernel",
+                 plan, nodes);
   });
-  check_launch("launching serve_kernel");
 }
 
 void launch_sum(const Plan& plan, const NodesPlan& nodes, const CombineCall& call, const Room& room,
@@ -170,9 +173,9 @@ void launch_sum(const Plan& plan, const NodesPlan& nodes, const CombineCall& cal
   const uint32_t blocks = blocks_for(uint64_t{call.num_tokens} * nodes.domains.count() * row_bytes, room);
   const bool wide = row_bytes % kLaneBytes == 0 && is_wide(call.out) && is_wide(call.addend);
   with_wire(plan.shape.output_type, wide, [&](auto codec, auto wire) {
-    sum_kernel<decltype(codec), decltype(wire)><<<blocks, kThreads, 0, stream>>>(plan, nodes, call);
+    launch_early(sum_kernel<decltype(codec), decltype(wire)>, blocks, kThreads, stream, "launching sum_kernel", plan,
+                 nodes, call);
   });
-  check_launch("launching sum_kernel");
 }
 
 }  // namespace putget::cuda

@@ -1,7 +1,7 @@
 // Rounds across domains as threads, for ThreadSanitizer: the text that the library runs, with the product's proxies and
 // its network between ranks of a process.
 //
-//   nodes_rounds [--seed N] [--rounds N] [--domain_size N] [--weaken TAG] [--skip TAG] [--late N]
+//   nodes_rounds [--seed N] [--rounds N] [--domain_size N] [--blocks N] [--weaken TAG] [--skip TAG] [--late N]
 //
 // ThreadSanitizer keys on virtual addresses: so all memory is mapped once, at the same address for everybody. Each rank
 // computes what it must receive and what its tokens must sum to. Exit status: 0 all well; 3 a wrong value; 4 a fault;
@@ -45,6 +45,7 @@ struct Options {
   uint64_t seed = 1;
   uint32_t rounds = 60;
   uint32_t domain_size = 2;
+  uint32_t blocks = 1;     // that share the rows of a step, each a thread
   uint32_t late = kRanks;  // a rank that gives its rows when its domain's agents have had the time to sum without them
 };
 
@@ -116,11 +117,12 @@ struct alignas(128) Line {
 
 class Rank {
  public:
-  Rank(const Story& story, const Domains& domains, uint32_t rank, proxy::LocalNetwork& network)
+  Rank(const Story& story, const Domains& domains, uint32_t rank, uint32_t blocks, proxy::LocalNetwork& network)
       : story_(story),
+        blocks_(blocks),
         held_(*network.table(rank), story.seed * kRanks + rank),
         plan_{},
-        nodes_{domains, {}, {}, 0, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}},
+        nodes_{domains, {}, {}, 0, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}},
         network_(network),
         rank_(rank) {
     plan_.shape = shape_of(rank);
@@ -232,6 +234,7 @@ class Rank {
     nodes_.sent_table = &sent_table_;
     nodes_.served_rows = served_rows_;
     nodes_.joined = joined_;
+    nodes_.handed_on = handed_on_;
   }
 
   uint32_t target_of(const Rank& other, uint32_t region) const {
@@ -243,6 +246,22 @@ class Rank {
     table().add_peer(table().self, address, address_bytes, &peer);
     table().add_target(table().self, peer, description, description_bytes, &target);
     return target;
+  }
+
+  // A kernel of several blocks: body(exec, scratch) of each in a thread of its own.
+  template <class Body>
+  void run_blocks(Body body) {
+    std::vector<std::thread> threads;
+    for (uint32_t block = 0; block < blocks_; ++block) {
+      threads.emplace_back([&, block] {
+        stress::yield_seed = draws_ + block;
+        cpu::Exec exec(block, blocks_);
+        NodesScratch scratch{};
+        body(exec, scratch);
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+    draws_ = mix(draws_) | 1;
   }
 
   void dispatch(uint32_t round) {
@@ -266,9 +285,9 @@ class Rank {
     NodesScratch scratch{};
     DispatchScratch of_domain{};
     route_messages<int32_t>(exec_, plan_, nodes_, call, scratch);
-    pack<int32_t>(exec_, plan_, nodes_, call, scratch);
+    run_blocks([&](cpu::Exec& exec, NodesScratch& own) { pack<int32_t>(exec, plan_, nodes_, call, own); });
     putget::dispatch<int32_t>(exec_, plan_, call, of_domain);
-    unpack(exec_, plan_, nodes_, kTokens, scratch);
+    run_blocks([&](cpu::Exec& exec, NodesScratch& own) { unpack(exec, plan_, nodes_, kTokens, own); });
     if (state_.head.fault != 0) fail_with_fault(round);
   }
 
@@ -320,14 +339,16 @@ class Rank {
     call.wide_out = 1;
     close_open_round(exec_, plan_, nodes_, kEndedByCombine);
     CombineScratch of_domain{};
-    NodesScratch scratch{};
     call.half = Half::kStart;
     putget::combine<Float32, Wire, DynamicTopK>(exec_, plan_, call, of_domain);
-    serve_sources<Float32, Wire>(exec_, plan_, nodes_, scratch, of_domain);
+    run_blocks([&](cpu::Exec& exec, NodesScratch& own) {
+      CombineScratch of_sums{};
+      serve_sources<Float32, Wire>(exec, plan_, nodes_, own, of_sums);
+    });
     call.half = Half::kFinish;
     putget::combine<Float32, Wire, DynamicTopK>(exec_, plan_, call, of_domain);
     call.out = out_.data()->byte;
-    sum_domains<Float32, Wire>(exec_, plan_, nodes_, call, scratch);
+    run_blocks([&](cpu::Exec& exec, NodesScratch& own) { sum_domains<Float32, Wire>(exec, plan_, nodes_, call, own); });
     if (state_.head.fault != 0) fail_with_fault(round);
     const auto* sums = reinterpret_cast<const float*>(out_.data());
     for (uint32_t token = 0; token < call.num_tokens; ++token) {
@@ -348,6 +369,8 @@ class Rank {
   }
 
   const Story story_;
+  const uint32_t blocks_;
+  uint64_t draws_ = mix(story_.seed) | 1;
   HeldLink held_;
   Plan plan_;
   NodesPlan nodes_;
@@ -362,6 +385,7 @@ class Rank {
   std::vector<int32_t> table_, near_ranks_, near_slots_, ranks_, slots_, served_ranks_, served_slots_, home_rows_;
   uint32_t sent_rows_[kRanks] = {}, served_rows_[kRanks] = {}, sent_table_ = 0;
   uint32_t joined_[NodesPlan::kJoins + kRanks] = {};
+  uint64_t handed_on_[2 * kRanks] = {};
   int32_t num_tokens_[kRanks] = {};
   unsigned long long invalid_ = 0;
   int32_t ids_[kTokens * kTopK] = {};
@@ -384,7 +408,7 @@ void run(const Options& options) {
   const Story story{options.seed};
   std::vector<std::unique_ptr<Rank>> ranks;
   for (uint32_t rank = 0; rank < kRanks; ++rank) {
-    ranks.push_back(std::make_unique<Rank>(story, domains, rank, network));
+    ranks.push_back(std::make_unique<Rank>(story, domains, rank, options.blocks, network));
   }
   for (auto& rank : ranks) rank->meet(ranks);
   for (auto& rank : ranks) network.stepper().add(rank->proxy());
@@ -424,6 +448,7 @@ int main(int count, char** words) {
     if (name == "--seed") options.seed = std::strtoull(value, nullptr, 10);
     if (name == "--rounds") options.rounds = static_cast<uint32_t>(std::atoi(value));
     if (name == "--domain_size") options.domain_size = static_cast<uint32_t>(std::atoi(value));
+    if (name == "--blocks") options.blocks = static_cast<uint32_t>(std::atoi(value));
     if (name == "--late") options.late = static_cast<uint32_t>(std::atoi(value));
     if (name == "--weaken") putget::stress::weakened_tag = putget::nodes::tag(value);
     if (name == "--skip") putget::stress::skipped_tag = putget::nodes::tag(value);

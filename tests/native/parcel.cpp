@@ -172,11 +172,13 @@ bool unpack(Message& message, const ParcelSender& sender, uint32_t chunks, uint3
     if (check_header(shape, sender, chunks, chunk, header) != ParcelMistake::kNone) return false;
     const uint8_t* start = message.bytes() + shape.chunk_at(chunk);
     const uint8_t* rows = start + shape.rows_at(header.chunk_rows);
-    count = visit_rows(cpu::Exec(), shape, header, start + sizeof(ParcelHeader), place, count,
-                       [&](uint32_t row, uint32_t slot) {
-                         std::memcpy(split.data() + uint64_t{slot} * shape.row_bytes,
-                                     rows + uint64_t{row} * shape.row_bytes, shape.row_bytes);
-                       });
+    const uint8_t* index = start + sizeof(ParcelHeader);
+    const uint32_t most = shape.rows_of_chunk(shape.max_tokens, chunk);
+    const bool first_takes = takes_first_row(cpu::Exec(), shape, index, most, place);
+    count = visit_rows(cpu::Exec(), shape, header, index, place, count, first_takes, [&](uint32_t row, uint32_t slot) {
+      std::memcpy(split.data() + uint64_t{slot} * shape.row_bytes, rows + uint64_t{row} * shape.row_bytes,
+                  shape.row_bytes);
+    });
   }
   return true;
 }

@@ -31,7 +31,7 @@ def of_landing(tag: str) -> bool:
 
 def of_nodes(tag: str) -> bool:
     """Whether it is an operation of rounds across domains, which have a table and tests of their own."""
-    return tag[0] == "X" or tag in {"J5", "J6"}
+    return tag[0] == "X" or tag in {"J5", "J6", "J7"}
 
 
 def enumerators(name: str) -> list[str]:

@@ -41,10 +41,10 @@ class Rounds:
         self._program = compiled_program(self._objects, [], folder, "thread")
 
     def with_mistake(self, folder: Path, name: str, right: str, wrong: str) -> Path:
-        """The job with another text in a file of native/protocol/nodes."""
+        """The job with another text in a file of native."""
         native = folder / "native"
         shutil.copytree(ROOT / "native", native)
-        header = native / "protocol" / "nodes" / name
+        header = native / name
         assert header.read_text().count(right) == 1, f"{name} does not say once: {right}"
         header.write_text(header.read_text().replace(right, wrong))
         changed = folder / "nodes_rounds.o"
@@ -60,9 +60,9 @@ class Rounds:
         command = [*self._prefix, str(program or self._program), *map(str, words)]
         return subprocess.run(command, env=OPTIONS, capture_output=True, text=True, timeout=120)
 
-    def catches(self, statuses: set[int], *mistake: str) -> bool:
+    def catches(self, statuses: set[int], *mistake: str, program: Path | None = None) -> bool:
         for seed in SEEDS:
-            done = self.run(seed, *mistake)
+            done = self.run(seed, *mistake, program=program)
             if done.returncode != 0:
                 assert done.returncode in statuses, done.stderr
                 return True
@@ -95,5 +95,46 @@ def test_sums_for_others_wait_for_the_rows_of_their_domain(job: Rounds, tmp_path
     """A rank that gives its rows late, and an agent of its domain that does not wait for it."""
     assert job.run(1, "--late", 1, rounds=20).returncode == 0
     wait = "  if (!await_domain(exec, plan, nodes, of_domain)) return;\n"
-    hasty = job.with_mistake(tmp_path, "serve.h", wait, "")
+    hasty = job.with_mistake(tmp_path, "protocol/nodes/serve.h", wait, "")
     assert job.run(1, "--late", 1, rounds=20, program=hasty).returncode in {MISMATCH, REPORT}
+
+
+BLOCKS = ("--blocks", "3")
+EXEC, NODES = "cpu/exec.h", "protocol/nodes"
+MISTAKES_OF_BLOCKS = {
+    "J5 and J6 order nothing": (EXEC, "fetch_add(counter, 1, __ATOMIC_ACQ_REL) + 1", "fetch_add(counter, 1, 0) + 1"),
+    "J7 is handed on without a release": (
+        EXEC,
+        "    atomics::store_release(word, value);",
+        "    atomics::store_relaxed(word, value);",
+    ),
+    "J7 is taken over without an acquire": (
+        EXEC,
+        "    return atomics::load_acquire(word);",
+        "    return atomics::load_relaxed(word);",
+    ),
+    "X2 before J5": (
+        f"{NODES}/pack.h",
+        "  if (!exec.template last_to_arrive<Join::J5>(nodes.joined, &scratch.last)) return;\n",
+        "",
+    ),
+    "X7 before J6": (f"{NODES}/serve.h", "!exec.template last_to_arrive<Join::J6>(joined, &scratch.last) || ", ""),
+    "J7 of any round": (
+        f"{NODES}/waits.h",
+        "if ((seen & kHandedOn) != 0 && flag_epoch(seen) == epoch) return",
+        "if (seen != 0) return",
+    ),
+}
+
+
+@pytest.mark.parametrize("domain_size", [1, 2])
+def test_steps_of_several_blocks_are_clean(job: Rounds, domain_size: int) -> None:
+    for seed in (1, 2):
+        done = job.run(seed, "--domain_size", domain_size, *BLOCKS, rounds=60)
+        assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("mistake", MISTAKES_OF_BLOCKS)
+def test_a_mistake_among_blocks_is_caught(job: Rounds, tmp_path: Path, mistake: str) -> None:
+    program = job.with_mistake(tmp_path, *MISTAKES_OF_BLOCKS[mistake])
+    assert job.catches({MISMATCH, FAULT, REPORT}, "--domain_size", "1", *BLOCKS, program=program)

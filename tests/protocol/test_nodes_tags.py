@@ -16,7 +16,7 @@ KERNELS = "\n".join(path.read_text() for path in sorted((ROOT / "native" / "prot
 
 
 PUBLISHED = set(re.findall(r"\bpublish<Tag::(X\d+)>", KERNELS))
-AWAITED = set(re.findall(r"\bawait_word<Tag::(X\d+)>", KERNELS))
+AWAITED = set(re.findall(r"\bawait_(?:word|shared)<Tag::(X\d+)>", KERNELS))
 
 
 def comments_in(text: str) -> set[str]:

@@ -55,7 +55,7 @@ PUTGET_TEXT void route_far(Exec& exec, const Plan& plan, const NodesPlan& nodes,
 // What this rank routes by, for its messages: as tables.h, but experts of ranks that are not active count too.
 template <class Exec>
 PUTGET_TEXT void keep_table_digest(const Exec& exec, const Plan& plan, const NodesPlan& nodes) {
-  if (exec.warp() != 0) return;
+  if (exec.warp() + 1 != exec.warps()) return;
   uint32_t digest = 0;
   PUTGET_ROLLED
   for (uint32_t expert = exec.lane(); expert < table_experts(plan); expert += exec.lanes()) {
@@ -182,16 +182,18 @@ PUTGET_TEXT void pack_headers(Exec& exec, const Plan& plan, const NodesPlan& nod
   }
 }
 
-// Waits until the outbox may be filled again. Ends with a block barrier; false: a fault.
+// Waits until pack may fill the outbox again; `ahead` is what the first thread has seen. Ends with a block barrier;
+// false: a fault.
 template <class Exec>
-PUTGET_TEXT bool await_outbox(Exec& exec, const Plan& plan, const NodesPlan& nodes, uint32_t epoch,
+PUTGET_TEXT bool await_outbox(Exec& exec, const Plan& plan, const NodesPlan& nodes, uint32_t epoch, uint64_t ahead,
                               NodesScratch& scratch) {
   const uint32_t own = nodes.domains.domain_of(plan.shape.ep_rank);
   if (nodes.domains.other_than(own) == nodes.domains.count()) return true;  // nothing is sent
   Patience patience;
   if (exec.thread() == 0) {
     const uint64_t* sent = nodes.board_of(plan.shape.ep_rank).sent();
-    scratch.well = await_word<Tag::X0>(exec, plan, nodes, sent, epoch, patience, scratch.seen);
+    scratch.well =
+        flag_epoch(ahead) == epoch || await_word<Tag::X0>(exec, plan, nodes, sent, epoch, patience, scratch.seen);
   }
   exec.sync();
   if (scratch.well != 0) return true;
@@ -212,9 +214,13 @@ PUTGET_TEXT void route_messages(Exec& exec, const Plan& plan, const NodesPlan& n
   if (head.fault != 0 || is_between_halves(exec, plan)) return;
   const uint32_t last = head.epoch;
   close_open_round(exec, plan, nodes, kEndedByRelease);
-  if (!await_outbox(exec, plan, nodes, last, scratch)) return;
-  route_batch<Id>(exec, plan, nodes, call, scratch);
+  // The word may lie behind a bus: routes are looked up while it is on its way.
+  const uint64_t* sent = nodes.board_of(plan.shape.ep_rank).sent();
+  const uint64_t ahead = exec.thread() == 0 ? exec.template observe_ahead<Tag::X0>(sent) : 0;
   keep_table_digest(exec, plan, nodes);
+  route_batch<Id>(exec, plan, nodes, call, scratch);
+  if (!await_outbox(exec, plan, nodes, last, ahead, scratch)) return;
+  exec.let_later_work_begin();
   for (uint32_t domain = exec.thread(); domain < nodes.domains.count(); domain += exec.threads()) {
     nodes.sent_rows[domain] = scratch.domain[domain].before;
   }

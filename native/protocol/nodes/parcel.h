@@ -178,19 +178,32 @@ PUTGET_PURE bool takes_row(const uint8_t* entries, uint32_t top_k, uint32_t plac
   return takes;
 }
 
+// Of the row that a lane looks at first, before the header has come: so both are on their way together. What it says
+// counts only if the message has the row; `most` rows have room in the chunk.
+template <class Exec>
+PUTGET_TEXT bool takes_first_row(const Exec& exec, const ParcelShape& shape, const uint8_t* index, uint32_t most,
+                                 uint32_t place) {
+  const uint32_t row = exec.lane();
+  return row < most && takes_row(index + uint64_t{row} * shape.top_k, shape.top_k, place);  // [X5]
+}
+
 // Calls take(row of the chunk, slot) for each row that the rank of this place takes, and returns the slots used so far:
 // 0 in the message's first chunk, then what the chunk before gave. The header is a copy that was checked, since a late
 // write may change the message; then slots are below max_tokens. `index` stands behind the header in the message. A
-// warp calls it: its lanes look at rows of the index, and each row is taken by all of them.
+// warp calls it: its lanes look at rows of the index, and each row is taken by all of them. `first_takes` is what
+// takes_first_row has said to the lane.
 template <class Exec, class Take>
 PUTGET_TEXT uint32_t visit_rows(const Exec& exec, const ParcelShape& shape, const ParcelHeader& header,
-                                const uint8_t* index, uint32_t place, uint32_t first_slot, Take take) {
+                                const uint8_t* index, uint32_t place, uint32_t first_slot, bool first_takes,
+                                Take take) {
   uint32_t slot = first_slot;
   PUTGET_ROLLED
   for (uint32_t first = 0; first < header.chunk_rows; first += exec.lanes()) {
     const uint32_t row = first + exec.lane();
     const bool is_row = row < header.chunk_rows;
-    uint32_t votes = exec.votes(is_row && takes_row(index + uint64_t{row} * shape.top_k, shape.top_k, place));  // [X5]
+    const uint8_t* entries = index + uint64_t{row} * shape.top_k;
+    const bool takes = first == 0 ? first_takes : is_row && takes_row(entries, shape.top_k, place);  // [X5]
+    uint32_t votes = exec.votes(is_row && takes);
     PUTGET_ROLLED
     for (; votes != 0; votes &= votes - 1) take(first + lowest_bit(votes), slot++);
   }

@@ -39,6 +39,7 @@ struct NodesPlan {
   uint8_t* outbox;
   uint8_t* returns;
   uint8_t* landing;
+  uint64_t* handed_on;    // what the first CTA has seen: `landed` of each source, then `returned` of each domain
   uint32_t* joined;       // counters of CTAs that have arrived: kJoins, and one for each split
   uint8_t* own_sums;      // [max_tokens_per_rank] rows of the output: what the own domain adds to each token
   int32_t* target_ranks;  // [max_tokens_per_rank, top_k] over all domains; the Plan's tables have the own one alone
@@ -52,6 +53,9 @@ struct NodesPlan {
 
   static constexpr uint8_t kNoSplit = 255;
   static constexpr uint32_t kJoins = 1;  // before those of splits
+
+  PUTGET_PURE uint64_t* landed_here(uint32_t source) const { return handed_on + source; }
+  PUTGET_PURE uint64_t* returned_here(uint32_t domain) const { return handed_on + domains.ep_size() + domain; }
 
   // Where messages of other domains lie; `inbox` of each rank of the own domain.
   void look_up_messages(const Shape& shape, uint8_t* const* inbox) {
@@ -121,7 +125,8 @@ struct NodesScratch {
   uint32_t value[kMaxRanks];   // of the word of each domain; slots of each place
   TokenCount rank[kMaxRanks];  // rows for each rank: their slots
   TokenCount domain[kMaxRanks];
-  Plan served;  // as the source of a message would have it
+  const uint8_t* sums[kMaxRanks];  // of each domain, in `landing`
+  Plan served;                     // as the source of a message would have it
 };
 
 // A row is moved in pieces, so that several warps can have it in flight: ids and weights, and of each payload as much

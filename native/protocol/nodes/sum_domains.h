@@ -44,7 +44,8 @@ PUTGET_TEXT bool await_returns(Exec& exec, const Plan& plan, const NodesPlan& no
     scratch.value[domain] = kEndedByCombine;
     if (nodes.sent_rows[domain] == 0) continue;
     uint64_t seen = 0;
-    const bool came = await_word<Tag::X9>(exec, plan, nodes, board.returned(domain), epoch, patience, seen);
+    const bool came = await_shared<Tag::X9>(exec, plan, nodes, board.returned(domain), nodes.returned_here(domain),
+                                            exec.block() == 0, epoch, patience, seen);
     scratch.value[domain] = came ? flag_value(seen) : kNotSeen;
     well = well && came && !ended_by(flag_value(seen), kEndedByRelease);
   }
@@ -53,22 +54,30 @@ PUTGET_TEXT bool await_returns(Exec& exec, const Plan& plan, const NodesPlan& no
   return false;
 }
 
-// A token's row of one domain's sums; null if that domain took none.
-PUTGET_TEXT const uint8_t* domain_sum(const Plan& plan, const NodesPlan& nodes, uint32_t token, uint32_t domain) {
-  const Domains& domains = nodes.domains;
-  if (domain == domains.domain_of(plan.shape.ep_rank)) {
-    return nodes.own_sums + uint64_t{token} * plan.shape.output_row_bytes();
+// Where each domain's sums begin, into scratch.sums. A block barrier must follow.
+template <class Exec>
+PUTGET_TEXT void look_up_sums(const Exec& exec, const Plan& plan, const NodesPlan& nodes, NodesScratch& scratch) {
+  const Splits splits(nodes.domains, nodes.parcel);
+  const uint32_t own = nodes.domains.domain_of(plan.shape.ep_rank);
+  PUTGET_ROLLED
+  for (uint32_t domain = exec.thread(); domain < nodes.domains.count(); domain += exec.threads()) {
+    scratch.sums[domain] = domain == own ? nullptr : nodes.landing + splits.landing(plan.shape.ep_rank, domain);
   }
-  const int32_t row = nodes.home_rows[uint64_t{token} * domains.count() + domain];
-  if (row < 0) return nullptr;
-  const uint64_t split = Splits(domains, nodes.parcel).landing(plan.shape.ep_rank, domain);
-  return nodes.landing + split + uint64_t{static_cast<uint32_t>(row)} * nodes.parcel.return_row_bytes;
+}
+
+// A token's row of one domain's sums; null if that domain took none.
+PUTGET_TEXT const uint8_t* domain_sum(const Plan& plan, const NodesPlan& nodes, uint32_t token, uint32_t domain,
+                                      const NodesScratch& scratch) {
+  const uint8_t* sums = scratch.sums[domain];
+  if (sums == nullptr) return nodes.own_sums + uint64_t{token} * plan.shape.output_row_bytes();
+  const int32_t row = nodes.home_rows[uint64_t{token} * nodes.domains.count() + domain];
+  return row < 0 ? nullptr : sums + uint64_t{static_cast<uint32_t>(row)} * nodes.parcel.return_row_bytes;
 }
 
 // Adds the domains' rows of a segment of a token, so many packs of each lane at once.
 template <class Codec, class Wire, class Exec>
 PUTGET_TEXT void add_segment(Exec& exec, const Plan& plan, const NodesPlan& nodes, const CombineCall& call,
-                             uint32_t token, uint32_t first, uint32_t end) {
+                             uint32_t token, uint32_t first, uint32_t end, const NodesScratch& scratch) {
   constexpr uint32_t kTogether = 4;
   using Row = Pack<Codec, Wire::kElements>;
   const uint64_t out = uint64_t{token} * (plan.shape.output_elements / Wire::kElements);
@@ -77,7 +86,7 @@ PUTGET_TEXT void add_segment(Exec& exec, const Plan& plan, const NodesPlan& node
     Sums<Wire::kElements> sum[kTogether] = {};
     PUTGET_ROLLED
     for (uint32_t domain = 0; domain < nodes.domains.count(); ++domain) {
-      const auto* row = reinterpret_cast<const Row*>(domain_sum(plan, nodes, token, domain));
+      const auto* row = reinterpret_cast<const Row*>(domain_sum(plan, nodes, token, domain, scratch));
       Row part[kTogether];
       PUTGET_UNROLL
       for (uint32_t i = 0; i < kTogether; ++i) {
@@ -107,7 +116,8 @@ PUTGET_TEXT void add_segment(Exec& exec, const Plan& plan, const NodesPlan& node
 
 // Adds the domains' rows of this rank's tokens.
 template <class Codec, class Wire, class Exec>
-PUTGET_TEXT void add_domains(Exec& exec, const Plan& plan, const NodesPlan& nodes, const CombineCall& call) {
+PUTGET_TEXT void add_domains(Exec& exec, const Plan& plan, const NodesPlan& nodes, const CombineCall& call,
+                             const NodesScratch& scratch) {
   constexpr uint32_t kSegment = 4 * Exec::kLanes;  // packs
   const uint32_t packs = plan.shape.output_elements / Wire::kElements;
   const uint32_t in_segment = Exec::kLanes == 1 ? packs : kSegment;
@@ -118,7 +128,7 @@ PUTGET_TEXT void add_domains(Exec& exec, const Plan& plan, const NodesPlan& node
     const uint32_t token = item / segments;
     const uint32_t first = (item - token * segments) * in_segment;
     const uint32_t end = first + in_segment < packs ? first + in_segment : packs;
-    add_segment<Codec, Wire>(exec, plan, nodes, call, token, first, end);
+    add_segment<Codec, Wire>(exec, plan, nodes, call, token, first, end, scratch);
   }
 }
 
@@ -128,7 +138,8 @@ PUTGET_TEXT void sum_domains(Exec& exec, const Plan& plan, const NodesPlan& node
                              NodesScratch& scratch) {
   if (has_fault(exec, plan)) return;
   const uint32_t epoch = plan.state->head.epoch;
-  if (await_returns(exec, plan, nodes, epoch, scratch)) add_domains<Codec, Wire>(exec, plan, nodes, call);
+  look_up_sums(exec, plan, nodes, scratch);
+  if (await_returns(exec, plan, nodes, epoch, scratch)) add_domains<Codec, Wire>(exec, plan, nodes, call, scratch);
 }
 
 }  // namespace putget

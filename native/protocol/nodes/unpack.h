@@ -98,6 +98,9 @@ PUTGET_TEXT bool unpack_message(Exec& exec, const Plan& plan, const NodesPlan& n
   PUTGET_ROLLED
   for (uint32_t chunk = 0; chunk < chunks; ++chunk) {
     const uint8_t* start = message + parcel.chunk_at(chunk);
+    const uint8_t* index = start + sizeof(ParcelHeader);
+    const uint32_t most = parcel.rows_of_chunk(parcel.max_tokens, chunk);
+    const bool first_takes = takes_first_row(exec, parcel, index, most, place);
     if (exec.thread() == 0) {
       scratch.header = *reinterpret_cast<const ParcelHeader*>(start);  // [X5]
       scratch.well = check_header(parcel, sender, chunks, chunk, scratch.header) == ParcelMistake::kNone;
@@ -105,9 +108,8 @@ PUTGET_TEXT bool unpack_message(Exec& exec, const Plan& plan, const NodesPlan& n
     exec.sync();
     if (scratch.well == 0) return false;
     const ParcelHeader& header = scratch.header;
-    const uint8_t* index = start + sizeof(ParcelHeader);
     const uint8_t* rows = start + parcel.rows_at(header.chunk_rows);
-    slot = visit_rows(exec, parcel, header, index, place, slot, [&](uint32_t row, uint32_t taken) {
+    slot = visit_rows(exec, parcel, header, index, place, slot, first_takes, [&](uint32_t row, uint32_t taken) {
       if (taken >= max_rows) return;
       const uint32_t before = taken * pieces % step;  // pieces of the slots before, which warps take in turn
       PUTGET_ROLLED
@@ -153,7 +155,8 @@ PUTGET_TEXT bool unpack_source(Exec& exec, const Plan& plan, const NodesPlan& no
   const uint32_t own = nodes.domains.domain_of(plan.shape.ep_rank);
   if (exec.thread() == 0) {
     const uint64_t* landed = nodes.board_of(plan.shape.ep_rank).landed(mine.source);
-    scratch.well = await_word<Tag::X4>(exec, plan, nodes, landed, epoch, patience, scratch.seen);
+    scratch.well = await_shared<Tag::X4>(exec, plan, nodes, landed, nodes.landed_here(mine.source), mine.part == 0,
+                                         epoch, patience, scratch.seen);
   }
   exec.sync();
   const bool has_come = scratch.well != 0;
@@ -179,17 +182,17 @@ PUTGET_TEXT void unpack(Exec& exec, const Plan& plan, const NodesPlan& nodes, ui
   Patience patience;
   const uint32_t sources = nodes.far_sources(plan);
   const uint32_t parts = sources != 0 && exec.blocks() > sources ? exec.blocks() / sources : 1;
-  uint32_t item = 0;
+  uint32_t first = exec.block();  // of this CTA among the parts of the next source
   PUTGET_ROLLED
   for (uint32_t step = 1; step < plan.shape.ep_size; ++step) {
     const uint32_t source = (plan.shape.ep_rank + step) % plan.shape.ep_size;
     if (!nodes.domains.is_active(source) || nodes.is_near(plan, source)) continue;
     PUTGET_ROLLED
-    for (uint32_t part = 0; part < parts; ++part) {
-      if (item++ % exec.blocks() != exec.block()) continue;
-      if (!unpack_source(exec, plan, nodes, {source, part, parts}, max_rows, patience, scratch)) return;
+    for (; first < parts; first += exec.blocks()) {
+      if (!unpack_source(exec, plan, nodes, {source, first, parts}, max_rows, patience, scratch)) return;
       exec.sync();
     }
+    first -= parts;
   }
 }
 

@@ -35,6 +35,36 @@ PUTGET_TEXT bool await_word(Exec& exec, const Plan& plan, const NodesPlan& nodes
   return look_until<tag>(exec, plan, plan.state->head, patience, look, ready) && !lost;
 }
 
+// The same where all CTAs of a kernel wait for one word. Looks at a word of host memory take turns on the bus, a
+// microsecond each: so one CTA looks and hands on what it has seen [J7]. The others look at the word itself now and
+// then, so that nobody depends on a CTA that may not be there yet.
+template <Tag tag, class Exec>
+PUTGET_TEXT bool await_shared(Exec& exec, const Plan& plan, const NodesPlan& nodes, const uint64_t* word,
+                              uint64_t* handed_on, bool leads, uint32_t epoch, Patience& patience, uint64_t& seen) {
+  constexpr uint64_t kHandedOn = uint64_t{1} << 31;  // in no value of such a word, and not in one that was never stored
+  constexpr uint32_t kLooksPerWord = 256;
+  if (leads) {
+    const bool came = await_word<tag>(exec, plan, nodes, word, epoch, patience, seen);
+    if (came && exec.blocks() > 1) exec.template hand_on<Join::J7>(handed_on, seen | kHandedOn);
+    return came;
+  }
+  bool lost = false;
+  bool itself = false;
+  uint32_t looks = 0;
+  const auto look = [&] {
+    itself = ++looks % kLooksPerWord == 0;
+    seen = itself ? exec.template observe<tag>(word) | kHandedOn : exec.template take_over<Join::J7>(handed_on);
+  };
+  const auto ready = [&] {
+    if ((seen & kHandedOn) != 0 && flag_epoch(seen) == epoch) return true;
+    lost = itself && any_lost<tag>(exec, plan, nodes);
+    return lost;
+  };
+  const bool came = look_until<tag>(exec, plan, plan.state->head, patience, look, ready) && !lost;
+  seen &= ~kHandedOn;
+  return came;
+}
+
 // Whether a fault stands. The threads of a CTA see the same, also where another CTA reports one meanwhile. A block
 // barrier.
 template <class Exec>

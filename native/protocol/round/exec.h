@@ -62,6 +62,8 @@ class ExecCheck {
 
   // --- between CTAs of a rank
   static_assert(kIs<bool, decltype(exec().template last_to_arrive<Join::J3>(&a<uint32_t>(), &a<uint32_t>()))>);
+  using HandOn = decltype(exec().template hand_on<Join::J7>(&a<uint64_t>(), uint64_t{1}));            // release, GPU
+  static_assert(kIs<uint64_t, decltype(exec().template take_over<Join::J7>(&a<const uint64_t>()))>);  // acquire, GPU
   static_assert(kIs<bool, decltype(exec().claim(&a<uint32_t>(), 1u))>);       // a word that is 0, for one of them
   static_assert(kIs<uint32_t, decltype(exec().peek(&a<const uint32_t>()))>);  // a word of the state, relaxed
   using NoteWord = decltype(exec().note(&a<uint32_t>(), 1u));
@@ -71,6 +73,8 @@ class ExecCheck {
   using Prepare = decltype(exec().prepare_publish());  // what stands before it is released by ...
   using PublishPrepared = decltype(exec().template publish_prepared<Tag::C2>(&a<uint64_t>(), uint64_t{1}));  // ... this
   static_assert(kIs<uint64_t, decltype(exec().template observe<Tag::D4>(&a<const uint64_t>()))>);  // acquire, system
+  // The same for accesses of later kernels alone: their start is the acquire.
+  static_assert(kIs<uint64_t, decltype(exec().template observe_ahead<Tag::X0>(&a<const uint64_t>()))>);
   static_assert(kIs<uint64_t, decltype(exec().peek(&a<const uint64_t>()))>);  // an own flag, for its value alone
   using NoteFlag = decltype(exec().note(&a<uint64_t>(), uint64_t{1}));        // one that only this CTA will look at
   static_assert(kIs<bool, decltype(exec().template skips_wait<Tag::D4>())>);  // tests leave waits out

@@ -44,7 +44,7 @@ enum class Tag : uint32_t {
 };
 
 // Where the CTAs of one kernel join: the last one goes on with everything that the others did.
-enum class Join : uint32_t { J2, J3, J4, J5, J6 };
+enum class Join : uint32_t { J2, J3, J4, J5, J6, J7 };
 
 // The value of an `ended` flag: how the round ended.
 constexpr uint32_t kEndedByCombine = 1;
