@@ -37,6 +37,14 @@ def _add_simulate(parser: argparse.ArgumentParser) -> None:
     add("--decay", type=float, default=0.9, metavar="X", help="weight of an iteration in the next (%(default)s)")
     add("--max_moves", type=int, metavar="N", help="most experts that ranks get in a layer and plan (any)")
     add("--expert_bytes", type=int, default=44_040_192, metavar="N", help="bytes of an expert (%(default)s)")
+    add(
+        "--most_bytes",
+        type=int,
+        default=44_040_192,
+        metavar="N",
+        help="that a rank moves in an iteration (%(default)s)",
+    )
+    add("--cells", type=int, default=2, metavar="N", help="experts that come to a rank in a batch (%(default)s)")
     add("--row_bytes", type=int, default=7392, metavar="N", help="bytes of a token's row (%(default)s)")
     add("--link_gbps", type=float, default=400.0, metavar="X", help="GB/s into a rank (%(default)s)")
     add("--row_ns", type=float, default=50.0, metavar="X", help="time of the experts for a row (%(default)s)")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from putget.balancer import LoadHistory, Placement, rebalance
+from putget.balancer.schedule import Batch, batches
 
 Ids = np.ndarray[Any, np.dtype[Any]]
 WAYS = ("contiguous", "static", "online")
@@ -36,15 +38,78 @@ class Group:
 
 @dataclass(frozen=True)
 class Cost:
-    """A step's time: the rows of the hottest rank come over its link, then its experts work on them."""
+    """A layer's time: the rows of the hottest rank come over its link, then its experts work on them.
+
+    Experts that move take their share of the same link.
+    """
 
     row_bytes: int
     link_gbps: float
     row_ns: float
 
-    def step_us(self, rows: float) -> float:
-        """rows * row_bytes / link_gbps + rows * row_ns."""
-        return rows * (self.row_bytes / self.link_gbps + self.row_ns) / 1e3
+    def step_us(self, rows: float, moved_bytes: float = 0.0) -> float:
+        """rows * (row_bytes / link_gbps + row_ns) + moved_bytes / link_gbps, which comes in ns."""
+        return (rows * (self.row_bytes / self.link_gbps + self.row_ns) + moved_bytes / self.link_gbps) / 1e3
+
+
+@dataclass(frozen=True)
+class Mover:
+    """How fast experts move, as the options of ``putget.balancer.Balancer`` say.
+
+    Attributes:
+        expert_bytes: of an expert.
+        most_bytes: that a rank puts in an iteration, and checks in an iteration.
+        cells: experts that come to a rank in one batch.
+    """
+
+    expert_bytes: int
+    most_bytes: int
+    cells: int = 2
+
+
+class Moving:
+    """Experts on their way to a plan, batch by batch."""
+
+    def __init__(self, mover: Mover, ep_size: int) -> None:
+        self._mover, self._ep_size = mover, ep_size
+        self._queue: Iterator[Batch] = iter(())
+        self._batch: Batch | None = None
+        self._left = 0  # bytes of the batch, of the rank with most of them
+
+    def __bool__(self) -> bool:
+        return self._batch is not None
+
+    def begin(self, current: Placement, target: Placement, gain: NDArray[np.float64]) -> None:
+        """From one placement to another, the layers that gain most first."""
+        order = np.argsort(-gain, kind="stable").tolist()
+        self._queue = batches(current, target, self._ep_size, self._mover.cells, order)
+        self._post()
+
+    def iterate(self) -> tuple[int, Batch | None]:
+        """One iteration: bytes that a rank moves at most, and the batch that all ranks take at its end.
+
+        The bytes of a batch travel in iterations behind the one that posted it. The statistics of the next round tell
+        all ranks that they have come.
+        """
+        if self._batch is None:
+            return 0, None
+        moved = min(self._left, self._mover.most_bytes)
+        self._left -= moved
+        if moved > 0:
+            return moved, None
+        done = self._batch
+        self._post()
+        return 0, done
+
+    def _post(self) -> None:
+        self._batch = next(self._queue, None)
+        if self._batch is None:
+            return
+        each = self._batch.slots.shape[1] // self._ep_size
+        transfers = self._batch.transfers
+        ranks = np.array([[one.src // each, one.dst // each] for one in transfers], np.int64).reshape(-1, 2)
+        most = max((int(np.bincount(ends).max()) for ends in ranks.T if len(ends)), default=0)
+        self._left = most * self._mover.expert_bytes
 
 
 @dataclass
@@ -55,7 +120,8 @@ class Phase:
         task: its name.
         ratios: max/mean of each iteration's batch, mean over layers, for each way.
         hottest: rows of the hottest rank, mean over layers, for each way.
-        moves: experts that the online plans moved in each iteration.
+        moves: experts that ranks took in each iteration, for the online plans.
+        moved_bytes: bytes that a rank put or got at most in each iteration, for the online plans.
         own: max/mean of the whole task with a plan made from it.
         fits: the same for the online placement in force behind each iteration.
     """
@@ -64,6 +130,7 @@ class Phase:
     ratios: dict[str, list[float]] = field(default_factory=lambda: {way: [] for way in WAYS})
     hottest: dict[str, list[float]] = field(default_factory=lambda: {way: [] for way in WAYS})
     moves: list[int] = field(default_factory=list)
+    moved_bytes: list[int] = field(default_factory=list)
     own: float = 0.0
     fits: list[float] = field(default_factory=list)
 
@@ -88,13 +155,15 @@ def simulate(
     tokens: int,
     interval: int,
     history: LoadHistory,
+    mover: Mover,
     max_moves: int | None = None,
 ) -> list[Phase]:
     """Runs the tasks one after the other.
 
     The static plan is made from the whole first task. Online begins with it, adds each iteration's counts to `history`,
-    and plans anew every `interval` iterations. A plan is in force in the next iteration. An expert's tokens are shared
-    evenly by its replicas.
+    and plans anew every `interval` iterations, unless experts of the plan before are still on their way. Experts move
+    batch by batch, as those of ``putget.balancer.Balancer`` do; a batch is in force in the iteration behind the one in
+    which all ranks took it. An expert's tokens are shared evenly by its replicas.
 
     Args:
         tasks: [layers, tokens, top_k] of each task, of as many layers each; an iteration takes the next tokens, and
@@ -104,10 +173,12 @@ def simulate(
         tokens: of all ranks in an iteration.
         interval: iterations between plans.
         history: an empty one; it says how much the past counts.
+        mover: how fast experts move.
         max_moves: of a layer and plan.
     """
     static = online = group.plan(count(next(iter(tasks.values())), group.num_experts))
     plain = group.contiguous(static.num_layers)
+    moving = Moving(mover, group.ep_size)
     phases = []
     for task, ids in tasks.items():
         whole = count(ids, group.num_experts)
@@ -120,11 +191,15 @@ def simulate(
                 phase.ratios[way].append(float(placement.imbalance(load, group.ep_size).mean()))
                 phase.hottest[way].append(float(placement.rank_loads(load, group.ep_size).max(axis=1).mean()))
             history.add(load)
-            phase.moves.append(0)
-            if (iteration + 1) % interval == 0:
+            moved, taken = moving.iterate()
+            phase.moved_bytes.append(moved)
+            phase.moves.append(0 if taken is None else len(taken.transfers))
+            if taken is not None:
+                online = Placement.of(taken.slots, group.num_experts)
+            if (iteration + 1) % interval == 0 and not moving:
                 planned = group.plan(history.load, previous=online, max_moves=max_moves)
-                phase.moves[-1] = int(planned.moves_from(online, group.ep_size).sum())
-                online = planned
+                gain = [one.imbalance(history.load, group.ep_size) for one in (online, planned)]
+                moving.begin(online, planned, gain[0] - gain[1])
             phase.fits.append(float(online.imbalance(whole, group.ep_size).mean()))
         phases.append(phase)
     return phases

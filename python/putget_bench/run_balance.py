@@ -14,7 +14,7 @@ from rich.table import Table
 
 from putget.balancer import LoadHistory, Placement, formats
 from putget_bench.balance_report import CHOICES, report
-from putget_bench.balance_simulation import WAYS, Cost, Group, Ids, Phase, count, simulate
+from putget_bench.balance_simulation import WAYS, Cost, Group, Ids, Mover, Phase, count, simulate
 from putget_bench.routing import read_tasks
 
 
@@ -56,7 +56,7 @@ def _plan(args: argparse.Namespace) -> None:
 
 
 def _simulate(args: argparse.Namespace) -> None:
-    for name in ("iterations", "tokens", "interval"):
+    for name in ("iterations", "tokens", "interval", "expert_bytes", "most_bytes", "cells"):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name} is {getattr(args, name)}, allowed are numbers from 1 on")
     if not args.link_gbps > 0:
@@ -70,13 +70,20 @@ def _simulate(args: argparse.Namespace) -> None:
         tokens=args.tokens,
         interval=args.interval,
         history=LoadHistory(window=args.window, decay=args.decay),
+        mover=Mover(args.expert_bytes, args.most_bytes, args.cells),
         max_moves=args.max_moves,
     )
     cost = Cost(args.row_bytes, args.link_gbps, args.row_ns)
-    _print(_phases(phases, cost, args.expert_bytes))
+    num_layers = next(iter(tasks.values())).shape[0]
+    _print(_phases(phases, cost, args.expert_bytes, num_layers))
     _print(
-        "step us = rows of the hottest rank * (row_bytes / link_gbps + row_ns) / 1000, mean over layers; "
+        "step us = rows of the hottest rank * (row_bytes / link_gbps + row_ns) / 1000, mean over layers, and online "
+        "the bytes that its experts move / link_gbps; "
         f"row_bytes {cost.row_bytes}, link_gbps {cost.link_gbps:g}, row_ns {cost.row_ns:g}"
+    )
+    _print(
+        f"experts move by {args.most_bytes / 1e6:.1f} MB of a rank in an iteration, at most {args.cells} to a rank "
+        "in a batch"
     )
     if args.plot:
         from putget_bench.balance_plot import draw
@@ -168,7 +175,7 @@ def _scores(rows: dict[str, Placement], load: Any, ep_size: int) -> Table:
     return table
 
 
-def _phases(phases: list[Phase], cost: Cost, expert_bytes: int) -> Table:
+def _phases(phases: list[Phase], cost: Cost, expert_bytes: int, num_layers: int) -> Table:
     table = _table("task", *(f"{way}, max/mean" for way in WAYS), "own plan, whole task", "online, whole task")
     for way in WAYS:
         table.add_column(f"{way}, step us", justify="right")
@@ -179,10 +186,16 @@ def _phases(phases: list[Phase], cost: Cost, expert_bytes: int) -> Table:
             *(f"{np.mean(phase.ratios[way]):.3f}" for way in WAYS),
             f"{phase.own:.3f}",
             f"{phase.fits[-1]:.3f}",
-            *(f"{cost.step_us(float(np.mean(phase.hottest[way]))):.1f}" for way in WAYS),
+            *(f"{_step_us(phase, cost, way, num_layers):.1f}" for way in WAYS),
             f"{sum(phase.moves)} experts, {sum(phase.moves) * expert_bytes / 1e9:.1f} GB",
         )
     return table
+
+
+def _step_us(phase: Phase, cost: Cost, way: str, num_layers: int) -> float:
+    """Of a layer; moves of an iteration are spread over its layers."""
+    moved = float(np.mean(phase.moved_bytes)) / num_layers if way == "online" else 0.0
+    return cost.step_us(float(np.mean(phase.hottest[way])), moved)
 
 
 def _table(first: str, *others: str) -> Table:

@@ -9,10 +9,12 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from putget.balancer import LoadHistory
+from putget.balancer import LoadHistory, Placement
 from putget_bench import cli
-from putget_bench.balance_simulation import Cost, Group, count, simulate
+from putget_bench.balance_simulation import Cost, Group, Mover, Moving, count, simulate
 from tests.balancer.recorded import routing
+
+AT_ONCE = Mover(expert_bytes=1, most_bytes=1 << 40, cells=1000)
 
 
 @pytest.fixture
@@ -96,7 +98,8 @@ def test_after_a_change_online_is_near_the_new_tasks_own_plan() -> None:
     tasks = {name: routing(name) for name in ("law", "intent")}
     history = LoadHistory(decay=0.9)
     group = Group(64, 72, 1, 1, 8)
-    law, intent = simulate(tasks, group, iterations=50, tokens=1024, interval=10, history=history)
+    options = {"iterations": 50, "tokens": 1024, "interval": 10, "history": history, "mover": AT_ONCE}
+    law, intent = simulate(tasks, group, **options)
     assert group.plan(count(tasks["law"], 64)).imbalance(count(tasks["intent"], 64), 8).mean() > 1.4
     assert intent.fits[0] > intent.own + 0.3
     assert intent.fits[-1] <= intent.own + 0.02
@@ -106,17 +109,48 @@ def test_after_a_change_online_is_near_the_new_tasks_own_plan() -> None:
 
 def test_online_moves_are_counted_and_bounded(routing_file: Path) -> None:
     tasks = dict(np.load(routing_file))
-    options = {"iterations": 20, "tokens": 100, "interval": 5}
+    options = {"iterations": 20, "tokens": 100, "interval": 5, "mover": AT_ONCE}
     for max_moves in (0, 2):
         phases = simulate(tasks, Group(16, 20, 1, 1, 4), history=LoadHistory(), max_moves=max_moves, **options)
         moves = [phase.moves for phase in phases]
-        assert all(one == 0 for each in moves for i, one in enumerate(each) if i % 5 != 4)
+        # Posted behind iteration 4, on the way in 5 (or 0 of the next task), told and taken in the one behind that.
+        assert all(one == 0 for each in moves for i, one in enumerate(each) if i % 5 != 1)
         assert max(map(max, moves)) <= 3 * max_moves
         assert (sum(map(sum, moves)) > 0) == (max_moves > 0)
 
 
+def test_a_batch_is_taken_when_its_bytes_have_come_and_all_have_heard() -> None:
+    """Rank 0 puts two experts of 10 bytes and gets two, 8 bytes an iteration: three, and one to hear of it."""
+    moving = Moving(Mover(expert_bytes=10, most_bytes=8, cells=2), ep_size=3)
+    before = Placement.of([[0, 1, 2, 3, 4, 5]], 6)
+    after = Placement.of([[2, 4, 0, 3, 1, 5]], 6)
+    assert not moving
+    moving.begin(before, after, np.zeros(1))
+    assert moving
+    found = [moving.iterate() for _ in range(5)]
+    assert [moved for moved, _ in found] == [8, 8, 4, 0, 0]
+    assert [None if batch is None else len(batch.transfers) for _, batch in found] == [None, None, None, 4, None]
+    assert not moving
+
+
+def test_slow_moves_leave_the_old_placement_in_force_longer(routing_file: Path) -> None:
+    tasks = dict(np.load(routing_file))
+    group = Group(16, 20, 1, 1, 4)
+    total, last = [], []
+    for mover in (AT_ONCE, Mover(expert_bytes=10, most_bytes=1)):
+        options = {"iterations": 30, "tokens": 100, "interval": 5, "history": LoadHistory(), "mover": mover}
+        phases = simulate(tasks, group, **options)
+        total.append(sum(phase.moved_bytes[i] for phase in phases for i in range(30)))
+        last.append(np.mean(phases[1].ratios["online"]))
+        assert all(0 <= moved <= mover.most_bytes for phase in phases for moved in phase.moved_bytes)
+    assert total[0] > 0
+    assert last[0] < last[1] - 0.01
+
+
 def test_the_step_time_is_the_stated_formula() -> None:
-    assert Cost(row_bytes=8000, link_gbps=400, row_ns=30).step_us(100) == pytest.approx(100 * (20 + 30) / 1000)
+    cost = Cost(row_bytes=8000, link_gbps=400, row_ns=30)
+    assert cost.step_us(100) == pytest.approx(100 * (20 + 30) / 1000)
+    assert cost.step_us(100, 4000) == pytest.approx(100 * (20 + 30) / 1000 + 4000 / 400 / 1000)
 
 
 def test_wrong_flags_are_named(capsys: pytest.CaptureFixture[str], routing_file: Path, tmp_path: Path) -> None:
@@ -129,6 +163,7 @@ def test_wrong_flags_are_named(capsys: pytest.CaptureFixture[str], routing_file:
     assert "--tokens is 0" in refused(capsys, "simulate", *group, "--tokens", 0)
     assert "--batches is '64,x'" in refused(capsys, "report", *group, "--batches", "64,x")
     assert "--link_gbps is 0.0" in refused(capsys, "simulate", *group, "--link_gbps", 0)
+    assert "--most_bytes is 0" in refused(capsys, "simulate", *group, "--most_bytes", 0)
     assert "decay is 2" in refused(capsys, "simulate", *group, "--decay", 2)
     wrong = tmp_path / "wrong.json"
     wrong.write_text(json.dumps({"physical_to_logical_map": [[0, 1]]}))
