@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use super::Worker;
 use super::peers::{Stage, Successor};
 use crate::auth::{Cookies, Role, prove, verify};
-use crate::descriptor::{MAX_NICS, NicAddr};
+use crate::descriptor::{MAX_NICS, NicAddr, PeerKey};
 use crate::error::{DownReason, NetworkError, Reason, Refusal};
 use crate::message::{Body, Frame, Hello, Introduction, Mac, decode};
 use crate::metrics::count;
@@ -187,13 +187,14 @@ impl<N: Nic + ?Sized> Worker<N> {
             let refusal = Refusal::NicCount { theirs: self.nics.len() as u16, ours: hello.from.nics.len() as u16 };
             return self.refuse(way, &hello.from, refusal);
         }
+        // Both have said Hello: the smaller key connects, the larger accepts.
+        if self.key < first.key && self.is_setting_up(&first.key) {
+            return;
+        }
         let peer = self.peer_slots.get(&first.key).and_then(|peer| self.peers.get(*peer));
-        match peer {
-            // Both have said Hello: the smaller key connects, the larger accepts.
-            Some(peer) if matches!(peer.stage, Stage::Connecting | Stage::Confirming) && self.key < first.key => return,
-            // A Hello that was repeated before its sender knew.
-            Some(peer) if peer.stage == Stage::Ready && peer.theirs == hello.from.session => return,
-            _ => {}
+        // A Hello that was repeated before its sender knew.
+        if peer.is_some_and(|peer| peer.stage == Stage::Ready && peer.theirs == hello.from.session) {
+            return;
         }
         let Some(random) = self.welcomes.cookies.answer(&hello.from, self.now) else { return };
         let mine = self.introduce(&random);
@@ -262,6 +263,11 @@ impl<N: Nic + ?Sized> Worker<N> {
         if !verify(self.secret(), Role::Connecting, &from, &mine, mac) {
             return self.refuse(way, &from, Refusal::Secret);
         }
+        // Both have been answered, and both confirm: as with Hello, the larger accepts. Were both to accept, each would wait in
+        // the connection that the other has given up.
+        if self.key < first.key && self.is_setting_up(&first.key) {
+            return;
+        }
         // A proof counts once: who has heard it must not begin with it again.
         if !self.welcomes.cookies.spend(session) {
             return;
@@ -278,6 +284,12 @@ impl<N: Nic + ?Sized> Worker<N> {
             peer.successor = Some(Successor { way, mine, from });
         }
         self.succeed(index);
+    }
+
+    /// Says whether this engine is about to connect to this peer.
+    fn is_setting_up(&self, key: &PeerKey) -> bool {
+        let peer = self.peer_slots.get(key).and_then(|peer| self.peers.get(*peer));
+        peer.is_some_and(|peer| matches!(peer.stage, Stage::Connecting | Stage::Confirming))
     }
 
     /// Says whether a peer's connection is the one that this introduction began.

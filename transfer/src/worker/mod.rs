@@ -9,6 +9,8 @@ mod connect;
 pub(crate) mod driven;
 mod endings;
 mod frames;
+#[cfg(test)]
+mod meeting_tests;
 mod messages;
 mod parcels;
 mod peers;
