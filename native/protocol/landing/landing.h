@@ -43,7 +43,7 @@ template <class Access, class Exec>
 PUTGET_TEXT uint32_t copy_range(Exec& exec, const uint8_t* from, uint8_t* to, uint64_t begin, uint64_t end,
                                 uint64_t offset) {
   constexpr uint32_t kWords = sizeof(Access) / sizeof(uint32_t);
-  constexpr uint32_t kInFlight = 4;  // accesses of a thread
+  constexpr uint32_t kInFlight = 8;  // accesses of a thread
   const uint64_t step = uint64_t{exec.blocks()} * exec.threads() * sizeof(Access);
   uint32_t sum = 0;
   PUTGET_ROLLED
@@ -165,6 +165,11 @@ PUTGET_PURE bool is_enough(const LandingPlan& plan, uint32_t can, uint32_t left,
   return can == left || can == kAhead || can * plan.blob_bytes >= begin + most_bytes;
 }
 
+// Which batch the next table belongs to.
+PUTGET_PURE void note_next_table(const LandingPlan& plan, LandingState& state) {
+  if (state.written != state.end.tables) state.table_batch = plan.orders->table[state.written % kOrders].batch;
+}
+
 // What the next kernel can do, if it moves as many bytes. One thread of the last CTA.
 template <class Exec>
 PUTGET_TEXT void look_ahead(Exec& exec, const LandingPlan& plan, LandingState& state, uint64_t most_bytes) {
@@ -172,30 +177,34 @@ PUTGET_TEXT void look_ahead(Exec& exec, const LandingPlan& plan, LandingState& s
   if (batch != state.batch) {
     state.batch = batch;
     state.end = plan.orders->end[batch % kOrders];
+    note_next_table(plan, state);
     exec.template publish<Tag::H3>(&plan.progress->batch, pack_flag(batch, 0));
   }
   const uint64_t most_put = plan.by_thread != 0 ? kAhead * plan.blob_bytes : most_bytes;
   while (!is_enough(plan, state.can_put, state.end.puts - state.put, state.put_bytes, most_put)) {
-    if (!cell_is_free(exec, plan, plan.orders->put[(state.put + state.can_put) % kOrders])) break;
-    ++state.can_put;
+    const PutOrder order = plan.orders->put[(state.put + state.can_put) % kOrders];
+    if (!cell_is_free(exec, plan, order)) break;
+    state.ahead_put[state.can_put++] = order;
   }
   if (plan.by_thread != 0 && state.may_copy != state.put + state.can_put) {
     state.may_copy = state.put + state.can_put;
     exec.template publish<Tag::H7>(&plan.progress->may_copy, pack_flag(state.may_copy, 0));
   }
   while (!is_enough(plan, state.can_check, state.end.takes - state.checked, state.check_bytes, most_bytes)) {
-    const TakeOrder& order = plan.orders->take[(state.checked + state.can_check) % kOrders];
+    const TakeOrder order = plan.orders->take[(state.checked + state.can_check) % kOrders];
     const uint64_t flag = exec.template observe<Tag::L3>(landed_flag(plan, plan.ep_rank, order.src, order.arrival));
     if (flag_epoch(flag) != order.arrival) break;
+    state.ahead_take[state.can_check] = order;
     state.landed_sum[state.can_check++] = flag_value(flag);
   }
   *plan.landed = static_cast<int32_t>(
       state.checked == state.end.takes ? state.batch : plan.orders->take[state.checked % kOrders].batch - 1);
 }
 
-// The first `count` sums have been used.
-PUTGET_PURE void drop_sums(uint32_t (&sums)[kAhead], uint32_t count) {
-  for (uint32_t i = 0; i < kAhead; ++i) sums[i] = i + count < kAhead ? sums[i + count] : 0;
+// The first `count` have been used.
+template <class Type>
+PUTGET_PURE void drop(Type (&values)[kAhead], uint32_t count) {
+  for (uint32_t i = 0; i < kAhead; ++i) values[i] = i + count < kAhead ? values[i + count] : Type{};
 }
 
 // The next `count` puts are done: tells each rank that shall have such an expert.
@@ -203,12 +212,13 @@ template <class Exec, class SumOf>
 PUTGET_TEXT void tell_of_puts(Exec& exec, const LandingPlan& plan, LandingState& state, uint32_t count, SumOf sum_of) {
   if (count == 0) return;
   for (uint32_t i = 0; i < count; ++i) {
-    const PutOrder& order = plan.orders->put[(state.put + i) % kOrders];
+    const PutOrder& order = state.ahead_put[i];
     uint64_t* flag = landed_flag(plan, order.dst, plan.ep_rank, order.arrival);
     exec.template publish<Tag::L2>(flag, pack_flag(order.arrival, sum_of(i)));
   }
   state.put += count;
   state.can_put -= count;
+  drop(state.ahead_put, count);
   exec.template publish<Tag::H3>(&plan.progress->put, pack_flag(state.put, 0));
 }
 
@@ -218,7 +228,7 @@ PUTGET_TEXT void pass_put(Exec& exec, const LandingPlan& plan, LandingState& sta
   const auto count = static_cast<uint32_t>(end / plan.blob_bytes);
   state.put_bytes = end - count * plan.blob_bytes;
   tell_of_puts(exec, plan, state, count, [&](uint32_t i) { return state.put_sum[i]; });
-  drop_sums(state.put_sum, count);
+  drop(state.put_sum, count);
 }
 
 // The same for what the thread has copied. Where nothing can have been, it reads nothing: that takes a microsecond.
@@ -254,11 +264,13 @@ PUTGET_TEXT void pass_check(Exec& exec, const LandingPlan& plan, LandingState& s
       exec.template publish<Tag::H3>(&plan.progress->wrong, pack_flag(state.checked + 1, 0));
       return;
     }
+    state.to_take[state.checked % kMaxCells] = state.ahead_take[i];
     ++state.checked;
   }
   state.can_check -= count;
-  drop_sums(state.check_sum, count);
-  drop_sums(state.landed_sum, count);
+  drop(state.ahead_take, count);
+  drop(state.check_sum, count);
+  drop(state.landed_sum, count);
 }
 
 // Experts lie one behind the other here: where a share ends that begins in the first of `can`.
@@ -273,6 +285,13 @@ struct MoveShare {
   uint64_t check_end;
 };
 
+// Adds the shares of the lanes of a warp to a sum, which calls it together.
+template <class Exec>
+PUTGET_TEXT void add_sum(Exec& exec, uint32_t* to, uint32_t share) {
+  for (uint32_t step = 1; step < exec.lanes(); step *= 2) share += exec.of_lane(share, exec.lane() ^ step);
+  if (exec.lane() == 0 && share != 0) exec.add(to, share);
+}
+
 // Puts up to most_bytes of the next orders, a multiple of 16, and looks at as many that have come. All CTAs of a
 // kernel.
 template <class Exec>
@@ -286,21 +305,19 @@ PUTGET_TEXT MoveShare move_share(Exec& exec, const LandingPlan& plan, uint64_t m
   uint64_t at = state.put_bytes;
   PUTGET_ROLLED
   for (uint32_t i = 0; at < share.put_end; ++i) {
-    const PutOrder order = plan.orders->put[(state.put + i) % kOrders];
+    const PutOrder order = state.ahead_put[i];
     const uint64_t end = share.put_end < (i + 1) * blob ? share.put_end : (i + 1) * blob;
     uint8_t* cell = cell_at(plan, order.dst, order.arrival);
-    const uint32_t sum = copy_blob(exec, plan, order.from, cell, true, at - i * blob, end - i * blob);
-    if (sum != 0) exec.add(&state.put_sum[i], sum);
+    add_sum(exec, &state.put_sum[i], copy_blob(exec, plan, order.from, cell, true, at - i * blob, end - i * blob));
     at = end;
   }
   at = state.check_bytes;
   PUTGET_ROLLED
   for (uint32_t i = 0; at < share.check_end; ++i) {
-    const TakeOrder order = plan.orders->take[(state.checked + i) % kOrders];
+    const TakeOrder order = state.ahead_take[i];
     const uint64_t end = share.check_end < (i + 1) * blob ? share.check_end : (i + 1) * blob;
     const uint8_t* cell = cell_at(plan, plan.ep_rank, order.arrival);
-    const uint32_t sum = look_at_blob(exec, plan, order.to, cell, at - i * blob, end - i * blob);
-    if (sum != 0) exec.add(&state.check_sum[i], sum);
+    add_sum(exec, &state.check_sum[i], look_at_blob(exec, plan, order.to, cell, at - i * blob, end - i * blob));
     at = end;
   }
   return share;
@@ -335,6 +352,7 @@ PUTGET_TEXT uint32_t write_tables(Exec& exec, const LandingPlan& plan, uint32_t 
   const LandingState& state = *plan.state;
   const uint64_t step = uint64_t{exec.blocks()} * exec.threads();
   uint32_t end = state.written;
+  if (end == state.end.tables || !not_behind(state.table_batch, last)) return end;
   PUTGET_ROLLED
   for (; end != state.end.tables; ++end) {
     const TableOrder order = plan.orders->table[end % kOrders];
@@ -361,7 +379,7 @@ PUTGET_TEXT TakeShare take_share(Exec& exec, const LandingPlan& plan, uint32_t l
   uint32_t end = state.taken;
   PUTGET_ROLLED
   for (; end != state.checked; ++end) {
-    const TakeOrder order = plan.orders->take[end % kOrders];
+    const TakeOrder order = state.to_take[end % kMaxCells];
     if (!not_behind(order.batch, last)) break;
     uint8_t* cell = cell_at(plan, plan.ep_rank, order.arrival);
     copy_blob(exec, plan, order.to, cell, false, 0, plan.blob_bytes);  // [L4]
@@ -378,7 +396,7 @@ PUTGET_TEXT void pass_take(Exec& exec, const LandingPlan& plan, uint32_t last, c
   const bool takes = state.taken != share.end;
   PUTGET_ROLLED
   for (; state.taken != share.end; ++state.taken) {
-    const TakeOrder order = plan.orders->take[state.taken % kOrders];
+    const TakeOrder order = state.to_take[state.taken % kMaxCells];
     for (uint32_t rank = 0; rank < plan.ep_size; ++rank) {
       if (!plan.active->has(rank)) continue;
       uint64_t* flag = taken_flag(plan, rank, plan.ep_rank, order.arrival);
@@ -388,6 +406,7 @@ PUTGET_TEXT void pass_take(Exec& exec, const LandingPlan& plan, uint32_t last, c
   if (takes) exec.template publish<Tag::H3>(&plan.progress->taken, pack_flag(state.taken, 0));
   if (state.written != share.end_tables) {
     state.written = share.end_tables;
+    note_next_table(plan, state);
     exec.template publish<Tag::H3>(&plan.progress->written, pack_flag(share.end_tables, 0));
   }
   if (state.agreed != last && not_behind(state.agreed, last)) {

@@ -106,6 +106,11 @@ struct LandingState {
   uint32_t check_sum[kAhead];   // ... of what has been looked at,
   uint32_t put_sum[kAhead];     // ... and of what is on its way
   uint32_t joined;              // CTAs at J4
+  // Copies of orders that CTAs need: looks of many at one word of host memory take turns, a microsecond each.
+  PutOrder ahead_put[kAhead];    // the can_put next ones,
+  TakeOrder ahead_take[kAhead];  // ... the can_check next ones,
+  TakeOrder to_take[kMaxCells];  // ... and what is checked and not taken, by its number
+  uint32_t table_batch;          // of the next table, if there is one
 };
 
 struct LandingPlan {

@@ -73,6 +73,8 @@ inline void store_relaxed_gpu(uint32_t* address, uint32_t value) {
 inline void store_release_sys_host(uint32_t* address, uint32_t value) {
   __atomic_store_n(address, value, __ATOMIC_RELEASE);
 }
+inline void store_release_gpu(uint64_t* address, uint64_t value) { store_release_sys(address, value); }
+inline uint64_t load_acquire_gpu(const uint64_t* address) { return load_acquire_sys(address); }
 inline uint32_t add_acq_rel_gpu(uint32_t* address, uint32_t value) {
   const uint32_t before = __atomic_fetch_add(address, value, __ATOMIC_ACQ_REL);
   give_way();
