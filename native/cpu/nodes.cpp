@@ -11,6 +11,7 @@ namespace putget::cpu {
 namespace {
 
 constexpr uint32_t kWideBytes = 16;
+constexpr uint32_t kFew = 4;  // rows of a token in a domain of so many ranks
 
 bool is_wide(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % kWideBytes == 0; }
 
@@ -27,10 +28,10 @@ void with_wire(const Shape& shape, bool wide, Body body) {
   });
 }
 
-template <class Codec, class Wire>
+template <class Codec, class Wire, class TopK>
 PUTGET_CLONES void run_serve(Exec& exec, const Plan& plan, const NodesPlan& nodes, NodesScratch& scratch,
                              CombineScratch& of_domain) {
-  putget::serve_sources<Codec, Wire>(exec, plan, nodes, scratch, of_domain);
+  putget::serve_sources<Codec, Wire, TopK>(exec, plan, nodes, scratch, of_domain);
 }
 
 template <class Codec, class Wire>
@@ -70,8 +71,14 @@ void serve_sources(const Plan& plan, const NodesPlan& nodes) {
   Exec exec;
   NodesScratch scratch{};
   CombineScratch of_domain{};
+  const bool is_few = nodes.domains.size(nodes.domains.domain_of(plan.shape.ep_rank)) <= kFew;
   with_wire(plan.shape, plan.shape.output_row_bytes() % kWideBytes == 0, [&](auto codec, auto wire) {
-    run_serve<decltype(codec), decltype(wire)>(exec, plan, nodes, scratch, of_domain);
+    using Codec = decltype(codec);
+    using Wire = decltype(wire);
+    if constexpr (Wire::kElements != 1) {
+      if (is_few) return run_serve<Codec, Wire, FewRows<kFew>>(exec, plan, nodes, scratch, of_domain);
+    }
+    run_serve<Codec, Wire, DynamicTopK>(exec, plan, nodes, scratch, of_domain);
   });
 }
 

@@ -9,6 +9,7 @@
 #include "cuda/check.h"
 #include "cuda/exec.cuh"
 #include "cuda/launch.h"
+#include "cuda/launch_early.h"
 #include "landing.h"
 
 namespace putget::cuda {
@@ -97,18 +98,18 @@ class CudaLanding final : public Landing {
 
   void move(uint64_t most_bytes, void* stream) override {
     DeviceScope scope(ordinal_);
-    move_kernel<<<num_sms_, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(plan_, most_bytes);
-    check(cudaGetLastError(), "launching move_kernel");
+    launch_early(move_kernel, num_sms_, kThreads, static_cast<cudaStream_t>(stream), "launching move_kernel", plan_,
+                 most_bytes);
   }
   void take(const int32_t* batch, void* stream) override {
     DeviceScope scope(ordinal_);
-    take_kernel<<<num_sms_, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(plan_, batch);
-    check(cudaGetLastError(), "launching take_kernel");
+    launch_early(take_kernel, num_sms_, kThreads, static_cast<cudaStream_t>(stream), "launching take_kernel", plan_,
+                 batch);
   }
   void step(const GatherPlan& gather, uint64_t most_bytes, void* stream) override {
     DeviceScope scope(ordinal_);
-    step_kernel<<<num_sms_, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(plan_, gather, most_bytes);
-    check(cudaGetLastError(), "launching step_kernel");
+    launch_early(step_kernel, num_sms_, kThreads, static_cast<cudaStream_t>(stream), "launching step_kernel", plan_,
+                 gather, most_bytes);
   }
 
   // The copy engine has the bytes, a kernel beside it their sum; the calling thread sleeps until both are done.

@@ -70,7 +70,7 @@ __global__ void __maxnreg__(kRegisters)
   __shared__ CombineScratch of_domain;
   Exec exec;
   exec.wait_for_earlier_work();
-  putget::serve_sources<Codec, Wire>(exec, plan, nodes, kept_at_hand(shared), kept_at_hand(of_domain));
+  putget::serve_sources<Codec, Wire, DynamicTopK>(exec, plan, nodes, kept_at_hand(shared), kept_at_hand(of_domain));
 }
 
 template <class Codec, class Wire>

@@ -343,7 +343,7 @@ class Rank {
     putget::combine<Float32, Wire, DynamicTopK>(exec_, plan_, call, of_domain);
     run_blocks([&](cpu::Exec& exec, NodesScratch& own) {
       CombineScratch of_sums{};
-      serve_sources<Float32, Wire>(exec, plan_, nodes_, own, of_sums);
+      serve_sources<Float32, Wire, DynamicTopK>(exec, plan_, nodes_, own, of_sums);
     });
     call.half = Half::kFinish;
     putget::combine<Float32, Wire, DynamicTopK>(exec_, plan_, call, of_domain);

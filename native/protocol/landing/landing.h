@@ -55,7 +55,7 @@ PUTGET_TEXT uint32_t copy_range(Exec& exec, const uint8_t* from, uint8_t* to, ui
     } both[kInFlight];
     PUTGET_UNROLL
     for (uint32_t i = 0; i < kInFlight; ++i) {
-      if (at + i * step < end) both[i].access = *reinterpret_cast<const Access*>(from + at + i * step);
+      both[i].access = at + i * step < end ? *reinterpret_cast<const Access*>(from + at + i * step) : Access{};
     }
     PUTGET_UNROLL
     for (uint32_t i = 0; i < kInFlight; ++i) {

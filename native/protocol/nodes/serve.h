@@ -11,7 +11,7 @@
 namespace putget {
 
 // The sums of one source's rows into `returns`, in the order of its message. scratch.served is for it.
-template <class Codec, class Wire, class Exec>
+template <class Codec, class Wire, class TopK, class Exec>
 PUTGET_TEXT void sum_served(Exec& exec, const Plan& plan, const NodesPlan& nodes, uint32_t source, uint32_t rows,
                             NodesScratch& scratch) {
   constexpr uint32_t kSegment = 4 * Exec::kLanes * static_cast<uint32_t>(sizeof(typename Exec::Access16));
@@ -29,7 +29,7 @@ PUTGET_TEXT void sum_served(Exec& exec, const Plan& plan, const NodesPlan& nodes
   call.out = nodes.returns + nodes.split_of[source] * Splits(nodes.domains, parcel).return_bytes();
   if (parcel.return_row_bytes == plan.shape.output_row_bytes()) {
     call.num_tokens = rows;
-    Reduction<Codec, Wire> reduction(exec, served, call);
+    typename ReductionOf<Exec, Codec, Wire, TopK>::Type reduction(exec, served, call);
     reduction.look_up(exec, served);
     reduction.run(exec, served, call);  // [X7]
     return;
@@ -67,8 +67,8 @@ PUTGET_TEXT bool await_domain(Exec& exec, const Plan& plan, const NodesPlan& nod
   return await_peers(exec, plan, scratch);  // C3
 }
 
-// Every source that this rank is the agent of.
-template <class Codec, class Wire, class Exec>
+// Every source that this rank is the agent of. TopK as for combine: how many rows of its domain a token can have.
+template <class Codec, class Wire, class TopK, class Exec>
 PUTGET_TEXT void serve_sources(Exec& exec, const Plan& plan, const NodesPlan& nodes, NodesScratch& scratch,
                                CombineScratch& of_domain) {
   if (has_fault(exec, plan)) return;
@@ -81,7 +81,7 @@ PUTGET_TEXT void serve_sources(Exec& exec, const Plan& plan, const NodesPlan& no
     const uint32_t source = (plan.shape.ep_rank + step) % ep_size;
     if (!nodes.serves(source)) continue;
     const uint32_t rows = nodes.served_rows[source];
-    if (rows != 0) sum_served<Codec, Wire>(exec, plan, nodes, source, rows, scratch);
+    if (rows != 0) sum_served<Codec, Wire, TopK>(exec, plan, nodes, source, rows, scratch);
     exec.sync();
     uint32_t* joined = nodes.joined + NodesPlan::kJoins + nodes.split_of[source];
     if (!exec.template last_to_arrive<Join::J6>(joined, &scratch.last) || exec.thread() != 0) continue;
