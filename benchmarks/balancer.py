@@ -37,14 +37,17 @@ EXPERT_BYTES = 44 << 20
 EXPERTS, TOP_K, LAYERS, SLOTS = 256, 8, 16, 36
 SMS = (1, 2, 4, 8, 16, 32)
 ROWS, HIDDEN = 8, 7168
+BEHIND_CYCLES = 1_000_000  # half a millisecond: what is timed has been launched by then
 COLUMNS = EXPERT_BYTES // 2 // HIDDEN  # of a slot's BF16 weights, as many bytes as an expert in FP8
 
 
-def timed(work: Callable[[], object], repeats: int) -> list[float]:
-    """Microseconds of each call, by events on the current stream."""
+def timed(work: Callable[[], object], repeats: int, behind_cycles: int = 0) -> list[float]:
+    """Microseconds of each call, by events on the current stream, which is kept busy before for so many cycles."""
     times = []
     for _ in range(repeats):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        if behind_cycles:
+            torch.cuda._sleep(behind_cycles)  # type: ignore[no-untyped-call]
         begin.record()
         work()
         end.record()
@@ -143,16 +146,16 @@ def mover_rate(num_sms: int, device: torch.device, repeats: int = 15) -> dict[st
         pair.slots[1][1].zero_()
         pair.post()
         source.move(16)  # a kernel works on what the one before has seen
-        put += timed(lambda: source.move(EXPERT_BYTES), 1)
+        put += timed(lambda: source.move(EXPERT_BYTES), 1, BEHIND_CYCLES)
         target.move(16)
-        checked += timed(lambda: target.move(EXPERT_BYTES), 1)
+        checked += timed(lambda: target.move(EXPERT_BYTES), 1, BEHIND_CYCLES)
         pair.batch += 1
-        taken += timed(lambda: target.take(pair.batch), 1)
+        taken += timed(lambda: target.take(pair.batch), 1, BEHIND_CYCLES)
         source.take(pair.batch)
         torch.cuda.synchronize()
         if not torch.equal(pair.slots[0][0], pair.slots[1][1]):
             raise RuntimeError("an expert arrived with other bytes")
-        copied += timed(lambda: pair.slots[1][0].copy_(pair.slots[0][1]), 1)
+        copied += timed(lambda: pair.slots[1][0].copy_(pair.slots[0][1]), 1, BEHIND_CYCLES)
     pair.close()
     every = {"put": put, "checked": checked, "taken": taken, "copy": copied}
     return {name: EXPERT_BYTES / statistics.median(times) / 1e3 for name, times in every.items()}
