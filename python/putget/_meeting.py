@@ -19,6 +19,7 @@ from putget._mesh import Deadline, Mesh, require_descriptors
 from putget._networks import EngineNetwork, NativeNetwork
 from putget.domains import Network, join_options
 from putget.errors import BackendUnavailable, PutgetError
+from putget.hardware import gpus
 
 _CONNECT_TIMEOUT_S = 60.0
 _KINDS: dict[str, type[Exception]] = {"argument": ValueError, "unavailable": BackendUnavailable}
@@ -69,6 +70,9 @@ def meet(group: Any, rank: int, size: int, network: Network | None) -> Joined:
     found = _gather(group, size, describe)
     _require_equal([one["network"] for one in found])
     hosts = [one["host"] for one in found]
+    if network is None and len(set(hosts)) > 1:
+        clusters = [one["clusters"] for one in _gather(group, size, lambda: {"clusters": _clusters()})]
+        network = None if _is_one_cluster(clusters) else Network()
     domain_of = (0,) * size if network is None else network.domain_of(size, hosts)
     joined: NativeNetwork | None = None
     if network is not None and max(domain_of) > 0:
@@ -83,6 +87,17 @@ def meet(group: Any, rank: int, size: int, network: Network | None) -> Joined:
         _gather(group, size, join)
         joined = made[0]
     return Joined(_connect(group, rank, hosts), domain_of, joined)
+
+
+def _clusters() -> list[str]:
+    """The NVLink clusters of this process's GPUs, "" for a GPU in none; whose memory hosts of one cluster can map."""
+    return sorted({f"{gpu.cluster_uuid}/{gpu.clique}" if gpu.fabric and gpu.cluster_uuid else "" for gpu in gpus()})
+
+
+def _is_one_cluster(clusters: list[list[str]]) -> bool:
+    """Whether every rank's GPUs are in the same one."""
+    first = clusters[0]
+    return len(first) == 1 and first[0] != "" and all(one == first for one in clusters)
 
 
 def _require_equal(networks: list[dict[str, Any]]) -> None:

@@ -40,8 +40,9 @@ class Communicator:
 
     Args:
         group: Any torch.distributed group (gloo or nccl), the world or a subgroup; None is the world.
-        network: What joins ranks that do not map each other's memory, the same on all ranks. None: all
-            ranks map each other's memory.
+        network: What joins ranks that do not map each other's memory, the same on all ranks. None: ranks of one host,
+            or of hosts in one NVLink cluster, map each other's memory. Other hosts are a domain each then, joined as
+            ``putget.Network()`` says.
 
     Attributes:
         rank: This rank within the group (ep_rank).

@@ -76,12 +76,14 @@ class Layer:
         factors = torch.where(mine.any(-1), factors.double().sum(-1).float(), float("nan"))
         return (dequantise(self.recipe, rows, self.hidden_size) * factors[..., None]).bfloat16()
 
-    def expected(self, rank: int, combine_dtype: torch.dtype | None = None) -> Tensor:
+    def expected(
+        self, rank: int, combine_dtype: torch.dtype | None = None, domain_of: tuple[int, ...] | None = None
+    ) -> Tensor:
         """What combine gives on `rank`: [num_tokens, hidden_size] bfloat16, bit for bit."""
         sent = [reference.Sent(*self.routes(src), self.rows(src)) for src in range(self.ep_size)]
         routings, arrived = reference.dispatch(sent, self.table, max_rows=self.max_tokens_per_rank)
         outputs = [self.experts(a.payloads, a.topk_ids, a.topk_weights, dst) for dst, a in enumerate(arrived)]
-        return reference.combine(routings[rank], outputs, rank, combine_dtype=combine_dtype)
+        return reference.combine(routings[rank], outputs, rank, combine_dtype=combine_dtype, domain_of=domain_of)
 
 
 @cache

@@ -32,9 +32,7 @@ def four_payload(rank: Rank, layer: Layer, **options: Any) -> FourPayloadAllToAl
         layer.max_tokens_per_rank,
         hidden_size=layer.hidden_size,
         device=rank.device,
-        timeout_s=20,
-        warmup_timeout_s=20,
-        **options,
+        **{"timeout_s": 20, "warmup_timeout_s": 20, **options},
     )
 
 

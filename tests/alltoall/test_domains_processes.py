@@ -106,6 +106,28 @@ def test_each_host_is_a_domain(five: RankProcesses) -> None:
     check_case(case, [results[rank] for rank in range(5)])
 
 
+def without_a_network(rank: Rank, clusters: list[str]) -> tuple[tuple[int, ...], ...]:
+    """A body: a communicator of four ranks on two hosts, whose GPUs are in these clusters."""
+    _meeting.host_identity = lambda: f"host {rank.rank // 2}"
+    _meeting._clusters = lambda: [clusters[rank.rank]]
+    with putget.Communicator() as comm:
+        return comm.domains
+
+
+@pytest.mark.parametrize(
+    ("clusters", "domains"),
+    [
+        (["", "", "", ""], ((0, 1), (2, 3))),
+        (["a/0", "a/0", "a/0", "a/1"], ((0, 1), (2, 3))),
+        (["a/0", "a/0", "a/0", "a/0"], ((0, 1, 2, 3),)),
+    ],
+)
+def test_hosts_are_domains_unless_they_are_one_nvlink_cluster(
+    four: RankProcesses, clusters: list[str], domains: tuple[tuple[int, ...], ...]
+) -> None:
+    assert four.call(without_a_network, clusters) == dict.fromkeys(range(4), domains)
+
+
 def split_domain(rank: Rank) -> str:
     _meeting.host_identity = lambda: f"host {rank.rank // 2}"
     with pytest.raises(ValueError) as raised:

@@ -10,6 +10,6 @@ expects.
 - ``sglang``: a plug-in and a dispatcher.
 - ``vllm``: a plug-in and a modular prepare-and-finalize.
 - ``transformers``: ``ep_implementation="putget"``.
-- ``deep_ep``, ``deep_ep_elastic``: ``Buffer`` and ``ElasticBuffer`` with DeepEP's signatures, within one NVLink domain.
+- ``deep_ep``, ``deep_ep_elastic``: ``Buffer`` and ``ElasticBuffer`` with DeepEP's signatures.
 - ``shared``, ``rounds``, ``engines``, ``placement``: what they have in common.
 """

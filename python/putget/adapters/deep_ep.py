@@ -1,4 +1,4 @@
-"""``Buffer`` with DeepEP's signatures, for the ranks of one NVLink domain (or one CPU host).
+"""``Buffer`` with DeepEP's signatures.
 
     from putget.adapters import deep_ep    # instead of: import deep_ep
     buffer = deep_ep.Buffer(group, num_nvl_bytes, num_rdma_bytes, low_latency_mode=True, ...)
@@ -18,9 +18,9 @@ Supported:
   another, as every further combine of a handle does.
 
 Not supported, with a ``ValueError`` that says so: LogFMT, statistics of waiting times, entries of a handle that are
-DeepEP's own (channels). Masks of ranks and ranks of several hosts are not there either. Sizes of buffers,
-configurations and numbers of SMs are accepted and not used. DeepEP's layouts are made by gathering rows after dispatch,
-which costs a copy; ``putget.AllToAll`` has none.
+DeepEP's own (channels). Masks of ranks are not there either. Sizes of buffers, configurations and numbers of SMs are
+accepted and not used. Ranks may be on several hosts (``putget.Communicator``). DeepEP's layouts are made by gathering
+rows after dispatch, which costs a copy; ``putget.AllToAll`` has none.
 """
 
 from __future__ import annotations

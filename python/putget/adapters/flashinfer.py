@@ -355,7 +355,7 @@ class MoeAlltoAll:
         require_supported(output_scales=(output_scales, None), output_scalar_scale=(output_scalar_scale, 1.0))
         self._rounds.require_open("combine")
         rows_each = self._check_runtime_max(runtime_max_tokens_per_rank)
-        if self._active(active_rank_mask) != self._shared.workspace.active_ranks:
+        if self._active(active_rank_mask) != self._shared.active_ranks:
             raise ValueError("active_rank_mask is another one than that of the dispatch")
         if isinstance(payload, torch.Tensor):
             self._check_kind(payload, output_dtype)
@@ -381,7 +381,7 @@ class MoeAlltoAll:
         return self._part.data_ptr() + self._rank.combine_offset
 
     def _active(self, mask: Any) -> tuple[bool, ...]:
-        before = self._shared.workspace.active_ranks
+        before = self._shared.active_ranks
         return flashinfer_layout.active_ranks_of(mask, self.enable_rank_mask, self.ep_rank, self.ep_size, before)
 
     def _check_runtime_max(self, value: Any) -> int:

@@ -112,7 +112,7 @@ class _Member(SharedWorkspace):
         return super().all_to_all(recipe)
 
     def set_active_ranks(self, mask: tuple[bool, ...]) -> None:
-        if mask != self.workspace.active_ranks:
+        if mask != self.active_ranks:
             self._ranks.set_active_ranks(mask)
 
 
@@ -401,7 +401,7 @@ def moe_a2a_combine(
         )
     if payload_in_workspace and payload.data_ptr() != part.bytes.data_ptr() + combine_payload_offset:
         raise ValueError("payload_in_workspace is True, payload does not begin at combine_payload_offset of this rank")
-    before = part.require_shared().workspace.active_ranks
+    before = part.require_shared().active_ranks
     if active_ranks_of(active_rank_mask, enable_rank_mask, ep_rank, ep_size, before) != before:
         raise ValueError("active_rank_mask is another one than that of the dispatch")
     return rank.combine(payload, runtime_max_tokens_per_rank, low_precision=use_low_precision, out=output)

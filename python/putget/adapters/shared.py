@@ -95,7 +95,7 @@ def place_of(device: torch.device | str | None) -> torch.device:
 class SharedWorkspace:
     """Symmetric memory that layers use one after the other, and the all-to-alls that were made on it.
 
-    Construction is collective over the group.
+    Construction is collective over the group. Across domains there is no such memory: each all-to-all has its own.
 
     Args:
         comm: The expert-parallel group.
@@ -123,12 +123,15 @@ class SharedWorkspace:
         self._timeout_s = timeout_s
         self._warmup_timeout_s = warmup_timeout_s
         self._objects: dict[Recipe, AllToAll] = {}
-        self._workspace: Workspace | None = self._make()
-        self._suspended = False
+        self._suspended = self._is_closed = False
+        self._workspace = self._make()
+        self._active = (True,) * comm.size  # across domains
         self._local: torch.Tensor | None = None
         self._open_round: weakref.ref[Any] | None = None
 
-    def _make(self) -> Workspace:
+    def _make(self) -> Workspace | None:
+        if self.comm.network is not None:
+            return None
         return Workspace(
             self.comm,
             self.num_bytes,
@@ -146,19 +149,23 @@ class SharedWorkspace:
     def open_round(self, layer: Any) -> None:
         self._open_round = None if layer is None else weakref.ref(layer)
 
-    @property
-    def workspace(self) -> Workspace:
-        """The symmetric memory.
+    def require_open(self) -> None:
+        """Does nothing where there is memory for a round.
 
         Raises:
             ValueError: It is closed.
             ProtocolMisuse: It has been given up by ``suspend``.
         """
-        if self._workspace is None:
-            if self._suspended:
-                raise ProtocolMisuse("the symmetric memory is given up for a checkpoint: restore it before the round")
+        if self._suspended:
+            raise ProtocolMisuse("the symmetric memory is given up for a checkpoint: restore it before the round")
+        if self._is_closed:
             raise ValueError("the workspace is closed")
-        return self._workspace
+
+    @property
+    def active_ranks(self) -> tuple[bool, ...]:
+        """One bool for each rank of the group; raises as `require_open` does."""
+        self.require_open()
+        return self._active if self._workspace is None else self._workspace.active_ranks
 
     def local_rows(self, num_bytes: int) -> torch.Tensor:
         """[num_bytes] uint8 beside the symmetric memory, zeros at first: layers use it one after the other, too."""
@@ -210,13 +217,20 @@ class SharedWorkspace:
                 )
             self.comm = comm
         self._workspace = self._make()
-        self._suspended = False
+        self._active = (True,) * self.comm.size
+        self._suspended = self._is_closed = False
 
     def set_active_ranks(self, mask: tuple[bool, ...]) -> None:
         """Goes on with these ranks; collective among them where they are others than before (``Workspace``)."""
-        if mask != self.workspace.active_ranks:
-            self.workspace.set_active_ranks(mask)
-            self.open_round = None
+        if mask == self.active_ranks:
+            return
+        if self._workspace is not None:
+            self._workspace.set_active_ranks(mask)
+        else:
+            for a2a in self._objects.values():  # made in the same order on all ranks
+                a2a.set_active_ranks(mask)
+            self._active = mask
+        self.open_round = None
 
     def all_to_all(self, recipe: Recipe) -> AllToAll:
         """The all-to-all for this recipe; making it, at the first call, is collective.
@@ -226,6 +240,7 @@ class SharedWorkspace:
                 new while a CUDA graph is being captured.
             PeerTimeout: A rank did not come: it may have another recipe.
         """
+        self.require_open()
         found = self._objects.get(recipe)
         if found is None:
             if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -245,7 +260,7 @@ class SharedWorkspace:
                 combine_dtype=recipe.combine_dtype,
                 num_stats=recipe.num_stats,
                 device=self.device,
-                workspace=self.workspace,
+                workspace=self._workspace,
                 timeout_s=self._timeout_s,
                 warmup_timeout_s=self._warmup_timeout_s,
             )
@@ -265,6 +280,7 @@ class SharedWorkspace:
                 a2a.close()
             except PutgetError as error:
                 failures.append(error)
+        self._is_closed = True
         workspace, self._workspace = self._workspace, None
         if workspace is not None:
             workspace.close()

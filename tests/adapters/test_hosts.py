@@ -1,0 +1,105 @@
+"""Adapters whose ranks are on several hosts: the same rows, and the bits that the oracle has for these domains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import putget
+from putget import _meeting
+from putget.adapters import shared
+from tests.adapters import test_deep_ep, test_flashinfer, test_tensorrt_llm
+from tests.adapters.layer import Layer, same_bits
+from tests.harness import Rank, RankError, fresh_ranks
+from tests.harness.processes import RankProcesses
+
+pytest.importorskip("putget_transfer._native", reason="putget_transfer is not built: see `make transfer`")
+
+RAGGED = Layer(num_tokens=(3, 0, 8, 1))
+LAYERS = [replace(RAGGED, recipe=recipe, seed=seed) for seed, recipe in enumerate(("bf16", "fp8"))]
+DOMAIN_OF = (0, 0, 1, 1)
+
+
+@pytest.fixture
+def four() -> Iterator[RankProcesses]:
+    with fresh_ranks(4) as ranks:
+        yield ranks
+
+
+def on_two_hosts(rank: Rank, body: Callable[..., Any], *args: Any) -> Any:
+    """A body: another one, as if every two ranks had a host of their own."""
+    _meeting.host_identity = lambda: f"host {rank.rank // 2}"
+    comm = shared.communicator_of()
+    assert comm.domains == ((0, 1), (2, 3))
+    found = body(Rank(rank.rank, rank.size, rank.device, _comm=comm), *args)
+    shared.close_shared()
+    return found
+
+
+@pytest.mark.parametrize("worst", [0, 16])
+def test_normal_rounds_of_deep_ep(four: RankProcesses, worst: int) -> None:
+    four.call(on_two_hosts, test_deep_ep.normal, RAGGED, worst, timeout=90)
+
+
+def test_low_latency_rounds_of_deep_ep(four: RankProcesses) -> None:
+    four.call(on_two_hosts, test_deep_ep.low_latency, RAGGED, True, timeout=90)
+
+
+@pytest.mark.parametrize("module", [test_flashinfer, test_tensorrt_llm])
+def test_layers_of_engines(four: RankProcesses, module: Any) -> None:
+    """All layers twice, each time in another way; FlashInfer's by source too."""
+    for rank, combined in four.call(on_two_hosts, module.play, LAYERS, timeout=90).items():
+        assert len(combined) == 2 * len(LAYERS)
+        for index, one in enumerate(combined):
+            layer = LAYERS[index // 2 if module is test_flashinfer else index % len(LAYERS)]
+            assert same_bits(one, layer.expected(rank, domain_of=DOMAIN_OF)), (rank, index)
+
+
+def test_what_is_not_there_across_hosts_is_named(four: RankProcesses) -> None:
+    with pytest.raises(RankError, match=r"combine_dtype is torch.float8_e4m3fn, but the communicator has 2 domains"):
+        four.call(on_two_hosts, test_tensorrt_llm.low_precision, [RAGGED], timeout=90)
+
+
+def lose_two_ranks(rank: Rank) -> Any:
+    """A body: the second host stays away after a round; the first one goes on, and makes nothing new."""
+    layer = replace(RAGGED, no_expert=0.0)
+    a2a = test_tensorrt_llm.four_payload(rank, layer, timeout_s=1.0)
+    test_tensorrt_llm.run_layer(rank, a2a, layer, False, False)
+    if rank.rank >= 2:
+        return None
+    mask = [True, True, False, False]
+    a2a.all_to_all.set_active_ranks(mask)
+    a2a.all_to_all.expert_to_rank = [expert % 2 for expert in range(layer.num_experts)]
+    x, _, ids, _ = a2a.dispatch(*layer.rows(rank.rank), None, *layer.routes(rank.rank))
+    mine = (ids >= 0) & (ids % 2 == rank.rank)
+    combined = a2a.combine((x.float() * mine.sum(1, keepdim=True)).bfloat16())
+    return bool(torch.equal(combined, (layer.hidden(rank.rank).float() * layer.top_k).bfloat16()))
+
+
+def test_a_host_that_is_lost(four: RankProcesses) -> None:
+    for rank in range(4):
+        four.submit(rank, on_two_hosts, lose_two_ranks)
+    assert four.results([0, 1], timeout=90) == {0: True, 1: True}
+
+
+def resumed(rank: Rank) -> list[tuple[bool, ...]]:
+    """A body: memory that is given up for a checkpoint, and made again."""
+    memory = shared.shared_workspace(rank.comm, 1 << 20, "cpu")
+    masks = [memory.active_ranks]
+    memory.suspend()
+    with pytest.raises(putget.ProtocolMisuse, match="given up for a checkpoint"):
+        memory.require_open()
+    memory.resume()
+    masks.append(memory.active_ranks)
+    memory.close()
+    with pytest.raises(ValueError, match="the workspace is closed"):
+        memory.require_open()
+    return masks
+
+
+def test_memory_that_is_given_up_and_made_again(four: RankProcesses) -> None:
+    assert four.call(on_two_hosts, resumed, timeout=90) == dict.fromkeys(range(4), [(True,) * 4] * 2)
