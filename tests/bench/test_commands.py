@@ -149,7 +149,7 @@ def test_bench_under_torchrun(tmp_path: Path) -> None:
         ],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         cwd=ROOT,
         check=False,
     )

@@ -273,7 +273,10 @@ class Kernels {
           }
         }
       };
-      slot = visit_rows(cpu::Exec(), shape, header, start + sizeof(header), domains_.place(rank_), slot, take);
+      const uint32_t place = domains_.place(rank_);
+      const uint32_t most = shape.rows_of_chunk(shape.max_tokens, chunk);
+      const bool first_takes = takes_first_row(cpu::Exec(), shape, start + sizeof(header), most, place);
+      slot = visit_rows(cpu::Exec(), shape, header, start + sizeof(header), place, slot, first_takes, take);
     }
     uint32_t expected = 0;
     for (uint32_t token : tokens) {

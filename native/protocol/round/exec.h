@@ -74,7 +74,7 @@ class ExecCheck {
   using PublishPrepared = decltype(exec().template publish_prepared<Tag::C2>(&a<uint64_t>(), uint64_t{1}));  // ... this
   static_assert(kIs<uint64_t, decltype(exec().template observe<Tag::D4>(&a<const uint64_t>()))>);  // acquire, system
   // The same for accesses of later kernels alone: their start is the acquire.
-  static_assert(kIs<uint64_t, decltype(exec().template observe_ahead<Tag::X0>(&a<const uint64_t>()))>);
+  static_assert(kIs<uint64_t, decltype(exec().template observe_ahead<Tag::D4>(&a<const uint64_t>()))>);
   static_assert(kIs<uint64_t, decltype(exec().peek(&a<const uint64_t>()))>);  // an own flag, for its value alone
   using NoteFlag = decltype(exec().note(&a<uint64_t>(), uint64_t{1}));        // one that only this CTA will look at
   static_assert(kIs<bool, decltype(exec().template skips_wait<Tag::D4>())>);  // tests leave waits out
