@@ -62,8 +62,8 @@ class ExecCheck {
 
   // --- between CTAs of a rank
   static_assert(kIs<bool, decltype(exec().template last_to_arrive<Join::J3>(&a<uint32_t>(), &a<uint32_t>()))>);
-  using HandOn = decltype(exec().template hand_on<Join::J7>(&a<uint64_t>(), uint64_t{1}));            // release, GPU
-  static_assert(kIs<uint64_t, decltype(exec().template take_over<Join::J7>(&a<const uint64_t>()))>);  // acquire, GPU
+  using HandOn = decltype(exec().template hand_on<Join::J3>(&a<uint64_t>(), uint64_t{1}));            // release, GPU
+  static_assert(kIs<uint64_t, decltype(exec().template take_over<Join::J3>(&a<const uint64_t>()))>);  // acquire, GPU
   static_assert(kIs<bool, decltype(exec().claim(&a<uint32_t>(), 1u))>);       // a word that is 0, for one of them
   static_assert(kIs<uint32_t, decltype(exec().peek(&a<const uint32_t>()))>);  // a word of the state, relaxed
   using NoteWord = decltype(exec().note(&a<uint32_t>(), 1u));
