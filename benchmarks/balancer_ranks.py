@@ -2,8 +2,8 @@
 
     python3 benchmarks/balancer_ranks.py --ep_size 2 --output_file balancer.json
 
-``mover``: rank 0 puts an expert of 44 MiB into the landing area of the last rank, by SMs, and rank by rank all put one
-to the next. Beside it the plain stores of `putget roofline` with as many SMs and bytes a peer. Bytes are compared.
+``mover``: all ranks at once put an expert of 44 MiB into the landing area of the next rank, by SMs. Beside it the plain
+stores of `putget roofline` with as many SMs and bytes a peer. Bytes are compared.
 
 ``steps``: layers of experts (BF16) with routing that a table gives: Zipf's law over the experts, in another order for
 each task and layer. The task changes halfway. An iteration is one CUDA graph of all layers, with the balancer's step
@@ -50,7 +50,6 @@ class Sizes:
     """Of the layers, and of the run."""
 
     ep_size: int
-    device: str
     layers: int
     experts: int
     slots: int
@@ -308,7 +307,7 @@ def main() -> int:
     parser.add_argument("--zipf", type=float, default=1.0, help="exponent of Zipf's law")
     args = vars(parser.parse_args())
     output = args.pop("output_file")
-    sizes = Sizes(device="cuda", **args)
+    sizes = Sizes(**args)
     found: dict[str, Any] = {"environment": environment.describe(), "sizes": asdict(sizes)}
 
     def keep(event: launch.Event) -> None:

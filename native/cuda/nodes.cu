@@ -3,8 +3,8 @@
 //   grid      route and close: one CTA. pack, unpack, serve and sum: CTAs that share rows
 //   block     each warp works on one row, or a segment of one, at a time
 //   shared    NodesScratch, for serve CombineScratch too, static
-//   waits     route at X0, unpack at X4, serve at C3, sum at X9: each CTA by itself. Those of pack and serve join, the
-//             last one tells the proxy; nobody waits for that
+//   waits     route at X0, serve at C3: each CTA by itself. unpack at X4 and sum at X9: one CTA looks at the word and
+//             hands it on (J7). CTAs of pack and serve join, the last one tells the proxy; nobody waits for that
 //
 // Boards, messages and returns are host memory, which the GPU has mapped. Words are released and acquired at system
 // scope; rows are plain accesses behind or before them.

@@ -3,7 +3,7 @@
 // Each domain has summed its rows of a token (serve.h; the own one by its own combine), and rounded that to the
 // output's type. The token's rank adds these rows in float32, in the order of domains, and rounds once. So the bits
 // depend on the routing and on which ranks are a domain, and neither on timing nor on the token's rank. CTAs share the
-// rows; each waits by itself. docs/protocol/nodes.md explains the tags.
+// rows; the first one waits, and hands on what it has seen. docs/protocol/nodes.md explains the tags.
 #pragma once
 
 #include "protocol/combine/reduce.h"
