@@ -166,8 +166,8 @@ def summary(times: list[float]) -> dict[str, float]:
 def measure(ranks: list[putget.AllToAll], streams: list[torch.cuda.Stream], tokens: int, rounds: int) -> dict[str, Any]:
     """Figures of `rounds` rounds of each kind with so many tokens, in us."""
     sender = Sender(ranks, streams, tokens)
-    alone = streams[0].device == streams[1].device
-    told = [sender.round(receiver_waits=not alone) for _ in range(rounds)]
+    shares_gpu = streams[0].device == streams[1].device
+    told = [sender.round(receiver_waits=not shares_gpu) for _ in range(rounds)]
     taken = [sender.round(receiver_waits=True) for _ in range(rounds)]
     return {
         "tokens": tokens,
