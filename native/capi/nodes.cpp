@@ -83,8 +83,8 @@ constexpr uint64_t kInboxAt = (Board::kBytes + kRegionAlignment - 1) / kRegionAl
 NodesShape::NodesShape(const Shape& shape, const putget_nodes_config& config, uint64_t most_bytes)
     : domains(domains_of(config, shape.ep_size, shape.ep_rank)),
       row(ParcelRow::of(shape)),
-      parcel(
-          ParcelShape::make(shape.max_tokens_per_rank, shape.top_k, row.bytes, shape.output_row_bytes(), most_bytes)) {
+      parcel(ParcelShape::make(shape.max_tokens_per_rank, shape.top_k, row.bytes, shape.output_row_bytes(), most_bytes,
+                               shape.num_stats)) {
   require(parcel.chunk_rows != 0, "max_tokens_per_rank is " + std::to_string(shape.max_tokens_per_rank) + ": rows of " +
                                       std::to_string(row.bytes) + " bytes out and " +
                                       std::to_string(shape.output_row_bytes()) + " back do not fit into 64 writes of " +
@@ -395,8 +395,7 @@ putget_status putget_nodes_create(const putget_nodes_config* config, putget_allt
     require(object->nodes == nullptr || object->nodes->has_left(), "the object has other domains already");
     require(plan.shape.ep_size == network->shared->ranks(), "ep_size differs from the network's number of ranks");
     require(network->shared->table(plan.shape.ep_rank) != nullptr, "the network is another rank's");
-    require(plan.shape.wire_type == putget::WireType::kSame && plan.shape.num_stats == 0,
-            "quantised rows and statistics do not cross domains in this version");
+    require(plan.shape.wire_type == putget::WireType::kSame, "quantised rows do not cross domains in this version");
     const uint64_t needed = NodesShape(plan.shape, *config, kMostBytes).shared_bytes();
     require(shared->backend->config().bytes >= needed, "shared has too few bytes: see putget_nodes_bytes");
     auto made = std::make_unique<Nodes>(*config, *object->memory, plan, *shared->backend, network->shared);

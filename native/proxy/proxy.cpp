@@ -168,12 +168,12 @@ bool Proxy::post_dispatch(Sending& sending) {
     putget_transport_write write{};
     ParcelKind kind = ParcelKind::kEmpty;
     if (sending.chunks > 0) {
-      const uint64_t at = shape.chunk_at(sending.next);
+      const uint64_t at = shape.write_at(sending.next);
       kind = sending.next + 1 == sending.chunks ? ParcelKind::kLastChunk : ParcelKind::kChunk;
       write.region = config_.outbox;
       write.src_offset = sending.from + at;
       write.dst_offset = sending.to + at;
-      write.bytes = shape.chunk_bytes(shape.rows_of_chunk(sending.rows, sending.next));
+      write.bytes = shape.write_bytes(sending.rows, sending.next);
     }
     write.target = config_.inbox_of[sending.lane.peer];
     write.imm = parcel_imm(kind, config_.generation, config_.workspace, sending.next, config_.rank);

@@ -22,7 +22,6 @@ def check_across(
     comm: Communicator,
     workspace: Workspace | None,
     combine_dtype: torch.dtype | None,
-    num_stats: int,
 ) -> None:
     """Refuses what an object over several domains does not have in this version.
 
@@ -34,7 +33,6 @@ def check_across(
     refused = {
         "workspace is given": workspace is not None,
         f"combine_dtype is {combine_dtype}": combine_dtype is not None,
-        f"num_stats is {num_stats}": num_stats != 0,
     }
     for what, asked in refused.items():
         if asked:

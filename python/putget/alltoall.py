@@ -108,7 +108,7 @@ class AllToAll:
             check_seconds("timeout_s", timeout_s)
             check_seconds("warmup_timeout_s", warmup_timeout_s)
             self._device = resolve_device(device)
-            check_across(comm, workspace, combine_dtype, num_stats)
+            check_across(comm, workspace, combine_dtype)
             most = self._most_at_once(num_sms, num_threads)
             table = (
                 default_expert_to_rank(num_experts, comm.size, self._device)

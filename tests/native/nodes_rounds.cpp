@@ -39,6 +39,7 @@ constexpr uint32_t kExperts = 8;
 constexpr uint32_t kTopK = 3;
 constexpr uint32_t kTokens = 6;
 constexpr uint32_t kElements = 8;
+constexpr uint32_t kStats = 3;
 constexpr uint64_t kTimeoutNs = 15'000'000'000;
 
 struct Options {
@@ -81,6 +82,12 @@ struct Story {
   float row(uint32_t round, uint32_t source, uint32_t token, uint32_t element) const {
     return static_cast<float>(draw(6, round, source, token * kElements + element) % 1000);
   }
+  // Half of all stories have statistics; without them a message without rows has no bytes.
+  uint32_t num_stats() const { return seed % 2 == 0 ? kStats : 0; }
+  bool tells(uint32_t round, uint32_t source) const { return draw(8, round, source) % 3 != 0; }  // else zeros
+  int32_t stat(uint32_t round, uint32_t source, uint32_t i) const {
+    return tells(round, source) ? static_cast<int32_t>(draw(9, round, source, i)) : 0;
+  }
   float answer(uint32_t round, uint32_t source, uint32_t token, uint32_t rank) const {
     return static_cast<float>(draw(7, round, source, token * kRanks + rank) % 1000);
   }
@@ -91,7 +98,7 @@ struct Story {
   std::_Exit(status);
 }
 
-Shape shape_of(uint32_t rank) {
+Shape shape_of(uint32_t rank, uint32_t num_stats) {
   Shape shape{};
   shape.ep_size = kRanks;
   shape.ep_rank = rank;
@@ -102,6 +109,7 @@ Shape shape_of(uint32_t rank) {
   shape.row_bytes[0] = kElements * sizeof(float);
   shape.output_elements = kElements;
   shape.output_type = OutputType::kFloat32;
+  shape.num_stats = num_stats;
   return shape;
 }
 
@@ -125,7 +133,7 @@ class Rank {
         nodes_{domains, {}, {}, 0, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}},
         network_(network),
         rank_(rank) {
-    plan_.shape = shape_of(rank);
+    plan_.shape = shape_of(rank, story.num_stats());
     plan_.layout = layout_of(plan_.shape);
     plan_.sentinel = sentinel_region(plan_.layout.total_bytes, plan_.shape);
     symmetric_ = zeros<Line>(plan_.layout.total_bytes / sizeof(Line) + 1);
@@ -207,7 +215,7 @@ class Rank {
     nodes_.row = ParcelRow::of(plan_.shape);
     // Messages of up to three chunks.
     nodes_.parcel = ParcelShape::make(kTokens, kTopK, nodes_.row.bytes, plan_.shape.output_row_bytes(),
-                                      80 + 2 * (nodes_.row.bytes + kTopK));
+                                      96 + 2 * (nodes_.row.bytes + kTopK), story_.num_stats());
     const Splits splits(nodes_.domains, nodes_.parcel);
     board_ = zeros<uint64_t>(Board::kWords);
     const uint64_t bytes[4] = {splits.outbox_bytes(), splits.inbox_bytes(rank_), splits.returns_bytes(rank_),
@@ -278,6 +286,8 @@ class Rank {
     call.topk_weights = weights_;
     call.payload[0] = rows_;
     call.access_bytes[0] = 16;
+    for (uint32_t i = 0; i < kStats; ++i) stats_[i] = story_.stat(round, rank_, i);
+    call.stats = story_.num_stats() != 0 && story_.tells(round, rank_) ? stats_ : nullptr;
     call.num_tokens = tokens;
     call.max_rows = kTokens;
     call.ids_access_bytes = 4;
@@ -323,6 +333,10 @@ class Rank {
         for (uint32_t e = 0; e < kElements; ++e) answers[e] = story_.answer(round, source, token, rank_);
       }
       if (num_tokens_[source] != static_cast<int32_t>(slot)) fail(kExitMismatch, "a wrong count", rank_, round);
+      const int32_t* told = stats_line(plan_.own(), plan_, source);
+      for (uint32_t i = 0; i < story_.num_stats(); ++i) {
+        if (told[i] != story_.stat(round, source, i)) fail(kExitMismatch, "a wrong number", rank_, round);
+      }
     }
   }
 
@@ -390,6 +404,7 @@ class Rank {
   unsigned long long invalid_ = 0;
   int32_t ids_[kTokens * kTopK] = {};
   float weights_[kTokens * kTopK] = {};
+  int32_t stats_[kStats] = {};
   alignas(16) float rows_[kTokens * kElements] = {};
   uint32_t regions_[4] = {};
   uint32_t inbox_of_[kMaxRanks] = {}, landing_of_[kMaxRanks] = {};

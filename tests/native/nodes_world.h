@@ -57,6 +57,7 @@ struct Story {
 
 constexpr uint32_t kRowByte = 5;
 constexpr uint32_t kReturnByte = 6;
+constexpr uint32_t kStatsByte = 7;
 
 // The first thing that was wrong, by any rank.
 struct Verdict {
@@ -205,6 +206,7 @@ class Kernels {
     uint8_t* message = memories_[rank_]->outbox.data() + splits_.outbox(rank_, domain);
     ParcelSender from = sender(rank_);
     from.returns_at = splits_.landing(rank_, domain);
+    for (uint32_t i = 0; i < shape.stats_bytes; ++i) message[i] = story_.byte(kStatsByte, epoch_, rank_, 0, i);
     for (uint32_t chunk = 0; chunk < shape.chunks(rows); ++chunk) {
       uint8_t* start = message + shape.chunk_at(chunk);
       const ParcelHeader header = make_header(shape, from, rows, chunk);
@@ -254,6 +256,11 @@ class Kernels {
     const std::vector<uint32_t> tokens = tokens_for(source, own_domain());
     if (flag_value(landed) != shape.chunks(static_cast<uint32_t>(tokens.size()))) {
       verdict_.say("%u chunks of %u, round %u", flag_value(landed), source, epoch_);
+    }
+    for (uint32_t i = 0; i < shape.stats_bytes; ++i) {
+      if (message[i] != story_.byte(kStatsByte, epoch_, source, 0, i)) {
+        verdict_.say("byte %u of the statistics of %u at %u, round %u", i, source, rank_, epoch_);
+      }
     }
     uint32_t slot = 0;
     for (uint32_t chunk = 0; chunk < flag_value(landed) && verdict_.wrong.empty(); ++chunk) {

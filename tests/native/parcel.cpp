@@ -79,22 +79,37 @@ bool agents() {
   return true;
 }
 
+// What the writes of a message of so many rows carry: all of it once, and none too much.
+bool writes(const ParcelShape& shape, uint32_t rows, uint64_t most) {
+  uint64_t end = 0;
+  for (uint32_t chunk = 0; chunk < shape.chunks(rows); ++chunk) {
+    const uint64_t bytes = shape.write_bytes(rows, chunk);
+    EXPECT(bytes <= most && shape.write_at(chunk) == end, "write %u of %u rows", chunk, rows);
+    end = shape.chunk_at(chunk) + shape.chunk_bytes(shape.rows_of_chunk(rows, chunk));
+    EXPECT(shape.write_at(chunk) + bytes == end && end <= shape.message_bytes(), "write %u of %u rows", chunk, rows);
+  }
+  EXPECT(end >= shape.stats_bytes, "%u rows and no statistics", rows);
+  return true;
+}
+
 bool sizes() {
   for (uint32_t tokens : {1u, 7u, 127u, 128u, 129u, 512u, 4096u, 8192u, 8193u, 20000u}) {
     for (uint64_t most : {uint64_t{1} << 16, uint64_t{1} << 20, uint64_t{1} << 30}) {
-      const ParcelShape shape = ParcelShape::make(tokens, 8, 7456, 14336, most);
+      const uint32_t num_stats = most == uint64_t{1} << 20 ? 257 : 0;
+      const ParcelShape shape = ParcelShape::make(tokens, 8, 7456, 14336, most, num_stats);
       const uint64_t least = (tokens + 63) / 64;
-      const bool fits = most >= 80 + least * 7464 && most >= least * 14336;
+      const bool fits = most >= shape.stats_bytes + 80 + least * 7464 && most >= least * 14336;
       EXPECT((shape.chunk_rows != 0) == fits, "%u tokens, writes of %lu bytes", tokens, most);
       if (!fits) continue;
+      EXPECT(shape.stats_bytes == (num_stats == 0 ? 0 : 1040), "%u bytes of statistics", shape.stats_bytes);
       EXPECT(most < (uint64_t{1} << 30) || shape.chunk_rows == std::max<uint64_t>(128, least), "%u", tokens);
       for (uint32_t rows = 0; rows <= tokens; rows += 1 + rows / 7) {
         EXPECT(shape.chunks(rows) <= kMaxChunks && shape.return_chunks(rows) <= kMaxChunks, "%u rows", rows);
+        if (!writes(shape, rows, most)) return false;
         uint32_t sum = 0;
         for (uint32_t chunk = 0; chunk < shape.chunks(rows); ++chunk) {
           const uint32_t in_chunk = shape.rows_of_chunk(rows, chunk);
-          EXPECT(in_chunk != 0 && shape.chunk_bytes(in_chunk) <= most, "%u rows, chunk %u", rows, chunk);
-          EXPECT(shape.chunk_at(chunk) + shape.chunk_bytes(in_chunk) <= shape.message_bytes(), "chunk %u", chunk);
+          EXPECT(in_chunk != 0 || (rows == 0 && num_stats != 0), "%u rows, chunk %u", rows, chunk);
           EXPECT(shape.rows_at(in_chunk) % kParcelAlign == 0 && shape.chunk_at(chunk) % kParcelAlign == 0, "%u", chunk);
           sum += in_chunk;
         }
@@ -120,6 +135,7 @@ bool sizes() {
   const ParcelShape shape = ParcelShape::make(128, 8, 7456, 14336, uint64_t{1} << 30);
   EXPECT(shape.message_bytes() <= 128 * 7456 * 1.01, "%lu bytes", shape.message_bytes());
   EXPECT(shape.hash() != ParcelShape::make(128, 8, 7472, 14336, uint64_t{1} << 30).hash(), "hash");
+  EXPECT(shape.hash() != ParcelShape::make(128, 8, 7456, 14336, uint64_t{1} << 30, 1).hash(), "hash");
   return true;
 }
 
@@ -227,12 +243,16 @@ bool forged_headers() {
   };
   EXPECT(check(200, 2, 1) == ParcelMistake::kNone && check(128, 1, 0) == ParcelMistake::kNone, "good");
   EXPECT(check(201, 2, 1) == ParcelMistake::kRows, "more rows than the split has");
-  EXPECT(check(0, 0, 0) == ParcelMistake::kRows, "no rows");
+  EXPECT(check(0, 0, 0) == ParcelMistake::kRows && check(0, 1, 0) == ParcelMistake::kRows, "no rows");
   EXPECT(check(200, 1, 0) == ParcelMistake::kChunks, "more chunks than landed");
   EXPECT(check(100, 2, 0) == ParcelMistake::kChunks, "fewer chunks than landed");
   ParcelHeader header = make_header(shape, sender, 200, 0);
   header.rows = header.return_rows = 190;
   EXPECT(check_header(shape, sender, 2, 1, header) == ParcelMistake::kChunks, "a chunk in another's place");
+  const ParcelShape with_stats = ParcelShape::make(200, 4, 16, 16, uint64_t{1} << 30, 5);
+  const ParcelHeader told = make_header(with_stats, sender, 0, 0);
+  EXPECT(check_header(with_stats, sender, 1, 0, told) == ParcelMistake::kNone, "statistics alone");
+  EXPECT(check_header(with_stats, sender, 2, 0, told) == ParcelMistake::kChunks, "more chunks than no rows have");
   return true;
 }
 

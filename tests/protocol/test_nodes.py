@@ -39,6 +39,9 @@ MISTAKES = {
     "rows of a chunk": (PARCEL, " || header.chunk_rows != shape.rows_of_chunk(header.rows, chunk)", ""),
     "where returns go": (PARCEL, "header.returns_at != sender.returns_at || ", ""),
     "an older message": (PARCEL, "  if (header.epoch != sender.epoch) return ParcelMistake::kEpoch;\n", ""),
+    "statistics in front of the first chunk": (PARCEL, "return stats_bytes + chunk * chunk", "return chunk * chunk"),
+    "statistics without rows": (PARCEL, "    if (rows == 0 && stats_bytes != 0) return 1;\n", ""),
+    "statistics in the hash": (PARCEL, "stats_bytes};\n    uint64_t value", "0};\n    uint64_t value"),
     "entries behind the first": (PARCEL, "k < top_k; ++k) takes", "k < 1; ++k) takes"),
 }
 

@@ -43,6 +43,7 @@ def test_every_byte_is_in_its_place(parts: list[Path], tmp_path: Path) -> None:
 
 
 MISTAKES = {
+    "statistics that stay behind": ("shape.write_at(sending.next)", "shape.chunk_at(sending.next)"),
     "X0 without the transport's word": (
         " || !sending->lane.idle()) return false;\n  }\n  ++sent_",
         ") return false;\n  }\n  ++sent_",
@@ -53,7 +54,7 @@ MISTAKES = {
     ),
     "X3 before the end of the round before": ("if (sending.ended == sending.dispatched) return begin", "return begin"),
     "X3 into another split": ("write.dst_offset = sending.to + at;", "write.dst_offset = sending.to + at + 16;"),
-    "X3 from the first chunk": ("const uint64_t at = shape.chunk_at(sending.next);", "const uint64_t at = 0;"),
+    "X3 from the first chunk": ("const uint64_t at = shape.write_at(sending.next);", "const uint64_t at = 0;"),
     "X3 to another agent": (
         "sending.lane.peer = domains.agent(config_.rank, domain);",
         "sending.lane.peer = domains.member(domain, domains.size(domain) - 1);",

@@ -5,6 +5,7 @@
 // one tells the proxy. docs/protocol/nodes.md explains the tags.
 #pragma once
 
+#include "protocol/dispatch/stats.h"
 #include "protocol/dispatch/tables.h"
 #include "protocol/nodes/copy_part.h"
 #include "protocol/nodes/waits.h"
@@ -162,18 +163,25 @@ PUTGET_TEXT void pack_rows(Exec& exec, const Plan& plan, const NodesPlan& nodes,
   }
 }
 
-// Headers of all messages.
+// Headers of all messages, and what this rank tells all.
 template <class Exec>
-PUTGET_TEXT void pack_headers(Exec& exec, const Plan& plan, const NodesPlan& nodes, uint32_t epoch) {
+PUTGET_TEXT void pack_headers(Exec& exec, const Plan& plan, const NodesPlan& nodes, const int32_t* stats,
+                              uint32_t epoch) {
   const ParcelShape& parcel = nodes.parcel;
   const Splits splits(nodes.domains, parcel);
+  const uint32_t own = nodes.domains.domain_of(plan.shape.ep_rank);
   PUTGET_ROLLED
   for (uint32_t domain = exec.warp(); domain < nodes.domains.count(); domain += exec.warps()) {
+    if (domain == own || nodes.domains.size(domain) == 0) continue;
     const uint32_t rows = nodes.sent_rows[domain];
     const ParcelSender sender = nodes.sender(epoch, plan.shape.ep_rank, domain);
+    uint8_t* message = nodes.outbox + splits.outbox(plan.shape.ep_rank, domain);
+    PUTGET_ROLLED
+    for (uint32_t i = exec.lane(); i < plan.shape.num_stats; i += exec.lanes()) {
+      reinterpret_cast<int32_t*>(message)[i] = stats != nullptr ? stats[i] : 0;  // [X1]
+    }
     PUTGET_ROLLED
     for (uint32_t chunk = exec.lane(); chunk < parcel.chunks(rows); chunk += exec.lanes()) {
-      uint8_t* message = nodes.outbox + splits.outbox(plan.shape.ep_rank, domain);
       auto* header = reinterpret_cast<ParcelHeader*>(message + parcel.chunk_at(chunk));
       ParcelHeader made = make_header(parcel, sender, rows, chunk);
       made.table = *nodes.sent_table;
@@ -234,7 +242,7 @@ PUTGET_TEXT void pack(Exec& exec, const Plan& plan, const NodesPlan& nodes, cons
   if (head.fault != 0 || is_between_halves(exec, plan)) return;
   const uint32_t epoch = head.epoch + 1;
   pack_rows<Id>(exec, plan, nodes, call);
-  if (exec.block() == 0) pack_headers(exec, plan, nodes, epoch);
+  if (exec.block() == 0) pack_headers(exec, plan, nodes, call.stats, epoch);
   if (!exec.template last_to_arrive<Join::J5>(nodes.joined, &scratch.last)) return;
   if (exec.thread() == 0) nodes.joined[0] = 0;
   const Board board = nodes.board_of(plan.shape.ep_rank);

@@ -3,6 +3,7 @@
 // A message is up to 64 chunks, each with a header, an index and rows in token order. The index says for each row which
 // ranks of the domain take it. A rank finds its slots by counting: the slot of a row is the number of earlier rows of
 // the message that the rank takes. A return is one row for each row of the message, in that order, and has no header.
+// Statistics stand in front of the first chunk, which then is there without rows too; else such a message has no bytes.
 //
 // A message is bytes from another host: whoever reads one checks it first (check_header), and then stays in the split
 // of its source whatever the index says.
@@ -45,18 +46,20 @@ struct ParcelShape {
   uint32_t return_row_bytes;  // of a row that comes back
   uint32_t chunk_rows;        // of every chunk but the last
   uint32_t return_chunk_rows;
+  uint32_t stats_bytes;  // in front of the first chunk
 
   // For writes of at most `most_bytes`. chunk_rows is 0 if a message would have more than 64 chunks.
   PUTGET_PURE static ParcelShape make(uint32_t max_tokens, uint32_t top_k, uint32_t row_bytes,
-                                      uint32_t return_row_bytes, uint64_t most_bytes) {
+                                      uint32_t return_row_bytes, uint64_t most_bytes, uint32_t num_stats = 0) {
     ParcelShape shape{};
+    shape.stats_bytes = round_up(num_stats * static_cast<uint32_t>(sizeof(int32_t)), kParcelAlign);
     shape.max_tokens = max_tokens;
     shape.top_k = top_k;
     shape.row_bytes = round_up(row_bytes, kParcelAlign);
     shape.return_row_bytes = round_up(return_row_bytes, kParcelAlign);
     const uint32_t least = (max_tokens + kMaxChunks - 1) / kMaxChunks;
     uint64_t rows = least > kMinChunkRows ? least : kMinChunkRows;
-    const uint64_t around = sizeof(ParcelHeader) + kParcelAlign;  // header, and what aligns the rows
+    const uint64_t around = shape.stats_bytes + sizeof(ParcelHeader) + kParcelAlign;  // and what aligns the rows
     const uint64_t fits = most_bytes < around ? 0 : (most_bytes - around) / (shape.row_bytes + uint64_t{top_k});
     if (fits < rows) rows = fits;
     shape.chunk_rows = rows < least ? 0 : static_cast<uint32_t>(rows);
@@ -67,8 +70,11 @@ struct ParcelShape {
     return shape;
   }
 
-  // 0 for no rows: such a message has no bytes.
-  PUTGET_PURE uint32_t chunks(uint32_t rows) const { return (rows + chunk_rows - 1) / chunk_rows; }
+  // 0 for no rows and no statistics: such a message has no bytes.
+  PUTGET_PURE uint32_t chunks(uint32_t rows) const {
+    if (rows == 0 && stats_bytes != 0) return 1;
+    return (rows + chunk_rows - 1) / chunk_rows;
+  }
   PUTGET_PURE uint32_t rows_of_chunk(uint32_t rows, uint32_t chunk) const {
     const uint32_t first = chunk * chunk_rows;
     return rows - first < chunk_rows ? rows - first : chunk_rows;
@@ -81,7 +87,12 @@ struct ParcelShape {
     return rows_at(rows_in_chunk) + uint64_t{rows_in_chunk} * row_bytes;
   }
   // From the message's start: chunks before it are whole.
-  PUTGET_PURE uint64_t chunk_at(uint32_t chunk) const { return chunk * chunk_bytes(chunk_rows); }
+  PUTGET_PURE uint64_t chunk_at(uint32_t chunk) const { return stats_bytes + chunk * chunk_bytes(chunk_rows); }
+  // What one write carries: a chunk, the first one with the statistics.
+  PUTGET_PURE uint64_t write_at(uint32_t chunk) const { return chunk == 0 ? 0 : chunk_at(chunk); }
+  PUTGET_PURE uint64_t write_bytes(uint32_t rows, uint32_t chunk) const {
+    return chunk_at(chunk) - write_at(chunk) + chunk_bytes(rows_of_chunk(rows, chunk));
+  }
   PUTGET_PURE uint64_t message_bytes() const {
     const uint32_t last = max_tokens == 0 ? 0 : chunks(max_tokens) - 1;
     return max_tokens == 0 ? 0 : chunk_at(last) + chunk_bytes(rows_of_chunk(max_tokens, last));
@@ -97,9 +108,11 @@ struct ParcelShape {
   PUTGET_PURE uint64_t return_bytes() const { return uint64_t{max_tokens} * return_row_bytes; }
   // Two ranks that differ here would read each other's bytes at wrong places.
   PUTGET_PURE uint64_t hash() const {
-    const uint32_t word[6] = {max_tokens, top_k, row_bytes, return_row_bytes, chunk_rows, return_chunk_rows};
+    constexpr uint32_t kWords = 7;
+    const uint32_t word[kWords] = {max_tokens,        top_k,      row_bytes, return_row_bytes, chunk_rows,
+                                   return_chunk_rows, stats_bytes};
     uint64_t value = 0xcbf29ce484222325u;
-    for (uint32_t i = 0; i < 6; ++i) {
+    for (uint32_t i = 0; i < kWords; ++i) {
       for (uint32_t byte = 0; byte < 4; ++byte) value = (value ^ ((word[i] >> (8 * byte)) & 255)) * 0x100000001b3u;
     }
     return value;
@@ -110,7 +123,7 @@ struct ParcelShape {
 enum class ParcelKind : uint32_t {
   kChunk = 0,        // of a message, not its last one
   kLastChunk = 1,    // its number says how many there are
-  kEmpty = 2,        // a message without rows
+  kEmpty = 2,        // a message without bytes
   kReturn = 3,       // a chunk of a return
   kReleased = 4,     // the round ended without a return
   kWaiting = 5,      // the agent waits for this rank, 0 to 63
@@ -160,7 +173,8 @@ PUTGET_PURE ParcelMistake check_header(const ParcelShape& shape, const ParcelSen
   if (header.generation != sender.generation) return ParcelMistake::kGeneration;
   if (header.epoch != sender.epoch) return ParcelMistake::kEpoch;
   if (header.source != sender.source) return ParcelMistake::kSource;
-  if (header.rows == 0 || header.rows > shape.max_tokens) return ParcelMistake::kRows;
+  const bool is_nothing = header.rows == 0 && shape.stats_bytes == 0;
+  if (is_nothing || header.rows > shape.max_tokens) return ParcelMistake::kRows;
   if (header.chunks != chunks || header.chunk != chunk || shape.chunks(header.rows) != chunks || chunk >= chunks) {
     return ParcelMistake::kChunks;
   }

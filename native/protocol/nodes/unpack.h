@@ -5,6 +5,7 @@
 // rows of each. docs/protocol/nodes.md explains the tags.
 #pragma once
 
+#include "protocol/dispatch/stats.h"
 #include "protocol/nodes/copy_part.h"
 #include "protocol/nodes/waits.h"
 #include "protocol/round/routing.h"
@@ -33,6 +34,16 @@ PUTGET_TEXT void unpack_piece(Exec& exec, const Plan& plan, const NodesPlan& nod
     const float weight = reinterpret_cast<const float*>(from + nodes.row.weights)[k];  // [X5]
     reinterpret_cast<int32_t*>(own + plan.layout.topk_ids)[row * shape.top_k + k] = sent_id(plan, id);
     reinterpret_cast<float*>(own + plan.layout.topk_weights)[row * shape.top_k + k] = weight;
+  }
+}
+
+// What a source tells all.
+template <class Exec>
+PUTGET_TEXT void unpack_stats(const Exec& exec, const Plan& plan, uint32_t source, const uint8_t* message) {
+  int32_t* line = stats_line(plan.own(), plan, source);
+  PUTGET_ROLLED
+  for (uint32_t i = exec.thread(); i < plan.shape.num_stats; i += exec.threads()) {
+    line[i] = reinterpret_cast<const int32_t*>(message)[i];  // [X5]
   }
 }
 
@@ -117,6 +128,7 @@ PUTGET_TEXT bool unpack_message(Exec& exec, const Plan& plan, const NodesPlan& n
         unpack_piece(exec, plan, nodes, rows + uint64_t{row} * parcel.row_bytes, sender.source, taken, i);
       }
     });
+    if (chunk == 0 && mine.part == 0) unpack_stats(exec, plan, sender.source, message);
     if (routes) route_served(exec, plan, nodes, sender.source, header, index, slots);
     exec.sync();
   }
