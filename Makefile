@@ -17,7 +17,7 @@ UV_ENV := UV_PYTHON_DOWNLOADS=never
 INSTALLED := .venv/.installed
 CPP_FILES = $(shell find native tests -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu')
 
-.PHONY: help demo test test-engines build spin libfabric transfer transfer-verbs lint lint-ruff lint-format lint-types lint-cpp lint-spelling lint-transfer docs lint-docs format \
+.PHONY: help demo test test-engines build spin libfabric transfer transfer-package transfer-verbs lint lint-ruff lint-format lint-types lint-cpp lint-spelling lint-transfer docs lint-docs format \
   hooks wheel clean distclean
 
 help: ## Show this list
@@ -32,7 +32,7 @@ test: build spin transfer ## Run the tests; those marked gpu skip where there is
 # Each engine has an environment of its own under build/, with the native library of this checkout.
 ENGINES := transformers sglang vllm
 
-test-engines: build ## Run SGLang, vLLM and transformers on CPU ranks, token for token (installs them into build)
+test-engines: build transfer-package ## Run SGLang, vLLM and transformers on CPU ranks, token for token (installs them into build)
 	@for engine in $(ENGINES); do tests/engines/install.sh $(UV) $(PYTHON) $$engine; done
 	@PUTGET_TEST_ENGINES=1 $(BIN)/python -m pytest tests/engines $(PYTEST_ARGS)
 
@@ -70,9 +70,11 @@ libfabric:
 	  || echo "libfabric is not installed: the transfer engine's tests of it end at once (apt-get install libfabric1)"
 
 # The transfer engine in transfer/: without a cargo that is new enough, and without a way to install one, its tests skip.
-transfer: $(INSTALLED) libfabric ## Build and test the transfer engine (Rust), and build its Python package
+transfer: transfer-package libfabric ## Build and test the transfer engine (Rust), and build its Python package
 	@scripts/cargo.sh test --workspace --locked --quiet --features capi
 	@PUTGET_TRANSFER_HOST=1 scripts/cargo.sh test --locked --quiet --features capi $(addprefix --test ,writes messages order peers soak)
+
+transfer-package: $(INSTALLED)
 	@VIRTUAL_ENV=$(CURDIR)/.venv PATH=$(dir $(UV)):$$PATH scripts/cargo.sh with $(BIN)/maturin develop --uv --quiet --locked
 
 # Verbs need a NIC. Soft-RoCE in a virtual machine stands in for one (transfer/vm): packages and a kernel of Debian's.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,9 +12,19 @@ import torch
 
 import putget
 from putget import _meeting
-from putget.adapters import shared
-from tests.adapters import test_deep_ep, test_flashinfer, test_tensorrt_llm
+from putget.adapters import shared, vllm
+from putget.balancer import ExpertExchange
+from tests.adapters import (
+    test_deep_ep,
+    test_flashinfer,
+    test_sglang,
+    test_sglang_backend,
+    test_tensorrt_llm,
+    test_vllm,
+    vllm_engine,
+)
 from tests.adapters.layer import Layer, same_bits
+from tests.adapters.upstream import require_entry_point, upstream
 from tests.harness import Rank, RankError, fresh_ranks
 from tests.harness.processes import RankProcesses
 
@@ -57,6 +68,46 @@ def test_layers_of_engines(four: RankProcesses, module: Any) -> None:
         for index, one in enumerate(combined):
             layer = LAYERS[index // 2 if module is test_flashinfer else index % len(LAYERS)]
             assert same_bits(one, layer.expected(rank, domain_of=DOMAIN_OF)), (rank, index)
+
+
+@pytest.mark.parametrize("version", test_sglang.VERSIONS)
+def test_dispatcher_of_sglang(four: RankProcesses, version: str) -> None:
+    root = upstream(version)
+    for rank, combined in four.call(on_two_hosts, test_sglang.plugged_in, root, version, timeout=90).items():
+        for layer, rows in zip(test_sglang.LAYERS, combined, strict=True):
+            assert same_bits(rows, layer.expected(rank, domain_of=DOMAIN_OF)), (rank, layer)
+
+
+def test_backend_of_sglang(four: RankProcesses) -> None:
+    root = upstream(test_sglang.VERSIONS[1])
+    require_entry_point("sglang.srt.plugins")
+    for rank, combined in four.call(on_two_hosts, test_sglang_backend.layers_of_the_own_name, root, timeout=90).items():
+        for layer, rows in zip(test_sglang_backend.LAYERS, combined, strict=True):
+            assert same_bits(rows, layer.expected(rank, domain_of=DOMAIN_OF)), (rank, layer)
+
+
+def layers_of_vllm(rank: Rank, root: Path) -> list[torch.Tensor]:
+    """A body: vLLM's modular kernel."""
+    engine = vllm_engine.load(root, test_vllm.LAYERS[0])
+    vllm.use()
+    made = [engine.make(layer, "allgather_reducescatter") for layer in test_vllm.LAYERS]
+    return [test_vllm.run_kernel(engine, rank, layer, one) for layer, one in zip(test_vllm.LAYERS, made, strict=True)]
+
+
+def test_layers_of_vllm(four: RankProcesses) -> None:
+    for rank, combined in four.call(on_two_hosts, layers_of_vllm, upstream("vllm"), timeout=90).items():
+        for layer, rows in zip(test_vllm.LAYERS, combined, strict=True):
+            assert same_bits(rows, layer.expected(rank, domain_of=DOMAIN_OF)), (rank, layer)
+
+
+def test_experts_do_not_move_between_hosts(four: RankProcesses) -> None:
+    """Engines then move them as they do without putget."""
+    with pytest.raises(RankError, match=r"comm has 2 domains; experts move between ranks that map each other's memory"):
+        four.call(on_two_hosts, exchange, timeout=90)
+
+
+def exchange(rank: Rank) -> None:
+    ExpertExchange(rank.comm, 64, device="cpu")
 
 
 def test_what_is_not_there_across_hosts_is_named(four: RankProcesses) -> None:

@@ -175,11 +175,11 @@ def other_names(rank: Rank, root: Path) -> None:
     ServerArgs.add_cli_args(parser)
     assert parser.parse_args(["--moe-a2a-backend", "putget"]).moe_a2a_backend == "putget"
     hook = importlib.import_module(f"{SRT}.arg_groups.moe_hook")
-    given = SimpleNamespace(moe_a2a_backend="flashinfer", nnodes=2)
+    given = SimpleNamespace(moe_a2a_backend="flashinfer", tp_size=2, attn_dp_size=1)
     hook.handle_a2a_moe(given)
     assert seen.arguments is given
     given.moe_a2a_backend = "putget"
-    with pytest.raises(ValueError, match="--nnodes is 2"):
+    with pytest.raises(ValueError, match="--attn-dp-size is 1 and --tp-size 2"):
         hook.handle_a2a_moe(given)
 
 
@@ -190,13 +190,12 @@ def test_other_names_keep_their_meaning() -> None:
         ranks.call(other_names, root)
 
 
-GOOD = {"nnodes": 1, "tp_size": 4, "attn_dp_size": 4, "moe_runner_backend": "triton"}
+GOOD = {"nnodes": 2, "tp_size": 4, "attn_dp_size": 4, "moe_runner_backend": "triton"}
 
 
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"nnodes": 2}, "--nnodes is 2, putget carries the ranks of one host"),
         ({"attn_dp_size": 2}, "--attn-dp-size is 2 and --tp-size 4, expected equal numbers"),
         ({"moe_runner_backend": "marlin"}, "--moe-runner-backend is 'marlin', allowed are auto, triton, deep_gemm"),
         ({"enable_single_batch_overlap": True}, "--enable-single-batch-overlap is for DeepEP's backends"),

@@ -6,10 +6,9 @@ import importlib
 import importlib.metadata
 import logging
 import os
-import sys
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +19,7 @@ from putget.adapters import engines, flashinfer_moe_ep, vllm
 from tests.adapters import test_flashinfer_moe_ep
 from tests.adapters.layer import Layer, same_bits
 from tests.adapters.upstream import require_entry_point, upstream
-from tests.adapters.vllm_engine import FUSED_MOE, Engine, MoEConfig, experts_of, load
+from tests.adapters.vllm_engine import FUSED_MOE, Engine, experts_of, load
 from tests.harness import Rank, fresh_ranks
 
 # One rank has no token.
@@ -242,29 +241,14 @@ def test_the_log_says_once_what_carries_the_layer(
     monkeypatch.setattr(engines, "_announced", set())
     chosen = SimpleNamespace(path="one chunk", blocks=4), SimpleNamespace(path="got rows", blocks=None)
     a2a = SimpleNamespace(launches=lambda _: chosen)
+    comm = SimpleNamespace(size=3, domains=((0, 1), (2,)))
     with caplog.at_level(logging.INFO, "vllm.putget"):
         for _ in range(2):
-            engines.announce("vllm", num_experts=10, ep_size=3, device=torch.device("cpu"))
+            engines.announce("vllm", comm, num_experts=10, device=torch.device("cpu"))  # type: ignore[arg-type]
             engines.announce_launch("vllm", a2a, 5)  # type: ignore[arg-type]
     said, launched = (record.getMessage() for record in caplog.records)
     assert launched == (
         f"putget {__version__} launches a first round of 5 tokens: dispatch one chunk in 4 blocks, combine got rows"
     )
     assert said.startswith(f"putget {__version__} carries dispatch and combine")
-    assert said.endswith("10 experts on 3 ranks, on cpu")
-
-
-def test_what_putget_cannot_carry_is_refused_when_a_layer_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = SimpleNamespace(nnodes=2)
-    config = ModuleType("vllm.config")
-    config.get_current_vllm_config = lambda: SimpleNamespace(parallel_config=given)  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "vllm.config", config)
-    kind = type("FusedMoEConfig", (MoEConfig,), {})
-    module = ModuleType(vllm.CONFIG_MODULE)
-    module.FusedMoEConfig = kind  # type: ignore[attr-defined]
-    for _ in range(2):
-        vllm.check_layers(module)
-    for use_all2all_kernels, backend in ((False, "allgather_reducescatter"), (True, "deepep_low_latency")):
-        kind(SimpleNamespace(use_all2all_kernels=use_all2all_kernels, all2all_backend=backend))
-    with pytest.raises(ValueError, match="--nnodes is 2, putget carries the ranks of one host"):
-        kind(SimpleNamespace(use_all2all_kernels=True, all2all_backend="allgather_reducescatter"))
+    assert said.endswith("10 experts on 3 ranks in 2 domains, on cpu")

@@ -31,7 +31,7 @@ import psutil
 import torch
 
 from tests.engines.models import save_models
-from tests.engines.prompts import NEW_TOKENS, PROMPTS
+from tests.engines.prompts import NEW_TOKENS, PROMPTS, each_rank_on_a_host, free_port
 
 ZMQ_TCP_PORT_DELTA, FOLLOWING_PORTS = 233, 32  # sglang.srt.server_args has the first
 ALONE: dict[str, Any] = {}
@@ -41,6 +41,7 @@ CASES: dict[str, dict[str, Any]] = {
     "ep2": EP2,
     "ep4": {**EP2, "tp_size": 4, "attn_dp_size": 4},
     "overlap": {**EP2, "enable_two_batch_overlap": True},
+    "hosts": {**EP2, "nnodes": 2, "node_rank": 0},
     "killed": EP2,
     "eplb": {
         **EP2,
@@ -132,6 +133,10 @@ def run_case(folder: Path, case: str) -> None:
     os.environ["SGLANG_NCCL_SO_PATH"] = "none"  # NCCL comes with torch, and needs a GPU
     os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(["0"] * ranks)  # else SGLang wants a NUMA node for each rank
     start = time.monotonic()
+    if name == "hosts":
+        each_rank_on_a_host()
+        CASES[name]["dist_init_addr"] = f"127.0.0.1:{free_port()}"
+        multiprocessing.Process(target=other_node, args=(folder / num_experts, CASES[name])).start()
     running = engine(folder / num_experts, **CASES[name])
     ready = time.monotonic()
     tokens = tokens_of(running, range(len(PROMPTS)))
@@ -143,6 +148,8 @@ def run_case(folder: Path, case: str) -> None:
     if name == "killed":
         kill_a_rank(folder / case, running)
     running.shutdown()
+    for child in psutil.Process().children(recursive=True):
+        child.kill()  # the other node serves on
     seconds = {"to start": ready - start, "to generate": time.monotonic() - ready}
     (folder / case).write_text(json.dumps({"tokens": tokens, "seconds": seconds}))
 
@@ -157,6 +164,11 @@ def run_case_or_end(folder: Path, case: str) -> None:
         for child in psutil.Process().children(recursive=True):
             child.kill()
         os._exit(1)
+
+
+def other_node(model: Path, options: dict[str, Any]) -> None:
+    """The second node's server, which serves until it is ended."""
+    engine(model, **{**options, "node_rank": 1})
 
 
 def kill_a_rank(out: Path, running: Any) -> None:

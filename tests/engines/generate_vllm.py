@@ -22,10 +22,10 @@ import psutil
 
 from tests.engines import overlap_vllm, serve_vllm, vllm_shim
 from tests.engines.models import save_models
-from tests.engines.prompts import NEW_TOKENS, PROMPTS, free_port
+from tests.engines.prompts import NEW_TOKENS, PROMPTS, each_rank_on_a_host, free_port
 
 # Ranks that take requests of their own, and ranks of tensor parallelism in each.
-CASES = {"alone": (1, 1), "dp2": (2, 1), "dp3": (3, 1), "tp2dp2": (2, 2), "killed": (2, 1)}
+CASES = {"alone": (1, 1), "dp2": (2, 1), "dp3": (3, 1), "tp2dp2": (2, 2), "hosts": (2, 1), "killed": (2, 1)}
 
 
 def requests_of(rank: int, ranks: int) -> list[int]:
@@ -64,6 +64,8 @@ def run_rank(folder: Path, case: str, rank: int, port: int) -> None:
             VLLM_DP_MASTER_IP="127.0.0.1",
             VLLM_DP_MASTER_PORT=str(port),
         )
+    if name == "hosts":
+        each_rank_on_a_host()
     start = time.monotonic()
     engine = LLM(
         str(folder / num_experts),

@@ -1,4 +1,4 @@
-"""What the engines are asked for: prompts, as many new tokens of each, and a port to ask at."""
+"""What the engines are asked for: prompts, as many new tokens of each, a port to ask at, and where ranks seem to be."""
 
 from __future__ import annotations
 
@@ -6,6 +6,15 @@ import socket
 
 PROMPTS = [[3, 17, 41, 5, 96, 2], [77], [9, 8, 7, 6, 5, 4, 3, 2, 1, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0], [50, 51], [1, 2, 3]]
 NEW_TOKENS = [8, 3, 6, 8, 1]
+
+
+def each_rank_on_a_host() -> None:
+    """Has putget take each rank of this process's engine for one of a host of its own."""
+    import torch
+
+    from putget import _meeting
+
+    _meeting.host_identity = lambda: f"host {torch.distributed.get_rank()}"
 
 
 def free_port() -> int:

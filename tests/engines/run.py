@@ -19,6 +19,8 @@ import putget
 ROOT = Path(__file__).parents[2]
 ENGINES = ROOT / "build" / "engines"
 
+HAS_TRANSFER = any((ROOT / "transfer" / "python" / "putget_transfer").glob("_native*.so"))
+needs_transfer = pytest.mark.skipif(not HAS_TRANSFER, reason="putget_transfer is not built: see `make transfer`")
 LIMIT_S = 1200  # two idle cores take a tenth of it
 only_with_engines = [
     pytest.mark.skipif(
@@ -38,7 +40,7 @@ def python_of(engine: str) -> Path:
 
 def start(engine: str, *arguments: object, **environment: str) -> subprocess.Popen[str]:
     """The engine's Python with these arguments, in a session of its own."""
-    paths = (ROOT, ROOT / "python", ROOT / "tests" / "engines" / "stubs" / engine)
+    paths = (ROOT, ROOT / "python", ROOT / "transfer" / "python", ROOT / "tests" / "engines" / "stubs" / engine)
     settings = {
         **os.environ,
         "PYTHONPATH": ":".join(map(str, paths)),
@@ -97,11 +99,11 @@ class Outcome:
         """The lines of putget's logger."""
         return "\n".join(line for line in self.log.splitlines() if "mixture-of-experts layers" in line)
 
-    def carried(self, num_experts: int, num_ranks: int) -> bool:
-        """Whether each rank said once that putget carries its layers."""
+    def carried(self, num_experts: int, num_ranks: int, where: str = "") -> bool:
+        """Whether each rank said once that putget carries its layers; `where` behind the number of ranks."""
         lines = self.said().splitlines()
         told = f"putget {putget.__version__} carries dispatch and combine of the mixture-of-experts layers"
-        told += f": {num_experts} experts on {num_ranks} ranks, on cpu"
+        told += f": {num_experts} experts on {num_ranks} ranks{where}, on cpu"
         return len(lines) == num_ranks and all(told in line for line in lines)
 
 

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.engines.run import Outcome, only_with_engines, run_cases
+from tests.engines.run import HAS_TRANSFER, Outcome, needs_transfer, only_with_engines, run_cases
 from tests.engines.trace import check_parts
 
 ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_EXTERNAL_MODEL_PACKAGE": "tests.engines.sglang_models"}
-CASES = ("alone.8", "alone.10", "ep2.8", "ep2.10", "ep4.8", "eplb.8", "overlap.8", "killed.8")
+HOSTS = ("hosts.8",) if HAS_TRANSFER else ()
+CASES = ("alone.8", "alone.10", "ep2.8", "ep2.10", "ep4.8", "eplb.8", "overlap.8", "killed.8", *HOSTS)
 
 pytestmark = only_with_engines
 
@@ -53,6 +54,13 @@ def test_two_batches_overlap(outcomes: dict[str, Outcome]) -> None:
     assert outcome.tokens() == outcomes["alone.8"].tokens()
     assert outcome.carried(8, 2)
     assert outcome.log.count("overlaps the rounds of two batches of a forward") == 2
+
+
+@needs_transfer
+def test_two_nodes(outcomes: dict[str, Outcome]) -> None:
+    outcome = outcomes["hosts.8"]
+    assert outcome.tokens() == outcomes["alone.8"].tokens()
+    assert outcome.carried(8, 2, " in 2 domains")
 
 
 def test_a_killed_rank_ends_the_others(outcomes: dict[str, Outcome]) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engines.run import Outcome, only_with_engines, run_cases
+from tests.engines.run import HAS_TRANSFER, Outcome, needs_transfer, only_with_engines, run_cases
 from tests.engines.trace import check_parts
 
 ENVIRONMENT = {
@@ -16,7 +16,8 @@ ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",
 }
-CASES = ("alone.8", "alone.10", "dp2.8", "dp3.10", "tp2dp2.8", "serve.8", "dbo.8", "killed.8")
+HOSTS = ("hosts.8",) if HAS_TRANSFER else ()
+CASES = ("alone.8", "alone.10", "dp2.8", "dp3.10", "tp2dp2.8", "serve.8", "dbo.8", "killed.8", *HOSTS)
 NUM_REQUESTS = 5
 
 pytestmark = only_with_engines
@@ -60,6 +61,13 @@ def test_its_configuration_takes_dual_batch_overlap(outcomes: dict[str, Outcome]
     assert "without putget it refuses: " in without
     assert "Microbatching currently only supports the deepep_low_latency" in without
     assert with_putget.startswith("takes allgather_reducescatter")
+
+
+@needs_transfer
+def test_ranks_of_two_hosts(outcomes: dict[str, Outcome]) -> None:
+    outcome = outcomes["hosts.8"]
+    assert outcome.tokens() == outcomes["alone.8"].tokens()
+    assert outcome.carried(8, 2, " in 2 domains")
 
 
 def test_a_killed_rank_ends_the_others(outcomes: dict[str, Outcome]) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from putget import AllToAll, BackendUnavailable, __version__
+from putget import AllToAll, BackendUnavailable, Communicator, __version__
 
 
 def _numbers(version: str) -> tuple[int, ...]:
@@ -68,20 +68,22 @@ _announced: set[tuple[str, str]] = set()
 _LAUNCH = "putget %s launches a first round of %d tokens: dispatch %s%s, combine %s%s"
 
 
-def announce(engine: str, *, num_experts: int, ep_size: int, device: torch.device) -> None:
+def announce(engine: str, comm: Communicator, *, num_experts: int, device: torch.device) -> None:
     """Says once in a process, in the engine's own log, that putget carries its layers.
 
     Args:
         engine: The name of the engine's package, under which it logs.
+        comm: The expert-parallel group.
         num_experts: Physical experts of all ranks together.
-        ep_size: Ranks of the expert-parallel group.
         device: Where the rows live.
     """
+    domains = f" in {len(comm.domains)} domains" if len(comm.domains) > 1 else ""
     _say_once(
         engine,
-        "putget %s carries dispatch and combine of the mixture-of-experts layers: %d experts on %d ranks, on %s",
+        "putget %s carries dispatch and combine of the mixture-of-experts layers: %d experts on %d ranks%s, on %s",
         num_experts,
-        ep_size,
+        comm.size,
+        domains,
         device,
     )
 

@@ -158,12 +158,9 @@ def check_arguments(view: Any) -> None:
     """Refuses server arguments that putget cannot carry, before a worker is started.
 
     Raises:
-        ValueError: Several hosts, no data-parallel attention, another runner, single-batch overlap; the message
-            names it.
+        ValueError: No data-parallel attention, another runner, single-batch overlap; the message names it.
     """
     chosen = f"--moe-a2a-backend {NAME}"
-    if view.nnodes != 1:
-        raise ValueError(f"{chosen}: --nnodes is {view.nnodes}, putget carries the ranks of one host")
     if view.tp_size > 1 and view.attn_dp_size != view.tp_size:
         raise ValueError(
             f"{chosen}: --attn-dp-size is {view.attn_dp_size} and --tp-size {view.tp_size}, expected equal numbers: "

@@ -106,7 +106,7 @@ class DispatcherRounds:
         self.ep_size, self.ep_rank = comm.size, comm.rank
         table = placement.even(num_experts, comm.size, engine="SGLang", num_local_experts=num_local_experts)
         self.max_num_tokens = capacity()
-        announce("sglang", num_experts=num_experts, ep_size=comm.size, device=default_device())
+        announce("sglang", comm, num_experts=num_experts, device=default_device())
         row = Payload((hidden_size,), torch.bfloat16 if params_dtype is None else params_dtype)
         own = num_local_experts or num_experts // comm.size
         self._batches = [

@@ -324,7 +324,7 @@ def _in_place_of(group: Any, original: Any) -> type:
         owners = placement.linear(num_slots, comm.size)
         FourPayloadAllToAll.__init__(self, comm, num_slots, *args, expert_to_rank=owners, **options)
         self.mapping = mapping
-        announce("tensorrt_llm", num_experts=num_slots, ep_size=comm.size, device=self.device)
+        announce("tensorrt_llm", comm, num_experts=num_slots, device=self.device)
 
     return type(original.__name__, (FourPayloadAllToAll, original), {"__init__": make, "__module__": __name__})
 

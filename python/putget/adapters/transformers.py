@@ -125,7 +125,7 @@ class ExpertRounds:
             local = self.num_local_experts  # type: ignore[attr-defined]
             num_experts = local * comm.size
             output = Payload((rows.shape[1],), rows.dtype)
-            announce("transformers", num_experts=num_experts, ep_size=comm.size, device=rows.device)
+            announce("transformers", comm, num_experts=num_experts, device=rows.device)
             shared = shared_workspace(
                 comm,
                 engine_workspace_bytes(

@@ -26,7 +26,6 @@ _NAME = "FlashInferNVLinkOneSidedPrepareAndFinalize"
 FACTORY_MODULE = "vllm.model_executor.layers.fused_moe.all2all_utils"
 _FACTORY = "maybe_make_prepare_finalize"
 _BACKEND = "allgather_reducescatter"
-CONFIG_MODULE = "vllm.model_executor.layers.fused_moe.config"
 ENGINE_CONFIG_MODULE = "vllm.config.vllm"
 _OVERLAPS = "nixl_ep"  # a name whose overlap vLLM allows on every platform, and that changes nothing else there
 _KERNEL = "vllm.model_executor.layers.fused_moe.modular_kernel"
@@ -118,19 +117,6 @@ def factory(original: Any, *, low_precision_combine: bool = False) -> Any:
     return maybe_make_prepare_finalize
 
 
-def check_parallel(parallel_config: Any) -> None:
-    """Refuses vLLM's parallel configuration if putget cannot carry it.
-
-    Raises:
-        ValueError: Several hosts; the message names the option.
-    """
-    if parallel_config.nnodes > 1:
-        raise ValueError(
-            f"--nnodes is {parallel_config.nnodes}, putget carries the ranks of one host; leave it out, or start vLLM "
-            "without PUTGET_ENGINES=1"
-        )
-
-
 def allow_overlap(module: ModuleType) -> None:
     """Has vLLM take dual-batch overlap with the backend whose layers putget carries.
 
@@ -157,23 +143,6 @@ def allow_overlap(module: ModuleType) -> None:
     kind.__post_init__ = __post_init__
 
 
-def check_layers(module: ModuleType) -> None:
-    """Has vLLM refuse what putget cannot carry when it makes a layer, before its weights are loaded."""
-    require_names("vLLM", module, ["FusedMoEConfig"])
-    kind = module.FusedMoEConfig
-    original = kind.__post_init__
-    if getattr(original, "__module__", "") == __name__:
-        return
-
-    def __post_init__(config: Any) -> None:  # noqa: N807
-        original(config)
-        parallel = config.moe_parallel_config
-        if parallel.use_all2all_kernels and parallel.all2all_backend == _BACKEND:
-            check_parallel(importlib.import_module("vllm.config").get_current_vllm_config().parallel_config)
-
-    kind.__post_init__ = __post_init__
-
-
 def use(*, low_precision_combine: bool = False) -> None:
     """Has putget carry the layers of vLLM's default backend, before or after vLLM's modules are imported.
 
@@ -186,7 +155,6 @@ def use(*, low_precision_combine: bool = False) -> None:
     require_vllm()
     make = functools.partial(factory, low_precision_combine=low_precision_combine)
     replace_name(FACTORY_MODULE, _FACTORY, make, engine="vLLM")
-    when_imported(CONFIG_MODULE, check_layers)
     when_imported(ENGINE_CONFIG_MODULE, allow_overlap)
 
 

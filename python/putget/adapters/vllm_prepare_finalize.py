@@ -100,7 +100,7 @@ class PrepareFinalizeRounds:
             )
             for batch in range(num_batches)
         ]
-        announce("vllm", num_experts=num_experts, ep_size=comm.size, device=self._batches[0].shared.device)
+        announce("vllm", comm, num_experts=num_experts, device=self._batches[0].shared.device)
 
     # --- what vLLM asks for -------------------------------------------------------------------------------------------
 

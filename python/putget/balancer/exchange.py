@@ -11,7 +11,7 @@ from torch import Tensor
 
 from putget import _abi, _abi_balancer
 from putget._arguments import check_int
-from putget.balancer.migrate import MOST_SMS
+from putget.balancer.migrate import MOST_SMS, require_one_domain
 from putget.communicator import Communicator
 from putget.errors import PeerTimeout, PutgetError
 from putget.workspace import Workspace, check_seconds, current_stream, resolve_device
@@ -41,7 +41,7 @@ class ExpertExchange:
         timeout_s: deadline of set-up, and of the wait for a rank from which nothing comes, in seconds.
 
     Raises:
-        ValueError: An argument is wrong, here or on another rank.
+        ValueError: An argument is wrong, here or on another rank; the group has several domains.
         BackendUnavailable, PeerTimeout, PutgetError: As `putget.Workspace`.
     """
 
@@ -56,6 +56,7 @@ class ExpertExchange:
     ) -> None:
         self._native: ctypes.c_void_p | None = None
         try:
+            require_one_domain(comm)
             self._device = resolve_device(device)
             check_int("expert_bytes", expert_bytes, 1, (1 << 63) - 1)
             check_int("num_sms", num_sms, 1, MOST_SMS)

@@ -23,6 +23,14 @@ MOVERS = ("kernel", "thread")
 _WORDS = 4  # bytes: parts of an expert are summed word by word
 
 
+def require_one_domain(comm: Communicator) -> None:
+    """Raises ValueError unless all ranks of the group map each other's memory."""
+    if comm.network is not None:
+        raise ValueError(
+            f"comm has {len(comm.domains)} domains; experts move between ranks that map each other's memory"
+        )
+
+
 def check_mover(mover: str) -> None:
     """Raises ValueError unless something can put experts so."""
     if mover not in MOVERS:
@@ -103,8 +111,8 @@ class Landing:
         gathering: what ranks tell each other, for `step`; its first number is `landed` then.
 
     Raises:
-        ValueError: An argument is wrong, here or on another rank; a tensor's part of a slot is not a multiple of 4
-            bytes at a multiple of 4; ranks differ in sizes.
+        ValueError: An argument is wrong, here or on another rank; the group has several domains; a tensor's part of a
+            slot is not a multiple of 4 bytes at a multiple of 4; ranks differ in sizes.
         BackendUnavailable, PeerTimeout, PutgetError: As `putget.Workspace`.
     """
 
@@ -122,6 +130,7 @@ class Landing:
         gathering: LoadGathering | None = None,
     ) -> None:
         try:
+            require_one_domain(comm)
             self._device = resolve_device(device)
             self._layers = _checked_layers(layers, self._device)
             self._tables = LandingTables(tables, self._device)
