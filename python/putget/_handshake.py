@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from putget._mesh import Deadline
+from putget._reach import own_address
 from putget.errors import PeerTimeout, PutgetError
 
 _RANK = struct.Struct("!I")
@@ -81,7 +82,7 @@ class Listener:
         address = self.sock.getsockname()
         if self.sock.family == socket.AF_UNIX:
             return {"unix": address[1:].decode(), "secret": self.secret}
-        return {"name": socket.gethostname(), "port": address[1], "secret": self.secret}
+        return {"name": own_address() or socket.gethostname(), "port": address[1], "secret": self.secret}
 
     def close(self) -> None:
         self.sock.close()

@@ -41,6 +41,16 @@ def launcher() -> tuple[int, int, int] | None:
     return None
 
 
+def master() -> str | None:
+    """``MASTER_ADDR``: where the ranks of a launcher meet."""
+    return os.environ.get("MASTER_ADDR") or None
+
+
+def socket_interface() -> str | None:
+    """``GLOO_SOCKET_IFNAME``: the interface to other hosts, as for torch.distributed's gloo; the first of several."""
+    return os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0] or None
+
+
 def rendezvous() -> str:
     """``init_method`` for torch.distributed under a launcher: its address, or a port derived from the Slurm step."""
     alone = "MASTER_ADDR" not in os.environ and os.environ.get("SLURM_STEP_NUM_NODES") == "1"

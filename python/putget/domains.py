@@ -9,6 +9,7 @@ from typing import Any
 
 from putget import _abi
 from putget._networks import EngineNetwork, LocalNetwork, NativeNetwork
+from putget._reach import own_address
 from putget.errors import BackendUnavailable, PutgetError
 
 PROVIDERS = ("auto", "verbs", "efa", "tcp", "shm", "nvlink", "sim")
@@ -30,8 +31,8 @@ class Network:
             host's shared memory. "verbs": the engine over InfiniBand or RoCE, between processes; not tested here.
             "sim": for ranks of one process, threads copy what ranks write, in random order. "auto": "sim" for ranks of
             one process, "shm" on one host, else "tcp". "efa" and "nvlink" are names that this version does not have.
-        nics: This host's, 1 to 4: addresses for "tcp", devices for "verbs". None: the loopback on one host, else those
-            that the engine chooses.
+        nics: This host's, 1 to 4: addresses for "tcp", devices for "verbs". None: the loopback on one host; over
+            "tcp" between hosts where ranks meet, see ``GLOO_SOCKET_IFNAME``; else those that the engine chooses.
         staging: Where rows wait for the network. "host": in host memory, which a GPU maps, and which any network
             reaches. "auto": the same. "device", in a GPU's memory, is a name that this version does not have.
         domain_size: Ranks of a domain, which share a host; the last domain has what is left. None: a domain for each
@@ -128,11 +129,14 @@ def check_group(network: Network | None) -> None:
 
 
 def join_options(network: Network, one_host: bool) -> tuple[str, tuple[str, ...]]:
-    """Provider and NICs of a rank's transfer engine."""
+    """Provider and NICs of a rank's transfer engine. Over sockets they are where the ranks' own connections are."""
     provider = network.provider
     if provider == "auto":
         provider = "shm" if one_host else "tcp"
-    return provider, network.nics or (LOOPBACK if provider == "tcp" and one_host else ())
+    if network.nics or provider != "tcp":
+        return provider, network.nics or ()
+    address = None if one_host else own_address()
+    return provider, LOOPBACK if one_host else () if address is None else (address,)
 
 
 def join_local(network: Network, size: int) -> list[NativeNetwork]:

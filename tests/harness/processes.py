@@ -14,7 +14,7 @@ import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.harness import hosts
 from tests.harness.rank import Rank
 
 # The fork server imports torch once; a rank is then a fork of it, which takes milliseconds and not seconds.
@@ -59,9 +60,11 @@ def _unpack(message: bytes) -> Any:
     return torch.load(io.BytesIO(message), weights_only=False)
 
 
-def _serve(connection: Connection, rank: int, size: int, device: str, directory: str) -> None:
+def _serve(connection: Connection, rank: int, size: int, device: str, directory: str, host: str | None) -> None:
     """The main function of a rank process: runs bodies until the connection closes."""
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo" if host is None else hosts.NIC
+    if host is not None:
+        hosts.enter(host)
     stacks = open(Path(directory) / f"stacks_{rank}", "w")  # noqa: SIM115 - open until the process ends
     faulthandler.register(signal.SIGUSR1, file=stacks)
     torch.set_num_threads(1)
@@ -91,22 +94,22 @@ def _serve(connection: Connection, rank: int, size: int, device: str, directory:
 
 
 class RankProcesses:
-    """`size` processes joined in one gloo group.
+    """`size` processes joined in one gloo group, on this host or on the network namespaces `on_hosts`, one a rank.
 
     Commands go to one rank (`submit`, `result`) or to several (`call`). Nothing here waits for ever: a rank that
     does not answer within the time-out fails the call with the stacks of all such ranks.
     """
 
-    def __init__(self, size: int, device: str = "cpu") -> None:
+    def __init__(self, size: int, device: str = "cpu", on_hosts: Sequence[str] | None = None) -> None:
         self.size = size
         self.broken = False
         self._directory = tempfile.mkdtemp(prefix="putget_ranks_")
         self._processes, self._connections = [], []
         for rank in range(size):
             ours, theirs = _context.Pipe()
-            process = _context.Process(
-                target=_serve, args=(theirs, rank, size, device, self._directory), daemon=True, name=f"rank {rank}"
-            )
+            host = None if on_hosts is None else on_hosts[rank]
+            arguments = (theirs, rank, size, device, self._directory, host)
+            process = _context.Process(target=_serve, args=arguments, daemon=True, name=f"rank {rank}")
             process.start()
             theirs.close()
             self._processes.append(process)
