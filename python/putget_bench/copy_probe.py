@@ -21,12 +21,14 @@ class CopyProbe:
         device: Where the memory is.
 
     Raises:
-        ValueError: bytes_per_peer is not allowed.
+        ValueError: bytes_per_peer is not allowed, or the ranks do not share memory.
     """
 
     def __init__(self, communicator: Communicator, bytes_per_peer: int, device: object) -> None:
         if not 0 <= bytes_per_peer < 1 << 40:
             raise ValueError(f"bytes_per_peer is {bytes_per_peer}, allowed are 0 to {(1 << 40) - 1}")
+        if communicator.network is not None:
+            raise ValueError(f"communicator has {len(communicator.domains)} domains, which do not share memory")
         share = max(-(-bytes_per_peer // _ACCESS_BYTES) * _ACCESS_BYTES, _LEAST_BYTES)
         self.workspace = Workspace(communicator, communicator.size * share, device)  # type: ignore[arg-type]
         self._memory = probe_library.memory_of(self.workspace)

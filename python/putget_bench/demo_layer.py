@@ -79,6 +79,7 @@ def run_layer(context: RankContext, settings: Settings, emit: Emit) -> int:
         0, or 1 if a result was wrong. The same on every rank.
     """
     communicator = Communicator()
+    domain_of = None if communicator.network is None else communicator.domain_of
     emit({"kind": "stage", "text": "measuring the link"})
     link = Link(communicator, context, _CEILING_BYTES, settings.cuda_graph)
     ceiling = link.ceiling(_CEILING_BYTES, settings.iters)
@@ -98,7 +99,7 @@ def run_layer(context: RankContext, settings: Settings, emit: Emit) -> int:
         emit({"kind": "stage", "text": f"{num_tokens} tokens a rank: checking"})
         round_ = make_round(settings, source, context.rank, num_tokens)
         wrong = layer.receive(round_)
-        round_ = replace(round_, output=_oracle(round_, layer.rows))
+        round_ = replace(round_, output=_oracle(round_, layer.rows, domain_of))
         wrong = wrong or layer.finish(round_)
         error = relative_error(layer.output, dense[:num_tokens])
         if wrong is None and not error <= TOLERANCE:
@@ -113,7 +114,7 @@ def run_layer(context: RankContext, settings: Settings, emit: Emit) -> int:
             break
         emit({"kind": "stage", "text": f"{num_tokens} tokens a rank: timing"})
         readings = time_contenders(timer, [entry], settings, _PAIRS)[entry.name]
-        counted = count_bytes(settings, round_)
+        counted = count_bytes(settings, round_, domain_of)
         size = {
             "batch_size": num_tokens,
             "checked": True,
@@ -129,13 +130,13 @@ def run_layer(context: RankContext, settings: Settings, emit: Emit) -> int:
     return exit_code
 
 
-def _oracle(round_: Round, rows: Tensor) -> Tensor:
+def _oracle(round_: Round, rows: Tensor, domain_of: tuple[int, ...] | None) -> Tensor:
     """What combine must return, bit for bit: the experts' rows come over sockets, the reference adds them."""
     here = rows.cpu().contiguous()
     back = torch.empty_like(here)
     dist.all_to_all_single(back.view(torch.uint8), here.view(torch.uint8))
     held = [split[None].expand(len(back), *split.shape) for split in back.to(rows.device)]
-    return reference.combine(round_.routings[round_.rank], held, round_.rank)
+    return reference.combine(round_.routings[round_.rank], held, round_.rank, domain_of=domain_of)
 
 
 def dense_reference(settings: Settings, source: Source, context: RankContext) -> Tensor:

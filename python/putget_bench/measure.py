@@ -27,12 +27,15 @@ _PAIRS = {"cuda": 50, "cpu": 5}  # back to back in one reading
 def measure(context: RankContext, settings: Settings, emit: Emit) -> int:
     """Runs the whole bench on one rank.
 
-    Emits "ceiling", "peers", "workspace", then "size" per size, or "mismatch". "peers" comes again if one drops out.
+    Emits "network" where one joins domains, "ceiling", "peers", "workspace", then "size" per size, or "mismatch".
+    "peers" comes again if one drops out.
 
     Returns:
         0, or 1 if a result was wrong. The same on every rank.
     """
     communicator = Communicator(network=settings.make_network())
+    if communicator.network is not None:
+        emit({"kind": "network", "network": settings.network or "auto"})
     # The link is the memory that all ranks share, also where a network joins domains of them.
     sharing = communicator if communicator.network is None else Communicator()
     device = context.device.type

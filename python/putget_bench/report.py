@@ -257,7 +257,7 @@ def _notes(document: Document) -> list[str]:
             f"each rank, all at once; a barrier takes {_us(ceiling['barrier_us'])} us."
         )
     if config.get("network") is not None:
-        notes.append("Ceiling and barrier are those of memory that all ranks share; between domains a network carries.")
+        notes.append("The ceiling is that of memory that ranks share; between domains a network carries.")
     if timing["empty_us"] is not None:
         notes.append(
             f"Latency: {timing['statistic']}; the clock around nothing reads {_us(timing['empty_us'])} us, which is "

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from putget import AllToAll, Communicator, Launch, Payload, Workspace
@@ -102,12 +103,19 @@ class RooflineSettings:
 
 
 class Link:
-    """What pushes bytes through the link, and lines the ranks up. Collective to make and to measure."""
+    """What pushes bytes through the link, and lines the ranks up. Collective to make and to measure.
+
+    The link is the memory that ranks share: on several hosts each host measures its own.
+
+    Attributes:
+        near: The ranks that share memory with this one.
+    """
 
     def __init__(self, communicator: Communicator, context: RankContext, max_bytes_per_peer: int, cuda_graph: bool):
-        self._size = context.size
+        self.near = _near(communicator)
+        self._communicator = communicator
         self._is_cuda = context.device.type == "cuda"
-        self._probe = CopyProbe(communicator, max_bytes_per_peer, context.device)
+        self._probe = CopyProbe(self.near, max_bytes_per_peer, context.device)
         self._rounds = AllToAll(
             communicator,
             num_experts=context.size,
@@ -140,7 +148,7 @@ class Link:
                 self.barrier()
 
         latency_us = _median(self.timer, move, iters)
-        moved = bytes_per_peer * (self._size - 1)
+        moved = bytes_per_peer * (self.near.size - 1)
         return LinkRate(kind, bytes_per_peer, num_sms, latency_us, gigabytes_per_second(moved, latency_us))
 
     def barrier_us(self, iters: int) -> float:
@@ -151,7 +159,7 @@ class Link:
     def ceiling(self, bytes_per_peer: int, iters: int) -> Ceiling:
         """Measures what a bench compares itself with."""
         write = read = None
-        if self._size > 1:
+        if self.near.size > 1:
             write = self.rate("write", bytes_per_peer, None, iters).gbps
             read = self.rate("read", bytes_per_peer, None, iters).gbps
         return Ceiling(write, read, self.barrier_us(iters), bytes_per_peer)
@@ -160,6 +168,16 @@ class Link:
         """Gives the memory back."""
         self._rounds.close()
         self._probe.close()
+        if self.near is not self._communicator:
+            self.near.close()
+
+
+def _near(communicator: Communicator) -> Communicator:
+    """The ranks of this one's domain: all of them, where they share memory. Collective over all ranks."""
+    if communicator.network is None:
+        return communicator
+    groups = [dist.new_group(list(domain)) for domain in communicator.domains]
+    return Communicator(groups[communicator.domain_of[communicator.rank]])
 
 
 def make_timer(device: torch.device, align: Callable[[], None], cuda_graph: bool, flush: str = "none") -> Timer:
@@ -188,14 +206,14 @@ def measure(context: RankContext, settings: RooflineSettings, emit: Emit) -> int
     communicator = Communicator()
     link = Link(communicator, context, max(settings.sizes), cuda_graph=True)
     emit({"kind": "barrier", "latency_us": link.barrier_us(settings.iters)})
-    if context.size > 1:
+    if link.near.size > 1:
         transfers = [(kind, num_sms) for kind in ("write", "read") for num_sms in settings.sms]
         for kind, num_sms in (*transfers, ("copy", 0)):
             for size in settings.sizes:
                 emit({"kind": "rate", "rate": asdict(link.rate(kind, size, num_sms, settings.iters))})
-        if context.device.type == "cuda" and context.size <= MAX_PROBED_RANKS:
+        if context.device.type == "cuda" and link.near.size <= MAX_PROBED_RANKS:
             for row_bytes in settings.rows:
-                for row_rate in row_rates(communicator, context, link.timer, row_bytes, settings):
+                for row_rate in row_rates(link.near, context.device, link.timer, row_bytes, settings):
                     emit({"kind": "row_rate", "rate": asdict(row_rate)})
     link.close()
     communicator.close()
@@ -203,22 +221,22 @@ def measure(context: RankContext, settings: RooflineSettings, emit: Emit) -> int
 
 
 def row_rates(
-    communicator: Communicator, context: RankContext, timer: Timer, row_bytes: int, settings: RooflineSettings
+    communicator: Communicator, device: torch.device, timer: Timer, row_bytes: int, settings: RooflineSettings
 ) -> Iterator[RowRate]:
     """Rows of one size to and from random peers. Collective."""
-    most, size = max(settings.tokens), context.size
+    most, size = max(settings.tokens), communicator.size
     num_bytes = RowProbe.bytes_for(size, size * (most * row_bytes + _CONTROL_BYTES))
-    workspace = Workspace(communicator, num_bytes, context.device)
+    workspace = Workspace(communicator, num_bytes, device)
     probe = RowProbe(workspace)
-    generator = torch.Generator().manual_seed(context.rank)
-    sms = torch.cuda.get_device_properties(context.device).multi_processor_count
+    generator = torch.Generator().manual_seed(communicator.rank)
+    sms = torch.cuda.get_device_properties(device).multi_processor_count
     launch = Launch(sms, _ROW_THREADS, _ROW_SEGMENT, 1)
     for num_tokens in settings.tokens:
         wanted = torch.rand(num_tokens, size, generator=generator) < 1 - (1 - 1 / size) ** _TOP_K
-        wanted[:, context.rank] = False
-        slots = context.rank * most + wanted.cumsum(0, dtype=torch.int32) - 1
-        table = torch.where(wanted, slots, -1).to(context.device, torch.int32)
-        rows = torch.randint(256, (num_tokens, row_bytes), dtype=torch.uint8, device=context.device)
+        wanted[:, communicator.rank] = False
+        slots = communicator.rank * most + wanted.cumsum(0, dtype=torch.int32) - 1
+        table = torch.where(wanted, slots, -1).to(device, torch.int32)
+        rows = torch.randint(256, (num_tokens, row_bytes), dtype=torch.uint8, device=device)
         out = torch.empty_like(rows)
 
         def put(table: Tensor = table, rows: Tensor = rows) -> None:

@@ -60,6 +60,8 @@ def listener(document: report.Document, progress: RunProgress) -> launch.Emit:
     def on_event(event: launch.Event) -> None:
         if event["kind"] == "stage":
             progress.stage(event["text"])
+        elif event["kind"] == "network":  # hosts that nobody named
+            document["config"]["network"] = event["network"]
         elif event["kind"] == "ceiling":
             document["ceiling"] = event["ceiling"]
             document["timing"]["empty_us"] = event["empty_us"]

@@ -139,7 +139,7 @@ fn soak(network: &str, writes: u64, seed: u64) {
             let name = |error: TransferError| error.peer.to_string().split('/').next().map(str::to_owned);
             let right = targets[index].process.address.name().to_string();
             for future in futures[index].drain(..) {
-                let outcome = future.wait(LONG).expect("a write does not end");
+                let outcome = future.wait(LONG + 2 * patience()).expect("a write does not end");
                 let may_fail = matches!(fate, Fate::Stop | Fate::Kill);
                 assert!(may_fail || outcome == Ok(()), "{network}, round {round}, {fate:?}: {outcome:?}");
                 if outcome.is_err() {
