@@ -3,6 +3,8 @@
 
 mod common;
 
+use std::io::{BufRead, BufReader, Write};
+use std::process::{Command, Stdio};
 use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
@@ -301,4 +303,50 @@ fn noise_from_the_network_is_counted_and_ignored() {
     assert_eq!(outcome(|done| a.submit_send(&b.main_address(), bye, &within(LONG), done)), Ok(()));
     assert_eq!(received.recv_timeout(LONG), Ok(bye.to_vec()));
     assert!(b.metrics_text().contains("peers_up 1"));
+}
+
+const ROLE: &str = "PUTGET_TRANSFER_TEST_PAIR";
+
+/// Not a test of its own: two engines, and for each line that comes a write from one to the other; says how it went.
+#[test]
+#[ignore = "started by other tests"]
+fn pair_process() {
+    let Ok(network) = std::env::var(ROLE) else { return };
+    let network = Network::all(15).remove(network.parse().unwrap());
+    let patience = Duration::from_secs(1) * network.slowness();
+    let pair = || watched(builder(&network, 1).heartbeat(Duration::from_millis(50), patience));
+    let ((a, events), (b, arrivals)) = (pair(), pair());
+    let ((src, _), (_dst, desc)) = (a.alloc_mr(64).unwrap(), b.alloc_mr(64).unwrap());
+    for _ in std::io::stdin().lines() {
+        let (_, written) = write(&a, &src, &desc, LONG);
+        let written = written.wait(LONG).unwrap();
+        let lost: Vec<_> = events.try_iter().chain(arrivals.try_iter()).filter(|event| event.down.is_some()).collect();
+        println!("\nwrote {written:?} {lost:?}");
+    }
+}
+
+/// A machine that sleeps, or a debugger: nobody has listened meanwhile, so nobody is lost.
+#[test]
+fn what_nobody_listened_to_counts_against_nobody() {
+    for (index, network) in Network::all(15).iter().enumerate() {
+        let mut command = Command::new(std::env::current_exe().unwrap());
+        command.args(["--exact", "pair_process", "--ignored", "--nocapture"]).env(ROLE, index.to_string());
+        let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+        let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
+        let mut write = || {
+            writeln!(child.stdin.as_ref().unwrap(), "write").unwrap();
+            lines.find_map(|line| line.unwrap().strip_prefix("wrote ").map(str::to_owned)).unwrap()
+        };
+        let first = write();
+        // SAFETY: the child has not been waited for, so the number is its own.
+        let signal = |signal| assert_eq!(unsafe { libc::kill(child.id() as i32, signal) }, 0);
+        signal(libc::SIGSTOP);
+        std::thread::sleep(Duration::from_millis(2500) * network.slowness());
+        signal(libc::SIGCONT);
+        std::thread::sleep(Duration::from_millis(300));
+        let second = write();
+        child.kill().unwrap();
+        child.wait().unwrap();
+        assert_eq!([first, second], ["Ok(()) []", "Ok(()) []"]);
+    }
 }

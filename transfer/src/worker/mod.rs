@@ -134,6 +134,7 @@ pub(crate) struct Worker<N: Nic + ?Sized> {
     met: Vec<Done>,
     now: Instant,
     next_tick: Instant,
+    last_tick: Instant,
     /// Its thread sleeps no longer than a tick.
     ticks: bool,
     /// Another thread may submit soon, though nothing is under way.
@@ -198,6 +199,7 @@ impl<N: Nic + ?Sized> Worker<N> {
             met: Vec::new(),
             now,
             next_tick: now,
+            last_tick: now,
             ticks: false,
             expected: false,
             crowded: 0,

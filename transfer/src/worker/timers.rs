@@ -13,8 +13,12 @@ pub(super) const TICK: Duration = Duration::from_millis(2);
 /// The same without operations that have a deadline.
 pub(super) const IDLE_TICK: Duration = Duration::from_millis(10);
 
+/// What is longer between two ticks, this worker was away: its process was stopped, the machine slept, or others had the processor.
+const AWAY: Duration = Duration::from_millis(50);
+
 impl<N: Nic + ?Sized> Worker<N> {
     pub(super) fn tick(&mut self) {
+        self.forgive_own_absence();
         self.tick_operations();
         self.tick_messages();
         self.tick_resets();
@@ -23,6 +27,15 @@ impl<N: Nic + ?Sized> Worker<N> {
         self.tick_heartbeats();
         if self.key.group == 0 {
             self.tick_counters();
+        }
+    }
+
+    /// Time in which this worker has not listened counts against no peer: what they have said meanwhile may still be on its way in.
+    fn forgive_own_absence(&mut self) {
+        let (now, away) = (self.now, self.now.saturating_duration_since(self.last_tick).saturating_sub(AWAY));
+        self.last_tick = now;
+        if !away.is_zero() {
+            self.peers.iter_mut().for_each(|(_, peer)| peer.heard = (peer.heard + away).min(now));
         }
     }
 
