@@ -34,8 +34,12 @@ impl<N: Nic + ?Sized> Worker<N> {
     fn forgive_own_absence(&mut self) {
         let (now, away) = (self.now, self.now.saturating_duration_since(self.last_tick).saturating_sub(AWAY));
         self.last_tick = now;
-        if !away.is_zero() {
-            self.peers.iter_mut().for_each(|(_, peer)| peer.heard = (peer.heard + away).min(now));
+        if away.is_zero() {
+            return;
+        }
+        for (_, peer) in &mut self.peers {
+            peer.heard = (peer.heard + away).min(now);
+            peer.setup_ends += away;
         }
     }
 
