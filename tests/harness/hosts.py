@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -96,6 +97,8 @@ def run_on(name: str, body: Callable[[], Any]) -> Any:
 def enter(name: str) -> None:
     """Moves this thread, and those that it starts, to a host."""
     libc = ctypes.CDLL(None, use_errno=True)
-    with open(f"/run/netns/{name}") as namespace:
+    folders = (Path("/run/netns"), Path("/var/run/netns"))  # one, but where /var/run is a folder of its own
+    path = next(folder / name for folder in folders if (folder / name).exists())
+    with path.open() as namespace:
         if libc.setns(namespace.fileno(), CLONE_NEWNET) != 0:
             raise OSError(ctypes.get_errno(), f"setns {name}")
