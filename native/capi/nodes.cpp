@@ -87,7 +87,8 @@ NodesShape::NodesShape(const Shape& shape, const putget_nodes_config& config, ui
                                shape.num_stats)) {
   require(parcel.chunk_rows != 0, "max_tokens_per_rank is " + std::to_string(shape.max_tokens_per_rank) + ": rows of " +
                                       std::to_string(row.bytes) + " bytes out and " +
-                                      std::to_string(shape.output_row_bytes()) + " back do not fit into 64 writes of " +
+                                      std::to_string(shape.output_row_bytes()) + " back, and num_stats " +
+                                      std::to_string(shape.num_stats) + ", do not fit into 64 writes of " +
                                       std::to_string(most_bytes) + " bytes");
 }
 

@@ -36,8 +36,8 @@ def measure(context: RankContext, settings: Settings, emit: Emit) -> int:
     communicator = Communicator(network=settings.make_network())
     if communicator.network is not None:
         emit({"kind": "network", "network": settings.network or "auto"})
-    # The link is the memory that all ranks share, also where a network joins domains of them.
-    sharing = communicator if communicator.network is None else Communicator()
+    # The link is the memory that ranks share, also where they were told to be in domains.
+    sharing = communicator if settings.network is None else Communicator()
     device = context.device.type
     emit({"kind": "stage", "text": "measuring the link"})
     link = Link(sharing, context, _CEILING_BYTES[device], settings.cuda_graph)

@@ -13,7 +13,7 @@ import torch
 import putget
 from putget import _meeting
 from putget.adapters import shared, vllm
-from putget.balancer import ExpertExchange
+from putget.balancer import ExpertBlobs, ExpertExchange, Landing
 from tests.adapters import (
     test_deep_ep,
     test_flashinfer,
@@ -100,14 +100,20 @@ def test_layers_of_vllm(four: RankProcesses) -> None:
             assert same_bits(rows, layer.expected(rank, domain_of=DOMAIN_OF)), (rank, layer)
 
 
-def test_experts_do_not_move_between_hosts(four: RankProcesses) -> None:
+@pytest.mark.parametrize("mover", ["exchange", "landing"])
+def test_experts_do_not_move_between_hosts(four: RankProcesses, mover: str) -> None:
     """Engines then move them as they do without putget."""
     with pytest.raises(RankError, match=r"comm has 2 domains; experts move between ranks that map each other's memory"):
-        four.call(on_two_hosts, exchange, timeout=90)
+        four.call(on_two_hosts, make_mover, mover, timeout=90)
 
 
-def exchange(rank: Rank) -> None:
-    ExpertExchange(rank.comm, 64, device="cpu")
+def make_mover(rank: Rank, mover: str) -> None:
+    """A body: what moves experts of an engine, or of a `Balancer`."""
+    if mover == "exchange":
+        ExpertExchange(rank.comm, 64, device="cpu")
+    else:
+        tensor = torch.zeros(2, 4)
+        Landing(rank.comm, [ExpertBlobs({"weight": tensor})], device="cpu")
 
 
 def test_what_is_not_there_across_hosts_is_named(four: RankProcesses) -> None:

@@ -94,6 +94,7 @@ def test_ragged_rounds_have_the_bits_of_the_oracle(ep_size: int, domain_size: in
         max_tokens_per_rank=9,
         payloads=(((24,), torch.bfloat16), ((3,), torch.uint8)),
         output=((24,), torch.bfloat16),
+        num_stats=3,
     )
     case = in_domains(case, domain_size)
     check_case(case, run_case(case, domain_size, world=world))
