@@ -148,8 +148,7 @@ def run_case(folder: Path, case: str) -> None:
     if name == "killed":
         kill_a_rank(folder / case, running)
     running.shutdown()
-    for child in psutil.Process().children(recursive=True):
-        child.kill()  # the other node serves on
+    kill_children()  # the other node serves on
     seconds = {"to start": ready - start, "to generate": time.monotonic() - ready}
     (folder / case).write_text(json.dumps({"tokens": tokens, "seconds": seconds}))
 
@@ -161,9 +160,15 @@ def run_case_or_end(folder: Path, case: str) -> None:
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()
-        for child in psutil.Process().children(recursive=True):
-            child.kill()
+        kill_children()
         os._exit(1)
+
+
+def kill_children() -> None:
+    """All of them, and theirs. Those of a process that has just ended, as Python's resource tracker, end meanwhile."""
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()
 
 
 def other_node(model: Path, options: dict[str, Any]) -> None:
@@ -182,9 +187,15 @@ def kill_a_rank(out: Path, running: Any) -> None:
 def watch_the_killed(out: Path) -> None:
     """How long the ranks that were not killed lived on."""
     told = json.loads(out.read_text())
-    while any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in told["ranks"]):
+    while any(runs(pid) for pid in told["ranks"]):
         time.sleep(0.1)
     out.write_text(json.dumps({"seconds": time.monotonic() - told["killed at"], "ranks": len(told["ranks"])}))
+
+
+def runs(pid: int) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 def preload() -> None:

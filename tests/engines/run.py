@@ -77,7 +77,7 @@ def run(engine: str, *arguments: object, timeout_s: float = LIMIT_S, **environme
     """What the engine's Python prints for these arguments; it must succeed."""
     process = start(engine, *arguments, **environment)
     output = output_of(process, timeout_s)
-    assert process.returncode == 0, output[-8000:]
+    assert process.returncode == 0, f"{output.splitlines()[-1:]} at the end of:\n{output[-8000:]}"
     return output
 
 
