@@ -225,6 +225,21 @@ def test_combine_adds_quantised_rows() -> None:
         reference.combine(routing, rows, 0, combine_dtype=torch.float16)
 
 
+def test_combine_adds_quantised_sums_of_other_domains() -> None:
+    routing = reference.route(ids([0, 1, 2], [2, -1, 1]), torch.tensor([0, 1, 2]), 3)
+    generator = torch.Generator().manual_seed(0)
+    rows = [torch.randn(3, 2, 150, generator=generator).bfloat16() for _ in range(3)]
+    first, second, third = (held[0].float() for held in rows)
+    fp8 = torch.float8_e4m3fn
+    got = reference.combine(routing, rows, 0, combine_dtype=fp8, domain_of=(0, 1, 1))
+    far = reference.quantised(torch.stack([second[0] + third[0], third[1] + second[1]]).bfloat16())
+    assert torch.equal(got, torch.stack([first[0] + far[0], far[1]]).bfloat16())
+    assert torch.equal(
+        reference.combine(routing, rows, 0, combine_dtype=fp8, domain_of=(0, 0, 0)),
+        reference.combine(routing, rows, 0, combine_dtype=fp8),
+    )
+
+
 def test_combine_of_no_rows_is_positive_zero() -> None:
     table = torch.tensor([0])
     rows = [torch.full((1, 1, 1), -0.0)]

@@ -68,12 +68,35 @@ std::pair<const uint8_t*, uint64_t> next_part(const uint8_t*& card, uint64_t& le
 }
 
 NodesPlan begin_plan(const NodesShape& made, const putget_nodes_config& config) {
-  NodesPlan nodes{
-      made.domains, made.parcel, made.row, config.generation, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {},
-      {},           {},          {}};
+  NodesPlan nodes(made.domains);
+  nodes.parcel = made.parcel;
+  nodes.row = made.row;
+  nodes.wire = made.wire;
+  nodes.generation = config.generation;
   nodes.target_ranks = config.target_ranks;
   nodes.target_slots = config.target_slots;
   return nodes;
+}
+
+WireType wire_of(const putget_nodes_config& config, const Shape& shape) {
+  require_range("wire_type", config.wire_type, PUTGET_WIRE_SAME, PUTGET_WIRE_FP8);
+  const auto wire = static_cast<WireType>(config.wire_type);
+  require(wire == WireType::kSame || shape.output_elements % kWirePack == 0,
+          "output_elements is " + std::to_string(shape.output_elements) + ", quantised rows have a multiple of " +
+              std::to_string(kWirePack));
+  return wire;
+}
+
+uint32_t home_row_bytes(Shape shape, WireType wire) {
+  shape.wire_type = wire;
+  return shape.wire_row_bytes();
+}
+
+// Of sums before they are quantised.
+uint64_t served_sums_bytes(const Shape& shape, const Domains& domains, WireType wire) {
+  if (wire == WireType::kSame) return 0;
+  const uint64_t rows = uint64_t{domains.sources(shape.ep_rank, shape.ep_size)} * shape.max_tokens_per_rank;
+  return rows * shape.output_row_bytes();
 }
 
 constexpr uint64_t kInboxAt = (Board::kBytes + kRegionAlignment - 1) / kRegionAlignment * kRegionAlignment;
@@ -83,11 +106,12 @@ constexpr uint64_t kInboxAt = (Board::kBytes + kRegionAlignment - 1) / kRegionAl
 NodesShape::NodesShape(const Shape& shape, const putget_nodes_config& config, uint64_t most_bytes)
     : domains(domains_of(config, shape.ep_size, shape.ep_rank)),
       row(ParcelRow::of(shape)),
-      parcel(ParcelShape::make(shape.max_tokens_per_rank, shape.top_k, row.bytes, shape.output_row_bytes(), most_bytes,
-                               shape.num_stats)) {
+      wire(wire_of(config, shape)),
+      parcel(ParcelShape::make(shape.max_tokens_per_rank, shape.top_k, row.bytes, home_row_bytes(shape, wire),
+                               most_bytes, shape.num_stats)) {
   require(parcel.chunk_rows != 0, "max_tokens_per_rank is " + std::to_string(shape.max_tokens_per_rank) + ": rows of " +
                                       std::to_string(row.bytes) + " bytes out and " +
-                                      std::to_string(shape.output_row_bytes()) + " back, and num_stats " +
+                                      std::to_string(parcel.return_row_bytes) + " back, and num_stats " +
                                       std::to_string(shape.num_stats) + ", do not fit into 64 writes of " +
                                       std::to_string(most_bytes) + " bytes");
 }
@@ -104,7 +128,8 @@ uint64_t NodesShape::own_bytes(const Shape& shape) const {
   const uint64_t served = 2 * uint64_t{shape.top_k} * domains.sources(shape.ep_rank, shape.ep_size);
   const uint64_t tables = shape.max_tokens_per_rank * (served + domains.count()) * sizeof(int32_t);
   const uint64_t sums = uint64_t{shape.max_tokens_per_rank} * shape.output_row_bytes();
-  return splits.outbox_bytes() + splits.landing_bytes() + splits.returns_bytes(shape.ep_rank) + sums + tables;
+  return splits.outbox_bytes() + splits.landing_bytes() + splits.returns_bytes(shape.ep_rank) + sums +
+         served_sums_bytes(shape, domains, wire) + tables;
 }
 
 Nodes::Nodes(const putget_nodes_config& config, Backend& memory, const Plan& plan, Backend& shared,
@@ -143,7 +168,8 @@ void Nodes::make_tables(const Shape& shape) {
                             shape.ep_size * sizeof(uint32_t),
                             (NodesPlan::kJoins + sources) * sizeof(uint32_t),
                             (shape.ep_size + domains) * sizeof(uint64_t),
-                            tokens * round_up(shape.output_row_bytes(), 16)};
+                            tokens * round_up(shape.output_row_bytes(), 16),
+                            served_sums_bytes(shape, nodes_.domains, nodes_.wire)};
   uint64_t at[std::size(bytes)];
   uint64_t end = 0;
   for (size_t i = 0; i < std::size(bytes); ++i) {
@@ -160,6 +186,7 @@ void Nodes::make_tables(const Shape& shape) {
   nodes_.joined = reinterpret_cast<uint32_t*>(tables + at[6]);
   nodes_.handed_on = reinterpret_cast<uint64_t*>(tables + at[7]);
   nodes_.own_sums = tables + at[8];
+  nodes_.served_sums = tables + at[9];
 }
 
 // In host memory, where any network reaches it.
@@ -396,7 +423,8 @@ putget_status putget_nodes_create(const putget_nodes_config* config, putget_allt
     require(object->nodes == nullptr || object->nodes->has_left(), "the object has other domains already");
     require(plan.shape.ep_size == network->shared->ranks(), "ep_size differs from the network's number of ranks");
     require(network->shared->table(plan.shape.ep_rank) != nullptr, "the network is another rank's");
-    require(plan.shape.wire_type == putget::WireType::kSame, "quantised rows do not cross domains in this version");
+    require(plan.shape.wire_type == putget::WireType::kSame,
+            "wire_type of the object is not PUTGET_WIRE_SAME: sums between domains have one of their own");
     const uint64_t needed = NodesShape(plan.shape, *config, kMostBytes).shared_bytes();
     require(shared->backend->config().bytes >= needed, "shared has too few bytes: see putget_nodes_bytes");
     auto made = std::make_unique<Nodes>(*config, *object->memory, plan, *shared->backend, network->shared);

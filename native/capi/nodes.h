@@ -16,6 +16,7 @@ namespace putget::capi {
 struct NodesShape {
   Domains domains;
   ParcelRow row;
+  WireType wire;  // of sums that go home
   ParcelShape parcel;
 
   // Throws Error where sizes or domains are out of range. `most_bytes` of one write.

@@ -28,16 +28,16 @@ void with_wire(const Shape& shape, bool wide, Body body) {
   });
 }
 
-template <class Codec, class Wire, class TopK>
+template <class Codec, class Wire, class TopK, bool kQuantised>
 PUTGET_CLONES void run_serve(Exec& exec, const Plan& plan, const NodesPlan& nodes, NodesScratch& scratch,
                              CombineScratch& of_domain) {
-  putget::serve_sources<Codec, Wire, TopK>(exec, plan, nodes, scratch, of_domain);
+  putget::serve_sources<Codec, Wire, TopK, kQuantised>(exec, plan, nodes, scratch, of_domain);
 }
 
-template <class Codec, class Wire>
+template <class Codec, class Wire, bool kQuantised>
 PUTGET_CLONES void run_sum(Exec& exec, const Plan& plan, const NodesPlan& nodes, const CombineCall& call,
                            NodesScratch& scratch) {
-  putget::sum_domains<Codec, Wire>(exec, plan, nodes, call, scratch);
+  putget::sum_domains<Codec, Wire, kQuantised>(exec, plan, nodes, call, scratch);
 }
 
 }  // namespace
@@ -71,14 +71,19 @@ void serve_sources(const Plan& plan, const NodesPlan& nodes) {
   Exec exec;
   NodesScratch scratch{};
   CombineScratch of_domain{};
+  const bool is_quantised = nodes.wire != WireType::kSame;  // of rows in whole packs
   const bool is_few = nodes.domains.size(nodes.domains.domain_of(plan.shape.ep_rank)) <= kFew;
   with_wire(plan.shape, plan.shape.output_row_bytes() % kWideBytes == 0, [&](auto codec, auto wire) {
     using Codec = decltype(codec);
     using Wire = decltype(wire);
     if constexpr (Wire::kElements != 1) {
-      if (is_few) return run_serve<Codec, Wire, FewRows<kFew>>(exec, plan, nodes, scratch, of_domain);
+      if (is_quantised && is_few) {
+        return run_serve<Codec, Wire, FewRows<kFew>, true>(exec, plan, nodes, scratch, of_domain);
+      }
+      if (is_quantised) return run_serve<Codec, Wire, DynamicTopK, true>(exec, plan, nodes, scratch, of_domain);
+      if (is_few) return run_serve<Codec, Wire, FewRows<kFew>, false>(exec, plan, nodes, scratch, of_domain);
     }
-    run_serve<Codec, Wire, DynamicTopK>(exec, plan, nodes, scratch, of_domain);
+    run_serve<Codec, Wire, DynamicTopK, false>(exec, plan, nodes, scratch, of_domain);
   });
 }
 
@@ -86,8 +91,15 @@ void sum_domains(const Plan& plan, const NodesPlan& nodes, const CombineCall& ca
   Exec exec;
   NodesScratch scratch{};
   const bool wide = plan.shape.output_row_bytes() % kWideBytes == 0 && is_wide(call.out) && is_wide(call.addend);
-  with_wire(plan.shape, wide,
-            [&](auto codec, auto wire) { run_sum<decltype(codec), decltype(wire)>(exec, plan, nodes, call, scratch); });
+  with_wire(plan.shape, wide, [&](auto codec, auto wire) {
+    using Codec = decltype(codec);
+    using Wire = decltype(wire);
+    if (nodes.wire == WireType::kSame) {
+      run_sum<Codec, Wire, false>(exec, plan, nodes, call, scratch);
+    } else {
+      run_sum<Codec, Wire, true>(exec, plan, nodes, call, scratch);
+    }
+  });
 }
 
 }  // namespace putget::cpu

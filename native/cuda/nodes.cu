@@ -63,24 +63,25 @@ __global__ void close_kernel(const __grid_constant__ Plan plan, const __grid_con
   close_open_round(exec, plan, nodes, kind);
 }
 
-template <class Codec, class Wire>
+template <class Codec, class Wire, bool kQuantised>
 __global__ void __maxnreg__(kRegisters)
     serve_kernel(const __grid_constant__ Plan plan, const __grid_constant__ NodesPlan nodes) {
   __shared__ NodesScratch shared;
   __shared__ CombineScratch of_domain;
   Exec exec;
   exec.wait_for_earlier_work();
-  putget::serve_sources<Codec, Wire, DynamicTopK>(exec, plan, nodes, kept_at_hand(shared), kept_at_hand(of_domain));
+  putget::serve_sources<Codec, Wire, DynamicTopK, kQuantised>(exec, plan, nodes, kept_at_hand(shared),
+                                                              kept_at_hand(of_domain));
 }
 
-template <class Codec, class Wire>
+template <class Codec, class Wire, bool kQuantised>
 __global__ void __maxnreg__(kRegisters)
     sum_kernel(const __grid_constant__ Plan plan, const __grid_constant__ NodesPlan nodes,
                const __grid_constant__ CombineCall call) {
   __shared__ NodesScratch shared;
   Exec exec;
   exec.wait_for_earlier_work();
-  putget::sum_domains<Codec, Wire>(exec, plan, nodes, call, kept_at_hand(shared));
+  putget::sum_domains<Codec, Wire, kQuantised>(exec, plan, nodes, call, kept_at_hand(shared));
 }
 
 bool is_wide(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % kLaneBytes == 0; }
@@ -96,6 +97,33 @@ void with_wire(OutputType type, bool wide, Body body) {
       body(codec, SameWire<Codec, 1>{});
     }
   });
+}
+
+using ServeKernel = void (*)(Plan, NodesPlan);
+using SumKernel = void (*)(Plan, NodesPlan, CombineCall);
+
+// Sums that travel quantised are of rows in whole packs.
+ServeKernel serve_kernel_of(OutputType type, bool wide, WireType home) {
+  ServeKernel found = nullptr;
+  with_wire(type, wide, [&](auto codec, auto wire) {
+    using Codec = decltype(codec);
+    using Wire = decltype(wire);
+    found = serve_kernel<Codec, Wire, false>;
+    if constexpr (Wire::kElements != 1) {
+      if (home != WireType::kSame) found = serve_kernel<Codec, Wire, true>;
+    }
+  });
+  return found;
+}
+
+SumKernel sum_kernel_of(OutputType type, bool wide, WireType home) {
+  SumKernel found = nullptr;
+  with_wire(type, wide, [&](auto codec, auto wire) {
+    using Codec = decltype(codec);
+    using Wire = decltype(wire);
+    found = home == WireType::kSame ? sum_kernel<Codec, Wire, false> : sum_kernel<Codec, Wire, true>;
+  });
+  return found;
 }
 
 // CTAs for so many bytes, in pieces of a warp.
@@ -121,11 +149,11 @@ void load_nodes_kernels() {
   load(unpack_kernel);
   load(close_kernel);
   for (const OutputType type : {OutputType::kBFloat16, OutputType::kFloat16, OutputType::kFloat32}) {
-    for (const bool wide : {false, true}) {
-      with_wire(type, wide, [](auto codec, auto wire) {
-        load(serve_kernel<decltype(codec), decltype(wire)>);
-        load(sum_kernel<decltype(codec), decltype(wire)>);
-      });
+    for (const WireType home : {WireType::kSame, WireType::kFp8}) {
+      for (const bool wide : {false, true}) {
+        load(serve_kernel_of(type, wide, home));
+        load(sum_kernel_of(type, wide, home));
+      }
     }
   }
 }
@@ -161,10 +189,8 @@ void launch_serve(const Plan& plan, const NodesPlan& nodes, const Room& room, cu
   const uint64_t sources = nodes.domains.sources(plan.shape.ep_rank, plan.shape.ep_size);
   const uint32_t row_bytes = plan.shape.output_row_bytes();
   const uint32_t blocks = blocks_for(sources * plan.shape.max_tokens_per_rank * row_bytes, room);
-  with_wire(plan.shape.output_type, row_bytes % kLaneBytes == 0, [&](auto codec, auto wire) {
-    launch_early(serve_kernel<decltype(codec), decltype(wire)>, blocks, kThreads, stream, "launching serve_kernel",
-                 plan, nodes);
-  });
+  const ServeKernel kernel = serve_kernel_of(plan.shape.output_type, row_bytes % kLaneBytes == 0, nodes.wire);
+  launch_early(kernel, blocks, kThreads, stream, "launching serve_kernel", plan, nodes);
 }
 
 void launch_sum(const Plan& plan, const NodesPlan& nodes, const CombineCall& call, const Room& room,
@@ -172,10 +198,8 @@ void launch_sum(const Plan& plan, const NodesPlan& nodes, const CombineCall& cal
   const uint32_t row_bytes = plan.shape.output_row_bytes();
   const uint32_t blocks = blocks_for(uint64_t{call.num_tokens} * nodes.domains.count() * row_bytes, room);
   const bool wide = row_bytes % kLaneBytes == 0 && is_wide(call.out) && is_wide(call.addend);
-  with_wire(plan.shape.output_type, wide, [&](auto codec, auto wire) {
-    launch_early(sum_kernel<decltype(codec), decltype(wire)>, blocks, kThreads, stream, "launching sum_kernel", plan,
-                 nodes, call);
-  });
+  const SumKernel kernel = sum_kernel_of(plan.shape.output_type, wide, nodes.wire);
+  launch_early(kernel, blocks, kThreads, stream, "launching sum_kernel", plan, nodes, call);
 }
 
 }  // namespace putget::cuda

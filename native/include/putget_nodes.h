@@ -54,6 +54,9 @@ typedef struct putget_nodes_config {
   int32_t* target_ranks;    /* [max_tokens_per_rank, top_k] routes over all domains; those of putget_tables have the */
   int32_t* target_slots;    /* own domain alone */
   const uint32_t* active;   /* [PUTGET_RANK_WORDS] who takes part, this rank too; null: all ranks */
+  uint32_t wire_type;       /* putget_wire_type: how the sums that domains send each other travel. Inside a domain rows
+                             * travel as experts write them: wire_type of putget_config is PUTGET_WIRE_SAME */
+  uint32_t reserved;
 } putget_nodes_config;
 
 /* `shared`: of the second memory. `own`: what the object has beside it, on this rank. */

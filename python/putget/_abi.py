@@ -11,7 +11,7 @@ from typing import Any
 from putget import config
 from putget.errors import BackendUnavailable, PutgetError
 
-ABI_VERSION = 10
+ABI_VERSION = 11
 MAGIC = 0x70757467
 MAX_RANKS = 128
 MAX_TOP_K = 32
@@ -228,6 +228,8 @@ class NodesConfig(Versioned):
         ("target_ranks", c_void_p),
         ("target_slots", c_void_p),
         ("active", c_void_p),
+        ("wire_type", c_uint32),
+        ("reserved", c_uint32),
     ]
 
 

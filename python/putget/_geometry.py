@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +27,12 @@ class Beside(NamedTuple):
 
 @dataclass(frozen=True)
 class Geometry:
-    """Sizes of one all-to-all, checked. Field names are the constructor's."""
+    """Sizes of one all-to-all, checked. Field names are the constructor's.
+
+    Attributes:
+        wire: How rows travel inside a domain.
+        home: How the sums that domains send each other travel, where there are several.
+    """
 
     ep_size: int
     num_experts: int
@@ -37,6 +42,7 @@ class Geometry:
     output: Payload
     wire: Wire = field(default_factory=Wire)
     num_stats: int = 0
+    home: Wire = field(default_factory=Wire)
 
     @staticmethod
     def checked(
@@ -48,8 +54,10 @@ class Geometry:
         output: Payload,
         combine_dtype: torch.dtype | None = None,
         num_stats: int = 0,
+        *,
+        across: bool = False,
     ) -> Geometry:
-        """Raises ValueError for the first size or choice that is not allowed."""
+        """Raises ValueError for the first size or choice that is not allowed. ``across``: there are several domains."""
         check_int("ep_size", ep_size, 1, _abi.MAX_RANKS)
         check_int("num_experts", num_experts, 1, 1 << 20)
         check_int("top_k", top_k, 1, _abi.MAX_TOP_K)
@@ -70,7 +78,10 @@ class Geometry:
         check_row_bytes("output", output.row_bytes, output.dtype.itemsize * (_abi.MAX_ROW_BYTES // 4))
         wire = Wire.checked(combine_dtype, output)
         check_int("num_stats", num_stats, 0, _abi.MAX_STATS)
-        return Geometry(ep_size, num_experts, top_k, max_tokens_per_rank, tuple(payloads), output, wire, num_stats)
+        wires = (Wire(), wire) if across else (wire, Wire())
+        return Geometry(
+            ep_size, num_experts, top_k, max_tokens_per_rank, tuple(payloads), output, wires[0], num_stats, wires[1]
+        )
 
     def config(self, ep_rank: int, most: int, tuning: Tuning, timeout_s: float, warmup_timeout_s: float) -> _abi.Config:
         """The same for the C ABI."""
@@ -94,6 +105,16 @@ class Geometry:
             dispatch=(tuning.dispatch or Launch()).for_abi(),
             combine=(tuning.combine or Launch()).for_abi(),
         )
+
+    @property
+    def combine_wire(self) -> Wire:
+        """How combine sends what it sends: between domains, where there are several."""
+        return self.wire if self.home == Wire() else self.home
+
+    @property
+    def combine_row_bytes(self) -> int:
+        """Of a row that combine sends."""
+        return int(replace(self, wire=self.combine_wire).layout().combine_row_bytes)
 
     def layout(self) -> _abi.Layout:
         """Where the regions are."""

@@ -12,34 +12,24 @@ from putget._agreement import CONNECTING, RUNNING, Attempt
 from putget._memory import Memory, close_share, decode_share, encode_share
 from putget.communicator import Communicator
 from putget.errors import PutgetError
+from putget.options import Wire
 from putget.workspace import Workspace, stage_of
 
 _NUMBERS = 64  # of workspaces in a generation, and of generations
 _CARD_BYTES = 1024
 
 
-def check_across(
-    comm: Communicator,
-    workspace: Workspace | None,
-    combine_dtype: torch.dtype | None,
-) -> None:
-    """Refuses what an object over several domains does not have in this version.
+def check_across(comm: Communicator, workspace: Workspace | None) -> None:
+    """Refuses what objects over several domains do not have in this version.
 
     Raises:
-        ValueError: The communicator has several domains, and an argument asks for such a thing; the message names it.
+        ValueError: The communicator has several domains, and a workspace is given.
     """
-    if comm.network is None:
-        return
-    refused = {
-        "workspace is given": workspace is not None,
-        f"combine_dtype is {combine_dtype}": combine_dtype is not None,
-    }
-    for what, asked in refused.items():
-        if asked:
-            raise ValueError(
-                f"{what}, but the communicator has {len(comm.domains)} domains: across domains this version has a "
-                "workspace for each object, and rows as experts write them"
-            )
+    if comm.network is not None and workspace is not None:
+        raise ValueError(
+            f"workspace is given, but the communicator has {len(comm.domains)} domains: across domains this version "
+            "has a workspace for each object"
+        )
 
 
 class Nodes:
@@ -49,6 +39,7 @@ class Nodes:
         workspace: Of the object.
         handle: The native object.
         config: What it was made from.
+        home: How the sums that domains send each other travel.
         routes: [max_tokens_per_rank, top_k] int32 twice: where dispatch leaves ranks and slots of all domains.
 
     Attributes:
@@ -65,11 +56,12 @@ class Nodes:
         workspace: Workspace,
         handle: ctypes.c_void_p,
         config: _abi.Config,
+        home: Wire,
         routes: tuple[torch.Tensor, torch.Tensor],
     ) -> None:
         comm = workspace.comm
         assert comm.network is not None
-        self._comm, self._handle, self._config, self._routes = comm, handle, config, routes
+        self._comm, self._handle, self._config, self._home, self._routes = comm, handle, config, home, routes
         self._network = comm.network  # outlives the object
         self.join(workspace, range(comm.size), None)
 
@@ -113,6 +105,7 @@ class Nodes:
             target_ranks=self._routes[0].data_ptr(),
             target_slots=self._routes[1].data_ptr(),
             active=ctypes.addressof(active),
+            wire_type=self._home.type,
         )
         shared, own = ctypes.c_uint64(), ctypes.c_uint64()
         sizes = (ctypes.byref(self._config), ctypes.byref(nodes), ctypes.byref(shared), ctypes.byref(own))

@@ -75,7 +75,8 @@ class NativeObject:
         )
         if across:
             try:
-                self._nodes = Nodes(workspace, self._handle, config, (self.target_ranks, self.target_slots))
+                routes_of_all = self.target_ranks, self.target_slots
+                self._nodes = Nodes(workspace, self._handle, config, geometry.home, routes_of_all)
                 workspace.across = self._nodes
             except BaseException:
                 self.destroy()

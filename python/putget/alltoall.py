@@ -54,8 +54,10 @@ class AllToAll:
         num_sms: Most SMs that one call uses; None: chosen by size.
         num_threads: On CPU, most threads that run a call, the calling one included: a small batch wakes fewer.
         combine_dtype: torch.float8_e4m3fn: rows travel in half of the bytes, as E4M3 with one float32 scale for each
-            128 elements, and are summed in float32. None: as experts write them; then a rank whose batch is larger than
-            the workspace has room for gets its rows where experts wrote them (``Launch.sentinel_rows``).
+            128 elements, and are summed in float32. With several domains it is the sums that they send each other that
+            travel so, rounded to the output's dtype before; inside a domain rows stay as experts write them. None: as
+            experts write them; then a rank whose batch is larger than the workspace has room for gets its rows where
+            experts wrote them (``Launch.sentinel_rows``).
         tuning: What only measurements choose; see ``launches``.
         num_stats: Numbers that each rank tells all ranks in each dispatch; 0: no statistics, and no bytes for them.
         **removed: Arguments of earlier versions: the ValueError names what to use instead.
@@ -103,12 +105,13 @@ class AllToAll:
                 output,
                 combine_dtype,
                 num_stats,
+                across=comm.network is not None,
             )
             tuning = check_tuning(tuning, geometry.wire)
             check_seconds("timeout_s", timeout_s)
             check_seconds("warmup_timeout_s", warmup_timeout_s)
             self._device = resolve_device(device)
-            check_across(comm, workspace, combine_dtype)
+            check_across(comm, workspace)
             most = self._most_at_once(num_sms, num_threads)
             table = (
                 default_expert_to_rank(num_experts, comm.size, self._device)
@@ -130,7 +133,7 @@ class AllToAll:
                 "max_tokens_per_rank": max_tokens_per_rank,
                 "payloads": [str(payload) for payload in geometry.payloads],
                 "output": geometry.output,
-                "combine": str(geometry.wire),
+                "combine": str(geometry.combine_wire),
                 "num_stats": num_stats,
                 "device": self._device.type,
                 "workspace": "own" if workspace is None else f"number {workspace.number} of this communicator",
@@ -467,8 +470,8 @@ class AllToAll:
 
     @property
     def combine_row_bytes(self) -> int:
-        """Bytes of one row of combine as it travels: with ``combine_dtype`` its scales count."""
-        return int(self._geometry.layout().combine_row_bytes)
+        """Bytes of one row of combine as it travels, between domains where there are several; its scales count."""
+        return self._geometry.combine_row_bytes
 
     @property
     def workspace(self) -> Workspace:

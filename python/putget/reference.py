@@ -292,8 +292,9 @@ def combine(
             max_rows may differ between ranks.
         ep_rank: the source rank.
         addend: [num_tokens, *shape] of the same dtype, added last in float32, or None.
-        combine_dtype: torch.float8_e4m3fn: what is added up is ``quantised(row)`` of each row, flattened. None or the
-            dtype of rows: the rows themselves.
+        combine_dtype: torch.float8_e4m3fn: what is added up is ``quantised(row)`` of each row, flattened; with several
+            domains ``quantised(sum)`` of each other domain's rounded sum, and nothing else. None or the dtype of rows:
+            the rows and sums themselves.
         domain_of: the domain of each rank, numbered from 0; None: all ranks are one. Each domain adds up its own rows
             by the tree, with +0.0 for those of other domains, and rounds the sum to the dtype of rows. These sums are
             then added in float32, in the order of domains.
@@ -316,7 +317,8 @@ def combine(
     first = torch.tensor([0] + [len(split) for split in mine], device=mine[0].device).cumsum(0)[:-1]
     # One +0.0 row at the end stands for every (token, k) without a row.
     pool = torch.cat([*mine, torch.zeros(1, *shape, dtype=dtype, device=mine[0].device)])
-    if combine_dtype == torch.float8_e4m3fn:
+    is_quantised = combine_dtype == torch.float8_e4m3fn
+    if is_quantised and (domain_of is None or len(set(domain_of)) == 1):
         pool = quantised(pool.flatten(1)).view(pool.shape)
     domains = torch.tensor([0] * len(rows) if domain_of is None else list(domain_of), device=mine[0].device)
     if len(domains) != len(rows):
@@ -330,6 +332,8 @@ def combine(
         added = tree_sum([pool[here[:, k]].float() for k in range(here.shape[1])])
         if domain_of is not None:
             added = added.to(dtype).float()
+            if is_quantised and domain != domain_of[ep_rank]:
+                added = quantised(added.flatten(1)).view(added.shape)
         total = added if total is None else total + added
     assert total is not None
     if addend is not None:

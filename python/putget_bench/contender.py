@@ -213,8 +213,10 @@ class Putget:
 
     def wire_bytes(self, traffic: Traffic) -> tuple[float, float]:
         """See `Contender.wire_bytes`."""
-        settings = self._settings
-        return traffic.dispatch, traffic.combine / settings.output().row_bytes * self._all_to_all.combine_row_bytes
+        saved = 1 - self._all_to_all.combine_row_bytes / self._settings.output().row_bytes
+        # Rows stay as they are written inside a domain, where there are several.
+        shrunk = traffic.combine if self._settings.network is None else traffic.combine_between_domains
+        return traffic.dispatch, traffic.combine - saved * shrunk
 
     def sends_rows(self) -> bool:
         """Whether the rows of combine leave a rank by stores, as sentinel rows, at the loaded size."""

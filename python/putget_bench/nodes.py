@@ -49,6 +49,9 @@ PUBLISHED = {
 }
 
 
+BACK_ROW_BYTES = {"bfloat16": 14336, "fp8_block": 7168 + 56 * 4}  # of 7168 elements, as combine sends them home
+
+
 @dataclass(frozen=True)
 class Round:
     """What a round moves.
@@ -69,7 +72,7 @@ class Round:
     num_experts: int = 256
     top_k: int = 8
     row_bytes: int = 7456
-    back_row_bytes: int = 14336
+    back_row_bytes: int = BACK_ROW_BYTES["bfloat16"]
 
 
 def published(shape: Round, network: Network) -> tuple[int, int] | None:

@@ -124,7 +124,7 @@ def _add_balance(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_simulate(parser: argparse.ArgumentParser) -> None:
-    from putget_bench.nodes import NETWORKS, Round
+    from putget_bench.nodes import BACK_ROW_BYTES, NETWORKS, Round
 
     parser.description = (
         "Runs one round of each group in virtual time: with putget's proxies, and with the scheme of the paper that "
@@ -140,6 +140,7 @@ def _add_simulate(parser: argparse.ArgumentParser) -> None:
     add("--top_k", type=int, default=Round.top_k, metavar="N", help="experts of a token (%(default)s)")
     add("--private_tokens", type=int, metavar="N", help="rows to each rank that the paper's scheme sends ahead")
     add("--chunk_rows", type=int, default=0, metavar="N", help="rows of one write of putget's (its own choice)")
+    add("--combine_dtype", choices=BACK_ROW_BYTES, default="bfloat16", help="putget's rows back (%(default)s)")
     add("--seed", type=int, default=0, metavar="N", help="of the routing (%(default)s)")
     add("--output_file", metavar="FILE", help="write the result as JSON (docs/reference/command_line.md)")
     parser.set_defaults(module="run_simulate")

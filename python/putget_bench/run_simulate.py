@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from putget_bench.nodes import AGENTS, NETWORKS, ROUTES, Network, Round, Times, published, simulate
+from putget_bench.nodes import AGENTS, BACK_ROW_BYTES, NETWORKS, ROUTES, Network, Round, Times, published, simulate
 
 FIRST_WRITE_US, IN_DOMAIN_US = 15.0, 5.0
 SCHEMA = "putget.nodes/1"
@@ -52,13 +52,15 @@ def _sizes(text: str) -> list[int]:
 def _result(args: argparse.Namespace, network: Network, ep_size: int) -> dict[str, Any]:
     shape = Round(ep_size, args.domain_size, args.tokens, args.num_experts, args.top_k)
     common = {"first_write_us": FIRST_WRITE_US, "in_domain_us": IN_DOMAIN_US, "seed": args.seed}
-    ours = simulate(shape, network, AGENTS, chunk_rows=args.chunk_rows, **common)
+    back_row_bytes = BACK_ROW_BYTES[args.combine_dtype]
+    sent = replace(shape, back_row_bytes=back_row_bytes)
+    ours = simulate(sent, network, AGENTS, chunk_rows=args.chunk_rows, **common)
     paper = simulate(shape, network, ROUTES, private_tokens=args.private_tokens, **common)
     known = published(shape, network)
     return {
         "network": asdict(network),
         "round": asdict(shape),
-        "putget": asdict(ours) | {"line_us": _line(shape, network, ours)},
+        "putget": asdict(ours) | {"line_us": _line(shape, network, ours), "back_row_bytes": back_row_bytes},
         "paper": asdict(paper) | {"published_us": known},
     }
 

@@ -156,8 +156,6 @@ def _resolve_network(args: argparse.Namespace, device: str, ep_size: int, world_
         raise ValueError(f"{asked} needs --device cpu: domains of GPUs are not timed in this version")
     if args.no_sync:
         raise ValueError(f"{asked} and --no_sync exclude each other")
-    if args.combine_dtype.startswith("fp8"):
-        raise ValueError(f"{asked} and --combine_dtype {args.combine_dtype} exclude each other in this version")
     if args.domain_size is None and world_size is None:
         raise ValueError(f"{asked} needs --domain_size, since all ranks are on this host")
     if args.domain_size is not None and not 1 <= args.domain_size < ep_size:

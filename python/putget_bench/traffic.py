@@ -40,6 +40,7 @@ class Traffic:
         dispatch: one put per (token, rank), as putget does; to other domains one row per (token, domain). What a domain
             then passes on among its ranks does not count.
         combine: one get per (token, rank); likewise.
+        combine_between_domains: the part of it that leaves a domain.
         dispatch_per_pair: one put per (token, k), without deduplication.
         combine_per_pair: one get per (token, k).
         all_gather: every token to every rank.
@@ -52,6 +53,7 @@ class Traffic:
 
     dispatch: float
     combine: float
+    combine_between_domains: float
     dispatch_per_pair: float
     combine_per_pair: float
     all_gather: float
@@ -72,12 +74,14 @@ def count(shape: Shape, topk_ids: Sequence[Tensor], domain_of: Sequence[int] | N
     """
     domains = torch.tensor([0] * shape.ep_size if domain_of is None else list(domain_of))
     expert_to_rank = reference.default_expert_to_rank(shape.num_experts, shape.ep_size)
-    rows = pairs = tokens = 0
+    rows = far = pairs = tokens = 0
     for src, ids in enumerate(topk_ids):
         ids = ids.cpu().long()
         routing = reference.route(ids, expert_to_rank, shape.ep_size)
         near = routing.rows_per_rank[domains == domains[src]].sum()
-        rows += int(near - routing.rows_per_rank[src]) + _rows_to_others(routing.target_ranks, domains, src)
+        to_others = _rows_to_others(routing.target_ranks, domains, src)
+        rows += int(near - routing.rows_per_rank[src]) + to_others
+        far += to_others
         targets = expert_to_rank.long()[ids.clamp(min=0)]
         pairs += int(((ids >= 0) & (targets != src)).sum())
         tokens += len(ids)
@@ -89,6 +93,7 @@ def count(shape: Shape, topk_ids: Sequence[Tensor], domain_of: Sequence[int] | N
     return Traffic(
         dispatch=rows * shape.dispatch_row_bytes / ranks,
         combine=rows * shape.combine_row_bytes / ranks,
+        combine_between_domains=far * shape.combine_row_bytes / ranks,
         dispatch_per_pair=pairs * shape.dispatch_row_bytes / ranks,
         combine_per_pair=pairs * shape.combine_row_bytes / ranks,
         all_gather=tokens * (ranks - 1) * shape.dispatch_row_bytes / ranks,

@@ -116,9 +116,12 @@ def make_mover(rank: Rank, mover: str) -> None:
         Landing(rank.comm, [ExpertBlobs({"weight": tensor})], device="cpu")
 
 
-def test_what_is_not_there_across_hosts_is_named(four: RankProcesses) -> None:
-    with pytest.raises(RankError, match=r"combine_dtype is torch.float8_e4m3fn, but the communicator has 2 domains"):
-        four.call(on_two_hosts, test_tensorrt_llm.low_precision, [RAGGED], timeout=90)
+def test_sums_between_hosts_come_back_quantised(four: RankProcesses) -> None:
+    combined = four.call(on_two_hosts, test_tensorrt_llm.low_precision, [RAGGED], timeout=90)
+    for rank, (low, plain) in combined.items():
+        assert same_bits(plain, RAGGED.expected(rank, domain_of=DOMAIN_OF))
+        assert same_bits(low, RAGGED.expected(rank, torch.float8_e4m3fn, domain_of=DOMAIN_OF))
+    assert not all(same_bits(low, plain) for low, plain in combined.values())
 
 
 def lose_two_ranks(rank: Rank) -> Any:

@@ -142,10 +142,6 @@ def test_a_routing_file_gives_top_k_and_experts(tmp_path: Path) -> None:
         ("--network tcp", "--network tcp needs --domain_size, since all ranks are on this host"),
         ("--domain_size 0", "--domain_size must be 1 to 3, below --ep_size 4, got 0"),
         ("--domain_size 4", "--domain_size must be 1 to 3, below --ep_size 4, got 4"),
-        (
-            "--network tcp --domain_size 2 --combine_dtype fp8_block",
-            "--network tcp and --combine_dtype fp8_block exclude each other in this version",
-        ),
         ("--iter 5", "unrecognized arguments: --iter 5"),
     ],
 )

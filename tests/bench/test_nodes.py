@@ -50,6 +50,20 @@ def test_writes_and_bytes_are_counted() -> None:
         assert rows * 7456 < found.dispatch_bytes <= 1.01 * rows * 7456
 
 
+def test_quantised_sums_take_half_of_the_bytes(tmp_path: Path) -> None:
+    path = tmp_path / "nodes.json"
+    words = ["simulate", "nodes", "--network", "cx7", "--ep_size", "64", "--output_file", str(path)]
+    found = []
+    for dtype in ("bfloat16", "fp8_block"):
+        assert cli.main([*words, "--combine_dtype", dtype]) == 0
+        found.append(json.loads(path.read_text())["results"][0])
+    plain, low = (one["putget"] for one in found)
+    assert low["combine_bytes"] * 14336 == plain["combine_bytes"] * 7392
+    assert low["dispatch_us"] == plain["dispatch_us"]
+    assert low["combine_us"] == pytest.approx(128, rel=0.1)  # the line of BF16 rows, 219 us, with half of its bytes
+    assert found[0]["paper"] == found[1]["paper"]
+
+
 def test_chunks_and_flat_domains() -> None:
     shape = Round(8, domain_size=4)
     whole = simulate(shape, NETWORKS["cx7"], AGENTS)

@@ -42,6 +42,8 @@ def test_a_row_for_each_other_domain() -> None:
     assert traffic.count(shape, ids).dispatch == 5 * 100 / 4  # three rows to ranks 1 to 3, one, one
     counted = traffic.count(shape, ids, (0, 0, 1, 1))
     assert (counted.dispatch, counted.combine) == (4 * 100 / 4, 4 * 1000 / 4)  # ranks 2 and 3 share a row
+    assert counted.combine_between_domains == 2 * 1000 / 4
+    assert traffic.count(shape, ids).combine_between_domains == 0
 
 
 def test_nothing_leaves_a_single_rank() -> None:

@@ -1,7 +1,8 @@
 // Rounds across domains as threads, for ThreadSanitizer: the text that the library runs, with the product's proxies and
 // its network between ranks of a process.
 //
-//   nodes_rounds [--seed N] [--rounds N] [--domain_size N] [--blocks N] [--weaken TAG] [--skip TAG] [--late N]
+//   nodes_rounds [--seed N] [--rounds N] [--domain_size N] [--blocks N] [--quantised 1] [--weaken TAG] [--skip TAG]
+//                [--late N]
 //
 // ThreadSanitizer keys on virtual addresses: so all memory is mapped once, at the same address for everybody. Each rank
 // computes what it must receive and what its tokens must sum to. Exit status: 0 all well; 3 a wrong value; 4 a fault;
@@ -38,7 +39,7 @@ constexpr uint32_t kRanks = 4;
 constexpr uint32_t kExperts = 8;
 constexpr uint32_t kTopK = 3;
 constexpr uint32_t kTokens = 6;
-constexpr uint32_t kElements = 8;
+constexpr uint32_t kElements = 16;
 constexpr uint32_t kStats = 3;
 constexpr uint64_t kTimeoutNs = 15'000'000'000;
 
@@ -47,6 +48,7 @@ struct Options {
   uint32_t rounds = 60;
   uint32_t domain_size = 2;
   uint32_t blocks = 1;     // that share the rows of a step, each a thread
+  uint32_t quantised = 0;  // 1: sums of other domains come quantised
   uint32_t late = kRanks;  // a rank that gives its rows when its domain's agents have had the time to sum without them
 };
 
@@ -125,12 +127,12 @@ struct alignas(128) Line {
 
 class Rank {
  public:
-  Rank(const Story& story, const Domains& domains, uint32_t rank, uint32_t blocks, proxy::LocalNetwork& network)
+  Rank(const Story& story, const Domains& domains, uint32_t rank, const Options& options, proxy::LocalNetwork& network)
       : story_(story),
-        blocks_(blocks),
+        blocks_(options.blocks),
         held_(*network.table(rank), story.seed * kRanks + rank),
         plan_{},
-        nodes_{domains, {}, {}, 0, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}},
+        nodes_(domains),
         network_(network),
         rank_(rank) {
     plan_.shape = shape_of(rank, story.num_stats());
@@ -155,6 +157,7 @@ class Rank {
     plan_.timeout_ns = plan_.warmup_timeout_ns = kTimeoutNs;
     plan_.by_ep_size = Divisor(kRanks);
     plan_.object_id = 1;
+    nodes_.wire = options.quantised != 0 ? WireType::kFp8 : WireType::kSame;
     prepare_nodes();
   }
 
@@ -213,8 +216,10 @@ class Rank {
 
   void prepare_nodes() {
     nodes_.row = ParcelRow::of(plan_.shape);
+    Shape home = plan_.shape;
+    home.wire_type = nodes_.wire;
     // Messages of up to three chunks.
-    nodes_.parcel = ParcelShape::make(kTokens, kTopK, nodes_.row.bytes, plan_.shape.output_row_bytes(),
+    nodes_.parcel = ParcelShape::make(kTokens, kTopK, nodes_.row.bytes, home.wire_row_bytes(),
                                       96 + 2 * (nodes_.row.bytes + kTopK), story_.num_stats());
     const Splits splits(nodes_.domains, nodes_.parcel);
     board_ = zeros<uint64_t>(Board::kWords);
@@ -233,6 +238,8 @@ class Rank {
     nodes_.target_ranks = ranks_.data();
     nodes_.target_slots = slots_.data();
     const uint32_t sources = nodes_.domains.sources(rank_, kRanks);
+    served_sums_ = zeros<Line>(sources * kTokens);
+    nodes_.served_sums = served_sums_.data()->byte;
     served_ranks_ = served_slots_ = zeros<int32_t>(sources * kTokens * kTopK);
     nodes_.served_ranks = served_ranks_.data();
     nodes_.served_slots = served_slots_.data();
@@ -357,23 +364,47 @@ class Rank {
     putget::combine<Float32, Wire, DynamicTopK>(exec_, plan_, call, of_domain);
     run_blocks([&](cpu::Exec& exec, NodesScratch& own) {
       CombineScratch of_sums{};
-      serve_sources<Float32, Wire, DynamicTopK>(exec, plan_, nodes_, own, of_sums);
+      if (is_quantised()) {
+        serve_sources<Float32, Wire, DynamicTopK, true>(exec, plan_, nodes_, own, of_sums);
+      } else {
+        serve_sources<Float32, Wire, DynamicTopK, false>(exec, plan_, nodes_, own, of_sums);
+      }
     });
     call.half = Half::kFinish;
     putget::combine<Float32, Wire, DynamicTopK>(exec_, plan_, call, of_domain);
     call.out = out_.data()->byte;
-    run_blocks([&](cpu::Exec& exec, NodesScratch& own) { sum_domains<Float32, Wire>(exec, plan_, nodes_, call, own); });
+    run_blocks([&](cpu::Exec& exec, NodesScratch& own) {
+      if (is_quantised()) {
+        sum_domains<Float32, Wire, true>(exec, plan_, nodes_, call, own);
+      } else {
+        sum_domains<Float32, Wire, false>(exec, plan_, nodes_, call, own);
+      }
+    });
     if (state_.head.fault != 0) fail_with_fault(round);
     const auto* sums = reinterpret_cast<const float*>(out_.data());
     for (uint32_t token = 0; token < call.num_tokens; ++token) {
-      float want = 0;
-      for (uint32_t rank = 0; rank < kRanks; ++rank) {
-        if (story_.goes_to(round, rank_, token, rank)) want += story_.answer(round, rank_, token, rank);
-      }
+      const float want = wanted_sum(round, token);
       for (uint32_t e = 0; e < kElements; ++e) {
         if (sums[token * kElements + e] != want) fail(kExitMismatch, "a wrong sum", rank_, round);
       }
     }
+  }
+
+  bool is_quantised() const { return nodes_.wire != WireType::kSame; }
+
+  // All elements of a row are the same, so each is the largest one of its block.
+  float wanted_sum(uint32_t round, uint32_t token) const {
+    float want = 0;
+    for (uint32_t domain = 0; domain < nodes_.domains.count(); ++domain) {
+      float sum = 0;
+      for (uint32_t rank = 0; rank < kRanks; ++rank) {
+        const bool counts = nodes_.domains.domain_of(rank) == domain && story_.goes_to(round, rank_, token, rank);
+        if (counts) sum += story_.answer(round, rank_, token, rank);
+      }
+      const bool comes = is_quantised() && domain != nodes_.domains.domain_of(rank_) && sum != 0;
+      want += comes ? times(Fp8::kMax, block_scale(sum)) : sum;
+    }
+    return want;
   }
 
   void release() {
@@ -393,7 +424,7 @@ class Rank {
   cpu::Exec exec_;
   State state_{};
   FaultRecord fault_{};
-  std::vector<Line> symmetric_, outbox_, inbox_, returns_, landing_, own_sums_;
+  std::vector<Line> symmetric_, outbox_, inbox_, returns_, landing_, own_sums_, served_sums_;
   std::vector<Line> out_ = zeros<Line>(kTokens);
   std::vector<uint64_t> board_;
   std::vector<int32_t> table_, near_ranks_, near_slots_, ranks_, slots_, served_ranks_, served_slots_, home_rows_;
@@ -423,7 +454,7 @@ void run(const Options& options) {
   const Story story{options.seed};
   std::vector<std::unique_ptr<Rank>> ranks;
   for (uint32_t rank = 0; rank < kRanks; ++rank) {
-    ranks.push_back(std::make_unique<Rank>(story, domains, rank, options.blocks, network));
+    ranks.push_back(std::make_unique<Rank>(story, domains, rank, options, network));
   }
   for (auto& rank : ranks) rank->meet(ranks);
   for (auto& rank : ranks) network.stepper().add(rank->proxy());
@@ -464,6 +495,7 @@ int main(int count, char** words) {
     if (name == "--rounds") options.rounds = static_cast<uint32_t>(std::atoi(value));
     if (name == "--domain_size") options.domain_size = static_cast<uint32_t>(std::atoi(value));
     if (name == "--blocks") options.blocks = static_cast<uint32_t>(std::atoi(value));
+    if (name == "--quantised") options.quantised = static_cast<uint32_t>(std::atoi(value));
     if (name == "--late") options.late = static_cast<uint32_t>(std::atoi(value));
     if (name == "--weaken") putget::stress::weakened_tag = putget::nodes::tag(value);
     if (name == "--skip") putget::stress::skipped_tag = putget::nodes::tag(value);

@@ -27,6 +27,7 @@ from tests.protocol.test_nodes_tags import AWAITED, PUBLISHED
 
 PROXY = ROOT / "native" / "proxy"
 PARTS = (SOURCES / "nodes_rounds.cpp", *(PROXY / f"{name}.cpp" for name in ("proxy", "thread", "local_network")))
+QUANTISED = ("--quantised", "1")
 SEEDS = range(1, 7)  # for a mistake to show, which one seed may not: the first that does ends the test
 
 
@@ -74,16 +75,22 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Rounds:
     return Rounds(tmp_path_factory.mktemp("rounds"))
 
 
+@pytest.mark.parametrize("how", [(), QUANTISED], ids=["as written", "quantised"])
 @pytest.mark.parametrize("domain_size", [1, 2, 3])
-def test_rounds_across_domains_are_clean(job: Rounds, domain_size: int) -> None:
+def test_rounds_across_domains_are_clean(job: Rounds, domain_size: int, how: tuple[str, ...]) -> None:
     for seed in (1, 2, 3):
-        done = job.run(seed, "--domain_size", domain_size)
+        done = job.run(seed, "--domain_size", domain_size, *how)
         assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("tag", sorted(PUBLISHED | AWAITED))
 def test_a_weakened_order_is_caught(job: Rounds, tag: str) -> None:
     assert job.catches({REPORT}, "--weaken", tag)
+
+
+@pytest.mark.parametrize("tag", ["X7", "X9"])
+def test_a_weakened_order_of_quantised_sums_is_caught(job: Rounds, tag: str) -> None:
+    assert job.catches({REPORT}, *QUANTISED, "--weaken", tag)
 
 
 @pytest.mark.parametrize("tag", sorted(AWAITED))
@@ -129,9 +136,10 @@ MISTAKES_OF_BLOCKS = {
 
 @pytest.mark.parametrize("domain_size", [1, 2])
 def test_steps_of_several_blocks_are_clean(job: Rounds, domain_size: int) -> None:
-    for seed in (1, 2):
-        done = job.run(seed, "--domain_size", domain_size, *BLOCKS, rounds=60)
-        assert done.returncode == 0, done.stderr
+    for how in ((), QUANTISED):
+        for seed in (1, 2):
+            done = job.run(seed, "--domain_size", domain_size, *BLOCKS, *how, rounds=60)
+            assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("mistake", MISTAKES_OF_BLOCKS)

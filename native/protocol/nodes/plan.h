@@ -29,27 +29,31 @@ struct ParcelRow {
 
 // Of one object. The tables are the rank's own memory.
 struct NodesPlan {
+  PUTGET_PURE explicit NodesPlan(const Domains& ranks) : domains(ranks) {}
+
   Domains domains;
-  ParcelShape parcel;
-  ParcelRow row;
-  uint32_t generation;
-  uint64_t* board[kMaxRanks];   // of the ranks of the own domain
-  uint8_t* message[kMaxRanks];  // of each source elsewhere, in the inbox of its agent here
-  uint8_t split_of[kMaxRanks];  // of each source that this rank is the agent of; else kNoSplit
-  uint8_t* outbox;
-  uint8_t* returns;
-  uint8_t* landing;
-  uint64_t* handed_on;    // what the first CTA has seen: `landed` of each source, then `returned` of each domain
-  uint32_t* joined;       // counters of CTAs that have arrived: kJoins, and one for each split
-  uint8_t* own_sums;      // [max_tokens_per_rank] rows of the output: what the own domain adds to each token
-  int32_t* target_ranks;  // [max_tokens_per_rank, top_k] over all domains; the Plan's tables have the own one alone
-  int32_t* target_slots;  // likewise
-  int32_t* home_rows;     // [max_tokens_per_rank, domains] row of a token in the message for a domain, or -1
-  uint32_t* sent_rows;    // [domains] rows of the message for a domain
-  uint32_t* sent_table;   // digest of expert_to_rank in this rank's last dispatch
-  uint32_t* served_rows;  // [ep_size] rows of the message of a source that this rank is the agent of
-  int32_t* served_ranks;  // [splits, max_tokens_per_rank, top_k] routes of such sources in the own domain
-  int32_t* served_slots;  // likewise
+  ParcelShape parcel{};
+  ParcelRow row{};
+  WireType wire = WireType::kSame;  // how sums travel home
+  uint32_t generation = 0;
+  uint64_t* board[kMaxRanks] = {};   // of the ranks of the own domain
+  uint8_t* message[kMaxRanks] = {};  // of each source elsewhere, in the inbox of its agent here
+  uint8_t split_of[kMaxRanks] = {};  // of each source that this rank is the agent of; else kNoSplit
+  uint8_t* outbox = nullptr;
+  uint8_t* returns = nullptr;
+  uint8_t* landing = nullptr;
+  uint64_t* handed_on = nullptr;    // what the first CTA has seen: `landed` by source, then `returned` by domain
+  uint32_t* joined = nullptr;       // counters of CTAs that have arrived: kJoins, and one for each split
+  uint8_t* own_sums = nullptr;      // [max_tokens_per_rank] rows of the output: what the own domain adds to each token
+  int32_t* target_ranks = nullptr;  // [max_tokens_per_rank, top_k] of all domains; the Plan's are of the own one alone
+  int32_t* target_slots = nullptr;  // likewise
+  int32_t* home_rows = nullptr;     // [max_tokens_per_rank, domains] row of a token in the message for a domain, or -1
+  uint32_t* sent_rows = nullptr;    // [domains] rows of the message for a domain
+  uint32_t* sent_table = nullptr;   // digest of expert_to_rank in this rank's last dispatch
+  uint32_t* served_rows = nullptr;  // [ep_size] rows of the message of a source that this rank is the agent of
+  int32_t* served_ranks = nullptr;  // [splits, max_tokens_per_rank, top_k] routes of such sources in the own domain
+  int32_t* served_slots = nullptr;  // likewise
+  uint8_t* served_sums = nullptr;   // [splits, max_tokens_per_rank] rows of the output before they are quantised
 
   static constexpr uint8_t kNoSplit = 255;
   static constexpr uint32_t kJoins = 1;  // before those of splits
@@ -75,6 +79,9 @@ struct NodesPlan {
   // Entries of the routes of one source before those of the next.
   PUTGET_PURE uint64_t routes_of(const Plan& plan, uint32_t source) const {
     return uint64_t{split_of[source]} * plan.shape.max_tokens_per_rank * plan.shape.top_k;
+  }
+  PUTGET_PURE uint8_t* served_sums_of(const Plan& plan, uint32_t source) const {
+    return served_sums + uint64_t{split_of[source]} * plan.shape.max_tokens_per_rank * plan.shape.output_row_bytes();
   }
   // Sources of messages for this domain.
   PUTGET_PURE uint32_t far_sources(const Plan& plan) const {

@@ -1,17 +1,38 @@
 // The start half of combine: sums what this domain owes other domains.
 //
 // Each domain sums its rows of a token by the tree of combine, with the positions of other domains as none, and rounds
-// that once to the output's type. It runs behind the start half of the domain's own combine: CTAs share the rows of
-// each source, and the last one tells the proxy. docs/protocol/nodes.md explains the tags.
+// that once to the output's type; where sums travel in fewer bytes, it quantises the rounded sum. It runs behind the
+// start half of the domain's own combine: CTAs share the rows of each source, and the last one tells the proxy.
+// docs/protocol/nodes.md explains the tags.
 #pragma once
 
 #include "protocol/combine/combine.h"
+#include "protocol/combine/quantise.h"
 #include "protocol/nodes/waits.h"
 
 namespace putget {
 
+// Quantises the sums that this CTA has left in call.out: the items that Reduction gives it. (FewRows shares them
+// otherwise; sums of that kind are one CTA's.)
+template <class Codec, class Exec>
+PUTGET_TEXT void quantise_sums(Exec& exec, const Plan& plan, const NodesPlan& nodes, const CombineCall& call,
+                               uint8_t* to) {
+  const uint32_t elements = plan.shape.output_elements;
+  const uint32_t in_segment = call.segment_bytes / static_cast<uint32_t>(sizeof(typename Codec::Bits));
+  const uint32_t segments = (elements + in_segment - 1) / in_segment;
+  const uint32_t step = exec.blocks() * exec.warps();
+  PUTGET_ROLLED
+  for (uint32_t item = exec.block() * exec.warps() + exec.warp(); item < call.num_tokens * segments; item += step) {
+    const uint32_t row = item / segments;
+    const uint32_t begin = (item - row * segments) * in_segment;
+    const uint32_t end = begin + in_segment < elements ? begin + in_segment : elements;
+    const uint8_t* sum = call.out + uint64_t{row} * plan.shape.output_row_bytes();
+    quantise_by<Codec, true>(exec, plan, sum, to + uint64_t{row} * nodes.parcel.return_row_bytes, begin, end);  // [X7]
+  }
+}
+
 // The sums of one source's rows into `returns`, in the order of its message. scratch.served is for it.
-template <class Codec, class Wire, class TopK, class Exec>
+template <class Codec, class Wire, class TopK, bool kQuantised, class Exec>
 PUTGET_TEXT void sum_served(Exec& exec, const Plan& plan, const NodesPlan& nodes, uint32_t source, uint32_t rows,
                             NodesScratch& scratch) {
   constexpr uint32_t kSegment = 4 * Exec::kLanes * static_cast<uint32_t>(sizeof(typename Exec::Access16));
@@ -26,12 +47,16 @@ PUTGET_TEXT void sum_served(Exec& exec, const Plan& plan, const NodesPlan& nodes
   CombineCall call{};
   const uint32_t whole = round_up(plan.shape.output_row_bytes(), 16);
   call.segment_bytes = Exec::kLanes == 1 || whole < kSegment ? whole : kSegment;
-  call.out = nodes.returns + nodes.split_of[source] * Splits(nodes.domains, parcel).return_bytes();
-  if (parcel.return_row_bytes == plan.shape.output_row_bytes()) {
+  uint8_t* home = nodes.returns + nodes.split_of[source] * Splits(nodes.domains, parcel).return_bytes();
+  call.out = kQuantised ? nodes.served_sums_of(plan, source) : home;
+  if (kQuantised || parcel.return_row_bytes == plan.shape.output_row_bytes()) {
     call.num_tokens = rows;
     typename ReductionOf<Exec, Codec, Wire, TopK>::Type reduction(exec, served, call);
     reduction.look_up(exec, served);
     reduction.run(exec, served, call);  // [X7]
+    if (!kQuantised) return;
+    exec.sync();  // lanes quantise what others have summed
+    quantise_sums<Codec>(exec, plan, nodes, call, home);
     return;
   }
   // Rows of a return stand at multiples of 16 bytes: one at a time, by the first CTA.
@@ -68,7 +93,7 @@ PUTGET_TEXT bool await_domain(Exec& exec, const Plan& plan, const NodesPlan& nod
 }
 
 // Every source that this rank is the agent of. TopK as for combine: how many rows of its domain a token can have.
-template <class Codec, class Wire, class TopK, class Exec>
+template <class Codec, class Wire, class TopK, bool kQuantised, class Exec>
 PUTGET_TEXT void serve_sources(Exec& exec, const Plan& plan, const NodesPlan& nodes, NodesScratch& scratch,
                                CombineScratch& of_domain) {
   if (has_fault(exec, plan)) return;
@@ -81,7 +106,7 @@ PUTGET_TEXT void serve_sources(Exec& exec, const Plan& plan, const NodesPlan& no
     const uint32_t source = (plan.shape.ep_rank + step) % ep_size;
     if (!nodes.serves(source)) continue;
     const uint32_t rows = nodes.served_rows[source];
-    if (rows != 0) sum_served<Codec, Wire, TopK>(exec, plan, nodes, source, rows, scratch);
+    if (rows != 0) sum_served<Codec, Wire, TopK, kQuantised>(exec, plan, nodes, source, rows, scratch);
     exec.sync();
     uint32_t* joined = nodes.joined + NodesPlan::kJoins + nodes.split_of[source];
     if (!exec.template last_to_arrive<Join::J6>(joined, &scratch.last) || exec.thread() != 0) continue;

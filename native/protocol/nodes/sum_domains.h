@@ -2,11 +2,12 @@
 //
 // Each domain has summed its rows of a token (serve.h; the own one by its own combine), and rounded that to the
 // output's type. The token's rank adds these rows in float32, in the order of domains, and rounds once. So the bits
-// depend on the routing and on which ranks are a domain, and neither on timing nor on the token's rank. CTAs share the
-// rows; the first one waits, and hands on what it has seen. docs/protocol/nodes.md explains the tags.
+// depend on the routing and on which ranks are a domain, and not on timing; nor on the token's rank, unless the sums of
+// other domains are quantised. CTAs share the rows; the first one waits, and hands on what it has seen.
+// docs/protocol/nodes.md explains the tags.
 #pragma once
 
-#include "protocol/combine/reduce.h"
+#include "protocol/combine/sentinel_sum.h"
 #include "protocol/nodes/waits.h"
 
 namespace putget {
@@ -74,8 +75,67 @@ PUTGET_TEXT const uint8_t* domain_sum(const Plan& plan, const NodesPlan& nodes, 
   return row < 0 ? nullptr : sums + uint64_t{static_cast<uint32_t>(row)} * nodes.parcel.return_row_bytes;
 }
 
+// A pack of a domain's sum as it lies here. Zeros where `row` is null.
+template <class Codec, uint32_t kElements>
+struct SumAsWritten {
+  Pack<Codec, kElements> raw;
+
+  template <class Exec>
+  PUTGET_TEXT void load(Exec& exec, const Plan&, const uint8_t* row, uint32_t pack) {
+    raw = exec.get_or_zero(reinterpret_cast<const Pack<Codec, kElements>*>(row), pack);  // [X9]
+  }
+  template <class Exec>
+  PUTGET_TEXT Sums<kElements> widen(Exec&) const {
+    return putget::widen(raw);
+  }
+};
+
+// The same of a sum that came quantised.
+template <uint32_t kElements>
+struct SumQuantised {
+  Pack<Fp8, kElements> raw;
+  float scale;
+
+  template <class Exec>
+  PUTGET_TEXT void load(Exec& exec, const Plan& plan, const uint8_t* row, uint32_t pack) {
+    raw = exec.get_or_zero(reinterpret_cast<const Pack<Fp8, kElements>*>(row), pack);  // [X9]
+    const uint8_t* scales = row == nullptr ? nullptr : row + plan.shape.scales_offset();
+    scale = exec.get_or_zero(reinterpret_cast<const float*>(scales), pack * kElements / kScaleBlock);
+  }
+  template <class Exec>
+  PUTGET_TEXT Sums<kElements> widen(Exec& exec) const {
+    if constexpr (kElements % sizeof(uint32_t) == 0) {
+      return Fp8Wire::widen(exec, raw, scale);
+    } else {
+      Sums<kElements> sums = putget::widen(raw);
+      for (uint32_t e = 0; e < kElements; ++e) sums.value[e] = times(sums.value[e], scale);
+      return sums;
+    }
+  }
+};
+
+// Adds packs of one domain's row to the sums, which begin with those of the first domain.
+template <class Part, uint32_t kTogether, uint32_t kElements, class Exec>
+PUTGET_TEXT void add_domain(Exec& exec, const Plan& plan, const uint8_t* row, uint32_t begin, uint32_t end,
+                            bool is_first, Sums<kElements> (&sum)[kTogether]) {
+  Part part[kTogether];
+  PUTGET_UNROLL
+  for (uint32_t i = 0; i < kTogether; ++i) {
+    const uint32_t pack = begin + i * exec.lanes();
+    part[i].load(exec, plan, pack < end ? row : nullptr, pack);
+  }
+  PUTGET_UNROLL
+  for (uint32_t i = 0; i < kTogether; ++i) {
+    if (is_first) {
+      sum[i] = part[i].widen(exec);
+    } else {
+      sum[i].add(part[i].widen(exec));
+    }
+  }
+}
+
 // Adds the domains' rows of a segment of a token, so many packs of each lane at once.
-template <class Codec, class Wire, class Exec>
+template <class Codec, class Wire, bool kQuantised, class Exec>
 PUTGET_TEXT void add_segment(Exec& exec, const Plan& plan, const NodesPlan& nodes, const CombineCall& call,
                              uint32_t token, uint32_t first, uint32_t end, const NodesScratch& scratch) {
   constexpr uint32_t kTogether = 4;
@@ -86,20 +146,11 @@ PUTGET_TEXT void add_segment(Exec& exec, const Plan& plan, const NodesPlan& node
     Sums<Wire::kElements> sum[kTogether] = {};
     PUTGET_ROLLED
     for (uint32_t domain = 0; domain < nodes.domains.count(); ++domain) {
-      const auto* row = reinterpret_cast<const Row*>(domain_sum(plan, nodes, token, domain, scratch));
-      Row part[kTogether];
-      PUTGET_UNROLL
-      for (uint32_t i = 0; i < kTogether; ++i) {
-        const uint32_t pack = begin + i * exec.lanes();
-        part[i] = exec.get_or_zero(pack < end ? row : nullptr, pack);  // [X9]
-      }
-      PUTGET_UNROLL
-      for (uint32_t i = 0; i < kTogether; ++i) {
-        if (domain == 0) {
-          sum[i] = widen(part[i]);
-        } else {
-          sum[i].add(widen(part[i]));
-        }
+      const uint8_t* row = domain_sum(plan, nodes, token, domain, scratch);
+      if (kQuantised && scratch.sums[domain] != nullptr) {
+        add_domain<SumQuantised<Wire::kElements>>(exec, plan, row, begin, end, domain == 0, sum);
+      } else {
+        add_domain<SumAsWritten<Codec, Wire::kElements>>(exec, plan, row, begin, end, domain == 0, sum);
       }
     }
     PUTGET_UNROLL
@@ -115,7 +166,7 @@ PUTGET_TEXT void add_segment(Exec& exec, const Plan& plan, const NodesPlan& node
 }
 
 // Adds the domains' rows of this rank's tokens.
-template <class Codec, class Wire, class Exec>
+template <class Codec, class Wire, bool kQuantised, class Exec>
 PUTGET_TEXT void add_domains(Exec& exec, const Plan& plan, const NodesPlan& nodes, const CombineCall& call,
                              const NodesScratch& scratch) {
   constexpr uint32_t kSegment = 4 * Exec::kLanes;  // packs
@@ -128,18 +179,19 @@ PUTGET_TEXT void add_domains(Exec& exec, const Plan& plan, const NodesPlan& node
     const uint32_t token = item / segments;
     const uint32_t first = (item - token * segments) * in_segment;
     const uint32_t end = first + in_segment < packs ? first + in_segment : packs;
-    add_segment<Codec, Wire>(exec, plan, nodes, call, token, first, end, scratch);
+    add_segment<Codec, Wire, kQuantised>(exec, plan, nodes, call, token, first, end, scratch);
   }
 }
 
 // After the domain's combine has left its sums in own_sums.
-template <class Codec, class Wire, class Exec>
+template <class Codec, class Wire, bool kQuantised, class Exec>
 PUTGET_TEXT void sum_domains(Exec& exec, const Plan& plan, const NodesPlan& nodes, const CombineCall& call,
                              NodesScratch& scratch) {
   if (has_fault(exec, plan)) return;
   const uint32_t epoch = plan.state->head.epoch;
   look_up_sums(exec, plan, nodes, scratch);
-  if (await_returns(exec, plan, nodes, epoch, scratch)) add_domains<Codec, Wire>(exec, plan, nodes, call, scratch);
+  if (!await_returns(exec, plan, nodes, epoch, scratch)) return;
+  add_domains<Codec, Wire, kQuantised>(exec, plan, nodes, call, scratch);
 }
 
 }  // namespace putget
