@@ -3,9 +3,11 @@
  * iteration tells nothing.
  *
  * What is checked: the lines of a round are of one window and part; a host reads the sums of one window; kernels wait for
- * no host (invalid end states). That statistics are those of the round is in ranks.pml.
+ * no host (invalid end states). With DEATH the last rank may die at any step; the hosts of the others go on from the
+ * least window that any of them has planned from, and a host has at most one window to forget. That statistics are those
+ * of the round is in ranks.pml.
  *
- * Parameters (-D): RANKS, ROUNDS. The other names are mutations.
+ * Parameters (-D): RANKS, ROUNDS, DEATH. The other names are mutations.
  */
 #ifndef RANKS
 #define RANKS 2
@@ -23,6 +25,23 @@
 #define ALL(flags, round) (flags[AT(me, 0)] == round && flags[AT(me, 1)] == round && flags[AT(me, 2)] == round)
 #endif
 
+#ifdef DEATH
+#define VICTIM (RANKS - 1)
+bool dead;
+byte least_history = 255, told, recovered, finished;
+/* A deadline passes where a flag of the dead is missing, or of one that has stopped for it. */
+#define AWAIT(flags, round) if :: ALL(flags, round) :: dead && !(ALL(flags, round)) -> goto fault fi
+/* The others store to all at once. */
+#define TO_ALL(store) \
+  if \
+  :: me != VICTIM -> atomic { for (peer : 0 .. RANKS - 1) { store(peer) } } \
+  :: else -> for (peer : 0 .. RANKS - 1) { if :: dead = true; goto stopped :: atomic { store(peer) } fi } \
+  fi
+#else
+#define AWAIT(flags, round) ALL(flags, round)
+#define TO_ALL(store) for (peer : 0 .. RANKS - 1) { atomic { store(peer) } }
+#endif
+
 byte arrived[RANKS * RANKS], ended[RANKS * RANKS]; /* D3, C2: the round */
 byte stats_window[RANKS * RANKS], stats_part[RANKS * RANKS], stats_planned[RANKS * RANKS]; /* S1 */
 byte told_window[RANKS * RANKS], told_part[RANKS * RANKS], told_planned[RANKS * RANKS];    /* of an iteration */
@@ -31,14 +50,17 @@ byte gathered[RANKS];     /* H3 */
 byte done[RANKS];         /* H1: the window that the host has done with */
 byte window[RANKS], part[RANKS], planned[RANKS]; /* what a rank tells next */
 byte history[RANKS];      /* windows that a host has planned from */
+bool busy[RANKS];         /* the host plans from a window */
+bool halted[RANKS];       /* it plans no more: set_active_ranks has begun */
 
 proctype Host(byte me) {
   byte now;
 end_of_rounds:
   do
   :: atomic {
-      (gathered[me] != history[me]); /* H4 */
-      now = gathered[me]
+      (gathered[me] != history[me] && !halted[me]); /* H4 */
+      now = gathered[me];
+      busy[me] = true
     }
 #ifdef EARLY_DONE
     done[me] = now;
@@ -46,10 +68,13 @@ end_of_rounds:
     assert(sums[PART(me, 0)] == now);
     assert(sums[PART(me, 1)] == now);
     assert(now == history[me] + 1);
-    history[me] = now;
+    atomic {
+      history[me] = now;
 #ifndef EARLY_DONE
-    done[me] = now /* H1 */
+      done[me] = now; /* H1 */
 #endif
+      busy[me] = false
+    }
   od
 }
 
@@ -99,23 +124,23 @@ inline gather() {
   planned[me] = done[me] /* H2 */
 }
 
+inline send(to) {
+  stats_window[AT(to, me)] = window[me]; /* S1 */
+  stats_part[AT(to, me)] = part[me];
+  stats_planned[AT(to, me)] = planned[me] + 1;
+  arrived[AT(to, me)] = round /* D3 */
+}
+
+inline end(to) {
+  ended[AT(to, me)] = round /* C2 */
+}
+
 proctype Kernels(byte me) {
   byte round, peer, least;
   for (round : 1 .. ROUNDS) {
-    ALL(ended, round - 1); /* D1 */
-    peer = 0;
-    do
-    :: peer == RANKS -> break
-    :: peer < RANKS ->
-      atomic {
-        stats_window[AT(peer, me)] = window[me]; /* S1 */
-        stats_part[AT(peer, me)] = part[me];
-        stats_planned[AT(peer, me)] = planned[me] + 1;
-        arrived[AT(peer, me)] = round; /* D3 */
-        peer++
-      }
-    od;
-    ALL(arrived, round); /* D4 */
+    AWAIT(ended, round - 1); /* D1 */
+    TO_ALL(send);
+    AWAIT(arrived, round); /* D4 */
     atomic {
       if
       :: TELLS(round) ->
@@ -127,17 +152,30 @@ proctype Kernels(byte me) {
       :: else
       fi
     }
-    peer = 0;
-    do
-    :: peer == RANKS -> break
-    :: peer < RANKS ->
-      atomic {
-        ended[AT(peer, me)] = round; /* C2 */
-        peer++
-      }
-    od;
+    TO_ALL(end);
     atomic { gather() }
   }
+#ifdef DEATH
+  finished++;
+  if :: finished == RANKS || me == VICTIM -> goto stopped :: dead fi;
+fault:
+  if :: me == VICTIM -> goto stopped :: else fi;
+  atomic { !busy[me]; halted[me] = true };
+  atomic {
+    least_history = (history[me] < least_history -> history[me] : least_history);
+    told++
+  }
+  told == RANKS - 1;
+  assert(history[me] - least_history <= 1); /* the one of before is kept */
+#ifndef KEEP_HISTORY
+  history[me] = least_history;
+#endif
+  recovered++;
+  recovered == RANKS - 1;
+  for (peer : 0 .. VICTIM - 1) { assert(history[peer] == history[me]) }
+#endif
+stopped:
+  skip
 }
 
 init {

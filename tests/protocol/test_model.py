@@ -150,7 +150,9 @@ CORRECT = [
     Check("nodes_ctas", "BLOCKS=3 SMS=1"),
     Check("nodes_ctas", "BLOCKS=3 SMS=3"),
     Check("tables", "ROUNDS=4"),
+    Check("tables", "RANKS=3 ROUNDS=3 BATCHES=1 DEATH"),
     Check("loads", "ROUNDS=9"),
+    Check("loads", "RANKS=3 ROUNDS=5 DEATH"),
     # Agreement: a rank that pauses at any step, and who goes on.
     Check("agreement", "WAKES=0"),
 ]
@@ -286,6 +288,10 @@ MUTATIONS = [
     Check("tables", "OWN_LANDED", ASSERTION),
     Check("tables", "SLOT_FIRST", ASSERTION),
     Check("tables", "TABLE_FIRST", ASSERTION),
+    Check("tables", "RANKS=3 ROUNDS=3 BATCHES=1 DEATH LEAST_TAKEN", ASSERTION),
+    Check("tables", "RANKS=3 ROUNDS=3 BATCHES=1 DEATH KEEP_OWN", ASSERTION),
+    Check("tables", "RANKS=3 ROUNDS=3 BATCHES=1 DEATH SLOTS_ALONE", ASSERTION),
+    Check("loads", "RANKS=3 ROUNDS=5 DEATH KEEP_HISTORY", ASSERTION),
     Check("loads", "EARLY_DONE", ASSERTION),
     Check("loads", "OWN_DONE", ASSERTION),
     Check("loads", "SKIP_DONE", ASSERTION),
