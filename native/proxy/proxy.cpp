@@ -156,7 +156,7 @@ bool Proxy::begin_dispatch(Sending& sending, uint64_t now_ns) {
   sending.chunks = config_.shape.chunks(sending.rows);
   sending.next = 0;
   sending.since_ns = now_ns;
-  sending.asked = false;
+  sending.asked = 0;
   sending.posting = true;
   return post_dispatch(sending);
 }
@@ -216,13 +216,15 @@ void Proxy::hear_whom_the_agent_waits_for(Sending& sending, uint64_t now_ns) {
   }
 }
 
-// While only its return is missing, no write says that an agent is gone: this one fails then.
+// While only its return is missing, no write says that an agent is gone: this one fails then. Again and again, because
+// the agent may go at any time.
 void Proxy::ask_whether_the_agent_lives(Sending& sending, uint64_t now_ns) {
-  if (sending.asked || now_ns - sending.since_ns < config_.timeout_ns / 2) return;
+  const uint64_t next_ns = config_.timeout_ns / 2 + sending.asked * (config_.timeout_ns / 8);
+  if (now_ns - sending.since_ns < next_ns) return;
   putget_transport_write write{};
   write.target = config_.inbox_of[sending.lane.peer];
   write.imm = parcel_imm(ParcelKind::kAsking, config_.generation, config_.workspace, 0, config_.rank);
-  sending.asked = post(sending.lane, write) != Post::kLater;  // [X11]
+  if (post(sending.lane, write) != Post::kLater) ++sending.asked;  // [X11]
 }
 
 bool Proxy::step_sent() {

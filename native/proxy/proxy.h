@@ -92,9 +92,9 @@ class Proxy {
     uint32_t chunks = 0;
     uint32_t next = 0;  // chunk
     bool posting = false;
-    bool asked = false;
-    uint64_t from = 0;  // bytes from the start of the outbox
-    uint64_t to = 0;    // ... and of the agent's inbox
+    uint32_t asked = 0;  // times that the agent was asked whether it lives
+    uint64_t from = 0;   // bytes from the start of the outbox
+    uint64_t to = 0;     // ... and of the agent's inbox
     uint64_t since_ns = 0;
     std::vector<Counter> returned;  // by chunk
     Counter released;

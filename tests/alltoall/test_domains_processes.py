@@ -180,7 +180,7 @@ def test_a_killed_rank_is_named_within_the_deadline(four: RankProcesses, provide
     assert max(took for _, took in found.values()) < 4.0 + 5.0  # a busy machine takes its time, too
 
 
-def owed(rank: Rank, network: putget.Network, timeout_s: float) -> tuple[str, float]:
+def owed(rank: Rank, network: putget.Network, timeout_s: float, late_s: float) -> tuple[str, float]:
     """A body: rank 3 has had all of its rows when it is killed, and owes rank 1 a return, because rank 2 is late."""
     comm = putget.Communicator(network=network)
     me = Rank(rank.rank, rank.size, rank.device, _comm=comm)
@@ -191,7 +191,7 @@ def owed(rank: Rank, network: putget.Network, timeout_s: float) -> tuple[str, fl
     received = a2a.dispatch(torch.full((2, 1), expert, dtype=torch.int32), torch.ones(2, 1), torch.ones(2, 4))
     a2a.combine_input.copy_(received.payloads[0])
     if rank.rank == 2:
-        time.sleep(2.0)  # what is on its way to rank 3 has come
+        time.sleep(late_s)  # what is on its way to rank 3 has come
         os.kill(pids[3], signal.SIGKILL)
     began, missing = time.monotonic(), ""
     try:
@@ -202,11 +202,13 @@ def owed(rank: Rank, network: putget.Network, timeout_s: float) -> tuple[str, fl
     return missing, time.monotonic() - began
 
 
-def test_a_killed_rank_that_owes_a_return_is_found_before_the_deadline(four: RankProcesses) -> None:
-    """No write to it is under way: its source asks at half of the deadline. Over tcp it takes 20 s of heartbeats."""
-    timeout_s = 16.0
+@pytest.mark.parametrize(("late_s", "timeout_s"), [(2.0, 16.0), (5.0, 8.0)], ids=["early", "late"])
+def test_a_killed_rank_that_owes_a_return_is_found_before_the_deadline(
+    four: RankProcesses, late_s: float, timeout_s: float
+) -> None:
+    """No write to it is under way: its source asks, from half of the deadline on. Over tcp heartbeats take 20 s."""
     for rank in range(4):
-        four.submit(rank, owed, putget.Network("shm", domain_size=2), timeout_s)
+        four.submit(rank, owed, putget.Network("shm", domain_size=2), timeout_s, late_s)
     found = four.results([0, 1, 2], timeout=90)
     assert [found[rank][0] for rank in range(3)] == ["", "(3,)", ""]
     assert found[1][1] < timeout_s
