@@ -2,6 +2,7 @@
 #pragma once
 
 #include <functional>
+#include <map>
 #include <memory>
 
 #include "balancer/choice.h"
@@ -77,7 +78,7 @@ class Backend : public std::enable_shared_from_this<Backend> {
   virtual void* own_stream() const { return nullptr; }
 
   // Called by whoever reads the fault, before: it may know better who is missing.
-  std::function<void()> before_fault_is_read;
+  std::map<const void*, std::function<void()>> before_fault_is_read;
 
   const MemoryConfig& config() const { return config_; }
   // Where the sentinel rows of any object begin; before that lie regions of other rows.

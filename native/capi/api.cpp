@@ -237,7 +237,7 @@ putget_status putget_read_fault(putget_memory* memory, putget_fault* fault) {
   return guarded([&] {
     Backend& backend = backend_of(memory);
     require(fault != nullptr, "fault is null");
-    if (backend.before_fault_is_read) backend.before_fault_is_read();
+    for (const auto& hook : backend.before_fault_is_read) hook.second();
     *fault = putget_fault{};
     fault->size = sizeof(*fault);
     fault->magic = PUTGET_MAGIC;

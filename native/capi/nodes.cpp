@@ -147,8 +147,9 @@ Nodes::Nodes(const putget_nodes_config& config, Backend& memory, const Plan& pla
   }
   make_tables(plan.shape);
   make_network_memory();
-  Board(board_[rank_]).clear(memory.read_state().head.epoch);
-  memory.before_fault_is_read = [this] { name_the_lost(); };
+  nodes_.first = memory.read_state().head.epoch;
+  Board(board_[rank_]).clear(nodes_.first);
+  memory.before_fault_is_read[this] = [this] { name_the_lost(); };
 }
 
 bool Nodes::is_member(uint32_t rank) const { return nodes_.is_near(plan_, rank) && nodes_.domains.is_active(rank); }
@@ -168,6 +169,7 @@ void Nodes::make_tables(const Shape& shape) {
                             shape.ep_size * sizeof(uint32_t),
                             (NodesPlan::kJoins + sources) * sizeof(uint32_t),
                             (shape.ep_size + domains) * sizeof(uint64_t),
+                            sizeof(NodesState),
                             tokens * round_up(shape.output_row_bytes(), 16),
                             served_sums_bytes(shape, nodes_.domains, nodes_.wire)};
   uint64_t at[std::size(bytes)];
@@ -185,8 +187,9 @@ void Nodes::make_tables(const Shape& shape) {
   nodes_.served_rows = reinterpret_cast<uint32_t*>(tables + at[5]);
   nodes_.joined = reinterpret_cast<uint32_t*>(tables + at[6]);
   nodes_.handed_on = reinterpret_cast<uint64_t*>(tables + at[7]);
-  nodes_.own_sums = tables + at[8];
-  nodes_.served_sums = tables + at[9];
+  nodes_.state = reinterpret_cast<NodesState*>(tables + at[8]);
+  nodes_.own_sums = tables + at[9];
+  nodes_.served_sums = tables + at[10];
 }
 
 // In host memory, where any network reaches it.
@@ -226,7 +229,7 @@ Nodes::~Nodes() {
     end_last_round();
     while (!quiet()) std::this_thread::sleep_for(kBetweenLooks);
   }
-  if (!has_left_) memory_->before_fault_is_read = nullptr;
+  memory_->before_fault_is_read.erase(this);
   for (const uint32_t region : regions_) transport_.remove_region(transport_.self, region);
 }
 
@@ -251,7 +254,7 @@ void Nodes::leave() {
   if (runs_) network_->stepper().remove(proxy_.get());
   runs_ = false;
   has_left_ = true;
-  memory_->before_fault_is_read = nullptr;
+  memory_->before_fault_is_read.erase(this);
   remove_region(inbox_);
   remove_region(landing_);
 }
@@ -312,7 +315,7 @@ void Nodes::start() {
   proxy::Config config{rank_,
                        nodes_.generation,
                        workspace_,
-                       memory_->read_state().head.epoch,
+                       nodes_.first,
                        plan_.timeout_ns,
                        nodes_.parcel,
                        nodes_.domains,

@@ -1,4 +1,4 @@
-"""An object's part in rounds across domains: its network memory, and how the ranks' proxies find each other."""
+"""Objects' parts in rounds across domains: their network memory, and how the ranks' proxies find each other."""
 
 from __future__ import annotations
 
@@ -10,26 +10,13 @@ import torch
 from putget import _abi
 from putget._agreement import CONNECTING, RUNNING, Attempt
 from putget._memory import Memory, close_share, decode_share, encode_share
-from putget.communicator import Communicator
+from putget._peers import Message
 from putget.errors import PutgetError
 from putget.options import Wire
 from putget.workspace import Workspace, stage_of
 
 _NUMBERS = 64  # of workspaces in a generation, and of generations
 _CARD_BYTES = 1024
-
-
-def check_across(comm: Communicator, workspace: Workspace | None) -> None:
-    """Refuses what objects over several domains do not have in this version.
-
-    Raises:
-        ValueError: The communicator has several domains, and a workspace is given.
-    """
-    if comm.network is not None and workspace is not None:
-        raise ValueError(
-            f"workspace is given, but the communicator has {len(comm.domains)} domains: across domains this version "
-            "has a workspace for each object"
-        )
 
 
 class Nodes:
@@ -43,6 +30,7 @@ class Nodes:
         routes: [max_tokens_per_rank, top_k] int32 twice: where dispatch leaves ranks and slots of all domains.
 
     Attributes:
+        name: Tells it from others of the communicator; the same on all ranks.
         num_bytes: Memory of this rank for it, beside the workspace.
 
     Raises:
@@ -63,7 +51,9 @@ class Nodes:
         assert comm.network is not None
         self._comm, self._handle, self._config, self._home, self._routes = comm, handle, config, home, routes
         self._network = comm.network  # outlives the object
-        self.join(workspace, range(comm.size), None)
+        self.name = comm.numbers  # of the object; the same on all ranks
+        workspace.memory.epoch()  # waits for the device: rounds are counted from there on, on all ranks alike
+        self.join(workspace, [self], range(comm.size), None)
 
     def leave(self) -> None:
         """Ends this rank's part: its regions are gone, and what others still send finds none.
@@ -73,25 +63,15 @@ class Nodes:
         """
         _abi.call("putget_nodes_leave", self._handle)
 
-    def join(self, workspace: Workspace, members: Sequence[int], attempt: Attempt | None) -> None:
-        """Begins, or goes on with these ranks, in fresh memory and under a number that no write of before has.
+    def create(self, members: Sequence[int]) -> tuple[str, _abi.Share]:
+        """Makes the memory and the object's part, under a number that no write of before has.
+
+        Returns:
+            The card for the other domains, and the memory's share for the own one.
 
         Raises:
-            ValueError, PeerTimeout, PutgetError: As the constructor raises them.
+            ValueError, PutgetError: As the constructor raises them.
         """
-        try:
-            card = self._create(members)
-            share = self._memory.export()
-        except (ValueError, PutgetError) as error:
-            self._comm.refuse(str(error))
-            raise
-        try:
-            self._connect(workspace, members, attempt, card, share)
-        finally:
-            close_share(share)
-
-    def _create(self, members: Sequence[int]) -> bytes:
-        """Makes the memory and the object's part; returns the card for the other domains."""
         comm, handle = self._comm, self._handle
         generation, number = divmod(comm.next_number(), _NUMBERS)
         domain_of = (ctypes.c_uint8 * comm.size)(*comm.domain_of)
@@ -116,41 +96,105 @@ class Nodes:
         card = (ctypes.c_uint8 * _CARD_BYTES)()
         card_bytes = ctypes.c_uint64(_CARD_BYTES)
         _abi.call("putget_nodes_card", handle, card, ctypes.byref(card_bytes))
-        return bytes(card[: card_bytes.value])
+        return bytes(card[: card_bytes.value]).hex(), self._memory.export()
 
-    def _connect(
-        self, workspace: Workspace, members: Sequence[int], attempt: Attempt | None, card: bytes, share: _abi.Share
-    ) -> None:
-        """Maps the own domain's memory, connects with the others, and begins when all members have."""
-        comm = self._comm
-        near = [rank for rank in comm.near_ranks if rank in members]
+    def meet(self, rank: int, card: str, share: _abi.Share | None) -> None:
+        """Maps the memory of a rank of the own domain, or connects with one of another.
+
+        Raises:
+            ValueError, PeerTimeout, PutgetError: As the constructor raises them.
+        """
+        if share is not None:
+            self._memory.import_share(rank, share)
+            return
+        theirs = bytes.fromhex(card)
+        place = (ctypes.c_uint8 * len(theirs)).from_buffer_copy(theirs)
+        _abi.call("putget_nodes_connect", self._handle, rank, place, len(theirs))
+
+    def start(self) -> None:
+        """When it has met all others: makes the proxy."""
+        _abi.call("putget_nodes_start", self._handle)
+
+    def run(self) -> None:
+        """When all others have started."""
+        _abi.call("putget_nodes_run", self._handle)
+
+    @staticmethod
+    def join(workspace: Workspace, parts: Sequence[Nodes], members: Sequence[int], attempt: Attempt | None) -> None:
+        """Begins rounds of a workspace's objects with these ranks, or goes on with them. Collective among the members.
+
+        Raises:
+            ValueError: The members have different objects on the workspace; or as the constructor raises it.
+            PeerTimeout, PutgetError: As the constructor raises them.
+        """
+        mesh = workspace.comm._mesh
         timeout_s = workspace.warmup_timeout_s if attempt is None else workspace.timeout_s
         phase = "setup" if attempt is None else "set_active_ranks"
-        messages = comm._mesh.exchange(
-            "network memory",
-            {"share": encode_share(share), "card": card.hex()},
-            members=members,
-            timeout_s=timeout_s,
-            phase=phase,
-            descriptors={rank: [share.descriptor] for rank in near},
-            **stage_of(attempt, CONNECTING),
-        )
+        messages = _exchange_memory(workspace, parts, members, timeout_s, phase, attempt)
         try:
             for rank, message in messages.items():
-                if rank in near:
-                    self._memory.import_share(rank, decode_share(message.fields["share"], message.descriptors))
-                else:
-                    theirs = bytes.fromhex(message.fields["card"])
-                    place = (ctypes.c_uint8 * len(theirs)).from_buffer_copy(theirs)
-                    _abi.call("putget_nodes_connect", self._handle, rank, place, len(theirs))
-            _abi.call("putget_nodes_start", self._handle)
+                _meet(workspace, parts, rank, message, phase)
+            for part in parts:
+                part.start()
         except (ValueError, PutgetError) as error:
-            comm.refuse(str(error))
+            mesh.refuse(str(error))
             raise
         finally:
             for message in messages.values():
                 message.close()
-        comm._mesh.exchange(
-            "proxies", {}, members=members, timeout_s=timeout_s, phase=phase, **stage_of(attempt, RUNNING)
+        stage = stage_of(attempt, RUNNING)
+        mesh.exchange("proxies", {}, members=members, timeout_s=timeout_s, phase=phase, **stage)
+        for part in parts:
+            part.run()
+
+
+def _exchange_memory(
+    workspace: Workspace,
+    parts: Sequence[Nodes],
+    members: Sequence[int],
+    timeout_s: float,
+    phase: str,
+    attempt: Attempt | None,
+) -> dict[int, Message]:
+    """Makes the parts' memory; every member gets the cards of all parts, and those of the own domain the shares."""
+    comm = workspace.comm
+    made: list[tuple[str, _abi.Share]] = []
+    try:
+        try:
+            for part in parts:
+                made.append(part.create(members))
+        except (ValueError, PutgetError) as error:
+            comm.refuse(str(error))
+            raise
+        fields = {
+            "objects": [part.name for part in parts],
+            "cards": [card for card, _ in made],
+            "shares": [encode_share(share) for _, share in made],
+        }
+        passed = [share.descriptor for _, share in made]
+        return comm._mesh.exchange(
+            "network memory",
+            fields,
+            members=members,
+            timeout_s=timeout_s,
+            phase=phase,
+            descriptors={rank: passed for rank in comm.near_ranks if rank in members},
+            **stage_of(attempt, CONNECTING),
         )
-        _abi.call("putget_nodes_run", self._handle)
+    finally:
+        for _, share in made:
+            close_share(share)
+
+
+def _meet(workspace: Workspace, parts: Sequence[Nodes], rank: int, message: Message, phase: str) -> None:
+    comm, fields = workspace.comm, message.fields
+    if fields["objects"] != [part.name for part in parts]:
+        raise ValueError(
+            f"{phase}: the workspace has {len(parts)} objects on rank {comm.rank}, and others, "
+            f"{len(fields['objects'])}, on rank {rank}: close the same ones on all ranks"
+        )
+    for index, part in enumerate(parts):
+        share = None
+        if rank in comm.near_ranks:
+            share = decode_share(fields["shares"][index], message.descriptors[index : index + 1])
+        part.meet(rank, fields["cards"][index], share)

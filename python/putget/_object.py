@@ -77,7 +77,7 @@ class NativeObject:
             try:
                 routes_of_all = self.target_ranks, self.target_slots
                 self._nodes = Nodes(workspace, self._handle, config, geometry.home, routes_of_all)
-                workspace.across = self._nodes
+                workspace.across.append(self._nodes)
             except BaseException:
                 self.destroy()
                 raise
@@ -197,8 +197,8 @@ class NativeObject:
     def destroy(self) -> None:
         """Frees the native object."""
         handle, self._handle = self._handle, None
-        if self._nodes is not None:
-            self._workspace.across = None
+        if self._nodes in self._workspace.across:
+            self._workspace.across.remove(self._nodes)
         if handle is not None:
             _abi.library().putget_destroy(handle)
 

@@ -19,7 +19,7 @@ from putget.errors import PutgetError
 _LENGTH = struct.Struct("!I")
 _DESCRIPTOR = struct.Struct("i")
 _MAX_MESSAGE_BYTES = 1 << 20
-_MAX_DESCRIPTORS = 8
+_MAX_DESCRIPTORS = 64  # of one message: as many as objects of a workspace share memory
 
 
 def _receive(sock: socket.socket) -> tuple[bytes, list[int]]:

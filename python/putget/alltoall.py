@@ -18,7 +18,6 @@ from putget._arguments import (
     refuse_removed,
 )
 from putget._geometry import Beside, Geometry, default_expert_to_rank
-from putget._nodes import check_across
 from putget._object import NativeObject
 from putget._overlap import check_no_grad
 from putget._rounds import Rounds
@@ -111,7 +110,6 @@ class AllToAll:
             check_seconds("timeout_s", timeout_s)
             check_seconds("warmup_timeout_s", warmup_timeout_s)
             self._device = resolve_device(device)
-            check_across(comm, workspace)
             most = self._most_at_once(num_sms, num_threads)
             table = (
                 default_expert_to_rank(num_experts, comm.size, self._device)

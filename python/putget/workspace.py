@@ -60,8 +60,9 @@ class Across(Protocol):
     def leave(self) -> None:
         """Ends it, for other active ranks."""
 
-    def join(self, workspace: Workspace, members: Sequence[int], attempt: Attempt | None) -> None:
-        """Begins again, collectively among the members."""
+    @staticmethod
+    def join(workspace: Workspace, parts: Sequence[Any], members: Sequence[int], attempt: Attempt | None) -> None:
+        """Begins all parts again, collectively among the members."""
 
 
 class Workspace:
@@ -117,7 +118,7 @@ class Workspace:
         self.turns = Turns(self.device)
         self._layout: Hashable | None = None
         self._mixed = False
-        self.across: Across | None = None  # of the object on it, where there are several domains
+        self.across: list[Across] = []  # of each object on it, where there are several domains
 
         fabric = self._agree_on_sharing()
         try:
@@ -252,7 +253,7 @@ class Workspace:
         """See ``AllToAll.set_active_ranks``."""
         memory = self.memory
         comm = self._comm
-        if self.across is not None and self.device.type == "cuda":
+        if self.across and self.device.type == "cuda":
             # A captured graph has the places of the memory that would go.
             raise ValueError(
                 f"set_active_ranks: the communicator has {len(comm.domains)} domains, across which this version does "
@@ -265,16 +266,16 @@ class Workspace:
             self._apart = "set_active_ranks failed"
             self._active = wanted
             try:
-                if self.across is not None:
-                    self.across.leave()
+                for part in self.across:
+                    part.leave()
                 memory.renew()
             except PutgetError as error:
                 comm.refuse(str(error))
                 raise
             self._meet((attempt.epoch + 1) % (1 << 32), self.timeout_s, "set_active_ranks", attempt)
-            if self.across is not None:
+            if self.across:
                 self._apart = "set_active_ranks failed"
-                self.across.join(self, members, attempt)
+                self.across[0].join(self, self.across, members, attempt)
                 self._apart = None
 
     def _check_mask(self, mask: Sequence[bool], quorum: int | None) -> tuple[bool, ...]:

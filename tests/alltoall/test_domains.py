@@ -20,6 +20,7 @@ from tests.alltoall.test_properties import cases
 from tests.harness import Rank, run_ranks
 from tests.harness.cases import COMBINE, DISPATCH, ENDINGS, Case, Round
 from tests.harness.compare import check_case, check_round, play, play_round, require_same
+from tests.test_workspace import LAYERS, bytes_of, play_layers
 
 # Ranks and the size of a domain; the last domain of five ranks is smaller than the first.
 WORLDS = [(4, 2), (8, 2), (8, 4), (5, 3), (8, 1)]
@@ -214,6 +215,94 @@ def test_objects_take_turns_on_one_communicator(world: World) -> None:
     case = in_domains(Case(2, ragged(2, 5, 3, 8)), 1)
     final = replace(case, rounds=case.rounds[-1:] * 2)
     check_case(final, run_case(case, 1, body, world))
+
+
+# --- objects that share a workspace
+
+
+def test_objects_of_different_shapes_share_a_workspace(world: World) -> None:
+    """Layers by turns, in any order. Rounds that one leaves open end with the dispatch of another."""
+    order = (0, 1, 2, 0, 0, 1, 1, 2, 1, 0, 2, 2, 2, 0, 1, 2, 1, 0)
+    cases = tuple(in_domains(case, 2) for case in LAYERS)
+    num_bytes = 2 * max(bytes_of(case) for case in cases)
+    results = world.run(3, 2, play_layers, cases, order, num_bytes)
+    for layer, case in enumerate(cases):
+        for index in range(len(case.rounds)):
+            check_round(case, index, {rank: outcomes[layer][index] for rank, outcomes in enumerate(results)})
+
+
+def shared_then_changed(rank: Rank, case: Case, masks: list[tuple[bool, ...]], meeting: threading.Barrier) -> list[Any]:
+    """A body: two objects of a workspace under one mask after the other; one goes in the middle, another comes."""
+    outcomes: list[Any] = []
+    workspace = putget.Workspace(rank.comm, 2 * bytes_of(case), device=rank.device, timeout_s=20, warmup_timeout_s=20)
+    objects = [rank.all_to_all(**case.options(), workspace=workspace) for _ in range(3)]
+    objects.pop(1).close()
+    objects.append(rank.all_to_all(**case.options(), workspace=workspace))
+    for number, mask in enumerate(masks):
+        outcomes.append([])
+        if mask[rank.rank]:
+            if number > 0:
+                workspace.set_active_ranks(mask)
+            under_it = replace(case, active=mask)
+            for index in range(len(case.rounds)):
+                outcomes[-1].append(play_round(objects[index % 3], rank, under_it, index))
+        meeting.wait(60)
+    for owner in (*objects, workspace):
+        owner.close()
+    return outcomes
+
+
+def test_active_ranks_change_for_all_objects_of_a_workspace(provider: str) -> None:
+    wide = {"payloads": (((24,), torch.bfloat16),), "output": ((24,), torch.bfloat16)}
+    case = in_domains(Case(4, ragged(4, 9, 2, 9), num_experts=8, top_k=4, max_tokens_per_rank=9, **wide), 2)
+    masks = [only(4, 0, 1, 2, 3), only(4, 0, 1, 2), only(4, 1, 3), only(4, 0, 1, 2, 3)]
+    net = network(2, provider)
+    meeting = threading.Barrier(4)
+    found = run_ranks(4, shared_then_changed, case, masks, meeting, mode="thread", timeout=200, network=net)
+    for number, mask in enumerate(masks):
+        for index in range(len(case.rounds)):
+            held = {rank: found[rank][number][index] for rank in range(4) if mask[rank]}
+            check_round(replace(case, active=mask), index, held)
+
+
+def test_a_round_that_another_object_has_ended_is_not_combined(provider: str) -> None:
+    """It is misuse on every rank, and heals as any fault."""
+
+    def body(rank: Rank) -> tuple[str, float]:
+        ids, weights, rows = torch.tensor([[0, 2]], dtype=torch.int32), torch.ones(1, 2), torch.ones(1, 4)
+        workspace = putget.Workspace(rank.comm, 1 << 20, device=rank.device, timeout_s=5, warmup_timeout_s=5)
+        first, second = (rank.all_to_all(workspace=workspace, timeout_s=5.0) for _ in range(2))
+        first.dispatch(ids, weights, rows)
+        second.dispatch(ids, weights, rows)
+        with pytest.raises(putget.ProtocolMisuse) as raised:
+            first.combine()
+        workspace.set_active_ranks([True] * 2)
+        second.dispatch(ids, weights, rows)
+        first.dispatch(ids, weights, rows)
+        first.combine_input.fill_(2.0)
+        total = first.combine().sum().item()
+        for owner in (first, second, workspace):
+            owner.close()
+        return str(raised.value), total
+
+    for words, total in run_ranks(2, body, mode="thread", timeout=60, network=network(1, provider)):
+        assert "no dispatch came before it" in words
+        assert total == 4 * (2.0 + 2.0)
+
+
+def test_objects_that_only_some_ranks_have_are_told() -> None:
+    def body(rank: Rank) -> str:
+        workspace = putget.Workspace(rank.comm, 1 << 20, device=rank.device, timeout_s=5, warmup_timeout_s=5)
+        objects = [rank.all_to_all(workspace=workspace) for _ in range(2)]
+        objects[rank.rank].close()
+        with pytest.raises(ValueError, match="the workspace has 1 objects on rank") as raised:
+            workspace.set_active_ranks([True] * 2)
+        for owner in (*objects, workspace):
+            owner.close()
+        return str(raised.value)
+
+    for words in run_ranks(2, body, mode="thread", timeout=60, network=network(1)):
+        assert "close the same ones on all ranks" in words
 
 
 def test_halves_of_two_objects_overlap(world: World) -> None:
@@ -550,17 +639,6 @@ def test_ends_that_differ_are_misuse(world: World) -> None:
 
     raised = world.run(2, 1, body, timeout=60)
     assert any("ProtocolMisuse" in text and "without combine" in text for text in raised), raised
-
-
-def test_a_workspace_of_another_object_is_refused() -> None:
-    def body(rank: Rank) -> str:
-        with rank.all_to_all() as a2a:
-            with pytest.raises(ValueError, match="workspace is given, but the communicator has 2 domains"):
-                rank.all_to_all(workspace=a2a.workspace)
-            a2a.dispatch(torch.zeros(1, 2, dtype=torch.int32), torch.ones(1, 2), torch.ones(1, 4))
-            return str(a2a.combine().shape)  # nothing has happened
-
-    assert run_ranks(2, body, mode="thread", network=network(1)) == ["torch.Size([1, 4])"] * 2
 
 
 def test_ranks_that_quantise_differently_are_told() -> None:

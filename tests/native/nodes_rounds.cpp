@@ -250,6 +250,7 @@ class Rank {
     nodes_.served_rows = served_rows_;
     nodes_.joined = joined_;
     nodes_.handed_on = handed_on_;
+    nodes_.state = &nodes_state_;
   }
 
   uint32_t target_of(const Rank& other, uint32_t region) const {
@@ -431,6 +432,7 @@ class Rank {
   uint32_t sent_rows_[kRanks] = {}, served_rows_[kRanks] = {}, sent_table_ = 0;
   uint32_t joined_[NodesPlan::kJoins + kRanks] = {};
   uint64_t handed_on_[2 * kRanks] = {};
+  NodesState nodes_state_{};
   int32_t num_tokens_[kRanks] = {};
   unsigned long long invalid_ = 0;
   int32_t ids_[kTokens * kTopK] = {};

@@ -220,7 +220,7 @@ PUTGET_TEXT void route_messages(Exec& exec, const Plan& plan, const NodesPlan& n
                                 NodesScratch& scratch) {
   const StateHead& head = plan.state->head;
   if (head.fault != 0 || is_between_halves(exec, plan)) return;
-  const uint32_t last = head.epoch;
+  const uint32_t last = nodes.epoch();
   close_open_round(exec, plan, nodes, kEndedByRelease);
   // The word may lie behind a bus: routes are looked up while it is on its way.
   const uint64_t* sent = nodes.board_of(plan.shape.ep_rank).sent();
@@ -240,20 +240,23 @@ PUTGET_TEXT void pack(Exec& exec, const Plan& plan, const NodesPlan& nodes, cons
                       NodesScratch& scratch) {
   const StateHead& head = plan.state->head;
   if (head.fault != 0 || is_between_halves(exec, plan)) return;
-  const uint32_t epoch = head.epoch + 1;
+  const uint32_t epoch = nodes.epoch() + 1;
   pack_rows<Id>(exec, plan, nodes, call);
   if (exec.block() == 0) pack_headers(exec, plan, nodes, call.stats, epoch);
   if (!exec.template last_to_arrive<Join::J5>(nodes.joined, &scratch.last)) return;
   if (exec.thread() == 0) nodes.joined[0] = 0;
   const Board board = nodes.board_of(plan.shape.ep_rank);
   const uint32_t own = nodes.domains.domain_of(plan.shape.ep_rank);
-  const uint32_t ended = head.rounds == 0 ? 0 : head.end;
+  const uint32_t ended = nodes.state->ended;
   PUTGET_ROLLED
   for (uint32_t domain = exec.thread(); domain < nodes.domains.count(); domain += exec.threads()) {
     if (domain == own || nodes.domains.size(domain) == 0) continue;
     const uint64_t doorbell = pack_flag(epoch, doorbell_value(nodes.sent_rows[domain], ended));
     exec.template publish<Tag::X2>(board.out(domain), doorbell);
   }
+  if (exec.thread() != 0) return;
+  ++nodes.state->rounds;
+  nodes.state->open = 1;
 }
 
 }  // namespace putget

@@ -27,6 +27,14 @@ struct ParcelRow {
   }
 };
 
+// What kernels of one object keep of its rounds. The objects of a workspace have rounds by turns; between domains each
+// counts its own, since its proxy sees no others.
+struct NodesState {
+  uint32_t rounds;  // that it has sent messages of
+  uint32_t open;    // 1 until this rank has told its domain how the last one ended
+  uint32_t ended;   // how the last one ended; 0 before the first
+};
+
 // Of one object. The tables are the rank's own memory.
 struct NodesPlan {
   PUTGET_PURE explicit NodesPlan(const Domains& ranks) : domains(ranks) {}
@@ -36,13 +44,15 @@ struct NodesPlan {
   ParcelRow row{};
   WireType wire = WireType::kSame;  // how sums travel home
   uint32_t generation = 0;
+  uint32_t first = 0;                // epoch of the last round before its first
   uint64_t* board[kMaxRanks] = {};   // of the ranks of the own domain
   uint8_t* message[kMaxRanks] = {};  // of each source elsewhere, in the inbox of its agent here
   uint8_t split_of[kMaxRanks] = {};  // of each source that this rank is the agent of; else kNoSplit
   uint8_t* outbox = nullptr;
   uint8_t* returns = nullptr;
   uint8_t* landing = nullptr;
-  uint64_t* handed_on = nullptr;    // what the first CTA has seen: `landed` by source, then `returned` by domain
+  uint64_t* handed_on = nullptr;  // what the first CTA has seen: `landed` by source, then `returned` by domain
+  NodesState* state = nullptr;
   uint32_t* joined = nullptr;       // counters of CTAs that have arrived: kJoins, and one for each split
   uint8_t* own_sums = nullptr;      // [max_tokens_per_rank] rows of the output: what the own domain adds to each token
   int32_t* target_ranks = nullptr;  // [max_tokens_per_rank, top_k] of all domains; the Plan's are of the own one alone
@@ -60,6 +70,9 @@ struct NodesPlan {
 
   PUTGET_PURE uint64_t* landed_here(uint32_t source) const { return handed_on + source; }
   PUTGET_PURE uint64_t* returned_here(uint32_t domain) const { return handed_on + domains.ep_size() + domain; }
+
+  // Of the last round that it has sent messages of.
+  PUTGET_PURE uint32_t epoch() const { return first + state->rounds; }
 
   // Where messages of other domains lie; `inbox` of each rank of the own domain.
   void look_up_messages(const Shape& shape, uint8_t* const* inbox) {

@@ -97,7 +97,7 @@ template <class Codec, class Wire, class TopK, bool kQuantised, class Exec>
 PUTGET_TEXT void serve_sources(Exec& exec, const Plan& plan, const NodesPlan& nodes, NodesScratch& scratch,
                                CombineScratch& of_domain) {
   if (has_fault(exec, plan)) return;
-  const uint32_t epoch = plan.state->head.epoch;
+  const uint32_t epoch = nodes.epoch();
   const uint32_t ep_size = plan.shape.ep_size;
   if (exec.thread() == 0) scratch.served = plan;
   if (!await_domain(exec, plan, nodes, of_domain)) return;

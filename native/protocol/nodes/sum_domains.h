@@ -188,7 +188,7 @@ template <class Codec, class Wire, bool kQuantised, class Exec>
 PUTGET_TEXT void sum_domains(Exec& exec, const Plan& plan, const NodesPlan& nodes, const CombineCall& call,
                              NodesScratch& scratch) {
   if (has_fault(exec, plan)) return;
-  const uint32_t epoch = plan.state->head.epoch;
+  const uint32_t epoch = nodes.epoch();
   look_up_sums(exec, plan, nodes, scratch);
   if (!await_returns(exec, plan, nodes, epoch, scratch)) return;
   add_domains<Codec, Wire, kQuantised>(exec, plan, nodes, call, scratch);

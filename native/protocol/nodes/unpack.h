@@ -163,7 +163,7 @@ PUTGET_RARE void report_no_message(Exec& exec, const Plan& plan, const NodesPlan
 template <class Exec>
 PUTGET_TEXT bool unpack_source(Exec& exec, const Plan& plan, const NodesPlan& nodes, const MessagePart& mine,
                                uint32_t max_rows, Patience& patience, NodesScratch& scratch) {
-  const uint32_t epoch = plan.state->head.epoch;
+  const uint32_t epoch = nodes.epoch();
   const uint32_t own = nodes.domains.domain_of(plan.shape.ep_rank);
   if (exec.thread() == 0) {
     const uint64_t* landed = nodes.board_of(plan.shape.ep_rank).landed(mine.source);

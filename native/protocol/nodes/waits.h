@@ -168,12 +168,17 @@ PUTGET_TEXT bool is_between_halves(const Exec& exec, const Plan& plan) {
   return flag_epoch(own.arrived) == head.epoch + 1 || own.combining(head.open, head.epoch);
 }
 
-// Ends the round so where one is open.
+// Ends the object's round so where one is open: also one that another object of the workspace has ended in the domain.
+// Who combines such a one is out of turn, which the domain's own combine reports.
 template <class Exec>
 PUTGET_TEXT void close_open_round(Exec& exec, const Plan& plan, const NodesPlan& nodes, uint32_t kind) {
   const StateHead& head = plan.state->head;
-  if (head.fault != 0 || head.open == 0 || is_between_halves(exec, plan)) return;
-  close_round(exec, plan, nodes, head.epoch, kind);
+  if (head.fault != 0 || nodes.state->open == 0 || is_between_halves(exec, plan)) return;
+  if (kind == kEndedByCombine && (head.open == 0 || head.opened_by != plan.object_id)) return;
+  close_round(exec, plan, nodes, nodes.epoch(), kind);
+  if (exec.thread() != 0) return;
+  nodes.state->open = 0;
+  nodes.state->ended = kind;
 }
 
 }  // namespace putget

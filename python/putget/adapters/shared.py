@@ -95,7 +95,7 @@ def place_of(device: torch.device | str | None) -> torch.device:
 class SharedWorkspace:
     """Symmetric memory that layers use one after the other, and the all-to-alls that were made on it.
 
-    Construction is collective over the group. Across domains there is no such memory: each all-to-all has its own.
+    Construction is collective over the group.
 
     Args:
         comm: The expert-parallel group.
@@ -124,14 +124,11 @@ class SharedWorkspace:
         self._warmup_timeout_s = warmup_timeout_s
         self._objects: dict[Recipe, AllToAll] = {}
         self._suspended = self._is_closed = False
-        self._workspace = self._make()
-        self._active = (True,) * comm.size  # across domains
+        self._workspace: Workspace | None = self._make()
         self._local: torch.Tensor | None = None
         self._open_round: weakref.ref[Any] | None = None
 
-    def _make(self) -> Workspace | None:
-        if self.comm.network is not None:
-            return None
+    def _make(self) -> Workspace:
         return Workspace(
             self.comm,
             self.num_bytes,
@@ -165,7 +162,8 @@ class SharedWorkspace:
     def active_ranks(self) -> tuple[bool, ...]:
         """One bool for each rank of the group; raises as `require_open` does."""
         self.require_open()
-        return self._active if self._workspace is None else self._workspace.active_ranks
+        assert self._workspace is not None
+        return self._workspace.active_ranks
 
     def local_rows(self, num_bytes: int) -> torch.Tensor:
         """[num_bytes] uint8 beside the symmetric memory, zeros at first: layers use it one after the other, too."""
@@ -217,19 +215,14 @@ class SharedWorkspace:
                 )
             self.comm = comm
         self._workspace = self._make()
-        self._active = (True,) * self.comm.size
         self._suspended = self._is_closed = False
 
     def set_active_ranks(self, mask: tuple[bool, ...]) -> None:
         """Goes on with these ranks; collective among them where they are others than before (``Workspace``)."""
         if mask == self.active_ranks:
             return
-        if self._workspace is not None:
-            self._workspace.set_active_ranks(mask)
-        else:
-            for a2a in self._objects.values():  # made in the same order on all ranks
-                a2a.set_active_ranks(mask)
-            self._active = mask
+        assert self._workspace is not None
+        self._workspace.set_active_ranks(mask)
         self.open_round = None
 
     def all_to_all(self, recipe: Recipe) -> AllToAll:
