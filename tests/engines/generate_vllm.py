@@ -9,8 +9,10 @@ their own.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
+import multiprocessing.connection
 import os
 import sys
 import time
@@ -127,6 +129,20 @@ def processes_of(case: str, folder: Path, fork: ForkContext) -> list[ForkProcess
     return [fork.Process(target=run_rank, args=(folder, case, rank, port)) for rank in range(CASES[name][0])]
 
 
+def join_or_end(case: str, processes: list[ForkProcess]) -> None:
+    """Waits for all of them. The first that fails ends the case: others may wait for it, up to half an hour."""
+    running: dict[Any, ForkProcess] = {process.sentinel: process for process in processes}
+    while running:
+        for sentinel in multiprocessing.connection.wait(list(running)):
+            process = running.pop(sentinel)
+            process.join()
+            if process.exitcode:
+                for child in psutil.Process().children(recursive=True):
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        child.kill()
+                raise SystemExit(f"a rank of {case} ended with {process.exitcode}")
+
+
 def main(folder: Path, cases: list[str]) -> None:
     fork = preload()
     save_models(folder, {case.split(".")[1] for case in cases})
@@ -136,13 +152,13 @@ def main(folder: Path, cases: list[str]) -> None:
         processes = processes_of(case, folder, fork)
         for process in processes:
             process.start()
-        for process in processes:
-            process.join()
-        codes = [process.exitcode for process in processes]
         if case.startswith("killed"):
+            for process in processes:
+                process.join()
+            codes = [process.exitcode for process in processes]
             (folder / case).write_text(json.dumps({"codes": codes, "seconds": time.monotonic() - start}))
-        elif any(codes):
-            raise SystemExit(f"{case} ended with {codes}")
+        else:
+            join_or_end(case, processes)
 
 
 if __name__ == "__main__":

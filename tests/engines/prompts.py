@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
 import socket
 
 PROMPTS = [[3, 17, 41, 5, 96, 2], [77], [9, 8, 7, 6, 5, 4, 3, 2, 1, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0], [50, 51], [1, 2, 3]]
@@ -18,6 +20,12 @@ def each_rank_on_a_host() -> None:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port to listen at later. Not one of those that connections of any program get meanwhile, from 32768 on.
+
+    Nor one that SGLang takes by itself, below 30000.
+    """
+    while True:
+        port = random.randrange(30000, 32768)
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("0.0.0.0", port))
+            return port
