@@ -1,8 +1,8 @@
 // Rounds across domains as threads, for ThreadSanitizer: the text that the library runs, with the product's proxies and
 // its network between ranks of a process.
 //
-//   nodes_rounds [--seed N] [--rounds N] [--domain_size N] [--blocks N] [--quantised 1] [--weaken TAG] [--skip TAG]
-//                [--late N]
+//   nodes_rounds [--seed N] [--rounds N] [--domain_size N] [--blocks N] [--quantised 1] [--objects N] [--weaken TAG]
+//                [--skip TAG] [--late N]
 //
 // ThreadSanitizer keys on virtual addresses: so all memory is mapped once, at the same address for everybody. Each rank
 // computes what it must receive and what its tokens must sum to. Exit status: 0 all well; 3 a wrong value; 4 a fault;
@@ -49,6 +49,7 @@ struct Options {
   uint32_t domain_size = 2;
   uint32_t blocks = 1;     // that share the rows of a step, each a thread
   uint32_t quantised = 0;  // 1: sums of other domains come quantised
+  uint32_t objects = 1;    // of one workspace, with rows of their own sizes
   uint32_t late = kRanks;  // a rank that gives its rows when its domain's agents have had the time to sum without them
 };
 
@@ -58,15 +59,22 @@ uint64_t mix(uint64_t value) {
   return value ^ value >> 31;
 }
 
+// Tokens that an object has room for, and elements of a row that it sends. With those of the second one, rows from one
+// rank come to lie where the first one has answers for others.
+uint32_t room_of(uint32_t object) { return kTokens << 2 * object; }
+uint32_t row_elements(uint32_t object) { return kElements << object; }
+
 // What all ranks know of a round, from the seed alone.
 struct Story {
   uint64_t seed;
+  uint32_t objects;
 
   uint64_t draw(uint32_t what, uint32_t round, uint32_t a = 0, uint32_t b = 0) const {
     return mix(mix(mix(seed * 31 + what) + round) + (uint64_t{a} << 32 | b));
   }
   bool combines(uint32_t round) const { return draw(1, round) % 3 != 0; }
   bool releases(uint32_t round, uint32_t rank) const { return draw(2, round, rank) % 2 == 0; }  // else left open
+  uint32_t object(uint32_t round) const { return static_cast<uint32_t>(draw(10, round) % objects); }
   uint32_t tokens(uint32_t round, uint32_t source) const {
     return draw(3, round, source) % 4 == 0 ? 0 : static_cast<uint32_t>(draw(4, round, source) % (kTokens + 1));
   }
@@ -82,7 +90,7 @@ struct Story {
   }
   // Small whole numbers: their sums have no rounding, whatever their order.
   float row(uint32_t round, uint32_t source, uint32_t token, uint32_t element) const {
-    return static_cast<float>(draw(6, round, source, token * kElements + element) % 1000);
+    return static_cast<float>(draw(6, round, source, token * 2 * kElements + element) % 1000);
   }
   // Half of all stories have statistics; without them a message without rows has no bytes.
   uint32_t num_stats() const { return seed % 2 == 0 ? kStats : 0; }
@@ -100,15 +108,15 @@ struct Story {
   std::_Exit(status);
 }
 
-Shape shape_of(uint32_t rank, uint32_t num_stats) {
+Shape shape_of(uint32_t rank, uint32_t object, uint32_t num_stats) {
   Shape shape{};
   shape.ep_size = kRanks;
   shape.ep_rank = rank;
   shape.num_experts = kExperts;
   shape.top_k = kTopK;
-  shape.max_tokens_per_rank = kTokens;
+  shape.max_tokens_per_rank = room_of(object);
   shape.num_payloads = 1;
-  shape.row_bytes[0] = kElements * sizeof(float);
+  shape.row_bytes[0] = row_elements(object) * sizeof(float);
   shape.output_elements = kElements;
   shape.output_type = OutputType::kFloat32;
   shape.num_stats = num_stats;
@@ -125,23 +133,44 @@ struct alignas(128) Line {
   uint8_t byte[128];
 };
 
+// What the objects of a rank's workspace share.
+struct Shared {
+  Shared(const Story& story, uint32_t rank) {
+    for (uint32_t object = 0; object < story.objects; ++object) {
+      bytes = std::max(bytes, layout_of(shape_of(rank, object, story.num_stats())).total_bytes);
+    }
+    symmetric = zeros<Line>(bytes / sizeof(Line) + 1);
+    state.head.mixed = story.objects > 1 ? 1 : 0;
+  }
+
+  uint64_t bytes = 0;
+  std::vector<Line> symmetric;
+  State state{};
+  FaultRecord fault{};
+};
+
+// One object on one rank.
 class Rank {
  public:
-  Rank(const Story& story, const Domains& domains, uint32_t rank, const Options& options, proxy::LocalNetwork& network)
+  Rank(const Story& story, const Domains& domains, uint32_t rank, uint32_t object, const Options& options,
+       Shared& shared, proxy::LocalNetwork& network)
       : story_(story),
         blocks_(options.blocks),
-        held_(*network.table(rank), story.seed * kRanks + rank),
+        object_(object),
+        held_(*network.table(rank), (story.seed * kRanks + rank) * 2 + object),
         plan_{},
         nodes_(domains),
         network_(network),
-        rank_(rank) {
-    plan_.shape = shape_of(rank, story.num_stats());
+        rank_(rank),
+        symmetric_(shared.symmetric),
+        state_(shared.state),
+        fault_(shared.fault) {
+    plan_.shape = shape_of(rank, object, story.num_stats());
     plan_.layout = layout_of(plan_.shape);
-    plan_.sentinel = sentinel_region(plan_.layout.total_bytes, plan_.shape);
-    symmetric_ = zeros<Line>(plan_.layout.total_bytes / sizeof(Line) + 1);
+    plan_.sentinel = sentinel_region(shared.bytes, plan_.shape);
     for (uint32_t expert = 0; expert < kExperts; ++expert) table_.push_back(expert / (kExperts / kRanks));
     for (auto* routes : {&near_ranks_, &near_slots_, &ranks_, &slots_}) {
-      *routes = zeros<int32_t>(kTokens * kTopK);
+      *routes = zeros<int32_t>(room_of(object) * kTopK);
     }
     state_.head.active = RankSet::none();
     for (uint32_t peer = 0; peer < kRanks; ++peer) {
@@ -156,16 +185,16 @@ class Rank {
     plan_.invalid_ids = &invalid_;
     plan_.timeout_ns = plan_.warmup_timeout_ns = kTimeoutNs;
     plan_.by_ep_size = Divisor(kRanks);
-    plan_.object_id = 1;
+    plan_.object_id = object + 1;
     nodes_.wire = options.quantised != 0 ? WireType::kFp8 : WireType::kSame;
     prepare_nodes();
   }
 
   // When all ranks are there.
-  void meet(std::vector<std::unique_ptr<Rank>>& ranks) {
+  void meet(const std::vector<std::vector<std::unique_ptr<Rank>>>& ranks) {
     uint8_t* inbox[kMaxRanks] = {};
     for (uint32_t peer = 0; peer < kRanks; ++peer) {
-      Rank& other = *ranks[peer];
+      Rank& other = *ranks[peer][object_];
       plan_.base[peer] = other.symmetric_.data()->byte;
       if (nodes_.is_near(plan_, peer)) {
         nodes_.board[peer] = other.board_.data();
@@ -176,7 +205,7 @@ class Rank {
       }
     }
     nodes_.look_up_messages(plan_.shape, inbox);
-    proxy::Config config{rank_, 0,           0,           0,  kTimeoutNs, nodes_.parcel, nodes_.domains, &held_.table(),
+    proxy::Config config{rank_, 0,           object_,     0,  kTimeoutNs, nodes_.parcel, nodes_.domains, &held_.table(),
                          {},    regions_[0], regions_[2], {}, {}};
     std::copy_n(nodes_.board, kMaxRanks, config.board);
     std::copy_n(inbox_of_, kMaxRanks, config.inbox_of);
@@ -185,21 +214,19 @@ class Rank {
   }
   proxy::Proxy* proxy() { return proxy_.get(); }
 
-  void run(uint32_t rounds, bool is_late) {
-    for (uint32_t round = 1; round <= rounds; ++round) {
-      dispatch(round);
-      if (is_late && story_.combines(round)) wait_for_early_sums(round);
-      check_received(round);
-      if (story_.combines(round)) {
-        combine(round);
-      } else if (story_.releases(round, rank_)) {
-        release();
-      }
-      if (state_.head.fault != 0) fail_with_fault(round);
+  void play(uint32_t round, bool is_late) {
+    dispatch(round);
+    if (is_late && story_.combines(round)) wait_for_early_sums();
+    check_received(round);
+    if (story_.combines(round)) {
+      combine(round);
+    } else if (story_.releases(round, rank_)) {
+      release();
     }
-    // The last round ends for others too.
-    close_open_round(exec_, plan_, nodes_, kEndedByRelease);
+    if (state_.head.fault != 0) fail_with_fault(round);
   }
+  // The last round ends for others too.
+  void end() { close_open_round(exec_, plan_, nodes_, kEndedByRelease); }
 
  private:
   const putget_transport& table() const { return *network_.table(rank_); }
@@ -219,7 +246,7 @@ class Rank {
     Shape home = plan_.shape;
     home.wire_type = nodes_.wire;
     // Messages of up to three chunks.
-    nodes_.parcel = ParcelShape::make(kTokens, kTopK, nodes_.row.bytes, home.wire_row_bytes(),
+    nodes_.parcel = ParcelShape::make(room_of(object_), kTopK, nodes_.row.bytes, home.wire_row_bytes(),
                                       96 + 2 * (nodes_.row.bytes + kTopK), story_.num_stats());
     const Splits splits(nodes_.domains, nodes_.parcel);
     board_ = zeros<uint64_t>(Board::kWords);
@@ -233,17 +260,18 @@ class Rank {
     nodes_.outbox = outbox_.data()->byte;
     nodes_.returns = returns_.data()->byte;
     nodes_.landing = landing_.data()->byte;
-    own_sums_ = zeros<Line>(kTokens);
+    const uint32_t room = room_of(object_);
+    own_sums_ = zeros<Line>(room);
     nodes_.own_sums = own_sums_.data()->byte;
     nodes_.target_ranks = ranks_.data();
     nodes_.target_slots = slots_.data();
     const uint32_t sources = nodes_.domains.sources(rank_, kRanks);
-    served_sums_ = zeros<Line>(sources * kTokens);
+    served_sums_ = zeros<Line>(sources * room);
     nodes_.served_sums = served_sums_.data()->byte;
-    served_ranks_ = served_slots_ = zeros<int32_t>(sources * kTokens * kTopK);
+    served_ranks_ = served_slots_ = zeros<int32_t>(sources * room * kTopK);
     nodes_.served_ranks = served_ranks_.data();
     nodes_.served_slots = served_slots_.data();
-    home_rows_ = zeros<int32_t>(kTokens * kRanks);
+    home_rows_ = zeros<int32_t>(room * kRanks);
     nodes_.home_rows = home_rows_.data();
     nodes_.sent_rows = sent_rows_;
     nodes_.sent_table = &sent_table_;
@@ -287,7 +315,8 @@ class Rank {
       weights_[i] = static_cast<float>(i);
     }
     for (uint32_t token = 0; token < tokens; ++token) {
-      for (uint32_t e = 0; e < kElements; ++e) rows_[token * kElements + e] = story_.row(round, rank_, token, e);
+      const uint32_t elements = row_elements(object_);
+      for (uint32_t e = 0; e < elements; ++e) rows_[token * elements + e] = story_.row(round, rank_, token, e);
     }
     DispatchCall call{};
     call.topk_ids = ids_;
@@ -297,7 +326,7 @@ class Rank {
     for (uint32_t i = 0; i < kStats; ++i) stats_[i] = story_.stat(round, rank_, i);
     call.stats = story_.num_stats() != 0 && story_.tells(round, rank_) ? stats_ : nullptr;
     call.num_tokens = tokens;
-    call.max_rows = kTokens;
+    call.max_rows = room_of(object_);
     call.ids_access_bytes = 4;
     cut_into_items(call, plan_.shape, 1u << 30, 1, 1, false);
     NodesScratch scratch{};
@@ -305,12 +334,12 @@ class Rank {
     route_messages<int32_t>(exec_, plan_, nodes_, call, scratch);
     run_blocks([&](cpu::Exec& exec, NodesScratch& own) { pack<int32_t>(exec, plan_, nodes_, call, own); });
     putget::dispatch<int32_t>(exec_, plan_, call, of_domain);
-    run_blocks([&](cpu::Exec& exec, NodesScratch& own) { unpack(exec, plan_, nodes_, kTokens, own); });
+    run_blocks([&](cpu::Exec& exec, NodesScratch& own) { unpack(exec, plan_, nodes_, room_of(object_), own); });
     if (state_.head.fault != 0) fail_with_fault(round);
   }
 
   // Nobody tells of sums while this rank has not given its rows: it goes on at once if somebody has, else in a while.
-  void wait_for_early_sums(uint32_t round) const {
+  void wait_for_early_sums() const {
     constexpr uint64_t kPatienceNs = 30'000'000;
     const uint64_t begun = exec_.now_ns();
     bool told = false;
@@ -319,7 +348,7 @@ class Rank {
         if (peer == rank_ || !nodes_.is_near(plan_, peer)) continue;
         for (uint32_t source = 0; source < kRanks; ++source) {
           const uint64_t back = exec_.peek(nodes_.board_of(peer).back(source));
-          told = told || (flag_epoch(back) == round && flag_value(back) != 0);
+          told = told || (flag_epoch(back) == nodes_.epoch() && flag_value(back) != 0);
         }
       }
       std::this_thread::yield();
@@ -333,8 +362,9 @@ class Rank {
       for (uint32_t token = 0; token < story_.tokens(round, source); ++token) {
         if (!story_.goes_to(round, source, token, rank_)) continue;
         const uint64_t row = row_index(slot++, source, kRanks);
-        const auto* values = reinterpret_cast<const float*>(own + plan_.layout.payload[0]) + row * kElements;
-        for (uint32_t e = 0; e < kElements; ++e) {
+        const uint32_t elements = row_elements(object_);
+        const auto* values = reinterpret_cast<const float*>(own + plan_.layout.payload[0]) + row * elements;
+        for (uint32_t e = 0; e < elements; ++e) {
           if (values[e] != story_.row(round, source, token, e)) fail(kExitMismatch, "a wrong row", rank_, round);
         }
         auto* answers = reinterpret_cast<float*>(plan_.own() + plan_.layout.output) + row * kElements;
@@ -416,6 +446,7 @@ class Rank {
 
   const Story story_;
   const uint32_t blocks_;
+  const uint32_t object_;
   uint64_t draws_ = mix(story_.seed) | 1;
   HeldLink held_;
   Plan plan_;
@@ -423,9 +454,10 @@ class Rank {
   proxy::LocalNetwork& network_;
   const uint32_t rank_;
   cpu::Exec exec_;
-  State state_{};
-  FaultRecord fault_{};
-  std::vector<Line> symmetric_, outbox_, inbox_, returns_, landing_, own_sums_, served_sums_;
+  std::vector<Line>& symmetric_;  // the workspace's, and the following
+  State& state_;
+  FaultRecord& fault_;
+  std::vector<Line> outbox_, inbox_, returns_, landing_, own_sums_, served_sums_;
   std::vector<Line> out_ = zeros<Line>(kTokens);
   std::vector<uint64_t> board_;
   std::vector<int32_t> table_, near_ranks_, near_slots_, ranks_, slots_, served_ranks_, served_slots_, home_rows_;
@@ -438,7 +470,7 @@ class Rank {
   int32_t ids_[kTokens * kTopK] = {};
   float weights_[kTokens * kTopK] = {};
   int32_t stats_[kStats] = {};
-  alignas(16) float rows_[kTokens * kElements] = {};
+  alignas(16) float rows_[kTokens * 2 * kElements] = {};
   uint32_t regions_[4] = {};
   uint32_t inbox_of_[kMaxRanks] = {}, landing_of_[kMaxRanks] = {};
   std::unique_ptr<proxy::Proxy> proxy_;
@@ -453,29 +485,41 @@ void run(const Options& options) {
   }
   const Domains domains(domain_of, kRanks, everybody);
   proxy::LocalNetwork network(kRanks, options.seed);
-  const Story story{options.seed};
-  std::vector<std::unique_ptr<Rank>> ranks;
+  const Story story{options.seed, options.objects};
+  std::vector<std::unique_ptr<Shared>> shared;
+  std::vector<std::vector<std::unique_ptr<Rank>>> ranks(kRanks);
   for (uint32_t rank = 0; rank < kRanks; ++rank) {
-    ranks.push_back(std::make_unique<Rank>(story, domains, rank, options, network));
+    shared.push_back(std::make_unique<Shared>(story, rank));
+    for (uint32_t object = 0; object < options.objects; ++object) {
+      ranks[rank].push_back(std::make_unique<Rank>(story, domains, rank, object, options, *shared.back(), network));
+    }
   }
-  for (auto& rank : ranks) rank->meet(ranks);
-  for (auto& rank : ranks) network.stepper().add(rank->proxy());
+  const auto each = [&](auto body) {
+    for (auto& objects : ranks) {
+      for (auto& object : objects) body(*object);
+    }
+  };
+  each([&](Rank& object) { object.meet(ranks); });
+  each([&](Rank& object) { network.stepper().add(object.proxy()); });
   std::vector<std::thread> threads;
   for (uint32_t rank = 0; rank < kRanks; ++rank) {
     threads.emplace_back([&, rank] {
       stress::yield_seed = options.seed * kRanks + rank + 1;
-      ranks[rank]->run(options.rounds, rank == options.late);
+      for (uint32_t round = 1; round <= options.rounds; ++round) {
+        ranks[rank][story.object(round)]->play(round, rank == options.late);
+      }
+      for (auto& object : ranks[rank]) object->end();
     });
   }
   for (std::thread& thread : threads) thread.join();
-  for (auto& rank : ranks) {
+  each([&](Rank& object) {
     bool rests = false;
     while (!rests) {
-      network.stepper().remove(rank->proxy());
-      rests = rank->proxy()->resting() && rank->proxy()->quiet();
-      if (!rests) network.stepper().add(rank->proxy());
+      network.stepper().remove(object.proxy());
+      rests = object.proxy()->resting() && object.proxy()->quiet();
+      if (!rests) network.stepper().add(object.proxy());
     }
-  }
+  });
 }
 
 uint32_t tag(const char* name) {
@@ -498,6 +542,7 @@ int main(int count, char** words) {
     if (name == "--domain_size") options.domain_size = static_cast<uint32_t>(std::atoi(value));
     if (name == "--blocks") options.blocks = static_cast<uint32_t>(std::atoi(value));
     if (name == "--quantised") options.quantised = static_cast<uint32_t>(std::atoi(value));
+    if (name == "--objects") options.objects = static_cast<uint32_t>(std::atoi(value));
     if (name == "--late") options.late = static_cast<uint32_t>(std::atoi(value));
     if (name == "--weaken") putget::stress::weakened_tag = putget::nodes::tag(value);
     if (name == "--skip") putget::stress::skipped_tag = putget::nodes::tag(value);

@@ -142,6 +142,22 @@ def test_steps_of_several_blocks_are_clean(job: Rounds, domain_size: int) -> Non
             assert done.returncode == 0, done.stderr
 
 
+OBJECTS = ("--objects", "2", "--domain_size", "2")
+
+
+@pytest.mark.parametrize("how", [(), BLOCKS], ids=["one block", "blocks"])
+def test_objects_of_one_workspace_are_clean(job: Rounds, how: tuple[str, ...]) -> None:
+    for seed in (1, 2, 3):
+        done = job.run(seed, *OBJECTS, *how, rounds=80)
+        assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("mistake", [("--skip", "D0"), ("--weaken", "D0"), ("--weaken", "C5")], ids=" ".join)
+def test_rows_of_another_object_that_come_too_early_are_caught(job: Rounds, mistake: tuple[str, str]) -> None:
+    """They lie where an agent may still sum rows of the object before."""
+    assert job.catches({MISMATCH, FAULT, REPORT}, *OBJECTS, *mistake)
+
+
 @pytest.mark.parametrize("mistake", MISTAKES_OF_BLOCKS)
 def test_a_mistake_among_blocks_is_caught(job: Rounds, tmp_path: Path, mistake: str) -> None:
     program = job.with_mistake(tmp_path, *MISTAKES_OF_BLOCKS[mistake])
