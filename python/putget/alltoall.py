@@ -501,7 +501,8 @@ class AllToAll:
             quorum: The fewest ranks to go on with; None: any number. Give the same on all ranks.
 
         Raises:
-            ValueError: The mask leaves out the own rank, another member wants another mask, or quorum is out of range.
+            ValueError: The mask leaves out the own rank, another member wants another mask, or quorum is out of range;
+                or ranks of several domains have different objects on the workspace.
             QuorumLost: The mask names fewer ranks than quorum; nothing has happened on any rank.
             PeerTimeout: A member does not answer; rounds stay refused until a call succeeds.
         """

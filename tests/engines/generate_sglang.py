@@ -31,7 +31,7 @@ import psutil
 import torch
 
 from tests.engines.models import save_models
-from tests.engines.prompts import NEW_TOKENS, PROMPTS, each_rank_on_a_host, free_port
+from tests.engines.prompts import NEW_TOKENS, PROMPTS, each_rank_on_a_host, free_port, kill_children
 
 ZMQ_TCP_PORT_DELTA, FOLLOWING_PORTS = 233, 32  # sglang.srt.server_args has the first
 ALONE: dict[str, Any] = {}
@@ -162,13 +162,6 @@ def run_case_or_end(folder: Path, case: str) -> None:
         sys.stderr.flush()
         kill_children()
         os._exit(1)
-
-
-def kill_children() -> None:
-    """All of them, and theirs. Those of a process that has just ended, as Python's resource tracker, end meanwhile."""
-    for child in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            child.kill()
 
 
 def other_node(model: Path, options: dict[str, Any]) -> None:

@@ -9,7 +9,6 @@ their own.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import multiprocessing
 import multiprocessing.connection
@@ -24,7 +23,7 @@ import psutil
 
 from tests.engines import overlap_vllm, serve_vllm, vllm_shim
 from tests.engines.models import save_models
-from tests.engines.prompts import NEW_TOKENS, PROMPTS, each_rank_on_a_host, free_port
+from tests.engines.prompts import NEW_TOKENS, PROMPTS, each_rank_on_a_host, free_port, kill_children
 
 # Ranks that take requests of their own, and ranks of tensor parallelism in each.
 CASES = {"alone": (1, 1), "dp2": (2, 1), "dp3": (3, 1), "tp2dp2": (2, 2), "hosts": (2, 1), "killed": (2, 1)}
@@ -137,9 +136,7 @@ def join_or_end(case: str, processes: list[ForkProcess]) -> None:
             process = running.pop(sentinel)
             process.join()
             if process.exitcode:
-                for child in psutil.Process().children(recursive=True):
-                    with contextlib.suppress(psutil.NoSuchProcess):
-                        child.kill()
+                kill_children()
                 raise SystemExit(f"a rank of {case} ended with {process.exitcode}")
 
 

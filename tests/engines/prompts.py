@@ -1,4 +1,4 @@
-"""What the engines are asked for: prompts, as many new tokens of each, a port to ask at, and where ranks seem to be."""
+"""What the engines are asked for, and what their programs share: a port, where ranks seem to be, how they end."""
 
 from __future__ import annotations
 
@@ -29,3 +29,12 @@ def free_port() -> int:
         with contextlib.suppress(OSError), socket.socket() as probe:
             probe.bind(("0.0.0.0", port))
             return port
+
+
+def kill_children() -> None:
+    """All of them, and theirs. Those of a process that has just ended, as Python's resource tracker, end meanwhile."""
+    import psutil
+
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()
