@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 import putget
 from putget import reference
+from putget._networks import NativeNetwork
 from tests.alltoall.test_properties import cases
 from tests.harness import Rank, run_ranks
 from tests.harness.cases import COMBINE, DISPATCH, ENDINGS, Case, Round
@@ -456,8 +457,11 @@ def test_tables_that_differ_between_domains_are_counted_by_source(halves: bool) 
 
 
 def outlast(rank: Rank, gone: int, step: str, rounds: int) -> str | None:
-    """A body: plays rounds until rank `gone` stops; what the others then raise."""
-    a2a = rank.all_to_all(timeout_s=2.0, warmup_timeout_s=20.0, num_experts=rank.size, top_k=rank.size)
+    """A body: plays rounds until rank `gone` stops; what the others then raise.
+
+    They keep their objects open for a while: who has left may be missed by those whose deadline comes later.
+    """
+    a2a = rank.all_to_all(timeout_s=3.0, warmup_timeout_s=20.0, num_experts=rank.size, top_k=rank.size)
     ids = torch.arange(rank.size, dtype=torch.int32).expand(2, rank.size).contiguous().to(rank.device)
     rows, weights = torch.ones(2, 4, device=rank.device), torch.ones(2, rank.size, device=rank.device)
     rank.meet()
@@ -472,6 +476,7 @@ def outlast(rank: Rank, gone: int, step: str, rounds: int) -> str | None:
             a2a.combine()
             a2a.check()
     except putget.PeerTimeout as error:
+        time.sleep(3.0)
         a2a.close()
         return f"{error.phase} {error.missing}"
     a2a.close()
@@ -480,7 +485,7 @@ def outlast(rank: Rank, gone: int, step: str, rounds: int) -> str | None:
 
 def _stop(rank: Rank, a2a: putget.AllToAll) -> None:
     """Stands still until the others have given up."""
-    time.sleep(4.5)
+    time.sleep(7.0)
     a2a.close()
 
 
@@ -665,8 +670,9 @@ def test_networks_that_are_none_are_refused() -> None:
         putget.Network("ib")
     with pytest.raises(ValueError, match="staging is 'gpu', expected one of auto, host, device"):
         putget.Network(staging="gpu")
-    with pytest.raises(ValueError, match="staging is 'device', which this version does not have"):
-        putget.Network(staging="device")
+    words = "staging is 'device', but provider 'tcp' reaches host memory alone; 'sim' reaches GPUs"
+    with pytest.raises(ValueError, match=words):
+        putget.Network("tcp", staging="device")
     with pytest.raises(ValueError, match="domain_size is 0, expected None or an int from 1 to 128"):
         putget.Network(domain_size=0)
     with pytest.raises(ValueError, match="provider is 'verbs', ranks of one process have 'sim', 'tcp' and 'shm'"):
@@ -677,6 +683,25 @@ def test_networks_that_are_none_are_refused() -> None:
         putget.Network("shm", nics=("mlx5_0",))
     with pytest.raises(ValueError, match=r"network is 2, expected None or a putget\.Network"):
         putget.Communicator.local(2, network=2)  # type: ignore[arg-type]
+
+
+def test_rows_of_a_cpu_do_not_wait_on_a_gpu() -> None:
+    def body(rank: Rank) -> None:
+        with pytest.raises(ValueError, match="network staging is 'device', but the object's device is cpu"):
+            rank.all_to_all()
+
+    run_ranks(2, body, mode="thread", network=putget.Network("sim", domain_size=1, staging="device"))
+
+
+def test_native_objects_of_a_cpu_do_not_wait_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The C functions do not rely on their caller's look at the device."""
+    monkeypatch.setattr(NativeNetwork, "waits_on", lambda self, device: True)
+
+    def body(rank: Rank) -> None:
+        with pytest.raises(ValueError, match="inbox or the object is memory of a CPU: rows wait on a GPU"):
+            rank.all_to_all()
+
+    run_ranks(2, body, mode="thread", network=network(1))
 
 
 def test_domains_of_a_communicator() -> None:
