@@ -48,9 +48,9 @@ def overlaps(found: Any) -> Iterable[str]:
 @pytest.mark.parametrize(
     ("page", "name", "make"),
     [
-        ("results", "2026-11-22_4xh200_ep4_random", phases),
-        ("results", "2026-11-22_4xh200_ep4_perfect", phases),
-        ("results", "2026-11-22_4xh200_ep4_fp8", phases),
+        ("results", "2026-11-26_4xh200_ep4_random", phases),
+        ("results", "2026-11-26_4xh200_ep4_perfect", phases),
+        ("results", "2026-11-26_4xh200_ep4_fp8", phases),
         ("results", "2026-11-23_2xh200_ep2_random", phases),
         ("results", "2026-11-23_2xh200_ep2_perfect", phases),
         ("results", "2026-11-23_2xh200_ep2_fp8", phases),
@@ -61,6 +61,7 @@ def overlaps(found: Any) -> Iterable[str]:
         ("bounds", "2026-11-22_2xh200_roofline", tables.roofline),
         ("bounds", "2026-11-23_2xh200_floor", tables.bounds),
         ("bounds", "2026-11-24_2xh100_floor", tables.bounds),
+        ("bounds", "2026-11-26_4xh200_floor", tables.bounds),
         ("bounds", "2026-11-23_2xh200_ablate", tables.ablation),
         ("bounds", "2026-11-22_2xh200_deadlines", tables.joined),
         ("bounds", "2026-11-22_2xh200_overlap", overlaps),
