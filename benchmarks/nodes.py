@@ -1,9 +1,9 @@
 """How long a GPU takes to tell the host that rows are ready, and to take rows that have come.
 
-    python benchmarks/nodes.py --output_file nodes.json
+    python benchmarks/nodes.py --staging device --output_file nodes.json
 
-Two ranks are two domains, with host staging and the network between threads: a GPU each where there are two, else both
-on one. Rank 0 sends all of its tokens to rank 1. The host looks at words of the boards:
+Two ranks are two domains, joined by the network between threads: a GPU each where there are two, else both on one. Rows
+wait in host memory or on the GPU. Rank 0 sends all of its tokens to rank 1. The host looks at words of the boards:
 
 copy       from before the launch of a CUDA graph that copies 8 bytes to the host until they are seen there: what a
            launch and a look cost by themselves.
@@ -195,10 +195,11 @@ def make(comm: putget.Communicator, stream: torch.cuda.Stream) -> putget.AllToAl
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--staging", choices=("host", "device"), default="host", help="where rows wait (%(default)s)")
     parser.add_argument("--rounds", type=int, default=500, help="of each number of tokens")
     parser.add_argument("--output_file", type=Path)
     args = parser.parse_args()
-    comms = putget.Communicator.local(2, network=putget.Network("sim", domain_size=1))
+    comms = putget.Communicator.local(2, network=putget.Network("sim", domain_size=1, staging=args.staging))
     gpus = torch.cuda.device_count()
     streams = [torch.cuda.Stream(device=rank % gpus) for rank in range(len(comms))]
     with ThreadPoolExecutor(2) as pool:
@@ -206,7 +207,7 @@ def main() -> None:
     copy = summary(copy_of_a_word(streams[0], args.rounds))
     figures = [measure(ranks, streams, tokens, args.rounds) for tokens in (1, 8, 32, 128)]
     used = len({stream.device for stream in streams})
-    print(f"{used} x {torch.cuda.get_device_name()}, us: median (p99)")
+    print(f"{used} x {torch.cuda.get_device_name()}, staging {args.staging}, us: median (p99)")
     print(f"a copy of 8 bytes: {copy['median']} ({copy['p99']})")
     for line in figures:
         words = ", ".join(
@@ -214,7 +215,8 @@ def main() -> None:
         )
         print(f"{line['tokens']:>4} tokens: {words}")
     if args.output_file is not None:
-        result = {"gpu": torch.cuda.get_device_name(), "gpus": used, "copy": copy, "figures": figures}
+        place = {"gpu": torch.cuda.get_device_name(), "gpus": used, "staging": args.staging}
+        result = {**place, "copy": copy, "figures": figures}
         args.output_file.write_text(json.dumps(result, indent=1))
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(putget.AllToAll.close, ranks))

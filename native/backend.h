@@ -74,6 +74,7 @@ class Backend : public std::enable_shared_from_this<Backend> {
   virtual std::shared_ptr<uint8_t> make_tables(uint64_t bytes) = 0;
   // Where kernels see whole pages of host memory, until it goes; they stay where they are until then.
   virtual std::shared_ptr<uint8_t> show_to_kernels(uint8_t* host, uint64_t bytes) = 0;
+  virtual bool is_on_gpu() const { return false; }
   // A stream that waits for nobody else's work.
   virtual void* own_stream() const { return nullptr; }
 
@@ -117,6 +118,10 @@ namespace cuda {
 std::unique_ptr<Backend> create_backend(const MemoryConfig& config);
 uint32_t gpu_count();
 putget_gpu gpu_report(uint32_t ordinal);
+// Copies between any two memories, on streams of the calling thread's own, and returns when that is done; false: the
+// driver refused. Null in a build without CUDA.
+using CopyBeside = bool (*)(void* to, const void* from, uint64_t bytes);
+CopyBeside copy_beside();
 // Where kernels are enqueued.
 struct Queue {
   int ordinal;  // CUDA device number

@@ -1,6 +1,7 @@
 // The C ABI of networks between ranks.
 #include "capi/network.h"
 
+#include "backend.h"
 #include "capi/guard.h"
 #include "capi/require.h"
 #include "protocol/nodes/domains.h"
@@ -25,7 +26,9 @@ putget::proxy::EngineOptions options_of(const putget_engine_config& config) {
   require_range("num_nics", config.num_nics, 0, kMostNics);
   if (config.num_nics != 0) require_pointer("nics", config.nics);
   if (config.secret_bytes != 0) require_pointer("secret", config.secret);
-  putget::proxy::EngineOptions options{config.library, config.provider, {}, {}, config.rank, config.ranks};
+  require(config.gpu >= -1 && config.gpu <= UINT16_MAX,
+          "gpu is " + std::to_string(config.gpu) + ", allowed are -1 and " + "numbers of GPUs");
+  putget::proxy::EngineOptions options{config.library, config.provider, {}, {}, config.rank, config.ranks, config.gpu};
   for (uint32_t nic = 0; nic < config.num_nics; ++nic) {
     require_pointer("nics", config.nics[nic]);
     options.nics.emplace_back(config.nics[nic]);
@@ -40,7 +43,8 @@ putget_status putget_network_local(uint32_t ranks, uint64_t seed, putget_network
   return guarded([&] {
     require_range("ranks", ranks, 2, putget::kMaxRanks);
     require_pointer("network", network);
-    *network = new putget_network{std::make_shared<putget::proxy::LocalNetwork>(ranks, seed)};
+    const auto copy = putget::cuda::copy_beside();
+    *network = new putget_network{std::make_shared<putget::proxy::LocalNetwork>(ranks, seed, copy)};
   });
 }
 

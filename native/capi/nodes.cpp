@@ -99,7 +99,19 @@ uint64_t served_sums_bytes(const Shape& shape, const Domains& domains, WireType 
   return rows * shape.output_row_bytes();
 }
 
+bool is_on_device(const putget_nodes_config& config) {
+  require_range("staging", config.staging, PUTGET_STAGING_HOST, PUTGET_STAGING_DEVICE);
+  return config.staging == PUTGET_STAGING_DEVICE;
+}
+
 constexpr uint64_t kInboxAt = (Board::kBytes + kRegionAlignment - 1) / kRegionAlignment * kRegionAlignment;
+
+uint64_t most_inbox_bytes(const Domains& domains, const ParcelShape& parcel) {
+  const Splits splits(domains, parcel);
+  uint64_t most = 0;
+  for (uint32_t rank = 0; rank < domains.ep_size(); ++rank) most = std::max(most, splits.inbox_bytes(rank));
+  return align_region(most);
+}
 
 }  // namespace
 
@@ -107,6 +119,7 @@ NodesShape::NodesShape(const Shape& shape, const putget_nodes_config& config, ui
     : domains(domains_of(config, shape.ep_size, shape.ep_rank)),
       row(ParcelRow::of(shape)),
       wire(wire_of(config, shape)),
+      on_device(is_on_device(config)),
       parcel(ParcelShape::make(shape.max_tokens_per_rank, shape.top_k, row.bytes, home_row_bytes(shape, wire),
                                most_bytes, shape.num_stats)) {
   require(parcel.chunk_rows != 0, "max_tokens_per_rank is " + std::to_string(shape.max_tokens_per_rank) + ": rows of " +
@@ -117,10 +130,12 @@ NodesShape::NodesShape(const Shape& shape, const putget_nodes_config& config, ui
 }
 
 uint64_t NodesShape::shared_bytes() const {
-  const Splits splits(domains, parcel);
-  uint64_t most = 0;
-  for (uint32_t rank = 0; rank < domains.ep_size(); ++rank) most = std::max(most, splits.inbox_bytes(rank));
-  return std::max(kInboxAt + align_region(most), control_bytes(domains.ep_size()));
+  const uint64_t inbox = on_device ? 0 : most_inbox_bytes(domains, parcel);
+  return std::max(kInboxAt + inbox, control_bytes(domains.ep_size()));
+}
+
+uint64_t NodesShape::inbox_bytes() const {
+  return on_device ? std::max(most_inbox_bytes(domains, parcel), control_bytes(domains.ep_size())) : 0;
 }
 
 uint64_t NodesShape::own_bytes(const Shape& shape) const {
@@ -132,10 +147,11 @@ uint64_t NodesShape::own_bytes(const Shape& shape) const {
          served_sums_bytes(shape, domains, wire) + tables;
 }
 
-Nodes::Nodes(const putget_nodes_config& config, Backend& memory, const Plan& plan, Backend& shared,
+Nodes::Nodes(const putget_nodes_config& config, Backend& memory, const Plan& plan, Backend& shared, Backend* inbox,
              const std::shared_ptr<proxy::Network>& network)
     : memory_(memory.shared_from_this()),
       shared_(shared.shared_from_this()),
+      inbox_memory_(inbox == nullptr ? nullptr : inbox->shared_from_this()),
       network_(network),
       plan_(plan),
       transport_(*network->table(plan.shape.ep_rank)),
@@ -192,16 +208,23 @@ void Nodes::make_tables(const Shape& shape) {
   nodes_.served_sums = tables + at[10];
 }
 
-// In host memory, where any network reaches it.
+uint8_t* Nodes::inbox_at(uint32_t rank) const {
+  return inbox_memory_ != nullptr ? inbox_memory_->base(rank) : shared_->base(rank) + kInboxAt;
+}
+
+// In host memory, where any network reaches it, or on the GPU.
 void Nodes::make_network_memory() {
   const Splits splits(nodes_.domains, nodes_.parcel);
-  const auto make = [&](uint64_t bytes) { return storage_.emplace_back(cpu::make_pages(bytes)).get(); };
+  const auto make = [&](uint64_t bytes) {
+    const uint64_t some = std::max<uint64_t>(bytes, 1);
+    return storage_.emplace_back(inbox_memory_ != nullptr ? memory_->make_tables(some) : cpu::make_pages(some)).get();
+  };
   own_outbox_ = make(splits.outbox_bytes());
   own_returns_ = make(splits.returns_bytes(rank_));
   own_landing_ = make(splits.landing_bytes());
   outbox_ = add_region(own_outbox_, splits.outbox_bytes());
   returns_ = add_region(own_returns_, splits.returns_bytes(rank_));
-  inbox_ = add_region(shared_->base(rank_) + kInboxAt, splits.inbox_bytes(rank_));
+  inbox_ = add_region(inbox_at(rank_), splits.inbox_bytes(rank_));
   landing_ = add_region(own_landing_, splits.landing_bytes());
 }
 
@@ -211,17 +234,18 @@ void Nodes::show_to_kernels() {
   const auto show = [&](uint8_t* host, uint64_t bytes) {
     return shown_.emplace_back(memory_->show_to_kernels(host, std::max<uint64_t>(bytes, 1))).get();
   };
+  const bool on_device = inbox_memory_ != nullptr;
   uint8_t* inbox[kMaxRanks] = {};
   for (uint32_t rank = 0; rank < plan_.shape.ep_size; ++rank) {
     if (!is_member(rank)) continue;
     uint8_t* base = show(shared_->base(rank), shared_->config().bytes);
     nodes_.board[rank] = reinterpret_cast<uint64_t*>(base);
-    inbox[rank] = base + kInboxAt;
+    inbox[rank] = on_device ? inbox_at(rank) : base + kInboxAt;
   }
   nodes_.look_up_messages(plan_.shape, inbox);
-  nodes_.outbox = show(own_outbox_, splits.outbox_bytes());
-  nodes_.returns = show(own_returns_, splits.returns_bytes(rank_));
-  nodes_.landing = show(own_landing_, splits.landing_bytes());
+  nodes_.outbox = on_device ? own_outbox_ : show(own_outbox_, splits.outbox_bytes());
+  nodes_.returns = on_device ? own_returns_ : show(own_returns_, splits.returns_bytes(rank_));
+  nodes_.landing = on_device ? own_landing_ : show(own_landing_, splits.landing_bytes());
 }
 
 Nodes::~Nodes() {
@@ -265,9 +289,10 @@ void Nodes::remove_region(uint32_t region) {
 }
 
 uint32_t Nodes::add_region(uint8_t* start, uint64_t bytes) {
+  const int32_t device = inbox_memory_ != nullptr ? memory_->config().ordinal : -1;
   uint32_t region = 0;
   // An agent of nobody has a region, too: writes to it carry immediates alone, and networks take no empty ones.
-  check(transport_.add_region(transport_.self, start, std::max<uint64_t>(bytes, 1), -1, &region));
+  check(transport_.add_region(transport_.self, start, std::max<uint64_t>(bytes, 1), device, &region));
   regions_.push_back(region);
   return region;
 }
@@ -328,6 +353,7 @@ void Nodes::start() {
   std::copy_n(board_, kMaxRanks, config.board);
   std::copy_n(inbox_of_, kMaxRanks, config.inbox_of);
   std::copy_n(landing_of_, kMaxRanks, config.landing_of);
+  config.warms_up = inbox_memory_ != nullptr;
   proxy_ = std::make_unique<proxy::Proxy>(config);
 }
 
@@ -335,6 +361,15 @@ void Nodes::run() {
   require(proxy_ != nullptr && !runs_ && !has_left_, "the object has not been started, or runs, or has left");
   network_->stepper().add(proxy_.get());
   runs_ = true;
+  const auto begun = std::chrono::steady_clock::now();
+  while (!proxy_->has_begun() &&
+         std::chrono::steady_clock::now() - begun < std::chrono::nanoseconds(plan_.timeout_ns)) {
+    std::this_thread::sleep_for(kBetweenLooks);
+  }
+  if (proxy_->has_begun()) return;
+  network_->stepper().remove(proxy_.get());
+  runs_ = false;
+  throw Error(PUTGET_SYSTEM, "the network did not deliver a byte to each rank within the deadline");
 }
 
 // Each step looks at the fault that an earlier one may have left. What other domains wait for is in the start halves,
@@ -378,6 +413,7 @@ void Nodes::release(const Plan& plan, void* stream) {
 
 namespace {
 
+using putget::Backend;
 using putget::capi::guarded;
 using putget::capi::Nodes;
 using putget::capi::NodesShape;
@@ -389,6 +425,16 @@ using putget::capi::require_version;
 // Of the networks that there are: what a write carries at most is the same for all ranks.
 constexpr uint64_t kMostBytes = uint64_t{1} << 20;
 
+void require_memories(const NodesShape& shape, const Backend& own, const Backend& shared, const Backend* inbox) {
+  require(shared.config().bytes >= shape.shared_bytes(), "shared has too few bytes: see putget_nodes_bytes");
+  require((inbox != nullptr) == shape.on_device, shape.on_device
+                                                     ? "inbox is null, but staging is PUTGET_STAGING_DEVICE"
+                                                     : "inbox is not null, but staging is PUTGET_STAGING_HOST");
+  if (inbox == nullptr) return;
+  require(own.is_on_gpu() && inbox->is_on_gpu(), "inbox or the object is memory of a CPU: rows wait on a GPU");
+  require(inbox->config().bytes >= shape.inbox_bytes(), "inbox has too few bytes: see putget_nodes_bytes");
+}
+
 Nodes& nodes_of(putget_alltoall* object) {
   require(object != nullptr, "object is null");
   require(object->nodes != nullptr, "putget_nodes_create has not been called");
@@ -398,21 +444,23 @@ Nodes& nodes_of(putget_alltoall* object) {
 }  // namespace
 
 putget_status putget_nodes_bytes(const putget_config* config, const putget_nodes_config* nodes, uint64_t* shared,
-                                 uint64_t* own) {
+                                 uint64_t* inbox, uint64_t* own) {
   return guarded([&] {
     require_version(config, "config");
     require_version(nodes, "nodes");
     require_pointer("shared", shared);
+    require_pointer("inbox", inbox);
     require_pointer("own", own);
     const putget::Shape shape = putget::capi::shape_of(*config);
     const NodesShape made(shape, *nodes, kMostBytes);
     *shared = made.shared_bytes();
+    *inbox = made.inbox_bytes();
     *own = made.own_bytes(shape);
   });
 }
 
 putget_status putget_nodes_create(const putget_nodes_config* config, putget_alltoall* object, putget_memory* shared,
-                                  putget_network* network) {
+                                  putget_memory* inbox, putget_network* network) {
   return guarded([&] {
     require_version(config, "config");
     require_pointer("object", object);
@@ -428,9 +476,9 @@ putget_status putget_nodes_create(const putget_nodes_config* config, putget_allt
     require(network->shared->table(plan.shape.ep_rank) != nullptr, "the network is another rank's");
     require(plan.shape.wire_type == putget::WireType::kSame,
             "wire_type of the object is not PUTGET_WIRE_SAME: sums between domains have one of their own");
-    const uint64_t needed = NodesShape(plan.shape, *config, kMostBytes).shared_bytes();
-    require(shared->backend->config().bytes >= needed, "shared has too few bytes: see putget_nodes_bytes");
-    auto made = std::make_unique<Nodes>(*config, *object->memory, plan, *shared->backend, network->shared);
+    Backend* const rows = inbox == nullptr ? nullptr : inbox->backend.get();
+    require_memories(NodesShape(plan.shape, *config, kMostBytes), *object->memory, *shared->backend, rows);
+    auto made = std::make_unique<Nodes>(*config, *object->memory, plan, *shared->backend, rows, network->shared);
     auto& left = object->left;
     if (object->nodes != nullptr) left.push_back(std::move(object->nodes));
     left.erase(std::remove_if(left.begin(), left.end(), [](const auto& part) { return part->quiet(); }), left.end());

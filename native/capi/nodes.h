@@ -16,19 +16,22 @@ namespace putget::capi {
 struct NodesShape {
   Domains domains;
   ParcelRow row;
-  WireType wire;  // of sums that go home
+  WireType wire;   // of sums that go home
+  bool on_device;  // where rows wait for the network
   ParcelShape parcel;
 
   // Throws Error where sizes or domains are out of range. `most_bytes` of one write.
   NodesShape(const Shape& shape, const putget_nodes_config& config, uint64_t most_bytes);
 
   uint64_t shared_bytes() const;
+  uint64_t inbox_bytes() const;  // of a memory of its own; 0: the inbox lies in the shared one
   uint64_t own_bytes(const Shape& shape) const;
 };
 
 class Nodes {
  public:
-  Nodes(const putget_nodes_config& config, Backend& memory, const Plan& plan, Backend& shared,
+  // Without `inbox` rows wait in host memory.
+  Nodes(const putget_nodes_config& config, Backend& memory, const Plan& plan, Backend& shared, Backend* inbox,
         const std::shared_ptr<proxy::Network>& network);
   ~Nodes();
   Nodes(const Nodes&) = delete;             // the network knows its regions
@@ -50,6 +53,7 @@ class Nodes {
  private:
   bool is_member(uint32_t rank) const;  // of the own domain
   void make_tables(const Shape& shape);
+  uint8_t* inbox_at(uint32_t rank) const;  // as the network sees it
   void make_network_memory();
   void show_to_kernels();
   uint32_t add_region(uint8_t* start, uint64_t bytes);
@@ -61,6 +65,7 @@ class Nodes {
   // The thread that steps the proxy uses them until this goes, in whatever order a caller lets go of them.
   const std::shared_ptr<Backend> memory_;
   const std::shared_ptr<Backend> shared_;
+  const std::shared_ptr<Backend> inbox_memory_;  // null: rows wait in host memory
   const std::shared_ptr<proxy::Network> network_;
   const Plan& plan_;
   const putget_transport& transport_;
@@ -70,7 +75,7 @@ class Nodes {
   uint64_t* board_[kMaxRanks] = {};                // of the ranks of the own domain, as the host sees it
   std::vector<std::shared_ptr<uint8_t>> storage_;  // the rank's own memory
   std::vector<std::shared_ptr<uint8_t>> shown_;    // to kernels: goes before what it shows
-  uint8_t* own_outbox_ = nullptr;                  // as the host sees it, and the following
+  uint8_t* own_outbox_ = nullptr;                  // as the network sees it, and the following
   uint8_t* own_returns_ = nullptr;
   uint8_t* own_landing_ = nullptr;
   std::vector<uint32_t> regions_;

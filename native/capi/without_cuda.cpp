@@ -17,6 +17,7 @@ namespace {
 
 std::unique_ptr<Backend> create_backend(const MemoryConfig&) { unavailable(); }
 uint32_t gpu_count() { unavailable(); }
+CopyBeside copy_beside() { return nullptr; }
 putget_gpu gpu_report(uint32_t) { unavailable(); }
 void moe_group(const moe::Grouping&, const moe::CopyPlan&, const Queue&) { unavailable(); }
 void moe_expand(const moe::ExpandCall&, const Queue&) { unavailable(); }

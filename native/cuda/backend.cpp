@@ -175,6 +175,7 @@ class CudaBackend final : public Backend {
             [ordinal, host](uint8_t*) { undo(ordinal, [&] { cudaHostUnregister(host); }); }};
   }
 
+  bool is_on_gpu() const override { return true; }
   void* own_stream() const override { return cudaStreamPerThread; }
 
  private:

@@ -1,10 +1,11 @@
 /* Rounds across domains: ranks that do not map each other's memory, joined by a network.
  *
  * An object of putget.h becomes one of several domains between putget_create and its first round. Each rank makes a
- * second memory of putget_nodes_bytes() bytes, shares it with the ranks of its domain alone, and calls
- * putget_nodes_create. It gives its card to all ranks and connects with theirs; then every rank calls
- * putget_nodes_start, they meet, and every rank calls putget_nodes_run. putget_dispatch, putget_combine and
- * putget_release then reach all ranks. The start half of combine waits for the ranks of the own domain to start theirs.
+ * second memory of putget_nodes_bytes() bytes, and a third one on its GPU where rows wait there, shares them with the
+ * ranks of its domain alone, and calls putget_nodes_create. It gives its card to all ranks and connects with theirs;
+ * then every rank calls putget_nodes_start, they meet, and every rank calls putget_nodes_run. putget_dispatch,
+ * putget_combine and putget_release then reach all ranks. The start half of combine waits for the ranks of the own
+ * domain to start theirs.
  */
 #ifndef PUTGET_NODES_H
 #define PUTGET_NODES_H
@@ -19,19 +20,20 @@ extern "C" {
 /* A network and the thread that steps the proxies of its ranks. */
 typedef struct putget_network putget_network;
 
-/* Between ranks that are threads of this process. What is posted arrives in an order that the seed chooses. */
+/* Between ranks that are threads of this process. What is posted arrives in an order that the seed chooses. It reaches
+ * host memory, and GPUs where this library has its CUDA part. */
 PUTGET_API putget_status putget_network_local(uint32_t ranks, uint64_t seed, putget_network** network);
 /* One rank's end of a network between processes and hosts. */
 typedef struct putget_engine_config {
   uint32_t size;
   uint32_t magic;
   const char* library;     /* with the transfer engine's C functions (putget_transfer.library()) */
-  const char* provider;    /* a network of the engine's, for host memory: "tcp", "shm", "verbs" */
+  const char* provider;    /* a network of the engine's: "tcp", "shm", "verbs" for host memory, "nvlink" for a GPU's */
   const char* const* nics; /* [num_nics] as the provider names them */
   uint32_t num_nics;       /* 0 to 4; 0: the engine chooses */
   uint32_t rank;
   uint32_t ranks;
-  uint32_t reserved;
+  int32_t gpu;           /* whose memory the network reaches, by its number in CUDA; -1: none, host memory alone */
   const uint8_t* secret; /* the same on all ranks: who does not have it is no peer */
   uint64_t secret_bytes;
 } putget_engine_config;
@@ -45,6 +47,12 @@ PUTGET_API putget_status putget_network_transport(putget_network* network, uint3
 /* It ends with the last object on it. */
 PUTGET_API void putget_network_destroy(putget_network* network);
 
+/* Where rows wait for the network. */
+typedef enum putget_staging {
+  PUTGET_STAGING_HOST = 0,  /* in host memory, which GPUs map */
+  PUTGET_STAGING_DEVICE = 1 /* in the memory of the object's GPU; the network reaches it */
+} putget_staging;
+
 typedef struct putget_nodes_config {
   uint32_t size;
   uint32_t magic;
@@ -56,15 +64,17 @@ typedef struct putget_nodes_config {
   const uint32_t* active;   /* [PUTGET_RANK_WORDS] who takes part, this rank too; null: all ranks */
   uint32_t wire_type;       /* putget_wire_type: how the sums that domains send each other travel. Inside a domain rows
                              * travel as experts write them: wire_type of putget_config is PUTGET_WIRE_SAME */
-  uint32_t reserved;
+  uint32_t staging;         /* putget_staging; the same on all ranks */
 } putget_nodes_config;
 
-/* `shared`: of the second memory. `own`: what the object has beside it, on this rank. */
+/* `shared`: of the second memory. `inbox`: of the third one, 0 where rows wait in host memory. `own`: what the object
+ * has beside them, on this rank. */
 PUTGET_API putget_status putget_nodes_bytes(const putget_config* config, const putget_nodes_config* nodes,
-                                            uint64_t* shared, uint64_t* own);
-/* The tables outlive the object. Again only after putget_nodes_leave, on a memory of its own. */
+                                            uint64_t* shared, uint64_t* inbox, uint64_t* own);
+/* `shared` is memory of the CPU, `inbox` of the object's GPU, or null where rows wait in host memory. The tables
+ * outlive the object. Again only after putget_nodes_leave, on memories of its own. */
 PUTGET_API putget_status putget_nodes_create(const putget_nodes_config* config, putget_alltoall* object,
-                                             putget_memory* shared, putget_network* network);
+                                             putget_memory* shared, putget_memory* inbox, putget_network* network);
 /* What other domains need to write here: copies at most `*bytes` of it; `*bytes` becomes what there is. */
 PUTGET_API putget_status putget_nodes_card(putget_alltoall* object, uint8_t* card, uint64_t* bytes);
 /* With a rank of another domain, from its card. */

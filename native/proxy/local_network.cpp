@@ -34,7 +34,7 @@ bool is_inside(uint64_t offset, uint64_t bytes, uint64_t end) { return offset <=
 
 }  // namespace
 
-LocalNetwork::LocalNetwork(uint32_t ranks, uint64_t seed) {
+LocalNetwork::LocalNetwork(uint32_t ranks, uint64_t seed, CopyDevice copy_device) : copy_device_(copy_device) {
   for (uint32_t rank = 0; rank < ranks; ++rank) {
     auto end = std::make_unique<End>();
     end->network = this;
@@ -81,13 +81,14 @@ LocalNetwork::~LocalNetwork() {
 
 int LocalNetwork::add_region(void* self, void* start, uint64_t bytes, int32_t device, uint32_t* region) {
   End& end = *static_cast<End*>(self);
-  if (device != -1 || start == nullptr) {
+  const bool on_device = device != -1;
+  if (start == nullptr || (on_device && end.network->copy_device_ == nullptr)) {
     end.error = "memory of a GPU, or none, where host memory is expected";
     return PUTGET_TRANSPORT_INVALID;
   }
   const std::lock_guard<std::mutex> lock(end.network->mutex_);
   *region = static_cast<uint32_t>(end.regions.size());
-  end.regions.push_back({static_cast<uint8_t*>(start), bytes});
+  end.regions.push_back({static_cast<uint8_t*>(start), bytes, on_device});
   return PUTGET_TRANSPORT_OK;
 }
 
@@ -144,7 +145,7 @@ int LocalNetwork::remove_region(void* self, uint32_t region) {
     end.error = "no such region";
     return PUTGET_TRANSPORT_INVALID;
   }
-  end.regions[region] = {nullptr, 0};
+  end.regions[region] = {nullptr, 0, false};
   return PUTGET_TRANSPORT_OK;
 }
 
@@ -205,7 +206,13 @@ bool LocalNetwork::copy(const Post& post) {
         !is_inside(write.dst_offset, write.bytes, to.bytes)) {
       return false;
     }
-    std::memcpy(to.start + write.dst_offset, from.start + write.src_offset, write.bytes);
+    uint8_t* const target_bytes = to.start + write.dst_offset;
+    const uint8_t* const source_bytes = from.start + write.src_offset;
+    if (to.on_device || from.on_device) {
+      if (!copy_device_(target_bytes, source_bytes, write.bytes)) return false;
+    } else {
+      std::memcpy(target_bytes, source_bytes, write.bytes);
+    }
   }
   __atomic_fetch_add(&peer.counters[write.imm], 1, __ATOMIC_RELEASE);
   return true;

@@ -3,6 +3,8 @@
 // For virtual domains: the same proxies, messages and waits as between hosts, without a NIC. What has been posted is
 // delivered in an order that a seed chooses, so that nothing works by chance alone because writes happen to keep
 // theirs.
+//
+// Memory of a GPU is copied by a function of the CUDA part's.
 #pragma once
 
 #include <atomic>
@@ -20,8 +22,12 @@ namespace putget::proxy {
 
 class LocalNetwork : public Network {
  public:
-  // Throws std::system_error where the operating system refuses a thread.
-  LocalNetwork(uint32_t ranks, uint64_t seed);
+  // Copies between any two memories, and returns when that is done; false: the driver refused.
+  using CopyDevice = bool (*)(void* to, const void* from, uint64_t bytes);
+
+  // Without `copy_device` it takes host memory alone. Throws std::system_error where the operating system refuses a
+  // thread.
+  LocalNetwork(uint32_t ranks, uint64_t seed, CopyDevice copy_device = nullptr);
   ~LocalNetwork() override;
   LocalNetwork(const LocalNetwork&) = delete;             // threads have its address
   LocalNetwork& operator=(const LocalNetwork&) = delete;  // threads have its address
@@ -34,6 +40,7 @@ class LocalNetwork : public Network {
   struct Region {
     uint8_t* start;  // null once it is removed
     uint64_t bytes;
+    bool on_device;
   };
   struct Target {
     uint32_t rank;
@@ -72,6 +79,7 @@ class LocalNetwork : public Network {
   void deliver(const Post& post);
   bool copy(const Post& post);
 
+  const CopyDevice copy_device_;
   std::mutex mutex_;  // over regions, targets and counters
   std::vector<std::unique_ptr<End>> ends_;
   std::atomic<bool> stop_{false};

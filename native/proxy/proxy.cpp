@@ -29,6 +29,7 @@ Proxy::Proxy(const Config& config)
     : config_(config),
       splits_(config_.domains, config_.shape),
       board_(config_.board[config_.rank]),
+      has_begun_(!config_.warms_up),
       sent_(config_.epoch),
       closed_(config_.epoch) {
   const Domains& domains = config_.domains;
@@ -93,6 +94,7 @@ void Proxy::add_serving(uint32_t source) {
 bool Proxy::step(uint64_t now_ns) {
   bool moved = false;
   step_beats(now_ns);
+  if (!has_begun()) return warm_up();
   for (auto& serving : serving_) {
     if (fault_.reason != Lost::kNot) return moved;
     moved |= step_serving(*serving, now_ns);
@@ -123,6 +125,30 @@ bool Proxy::resting() const {
   for (const auto& serving : serving_) {
     if (serving->posting || serving->ended != serving->landed) return false;
   }
+  return true;
+}
+
+// A byte to each agent and source, where their first rows will lie.
+bool Proxy::warm_up() {
+  bool moved = false;
+  for (; fault_.reason == Lost::kNot && warmed_ < sending_.size() + serving_.size(); ++warmed_) {
+    const bool is_sending = warmed_ < sending_.size();
+    Lane& lane = is_sending ? sending_[warmed_]->lane : serving_[warmed_ - sending_.size()]->lane;
+    putget_transport_write write{};
+    write.region = is_sending ? config_.outbox : config_.returns;
+    write.target = is_sending ? config_.inbox_of[lane.peer] : config_.landing_of[lane.peer];
+    write.src_offset = is_sending ? sending_[warmed_]->from : serving_[warmed_ - sending_.size()]->from;
+    write.dst_offset = is_sending ? sending_[warmed_]->to : serving_[warmed_ - sending_.size()]->to;
+    write.bytes = 1;
+    write.imm = parcel_imm(ParcelKind::kAsking, config_.generation, config_.workspace, 0, config_.rank);
+    if (post(lane, write) != Post::kDone) return moved;  // [X11]
+    moved = true;
+  }
+  if (!quiet()) return moved;
+  for (const auto& sending : sending_) check(sending->lane, config_.epoch + 1);
+  for (const auto& serving : serving_) check(serving->lane, config_.epoch + 1);
+  posted_ = {};
+  has_begun_.store(true, std::memory_order_release);
   return true;
 }
 

@@ -5,6 +5,7 @@
 // docs/protocol/nodes.md has the operations X0 to X10 and the proofs.
 #pragma once
 
+#include <atomic>
 #include <memory>
 #include <vector>
 
@@ -28,6 +29,9 @@ struct Config {
   uint32_t returns;
   uint32_t inbox_of[kMaxRanks];  // targets of the transport: the agents' inboxes
   uint32_t landing_of[kMaxRanks];
+  // Whether it writes a byte to everybody before the first round. Where network memory is a GPU's, networks set up
+  // streams and mappings with a first write, which may wait for kernels: here none waits for the network.
+  bool warms_up = false;
 };
 
 // Why a proxy has stopped.
@@ -55,6 +59,8 @@ class Proxy {
   // has moved. One thread at a time.
   bool step(uint64_t now_ns);
 
+  // Rounds can begin: nothing is written any more that is none of theirs. Any thread may ask.
+  bool has_begun() const { return has_begun_.load(std::memory_order_acquire); }
   const Fault& fault() const { return fault_; }
   const Posted& posted() const { return posted_; }
   // No write is under way: the network adds to no word in here any more.
@@ -122,6 +128,7 @@ class Proxy {
   void add_sending(uint32_t domain);
   void add_serving(uint32_t source);
 
+  bool warm_up();
   bool step_sending(Sending& sending, uint64_t now_ns);
   bool begin_dispatch(Sending& sending, uint64_t now_ns);
   bool post_dispatch(Sending& sending);
@@ -148,6 +155,8 @@ class Proxy {
   const Board board_;
   std::vector<std::unique_ptr<Sending>> sending_;
   std::vector<std::unique_ptr<Serving>> serving_;
+  std::atomic<bool> has_begun_;
+  size_t warmed_ = 0;  // peers that have been written to before the first round
   uint32_t sent_;
   uint32_t closed_;  // the last round that all ranks of the domain have ended
   uint32_t closed_kind_ = 0;

@@ -91,6 +91,8 @@ void TransferEngine::open(const EngineOptions& options) {
   // For verbs 0 stands for those that are near; the others have one.
   group.nics = chooses ? (options.provider == "verbs" ? 0 : 1) : nics.size();
   group.sources = chooses ? nullptr : nics.data();
+  group.has_gpu = options.gpu >= 0 ? 1 : 0;
+  group.gpu = static_cast<uint16_t>(options.gpu >= 0 ? options.gpu : 0);
   pt_engine_options made{};
   made.size = sizeof(made);
   made.groups = &group;

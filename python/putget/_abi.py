@@ -11,7 +11,7 @@ from typing import Any
 from putget import config
 from putget.errors import BackendUnavailable, PutgetError
 
-ABI_VERSION = 11
+ABI_VERSION = 12
 MAGIC = 0x70757467
 MAX_RANKS = 128
 MAX_TOP_K = 32
@@ -33,6 +33,7 @@ MISUSE_PEER_COMBINED, MISUSE_BAD_MESSAGE = 6, 7
 WIRE_SAME, WIRE_FP8 = range(2)
 BOTH, START, FINISH = range(3)
 SHARE_DESCRIPTOR, SHARE_FABRIC = range(2)
+STAGING_HOST, STAGING_DEVICE = range(2)
 SILU, GELU = range(2)
 PHASES = ("dispatch", "combine", "release")
 
@@ -212,7 +213,7 @@ class EngineConfig(Versioned):
         ("num_nics", c_uint32),
         ("rank", c_uint32),
         ("ranks", c_uint32),
-        ("reserved", c_uint32),
+        ("gpu", c_int32),
         ("secret", c_void_p),
         ("secret_bytes", c_uint64),
     ]
@@ -229,7 +230,7 @@ class NodesConfig(Versioned):
         ("target_slots", c_void_p),
         ("active", c_void_p),
         ("wire_type", c_uint32),
-        ("reserved", c_uint32),
+        ("staging", c_uint32),
     ]
 
 
@@ -389,8 +390,8 @@ _FUNCTIONS: dict[str, list[Any]] = {
     "putget_network_engine": [POINTER(EngineConfig), POINTER(c_void_p)],
     "putget_network_transport": [c_void_p, c_uint32, POINTER(c_void_p)],
     "putget_network_destroy": [c_void_p],
-    "putget_nodes_bytes": [POINTER(Config), POINTER(NodesConfig), POINTER(c_uint64), POINTER(c_uint64)],
-    "putget_nodes_create": [POINTER(NodesConfig), c_void_p, c_void_p, c_void_p],
+    "putget_nodes_bytes": [POINTER(Config), POINTER(NodesConfig)] + 3 * [POINTER(c_uint64)],
+    "putget_nodes_create": [POINTER(NodesConfig), c_void_p, c_void_p, c_void_p, c_void_p],
     "putget_nodes_card": [c_void_p, POINTER(c_uint8), POINTER(c_uint64)],
     "putget_nodes_connect": [c_void_p, c_uint32, POINTER(c_uint8), c_uint64],
     "putget_nodes_start": [c_void_p],

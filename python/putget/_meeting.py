@@ -81,7 +81,7 @@ def meet(group: Any, rank: int, size: int, network: Network | None) -> Joined:
 
         def join() -> dict[str, Any]:
             provider, nics = join_options(network, len(set(hosts)) == 1)
-            made.append(EngineNetwork(rank, size, provider, nics, secret))
+            made.append(EngineNetwork(rank, size, provider, nics, secret, network.staging))
             return {}
 
         _gather(group, size, join)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 
+import torch
+
 from putget import _abi
 from putget.errors import BackendUnavailable
 
@@ -13,10 +15,33 @@ class NativeNetwork:
 
     Attributes:
         handle: For native calls.
+        gpu: The only one whose memory it reaches; None: any that it can reach at all.
     """
 
-    def __init__(self) -> None:
+    gpu: int | None = None
+
+    def __init__(self, staging: str) -> None:
         self.handle = ctypes.c_void_p()
+        self._staging = staging
+
+    def waits_on(self, device: torch.device) -> bool:
+        """Whether rows of objects on this device wait in its memory.
+
+        Raises:
+            ValueError: They are to, and cannot.
+        """
+        if device.type != "cuda":
+            if self._staging == "device":
+                raise ValueError(f"network staging is 'device', but the object's device is {device}")
+            return False
+        if self._staging == "host" or (self._staging == "auto" and self.gpu is None):
+            return False
+        if self.gpu is not None and device.index != self.gpu:
+            raise ValueError(
+                f"device is {device}, but the network copies with cuda:{self.gpu}, the current device when the "
+                "communicator was made: call torch.cuda.set_device before"
+            )
+        return True
 
     def __del__(self) -> None:
         handle, self.handle = getattr(self, "handle", None), ctypes.c_void_p()
@@ -30,10 +55,11 @@ class LocalNetwork(NativeNetwork):
     Args:
         size: Ranks, 2 to 128.
         seed: Of the order in which writes arrive.
+        staging: As that of ``putget.Network``.
     """
 
-    def __init__(self, size: int, seed: int = 1) -> None:
-        super().__init__()
+    def __init__(self, size: int, seed: int = 1, staging: str = "auto") -> None:
+        super().__init__(staging)
         _abi.call("putget_network_local", size, seed, ctypes.byref(self.handle))
 
 
@@ -43,17 +69,24 @@ class EngineNetwork(NativeNetwork):
     Args:
         rank: This rank.
         size: Ranks of the group.
-        provider: A network that the engine has for host memory.
+        provider: A network that the engine has.
         nics: Of this host, as the provider names them; none leave the choice to the engine.
         secret: The same on all ranks.
+        staging: As that of ``putget.Network``.
 
     Raises:
         BackendUnavailable: There is no engine, or one of another version, or no such network on this machine.
         PutgetError: The operating system refused.
     """
 
-    def __init__(self, rank: int, size: int, provider: str, nics: tuple[str, ...], secret: bytes) -> None:
-        super().__init__()
+    def __init__(
+        self, rank: int, size: int, provider: str, nics: tuple[str, ...], secret: bytes, staging: str = "auto"
+    ) -> None:
+        super().__init__(staging)
+        if provider == "nvlink":
+            if not torch.cuda.is_available():
+                raise BackendUnavailable("network provider 'nvlink' needs a CUDA GPU; torch finds none")
+            self.gpu = torch.cuda.current_device()
         names = (ctypes.c_char_p * len(nics))(*(nic.encode() for nic in nics))
         kept = ctypes.create_string_buffer(secret, len(secret))
         config = _abi.EngineConfig(
@@ -63,6 +96,7 @@ class EngineNetwork(NativeNetwork):
             num_nics=len(nics),
             rank=rank,
             ranks=size,
+            gpu=-1 if self.gpu is None else self.gpu,
             secret=ctypes.addressof(kept),
             secret_bytes=len(secret),
         )

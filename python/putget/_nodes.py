@@ -51,6 +51,7 @@ class Nodes:
         assert comm.network is not None
         self._comm, self._handle, self._config, self._home, self._routes = comm, handle, config, home, routes
         self._network = comm.network  # outlives the object
+        self._device = workspace.memory.device
         self.name = comm.numbers  # of the object; the same on all ranks
         workspace.memory.epoch()  # waits for the device: rounds are counted from there on, on all ranks alike
         self.join(workspace, [self], range(comm.size), None)
@@ -63,16 +64,17 @@ class Nodes:
         """
         _abi.call("putget_nodes_leave", self._handle)
 
-    def create(self, members: Sequence[int]) -> tuple[str, _abi.Share]:
+    def create(self, members: Sequence[int]) -> tuple[str, list[_abi.Share]]:
         """Makes the memory and the object's part, under a number that no write of before has.
 
         Returns:
-            The card for the other domains, and the memory's share for the own one.
+            The card for the other domains, and the memories' shares for the own one.
 
         Raises:
             ValueError, PutgetError: As the constructor raises them.
         """
         comm, handle = self._comm, self._handle
+        on_device = self._network.waits_on(self._device)
         generation, number = divmod(comm.next_number(), _NUMBERS)
         domain_of = (ctypes.c_uint8 * comm.size)(*comm.domain_of)
         active = (ctypes.c_uint32 * _abi.RANK_WORDS)()
@@ -86,26 +88,43 @@ class Nodes:
             target_slots=self._routes[1].data_ptr(),
             active=ctypes.addressof(active),
             wire_type=self._home.type,
+            staging=_abi.STAGING_DEVICE if on_device else _abi.STAGING_HOST,
         )
-        shared, own = ctypes.c_uint64(), ctypes.c_uint64()
-        sizes = (ctypes.byref(self._config), ctypes.byref(nodes), ctypes.byref(shared), ctypes.byref(own))
-        _abi.call("putget_nodes_bytes", *sizes)
-        self.num_bytes = shared.value + own.value
+        shared, inbox, own = ctypes.c_uint64(), ctypes.c_uint64(), ctypes.c_uint64()
+        sizes = (shared, inbox, own)
+        _abi.call("putget_nodes_bytes", ctypes.byref(self._config), ctypes.byref(nodes), *map(ctypes.byref, sizes))
+        self.num_bytes = sum(size.value for size in sizes)
         self._memory = Memory(torch.device("cpu"), comm.size, comm.rank, shared.value, fabric=False)
-        _abi.call("putget_nodes_create", ctypes.byref(nodes), handle, self._memory.handle, self._network.handle)
+        self._inbox = None
+        if on_device:
+            self._inbox = Memory(self._device, comm.size, comm.rank, inbox.value, fabric=False)
+        staged = None if self._inbox is None else self._inbox.handle
+        _abi.call("putget_nodes_create", ctypes.byref(nodes), handle, self._memory.handle, staged, self._network.handle)
         card = (ctypes.c_uint8 * _CARD_BYTES)()
         card_bytes = ctypes.c_uint64(_CARD_BYTES)
         _abi.call("putget_nodes_card", handle, card, ctypes.byref(card_bytes))
-        return bytes(card[: card_bytes.value]).hex(), self._memory.export()
+        shares: list[_abi.Share] = []
+        try:
+            shares += (memory.export() for memory in self._memories())
+        except PutgetError:
+            for share in shares:
+                close_share(share)
+            raise
+        return bytes(card[: card_bytes.value]).hex(), shares
 
-    def meet(self, rank: int, card: str, share: _abi.Share | None) -> None:
-        """Maps the memory of a rank of the own domain, or connects with one of another.
+    def _memories(self) -> list[Memory]:
+        """Those that the own domain maps."""
+        return [self._memory] if self._inbox is None else [self._memory, self._inbox]
+
+    def meet(self, rank: int, card: str, shares: Sequence[_abi.Share]) -> None:
+        """Maps the memories of a rank of the own domain, or connects with one of another, which shows none.
 
         Raises:
             ValueError, PeerTimeout, PutgetError: As the constructor raises them.
         """
-        if share is not None:
-            self._memory.import_share(rank, share)
+        if shares:
+            for memory, share in zip(self._memories(), shares, strict=True):
+                memory.import_share(rank, share)
             return
         theirs = bytes.fromhex(card)
         place = (ctypes.c_uint8 * len(theirs)).from_buffer_copy(theirs)
@@ -158,7 +177,7 @@ def _exchange_memory(
 ) -> dict[int, Message]:
     """Makes the parts' memory; every member gets the cards of all parts, and those of the own domain the shares."""
     comm = workspace.comm
-    made: list[tuple[str, _abi.Share]] = []
+    made: list[tuple[str, list[_abi.Share]]] = []
     try:
         try:
             for part in parts:
@@ -169,9 +188,9 @@ def _exchange_memory(
         fields = {
             "objects": [part.name for part in parts],
             "cards": [card for card, _ in made],
-            "shares": [encode_share(share) for _, share in made],
+            "shares": [[encode_share(share) for share in shares] for _, shares in made],
         }
-        passed = [share.descriptor for _, share in made]
+        passed = [share.descriptor for _, shares in made for share in shares]
         return comm._mesh.exchange(
             "network memory",
             fields,
@@ -182,8 +201,9 @@ def _exchange_memory(
             **stage_of(attempt, CONNECTING),
         )
     finally:
-        for _, share in made:
-            close_share(share)
+        for _, shares in made:
+            for share in shares:
+                close_share(share)
 
 
 def _meet(workspace: Workspace, parts: Sequence[Nodes], rank: int, message: Message, phase: str) -> None:
@@ -193,8 +213,9 @@ def _meet(workspace: Workspace, parts: Sequence[Nodes], rank: int, message: Mess
             f"{phase}: the workspace has {len(parts)} objects on rank {comm.rank}, and others, "
             f"{len(fields['objects'])}, on rank {rank}: close the same ones on all ranks"
         )
+    descriptors = iter(message.descriptors)
     for index, part in enumerate(parts):
-        share = None
+        shares: list[_abi.Share] = []
         if rank in comm.near_ranks:
-            share = decode_share(fields["shares"][index], message.descriptors[index : index + 1])
-        part.meet(rank, fields["cards"][index], share)
+            shares = [decode_share(share, [next(descriptors)]) for share in fields["shares"][index]]
+        part.meet(rank, fields["cards"][index], shares)

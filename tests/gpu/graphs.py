@@ -81,6 +81,7 @@ class GraphRound:
 
     def outcome(self) -> Outcome:
         """What the last run left, on the CPU (synchronises)."""
+        self.rank.wait()
         seen = {name: _to_cpu(value) for name, value in self._seen.items()}
         return Outcome(**seen, invalid=0)
 

@@ -1,4 +1,4 @@
-"""Rounds across virtual domains on GPUs: a round in a CUDA graph, and many layers in one.
+"""Rounds across virtual domains on GPUs: a round in a CUDA graph, many layers in one, and rows that wait on the GPU.
 
 tests/alltoall/test_domains.py plays the same cases on the CPU and on emulated ranks.
 """
@@ -11,11 +11,13 @@ import pytest
 import torch
 
 import putget
+from tests.alltoall.test_domains import in_domains, outlast, ragged
 from tests.gpu.graphs import GraphRound, capture
 from tests.harness import Rank, run_ranks
 from tests.harness.cases import Case, Round
-from tests.harness.compare import Outcome, check_case
+from tests.harness.compare import Outcome, check_case, play
 
+STAGINGS = pytest.mark.parametrize("staging", ["host", "device"])
 WORLDS = [(4, 2), (8, 4), (8, 2), (2, 1)]
 NAMES = ["2x2", "2x4", "4x2", "2x1"]
 BATCH = 16
@@ -36,8 +38,8 @@ def case_of(ep_size: int, domain_size: int, count: int) -> Case:
     )
 
 
-def network(domain_size: int) -> putget.Network:
-    return putget.Network("sim", domain_size=domain_size)
+def network(domain_size: int, staging: str = "host") -> putget.Network:
+    return putget.Network("sim", domain_size=domain_size, staging=staging)
 
 
 def in_turn(rank: Rank, body: Any) -> None:
@@ -62,13 +64,15 @@ def replay(rank: Rank, case: Case) -> list[Outcome]:
             rank.meet()
             graph.replay()
             outcomes.append(graph.outcome())
+        rank.meet()  # memory that goes may wait for all kernels, and a network that copies by CUDA with it
         return outcomes
 
 
+@STAGINGS
 @pytest.mark.parametrize(("ep_size", "domain_size"), WORLDS, ids=NAMES)
-def test_a_round_in_a_graph_has_the_bits_of_the_oracle(ep_size: int, domain_size: int) -> None:
+def test_a_round_in_a_graph_has_the_bits_of_the_oracle(ep_size: int, domain_size: int, staging: str) -> None:
     case = case_of(ep_size, domain_size, 12)
-    seen = run_ranks(ep_size, replay, case, mode="thread", device="cuda", network=network(domain_size))
+    seen = run_ranks(ep_size, replay, case, mode="thread", device="cuda", network=network(domain_size, staging))
     check_case(case, seen)
 
 
@@ -91,13 +95,45 @@ def replay_layers(rank: Rank, case: Case) -> list[Outcome]:
             rank.meet()
             captured[0].replay()
             outcomes.append(graph.outcome())
+        rank.meet()
         a2a.check()
         return outcomes
 
 
+@STAGINGS
 @pytest.mark.parametrize(("ep_size", "domain_size"), [(8, 4), (8, 2)], ids=["2x4", "4x2"])
-def test_a_graph_of_many_layers(ep_size: int, domain_size: int) -> None:
+def test_a_graph_of_many_layers(ep_size: int, domain_size: int, staging: str) -> None:
     """The same data in each layer: the last one has to show what the first one did."""
     case = case_of(ep_size, domain_size, 3)
-    joined = network(domain_size)
+    joined = network(domain_size, staging)
     check_case(case, run_ranks(ep_size, replay_layers, case, device="cuda", mode="thread", timeout=150, network=joined))
+
+
+# --- rows that wait on the GPU; on host memory in tests/alltoall/test_domains.py
+
+
+@pytest.mark.parametrize("wire", [None, torch.float8_e4m3fn], ids=["same", "quantised"])
+@pytest.mark.parametrize(("ep_size", "domain_size"), WORLDS, ids=NAMES)
+def test_rounds_of_rows_on_the_gpu(ep_size: int, domain_size: int, wire: torch.dtype | None) -> None:
+    rows = ((272,), torch.bfloat16)
+    many: dict[str, Any] = {"num_experts": 2 * ep_size + 1, "top_k": 5, "max_tokens_per_rank": 150, "num_stats": 3}
+    case = Case(
+        ep_size, ragged(ep_size, 20, 4, 150), payloads=(rows, ((3,), torch.uint8)), output=rows, wire=wire, **many
+    )
+    case = in_domains(case, domain_size)
+    joined = network(domain_size, "device")
+    check_case(case, run_ranks(ep_size, play, case, mode="thread", device="cuda", timeout=150, network=joined))
+
+
+@pytest.mark.parametrize("step", ["dispatch", "combine"])
+def test_a_silent_rank_is_named_where_rows_wait_on_the_gpu(step: str) -> None:
+    joined = network(2, "device")
+    raised = run_ranks(4, outlast, 3, step, 5, mode="thread", device="cuda", timeout=90, network=joined)
+    assert raised == [f"{step} (3,)"] * 3 + [None]
+
+
+def test_memory_of_another_gpu_is_refused() -> None:
+    network_of = putget._networks.NativeNetwork("auto")
+    network_of.gpu = 1
+    with pytest.raises(ValueError, match="device is cuda:0, but the network copies with cuda:1, the current device"):
+        network_of.waits_on(torch.device("cuda", 0))

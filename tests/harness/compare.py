@@ -75,6 +75,7 @@ def play_round(a2a: putget.AllToAll, rank: Rank, case: Case, index: int, check: 
     else:
         received = a2a.dispatch(*arguments, **beside)
     _check_views(received, a2a, case, case.max_rows_of(index, rank.rank))
+    rank.wait()
     seen = {
         "topk_ids": received.topk_ids.cpu().clone(),
         "topk_weights": received.topk_weights.cpu().clone(),
@@ -135,6 +136,7 @@ def _prepare_end(a2a: putget.AllToAll, rank: Rank, case: Case, index: int) -> Ca
             combined = a2a.combine(x, out=out, addend=addend)
         if out is not None and combined.data_ptr() != out.data_ptr():
             raise AssertionError("combine(out=) returned another tensor")
+        rank.wait()
         return combined.cpu().clone()
 
     return end

@@ -210,6 +210,7 @@ class Rank {
     std::copy_n(nodes_.board, kMaxRanks, config.board);
     std::copy_n(inbox_of_, kMaxRanks, config.inbox_of);
     std::copy_n(landing_of_, kMaxRanks, config.landing_of);
+    config.warms_up = story_.seed % 2 == 0;  // all ranks alike, as where rows wait on GPUs
     proxy_ = std::make_unique<proxy::Proxy>(config);
   }
   proxy::Proxy* proxy() { return proxy_.get(); }
@@ -501,6 +502,9 @@ void run(const Options& options) {
   };
   each([&](Rank& object) { object.meet(ranks); });
   each([&](Rank& object) { network.stepper().add(object.proxy()); });
+  each([&](Rank& object) {
+    while (!object.proxy()->has_begun()) std::this_thread::yield();
+  });
   std::vector<std::thread> threads;
   for (uint32_t rank = 0; rank < kRanks; ++rank) {
     threads.emplace_back([&, rank] {
