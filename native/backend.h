@@ -119,7 +119,7 @@ std::unique_ptr<Backend> create_backend(const MemoryConfig& config);
 uint32_t gpu_count();
 putget_gpu gpu_report(uint32_t ordinal);
 // Copies between any two memories, on streams of the calling thread's own, and returns when that is done; false: the
-// driver refused. Null in a build without CUDA.
+// driver refused, or of no bytes, the target is no GPU's. Null in a build without CUDA.
 using CopyBeside = bool (*)(void* to, const void* from, uint64_t bytes);
 CopyBeside copy_beside();
 // Where kernels are enqueued.

@@ -47,6 +47,7 @@ bool copy(void* to, const void* from, uint64_t bytes) {
   cudaPointerAttributes target{};
   if (cudaPointerGetAttributes(&source, from) != cudaSuccess) return false;
   if (cudaPointerGetAttributes(&target, to) != cudaSuccess) return false;
+  if (bytes == 0) return target.type == cudaMemoryTypeDevice;
   // The target's GPU has it mapped; another one may not.
   const cudaStream_t stream = streams.of(target.type == cudaMemoryTypeDevice ? target.device : source.device);
   if (stream == nullptr) return false;

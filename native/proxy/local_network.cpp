@@ -82,7 +82,9 @@ LocalNetwork::~LocalNetwork() {
 int LocalNetwork::add_region(void* self, void* start, uint64_t bytes, int32_t device, uint32_t* region) {
   End& end = *static_cast<End*>(self);
   const bool on_device = device != -1;
-  if (start == nullptr || (on_device && end.network->copy_device_ == nullptr)) {
+  const CopyDevice copy_device = end.network->copy_device_;
+  // Nothing is copied: whether it is a GPU's memory.
+  if (start == nullptr || (on_device && (copy_device == nullptr || !copy_device(start, start, 0)))) {
     end.error = "memory of a GPU, or none, where host memory is expected";
     return PUTGET_TRANSPORT_INVALID;
   }

@@ -22,7 +22,8 @@ namespace putget::proxy {
 
 class LocalNetwork : public Network {
  public:
-  // Copies between any two memories, and returns when that is done; false: the driver refused.
+  // Copies between any two memories, and returns when that is done; false: the driver refused, or of no bytes, the
+  // target is no GPU's.
   using CopyDevice = bool (*)(void* to, const void* from, uint64_t bytes);
 
   // Without `copy_device` it takes host memory alone. Throws std::system_error where the operating system refuses a

@@ -1,0 +1,114 @@
+// The C functions of rounds across domains.
+#include <algorithm>
+#include <cstring>
+
+#include "capi/alltoall.h"
+#include "capi/guard.h"
+#include "capi/memory.h"
+#include "capi/network.h"
+#include "capi/nodes.h"
+#include "capi/require.h"
+#include "capi/validate.h"
+
+namespace {
+
+using putget::Backend;
+using putget::capi::guarded;
+using putget::capi::Nodes;
+using putget::capi::NodesShape;
+using putget::capi::require;
+using putget::capi::require_pointer;
+using putget::capi::require_range;
+using putget::capi::require_version;
+
+// Of the networks that there are: what a write carries at most is the same for all ranks.
+constexpr uint64_t kMostBytes = uint64_t{1} << 20;
+constexpr uint32_t kMostNumber = 63;  // of workspaces and of generations
+
+void require_memories(const NodesShape& shape, const Backend& own, const Backend& shared, const Backend* inbox) {
+  require(shared.config().bytes >= shape.shared_bytes(), "shared has too few bytes: see putget_nodes_bytes");
+  require((inbox != nullptr) == shape.on_device, shape.on_device
+                                                     ? "inbox is null, but staging is PUTGET_STAGING_DEVICE"
+                                                     : "inbox is not null, but staging is PUTGET_STAGING_HOST");
+  if (inbox == nullptr) return;
+  require(own.is_on_gpu() && inbox->is_on_gpu(), "inbox or the object is memory of a CPU: rows wait on a GPU");
+  require(inbox->config().bytes >= shape.inbox_bytes(), "inbox has too few bytes: see putget_nodes_bytes");
+}
+
+Nodes& nodes_of(putget_alltoall* object) {
+  require(object != nullptr, "object is null");
+  require(object->nodes != nullptr, "putget_nodes_create has not been called");
+  return *object->nodes;
+}
+
+}  // namespace
+
+putget_status putget_nodes_bytes(const putget_config* config, const putget_nodes_config* nodes, uint64_t* shared,
+                                 uint64_t* inbox, uint64_t* own) {
+  return guarded([&] {
+    require_version(config, "config");
+    require_version(nodes, "nodes");
+    require_pointer("shared", shared);
+    require_pointer("inbox", inbox);
+    require_pointer("own", own);
+    const putget::Shape shape = putget::capi::shape_of(*config);
+    const NodesShape made(shape, *nodes, kMostBytes);
+    *shared = made.shared_bytes();
+    *inbox = made.inbox_bytes();
+    *own = made.own_bytes(shape);
+  });
+}
+
+putget_status putget_nodes_create(const putget_nodes_config* config, putget_alltoall* object, putget_memory* shared,
+                                  putget_memory* inbox, putget_network* network) {
+  return guarded([&] {
+    require_version(config, "config");
+    require_pointer("object", object);
+    require_pointer("shared", shared);
+    require_pointer("network", network);
+    require_pointer("target_ranks", config->target_ranks);
+    require_pointer("target_slots", config->target_slots);
+    require_range("workspace", config->workspace, 0, kMostNumber);
+    require_range("generation", config->generation, 0, kMostNumber);
+    const putget::Plan& plan = object->plan;
+    require(object->nodes == nullptr || object->nodes->has_left(), "the object has other domains already");
+    require(plan.shape.ep_size == network->shared->ranks(), "ep_size differs from the network's number of ranks");
+    require(network->shared->table(plan.shape.ep_rank) != nullptr, "the network is another rank's");
+    require(plan.shape.wire_type == putget::WireType::kSame,
+            "wire_type of the object is not PUTGET_WIRE_SAME: sums between domains have one of their own");
+    Backend* const rows = inbox == nullptr ? nullptr : inbox->backend.get();
+    require_memories(NodesShape(plan.shape, *config, kMostBytes), *object->memory, *shared->backend, rows);
+    auto made = std::make_unique<Nodes>(*config, *object->memory, plan, *shared->backend, rows, network->shared);
+    auto& left = object->left;
+    if (object->nodes != nullptr) left.push_back(std::move(object->nodes));
+    left.erase(std::remove_if(left.begin(), left.end(), [](const auto& part) { return part->quiet(); }), left.end());
+    object->nodes = std::move(made);
+  });
+}
+
+putget_status putget_nodes_card(putget_alltoall* object, uint8_t* card, uint64_t* bytes) {
+  return guarded([&] {
+    require_pointer("bytes", bytes);
+    const std::vector<uint8_t> made = nodes_of(object).card();
+    const bool fits = card != nullptr && *bytes >= made.size();
+    *bytes = made.size();
+    require(fits, "card has too little room, needed are " + std::to_string(made.size()) + " bytes");
+    std::memcpy(card, made.data(), made.size());
+  });
+}
+
+putget_status putget_nodes_connect(putget_alltoall* object, uint32_t rank, const uint8_t* card, uint64_t bytes) {
+  return guarded([&] { nodes_of(object).connect(rank, card, bytes); });
+}
+
+putget_status putget_nodes_start(putget_alltoall* object) {
+  return guarded([&] { nodes_of(object).start(); });
+}
+
+putget_status putget_nodes_run(putget_alltoall* object) {
+  return guarded([&] { nodes_of(object).run(); });
+}
+
+putget_status putget_nodes_leave(putget_alltoall* object) {
+  return guarded([&] { nodes_of(object).leave(); });
+}
