@@ -27,7 +27,7 @@ putget::proxy::EngineOptions options_of(const putget_engine_config& config) {
   if (config.num_nics != 0) require_pointer("nics", config.nics);
   if (config.secret_bytes != 0) require_pointer("secret", config.secret);
   require(config.gpu >= -1 && config.gpu <= UINT16_MAX,
-          "gpu is " + std::to_string(config.gpu) + ", allowed are -1 and " + "numbers of GPUs");
+          "gpu is " + std::to_string(config.gpu) + ", allowed are -1 and numbers of GPUs");
   putget::proxy::EngineOptions options{config.library, config.provider, {}, {}, config.rank, config.ranks, config.gpu};
   for (uint32_t nic = 0; nic < config.num_nics; ++nic) {
     require_pointer("nics", config.nics[nic]);

@@ -128,20 +128,31 @@ bool Proxy::resting() const {
   return true;
 }
 
-// A byte to each agent and source, where their first rows will lie.
+// One byte, which means nothing, where a lane's first rows will lie.
+Proxy::Post Proxy::post_byte(Lane& lane, uint32_t region, uint64_t from, uint32_t target, uint64_t to) {
+  putget_transport_write write{};
+  write.region = region;
+  write.src_offset = from;
+  write.target = target;
+  write.dst_offset = to;
+  write.bytes = 1;
+  write.imm = parcel_imm(ParcelKind::kAsking, config_.generation, config_.workspace, 0, config_.rank);
+  return post(lane, write);  // [X11]
+}
+
+// A byte to each agent and source.
 bool Proxy::warm_up() {
   bool moved = false;
-  for (; fault_.reason == Lost::kNot && warmed_ < sending_.size() + serving_.size(); ++warmed_) {
-    const bool is_sending = warmed_ < sending_.size();
-    Lane& lane = is_sending ? sending_[warmed_]->lane : serving_[warmed_ - sending_.size()]->lane;
-    putget_transport_write write{};
-    write.region = is_sending ? config_.outbox : config_.returns;
-    write.target = is_sending ? config_.inbox_of[lane.peer] : config_.landing_of[lane.peer];
-    write.src_offset = is_sending ? sending_[warmed_]->from : serving_[warmed_ - sending_.size()]->from;
-    write.dst_offset = is_sending ? sending_[warmed_]->to : serving_[warmed_ - sending_.size()]->to;
-    write.bytes = 1;
-    write.imm = parcel_imm(ParcelKind::kAsking, config_.generation, config_.workspace, 0, config_.rank);
-    if (post(lane, write) != Post::kDone) return moved;  // [X11]
+  for (auto& one : sending_) {
+    if (fault_.reason != Lost::kNot || one->lane.posted != 0) continue;
+    const uint32_t target = config_.inbox_of[one->lane.peer];
+    if (post_byte(one->lane, config_.outbox, one->from, target, one->to) != Post::kDone) return moved;
+    moved = true;
+  }
+  for (auto& one : serving_) {
+    if (fault_.reason != Lost::kNot || one->lane.posted != 0) continue;
+    const uint32_t target = config_.landing_of[one->lane.peer];
+    if (post_byte(one->lane, config_.returns, one->from, target, one->to) != Post::kDone) return moved;
     moved = true;
   }
   if (!quiet()) return moved;

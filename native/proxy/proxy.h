@@ -124,11 +124,14 @@ class Proxy {
     Counter empty;
   };
 
+  enum class Post { kDone, kLater, kStopped };
+
   Counter counter(ParcelKind kind, uint32_t chunk, uint32_t sender) const;
   void add_sending(uint32_t domain);
   void add_serving(uint32_t source);
 
   bool warm_up();
+  Post post_byte(Lane& lane, uint32_t region, uint64_t from, uint32_t target, uint64_t to);
   bool step_sending(Sending& sending, uint64_t now_ns);
   bool begin_dispatch(Sending& sending, uint64_t now_ns);
   bool post_dispatch(Sending& sending);
@@ -145,7 +148,6 @@ class Proxy {
   bool closed_by_all(uint32_t epoch);
   void step_beats(uint64_t now_ns);
 
-  enum class Post { kDone, kLater, kStopped };
   Post post(Lane& lane, putget_transport_write write);
   void check(const Lane& lane, uint32_t epoch);
   void stop(Lost reason, uint32_t epoch, const RankSet& missing);
@@ -156,7 +158,6 @@ class Proxy {
   std::vector<std::unique_ptr<Sending>> sending_;
   std::vector<std::unique_ptr<Serving>> serving_;
   std::atomic<bool> has_begun_;
-  size_t warmed_ = 0;  // peers that have been written to before the first round
   uint32_t sent_;
   uint32_t closed_;  // the last round that all ranks of the domain have ended
   uint32_t closed_kind_ = 0;

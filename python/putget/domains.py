@@ -16,7 +16,7 @@ PROVIDERS = ("auto", "verbs", "efa", "tcp", "shm", "nvlink", "sim")
 NAMED_NICS = ("tcp", "verbs")  # where a caller may say which
 MOST_NICS = 4
 LOCAL_PROVIDERS = ("auto", "sim", "tcp", "shm")
-# Rounds over "nvlink" are built, but have not run since their first writes come before the first round.
+# Not "nvlink" before its rounds have run on GPUs: lab/pending_gpus.md.
 GROUP_PROVIDERS = ("auto", "tcp", "shm", "verbs")
 ENGINE_PROVIDERS = ("tcp", "shm", "verbs")
 ONE_HOST_PROVIDERS = ("shm", "nvlink")

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 import putget
 from putget import reference
-from putget._networks import NativeNetwork
 from tests.alltoall.test_properties import cases
 from tests.harness import Rank, run_ranks
 from tests.harness.cases import COMBINE, DISPATCH, ENDINGS, Case, Round
@@ -661,45 +660,6 @@ def test_rows_that_cannot_be_quantised_are_refused() -> None:
     def body(rank: Rank) -> None:
         with pytest.raises(ValueError, match="output has 20 elements, expected a multiple of 16"):
             rank.all_to_all(output=putget.Payload((20,), torch.bfloat16), combine_dtype=torch.float8_e4m3fn)
-
-    run_ranks(2, body, mode="thread", network=network(1))
-
-
-def test_networks_that_are_none_are_refused() -> None:
-    with pytest.raises(ValueError, match="provider is 'ib', expected one of auto, verbs"):
-        putget.Network("ib")
-    with pytest.raises(ValueError, match="staging is 'gpu', expected one of auto, host, device"):
-        putget.Network(staging="gpu")
-    words = "staging is 'device', but provider 'tcp' reaches host memory alone; 'sim' reaches GPUs"
-    with pytest.raises(ValueError, match=words):
-        putget.Network("tcp", staging="device")
-    with pytest.raises(ValueError, match="domain_size is 0, expected None or an int from 1 to 128"):
-        putget.Network(domain_size=0)
-    with pytest.raises(ValueError, match="provider is 'verbs', ranks of one process have 'sim', 'tcp' and 'shm'"):
-        putget.Communicator.local(2, network=putget.Network("verbs"))
-    with pytest.raises(ValueError, match="nics has 0 names, allowed are 1 to 4"):
-        putget.Network("tcp", nics=())
-    with pytest.raises(ValueError, match=r"nics is \('mlx5_0',\), but provider 'shm' has none to choose from"):
-        putget.Network("shm", nics=("mlx5_0",))
-    with pytest.raises(ValueError, match=r"network is 2, expected None or a putget\.Network"):
-        putget.Communicator.local(2, network=2)  # type: ignore[arg-type]
-
-
-def test_rows_of_a_cpu_do_not_wait_on_a_gpu() -> None:
-    def body(rank: Rank) -> None:
-        with pytest.raises(ValueError, match="network staging is 'device', but the object's device is cpu"):
-            rank.all_to_all()
-
-    run_ranks(2, body, mode="thread", network=putget.Network("sim", domain_size=1, staging="device"))
-
-
-def test_native_objects_of_a_cpu_do_not_wait_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The C functions do not rely on their caller's look at the device."""
-    monkeypatch.setattr(NativeNetwork, "waits_on", lambda self, device: True)
-
-    def body(rank: Rank) -> None:
-        with pytest.raises(ValueError, match="inbox or the object is memory of a CPU: rows wait on a GPU"):
-            rank.all_to_all()
 
     run_ranks(2, body, mode="thread", network=network(1))
 

@@ -130,10 +130,3 @@ def test_a_silent_rank_is_named_where_rows_wait_on_the_gpu(step: str) -> None:
     joined = network(2, "device")
     raised = run_ranks(4, outlast, 3, step, 5, mode="thread", device="cuda", timeout=90, network=joined)
     assert raised == [f"{step} (3,)"] * 3 + [None]
-
-
-def test_memory_of_another_gpu_is_refused() -> None:
-    network_of = putget._networks.NativeNetwork("auto")
-    network_of.gpu = 1
-    with pytest.raises(ValueError, match="device is cuda:0, but the network copies with cuda:1, the current device"):
-        network_of.waits_on(torch.device("cuda", 0))

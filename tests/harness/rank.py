@@ -48,8 +48,8 @@ class Rank:
     def wait(self) -> None:
         """Waits for what has been launched; on CPUs that is over.
 
-        A copy to memory that is not pinned waits as well, but keeps this process's other threads out of CUDA
-        meanwhile: networks that copy by CUDA would not bring what kernels wait for.
+        A copy to memory that is not pinned waits as well. But where another thread made its first call of CUDA
+        meanwhile, a network's that copies by CUDA, that call waited too, and kernels waited for its bytes.
         """
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
