@@ -193,7 +193,7 @@ fn counters_are_a_map_that_forgets_zeros() {
     let mut random = fastrand::Rng::with_seed(11);
     let counters = Counters::<()>::default();
     let mut model = HashMap::<u32, u64>::new();
-    for step in 0..200_000 {
+    for step in 0..few(200_000) {
         let imm = if random.bool() { random.u32(0..500) } else { random.u32(..) | 1 };
         if random.u8(0..10) < 6 {
             add(&counters, imm);
@@ -211,11 +211,16 @@ fn counters_are_a_map_that_forgets_zeros() {
     assert!(counters.blocks() <= 302, "{} blocks", counters.blocks());
 }
 
+/// So many steps of a test; miri would take hours for them.
+const fn few(steps: u32) -> u32 {
+    if cfg!(miri) { steps / 500 } else { steps }
+}
+
 /// A million uses, each taken back, leave nothing behind.
 #[test]
 fn a_million_used_immediates_cost_nothing() {
     let counters = Counters::<u32>::default();
-    for imm in (0..1_000_000_u32).map(|use_| use_.wrapping_mul(0x9e37_79b9)) {
+    for imm in (0..few(1_000_000)).map(|use_| use_.wrapping_mul(0x9e37_79b9)) {
         assert!(waits(&counters, Expect { take: true, ..of(u64::from(imm), imm, 1, later()) }, imm));
         assert_eq!(add(&counters, imm), [imm]);
         if imm.is_multiple_of(64) {
@@ -243,7 +248,7 @@ fn readers_see_their_own_counter_alone() {
             })
         })
         .collect();
-    for round in 0..200_000_u32 {
+    for round in 0..few(200_000) {
         // One block, now for one, now for the other.
         add(&counters, 5);
         assert_eq!(counters.reset(5), Ok(1));
