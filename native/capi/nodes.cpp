@@ -178,7 +178,7 @@ void Nodes::make_tables(const Shape& shape) {
                             sizeof(uint32_t),
                             shape.ep_size * sizeof(uint32_t),
                             (NodesPlan::kJoins + sources) * sizeof(uint32_t),
-                            (shape.ep_size + domains) * sizeof(uint64_t),
+                            (shape.ep_size + domains + 1) * sizeof(uint64_t),
                             sizeof(NodesState),
                             tokens * round_up(shape.output_row_bytes(), 16),
                             served_sums_bytes(shape, nodes_.domains, nodes_.wire)};

@@ -45,10 +45,7 @@ PUTGET_CLONES void run_sum(Exec& exec, const Plan& plan, const NodesPlan& nodes,
 void pack(const Plan& plan, const NodesPlan& nodes, const DispatchCall& call) {
   Exec exec;
   NodesScratch scratch{};
-  const auto run = [&](auto id) {
-    putget::route_messages<decltype(id)>(exec, plan, nodes, call, scratch);
-    putget::pack<decltype(id)>(exec, plan, nodes, call, scratch);
-  };
+  const auto run = [&](auto id) { putget::pack<decltype(id)>(exec, plan, nodes, call, scratch); };
   if (call.ids_are_64bit != 0) {
     run(int64_t{});
   } else {
@@ -64,7 +61,7 @@ void unpack(const Plan& plan, const NodesPlan& nodes, uint32_t max_rows) {
 
 void close_round(const Plan& plan, const NodesPlan& nodes, uint32_t kind) {
   Exec exec;
-  close_open_round(exec, plan, nodes, kind);
+  close_by_itself(exec, plan, nodes, kind);
 }
 
 void serve_sources(const Plan& plan, const NodesPlan& nodes) {

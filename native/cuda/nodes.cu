@@ -1,9 +1,9 @@
 // Kernels around the domain's own dispatch and combine, where rows cross a network (docs/protocol/nodes.md).
 //
-//   grid      route and close: one CTA. pack, unpack, serve and sum: CTAs that share rows
+//   grid      close: one CTA. pack, unpack, serve and sum: CTAs that share rows
 //   block     each warp works on one row, or a segment of one, at a time
 //   shared    NodesScratch, for serve CombineScratch too, static
-//   waits     route at X0, serve at C3: each CTA by itself. unpack at X4 and sum at X9: one CTA looks at the word and
+//   waits     serve at C3: each CTA by itself. pack at X0, unpack at X4 and sum at X9: one CTA looks at the word and
 //             hands it on (J7). CTAs of pack and serve join, the last one tells the proxy; nobody waits for that
 //
 // Boards, messages and returns are host memory, which the GPU has mapped. Words are released and acquired at system
@@ -30,16 +30,6 @@ constexpr uint32_t kMostBlocks = 24;  // 192 KiB in flight: more than a bus has 
 
 template <class Id>
 __global__ void __maxnreg__(kRegisters)
-    route_kernel(const __grid_constant__ Plan plan, const __grid_constant__ NodesPlan nodes,
-                 const __grid_constant__ DispatchCall call) {
-  __shared__ NodesScratch shared;
-  Exec exec;
-  exec.wait_for_earlier_work();
-  route_messages<Id>(exec, plan, nodes, call, kept_at_hand(shared));
-}
-
-template <class Id>
-__global__ void __maxnreg__(kRegisters)
     pack_kernel(const __grid_constant__ Plan plan, const __grid_constant__ NodesPlan nodes,
                 const __grid_constant__ DispatchCall call) {
   __shared__ NodesScratch shared;
@@ -60,7 +50,7 @@ __global__ void close_kernel(const __grid_constant__ Plan plan, const __grid_con
                              uint32_t kind) {
   Exec exec;
   exec.wait_for_earlier_work();
-  close_open_round(exec, plan, nodes, kind);
+  close_by_itself(exec, plan, nodes, kind);
 }
 
 template <class Codec, class Wire, bool kQuantised>
@@ -142,8 +132,6 @@ void load(Kernel kernel) {
 }  // namespace
 
 void load_nodes_kernels() {
-  load(route_kernel<int32_t>);
-  load(route_kernel<int64_t>);
   load(pack_kernel<int32_t>);
   load(pack_kernel<int64_t>);
   load(unpack_kernel);
@@ -162,16 +150,8 @@ void launch_pack(const Plan& plan, const NodesPlan& nodes, const DispatchCall& c
                  cudaStream_t stream) {
   const uint64_t bytes = uint64_t{call.num_tokens} * (nodes.domains.count() - 1) * nodes.parcel.row_bytes;
   const uint32_t blocks = blocks_for(bytes, room);
-  const auto launch = [&](auto id) {
-    using Id = decltype(id);
-    launch_early(route_kernel<Id>, 1, kThreads, stream, "launching route_kernel", plan, nodes, call);
-    launch_early(pack_kernel<Id>, blocks, kThreads, stream, "launching pack_kernel", plan, nodes, call);
-  };
-  if (call.ids_are_64bit != 0) {
-    launch(int64_t{});
-  } else {
-    launch(int32_t{});
-  }
+  const auto kernel = call.ids_are_64bit != 0 ? pack_kernel<int64_t> : pack_kernel<int32_t>;
+  launch_early(kernel, blocks, kThreads, stream, "launching pack_kernel", plan, nodes, call);
 }
 
 // How many rows come is not known here.

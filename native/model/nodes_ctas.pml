@@ -26,7 +26,10 @@ byte inbox;                    /* likewise */
 byte returns[SOURCES * BLOCKS];
 byte out, landed;              /* words: of this rank, of the proxy */
 byte back[SOURCES];
-byte handed_on;                /* what the first CTA has seen */
+byte posted, sent;             /* rounds: what the network has, and whose outbox it reads no more */
+byte outbox_free;              /* the last one that a kernel has seen in `sent` for the next */
+byte handed_on;                /* what the first CTA has seen of landed, */
+byte sent_on;                  /* ... and of sent */
 byte joined[1 + SOURCES];      /* CTAs that have arrived: J5, then J6 of each source */
 byte sms = SMS;
 byte ended;                    /* CTAs of the kernel that runs */
@@ -51,7 +54,26 @@ inline arrive(counter) {
   }
 }
 
+inline await_outbox() {
+#ifndef SKIP_X0
+  if
+  :: outbox_free == epoch - 1
+  :: outbox_free != epoch - 1 && block == 0 ->
+    sent == epoch - 1; /* X0 */
+    sent_on = epoch - 1
+#ifdef J7_ANY_X0
+  :: outbox_free != epoch - 1 && block != 0
+#else
+  :: outbox_free != epoch - 1 && block != 0 -> sent_on == epoch - 1 || sent == epoch - 1 /* J7, or its own look */
+#endif
+  fi
+#else
+  skip
+#endif
+}
+
 inline pack() {
+  await_outbox();
 #ifdef EARLY_X2
   if
   :: block == 0 -> out = epoch
@@ -86,6 +108,10 @@ inline unpack() {
 
 inline serve() {
   byte source;
+  if
+  :: block == 0 -> outbox_free = sent /* X0, for the next round */
+  :: else
+  fi;
   for (source : 0 .. SOURCES - 1) {
     returns[source * BLOCKS + block] = epoch;
 #ifdef ONE_J6
@@ -129,7 +155,7 @@ proctype Proxy() {
   byte epoch, block, source;
   for (epoch : 1 .. EPOCHS) {
     out == epoch; /* X2 */
-    for (block : 0 .. BLOCKS - 1) { assert(outbox[block] == epoch) } /* X3 */
+    posted = epoch; /* X3 */
     inbox = epoch;
     landed = epoch; /* X4 */
     for (source : 0 .. SOURCES - 1) {
@@ -139,9 +165,20 @@ proctype Proxy() {
   }
 }
 
+/* Reads the outbox, and perhaps again when the message is there. */
+proctype Network() {
+  byte epoch, block;
+  for (epoch : 1 .. EPOCHS) {
+    posted == epoch;
+    for (block : 0 .. BLOCKS - 1) { assert(outbox[block] == epoch) }
+    sent = epoch /* X0 */
+  }
+}
+
 init {
   atomic {
     run Stream();
+    run Network();
     run Proxy()
   }
 }

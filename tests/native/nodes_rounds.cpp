@@ -330,9 +330,7 @@ class Rank {
     call.max_rows = room_of(object_);
     call.ids_access_bytes = 4;
     cut_into_items(call, plan_.shape, 1u << 30, 1, 1, false);
-    NodesScratch scratch{};
     DispatchScratch of_domain{};
-    route_messages<int32_t>(exec_, plan_, nodes_, call, scratch);
     run_blocks([&](cpu::Exec& exec, NodesScratch& own) { pack<int32_t>(exec, plan_, nodes_, call, own); });
     putget::dispatch<int32_t>(exec_, plan_, call, of_domain);
     run_blocks([&](cpu::Exec& exec, NodesScratch& own) { unpack(exec, plan_, nodes_, room_of(object_), own); });
@@ -464,7 +462,7 @@ class Rank {
   std::vector<int32_t> table_, near_ranks_, near_slots_, ranks_, slots_, served_ranks_, served_slots_, home_rows_;
   uint32_t sent_rows_[kRanks] = {}, served_rows_[kRanks] = {}, sent_table_ = 0;
   uint32_t joined_[NodesPlan::kJoins + kRanks] = {};
-  uint64_t handed_on_[2 * kRanks] = {};
+  uint64_t handed_on_[2 * kRanks + 1] = {};
   NodesState nodes_state_{};
   int32_t num_tokens_[kRanks] = {};
   unsigned long long invalid_ = 0;

@@ -276,6 +276,8 @@ MUTATIONS = [
     Check("nodes_ctas", "ONE_J6", DEADLOCK),
     Check("nodes_ctas", "EARLY_X2", ASSERTION),
     Check("nodes_ctas", "J7_ANY", ASSERTION),
+    Check("nodes_ctas", "SKIP_X0", ASSERTION),
+    Check("nodes_ctas", "J7_ANY_X0", ASSERTION),
     Check("nodes_ctas", "JOIN_STAYS", DEADLOCK),
     Check("nodes_ctas", "NO_OWN_LOOK", DEADLOCK),
     Check("tables", "SKIP_D1", DEADLOCK),

@@ -1,8 +1,8 @@
 // Before dispatch: routes the batch over all domains, stores what others take into the outbox and tells the proxy so.
 //
 // A row crosses the network once for each (token, domain). Places are prefix counts, as in dispatch, so that the same
-// batch always fills the same bytes. One CTA routes; then, in a kernel of their own, CTAs share the rows, and the last
-// one tells the proxy. docs/protocol/nodes.md explains the tags.
+// batch always fills the same bytes. Each CTA routes the whole batch and packs a part of it, so that none waits for
+// another's counts; the last one tells the proxy. docs/protocol/nodes.md explains the tags.
 #pragma once
 
 #include "protocol/dispatch/stats.h"
@@ -15,12 +15,24 @@ namespace putget {
 
 constexpr uint32_t kIdsAtOnce = 8;
 
-// Routes one of the tokens that are placed together: target_ranks over all domains, and whom it counts for. A choice of
-// an expert elsewhere counts into the load here, where dispatch does not see it. The first expert on a rank owns the
-// slot.
+// Tokens [first, end) of the batch, which one CTA packs.
+struct TokenPart {
+  uint32_t first;
+  uint32_t end;
+
+  PUTGET_PURE static TokenPart of(uint32_t num_tokens, uint32_t block, uint32_t blocks) {
+    return {static_cast<uint32_t>(uint64_t{num_tokens} * block / blocks),
+            static_cast<uint32_t>(uint64_t{num_tokens} * (block + 1) / blocks)};
+  }
+  PUTGET_PURE bool has(uint32_t token) const { return token - first < end - first; }
+};
+
+// Routes one of the tokens that are placed together: whom it counts for, and, if it is this CTA's, target_ranks over all
+// domains. A choice of an expert elsewhere counts into the load here, where dispatch does not see it. The first expert
+// on a rank owns the slot.
 template <class Id, class Exec>
 PUTGET_TEXT void route_far(Exec& exec, const Plan& plan, const NodesPlan& nodes, const DispatchCall& call,
-                           uint32_t token, uint32_t i, bool is_valid, NodesScratch& scratch) {
+                           uint32_t token, uint32_t i, bool is_valid, bool is_mine, NodesScratch& scratch) {
   const uint32_t top_k = plan.shape.top_k;
   const Domains& domains = nodes.domains;
   const uint32_t own = domains.domain_of(plan.shape.ep_rank);
@@ -41,10 +53,10 @@ PUTGET_TEXT void route_far(Exec& exec, const Plan& plan, const NodesPlan& nodes,
       const uint64_t entry = uint64_t{token} * top_k + first + k;
       const bool is_rank = static_cast<uint32_t>(rank[k]) < plan.shape.ep_size && domains.is_active(rank[k]);
       const bool is_owner = is_rank && !taken.holds(rank[k]);
-      nodes.target_ranks[entry] = is_owner ? rank[k] : -1;
+      if (is_mine) nodes.target_ranks[entry] = is_owner ? rank[k] : -1;
       if (!is_rank) continue;
       const uint32_t domain = domains.domain_of(rank[k]);
-      if (domain != own && call.expert_load != nullptr) exec.add(call.expert_load + id[k], 1);
+      if (is_mine && domain != own && call.expert_load != nullptr) exec.add(call.expert_load + id[k], 1);
       if (!is_owner) continue;
       taken.insert(rank[k]);
       exec.set_bits(scratch.rank[rank[k]].bits[i / 32], 1u << i % 32);
@@ -56,40 +68,56 @@ PUTGET_TEXT void route_far(Exec& exec, const Plan& plan, const NodesPlan& nodes,
 // What this rank routes by, for its messages: as tables.h, but experts of ranks that are not active count too.
 template <class Exec>
 PUTGET_TEXT void keep_table_digest(const Exec& exec, const Plan& plan, const NodesPlan& nodes) {
-  if (exec.warp() + 1 != exec.warps()) return;
+  if (exec.block() != 0 || exec.warp() + 1 != exec.warps()) return;
+  constexpr uint32_t kInFlight = 8;  // looks of a lane, which the whole batch waits for
+  const uint32_t experts = table_experts(plan);
   uint32_t digest = 0;
   PUTGET_ROLLED
-  for (uint32_t expert = exec.lane(); expert < table_experts(plan); expert += exec.lanes()) {
-    digest += mixed(expert << 8 | static_cast<uint8_t>(plan.expert_to_rank[expert]));
+  for (uint32_t first = exec.lane(); first < experts; first += kInFlight * exec.lanes()) {
+    int32_t rank[kInFlight];
+    PUTGET_UNROLL
+    for (uint32_t i = 0; i < kInFlight; ++i) {
+      const uint32_t expert = first + i * exec.lanes();
+      rank[i] = expert < experts ? plan.expert_to_rank[expert] : 0;
+    }
+    PUTGET_UNROLL
+    for (uint32_t i = 0; i < kInFlight; ++i) {
+      const uint32_t expert = first + i * exec.lanes();
+      if (expert < experts) digest += mixed(expert << 8 | static_cast<uint8_t>(rank[i]));
+    }
   }
   for (uint32_t step = 1; step < exec.lanes(); step *= 2) digest += exec.of_lane(digest, exec.lane() ^ step);
   if (exec.lane() == 0) *nodes.sent_table = digest;
 }
 
-// Slots and rows of messages of `count` tokens from `first` on, which have been routed.
+// Slots, and rows of messages, of this CTA's tokens among the `count` from `first` on, which have been routed.
 template <class Exec>
-PUTGET_TEXT void place_tokens(Exec& exec, const Plan& plan, const NodesPlan& nodes, uint32_t first, uint32_t count,
+PUTGET_TEXT void place_tokens(Exec& exec, const Plan& plan, const NodesPlan& nodes, uint32_t first, uint32_t count, TokenPart mine,
                               const NodesScratch& scratch) {
   const uint32_t top_k = plan.shape.top_k;
   const uint32_t num_domains = nodes.domains.count();
+  const uint32_t begin = mine.first > first ? mine.first - first : 0;
+  const uint32_t end = mine.end < first + count ? mine.end - first : count;
+  if (mine.end <= first || begin >= end) return;
   PUTGET_ROLLED
-  for (uint32_t index = exec.thread(); index < count * top_k; index += exec.threads()) {
+  for (uint32_t index = begin * top_k + exec.thread(); index < end * top_k; index += exec.threads()) {
     const uint64_t entry = uint64_t{first} * top_k + index;
     const int32_t rank = nodes.target_ranks[entry];
     nodes.target_slots[entry] = rank < 0 ? -1 : static_cast<int32_t>(scratch.rank[rank].up_to(index / top_k));
   }
   PUTGET_ROLLED
-  for (uint32_t index = exec.thread(); index < count * num_domains; index += exec.threads()) {
+  for (uint32_t index = begin * num_domains + exec.thread(); index < end * num_domains; index += exec.threads()) {
     const uint32_t i = index / num_domains;
     const TokenCount& rows = scratch.domain[index - i * num_domains];
     nodes.home_rows[uint64_t{first} * num_domains + index] = rows.has(i) ? static_cast<int32_t>(rows.up_to(i)) : -1;
   }
 }
 
-// Routes and places the batch, so many tokens at a time. Ends with a block barrier.
+// Routes the batch, so many tokens at a time, and places this CTA's part. What each domain gets is then in
+// scratch.domain[].before. Ends with a block barrier.
 template <class Id, class Exec>
 PUTGET_TEXT void route_batch(Exec& exec, const Plan& plan, const NodesPlan& nodes, const DispatchCall& call,
-                             NodesScratch& scratch) {
+                             TokenPart mine, NodesScratch& scratch) {
   for (uint32_t i = exec.thread(); i < kMaxRanks; i += exec.threads()) scratch.rank[i] = scratch.domain[i] = {};
   NumValid num_valid;
   num_valid.load(call);
@@ -101,10 +129,10 @@ PUTGET_TEXT void route_batch(Exec& exec, const Plan& plan, const NodesPlan& node
     const uint32_t count = left < kPlacedTokens ? left : kPlacedTokens;
     PUTGET_ROLLED
     for (uint32_t i = exec.thread(); i < count; i += exec.threads()) {
-      route_far<Id>(exec, plan, nodes, call, first + i, i, first + i < valid, scratch);
+      route_far<Id>(exec, plan, nodes, call, first + i, i, first + i < valid, mine.has(first + i), scratch);
     }
     exec.sync();
-    place_tokens(exec, plan, nodes, first, count, scratch);
+    place_tokens(exec, plan, nodes, first, count, mine, scratch);
     exec.sync();
     for (uint32_t i = exec.thread(); i < kMaxRanks; i += exec.threads()) {
       scratch.rank[i].pass();
@@ -138,18 +166,18 @@ PUTGET_TEXT void pack_piece(Exec& exec, const Plan& plan, const NodesPlan& nodes
   }
 }
 
-// Rows of all messages, by the warps of all CTAs.
+// Rows of this CTA's tokens, into all messages.
 template <class Id, class Exec>
-PUTGET_TEXT void pack_rows(Exec& exec, const Plan& plan, const NodesPlan& nodes, const DispatchCall& call) {
+PUTGET_TEXT void pack_rows(Exec& exec, const Plan& plan, const NodesPlan& nodes, const DispatchCall& call,
+                           TokenPart mine, const NodesScratch& scratch) {
   const ParcelShape& parcel = nodes.parcel;
   const Splits splits(nodes.domains, parcel);
   const uint32_t num_domains = nodes.domains.count();
   const uint32_t pieces = pieces_of(plan.shape);
-  const uint32_t items = call.num_tokens * num_domains * pieces;
-  const uint32_t step = exec.blocks() * exec.warps();
+  const uint32_t items = (mine.end - mine.first) * num_domains * pieces;
   PUTGET_ROLLED
-  for (uint32_t item = exec.block() * exec.warps() + exec.warp(); item < items; item += step) {
-    const uint32_t entry = item / pieces;
+  for (uint32_t item = exec.warp(); item < items; item += exec.warps()) {
+    const uint32_t entry = mine.first * num_domains + item / pieces;
     const int32_t row = nodes.home_rows[entry];
     if (row < 0) continue;
     const uint32_t token = entry / num_domains;
@@ -157,23 +185,23 @@ PUTGET_TEXT void pack_rows(Exec& exec, const Plan& plan, const NodesPlan& nodes,
     const uint32_t chunk = static_cast<uint32_t>(row) / parcel.chunk_rows;
     const uint32_t at = static_cast<uint32_t>(row) - chunk * parcel.chunk_rows;  // in the chunk
     uint8_t* start = nodes.outbox + splits.outbox(plan.shape.ep_rank, domain) + parcel.chunk_at(chunk);
-    const uint64_t rows_at = parcel.rows_at(parcel.rows_of_chunk(nodes.sent_rows[domain], chunk));
+    const uint64_t rows_at = parcel.rows_at(parcel.rows_of_chunk(scratch.domain[domain].before, chunk));
     pack_piece<Id>(exec, plan, nodes, call, token, domain, start + sizeof(ParcelHeader) + at * plan.shape.top_k,
-                   start + rows_at + uint64_t{at} * parcel.row_bytes, item - entry * pieces);
+                   start + rows_at + uint64_t{at} * parcel.row_bytes, item % pieces);
   }
 }
 
 // Headers of all messages, and what this rank tells all.
 template <class Exec>
 PUTGET_TEXT void pack_headers(Exec& exec, const Plan& plan, const NodesPlan& nodes, const int32_t* stats,
-                              uint32_t epoch) {
+                              uint32_t epoch, const NodesScratch& scratch) {
   const ParcelShape& parcel = nodes.parcel;
   const Splits splits(nodes.domains, parcel);
   const uint32_t own = nodes.domains.domain_of(plan.shape.ep_rank);
   PUTGET_ROLLED
   for (uint32_t domain = exec.warp(); domain < nodes.domains.count(); domain += exec.warps()) {
     if (domain == own || nodes.domains.size(domain) == 0) continue;
-    const uint32_t rows = nodes.sent_rows[domain];
+    const uint32_t rows = scratch.domain[domain].before;
     const ParcelSender sender = nodes.sender(epoch, plan.shape.ep_rank, domain);
     uint8_t* message = nodes.outbox + splits.outbox(plan.shape.ep_rank, domain);
     PUTGET_ROLLED
@@ -190,18 +218,18 @@ PUTGET_TEXT void pack_headers(Exec& exec, const Plan& plan, const NodesPlan& nod
   }
 }
 
-// Waits until pack may fill the outbox again; `ahead` is what the first thread has seen. Ends with a block barrier;
-// false: a fault.
+// Waits for the word that the outbox of round `epoch`, the last one, may be filled again. Rare: mostly a kernel of that
+// round has seen so. Ends with a block barrier; false: a fault.
 template <class Exec>
-PUTGET_TEXT bool await_outbox(Exec& exec, const Plan& plan, const NodesPlan& nodes, uint32_t epoch, uint64_t ahead,
-                              NodesScratch& scratch) {
+PUTGET_RARE bool await_outbox(Exec& exec, const Plan& plan, const NodesPlan& nodes, uint32_t epoch,
+                            NodesScratch& scratch) {
   const uint32_t own = nodes.domains.domain_of(plan.shape.ep_rank);
   if (nodes.domains.other_than(own) == nodes.domains.count()) return true;  // nothing is sent
   Patience patience;
   if (exec.thread() == 0) {
     const uint64_t* sent = nodes.board_of(plan.shape.ep_rank).sent();
-    scratch.well =
-        flag_epoch(ahead) == epoch || await_word<Tag::X0>(exec, plan, nodes, sent, epoch, patience, scratch.seen);
+    scratch.well = await_shared<Tag::X0>(exec, plan, nodes, sent, nodes.sent_here(), exec.block() == 0, epoch, patience,
+                                         scratch.seen);
   }
   exec.sync();
   if (scratch.well != 0) return true;
@@ -214,47 +242,44 @@ PUTGET_TEXT bool await_outbox(Exec& exec, const Plan& plan, const NodesPlan& nod
   return false;
 }
 
-// One CTA calls it, before pack. An open round ends here without combine, as it does for dispatch.
-template <class Id, class Exec>
-PUTGET_TEXT void route_messages(Exec& exec, const Plan& plan, const NodesPlan& nodes, const DispatchCall& call,
-                                NodesScratch& scratch) {
-  const StateHead& head = plan.state->head;
-  if (head.fault != 0 || is_between_halves(exec, plan)) return;
-  const uint32_t last = nodes.epoch();
-  close_open_round(exec, plan, nodes, kEndedByRelease);
-  // The word may lie behind a bus: routes are looked up while it is on its way.
-  const uint64_t* sent = nodes.board_of(plan.shape.ep_rank).sent();
-  const uint64_t ahead = exec.thread() == 0 ? exec.template observe_ahead<Tag::X0>(sent) : 0;
-  keep_table_digest(exec, plan, nodes);
-  route_batch<Id>(exec, plan, nodes, call, scratch);
-  if (!await_outbox(exec, plan, nodes, last, ahead, scratch)) return;
-  exec.let_later_work_begin();
-  for (uint32_t domain = exec.thread(); domain < nodes.domains.count(); domain += exec.threads()) {
-    nodes.sent_rows[domain] = scratch.domain[domain].before;
-  }
-}
-
-// Before dispatch. Nobody changes the state meanwhile, so that all CTAs see the same.
-template <class Id, class Exec>
-PUTGET_TEXT void pack(Exec& exec, const Plan& plan, const NodesPlan& nodes, const DispatchCall& call,
-                      NodesScratch& scratch) {
-  const StateHead& head = plan.state->head;
-  if (head.fault != 0 || is_between_halves(exec, plan)) return;
-  const uint32_t epoch = nodes.epoch() + 1;
-  pack_rows<Id>(exec, plan, nodes, call);
-  if (exec.block() == 0) pack_headers(exec, plan, nodes, call.stats, epoch);
-  if (!exec.template last_to_arrive<Join::J5>(nodes.joined, &scratch.last)) return;
-  if (exec.thread() == 0) nodes.joined[0] = 0;
+// Tells the proxy how many rows each domain gets. The CTA that has arrived last calls it.
+template <class Exec>
+PUTGET_TEXT void ring(Exec& exec, const Plan& plan, const NodesPlan& nodes, uint32_t epoch,
+                      const NodesScratch& scratch) {
   const Board board = nodes.board_of(plan.shape.ep_rank);
   const uint32_t own = nodes.domains.domain_of(plan.shape.ep_rank);
   const uint32_t ended = nodes.state->ended;
   PUTGET_ROLLED
   for (uint32_t domain = exec.thread(); domain < nodes.domains.count(); domain += exec.threads()) {
+    const uint32_t rows = scratch.domain[domain].before;
+    nodes.sent_rows[domain] = rows;
     if (domain == own || nodes.domains.size(domain) == 0) continue;
-    const uint64_t doorbell = pack_flag(epoch, doorbell_value(nodes.sent_rows[domain], ended));
-    exec.template publish<Tag::X2>(board.out(domain), doorbell);
+    exec.template publish<Tag::X2>(board.out(domain), pack_flag(epoch, doorbell_value(rows, ended)));
   }
+}
+
+// Before dispatch. An open round ends here without combine, as it does for dispatch. Otherwise nobody changes the state
+// before the last CTA has arrived, so that all of them see the same.
+template <class Id, class Exec>
+PUTGET_TEXT void pack(Exec& exec, const Plan& plan, const NodesPlan& nodes, const DispatchCall& call,
+                      NodesScratch& scratch) {
+  // Before a barrier, so that these looks are on their way together: each takes as long as all.
+  const uint32_t last = nodes.epoch();
+  const bool is_free = nodes.state->outbox_free == last;
+  const bool is_between = is_between_halves(exec, plan);
+  if (has_fault(exec, plan) || is_between) return;
+  const TokenPart mine = TokenPart::of(call.num_tokens, exec.block(), exec.blocks());
+  if (exec.block() == 0) close_open_round(exec, plan, nodes, kEndedByRelease);
+  keep_table_digest(exec, plan, nodes);
+  route_batch<Id>(exec, plan, nodes, call, mine, scratch);
+  if (!is_free && !await_outbox(exec, plan, nodes, last, scratch)) return;
+  exec.let_later_work_begin();
+  pack_rows<Id>(exec, plan, nodes, call, mine, scratch);
+  if (exec.block() == 0) pack_headers(exec, plan, nodes, call.stats, last + 1, scratch);
+  if (!exec.template last_to_arrive<Join::J5>(nodes.joined, &scratch.last)) return;
+  ring(exec, plan, nodes, last + 1, scratch);
   if (exec.thread() != 0) return;
+  nodes.joined[0] = 0;
   ++nodes.state->rounds;
   nodes.state->open = 1;
 }

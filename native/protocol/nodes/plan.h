@@ -33,6 +33,7 @@ struct NodesState {
   uint32_t rounds;  // that it has sent messages of
   uint32_t open;    // 1 until this rank has told its domain how the last one ended
   uint32_t ended;   // how the last one ended; 0 before the first
+  uint32_t outbox_free;  // the last one whose outbox is known to be free
 };
 
 // Of one object. The tables are the rank's own memory.
@@ -51,7 +52,7 @@ struct NodesPlan {
   uint8_t* outbox = nullptr;
   uint8_t* returns = nullptr;
   uint8_t* landing = nullptr;
-  uint64_t* handed_on = nullptr;  // what the first CTA has seen: `landed` by source, then `returned` by domain
+  uint64_t* handed_on = nullptr;  // what the first CTA has seen: `landed` by source, `returned` by domain, `sent`
   NodesState* state = nullptr;
   uint32_t* joined = nullptr;       // counters of CTAs that have arrived: kJoins, and one for each split
   uint8_t* own_sums = nullptr;      // [max_tokens_per_rank] rows of the output: what the own domain adds to each token
@@ -70,6 +71,7 @@ struct NodesPlan {
 
   PUTGET_PURE uint64_t* landed_here(uint32_t source) const { return handed_on + source; }
   PUTGET_PURE uint64_t* returned_here(uint32_t domain) const { return handed_on + domains.ep_size() + domain; }
+  PUTGET_PURE uint64_t* sent_here() const { return handed_on + domains.ep_size() + domains.count(); }
 
   // Of the last round that it has sent messages of.
   PUTGET_PURE uint32_t epoch() const { return first + state->rounds; }

@@ -191,7 +191,10 @@ PUTGET_TEXT void sum_domains(Exec& exec, const Plan& plan, const NodesPlan& node
   const uint32_t epoch = nodes.epoch();
   look_up_sums(exec, plan, nodes, scratch);
   if (!await_returns(exec, plan, nodes, epoch, scratch)) return;
+  const bool looks = exec.block() == 0 && exec.thread() == 0;
+  const uint64_t sent = looks ? look_at_outbox(exec, plan, nodes) : 0;
   add_domains<Codec, Wire, kQuantised>(exec, plan, nodes, call, scratch);
+  if (looks) note_outbox(nodes, sent);
 }
 
 }  // namespace putget

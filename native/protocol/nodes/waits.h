@@ -143,6 +143,14 @@ PUTGET_RARE bool report_lost(Exec& exec, const Plan& plan, const NodesPlan& node
   return false;
 }
 
+// A look at the word of X0 for the next pack, where the word may lie behind a bus: by one thread, in a kernel before
+// pack's. It has the value when it notes it.
+template <class Exec>
+PUTGET_TEXT uint64_t look_at_outbox(Exec& exec, const Plan& plan, const NodesPlan& nodes) {
+  return exec.template observe_ahead<Tag::X0>(nodes.board_of(plan.shape.ep_rank).sent());
+}
+PUTGET_PURE void note_outbox(const NodesPlan& nodes, uint64_t sent) { nodes.state->outbox_free = flag_epoch(sent); }
+
 // Tells the domain that this rank has ended the round, and how: it reads no message of it any more, but that an agent
 // looks at indexes until it has stored their sums.
 template <class Exec>
@@ -173,12 +181,19 @@ PUTGET_TEXT bool is_between_halves(const Exec& exec, const Plan& plan) {
 template <class Exec>
 PUTGET_TEXT void close_open_round(Exec& exec, const Plan& plan, const NodesPlan& nodes, uint32_t kind) {
   const StateHead& head = plan.state->head;
-  if (head.fault != 0 || nodes.state->open == 0 || is_between_halves(exec, plan)) return;
+  if (nodes.state->open == 0 || head.fault != 0 || is_between_halves(exec, plan)) return;
   if (kind == kEndedByCombine && (head.open == 0 || head.opened_by != plan.object_id)) return;
   close_round(exec, plan, nodes, nodes.epoch(), kind);
   if (exec.thread() != 0) return;
   nodes.state->open = 0;
   nodes.state->ended = kind;
+}
+
+// The same in a kernel of its own. What is released has no kernel behind it that looks at the outbox.
+template <class Exec>
+PUTGET_TEXT void close_by_itself(Exec& exec, const Plan& plan, const NodesPlan& nodes, uint32_t kind) {
+  close_open_round(exec, plan, nodes, kind);
+  if (kind == kEndedByRelease && exec.thread() == 0) note_outbox(nodes, look_at_outbox(exec, plan, nodes));
 }
 
 }  // namespace putget
