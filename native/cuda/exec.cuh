@@ -93,8 +93,8 @@ struct Exec {
   __device__ uint64_t observe(const uint64_t* flag) const {
     return ptx::load_acquire_sys(flag);
   }
-  // For accesses of later kernels, which begin when this one has ended and its loads are over: nothing waits for it
-  // here.
+  // For accesses of later kernels, which begin when this one has ended and its loads are over, or to tell whether a
+  // look that orders is worth its time: nothing waits for it here.
   template <Tag tag>
   __device__ uint64_t observe_ahead(const uint64_t* flag) const {
     return ptx::load_relaxed_sys(flag);

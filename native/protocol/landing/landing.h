@@ -170,11 +170,23 @@ PUTGET_PURE void note_next_table(const LandingPlan& plan, LandingState& state) {
   if (state.written != state.end.tables) state.table_batch = plan.orders->table[state.written % kOrders].batch;
 }
 
+// A look at what the host has posted: by one thread of the first CTA, which has the value when it notes it, before J4.
+// The word lies behind a bus: so it is on its way beside all that a kernel does.
+template <class Exec>
+PUTGET_TEXT uint64_t look_at_posted(Exec& exec, const LandingPlan& plan) {
+  const bool looks = exec.block() == 0 && exec.thread() == 0;
+  return looks ? exec.template observe_ahead<Tag::H2>(&plan.orders->posted) : 0;
+}
+template <class Exec>
+PUTGET_TEXT void note_posted(const Exec& exec, const LandingPlan& plan, uint64_t posted) {
+  if (exec.block() == 0 && exec.thread() == 0) plan.state->posted = flag_epoch(posted);
+}
+
 // What the next kernel can do, if it moves as many bytes. One thread of the last CTA.
 template <class Exec>
 PUTGET_TEXT void look_ahead(Exec& exec, const LandingPlan& plan, LandingState& state, uint64_t most_bytes) {
-  const uint32_t batch = flag_epoch(exec.template observe<Tag::H2>(&plan.orders->posted));
-  if (batch != state.batch) {
+  if (state.posted != state.batch) {
+    const uint32_t batch = flag_epoch(exec.template observe<Tag::H2>(&plan.orders->posted));
     state.batch = batch;
     state.end = plan.orders->end[batch % kOrders];
     note_next_table(plan, state);
@@ -225,6 +237,8 @@ PUTGET_TEXT void tell_of_puts(Exec& exec, const LandingPlan& plan, LandingState&
 // Ends this kernel's part of the puts: it tells of each whose last bytes it put.
 template <class Exec>
 PUTGET_TEXT void pass_put(Exec& exec, const LandingPlan& plan, LandingState& state, uint64_t end) {
+  state.put_bytes = end;
+  if (end < plan.blob_bytes) return;
   const auto count = static_cast<uint32_t>(end / plan.blob_bytes);
   state.put_bytes = end - count * plan.blob_bytes;
   tell_of_puts(exec, plan, state, count, [&](uint32_t i) { return state.put_sum[i]; });
@@ -256,6 +270,8 @@ PUTGET_TEXT bool copy_next(Exec& exec, LandingOrders& orders, const LandingProgr
 
 template <class Exec>
 PUTGET_TEXT void pass_check(Exec& exec, const LandingPlan& plan, LandingState& state, uint64_t end) {
+  state.check_bytes = end;
+  if (end < plan.blob_bytes) return;
   const auto count = static_cast<uint32_t>(end / plan.blob_bytes);
   state.check_bytes = end - count * plan.blob_bytes;
   for (uint32_t i = 0; i < count; ++i) {
@@ -341,7 +357,9 @@ PUTGET_TEXT void pass_move(Exec& exec, const LandingPlan& plan, const MoveShare&
 template <class Exec>
 PUTGET_TEXT void move_experts(Exec& exec, const LandingPlan& plan, uint64_t most_bytes, LandingScratch& scratch) {
   exec.wait_for_earlier_work();
+  const uint64_t posted = look_at_posted(exec, plan);
   const MoveShare share = move_share(exec, plan, most_bytes);
+  note_posted(exec, plan, posted);
   if (!exec.template last_to_arrive<Join::J4>(&plan.state->joined, &scratch.is_last) || exec.thread() != 0) return;
   pass_move(exec, plan, share, most_bytes);
 }

@@ -103,9 +103,11 @@ template <class Exec>
 PUTGET_TEXT void step_experts(Exec& exec, const LandingPlan& plan, const GatherPlan& gather, uint64_t most_bytes,
                               LandingScratch& scratch) {
   exec.wait_for_earlier_work();
+  const uint64_t posted = most_bytes == 0 ? 0 : look_at_posted(exec, plan);
   const Told told = told_by_all(exec, plan, gather);
   const TakeShare takes = take_share(exec, plan, told.batch);
   const MoveShare moves = most_bytes == 0 ? MoveShare{} : move_share(exec, plan, most_bytes);
+  if (most_bytes != 0) note_posted(exec, plan, posted);
   if (!exec.template last_to_arrive<Join::J4>(&plan.state->joined, &scratch.is_last)) return;
   if (exec.thread() == 0) {
     pass_take(exec, plan, told.batch, takes);
