@@ -183,6 +183,8 @@ def play_many(rank: Rank, case: Case, repeats: int) -> int:
                 if same and got.combined is not None and want.combined is not None:
                     same = torch.equal(got.combined, want.combined)
                 wrong += not (same and torch.equal(got.topk_ids, want.topk_ids))
+        rank.wait()
+        rank.meet()  # as in play
     return wrong
 
 

@@ -42,7 +42,10 @@ class Outcome:
 def play(rank: Rank, case: Case, check: bool = True) -> list[Outcome]:
     """A body: constructs the AllToAll of a case and plays its rounds."""
     with rank.all_to_all(**case.options()) as a2a:
-        return play_on(a2a, rank, case, check)
+        outcomes = play_on(a2a, rank, case, check)
+        rank.wait()
+        rank.meet()  # memory that goes may wait for all kernels of the GPU, and others' for what this rank still does
+    return outcomes
 
 
 def play_on(a2a: putget.AllToAll, rank: Rank, case: Case, check: bool = True) -> list[Outcome]:
