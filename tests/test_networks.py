@@ -15,9 +15,11 @@ def test_networks_that_are_none_are_refused() -> None:
         putget.Network("ib")
     with pytest.raises(ValueError, match="staging is 'gpu', expected one of auto, host, device"):
         putget.Network(staging="gpu")
-    words = "staging is 'device', but provider 'tcp' reaches host memory alone; 'sim' reaches GPUs"
+    words = "staging is 'device', but provider 'tcp' reaches host memory alone; 'nvlink' and 'sim' reach GPUs"
     with pytest.raises(ValueError, match=words):
         putget.Network("tcp", staging="device")
+    with pytest.raises(ValueError, match="staging is 'host', but provider 'nvlink' reaches memory of GPUs alone"):
+        putget.Network("nvlink", staging="host")
     with pytest.raises(ValueError, match="domain_size is 0, expected None or an int from 1 to 128"):
         putget.Network(domain_size=0)
     with pytest.raises(ValueError, match="provider is 'verbs', ranks of one process have 'sim', 'tcp' and 'shm'"):
@@ -54,3 +56,5 @@ def test_memory_of_another_gpu_is_refused() -> None:
     network_of.gpu = 1
     with pytest.raises(ValueError, match="device is cuda:0, but the network copies with cuda:1, the current device"):
         network_of.waits_on(torch.device("cuda", 0))
+    with pytest.raises(ValueError, match="reaches memory of cuda:1 alone, but the object's device is cpu"):
+        network_of.waits_on(torch.device("cpu"))

@@ -16,9 +16,8 @@ PROVIDERS = ("auto", "verbs", "efa", "tcp", "shm", "nvlink", "sim")
 NAMED_NICS = ("tcp", "verbs")  # where a caller may say which
 MOST_NICS = 4
 LOCAL_PROVIDERS = ("auto", "sim", "tcp", "shm")
-# Not "nvlink" before its rounds have run on GPUs: lab/pending_gpus.md.
-GROUP_PROVIDERS = ("auto", "tcp", "shm", "verbs")
-ENGINE_PROVIDERS = ("tcp", "shm", "verbs")
+GROUP_PROVIDERS = ("auto", "tcp", "shm", "nvlink", "verbs")
+ENGINE_PROVIDERS = ("tcp", "shm", "nvlink", "verbs")
 ONE_HOST_PROVIDERS = ("shm", "nvlink")
 GPU_PROVIDERS = ("sim", "nvlink")  # which reach the memory of GPUs
 LOOPBACK = ("127.0.0.1",)
@@ -31,19 +30,20 @@ class Network:
 
     Attributes:
         provider: "tcp" and "shm": a transfer engine for each rank (the package putget_transfer), over sockets or one
-            host's shared memory. "verbs": the engine over InfiniBand or RoCE, between processes; not tested here.
-            "sim": for ranks of one process, threads copy what ranks write, in random order. "auto": "sim" for ranks of
-            one process, "shm" on one host, else "tcp". "efa" and "nvlink" are names that this version does not have.
+            host's shared memory. "nvlink": the engine between processes and GPUs of one host; it copies with the device
+            that is current when ranks meet. "verbs": the engine over InfiniBand or RoCE, between processes; not tested
+            here. "sim": for ranks of one process, threads copy what ranks write, in random order. "auto": "sim" for ranks of
+            one process, "shm" on one host, else "tcp". "efa" is a name that this version does not have.
         nics: This host's, 1 to 4: addresses for "tcp", devices for "verbs". None: the loopback on one host; over
             "tcp" between hosts where ranks meet, see ``GLOO_SOCKET_IFNAME``; else those that the engine chooses.
         staging: Where rows wait for the network. "host": in host memory, which a GPU maps, and which any network
-            reaches. "device": in the GPU's memory, for objects on CUDA. "sim" reaches it; then wait for the stream
-            before a copy to memory that is not pinned. "auto": "host".
+            reaches. "device": in the GPU's memory, for objects on CUDA. "nvlink" reaches that alone. "sim" reaches both;
+            wait for the stream then, before a copy to memory that is not pinned. "auto": "host", over "nvlink" "device".
         domain_size: Ranks of a domain, which share a host; the last domain has what is left. None: a domain for each
             host.
 
     Raises:
-        ValueError: provider or staging is no name of one, the provider reaches no GPU's memory, nics are none, or
+        ValueError: provider or staging is no name of one, the provider does not reach such memory, nics are none, or
             domain_size is no int from 1 to 128.
     """
 
@@ -59,8 +59,11 @@ class Network:
             raise ValueError(f"staging is {self.staging!r}, expected one of {', '.join(STAGINGS)}")
         if self.staging == "device" and self.provider not in GPU_PROVIDERS:
             raise ValueError(
-                f"staging is 'device', but provider {self.provider!r} reaches host memory alone; 'sim' reaches GPUs"
+                f"staging is 'device', but provider {self.provider!r} reaches host memory alone; 'nvlink' and "
+                "'sim' reach GPUs"
             )
+        if self.staging == "host" and self.provider == "nvlink":
+            raise ValueError("staging is 'host', but provider 'nvlink' reaches memory of GPUs alone")
         self._check_nics(self.nics)
         size: Any = self.domain_size
         if size is None:
@@ -172,7 +175,7 @@ def why_not(provider: str) -> str | None:
     Opens a network of it and closes it again.
 
     Args:
-        provider: "tcp", "shm" or "verbs".
+        provider: "tcp", "shm", "nvlink" or "verbs".
 
     Raises:
         ValueError: It is none of these.

@@ -25,6 +25,7 @@ _SYS = Path("/sys")
 _BETWEEN = {  # what a provider is between, and what to do where it is not there
     "tcp": ("between processes and hosts, over sockets", "bring a network interface up (ip link)"),
     "shm": ("between processes of one host", "give the process room in /dev/shm"),
+    "nvlink": ("between processes and GPUs of one host", "needs a CUDA GPU: see those above"),
     "verbs": ("between processes and hosts, over InfiniBand or RoCE", "install libibverbs1, and see the NICs above"),
 }
 _GIVE_HUGE_PAGES = ("advise", "always", "within_size")  # to memory that is asked for in huge pages
@@ -246,7 +247,7 @@ def _domains() -> list[Finding]:
         return []
     findings = [Finding("domains", "sim", "ok", "between ranks of one process")]
     if importlib.util.find_spec("putget_transfer") is None:
-        why = "tcp, shm and verbs need the package putget_transfer"
+        why = "the others need the package putget_transfer"
         return [*findings, Finding("domains", "engine", "missing", why, "make transfer, or install transfer/")]
     for provider in ENGINE_PROVIDERS:
         why_missing = why_not(provider)

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import putget
-from putget.domains import GROUP_PROVIDERS
 from tests.alltoall.test_domains import in_domains, outlast, play_many, ragged
 from tests.gpu.test_domains import case_of, replay, replay_layers
 from tests.harness import run_ranks
@@ -35,8 +34,6 @@ def world(request: pytest.FixtureRequest) -> tuple[int, int]:
 
 @pytest.fixture(params=["tcp", "shm", "nvlink"])
 def network(request: pytest.FixtureRequest, world: tuple[int, int]) -> putget.Network:
-    if request.param not in GROUP_PROVIDERS:
-        pytest.skip(f"{request.param} is not offered to processes yet")
     return putget.Network(request.param, domain_size=world[1])
 
 
