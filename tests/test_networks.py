@@ -56,5 +56,5 @@ def test_memory_of_another_gpu_is_refused() -> None:
     network_of.gpu = 1
     with pytest.raises(ValueError, match="device is cuda:0, but the network copies with cuda:1, the current device"):
         network_of.waits_on(torch.device("cuda", 0))
-    with pytest.raises(ValueError, match="reaches memory of cuda:1 alone, but the object's device is cpu"):
+    with pytest.raises(ValueError, match="reaches cuda:1 alone, but the object's device is cpu"):
         network_of.waits_on(torch.device("cpu"))

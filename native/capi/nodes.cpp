@@ -98,6 +98,13 @@ bool is_on_device(const putget_nodes_config& config) {
   return config.staging == PUTGET_STAGING_DEVICE;
 }
 
+// Behind the plan of kernels, where the object keeps it.
+constexpr uint64_t kOwnSumsAt = (sizeof(NodesPlan) + kRegionAlignment - 1) / kRegionAlignment * kRegionAlignment;
+
+uint64_t own_sums_bytes(const Shape& shape) {
+  return uint64_t{shape.max_tokens_per_rank} * round_up(shape.output_row_bytes(), 16);
+}
+
 constexpr uint64_t kInboxAt = (Board::kBytes + kRegionAlignment - 1) / kRegionAlignment * kRegionAlignment;
 
 uint64_t most_inbox_bytes(const Domains& domains, const ParcelShape& parcel) {
@@ -142,11 +149,12 @@ uint64_t NodesShape::own_bytes(const Shape& shape) const {
 }
 
 Nodes::Nodes(const putget_nodes_config& config, Backend& memory, const Plan& plan, Backend& shared, Backend* inbox,
-             const std::shared_ptr<proxy::Network>& network)
+             const std::shared_ptr<proxy::Network>& network, const Nodes* before)
     : memory_(memory.shared_from_this()),
       shared_(shared.shared_from_this()),
       inbox_memory_(inbox == nullptr ? nullptr : inbox->shared_from_this()),
       network_(network),
+      place_(before != nullptr ? before->place_ : memory.make_tables(kOwnSumsAt + own_sums_bytes(plan.shape))),
       plan_(plan),
       transport_(*network->table(plan.shape.ep_rank)),
       rank_(plan.shape.ep_rank),
@@ -158,6 +166,8 @@ Nodes::Nodes(const putget_nodes_config& config, Backend& memory, const Plan& pla
   make_tables(plan.shape);
   make_network_memory();
   nodes_.first = memory.read_state().head.epoch;
+  nodes_.at_hand = reinterpret_cast<NodesPlan*>(place_.get());
+  nodes_.own_sums = place_.get() + kOwnSumsAt;
   Board(board_[rank_]).clear(nodes_.first);
   memory.before_fault_is_read[this] = [this] { name_the_lost(); };
 }
@@ -180,7 +190,6 @@ void Nodes::make_tables(const Shape& shape) {
                             (NodesPlan::kJoins + sources) * sizeof(uint32_t),
                             (shape.ep_size + domains + 1) * sizeof(uint64_t),
                             sizeof(NodesState),
-                            tokens * round_up(shape.output_row_bytes(), 16),
                             served_sums_bytes(shape, nodes_.domains, nodes_.wire)};
   uint64_t at[std::size(bytes)];
   uint64_t end = 0;
@@ -198,8 +207,7 @@ void Nodes::make_tables(const Shape& shape) {
   nodes_.joined = reinterpret_cast<uint32_t*>(tables + at[6]);
   nodes_.handed_on = reinterpret_cast<uint64_t*>(tables + at[7]);
   nodes_.state = reinterpret_cast<NodesState*>(tables + at[8]);
-  nodes_.own_sums = tables + at[9];
-  nodes_.served_sums = tables + at[10];
+  nodes_.served_sums = tables + at[9];
 }
 
 uint8_t* Nodes::inbox_at(uint32_t rank) const {
@@ -331,6 +339,7 @@ void Nodes::start() {
   }
   require(proxy_ == nullptr, "the object has been started before, and has not left since");
   show_to_kernels();
+  memory_->place(nodes_);
   proxy::Config config{rank_,
                        nodes_.generation,
                        workspace_,

@@ -30,9 +30,9 @@ struct NodesShape {
 
 class Nodes {
  public:
-  // Without `inbox` rows wait in host memory.
+  // Without `inbox` rows wait in host memory. `before` is the object's part that has left, or null.
   Nodes(const putget_nodes_config& config, Backend& memory, const Plan& plan, Backend& shared, Backend* inbox,
-        const std::shared_ptr<proxy::Network>& network);
+        const std::shared_ptr<proxy::Network>& network, const Nodes* before);
   ~Nodes();
   Nodes(const Nodes&) = delete;             // the network knows its regions
   Nodes& operator=(const Nodes&) = delete;  // the network knows its regions
@@ -67,6 +67,7 @@ class Nodes {
   const std::shared_ptr<Backend> shared_;
   const std::shared_ptr<Backend> inbox_memory_;  // null: rows wait in host memory
   const std::shared_ptr<proxy::Network> network_;
+  const std::shared_ptr<uint8_t> place_;  // of what captured graphs name, for all parts of the object
   const Plan& plan_;
   const putget_transport& transport_;
   const uint32_t rank_;

@@ -78,7 +78,8 @@ putget_status putget_nodes_create(const putget_nodes_config* config, putget_allt
             "wire_type of the object is not PUTGET_WIRE_SAME: sums between domains have one of their own");
     Backend* const rows = inbox == nullptr ? nullptr : inbox->backend.get();
     require_memories(NodesShape(plan.shape, *config, kMostBytes), *object->memory, *shared->backend, rows);
-    auto made = std::make_unique<Nodes>(*config, *object->memory, plan, *shared->backend, rows, network->shared);
+    auto made = std::make_unique<Nodes>(*config, *object->memory, plan, *shared->backend, rows, network->shared,
+                                        object->nodes.get());
     auto& left = object->left;
     if (object->nodes != nullptr) left.push_back(std::move(object->nodes));
     left.erase(std::remove_if(left.begin(), left.end(), [](const auto& part) { return part->quiet(); }), left.end());

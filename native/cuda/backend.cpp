@@ -175,6 +175,14 @@ class CudaBackend final : public Backend {
             [ordinal, host](uint8_t*) { undo(ordinal, [&] { cudaHostUnregister(host); }); }};
   }
 
+  void place(const NodesPlan& nodes) override {
+    static_assert(std::is_trivially_copyable_v<NodesPlan>);
+    DeviceScope scope(config_.ordinal);
+    const auto stream = static_cast<cudaStream_t>(own_stream());
+    check(cudaMemcpyAsync(nodes.at_hand, &nodes, sizeof(nodes), cudaMemcpyHostToDevice, stream), "placing a plan");
+    check(cudaStreamSynchronize(stream), "placing a plan");
+  }
+
   bool is_on_gpu() const override { return true; }
   void* own_stream() const override { return cudaStreamPerThread; }
 

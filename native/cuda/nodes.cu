@@ -28,37 +28,58 @@ constexpr uint32_t kThreads = 512;
 constexpr uint32_t kWarps = kThreads / Exec::kLanes;
 constexpr uint32_t kMostBlocks = 24;  // 192 KiB in flight: more than a bus has on its way
 
+// A CTA's copy of the plan: looks at it one by one would take a trip to memory each. No kernel changes it, so none of
+// before is waited for.
+struct PlanAtHand {
+  uint4 words[(sizeof(NodesPlan) + sizeof(uint4) - 1) / sizeof(uint4)];
+
+  __device__ const NodesPlan& take(const NodesPlan* place) {
+    constexpr uint32_t kWords = sizeof(words) / sizeof(uint4);
+    for (uint32_t i = threadIdx.x; i < kWords; i += blockDim.x) words[i] = reinterpret_cast<const uint4*>(place)[i];
+    __syncthreads();
+    return kept_at_hand(*reinterpret_cast<NodesPlan*>(words));
+  }
+};
+
 template <class Id>
 __global__ void __maxnreg__(kRegisters)
-    pack_kernel(const __grid_constant__ Plan plan, const __grid_constant__ NodesPlan nodes,
+    pack_kernel(const __grid_constant__ Plan plan, const NodesPlan* place,
                 const __grid_constant__ DispatchCall call) {
   __shared__ NodesScratch shared;
+  __shared__ PlanAtHand at_hand;
   Exec exec;
+  const NodesPlan& nodes = at_hand.take(place);
   exec.wait_for_earlier_work();
   putget::pack<Id>(exec, plan, nodes, call, kept_at_hand(shared));
 }
 
 __global__ void __maxnreg__(kRegisters)
-    unpack_kernel(const __grid_constant__ Plan plan, const __grid_constant__ NodesPlan nodes, uint32_t max_rows) {
+    unpack_kernel(const __grid_constant__ Plan plan, const NodesPlan* place, uint32_t max_rows) {
   __shared__ NodesScratch shared;
+  __shared__ PlanAtHand at_hand;
   Exec exec;
+  const NodesPlan& nodes = at_hand.take(place);
   exec.wait_for_earlier_work();
   putget::unpack(exec, plan, nodes, max_rows, kept_at_hand(shared));
 }
 
-__global__ void close_kernel(const __grid_constant__ Plan plan, const __grid_constant__ NodesPlan nodes,
+__global__ void close_kernel(const __grid_constant__ Plan plan, const NodesPlan* place,
                              uint32_t kind) {
+  __shared__ PlanAtHand at_hand;
   Exec exec;
+  const NodesPlan& nodes = at_hand.take(place);
   exec.wait_for_earlier_work();
   close_by_itself(exec, plan, nodes, kind);
 }
 
 template <class Codec, class Wire, bool kQuantised>
 __global__ void __maxnreg__(kRegisters)
-    serve_kernel(const __grid_constant__ Plan plan, const __grid_constant__ NodesPlan nodes) {
+    serve_kernel(const __grid_constant__ Plan plan, const NodesPlan* place) {
   __shared__ NodesScratch shared;
   __shared__ CombineScratch of_domain;
+  __shared__ PlanAtHand at_hand;
   Exec exec;
+  const NodesPlan& nodes = at_hand.take(place);
   exec.wait_for_earlier_work();
   putget::serve_sources<Codec, Wire, DynamicTopK, kQuantised>(exec, plan, nodes, kept_at_hand(shared),
                                                               kept_at_hand(of_domain));
@@ -66,10 +87,12 @@ __global__ void __maxnreg__(kRegisters)
 
 template <class Codec, class Wire, bool kQuantised>
 __global__ void __maxnreg__(kRegisters)
-    sum_kernel(const __grid_constant__ Plan plan, const __grid_constant__ NodesPlan nodes,
+    sum_kernel(const __grid_constant__ Plan plan, const NodesPlan* place,
                const __grid_constant__ CombineCall call) {
   __shared__ NodesScratch shared;
+  __shared__ PlanAtHand at_hand;
   Exec exec;
+  const NodesPlan& nodes = at_hand.take(place);
   exec.wait_for_earlier_work();
   putget::sum_domains<Codec, Wire, kQuantised>(exec, plan, nodes, call, kept_at_hand(shared));
 }
@@ -89,8 +112,8 @@ void with_wire(OutputType type, bool wide, Body body) {
   });
 }
 
-using ServeKernel = void (*)(Plan, NodesPlan);
-using SumKernel = void (*)(Plan, NodesPlan, CombineCall);
+using ServeKernel = void (*)(Plan, const NodesPlan*);
+using SumKernel = void (*)(Plan, const NodesPlan*, CombineCall);
 
 // Sums that travel quantised are of rows in whole packs.
 ServeKernel serve_kernel_of(OutputType type, bool wide, WireType home) {
@@ -151,18 +174,18 @@ void launch_pack(const Plan& plan, const NodesPlan& nodes, const DispatchCall& c
   const uint64_t bytes = uint64_t{call.num_tokens} * (nodes.domains.count() - 1) * nodes.parcel.row_bytes;
   const uint32_t blocks = blocks_for(bytes, room);
   const auto kernel = call.ids_are_64bit != 0 ? pack_kernel<int64_t> : pack_kernel<int32_t>;
-  launch_early(kernel, blocks, kThreads, stream, "launching pack_kernel", plan, nodes, call);
+  launch_early(kernel, blocks, kThreads, stream, "launching pack_kernel", plan, nodes.at_hand, call);
 }
 
 // How many rows come is not known here.
 void launch_unpack(const Plan& plan, const NodesPlan& nodes, uint32_t max_rows, const Room& room, cudaStream_t stream) {
   const uint64_t rows = uint64_t{nodes.far_sources(plan)} * plan.shape.max_tokens_per_rank;
   const uint32_t blocks = blocks_for(rows * nodes.parcel.row_bytes, room);
-  launch_early(unpack_kernel, blocks, kThreads, stream, "launching unpack_kernel", plan, nodes, max_rows);
+  launch_early(unpack_kernel, blocks, kThreads, stream, "launching unpack_kernel", plan, nodes.at_hand, max_rows);
 }
 
 void launch_close(const Plan& plan, const NodesPlan& nodes, uint32_t kind, cudaStream_t stream) {
-  launch_early(close_kernel, 1, kMaxRanks, stream, "launching close_kernel", plan, nodes, kind);
+  launch_early(close_kernel, 1, kMaxRanks, stream, "launching close_kernel", plan, nodes.at_hand, kind);
 }
 
 void launch_serve(const Plan& plan, const NodesPlan& nodes, const Room& room, cudaStream_t stream) {
@@ -170,7 +193,7 @@ void launch_serve(const Plan& plan, const NodesPlan& nodes, const Room& room, cu
   const uint32_t row_bytes = plan.shape.output_row_bytes();
   const uint32_t blocks = blocks_for(sources * plan.shape.max_tokens_per_rank * row_bytes, room);
   const ServeKernel kernel = serve_kernel_of(plan.shape.output_type, row_bytes % kLaneBytes == 0, nodes.wire);
-  launch_early(kernel, blocks, kThreads, stream, "launching serve_kernel", plan, nodes);
+  launch_early(kernel, blocks, kThreads, stream, "launching serve_kernel", plan, nodes.at_hand);
 }
 
 void launch_sum(const Plan& plan, const NodesPlan& nodes, const CombineCall& call, const Room& room,
@@ -179,7 +202,7 @@ void launch_sum(const Plan& plan, const NodesPlan& nodes, const CombineCall& cal
   const uint32_t blocks = blocks_for(uint64_t{call.num_tokens} * nodes.domains.count() * row_bytes, room);
   const bool wide = row_bytes % kLaneBytes == 0 && is_wide(call.out) && is_wide(call.addend);
   const SumKernel kernel = sum_kernel_of(plan.shape.output_type, wide, nodes.wire);
-  launch_early(kernel, blocks, kThreads, stream, "launching sum_kernel", plan, nodes, call);
+  launch_early(kernel, blocks, kThreads, stream, "launching sum_kernel", plan, nodes.at_hand, call);
 }
 
 }  // namespace putget::cuda

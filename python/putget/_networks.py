@@ -34,7 +34,7 @@ class NativeNetwork:
             if self._staging == "device":
                 raise ValueError(f"network staging is 'device', but the object's device is {device}")
             if self.gpu is not None:
-                raise ValueError(f"the network reaches memory of cuda:{self.gpu} alone, but the object's device is {device}")
+                raise ValueError(f"the network reaches cuda:{self.gpu} alone, but the object's device is {device}")
             return False
         if self._staging == "host" or (self._staging == "auto" and self.gpu is None):
             return False

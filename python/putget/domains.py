@@ -30,15 +30,15 @@ class Network:
 
     Attributes:
         provider: "tcp" and "shm": a transfer engine for each rank (the package putget_transfer), over sockets or one
-            host's shared memory. "nvlink": the engine between processes and GPUs of one host; it copies with the device
-            that is current when ranks meet. "verbs": the engine over InfiniBand or RoCE, between processes; not tested
-            here. "sim": for ranks of one process, threads copy what ranks write, in random order. "auto": "sim" for ranks of
-            one process, "shm" on one host, else "tcp". "efa" is a name that this version does not have.
+            host's shared memory. "nvlink": the engine between processes and GPUs of one host; it copies with the
+            device that is current when ranks meet. "verbs": the engine over InfiniBand or RoCE, between processes; not
+            tested here. "sim": for ranks of one process, threads copy what ranks write, in random order. "auto": "sim"
+            for ranks of one process, "shm" on one host, else "tcp". "efa" is a name that this version does not have.
         nics: This host's, 1 to 4: addresses for "tcp", devices for "verbs". None: the loopback on one host; over
             "tcp" between hosts where ranks meet, see ``GLOO_SOCKET_IFNAME``; else those that the engine chooses.
         staging: Where rows wait for the network. "host": in host memory, which a GPU maps, and which any network
-            reaches. "device": in the GPU's memory, for objects on CUDA. "nvlink" reaches that alone. "sim" reaches both;
-            wait for the stream then, before a copy to memory that is not pinned. "auto": "host", over "nvlink" "device".
+            reaches. "device": in the GPU's memory, for objects on CUDA. "nvlink" reaches that alone, "sim" both; wait
+            for the stream then, before a copy to memory that is not pinned. "auto": "host", over "nvlink" "device".
         domain_size: Ranks of a domain, which share a host; the last domain has what is left. None: a domain for each
             host.
 

@@ -253,12 +253,6 @@ class Workspace:
         """See ``AllToAll.set_active_ranks``."""
         memory = self.memory
         comm = self._comm
-        if self.across and self.device.type == "cuda":
-            # A captured graph has the places of the memory that would go.
-            raise ValueError(
-                f"set_active_ranks: the communicator has {len(comm.domains)} domains, across which this version does "
-                "not have it on CUDA"
-            )
         wanted = self._check_mask(mask, quorum)
         comm.require_open()
         members = [rank for rank, is_active in enumerate(wanted) if is_active]

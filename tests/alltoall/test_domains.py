@@ -557,20 +557,47 @@ def test_more_rows_than_a_rank_looks_at(world: World) -> None:
 # --- other active ranks
 
 
-def come_and_go(rank: Rank, case: Case, masks: list[tuple[bool, ...]], meeting: threading.Barrier) -> list[Any]:
-    """A body: the rounds of a case under one mask after the other; ranks that are left out wait for their turn."""
-    outcomes: list[Any] = []
-    with rank.all_to_all(**case.options()) as a2a:
-        for number, mask in enumerate(masks):
-            outcomes.append([])
+class Masks:
+    """Active ranks that change; the members of each mask meet by themselves, and all when it is over."""
+
+    def __init__(self, *masks: tuple[bool, ...]) -> None:
+        self.masks = masks
+        self._over = threading.Barrier(len(masks[0]))
+        self._members = [threading.Barrier(sum(mask)) for mask in masks]
+
+    def play(self, rank: Rank, a2a: putget.AllToAll, body: Callable[[Rank, tuple[bool, ...]], Any]) -> list[Any]:
+        """What the body gives under each mask; None where the rank is left out."""
+        outcomes: list[Any] = []
+        for number, mask in enumerate(self.masks):
+            outcomes.append(None)
             if mask[rank.rank]:
                 if number > 0:
                     a2a.set_active_ranks(mask)
                 assert a2a.active_ranks == mask
-                under_it = replace(case, active=mask)
-                outcomes[-1] = [play_round(a2a, rank, under_it, index) for index in range(len(case.rounds))]
-            meeting.wait(60)
-    return outcomes
+                me = rank if rank._barrier is None else replace(rank, _barrier=self._members[number])
+                outcomes[-1] = body(me, mask)
+                rank.wait()
+            self._over.wait(60)
+        return outcomes
+
+
+def come_and_go(rank: Rank, case: Case, masks: Masks) -> list[Any]:
+    """A body: the rounds of a case under one mask after the other; ranks that are left out wait for their turn."""
+    with rank.all_to_all(**case.options()) as a2a:
+
+        def rounds(me: Rank, mask: tuple[bool, ...]) -> list[Any]:
+            under_it = replace(case, active=mask)
+            return [play_round(a2a, me, under_it, index) for index in range(len(case.rounds))]
+
+        return masks.play(rank, a2a, rounds)
+
+
+def check_masks(case: Case, masks: Masks, found: list[Any]) -> None:
+    """Every round under every mask has the bits of the oracle."""
+    for number, mask in enumerate(masks.masks):
+        for index in range(len(case.rounds)):
+            held = {rank: found[rank][number][index] for rank in range(case.ep_size) if mask[rank]}
+            check_round(replace(case, active=mask), index, held)
 
 
 def only(size: int, *members: int) -> tuple[bool, ...]:
@@ -582,7 +609,7 @@ def only(size: int, *members: int) -> tuple[bool, ...]:
     [(4, 2, [(0, 1, 2), (1, 3), (0, 1), (2,)]), (5, 3, [(0, 3, 4), (1, 2, 3), (0, 1, 2)]), (3, 1, [(0, 2), (1,)])],
     ids=["2x2", "3+2", "3x1"],
 )
-def test_active_ranks_come_and_go(ep_size: int, domain_size: int, members: list[Any], provider: str) -> None:
+def test_active_ranks_come_and_go(ep_size: int, domain_size: int, members: list[Any], world: World) -> None:
     """A rank, agents and whole domains leave, others begin anew, and all come back."""
     rounds = ragged(ep_size, 8, ep_size, 9)
     wide = {"payloads": (((24,), torch.bfloat16),), "output": ((24,), torch.bfloat16)}
@@ -590,33 +617,35 @@ def test_active_ranks_come_and_go(ep_size: int, domain_size: int, members: list[
         Case(ep_size, rounds, num_experts=2 * ep_size, top_k=4, max_tokens_per_rank=9, **wide), domain_size
     )
     everyone = only(ep_size, *range(ep_size))
-    masks = [everyone, *(only(ep_size, *some) for some in members), everyone]
-    meeting = threading.Barrier(ep_size)
-    net = network(domain_size, provider)
-    found = run_ranks(ep_size, come_and_go, case, masks, meeting, mode="thread", timeout=200, network=net)
-    for number, mask in enumerate(masks):
-        for index in range(len(rounds)):
-            held = {rank: found[rank][number][index] for rank in range(ep_size) if mask[rank]}
-            check_round(replace(case, active=mask), index, held)
+    masks = Masks(everyone, *(only(ep_size, *some) for some in members), everyone)
+    check_masks(case, masks, world.run(ep_size, domain_size, come_and_go, case, masks, timeout=200))
 
 
-def test_a_round_that_is_open_ends_with_the_active_ranks(provider: str) -> None:
+def test_a_round_that_is_open_ends_with_the_active_ranks(world: World) -> None:
     """Rounds of before leave nothing behind, however they stood."""
 
     def body(rank: Rank) -> float:
-        ids = torch.arange(4, dtype=torch.int32).expand(2, 4).contiguous()
+        ids = torch.arange(4, dtype=torch.int32).expand(2, 4).contiguous().to(rank.device)
+        weights, rows = torch.ones(2, 4, device=rank.device), torch.ones(2, 4, device=rank.device)
         with rank.all_to_all(num_experts=4, top_k=4, timeout_s=20.0) as a2a:
             for number in range(6):
+                rank.meet()
                 if number % 3:
-                    a2a.dispatch(ids, torch.ones(2, 4), torch.ones(2, 4))
+                    a2a.dispatch(ids, weights, rows)
                 if number % 2:
-                    a2a.dispatch_start(ids, torch.ones(2, 4), torch.ones(2, 4))
+                    a2a.dispatch_start(ids, weights, rows)
+                rank.wait()
+                rank.meet()
                 a2a.set_active_ranks([True] * 4)
-            a2a.dispatch(ids, torch.ones(2, 4), torch.ones(2, 4))
+            rank.meet()
+            a2a.dispatch(ids, weights, rows)
             a2a.combine_input.fill_(10.0**rank.rank)
-            return a2a.combine()[1, 0].item()
+            out = a2a.combine()
+            rank.wait()
+            rank.meet()
+            return out[1, 0].item()
 
-    assert run_ranks(4, body, mode="thread", timeout=120, network=network(2, provider)) == [1111.0] * 4
+    assert world.run(4, 2, body) == [1111.0] * 4
 
 
 # --- what ends a round differently, and what is refused

@@ -5,13 +5,14 @@ tests/alltoall/test_domains.py plays the same cases on the CPU and on emulated r
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 import putget
-from tests.alltoall.test_domains import in_domains, outlast, ragged
+from tests.alltoall.test_domains import Masks, check_masks, come_and_go, in_domains, only, outlast, ragged
 from tests.gpu.graphs import GraphRound, capture
 from tests.harness import Rank, run_ranks
 from tests.harness.cases import Case, Round
@@ -109,6 +110,39 @@ def test_a_graph_of_many_layers(ep_size: int, domain_size: int, staging: str) ->
     check_case(case, run_ranks(ep_size, replay_layers, case, device="cuda", mode="thread", timeout=150, network=joined))
 
 
+def replay_under(rank: Rank, case: Case, masks: Masks) -> list[Any]:
+    """A body: a round in a graph of before, replayed with the data of all rounds under each mask."""
+    with rank.all_to_all(**case.options()) as a2a:
+        graph = GraphRound(rank, a2a, case, BATCH)
+        rank.meet()
+        graph.record()
+        in_turn(rank, graph.capture)
+
+        def replays(me: Rank, mask: tuple[bool, ...]) -> list[Outcome]:
+            graph.case = replace(case, active=mask)
+            outcomes = []
+            for index in range(len(case.rounds)):
+                graph.load(index)
+                me.meet()
+                graph.replay()
+                outcomes.append(graph.outcome())
+            a2a.check()
+            return outcomes
+
+        return masks.play(rank, a2a, replays)
+
+
+# A rank, an agent, a domain, and all but one.
+LEFT = [only(4, 0, 1, 2, 3), only(4, 0, 1, 2), only(4, 1, 3), only(4, 0, 1), only(4, 2), only(4, 0, 1, 2, 3)]
+
+
+@STAGINGS
+def test_graphs_go_on_with_other_active_ranks(staging: str) -> None:
+    case, masks = case_of(4, 2, 4), Masks(*LEFT)
+    found = run_ranks(4, replay_under, case, masks, mode="thread", device="cuda", network=network(2, staging))
+    check_masks(case, masks, found)
+
+
 # --- rows that wait on the GPU; on host memory in tests/alltoall/test_domains.py
 
 
@@ -123,6 +157,13 @@ def test_rounds_of_rows_on_the_gpu(ep_size: int, domain_size: int, wire: torch.d
     case = in_domains(case, domain_size)
     joined = network(domain_size, "device")
     check_case(case, run_ranks(ep_size, play, case, mode="thread", device="cuda", timeout=150, network=joined))
+
+
+def test_active_ranks_come_and_go_where_rows_wait_on_the_gpu() -> None:
+    case = in_domains(Case(4, ragged(4, 8, 4, 9), num_experts=8, top_k=4, max_tokens_per_rank=9), 2)
+    masks = Masks(*LEFT)
+    found = run_ranks(4, come_and_go, case, masks, mode="thread", device="cuda", network=network(2, "device"))
+    check_masks(case, masks, found)
 
 
 @pytest.mark.parametrize("step", ["dispatch", "combine"])

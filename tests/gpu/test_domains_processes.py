@@ -5,17 +5,20 @@ Rows wait in host memory for tcp and shm, and on the GPU for nvlink.
 
 from __future__ import annotations
 
+import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 import putget
-from tests.alltoall.test_domains import in_domains, outlast, play_many, ragged
-from tests.gpu.test_domains import case_of, replay, replay_layers
-from tests.harness import run_ranks
+from tests.alltoall.test_domains import in_domains, only, outlast, play_many, ragged
+from tests.gpu.graphs import GraphRound
+from tests.gpu.test_domains import BATCH, case_of, replay, replay_layers
+from tests.harness import Rank, run_ranks
 from tests.harness.cases import Case
-from tests.harness.compare import check_case, play
+from tests.harness.compare import Outcome, check_case, check_round, play
 
 pytest.importorskip("putget_transfer._native", reason="putget_transfer is not built: see `make transfer`")
 
@@ -81,6 +84,46 @@ def test_graphs_of_one_round_and_of_many_layers(world: tuple[int, int], network:
     case = case_of(ep_size, domain_size, 6)
     check_case(case, on_gpus(network, ep_size, replay, case))
     check_case(case, on_gpus(network, ep_size, replay_layers, case))
+
+
+def go_on(rank: Rank, case: Case, gone: int) -> list[list[Outcome]]:
+    """A body: a graph with all ranks, then without the one that stops; it waits for the others to be done."""
+    with rank.all_to_all(**case.options(), timeout_s=5.0) as a2a:
+        graph = GraphRound(rank, a2a, case, BATCH)
+        graph.load(0)
+        graph.record()
+        graph.capture()
+        outcomes = [_replays(graph, case)]
+        if rank.rank == gone:
+            time.sleep(15)
+            return outcomes
+        graph.replay()
+        with pytest.raises(putget.PeerTimeout) as raised:
+            a2a.check()
+        assert raised.value.missing == (gone,)
+        mask = only(rank.size, *(other for other in range(rank.size) if other != gone))
+        a2a.set_active_ranks(mask)
+        return [*outcomes, _replays(graph, replace(case, active=mask))]
+
+
+def _replays(graph: GraphRound, case: Case) -> list[Outcome]:
+    graph.case = case
+    outcomes = []
+    for index in range(len(case.rounds)):
+        graph.load(index)
+        graph.replay()
+        outcomes.append(graph.outcome())
+    return outcomes
+
+
+def test_survivors_go_on_and_old_graphs_obey(world: tuple[int, int], network: putget.Network) -> None:
+    ep_size, domain_size = world
+    case, gone = case_of(ep_size, domain_size, 5), ep_size - 1
+    found = on_gpus(network, ep_size, go_on, case, gone)
+    check_case(case, [one[0] for one in found])
+    rest = replace(case, active=only(ep_size, *range(gone)))
+    for index in range(len(case.rounds)):
+        check_round(rest, index, {rank: found[rank][1][index] for rank in range(gone)})
 
 
 @pytest.mark.parametrize("step", ["dispatch", "combine"])

@@ -65,6 +65,9 @@ struct NodesPlan {
   int32_t* served_ranks = nullptr;  // [splits, max_tokens_per_rank, top_k] routes of such sources in the own domain
   int32_t* served_slots = nullptr;  // likewise
   uint8_t* served_sums = nullptr;   // [splits, max_tokens_per_rank] rows of the output before they are quantised
+  // Where kernels of a GPU find this plan. It and own_sums have the same place as long as there is the object, so that
+  // captured graphs go on with other active ranks.
+  NodesPlan* at_hand = nullptr;
 
   static constexpr uint8_t kNoSplit = 255;
   static constexpr uint32_t kJoins = 1;  // before those of splits
