@@ -184,7 +184,8 @@ fn kill_9_is_noticed_at_once_and_a_new_process_is_a_new_peer() {
     assert_eq!(write(&other.desc), Ok(()));
 }
 
-/// A fork without an exec has copies of all descriptors, so the sockets of the one that was killed stay open.
+/// A fork without an exec has copies of all descriptors, so the sockets of the one that was killed stay open. So does the one that
+/// it listened on, and a new connection is refused all the same.
 #[test]
 fn kill_9_is_noticed_although_a_fork_keeps_the_sockets() {
     let (a, events) = watched(host());
@@ -192,10 +193,13 @@ fn kill_9_is_noticed_although_a_fork_keeps_the_sockets() {
     let writer = start_writer("forking writer", &desc);
     assert_eq!(expect_count(&a, THEIRS, 10), Ok(()));
     assert_eq!(events.recv_timeout(LONG).unwrap().down, None);
+    let theirs = writer.desc.clone();
     drop(writer);
     let started = Instant::now();
     assert_eq!(events.recv_timeout(LONG).unwrap().down, Some(DownReason::NetworkLost));
-    assert!(started.elapsed() < Duration::from_secs(10), "{:?}", started.elapsed());
+    let (src, _) = filled(&a, &[1]);
+    assert!(write(&a, 1, &src, &theirs, 5).wait(LONG).unwrap().is_err());
+    assert!(started.elapsed() < Duration::from_secs(9), "{:?}", started.elapsed());
 }
 
 #[test]

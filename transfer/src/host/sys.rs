@@ -86,11 +86,13 @@ pub(super) struct Socket {
 }
 
 impl Socket {
+    /// Refused too where the process that listened has ended, and a fork of it keeps the name: nobody would answer.
     pub fn connect(name: &[u8]) -> io::Result<Self> {
         let (socket, (address, len)) = (socket()?, address(name)?);
         // SAFETY: the address has this length and lives through the call.
         checked(unsafe { libc::connect(socket.as_raw_fd(), (&raw const address).cast(), len) })?;
-        Self::of(socket)
+        let socket = Self::of(socket)?;
+        if socket.is_orphaned() { Err(io::ErrorKind::ConnectionRefused.into()) } else { Ok(socket) }
     }
 
     fn of(file: OwnedFd) -> io::Result<Self> {
@@ -110,13 +112,27 @@ impl Socket {
     /// What becomes readable when the other end's process has ended, also where a fork of it keeps the socket open. None: the
     /// kernel has no such thing, or the process no name here.
     pub fn watch(&self) -> Option<OwnedFd> {
+        self.find_process().ok()
+    }
+
+    fn find_process(&self) -> io::Result<OwnedFd> {
         if self.process <= 0 {
-            return None;
+            return Err(io::ErrorKind::NotFound.into());
         }
-        // SAFETY: a call without pointers; the descriptor is new, closes at exec, and is nobody else's.
+        // SAFETY: a call without pointers.
         let raw = unsafe { libc::syscall(libc::SYS_pidfd_open, self.process, 0) };
-        // SAFETY: as above.
-        (raw >= 0).then(|| unsafe { OwnedFd::from_raw_fd(raw as RawFd) })
+        if raw < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        // SAFETY: the descriptor is new, closes at exec, and is nobody else's.
+        Ok(unsafe { OwnedFd::from_raw_fd(raw as RawFd) })
+    }
+
+    fn is_orphaned(&self) -> bool {
+        match self.find_process() {
+            Ok(process) => has_ended(&process),
+            Err(error) => error.raw_os_error() == Some(libc::ESRCH),
+        }
     }
 
     pub fn send(&self, packet: &Packet<'_>, file: Option<BorrowedFd<'_>>) -> io::Result<()> {
