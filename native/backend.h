@@ -74,7 +74,8 @@ class Backend : public std::enable_shared_from_this<Backend> {
   virtual std::shared_ptr<uint8_t> make_tables(uint64_t bytes) = 0;
   // Where kernels see whole pages of host memory, until it goes; they stay where they are until then.
   virtual std::shared_ptr<uint8_t> show_to_kernels(uint8_t* host, uint64_t bytes) = 0;
-  // Puts the plan where kernels of a GPU find it, nodes.at_hand in memory of make_tables, while none of the object runs.
+  // Puts the plan where kernels of a GPU find it, nodes.at_hand in memory of make_tables, while none of the object
+  // runs.
   virtual void place(const NodesPlan&) {}
   virtual bool is_on_gpu() const { return false; }
   // A stream that waits for nobody else's work.

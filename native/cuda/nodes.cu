@@ -43,8 +43,7 @@ struct PlanAtHand {
 
 template <class Id>
 __global__ void __maxnreg__(kRegisters)
-    pack_kernel(const __grid_constant__ Plan plan, const NodesPlan* place,
-                const __grid_constant__ DispatchCall call) {
+    pack_kernel(const __grid_constant__ Plan plan, const NodesPlan* place, const __grid_constant__ DispatchCall call) {
   __shared__ NodesScratch shared;
   __shared__ PlanAtHand at_hand;
   Exec exec;
@@ -63,8 +62,7 @@ __global__ void __maxnreg__(kRegisters)
   putget::unpack(exec, plan, nodes, max_rows, kept_at_hand(shared));
 }
 
-__global__ void close_kernel(const __grid_constant__ Plan plan, const NodesPlan* place,
-                             uint32_t kind) {
+__global__ void close_kernel(const __grid_constant__ Plan plan, const NodesPlan* place, uint32_t kind) {
   __shared__ PlanAtHand at_hand;
   Exec exec;
   const NodesPlan& nodes = at_hand.take(place);
@@ -73,8 +71,7 @@ __global__ void close_kernel(const __grid_constant__ Plan plan, const NodesPlan*
 }
 
 template <class Codec, class Wire, bool kQuantised>
-__global__ void __maxnreg__(kRegisters)
-    serve_kernel(const __grid_constant__ Plan plan, const NodesPlan* place) {
+__global__ void __maxnreg__(kRegisters) serve_kernel(const __grid_constant__ Plan plan, const NodesPlan* place) {
   __shared__ NodesScratch shared;
   __shared__ CombineScratch of_domain;
   __shared__ PlanAtHand at_hand;
@@ -87,8 +84,7 @@ __global__ void __maxnreg__(kRegisters)
 
 template <class Codec, class Wire, bool kQuantised>
 __global__ void __maxnreg__(kRegisters)
-    sum_kernel(const __grid_constant__ Plan plan, const NodesPlan* place,
-               const __grid_constant__ CombineCall call) {
+    sum_kernel(const __grid_constant__ Plan plan, const NodesPlan* place, const __grid_constant__ CombineCall call) {
   __shared__ NodesScratch shared;
   __shared__ PlanAtHand at_hand;
   Exec exec;

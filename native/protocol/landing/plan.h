@@ -92,7 +92,7 @@ struct LandingState {
   uint32_t batch;   // posted, as far as kernels know,
   BatchEnd end;     // ... and its end
   uint32_t posted;  // what the first CTA has seen of it, for the last one
-  uint32_t put;    // orders done
+  uint32_t put;     // orders done
   uint32_t checked;
   uint32_t taken;
   uint32_t written;             // tables

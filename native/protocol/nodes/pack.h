@@ -27,9 +27,9 @@ struct TokenPart {
   PUTGET_PURE bool has(uint32_t token) const { return token - first < end - first; }
 };
 
-// Routes one of the tokens that are placed together: whom it counts for, and, if it is this CTA's, target_ranks over all
-// domains. A choice of an expert elsewhere counts into the load here, where dispatch does not see it. The first expert
-// on a rank owns the slot.
+// Routes one of the tokens that are placed together: whom it counts for, and, if it is this CTA's, target_ranks over
+// all domains. A choice of an expert elsewhere counts into the load here, where dispatch does not see it. The first
+// expert on a rank owns the slot.
 template <class Id, class Exec>
 PUTGET_TEXT void route_far(Exec& exec, const Plan& plan, const NodesPlan& nodes, const DispatchCall& call,
                            uint32_t token, uint32_t i, bool is_valid, bool is_mine, NodesScratch& scratch) {
@@ -92,8 +92,8 @@ PUTGET_TEXT void keep_table_digest(const Exec& exec, const Plan& plan, const Nod
 
 // Slots, and rows of messages, of this CTA's tokens among the `count` from `first` on, which have been routed.
 template <class Exec>
-PUTGET_TEXT void place_tokens(Exec& exec, const Plan& plan, const NodesPlan& nodes, uint32_t first, uint32_t count, TokenPart mine,
-                              const NodesScratch& scratch) {
+PUTGET_TEXT void place_tokens(Exec& exec, const Plan& plan, const NodesPlan& nodes, uint32_t first, uint32_t count,
+                              TokenPart mine, const NodesScratch& scratch) {
   const uint32_t top_k = plan.shape.top_k;
   const uint32_t num_domains = nodes.domains.count();
   const uint32_t begin = mine.first > first ? mine.first - first : 0;
@@ -222,7 +222,7 @@ PUTGET_TEXT void pack_headers(Exec& exec, const Plan& plan, const NodesPlan& nod
 // round has seen so. Ends with a block barrier; false: a fault.
 template <class Exec>
 PUTGET_RARE bool await_outbox(Exec& exec, const Plan& plan, const NodesPlan& nodes, uint32_t epoch,
-                            NodesScratch& scratch) {
+                              NodesScratch& scratch) {
   const uint32_t own = nodes.domains.domain_of(plan.shape.ep_rank);
   if (nodes.domains.other_than(own) == nodes.domains.count()) return true;  // nothing is sent
   Patience patience;

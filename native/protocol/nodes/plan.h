@@ -30,9 +30,9 @@ struct ParcelRow {
 // What kernels of one object keep of its rounds. The objects of a workspace have rounds by turns; between domains each
 // counts its own, since its proxy sees no others.
 struct NodesState {
-  uint32_t rounds;  // that it has sent messages of
-  uint32_t open;    // 1 until this rank has told its domain how the last one ended
-  uint32_t ended;   // how the last one ended; 0 before the first
+  uint32_t rounds;       // that it has sent messages of
+  uint32_t open;         // 1 until this rank has told its domain how the last one ended
+  uint32_t ended;        // how the last one ended; 0 before the first
   uint32_t outbox_free;  // the last one whose outbox is known to be free
 };
 
