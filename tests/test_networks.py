@@ -15,7 +15,7 @@ def test_networks_that_are_none_are_refused() -> None:
         putget.Network("ib")
     with pytest.raises(ValueError, match="staging is 'gpu', expected one of auto, host, device"):
         putget.Network(staging="gpu")
-    words = "staging is 'device', but provider 'tcp' reaches host memory alone; 'nvlink' and 'sim' reach GPUs"
+    words = "provider 'tcp' reaches host memory alone; GPUs are reached by 'sim', 'nvlink', 'verbs', 'efa'"
     with pytest.raises(ValueError, match=words):
         putget.Network("tcp", staging="device")
     with pytest.raises(ValueError, match="staging is 'host', but provider 'nvlink' reaches memory of GPUs alone"):

@@ -85,9 +85,11 @@ class EngineNetwork(NativeNetwork):
         self, rank: int, size: int, provider: str, nics: tuple[str, ...], secret: bytes, staging: str = "auto"
     ) -> None:
         super().__init__(staging)
-        if provider == "nvlink":
+        if provider == "nvlink" or staging == "device":
             if not torch.cuda.is_available():
-                raise BackendUnavailable("network provider 'nvlink' needs a CUDA GPU; torch finds none")
+                raise BackendUnavailable(
+                    f"network provider {provider!r} needs a CUDA GPU for rows that wait there; torch finds none"
+                )
             self.gpu = torch.cuda.current_device()
         names = (ctypes.c_char_p * len(nics))(*(nic.encode() for nic in nics))
         kept = ctypes.create_string_buffer(secret, len(secret))

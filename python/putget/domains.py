@@ -16,10 +16,11 @@ PROVIDERS = ("auto", "verbs", "efa", "tcp", "shm", "nvlink", "sim")
 NAMED_NICS = ("tcp", "verbs")  # where a caller may say which
 MOST_NICS = 4
 LOCAL_PROVIDERS = ("auto", "sim", "tcp", "shm")
-GROUP_PROVIDERS = ("auto", "tcp", "shm", "nvlink", "verbs")
-ENGINE_PROVIDERS = ("tcp", "shm", "nvlink", "verbs")
+GROUP_PROVIDERS = ("auto", "tcp", "shm", "nvlink", "verbs", "efa")
+ENGINE_PROVIDERS = ("tcp", "shm", "nvlink", "verbs", "efa")
 ONE_HOST_PROVIDERS = ("shm", "nvlink")
-GPU_PROVIDERS = ("sim", "nvlink")  # which reach the memory of GPUs
+GPU_PROVIDERS = ("sim", "nvlink", "verbs", "efa")  # which reach the memory of GPUs
+HOST_PROVIDERS = ("auto", "tcp", "shm", "verbs", "efa", "sim")  # ... and of hosts
 LOOPBACK = ("127.0.0.1",)
 STAGINGS = ("auto", "host", "device")
 
@@ -31,14 +32,15 @@ class Network:
     Attributes:
         provider: "tcp" and "shm": a transfer engine for each rank (the package putget_transfer), over sockets or one
             host's shared memory. "nvlink": the engine between processes and GPUs of one host; it copies with the
-            device that is current when ranks meet. "verbs": the engine over InfiniBand or RoCE, between processes; not
-            tested here. "sim": for ranks of one process, threads copy what ranks write, in random order. "auto": "sim"
-            for ranks of one process, "shm" on one host, else "tcp". "efa" is a name that this version does not have.
+            device that is current when ranks meet. "verbs" and "efa": the engine over InfiniBand or RoCE, and over
+            libfabric, between processes; not tested here. "sim": for ranks of one process, threads copy what ranks
+            write, in random order. "auto": "sim" for ranks of one process, "shm" on one host, else "tcp".
         nics: This host's, 1 to 4: addresses for "tcp", devices for "verbs". None: the loopback on one host; over
             "tcp" between hosts where ranks meet, see ``GLOO_SOCKET_IFNAME``; else those that the engine chooses.
         staging: Where rows wait for the network. "host": in host memory, which a GPU maps, and which any network
-            reaches. "device": in the GPU's memory, for objects on CUDA. "nvlink" reaches that alone, "sim" both; wait
-            for the stream then, before a copy to memory that is not pinned. "auto": "host", over "nvlink" "device".
+            reaches. "device": in the memory of the GPU that is current when ranks meet, for objects on CUDA. "nvlink"
+            reaches that alone, "sim" both, "verbs" and "efa" where driver and NIC have GPUDirect; wait for the stream
+            before a copy to memory that is not pinned. "auto": "host", over "nvlink" "device".
         domain_size: Ranks of a domain, which share a host; the last domain has what is left. None: a domain for each
             host.
 
@@ -59,11 +61,11 @@ class Network:
             raise ValueError(f"staging is {self.staging!r}, expected one of {', '.join(STAGINGS)}")
         if self.staging == "device" and self.provider not in GPU_PROVIDERS:
             raise ValueError(
-                f"staging is 'device', but provider {self.provider!r} reaches host memory alone; 'nvlink' and "
-                "'sim' reach GPUs"
+                f"staging is 'device', but provider {self.provider!r} reaches host memory alone; GPUs are "
+                f"reached by {', '.join(map(repr, GPU_PROVIDERS))}"
             )
-        if self.staging == "host" and self.provider == "nvlink":
-            raise ValueError("staging is 'host', but provider 'nvlink' reaches memory of GPUs alone")
+        if self.staging == "host" and self.provider not in HOST_PROVIDERS:
+            raise ValueError(f"staging is 'host', but provider {self.provider!r} reaches memory of GPUs alone")
         self._check_nics(self.nics)
         size: Any = self.domain_size
         if size is None:
@@ -175,7 +177,7 @@ def why_not(provider: str) -> str | None:
     Opens a network of it and closes it again.
 
     Args:
-        provider: "tcp", "shm", "nvlink" or "verbs".
+        provider: One of the transfer engine's, ENGINE_PROVIDERS.
 
     Raises:
         ValueError: It is none of these.

@@ -27,6 +27,7 @@ _BETWEEN = {  # what a provider is between, and what to do where it is not there
     "shm": ("between processes of one host", "give the process room in /dev/shm"),
     "nvlink": ("between processes and GPUs of one host", "needs a CUDA GPU: see those above"),
     "verbs": ("between processes and hosts, over InfiniBand or RoCE", "install libibverbs1, and see the NICs above"),
+    "efa": ("between processes and hosts, over EFA", "needs libfabric with its provider efa, and such a NIC"),
 }
 _GIVE_HUGE_PAGES = ("advise", "always", "within_size")  # to memory that is asked for in huge pages
 

@@ -37,7 +37,7 @@ def _add_ranks(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_bench(parser: argparse.ArgumentParser) -> None:
-    from putget.domains import GPU_PROVIDERS, GROUP_PROVIDERS
+    from putget.domains import GROUP_PROVIDERS, HOST_PROVIDERS
     from putget_bench import settings
 
     parser.description = (
@@ -48,7 +48,7 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--peers", metavar="LIST", help=f"others to time in the same run, comma-separated: {', '.join(settings.PEERS)}")
     add("--plot", metavar="FILE", help="draw latency and bandwidth over batch size (.png, .svg, .pdf)")
-    of_cpus = [provider for provider in GROUP_PROVIDERS if provider not in GPU_PROVIDERS]
+    of_cpus = [provider for provider in GROUP_PROVIDERS if provider in HOST_PROVIDERS]
     add("--network", choices=of_cpus, help="joins domains of CPU ranks (none; with --domain_size: auto)")
     add(
         "--domain_size",
