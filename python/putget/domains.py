@@ -33,8 +33,9 @@ class Network:
         provider: "tcp" and "shm": a transfer engine for each rank (the package putget_transfer), over sockets or one
             host's shared memory. "nvlink": the engine between processes and GPUs of one host; it copies with the
             device that is current when ranks meet. "verbs" and "efa": the engine over InfiniBand or RoCE, and over
-            libfabric, between processes; not tested here. "sim": for ranks of one process, threads copy what ranks
-            write, in random order. "auto": "sim" for ranks of one process, "shm" on one host, else "tcp".
+            libfabric, between processes; the first is tested over soft-RoCE, the second not. "sim": for ranks of one
+            process, threads copy what ranks write, in random order. "auto": "sim" for ranks of one process, "shm" on
+            one host, else "tcp".
         nics: This host's, 1 to 4: addresses for "tcp", devices for "verbs". None: the loopback on one host; over
             "tcp" between hosts where ranks meet, see ``GLOO_SOCKET_IFNAME``; else those that the engine chooses.
         staging: Where rows wait for the network. "host": in host memory, which a GPU maps, and which any network

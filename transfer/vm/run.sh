@@ -1,7 +1,7 @@
 #!/bin/sh
 # run.sh JOB: runs the shell script JOB as root in a virtual machine that has verbs devices rxe0 to rxe3 (soft-RoCE). The guest
 # sees the files of this machine, and what it writes to them is thrown away. Exit status: that of the job; 77 with a reason
-# where no virtual machine can be had; 124 where the job took longer than VM_SECONDS (default 600).
+# where no virtual machine can be had; 124 where the job took longer than VM_SECONDS (default 600). VM_CPU names the processor.
 #
 # The kernel is Debian's, taken from its package and not installed. KVM runs it where KVM has what it needs, else QEMU's own
 # emulation of a processor does.
@@ -69,7 +69,7 @@ trap 'rm -rf "$share"' EXIT
 cp "$here/guest.sh" "$share/"
 cp "$job" "$share/job.sh"
 status=0
-timeout "${VM_SECONDS:-600}" qemu-system-x86_64 -accel "$accelerator" -cpu qemu64 -smp 2 -m 2G -display none -no-reboot -nodefaults \
+timeout "${VM_SECONDS:-600}" qemu-system-x86_64 -accel "$accelerator" -cpu "${VM_CPU:-qemu64}" -smp 2 -m 2G -display none -no-reboot -nodefaults \
   -serial "file:$cache/console.log" -serial stdio -kernel "$cache/tree/boot/vmlinuz-$version" -initrd "$initrd" \
   -append "console=ttyS0 panic=-1 quiet" \
   -virtfs local,path=/,mount_tag=host,security_model=none,readonly=on,multidevs=remap \
