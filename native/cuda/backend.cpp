@@ -1,6 +1,7 @@
 // The CUDA backend: symmetric memory, private state, and the launch of kernels.
 #include <algorithm>
 #include <cstring>
+#include <type_traits>
 #include <vector>
 
 #include "cuda/check.h"

@@ -81,15 +81,11 @@ def ragged(ep_size: int, count: int, seed: int, most: int) -> tuple[Round, ...]:
     return tuple(rounds)
 
 
-def run_case(case: Case, domain_size: int, body: Callable[..., Any] = play, world: World | None = None) -> list[Any]:
-    return (world or World()).run(case.ep_size, domain_size, body, case)
-
-
-@pytest.mark.parametrize(("ep_size", "domain_size"), WORLDS, ids=NAMES)
-def test_ragged_rounds_have_the_bits_of_the_oracle(ep_size: int, domain_size: int, world: World) -> None:
+def ragged_case(ep_size: int, domain_size: int, count: int) -> Case:
+    """Such rounds, with rows of two kinds and statistics."""
     case = Case(
         ep_size,
-        ragged(ep_size, 40, ep_size + domain_size, 9),
+        ragged(ep_size, count, ep_size + domain_size, 9),
         num_experts=2 * ep_size + 1,
         top_k=5,
         max_tokens_per_rank=9,
@@ -97,7 +93,16 @@ def test_ragged_rounds_have_the_bits_of_the_oracle(ep_size: int, domain_size: in
         output=((24,), torch.bfloat16),
         num_stats=3,
     )
-    case = in_domains(case, domain_size)
+    return in_domains(case, domain_size)
+
+
+def run_case(case: Case, domain_size: int, body: Callable[..., Any] = play, world: World | None = None) -> list[Any]:
+    return (world or World()).run(case.ep_size, domain_size, body, case)
+
+
+@pytest.mark.parametrize(("ep_size", "domain_size"), WORLDS, ids=NAMES)
+def test_ragged_rounds_have_the_bits_of_the_oracle(ep_size: int, domain_size: int, world: World) -> None:
+    case = ragged_case(ep_size, domain_size, 40)
     check_case(case, run_case(case, domain_size, world=world))
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import putget
-from tests.alltoall.test_domains import in_domains, outlast, ragged
+from tests.alltoall.test_domains import in_domains, outlast, ragged, ragged_case
 from tests.harness import Rank
 from tests.harness.cases import Case
 from tests.harness.compare import Outcome, check_case, play_on
@@ -49,21 +49,7 @@ def play_slowly(rank: Rank, case: Case) -> list[Outcome]:
 
 
 def test_ragged_rounds_have_the_bits_of_the_oracle(world: tuple[int, int]) -> None:
-    ep_size, domain_size = world
-    wide: dict[str, Any] = {
-        "payloads": (((24,), torch.bfloat16), ((3,), torch.uint8)),
-        "output": ((24,), torch.bfloat16),
-    }
-    case = Case(
-        ep_size,
-        ragged(ep_size, 20, ep_size + domain_size, 9),
-        num_experts=2 * ep_size + 1,
-        top_k=5,
-        max_tokens_per_rank=9,
-        num_stats=3,
-        **wide,
-    )
-    case = in_domains(case, domain_size)
+    case = ragged_case(*world, 20)
     check_case(case, on_processes(world, play_slowly, case))
 
 
