@@ -446,7 +446,8 @@ void Proxy::step_beats(uint64_t now_ns) {
 Proxy::Post Proxy::post(Lane& lane, putget_transport_write write) {
   const putget_transport& transport = *config_.transport;
   // Nobody else changes the words while nothing is under way; a word that is never reset would wrap into the failures.
-  if (lane.posted != 0 && lane.idle()) {
+  // One that has failed since the last look keeps it for the next.
+  if (lane.posted != 0 && lane.idle() && !lane.failed()) {
     lane.posted = 0;
     store_relaxed(&lane.over, 0);
   }
