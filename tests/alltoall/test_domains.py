@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,82 +17,14 @@ import putget
 from putget import reference
 from tests.alltoall.test_properties import cases
 from tests.harness import Rank, run_ranks
-from tests.harness.cases import COMBINE, DISPATCH, ENDINGS, Case, Round
+from tests.harness.cases import Case, Round
 from tests.harness.compare import check_case, check_round, play, play_round, require_same
+from tests.harness.domains import World, in_domains, network, play_many, ragged, ragged_case
 from tests.test_workspace import LAYERS, bytes_of, play_layers
 
 # Ranks and the size of a domain; the last domain of five ranks is smaller than the first.
 WORLDS = [(4, 2), (8, 2), (8, 4), (5, 3), (8, 1)]
 NAMES = ["2x2", "4x2", "2x4", "3+2", "8x1"]
-
-
-# Networks of threads, and transfer engines over sockets and shared memory.
-PROVIDERS = ("sim", "tcp", "shm")
-
-
-@dataclass(frozen=True)
-class World:
-    """What joins the domains, and where ranks compute: ranks on CUDA are emulated on one GPU."""
-
-    provider: str = "sim"
-    device: str = "cpu"
-
-    def run(self, size: int, domain_size: int, body: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
-        joined = network(domain_size, self.provider)
-        return run_ranks(size, body, *args, mode="thread", device=self.device, timeout=timeout, network=joined)
-
-
-@pytest.fixture(params=PROVIDERS)
-def provider(request: pytest.FixtureRequest) -> str:
-    if request.param != "sim":
-        pytest.importorskip("putget_transfer._native", reason="putget_transfer is not built: see `make transfer`")
-    return str(request.param)
-
-
-@pytest.fixture
-def world(provider: str, device: str) -> World:
-    return World(provider, device)
-
-
-@pytest.fixture
-def sim(device: str) -> World:
-    return World("sim", device)
-
-
-def network(size: int, provider: str = "sim") -> putget.Network:
-    return putget.Network(provider, domain_size=size)
-
-
-def in_domains(case: Case, domain_size: int) -> Case:
-    return replace(case, domain_of=network(domain_size).domain_of(case.ep_size))
-
-
-def ragged(ep_size: int, count: int, seed: int, most: int) -> tuple[Round, ...]:
-    """Rounds with few tokens, none on some ranks and in some rounds none at all."""
-    generator = torch.Generator().manual_seed(seed)
-    rounds = []
-    for number in range(count):
-        drawn = torch.randint(-most // 2, most + 1, (ep_size,), generator=generator).clamp(min=0)
-        tokens = tuple(drawn.tolist()) if number % 7 else (0,) * ep_size
-        ending = ENDINGS[int(torch.randint(len(ENDINGS), (1,), generator=generator))]
-        halves = tuple(torch.randint(DISPATCH + COMBINE + 1, (ep_size,), generator=generator).tolist())
-        rounds.append(Round(seed * 1000 + number, tokens, ending, no_expert=0.2, addend=number % 3 == 0, halves=halves))
-    return tuple(rounds)
-
-
-def ragged_case(ep_size: int, domain_size: int, count: int) -> Case:
-    """Such rounds, with rows of two kinds and statistics."""
-    case = Case(
-        ep_size,
-        ragged(ep_size, count, ep_size + domain_size, 9),
-        num_experts=2 * ep_size + 1,
-        top_k=5,
-        max_tokens_per_rank=9,
-        payloads=(((24,), torch.bfloat16), ((3,), torch.uint8)),
-        output=((24,), torch.bfloat16),
-        num_stats=3,
-    )
-    return in_domains(case, domain_size)
 
 
 def run_case(case: Case, domain_size: int, body: Callable[..., Any] = play, world: World | None = None) -> list[Any]:
@@ -176,23 +107,6 @@ def test_any_shape_and_routing(data: st.DataObject) -> None:
     check_case(case, run_case(case, domain_size))
 
 
-def play_many(rank: Rank, case: Case, repeats: int) -> int:
-    """A body: plays the rounds of a case again and again; the number of wrong ones."""
-    wrong = 0
-    with rank.all_to_all(**case.options()) as a2a:
-        first = [play_round(a2a, rank, case, index) for index in range(len(case.rounds))]
-        for _ in range(repeats - 1):
-            for index, want in enumerate(first):
-                got = play_round(a2a, rank, case, index)
-                same = (got.combined is None) == (want.combined is None)
-                if same and got.combined is not None and want.combined is not None:
-                    same = torch.equal(got.combined, want.combined)
-                wrong += not (same and torch.equal(got.topk_ids, want.topk_ids))
-        rank.wait()
-        rank.meet()  # as in play
-    return wrong
-
-
 @pytest.mark.parametrize(("ep_size", "domain_size"), [(4, 2), (5, 3)], ids=["2x2", "3+2"])
 def test_a_thousand_rounds_repeat_their_bits(ep_size: int, domain_size: int, world: World) -> None:
     case = in_domains(Case(ep_size, ragged(ep_size, 20, 5, 4), top_k=3), domain_size)
@@ -236,40 +150,6 @@ def test_objects_of_different_shapes_share_a_workspace(world: World) -> None:
     for layer, case in enumerate(cases):
         for index in range(len(case.rounds)):
             check_round(case, index, {rank: outcomes[layer][index] for rank, outcomes in enumerate(results)})
-
-
-def shared_then_changed(rank: Rank, case: Case, masks: list[tuple[bool, ...]], meeting: threading.Barrier) -> list[Any]:
-    """A body: two objects of a workspace under one mask after the other; one goes in the middle, another comes."""
-    outcomes: list[Any] = []
-    workspace = putget.Workspace(rank.comm, 2 * bytes_of(case), device=rank.device, timeout_s=20, warmup_timeout_s=20)
-    objects = [rank.all_to_all(**case.options(), workspace=workspace) for _ in range(3)]
-    objects.pop(1).close()
-    objects.append(rank.all_to_all(**case.options(), workspace=workspace))
-    for number, mask in enumerate(masks):
-        outcomes.append([])
-        if mask[rank.rank]:
-            if number > 0:
-                workspace.set_active_ranks(mask)
-            under_it = replace(case, active=mask)
-            for index in range(len(case.rounds)):
-                outcomes[-1].append(play_round(objects[index % 3], rank, under_it, index))
-        meeting.wait(60)
-    for owner in (*objects, workspace):
-        owner.close()
-    return outcomes
-
-
-def test_active_ranks_change_for_all_objects_of_a_workspace(provider: str) -> None:
-    wide = {"payloads": (((24,), torch.bfloat16),), "output": ((24,), torch.bfloat16)}
-    case = in_domains(Case(4, ragged(4, 9, 2, 9), num_experts=8, top_k=4, max_tokens_per_rank=9, **wide), 2)
-    masks = [only(4, 0, 1, 2, 3), only(4, 0, 1, 2), only(4, 1, 3), only(4, 0, 1, 2, 3)]
-    net = network(2, provider)
-    meeting = threading.Barrier(4)
-    found = run_ranks(4, shared_then_changed, case, masks, meeting, mode="thread", timeout=200, network=net)
-    for number, mask in enumerate(masks):
-        for index in range(len(case.rounds)):
-            held = {rank: found[rank][number][index] for rank in range(4) if mask[rank]}
-            check_round(replace(case, active=mask), index, held)
 
 
 def test_a_round_that_another_object_has_ended_is_not_combined(provider: str) -> None:
@@ -457,247 +337,6 @@ def test_tables_that_differ_between_domains_are_counted_by_source(halves: bool) 
             for source in sources:
                 assert f"rank {source} in 1 rounds, in which 1 rows came from it" in said, said
             assert said.count("rows came") == len(sources)
-
-
-# --- who is named
-
-
-def outlast(rank: Rank, gone: int, step: str, rounds: int) -> str | None:
-    """A body: plays rounds until rank `gone` stops; what the others then raise.
-
-    They keep their objects open for a while: who has left may be missed by those whose deadline comes later.
-    """
-    a2a = rank.all_to_all(timeout_s=3.0, warmup_timeout_s=20.0, num_experts=rank.size, top_k=rank.size)
-    ids = torch.arange(rank.size, dtype=torch.int32).expand(2, rank.size).contiguous().to(rank.device)
-    rows, weights = torch.ones(2, 4, device=rank.device), torch.ones(2, rank.size, device=rank.device)
-    rank.meet()
-    try:
-        for number in range(rounds + 1):
-            if number == rounds and rank.rank == gone and step == "dispatch":
-                return _stop(rank, a2a)
-            received = a2a.dispatch(ids, weights, rows)
-            if number == rounds and rank.rank == gone:
-                return _stop(rank, a2a)
-            a2a.combine_input.copy_(received.payloads[0])
-            a2a.combine()
-            a2a.check()
-    except putget.PeerTimeout as error:
-        time.sleep(3.0)
-        a2a.close()
-        return f"{error.phase} {error.missing}"
-    a2a.close()
-    return None
-
-
-def _stop(rank: Rank, a2a: putget.AllToAll) -> None:
-    """Stands still until the others have given up."""
-    time.sleep(7.0)
-    a2a.close()
-
-
-@pytest.mark.parametrize(
-    ("ep_size", "domain_size", "step"), [(4, 2, "dispatch"), (4, 2, "combine"), (5, 3, "dispatch")]
-)
-def test_a_silent_rank_is_named(ep_size: int, domain_size: int, step: str, world: World) -> None:
-    gone = ep_size - 1
-    raised = world.run(ep_size, domain_size, outlast, gone, step, 5, timeout=60)
-    assert raised == [f"{step} ({gone},)"] * gone + [None]
-
-
-def leave(rank: Rank, gone: int, seen: threading.Barrier) -> str | None:
-    """A body: rank `gone` closes its object in the middle; whom the others miss. They leave together: who has left
-    may be missed.
-    """
-    a2a = rank.all_to_all(timeout_s=3.0, num_experts=rank.size, top_k=rank.size)
-    ids = torch.arange(rank.size, dtype=torch.int32).expand(2, rank.size).contiguous().to(rank.device)
-    rows, weights = torch.ones(2, 4, device=rank.device), torch.ones(2, rank.size, device=rank.device)
-    rank.meet()
-    for number in range(20):
-        if rank.rank == gone and number == 3:
-            a2a.close()
-            return None
-        try:
-            a2a.dispatch(ids, weights, rows)
-            a2a.combine()
-            a2a.check()
-        except putget.PeerTimeout as error:
-            seen.wait(30)
-            a2a.close()
-            return str(error.missing)
-    raise AssertionError("nobody missed a rank that is gone")
-
-
-@pytest.mark.parametrize("domain_size", [1, 2])
-def test_a_rank_that_has_gone_is_named(domain_size: int, world: World) -> None:
-    """At once where a write to it fails; else when the deadline has passed."""
-    seen = threading.Barrier(3)
-    raised = world.run(4, domain_size, leave, 3, seen, timeout=60)
-    assert raised == ["(3,)"] * 3 + [None]
-
-
-def test_more_rows_than_a_rank_looks_at(world: World) -> None:
-    """As in one domain: of a source in another one too."""
-    seen = threading.Barrier(2)
-
-    def body(rank: Rank) -> str:
-        a2a = rank.all_to_all(timeout_s=10.0)
-        tokens = 3 * rank.rank
-        ids = torch.zeros(tokens, 2, dtype=torch.int32, device=rank.device)  # all on rank 0
-        weights, rows = torch.ones(tokens, 2, device=rank.device), torch.ones(tokens, 4, device=rank.device)
-        raised = ""
-        rank.meet()
-        try:
-            a2a.dispatch(ids, weights, rows, max_rows=None if rank.rank else 2)
-            a2a.check()
-        except putget.CapacityExceeded as error:
-            raised = f"{error.source}: {error.rows} of {error.max_rows}"
-        seen.wait(30)  # who leaves may not have sent what the other waits for
-        with contextlib.suppress(putget.PutgetError):
-            a2a.close()
-        return raised
-
-    assert world.run(2, 1, body) == ["1: 3 of 2", ""]
-
-
-# --- other active ranks
-
-
-class Masks:
-    """Active ranks that change; the members of each mask meet by themselves, and all when it is over."""
-
-    def __init__(self, *masks: tuple[bool, ...]) -> None:
-        self.masks = masks
-        self._over = threading.Barrier(len(masks[0]))
-        self._members = [threading.Barrier(sum(mask)) for mask in masks]
-
-    def play(self, rank: Rank, a2a: putget.AllToAll, body: Callable[[Rank, tuple[bool, ...]], Any]) -> list[Any]:
-        """What the body gives under each mask; None where the rank is left out."""
-        outcomes: list[Any] = []
-        for number, mask in enumerate(self.masks):
-            outcomes.append(None)
-            if mask[rank.rank]:
-                if number > 0:
-                    a2a.set_active_ranks(mask)
-                assert a2a.active_ranks == mask
-                me = rank if rank._barrier is None else replace(rank, _barrier=self._members[number])
-                outcomes[-1] = body(me, mask)
-                rank.wait()
-            self._over.wait(60)
-        return outcomes
-
-
-def come_and_go(rank: Rank, case: Case, masks: Masks) -> list[Any]:
-    """A body: the rounds of a case under one mask after the other; ranks that are left out wait for their turn."""
-    with rank.all_to_all(**case.options()) as a2a:
-
-        def rounds(me: Rank, mask: tuple[bool, ...]) -> list[Any]:
-            under_it = replace(case, active=mask)
-            return [play_round(a2a, me, under_it, index) for index in range(len(case.rounds))]
-
-        return masks.play(rank, a2a, rounds)
-
-
-def check_masks(case: Case, masks: Masks, found: list[Any]) -> None:
-    """Every round under every mask has the bits of the oracle."""
-    for number, mask in enumerate(masks.masks):
-        for index in range(len(case.rounds)):
-            held = {rank: found[rank][number][index] for rank in range(case.ep_size) if mask[rank]}
-            check_round(replace(case, active=mask), index, held)
-
-
-def only(size: int, *members: int) -> tuple[bool, ...]:
-    return tuple(rank in members for rank in range(size))
-
-
-@pytest.mark.parametrize(
-    ("ep_size", "domain_size", "members"),
-    [(4, 2, [(0, 1, 2), (1, 3), (0, 1), (2,)]), (5, 3, [(0, 3, 4), (1, 2, 3), (0, 1, 2)]), (3, 1, [(0, 2), (1,)])],
-    ids=["2x2", "3+2", "3x1"],
-)
-def test_active_ranks_come_and_go(ep_size: int, domain_size: int, members: list[Any], world: World) -> None:
-    """A rank, agents and whole domains leave, others begin anew, and all come back."""
-    rounds = ragged(ep_size, 8, ep_size, 9)
-    wide = {"payloads": (((24,), torch.bfloat16),), "output": ((24,), torch.bfloat16)}
-    case = in_domains(
-        Case(ep_size, rounds, num_experts=2 * ep_size, top_k=4, max_tokens_per_rank=9, **wide), domain_size
-    )
-    everyone = only(ep_size, *range(ep_size))
-    masks = Masks(everyone, *(only(ep_size, *some) for some in members), everyone)
-    check_masks(case, masks, world.run(ep_size, domain_size, come_and_go, case, masks, timeout=200))
-
-
-def test_a_round_that_is_open_ends_with_the_active_ranks(world: World) -> None:
-    """Rounds of before leave nothing behind, however they stood."""
-
-    def body(rank: Rank) -> float:
-        ids = torch.arange(4, dtype=torch.int32).expand(2, 4).contiguous().to(rank.device)
-        weights, rows = torch.ones(2, 4, device=rank.device), torch.ones(2, 4, device=rank.device)
-        with rank.all_to_all(num_experts=4, top_k=4, timeout_s=20.0) as a2a:
-            for number in range(6):
-                rank.meet()
-                if number % 3:
-                    a2a.dispatch(ids, weights, rows)
-                if number % 2:
-                    a2a.dispatch_start(ids, weights, rows)
-                rank.wait()
-                rank.meet()
-                a2a.set_active_ranks([True] * 4)
-            rank.meet()
-            a2a.dispatch(ids, weights, rows)
-            a2a.combine_input.fill_(10.0**rank.rank)
-            out = a2a.combine()
-            rank.wait()
-            rank.meet()
-            return out[1, 0].item()
-
-    assert world.run(4, 2, body) == [1111.0] * 4
-
-
-# --- what ends a round differently, and what is refused
-
-
-def test_ends_that_differ_are_misuse(world: World) -> None:
-    def body(rank: Rank) -> str:
-        a2a = rank.all_to_all(timeout_s=2.0)
-        ids = torch.tensor([[0, 2]], dtype=torch.int32, device=rank.device)
-        weights, rows = torch.ones(1, 2, device=rank.device), torch.ones(1, 4, device=rank.device)
-        rank.meet()
-        try:
-            for number in range(3):
-                a2a.dispatch(ids, weights, rows)
-                if number == 1 and rank.rank == 1:
-                    a2a.release()
-                else:
-                    a2a.combine()
-                a2a.check()
-        except putget.PutgetError as error:
-            return f"{type(error).__name__}: {error}"
-        finally:
-            with contextlib.suppress(putget.PutgetError):
-                a2a.close()
-        return ""
-
-    raised = world.run(2, 1, body, timeout=60)
-    assert any("ProtocolMisuse" in text and "without combine" in text for text in raised), raised
-
-
-def test_ranks_that_quantise_differently_are_told() -> None:
-    def body(rank: Rank) -> str:
-        low = torch.float8_e4m3fn if rank.rank else None
-        with pytest.raises(ValueError, match="combine differs between ranks") as caught:
-            rank.all_to_all(output=putget.Payload((16,), torch.bfloat16), combine_dtype=low)
-        return str(caught.value)
-
-    for text in run_ranks(2, body, mode="thread", network=network(1)):
-        assert text.count("as written") == text.count("a scale for 128") == 1, text
-
-
-def test_rows_that_cannot_be_quantised_are_refused() -> None:
-    def body(rank: Rank) -> None:
-        with pytest.raises(ValueError, match="output has 20 elements, expected a multiple of 16"):
-            rank.all_to_all(output=putget.Payload((20,), torch.bfloat16), combine_dtype=torch.float8_e4m3fn)
-
-    run_ranks(2, body, mode="thread", network=network(1))
 
 
 def test_domains_of_a_communicator() -> None:

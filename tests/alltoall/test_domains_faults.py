@@ -12,10 +12,10 @@ import pytest
 import torch
 
 import putget
-from tests.alltoall.test_domains import in_domains, only, ragged
 from tests.harness import Rank
 from tests.harness.cases import Case
 from tests.harness.compare import Outcome, check_round, play_round
+from tests.harness.domains import in_domains, only, ragged
 from tests.harness.processes import RankProcesses
 from tests.harness.run import fresh_ranks
 

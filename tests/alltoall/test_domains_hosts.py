@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import putget
-from tests.alltoall.test_domains import in_domains, ragged
 from tests.harness import Rank, hosts
 from tests.harness.cases import Case
 from tests.harness.compare import check_case, play
+from tests.harness.domains import in_domains, ragged
 from tests.harness.processes import RankProcesses
 
 pytest.importorskip("putget_transfer._native", reason="putget_transfer is not built: see `make transfer`")

@@ -14,11 +14,11 @@ import torch
 
 import putget
 from putget import _meeting, _networks
-from tests.alltoall.test_domains import in_domains, outlast, play_many, ragged
 from tests.harness import Rank, run_ranks
 from tests.harness.cases import Case, Round
 from tests.harness.compare import check_case, play
-from tests.harness.processes import RankProcesses
+from tests.harness.domains import in_domains, outlast, play_many, ragged
+from tests.harness.processes import RankProcesses, kill
 from tests.harness.run import fresh_ranks
 
 pytest.importorskip("putget_transfer._native", reason="putget_transfer is not built: see `make transfer`")
@@ -183,8 +183,8 @@ def test_a_killed_rank_is_named_within_the_deadline(four: RankProcesses, provide
 def owed(rank: Rank, network: putget.Network, timeout_s: float, late_s: float) -> tuple[str, float, float]:
     """A body: rank 3 has had all of its rows when it is killed, and owes rank 1 a return, because rank 2 is late.
 
-    Gives the missing ranks, and when combine began and ended, on the clock of all processes; rank 2's begins with the
-    killing.
+    Gives the missing ranks, and when combine began and ended, on the clock of all processes; rank 2's begins when rank
+    3 has ended.
     """
     comm = putget.Communicator(network=network)
     me = Rank(rank.rank, rank.size, rank.device, _comm=comm)
@@ -196,7 +196,7 @@ def owed(rank: Rank, network: putget.Network, timeout_s: float, late_s: float) -
     a2a.combine_input.copy_(received.payloads[0])
     if rank.rank == 2:
         time.sleep(late_s)  # what is on its way to rank 3 has come
-        os.kill(pids[3], signal.SIGKILL)
+        kill(pids[3])
     began, missing = time.monotonic(), ""
     try:
         a2a.combine()
@@ -206,22 +206,31 @@ def owed(rank: Rank, network: putget.Network, timeout_s: float, late_s: float) -
     return missing, began, time.monotonic()
 
 
-@pytest.mark.parametrize(("late_s", "timeout_s"), [(2.0, 16.0), (5.0, 8.0)], ids=["early", "late"])
-def test_a_killed_rank_that_owes_a_return_is_found_before_the_deadline(
-    four: RankProcesses, late_s: float, timeout_s: float
-) -> None:
+def find_owed(timeout_s: float, late_s: float) -> tuple[list[str], float, float]:
+    """Who is missing on ranks 0 to 2; when rank 3 was gone and when rank 1 found out, behind the beginning."""
+    with fresh_ranks(4) as four:
+        for rank in range(4):
+            four.submit(rank, owed, putget.Network("shm", domain_size=2), timeout_s, late_s)
+        answers = four.results([0, 1, 2], timeout=90)
+    (_, gone, _), (_, began, ended) = answers[2], answers[1]
+    return [answers[rank][0] for rank in range(3)], gone - began, ended - began
+
+
+@pytest.mark.parametrize(("late_s", "timeout_s"), [(2.0, 16.0), (6.0, 10.0)], ids=["early", "late"])
+def test_a_killed_rank_that_owes_a_return_is_found_before_the_deadline(late_s: float, timeout_s: float) -> None:
     """No write to it is under way: its source asks, at half of the deadline and each eighth behind it.
 
-    Over tcp heartbeats take 20 s. A busy machine may kill late.
+    Over tcp heartbeats take 20 s. Where a busy machine lets the killed process end too late, others are tried.
     """
-    for rank in range(4):
-        four.submit(rank, owed, putget.Network("shm", domain_size=2), timeout_s, late_s)
-    found = four.results([0, 1, 2], timeout=90)
-    (_, killed, _), (_, began, ended) = found[2], found[1]
-    when = f"killed after {killed - began} s, found after {ended - began} s"
-    assert [found[rank][0] for rank in range(3)] == ["", "(3,)", ""], when
-    asked = max(killed, began + timeout_s / 2) + timeout_s / 8
-    assert ended < asked + 1.5, when
+    eighth, busy_s = timeout_s / 8, 1.5
+    for _ in range(4):
+        missing, gone, ended = find_owed(timeout_s, late_s)
+        if gone <= timeout_s - eighth - busy_s:
+            break
+    else:
+        pytest.skip(f"a killed process takes {gone - late_s:.1f} s to end on this machine")
+    assert missing == ["", "(3,)", ""]
+    assert ended < max(gone, timeout_s / 2) + eighth + busy_s, f"gone after {gone} s, found after {ended} s"
 
 
 # --- what is refused, before any effect

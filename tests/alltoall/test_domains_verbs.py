@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import putget
-from tests.alltoall.test_domains import in_domains, outlast, ragged, ragged_case
 from tests.harness import Rank
 from tests.harness.cases import Case
 from tests.harness.compare import Outcome, check_case, play_on
+from tests.harness.domains import in_domains, outlast, ragged, ragged_case
 from tests.harness.run import kept_ranks, on_network
 
 pytest.importorskip("putget_transfer._native", reason="putget_transfer is not built: see `make transfer`")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -56,9 +57,9 @@ class GraphRound:
         self.a2a.combine_input.copy_(self._rows)
         self._seen["combined"] = self.a2a.combine()
 
-    def capture(self) -> None:
-        """Captures `record`; no peer may be running a kernel that waits."""
-        self.graph = capture(self.rank, self.record)
+    def capture(self, record: Callable[[], None] | None = None) -> None:
+        """Captures `self.record`, or what calls it; no peer may be running a kernel that waits."""
+        self.graph = capture(self.rank, record or self.record)
 
     def load(self, index: int) -> None:
         """Copies the data of the case's round `index` into the fixed tensors, on the current stream."""
@@ -78,6 +79,16 @@ class GraphRound:
     def replay(self) -> None:
         assert self.graph is not None
         self.graph.replay()
+
+    def outcomes(self, case: Case, rank: Rank | None = None) -> list[Outcome]:
+        """Replays it with the data of each round of a case, for which ranks meet."""
+        self.case, outcomes = case, []
+        for index in range(len(case.rounds)):
+            self.load(index)
+            (rank or self.rank).meet()
+            self.replay()
+            outcomes.append(self.outcome())
+        return outcomes
 
     def outcome(self) -> Outcome:
         """What the last run left, on the CPU (synchronises)."""

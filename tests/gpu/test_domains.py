@@ -1,6 +1,6 @@
 """Rounds across virtual domains on GPUs: a round in a CUDA graph, many layers in one, and rows that wait on the GPU.
 
-tests/alltoall/test_domains.py plays the same cases on the CPU and on emulated ranks.
+tests/alltoall/test_domains.py and test_domains_active.py play the same cases on the CPU and on emulated ranks.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import pytest
 import torch
 
 import putget
-from tests.alltoall.test_domains import Masks, check_masks, come_and_go, in_domains, only, outlast, ragged
-from tests.gpu.graphs import GraphRound, capture
+from tests.gpu.graphs import GraphRound
 from tests.harness import Rank, run_ranks
 from tests.harness.cases import Case, Round
 from tests.harness.compare import Outcome, check_case, play
+from tests.harness.domains import Masks, check_masks, come_and_go, in_domains, only, outlast, ragged
 
 STAGINGS = pytest.mark.parametrize("staging", ["host", "device"])
 WORLDS = [(4, 2), (8, 4), (8, 2), (2, 1)]
@@ -59,12 +59,7 @@ def replay(rank: Rank, case: Case) -> list[Outcome]:
         rank.meet()
         graph.record()
         in_turn(rank, graph.capture)
-        outcomes = []
-        for index in range(len(case.rounds)):
-            graph.load(index)
-            rank.meet()
-            graph.replay()
-            outcomes.append(graph.outcome())
+        outcomes = graph.outcomes(case)
         rank.meet()  # memory that goes may wait for all kernels, and a network that copies by CUDA with it
         return outcomes
 
@@ -88,14 +83,8 @@ def replay_layers(rank: Rank, case: Case) -> list[Outcome]:
 
         rank.meet()
         layers()
-        captured: list[torch.cuda.CUDAGraph] = []
-        in_turn(rank, lambda: captured.append(capture(rank, layers)))
-        outcomes = []
-        for index in range(len(case.rounds)):
-            graph.load(index)
-            rank.meet()
-            captured[0].replay()
-            outcomes.append(graph.outcome())
+        in_turn(rank, lambda: graph.capture(layers))
+        outcomes = graph.outcomes(case)
         rank.meet()
         a2a.check()
         return outcomes
@@ -118,18 +107,12 @@ def replay_under(rank: Rank, case: Case, masks: Masks) -> list[Any]:
         graph.record()
         in_turn(rank, graph.capture)
 
-        def replays(me: Rank, mask: tuple[bool, ...]) -> list[Outcome]:
-            graph.case = replace(case, active=mask)
-            outcomes = []
-            for index in range(len(case.rounds)):
-                graph.load(index)
-                me.meet()
-                graph.replay()
-                outcomes.append(graph.outcome())
+        def under_it(me: Rank, mask: tuple[bool, ...]) -> list[Outcome]:
+            outcomes = graph.outcomes(replace(case, active=mask), me)
             a2a.check()
             return outcomes
 
-        return masks.play(rank, a2a, replays)
+        return masks.play(rank, a2a, under_it)
 
 
 # A rank, an agent, a domain, and all but one.

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 import putget
-from tests.alltoall.test_domains import in_domains, only, outlast, play_many, ragged
 from tests.gpu.graphs import GraphRound
 from tests.gpu.test_domains import BATCH, case_of, replay, replay_layers
 from tests.harness import Rank, run_ranks
 from tests.harness.cases import Case
 from tests.harness.compare import Outcome, check_case, check_round, play
+from tests.harness.domains import in_domains, only, outlast, play_many, ragged
 
 pytest.importorskip("putget_transfer._native", reason="putget_transfer is not built: see `make transfer`")
 
@@ -93,7 +93,7 @@ def go_on(rank: Rank, case: Case, gone: int) -> list[list[Outcome]]:
         graph.load(0)
         graph.record()
         graph.capture()
-        outcomes = [_replays(graph, case)]
+        outcomes = [graph.outcomes(case)]
         if rank.rank == gone:
             time.sleep(15)
             return outcomes
@@ -103,17 +103,7 @@ def go_on(rank: Rank, case: Case, gone: int) -> list[list[Outcome]]:
         assert raised.value.missing == (gone,)
         mask = only(rank.size, *(other for other in range(rank.size) if other != gone))
         a2a.set_active_ranks(mask)
-        return [*outcomes, _replays(graph, replace(case, active=mask))]
-
-
-def _replays(graph: GraphRound, case: Case) -> list[Outcome]:
-    graph.case = case
-    outcomes = []
-    for index in range(len(case.rounds)):
-        graph.load(index)
-        graph.replay()
-        outcomes.append(graph.outcome())
-    return outcomes
+        return [*outcomes, graph.outcomes(replace(case, active=mask))]
 
 
 def test_survivors_go_on_and_old_graphs_obey(world: tuple[int, int], network: putget.Network) -> None:

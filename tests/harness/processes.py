@@ -35,6 +35,20 @@ _context.set_forkserver_preload(
 _MOST_TRACEBACKS = 8
 
 
+def kill(pid: int) -> None:
+    """Kills a process, and returns once it has ended.
+
+    A killed process keeps its files until its memory is unmapped. That may wait seconds for processes which map the
+    same libraries while they fork or end on a busy machine. Nobody can find it gone before.
+    """
+    process = os.pidfd_open(pid)
+    try:
+        os.kill(pid, signal.SIGKILL)
+        wait([process])
+    finally:
+        os.close(process)
+
+
 class RankError(AssertionError):
     """A body raised on some rank, or did not answer in time; the message has the tracebacks."""
 
