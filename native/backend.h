@@ -17,6 +17,7 @@ struct MemoryConfig {
   int ordinal;  // CUDA device number; unused on CPU
   uint32_t ep_size;
   uint32_t ep_rank;
+  uint32_t senders;  // of sentinel rows, as Shape::senders() of every object on it
   bool fabric;
   uint64_t bytes;  // of symmetric memory
 };
@@ -34,7 +35,7 @@ struct Limits {
 class Backend : public std::enable_shared_from_this<Backend> {
  public:
   explicit Backend(const MemoryConfig& config)
-      : config_(config), sentinel_begin_(sentinel_region(config.bytes, config.ep_size).begin) {}
+      : config_(config), sentinel_begin_(sentinel_region(config.bytes, config.ep_size, config.senders).begin) {}
   virtual ~Backend() = default;
   Backend(const Backend&) = delete;             // owns mappings
   Backend& operator=(const Backend&) = delete;  // owns mappings

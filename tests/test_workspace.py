@@ -60,17 +60,37 @@ def test_workspace_bytes_answers_before_anything_is_allocated(case: Case, device
     assert rows * row_bytes + sentinel <= expected <= rows * row_bytes + sentinel + 96 * 1024
 
 
+@pytest.mark.parametrize("domain_size", [1, 8, 64])
 @pytest.mark.parametrize("tokens", [1, 2048, 1 << 14, 50_000, 64_000, 70_000, 1 << 18])
-def test_what_is_set_aside_never_reaches_into_rows(tokens: int) -> None:
+def test_what_is_set_aside_never_reaches_into_rows(tokens: int, domain_size: int) -> None:
     """Of the smallest memory and of larger ones, up to those of which nothing is set aside."""
-    sizes: dict[str, Any] = {"ep_size": 64, "max_tokens_per_rank": tokens, "top_k": 8}
+    sizes: dict[str, Any] = {"ep_size": 64, "max_tokens_per_rank": tokens, "top_k": 8, "domain_size": domain_size}
     rows = [putget.Payload((7168,), torch.uint8)]
     regions = 64 * tokens * (7168 + 14336 + 64)
     needed = putget.workspace_bytes(**sizes, payloads=rows, output=putget.Payload((7168,), torch.bfloat16))
     library = _abi.library()
     for memory in (needed, needed + 1, needed * 3 // 2, needed * 4):
-        assert regions <= library.putget_sentinel_begin(64, memory) <= memory
-    assert needed <= regions + min(64 * 32 * 1024 * 1024, regions) + (1 << 20)
+        assert regions <= library.putget_sentinel_begin(64, domain_size, memory) <= memory
+    assert needed <= regions + min(domain_size * 32 * 1024 * 1024, regions * domain_size // 64) + (1 << 20)
+
+
+@pytest.mark.parametrize("domain_size", [0, 5])
+def test_a_domain_has_at_most_all_ranks(domain_size: int) -> None:
+    row = putget.Payload((16,), torch.bfloat16)
+    with pytest.raises(ValueError, match=f"^domain_size is {domain_size}, allowed are ints from 1 to 4"):
+        putget.workspace_bytes(
+            ep_size=4, max_tokens_per_rank=4, top_k=2, payloads=[row], output=row, domain_size=domain_size
+        )
+
+
+@pytest.mark.parametrize(("domains", "blocks"), [(3, [(0, 3)] * 3 + [(3, 3)] * 2), (5, [(0, 5)] * 5)])
+def test_the_block_of_a_domain(domains: int, blocks: list[tuple[int, int]]) -> None:
+    comms = putget.Communicator.local(5, network=putget.Network("sim", domain_size=domains))
+    assert [comm.block for comm in comms] == blocks
+    for comm in comms:
+        comm.domain_of = (0, 1, 0, 1, 1)
+        assert comm.block == (0, 5)
+        comm.close()
 
 
 def test_workspace_bytes_counts_quantised_rows() -> None:

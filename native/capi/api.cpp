@@ -255,8 +255,10 @@ putget_status putget_read_fault(putget_memory* memory, putget_fault* fault) {
   });
 }
 
-uint64_t putget_sentinel_begin(uint32_t ep_size, uint64_t memory_bytes) {
-  return answered(ep_size, [&] { return putget::sentinel_region(memory_bytes, ep_size).begin; });
+uint64_t putget_sentinel_begin(uint32_t ep_size, uint32_t domain_ranks, uint64_t memory_bytes) {
+  return answered(ep_size, [&] {
+    return putget::sentinel_region(memory_bytes, ep_size, putget::capi::senders_of(ep_size, domain_ranks)).begin;
+  });
 }
 
 void putget_memory_destroy(putget_memory* memory) { delete memory; }
@@ -272,9 +274,11 @@ putget_status putget_create(const putget_config* config, putget_memory* memory, 
     putget::Plan plan{};
     plan.shape = putget::capi::shape_of(*config);
     plan.layout = putget::capi::layout_of(plan.shape);
-    plan.sentinel = putget::sentinel_region(backend.config().bytes, plan.shape);
+    const putget::SentinelRegion sentinel = putget::sentinel_region(backend.config().bytes, plan.shape);
+    plan.sentinel = putget::by_rank(sentinel, plan.shape);
     require(plan.shape.ep_size == backend.config().ep_size && plan.shape.ep_rank == backend.config().ep_rank,
             "ep_size and ep_rank differ from the memory's");
+    require(plan.shape.senders() == backend.config().senders, "domain_ranks differs from the memory's");
     require(plan.layout.total_bytes <= backend.config().bytes,
             "the memory has " + std::to_string(backend.config().bytes) + " bytes, needed are " +
                 std::to_string(plan.layout.total_bytes));
@@ -282,7 +286,7 @@ putget_status putget_create(const putget_config* config, putget_memory* memory, 
             "the memory has " + std::to_string(backend.config().bytes) + " bytes, quantised rows allow at most " +
                 std::to_string(putget::kMostSentinelMemory));
     const uint64_t rows_end = std::max(memory->rows_end, plan.layout.rows_end);
-    require_apart(rows_end, std::min(backend.sentinel_begin(), plan.sentinel.begin), backend.config().bytes);
+    require_apart(rows_end, std::min(backend.sentinel_begin(), sentinel.begin), backend.config().bytes);
     require(tables->expert_to_rank != nullptr && tables->target_ranks != nullptr && tables->target_slots != nullptr &&
                 tables->num_tokens != nullptr && tables->invalid_ids != nullptr,
             "a table is null");
@@ -299,7 +303,7 @@ putget_status putget_create(const putget_config* config, putget_memory* memory, 
     plan.warmup_timeout_ns = config->warmup_timeout_ns;
     plan.by_ep_size = putget::Divisor(plan.shape.ep_size);
     memory->rows_end = rows_end;
-    backend.widen_sentinel_rows(plan.sentinel.begin);
+    backend.widen_sentinel_rows(sentinel.begin);
     plan.object_id = ++memory->objects_made;
     const uint32_t finish_num_sms = config->finish_num_sms != 0 ? config->finish_num_sms : config->num_sms;
     putget::Limits limits{config->num_sms, finish_num_sms, config->dispatch, config->combine};

@@ -36,6 +36,11 @@ uint32_t access_bytes(uint64_t mixed) {
   return bytes;
 }
 
+uint32_t senders_of(uint32_t ep_size, uint32_t domain_ranks) {
+  require_range("domain_ranks", domain_ranks, 0, ep_size);
+  return domain_ranks != 0 ? domain_ranks : ep_size;
+}
+
 Shape shape_of(const putget_config& config) {
   require_range("ep_size", config.ep_size, 1, kMaxRanks);
   require_range("ep_rank", config.ep_rank, 0, config.ep_size - 1);
@@ -62,6 +67,13 @@ Shape shape_of(const putget_config& config) {
   shape.wire_type = static_cast<WireType>(config.wire_type);
   require_range("num_stats", config.num_stats, 0, kMaxStats);
   shape.num_stats = config.num_stats;
+  const uint32_t senders = senders_of(config.ep_size, config.domain_ranks);
+  require_range("domain_begin", config.domain_begin, 0, config.ep_rank);
+  require(config.ep_rank - config.domain_begin < senders,
+          "ep_rank is " + std::to_string(config.ep_rank) + ", a domain that begins with " +
+              std::to_string(config.domain_begin) + " has " + std::to_string(senders) + " ranks");
+  shape.domain_begin = config.domain_begin;
+  shape.domain_ranks = config.domain_ranks;
   require(!shape.quantised() || shape.output_elements % kWirePack == 0,
           "output_elements is " + std::to_string(shape.output_elements) + ", quantised rows have a multiple of " +
               std::to_string(kWirePack));
@@ -111,6 +123,7 @@ MemoryConfig memory_config_of(const putget_memory_config& config) {
   memory.ordinal = config.ordinal;
   memory.ep_size = config.ep_size;
   memory.ep_rank = config.ep_rank;
+  memory.senders = senders_of(config.ep_size, config.domain_ranks);
   memory.fabric = config.share_kind == PUTGET_SHARE_FABRIC;
   memory.bytes = config.bytes;
   return memory;

@@ -14,6 +14,8 @@ constexpr uint32_t kMaxSms = 1u << 16;
 constexpr uint64_t kMaxMemoryBytes = uint64_t{1} << 46;
 constexpr uint64_t kMaxTimeoutNs = uint64_t{1} << 62;
 
+// Ranks that send each other sentinel rows.
+uint32_t senders_of(uint32_t ep_size, uint32_t domain_ranks);
 Shape shape_of(const putget_config& config);
 // Refuses what no memory can have.
 Layout layout_of(const Shape& shape);

@@ -23,7 +23,7 @@ extern "C" {
 #define PUTGET_API
 #endif
 
-#define PUTGET_ABI_VERSION 12
+#define PUTGET_ABI_VERSION 13
 #define PUTGET_MAGIC 0x70757467u /* "putg" */
 #define PUTGET_MAX_RANKS 128
 #define PUTGET_MAX_TOP_K 32
@@ -128,6 +128,8 @@ typedef struct putget_config {
   putget_launch combine;
   uint32_t finish_num_sms; /* the same as num_sms for a finish half; 0: num_sms */
   uint32_t num_stats;      /* numbers that each rank tells all in each dispatch, up to 65536; 0: no statistics */
+  uint32_t domain_begin;   /* the first rank of this one's domain */
+  uint32_t domain_ranks;   /* ranks of the largest domain, each a block of ranks; 0: one domain, or other ones */
 } putget_config;
 
 /* Byte offsets of the regions in every rank's symmetric memory; docs/protocol.md has the map. */
@@ -154,8 +156,8 @@ typedef struct putget_memory_config {
   int32_t ordinal; /* CUDA device number */
   uint32_t ep_size;
   uint32_t ep_rank;
-  uint32_t share_kind; /* putget_share_kind: fabric handles cross hosts of one NVLink cluster */
-  uint32_t reserved;
+  uint32_t share_kind;   /* putget_share_kind: fabric handles cross hosts of one NVLink cluster */
+  uint32_t domain_ranks; /* as in putget_config, for every object on it */
   uint64_t bytes;
 } putget_memory_config;
 
@@ -376,7 +378,7 @@ PUTGET_API putget_status putget_memory_base(putget_memory* memory, uint32_t rank
 PUTGET_API putget_status putget_read_fault(putget_memory* memory, putget_fault* fault);
 /* Where the sentinel rows begin in a memory of so many bytes; 0 where an argument is out of range, and
  * putget_last_error() says which. */
-PUTGET_API uint64_t putget_sentinel_begin(uint32_t ep_size, uint64_t memory_bytes);
+PUTGET_API uint64_t putget_sentinel_begin(uint32_t ep_size, uint32_t domain_ranks, uint64_t memory_bytes);
 PUTGET_API void putget_memory_destroy(putget_memory* memory);
 
 PUTGET_API putget_status putget_create(const putget_config* config, putget_memory* memory, const putget_tables* tables,

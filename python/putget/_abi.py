@@ -11,7 +11,7 @@ from typing import Any
 from putget import config
 from putget.errors import BackendUnavailable, PutgetError
 
-ABI_VERSION = 12
+ABI_VERSION = 13
 MAGIC = 0x70757467
 MAX_RANKS = 128
 MAX_TOP_K = 32
@@ -96,6 +96,8 @@ class Config(Versioned):
         ("combine", Launch),
         ("finish_num_sms", c_uint32),
         ("num_stats", c_uint32),
+        ("domain_begin", c_uint32),
+        ("domain_ranks", c_uint32),
     ]
 
 
@@ -126,7 +128,7 @@ class MemoryConfig(Versioned):
         ("ep_size", c_uint32),
         ("ep_rank", c_uint32),
         ("share_kind", c_uint32),
-        ("reserved", c_uint32),
+        ("domain_ranks", c_uint32),
         ("bytes", c_uint64),
     ]
 
@@ -378,7 +380,7 @@ _FUNCTIONS: dict[str, list[Any]] = {
     "putget_memory_count_tables_apart": [c_void_p, c_void_p],
     "putget_memory_base": [c_void_p, c_uint32, POINTER(c_void_p)],
     "putget_read_fault": [c_void_p, POINTER(Fault)],
-    "putget_sentinel_begin": [c_uint32, c_uint64],
+    "putget_sentinel_begin": [c_uint32, c_uint32, c_uint64],
     "putget_memory_destroy": [c_void_p],
     "putget_create": [POINTER(Config), c_void_p, POINTER(Tables), POINTER(c_void_p)],
     "putget_dispatch": [c_void_p, POINTER(DispatchArgs)],

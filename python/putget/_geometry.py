@@ -32,6 +32,7 @@ class Geometry:
     Attributes:
         wire: How rows travel inside a domain.
         home: How the sums that domains send each other travel, where there are several.
+        domain_ranks: Ranks that send each other rows of combine: of the largest domain.
     """
 
     ep_size: int
@@ -43,6 +44,7 @@ class Geometry:
     wire: Wire = field(default_factory=Wire)
     num_stats: int = 0
     home: Wire = field(default_factory=Wire)
+    domain_ranks: int = 0
 
     @staticmethod
     def checked(
@@ -56,9 +58,12 @@ class Geometry:
         num_stats: int = 0,
         *,
         across: bool = False,
+        domain_ranks: int | None = None,
     ) -> Geometry:
         """Raises ValueError for the first size or choice that is not allowed. ``across``: there are several domains."""
         check_int("ep_size", ep_size, 1, _abi.MAX_RANKS)
+        if domain_ranks is not None:
+            check_int("domain_size", domain_ranks, 1, ep_size)
         check_int("num_experts", num_experts, 1, 1 << 20)
         check_int("top_k", top_k, 1, _abi.MAX_TOP_K)
         check_int("max_tokens_per_rank", max_tokens_per_rank, 1, _abi.MAX_TOKENS)
@@ -80,10 +85,27 @@ class Geometry:
         check_int("num_stats", num_stats, 0, _abi.MAX_STATS)
         wires = (Wire(), wire) if across else (wire, Wire())
         return Geometry(
-            ep_size, num_experts, top_k, max_tokens_per_rank, tuple(payloads), output, wires[0], num_stats, wires[1]
+            ep_size,
+            num_experts,
+            top_k,
+            max_tokens_per_rank,
+            tuple(payloads),
+            output,
+            wires[0],
+            num_stats,
+            wires[1],
+            domain_ranks or ep_size,
         )
 
-    def config(self, ep_rank: int, most: int, tuning: Tuning, timeout_s: float, warmup_timeout_s: float) -> _abi.Config:
+    def config(
+        self,
+        ep_rank: int,
+        most: int,
+        tuning: Tuning,
+        timeout_s: float,
+        warmup_timeout_s: float,
+        domain_begin: int = 0,
+    ) -> _abi.Config:
         """The same for the C ABI."""
         row_bytes = [payload.row_bytes for payload in self.payloads]
         return _abi.Config(
@@ -99,6 +121,8 @@ class Geometry:
             num_sms=most,
             finish_num_sms=tuning.finish_num_sms or 0,
             num_stats=self.num_stats,
+            domain_begin=domain_begin,
+            domain_ranks=self.domain_ranks,
             wire_type=self.wire.type,
             timeout_ns=max(1, int(timeout_s * 1e9)),
             warmup_timeout_ns=max(1, int(warmup_timeout_s * 1e9)),
@@ -181,8 +205,9 @@ class Geometry:
             *([("stats", layout.stats, f"{self.ep_size} x [{self.num_stats}] int32")] if self.num_stats else []),
             ("combine_input", layout.output, f"{slots} x {self.output}"),
         ]
-        rows_a_peer = (layout.total_bytes - layout.sentinel) // self.ep_size // layout.combine_row_bytes
-        regions.append(("sentinel rows", layout.sentinel, f"{rows_a_peer} of each rank"))
+        rows_a_peer = (layout.total_bytes - layout.sentinel) // self.domain_ranks // layout.combine_row_bytes
+        where = "" if self.domain_ranks == self.ep_size else " of a domain"
+        regions.append(("sentinel rows", layout.sentinel, f"{rows_a_peer} of each rank{where}"))
         ends = [start for _, start, _ in regions[1:]] + [layout.total_bytes]
         lines = [f"{'offset':>14} {'bytes':>14}  region          rows"]
         for (name, start, rows), end in zip(regions, ends, strict=True):

@@ -52,7 +52,15 @@ class Memory:
         handle: For native calls.
     """
 
-    def __init__(self, device: torch.device, ep_size: int, ep_rank: int, num_bytes: int, fabric: bool) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        ep_size: int,
+        ep_rank: int,
+        num_bytes: int,
+        fabric: bool,
+        domain_ranks: int = 0,  # as in putget.h
+    ) -> None:
         self.device = device
         self.ep_size = ep_size
         self.ep_rank = ep_rank
@@ -68,6 +76,7 @@ class Memory:
             ep_size=ep_size,
             ep_rank=ep_rank,
             share_kind=_abi.SHARE_FABRIC if fabric else _abi.SHARE_DESCRIPTOR,
+            domain_ranks=domain_ranks,
             bytes=num_bytes,
         )
         _abi.call("putget_memory_create", ctypes.byref(memory_config), ctypes.byref(self.handle))

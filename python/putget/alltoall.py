@@ -105,6 +105,7 @@ class AllToAll:
                 combine_dtype,
                 num_stats,
                 across=comm.network is not None,
+                domain_ranks=comm.block[1],
             )
             tuning = check_tuning(tuning, geometry.wire)
             check_seconds("timeout_s", timeout_s)
@@ -150,7 +151,7 @@ class AllToAll:
         self._workspace.adopt(
             (geometry.max_tokens_per_rank, geometry.top_k, geometry.payloads, geometry.output, geometry.wire, num_stats)
         )
-        config = geometry.config(comm.rank, most, tuning, float(timeout_s), float(warmup_timeout_s))
+        config = geometry.config(comm.rank, most, tuning, float(timeout_s), float(warmup_timeout_s), comm.block[0])
         try:
             native = NativeObject(self._workspace, geometry, table, config)
         except BaseException:

@@ -138,6 +138,14 @@ class Communicator:
         """The ranks of the own domain."""
         return self.domains[self.domain_of[self.rank]]
 
+    @property
+    def block(self) -> tuple[int, int]:
+        """The own domain's first rank, and the size of the largest domain; (0, size) where one is no block of ranks."""
+        domains = self.domains
+        if any(ranks[-1] - ranks[0] >= len(ranks) for ranks in domains):
+            return 0, self.size
+        return self.near_ranks[0], max(len(ranks) for ranks in domains)
+
     def next_number(self) -> int:
         """Tells the objects over several domains apart; the same on all ranks."""
         self._numbers += 1

@@ -20,11 +20,12 @@ def workspace_bytes(
     num_experts: int | None = None,
     combine_dtype: torch.dtype | None = None,
     num_stats: int = 0,
+    domain_size: int | None = None,
 ) -> int:
     """Symmetric bytes that each rank needs, before anything is allocated.
 
-    Two fifths of them, up to 32 MiB for each rank, are for sentinel rows of combine; with ``combine_dtype`` as much
-    as all of them need.
+    Up to two fifths of them, and up to 32 MiB for each rank of a domain, are for sentinel rows of combine; with
+    ``combine_dtype`` as much as all of them need.
 
     Args:
         ep_size: Ranks of the expert-parallel group.
@@ -35,6 +36,7 @@ def workspace_bytes(
         num_experts: Accepted for symmetry with ``AllToAll``; the size does not depend on it.
         combine_dtype: As given to ``AllToAll``; there is room for the quantised rows of all tokens.
         num_stats: As given to ``AllToAll``.
+        domain_size: Ranks of the largest domain, where there are several; by default all are in one.
 
     Raises:
         ValueError: A size is not allowed.
@@ -49,5 +51,6 @@ def workspace_bytes(
         output,
         combine_dtype,
         num_stats,
+        domain_ranks=domain_size,
     )
     return int(geometry.layout().total_bytes)

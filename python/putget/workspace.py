@@ -122,7 +122,7 @@ class Workspace:
 
         fabric = self._agree_on_sharing()
         try:
-            self._memory: Memory | None = Memory(self.device, comm.size, comm.rank, num_bytes, fabric)
+            self._memory: Memory | None = Memory(self.device, comm.size, comm.rank, num_bytes, fabric, comm.block[1])
         except (ValueError, PutgetError) as error:
             comm.refuse(str(error))
             raise
@@ -360,7 +360,8 @@ class Workspace:
 
     def regions_end(self) -> int:
         """Bytes before the sentinel rows, whatever objects are on it."""
-        return int(_abi.library().putget_sentinel_begin(self._comm.size, self.num_bytes))
+        comm = self._comm
+        return int(_abi.library().putget_sentinel_begin(comm.size, comm.block[1], self.num_bytes))
 
     def _reset(self, epoch: int) -> None:
         """Collective: starts again at this epoch. For tests of the wrap."""

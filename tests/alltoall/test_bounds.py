@@ -218,7 +218,7 @@ def test_calls_bound_every_field(c_memory: Any) -> None:
         with pytest.raises(ValueError, match=rf"^{name} is "):
             _abi.call("putget_combine", found, ctypes.byref(args))
     for size in (0, 129, WORD - 1):
-        assert _abi.library().putget_sentinel_begin(size, 1 << 30) == 0
+        assert _abi.library().putget_sentinel_begin(size, 0, 1 << 30) == 0
         assert "ep_size" in _abi.last_error()
     _abi.library().putget_destroy(found)
 

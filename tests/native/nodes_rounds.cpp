@@ -166,8 +166,10 @@ class Rank {
         state_(shared.state),
         fault_(shared.fault) {
     plan_.shape = shape_of(rank, object, story.num_stats());
+    plan_.shape.domain_begin = domains.member(domains.domain_of(rank), 0);
+    plan_.shape.domain_ranks = domains.size(0);
     plan_.layout = layout_of(plan_.shape);
-    plan_.sentinel = sentinel_region(shared.bytes, plan_.shape);
+    plan_.sentinel = by_rank(sentinel_region(shared.bytes, plan_.shape), plan_.shape);
     for (uint32_t expert = 0; expert < kExperts; ++expert) table_.push_back(expert / (kExperts / kRanks));
     for (auto* routes : {&near_ranks_, &near_slots_, &ranks_, &slots_}) {
       *routes = zeros<int32_t>(room_of(object) * kTopK);

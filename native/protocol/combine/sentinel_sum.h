@@ -64,7 +64,7 @@ class SentinelSum {
       : top_k_{plan.shape.top_k},
         packs_(sentinel_values_bytes(plan.shape) / kPackBytes),
         packs_per_segment_(call.segment_bytes / kPackBytes),
-        own_end_(own_rows_stay(plan, call) ? static_cast<uint32_t>(plan.sentinel.begin / kPackBytes) : 0),
+        own_end_(own_rows_stay(plan, call) ? static_cast<uint32_t>(plan.layout.rows_end / kPackBytes) : 0),
         item_(exec.warp() * (exec.blocks() - call.first_summing) + exec.block() - call.first_summing),
         step_(exec.warps() * (exec.blocks() - call.first_summing)),
         takes_part_(exec.block() >= call.first_summing) {
@@ -114,7 +114,7 @@ class SentinelSum {
   // First pack of a row, from the start of this rank's memory on: where its experts wrote it, or where it comes.
   PUTGET_TEXT uint32_t place_of(const Plan& plan, uint32_t rank, uint32_t slot) const {
     const uint32_t packs_a_row = plan.shape.wire_row_bytes() / kPackBytes;
-    const auto begin = static_cast<uint32_t>(plan.sentinel.begin / kPackBytes);
+    const auto begin = static_cast<uint32_t>(plan.sentinel.begin / kPackBytes);  // modulo 2^32, as the sum below
     const auto packs_a_peer = static_cast<uint32_t>(plan.sentinel.bytes_a_peer / kPackBytes);
     const auto own = static_cast<uint32_t>(plan.layout.output / kPackBytes);
     const bool stays = own_end_ != 0 && rank == plan.shape.ep_rank;

@@ -35,24 +35,25 @@ PUTGET_PURE uint64_t align_region(uint64_t offset) {
 // Flags alone, of every object on one memory, whatever its shape: `ended` and `finished` lines and the flags of parts.
 PUTGET_PURE uint64_t control_bytes(uint32_t ep_size) { return align_region(ep_size * (2 * kLineBytes + kPartsBytes)); }
 
-// The end of a memory: sentinel rows (sentinel.h), from each peer. Every word says that nothing has come but while such
-// a row is on its way to its sum.
+// The end of a memory: sentinel rows (sentinel.h), from each sender. Every word says that nothing has come but while
+// such a row is on its way to its sum.
 struct SentinelRegion {
   uint64_t begin;
   uint64_t bytes_a_peer;
 };
 
-// What every object on a memory has: two fifths of it, which is about what rows of all tokens take beside the other
-// regions, up to as many rows as are worth it.
+// What every object on a memory has. For each sender two thirds of what the other regions have for a rank, which is
+// about what rows of all tokens take, up to as many rows as are worth it: two fifths of the memory where all ranks
+// send.
 constexpr uint64_t kMostSentinelBytes = 32 * 1024 * 1024;    // a peer
 constexpr uint64_t kMostSentinelMemory = uint64_t{1} << 36;  // 16-byte packs of it are counted in 32 bits
-PUTGET_PURE SentinelRegion sentinel_region(uint64_t memory_bytes, uint32_t ep_size) {
+PUTGET_PURE SentinelRegion sentinel_region(uint64_t memory_bytes, uint32_t ep_size, uint32_t senders) {
   const uint64_t end = memory_bytes / kRegionAlignment * kRegionAlignment;
   const uint64_t control = control_bytes(ep_size);
   if (end < control || memory_bytes > kMostSentinelMemory) return {end, 0};
-  const uint64_t share = (end - control) / 5 * 2 / ep_size / kRegionAlignment * kRegionAlignment;
+  const uint64_t share = (end - control) / (3 * ep_size + 2 * senders) * 2 / kRegionAlignment * kRegionAlignment;
   const uint64_t bytes_a_peer = share < kMostSentinelBytes ? share : kMostSentinelBytes;
-  return {end - ep_size * bytes_a_peer, bytes_a_peer};
+  return {end - senders * bytes_a_peer, bytes_a_peer};
 }
 
 // Quantised rows travel in no other way: there is room for all of them.
@@ -62,19 +63,27 @@ PUTGET_PURE uint64_t least_sentinel_bytes(const Shape& shape) {
 
 // What an object of this shape has, in a memory with room for its layout.
 PUTGET_PURE SentinelRegion sentinel_region(uint64_t memory_bytes, const Shape& shape) {
-  const SentinelRegion region = sentinel_region(memory_bytes, shape.ep_size);
+  const SentinelRegion region = sentinel_region(memory_bytes, shape.ep_size, shape.senders());
   const uint64_t least = least_sentinel_bytes(shape);
   if (least <= region.bytes_a_peer) return region;
   const uint64_t end = memory_bytes / kRegionAlignment * kRegionAlignment;
-  return {end - shape.ep_size * least, least};
+  return {end - shape.senders() * least, least};
+}
+
+// The same by rank: a sender's rows begin at begin + sender * bytes_a_peer. The region of ranks that begin later begins
+// behind that, which may even lie before the memory.
+PUTGET_PURE SentinelRegion by_rank(const SentinelRegion& region, const Shape& shape) {
+  return {region.begin - shape.domain_begin * region.bytes_a_peer, region.bytes_a_peer};
 }
 
 // The smallest memory with so many bytes before that region; any larger one has as many, too.
-PUTGET_PURE uint64_t with_sentinel_region(uint64_t bytes, uint32_t ep_size) {
-  const uint64_t large = bytes + ep_size * kMostSentinelBytes;
+PUTGET_PURE uint64_t with_sentinel_region(uint64_t bytes, uint32_t ep_size, uint32_t senders) {
+  const uint64_t large = bytes + senders * kMostSentinelBytes;
   if (large > kMostSentinelMemory) return bytes > kMostSentinelMemory ? bytes : kMostSentinelMemory + kRegionAlignment;
+  if (sentinel_region(large, ep_size, senders).begin <= bytes) return large;
   const uint64_t control = control_bytes(ep_size);
-  return sentinel_region(large, ep_size).begin <= bytes ? large : align_region(control + (bytes - control + 2) / 3 * 5);
+  const uint64_t parts = (bytes - control + 3 * ep_size - 1) / (3 * ep_size);
+  return align_region(control + parts * (3 * ep_size + 2 * senders));
 }
 
 // Where the `finished` lines begin, for every shape.
@@ -100,8 +109,8 @@ PUTGET_PURE Layout layout_of(const Shape& shape) {
   layout.output = next;
   next = align_region(next + slots * shape.output_row_bytes());
   layout.rows_end = next;
-  const uint64_t least = shape.ep_size * least_sentinel_bytes(shape);
-  layout.total_bytes = with_sentinel_region(next, shape.ep_size);
+  const uint64_t least = shape.senders() * least_sentinel_bytes(shape);
+  layout.total_bytes = with_sentinel_region(next, shape.ep_size, shape.senders());
   if (next + least > layout.total_bytes) layout.total_bytes = next + least;
   layout.sentinel = sentinel_region(layout.total_bytes, shape).begin;
   return layout;

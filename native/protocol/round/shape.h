@@ -58,7 +58,12 @@ struct Shape {
   OutputType output_type;
   WireType wire_type;
   uint32_t num_stats;  // numbers that each rank tells all in each dispatch; 0: no statistics
+  // Ranks that send each other sentinel rows: the own domain is [domain_begin, domain_begin + domain_ranks), or a part
+  // of it, so that regions have one size in all domains. No such ranks: all of them.
+  uint32_t domain_begin;
+  uint32_t domain_ranks;
 
+  PUTGET_PURE uint32_t senders() const { return domain_ranks != 0 ? domain_ranks : ep_size; }
   PUTGET_PURE uint32_t output_row_bytes() const { return output_elements * element_bytes(output_type); }
   PUTGET_PURE bool quantised() const { return wire_type != WireType::kSame; }
   // In a quantised row the scales stand behind the elements.
