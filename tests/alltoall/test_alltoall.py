@@ -383,6 +383,7 @@ def profiled(rank: Rank, case: Case) -> dict[str, int]:
         a2a.dispatch(ids, weights, *payloads)
         a2a.combine()
         with trace:
+            rank.meet()  # a trace begins when the GPU has nothing to do
             a2a.dispatch(ids, weights, *payloads)
             a2a.combine()
             a2a.dispatch_start(ids, weights, *payloads)

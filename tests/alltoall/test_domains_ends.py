@@ -13,6 +13,7 @@ from tests.harness import Rank, run_ranks
 from tests.harness.domains import World, network, outlast
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize(
     ("ep_size", "domain_size", "step"), [(4, 2, "dispatch"), (4, 2, "combine"), (5, 3, "dispatch")]
 )
@@ -45,6 +46,7 @@ def leave(rank: Rank, gone: int, seen: threading.Barrier) -> str | None:
     raise AssertionError("nobody missed a rank that is gone")
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("domain_size", [1, 2])
 def test_a_rank_that_has_gone_is_named(domain_size: int, world: World) -> None:
     """At once where a write to it fails; else when the deadline has passed."""

@@ -149,6 +149,7 @@ def test_active_ranks_come_and_go_where_rows_wait_on_the_gpu() -> None:
     check_masks(case, masks, found)
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("step", ["dispatch", "combine"])
 def test_a_silent_rank_is_named_where_rows_wait_on_the_gpu(step: str) -> None:
     joined = network(2, "device")

@@ -106,6 +106,7 @@ def go_on(rank: Rank, case: Case, gone: int) -> list[list[Outcome]]:
         return [*outcomes, graph.outcomes(replace(case, active=mask))]
 
 
+@pytest.mark.timed
 def test_survivors_go_on_and_old_graphs_obey(world: tuple[int, int], network: putget.Network) -> None:
     ep_size, domain_size = world
     case, gone = case_of(ep_size, domain_size, 5), ep_size - 1
@@ -116,6 +117,7 @@ def test_survivors_go_on_and_old_graphs_obey(world: tuple[int, int], network: pu
         check_round(rest, index, {rank: found[rank][1][index] for rank in range(gone)})
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("step", ["dispatch", "combine"])
 def test_a_silent_rank_is_named(world: tuple[int, int], network: putget.Network, step: str) -> None:
     ep_size, _ = world
