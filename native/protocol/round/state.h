@@ -69,7 +69,7 @@ struct State {
 struct Plan {
   Shape shape;
   Layout layout;
-  SentinelRegion sentinel;  // by_rank
+  SentinelRegion sentinel;   // by_rank
   uint8_t* base[kMaxRanks];  // symmetric memory of every rank, as mapped here
   State* state;
   FaultRecord* fault;             // host memory
