@@ -70,8 +70,8 @@ PUTGET_PURE SentinelRegion sentinel_region(uint64_t memory_bytes, const Shape& s
   return {end - shape.senders() * least, least};
 }
 
-// The same by rank: a sender's rows begin at begin + sender * bytes_a_peer. The region of ranks that begin later begins
-// behind that, which may even lie before the memory.
+// The same by rank: a sender's rows begin at begin + sender * bytes_a_peer. For a domain that begins with a later rank
+// than 0 that begin lies before the region, perhaps before the memory; sums are modulo 2^64.
 PUTGET_PURE SentinelRegion by_rank(const SentinelRegion& region, const Shape& shape) {
   return {region.begin - shape.domain_begin * region.bytes_a_peer, region.bytes_a_peer};
 }
