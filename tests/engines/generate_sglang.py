@@ -207,7 +207,8 @@ def main(folder: Path, cases: list[str]) -> None:
     patch()
     save_models(folder, {case.split(".")[1] for case in cases})
     for case in cases:
-        print(f"=== {case}", flush=True)
+        # In one write: processes of the case before may still have something to say.
+        print(f"\n=== {case}\n", end="", flush=True)
         process = multiprocessing.Process(target=run_case_or_end, args=(folder, case))
         process.start()
         process.join()

@@ -144,7 +144,8 @@ def main(folder: Path, cases: list[str]) -> None:
     fork = preload()
     save_models(folder, {case.split(".")[1] for case in cases})
     for case in cases:
-        print(f"=== {case}", flush=True)
+        # In one write: processes of the case before may still have something to say.
+        print(f"\n=== {case}\n", end="", flush=True)
         start = time.monotonic()
         processes = processes_of(case, folder, fork)
         for process in processes:

@@ -120,8 +120,8 @@ def run_cases(engine: str, folder: Path, cases: Sequence[str], environment: dict
         **environment,
     )
     (folder / "log").write_text(log)
-    outcomes = {}
-    for part in re.split(r"^=== ", log, flags=re.MULTILINE)[1:]:
-        case = part.split("\n", 1)[0]
-        outcomes[case] = Outcome(sorted(folder.glob(f"{case}*")), part)
-    return outcomes
+    names = "|".join(re.escape(case) for case in cases)
+    _, *parts = re.split(rf"^=== ({names})", log, flags=re.MULTILINE)
+    return {
+        case: Outcome(sorted(folder.glob(f"{case}*")), said) for case, said in zip(parts[::2], parts[1::2], strict=True)
+    }
