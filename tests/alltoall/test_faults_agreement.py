@@ -206,14 +206,16 @@ def test_two_stopped_members_of_which_one_has_joined(ranks: RankProcesses) -> No
 
 
 def join_and_stop(rank: Rank, told: tuple[int, ...], messages: int) -> None:
-    """A body: says so many messages of an agreement on all ranks to some peers, then stops for good."""
+    """A body: says so many messages of an agreement on all ranks to some peers, then stops for good; or where it would
+    give up itself, after the others, whom it hears, but who do not all hear it.
+    """
     agreement = rank.comm._agreement
     peers = agreement.mesh.peers
     left = [messages]
 
     def limit(peer: int, send: Any) -> Any:
         def limited(fields: dict[str, Any], *args: Any) -> None:
-            if left[0] == 0:
+            if left[0] == 0 or "left" in fields:
                 os.kill(os.getpid(), signal.SIGSTOP)
             if peer in told:
                 left[0] -= 1
@@ -226,7 +228,7 @@ def join_and_stop(rank: Rank, told: tuple[int, ...], messages: int) -> None:
     rank.state["a2a"].set_active_ranks(ALL)
 
 
-@pytest.mark.parametrize("messages", [1, 2, 3, 4])
+@pytest.mark.parametrize("messages", [1, 2, 3])
 def test_a_member_that_stops_between_two_of_its_messages(ranks: RankProcesses, messages: int) -> None:
     """Rank 0 alone hears its join, then its confirmation, and so on: nobody takes rank 0 for what rank 2 is."""
     start(ranks, timeout_s=PATIENT_S)
