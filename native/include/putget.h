@@ -129,7 +129,7 @@ typedef struct putget_config {
   uint32_t finish_num_sms; /* the same as num_sms for a finish half; 0: num_sms */
   uint32_t num_stats;      /* numbers that each rank tells all in each dispatch, up to 65536; 0: no statistics */
   uint32_t domain_begin;   /* the first rank of this one's domain */
-  uint32_t domain_ranks;   /* ranks of the largest domain, each a block of ranks; 0: one domain, or other ones */
+  uint32_t domain_ranks;   /* of the largest domain; 0: all ranks, also where a domain is no block of ranks */
 } putget_config;
 
 /* Byte offsets of the regions in every rank's symmetric memory; docs/protocol.md has the map. */
@@ -376,8 +376,8 @@ PUTGET_API putget_status putget_memory_count_tables_apart(putget_memory* memory,
 PUTGET_API putget_status putget_memory_base(putget_memory* memory, uint32_t rank, void** base);
 /* Does not wait for kernels: PUTGET_OK with kind NONE, or the first fault since the last start. */
 PUTGET_API putget_status putget_read_fault(putget_memory* memory, putget_fault* fault);
-/* Where the sentinel rows begin in a memory of so many bytes; 0 where an argument is out of range, and
- * putget_last_error() says which. */
+/* Where the sentinel rows begin in a memory of so many bytes, with domain_ranks as its own; 0 where an argument is out
+ * of range, and putget_last_error() says which. */
 PUTGET_API uint64_t putget_sentinel_begin(uint32_t ep_size, uint32_t domain_ranks, uint64_t memory_bytes);
 PUTGET_API void putget_memory_destroy(putget_memory* memory);
 

@@ -207,6 +207,30 @@ def test_create_bounds_every_field(name: str, fields: dict[str, Any], c_memory: 
         c_object(c_memory, c_config(**fields))
 
 
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"domain_ranks": 5}, "domain_ranks is 5, allowed are 0 to 4"),
+        ({"domain_begin": 3}, "domain_begin is 3, allowed are 0 to 2"),
+        ({"domain_ranks": 2}, "ep_rank is 2, a domain that begins with 0 has 2 ranks"),
+    ],
+)
+def test_a_rank_is_in_its_domain(fields: dict[str, int], words: str) -> None:
+    config, layout = c_config(ep_size=4, ep_rank=2, **fields), _abi.Layout()
+    with pytest.raises(ValueError, match=f"^{words}"):
+        _abi.call("putget_layout_of", ctypes.byref(config), ctypes.byref(layout))
+
+
+def test_objects_have_the_domain_of_their_memory() -> None:
+    assert _abi.library().putget_sentinel_begin(4, 5, 1 << 20) == 0
+    assert "domain_ranks" in _abi.last_error()
+    wanted, memory = _abi.MemoryConfig(ep_size=2, domain_ranks=1, bytes=1 << 20), ctypes.c_void_p()
+    _abi.call("putget_memory_create", ctypes.byref(wanted), ctypes.byref(memory))
+    with pytest.raises(ValueError, match=r"^domain_ranks differs from the memory's"):
+        c_object(memory, c_config(ep_size=2))
+    _abi.library().putget_memory_destroy(memory)
+
+
 def test_calls_bound_every_field(c_memory: Any) -> None:
     found = c_object(c_memory, c_config())
     out = torch.zeros(4, 16)
