@@ -4,10 +4,11 @@
  * again, until it serves. A rank that serves while a member of its group does not has a fault in its next round, and
  * begins again with the same members.
  *
- * The last rank is the victim. It may pause between any two of its steps, and each message to one peer is a step. It may
+ * One rank is the victim. It may pause between any two of its steps, and each message to one peer is a step. It may
  * go on at any later moment, until deadlines have passed WAKES times; then it never goes on (SIGSTOP, or a forked child
- * that keeps the sockets open). The others are healthy. Time passes only when no healthy rank has anything left to do; then
- * deadlines may pass one by one, with anything in between.
+ * that keeps the sockets open). When it goes on its own deadline may have passed, and a healthy rank may not have read yet
+ * what the others said meanwhile. The others are healthy. Time passes only when no healthy rank has anything left to do;
+ * then deadlines may pass one by one, with anything in between.
  *
  * What one rank says to another is a set of registers, the last message of each kind.
  *
@@ -15,13 +16,15 @@
  * the end all healthy ranks serve in one group, whose members have one epoch and know alike whether layouts are mixed (at
  * the beginning only one rank knows of it, as after a step that failed).
  *
- * Parameters (-D): RANKS (3 or 4), LIMIT (attempts of a healthy rank, up to 7), PAUSES (attempts of the victim), WAKES
+ * Parameters (-D): RANKS (3 or 4), LIMIT (attempts of a healthy rank, up to 7), PAUSES (attempts of the victim), WAKES,
+ * VICTIM (the last rank; messages to ranks before it go out first), REACH (who hears the victim, a bit for each)
  * STEPWISE     healthy ranks, too, say one thing to several peers in several steps
  * READMIT      the healthy ranks begin without the victim; once they serve they call all ranks together, and so does it
  * Mutations: OLD_MISSING (missing is whoever has not confirmed, whether all have joined or not), NO_ASK (whoever is
  * further does not wait for word of those behind), SAME_GRACE (all stages wait as long), NO_TIME_TO_COME (a join waits no
  * longer than a round), NO_FOLLOW (a member that gives up is followed by nobody), NO_REASON (nor by those whom its next
- * join reaches), OWN_MIXED, OWN_EPOCH (each rank keeps its own).
+ * join reaches), NO_ORDER (whoever is read first is believed, also if it answers another), NO_HOLD (an answer is believed
+ * where the word before it is still on its way), OWN_MIXED, OWN_EPOCH (each rank keeps its own).
  */
 #ifndef RANKS
 #define RANKS 3
@@ -35,7 +38,13 @@
 #ifndef WAKES
 #define WAKES 0
 #endif
+#ifndef VICTIM
 #define VICTIM (RANKS - 1)
+#endif
+#define A_HEALTHY_ONE ((VICTIM + 1) % RANKS)
+#ifndef REACH
+#define REACH EVERYBODY
+#endif
 #define EVERYBODY ((1 << RANKS) - 1)
 #define HEALTHY (EVERYBODY & ~(1 << VICTIM))
 #define IS_IN(rank, set) (((set) >> (rank)) & 1)
@@ -59,6 +68,7 @@ typedef Ear { /* what one rank has heard of another */
   bool stands, join_is_fresh;     /* it was not taken back, nor used up; heard during this rank's attempt */
   byte left, left_wants, lost;    /* the last join that it took back, and whom it missed */
   bool left_is_fresh;
+  byte answers; /* those of its lost and given that had missed it before it missed them */
   byte hurry; /* the join whose deadline has passed */
   short confirm, shares, started;
   bool mixed
@@ -88,7 +98,7 @@ byte times;       /* that deadlines have passed */
 #define HAS_HALTED (me == VICTIM && has_halted)
 #define TELL_ONE(set, message) \
   if \
-  :: peer != me && IS_IN(peer, set) -> message; news[peer] = true \
+  :: peer != me && IS_IN(peer, set) && (me != VICTIM || IS_IN(peer, REACH)) -> message; news[peer] = true \
   :: else \
   fi; \
   peer++
@@ -108,6 +118,7 @@ inline say_join() {
   SAY.join = number[me];
   SAY.wants = wants;
   SAY.given = given & ~wants;
+  SAY.answers = answers;
   SAY.epoch = epoch[me];
   SAY.stands = true;
   SAY.join_is_fresh = IN_ATTEMPT(peer)
@@ -117,6 +128,7 @@ inline say_left() {
   SAY.left = number[me];
   SAY.left_wants = wants;
   SAY.lost = lost;
+  SAY.answers = answers;
   SAY.left_is_fresh = IN_ATTEMPT(peer);
   SAY.stands = (SAY.join == number[me] -> false : SAY.stands)
 }
@@ -125,14 +137,24 @@ inline say_left() {
 #define IS_WITH (HAS_AGREED || (EAR.stands && EAR.wants == wants))
 #define SAID_NOW(what) (HAS_AGREED -> EAR.what == PART(together[me], peer) : EAR.what == EAR.join && IS_WITH)
 
-/* Takes what members have said; `lost` is whom the attempt misses, if it is over. */
+/* Whoever misses a rank that had missed it before only answers: the earlier word is on its way, unless time has passed. */
+#ifdef NO_ORDER
+#define IS_FIRST_WORD(missed) true
+#elif defined(NO_HOLD)
+#define IS_FIRST_WORD(missed) (!(EAR.answers & (missed)) || turn > RANKS)
+#else
+#define IS_FIRST_WORD(missed) (!(EAR.answers & (missed)) || (holds && is_late[me] && turn > RANKS))
+#endif
+
+/* Takes what members have said; `lost` is whom the attempt misses, if it is over. What they said first is read last. */
 inline heed() {
-  for (peer : 0 .. RANKS - 1) {
+  for (turn : 1 .. 2 * RANKS) {
+    peer = (VICTIM + turn - 1) % RANKS;
     if
     :: peer != me && IS_IN(peer, wants) ->
 #ifndef NO_FOLLOW
       if
-      :: !lost && EAR.left_is_fresh && EAR.lost && !IS_IN(me, EAR.lost) &&
+      :: !lost && EAR.left_is_fresh && EAR.lost && !IS_IN(me, EAR.lost) && IS_FIRST_WORD(EAR.lost) &&
            (HAS_AGREED -> EAR.left == PART(together[me], peer) : EAR.left_wants == wants) -> lost = EAR.lost
       :: else
       fi;
@@ -143,10 +165,19 @@ inline heed() {
       fi;
       EAR.hurry = 0;
       if
+      :: !lost && !holds && turn > RANKS && (EAR.answers & wants) -> holds = true; is_late[me] = false
+      :: else
+      fi;
+      if
+      :: IS_IN(me, EAR.lost) && !(EAR.stands && IS_IN(me, EAR.wants)) -> missed_by = missed_by | (1 << peer)
+      :: else -> missed_by = missed_by & ~(1 << peer)
+      fi;
+      if
       :: !lost && stage[me] <= CONFIRMING && EAR.stands && EAR.wants != wants && IS_IN(me, EAR.wants) ->
         if
 #ifndef NO_REASON
-        :: !(wants & ~EAR.wants & ~EAR.given) && !(EAR.wants & ~wants & ~given) -> lost = wants & ~EAR.wants
+        :: !(wants & ~EAR.wants & ~EAR.given) && !(EAR.wants & ~wants & ~given) ->
+          lost = (IS_FIRST_WORD(wants & ~EAR.wants) -> wants & ~EAR.wants : 0)
 #endif
         :: else -> assert(!EAR.join_is_fresh || me == VICTIM) /* a conflict */
         fi
@@ -155,7 +186,8 @@ inline heed() {
     :: else
     fi
   }
-  peer = 0
+  peer = 0;
+  turn = 0
 }
 
 /* Who has not come as far as this rank waits for, and which joins it has heard. */
@@ -195,6 +227,7 @@ inline agree_on_epoch() {
     if
     :: peer != me && IS_IN(peer, wants) ->
       EAR.stands = false;
+      EAR.lost = 0;
 #ifndef OWN_EPOCH
       epoch[me] = (EAR.epoch > epoch[me] -> EAR.epoch : epoch[me])
 #endif
@@ -219,9 +252,9 @@ inline learn_mixed() {
 }
 
 proctype Rank(byte me) {
-  byte wants = FIRST_MASK, given, lost, absent, behind, peer;
+  byte wants = FIRST_MASK, given, lost, answers, missed_by, absent, behind, peer, turn;
   short told, joins;
-  bool must_ask, is_back;
+  bool must_ask, is_back, holds; /* an answer, until time has passed */
 
 #ifdef READMIT
   if
@@ -240,6 +273,7 @@ begin:
     stage[me] = JOINING;
     is_late[me] = false;
     asked[me] = false;
+    holds = false;
     told = 0;
     lost = 0;
     for (peer : 0 .. RANKS - 1) {
@@ -313,6 +347,8 @@ end_wait:
         told = 0;
         group[me] = wants;
         given = 0;
+        answers = 0;
+        missed_by = 0;
         is_late[me] = false;
         asked[me] = false;
         goto wait
@@ -340,6 +376,7 @@ start:
 give_up:
   assert(me == VICTIM || !(lost & HEALTHY));
   stage[me] = IDLE;
+  answers = answers | (lost & missed_by);
   TELL(EVERYBODY, say_left());
   given = given | lost;
   wants = wants & ~lost;
@@ -370,17 +407,17 @@ stopped:
   if
   :: !is_back ->
 end_stopped:
-    atomic { phase == 1 -> is_back = true; has_halted = false; wants = EVERYBODY; given = 0; goto begin }
+    atomic { phase == 1 -> is_back = true; has_halted = false; wants = EVERYBODY; given = 0; answers = 0; goto begin }
   :: else
   fi
 #endif
 }
 
-#define HAS_NOTHING_TO_DO(rank) (waiting[rank] && !news[rank] && !is_late[rank])
+#define HAS_NOTHING_TO_DO(rank) (rank == VICTIM || (waiting[rank] && !news[rank] && !is_late[rank]))
 #if RANKS == 3
-#define IS_QUIET (HAS_NOTHING_TO_DO(0) && HAS_NOTHING_TO_DO(1))
-#else
 #define IS_QUIET (HAS_NOTHING_TO_DO(0) && HAS_NOTHING_TO_DO(1) && HAS_NOTHING_TO_DO(2))
+#else
+#define IS_QUIET (HAS_NOTHING_TO_DO(0) && HAS_NOTHING_TO_DO(1) && HAS_NOTHING_TO_DO(2) && HAS_NOTHING_TO_DO(3))
 #endif
 #define SERVES_WITH(rank, other) (stage[rank] == SERVING && together[rank] == together[other])
 
@@ -426,8 +463,9 @@ wait:
     if
     :: (whole & HEALTHY) == HEALTHY ->
       for (r : 0 .. RANKS - 1) {
-        assert(r == VICTIM || SERVES_WITH(r, 0));
-        assert(!IS_IN(r, group[0]) || (group[r] == group[0] && epoch[r] == epoch[0] && mixed[r] == mixed[0]))
+        assert(r == VICTIM || SERVES_WITH(r, A_HEALTHY_ONE));
+        assert(!IS_IN(r, group[A_HEALTHY_ONE]) || (group[r] == group[A_HEALTHY_ONE] &&
+          epoch[r] == epoch[A_HEALTHY_ONE] && mixed[r] == mixed[A_HEALTHY_ONE]))
       }
       r = 0;
 #ifdef READMIT
@@ -445,8 +483,9 @@ wait:
     :: else ->
       for (r : 0 .. RANKS - 1) {
         if
-        :: waiting[r] && !IS_IN(r, whole) && (r == VICTIM || PASSES_NOW(r)) ->
-          is_late[r] = true
+        :: r == VICTIM && IN_ATTEMPT(r) -> is_late[r] = true /* also where it stands between two messages */
+        :: r != VICTIM && waiting[r] && !IS_IN(r, whole) && PASSES_NOW(r) -> is_late[r] = true
+        :: r == VICTIM && stage[r] == SERVING && waiting[r] && !IS_IN(r, whole) -> is_late[r] = true
         :: else
         fi
       }
@@ -465,8 +504,8 @@ done:
 init {
   byte i;
   atomic {
-    mixed[0] = true;
-    epoch[1] = 1;
+    mixed[A_HEALTHY_ONE] = true;
+    epoch[(VICTIM + 2) % RANKS] = 1;
     for (i : 0 .. RANKS - 1) { run Rank(i) }
     run Clock()
   }

@@ -4,7 +4,8 @@ Every member tells every rank whom it wants (*join*), and once all members have 
 (*confirm*). Members that have heard equal confirms meet: they take the two steps of ``Workspace`` that share memory,
 and across domains the two of ``Nodes`` that join networks. A
 member that gives up says whom it missed (*left*), and whoever is with it in that attempt gives up too, missing the same
-ranks. So the ranks that answer each other stay together, whatever becomes of the others.
+ranks. Where two miss each other, the one that said so first is believed: the other's word says that it is an answer.
+So the ranks that answer each other stay together, whatever becomes of the others.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ class _Join:
     epoch: int
     step: int
     given_up: list[int]  # ranks that it missed since it last went on, and does not want
+    answers: list[int]  # those of them that had missed it before
     heard_at: float
     is_fresh: bool  # heard during this rank's attempt
 
@@ -52,11 +54,12 @@ class _Patience(Deadline):
         self._asked_at: float | None = None
 
     def left(self) -> float:
-        if self._asked_at is None:
-            return super().left()
-        return self._asked_at + self._attempt.stage * self._answer_s - time.monotonic()
+        end = self.at if self._asked_at is None else self._asked_at + self._attempt.stage * self._answer_s
+        return max(end, self._attempt.held_until) - time.monotonic()
 
     def put_off(self) -> bool:
+        if self.left() > 0:
+            return True  # for a word that came at the end, and is held
         if self._asked_at is not None or self._attempt.stage == _JOINING:
             return False  # whoever has not joined has not come
         self.ask()
@@ -77,6 +80,8 @@ class Agreement:
         self.joins: dict[int, _Join] = {}
         self.confirms: dict[int, list[int]] = {}
         self.given_up: set[int] = set()  # missed since this rank last went on
+        self.answers: set[int] = set()  # those of them that had missed this rank before
+        self._missed_by: set[int] = set()  # who has given up on this rank, and has not wanted it since
         self._number = 0
 
     @contextlib.contextmanager
@@ -101,9 +106,12 @@ class Agreement:
         except BaseException as error:
             missing = error.missing if isinstance(error, PeerTimeout) else ()
             self.given_up.update(missing)
-            self.tell(self.mesh.peers, {"left": self._number, "missing": missing}, timeout_s)
+            self.answers.update(self._missed_by.intersection(missing))
+            answers = sorted(self.answers.intersection(missing))
+            self.tell(self.mesh.peers, {"left": self._number, "missing": missing, "answers": answers}, timeout_s)
             raise
-        self.given_up.clear()
+        for ranks in (self.given_up, self.answers, self._missed_by):
+            ranks.clear()
 
     def tell(self, ranks: Iterable[int], fields: dict[str, Any], timeout_s: float) -> None:
         """Says the same to several ranks."""
@@ -119,6 +127,10 @@ class Agreement:
 
     def note(self, rank: int, fields: dict[str, Any], is_fresh: bool) -> None:
         """Keeps a join or a confirm of this rank; forgets a join that is taken back."""
+        if self.mesh.rank in fields.get("members", ()):
+            self._missed_by.discard(rank)
+        elif self.mesh.rank in fields.get("missing", ()):
+            self._missed_by.add(rank)
         if "join" in fields:
             self.joins[rank] = _Join(
                 number=fields["join"],
@@ -127,6 +139,7 @@ class Agreement:
                 epoch=fields["epoch"],
                 step=fields["step_at"],
                 given_up=fields["given_up"],
+                answers=fields["answers"],
                 heard_at=time.monotonic(),
                 is_fresh=is_fresh,
             )
@@ -141,6 +154,7 @@ class Attempt:
 
     Attributes:
         stage: How far it has come.
+        held_until: When the last of the words that only answer others is believed all the same.
         epoch: This rank's; once agreed, the highest among the members.
         deadline: Of the stage.
     """
@@ -159,7 +173,9 @@ class Attempt:
         self._own: dict[str, Any] = {}  # this rank's join
         self._told: list[int] = []  # numbers of the joins that this rank has confirmed
         self._together: dict[int, int] = {}  # once agreed: the number of each member's join
+        self._held: dict[int, tuple[float, set[int]]] = {}  # answers: until when, and whom they miss
         self.stage = _JOINING
+        self.held_until = 0.0
         self.epoch = epoch
         self._answer_s = min(_ANSWER_S, timeout_s / 2)
         # A member may come one round's deadline after this rank: its last round may wait for this rank.
@@ -176,6 +192,7 @@ class Attempt:
             "epoch": self.epoch,
             "step_at": mesh.step,
             "given_up": sorted(agreement.given_up - set(self._members)),
+            "answers": sorted(agreement.answers - set(self._members)),
         }
         agreement.tell(mesh.peers, self._own, self._timeout_s)
         mesh.wait(self._look, self._missing, self.deadline, "set_active_ranks", self.epoch)
@@ -204,15 +221,17 @@ class Attempt:
             queue = self._mesh.peers[peer].agreement
             while queue:
                 self._take(peer, queue.popleft())
+        for until, missing in self._held.values():
+            if until <= time.monotonic():
+                self._give_up(missing)
 
     def _take(self, peer: int, fields: dict[str, Any]) -> None:
         is_with = self._is_with(peer)
         if "left" in fields:
             number = self._number_of(peer)
             self._agreement.note(peer, fields, is_fresh=True)
-            missing = set(fields["missing"])
-            if is_with and number == fields["left"] and missing and self._mesh.rank not in missing:
-                self._give_up(missing)
+            if is_with and number == fields["left"]:
+                self._follow(peer, set(fields["missing"]), fields["answers"])
         elif "hurry" in fields:
             if is_with and self._number_of(peer) == fields["hurry"]:
                 self.deadline.ask()
@@ -221,6 +240,18 @@ class Attempt:
                 raise ValueError(fields["conflict"])
         else:
             self._agreement.note(peer, fields, is_fresh=True)
+
+    def _follow(self, peer: int, missing: set[int], answers: Iterable[int]) -> None:
+        """A member has given up: so does this rank, unless it is missed itself, or the earlier word is on its way."""
+        if missing and self._mesh.rank not in missing and not self._is_held(peer, time.monotonic(), missing, answers):
+            self._give_up(missing)
+
+    def _is_held(self, peer: int, heard_at: float, missing: set[int], answers: Iterable[int]) -> bool:
+        """Whether a word of a peer only answers members' words, which come with it or soon behind it."""
+        if missing.intersection(answers, self._others):
+            self._held.setdefault(peer, (heard_at + self._answer_s, missing))
+            self.held_until = max(until for until, _ in self._held.values())
+        return peer in self._held
 
     def _number_of(self, peer: int) -> int | None:
         if self._together:
@@ -273,7 +304,8 @@ class Attempt:
         has_waited = time.monotonic() - max(join.heard_at, self._since) >= min(_PATIENCE_S, self._timeout_s / 4)
         same_workspace = join.workspace == self._workspace
         if same_workspace and fewer <= set(join.given_up) and more <= self._agreement.given_up:
-            if fewer and (join.is_fresh or has_waited):
+            is_ripe = fewer and (join.is_fresh or has_waited)
+            if is_ripe and not self._is_held(peer, max(join.heard_at, self._since), fewer, join.answers):
                 self._give_up(fewer)
         elif join.is_fresh and has_waited:
             self._refuse(peer, join)

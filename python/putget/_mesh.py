@@ -199,6 +199,8 @@ class Mesh:
                     if not key.data.alive:
                         selector.unregister(key.fileobj)
                 is_over = left <= 0 and (not arrived or left < -_DRAIN_S)
+                if is_over and arrived and look():
+                    return
                 if is_over and not deadline.put_off():
                     raise PeerTimeout(phase, self.rank, epoch, missing(), deadline.timeout_s)
 

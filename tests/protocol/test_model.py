@@ -1,6 +1,7 @@
 """The models of the synchronisation (native/model) hold, and fail once one thing in them is left out or misplaced.
 
-A bigger configuration passes too (agreement READMIT LIMIT=7: 12 million states); it would only take longer.
+Bigger configurations of agreement pass too, and would only take longer: READMIT LIMIT=7 (12 million states), WAKES=1
+(40 million), VICTIM=1 WAKES=1 REACH=4 STEPWISE.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ PARAMETERS = {
     "LIMIT",
     "PAUSES",
     "WAKES",
+    "VICTIM",
+    "REACH",
     "SOURCES",
     "EMPTY",
     "TAKERS",
@@ -155,6 +158,7 @@ CORRECT = [
     Check("loads", "RANKS=3 ROUNDS=5 DEATH"),
     # Agreement: a rank that pauses at any step, and who goes on.
     Check("agreement", "WAKES=0"),
+    Check("agreement", "WAKES=1 REACH=1"),
 ]
 MUTATIONS = [
     Check("ranks", "SKIP_D1", ASSERTION),
@@ -306,6 +310,8 @@ MUTATIONS = [
     Check("agreement", "WAKES=1 NO_TIME_TO_COME", ASSERTION),
     Check("agreement", "NO_FOLLOW", ASSERTION),
     Check("agreement", "WAKES=1 NO_REASON", ASSERTION),
+    Check("agreement", "WAKES=1 REACH=1 NO_ORDER", ASSERTION),
+    Check("agreement", "VICTIM=1 WAKES=1 REACH=4 STEPWISE NO_HOLD", ASSERTION),
     Check("agreement", "OWN_MIXED", ASSERTION),
     Check("agreement", "OWN_EPOCH", ASSERTION),
 ]
