@@ -375,9 +375,11 @@ def test_a_layer_equals_the_dense_one(device: str) -> None:
 def profiled(rank: Rank, case: Case) -> dict[str, int]:
     """A body: how often each call of the library stands in rank 0's trace, by torch's profiler; a process has one."""
     trace: Any = contextlib.nullcontext()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        pass  # the first one imports 900 modules: that takes seconds, and the other rank would wait for them in a round
     if rank.rank == 0:
         trace = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
-    with rank.all_to_all(**case.options()) as a2a:
+    with rank.all_to_all(**case.options(), timeout_s=60.0) as a2a:
         sent = case.sent(0, rank.rank)
         ids, weights, *payloads = (t.to(rank.device) for t in (sent.topk_ids, sent.topk_weights, *sent.payloads))
         a2a.dispatch(ids, weights, *payloads)
@@ -397,4 +399,4 @@ def profiled(rank: Rank, case: Case) -> dict[str, int]:
 def test_a_profile_shows_calls_by_name(device: str) -> None:
     case = Case(2, (Round(1, (3, 5)),))
     expected = {"putget_dispatch": 3, "putget_combine": 1, "putget_release": 1}
-    assert run_ranks(2, profiled, case, mode="process", device=device) == [expected, {}]
+    assert run_ranks(2, profiled, case, mode="process", device=device, timeout=120.0) == [expected, {}]
