@@ -268,6 +268,19 @@ class Exec {
     return value;
   }
 
+  // Pack number `index` of a caller's elements, which may begin anywhere: not by a wide access and one by one, for the
+  // compiler makes one access of both (GCC 13, an aligned one).
+  template <class Codec, uint32_t kCount>
+  Pack<Codec, kCount> load_elements(const uint8_t* from, uint64_t index, bool) const {
+    Pack<Codec, kCount> pack;
+    __builtin_memcpy(&pack, from + index * sizeof(pack), sizeof(pack));
+    return pack;
+  }
+  template <class Codec, uint32_t kCount>
+  void store_elements(uint8_t* to, uint64_t index, const Pack<Codec, kCount>& pack, bool) const {
+    __builtin_memcpy(to + index * sizeof(pack), &pack, sizeof(pack));
+  }
+
   // from[index], or zero where `from` is null.
   template <class Access>
   Access get_or_zero(const Access* from, uint32_t index) const {

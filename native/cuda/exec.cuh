@@ -238,6 +238,29 @@ struct Exec {
         __shfl_sync(0xffffffffu, static_cast<unsigned long long>(reinterpret_cast<uintptr_t>(value)), lane));
   }
 
+  // Pack number `index` of a caller's elements: by one access, or where these begin anywhere, one by one.
+  template <class Codec, uint32_t kCount>
+  __device__ Pack<Codec, kCount> load_elements(const uint8_t* from, uint64_t index, bool is_wide) const {
+    if (is_wide) return reinterpret_cast<const Pack<Codec, kCount>*>(from)[index];
+    Pack<Codec, kCount> pack;
+#pragma unroll
+    for (uint32_t e = 0; e < kCount; ++e) {
+      pack.bits[e] = reinterpret_cast<const typename Codec::Bits*>(from)[index * kCount + e];
+    }
+    return pack;
+  }
+  template <class Codec, uint32_t kCount>
+  __device__ void store_elements(uint8_t* to, uint64_t index, const Pack<Codec, kCount>& pack, bool is_wide) const {
+    if (is_wide) {
+      reinterpret_cast<Pack<Codec, kCount>*>(to)[index] = pack;
+      return;
+    }
+#pragma unroll
+    for (uint32_t e = 0; e < kCount; ++e) {
+      reinterpret_cast<typename Codec::Bits*>(to)[index * kCount + e] = pack.bits[e];
+    }
+  }
+
   // Of two lanes next to each other the first one gets the second one's `first` as its `second`, and the second one the
   // first one's `second` as its `first`: 16 bytes. Whole warps call it. Whether this is the second lane.
   template <class Value>

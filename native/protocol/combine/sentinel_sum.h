@@ -330,7 +330,10 @@ class SentinelSum {
   // One access of the token's sum; of nothing behind the row's end.
   PUTGET_TEXT Out finished(Exec& exec, const CombineCall& call, uint32_t pack, uint32_t part, uint32_t end,
                            Sums<kSummed>& sum) const {
-    if (call.addend != nullptr && pack < end) sum.add(putget::widen(load(call, first_access() + pack * kParts + part)));
+    if (call.addend != nullptr && pack < end) {
+      const uint64_t access = first_access() + pack * kParts + part;
+      sum.add(putget::widen(exec.template load_elements<Codec, kSummed>(call.addend, access, call.wide_out != 0)));
+    }
     Out out;
     exec.template narrow<Codec>(sum.value, out);
     return out;
@@ -350,27 +353,8 @@ class SentinelSum {
     }
     if (pack >= end) return;
     PUTGET_UNROLL
-    for (uint32_t part = 0; part < kParts; ++part) store(call, first_access() + access + part * step, out[part]);
-  }
-
-  PUTGET_TEXT static Out load(const CombineCall& call, uint64_t index) {
-    if (call.wide_out != 0) return reinterpret_cast<const Out*>(call.addend)[index];
-    Out out;
-    PUTGET_UNROLL
-    for (uint32_t e = 0; e < kSummed; ++e) {
-      out.bits[e] = reinterpret_cast<const typename Codec::Bits*>(call.addend)[index * kSummed + e];
-    }
-    return out;
-  }
-
-  PUTGET_TEXT static void store(const CombineCall& call, uint64_t index, const Out& out) {
-    if (call.wide_out != 0) {
-      reinterpret_cast<Out*>(call.out)[index] = out;
-      return;
-    }
-    PUTGET_UNROLL
-    for (uint32_t e = 0; e < kSummed; ++e) {
-      reinterpret_cast<typename Codec::Bits*>(call.out)[index * kSummed + e] = out.bits[e];
+    for (uint32_t part = 0; part < kParts; ++part) {
+      exec.store_elements(call.out, first_access() + access + part * step, out[part], call.wide_out != 0);
     }
   }
 
