@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import resource
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -372,10 +373,13 @@ def test_a_layer_equals_the_dense_one(device: str) -> None:
             torch.testing.assert_close(out, dense, rtol=1e-4, atol=1e-4)
 
 
+ONE_TRACE = threading.Lock()  # of a process, whose threads may be ranks
+
+
 def profiled(rank: Rank, case: Case) -> dict[str, int]:
     """A body: how often each call of the library stands in rank 0's trace, by torch's profiler; a process has one."""
     trace: Any = contextlib.nullcontext()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+    with ONE_TRACE, torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
         pass  # the first one imports 900 modules: that takes seconds, and the other rank would wait for them in a round
     if rank.rank == 0:
         trace = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
