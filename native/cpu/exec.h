@@ -268,8 +268,8 @@ class Exec {
     return value;
   }
 
-  // Pack number `index` of a caller's elements, which may begin anywhere: not by a wide access and one by one, for the
-  // compiler makes one access of both (GCC 13, an aligned one).
+  // Pack number `index` of a caller's elements, which may begin anywhere. One copy for both ways: of a branch with a
+  // wide access and one without, GCC 13 makes one aligned access.
   template <class Codec, uint32_t kCount>
   Pack<Codec, kCount> load_elements(const uint8_t* from, uint64_t index, bool) const {
     Pack<Codec, kCount> pack;

@@ -146,7 +146,7 @@ inline say_left() {
 #define IS_FIRST_WORD(missed) (!(EAR.answers & (missed)) || (holds && is_late[me] && turn > RANKS))
 #endif
 
-/* Takes what members have said; `lost` is whom the attempt misses, if it is over. What they said first is read last. */
+/* Takes what members have said; `lost` is whom the attempt misses, if it is over. The victim is read first. */
 inline heed() {
   for (turn : 1 .. 2 * RANKS) {
     peer = (VICTIM + turn - 1) % RANKS;

@@ -1,6 +1,6 @@
 """The models of the synchronisation (native/model) hold, and fail once one thing in them is left out or misplaced.
 
-Bigger configurations of agreement pass too, and would only take longer: READMIT LIMIT=7 (12 million states), WAKES=1
+Bigger configurations of agreement pass too, and would only take longer: READMIT LIMIT=7 (11 million states), WAKES=1
 (40 million), VICTIM=1 WAKES=1 REACH=4 STEPWISE.
 """
 
