@@ -154,6 +154,7 @@ class Putget:
             **settings.combine_options(),
         }
         self._settings = settings
+        self._beside: dict[str, Tensor] = {}
         self._all_to_all = AllToAll(communicator, **{**arguments, **options})
 
     def memory_map(self) -> str:
@@ -166,7 +167,9 @@ class Putget:
 
     def load(self, round_: Round) -> str | None:
         """See `Contender.load`. The received bytes and the result must be those of the reference, bit for bit."""
-        return self.receive(round_) or self.finish(round_)
+        wrong = self.receive(round_)
+        wrong_result = self.finish(round_)  # the other ranks are in it, whatever this one has received
+        return wrong or wrong_result
 
     def receive(self, round_: Round) -> str | None:
         """Dispatches and runs the experts. Returns what is wrong with what arrived, or None."""
@@ -188,8 +191,9 @@ class Putget:
         """See `Contender.dispatch`."""
         mine = self._round.mine
         # Every rank has the same number of tokens, so receivers may be as small as that. An engine knows it likewise.
+        max_rows = max(1, self._round.num_tokens)
         return self._all_to_all.dispatch(
-            mine.topk_ids, mine.topk_weights, *mine.payloads, max_rows=max(1, self._round.num_tokens)
+            mine.topk_ids, mine.topk_weights, *mine.payloads, max_rows=max_rows, **self._beside
         )
 
     def write_rows(self) -> None:

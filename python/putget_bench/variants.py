@@ -28,6 +28,7 @@ __all__ = ["GROUPS", "make"]
 _SMS = (4, 8, 16, 32, 64)
 _LEAST_PAYLOAD_BYTES = 16  # a payload there must be
 _LEAST_OUTPUT = Payload((8,), torch.bfloat16)
+_STATS = 8  # numbers of a rank
 
 
 @group("rows")
@@ -69,6 +70,13 @@ def combine_dtypes(settings: Settings) -> Iterator[Variant]:
 def halves(settings: Settings) -> Iterator[Variant]:
     """Each call as a start and a finish half, one after the other."""
     yield Variant("halves", "start and finish instead of one call", settings, lambda bench: HalvedPutget(*bench))
+
+
+@group("balancer")
+def told_by_dispatch(settings: Settings) -> Iterator[Variant]:
+    """What a balancer asks of dispatch beside the rows."""
+    yield Variant("expert load", "dispatch counts this rank's choices by expert", settings, LoadPutget)
+    yield Variant("statistics", f"dispatch tells all ranks {_STATS} numbers of each", settings, StatsPutget)
 
 
 @group("num_sms")
@@ -170,6 +178,44 @@ class HalvedPutget(Putget):
         """See `Contender.combine`."""
         self._all_to_all.combine_start()
         self._all_to_all.combine_finish(out=self.output)
+
+
+class LoadPutget(Putget):
+    """putget that counts the load of experts."""
+
+    def __init__(self, bench: Bench) -> None:
+        super().__init__(*bench)
+        self._beside = {"expert_load": torch.zeros(bench.settings.num_experts, dtype=torch.int32, device=bench.device)}
+
+    def receive(self, round_: Round) -> str | None:
+        """See `Putget.receive`. The counts must be those of the ids."""
+        counted = self._beside["expert_load"].zero_()
+        wrong = super().receive(round_)
+        ids = round_.mine.topk_ids.flatten()
+        same = torch.equal(counted, torch.bincount(ids, minlength=len(counted)).int())
+        return wrong or (None if same else "dispatch counted another load than that of the ids")
+
+
+class StatsPutget(Putget):
+    """putget whose dispatch tells every rank numbers of all."""
+
+    def __init__(self, bench: Bench) -> None:
+        super().__init__(*bench, num_stats=_STATS)
+        ranks = torch.arange(bench.settings.ep_size, dtype=torch.int32, device=bench.device)
+        self._told = ranks[:, None] + torch.arange(_STATS, dtype=torch.int32, device=bench.device)
+        self._beside = {"stats": self._told[bench.communicator.rank]}
+
+    def dispatch(self) -> Received:
+        """See `Contender.dispatch`."""
+        self._received = super().dispatch()
+        return self._received
+
+    def receive(self, round_: Round) -> str | None:
+        """See `Putget.receive`. The numbers must be those of the ranks."""
+        wrong = super().receive(round_)
+        told = self._received.stats
+        same = told is not None and torch.equal(told, self._told)
+        return wrong or (None if same else f"dispatch told {told}, the ranks gave {self._told}")
 
 
 class IdsByPutget:

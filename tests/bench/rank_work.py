@@ -131,6 +131,18 @@ def corrupt_staged(context: RankContext, settings: Settings, emit: Emit) -> int:
     return measure(context, settings, emit)
 
 
+def corrupt_load(context: RankContext, settings: Settings, emit: Emit) -> int:
+    """The ablations with a count of the load of which rank 0 sees one too many."""
+    _spoil(context, variants.LoadPutget, "dispatch", lambda counting, _: counting._beside["expert_load"][3].add_(1))
+    return measure(context, settings, emit)
+
+
+def corrupt_statistics(context: RankContext, settings: Settings, emit: Emit) -> int:
+    """The ablations with numbers of the ranks of which rank 0 sees a wrong one."""
+    _spoil(context, variants.StatsPutget, "dispatch", lambda _, received: received.stats[1, 2].add_(1))
+    return measure(context, settings, emit)
+
+
 def corrupt_ids(context: RankContext, settings: Settings, emit: Emit) -> int:
     """The ablations with an exchange of ids by putget of which rank 0 sees the wrong ids."""
     _spoil(context, variants.IdsByPutget, "dispatch", lambda _, received: received.topk_ids.fill_(3))

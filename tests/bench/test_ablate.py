@@ -34,7 +34,7 @@ def test_one_run_compares_all_variants(capsys: pytest.CaptureFixture[str], tmp_p
     assert document["config"]["ablate"] == list(variants.GROUPS)
     whole = ["putget", "bf16 rows", "nvfp4 rows", "staged combine", "got rows"]
     whole += ["fp8_block back"]
-    whole += ["halves"]
+    whole += ["halves", "expert load", "statistics"]
     names = [[contender["name"] for contender in size["contenders"]] for size in document["results"]]
     assert names == [whole, [*whole, "ids by putget", "ids by gloo"], [*whole, "ids by putget", "ids by gloo"]]
 
@@ -116,14 +116,16 @@ def test_a_variant_is_added_in_a_few_lines() -> None:
     ]
 
 
-@pytest.mark.parametrize("broken", ["staged combine", "ids by putget", "ids by gloo"])
+@pytest.mark.parametrize("broken", ["staged combine", "expert load", "statistics", "ids by putget", "ids by gloo"])
 def test_a_wrong_variant_ends_the_run(broken: str) -> None:
     work = {
         "staged combine": rank_work.corrupt_staged,
+        "expert load": rank_work.corrupt_load,
+        "statistics": rank_work.corrupt_statistics,
         "ids by putget": rank_work.corrupt_ids,
         "ids by gloo": rank_work.corrupt_gather,
     }[broken]
-    code, events = run(work, ablate_settings("-b", "2", "-e", "2", "--only", "combine_input,exchange"))
+    code, events = run(work, ablate_settings("-b", "2", "-e", "2", "--only", "combine_input,balancer,exchange"))
     assert code == 1
     (mismatch,) = (event["text"] for event in events if event["kind"] == "mismatch")
     assert f"2 tokens a rank: rank 0: {broken}: " in mismatch
@@ -141,6 +143,8 @@ def test_ablations_on_gpus(tmp_path: Path) -> None:
         names = {contender["name"] for contender in size["contenders"]}
         assert {
             "staged combine",
+            "expert load",
+            "statistics",
             "16 SMs",
             "ids by nccl",
             "bytes and flags",
