@@ -76,6 +76,39 @@ def test_what_is_no_position_adds_no_zero(
         assert not torch.signbit(sums[3]).any()
 
 
+def combine_from_outside(rank: Rank, shift: int, in_halves: bool) -> tuple[list[bool], list[float]]:
+    """A body: of which ranks the rows from outside were copied into combine_input, and what the sums were."""
+    with rank.all_to_all(
+        num_experts=2,
+        top_k=2,
+        max_tokens_per_rank=4,
+        payloads=[putget.Payload((4,), torch.float32)],
+        output=putget.Payload((64,), torch.bfloat16),
+        **WAYS["where they lie"],
+    ) as a2a:
+        ids = torch.tensor([[0, 1]] * 4, dtype=torch.int32, device=rank.device)
+        a2a.dispatch(ids, torch.ones(4, 2, device=rank.device), torch.ones(4, 4, device=rank.device))
+        memory = torch.full((a2a.combine_input.numel() + shift,), 1.0 + rank.rank, device=rank.device).bfloat16()
+        a2a.combine_input.fill_(7)
+        rank.wait()
+        rank.meet()  # nobody gets a row before it is filled
+        x = memory[shift:].view(a2a.combine_input.shape)
+        if in_halves:
+            a2a.combine_start(x)
+        sums = a2a.combine_finish() if in_halves else a2a.combine(x)
+        rank.wait()
+        left = a2a.combine_input.eq(7).flatten(1).all(dim=1)
+        return (~left).tolist(), sums.float().unique().tolist()
+
+
+@pytest.mark.parametrize(("shift", "in_halves"), [(0, False), (1, False), (0, True)])
+def test_own_rows_from_outside_are_summed_where_they_lie(shift: int, in_halves: bool, device: str) -> None:
+    """In whole combines, where they allow the widest access; else they are copied, as the peers' are."""
+    stay = shift == 0 and not in_halves
+    results = run_ranks(2, combine_from_outside, shift, in_halves, mode="thread", device=device)
+    assert results == [([not stay, True], [3.0]), ([True, not stay], [3.0])]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("device", ["cuda"], indirect=True)
 @pytest.mark.parametrize("sentinel_rows", [False, None])

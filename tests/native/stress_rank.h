@@ -334,7 +334,7 @@ class StressRank {
       combine(Half::kStart, blocks, outside);
       require_no_fault("combine_start");
       pause();
-      combine(Half::kFinish, plan_.blocks(round_, rank_, Kernel::kCombineFinish), outside);
+      combine(Half::kFinish, plan_.blocks(round_, rank_, Kernel::kCombineFinish), false);  // it is given no rows
     } else {
       combine(Half::kBoth, blocks, outside);
     }

@@ -163,14 +163,20 @@ SENTINEL = {
     "rows that are got are not copied": (
         WHOLE,
         "protocol/combine/expert_rows.h",
-        "return head.left[src] < kWantsSentinels ? head.left[src] : 0;",
+        "return stays || head.left[src] >= kWantsSentinels ? 0 : head.left[src];",
         "return 0;",
+    ),
+    "own rows stay outside where a finish half sums them": (
+        WHOLE,
+        "protocol/combine/expert_rows.h",
+        "call.rows != nullptr && call.half == Half::kBoth &&",
+        "call.rows != nullptr &&",
     ),
     "a row of several segments is not copied": (
         WHOLE,
         "protocol/combine/expert_rows.h",
-        "const uint32_t segments = call.segments_of_row.value();",
-        "const uint32_t segments = call.segments_of_row.value();\n  if (segments > 1) return;",
+        "const Divisor segments = call.segments_of_row;",
+        "const Divisor segments = call.segments_of_row;\n  if (segments.value() > 1) return;",
     ),
     "a word that is not set back": (
         WHOLE,

@@ -27,7 +27,7 @@ struct Work {
 
 // Whether some rank is to get rows, and these are to be copied before. Quantised rows never are.
 PUTGET_TEXT bool copies_rows(const Plan& plan, const CombineCall& call, const StateHead& head) {
-  return call.rows != nullptr && call.half != Half::kFinish && most_rows_to_get(plan, head) != 0;
+  return call.rows != nullptr && call.half != Half::kFinish && any_row_to_copy(plan, call, head);
 }
 
 // What combine reads before it knows the round; `meanwhile` may issue loads of its own. Ends with a block barrier. Says
@@ -217,7 +217,7 @@ PUTGET_TEXT void do_combine(Exec& exec, const Plan& plan, const CombineCall& cal
     exec.let_later_work_begin();
   } else {
     typename ReductionOf<Exec, Codec, Wire, TopK>::Type reduction(exec, plan, call);
-    reduction.look_up(exec, plan);
+    reduction.look_up(exec, plan, call);
     done = done && await_peers(exec, plan, scratch);
     exec.mark(Stage::kObserved);
     exec.let_later_work_begin();

@@ -27,19 +27,24 @@ struct ExpertRows {
   }
 };
 
-// Rows of a source that it gets where they are, by what it told at D3.
-PUTGET_PURE uint32_t rows_to_get(const StateHead& head, uint32_t src) {
-  return head.left[src] < kWantsSentinels ? head.left[src] : 0;
+// Whether this rank sums its own experts' rows from outside where these wrote them. Not in halves, where the finish
+// does not know of them, nor where they do not allow the widest access.
+PUTGET_PURE bool own_rows_stay_outside(const CombineCall& call) {
+  return call.rows != nullptr && call.half == Half::kBoth && call.rows_access_bytes == 16;
 }
 
-// The most of any source.
-PUTGET_TEXT uint32_t most_rows_to_get(const Plan& plan, const StateHead& head) {
-  uint32_t most = 0;
+// Rows of a source that it gets from `output`, by what it told at D3.
+PUTGET_TEXT uint32_t rows_to_copy(const Plan& plan, const CombineCall& call, const StateHead& head, uint32_t src) {
+  const bool stays = src == plan.shape.ep_rank && own_rows_stay_outside(call);
+  return stays || head.left[src] >= kWantsSentinels ? 0 : head.left[src];
+}
+
+// Whether there is any such row.
+PUTGET_TEXT bool any_row_to_copy(const Plan& plan, const CombineCall& call, const StateHead& head) {
+  bool any = false;
   PUTGET_ROLLED
-  for (uint32_t src = 0; src < plan.shape.ep_size; ++src) {
-    most = rows_to_get(head, src) > most ? rows_to_get(head, src) : most;
-  }
-  return most;
+  for (uint32_t src = 0; src < plan.shape.ep_size; ++src) any = any || rows_to_copy(plan, call, head, src) != 0;
+  return any;
 }
 
 // Bytes [begin, end) of a row as they are. A warp calls it.
@@ -69,34 +74,36 @@ PUTGET_RARE void copy_narrow(Exec& exec, const uint8_t* from, uint8_t* to, uint3
   with_narrow_access(access_bytes, [&](auto access) { copy_by<decltype(access)>(exec, from, to, begin, end); });
 }
 
-// Copies the rows that are to be got into combine_input, a segment a warp of all CTAs.
+// Copies a segment of a row into combine_input.
+template <class Exec>
+PUTGET_TEXT void copy_segment(Exec& exec, const Plan& plan, const CombineCall& call, uint32_t slot, uint32_t src,
+                              uint32_t begin) {
+  const ExpertRows rows(plan, call);
+  const uint32_t row_bytes = plan.shape.output_row_bytes();
+  const uint32_t end = begin + call.segment_bytes < row_bytes ? begin + call.segment_bytes : row_bytes;
+  const uint8_t* from = rows.from(slot, src);
+  uint8_t* to = plan.own() + plan.layout.output + row_index(slot, src, plan.shape.ep_size) * row_bytes;
+  if (rows.access_bytes == sizeof(typename Exec::Access16)) {
+    copy_by<typename Exec::Access16>(exec, from, to, begin, end);
+  } else {
+    copy_narrow(exec, from, to, rows.access_bytes, begin, end);
+  }
+}
+
+// Copies the rows that are to be got there, a segment a warp of all CTAs, source by source.
 template <class Exec>
 PUTGET_RARE void copy_rows(Exec& exec, const Plan& plan, const CombineCall& call, const StateHead& head) {
-  const ExpertRows rows(plan, call);
-  const uint32_t ep_size = plan.shape.ep_size;
-  const uint32_t row_bytes = plan.shape.output_row_bytes();
-  const uint32_t segments = call.segments_of_row.value();
-  const uint32_t most = most_rows_to_get(plan, head);
-  uint32_t slot = 0;
-  uint32_t item = exec.warp() * exec.blocks() + exec.block();  // of this slot and those behind it
+  const Divisor segments = call.segments_of_row;
+  uint32_t item = exec.warp() * exec.blocks() + exec.block();  // of this source and those behind it
   PUTGET_ROLLED
-  for (;; item += exec.warps() * exec.blocks()) {
-    const uint32_t index = call.segments_of_row.quotient(item);
-    const uint32_t slots = plan.by_ep_size.quotient(index);
-    const uint32_t src = index - slots * ep_size;
-    const uint32_t begin = (item - index * segments) * call.segment_bytes;
-    slot += slots;
-    item -= slots * ep_size * segments;
-    if (slot >= most) return;
-    if (slot >= rows_to_get(head, src)) continue;
-    const uint32_t end = begin + call.segment_bytes < row_bytes ? begin + call.segment_bytes : row_bytes;
-    const uint8_t* from = rows.from(slot, src);
-    uint8_t* to = plan.own() + plan.layout.output + row_index(slot, src, ep_size) * row_bytes;
-    if (rows.access_bytes == sizeof(typename Exec::Access16)) {
-      copy_by<typename Exec::Access16>(exec, from, to, begin, end);
-    } else {
-      copy_narrow(exec, from, to, rows.access_bytes, begin, end);
+  for (uint32_t src = 0; src < plan.shape.ep_size; ++src) {
+    const uint32_t items = rows_to_copy(plan, call, head, src) * segments.value();
+    PUTGET_ROLLED
+    for (; item < items; item += exec.warps() * exec.blocks()) {
+      const uint32_t slot = segments.quotient(item);
+      copy_segment(exec, plan, call, slot, src, (item - slot * segments.value()) * call.segment_bytes);
     }
+    item -= items;
   }
 }
 

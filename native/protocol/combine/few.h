@@ -33,7 +33,7 @@ class FewReduction {
         step_(exec.blocks() * exec.warps()) {}
 
   // The routes are this rank's own: those of the first item are looked up while peers are waited for.
-  PUTGET_TEXT void look_up(const Exec& exec, const Plan& plan) {
+  PUTGET_TEXT void look_up(const Exec& exec, const Plan& plan, const CombineCall&) {
     if (item_ >= items_) return;
     token_ = item_ / segments_;
     PUTGET_UNROLL
@@ -48,11 +48,11 @@ class FewReduction {
   // After the first look_up.
   PUTGET_TEXT void run(Exec& exec, const Plan& plan, const CombineCall& call) {
     while (item_ < items_) {
-      const Rows rows = find_rows(exec, plan);
+      const Rows rows = find_rows(exec, plan, call);
       const uint32_t token = token_;
       const uint32_t begin = (item_ - token * segments_) * packs_per_segment_;
       item_ += step_;
-      look_up(exec, plan);  // on its way while this one is summed
+      look_up(exec, plan, call);  // on its way while this one is summed
       // Apart: else the loads of what is added take the registers of rows that should be on their way.
       if (call.addend == nullptr) {
         sum_item<false>(exec, call, rows, token, begin);
@@ -73,13 +73,13 @@ class FewReduction {
     Pack<Element, kSummed> part[kParts];
   };
 
-  PUTGET_TEXT Rows find_rows(const Exec& exec, const Plan& plan) const {
+  PUTGET_TEXT Rows find_rows(const Exec& exec, const Plan& plan, const CombineCall& call) const {
     uint32_t positions = 0;
     const uint8_t* found[kPositionsPerLane];
     PUTGET_UNROLL
     for (uint32_t i = 0; i < kPositionsPerLane; ++i) {
       const bool is_position = i * Exec::kLanes + exec.lane() < top_k_;
-      found[i] = is_position ? routed_row(plan, rank_[i], slot_[i]) : nullptr;
+      found[i] = is_position ? routed_row(plan, call, rank_[i], slot_[i]) : nullptr;
       positions |= exec.votes(found[i] != nullptr) << (i * Exec::kLanes);
     }
     Rows rows{{}, {positions, top_k_}};

@@ -4,6 +4,7 @@
 // a row counts as +0. So the result depends on the routing alone, never on timing, batch size or grid.
 #pragma once
 
+#include "protocol/combine/expert_rows.h"
 #include "protocol/round/numeric.h"
 #include "protocol/round/signal.h"
 
@@ -98,9 +99,12 @@ struct SameWire {
 };
 
 // Where a rank's experts wrote the row of a slot; null where `rank` is negative.
-PUTGET_TEXT const uint8_t* routed_row(const Plan& plan, int32_t rank, int32_t slot) {
+PUTGET_TEXT const uint8_t* routed_row(const Plan& plan, const CombineCall& call, int32_t rank, int32_t slot) {
   const Shape& shape = plan.shape;
   if (rank < 0) return nullptr;
+  if (static_cast<uint32_t>(rank) == shape.ep_rank && own_rows_stay_outside(call)) {
+    return ExpertRows(plan, call).from(slot, shape.ep_rank);
+  }
   return plan.base[rank] + plan.layout.output +
          row_index(slot, shape.ep_rank, shape.ep_size) * shape.output_row_bytes();
 }
@@ -109,12 +113,13 @@ PUTGET_TEXT const uint8_t* routed_row(const Plan& plan, int32_t rank, int32_t sl
 struct RowsOfToken {
   const uint8_t* row[kMaxTopK];
 
-  PUTGET_TEXT void look_up(const Plan& plan, uint32_t top_k, uint32_t token) {
+  PUTGET_TEXT void look_up(const Plan& plan, const CombineCall& call, uint32_t token) {
+    const uint32_t top_k = plan.shape.top_k;
     PUTGET_UNROLL
     for (uint32_t k = 0; k < kMaxTopK; ++k) {
       if (k >= top_k) break;
       const uint64_t index = uint64_t{token} * top_k + k;
-      row[k] = routed_row(plan, plan.target_ranks[index], plan.target_slots[index]);
+      row[k] = routed_row(plan, call, plan.target_ranks[index], plan.target_slots[index]);
     }
   }
 };
@@ -145,8 +150,8 @@ struct Reduction {
         step(exec.blocks() * exec.warps()) {}
 
   template <class Exec>
-  PUTGET_TEXT void look_up(const Exec&, const Plan& plan) {
-    if (item < items) rows.look_up(plan, top_k, item / segments);
+  PUTGET_TEXT void look_up(const Exec&, const Plan& plan, const CombineCall& call) {
+    if (item < items) rows.look_up(plan, call, item / segments);
   }
 
   // After the first look_up.
@@ -155,7 +160,7 @@ struct Reduction {
     while (item < items) {
       sum_item(exec, call);
       item += step;
-      look_up(exec, plan);
+      look_up(exec, plan, call);
     }
   }
 

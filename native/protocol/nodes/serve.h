@@ -52,7 +52,7 @@ PUTGET_TEXT void sum_served(Exec& exec, const Plan& plan, const NodesPlan& nodes
   if (kQuantised || parcel.return_row_bytes == plan.shape.output_row_bytes()) {
     call.num_tokens = rows;
     typename ReductionOf<Exec, Codec, Wire, TopK>::Type reduction(exec, served, call);
-    reduction.look_up(exec, served);
+    reduction.look_up(exec, served, call);
     reduction.run(exec, served, call);  // [X7]
     if (!kQuantised) return;
     exec.sync();  // lanes quantise what others have summed
@@ -65,7 +65,7 @@ PUTGET_TEXT void sum_served(Exec& exec, const Plan& plan, const NodesPlan& nodes
   PUTGET_ROLLED
   for (uint32_t row = 0; row < rows; ++row) {
     Reduction<Codec, Wire> reduction(exec, served, call);
-    reduction.look_up(exec, served);
+    reduction.look_up(exec, served, call);
     reduction.run(exec, served, call);  // [X7]
     call.out += parcel.return_row_bytes;
     exec.sync();
