@@ -8,6 +8,7 @@ import multiprocessing as mp
 import os
 import shutil
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,22 @@ class Hosts:
 
     def put_back(self, index: int) -> None:
         _ip(f"-n {self._prefix} link set port{index} up")
+
+    def interrupt(self, seconds: float) -> float:
+        """Lets the switch drop what hosts send each other, for so long; returns how long it was at most.
+
+        No link goes down. When one comes up again beside busy processes, the kernel may take many seconds until it lets
+        packets through.
+        """
+        begin = time.monotonic()
+        self._isolate("on")
+        time.sleep(seconds)
+        self._isolate("off")
+        return time.monotonic() - begin
+
+    def _isolate(self, switch: str) -> None:
+        for index in range(len(self.names)):
+            _ip(f"-n {self._prefix} link set port{index} type bridge_slave isolated {switch}")
 
 
 def _ip(words: str) -> None:
