@@ -51,20 +51,20 @@ def overlaps(found: Any) -> Iterable[str]:
         ("results", "2026-11-26_4xh200_ep4_random", phases),
         ("results", "2026-11-26_4xh200_ep4_perfect", phases),
         ("results", "2026-11-26_4xh200_ep4_fp8", phases),
-        ("results", "2026-11-23_2xh200_ep2_random", phases),
-        ("results", "2026-11-23_2xh200_ep2_perfect", phases),
-        ("results", "2026-11-23_2xh200_ep2_fp8", phases),
+        ("results", "2026-11-26_2xh200_ep2_random", phases),
+        ("results", "2026-11-26_2xh200_ep2_perfect", phases),
+        ("results", "2026-11-26_2xh200_ep2_fp8", phases),
         ("results", "2026-11-24_2xh100_ep2_random", phases),
         ("results", "2026-11-24_2xh100_ep2_perfect", phases),
         ("results", "2026-11-22_4xh200_profiles", tables.joined),
-        ("results", "2026-11-22_2xh200_profiles", tables.joined),
-        ("bounds", "2026-11-22_2xh200_roofline", tables.roofline),
-        ("bounds", "2026-11-23_2xh200_floor", tables.bounds),
+        ("results", "2026-11-26_2xh200_profiles", tables.joined),
+        ("bounds", "2026-11-26_2xh200_roofline", tables.roofline),
+        ("bounds", "2026-11-26_2xh200_floor", tables.bounds),
         ("bounds", "2026-11-24_2xh100_floor", tables.bounds),
         ("bounds", "2026-11-26_4xh200_floor", tables.bounds),
-        ("bounds", "2026-11-23_2xh200_ablate", tables.ablation),
-        ("bounds", "2026-11-22_2xh200_deadlines", tables.joined),
-        ("bounds", "2026-11-22_2xh200_overlap", overlaps),
+        ("bounds", "2026-11-26_2xh200_ablate", tables.ablation),
+        ("bounds", "2026-11-26_2xh200_deadlines", tables.joined),
+        ("bounds", "2026-11-26_2xh200_overlap", overlaps),
     ],
 )
 def test_tables_are_the_reports(page: str, name: str, make: Callable[[Any], str | Iterable[str]]) -> None:
@@ -89,7 +89,7 @@ def test_every_report_is_shown() -> None:
 
 
 def test_a_changed_report_is_noticed() -> None:
-    changed = report("2026-11-23_2xh200_ep2_random")
+    changed = report("2026-11-26_2xh200_ep2_random")
     changed["results"][3]["contenders"][0]["pair"]["latency_us"] += 0.2
     text = (PERFORMANCE / "results.md").read_text()
     assert [row for row in phases(changed) if row not in text] != []
