@@ -10,11 +10,6 @@ A rank's time is that of one CUDA graph of PAIRS pairs of dispatch and combine. 
 REPLAYS of the slowest rank. The table has medians over the turns in microseconds a pair, and the ratio to the first
 build: the median over the turns of the two times that followed each other. Name a build twice to see how far ratios
 scatter by themselves. The shape is DeepSeek-V3's, with random routing.
-
-A folder followed by +load, +stats or +load+stats is the same build whose dispatches also count the load of experts,
-or carry 8 numbers of each rank:
-
-    python3 benchmarks/turns.py off=python again=python load=python+load stats=python+stats --tokens 1,128,512,2048
 """
 
 from __future__ import annotations
@@ -30,10 +25,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-HIDDEN, TOP_K, EXPERTS, STATS = 7168, 8, 256, 8
+HIDDEN, TOP_K, EXPERTS = 7168, 8, 256
 LEADING, PAIRS, REPLAYS = 4, 20, 20
 WAYS = ("bf16", "fp8", "got", "copied")  # how rows come back; got: BF16, read where experts wrote them; copied: x
-BESIDE = ("load", "stats")  # what dispatch may have beside the rows
 LIMIT_S = 120.0
 
 
@@ -49,13 +43,13 @@ def _tuning(putget: ModuleType, way: str) -> dict[str, object]:
 class Fleet:
     """Emulated ranks that hold one captured graph each, and replay it together on demand."""
 
-    def __init__(self, beside: list[str], ranks: int, tokens: int, way: str, num_sms: int | None) -> None:
+    def __init__(self, ranks: int, tokens: int, way: str, num_sms: int | None) -> None:
         import torch
 
         import putget
 
         self._torch, self._putget = torch, putget
-        self._beside, self._tokens, self._way, self._num_sms = beside, tokens, way, num_sms
+        self._tokens, self._way, self._num_sms = tokens, way, num_sms
         self._comms = putget.Communicator.local(ranks)
         self._streams = [torch.cuda.Stream() for _ in range(ranks)]
         self._alone, self._all = threading.Barrier(ranks), threading.Barrier(ranks + 1)
@@ -102,7 +96,6 @@ class Fleet:
     def _run(self, rank: int) -> None:
         torch, stream = self._torch, self._streams[rank]
         a2a, sent, out, x = self._prepare(rank)
-        beside = self._make_beside()
         begin, end = (torch.cuda.Event(enable_timing=True, external=True) for _ in range(2))
         graph = torch.cuda.CUDAGraph()
         for turn in range(len(self._threads)):  # one rank after the other: a capture synchronises the device
@@ -113,7 +106,7 @@ class Fleet:
                 for pair in range(LEADING + PAIRS):
                     if pair == LEADING:  # the ranks have met by now
                         begin.record(stream)
-                    a2a.dispatch(*sent, **beside)
+                    a2a.dispatch(*sent)
                     a2a.combine(x, out=out)
                 end.record(stream)
         self._alone.wait(LIMIT_S)
@@ -131,13 +124,6 @@ class Fleet:
         a2a.check()
         self._alone.wait(LIMIT_S)
         a2a.close()
-
-    def _make_beside(self) -> dict[str, Any]:
-        def zeros(count: int) -> Any:
-            return self._torch.zeros(count, dtype=self._torch.int32, device="cuda")
-
-        made = {"expert_load": zeros(EXPERTS)} if "load" in self._beside else {}
-        return {**made, "stats": zeros(STATS)} if "stats" in self._beside else made
 
     def _prepare(self, rank: int) -> tuple[Any, tuple[Any, ...], Any, Any]:
         torch, putget, tokens = self._torch, self._putget, self._tokens
@@ -159,7 +145,6 @@ class Fleet:
             output=putget.Payload((HIDDEN,), torch.bfloat16),
             combine_dtype=torch.float8_e4m3fn if self._way == "fp8" else None,
             **_tuning(putget, self._way),
-            **({"num_stats": STATS} if "stats" in self._beside else {}),
             num_sms=self._num_sms,
             device="cuda",
             timeout_s=10.0,
@@ -174,7 +159,7 @@ class Fleet:
         return a2a, sent, out, x
 
 
-def serve(beside: list[str]) -> None:
+def serve() -> None:
     """A build's process: a case a line on standard input, null for a turn, and an answer a line."""
     fleet: Fleet | None = None
     for line in sys.stdin:
@@ -185,7 +170,7 @@ def serve(beside: list[str]) -> None:
             continue
         if fleet is not None:
             fleet.close()
-        fleet = Fleet(beside, *case)
+        fleet = Fleet(*case)
         print(json.dumps("ready"), flush=True)
 
 
@@ -193,17 +178,14 @@ class Build:
     """A process with one build."""
 
     def __init__(self, named: str) -> None:
-        self.name, _, path_and_beside = named.partition("=")
-        path, *beside = path_and_beside.split("+")
-        if not set(beside) <= set(BESIDE):
-            raise ValueError(f"{named}: behind + stands one of {', '.join(BESIDE)}")
+        self.name, _, path = named.partition("=")
         environment = {
             **os.environ,
             "PYTHONPATH": str(Path(path).resolve()),
             "CUDA_MODULE_LOADING": "EAGER",
             "CUDA_DEVICE_MAX_CONNECTIONS": "32",
         }
-        command = [sys.executable, __file__, "--serve", *beside]
+        command = [sys.executable, __file__, "--serve"]
         self._process = subprocess.Popen(
             command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -259,7 +241,7 @@ def compare(builds: list[Build], cases: list[tuple[int, int, str, int | None]], 
 def main() -> int:
     """Runs the command line; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("builds", nargs="*", metavar="NAME=FOLDER[+load][+stats]")
+    parser.add_argument("builds", nargs="*", metavar="NAME=FOLDER")
     parser.add_argument("--ranks", default="1,2,4,8")
     parser.add_argument("--tokens", default="1,8,128,512")
     parser.add_argument("--ways", default="bf16,fp8", help=f"how rows travel back, of {', '.join(WAYS)}")
@@ -269,7 +251,7 @@ def main() -> int:
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.serve:
-        serve(args.builds)
+        serve()
         return 0
     if len(args.builds) < 2 or not all("=" in build for build in args.builds):
         parser.error("builds: two or more, each NAME=FOLDER")

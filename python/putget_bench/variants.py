@@ -191,8 +191,8 @@ class LoadPutget(Putget):
         """See `Putget.receive`. The counts must be those of the ids."""
         counted = self._beside["expert_load"].zero_()
         wrong = super().receive(round_)
-        ids = round_.mine.topk_ids.flatten()
-        same = torch.equal(counted, torch.bincount(ids, minlength=len(counted)).int())
+        ids = round_.mine.topk_ids
+        same = torch.equal(counted, torch.bincount(ids[ids >= 0], minlength=len(counted)).int())
         return wrong or (None if same else "dispatch counted another load than that of the ids")
 
 

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import jsonschema
+import numpy as np
 import pytest
 
 from putget import hardware
@@ -129,6 +130,14 @@ def test_a_wrong_variant_ends_the_run(broken: str) -> None:
     assert code == 1
     (mismatch,) = (event["text"] for event in events if event["kind"] == "mismatch")
     assert f"2 tokens a rank: rank 0: {broken}: " in mismatch
+
+
+def test_choices_of_no_expert_are_not_counted(tmp_path: Path) -> None:
+    ids = np.random.default_rng(0).permuted(np.tile(np.arange(16), (64, 1)), axis=1)[None, :, :4]
+    ids[:, ::3, 2] = -1
+    np.savez(tmp_path / "ids.npz", ids=ids.astype(np.int32))
+    flags = f"ablate --device cpu -b 8 -e 8 {SHAPE} --only balancer --routing_file {tmp_path / 'ids.npz'}"
+    assert cli.main(flags.split()) == 0
 
 
 @pytest.mark.gpu

@@ -68,9 +68,9 @@ class Hosts:
         self._isolate("off")
         return time.monotonic() - begin
 
-    def _isolate(self, switch: str) -> None:
+    def _isolate(self, on_or_off: str) -> None:
         for index in range(len(self.names)):
-            _ip(f"-n {self._prefix} link set port{index} type bridge_slave isolated {switch}")
+            _ip(f"-n {self._prefix} link set port{index} type bridge_slave isolated {on_or_off}")
 
 
 def _ip(words: str) -> None:
