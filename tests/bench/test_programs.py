@@ -55,6 +55,24 @@ def test_a_series_an_overlap_and_their_tables(tmp_path: Path) -> None:
         assert line in tables
 
 
+def test_launches_stand_beside_the_rules(tmp_path: Path) -> None:
+    path = tmp_path / "launches.json"
+    flags = f"--ep_size 2 --device cpu --batches 3 --hidden_size 256 --iters 2 --warmup 1 --output_file {path}"
+    run("launches.py", "--combine", "sentinel_rows=no", "--dispatch", "blocks=1", "--", *flags.split())
+    (size,) = json.loads(path.read_text())["results"]
+    assert size["checked"]
+    named = {contender["name"] for contender in size["contenders"]}
+    assert named == {"putget", "dispatch blocks=1", "combine sentinel_rows=no"}
+
+
+@pytest.mark.parametrize("fields", ["rows=1", "blocks", "blocks=many", "splits=3"])
+def test_what_is_no_launch_is_said(fields: str) -> None:
+    command = [sys.executable, str(ROOT / "benchmarks" / "launches.py"), "--combine", fields]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert f"{fields!r} is no launch" in done.stderr
+
+
 def test_a_network_round_stands_beside_the_bare_engine(tmp_path: Path) -> None:
     pytest.importorskip("putget_transfer._native", reason="putget_transfer is not built: see `make transfer`")
     path = tmp_path / "network_round.json"
