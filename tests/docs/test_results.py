@@ -56,7 +56,7 @@ def overlaps(found: Any) -> Iterable[str]:
         ("results", "2026-11-26_2xh200_ep2_fp8", phases),
         ("results", "2026-11-24_2xh100_ep2_random", phases),
         ("results", "2026-11-24_2xh100_ep2_perfect", phases),
-        ("results", "2026-11-22_4xh200_profiles", tables.joined),
+        ("results", "2026-11-26_4xh200_profiles", tables.joined),
         ("results", "2026-11-26_2xh200_profiles", tables.joined),
         ("bounds", "2026-11-26_2xh200_roofline", tables.roofline),
         ("bounds", "2026-11-26_2xh200_floor", tables.bounds),
@@ -65,6 +65,10 @@ def overlaps(found: Any) -> Iterable[str]:
         ("bounds", "2026-11-26_2xh200_ablate", tables.ablation),
         ("bounds", "2026-11-26_2xh200_deadlines", tables.joined),
         ("bounds", "2026-11-26_2xh200_overlap", overlaps),
+        ("bounds", "2026-11-26_4xh200_roofline", tables.roofline),
+        ("bounds", "2026-11-26_4xh200_ablate", tables.ablation),
+        ("bounds", "2026-11-26_4xh200_deadlines", tables.joined),
+        ("bounds", "2026-11-26_4xh200_overlap", overlaps),
     ],
 )
 def test_tables_are_the_reports(page: str, name: str, make: Callable[[Any], str | Iterable[str]]) -> None:
