@@ -44,6 +44,7 @@ def test_exceptions_have_one_root() -> None:
     "error",
     [
         putget.PeerTimeout("combine", 3, 17, (1, 2)),
+        putget.PeerTimeout("dispatch", 0, 4, (2, 5), 30.0, (5,)),
         putget.CapacityExceeded(1, 8, 5, 2),
         putget.InvalidExpertIds(3, 8),
         putget.ProtocolMisuse("combine without dispatch"),
@@ -56,6 +57,22 @@ def test_exceptions_survive_the_way_to_another_process(error: putget.PutgetError
     assert type(copy) is type(error)
     assert str(copy) == str(error)
     assert vars(copy) == vars(error)
+
+
+@pytest.mark.parametrize(
+    ("missing", "lost", "said"),
+    [
+        ((2,), (), "heard nothing from rank(s) 2 within 30 s"),
+        ((5, 2), (), "heard nothing from rank(s) 2, 5 within 30 s"),
+        ((5, 2), (5, 2), "has lost the connection to rank(s) 2, 5"),
+        ((5, 2), (5,), "heard nothing from rank(s) 2 within 30 s and has lost the connection to rank(s) 5"),
+    ],
+)
+def test_who_is_slow_and_who_is_gone(missing: tuple[int, ...], lost: tuple[int, ...], said: str) -> None:
+    """A wait for a lost rank ends at once, so it says no time."""
+    error = putget.PeerTimeout("dispatch", 0, 4, missing, 30.0, lost)
+    assert str(error) == f"dispatch, round 4: rank 0 {said}"
+    assert set(error.lost) <= set(error.missing) == set(missing)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")

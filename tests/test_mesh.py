@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import putget
+from putget._mesh import Deadline, Mesh
 from putget._peers import Message, Peer
 from tests.harness import Rank, run_ranks
 
@@ -31,6 +32,22 @@ def test_a_received_descriptor_is_closed_on_exec() -> None:
     message.close()
     ours.close()
     theirs.close()
+
+
+def test_who_closed_is_lost_and_who_is_silent_is_not() -> None:
+    pairs = {peer: socket.socketpair() for peer in (1, 2)}
+    mesh = Mesh(0, {peer: ours for peer, (ours, _) in pairs.items()}, one_host=True)
+    with pytest.raises(putget.PeerTimeout) as caught:
+        mesh.wait(lambda: False, lambda: {1, 2}, Deadline(0.2), "check")
+    assert (caught.value.missing, caught.value.lost) == ((1, 2), ())
+    pairs[2][1].close()
+    began = time.monotonic()
+    with pytest.raises(putget.PeerTimeout, match=r"rank 0 has lost the connection to rank\(s\) 2$") as caught:
+        mesh.wait(lambda: False, lambda: {1, 2}, Deadline(60.0), "check")
+    assert (caught.value.missing, caught.value.lost) == ((2,), (2,))
+    assert time.monotonic() - began < 30
+    pairs[1][1].close()
+    mesh.close()
 
 
 def test_a_message_that_no_peer_would_read_is_refused() -> None:

@@ -248,6 +248,7 @@ putget_status putget_read_fault(putget_memory* memory, putget_fault* fault) {
     fault->epoch = record.epoch;
     fault->rank = record.rank;
     std::memcpy(fault->missing, record.missing.word, sizeof(fault->missing));
+    std::memcpy(fault->lost, record.lost.word, sizeof(fault->lost));
     fault->source = record.source;
     fault->rows = record.rows;
     fault->allowed = record.allowed;

@@ -7,10 +7,18 @@ namespace {
 
 uint64_t load(const uint64_t* word) { return __atomic_load_n(word, __ATOMIC_ACQUIRE); }
 
+Lost reason_of(const Board& own, uint32_t rank) { return static_cast<Lost>(flag_value(load(own.lost(rank)))); }
+
 // Whether this rank's proxy has stopped because others are missing.
 bool has_lost(const Board& own, uint32_t rank) {
-  const uint32_t reason = flag_value(load(own.lost(rank)));
-  return reason != 0 && reason != static_cast<uint32_t>(Lost::kEndsDiffer);
+  const Lost reason = reason_of(own, rank);
+  return reason != Lost::kNot && reason != Lost::kEndsDiffer;
+}
+
+// Whether it has because the network does not reach them.
+bool network_has_lost(const Board& own, uint32_t rank) {
+  const Lost reason = reason_of(own, rank);
+  return reason == Lost::kPeerDown || reason == Lost::kWriteFailed;
 }
 
 void insert_missing_of(const Board& own, uint32_t reporter, uint32_t ep_size, RankSet& set) {
@@ -39,7 +47,16 @@ void blame_the_lost(FaultRecord& fault, const Domains& domains, uint32_t rank, c
     }
     if (!found) missing.insert(peer);
   }
+  RankSet unreached = RankSet::none();
+  for (uint32_t at = 0; at < domains.size(domain); ++at) {
+    const uint32_t reporter = domains.member(domain, at);
+    if (network_has_lost(own, reporter)) insert_missing_of(own, reporter, domains.ep_size(), unreached);
+  }
   fault.missing = missing;
+  fault.lost = RankSet::none();
+  for (uint32_t peer = 0; peer < domains.ep_size(); ++peer) {
+    if (missing.has(peer) && unreached.has(peer)) fault.lost.insert(peer);
+  }
 }
 
 }  // namespace putget::capi

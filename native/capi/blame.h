@@ -1,4 +1,4 @@
-// Whom a rank names that waited in vain for a rank of its own domain.
+// Whom a rank names that waited in vain, and whom of these a network has lost.
 #pragma once
 
 #include "protocol/nodes/board.h"
@@ -8,7 +8,8 @@
 namespace putget::capi {
 
 // A wait of the domain's own round knows nothing of networks: where a proxy has stopped for a lost rank, it names those
-// who have found that out and have gone. Puts the lost rank in their place. `own` is the board of the rank.
+// who have found that out and have gone. Puts the lost rank in their place, and says which of the missing the network
+// has lost, as proxies of the domain have told. `own` is the board of the rank.
 void blame_the_lost(FaultRecord& fault, const Domains& domains, uint32_t rank, const Board& own);
 
 }  // namespace putget::capi

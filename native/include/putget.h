@@ -23,7 +23,7 @@ extern "C" {
 #define PUTGET_API
 #endif
 
-#define PUTGET_ABI_VERSION 13
+#define PUTGET_ABI_VERSION 14
 #define PUTGET_MAGIC 0x70757467u /* "putg" */
 #define PUTGET_MAX_RANKS 128
 #define PUTGET_MAX_TOP_K 32
@@ -219,6 +219,7 @@ typedef struct putget_fault {
   uint32_t epoch;
   uint32_t rank;
   uint32_t missing[PUTGET_RANK_WORDS]; /* bit set of ranks */
+  uint32_t lost[PUTGET_RANK_WORDS];    /* of these, the ranks that the network between domains does not reach */
   uint32_t source;
   uint32_t rows;
   uint32_t allowed;

@@ -11,7 +11,7 @@ from typing import Any
 from putget import config
 from putget.errors import BackendUnavailable, PutgetError
 
-ABI_VERSION = 13
+ABI_VERSION = 14
 MAGIC = 0x70757467
 MAX_RANKS = 128
 MAX_TOP_K = 32
@@ -198,6 +198,7 @@ class Fault(Versioned):
         ("epoch", c_uint32),
         ("rank", c_uint32),
         ("missing", c_uint32 * RANK_WORDS),
+        ("lost", c_uint32 * RANK_WORDS),
         ("source", c_uint32),
         ("rows", c_uint32),
         ("allowed", c_uint32),

@@ -154,20 +154,25 @@ class Memory:
         _abi.call("putget_memory_count_tables_apart", self.handle, counts.data_ptr())
         self._counts = counts  # outlives the memory
 
+    def _ranks_of(self, words: Sequence[int]) -> list[int]:
+        """Of a bit set."""
+        return [rank for rank in range(self.ep_size) if words[rank // 32] >> (rank % 32) & 1]
+
     def fault(self, timeout_s: float) -> PutgetError | None:
         """The first fault since the last start, as an exception; does not wait for kernels."""
         fault = _abi.Fault()
         _abi.call("putget_read_fault", self.handle, ctypes.byref(fault))
         if fault.kind == _abi.FAULT_NONE:
             return None
-        missing = [r for r in range(self.ep_size) if fault.missing[r // 32] >> (r % 32) & 1]
+        missing = self._ranks_of(fault.missing)
         if fault.kind == _abi.FAULT_INTERRUPTED:
             return PutgetError(
                 f"{_abi.PHASES[fault.phase]}, round {fault.epoch}: rank {fault.rank} no longer waits for rank(s) "
                 f"{', '.join(map(str, missing))}, because the handler of a signal raised"
             )
         if fault.kind == _abi.FAULT_PEER_TIMEOUT:
-            return PeerTimeout(_abi.PHASES[fault.phase], fault.rank, fault.epoch, missing, timeout_s)
+            lost = self._ranks_of(fault.lost)
+            return PeerTimeout(_abi.PHASES[fault.phase], fault.rank, fault.epoch, missing, timeout_s, lost)
         if fault.kind == _abi.FAULT_CAPACITY:
             return CapacityExceeded(fault.source, fault.rows, fault.allowed, fault.epoch)
         if fault.misuse == _abi.MISUSE_TOKEN_COUNT:

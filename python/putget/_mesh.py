@@ -191,7 +191,7 @@ class Mesh:
             while not look():
                 gone = {rank for rank in missing() if not self.peers[rank].alive}
                 if gone:
-                    raise PeerTimeout(phase, self.rank, epoch, gone)
+                    raise PeerTimeout(phase, self.rank, epoch, gone, lost=gone)
                 left = deadline.left()
                 arrived = selector.select(max(0.0, min(left, _LOOK_AGAIN_S)))
                 for key, _ in arrived:

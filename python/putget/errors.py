@@ -15,29 +15,48 @@ class PutgetError(RuntimeError):
 
 
 class PeerTimeout(PutgetError):
-    """A wait for other ranks passed its deadline.
+    """A wait for other ranks passed its deadline, or they are known to be out of reach.
 
     Attributes:
         phase: What was going on: "setup", "dispatch", "combine", "check", "set_active_ranks", "exchange" (experts).
         rank: The rank that waited (of the expert-parallel group).
         epoch: The round, counted from the start of the workspace; 0 during set-up.
         missing: The ranks that did not answer.
+        lost: Of these, the ones that are out of reach: their process has closed its sockets, or the network between
+            domains does not deliver to them. Who is missing and not lost may only be slow.
+        timeout_s: The deadline of the wait, if it had one.
     """
 
     def __init__(
-        self, phase: str, rank: int, epoch: int, missing: Iterable[int], timeout_s: float | None = None
+        self,
+        phase: str,
+        rank: int,
+        epoch: int,
+        missing: Iterable[int],
+        timeout_s: float | None = None,
+        lost: Iterable[int] = (),
     ) -> None:
         self.phase = phase
         self.rank = rank
         self.epoch = epoch
         self.missing = tuple(sorted(missing))
+        self.lost = tuple(sorted(lost))
         self.timeout_s = timeout_s
         within = "" if timeout_s is None else f" within {timeout_s:g} s"
-        names = ", ".join(str(peer) for peer in self.missing)
-        super().__init__(f"{phase}, round {epoch}: rank {rank} heard nothing from rank(s) {names}{within}")
+        silent = [peer for peer in self.missing if peer not in self.lost]
+        found = []
+        if silent or not self.lost:
+            found.append(f"heard nothing from {_ranks(silent)}{within}")
+        if self.lost:
+            found.append(f"has lost the connection to {_ranks(self.lost)}")
+        super().__init__(f"{phase}, round {epoch}: rank {rank} {' and '.join(found)}")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return PeerTimeout, (self.phase, self.rank, self.epoch, self.missing, self.timeout_s)
+        return PeerTimeout, (self.phase, self.rank, self.epoch, self.missing, self.timeout_s, self.lost)
+
+
+def _ranks(ranks: Iterable[int]) -> str:
+    return f"rank(s) {', '.join(map(str, ranks))}"
 
 
 class QuorumLost(PutgetError, ValueError):

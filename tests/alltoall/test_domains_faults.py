@@ -48,9 +48,10 @@ def play(rank: Rank, mask: tuple[bool, ...]) -> list[Outcome]:
     return [play_round(rank.state["a2a"], rank, case, index) for index in range(len(case.rounds))]
 
 
-def miss(rank: Rank, phase: str) -> tuple[int, ...]:
-    """A body: rounds until ranks are missing; which."""
+def miss(rank: Rank, phase: str) -> tuple[tuple[int, ...], tuple[int, ...], float]:
+    """A body: rounds until ranks are missing; which, who of these is lost, and after how many seconds."""
     a2a = rank.state["a2a"]
+    began = time.monotonic()
     ids = torch.arange(SIZE, dtype=torch.int32).expand(2, SIZE).contiguous() * 2
     try:
         for _ in range(3):
@@ -60,8 +61,8 @@ def miss(rank: Rank, phase: str) -> tuple[int, ...]:
                 )
             a2a.combine()
     except putget.PeerTimeout as error:
-        return error.missing
-    return ()
+        return error.missing, error.lost, time.monotonic() - began
+    return (), (), 0.0
 
 
 def open_round(rank: Rank) -> None:
@@ -104,8 +105,11 @@ def test_survivors_go_on(
         four.call(open_round, timeout=60)
     for victim in victims:
         four.signal(victim, number)
-    missing = four.call(miss, phase, ranks=survivors, timeout=60)
-    assert all(found and set(found) & set(victims) for found in missing.values()), missing
+    found = four.call(miss, phase, ranks=survivors, timeout=60)
+    for missing, lost, seconds in found.values():
+        assert set(missing) & set(victims), found
+        assert set(lost) <= set(missing) & set(victims), found
+        assert lost or seconds > TIMEOUT_S * 0.9, found  # who is not lost is waited for
     four.call(go_on, mask, ranks=survivors, timeout=60)
     require_rounds(four, mask)
     if number == signal.SIGKILL:
@@ -120,7 +124,7 @@ def test_survivors_go_on(
         held = {rank: of_rank[index] for rank, of_rank in outcomes.items()}
         check_round(replace(CASE, active=mask), index, held)
     woken = four.results(list(victims), timeout=60)
-    assert all(set(found) & set(survivors) for found in woken.values()), woken
+    assert all(set(missing) & set(survivors) for missing, _, _ in woken.values()), woken
     require_rounds(four, mask)
     four.call(go_on, everyone, timeout=60)
     require_rounds(four, everyone)
@@ -133,7 +137,7 @@ def test_a_rank_alone_goes_on(four: RankProcesses) -> None:
     for victim in (0, 1, 3):
         four.signal(victim, signal.SIGKILL)
     time.sleep(0.1)
-    assert four.call(miss, "dispatch", ranks=[2], timeout=60)[2]
+    assert four.call(miss, "dispatch", ranks=[2], timeout=60)[2][0]
     alone = only(SIZE, 2)
     four.call(go_on, alone, ranks=[2], timeout=60)
     require_rounds(four, alone)

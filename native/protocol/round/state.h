@@ -33,6 +33,7 @@ struct FaultRecord {
   uint32_t rows;     // kCapacity: rows it sent; kMisuse/kTokenCount: tokens of the dispatch
   uint32_t allowed;  // kCapacity: max_rows here; kMisuse/kTokenCount: tokens of the combine
   uint32_t misuse;   // kMisuse: which
+  RankSet lost;      // kPeerTimeout: of `missing`, those whom a network has lost. The host finds out (capi/blame.h)
 };
 
 // The part of State that a kernel looks at first: every CTA takes a copy of it in one piece.
