@@ -34,14 +34,9 @@ for part in $parts; do
         --combine sentinel,got --output_file "$out/overlap.json"
       ;;
     deadlines)
-      for turn in 1 2; do
-        for way in with without; do
-          library=
-          [ $way = with ] || library=${WITHOUT_DEADLINES:?a library without deadlines}
-          run 30 "deadlines_${way}_$turn" env ${library:+PUTGET_LIBRARY=$library} python3 -m putget bench --ep_size "$ranks" \
-            --batches 1,8,128,2048 --perfect_router --iters 200 --output_file "$out/deadlines_${way}_$turn.json"
-        done
-      done
+      run 120 deadlines python3 benchmarks/builds.py --out "$out" deadlines_with \
+        "deadlines_without=${WITHOUT_DEADLINES:?a library without deadlines}" -- \
+        --ep_size "$ranks" --batches 1,8,32,128,2048 --perfect_router --iters 200
       ;;
     *) echo "unknown part $part" >&2 && exit 2 ;;
   esac

@@ -55,6 +55,44 @@ def test_a_series_an_overlap_and_their_tables(tmp_path: Path) -> None:
         assert line in tables
 
 
+SMALL = "--ep_size 2 --device cpu --batches 1,3 --hidden_size 256 --iters 2 --warmup 1"
+
+
+def test_builds_take_turns(tmp_path: Path) -> None:
+    def median_pair(name: str, size: int) -> float:
+        reports = [json.loads((tmp_path / f"{name}_{turn}.json").read_text()) for turn in (1, 2, 3)]
+        return sorted(report["results"][size]["contenders"][0]["pair"]["latency_us"] for report in reports)[1]
+
+    library = ROOT / "python" / "putget" / "libputget.so"
+    told = run("builds.py", "--out", str(tmp_path), "--turns", "3", "now", f"same={library}", "--", *SMALL.split())
+    head, _, *lines = told.splitlines()
+    assert head == "| tokens | now: dispatch / combine / pair, us | same: dispatch / combine / pair, us |"
+    for size, line in enumerate(lines):
+        now, same = (median_pair(name, size) for name in ("now", "same"))
+        assert line.startswith(f"| {(1, 3)[size]} | ")
+        assert f" / {now:.2f} x1.000 | " in line
+        assert line.endswith(f" / {same:.2f} x{same / now:.3f} |")
+    assert len(lines) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["now", "other=not_there.so", "--"], 2, "other=not_there.so: there is no such library"),
+        (["now", "now", "--"], 2, "two builds are called now"),
+        (["now", "--", "--batches", "none"], 1, "now_1: exit code 2"),
+        (["now", "other=pyproject.toml", "--", *SMALL.split()], 1, "other_1: exit code 1"),
+        (["--limit_s", "0.01", "now", "--", *SMALL.split()], 1, "now_1: no end after 0.01 s"),
+    ],
+)
+def test_a_build_that_cannot_be_timed_ends_it(tmp_path: Path, words: list[str], code: int, said: str) -> None:
+    """Nothing is timed in the place of what was named."""
+    command = [sys.executable, str(ROOT / "benchmarks" / "builds.py"), "--out", str(tmp_path), *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=ROOT)
+    assert done.returncode == code
+    assert said in done.stderr
+
+
 def test_launches_stand_beside_the_rules(tmp_path: Path) -> None:
     path = tmp_path / "launches.json"
     flags = f"--ep_size 2 --device cpu --batches 3 --hidden_size 256 --iters 2 --warmup 1 --output_file {path}"
