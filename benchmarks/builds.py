@@ -35,6 +35,8 @@ def read(words: list[str]) -> tuple[argparse.Namespace, dict[str, Path | None]]:
     mine = words.index("--") if "--" in words else len(words)
     args = parser.parse_args(words[:mine])
     args.flags = words[mine + 1 :]
+    if args.turns < 1:
+        parser.error(f"--turns is {args.turns}, expected 1 or more")
     libraries: dict[str, Path | None] = {}
     for build in args.builds:
         name, _, path = build.partition("=")

@@ -37,7 +37,7 @@ def read(words: list[str]) -> argparse.Namespace:
     for text in (*args.dispatch, *args.combine):
         try:
             launch_of(text)
-        except (KeyError, TypeError, ValueError) as error:
+        except (TypeError, ValueError) as error:
             parser.error(f"{text!r} is no launch: {error}")
     return args
 

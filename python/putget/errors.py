@@ -24,7 +24,7 @@ class PeerTimeout(PutgetError):
         missing: The ranks that did not answer.
         lost: Of these, the ones that are out of reach: their process has closed its sockets, or the network between
             domains does not deliver to them. Who is missing and not lost may only be slow.
-        timeout_s: The deadline of the wait, if it had one.
+        timeout_s: The deadline of the wait in seconds; None where the report has none.
     """
 
     def __init__(

@@ -80,6 +80,7 @@ def test_builds_take_turns(tmp_path: Path) -> None:
     [
         (["now", "other=not_there.so", "--"], 2, "other=not_there.so: there is no such library"),
         (["now", "now", "--"], 2, "two builds are called now"),
+        (["--turns", "0", "now", "--"], 2, "--turns is 0, expected 1 or more"),
         (["now", "--", "--batches", "none"], 1, "now_1: exit code 2"),
         (["now", "other=pyproject.toml", "--", *SMALL.split()], 1, "other_1: exit code 1"),
         (["--limit_s", "0.01", "now", "--", *SMALL.split()], 1, "now_1: no end after 0.01 s"),
