@@ -6,7 +6,7 @@ mod common;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use common::{LONG, engine, outcome};
+use common::{LONG, engine, eventually, outcome};
 use putget_transfer::{Done, Engine, Faults, MrDesc, MrHandle, Options, SimNetwork};
 
 const MIB: u64 = 1 << 20;
@@ -49,32 +49,34 @@ impl Pair {
     }
 }
 
-/// The shortest of some: a loaded machine makes anything longer.
-fn shortest(measure: impl Fn() -> Duration) -> Duration {
-    (0..5).map(|_| measure()).min().unwrap()
+/// Measures until it has taken at most so long: a loaded machine makes anything longer. It is never to take less than `least`.
+fn takes(least: Duration, most: Duration, measure: impl Fn() -> Duration) {
+    let mut shortest = LONG;
+    eventually(&format!("it has taken at most {most:?}"), || {
+        shortest = measure().min(shortest);
+        shortest <= most
+    });
+    assert!(shortest >= least, "{shortest:?}");
 }
 
 #[test]
 fn a_write_takes_the_latency_there_and_back() {
     let latency = Duration::from_millis(20);
     let pair = pair(&SimNetwork::new(1), Faults { latency, ..Faults::default() });
-    let found = shortest(|| pair.write(8));
-    assert!(found >= 2 * latency && found < 4 * latency, "{found:?}");
+    takes(2 * latency, 4 * latency, || pair.write(8));
     // Writes do not wait for each other.
-    let found = shortest(|| pair.many(50, 8));
-    assert!(found >= 2 * latency && found < 5 * latency, "{found:?}");
+    takes(2 * latency, 5 * latency, || pair.many(50, 8));
 }
 
 #[test]
 fn a_nic_sends_at_its_rate_and_pays_for_each_write() {
     let network = SimNetwork::new(2);
     let pair = pair(&network, Faults { bytes_per_s: 200 * MIB, depth: 1000, ..Faults::default() });
-    let (found, right) = (shortest(|| pair.many(20, MIB)), Duration::from_millis(100));
-    assert!(found >= right - Duration::from_millis(10) && found < 3 * right, "{found:?}");
+    let (right, early) = (Duration::from_millis(100), Duration::from_millis(10));
+    takes(right - early, 3 * right, || pair.many(20, MIB));
 
     network.set_faults(Faults { write_cost: Duration::from_millis(1), depth: 1000, ..Faults::default() }).unwrap();
-    let found = shortest(|| pair.many(100, 8));
-    assert!(found >= right - Duration::from_millis(2) && found < 3 * right, "{found:?}");
+    takes(right - early / 5, 3 * right, || pair.many(100, 8));
 }
 
 #[test]
@@ -93,6 +95,7 @@ fn a_registration_that_takes_long_holds_no_transfer_up() {
             writes += 1;
         }
         assert!(begin.elapsed() >= cost);
-        assert!(writes > 20, "{writes} writes in {:?}", begin.elapsed());
+        // Held up, one would end before it and one with it.
+        assert!(writes > 3, "{writes} writes in {:?}", begin.elapsed());
     });
 }

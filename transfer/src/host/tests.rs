@@ -337,6 +337,13 @@ fn a_sleeper_is_woken_and_the_last_look_misses_nothing() {
     a.nic.woken();
     until("it is over", &mut [&mut a], |sides| sides[0].ended().len() == 1);
     assert!(!readable(&a) && !readable(&b));
+    // A write rings as well as a message.
+    let (source, (_into, key)) = (a.region(Region::allocate(64).unwrap()), b.region(Region::allocate(64).unwrap()));
+    assert!(b.nic.may_wait());
+    write(&mut a, to_b, &source, &key, (0, 64), 3);
+    assert!(readable(&b));
+    b.nic.woken();
+    until("it lands", &mut [&mut a, &mut b], |sides| sides[0].ended().len() == 1);
     // An end is heard, too.
     assert!(b.nic.may_wait());
     a.nic.disconnect(to_b);

@@ -8,6 +8,8 @@ pub mod bare;
 mod endpoint;
 mod ffi;
 mod links;
+#[cfg(test)]
+mod tests;
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
