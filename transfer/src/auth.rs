@@ -78,7 +78,7 @@ struct Period {
 }
 
 /// Session and nonce for those who say Hello, made from what they say, so that nothing of it has to be kept. Whoever comes back
-/// with the same words gets the same numbers.
+/// with the same words gets the same numbers, until there has been one more connection with him.
 #[derive(Default)]
 pub(crate) struct Cookies {
     current: Option<(Period, Instant)>,
@@ -86,8 +86,10 @@ pub(crate) struct Cookies {
 }
 
 impl Cookies {
-    fn make(key: &[u8; 32], from: &Introduction) -> Option<Answer> {
-        let bytes: [u8; 32] = keyed(key, b"putget_transfer answer", &[from])?.finalize().into_bytes().into();
+    fn make(key: &[u8; 32], from: &Introduction, connections: u64) -> Option<Answer> {
+        let mut hmac = keyed(key, b"putget_transfer answer", &[from])?;
+        hmac.update(&connections.to_le_bytes());
+        let bytes: [u8; 32] = hmac.finalize().into_bytes().into();
         bytes.first_chunk::<24>().copied()
     }
 
@@ -103,17 +105,17 @@ impl Cookies {
         self.current = getrandom::fill(&mut period.key).ok().map(|()| (period, now));
     }
 
-    /// The numbers for a Hello; None without a source of random numbers.
-    pub fn answer(&mut self, from: &Introduction, now: Instant) -> Option<Answer> {
+    /// The numbers for a Hello after so many connections with its sender; None without a source of random numbers.
+    pub fn answer(&mut self, from: &Introduction, connections: u64, now: Instant) -> Option<Answer> {
         self.turn(now);
-        self.current.as_ref().and_then(|(period, _)| Self::make(&period.key, from))
+        self.current.as_ref().and_then(|(period, _)| Self::make(&period.key, from, connections))
     }
 
-    /// The numbers that may have been given for it lately.
-    pub fn recall(&mut self, from: &Introduction, now: Instant) -> Vec<Answer> {
+    /// The numbers that may have been given for it lately, after so many connections.
+    pub fn recall(&mut self, from: &Introduction, connections: u64, now: Instant) -> Vec<Answer> {
         self.turn(now);
         let periods = self.current.iter().map(|(period, _)| period).chain(&self.previous);
-        periods.filter_map(|period| Self::make(&period.key, from)).collect()
+        periods.filter_map(|period| Self::make(&period.key, from, connections)).collect()
     }
 
     /// Uses up a session. False if it was used up before.
@@ -157,15 +159,17 @@ mod tests {
     #[test]
     fn the_same_words_get_the_same_numbers_for_a_while_and_once() {
         let (mut cookies, begin) = (Cookies::default(), Instant::now());
-        let first = cookies.answer(&side(1), begin).unwrap_or_default();
+        let first = cookies.answer(&side(1), 0, begin).unwrap_or_default();
         assert_ne!(first, [0; 24]);
-        assert_eq!(cookies.answer(&side(1), begin), Some(first));
-        assert_ne!(cookies.answer(&side(2), begin), Some(first));
+        assert_eq!(cookies.answer(&side(1), 0, begin), Some(first));
+        assert_ne!(cookies.answer(&side(2), 0, begin), Some(first));
+        assert_ne!(cookies.answer(&side(1), 1, begin), Some(first));
+        assert!(!cookies.recall(&side(1), 1, begin).contains(&first));
         assert!(cookies.spend(7));
         let later = begin + RECALL;
-        assert!(cookies.recall(&side(1), later).contains(&first));
+        assert!(cookies.recall(&side(1), 0, later).contains(&first));
         assert!(!cookies.spend(7) && cookies.spend(8));
-        assert!(!cookies.recall(&side(1), later + RECALL).contains(&first));
-        assert!(!cookies.recall(&side(1), later + 5 * RECALL).contains(&first));
+        assert!(!cookies.recall(&side(1), 0, later + RECALL).contains(&first));
+        assert!(!cookies.recall(&side(1), 0, later + 5 * RECALL).contains(&first));
     }
 }

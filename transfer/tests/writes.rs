@@ -101,9 +101,13 @@ fn a_barrier_of_many_peers_is_a_count() {
     let peers: Vec<_> = (0..8).map(|_| engine(&network, 1)).collect();
     let regions: Vec<_> = peers.iter().map(|peer| peer.alloc_mr(8).unwrap()).collect();
     let descs: Vec<_> = regions.iter().map(|region| &region.1).collect();
-    for peer in &peers {
-        peer.submit_barrier(None, 77, &descs, &Options::default(), Done::ignore()).unwrap();
-    }
+    let barrier = |peer: &Engine| {
+        let (done, future) = Done::future();
+        peer.submit_barrier(None, 77, &descs, &within(LONG), done).unwrap();
+        future
+    };
+    let barriers: Vec<_> = peers.iter().map(barrier).collect();
+    barriers.iter().for_each(|barrier| assert_eq!(barrier.wait(2 * LONG), Some(Ok(()))));
     for peer in &peers {
         assert_eq!(expect_count(peer, 77, 8), Ok(()));
         assert_eq!(peer.imm_count(77), 8);

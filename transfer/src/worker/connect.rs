@@ -196,7 +196,8 @@ impl<N: Nic + ?Sized> Worker<N> {
         if peer.is_some_and(|peer| peer.stage == Stage::Ready && peer.theirs == hello.from.session) {
             return;
         }
-        let Some(random) = self.welcomes.cookies.answer(&hello.from, self.now) else { return };
+        let connections = peer.map_or(0, |peer| peer.connections);
+        let Some(random) = self.welcomes.cookies.answer(&hello.from, connections, self.now) else { return };
         let mine = self.introduce(&random);
         let mac = prove(self.secret(), Role::Accepting, &hello.from, &mine);
         self.send_greeting(way, &Frame { session: hello.from.session, body: Body::Welcome(mine, mac) });
@@ -253,8 +254,7 @@ impl<N: Nic + ?Sized> Worker<N> {
             // Ready was lost on its way.
             return self.send_greeting(way, &Frame { session: from.session, body: Body::Ready });
         }
-        let candidates = self.welcomes.cookies.recall(&from, self.now);
-        let mine = candidates.iter().map(|random| self.introduce(random)).find(|mine| mine.session == session);
+        let mine = self.recall(&from, &first.key).into_iter().find(|mine| mine.session == session);
         let right = first.provider == self.kind && first.key != self.key && from.nics.len() == self.nics.len();
         let Some(mine) = mine.filter(|_| right) else {
             count(&self.shared.metrics.frames_ignored_total);
@@ -284,6 +284,17 @@ impl<N: Nic + ?Sized> Worker<N> {
             peer.successor = Some(Successor { way, mine, from });
         }
         self.succeed(index);
+    }
+
+    /// What this engine may have answered to a Hello. A connection that stands is replaced only by one whose Hello came while it stood:
+    /// the peer may have given up an earlier one for it, whose Confirm comes late. Who means it repeats it until the other is over.
+    fn recall(&mut self, from: &Introduction, key: &PeerKey) -> Vec<Introduction> {
+        let peer = self.peer_slots.get(key).and_then(|peer| self.peers.get(*peer));
+        let (last, stands) = peer.map_or((0, false), |peer| (peer.connections, peer.stage == Stage::Ready));
+        let first = if stands { last } else { last.saturating_sub(1) };
+        let cookies = &mut self.welcomes.cookies;
+        let answers: Vec<_> = (first..=last).flat_map(|count| cookies.recall(from, count, self.now)).collect();
+        answers.iter().map(|random| self.introduce(random)).collect()
     }
 
     /// Says whether this engine is about to connect to this peer.

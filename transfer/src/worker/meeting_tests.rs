@@ -1,13 +1,14 @@
 //! Two engines that connect to each other at once: both must end up with the same connection.
 
+use std::sync::mpsc::{Receiver, channel};
 use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
 
 use crate::descriptor::{Device, NicAddr, NicKey, PeerKey, ProviderKind};
 use crate::message::{Body, Frame, Hello, Introduction, decode};
-use crate::provider::{Event, Link, Nic};
+use crate::provider::{Event, Link, Nic, Passes};
 use crate::sim::{Faults, SimNic};
-use crate::{DeviceGroup, Done, Engine, Error, MrDesc, Options, SimNetwork};
+use crate::{DeviceGroup, Done, DownReason, Engine, Error, MrDesc, Options, PeerEvent, SimNetwork};
 
 const LONG: Duration = Duration::from_secs(60);
 const MOMENT: Duration = Duration::from_millis(300);
@@ -49,6 +50,16 @@ impl Script {
         self.nic.poll(&mut self.events);
     }
 
+    /// Says Hello. Returns the way that it took, what it said, and the session that the engine gives it.
+    fn greet(&mut self, engine: &Engine, session: u64) -> (Link, Introduction, u64) {
+        let address = engine.main_address().groups[0].clone();
+        let (way, from) = (self.nic.greet(&address.endpoint).unwrap(), self.introduction(session));
+        let hello = Hello { to_engine: address.key.engine, to_group: address.key.group, from: from.clone() };
+        self.send(way, 0, Body::Hello(hello));
+        let (_, given) = self.within(LONG, welcome).expect("the engine answers a Hello");
+        (way, from, given)
+    }
+
     /// The next frame that `pick` wants and the way that it has come over, or nothing for so long.
     fn within<T>(&mut self, time: Duration, mut pick: impl FnMut(&Frame<'_>) -> Option<T>) -> Option<(Link, T)> {
         let end = Instant::now() + time;
@@ -83,33 +94,85 @@ fn ready(frame: &Frame<'_>) -> Option<()> {
     (frame.body == Body::Ready).then_some(())
 }
 
-/// The script of a peer that greets before the engine does, has its Welcome, answers the engine's own Hello, and confirms when
-/// the engine has confirmed. Returns whether the engine takes the peer's connection.
-fn takes_the_connection_of(peer: u64) -> bool {
-    let network = SimNetwork::new(1);
-    network.set_faults(Faults { reorder: false, max_delay_polls: 0, ..Faults::default() }).unwrap();
-    let engine = engine(&network);
-    let address = engine.main_address().groups[0].clone();
-    let mut script = Script::new(&network, peer);
-    let way = script.nic.greet(&address.endpoint).unwrap();
-    let from = script.introduction(5);
-    let greeting = Hello { to_engine: address.key.engine, to_group: address.key.group, from: from.clone() };
-    script.send(way, 0, Body::Hello(greeting));
-    let (_, theirs) = script.within(LONG, welcome).expect("the engine answers a Hello");
-    let (done, _future) = Done::future();
-    engine.submit_barrier(None, 1, &[&script.desc()], &Options::default(), done).unwrap();
-    let (their_way, introduction) = script.within(LONG, hello).expect("the engine says Hello itself");
-    script.send(their_way, introduction.session, Body::Welcome(script.introduction(6), [0; 32]));
-    let (_, session) = script.within(LONG, confirm).expect("the engine confirms");
-    assert_eq!(session, 6);
-    script.send(way, theirs, Body::Confirm(from, [0; 32]));
-    script.within(MOMENT, ready).is_some()
+/// A peer that follows a script. It has greeted before the engine did and has been welcomed, and then has welcomed the engine itself.
+struct Meeting {
+    script: Script,
+    engine: Engine,
+    events: Receiver<PeerEvent>,
+    /// Its own Hello, the way that it took, and the session that the engine has given it.
+    from: Introduction,
+    way: Link,
+    given: u64,
+    /// The engine's own Hello, and the way that it took.
+    introduction: Introduction,
+    their_way: Link,
+}
+
+impl Meeting {
+    fn new(peer: u64) -> Self {
+        let network = SimNetwork::new(1);
+        network.set_faults(Faults { reorder: false, max_delay_polls: 0, ..Faults::default() }).unwrap();
+        let (tell, events) = channel();
+        let builder = Engine::builder().group(DeviceGroup::sim(&network, 1));
+        let engine = builder.on_peer_event(move |event| tell.send(event).unwrap()).build().unwrap();
+        let mut script = Script::new(&network, peer);
+        let (way, from, given) = script.greet(&engine, 5);
+        let (done, _future) = Done::future();
+        engine.submit_barrier(None, 1, &[&script.desc()], &Options::default(), done).unwrap();
+        let (their_way, introduction) = script.within(LONG, hello).expect("the engine says Hello itself");
+        script.send(their_way, introduction.session, Body::Welcome(script.introduction(6), [0; 32]));
+        let (_, session) = script.within(LONG, confirm).expect("the engine confirms");
+        assert_eq!(session, 6);
+        Self { script, engine, events, from, way, given, introduction, their_way }
+    }
+
+    /// Whether the engine takes the connection that the peer has begun first.
+    fn takes_the_first(&mut self) -> bool {
+        self.script.send(self.way, self.given, Body::Confirm(self.from.clone(), [0; 32]));
+        self.script.within(MOMENT, ready).is_some()
+    }
+
+    /// The peer accepts the connection that the engine has begun.
+    fn accept(&mut self) -> Link {
+        let (session, endpoint) = (self.introduction.session, self.engine.main_address().groups[0].endpoint.clone());
+        let link = self.script.nic.connect(&endpoint, Passes { own: 6, theirs: session }).unwrap();
+        self.script.send(self.their_way, session, Body::Ready);
+        assert_eq!(self.event(), None);
+        link
+    }
+
+    fn event(&self) -> Option<DownReason> {
+        self.events.recv_timeout(LONG).unwrap().down
+    }
 }
 
 #[test]
 fn of_two_connections_the_one_of_the_smaller_key_stays() {
-    assert!(!takes_the_connection_of(u64::MAX), "the other side takes this engine's: each would wait in another one");
-    assert!(takes_the_connection_of(0), "the other side keeps to its own");
+    let mut larger = Meeting::new(u64::MAX);
+    assert!(!larger.takes_the_first(), "the other side takes this engine's: each would wait in another one");
+    assert!(Meeting::new(0).takes_the_first(), "the other side keeps to its own");
+}
+
+/// Its Confirm may come behind the Ready of the connection that stays: they take different ways.
+#[test]
+fn a_connection_that_was_given_up_replaces_none() {
+    let mut meeting = Meeting::new(u64::MAX);
+    let link = meeting.accept();
+    assert!(!meeting.takes_the_first(), "nobody is at the other end of that one");
+    assert!(meeting.events.try_recv().is_err());
+    // One that is begun anew does.
+    (meeting.way, meeting.from, meeting.given) = meeting.script.greet(&meeting.engine, 7);
+    assert!(meeting.takes_the_first());
+    assert_eq!((meeting.event(), meeting.event()), (Some(DownReason::Reconnected), None));
+    drop((meeting, link));
+    // So does the first one where the other one has broken: who repeats its Confirm means it.
+    let mut meeting = Meeting::new(u64::MAX);
+    let link = meeting.accept();
+    meeting.script.nic.disconnect(link);
+    meeting.script.nic.poll(&mut meeting.script.events);
+    assert_eq!(meeting.event(), Some(DownReason::NetworkLost));
+    assert!(meeting.takes_the_first());
+    assert_eq!(meeting.event(), None);
 }
 
 #[test]

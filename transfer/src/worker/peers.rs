@@ -49,6 +49,8 @@ pub(super) struct Peer {
     /// What frames to the peer carry.
     pub theirs: u64,
     pub stage: Stage,
+    /// How often it has been connected.
+    pub connections: u64,
     /// What this engine said of itself in the set-up under way.
     pub mine: Option<Introduction>,
     /// What the peer said of itself.
@@ -84,6 +86,7 @@ impl<N: Nic + ?Sized> Worker<N> {
             session: 0,
             theirs: 0,
             stage: Stage::Idle,
+            connections: 0,
             mine: None,
             other: None,
             setup_ends: self.now,
@@ -102,6 +105,7 @@ impl<N: Nic + ?Sized> Worker<N> {
         let now = self.now;
         let Some(peer) = self.peers.get_mut(index) else { return };
         peer.stage = Stage::Ready;
+        peer.connections += 1;
         peer.heard = now;
         peer.sent = now;
         if let Some(other) = &peer.other {
