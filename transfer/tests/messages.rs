@@ -140,7 +140,8 @@ fn a_message_that_waits_can_be_cancelled() {
 fn lost_messages_are_errors_and_lost_answers_are_not() {
     let Some(network) = Network::obedient(6) else { return };
     let (a, b) = (nervous(&network, 1).build().unwrap(), nervous(&network, 1).build().unwrap());
-    let received = receive(&b, 64, 64);
+    // A buffer for each: what is sent back for want of one is sent again, and may get lost again.
+    let received = receive(&b, 64, 300);
     network.set_faults(Faults { drop_messages: 0.3, ..Faults::default() }).unwrap();
     let futures: Vec<_> = (0..300_u32)
         .map(|number| {
