@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -390,8 +391,10 @@ def hooks(rank: Rank) -> None:
     warm_up[4]()
     ids, weights = routes(layers[0], rank.rank)
     buffer.low_latency_combine(warm_up[0], ids, weights, warm_up[2])
-    if rank.rank == 1:  # which begins once the other one has begun
+    started = time.monotonic()
+    if rank.rank == 1:  # which begins half a second after the other one has begun
         rank.comm.compare("begun", {}, 20.0)
+        time.sleep(0.5)
     begun = begin(layers[1])
     if rank.rank == 0:
         rank.comm.compare("begun", {}, 20.0)
@@ -401,6 +404,7 @@ def hooks(rank: Rank) -> None:
         buffer.low_latency_combine(begun[0], ids, weights, begun[2])
     assert (begun[1] == -7).all()
     begun[4]()
+    assert time.monotonic() - started >= 0.5
     assert (begun[1] >= 0).all()
     begun[4]()
     combined, _, hook = buffer.low_latency_combine(

@@ -78,7 +78,7 @@ struct Period {
 }
 
 /// Session and nonce for those who say Hello, made from what they say, so that nothing of it has to be kept. Whoever comes back
-/// with the same words gets the same numbers, until there has been one more connection with him.
+/// with the same words gets the same numbers, until there is one more connection with it.
 #[derive(Default)]
 pub(crate) struct Cookies {
     current: Option<(Period, Instant)>,

@@ -49,11 +49,14 @@ impl Pair {
     }
 }
 
-/// Measures until it has taken at most so long: a loaded machine makes anything longer. It is never to take less than `least`.
+/// Measures five times, and then until it has taken at most so long: a loaded machine makes anything longer. It never takes less than
+/// `least`.
 fn takes(least: Duration, most: Duration, measure: impl Fn() -> Duration) {
-    let mut shortest = LONG;
+    let mut shortest = (0..5).map(|_| measure()).min().unwrap();
     eventually(&format!("it has taken at most {most:?}"), || {
-        shortest = measure().min(shortest);
+        if shortest > most {
+            shortest = measure().min(shortest);
+        }
         shortest <= most
     });
     assert!(shortest >= least, "{shortest:?}");
@@ -83,19 +86,21 @@ fn a_nic_sends_at_its_rate_and_pays_for_each_write() {
 fn a_registration_that_takes_long_holds_no_transfer_up() {
     let cost = Duration::from_millis(400);
     let pair = pair(&SimNetwork::new(3), Faults { registration_cost: cost, ..Faults::default() });
-    let (ended, begin) = (AtomicBool::new(false), Instant::now());
-    std::thread::scope(|scope| {
-        scope.spawn(|| {
-            pair.a.alloc_mr(4096).unwrap();
-            ended.store(true, Ordering::Release);
-        });
-        let mut writes = 0;
-        while !ended.load(Ordering::Acquire) {
-            pair.write(8);
-            writes += 1;
-        }
-        assert!(begin.elapsed() >= cost);
-        // Held up, one would end before it and one with it.
-        assert!(writes > 3, "{writes} writes in {:?}", begin.elapsed());
+    // On a loaded machine few writes get their turn meanwhile. Held up, one would end before it and one with it, every time.
+    eventually("many writes end meanwhile", || {
+        let (ended, begin) = (AtomicBool::new(false), Instant::now());
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                pair.a.alloc_mr(4096).unwrap();
+                ended.store(true, Ordering::Release);
+            });
+            let mut writes = 0;
+            while !ended.load(Ordering::Acquire) {
+                pair.write(8);
+                writes += 1;
+            }
+            assert!(begin.elapsed() >= cost);
+            writes > 20
+        })
     });
 }

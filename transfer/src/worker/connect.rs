@@ -1,6 +1,7 @@
 //! Connection set-up: Hello, Welcome, Confirm, Ready. They travel over ways, which strangers use too. The accepting side keeps
-//! nothing of a Hello: it makes its session and nonce from what the Hello says, with a key of its own, and makes them again when
-//! Confirm says the same once more. So a stranger costs one answer, sent back to where it came from, and no memory.
+//! nothing of a Hello: it makes its session and nonce from what the Hello says and the count of connections with its sender, with a
+//! key of its own, and makes them again when Confirm says the same once more. So a stranger costs one answer, sent back to where it
+//! came from, and no memory.
 
 use std::time::{Duration, Instant};
 
