@@ -7,6 +7,7 @@ from putget.domains import Network
 from putget.errors import (
     BackendUnavailable,
     CapacityExceeded,
+    ForkedChild,
     InvalidExpertIds,
     PeerTimeout,
     ProtocolMisuse,
@@ -29,6 +30,7 @@ __all__ = [
     "ExpertMajor",
     "ExpertMajorMemory",
     "FlatRows",
+    "ForkedChild",
     "InvalidExpertIds",
     "Launch",
     "Network",

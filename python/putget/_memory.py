@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from putget import _abi, _host_memory, _signals
+from putget import _abi, _fork, _host_memory, _signals
 from putget.errors import CapacityExceeded, PeerTimeout, ProtocolMisuse, PutgetError
 
 # CUDA memories that nobody needs any more. The garbage collector may find them in the middle of a graph capture, where
@@ -66,6 +66,7 @@ class Memory:
         self.ep_rank = ep_rank
         self.num_bytes = num_bytes
         self.handle = ctypes.c_void_p()
+        self._process = _fork.here
         if device.type == "cuda":
             _free(device, None)
         else:
@@ -83,7 +84,7 @@ class Memory:
 
     def __del__(self) -> None:
         handle, self.handle = getattr(self, "handle", None), ctypes.c_void_p()
-        if handle:
+        if handle and self._process.is_here:  # a forked child's copy ends with it
             _free(self.device, handle)
 
     def address(self, rank: int) -> int:

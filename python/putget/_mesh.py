@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from putget import _fork
 from putget._peers import Message, Peer
 from putget.errors import PeerTimeout, PutgetError
 
@@ -72,6 +73,7 @@ class Mesh:
         rank: This rank.
         peers: The connections, by rank.
         one_host: Whether all ranks share this host, so that descriptors can travel.
+        process: The rank's.
         step: Of the last exchange; the same on all ranks that took part in it.
         closed: Whether there are no connections any more, by ``close`` or in a forked child.
     """
@@ -82,6 +84,7 @@ class Mesh:
         self.one_host = one_host
         self.step = 0
         self.closed = False
+        self.process = _fork.here
         _meshes.add(self)
 
     def exchange(
@@ -111,7 +114,9 @@ class Mesh:
         Raises:
             PeerTimeout: A member's message did not come in time, or its connection is gone.
             ValueError: A member refused (see ``refuse``), or is at another step than this rank.
+            ForkedChild: This process is a fork of the rank.
         """
+        self.process.require_here(self.rank, "Communicator")
         self.step += 1
         self._take_stale()
         others = sorted(set(members) - {self.rank})

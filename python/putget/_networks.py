@@ -6,7 +6,7 @@ import ctypes
 
 import torch
 
-from putget import _abi
+from putget import _abi, _fork
 from putget.errors import BackendUnavailable
 
 
@@ -22,6 +22,7 @@ class NativeNetwork:
 
     def __init__(self, staging: str) -> None:
         self.handle = ctypes.c_void_p()
+        self._process = _fork.here
         self._staging = staging
 
     def waits_on(self, device: torch.device) -> bool:
@@ -47,7 +48,7 @@ class NativeNetwork:
 
     def __del__(self) -> None:
         handle, self.handle = getattr(self, "handle", None), ctypes.c_void_p()
-        if handle:
+        if handle and self._process.is_here:  # a forked child has none of its threads
             _abi.library().putget_network_destroy(handle)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from putget import _abi
+from putget import _abi, _fork
 from putget._geometry import Beside, Geometry
 from putget._nodes import Nodes
 from putget._overlap import Span, extent
@@ -36,6 +36,7 @@ class NativeObject:
         self, workspace: Workspace, geometry: Geometry, expert_to_rank: torch.Tensor, config: _abi.Config
     ) -> None:
         self._workspace = workspace
+        self._process = _fork.here
         self._device = device = workspace.device
         self.span = Span(workspace.memory, geometry)
         self._names = ("topk_ids", "topk_weights", *(f"payloads[{i}]" for i in range(len(geometry.payloads))))
@@ -73,6 +74,7 @@ class NativeObject:
             ctypes.byref(tables),
             ctypes.byref(self._handle),
         )
+        _fork.watched.add(self)
         if across:
             try:
                 routes_of_all = self.target_ranks, self.target_slots
@@ -97,8 +99,10 @@ class NativeObject:
 
         Raises:
             ValueError: The object is closed.
+            ForkedChild: This process is a fork of the rank.
         """
         if self._handle is None:
+            self._process.require_here(self._workspace.comm.rank, "AllToAll")
             raise ValueError("this AllToAll is closed")
         return self._handle
 
@@ -201,6 +205,10 @@ class NativeObject:
             self._workspace.across.remove(self._nodes)
         if handle is not None:
             _abi.library().putget_destroy(handle)
+
+    def forget_in_child(self) -> None:
+        """In a forked child: calls are refused, and the native object stays as it is."""
+        self._handle = None
 
     def __del__(self) -> None:
         if getattr(self, "_handle", None):

@@ -560,7 +560,7 @@ class AllToAll:
             return
         try:
             self._comm.synchronize(self._device)
-            if raise_unseen and self._workspace._memory is not None:
+            if raise_unseen and self._comm.is_own and self._workspace._memory is not None:
                 self._workspace.raise_fault(only_unseen=True)
         finally:
             self._native.destroy()

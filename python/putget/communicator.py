@@ -5,8 +5,8 @@ from __future__ import annotations
 import socket
 import threading
 import warnings
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Hashable, Sequence
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,13 @@ class _LocalGroup:
             return self._rank_of_stream.setdefault((device_index, stream), rank)
 
 
+class Closes(Protocol):
+    """What a communicator keeps, and closes."""
+
+    def close(self) -> None:
+        """Frees it. Needs no peer."""
+
+
 class Communicator:
     """The ranks of one expert-parallel group.
 
@@ -49,6 +56,7 @@ class Communicator:
         size: Ranks in the group (ep_size), at most 128.
         domain_of: The domain of each rank: 0 everywhere, if all ranks map each other's memory.
         network: What joins the domains; None where there is one.
+        kept: What is made once for this communicator and used by several layers, by key. ``close`` closes it.
 
     Raises:
         ValueError: torch.distributed is not initialised, this process is not in the group, or the group is too large;
@@ -62,6 +70,7 @@ class Communicator:
     size: int
     domain_of: tuple[int, ...]
     network: NativeNetwork | None
+    kept: dict[Hashable, Closes]
 
     def __init__(self, group: Any = None, *, network: Network | None = None) -> None:
         if not dist.is_available() or not dist.is_initialized():
@@ -124,6 +133,7 @@ class Communicator:
         self.domain_of = (0,) * size
         self.network = None
         self._numbers = 0
+        self.kept = {}
 
     @property
     def domains(self) -> tuple[tuple[int, ...], ...]:
@@ -160,21 +170,46 @@ class Communicator:
         """So many are taken: other ranks have taken more than this one, in steps that failed or without it."""
         self._numbers = max(self._numbers, numbers)
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether ``close`` has been called."""
+        return self._mesh.closed
+
     def close(self) -> None:
-        """Closes this rank's sockets. Objects made from it go on working, except for ``set_active_ranks``."""
+        """Closes this rank's sockets, and the memory that adapters share between layers of this communicator.
+
+        Objects that the caller has made from it go on working, except for ``set_active_ranks``. Needs no peer.
+        Idempotent.
+
+        Raises:
+            PeerTimeout, CapacityExceeded, ProtocolMisuse: A fault in that memory that no call has raised yet; all is
+                closed the same.
+        """
+        self._close(raise_unseen=True)
+
+    def _close(self, raise_unseen: bool) -> None:
         self._mesh.close()
+        failures: list[Exception] = []
+        while self.kept:
+            _, found = self.kept.popitem()
+            try:
+                found.close()
+            except Exception as error:
+                failures.append(error)
+        if failures and raise_unseen:
+            raise failures[0]
 
     def __del__(self) -> None:
         mesh = getattr(self, "_mesh", None)
-        if mesh is not None and not mesh.closed:
+        if mesh is not None and not mesh.closed and mesh.process.is_here:
             warnings.warn(f"{self!r} was dropped without close()", ResourceWarning, stacklevel=1, source=self)
             mesh.close()
 
     def __enter__(self) -> Communicator:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, exception_type: object, *_: object) -> None:
+        self._close(raise_unseen=exception_type is None)
 
     def __repr__(self) -> str:
         return f"Communicator(rank={self.rank}, size={self.size}, {'local' if self._local_group else 'distributed'})"
@@ -189,8 +224,11 @@ class Communicator:
         return max(1, hardware.gpus()[device.index].num_sms // (2 * self.size))
 
     def synchronize(self, device: torch.device) -> None:
-        """Waits for this rank's work: the device, or the current stream where other ranks share the GPU."""
-        if device.type != "cuda":
+        """Waits for this rank's work: the device, or the current stream where other ranks share the GPU.
+
+        A forked child has no work there.
+        """
+        if device.type != "cuda" or not self.is_own:
             return
         if self._local_group is None:
             torch.cuda.synchronize(device)
@@ -230,7 +268,17 @@ class Communicator:
         """Tells the others, who wait in ``compare``, that this rank's own arguments are wrong."""
         self._mesh.refuse(reason)
 
+    @property
+    def is_own(self) -> bool:
+        """Whether this process is the rank; a forked child is not."""
+        return self._mesh.process.is_here
+
+    def require_own(self, what: str = "Communicator") -> None:
+        """Raises ForkedChild in a forked child, for an object of this communicator."""
+        self._mesh.process.require_here(self.rank, what)
+
     def require_open(self) -> None:
-        """Raises ValueError after ``close()``, and in a forked child, which has no sockets of its own."""
+        """Raises ValueError after ``close()``, and ForkedChild in a forked child, which has no sockets of its own."""
+        self.require_own()
         if self._mesh.closed:
             raise ValueError("comm is closed")

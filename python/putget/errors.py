@@ -117,5 +117,29 @@ class InvalidExpertIds(PutgetError, ValueError):
         return InvalidExpertIds, (self.count, self.num_experts)
 
 
+class ForkedChild(PutgetError, ValueError):
+    """A forked child has called an object of its parent; nothing has happened. The parent goes on with it.
+
+    Attributes:
+        rank: The parent's rank.
+        what: The object.
+        parent_pid: The process that made the object.
+        pid: The child.
+    """
+
+    def __init__(self, rank: int, what: str, parent_pid: int, pid: int) -> None:
+        self.rank = rank
+        self.what = what
+        self.parent_pid = parent_pid
+        self.pid = pid
+        super().__init__(
+            f"this process (pid {pid}) is a fork of rank {rank} (pid {parent_pid}), and is no rank itself: the "
+            f"{what} is refused here and goes on there. Make a Communicator in this process, or start it by spawn"
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ForkedChild, (self.rank, self.what, self.parent_pid, self.pid)
+
+
 class BackendUnavailable(PutgetError):
     """This machine or this build lacks something that the call needs; the message says what."""

@@ -234,7 +234,9 @@ class Workspace:
 
         Raises:
             ValueError: The workspace is closed.
+            ForkedChild: This process is a fork of the rank.
         """
+        self._comm.require_own("Workspace")
         if self._memory is None:
             raise ValueError("the workspace is closed")
         return self._memory
@@ -376,7 +378,7 @@ class Workspace:
         self._memory = None
 
     def __del__(self) -> None:
-        if getattr(self, "_memory", None) is not None:
+        if getattr(self, "_memory", None) is not None and self._comm.is_own:
             warnings.warn(f"{self!r} was dropped without close()", ResourceWarning, stacklevel=1, source=self)
             self.close()
 

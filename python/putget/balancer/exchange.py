@@ -170,6 +170,7 @@ class ExpertExchange:
             PutgetError: Bytes that came differ from those that were sent; likewise.
             ValueError: Nothing is bound, or the object is closed.
         """
+        self._comm.require_own("ExpertExchange")
         if self._native is None or self._is_broken:
             raise ValueError("this ExpertExchange is closed, or has no tensors: call bind")
         me = self._comm.rank
@@ -260,7 +261,7 @@ class ExpertExchange:
 
     def _destroy(self) -> None:
         native, self._native = self._native, None
-        if native is not None:
+        if native is not None and self._comm.is_own:  # a forked child's copy ends with it
             _abi.library().putget_landing_destroy(native)
 
     def __enter__(self) -> ExpertExchange:

@@ -409,13 +409,14 @@ class Landing:
         self._workspace.close()
 
     def _require_open(self) -> ctypes.c_void_p:
+        self._comm.require_own("Landing")
         if self._native is None:
             raise ValueError("this Landing is closed")
         return self._native
 
     def _destroy(self) -> None:
         native, self._native = self._native, None
-        if native is not None:
+        if native is not None and self._comm.is_own:  # a forked child's copy ends with it
             _abi.library().putget_landing_destroy(native)
 
     def __enter__(self) -> Landing:
@@ -425,7 +426,7 @@ class Landing:
         self.close()
 
     def __del__(self) -> None:
-        if getattr(self, "_native", None):
+        if getattr(self, "_native", None) and self._comm.is_own:
             warnings.warn("a Landing was dropped without close()", ResourceWarning, stacklevel=1, source=self)
             self._destroy()
 

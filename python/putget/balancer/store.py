@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from putget import _host_memory
+from putget import _fork, _host_memory
 from putget._arguments import check_int
 from putget.balancer import numa
 from putget.balancer.blobs import ExpertBlobs
@@ -86,6 +86,7 @@ class HostStore:
         except (ValueError, PutgetError) as error:
             comm.refuse(str(error))
             raise
+        self._process = _fork.here
         self.rank = comm.rank
         self.expert_bytes = self._layout.expert_bytes
         self.num_experts = num_experts
@@ -283,9 +284,12 @@ class HostStore:
 
     def close(self) -> None:
         """Waits for what has been started, and gives the memory back; views keep their part. Others go on."""
+        self._end(wait=True)
+
+    def _end(self, wait: bool) -> None:
         threads = getattr(self, "_threads", None)
-        if threads is not None:
-            threads.shutdown()
+        if threads is not None and self._process.is_here:
+            threads.shutdown(wait)
         self._parts = []
         self._bytes = []
 
@@ -297,8 +301,11 @@ class HostStore:
 
     def __del__(self) -> None:
         if getattr(self, "_parts", None):
-            warnings.warn(f"{self!r} was dropped without close()", ResourceWarning, stacklevel=1, source=self)
-            self.close()
+            if self._process.is_here:
+                warnings.warn(f"{self!r} was dropped without close()", ResourceWarning, stacklevel=1, source=self)
+            # The garbage collector may run in one of the threads, or where a thread's copy waits for the lock of a
+            # caller: nothing is waited for. A copy under way keeps the memory that it needs.
+            self._end(wait=False)
 
     def __repr__(self) -> str:
         layers = len(self.expert_bytes)
@@ -320,6 +327,7 @@ class HostStore:
             )
 
     def _part(self, rank: int) -> Tensor:
+        self._process.require_here(self.rank, "HostStore")
         if not self._bytes:
             raise ValueError("the host store is closed")
         part = self._bytes[rank]
