@@ -115,6 +115,43 @@ def test_ranks_of_one_process() -> None:
     assert not functions._together
 
 
+def test_a_metainfo_that_is_collected_while_memory_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its finaliser runs in a thread which the call that holds the lock waits for."""
+    make = functions._Member.__init__
+
+    def collect_and_make(*args: Any, **options: Any) -> None:
+        gc.collect()
+        make(*args, **options)
+
+    monkeypatch.setattr(functions._Member, "__init__", collect_and_make)
+    layer = replace(RAGGED, num_tokens=(1, 1), no_expert=0.0)
+
+    def begin() -> tuple[torch.Tensor, list[torch.Tensor]]:
+        workspace = workspace_of(layer, "cpu")
+        return workspace, [functions.moe_a2a_initialize(workspace, rank, 2, 8) for rank in range(2)]
+
+    def play(workspace: torch.Tensor, metainfo: list[torch.Tensor]) -> list[torch.Tensor]:
+        return together([0, 1], lambda rank: one_round(layer, workspace, metainfo[rank], rank, in_workspace=False))
+
+    gc.collect()
+    gc.disable()
+    try:
+        old = begin()
+        cycle: list[Any] = [old]
+        cycle.append(cycle)  # what the traceback of an exception does
+        play(*old)
+        del old, cycle
+        assert len(functions._parts) == 2
+        for rank, combined in enumerate(play(*begin())):
+            assert same_bits(combined, layer.expected(rank))
+        assert not functions._given_up
+    finally:
+        gc.enable()
+    gc.collect()
+    assert not functions._together
+    assert not functions._parts
+
+
 def test_a_rank_that_is_left_out() -> None:
     layer = replace(RAGGED, top_k=1, no_expert=0.0)
     workspace = workspace_of(layer, "cpu")

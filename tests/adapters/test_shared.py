@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import putget
 from putget.adapters import shared
+from putget.adapters.flashinfer import MoeAlltoAll
 from putget.adapters.rounds import unquantised_row
 from putget.adapters.tensorrt_llm import FourPayloadAllToAll
 from tests.adapters.layer import Layer, same_bits
@@ -119,3 +124,73 @@ def test_a_device_without_a_number_is_the_current_one(
     """Tensors name their device with its number, and are compared with it."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     assert shared.place_of(device) == torch.device(place)
+
+
+def memories() -> tuple[int, int]:
+    """Descriptors and mappings of symmetric memory that this process holds."""
+    links = [os.path.realpath(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd")]
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    return sum("memfd:putget" in link for link in links), sum("memfd:putget" in line for line in maps)
+
+
+def of_flashinfer(comm: putget.Communicator, x: torch.Tensor, ids: torch.Tensor) -> Callable[[], object]:
+    layer = MoeAlltoAll(SimpleNamespace(moe_ep_size=1, moe_ep_rank=0), 4, 1, 2, hidden_size=16, comm=comm, device="cpu")
+
+    def play() -> None:
+        rows, _ = layer.dispatch(ids, [x, ids], 4)
+        layer.combine(rows, 4)
+
+    return play
+
+
+def of_tensorrt_llm(comm: putget.Communicator, x: torch.Tensor, ids: torch.Tensor) -> Callable[[], object]:
+    layer = FourPayloadAllToAll(comm, 2, 1, 4, hidden_size=16, device="cpu")
+
+    def play() -> None:
+        rows, *_ = layer.dispatch(x, None, ids, torch.ones(1, 1))
+        layer.combine(rows)
+
+    return play
+
+
+@pytest.mark.parametrize("make", [of_flashinfer, of_tensorrt_llm])
+def test_a_closed_communicator_gives_its_workspaces_back(make: Callable[..., Callable[[], object]]) -> None:
+    """Engines that start anew in one process make a communicator each time."""
+    x, ids = torch.ones(1, 16, dtype=torch.bfloat16), torch.zeros(1, 1, dtype=torch.int32)
+    before = memories()
+    for _ in range(5):
+        (comm,) = putget.Communicator.local(1)
+        play = make(comm, x, ids)
+        play()
+        assert memories() > before
+        comm.close()
+        assert comm.is_closed
+        assert memories() == before
+        with pytest.raises(ValueError, match="closed"):
+            play()
+
+
+def test_a_closed_communicator_leaves_the_workspaces_of_others() -> None:
+    device = torch.device("cpu")
+    (one,), (other,) = putget.Communicator.local(1), putget.Communicator.local(1)
+    kept = shared.shared_workspace(other, 1 << 20, device)
+    before = memories()
+    shared.shared_workspace(one, 1 << 20, device)
+    one.close()
+    assert memories() == before
+    kept.require_open()
+    assert shared.shared_workspace(other, 1 << 20, device) is kept
+    other.close()
+
+
+def test_memory_that_moves_to_another_communicator_is_closed_with_that_one() -> None:
+    before = memories()
+    (first,), (second,) = putget.Communicator.local(1), putget.Communicator.local(1)
+    kept = shared.shared_workspace(first, 1 << 20, torch.device("cpu"))
+    kept.suspend()
+    kept.resume(second)
+    first.close()
+    kept.require_open()
+    assert shared.shared_workspace(second, 1 << 20, torch.device("cpu")) is kept
+    second.close()
+    assert memories() == before

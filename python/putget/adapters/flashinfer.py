@@ -24,6 +24,7 @@ What differs from FlashInfer's class:
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -427,6 +428,9 @@ def communicator_for(mapping: Any, mnnvl_config: Any) -> Communicator:
 def _alone() -> Communicator:
     """Of a group of one rank, where torch.distributed is not initialised."""
     return Communicator.local(1)[0]
+
+
+os.register_at_fork(after_in_child=_alone.cache_clear)
 
 
 def install(*, use_low_precision_combine: bool = False, by_source: bool = True, ids_are_routes: bool = False) -> None:

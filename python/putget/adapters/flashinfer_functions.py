@@ -9,16 +9,19 @@ the ranks are all of this process (several on one GPU, as tests have them), for 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import os
 import threading
 import weakref
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from putget import AllToAll, Communicator
+from putget import AllToAll, Communicator, ForkedChild
 from putget.adapters import placement
 from putget.adapters.engines import require_supported
 from putget.adapters.flashinfer_layout import (
@@ -127,7 +130,9 @@ class _Part:
         self.ep_size = workspace.shape[0]
         self.num_stats = num_stats
         self.num_bytes = symmetric_bytes(workspace.shape[1], self.ep_size, max_num_tokens, num_stats)
-        self.key = (self.whole, self.ep_size, self.num_bytes)
+        self.pid = os.getpid()
+        self.is_inherited = False  # by a forked child, whose ranks have nothing in common with those of its parent
+        self.key = (self.whole, self.ep_size, self.num_bytes, self.pid)
         self.ep_rank = ep_rank
         self.max_num_tokens = max_num_tokens
         self.comm = comm
@@ -149,7 +154,7 @@ class _Part:
     def of(self, num_experts: int, top_k: int) -> RankRounds:
         """The rounds for so many experts. Ranks of one process get theirs at once, before any waits for another."""
         if (num_experts, top_k) not in self.rounds:
-            with _lock:
+            with _locked():
                 alike = [self] if self.comm is not None else [part for part in _parts.values() if part.key == self.key]
             for part in alike:
                 part._make(num_experts, top_k)
@@ -173,26 +178,65 @@ class _Part:
 _lock = threading.Lock()
 _numbers = itertools.count(1)
 _parts: dict[int, _Part] = {}  # by the number that metainfo has
-_together: dict[tuple[int, int, int], _OneProcess] = {}  # by the key of their parts
+_together: dict[tuple[int, int, int, int], _OneProcess] = {}  # by the key of their parts
+_given_up: deque[int] = deque()  # numbers of parts that nobody needs any more
+
+
+def _begin_child() -> None:
+    global _lock
+    _lock = threading.Lock()  # another thread of the parent may have held it
+    for part in list(_parts.values()):
+        part.is_inherited = True
+
+
+os.register_at_fork(after_in_child=_begin_child)
+
+
+@contextlib.contextmanager
+def _locked() -> Iterator[None]:
+    """Holds the lock; afterwards frees what was given up meanwhile."""
+    try:
+        with _lock:
+            yield
+    finally:
+        _free_given_up()
 
 
 def _one_process(part: _Part) -> _OneProcess:
-    with _lock:
+    with _locked():
         if part.key not in _together:
             _together[part.key] = _OneProcess(part.ep_size, part.num_bytes, part.bytes.device)
         return _together[part.key]
 
 
 def _forget(number: int) -> None:
-    """The caller has given up what ``moe_a2a_initialize`` returned: frees what belongs to it."""
-    with _lock:
-        part = _parts.pop(number)
-        is_last = part.comm is None and all(other.key != part.key for other in _parts.values())
-        together = _together.pop(part.key, None) if is_last else None
-    if together is not None:
-        together.close()
-    elif part.comm is not None and part.shared is not None:
-        part.shared.close()
+    """The caller has given up what ``moe_a2a_initialize`` returned: frees what belongs to it.
+
+    The garbage collector calls it anywhere, also in a thread that holds the lock or that the lock's holder waits for.
+    So it never waits for the lock: where another call holds it, that call frees what belongs to the number.
+    """
+    _given_up.append(number)
+    _free_given_up()
+
+
+def _free_given_up() -> None:
+    while _given_up and _lock.acquire(blocking=False):
+        try:
+            close = _take(_given_up.popleft()) if _given_up else None
+        finally:
+            _lock.release()
+        if close is not None:
+            close()
+
+
+def _take(number: int) -> Callable[[], None] | None:
+    """Takes a part out of the tables, under the lock; what frees it, or None."""
+    part = _parts.pop(number)
+    if part.comm is not None:
+        return None if part.shared is None else part.shared.close
+    is_last = all(other.key != part.key for other in _parts.values())
+    together = _together.pop(part.key, None) if is_last else None
+    return None if together is None else together.close
 
 
 def moe_a2a_initialize(
@@ -240,14 +284,19 @@ def moe_a2a_initialize(
     metainfo = torch.tensor(
         [*table_offsets(ep_size, max_num_tokens, eplb_stats_num_experts), number], dtype=torch.int64, device="cpu"
     )
-    with _lock:
+    with _locked():
         _parts[number] = part
     weakref.finalize(metainfo, _forget, number)
     return metainfo
 
 
 def _part_of(workspace: torch.Tensor, metainfo: torch.Tensor, ep_rank: int) -> _Part:
-    """What ``moe_a2a_initialize`` has made. Raises ValueError unless both belong together."""
+    """What ``moe_a2a_initialize`` has made.
+
+    Raises:
+        ValueError: Both do not belong together.
+        ForkedChild: A parent of this process has made it.
+    """
     fields = METAINFO_INDEX["NUM_METAINFO_FIELDS"] + 1
     known = isinstance(metainfo, torch.Tensor) and metainfo.dtype == torch.int64 and metainfo.numel() == fields
     part = _parts.get(int(metainfo[-1])) if known else None
@@ -255,6 +304,8 @@ def _part_of(workspace: torch.Tensor, metainfo: torch.Tensor, ep_rank: int) -> _
         raise ValueError(
             f"metainfo is not what moe_a2a_initialize returned for rank {ep_rank} of this workspace, or it was given up"
         )
+    if part.is_inherited:
+        raise ForkedChild(ep_rank, "memory of this metainfo", part.pid, os.getpid())
     return part
 
 

@@ -372,12 +372,20 @@ class Rounds:
             self.shared.open_round = None
 
     def require_open(self, what: str) -> None:
-        """Raises ProtocolMisuse unless a dispatch of this layer waits for its combine."""
+        """Raises ProtocolMisuse unless a dispatch of this layer waits for its combine.
+
+        Other errors are those of ``SharedWorkspace.require_open``.
+        """
+        self.shared.require_open()
         if not self.is_open:
             raise ProtocolMisuse(f"{what}: no dispatch of this layer came before it")
 
     def require_closed(self) -> None:
-        """Raises ProtocolMisuse while a round is open on this memory."""
+        """Raises ProtocolMisuse while a round is open on this memory.
+
+        Other errors are those of ``SharedWorkspace.require_open``.
+        """
+        self.shared.require_open()
         if self.is_open:
             raise ProtocolMisuse("dispatch: the last dispatch has not been combined yet")
         if self.shared.open_round is not None:

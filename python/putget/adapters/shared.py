@@ -1,11 +1,13 @@
 """What the layers of an engine share: communicators, workspaces, and the all-to-alls made on them.
 
 An engine builds one communication object a layer and expects them to use the same memory, one after the other. So the
-adapters keep one communicator per process group, and one workspace per size. ``close_shared`` gives everything back.
+adapters keep one communicator per process group, and with each communicator one workspace per size.
+``Communicator.close`` gives back what is kept with it, ``close_shared`` everything.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections.abc import Hashable
@@ -127,6 +129,7 @@ class SharedWorkspace:
         self._workspace: Workspace | None = self._make()
         self._local: torch.Tensor | None = None
         self._open_round: weakref.ref[Any] | None = None
+        self.key: Hashable = None
 
     def _make(self) -> Workspace:
         return Workspace(
@@ -151,8 +154,10 @@ class SharedWorkspace:
 
         Raises:
             ValueError: It is closed.
+            ForkedChild: This process is a fork of the rank.
             ProtocolMisuse: It has been given up by ``suspend``.
         """
+        self.comm.require_own("layer's memory")
         if self._suspended:
             raise ProtocolMisuse("the symmetric memory is given up for a checkpoint: restore it before the round")
         if self._is_closed:
@@ -207,15 +212,22 @@ class SharedWorkspace:
         """
         if not self.is_suspended:
             return
-        if comm is not None:
+        if comm is not None and comm is not self.comm:
             if (comm.rank, comm.size) != (self.comm.rank, self.comm.size):
                 raise ValueError(
                     f"comm is rank {comm.rank} of {comm.size}, the memory was that of rank {self.comm.rank} of "
                     f"{self.comm.size}"
                 )
-            self.comm = comm
+            self._move(comm)
         self._workspace = self._make()
         self._suspended = self._is_closed = False
+
+    def _move(self, comm: Communicator) -> None:
+        """From now on this communicator closes it, if the former one would have."""
+        before, self.comm = self.comm, comm
+        if self.key is not None:
+            before.kept.pop(self.key, None)  # gone where it was closed meanwhile
+            _keep(self, self.key if self.key not in comm.kept else (self.key, id(self)))
 
     def set_active_ranks(self, mask: tuple[bool, ...]) -> None:
         """Goes on with these ranks; collective among them where they are others than before (``Workspace``)."""
@@ -282,9 +294,22 @@ class SharedWorkspace:
             raise failures[0]
 
 
+def _begin_child() -> None:
+    global _lock
+    _lock = threading.Lock()  # another thread of the parent may have held it
+
+
 _lock = threading.Lock()
+os.register_at_fork(after_in_child=_begin_child)
 _communicators: dict[Any, Communicator] = {}
-_workspaces: dict[Hashable, SharedWorkspace] = {}
+_with_workspaces: weakref.WeakSet[Communicator] = weakref.WeakSet()  # whose ``kept`` has some
+
+
+def _keep(workspace: SharedWorkspace, key: Hashable) -> None:
+    workspace.key = key
+    workspace.comm.kept[key] = workspace
+    with _lock:
+        _with_workspaces.add(workspace.comm)
 
 
 def communicator_of(group: Any = None) -> Communicator:
@@ -295,6 +320,7 @@ def communicator_of(group: Any = None) -> Communicator:
 
     Raises:
         ValueError: torch.distributed is not initialised, or this process is not in the group.
+        ForkedChild: This process is a fork of the rank, which the group belongs to.
         PeerTimeout: A rank did not connect in time.
     """
     if isinstance(group, Communicator):
@@ -302,7 +328,9 @@ def communicator_of(group: Any = None) -> Communicator:
     key = dist.group.WORLD if group is None else group
     with _lock:
         found = _communicators.get(key)
-    if found is None:
+    if found is not None:
+        found.require_own()
+    if found is None or found.is_closed:
         found = Communicator(group)
         with _lock:
             _communicators[key] = found
@@ -320,6 +348,8 @@ def shared_workspace(
 ) -> SharedWorkspace:
     """The workspace of this size for this group, made at the first call (collective) and kept for the next layer.
 
+    ``comm.close`` frees it.
+
     Args:
         comm: The expert-parallel group.
         num_bytes: Symmetric bytes of each rank.
@@ -333,13 +363,12 @@ def shared_workspace(
         ValueError, BackendUnavailable, PeerTimeout: As ``putget.Workspace``.
     """
     place = place_of(device)
-    key = (comm, place, num_bytes, share_by)
-    with _lock:
-        found = _workspaces.get(key)
+    key = ("shared_workspace", place, num_bytes, share_by)
+    found = comm.kept.get(key)
     if found is None:
         found = SharedWorkspace(comm, num_bytes, place, timeout_s=timeout_s, warmup_timeout_s=warmup_timeout_s)
-        with _lock:
-            _workspaces[key] = found
+        _keep(found, key)
+    assert isinstance(found, SharedWorkspace)
     return found
 
 
@@ -352,17 +381,17 @@ def close_shared(comm: Communicator | None = None) -> None:
         PeerTimeout, CapacityExceeded, ProtocolMisuse: A fault that no call has raised yet; all is freed the same.
     """
     with _lock:
-        keys = [key for key, workspace in _workspaces.items() if comm is None or workspace.comm is comm]
-        workspaces = [_workspaces.pop(key) for key in keys]
+        holders = list(_with_workspaces) if comm is None else [comm]
         communicators = list(_communicators.values()) if comm is None else []
         if comm is None:
             _communicators.clear()
     failures: list[Exception] = []
-    for workspace in workspaces:
-        try:
-            workspace.close()
-        except Exception as error:
-            failures.append(error)
+    for holder in holders:
+        for key in [key for key, kept in holder.kept.items() if isinstance(kept, SharedWorkspace)]:
+            try:
+                holder.kept.pop(key).close()
+            except Exception as error:
+                failures.append(error)
     for communicator in communicators:
         communicator.close()
     if failures:
