@@ -180,10 +180,17 @@ impl Engine {
         self.inner.next_id.fetch_add(1, Ordering::Relaxed)
     }
 
-    /// Lets an operation in, once there is room for it.
-    pub(crate) fn begin(&self, done: &mut Done, deadline: Option<Duration>) -> Result<(u64, Instant), Error> {
+    /// Lets an operation in: once there is room for it, if it is to `start`.
+    pub(crate) fn begin(
+        &self,
+        done: &mut Done,
+        deadline: Option<Duration>,
+        start: bool,
+    ) -> Result<(u64, Instant), Error> {
         let deadline = self.deadline(deadline);
-        done.permit = Some(self.inner.shared.gate.enter(deadline)?);
+        if start {
+            done.permit = Some(self.inner.shared.gate.enter(deadline)?);
+        }
         count(&self.inner.shared.metrics.submitted_total);
         Ok((self.next_id(), deadline))
     }
@@ -196,7 +203,7 @@ impl Engine {
         make: impl FnOnce(u64, Done, Instant) -> Command,
     ) -> Result<TransferId, Error> {
         let commands = &self.group(group)?.commands;
-        let (id, deadline) = self.begin(&mut done, deadline)?;
+        let (id, deadline) = self.begin(&mut done, deadline, true)?;
         self.taken(commands.push(make(id, done, deadline)));
         Ok(TransferId { group, id })
     }

@@ -51,14 +51,15 @@ fn push(group: &Group, command: Command) -> Result<Result<(), Command>, Error> {
 
 impl Engine {
     pub(crate) fn write(&self, batch: Batch, done: (Done, Option<Duration>)) -> Result<TransferId, Error> {
-        self.submit_batch(batch, done, push)
+        self.submit_batch(batch, done, true, push)
     }
 
-    /// Hands writes to whoever takes them to their workers.
+    /// Hands writes to whoever takes them to their workers. They take their place among the operations under way, if they `start`.
     pub(crate) fn submit_batch(
         &self,
         batch: Batch,
         (mut done, deadline): (Done, Option<Duration>),
+        start: bool,
         take: impl Fn(&Group, Command) -> Result<Result<(), Command>, Error>,
     ) -> Result<TransferId, Error> {
         let mut parts = batch.parts;
@@ -70,7 +71,7 @@ impl Engine {
             // Nothing to write is over at once.
             parts.push((0, Vec::new()));
         }
-        let (id, deadline) = self.begin(&mut done, deadline)?;
+        let (id, deadline) = self.begin(&mut done, deadline, start)?;
         let put = |(group, targets), done| {
             let command = Command::Write { id, targets, done, deadline };
             self.taken(take(self.group(group)?, command)?);

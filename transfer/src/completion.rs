@@ -10,7 +10,7 @@ use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
 use crate::error::{Error, Outcome};
-use crate::gate::Permit;
+use crate::gate::{Gate, Permit};
 use crate::joined::Joined;
 use crate::once::Once;
 #[cfg(feature = "capi")]
@@ -104,6 +104,15 @@ impl Done {
     pub(crate) fn split(self, parts: usize) -> impl Iterator<Item = Self> {
         let joined = Arc::new(Joined::new(parts, self));
         (0..parts).map(move |_| Kind::Part(Arc::clone(&joined)).into())
+    }
+
+    /// Counts the operation among those that are under way, once, also where this is one of its parts.
+    pub(crate) fn occupy(&mut self, gate: &Arc<Gate>) {
+        match &self.kind {
+            Kind::Part(joined) => joined.with(|done| done.occupy(gate)),
+            _ if self.permit.is_none() => self.permit = Some(gate.enter_anyway()),
+            _ => {}
+        }
     }
 
     /// Says whether somebody waits for it, maybe with its thread.

@@ -34,6 +34,8 @@ pub(crate) const ANSWER: Duration = Duration::from_secs(30);
 pub struct Builder {
     groups: Vec<DeviceGroup>,
     config: Config,
+    /// None: as long as the heartbeat's timeout.
+    grace: Option<Duration>,
     secret_is_empty: bool,
     peer_callback: Option<PeerCallback>,
     /// Whose callbacks there may be.
@@ -80,9 +82,10 @@ impl Builder {
         self
     }
 
-    /// How long a cancelled or overdue transfer may take to drain before its connection is dropped. Default: 1 s.
+    /// How long a cancelled or overdue transfer may take to drain before it ends with `may_land`. Its connection stays. Default: the
+    /// heartbeat's timeout, after which the connection of a peer that stands still ends anyway.
     pub fn grace(mut self, grace: Duration) -> Self {
-        self.config.grace = grace;
+        self.grace = Some(grace);
         self
     }
 
@@ -189,7 +192,8 @@ impl Builder {
     /// # Errors
     /// [`Error::Argument`] for settings that contradict each other; [`Error::System`] where a thread cannot be started or
     /// pinned; whatever the provider reports.
-    pub fn build(self) -> Result<Engine, Error> {
+    pub fn build(mut self) -> Result<Engine, Error> {
+        self.config.grace = self.grace.unwrap_or(self.config.heartbeat_timeout);
         self.check()?;
         let mut identity = [0; 8];
         let failed = |error: getrandom::Error| Error::System { what: "getrandom", why: error.to_string() };
@@ -439,7 +443,7 @@ impl Engine {
             heartbeat_timeout: Duration::from_secs(5),
             connect_timeout: Duration::from_secs(10),
             default_deadline: Duration::from_secs(30),
-            grace: Duration::from_secs(1),
+            grace: Duration::ZERO,
             min_shard: 64 << 10,
             busy_poll: false,
             max_submissions: 1 << 16,
@@ -448,7 +452,7 @@ impl Engine {
             callback_threads: 1,
         };
         let sides = vec![Side::Own];
-        Builder { groups: Vec::new(), config, secret_is_empty: false, peer_callback: None, sides }
+        Builder { groups: Vec::new(), config, grace: None, secret_is_empty: false, peer_callback: None, sides }
     }
 
     /// The address of the first NIC of every device group: what other engines need to reach this one over whichever they share.

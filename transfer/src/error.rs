@@ -219,9 +219,6 @@ pub enum DownReason {
     /// The network says that it cannot be reached.
     #[error("the network lost it")]
     NetworkLost,
-    /// A transfer to it was past its deadline or cancelled, and could be stopped only by dropping the connection.
-    #[error("the connection was dropped to stop an overdue transfer")]
-    Dropped,
     /// This engine has shut it out.
     #[error("this engine has fenced it")]
     Fenced,

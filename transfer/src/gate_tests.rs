@@ -25,3 +25,14 @@ fn those_who_are_too_many_are_refused_or_wait() -> Result<(), Error> {
     assert!(waiter.join().unwrap());
     Ok(())
 }
+
+#[test]
+fn those_who_cannot_wait_count_beyond_the_bound() -> Result<(), Error> {
+    let strict = Gate::new(1, WhenFull::Refuse);
+    let (first, beyond) = (strict.enter(Instant::now())?, strict.enter_anyway());
+    drop(first);
+    assert!(strict.try_enter().is_none());
+    drop(beyond);
+    assert!(strict.try_enter().is_some());
+    Ok(())
+}

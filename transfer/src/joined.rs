@@ -19,6 +19,13 @@ impl<D, O: Default> Joined<D, O> {
         Self { state: Mutex::new(State { left: parts, outcome: O::default(), done: Some(done) }) }
     }
 
+    /// Changes whom to tell, unless that has happened.
+    pub fn with(&self, change: impl FnOnce(&mut D)) {
+        if let Some(done) = &mut lock(&self.state).done {
+            change(done);
+        }
+    }
+
     /// One part is over; `merge` adds what it has come to. The last one gets whom to tell what.
     pub fn arrive(&self, merge: impl FnOnce(&mut O)) -> Option<(D, O)> {
         let mut state = lock(&self.state);

@@ -396,8 +396,11 @@ impl Engine {
         done: Done,
     ) -> Result<TransferId, Error> {
         let batch = self.batch(prepared, imm)?;
-        self.submit_batch(batch, (done, options.deadline), |group, command| {
-            self.inner.watchers()?.arm(watcher, value, &group.commands, command)
+        // Writes that wait for their word are not under way, and take no place of others.
+        let start = watcher.value() >= value;
+        self.submit_batch(batch, (done, options.deadline), start, |group, command| {
+            let queue = (&group.commands, &self.inner.shared.gate);
+            self.inner.watchers()?.arm(watcher, value, queue, command)
         })
     }
 }

@@ -246,6 +246,13 @@ pub(crate) trait Nic {
         Err(Post::Failed(NetworkError::Other("this network has no reads".into())))
     }
 
+    /// Takes back work requests that were taken with this token, as far as nothing of them has left this machine, and reads whose
+    /// bytes only this NIC writes. Returns how many: nothing of these lands any more, and they are not reported as completed. The
+    /// others go on as if nobody had asked.
+    fn withdraw(&mut self, _link: Link, _token: u64) -> usize {
+        0
+    }
+
     /// Makes progress and appends what happened.
     fn poll(&mut self, events: &mut Vec<Event>);
 }

@@ -36,7 +36,7 @@ impl Engine {
         if parts.is_empty() {
             parts.push((0, Vec::new()));
         }
-        let (id, deadline) = self.begin(&mut done, options.deadline)?;
+        let (id, deadline) = self.begin(&mut done, options.deadline, true)?;
         let shared = Arc::clone(&self.inner.shared);
         let answered = Done::quiet(move |outcome| match outcome {
             Ok(()) => {

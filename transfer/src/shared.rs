@@ -23,7 +23,7 @@ pub(crate) struct Config {
     pub heartbeat_timeout: Duration,
     pub connect_timeout: Duration,
     pub default_deadline: Duration,
-    /// How long a stopped transfer may take to drain before its connection is dropped.
+    /// How long a stopped transfer may take to drain before its owner is told that it may still land.
     pub grace: Duration,
     pub min_shard: u64,
     pub busy_poll: bool,

@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 
 use crate::callbacks::WatchCallback;
 use crate::error::{Error, Reason, TransferError};
+use crate::gate::Gate;
 use crate::handle::MrHandle;
 use crate::queue::Queue;
 use crate::region::Region;
@@ -52,10 +53,10 @@ impl Armed {
         self.region.load_word(0).is_ok_and(|value| value >= self.value)
     }
 
-    /// Hands the writes to their worker. They come back if it is closed.
-    fn fire(self) -> Option<Self> {
+    /// Hands the writes to their worker: from now on they are under way. They come back if it is closed.
+    fn fire(self, gate: &Arc<Gate>) -> Option<Self> {
         let Self { region, value, commands, command } = self;
-        let command = commands.push(command).err()?;
+        let command = commands.push(under_way(command, gate)).err()?;
         Some(Self { region, value, commands, command })
     }
 
@@ -68,6 +69,14 @@ impl Armed {
         let error = |peer| TransferError { peer, nic: None, reason: reason.clone(), may_land: false };
         shared.complete(done, Err(Error::Transfer(peers.into_iter().map(error).collect())));
     }
+}
+
+/// Counts writes among the operations that are under way, where they are not counted yet.
+fn under_way(mut command: Command, gate: &Arc<Gate>) -> Command {
+    if let Command::Write { done, .. } = &mut command {
+        done.occupy(gate);
+    }
+    command
 }
 
 #[derive(Default)]
@@ -155,7 +164,7 @@ impl Watchers {
         self: &Arc<Self>,
         word: &UvmWatcher,
         value: u64,
-        commands: &Arc<Queue<Command>>,
+        (commands, gate): (&Arc<Queue<Command>>, &Arc<Gate>),
         command: Command,
     ) -> Result<Result<(), Command>, Error> {
         if !Arc::ptr_eq(self, &word.watchers) {
@@ -166,7 +175,7 @@ impl Watchers {
             return Ok(Err(command));
         }
         if word.value() >= value {
-            return Ok(commands.push(command));
+            return Ok(commands.push(under_way(command, gate)));
         }
         words.armed.push(Armed { region: Arc::clone(&word.region), value, commands: Arc::clone(commands), command });
         Ok(Ok(()))
@@ -200,7 +209,7 @@ impl Watchers {
 
     fn look(&self, shared: &Shared) -> bool {
         let mut words = self.words.lock().unwrap_or_else(PoisonError::into_inner);
-        let (mut changed, ended) = Self::fire(&mut words);
+        let (mut changed, ended) = Self::fire(&mut words, &shared.gate);
         for word in &mut words.watched {
             let Ok(value) = word.region.load_word(0) else { continue };
             if value != word.seen {
@@ -219,7 +228,7 @@ impl Watchers {
     }
 
     /// Hands on the writes whose word is there, in the order of their submission. Takes out those that have waited too long.
-    fn fire(words: &mut Words) -> (bool, Vec<(Armed, Reason)>) {
+    fn fire(words: &mut Words, gate: &Arc<Gate>) -> (bool, Vec<(Armed, Reason)>) {
         let mut ended = Vec::new();
         if words.armed.is_empty() {
             return (false, ended);
@@ -230,7 +239,7 @@ impl Watchers {
         for armed in words.armed.extract_if(.., |armed| armed.is_due() || late(armed)) {
             changed = true;
             if armed.is_due() {
-                ended.extend(armed.fire().map(|armed| (armed, Reason::Closed)));
+                ended.extend(armed.fire(gate).map(|armed| (armed, Reason::Closed)));
             } else {
                 ended.push((armed, Reason::Deadline));
             }

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use common::*;
 use putget_transfer::{
     Builder, Done, DownReason, Engine, Faults, MrDesc, MrHandle, NetAddr, NetworkError, Options, PeerEvent, Reason,
-    Refusal, SimNetwork, TransferFuture,
+    Refusal, TransferFuture,
 };
 
 fn connect(from: &Engine, to: &NetAddr) -> putget_transfer::Outcome {
@@ -211,49 +211,6 @@ fn a_lost_write_names_peer_nic_and_reason_and_others_go_on() {
     assert!((20..80).contains(&landed), "{landed}");
     assert_eq!(expect_count(&b, 1, landed), Ok(()));
     assert_eq!(b.imm_count(1), landed);
-}
-
-/// Cuts the network under a write and ends it with `stop`; afterwards nothing of it may land.
-fn stopped_write(
-    network: &SimNetwork,
-    deadline: Duration,
-    stop: impl FnOnce(&Engine, putget_transfer::TransferId),
-) -> Reason {
-    let patient =
-        |nics| builder(network, nics).heartbeat(Duration::from_millis(50), LONG).grace(Duration::from_millis(200));
-    let (a, events) = watched(patient(2));
-    let b = patient(2).build().unwrap();
-    let ((src, _), (dst, desc)) = (a.alloc_mr(4 << 20).unwrap(), b.alloc_mr(4 << 20).unwrap());
-    assert_eq!(connect(&a, &b.main_address()), Ok(()));
-    assert_eq!(events.recv_timeout(LONG), Ok(up(&b)));
-    src.write(0, &vec![7; 4 << 20]).unwrap();
-    let pairs: Vec<_> = a.addresses(0).iter().zip(b.addresses(0)).collect();
-    pairs.iter().for_each(|(a, b)| network.cut(a, b));
-    let (id, future) = write(&a, &src, &desc, deadline);
-    stop(&a, id);
-    let error = failure(future.wait(LONG).unwrap());
-    assert!(!error.may_land, "{error}");
-    // What was in flight could be stopped only with the connection.
-    assert_eq!(events.recv_timeout(LONG), Ok(down(&b, DownReason::Dropped)));
-    pairs.iter().for_each(|(a, b)| network.heal(a, b));
-    std::thread::sleep(Duration::from_millis(100));
-    let mut bytes = vec![1; 4 << 20];
-    dst.read(0, &mut bytes).unwrap();
-    assert!(bytes.iter().all(|byte| *byte == 0));
-    assert_eq!(b.imm_count(1), 0);
-    error.reason
-}
-
-#[test]
-fn an_overdue_write_is_stopped_for_good() {
-    let Some(network) = Network::obedient(9) else { return };
-    assert_eq!(stopped_write(&network, Duration::from_millis(50), |_, _| {}), Reason::Deadline);
-}
-
-#[test]
-fn a_cancelled_write_is_stopped_for_good() {
-    let Some(network) = Network::obedient(10) else { return };
-    assert_eq!(stopped_write(&network, LONG, |engine, id| engine.cancel(id).unwrap()), Reason::Cancelled);
 }
 
 #[test]

@@ -5,9 +5,10 @@ mod common;
 
 use std::time::Duration;
 
-use common::{LONG, Network, engine, eventually, expect_count, failure, nervous, noise, outcome, within};
+use common::{LONG, Network, builder, engine, eventually, expect_count, failure, nervous, noise, outcome, within};
 use putget_transfer::{
-    Done, Error, Faults, Grid, MrDesc, MrHandle, NetworkError, Options, Pages, Part, Reason, ScatterDst, Via, WriteItem,
+    Done, Error, Faults, Grid, MrDesc, MrHandle, NetworkError, Options, Pages, Part, Reason, ScatterDst, Via, WhenFull,
+    WriteItem,
 };
 
 fn bytes(handle: &MrHandle) -> Vec<u8> {
@@ -254,5 +255,46 @@ fn a_word_posts_prepared_writes_once_it_is_there() {
         a.close();
         assert_eq!(failure(future.wait(LONG).unwrap()).reason, Reason::Closed);
         assert_eq!(b.imm_count(6), 21);
+    }
+}
+
+/// They are not under way before their word is there: then they count, and go in any case.
+#[test]
+fn writes_that_wait_for_a_word_take_no_place_of_others() {
+    let Some(network) = Network::obedient(46) else { return };
+    let b = engine(&network, 1);
+    let (_memory, desc) = b.alloc_mr(64).unwrap();
+    for when_full in [WhenFull::Refuse, WhenFull::Wait] {
+        let a = builder(&network, 1).max_submissions(2, when_full).build().unwrap();
+        let (src, _) = a.alloc_mr(64).unwrap();
+        let items = [WriteItem { len: 64, src: (&src, 0), dst: (&desc, 0) }];
+        let prepared = a.prepare_writes(&items, Via::default()).unwrap();
+        let word = a.alloc_uvm_word().unwrap();
+        let before = b.imm_count(6);
+        let when = |value, deadline| {
+            let (done, future) = Done::future();
+            a.submit_when(&word, value, &prepared, Some(6), &within(deadline), done).map(|_| future)
+        };
+        let armed: Vec<_> = (0..5).map(|_| when(1, LONG).unwrap()).collect();
+        for _ in 0..3 {
+            assert_eq!(outcome(|done| a.submit_prepared(&prepared, None, &within(LONG), done)), Ok(()));
+        }
+        // While nothing arrives, two more fill the room; those whose word comes go all the same.
+        network.cut(&a.main_address(), &b.main_address());
+        let full: Vec<_> = (0..2)
+            .map(|_| {
+                let (done, future) = Done::future();
+                a.submit_prepared(&prepared, None, &within(LONG), done).unwrap();
+                future
+            })
+            .collect();
+        word.store(1);
+        let soon = Duration::from_millis(50);
+        assert_eq!(when(1, soon).err(), Some(Error::Busy { most: 2 }));
+        network.heal(&a.main_address(), &b.main_address());
+        assert!(full.into_iter().all(|future| future.wait(LONG) == Some(Ok(()))));
+        assert!(armed.into_iter().all(|future| future.wait(LONG) == Some(Ok(()))));
+        assert_eq!(when(1, LONG).unwrap().wait(LONG), Some(Ok(())));
+        assert_eq!(expect_count(&b, 6, before + 6), Ok(()));
     }
 }

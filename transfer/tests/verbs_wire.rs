@@ -45,7 +45,7 @@ impl Wire {
             .group(DeviceGroup::verbs(&[&self.devices[end]]))
             .heartbeat(Duration::from_millis(100), heartbeat)
             .connect_timeout(LONG)
-            .grace(Duration::from_millis(1500))
+            .grace(LONG)
             .on_peer_event(move |event| sender.send(event).unwrap_or(()))
             .build();
         (engine.unwrap(), events)
@@ -144,10 +144,10 @@ fn a_peer_behind_a_cut_wire_is_down_and_comes_back() {
     assert_eq!((expect_count(&b, 1, 2), b.imm_count(1)), (Ok(()), 2));
 }
 
-/// Cuts the wire under a write and cancels it; once the connection is dropped, `then` may mend it. Says whether the write may
-/// still land.
+/// Cuts the wire under a write and cancels it; once the heartbeat has ended the connection, `then` may mend the wire. Says whether the
+/// write may still land.
 fn cancelled(wire: &Wire, then: impl FnOnce()) -> bool {
-    let ((a, events), (b, _others)) = (wire.engine(0, LONG), wire.engine(1, LONG));
+    let ((a, events), (b, _others)) = (wire.engine(0, Duration::from_secs(1)), wire.engine(1, LONG));
     let ((src, _), (dst, desc)) = (memory(&a, 1), b.alloc_mr(LEN).unwrap());
     assert_eq!(outcome(|done| a.submit_barrier(None, 1, &[&desc], &within(LONG), done)), Ok(()));
     assert_eq!(events.recv_timeout(LONG), Ok(PeerEvent { peer: b.name(), down: None }));
@@ -156,7 +156,7 @@ fn cancelled(wire: &Wire, then: impl FnOnce()) -> bool {
     let id = a.submit_single_write(LEN as u64, Some(2), (&src, 0), (&desc, 0), &within(LONG), done).unwrap();
     std::thread::sleep(Duration::from_millis(100));
     a.cancel(id).unwrap();
-    assert_eq!(events.recv_timeout(LONG), Ok(PeerEvent { peer: b.name(), down: Some(DownReason::Dropped) }));
+    assert_eq!(events.recv_timeout(LONG), Ok(PeerEvent { peer: b.name(), down: Some(DownReason::HeartbeatLost) }));
     then();
     let error = failure(future.wait(LONG).unwrap());
     assert_eq!((error.peer, error.reason), (b.name(), Reason::Cancelled));

@@ -206,7 +206,10 @@ class Builder:
     def connect_timeout(self, timeout_s: float) -> Builder: ...
     def default_deadline(self, deadline_s: float) -> Builder: ...
     def grace(self, grace_s: float) -> Builder:
-        """Set how long a stopped transfer may drain before its connection is dropped."""
+        """Set how long a cancelled or overdue transfer may drain before it ends with `may_land`. Its connection stays.
+
+        Default: the heartbeat's timeout.
+        """
     def min_shard(self, bytes: int) -> Builder: ...
     def max_submissions(self, count: int, *, wait: bool = True) -> Builder:
         """Bound the operations that are under way at a time, expectations left out. Default: 65,536.

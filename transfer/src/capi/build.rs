@@ -96,7 +96,6 @@ fn down(reason: Option<DownReason>) -> c_int {
         Some(DownReason::Left) => 2,
         Some(DownReason::Reconnected) => 3,
         Some(DownReason::NetworkLost) => 4,
-        Some(DownReason::Dropped) => 5,
         Some(DownReason::Fenced) => 6,
         Some(DownReason::Drained) => 7,
         Some(DownReason::Closed) => 8,

@@ -360,6 +360,8 @@ impl Nic for HostNic {
             parts: pieces.iter().take(taken).map(part).collect(),
             imm: write.imm.filter(|_| taken == pieces.len()),
             bytes,
+            begun: false,
+            told: false,
         });
         Ok(taken)
     }
@@ -371,8 +373,14 @@ impl Nic for HostNic {
         }
         let part = Part { src: read.into_offset, dst: read.from, len: read.len };
         let (token, rkey, src, bytes) = (read.token, read.rkey, Arc::clone(read.into), read.len);
-        outgoing.take(Job { token, reads: true, rkey, src, parts: [part].into(), imm: None, bytes });
+        let (parts, imm, begun, told) = ([part].into(), None, false, false);
+        outgoing.take(Job { token, reads: true, rkey, src, parts, imm, bytes, begun, told });
         Ok(())
+    }
+
+    fn withdraw(&mut self, link: Link, token: u64) -> usize {
+        let place = self.place(link);
+        place.and_then(|place| self.connections.get_mut(place)).map_or(0, |found| found.outgoing.withdraw(token))
     }
 
     fn poll(&mut self, events: &mut Vec<Event>) {

@@ -39,6 +39,10 @@ pub(super) struct Job {
     pub imm: Option<u32>,
     /// Of all of it.
     pub bytes: u64,
+    /// Some of it is posted.
+    pub begun: bool,
+    /// The engine waits for it no more.
+    pub told: bool,
 }
 
 /// A work request that was posted whole.
@@ -48,14 +52,17 @@ struct Flight {
     /// How many requests are carried out when it is.
     end: u64,
     bytes: u64,
+    told: bool,
     _src: Option<Arc<Region>>,
 }
 
 /// Bytes of a read that the target has been asked for, and where they belong.
 struct Asked {
+    token: u64,
     number: u64,
     room: u64,
-    into: Arc<Region>,
+    /// None: nobody wants them any more.
+    into: Option<Arc<Region>>,
     at: u64,
     len: u64,
 }
@@ -180,7 +187,14 @@ impl Outgoing {
         let Some(source) = self.poster.carry(Bytes::Own(bytes), len) else { return false };
         let (is_message, is_read, is_last) = (true, false, true);
         self.poster.post(&Request { is_message, is_read, is_last, imm: None, rkey: 0, dst: 0, len, source });
-        self.flights.push_back(Flight { token, reads: false, end: self.poster.next(), bytes: 0, _src: None });
+        self.flights.push_back(Flight {
+            token,
+            reads: false,
+            end: self.poster.next(),
+            bytes: 0,
+            told: false,
+            _src: None,
+        });
         self.ring_bell();
         true
     }
@@ -200,8 +214,8 @@ impl Outgoing {
                 self.jobs.push_front(job);
                 break;
             }
-            let (token, reads, end, bytes) = (job.token, job.reads, self.poster.next(), job.bytes);
-            self.flights.push_back(Flight { token, reads, end, bytes, _src: Some(job.src) });
+            let (token, reads, end, bytes, told) = (job.token, job.reads, self.poster.next(), job.bytes, job.told);
+            self.flights.push_back(Flight { token, reads, end, bytes, told, _src: Some(job.src) });
         }
         if self.poster.next() > before {
             self.ring_bell();
@@ -211,7 +225,7 @@ impl Outgoing {
     /// Says whether all of it is posted.
     fn pump_job(&mut self, job: &mut Job) -> bool {
         while let Some(part) = job.parts.pop_front() {
-            let way = if job.reads { self.ask(&job.src, part) } else { self.carry(&job.src, part) };
+            let way = if job.reads { self.ask(job.token, &job.src, part) } else { self.carry(&job.src, part) };
             let Some((len, source)) = way else {
                 job.parts.push_front(part);
                 return false;
@@ -223,19 +237,20 @@ impl Outgoing {
             let imm = job.imm.filter(|_| is_last);
             let (is_message, is_read, rkey, dst) = (false, job.reads, job.rkey, part.dst);
             self.poster.post(&Request { is_message, is_read, is_last, imm, rkey, dst, len, source });
+            job.begun = true;
         }
         true
     }
 
     /// Makes room for bytes of a read, which the target copies there: nobody but this side writes to its memory. None: not now.
-    fn ask(&mut self, into: &Arc<Region>, part: Part) -> Option<(u64, Source)> {
+    fn ask(&mut self, token: u64, into: &Arc<Region>, part: Part) -> Option<(u64, Source)> {
         if !self.poster.has_slot() {
             return None;
         }
         let len = part.len.min(MAX_COPIED);
         let room = self.poster.room(len)?;
-        let (number, into, at) = (self.poster.next(), Arc::clone(into), part.src);
-        self.asked.push_back(Asked { number, room, into, at, len });
+        let (number, into, at) = (self.poster.next(), Some(Arc::clone(into)), part.src);
+        self.asked.push_back(Asked { token, number, room, into, at, len });
         Some((len, Source::Ring(room)))
     }
 
@@ -312,7 +327,10 @@ impl Outgoing {
                 && let Some(flight) = self.flights.pop_front()
             {
                 self.bytes = self.bytes.saturating_sub(flight.bytes);
-                over(events, flight.token, self.failure.take().map_or(Ok(()), |error| Err((error, false))));
+                let result = self.failure.take().map_or(Ok(()), |error| Err((error, false)));
+                if !flight.told {
+                    over(events, flight.token, result);
+                }
             }
         }
     }
@@ -324,11 +342,42 @@ impl Outgoing {
         {
             // Of a read that has failed nothing counts.
             if self.failure.is_none()
+                && let Some(into) = into
                 && let Err(error) = self.poster.take(room, (&into, at), len)
             {
                 self.failure = Some(NetworkError::Other(error.to_string()));
             }
         }
+    }
+
+    /// Takes back the work requests with this token of which nothing is posted, and the reads with it, whose bytes only this side takes
+    /// out of the ring. A write that is half posted loses its other half. Returns how many are over by that.
+    pub fn withdraw(&mut self, token: u64) -> usize {
+        let mut over = 0;
+        self.asked.iter_mut().filter(|asked| asked.token == token).for_each(|asked| asked.into = None);
+        for flight in self.flights.iter_mut().filter(|flight| flight.token == token && flight.reads && !flight.told) {
+            flight.told = true;
+            over += 1;
+        }
+        let bytes = &mut self.bytes;
+        self.jobs.retain_mut(|job| {
+            if job.token != token || job.told {
+                return true;
+            }
+            if !job.begun {
+                *bytes = bytes.saturating_sub(job.bytes);
+                over += 1;
+                return false;
+            }
+            // The target has to hear of its end.
+            job.parts.truncate(1);
+            job.parts.iter_mut().for_each(|part| part.len = 0);
+            job.imm = None;
+            job.told = job.reads;
+            over += usize::from(job.reads);
+            true
+        });
+        over
     }
 
     /// Ends the link: nothing more of it is counted.
@@ -343,8 +392,9 @@ impl Outgoing {
     pub fn abandon(&mut self, error: &NetworkError, may_land: bool, events: &mut Vec<Event>) {
         self.bytes = 0;
         self.asked.clear();
-        let posted = self.flights.drain(..).map(|flight| (flight.token, flight.reads));
-        posted.chain(self.jobs.drain(..).map(|job| (job.token, job.reads))).for_each(|(token, reads)| {
+        let posted = self.flights.drain(..).map(|flight| (flight.token, flight.reads, flight.told));
+        let all = posted.chain(self.jobs.drain(..).map(|job| (job.token, job.reads, job.told)));
+        all.filter(|(.., told)| !told).for_each(|(token, reads, _)| {
             over(events, token, Err((error.clone(), may_land && !reads)));
         });
     }

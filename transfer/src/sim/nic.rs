@@ -355,6 +355,14 @@ impl Nic for SimNic {
         self.post(read.link, read.token, work, |faults| faults.drop_writes)
     }
 
+    /// What this NIC has not sent yet, and reads: their bytes land only when it says so.
+    fn withdraw(&mut self, link: Link, token: u64) -> usize {
+        let (now, latency, known) = (Instant::now(), self.network.faults().latency, self.flights.len());
+        let here = |flight: &Flight| matches!(flight.work, Work::Read { .. }) || now + latency < flight.arrives;
+        self.flights.retain(|flight| flight.link != link || flight.token != token || !here(flight));
+        known - self.flights.len()
+    }
+
     fn poll(&mut self, events: &mut Vec<Event>) {
         self.polls += 1;
         events.append(&mut self.finished);

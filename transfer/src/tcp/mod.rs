@@ -429,6 +429,12 @@ impl Nic for TcpNic {
         self.post(read.link, Request::new(read.token, head, Payload::Back { into, at, left }))
     }
 
+    fn withdraw(&mut self, link: Link, token: u64) -> usize {
+        let over = self.outgoing.get_mut(&link).map_or(0, |outgoing| outgoing.withdraw(token));
+        self.writes = self.writes.saturating_sub(over);
+        over
+    }
+
     fn poll(&mut self, events: &mut Vec<Event>) {
         for link in std::mem::take(&mut self.unsent) {
             if self.outgoing.get(&link).is_some_and(|outgoing| !outgoing.blocked && outgoing.has_unsent()) {

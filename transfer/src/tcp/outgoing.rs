@@ -339,6 +339,33 @@ impl Outgoing {
         true
     }
 
+    /// Takes back the requests with this token of which nothing has been sent, and what its reads still bring, which nobody but this
+    /// side writes. Returns how many are over by that.
+    pub fn withdraw(&mut self, token: u64) -> usize {
+        let begun = self.sent + usize::from(self.begun > 0);
+        let (mut index, mut over, mut unasked) = (0, 0, 0);
+        self.requests.retain_mut(|request| {
+            index += 1;
+            let (is_wanted, is_sent) = (request.token == token && !request.is_told(), index <= begun);
+            if !is_wanted {
+                return true;
+            }
+            match &mut request.payload {
+                Payload::Back { into, left, .. } => {
+                    // What was asked for comes, and is thrown away.
+                    *into = None;
+                    unasked += if is_sent { 0 } else { *left };
+                }
+                Payload::Bytes(_) | Payload::Memory { .. } if is_sent => return true,
+                Payload::Bytes(_) | Payload::Memory { .. } => {}
+            }
+            over += 1;
+            is_sent
+        });
+        self.asked = self.asked.saturating_sub(unasked);
+        over
+    }
+
     /// The engine drops the link. What has not been sent never is. The other side says that it has read to the end by closing.
     pub fn part(&mut self, over: &mut impl FnMut(Event)) {
         let begun = self.sent + usize::from(self.begun > 0);

@@ -88,6 +88,28 @@ impl<N: Nic + ?Sized> Worker<N> {
         }
     }
 
+    /// Takes back the only frame of a message, if it has not left this machine. Says whether that is so.
+    pub(super) fn withdraw_message(&mut self, id: u64) -> bool {
+        let Some(index) = self.frames.iter().find(|(_, frame)| frame.message == Some(id)).map(|(index, _)| index)
+        else {
+            return false;
+        };
+        let waits = self.frame_queue.iter().position(|waiting| *waiting == index);
+        let withdrawn = match (waits, self.frames.get(index), self.lanes.first_mut()) {
+            (Some(at), ..) => self.frame_queue.remove(at).is_some(),
+            (None, Some(frame), Some(lane)) => {
+                let withdrawn = lane.nic.withdraw(frame.link, Token::Frame(index).encode());
+                lane.in_flight = lane.in_flight.saturating_sub(withdrawn);
+                withdrawn > 0
+            }
+            _ => false,
+        };
+        if withdrawn {
+            self.frames.try_remove(index);
+        }
+        withdrawn
+    }
+
     /// Sends a frame of the set-up. It may get lost: whoever needs an answer says it again. So it never waits for room, and
     /// nothing waits behind it.
     pub(super) fn send_greeting(&mut self, way: Link, frame: &Frame<'_>) {

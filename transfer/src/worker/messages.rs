@@ -42,6 +42,8 @@ pub(super) struct Message {
     wait: Duration,
     rejection: Option<Rejection>,
     cancelled: bool,
+    /// When it was stopped, though the receiver may have it.
+    stopped: Option<Instant>,
 }
 
 impl Message {
@@ -76,6 +78,7 @@ impl<N: Nic + ?Sized> Worker<N> {
             wait: FIRST_WAIT,
             rejection: None,
             cancelled: false,
+            stopped: None,
         };
         self.messages.insert(id, message);
         if self.peers.get(peer).is_some_and(|peer| peer.stage == Stage::Ready) {
@@ -175,11 +178,25 @@ impl<N: Nic + ?Sized> Worker<N> {
         all.into_iter().for_each(|(id, sent)| self.end_message(id, Err((Reason::Closed, sent))));
     }
 
-    /// Stops a message that is not with the receiver; one that is stops when the receiver sends it back.
     pub(super) fn cancel_message(&mut self, id: u64) {
+        if let Some(message) = self.messages.get_mut(&id) {
+            message.cancelled = true;
+            self.stop_message(id);
+        }
+    }
+
+    /// Stops a message that the receiver cannot have. One that it may have stops when the receiver sends it back; the receiver's answer
+    /// is worth a little patience, because without it nobody knows whether the message arrived.
+    fn stop_message(&mut self, id: u64) {
+        let Some(state) = self.messages.get(&id).map(|message| message.state) else { return };
+        let left = state == State::Sent && !self.withdraw_message(id);
+        let now = self.now;
         match self.messages.get_mut(&id) {
-            Some(message) if message.state == State::Sent => message.cancelled = true,
-            Some(_) => self.end_message(id, Err((Reason::Cancelled, false))),
+            Some(message) if left => _ = message.stopped.get_or_insert(now),
+            Some(message) => {
+                let reason = message.ending();
+                self.end_message(id, Err((reason, false)));
+            }
             None => {}
         }
     }
@@ -216,18 +233,18 @@ impl<N: Nic + ?Sized> Worker<N> {
 
     pub(super) fn tick_messages(&mut self) {
         let (now, grace) = (self.now, self.shared.config.grace);
-        let (mut late, mut again) = (Vec::new(), Vec::new());
+        let (mut late, mut stuck, mut again) = (Vec::new(), Vec::new(), Vec::new());
         for (&id, message) in &self.messages {
-            match message.state {
-                // The receiver's answer is worth a little patience: without it nobody knows whether the message arrived.
-                State::Sent if now >= message.deadline + grace => late.push((id, message.ending(), true)),
-                State::Sent => {}
-                _ if now >= message.deadline => late.push((id, message.ending(), false)),
-                State::Backoff { until } if now >= until => again.push(id),
+            match (message.stopped, message.state) {
+                (Some(since), _) if now >= since + grace => stuck.push((id, message.ending())),
+                (Some(_), _) => {}
+                _ if now >= message.deadline => late.push(id),
+                (None, State::Backoff { until }) if now >= until => again.push(id),
                 _ => {}
             }
         }
-        late.into_iter().for_each(|(id, reason, sent)| self.end_message(id, Err((reason, sent))));
+        stuck.into_iter().for_each(|(id, reason)| self.end_message(id, Err((reason, true))));
+        late.into_iter().for_each(|id| self.stop_message(id));
         again.into_iter().for_each(|id| self.post_message(id));
     }
 }

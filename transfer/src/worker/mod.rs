@@ -17,6 +17,7 @@ mod peers;
 mod posted;
 mod resets;
 mod rest;
+mod stopping;
 #[cfg(test)]
 mod strangers_tests;
 #[cfg(test)]

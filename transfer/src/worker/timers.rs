@@ -58,14 +58,14 @@ impl<N: Nic + ?Sized> Worker<N> {
         let (now, grace) = (self.now, self.shared.config.grace);
         let (mut late, mut stuck) = (Vec::new(), Vec::new());
         for (slot, op) in &self.ops {
-            match op.stopped {
-                None if now >= op.deadline => late.push(slot),
-                Some((_, since)) if now >= since + grace => stuck.push(slot),
-                _ => {}
+            if op.stopped.is_none() && now >= op.deadline {
+                late.push(slot);
+            } else if op.is_stuck(now, grace) {
+                stuck.push(slot);
             }
         }
         late.into_iter().for_each(|slot| self.stop_write(slot, &Reason::Deadline));
-        stuck.into_iter().for_each(|slot| self.force_write(slot));
+        stuck.into_iter().for_each(|slot| self.tell_stuck(slot));
     }
 
     fn tick_heartbeats(&mut self) {

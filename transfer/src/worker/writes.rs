@@ -11,10 +11,9 @@ use super::peers::Stage;
 use super::{Token, Worker};
 use crate::completion::Done;
 use crate::descriptor::MAX_NICS;
-use crate::error::{DownReason, Error, NetworkError, Reason, TransferError};
+use crate::error::{Error, NetworkError, Reason, TransferError};
 use crate::provider::{MayLand, Nic, Post, Read, Write};
 use crate::shard::Piece;
-use crate::sync::pause;
 
 /// Where a destination's immediate is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -31,14 +30,14 @@ pub(super) struct Target {
     /// The next piece of each NIC, and the end of its pieces.
     cursors: [(usize, usize); MAX_NICS],
     unposted: usize,
-    in_flight: usize,
+    pub in_flight: usize,
     /// Targets that lead to this one and are not through.
     after: usize,
     imm: Imm,
     /// False while the connection is being set up.
     attached: bool,
     failed: bool,
-    closed: bool,
+    pub closed: bool,
 }
 
 impl Target {
@@ -70,7 +69,7 @@ impl Target {
     }
 
     /// Says whether everything has been posted.
-    fn is_posted(&self) -> bool {
+    pub fn is_posted(&self) -> bool {
         self.attached && self.unposted == 0 && !matches!(self.imm, Imm::Waiting(_))
     }
 }
@@ -78,11 +77,11 @@ impl Target {
 pub(super) struct Op {
     pub id: u64,
     /// None once its owner has been told.
-    done: Option<Done>,
+    pub done: Option<Done>,
     pub deadline: Instant,
     pub targets: Vec<Target>,
     open: usize,
-    errors: Vec<TransferError>,
+    pub errors: Vec<TransferError>,
     /// Cancelled or overdue: why and since when.
     pub stopped: Option<(Reason, Instant)>,
 }
@@ -346,13 +345,22 @@ impl<N: Nic + ?Sized> Worker<N> {
     }
 
     /// Notes a failure, posts nothing more, and closes the target once nothing is in flight.
-    fn fail_target(&mut self, slot: usize, index: usize, nic: Option<usize>, reason: Reason, may_land: bool) {
+    pub(super) fn fail_target(
+        &mut self,
+        slot: usize,
+        index: usize,
+        nic: Option<usize>,
+        reason: Reason,
+        may_land: bool,
+    ) {
         let Some(op) = self.ops.get_mut(slot) else { return };
         let Some(target) = op.targets.get_mut(index) else { return };
         let Some(peer) = self.peers.get(target.peer) else { return };
         let name = peer.name;
-        // What was to come behind others has failed with them.
-        let told = target.request.after > 0 && op.errors.iter().any(|error| error.peer == name);
+        // What was to come behind others has failed with them, and an operation that was stopped names each peer once.
+        let stopped = matches!(reason, Reason::Deadline | Reason::Cancelled | Reason::Closed);
+        let told = |error: &TransferError| error.peer == name && (target.request.after > 0 || error.reason == reason);
+        let told = (stopped || target.request.after > 0) && op.errors.iter().any(told);
         if !target.failed && !told {
             op.errors.push(TransferError { peer: name, nic, reason, may_land });
         } else if may_land {
@@ -409,49 +417,6 @@ impl<N: Nic + ?Sized> Worker<N> {
         }
     }
 
-    /// Stops an operation: nothing more is posted. What is in flight is waited for, so `done` means that nothing of it can
-    /// land any more.
-    pub(super) fn stop_write(&mut self, slot: usize, reason: &Reason) {
-        let now = self.now;
-        let Some(op) = self.ops.get_mut(slot) else { return };
-        if op.stopped.is_some() {
-            return;
-        }
-        op.stopped = Some((reason.clone(), now));
-        let id = op.id;
-        for index in 0..op.targets.len() {
-            let Some(op) = self.ops.get(slot).filter(|op| op.id == id) else { return };
-            if op.targets.get(index).is_some_and(|target| !target.closed && !target.is_posted()) {
-                self.fail_target(slot, index, None, reason.clone(), false);
-            }
-        }
-    }
-
-    /// A stopped operation has not drained in time: drops the connections that hold it up.
-    pub(super) fn force_write(&mut self, slot: usize) {
-        let Some(op) = self.ops.get(slot) else { return };
-        let id = op.id;
-        let stuck = op.targets.iter().filter(|target| !target.closed);
-        let peers: Vec<_> = stuck.map(|target| target.peer).collect();
-        for peer in peers {
-            self.drop_peer(peer, DownReason::Dropped);
-        }
-        self.poll();
-        // A provider owes a completion for every work request of a dropped connection. One that owes it for longer must
-        // not keep the caller: the slot stays taken, the caller is told that bytes may still land.
-        let overdue = self.now - 2 * self.shared.config.grace;
-        let Some(op) = self.ops.get_mut(slot).filter(|op| op.id == id) else { return };
-        let Some((reason, _)) = op.stopped.clone().filter(|(_, since)| *since < overdue) else { return };
-        if let Some(done) = op.done.take() {
-            let names =
-                op.targets.iter().filter(|target| !target.closed).filter_map(|target| self.peers.get(target.peer));
-            let error = |name| TransferError { peer: name, nic: None, reason: reason.clone(), may_land: true };
-            op.errors.extend(names.map(|peer| error(peer.name)));
-            let errors = op.errors.clone();
-            self.shared.complete(done, Err(Error::Transfer(errors)));
-        }
-    }
-
     /// Fails everything that goes to a peer and has not been posted.
     pub(super) fn fail_unposted(&mut self, peer: usize, reason: &Reason) {
         let mut hit = Vec::new();
@@ -464,36 +429,6 @@ impl<N: Nic + ?Sized> Worker<N> {
         }
         for (slot, index) in hit {
             self.fail_target(slot, index, None, reason.clone(), false);
-        }
-    }
-
-    /// The engine closes: waits a little for what is in flight, then drops every connection and tells everybody.
-    pub(super) fn abandon_operations(&mut self) {
-        let slots: Vec<_> = self.ops.iter().map(|(slot, _)| slot).collect();
-        for slot in slots {
-            self.stop_write(slot, &Reason::Closed);
-        }
-        let end = Instant::now() + self.shared.config.grace;
-        let mut dropped = false;
-        while !self.ops.is_empty() && Instant::now() < end + self.shared.config.grace {
-            self.now = Instant::now();
-            self.post_pending();
-            self.poll();
-            if self.now > end && !dropped {
-                dropped = true;
-                let peers: Vec<_> = self.peers.iter().map(|(index, _)| index).collect();
-                peers.into_iter().for_each(|peer| self.drop_peer(peer, DownReason::Closed));
-            }
-            pause();
-        }
-        for (_, mut op) in std::mem::take(&mut self.ops) {
-            let names =
-                op.targets.iter().filter(|target| !target.closed).filter_map(|target| self.peers.get(target.peer));
-            let error = |name| TransferError { peer: name, nic: None, reason: Reason::Closed, may_land: true };
-            op.errors.extend(names.map(|peer| error(peer.name)));
-            if let Some(done) = op.done.take() {
-                self.shared.complete(done, Err(Error::Transfer(op.errors)));
-            }
         }
     }
 }

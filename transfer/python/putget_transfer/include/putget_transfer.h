@@ -80,7 +80,6 @@ typedef enum pt_down {
   PT_LEFT = 2,
   PT_RECONNECTED = 3,
   PT_NETWORK_LOST = 4,
-  PT_DROPPED = 5, /* to stop an overdue transfer */
   PT_FENCED = 6,
   PT_DRAINED = 7, /* down before, and could still write; now it cannot any more */
   PT_ENGINE_CLOSED = 8
