@@ -255,6 +255,41 @@ def test_low_latency_rounds(use_fp8: bool, place: Place) -> None:
     place.run(low_latency, place.fit(replace(RAGGED, num_tokens=(0, 8, 0, 0), no_expert=0.8)), use_fp8)
 
 
+def full_of_repeats(rank: Rank, device_ids: torch.Tensor) -> None:
+    """A body: every rank is full of tokens that name experts several times, of which some are all alike."""
+    tokens, top_k, num_experts, hidden = 6, 4, 2 * rank.size, 128
+    buffer = deep_ep.Buffer(rank.comm, device=rank.device, timeout_s=20, warmup_timeout_s=20)
+    generator = torch.Generator().manual_seed(rank.rank)
+    ids = device_ids.to(rank.device)
+    weights = 2.0 ** -torch.randint(0, 5, (tokens, top_k), generator=generator).to(rank.device)
+    x = torch.randint(-8, 9, (tokens, hidden), generator=generator).bfloat16().to(rank.device)
+    handles = []
+    for turn in range(4):
+        rows, counts, handle, _, hook = buffer.low_latency_dispatch(
+            x, ids, tokens, num_experts, use_fp8=False, return_recv_hook=turn % 2 == 1
+        )
+        hook()
+        experts = torch.arange(2, device=rank.device) + 2 * rank.rank
+        has = (ids[:, :, None] == experts).any(1).sum(0)  # of a rank; all have the same ids
+        assert counts.tolist() == (rank.size * has).tolist()
+        handles.append((rows * (experts + 1)[:, None, None], handle))
+    wanted = (x.float()[:, None] * torch.where(ids >= 0, weights * (ids + 1), 0.0)[..., None]).sum(1)
+    # The first two have no round any more: their combine begins one.
+    for turn, (output, handle) in enumerate(handles):
+        combined, _, hook = buffer.low_latency_combine(output, ids, weights, handle, return_recv_hook=turn % 2 == 1)
+        hook()
+        assert torch.equal(combined, wanted.bfloat16())
+    buffer.destroy()
+
+
+@pytest.mark.parametrize(
+    "ids", [torch.zeros(6, 4, dtype=torch.int64), torch.tensor([[0, 1, 0, -1], [3, 3, 3, 0], [-1, -1, 2, 2]] * 2)]
+)
+def test_a_token_may_name_an_expert_twice(ids: torch.Tensor, place: Place) -> None:
+    """As in normal rounds: its row goes there once, with the weights of both."""
+    place.run(full_of_repeats, ids)
+
+
 def again_and_again(rank: Rank, layer: Layer, with_ids: bool) -> None:
     """A body: one handle is combined, sent again and combined, with weights and two biases; what the handle says."""
     buffer = buffer_of(rank, layer)

@@ -153,7 +153,7 @@ class Buffer(LowLatencyCalls):
         self._lanes: dict[tuple[int, ...], Lanes] = {}
         self._zero_copy: dict[tuple[int, int, int], torch.Tensor] = {}
         self._comm_stream = CommStream(self._device)
-        self._normal = NormalRounds(self._comm, self._device, self._memory)
+        self._normal = NormalRounds(self._comm, self._device, self._memory, "max_tokens_per_rank")
         self._lost_rows = torch.zeros(1, dtype=torch.int64, device=self._device)
 
     def get_comm_stream(self) -> Any:

@@ -9,6 +9,7 @@ experts, grouped by expert. Handles can be sent again and combined more than onc
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -153,12 +154,17 @@ class ElasticBuffer:
         self._device = place_of(device)
         self._timeouts = (float(num_gpu_timeout_secs), float(num_cpu_timeout_secs))
         self._stream = CommStream(self._device)
-        self._normal = NormalRounds(self._comm, self._device, self._memory)
+        self._normal = NormalRounds(self._comm, self._device, self._memory, "num_max_tokens_per_rank")
 
-    def _memory(self, num_bytes: int) -> SharedWorkspace:
+    def _memory(self, num_bytes: int, arguments: Mapping[str, int]) -> SharedWorkspace:
         timeout_s, warmup_timeout_s = self._timeouts
         return SharedWorkspace(
-            self._comm, num_bytes, self._device, timeout_s=timeout_s, warmup_timeout_s=warmup_timeout_s
+            self._comm,
+            num_bytes,
+            self._device,
+            timeout_s=timeout_s,
+            warmup_timeout_s=warmup_timeout_s,
+            arguments=arguments,
         )
 
     def destroy(self) -> None:

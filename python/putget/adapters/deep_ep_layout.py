@@ -57,6 +57,24 @@ def local_experts(topk_idx: torch.Tensor, ep_rank: int, num_local_experts: int) 
     return torch.where((local >= 0) & (local < num_local_experts), local, -1)
 
 
+def once_each(topk_idx: torch.Tensor) -> torch.Tensor:
+    """[num_tokens, top_k]: the same ids, with -1 for an expert that stands before in its token."""
+    same = topk_idx[:, :, None] == topk_idx[:, None, :]
+    return topk_idx.masked_fill(same.tril(-1).any(2), -1)
+
+
+def weights_of(sent: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
+    """[num_tokens, top_k] float32: for each id that is sent the weights of all ids like it in its token; 0 for -1.
+
+    Args:
+        sent: Of ``once_each``.
+        topk_idx: What it was made from.
+        topk_weights: [num_tokens, top_k] float32.
+    """
+    same = (sent[:, :, None] == topk_idx[:, None, :]) & (sent >= 0)[:, :, None]
+    return torch.where(same, topk_weights[:, None, :], 0.0).sum(2)
+
+
 def experts_first(topk_ids: torch.Tensor, ep_rank: int, num_local_experts: int, capacity: int) -> torch.Tensor:
     """Where each flat row goes when rows are grouped by expert; within one by source rank, then slot.
 

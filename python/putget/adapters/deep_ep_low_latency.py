@@ -1,8 +1,13 @@
-"""The low-latency half of DeepEP's ``Buffer``: every (token, expert) pair travels as a token of one expert."""
+"""The low-latency half of DeepEP's ``Buffer``: every (token, expert) pair travels as a token of one expert.
+
+A token's row goes to an expert once, also where its ids name the expert twice: each expert has room for one row of
+every token. Combine then gives that row the weights of all these ids, which is what the token would get from as many
+rows.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -58,7 +63,8 @@ class LowLatencyCalls:
 
         Args:
             x: [num_tokens, hidden] bfloat16.
-            topk_idx: [num_tokens, top_k] int64, no expert twice in a token; -1 is "no expert".
+            topk_idx: [num_tokens, top_k] int64; -1 is "no expert". An expert that a token names twice gets its row
+                once, which counts as one.
             num_max_dispatch_tokens_per_rank: Most tokens that one rank sends, the same on every rank.
             num_experts: Experts of all ranks together, a multiple of the number of ranks.
             cumulative_local_expert_recv_stats: [local experts] int32: what each expert got is added.
@@ -93,7 +99,8 @@ class LowLatencyCalls:
         capacity = num_max_dispatch_tokens_per_rank * self.group_size
         with self._comm_stream.turn_or_here(return_recv_hook, async_finish) as turn:
             payloads = layouts.to_fp8(x, round_scale=round_scale, use_ue8m0=use_ue8m0) if use_fp8 else (x,)
-            lanes = self._pairs(num_max_dispatch_tokens_per_rank * top_k, hidden, num_experts)
+            lanes = self._pairs(num_max_dispatch_tokens_per_rank, top_k, hidden, num_experts)
+            pairs = layouts.once_each(topk_idx)
             lane = lanes.begin()
             tokens = torch.arange(num_tokens, dtype=torch.int32, device=x.device)[:, None]
             sent = [payload.repeat_interleave(top_k, 0) for payload in (*payloads, tokens)]
@@ -108,9 +115,7 @@ class LowLatencyCalls:
                 result = (placed[0], torch.empty_like(placed[1].transpose(1, 2), memory_format=torch.contiguous_format))
                 result = (result[0], result[1].transpose(1, 2))
             ticket = Ticket(lane, lane.number)
-            handle = LowLatencyHandle(
-                None, num_tokens, top_k, shape, self.group_size, placed[-1][:, :, 0], lanes, ticket
-            )
+            handle = LowLatencyHandle(None, pairs, shape, self.group_size, placed[-1][:, :, 0], lanes, ticket)
 
             def arrive(received: Received) -> None:
                 place = layouts.experts_first(received.topk_ids[:, :, 0], self.rank, num_local, capacity)
@@ -125,12 +130,11 @@ class LowLatencyCalls:
 
             hook = no_hook
             if return_recv_hook:
-                ids = topk_idx.reshape(-1, 1)
-                lane.rounds.dispatch_start(ids, None, sent, names=names)
-                hook = lane.rounds.later(lambda: arrive(lane.rounds.dispatch_finish()), keep=(ids, sent))
+                lane.rounds.dispatch_start(pairs.reshape(-1, 1), None, sent, names=names)
+                hook = lane.rounds.later(lambda: arrive(lane.rounds.dispatch_finish()), keep=(pairs, sent))
             else:
-                arrive(lane.rounds.dispatch(topk_idx.reshape(-1, 1), None, sent, names=names))
-            turn.share(x, topk_idx, cumulative_local_expert_recv_stats, rows, counts, result)
+                arrive(lane.rounds.dispatch(pairs.reshape(-1, 1), None, sent, names=names))
+            turn.share(x, topk_idx, pairs, cumulative_local_expert_recv_stats, rows, counts, result)
         return result, counts, handle, turn.event, hook
 
     def low_latency_combine(
@@ -173,7 +177,7 @@ class LowLatencyCalls:
             use_logfmt=(use_logfmt, False), combine_wait_recv_cost_stats=(combine_wait_recv_cost_stats, None)
         )
         check_handle(handle, LowLatencyHandle, "low_latency_dispatch")
-        routes = (handle.num_tokens, handle.top_k)
+        routes = tuple(handle.sent.shape)
         for name, tensor in (("topk_idx", topk_idx), ("topk_weights", topk_weights)):
             if tuple(tensor.shape) != routes:
                 raise ValueError(f"{name} has shape {list(tensor.shape)}, the dispatch had {list(routes)}")
@@ -186,11 +190,11 @@ class LowLatencyCalls:
         if handle.place is None:
             raise ProtocolMisuse("low_latency_combine: the hook of this handle's dispatch has not been called")
         with self._comm_stream.turn_or_here(return_recv_hook, async_finish) as turn:
-            rounds = self._pairs_under_way(handle, topk_idx)
+            rounds = self._pairs_under_way(handle)
             experts, rows, hidden = handle.shape
             taken = source.reshape(-1, hidden)[handle.place.clamp(max=experts * rows - 1)]
             combined = torch.empty(routes[0], hidden, dtype=torch.bfloat16, device=x.device) if out is None else out
-            weights = torch.where(topk_idx >= 0, topk_weights, 0.0)
+            weights = layouts.weights_of(handle.sent, topk_idx, topk_weights)
 
             def arrive(pairs: torch.Tensor) -> None:
                 combined.copy_((pairs.view(*routes, hidden).float() * weights[:, :, None]).sum(1))
@@ -201,7 +205,7 @@ class LowLatencyCalls:
                 hook = rounds.later(lambda: arrive(rounds.combine_finish()), keep=taken)
             else:
                 arrive(rounds.combine(taken, name="x"))
-            turn.share(source, topk_idx, topk_weights, handle.place, combined)
+            turn.share(source, topk_idx, topk_weights, handle.place, handle.sent, combined)
         return combined, turn.event, hook
 
     def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> torch.Tensor:
@@ -214,24 +218,31 @@ class LowLatencyCalls:
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
-    def _pairs_under_way(self, handle: LowLatencyHandle, topk_idx: torch.Tensor) -> Rounds:
+    def _pairs_under_way(self, handle: LowLatencyHandle) -> Rounds:
         """The round that a handle's combine ends: its dispatch's, or one more."""
         if handle.ticket.is_open:
             return handle.ticket.lane.rounds
         lane = handle.lanes.begin()
         handle.ticket = Ticket(lane, lane.number)
         experts, _, hidden = handle.shape
-        known = (topk_idx >= 0) & (topk_idx < experts * self.group_size)
-        owners = torch.where(known, topk_idx // experts, -1)
+        known = (handle.sent >= 0) & (handle.sent < experts * self.group_size)
+        owners = torch.where(known, handle.sent // experts, -1)
         lane.rounds.reopen(owners.reshape(-1, 1), Payload((hidden,), torch.bfloat16))
         return lane.rounds
 
-    def _pairs(self, max_pairs: int, hidden: int, num_experts: int) -> Lanes:
+    def _pairs(self, max_tokens: int, top_k: int, hidden: int, num_experts: int) -> Lanes:
         """Low-latency rounds: every (token, expert) pair travels as a token of one expert."""
-        key = (max_pairs, hidden, num_experts)
+        max_pairs = max_tokens * top_k
+        key = (max_tokens, top_k, hidden, num_experts)
+        arguments = {
+            "num_max_dispatch_tokens_per_rank": max_tokens,
+            "the number of columns of topk_idx": top_k,
+            "the length of rows of x": hidden,
+            "num_experts": num_experts,
+        }
         if key not in self._lanes:
             num_bytes = pairs_bytes(self.group_size, max_pairs, hidden)
-            self._lanes[key] = Lanes(lambda: self._rounds(num_bytes, num_experts, 1, max_pairs, hidden))
+            self._lanes[key] = Lanes(lambda: self._rounds(num_bytes, num_experts, max_pairs, hidden, arguments))
         return self._lanes[key]
 
     def _local(self, num_experts: int) -> int:
@@ -239,18 +250,25 @@ class LowLatencyCalls:
             raise ValueError(f"num_experts is {num_experts}, expected a multiple of the {self.group_size} ranks")
         return num_experts // self.group_size
 
-    def _memory(self, num_bytes: int) -> SharedWorkspace:
+    def _memory(self, num_bytes: int, arguments: Mapping[str, int]) -> SharedWorkspace:
         timeout_s, warmup_timeout_s = self._timeouts
         return SharedWorkspace(
-            self._comm, num_bytes, self._device, timeout_s=timeout_s, warmup_timeout_s=warmup_timeout_s
+            self._comm,
+            num_bytes,
+            self._device,
+            timeout_s=timeout_s,
+            warmup_timeout_s=warmup_timeout_s,
+            arguments=arguments,
         )
 
-    def _rounds(self, num_bytes: int, num_experts: int, top_k: int, capacity: int, hidden: int) -> Rounds:
+    def _rounds(
+        self, num_bytes: int, num_experts: int, capacity: int, hidden: int, arguments: Mapping[str, int]
+    ) -> Rounds:
         output = Payload((hidden,), torch.bfloat16)
         return Rounds(
-            self._memory(num_bytes),
+            self._memory(num_bytes, arguments),
             num_experts=num_experts,
-            top_k=top_k,
+            top_k=1,
             max_tokens_per_rank=capacity,
             output=output,
             expert_to_rank=placement.even(num_experts, self.group_size, engine="DeepEP"),

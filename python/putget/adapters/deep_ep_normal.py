@@ -6,7 +6,7 @@ ends the round of a dispatch. Where a combine has no such round, a dispatch of r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +17,7 @@ from putget.adapters.deep_ep_rounds import MAX_RANKS, Lanes, Ticket
 from putget.adapters.rounds import Rounds
 from putget.adapters.shared import SharedWorkspace, engine_workspace_bytes
 
-Make = Callable[[int], SharedWorkspace]
+Make = Callable[[int, Mapping[str, int]], SharedWorkspace]
 
 
 @dataclass
@@ -47,13 +47,15 @@ class NormalRounds:
     Args:
         comm: The group.
         device: Where the rows live.
-        make: Symmetric memory of so many bytes; collective.
+        make: Symmetric memory of so many bytes, with the arguments that they follow from; collective.
+        capacity: What callers call the most tokens that one rank sends.
     """
 
-    def __init__(self, comm: Communicator, device: torch.device, make: Make) -> None:
+    def __init__(self, comm: Communicator, device: torch.device, make: Make, capacity: str) -> None:
         self._comm = comm
         self._device = device
         self._make = make
+        self._capacity = capacity
         self._lanes: dict[tuple[str, int, int], Lanes] = {}
         self._all = torch.arange(comm.size, dtype=torch.int32, device=device)
 
@@ -135,8 +137,9 @@ class NormalRounds:
         num_bytes = engine_workspace_bytes(
             ep_size=ranks, max_tokens_per_rank=capacity, dispatch_bytes=dispatch_bytes, output=output
         )
+        length = {"rows": "the length of rows of x", "counts": "num_experts", "weights": "the columns of topk_weights"}
         return Rounds(
-            self._make(num_bytes),
+            self._make(num_bytes, {self._capacity: capacity, length[kind]: elements}),
             num_experts=ranks,
             top_k=ranks,
             max_tokens_per_rank=capacity,

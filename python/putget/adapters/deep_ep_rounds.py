@@ -110,8 +110,7 @@ class LowLatencyHandle:
     """
 
     place: torch.Tensor | None  # [rows] int64: where each received row is in the result; None before they are there
-    num_tokens: int
-    top_k: int
+    sent: torch.Tensor  # [num_tokens, top_k] ids, each expert of a token once
     shape: tuple[int, int, int]  # of the result: experts, rows, hidden
     ep_size: int
     source_tokens: torch.Tensor  # [experts, rows] int32
