@@ -107,6 +107,35 @@ def test_what_is_not_supported_is_named() -> None:
             assert part in message
 
 
+def differ(rank: Rank) -> list[str]:
+    """A body: each rank has another capacity, top_k, hidden and number of tokens in turn."""
+    said = []
+    buffer = deep_ep.Buffer(rank.comm, device=rank.device, timeout_s=20, warmup_timeout_s=20)
+    for tokens, top_k, hidden, experts in ((8, 2, 128, 4), (16, 1, 128, 4), (16, 2, 256, 4), (16, 2, 128, 8)):
+        mine = (16, 2, 128, 4) if rank.rank else (tokens, top_k, hidden, experts)
+        x, ids = torch.ones(1, mine[2], dtype=torch.bfloat16), torch.zeros(1, mine[1], dtype=torch.int64)
+        with pytest.raises(ValueError, match="differs between ranks") as caught:
+            buffer.low_latency_dispatch(x, ids, mine[0], mine[3], use_fp8=False)
+        said.append(str(caught.value))
+    x, ids = torch.ones(1, 128, dtype=torch.bfloat16), torch.zeros(1, 1, dtype=torch.int64)
+    _, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(ids, 2)
+    layout = {"is_token_in_rank": in_rank, "num_tokens_per_expert": per_expert}
+    with pytest.raises(ValueError, match="differs between ranks") as caught:
+        buffer.dispatch(x, topk_idx=ids, topk_weights=torch.ones(1, 1), max_tokens_per_rank=8 + rank.rank, **layout)
+    return [*said, str(caught.value)]
+
+
+def test_arguments_that_differ_are_named() -> None:
+    for said in run_ranks(2, differ):
+        assert said == [
+            "num_max_dispatch_tokens_per_rank differs between ranks: rank 0 has 8, rank 1 has 16",
+            "the number of columns of topk_idx differs between ranks: rank 0 has 1, rank 1 has 2",
+            "the length of rows of x differs between ranks: rank 0 has 256, rank 1 has 128",
+            "num_experts differs between ranks: rank 0 has 8, rank 1 has 4",
+            "max_tokens_per_rank differs between ranks: rank 0 has 8, rank 1 has 9",
+        ]
+
+
 def worst_is_too_small(rank: Rank, layer: Layer) -> tuple[int, str]:
     """A body: more rows come than num_worst_tokens; what is left of them, and who says so. Then enough."""
     buffer = buffer_of(rank, layer)

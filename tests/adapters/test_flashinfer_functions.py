@@ -215,6 +215,10 @@ def test_wrong_calls_name_what_is_wrong() -> None:
     good = ([x, ids, weights], workspace, metainfo, 8, 0, 4, RAGGED.top_k, RAGGED.num_experts)
     with pytest.raises(ValueError, match="metainfo is not what moe_a2a_initialize returned"):
         functions.moe_a2a_dispatch(ids, good[0], workspace.clone(), *good[2:])
+    for count in (0, 9):
+        wrong = f"input_payloads has {count} tensors, expected 1 to 8 payloads"
+        with pytest.raises(ValueError, match=wrong):
+            functions.moe_a2a_dispatch(ids, [x] * count, *good[1:])
     with pytest.raises(ValueError, match=r"expected \[0\] torch.int32: eplb_stats_num_experts is 0"):
         functions.moe_a2a_dispatch(ids, *good, eplb_local_stats=ids)
     mask = functions.moe_a2a_active_rank_mask([1, 2], 4)

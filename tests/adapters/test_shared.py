@@ -170,6 +170,36 @@ def test_a_closed_communicator_gives_its_workspaces_back(make: Callable[..., Cal
             play()
 
 
+def test_the_number_of_payloads_is_named() -> None:
+    (comm,) = putget.Communicator.local(1)
+    ids = torch.zeros(1, 1, dtype=torch.int32)
+    layer = MoeAlltoAll(SimpleNamespace(moe_ep_size=1, moe_ep_rank=0), 4, 1, 2, hidden_size=16, comm=comm, device="cpu")
+    for count in (0, 9):
+        with pytest.raises(ValueError, match=f"input_payloads has {count} tensors, expected 1 to 8 payloads"):
+            layer.dispatch(ids, [torch.ones(1, 1)] * count, 4)
+    comm.close()
+
+
+def differ(rank: Rank) -> list[str]:
+    """A body: the ranks give other capacities, in the words of each adapter."""
+    said = []
+    mapping = SimpleNamespace(moe_ep_size=2, moe_ep_rank=rank.rank)
+    for make in (
+        lambda: MoeAlltoAll(mapping, 4 + rank.rank, 1, 2, hidden_size=16, comm=rank.comm, device="cpu"),
+        lambda: MoeAlltoAll(mapping, 4, 1, 2, hidden_size=16 + 16 * rank.rank, comm=rank.comm, device="cpu"),
+        lambda: FourPayloadAllToAll(rank.comm, 2, 1, 4 + rank.rank, hidden_size=16, device="cpu"),
+    ):
+        with pytest.raises(ValueError, match="differs between ranks") as caught:
+            make()
+        said.append(str(caught.value).partition(" differs")[0])
+    return said
+
+
+def test_arguments_that_differ_are_named() -> None:
+    hidden = "workspace_size_per_rank (where it is None, by hidden_size and top_k)"
+    assert run_ranks(2, differ) == [["max_num_tokens", hidden, "max_num_tokens_per_rank"]] * 2
+
+
 def test_a_closed_communicator_leaves_the_workspaces_of_others() -> None:
     device = torch.device("cpu")
     (one,), (other,) = putget.Communicator.local(1), putget.Communicator.local(1)

@@ -151,6 +151,11 @@ class MoeAlltoAll:
             share_by=max_num_tokens,
             timeout_s=timeout_s,
             warmup_timeout_s=warmup_timeout_s,
+            arguments={
+                "max_num_tokens": max_num_tokens,
+                "eplb_stats_num_experts": eplb_stats_num_experts,
+                "workspace_size_per_rank (where it is None, by hidden_size and top_k)": workspace_size_per_rank,
+            },
         )
         self._rounds = Rounds(
             self._shared,

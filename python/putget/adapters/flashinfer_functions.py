@@ -145,7 +145,16 @@ class _Part:
         if self.shared is None:
             if self.comm is not None:
                 self.shared = SharedWorkspace(
-                    self.comm, self.num_bytes, self.bytes.device, timeout_s=TIMEOUT_S, warmup_timeout_s=WARMUP_TIMEOUT_S
+                    self.comm,
+                    self.num_bytes,
+                    self.bytes.device,
+                    timeout_s=TIMEOUT_S,
+                    warmup_timeout_s=WARMUP_TIMEOUT_S,
+                    arguments={
+                        "max_num_tokens": self.max_num_tokens,
+                        "eplb_stats_num_experts": self.num_stats,
+                        "size_per_rank of workspace": self.bytes.numel(),
+                    },
                 )
             else:
                 self.shared = _one_process(self).members[self.ep_rank]

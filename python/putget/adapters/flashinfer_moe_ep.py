@@ -86,6 +86,11 @@ class CommunicationRounds:
             share_by=options.share_by,
             timeout_s=options.timeout_s,
             warmup_timeout_s=options.warmup_timeout_s,
+            arguments={
+                "max_tokens_per_rank": params.max_tokens_per_rank,
+                "hidden_size": params.hidden_size,
+                "dispatch_bytes_per_token": params.dispatch_bytes_per_token,
+            },
         )
         self._rounds = Rounds(
             shared,

@@ -14,6 +14,7 @@ from putget.adapters.flashinfer_layout import METAINFO_INDEX, row_offsets, table
 from putget.adapters.rounds import Rounds, unquantised_row
 
 _WORDS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
+_MOST_PAYLOADS = 8
 _SUMMED = (torch.bfloat16, torch.float16, torch.float32)
 # The row that combine is prepared for where payloads do not say; the first combine says.
 _ANY_ROW = Payload((8,), torch.bfloat16)
@@ -87,6 +88,7 @@ class RankRounds:
             ProtocolMisuse, PeerTimeout, CapacityExceeded: As ``Rounds.dispatch``.
         """
         self.check("token_selected_experts", ids)
+        _check_number(payloads)
         if ids_index is not None:
             self.check("expert ids in input_payloads", payloads[ids_index])
             if self._ids_are_routes and payloads[ids_index] is not ids:
@@ -130,6 +132,7 @@ class RankRounds:
             ValueError, PeerTimeout: As ``dispatch``.
         """
         self.check("token_selected_experts", ids)
+        _check_number(payloads)
         _, carried, _ = self._carried(payloads, None)
         names = [f"input_payloads[{i}]" for i in carried]
         self.rounds.prepare(ids, None, [payloads[i] for i in carried], names=names)
@@ -278,6 +281,12 @@ class RankRounds:
         return (
             isinstance(payload, torch.Tensor) and payload.dtype == torch.float32 and tuple(payload.shape[1:]) == shape
         )
+
+
+def _check_number(payloads: Sequence[Any]) -> None:
+    """Raises ValueError unless there are as many payloads as FlashInfer takes."""
+    if not 1 <= len(payloads) <= _MOST_PAYLOADS:
+        raise ValueError(f"input_payloads has {len(payloads)} tensors, expected 1 to {_MOST_PAYLOADS} payloads")
 
 
 def _row_of(payloads: Sequence[Any], room: int) -> Payload:

@@ -134,7 +134,12 @@ class DispatcherRounds:
             output=row,
             combine_dtype=combine_dtype_of(self.low_precision_combine),
         )
-        return shared_workspace(comm, num_bytes, share_by=("sglang", is_speculative(), batch))
+        arguments = {
+            "tokens of a rank (chunked_prefill_size)": self.max_num_tokens,
+            "hidden_size": row.shape[0],
+            "params_dtype": row.dtype,
+        }
+        return shared_workspace(comm, num_bytes, share_by=("sglang", is_speculative(), batch), arguments=arguments)
 
     def dispatch(self, hidden_states: torch.Tensor, topk_output: Any, tbo_subbatch_index: int | None = None) -> Any:
         """Puts each token's rows into the ranks of its experts.

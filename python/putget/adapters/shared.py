@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,6 +105,10 @@ class SharedWorkspace:
         device: Where the rows live.
         timeout_s: Deadline of every wait, in seconds.
         warmup_timeout_s: Deadline of set-up and of each all-to-all's first round, in seconds.
+        arguments: What num_bytes follows from, by the caller's names: where ranks differ, these say so.
+
+    Attributes:
+        key: Under which its communicator keeps it; None where the caller does.
 
     Raises:
         ValueError, BackendUnavailable, PeerTimeout: As ``putget.Workspace``.
@@ -118,12 +122,14 @@ class SharedWorkspace:
         *,
         timeout_s: float = TIMEOUT_S,
         warmup_timeout_s: float = WARMUP_TIMEOUT_S,
+        arguments: Mapping[str, Any] | None = None,
     ) -> None:
         self.comm = comm
         self.device = device
         self.num_bytes = num_bytes
         self._timeout_s = timeout_s
         self._warmup_timeout_s = warmup_timeout_s
+        self._arguments = dict(arguments or {})
         self._objects: dict[Recipe, AllToAll] = {}
         self._suspended = self._is_closed = False
         self._workspace: Workspace | None = self._make()
@@ -132,6 +138,8 @@ class SharedWorkspace:
         self.key: Hashable = None
 
     def _make(self) -> Workspace:
+        if self._arguments:
+            self.comm.compare("layer's memory", self._arguments, self._warmup_timeout_s)
         return Workspace(
             self.comm,
             self.num_bytes,
@@ -345,6 +353,7 @@ def shared_workspace(
     share_by: Hashable = None,
     timeout_s: float = TIMEOUT_S,
     warmup_timeout_s: float = WARMUP_TIMEOUT_S,
+    arguments: Mapping[str, Any] | None = None,
 ) -> SharedWorkspace:
     """The workspace of this size for this group, made at the first call (collective) and kept for the next layer.
 
@@ -358,6 +367,7 @@ def shared_workspace(
             need different ones.
         timeout_s: Deadline of every wait, in seconds; the first caller's counts.
         warmup_timeout_s: Deadline of set-up and first rounds, in seconds; the first caller's counts.
+        arguments: As for ``SharedWorkspace``.
 
     Raises:
         ValueError, BackendUnavailable, PeerTimeout: As ``putget.Workspace``.
@@ -366,7 +376,9 @@ def shared_workspace(
     key = ("shared_workspace", place, num_bytes, share_by)
     found = comm.kept.get(key)
     if found is None:
-        found = SharedWorkspace(comm, num_bytes, place, timeout_s=timeout_s, warmup_timeout_s=warmup_timeout_s)
+        found = SharedWorkspace(
+            comm, num_bytes, place, timeout_s=timeout_s, warmup_timeout_s=warmup_timeout_s, arguments=arguments
+        )
         _keep(found, key)
     assert isinstance(found, SharedWorkspace)
     return found

@@ -105,6 +105,12 @@ class FourPayloadAllToAll:
             device,
             timeout_s=timeout_s if alltoall_watchdog_timeout_s is None else alltoall_watchdog_timeout_s,
             warmup_timeout_s=warmup_timeout_s,
+            arguments={
+                "max_num_tokens_per_rank": max_num_tokens_per_rank,
+                "hidden_size": hidden_size,
+                "dtype": output.dtype,
+                "extra_payload_bytes_per_token": extra_payload_bytes_per_token,
+            },
         )
         self.ep_size = comm.size
         self.ep_rank = comm.rank

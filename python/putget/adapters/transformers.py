@@ -136,6 +136,7 @@ class ExpertRounds:
                 ),
                 rows.device,
                 share_by="transformers",
+                arguments={"max_tokens_per_rank": self.max_tokens_per_rank, "hidden_size": rows.shape[1]},
             )
             self._rounds = Rounds(
                 shared,

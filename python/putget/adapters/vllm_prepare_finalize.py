@@ -90,7 +90,12 @@ class PrepareFinalizeRounds:
         self.max_num_tokens = max_num_tokens
         self._batches = [
             Rounds(
-                shared_workspace(comm, num_bytes, share_by=("vllm", batch)),
+                shared_workspace(
+                    comm,
+                    num_bytes,
+                    share_by=("vllm", batch),
+                    arguments={"max_num_batched_tokens": max_num_tokens, "hidden_size": hidden_size},
+                ),
                 num_experts=num_experts,
                 top_k=top_k,
                 max_tokens_per_rank=max_num_tokens,
