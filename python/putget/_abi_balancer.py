@@ -8,6 +8,7 @@ from putget._abi import Versioned
 
 NO_LIMIT = (1 << 32) - 1
 CHOICES = ("nearest", "round_robin", "hash", "balanced", "activated")
+MAX_GPUS, MAX_SLOTS = 4096, 1 << 16  # of a placement
 MAX_CELLS = 128  # of a landing area
 MAX_ORDERS = 256
 HOST_NEAR_NODE, HOST_HUGE_ALLOWED, HOST_FILLED_HERE = 1, 2, 4

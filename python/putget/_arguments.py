@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import hashlib
+import math
+import os
+import reprlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from putget import _abi
 from putget.payload import Payload
 
+Kind = TypeVar("Kind")
 _LISTED_EXPERTS = 64  # in messages
+_SHOWN_BITS = 256  # of an int in messages
 _INSTEAD = {  # of an argument that AllToAll had once
     "combine_direction": "nothing: rows are sent to small batches and got by large ones; "
     "tuning=putget.Tuning(combine=putget.Launch(sentinel_rows=...)) chooses",
@@ -43,8 +51,151 @@ def check_int(name: str, value: Any, low: int, high: int) -> int:
         ValueError: It is not.
     """
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-        raise ValueError(f"{name} is {value!r}, allowed are ints from {low} to {high}")
+        raise ValueError(f"{name} is {shown(value)}, allowed are ints from {low} to {high}")
     return value
+
+
+def as_count(name: str, value: Any, low: int, high: int) -> int:
+    """A number of things as an int within [low, high]. An integer of numpy is taken too.
+
+    Raises:
+        ValueError: It is none, or out of range.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or not low <= value <= high:
+        raise ValueError(f"{name} is {shown(value)}, allowed are {low} to {high}")
+    return int(value)
+
+
+def as_number(name: str, value: Any, low: float, high: float = math.inf, *, above: bool = False) -> float:
+    """A finite number within [low, high], or within (low, high] if `above`, as a float.
+
+    Raises:
+        ValueError: It is none, or out of range.
+    """
+    is_number = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
+    try:
+        number = float(value) if is_number else math.nan
+    except OverflowError:  # an int that no float holds
+        number = math.nan
+    if math.isfinite(number) and low <= number <= high and not (above and number == low):
+        return number
+    least = f"above {low:g}" if above else f"from {low:g}"
+    most = "" if math.isinf(high) else f" to {high:g}"
+    raise ValueError(f"{name} is {shown(value)}, allowed are finite numbers {least}{most or ' on'}")
+
+
+def as_flag(name: str, value: Any) -> bool:
+    """A bool, of Python or numpy.
+
+    Raises:
+        ValueError: It is none.
+    """
+    if not isinstance(value, bool | np.bool_):
+        raise ValueError(f"{name} is {shown(value)}, expected a bool")
+    return bool(value)
+
+
+def as_kind(name: str, value: Any, kind: type[Kind]) -> Kind:
+    """The value, which is an object of this class.
+
+    Raises:
+        ValueError: It is of another.
+    """
+    if not isinstance(value, kind):
+        raise ValueError(f"{name} is {shown(value)}, expected a {kind.__name__}")
+    return value
+
+
+def as_path(name: str, value: Any) -> Path:
+    """A path that was given as a str or a path.
+
+    Raises:
+        ValueError: It is neither.
+    """
+    text = os.fspath(value) if isinstance(value, str | os.PathLike) else ""
+    try:
+        if isinstance(text, str) and b"\0" not in os.fsencode(text) and text:
+            return Path(text)
+    except UnicodeEncodeError:
+        pass  # half of a character that no file system takes
+    raise ValueError(f"{name} is {shown(value)}, expected the path of a file, a str or a path")
+
+
+def as_name(name: str, value: Any) -> str:
+    """A str that is not empty and that UTF-8 can write.
+
+    Raises:
+        ValueError: It is none.
+    """
+    is_name = (
+        isinstance(value, str) and value and not any(sign == "\0" or "\ud800" <= sign <= "\udfff" for sign in value)
+    )
+    if not is_name:
+        raise ValueError(f"{name} is {shown(value)}, expected a name")
+    return str(value)
+
+
+def as_list(name: str, value: Any) -> list[Any]:
+    """What can be iterated over, as a list; a str is one thing, not many.
+
+    Raises:
+        ValueError: It cannot.
+    """
+    try:
+        if not isinstance(value, str | bytes):
+            return list(value)
+    except TypeError:
+        pass  # told below
+    raise ValueError(f"{name} is {shown(value)}, expected a sequence")
+
+
+def as_array(name: str, value: Any) -> NDArray[Any]:
+    """What numpy makes of it: of an array, of nested sequences, of a tensor on any device, with a gradient too.
+
+    Floats that numpy does not know become float32. The result may share memory with the value.
+
+    Raises:
+        ValueError: It is not rectangular, or has no numbers that the host can read; the message names the first row
+            that differs.
+    """
+    try:
+        if not isinstance(value, torch.Tensor):
+            return np.asarray(value)
+        found = value.detach().cpu().resolve_conj().resolve_neg()
+        is_known = not found.is_floating_point() or found.dtype in (torch.float64, torch.float32, torch.float16)
+        array: NDArray[Any] = (found if is_known else found.float()).numpy()
+        return array
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        reason = _ragged(value) or str(error).split("\n")[0]
+        raise ValueError(f"{name} is {shown(value)}: {reason}") from error
+
+
+def _ragged(value: Any) -> str | None:
+    """Which row of a nested sequence differs from the first one, or None."""
+    rows = value if isinstance(value, Sequence) and not isinstance(value, str | bytes) else ()
+    lengths = [len(row) if hasattr(row, "__len__") else None for row in rows]
+    for index, length in enumerate(lengths):
+        if length != lengths[0]:
+            said = ["no list" if one is None else f"{one} entries" for one in (length, lengths[0])]
+            return f"row {index} has {said[0]}, row 0 has {said[1]}"
+    for index, row in enumerate(rows):
+        inner = _ragged(row)
+        if inner is not None:
+            return f"row {index}: {inner}"
+    return None
+
+
+def shown(value: Any) -> str:
+    """A value for a message: short, whatever it is."""
+    if isinstance(value, torch.Tensor | np.ndarray):
+        dtype = str(value.dtype).removeprefix("torch.")
+        place = f" on {value.device}" if isinstance(value, torch.Tensor) else ""
+        return f"a {type(value).__name__} {dtype} {list(value.shape)}{place}"
+    if isinstance(value, int) and value.bit_length() > _SHOWN_BITS:
+        return f"an int of {value.bit_length()} bits"
+    if isinstance(value, Mapping):
+        return f"a {type(value).__name__}"
+    return reprlib.repr(value)
 
 
 def check_row_bytes(name: str, row_bytes: int, most: int = _abi.MAX_ROW_BYTES) -> int:

@@ -28,7 +28,7 @@ def resolve_device(device: str | torch.device) -> torch.device:
     """
     try:
         resolved = torch.device(device)
-    except (RuntimeError, TypeError) as error:
+    except (RuntimeError, TypeError, ValueError, OverflowError) as error:
         raise ValueError(f'device is {device!r}, expected "cuda", "cuda:N" or "cpu"') from error
     if resolved.type == "cpu":
         return torch.device("cpu")

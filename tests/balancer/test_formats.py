@@ -108,9 +108,17 @@ def test_tensorrt_llm_yaml(placement: Placement, tmp_path: Path) -> None:
         ("initial_global_assignments: {0: [0, 1]}", "has no 'num_slots'"),
         ("num_slots: 3\ninitial_global_assignments: {0: [0, 1]}", "layer 0 has 2 slots, num_slots is 3"),
         ("num_slots: 2\ninitial_global_assignments: {0: [0, 0]}", "layer 0 has no slot for expert 1"),
-        ("num_slots: 2\ninitial_global_assignments: {0: [0, x]}", r"must be integers"),
+        ("num_slots: 2\ninitial_global_assignments: {0: [0, x]}", r"layer 0, slot 1 is .x.; entries must be integers"),
         ("num_slots: 2\ninitial_global_assignments: {}", "assigns no layer"),
         ("num_slots: [", "is not YAML"),
+        ("num_slots: 2\ninitial_global_assignments: {0: null}", "layer 0 is null"),
+        ("num_slots: 2\ninitial_global_assignments: {3: [0, 1], 4: 7}", "layer 4 is 7"),
+        ("num_slots: 2\ninitial_global_assignments: {0: [0, 1], x: [0, 1]}", "a layer is 'x', expected an integer"),
+        ("num_slots: 2\ninitial_global_assignments: {-1: [0, 1]}", "a layer is -1"),
+        ("num_slots: [2]\ninitial_global_assignments: {0: [0, 1]}", "num_slots is a list"),
+        ("num_slots: 2\nlayer_updates_per_iter: x\ninitial_global_assignments: {0: [0, 1]}", "layer_updates_per_iter"),
+        ("a: 2024-99-99", "is not YAML"),
+        ("[" * 900, "nested too deeply"),
     ],
 )
 def test_a_bad_yaml_is_named(tmp_path: Path, text: str, message: str) -> None:
@@ -128,6 +136,66 @@ def test_bad_sglang_files_are_named(tmp_path: Path) -> None:
             formats.read_sglang(tmp_path / name, 4)
     with pytest.raises(ValueError, match=r"missing\.json"):
         formats.read_sglang(tmp_path / "missing.json", 4)
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ("[[0, 1], null]", "layer 1 is null, expected a list of integers"),
+        ("[[0, 1], [1, null]]", "layer 1, slot 1 is null"),
+        ("[[0, 1], [1]]", "layer 1 has 1 entries, the first layer has 2"),
+        ("[[0, 1], [1, true]]", "layer 1, slot 1 is True"),
+        ("[[0, 1], [1, [0]]]", "layer 1, slot 1 is a list"),
+        ("[[0, 1], [1, 0.5]]", r"layer 1, slot 1 is 0\.5"),
+        ("[[0, 1], [1, 2]]", "layer 1, slot 1 has 2"),
+        ("[[0, 1], 7]", "layer 1 is 7, expected a list"),
+        ("[[0, 1], [1, 1" + "0" * 400 + "]]", "layer 1, slot 1 is an int of 1329 bits"),
+        ("{}", "is a dict, expected a list for each layer"),
+        ("null", "is null"),
+        ("[]", "is a list, expected a list for each layer"),
+        ("[[]]", r"is .* \[1, 0\]"),
+        ("1" * 5000, "is not JSON"),
+        ("[" * 100_000, "nested too deeply"),
+    ],
+)
+def test_the_place_of_a_fault_in_json_is_named(tmp_path: Path, table: str, message: str) -> None:
+    path = tmp_path / "bad.json"
+    path.write_text('{"physical_to_logical_map": ' + table + "}")
+    with pytest.raises(ValueError, match=f"bad.json.*{message}"):
+        formats.read_sglang(str(path), 2)
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04", b"\x80\x02}q\x00.", b"x" * 1000])
+def test_a_damaged_pt_file_is_named(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "bad.pt"
+    path.write_bytes(content)
+    for read in (formats.read_sglang_count, lambda path: formats.read_sglang(path, 4)):
+        with pytest.raises(ValueError, match=r"bad\.pt"):
+            read(path)
+
+
+def test_counts_that_are_none_are_named(tmp_path: Path) -> None:
+    for count, message in (
+        ([[1, -2]], "load of layer 0, expert 1 is -2"),
+        ([[1.0, float("nan")]], "expert 1 is nan"),
+        ([[1], [1, 2]], "row 1 has 2 entries, row 0 has 1"),
+        ([[1e30]], "too large"),
+    ):
+        path = tmp_path / "count.json"
+        path.write_text(json.dumps({"logical_count": count}))
+        with pytest.raises(ValueError, match=rf"count\.json.*{message}"):
+            formats.read_sglang_count(path)
+
+
+def test_a_path_that_cannot_be_written_is_named(tmp_path: Path, placement: Placement) -> None:
+    pytest.importorskip("yaml", reason="needs PyYAML")
+    for name, write in (
+        ("x.json", formats.write_sglang),
+        ("x.pt", formats.write_sglang),
+        ("x.yaml", formats.write_tensorrt_llm),
+    ):
+        with pytest.raises(ValueError, match=f"{name} cannot be written"):
+            write(str(tmp_path / "no" / name), placement)
 
 
 def test_empty_slots_go_into_no_file(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -253,6 +254,34 @@ def test_bad_input_is_named(changes: dict[str, Any], message: str) -> None:
 def test_a_bad_table_is_named(table: NDArray[Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"physical_to_logical:? {message}"):
         Placement.of(table, 4)
+
+
+def test_the_table_of_a_placement_is_its_own() -> None:
+    table = np.array([[0, 1, 2, 3]], dtype=np.int32)
+    placement = Placement.of(table, 4)
+    table[:] = [[3, 2, 1, 0]]
+    assert placement.physical_to_logical.tolist() == [[0, 1, 2, 3]]
+
+
+@pytest.mark.parametrize(
+    "load",
+    [
+        torch.ones(2, 16, dtype=torch.bfloat16),
+        torch.ones(2, 16, requires_grad=True),
+        torch.ones(2, 16, dtype=torch.float64)[:, :],
+        torch.ones(16, 2, dtype=torch.int32).T,
+        [[1] * 16, (1.0,) * 16],
+    ],
+)
+def test_a_load_may_come_in_many_forms(load: Any) -> None:
+    assert rebalance(load, 20, 1, 1, 4) == rebalance(np.ones((2, 16)), 20, 1, 1, 4)
+
+
+def test_ragged_rows_are_named() -> None:
+    with pytest.raises(ValueError, match=r"load is .*row 1 has 1 entries, row 0 has 2"):
+        rebalance([[1, 2], [3]], 2, 1, 1, 1)
+    with pytest.raises(ValueError, match=r"physical_to_logical is .*row 2 has no list, row 0 has 2 entries"):
+        Placement.of([[0, 1], [1, 0], None], 2)
 
 
 def test_scores_of_a_placement() -> None:

@@ -66,6 +66,47 @@ def test_files_gather_tasks(tmp_path: Path) -> None:
         recorder.save(path, "a")
 
 
+def test_ids_that_name_no_expert_are_recorded_as_none(device: str) -> None:
+    recorder = RoutingRecorder(1, 2, 16, num_experts=64, device=device)
+    ids = [[-1000, 5], [2**32 + 7, 6], [64, 63], [-(2**63), 2**63 - 1], [2**31, 0]]
+    recorder.record(0, torch.tensor(ids, device=device))
+    assert recorder.ids().tolist() == [[[-1, 5], [-1, 6], [-1, 63], [-1, -1], [-1, 0]]]
+    anyone = RoutingRecorder(1, 1, 4, device=device)
+    anyone.record(0, torch.tensor([[2**32 + 7], [300]], device=device))
+    assert anyone.ids().tolist() == [[[-1], [300]]]
+
+
+def test_batches_of_padding_alone_name_no_expert(tmp_path: Path) -> None:
+    recorder = RoutingRecorder(1, 2, 16)
+    recorder.record(0, torch.full((3, 2), -1))
+    assert recorder.ids().dtype == np.int8
+    recorder.save(str(tmp_path / "idle.npz"), "idle")
+    assert (read_tasks(tmp_path / "idle.npz")["idle"] == -1).all()
+
+
+@pytest.mark.parametrize(("most", "dtype"), [(0, np.int8), (127, np.int8), (128, np.int16), (40000, np.int32)])
+def test_the_type_holds_the_largest_id(most: int, dtype: type) -> None:
+    recorder = RoutingRecorder(1, 2, 4)
+    recorder.record(0, torch.tensor([[most, -1]]))
+    assert recorder.ids().dtype == dtype
+    assert recorder.ids().tolist() == [[[most, -1]]]
+
+
+def test_a_task_may_have_any_name(tmp_path: Path) -> None:
+    """Of numpy's own arguments, too."""
+    recorder = RoutingRecorder(1, 2, 4)
+    recorder.record(0, torch.tensor([[1, 2]]))
+    for task in ("file", "allow_pickle", "law.npy"):
+        recorder.save(tmp_path / "a.npz", task)
+    with np.load(tmp_path / "a.npz") as archive:
+        assert archive["file"].tolist() == [[[1, 2]]]
+    with pytest.raises(ValueError, match="cannot be written"):
+        recorder.save(tmp_path / "no" / "a.npz", "law")
+    np.save(tmp_path / "one.npy", np.zeros(3))
+    with pytest.raises(ValueError, match=r"one.npy is no .npz archive"):
+        recorder.save(tmp_path / "one.npy", "law")
+
+
 def test_bad_arguments_are_named() -> None:
     with pytest.raises(ValueError, match="max_tokens is 0"):
         RoutingRecorder(1, 4, 0)

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from putget._arguments import as_count, as_kind, as_list, shown
+
 _ALIGNMENT = 16  # bytes: what one access moves
 _INTERNAL = frozenset(vars(nn.Module()))  # torch's own attributes of a module
 
@@ -55,6 +57,9 @@ class ExpertBlobs:
         self, tensors: Mapping[str, Tensor], *, module: nn.Module | None = None, shared: Iterable[str] = ()
     ) -> None:
         _require(tensors)
+        if module is not None:
+            as_kind("module", module, nn.Module)
+        names = _names(shared)
         self._tensors = dict(tensors)
         self.num_slots = int(next(iter(tensors.values())).shape[0])
         layout, offset = [], 0
@@ -67,8 +72,8 @@ class ExpertBlobs:
         # [num_slots, bytes] views of the tensors' own memory
         self._bytes = [tensor.detach().reshape(self.num_slots, -1).view(torch.uint8) for tensor in tensors.values()]
         if module is not None:
-            self._require_all_of(module, tuple(shared))
-        elif tuple(shared):
+            self._require_all_of(module, names)
+        elif names:
             raise ValueError("shared is given without module: it names tensors of the module")
 
     def parts(self) -> list[tuple[Blob, int]]:
@@ -118,10 +123,11 @@ class ExpertBlobs:
             rows[slot].copy_(packed[blob.offset : blob.offset + blob.num_bytes])
 
     def _require_slot(self, slot: int) -> None:
-        if not 0 <= slot < self.num_slots:
-            raise ValueError(f"slot is {slot}, allowed are 0 to {self.num_slots - 1}")
+        as_count("slot", slot, 0, self.num_slots - 1)
 
     def _require_packed(self, name: str, packed: Tensor) -> None:
+        if not isinstance(packed, Tensor):
+            raise ValueError(f"{name} is {shown(packed)}, expected a tensor")
         is_right = packed.dtype == torch.uint8 and packed.shape == (self.slot_bytes,) and packed.is_contiguous()
         if not is_right or packed.device not in (self._device, torch.device("cpu")):
             other = "" if self._device.type == "cpu" else " or cpu"
@@ -149,6 +155,8 @@ class ExpertBlobs:
 
 
 def _require(tensors: Mapping[str, Tensor]) -> None:
+    if not isinstance(tensors, Mapping) or not all(isinstance(name, str) for name in tensors):
+        raise ValueError(f"tensors is {shown(tensors)}, expected names and tensors")
     if not tensors:
         raise ValueError("there is no tensor: name those that experts have")
     first_name = next(iter(tensors))
@@ -176,6 +184,10 @@ def _require(tensors: Mapping[str, Tensor]) -> None:
             if begin < high and low < end:
                 raise ValueError(f"{name} and {other} are the same memory, or overlap: name it once")
         seen.append((name, begin, end))
+
+
+def _names(shared: Any) -> tuple[str, ...]:
+    return tuple(as_kind("a name of shared", name, str) for name in as_list("shared", shared))
 
 
 def _range(tensor: Tensor) -> tuple[int, int]:

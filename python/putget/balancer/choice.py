@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from putget import _abi, _abi_balancer
-from putget._arguments import check_tensor
+from putget._arguments import as_count, as_kind, check_tensor, shown
 from putget.balancer.placement import Placement
 from putget.workspace import current_stream, resolve_device
 
@@ -65,25 +65,22 @@ class ReplicaChoice:
         device: str | torch.device = "cpu",
         max_replicas: int | None = None,
     ) -> None:
-        if how not in CHOICES:
-            raise ValueError(f"how is {how!r}, allowed are {', '.join(CHOICES)}")
-        if ep_size < 1 or placement.num_replicas % ep_size:
-            raise ValueError(f"ep_size is {ep_size}, which does not divide {placement.num_replicas} slots")
-        if not 0 <= ep_rank < ep_size:
-            raise ValueError(f"ep_rank is {ep_rank}, allowed are 0 to {ep_size - 1}")
-        if ranks_per_node is not None and not 1 <= ranks_per_node <= ep_size:
-            raise ValueError(f"ranks_per_node is {ranks_per_node}, allowed are 1 to {ep_size}")
+        if not isinstance(how, str) or how not in CHOICES:
+            raise ValueError(f"how is {shown(how)}, allowed are {', '.join(CHOICES)}")
+        as_kind("placement", placement, Placement)
+        self.ep_size = as_count("ep_size", ep_size, 1, _abi_balancer.MAX_GPUS)
+        if placement.num_replicas % self.ep_size:
+            raise ValueError(f"ep_size is {self.ep_size}, which does not divide {placement.num_replicas} slots")
+        self.ep_rank = as_count("ep_rank", ep_rank, 0, self.ep_size - 1)
         most = placement.num_replicas - placement.num_experts + 1
-        if max_replicas is not None and not 1 <= max_replicas <= most:
-            raise ValueError(f"max_replicas is {max_replicas}, allowed are 1 to {most}")
+        self._ranks_per_node = (
+            self.ep_size if ranks_per_node is None else as_count("ranks_per_node", ranks_per_node, 1, self.ep_size)
+        )
+        self.max_replicas = most if max_replicas is None else as_count("max_replicas", max_replicas, 1, most)
         self.how = how
         self.device = resolve_device(device)
         self.num_experts = placement.num_experts
         self.num_slots = placement.num_replicas
-        self.max_replicas = max_replicas or most
-        self.ep_size = ep_size
-        self.ep_rank = ep_rank
-        self._ranks_per_node = ranks_per_node or ep_size
         self.tables = self.tables_of(placement, layer).to(self.device)
         self._args = self._make_args()
 
@@ -108,14 +105,14 @@ class ReplicaChoice:
         Raises:
             ValueError: As for `set_placement`.
         """
+        as_kind("placement", placement, Placement)
         found = (placement.num_experts, placement.num_replicas)
         if found != (self.num_experts, self.num_slots):
             raise ValueError(
                 f"placement has {found[0]} experts and {found[1]} slots; "
                 f"the one in force has {self.num_experts} and {self.num_slots}"
             )
-        if not 0 <= layer < placement.num_layers:
-            raise ValueError(f"layer is {layer}, allowed are 0 to {placement.num_layers - 1}")
+        layer = as_count("layer", layer, 0, placement.num_layers - 1)
         experts = np.ascontiguousarray(placement.physical_to_logical[layer])
         words = _abi.library().putget_replicas_words(self.num_experts, self.max_replicas)
         tables = torch.empty(words, dtype=torch.int32)
@@ -168,8 +165,8 @@ class ReplicaChoice:
         if isinstance(seed, Tensor):
             word = check_tensor("seed", seed, (1,), (torch.int32,), self.device).data_ptr()
             seed = 0
-        elif not 0 <= seed < 1 << 31:
-            raise ValueError(f"seed is {seed}, allowed are 0 to {(1 << 31) - 1}")
+        else:
+            seed = as_count("seed", seed, 0, (1 << 31) - 1)
         if num_valid_tokens is not None:
             check_tensor("num_valid_tokens", num_valid_tokens, (1,), (torch.int32,), self.device)
         args = self._args
@@ -201,6 +198,8 @@ class ReplicaChoice:
         )
 
     def _require(self, name: str, ids: Tensor) -> None:
+        if not isinstance(ids, Tensor):
+            raise ValueError(f"{name} is {shown(ids)}, expected a tensor")
         is_table = ids.dim() == 2 and ids.dtype in _IDS and ids.is_contiguous()
         if not is_table or ids.device != self.device:
             raise ValueError(

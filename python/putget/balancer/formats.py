@@ -11,22 +11,26 @@
 from __future__ import annotations
 
 import json
-import pickle
-from collections.abc import Callable
+import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from putget import _abi_balancer
+from putget._arguments import as_array, as_count, as_kind, as_path
+from putget.balancer.documents import entry, named, read_json, read_pt, read_yaml, rows, whole, writing
 from putget.balancer.placement import Placement, as_load
 
-Made = TypeVar("Made")
+PathLike = str | os.PathLike[str]
 Tables = tuple[Tensor, Tensor, Tensor]
-_PLACEMENT, _COUNT = "physical_to_logical_map", "logical_count"
+_PLACEMENT, _COUNT, _ASSIGNMENTS = "physical_to_logical_map", "logical_count", "initial_global_assignments"
+_MOST_COUNT = 1 << 62
+_MOST_NUMBER = (1 << 31) - 1
 
 
 def to_deepseek(placement: Placement) -> Tables:
@@ -37,6 +41,7 @@ def to_deepseek(placement: Placement) -> Tables:
         [num_layers, num_experts, num_replicas - num_experts + 1], then -1; replicas of the experts
         [num_layers, num_experts].
     """
+    as_kind("placement", placement, Placement)
     return to_vllm(placement, max_slots=placement.num_replicas - placement.num_experts + 1)
 
 
@@ -53,7 +58,8 @@ def to_vllm(placement: Placement, max_slots: int) -> Tables:
     Raises:
         ValueError: An expert has more replicas.
     """
-    width = placement.logical_to_physical.shape[2]
+    width = as_kind("placement", placement, Placement).logical_to_physical.shape[2]
+    max_slots = as_count("max_slots", max_slots, 1, _abi_balancer.MAX_SLOTS)
     if width > max_slots:
         raise ValueError(f"max_slots is {max_slots}, but an expert has {width} replicas")
     table = np.full((placement.num_layers, placement.num_experts, max_slots), -1, np.int64)
@@ -67,11 +73,18 @@ def from_tables(physical_to_logical: Any, logical_to_physical: Any, replica_coun
     Raises:
         ValueError: The tables have other shapes or contradict each other; layer and expert are named.
     """
-    count = np.asarray(replica_count)
-    if count.ndim != 2:
-        raise ValueError(f"replica_count is {list(count.shape)}; it must be [num_layers, num_experts]")
-    given = np.asarray(logical_to_physical)
-    num_experts = given.shape[1] if given.ndim == 3 else count.shape[1]
+    count = as_array("replica_count", replica_count)
+    if count.ndim != 2 or count.dtype.kind not in "iu":
+        raise ValueError(
+            f"replica_count is {count.dtype} {list(count.shape)}; it must be integers [num_layers, num_experts]"
+        )
+    given = as_array("logical_to_physical", logical_to_physical)
+    if given.ndim != 3 or given.dtype.kind not in "iu":
+        raise ValueError(
+            f"logical_to_physical is {given.dtype} {list(given.shape)}; it must be integers "
+            "[num_layers, num_experts, slots]"
+        )
+    num_experts = given.shape[1]
     placement = Placement.of(physical_to_logical, num_experts)
     wanted = (placement.num_layers, num_experts)
     if count.shape != wanted or given.shape[:2] != wanted:
@@ -95,34 +108,40 @@ def from_tables(physical_to_logical: Any, logical_to_physical: Any, replica_coun
     return placement
 
 
-def write_sglang(path: Path, placement: Placement) -> None:
+def write_sglang(path: PathLike, placement: Placement) -> None:
     """Writes a file for SGLang's ``--init-expert-location``; the suffix, .json or .pt, says which kind.
 
     Raises:
-        ValueError: The placement has empty slots, or the suffix is another one.
+        ValueError: The placement has empty slots, the suffix is another one, or the file cannot be written.
     """
     _write_sglang(path, _PLACEMENT, _full(placement))
 
 
-def read_sglang(path: Path, num_experts: int) -> Placement:
+def read_sglang(path: PathLike, num_experts: int) -> Placement:
     """Reads a placement from SGLang's JSON or .pt.
 
     Raises:
-        ValueError: The file is missing or of another form.
+        ValueError: The file is missing or of another form; the message names the place in it.
     """
-    return _named(path, lambda: Placement.of(_read_sglang(path, _PLACEMENT), num_experts))
+    num_experts = as_count("num_experts", num_experts, 1, _abi_balancer.MAX_SLOTS)
+    table = _read_sglang(path, _PLACEMENT)
+    with named(as_path("path", path)):
+        return Placement.of(rows(_PLACEMENT, table), num_experts)
 
 
-def write_sglang_count(path: Path, load: Any) -> None:
+def write_sglang_count(path: PathLike, load: Any) -> None:
     """Writes tokens of each expert, [num_layers, num_experts], as SGLang's ``logical_count``.
 
     Raises:
-        ValueError: The load is not of that shape, or the suffix is neither .json nor .pt.
+        ValueError: The load is not of that shape, the suffix is neither .json nor .pt, or the file cannot be written.
     """
-    _write_sglang(path, _COUNT, as_load(load, None, None).astype(np.int64))
+    loads = as_load(load, None, None)
+    if loads.max(initial=0) >= _MOST_COUNT:
+        raise ValueError(f"load is {loads.max():g} at most, allowed are numbers below {_MOST_COUNT:g}")
+    _write_sglang(path, _COUNT, loads.astype(np.int64))
 
 
-def read_sglang_count(path: Path) -> NDArray[np.int64]:
+def read_sglang_count(path: PathLike) -> NDArray[np.int64]:
     """Reads SGLang's ``logical_count`` from JSON or .pt: [layers, experts], or [steps, layers, experts].
 
     Returns:
@@ -131,11 +150,18 @@ def read_sglang_count(path: Path) -> NDArray[np.int64]:
     Raises:
         ValueError: The file is missing or of another form.
     """
-    found = np.asarray(_read_sglang(path, _COUNT))
-    if found.ndim not in (2, 3) or found.dtype.kind not in "iuf":
-        raise ValueError(f"{path}: {_COUNT} is {found.dtype} {list(found.shape)}; it must be [layers, experts] counts")
-    count: NDArray[np.int64] = found.reshape(-1, *found.shape[-2:]).sum(axis=0).astype(np.int64)
-    return count
+    counts = _read_sglang(path, _COUNT)
+    with named(as_path("path", path)):
+        found = as_array(_COUNT, counts)
+        if found.ndim not in (2, 3) or found.dtype.kind not in "iuf" or 0 in found.shape:
+            raise ValueError(f"{_COUNT} is {found.dtype} {list(found.shape)}; it must be [layers, experts] counts")
+        steps = found.reshape(-1, *found.shape[-2:])
+        for step in steps:
+            as_load(step, None, None)
+        if steps.astype(np.float64).sum(axis=0).max() >= _MOST_COUNT:
+            raise ValueError(f"{_COUNT} is too large: its sum over the steps is {_MOST_COUNT:g} or more")
+        count: NDArray[np.int64] = steps.astype(np.int64).sum(axis=0)
+        return count
 
 
 @dataclass(frozen=True)
@@ -154,7 +180,7 @@ class TensorRtLlm:
 
 
 def write_tensorrt_llm(
-    path: Path, placement: Placement, *, first_layer: int = 0, layer_updates_per_iter: int = 0
+    path: PathLike, placement: Placement, *, first_layer: int = 0, layer_updates_per_iter: int = 0
 ) -> None:
     """Writes the YAML that TensorRT-LLM's ``moe_config.load_balancer`` names. It needs PyYAML.
 
@@ -165,96 +191,77 @@ def write_tensorrt_llm(
         layer_updates_per_iter: see `TensorRtLlm`.
 
     Raises:
-        ValueError: The placement has empty slots.
+        ValueError: The placement has empty slots, a number is out of range, or the file cannot be written.
     """
     import yaml
 
-    slots = _full(placement)
+    target, slots = as_path("path", path), _full(placement)
+    first_layer = as_count("first_layer", first_layer, 0, _MOST_NUMBER)
+    layer_updates_per_iter = as_count("layer_updates_per_iter", layer_updates_per_iter, 0, _MOST_NUMBER)
     document = {
         "num_slots": placement.num_replicas,
         "layer_updates_per_iter": layer_updates_per_iter,
         "initial_global_assignments": {first_layer + layer: row.tolist() for layer, row in enumerate(slots)},
     }
-    path.write_text(yaml.safe_dump(document, sort_keys=False, default_flow_style=None, width=120), encoding="utf-8")
+    text = yaml.safe_dump(document, sort_keys=False, default_flow_style=None, width=120)
+    with writing(target):
+        target.write_text(text, encoding="utf-8")
 
 
-def read_tensorrt_llm(path: Path, num_experts: int) -> TensorRtLlm:
+def read_tensorrt_llm(path: PathLike, num_experts: int) -> TensorRtLlm:
     """Reads TensorRT-LLM's load balancer file. It needs PyYAML.
 
     Raises:
-        ValueError: The file is missing, is not of this form, or its layers differ in their slots.
+        ValueError: The file is missing, is not of this form, or its layers differ in their slots; the message names the
+            place in it.
     """
-    import yaml
-
-    try:
-        found = yaml.safe_load(_text(path))
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path} is not YAML: {error}") from error
-    return _named(path, lambda: _tensorrt_llm(found, num_experts))
+    num_experts = as_count("num_experts", num_experts, 1, _abi_balancer.MAX_SLOTS)
+    place = as_path("path", path)
+    found = read_yaml(place)
+    with named(place):
+        return _tensorrt_llm(found, num_experts)
 
 
 def _tensorrt_llm(found: Any, num_experts: int) -> TensorRtLlm:
-    assignments = _entry(found, "initial_global_assignments")
-    num_slots = _entry(found, "num_slots")
+    assignments = entry(found, _ASSIGNMENTS)
+    num_slots = whole("num_slots", entry(found, "num_slots"), 1)
     if not isinstance(assignments, dict) or not assignments:
-        raise ValueError("initial_global_assignments assigns no layer")
-    layers = sorted(assignments)
-    for layer in layers:
-        if len(assignments[layer]) != num_slots:
-            raise ValueError(f"layer {layer} has {len(assignments[layer])} slots, num_slots is {num_slots}")
-    placement = Placement.of([assignments[layer] for layer in layers], num_experts)
-    return TensorRtLlm(placement, tuple(layers), int(found.get("layer_updates_per_iter", 0)))
+        raise ValueError(f"{_ASSIGNMENTS} assigns no layer")
+    layers = sorted(whole(f"{_ASSIGNMENTS}: a layer", layer, 0) for layer in assignments)
+    table = rows(_ASSIGNMENTS, [assignments[layer] for layer in layers], layers)
+    for layer, row in zip(layers, table, strict=True):
+        if len(row) != num_slots:
+            raise ValueError(f"{_ASSIGNMENTS}: layer {layer} has {len(row)} slots, num_slots is {num_slots}")
+    updates = whole("layer_updates_per_iter", found.get("layer_updates_per_iter", 0), 0)
+    return TensorRtLlm(Placement.of(table, num_experts), tuple(layers), updates)
 
 
-def _named(path: Path, make: Callable[[], Made]) -> Made:
-    try:
-        return make()
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
+def _read_sglang(path: PathLike, key: str) -> Any:
+    place = as_path("path", path)
+    found = {".json": read_json, ".pt": read_pt}[_suffix(place)](place)
+    with named(place):
+        return entry(found, key)
 
 
-def _entry(found: Any, key: str) -> Any:
-    if not isinstance(found, dict):
-        raise ValueError(f"it holds a {type(found).__name__}, not names and values")
-    if key not in found:
-        raise ValueError(f"it has no {key!r}; it has {', '.join(map(str, found)) or 'nothing'}")
-    return found[key]
+def _write_sglang(path: PathLike, key: str, table: NDArray[Any]) -> None:
+    place = as_path("path", path)
+    suffix = _suffix(place)
+    with writing(place):
+        if suffix == ".json":
+            place.write_text(json.dumps({key: table.tolist()}) + "\n", encoding="utf-8")
+        else:
+            torch.save({key: _int64(table)}, place)
 
 
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
-
-
-def _read_sglang(path: Path, key: str) -> Any:
-    if path.suffix == ".json":
-        try:
-            found = json.loads(_text(path))
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path} is not JSON: {error}") from error
-    elif path.suffix == ".pt":
-        try:
-            found = torch.load(path, map_location="cpu", weights_only=True)
-        except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-            raise ValueError(f"{path} cannot be read as .pt: {error}") from error
-    else:
+def _suffix(path: Path) -> str:
+    if path.suffix not in (".json", ".pt"):
         raise ValueError(f"{path} ends in {path.suffix!r}, allowed are .json and .pt")
-    return _named(path, lambda: _entry(found, key))
-
-
-def _write_sglang(path: Path, key: str, table: NDArray[Any]) -> None:
-    if path.suffix == ".json":
-        path.write_text(json.dumps({key: table.tolist()}) + "\n", encoding="utf-8")
-    elif path.suffix == ".pt":
-        torch.save({key: _int64(table)}, path)
-    else:
-        raise ValueError(f"{path} ends in {path.suffix!r}, allowed are .json and .pt")
+    return path.suffix
 
 
 def _full(placement: Placement) -> NDArray[np.int32]:
     """The slots, none of them empty: engines would take -1 for the last expert."""
+    as_kind("placement", placement, Placement)
     for layer, slot in np.argwhere(placement.physical_to_logical < 0):
         raise ValueError(f"layer {layer}, slot {slot} is empty, which this file cannot say: plan without dead ranks")
     return placement.physical_to_logical

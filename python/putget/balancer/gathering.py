@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from putget import _abi_balancer
-from putget._arguments import check_int, check_tensor
+from putget._arguments import as_kind, check_int, check_tensor, shown
 
 FIRST_LOAD = 2
 """Numbers of a rank's statistics in front of its loads: the batch that has landed, and how far its host has planned."""
@@ -41,6 +42,9 @@ class LoadGathering:
     def __init__(
         self, loads: Sequence[Tensor], ep_size: int, num_stats: int, interval: int, device: torch.device
     ) -> None:
+        as_kind("device", device, torch.device)
+        _require_loads(loads)
+        check_int("ep_size", ep_size, 1, _abi_balancer.MAX_GPUS)
         check_int("num_stats", num_stats, FIRST_LOAD + 1, 1 << 16)
         check_int("interval", interval, 1, _MOST_INTERVAL)
         num_experts = loads[0].numel()
@@ -105,6 +109,11 @@ class LoadGathering:
             num_stats=self.num_stats,
             interval=self._interval,
         )
+
+
+def _require_loads(loads: Any) -> None:
+    if not isinstance(loads, Sequence) or not loads or not isinstance(loads[0], Tensor):
+        raise ValueError(f"loads is {shown(loads)}, expected the expert_load of each layer, one or more tensors")
 
 
 class LandingTables:

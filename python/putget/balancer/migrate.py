@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from putget import _abi, _abi_balancer
-from putget._arguments import check_int
+from putget._arguments import as_count, check_int, shown
 from putget.balancer.blobs import ExpertBlobs
 from putget.balancer.gathering import LandingTables, LoadGathering
 from putget.communicator import Communicator
@@ -33,15 +33,15 @@ def require_one_domain(comm: Communicator) -> None:
 
 def check_mover(mover: str) -> None:
     """Raises ValueError unless something can put experts so."""
-    if mover not in MOVERS:
-        raise ValueError(f"mover is {mover!r}, allowed are {', '.join(MOVERS)}")
+    if not isinstance(mover, str) or mover not in MOVERS:
+        raise ValueError(f"mover is {shown(mover)}, allowed are {', '.join(MOVERS)}")
 
 
 def check_most_bytes(most_bytes: int) -> None:
     """Raises ValueError unless a kernel can move up to so many bytes."""
     is_int = isinstance(most_bytes, int) and not isinstance(most_bytes, bool)
     if not is_int or not 16 <= most_bytes < 1 << 40 or most_bytes % 16:
-        raise ValueError(f"most_bytes is {most_bytes!r}, allowed are multiples of 16 from 16 on")
+        raise ValueError(f"most_bytes is {shown(most_bytes)}, allowed are multiples of 16 from 16 on")
 
 
 @dataclass(frozen=True)
@@ -135,6 +135,7 @@ class Landing:
             self._layers = _checked_layers(layers, self._device)
             self._tables = LandingTables(tables, self._device)
             self._blob_bytes = max(blobs.slot_bytes for blobs in self._layers)
+            cells = as_count("cells", cells, 1, _abi_balancer.MAX_CELLS)
             num_bytes = _abi.library().putget_landing_bytes(comm.size, cells, self._blob_bytes)
             if num_bytes == 0:
                 raise ValueError(_abi.last_error())

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from putget._arguments import check_int
+from putget._arguments import as_flag, as_kind, as_list, check_int, shown
 from putget.balancer.blobs import ExpertBlobs
 from putget.balancer.gathering import LoadGathering
 from putget.balancer.history import LoadHistory
@@ -131,6 +131,9 @@ class Balancer:
     ) -> None:
         try:
             place = resolve_device(device)
+            as_flag("plan_in_thread", plan_in_thread)
+            if store is not None:
+                as_kind("store", store, HostStore)
             self._layers = _layers(layers, placement, comm.size)
             check_int("carrier", carrier, 0, len(self._layers) - 1)
             check_most_bytes(most_bytes)
@@ -144,7 +147,7 @@ class Balancer:
             _check_store(store, self._layers, placement)
             plan = {"num_groups": num_groups, "num_nodes": num_nodes, "max_moves": max_moves, "min_gain": min_gain}
             self._plan_options: dict[str, Any] = plan
-            self._history = LoadHistory(decay=0.5) if history is None else history
+            self._history = LoadHistory(decay=0.5) if history is None else as_kind("history", history, LoadHistory)
             rebalance(_loads(self._history, placement), *self._sizes(placement, comm.size), **self._limits(placement))
         except (ValueError, PutgetError) as error:
             comm.refuse(str(error))
@@ -410,9 +413,9 @@ def _layers(
     Raises:
         ValueError: They do not fit the placement.
     """
-    found = [layer if isinstance(layer, BalancedLayer) else layer.balanced() for layer in layers]
+    found = [_described(number, layer) for number, layer in enumerate(as_list("layers", layers))]
     if not isinstance(placement, Placement) or len(found) != placement.num_layers or not found:
-        raise ValueError(f"placement is {placement!r}, expected a Placement of {len(found)} layers, one or more")
+        raise ValueError(f"placement is {shown(placement)}, expected a Placement of {len(found)} layers, one or more")
     if placement.num_replicas % num_gpus:
         raise ValueError(f"placement has {placement.num_replicas} slots, which do not divide by {num_gpus} ranks")
     for number, layer in enumerate(found):
@@ -427,6 +430,16 @@ def _layers(
         if table.dtype != layer.table.dtype or not torch.equal(table.view(-1), layer.table.cpu().view(-1)):
             raise ValueError(f"layers[{number}] has another placement in force than layer {number} of placement")
     return found
+
+
+def _described(number: int, layer: HasBalancedLayer | BalancedLayer) -> BalancedLayer:
+    if isinstance(layer, BalancedLayer):
+        return layer
+    if isinstance(layer, type) or not callable(getattr(layer, "balanced", None)):
+        raise ValueError(
+            f"layers[{number}] is {shown(layer)}, expected a BalancedLayer or a layer that describes itself"
+        )
+    return as_kind(f"layers[{number}].balanced()", layer.balanced(), BalancedLayer)
 
 
 def _check_store(store: HostStore | None, layers: Sequence[BalancedLayer], placement: Placement) -> None:

@@ -8,6 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from putget import _abi_balancer
+from putget._arguments import as_array, as_count, as_kind
+
 Ints = NDArray[np.int32]
 
 
@@ -31,7 +34,7 @@ class Placement:
 
     @classmethod
     def of(cls, physical_to_logical: Any, num_experts: int) -> Placement:
-        """Makes the other tables.
+        """Makes the other tables. The first one is copied.
 
         Args:
             physical_to_logical: integers [num_layers, num_replicas], or [num_replicas] for one layer; -1 is an empty
@@ -98,8 +101,7 @@ class Placement:
         Raises:
             ValueError: A shape differs.
         """
-        if num_gpus < 1 or self.num_replicas % num_gpus:
-            raise ValueError(f"num_gpus is {num_gpus}, which does not divide {self.num_replicas} slots")
+        num_gpus = self._ranks(num_gpus)
         weight = as_load(load, self.num_layers, self.num_experts)
         share = weight / self.replica_count
         slots = self.physical_to_logical
@@ -113,6 +115,7 @@ class Placement:
         Returns:
             float64 [num_layers]; 1 for a layer without load.
         """
+        num_gpus = self._ranks(num_gpus)
         sums = self.rank_loads(load, num_gpus)
         held = (self.physical_to_logical.reshape(self.num_layers, num_gpus, -1) >= 0).any(axis=2).sum(axis=1)
         total = sums.sum(axis=1)
@@ -125,9 +128,10 @@ class Placement:
             int64 [num_layers].
 
         Raises:
-            ValueError: The placements differ in shape.
+            ValueError: The placements differ in shape, or num_gpus does not divide the slots.
         """
-        ours = self.physical_to_logical
+        ours, num_gpus = self.physical_to_logical, self._ranks(num_gpus)
+        as_kind("previous", previous, Placement)
         if ours.shape != previous.physical_to_logical.shape or self.num_experts != previous.num_experts:
             raise ValueError(
                 f"previous is {_sizes(previous)}; the placement is {_sizes(self)}: they are of different sizes"
@@ -138,6 +142,12 @@ class Placement:
         arrives = (now >= 0) & ~held[layers[..., None], gpus[..., None], np.maximum(now, 0)]
         moves: NDArray[np.int64] = arrives.sum(axis=(1, 2))
         return moves
+
+    def _ranks(self, num_gpus: Any) -> int:
+        ranks = as_count("num_gpus", num_gpus, 1, _abi_balancer.MAX_GPUS)
+        if self.num_replicas % ranks:
+            raise ValueError(f"num_gpus is {ranks}, which does not divide {self.num_replicas} slots")
+        return ranks
 
 
 def held_by(placement: Placement, num_gpus: int) -> NDArray[np.bool_]:
@@ -155,33 +165,45 @@ def as_table(name: str, table: Any, num_experts: int) -> Ints:
     Raises:
         ValueError: They have another shape or hold other numbers.
     """
-    found = np.asarray(table)
+    num_experts = as_count("num_experts", num_experts, 1, _abi_balancer.MAX_SLOTS)
+    found = as_array(name, table)
     if found.ndim == 1:
         found = found[None]
     if found.ndim != 2 or found.dtype.kind not in "iu" or found.shape[1] == 0:
         raise ValueError(f"{name} is {found.dtype} {list(found.shape)}; it must be integers [num_layers, num_replicas]")
-    if found.size and (int(found.min()) < -1 or int(found.max()) >= num_experts):
+    for layer, slot in np.argwhere((found < -1) | (found >= num_experts))[:1]:
         raise ValueError(
-            f"{name} holds numbers from {int(found.min())} to {int(found.max())}; "
-            f"allowed are -1 and experts below {num_experts}"
+            f"{name} holds numbers from {int(found.min())} to {int(found.max())}; allowed are -1 and experts below "
+            f"{num_experts}; layer {layer}, slot {slot} has {found[layer, slot]}"
         )
-    return np.ascontiguousarray(found, np.int32)
+    return np.array(found, np.int32, order="C")  # a copy: the caller may write over the table
 
 
 def as_load(load: Any, num_layers: int | None, num_experts: int | None) -> NDArray[np.float64]:
-    """Loads as float64 [num_layers, num_experts].
+    """Loads as float64 [num_layers, num_experts], which may share memory with what was given.
 
     Raises:
-        ValueError: They have another shape or are not numbers.
+        ValueError: They have another shape, or are not finite numbers from 0 on.
     """
-    found = np.asarray(load)
+    found = as_array("load", load)
     if found.ndim == 1:
         found = found[None]
     wanted = f"[{num_layers or 'num_layers'}, {num_experts or 'num_experts'}]"
-    differs = found.ndim != 2 or (num_layers or found.shape[0], num_experts or found.shape[1]) != found.shape
+    differs = found.ndim != 2 or any(
+        size is not None and size != came for size, came in zip((num_layers, num_experts), found.shape, strict=True)
+    )
     if differs or found.dtype.kind not in "iuf":
         raise ValueError(f"load is {found.dtype} {list(found.shape)}; it must be numbers {wanted}")
-    return np.ascontiguousarray(found, np.float64)
+    loads: NDArray[np.float64] = np.ascontiguousarray(found, np.float64)
+    for layer, expert in np.argwhere(~(np.isfinite(loads) & (loads >= 0)))[:1]:
+        raise ValueError(
+            f"load of layer {layer}, expert {expert} is {loads[layer, expert]}, allowed are finite numbers from 0 on"
+        )
+    with np.errstate(over="ignore"):
+        sums = loads.sum(axis=1)
+    for (layer,) in np.argwhere(~np.isfinite(sums))[:1]:
+        raise ValueError(f"the sum of load of layer {layer} is too large")
+    return loads
 
 
 def _sizes(placement: Placement) -> str:

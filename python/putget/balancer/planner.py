@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from putget import _abi, _abi_balancer
+from putget._arguments import as_count, as_flag, as_kind, as_list, as_number, shown
 from putget.balancer.placement import Placement, as_load
 
 
@@ -35,7 +36,8 @@ def rebalance(
 
     Args:
         load: integers or floats [num_layers, num_experts], or [num_experts] for one layer; tokens of each expert, or
-            any other weight. A layer of zeros is planned as if all its experts were alike.
+            any other weight: an array, nested lists, or a tensor on any device. A layer of zeros is planned as if all
+            its experts were alike.
         num_replicas: slots of all ranks, as many on each.
         num_groups: groups of consecutive experts, as group-limited routing has them; 1 if there are none.
         num_nodes: hosts; ranks of one host are consecutive.
@@ -52,28 +54,32 @@ def rebalance(
         The placement.
 
     Raises:
-        ValueError: Loads are negative, NaN or infinite; slots are fewer than experts, or do not divide by the ranks;
-            ranks do not divide by the nodes, or experts by the groups; `previous` has other sizes; an expert of
-            `previous` lies on dead ranks alone and there is no host store. Nothing has changed then.
+        ValueError: An argument is of another type; loads are negative, NaN or infinite; slots are fewer than experts,
+            or do not divide by the ranks; ranks do not divide by the nodes, or experts by the groups; `previous` has
+            other sizes; an expert of `previous` lies on dead ranks alone and there is no host store. Nothing has
+            changed then.
     """
     weight = as_load(load, None, None)
     num_layers, num_experts = weight.shape
+    num_replicas = as_count("num_replicas", num_replicas, 1, _abi_balancer.MAX_SLOTS)
+    num_gpus = as_count("num_gpus", num_gpus, 1, _abi_balancer.MAX_GPUS)
     before = _previous(previous, num_layers, num_experts, num_replicas)
     if previous is None and (max_moves is not None or min_gain is not None):
         name = "max_moves" if max_moves is not None else "min_gain"
         raise ValueError(f"{name} is given without previous: there is nothing to move from")
     dead = _dead(dead_ranks, num_gpus)
-    plan = np.empty((num_layers, num_replicas if num_replicas > 0 else 0), np.int32)
+    plan = np.empty((num_layers, num_replicas), np.int32)
+    most = _abi_balancer.NO_LIMIT
     args = _abi_balancer.BalanceArgs(
         num_layers=num_layers,
         num_experts=num_experts,
-        num_replicas=_count("num_replicas", num_replicas),
-        num_groups=_count("num_groups", num_groups),
-        num_nodes=_count("num_nodes", num_nodes),
-        num_gpus=_count("num_gpus", num_gpus),
-        max_moves=_abi_balancer.NO_LIMIT if max_moves is None else _count("max_moves", max_moves),
-        host_store=int(host_store),
-        min_gain=0.0 if min_gain is None else float(min_gain),
+        num_replicas=num_replicas,
+        num_groups=as_count("num_groups", num_groups, 1, _abi_balancer.MAX_SLOTS),
+        num_nodes=as_count("num_nodes", num_nodes, 1, _abi_balancer.MAX_GPUS),
+        num_gpus=num_gpus,
+        max_moves=most if max_moves is None else as_count("max_moves", max_moves, 0, most - 1),
+        host_store=int(as_flag("host_store", host_store)),
+        min_gain=0.0 if min_gain is None else as_number("min_gain", min_gain, 0),
         load=weight.ctypes.data,
         previous=None if before is None else before.ctypes.data,
         dead=None if dead is None else dead.ctypes.data,
@@ -83,17 +89,12 @@ def rebalance(
     return Placement.of(plan, num_experts)
 
 
-def _count(name: str, value: int) -> int:
-    if not 0 <= value < _abi_balancer.NO_LIMIT:
-        raise ValueError(f"{name} is {value}, allowed are numbers from 0 to {_abi_balancer.NO_LIMIT - 1}")
-    return int(value)
-
-
 def _previous(
     previous: Placement | None, num_layers: int, num_experts: int, num_replicas: int
 ) -> np.ndarray[Any, np.dtype[np.int32]] | None:
     if previous is None:
         return None
+    as_kind("previous", previous, Placement)
     found = (previous.num_layers, previous.num_experts, previous.num_replicas)
     if found != (num_layers, num_experts, num_replicas):
         raise ValueError(
@@ -106,9 +107,9 @@ def _previous(
 def _dead(dead_ranks: Iterable[int] | None, num_gpus: int) -> np.ndarray[Any, np.dtype[np.uint8]] | None:
     if dead_ranks is None:
         return None
-    dead = np.zeros(max(num_gpus, 0), np.uint8)
-    for rank in dead_ranks:
-        if not 0 <= rank < num_gpus:
-            raise ValueError(f"dead_ranks has rank {rank}, allowed are 0 to {num_gpus - 1}")
+    dead = np.zeros(num_gpus, np.uint8)
+    for rank in as_list("dead_ranks", dead_ranks):
+        if isinstance(rank, bool) or not isinstance(rank, int | np.integer) or not 0 <= rank < num_gpus:
+            raise ValueError(f"dead_ranks has rank {shown(rank)}, allowed are 0 to {num_gpus - 1}")
         dead[rank] = 1
     return dead

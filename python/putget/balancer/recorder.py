@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import zipfile
+import zlib
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -13,7 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from putget._arguments import check_int, check_tensor
+from putget import _abi_balancer
+from putget._arguments import as_name, as_path, check_int, check_tensor
 from putget.workspace import resolve_device
 
 Record = Callable[[Tensor, Tensor | None], None]
@@ -29,6 +32,7 @@ class RoutingRecorder:
         num_layers: layers with experts.
         top_k: experts of a token.
         max_tokens: tokens of each layer that are kept.
+        num_experts: experts of a layer; any number of them if None. Other ids count as no expert, -1.
         device: where ids are: "cpu", "cuda" or "cuda:N".
 
     Raises:
@@ -36,10 +40,20 @@ class RoutingRecorder:
         BackendUnavailable: CUDA is asked for and not there.
     """
 
-    def __init__(self, num_layers: int, top_k: int, max_tokens: int, *, device: str | torch.device = "cpu") -> None:
-        check_int("num_layers", num_layers, 1, 1 << 16)
-        check_int("top_k", top_k, 1, 32)
-        check_int("max_tokens", max_tokens, 1, 1 << 30)
+    def __init__(
+        self,
+        num_layers: int,
+        top_k: int,
+        max_tokens: int,
+        *,
+        num_experts: int | None = None,
+        device: str | torch.device = "cpu",
+    ) -> None:
+        num_layers = check_int("num_layers", num_layers, 1, 1 << 16)
+        top_k = check_int("top_k", top_k, 1, 32)
+        max_tokens = check_int("max_tokens", max_tokens, 1, 1 << 30)
+        most = _abi_balancer.MAX_SLOTS
+        self._num_experts = most if num_experts is None else check_int("num_experts", num_experts, 1, most)
         self.device = resolve_device(device)
         self._most = max_tokens
         # One row more, which takes what is dropped.
@@ -51,14 +65,15 @@ class RoutingRecorder:
 
         Args:
             layer: from 0 on.
-            topk_ids: int32 or int64 [num_tokens, top_k] on the device: experts as the router numbers them, -1 for none.
+            topk_ids: int32 or int64 [num_tokens, top_k] on the device: experts as the router numbers them. What is out
+                of range is recorded as -1, no expert.
             num_valid_tokens: one int32 on the device: tokens from there on are padding; or None.
 
         Raises:
             ValueError: An argument is wrong.
         """
         num_layers, _, top_k = self._ids.shape
-        check_int("layer", layer, 0, num_layers - 1)
+        layer = check_int("layer", layer, 0, num_layers - 1)
         rows = len(topk_ids) if isinstance(topk_ids, Tensor) and topk_ids.dim() else 0
         check_tensor("topk_ids", topk_ids, (rows, top_k), (torch.int32, torch.int64), self.device)
         place = torch.arange(rows, device=self.device)
@@ -69,13 +84,13 @@ class RoutingRecorder:
             is_kept = place < num_valid_tokens
             number = num_valid_tokens[0].clamp(0, rows)
         place = torch.where(is_kept, place + self._came[layer], self._most).clamp(max=self._most)
-        self._ids[layer].index_copy_(0, place, topk_ids.int())
+        is_expert = (topk_ids >= 0) & (topk_ids < self._num_experts)
+        self._ids[layer].index_copy_(0, place, torch.where(is_expert, topk_ids, -1).int())
         self._came[layer] += number
 
     def of_layer(self, layer: int) -> Record:
         """`record` for one layer: what ``ExpertParallelMoE.record`` calls."""
-        check_int("layer", layer, 0, len(self._came) - 1)
-        return partial(self.record, layer)
+        return partial(self.record, check_int("layer", layer, 0, len(self._came) - 1))
 
     @property
     def dropped(self) -> int:
@@ -99,9 +114,10 @@ class RoutingRecorder:
         if min(came) != max(came) or not came[0]:
             raise ValueError(f"layers have recorded {min(came)} to {max(came)} tokens: each must have as many, above 0")
         found: NDArray[Any] = self._ids[:, : came[0]].cpu().numpy()
-        return found.astype(np.min_scalar_type(-1 - int(found.max())))
+        # Of signed types the one that holds -1 - n holds n. Without any expert, int8.
+        return found.astype(np.min_scalar_type(-1 - max(int(found.max()), 0)))
 
-    def save(self, path: Path, task: str) -> None:
+    def save(self, path: str | os.PathLike[str], task: str) -> None:
         """Writes what has been recorded into an .npz archive, beside the tasks that it has.
 
         Args:
@@ -109,18 +125,42 @@ class RoutingRecorder:
             task: the name of the array.
 
         Raises:
-            ValueError: The archive has this task, or is none; or see `ids`.
+            ValueError: The archive has this task, or is none, or cannot be written; or see `ids`.
         """
-        tasks = {task: self.ids()}
-        if path.exists():
-            try:
-                with np.load(path, allow_pickle=False) as archive:
-                    before = {name: archive[name] for name in archive.files}
-            except (OSError, ValueError) as error:
-                raise ValueError(f"{path} is no .npz archive of arrays: {error}") from error
+        place = as_path("path", path)
+        tasks = {as_name("task", task): self.ids()}
+        if place.exists():
+            before = _read(place)
             if task in before:
-                raise ValueError(f"{path} has an array {task!r}")
+                raise ValueError(f"{place} has an array {task!r}")
             tasks = {**before, **tasks}
-        fresh = path.with_name(f".{path.name}.new.npz")  # a reader never sees half of a file
-        np.savez_compressed(fresh, **tasks)  # type: ignore[arg-type]
+        try:
+            _write(place, tasks)
+        except OSError as error:
+            raise ValueError(f"{place} cannot be written: {error}") from error
+
+
+def _read(path: Path) -> dict[str, NDArray[Any]]:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            found = {}
+            for name in archive.namelist():
+                with archive.open(name) as member:
+                    found[name.removesuffix(".npy")] = np.lib.format.read_array(member, allow_pickle=False)
+            return found
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError) as error:
+        raise ValueError(f"{path} is no .npz archive of arrays: {error}") from error
+
+
+def _write(path: Path, tasks: dict[str, NDArray[Any]]) -> None:
+    """Writes an archive as ``np.savez_compressed`` does, which takes no array that is called "file"."""
+    fresh = path.with_name(f".{path.name}.new.npz")  # a reader never sees half of a file
+    try:
+        with zipfile.ZipFile(fresh, "w", zipfile.ZIP_DEFLATED) as archive:
+            for name, array in tasks.items():
+                with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
+                    np.lib.format.write_array(member, array, allow_pickle=False)
         os.replace(fresh, path)
+    except OSError:
+        fresh.unlink(missing_ok=True)
+        raise

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from putget import _abi_balancer
+from putget._arguments import as_count, as_kind
 from putget.balancer.placement import Ints, Placement
 
 MOST_PUTS = 256  # of a rank in one batch
@@ -55,16 +57,22 @@ def batches(
         order: layers, the most urgent first; 0, 1, ... if None.
 
     Raises:
-        ValueError: The placements differ in size, or cells is not positive.
+        ValueError: The placements differ in size, or a number is out of range.
     """
-    before, wanted = current.physical_to_logical, target.physical_to_logical
+    before = as_kind("current", current, Placement).physical_to_logical
+    wanted = as_kind("target", target, Placement).physical_to_logical
+    num_gpus = as_count("num_gpus", num_gpus, 1, _abi_balancer.MAX_GPUS)
+    cells = as_count("cells", cells, 0, 1 << 20)
     if before.shape != wanted.shape or before.shape[1] % num_gpus or cells < 1:
         raise ValueError(
             f"current has slots {list(before.shape)}, target {list(wanted.shape)}; they must be alike, and divide by "
-            f"{num_gpus} ranks; cells is {cells}, allowed are numbers from 1 on"
+            f"num_gpus, {num_gpus}; cells is {cells}, allowed are numbers from 1 on"
         )
-    layers = range(len(before)) if order is None else order
-    changes = {layer: _LayerChanges(before[layer], wanted[layer], num_gpus) for layer in layers}
+    return _batches(before, wanted, num_gpus, cells, range(len(before)) if order is None else order)
+
+
+def _batches(before: Ints, wanted: Ints, num_gpus: int, cells: int, order: Sequence[int]) -> Iterator[Batch]:
+    changes = {layer: _LayerChanges(before[layer], wanted[layer], num_gpus) for layer in order}
     slots = before.copy()
     while left := sum(len(one.pending) for one in changes.values()):
         room = np.full(num_gpus, cells)
