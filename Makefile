@@ -71,8 +71,8 @@ libfabric:
 
 # The transfer engine in transfer/: without a cargo that is new enough, and without a way to install one, its tests skip.
 transfer: transfer-package libfabric ## Build and test the transfer engine (Rust), and build its Python package
-	@scripts/cargo.sh test --workspace --locked --quiet --features capi
-	@PUTGET_TRANSFER_HOST=1 scripts/cargo.sh test --locked --quiet --features capi $(addprefix --test ,writes messages order peers soak)
+	@scripts/cargo.sh test --workspace --locked --quiet
+	@PUTGET_TRANSFER_HOST=1 scripts/cargo.sh test --locked --quiet $(addprefix --test ,writes messages order peers soak)
 
 transfer-package: $(INSTALLED)
 	@VIRTUAL_ENV=$(CURDIR)/.venv PATH=$(dir $(UV)):$$PATH scripts/cargo.sh with $(BIN)/maturin develop --uv --quiet --locked
@@ -102,7 +102,7 @@ lint-docs: docs
 
 lint-transfer:
 	@scripts/cargo.sh fmt --all --check
-	@scripts/cargo.sh clippy --workspace --all-targets --features python,capi --locked --quiet -- -D warnings
+	@scripts/cargo.sh clippy --workspace --all-targets --locked --quiet -- -D warnings
 
 # Strict: a page that is not in the navigation, and a link or an anchor that leads nowhere, is an error.
 docs: $(INSTALLED) ## Build the documentation into build/site, and check its links

@@ -18,10 +18,17 @@ from tests.project.checkout import ROOT
 
 MAX_LINES = 600  # documentation included
 TRANSFER = ROOT / "transfer"
-# The modules that may hold unsafe code: the system, registered memory, and foreign function interfaces.
-UNSAFE = re.compile(
-    r"^(region|capi)\.rs$|^(capi|libfabric|nvlink)/|^verbs/(device|pair)\.rs$|(^|/)(ffi|sys|domain)\.rs$"
-)
+TOOLS = {"bench", "fuzz", "loom"}
+# The crates that a user gets.
+CRATES = sorted(path.parent for path in TRANSFER.glob("*/Cargo.toml") if path.parent.name not in TOOLS)
+# The modules of a crate that may hold unsafe code: the system, registered memory, and foreign function interfaces. In any
+# other crate there is none.
+UNSAFE = {
+    "engine": re.compile(r"^region\.rs$|^(libfabric|nvlink)/|^verbs/(device|pair)\.rs$|(^|/)(ffi|sys|domain)\.rs$"),
+    "capi": re.compile(""),
+    "python": re.compile(r"^domain\.rs$"),
+}
+NOWHERE = re.compile(r"(?!)")
 # Lints that keep panics and unsafe code out.
 GUARDED = re.compile(r"\b(unsafe_code|undocumented_unsafe_blocks|unwrap_used|expect_used|panic|indexing_slicing)\b")
 ALLOWS = re.compile(r"#!?\[(?:cfg_attr\((?P<when>[^,]+), *)?(?:allow|expect)\((?P<lints>[^\]]*)\)")
@@ -36,9 +43,13 @@ def sources(root: Path) -> Iterator[tuple[str, str]]:
             yield name, path.read_text()
 
 
+def may_be_unsafe(root: Path, name: str) -> bool:
+    return UNSAFE.get(root.name, NOWHERE).search(name) is not None
+
+
 def unsafe_elsewhere(root: Path) -> Iterator[str]:
     for name, text in sources(root):
-        if not UNSAFE.search(name) and re.search(r"^[^/\n\"]*\bunsafe\b(?!_)", text, re.MULTILINE):
+        if not may_be_unsafe(root, name) and re.search(r"^[^/\n\"]*\bunsafe\b(?!_)", text, re.MULTILINE):
             yield f"{name}: unsafe code"
 
 
@@ -46,7 +57,7 @@ def switched_off(root: Path) -> Iterator[str]:
     for name, text in sources(root):
         for found in ALLOWS.finditer(text):
             lints = set(GUARDED.findall(found["lints"]))
-            if found["when"] == "test" or (lints == {"unsafe_code"} and UNSAFE.search(name)):
+            if found["when"] == "test" or (lints == {"unsafe_code"} and may_be_unsafe(root, name)):
                 continue
             if lints:
                 yield f"{name}: {', '.join(sorted(lints))}"
@@ -61,7 +72,7 @@ def panicking(root: Path) -> Iterator[str]:
 
 
 def too_long(root: Path) -> Iterator[str]:
-    for path in (path for folder in ("src", "tests", "loom", "bench") for path in (root / folder).rglob("*.rs")):
+    for path in (path for folder in ("src", "tests") for path in (root / folder).rglob("*.rs")):
         if len(path.read_text().splitlines()) > MAX_LINES:
             yield f"{path.name}: too long"
 
@@ -141,10 +152,16 @@ RULES: dict[Callable[[Path], Iterator[str]], list[tuple[str, str]]] = {
 }
 
 
+@pytest.mark.parametrize("crate", CRATES, ids=lambda crate: crate.name)
 @pytest.mark.parametrize("rule", RULES)
-def test_rule_holds(rule: Callable[[Path], Iterator[str]]) -> None:
-    assert list(sources(TRANSFER))
-    assert list(rule(TRANSFER)) == []
+def test_rule_holds(rule: Callable[[Path], Iterator[str]], crate: Path) -> None:
+    assert list(sources(crate))
+    assert list(rule(crate)) == []
+
+
+@pytest.mark.parametrize("tool", sorted(TOOLS))
+def test_no_file_of_a_tool_is_too_long(tool: str) -> None:
+    assert list(too_long(TRANSFER / tool)) == []
 
 
 @pytest.mark.parametrize(
@@ -152,19 +169,36 @@ def test_rule_holds(rule: Callable[[Path], Iterator[str]]) -> None:
     [(rule, name, line) for rule, cases in RULES.items() for name, line in cases],
 )
 def test_rule_bites(tmp_path: Path, rule: Callable[[Path], Iterator[str]], name: str, line: str) -> None:
-    (tmp_path / "src").mkdir()
-    (tmp_path / "src" / "region.rs").write_text("#![allow(unsafe_code)]\n// SAFETY: it is.\nunsafe { f() };\n")
-    (tmp_path / "src" / "api.rs").write_text(
+    crate = tmp_path / "engine"
+    (crate / "src").mkdir(parents=True)
+    (crate / "src" / "region.rs").write_text("#![allow(unsafe_code)]\n// SAFETY: it is.\nunsafe { f() };\n")
+    (crate / "src" / "api.rs").write_text(
         "#![cfg_attr(test, allow(clippy::panic))]\nuse crate::region;\n// assert!(x) is not code\n"
     )
-    assert list(rule(tmp_path)) == []
-    with (tmp_path / "src" / name).open("a") as file:
+    assert list(rule(crate)) == []
+    with (crate / "src" / name).open("a") as file:
         file.write(f"{line}\n")
-    assert len(list(rule(tmp_path))) == 1
+    assert len(list(rule(crate))) == 1
+
+
+def test_a_crate_without_a_rule_of_its_own_has_no_unsafe_code(tmp_path: Path) -> None:
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "ffi.rs").write_text("    let x = unsafe { f() };\n")
+    assert len(list(unsafe_elsewhere(tmp_path))) == 1
+
+
+def test_the_engine_knows_no_language_that_binds_it() -> None:
+    manifest = (TRANSFER / "engine" / "Cargo.toml").read_text()
+    assert "pyo3" not in manifest and "capi" not in manifest
+    for name, text in sources(TRANSFER / "engine"):
+        assert not re.search(r"\bpyo3\b|feature = \"(?:python|capi)\"|no_mangle", text), name
 
 
 def test_the_compiler_denies_what_it_should() -> None:
-    assert "#![deny(unsafe_code)]" in (TRANSFER / "src" / "lib.rs").read_text()
+    for crate in CRATES:
+        # The C interface is unsafe throughout.
+        assert ("#![deny(unsafe_code)]" in (crate / "src" / "lib.rs").read_text()) == (crate.name != "capi"), crate.name
+        assert "[lints]\nworkspace = true\n" in (crate / "Cargo.toml").read_text(), crate.name
     manifest = (TRANSFER / "Cargo.toml").read_text()
     for lint in ("unwrap_used", "expect_used", "panic", "indexing_slicing", "undocumented_unsafe_blocks"):
         assert f'{lint} = "deny"' in manifest

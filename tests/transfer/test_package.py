@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import ctypes
 import inspect
 import os
 import re
@@ -19,6 +20,8 @@ _native = pytest.importorskip(
     "putget_transfer._native", reason="putget_transfer is not built: it needs cargo (see `make transfer`)"
 )
 
+import putget_transfer
+
 TRANSFER = ROOT / "transfer"
 
 
@@ -30,6 +33,14 @@ def example() -> str:
 
 def test_the_example_of_the_readme_runs() -> None:
     subprocess.run([sys.executable, "-c", example()], check=True, timeout=120)
+
+
+def test_the_library_has_the_functions_of_the_header() -> None:
+    header = (TRANSFER / "python/putget_transfer/include/putget_transfer.h").read_text()
+    library = ctypes.CDLL(putget_transfer.library())
+    declared = set(re.findall(r"\b(pt_\w+)\(", re.sub(r"/\*.*?\*/", "", header, flags=re.DOTALL)))
+    assert len(declared) > 46
+    assert [name for name in sorted(declared) if not hasattr(library, name)] == []
 
 
 def stub_names(tree: ast.Module) -> dict[str, set[str]]:

@@ -1,6 +1,6 @@
 r"""What one write takes every kind of caller, beside libfabric alone and NIXL: p50 and p99, one table.
 
-    cargo build --release -p putget_transfer_bench && cargo build --release --features capi
+    cargo build --release -p putget_transfer_bench && cargo build --release -p putget_transfer_capi
     python bench/latency.py --provider shm --peers_python python
 
 The target is another process. All contenders measure all sizes by turns, `--repeats` times, and the medians of the
@@ -140,7 +140,7 @@ def run_program(options: argparse.Namespace, name: str, found: Found) -> None:
 
 def build_c(options: argparse.Namespace, folder: str) -> Path | None:
     """Compile the program of C's callers; None if the library or a compiler is missing."""
-    library, program = options.target_dir / "libputget_transfer.so", Path(folder) / "latency"
+    library, program = options.target_dir / "libputget_transfer_capi.so", Path(folder) / "latency"
     include = HERE.parent / "python/putget_transfer/include"
     words = ["cc", "-O2", "-pthread", "-I", str(include), str(HERE / "latency.c"), str(library), "-o", str(program)]
     try:

@@ -1,7 +1,7 @@
 /* What the C interface costs a caller that uses words, in one process over one network:
  *
- *   cargo build --release --features capi
- *   cc -O2 -I python/putget_transfer/include bench/words.c target/release/libputget_transfer.so -o words
+ *   cargo build --release -p putget_transfer_capi
+ *   cc -O2 -I python/putget_transfer/include bench/words.c target/release/libputget_transfer_capi.so -o words
  *   LD_LIBRARY_PATH=target/release ./words shm
  *
  * Prints: a write of 64 bytes until the target's word shows it; submissions (single, 1024 pages, a template of 56); a

@@ -4,23 +4,23 @@
 #![cfg(test)]
 #![allow(missing_docs, dead_code, clippy::unwrap_used)]
 
-#[path = "../../src/counter.rs"]
+#[path = "../../engine/src/counter.rs"]
 mod counter;
-#[path = "../../src/counts.rs"]
+#[path = "../../engine/src/counts.rs"]
 mod counts;
-#[path = "../../src/host/flags.rs"]
+#[path = "../../engine/src/host/flags.rs"]
 mod flags;
-#[path = "../../src/gate.rs"]
+#[path = "../../engine/src/gate.rs"]
 mod gate;
-#[path = "../../src/helm.rs"]
+#[path = "../../engine/src/helm.rs"]
 mod helm;
-#[path = "../../src/jobs.rs"]
+#[path = "../../engine/src/jobs.rs"]
 mod jobs;
-#[path = "../../src/joined.rs"]
+#[path = "../../engine/src/joined.rs"]
 mod joined;
-#[path = "../../src/once.rs"]
+#[path = "../../engine/src/once.rs"]
 mod once;
-#[path = "../../src/queue.rs"]
+#[path = "../../engine/src/queue.rs"]
 mod queue;
 
 mod gate_models;

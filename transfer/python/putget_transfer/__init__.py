@@ -67,7 +67,7 @@ def library() -> str:
     """Return the path of the library with the functions of `putget_transfer.h`.
 
     It is the compiled part of this package, so only a process that has Python in it can load it. A program
-    without Python links what `cargo build --release --features capi` makes.
+    without Python links what `cargo build --release -p putget_transfer_capi` makes.
     """
     return str(_native.__file__)
 

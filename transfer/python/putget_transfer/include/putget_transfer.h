@@ -1,6 +1,6 @@
 /* One-sided point-to-point transfers across hosts, completed by counting and never by order: the C interface.
  *
- * The library is what `cargo build --release --features capi` makes: libputget_transfer.so. The Python package has the same
+ * The library is what `cargo build --release -p putget_transfer_capi` makes: libputget_transfer_capi.so. The Python package has the same
  * functions: `putget_transfer.library()` is the path of a library for code that runs inside Python, and
  * `putget_transfer.include()` the folder of this file. docs/transfer.md says what the operations guarantee.
  *

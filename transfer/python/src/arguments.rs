@@ -1,0 +1,132 @@
+//! Arguments from Python: a number that does not fit, or a callback that cannot be called, is a ValueError that names it.
+
+use pyo3::exceptions::{PyOverflowError, PyValueError};
+use pyo3::prelude::*;
+use pyo3::types::{PyBytes, PyList, PyRange, PyTuple};
+
+/// Characters of an argument that an error shows.
+const SHOWN: usize = 120;
+
+/// Reads an argument that is a number or has numbers in it.
+fn fitting<'py, T: FromPyObject<'py>>(name: &str, value: &Bound<'py, PyAny>, most: u64) -> PyResult<T> {
+    value.extract().map_err(|error: PyErr| {
+        if error.is_instance_of::<PyOverflowError>(value.py()) {
+            let text = value.to_string();
+            let came = match text.char_indices().nth(SHOWN) {
+                Some((end, _)) => format!("{}...", text.get(..end).unwrap_or_default()),
+                None => text,
+            };
+            PyValueError::new_err(format!("{name}: {came} came; numbers from 0 to {most} are allowed"))
+        } else {
+            error
+        }
+    })
+}
+
+macro_rules! numbers {
+    ($($name:ident: $type:ty, $most:expr;)+) => {
+        $(pub(crate) fn $name<'py>(value: &Bound<'py, PyAny>) -> PyResult<$type> {
+            fitting(stringify!($name), value, u64::from($most))
+        })+
+    };
+}
+
+numbers! {
+    bytes: u64, u64::MAX;
+    bytes_per_s: u64, u64::MAX;
+    count: u64, u64::MAX;
+    cpus: Vec<usize>, u32::MAX;
+    depth: usize, u32::MAX;
+    device_group: Option<usize>, u32::MAX;
+    first: Option<u32>, u32::MAX;
+    group: usize, u32::MAX;
+    groups: Option<Vec<usize>>, u32::MAX;
+    imm: u32, u32::MAX;
+    index: u32, u32::MAX;
+    len: u64, u64::MAX;
+    max_delay_polls: u32, u32::MAX;
+    nic: Option<usize>, u32::MAX;
+    nics: usize, u32::MAX;
+    offset: u64, u64::MAX;
+    ordinal: u16, u16::MAX;
+    parts: Vec<(u64, u64, u64)>, u64::MAX;
+    planes: u64, u64::MAX;
+    pool: u32, u32::MAX;
+    plane_stride: u64, u64::MAX;
+    page_len: u64, u64::MAX;
+    seed: u64, u64::MAX;
+    src_offset: u64, u64::MAX;
+    stride: u64, u64::MAX;
+    value: u64, u64::MAX;
+}
+
+/// Numbers of pages: a list, or an array of integers, which is read as a whole.
+pub(crate) fn indices(value: &Bound<'_, PyAny>) -> PyResult<Vec<u64>> {
+    if value.is_instance_of::<PyList>() || value.is_instance_of::<PyTuple>() || value.is_instance_of::<PyRange>() {
+        return fitting("indices", value, u64::MAX);
+    }
+    let read = value.py().import("putget_transfer._memory")?.call_method1("integers", (value,))?;
+    let (bytes, signed): (Bound<'_, PyBytes>, bool) = read.extract()?;
+    let word = |chunk: &[u8]| chunk.try_into().map(u64::from_ne_bytes).unwrap_or_default();
+    let indices: Vec<_> = bytes.as_bytes().chunks_exact(size_of::<u64>()).map(word).collect();
+    match indices.iter().find(|index| signed && **index > i64::MAX as u64) {
+        Some(negative) => {
+            let came = *negative as i64;
+            Err(PyValueError::new_err(format!("indices: {came} came; numbers from 0 to {} are allowed", i64::MAX)))
+        }
+        None => Ok(indices),
+    }
+}
+
+/// The immediate of a write, which may have none.
+pub(crate) fn write_imm(value: &Bound<'_, PyAny>) -> PyResult<Option<u32>> {
+    fitting("imm", value, u32::MAX.into())
+}
+
+/// Where a write or a read comes from: memory and an offset.
+pub(crate) fn src<'py, T: FromPyObject<'py>>(value: &Bound<'py, PyAny>) -> PyResult<T> {
+    fitting("src", value, u64::MAX)
+}
+
+/// Where it goes.
+pub(crate) fn dst<'py, T: FromPyObject<'py>>(value: &Bound<'py, PyAny>) -> PyResult<T> {
+    fitting("dst", value, u64::MAX)
+}
+
+/// Lengths, sources and destinations.
+pub(crate) fn items<'py, T: FromPyObject<'py>>(value: &Bound<'py, PyAny>) -> PyResult<T> {
+    fitting("items", value, u64::MAX)
+}
+
+/// Buffers that one engine may hold.
+pub(crate) fn per_peer(value: &Bound<'_, PyAny>) -> PyResult<Option<usize>> {
+    fitting("per_peer", value, u32::MAX.into())
+}
+
+/// Bytes in this process's memory.
+pub(crate) fn memory_len(value: &Bound<'_, PyAny>) -> PyResult<usize> {
+    fitting("len", value, usize::MAX as u64)
+}
+
+/// Things in this process's memory.
+pub(crate) fn memory_count(value: &Bound<'_, PyAny>) -> PyResult<usize> {
+    fitting("count", value, usize::MAX as u64)
+}
+
+/// Operations at a time.
+pub(crate) fn submissions(value: &Bound<'_, PyAny>) -> PyResult<usize> {
+    fitting("count", value, usize::MAX as u64)
+}
+
+/// Immediates.
+pub(crate) fn imms(value: &Bound<'_, PyAny>) -> PyResult<u32> {
+    fitting("count", value, u32::MAX.into())
+}
+
+/// Something that can be called.
+pub(crate) fn callback(value: &Bound<'_, PyAny>) -> PyResult<PyObject> {
+    if value.is_callable() {
+        return Ok(value.clone().unbind());
+    }
+    Err(PyValueError::new_err(format!("callback: {value} came; a callable is needed")))
+}

@@ -1,0 +1,200 @@
+//! Operations under way, as Python sees them.
+
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use pyo3::exceptions::{PyTimeoutError, PyValueError};
+use pyo3::prelude::*;
+
+use crate::engine::PyEngine;
+use crate::errors::{PyResult, exception};
+use putget_transfer::bindings::{ForeignCallbacks, Raised, Waits};
+use putget_transfer::{Callback, Done, Error, Flag, Outcome, TransferId};
+
+/// How long a wait goes without looking for signals, so that Ctrl-C works.
+const SLICE: Duration = Duration::from_millis(50);
+
+#[derive(Default)]
+struct State {
+    outcome: Option<Outcome>,
+    callbacks: Vec<PyObject>,
+}
+
+#[derive(Default)]
+struct Progress {
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+impl Progress {
+    fn outcome(&self) -> Option<Outcome> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner).outcome.clone()
+    }
+
+    /// Tells whoever waits at once, and Python's callbacks on their own threads.
+    fn finish(self: &Arc<Self>, outcome: Outcome, threads: &ForeignCallbacks) {
+        let callbacks = {
+            let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+            state.outcome = Some(outcome.clone());
+            std::mem::take(&mut state.callbacks)
+        };
+        self.changed.notify_all();
+        if callbacks.is_empty() {
+            return;
+        }
+        let run: Callback = Box::new(move |outcome| {
+            Python::with_gil(|py| callbacks.iter().for_each(|callback| call(py, callback, &outcome)));
+        });
+        threads.call(run, outcome);
+    }
+
+    /// Waits at most `timeout` and says whether the operation is over.
+    fn wait(&self, timeout: Duration) -> bool {
+        let state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let wait = self.changed.wait_timeout_while(state, timeout, |state| state.outcome.is_none());
+        wait.unwrap_or_else(PoisonError::into_inner).0.outcome.is_some()
+    }
+}
+
+/// Calls back with the error or None. What the callback raises has nobody to go to: Python's hook for that gets it.
+fn call(py: Python<'_>, callback: &PyObject, outcome: &Outcome) {
+    let error = outcome.as_ref().err().map(exception);
+    if let Err(raised) = callback.call1(py, (error,)) {
+        raised.write_unraisable(py, Some(callback.bind(py)));
+    }
+}
+
+/// A submitted operation. Await it, wait for it, or look at it.
+#[pyclass(name = "Transfer", module = "putget_transfer", frozen)]
+pub(crate) struct PyTransfer {
+    progress: Arc<Progress>,
+    /// What can be cancelled, and where.
+    id: Option<(TransferId, Py<PyEngine>)>,
+    /// Where its end can be waited for.
+    waits: Waits,
+}
+
+/// Submits an operation whose end a new `Transfer`, and whoever else was named in `done`, are told of.
+pub(crate) fn submitted(
+    engine: &Bound<'_, PyEngine>,
+    done: Option<&Bound<'_, PyAny>>,
+    submit: impl FnOnce(Done) -> Result<Option<TransferId>, Error> + Send,
+) -> PyResult<PyTransfer> {
+    let progress = Arc::new(Progress::default());
+    let mut flag = None;
+    if let Some(done) = done.filter(|done| !done.is_none()) {
+        if let Ok(found) = done.downcast::<PyFlag>() {
+            flag = Some(Raised::new(&found.get().flag));
+        } else if done.is_callable() {
+            progress.state.lock().unwrap_or_else(PoisonError::into_inner).callbacks.push(done.clone().unbind());
+        } else {
+            let problem = format!("done: {} came; a callable, a Flag or None is allowed", done.get_type());
+            return Err(PyValueError::new_err(problem).into());
+        }
+    }
+    let told = Arc::clone(&progress);
+    let owner = engine.get().engine()?;
+    let (threads, waits) = (ForeignCallbacks::of(&owner), Waits::on(&owner));
+    drop(owner);
+    let over = Done::callback(move |outcome| {
+        if let Some(flag) = flag {
+            flag.lower(outcome.is_err());
+        }
+        told.finish(outcome, &threads);
+    });
+    // A submission may wait for room, and for the engine's locks.
+    let id = engine.py().allow_threads(|| submit(over))?;
+    Ok(PyTransfer { progress, id: id.map(|id| (id, engine.clone().unbind())), waits })
+}
+
+#[pymethods]
+impl PyTransfer {
+    fn done(&self) -> bool {
+        self.progress.outcome().is_some()
+    }
+
+    fn result(&self) -> PyResult<()> {
+        match self.progress.outcome() {
+            Some(outcome) => Ok(outcome?),
+            None => Err(PyTimeoutError::new_err("the transfer is not over").into()),
+        }
+    }
+
+    #[pyo3(signature = (timeout_s=None))]
+    fn wait(&self, py: Python<'_>, timeout_s: Option<f64>) -> PyResult<()> {
+        if !self.done() {
+            self.waits.check_thread()?;
+        }
+        let end =
+            crate::engine::duration("timeout_s", timeout_s)?.and_then(|timeout| Instant::now().checked_add(timeout));
+        loop {
+            let left = end.map_or(SLICE, |end| end.saturating_duration_since(Instant::now()));
+            if py.allow_threads(|| self.progress.wait(left.min(SLICE))) {
+                return self.result();
+            }
+            py.check_signals()?;
+            self.waits.check_process()?;
+            if end.is_some_and(|end| Instant::now() >= end) {
+                return Err(PyTimeoutError::new_err("the transfer is not over").into());
+            }
+        }
+    }
+
+    fn cancel(&self) -> PyResult<bool> {
+        match &self.id {
+            Some((id, engine)) if !self.done() => {
+                engine.get().engine()?.cancel(*id)?;
+                Ok(true)
+            }
+            _ => Ok(false),
+        }
+    }
+
+    fn add_done_callback(&self, py: Python<'_>, callback: PyObject) {
+        let mut state = self.progress.state.lock().unwrap_or_else(PoisonError::into_inner);
+        match state.outcome.clone() {
+            None => state.callbacks.push(callback),
+            Some(outcome) => {
+                drop(state);
+                call(py, &callback, &outcome);
+            }
+        }
+    }
+
+    fn __await__(slf: Bound<'_, Self>) -> PyResult<PyObject> {
+        let wait = slf.py().import("putget_transfer._asyncio")?.getattr("wait")?;
+        Ok(wait.call1((slf,))?.call_method0("__await__")?.unbind())
+    }
+
+    fn __repr__(&self) -> &'static str {
+        match self.progress.outcome() {
+            None => "<Transfer under way>",
+            Some(Ok(())) => "<Transfer done>",
+            Some(Err(_)) => "<Transfer failed>",
+        }
+    }
+}
+
+/// A flag that operations lower; it counts, so one can stand for several.
+#[pyclass(name = "Flag", module = "putget_transfer", frozen)]
+pub(crate) struct PyFlag {
+    flag: Arc<Flag>,
+}
+
+#[pymethods]
+impl PyFlag {
+    #[new]
+    fn new() -> Self {
+        Self { flag: Flag::new() }
+    }
+
+    #[getter]
+    fn pending(&self) -> u32 {
+        self.flag.pending()
+    }
+
+    #[getter]
+    fn failed(&self) -> u32 {
+        self.flag.failed()
+    }
+}
