@@ -48,6 +48,8 @@ def test_exceptions_have_one_root() -> None:
         putget.CapacityExceeded(1, 8, 5, 2),
         putget.InvalidExpertIds(3, 8),
         putget.ProtocolMisuse("combine without dispatch"),
+        putget.ExpertsLost((3, 4), (5,), (2,), 1.5),
+        putget.ForkedChild(0, "AllToAll", 7, 8),
     ],
     ids=lambda error: type(error).__name__,
 )
@@ -73,6 +75,14 @@ def test_who_is_slow_and_who_is_gone(missing: tuple[int, ...], lost: tuple[int, 
     error = putget.PeerTimeout("dispatch", 0, 4, missing, 30.0, lost)
     assert str(error) == f"dispatch, round 4: rank 0 {said}"
     assert set(error.lost) <= set(error.missing) == set(missing)
+
+
+@pytest.mark.parametrize(
+    ("phase", "said"),
+    [("setup", "call the same constructor again on all ranks"), ("set_active_ranks", "call it again, without those")],
+)
+def test_a_timeout_outside_of_rounds_says_what_to_call(phase: str, said: str) -> None:
+    assert said in str(putget.PeerTimeout(phase, 0, 0, (1,), 3.0))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")

@@ -7,6 +7,7 @@ from putget.domains import Network
 from putget.errors import (
     BackendUnavailable,
     CapacityExceeded,
+    ExpertsLost,
     ForkedChild,
     InvalidExpertIds,
     PeerTimeout,
@@ -29,6 +30,7 @@ __all__ = [
     "Communicator",
     "ExpertMajor",
     "ExpertMajorMemory",
+    "ExpertsLost",
     "FlatRows",
     "ForkedChild",
     "InvalidExpertIds",

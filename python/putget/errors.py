@@ -6,12 +6,20 @@ A caller's mistake is a ``ValueError`` that names the argument, what came and wh
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 
 class PutgetError(RuntimeError):
     """Base class of what putget raises besides ``ValueError``."""
+
+
+# By phase, what to call next.
+_NEXT = {
+    "setup": "; when they live, call the same constructor again on all ranks, or make a Communicator without them",
+    "set_active_ranks": "; call it again, without those that are gone",
+}
 
 
 class PeerTimeout(PutgetError):
@@ -49,10 +57,16 @@ class PeerTimeout(PutgetError):
             found.append(f"heard nothing from {_ranks(silent)}{within}")
         if self.lost:
             found.append(f"has lost the connection to {_ranks(self.lost)}")
-        super().__init__(f"{phase}, round {epoch}: rank {rank} {' and '.join(found)}")
+        super().__init__(f"{phase}, round {epoch}: rank {rank} {' and '.join(found)}{_NEXT.get(phase, '')}")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return PeerTimeout, (self.phase, self.rank, self.epoch, self.missing, self.timeout_s, self.lost)
+
+
+def _some(numbers: Sequence[int], most: int = 16) -> str:
+    """The first of these numbers, and how many follow."""
+    more = f" and {len(numbers) - most} more" if len(numbers) > most else ""
+    return f"{', '.join(map(str, numbers[:most]))}{more}"
 
 
 def _ranks(ranks: Iterable[int]) -> str:
@@ -115,6 +129,34 @@ class InvalidExpertIds(PutgetError, ValueError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return InvalidExpertIds, (self.count, self.num_experts)
+
+
+class ExpertsLost(PutgetError):
+    """A layer would go on without experts of ranks that were left out; nothing has happened.
+
+    Attributes:
+        experts: Those that lie on these ranks alone.
+        partly: Those that have replicas there, by the placement in force, and others.
+        ranks: The ranks.
+        since: When the first of them was left out, in seconds of ``time.time()``.
+    """
+
+    def __init__(self, experts: Iterable[int], partly: Iterable[int], ranks: Iterable[int], since: float) -> None:
+        self.experts = tuple(experts)
+        self.partly = tuple(partly)
+        self.ranks = tuple(ranks)
+        self.since = since
+        found = [f"expert(s) {_some(self.experts)} are lost" if self.experts else ""]
+        found.append(f"replicas of expert(s) {_some(self.partly)} are lost" if self.partly else "")
+        moment = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(since))
+        super().__init__(
+            f"{' and '.join(filter(None, found))} with {_ranks(self.ranks)} since {moment}: outputs would miss them. "
+            "Bring them back by Balancer.set_active_ranks with a HostStore, by set_placement, or by set_active_ranks "
+            "with their ranks; or accept it on every rank: layer.degraded = True"
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ExpertsLost, (self.experts, self.partly, self.ranks, self.since)
 
 
 class ForkedChild(PutgetError, ValueError):

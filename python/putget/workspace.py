@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
@@ -88,6 +89,8 @@ class Workspace:
 
     Attributes:
         number: Tells the workspaces of one communicator apart; the same on all ranks.
+        inactive_since: For each rank that is not active, when the group went on without it, in seconds of
+            ``time.time()``.
     """
 
     def __init__(
@@ -113,6 +116,7 @@ class Workspace:
         self.timeout_s = float(timeout_s)
         self.warmup_timeout_s = float(warmup_timeout_s)
         self._active = (True,) * comm.size
+        self.inactive_since: dict[int, float] = {}
         self._seen_fault = False
         self._apart: str | None = "the first meeting failed"
         self.turns = Turns(self.device)
@@ -227,6 +231,9 @@ class Workspace:
         mesh.exchange("started", {}, members=active, timeout_s=timeout_s, phase=phase, **stage_of(attempt, STARTING))
         self._apart = None
         self._seen_fault = False
+        since, now = self.inactive_since, time.time()
+        inactive = (rank for rank, is_active in enumerate(self._active) if not is_active)
+        self.inactive_since = {rank: since.get(rank, now) for rank in inactive}
 
     @property
     def memory(self) -> Memory:

@@ -52,7 +52,8 @@ def recover(
         layer, expert = gone[0]
         raise PutgetError(
             f"ranks {list(lost)} had the only replica of expert {expert} of layer {layer}, one of {len(gone)} experts "
-            "lost, and there is no host store: the placement stays; give more slots, or a HostStore"
+            "lost, and there is no host store: the placement stays. Give more slots or a HostStore, or go "
+            "on without them: layer.degraded = True on every rank"
         )
     target = plan()
     wanted = target.physical_to_logical

@@ -2,11 +2,13 @@
 
 from putget.moe.kernels import expand, finalize, gated_activation
 from putget.moe.layer import ExpertParallelMoE
+from putget.moe.lost import LayerMetrics
 from putget.moe.router import GroupLimitedRouting, Router, SoftmaxRouting
 
 __all__ = [
     "ExpertParallelMoE",
     "GroupLimitedRouting",
+    "LayerMetrics",
     "Router",
     "SoftmaxRouting",
     "expand",

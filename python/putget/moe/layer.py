@@ -20,6 +20,7 @@ from putget.errors import PutgetError
 from putget.expert_major import ExpertMajor, ExpertMajorMemory
 from putget.moe.experts import GATES, Bf16Experts, Fp8Experts, Gate
 from putget.moe.loading import DenseState, load_networks, load_router
+from putget.moe.lost import LayerMetrics, LostExperts
 from putget.moe.placed import place_experts
 from putget.moe.router import Placing, Router, Routing
 from putget.moe.shared_experts import SharedExperts
@@ -77,6 +78,9 @@ class ExpertParallelMoE(nn.Module):
         replica_choice: How a token's replica is chosen: `how` of ``putget.balancer.ReplicaChoice``.
         ranks_per_node: Ranks of a host, for `replica_choice`; all if None.
         count_experts: Whether the router counts its tokens' experts in `expert_load`.
+        degraded: Whether rounds go on without experts that are lost with their ranks. If not, calls raise
+            ``ExpertsLost`` after `set_active_ranks` has left their ranks out, until the experts are back. It may be set
+            later, too: on the layers of all ranks alike.
         **all_to_all: Further arguments of ``putget.AllToAll``: ``workspace``, ``timeout_s``, ``num_sms``,
             ``combine_dtype``, ``combine_direction``, ``expert_to_rank`` and so on.
 
@@ -125,6 +129,7 @@ class ExpertParallelMoE(nn.Module):
         replica_choice: str = "round_robin",
         ranks_per_node: int | None = None,
         count_experts: bool = False,
+        degraded: bool = False,
         **all_to_all: Any,
     ) -> None:
         super().__init__()
@@ -191,6 +196,7 @@ class ExpertParallelMoE(nn.Module):
                     "shared_intermediate_size": shared_intermediate_size,
                     "weight_dtype": weight_dtype,
                     "gate": gate,
+                    "degraded": bool(degraded),
                     "placement": None,
                     **({} if self._placed is None else self._placed.configuration()),
                 },
@@ -199,6 +205,7 @@ class ExpertParallelMoE(nn.Module):
         except (ValueError, PutgetError):
             self.a2a.close()
             raise
+        self._lost = LostExperts(self.a2a, self._placed, bool(degraded))
         self.local_experts = _owned(self.a2a, comm.rank) if self._placed is None else self._placed.local_experts
         self.experts = kind(len(self.local_experts), hidden_size, intermediate_size, gate, place)
         self._beside = Beside(place)
@@ -268,7 +275,7 @@ class ExpertParallelMoE(nn.Module):
             names = [None if now == before else _name_of(now) for now, before in changed]
             load_networks(self.experts, names, DenseState(state, prefix))
         self._placed.choose.tables.copy_(tables)
-        self.local_experts = experts
+        self._note_placement(placement, placement_layer)
 
     def balanced(self) -> BalancedLayer:
         """What a ``putget.balancer.Balancer`` needs of this layer.
@@ -291,6 +298,8 @@ class ExpertParallelMoE(nn.Module):
     def _note_placement(self, placement: Placement, layer: int) -> None:
         assert self._placed is not None
         self.local_experts = self._placed.local_of(placement, layer)
+        self._placed.note(placement, layer)
+        self._lost.look_again()
 
     def _set_statistics(self, statistics: LoadGathering | None) -> None:
         self._statistics = statistics
@@ -308,6 +317,8 @@ class ExpertParallelMoE(nn.Module):
 
         Raises:
             ValueError: x is wrong; nothing has happened on any rank.
+            ExpertsLost: Experts were lost with ranks that were left out, and `degraded` is False. Replays of a graph do
+                not ask: `check` does.
             PeerTimeout: A rank is missing. On CUDA a later call raises it.
         """
         if torch.compiler.is_compiling():
@@ -318,6 +329,7 @@ class ExpertParallelMoE(nn.Module):
         """What ``forward`` does; ``torch.compile`` sees it as one operator."""
         self.check_input("x", x)
         a2a = self.a2a
+        self._lost.begin_round()
         overlapped = self.overlap_shared and self.shared is not None
         ids, weights, payloads = self.route(x, num_valid_tokens)
         stats = None if self._statistics is None else self._statistics.stats
@@ -412,9 +424,25 @@ class ExpertParallelMoE(nn.Module):
         module: ExpertParallelMoE = super()._apply(keep, recurse)  # type: ignore[no-untyped-call]
         return module
 
+    # --- ranks that are lost ------------------------------------------------------------------------------------------
+
+    @property
+    def degraded(self) -> bool:
+        """Whether rounds go on without experts that are lost with their ranks. Set it on all ranks alike."""
+        return self._lost.degraded
+
+    @degraded.setter
+    def degraded(self, value: bool) -> None:
+        self._lost.degraded = value
+
+    def metrics(self) -> LayerMetrics:
+        """Which ranks and experts are lost, since when, and how many rounds ran without them. Waits for no peer."""
+        return self._lost.metrics()
+
     def check(self) -> None:
-        """See ``AllToAll.check``."""
+        """See ``AllToAll.check``. It also raises ``ExpertsLost`` as `forward` does."""
         self.a2a.check()
+        self._lost.require()
 
     def close(self) -> None:
         """See ``AllToAll.close``. Weights stay."""

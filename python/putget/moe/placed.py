@@ -75,6 +75,7 @@ class PlacedExperts:
             device=device,
         )
         self.local_experts = self.local_of(placement, layer)
+        self.note(placement, layer)
         self._digest = hashlib.sha256(placement.physical_to_logical[layer].tobytes()).hexdigest()[:16]
 
     @property
@@ -87,6 +88,15 @@ class PlacedExperts:
         each = self.num_slots // self.choose.ep_size
         slots: list[int] = placement.physical_to_logical[layer].tolist()
         return slots[self.choose.ep_rank * each :][:each]
+
+    def note(self, placement: Placement, layer: int) -> None:
+        """A placement is in force now."""
+        self._slots: list[int] = placement.physical_to_logical[layer].tolist()
+
+    def places(self) -> list[tuple[int, int]]:
+        """Expert and rank of each slot that has an expert, by the placement in force as the host knows it."""
+        each = self.num_slots // self.choose.ep_size
+        return [(expert, slot // each) for slot, expert in enumerate(self._slots) if expert >= 0]
 
     def configuration(self) -> dict[str, Any]:
         """What must be the same on all ranks when a layer is made."""
