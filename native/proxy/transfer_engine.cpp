@@ -104,6 +104,8 @@ void TransferEngine::open(const EngineOptions& options) {
   made.default_deadline = kWriteDeadline;
   made.connect_timeout = kConnect;
   made.refuse_when_full = 1;
+  // Ranks agree among themselves who goes on, and rounds recognise old rows by their epoch.
+  made.readmit = PT_READMIT_AUTO;
   const std::string what = "network \"" + options.provider + "\"";
   library_.check(library_.pt_engine_create(&made, &engine_), what);
   pt_poster* poster = nullptr;

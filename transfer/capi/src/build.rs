@@ -3,7 +3,7 @@
 use std::ffi::{c_char, c_int, c_void};
 
 use super::ffi::{Context, PeerCallback, from, missing, right_size, seconds, slice, string, text};
-use putget_transfer::{Device, DeviceGroup, Engine, Error, SimNetwork, Topology, WhenFull, bindings};
+use putget_transfer::{Device, DeviceGroup, Engine, Error, Readmit, SimNetwork, Topology, WhenFull, bindings};
 
 /// `pt_device_group`.
 #[repr(C)]
@@ -38,6 +38,7 @@ pub struct EngineOptions {
     pub callback_threads: usize,
     pub peer_event: PeerCallback,
     pub context: *mut c_void,
+    pub readmit: c_int,
 }
 
 impl CDeviceGroup {
@@ -92,7 +93,13 @@ impl CDeviceGroup {
 /// Every pointer is null or valid, as the header says.
 pub(super) unsafe fn build(options: &EngineOptions) -> Result<Engine, Error> {
     right_size(options.size, size_of::<EngineOptions>())?;
-    let mut builder = Engine::builder().busy_poll(options.busy_poll != 0);
+    let readmit = match options.readmit {
+        0 => Readmit::Asked,
+        1 => Readmit::Lost,
+        2 => Readmit::Auto,
+        other => return Err(Error::argument("readmit", format!("{other} came; 0 to 2 are allowed (pt_readmit)"))),
+    };
+    let mut builder = Engine::builder().busy_poll(options.busy_poll != 0).readmit(readmit);
     // SAFETY: the caller promises it, here and below.
     for group in unsafe { slice("groups", options.groups, options.group_count)? } {
         // SAFETY: as above.

@@ -10,7 +10,7 @@ use putget_transfer::{
     Callback, Device, Done, Error, Grid, MrDesc, MrHandle, Options, Outcome, Pages, TransferId, Via,
 };
 
-pub(super) const ABI_VERSION: c_int = 4;
+pub(super) const ABI_VERSION: c_int = 5;
 pub(super) const OK: c_int = 0;
 pub(super) const INTERNAL: c_int = 9;
 

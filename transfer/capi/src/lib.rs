@@ -365,6 +365,21 @@ functions! {
         let (_, _, done) = from("submit", submit)?.read()?;
         from("engine", engine)?.fence(&read_address(slice("address", address, address_len)?)?, done)
     }
+    /// Lets a peer in again.
+    fn pt_admit(engine: *mut Engine, address: *const u8, address_len: usize) {
+        from("engine", engine)?.admit(&read_address(slice("address", address, address_len)?)?)
+    }
+    /// Makes keys for one peer.
+    fn pt_desc_for(
+        engine: *mut Engine, mr: *const Mr, address: *const u8, address_len: usize, desc: *mut *mut MrDesc,
+    ) {
+        if desc.is_null() {
+            return Err(missing("desc"));
+        }
+        let address = read_address(slice("address", address, address_len)?)?;
+        let made = from("engine", engine)?.desc_for(&from("mr", mr)?.handle, &address)?;
+        give("desc", desc, Box::into_raw(Box::new(made)))
+    }
     /// Connects ahead of time.
     fn pt_add_peer_group(
         engine: *mut Engine, addresses: *const *const u8, lens: *const usize, count: usize, submit: *const Submit,

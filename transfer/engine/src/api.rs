@@ -261,20 +261,10 @@ impl Engine {
     /// [`Error::Argument`] for an address of another network; [`Error::Closed`].
     pub fn add_peer_group(&self, peers: &[NetAddr], options: &Options, done: Done) -> Result<PeerGroup, Error> {
         self.group(0)?;
-        let connect = |address: &NicAddr| TargetRequest {
-            dst: Arc::new([NicKey { address: address.clone(), base: 0, rkey: 0 }]),
-            src: None,
-            reads: false,
-            pieces: Arc::default(),
-            imm: None,
-            imm_nic: 0,
-            lead: None,
-            after: 0,
-        };
         let mut batch = Batch::default();
         for address in peers {
             let (group, nic) = self.route_to("peers", address, options.device_group)?;
-            batch.push(group, connect(nic));
+            batch.push(group, connection(nic));
         }
         self.write(batch, (done, options.deadline))?;
         let members = peers.iter().map(|address| address.key().engine).collect();
@@ -416,6 +406,20 @@ pub(crate) fn check_members<'a>(
     match group.and_then(|group| dsts.find(|dst| !group.members.contains(&dst.key().engine))) {
         Some(stranger) => Err(Error::argument("dst", format!("peer {} is not in the group", stranger.name()))),
         None => Ok(()),
+    }
+}
+
+/// What is over when the connection to a peer stands.
+pub(crate) fn connection(address: &NicAddr) -> TargetRequest {
+    TargetRequest {
+        dst: Arc::new([NicKey { address: address.clone(), base: 0, rkey: 0 }]),
+        src: None,
+        reads: false,
+        pieces: Arc::default(),
+        imm: None,
+        imm_nic: 0,
+        lead: None,
+        after: 0,
     }
 }
 

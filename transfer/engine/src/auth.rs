@@ -65,6 +65,9 @@ pub(crate) fn verify(
     }
 }
 
+/// How many connections there were with a peer, and how often it was shut out.
+pub(crate) type History = (u64, u64);
+
 /// Random numbers of one use: what one key makes of an introduction.
 pub(crate) type Answer = [u8; 24];
 
@@ -78,7 +81,7 @@ struct Period {
 }
 
 /// Session and nonce for those who say Hello, made from what they say, so that nothing of it has to be kept. Whoever comes back
-/// with the same words gets the same numbers, until there is one more connection with it.
+/// with the same words gets the same numbers, until there is one more connection with it, or it is shut out.
 #[derive(Default)]
 pub(crate) struct Cookies {
     current: Option<(Period, Instant)>,
@@ -86,9 +89,10 @@ pub(crate) struct Cookies {
 }
 
 impl Cookies {
-    fn make(key: &[u8; 32], from: &Introduction, connections: u64) -> Option<Answer> {
+    fn make(key: &[u8; 32], from: &Introduction, (connections, fences): History) -> Option<Answer> {
         let mut hmac = keyed(key, b"putget_transfer answer", &[from])?;
         hmac.update(&connections.to_le_bytes());
+        hmac.update(&fences.to_le_bytes());
         let bytes: [u8; 32] = hmac.finalize().into_bytes().into();
         bytes.first_chunk::<24>().copied()
     }
@@ -105,17 +109,17 @@ impl Cookies {
         self.current = getrandom::fill(&mut period.key).ok().map(|()| (period, now));
     }
 
-    /// The numbers for a Hello after so many connections with its sender; None without a source of random numbers.
-    pub fn answer(&mut self, from: &Introduction, connections: u64, now: Instant) -> Option<Answer> {
+    /// The numbers for a Hello after this history with its sender; None without a source of random numbers.
+    pub fn answer(&mut self, from: &Introduction, history: History, now: Instant) -> Option<Answer> {
         self.turn(now);
-        self.current.as_ref().and_then(|(period, _)| Self::make(&period.key, from, connections))
+        self.current.as_ref().and_then(|(period, _)| Self::make(&period.key, from, history))
     }
 
-    /// The numbers that may have been given for it lately, after so many connections.
-    pub fn recall(&mut self, from: &Introduction, connections: u64, now: Instant) -> Vec<Answer> {
+    /// The numbers that may have been given for it lately, after this history.
+    pub fn recall(&mut self, from: &Introduction, history: History, now: Instant) -> Vec<Answer> {
         self.turn(now);
         let periods = self.current.iter().map(|(period, _)| period).chain(&self.previous);
-        periods.filter_map(|period| Self::make(&period.key, from, connections)).collect()
+        periods.filter_map(|period| Self::make(&period.key, from, history)).collect()
     }
 
     /// Uses up a session. False if it was used up before.
@@ -128,9 +132,16 @@ impl Cookies {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::doors::Fences;
 
     fn side(session: u64) -> Introduction {
-        Introduction { session, nonce: [session as u8; 16], heartbeat_timeout_ms: 1, nics: Vec::new() }
+        Introduction {
+            session,
+            nonce: [session as u8; 16],
+            heartbeat_timeout_ms: 1,
+            fences: Fences::default(),
+            nics: Vec::new(),
+        }
     }
 
     #[test]
@@ -159,17 +170,18 @@ mod tests {
     #[test]
     fn the_same_words_get_the_same_numbers_for_a_while_and_once() {
         let (mut cookies, begin) = (Cookies::default(), Instant::now());
-        let first = cookies.answer(&side(1), 0, begin).unwrap_or_default();
+        let first = cookies.answer(&side(1), (0, 0), begin).unwrap_or_default();
         assert_ne!(first, [0; 24]);
-        assert_eq!(cookies.answer(&side(1), 0, begin), Some(first));
-        assert_ne!(cookies.answer(&side(2), 0, begin), Some(first));
-        assert_ne!(cookies.answer(&side(1), 1, begin), Some(first));
-        assert!(!cookies.recall(&side(1), 1, begin).contains(&first));
+        assert_eq!(cookies.answer(&side(1), (0, 0), begin), Some(first));
+        assert_ne!(cookies.answer(&side(2), (0, 0), begin), Some(first));
+        assert_ne!(cookies.answer(&side(1), (1, 0), begin), Some(first));
+        assert!(!cookies.recall(&side(1), (1, 0), begin).contains(&first));
+        assert!(!cookies.recall(&side(1), (0, 1), begin).contains(&first));
         assert!(cookies.spend(7));
         let later = begin + RECALL;
-        assert!(cookies.recall(&side(1), 0, later).contains(&first));
+        assert!(cookies.recall(&side(1), (0, 0), later).contains(&first));
         assert!(!cookies.spend(7) && cookies.spend(8));
-        assert!(!cookies.recall(&side(1), 0, later + RECALL).contains(&first));
-        assert!(!cookies.recall(&side(1), 0, later + 5 * RECALL).contains(&first));
+        assert!(!cookies.recall(&side(1), (0, 0), later + RECALL).contains(&first));
+        assert!(!cookies.recall(&side(1), (0, 0), later + 5 * RECALL).contains(&first));
     }
 }

@@ -4,6 +4,7 @@
 use std::time::Duration;
 
 use crate::completion::{Done, TransferId};
+use crate::doors::Doors;
 use crate::engine::{Engine, Group};
 use crate::error::Error;
 use crate::expect::EXPECTATIONS;
@@ -62,6 +63,8 @@ impl Engine {
         start: bool,
         take: impl Fn(&Group, Command) -> Result<Result<(), Command>, Error>,
     ) -> Result<TransferId, Error> {
+        // What waits for room belongs to the connections of now.
+        let stamp = Doors::now();
         let mut parts = batch.parts;
         if let Some((_, targets)) = parts.iter().find(|(_, targets)| targets.len() > MAX_TARGETS) {
             let problem = format!("{} destinations came; at most {MAX_TARGETS} are allowed", targets.len());
@@ -73,7 +76,7 @@ impl Engine {
         }
         let (id, deadline) = self.begin(&mut done, deadline, start)?;
         let put = |(group, targets), done| {
-            let command = Command::Write { id, targets, done, deadline };
+            let command = Command::Write { id, targets, done, deadline, stamp };
             self.taken(take(self.group(group)?, command)?);
             Ok(TransferId { group, id })
         };

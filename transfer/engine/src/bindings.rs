@@ -151,5 +151,6 @@ pub fn down(reason: Option<DownReason>) -> i32 {
         Some(DownReason::Fenced) => 6,
         Some(DownReason::Drained) => 7,
         Some(DownReason::Closed) => 8,
+        Some(DownReason::FencedByPeer { .. }) => 9,
     }
 }

@@ -27,7 +27,24 @@ pub(crate) enum Side {
     Foreign,
 }
 
-pub(crate) type PeerCallback = Arc<Repeated<PeerEvent>>;
+/// Called when it is dropped: after a callback, also if that panicked.
+pub(crate) struct Afterwards(Option<Box<dyn FnOnce() + Send>>);
+
+impl Afterwards {
+    pub fn new(call: impl FnOnce() + Send + 'static) -> Self {
+        Self(Some(Box::new(call)))
+    }
+}
+
+impl Drop for Afterwards {
+    fn drop(&mut self) {
+        if let Some(call) = self.0.take() {
+            call();
+        }
+    }
+}
+
+pub(crate) type PeerCallback = Arc<Repeated<(PeerEvent, Option<Afterwards>)>>;
 /// Of a word's old and new value.
 pub(crate) type WatchCallback = Arc<Repeated<(u64, u64)>>;
 

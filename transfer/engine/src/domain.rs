@@ -1,9 +1,9 @@
 //! Registration: memory that peers may write to, as long as its handle lives.
 #![allow(unsafe_code)]
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
-use crate::descriptor::{Device, GroupKeys, MrDesc, NicAddr, NicKey, ProviderKind};
+use crate::descriptor::{Device, GroupKeys, MrDesc, NetAddr, NicAddr, NicKey, ProviderKind};
 use crate::engine::{ANSWER, Engine, Group};
 use crate::error::Error;
 use crate::handle::MrHandle;
@@ -85,7 +85,12 @@ impl Engine {
             asked.push((index, reply));
         }
         let home = self.inner.home;
-        let empty = |region: &Arc<Region>| Registration { region: Arc::clone(region), parts: Vec::new(), home };
+        let empty = |region: &Arc<Region>| Registration {
+            region: Arc::clone(region),
+            parts: Vec::new(),
+            lent: Mutex::default(),
+            home,
+        };
         let mut registrations: Vec<_> = regions.iter().map(empty).collect();
         let mut result = Ok(());
         for (index, reply) in asked {
@@ -106,6 +111,12 @@ impl Engine {
     }
 
     fn described(&self, registration: Registration) -> (MrHandle, MrDesc) {
+        let desc = self.desc(&registration, &registration.parts);
+        (MrHandle { registration: Arc::new(registration) }, desc)
+    }
+
+    /// What peers need to know of registered memory to reach it by these keys.
+    fn desc(&self, registration: &Registration, parts: &[Part]) -> MrDesc {
         let nic = |(address, nic): (&NicAddr, &Registered)| NicKey {
             address: address.clone(),
             base: nic.base,
@@ -115,9 +126,40 @@ impl Engine {
             let addresses = self.inner.groups.get(part.group).map_or(&[][..], |group| &group.addresses);
             addresses.iter().filter_map(|address| address.groups.first()).zip(&part.nics).map(nic).collect()
         };
-        let groups = registration.parts.iter().map(keys).collect();
         let (len, device) = (registration.region.len(), registration.region.device());
-        (MrHandle { registration: Arc::new(registration) }, MrDesc { len, device, groups })
+        MrDesc { len, device, groups: parts.iter().map(keys).collect() }
+    }
+
+    /// A descriptor of registered memory for one peer, with keys of its own: a fence of that peer, and the loss of its heartbeat, void
+    /// them, and they stay void when it is admitted again. The plain descriptor and those of other peers go on. The memory is not
+    /// pinned again over tcp, `host` and the simulated network; the other providers register it once more. A second call for the
+    /// same peer returns the same keys, until they are void.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for another engine's handle, or an address that this engine does not reach; whatever the provider reports.
+    pub fn desc_for(&self, handle: &MrHandle, peer: &NetAddr) -> Result<MrDesc, Error> {
+        self.check_peer(peer)?;
+        let (registration, engine) = (&handle.registration, peer.key().engine);
+        let lent = || registration.lent.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(parts) = lent().get(&engine) {
+            return Ok(self.desc(registration, parts));
+        }
+        let mut parts = Vec::with_capacity(registration.parts.len());
+        for part in &registration.parts {
+            let (group, reply) = (self.group(part.group)?, Arc::new(Once::default()));
+            if !part.worker.ptr_eq(&Arc::downgrade(&group.commands)) {
+                return Err(Error::argument("handle", "another engine's came; this engine's own is needed"));
+            }
+            let command = Command::Alias { region: Arc::clone(&registration.region), reply: Arc::clone(&reply) };
+            group.commands.push(command).map_err(|_| Error::Closed)?;
+            let late = Error::Timeout { what: "registering memory", after: ANSWER };
+            let nics = reply.wait(ANSWER).unwrap_or(Err(late))?;
+            parts.push(Part { group: part.group, nics, worker: part.worker.clone() });
+        }
+        let desc = self.desc(registration, &parts);
+        self.inner.shared.doors.lend(engine, Arc::downgrade(registration));
+        lent().insert(engine, parts);
+        Ok(desc)
     }
 
     fn register(&self, region: Region, groups: Option<&[usize]>) -> Result<(MrHandle, MrDesc), Error> {
@@ -223,7 +265,8 @@ impl Engine {
         let in_use = |_| Error::argument("handle", "transfers or clones of the handle still use it");
         let owned = handles.into_iter().map(|handle| Arc::try_unwrap(handle.registration).map_err(in_use));
         for mut registration in owned.collect::<Result<Vec<_>, _>>()? {
-            for part in std::mem::take(&mut registration.parts) {
+            let lent = std::mem::take(registration.lent.get_mut().unwrap_or_else(PoisonError::into_inner));
+            for part in std::mem::take(&mut registration.parts).into_iter().chain(lent.into_values().flatten()) {
                 if let Some(keys) = keys.get_mut(part.group) {
                     keys.push(part.keys());
                 }

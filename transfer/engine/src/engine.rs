@@ -10,6 +10,7 @@ use crate::apart::Apart;
 use crate::auth::hashed;
 use crate::callbacks::{self, Jobs, PeerCallback, PeerEvent, Repeated, Side};
 use crate::descriptor::{Device, MAX_NICS, NetAddr, ProviderKind};
+use crate::doors::{Doors, Readmit};
 use crate::error::{Error, PeerName, Reason};
 use crate::gate::{Gate, WhenFull};
 use crate::group::DeviceGroup;
@@ -37,6 +38,7 @@ pub struct Builder {
     /// None: as long as the heartbeat's timeout.
     grace: Option<Duration>,
     secret_is_empty: bool,
+    readmit: Readmit,
     peer_callback: Option<PeerCallback>,
     /// Whose callbacks there may be.
     sides: Vec<Side>,
@@ -67,6 +69,12 @@ impl Builder {
     pub fn heartbeat(mut self, interval: Duration, timeout: Duration) -> Self {
         self.config.heartbeat_interval = interval;
         self.config.heartbeat_timeout = timeout;
+        self
+    }
+
+    /// Which peers come back by themselves after a fence, or after their heartbeat was lost. Default: none; [`Engine::admit`] lets them in.
+    pub fn readmit(mut self, readmit: Readmit) -> Self {
+        self.readmit = readmit;
         self
     }
 
@@ -117,7 +125,7 @@ impl Builder {
 
     /// Called on a callback thread whenever a peer comes or goes, one event after the other.
     pub fn on_peer_event(mut self, callback: impl Fn(PeerEvent) + Send + Sync + 'static) -> Self {
-        self.peer_callback = Some(Repeated::new(Side::Own, callback));
+        self.peer_callback = Some(Repeated::new(Side::Own, move |(event, _then)| callback(event)));
         self
     }
 
@@ -135,7 +143,7 @@ impl Builder {
     }
 
     pub(crate) fn tell_foreign(mut self, callback: impl Fn(PeerEvent) + Send + Sync + 'static) -> Self {
-        self.peer_callback = Some(Repeated::new(Side::Foreign, callback));
+        self.peer_callback = Some(Repeated::new(Side::Foreign, move |(event, _then)| callback(event)));
         self
     }
 
@@ -201,6 +209,7 @@ impl Builder {
             config: self.config.clone(),
             counters: Apart::default(),
             roster: Mutex::default(),
+            doors: Doors::new(self.readmit),
             reserved: Reserved::default(),
             gate: Gate::new(self.config.max_submissions, self.config.when_full),
             metrics: Apart::default(),
@@ -450,7 +459,8 @@ impl Engine {
             callback_threads: 1,
         };
         let sides = vec![Side::Own];
-        Builder { groups: Vec::new(), config, grace: None, secret_is_empty: false, peer_callback: None, sides }
+        let readmit = Readmit::default();
+        Builder { groups: Vec::new(), config, grace: None, secret_is_empty: false, readmit, peer_callback: None, sides }
     }
 
     /// The address of the first NIC of every device group: what other engines need to reach this one over whichever they share.

@@ -1,7 +1,7 @@
 //! What can go wrong, in words that name peer, NIC and reason. Addresses and keys never appear in them.
 
 use std::fmt;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 /// Short name of an engine's device group, safe to log: it is derived from the engine's random identity.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -220,15 +220,29 @@ pub enum DownReason {
     /// The network says that it cannot be reached.
     #[error("the network lost it")]
     NetworkLost,
-    /// This engine has shut it out.
+    /// This engine has shut it out. It stays out until it is admitted.
     #[error("this engine has fenced it")]
     Fenced,
+    /// It has shut this engine out: by a fence, or because it lost this engine's heartbeat.
+    #[error("it fenced this engine {}; what it was given before is void, and it takes nothing more until it admits this engine", ago(.at))]
+    FencedByPeer {
+        /// When, by the peer's clock.
+        at: SystemTime,
+    },
     /// It was down before and could still write; now it cannot any more.
     #[error("it cannot write any more")]
     Drained,
     /// This engine closed.
     #[error("this engine closed")]
     Closed,
+}
+
+fn ago(at: &SystemTime) -> String {
+    match SystemTime::now().duration_since(*at) {
+        Ok(since) => format!("{:.3} s ago", since.as_secs_f64()),
+        // Its clock is ahead of this one.
+        Err(_) => "just now".into(),
+    }
 }
 
 /// Why a connection was refused.
@@ -255,6 +269,17 @@ pub enum Refusal {
     /// Too many connections are being set up.
     #[error("it has too many half-open connections")]
     Busy,
+    /// It has shut this engine out, so often and then.
+    #[error("it has fenced this engine")]
+    Fenced {
+        /// How often.
+        count: u64,
+        /// Milliseconds since 1970, by the peer's clock.
+        at_ms: u64,
+    },
+    /// What was begun with it is over; it has to begin again.
+    #[error("it has ended what was begun, which has to begin again")]
+    Void,
 }
 
 /// What a provider reports about one work request.

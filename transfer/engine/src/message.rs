@@ -1,11 +1,12 @@
 //! The frames that two engines exchange as two-sided messages. docs/transfer/wire_format.md has the format field by field.
 
 use crate::descriptor::{NicAddr, read_nics};
+use crate::doors::Fences;
 use crate::error::Refusal;
 use crate::wire::{DecodeError, Reader, Writer};
 
 pub(crate) const MAGIC: [u8; 2] = *b"pt";
-pub(crate) const VERSION: u8 = 4;
+pub(crate) const VERSION: u8 = 5;
 /// Bytes before the body: magic, version, kind, session.
 pub(crate) const HEADER: usize = 12;
 /// Bytes that a user's message grows by in a frame of its own, and each of its fragments.
@@ -31,6 +32,8 @@ pub(crate) struct Introduction {
     pub session: u64,
     pub nonce: Nonce,
     pub heartbeat_timeout_ms: u32,
+    /// How often the other side was shut out here. What it was given before is void.
+    pub fences: Fences,
     pub nics: Vec<NicAddr>,
 }
 
@@ -102,6 +105,8 @@ pub(crate) struct Frame<'a> {
 impl Introduction {
     fn write(&self, writer: Writer) -> Writer {
         let writer = writer.u64(self.session).bytes(&self.nonce).u32(self.heartbeat_timeout_ms);
+        let writer =
+            writer.u64(self.fences.count).u64(self.fences.at_ms).u64(self.fences.open_ns).u64(self.fences.clock);
         // At most MAX_NICS: a builder and `read_nics` both see to it.
         let writer = writer.u8(self.nics.len() as u8);
         self.nics.iter().fold(writer, |writer, nic| nic.write(writer))
@@ -112,8 +117,10 @@ impl Introduction {
         if session == 0 {
             return Err(DecodeError::Value("session"));
         }
+        let (count, at_ms) = (reader.u64()?, reader.u64()?);
+        let fences = Fences { count, at_ms, open_ns: reader.u64()?, clock: reader.u64()? };
         let nics = read_nics(reader, NicAddr::read, |nic| nic)?;
-        Ok(Self { session, nonce, heartbeat_timeout_ms, nics })
+        Ok(Self { session, nonce, heartbeat_timeout_ms, fences, nics })
     }
 
     /// The bytes that the shared secret is applied to.
@@ -159,17 +166,24 @@ fn write_refusal(writer: Writer, refusal: Refusal) -> Writer {
         Refusal::Secret => (3, 0, 0),
         Refusal::Stale => (4, 0, 0),
         Refusal::Busy => (5, 0, 0),
+        Refusal::Fenced { count, at_ms } => return writer.u8(6).u64(count).u64(at_ms),
+        Refusal::Void => (7, 0, 0),
     };
     writer.u8(code).u16(theirs).u16(ours)
 }
 
 fn read_refusal(reader: &mut Reader<'_>) -> Result<Refusal, DecodeError> {
-    match (reader.u8()?, reader.u16()?, reader.u16()?) {
+    let code = reader.u8()?;
+    if code == 6 {
+        return Ok(Refusal::Fenced { count: reader.u64()?, at_ms: reader.u64()? });
+    }
+    match (code, reader.u16()?, reader.u16()?) {
         (1, 0, 0) => Ok(Refusal::Version),
         (2, theirs, ours) => Ok(Refusal::NicCount { theirs, ours }),
         (3, 0, 0) => Ok(Refusal::Secret),
         (4, 0, 0) => Ok(Refusal::Stale),
         (5, 0, 0) => Ok(Refusal::Busy),
+        (7, 0, 0) => Ok(Refusal::Void),
         _ => Err(DecodeError::Value("refusal")),
     }
 }
@@ -241,7 +255,13 @@ mod tests {
     }
 
     fn bodies() -> Vec<Body<'static>> {
-        let from = Introduction { session: 3, nonce: [4; 16], heartbeat_timeout_ms: 5, nics: nics(2) };
+        let from = Introduction {
+            session: 3,
+            nonce: [4; 16],
+            heartbeat_timeout_ms: 5,
+            fences: Fences { count: 6, at_ms: 7, open_ns: 8, clock: 9 },
+            nics: nics(2),
+        };
         let mut bodies = vec![
             Body::Hello(Hello { to_engine: 1, to_group: 2, from: from.clone() }),
             Body::Welcome(from.clone(), [9; 32]),
@@ -264,7 +284,9 @@ mod tests {
             bodies.push(Body::Rejected { id: 3, why });
         }
         let refused = Refusal::NicCount { theirs: 2, ours: 1 };
-        for refusal in [Refusal::Version, refused, Refusal::Secret, Refusal::Stale, Refusal::Busy] {
+        let fenced = Refusal::Fenced { count: 3, at_ms: 1 << 40 };
+        let plain = [Refusal::Version, Refusal::Secret, Refusal::Stale, Refusal::Busy, Refusal::Void];
+        for refusal in plain.into_iter().chain([refused, fenced]) {
             bodies.push(Body::Refuse(refusal));
         }
         bodies
@@ -305,7 +327,7 @@ mod tests {
 
         #[test]
         fn noise_never_crashes(mut bytes in prop::collection::vec(any::<u8>(), 4..120), kind in 0u8..20) {
-            bytes[..3].copy_from_slice(b"pt\x04");
+            bytes[..3].copy_from_slice(b"pt\x05");
             bytes[3] = kind;
             if let Ok(frame) = decode(&bytes) {
                 prop_assert_eq!(frame.encode(), bytes);

@@ -28,6 +28,20 @@ fn here() -> &'static str {
     })
 }
 
+/// Names the monotonic clock of this process: where it is the same, times of two processes can be compared. 0 stands for one that the
+/// kernel does not name.
+pub(crate) fn clock() -> u64 {
+    static CLOCK: OnceLock<u64> = OnceLock::new();
+    *CLOCK.get_or_init(|| {
+        let Ok(boot) = fs::read("/proc/sys/kernel/random/boot_id") else { return 0 };
+        // A container may have a time namespace of its own.
+        let namespace = fs::metadata("/proc/self/ns/time").map_or(0, |found| found.ino());
+        let hash =
+            Sha256::new_with_prefix(b"putget_transfer clock").chain_update(boot).chain_update(namespace.to_le_bytes());
+        hash.finalize().first_chunk::<8>().map_or(0, |bytes| u64::from_le_bytes(*bytes))
+    })
+}
+
 /// Makes the name of an endpoint that is reached from this place alone.
 pub(crate) fn endpoint(kind: &str, random: [u64; 2]) -> Vec<u8> {
     let [high, low] = random;

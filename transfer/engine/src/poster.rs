@@ -7,6 +7,7 @@ use std::sync::mpsc::{SyncSender, TrySendError, sync_channel};
 use crate::api::{Options, check_range};
 use crate::completion::Done;
 use crate::descriptor::MrDesc;
+use crate::doors::Doors;
 use crate::engine::Engine;
 use crate::error::Error;
 use crate::handle::MrHandle;
@@ -88,6 +89,7 @@ impl Poster {
             imm,
             nic: self.nic,
             deadline: self.engine.deadline(options.deadline),
+            stamp: Doors::now(),
             done: Some(Done { permit: Some(permit), ..done }),
             shared: Arc::clone(shared),
         };

@@ -399,7 +399,8 @@ impl Engine {
         // Writes that wait for their word are not under way, and take no place of others.
         let start = watcher.value() >= value;
         self.submit_batch(batch, (done, options.deadline), start, |group, command| {
-            let queue = (&group.commands, &self.inner.shared.gate);
+            let number = group.addresses.first().map_or(0, |address| address.key().group);
+            let queue = (number, &group.commands, &self.inner.shared.gate);
             self.inner.watchers()?.arm(watcher, value, queue, command)
         })
     }

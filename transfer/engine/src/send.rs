@@ -4,6 +4,7 @@ use crate::api::Options;
 use crate::callbacks::Side;
 use crate::completion::{Done, TransferId};
 use crate::descriptor::NetAddr;
+use crate::doors::Doors;
 use crate::engine::Engine;
 use crate::error::Error;
 use crate::pools::{RecvCallback, RecvOptions};
@@ -45,8 +46,9 @@ impl Engine {
             return Err(Error::argument("nic", "a message uses the first NIC, 0"));
         }
         let (to, bytes) = (to.clone(), bytes.to_vec());
-        let done = (done, options.deadline);
-        self.submit(group, done, |id, done, deadline| Command::Message { id, to, pool, bytes, done, deadline })
+        let (stamp, done) = (Doors::now(), (done, options.deadline));
+        let make = |id, done, deadline| Command::Message { id, to, pool, bytes, done, deadline, stamp };
+        self.submit(group, done, make)
     }
 
     /// Longest message of `submit_send` in bytes. What a receiver takes is as long as the buffers of its pool.

@@ -4,9 +4,10 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use crate::apart::Apart;
-use crate::callbacks::{Job, Jobs, PeerCallback, PeerEvent, Side};
+use crate::callbacks::{Afterwards, Job, Jobs, PeerCallback, PeerEvent, Side};
 use crate::completion::{Done, Kind};
 use crate::counter::Counters;
+use crate::doors::Doors;
 use crate::error::Outcome;
 use crate::gate::{Gate, WhenFull};
 use crate::metrics::Metrics;
@@ -40,6 +41,7 @@ pub(crate) struct Shared {
     pub config: Config,
     pub counters: Apart<Counters<Done>>,
     pub roster: Mutex<Roster>,
+    pub doors: Doors,
     pub reserved: Reserved,
     pub gate: Arc<Gate>,
     pub metrics: Apart<Metrics>,
@@ -92,6 +94,11 @@ impl Shared {
     }
 
     pub fn tell_peer_event(&self, event: PeerEvent) {
+        self.announce(event, None);
+    }
+
+    /// Tells of a peer event, and then, once its callback has returned, calls `then`.
+    pub fn announce(&self, event: PeerEvent, then: Option<Afterwards>) {
         self.metrics.peer_event(event.down.is_none());
         match event.down {
             None => tracing::debug!(peer = %event.peer, "peer up"),
@@ -99,7 +106,7 @@ impl Shared {
         }
         if let Some(callback) = &self.peer_callback {
             // Refused by an engine that is closing: its owner knows.
-            callback.call(event, &self.jobs);
+            callback.call((event, then), &self.jobs);
         }
     }
 }

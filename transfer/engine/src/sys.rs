@@ -26,6 +26,14 @@ pub(crate) fn pin_thread(cpus: &[usize]) -> Result<(), Error> {
     }
 }
 
+/// Nanoseconds of the clock that all processes of a machine share between two boots.
+pub(crate) fn monotonic_ns() -> u64 {
+    let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: `time` outlives the call. This clock is on every Linux, so the call cannot fail.
+    unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC, &raw mut time) };
+    (time.tv_sec as u64).wrapping_mul(1_000_000_000).wrapping_add(time.tv_nsec as u64)
+}
+
 /// Has the calling thread's short sleeps end when they should: Linux makes them 50 us longer otherwise.
 pub(crate) fn exact_timers() {
     // SAFETY: a call without pointers. It cannot fail with a positive number of nanoseconds.

@@ -8,6 +8,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use crate::callbacks::WatchCallback;
+use crate::doors::Doors;
 use crate::error::{Error, Reason, TransferError};
 use crate::gate::Gate;
 use crate::handle::MrHandle;
@@ -37,6 +38,8 @@ pub(crate) struct Armed {
     region: Arc<Region>,
     value: u64,
     commands: Arc<Queue<Command>>,
+    /// The number of the device group that carries them.
+    group: u16,
     command: Command,
 }
 
@@ -55,9 +58,16 @@ impl Armed {
 
     /// Hands the writes to their worker: from now on they are under way. They come back if it is closed.
     fn fire(self, gate: &Arc<Gate>) -> Option<Self> {
-        let Self { region, value, commands, command } = self;
+        let Self { region, value, commands, group, command } = self;
         let command = commands.push(under_way(command, gate)).err()?;
-        Some(Self { region, value, commands, command })
+        Some(Self { region, value, commands, group, command })
+    }
+
+    /// Why they are over, if the connection of one of their peers has ended since they were armed.
+    fn verdict(&self, doors: &Doors) -> Option<Reason> {
+        let Command::Write { targets, stamp, .. } = &self.command else { return None };
+        let peers = targets.iter().filter_map(|target| Some(target.dst.first()?.address.key));
+        peers.filter_map(|peer| doors.verdict(self.group, peer, *stamp)).next().map(Reason::PeerDown)
     }
 
     /// Tells that they will not be posted.
@@ -164,7 +174,7 @@ impl Watchers {
         self: &Arc<Self>,
         word: &UvmWatcher,
         value: u64,
-        (commands, gate): (&Arc<Queue<Command>>, &Arc<Gate>),
+        (group, commands, gate): (u16, &Arc<Queue<Command>>, &Arc<Gate>),
         command: Command,
     ) -> Result<Result<(), Command>, Error> {
         if !Arc::ptr_eq(self, &word.watchers) {
@@ -177,7 +187,8 @@ impl Watchers {
         if word.value() >= value {
             return Ok(commands.push(under_way(command, gate)));
         }
-        words.armed.push(Armed { region: Arc::clone(&word.region), value, commands: Arc::clone(commands), command });
+        let (region, commands) = (Arc::clone(&word.region), Arc::clone(commands));
+        words.armed.push(Armed { region, value, commands, group, command });
         Ok(Ok(()))
     }
 
@@ -209,7 +220,7 @@ impl Watchers {
 
     fn look(&self, shared: &Shared) -> bool {
         let mut words = self.words.lock().unwrap_or_else(PoisonError::into_inner);
-        let (mut changed, ended) = Self::fire(&mut words, &shared.gate);
+        let (mut changed, ended) = Self::fire(&mut words, shared);
         for word in &mut words.watched {
             let Ok(value) = word.region.load_word(0) else { continue };
             if value != word.seen {
@@ -227,8 +238,9 @@ impl Watchers {
         changed
     }
 
-    /// Hands on the writes whose word is there, in the order of their submission. Takes out those that have waited too long.
-    fn fire(words: &mut Words, gate: &Arc<Gate>) -> (bool, Vec<(Armed, Reason)>) {
+    /// Hands on the writes whose word is there, in the order of their submission. Takes out those that have waited too long, or whose
+    /// connection has ended.
+    fn fire(words: &mut Words, shared: &Shared) -> (bool, Vec<(Armed, Reason)>) {
         let mut ended = Vec::new();
         if words.armed.is_empty() {
             return (false, ended);
@@ -236,10 +248,13 @@ impl Watchers {
         let now = Instant::now();
         let late = |armed: &Armed| armed.id().is_some_and(|(_, deadline)| deadline <= now);
         let mut changed = false;
-        for armed in words.armed.extract_if(.., |armed| armed.is_due() || late(armed)) {
+        let over = |armed: &mut Armed| armed.is_due() || late(armed) || armed.verdict(&shared.doors).is_some();
+        for armed in words.armed.extract_if(.., over) {
             changed = true;
-            if armed.is_due() {
-                ended.extend(armed.fire(gate).map(|armed| (armed, Reason::Closed)));
+            if let Some(why) = armed.verdict(&shared.doors) {
+                ended.push((armed, why));
+            } else if armed.is_due() {
+                ended.extend(armed.fire(&shared.gate).map(|armed| (armed, Reason::Closed)));
             } else {
                 ended.push((armed, Reason::Deadline));
             }

@@ -91,6 +91,8 @@ fn peer_events_keep_their_order_on_several_threads() {
         .unwrap();
     let b = engine(&network, 1);
     for _ in 0..10 {
+        // After the first fence this connects.
+        a.admit(&b.main_address()).unwrap();
         assert_eq!(outcome(|done| a.add_peer_group(&[b.main_address()], &within(LONG), done)), Ok(()));
         assert_eq!(outcome(|done| a.fence(&b.main_address(), done)), Ok(()));
     }

@@ -21,12 +21,6 @@ fn begin(engine: &Engine, imm: u32, src: &MrHandle, dst: &MrDesc, at: u64) -> Tr
     future
 }
 
-fn metric(engine: &Engine, name: &str) -> u64 {
-    let text = engine.metrics_text();
-    let line = text.lines().find_map(|line| line.strip_prefix(&format!("putget_transfer_{name} ")));
-    line.unwrap().parse().unwrap()
-}
-
 /// Goes on until the calling thread has posted so many operations itself; says how many there were in all.
 fn in_place(engine: &Engine, count: u64, mut one: impl FnMut(u64)) -> u64 {
     let (end, before) = (Instant::now() + LONG, metric(engine, "posted_in_place_total"));

@@ -235,8 +235,11 @@ fn a_fence_shuts_out_every_device_group_and_a_sender_is_its_engine() {
     }
     let error = missed.wait(LONG).unwrap().unwrap_err();
     assert!(matches!(&error, Error::CountMissed { missing, .. } if missing.len() == 1), "{error}");
-    // What has been told the fence is done for may be written again only after a new connection.
-    outcome(|done| a.submit_single_write(8, Some(8), (&src, 0), (&desc, 0), &through(1), done)).unwrap();
+    // Over every device group it stays out, until it is admitted.
+    let write = || outcome(|done| a.submit_single_write(8, Some(8), (&src, 0), (&desc, 0), &through(1), done));
+    assert!(write().is_err());
+    b.admit(&a.main_address()).unwrap();
+    write().unwrap();
     expect_count(&b, 8, 4).unwrap();
 }
 

@@ -161,8 +161,13 @@ fn a_peer_that_was_cut_off_comes_back() {
         assert_eq!(events.recv_timeout(LONG), Ok(down(peer, DownReason::HeartbeatLost)));
     }
     let error = failure(write(&a, &src, &desc, LONG).1.wait(LONG).unwrap());
-    assert_eq!(error.reason, NetworkError::Unreachable.into());
+    assert_eq!(error.reason, DownReason::HeartbeatLost.into());
     network.heal(&a.main_address(), &b.main_address());
+    // Each has lost the other, and lets it in again.
+    let error = failure(write(&a, &src, &desc, LONG).1.wait(LONG).unwrap());
+    assert_eq!(error.reason, DownReason::HeartbeatLost.into());
+    b.admit(&a.main_address()).unwrap();
+    a.admit(&b.main_address()).unwrap();
     assert_eq!(write(&a, &src, &desc, LONG).1.wait(LONG), Some(Ok(())));
     assert_eq!(events.recv_timeout(LONG), Ok(up(&b)));
     assert_eq!(expect_count(&b, 1, 2), Ok(()));
@@ -180,8 +185,10 @@ fn a_peer_that_forgot_the_connection_is_connected_anew() {
     network.cut(&a.main_address(), &b.main_address());
     eventually("b gives up", || b.metrics_text().contains("peers_up 0"));
     network.heal(&a.main_address(), &b.main_address());
+    b.admit(&a.main_address()).unwrap();
     assert_eq!(write(&b, &src_b, &desc, LONG).1.wait(LONG), Some(Ok(())));
-    assert_eq!(events.recv_timeout(LONG), Ok(down(&b, DownReason::Reconnected)));
+    let gone = events.recv_timeout(LONG).unwrap().down;
+    assert!(matches!(gone, Some(DownReason::FencedByPeer { .. })), "{gone:?}");
     assert_eq!(events.recv_timeout(LONG), Ok(up(&b)));
     drop(src);
 }

@@ -270,6 +270,7 @@ fn a_fence_ends_reads_and_a_new_connection_works() {
             if own {
                 assert!(read(&dst, 0, len).iter().all(|byte| *byte == 0x5c), "round {round}");
             }
+            fencing.admit(&fenced.main_address()).unwrap();
             failed > 0
         });
     }
@@ -404,6 +405,7 @@ fn a_server_that_was_stopped_brings_nothing_after_its_reads_have_failed() {
             std::thread::sleep(Duration::from_millis(100));
             late += read(&dst, 0, len).iter().filter(|byte| **byte != 0x5c).count();
             assert_eq!(late, 0, "round {round}: late bytes");
+            a.admit(&server.address).unwrap();
             failed > 0
         });
         println!("{rounds} rounds over network {number}: {late} late bytes");

@@ -16,6 +16,9 @@ class TransferFailed(EngineError):
 
     failures: list[Failure]
 
+class Fenced(TransferFailed):
+    """A transfer failed because one of its sides has fenced the other. `fenced_at` of a failure says when the peer has."""
+
 class CountMissed(EngineError):
     """A counter did not reach the expected count: its deadline came, it was cancelled, or a named sender went down."""
 
@@ -40,6 +43,8 @@ class Failure:
     reason: str
     may_land: bool
     """True where the network could not confirm that nothing more can land in the peer's memory."""
+    fenced_at: float | None
+    """When the peer fenced this engine, in seconds since 1970 by its clock; None for every other reason."""
     text: str
 
 @final
@@ -205,6 +210,15 @@ class Builder:
         """Set how often peers are asked whether they live, and the silence after which they count as down."""
     def connect_timeout(self, timeout_s: float) -> Builder: ...
     def default_deadline(self, deadline_s: float) -> Builder: ...
+    def readmit(self, who: str) -> Builder:
+        """Say which peers come back without `Engine.admit`, after a fence or after their heartbeat was lost.
+
+        Args:
+            who: "asked" (the default): none; "lost": those that were lost; "auto": all, also fenced ones.
+
+        Raises:
+            ValueError: For another word.
+        """
     def grace(self, grace_s: float) -> Builder:
         """Set how long a cancelled or overdue transfer may drain before it ends with `may_land`. Its connection stays.
 
@@ -282,6 +296,16 @@ class Engine:
         """
     def alloc_mr(self, len: int, *, groups: Sequence[int] | None = None) -> tuple[MrHandle, MrDesc]:
         """Allocate zeroed host memory and register it. `groups` is as for `reg_mr`."""
+    def desc_for(self, handle: MrHandle, peer: NetAddr) -> MrDesc:
+        """Return a descriptor of registered memory with keys for one peer alone.
+
+        A fence of that peer, and the loss of its heartbeat, void these keys for good; the plain descriptor and those of
+        other peers go on. The memory is not pinned again over tcp, `host` and the simulated network; other providers
+        register it once more. A second call returns the same keys, until they are void.
+
+        Raises:
+            ValueError: For another engine's handle, or an address that this engine does not reach.
+        """
     def dereg_mr(self, handle: MrHandle) -> None:
         """End a registration: when this returns, nothing lands in the memory any more.
 
@@ -578,15 +602,27 @@ class Engine:
             ValueError: If one of them belongs to another owner, or there are not so many in a row.
         """
     def fence(self, peer: NetAddr, *, done: _Done = None) -> Transfer:
-        """Shut a peer out: when the transfer is over, nothing of the peer lands or counts here until a new connection.
+        """Shut a peer out until `admit`: when the transfer is over, nothing that the peer was given before lands or counts here.
 
-        The peer is the engine that the address belongs to, with all its device groups. It may have been stopped in the
-        middle of a write and go on later. A new connection is told as a peer event.
+        That holds whoever begins the next connection. The peer is the engine that the address belongs to, with all its
+        device groups. It may have been stopped in the middle of a write and go on later. Its operations fail with
+        Fenced, also those that it submits before it is admitted. What this engine was given for the peer fails with
+        Fenced, too, and keys of `desc_for` this peer are void.
 
         Raises:
-            ValueError: If the address belongs to another network.
+            ValueError: If the address belongs to another network, or to this engine.
             TransferFailed: From the transfer, with `may_land`, where the network cannot stop the peer. Then the engine
                 keeps what the peer may write to until the peer event "it cannot write any more".
+        """
+    def admit(self, peer: NetAddr) -> None:
+        """Let a peer in again that was fenced, or lost by its heartbeat.
+
+        What either side was given before is not carried, what it is given from now on is. The engine connects to the
+        peer, so that it knows, and waits up to 0.25 s for that, except in a callback. For a peer that is not shut out
+        this does nothing.
+
+        Raises:
+            ValueError: As for `fence`.
         """
     def imm_count(self, imm: int) -> int: ...
     def reset_imm(self, imm: int) -> int:

@@ -92,6 +92,12 @@ impl PyEngine {
         Ok((PyMrHandle::new(handle), PyMrDesc { desc }))
     }
 
+    fn desc_for(&self, py: Python<'_>, handle: &PyMrHandle, peer: &PyNetAddr) -> PyResult<PyMrDesc> {
+        let (engine, handle) = (self.engine()?, handle.handle()?);
+        let desc = py.allow_threads(|| engine.desc_for(&handle, &peer.address))?;
+        Ok(PyMrDesc { desc })
+    }
+
     fn dereg_mr(&self, py: Python<'_>, handle: &PyMrHandle) -> PyResult<()> {
         let taken = handle.handle.lock().unwrap_or_else(PoisonError::into_inner).take();
         let Some(taken) = taken else { return Err(ended().into()) };

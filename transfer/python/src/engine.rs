@@ -12,7 +12,8 @@ use crate::errors::PyResult;
 use crate::objects::{PyMrHandle, PyNetAddr};
 use crate::topology::PyTopology;
 use putget_transfer::{
-    Builder, DeviceGroup, Engine, Error, Faults, NetAddr, RecvOptions, SimNetwork, UvmWatcher, WhenFull, bindings,
+    Builder, DeviceGroup, Engine, Error, Faults, NetAddr, Readmit, RecvOptions, SimNetwork, UvmWatcher, WhenFull,
+    bindings,
 };
 
 /// Reads a time in seconds.
@@ -218,6 +219,22 @@ impl PyBuilder {
     fn default_deadline(slf: PyRefMut<'_, Self>, deadline_s: f64) -> PyResult<PyRefMut<'_, Self>> {
         let deadline = needed("deadline_s", deadline_s)?;
         Self::change(slf, |builder| builder.default_deadline(deadline))
+    }
+
+    fn readmit<'py>(slf: PyRefMut<'py, Self>, who: &str) -> PyResult<PyRefMut<'py, Self>> {
+        let readmit = match who {
+            "asked" => Readmit::Asked,
+            "lost" => Readmit::Lost,
+            "auto" => Readmit::Auto,
+            _ => {
+                return Err(Error::argument(
+                    "who",
+                    format!("{who:?} came; \"asked\", \"lost\" and \"auto\" are allowed"),
+                )
+                .into());
+            }
+        };
+        Self::change(slf, |builder| builder.readmit(readmit))
     }
 
     fn grace(slf: PyRefMut<'_, Self>, grace_s: f64) -> PyResult<PyRefMut<'_, Self>> {

@@ -1,9 +1,11 @@
 //! Errors as Python exceptions. A caller's mistake is a ValueError, as everywhere in putget.
 
+use std::time::UNIX_EPOCH;
+
 use pyo3::exceptions::{PyException, PyValueError};
 use pyo3::prelude::*;
 
-use putget_transfer::{DecodeError, Error, TransferError};
+use putget_transfer::{DecodeError, DownReason, Error, Reason, TransferError};
 
 pyo3::create_exception!(putget_transfer, EngineError, PyException, "Base class of what an engine reports.");
 pyo3::create_exception!(
@@ -11,6 +13,12 @@ pyo3::create_exception!(
     TransferFailed,
     EngineError,
     "A transfer failed; `failures` says where and why."
+);
+pyo3::create_exception!(
+    putget_transfer,
+    Fenced,
+    TransferFailed,
+    "A transfer failed because one of its sides has fenced the other; `fenced_at` of a failure says when the peer has."
 );
 pyo3::create_exception!(
     putget_transfer,
@@ -34,6 +42,7 @@ pub(crate) struct PyFailure {
     nic: Option<usize>,
     reason: String,
     may_land: bool,
+    fenced_at: Option<f64>,
     text: String,
 }
 
@@ -44,6 +53,17 @@ impl PyFailure {
     }
 }
 
+/// When the peer has fenced this engine, in seconds since 1970.
+fn fenced_at(reason: &Reason) -> Option<f64> {
+    let Reason::PeerDown(DownReason::FencedByPeer { at }) = reason else { return None };
+    at.duration_since(UNIX_EPOCH).ok().map(|since| since.as_secs_f64())
+}
+
+/// Says whether a failure comes of a fence, here or at the peer.
+fn is_fenced(error: &TransferError) -> bool {
+    matches!(error.reason, Reason::PeerDown(DownReason::Fenced | DownReason::FencedByPeer { .. }))
+}
+
 impl From<&TransferError> for PyFailure {
     fn from(error: &TransferError) -> Self {
         Self {
@@ -51,6 +71,7 @@ impl From<&TransferError> for PyFailure {
             nic: error.nic,
             reason: error.reason.to_string(),
             may_land: error.may_land,
+            fenced_at: fenced_at(&error.reason),
             text: error.to_string(),
         }
     }
@@ -96,7 +117,8 @@ pub(crate) fn exception(error: &Error) -> PyErr {
         Error::Busy { .. } => EngineBusy::new_err(text),
         Error::Unavailable { .. } => Unavailable::new_err(text),
         Error::Transfer(errors) => {
-            let exception = TransferFailed::new_err(text);
+            let fenced = !errors.is_empty() && errors.iter().all(is_fenced);
+            let exception = if fenced { Fenced::new_err(text) } else { TransferFailed::new_err(text) };
             let failures: Vec<_> = errors.iter().map(PyFailure::from).collect();
             // Without its list the exception still says everything in words.
             let _ = Python::with_gil(|py| exception.value(py).setattr("failures", failures));
@@ -116,6 +138,7 @@ pub(crate) fn add(module: &Bound<'_, PyModule>) -> PyResult<()> {
     let py = module.py();
     module.add("EngineError", py.get_type::<EngineError>())?;
     module.add("TransferFailed", py.get_type::<TransferFailed>())?;
+    module.add("Fenced", py.get_type::<Fenced>())?;
     module.add("CountMissed", py.get_type::<CountMissed>())?;
     module.add("EngineBusy", py.get_type::<EngineBusy>())?;
     module.add("EngineClosed", py.get_type::<EngineClosed>())?;

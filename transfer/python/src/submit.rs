@@ -257,4 +257,9 @@ impl PyEngine {
         let peer = &peer.address;
         submitted(slf, done, |done| engine.fence(peer, done).map(|()| None))
     }
+
+    fn admit(&self, py: Python<'_>, peer: &PyNetAddr) -> PyResult<()> {
+        let engine = self.engine()?;
+        Ok(py.allow_threads(|| engine.admit(&peer.address))?)
+    }
 }

@@ -30,6 +30,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::descriptor::Device;
+use crate::ended::EndedPasses;
 use crate::error::{Error, NetworkError};
 use crate::place;
 use crate::provider::{
@@ -79,6 +80,7 @@ pub(crate) struct HostNic {
     /// Ordered by number.
     connections: Vec<Connection>,
     strangers: Vec<Stranger>,
+    ended: EndedPasses,
     next_number: usize,
     registered: incoming::Registered,
     keys: Vec<Option<u64>>,
@@ -110,6 +112,7 @@ impl HostNic {
             selector,
             connections: Vec::new(),
             strangers: Vec::new(),
+            ended: EndedPasses::default(),
             next_number: 0,
             registered: incoming::Registered::new(),
             keys: Vec::new(),
@@ -286,8 +289,7 @@ impl Nic for HostNic {
         connection.present(&self.selector, now, &mut events);
         self.connections.push(connection);
         self.finished.append(&mut events);
-        let presented = |stranger: &Stranger| stranger.presented.as_ref().is_some_and(|(pass, ..)| *pass == passes.own);
-        if let Some(place) = self.strangers.iter().position(presented) {
+        if let Some(place) = self.strangers.iter().position(|stranger| stranger.presents(passes.own)) {
             self.let_in(place);
         }
         Ok(Link(number))
@@ -310,7 +312,12 @@ impl Nic for HostNic {
         // Whatever the peer does from now on: nobody looks at its ring. What this side has under way may take a moment longer.
         self.finished.push(Event::Ended { link, held: false });
         connection.outgoing.stop(&mut self.finished);
+        let pass = connection.passes.own;
         self.next_look = Instant::now();
+        self.ended.add(pass);
+        if let Some(place) = self.strangers.iter().position(|stranger| stranger.presents(pass)) {
+            self.forget_stranger(place);
+        }
     }
 
     fn send(&mut self, link: Link, bytes: Vec<u8>, token: u64) -> Result<(), Post> {

@@ -24,6 +24,12 @@ pub(super) struct Stranger {
     pub presented: Option<(u64, Mark, OwnedFd)>,
 }
 
+impl Stranger {
+    pub fn presents(&self, pass: u64) -> bool {
+        self.presented.as_ref().is_some_and(|(presented, ..)| *presented == pass)
+    }
+}
+
 impl HostNic {
     pub(super) fn accept(&mut self, events: &mut Vec<Event>) {
         while let Some(socket) = self.listener.accept() {
@@ -89,7 +95,12 @@ impl HostNic {
         let waits = |connection: &&mut Connection| {
             connection.stage == Stage::Open && connection.incoming.is_none() && connection.passes.own == *pass
         };
-        let Some(connection) = self.connections.iter_mut().find(waits) else { return };
+        let Some(connection) = self.connections.iter_mut().find(waits) else {
+            if self.ended.contain(*pass) {
+                self.forget_stranger(place);
+            }
+            return;
+        };
         let (number, selector) = (connection.number, &self.selector);
         let stranger = self.strangers.remove(place);
         unwatch(selector, stranger.socket.iter().map(AsRawFd::as_raw_fd));

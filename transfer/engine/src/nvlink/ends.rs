@@ -56,7 +56,10 @@ impl NvlinkNic {
 
     /// Shuts the peer of a link out.
     pub(super) fn fence(&mut self, link: Link) {
-        self.passes.retain(|_, other| *other != link);
+        for pass in self.passes.end(link) {
+            let late = self.incoming.iter_mut().filter(|(_, incoming)| incoming.waits_for(pass));
+            late.for_each(|(_, incoming)| incoming.close());
+        }
         let mut fenced = Vec::new();
         for (index, incoming) in &mut self.incoming {
             if incoming.is_of(link) {

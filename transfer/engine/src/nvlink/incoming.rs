@@ -7,6 +7,7 @@ use std::time::Instant;
 use super::channel::Channel;
 use super::control::{Control, Place, decode};
 use super::ring::RingReader;
+use crate::ended::EndedPasses;
 use crate::provider::{Event, Link, MAX_GREETING};
 
 /// What a writer asks of the memory that is registered here.
@@ -49,7 +50,24 @@ pub(super) struct Incoming {
 }
 
 /// Who comes in with which pass.
-pub(super) type Passes = HashMap<u64, Link>;
+#[derive(Default)]
+pub(super) struct Passes {
+    links: HashMap<u64, Link>,
+    ended: EndedPasses,
+}
+
+impl Passes {
+    pub fn insert(&mut self, pass: u64, link: Link) {
+        self.links.insert(pass, link);
+    }
+
+    /// The passes of a link are void; returns them.
+    pub fn end(&mut self, link: Link) -> Vec<u64> {
+        let ended: Vec<_> = self.links.extract_if(|_, other| *other == link).map(|(pass, _)| pass).collect();
+        ended.iter().for_each(|pass| self.ended.add(*pass));
+        ended
+    }
+}
 
 impl Incoming {
     pub fn new(channel: Channel) -> Self {
@@ -123,20 +141,34 @@ impl Incoming {
     pub fn receive(&mut self, memory: &impl Memory, passes: &Passes, way: Link, events: &mut Vec<Event>) {
         if let Admission::Waiting(pass) = self.admission {
             // What it has to say stays in its socket until then.
-            let Some(link) = passes.get(&pass) else { return };
-            self.admission = Admission::Peer(*link);
+            if !self.let_in(pass, passes) {
+                return;
+            }
         }
         self.channel.receive();
         while let Some(frame) = self.channel.next_frame() {
             if self.obey(&frame, memory, way, events).is_none() {
                 self.channel.close();
             }
-            if let Admission::Waiting(pass) = self.admission {
-                let Some(link) = passes.get(&pass) else { break };
-                self.admission = Admission::Peer(*link);
+            if let Admission::Waiting(pass) = self.admission
+                && !self.let_in(pass, passes)
+            {
+                break;
             }
         }
         self.channel.flush();
+    }
+
+    /// Lets in who presents the pass of a link. One whose link has ended has come too late.
+    fn let_in(&mut self, pass: u64, passes: &Passes) -> bool {
+        if let Some(link) = passes.links.get(&pass) {
+            self.admission = Admission::Peer(*link);
+            return true;
+        }
+        if passes.ended.contain(pass) {
+            self.channel.close();
+        }
+        false
     }
 
     /// None: the writer does not keep to the rules.

@@ -195,7 +195,7 @@ impl NvlinkNic {
             selector,
             outgoing: Vec::new(),
             incoming: Slab::new(),
-            passes: HashMap::new(),
+            passes: incoming::Passes::default(),
             ends: ends::Ends::default(),
             registrations,
             writes: 0,

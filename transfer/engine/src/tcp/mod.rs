@@ -16,6 +16,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::descriptor::Device;
+use crate::ended::EndedPasses;
 use crate::error::{Error, NetworkError};
 use crate::provider::{Event, Limits, Link, LocalKey, Nic, Passes, Post, Read, Registered, Wait, Waker, Write};
 use crate::region::Region;
@@ -70,6 +71,7 @@ pub(crate) struct TcpNic {
     incoming: HashMap<u64, Incoming>,
     /// Who may come in, and the connection that each link's peer came in by.
     admitted: HashMap<u64, Link>,
+    ended: EndedPasses,
     entrances: HashMap<Link, u64>,
     ways: HashMap<Link, Way>,
     budget: Budget,
@@ -111,6 +113,7 @@ impl TcpNic {
             outgoing: HashMap::new(),
             incoming: HashMap::new(),
             admitted: HashMap::new(),
+            ended: EndedPasses::default(),
             entrances: HashMap::new(),
             ways: HashMap::new(),
             budget: Budget::new(),
@@ -245,6 +248,7 @@ impl TcpNic {
                     self.entrances.insert(*link, name);
                 }
                 Some(_) => incoming.closed = true,
+                None if self.ended.contain(pass) => incoming.closed = true,
                 // What it has to say stays in its socket.
                 None => drop(self.selector.pause(&incoming.socket, INCOMING | name)),
             }
@@ -382,6 +386,9 @@ impl Nic for TcpNic {
     fn disconnect(&mut self, link: Link) {
         let Some(peer) = self.peers.remove(&link) else { return self.close_way(link) };
         self.admitted.remove(&peer.passes.own);
+        self.ended.add(peer.passes.own);
+        let waiting = Admission::Waiting(peer.passes.own);
+        self.incoming.retain(|_, incoming| incoming.admission != waiting);
         if let Some(name) = self.entrances.remove(&link) {
             // Nobody reads what comes over it any more, so nothing of it lands.
             self.incoming.remove(&name);

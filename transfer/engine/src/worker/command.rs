@@ -1,7 +1,8 @@
 //! What callers ask of a worker thread.
 
+use std::collections::HashMap;
 use std::sync::mpsc::Receiver;
-use std::sync::{Arc, Weak};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Instant;
 
 use crate::completion::Done;
@@ -20,6 +21,8 @@ pub(crate) struct Registration {
     pub region: Arc<Region>,
     /// One per device group.
     pub parts: Vec<Part>,
+    /// Keys that one engine alone has, by that engine.
+    pub lent: Mutex<HashMap<u64, Vec<Part>>>,
     pub home: Home,
 }
 
@@ -36,12 +39,26 @@ impl Part {
     pub fn keys(&self) -> Vec<LocalKey> {
         self.nics.iter().map(|nic| nic.local).collect()
     }
+
+    /// Has its device group end it.
+    fn end(&self) {
+        if let Some(worker) = self.worker.upgrade() {
+            // A closed queue belongs to a worker that has dropped its NICs, and the registrations with them.
+            let _ = worker.push(Command::Deregister { keys: vec![self.keys()], reply: None });
+        }
+    }
 }
 
 impl Registration {
     /// What the NICs of a device group know the region by; nothing where it is not registered.
     pub fn nics(&self, group: usize) -> &[Registered] {
         self.parts.iter().find(|part| part.group == group).map_or(&[], |part| &part.nics)
+    }
+
+    /// Ends the keys that an engine alone has.
+    pub fn take_back(&self, engine: u64) {
+        let parts = self.lent.lock().unwrap_or_else(PoisonError::into_inner).remove(&engine);
+        parts.iter().flatten().for_each(Part::end);
     }
 }
 
@@ -51,12 +68,8 @@ impl Drop for Registration {
         if self.home.check().is_err() {
             return;
         }
-        for part in &self.parts {
-            if let Some(worker) = part.worker.upgrade() {
-                // A closed queue belongs to a worker that has dropped its NICs, and the registrations with them.
-                let _ = worker.push(Command::Deregister { keys: vec![part.keys()], reply: None });
-            }
-        }
+        let lent = std::mem::take(self.lent.get_mut().unwrap_or_else(PoisonError::into_inner));
+        self.parts.iter().chain(lent.values().flatten()).for_each(Part::end);
     }
 }
 
@@ -98,6 +111,7 @@ pub(crate) struct Posted {
     /// The one that carries all of it.
     pub nic: usize,
     pub deadline: Instant,
+    pub stamp: u64,
     /// None once somebody has taken it over.
     pub done: Option<Done>,
     pub shared: Arc<Shared>,
@@ -126,6 +140,8 @@ pub(crate) enum Command {
         targets: Vec<TargetRequest>,
         done: Done,
         deadline: Instant,
+        /// When it was submitted, by the engine's doors.
+        stamp: u64,
     },
     Message {
         id: u64,
@@ -134,6 +150,7 @@ pub(crate) enum Command {
         bytes: Vec<u8>,
         done: Done,
         deadline: Instant,
+        stamp: u64,
     },
     Reset {
         id: u64,
@@ -146,6 +163,15 @@ pub(crate) enum Command {
         peer: PeerKey,
         done: Done,
         deadline: Instant,
+    },
+    /// The callback of a peer that comes back has heard of it.
+    Announced {
+        peer: PeerKey,
+    },
+    /// Makes another key on every NIC for memory that is registered.
+    Alias {
+        region: Arc<Region>,
+        reply: Answer<Vec<Registered>>,
     },
     Cancel {
         id: u64,

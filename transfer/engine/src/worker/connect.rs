@@ -3,12 +3,16 @@
 //! key of its own, and makes them again when Confirm says the same once more. So a stranger costs one answer, sent back to where it
 //! came from, and no memory.
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::Worker;
-use super::peers::{Stage, Successor};
-use crate::auth::{Cookies, Role, prove, verify};
+use super::command::Command;
+use super::peers::{Announcement, Stage, Successor};
+use crate::auth::{Cookies, History, Role, prove, verify};
+use crate::callbacks::{Afterwards, PeerEvent};
 use crate::descriptor::{MAX_NICS, NicAddr, PeerKey};
+use crate::doors::Fences;
 use crate::error::{DownReason, NetworkError, Reason, Refusal};
 use crate::message::{Body, Frame, Hello, Introduction, Mac, decode};
 use crate::metrics::count;
@@ -53,8 +57,8 @@ fn random<const N: usize>() -> Result<[u8; N], NetworkError> {
 }
 
 impl<N: Nic + ?Sized> Worker<N> {
-    /// What this engine says of itself, with this session and nonce.
-    fn introduce(&self, random: &[u8; 24]) -> Introduction {
+    /// What this engine says of itself to a peer, with this session and nonce.
+    fn introduce(&self, peer: PeerKey, random: &[u8; 24]) -> Introduction {
         let (session, nonce) = random.split_first_chunk::<8>().unwrap_or((&[0; 8], &[]));
         let timeout = self.shared.config.heartbeat_timeout.as_millis();
         Introduction {
@@ -62,6 +66,7 @@ impl<N: Nic + ?Sized> Worker<N> {
             session: u64::from_le_bytes(*session).max(1),
             nonce: nonce.try_into().unwrap_or_default(),
             heartbeat_timeout_ms: u32::try_from(timeout).unwrap_or(u32::MAX),
+            fences: self.shared.doors.fences(self.key.group, peer),
             nics: self.nics.clone(),
         }
     }
@@ -72,52 +77,57 @@ impl<N: Nic + ?Sized> Worker<N> {
 
     pub(super) fn begin_connect(&mut self, index: usize) {
         let Some(peer) = self.peers.get_mut(index) else { return };
-        if !matches!(peer.stage, Stage::Idle | Stage::Down(_)) {
-            return;
-        }
-        if peer.ending > 0 {
+        match peer.stage {
+            Stage::Idle | Stage::Down(_) if peer.ending == 0 => {}
             // The old connection first: whoever waits for its end must not meet writes of the new one.
-            peer.connect_again = true;
-            return;
+            Stage::Idle | Stage::Down(_) | Stage::Asking(_) => {
+                peer.connect_again = true;
+                return;
+            }
+            Stage::Connecting | Stage::Confirming | Stage::Ready => return,
         }
-        let (key, first) = (peer.key, peer.first.clone());
-        let introduction = match random() {
-            Ok(random) => self.introduce(&random),
-            Err(error) => return self.fail_connect(index, &error.into()),
-        };
-        if key == self.key {
-            return self.connect_to_self(index, introduction);
+        let key = peer.key;
+        if let Some(why) = self.shared.doors.shut(self.key.group, key) {
+            return self.fail_connect(index, &why.into());
         }
-        let way = match self.lanes.first_mut().map(|lane| lane.nic.greet(&first.endpoint)) {
-            Some(Ok(way)) => way,
-            Some(Err(error)) => return self.fail_connect(index, &error.into()),
-            None => return,
+        let begun = if key == self.key {
+            self.connect_to_self(index)
+        } else {
+            self.greet(index, self.shared.config.connect_timeout, Stage::Connecting)
         };
-        let setup_ends = self.now + self.shared.config.connect_timeout;
+        if let Err(error) = begun {
+            self.fail_connect(index, &error.into());
+        }
+    }
+
+    /// Says Hello to a peer, which is at this stage then.
+    pub(super) fn greet(&mut self, index: usize, patience: Duration, stage: Stage) -> Result<(), NetworkError> {
+        let Some(peer) = self.peers.get(index) else { return Ok(()) };
+        let (introduction, setup_ends) = (self.introduce(peer.key, &random()?), self.now + patience);
+        let Some(lane) = self.lanes.first_mut() else { return Ok(()) };
+        let way = lane.nic.greet(&peer.first.endpoint)?;
         if let Some(peer) = self.peers.get_mut(index) {
             peer.way = Some(way);
             peer.session = introduction.session;
-            peer.stage = Stage::Connecting;
+            peer.stage = stage;
             peer.setup_ends = setup_ends;
             self.sessions.insert(introduction.session, index);
             peer.mine = Some(introduction);
         }
         self.send_hello(index);
+        Ok(())
     }
 
-    fn connect_to_self(&mut self, index: usize, introduction: Introduction) {
-        let session = introduction.session;
-        match self.link_all(index, &introduction.nics, Passes { own: session, theirs: session }) {
-            Ok(()) => {
-                if let Some(peer) = self.peers.get_mut(index) {
-                    peer.session = session;
-                    peer.theirs = session;
-                    self.sessions.insert(session, index);
-                }
-                self.become_ready(index);
-            }
-            Err(error) => self.fail_connect(index, &error.into()),
+    fn connect_to_self(&mut self, index: usize) -> Result<(), NetworkError> {
+        let Introduction { session, nics, .. } = self.introduce(self.key, &random()?);
+        self.link_all(index, &nics, Passes { own: session, theirs: session })?;
+        if let Some(peer) = self.peers.get_mut(index) {
+            peer.session = session;
+            peer.theirs = session;
+            self.sessions.insert(session, index);
         }
+        self.become_ready(index);
+        Ok(())
     }
 
     /// Links every NIC with its counterpart. What was made before one failed is the peer's too, so that it is disconnected.
@@ -188,6 +198,9 @@ impl<N: Nic + ?Sized> Worker<N> {
             let refusal = Refusal::NicCount { theirs: self.nics.len() as u16, ours: hello.from.nics.len() as u16 };
             return self.refuse(way, &hello.from, refusal);
         }
+        if self.is_shut_out(way, &hello.from, first.key) {
+            return;
+        }
         // Both have said Hello: the smaller key connects, the larger accepts.
         if self.key < first.key && self.is_setting_up(&first.key) {
             return;
@@ -197,11 +210,30 @@ impl<N: Nic + ?Sized> Worker<N> {
         if peer.is_some_and(|peer| peer.stage == Stage::Ready && peer.theirs == hello.from.session) {
             return;
         }
-        let connections = peer.map_or(0, |peer| peer.connections);
-        let Some(random) = self.welcomes.cookies.answer(&hello.from, connections, self.now) else { return };
-        let mine = self.introduce(&random);
+        let history = (peer.map_or(0, |peer| peer.connections), self.fences(first.key).count);
+        let Some(random) = self.welcomes.cookies.answer(&hello.from, history, self.now) else { return };
+        let mine = self.introduce(first.key, &random);
         let mac = prove(self.secret(), Role::Accepting, &hello.from, &mine);
         self.send_greeting(way, &Frame { session: hello.from.session, body: Body::Welcome(mine, mac) });
+    }
+
+    fn fences(&self, peer: PeerKey) -> Fences {
+        self.shared.doors.fences(self.key.group, peer)
+    }
+
+    /// Refuses a peer that is shut out. Says whether it is.
+    fn is_shut_out(&mut self, way: Link, from: &Introduction, peer: PeerKey) -> bool {
+        let shut = self.shared.doors.shut(self.key.group, peer).is_some();
+        if shut {
+            let Fences { count, at_ms, .. } = self.fences(peer);
+            self.refuse(way, from, Refusal::Fenced { count, at_ms });
+        }
+        shut
+    }
+
+    /// Takes in what a peer says of its door. What this engine was given for it before it was shut out is over.
+    fn learn(&self, peer: PeerKey, fences: Fences, open: bool) -> Option<DownReason> {
+        self.shared.doors.learn(self.key.group, peer, fences, open)
     }
 
     fn on_welcome(&mut self, index: usize, from: Introduction, mac: &Mac) {
@@ -209,7 +241,8 @@ impl<N: Nic + ?Sized> Worker<N> {
         let (key, stage) = (peer.key, peer.stage);
         let Some(mine) = peer.mine.clone() else { return };
         match stage {
-            Stage::Connecting => {}
+            Stage::Connecting if peer.announcement == Announcement::Under => return,
+            Stage::Connecting | Stage::Asking(_) => {}
             // Confirm was lost on its way.
             Stage::Confirming if peer.other.as_ref() == Some(&from) => return self.send_confirm(index),
             _ => return,
@@ -225,6 +258,14 @@ impl<N: Nic + ?Sized> Worker<N> {
         if !verify(self.secret(), Role::Accepting, &mine, &from, mac) {
             count(&self.shared.metrics.refusals_total);
             return self.fail_connect(index, &Refusal::Secret.into());
+        }
+        let news = self.learn(key, from.fences, true);
+        if matches!(stage, Stage::Asking(_)) {
+            // The door is open; what came before is over all the same.
+            return self.settle(index, news);
+        }
+        if self.is_announcing(index) {
+            return;
         }
         match self.link_all(index, &from.nics, Passes { own: mine.session, theirs: from.session }) {
             Ok(()) => {
@@ -255,12 +296,16 @@ impl<N: Nic + ?Sized> Worker<N> {
             // Ready was lost on its way.
             return self.send_greeting(way, &Frame { session: from.session, body: Body::Ready });
         }
-        let mine = self.recall(&from, &first.key).into_iter().find(|mine| mine.session == session);
-        let right = first.provider == self.kind && first.key != self.key && from.nics.len() == self.nics.len();
-        let Some(mine) = mine.filter(|_| right) else {
+        if first.provider != self.kind || first.key == self.key || from.nics.len() != self.nics.len() {
             count(&self.shared.metrics.frames_ignored_total);
             return;
-        };
+        }
+        if self.is_shut_out(way, &from, first.key) {
+            return;
+        }
+        let mine = self.recall(&from, &first.key).into_iter().find(|mine| mine.session == session);
+        // Its answer was for another time. The peer would go on waiting for Ready.
+        let Some(mine) = mine else { return self.refuse(way, &from, Refusal::Void) };
         if !verify(self.secret(), Role::Connecting, &from, &mine, mac) {
             return self.refuse(way, &from, Refusal::Secret);
         }
@@ -271,15 +316,22 @@ impl<N: Nic + ?Sized> Worker<N> {
         }
         // A proof counts once: who has heard it must not begin with it again.
         if !self.welcomes.cookies.spend(session) {
+            let peer = self.peer_slots.get(&first.key).and_then(|peer| self.peers.get(*peer));
+            let next = peer.and_then(|peer| peer.successor.as_ref());
+            if next.is_none_or(|next| next.mine.session != session) {
+                // The connection that it began has ended already.
+                self.refuse(way, &from, Refusal::Void);
+            }
             return;
         }
+        let news = self.learn(first.key, from.fences, true);
         let index = self.peer_for(&first);
         // What waited for a connection of this engine's own making goes on over this one.
         let (mut waiting, mut messages) = (Vec::new(), Vec::new());
         if let Some(peer) = self.peers.get_mut(index) {
             (waiting, messages) = (std::mem::take(&mut peer.waiting), std::mem::take(&mut peer.waiting_messages));
         }
-        self.replace(index);
+        self.replace(index, news);
         if let Some(peer) = self.peers.get_mut(index) {
             (peer.waiting, peer.waiting_messages) = (waiting, messages);
             peer.successor = Some(Successor { way, mine, from });
@@ -293,9 +345,11 @@ impl<N: Nic + ?Sized> Worker<N> {
         let peer = self.peer_slots.get(key).and_then(|peer| self.peers.get(*peer));
         let (last, stands) = peer.map_or((0, false), |peer| (peer.connections, peer.stage == Stage::Ready));
         let first = if stands { last } else { last.saturating_sub(1) };
+        let fences = self.fences(*key).count;
         let cookies = &mut self.welcomes.cookies;
-        let answers: Vec<_> = (first..=last).flat_map(|count| cookies.recall(from, count, self.now)).collect();
-        answers.iter().map(|random| self.introduce(random)).collect()
+        let recall = |connections| -> Vec<_> { cookies.recall(from, (connections, fences) as History, self.now) };
+        let answers: Vec<_> = (first..=last).flat_map(recall).collect();
+        answers.iter().map(|random| self.introduce(*key, random)).collect()
     }
 
     /// Says whether this engine is about to connect to this peer.
@@ -312,7 +366,11 @@ impl<N: Nic + ?Sized> Worker<N> {
 
     /// Begins the connection that a peer has proved, once the one before is over.
     pub(super) fn succeed(&mut self, index: usize) {
-        let Some(peer) = self.peers.get_mut(index).filter(|peer| peer.ending == 0) else { return };
+        let Some(peer) = self.peers.get(index).filter(|peer| peer.ending == 0) else { return };
+        if peer.successor.is_some() && self.is_announcing(index) {
+            return;
+        }
+        let Some(peer) = self.peers.get_mut(index) else { return };
         let Some(Successor { way, mine, from }) = peer.successor.take() else {
             if std::mem::take(&mut peer.connect_again) {
                 self.begin_connect(index);
@@ -336,11 +394,45 @@ impl<N: Nic + ?Sized> Worker<N> {
         }
     }
 
+    /// Has the peer callback hear of a peer that was shut out and comes back, before anything of it can land. True: the callback has
+    /// not returned, and goes on with [`Self::announced`].
+    fn is_announcing(&mut self, index: usize) -> bool {
+        let Some(peer) = self.peers.get(index) else { return false };
+        let (key, name, announcement) = (peer.key, peer.name, peer.announcement);
+        if announcement != Announcement::None || self.shared.peer_callback.is_none() || self.fences(key).count == 0 {
+            return announcement == Announcement::Under;
+        }
+        if let Some(peer) = self.peers.get_mut(index) {
+            peer.announcement = Announcement::Under;
+        }
+        let commands = Arc::clone(&self.commands);
+        // Refused by an engine that is closing.
+        let then = Afterwards::new(move || drop(commands.push(Command::Announced { peer: key })));
+        self.shared.announce(PeerEvent { peer: name, down: None }, Some(then));
+        true
+    }
+
+    /// The peer callback has heard of a peer that comes back: its connection goes on.
+    pub(super) fn announced(&mut self, key: PeerKey) {
+        let Some(index) = self.peer_slots.get(&key).copied() else { return };
+        let Some(peer) = self.peers.get_mut(index).filter(|peer| peer.announcement == Announcement::Under) else {
+            return;
+        };
+        peer.announcement = Announcement::Told;
+        if peer.successor.is_some() {
+            self.succeed(index);
+        } else if peer.stage == Stage::Connecting {
+            // Its Welcome is asked for once more.
+            self.send_hello(index);
+        }
+    }
+
     /// Makes room for the new connection of a peer. What is under way on an old one ends; what still waits stays.
-    fn replace(&mut self, index: usize) {
+    fn replace(&mut self, index: usize, news: Option<DownReason>) {
+        self.settle(index, news);
         let Some(peer) = self.peers.get(index) else { return };
         if peer.stage == Stage::Ready {
-            self.drop_peer(index, DownReason::Reconnected);
+            self.drop_peer(index, news.unwrap_or(DownReason::Reconnected));
         } else {
             self.let_go(index, None);
             if let Some(peer) = self.peers.get_mut(index) {
@@ -356,15 +448,39 @@ impl<N: Nic + ?Sized> Worker<N> {
     }
 
     fn on_refuse(&mut self, index: usize, refusal: Refusal) {
-        if self.peers.get(index).is_some_and(|peer| matches!(peer.stage, Stage::Connecting | Stage::Confirming)) {
-            self.fail_connect(index, &refusal.into());
+        let Some((key, stage)) = self.peers.get(index).map(|peer| (peer.key, peer.stage)) else { return };
+        let told = if let Refusal::Fenced { count, at_ms } = refusal {
+            let fences = Fences { count, at_ms, ..Fences::default() };
+            self.learn(key, fences, false);
+            Some(fences.told())
+        } else {
+            None
+        };
+        match (stage, refusal) {
+            (Stage::Asking(_), _) => self.settle(index, told),
+            (Stage::Connecting | Stage::Confirming, Refusal::Void) => self.begin_again(index),
+            (Stage::Connecting | Stage::Confirming, _) => {
+                self.fail_connect(index, &told.map_or_else(|| refusal.into(), Reason::PeerDown));
+            }
+            _ => {}
         }
+    }
+
+    /// The peer has ended what this side takes for a set-up under way. What waits goes on waiting.
+    pub(super) fn begin_again(&mut self, index: usize) {
+        let Some(peer) = self.peers.get_mut(index) else { return };
+        peer.stage = Stage::Idle;
+        peer.connect_again = true;
+        self.let_go(index, None);
     }
 
     /// A way has broken. The next repetition takes another one.
     pub(super) fn way_lost(&mut self, way: Link) {
-        if let Some((_, peer)) = self.peers.iter_mut().find(|(_, peer)| peer.way == Some(way)) {
-            peer.way = None;
+        let Some((index, peer)) = self.peers.iter_mut().find(|(_, peer)| peer.way == Some(way)) else { return };
+        peer.way = None;
+        if matches!(peer.stage, Stage::Asking(_)) {
+            // Nobody is there who could say more.
+            self.settle(index, None);
         }
     }
 
@@ -381,15 +497,17 @@ impl<N: Nic + ?Sized> Worker<N> {
         let setups: Vec<_> = self
             .peers
             .iter()
-            .filter(|(_, peer)| matches!(peer.stage, Stage::Connecting | Stage::Confirming))
+            .filter(|(_, peer)| matches!(peer.stage, Stage::Connecting | Stage::Confirming | Stage::Asking(_)))
             .map(|(index, peer)| (index, peer.stage, now >= peer.setup_ends, now >= peer.sent + RETRY))
             .collect();
         for (index, stage, over, retry) in setups {
-            if over {
+            if over && matches!(stage, Stage::Asking(_)) {
+                self.settle(index, None);
+            } else if over {
                 self.fail_connect(index, &Reason::Network(NetworkError::Unreachable));
             } else if retry {
                 self.renew_way(index);
-                if stage == Stage::Connecting { self.send_hello(index) } else { self.send_confirm(index) }
+                if stage == Stage::Confirming { self.send_confirm(index) } else { self.send_hello(index) }
             }
         }
     }

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use super::command::Command;
+use super::timers::AWAY;
 use super::{Lane, Worker};
 use crate::completion::{Done, Drive};
 use crate::helm::{Driven, Helm};
@@ -104,7 +105,11 @@ impl Station {
     /// back if the engine is closed.
     pub fn post(&self, command: Command) -> Option<Command> {
         let mut command = Some(command);
-        let is_ready = |worker: &Worker<Movable>| self.home.check().is_ok() && worker.ticks && worker.ops.is_empty();
+        let is_ready = |worker: &Worker<Movable>| {
+            // One that has been away must look first what has become of its connections.
+            let present = worker.now.elapsed() < AWAY;
+            self.home.check().is_ok() && worker.ticks && worker.ops.is_empty() && present
+        };
         let posted = self.helm.submit(is_ready, |worker| {
             command = command.take().and_then(|command| worker.commands.push_in_place(command).err());
             worker.obey_all();

@@ -21,6 +21,8 @@ struct Ending {
     left: usize,
     /// Why the peer is down, where anybody was told that it was up.
     down: Option<DownReason>,
+    /// The peer is asked for a better reason.
+    asked: bool,
 }
 
 /// Somebody who waits until a peer is shut out.
@@ -47,6 +49,13 @@ impl Endings {
         self.open.is_empty() && self.fences.is_empty()
     }
 
+    /// The peer has said why a connection that is not over yet has ended.
+    pub fn name_reason(&mut self, peer: usize, why: DownReason) {
+        for (_, ending) in self.open.iter_mut().filter(|(_, ending)| ending.peer == peer && ending.asked) {
+            (ending.down, ending.asked) = (Some(why), false);
+        }
+    }
+
     fn holds(&self, peer: usize) -> bool {
         self.held.iter().any(|(_, other)| *other == peer)
     }
@@ -56,13 +65,14 @@ impl<N: Nic + ?Sized> Worker<N> {
     /// Disconnects everything of a peer's connection. Says that it is down once that is over.
     pub(super) fn let_go(&mut self, index: usize, down: Option<DownReason>) {
         let Some(peer) = self.peers.get_mut(index) else { return };
+        let asked = peer.inquiry.is_some();
         peer.mine = None;
         peer.other = None;
         let (links, way) = (std::mem::take(&mut peer.links), peer.way.take());
         self.sessions.remove(&std::mem::take(&mut peer.session));
         let left = links.iter().flatten().count();
         peer.ending += 1;
-        let ending = self.endings.open.insert(Ending { peer: index, left, down });
+        let ending = self.endings.open.insert(Ending { peer: index, left, down, asked });
         for (nic, (lane, link)) in self.lanes.iter_mut().zip(links).enumerate().take(MAX_NICS) {
             if let Some(link) = link {
                 self.links.remove(&(nic, link));
@@ -93,11 +103,13 @@ impl<N: Nic + ?Sized> Worker<N> {
 
     /// Tells that a connection is over, and begins what has waited for that.
     fn ended(&mut self, ending: usize) {
-        let Some(Ending { peer: index, down, .. }) = self.endings.open.try_remove(ending) else { return };
+        let Some(Ending { peer: index, down, asked, .. }) = self.endings.open.try_remove(ending) else { return };
         let Some(peer) = self.peers.get_mut(index) else { return };
         peer.ending = peer.ending.saturating_sub(1);
         let name = peer.name;
-        if let Some(down) = down {
+        if let Some(down) = down
+            && !(asked && self.over_while_asked(index))
+        {
             self.shared.tell_peer_event(PeerEvent { peer: name, down: Some(down) });
         }
         self.answer_fences();
@@ -131,6 +143,7 @@ impl<N: Nic + ?Sized> Worker<N> {
             }
             match stage {
                 Stage::Ready => self.drop_peer(index, DownReason::Fenced),
+                Stage::Asking(_) => self.settle(index, None),
                 Stage::Connecting | Stage::Confirming => self.fail_connect(index, &DownReason::Fenced.into()),
                 Stage::Idle | Stage::Down(_) => {}
             }

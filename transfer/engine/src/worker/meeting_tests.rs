@@ -5,6 +5,7 @@ use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
 
 use crate::descriptor::{Device, NicAddr, NicKey, PeerKey, ProviderKind};
+use crate::doors::Fences;
 use crate::message::{Body, Frame, Hello, Introduction, decode};
 use crate::provider::{Event, Link, Nic, Passes};
 use crate::sim::{Faults, SimNic};
@@ -33,7 +34,13 @@ impl Script {
     }
 
     fn introduction(&self, session: u64) -> Introduction {
-        Introduction { session, nonce: [1; 16], heartbeat_timeout_ms: 60_000, nics: vec![self.own.clone()] }
+        Introduction {
+            session,
+            nonce: [1; 16],
+            heartbeat_timeout_ms: 60_000,
+            fences: Fences::default(),
+            nics: vec![self.own.clone()],
+        }
     }
 
     /// Something of it to write to.

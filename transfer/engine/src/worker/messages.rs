@@ -38,6 +38,7 @@ pub(super) struct Message {
     bytes: Vec<u8>,
     done: Done,
     deadline: Instant,
+    stamp: u64,
     state: State,
     wait: Duration,
     rejection: Option<Rejection>,
@@ -64,8 +65,8 @@ impl<N: Nic + ?Sized> Worker<N> {
         id: u64,
         to: &NicAddr,
         (pool, bytes): (u32, Vec<u8>),
-        done: Done,
-        deadline: Instant,
+        (done, deadline): (Done, Instant),
+        stamp: u64,
     ) {
         let peer = self.peer_for(to);
         let message = Message {
@@ -74,6 +75,7 @@ impl<N: Nic + ?Sized> Worker<N> {
             bytes,
             done,
             deadline,
+            stamp,
             state: State::Waiting,
             wait: FIRST_WAIT,
             rejection: None,
@@ -83,7 +85,7 @@ impl<N: Nic + ?Sized> Worker<N> {
         self.messages.insert(id, message);
         if self.peers.get(peer).is_some_and(|peer| peer.stage == Stage::Ready) {
             self.post_message(id);
-        } else {
+        } else if !self.is_message_void(id) {
             if let Some(peer) = self.peers.get_mut(peer) {
                 peer.waiting_messages.push(id);
             }
@@ -91,7 +93,19 @@ impl<N: Nic + ?Sized> Worker<N> {
         }
     }
 
+    /// Fails a message whose connection has ended since it was submitted. Says whether that is so.
+    fn is_message_void(&mut self, id: u64) -> bool {
+        let Some(message) = self.messages.get(&id) else { return false };
+        let Some(peer) = self.peers.get(message.peer) else { return false };
+        let Some(why) = self.shared.doors.verdict(self.key.group, peer.key, message.stamp) else { return false };
+        self.end_message(id, Err((why.into(), false)));
+        true
+    }
+
     pub(super) fn post_message(&mut self, id: u64) {
+        if self.is_message_void(id) {
+            return;
+        }
         let most = self.longest_frame.saturating_sub(OVERHEAD);
         let Some(message) = self.messages.get_mut(&id) else { return };
         let (peer, pool, len) = (message.peer, message.pool, message.bytes.len());
@@ -157,7 +171,7 @@ impl<N: Nic + ?Sized> Worker<N> {
         let name = self.peers.get(message.peer).map_or(PeerName { tag: 0, group: 0 }, |peer| peer.name);
         let error =
             |(reason, may_land)| Error::Transfer(vec![TransferError { peer: name, nic: Some(0), reason, may_land }]);
-        self.shared.complete(message.done, result.map_err(error));
+        self.tell(message.done, result.map_err(error));
     }
 
     pub(super) fn message_failed(&mut self, id: u64, reason: Reason, may_land: bool) {

@@ -9,6 +9,7 @@ mod connect;
 pub(crate) mod driven;
 mod endings;
 mod frames;
+mod inquiry;
 #[cfg(test)]
 mod meeting_tests;
 mod messages;
@@ -138,6 +139,8 @@ pub(crate) struct Worker<N: Nic + ?Sized> {
     last_tick: Instant,
     /// Its thread sleeps no longer than a tick.
     ticks: bool,
+    /// Its thread is back from a sleep.
+    slept: bool,
     /// Another thread may submit soon, though nothing is under way.
     expected: bool,
     /// Operations that came while others were under way.
@@ -202,6 +205,7 @@ impl<N: Nic + ?Sized> Worker<N> {
             next_tick: now,
             last_tick: now,
             ticks: false,
+            slept: false,
             expected: false,
             crowded: 0,
             ops: Slab::with_capacity(256),
@@ -276,7 +280,8 @@ impl<N: Nic + ?Sized> Worker<N> {
 
     /// One round; says whether anything happened.
     fn turn(&mut self) -> bool {
-        let mut active = self.obey_all();
+        let mut active = self.look_after_absence();
+        active |= self.obey_all();
         active |= self.take_posted();
         self.answer_resets();
         active |= self.post_pending();
@@ -290,12 +295,19 @@ impl<N: Nic + ?Sized> Worker<N> {
 
     fn obey(&mut self, command: Command) {
         match command {
-            Command::Write { id, targets, done, deadline } => self.start_write(id, targets, done, deadline),
-            Command::Message { id, to, pool, bytes, done, deadline } => {
-                self.start_message(id, &to, (pool, bytes), done, deadline);
+            Command::Write { id, targets, done, deadline, stamp } => {
+                self.start_write(id, targets, (done, deadline), stamp);
+            }
+            Command::Message { id, to, pool, bytes, done, deadline, stamp } => {
+                self.start_message(id, &to, (pool, bytes), (done, deadline), stamp);
             }
             Command::Reset { id, imm, peers, done, deadline } => self.start_reset(id, imm, &peers, done, deadline),
             Command::Fence { peer, done, deadline } => self.start_fence(peer, done, deadline),
+            Command::Announced { peer } => self.announced(peer),
+            Command::Alias { region, reply } => {
+                let keys = self.register(&region, Vec::new());
+                reply.set(keys);
+            }
             Command::Cancel { id } => self.cancel(id),
             Command::Free { engine, imm, done } => self.tell_free(engine, imm, done),
             Command::Answer { session, id } => self.answer_reset(session, id),
@@ -370,6 +382,18 @@ impl<N: Nic + ?Sized> Worker<N> {
             result = result.and(lane.nic.deregister(*key));
         }
         result
+    }
+
+    /// Looks at the NICs first where this thread was away, asleep or stopped with its process: what is posted now must not go to a
+    /// connection that broke meanwhile.
+    fn look_after_absence(&mut self) -> bool {
+        let now = Instant::now();
+        let away = now.saturating_duration_since(std::mem::replace(&mut self.now, now)) > timers::AWAY;
+        if !std::mem::take(&mut self.slept) && !away {
+            return false;
+        }
+        self.lanes.iter_mut().for_each(|lane| lane.nic.woken());
+        self.poll()
     }
 
     fn poll(&mut self) -> bool {

@@ -1,7 +1,10 @@
 //! The peers of one device group, and what happens when one comes or goes.
 
+use std::sync::Weak;
 use std::time::{Duration, Instant};
 
+use super::command::Registration;
+use super::inquiry::Inquiry;
 use super::{Pending, Worker};
 use crate::callbacks::PeerEvent;
 use crate::descriptor::{MAX_NICS, NicAddr, PeerKey};
@@ -19,7 +22,19 @@ pub(super) enum Stage {
     /// The peer has proved itself; Confirm is out.
     Confirming,
     Ready,
+    /// The connection has broken, and the peer is asked why.
+    Asking(DownReason),
     Down(DownReason),
+}
+
+/// How far the word of a peer's return is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Announcement {
+    None,
+    /// The callback has not returned.
+    Under,
+    /// It has. The connection may begin, and its end is to be told.
+    Told,
 }
 
 /// A connection that its peer has proved, until everything of the one before it is over.
@@ -44,6 +59,10 @@ pub(super) struct Peer {
     /// What begins when they are: a connection that the peer has proved, or one of this engine's own making.
     pub successor: Option<Successor>,
     pub connect_again: bool,
+    /// What waits for the peer's word on why its connection broke.
+    pub inquiry: Option<Inquiry>,
+    /// The peer callback hears that the peer comes back, before anything of it can land.
+    pub announcement: Announcement,
     /// What the peer's frames carry, so that they are recognised here.
     pub session: u64,
     /// What frames to the peer carry.
@@ -67,6 +86,13 @@ pub(super) struct Peer {
     pub waiting_messages: Vec<u64>,
 }
 
+impl Peer {
+    /// Says whether this connection of the peer stands.
+    pub fn is_connected_by(&self, connection: u64) -> bool {
+        self.stage == Stage::Ready && self.connections == connection
+    }
+}
+
 impl<N: Nic + ?Sized> Worker<N> {
     /// Finds the peer behind the address of its first NIC, or makes its record.
     pub(super) fn peer_for(&mut self, first: &NicAddr) -> usize {
@@ -83,6 +109,8 @@ impl<N: Nic + ?Sized> Worker<N> {
             ending: 0,
             successor: None,
             connect_again: false,
+            inquiry: None,
+            announcement: Announcement::None,
             session: 0,
             theirs: 0,
             stage: Stage::Idle,
@@ -113,13 +141,16 @@ impl<N: Nic + ?Sized> Worker<N> {
             let patience = Duration::from_millis(u64::from(other.heartbeat_timeout_ms));
             peer.interval = self.shared.config.heartbeat_interval.min(patience / 3);
         }
+        let told = std::mem::replace(&mut peer.announcement, Announcement::None) != Announcement::None;
         let (key, name, way) = (peer.key, peer.name, peer.way.take());
         let (waiting, messages) = (std::mem::take(&mut peer.waiting), std::mem::take(&mut peer.waiting_messages));
         if let Some(way) = way {
             self.release(way);
         }
         self.shared.sender_event(key, None);
-        self.shared.tell_peer_event(PeerEvent { peer: name, down: None });
+        if !told {
+            self.shared.tell_peer_event(PeerEvent { peer: name, down: None });
+        }
         waiting.into_iter().for_each(|(slot, target, id)| self.attach(slot, target, id));
         messages.into_iter().for_each(|id| self.post_message(id));
     }
@@ -128,8 +159,10 @@ impl<N: Nic + ?Sized> Worker<N> {
     pub(super) fn drop_peer(&mut self, index: usize, reason: DownReason) {
         let Some(peer) = self.peers.get(index) else { return };
         let down = match peer.stage {
-            Stage::Idle | Stage::Down(_) => return,
+            Stage::Idle | Stage::Down(_) | Stage::Asking(_) => return,
             Stage::Ready => Some(reason),
+            // The peer has ended it, and says why when it is asked anew.
+            Stage::Confirming if reason == DownReason::NetworkLost => return self.begin_again(index),
             Stage::Connecting | Stage::Confirming => None,
         };
         let told = if reason == DownReason::Closed { Reason::Closed } else { reason.into() };
@@ -142,19 +175,50 @@ impl<N: Nic + ?Sized> Worker<N> {
     }
 
     fn unlink(&mut self, index: usize, stage: Stage, reason: &Reason, down: Option<DownReason>) {
+        let own = self.key;
         let Some(peer) = self.peers.get_mut(index) else { return };
         peer.stage = stage;
+        let key = peer.key;
+        let lost = down.filter(|why| matches!(why, DownReason::NetworkLost | DownReason::HeartbeatLost));
+        let asks = lost.is_some() && key != own;
+        peer.inquiry = asks.then(Inquiry::default);
+        // One that was announced is told to be down, though its connection never stood.
+        let told = std::mem::replace(&mut peer.announcement, Announcement::None) != Announcement::None;
+        let broken = if let Reason::PeerDown(why) = reason { *why } else { DownReason::NetworkLost };
+        let shown = down.or(told.then_some(broken));
         peer.waiting.clear();
         peer.waiting_messages.clear();
         peer.connect_again = false;
-        if let Some(reason) = down {
-            let key = peer.key;
-            self.shared.sender_event(key, Some(reason));
+        if let Some(why) = down {
+            self.end_work(key, why, asks);
+            if !asks {
+                self.shared.sender_event(key, Some(why));
+            }
         }
         self.fail_unposted(index, reason);
         self.fail_messages(index, reason);
         self.drop_parcels(index);
         self.fail_resets(index, reason);
-        self.let_go(index, down);
+        self.let_go(index, shown);
+        if asks {
+            self.ask(index);
+        }
+    }
+
+    /// A connection is over: what was given for it is, too, and a peer that was lost stays out. A peer that has fenced this engine has said
+    /// until when work is over.
+    fn end_work(&mut self, key: PeerKey, why: DownReason, asks: bool) {
+        let (doors, own) = (&self.shared.doors, self.key.group);
+        if !matches!(why, DownReason::FencedByPeer { .. }) {
+            doors.end(own, key, why, asks);
+        }
+        if why == DownReason::HeartbeatLost && key != self.key {
+            self.take_back_lent(doors.lose(own, key), key.engine);
+        }
+    }
+
+    /// Ends keys that a peer alone has. Every device group ends its own.
+    fn take_back_lent(&self, lent: Vec<Weak<Registration>>, engine: u64) {
+        lent.iter().filter_map(Weak::upgrade).for_each(|registration| registration.take_back(engine));
     }
 }

@@ -32,7 +32,7 @@ impl<N: Nic + ?Sized> Worker<N> {
 
     fn start_posted(&mut self, mut posted: Posted) {
         let Some(done) = posted.done.take() else { return };
-        let Posted { id, nic, len, src_offset, dst_offset, imm, deadline, .. } = posted;
+        let Posted { id, nic, len, src_offset, dst_offset, imm, deadline, stamp, .. } = posted;
         let (nics, max_write) = (self.lanes.len(), self.limits().max_write);
         let policy = Policy { nics, min_shard: u64::MAX, max_write, only: Some(nic), first: nic };
         let target = TargetRequest {
@@ -45,6 +45,6 @@ impl<N: Nic + ?Sized> Worker<N> {
             lead: None,
             after: 0,
         };
-        self.start_write(id, vec![target], done, deadline);
+        self.start_write(id, vec![target], (done, deadline), stamp);
     }
 }

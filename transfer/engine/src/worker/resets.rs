@@ -160,10 +160,11 @@ impl<N: Nic + ?Sized> Worker<N> {
         late.into_iter().for_each(|reset| self.end_reset(reset, &Reason::Deadline));
     }
 
-    fn end_reset(&self, reset: Reset, reason: &Reason) {
+    fn end_reset(&mut self, reset: Reset, reason: &Reason) {
         let names = reset.peers.iter().filter_map(|(peer, _)| self.peers.get(*peer));
         let error = |name| TransferError { peer: name, nic: None, reason: reason.clone(), may_land: false };
-        self.shared.complete(reset.done, Err(Error::Transfer(names.map(|peer| error(peer.name)).collect())));
+        let errors = names.map(|peer| error(peer.name)).collect();
+        self.tell(reset.done, Err(Error::Transfer(errors)));
     }
 
     pub(super) fn cancel_reset(&mut self, id: u64) {

@@ -154,6 +154,7 @@ impl<N: Nic + ?Sized> Worker<N> {
 
     /// Is back from a sleep. Says whether a descriptor has ended it.
     pub(super) fn rise(&mut self, sleep: Sleep) -> bool {
+        self.slept = true;
         let Sleep::Outside(slept_on, _) = sleep else { return false };
         let mut ready = slept_on.iter().map(|descriptor| descriptor.revents != 0);
         let rung = ready.next() == Some(true);

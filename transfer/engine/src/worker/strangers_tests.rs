@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::descriptor::{NicAddr, PeerKey};
+use crate::doors::Fences;
 use crate::message::{Body, Frame, Hello, Introduction};
 use crate::provider::{Event, Link, Nic, Passes, Write};
 use crate::region::Region;
@@ -38,7 +39,13 @@ impl Place {
         let key = PeerKey { engine: from, group: 0 };
         let provider = (self.group)().kind;
         let nics = vec![NicAddr { provider, key, nic: 0, endpoint }];
-        let from = Introduction { session: from.max(1), nonce: [1; 16], heartbeat_timeout_ms: 1000, nics };
+        let from = Introduction {
+            session: from.max(1),
+            nonce: [1; 16],
+            heartbeat_timeout_ms: 1000,
+            fences: Fences::default(),
+            nics,
+        };
         Frame { session: 0, body: Body::Hello(Hello { to_engine: to.engine, to_group: to.group, from }) }.encode()
     }
 

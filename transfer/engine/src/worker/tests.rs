@@ -5,6 +5,7 @@ use std::sync::Arc;
 use proptest::prelude::*;
 
 use crate::descriptor::{NicAddr, PeerKey, ProviderKind};
+use crate::doors::Fences;
 use crate::message::{Body, Frame, Hello, Introduction, Rejection, decode};
 use crate::provider::{Event, Link, LocalKey, Nic, Passes, Write};
 use crate::region::Region;
@@ -61,8 +62,13 @@ impl Attacker {
     }
 
     fn hello(&self, victim: &Engine) -> Hello {
-        let from =
-            Introduction { session: 5, nonce: [1; 16], heartbeat_timeout_ms: 60_000, nics: vec![self.own.clone()] };
+        let from = Introduction {
+            session: 5,
+            nonce: [1; 16],
+            heartbeat_timeout_ms: 60_000,
+            fences: Fences::default(),
+            nics: vec![self.own.clone()],
+        };
         let key = victim.main_address().groups[0].clone().key;
         Hello { to_engine: key.engine, to_group: key.group, from }
     }
@@ -87,7 +93,7 @@ impl Attacker {
 fn introduction() -> Introduction {
     let key = PeerKey { engine: 666, group: 0 };
     let nics = vec![NicAddr { provider: ProviderKind::Sim, key, nic: 0, endpoint: vec![0; 4] }];
-    Introduction { session: 5, nonce: [1; 16], heartbeat_timeout_ms: 60_000, nics }
+    Introduction { session: 5, nonce: [1; 16], heartbeat_timeout_ms: 60_000, fences: Fences::default(), nics }
 }
 
 fn body() -> impl Strategy<Value = Body<'static>> {

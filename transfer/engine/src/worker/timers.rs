@@ -14,7 +14,7 @@ pub(super) const TICK: Duration = Duration::from_millis(2);
 pub(super) const IDLE_TICK: Duration = Duration::from_millis(10);
 
 /// What is longer between two ticks, this worker was away: its process was stopped, the machine slept, or others had the processor.
-const AWAY: Duration = Duration::from_millis(50);
+pub(super) const AWAY: Duration = Duration::from_millis(50);
 
 impl<N: Nic + ?Sized> Worker<N> {
     pub(super) fn tick(&mut self) {

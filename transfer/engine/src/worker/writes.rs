@@ -11,7 +11,7 @@ use super::peers::Stage;
 use super::{Token, Worker};
 use crate::completion::Done;
 use crate::descriptor::MAX_NICS;
-use crate::error::{Error, NetworkError, Reason, TransferError};
+use crate::error::{DownReason, Error, NetworkError, Reason, TransferError};
 use crate::provider::{MayLand, Nic, Post, Read, Write};
 use crate::shard::Piece;
 
@@ -36,6 +36,8 @@ pub(super) struct Target {
     imm: Imm,
     /// False while the connection is being set up.
     attached: bool,
+    /// Which connection of its peer it is attached to.
+    connection: u64,
     failed: bool,
     pub closed: bool,
 }
@@ -54,7 +56,7 @@ impl Target {
         let unposted = request.pieces.len();
         let imm = request.imm.map_or(Imm::None, Imm::Waiting);
         let (after, attached, failed, closed) = (request.after, false, false, false);
-        Self { peer, request, cursors, unposted, in_flight: 0, after, imm, attached, failed, closed }
+        Self { peer, request, cursors, unposted, in_flight: 0, after, imm, attached, connection: 0, failed, closed }
     }
 
     fn has_piece(&self, nic: usize) -> bool {
@@ -79,6 +81,7 @@ pub(super) struct Op {
     /// None once its owner has been told.
     pub done: Option<Done>,
     pub deadline: Instant,
+    stamp: u64,
     pub targets: Vec<Target>,
     open: usize,
     pub errors: Vec<TransferError>,
@@ -95,6 +98,11 @@ impl Op {
 
 /// Targets with a busy connection that one round tries, so that polling comes soon.
 const BUSY_TRIES: usize = 64;
+
+/// Says whether a connection has broken, and not a single work request.
+fn is_break(error: &NetworkError) -> bool {
+    matches!(error, NetworkError::Disconnected | NetworkError::Unreachable)
+}
 
 /// How an attempt to post went.
 #[derive(PartialEq, Eq)]
@@ -120,7 +128,13 @@ fn read_of<'a>(write: &Write<'a>, piece: &Piece) -> Read<'a> {
 }
 
 impl<N: Nic + ?Sized> Worker<N> {
-    pub(super) fn start_write(&mut self, id: u64, requests: Vec<TargetRequest>, done: Done, deadline: Instant) {
+    pub(super) fn start_write(
+        &mut self,
+        id: u64,
+        requests: Vec<TargetRequest>,
+        (done, deadline): (Done, Instant),
+        stamp: u64,
+    ) {
         let mut targets = Vec::with_capacity(requests.len());
         for request in requests {
             // The API refuses a descriptor without NICs.
@@ -130,7 +144,7 @@ impl<N: Nic + ?Sized> Worker<N> {
         }
         self.crowded += u32::from(!self.ops.is_empty());
         let open = targets.len();
-        let op = Op { id, done: Some(done), deadline, targets, open, errors: Vec::new(), stopped: None };
+        let op = Op { id, done: Some(done), deadline, stamp, targets, open, errors: Vec::new(), stopped: None };
         let slot = self.ops.insert(op);
         self.op_slots.insert(id, slot);
         if open == 0 {
@@ -149,12 +163,23 @@ impl<N: Nic + ?Sized> Worker<N> {
         let Some(peer) = self.target(slot, target).map(|target| target.peer) else { return };
         if self.peers.get(peer).is_some_and(|peer| peer.stage == Stage::Ready) {
             self.attach(slot, target, id);
-        } else {
+        } else if !self.is_void(slot, target) {
             if let Some(peer) = self.peers.get_mut(peer) {
                 peer.waiting.push((slot, target, id));
             }
             self.begin_connect(peer);
         }
+    }
+
+    /// Fails a target whose connection has ended since it was submitted. Says whether that is so.
+    fn is_void(&mut self, slot: usize, index: usize) -> bool {
+        let Some((op, target)) = self.ops.get(slot).and_then(|op| Some((op, op.targets.get(index)?))) else {
+            return false;
+        };
+        let Some(peer) = self.peers.get(target.peer) else { return false };
+        let Some(why) = self.shared.doors.verdict(self.key.group, peer.key, op.stamp) else { return false };
+        self.fail_target(slot, index, None, why.into(), false);
+        true
     }
 
     fn target(&mut self, slot: usize, target: usize) -> Option<&mut Target> {
@@ -167,10 +192,15 @@ impl<N: Nic + ?Sized> Worker<N> {
             return;
         }
         let Some(target) = self.target(slot, index) else { return };
-        if target.attached || target.closed || target.after > 0 {
+        if target.attached || target.closed || target.after > 0 || self.is_void(slot, index) {
             return;
         }
+        let Some(target) = self.target(slot, index) else { return };
         target.attached = true;
+        let peer = target.peer;
+        let connection = self.peers.get(peer).map_or(0, |peer| peer.connections);
+        let Some(target) = self.target(slot, index) else { return };
+        target.connection = connection;
         let imm_nic = target.request.imm_nic;
         let first = target.request.pieces.first().map_or(imm_nic, |piece| piece.nic);
         if target.unposted == 0 && target.imm == Imm::None {
@@ -299,7 +329,9 @@ impl<N: Nic + ?Sized> Worker<N> {
             Err(Post::Full) => Step::Full,
             Err(Post::Busy) => Step::Busy,
             Err(Post::Failed(error)) => {
-                self.fail_target(slot, index, Some(nic), error.into(), false);
+                let lost = if is_break(&error) { self.loss(slot, index) } else { None };
+                let reason = lost.map_or(Reason::Network(error), Reason::PeerDown);
+                self.fail_target(slot, index, Some(nic), reason, false);
                 Step::Nothing
             }
         }
@@ -321,11 +353,8 @@ impl<N: Nic + ?Sized> Worker<N> {
         let Some(target) = op.targets.get_mut(index) else { return };
         target.in_flight = target.in_flight.saturating_sub(1);
         if let Err((error, may_land)) = result {
-            let down = match self.peers.get(target.peer).map(|peer| &peer.stage) {
-                Some(Stage::Down(reason)) if error == NetworkError::Disconnected => Some(Reason::PeerDown(*reason)),
-                _ => None,
-            };
-            let reason = stopped.or(down).unwrap_or(Reason::Network(error));
+            let lost = if is_break(&error) { self.loss(slot, index) } else { None };
+            let reason = stopped.or(lost.map(Reason::PeerDown)).unwrap_or(Reason::Network(error));
             self.fail_target(slot, index, Some(nic), reason, may_land);
             return;
         }
@@ -341,6 +370,21 @@ impl<N: Nic + ?Sized> Worker<N> {
             && let Some(lane) = self.lanes.get_mut(imm_nic)
         {
             lane.pending.push_back((slot, index, id));
+        }
+    }
+
+    /// Why the connection of a target has ended, which a NIC says is broken. Its peer may have another one by now.
+    fn loss(&mut self, slot: usize, index: usize) -> Option<DownReason> {
+        let op = self.ops.get(slot)?;
+        let (target, stamp) = (op.targets.get(index)?, op.stamp);
+        let (place, connection) = (target.peer, target.connection);
+        if self.peers.get(place)?.is_connected_by(connection) {
+            self.drop_peer(place, DownReason::NetworkLost);
+        }
+        let peer = self.peers.get(place)?;
+        match peer.stage {
+            Stage::Down(why) | Stage::Asking(why) if peer.connections == connection => Some(why),
+            _ => self.shared.doors.verdict(self.key.group, peer.key, stamp),
         }
     }
 
@@ -371,6 +415,11 @@ impl<N: Nic + ?Sized> Worker<N> {
         if target.in_flight == 0 {
             self.close_target(slot, index);
         }
+    }
+
+    /// Shows the failures of what is still under way.
+    pub(super) fn rename_failures(&mut self, rename: impl Fn(&mut [TransferError])) {
+        self.ops.iter_mut().for_each(|(_, op)| rename(&mut op.errors));
     }
 
     fn close_target(&mut self, slot: usize, index: usize) {
@@ -413,7 +462,7 @@ impl<N: Nic + ?Sized> Worker<N> {
         self.op_slots.remove(&op.id);
         if let Some(done) = op.done {
             let outcome = if op.errors.is_empty() { Ok(()) } else { Err(Error::Transfer(op.errors)) };
-            self.shared.complete(done, outcome);
+            self.tell(done, outcome);
         }
     }
 

@@ -152,6 +152,12 @@ pub fn expect_count(engine: &Engine, imm: u32, count: u64) -> Outcome {
     outcome(|done| engine.expect_imm_count(imm, count, Some(LONG), done))
 }
 
+pub fn metric(engine: &Engine, name: &str) -> u64 {
+    let text = engine.metrics_text();
+    let line = text.lines().find_map(|line| line.strip_prefix(&format!("putget_transfer_{name} ")));
+    line.unwrap().parse().unwrap()
+}
+
 pub fn eventually(what: &str, mut holds: impl FnMut() -> bool) {
     let end = Instant::now() + LONG;
     while !holds() {

@@ -19,7 +19,7 @@ extern "C" {
 #endif
 
 /* Grows with every incompatible change of this file. */
-#define PT_ABI_VERSION 4
+#define PT_ABI_VERSION 5
 
 typedef enum pt_status {
   PT_OK = 0,
@@ -80,10 +80,18 @@ typedef enum pt_down {
   PT_LEFT = 2,
   PT_RECONNECTED = 3,
   PT_NETWORK_LOST = 4,
-  PT_FENCED = 6,
+  PT_FENCED = 6,  /* by this engine, until pt_admit */
   PT_DRAINED = 7, /* down before, and could still write; now it cannot any more */
-  PT_ENGINE_CLOSED = 8
+  PT_ENGINE_CLOSED = 8,
+  PT_FENCED_BY_PEER = 9 /* it takes nothing until it admits this engine */
 } pt_down;
+
+/* Which peers come back without pt_admit. */
+typedef enum pt_readmit {
+  PT_READMIT_ASKED = 0, /* none */
+  PT_READMIT_LOST = 1,  /* those whose heartbeat was lost */
+  PT_READMIT_AUTO = 2   /* all, also fenced ones */
+} pt_readmit;
 
 /* A peer has come (PT_UP, and `words` is null) or gone. Called on a callback thread of the engine, one event
  * after the other; the strings live during the call.
@@ -108,6 +116,7 @@ typedef struct pt_engine_options {
   size_t callback_threads;       /* threads that call callbacks; 0: 1 */
   pt_peer_event peer_event;      /* or null */
   void *context;                 /* of peer_event */
+  int readmit;                   /* pt_readmit */
 } pt_engine_options;
 
 int pt_engine_create(const pt_engine_options *options, pt_engine **engine);
@@ -263,10 +272,14 @@ int pt_submit_template(pt_engine *engine, const pt_template *scatters, const pt_
 int pt_submit_send(pt_engine *engine, const uint8_t *address, size_t address_len, uint32_t pool, const void *bytes,
                    size_t len, const pt_submit *submit, pt_transfer *transfer);
 int pt_cancel(pt_engine *engine, pt_transfer transfer);
-/* Shuts out the engine that this is an address of: once `done` of `submit` is called with PT_OK, nothing of it lands or counts
- * here until a new connection. Otherwise it may still write, and what it may write to is kept until it cannot. Of `submit`,
+/* Shuts out the engine that this is an address of, until pt_admit: once `done` of `submit` is called with PT_OK, nothing that it was
+ * given before lands or counts here, whoever connects again. Otherwise it may still write, and what it may write to is kept until it cannot. Of `submit`,
  * `done` and its context count. */
 int pt_fence(pt_engine *engine, const uint8_t *address, size_t address_len, const pt_submit *submit);
+/* Lets a peer in again that was fenced or lost. Waits up to 0.25 s for it to hear of that, except in a callback. */
+int pt_admit(pt_engine *engine, const uint8_t *address, size_t address_len);
+/* A descriptor of registered memory for one peer: a fence or the loss of that peer voids its keys for good. */
+int pt_desc_for(pt_engine *engine, const pt_mr *mr, const uint8_t *address, size_t address_len, pt_desc **desc);
 
 /* Connects to peers: `count` addresses with their lengths. `done` of `submit` says when all are connected. */
 int pt_add_peer_group(pt_engine *engine, const uint8_t *const *addresses, const size_t *lens, size_t count,
