@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use common::process::{MEMORY, Other, all_operations, be_the_other, filled};
 use common::*;
-use putget_transfer::{Builder, DeviceGroup, Done, Engine, Error, Options, PeerEvent};
+use putget_transfer::{Builder, DeviceGroup, Done, Engine, Error, Options, PeerEvent, Readmit};
 
 /// Which host a process is on ("a" or "b"), and what both are called.
 const HOST: &str = "PUTGET_TRANSFER_TEST_HOST";
@@ -74,7 +74,8 @@ fn builder(nics: usize) -> Option<Builder> {
     let sources: Vec<_> = addresses.iter().map(|address| Some(address.as_str())).collect();
     let engine = Engine::builder().group(DeviceGroup::libfabric("tcp", &sources)).secret(b"between hosts");
     let impatient = engine.heartbeat(Duration::from_millis(100), Duration::from_secs(2));
-    Some(impatient.connect_timeout(Duration::from_secs(2)).grace(Duration::from_millis(500)))
+    // A pulled cable loses the peer on both sides; they come back by themselves.
+    Some(impatient.connect_timeout(Duration::from_secs(2)).grace(Duration::from_millis(500)).readmit(Readmit::Lost))
 }
 
 /// Runs the scenarios below, each on hosts of its own.
