@@ -256,3 +256,29 @@ def test_a_missing_rank_is_named() -> None:
     text, _ = run_ranks(2, alone, Dense(shared=128))
     assert "dispatch" in text
     assert "rank 0" in text
+
+
+def under_autocast(rank: Rank, dense: Dense, types: tuple[torch.dtype, ...]) -> list[tuple[torch.dtype, bool]]:
+    """A body: for each type of autocast and of rows, the result's type, and whether it is that without autocast."""
+    with make_layer(rank, dense) as layer:
+        found = []
+        for autocast in types:
+            for rows in (torch.bfloat16, torch.float32, torch.float16):
+                x = dense.tokens(rank.rank, 4).to(rank.device)
+                want = layer(x)
+                with torch.autocast(rank.device.type, dtype=autocast):
+                    got = layer(x.to(rows))
+                    assert torch.is_autocast_enabled(rank.device.type)
+                found.append((got.dtype, torch.equal(got, want)))
+        with torch.autocast(rank.device.type), pytest.raises(ValueError, match="x has dtype int32"):
+            layer(torch.zeros(4, dense.hidden, dtype=torch.int32, device=rank.device))
+        with pytest.raises(ValueError, match="x has dtype float32"):  # outside, types are not changed silently
+            layer(dense.tokens(rank.rank, 4).float().to(rank.device))
+        return found
+
+
+@pytest.mark.parametrize("dense", [Dense(groups=(4, 2), shared=128), Dense(fp8=True, shared=128, hidden=256)])
+def test_autocast_changes_no_bit(dense: Dense, device: str) -> None:
+    """Values of BF16 survive the way through float32; float16 holds these tokens too."""
+    for found in run_ranks(2, under_autocast, dense, (torch.bfloat16, torch.float16), device=device):
+        assert found == [(torch.bfloat16, True)] * 6

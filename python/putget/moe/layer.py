@@ -308,6 +308,9 @@ class ExpertParallelMoE(nn.Module):
     def forward(self, x: Tensor, *, num_valid_tokens: Tensor | None = None) -> Tensor:
         """The layer.
 
+        It computes in the types of its weights, its router in float32, whatever ``torch.autocast`` says. Under autocast
+        x may be of any floating type: it becomes bfloat16, as it would before a product.
+
         Args:
             x: [num_tokens, hidden_size] bfloat16, contiguous; num_tokens up to max_tokens_per_rank, also 0.
             num_valid_tokens: One int32 on the device: tokens from there on go to no routed expert (a padded graph).
@@ -321,12 +324,17 @@ class ExpertParallelMoE(nn.Module):
                 not ask: `check` does.
             PeerTimeout: A rank is missing. On CUDA a later call raises it.
         """
+        if torch.is_autocast_enabled(self.device.type) and isinstance(x, Tensor) and x.is_floating_point():
+            x = x.to(torch.bfloat16)
         if torch.compiler.is_compiling():
             return self._operator(x, num_valid_tokens)
         return self.run(x, num_valid_tokens)
 
     def run(self, x: Tensor, num_valid_tokens: Tensor | None) -> Tensor:
         """What ``forward`` does; ``torch.compile`` sees it as one operator."""
+        if torch.is_autocast_enabled(self.device.type):  # it would change the types of products and of the router
+            with torch.autocast(self.device.type, enabled=False):
+                return self.run(x, num_valid_tokens)
         self.check_input("x", x)
         a2a = self.a2a
         self._lost.begin_round()
