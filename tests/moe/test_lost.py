@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import putget
-from putget.balancer import Placement
+from putget.balancer import Balancer, Placement
 from putget.moe import ExpertParallelMoE
 from tests.harness import Rank, run_ranks
 from tests.harness.domains import Masks
@@ -139,3 +139,41 @@ def test_many_experts_are_counted() -> None:
     error = putget.ExpertsLost(range(100), (), (1,), 0.0)
     assert "expert(s) 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15 and 84 more are lost" in str(error)
     assert "since 1970-01-01 00:00:00 UTC" in str(error)
+
+
+def balanced(rank: Rank, masks: Masks, stays: bool) -> None:
+    """A body: rank 2 is lost under a balancer without a store, with experts of its own or with replicas alone."""
+    slots = [0, 1, 2, 0, 1, 2, 3, 4, 5] if stays else [0, 1, 2, 3, 4, 5, 0, 1, 2]
+    start = Placement.of(slots, 6)
+    layer = make_layer(rank, DENSE, placement=start, count_experts=True, num_stats=9)
+    still = {"min_gain": 100.0, "timeout_s": 20.0}  # no plan moves an expert before
+    balancer = Balancer(rank.comm, [layer], start, interval=4, device=rank.device, **still)
+    x, _ = tokens(layer, rank.rank)
+
+    def serve() -> None:
+        for _ in range(9):
+            layer(x)
+            balancer.step()
+
+    def play(me: Rank, mask: tuple[bool, ...]) -> None:
+        if mask == ALL:
+            serve()
+            return
+        if stays:
+            with pytest.raises(putget.PutgetError, match=r"the placement stays.*degraded"):
+                balancer.set_active_ranks(mask)
+            assert refused(layer, x).experts == (3, 4, 5)
+            layer.degraded = True
+        else:
+            balancer.set_active_ranks(mask)
+        serve()
+        assert (layer.metrics().lost_since is None, layer.metrics().degraded_rounds) == (not stays, 9 * stays)
+
+    masks.play(rank, layer.a2a, play)
+    balancer.close()
+    layer.close()
+
+
+@pytest.mark.parametrize("stays", [True, False], ids=["lost", "replicas"])
+def test_a_balancer_without_a_store(stays: bool) -> None:
+    run_ranks(3, balanced, Masks(ALL, WITHOUT), stays, mode="thread")

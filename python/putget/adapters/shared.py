@@ -341,6 +341,8 @@ def communicator_of(group: Any = None) -> Communicator:
     if found is None or found.is_closed:
         found = Communicator(group)
         with _lock:
+            for ended in [other for other, comm in _communicators.items() if comm.is_closed and comm.is_own]:
+                del _communicators[ended]
             _communicators[key] = found
     return found
 
