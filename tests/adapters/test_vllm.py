@@ -127,6 +127,36 @@ def test_recipes_with_one_scale_for_all_tokens_are_quantised_on_arrival() -> Non
             assert outcome[number][1] == most[rank]
 
 
+def in_the_models_type(rank: Rank, root: Path, dtype: torch.dtype, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A body: a full batch of a model of this type, whose experts double their rows; rows and outputs."""
+    layer = LAYERS[0]
+    engine = load(root, layer)
+    engine.config.scheduler_config.max_num_batched_tokens = capacity
+    vllm.use()
+    mine = engine.make(layer, "allgather_reducescatter", dtype)
+    hidden = torch.full((capacity, layer.hidden_size), 1.0 + rank.rank, dtype=dtype)
+    # One expert on each of two ranks.
+    each = layer.num_experts // layer.ep_size
+    ids = torch.tensor([0, each], dtype=torch.int32).repeat(capacity, 1)
+    ids = torch.cat([ids, ids.new_full((capacity, layer.top_k - 2), -1)], 1)
+    weights = torch.full(ids.shape, 0.5)
+    engine.tokens = [capacity] * layer.ep_size
+    plain = SimpleNamespace(quant_dtype=None)
+    arrived = mine.prepare(hidden, weights, ids, layer.num_experts, layer.expert_map(rank.rank), False, plain)[0]
+    assert arrived.dtype == dtype
+    out = torch.empty_like(hidden)
+    mine.finalize(out, arrived * 2, weights, ids, False, engine.reductions.TopKWeightAndReduceNoOP())
+    return hidden, out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_full_batch_in_the_models_type(dtype: torch.dtype) -> None:
+    """The workspace is sized by the model's element type, at the batch sizes that users set."""
+    with fresh_ranks(4) as ranks:
+        for hidden, out in ranks.call(in_the_models_type, upstream("vllm"), dtype, 2048).values():
+            assert torch.equal(out, hidden * 4)
+
+
 def own_class(rank: Rank, root: Path, flashinfer_root: Path) -> list[torch.Tensor]:
     """A body: vLLM's FlashInferNVLinkOneSidedPrepareAndFinalize on putget's flashinfer.moe_ep communication."""
     engine = load(root, LAYERS[0])

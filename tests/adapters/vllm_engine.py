@@ -63,7 +63,13 @@ class Engine:
     def reductions(self) -> Any:
         return importlib.import_module(f"{FUSED_MOE}.topk_weight_and_reduce")
 
-    def make(self, layer: Layer, backend: str = "flashinfer_nvlink_one_sided", **options: Any) -> Any:
+    def make(
+        self,
+        layer: Layer,
+        backend: str = "flashinfer_nvlink_one_sided",
+        dtype: torch.dtype = torch.bfloat16,
+        **options: Any,
+    ) -> Any:
         """The prepare-and-finalize that vLLM chooses for an --all2all-backend."""
         off = ("deepep_ht", "deepep_ll", "deepep_v2", "mori", "moonep", "nixl_ep", "fi_nvl_two_sided", "ag_rs_all2all")
         moe = SimpleNamespace(
@@ -73,6 +79,7 @@ class Engine:
                 use_passthrough_all2all=False, use_all2all_kernels=True, all2all_backend=backend
             ),
             hidden_dim=layer.hidden_size,
+            in_dtype=dtype,
             experts_per_token=layer.top_k,
             num_experts=layer.num_experts,
         )
@@ -101,6 +108,7 @@ def load(root: Path, layer: Layer) -> Engine:
     stand_in("vllm._custom_ops", moe_sum=lambda rows, out: out.copy_(rows.float().sum(1)))
     engine.config = SimpleNamespace(
         scheduler_config=SimpleNamespace(max_num_batched_tokens=layer.max_tokens_per_rank),
+        model_config=SimpleNamespace(dtype=torch.bfloat16),
         parallel_config=SimpleNamespace(nnodes=1, use_ubatching=False, num_ubatches=1),
     )
     stand_in("vllm.config", get_current_vllm_config=lambda: engine.config)

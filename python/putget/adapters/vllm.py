@@ -110,6 +110,7 @@ def factory(original: Any, *, low_precision_combine: bool = False) -> Any:
             top_k=moe.experts_per_token,
             num_experts=moe.num_experts,
             hidden_size=moe.hidden_dim,
+            dtype=moe.in_dtype,
             num_dispatchers=manager.world_size,
             num_batches=engine.parallel_config.num_ubatches if engine.parallel_config.use_ubatching else 1,
         )

@@ -53,6 +53,8 @@ class PrepareFinalizeRounds:
         extra_payload_bytes_per_token: Not needed.
         num_dispatchers: Ranks of the expert-parallel group.
         num_batches: Batches of a forward whose rounds overlap; 1: none do.
+        dtype: The model's element type: that of the rows before quantisation, and of what experts write.
+            None: as vLLM's configuration says.
 
     Raises:
         ValueError: An argument is wrong, here or on another rank.
@@ -72,13 +74,16 @@ class PrepareFinalizeRounds:
         extra_payload_bytes_per_token: int = 0,
         num_dispatchers: int = 1,
         num_batches: int = 1,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         group = importlib.import_module("vllm.distributed").get_ep_group()
         comm = communicator_of(group.cpu_group)
         if num_dispatchers != comm.size:
             raise ValueError(f"num_dispatchers is {num_dispatchers}, the expert-parallel group has {comm.size} ranks")
-        row = Payload((hidden_size,), torch.bfloat16)
+        if dtype is None:
+            dtype = importlib.import_module("vllm.config").get_current_vllm_config().model_config.dtype
+        row = Payload((hidden_size,), dtype)
         combine_dtype = combine_dtype_of(self.low_precision_combine)
         num_bytes = engine_workspace_bytes(
             ep_size=comm.size,
@@ -87,14 +92,18 @@ class PrepareFinalizeRounds:
             output=row,
             combine_dtype=combine_dtype,
         )
-        self.max_num_tokens = max_num_tokens
+        self.max_num_tokens, self._dtype = max_num_tokens, row.dtype
         self._batches = [
             Rounds(
                 shared_workspace(
                     comm,
                     num_bytes,
                     share_by=("vllm", batch),
-                    arguments={"max_num_batched_tokens": max_num_tokens, "hidden_size": hidden_size},
+                    arguments={
+                        "max_num_batched_tokens": max_num_tokens,
+                        "hidden_size": hidden_size,
+                        "dtype": row.dtype,
+                    },
                 ),
                 num_experts=num_experts,
                 top_k=top_k,
@@ -376,7 +385,7 @@ class PrepareFinalizeRounds:
             rounds.expert_to_rank = table
             if expert_map is not None:
                 here = torch.nonzero(expert_map >= 0).flatten().tolist()
-                prove("vLLM", rounds, (hidden_size,), torch.bfloat16, here)
+                prove("vLLM", rounds, (hidden_size,), self._dtype, here)
 
     def _max_rows(self, num_tokens: int) -> int:
         """The most tokens that any rank sends now, as far as vLLM knows."""
