@@ -10,7 +10,8 @@
 
 namespace putget {
 
-constexpr uint32_t kToldFirst = 2;  // numbers in front of the loads
+constexpr uint32_t kToldFirst = 2;                 // numbers in front of the loads
+constexpr uint64_t kMostGain = uint64_t{1} << 22;  // of a load in an iteration: the tokens of a rank
 
 // Private. One CTA changes it. All ranks have the same numbers.
 struct GatherState {
@@ -61,6 +62,13 @@ PUTGET_TEXT Told told_by_all(Exec&, const LandingPlan& plan, const GatherPlan& g
   return least;
 }
 
+// What a load has gained since it was `before`, at most `most`. Loads only grow, modulo 2^32. A load below `before`
+// whose gain would exceed `most` has not wrapped: the caller has set it to zero, and all that it shows came afterwards.
+PUTGET_TEXT uint32_t gain_of(uint32_t now, uint32_t before, uint64_t most) {
+  const uint32_t gain = now - before;
+  return now < before && gain > most ? now : gain;
+}
+
 // Adds up the loads that were told, begins the next window, and sets what is told next. All threads of one CTA.
 template <class Exec>
 PUTGET_TEXT void gather_loads(Exec& exec, const LandingPlan& plan, const GatherPlan& gather, uint32_t planned) {
@@ -77,9 +85,10 @@ PUTGET_TEXT void gather_loads(Exec& exec, const LandingPlan& plan, const GatherP
     }
     gather.sums[state.next_load + i] = sum;
   }
+  const uint64_t most = (uint64_t{state.iterations} + 1) * kMostGain;
   for (uint32_t i = exec.thread(); begins && i < gather.num_loads; i += exec.threads()) {
     const auto now = static_cast<uint32_t>(gather.load[i / gather.num_experts][i % gather.num_experts]);
-    gather.of_window[i] = now - gather.before[i];
+    gather.of_window[i] = gain_of(now, gather.before[i], most);
     gather.before[i] = now;
   }
   exec.sync();
