@@ -36,6 +36,12 @@ _SHARED_FILL_FROM = 1024
 _MakeExperts: TypeAlias = Callable[[int, int, int, Gate, torch.device], Bf16Experts | Fp8Experts]
 
 
+def _check_sizes(hidden_size: int, intermediate_size: int, shared_intermediate_size: int) -> None:
+    for name, size in (("hidden_size", hidden_size), ("intermediate_size", intermediate_size)):
+        check_int(name, size, 1, 1 << 20)
+    check_int("shared_intermediate_size", shared_intermediate_size, 0, 1 << 20)
+
+
 class ExpertParallelMoE(nn.Module):
     """Router, dispatch, this rank's experts, combine. Construction is collective over the group. No backward pass.
 
@@ -136,9 +142,7 @@ class ExpertParallelMoE(nn.Module):
         if not isinstance(comm, Communicator):
             raise ValueError(f"comm is {comm!r}, expected a putget.Communicator")
         try:
-            for name, size in (("hidden_size", hidden_size), ("intermediate_size", intermediate_size)):
-                check_int(name, size, 1, 1 << 20)
-            check_int("shared_intermediate_size", shared_intermediate_size, 0, 1 << 20)
+            _check_sizes(hidden_size, intermediate_size, shared_intermediate_size)
             kind = _kind_of(weight_dtype, row_dtype, gate)
             place = resolve_device(device)
             self.router = Router(

@@ -1,7 +1,7 @@
 //! Registration: memory that peers may write to, as long as its handle lives.
 #![allow(unsafe_code)]
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use crate::descriptor::{Device, GroupKeys, MrDesc, NetAddr, NicAddr, NicKey, ProviderKind};
 use crate::engine::{ANSWER, Engine, Group};
@@ -157,7 +157,8 @@ impl Engine {
             parts.push(Part { group: part.group, nics, worker: part.worker.clone() });
         }
         let desc = self.desc(registration, &parts);
-        self.inner.shared.doors.lend(engine, Arc::downgrade(registration));
+        let memory: Weak<Registration> = Arc::downgrade(registration);
+        self.inner.shared.doors.lend(engine, memory);
         lent().insert(engine, parts);
         Ok(desc)
     }

@@ -13,7 +13,6 @@ use crate::descriptor::PeerKey;
 use crate::error::DownReason;
 use crate::place::clock;
 use crate::sys::monotonic_ns;
-use crate::worker::command::Registration;
 
 /// Who comes back without being admitted, after a fence or a loss.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -67,6 +66,15 @@ impl Fences {
     }
 }
 
+/// Memory that one peer may have keys of its own for.
+pub(crate) trait Lending: Send + Sync {
+    /// Ends the keys that an engine alone has.
+    fn take_back(&self, engine: u64);
+}
+
+/// Such memory, as long as it is registered.
+pub(crate) type Lent = Weak<dyn Lending>;
+
 /// What one device group of this engine knows of one of the peer's.
 #[derive(Default)]
 struct Pair {
@@ -89,7 +97,7 @@ struct Door {
     /// By the device group here, and the one there.
     pairs: HashMap<(u16, u16), Pair>,
     /// Memory that the peer has keys of its own for.
-    lent: Vec<Weak<Registration>>,
+    lent: Vec<Lent>,
 }
 
 pub(crate) struct Doors {
@@ -121,7 +129,7 @@ impl Doors {
     }
 
     /// Shuts an engine out, and ends what this one has for it. Returns the memory that it has keys of its own for.
-    pub fn fence(&self, engine: u64) -> Vec<Weak<Registration>> {
+    pub fn fence(&self, engine: u64) -> Vec<Lent> {
         let mut doors = self.lock();
         let door = doors.entry(engine).or_default();
         door.fences.again();
@@ -131,7 +139,7 @@ impl Doors {
     }
 
     /// A peer was lost: it is shut out like one that was fenced, unless the builder lets it come back. Returns as `fence` does.
-    pub fn lose(&self, own: u16, peer: PeerKey) -> Vec<Weak<Registration>> {
+    pub fn lose(&self, own: u16, peer: PeerKey) -> Vec<Lent> {
         let mut doors = self.lock();
         let door = doors.entry(peer.engine).or_default();
         let pair = door.pairs.entry((own, peer.group)).or_default();
@@ -224,7 +232,7 @@ impl Doors {
     }
 
     /// Notes that an engine has keys of its own for some memory.
-    pub fn lend(&self, engine: u64, memory: Weak<Registration>) {
+    pub fn lend(&self, engine: u64, memory: Lent) {
         let mut doors = self.lock();
         let lent = &mut doors.entry(engine).or_default().lent;
         lent.retain(|other| other.strong_count() > 0 && !other.ptr_eq(&memory));

@@ -551,7 +551,7 @@ fn after_a_fence_nothing_lands_or_counts() {
     from.write(&[0xaa; 1 << 20]);
     let ((src, _), (_dst, desc)) = (from.register(&a), to.register(&b));
     let mut failed = 0;
-    for round in 0..8 {
+    for round in 0..rounds(8) {
         let (before, flag) = (b.imm_count(1), putget_transfer::Flag::new());
         for _ in 0..3000 {
             a.submit_single_write(1 << 20, Some(1), (&src, 0), (&desc, 0), &within(LONG), Done::flag(&flag)).unwrap();

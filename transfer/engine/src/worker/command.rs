@@ -7,6 +7,7 @@ use std::time::Instant;
 
 use crate::completion::Done;
 use crate::descriptor::{NicAddr, NicKey, PeerKey};
+use crate::doors::Lending;
 use crate::error::Error;
 use crate::once::Once;
 use crate::provider::{Begun, LocalKey, Registered};
@@ -54,9 +55,10 @@ impl Registration {
     pub fn nics(&self, group: usize) -> &[Registered] {
         self.parts.iter().find(|part| part.group == group).map_or(&[], |part| &part.nics)
     }
+}
 
-    /// Ends the keys that an engine alone has.
-    pub fn take_back(&self, engine: u64) {
+impl Lending for Registration {
+    fn take_back(&self, engine: u64) {
         let parts = self.lent.lock().unwrap_or_else(PoisonError::into_inner).remove(&engine);
         parts.iter().flatten().for_each(Part::end);
     }

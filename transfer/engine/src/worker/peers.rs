@@ -3,11 +3,11 @@
 use std::sync::Weak;
 use std::time::{Duration, Instant};
 
-use super::command::Registration;
 use super::inquiry::Inquiry;
 use super::{Pending, Worker};
 use crate::callbacks::PeerEvent;
 use crate::descriptor::{MAX_NICS, NicAddr, PeerKey};
+use crate::doors::Lent;
 use crate::error::{DownReason, PeerName, Reason};
 use crate::message::Introduction;
 use crate::provider::{Link, Nic};
@@ -218,7 +218,7 @@ impl<N: Nic + ?Sized> Worker<N> {
     }
 
     /// Ends keys that a peer alone has. Every device group ends its own.
-    fn take_back_lent(&self, lent: Vec<Weak<Registration>>, engine: u64) {
+    fn take_back_lent(&self, lent: Vec<Lent>, engine: u64) {
         lent.iter().filter_map(Weak::upgrade).for_each(|registration| registration.take_back(engine));
     }
 }
