@@ -16,8 +16,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from putget._mesh import Deadline, Mesh
-from putget.errors import PeerTimeout
+from putget import _files
+from putget._mesh import Deadline, Mesh, error_of, farewell
+from putget.errors import PeerLeft, PeerTimeout
 
 _ANSWER_S = 3.0  # in which a rank that lives says whom it misses, at most half of the deadline: also on a busy host
 _PATIENCE_S = 1.0  # with a wish that differs: its rank may be about to give up
@@ -37,6 +38,7 @@ class _Join:
     step: int
     given_up: list[int]  # ranks that it missed since it last went on, and does not want
     answers: list[int]  # those of them that had missed it before
+    files: list[int]  # descriptors that it has left, and needs
     heard_at: float
     is_fresh: bool  # heard during this rank's attempt
 
@@ -85,7 +87,9 @@ class Agreement:
         self._number = 0
 
     @contextlib.contextmanager
-    def attempt(self, workspace: int, members: list[int], epoch: int, timeout_s: float) -> Iterator[Attempt]:
+    def attempt(
+        self, workspace: int, members: list[int], epoch: int, timeout_s: float, files: int = 0
+    ) -> Iterator[Attempt]:
         """Agrees on members; the body meets them. Any error, also the body's, takes the join back.
 
         Args:
@@ -93,27 +97,39 @@ class Agreement:
             members: Ranks in order, with this one.
             epoch: This rank's.
             timeout_s: Deadline of each stage, in seconds.
+            files: Descriptors that the body opens: every member has so many left, or all end.
 
         Raises:
             ValueError: A member wants other members, or is at another workspace.
             PeerTimeout: A member does not answer, or one that does misses it.
+            PeerLeft: A member has left this attempt by an error of its own, or may not open as many files as it needs.
+            PutgetError: This rank may not.
         """
         self._number += 1
-        attempt = Attempt(self, self._number, workspace, members, epoch, timeout_s)
+        attempt = Attempt(self, self._number, workspace, members, epoch, timeout_s, files)
         try:
             attempt.agree()
+            self.mesh.begin("set_active_ranks", members, after=attempt.after)
             yield attempt
         except BaseException as error:
             missing = error.missing if isinstance(error, PeerTimeout) else ()
+            is_own = not missing or isinstance(error, PeerLeft)
+            if is_own:
+                self.mesh.leave(error)
             self.given_up.update(missing)
             self.answers.update(self._missed_by.intersection(missing))
             answers = sorted(self.answers.intersection(missing))
-            self.tell(self.mesh.peers, {"left": self._number, "missing": missing, "answers": answers}, timeout_s)
+            left = {"left": self._number, "missing": missing, "answers": answers}
+            if is_own:
+                left["word"] = attempt.heard or farewell(self.mesh.rank, "set_active_ranks", error)
+            self.say(self.mesh.peers, left, timeout_s)
             raise
+        finally:
+            self.mesh.end()
         for ranks in (self.given_up, self.answers, self._missed_by):
             ranks.clear()
 
-    def tell(self, ranks: Iterable[int], fields: dict[str, Any], timeout_s: float) -> None:
+    def say(self, ranks: Iterable[int], fields: dict[str, Any], timeout_s: float) -> None:
         """Says the same to several ranks."""
         for rank in ranks:
             self.mesh.peers[rank].send(fields, [], timeout_s)
@@ -140,6 +156,7 @@ class Agreement:
                 step=fields["step_at"],
                 given_up=fields["given_up"],
                 answers=fields["answers"],
+                files=fields.get("files", [0, 0]),
                 heard_at=time.monotonic(),
                 is_fresh=is_fresh,
             )
@@ -157,10 +174,19 @@ class Attempt:
         held_until: When the last of the words that only answer others is believed all the same.
         epoch: This rank's; once agreed, the highest among the members.
         deadline: Of the stage.
+        heard: The word of a member that has left it by an error of its own, once it has come.
+        after: Once agreed, the highest number of an attempt that is over on another member (``Mesh.begin``).
     """
 
     def __init__(
-        self, agreement: Agreement, number: int, workspace: int, members: list[int], epoch: int, timeout_s: float
+        self,
+        agreement: Agreement,
+        number: int,
+        workspace: int,
+        members: list[int],
+        epoch: int,
+        timeout_s: float,
+        files: int,
     ) -> None:
         self._agreement = agreement
         self._mesh = agreement.mesh
@@ -169,11 +195,14 @@ class Attempt:
         self._members = members
         self._others = [rank for rank in members if rank != self._mesh.rank]
         self._timeout_s = timeout_s
+        self._files = files
         self._since = time.monotonic()
         self._own: dict[str, Any] = {}  # this rank's join
         self._told: list[int] = []  # numbers of the joins that this rank has confirmed
         self._together: dict[int, int] = {}  # once agreed: the number of each member's join
         self._held: dict[int, tuple[float, set[int]]] = {}  # answers: until when, and whom they miss
+        self.after = 0
+        self.heard: dict[str, Any] = {}
         self.stage = _JOINING
         self.held_until = 0.0
         self.epoch = epoch
@@ -190,16 +219,26 @@ class Attempt:
             "workspace": self._workspace,
             "members": self._members,
             "epoch": self.epoch,
-            "step_at": mesh.step,
+            "step_at": mesh.number,
+            "files": [_files.left(), self._files],
             "given_up": sorted(agreement.given_up - set(self._members)),
             "answers": sorted(agreement.answers - set(self._members)),
         }
-        agreement.tell(mesh.peers, self._own, self._timeout_s)
+        agreement.say(mesh.peers, self._own, self._timeout_s)
         mesh.wait(self._look, self._missing, self.deadline, "set_active_ranks", self.epoch)
         joins = {peer: agreement.joins.pop(peer) for peer in self._others}
         self._together = {peer: join.number for peer, join in joins.items()}
-        mesh.step = max([mesh.step, *(join.step for join in joins.values())]) + 1
+        self.after = max(join.step for join in joins.values()) if joins else 0
         self.epoch = max([self.epoch, *(join.epoch for join in joins.values())])
+        self._require_files({mesh.rank: self._own["files"], **{peer: join.files for peer, join in joins.items()}})
+
+    def _require_files(self, files: dict[int, list[int]]) -> None:
+        """All members raise alike where one may not open the files that it needs: nothing has changed yet."""
+        for rank, (left, needed) in sorted(files.items()):
+            if left < needed:
+                error = _files.lacking(rank, left, needed)
+                self.heard = farewell(rank, "set_active_ranks", error)
+                raise error if rank == self._mesh.rank else error_of(self.heard, self._mesh.rank, "set_active_ranks")
 
     def begin(self, stage: int) -> None:
         """The members have agreed, and take the next step together: SHARING, STARTING, and across domains two more."""
@@ -208,13 +247,14 @@ class Attempt:
 
     def ask(self) -> None:
         """A deadline has passed: whoever misses others is to say so."""
-        self._agreement.tell(self._others, {"hurry": self._number}, self._timeout_s)
+        self._agreement.say(self._others, {"hurry": self._number}, self._timeout_s)
 
     def heed(self) -> None:
         """Takes what members have said.
 
         Raises:
             PeerTimeout: A member that was with this rank has given up; the same ranks are missing.
+            PeerLeft: It has left by an error of its own.
             ValueError: A member has found a conflict.
         """
         for peer in self._others:
@@ -231,6 +271,7 @@ class Attempt:
             number = self._number_of(peer)
             self._agreement.note(peer, fields, is_fresh=True)
             if is_with and number == fields["left"]:
+                self._end_with(fields.get("word"))
                 self._follow(peer, set(fields["missing"]), fields["answers"])
         elif "hurry" in fields:
             if is_with and self._number_of(peer) == fields["hurry"]:
@@ -240,6 +281,12 @@ class Attempt:
                 raise ValueError(fields["conflict"])
         else:
             self._agreement.note(peer, fields, is_fresh=True)
+
+    def _end_with(self, word: dict[str, Any] | None) -> None:
+        """Raises what a member says that has left by an error of its own; None: it misses others."""
+        if word is not None:
+            self.heard = word
+            raise error_of(word, self._mesh.rank, "set_active_ranks")
 
     def _follow(self, peer: int, missing: set[int], answers: Iterable[int]) -> None:
         """A member has given up: so does this rank, unless it is missed itself, or the earlier word is on its way."""
@@ -281,7 +328,7 @@ class Attempt:
         heard = [self._number if rank == self._mesh.rank else agreement.joins[rank].number for rank in self._members]
         if heard != self._told:
             self._told = heard
-            agreement.tell(self._others, {"confirm": heard}, self._timeout_s)
+            agreement.say(self._others, {"confirm": heard}, self._timeout_s)
         return all(agreement.confirms.get(peer) == heard for peer in self._others)
 
     def _missing(self) -> set[int]:
@@ -319,5 +366,5 @@ class Attempt:
         for other in self._others:
             known = self._agreement.joins.get(other)
             number = None if known is None else known.number
-            self._agreement.tell([other], {"conflict": conflict, "yours": number}, self._timeout_s)
+            self._agreement.say([other], {"conflict": conflict, "yours": number}, self._timeout_s)
         raise ValueError(conflict)

@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from putget._files import require_descriptors
 from putget._handshake import Listener, Meeting, host_identity
-from putget._mesh import Deadline, Mesh, require_descriptors
+from putget._mesh import Deadline, Mesh
 from putget._networks import EngineNetwork, NativeNetwork
 from putget.domains import Network, join_options
 from putget.errors import BackendUnavailable, PutgetError

@@ -1,41 +1,42 @@
 """Sockets between the ranks of one group: steps that all of them take together, and waits for what they say.
 
 Every pair of ranks has one connection. Nothing here is on the path of a round.
+
+A collective call, such as a constructor, is one *attempt* of each rank. Attempts have numbers, which are the same on
+all ranks: attempt n of one rank meets attempt n of the others, and no other. A rank that leaves an attempt by an error
+says so to the others, on its way out: whoever waits in attempt n, or comes to it later, ends it at once. So the next
+attempt begins afresh on all ranks.
 """
 
 from __future__ import annotations
 
+import logging
 import os
-import resource
 import selectors
 import socket
 import time
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
-from putget import _fork
+from putget import _files, _fork
 from putget._peers import Message, Peer
-from putget.errors import PeerTimeout, PutgetError
+from putget._shield import shielded
+from putget.errors import BackendUnavailable, PeerLeft, PeerTimeout, PutgetError
 
-_SPARE_DESCRIPTORS = 64  # for shares on their way, and for the caller
 _LOOK_AGAIN_S = 0.25  # between looks at what only time decides
 _DRAIN_S = 1.0  # behind a deadline, for what has arrived but was not read
-_MAX_REASON = 8192  # characters of a refusal: whatever they are, the message stays shorter than a peer reads
+_MAX_REASON = 8192  # characters of a reason: whatever they are, the message stays shorter than a peer reads
+_FAREWELL_S = 1.0  # for a peer that does not read
+
+logger = logging.getLogger("putget")
+
+_Result = TypeVar("_Result")
 
 
-def require_descriptors(count: int) -> None:
-    """Makes sure that this process may open so many descriptors more: raises its soft limit up to the hard one.
-
-    Raises:
-        PutgetError: The hard limit is too low.
-    """
-    needed = len(os.listdir("/proc/self/fd")) + count + _SPARE_DESCRIPTORS
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < needed:
-        if hard != resource.RLIM_INFINITY and hard < needed:
-            raise PutgetError(f"{needed} descriptors are needed, the limit is {hard} (ulimit -Hn)")
-        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+class Disagreement(ValueError):
+    """Ranks differ, in words that are true on each of them."""
 
 
 class Deadline:
@@ -66,6 +67,31 @@ def shorten(reason: str) -> str:
     return f"{reason[:_MAX_REASON]}... (cut off: {len(reason)} characters in all)"
 
 
+@dataclass
+class _Attempt:
+    """A collective call that is under way on this rank.
+
+    Attributes:
+        number: The same on all ranks.
+        what: The call's name.
+        members: Ranks that take part, with this one.
+        step: Of the last exchange.
+        at: Its name.
+        timeout_s: Its deadline in seconds.
+        heard: The word of the rank that has left it, if one has.
+        is_left: Whether this rank has said that it leaves.
+    """
+
+    number: int
+    what: str
+    members: list[int]
+    step: int = 0
+    at: str = "its begin"
+    timeout_s: float = _FAREWELL_S
+    heard: dict[str, Any] = field(default_factory=dict)
+    is_left: bool = False
+
+
 class Mesh:
     """All connections of one rank. Calls come from one thread at a time.
 
@@ -74,7 +100,7 @@ class Mesh:
         peers: The connections, by rank.
         one_host: Whether all ranks share this host, so that descriptors can travel.
         process: The rank's.
-        step: Of the last exchange; the same on all ranks that took part in it.
+        number: Of the last attempt.
         closed: Whether there are no connections any more, by ``close`` or in a forked child.
     """
 
@@ -82,10 +108,96 @@ class Mesh:
         self.rank = rank
         self.peers = {peer: Peer(sock) for peer, sock in sorted(connections.items())}
         self.one_host = one_host
-        self.step = 0
+        self.number = 0
         self.closed = False
         self.process = _fork.here
+        self._attempt: _Attempt | None = None
+        self._made = (0, "")  # the last attempt that succeeded here, and its name
+        self._left_late: dict[int, str] = {}  # by rank: why it has not what this rank has of that attempt
         _meshes.add(self)
+
+    # --- attempts -----------------------------------------------------------------------------------------------------
+
+    def within(
+        self,
+        what: str,
+        body: Callable[[], _Result],
+        *,
+        members: Iterable[int] | None = None,
+        ends_together: bool = False,
+    ) -> _Result:
+        """Runs a body as one attempt; within another attempt it is a part of that.
+
+        Args:
+            what: The call's name.
+            body: What to do.
+            members: Ranks that take part; None: all.
+            ends_together: Members leave the body when all have come to its end, or none does.
+        """
+        if self._attempt is not None:
+            try:
+                return body()
+            except BaseException as error:
+                self.leave(error if self._has_heard() else _files.named(error, self.rank))
+                raise
+        try:
+            attempt = self.begin(what, members)
+            result = body()
+            if ends_together and attempt.step > 0:
+                self.exchange("end", {}, members=attempt.members, timeout_s=attempt.timeout_s)
+            self._made = attempt.number, what
+            self._left_late.clear()
+            return result
+        except BaseException as error:
+            named = error if self._has_heard() else _files.named(error, self.rank)
+            self.leave(named)
+            if named is error:
+                raise
+            raise named from error
+        finally:
+            self.end()
+
+    def _has_heard(self) -> bool:
+        return self._attempt is not None and bool(self._attempt.heard)
+
+    def begin(self, what: str, members: Iterable[int] | None = None, after: int = 0) -> _Attempt:
+        """Begins an attempt, with a number above ``after``; ``end`` follows, also where this is interrupted."""
+        self.number = max(self.number, after) + 1
+        everyone = sorted({self.rank, *self.peers} if members is None else members)
+        attempt = self._attempt = _Attempt(self.number, what, everyone)
+        self._take_stale()
+        return attempt
+
+    def end(self) -> None:
+        """The attempt is over on this rank."""
+        self._attempt = None
+
+    def leave(self, error: BaseException | str) -> None:
+        """Tells the members that this rank leaves the attempt, and why; a string is a mistake of the caller."""
+        attempt = self._attempt
+        if attempt is None or attempt.is_left:
+            return
+        attempt.is_left = True
+        word = attempt.heard or farewell(self.rank, attempt.what, error)
+        fields = {"attempt": attempt.number, "step": attempt.step, "at": f"leaving {attempt.what}", "left": word}
+
+        def say() -> None:
+            for peer in attempt.members:
+                if peer != self.rank:
+                    self.peers[peer].send(fields, [], _FAREWELL_S)
+
+        shielded(say)
+
+    def refuse(self, error: BaseException | str) -> None:
+        """Leaves the attempt, or one of its own: the others hear why. A string is a mistake of this rank's caller."""
+        if self._attempt is not None:
+            self.leave(error)
+            return
+        try:
+            self.begin("a call")
+            self.leave(error)
+        finally:
+            self.end()
 
     def exchange(
         self,
@@ -101,6 +213,8 @@ class Mesh:
     ) -> dict[int, Message]:
         """Every member sends fields (and descriptors, by receiver) to every other; returns what came, by rank.
 
+        It is a step of the attempt that is under way, or an attempt of its own.
+
         Args:
             what: The step's name; all members must be at the same.
             fields: JSON.
@@ -112,69 +226,120 @@ class Mesh:
             heed: Called whenever something may have arrived; it may raise.
 
         Raises:
-            PeerTimeout: A member's message did not come in time, or its connection is gone.
-            ValueError: A member refused (see ``refuse``), or is at another step than this rank.
+            PeerTimeout: A member's message did not come in time, or its connection is gone; here, or on a member that
+                has left because of it.
+            PeerLeft: A member has left the attempt by an error of its own, or because it missed this rank.
+            ValueError: A member has left it because of a caller's mistake, or is at another step than this rank.
+            PutgetError: This process has no room for the descriptors that came.
             ForkedChild: This process is a fork of the rank.
         """
         self.process.require_here(self.rank, "Communicator")
-        self.step += 1
-        self._take_stale()
-        others = sorted(set(members) - {self.rank})
-        for peer in others:
-            passed = descriptors.get(peer, []) if descriptors else []
-            self.peers[peer].send({**fields, "step": self.step, "what": what}, passed, timeout_s)
+        members = sorted({self.rank, *members})
 
+        def step() -> dict[int, Message]:
+            attempt = self._attempt
+            assert attempt is not None
+            if attempt.is_left:
+                raise PutgetError(f"rank {self.rank} has left {attempt.what} and cannot go on with {what!r}")
+            attempt.step += 1
+            attempt.at, attempt.timeout_s, attempt.members = what, timeout_s, members
+            return self._exchange(attempt, fields, phase, descriptors or {}, deadline or Deadline(timeout_s), heed)
+
+        return self.within(what, step, members=members) if self._attempt is None else step()
+
+    def _exchange(
+        self,
+        attempt: _Attempt,
+        fields: dict[str, Any],
+        phase: str,
+        descriptors: dict[int, list[int]],
+        deadline: Deadline,
+        heed: Callable[[], None],
+    ) -> dict[int, Message]:
+        others = [rank for rank in attempt.members if rank != self.rank]
+        own = {"attempt": attempt.number, "step": attempt.step, "what": attempt.at, "at": _place(attempt)}
+        for peer in others:
+            self.peers[peer].send({**fields, **own}, descriptors.get(peer, []), attempt.timeout_s)
         found: dict[int, Message] = {}
 
         def look() -> bool:
             for peer in others:
-                if peer in found:
-                    continue
-                self._drop_stale(self.peers[peer])
-                inbox = self.peers[peer].inbox
-                if inbox and inbox[0].fields["step"] == self.step:
-                    found[peer] = inbox.popleft()
+                message = self._next(peer, attempt, phase, peer in found)
+                if message is not None:
+                    found[peer] = message
             if len(found) == len(others):
                 return True
             heed()
             return False
 
         try:
-            self.wait(look, lambda: set(others) - found.keys(), deadline or Deadline(timeout_s), phase)
+            self.wait(look, lambda: set(others) - found.keys(), deadline, phase, where=_place(attempt))
             for peer, message in found.items():
-                if "refused" in message.fields:
-                    raise ValueError(f"rank {peer}: {message.fields['refused']}")
-                if message.fields["what"] != what:
-                    raise ValueError(f"rank {self.rank} is at {what!r}, rank {peer} at {message.fields['what']!r}")
+                self._check(attempt, peer, message)
         except BaseException:
             for message in found.values():
                 message.close()
             raise
         return found
 
-    def refuse(self, reason: str) -> None:
-        """Takes the place of an exchange for a rank that found its own arguments wrong: the others hear why."""
-        self.step += 1
-        self._take_stale()
-        for peer in self.peers.values():
-            peer.send({"step": self.step, "what": "refusal", "refused": shorten(reason)}, [], 1.0)
+    def _next(self, peer: int, attempt: _Attempt, phase: str, is_found: bool) -> Message | None:
+        """A peer's message of this step, if it has come and is not found yet.
 
-    def close(self) -> None:
-        """Closes every connection; peers notice."""
-        self.closed = True
-        for peer in self.peers.values():
-            peer.close()
+        Raises:
+            PeerLeft, PeerTimeout, ValueError, PutgetError: The peer has left the attempt.
+        """
+        self._drop_stale(peer, attempt.number)
+        inbox = self.peers[peer].inbox
+        word = next((one.fields["left"] for one in inbox if _leaves(one, attempt.number)), None)
+        if word is not None:
+            attempt.heard = word
+            raise error_of(word, self.rank, phase)
+        if is_found or not inbox:
+            return None  # a peer that is found may have come to the end, and gone on
+        if inbox[0].fields["attempt"] > attempt.number:
+            raise PeerLeft(phase, self.rank, peer, attempt.what, "it has gone on to another call")
+        return inbox.popleft() if inbox[0].fields["step"] == attempt.step else None
 
-    def _drop_stale(self, peer: Peer) -> None:
-        """Forgets messages of steps that failed."""
-        while peer.inbox and peer.inbox[0].fields["step"] < self.step:
-            peer.inbox.popleft().close()
+    def _check(self, attempt: _Attempt, peer: int, message: Message) -> None:
+        """Raises ValueError where a peer is at another step, PutgetError where descriptors were lost on the way."""
+        if message.fields["what"] != attempt.at:
+            late = self._left_late.get(peer)
+            raise Disagreement(
+                f"rank {self.rank} is at {attempt.at!r}, rank {peer} at {message.fields['what']!r}"
+                + ("" if late is None else f"; {late}")
+            )
+        if message.lacking:
+            needed = len(message.descriptors) + message.lacking
+            raise _files.lacking(self.rank, len(message.descriptors), needed)
+
+    def _drop_stale(self, peer: int, number: int) -> None:
+        """Forgets a peer's messages of attempts before this number."""
+        inbox = self.peers[peer].inbox
+        while inbox and inbox[0].fields.get("attempt", 0) < number:
+            message = inbox.popleft()
+            if "left" in message.fields and message.fields["attempt"] == self._made[0]:
+                self._note_late(peer, message.fields["left"])
+            message.close()
+
+    def _note_late(self, peer: int, word: dict[str, Any]) -> None:
+        """A peer has left an attempt that succeeded here: its last words had been said."""
+        self._left_late[peer] = (
+            f"rank {word['rank']} left {self._made[1]} behind its last step ({word['why']}): rank {peer} lacks what "
+            f"rank {self.rank} made in that call; close it and make it again on all ranks"
+        )
+        logger.warning("putget: %s", self._left_late[peer])
 
     def _take_stale(self) -> None:
-        """Reads what has come since the last step, so that refusals that nobody waits for never fill a socket."""
-        for peer in self.peers.values():
-            peer.receive_all()
-            self._drop_stale(peer)
+        """Reads what has come since the last step, so that words that nobody waits for never fill a socket."""
+
+        def take() -> None:
+            for rank, peer in self.peers.items():
+                peer.receive_all()
+                self._drop_stale(rank, self.number)
+
+        shielded(take)
+
+    # --- waiting ------------------------------------------------------------------------------------------------------
 
     def wait(
         self,
@@ -183,13 +348,17 @@ class Mesh:
         deadline: Deadline,
         phase: str,
         epoch: int = 0,
+        where: str = "",
     ) -> None:
         """Waits until a look succeeds. A look follows whatever arrives, also what was there when the deadline passed.
+
+        After half of the deadline it logs where this rank is, and whom it waits for.
 
         Raises:
             PeerTimeout: The deadline has passed, or a missing rank's connection is gone.
         """
-        with selectors.DefaultSelector() as selector:
+        is_told = False
+        with selectors.PollSelector() as selector:  # it takes no descriptor
             for peer in self.peers.values():
                 if peer.alive:
                     selector.register(peer.sock, selectors.EVENT_READ, peer)
@@ -198,6 +367,9 @@ class Mesh:
                 if gone:
                     raise PeerTimeout(phase, self.rank, epoch, gone, lost=gone)
                 left = deadline.left()
+                if not is_told and left < deadline.timeout_s / 2:
+                    is_told = True
+                    self._tell(missing(), deadline, where or phase)
                 arrived = selector.select(max(0.0, min(left, _LOOK_AGAIN_S)))
                 for key, _ in arrived:
                     key.data.receive()
@@ -208,6 +380,74 @@ class Mesh:
                     return
                 if is_over and not deadline.put_off():
                     raise PeerTimeout(phase, self.rank, epoch, missing(), deadline.timeout_s)
+
+    def _tell(self, missing: set[int], deadline: Deadline, where: str) -> None:
+        """Logs a wait that half of the deadline has not ended."""
+        heard = (f"{rank} (last heard at: {self.peers[rank].last_heard or 'nothing yet'})" for rank in sorted(missing))
+        logger.warning(
+            "putget: rank %d is at %s and has waited %.1f s for rank(s) %s; it gives up in %.1f s",
+            self.rank,
+            where,
+            deadline.timeout_s - deadline.left(),
+            ", ".join(heard),
+            max(deadline.left(), 0.0),
+        )
+
+    def close(self) -> None:
+        """Closes every connection; peers notice."""
+        self.closed = True
+        for peer in self.peers.values():
+            peer.close()
+
+
+def _place(attempt: _Attempt) -> str:
+    """Where in an attempt a rank is, for people."""
+    return f"{attempt.what} (attempt {attempt.number}), step {attempt.at!r}"
+
+
+def farewell(rank: int, what: str, error: BaseException | str) -> dict[str, Any]:
+    """The word of a rank that leaves: why, so that the others can raise the same."""
+    said = shorten(str(error))
+    word = {"rank": rank, "what": what, "kind": "other", "why": said}
+    if isinstance(error, PeerLeft):
+        return {**word, "rank": error.peer, "why": error.reason}
+    if isinstance(error, PeerTimeout):
+        facts = {"epoch": error.epoch, "missing": error.missing, "lost": error.lost, "timeout_s": error.timeout_s}
+        return {**word, "kind": "timeout", **facts}
+    if isinstance(error, str):
+        return {**word, "kind": "argument"}
+    for kind, shared in _KINDS.items():
+        if isinstance(error, shared):
+            return {**word, "kind": kind}
+    if isinstance(error, PutgetError):
+        return word
+    name = type(error).__name__
+    return {**word, "why": f"{name}: {said}" if said else name}
+
+
+def _leaves(message: Message, number: int) -> bool:
+    return message.fields["attempt"] == number and "left" in message.fields
+
+
+# Errors that all ranks raise alike.
+_KINDS: dict[str, type[Exception]] = {
+    "disagreement": Disagreement,
+    "unavailable": BackendUnavailable,
+    "argument": ValueError,
+    "memory": MemoryError,
+}
+
+
+def error_of(word: dict[str, Any], rank: int, phase: str) -> Exception:
+    """What this rank raises where another one has left with this word."""
+    by, why, kind = word["rank"], word["why"], word["kind"]
+    if kind == "timeout" and rank not in word["missing"]:
+        return PeerTimeout(phase, rank, word["epoch"], word["missing"], word["timeout_s"], word["lost"], said_by=by)
+    if kind == "disagreement":
+        return Disagreement(why)
+    if kind in _KINDS:
+        return _KINDS[kind](f"rank {by}: {why}")
+    return PeerLeft(phase, rank, by, word["what"], why)
 
 
 _meshes: weakref.WeakSet[Mesh] = weakref.WeakSet()

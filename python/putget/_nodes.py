@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from putget import _abi
+from putget import _abi, _files
 from putget._agreement import CONNECTING, RUNNING, Attempt
 from putget._memory import Memory, close_share, decode_share, encode_share
 from putget._peers import Message
@@ -53,6 +53,7 @@ class Nodes:
         self._network = comm.network  # outlives the object
         self._device = workspace.memory.device
         self.name = comm.numbers  # of the object; the same on all ranks
+        _files.require_left(comm.rank, _files.needed_for_shares(len(comm.near_ranks), self.num_shares))
         workspace.memory.epoch()  # waits for the device: rounds are counted from there on, on all ranks alike
         self.join(workspace, [self], range(comm.size), None)
 
@@ -63,6 +64,11 @@ class Nodes:
             PutgetError: The network refused.
         """
         _abi.call("putget_nodes_leave", self._handle)
+
+    @property
+    def num_shares(self) -> int:
+        """Shares that each rank sends its domain."""
+        return 2 if self._network.waits_on(self._device) else 1
 
     def create(self, members: Sequence[int]) -> tuple[str, list[_abi.Share]]:
         """Makes the memory and the object's part, under a number that no write of before has.
@@ -155,9 +161,6 @@ class Nodes:
                 _meet(workspace, parts, rank, message, phase)
             for part in parts:
                 part.start()
-        except (ValueError, PutgetError) as error:
-            mesh.refuse(str(error))
-            raise
         finally:
             for message in messages.values():
                 message.close()
@@ -179,12 +182,8 @@ def _exchange_memory(
     comm = workspace.comm
     made: list[tuple[str, list[_abi.Share]]] = []
     try:
-        try:
-            for part in parts:
-                made.append(part.create(members))
-        except (ValueError, PutgetError) as error:
-            comm.refuse(str(error))
-            raise
+        for part in parts:
+            made.append(part.create(members))
         fields = {
             "objects": [part.name for part in parts],
             "cards": [card for card, _ in made],

@@ -5,6 +5,7 @@ A message is a length, then JSON fields. Descriptors travel beside it where both
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import socket
@@ -14,6 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from putget._shield import shielded
 from putget.errors import PutgetError
 
 _LENGTH = struct.Struct("!I")
@@ -22,40 +24,50 @@ _MAX_MESSAGE_BYTES = 1 << 20
 _MAX_DESCRIPTORS = 64  # of one message: as many as objects of a workspace share memory
 
 
-def _receive(sock: socket.socket) -> tuple[bytes, list[int]]:
+def _receive(sock: socket.socket) -> tuple[bytes, list[int], bool]:
+    """Bytes, the descriptors beside them, and whether this process had no room for some of these."""
     if sock.family != socket.AF_UNIX:
-        return sock.recv(1 << 16), []
+        return sock.recv(1 << 16), [], False
     # Not socket.recv_fds, which ignores its flags: programs that this process starts must not inherit a peer's memory.
     room = socket.CMSG_SPACE(_MAX_DESCRIPTORS * _DESCRIPTOR.size)
-    data, ancillary, _, _ = sock.recvmsg(1 << 16, room, socket.MSG_CMSG_CLOEXEC)
+    data, ancillary, flags, _ = sock.recvmsg(1 << 16, room, socket.MSG_CMSG_CLOEXEC)
     descriptors = []
     for level, kind, content in ancillary:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
             whole = len(content) - len(content) % _DESCRIPTOR.size
             descriptors += [descriptor for (descriptor,) in _DESCRIPTOR.iter_unpack(content[:whole])]
-    return data, descriptors
+    return data, descriptors, bool(flags & socket.MSG_CTRUNC)
 
 
 @dataclass
 class Message:
-    """One message of a peer: JSON fields and the descriptors that came with it (the receiver closes them)."""
+    """One message of a peer: JSON fields and the descriptors that came with it (the receiver closes them).
+
+    Attributes:
+        lacking: Descriptors that were sent with it, and that this process had no room for.
+    """
 
     fields: dict[str, Any]
     descriptors: list[int] = field(default_factory=list)
+    lacking: int = 0
 
     def close(self) -> None:
         for descriptor in self.descriptors:
             os.close(descriptor)
         self.descriptors.clear()
 
+    def __del__(self) -> None:
+        self.close()
+
 
 class Peer:
-    """One connection.
+    """One connection. The handler of a signal never raises in the middle of a message.
 
     Attributes:
         alive: False once nothing more can come.
-        inbox: Steps of exchanges, in order.
+        inbox: Messages of collective attempts, in order.
         agreement: What else came, in order: the messages of ``putget._agreement``.
+        last_heard: Where the peer was when it sent the last message of the inbox; empty before the first.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -64,6 +76,8 @@ class Peer:
         self._can_send = True
         self.inbox: deque[Message] = deque()
         self.agreement: deque[dict[str, Any]] = deque()
+        self.last_heard = ""
+        self._lacks_room = False  # for descriptors of the message that is on its way
         self._bytes = bytearray()
         self._descriptors: deque[int] = deque()
 
@@ -71,11 +85,14 @@ class Peer:
         """A peer that is gone is not an error here: waiting for its answer will name it.
 
         Raises:
-            PutgetError: The message is longer than a peer would read.
+            PutgetError: The message is longer than a peer would read, or too many descriptors are on their way.
         """
+        passed = list(descriptors)
+        shielded(lambda: self._send(fields, passed, timeout_s))
+
+    def _send(self, fields: dict[str, Any], passed: list[int], timeout_s: float) -> None:
         if not self._can_send:
             return
-        passed = list(descriptors)
         body = json.dumps({**fields, "descriptors": len(passed)}).encode()
         if len(body) > _MAX_MESSAGE_BYTES:
             raise PutgetError(f"a message has {len(body)} bytes, allowed are {_MAX_MESSAGE_BYTES}")
@@ -86,22 +103,28 @@ class Peer:
             self.sock.sendall(packet[sent:])
         except TimeoutError:
             self.alive = self._can_send = False  # it has not read for so long that its side is full
-        except OSError:
+        except OSError as error:
+            if passed and error.errno in (errno.ETOOMANYREFS, errno.EBADF):  # nothing was sent
+                raise PutgetError(f"{len(passed)} file descriptors cannot be sent: {error.strerror}") from error
             self._can_send = False  # what it sent before may still be read
 
     def receive(self) -> bool:
         """Takes some of what has arrived, without waiting; False where there was nothing."""
+        return shielded(self._receive)
+
+    def _receive(self) -> bool:
         if not self.alive:
             return False
         self.sock.settimeout(0)
         try:
-            data, descriptors = _receive(self.sock)
+            data, descriptors, lacks_room = _receive(self.sock)
         except (BlockingIOError, InterruptedError):
             return False
         except OSError:
             self.alive = False
             return False
         self._descriptors.extend(descriptors)
+        self._lacks_room = self._lacks_room or lacks_room
         if not data:
             self.alive = False
             return False
@@ -111,8 +134,12 @@ class Peer:
 
     def receive_all(self) -> None:
         """Takes all that has arrived, without waiting."""
-        while self.receive():
-            pass
+
+        def receive() -> None:
+            while self._receive():
+                pass
+
+        shielded(receive)
 
     def _parse(self) -> None:
         while len(self._bytes) >= _LENGTH.size:
@@ -125,10 +152,14 @@ class Peer:
             body = bytes(self._bytes[_LENGTH.size : _LENGTH.size + length])
             del self._bytes[: _LENGTH.size + length]
             fields = json.loads(body)
-            count = min(int(fields.pop("descriptors", 0)), len(self._descriptors))
+            sent = int(fields.pop("descriptors", 0))
+            count = min(sent, len(self._descriptors))
             message = Message(fields, [self._descriptors.popleft() for _ in range(count)])
+            if sent and self._lacks_room:
+                message.lacking, self._lacks_room = sent - count, False
             if "step" in fields:
                 self.inbox.append(message)
+                self.last_heard = str(fields.get("at", ""))
             else:
                 self.agreement.append(fields)
                 message.close()

@@ -21,8 +21,8 @@ from putget._geometry import Beside, Geometry, default_expert_to_rank
 from putget._object import NativeObject
 from putget._overlap import check_no_grad
 from putget._rounds import Rounds
-from putget.communicator import Communicator
-from putget.errors import InvalidExpertIds, PutgetError
+from putget.communicator import Communicator, collective
+from putget.errors import InvalidExpertIds
 from putget.expert_major import ExpertMajor, ExpertMajorMemory
 from putget.options import ChosenLaunch, Tuning, check_tuning
 from putget.payload import Payload
@@ -64,10 +64,12 @@ class AllToAll:
     Raises:
         ValueError: An argument is wrong, here or on another rank, or differs between ranks; the message names it.
         BackendUnavailable: This machine or build lacks something.
-        PeerTimeout: A rank did not come in time.
+        PeerTimeout: A rank did not come in time, here or where another rank waited.
+        PeerLeft: Another rank has left the constructor by an error of its own. Call it again on all ranks.
         ProtocolMisuse: A start half on the workspace waits for its finish.
     """
 
+    @collective
     def __init__(
         self,
         comm: Communicator,
@@ -92,37 +94,32 @@ class AllToAll:
         refuse_removed(removed)
         if not isinstance(comm, Communicator):
             raise ValueError(f"comm is {comm!r}, expected a putget.Communicator")
-        comm.require_open()
         self._comm = comm
-        try:
-            geometry = Geometry.checked(
-                comm.size,
-                num_experts,
-                top_k,
-                max_tokens_per_rank,
-                payloads,
-                output,
-                combine_dtype,
-                num_stats,
-                across=comm.network is not None,
-                domain_ranks=comm.block[1],
-            )
-            tuning = check_tuning(tuning, geometry.wire)
-            check_seconds("timeout_s", timeout_s)
-            check_seconds("warmup_timeout_s", warmup_timeout_s)
-            self._device = resolve_device(device)
-            most = self._most_at_once(num_sms, num_threads)
-            table = (
-                default_expert_to_rank(num_experts, comm.size, self._device)
-                if expert_to_rank is None
-                else check_expert_to_rank(expert_to_rank, num_experts, comm.size, self._device)
-            )
-            layout = geometry.layout()
-            if workspace is not None:
-                check_workspace(workspace, comm, self._device, int(layout.total_bytes))
-        except (ValueError, PutgetError) as error:
-            comm.refuse(str(error))
-            raise
+        geometry = Geometry.checked(
+            comm.size,
+            num_experts,
+            top_k,
+            max_tokens_per_rank,
+            payloads,
+            output,
+            combine_dtype,
+            num_stats,
+            across=comm.network is not None,
+            domain_ranks=comm.block[1],
+        )
+        tuning = check_tuning(tuning, geometry.wire)
+        check_seconds("timeout_s", timeout_s)
+        check_seconds("warmup_timeout_s", warmup_timeout_s)
+        self._device = resolve_device(device)
+        most = self._most_at_once(num_sms, num_threads)
+        table = (
+            default_expert_to_rank(num_experts, comm.size, self._device)
+            if expert_to_rank is None
+            else check_expert_to_rank(expert_to_rank, num_experts, comm.size, self._device)
+        )
+        layout = geometry.layout()
+        if workspace is not None:
+            check_workspace(workspace, comm, self._device, int(layout.total_bytes))
         self._geometry = geometry
         comm.compare(
             "AllToAll",
@@ -148,11 +145,17 @@ class AllToAll:
             timeout_s=timeout_s,
             warmup_timeout_s=warmup_timeout_s,
         )
-        self._workspace.adopt(
-            (geometry.max_tokens_per_rank, geometry.top_k, geometry.payloads, geometry.output, geometry.wire, num_stats)
+        sizes = (
+            geometry.max_tokens_per_rank,
+            geometry.top_k,
+            geometry.payloads,
+            geometry.output,
+            geometry.wire,
+            num_stats,
         )
         config = geometry.config(comm.rank, most, tuning, float(timeout_s), float(warmup_timeout_s), comm.block[0])
         try:
+            self._workspace.adopt(sizes, is_new=self._owns_workspace)
             native = NativeObject(self._workspace, geometry, table, config)
         except BaseException:
             if self._owns_workspace:

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import socket
+import sys
 import threading
 import warnings
-from collections.abc import Hashable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from putget import _abi, hardware
 from putget._agreement import Agreement
+from putget._files import require_descriptors
 from putget._meeting import meet
-from putget._mesh import Mesh, require_descriptors
+from putget._mesh import Disagreement, Mesh
 from putget._networks import NativeNetwork
 from putget.domains import Network, check_group, check_local, join_local
+from putget.errors import PutgetError
+
+
+_Result = TypeVar("_Result")
+_Init = TypeVar("_Init", bound=Callable[..., None])
 
 
 class _LocalGroup:
@@ -57,6 +66,7 @@ class Communicator:
         domain_of: The domain of each rank: 0 everywhere, if all ranks map each other's memory.
         network: What joins the domains; None where there is one.
         kept: What is made once for this communicator and used by several layers, by key. ``close`` closes it.
+        workspaces: How many were made on it; the same on all ranks once one of their constructors has met.
 
     Raises:
         ValueError: torch.distributed is not initialised, this process is not in the group, or the group is too large;
@@ -71,6 +81,7 @@ class Communicator:
     domain_of: tuple[int, ...]
     network: NativeNetwork | None
     kept: dict[Hashable, Closes]
+    workspaces: int
 
     def __init__(self, group: Any = None, *, network: Network | None = None) -> None:
         if not dist.is_available() or not dist.is_initialized():
@@ -134,6 +145,7 @@ class Communicator:
         self.network = None
         self._numbers = 0
         self.kept = {}
+        self.workspaces = 0
 
     @property
     def domains(self) -> tuple[tuple[int, ...], ...]:
@@ -249,6 +261,7 @@ class Communicator:
         Raises:
             ValueError: They differ; the message names the first field and both values. Every rank raises.
             PeerTimeout: A rank did not come in time.
+            PeerLeft: A rank has left the attempt.
         """
         own = {name: str(value) for name, value in fields.items()}
         everyone = range(self.size) if members is None else members
@@ -259,14 +272,36 @@ class Communicator:
             reference = own if self.rank == first else messages[first].fields["fields"]
             for name in dict.fromkeys([*reference, *theirs]):
                 if reference.get(name) != theirs.get(name):
-                    raise ValueError(
+                    raise Disagreement(
                         f"{name} differs between ranks: rank {first} has {reference.get(name)}, "
                         f"rank {rank} has {theirs.get(name)}"
                     )
 
+    def attempt(self, what: str, body: Callable[[], _Result]) -> _Result:
+        """Collective: runs a body that makes an object of all ranks, in steps that are collective too.
+
+        Attempt n of this rank meets attempt n of the others. A rank that leaves it, by an error or Ctrl-C, ends it at
+        once on all: those that come later, too. So all ranks may try again. Attempts within the body are parts of it.
+
+        Args:
+            what: Its name, for errors.
+            body: What to do. All ranks leave it when the last of them has come to its end.
+
+        Returns:
+            What the body returns.
+
+        Raises:
+            PeerLeft: Another rank has left it by an error of its own.
+            PeerTimeout: A rank did not come in time, here or where another rank waited.
+            ValueError, BackendUnavailable, MemoryError: Another rank has raised it; or as the body raises them.
+        """
+        self.require_open()
+        return self._mesh.within(what, body, ends_together=True)
+
     def refuse(self, reason: str) -> None:
-        """Tells the others, who wait in ``compare``, that this rank's own arguments are wrong."""
-        self._mesh.refuse(reason)
+        """Tells the others that this rank leaves the attempt: its own arguments are wrong, or the error it handles."""
+        error = sys.exc_info()[1]
+        self._mesh.refuse(error if error is not None and str(error) == reason else reason)
 
     @property
     def is_own(self) -> bool:
@@ -282,3 +317,34 @@ class Communicator:
         self.require_own()
         if self._mesh.closed:
             raise ValueError("comm is closed")
+
+
+def collective(init: _Init) -> _Init:
+    """Decorates the constructor of a class whose first argument is ``comm``: see ``Communicator.attempt``.
+
+    An object that this rank has made, and another has not, is closed.
+    """
+    what = init.__qualname__.split(".")[0]
+
+    @functools.wraps(init)
+    def whole(self: Any, *args: Any, **options: Any) -> None:
+        comm = args[0] if args else options.get("comm")
+        if not isinstance(comm, Communicator):
+            init(self, *args, **options)  # which says so
+            return
+        is_made = False
+
+        def make() -> None:
+            nonlocal is_made
+            init(self, *args, **options)
+            is_made = True
+
+        try:
+            comm.attempt(what, make)
+        except BaseException:
+            if is_made:
+                with contextlib.suppress(PutgetError):
+                    self.close()
+            raise
+
+    return whole  # type: ignore[return-value]

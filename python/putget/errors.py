@@ -28,6 +28,7 @@ class PeerTimeout(PutgetError):
     Attributes:
         phase: What was going on: "setup", "dispatch", "combine", "check", "set_active_ranks", "exchange" (experts).
         rank: The rank that waited (of the expert-parallel group).
+        said_by: The rank whose deadline has passed, where another rank of this attempt has said it; else None.
         epoch: The round, counted from the start of the workspace; 0 during set-up.
         missing: The ranks that did not answer.
         lost: Of these, the ones that are out of reach: their process has closed its sockets, or the network between
@@ -43,7 +44,9 @@ class PeerTimeout(PutgetError):
         missing: Iterable[int],
         timeout_s: float | None = None,
         lost: Iterable[int] = (),
+        said_by: int | None = None,
     ) -> None:
+        self.said_by = said_by
         self.phase = phase
         self.rank = rank
         self.epoch = epoch
@@ -57,10 +60,35 @@ class PeerTimeout(PutgetError):
             found.append(f"heard nothing from {_ranks(silent)}{within}")
         if self.lost:
             found.append(f"has lost the connection to {_ranks(self.lost)}")
-        super().__init__(f"{phase}, round {epoch}: rank {rank} {' and '.join(found)}{_NEXT.get(phase, '')}")
+        by = rank if said_by is None else said_by
+        told = "" if said_by is None else f"; rank {rank} was waiting with it, and ends too"
+        super().__init__(f"{phase}, round {epoch}: rank {by} {' and '.join(found)}{told}{_NEXT.get(phase, '')}")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return PeerTimeout, (self.phase, self.rank, self.epoch, self.missing, self.timeout_s, self.lost)
+        facts = (self.phase, self.rank, self.epoch, self.missing, self.timeout_s, self.lost, self.said_by)
+        return PeerTimeout, facts
+
+
+class PeerLeft(PeerTimeout):
+    """Another rank has left a collective call by an error of its own, so this rank has ended the call too, at once.
+
+    Nothing that the call began is left on this rank. Call it again on all ranks: the next attempt starts afresh.
+
+    Attributes:
+        peer: The rank that left; ``missing`` has it alone.
+        what: The call, such as "AllToAll".
+        reason: What that rank raised.
+    """
+
+    def __init__(self, phase: str, rank: int, peer: int, what: str, reason: str) -> None:
+        super().__init__(phase, rank, 0, (peer,))
+        self.peer = peer
+        self.what = what
+        self.reason = reason
+        self.args = (f"rank {peer} has left {what}: {reason}; call it again on all ranks",)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PeerLeft, (self.phase, self.rank, self.peer, self.what, self.reason)
 
 
 def _some(numbers: Sequence[int], most: int = 16) -> str:

@@ -10,13 +10,13 @@ from typing import Any, Protocol, TypedDict
 
 import torch
 
-from putget import _abi, _host_memory, hardware
+from putget import _abi, _files, _host_memory, hardware
 from putget._agreement import SHARING, STARTING, Attempt
 from putget._arguments import check_int
 from putget._memory import Memory, close_share, decode_share, encode_share
-from putget._mesh import Deadline
+from putget._mesh import Deadline, Disagreement
 from putget._turns import Turns
-from putget.communicator import Communicator
+from putget.communicator import Communicator, collective
 from putget.errors import BackendUnavailable, ProtocolMisuse, PutgetError, QuorumLost
 
 
@@ -55,11 +55,18 @@ def check_seconds(name: str, value: float) -> float:
     return float(value)
 
 
+_MIXED_APART = "a second layout came to some ranks only"
+
+
 class Across(Protocol):
     """An object's part in rounds across domains."""
 
     def leave(self) -> None:
         """Ends it, for other active ranks."""
+
+    @property
+    def num_shares(self) -> int:
+        """Shares that each rank sends its domain."""
 
     @staticmethod
     def join(workspace: Workspace, parts: Sequence[Any], members: Sequence[int], attempt: Attempt | None) -> None:
@@ -93,6 +100,7 @@ class Workspace:
             ``time.time()``.
     """
 
+    @collective
     def __init__(
         self,
         comm: Communicator,
@@ -104,14 +112,10 @@ class Workspace:
     ) -> None:
         if not isinstance(comm, Communicator):
             raise ValueError(f"comm is {comm!r}, expected a putget.Communicator")
-        comm.require_open()
         self._comm = comm
-        try:
-            self._check(num_bytes, timeout_s, warmup_timeout_s)
-            self.device = resolve_device(device)
-        except (ValueError, PutgetError) as error:
-            comm.refuse(str(error))
-            raise
+        self._check(num_bytes, timeout_s, warmup_timeout_s)
+        self.device = resolve_device(device)
+        _files.require_left(comm.rank, _files.needed_for_shares(len(comm.near_ranks)))
         self.num_bytes = num_bytes
         self.timeout_s = float(timeout_s)
         self.warmup_timeout_s = float(warmup_timeout_s)
@@ -125,11 +129,7 @@ class Workspace:
         self.across: list[Across] = []  # of each object on it, where there are several domains
 
         fabric = self._agree_on_sharing()
-        try:
-            self._memory: Memory | None = Memory(self.device, comm.size, comm.rank, num_bytes, fabric, comm.block[1])
-        except (ValueError, PutgetError) as error:
-            comm.refuse(str(error))
-            raise
+        self._memory: Memory | None = Memory(self.device, comm.size, comm.rank, num_bytes, fabric, comm.block[1])
         try:
             self._tables_apart = torch.zeros(2, comm.size, dtype=torch.int64, device=self.device)
             comm.synchronize(self.device)  # kernels may count from any stream
@@ -156,16 +156,23 @@ class Workspace:
         bounds = [limit.identity for limit in room]
         messages = comm._mesh.exchange(
             "workspace",
-            {"num_bytes": self.num_bytes, "device": self.device.type, "cluster": cluster, "bounds": bounds},
+            {
+                "num_bytes": self.num_bytes,
+                "device": self.device.type,
+                "cluster": cluster,
+                "bounds": bounds,
+                "workspaces": comm.workspaces,
+            },
             members=range(comm.size),
             timeout_s=self.warmup_timeout_s,
         )
-        self.number = comm._mesh.step
+        counts = [comm.workspaces, *(message.fields["workspaces"] for message in messages.values())]
+        self.number = comm.workspaces = max(counts) + 1
         for rank, message in sorted(messages.items()):
             for name, own in (("num_bytes", self.num_bytes), ("device", self.device.type)):
                 theirs = message.fields[name]
                 if theirs != own:
-                    raise ValueError(
+                    raise Disagreement(
                         f"{name} differs between ranks: rank {comm.rank} has {own}, rank {rank} has {theirs}"
                     )
         one_cluster = cluster != "" and all(message.fields["cluster"] == cluster for message in messages.values())
@@ -174,11 +181,7 @@ class Workspace:
         sharing = Counter(bounds)
         for message in messages.values():
             sharing.update(message.fields["bounds"])
-        try:
-            _host_memory.require_room(self.num_bytes, room, sharing)
-        except PutgetError as error:
-            comm.refuse(str(error))
-            raise
+        _host_memory.require_room(self.num_bytes, room, sharing)
         return one_cluster and not comm._mesh.one_host
 
     def _meet(self, epoch: int, timeout_s: float, phase: str, attempt: Attempt | None = None) -> None:
@@ -191,11 +194,7 @@ class Workspace:
         memory = self.memory
         mesh = self._comm._mesh
         active = [rank for rank, is_active in enumerate(self._active) if is_active]
-        try:
-            share = memory.export()
-        except (ValueError, PutgetError) as error:
-            mesh.refuse(str(error))
-            raise
+        share = memory.export()
         try:
             passed = [share.descriptor] if share.kind == _abi.SHARE_DESCRIPTOR else []
             messages = mesh.exchange(
@@ -218,9 +217,6 @@ class Workspace:
                 if peer not in self._comm.near_ranks:
                     continue
                 memory.import_share(peer, decode_share(message.fields["share"], message.descriptors))
-        except (ValueError, PutgetError) as error:
-            mesh.refuse(str(error))
-            raise
         finally:
             for message in messages.values():
                 message.close()
@@ -265,16 +261,15 @@ class Workspace:
         wanted = self._check_mask(mask, quorum)
         comm.require_open()
         members = [rank for rank, is_active in enumerate(wanted) if is_active]
-        with comm._agreement.attempt(self.number, members, memory.epoch(), self.timeout_s) as attempt:
+        near = len(set(members).intersection(comm.near_ranks))
+        shares = max(1, sum(part.num_shares for part in self.across))  # of the workspace, then of all parts at once
+        files = _files.needed_for_shares(near, shares)
+        with comm._agreement.attempt(self.number, members, memory.epoch(), self.timeout_s, files) as attempt:
             self._apart = "set_active_ranks failed"
             self._active = wanted
-            try:
-                for part in self.across:
-                    part.leave()
-                memory.renew()
-            except PutgetError as error:
-                comm.refuse(str(error))
-                raise
+            for part in self.across:
+                part.leave()
+            memory.renew()
             self._meet((attempt.epoch + 1) % (1 << 32), self.timeout_s, "set_active_ranks", attempt)
             if self.across:
                 self._apart = "set_active_ranks failed"
@@ -300,24 +295,35 @@ class Workspace:
                 raise QuorumLost(sum(wanted), quorum)
         return wanted
 
-    def adopt(self, layout: Hashable) -> None:
+    def adopt(self, layout: Hashable, *, is_new: bool) -> None:
         """Collective: an object of this layout is about to use the memory.
 
         From the second layout on, rounds exchange one flag more (docs/protocol.md, D0), because one object's receive
         regions may lie over another's combine_input.
+
+        Args:
+            layout: Sizes that fix the memory map.
+            is_new: Whether the workspace was made for this object, in the same attempt.
         """
-        if self._layout is not None and layout != self._layout and not self._mixed:
-            active = [rank for rank, is_active in enumerate(self._active) if is_active]
-            mesh = self._comm._mesh
-            self.memory.epoch()  # waits for the device
-            try:
-                mesh.exchange("mix", {}, members=active, timeout_s=self.warmup_timeout_s)
-                self._mix()
-                mesh.exchange("mixed", {}, members=active, timeout_s=self.warmup_timeout_s)
-            except BaseException:
-                self._apart = "a second layout came to some ranks only"
-                raise
+        if not is_new:
+            self._mix_if_needed(layout)
         self._layout = layout
+
+    def _mix_if_needed(self, layout: Hashable) -> None:
+        """An attempt that failed may have mixed layouts on some ranks: so all do what one of them needs."""
+        active = [rank for rank, is_active in enumerate(self._active) if is_active]
+        mesh, timeout_s = self._comm._mesh, self.warmup_timeout_s
+        is_apart = self._apart == _MIXED_APART
+        needed = is_apart or (self._layout is not None and layout != self._layout and not self._mixed)
+        found = mesh.exchange("layout", {"mix": needed}, members=active, timeout_s=timeout_s)
+        if not needed and not any(message.fields["mix"] for message in found.values()):
+            return
+        self.memory.epoch()  # waits for the device
+        before, self._apart = None if is_apart else self._apart, self._apart or _MIXED_APART
+        mesh.exchange("mix", {}, members=active, timeout_s=timeout_s)
+        self._mix()
+        mesh.exchange("mixed", {}, members=active, timeout_s=timeout_s)
+        self._apart = before
 
     def _mix(self) -> None:
         self._mixed = True

@@ -36,21 +36,25 @@ class ExchangeRounds:
         groups = [*expert_weights, expert_buffer]
         self._comm = comm
         self._stream: Any = None
-        self._exchange = ExpertExchange(
-            comm, max(travelling_bytes(group) for group in groups), device=expert_buffer[0].device
-        )
-        try:
-            self._exchange.bind(groups)
-        except ValueError as error:
-            comm.refuse(str(error))
-            self._exchange.close()
-            raise
-        comm.compare("vLLM's experts", {"slots": len(expert_buffer[0])}, 300.0)
+        self._exchange = comm.attempt("vLLM's communicator", lambda: self._bound(comm, groups))
         self._rows = {
             group[0].data_ptr() + row * (group[0].nbytes // group[0].shape[0]): (number, row)
             for number, group in enumerate(groups)
             for row in range(group[0].shape[0])
         }
+
+    @staticmethod
+    def _bound(comm: Communicator, groups: Sequence[Sequence[Tensor]]) -> ExpertExchange:
+        """The exchange, once all ranks have bound theirs."""
+        room, buffer = max(travelling_bytes(group) for group in groups), groups[-1]
+        exchange = ExpertExchange(comm, room, device=buffer[0].device)
+        try:
+            exchange.bind(groups)
+            comm.compare("vLLM's experts", {"slots": len(buffer[0])}, 300.0)
+        except BaseException:
+            exchange.close()
+            raise
+        return exchange
 
     @property
     def needs_profile_buffer_reservation(self) -> bool:

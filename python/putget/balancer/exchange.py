@@ -12,7 +12,7 @@ from torch import Tensor
 from putget import _abi, _abi_balancer
 from putget._arguments import check_int
 from putget.balancer.migrate import MOST_SMS, require_one_domain
-from putget.communicator import Communicator
+from putget.communicator import Communicator, collective
 from putget.errors import PeerTimeout, PutgetError
 from putget.workspace import Workspace, check_seconds, current_stream, resolve_device
 
@@ -45,6 +45,7 @@ class ExpertExchange:
         BackendUnavailable, PeerTimeout, PutgetError: As `putget.Workspace`.
     """
 
+    @collective
     def __init__(
         self,
         comm: Communicator,

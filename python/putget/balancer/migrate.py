@@ -14,7 +14,7 @@ from putget import _abi, _abi_balancer
 from putget._arguments import as_count, check_int, shown
 from putget.balancer.blobs import ExpertBlobs
 from putget.balancer.gathering import LandingTables, LoadGathering
-from putget.communicator import Communicator
+from putget.communicator import Communicator, collective
 from putget.errors import PutgetError
 from putget.workspace import Workspace, check_seconds, current_stream, resolve_device
 
@@ -116,6 +116,7 @@ class Landing:
         BackendUnavailable, PeerTimeout, PutgetError: As `putget.Workspace`.
     """
 
+    @collective
     def __init__(
         self,
         comm: Communicator,
@@ -157,7 +158,11 @@ class Landing:
         own = torch.zeros(1, dtype=torch.int32, device=self._device) if gathering is None else gathering.landed
         self._landed: torch.Tensor = own
         self._native: ctypes.c_void_p | None = None
-        self._start()
+        try:
+            self._start()
+        except BaseException:
+            self._workspace.close()
+            raise
 
     def _start(self) -> None:
         """A native object for what is posted from now on."""

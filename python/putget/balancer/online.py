@@ -25,7 +25,7 @@ from putget.balancer.planner import rebalance
 from putget.balancer.recovery import recover, said_by_all
 from putget.balancer.schedule import Batch, batches
 from putget.balancer.store import HostStore
-from putget.communicator import Communicator
+from putget.communicator import Communicator, collective
 from putget.errors import PutgetError
 from putget.workspace import check_seconds, resolve_device
 
@@ -106,6 +106,7 @@ class Balancer:
         BackendUnavailable, PeerTimeout, PutgetError: As `Landing`.
     """
 
+    @collective
     def __init__(
         self,
         comm: Communicator,

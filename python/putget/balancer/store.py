@@ -12,14 +12,15 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from putget import _fork, _host_memory
+from putget import _files, _fork, _host_memory
 from putget._arguments import check_int
+from putget._mesh import Disagreement
 from putget.balancer import numa
 from putget.balancer.blobs import ExpertBlobs
 from putget.balancer.host_pages import Pages, huge_page_bytes, make_descriptor
 from putget.balancer.store_layout import RECORD_BYTES, StoreLayout
 from putget.balancer.store_report import HostStoreReport, report_of
-from putget.communicator import Communicator
+from putget.communicator import Communicator, collective
 from putget.errors import PutgetError
 from putget.workspace import check_seconds, resolve_device
 
@@ -61,6 +62,7 @@ class HostStore:
         PeerTimeout: A rank did not come in time.
     """
 
+    @collective
     def __init__(
         self,
         comm: Communicator,
@@ -91,6 +93,7 @@ class HostStore:
         self.expert_bytes = self._layout.expert_bytes
         self.num_experts = num_experts
         self.num_bytes = sum(map(self._layout.part_bytes, range(comm.size)))
+        _files.require_left(comm.rank, _files.needed_for_shares(comm.size))
         self._agree(comm, timeout_s)
         self._parts = self._map(comm, node, timeout_s)
         self._bytes: list[Tensor | None] = [None if part is None else part.bytes() for part in self._parts]
@@ -128,7 +131,7 @@ class HostStore:
         for rank, theirs in sorted(found.items()):
             for name, own in message.items():
                 if theirs.fields[name] != own:
-                    raise ValueError(
+                    raise Disagreement(
                         f"{name} differs between ranks: rank {comm.rank} has {own}, rank {rank} has "
                         f"{theirs.fields[name]}"
                     )

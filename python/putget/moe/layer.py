@@ -15,7 +15,7 @@ from putget.alltoall import AllToAll
 from putget.balancer import BalancedLayer, ExpertBlobs, Placement
 from putget.balancer.gathering import LoadGathering
 from putget.balancer.recorder import Record
-from putget.communicator import Communicator
+from putget.communicator import Communicator, collective
 from putget.errors import PutgetError
 from putget.expert_major import ExpertMajor, ExpertMajorMemory
 from putget.moe.experts import GATES, Bf16Experts, Fp8Experts, Gate
@@ -109,6 +109,7 @@ class ExpertParallelMoE(nn.Module):
 
     _statistics: LoadGathering | None = None  # what a balancer has the dispatch tell
 
+    @collective
     def __init__(
         self,
         comm: Communicator,
@@ -206,7 +207,7 @@ class ExpertParallelMoE(nn.Module):
                 },
                 self.a2a.workspace.warmup_timeout_s,
             )
-        except (ValueError, PutgetError):
+        except BaseException:
             self.a2a.close()
             raise
         self._lost = LostExperts(self.a2a, self._placed, bool(degraded))
