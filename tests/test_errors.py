@@ -45,6 +45,8 @@ def test_exceptions_have_one_root() -> None:
     [
         putget.PeerTimeout("combine", 3, 17, (1, 2)),
         putget.PeerTimeout("dispatch", 0, 4, (2, 5), 30.0, (5,)),
+        putget.PeerTimeout("setup", 0, 0, (2, 5), 30.0, (5,), 1),
+        putget.PeerLeft("setup", 0, 2, "AllToAll", "KeyboardInterrupt"),
         putget.CapacityExceeded(1, 8, 5, 2),
         putget.InvalidExpertIds(3, 8),
         putget.ProtocolMisuse("combine without dispatch"),
@@ -73,7 +75,8 @@ def test_exceptions_survive_the_way_to_another_process(error: putget.PutgetError
 def test_who_is_slow_and_who_is_gone(missing: tuple[int, ...], lost: tuple[int, ...], said: str) -> None:
     """A wait for a lost rank ends at once, so it says no time."""
     error = putget.PeerTimeout("dispatch", 0, 4, missing, 30.0, lost)
-    assert str(error) == f"dispatch, round 4: rank 0 {said}"
+    assert str(error).startswith(f"dispatch, round 4: rank 0 {said}; ")
+    assert str(putget.PeerTimeout("check", 0, 4, missing, 30.0, lost)) == f"check, round 4: rank 0 {said}"
     assert set(error.lost) <= set(error.missing) == set(missing)
 
 
@@ -83,6 +86,11 @@ def test_who_is_slow_and_who_is_gone(missing: tuple[int, ...], lost: tuple[int, 
 )
 def test_a_timeout_outside_of_rounds_says_what_to_call(phase: str, said: str) -> None:
     assert said in str(putget.PeerTimeout(phase, 0, 0, (1,), 3.0))
+
+
+@pytest.mark.parametrize("phase", ["dispatch", "combine"])
+def test_a_round_says_that_the_missing_ranks_are_no_mask(phase: str) -> None:
+    assert "no mask of ranks: call recover()" in str(putget.PeerTimeout(phase, 0, 4, (2,), 30.0))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")

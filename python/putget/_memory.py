@@ -170,7 +170,7 @@ class Memory:
             return PutgetError(
                 f"{_abi.PHASES[fault.phase]}, round {fault.epoch}: rank {fault.rank} no longer waits for rank(s) "
                 f"{', '.join(map(str, missing))}, because the handler of a signal raised; call set_active_ranks before "
-                "the next round, with the same ranks too if all live"
+                "the next round, with the same ranks too if all live, or recover"
             )
         if fault.kind == _abi.FAULT_PEER_TIMEOUT:
             lost = self._ranks_of(fault.lost)

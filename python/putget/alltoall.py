@@ -490,6 +490,8 @@ class AllToAll:
     def set_active_ranks(self, mask: Sequence[bool], *, quorum: int | None = None) -> None:
         """Goes on without some ranks (or with them again): collective among the ranks that the mask names.
 
+        After a time-out call ``recover``, which asks all ranks: ``PeerTimeout.missing`` of a round is no mask.
+
         The survivors agree on mask and epoch over putget's sockets and move to new physical memory at the same
         addresses: captured graphs stay valid, and a stopped rank that wakes up can write only where nobody reads.
         Faults are cleared.
@@ -512,6 +514,30 @@ class AllToAll:
         """
         self._native.require_open()
         self._workspace.set_active_ranks(mask, quorum=quorum)
+
+    def recover(self, deadline: float | None = None, *, quorum: int | None = None) -> tuple[int, ...]:
+        """Goes on after a time-out: asks all ranks, leaves out those that do not answer, and takes back those that do.
+
+        Collective: every rank that lives calls it, also one that no ``missing`` names, and one that is left out now.
+        It is ``set_active_ranks`` of all ranks, then without those that did not answer, until those that do agree.
+
+        Args:
+            deadline: Seconds in which the ranks agree, the same on all ranks. None: ranks have twice ``timeout_s`` to
+                come, as for ``set_active_ranks``, and every further rank that falls silent costs as much at most.
+            quorum: The fewest ranks to go on with; None: any number. With more than half of the ranks, two groups that
+                do not hear each other never both go on. Give the same on all ranks.
+
+        Returns:
+            The ranks that go on, with this one. Any other rank has not answered.
+
+        Raises:
+            ValueError: deadline or quorum is out of range, or ranks have different objects on the workspace.
+            QuorumLost: Fewer ranks than quorum answer.
+            PeerTimeout: The deadline has passed.
+            PeerLeft: A rank has left the call by an error of its own. Call it again.
+        """
+        self._native.require_open()
+        return self._workspace.recover(deadline, quorum=quorum)
 
     def check(self, *, expert_to_rank: bool = False) -> None:
         """Waits for the device (emulated ranks: the current stream) and raises what has happened since the last check.

@@ -23,7 +23,6 @@ from putget._networks import NativeNetwork
 from putget.domains import Network, check_group, check_local, join_local
 from putget.errors import PutgetError
 
-
 _Result = TypeVar("_Result")
 _Init = TypeVar("_Init", bound=Callable[..., None])
 

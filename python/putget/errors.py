@@ -15,22 +15,28 @@ class PutgetError(RuntimeError):
     """Base class of what putget raises besides ``ValueError``."""
 
 
+_ROUND = "; this is no mask of ranks: call recover() on all ranks, it asks who goes on"
 # By phase, what to call next.
 _NEXT = {
+    "dispatch": _ROUND,
+    "combine": _ROUND,
     "setup": "; when they live, call the same constructor again on all ranks, or make a Communicator without them",
-    "set_active_ranks": "; call it again, without those that are gone",
+    "set_active_ranks": "; call it again, without those that are gone, or call recover()",
 }
 
 
 class PeerTimeout(PutgetError):
     """A wait for other ranks passed its deadline, or they are known to be out of reach.
 
+    After a round has raised it, call ``AllToAll.recover``, which asks all ranks who goes on. ``missing`` of a round is
+    no mask: across domains it can name a healthy rank, one that waited for the lost rank itself.
+
     Attributes:
         phase: What was going on: "setup", "dispatch", "combine", "check", "set_active_ranks", "exchange" (experts).
         rank: The rank that waited (of the expert-parallel group).
         said_by: The rank whose deadline has passed, where another rank of this attempt has said it; else None.
         epoch: The round, counted from the start of the workspace; 0 during set-up.
-        missing: The ranks that did not answer.
+        missing: The ranks that did not answer this one.
         lost: Of these, the ones that are out of reach: their process has closed its sockets, or the network between
             domains does not deliver to them. Who is missing and not lost may only be slow.
         timeout_s: The deadline of the wait in seconds; None where the report has none.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
 from collections import Counter
@@ -14,10 +15,10 @@ from putget import _abi, _files, _host_memory, hardware
 from putget._agreement import SHARING, STARTING, Attempt
 from putget._arguments import check_int
 from putget._memory import Memory, close_share, decode_share, encode_share
-from putget._mesh import Deadline, Disagreement
+from putget._mesh import Deadline, Disagreement, logger
 from putget._turns import Turns
 from putget.communicator import Communicator, collective
-from putget.errors import BackendUnavailable, ProtocolMisuse, PutgetError, QuorumLost
+from putget.errors import BackendUnavailable, PeerLeft, PeerTimeout, ProtocolMisuse, PutgetError, QuorumLost
 
 
 def resolve_device(device: str | torch.device) -> torch.device:
@@ -55,6 +56,7 @@ def check_seconds(name: str, value: float) -> float:
     return float(value)
 
 
+_RECOVERY_STAGES = 4  # of the deadline of ``recover``: two for ranks to come, the rest for those that did
 _MIXED_APART = "a second layout came to some ranks only"
 
 
@@ -256,21 +258,43 @@ class Workspace:
 
     def set_active_ranks(self, mask: Sequence[bool], *, quorum: int | None = None) -> None:
         """See ``AllToAll.set_active_ranks``."""
+        self._set_active_ranks(self._check_mask(mask, quorum), self.timeout_s)
+
+    def recover(self, deadline: float | None = None, *, quorum: int | None = None) -> tuple[int, ...]:
+        """See ``AllToAll.recover``."""
+        if deadline is not None:
+            check_seconds("deadline", deadline)
+        timeout_s = self.timeout_s if deadline is None else min(self.timeout_s, deadline / _RECOVERY_STAGES)
+        ends_at = math.inf if deadline is None else time.monotonic() + deadline
+        wanted = set(range(self._comm.size))
+        while True:
+            mask = self._check_mask([rank in wanted for rank in range(self._comm.size)], quorum)
+            try:
+                self._set_active_ranks(mask, timeout_s)
+                return tuple(sorted(wanted))
+            except PeerLeft:
+                raise
+            except PeerTimeout as error:
+                wanted -= set(error.missing)
+                if time.monotonic() >= ends_at:
+                    raise
+                logger.warning("putget: recover: rank(s) %s do not answer rank %d", error.missing, self._comm.rank)
+
+    def _set_active_ranks(self, wanted: tuple[bool, ...], timeout_s: float) -> None:
         memory = self.memory
         comm = self._comm
-        wanted = self._check_mask(mask, quorum)
         comm.require_open()
         members = [rank for rank, is_active in enumerate(wanted) if is_active]
         near = len(set(members).intersection(comm.near_ranks))
         shares = max(1, sum(part.num_shares for part in self.across))  # of the workspace, then of all parts at once
         files = _files.needed_for_shares(near, shares)
-        with comm._agreement.attempt(self.number, members, memory.epoch(), self.timeout_s, files) as attempt:
+        with comm._agreement.attempt(self.number, members, memory.epoch(), timeout_s, files) as attempt:
             self._apart = "set_active_ranks failed"
             self._active = wanted
             for part in self.across:
                 part.leave()
             memory.renew()
-            self._meet((attempt.epoch + 1) % (1 << 32), self.timeout_s, "set_active_ranks", attempt)
+            self._meet((attempt.epoch + 1) % (1 << 32), timeout_s, "set_active_ranks", attempt)
             if self.across:
                 self._apart = "set_active_ranks failed"
                 self.across[0].join(self, self.across, members, attempt)
@@ -371,7 +395,7 @@ class Workspace:
     def require_consistent(self) -> None:
         """Raises PutgetError while a failed ``set_active_ranks`` or ``adopt`` has left the ranks apart."""
         if self._apart is not None:
-            raise PutgetError(f"{self._apart}: call set_active_ranks before the next round")
+            raise PutgetError(f"{self._apart}: call recover or set_active_ranks on all ranks before the next round")
 
     def regions_end(self) -> int:
         """Bytes before the sentinel rows, whatever objects are on it."""

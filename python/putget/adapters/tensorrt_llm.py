@@ -46,7 +46,7 @@ class FourPayloadAllToAll:
         num_experts: How many numbers ``eplb_local_stats`` has, at most num_slots; None: there are none.
         use_low_precision_combine: Rows come back as E4M3 with one float32 scale for 128 values, half of the bytes; the
             sum and the result are as without it. hidden_size is a multiple of 16.
-        ep_group_health: Must be None; ``all_to_all.set_active_ranks`` goes on without a rank.
+        ep_group_health: Must be None; ``all_to_all.recover`` goes on without a rank.
         alltoall_watchdog_timeout_s: Deadline of every wait, in seconds, in the place of timeout_s.
         alltoall_watchdog_poll_interval_s: Not used: kernels watch their deadline themselves.
         alltoall_watchdog_on_timeout: Must be None: a missing rank is ``putget.PeerTimeout``.
@@ -142,7 +142,7 @@ class FourPayloadAllToAll:
 
     @property
     def all_to_all(self) -> AllToAll:
-        """The ``putget.AllToAll`` of the last dispatch, e.g. for ``set_active_ranks``."""
+        """The ``putget.AllToAll`` of the last dispatch, e.g. for ``recover``."""
         return self._rounds.all_to_all
 
     @staticmethod
