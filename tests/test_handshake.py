@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import putget
+from putget import _meeting
 from putget._handshake import Listener, Meeting
 from putget._mesh import Deadline
 
@@ -266,3 +267,31 @@ def test_a_listener_that_answers_at_once_is_not_waited_for(
     began = time.monotonic()
     require_connected(group.meet([0, 1], 60.0))
     assert time.monotonic() - began < 30.0
+
+
+def test_a_rank_that_waits_says_for_whom(groups: list[Group], caplog: pytest.LogCaptureFixture) -> None:
+    group = Group(3, one_host=True)
+    groups.append(group)
+    with caplog.at_level("WARNING", logger="putget"):
+        group.meet([0, 1], 0.5)
+    for rank, line in enumerate(sorted(caplog.messages)):
+        assert line.startswith(f"putget: rank {rank} is at Communicator, connecting and has waited")
+        assert "for rank(s) 2; it gives up in" in line
+    assert len(caplog.messages) == 2
+
+
+def test_a_gather_that_takes_long_says_so(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """torch.distributed does not say whom it waits for, and has a time-out of its own."""
+
+    def gather(everyone: list[object], own: object, group: object) -> None:
+        ends = time.monotonic() + 30
+        while not caplog.messages and time.monotonic() < ends:
+            time.sleep(0.01)
+        everyone[0] = own
+
+    monkeypatch.setattr(_meeting, "_CONNECT_TIMEOUT_S", 0.02)
+    monkeypatch.setattr(_meeting.dist, "all_gather_object", gather)
+    monkeypatch.setattr(_meeting.dist, "get_rank", lambda _: 5)
+    with caplog.at_level("WARNING", logger="putget"):
+        assert _meeting._gather(None, 1, "hosts", dict) == [{}]
+    assert "rank 5 is at Communicator, step 'hosts'" in caplog.messages[0]

@@ -34,6 +34,7 @@ _CHALLENGE_BYTES = 32
 _PROOF_BYTES = 32
 _SPARE_GUESTS = 32  # callers that have proved nothing yet, beyond those that are expected
 _TRY_AGAIN_S = 0.05  # while a listener's queue is full
+_LOOK_AGAIN_S = 1.0  # between looks at the time
 
 Talk = Generator[int, bytes, "int | None"]
 """One end of a hand-shake: yields how many bytes it needs next, is sent them, and returns the rank at the other end, or
@@ -163,9 +164,10 @@ class Meeting:
                 if everyone == self._met.keys():  # the listeners were so quick that nothing is left to wait for
                     break
                 left = self._deadline.left()
+                self._deadline.warn_at_half(self._rank, "Communicator, connecting", lambda: map(str, sorted(missing)))
                 if left <= 0:
                     raise PeerTimeout("setup", self._rank, 0, missing, self._deadline.timeout_s)
-                for key, _ in self._selector.select(min(left, _TRY_AGAIN_S if self._to_call else left)):
+                for key, _ in self._selector.select(min(left, _TRY_AGAIN_S if self._to_call else _LOOK_AGAIN_S)):
                     if key.data is None:
                         self._take_guest()
                     elif key.data in self._calls:

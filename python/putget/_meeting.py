@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import socket
+import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ import torch.distributed as dist
 
 from putget._files import require_descriptors
 from putget._handshake import Listener, Meeting, host_identity
-from putget._mesh import Deadline, Mesh
+from putget._mesh import Deadline, Mesh, logger
 from putget._networks import EngineNetwork, NativeNetwork
 from putget.domains import Network, join_options
 from putget.errors import BackendUnavailable, PutgetError
@@ -34,7 +35,18 @@ class Joined(NamedTuple):
     network: NativeNetwork | None
 
 
-def _gather(group: Any, size: int, make: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
+def _tell(group: Any, step: str) -> None:
+    """Logs where this rank is: torch.distributed does not say whom it waits for."""
+    logger.warning(
+        "putget: rank %d is at Communicator, step %r, and has waited %.0f s in torch.distributed.all_gather_object for "
+        "ranks that have not called it; that ends by the group's own time-out",
+        dist.get_rank(group),
+        step,
+        _CONNECT_TIMEOUT_S / 2,
+    )
+
+
+def _gather(group: Any, size: int, step: str, make: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
     """What every rank has made, by rank; all ranks raise where one cannot make it, instead of waiting for it.
 
     Raises:
@@ -46,7 +58,13 @@ def _gather(group: Any, size: int, make: Callable[[], dict[str, Any]]) -> list[d
         kind = "unavailable" if isinstance(error, BackendUnavailable) else "other"
         own = {"error": str(error), "kind": "argument" if isinstance(error, ValueError) else kind}
     everyone: list[Any] = [None] * size
-    dist.all_gather_object(everyone, own, group=group)
+    waits = threading.Timer(_CONNECT_TIMEOUT_S / 2, _tell, (group, step))
+    waits.daemon = True
+    waits.start()
+    try:
+        dist.all_gather_object(everyone, own, group=group)
+    finally:
+        waits.cancel()
     for rank, made in enumerate(everyone):
         if "error" in made:
             raise _KINDS.get(made["kind"], PutgetError)(f"rank {rank}: {made['error']}")
@@ -68,11 +86,11 @@ def meet(group: Any, rank: int, size: int, network: Network | None) -> Joined:
         wanted = {} if network is None else network.agreed()
         return {"host": host_identity(), "network": wanted, "secret": "" if rank else secrets.token_hex(32)}
 
-    found = _gather(group, size, describe)
+    found = _gather(group, size, "hosts", describe)
     _require_equal([one["network"] for one in found])
     hosts = [one["host"] for one in found]
     if network is None and len(set(hosts)) > 1:
-        clusters = [one["clusters"] for one in _gather(group, size, lambda: {"clusters": _clusters()})]
+        clusters = [one["clusters"] for one in _gather(group, size, "clusters", lambda: {"clusters": _clusters()})]
         network = None if _is_one_cluster(clusters) else Network()
     domain_of = (0,) * size if network is None else network.domain_of(size, hosts)
     joined: NativeNetwork | None = None
@@ -85,7 +103,7 @@ def meet(group: Any, rank: int, size: int, network: Network | None) -> Joined:
             made.append(EngineNetwork(rank, size, provider, nics, secret, network.staging))
             return {}
 
-        _gather(group, size, join)
+        _gather(group, size, "network", join)
         joined = made[0]
     return Joined(_connect(group, rank, hosts), domain_of, joined)
 
@@ -124,7 +142,7 @@ def _connect(group: Any, rank: int, hosts: list[str]) -> Mesh:
                     stack.callback(listeners[name].close)
             return {name: listener.card() for name, listener in listeners.items()}
 
-        cards = _gather(group, len(hosts), listen)
+        cards = _gather(group, len(hosts), "addresses", listen)
         deadline = Deadline(_CONNECT_TIMEOUT_S)
         met: dict[int, socket.socket] = {}
         try:

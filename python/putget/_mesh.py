@@ -50,10 +50,26 @@ class Deadline:
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
         self.at = time.monotonic() + timeout_s
+        self._is_told = False
 
     def left(self) -> float:
         """Seconds until the end; negative behind it."""
         return self.at - time.monotonic()
+
+    def warn_at_half(self, rank: int, where: str, missing: Callable[[], Iterable[str]]) -> None:
+        """After half of the time, and once, logs where a rank is and whom it waits for."""
+        left = self.left()
+        if self._is_told or left >= self.timeout_s / 2:
+            return
+        self._is_told = True
+        logger.warning(
+            "putget: rank %d is at %s and has waited %.1f s for rank(s) %s; it gives up in %.1f s",
+            rank,
+            where,
+            self.timeout_s - left,
+            ", ".join(missing()),
+            max(left, 0.0),
+        )
 
     def put_off(self) -> bool:
         """Called at the end; True where the wait goes on all the same."""
@@ -357,7 +373,6 @@ class Mesh:
         Raises:
             PeerTimeout: The deadline has passed, or a missing rank's connection is gone.
         """
-        is_told = False
         with selectors.PollSelector() as selector:  # it takes no descriptor
             for peer in self.peers.values():
                 if peer.alive:
@@ -367,9 +382,7 @@ class Mesh:
                 if gone:
                     raise PeerTimeout(phase, self.rank, epoch, gone, lost=gone)
                 left = deadline.left()
-                if not is_told and left < deadline.timeout_s / 2:
-                    is_told = True
-                    self._tell(missing(), deadline, where or phase)
+                deadline.warn_at_half(self.rank, where or phase, lambda: map(self._last_heard, sorted(missing())))
                 arrived = selector.select(max(0.0, min(left, _LOOK_AGAIN_S)))
                 for key, _ in arrived:
                     key.data.receive()
@@ -381,17 +394,8 @@ class Mesh:
                 if is_over and not deadline.put_off():
                     raise PeerTimeout(phase, self.rank, epoch, missing(), deadline.timeout_s)
 
-    def _tell(self, missing: set[int], deadline: Deadline, where: str) -> None:
-        """Logs a wait that half of the deadline has not ended."""
-        heard = (f"{rank} (last heard at: {self.peers[rank].last_heard or 'nothing yet'})" for rank in sorted(missing))
-        logger.warning(
-            "putget: rank %d is at %s and has waited %.1f s for rank(s) %s; it gives up in %.1f s",
-            self.rank,
-            where,
-            deadline.timeout_s - deadline.left(),
-            ", ".join(heard),
-            max(deadline.left(), 0.0),
-        )
+    def _last_heard(self, rank: int) -> str:
+        return f"{rank} (last heard at: {self.peers[rank].last_heard or 'nothing yet'})"
 
     def close(self) -> None:
         """Closes every connection; peers notice."""
