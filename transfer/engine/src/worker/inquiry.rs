@@ -13,14 +13,6 @@ use crate::provider::Nic;
 /// How long the answer may take.
 const PATIENCE: Duration = Duration::from_millis(500);
 
-/// What is told when the peer has answered.
-#[derive(Default)]
-pub(super) struct Inquiry {
-    outcomes: Vec<(Done, Error)>,
-    /// The connection is over, and its end has not been told.
-    over: bool,
-}
-
 impl<N: Nic + ?Sized> Worker<N> {
     /// Asks a peer whose connection has broken.
     pub(super) fn ask(&mut self, index: usize) {

@@ -3,12 +3,12 @@
 use std::sync::Weak;
 use std::time::{Duration, Instant};
 
-use super::inquiry::Inquiry;
 use super::{Pending, Worker};
 use crate::callbacks::PeerEvent;
+use crate::completion::Done;
 use crate::descriptor::{MAX_NICS, NicAddr, PeerKey};
 use crate::doors::Lent;
-use crate::error::{DownReason, PeerName, Reason};
+use crate::error::{DownReason, Error, PeerName, Reason};
 use crate::message::Introduction;
 use crate::provider::{Link, Nic};
 
@@ -25,6 +25,14 @@ pub(super) enum Stage {
     /// The connection has broken, and the peer is asked why.
     Asking(DownReason),
     Down(DownReason),
+}
+
+/// What is told when a peer has said why its connection broke.
+#[derive(Default)]
+pub(super) struct Inquiry {
+    pub outcomes: Vec<(Done, Error)>,
+    /// The connection is over, and its end has not been told.
+    pub over: bool,
 }
 
 /// How far the word of a peer's return is.
