@@ -64,6 +64,8 @@ metrics! {
     peer_down_total: "counter",
     /// Callbacks that panicked.
     callback_panics_total: "counter",
+    /// Short sleeps of workers that nothing but their time ends.
+    naps_total: "counter",
 }
 
 pub(crate) fn count(counter: &AtomicU64) {

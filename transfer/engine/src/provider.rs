@@ -255,4 +255,10 @@ pub(crate) trait Nic {
 
     /// Makes progress and appends what happened.
     fn poll(&mut self, events: &mut Vec<Event>);
+
+    /// Says whether the last `poll` has moved bytes that no event tells of: a part of a long write, or a write without an immediate.
+    /// A thread that moves bytes does not rest.
+    fn has_carried(&self) -> bool {
+        false
+    }
 }

@@ -163,15 +163,21 @@ impl Region {
         Ok(())
     }
 
-    /// Copies bytes from memory that is no Rust object.
+    /// Copies bytes from memory that is no Rust object, by `copy`.
     ///
     /// # Safety
-    /// `from` must be valid for reads of `len` bytes, none of which lie in this region.
-    pub unsafe fn copy_in(&self, offset: u64, from: *const u8, len: u64) -> Result<(), Error> {
+    /// `from` must be valid for reads of `len` bytes, none of which lie in this region. `copy` must copy bytes from its first to
+    /// its second argument, and be sound wherever `std::ptr::copy_nonoverlapping` is.
+    pub unsafe fn copy_in(
+        &self,
+        offset: u64,
+        (from, len): (*const u8, u64),
+        copy: unsafe fn(*const u8, *mut u8, usize),
+    ) -> Result<(), Error> {
         let into = self.at("offset", offset, len)?;
         let _alone = self.access.write().unwrap_or_else(PoisonError::into_inner);
         // SAFETY: as above.
-        unsafe { std::ptr::copy_nonoverlapping(from, into, len as usize) };
+        unsafe { copy(from, into, len as usize) };
         Ok(())
     }
 

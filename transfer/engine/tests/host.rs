@@ -134,6 +134,30 @@ fn an_idle_engine_uses_hardly_any_processor_time() {
     assert!(share < 0.06, "{share} of a processor");
 }
 
+/// A part of a long write that was moved is progress, though no event tells of it. A worker that does not count it naps after each.
+#[test]
+fn long_writes_without_immediates_are_moved_without_naps() {
+    const LEN: usize = 16 << 20;
+    // `tcp` naps only where nothing has happened for two seconds: heartbeats would be something.
+    let tcp = || Engine::builder().group(DeviceGroup::tcp(&[Some("127.0.0.1")])).heartbeat(LONG / 2, LONG);
+    let providers: [(_, &dyn Fn() -> Builder, _); 2] = [("host", &host, 0), ("tcp", &tcp, 2500)];
+    for (name, builder, least_ms) in providers {
+        let (a, b) = (builder().build().unwrap(), builder().build().unwrap());
+        let ((src, _), (_dst, desc)) = (filled(&a, &noise(LEN, 4)), b.alloc_mr(LEN).unwrap());
+        let write = |len| outcome(|done| a.submit_single_write(len, None, (&src, 0), (&desc, 0), &within(LONG), done));
+        assert_eq!(write(8), Ok(()));
+        let (begin, before) = (Instant::now(), metric(&b, "naps_total"));
+        let mut writes = 0;
+        while writes < 10 || begin.elapsed() < Duration::from_millis(least_ms) {
+            assert_eq!(write(LEN as u64), Ok(()));
+            writes += 1;
+        }
+        let naps = metric(&b, "naps_total") - before;
+        // A write has 4 requests of 16 parts each.
+        assert!(naps < writes, "{name}: {naps} naps in {writes} writes");
+    }
+}
+
 #[test]
 fn kill_9_is_noticed_at_once_and_a_new_process_is_a_new_peer() {
     let (a, events) = watched(host());

@@ -14,6 +14,8 @@ use crate::region::Region;
 /// Requests and bytes that one look takes from a link, so that no peer keeps the others waiting.
 const MOST: u64 = 64;
 const SIP: u64 = 256 << 10;
+/// From this length on, a write is copied past the caches: those of one processor do not keep both of its ends.
+const STREAMED: u64 = 2 << 20;
 /// Segments that a peer may have this process map.
 const MOST_SEGMENTS: usize = 4096;
 
@@ -95,9 +97,9 @@ impl Incoming {
         flags::rise(self.ring.target_sleeps());
     }
 
-    /// Carries out what was posted, as much as one look may.
-    pub fn serve(&mut self, link: Link, registered: &Registered, events: &mut Vec<Event>) -> Result<(), Broken> {
-        let (mut taken, mut bytes) = (0, 0);
+    /// Carries out what was posted, as much as one look may. Says whether that was anything.
+    pub fn serve(&mut self, link: Link, registered: &Registered, events: &mut Vec<Event>) -> Result<bool, Broken> {
+        let (mut taken, mut bytes, mut parted) = (0, 0, false);
         while taken < MOST && bytes < SIP && self.ring.is_there(self.done + taken) {
             let number = self.done + taken;
             let request = self.ring.read(number).ok_or(Broken)?;
@@ -107,7 +109,7 @@ impl Incoming {
             match self.take(number, &request, link, registered)? {
                 Progress::Whole(len) => bytes += len,
                 Progress::Part(landed) => {
-                    self.part = landed;
+                    (self.part, parted) = (landed, true);
                     break;
                 }
             }
@@ -115,7 +117,7 @@ impl Incoming {
         }
         if taken == 0 {
             // The peer has ended the link: nothing more of it may land.
-            return if flags::look(self.ring.head()).1 { Err(Broken) } else { Ok(()) };
+            return if flags::look(self.ring.head()).1 { Err(Broken) } else { Ok(parted) };
         }
         if !flags::commit(self.ring.head(), self.done, taken) {
             // It has done so just now, and reports as failed what was just copied.
@@ -127,7 +129,7 @@ impl Incoming {
             // A socket that is full of bells rings.
             let _ = self.socket.send(&Packet::Bell, None);
         }
-        Ok(())
+        Ok(true)
     }
 
     /// Carries out one request, or some of it.
@@ -194,7 +196,8 @@ impl Incoming {
                     self.hear()?;
                 }
                 let from = offset.saturating_add(part);
-                self.segments.get(&segment).is_some_and(|segment| segment.give(from, to, len).is_ok())
+                let copy = if request.len < STREAMED { Segment::give } else { Segment::stream };
+                self.segments.get(&segment).is_some_and(|segment| copy(segment, from, to, len).is_ok())
             }
             Source::Process(address) => self.pull(address.saturating_add(part), to, len)?,
         };

@@ -40,7 +40,7 @@ use crate::region::Region;
 use crate::shard::Piece;
 use crate::sys::Selector;
 use connection::{Connection, Side, Stage, token, unwatch};
-use incoming::Incoming;
+use incoming::{Broken, Incoming};
 use outgoing::{Job, Outgoing, Part, over};
 use packet::Mark;
 use strangers::Stranger;
@@ -89,6 +89,8 @@ pub(crate) struct HostNic {
     looks: u32,
     next_look: Instant,
     asleep: bool,
+    /// The last look has moved bytes.
+    carried: bool,
 }
 
 fn random() -> Result<u64, Error> {
@@ -121,6 +123,7 @@ impl HostNic {
             looks: 0,
             next_look: Instant::now(),
             asleep: false,
+            carried: false,
         })
     }
 
@@ -148,17 +151,23 @@ impl HostNic {
     /// Looks at the rings.
     fn look(&mut self, events: &mut Vec<Event>) {
         let mut lost = false;
+        self.carried = false;
         for connection in &mut self.connections {
-            if let Some(incoming) = &mut connection.incoming
-                && incoming.serve(Link(connection.number), &self.registered, events).is_err()
-            {
-                unwatch(&self.selector, incoming.watched());
-                connection.incoming = None;
-                lost |= connection.lose(events);
+            if let Some(incoming) = &mut connection.incoming {
+                match incoming.serve(Link(connection.number), &self.registered, events) {
+                    Ok(served) => self.carried |= served,
+                    Err(Broken) => {
+                        unwatch(&self.selector, incoming.watched());
+                        connection.incoming = None;
+                        lost |= connection.lose(events);
+                    }
+                }
             }
+            let done = connection.outgoing.done();
             if !connection.outgoing.advance(events) && connection.stage == Stage::Open {
                 lost |= connection.lose(events);
             }
+            self.carried |= connection.outgoing.done() != done;
         }
         if lost {
             // What they had under way is over; the engine disconnects them.
@@ -406,6 +415,10 @@ impl Nic for HostNic {
             }
         }
         self.looks = self.looks.wrapping_add(1);
+    }
+
+    fn has_carried(&self) -> bool {
+        self.carried
     }
 }
 

@@ -199,6 +199,11 @@ impl Outgoing {
         true
     }
 
+    /// Requests that were carried out, as last seen.
+    pub fn done(&self) -> u64 {
+        self.poster.done()
+    }
+
     pub fn take(&mut self, job: Job) {
         self.bytes += job.bytes;
         self.jobs.push_back(job);

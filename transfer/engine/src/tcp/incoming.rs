@@ -225,12 +225,13 @@ impl Incoming {
         true
     }
 
-    /// Carries out what the peer asks for.
-    pub fn receive(&mut self, link: Link, memory: &impl Memory, events: &mut Vec<Event>) {
-        let mut taken = 0;
+    /// Carries out what the peer asks for. Says whether anything has come.
+    pub fn receive(&mut self, link: Link, memory: &impl Memory, events: &mut Vec<Event>) -> bool {
+        let (mut taken, mut came) = (0, false);
         while !self.closed && self.serving.is_none() && taken < SIP {
             let before = self.present.as_ref().map_or(0, |present| present.left);
             let more = self.fill();
+            came |= more;
             taken += before.saturating_sub(self.present.as_ref().map_or(0, |present| present.left)) + self.known();
             while self.step(link, memory, events) || self.serve() {}
             if !more {
@@ -238,6 +239,7 @@ impl Incoming {
             }
         }
         self.tell();
+        came
     }
 
     /// Sends what the peer reads, as far as it goes. True: a read is over.

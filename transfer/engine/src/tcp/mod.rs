@@ -83,6 +83,8 @@ pub(crate) struct TcpNic {
     closing: usize,
     finished: Vec<Event>,
     ready: Vec<Ready>,
+    /// The last poll has moved bytes.
+    carried: bool,
 }
 
 fn failed(what: &'static str) -> impl Fn(std::io::Error) -> Error {
@@ -124,6 +126,7 @@ impl TcpNic {
             closing: 0,
             finished: Vec::new(),
             ready: Vec::new(),
+            carried: false,
         })
     }
 
@@ -170,7 +173,7 @@ impl TcpNic {
     fn flush(&mut self, link: Link) {
         let Some(outgoing) = self.outgoing.get_mut(&link) else { return };
         let blocked = outgoing.blocked;
-        outgoing.flush();
+        self.carried |= outgoing.flush();
         let waits = outgoing.blocked && outgoing.has_unsent();
         if waits != blocked {
             outgoing.blocked = waits;
@@ -186,7 +189,7 @@ impl TcpNic {
     fn hear(&mut self, link: Link) {
         let Some(outgoing) = self.outgoing.get_mut(&link) else { return };
         let (finished, writes) = (&mut self.finished, &mut self.writes);
-        outgoing.receive(&mut |event| {
+        self.carried |= outgoing.receive(&mut |event| {
             *writes = writes.saturating_sub(1);
             finished.push(event);
         });
@@ -256,7 +259,7 @@ impl TcpNic {
         match incoming.admission {
             Admission::Way => incoming.listen(Link((WAY | INCOMING | name) as usize), &mut self.finished),
             Admission::Peer(link) => {
-                incoming.receive(link, &self.regions, &mut self.finished);
+                self.carried |= incoming.receive(link, &self.regions, &mut self.finished);
                 // A socket that cannot be watched is found broken at the next heartbeat.
                 if incoming.is_serving() {
                     let _ = self.selector.await_room(&incoming.socket, INCOMING | name);
@@ -293,6 +296,7 @@ impl TcpNic {
                 if write && let Some(incoming) = self.incoming.get_mut(&name) {
                     // Who waits to be let in is watched for nothing: it has hung up.
                     incoming.closed |= matches!(incoming.admission, Admission::Waiting(_));
+                    self.carried |= incoming.is_serving();
                     incoming.serve();
                     incoming.tell();
                     if !incoming.has_unsent() && !incoming.is_serving() {
@@ -443,6 +447,7 @@ impl Nic for TcpNic {
     }
 
     fn poll(&mut self, events: &mut Vec<Event>) {
+        self.carried = false;
         for link in std::mem::take(&mut self.unsent) {
             if self.outgoing.get(&link).is_some_and(|outgoing| !outgoing.blocked && outgoing.has_unsent()) {
                 self.flush(link);
@@ -453,5 +458,9 @@ impl Nic for TcpNic {
             self.tick(Instant::now());
         }
         events.append(&mut self.finished);
+    }
+
+    fn has_carried(&self) -> bool {
+        self.carried
     }
 }

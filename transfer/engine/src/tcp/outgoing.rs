@@ -171,8 +171,9 @@ impl Outgoing {
         self.requests.push_back(request);
     }
 
-    /// Sends what waits, as far as it goes.
-    pub fn flush(&mut self) {
+    /// Sends what waits, as far as it goes. Says whether that was anything.
+    pub fn flush(&mut self) -> bool {
+        let mut any = false;
         while self.state == State::Open && self.has_unsent() && self.closing.is_none() {
             let mut parts = [Part::none(); PARTS];
             let mut count = 0;
@@ -186,16 +187,17 @@ impl Outgoing {
             }
             match send(&self.socket, parts.get(..count).unwrap_or_default()) {
                 Ok(sent) => {
-                    self.blocked = false;
+                    (self.blocked, any) = (false, true);
                     self.advance(sent);
                 }
                 Err(error) if is_patient(&error) => {
                     self.blocked = true;
-                    return;
+                    break;
                 }
-                Err(error) => return self.fail(&error),
+                Err(error) => self.fail(&error),
             }
         }
+        any
     }
 
     fn advance(&mut self, mut sent: usize) {
@@ -223,8 +225,8 @@ impl Outgoing {
     }
 
     /// Takes the answers that have come, and bytes of reads: those go from the socket to where they belong, apart from what comes
-    /// with an answer.
-    pub fn receive(&mut self, over: &mut impl FnMut(Event)) {
+    /// with an answer. Says whether anything has come.
+    pub fn receive(&mut self, over: &mut impl FnMut(Event)) -> bool {
         let mut taken = 0;
         while self.state == State::Open && taken < SIP {
             let mut room = [0_u8; ANSWERS];
@@ -241,13 +243,14 @@ impl Outgoing {
                     self.answers.extend_from_slice(room.get(..got - landed).unwrap_or_default());
                     self.read_answers(over);
                     if got < len + room.len() {
-                        return;
+                        break;
                     }
                 }
-                Err(error) if is_patient(&error) => return,
+                Err(error) if is_patient(&error) => break,
                 Err(error) => self.fail(&error),
             }
         }
+        taken > 0
     }
 
     /// So many bytes of the oldest read have come.

@@ -402,6 +402,7 @@ impl<N: Nic + ?Sized> Worker<N> {
         for index in 0..self.lanes.len() {
             if let Some(lane) = self.lanes.get_mut(index) {
                 lane.nic.poll(&mut events);
+                active |= lane.nic.has_carried();
             }
             for event in events.drain(..) {
                 active |= self.handle(index, event);

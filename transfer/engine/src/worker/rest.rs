@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use super::Worker;
 use super::command::Command;
 use super::timers::{IDLE_TICK, TICK};
+use crate::metrics::count;
 use crate::provider::{Nic, Wait};
 use crate::queue::Queue;
 use crate::sync::relax;
@@ -25,6 +26,9 @@ const NAP: Duration = Duration::from_micros(50);
 /// Without anybody who waits for anything, a nap is twice as long after so many naps, up to 2^5 times.
 const NAPS: u32 = 64;
 const DOUBLINGS: u32 = 5;
+/// Refusals to sleep, one after the other with nothing found in between, before the thread takes a nap: a NIC that always has
+/// something to look at and never anything to do would keep the processor.
+const REFUSALS: u32 = 16;
 /// A descriptor that ends sleeps for so long, and nothing is found, is not believed: heartbeats come more often.
 const FRUITLESS: Duration = Duration::from_secs(2);
 
@@ -38,6 +42,8 @@ pub(super) struct Rest {
     active: Instant,
     /// Sleeps that a descriptor has ended for nothing, for a long time.
     fruitless: u32,
+    /// Times that a NIC wanted to be looked at first, since there was something to do.
+    refused: u32,
 }
 
 /// A sleep of a worker's thread. It needs the worker only before and afterwards.
@@ -82,13 +88,14 @@ impl Rest {
         } else {
             How::Polled
         };
-        Self { bell, how, idle: 0, active: Instant::now(), fruitless: 0 }
+        Self { bell, how, idle: 0, active: Instant::now(), fruitless: 0, refused: 0 }
     }
 
     /// Another thread has found something to do.
     pub fn moved(&mut self, now: Instant) {
         self.active = now;
         self.fruitless = 0;
+        self.refused = 0;
     }
 
     /// There was nothing but a stranger, who is no reason to look on, unless a peer has been here a moment ago.
@@ -101,8 +108,7 @@ impl Rest {
     /// There was something to do.
     pub fn end(&mut self, now: Instant) {
         self.idle = 0;
-        self.active = now;
-        self.fruitless = 0;
+        self.moved(now);
     }
 }
 
@@ -133,18 +139,27 @@ impl<N: Nic + ?Sized> Worker<N> {
         let waited_for = self.is_waited_for();
         let tick = if waited_for { TICK } else { IDLE_TICK };
         self.ticks = waited_for;
+        let naps = &self.shared.metrics.naps_total;
         match &mut self.rest.how {
             How::Woken => {
                 let needed = self.lanes.iter().any(|lane| lane.in_flight > 0);
+                if needed {
+                    count(naps);
+                }
                 Some(Sleep::Here(if needed { NAP } else { tick }))
             }
             How::Polled => {
+                count(naps);
                 let doublings = (self.rest.idle.saturating_sub(YIELDS) / NAPS).min(DOUBLINGS);
                 Some(Sleep::Here(if waited_for { NAP } else { NAP * (1 << doublings) }))
             }
             How::Descriptors(descriptors) => {
                 if !self.lanes.iter_mut().all(|lane| lane.nic.may_wait()) {
-                    self.commands.wait(NAP);
+                    self.rest.refused = self.rest.refused.saturating_add(1);
+                    if self.rest.refused > REFUSALS {
+                        count(naps);
+                        self.commands.wait(NAP);
+                    }
                     return None;
                 }
                 self.commands.begin_outside().then(|| Sleep::Outside(std::mem::take(descriptors), tick))
@@ -168,6 +183,7 @@ impl<N: Nic + ?Sized> Worker<N> {
             if self.now.saturating_duration_since(self.rest.active) > FRUITLESS {
                 let doublings = (self.rest.fruitless / NAPS).min(DOUBLINGS);
                 self.rest.fruitless = self.rest.fruitless.saturating_add(1);
+                count(&self.shared.metrics.naps_total);
                 self.commands.wait(NAP * (1 << doublings));
             }
         }
