@@ -11,6 +11,7 @@ mod measure;
 mod notify;
 mod plot;
 mod target;
+mod watch;
 
 use std::error::Error;
 use std::path::PathBuf;
@@ -93,6 +94,15 @@ enum Command {
         provider: Provider,
         #[arg(long, default_value = "127.0.0.1")]
         source: String,
+        #[arg(long, default_value_t = 5.0)]
+        seconds: f64,
+    },
+    /// Measure how soon a word that changes every 5 to 30 ms is seen, and what looking at it costs
+    Watch {
+        /// Paces of a hot word in microseconds; a word without a pace is measured too
+        #[arg(long = "pace_us", value_delimiter = ',', default_values_t = [0, 2, 5, 10, 20, 50, 100])]
+        pace_us: Vec<u32>,
+        /// Seconds for each pace
         #[arg(long, default_value_t = 5.0)]
         seconds: f64,
     },
@@ -202,6 +212,10 @@ fn main() -> Outcome<()> {
             let (smallest, largest, window, sizes) = (4096, 4096, 1, Vec::new());
             let (nics, busy_poll, told) = (1, false, Told::Future);
             idle::run(&Plan { provider, nics, source, time, smallest, largest, sizes, window, busy_poll, told })
+        }
+        Command::Watch { pace_us, seconds } => {
+            let paces: Vec<_> = pace_us.into_iter().map(Some).chain([None]).collect();
+            watch::run(&paces, Duration::try_from_secs_f64(seconds)?)
         }
         Command::Fence { provider, source, rounds } => harm::fence(provider, &source, rounds),
         Command::Flood { source, rate, seconds, rounds } => {

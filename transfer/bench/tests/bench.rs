@@ -65,6 +65,16 @@ fn an_end_may_be_told_in_each_way() {
 }
 
 #[test]
+fn every_pace_of_a_word_is_measured() {
+    let table = printed(&["watch", "--pace_us", "20", "--seconds", "0.1"]);
+    let rows: Vec<Vec<_>> = table.lines().skip(1).map(|row| row.split_whitespace().collect()).collect();
+    assert_eq!(rows.iter().map(|row| row[0]).collect::<Vec<_>>(), ["20", "none"]);
+    for row in rows {
+        assert!(row[1..].iter().all(|number| number.parse::<f64>().unwrap() > 0.0), "{table}");
+    }
+}
+
+#[test]
 fn fences_and_floods_are_measured() {
     let fence = printed(&["fence", "--provider", "tcp", "--rounds", "5"]);
     assert!(fence.starts_with("tcp fence") && fence.contains("p99"), "{fence}");

@@ -487,7 +487,19 @@ functions! {
         };
         give("watcher", watcher, Box::into_raw(Box::new(made)))
     }
+    /// Says how often a word is looked at.
+    fn pt_watcher_set_pace(watcher: *const UvmWatcher, pace_us: u32) {
+        from("watcher", watcher)?.set_pace((pace_us != DEFAULT_PACE).then_some(pace_us))
+    }
+    /// Has nobody look at a word.
+    fn pt_watcher_pause(watcher: *const UvmWatcher) {
+        from("watcher", watcher)?.pause();
+        Ok(())
+    }
 }
+
+/// PT_DEFAULT_PACE of the header.
+const DEFAULT_PACE: u32 = u32::MAX;
 
 fn read_address(bytes: &[u8]) -> Result<NetAddr, Error> {
     NetAddr::from_bytes(bytes).map_err(|error| Error::argument("address", error.to_string()))

@@ -398,6 +398,15 @@ int main(int count, char **arguments) {
   __atomic_store_n(pt_watcher_word(watcher), 9, __ATOMIC_RELEASE);
   wait_for(&seen, 1);
   CHECK(seen.old_value == 0 && seen.new_value == 9);
+  CHECK(pt_watcher_set_pace(watcher, 501) == PT_INVALID && strstr(pt_last_error(), "pace_us: 501 came"));
+  OK(pt_watcher_pause(watcher));
+  __atomic_store_n(pt_watcher_word(watcher), 10, __ATOMIC_RELEASE);
+  OK(pt_watcher_set_pace(watcher, 20));
+  wait_for(&seen, 2);
+  OK(pt_watcher_set_pace(watcher, PT_DEFAULT_PACE));
+  __atomic_store_n(pt_watcher_word(watcher), 11, __ATOMIC_RELEASE);
+  wait_for(&seen, 3);
+  CHECK(seen.old_value == 10 && seen.new_value == 11);
   pt_watcher_destroy(watcher);
   pt_mr *words;
   OK(pt_alloc_mr(b, 64, &words));

@@ -64,6 +64,13 @@ impl<T: Send + 'static> Repeated<T> {
     pub fn call(self: &Arc<Self>, item: T, jobs: &Jobs) -> bool {
         !self.turns.push(item) || jobs.push(self.side, Job::Next(Arc::clone(self) as Arc<dyn Next>)).is_ok()
     }
+
+    /// Calls the callback with `item` on this thread, unless another thread is at an earlier item: that one goes on with it.
+    pub fn call_here(self: &Arc<Self>, item: T, jobs: &Jobs, metrics: &Metrics) {
+        if self.turns.push(item) {
+            Job::Next(Arc::clone(self) as Arc<dyn Next>).run(jobs, metrics);
+        }
+    }
 }
 
 /// Something with a next step.
@@ -165,9 +172,14 @@ pub(crate) fn check_wait(engine: u64) -> Result<(), Error> {
     Ok(())
 }
 
+/// Makes the calling thread one that calls the callbacks of an engine.
+pub(crate) fn enter(engine: u64) {
+    ENGINE.set(Some(engine));
+}
+
 /// Runs an engine's callbacks until there are none and no more can come.
 pub(crate) fn run(engine: u64, side: Side, jobs: &Jobs, metrics: &Metrics) {
-    ENGINE.set(Some(engine));
+    enter(engine);
     while let Some(job) = jobs.line(side).pop() {
         job.run(jobs, metrics);
     }

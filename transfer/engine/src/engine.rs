@@ -406,7 +406,9 @@ impl Inner {
             group.commands.close();
         }
         let mut threads = std::mem::take(&mut *self.threads.lock().unwrap_or_else(PoisonError::into_inner));
-        threads.extend(self.watcher_thread.lock().unwrap_or_else(PoisonError::into_inner).take());
+        let watcher = self.watcher_thread.lock().unwrap_or_else(PoisonError::into_inner).take();
+        // The callback of a hot word may close its engine: that thread cannot wait for itself.
+        threads.extend(watcher.filter(|watcher| watcher.thread().id() != std::thread::current().id()));
         // The engine's threads catch panics of callbacks; a worker that panicked all the same has nothing to return.
         threads.into_iter().for_each(|thread| drop(thread.join()));
         let mut left = Vec::new();

@@ -4,10 +4,10 @@
 //! needed. Bumps that come faster than the thread looks are reported as one change from the old value to the newest.
 
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use crate::callbacks::WatchCallback;
+use crate::callbacks::{Side, WatchCallback, enter};
 use crate::doors::Doors;
 use crate::error::{Error, Reason, TransferError};
 use crate::gate::Gate;
@@ -24,13 +24,48 @@ const NAP: Duration = Duration::from_micros(20);
 /// After so many naps without a change, a nap is twice as long, up to 2^5 times: 0.6 ms.
 const NAPS: u32 = 500;
 const DOUBLINGS: u32 = 5;
+/// Sleep of the thread while there is nothing to look at.
+const REST: Duration = Duration::from_secs(1);
+/// A sleep that would be shorter takes longer than the looks in its place.
+const SHORT: Duration = Duration::from_micros(2);
+/// Longest pace of a hot word in microseconds. Without a pace the thread looks more often than that in any case.
+pub(crate) const MAX_PACE_US: u32 = 500;
 /// Bytes of memory of one word.
 pub(crate) const WORD_PAGE: usize = 4096;
+
+/// When the thread looks at a word.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Pace {
+    /// Less and less often while no word without a pace changes.
+    Easy,
+    /// So long after the look before.
+    Hot(Duration),
+    /// Not at all.
+    Paused,
+}
 
 struct Watched {
     region: Arc<Region>,
     seen: u64,
     callback: Option<WatchCallback>,
+    pace: Pace,
+    /// When a hot word is to be looked at.
+    due: Instant,
+}
+
+impl Watched {
+    /// Says whether it is to be looked at now, at a look at those without a pace or at another one.
+    fn is_due(&self, now: Instant, easy: bool) -> bool {
+        match self.pace {
+            Pace::Easy => easy,
+            Pace::Hot(_) => self.due <= now,
+            Pace::Paused => false,
+        }
+    }
+
+    fn value(&self) -> u64 {
+        self.region.load_word(0).unwrap_or(self.seen)
+    }
 }
 
 /// Writes that wait for a word.
@@ -95,13 +130,40 @@ struct Words {
     armed: Vec<Armed>,
     /// The engine is closed.
     closed: bool,
+    /// Something else than a word's value has changed since the thread last looked: it had better look again than sleep.
+    touched: bool,
+}
+
+impl Words {
+    /// Says whether anything has to be looked at without a pace.
+    fn has_easy(&self) -> bool {
+        !self.armed.is_empty() || self.watched.iter().any(|word| word.pace == Pace::Easy)
+    }
+
+    /// When the next hot word is to be looked at.
+    fn next_hot(&self) -> Option<Instant> {
+        self.watched.iter().filter(|word| matches!(word.pace, Pace::Hot(_))).map(|word| word.due).min()
+    }
 }
 
 /// The words that one engine watches.
 #[derive(Default)]
 pub(crate) struct Watchers {
     words: Mutex<Words>,
+    /// Ends a sleep of the thread.
+    changed: Condvar,
     stop: AtomicBool,
+}
+
+/// What a look has found.
+struct Found {
+    /// A word without a pace has changed, or writes that waited for a word were handed on.
+    easy: bool,
+    /// The next look at a hot word.
+    next_hot: Option<Instant>,
+    has_easy: bool,
+    /// Callbacks of hot words, for this thread to call.
+    calls: Vec<(WatchCallback, (u64, u64))>,
 }
 
 /// A 64-bit word that is watched as long as this lives. It begins at 0, alone on a page.
@@ -136,16 +198,62 @@ impl UvmWatcher {
         // The region was allocated for one word: this cannot be out of bounds.
         let _ = self.region.store_word(0, value);
     }
+
+    /// Makes the word hot: the thread looks at it `pace_us` microseconds after the look before, also while it does not change. 0: it
+    /// looks without a pause, and keeps a processor busy. None: it looks less and less often while nothing changes, as at first. May
+    /// be called at any time; it ends a pause.
+    ///
+    /// The thread that looks calls a hot word's callback itself, if it is Rust's or C's. A long one holds all other words up.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] if `pace_us` is greater than 500.
+    pub fn set_pace(&self, pace_us: Option<u32>) -> Result<(), Error> {
+        let pace = match pace_us {
+            None => Pace::Easy,
+            Some(pace_us) if pace_us <= MAX_PACE_US => Pace::Hot(Duration::from_micros(pace_us.into())),
+            Some(pace_us) => {
+                let problem = format!("{pace_us} came; 0 to {MAX_PACE_US} microseconds are allowed, or none");
+                return Err(Error::argument("pace_us", problem));
+            }
+        };
+        self.watchers.pace(&self.region, pace);
+        Ok(())
+    }
+
+    /// Has nobody look at the word until [`Self::set_pace`] is called. What changes meanwhile is told then, as one change. Writes that
+    /// wait for the word still go.
+    pub fn pause(&self) {
+        self.watchers.pace(&self.region, Pace::Paused);
+    }
 }
 
 impl Drop for UvmWatcher {
     fn drop(&mut self) {
-        let mut words = self.watchers.words.lock().unwrap_or_else(PoisonError::into_inner);
-        words.watched.retain(|word| !Arc::ptr_eq(&word.region, &self.region));
+        self.watchers.words().watched.retain(|word| !Arc::ptr_eq(&word.region, &self.region));
     }
 }
 
 impl Watchers {
+    fn words(&self) -> MutexGuard<'_, Words> {
+        self.words.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Changes how often a word is looked at. The next look at it comes at once.
+    fn pace(&self, region: &Arc<Region>, pace: Pace) {
+        let mut words = self.words();
+        for word in words.watched.iter_mut().filter(|word| Arc::ptr_eq(&word.region, region)) {
+            (word.pace, word.due) = (pace, Instant::now());
+        }
+        self.touch(words);
+    }
+
+    /// Has the thread look again.
+    fn touch(&self, mut words: MutexGuard<'_, Words>) {
+        words.touched = true;
+        drop(words);
+        self.changed.notify_all();
+    }
+
     /// Adds a word: in memory that is registered already, or in new. The page is the word's alone, because registration
     /// with CUDA works on pages.
     pub fn add(
@@ -157,13 +265,17 @@ impl Watchers {
             Some(handle) => Arc::clone(&handle.registration.region),
             None => Arc::new(Region::allocate(WORD_PAGE)?),
         };
-        let watched = Watched { region: Arc::clone(&region), seen: 0, callback };
-        self.words.lock().unwrap_or_else(PoisonError::into_inner).watched.push(watched);
+        let (pace, due) = (Pace::Easy, Instant::now());
+        let watched = Watched { region: Arc::clone(&region), seen: 0, callback, pace, due };
+        let mut words = self.words();
+        words.watched.push(watched);
+        self.touch(words);
         Ok(UvmWatcher { region, _registration: memory, watchers: Arc::clone(self) })
     }
 
     pub fn stop(&self) {
         self.stop.store(true, Ordering::Release);
+        self.touch(self.words());
     }
 
     /// Has writes wait until a word is at least `value`. They come back if the engine is closed.
@@ -180,7 +292,7 @@ impl Watchers {
         if !Arc::ptr_eq(self, &word.watchers) {
             return Err(Error::argument("watcher", "another engine's came"));
         }
-        let mut words = self.words.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut words = self.words();
         if words.closed {
             return Ok(Err(command));
         }
@@ -189,53 +301,93 @@ impl Watchers {
         }
         let (region, commands) = (Arc::clone(&word.region), Arc::clone(commands));
         words.armed.push(Armed { region, value, commands, group, command });
+        self.touch(words);
         Ok(Ok(()))
     }
 
     /// Takes writes back that wait for a word, as many as device groups would carry them.
     pub fn disarm(&self, id: u64) -> Vec<Armed> {
-        let mut words = self.words.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut words = self.words();
         words.armed.extract_if(.., |armed| armed.id().is_some_and(|(armed, _)| armed == id)).collect()
     }
 
     /// Takes all of them, for an engine that is closed.
     pub fn close(&self) -> Vec<Armed> {
-        let mut words = self.words.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut words = self.words();
         words.closed = true;
         std::mem::take(&mut words.armed)
     }
 
     /// Looks at every word until told to stop.
     pub fn run(&self, shared: &Shared) {
+        enter(shared.engine);
         let mut quiet = 0_u32;
+        let mut next_easy = Instant::now();
         while !self.stop.load(Ordering::Acquire) {
-            quiet = if self.look(shared) { 0 } else { quiet.saturating_add(1) };
-            if quiet < SPINS {
-                pause();
-            } else {
-                std::thread::sleep(NAP * (1 << ((quiet - SPINS) / NAPS).min(DOUBLINGS)));
+            let now = Instant::now();
+            let easy = now >= next_easy;
+            let found = self.look(shared, now, easy);
+            for (callback, values) in found.calls {
+                callback.call_here(values, &shared.jobs, &shared.metrics);
             }
+            if easy || found.easy {
+                quiet = if found.easy { 0 } else { quiet.saturating_add(1) };
+                let doublings = quiet.checked_sub(SPINS).map(|quiet| (quiet / NAPS).min(DOUBLINGS));
+                next_easy = now + doublings.map_or(Duration::ZERO, |doublings| NAP * (1 << doublings));
+            }
+            let easy = found.has_easy.then_some(next_easy);
+            let next = easy.into_iter().chain(found.next_hot).min();
+            self.sleep(next.map_or(REST, |next| next.saturating_duration_since(Instant::now())));
         }
     }
 
-    fn look(&self, shared: &Shared) -> bool {
-        let mut words = self.words.lock().unwrap_or_else(PoisonError::into_inner);
-        let (mut changed, ended) = Self::fire(&mut words, shared);
-        for word in &mut words.watched {
-            let Ok(value) = word.region.load_word(0) else { continue };
+    /// Sleeps so long, or until something about the words changes.
+    fn sleep(&self, time: Duration) {
+        if time < SHORT {
+            pause();
+            return;
+        }
+        let words = self.words();
+        if !words.touched {
+            drop(self.changed.wait_timeout(words, time));
+        }
+    }
+
+    /// Looks at the hot words whose time has come, and at the others if that is `easy`'s turn.
+    fn look(&self, shared: &Shared, now: Instant, easy: bool) -> Found {
+        let mut words = self.words();
+        words.touched = false;
+        let changes = |word: &Watched| word.is_due(now, easy) && word.value() != word.seen;
+        let (mut found, mut ended, mut calls) = (false, Vec::new(), Vec::new());
+        if easy || words.watched.iter().any(changes) {
+            let fired;
+            (fired, ended) = Self::fire(&mut words, shared);
+            found = easy && fired;
+        }
+        for word in words.watched.iter_mut().filter(|word| word.is_due(now, easy)) {
+            if let Pace::Hot(pace) = word.pace {
+                word.due = now + pace;
+            }
+            let value = word.value();
             if value != word.seen {
-                changed = true;
+                found |= word.pace == Pace::Easy;
                 let old = std::mem::replace(&mut word.seen, value);
-                if let Some(callback) = &word.callback {
+                match &word.callback {
+                    // To wake another thread takes longer than most callbacks. Python's may have to wait for its lock.
+                    Some(callback) if word.pace != Pace::Easy && callback.side == Side::Own => {
+                        calls.push((Arc::clone(callback), (old, value)));
+                    }
                     // Refused only by an engine that is closing.
-                    callback.call((old, value), &shared.jobs);
+                    Some(callback) => _ = callback.call((old, value), &shared.jobs),
+                    None => {}
                 }
             }
         }
+        let found = Found { easy: found, next_hot: words.next_hot(), has_easy: words.has_easy(), calls };
         // Without the lock: those who are told may ask for something.
         drop(words);
         ended.into_iter().for_each(|(armed, reason)| armed.end(&reason, shared));
-        changed
+        found
     }
 
     /// Hands on the writes whose word is there, in the order of their submission. Takes out those that have waited too long, or whose

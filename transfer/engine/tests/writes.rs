@@ -8,7 +8,10 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use common::*;
-use putget_transfer::{Device, DeviceGroup, Done, Engine, Error, Flag, Miss, Options, Pages, ScatterDst, SimNetwork};
+use putget_transfer::{
+    Device, DeviceGroup, Done, Engine, Error, Flag, Miss, Options, Pages, ScatterDst, SimNetwork, UvmWatcher, Via,
+    WriteItem,
+};
 
 fn read(handle: &putget_transfer::MrHandle) -> Vec<u8> {
     let mut bytes = vec![0; handle.len() as usize];
@@ -303,6 +306,107 @@ fn watched_words_report_their_changes() {
     assert_eq!(seen.recv_timeout(LONG), Ok((0, 5)));
     watcher.store(2);
     assert_eq!(seen.recv_timeout(LONG), Ok((5, 2)));
+}
+
+#[test]
+fn a_word_is_made_hot_paused_and_neither_while_it_is_watched() {
+    let network = Network::new(13);
+    let (a, b) = (engine(&network, 1), engine(&network, 1));
+    let watched = |engine: &Engine| {
+        let (sender, seen) = std::sync::mpsc::channel();
+        (engine.alloc_uvm_watcher(move |old, new| sender.send((old, new)).unwrap()).unwrap(), seen)
+    };
+    let ((word, seen), (other, others)) = (watched(&a), watched(&a));
+    let mut value = 0;
+    for pace_us in [Some(0), Some(500), None, Some(20), None] {
+        word.set_pace(pace_us).unwrap();
+        for _ in 0..20 {
+            word.store(value + 1);
+            assert_eq!(seen.recv_timeout(LONG), Ok((value, value + 1)));
+            value += 1;
+        }
+        // While nobody looks, changes are not told, and writes that wait for the word go all the same.
+        word.pause();
+        word.store(value + 1);
+        let ((src, _), (_dst, desc)) = (a.alloc_mr(8).unwrap(), b.alloc_mr(8).unwrap());
+        let items = [WriteItem { len: 8, src: (&src, 0), dst: (&desc, 0) }];
+        let prepared = a.prepare_writes(&items, Via::default()).unwrap();
+        let options = within(LONG);
+        word.store(value + 2);
+        assert_eq!(outcome(|done| a.submit_when(&word, value + 2, &prepared, None, &options, done)), Ok(()));
+        let later = value + 3;
+        let (done, waiting) = Done::future();
+        a.submit_when(&word, later, &prepared, None, &options, done).unwrap();
+        word.store(later);
+        assert_eq!(waiting.wait(LONG), Some(Ok(())));
+        // The thread has looked at the other word since.
+        other.store(later);
+        assert_eq!(others.recv_timeout(LONG).map(|(_, new)| new), Ok(later));
+        assert!(seen.try_recv().is_err());
+        // What has changed is one change.
+        word.set_pace(pace_us).unwrap();
+        assert_eq!(seen.recv_timeout(LONG), Ok((value, later)));
+        value = later;
+    }
+    assert!(value > 100);
+    let refused = word.set_pace(Some(501)).unwrap_err().to_string();
+    assert!(refused.contains("pace_us") && refused.contains("501 came; 0 to 500"), "{refused}");
+    // With all words paused the thread sleeps; another one wakes it, as does the end of the engine.
+    word.pause();
+    other.pause();
+    let (third, thirds) = watched(&a);
+    third.store(1);
+    assert_eq!(thirds.recv_timeout(LONG), Ok((0, 1)));
+    third.pause();
+    a.close();
+}
+
+/// A hot word's callback runs on the thread that looks, and may do there what callbacks may.
+#[test]
+fn the_callback_of_a_hot_word_may_submit_panic_change_the_pace_and_close() {
+    let network = Network::new(14);
+    let (a, b) = (engine(&network, 1), engine(&network, 1));
+    let ((src, _), (_dst, desc)) = (a.alloc_mr(8).unwrap(), b.alloc_mr(8).unwrap());
+    let (sender, seen) = std::sync::mpsc::channel();
+    let own: Arc<std::sync::OnceLock<UvmWatcher>> = Arc::default();
+    let (engine, inside) = (a.clone(), Arc::clone(&own));
+    let watcher = a.alloc_uvm_watcher(move |_, new| {
+        let word = inside.get().unwrap();
+        match new {
+            1 => panic!("as it may"),
+            2 => {
+                let (done, future) = Done::future();
+                engine.submit_single_write(8, Some(1), (&src, 0), (&desc, 0), &within(LONG), done).unwrap();
+                // Refused, unless the write is over already.
+                if let Err(refused) = engine.wait(&future, LONG) {
+                    assert!(refused.to_string().contains("inside a callback"), "{refused}");
+                }
+            }
+            3 => word.set_pace(None).unwrap(),
+            5 => engine.close(),
+            _ => {}
+        }
+        sender.send((new, std::thread::current().name().unwrap().to_owned())).unwrap();
+    });
+    own.set(watcher.unwrap()).unwrap();
+    let word = own.get().unwrap();
+    word.set_pace(Some(10)).unwrap();
+    let told = |value| {
+        word.store(value);
+        let (new, thread) = seen.recv_timeout(LONG).unwrap();
+        assert_eq!(new, value);
+        thread
+    };
+    word.store(1);
+    eventually("it has panicked", || metric(&a, "callback_panics_total") == 1);
+    assert_eq!(told(2), "pt-watcher");
+    assert_eq!(expect_count(&b, 1, 1), Ok(()));
+    assert_eq!(told(3), "pt-watcher");
+    // Without a pace it runs on a thread for callbacks.
+    assert_ne!(told(4), "pt-watcher");
+    word.set_pace(Some(0)).unwrap();
+    told(5);
+    assert!(matches!(a.alloc_mr(8), Err(Error::Closed)));
 }
 
 #[test]

@@ -644,10 +644,19 @@ class Engine:
         """
     def unmirror_imms(self, first: int, count: int) -> None:
         """End the mirrors of `count` counters from `first` on."""
-    def alloc_uvm_watcher(self, callback: Callable[[int, int], object] | None = None) -> UvmWatcher:
+    def alloc_uvm_watcher(
+        self, callback: Callable[[int, int], object] | None = None, *, pace_us: int | None = None
+    ) -> UvmWatcher:
         """Make a word that a thread watches; the callback gets its old and its new value.
 
         Without a callback the word is for `submit_when` alone.
+
+        Args:
+            callback: Called with the old and the new value.
+            pace_us: As for `UvmWatcher.set_pace`.
+
+        Raises:
+            ValueError: If `pace_us` is not one of 0 to 500.
         """
     def close(self) -> None: ...
     def __enter__(self) -> Engine: ...
@@ -768,3 +777,19 @@ class UvmWatcher:
     @property
     def value(self) -> int: ...
     def store(self, value: int) -> None: ...
+    def set_pace(self, pace_us: int | None) -> None:
+        """Say how often the engine looks at the word, at any time. It ends a pause.
+
+        Args:
+            pace_us: Microseconds from one look to the next, 0 to 500, also while the word does not change. At 0 the
+                engine looks without a pause, and keeps a processor busy. None, as at first: less and less often while
+                nothing changes.
+
+        Raises:
+            ValueError: If `pace_us` is not one of these.
+        """
+    def pause(self) -> None:
+        """Have nobody look at the word until `set_pace` is called.
+
+        What changes meanwhile is told then, as one change. Writes of `submit_when` still go.
+        """

@@ -4,6 +4,8 @@ use pyo3::exceptions::{PyOverflowError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList, PyRange, PyTuple};
 
+use crate::watcher::MAX_PACE_US;
+
 /// Characters of an argument that an error shows.
 const SHOWN: usize = 120;
 
@@ -121,6 +123,15 @@ pub(crate) fn submissions(value: &Bound<'_, PyAny>) -> PyResult<usize> {
 /// Immediates.
 pub(crate) fn imms(value: &Bound<'_, PyAny>) -> PyResult<u32> {
     fitting("count", value, u32::MAX.into())
+}
+
+/// Microseconds between two looks at a word.
+pub(super) fn pace_us(value: &Bound<'_, PyAny>) -> PyResult<Option<u32>> {
+    let pace_us: Option<Option<u32>> = value.extract().ok();
+    pace_us.filter(|pace_us| pace_us.is_none_or(|pace_us| pace_us <= MAX_PACE_US)).ok_or_else(|| {
+        let words = format!("pace_us: {value} came; 0 to {MAX_PACE_US} microseconds are allowed, or None");
+        PyValueError::new_err(words)
+    })
 }
 
 /// Something that can be called.

@@ -428,13 +428,18 @@ impl PyEngine {
         Ok(bindings::submit_recvs(&self.engine()?, len, count, &options, call)?)
     }
 
-    #[pyo3(signature = (callback=None))]
-    fn alloc_uvm_watcher(&self, callback: Option<&Bound<'_, PyAny>>) -> PyResult<PyUvmWatcher> {
+    #[pyo3(signature = (callback=None, *, pace_us=None))]
+    fn alloc_uvm_watcher(
+        &self,
+        callback: Option<&Bound<'_, PyAny>>,
+        #[pyo3(from_py_with = arguments::pace_us)] pace_us: Option<u32>,
+    ) -> PyResult<PyUvmWatcher> {
         let engine = self.engine()?;
         let watcher = match callback.map(arguments::callback).transpose()? {
             Some(callback) => bindings::alloc_uvm_watcher(&engine, move |old, new| notify(&callback, (old, new)))?,
             None => engine.alloc_uvm_word()?,
         };
+        watcher.set_pace(pace_us)?;
         Ok(PyUvmWatcher { watcher })
     }
 
@@ -493,5 +498,13 @@ impl PyUvmWatcher {
 
     fn store(&self, #[pyo3(from_py_with = arguments::value)] value: u64) {
         self.watcher.store(value);
+    }
+
+    fn set_pace(&self, #[pyo3(from_py_with = arguments::pace_us)] pace_us: Option<u32>) -> PyResult<()> {
+        Ok(self.watcher.set_pace(pace_us)?)
+    }
+
+    fn pause(&self) {
+        self.watcher.pause();
     }
 }

@@ -347,6 +347,14 @@ typedef void (*pt_watch)(void *context, uint64_t old_value, uint64_t new_value);
  * pt_submit_when alone. */
 int pt_watcher_create(pt_engine *engine, pt_watch callback, void *context, pt_watcher **watcher);
 uint64_t *pt_watcher_word(const pt_watcher *watcher);
+/* Makes the word hot: the thread looks at it `pace_us` microseconds after the look before, also while it does not change. 0 to 500;
+ * at 0 the thread looks without a pause and keeps a processor busy. PT_DEFAULT_PACE, as at first: less and less often while nothing
+ * changes. It ends a pause. */
+#define PT_DEFAULT_PACE UINT32_MAX
+int pt_watcher_set_pace(const pt_watcher *watcher, uint32_t pace_us);
+/* Has nobody look at the word until pt_watcher_set_pace. What changes meanwhile is told then, as one change. Writes of pt_submit_when
+ * still go. */
+int pt_watcher_pause(const pt_watcher *watcher);
 void pt_watcher_destroy(pt_watcher *watcher);
 
 #ifdef __cplusplus
