@@ -6,8 +6,9 @@ r"""The engine beside libfabric alone, NIXL and Mooncake: the same sizes, on one
 
 Every contender measures all sizes for a moment, then the next one does, and so on for `--repeats` rounds; what is
 reported is the median over the rounds. So a busy machine hits all of them alike. The engine's share of libfabric alone
-is the median of what each round gives, with the least and the largest beside it. `--processors 0-3` keeps all on
-the same few processors. An interrupt ends the last round, and what has been measured is shown.
+is the median of what each round gives, with the least and the largest beside it. Over shm there is the floor, too: one
+process that copies what another one has, by memcpy (`floor.c`), and the engine's share of it. `--processors 0-3`
+keeps all on the same few processors. An interrupt ends the last round, and what has been measured is shown.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ from typing import Any
 
 HERE = Path(__file__).parent
 ENGINE = "putget_transfer"
+ALONE, FLOOR = "libfabric_alone", "memcpy_alone"
 PROVIDERS = ["tcp", "net", "shm"]
+WINDOW = 16  # the default of the program
 PEERS = {"nixl_tcp": "tcp", "nixl_shm": "shm", "mooncake_tcp": "tcp"}
 METRICS = ["gbit_per_s", "ops_per_s", "p50_us", "p99_us"]
 
@@ -40,12 +43,37 @@ def command(network: str, contender: str, options: argparse.Namespace) -> list[s
         common += ["--sizes", options.sizes]
     if contender in PEERS:
         return [options.peers_python, str(HERE / "peers.py"), contender, *common]
-    mode = {ENGINE: [], f"{ENGINE}_busy_poll": ["--busy_poll"], "libfabric_alone": ["--bare"]}[contender]
+    mode = {ENGINE: [], f"{ENGINE}_busy_poll": ["--busy_poll"], ALONE: ["--bare"]}[contender]
     return [str(options.program.resolve()), "bench", "--provider", network, *mode, *common]
+
+
+def floor(options: argparse.Namespace) -> dict[tuple[str, int], dict[str, float]] | None:
+    """Measure memcpy between two processes; None if it cannot be compiled or run."""
+    sizes = [options.smallest << power for power in range(64) if options.smallest << power <= options.largest]
+    if options.sizes:
+        sizes = [size for size in sizes if size in map(int, options.sizes.split(","))]
+    with tempfile.TemporaryDirectory() as folder:
+        program = str(Path(folder) / "floor")
+        words = [program, str(options.seconds), str(WINDOW), *map(str, sizes)]
+        try:
+            subprocess.run(
+                ["cc", "-O2", str(HERE / "floor.c"), "-o", program], check=True, capture_output=True, text=True
+            )
+            ran = subprocess.run(words, check=True, capture_output=True, text=True, timeout=options.timeout_s)
+        except (OSError, subprocess.SubprocessError) as error:
+            print(f"{FLOOR}: {getattr(error, 'stderr', '') or error}", file=sys.stderr)
+            return None
+    rows = (map(float, line.split()) for line in ran.stdout.splitlines())
+    return {
+        ("single", int(size)): dict(zip(METRICS, (gbit, gbit * 1.25e8 / size, p50, p99), strict=True))
+        for size, gbit, p50, p99 in rows
+    }
 
 
 def run(network: str, contender: str, options: argparse.Namespace) -> dict[tuple[str, int], dict[str, float]] | None:
     """Measure one contender once; None if it cannot run here."""
+    if contender == FLOOR:
+        return floor(options)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "rows.json"
         words = [*command(network, contender, options), "--output_file", str(file)]
@@ -70,9 +98,9 @@ def processors(text: str) -> set[int]:
     return found
 
 
-def shares(rounds: Rounds, network: str, size: tuple[str, int]) -> list[float]:
-    """Give the engine's rate over libfabric's in each round, in the mode whose median is the better one."""
-    alone = rounds.get((network, "libfabric_alone"), [])
+def shares(rounds: Rounds, network: str, size: tuple[str, int], other: str) -> list[float]:
+    """Give the engine's rate over another contender's in each round, in the mode whose median is the better one."""
+    alone = rounds.get((network, other), [])
     found = []
     for mode in (ENGINE, f"{ENGINE}_busy_poll"):
         both = zip(rounds.get((network, mode), []), alone, strict=False)
@@ -89,14 +117,15 @@ def medians(rounds: Rounds) -> list[dict[str, Any]]:
             row: dict[str, Any] = {"network": network, "contender": contender, "kind": kind, "bytes": size}
             for metric in METRICS:
                 row[metric] = statistics.median(one[kind, size][metric] for one in found)
-            if contender == ENGINE and (share := shares(rounds, network, (kind, size))):
-                row["share"] = [share[0], statistics.median(share), share[-1]]
+            for name, other in [("share", ALONE), ("share_of_memcpy", FLOOR)]:
+                if contender == ENGINE and (share := shares(rounds, network, (kind, size), other)):
+                    row[name] = [share[0], statistics.median(share), share[-1]]
             rows.append(row)
     return rows
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Gbit/s of every contender, and the engine's share of libfabric alone: median, least and largest of the rounds."""
+    """Gbit/s of every contender, and the engine's shares: median, least and largest of the rounds."""
     lines = []
     for network in dict.fromkeys(row["network"] for row in rows):
         here = [row for row in rows if row["network"] == network]
@@ -104,11 +133,12 @@ def table(rows: list[dict[str, Any]]) -> str:
         lines.append(
             f"\n{network}, Gbit/s\n{'kind':7}{'bytes':>10}"
             + "".join(f"{name:>27}" for name in contenders)
-            + "   share (least, largest)"
+            + "   shares (least, largest)"
         )
         for kind, size in dict.fromkeys((row["kind"], row["bytes"]) for row in here):
             rate = {row["contender"]: row["gbit_per_s"] for row in here if (row["kind"], row["bytes"]) == (kind, size)}
-            found = [row["share"] for row in here if "share" in row and (row["kind"], row["bytes"]) == (kind, size)]
+            same = [row for row in here if (row["kind"], row["bytes"]) == (kind, size)]
+            found = [row[name] for name in ("share", "share_of_memcpy") for row in same if name in row]
             share = "".join(f"{median:8.0%} ({least:.0%}, {largest:.0%})" for least, median, largest in found)
             cells = "".join(f"{rate[name]:27.2f}" if name in rate else f"{'-':>27}" for name in contenders)
             lines.append(f"{kind:7}{size:10}{cells}{share}")
@@ -143,6 +173,7 @@ def main() -> None:
     parser.add_argument("--program", type=Path, required=True)
     parser.add_argument("--peers_python", help="a Python that has NIXL and Mooncake; without it they are left out")
     parser.add_argument("--providers", default=",".join(PROVIDERS))
+    parser.add_argument("--contenders", help="only these, such as memcpy_alone,putget_transfer")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=0.3)
     parser.add_argument("--smallest", type=int, default=64 << 10)
@@ -158,10 +189,12 @@ def main() -> None:
     pairs = [
         (network, contender)
         for network in options.providers.split(",")
-        for contender in ("libfabric_alone", ENGINE, f"{ENGINE}_busy_poll")
+        for contender in (ALONE, ENGINE, f"{ENGINE}_busy_poll", *([FLOOR] if network == "shm" else []))
     ]
     if options.peers_python:
         pairs += [(network, peer) for peer, network in PEERS.items() if network in options.providers.split(",")]
+    if options.contenders:
+        pairs = [pair for pair in pairs if pair[1] in options.contenders.split(",")]
     rounds: Rounds = {pair: [] for pair in pairs}
     try:
         for number in range(options.repeats):

@@ -2,11 +2,12 @@
  *
  *     cc -O2 -o floor bench/floor.c && ./floor 0.3 16 262144 1048576 1073741824
  *
- * The arguments are seconds for each size, copies that may be ordered ahead, and sizes in bytes. One process orders copies by a
- * number in shared memory. The other one copies from shared memory into shared memory of its own, and counts. A line for each size:
- * bytes, Gbit/s, and p50 and p99 in us of copies that are ordered one at a time. */
+ * The arguments are seconds for each size, copies that may be ordered ahead, and sizes in bytes. One process orders
+ * copies by a number in shared memory. The other one copies from shared memory into shared memory of its own, and
+ * counts. A line for each size: bytes, Gbit/s, and p50 and p99 in us of copies that are ordered one at a time. */
 #define _GNU_SOURCE
 #include <sched.h>
+#include <signal.h>
 #include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -14,7 +15,6 @@
 #include <sys/mman.h>
 #include <sys/prctl.h>
 #include <sys/wait.h>
-#include <signal.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -27,8 +27,8 @@ struct words {
   unsigned long size;
 };
 
-static void *map(size_t len) {
-  void *start = mmap(0, len, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+static void* map(size_t len) {
+  void* start = mmap(0, len, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
   if (start == MAP_FAILED) exit((perror("mmap"), 1));
   return start;
 }
@@ -40,7 +40,7 @@ static double now(void) {
 }
 
 /* The copying process: until it is killed. */
-static void copy(struct words *words, char *into, const char *from) {
+static void copy(struct words* words, char* into, const char* from) {
   for (unsigned long copied = 0;; copied++) {
     while (atomic_load_explicit(&words->ordered, memory_order_acquire) == copied) sched_yield();
     memcpy(into, from, words->size);
@@ -49,7 +49,7 @@ static void copy(struct words *words, char *into, const char *from) {
 }
 
 /* Orders copies for a while, at most `window` ahead. Returns bytes a second. */
-static double rate(struct words *words, double seconds, unsigned long window) {
+static double rate(struct words* words, double seconds, unsigned long window) {
   unsigned long ordered = words->ordered, first = ordered;
   double begin = now(), end = begin + seconds;
   do {
@@ -62,18 +62,18 @@ static double rate(struct words *words, double seconds, unsigned long window) {
   return (ordered - first) * (double)words->size / (now() - begin);
 }
 
-static int earlier(const void *one, const void *other) {
-  double difference = *(const double *)one - *(const double *)other;
+static int earlier(const void* one, const void* other) {
+  double difference = *(const double*)one - *(const double*)other;
   return (difference > 0) - (difference < 0);
 }
 
-int main(int argc, char **argv) {
+int main(int argc, char** argv) {
   if (argc < 4) return fprintf(stderr, "usage: %s SECONDS WINDOW BYTES...\n", argv[0]), 2;
   double seconds = atof(argv[1]);
   unsigned long window = strtoul(argv[2], 0, 10), most = 0;
   for (int i = 3; i < argc; i++) most = strtoul(argv[i], 0, 10) > most ? strtoul(argv[i], 0, 10) : most;
   if (!(seconds > 0) || !window || !most) return fprintf(stderr, "positive numbers are needed\n"), 2;
-  struct words *words = map(sizeof *words);
+  struct words* words = map(sizeof *words);
   char *from = map(most), *into = map(most);
   memset(from, 3, most), memset(into, 1, most);
   pid_t copier = fork();
