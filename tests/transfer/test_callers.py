@@ -117,6 +117,13 @@ MISTAKES: dict[str, Callable[[pt.Engine, pt.MrHandle, pt.MrDesc], object]] = {
     r"deadline_s: NaN came": lambda a, _h, _d: a.expect_imm_count(1, 0, deadline_s=float("nan")),
     r"callback: None came": lambda a, _h, _d: a.submit_recvs(64, 1, None),  # type: ignore[arg-type]
     r"callback: 3 came": lambda a, _h, _d: a.alloc_uvm_watcher(3),  # type: ignore[arg-type]
+    r"pace_us: 501 came; 0 to 500 microseconds are allowed, or None": lambda a, _h, _d: a.alloc_uvm_watcher(
+        pace_us=501
+    ),
+    r"pace_us: -1 came; 0 to 500": lambda a, _h, _d: a.alloc_uvm_watcher().set_pace(-1),
+    r"pace_us: 0.5 came; 0 to 500": lambda a, _h, _d: a.alloc_uvm_watcher(
+        pace_us=0.5,  # type: ignore[arg-type]
+    ),
     r"offset: -1 came": lambda _a, h, _d: h.read(-1, 3),
     r"memory: -5 came": lambda a, _h, _d: a.reg_mr(-5, 8),
     r"length: -8 came": lambda a, _h, _d: a.reg_mr(bytearray(8), -8),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import gc
 import os
 import pickle
@@ -216,6 +217,49 @@ def test_registered_memory_outlives_its_names(pair: tuple[pt.Engine, pt.Engine])
     a.dereg_mr(handle)
     with pytest.raises(ValueError, match="registration has ended"):
         handle.read(0, 1)
+
+
+def test_a_word_is_hot_only_while_steps_run(pair: tuple[pt.Engine, pt.Engine]) -> None:
+    _, b = pair
+    seen: queue.Queue[tuple[int, int]] = queue.Queue()
+    watcher = b.alloc_uvm_watcher(lambda old, new: seen.put((old, new)), pace_us=20)
+    watcher.store(1)
+    assert seen.get(timeout=LONG_S) == (0, 1)
+    for pace_us in (None, 0, 500):
+        watcher.set_pace(pace_us)
+        watcher.store(2)
+        assert seen.get(timeout=LONG_S) == (1, 2)
+        watcher.pause()
+        watcher.store(3)
+        watcher.store(1)
+        watcher.store(4)
+        watcher.set_pace(20)
+        assert seen.get(timeout=LONG_S) == (2, 4)
+        watcher.store(1)
+        assert seen.get(timeout=LONG_S) == (4, 1)
+    assert seen.empty()
+
+
+def test_a_hot_word_starts_writes_while_python_holds_its_lock(pair: tuple[pt.Engine, pt.Engine]) -> None:
+    a, b = pair
+    source, target = bytearray(b"in time!"), bytearray(8)
+    (src, _), (_dst, desc) = a.reg_mr(source), b.reg_mr(target)
+    word = a.alloc_uvm_watcher(pace_us=50)
+    prepared = a.prepare_writes([(8, (src, 0), (desc, 0))])
+    waiting = a.submit_when(word, 1, prepared, 9, deadline_s=LONG_S)
+    # PyDLL, other than CDLL, keeps the lock during a call, and the interpreter gives it to no other thread meanwhile.
+    sleep, before = ctypes.PyDLL(None).usleep, sys.getswitchinterval()
+    try:
+        sys.setswitchinterval(1000)
+        word.store(1)
+        for _ in range(int(LONG_S * 1000)):
+            if target == source:
+                break
+            sleep(1000)
+    finally:
+        sys.setswitchinterval(before)
+    assert target == source
+    waiting.wait(LONG_S)
 
 
 def test_watchers_mirrors_resets_and_metrics(pair: tuple[pt.Engine, pt.Engine]) -> None:
