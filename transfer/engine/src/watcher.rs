@@ -28,8 +28,6 @@ const DOUBLINGS: u32 = 5;
 const REST: Duration = Duration::from_secs(1);
 /// A sleep that would be shorter takes longer than the looks in its place.
 const SHORT: Duration = Duration::from_micros(2);
-/// Longest pace of a hot word in microseconds. Without a pace the thread looks more often than that in any case.
-pub(crate) const MAX_PACE_US: u32 = 500;
 /// Bytes of memory of one word.
 pub(crate) const WORD_PAGE: usize = 4096;
 
@@ -181,6 +179,9 @@ impl std::fmt::Debug for UvmWatcher {
 }
 
 impl UvmWatcher {
+    /// Longest pace of a hot word in microseconds: without one the thread looks about as often.
+    pub const MAX_PACE_US: u32 = 500;
+
     /// The word's address: 8 bytes, aligned to a page, valid as long as the watcher lives. Kernels on every GPU can store to
     /// it if the engine has a device group over nvlink, which pins and maps it. With other networks a CUDA program does so
     /// itself: `cudaHostRegister(address, 4096, cudaHostRegisterMapped | cudaHostRegisterPortable)`.
@@ -206,13 +207,14 @@ impl UvmWatcher {
     /// The thread that looks calls a hot word's callback itself, if it is Rust's or C's. A long one holds all other words up.
     ///
     /// # Errors
-    /// [`Error::Argument`] if `pace_us` is greater than 500.
+    /// [`Error::Argument`] if `pace_us` is greater than [`Self::MAX_PACE_US`].
     pub fn set_pace(&self, pace_us: Option<u32>) -> Result<(), Error> {
         let pace = match pace_us {
             None => Pace::Easy,
-            Some(pace_us) if pace_us <= MAX_PACE_US => Pace::Hot(Duration::from_micros(pace_us.into())),
+            Some(pace_us) if pace_us <= Self::MAX_PACE_US => Pace::Hot(Duration::from_micros(pace_us.into())),
             Some(pace_us) => {
-                let problem = format!("{pace_us} came; 0 to {MAX_PACE_US} microseconds are allowed, or none");
+                let most = Self::MAX_PACE_US;
+                let problem = format!("{pace_us} came; 0 to {most} microseconds are allowed, or none");
                 return Err(Error::argument("pace_us", problem));
             }
         };
@@ -373,7 +375,7 @@ impl Watchers {
                 found |= word.pace == Pace::Easy;
                 let old = std::mem::replace(&mut word.seen, value);
                 match &word.callback {
-                    // To wake another thread takes longer than most callbacks. Python's may have to wait for its lock.
+                    // To wake another thread takes longer than most callbacks. Foreign ones may have to wait for a lock.
                     Some(callback) if word.pace != Pace::Easy && callback.side == Side::Own => {
                         calls.push((Arc::clone(callback), (old, value)));
                     }

@@ -1,10 +1,9 @@
 //! Arguments from Python: a number that does not fit, or a callback that cannot be called, is a ValueError that names it.
 
+use putget_transfer::UvmWatcher;
 use pyo3::exceptions::{PyOverflowError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList, PyRange, PyTuple};
-
-use crate::watcher::MAX_PACE_US;
 
 /// Characters of an argument that an error shows.
 const SHOWN: usize = 120;
@@ -127,10 +126,9 @@ pub(crate) fn imms(value: &Bound<'_, PyAny>) -> PyResult<u32> {
 
 /// Microseconds between two looks at a word.
 pub(super) fn pace_us(value: &Bound<'_, PyAny>) -> PyResult<Option<u32>> {
-    let pace_us: Option<Option<u32>> = value.extract().ok();
-    pace_us.filter(|pace_us| pace_us.is_none_or(|pace_us| pace_us <= MAX_PACE_US)).ok_or_else(|| {
-        let words = format!("pace_us: {value} came; 0 to {MAX_PACE_US} microseconds are allowed, or None");
-        PyValueError::new_err(words)
+    let (pace_us, most): (Option<Option<u32>>, _) = (value.extract().ok(), UvmWatcher::MAX_PACE_US);
+    pace_us.filter(|pace_us| pace_us.is_none_or(|pace_us| pace_us <= most)).ok_or_else(|| {
+        PyValueError::new_err(format!("pace_us: {value} came; 0 to {most} microseconds are allowed, or None"))
     })
 }
 
