@@ -20,7 +20,7 @@ _native = pytest.importorskip(
     "putget_transfer._native", reason="putget_transfer is not built: it needs cargo (see `make transfer`)"
 )
 
-import putget_transfer
+putget_transfer = pytest.importorskip("putget_transfer")
 
 TRANSFER = ROOT / "transfer"
 

@@ -17,7 +17,10 @@ class TransferFailed(EngineError):
     failures: list[Failure]
 
 class Fenced(TransferFailed):
-    """A transfer failed because one of its sides has fenced the other. `fenced_at` of a failure says when the peer has."""
+    """A transfer failed because one of its sides has fenced the other.
+
+    `fenced_at` of a failure says when the peer has.
+    """
 
 class CountMissed(EngineError):
     """A counter did not reach the expected count: its deadline came, it was cancelled, or a named sender went down."""
@@ -602,11 +605,11 @@ class Engine:
             ValueError: If one of them belongs to another owner, or there are not so many in a row.
         """
     def fence(self, peer: NetAddr, *, done: _Done = None) -> Transfer:
-        """Shut a peer out until `admit`: when the transfer is over, nothing that the peer was given before lands or counts here.
+        """Shut a peer out until `admit`.
 
-        That holds whoever begins the next connection. The peer is the engine that the address belongs to, with all its
-        device groups. It may have been stopped in the middle of a write and go on later. Its operations fail with
-        Fenced, also those that it submits before it is admitted. What this engine was given for the peer fails with
+        When the transfer is over, nothing that the peer was given before lands or counts here. That holds whoever begins
+        the next connection. The peer is the engine that the address belongs to, with all its device groups. It may have
+        been stopped in the middle of a write and go on later. Its operations fail with Fenced, also those that it submits before it is admitted. What this engine was given for the peer fails with
         Fenced, too, and keys of `desc_for` this peer are void.
 
         Raises:
