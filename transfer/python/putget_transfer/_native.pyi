@@ -607,10 +607,11 @@ class Engine:
     def fence(self, peer: NetAddr, *, done: _Done = None) -> Transfer:
         """Shut a peer out until `admit`.
 
-        When the transfer is over, nothing that the peer was given before lands or counts here. That holds whoever begins
-        the next connection. The peer is the engine that the address belongs to, with all its device groups. It may have
-        been stopped in the middle of a write and go on later. Its operations fail with Fenced, also those that it submits before it is admitted. What this engine was given for the peer fails with
-        Fenced, too, and keys of `desc_for` this peer are void.
+        When the transfer is over, nothing that the peer was given before lands or counts here. That holds whoever
+        begins the next connection. The peer is the engine that the address belongs to, with all its device groups. It
+        may have been stopped in the middle of a write and go on later. Its operations fail with Fenced, also those
+        that it submits before it is admitted. What this engine was given for the peer fails with Fenced, too, and
+        keys of `desc_for` this peer are void.
 
         Raises:
             ValueError: If the address belongs to another network, or to this engine.
