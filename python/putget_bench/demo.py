@@ -12,10 +12,10 @@ from rich.table import Table
 from putget import hardware
 from putget_bench import launch, plot, report
 from putget_bench.demo_layer import INTERMEDIATE_SIZE, TOLERANCE, run_layer
+from putget_bench.outputs import PICTURES, check_writable
 from putget_bench.parser import build_parser
 from putget_bench.progress import RunProgress, make_console
 from putget_bench.report import new_table
-from putget_bench.run_bench import check_writable
 from putget_bench.settings import Settings, resolve, share_gpus
 from putget_bench.traffic import readable
 
@@ -33,7 +33,7 @@ def run(args: argparse.Namespace, command: Sequence[str]) -> int:
     Raises:
         ValueError: if a flag is wrong, before anything starts.
     """
-    check_writable("--plot", args.plot, suffixes=(".png", ".svg", ".pdf"))
+    check_writable("--plot", args.plot, PICTURES, needs="matplotlib")
     settings = _settings(args)
     console = make_console(quiet=not launch.is_reporter())
     document = report.new_document(settings, command, ())

@@ -15,7 +15,26 @@ from rich.table import Table
 from putget.balancer import LoadHistory, Placement, formats
 from putget_bench.balance_report import CHOICES, report
 from putget_bench.balance_simulation import WAYS, Cost, Group, Ids, Mover, Phase, count, simulate
+from putget_bench.flags import check_numbers, in_flags
+from putget_bench.outputs import PICTURES, check_writable
 from putget_bench.routing import read_tasks
+
+_YAML = (".yaml", ".yml")
+_COUNTS = (
+    "ep_size",
+    "slots",
+    "num_experts",
+    "num_groups",
+    "num_nodes",
+    "iterations",
+    "tokens",
+    "interval",
+    "window",
+    "expert_bytes",
+    "most_bytes",
+    "cells",
+    "row_bytes",
+)
 
 
 def run(args: argparse.Namespace, command: Sequence[str]) -> int:
@@ -30,8 +49,31 @@ def run(args: argparse.Namespace, command: Sequence[str]) -> int:
         "report": _report,
         "show": _show,
     }
-    actions[args.action](args)
+    _check_flags(args)
+    try:
+        actions[args.action](args)
+    except ValueError as error:
+        raise ValueError(in_flags(str(error))) from error
     return 0
+
+
+def _check_flags(args: argparse.Namespace) -> None:
+    """What can be known of flags before any file is read.
+
+    Raises:
+        ValueError: A number is out of range, flags do not go together, or a file cannot be written.
+    """
+    given = vars(args)
+    check_numbers(args, *(name for name in _COUNTS if name in given))
+    check_numbers(args, *(name for name in ("max_moves", "first_layer", "min_gain", "row_ns") if name in given), low=0)
+    check_numbers(args, *(name for name in ("link_gbps",) if name in given), low=0, above=True)
+    for name in ("max_moves", "min_gain"):
+        if args.action == "plan" and given[name] is not None and args.previous is None:
+            raise ValueError(f"--{name} is given without --previous: there is nothing to move from")
+    if "output_file" in given and given["output_file"] is not None:
+        is_yaml = Path(args.output_file).suffix in _YAML
+        check_writable("--output_file", args.output_file, (".json", ".pt", *_YAML), "yaml" if is_yaml else None)
+    check_writable("--plot", given.get("plot"), PICTURES, "matplotlib")
 
 
 def _plan(args: argparse.Namespace) -> None:
@@ -48,7 +90,7 @@ def _plan(args: argparse.Namespace) -> None:
     _print(_scores(rows, load, group.ep_size))
     if args.output_file:
         path = Path(args.output_file)
-        if path.suffix in (".yaml", ".yml"):
+        if path.suffix in _YAML:
             formats.write_tensorrt_llm(path, placement, first_layer=args.first_layer)
         else:
             formats.write_sglang(path, placement)
@@ -56,24 +98,21 @@ def _plan(args: argparse.Namespace) -> None:
 
 
 def _simulate(args: argparse.Namespace) -> None:
-    for name in ("iterations", "tokens", "interval", "expert_bytes", "most_bytes", "cells"):
-        if getattr(args, name) < 1:
-            raise ValueError(f"--{name} is {getattr(args, name)}, allowed are numbers from 1 on")
-    if not args.link_gbps > 0:
-        raise ValueError(f"--link_gbps is {args.link_gbps}, allowed are numbers above 0")
+    history = LoadHistory(window=args.window, decay=args.decay)
     tasks = _tasks(args, args.tasks.split(",") if args.tasks else None)
     group = _group(args, tasks)
+    cost = Cost(args.row_bytes, args.link_gbps, args.row_ns)
     phases = simulate(
         tasks,
         group,
         iterations=args.iterations,
         tokens=args.tokens,
         interval=args.interval,
-        history=LoadHistory(window=args.window, decay=args.decay),
+        history=history,
         mover=Mover(args.expert_bytes, args.most_bytes, args.cells),
         max_moves=args.max_moves,
+        cost=cost,
     )
-    cost = Cost(args.row_bytes, args.link_gbps, args.row_ns)
     num_layers = next(iter(tasks.values())).shape[0]
     _print(_phases(phases, cost, args.expert_bytes, num_layers))
     _print(
@@ -149,14 +188,20 @@ def _group(args: argparse.Namespace, tasks: dict[str, Ids]) -> Group:
     num_experts = args.num_experts
     if num_experts is None:
         num_experts = 1 + max(int(ids.max()) for ids in tasks.values())
+        if num_experts == 0:
+            raise ValueError(
+                f"--routing_file {args.routing_file} names no expert, only -1: --num_experts says how many"
+            )
     slots = num_experts if args.slots is None else args.slots
-    if args.ep_size < 1 or slots % args.ep_size:
+    if slots < num_experts:
+        raise ValueError(f"--slots {slots} is less than --num_experts {num_experts}: every expert needs a slot")
+    if slots % args.ep_size:
         raise ValueError(f"--slots {slots} is not a multiple of --ep_size {args.ep_size}")
     return Group(num_experts, slots, args.num_groups, args.num_nodes, args.ep_size)
 
 
 def _read(path: Path, num_experts: int) -> Placement:
-    if path.suffix in (".yaml", ".yml"):
+    if path.suffix in _YAML:
         return formats.read_tensorrt_llm(path, num_experts).placement
     return formats.read_sglang(path, num_experts)
 

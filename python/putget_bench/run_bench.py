@@ -10,6 +10,7 @@ from typing import Any
 from putget_bench import launch, peers, report
 from putget_bench.contender import PHASES
 from putget_bench.measure import measure
+from putget_bench.outputs import PICTURES, check_writable
 from putget_bench.progress import RunProgress, make_console
 from putget_bench.settings import resolve, share_gpus, why_cpu
 
@@ -28,7 +29,7 @@ def run(args: argparse.Namespace, command: Sequence[str]) -> int:
         ValueError: if a flag is wrong, before anything starts.
     """
     check_writable("--output_file", args.output_file)
-    check_writable("--plot", args.plot, suffixes=(".png", ".svg", ".pdf"))
+    check_writable("--plot", args.plot, PICTURES, needs="matplotlib")
     settings = resolve(args, launch.world_size())
     statuses = [peers.find(name, settings.device) for name in settings.peers]
     console = make_console(quiet=not launch.is_reporter())
@@ -89,18 +90,3 @@ def size_line(size: dict[str, Any]) -> str:
         parts.append(f"{contender['name']} {times} us")
     found = "correct" if size["checked"] else "NOT CHECKED"
     return f"{size['batch_size']} tokens a rank: {found}; {'; '.join(parts)}"
-
-
-def check_writable(flag: str, path: str | None, suffixes: tuple[str, ...] = ()) -> None:
-    """Finds out before a long run, not after, that its result cannot be written.
-
-    Raises:
-        ValueError: naming the flag, the path and what is wrong with it.
-    """
-    if path is None:
-        return
-    target = Path(path)
-    if suffixes and target.suffix not in suffixes:
-        raise ValueError(f"{flag} must end in {' or '.join(suffixes)}, got {path}")
-    if target.is_dir() or not target.parent.is_dir():
-        raise ValueError(f"{flag} {path}: {'is a directory' if target.is_dir() else 'its directory does not exist'}")

@@ -12,10 +12,10 @@ from rich.table import Table
 
 from putget import hardware
 from putget_bench import environment, launch
+from putget_bench.outputs import check_writable
 from putget_bench.progress import RunProgress, make_console
 from putget_bench.report import new_table
 from putget_bench.roofline import RooflineSettings, measure
-from putget_bench.run_bench import check_writable
 from putget_bench.settings import resolve_device, resolve_ep_size, why_cpu
 from putget_bench.traffic import readable
 

@@ -13,7 +13,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from putget_bench.flags import check_numbers
 from putget_bench.nodes import AGENTS, BACK_ROW_BYTES, NETWORKS, ROUTES, Network, Round, Times, published, simulate
+from putget_bench.outputs import check_writable
 
 FIRST_WRITE_US, IN_DOMAIN_US = 15.0, 5.0
 SCHEMA = "putget.nodes/1"
@@ -26,6 +28,8 @@ def run(args: argparse.Namespace, command: Sequence[str]) -> int:
         ValueError: A flag is wrong.
         BackendUnavailable: The library of probes is not there.
     """
+    check_writable("--output_file", args.output_file)
+    _check_flags(args)
     networks = NETWORKS.values() if args.network == "all" else [NETWORKS[args.network]]
     results = [_result(args, network, size) for network in networks for size in _sizes(args.ep_size)]
     console = Console(width=130, highlight=False)
@@ -40,6 +44,12 @@ def run(args: argparse.Namespace, command: Sequence[str]) -> int:
         Path(args.output_file).write_text(json.dumps(document, indent=2) + "\n")
         console.print(f"wrote {args.output_file}", soft_wrap=True)
     return 0
+
+
+def _check_flags(args: argparse.Namespace) -> None:
+    """Numbers that no group has; the library of probes knows the rest."""
+    check_numbers(args, "domain_size", "tokens", "num_experts", "top_k")
+    check_numbers(args, "private_tokens", "chunk_rows", "seed", low=0)
 
 
 def _sizes(text: str) -> list[int]:
