@@ -1,0 +1,129 @@
+//! A decoder's talk with the sources of a request.
+
+use std::sync::{Arc, Weak};
+use std::time::Instant;
+
+use putget_transfer::{Done, Error, MrHandle, NetAddr, Options};
+
+use super::{Answer, Group, Inner, Receiving, State};
+use crate::PREFILLER_POOL;
+use crate::message::{Hello, Message, Refusal};
+use crate::metrics::count;
+
+impl Inner {
+    /// The Hello for one source of a group. Its keys are this source's own: a fence voids them for good.
+    pub(super) fn hello(&self, group: &Group, source: usize, address: &NetAddr) -> Result<Hello, Error> {
+        let desc = |handle: &MrHandle| self.engine.desc_for(handle, address);
+        Ok(Hello {
+            sources: group.geometries.clone(),
+            source: source as u32,
+            target: self.cache.geometry().clone(),
+            memory: self.cache.handles().map(desc).collect::<Result<_, _>>()?,
+            contexts: self.contexts.as_ref().map(desc).transpose()?,
+        })
+    }
+
+    /// Sends a request to one of its sources; with the Hello if that is not known to have it.
+    pub(super) fn ask(self: &Arc<Self>, state: &mut State, receive: u64, source: usize, introduce: bool) {
+        let State { receipts, known, .. } = &mut *state;
+        let Some(receipt) = receipts.get_mut(&receive) else { return };
+        let Some(address) = receipt.group.addresses.get(source).cloned() else { return };
+        let mut request = receipt.request.clone();
+        request.count = receipt.counts.get(source).copied().unwrap_or_default();
+        let hello = match self.hello(&receipt.group, source, &address) {
+            Ok(hello) => hello,
+            Err(error) => return self.fail(state, receive, &format!("source {source} was not asked: {error}")),
+        };
+        request.hello = hello.digest();
+        receipt.hellos.insert(source, request.hello);
+        if introduce || !known.contains(&(address.clone(), request.hello)) {
+            request.introduction = Some(hello);
+        }
+        let weak: Weak<Self> = Arc::downgrade(self);
+        let done = Done::callback(move |outcome| {
+            if let (Err(error), Some(inner)) = (outcome, weak.upgrade()) {
+                let mut state = inner.state();
+                inner.fail(&mut state, receive, &format!("source {source} was not reached: {error}"));
+            }
+        });
+        let bytes = Message::Request(Box::new(request)).encode();
+        let sent = self.engine.submit_send_to(&address, PREFILLER_POOL, &bytes, &Options::default(), done);
+        if let Err(error) = sent {
+            self.fail(state, receive, &format!("source {source} was not asked: {error}"));
+        }
+    }
+
+    pub(super) fn hear(self: &Arc<Self>, from: &NetAddr, message: Message) {
+        let mut state = self.state();
+        match message {
+            Message::Accepted { receive } => {
+                let Some(source) = self.source_of(&state, from, receive) else { return };
+                let State { receipts, known, .. } = &mut *state;
+                let Some(receipt) = receipts.get_mut(&receive) else { return };
+                known.extend(receipt.hellos.get(&source).map(|hello| (from.clone(), *hello)));
+                receipt.sources.iter_mut().skip(source).take(1).for_each(|asked| {
+                    if *asked == Answer::Pending {
+                        *asked = Answer::Accepted;
+                    }
+                });
+                if receipt.state == Receiving::Asked && receipt.sources.iter().all(|asked| *asked != Answer::Pending) {
+                    receipt.state = Receiving::Accepted;
+                    count(&self.metrics.accepted);
+                }
+            }
+            Message::Refused { receive, refusal: Refusal::Unknown, .. } => {
+                // Restarted, or it knows too many decoders: it gets the Hello again.
+                let Some(source) = self.source_of(&state, from, receive) else { return };
+                state.known.retain(|(address, _)| address != from);
+                if state.receipts.get(&receive).is_some_and(|receipt| !receipt.is_failed()) {
+                    self.ask(&mut state, receive, source, true);
+                } else {
+                    self.source_ended(&mut state, receive, source);
+                }
+            }
+            Message::Refused { receive, refusal, words } => {
+                let Some(source) = self.source_of(&state, from, receive) else { return };
+                count(&self.metrics.refused);
+                self.end_source(&mut state, receive, source);
+                self.fail(&mut state, receive, &format!("source {source} refused: {refusal}: {words}"));
+                self.source_ended(&mut state, receive, source);
+            }
+            Message::Failed { receive, may_land, words } => {
+                let Some(source) = self.source_of(&state, from, receive) else { return };
+                if !may_land {
+                    self.end_source(&mut state, receive, source);
+                }
+                self.fail(&mut state, receive, &format!("source {source} failed: {words}"));
+                self.source_ended(&mut state, receive, source);
+            }
+            Message::Cancelled { receive, may_land } => {
+                let Some(source) = self.source_of(&state, from, receive) else { return };
+                if !may_land {
+                    self.end_source(&mut state, receive, source);
+                    self.source_ended(&mut state, receive, source);
+                } else if let Some(receipt) = state.receipts.get_mut(&receive) {
+                    receipt.confirm = Some(Instant::now());
+                }
+            }
+            other => tracing::warn!(from = %from.name(), ?other, "a message for prefillers came to a decoder"),
+        }
+    }
+
+    /// The place of a sender among a request's sources.
+    pub(super) fn source_of(&self, state: &State, from: &NetAddr, receive: u64) -> Option<usize> {
+        let receipt = state.receipts.get(&receive)?;
+        receipt.group.addresses.iter().position(|address| address == from)
+    }
+
+    pub(super) fn end_source(&self, state: &mut State, receive: u64, source: usize) {
+        if let Some(asked) = state.receipts.get_mut(&receive).and_then(|receipt| receipt.sources.get_mut(source)) {
+            *asked = Answer::Ended;
+        }
+    }
+
+    /// A source has nothing under way for a request any more.
+    pub(super) fn source_ended(&self, state: &mut State, receive: u64, source: usize) {
+        self.end_source(state, receive, source);
+        self.release(state, receive);
+    }
+}

@@ -1,0 +1,155 @@
+//! How a request ends: by its count, or by a failure whose pages stay in quarantine until no source can write to them.
+
+use std::sync::{Arc, Weak};
+use std::time::Instant;
+
+use putget_transfer::{Done, NetAddr, Options, Outcome};
+
+use super::{Answer, Inner, Receipt, Receiving, State, places};
+use crate::PREFILLER_POOL;
+use crate::message::Message;
+use crate::metrics::count;
+
+impl Inner {
+    /// Its count is complete, or will not be.
+    pub(super) fn counted(self: &Arc<Self>, receive: u64, outcome: Outcome) {
+        let mut state = self.state();
+        let Some(receipt) = state.receipts.get_mut(&receive) else { return };
+        receipt.waits = false;
+        match outcome {
+            Ok(()) if !receipt.is_failed() => {
+                let len = self.cache.geometry().context_bytes;
+                if let Some(memory) = &self.contexts {
+                    let mut context = vec![0; len as usize];
+                    // The slot lies inside: it is one of so many.
+                    let _ = memory.read(receipt.request.context_offset, &mut context);
+                    receipt.context = context;
+                }
+                receipt.state = Receiving::Arrived;
+                count(&self.metrics.arrived);
+                self.free(&mut state, receive);
+                state.events.arrived.push(receive);
+                state.forget(receive);
+                self.changed.notify_all();
+            }
+            Ok(()) => self.release(&mut state, receive),
+            Err(error) => {
+                self.fail(&mut state, receive, &error.to_string());
+                self.release(&mut state, receive);
+            }
+        }
+    }
+
+    /// Gives pages, slot and immediate of a request back.
+    pub(super) fn free(&self, state: &mut State, receive: u64) {
+        let State { receipts, used, free, .. } = state;
+        let Some(receipt) = receipts.get(&receive) else { return };
+        places(&receipt.request.pages).for_each(|place| _ = used.remove(&place));
+        free.push(receipt.index);
+    }
+
+    /// Gives a request up: its sources are to stop, and until they have its pages stay in quarantine.
+    pub(super) fn fail(self: &Arc<Self>, state: &mut State, receive: u64, words: &str) {
+        let Some(receipt) = state.receipts.get_mut(&receive) else { return };
+        if !matches!(receipt.state, Receiving::Asked | Receiving::Accepted) {
+            return;
+        }
+        count(&self.metrics.failed);
+        tracing::warn!(request = %receipt.request.request, receive, words, "a request has failed");
+        receipt.state = Receiving::Failed(words.to_owned());
+        receipt.confirm = Instant::now().checked_add(self.options.confirm);
+        if let Some(id) = receipt.expectation.filter(|_| receipt.waits) {
+            // A closed engine has no expectations.
+            let _ = self.engine.cancel(id);
+        }
+        let cancel = Message::Cancel { receive, deadline_ms: receipt.request.deadline_ms }.encode();
+        let group = Arc::clone(&receipt.group);
+        let asked: Vec<_> = receipt.sources.iter().map(|asked| *asked != Answer::Ended).collect();
+        state.events.failed.push((receive, words.to_owned()));
+        for (source, address) in group.addresses.iter().enumerate().filter(|(at, _)| asked.get(*at) == Some(&true)) {
+            let weak: Weak<Self> = Arc::downgrade(self);
+            let done = Done::callback(move |outcome| {
+                if let (Err(_), Some(inner)) = (outcome, weak.upgrade()) {
+                    // It cannot answer.
+                    let mut state = inner.state();
+                    inner.fence(&mut state, receive, source);
+                }
+            });
+            let sent = self.engine.submit_send_to(address, PREFILLER_POOL, &cancel, &Options::default(), done);
+            if sent.is_err() {
+                self.fence(state, receive, source);
+            }
+        }
+        self.release(state, receive);
+        self.changed.notify_all();
+    }
+
+    /// Releases a failed request if all of its sources have ended.
+    pub(super) fn release(&self, state: &mut State, receive: u64) {
+        let Some(receipt) = state.receipts.get_mut(&receive) else { return };
+        let Receiving::Failed(words) = &receipt.state else { return };
+        if receipt.waits || receipt.sources.iter().any(|asked| *asked != Answer::Ended) {
+            return;
+        }
+        receipt.state = Receiving::Released(words.clone());
+        // Nobody writes and nobody waits any more.
+        if let Err(error) = self.engine.reset_imm(receipt.request.imm) {
+            tracing::error!(%error, "an immediate could not be reset");
+        }
+        self.free(state, receive);
+        state.events.released.push(receive);
+        state.forget(receive);
+        self.changed.notify_all();
+    }
+
+    /// Shuts a source out that cannot confirm: afterwards nothing of it lands.
+    pub(super) fn fence(self: &Arc<Self>, state: &mut State, receive: u64, source: usize) {
+        let Some(receipt) = state.receipts.get(&receive).filter(|receipt| receipt.is_failed()) else { return };
+        let ended = receipt.sources.get(source).is_none_or(|asked| *asked == Answer::Ended);
+        let Some(address) = receipt.group.addresses.get(source).filter(|_| !ended).cloned() else { return };
+        if !state.fencing.insert(address.clone()) {
+            return;
+        }
+        count(&self.metrics.fenced);
+        state.known.retain(|(other, _)| *other != address);
+        let weak: Weak<Self> = Arc::downgrade(self);
+        let fenced = address.clone();
+        let done = Done::callback(move |outcome| {
+            if let Some(inner) = weak.upgrade() {
+                inner.fenced(&fenced, outcome);
+            }
+        });
+        if self.engine.fence(&address, done).is_err() {
+            state.fencing.remove(&address);
+        }
+    }
+
+    pub(super) fn fenced(self: &Arc<Self>, address: &NetAddr, outcome: Outcome) {
+        let mut state = self.state();
+        state.fencing.remove(address);
+        if let Err(error) = outcome {
+            tracing::warn!(peer = %address.name(), %error, "a fence did not hold: pages stay in quarantine");
+            return;
+        }
+        let failed: Vec<_> =
+            state.receipts.iter().filter(|(_, receipt)| receipt.is_failed()).map(|(id, _)| *id).collect();
+        for receive in failed {
+            if let Some(source) = self.source_of(&state, address, receive) {
+                self.source_ended(&mut state, receive, source);
+            }
+        }
+    }
+
+    /// Fences those who have not confirmed in time.
+    pub(super) fn tidy(self: &Arc<Self>, state: &mut State) {
+        let now = Instant::now();
+        let late = |(id, receipt): (&u64, &Receipt)| {
+            (receipt.is_failed() && receipt.confirm.is_some_and(|confirm| confirm <= now)).then_some(*id)
+        };
+        let late: Vec<_> = state.receipts.iter().filter_map(late).collect();
+        for receive in late {
+            let sources = state.receipts.get(&receive).map_or(0, |receipt| receipt.sources.len());
+            (0..sources).for_each(|source| self.fence(state, receive, source));
+        }
+    }
+}

@@ -1,0 +1,425 @@
+//! The decode side: it owns a request's transfer, from the pages that it names to their release.
+
+mod asking;
+mod ending;
+
+use std::collections::{HashMap, HashSet};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::{Duration, Instant};
+
+use putget_transfer::{Done, Engine, Error, ExpectOptions, ImmRange, MrHandle, NetAddr, Options, TransferId};
+
+use crate::cache::{KvCache, Source};
+use crate::geometry::{Digest, Geometry};
+use crate::message::{MOST_NAME, Message, Request};
+use crate::metrics::Metrics;
+use crate::plan::{Ask, plan};
+use crate::{DECODER_POOL, PREFILLER_POOL, receive_messages};
+
+/// How a decoder behaves.
+#[derive(Debug, Clone)]
+pub struct DecoderOptions {
+    /// Requests that may be under way or in quarantine at a time: as many immediates and context slots.
+    pub max_requests: u32,
+    /// How long a prefiller may take to confirm a cancel before it is fenced.
+    pub confirm: Duration,
+}
+
+impl Default for DecoderOptions {
+    fn default() -> Self {
+        Self { max_requests: 1024, confirm: Duration::from_secs(5) }
+    }
+}
+
+/// What a request asks for, beside its pages.
+#[derive(Debug, Clone, Copy)]
+pub struct Wanted<'a> {
+    /// Tokens, segment and name.
+    pub ask: Ask<'a>,
+    /// For each group the pages that its tokens need, from the first that the target lacks.
+    pub pages: &'a [Vec<u64>],
+    /// How many decode ranks ask for the same request.
+    pub num_targets: u32,
+    /// Time until the request fails.
+    pub deadline: Duration,
+}
+
+/// How far a request is.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Receiving {
+    /// Not every prefill rank has answered.
+    Asked,
+    /// All of them will write.
+    Accepted,
+    /// Everything is there.
+    Arrived,
+    /// It will not come, for this reason. Its pages may still be written to.
+    Failed(String),
+    /// As that, and nothing can be written any more: pages may be used again.
+    Released(String),
+}
+
+/// What has happened since the last poll, by the numbers of receives.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Events {
+    /// Complete.
+    pub arrived: Vec<u64>,
+    /// Failed, and why. Their pages are still in quarantine.
+    pub failed: Vec<(u64, String)>,
+    /// Failed before, and now their pages may be used again.
+    pub released: Vec<u64>,
+}
+
+/// The prefill ranks that compute a request together, in the order of the plan.
+#[derive(Debug)]
+pub struct Group {
+    addresses: Vec<NetAddr>,
+    geometries: Vec<Geometry>,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Answer {
+    Pending,
+    Accepted,
+    /// It has nothing under way for this request, and never will.
+    Ended,
+}
+
+struct Receipt {
+    group: Arc<Group>,
+    request: Request,
+    /// What each source has answered.
+    sources: Vec<Answer>,
+    /// How often each raises the immediate.
+    counts: Vec<u64>,
+    /// The Hello on which each was asked.
+    hellos: HashMap<usize, Digest>,
+    index: u32,
+    expectation: Option<TransferId>,
+    waits: bool,
+    state: Receiving,
+    context: Vec<u8>,
+    /// Until when cancels must be confirmed; then silent sources are fenced.
+    confirm: Option<Instant>,
+    /// Its handle is gone.
+    abandoned: bool,
+}
+
+impl Receipt {
+    fn is_failed(&self) -> bool {
+        matches!(self.state, Receiving::Failed(_))
+    }
+
+    fn is_over(&self) -> bool {
+        matches!(self.state, Receiving::Arrived | Receiving::Released(_))
+    }
+}
+
+#[derive(Default)]
+struct State {
+    receipts: HashMap<u64, Receipt>,
+    /// Pages that somebody writes to, or may write to: group and page.
+    used: HashSet<(usize, u64)>,
+    free: Vec<u32>,
+    /// Prefillers that are known to have a Hello.
+    known: HashSet<(NetAddr, Digest)>,
+    /// Prefillers that are being shut out.
+    fencing: HashSet<NetAddr>,
+    events: Events,
+}
+
+impl State {
+    /// Drops what is over and has no handle.
+    fn forget(&mut self, receive: u64) {
+        if self.receipts.get(&receive).is_some_and(|receipt| receipt.abandoned && receipt.is_over()) {
+            self.receipts.remove(&receive);
+        }
+    }
+}
+
+struct Inner {
+    engine: Engine,
+    cache: KvCache,
+    contexts: Option<MrHandle>,
+    imms: ImmRange,
+    options: DecoderOptions,
+    metrics: Metrics,
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+/// The decode side of an engine.
+#[derive(Clone)]
+pub struct Decoder {
+    inner: Arc<Inner>,
+}
+
+impl std::fmt::Debug for Decoder {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Decoder({} requests)", self.inner.state().receipts.len())
+    }
+}
+
+/// A request under way. If it is dropped, the request goes on, and [`Decoder::poll`] says how it ends.
+pub struct Receive {
+    inner: Arc<Inner>,
+    receive: u64,
+}
+
+impl std::fmt::Debug for Receive {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Receive({}, {:?})", self.receive, self.state())
+    }
+}
+
+impl Decoder {
+    /// Begins to ask for a cache.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for options that are 0; whatever the engine reports.
+    pub fn new(cache: &KvCache, options: DecoderOptions) -> Result<Self, Error> {
+        if options.max_requests == 0 || options.confirm.is_zero() {
+            return Err(Error::argument("options", format!("{options:?} came; neither may be 0")));
+        }
+        let engine = cache.engine().clone();
+        let context_bytes = cache.geometry().context_bytes;
+        let len = usize::try_from(context_bytes.saturating_mul(options.max_requests.into()));
+        let contexts = match len {
+            Ok(0) => None,
+            Ok(len) => Some(engine.alloc_mr(len)?.0),
+            Err(_) => return Err(Error::argument("context_bytes", format!("{context_bytes} came; too many"))),
+        };
+        let imms = engine.reserve_imms("putget_transfer_kv", None, options.max_requests)?;
+        let state = State { free: (0..options.max_requests).rev().collect(), ..State::default() };
+        let inner = Inner {
+            cache: cache.clone(),
+            engine,
+            contexts,
+            imms,
+            options,
+            metrics: Metrics::new("decoder"),
+            state: Mutex::new(state),
+            changed: Condvar::new(),
+        };
+        let inner = Arc::new(inner);
+        let weak = Arc::downgrade(&inner);
+        receive_messages(&inner.engine, DECODER_POOL, move |from, message| {
+            if let Some(inner) = weak.upgrade() {
+                inner.hear(from, message);
+            }
+        })?;
+        Ok(Self { inner })
+    }
+
+    /// The prefill ranks that compute a request together. They are checked against this decoder's cache.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] if the caches do not fit, with both values.
+    pub fn group(&self, sources: &[Source]) -> Result<Arc<Group>, Error> {
+        let geometries: Vec<_> = sources.iter().map(|source| source.geometry.clone()).collect();
+        geometries.iter().try_for_each(Geometry::check)?;
+        let ask = Ask { request: "", tokens: 1, first_token: 0, segment_tokens: 1 };
+        plan(&geometries, self.inner.cache.geometry(), &ask)?;
+        let addresses = sources.iter().map(|source| source.address.clone()).collect();
+        Ok(Arc::new(Group { addresses, geometries }))
+    }
+
+    /// Asks the prefill ranks of a group for a request.
+    ///
+    /// # Errors
+    /// [`Error::Argument`], before any effect, for tokens, a segment or pages that are not possible, and pages that are in use;
+    /// [`Error::Busy`] if there are too many requests.
+    pub fn request(&self, group: &Arc<Group>, wanted: &Wanted<'_>) -> Result<Receive, Error> {
+        let inner = &self.inner;
+        let (geometry, ask) = (inner.cache.geometry(), &wanted.ask);
+        if ask.request.is_empty() || ask.request.len() > MOST_NAME {
+            return Err(Error::argument("request", format!("a name of {} bytes came", ask.request.len())));
+        }
+        if wanted.num_targets == 0 {
+            return Err(Error::argument("num_targets", "0 came; this decoder is one"));
+        }
+        let plan = plan(&group.geometries, geometry, ask)?;
+        geometry.check_pages(ask.first_token, ask.tokens, wanted.pages)?;
+        inner.admit(group);
+        let mut state = inner.state();
+        let pages = places(wanted.pages);
+        if let Some((list, page)) = pages.clone().find(|place| state.used.contains(place)) {
+            return Err(Error::argument("pages", format!("page {page} of list {list} came; another request has it")));
+        }
+        let index = state.free.pop().ok_or(Error::Busy { most: inner.options.max_requests as usize })?;
+        let receive = loop {
+            let receive = fastrand::u64(..);
+            if !state.receipts.contains_key(&receive) {
+                break receive;
+            }
+        };
+        state.used.extend(pages);
+        let imm = inner.imms.imm(index)?;
+        let request = Request {
+            receive,
+            request: ask.request.to_owned(),
+            num_targets: wanted.num_targets,
+            tokens: ask.tokens,
+            first_token: ask.first_token,
+            segment_tokens: ask.segment_tokens,
+            imm,
+            count: 0,
+            deadline_ms: u64::try_from(wanted.deadline.as_millis()).unwrap_or(u64::MAX),
+            context_offset: u64::from(index) * geometry.context_bytes,
+            pages: wanted.pages.to_vec(),
+            hello: Digest([0; 32]),
+            introduction: None,
+        };
+        let sources = vec![Answer::Pending; group.addresses.len()];
+        let receipt = Receipt {
+            group: Arc::clone(group),
+            request,
+            sources,
+            counts: (0..group.addresses.len()).map(|at| plan.of(at).map_or(0, |plan| plan.count)).collect(),
+            hellos: HashMap::new(),
+            index,
+            expectation: None,
+            waits: true,
+            state: Receiving::Asked,
+            context: Vec::new(),
+            confirm: None,
+            abandoned: false,
+        };
+        state.receipts.insert(receive, receipt);
+        inner.expect(&mut state, receive, plan.count, wanted.deadline);
+        for source in 0..group.addresses.len() {
+            inner.ask(&mut state, receive, source, false);
+        }
+        Ok(Receive { inner: Arc::clone(inner), receive })
+    }
+
+    /// Tells prefill ranks that this decoder will ask for a request, so that they keep its pages for another lease.
+    ///
+    /// # Errors
+    /// [`Error::Closed`].
+    pub fn renew(&self, group: &Group, request: &str) -> Result<(), Error> {
+        let bytes = Message::Renew { request: request.to_owned() }.encode();
+        for address in &group.addresses {
+            self.inner.engine.submit_send_to(address, PREFILLER_POOL, &bytes, &Options::default(), Done::ignore())?;
+        }
+        Ok(())
+    }
+
+    /// What has happened since the last call. It also fences prefillers that do not answer, so it must be called now and then.
+    pub fn poll(&self) -> Events {
+        let mut state = self.inner.state();
+        self.inner.tidy(&mut state);
+        std::mem::take(&mut state.events)
+    }
+
+    /// Pages that belong to failed requests and may still be written to.
+    pub fn quarantined(&self) -> usize {
+        let state = self.inner.state();
+        let failed = state.receipts.values().filter(|receipt| receipt.is_failed());
+        failed.map(|receipt| receipt.request.pages.iter().map(Vec::len).sum::<usize>()).sum()
+    }
+
+    /// Counts, as text for Prometheus.
+    pub fn metrics_text(&self) -> String {
+        let quarantined = self.quarantined();
+        let requests = self.inner.state().receipts.len();
+        self.inner.metrics.text(&[("requests", requests), ("quarantined_pages", quarantined)])
+    }
+}
+
+impl Receive {
+    /// Its number, as [`Events`] have it.
+    pub fn number(&self) -> u64 {
+        self.receive
+    }
+
+    /// How far it is.
+    pub fn state(&self) -> Receiving {
+        let forgotten = || Receiving::Released("it is over".into());
+        self.inner.state().receipts.get(&self.receive).map_or_else(forgotten, |receipt| receipt.state.clone())
+    }
+
+    /// What came beside the pages: the cache's `context_bytes`, once it has arrived.
+    pub fn context(&self) -> Vec<u8> {
+        self.inner.state().receipts.get(&self.receive).map(|receipt| receipt.context.clone()).unwrap_or_default()
+    }
+
+    /// Gives the request up, if it is not over. Its pages may be used again when it is released.
+    pub fn cancel(&self) {
+        let mut state = self.inner.state();
+        self.inner.fail(&mut state, self.receive, "the decoder has cancelled it");
+    }
+
+    /// Waits until it has arrived, or nothing can be written to its pages any more; at most `timeout`.
+    pub fn wait(&self, timeout: Duration) -> Receiving {
+        let end = Instant::now().checked_add(timeout);
+        let mut state = self.inner.state();
+        loop {
+            self.inner.tidy(&mut state);
+            let Some(receipt) = state.receipts.get(&self.receive) else {
+                return Receiving::Released("it is over".into());
+            };
+            if receipt.is_over() || end.is_some_and(|end| Instant::now() >= end) {
+                return receipt.state.clone();
+            }
+            // Overdue confirmations are looked for meanwhile.
+            let nap = Duration::from_millis(20);
+            state = self.inner.changed.wait_timeout(state, nap).unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+}
+
+impl Drop for Receive {
+    fn drop(&mut self) {
+        let mut state = self.inner.state();
+        if let Some(receipt) = state.receipts.get_mut(&self.receive) {
+            receipt.abandoned = true;
+        }
+        state.forget(self.receive);
+    }
+}
+
+/// The places of a request's pages.
+fn places(pages: &[Vec<u64>]) -> impl Iterator<Item = (usize, u64)> + Clone {
+    pages.iter().enumerate().flat_map(|(list, pages)| pages.iter().map(move |page| (list, *page)))
+}
+
+impl Inner {
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Lets sources in again that were fenced or lost, if none of them may still write for a request that has failed. What they had
+    /// begun then is over: it stays out by its keys and its connection.
+    fn admit(&self, group: &Group) {
+        for address in &group.addresses {
+            let quarantined =
+                |receipt: &Receipt| receipt.is_failed() && receipt.group.addresses.iter().any(|other| other == address);
+            if self.state().receipts.values().any(quarantined) {
+                continue;
+            }
+            if let Err(error) = self.engine.admit(address) {
+                tracing::warn!(peer = %address.name(), %error, "a prefiller was not admitted");
+            }
+        }
+    }
+
+    /// Waits for the count of a request.
+    fn expect(self: &Arc<Self>, state: &mut State, receive: u64, count: u64, deadline: Duration) {
+        let Some(receipt) = state.receipts.get_mut(&receive) else { return };
+        let weak: Weak<Self> = Arc::downgrade(self);
+        let done = Done::callback(move |outcome| {
+            if let Some(inner) = weak.upgrade() {
+                inner.counted(receive, outcome);
+            }
+        });
+        let options = ExpectOptions { deadline: Some(deadline), senders: &receipt.group.addresses, take: true };
+        match self.engine.expect_imm(receipt.request.imm, count, &options, done) {
+            Ok(id) => receipt.expectation = Some(id),
+            Err(error) => {
+                receipt.waits = false;
+                self.fail(state, receive, &error.to_string());
+            }
+        }
+    }
+}

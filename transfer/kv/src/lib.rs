@@ -1,0 +1,52 @@
+//! KV caches between prefill and decode, on the transfer engine.
+//!
+//! The decoder owns a transfer: it names its pages, and the prefill ranks write them while they compute. Both sides [`plan`] a
+//! request from their caches' [`Geometry`] alone, so the decoder knows the count that it waits for and nobody has to say that all has
+//! been sent.
+#![deny(unsafe_code)]
+#![cfg_attr(test, allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing))]
+
+mod cache;
+mod codec;
+mod decoder;
+mod geometry;
+mod message;
+#[cfg(test)]
+mod message_tests;
+mod metrics;
+mod plan;
+#[cfg(test)]
+mod plan_tests;
+mod prefiller;
+
+use putget_transfer::{Engine, Error, NetAddr, RecvOptions};
+
+pub use cache::{KvCache, Source};
+pub use decoder::{Decoder, DecoderOptions, Events, Group, Receive, Receiving, Wanted};
+pub use geometry::{Digest, Geometry, Kind, Layout, Region};
+pub use message::{Hello, Message, Refusal, Request};
+pub use plan::{Ask, Parcel, Plan, SourcePlan, Write, plan};
+pub use prefiller::{End, Prefiller, PrefillerOptions, Work};
+
+/// Pools of messages, apart from those that a program uses itself.
+const PREFILLER_POOL: u32 = 0x5054_4b50;
+const DECODER_POOL: u32 = 0x5054_4b44;
+/// Buffers by length: most messages are short, and a Hello or long page lists need more.
+const BUFFERS: [(usize, usize); 3] = [(4 << 10, 64), (64 << 10, 16), (4 << 20, 2)];
+
+/// Receives a pool's messages. What is not one is left aside, and said.
+fn receive_messages(
+    engine: &Engine,
+    pool: u32,
+    hear: impl Fn(&NetAddr, message::Message) + Clone + Send + 'static,
+) -> Result<(), Error> {
+    for (len, count) in BUFFERS {
+        let hear = hear.clone();
+        let options = RecvOptions { pool, ..RecvOptions::default() };
+        engine.submit_recvs_to(len, count, &options, move |from, bytes| match Message::decode(bytes) {
+            Ok(message) => hear(from, message),
+            Err(error) => tracing::warn!(from = %from.name(), %error, "a message that cannot be read"),
+        })?;
+    }
+    Ok(())
+}

@@ -1,0 +1,165 @@
+//! What decoders say to a prefiller. A request is checked as a whole before anything of it has an effect.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use putget_transfer::{Done, Error, NetAddr, Options};
+
+use super::{Inner, Job, Key, MOST_HELLOS, MOST_REMEMBERED, Part, REMEMBERED, State, Stop};
+use crate::DECODER_POOL;
+use crate::message::{Hello, Message, Refusal, Request};
+use crate::metrics::count;
+use crate::plan::plan;
+
+impl Inner {
+    pub(super) fn send(&self, to: &NetAddr, message: &Message) {
+        let options = Options::default();
+        // If it does not arrive, the decoder has its own deadline and its fence.
+        let sent = self.engine.submit_send_to(to, DECODER_POOL, &message.encode(), &options, Done::ignore());
+        if let Err(error) = sent {
+            tracing::warn!(%error, to = %to.name(), "an answer to a decoder was not sent");
+        }
+    }
+
+    pub(super) fn hear(self: &Arc<Self>, from: &NetAddr, message: Message) {
+        match message {
+            Message::Request(request) => self.asked(from, *request),
+            Message::Cancel { receive, deadline_ms } => self.cancelled(from, receive, deadline_ms),
+            Message::Renew { request } => {
+                let mut state = self.state();
+                let lease = Instant::now() + self.options.lease;
+                if let Some(prefill) = state.prefills.get_mut(&request) {
+                    prefill.lease = prefill.lease.max(lease);
+                }
+            }
+            other => tracing::warn!(from = %from.name(), ?other, "a message for decoders came to a prefiller"),
+        }
+    }
+
+    pub(super) fn asked(self: &Arc<Self>, from: &NetAddr, request: Request) {
+        let (receive, name) = (request.receive, request.request.clone());
+        let mut state = self.state();
+        let key = (from.clone(), receive);
+        let answer = match self.accept(&mut state, &key, request) {
+            Ok(job) => {
+                count(&self.metrics.accepted);
+                let lease = Instant::now() + self.options.lease;
+                let num_targets = job.request.num_targets;
+                if let Some(prefill) = state.prefills.get_mut(&name) {
+                    prefill.num_targets = Some(num_targets);
+                    prefill.lease = prefill.lease.max(lease);
+                }
+                state.jobs.insert(key, job);
+                Message::Accepted { receive }
+            }
+            Err((refusal, words)) => {
+                count(&self.metrics.refused);
+                tracing::warn!(request = %name, %refusal, %words, "a request was refused");
+                Message::Refused { receive, refusal, words }
+            }
+        };
+        self.send(from, &answer);
+        self.progress(&mut state, &name);
+    }
+
+    /// Checks a request before anything of it has an effect.
+    pub(super) fn accept(&self, state: &mut State, key: &Key, request: Request) -> Result<Job, (Refusal, String)> {
+        let now = Instant::now();
+        if state.cancelled.remove(key).is_some() {
+            return Err((Refusal::Cancelled, "its cancel came first".into()));
+        }
+        if state.draining {
+            return Err((Refusal::Draining, "another prefiller has to compute it".into()));
+        }
+        if state.jobs.contains_key(key) {
+            return Err((Refusal::Invalid, format!("receive {} came twice", request.receive)));
+        }
+        if state.jobs.len() >= self.options.max_requests {
+            return Err((Refusal::Busy, format!("it has {} requests", state.jobs.len())));
+        }
+        if let Some((answer, _)) = state.gone.get(&request.request) {
+            return Err(answer.clone());
+        }
+        let hello = self.hello(state, &key.0, &request)?;
+        let invalid = |error: Error| (Refusal::Invalid, error.to_string());
+        let ask = request.ask();
+        let plan = plan(&hello.sources, &hello.target, &ask).map_err(|error| (Refusal::Geometry, error.to_string()))?;
+        let own = plan.of(hello.source as usize).cloned().unwrap_or_default();
+        if own.count != request.count {
+            let words =
+                format!("the decoder waits for {} of this prefiller; its plan has {}", request.count, own.count);
+            return Err((Refusal::Invalid, words));
+        }
+        hello.target.check_pages(request.first_token, request.tokens, &request.pages).map_err(invalid)?;
+        let room = hello.contexts.as_ref().map_or(0, |desc| desc.len());
+        let end = request.context_offset.checked_add(hello.target.context_bytes);
+        if own.context && end.is_none_or(|end| end > room) {
+            let words = format!("a context at {} came; there are {room} bytes", request.context_offset);
+            return Err((Refusal::Invalid, words));
+        }
+        let deadline = now + Duration::from_millis(request.deadline_ms.min(86_400_000));
+        let context = if own.context { Part::Waits } else { Part::Over };
+        let parcels = own.parcels.iter().map(|_| Part::Waits).collect();
+        Ok(Job { request, hello, plan: own, parcels, context, deadline, stopped: None, may_land: false })
+    }
+
+    /// The Hello that a request stands on. A new one is checked against this prefiller.
+    pub(super) fn hello(
+        &self,
+        state: &mut State,
+        from: &NetAddr,
+        request: &Request,
+    ) -> Result<Arc<Hello>, (Refusal, String)> {
+        let key = (from.clone(), request.hello);
+        let Some(hello) = &request.introduction else {
+            let known = state.hellos.get(&key).cloned();
+            return known.ok_or((Refusal::Unknown, "its Hello is not known".into()));
+        };
+        let ours = self.cache.geometry();
+        if hello.digest() != request.hello {
+            return Err((Refusal::Invalid, format!("a Hello of {} came as {}", hello.digest(), request.hello)));
+        }
+        let differ = |error: Error| (Refusal::Geometry, error.to_string());
+        hello.target.check().map_err(differ)?;
+        hello.sources.iter().try_for_each(|source| source.check()).map_err(differ)?;
+        let named = hello.sources.get(hello.source as usize);
+        if named != Some(ours) {
+            let theirs = named.map_or("none".into(), |named| named.digest().to_string());
+            return Err((
+                Refusal::Geometry,
+                format!("the decoder knows geometry {theirs}, this one is {}", ours.digest()),
+            ));
+        }
+        let lens: Vec<_> = hello.memory.iter().map(|desc| desc.len()).collect();
+        if lens != hello.target.memory {
+            return Err((
+                Refusal::Invalid,
+                format!("keys for {lens:?} bytes came; its cache has {:?}", hello.target.memory),
+            ));
+        }
+        if state.hellos.len() >= MOST_HELLOS {
+            // Decoders whose Hello is gone send it again.
+            state.hellos.clear();
+        }
+        let hello = Arc::new(hello.clone());
+        state.hellos.insert(key, Arc::clone(&hello));
+        Ok(hello)
+    }
+
+    pub(super) fn cancelled(&self, from: &NetAddr, receive: u64, deadline_ms: u64) {
+        let mut state = self.state();
+        let key = (from.clone(), receive);
+        let Some(job) = state.jobs.get(&key) else {
+            // Over, or not yet here.
+            if state.cancelled.len() >= MOST_REMEMBERED {
+                state.cancelled.clear();
+            }
+            let until = Instant::now() + Duration::from_millis(deadline_ms).min(REMEMBERED);
+            state.cancelled.insert(key, until);
+            return self.send(from, &Message::Cancelled { receive, may_land: false });
+        };
+        let request = job.request.request.clone();
+        self.stop(&mut state, &key, Stop::Cancelled);
+        self.settle(&mut state, &request);
+    }
+}

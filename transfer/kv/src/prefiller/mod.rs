@@ -1,0 +1,403 @@
+//! The prefill side: what is computed leaves for those who have asked for it, and the pages come back when nobody needs them.
+
+mod asking;
+mod sending;
+
+use std::collections::{HashMap, HashSet};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use putget_transfer::{Engine, Error, MrHandle, NetAddr, TransferId, UvmWatcher};
+
+use crate::cache::{KvCache, Source};
+use crate::geometry::{Digest, Kind};
+use crate::message::{Hello, MOST_NAME, Refusal, Request};
+use crate::metrics::Metrics;
+use crate::plan::{Ask, Parcel, SourcePlan};
+use crate::{PREFILLER_POOL, receive_messages};
+
+/// Bits of the word that hold the layer; the step is above them.
+const LAYER_BITS: u32 = 16;
+/// Decoders whose Hellos are kept.
+const MOST_HELLOS: usize = 4096;
+/// Names of requests whose pages were given back without being asked for, and cancels that came before their requests.
+const MOST_REMEMBERED: usize = 65_536;
+/// How long those are remembered at most.
+const REMEMBERED: Duration = Duration::from_secs(600);
+
+/// The word's value when `layers` layers of a step are computed. It is absolute: a value that is stored twice changes nothing.
+fn word_of(step: u64, layers: u32) -> u64 {
+    step << LAYER_BITS | u64::from(layers)
+}
+
+/// How a prefiller behaves.
+#[derive(Debug, Clone)]
+pub struct PrefillerOptions {
+    /// How long the pages of a finished prefill are kept for a decoder that has not asked yet.
+    pub lease: Duration,
+    /// Requests that may be known at a time, before, during and after their prefill.
+    pub max_requests: usize,
+}
+
+impl Default for PrefillerOptions {
+    fn default() -> Self {
+        Self { lease: Duration::from_secs(30), max_requests: 1024 }
+    }
+}
+
+/// What a forward step computes of one request.
+#[derive(Debug, Clone, Copy)]
+pub struct Work<'a> {
+    /// The request's name.
+    pub request: &'a str,
+    /// Tokens that are computed when the step is over, those of earlier steps included.
+    pub tokens: u64,
+    /// For each group a page for every page of those tokens, from the request's beginning; one page for a state.
+    pub pages: &'a [Vec<u64>],
+}
+
+/// Why the pages of a request come back.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum End {
+    /// Every decoder that asked has them, or has cancelled.
+    Sent,
+    /// Nobody asked in time.
+    Expired,
+    /// The prefill has failed.
+    Failed,
+}
+
+/// Who asked for what: a decoder's address and its number.
+type Key = (NetAddr, u64);
+
+struct Prefill {
+    /// How far each step has come: tokens, and the step.
+    steps: Vec<(u64, u64)>,
+    pages: Vec<Vec<u64>>,
+    finished: bool,
+    /// Where the context lies until it has left.
+    slot: Option<u64>,
+    failed: Option<String>,
+    lease: Instant,
+    /// How many decode ranks will ask, as soon as one has.
+    num_targets: Option<u32>,
+    served: HashSet<NetAddr>,
+}
+
+/// One part of what a decoder waits for.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Part {
+    Waits,
+    UnderWay(Option<TransferId>),
+    Over,
+}
+
+struct Job {
+    request: Request,
+    hello: Arc<Hello>,
+    plan: SourcePlan,
+    parcels: Vec<Part>,
+    context: Part,
+    deadline: Instant,
+    /// Set when nothing new may leave, with the answer that follows when all has ended.
+    stopped: Option<Stop>,
+    may_land: bool,
+}
+
+#[derive(Clone)]
+enum Stop {
+    Cancelled,
+    Failed(String),
+}
+
+impl Job {
+    fn parts(&self) -> impl Iterator<Item = &Part> {
+        self.parcels.iter().chain([&self.context])
+    }
+
+    fn under_way(&self) -> bool {
+        self.parts().any(|part| matches!(part, Part::UnderWay(_)))
+    }
+
+    fn is_over(&self) -> bool {
+        self.parts().all(|part| *part == Part::Over)
+    }
+}
+
+#[derive(Default)]
+struct State {
+    prefills: HashMap<String, Prefill>,
+    jobs: HashMap<Key, Job>,
+    hellos: HashMap<(NetAddr, Digest), Arc<Hello>>,
+    /// Cancels that came before their requests, and until when they hold.
+    cancelled: HashMap<Key, Instant>,
+    /// Requests whose pages have come back, what to say of them, and until when that is known.
+    gone: HashMap<String, ((Refusal, String), Instant)>,
+    released: Vec<(String, End)>,
+    free_slots: Vec<u64>,
+    step: u64,
+    draining: bool,
+}
+
+struct Inner {
+    engine: Engine,
+    cache: KvCache,
+    contexts: Option<MrHandle>,
+    word: UvmWatcher,
+    options: PrefillerOptions,
+    metrics: Metrics,
+    state: Mutex<State>,
+}
+
+/// The prefill side of an engine.
+#[derive(Clone)]
+pub struct Prefiller {
+    inner: Arc<Inner>,
+}
+
+impl std::fmt::Debug for Prefiller {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let state = self.inner.state();
+        write!(f, "Prefiller({} prefills, {} requests)", state.prefills.len(), state.jobs.len())
+    }
+}
+
+impl Prefiller {
+    /// Begins to take requests for a cache.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for options that are 0; whatever the engine reports.
+    pub fn new(cache: &KvCache, options: PrefillerOptions) -> Result<Self, Error> {
+        if options.max_requests == 0 || options.lease.is_zero() {
+            return Err(Error::argument("options", format!("{options:?} came; neither may be 0")));
+        }
+        let engine = cache.engine().clone();
+        let slots = options.max_requests as u64;
+        let context_bytes = cache.geometry().context_bytes;
+        let contexts = match usize::try_from(context_bytes.saturating_mul(slots)) {
+            Ok(0) => None,
+            Ok(len) => Some(engine.alloc_mr(len)?.0),
+            Err(_) => return Err(Error::argument("context_bytes", format!("{context_bytes} came; too many"))),
+        };
+        let state = State { free_slots: (0..slots).rev().collect(), ..State::default() };
+        let word = engine.alloc_uvm_word()?;
+        let metrics = Metrics::new("prefiller");
+        let inner = Inner { cache: cache.clone(), engine, contexts, word, options, metrics, state: Mutex::new(state) };
+        let inner = Arc::new(inner);
+        let weak = Arc::downgrade(&inner);
+        receive_messages(&inner.engine, PREFILLER_POOL, move |from, message| {
+            if let Some(inner) = weak.upgrade() {
+                inner.hear(from, message);
+            }
+        })?;
+        Ok(Self { inner })
+    }
+
+    /// How decoders reach it, and what they must know.
+    pub fn source(&self) -> Source {
+        Source { address: self.inner.engine.main_address(), geometry: self.inner.cache.geometry().clone() }
+    }
+
+    /// The address of the word that says what is computed, for kernels: they store `step << 16 | layers`, layers being how many of
+    /// that step are done.
+    pub fn word(&self) -> usize {
+        self.inner.word.address()
+    }
+
+    /// Says what the next forward step computes. It comes before the step's first layer is done.
+    ///
+    /// # Errors
+    /// [`Error::Argument`], before any effect, for a step that does not ascend, tokens that go back, pages that are missing or outside;
+    /// [`Error::Busy`] if there are too many requests.
+    pub fn begin_step(&self, step: u64, work: &[Work<'_>]) -> Result<(), Error> {
+        let mut state = self.inner.state();
+        self.inner.check_step(&state, step, work)?;
+        state.step = step;
+        for one in work {
+            let lease = Instant::now() + self.inner.options.lease;
+            let prefill = state.prefills.entry(one.request.to_owned()).or_insert_with(|| Prefill::new(lease));
+            prefill.steps.push((one.tokens, step));
+            prefill.pages = one.pages.to_vec();
+            state.gone.remove(one.request);
+            self.inner.progress(&mut state, one.request);
+        }
+        Ok(())
+    }
+
+    /// Says that layers of the present step are done, up to and with this one. Kernels store to [`Prefiller::word`] instead.
+    pub fn layer_done(&self, layer: u32) {
+        let step = self.inner.state().step;
+        self.inner.word.store(word_of(step, layer.saturating_add(1).min((1 << LAYER_BITS) - 1)));
+    }
+
+    /// Says that a request's prefill is over, with its context: at most the cache's `context_bytes`.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for a request that is not computed here or is over already, and a context that is too long;
+    /// [`Error::Busy`] if all slots for contexts are taken.
+    pub fn finish(&self, request: &str, context: &[u8]) -> Result<(), Error> {
+        let inner = &self.inner;
+        let mut state = inner.state();
+        let most = inner.cache.geometry().context_bytes;
+        if context.len() as u64 > most {
+            return Err(Error::argument(
+                "context",
+                format!("{} bytes came; at most {most} are allowed", context.len()),
+            ));
+        }
+        let running = state.prefills.get(request).is_some_and(|prefill| !prefill.finished && prefill.failed.is_none());
+        if !running {
+            return Err(Error::argument("request", format!("{request:?} came; it is not computed here")));
+        }
+        let slot = match &inner.contexts {
+            None => None,
+            Some(memory) => {
+                let slot = state.free_slots.pop().ok_or(Error::Busy { most: inner.options.max_requests })?;
+                let mut bytes = context.to_vec();
+                bytes.resize(most as usize, 0);
+                memory.write(slot * most, &bytes)?;
+                Some(slot)
+            }
+        };
+        if let Some(prefill) = state.prefills.get_mut(request) {
+            prefill.finished = true;
+            prefill.slot = slot;
+            prefill.lease = Instant::now() + inner.options.lease;
+        }
+        inner.progress(&mut state, request);
+        Ok(())
+    }
+
+    /// Says that a request's prefill has failed: decoders that have asked are told, when all that was under way has ended.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for a request that is not known here.
+    pub fn fail(&self, request: &str, reason: &str) -> Result<(), Error> {
+        let mut state = self.inner.state();
+        let asked = state.jobs.values().any(|job| job.request.request == request);
+        match state.prefills.get_mut(request) {
+            Some(prefill) => prefill.failed = Some(reason.to_owned()),
+            None if asked => {}
+            None => return Err(Error::argument("request", format!("{request:?} came; it is not known here"))),
+        }
+        for key in jobs_of(&state, request) {
+            self.inner.stop(&mut state, &key, Stop::Failed(reason.to_owned()));
+        }
+        if !state.prefills.contains_key(request) {
+            // Other decode ranks may still ask.
+            let words = (Refusal::Failed, reason.to_owned());
+            state.gone.insert(request.to_owned(), (words, Instant::now() + REMEMBERED));
+        }
+        self.inner.settle(&mut state, request);
+        Ok(())
+    }
+
+    /// The requests whose pages have come back since the last call, and why. It also ends leases and what is overdue, so it must be called
+    /// now and then.
+    pub fn poll(&self) -> Vec<(String, End)> {
+        let mut state = self.inner.state();
+        self.inner.tidy(&mut state);
+        std::mem::take(&mut state.released)
+    }
+
+    /// Takes no new requests from now on. True: none is left, and the process may end.
+    pub fn drain(&self) -> bool {
+        let mut state = self.inner.state();
+        state.draining = true;
+        self.inner.tidy(&mut state);
+        state.jobs.is_empty() && state.prefills.is_empty()
+    }
+
+    /// Counts, as text for Prometheus.
+    pub fn metrics_text(&self) -> String {
+        let state = self.inner.state();
+        let now = [("requests", state.jobs.len()), ("prefills", state.prefills.len())];
+        self.inner.metrics.text(&now)
+    }
+}
+
+impl Prefill {
+    fn new(lease: Instant) -> Self {
+        Self {
+            steps: Vec::new(),
+            pages: Vec::new(),
+            finished: false,
+            slot: None,
+            failed: None,
+            lease,
+            num_targets: None,
+            served: HashSet::new(),
+        }
+    }
+
+    fn tokens(&self) -> u64 {
+        self.steps.last().map_or(0, |(tokens, _)| *tokens)
+    }
+
+    /// The word's value from which on a parcel may leave; None: its step has not begun.
+    fn ready(&self, parcel: &Parcel) -> Option<u64> {
+        if parcel.at_end {
+            return self.finished.then_some(0);
+        }
+        let (_, step) = self.steps.iter().find(|(tokens, _)| *tokens >= parcel.tokens.end)?;
+        Some(word_of(*step, parcel.layers))
+    }
+}
+
+fn jobs_of(state: &State, request: &str) -> Vec<Key> {
+    let of = |(key, job): (&Key, &Job)| (job.request.request == request).then(|| key.clone());
+    state.jobs.iter().filter_map(of).collect()
+}
+
+impl Inner {
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn check_step(&self, state: &State, step: u64, work: &[Work<'_>]) -> Result<(), Error> {
+        if step <= state.step || step >= 1 << (64 - LAYER_BITS) {
+            let problem = format!("{step} came; steps ascend, and the last one was {}", state.step);
+            return Err(Error::argument("step", problem));
+        }
+        let new = work.iter().filter(|one| !state.prefills.contains_key(one.request)).count();
+        if state.prefills.len() + new > self.options.max_requests {
+            return Err(Error::Busy { most: self.options.max_requests });
+        }
+        let mut seen = HashSet::new();
+        for one in work {
+            let bad = |problem: String| Err(Error::argument("work", format!("{:?}: {problem}", one.request)));
+            if one.request.is_empty() || one.request.len() > MOST_NAME || !seen.insert(one.request) {
+                return bad("a name of 1 to 4096 bytes that came once is needed".into());
+            }
+            if let Some(prefill) = state.prefills.get(one.request) {
+                if prefill.finished || prefill.failed.is_some() {
+                    return bad("its prefill is over".into());
+                }
+                if one.tokens < prefill.tokens() {
+                    return bad(format!("{} tokens came; {} were computed before", one.tokens, prefill.tokens()));
+                }
+            }
+            let geometry = self.cache.geometry();
+            for region in &geometry.regions {
+                let list = one.pages.get(region.group as usize).map(Vec::as_slice).unwrap_or_default();
+                let tokens = if region.kind == Kind::State { 1 } else { one.tokens };
+                let needed = tokens.div_ceil(region.page_tokens.into());
+                if (list.len() as u64) < needed {
+                    return bad(format!("list {} has {} pages; {needed} are needed", region.group, list.len()));
+                }
+                if let Some(page) = list.iter().find(|page| **page >= region.num_pages) {
+                    return bad(format!("page {page} of list {} came; there are {}", region.group, region.num_pages));
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Request {
+    /// What it asks for.
+    pub(crate) fn ask(&self) -> Ask<'_> {
+        let Self { request, tokens, first_token, segment_tokens, .. } = self;
+        Ask { request, tokens: *tokens, first_token: *first_token, segment_tokens: *segment_tokens }
+    }
+}
