@@ -194,6 +194,7 @@ impl Expect {
 /// `pt_transfer`.
 #[repr(C)]
 pub struct Transfer {
+    pub engine: u64,
     pub group: u64,
     pub id: u64,
 }
@@ -261,6 +262,7 @@ pub struct CScatterDst {
 pub struct CMemory {
     pub start: *mut u8,
     pub len: usize,
+    pub read_only: c_int,
 }
 
 /// -1 for the host's memory, otherwise a GPU.
@@ -326,7 +328,7 @@ pub(super) unsafe fn string(argument: &'static str, pointer: *const c_char) -> R
 pub(super) unsafe fn give_transfer(into: *mut Transfer, id: TransferId) {
     // SAFETY: the caller promises that it is null or valid.
     if let Some(into) = unsafe { into.as_mut() } {
-        let (group, id) = bindings::transfer_numbers(id);
-        *into = Transfer { group: group as u64, id };
+        let (engine, group, id) = bindings::transfer_numbers(id);
+        *into = Transfer { engine, group: group as u64, id };
     }
 }

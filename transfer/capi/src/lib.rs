@@ -121,7 +121,7 @@ functions! {
         if mrs.is_null() && count > 0 {
             return Err(missing("mrs"));
         }
-        let one = |one: &CMemory| Memory { ptr: one.start, len: one.len, device };
+        let one = |one: &CMemory| Memory { ptr: one.start, len: one.len, device, read_only: one.read_only != 0 };
         let memory: Vec<_> = slice("memory", memory, count)?.iter().map(one).collect();
         let groups = if groups.is_null() { None } else { Some(slice("groups", groups, group_count)?) };
         let made = from("engine", engine)?.reg_mrs(&memory, groups)?;
@@ -145,6 +145,7 @@ functions! {
     /// Ends a registration.
     fn pt_mr_destroy(engine: *mut Engine, mr: *mut Mr) {
         let (engine, Mr { handle, .. }) = (from("engine", engine)?, from("mr", mr)?);
+        bindings::check_own(engine, "mr", handle)?;
         if handle.is_in_use() {
             return Err(Error::argument("mr", "transfers or mirrors still use it"));
         }
@@ -506,7 +507,7 @@ fn read_address(bytes: &[u8]) -> Result<NetAddr, Error> {
 }
 
 fn transfer_id(transfer: Transfer) -> TransferId {
-    bindings::transfer_id(usize::try_from(transfer.group).unwrap_or(usize::MAX), transfer.id)
+    bindings::transfer_id(transfer.engine, usize::try_from(transfer.group).unwrap_or(usize::MAX), transfer.id)
 }
 
 /// # Safety

@@ -149,6 +149,8 @@ static void several_groups(void) {
   OK(pt_engine_address(b, all, &all_len));
   OK(pt_group_address(b, 1, one, &one_len));
   CHECK(one_len < all_len && pt_group_address(b, 2, one, &one_len) == PT_INVALID);
+  /* Each engine ends its own registrations, and no other engine's. */
+  CHECK(pt_mr_destroy(b, src) == PT_INVALID && strstr(pt_last_error(), "another engine's"));
   OK(pt_mr_destroy(a, src));
   OK(pt_mr_destroy(b, mrs[0]));
   OK(pt_mr_destroy(b, mrs[1]));
@@ -200,6 +202,7 @@ int main(int count, char **arguments) {
   OK(pt_submit_single_write(a, LEN / 2, src, 10, desc, 20, &submit, &transfer));
   wait_for(&done, 1);
   CHECK(done.status == PT_OK && memcmp(target + 20, source + 10, LEN / 2) == 0);
+  CHECK(pt_cancel(b, transfer) == PT_INVALID && strstr(pt_last_error(), "another engine's"));
   OK(pt_cancel(a, transfer));
 
   uint64_t from[100], to[100];

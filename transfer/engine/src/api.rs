@@ -13,6 +13,7 @@ use crate::error::Error;
 use crate::expect::EXPECTATIONS;
 use crate::handle::MrHandle;
 use crate::metrics::count;
+use crate::patience;
 use crate::route::Via;
 use crate::shard::{Piece, Policy, single};
 use crate::watcher::{UvmWatcher, WORD_PAGE};
@@ -115,6 +116,8 @@ pub struct ScatterDst<'a> {
 /// Peers that are connected ahead of the operations that name them.
 #[derive(Debug, Clone)]
 pub struct PeerGroup {
+    /// The engine that has connected them.
+    engine: u64,
     /// The device group that the caller has named.
     device_group: Option<usize>,
     /// The peers' engines.
@@ -150,6 +153,14 @@ pub(crate) fn check_range(argument: &'static str, offset: u64, len: u64, region:
     }
 }
 
+/// Refuses what belongs to another engine of this process.
+pub(crate) fn check_engine(own: u64, argument: &'static str, found: u64) -> Result<(), Error> {
+    if found == own {
+        return Ok(());
+    }
+    Err(Error::argument(argument, "another engine's came; each engine takes its own"))
+}
+
 impl Engine {
     pub(crate) fn group(&self, index: usize) -> Result<&Group, Error> {
         if self.inner.closed.load(Ordering::Acquire) {
@@ -176,8 +187,43 @@ impl Engine {
         Ok(Policy { nics, min_shard, max_write: group.limits.max_write, only: nic, first })
     }
 
+    /// Refuses what belongs to another engine of this process.
+    pub(crate) fn check_own(&self, argument: &'static str, engine: u64) -> Result<(), Error> {
+        check_engine(self.inner.shared.engine, argument, engine)
+    }
+
+    /// Checks memory of this engine that an operation is to use.
+    pub(crate) fn check_local(&self, argument: &'static str, handle: &MrHandle) -> Result<(), Error> {
+        self.check_own(argument, handle.registration.engine)?;
+        handle.registration.region.check_here(argument)
+    }
+
+    /// Checks memory of this engine that something is to land in.
+    pub(crate) fn check_local_target(&self, argument: &'static str, handle: &MrHandle) -> Result<(), Error> {
+        self.check_own(argument, handle.registration.engine)?;
+        handle.registration.region.check_takes_writes(argument)
+    }
+
+    pub(crate) fn transfer(&self, group: usize, id: u64) -> TransferId {
+        TransferId { engine: self.inner.shared.engine, group, id }
+    }
+
     pub(crate) fn next_id(&self) -> u64 {
         self.inner.next_id.fetch_add(1, Ordering::Relaxed)
+    }
+
+    /// Checks that a group is this engine's, and that every destination is in it.
+    pub(crate) fn check_members<'a>(
+        &self,
+        group: Option<&PeerGroup>,
+        mut dsts: impl Iterator<Item = &'a MrDesc>,
+    ) -> Result<(), Error> {
+        let Some(group) = group else { return Ok(()) };
+        self.check_own("group", group.engine)?;
+        match dsts.find(|dst| !group.members.contains(&dst.key().engine)) {
+            Some(stranger) => Err(Error::argument("dst", format!("peer {} is not in the group", stranger.name()))),
+            None => Ok(()),
+        }
     }
 
     /// Lets an operation in: once there is room for it, if it is to `start`.
@@ -188,8 +234,9 @@ impl Engine {
         start: bool,
     ) -> Result<(u64, Instant), Error> {
         let deadline = self.deadline(deadline);
+        done.submitted_to(self.inner.shared.engine);
         if start {
-            done.permit = Some(self.inner.shared.gate.enter(deadline)?);
+            done.permit = Some(self.inner.shared.gate.enter(deadline, patience::gives_up)?);
         }
         count(&self.inner.shared.metrics.submitted_total);
         Ok((self.next_id(), deadline))
@@ -205,7 +252,7 @@ impl Engine {
         let commands = &self.group(group)?.commands;
         let (id, deadline) = self.begin(&mut done, deadline, true)?;
         self.taken(commands.push(make(id, done, deadline)));
-        Ok(TransferId { group, id })
+        Ok(self.transfer(group, id))
     }
 
     /// If the engine has closed meanwhile, whoever waits is told, as for every other operation that it ends.
@@ -229,6 +276,7 @@ impl Engine {
         options: &Options,
         done: Done,
     ) -> Result<TransferId, Error> {
+        self.check_local("src", src.0)?;
         check_range("src", src.1, len, src.0.len())?;
         check_range("dst", dst.1, len, dst.0.len)?;
         self.group(0)?;
@@ -268,7 +316,7 @@ impl Engine {
         }
         self.write(batch, (done, options.deadline))?;
         let members = peers.iter().map(|address| address.key().engine).collect();
-        Ok(PeerGroup { device_group: options.device_group, members })
+        Ok(PeerGroup { engine: self.inner.shared.engine, device_group: options.device_group, members })
     }
 
     /// Writes parts of `src` to many destinations. With an immediate, each destination's counter grows by one after its own
@@ -285,7 +333,8 @@ impl Engine {
         options: &Options,
         done: Done,
     ) -> Result<TransferId, Error> {
-        check_members(group, dsts.iter().map(|dst| dst.dst.0))?;
+        self.check_local("src", src)?;
+        self.check_members(group, dsts.iter().map(|dst| dst.dst.0))?;
         self.group(0)?;
         let device_group = options.device_group.or(group.and_then(PeerGroup::device_group));
         let mut batch = Batch::default();
@@ -313,7 +362,7 @@ impl Engine {
         options: &Options,
         done: Done,
     ) -> Result<TransferId, Error> {
-        check_members(group, dsts.iter().copied())?;
+        self.check_members(group, dsts.iter().copied())?;
         self.group(0)?;
         let device_group = options.device_group.or(group.and_then(PeerGroup::device_group));
         let mut batch = Batch::default();
@@ -330,8 +379,9 @@ impl Engine {
     /// error says that it may.
     ///
     /// # Errors
-    /// [`Error::Closed`].
+    /// [`Error::Argument`] for a transfer of another engine; [`Error::Closed`].
     pub fn cancel(&self, transfer: TransferId) -> Result<(), Error> {
+        self.check_own("transfer", transfer.engine)?;
         if transfer.group == EXPECTATIONS {
             self.group(0)?;
             self.cancel_expectation(transfer.id);
@@ -390,22 +440,14 @@ impl Engine {
     /// Waits for an operation by its future, no longer than its deadline and the time to confirm its end allow.
     ///
     /// # Errors
-    /// The operation's own, or [`Error::Timeout`]; [`Error::Argument`] inside a callback of this engine, unless the operation is over.
+    /// The operation's own, or [`Error::Timeout`]; [`Error::Argument`] inside a callback of this engine, unless the operation is over, and
+    /// for the future of another engine's operation.
     pub fn wait(&self, future: &TransferFuture, timeout: Duration) -> Result<(), Error> {
+        future.engine().map_or(Ok(()), |engine| self.check_own("future", engine))?;
         if !future.is_over() {
             check_wait(self.inner.shared.engine)?;
         }
         future.wait(timeout).unwrap_or(Err(Error::Timeout { what: "waiting for a transfer", after: timeout }))
-    }
-}
-
-pub(crate) fn check_members<'a>(
-    group: Option<&PeerGroup>,
-    mut dsts: impl Iterator<Item = &'a MrDesc>,
-) -> Result<(), Error> {
-    match group.and_then(|group| dsts.find(|dst| !group.members.contains(&dst.key().engine))) {
-        Some(stranger) => Err(Error::argument("dst", format!("peer {} is not in the group", stranger.name()))),
-        None => Ok(()),
     }
 }
 

@@ -78,7 +78,7 @@ impl Engine {
         let put = |(group, targets), done| {
             let command = Command::Write { id, targets, done, deadline, stamp };
             self.taken(take(self.group(group)?, command)?);
-            Ok(TransferId { group, id })
+            Ok(self.transfer(group, id))
         };
         if parts.len() == 1
             && let Some(part) = parts.pop()
@@ -87,6 +87,6 @@ impl Engine {
         }
         let dones = done.split(parts.len());
         parts.into_iter().zip(dones).try_for_each(|(part, done)| put(part, done).map(drop))?;
-        Ok(TransferId { group: EVERYWHERE, id })
+        Ok(self.transfer(EVERYWHERE, id))
     }
 }

@@ -6,13 +6,17 @@
 use std::sync::Arc;
 
 pub use crate::completion::Raised;
+pub use crate::patience::asking;
+pub use crate::region::{Terms, Whereabouts};
 pub use crate::sys::Word;
 
+use crate::api::check_engine;
 use crate::callbacks::{Job, PeerEvent, Repeated, Side, check_wait};
 use crate::completion::{Callback, Done, TransferId};
 use crate::descriptor::NetAddr;
 use crate::engine::{Builder, Engine};
 use crate::error::{DownReason, Error, Outcome};
+use crate::handle::MrHandle;
 use crate::pools::RecvOptions;
 use crate::shared::Shared;
 use crate::sys::Home;
@@ -59,13 +63,39 @@ pub fn word(word: Word, failed: Option<Callback>) -> Done {
 }
 
 /// An operation by the numbers of [`transfer_numbers`]. Numbers of no operation name none.
-pub fn transfer_id(group: usize, id: u64) -> TransferId {
-    TransferId { group, id }
+pub fn transfer_id(engine: u64, group: usize, id: u64) -> TransferId {
+    TransferId { engine, group, id }
 }
 
-/// The numbers of an operation: of its device group, and its own in there.
-pub fn transfer_numbers(transfer: TransferId) -> (usize, u64) {
-    (transfer.group, transfer.id)
+/// The numbers of an operation: of its engine, of its device group, and its own in there.
+pub fn transfer_numbers(transfer: TransferId) -> (u64, usize, u64) {
+    (transfer.engine, transfer.group, transfer.id)
+}
+
+/// The number of an engine. The memory that it has registered carries it, too.
+pub fn identity(engine: &Engine) -> u64 {
+    engine.inner.shared.engine
+}
+
+/// Refuses memory that an engine of another number has registered.
+///
+/// # Errors
+/// [`Error::Argument`] for such memory.
+pub fn check_registered_by(identity: u64, argument: &'static str, handle: &MrHandle) -> Result<(), Error> {
+    check_engine(identity, argument, handle.registration.engine)
+}
+
+/// Refuses memory that another engine has registered.
+///
+/// # Errors
+/// [`Error::Argument`] for such memory.
+pub fn check_own(engine: &Engine, argument: &'static str, handle: &MrHandle) -> Result<(), Error> {
+    check_registered_by(identity(engine), argument, handle)
+}
+
+/// [`Engine::close`], but without waiting for callbacks that run: they may wait for the calling thread.
+pub fn close_at_once(engine: &Engine) {
+    engine.inner.close(false);
 }
 
 /// The threads that run an engine's foreign callbacks.

@@ -18,6 +18,8 @@ use crate::sys::Word;
 /// A submitted operation, to be named in [`Engine::cancel`](crate::Engine::cancel).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct TransferId {
+    /// The engine that it was submitted to.
+    pub(crate) engine: u64,
     pub(crate) group: usize,
     pub(crate) id: u64,
 }
@@ -50,6 +52,8 @@ pub(crate) struct Awaited {
     once: Once<Outcome>,
     /// Who works on it, if others may drive that.
     driver: OnceLock<Arc<dyn Drive>>,
+    /// The engine that the operation was submitted to.
+    engine: OnceLock<u64>,
 }
 
 impl Awaited {
@@ -108,6 +112,14 @@ impl Done {
             Kind::Part(joined) => joined.with(|done| done.occupy(gate)),
             _ if self.permit.is_none() => self.permit = Some(gate.enter_anyway()),
             _ => {}
+        }
+    }
+
+    /// Notes the engine that the operation is submitted to, for those who wait for it.
+    pub(crate) fn submitted_to(&self, engine: u64) {
+        if let Kind::Future(awaited) = &self.kind {
+            // A future is of one operation.
+            let _ = awaited.engine.set(engine);
         }
     }
 
@@ -229,6 +241,11 @@ impl fmt::Debug for TransferFuture {
 }
 
 impl TransferFuture {
+    /// The engine that the operation was submitted to, once it has been.
+    pub(crate) fn engine(&self) -> Option<u64> {
+        self.awaited.engine.get().copied()
+    }
+
     /// Says whether the outcome is there.
     pub(crate) fn is_over(&self) -> bool {
         self.awaited.once.is_set()
@@ -236,7 +253,7 @@ impl TransferFuture {
 
     /// Says whether the operation is over. Over `host` it looks for the end itself if nobody else does.
     pub fn is_done(&self) -> bool {
-        let Awaited { once, driver } = &*self.awaited;
+        let Awaited { once, driver, .. } = &*self.awaited;
         if !once.is_set()
             && let Some(driver) = driver.get()
         {

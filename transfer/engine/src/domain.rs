@@ -8,9 +8,10 @@ use crate::engine::{ANSWER, Engine, Group};
 use crate::error::Error;
 use crate::handle::MrHandle;
 use crate::host;
+use crate::mappings::Mappings;
 use crate::once::Once;
 use crate::provider::{LocalKey, Registered, Registrar};
-use crate::region::{Owner, Region};
+use crate::region::{Owner, Region, Terms};
 use crate::worker::command::{Answer, Command, Part, Registration, Wanted};
 
 /// Memory to be registered.
@@ -22,6 +23,8 @@ pub struct Memory {
     pub len: usize,
     /// Where it lies.
     pub device: Device,
+    /// Nothing lands in it: peers read it, and this engine writes from it. The process need not be able to write to it.
+    pub read_only: bool,
 }
 
 /// Does on this thread what takes long about a registration: the group's own has transfers to see to.
@@ -32,6 +35,32 @@ fn begun(group: &Group, region: &Arc<Region>) -> Result<Wanted, Error> {
     };
     let begun = group.registrars.iter().map(begin).collect::<Result<_, _>>()?;
     Ok(Wanted { region: Arc::clone(region), begun })
+}
+
+/// Checks that memory which nobody vouches for is there, and that what must not be written to is a source alone.
+fn check_rights(regions: &[Region], device: Device) -> Result<(), Error> {
+    if device != Device::Host {
+        return match regions.iter().find(|region| region.is_read_only()) {
+            Some(_) => {
+                Err(Error::argument("read_only", format!("{device:?} memory came; host memory can be read-only")))
+            }
+            None => Ok(()),
+        };
+    }
+    let guarded = || regions.iter().filter(|region| region.is_guarded());
+    // Where the system does not say, the kernel still finds out before a byte lands.
+    let Some(mappings) = guarded().next().and_then(|_| Mappings::read()) else { return Ok(()) };
+    guarded().try_for_each(|region| mappings.check(region.address(), region.len(), region.is_read_only()))
+}
+
+/// Memory that its owner has promised to keep.
+///
+/// # Safety
+/// As for [`Engine::reg_mr`].
+unsafe fn promised(memory: &Memory) -> Result<Region, Error> {
+    let terms = Terms { read_only: memory.read_only, guarded: true, whereabouts: None };
+    // SAFETY: the caller promises what `borrowed` asks for.
+    unsafe { Ok(Region::borrowed(memory.ptr as usize, memory.len, memory.device, None)?.on_terms(terms)) }
 }
 
 impl Engine {
@@ -74,6 +103,7 @@ impl Engine {
             return Err(Error::argument("device", problem));
         }
         let groups = named.map_or_else(|| self.groups_for(device), |named| self.check_groups(device, named))?;
+        check_rights(&regions, device)?;
         let regions: Vec<_> = regions.into_iter().map(Arc::new).collect();
         let mut asked: Vec<(usize, Answer<Vec<Vec<Registered>>>)> = Vec::with_capacity(groups.len());
         for index in groups {
@@ -84,9 +114,10 @@ impl Engine {
             group.commands.push(command).map_err(|_| Error::Closed)?;
             asked.push((index, reply));
         }
-        let home = self.inner.home;
+        let (engine, home) = (self.inner.shared.engine, self.inner.home);
         let empty = |region: &Arc<Region>| Registration {
             region: Arc::clone(region),
+            engine,
             parts: Vec::new(),
             lent: Mutex::default(),
             home,
@@ -138,6 +169,7 @@ impl Engine {
     /// # Errors
     /// [`Error::Argument`] for another engine's handle, or an address that this engine does not reach; whatever the provider reports.
     pub fn desc_for(&self, handle: &MrHandle, peer: &NetAddr) -> Result<MrDesc, Error> {
+        self.check_local("handle", handle)?;
         self.check_peer(peer)?;
         let (registration, engine) = (&handle.registration, peer.key().engine);
         let lent = || registration.lent.lock().unwrap_or_else(PoisonError::into_inner);
@@ -171,15 +203,16 @@ impl Engine {
     /// Registers memory that the caller owns.
     ///
     /// # Errors
-    /// [`Error::Argument`] for a null pointer, a bad length or a device without a group; whatever the provider reports.
+    /// [`Error::Argument`] for a null pointer, a bad length, a device without a group, or host memory that the process cannot read and
+    /// write; whatever the provider reports.
     ///
     /// # Safety
-    /// The memory must stay valid for reads and writes until [`Engine::dereg_mr`] has returned, or the engine is closed; over
+    /// The memory must stay valid for reads and writes (for reads, if it is read-only) until [`Engine::dereg_mr`] has returned, or the engine is closed; over
     /// libfabric, and where `dereg_mr` fails or a fence has said `may_land`, until the engine is closed. No Rust
     /// reference may point into it while transfers use it.
     pub unsafe fn reg_mr(&self, ptr: *mut u8, len: usize, device: Device) -> Result<(MrHandle, MrDesc), Error> {
-        // SAFETY: the caller promises what `borrowed` asks for.
-        self.register(unsafe { Region::borrowed(ptr as usize, len, device, None) }?, None)
+        // SAFETY: the caller promises it.
+        self.register(unsafe { promised(&Memory { ptr, len, device, read_only: false })? }, None)
     }
 
     /// Registers much memory of one device at once, with the device groups that are named, or with all that move memory of that
@@ -195,27 +228,29 @@ impl Engine {
         memory: &[Memory],
         groups: Option<&[usize]>,
     ) -> Result<Vec<(MrHandle, MrDesc)>, Error> {
-        // SAFETY: the caller promises what `borrowed` asks for.
-        let region = |one: &Memory| unsafe { Region::borrowed(one.ptr as usize, one.len, one.device, None) };
+        // SAFETY: the caller promises it.
+        let region = |one: &Memory| unsafe { promised(one) };
         self.register_all(memory.iter().map(region).collect::<Result<_, _>>()?, groups)
     }
 
     /// Registers much memory at once, as [`Engine::reg_mrs`] does: address and length, each kept by an owner until nothing uses the
-    /// memory any more.
+    /// memory any more, and what is known of it.
     ///
     /// # Errors
     /// As for [`Engine::reg_mrs`].
     ///
     /// # Safety
-    /// The memory must stay valid for reads and writes as long as its owner lives, and no Rust reference may point into it.
+    /// The memory must stay valid as long as its owner lives, as far as the terms go, and no Rust reference may point into it.
     pub unsafe fn reg_owned(
         &self,
-        memory: Vec<(usize, usize, Owner)>,
+        memory: Vec<(usize, usize, Owner, Terms)>,
         device: Device,
         groups: Option<&[usize]>,
     ) -> Result<Vec<(MrHandle, MrDesc)>, Error> {
-        // SAFETY: the caller promises what `borrowed` asks for.
-        let region = |(address, len, owner)| unsafe { Region::borrowed(address, len, device, owner) };
+        // SAFETY: the caller promises it.
+        let region = |(address, len, owner, terms)| unsafe {
+            Region::borrowed(address, len, device, owner).map(|region| region.on_terms(terms))
+        };
         self.register_all(memory.into_iter().map(region).collect::<Result<_, _>>()?, groups)
     }
 
@@ -248,7 +283,8 @@ impl Engine {
     /// Transfers of this engine that still read from it must be over.
     ///
     /// # Errors
-    /// [`Error::Argument`] if other clones of the handle or transfers still use it; then it stays registered.
+    /// [`Error::Argument`] if other clones of the handle or transfers still use it, or another engine has registered it; then it stays
+    /// registered.
     pub fn dereg_mr(&self, handle: MrHandle) -> Result<(), Error> {
         self.dereg_mrs(vec![handle])
     }
@@ -258,6 +294,7 @@ impl Engine {
     /// # Errors
     /// As for that. If one of them is still in use, all of them stay.
     pub fn dereg_mrs(&self, handles: Vec<MrHandle>) -> Result<(), Error> {
+        handles.iter().try_for_each(|handle| self.check_own("handle", handle.registration.engine))?;
         if handles.iter().any(|handle| Arc::strong_count(&handle.registration) > 1) {
             return Err(Error::argument("handle", "transfers or clones of the handle still use it"));
         }

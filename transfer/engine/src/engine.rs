@@ -21,7 +21,7 @@ use crate::queue::Queue;
 use crate::reserved::Reserved;
 use crate::shared::{Config, Shared};
 use crate::sys::{EventFd, Home, exact_timers, pin_thread};
-use crate::watcher::Watchers;
+use crate::watcher::{UvmWatcher, Watchers};
 use crate::worker::command::Command;
 use crate::worker::driven::Station;
 use crate::worker::{Queues, Worker};
@@ -368,6 +368,11 @@ impl Inner {
         Ok(())
     }
 
+    /// Says whether a word is one of this engine's.
+    pub fn watches(&self, word: &UvmWatcher) -> bool {
+        word.is_of(&self.watchers)
+    }
+
     pub fn watchers(&self) -> Result<&Arc<Watchers>, Error> {
         let mut thread = self.watcher_thread.lock().unwrap_or_else(PoisonError::into_inner);
         if thread.is_none() {
@@ -388,7 +393,8 @@ impl Inner {
         waited
     }
 
-    pub fn close(&self) {
+    /// Ends everything. Without `join`, callbacks that run may still be running afterwards.
+    pub fn close(&self, join: bool) {
         if self.closed.swap(true, std::sync::atomic::Ordering::AcqRel) {
             return;
         }
@@ -418,7 +424,7 @@ impl Inner {
         }
         self.shared.jobs.close();
         // An engine that is closed by one of its own callbacks cannot wait for that callback.
-        if !callbacks::is_inside(self.shared.engine) {
+        if join && !callbacks::is_inside(self.shared.engine) {
             let threads = std::mem::take(&mut *self.callback_threads.lock().unwrap_or_else(PoisonError::into_inner));
             threads.into_iter().for_each(|thread| drop(thread.join()));
         }
@@ -427,7 +433,7 @@ impl Inner {
 
 impl Drop for Inner {
     fn drop(&mut self) {
-        self.close();
+        self.close(true);
     }
 }
 
@@ -495,6 +501,6 @@ impl Engine {
     /// Ends the engine: what is under way is stopped and told so, peers hear goodbye, all threads end. Calling it again does
     /// nothing. Called from one of the engine's own callbacks, it returns before the callback threads have ended.
     pub fn close(&self) {
-        self.inner.close();
+        self.inner.close(true);
     }
 }

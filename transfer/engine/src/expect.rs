@@ -103,6 +103,7 @@ impl Engine {
         crate::metrics::count(&shared.metrics.submitted_total);
         let senders = options.senders.iter().map(|address| shared.sender(address.key())).collect();
         let (id, deadline) = (self.next_id(), self.deadline(options.deadline));
+        done.submitted_to(shared.engine);
         if let Some(station) = self.inner.groups.iter().find_map(|group| group.station.as_ref()) {
             station.attach(&done);
         }
@@ -112,7 +113,7 @@ impl Engine {
             Begun::Missed(missed) => shared.tell_missed(missed),
             Begun::Waits => {}
         }
-        Ok(TransferId { group: EXPECTATIONS, id })
+        Ok(self.transfer(EXPECTATIONS, id))
     }
 
     pub(crate) fn cancel_expectation(&self, id: u64) {

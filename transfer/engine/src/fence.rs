@@ -35,6 +35,7 @@ impl Engine {
         self.check_peer(peer)?;
         let (inner, deadline) = (&self.inner, Instant::now() + self.inner.shared.config.default_deadline);
         crate::metrics::count(&inner.shared.metrics.submitted_total);
+        done.submitted_to(inner.shared.engine);
         let engine = peer.key().engine;
         let lent = inner.shared.doors.fence(engine);
         // Their keys are gone when the device groups get to the fence.

@@ -1,10 +1,13 @@
 //! How many operations may be under way at a time, and what happens to those that are too many.
 
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use crate::error::Error;
 use crate::sync::{AtomicUsize, Condvar, Mutex, Ordering, between_seq_cst, lock, wait_timeout};
+
+/// A submission that waits asks so often whether to give up.
+const SLICE: Duration = Duration::from_millis(50);
 
 /// What a submission does while too many operations are under way.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -54,11 +57,11 @@ impl Gate {
         Permit(Arc::clone(self))
     }
 
-    /// Lets an operation in.
+    /// Lets an operation in. While it waits, it asks `gives_up` now and then.
     ///
     /// # Errors
-    /// [`Error::Busy`] if it may not wait, or has waited until `deadline`.
-    pub fn enter(self: &Arc<Self>, deadline: Instant) -> Result<Permit, Error> {
+    /// [`Error::Busy`] if it may not wait, has waited until `deadline`, or gives up.
+    pub fn enter(self: &Arc<Self>, deadline: Instant, gives_up: impl Fn() -> bool) -> Result<Permit, Error> {
         if let Some(permit) = self.try_enter() {
             return Ok(permit);
         }
@@ -76,7 +79,14 @@ impl Gate {
             if left.is_zero() {
                 break Err(Error::Busy { most: self.most });
             }
-            guard = wait_timeout(&self.left, guard, left);
+            guard = wait_timeout(&self.left, guard, left.min(SLICE));
+            // Without the lock: the answer may need another one.
+            drop(guard);
+            if gives_up() {
+                self.waiting.fetch_sub(1, Ordering::SeqCst);
+                return Err(Error::Busy { most: self.most });
+            }
+            guard = lock(&self.lock);
         };
         drop(guard);
         self.waiting.fetch_sub(1, Ordering::SeqCst);

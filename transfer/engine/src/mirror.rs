@@ -25,9 +25,10 @@ impl Engine {
     /// a kernel does not look over PCI.
     ///
     /// # Errors
-    /// [`Error::Argument`] if the words are not inside, not aligned to 8 bytes, or the immediates end before; [`Error::Unavailable`] for a
-    /// GPU's memory without GDRCopy.
+    /// [`Error::Argument`] if the words are not inside, not aligned to 8 bytes, the immediates end before, or the memory is another
+    /// engine's; [`Error::Unavailable`] for a GPU's memory without GDRCopy.
     pub fn mirror_imms(&self, first: u32, count: u32, handle: &MrHandle, offset: u64) -> Result<(), Error> {
+        self.check_local_target("handle", handle)?;
         let bad = |argument, problem: String| Err(Error::argument(argument, problem));
         let Some(last) = count.checked_sub(1).and_then(|more| first.checked_add(more)) else {
             return bad("count", format!("{count} from {first} on came; 1 to {} are allowed", u64::from(!first) + 1));

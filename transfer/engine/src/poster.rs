@@ -69,7 +69,10 @@ impl Poster {
     ) -> Result<(), Error> {
         check_range("dst", dst.1, len, dst.0.len)?;
         match src {
-            Some((src, offset)) => check_range("src", offset, len, src.len())?,
+            Some((src, offset)) => {
+                self.engine.check_local("src", src)?;
+                check_range("src", offset, len, src.len())?;
+            }
             None if len > 0 => return Err(Error::argument("src", format!("none came, for {len} bytes"))),
             None => {}
         }

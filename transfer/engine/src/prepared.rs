@@ -4,13 +4,14 @@ use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::sync::Arc;
 
-use crate::api::{Grid, Options, PeerGroup, check_members, check_range, target};
+use crate::api::{Grid, Options, PeerGroup, check_range, target};
 use crate::batch::Batch;
 use crate::completion::{Done, TransferId};
 use crate::descriptor::{GroupKeys, MrDesc, PeerKey, group_key};
 use crate::engine::Engine;
 use crate::error::Error;
 use crate::handle::MrHandle;
+use crate::overlap;
 use crate::route::Via;
 use crate::shard::{Piece, Policy, paged, single};
 use crate::watcher::UvmWatcher;
@@ -132,6 +133,7 @@ impl Engine {
         let (local, remote) = names(reads);
         let mut peers: HashMap<u64, Vec<(&MrHandle, &MrDesc)>> = HashMap::new();
         for item in items {
+            self.check_item(local, item.local.0, reads)?;
             check_range(local, item.local.1, item.len, item.local.0.len())?;
             check_range(remote, item.remote.1, item.len, item.remote.0.len)?;
             peers.entry(item.remote.0.key().engine).or_default().push((item.local.0, item.remote.0));
@@ -258,6 +260,10 @@ impl Engine {
         self.prepare_pages(page_len, (src.0, src.1.into()), (dst.0, dst.1.into()), false, via)
     }
 
+    fn check_item(&self, argument: &'static str, local: &MrHandle, reads: bool) -> Result<(), Error> {
+        if reads { self.check_local_target(argument, local) } else { self.check_local(argument, local) }
+    }
+
     fn prepare_pages(
         &self,
         page_len: u64,
@@ -267,12 +273,14 @@ impl Engine {
         via: Via,
     ) -> Result<Prepared, Error> {
         let (here, there) = names(reads);
+        self.check_item(here, local.0, reads)?;
         local.1.check(here, page_len, local.0.len())?;
         remote.1.check(there, page_len, remote.0.len)?;
         let (from, to) = if reads { (remote.1.len(), local.1.len()) } else { (local.1.len(), remote.1.len()) };
         if from != to {
             return Err(Error::argument("dst", format!("{to} pages came; the source has {from}")));
         }
+        overlap::check("dst", if reads { &local.1 } else { &remote.1 }, page_len)?;
         self.group(0)?;
         let index = self.route_all(there, &[(local.0, remote.0)], reads, via.device_group)?;
         let (index, keys) = self.route(there, Some(local.0), remote.0, Some(index))?;
@@ -300,19 +308,15 @@ impl Engine {
     fn batch(&self, prepared: &Prepared, imm: Option<u32>) -> Result<Batch, Error> {
         self.group(0)?;
         self.check_own("prepared", prepared.engine)?;
+        let sources =
+            prepared.parts.iter().flat_map(|(_, targets)| targets.iter().filter_map(|target| target.src.as_ref()));
+        sources.into_iter().try_for_each(|source| source.region.check_here("prepared"))?;
         let with_imm = |target: &TargetRequest| {
             let own = if target.lead.is_none() { imm } else { None };
             TargetRequest { imm: own, ..target.clone() }
         };
         let part = |(group, targets): &(usize, Arc<[TargetRequest]>)| (*group, targets.iter().map(with_imm).collect());
         Ok(prepared.parts.iter().map(part).collect())
-    }
-
-    fn check_own(&self, argument: &'static str, engine: u64) -> Result<(), Error> {
-        if engine == self.inner.shared.engine {
-            return Ok(());
-        }
-        Err(Error::argument(argument, "another engine's came; each engine prepares its own"))
     }
 
     /// Writes many ranges between any regions as one operation: [`Engine::prepare_writes`] and [`Engine::submit_prepared`].
@@ -339,7 +343,8 @@ impl Engine {
         src: &MrHandle,
         dsts: &[&MrDesc],
     ) -> Result<ScatterTemplate, Error> {
-        check_members(group, dsts.iter().copied())?;
+        self.check_local("src", src)?;
+        self.check_members(group, dsts.iter().copied())?;
         self.group(0)?;
         let device_group = group.and_then(PeerGroup::device_group);
         dsts.iter().try_for_each(|dst| self.route("dst", Some(src), dst, device_group).map(drop))?;
@@ -362,6 +367,7 @@ impl Engine {
         done: Done,
     ) -> Result<TransferId, Error> {
         self.check_own("template", template.engine)?;
+        template.src.registration.region.check_here("template")?;
         self.group(0)?;
         let src = &template.src;
         if parts.len() != template.dsts.len() {
@@ -395,6 +401,9 @@ impl Engine {
         options: &Options,
         done: Done,
     ) -> Result<TransferId, Error> {
+        if !self.inner.watches(watcher) {
+            return Err(Error::argument("watcher", "another engine's came; each engine takes its own"));
+        }
         let batch = self.batch(prepared, imm)?;
         // Writes that wait for their word are not under way, and take no place of others.
         let start = watcher.value() >= value;

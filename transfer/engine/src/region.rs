@@ -6,14 +6,35 @@ use std::any::Any;
 use std::fmt;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{PoisonError, RwLock};
 
 use crate::descriptor::Device;
 use crate::error::Error;
+use crate::sys::{copy_guarded, is_writable};
 
 /// Something that keeps memory valid as long as it lives.
 pub type Owner = Option<Box<dyn Any + Send + Sync>>;
+
+/// Where an owner says that its memory is: a word that it changes when the memory moves, and what the word has to be.
+#[derive(Debug, Clone, Copy)]
+pub struct Whereabouts {
+    /// The word's address.
+    pub word: usize,
+    /// What it has to be.
+    pub expected: usize,
+}
+
+/// What is known of somebody else's memory.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Terms {
+    /// Nothing may land in it.
+    pub read_only: bool,
+    /// Nobody keeps it mapped and writable: the kernel copies, and finds what is wrong.
+    pub guarded: bool,
+    /// Where the owner says that the memory is, if it does.
+    pub whereabouts: Option<Whereabouts>,
+}
 
 /// Memory of this process that transfers read and write.
 pub(crate) struct Region {
@@ -26,6 +47,9 @@ pub(crate) struct Region {
     _owner: Owner,
     /// The file that all of the memory is a mapping of, with its number in this process, where other processes may map it.
     file: Option<(u32, OwnedFd)>,
+    terms: Terms,
+    /// It was found to be somewhere else, not there, or not writable.
+    gone: AtomicBool,
     /// Orders the accesses that this process makes itself: copies of the simulated network, `read` and `write`.
     access: RwLock<()>,
 }
@@ -64,6 +88,8 @@ impl Region {
             layout: Some(layout),
             _owner: None,
             file: None,
+            terms: Terms::default(),
+            gone: AtomicBool::new(false),
             access: RwLock::new(()),
         })
     }
@@ -80,7 +106,26 @@ impl Region {
             let problem = format!("{len} bytes came; 1 to {} that do not wrap around are allowed", isize::MAX);
             return Err(Error::argument("len", problem));
         }
-        Ok(Self { start, len, device, layout: None, _owner: owner, file: None, access: RwLock::new(()) })
+        Ok(Self {
+            start,
+            len,
+            device,
+            layout: None,
+            _owner: owner,
+            file: None,
+            terms: Terms::default(),
+            gone: AtomicBool::new(false),
+            access: RwLock::new(()),
+        })
+    }
+
+    /// The same, with what is known of the memory.
+    ///
+    /// # Safety
+    /// The word of the whereabouts must be valid for atomic loads as long as the owner lives. Guarded memory need not be valid.
+    pub unsafe fn on_terms(mut self, terms: Terms) -> Self {
+        self.terms = terms;
+        self
     }
 
     /// Takes memory that is a mapping of a file, from its first byte on.
@@ -98,6 +143,71 @@ impl Region {
     /// The file that another process can map to read the region, and its number.
     pub fn file(&self) -> Option<(u32, BorrowedFd<'_>)> {
         self.file.as_ref().map(|(id, file)| (*id, file.as_fd()))
+    }
+
+    pub fn is_read_only(&self) -> bool {
+        self.terms.read_only
+    }
+
+    /// Says whether nobody but the caller keeps the memory.
+    pub fn is_guarded(&self) -> bool {
+        self.terms.guarded
+    }
+
+    /// Says whether the memory is still what was registered. Once it is not, it never is again.
+    pub fn is_here(&self) -> bool {
+        if self.gone.load(Ordering::Relaxed) {
+            return false;
+        }
+        let Some(Whereabouts { word, expected }) = self.terms.whereabouts else { return true };
+        // SAFETY: valid as long as the owner, which this keeps; the word is a pointer of the owner's, so aligned.
+        let found = unsafe { AtomicUsize::from_ptr(word as *mut usize) }.load(Ordering::Acquire);
+        if found != expected {
+            self.lose("has moved");
+        }
+        found == expected
+    }
+
+    /// Says whether bytes of a peer may land.
+    pub fn takes_writes(&self) -> bool {
+        !self.terms.read_only && self.is_here()
+    }
+
+    /// Ends all use of the memory, because it is not what was registered.
+    pub fn lose(&self, what: &'static str) {
+        if !self.gone.swap(true, Ordering::Relaxed) {
+            tracing::error!(memory = ?self, "registered memory {what}: nothing lands in it any more");
+        }
+    }
+
+    /// The kernel could not write to a range: says whether that is this region's fault, and ends all use of it then.
+    pub fn check_fault(&self, offset: u64, len: u64) -> bool {
+        if self.terms.guarded && self.contains(offset, len) && len > 0 {
+            let (first, last) = (self.address() + offset as usize, self.address() + (offset + len - 1) as usize);
+            let mut places = std::iter::once(first).chain((first / PAGE + 1..=last / PAGE).map(|page| page * PAGE));
+            if places.any(|place| !is_writable(place)) {
+                self.lose("is not there or not writable any more");
+            }
+        }
+        !self.is_here()
+    }
+
+    /// As [`Error::Argument`], if the memory is not what was registered.
+    pub fn check_here(&self, argument: &'static str) -> Result<(), Error> {
+        if self.is_here() {
+            return Ok(());
+        }
+        let problem =
+            "its memory has moved, is not there or not writable any more; end the registration and make a new one";
+        Err(Error::argument(argument, problem))
+    }
+
+    /// The same, if nothing may land in it.
+    pub fn check_takes_writes(&self, argument: &'static str) -> Result<(), Error> {
+        if self.terms.read_only {
+            return Err(Error::argument(argument, "memory that was registered read-only came; it is a source alone"));
+        }
+        self.check_here(argument)
     }
 
     pub fn len(&self) -> u64 {
@@ -125,6 +235,7 @@ impl Region {
                 format!("{:?} memory came; the host can access host memory", self.device),
             ));
         }
+        self.check_here(argument)?;
         if !self.contains(offset, len) {
             let problem = format!("bytes {offset} to {} came; the region has {}", offset.saturating_add(len), self.len);
             return Err(Error::argument(argument, problem));
@@ -133,22 +244,22 @@ impl Region {
         Ok(unsafe { self.start.as_ptr().add(offset as usize) })
     }
 
+    /// The same for something that is to land there.
+    fn target(&self, argument: &'static str, offset: u64, len: u64) -> Result<*mut u8, Error> {
+        self.check_takes_writes(argument)?;
+        self.at(argument, offset, len)
+    }
+
     /// Copies bytes out.
     pub fn read(&self, offset: u64, into: &mut [u8]) -> Result<(), Error> {
-        let from = self.at("offset", offset, into.len() as u64)?;
-        let _shared = self.access.read().unwrap_or_else(PoisonError::into_inner);
-        // SAFETY: `at` has checked the range, and `into` is memory of its own.
-        unsafe { std::ptr::copy_nonoverlapping(from, into.as_mut_ptr(), into.len()) };
-        Ok(())
+        // SAFETY: `into` is memory of its own.
+        unsafe { self.copy_out(offset, into.as_mut_ptr(), into.len() as u64) }
     }
 
     /// Copies bytes in.
     pub fn write(&self, offset: u64, from: &[u8]) -> Result<(), Error> {
-        let into = self.at("offset", offset, from.len() as u64)?;
-        let _alone = self.access.write().unwrap_or_else(PoisonError::into_inner);
-        // SAFETY: `at` has checked the range, and `from` is memory of its own.
-        unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), into, from.len()) };
-        Ok(())
+        // SAFETY: `from` is memory of its own.
+        unsafe { self.copy_in(offset, (from.as_ptr(), from.len() as u64), std::ptr::copy_nonoverlapping) }
     }
 
     /// Copies bytes to memory that is no Rust object.
@@ -158,6 +269,10 @@ impl Region {
     pub unsafe fn copy_out(&self, offset: u64, into: *mut u8, len: u64) -> Result<(), Error> {
         let from = self.at("offset", offset, len)?;
         let _shared = self.access.read().unwrap_or_else(PoisonError::into_inner);
+        if self.terms.guarded {
+            // SAFETY: as below, except that the kernel checks this region's range.
+            return unsafe { copy_guarded(from, into, len as usize) }.map_err(|_| self.lost("offset"));
+        }
         // SAFETY: `at` has checked the range, and the caller promises the other one.
         unsafe { std::ptr::copy_nonoverlapping(from, into, len as usize) };
         Ok(())
@@ -174,11 +289,21 @@ impl Region {
         (from, len): (*const u8, u64),
         copy: unsafe fn(*const u8, *mut u8, usize),
     ) -> Result<(), Error> {
-        let into = self.at("offset", offset, len)?;
+        let into = self.target("offset", offset, len)?;
         let _alone = self.access.write().unwrap_or_else(PoisonError::into_inner);
+        if self.terms.guarded {
+            // SAFETY: as below, except that the kernel checks this region's range.
+            return unsafe { copy_guarded(from, into, len as usize) }.map_err(|_| self.lost("offset"));
+        }
         // SAFETY: as above.
         unsafe { copy(from, into, len as usize) };
         Ok(())
+    }
+
+    /// Ends all use of memory that the kernel could not copy, and says so.
+    fn lost(&self, argument: &'static str) -> Error {
+        self.lose("is not there or not writable any more");
+        self.check_here(argument).err().unwrap_or(Error::Closed)
     }
 
     /// The address of a range of host memory, for the kernel. None: it is not inside, or not the host's.
@@ -189,7 +314,7 @@ impl Region {
     /// Copies between regions, or inside one; the ranges may overlap.
     pub fn copy(src: &Self, src_offset: u64, dst: &Self, dst_offset: u64, len: u64) -> Result<(), Error> {
         let from = src.at("src", src_offset, len)?;
-        let into = dst.at("dst", dst_offset, len)?;
+        let into = dst.target("dst", dst_offset, len)?;
         let (mut _first, mut _second) = (None, None);
         // Always in the order of the locks' addresses, so that two copies in opposite directions do not block each other.
         let (src_lock, dst_lock) = (&raw const src.access as usize, &raw const dst.access as usize);
@@ -199,6 +324,11 @@ impl Region {
         let _alone = dst.access.write().unwrap_or_else(PoisonError::into_inner);
         if src_lock > dst_lock {
             _second = Some(src.access.read().unwrap_or_else(PoisonError::into_inner));
+        }
+        if src.terms.guarded || dst.terms.guarded {
+            // SAFETY: as below, except that the kernel checks what is guarded.
+            return unsafe { copy_guarded(from, into, len as usize) }
+                .map_err(|_| if dst.check_fault(dst_offset, len) { dst.lost("dst") } else { src.lost("src") });
         }
         // SAFETY: `at` has checked both ranges; `copy` allows them to overlap.
         unsafe { std::ptr::copy(from, into, len as usize) };
@@ -217,6 +347,10 @@ impl Region {
     /// Loads the 64-bit word at `offset`, acquire.
     pub fn load_word(&self, offset: u64) -> Result<u64, Error> {
         self.check_word(offset)?;
+        if self.terms.guarded {
+            // The kernel looks whether it is there.
+            self.read(offset, &mut [0; 8])?;
+        }
         let word = self.at("offset", offset, 8)?.cast::<u64>();
         // SAFETY: `check_word` has checked range and alignment; all accesses to this word are atomic.
         Ok(unsafe { AtomicU64::from_ptr(word) }.load(Ordering::Acquire))
@@ -225,7 +359,10 @@ impl Region {
     /// Stores the 64-bit word at `offset`, release.
     pub fn store_word(&self, offset: u64, value: u64) -> Result<(), Error> {
         self.check_word(offset)?;
-        let word = self.at("offset", offset, 8)?.cast::<u64>();
+        let word = self.target("offset", offset, 8)?.cast::<u64>();
+        if self.check_fault(offset, 8) {
+            return self.check_here("offset");
+        }
         // SAFETY: as in `load_word`.
         unsafe { AtomicU64::from_ptr(word) }.store(value, Ordering::Release);
         Ok(())

@@ -46,7 +46,7 @@ impl Engine {
             }
             Err(error) => shared.complete(done, Err(error)),
         });
-        let whole = TransferId { group: if let [(group, _)] = parts.as_slice() { *group } else { EVERYWHERE }, id };
+        let whole = self.transfer(if let [(group, _)] = parts.as_slice() { *group } else { EVERYWHERE }, id);
         let dones = answered.split(parts.len());
         for ((group, peers), done) in parts.into_iter().zip(dones) {
             self.taken(self.group(group)?.commands.push(Command::Reset { id, imm, peers, done, deadline }));

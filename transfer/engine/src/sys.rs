@@ -40,6 +40,52 @@ pub(crate) fn exact_timers() {
     unsafe { libc::prctl(libc::PR_SET_TIMERSLACK, 1000_u64) };
 }
 
+/// The kernel has found memory that is not there, or that must not be written to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Fault;
+
+/// Copies bytes inside this process. The kernel does it: memory that is not there, or must not be written to, is an error and no signal.
+/// Some of the bytes may have been copied then. Where the system forbids the call, this process copies itself.
+///
+/// # Safety
+/// Whatever is mapped in both ranges must be memory that nobody forms Rust references into.
+pub(crate) unsafe fn copy_guarded(from: *const u8, into: *mut u8, len: usize) -> Result<(), Fault> {
+    let distance = (from as usize).abs_diff(into as usize);
+    if distance < len {
+        // The kernel copies page by page, in one direction.
+        let mut between = vec![0; len];
+        // SAFETY: the caller promises it; `between` is memory of its own.
+        return unsafe {
+            copy_guarded(from, between.as_mut_ptr(), len).and_then(|()| copy_guarded(between.as_ptr(), into, len))
+        };
+    }
+    let local = libc::iovec { iov_base: into.cast(), iov_len: len };
+    let remote = libc::iovec { iov_base: from.cast_mut().cast(), iov_len: len };
+    // SAFETY: one entry on each side, which live through the call; the kernel checks what they name.
+    let copied = unsafe { libc::process_vm_readv(libc::getpid(), &raw const local, 1, &raw const remote, 1, 0) };
+    if usize::try_from(copied) == Ok(len) {
+        return Ok(());
+    }
+    match io::Error::last_os_error().raw_os_error() {
+        Some(libc::ENOSYS | libc::EPERM) if copied < 0 => {
+            // SAFETY: the caller promises it; the ranges do not overlap.
+            unsafe { std::ptr::copy_nonoverlapping(from, into, len) };
+            Ok(())
+        }
+        _ => Err(Fault),
+    }
+}
+
+/// Says whether the process can write to an aligned word, which stays as it is.
+pub(crate) fn is_writable(address: usize) -> bool {
+    // Adds 0, atomically, and wakes nobody: no thread waits for a word of a region.
+    const ADD_0: libc::c_int = libc::FUTEX_OP_ADD << 28;
+    let (op, word) = (libc::FUTEX_WAKE_OP | libc::FUTEX_PRIVATE_FLAG, address & !3);
+    // SAFETY: the kernel checks the address.
+    let code = unsafe { libc::syscall(libc::SYS_futex, word, op, 0, 0, word, ADD_0) };
+    code >= 0 || io::Error::last_os_error().raw_os_error() != Some(libc::EFAULT)
+}
+
 /// A word in somebody else's memory that counts operations which are over: all of them in its low half, those that failed in
 /// its high half.
 pub struct Word(std::ptr::NonNull<u64>);
@@ -252,5 +298,36 @@ mod tests {
         assert_eq!((pinned, found), (Ok(()), last));
         assert!(refused.is_err());
         assert_eq!(thread_cpus(), before);
+    }
+
+    const PAGE: usize = 4096;
+
+    #[test]
+    fn bad_memory_is_an_error_and_no_signal() {
+        // SAFETY: new mappings; those who use them are gone before the end.
+        unsafe {
+            let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+            let both = libc::PROT_READ | libc::PROT_WRITE;
+            let start = libc::mmap(std::ptr::null_mut(), 3 * PAGE, both, flags, -1, 0).cast::<u8>();
+            start.write_bytes(7, PAGE);
+            assert!(is_writable(start as usize + PAGE));
+            assert_eq!(copy_guarded(start, start.add(PAGE), PAGE), Ok(()));
+            assert_eq!(start.add(2 * PAGE - 1).read(), 7);
+            // Overlapping.
+            start.write(9);
+            assert_eq!(copy_guarded(start, start.add(1), PAGE), Ok(()));
+            assert_eq!((start.add(1).read(), start.add(2).read(), start.add(PAGE).read()), (9, 7, 7));
+
+            assert_eq!(libc::mprotect(start.add(PAGE).cast(), PAGE, libc::PROT_READ), 0);
+            assert!(!is_writable(start as usize + PAGE) && is_writable(start as usize));
+            assert_eq!(copy_guarded(start.add(PAGE), start, 8), Ok(()));
+            assert_eq!(copy_guarded(start, start.add(PAGE), 8), Err(Fault));
+            assert_eq!(copy_guarded(start.add(2 * PAGE), start.add(PAGE - 8), 16), Err(Fault));
+            assert_eq!(libc::munmap(start.add(PAGE).cast(), PAGE), 0);
+            assert!(!is_writable(start as usize + PAGE));
+            assert_eq!(copy_guarded(start.add(PAGE), start, 8), Err(Fault));
+            assert_eq!(copy_guarded(start, start.add(PAGE), 8), Err(Fault));
+            libc::munmap(start.cast(), 3 * PAGE);
+        }
     }
 }

@@ -189,6 +189,10 @@ impl UvmWatcher {
         self.region.address()
     }
 
+    pub(crate) fn is_of(&self, watchers: &Arc<Watchers>) -> bool {
+        Arc::ptr_eq(watchers, &self.watchers)
+    }
+
     /// The word's present value.
     pub fn value(&self) -> u64 {
         self.region.load_word(0).unwrap_or(0)

@@ -8,6 +8,8 @@ from os import PathLike
 from types import TracebackType
 from typing import Any, final
 
+from typing_extensions import Buffer
+
 class EngineError(Exception):
     """Base class of what an engine reports."""
 
@@ -207,7 +209,7 @@ class Builder:
         A peer is reached over the best provider that both have: NVLink or shared memory inside a machine, otherwise the
         network that was added first.
         """
-    def secret(self, secret: bytes) -> Builder:
+    def secret(self, secret: Buffer) -> Builder:
         """Demand of every peer that it proves to have this secret."""
     def heartbeat(self, interval_s: float, timeout_s: float) -> Builder:
         """Set how often peers are asked whether they live, and the silence after which they count as down."""
@@ -251,6 +253,9 @@ class Builder:
 class Engine:
     """A transfer engine. It closes when it is collected, at exit, by `close` or at the end of a `with` block.
 
+    Callbacks keep nothing alive but what they refer to: an engine whose callback is a method of its owner goes with the
+    owner. If the garbage collector drops an engine, callbacks that have not been called are left out.
+
     `done` of an operation is called on a callback thread of the engine with the error or None. It may be a Flag, which
     is lowered.
     The `Transfer` that every submission returns can be awaited whatever `done` is.
@@ -274,8 +279,11 @@ class Engine:
         device: str | None = None,
         *,
         groups: Sequence[int] | None = None,
+        read_only: bool = False,
     ) -> tuple[MrHandle, MrDesc]:
         """Register memory.
+
+        What is registered is a tensor's storage. torch refuses to resize the storage until the registration has ended.
 
         Args:
             memory: A writable buffer, a contiguous tensor, an object with `__cuda_array_interface__` or an address. All
@@ -283,16 +291,24 @@ class Engine:
             length: Bytes; needed with an address.
             device: Needed with the address of device memory.
             groups: The device groups that may use it; all that move memory of its device if None.
+            read_only: Nothing lands in the memory: peers read it, and this engine writes from it. Host memory only. It
+                need not be writable.
 
         Returns:
             The handle for this engine's own transfers, and the descriptor for those who may write to the memory.
+
+        Raises:
+            ValueError: Also for memory that the process cannot write to, without `read_only`.
         """
-    def reg_mrs(self, memory: Sequence[Any], *, groups: Sequence[int] | None = None) -> list[tuple[MrHandle, MrDesc]]:
+    def reg_mrs(
+        self, memory: Sequence[Any], *, groups: Sequence[int] | None = None, read_only: bool = False
+    ) -> list[tuple[MrHandle, MrDesc]]:
         """Register much memory of one device at once, or none of it.
 
         Args:
             memory: As for `reg_mr`, without addresses.
             groups: As for `reg_mr`.
+            read_only: As for `reg_mr`.
 
         Returns:
             Handle and descriptor of each.
@@ -317,7 +333,7 @@ class Engine:
     def submit_send(
         self,
         to: NetAddr,
-        data: bytes,
+        data: Buffer,
         *,
         pool: int = 0,
         done: _Done = None,
@@ -328,7 +344,7 @@ class Engine:
 
         Args:
             to: The receiver.
-            data: The message. It is copied.
+            data: The message: bytes or any other buffer. It is copied.
             pool: The number of one of the receiver's pools.
             done: As for every operation.
             deadline_s: Time until it fails; the engine's default if None.
@@ -694,7 +710,7 @@ class MrHandle:
     @property
     def address(self) -> int: ...
     def read(self, offset: int, len: int) -> bytes: ...
-    def write(self, offset: int, data: bytes) -> None: ...
+    def write(self, offset: int, data: Buffer) -> None: ...
     def load_word(self, offset: int) -> int: ...
 
 @final
@@ -703,7 +719,7 @@ class MrDesc:
 
     def to_bytes(self) -> bytes: ...
     @staticmethod
-    def from_bytes(data: bytes) -> MrDesc: ...
+    def from_bytes(data: Buffer) -> MrDesc: ...
     def __len__(self) -> int: ...
     @property
     def device(self) -> str: ...
@@ -718,7 +734,7 @@ class NetAddr:
 
     def to_bytes(self) -> bytes: ...
     @staticmethod
-    def from_bytes(data: bytes) -> NetAddr: ...
+    def from_bytes(data: Buffer) -> NetAddr: ...
     @property
     def peer(self) -> str: ...
 
@@ -797,3 +813,15 @@ class UvmWatcher:
 
         What changes meanwhile is told then, as one change. Writes of `submit_when` still go.
         """
+
+def collecting(begins: bool) -> None:
+    """Note that the garbage collector begins or ends on this thread."""
+
+@final
+class Pin:
+    """Keep a torch storage from being resized as long as this lives."""
+
+    def __new__(cls, address: int) -> Pin: ...
+    @property
+    def holds(self) -> bool:
+        """Whether the flag at `address` was set, or is clear because of another pin."""

@@ -3,7 +3,7 @@
 use putget_transfer::UvmWatcher;
 use pyo3::exceptions::{PyOverflowError, PyValueError};
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyList, PyRange, PyTuple};
+use pyo3::types::{PyBytes, PyList, PyMemoryView, PyRange, PyTuple};
 
 /// Characters of an argument that an error shows.
 const SHOWN: usize = 120;
@@ -77,6 +77,28 @@ pub(crate) fn indices(value: &Bound<'_, PyAny>) -> PyResult<Vec<u64>> {
         }
         None => Ok(indices),
     }
+}
+
+/// Bytes: Python's own, or those of any other buffer.
+fn bytes_of<'py>(name: &str, value: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyBytes>> {
+    if let Ok(bytes) = value.downcast::<PyBytes>() {
+        return Ok(bytes.clone());
+    }
+    let Ok(buffer) = PyMemoryView::from(value) else {
+        let came = value.get_type().name()?;
+        return Err(PyValueError::new_err(format!("{name}: {came} came; bytes or another buffer is needed")));
+    };
+    Ok(buffer.call_method0("tobytes")?.downcast_into()?)
+}
+
+/// Bytes of a message, of memory, or of what travels.
+pub(crate) fn data<'py>(value: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyBytes>> {
+    bytes_of("data", value)
+}
+
+/// Bytes that peers must have, too.
+pub(crate) fn secret<'py>(value: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyBytes>> {
+    bytes_of("secret", value)
 }
 
 /// The immediate of a write, which may have none.

@@ -12,10 +12,29 @@ use crate::errors::{PyResult, exception};
 use crate::objects::{PyMrDesc, PyMrHandle, PyNetAddr, ended};
 use putget_transfer::Error;
 use putget_transfer::MrHandle;
+use putget_transfer::bindings::{self, Terms, Whereabouts};
 use putget_transfer::{Device, MrDesc, NetAddr};
 
 fn pair((handle, desc): (MrHandle, MrDesc)) -> (PyMrHandle, PyMrDesc) {
     (PyMrHandle::new(handle), PyMrDesc { desc })
+}
+
+/// Memory as `_memory.locate` has found it: address, length and keeper, with what is known of it.
+type Located = (usize, usize, Option<Box<dyn std::any::Any + Send + Sync>>, Terms);
+
+fn locate(
+    memory: &Bound<'_, PyAny>,
+    length: Option<&Bound<'_, PyAny>>,
+    device: Option<&str>,
+    read_only: bool,
+) -> PyResult<(Located, String)> {
+    let module = memory.py().import("putget_transfer._memory")?;
+    let located = module.call_method1("locate", (memory, length, device, read_only))?;
+    type Found = (usize, usize, String, PyObject, bool, usize, usize);
+    let (address, len, device, keeper, guarded, word, expected): Found = located.extract()?;
+    let whereabouts = (word != 0).then_some(Whereabouts { word, expected });
+    let terms = Terms { read_only, guarded, whereabouts };
+    Ok(((address, len, Some(Box::new(keeper) as _), terms), device))
 }
 
 fn device_text(device: Device) -> String {
@@ -27,7 +46,7 @@ fn device_text(device: Device) -> String {
 
 #[pymethods]
 impl PyEngine {
-    #[pyo3(signature = (memory, length=None, device=None, *, groups=None))]
+    #[pyo3(signature = (memory, length=None, device=None, *, groups=None, read_only=false))]
     fn reg_mr(
         &self,
         py: Python<'_>,
@@ -35,34 +54,31 @@ impl PyEngine {
         length: Option<&Bound<'_, PyAny>>,
         device: Option<&str>,
         #[pyo3(from_py_with = arguments::groups)] groups: Option<Vec<usize>>,
+        read_only: bool,
     ) -> PyResult<(PyMrHandle, PyMrDesc)> {
         let engine = self.engine()?;
-        let located = py.import("putget_transfer._memory")?.call_method1("locate", (memory, length, device))?;
-        let (address, len, device, owner): (usize, usize, String, PyObject) = located.extract()?;
+        let (found, device) = locate(memory, length, device, read_only)?;
         let device = crate::objects::device(&device)?;
-        // SAFETY: `locate` puts a buffer's export, a tensor or an array into `owner`, which keeps the bytes valid; with a bare
-        // address the caller has promised that. Rust forms no references into them.
-        let memory = vec![(address, len, Some(Box::new(owner) as _))];
-        // SAFETY: as above.
-        let registered = py.allow_threads(|| unsafe { engine.reg_owned(memory, device, groups.as_deref()) });
+        // SAFETY: `locate` puts a buffer's export, a tensor's storage or an array into the keeper, which keeps the bytes valid; otherwise
+        // they are guarded. The word of the whereabouts lies in what is kept. Rust forms no references into the bytes.
+        let registered = py.allow_threads(|| unsafe { engine.reg_owned(vec![found], device, groups.as_deref()) });
         let registered = registered?.into_iter().next().ok_or(Error::Closed)?;
         Ok(pair(registered))
     }
 
-    #[pyo3(signature = (memory, *, groups=None))]
+    #[pyo3(signature = (memory, *, groups=None, read_only=false))]
     fn reg_mrs(
         &self,
         py: Python<'_>,
         memory: Vec<Bound<'_, PyAny>>,
         #[pyo3(from_py_with = arguments::groups)] groups: Option<Vec<usize>>,
+        read_only: bool,
     ) -> PyResult<Vec<(PyMrHandle, PyMrDesc)>> {
         let engine = self.engine()?;
-        let locate = py.import("putget_transfer._memory")?.getattr("locate")?;
         let (mut found, mut devices) = (Vec::with_capacity(memory.len()), Vec::new());
         for one in &memory {
-            let (address, len, device, owner): (usize, usize, String, PyObject) =
-                locate.call1((one, None::<usize>, None::<&str>))?.extract()?;
-            found.push((address, len, Some(Box::new(owner) as _)));
+            let (located, device) = locate(one, None, None, read_only)?;
+            found.push(located);
             devices.push(device);
         }
         devices.dedup();
@@ -99,6 +115,7 @@ impl PyEngine {
     }
 
     fn dereg_mr(&self, py: Python<'_>, handle: &PyMrHandle) -> PyResult<()> {
+        bindings::check_registered_by(self.identity, "handle", &handle.handle()?)?;
         let taken = handle.handle.lock().unwrap_or_else(PoisonError::into_inner).take();
         let Some(taken) = taken else { return Err(ended().into()) };
         let engine = self.engine();
@@ -141,8 +158,12 @@ impl PyMrHandle {
         Ok(PyBytes::new_with(py, len, |bytes| handle.read(offset, bytes).map_err(|error| exception(&error)))?)
     }
 
-    fn write(&self, #[pyo3(from_py_with = arguments::offset)] offset: u64, data: &[u8]) -> PyResult<()> {
-        Ok(self.handle()?.write(offset, data)?)
+    fn write(
+        &self,
+        #[pyo3(from_py_with = arguments::offset)] offset: u64,
+        #[pyo3(from_py_with = arguments::data)] data: Bound<'_, PyBytes>,
+    ) -> PyResult<()> {
+        Ok(self.handle()?.write(offset, data.as_bytes())?)
     }
 
     fn load_word(&self, #[pyo3(from_py_with = arguments::offset)] offset: u64) -> PyResult<u64> {
@@ -157,8 +178,8 @@ impl PyMrDesc {
     }
 
     #[staticmethod]
-    fn from_bytes(data: &[u8]) -> PyResult<Self> {
-        Ok(Self { desc: MrDesc::from_bytes(data)? })
+    fn from_bytes(#[pyo3(from_py_with = arguments::data)] data: Bound<'_, PyBytes>) -> PyResult<Self> {
+        Ok(Self { desc: MrDesc::from_bytes(data.as_bytes())? })
     }
 
     fn __reduce__<'py>(slf: &Bound<'py, Self>) -> PyResult<(Bound<'py, PyAny>, (Bound<'py, PyBytes>,))> {
@@ -196,8 +217,8 @@ impl PyNetAddr {
     }
 
     #[staticmethod]
-    fn from_bytes(data: &[u8]) -> PyResult<Self> {
-        Ok(Self { address: NetAddr::from_bytes(data)? })
+    fn from_bytes(#[pyo3(from_py_with = arguments::data)] data: Bound<'_, PyBytes>) -> PyResult<Self> {
+        Ok(Self { address: NetAddr::from_bytes(data.as_bytes())? })
     }
 
     fn __reduce__<'py>(slf: &Bound<'py, Self>) -> PyResult<(Bound<'py, PyAny>, (Bound<'py, PyBytes>,))> {

@@ -1,14 +1,16 @@
 //! Engine, builder and simulated network, as Python sees them.
 
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
-use pyo3::types::PyTuple;
+use pyo3::types::{PyBytes, PyTuple};
+use pyo3::{PyTraverseError, PyVisit};
 
 use crate::arguments;
 use crate::errors::PyResult;
+use crate::held::{Held, HeldCallback, Place, is_collecting};
 use crate::objects::{PyMrHandle, PyNetAddr};
 use crate::topology::PyTopology;
 use putget_transfer::{
@@ -176,6 +178,8 @@ impl PyDeviceGroup {
 #[pyclass(name = "Builder", module = "putget_transfer")]
 pub(crate) struct PyBuilder {
     builder: Mutex<Option<Builder>>,
+    /// The engine's callbacks.
+    held: Arc<Held>,
 }
 
 impl PyBuilder {
@@ -202,8 +206,11 @@ impl PyBuilder {
         Self::change(slf, |builder| builder.group(group))
     }
 
-    fn secret<'py>(slf: PyRefMut<'py, Self>, secret: &[u8]) -> PyResult<PyRefMut<'py, Self>> {
-        Self::change(slf, |builder| builder.secret(secret))
+    fn secret<'py>(
+        slf: PyRefMut<'py, Self>,
+        #[pyo3(from_py_with = arguments::secret)] secret: Bound<'py, PyBytes>,
+    ) -> PyResult<PyRefMut<'py, Self>> {
+        Self::change(slf, |builder| builder.secret(secret.as_bytes()))
     }
 
     fn heartbeat(slf: PyRefMut<'_, Self>, interval_s: f64, timeout_s: f64) -> PyResult<PyRefMut<'_, Self>> {
@@ -281,6 +288,8 @@ impl PyBuilder {
         slf: PyRefMut<'_, Self>,
         #[pyo3(from_py_with = arguments::callback)] callback: PyObject,
     ) -> PyResult<PyRefMut<'_, Self>> {
+        let (callback, place) = slf.held.callback(slf.py(), callback);
+        place.keep();
         Self::change(slf, |builder| {
             bindings::on_peer_event(builder, move |event| {
                 let down = event.down.map(|reason| reason.to_string());
@@ -292,18 +301,28 @@ impl PyBuilder {
     fn build(&mut self, py: Python<'_>) -> PyResult<Py<PyEngine>> {
         let builder = self.take()?;
         let engine = py.allow_threads(|| builder.build())?;
-        let engine = Py::new(py, PyEngine { engine: Mutex::new(Some(engine)) })?;
+        let (identity, held) = (bindings::identity(&engine), std::mem::take(&mut self.held));
+        let engine = Py::new(py, PyEngine { engine: Mutex::new(Some(engine)), identity, held })?;
         py.import("putget_transfer._lifetime")?.call_method1("remember", (engine.clone_ref(py),))?;
         Ok(engine)
+    }
+
+    fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
+        self.held.show(&visit)
+    }
+
+    fn __clear__(&self) {
+        self.held.clear();
     }
 }
 
 /// Calls a Python callback from a thread of the engine.
-fn notify<'a, A>(callback: &PyObject, arguments: A)
+fn notify<'a, A>(callback: &HeldCallback, arguments: A)
 where
     A: for<'py> IntoPyObject<'py, Target = PyTuple> + 'a,
 {
     Python::with_gil(|py| {
+        let Some(callback) = callback.get(py) else { return };
         let called = arguments.into_pyobject(py).map_err(Into::into).and_then(|arguments| {
             let arguments = pyo3::BoundObject::into_bound(arguments);
             callback.bind(py).call1(arguments)
@@ -319,6 +338,10 @@ where
 pub(crate) struct PyEngine {
     /// None once closed.
     engine: Mutex<Option<Engine>>,
+    /// What its handles carry, also when it is closed.
+    pub identity: u64,
+    /// Its callbacks.
+    pub held: Arc<Held>,
 }
 
 impl PyEngine {
@@ -330,8 +353,14 @@ impl PyEngine {
 impl Drop for PyEngine {
     fn drop(&mut self) {
         let engine = self.engine.lock().unwrap_or_else(PoisonError::into_inner).take();
-        // The callback threads need the interpreter to come to their end.
-        Python::with_gil(|py| py.allow_threads(|| drop(engine)));
+        // What the callbacks belong to goes, too; and a callback may wait for what this thread has in its hands.
+        let collecting = is_collecting();
+        if collecting {
+            self.held.clear();
+        }
+        // The callback threads need the interpreter to come to their end. Reserved immediates may still refer to the engine.
+        let close = if collecting { bindings::close_at_once } else { Engine::close };
+        Python::with_gil(|py| py.allow_threads(|| engine.iter().for_each(close)));
     }
 }
 
@@ -339,7 +368,8 @@ impl Drop for PyEngine {
 impl PyEngine {
     #[staticmethod]
     fn builder() -> PyBuilder {
-        PyBuilder { builder: Mutex::new(Some(bindings::with_foreign_callbacks(Engine::builder()))) }
+        let builder = bindings::with_foreign_callbacks(Engine::builder());
+        PyBuilder { builder: Mutex::new(Some(builder)), held: Arc::default() }
     }
 
     fn main_address(&self) -> PyResult<PyNetAddr> {
@@ -415,32 +445,42 @@ impl PyEngine {
     #[pyo3(signature = (len, count, callback, *, pool=0, per_peer=None))]
     fn submit_recvs(
         &self,
+        py: Python<'_>,
         #[pyo3(from_py_with = arguments::memory_len)] len: usize,
         #[pyo3(from_py_with = arguments::memory_count)] count: usize,
         #[pyo3(from_py_with = arguments::callback)] callback: PyObject,
         #[pyo3(from_py_with = arguments::pool)] pool: u32,
         #[pyo3(from_py_with = arguments::per_peer)] per_peer: Option<usize>,
     ) -> PyResult<()> {
+        let (callback, place) = self.held.callback(py, callback);
         let call = move |from: &NetAddr, bytes: &[u8]| {
             notify(&callback, (PyNetAddr { address: from.clone() }, Bytes(bytes)));
         };
         let options = RecvOptions { pool, per_peer };
-        Ok(bindings::submit_recvs(&self.engine()?, len, count, &options, call)?)
+        bindings::submit_recvs(&self.engine()?, len, count, &options, call)?;
+        place.keep();
+        Ok(())
     }
 
     #[pyo3(signature = (callback=None, *, pace_us=None))]
     fn alloc_uvm_watcher(
         &self,
+        py: Python<'_>,
         callback: Option<&Bound<'_, PyAny>>,
         #[pyo3(from_py_with = arguments::pace_us)] pace_us: Option<u32>,
     ) -> PyResult<PyUvmWatcher> {
         let engine = self.engine()?;
+        let mut place = None;
         let watcher = match callback.map(arguments::callback).transpose()? {
-            Some(callback) => bindings::alloc_uvm_watcher(&engine, move |old, new| notify(&callback, (old, new)))?,
+            Some(callback) => {
+                let (callback, held) = self.held.callback(py, callback);
+                place = Some(held);
+                bindings::alloc_uvm_watcher(&engine, move |old, new| notify(&callback, (old, new)))?
+            }
             None => engine.alloc_uvm_word()?,
         };
         watcher.set_pace(pace_us)?;
-        Ok(PyUvmWatcher { watcher })
+        Ok(PyUvmWatcher { watcher, _place: place })
     }
 
     fn close(&self, py: Python<'_>) {
@@ -450,6 +490,14 @@ impl PyEngine {
                 engine.close();
             }
         });
+    }
+
+    fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
+        self.held.show(&visit)
+    }
+
+    fn __clear__(&self) {
+        self.held.clear();
     }
 
     fn __enter__(slf: Py<Self>) -> Py<Self> {
@@ -482,6 +530,8 @@ impl<'py> IntoPyObject<'py> for Bytes<'_> {
 #[pyclass(name = "UvmWatcher", module = "putget_transfer", frozen)]
 pub(crate) struct PyUvmWatcher {
     pub watcher: UvmWatcher,
+    /// Its callback's among the engine's.
+    _place: Option<Place>,
 }
 
 #[pymethods]

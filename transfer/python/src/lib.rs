@@ -6,10 +6,12 @@ mod arguments;
 mod domain;
 mod engine;
 mod errors;
+mod held;
 mod objects;
 mod one_sided;
 mod prepared;
 mod submit;
+mod sys;
 mod topology;
 mod transfer;
 
@@ -19,6 +21,7 @@ use pyo3::prelude::*;
 #[pymodule]
 fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     errors::add(module)?;
+    module.add_function(wrap_pyfunction!(held::collecting, module)?)?;
     module.add_class::<engine::PyEngine>()?;
     module.add_class::<engine::PyBuilder>()?;
     module.add_class::<engine::PyDeviceGroup>()?;
@@ -35,5 +38,6 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<prepared::PyPrepared>()?;
     module.add_class::<prepared::PyScatterTemplate>()?;
     module.add_class::<transfer::PyTransfer>()?;
+    module.add_class::<sys::PyPin>()?;
     module.add_class::<transfer::PyFlag>()
 }

@@ -3,6 +3,7 @@
 use std::sync::{Mutex, PoisonError};
 
 use pyo3::prelude::*;
+use pyo3::types::PyBytes;
 
 use crate::arguments;
 use crate::engine::{PyEngine, duration};
@@ -138,13 +139,14 @@ impl PyEngine {
     fn submit_send(
         slf: &Bound<'_, Self>,
         to: &PyNetAddr,
-        data: &[u8],
+        #[pyo3(from_py_with = arguments::data)] data: Bound<'_, PyBytes>,
         #[pyo3(from_py_with = arguments::pool)] pool: u32,
         done: Done<'_, '_>,
         deadline_s: Option<f64>,
         #[pyo3(from_py_with = arguments::device_group)] device_group: Option<usize>,
     ) -> PyResult<PyTransfer> {
         let (engine, options, to) = (slf.get().engine()?, options(deadline_s, None, device_group)?, &to.address);
+        let data = data.as_bytes();
         submitted(slf, done, |done| engine.submit_send_to(to, pool, data, &options, done).map(Some))
     }
 

@@ -1,14 +1,17 @@
 //! Operations under way, as Python sees them.
 
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::cell::RefCell;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use pyo3::exceptions::{PyTimeoutError, PyValueError};
 use pyo3::prelude::*;
+use pyo3::{PyTraverseError, PyVisit};
 
 use crate::engine::PyEngine;
 use crate::errors::{PyResult, exception};
-use putget_transfer::bindings::{ForeignCallbacks, Raised, Waits};
+use crate::held::{Held, Holds, Place, lock};
+use putget_transfer::bindings::{self, ForeignCallbacks, Raised, Waits};
 use putget_transfer::{Callback, Done, Error, Flag, Outcome, TransferId};
 
 /// How long a wait goes without looking for signals, so that Ctrl-C works.
@@ -17,7 +20,10 @@ const SLICE: Duration = Duration::from_millis(50);
 #[derive(Default)]
 struct State {
     outcome: Option<Outcome>,
+    /// They change with Python's lock held.
     callbacks: Vec<PyObject>,
+    /// Theirs among what the engine holds.
+    place: Option<Place>,
 }
 
 #[derive(Default)]
@@ -27,33 +33,84 @@ struct Progress {
 }
 
 impl Progress {
+    fn state(&self) -> MutexGuard<'_, State> {
+        lock(&self.state)
+    }
+
     fn outcome(&self) -> Option<Outcome> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner).outcome.clone()
+        self.state().outcome.clone()
+    }
+
+    /// Adds a callback. If the operation is over, its outcome and the callback come back.
+    fn add(self: &Arc<Self>, py: Python<'_>, callback: PyObject, held: &Arc<Held>) -> Option<(Outcome, PyObject)> {
+        let mut state = self.state();
+        if let Some(outcome) = state.outcome.clone() {
+            return Some((outcome, callback));
+        }
+        state.callbacks.push(callback);
+        if state.place.is_none() {
+            state.place = Some(held.add(py, Arc::clone(self) as Arc<dyn Holds>));
+        }
+        None
+    }
+
+    /// Takes the callbacks, which are to be called or are of no use.
+    fn take(&self, _py: Python<'_>) -> Vec<PyObject> {
+        let (callbacks, place) = {
+            let mut state = self.state();
+            (std::mem::take(&mut state.callbacks), state.place.take())
+        };
+        drop(place);
+        callbacks
     }
 
     /// Tells whoever waits at once, and Python's callbacks on their own threads.
     fn finish(self: &Arc<Self>, outcome: Outcome, threads: &ForeignCallbacks) {
-        let callbacks = {
-            let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let none = {
+            let mut state = self.state();
             state.outcome = Some(outcome.clone());
-            std::mem::take(&mut state.callbacks)
+            state.callbacks.is_empty()
         };
         self.changed.notify_all();
-        if callbacks.is_empty() {
+        if none {
             return;
         }
+        let progress = Arc::clone(self);
         let run: Callback = Box::new(move |outcome| {
-            Python::with_gil(|py| callbacks.iter().for_each(|callback| call(py, callback, &outcome)));
+            Python::with_gil(|py| progress.take(py).iter().for_each(|callback| call(py, callback, &outcome)));
         });
         threads.call(run, outcome);
     }
 
     /// Waits at most `timeout` and says whether the operation is over.
     fn wait(&self, timeout: Duration) -> bool {
-        let state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let state = self.state();
         let wait = self.changed.wait_timeout_while(state, timeout, |state| state.outcome.is_none());
         wait.unwrap_or_else(PoisonError::into_inner).0.outcome.is_some()
     }
+}
+
+impl Holds for Progress {
+    fn show(&self, visit: &PyVisit<'_>) -> Result<(), PyTraverseError> {
+        self.state().callbacks.iter().try_for_each(|callback| visit.call(callback))
+    }
+
+    fn let_go(&self) -> Vec<PyObject> {
+        std::mem::take(&mut self.state().callbacks)
+    }
+}
+
+thread_local! {
+    /// What a signal's handler has raised while a submission waited for room.
+    static RAISED: RefCell<Option<PyErr>> = const { RefCell::new(None) };
+}
+
+/// Says whether a signal's handler has raised.
+fn is_interrupted() -> bool {
+    Python::with_gil(|py| {
+        let raised = py.check_signals().err();
+        raised.is_some_and(|raised| RAISED.replace(Some(raised)).is_none())
+    })
 }
 
 /// Calls back with the error or None. What the callback raises has nobody to go to: Python's hook for that gets it.
@@ -72,6 +129,8 @@ pub(crate) struct PyTransfer {
     id: Option<(TransferId, Py<PyEngine>)>,
     /// Where its end can be waited for.
     waits: Waits,
+    /// What the engine holds.
+    held: Arc<Held>,
 }
 
 /// Submits an operation whose end a new `Transfer`, and whoever else was named in `done`, are told of.
@@ -80,20 +139,27 @@ pub(crate) fn submitted(
     done: Option<&Bound<'_, PyAny>>,
     submit: impl FnOnce(Done) -> Result<Option<TransferId>, Error> + Send,
 ) -> PyResult<PyTransfer> {
+    let (py, held) = (engine.py(), &engine.get().held);
     let progress = Arc::new(Progress::default());
     let mut flag = None;
     if let Some(done) = done.filter(|done| !done.is_none()) {
         if let Ok(found) = done.downcast::<PyFlag>() {
             flag = Some(Raised::new(&found.get().flag));
         } else if done.is_callable() {
-            progress.state.lock().unwrap_or_else(PoisonError::into_inner).callbacks.push(done.clone().unbind());
+            progress.add(py, done.clone().unbind(), held);
         } else {
             let problem = format!("done: {} came; a callable, a Flag or None is allowed", done.get_type());
             return Err(PyValueError::new_err(problem).into());
         }
     }
     let told = Arc::clone(&progress);
-    let owner = engine.get().engine()?;
+    let owner = match engine.get().engine() {
+        Ok(engine) => engine,
+        Err(closed) => {
+            drop(progress.take(py));
+            return Err(closed.into());
+        }
+    };
     let (threads, waits) = (ForeignCallbacks::of(&owner), Waits::on(&owner));
     drop(owner);
     let over = Done::callback(move |outcome| {
@@ -103,8 +169,15 @@ pub(crate) fn submitted(
         told.finish(outcome, &threads);
     });
     // A submission may wait for room, and for the engine's locks.
-    let id = engine.py().allow_threads(|| submit(over))?;
-    Ok(PyTransfer { progress, id: id.map(|id| (id, engine.clone().unbind())), waits })
+    let submitted = py.allow_threads(|| bindings::asking(is_interrupted, || submit(over)));
+    if submitted.is_err() {
+        drop(progress.take(py));
+    }
+    if let Some(raised) = RAISED.take() {
+        return Err(raised.into());
+    }
+    let (id, held) = (submitted?.map(|id| (id, engine.clone().unbind())), Arc::clone(held));
+    Ok(PyTransfer { progress, id, waits, held })
 }
 
 #[pymethods]
@@ -151,14 +224,13 @@ impl PyTransfer {
     }
 
     fn add_done_callback(&self, py: Python<'_>, callback: PyObject) {
-        let mut state = self.progress.state.lock().unwrap_or_else(PoisonError::into_inner);
-        match state.outcome.clone() {
-            None => state.callbacks.push(callback),
-            Some(outcome) => {
-                drop(state);
-                call(py, &callback, &outcome);
-            }
+        if let Some((outcome, callback)) = self.progress.add(py, callback, &self.held) {
+            call(py, &callback, &outcome);
         }
+    }
+
+    fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
+        self.id.as_ref().map_or(Ok(()), |(_, engine)| visit.call(engine))
     }
 
     fn __await__(slf: Bound<'_, Self>) -> PyResult<PyObject> {

@@ -169,17 +169,23 @@ impl Incoming {
 
     /// Copies bytes that the peer asks for to where it can take them.
     fn give(&mut self, request: &Request, registered: &Registered) -> Result<Result<u64, Refusal>, Broken> {
-        let Some(region) = registered.get(&request.rkey) else { return Ok(Err(Refusal::BadKey)) };
+        let found = registered.get(&request.rkey).filter(|region| region.is_here());
+        let Some(region) = found else { return Ok(Err(Refusal::BadKey)) };
         if !region.contains(request.dst, request.len) {
             return Ok(Err(Refusal::OutOfBounds));
         }
-        self.ring.fill(request, region).ok_or(Broken)?;
-        Ok(Ok(request.len))
+        match self.ring.fill(request, region) {
+            Some(()) => Ok(Ok(request.len)),
+            // Its memory turned out not to be there.
+            None if !region.is_here() => Ok(Err(Refusal::BadKey)),
+            None => Err(Broken),
+        }
     }
 
     /// Copies bytes of a write, from the first that has not landed yet, and says how many of them have landed then.
     fn land(&mut self, request: &Request, part: u64, registered: &Registered) -> Result<Result<u64, Refusal>, Broken> {
-        let Some(region) = registered.get(&request.rkey) else { return Ok(Err(Refusal::BadKey)) };
+        let found = registered.get(&request.rkey).filter(|region| region.takes_writes());
+        let Some(region) = found else { return Ok(Err(Refusal::BadKey)) };
         if !region.contains(request.dst, request.len) {
             return Ok(Err(Refusal::OutOfBounds));
         }
@@ -187,8 +193,11 @@ impl Incoming {
         let to = (&**region, request.dst + part);
         let landed = match request.source {
             Source::Inline(_) | Source::Ring(_) => {
-                self.ring.place(request, region).ok_or(Broken)?;
-                return Ok(Ok(request.len));
+                return match self.ring.place(request, region) {
+                    Some(()) => Ok(Ok(request.len)),
+                    None if !region.is_here() => Ok(Err(Refusal::BadKey)),
+                    None => Err(Broken),
+                };
             }
             Source::Mapped { segment, offset } => {
                 if !self.segments.contains_key(&segment) {
@@ -201,7 +210,11 @@ impl Incoming {
             }
             Source::Process(address) => self.pull(address.saturating_add(part), to, len)?,
         };
-        Ok(if landed { Ok(part + len) } else { Err(Refusal::Unreadable) })
+        Ok(match landed {
+            true => Ok(part + len),
+            false if region.check_fault(request.dst + part, len) => Err(Refusal::BadKey),
+            false => Err(Refusal::Unreadable),
+        })
     }
 
     /// Reads the peer's memory. False: not these bytes.

@@ -264,6 +264,10 @@ impl Outgoing {
         if !self.poster.has_slot() {
             return None;
         }
+        if !src.is_here() {
+            // Nobody can read there: the target says so.
+            return Some((part.len, Source::Process(0)));
+        }
         if part.len > 24
             && let Some(source) = self.mapped(src, part.src)
         {
@@ -274,7 +278,11 @@ impl Outgoing {
             return Some((part.len, Source::Process(address as u64)));
         }
         let len = part.len.min(MAX_COPIED);
-        Some((len, self.poster.carry(Bytes::Of(src, part.src), len)?))
+        match self.poster.carry(Bytes::Of(src, part.src), len) {
+            Some(source) => Some((len, source)),
+            None if !src.is_here() => Some((part.len, Source::Process(0))),
+            None => None,
+        }
     }
 
     /// Names the bytes in memory that the target can map, if they are in such memory.

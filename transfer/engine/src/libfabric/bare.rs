@@ -56,8 +56,16 @@ impl Bare {
         let (region, inbox_region) = (Arc::new(Region::allocate(len)?), Region::allocate(RECEIVE * RECEIVES)?);
         // SAFETY: both regions live beside their registrations, and dropping closes the endpoint first.
         let (memory, inbox) = unsafe {
-            let memory = endpoint.register(region.address(), len, Device::Host, super::random_key()?)?;
-            (memory, endpoint.register(inbox_region.address(), RECEIVE * RECEIVES, Device::Host, super::random_key()?)?)
+            let memory = endpoint.register((region.address(), len), Device::Host, false, super::random_key()?)?;
+            (
+                memory,
+                endpoint.register(
+                    (inbox_region.address(), RECEIVE * RECEIVES),
+                    Device::Host,
+                    false,
+                    super::random_key()?,
+                )?,
+            )
         };
         // libfabric's shm refuses what it has no room for, and every refusal takes the lock that the peer needs.
         let most = if provider == "shm" { endpoint.depth.min(16) } else { endpoint.depth };

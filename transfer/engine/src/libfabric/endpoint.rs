@@ -151,7 +151,11 @@ impl Endpoint {
             let at = source.map_or(String::new(), |source| format!(" at {source}"));
             let of_devices = if device == Device::Host { "" } else { " for memory of devices (FI_HMEM)" };
             let words = library.words(found as isize);
-            let why = format!("no endpoint{of_devices} with remote writes and delivery completion: {words}");
+            let there = library.providers().join(", ");
+            let why = format!(
+                "no endpoint{of_devices} with remote writes and delivery completion: {words}; libfabric has {there} here, and \
+                 \"tcp\" and \"shm\" need no library"
+            );
             return Err(Error::Unavailable { what: format!("libfabric provider {provider}{at}"), why });
         }
         endpoint.start()?;
@@ -266,10 +270,18 @@ impl Endpoint {
     ///
     /// # Safety
     /// The bytes stay valid until [`Self::deregister`] has returned.
-    pub unsafe fn register(&self, address: usize, len: usize, device: Device, key: u64) -> Result<Memory, Error> {
+    pub unsafe fn register(
+        &self,
+        (address, len): (usize, usize),
+        device: Device,
+        read_only: bool,
+        key: u64,
+    ) -> Result<Memory, Error> {
         let mut mr = null_mut();
         let reads = if self.reads { FI_READ | FI_REMOTE_READ } else { 0 };
-        let access = FI_SEND | FI_RECV | FI_WRITE | FI_REMOTE_WRITE | reads;
+        // FI_READ brings bytes here.
+        let both = FI_SEND | FI_RECV | FI_WRITE | FI_REMOTE_WRITE | reads;
+        let access = if read_only { FI_SEND | FI_WRITE | reads & FI_REMOTE_READ } else { both };
         let bytes = libc::iovec { iov_base: address as *mut c_void, iov_len: len };
         let (iface, number) = match device {
             Device::Host => (FI_HMEM_SYSTEM, 0),

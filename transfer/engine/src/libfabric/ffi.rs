@@ -451,6 +451,31 @@ impl Library {
         }
     }
 
+    /// The names of the providers that have something on this machine.
+    pub fn providers(&self) -> Vec<String> {
+        let mut first = std::ptr::null_mut();
+        // SAFETY: without hints, getinfo makes a list of everything, whose names are terminated; freeinfo takes the list back.
+        unsafe {
+            let found =
+                (self.getinfo)(API_VERSION, std::ptr::null(), std::ptr::null(), 0, std::ptr::null_mut(), &mut first);
+            let (mut names, mut info) = (Vec::new(), if found == 0 { first } else { std::ptr::null_mut() });
+            while let Some(one) = info.as_ref() {
+                let name =
+                    one.fabric_attr.as_ref().map_or(std::ptr::null(), |attributes| attributes.prov_name.cast_const());
+                if !name.is_null() {
+                    names.push(CStr::from_ptr(name).to_string_lossy().into_owned());
+                }
+                info = one.next;
+            }
+            if !first.is_null() {
+                (self.freeinfo)(first);
+            }
+            names.sort_unstable();
+            names.dedup();
+            names
+        }
+    }
+
     /// libfabric's words for an error code, positive or negative.
     pub fn words(&self, code: isize) -> String {
         // SAFETY: it returns a terminated, static string for every code.

@@ -128,7 +128,7 @@ mod tests {
         let stranger = Endpoint::open("net", Some("127.0.0.1"), Device::Host)?;
         let region = Region::allocate(64)?;
         // SAFETY: the region outlives the endpoint's use of it below.
-        let memory = unsafe { stranger.register(region.address(), 64, Device::Host, 5)? };
+        let memory = unsafe { stranger.register((region.address(), 64), Device::Host, false, 5)? };
         let (to, context) =
             (stranger.insert(&victim.main_address().groups[0].endpoint).unwrap(), PlacedContext::new(0));
         let (mut over, mut posted, end) = (false, false, Instant::now() + LONG);

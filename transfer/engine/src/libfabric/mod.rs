@@ -71,7 +71,8 @@ impl Frames {
     fn new(endpoint: &Endpoint, count: usize) -> Result<Self, Error> {
         let region = Region::allocate(count * FRAME)?;
         // SAFETY: the region lives beside its registration, and `FabricNic` closes the endpoint before it drops either.
-        let memory = unsafe { endpoint.register(region.address(), count * FRAME, Device::Host, random_key()?)? };
+        let memory =
+            unsafe { endpoint.register((region.address(), count * FRAME), Device::Host, false, random_key()?)? };
         Ok(Self { region, memory })
     }
 
@@ -257,7 +258,7 @@ impl Nic for FabricNic {
     fn register(&mut self, region: &Arc<Region>) -> Result<Registered, Error> {
         let (address, len, device) = (region.address(), region.len() as usize, region.device());
         // SAFETY: `regions` and `retired` keep the region longer than its registration.
-        let memory = unsafe { self.endpoint.register(address, len, device, random_key()?)? };
+        let memory = unsafe { self.endpoint.register((address, len), device, region.is_read_only(), random_key()?)? };
         let registered = Registered { local: LocalKey(self.regions.len()), base: memory.base, rkey: memory.key };
         self.regions.push(Some((memory, Arc::clone(region))));
         Ok(registered)

@@ -178,7 +178,7 @@ impl SimNic {
                 let event = match work {
                     Work::Message(bytes) => Some(Event::Received { link, bytes: bytes.clone() }),
                     Work::Write { src, src_offset, dst, rkey: _, len, imm } => {
-                        let landed = with_key(key.as_ref(), *dst, *len, |region| {
+                        let landed = with_key(key.as_ref(), Region::takes_writes, *dst, *len, |region| {
                             Region::copy(src, *src_offset, region, *dst, *len)
                         });
                         if let Err(error) = landed {
@@ -187,7 +187,7 @@ impl SimNic {
                         imm.map(|imm| Event::Immediate { link, imm })
                     }
                     Work::Read { into, into_offset, from, rkey: _, len } => {
-                        return Delivery::Done(with_key(key.as_ref(), *from, *len, |region| {
+                        return Delivery::Done(with_key(key.as_ref(), Region::is_here, *from, *len, |region| {
                             Region::copy(region, *from, into, *into_offset, *len)
                         }));
                     }
@@ -233,16 +233,20 @@ impl SimNic {
 /// Copies to or from a range of the target's memory while its registration is held.
 fn with_key(
     key: Option<&super::Key>,
+    allows: impl Fn(&Region) -> bool,
     start: u64,
     len: u64,
     copy: impl FnOnce(&Region) -> Result<(), Error>,
 ) -> Result<(), NetworkError> {
     let key = key.ok_or(NetworkError::BadKey)?.read().unwrap_or_else(PoisonError::into_inner);
-    let region = key.as_ref().ok_or(NetworkError::BadKey)?;
+    let region = key.as_ref().filter(|region| allows(region)).ok_or(NetworkError::BadKey)?;
     if !region.contains(start, len) {
         return Err(NetworkError::OutOfBounds);
     }
-    copy(region).map_err(|error| NetworkError::Other(error.to_string()))
+    // The memory may turn out not to be there.
+    let failed =
+        |error: Error| if allows(region) { NetworkError::Other(error.to_string()) } else { NetworkError::BadKey };
+    copy(region).map_err(failed)
 }
 
 impl Nic for SimNic {

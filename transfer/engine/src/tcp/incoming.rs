@@ -141,6 +141,7 @@ impl Incoming {
         if known >= most {
             return false;
         }
+        self.drop_moved_sink();
         let direct = match &self.present {
             // What is known comes first.
             Some(Present { sink: Sink::Region { region, at, .. }, left, .. }) if known == 0 => {
@@ -157,6 +158,11 @@ impl Incoming {
                 0
             }
             Ok(got) => got,
+            // The memory is not there or not writable any more.
+            Err(error) if error.raw_os_error() == Some(libc::EFAULT) && self.lose_sink() => {
+                self.ahead.truncate(known);
+                return true;
+            }
             Err(error) => {
                 self.closed = !is_patient(&error);
                 0
@@ -173,6 +179,24 @@ impl Incoming {
         }
         self.ahead.truncate(known + got);
         more
+    }
+
+    /// The kernel could not write where the present payload goes: says whether it goes nowhere from now on.
+    fn lose_sink(&mut self) -> bool {
+        let Some(Present { sink: Sink::Region { region, at, .. }, left, .. }) = &self.present else { return false };
+        region.check_fault(*at, *left as u64) && self.drop_moved_sink()
+    }
+
+    /// The rest of the present payload goes nowhere if its memory is not what was registered.
+    fn drop_moved_sink(&mut self) -> bool {
+        match &self.present {
+            Some(Present { sink: Sink::Region { region, rkey, .. }, .. }) if !region.is_here() => {
+                let rkey = *rkey;
+                self.revoke(rkey);
+                true
+            }
+            _ => false,
+        }
     }
 
     /// Takes the greeting. None: it has not all come yet.
@@ -278,6 +302,10 @@ impl Incoming {
                     serving.left -= count;
                 }
                 Err(error) if is_patient(&error) => return false,
+                // What was announced is filled up, and the read refused.
+                Err(error) if error.raw_os_error() == Some(libc::EFAULT) && serving.region.is_some() => {
+                    serving.region.take().iter().for_each(|region| region.lose("is not there any more"));
+                }
                 Err(_) => self.closed = true,
             }
         }
@@ -300,16 +328,23 @@ impl Incoming {
             }
             return !self.closed;
         };
-        let count = present.left.min(known.len());
+        let (count, mut refused) = (present.left.min(known.len()), false);
         let bytes = known.get(..count).unwrap_or_default();
         match &mut present.sink {
             Sink::Message(message) => message.extend_from_slice(bytes),
             Sink::Region { region, at, .. } => {
-                // It was checked to lie inside.
-                let _ = region.write(*at, bytes);
+                // It was checked to lie inside, but may not be what was registered any more.
+                if region.write(*at, bytes).is_err() {
+                    refused = true;
+                }
                 *at += count as u64;
             }
             Sink::Nowhere => {}
+        }
+        if refused {
+            present.sink = Sink::Nowhere;
+            present.imm = None;
+            self.refusals.push_back((self.over, Refused::BadKey));
         }
         present.left -= count;
         self.start += count;
@@ -339,11 +374,13 @@ impl Incoming {
             }
             Kind::Message => (Sink::Message(Vec::with_capacity(left)), None),
             Kind::Write { rkey, dst, imm } => match memory.find(rkey) {
+                Some(region) if !region.takes_writes() => (self.refuse(Refused::BadKey), None),
                 None => (self.refuse(Refused::BadKey), None),
                 Some(region) if !region.contains(dst, head.len) => (self.refuse(Refused::OutOfBounds), None),
                 Some(region) => (Sink::Region { region: Arc::clone(region), rkey, at: dst }, imm),
             },
             Kind::Read { rkey, from } => match memory.find(rkey) {
+                Some(region) if !region.is_here() => return self.present_refused(Refused::BadKey),
                 None => return self.present_refused(Refused::BadKey),
                 Some(region) if !region.contains(from, head.len) => return self.present_refused(Refused::OutOfBounds),
                 Some(region) => {

@@ -247,10 +247,26 @@ impl Outgoing {
                     }
                 }
                 Err(error) if is_patient(&error) => break,
+                // The memory that the bytes belong in is not there or not writable any more.
+                Err(error) if error.raw_os_error() == Some(libc::EFAULT) && self.throw_away(over) => {}
                 Err(error) => self.fail(&error),
             }
         }
         taken > 0
+    }
+
+    /// Reports the oldest read as failed; what still comes of it is thrown away. False: there is none.
+    fn throw_away(&mut self, over: &mut impl FnMut(Event)) -> bool {
+        let at_work = |request: &&mut Request| {
+            request.refused.is_none() && matches!(request.payload, Payload::Back { left, .. } if left > 0)
+        };
+        let Some(request) = self.requests.iter_mut().find(at_work) else { return false };
+        let Payload::Back { into, at, left } = &mut request.payload else { return false };
+        let Some(region) = into.take() else { return false };
+        region.check_fault(*at, *left);
+        let error = NetworkError::Other("the memory that the bytes were to go to cannot be written to".into());
+        over(Event::Completed { token: request.token, result: Err((error, false)) });
+        true
     }
 
     /// So many bytes of the oldest read have come.

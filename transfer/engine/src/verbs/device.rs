@@ -237,7 +237,8 @@ fn device_mr(port: &Port, region: &Region, ordinal: u16, access: c_int) -> Resul
 impl Memory {
     /// Registers a region; peers may write to it if `remote` says so.
     pub fn register(port: &Arc<Port>, region: Arc<Region>, remote: bool) -> Result<Self, Error> {
-        let access = IBV_ACCESS_LOCAL_WRITE | if remote { IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ } else { 0 };
+        let writes = if region.is_read_only() { 0 } else { IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE };
+        let access = if remote { writes | IBV_ACCESS_REMOTE_READ } else { IBV_ACCESS_LOCAL_WRITE };
         let mr = match region.device() {
             Kind::Host => host_mr(port, &region, access).map_err(|error| {
                 let no_memory = error.raw_os_error() == Some(libc::ENOMEM);

@@ -20,6 +20,8 @@ use crate::sys::Home;
 /// Memory that is registered on every NIC of some device groups, until this is dropped.
 pub(crate) struct Registration {
     pub region: Arc<Region>,
+    /// The engine that has registered it.
+    pub engine: u64,
     /// One per device group.
     pub parts: Vec<Part>,
     /// Keys that one engine alone has, by that engine.

@@ -142,6 +142,7 @@ int pt_reg_mr(pt_engine *engine, void *start, size_t len, int device, pt_mr **mr
 typedef struct pt_memory {
   void *start;
   size_t len;
+  int read_only; /* 1: nothing lands in it. Host memory that the process cannot write to is accepted so, and as a target it is not. */
 } pt_memory;
 
 /* Registers much memory of one device at once, or none of it: `mrs` has room for `count` of them. `groups` are the device groups
@@ -153,7 +154,7 @@ int pt_alloc_mr(pt_engine *engine, size_t len, pt_mr **mr);
 void *pt_mr_address(const pt_mr *mr);
 /* What others need to write to it: as pt_engine_address. */
 int pt_mr_describe(const pt_mr *mr, uint8_t *bytes, size_t *len);
-/* Ends the registration. PT_INVALID, with nothing changed, while transfers use it. */
+/* Ends the registration. PT_INVALID, with nothing changed, while transfers use it, or if another engine has registered it. */
 int pt_mr_destroy(pt_engine *engine, pt_mr *mr);
 
 int pt_desc_create(const uint8_t *bytes, size_t len, pt_desc **desc);
@@ -178,7 +179,7 @@ typedef struct pt_submit {
 #define PT_FAILED(value) ((uint32_t)((value) >> 32))
 
 typedef struct pt_transfer {
-  uint64_t group, id;
+  uint64_t engine, group, id;
 } pt_transfer;
 
 typedef struct pt_pages {
