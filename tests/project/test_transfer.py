@@ -26,7 +26,7 @@ CRATES = sorted(path.parent for path in TRANSFER.glob("*/Cargo.toml") if path.pa
 UNSAFE = {
     "engine": re.compile(r"^region\.rs$|^(libfabric|nvlink)/|^verbs/(device|pair)\.rs$|(^|/)(ffi|sys|domain)\.rs$"),
     "capi": re.compile(""),
-    "python": re.compile(r"^domain\.rs$"),
+    "python": re.compile(r"^(domain|sys)\.rs$"),
 }
 NOWHERE = re.compile(r"(?!)")
 # Lints that keep panics and unsafe code out.

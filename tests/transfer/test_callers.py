@@ -159,6 +159,34 @@ def test_ctrl_c_ends_a_wait(pair: tuple[pt.Engine, pt.Engine]) -> None:
     timer.join()
 
 
+@pytest.mark.usefixtures("ctrl_c")
+def test_ctrl_c_ends_a_wait_for_room() -> None:
+    network = pt.SimNetwork(seed=8)
+    with (
+        pt.Engine.builder().group(pt.DeviceGroup.sim(network, 1)).max_submissions(1).build() as a,
+        pt.Engine.builder().group(pt.DeviceGroup.sim(network, 1)).build() as b,
+    ):
+        (src, _), (_dst, desc) = a.alloc_mr(8), b.alloc_mr(8)
+        a.submit_single_write(8, None, (src, 0), (desc, 0)).wait(LONG_S)
+        network.cut(a.main_address(), b.main_address())
+        stuck = a.submit_single_write(8, 2, (src, 0), (desc, 0), deadline_s=LONG_S)
+        timer = threading.Timer(0.1, signal.raise_signal, [signal.SIGINT])
+        timer.start()
+        told: list[object] = []
+        # The deadline is the bound of this test: with the interrupt unheard, EngineBusy comes instead.
+        with pytest.raises(KeyboardInterrupt):
+            a.submit_single_write(8, 1, (src, 0), (desc, 0), done=told.append, deadline_s=LONG_S)
+        timer.join()
+        # Nothing was submitted, and there is room again once the other one is over.
+        stuck.cancel()
+        with pytest.raises(pt.TransferFailed):
+            stuck.wait(LONG_S)
+        network.heal(a.main_address(), b.main_address())
+        a.submit_single_write(8, 3, (src, 0), (desc, 0), deadline_s=LONG_S).wait(LONG_S)
+        b.expect_imm_count(3, 1, deadline_s=LONG_S).wait(LONG_S)
+        assert (b.imm_count(1), told) == (0, [])
+
+
 FORK = """
 import os, sys
 import putget_transfer as pt

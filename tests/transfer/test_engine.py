@@ -116,6 +116,12 @@ def test_messages(pair: tuple[pt.Engine, pt.Engine]) -> None:
     assert (failure.peer, failure.nic, failure.may_land) == (b.name, 0, False)
     with pytest.raises(ValueError, match="bytes: "):
         a.submit_send(b.main_address(), bytes(a.max_message() + 1))
+    buffers = (bytearray(b"bytearray"), memoryview(b"_view_")[1:5], np.arange(3, dtype=np.uint8)[::2])
+    for data in buffers:
+        a.submit_send(b.main_address(), data, deadline_s=LONG_S).wait(LONG_S)
+    assert {received.get(timeout=LONG_S)[1] for _ in buffers} == {b"bytearray", b"view", b"\0\2"}
+    with pytest.raises(ValueError, match="data: str came; bytes or another buffer is needed"):
+        a.submit_send(b.main_address(), "text")  # type: ignore[arg-type]
 
 
 def test_callbacks_and_flags(pair: tuple[pt.Engine, pt.Engine]) -> None:
