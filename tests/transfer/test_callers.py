@@ -181,9 +181,9 @@ def test_ctrl_c_ends_a_wait_for_room() -> None:
         stuck.cancel()
         with pytest.raises(pt.TransferFailed):
             stuck.wait(LONG_S)
-        network.heal(a.main_address(), b.main_address())
-        a.submit_single_write(8, 3, (src, 0), (desc, 0), deadline_s=LONG_S).wait(LONG_S)
-        b.expect_imm_count(3, 1, deadline_s=LONG_S).wait(LONG_S)
+        _own, own = a.alloc_mr(8)
+        a.submit_single_write(8, 3, (src, 0), (own, 0), deadline_s=LONG_S).wait(LONG_S)
+        a.expect_imm_count(3, 1, deadline_s=LONG_S).wait(LONG_S)
         assert (b.imm_count(1), told) == (0, [])
 
 
