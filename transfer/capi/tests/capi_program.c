@@ -112,7 +112,7 @@ static void several_groups(void) {
   OK(pt_engine_create(&options, &a));
   OK(pt_engine_create(&options, &b));
   static unsigned char pages[2][4096];
-  const pt_memory memory[2] = {{pages[0], sizeof pages[0]}, {pages[1], sizeof pages[1]}};
+  const pt_memory memory[2] = {{pages[0], sizeof pages[0], 0}, {pages[1], sizeof pages[1], 0}};
   const size_t second = 1, none = 2;
   pt_mr *mrs[2], *src;
   CHECK(pt_reg_mrs(b, memory, 2, -1, &none, 1, mrs) == PT_INVALID && strstr(pt_last_error(), "groups"));

@@ -6,6 +6,11 @@ use crate::error::Error;
 /// Positions that fit into this many words for each page are looked up in a bitmap.
 const WORDS_PER_PAGE: u64 = 1;
 
+/// Each number with the next one.
+fn neighbours(sorted: &[u64]) -> impl Iterator<Item = (u64, u64)> {
+    sorted.iter().copied().zip(sorted.iter().copied().skip(1))
+}
+
 /// Finds an index that comes twice.
 fn twice(indices: &[u64]) -> Option<u64> {
     if indices.is_sorted_by(|a, b| a < b) {
@@ -22,7 +27,7 @@ fn twice(indices: &[u64]) -> Option<u64> {
     }
     let mut sorted = indices.to_vec();
     sorted.sort_unstable();
-    sorted.array_windows().find(|[a, b]| a == b).map(|[a, _]| *a)
+    neighbours(&sorted).find(|(a, b)| a == b).map(|(a, _)| a)
 }
 
 /// Checks that no two pages of `page_len` bytes share bytes. They have been checked to lie inside a region.
@@ -45,8 +50,8 @@ pub(crate) fn check(argument: &'static str, grid: &Grid<'_>, page_len: u64) -> R
     }
     let mut starts: Vec<_> = grid.offsets().collect();
     starts.sort_unstable();
-    match starts.array_windows().find(|[a, b]| b - a < page_len) {
-        Some([a, b]) => {
+    match neighbours(&starts).find(|(a, b)| b - a < page_len) {
+        Some((a, b)) => {
             let problem = format!("pages of {page_len} bytes at {a} and {b} came; they must not overlap");
             Err(Error::argument(argument, problem))
         }

@@ -57,7 +57,7 @@ fn of_two_who_do_not_wait_one_is_refused_or_both_come_in_turn() {
     loom::model(|| {
         let gate = Gate::new(1, WhenFull::Refuse);
         let other = Arc::clone(&gate);
-        let entered = thread::spawn(move || other.enter(later()).map(drop));
+        let entered = thread::spawn(move || other.enter(later(), || false).map(drop));
         let own = gate.enter(later(), || false).map(drop);
         let outcomes = [own, entered.join().unwrap()];
         assert!(outcomes.iter().any(Result::is_ok), "{outcomes:?}");
