@@ -178,6 +178,7 @@ pub fn down(reason: Option<DownReason>) -> i32 {
         Some(DownReason::Left) => 2,
         Some(DownReason::Reconnected) => 3,
         Some(DownReason::NetworkLost) => 4,
+        Some(DownReason::OutOfFiles) => 5,
         Some(DownReason::Fenced) => 6,
         Some(DownReason::Drained) => 7,
         Some(DownReason::Closed) => 8,

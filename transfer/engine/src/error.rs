@@ -1,7 +1,9 @@
-//! What can go wrong, in words that name peer, NIC and reason. Addresses and keys never appear in them.
+//! What can go wrong, in words that name peer, NIC and reason, and the address where there is no connection. Keys never appear in them.
 
 use std::fmt;
 use std::time::{Duration, SystemTime};
+
+use crate::obstacle::{Obstacle, spelled};
 
 /// Short name of an engine's device group, safe to log: it is derived from the engine's random identity.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -175,6 +177,9 @@ pub enum Reason {
     /// Its deadline passed.
     #[error("the deadline passed")]
     Deadline,
+    /// Its deadline passed before there was a connection.
+    #[error("the deadline passed before there was a connection: {0}")]
+    NotConnected(NetworkError),
     /// Its owner cancelled it.
     #[error("cancelled")]
     Cancelled,
@@ -209,7 +214,7 @@ pub enum Reason {
 #[non_exhaustive]
 pub enum DownReason {
     /// Nothing was heard of it for the heartbeat timeout.
-    #[error("its heartbeat stopped")]
+    #[error("its heartbeat stopped: its process stands still or has ended, or the network to it has failed")]
     HeartbeatLost,
     /// It said goodbye.
     #[error("it left")]
@@ -217,9 +222,12 @@ pub enum DownReason {
     /// It opened a new connection, so the old one is void.
     #[error("it connected anew")]
     Reconnected,
-    /// The network says that it cannot be reached.
-    #[error("the network lost it")]
+    /// The connection to it broke.
+    #[error("its connection broke without a goodbye: its process has ended, or the network has failed")]
     NetworkLost,
+    /// This process could open no more files for the connection.
+    #[error("this process has no file descriptors left for the connection; close some, or raise its limit (ulimit -n)")]
+    OutOfFiles,
     /// This engine has shut it out. It stays out until it is admitted.
     #[error("this engine has fenced it")]
     Fenced,
@@ -266,6 +274,11 @@ pub enum Refusal {
     /// The address belongs to an engine that is no longer there.
     #[error("the address belongs to an engine that has ended; ask for the new address")]
     Stale,
+    /// The target may open no more files.
+    #[error(
+        "the target cannot accept: it has run out of file descriptors; close some there, or raise its limit (ulimit -n)"
+    )]
+    OutOfFiles,
     /// Too many connections are being set up.
     #[error("it has too many half-open connections")]
     Busy,
@@ -298,10 +311,25 @@ pub enum NetworkError {
     /// The connection was dropped with the work request in flight.
     #[error("the connection was dropped")]
     Disconnected,
-    /// The peer cannot be reached.
-    #[error("the peer cannot be reached")]
+    /// The peer cannot be reached any more.
+    #[error("the peer cannot be reached: its process has ended, or the network to it has failed")]
     Unreachable,
+    /// There is no connection to the peer's address.
+    #[error("the peer cannot be reached at {address}: {why}")]
+    NoConnection {
+        /// Where the peer should be.
+        address: String,
+        /// What stands in the way, and on which side.
+        why: Obstacle,
+    },
     /// Anything else, in the provider's words.
     #[error("{0}")]
     Other(String),
+}
+
+impl Obstacle {
+    /// What stands in the way of a connection to this address.
+    pub(crate) fn at(self, endpoint: &[u8]) -> NetworkError {
+        NetworkError::NoConnection { address: spelled(endpoint), why: self }
+    }
 }

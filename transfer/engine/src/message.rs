@@ -168,6 +168,7 @@ fn write_refusal(writer: Writer, refusal: Refusal) -> Writer {
         Refusal::Busy => (5, 0, 0),
         Refusal::Fenced { count, at_ms } => return writer.u8(6).u64(count).u64(at_ms),
         Refusal::Void => (7, 0, 0),
+        Refusal::OutOfFiles => (8, 0, 0),
     };
     writer.u8(code).u16(theirs).u16(ours)
 }
@@ -184,6 +185,7 @@ fn read_refusal(reader: &mut Reader<'_>) -> Result<Refusal, DecodeError> {
         (4, 0, 0) => Ok(Refusal::Stale),
         (5, 0, 0) => Ok(Refusal::Busy),
         (7, 0, 0) => Ok(Refusal::Void),
+        (8, 0, 0) => Ok(Refusal::OutOfFiles),
         _ => Err(DecodeError::Value("refusal")),
     }
 }
@@ -285,7 +287,8 @@ mod tests {
         }
         let refused = Refusal::NicCount { theirs: 2, ours: 1 };
         let fenced = Refusal::Fenced { count: 3, at_ms: 1 << 40 };
-        let plain = [Refusal::Version, Refusal::Secret, Refusal::Stale, Refusal::Busy, Refusal::Void];
+        let plain =
+            [Refusal::Version, Refusal::Secret, Refusal::Stale, Refusal::Busy, Refusal::Void, Refusal::OutOfFiles];
         for refusal in plain.into_iter().chain([refused, fenced]) {
             bodies.push(Body::Refuse(refusal));
         }

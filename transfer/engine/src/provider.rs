@@ -7,6 +7,7 @@ use std::sync::Arc;
 
 use crate::descriptor::Device;
 use crate::error::{Error, NetworkError};
+use crate::obstacle::{Obstacle, spelled};
 use crate::region::Region;
 use crate::shard::Piece;
 
@@ -108,6 +109,8 @@ pub(crate) enum Event {
     Greeted { way: Link, bytes: Vec<u8> },
     /// The link has broken by itself: the peer has gone, or has disconnected.
     Lost(Link),
+    /// The same before it stood, and why.
+    Barred { link: Link, why: Obstacle },
     /// A disconnected link is over. Comes exactly once, after the last `Completed` of the link.
     ///
     /// Unless it is held, nothing that the peer sends over this link lands or is reported any more, whatever the peer does later: it
@@ -215,6 +218,16 @@ pub(crate) trait Nic {
     /// Opens a way to somebody who is not a peer yet: for the messages of a handshake, which it may lose. Strangers use such ways
     /// too, so at the accepting NIC they are few, and cost little.
     fn greet(&mut self, endpoint: &[u8]) -> Result<Link, NetworkError>;
+
+    /// An address in words, for errors, without anything that is to be kept from others.
+    fn spell(&self, endpoint: &[u8]) -> String {
+        spelled(endpoint)
+    }
+
+    /// Says whether the machine at the other end of a way has taken it.
+    fn is_through(&self, _way: Link) -> bool {
+        false
+    }
 
     /// Makes a link after a handshake. From now on the peer that presents `own` is let in, and this NIC presents `theirs`. The
     /// peer's NIC does the same a little earlier or later, so a NIC that is not let in tries again.

@@ -145,15 +145,50 @@ impl Home {
     }
 }
 
+/// Says whether this process may open so many files more.
+pub(crate) fn has_room_for_files(count: usize) -> io::Result<()> {
+    (0..count).map(|_| EventFd::open()).collect::<io::Result<Vec<_>>>().map(drop)
+}
+
+/// A descriptor that is there to be closed: where this process may open no more files, one more connection can be taken then, to be told so.
+pub(crate) struct Spare(Option<EventFd>);
+
+impl Spare {
+    pub fn new() -> io::Result<Self> {
+        Ok(Self(Some(EventFd::open()?)))
+    }
+
+    /// Makes room for one file, after such an error. False: the error says something else, or there is none to give.
+    pub fn lend(&mut self, error: &io::Error) -> bool {
+        matches!(error.raw_os_error(), Some(libc::EMFILE | libc::ENFILE)) && self.0.take().is_some()
+    }
+
+    /// Says whether it was lent.
+    pub fn is_lent(&self) -> bool {
+        self.0.is_none()
+    }
+
+    /// Opens it again, if that is possible.
+    pub fn renew(&mut self) {
+        if self.is_lent() {
+            self.0 = EventFd::open().ok();
+        }
+    }
+}
+
 /// Wakes a thread that waits for descriptors.
 pub(crate) struct EventFd(OwnedFd);
 
 impl EventFd {
     pub fn new() -> Result<Self, Error> {
+        Self::open().map_err(|error| Error::System { what: "eventfd", why: error.to_string() })
+    }
+
+    fn open() -> io::Result<Self> {
         // SAFETY: a call without pointers; the descriptor is new and nobody else's.
         let raw = unsafe { libc::eventfd(0, libc::EFD_CLOEXEC | libc::EFD_NONBLOCK) };
         if raw < 0 {
-            return Err(Error::System { what: "eventfd", why: std::io::Error::last_os_error().to_string() });
+            return Err(io::Error::last_os_error());
         }
         // SAFETY: just opened.
         Ok(Self(unsafe { OwnedFd::from_raw_fd(raw) }))

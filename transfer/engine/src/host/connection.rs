@@ -69,7 +69,14 @@ impl Connection {
                 }
             }
             Err(error) => {
-                self.lose(events);
+                self.stage = Stage::Lost;
+                self.outgoing.stop(events);
+                events.push(match &error {
+                    NetworkError::NoConnection { why, .. } => {
+                        Event::Barred { link: Link(self.number), why: why.clone() }
+                    }
+                    _ => Event::Lost(Link(self.number)),
+                });
                 self.outgoing.abandon(&error, false, events);
             }
         }

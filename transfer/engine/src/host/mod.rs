@@ -38,17 +38,19 @@ use crate::provider::{
 };
 use crate::region::Region;
 use crate::shard::Piece;
-use crate::sys::Selector;
+use crate::sys::{Selector, Spare, has_room_for_files};
 use connection::{Connection, Side, Stage, token, unwatch};
 use incoming::{Broken, Incoming};
 use outgoing::{Job, Outgoing, Part, over};
 use packet::Mark;
 use strangers::Stranger;
-use sys::{Listener, own_mark};
+use sys::{Listener, no_connection, own_mark};
 
 /// Longest write. Others get in between, and a cancelled one ends soon.
 const MAX_WRITE: u64 = 4 << 20;
 const MAX_MESSAGE: usize = 16 << 10;
+/// Files of one link at most: sockets, processes that are watched, and rings.
+const FILES: usize = 6;
 /// Pieces of one work request.
 const MOST_PIECES: usize = 256;
 /// Time between two looks at the sockets while the rings are looked at all the time: a look is a system call.
@@ -76,6 +78,7 @@ pub(crate) struct HostNic {
     name: Vec<u8>,
     mark: Mark,
     listener: Listener,
+    spare: Spare,
     selector: Selector,
     /// Ordered by number.
     connections: Vec<Connection>,
@@ -111,6 +114,7 @@ impl HostNic {
             name,
             mark: own_mark()?,
             listener,
+            spare: Spare::new().map_err(failed("eventfd"))?,
             selector,
             connections: Vec::new(),
             strangers: Vec::new(),
@@ -289,7 +293,12 @@ impl Nic for HostNic {
         self.open_way(endpoint)
     }
 
+    fn is_through(&self, way: Link) -> bool {
+        self.strangers.iter().any(|stranger| stranger.number == way.0 && stranger.socket.is_some())
+    }
+
     fn connect(&mut self, endpoint: &[u8], passes: Passes) -> Result<Link, NetworkError> {
+        has_room_for_files(FILES).map_err(|error| no_connection(endpoint, &error))?;
         let (number, now) = (self.number(), Instant::now());
         let outgoing = Outgoing::new(endpoint, passes.theirs, self.mark, now);
         let outgoing = outgoing.map_err(|error| NetworkError::Other(error.to_string()))?;

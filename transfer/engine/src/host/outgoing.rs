@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use super::flags;
 use super::packet::{Mark, Packet};
 use super::ring::{Bytes, MAX_COPIED, Poster, Refusal, Request, Ring, Source};
-use super::sys::{Socket, has_ended};
+use super::sys::{Socket, has_ended, no_connection};
 use crate::error::{Error, NetworkError};
 use crate::provider::Event;
 use crate::region::Region;
@@ -125,7 +125,7 @@ impl Outgoing {
         })
     }
 
-    /// Presents itself, if it is time. The descriptors are those to watch from now on. `Unreachable`: nobody listens there.
+    /// Presents itself, if it is time. The descriptors are those to watch from now on. An error: there is no connection.
     pub fn present(&mut self, now: Instant) -> Result<Option<Vec<RawFd>>, NetworkError> {
         let Some(file) = self.file.as_ref().filter(|_| self.socket.is_none() && now >= self.next_try) else {
             return Ok(None);
@@ -135,7 +135,7 @@ impl Outgoing {
             Ok(socket) => socket,
             // Its queue of new connections is full.
             Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => return Ok(None),
-            Err(_) => return Err(NetworkError::Unreachable),
+            Err(error) => return Err(no_connection(&self.name, &error)),
         };
         let present = Packet::Present { pass: self.pass, mark: self.mark };
         if socket.send(&present, Some(file.as_fd())).is_err() {

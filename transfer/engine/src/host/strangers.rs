@@ -7,7 +7,7 @@ use super::HostNic;
 use super::connection::{Connection, Side, Stage, token, unwatch};
 use super::incoming::Incoming;
 use super::packet::{Mark, Packet, decode};
-use super::sys::Socket;
+use super::sys::{Socket, no_connection};
 use crate::error::NetworkError;
 use crate::provider::{Event, Link};
 
@@ -22,6 +22,8 @@ pub(super) struct Stranger {
     /// Where this NIC greets; empty for those who came here.
     pub name: Vec<u8>,
     pub presented: Option<(u64, Mark, OwnedFd)>,
+    /// It has the last file that this process may open.
+    pub on_spare: bool,
 }
 
 impl Stranger {
@@ -32,10 +34,17 @@ impl Stranger {
 
 impl HostNic {
     pub(super) fn accept(&mut self, events: &mut Vec<Event>) {
-        while let Some(socket) = self.listener.accept() {
+        loop {
+            self.spare.renew();
+            let accepted = match self.listener.accept() {
+                Err(error) if self.spare.lend(&error) => self.listener.accept(),
+                accepted => accepted,
+            };
+            let Ok(socket) = accepted else { return };
             let number = self.number();
             if self.selector.add(&socket, token(number, Side::Stranger)).is_ok() {
-                self.strangers.push(Stranger { number, socket: Some(socket), name: Vec::new(), presented: None });
+                let (socket, on_spare) = (Some(socket), self.spare.is_lent());
+                self.strangers.push(Stranger { number, socket, name: Vec::new(), presented: None, on_spare });
             }
             let came = self.strangers.iter().filter(|stranger| stranger.name.is_empty());
             if came.count() > MOST_STRANGERS
@@ -74,7 +83,7 @@ impl HostNic {
                 (Ok(Packet::Greeting(bytes)), None) if stranger.presented.is_none() => {
                     events.push(Event::Greeted { way: Link(number), bytes: bytes.to_vec() });
                 }
-                (Ok(Packet::Present { pass, mark }), Some(file)) if stranger.name.is_empty() => {
+                (Ok(Packet::Present { pass, mark }), Some(file)) if stranger.name.is_empty() && !stranger.on_spare => {
                     stranger.presented = Some((pass, mark, file));
                     self.let_in(place);
                     return;
@@ -134,14 +143,14 @@ impl HostNic {
             Ok(socket) => Some(socket),
             // Its queue of new connections is full.
             Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => None,
-            Err(_) => return Err(NetworkError::Unreachable),
+            Err(error) => return Err(no_connection(endpoint, &error)),
         };
         if let Some(socket) = &socket
             && let Err(error) = self.selector.add(socket, token(number, Side::Stranger))
         {
-            return Err(NetworkError::Other(format!("epoll_ctl: {error}")));
+            return Err(no_connection(endpoint, &error));
         }
-        self.strangers.push(Stranger { number, socket, name: endpoint.to_vec(), presented: None });
+        self.strangers.push(Stranger { number, socket, name: endpoint.to_vec(), presented: None, on_spare: false });
         Ok(Link(number))
     }
 }

@@ -10,7 +10,8 @@ use std::sync::OnceLock;
 use std::sync::atomic::AtomicU64;
 
 use super::packet::{MAX_PACKET, Mark, Packet};
-use crate::error::Error;
+use crate::error::{Error, NetworkError};
+use crate::obstacle::Obstacle;
 use crate::region::Region;
 use crate::sys::checked;
 
@@ -39,6 +40,14 @@ fn address(name: &[u8]) -> io::Result<(libc::sockaddr_un, libc::socklen_t)> {
     Ok((address, len as libc::socklen_t))
 }
 
+/// Why there is no connection to somebody who should listen there.
+pub(super) fn no_connection(endpoint: &[u8], error: &io::Error) -> NetworkError {
+    match error.kind() {
+        io::ErrorKind::InvalidInput => Obstacle::Address.at(endpoint),
+        _ => Obstacle::of(error).at(endpoint),
+    }
+}
+
 /// Where others connect to.
 pub(super) struct Listener(OwnedFd);
 
@@ -53,7 +62,7 @@ impl Listener {
     }
 
     /// The next connection, if one waits. Processes of other users are turned away.
-    pub fn accept(&self) -> Option<Socket> {
+    pub fn accept(&self) -> io::Result<Socket> {
         let flags = libc::SOCK_NONBLOCK | libc::SOCK_CLOEXEC;
         loop {
             let (none, no_len) = (std::ptr::null_mut(), std::ptr::null_mut());
@@ -61,12 +70,12 @@ impl Listener {
             let accepted = unsafe {
                 let raw = libc::accept4(self.0.as_raw_fd(), none, no_len, flags);
                 if raw < 0 {
-                    return None;
+                    return Err(io::Error::last_os_error());
                 }
                 Socket::of(OwnedFd::from_raw_fd(raw))
             };
-            if let Ok(socket) = accepted {
-                return Some(socket);
+            if accepted.is_ok() {
+                return accepted;
             }
         }
     }

@@ -3,6 +3,7 @@
 
 use super::{FabricNic, Peer};
 use crate::error::NetworkError;
+use crate::obstacle::Obstacle;
 use crate::provider::{Event, Link, Nic};
 
 /// What a message begins with: the pass of its sender, or 0 and the sender's own name, with its length before it.
@@ -20,12 +21,12 @@ impl FabricNic {
     pub(super) fn find(&mut self, endpoint: &[u8]) -> Result<u64, NetworkError> {
         // All addresses of one provider and network have the same form; libfabric reads as much as that form has.
         if endpoint.len() != self.name.len() {
-            return Err(NetworkError::Unreachable);
+            return Err(Obstacle::Address.at(endpoint));
         }
         if let Some(address) = self.addresses.get(endpoint) {
             return Ok(*address);
         }
-        let address = self.endpoint.insert(endpoint).ok_or(NetworkError::Unreachable)?;
+        let address = self.endpoint.insert(endpoint).ok_or_else(|| Obstacle::Address.at(endpoint))?;
         self.addresses.insert(endpoint.to_vec(), address);
         Ok(address)
     }

@@ -14,6 +14,7 @@ use super::ring::RingWriter;
 use super::virtual_memory::Assembly;
 use super::write::{Job, Stretch};
 use crate::error::{Error, NetworkError};
+use crate::obstacle::Obstacle;
 use crate::provider::{Event, Link, MayLand};
 
 /// Pieces of a region that are asked for at a time.
@@ -106,10 +107,7 @@ impl Outgoing {
         link: Link,
         device: &Device,
     ) -> Result<Self, NetworkError> {
-        let failed = |error: std::io::Error| match error.kind() {
-            std::io::ErrorKind::ConnectionRefused | std::io::ErrorKind::WouldBlock => NetworkError::Unreachable,
-            _ => NetworkError::Other(format!("connecting to a process of this machine: {error}")),
-        };
+        let failed = |error: std::io::Error| Obstacle::of(&error).at(name);
         let ring = RingWriter::new().map_err(failed)?;
         let channel = Channel::connect(name, &Control::Hello { process, pass }, ring.file()).map_err(failed)?;
         let (address, len) = ring.span();

@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use super::{Faults, Gate, MAX_GREETINGS, Port, SimNetwork, State};
 use crate::error::{Error, NetworkError};
+use crate::obstacle::Obstacle;
 use crate::provider::{
     Begun, Event, Limits, Link, LocalKey, Nic, Passes, Post, Read, Registered, Registrar, Wait, Waker, Write,
 };
@@ -286,12 +287,12 @@ impl Nic for SimNic {
     }
 
     fn greet(&mut self, endpoint: &[u8]) -> Result<Link, NetworkError> {
-        let id = endpoint.try_into().map(u32::from_le_bytes).map_err(|_| NetworkError::Unreachable)?;
+        let id = endpoint.try_into().map(u32::from_le_bytes).map_err(|_| Obstacle::Address.at(endpoint))?;
         Ok(Link(WAY | id as usize))
     }
 
     fn connect(&mut self, endpoint: &[u8], passes: Passes) -> Result<Link, NetworkError> {
-        let target = endpoint.try_into().map(u32::from_le_bytes).map_err(|_| NetworkError::Unreachable)?;
+        let target = endpoint.try_into().map(u32::from_le_bytes).map_err(|_| Obstacle::Address.at(endpoint))?;
         let link = Link(self.links.len());
         self.links.push(Some(Peer { target, passes, entrance: RefCell::default() }));
         let gate = Arc::new(RwLock::new(true));

@@ -76,6 +76,8 @@ pub(super) struct Incoming {
     pub socket: TcpStream,
     pub admission: Admission,
     pub since: Instant,
+    /// It has the last file that this process may open.
+    pub on_spare: bool,
     pub closed: bool,
     pub max_message: usize,
     /// Bytes that were read ahead: `start..end` of them are not used yet.
@@ -100,6 +102,7 @@ impl Incoming {
             socket,
             admission: Admission::Unknown,
             since: Instant::now(),
+            on_spare: false,
             closed: false,
             max_message,
             ahead: Vec::new(),

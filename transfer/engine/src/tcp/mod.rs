@@ -18,8 +18,10 @@ use std::time::{Duration, Instant};
 use crate::descriptor::Device;
 use crate::ended::EndedPasses;
 use crate::error::{Error, NetworkError};
+use crate::obstacle::Obstacle;
 use crate::provider::{Event, Limits, Link, LocalKey, Nic, Passes, Post, Read, Registered, Wait, Waker, Write};
 use crate::region::Region;
+use crate::sys::{Spare, has_room_for_files};
 use frame::{Head, Kind};
 use incoming::{Admission, Incoming, Memory};
 use outgoing::{Outgoing, Payload, Request, State};
@@ -63,6 +65,7 @@ struct Peer {
 pub(crate) struct TcpNic {
     source: IpAddr,
     listener: TcpListener,
+    spare: Spare,
     name: Vec<u8>,
     selector: Selector,
     peers: HashMap<Link, Peer>,
@@ -109,6 +112,7 @@ impl TcpNic {
         Ok(Self {
             source,
             listener,
+            spare: Spare::new().map_err(failed("eventfd"))?,
             name,
             selector,
             peers: HashMap::new(),
@@ -137,11 +141,8 @@ impl TcpNic {
 
     fn begin(&self, endpoint: &[u8], pass: u64) -> Result<Outgoing, NetworkError> {
         let address = std::str::from_utf8(endpoint).ok().and_then(|text| text.parse::<SocketAddr>().ok());
-        let address = address.ok_or(NetworkError::Unreachable)?;
-        let socket = sys::connect(self.source, address).map_err(|error| match error.raw_os_error() {
-            Some(libc::EMFILE | libc::ENFILE) => NetworkError::Other(error.to_string()),
-            _ => NetworkError::Unreachable,
-        })?;
+        let address = address.ok_or_else(|| Obstacle::Address.at(endpoint))?;
+        let socket = sys::connect(self.source, address).map_err(|error| Obstacle::of(&error).at(endpoint))?;
         Ok(Outgoing::new(socket, pass))
     }
 
@@ -252,6 +253,7 @@ impl TcpNic {
                 }
                 Some(_) => incoming.closed = true,
                 None if self.ended.contain(pass) => incoming.closed = true,
+                None if incoming.on_spare => incoming.closed = true,
                 // What it has to say stays in its socket.
                 None => drop(self.selector.pause(&incoming.socket, INCOMING | name)),
             }
@@ -368,8 +370,14 @@ impl Nic for TcpNic {
         self.open_way(endpoint)
     }
 
+    fn is_through(&self, way: Link) -> bool {
+        self.ways.get(&way).is_some_and(Way::is_through)
+    }
+
     fn connect(&mut self, endpoint: &[u8], passes: Passes) -> Result<Link, NetworkError> {
         let outgoing = self.begin(endpoint, passes.theirs)?;
+        // The peer comes in by another one.
+        has_room_for_files(1).map_err(|error| Obstacle::of(&error).at(endpoint))?;
         let name = self.name_link();
         let link = Link(name as usize);
         let added = self.selector.add(&outgoing.socket, name, true);
@@ -454,7 +462,7 @@ impl Nic for TcpNic {
             }
         }
         self.look();
-        if self.closing > 0 || !self.budget.is_quiet() {
+        if self.closing > 0 || !self.budget.is_quiet() || self.spare.is_lent() {
             self.tick(Instant::now());
         }
         events.append(&mut self.finished);

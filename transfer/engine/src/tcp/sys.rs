@@ -47,9 +47,11 @@ pub(super) fn listen(source: IpAddr) -> Result<TcpListener, Error> {
 }
 
 /// Takes a connection, if one waits.
-pub(super) fn accept(listener: &TcpListener) -> Option<TcpStream> {
-    let (stream, _) = listener.accept().ok()?;
-    (stream.set_nonblocking(true).is_ok() && stream.set_nodelay(true).is_ok()).then_some(stream)
+pub(super) fn accept(listener: &TcpListener) -> io::Result<TcpStream> {
+    let (stream, _) = listener.accept()?;
+    stream.set_nonblocking(true)?;
+    stream.set_nodelay(true)?;
+    Ok(stream)
 }
 
 /// An address as the kernel wants it.

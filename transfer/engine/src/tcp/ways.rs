@@ -9,11 +9,14 @@ use super::incoming::{Admission, Incoming};
 use super::sys::{Part, accept, is_patient, send};
 use super::{INCOMING, LISTENER, MAX_MESSAGE, TcpNic, WAY};
 use crate::error::NetworkError;
+use crate::obstacle::Obstacle;
 use crate::provider::{Event, Link, MAX_GREETING, Post};
 
 /// Connections of strangers at a time, and how old they get.
 const MAX_STRANGERS: usize = 128;
 const PATIENCE: Duration = Duration::from_secs(30);
+/// The same where this process may open no more files, and others wait to hear that.
+const SPARE: Duration = Duration::from_secs(1);
 /// Connections that are taken in a second, and at once.
 const ACCEPTS_PER_SECOND: f64 = 1000.0;
 const ACCEPTS_AT_ONCE: f64 = 64.0;
@@ -23,6 +26,9 @@ pub(super) struct Way {
     socket: TcpStream,
     unsent: Vec<u8>,
     heard: Vec<u8>,
+    /// The other side's machine has taken it.
+    through: bool,
+    failure: Option<Obstacle>,
 }
 
 /// How many connections may be taken now.
@@ -56,12 +62,27 @@ impl TcpNic {
     pub(super) fn accept(&mut self) {
         self.budget.earn(Instant::now());
         while self.budget.left >= 1.0 {
-            let Some(socket) = accept(&self.listener) else { return };
+            self.spare.renew();
+            let accepted = match accept(&self.listener) {
+                Err(error) if self.spare.lend(&error) => accept(&self.listener),
+                accepted => accepted,
+            };
+            let socket = match accepted {
+                Ok(socket) => socket,
+                Err(error) if matches!(Obstacle::of(&error), Obstacle::OutOfFiles(_)) => {
+                    // Whoever waits there makes the listener ready all the time.
+                    self.budget.left = 0.0;
+                    break;
+                }
+                Err(_) => return,
+            };
             self.budget.left -= 1.0;
             self.make_room();
             let name = self.name_link();
             if self.selector.add(&socket, INCOMING | name, false).is_ok() {
-                self.incoming.insert(name, Incoming::new(socket, MAX_MESSAGE));
+                let mut incoming = Incoming::new(socket, MAX_MESSAGE);
+                incoming.on_spare = self.spare.is_lent();
+                self.incoming.insert(name, incoming);
                 self.budget.strangers += 1;
                 // What it says has come with it, as a rule.
                 self.look_at(name);
@@ -89,8 +110,10 @@ impl TcpNic {
                 self.budget.paused = self.selector.change(&self.listener, LISTENER, false).is_err();
             }
         }
+        self.spare.renew();
         if self.budget.strangers > 0 {
-            let old = |incoming: &Incoming| incoming.is_stranger() && now >= incoming.since + PATIENCE;
+            let patience = |incoming: &Incoming| if incoming.on_spare { SPARE } else { PATIENCE };
+            let old = |incoming: &Incoming| incoming.is_stranger() && now >= incoming.since + patience(incoming);
             self.incoming.retain(|_, incoming| !old(incoming));
             self.budget.strangers = self.incoming.values().filter(|incoming| incoming.is_stranger()).count();
         }
@@ -98,12 +121,22 @@ impl TcpNic {
 
     /// Opens a way.
     pub(super) fn open_way(&mut self, endpoint: &[u8]) -> Result<Link, NetworkError> {
-        let socket = self.begin(endpoint, 0)?.socket;
+        let begun = self.begin(endpoint, 0);
         let name = WAY | self.name_link();
+        let socket = match begun {
+            Ok(begun) => begun.socket,
+            // Machines on this host say so at once, others later.
+            Err(NetworkError::NoConnection { why: why @ Obstacle::Refused(_), .. }) => {
+                let link = Link(name as usize);
+                self.finished.push(Event::Barred { link, why });
+                return Ok(link);
+            }
+            Err(error) => return Err(error),
+        };
         let added = self.selector.add(&socket, name, true);
         added.map_err(|error| NetworkError::Other(format!("epoll_ctl: {error}")))?;
         let link = Link(name as usize);
-        self.ways.insert(link, Way { socket, unsent: greeting(0), heard: Vec::new() });
+        self.ways.insert(link, Way { socket, unsent: greeting(0), heard: Vec::new(), through: false, failure: None });
         Ok(link)
     }
 
@@ -145,8 +178,8 @@ impl TcpNic {
     pub(super) fn hear_way(&mut self, link: Link) {
         let Some(way) = self.ways.get_mut(&link) else { return };
         if !way.move_bytes(link, &mut self.finished) {
-            self.ways.remove(&link);
-            self.finished.push(Event::Lost(link));
+            let failure = self.ways.remove(&link).and_then(|way| way.failure);
+            self.finished.push(failure.map_or(Event::Lost(link), |why| Event::Barred { link, why }));
         } else if let Err(error) = self.selector.change(&way.socket, link.0 as u64, !way.unsent.is_empty()) {
             tracing::debug!(%error, "a way cannot be watched");
         }
@@ -158,9 +191,12 @@ impl Way {
     fn move_bytes(&mut self, link: Link, events: &mut Vec<Event>) -> bool {
         while !self.unsent.is_empty() {
             match send(&self.socket, &[Part::bytes(&self.unsent)]) {
-                Ok(sent) => drop(self.unsent.drain(..sent)),
+                Ok(sent) => {
+                    self.through = true;
+                    self.unsent.drain(..sent);
+                }
                 Err(error) if is_patient(&error) => break,
-                Err(_) => return false,
+                Err(error) => return self.fail(&error),
             }
         }
         let mut room = [0; 2 * MAX_GREETING];
@@ -169,13 +205,25 @@ impl Way {
                 Ok(0) => return false,
                 Ok(got) => self.heard.extend_from_slice(room.get(..got).unwrap_or_default()),
                 Err(error) if is_patient(&error) => break,
-                Err(_) => return false,
+                Err(error) => return self.fail(&error),
             }
             if !self.take(link, events) {
                 return false;
             }
         }
         true
+    }
+
+    /// It is broken. Before it stood, the error says why there is none.
+    fn fail(&mut self, error: &std::io::Error) -> bool {
+        if !self.through {
+            self.failure = Some(Obstacle::of(error));
+        }
+        false
+    }
+
+    pub fn is_through(&self) -> bool {
+        self.through
     }
 
     /// Takes whole messages. False: one is too long.

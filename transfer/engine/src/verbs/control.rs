@@ -9,6 +9,7 @@ use super::ffi::{Completion, GRH, IBV_WC_SUCCESS, Piece};
 use super::handshake::{Body, Datagram, Endpoint, MAX_DATAGRAM, MAX_GREETING, decode_greeting, encode_greeting};
 use super::pair::{Depths, Goal, Posting, QueuePair};
 use crate::error::{Error, NetworkError};
+use crate::obstacle::Obstacle;
 
 const RECEIVES: usize = 128;
 const SENDS: usize = 64;
@@ -90,7 +91,8 @@ impl Control {
             // Datagrams under way may get lost with them; they are repeated.
             self.routes.clear();
         }
-        let route = Route::new(&self.port, to).map_err(|_| NetworkError::Unreachable)?;
+        let route = Route::new(&self.port, to)
+            .map_err(|error| Obstacle::NoRoute(error.to_string()).at(to.host().as_bytes()))?;
         self.routes.insert(key, route);
         Ok(())
     }

@@ -35,6 +35,11 @@ impl Endpoint {
         self.write(Writer::default()).finish()
     }
 
+    /// The GID, as text. Nothing else of it is for errors.
+    pub fn host(self) -> String {
+        std::net::Ipv6Addr::from(self.gid).to_string()
+    }
+
     pub fn from_bytes(bytes: &[u8]) -> Result<Self, DecodeError> {
         let mut reader = Reader::new(bytes);
         let endpoint = Self::read(&mut reader)?;

@@ -21,6 +21,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use crate::error::{Error, NetworkError};
+use crate::obstacle::Obstacle;
 use crate::provider::{
     Begun, Event, Limits, Link, LocalKey, MayLand, Nic, Passes, Post, Read, Registered, Registrar, Wait, Waker, Write,
 };
@@ -342,7 +343,8 @@ impl VerbsNic {
 impl VerbsNic {
     /// The NIC behind an address.
     fn peer(&self, endpoint: &[u8]) -> Result<Endpoint, NetworkError> {
-        let peer = Endpoint::from_bytes(endpoint).map_err(|_| NetworkError::Unreachable)?;
+        let peer =
+            Endpoint::from_bytes(endpoint).map_err(|_| Obstacle::Address.at(endpoint.get(..16).unwrap_or_default()))?;
         if peer.ethernet != self.own.ethernet {
             return Err(NetworkError::Other("one NIC is InfiniBand, the other RoCE".into()));
         }
@@ -387,6 +389,10 @@ impl Nic for VerbsNic {
     fn deregister(&mut self, key: LocalKey) -> Result<(), Error> {
         let registered = self.regions.get_mut(key.0).and_then(Option::take);
         registered.ok_or_else(|| Error::argument("handle", "it is not registered on this NIC"))?.deregister()
+    }
+
+    fn spell(&self, endpoint: &[u8]) -> String {
+        Endpoint::from_bytes(endpoint).map_or_else(|_| "an unknown GID".into(), Endpoint::host)
     }
 
     fn greet(&mut self, endpoint: &[u8]) -> Result<Link, NetworkError> {

@@ -16,6 +16,7 @@ use crate::doors::Fences;
 use crate::error::{DownReason, NetworkError, Reason, Refusal};
 use crate::message::{Body, Frame, Hello, Introduction, Mac, decode};
 use crate::metrics::count;
+use crate::obstacle::Obstacle;
 use crate::provider::{Link, Nic, Passes};
 
 /// Time until a frame of the set-up is sent again.
@@ -384,13 +385,18 @@ impl<N: Nic + ?Sized> Worker<N> {
                 if let Some(peer) = self.peers.get_mut(index) {
                     peer.session = mine.session;
                     peer.theirs = from.session;
-                    peer.other = Some(from);
+                    peer.other = Some(from.clone());
                 }
                 self.sessions.insert(mine.session, index);
                 self.send_greeting(way, &Frame { session, body: Body::Ready });
                 self.become_ready(index);
             }
-            Err(error) => self.fail_connect(index, &error.into()),
+            Err(error) => {
+                if let NetworkError::NoConnection { why: Obstacle::OutOfFiles(_), .. } = error {
+                    self.refuse(way, &from, Refusal::OutOfFiles);
+                }
+                self.fail_connect(index, &error.into());
+            }
         }
     }
 
@@ -487,8 +493,12 @@ impl<N: Nic + ?Sized> Worker<N> {
     /// Opens a way again, where one has broken.
     fn renew_way(&mut self, index: usize) {
         let Some(peer) = self.peers.get_mut(index).filter(|peer| peer.way.is_none()) else { return };
-        // Without a way the set-up's time ends in vain.
-        peer.way = self.lanes.first_mut().and_then(|lane| lane.nic.greet(&peer.first.endpoint).ok());
+        match self.lanes.first_mut().map(|lane| lane.nic.greet(&peer.first.endpoint)) {
+            Some(Ok(way)) => peer.way = Some(way),
+            // Without a way the set-up's time ends in vain.
+            Some(Err(NetworkError::NoConnection { why, .. })) => _ = self.note_obstacle(index, &why),
+            _ => {}
+        }
     }
 
     /// Repeats what may have been lost, and gives up where the time is over.
@@ -504,7 +514,8 @@ impl<N: Nic + ?Sized> Worker<N> {
             if over && matches!(stage, Stage::Asking(_)) {
                 self.settle(index, None);
             } else if over {
-                self.fail_connect(index, &Reason::Network(NetworkError::Unreachable));
+                let why = self.unreached(index).unwrap_or(NetworkError::Unreachable);
+                self.fail_connect(index, &why.into());
             } else if retry {
                 self.renew_way(index);
                 if stage == Stage::Confirming { self.send_confirm(index) } else { self.send_hello(index) }

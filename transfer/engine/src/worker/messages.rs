@@ -208,7 +208,8 @@ impl<N: Nic + ?Sized> Worker<N> {
         match self.messages.get_mut(&id) {
             Some(message) if left => _ = message.stopped.get_or_insert(now),
             Some(message) => {
-                let reason = message.ending();
+                let (reason, peer) = (message.ending(), message.peer);
+                let reason = if reason == Reason::Deadline { self.overdue(peer) } else { reason };
                 self.end_message(id, Err((reason, false)));
             }
             None => {}

@@ -13,6 +13,7 @@ mod inquiry;
 #[cfg(test)]
 mod meeting_tests;
 mod messages;
+mod obstacles;
 mod parcels;
 mod peers;
 mod posted;
@@ -441,6 +442,10 @@ impl<N: Nic + ?Sized> Worker<N> {
             Event::Lost(link) => match self.links.get(&(nic, link)).copied() {
                 Some(peer) => self.drop_peer(peer, DownReason::NetworkLost),
                 None => self.way_lost(link),
+            },
+            Event::Barred { link, why } => match self.links.get(&(nic, link)).copied() {
+                Some(peer) => self.link_barred(peer, why),
+                None => self.way_barred(link, why),
             },
             Event::Ended { link, held } => self.link_ended(nic, link, held),
             Event::Drained(link) => self.link_drained(nic, link),

@@ -10,6 +10,7 @@ use crate::descriptor::{MAX_NICS, NicAddr, PeerKey};
 use crate::doors::Lent;
 use crate::error::{DownReason, Error, PeerName, Reason};
 use crate::message::Introduction;
+use crate::obstacle::Obstacle;
 use crate::provider::{Link, Nic};
 
 /// How far a connection is.
@@ -84,6 +85,8 @@ pub(super) struct Peer {
     pub other: Option<Introduction>,
     /// When the set-up fails.
     pub setup_ends: Instant,
+    /// What it has run into last, and since when.
+    pub hindrance: Option<(Instant, Obstacle)>,
     /// When a frame of the set-up or a heartbeat was last sent.
     pub sent: Instant,
     pub heard: Instant,
@@ -104,8 +107,15 @@ impl Peer {
 impl<N: Nic + ?Sized> Worker<N> {
     /// Finds the peer behind the address of its first NIC, or makes its record.
     pub(super) fn peer_for(&mut self, first: &NicAddr) -> usize {
-        if let Some(&peer) = self.peer_slots.get(&first.key) {
-            return peer;
+        if let Some(&index) = self.peer_slots.get(&first.key) {
+            if let Some(peer) =
+                self.peers.get_mut(index).filter(|peer| matches!(peer.stage, Stage::Idle | Stage::Down(_)))
+                && peer.first != *first
+            {
+                // The address that was tried before may have been wrong.
+                peer.first = first.clone();
+            }
+            return index;
         }
         let peer = self.peers.insert(Peer {
             key: first.key,
@@ -126,6 +136,7 @@ impl<N: Nic + ?Sized> Worker<N> {
             mine: None,
             other: None,
             setup_ends: self.now,
+            hindrance: None,
             sent: self.now,
             heard: self.now,
             interval: self.shared.config.heartbeat_interval,

@@ -161,9 +161,10 @@ impl<N: Nic + ?Sized> Worker<N> {
     }
 
     fn end_reset(&mut self, reset: Reset, reason: &Reason) {
-        let names = reset.peers.iter().filter_map(|(peer, _)| self.peers.get(*peer));
-        let error = |name| TransferError { peer: name, nic: None, reason: reason.clone(), may_land: false };
-        let errors = names.map(|peer| error(peer.name)).collect();
+        let names = reset.peers.iter().filter_map(|(peer, _)| Some((self.peers.get(*peer)?.name, *peer)));
+        let late = |peer| if *reason == Reason::Deadline { self.overdue(peer) } else { reason.clone() };
+        let error = |(name, peer)| TransferError { peer: name, nic: None, reason: late(peer), may_land: false };
+        let errors = names.map(error).collect();
         self.tell(reset.done, Err(Error::Transfer(errors)));
     }
 

@@ -55,9 +55,10 @@ impl<N: Nic + ?Sized> Worker<N> {
             if target.closed {
                 continue;
             }
-            let posted = target.is_posted();
+            let (peer, posted) = (target.peer, target.is_posted());
             if self.withdraw(slot, index) || !posted {
-                self.fail_target(slot, index, None, reason.clone(), false);
+                let reason = if *reason == Reason::Deadline { self.overdue(peer) } else { reason.clone() };
+                self.fail_target(slot, index, None, reason, false);
             }
         }
     }

@@ -402,7 +402,7 @@ impl<N: Nic + ?Sized> Worker<N> {
         let Some(peer) = self.peers.get(target.peer) else { return };
         let name = peer.name;
         // What was to come behind others has failed with them, and an operation that was stopped names each peer once.
-        let stopped = matches!(reason, Reason::Deadline | Reason::Cancelled | Reason::Closed);
+        let stopped = matches!(reason, Reason::Deadline | Reason::NotConnected(_) | Reason::Cancelled | Reason::Closed);
         let told = |error: &TransferError| error.peer == name && (target.request.after > 0 || error.reason == reason);
         let told = (stopped || target.request.after > 0) && op.errors.iter().any(told);
         if !target.failed && !told {

@@ -80,6 +80,7 @@ typedef enum pt_down {
   PT_LEFT = 2,
   PT_RECONNECTED = 3,
   PT_NETWORK_LOST = 4,
+  PT_OUT_OF_FILES = 5, /* this process had no file descriptors left for the connection */
   PT_FENCED = 6,  /* by this engine, until pt_admit */
   PT_DRAINED = 7, /* down before, and could still write; now it cannot any more */
   PT_ENGINE_CLOSED = 8,
