@@ -16,7 +16,8 @@ def said_by(call: Any) -> str:
     try:
         call()
     except (ValueError, putget.PutgetError) as error:
-        return f"{type(error).__name__}: {error}"
+        kind = ValueError if isinstance(error, ValueError) else type(error)
+        return f"{kind.__name__}: {error}"
     return "accepted"
 
 
