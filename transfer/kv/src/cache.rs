@@ -52,6 +52,8 @@ impl KvCache {
 pub struct Source {
     /// Where it can be asked.
     pub address: NetAddr,
+    /// The pool of receives that takes requests.
+    pub pool: u32,
     /// Where its bytes lie.
     pub geometry: Geometry,
 }
@@ -66,6 +68,7 @@ impl Source {
         writer.raw(&MAGIC);
         writer.u8(VERSION);
         writer.blob(&self.address.to_bytes());
+        writer.u32(self.pool);
         self.geometry.encode(&mut writer);
         writer.finish()
     }
@@ -84,8 +87,9 @@ impl Source {
             version => return Err(DecodeError::Version(version)),
         }
         let address = NetAddr::from_bytes(reader.blob(65_536)?)?;
+        let pool = reader.u32()?;
         let geometry = Geometry::decode(&mut reader)?;
         reader.end()?;
-        Ok(Self { address, geometry })
+        Ok(Self { address, pool, geometry })
     }
 }

@@ -397,9 +397,25 @@ impl Geometry {
 
     /// The digest of all of it: equal digests are equal geometries.
     pub fn digest(&self) -> Digest {
+        Digest::of(&self.to_bytes())
+    }
+
+    /// Its bytes.
+    pub fn to_bytes(&self) -> Vec<u8> {
         let mut writer = Writer::default();
         self.encode(&mut writer);
-        Digest::of(writer.bytes())
+        writer.finish()
+    }
+
+    /// Reads one. It is not checked yet.
+    ///
+    /// # Errors
+    /// [`DecodeError`](putget_transfer::DecodeError) for anything but the bytes of a geometry.
+    pub fn from_bytes(bytes: &[u8]) -> Decoded<Self> {
+        let mut reader = Reader::new(bytes);
+        let geometry = Self::decode(&mut reader)?;
+        reader.end()?;
+        Ok(geometry)
     }
 
     pub(crate) fn encode(&self, writer: &mut Writer) {

@@ -28,13 +28,15 @@ pub use message::{Hello, Message, Refusal, Request};
 pub use plan::{Ask, Parcel, Plan, SourcePlan, Write, plan};
 pub use prefiller::{End, Prefiller, PrefillerOptions, Work};
 
-/// Pools of messages, apart from those that a program uses itself.
-const PREFILLER_POOL: u32 = 0x5054_4b50;
-const DECODER_POOL: u32 = 0x5054_4b44;
+/// The number of a new pool: apart from those that a program uses itself, and from other prefillers and decoders of the engine.
+fn new_pool() -> u32 {
+    fastrand::u32(1 << 31..)
+}
+
 /// Buffers by length: most messages are short, and a Hello or long page lists need more.
 const BUFFERS: [(usize, usize); 3] = [(4 << 10, 64), (64 << 10, 16), (4 << 20, 2)];
 
-/// Receives a pool's messages. What is not one is left aside, and said.
+/// Receives messages in a pool of its own, whose number its peers are told. What is not a message is left aside, and said.
 fn receive_messages(
     engine: &Engine,
     pool: u32,

@@ -59,6 +59,8 @@ pub struct Request {
     pub receive: u64,
     /// The request's name on both sides.
     pub request: String,
+    /// The decoder's pool of receives that takes answers.
+    pub answers: u32,
     /// How many decode ranks ask for the same request.
     pub num_targets: u32,
     /// Tokens of the prefill.
@@ -157,6 +159,8 @@ pub enum Message {
     Cancel {
         /// Which request.
         receive: u64,
+        /// As in the Request.
+        answers: u32,
         /// Milliseconds for which a Request that comes later must be known as cancelled.
         deadline_ms: u64,
     },
@@ -201,9 +205,10 @@ impl Message {
                 writer.u8((*may_land).into());
                 writer.text(shortened(words));
             }
-            Self::Cancel { receive, deadline_ms } => {
+            Self::Cancel { receive, answers, deadline_ms } => {
                 writer.u8(4);
                 writer.u64(*receive);
+                writer.u32(*answers);
                 writer.u64(*deadline_ms);
             }
             Self::Cancelled { receive, may_land } => {
@@ -241,7 +246,7 @@ impl Message {
                 Self::Refused { receive, refusal: *refusal, words: reader.text(MOST_TEXT)? }
             }
             3 => Self::Failed { receive: reader.u64()?, may_land: reader.flag()?, words: reader.text(MOST_TEXT)? },
-            4 => Self::Cancel { receive: reader.u64()?, deadline_ms: reader.u64()? },
+            4 => Self::Cancel { receive: reader.u64()?, answers: reader.u32()?, deadline_ms: reader.u64()? },
             5 => Self::Cancelled { receive: reader.u64()?, may_land: reader.flag()? },
             6 => Self::Renew { request: reader.text(MOST_TEXT)? },
             _ => return Err(DecodeError::Value("message")),
@@ -264,6 +269,7 @@ impl Request {
     fn encode(&self, writer: &mut Writer) {
         writer.u64(self.receive);
         writer.text(&self.request);
+        writer.u32(self.answers);
         writer.u32(self.num_targets);
         for value in [self.tokens, self.first_token, self.segment_tokens, self.count, self.deadline_ms] {
             writer.u64(value);
@@ -276,7 +282,8 @@ impl Request {
     }
 
     fn decode(reader: &mut Reader<'_>) -> Result<Self> {
-        let (receive, request, num_targets) = (reader.u64()?, reader.text(MOST_TEXT)?, reader.u32()?);
+        let (receive, request) = (reader.u64()?, reader.text(MOST_TEXT)?);
+        let (answers, num_targets) = (reader.u32()?, reader.u32()?);
         let (tokens, first_token, segment_tokens) = (reader.u64()?, reader.u64()?, reader.u64()?);
         let (count, deadline_ms) = (reader.u64()?, reader.u64()?);
         let (imm, context_offset) = (reader.u32()?, reader.u64()?);
@@ -286,6 +293,7 @@ impl Request {
         Ok(Self {
             receive,
             request,
+            answers,
             num_targets,
             tokens,
             first_token,

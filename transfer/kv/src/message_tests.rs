@@ -62,6 +62,7 @@ fn message() -> impl Strategy<Value = Message> {
             Message::Request(Box::new(Request {
                 receive,
                 request,
+                answers: number / 2,
                 num_targets: number,
                 tokens,
                 first_token,
@@ -89,7 +90,11 @@ fn message() -> impl Strategy<Value = Message> {
             may_land,
             words
         }),
-        any::<(u64, u64)>().prop_map(|(receive, deadline_ms)| Message::Cancel { receive, deadline_ms }),
+        any::<(u64, u32, u64)>().prop_map(|(receive, answers, deadline_ms)| Message::Cancel {
+            receive,
+            answers,
+            deadline_ms
+        }),
         any::<(u64, bool)>().prop_map(|(receive, may_land)| Message::Cancelled { receive, may_land }),
         ".{0,50}".prop_map(|request| Message::Renew { request }),
     ]
@@ -134,7 +139,7 @@ proptest! {
     #[test]
     fn a_source_survives_its_bytes(geometry in geometry()) {
         let engine = Engine::builder().group(DeviceGroup::sim(&SimNetwork::new(1), 1)).build().unwrap();
-        let source = Source { address: engine.main_address(), geometry };
+        let source = Source { address: engine.main_address(), pool: 7, geometry };
         prop_assert_eq!(Source::from_bytes(&source.to_bytes()), Ok(source));
     }
 }

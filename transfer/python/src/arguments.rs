@@ -35,19 +35,24 @@ macro_rules! numbers {
 numbers! {
     bytes: u64, u64::MAX;
     bytes_per_s: u64, u64::MAX;
+    context_bytes: u64, u64::MAX;
     count: u64, u64::MAX;
     cpus: Vec<usize>, u32::MAX;
     depth: usize, u32::MAX;
     device_group: Option<usize>, u32::MAX;
     first: Option<u32>, u32::MAX;
+    first_token: u64, u64::MAX;
     group: usize, u32::MAX;
     groups: Option<Vec<usize>>, u32::MAX;
     imm: u32, u32::MAX;
     index: u32, u32::MAX;
+    layer: u32, u32::MAX;
     len: u64, u64::MAX;
     max_delay_polls: u32, u32::MAX;
+    max_requests: u32, u32::MAX;
     nic: Option<usize>, u32::MAX;
     nics: usize, u32::MAX;
+    num_targets: u32, u32::MAX;
     offset: u64, u64::MAX;
     ordinal: u16, u16::MAX;
     parts: Vec<(u64, u64, u64)>, u64::MAX;
@@ -55,9 +60,15 @@ numbers! {
     pool: u32, u32::MAX;
     plane_stride: u64, u64::MAX;
     page_len: u64, u64::MAX;
+    rank: u32, u32::MAX;
     seed: u64, u64::MAX;
+    segment_tokens: u64, u64::MAX;
+    sizes: (u64, u64, u64, u64, u64), u64::MAX;
+    source: usize, u32::MAX;
     src_offset: u64, u64::MAX;
+    step: u64, u64::MAX;
     stride: u64, u64::MAX;
+    tokens: u64, u64::MAX;
     value: u64, u64::MAX;
 }
 
@@ -129,6 +140,11 @@ pub(crate) fn per_peer(value: &Bound<'_, PyAny>) -> PyResult<Option<usize>> {
 /// Bytes in this process's memory.
 pub(crate) fn memory_len(value: &Bound<'_, PyAny>) -> PyResult<usize> {
     fitting("len", value, usize::MAX as u64)
+}
+
+/// Bytes of several pieces of memory.
+pub(crate) fn memory_lens(value: &Bound<'_, PyAny>) -> PyResult<Vec<u64>> {
+    fitting("memory", value, u64::MAX)
 }
 
 /// Things in this process's memory.

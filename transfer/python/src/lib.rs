@@ -7,6 +7,7 @@ mod domain;
 mod engine;
 mod errors;
 mod held;
+mod kv;
 mod objects;
 mod one_sided;
 mod prepared;
@@ -22,6 +23,7 @@ use pyo3::prelude::*;
 fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     errors::add(module)?;
     module.add_function(wrap_pyfunction!(held::collecting, module)?)?;
+    kv::add(module)?;
     module.add_class::<engine::PyEngine>()?;
     module.add_class::<engine::PyBuilder>()?;
     module.add_class::<engine::PyDeviceGroup>()?;

@@ -6,7 +6,6 @@ use std::time::Instant;
 use putget_transfer::{Done, Error, MrHandle, NetAddr, Options};
 
 use super::{Answer, Group, Inner, Receiving, State};
-use crate::PREFILLER_POOL;
 use crate::message::{Hello, Message, Refusal};
 use crate::metrics::count;
 
@@ -28,6 +27,7 @@ impl Inner {
         let State { receipts, known, .. } = &mut *state;
         let Some(receipt) = receipts.get_mut(&receive) else { return };
         let Some(address) = receipt.group.addresses.get(source).cloned() else { return };
+        let pool = receipt.group.pools.get(source).copied().unwrap_or_default();
         let mut request = receipt.request.clone();
         request.count = receipt.counts.get(source).copied().unwrap_or_default();
         let hello = match self.hello(&receipt.group, source, &address) {
@@ -47,7 +47,7 @@ impl Inner {
             }
         });
         let bytes = Message::Request(Box::new(request)).encode();
-        let sent = self.engine.submit_send_to(&address, PREFILLER_POOL, &bytes, &Options::default(), done);
+        let sent = self.engine.submit_send_to(&address, pool, &bytes, &Options::default(), done);
         if let Err(error) = sent {
             self.fail(state, receive, &format!("source {source} was not asked: {error}"));
         }

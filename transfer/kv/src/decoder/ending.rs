@@ -6,7 +6,6 @@ use std::time::Instant;
 use putget_transfer::{Done, NetAddr, Options, Outcome};
 
 use super::{Answer, Inner, Receipt, Receiving, State, places};
-use crate::PREFILLER_POOL;
 use crate::message::Message;
 use crate::metrics::count;
 
@@ -29,7 +28,7 @@ impl Inner {
                 count(&self.metrics.arrived);
                 self.free(&mut state, receive);
                 state.events.arrived.push(receive);
-                state.forget(receive);
+                state.settle(receive);
                 self.changed.notify_all();
             }
             Ok(()) => self.release(&mut state, receive),
@@ -62,7 +61,8 @@ impl Inner {
             // A closed engine has no expectations.
             let _ = self.engine.cancel(id);
         }
-        let cancel = Message::Cancel { receive, deadline_ms: receipt.request.deadline_ms }.encode();
+        let (answers, deadline_ms) = (self.pool, receipt.request.deadline_ms);
+        let cancel = Message::Cancel { receive, answers, deadline_ms }.encode();
         let group = Arc::clone(&receipt.group);
         let asked: Vec<_> = receipt.sources.iter().map(|asked| *asked != Answer::Ended).collect();
         state.events.failed.push((receive, words.to_owned()));
@@ -75,7 +75,8 @@ impl Inner {
                     inner.fence(&mut state, receive, source);
                 }
             });
-            let sent = self.engine.submit_send_to(address, PREFILLER_POOL, &cancel, &Options::default(), done);
+            let pool = group.pools.get(source).copied().unwrap_or_default();
+            let sent = self.engine.submit_send_to(address, pool, &cancel, &Options::default(), done);
             if sent.is_err() {
                 self.fence(state, receive, source);
             }
@@ -98,7 +99,7 @@ impl Inner {
         }
         self.free(state, receive);
         state.events.released.push(receive);
-        state.forget(receive);
+        state.settle(receive);
         self.changed.notify_all();
     }
 

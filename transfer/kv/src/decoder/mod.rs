@@ -14,7 +14,7 @@ use crate::geometry::{Digest, Geometry};
 use crate::message::{MOST_NAME, Message, Request};
 use crate::metrics::Metrics;
 use crate::plan::{Ask, plan};
-use crate::{DECODER_POOL, PREFILLER_POOL, receive_messages};
+use crate::{new_pool, receive_messages};
 
 /// How a decoder behaves.
 #[derive(Debug, Clone)]
@@ -74,6 +74,7 @@ pub struct Events {
 #[derive(Debug)]
 pub struct Group {
     addresses: Vec<NetAddr>,
+    pools: Vec<u32>,
     geometries: Vec<Geometry>,
 }
 
@@ -103,6 +104,8 @@ struct Receipt {
     confirm: Option<Instant>,
     /// Its handle is gone.
     abandoned: bool,
+    /// Called when it is over.
+    calls: Vec<Box<dyn FnOnce() + Send>>,
 }
 
 impl Receipt {
@@ -129,8 +132,11 @@ struct State {
 }
 
 impl State {
-    /// Drops what is over and has no handle.
-    fn forget(&mut self, receive: u64) {
+    /// Tells that a request is over, and drops it if it has no handle.
+    fn settle(&mut self, receive: u64) {
+        let receipt = self.receipts.get_mut(&receive).filter(|receipt| receipt.is_over());
+        let calls = receipt.map(|receipt| std::mem::take(&mut receipt.calls));
+        calls.into_iter().flatten().for_each(|call| call());
         if self.receipts.get(&receive).is_some_and(|receipt| receipt.abandoned && receipt.is_over()) {
             self.receipts.remove(&receive);
         }
@@ -139,6 +145,7 @@ impl State {
 
 struct Inner {
     engine: Engine,
+    pool: u32,
     cache: KvCache,
     contexts: Option<MrHandle>,
     imms: ImmRange,
@@ -194,6 +201,7 @@ impl Decoder {
         let inner = Inner {
             cache: cache.clone(),
             engine,
+            pool: new_pool(),
             contexts,
             imms,
             options,
@@ -203,7 +211,7 @@ impl Decoder {
         };
         let inner = Arc::new(inner);
         let weak = Arc::downgrade(&inner);
-        receive_messages(&inner.engine, DECODER_POOL, move |from, message| {
+        receive_messages(&inner.engine, inner.pool, move |from, message| {
             if let Some(inner) = weak.upgrade() {
                 inner.hear(from, message);
             }
@@ -221,7 +229,8 @@ impl Decoder {
         let ask = Ask { request: "", tokens: 1, first_token: 0, segment_tokens: 1 };
         plan(&geometries, self.inner.cache.geometry(), &ask)?;
         let addresses = sources.iter().map(|source| source.address.clone()).collect();
-        Ok(Arc::new(Group { addresses, geometries }))
+        let pools = sources.iter().map(|source| source.pool).collect();
+        Ok(Arc::new(Group { addresses, pools, geometries }))
     }
 
     /// Asks the prefill ranks of a group for a request.
@@ -258,6 +267,7 @@ impl Decoder {
         let request = Request {
             receive,
             request: ask.request.to_owned(),
+            answers: inner.pool,
             num_targets: wanted.num_targets,
             tokens: ask.tokens,
             first_token: ask.first_token,
@@ -284,6 +294,7 @@ impl Decoder {
             context: Vec::new(),
             confirm: None,
             abandoned: false,
+            calls: Vec::new(),
         };
         state.receipts.insert(receive, receipt);
         inner.expect(&mut state, receive, plan.count, wanted.deadline);
@@ -299,8 +310,8 @@ impl Decoder {
     /// [`Error::Closed`].
     pub fn renew(&self, group: &Group, request: &str) -> Result<(), Error> {
         let bytes = Message::Renew { request: request.to_owned() }.encode();
-        for address in &group.addresses {
-            self.inner.engine.submit_send_to(address, PREFILLER_POOL, &bytes, &Options::default(), Done::ignore())?;
+        for (address, pool) in group.addresses.iter().zip(&group.pools) {
+            self.inner.engine.submit_send_to(address, *pool, &bytes, &Options::default(), Done::ignore())?;
         }
         Ok(())
     }
@@ -344,6 +355,17 @@ impl Receive {
         self.inner.state().receipts.get(&self.receive).map(|receipt| receipt.context.clone()).unwrap_or_default()
     }
 
+    /// Calls `call` when the request has arrived or was released; at once if it has already. The decoder is locked meanwhile: it may only
+    /// hand over to somebody else, and must not call the decoder.
+    pub fn when_over(&self, call: impl FnOnce() + Send + 'static) {
+        let mut state = self.inner.state();
+        match state.receipts.get_mut(&self.receive) {
+            Some(receipt) => receipt.calls.push(Box::new(call)),
+            None => call(),
+        }
+        state.settle(self.receive);
+    }
+
     /// Gives the request up, if it is not over. Its pages may be used again when it is released.
     pub fn cancel(&self) {
         let mut state = self.inner.state();
@@ -375,7 +397,7 @@ impl Drop for Receive {
         if let Some(receipt) = state.receipts.get_mut(&self.receive) {
             receipt.abandoned = true;
         }
-        state.forget(self.receive);
+        state.settle(self.receive);
     }
 }
 

@@ -6,16 +6,15 @@ use std::time::{Duration, Instant};
 use putget_transfer::{Done, Error, NetAddr, Options};
 
 use super::{Inner, Job, Key, MOST_HELLOS, MOST_REMEMBERED, Part, REMEMBERED, State, Stop};
-use crate::DECODER_POOL;
 use crate::message::{Hello, Message, Refusal, Request};
 use crate::metrics::count;
 use crate::plan::plan;
 
 impl Inner {
-    pub(super) fn send(&self, to: &NetAddr, message: &Message) {
+    pub(super) fn send(&self, to: &NetAddr, pool: u32, message: &Message) {
         let options = Options::default();
         // If it does not arrive, the decoder has its own deadline and its fence.
-        let sent = self.engine.submit_send_to(to, DECODER_POOL, &message.encode(), &options, Done::ignore());
+        let sent = self.engine.submit_send_to(to, pool, &message.encode(), &options, Done::ignore());
         if let Err(error) = sent {
             tracing::warn!(%error, to = %to.name(), "an answer to a decoder was not sent");
         }
@@ -24,7 +23,7 @@ impl Inner {
     pub(super) fn hear(self: &Arc<Self>, from: &NetAddr, message: Message) {
         match message {
             Message::Request(request) => self.asked(from, *request),
-            Message::Cancel { receive, deadline_ms } => self.cancelled(from, receive, deadline_ms),
+            Message::Cancel { receive, answers, deadline_ms } => self.cancelled(from, (receive, answers), deadline_ms),
             Message::Renew { request } => {
                 let mut state = self.state();
                 let lease = Instant::now() + self.options.lease;
@@ -37,7 +36,7 @@ impl Inner {
     }
 
     pub(super) fn asked(self: &Arc<Self>, from: &NetAddr, request: Request) {
-        let (receive, name) = (request.receive, request.request.clone());
+        let (receive, answers, name) = (request.receive, request.answers, request.request.clone());
         let mut state = self.state();
         let key = (from.clone(), receive);
         let answer = match self.accept(&mut state, &key, request) {
@@ -58,7 +57,7 @@ impl Inner {
                 Message::Refused { receive, refusal, words }
             }
         };
-        self.send(from, &answer);
+        self.send(from, answers, &answer);
         self.progress(&mut state, &name);
     }
 
@@ -146,7 +145,7 @@ impl Inner {
         Ok(hello)
     }
 
-    pub(super) fn cancelled(&self, from: &NetAddr, receive: u64, deadline_ms: u64) {
+    pub(super) fn cancelled(&self, from: &NetAddr, (receive, answers): (u64, u32), deadline_ms: u64) {
         let mut state = self.state();
         let key = (from.clone(), receive);
         let Some(job) = state.jobs.get(&key) else {
@@ -156,7 +155,7 @@ impl Inner {
             }
             let until = Instant::now() + Duration::from_millis(deadline_ms).min(REMEMBERED);
             state.cancelled.insert(key, until);
-            return self.send(from, &Message::Cancelled { receive, may_land: false });
+            return self.send(from, answers, &Message::Cancelled { receive, may_land: false });
         };
         let request = job.request.request.clone();
         self.stop(&mut state, &key, Stop::Cancelled);

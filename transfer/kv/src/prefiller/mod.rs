@@ -14,7 +14,7 @@ use crate::geometry::{Digest, Kind};
 use crate::message::{Hello, MOST_NAME, Refusal, Request};
 use crate::metrics::Metrics;
 use crate::plan::{Ask, Parcel, SourcePlan};
-use crate::{PREFILLER_POOL, receive_messages};
+use crate::{new_pool, receive_messages};
 
 /// Bits of the word that hold the layer; the step is above them.
 const LAYER_BITS: u32 = 16;
@@ -141,6 +141,7 @@ struct State {
 
 struct Inner {
     engine: Engine,
+    pool: u32,
     cache: KvCache,
     contexts: Option<MrHandle>,
     word: UvmWatcher,
@@ -182,10 +183,19 @@ impl Prefiller {
         let state = State { free_slots: (0..slots).rev().collect(), ..State::default() };
         let word = engine.alloc_uvm_word()?;
         let metrics = Metrics::new("prefiller");
-        let inner = Inner { cache: cache.clone(), engine, contexts, word, options, metrics, state: Mutex::new(state) };
+        let inner = Inner {
+            cache: cache.clone(),
+            engine,
+            pool: new_pool(),
+            contexts,
+            word,
+            options,
+            metrics,
+            state: Mutex::new(state),
+        };
         let inner = Arc::new(inner);
         let weak = Arc::downgrade(&inner);
-        receive_messages(&inner.engine, PREFILLER_POOL, move |from, message| {
+        receive_messages(&inner.engine, inner.pool, move |from, message| {
             if let Some(inner) = weak.upgrade() {
                 inner.hear(from, message);
             }
@@ -195,7 +205,11 @@ impl Prefiller {
 
     /// How decoders reach it, and what they must know.
     pub fn source(&self) -> Source {
-        Source { address: self.inner.engine.main_address(), geometry: self.inner.cache.geometry().clone() }
+        Source {
+            address: self.inner.engine.main_address(),
+            pool: self.inner.pool,
+            geometry: self.inner.cache.geometry().clone(),
+        }
     }
 
     /// The address of the word that says what is computed, for kernels: they store `step << 16 | layers`, layers being how many of

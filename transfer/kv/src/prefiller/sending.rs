@@ -152,16 +152,16 @@ impl Inner {
             return;
         }
         let Some(job) = state.jobs.remove(key) else { return };
-        let (receive, may_land) = (job.request.receive, job.may_land);
+        let (receive, answers, may_land) = (job.request.receive, job.request.answers, job.may_land);
         match job.stopped {
             None => count(&self.metrics.sent),
             Some(Stop::Cancelled) => {
                 count(&self.metrics.cancelled);
-                self.send(&key.0, &Message::Cancelled { receive, may_land });
+                self.send(&key.0, answers, &Message::Cancelled { receive, may_land });
             }
             Some(Stop::Failed(words)) => {
                 count(&self.metrics.failed);
-                self.send(&key.0, &Message::Failed { receive, may_land, words });
+                self.send(&key.0, answers, &Message::Failed { receive, may_land, words });
             }
         }
         if let Some(prefill) = state.prefills.get_mut(&job.request.request) {

@@ -1,0 +1,289 @@
+"""Types of the compiled part of `putget_transfer.kv`. Times are in seconds, lengths and offsets in bytes.
+
+Every method raises ValueError for a caller's mistake, before any effect, and EngineClosed once the engine is closed.
+"""
+
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, final
+
+from putget_transfer._native import Engine, EngineError, MrHandle
+from putget_transfer.kv._regions import Region
+
+class ReceiveFailed(EngineError):
+    """A request will not arrive. Nothing writes to its pages any more, so they may be used again."""
+
+@final
+class Geometry:
+    """Where the bytes of one rank's cache lie. Both sides plan a request from geometries alone."""
+
+    def __new__(
+        cls, model: str, regions: Sequence[Region], memory: Sequence[int], *, rank: int = 0, context_bytes: int = 0
+    ) -> Geometry:
+        """Check and keep a geometry.
+
+        Args:
+            model: What else both sides must have in common: model, dtype, version.
+            regions: In the order in which the rank computes their layers.
+            memory: Bytes of each registered memory.
+            rank: The rank inside its tensor-parallel group.
+            context_bytes: Bytes that travel beside the pages: hidden state, logits, first token.
+
+        Raises:
+            ValueError: A region leaves its memory, overlaps itself, or has a value that is not possible.
+        """
+
+    @staticmethod
+    def from_bytes(data: bytes) -> Geometry:
+        """Read what `to_bytes` wrote."""
+
+    def to_bytes(self) -> bytes: ...
+    @property
+    def digest(self) -> str:
+        """Eight bytes in hexadecimal digits that differ where geometries do."""
+
+    @property
+    def num_groups(self) -> int:
+        """How many lists of pages a request has."""
+
+    def num_pages(self, first_token: int, tokens: int) -> list[int]:
+        """Return how many pages each list of a target has for tokens from `first_token` to `tokens`."""
+
+    def describe(self) -> str:
+        """Return one line for each region."""
+
+class Cache:
+    """A rank's cache in registered memory. `KvCache` makes one from tensors."""
+
+    def __new__(cls, engine: Engine, geometry: Geometry, memory: Sequence[MrHandle]) -> Cache: ...
+    @property
+    def geometry(self) -> Geometry: ...
+    def describe(self) -> str:
+        """Return one line for each region."""
+
+@final
+class Plan:
+    """What all sources of one target send for a request."""
+
+    @property
+    def count(self) -> int:
+        """The count that the target waits for."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of pages and states; the context comes on top."""
+
+    @property
+    def num_writes(self) -> int: ...
+    def of(self, source: int) -> SourcePlan:
+        """Return what one source sends."""
+
+    def show(self) -> str:
+        """Return a table of sources and parcels."""
+
+@final
+class SourcePlan:
+    """What one source sends."""
+
+    @property
+    def count(self) -> int: ...
+    @property
+    def num_bytes(self) -> int: ...
+    @property
+    def num_writes(self) -> int: ...
+    @property
+    def context(self) -> bool:
+        """Whether it sends the context."""
+
+    @property
+    def parcels(self) -> list[tuple[int, int, int, int, int]]:
+        """First token, last token plus one, layers that must be done, bytes and writes of each parcel."""
+
+def plan(
+    sources: Sequence[Geometry],
+    target: Geometry,
+    *,
+    request_id: str,
+    tokens: int,
+    first_token: int = 0,
+    segment_tokens: int = 1024,
+) -> Plan:
+    """Plan a request: who writes which bytes. Equal arguments give equal plans, on every host.
+
+    Args:
+        sources: The prefill ranks' geometries.
+        target: The decode rank's.
+        request_id: The request's name on both sides. It draws which of several copies of a head is taken.
+        tokens: How many tokens the prefill computes.
+        first_token: The first that the target does not have.
+        segment_tokens: Tokens that leave together as soon as they are computed.
+
+    Raises:
+        ValueError: The sides differ in what they must share, or no source holds a head; both values are named.
+    """
+
+def strides(layout: str, sizes: tuple[int, int, int, int, int]) -> list[int]:
+    """Return the strides of layers, pages, heads and tokens in one tensor.
+
+    Args:
+        layout: One of LBHNC, LBNHC, LHBNC, BLHNC, BLNHC and BHLNC.
+        sizes: Layers, pages, heads, tokens of a page, bytes of one head's token.
+    """
+
+@final
+class Prefiller:
+    """The prefill side of an engine: what is computed leaves for the decoders that have asked for it."""
+
+    def __new__(cls, cache: Cache, *, lease_s: float = 30.0, max_requests: int = 1024) -> Prefiller:
+        """Begin to take requests for a cache.
+
+        Args:
+            cache: The cache that is computed into.
+            lease_s: How long the pages of a finished prefill are kept for a decoder that has not asked yet.
+            max_requests: Requests that may be known at a time.
+        """
+
+    def source(self) -> bytes:
+        """Return what decoders must know: address and geometry."""
+
+    @property
+    def word(self) -> int:
+        """The address of the word that says what is computed: kernels store `step << 16 | layers` to it."""
+
+    def begin_step(self, step: int, work: Sequence[tuple[str, int, Sequence[Any]]]) -> None:
+        """Say what the next forward step computes.
+
+        Args:
+            step: A number that ascends.
+            work: For each request its name, the tokens that are computed when the step is over, and its lists of pages:
+                one for each group, with a page for every page of those tokens from the request's beginning.
+        """
+
+    def layer_done(self, layer: int) -> None:
+        """Say from the host that layers of the present step are done, up to and with this one."""
+
+    def finish(self, request_id: str, context: bytes | None = None) -> None:
+        """Say that a prefill is over, with its context: at most the cache's `context_bytes`."""
+
+    def fail(self, request_id: str, reason: str) -> None:
+        """Say that a prefill has failed: decoders are told when nothing of it is under way."""
+
+    def poll(self) -> list[tuple[str, str]]:
+        """Return the requests whose pages have come back, and why: "sent", "expired" or "failed".
+
+        Call it now and then: it also ends leases.
+        """
+
+    def drain(self) -> bool:
+        """Take no new requests from now on; return whether none is left."""
+
+    def metrics_text(self) -> str:
+        """Return the counts as text for Prometheus."""
+
+@final
+class Sources:
+    """The prefill ranks that compute a request together, in the order of the plan."""
+
+    def __len__(self) -> int: ...
+
+@final
+class Decoder:
+    """The decode side of an engine: it owns the transfer of a request."""
+
+    def __new__(cls, cache: Cache, *, max_requests: int = 1024, confirm_s: float = 5.0) -> Decoder:
+        """Begin to ask for a cache.
+
+        Args:
+            cache: The cache whose pages are filled.
+            max_requests: Requests that may be under way or in quarantine at a time.
+            confirm_s: How long a prefiller may take to confirm a cancel before it is fenced.
+        """
+
+    def sources(self, sources: Sequence[bytes]) -> Sources:
+        """Check prefill ranks, as `Prefiller.source` describes them, against this cache.
+
+        Raises:
+            ValueError: The caches do not fit; both values are named.
+        """
+
+    def request(
+        self,
+        sources: Sources,
+        request_id: str,
+        pages: Sequence[Any],
+        *,
+        tokens: int,
+        first_token: int = 0,
+        segment_tokens: int = 1024,
+        num_targets: int = 1,
+        deadline_s: float = 60.0,
+    ) -> Receive:
+        """Ask prefill ranks for a request, before, during or after its prefill.
+
+        Args:
+            sources: The prefill ranks.
+            request_id: The request's name on both sides.
+            pages: One list of page numbers for each group, as long as `Geometry.num_pages` says. They belong to the
+                request until it has arrived or was released.
+            tokens: How many tokens the prefill computes.
+            first_token: The first that the cache does not have.
+            segment_tokens: Tokens that leave together as soon as they are computed.
+            num_targets: How many decode ranks ask for this request.
+            deadline_s: Time until the request fails.
+
+        Raises:
+            ValueError: Pages are missing, repeated, outside, or another request's.
+            EngineBusy: There are `max_requests`.
+        """
+
+    def renew(self, sources: Sources, request_id: str) -> None:
+        """Tell prefill ranks that this decoder will ask for a request: they keep its pages for another lease."""
+
+    def poll(self) -> tuple[list[int], list[tuple[int, str]], list[int]]:
+        """Return what happened, by `Receive.number`: arrived, failed with the reason, released.
+
+        Call it now and then: it also fences prefillers that do not answer.
+        """
+
+    @property
+    def quarantined(self) -> int:
+        """Pages of failed requests that may still be written to."""
+
+    def metrics_text(self) -> str:
+        """Return the counts as text for Prometheus."""
+
+@final
+class Receive:
+    """A request under way. Await it, wait for it, or look at it."""
+
+    @property
+    def number(self) -> int: ...
+    @property
+    def state(self) -> str:
+        """One of "asked", "accepted", "arrived", "failed" (its pages may still be written to) and "released"."""
+
+    @property
+    def reason(self) -> str | None:
+        """Why it has failed."""
+
+    @property
+    def context(self) -> bytes:
+        """What came beside the pages, once it has arrived."""
+
+    def cancel(self) -> None:
+        """Give the request up. Its pages may be used again when it is "released"."""
+
+    def result(self) -> None:
+        """Return if it has arrived.
+
+        Raises:
+            ReceiveFailed: It was released.
+            TimeoutError: It is not over.
+        """
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Wait until it is over; otherwise as `result`."""
+
+    def add_done_callback(self, callback: Callable[[None], object]) -> None:
+        """Call `callback(None)` on a thread of the engine when it is over."""
+
+    def __await__(self) -> Generator[Any]: ...
