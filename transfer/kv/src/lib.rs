@@ -25,7 +25,7 @@ pub use cache::{KvCache, Source};
 pub use decoder::{Decoder, DecoderOptions, Events, Group, Receive, Receiving, Wanted};
 pub use geometry::{Digest, Geometry, Kind, Layout, Region};
 pub use message::{Hello, Message, Refusal, Request};
-pub use plan::{Ask, Parcel, Plan, SourcePlan, Write, plan};
+pub use plan::{Ask, Plan, Portion, SourcePlan, Write, plan};
 pub use prefiller::{End, Prefiller, PrefillerOptions, Work};
 
 /// The number of a new pool: apart from those that a program uses itself, and from other prefillers and decoders of the engine.

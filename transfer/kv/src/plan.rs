@@ -1,7 +1,7 @@
 //! Who writes which bytes of a request: a pure function of both sides' geometry and the request, so that both sides know it without
 //! a message.
 //!
-//! The unit of counting is the *parcel*: the bytes of one segment of tokens and of some layers, from one source. Each raises the
+//! The unit of counting is the *portion*: the bytes of one segment of tokens and of some layers, from one source. Each raises the
 //! target's counter by one. Segments are fixed in the request and layers are grouped by their bytes, so the count does not depend on
 //! how the prefill cuts its work into steps.
 
@@ -13,8 +13,8 @@ use sha2::{Digest as _, Sha256};
 
 use crate::geometry::{Geometry, Kind, Region};
 
-/// Layers are put together until a parcel has this many bytes: smaller ones cost more in notifications than they save in waiting.
-const PARCEL_BYTES: u64 = 1 << 20;
+/// Layers are put together until a portion has this many bytes: smaller ones cost more in notifications than they save in waiting.
+const PORTION_BYTES: u64 = 1 << 20;
 
 /// What a decoder asks for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -68,7 +68,7 @@ struct Span {
 
 /// What raises the target's counter by one.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Parcel {
+pub struct Portion {
     /// Tokens that must have been computed; those of a state: all.
     pub tokens: Range<u64>,
     /// Layers of the source that must have computed them: all below this one.
@@ -94,7 +94,7 @@ pub struct SourcePlan {
     /// It sends the context, too.
     pub context: bool,
     /// In the order in which they can leave.
-    pub parcels: Vec<Parcel>,
+    pub portions: Vec<Portion>,
     spans: Vec<Span>,
 }
 
@@ -293,7 +293,7 @@ impl Runs {
 }
 
 impl SourcePlan {
-    /// Cuts what the source sends into parcels.
+    /// Cuts what the source sends into portions.
     fn cut(&mut self, source: &Geometry, target: &Geometry, ask: &Ask<'_>) {
         let size = ask.segment_tokens;
         for segment in ask.first_token / size..ask.tokens.div_ceil(size) {
@@ -301,14 +301,14 @@ impl SourcePlan {
             self.group(source, target, ask, &tokens, false);
         }
         self.group(source, target, ask, &(0..ask.tokens), true);
-        self.count = self.parcels.len() as u64;
-        self.num_bytes = self.parcels.iter().map(|parcel| parcel.num_bytes).sum();
-        self.num_writes = self.parcels.iter().map(|parcel| parcel.num_writes).sum();
+        self.count = self.portions.len() as u64;
+        self.num_bytes = self.portions.iter().map(|portion| portion.num_bytes).sum();
+        self.num_writes = self.portions.iter().map(|portion| portion.num_writes).sum();
     }
 
-    /// Puts layers together until there is enough for a parcel. States make one at the end.
+    /// Puts layers together until there is enough for a portion. States make one at the end.
     fn group(&mut self, source: &Geometry, target: &Geometry, ask: &Ask<'_>, tokens: &Range<u64>, at_end: bool) {
-        let empty = |start: usize| Parcel {
+        let empty = |start: usize| Portion {
             tokens: tokens.clone(),
             layers: 0,
             at_end,
@@ -316,35 +316,35 @@ impl SourcePlan {
             num_writes: 0,
             spans: start..start,
         };
-        let mut parcel = empty(0);
+        let mut portion = empty(0);
         for (at, span) in self.spans.iter().enumerate() {
-            let full = parcel.num_bytes >= PARCEL_BYTES && parcel.layers <= span.layer;
+            let full = portion.num_bytes >= PORTION_BYTES && portion.layers <= span.layer;
             if full && !at_end {
-                self.parcels.push(std::mem::replace(&mut parcel, empty(at)));
+                self.portions.push(std::mem::replace(&mut portion, empty(at)));
             }
             let (bytes, writes) = span.size(source, target, ask, tokens, at_end);
-            parcel.num_bytes += bytes;
-            parcel.num_writes += writes;
-            parcel.spans.end = at + 1;
-            parcel.layers = span.layer + 1;
+            portion.num_bytes += bytes;
+            portion.num_writes += writes;
+            portion.spans.end = at + 1;
+            portion.layers = span.layer + 1;
         }
-        if parcel.num_bytes > 0 {
-            self.parcels.push(parcel);
+        if portion.num_bytes > 0 {
+            self.portions.push(portion);
         }
     }
 
-    /// The writes of one of its parcels, with the pages of both sides: `pages.0` has, for each list of the source, a page for every
+    /// The writes of one of its portions, with the pages of both sides: `pages.0` has, for each list of the source, a page for every
     /// page of tokens from the request's beginning; `pages.1` is what the target has asked for. Both have been checked.
     pub fn writes(
         &self,
-        parcel: &Parcel,
+        portion: &Portion,
         (source, target): (&Geometry, &Geometry),
         ask: &Ask<'_>,
         pages: (&[Vec<u64>], &[Vec<u64>]),
     ) -> Vec<Write> {
-        let mut writes = Vec::with_capacity(parcel.num_writes as usize);
-        for span in self.spans.get(parcel.spans.clone()).unwrap_or_default() {
-            span.write(source, target, (ask, parcel), pages, &mut writes);
+        let mut writes = Vec::with_capacity(portion.num_writes as usize);
+        for span in self.spans.get(portion.spans.clone()).unwrap_or_default() {
+            span.write(source, target, (ask, portion), pages, &mut writes);
         }
         writes
     }
@@ -393,11 +393,11 @@ impl Span {
         &self,
         source: &Geometry,
         target: &Geometry,
-        (ask, parcel): (&Ask<'_>, &Parcel),
+        (ask, portion): (&Ask<'_>, &Portion),
         pages: (&[Vec<u64>], &[Vec<u64>]),
         writes: &mut Vec<Write>,
     ) {
-        let part = self.part(source, target, ask, &parcel.tokens, parcel.at_end);
+        let part = self.part(source, target, ask, &portion.tokens, portion.at_end);
         let Some((source, target, part)) = part else { return };
         let lists = (pages.0.get(source.group as usize), pages.1.get(target.group as usize));
         let (Some(from), Some(to)) = lists else { return };
@@ -429,10 +429,10 @@ impl Plan {
         let Self { count, num_bytes, num_writes, .. } = self;
         let mut text = format!("count {count}, {num_bytes} bytes in {num_writes} writes\n");
         for (at, source) in self.sources.iter().enumerate() {
-            let SourcePlan { count, num_bytes, num_writes, context, parcels, .. } = source;
+            let SourcePlan { count, num_bytes, num_writes, context, portions, .. } = source;
             let context = if *context { ", and the context" } else { "" };
             text += &format!("  source {at}: count {count}, {num_bytes} bytes in {num_writes} writes{context}\n");
-            for Parcel { tokens, layers, at_end, num_bytes, num_writes, .. } in parcels {
+            for Portion { tokens, layers, at_end, num_bytes, num_writes, .. } in portions {
                 let when = if *at_end {
                     "at the end".to_owned()
                 } else {

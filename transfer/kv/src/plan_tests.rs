@@ -189,15 +189,15 @@ fn check(case: &Case) {
         let (mut count, mut bytes, mut writes, mut contexts) = (0, 0, 0, 0);
         for (at, source) in sources.iter().enumerate() {
             let own = plan.of(at).unwrap();
-            count += own.parcels.len() as u64 + u64::from(own.context);
+            count += own.portions.len() as u64 + u64::from(own.context);
             contexts += u64::from(own.context);
-            for parcel in &own.parcels {
-                let made = own.writes(parcel, (source, target), &ask, (&source_pages[at], &pages));
-                assert_eq!(made.len() as u64, parcel.num_writes);
-                assert_eq!(made.iter().map(|write| write.len).sum::<u64>(), parcel.num_bytes);
-                assert!(parcel.num_bytes > 0);
-                bytes += parcel.num_bytes;
-                writes += parcel.num_writes;
+            for portion in &own.portions {
+                let made = own.writes(portion, (source, target), &ask, (&source_pages[at], &pages));
+                assert_eq!(made.len() as u64, portion.num_writes);
+                assert_eq!(made.iter().map(|write| write.len).sum::<u64>(), portion.num_bytes);
+                assert!(portion.num_bytes > 0);
+                bytes += portion.num_bytes;
+                writes += portion.num_writes;
                 for write in made {
                     let (from, to, len) = (write.src.1 as usize, write.dst.1 as usize, write.len as usize);
                     let copied = filled[at][write.src.0 as usize][from..from + len].to_vec();
@@ -275,7 +275,7 @@ fn one_request_of_all_ranks_takes_each_replica_once() {
     for target in &targets {
         let plan = plan(&sources, target, &ask).unwrap();
         assert_eq!(plan.num_bytes, 61 * 4096 * 1152);
-        // A page of a layer is one write; layers of one segment make parcels of a MiB.
+        // A page of a layer is one write; layers of one segment make portions of a MiB.
         assert_eq!(plan.num_writes, 61 * 64);
         (0..8).filter(|at| plan.of(*at).unwrap().num_bytes > 0).for_each(|at| *used.entry(at).or_insert(0) += 1);
     }

@@ -98,8 +98,8 @@ impl Inner {
         }
         let deadline = now + Duration::from_millis(request.deadline_ms.min(86_400_000));
         let context = if own.context { Part::Waits } else { Part::Over };
-        let parcels = own.parcels.iter().map(|_| Part::Waits).collect();
-        Ok(Job { request, hello, plan: own, parcels, context, deadline, stopped: None, may_land: false })
+        let portions = own.portions.iter().map(|_| Part::Waits).collect();
+        Ok(Job { request, hello, plan: own, portions, context, deadline, stopped: None, may_land: false })
     }
 
     /// The Hello that a request stands on. A new one is checked against this prefiller.

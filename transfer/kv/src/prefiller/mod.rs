@@ -13,7 +13,7 @@ use crate::cache::{KvCache, Source};
 use crate::geometry::{Digest, Kind};
 use crate::message::{Hello, MOST_NAME, Refusal, Request};
 use crate::metrics::Metrics;
-use crate::plan::{Ask, Parcel, SourcePlan};
+use crate::plan::{Ask, Portion, SourcePlan};
 use crate::{new_pool, receive_messages};
 
 /// Bits of the word that hold the layer; the step is above them.
@@ -96,7 +96,7 @@ struct Job {
     request: Request,
     hello: Arc<Hello>,
     plan: SourcePlan,
-    parcels: Vec<Part>,
+    portions: Vec<Part>,
     context: Part,
     deadline: Instant,
     /// Set when nothing new may leave, with the answer that follows when all has ended.
@@ -112,7 +112,7 @@ enum Stop {
 
 impl Job {
     fn parts(&self) -> impl Iterator<Item = &Part> {
-        self.parcels.iter().chain([&self.context])
+        self.portions.iter().chain([&self.context])
     }
 
     fn under_way(&self) -> bool {
@@ -348,13 +348,13 @@ impl Prefill {
         self.steps.last().map_or(0, |(tokens, _)| *tokens)
     }
 
-    /// The word's value from which on a parcel may leave; None: its step has not begun.
-    fn ready(&self, parcel: &Parcel) -> Option<u64> {
-        if parcel.at_end {
+    /// The word's value from which on a portion may leave; None: its step has not begun.
+    fn ready(&self, portion: &Portion) -> Option<u64> {
+        if portion.at_end {
             return self.finished.then_some(0);
         }
-        let (_, step) = self.steps.iter().find(|(tokens, _)| *tokens >= parcel.tokens.end)?;
-        Some(word_of(*step, parcel.layers))
+        let (_, step) = self.steps.iter().find(|(tokens, _)| *tokens >= portion.tokens.end)?;
+        Some(word_of(*step, portion.layers))
     }
 }
 

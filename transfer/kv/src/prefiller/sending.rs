@@ -1,4 +1,4 @@
-//! What leaves a prefiller, and how it ends: parcels as the word says that they are computed, the context, and the pages' way back.
+//! What leaves a prefiller, and how it ends: portions as the word says that they are computed, the context, and the pages' way back.
 
 use std::sync::{Arc, Weak};
 use std::time::Instant;
@@ -8,7 +8,7 @@ use putget_transfer::{Done, Error, Options, Outcome, TransferId, Via, WriteItem}
 use super::{End, Inner, Job, Key, MOST_REMEMBERED, Part, REMEMBERED, State, Stop, jobs_of};
 use crate::message::{Message, Refusal};
 use crate::metrics::{add, count};
-use crate::plan::Parcel;
+use crate::plan::Portion;
 
 impl Inner {
     /// Submits what may leave: at once, or when the word says that it is computed.
@@ -31,14 +31,14 @@ impl Inner {
             let words = format!("{} tokens were asked for; the prefill has {}", job.request.tokens, prefill.tokens());
             return self.stop(state, key, Stop::Failed(words));
         }
-        for at in 0..job.parcels.len() {
-            let waits = job.parcels.get(at) == Some(&Part::Waits);
-            let parcel = job.plan.parcels.get(at).filter(|_| waits);
-            let Some((parcel, value)) = parcel.and_then(|parcel| Some((parcel, prefill.ready(parcel)?))) else {
+        for at in 0..job.portions.len() {
+            let waits = job.portions.get(at) == Some(&Part::Waits);
+            let portion = job.plan.portions.get(at).filter(|_| waits);
+            let Some((portion, value)) = portion.and_then(|portion| Some((portion, prefill.ready(portion)?))) else {
                 continue;
             };
-            match self.submit_parcel(key, job, (at, parcel), value, &prefill.pages) {
-                Ok(id) => job.parcels.iter_mut().skip(at).take(1).for_each(|part| *part = Part::UnderWay(Some(id))),
+            match self.submit_portion(key, job, (at, portion), value, &prefill.pages) {
+                Ok(id) => job.portions.iter_mut().skip(at).take(1).for_each(|part| *part = Part::UnderWay(Some(id))),
                 Err(error) => return self.stop(state, key, Stop::Failed(error.to_string())),
             }
         }
@@ -58,17 +58,17 @@ impl Inner {
         Options { deadline: Some(job.deadline.saturating_duration_since(Instant::now())), ..Options::default() }
     }
 
-    pub(super) fn submit_parcel(
+    pub(super) fn submit_portion(
         self: &Arc<Self>,
         key: &Key,
         job: &Job,
-        (at, parcel): (usize, &Parcel),
+        (at, portion): (usize, &Portion),
         value: u64,
         pages: &[Vec<u64>],
     ) -> Result<TransferId, Error> {
         let ask = job.request.ask();
         let sides = (self.cache.geometry(), &job.hello.target);
-        let writes = job.plan.writes(parcel, sides, &ask, (pages, &job.request.pages));
+        let writes = job.plan.writes(portion, sides, &ask, (pages, &job.request.pages));
         let item = |write: &crate::plan::Write| {
             let src = (self.cache.handle(write.src.0)?, write.src.1);
             Some(WriteItem { len: write.len, src, dst: (job.hello.memory.get(write.dst.0 as usize)?, write.dst.1) })
@@ -78,7 +78,7 @@ impl Inner {
         let prepared = self.engine.prepare_writes(&items, Via::default())?;
         let imm = Some(job.request.imm);
         let done = self.told(key, at);
-        add(&self.metrics.bytes, parcel.num_bytes);
+        add(&self.metrics.bytes, portion.num_bytes);
         self.engine.submit_when(&self.word, value, &prepared, imm, &Self::options(job), done)
     }
 
@@ -96,7 +96,7 @@ impl Inner {
         self.engine.submit_single_write(len, Some(job.request.imm), src, dst, &Self::options(job), done)
     }
 
-    /// Tells this prefiller when a part of a request has ended: a parcel by its number, or the context.
+    /// Tells this prefiller when a part of a request has ended: a portion by its number, or the context.
     pub(super) fn told(self: &Arc<Self>, key: &Key, part: usize) -> Done {
         let (weak, key): (Weak<Self>, Key) = (Arc::downgrade(self), key.clone());
         Done::callback(move |outcome| {
@@ -110,8 +110,8 @@ impl Inner {
         let mut state = self.state();
         let Some(job) = state.jobs.get_mut(key) else { return };
         let request = job.request.request.clone();
-        match job.parcels.get_mut(part) {
-            Some(parcel) => *parcel = Part::Over,
+        match job.portions.get_mut(part) {
+            Some(portion) => *portion = Part::Over,
             None => job.context = Part::Over,
         }
         if let Err(error) = outcome {
@@ -133,7 +133,7 @@ impl Inner {
                     tracing::warn!(request = %job.request.request, %words, "a request has failed");
                 }
                 job.stopped = Some(stop);
-                let parts = job.parcels.iter_mut().chain([&mut job.context]);
+                let parts = job.portions.iter_mut().chain([&mut job.context]);
                 parts.filter(|part| **part == Part::Waits).for_each(|part| *part = Part::Over);
                 for part in job.parts() {
                     if let Part::UnderWay(Some(id)) = part {

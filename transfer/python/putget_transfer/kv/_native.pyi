@@ -78,7 +78,7 @@ class Plan:
         """Return what one source sends."""
 
     def show(self) -> str:
-        """Return a table of sources and parcels."""
+        """Return a table of sources and portions."""
 
 @final
 class SourcePlan:
@@ -95,8 +95,8 @@ class SourcePlan:
         """Whether it sends the context."""
 
     @property
-    def parcels(self) -> list[tuple[int, int, int, int, int]]:
-        """First token, last token plus one, layers that must be done, bytes and writes of each parcel."""
+    def portions(self) -> list[tuple[int, int, int, int, int]]:
+        """First token, last token plus one, layers that must be done, bytes and writes of each portion."""
 
 def plan(
     sources: Sequence[Geometry],

@@ -202,11 +202,11 @@ impl PySourcePlan {
     }
 
     #[getter]
-    fn parcels(&self) -> Vec<(u64, u64, u32, u64, u64)> {
-        let row = |parcel: &putget_transfer_kv::Parcel| {
-            (parcel.tokens.start, parcel.tokens.end, parcel.layers, parcel.num_bytes, parcel.num_writes)
+    fn portions(&self) -> Vec<(u64, u64, u32, u64, u64)> {
+        let row = |portion: &putget_transfer_kv::Portion| {
+            (portion.tokens.start, portion.tokens.end, portion.layers, portion.num_bytes, portion.num_writes)
         };
-        self.plan.parcels.iter().map(row).collect()
+        self.plan.portions.iter().map(row).collect()
     }
 }
 
