@@ -6,6 +6,8 @@ Every method raises ValueError for a caller's mistake, before any effect, and En
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, final
 
+from typing_extensions import Self
+
 from putget_transfer._native import Engine, EngineError, MrHandle
 from putget_transfer.kv._regions import Region
 
@@ -54,7 +56,7 @@ class Geometry:
 class Cache:
     """A rank's cache in registered memory. `KvCache` makes one from tensors."""
 
-    def __new__(cls, engine: Engine, geometry: Geometry, memory: Sequence[MrHandle]) -> Cache: ...
+    def __new__(cls, engine: Engine, geometry: Geometry, memory: Sequence[MrHandle]) -> Self: ...
     @property
     def geometry(self) -> Geometry: ...
     def describe(self) -> str:
