@@ -69,8 +69,9 @@ pub fn fence(provider: Provider, source: &str, rounds: u32) -> Outcome<()> {
         pair.to.fence(&address, done)?;
         pair.to.wait(&fenced, PATIENCE)?;
         times.record(u64::try_from(begin.elapsed().as_nanos())?)?;
-        // They end, well or not; the next round's connect anew, once the writer knows.
+        // They end, well or not; the next round's connect anew, once the writer is admitted.
         under_way.iter().for_each(|future| drop(pair.from.wait(future, PATIENCE)));
+        pair.to.admit(&address)?;
         let end = Instant::now() + PATIENCE;
         while pair.write().is_err() {
             if Instant::now() > end {
