@@ -102,11 +102,14 @@ def test_the_builder_says_who_comes_back() -> None:
     with pt.Engine.builder().group(group()).build() as a, builder.build() as b:
         (src, _), (_dst, desc) = a.reg_mr(bytearray(PAGE)), b.alloc_mr(PAGE)
         a.submit_single_write(PAGE, 1, (src, 0), (desc, 0)).wait(LONG_S)
+        b.expect_imm_count(1, 1, deadline_s=LONG_S).wait(LONG_S)
         b.fence(a.main_address()).wait(LONG_S)
-        for _ in range(2):
-            # The first may have been given before it was known.
+        came_back = False
+        while not came_back:
+            # The first ones may have been given before the fence was known.
             with contextlib.suppress(pt.Fenced):
                 a.submit_single_write(PAGE, 1, (src, 0), (desc, 0)).wait(LONG_S)
+                came_back = True
         b.expect_imm_count(1, 2, deadline_s=LONG_S).wait(LONG_S)
 
 
