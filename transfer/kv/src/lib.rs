@@ -19,7 +19,9 @@ mod plan;
 mod plan_tests;
 mod prefiller;
 
-use putget_transfer::{Engine, Error, NetAddr, RecvOptions};
+use std::time::Duration;
+
+use putget_transfer::{Engine, Error, NetAddr, Options, RecvOptions};
 
 pub use cache::{KvCache, Source};
 pub use decoder::{Decoder, DecoderOptions, Events, Group, Receive, Receiving, Wanted};
@@ -27,6 +29,13 @@ pub use geometry::{Digest, Geometry, Kind, Layout, Region};
 pub use message::{Hello, Message, Refusal, Request};
 pub use plan::{Ask, Plan, Portion, SourcePlan, Write, plan};
 pub use prefiller::{End, Prefiller, PrefillerOptions, Work};
+
+/// How long a message may be under way. A prefiller knows a cancelled request for longer.
+const DELIVERY: Duration = Duration::from_secs(30);
+
+fn delivery() -> Options {
+    Options { deadline: Some(DELIVERY), ..Options::default() }
+}
 
 /// The number of a new pool: apart from those that a program uses itself, and from other prefillers and decoders of the engine.
 fn new_pool() -> u32 {

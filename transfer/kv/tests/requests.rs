@@ -4,10 +4,11 @@
 mod common;
 
 use std::sync::Arc;
+use std::sync::mpsc::channel;
 use std::time::Duration;
 
 use common::*;
-use putget_transfer::Error;
+use putget_transfer::{Done, Engine, Error, NetAddr, Options, RecvOptions};
 use putget_transfer_kv::*;
 
 const PREFILL: Side = Side { tp: 2, layout: Layout::Lbnhc, page_tokens: 4, num_pages: 64, heads: 4 };
@@ -348,4 +349,123 @@ fn a_decoder_that_ends_gives_the_pages_back() {
         prefill(&sources, 1, 1, &[20, 50]);
         sources.iter().for_each(|(_, prefiller)| assert_eq!(released(prefiller, "request1"), End::Sent));
     }
+}
+
+/// A prefiller whose engine lives and that never answers.
+fn silent(network: &Network, geometry: &Geometry) -> (Engine, Source) {
+    let engine = network.engine();
+    let options = RecvOptions { pool: 9, ..RecvOptions::default() };
+    engine.submit_recvs_to(1 << 20, 8, &options, |_, _| ()).unwrap();
+    let source = Source { address: engine.main_address(), pool: 9, geometry: geometry.clone() };
+    (engine, source)
+}
+
+#[test]
+fn a_prefiller_that_never_answers_is_fenced_without_a_poll() {
+    for network in Network::all(10) {
+        let rank = rank(&network, &DECODE, 0);
+        let options = DecoderOptions { confirm: Duration::from_millis(100), ..DecoderOptions::default() };
+        let decoder = Decoder::new(&rank.cache, options).unwrap();
+        let (_engine, source) = silent(&network, rank.cache.geometry());
+        let group = decoder.group(&[source]).unwrap();
+        let own = pages(&rank.cache, 0, 50, 5);
+        let receive = decoder.request(&group, &wanted(ask("request1", 0, 50, 10), &own, 1)).unwrap();
+        let (sender, over) = channel();
+        receive.when_over(move || sender.send(()).unwrap());
+        receive.cancel();
+        assert!(matches!(receive.state(), Receiving::Failed(_)));
+        assert_eq!(decoder.quarantined(), own.iter().map(Vec::len).sum());
+        over.recv_timeout(LONG).unwrap();
+        assert_eq!(decoder.quarantined(), 0);
+        assert!(decoder.metrics_text().contains("{end=\"fenced\"} 1"));
+    }
+}
+
+#[test]
+fn a_cancel_that_overtakes_its_request_stops_it() {
+    let network = &Network::all(11)[0];
+    let side = Side { tp: 1, ..PREFILL };
+    let Cluster { sources, targets: _ } = cluster(network, &side, &DECODE, &PrefillerOptions::default());
+    let (rank, prefiller) = &sources[0];
+    let (source, decode) = (prefiller.source(), network.engine());
+    let (sender, answers) = channel();
+    let options = RecvOptions { pool: 5, ..RecvOptions::default() };
+    let hear = move |_: &NetAddr, bytes: &[u8]| sender.send(Message::decode(bytes).unwrap()).unwrap();
+    decode.submit_recvs_to(1 << 16, 8, &options, hear).unwrap();
+    let geometry = rank.cache.geometry().clone();
+    let memory: Vec<_> = geometry.memory.iter().map(|len| decode.alloc_mr(*len as usize).unwrap()).collect();
+    let (_contexts, contexts) = decode.alloc_mr(CONTEXT as usize).unwrap();
+    let hello = Hello {
+        sources: vec![geometry.clone()],
+        source: 0,
+        target: geometry.clone(),
+        memory: memory.iter().map(|(_, desc)| desc.clone()).collect(),
+        contexts: Some(contexts),
+    };
+    let asked = ask("request1", 0, 50, 10);
+    let request = |receive, count| Request {
+        receive,
+        answers: 5,
+        request: "request1".into(),
+        num_targets: 1,
+        tokens: 50,
+        first_token: 0,
+        segment_tokens: 10,
+        imm: 7,
+        count,
+        deadline_ms: 60_000,
+        context_offset: 0,
+        pages: pages(&rank.cache, 0, 50, 5),
+        hello: hello.digest(),
+        introduction: Some(hello.clone()),
+    };
+    let count = plan(std::slice::from_ref(&geometry), &geometry, &asked).unwrap().count;
+    let say = |message: Message| {
+        let bytes = message.encode();
+        decode.submit_send_to(&source.address, source.pool, &bytes, &Options::default(), Done::ignore()).unwrap();
+        answers.recv_timeout(LONG).unwrap()
+    };
+    let cancel = say(Message::Cancel { receive: 3, answers: 5, deadline_ms: 60_000 });
+    assert_eq!(cancel, Message::Cancelled { receive: 3, may_land: false });
+    let refused = |message| match message {
+        Message::Refused { refusal, words, .. } => (refusal, words),
+        other => panic!("{other:?}"),
+    };
+    assert_eq!(refused(say(Message::Request(Box::new(request(3, count))))).0, Refusal::Cancelled);
+    // Values that are not possible are refused before any write, each with a reason.
+    let breaks: [fn(&mut Request); 7] = [
+        |request| request.count += 1,
+        |request| request.tokens = 0,
+        |request| request.segment_tokens = 0,
+        |request| request.pages[0][2] = 64,
+        |request| request.pages[0][2] = request.pages[0][3],
+        |request| request.pages[0].truncate(5),
+        |request| request.context_offset = 1,
+    ];
+    for (at, breaks) in breaks.into_iter().enumerate() {
+        let mut broken = request(10 + at as u64, count);
+        breaks(&mut broken);
+        let (refusal, words) = refused(say(Message::Request(Box::new(broken))));
+        assert!(
+            matches!(refusal, Refusal::Invalid | Refusal::Geometry) && !words.is_empty(),
+            "{at}: {refusal:?} {words}"
+        );
+    }
+    let mut stranger = request(20, count);
+    stranger.introduction = None;
+    stranger.hello = Digest([1; 32]);
+    assert_eq!(refused(say(Message::Request(Box::new(stranger)))).0, Refusal::Unknown);
+    let mut forged = request(21, count);
+    forged.hello = Digest([1; 32]);
+    assert_eq!(refused(say(Message::Request(Box::new(forged)))).0, Refusal::Invalid);
+    // The prefill goes on, and nothing of it leaves.
+    prefill(&sources, 1, 1, &[50]);
+    assert_eq!(decode.imm_count(7), 0);
+    for (handle, _) in &memory {
+        let mut bytes = vec![1; handle.len() as usize];
+        handle.read(0, &mut bytes).unwrap();
+        assert!(bytes.iter().all(|byte| *byte == 0));
+    }
+    assert_eq!(say(Message::Request(Box::new(request(22, count)))), Message::Accepted { receive: 22 });
+    eventually("it has all", || decode.imm_count(7) == count);
 }

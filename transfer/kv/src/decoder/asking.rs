@@ -3,9 +3,10 @@
 use std::sync::{Arc, Weak};
 use std::time::Instant;
 
-use putget_transfer::{Done, Error, MrHandle, NetAddr, Options};
+use putget_transfer::{Done, Error, MrHandle, NetAddr};
 
 use super::{Answer, Group, Inner, Receiving, State};
+use crate::delivery;
 use crate::message::{Hello, Message, Refusal};
 use crate::metrics::count;
 
@@ -47,7 +48,7 @@ impl Inner {
             }
         });
         let bytes = Message::Request(Box::new(request)).encode();
-        let sent = self.engine.submit_send_to(&address, pool, &bytes, &Options::default(), done);
+        let sent = self.engine.submit_send_to(&address, pool, &bytes, &delivery(), done);
         if let Err(error) = sent {
             self.fail(state, receive, &format!("source {source} was not asked: {error}"));
         }

@@ -1,13 +1,18 @@
 //! How a request ends: by its count, or by a failure whose pages stay in quarantine until no source can write to them.
 
 use std::sync::{Arc, Weak};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
-use putget_transfer::{Done, NetAddr, Options, Outcome};
+use putget_transfer::{Done, Error, NetAddr, Outcome};
 
 use super::{Answer, Inner, Receipt, Receiving, State, places};
+use crate::delivery;
 use crate::message::Message;
 use crate::metrics::count;
+
+/// Between two looks at failed requests.
+const SHORTEST_NAP: Duration = Duration::from_millis(1);
+const LONGEST_NAP: Duration = Duration::from_millis(50);
 
 impl Inner {
     /// Its count is complete, or will not be.
@@ -76,13 +81,36 @@ impl Inner {
                 }
             });
             let pool = group.pools.get(source).copied().unwrap_or_default();
-            let sent = self.engine.submit_send_to(address, pool, &cancel, &Options::default(), done);
+            let sent = self.engine.submit_send_to(address, pool, &cancel, &delivery(), done);
             if sent.is_err() {
                 self.fence(state, receive, source);
             }
         }
         self.release(state, receive);
+        self.watch(state);
         self.changed.notify_all();
+    }
+
+    /// Has a thread look after failed requests until all of them are released.
+    fn watch(self: &Arc<Self>, state: &mut State) {
+        if state.watched || !state.receipts.values().any(Receipt::is_failed) {
+            return;
+        }
+        let (weak, nap) = (Arc::downgrade(self), (self.options.confirm / 4).clamp(SHORTEST_NAP, LONGEST_NAP));
+        let work = move || {
+            loop {
+                std::thread::sleep(nap);
+                let Some(inner) = weak.upgrade() else { return };
+                let mut state = inner.state();
+                inner.tidy(&mut state);
+                state.watched = state.receipts.values().any(Receipt::is_failed);
+                if !state.watched {
+                    return;
+                }
+            }
+        };
+        // Without a thread `poll` does it.
+        state.watched = std::thread::Builder::new().name("putget-kv".into()).spawn(work).is_ok();
     }
 
     /// Releases a failed request if all of its sources have ended.
@@ -120,15 +148,21 @@ impl Inner {
                 inner.fenced(&fenced, outcome);
             }
         });
-        if self.engine.fence(&address, done).is_err() {
+        if let Err(error) = self.engine.fence(&address, done) {
             state.fencing.remove(&address);
+            if error == Error::Closed {
+                // Nothing lands in the memory of a closed engine.
+                self.source_ended(state, receive, source);
+            }
         }
     }
 
     pub(super) fn fenced(self: &Arc<Self>, address: &NetAddr, outcome: Outcome) {
         let mut state = self.state();
         state.fencing.remove(address);
-        if let Err(error) = outcome {
+        if let Err(error) = outcome
+            && error != Error::Closed
+        {
             tracing::warn!(peer = %address.name(), %error, "a fence did not hold: pages stay in quarantine");
             return;
         }

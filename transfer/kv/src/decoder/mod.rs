@@ -7,14 +7,14 @@ use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
-use putget_transfer::{Done, Engine, Error, ExpectOptions, ImmRange, MrHandle, NetAddr, Options, TransferId};
+use putget_transfer::{Done, Engine, Error, ExpectOptions, ImmRange, MrHandle, NetAddr, TransferId};
 
 use crate::cache::{KvCache, Source};
 use crate::geometry::{Digest, Geometry};
 use crate::message::{MOST_NAME, Message, Request};
 use crate::metrics::Metrics;
 use crate::plan::{Ask, plan};
-use crate::{new_pool, receive_messages};
+use crate::{delivery, new_pool, receive_messages};
 
 /// How a decoder behaves.
 #[derive(Debug, Clone)]
@@ -128,6 +128,8 @@ struct State {
     known: HashSet<(NetAddr, Digest)>,
     /// Prefillers that are being shut out.
     fencing: HashSet<NetAddr>,
+    /// A thread looks after requests that have failed.
+    watched: bool,
     events: Events,
 }
 
@@ -311,12 +313,12 @@ impl Decoder {
     pub fn renew(&self, group: &Group, request: &str) -> Result<(), Error> {
         let bytes = Message::Renew { request: request.to_owned() }.encode();
         for (address, pool) in group.addresses.iter().zip(&group.pools) {
-            self.inner.engine.submit_send_to(address, *pool, &bytes, &Options::default(), Done::ignore())?;
+            self.inner.engine.submit_send_to(address, *pool, &bytes, &delivery(), Done::ignore())?;
         }
         Ok(())
     }
 
-    /// What has happened since the last call. It also fences prefillers that do not answer, so it must be called now and then.
+    /// What has happened since the last call.
     pub fn poll(&self) -> Events {
         let mut state = self.inner.state();
         self.inner.tidy(&mut state);

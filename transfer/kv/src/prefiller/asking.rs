@@ -3,18 +3,18 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use putget_transfer::{Done, Error, NetAddr, Options};
+use putget_transfer::{Done, Error, NetAddr};
 
 use super::{Inner, Job, Key, MOST_HELLOS, MOST_REMEMBERED, Part, REMEMBERED, State, Stop};
+use crate::delivery;
 use crate::message::{Hello, Message, Refusal, Request};
 use crate::metrics::count;
 use crate::plan::plan;
 
 impl Inner {
     pub(super) fn send(&self, to: &NetAddr, pool: u32, message: &Message) {
-        let options = Options::default();
         // If it does not arrive, the decoder has its own deadline and its fence.
-        let sent = self.engine.submit_send_to(to, pool, &message.encode(), &options, Done::ignore());
+        let sent = self.engine.submit_send_to(to, pool, &message.encode(), &delivery(), Done::ignore());
         if let Err(error) = sent {
             tracing::warn!(%error, to = %to.name(), "an answer to a decoder was not sent");
         }
@@ -151,8 +151,13 @@ impl Inner {
         let Some(job) = state.jobs.get(&key) else {
             // Over, or not yet here.
             if state.cancelled.len() >= MOST_REMEMBERED {
-                state.cancelled.clear();
+                self.tidy(&mut state);
             }
+            if state.cancelled.len() >= MOST_REMEMBERED {
+                // A cancel that is confirmed must hold. Without an answer the decoder fences this prefiller.
+                return tracing::error!(from = %from.name(), "too many cancels of unknown requests");
+            }
+            // No message is under way for longer: decoders give up sending it.
             let until = Instant::now() + Duration::from_millis(deadline_ms).min(REMEMBERED);
             state.cancelled.insert(key, until);
             return self.send(from, answers, &Message::Cancelled { receive, may_land: false });

@@ -37,11 +37,13 @@ pub struct PrefillerOptions {
     pub lease: Duration,
     /// Requests that may be known at a time, before, during and after their prefill.
     pub max_requests: usize,
+    /// Microseconds between two looks at the word while something waits for it; None: it is looked at less and less often.
+    pub pace_us: Option<u32>,
 }
 
 impl Default for PrefillerOptions {
     fn default() -> Self {
-        Self { lease: Duration::from_secs(30), max_requests: 1024 }
+        Self { lease: Duration::from_secs(30), max_requests: 1024, pace_us: Some(20) }
     }
 }
 
@@ -137,6 +139,10 @@ struct State {
     free_slots: Vec<u64>,
     step: u64,
     draining: bool,
+    /// Portions and contexts that are armed or being written.
+    under_way: usize,
+    /// The word is looked at often.
+    hot: bool,
 }
 
 struct Inner {
@@ -182,6 +188,8 @@ impl Prefiller {
         };
         let state = State { free_slots: (0..slots).rev().collect(), ..State::default() };
         let word = engine.alloc_uvm_word()?;
+        word.set_pace(options.pace_us)?;
+        word.set_pace(None)?;
         let metrics = Metrics::new("prefiller");
         let inner = Inner {
             cache: cache.clone(),

@@ -16,11 +16,12 @@ impl Inner {
         for key in jobs_of(state, request) {
             self.progress_job(state, &key);
         }
+        self.pace(state);
         self.settle(state, request);
     }
 
     pub(super) fn progress_job(self: &Arc<Self>, state: &mut State, key: &Key) {
-        let State { prefills, jobs, .. } = &mut *state;
+        let State { prefills, jobs, under_way, .. } = &mut *state;
         let Some(job) = jobs.get_mut(key).filter(|job| job.stopped.is_none()) else { return };
         let Some(prefill) = prefills.get_mut(&job.request.request) else { return };
         prefill.num_targets.get_or_insert(job.request.num_targets);
@@ -38,13 +39,19 @@ impl Inner {
                 continue;
             };
             match self.submit_portion(key, job, (at, portion), value, &prefill.pages) {
-                Ok(id) => job.portions.iter_mut().skip(at).take(1).for_each(|part| *part = Part::UnderWay(Some(id))),
+                Ok(id) => {
+                    *under_way += 1;
+                    job.portions.iter_mut().skip(at).take(1).for_each(|part| *part = Part::UnderWay(Some(id)));
+                }
                 Err(error) => return self.stop(state, key, Stop::Failed(error.to_string())),
             }
         }
         if job.context == Part::Waits && prefill.finished {
             match self.submit_context(key, job, prefill.slot) {
-                Ok(id) => job.context = Part::UnderWay(Some(id)),
+                Ok(id) => {
+                    *under_way += 1;
+                    job.context = Part::UnderWay(Some(id));
+                }
                 Err(error) => return self.stop(state, key, Stop::Failed(error.to_string())),
             }
         }
@@ -96,6 +103,15 @@ impl Inner {
         self.engine.submit_single_write(len, Some(job.request.imm), src, dst, &Self::options(job), done)
     }
 
+    /// Has the word looked at often while something waits for it.
+    fn pace(&self, state: &mut State) {
+        let hot = state.under_way > 0;
+        if std::mem::replace(&mut state.hot, hot) != hot {
+            // The pace was tried when the prefiller was made.
+            let _ = self.word.set_pace(self.options.pace_us.filter(|_| hot));
+        }
+    }
+
     /// Tells this prefiller when a part of a request has ended: a portion by its number, or the context.
     pub(super) fn told(self: &Arc<Self>, key: &Key, part: usize) -> Done {
         let (weak, key): (Weak<Self>, Key) = (Arc::downgrade(self), key.clone());
@@ -108,6 +124,8 @@ impl Inner {
 
     pub(super) fn ended(self: &Arc<Self>, key: &Key, part: usize, outcome: Outcome) {
         let mut state = self.state();
+        state.under_way = state.under_way.saturating_sub(1);
+        self.pace(&mut state);
         let Some(job) = state.jobs.get_mut(key) else { return };
         let request = job.request.request.clone();
         match job.portions.get_mut(part) {

@@ -135,13 +135,17 @@ def strides(layout: str, sizes: tuple[int, int, int, int, int]) -> list[int]:
 class Prefiller:
     """The prefill side of an engine: what is computed leaves for the decoders that have asked for it."""
 
-    def __new__(cls, cache: Cache, *, lease_s: float = 30.0, max_requests: int = 1024) -> Prefiller:
+    def __new__(
+        cls, cache: Cache, *, lease_s: float = 30.0, max_requests: int = 1024, pace_us: int | None = 20
+    ) -> Prefiller:
         """Begin to take requests for a cache.
 
         Args:
             cache: The cache that is computed into.
             lease_s: How long the pages of a finished prefill are kept for a decoder that has not asked yet.
             max_requests: Requests that may be known at a time.
+            pace_us: Microseconds between two looks at the word while something waits for it, at most 500. None: the
+                word is looked at less and less often.
         """
 
     def source(self) -> bytes:
@@ -241,10 +245,7 @@ class Decoder:
         """Tell prefill ranks that this decoder will ask for a request: they keep its pages for another lease."""
 
     def poll(self) -> tuple[list[int], list[tuple[int, str]], list[int]]:
-        """Return what happened, by `Receive.number`: arrived, failed with the reason, released.
-
-        Call it now and then: it also fences prefillers that do not answer.
-        """
+        """Return what happened, by `Receive.number`: arrived, failed with the reason, released."""
 
     @property
     def quarantined(self) -> int:

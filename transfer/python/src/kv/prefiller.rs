@@ -20,15 +20,16 @@ pub(crate) struct PyPrefiller {
 #[pymethods]
 impl PyPrefiller {
     #[new]
-    #[pyo3(signature = (cache, *, lease_s=30.0, max_requests=1024))]
+    #[pyo3(signature = (cache, *, lease_s=30.0, max_requests=1024, pace_us=Some(20)))]
     fn new(
         py: Python<'_>,
         cache: &Bound<'_, PyCache>,
         lease_s: f64,
         #[pyo3(from_py_with = arguments::max_requests)] max_requests: u32,
+        #[pyo3(from_py_with = arguments::pace_us)] pace_us: Option<u32>,
     ) -> PyResult<Self> {
         let lease = duration("lease_s", Some(lease_s))?.unwrap_or_default();
-        let options = PrefillerOptions { lease, max_requests: max_requests as usize };
+        let options = PrefillerOptions { lease, max_requests: max_requests as usize, pace_us };
         let own = &cache.get().cache;
         let prefiller = py.allow_threads(|| Prefiller::new(own, options))?;
         Ok(Self { prefiller, _cache: cache.clone().unbind() })
