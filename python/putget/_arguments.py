@@ -136,7 +136,7 @@ def as_name(name: str, value: Any) -> str:
 
 
 def as_list(name: str, value: Any) -> list[Any]:
-    """What can be iterated over, as a list; a str is one thing, not many.
+    """The elements of a sequence, as a list; a str is one thing, not many.
 
     Raises:
         ValueError: It cannot.
@@ -150,7 +150,7 @@ def as_list(name: str, value: Any) -> list[Any]:
 
 
 def as_array(name: str, value: Any) -> NDArray[Any]:
-    """What numpy makes of it: of an array, of nested sequences, of a tensor on any device, with a gradient too.
+    """The value as an array: it may be an array, nested sequences, or a tensor on any device, with a gradient too.
 
     Floats that numpy does not know become float32. The result may share memory with the value.
 

@@ -443,7 +443,7 @@ _KINDS: dict[str, type[Exception]] = {
 
 
 def error_of(word: dict[str, Any], rank: int, phase: str) -> Exception:
-    """What this rank raises where another one has left with this word."""
+    """The error that this rank raises where another one has left with this word."""
     by, why, kind = word["rank"], word["why"], word["kind"]
     if kind == "timeout" and rank not in word["missing"]:
         return PeerTimeout(phase, rank, word["epoch"], word["missing"], word["timeout_s"], word["lost"], said_by=by)

@@ -62,7 +62,7 @@ PUTGET_TEXT Told told_by_all(Exec&, const LandingPlan& plan, const GatherPlan& g
   return least;
 }
 
-// What a load has gained since it was `before`, at most `most`. Loads only grow, modulo 2^32. A load below `before`
+// The gain of a load since it was `before`, at most `most`. Loads only grow, modulo 2^32. A load below `before`
 // whose gain would exceed `most` has not wrapped: the caller has set it to zero, and all that it shows came afterwards.
 PUTGET_TEXT uint32_t gain_of(uint32_t now, uint32_t before, uint64_t most) {
   const uint32_t gain = now - before;

@@ -18,7 +18,7 @@ _MOST_BITS = 63
 
 
 def read_json(path: Path) -> Any:
-    """What a JSON file holds.
+    """Reads a JSON file.
 
     Raises:
         ValueError: It cannot be read, or is not JSON.
@@ -27,7 +27,7 @@ def read_json(path: Path) -> Any:
 
 
 def read_yaml(path: Path) -> Any:
-    """What a YAML file holds. It needs PyYAML.
+    """Reads a YAML file. It needs PyYAML.
 
     Raises:
         ValueError: It cannot be read, or is not YAML.
