@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import itertools
 import mmap
 import subprocess
 import sys
@@ -162,11 +163,17 @@ def test_memory_that_moves_all_the_same_ends_its_registration(
     write(a, again, 64)
 
 
+# Far from where the kernel puts new mappings, so that no other thread's memory takes a place that was given up here.
+PLACES = itertools.count(0x1000_0000_0000, 2 * LEN)
+MAP_FIXED_NOREPLACE = 0x100000
+
+
 def mapped(rights: int = 3) -> int:
-    """Map fresh memory that nobody keeps."""
-    address = libc.mmap(None, LEN, rights, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
-    assert address not in (None, ctypes.c_void_p(-1).value)
-    return int(address)
+    """Map fresh memory that nobody keeps, at addresses that are used once."""
+    place = next(PLACES)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_FIXED_NOREPLACE
+    assert libc.mmap(place, LEN, rights, flags, -1, 0) == place
+    return place
 
 
 UNDER: dict[str, Callable[[int], Any]] = {

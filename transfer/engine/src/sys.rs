@@ -339,11 +339,13 @@ mod tests {
 
     #[test]
     fn bad_memory_is_an_error_and_no_signal() {
-        // SAFETY: new mappings; those who use them are gone before the end.
+        // SAFETY: a new mapping, which replaces none. Its place is far from where the kernel puts those of other threads, so that
+        // the page that goes stays away.
         unsafe {
-            let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+            let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED_NOREPLACE;
             let both = libc::PROT_READ | libc::PROT_WRITE;
-            let start = libc::mmap(std::ptr::null_mut(), 3 * PAGE, both, flags, -1, 0).cast::<u8>();
+            let start = libc::mmap(0x1000_0000_0000_usize as *mut _, 3 * PAGE, both, flags, -1, 0).cast::<u8>();
+            assert_ne!(start.cast(), libc::MAP_FAILED);
             start.write_bytes(7, PAGE);
             assert!(is_writable(start as usize + PAGE));
             assert_eq!(copy_guarded(start, start.add(PAGE), PAGE), Ok(()));

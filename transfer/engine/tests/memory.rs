@@ -3,7 +3,7 @@
 
 mod common;
 
-use std::ptr::null_mut;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use common::{LONG, Network, engine, expect_count, failure, noise, outcome, verbs_devices, within};
 use putget_transfer::{Device, Done, Engine, Error, Memory, MrDesc, MrHandle, NetworkError, Options, Outcome, Reason};
@@ -12,12 +12,17 @@ const PAGE: usize = 4096;
 /// One that travels in one packet, and one in many.
 const LENS: [usize; 3] = [64, 3 * PAGE, 3 << 20];
 
-/// Pages of their own, which this process may read and write.
+/// Far from where the kernel puts new mappings, so that no other thread's memory takes a place that was given up here.
+static NEXT: AtomicUsize = AtomicUsize::new(0x1000_0000_0000);
+
+/// Pages that this process may read and write, at addresses that are used once.
 fn map(len: usize) -> *mut u8 {
-    let (rights, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
-    // SAFETY: a new mapping at a place of the kernel's choice.
-    let start = unsafe { libc::mmap(null_mut(), len, rights, flags, -1, 0) };
-    assert_ne!(start, libc::MAP_FAILED);
+    let rights = libc::PROT_READ | libc::PROT_WRITE;
+    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED_NOREPLACE;
+    let place = NEXT.fetch_add(len + PAGE, Ordering::Relaxed);
+    // SAFETY: a new mapping, which replaces none.
+    let start = unsafe { libc::mmap(place as *mut _, len, rights, flags, -1, 0) };
+    assert_eq!(start as usize, place);
     start.cast()
 }
 
