@@ -226,7 +226,9 @@ void Nodes::make_network_memory() {
   own_landing_ = make(splits.landing_bytes());
   outbox_ = add_region(own_outbox_, splits.outbox_bytes());
   returns_ = add_region(own_returns_, splits.returns_bytes(rank_));
-  inbox_ = add_region(inbox_at(rank_), splits.inbox_bytes(rank_));
+  // While no other domain takes part, nothing comes in, and the shared memory may end where an inbox would begin.
+  const uint64_t inbox = splits.inbox_bytes(rank_);
+  inbox_ = add_region(inbox == 0 ? own_landing_ : inbox_at(rank_), inbox);
   landing_ = add_region(own_landing_, splits.landing_bytes());
 }
 
