@@ -1,54 +1,19 @@
-"""`python -m putget_transfer.kv plan`: what a request's transfer comes to, without a GPU or a network."""
+"""`python -m putget_transfer.kv`: what a request's transfer comes to, and how long it takes.
+
+Neither `plan` nor `simulate` needs a GPU or a network. `bench` measures between two processes of this machine.
+"""
 
 from __future__ import annotations
 
 import argparse
 import sys
 
-from putget_transfer.kv import Geometry, Region, plan, strides
+from putget_transfer.kv import _simulate_command
+from putget_transfer.kv._models import Model, geometry
+from putget_transfer.kv._native import plan
 
 
-def _heads(rank: int, tp: int, heads: int) -> tuple[int, int]:
-    """Return the heads of a rank: some each, or one of which several ranks have a copy."""
-    if tp >= heads:
-        head = rank * heads // tp
-        return head, head + 1
-    return rank * heads // tp, (rank + 1) * heads // tp
-
-
-def geometry(options: argparse.Namespace, rank: int, tp: int, layout: str, page_tokens: int) -> Geometry:
-    """Return the geometry of one rank of a model that is described by options."""
-    heads = _heads(rank, tp, options.kv_heads)
-    held, planes = heads[1] - heads[0], 1 if options.kv_heads == 1 else 2
-    pages = -(-options.tokens // page_tokens)
-    content = planes * options.head_bytes
-    layers, page, head, token = strides(layout, (options.layers, pages, held, page_tokens, content))
-    regions = [
-        Region(
-            name=f"layer{layer}",
-            layer=layer,
-            num_pages=pages,
-            page_tokens=page_tokens,
-            num_heads=options.kv_heads,
-            heads=heads,
-            head_bytes=options.head_bytes,
-            page_stride=page,
-            token_stride=token,
-            head_stride=head,
-            planes=planes,
-            plane_stride=options.head_bytes if planes == 2 else 0,
-            offset=layer * layers,
-        )
-        for layer in range(options.layers)
-    ]
-    memory = [options.layers * pages * held * page_tokens * content]
-    return Geometry("plan", regions, memory, rank=rank, context_bytes=options.context_bytes)
-
-
-def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
-    top = argparse.ArgumentParser(prog="python -m putget_transfer.kv", description=__doc__)
-    command = top.add_subparsers(dest="command", required=True).add_parser("plan", help="print a request's plan")
+def _add_plan(command: argparse.ArgumentParser) -> None:
     for name, default, text in (
         ("tokens", 4096, "tokens of the prefill"),
         ("first_token", 0, "the first that the target does not have"),
@@ -67,6 +32,41 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument("--decode_layout", default="LBHNC", help="order of dimensions (default LBHNC)")
     command.add_argument("--target", type=int, default=0, help="the decode rank to plan for (default 0)")
     command.add_argument("--request_id", default="request", help="the request's name (default request)")
+    command.set_defaults(run=_show_plan)
+
+
+def _show_plan(options: argparse.Namespace) -> None:
+    if min(options.prefill_tp, options.decode_tp, options.layers, options.kv_heads) < 1:
+        raise ValueError("prefill_tp, decode_tp, layers and kv_heads: each is at least 1")
+    if min(options.tokens, options.prefill_page_tokens, options.decode_page_tokens) < 1:
+        raise ValueError("tokens, prefill_page_tokens and decode_page_tokens: each is at least 1")
+    model = Model(
+        layers=options.layers,
+        kv_heads=options.kv_heads,
+        head_bytes=options.head_bytes,
+        context_bytes=options.context_bytes,
+    )
+    prefill = (options.prefill_tp, options.prefill_layout, options.prefill_page_tokens)
+    sources = [geometry(model, options.tokens, rank, *prefill) for rank in range(options.prefill_tp)]
+    decode = (options.decode_tp, options.decode_layout, options.decode_page_tokens)
+    found = plan(
+        sources,
+        geometry(model, options.tokens, options.target, *decode),
+        request_id=options.request_id,
+        tokens=options.tokens,
+        first_token=options.first_token,
+        segment_tokens=options.segment_tokens,
+    )
+    sys.stdout.write(found.show())
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    top = argparse.ArgumentParser(prog="python -m putget_transfer.kv", description=__doc__)
+    commands = top.add_subparsers(dest="command", required=True)
+    _add_plan(commands.add_parser("plan", help="print a request's plan"))
+    simulate = "say when a prompt's cache is at the decoder, with layer-wise transfer and without"
+    _simulate_command.add(commands.add_parser("simulate", help=simulate))
     return top
 
 
@@ -75,24 +75,9 @@ def main(arguments: list[str] | None = None) -> int:
     top = parser()
     options = top.parse_args(arguments)
     try:
-        if min(options.prefill_tp, options.decode_tp, options.layers, options.kv_heads) < 1:
-            raise ValueError("prefill_tp, decode_tp, layers and kv_heads: each is at least 1")
-        if min(options.tokens, options.prefill_page_tokens, options.decode_page_tokens) < 1:
-            raise ValueError("tokens, prefill_page_tokens and decode_page_tokens: each is at least 1")
-        prefill = (options.prefill_tp, options.prefill_layout, options.prefill_page_tokens)
-        sources = [geometry(options, rank, *prefill) for rank in range(options.prefill_tp)]
-        target = geometry(options, options.target, options.decode_tp, options.decode_layout, options.decode_page_tokens)
-        found = plan(
-            sources,
-            target,
-            request_id=options.request_id,
-            tokens=options.tokens,
-            first_token=options.first_token,
-            segment_tokens=options.segment_tokens,
-        )
+        options.run(options)
     except ValueError as error:
         top.error(str(error))
-    sys.stdout.write(found.show())
     return 0
 
 
