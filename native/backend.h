@@ -110,6 +110,7 @@ void set_interrupt_check(int (*check)());
 std::unique_ptr<Backend> create_backend(const MemoryConfig& config);
 void moe_group(const moe::Grouping& group, const moe::CopyPlan& copy);
 void moe_expand(const moe::ExpandCall& call);
+void moe_by_source(const moe::BySourceCall& call);
 void moe_activate(const moe::ActivationCall& call, OutputType type, moe::Gate gate);
 void moe_finalize(const moe::Grouping& group, const moe::FinalizeCall& call, OutputType type);
 // `memory`: balancer::ShareMemory, for the ways that look at the batch.
@@ -133,6 +134,7 @@ struct Queue {
 };
 void moe_group(const moe::Grouping& group, const moe::CopyPlan& copy, const Queue& queue);
 void moe_expand(const moe::ExpandCall& call, const Queue& queue);
+void moe_by_source(const moe::BySourceCall& call, const Queue& queue);
 void moe_activate(const moe::ActivationCall& call, OutputType type, moe::Gate gate, const Queue& queue);
 void moe_finalize(const moe::Grouping& group, const moe::FinalizeCall& call, OutputType type, const Queue& queue);
 // `memory`: the same, where shared memory has no room for it.

@@ -32,6 +32,7 @@ STRUCTS = {
     "putget_moe_finalize_args": _abi.MoeFinalizeArgs,
     "putget_moe_rows": _abi.MoeRows,
     "putget_moe_expand_args": _abi.MoeExpandArgs,
+    "putget_moe_by_source_args": _abi.MoeBySourceArgs,
     "putget_moe_activation_args": _abi.MoeActivationArgs,
     "putget_gpu": _abi.Gpu,
 }

@@ -82,6 +82,11 @@ putget::moe::CopyPlan copies_of(const putget::moe::Grouping& group, const putget
   return copy;
 }
 
+putget::moe::RowOrder order_of(const char* name, uint32_t order, const putget_moe_by_source_args& args) {
+  require_range(name, order, PUTGET_BY_SLOT, PUTGET_BY_SOURCE);
+  return order == PUTGET_BY_SLOT ? putget::moe::RowOrder{1, args.ep_size} : putget::moe::RowOrder{args.max_rows, 1};
+}
+
 }  // namespace
 
 putget_status putget_moe_layout_of(const putget_moe_config* config, putget_moe_layout* layout) {
@@ -165,6 +170,42 @@ putget_status putget_moe_expand(const putget_moe_expand_args* args) {
       putget::cpu::moe_expand(call);
     } else {
       putget::cuda::moe_expand(call, {args->ordinal, args->stream});
+    }
+  });
+}
+
+putget_status putget_moe_by_source(const putget_moe_by_source_args* args) {
+  return guarded([&] {
+    require_version(args, "args");
+    require_range("device", args->device, PUTGET_CPU, PUTGET_CUDA);
+    require_range("ep_size", args->ep_size, 1, PUTGET_MAX_RANKS);
+    require_range("max_rows", args->max_rows, 1, kMostRows / args->ep_size);
+    require_range("num_payloads", args->num_payloads, 1, PUTGET_MAX_PAYLOADS);
+    require_range("filled", args->filled, 0, args->num_payloads);
+    require_pointer("num_tokens", args->num_tokens);
+    putget::moe::BySourceCall call{};
+    call.num_tokens = args->num_tokens;
+    call.ep_size = args->ep_size;
+    call.max_rows = args->max_rows;
+    call.from = order_of("from_order", args->from_order, *args);
+    call.to = order_of("to_order", args->to_order, *args);
+    call.word = static_cast<uint32_t>(args->word);
+    call.copy.num_payloads = args->num_payloads;
+    for (uint32_t p = 0; p < args->num_payloads; ++p) {
+      require_pointer("from_rows", args->from_rows[p]);
+      require_pointer("to_rows", args->to_rows[p]);
+      require_range("row_bytes", args->row_bytes[p], 1, kMostRowBytes);
+      call.copy.payload[p] = payload_of(args->from_rows[p], args->to_rows[p], args->row_bytes[p]);
+    }
+    if (args->filled < args->num_payloads) {
+      const auto& filled = call.copy.payload[args->filled];
+      require(filled.access_bytes >= sizeof(uint32_t), "the rows that are filled are no whole words");
+      call.filled = filled.to;
+    }
+    if (args->device == PUTGET_CPU) {
+      putget::cpu::moe_by_source(call);
+    } else {
+      putget::cuda::moe_by_source(call, {args->ordinal, args->stream});
     }
   });
 }

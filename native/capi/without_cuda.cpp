@@ -21,6 +21,7 @@ CopyBeside copy_beside() { return nullptr; }
 putget_gpu gpu_report(uint32_t) { unavailable(); }
 void moe_group(const moe::Grouping&, const moe::CopyPlan&, const Queue&) { unavailable(); }
 void moe_expand(const moe::ExpandCall&, const Queue&) { unavailable(); }
+void moe_by_source(const moe::BySourceCall&, const Queue&) { unavailable(); }
 void moe_activate(const moe::ActivationCall&, OutputType, moe::Gate, const Queue&) { unavailable(); }
 void moe_finalize(const moe::Grouping&, const moe::FinalizeCall&, OutputType, const Queue&) { unavailable(); }
 void choose_replicas(const balancer::ChoiceCall<int32_t>&, uint32_t*, const Queue&) { unavailable(); }

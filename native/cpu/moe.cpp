@@ -6,6 +6,7 @@
 #include "backend.h"
 #include "cpu/exec.h"
 #include "moe/activation.h"
+#include "moe/by_source.h"
 #include "moe/finalize.h"
 #include "moe/group.h"
 #include "moe/rows.h"
@@ -90,6 +91,13 @@ void moe_expand(const moe::ExpandCall& call) {
   moe::ExpandCall with_whole_rows = call;
   with_whole_rows.copy = whole_rows(call.copy);
   moe::expand_rows(exec, with_whole_rows, room_for(call.valid).data());
+}
+
+void moe_by_source(const moe::BySourceCall& call) {
+  MoeExec exec;
+  moe::BySourceCall with_whole_rows = call;
+  with_whole_rows.copy = whole_rows(call.copy);
+  moe::put_by_source(exec, with_whole_rows);
 }
 
 void moe_activate(const moe::ActivationCall& call, OutputType type, moe::Gate gate) {

@@ -7,6 +7,7 @@
 //   waits     none
 #include "cuda/moe_exec.cuh"
 #include "cuda/moe_launch.h"
+#include "moe/by_source.h"
 #include "moe/finalize.h"
 #include "moe/rows.h"
 
@@ -24,6 +25,12 @@ __global__ void __launch_bounds__(kMoeThreads, kBlocksPerSm)
   MoeExec<kMoeWarps> exec;
   exec.sums = sums;
   moe::expand_rows(exec, call, first);
+}
+
+__global__ void __launch_bounds__(kMoeThreads, kBlocksPerSm)
+    by_source_kernel(const __grid_constant__ moe::BySourceCall call) {
+  MoeExec<kMoeWarps> exec;
+  moe::put_by_source(exec, call);
 }
 
 template <class Codec, uint32_t kElements>
@@ -77,6 +84,7 @@ moe::CopyPlan in_segments(const moe::CopyPlan& wanted) {
 void load_moe_row_kernels() {
   cudaFuncAttributes attributes;
   check(cudaFuncGetAttributes(&attributes, expand_kernel), "loading expand_kernel");
+  check(cudaFuncGetAttributes(&attributes, by_source_kernel), "loading by_source_kernel");
   for (OutputType type : {OutputType::kBFloat16, OutputType::kFloat16, OutputType::kFloat32}) {
     for (bool packed : {false, true}) {
       check(cudaFuncGetAttributes(&attributes, finalize_kernel_of(type, packed)), "loading finalize_kernel");
@@ -90,6 +98,14 @@ void moe_expand(const moe::ExpandCall& wanted, const Queue& queue) {
   call.copy = in_segments(call.copy);
   launch_moe(expand_kernel, Grid{blocks_of(queue, kBlocksPerSm), kMoeThreads, found_bytes(call.valid)}, queue,
              "launching expand_kernel", call);
+}
+
+void moe_by_source(const moe::BySourceCall& wanted, const Queue& queue) {
+  DeviceScope scope(queue.ordinal);
+  moe::BySourceCall call = wanted;
+  call.copy = in_segments(call.copy);
+  launch_moe(by_source_kernel, Grid{blocks_of(queue, kBlocksPerSm), kMoeThreads, 0}, queue,
+             "launching by_source_kernel", call);
 }
 
 void moe_finalize(const moe::Grouping& group, const moe::FinalizeCall& wanted, OutputType type, const Queue& queue) {

@@ -23,7 +23,7 @@ extern "C" {
 #define PUTGET_API
 #endif
 
-#define PUTGET_ABI_VERSION 14
+#define PUTGET_ABI_VERSION 15
 #define PUTGET_MAGIC 0x70757467u /* "putg" */
 #define PUTGET_MAX_RANKS 128
 #define PUTGET_MAX_TOP_K 32
@@ -311,6 +311,31 @@ typedef struct putget_moe_expand_args {
   void* stream; /* cudaStream_t */
 } putget_moe_expand_args;
 
+typedef enum putget_row_order {
+  PUTGET_BY_SLOT = 0,  /* as rows arrive: [max_rows, ep_size, row_bytes] */
+  PUTGET_BY_SOURCE = 1 /* [ep_size, max_rows, row_bytes] */
+} putget_row_order;
+
+/* Received rows from one order into the other, or in place; rows of slots without a token become zeros or `word`. */
+typedef struct putget_moe_by_source_args {
+  uint32_t size;
+  uint32_t magic;
+  uint32_t device;           /* putget_device */
+  int32_t ordinal;           /* CUDA device number */
+  const int32_t* num_tokens; /* [ep_size] rows that each source sent, on the device */
+  uint32_t ep_size;
+  uint32_t max_rows;
+  uint32_t from_order; /* putget_row_order */
+  uint32_t to_order;
+  uint32_t num_payloads;
+  uint32_t filled; /* the payload whose empty rows are filled with `word`; num_payloads: none, all are zeros */
+  int32_t word;
+  const void* from_rows[PUTGET_MAX_PAYLOADS];
+  void* to_rows[PUTGET_MAX_PAYLOADS];
+  uint32_t row_bytes[PUTGET_MAX_PAYLOADS];
+  void* stream; /* cudaStream_t */
+} putget_moe_by_source_args;
+
 typedef struct putget_moe_activation_args {
   uint32_t size;
   uint32_t magic;
@@ -402,6 +427,7 @@ PUTGET_API putget_status putget_moe_group(const putget_moe_config* config, const
 PUTGET_API putget_status putget_moe_finalize(const putget_moe_config* config, const putget_moe_group_args* group,
                                              const putget_moe_finalize_args* args);
 PUTGET_API putget_status putget_moe_expand(const putget_moe_expand_args* args);
+PUTGET_API putget_status putget_moe_by_source(const putget_moe_by_source_args* args);
 PUTGET_API putget_status putget_moe_activate(const putget_moe_activation_args* args);
 
 /* Hardware, for reports. */

@@ -154,6 +154,28 @@ struct ExpandCall {
   CopyPlan copy;
 };
 
+// Where the row of a source's slot lies: as it arrives, (1, ep_size), or by source, (max_rows, 1).
+struct RowOrder {
+  uint32_t of_source;
+  uint32_t of_slot;
+
+  PUTGET_PURE uint64_t row(uint32_t source, uint32_t slot) const {
+    return uint64_t{of_source} * source + uint64_t{of_slot} * slot;
+  }
+};
+
+// All rows of the slots that callers look at, from one order into the other.
+struct BySourceCall {
+  const int32_t* num_tokens;  // [ep_size] rows that each source sent
+  uint32_t ep_size;
+  uint32_t max_rows;
+  RowOrder from;
+  RowOrder to;
+  const uint8_t* filled;  // the `to` whose rows without a token are this word again and again; others are zeros
+  uint32_t word;
+  CopyPlan copy;
+};
+
 enum class Gate : uint32_t { kSilu = 0, kGelu = 1 };
 
 struct ActivationCall {

@@ -11,7 +11,7 @@ from typing import Any
 from putget import config
 from putget.errors import BackendUnavailable, PutgetError
 
-ABI_VERSION = 14
+ABI_VERSION = 15
 MAGIC = 0x70757467
 MAX_RANKS = 128
 MAX_TOP_K = 32
@@ -32,6 +32,7 @@ MISUSE_NO_OPEN_ROUND, MISUSE_TOKEN_COUNT, MISUSE_PEER_RELEASED, MISUSE_NOT_START
 MISUSE_PEER_COMBINED, MISUSE_BAD_MESSAGE = 6, 7
 WIRE_SAME, WIRE_FP8 = range(2)
 BOTH, START, FINISH = range(3)
+BY_SLOT, BY_SOURCE = range(2)
 SHARE_DESCRIPTOR, SHARE_FABRIC = range(2)
 STAGING_HOST, STAGING_DEVICE = range(2)
 SILU, GELU = range(2)
@@ -325,6 +326,27 @@ class MoeExpandArgs(Versioned):
     ]
 
 
+class MoeBySourceArgs(Versioned):
+    _fields_ = [
+        ("size", c_uint32),
+        ("magic", c_uint32),
+        ("device", c_uint32),
+        ("ordinal", c_int32),
+        ("num_tokens", c_void_p),
+        ("ep_size", c_uint32),
+        ("max_rows", c_uint32),
+        ("from_order", c_uint32),
+        ("to_order", c_uint32),
+        ("num_payloads", c_uint32),
+        ("filled", c_uint32),
+        ("word", c_int32),
+        ("from_rows", c_void_p * MAX_PAYLOADS),
+        ("to_rows", c_void_p * MAX_PAYLOADS),
+        ("row_bytes", c_uint32 * MAX_PAYLOADS),
+        ("stream", c_void_p),
+    ]
+
+
 class MoeActivationArgs(Versioned):
     _fields_ = [
         ("size", c_uint32),
@@ -404,6 +426,7 @@ _FUNCTIONS: dict[str, list[Any]] = {
     "putget_moe_group": [POINTER(MoeConfig), POINTER(MoeGroupArgs)],
     "putget_moe_finalize": [POINTER(MoeConfig), POINTER(MoeGroupArgs), POINTER(MoeFinalizeArgs)],
     "putget_moe_expand": [POINTER(MoeExpandArgs)],
+    "putget_moe_by_source": [POINTER(MoeBySourceArgs)],
     "putget_moe_activate": [POINTER(MoeActivationArgs)],
     "putget_gpu_count": [POINTER(c_uint32)],
     "putget_gpu_report": [c_uint32, POINTER(Gpu)],
