@@ -17,6 +17,9 @@ from putget._signals import take_raised
 from putget.errors import PutgetError
 from putget.workspace import Workspace, current_stream
 
+_CALLS = ("putget_dispatch", "putget_combine", "putget_release")
+_NONE_BESIDE: list[int | None] = [None, None, None]
+
 
 class NativeObject:
     """Arguments come checked; see ``AllToAll`` for what they mean.
@@ -38,6 +41,7 @@ class NativeObject:
         self._workspace = workspace
         self._process = _fork.here
         self._device = device = workspace.device
+        self._on_gpu = device.type == "cuda"
         self.span = Span(workspace.memory, geometry)
         self._names = ("topk_ids", "topk_weights", *(f"payloads[{i}]" for i in range(len(geometry.payloads))))
         self._moved = (0, 0)  # addresses of the rows from outside that combine takes, (first, behind the last)
@@ -65,6 +69,12 @@ class NativeObject:
         # One struct of each kind for all calls: a fresh one costs as much as the call.
         self._dispatch_args = _abi.DispatchArgs(max_rows=self.max_rows)
         self._combine_args = _abi.CombineArgs()
+        self._dispatch_ref, self._combine_ref = map(ctypes.byref, (self._dispatch_args, self._combine_args))
+        self._payload = self._dispatch_args.payload  # asking for it again makes a new view
+        self._beside: list[int | None] = _NONE_BESIDE  # as it is in the struct
+        self._described = (0, self.max_rows, False)
+        library = _abi.library()
+        self._functions = {name: getattr(library, name) for name in _CALLS}
         self._nodes: Nodes | None = None
         self._handle: ctypes.c_void_p | None = ctypes.c_void_p()
         _abi.call(
@@ -106,34 +116,28 @@ class NativeObject:
             raise ValueError("this AllToAll is closed")
         return self._handle
 
-    def dispatch(
-        self,
-        half: int,
-        topk_ids: torch.Tensor,
-        topk_weights: torch.Tensor,
-        payloads: tuple[torch.Tensor, ...],
-        num_tokens: int,
-        max_rows: int,
-        beside: Beside,
-    ) -> None:
-        """``_abi.BOTH`` or ``_abi.START``.
+    def describe_dispatch(self, num_tokens: int, max_rows: int, *, ids_are_64bit: bool) -> None:
+        """What the next dispatches are like, until this is called again: all but where their tensors lie."""
+        args = self._dispatch_args
+        args.num_tokens, args.max_rows, args.ids_are_64bit = self._described = num_tokens, max_rows, ids_are_64bit
+
+    def dispatch(self, half: int, tensors: tuple[torch.Tensor, ...], beside: Beside | None) -> None:
+        """``_abi.BOTH`` or ``_abi.START`` of the ids, the weights and the payloads, as described.
 
         Raises:
             ValueError: A tensor lies in the workspace.
         """
-        args = self._dispatch_args
-        ids, weights, *rows = self.span.addresses(self._names, (topk_ids, topk_weights, *payloads))
-        args.num_valid_tokens, args.expert_load, args.stats = self._addresses_beside(beside)
+        args, payload = self._dispatch_args, self._payload
+        ids, weights, *rows = self.span.addresses(self._names, tensors)
+        addresses = _NONE_BESIDE if beside is None else self._addresses_beside(beside)
+        if addresses != self._beside:
+            args.num_valid_tokens, args.expert_load, args.stats = self._beside = addresses
         args.topk_ids = ids
         args.topk_weights = weights
         for index, address in enumerate(rows):
-            args.payload[index] = address
-        args.num_tokens = num_tokens
-        args.max_rows = max_rows
-        args.ids_are_64bit = topk_ids.dtype == torch.int64
+            payload[index] = address
         self._dispatch(half)
-        self.num_tokens = num_tokens
-        self.max_rows = max_rows
+        self.num_tokens, self.max_rows, _ = self._described
 
     def _addresses_beside(self, beside: Beside) -> list[int | None]:
         """In the order of its fields; None where there is no tensor."""
@@ -151,7 +155,7 @@ class NativeObject:
         args = self._dispatch_args
         args.stream = self._stream()
         args.half = half
-        self._run("putget_dispatch", self.require_open(), ctypes.byref(args))
+        self._run("putget_dispatch", self.require_open(), self._dispatch_ref)
 
     def take_rows(self, x: torch.Tensor | None, strides: tuple[int, int]) -> None:
         """Rows for the next combine; strides in bytes, (slot, source). None: combine_input.
@@ -184,7 +188,7 @@ class NativeObject:
         args.stream = self._stream()
         args.num_tokens = self.num_tokens
         args.half = half
-        self._run("putget_combine", self.require_open(), ctypes.byref(args))
+        self._run("putget_combine", self.require_open(), self._combine_ref)
         self._moved = (0, 0)  # whoever starts has taken the rows: their memory may be anybody's, also `out`'s
 
     def release(self) -> None:
@@ -217,7 +221,7 @@ class NativeObject:
 
     def _run(self, name: str, *args: Any) -> None:
         self._workspace.require_consistent()
-        function = getattr(_abi.library(), name)
+        function = self._functions[name]
         # A trace of torch's profiler shows calls by these names. Where none is taken, asking costs 0.2 us or less.
         if torch._C._autograd._profiler_enabled():
             with torch.profiler.record_function(name):
@@ -235,11 +239,12 @@ class NativeObject:
             _abi.raise_status(status)
 
     def _stream(self) -> int:
+        if not self._on_gpu:
+            return 0
         stream = current_stream(self._device)
         comm = self._workspace.comm
         group = comm._local_group
-        on_gpu = self._device.type == "cuda"
-        if group is not None and on_gpu and not torch.cuda.is_current_stream_capturing():
+        if group is not None and not torch.cuda.is_current_stream_capturing():
             owner = group.claim_stream(self._device.index, stream, comm.rank)
             if owner != comm.rank:
                 raise ValueError(

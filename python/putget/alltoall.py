@@ -24,6 +24,7 @@ from putget._rounds import Rounds
 from putget.communicator import Communicator, collective
 from putget.errors import InvalidExpertIds
 from putget.expert_major import ExpertMajor, ExpertMajorMemory
+from putget.looks import looks_of, strided_looks_of
 from putget.options import ChosenLaunch, Tuning, check_tuning
 from putget.payload import Payload
 from putget.received import Received
@@ -163,6 +164,9 @@ class AllToAll:
             raise
         self._native = native
         self._rounds = Rounds(self._workspace, geometry, native)
+        self._dispatched: object = None  # what the last dispatch looked like that passed its checks
+        self._taken: object = None  # likewise the rows that combine took
+        self._strides = (0, 0)  # of those
 
     def _most_at_once(self, num_sms: int | None, num_threads: int) -> int:
         """SMs, or threads on CPU, that a call may use; 0: chosen by size."""
@@ -266,14 +270,22 @@ class AllToAll:
         max_rows: int | None,
         beside: Beside,
     ) -> None:
-        self._native.require_open()
+        native = self._native
+        native.require_open()
         self._rounds.require_finished("dispatch" if half == _abi.BOTH else "dispatch_start")
-        geometry = self._geometry
-        num_tokens = geometry.check_dispatch(topk_ids, topk_weights, payloads, beside, self._device)
-        rows = geometry.max_tokens_per_rank
-        if max_rows is not None:
-            rows = check_int("max_rows", max_rows, 1, geometry.max_tokens_per_rank)
-        self._native.dispatch(half, topk_ids, topk_weights, payloads, num_tokens, rows, beside)
+        tensors = (topk_ids, topk_weights, *payloads)
+        given = [tensor for tensor in beside if tensor is not None]
+        looks = looks_of((*tensors, *given) if given else tensors)
+        call = (looks, max_rows, [tensor is None for tensor in beside] if given else None)
+        if looks is None or call != self._dispatched:
+            self._dispatched = None
+            num_tokens = self._geometry.check_dispatch(topk_ids, topk_weights, payloads, beside, self._device)
+            rows = most = self._geometry.max_tokens_per_rank
+            if max_rows is not None:
+                rows = check_int("max_rows", max_rows, 1, most)
+            native.describe_dispatch(num_tokens, rows, ids_are_64bit=topk_ids.dtype == torch.int64)
+            self._dispatched = call
+        native.dispatch(half, tensors, beside if given else None)
 
     def combine(
         self,
@@ -357,10 +369,20 @@ class AllToAll:
             self._rounds.grouper.check_rows(x, self._rounds.grouper.check_layout(layout), "x")
         if x is not None:
             if layout is None:
-                strides = check_rows(x, self.ep_size, self._native.max_rows, self._geometry.output, self._device)
+                strides = self._strides_of(x)
             check_no_grad("x", x)
         # Rows of a layout are read before combine begins.
         self._native.take_rows(x if layout is None else None, strides)
+
+    def _strides_of(self, x: torch.Tensor) -> tuple[int, int]:
+        """In bytes, (slot, source); raises ValueError where combine cannot take these rows."""
+        rows = self._native.max_rows
+        looks = strided_looks_of(x)
+        if looks is None or (looks, rows) != self._taken:
+            self._taken = None
+            self._strides = check_rows(x, self.ep_size, rows, self._geometry.output, self._device)
+            self._taken = (looks, rows)
+        return self._strides
 
     def _finalize(self, x: torch.Tensor | None, layout: ExpertMajor | None) -> None:
         if x is not None and layout is not None:
@@ -397,6 +419,11 @@ class AllToAll:
     def ep_rank(self) -> int:
         """This rank."""
         return self._comm.rank
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of this rank in the last dispatch."""
+        return self._native.num_tokens
 
     @property
     def num_stats(self) -> int:

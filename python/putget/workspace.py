@@ -468,4 +468,4 @@ def check_workspace(workspace: Workspace, comm: Communicator, device: torch.devi
 
 def current_stream(device: torch.device) -> int:
     """The cudaStream_t that torch uses now on this device; 0 on CPU."""
-    return int(torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else 0
+    return int(torch._C._cuda_getCurrentRawStream(device.index)) if device.type == "cuda" else 0
