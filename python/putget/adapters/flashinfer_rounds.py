@@ -12,12 +12,78 @@ import torch
 from putget import Payload, Received
 from putget.adapters.flashinfer_layout import METAINFO_INDEX, row_offsets, table_offsets
 from putget.adapters.rounds import Rounds, unquantised_row
+from putget.looks import kinds_of, looks_of
+from putget.moe.by_source import BySource, fill_empty
 
-_WORDS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
 _MOST_PAYLOADS = 8
+# Kinds of dispatches whose plans one layer keeps: more differ by the slots that they look at, as prefills do.
+_MOST_PLANS = 64
 _SUMMED = (torch.bfloat16, torch.float16, torch.float32)
 # The row that combine is prepared for where payloads do not say; the first combine says.
 _ANY_ROW = Payload((8,), torch.bfloat16)
+
+
+class Plan:
+    """What is the same for all dispatches of rows of some kinds.
+
+    Args:
+        weights: Which payload travels as router weights.
+        carried: Which travel as rows.
+        routed: Which is the ids by which dispatch routes.
+        filled: Which gets ``invalid`` in slots without a token.
+        invalid: An expert id.
+        places: Where each payload goes, [ep_size, rows, *]; None: it stays where it arrives.
+        combine_offset: Where rows of combine begin in the rank's part.
+    """
+
+    def __init__(
+        self,
+        weights: int | None,
+        carried: list[int],
+        routed: int | None,
+        filled: int | None,
+        invalid: int,
+        places: list[torch.Tensor] | None,
+        combine_offset: int,
+    ) -> None:
+        self.weights, self.carried, self.routed = weights, carried, routed
+        self.names = [f"input_payloads[{i}]" for i in carried]
+        self.combine_offset = combine_offset
+        self._filled, self._invalid, self._places = filled, invalid, places
+        self._flat: object = None  # the rows for which the next two were made
+        self._copy: BySource | None = None
+        self._delivered: list[torch.Tensor] = []
+
+    def deliver(self, received: Received, rows: int) -> list[torch.Tensor]:
+        """One tensor [ep_size, rows, *] for each payload. The rows' own are views that the last call has returned."""
+        if received.flat is not self._flat:
+            self._point(received, rows)
+            self._flat = received.flat
+        if self._copy is not None:
+            self._copy.run()
+        return list(self._delivered)
+
+    def _point(self, received: Received, rows: int) -> None:
+        flat = dict(zip(self.carried, received.flat.payloads, strict=True))
+        if self.weights is not None:
+            flat[self.weights] = received.flat.topk_weights
+        if self.routed is not None:
+            flat[self.routed] = received.flat.topk_ids
+        found = [flat[i] for i in range(len(flat))]
+        ep_size = received.num_tokens.numel()
+        by_rows = [tensor.view(ep_size, rows, *tensor.shape[1:]) for tensor in found]
+        counts, word = received.num_tokens, self._invalid
+        if self._places is not None:
+            self._delivered = self._places
+            self._copy = BySource(counts, found, self._places, rows, filled=self._filled, word=word)
+            return
+        self._delivered = by_rows
+        if self._filled is not None:
+            at = self._filled
+            self._delivered[at] = torch.empty_like(by_rows[at])
+            self._copy = BySource(
+                counts, [found[at]], [self._delivered[at]], rows, filled=0, word=word, in_order_of_arrival=True
+            )
 
 
 class RankRounds:
@@ -41,16 +107,15 @@ class RankRounds:
         self._tables = table_offsets(self._ep_size, rounds.max_tokens_per_rank, rounds.num_stats)
         slots = self._ep_size * rounds.max_tokens_per_rank
         self._room = (size_per_rank - self._tables[-1]) // slots  # bytes of one token's rows, both ways
-        device, capacity = rounds.shared.device, rounds.max_tokens_per_rank
-        self._slots = torch.arange(capacity, dtype=torch.int32, device=device)
-        self._filled = torch.zeros(self._ep_size, capacity, dtype=torch.bool, device=device)
-        # Made here: what is allocated after a peer's kernel has begun to wait might wait for that kernel.
-        self._zeros = {word: torch.zeros((), dtype=word, device=device) for _, word in _WORDS}
-        self._ids: dict[int, torch.Tensor] = {}  # what slots without a token get
+        self._plans: dict[object, Plan] = {}
         self.received: Received | None = None
         self.stats: torch.Tensor | None = None  # [ep_size, num_stats] int32 of the last dispatch that was given some
-        self._counts = torch.zeros(self._ep_size, dtype=torch.int32, device=device)  # rows of the last dispatch
+        self._counts = torch.zeros(
+            self._ep_size, dtype=torch.int32, device=rounds.shared.device
+        )  # of the last dispatch
         self.combine_offset = self._tables[-1]  # where rows of combine begin in the part
+        self._checked: object = None  # what the last rows for combine looked like that passed their check
+        self._row = _ANY_ROW  # of those
 
     def check(self, name: str, ids: Any) -> None:
         """Raises ValueError unless these are ids that dispatch can route by."""
@@ -88,42 +153,41 @@ class RankRounds:
             ProtocolMisuse, PeerTimeout, CapacityExceeded: As ``Rounds.dispatch``.
         """
         self.check("token_selected_experts", ids)
-        _check_number(payloads)
-        if ids_index is not None:
-            self.check("expert ids in input_payloads", payloads[ids_index])
-            if self._ids_are_routes and payloads[ids_index] is not ids:
-                raise ValueError(
-                    f"input_payloads[{ids_index}] is another tensor than token_selected_experts; with ids_are_routes "
-                    "it is the same one"
-                )
-        where = self._place(payloads, rows)
-        weights, carried, ids_travel = self._carried(payloads, ids_index)
+        kinds = kinds_of(payloads)
+        key = (kinds, rows, invalid, ids_index)
+        plan = None if kinds is None else self._plans.get(key)
+        if plan is None:
+            plan = self._plan(payloads, rows, invalid, ids_index)
+        if plan.routed is not None and payloads[plan.routed] is not ids:
+            raise ValueError(
+                f"input_payloads[{plan.routed}] is another tensor than token_selected_experts; with ids_are_routes "
+                "it is the same one"
+            )
         received = self.rounds.dispatch(
             ids,
-            None if weights is None else payloads[weights],
-            [payloads[i] for i in carried],
-            names=[f"input_payloads[{i}]" for i in carried],
+            None if plan.weights is None else payloads[plan.weights],
+            [payloads[i] for i in plan.carried],
+            names=plan.names,
             max_rows=rows,
             stats=stats,
         )
+        if len(self._plans) >= _MOST_PLANS:
+            self._plans.clear()
+        self._plans[key] = plan
         self.stats = None if stats is None else received.stats
         self.received, self._counts = received, received.num_tokens
-        flat = dict(zip(carried, received.flat.payloads, strict=True))
-        if weights is not None:
-            flat[weights] = received.flat.topk_weights
-        if not ids_travel and ids_index is not None:
-            flat[ids_index] = received.flat.topk_ids
-        found = [flat[i] for i in range(len(payloads))]
-        if where is None:
-            if ids_index is not None and (ids_travel or invalid != -1):
-                found[ids_index] = self._with_invalid(found[ids_index], rows, invalid)
-            return [tensor.view(self._ep_size, rows, *tensor.shape[1:]) for tensor in found]
-        offsets, self.combine_offset = where
-        is_row = self._is_row(rows)
-        return [
-            self._by_source(tensor, rows, offset, is_row, invalid if index == ids_index else None)
-            for index, (tensor, offset) in enumerate(zip(found, offsets, strict=True))
-        ]
+        self.combine_offset = plan.combine_offset
+        return plan.deliver(received, rows)
+
+    def _plan(self, payloads: Sequence[Any], rows: int, invalid: int, ids_index: int | None) -> Plan:
+        """What is the same for all dispatches of such rows; raises as ``dispatch``."""
+        _check_number(payloads)
+        if ids_index is not None:
+            self.check("expert ids in input_payloads", payloads[ids_index])
+        places, combine_offset = self._places(payloads, rows)
+        weights, carried, routed = self._carried(payloads, ids_index)
+        fills_ids = ids_index is not None and (routed is None or invalid != -1 or places is not None)
+        return Plan(weights, carried, routed, ids_index if fills_ids else None, invalid, places, combine_offset)
 
     def prepare(self, ids: torch.Tensor, payloads: Sequence[Any]) -> None:
         """Makes what a dispatch of such rows needs. Collective at the first call.
@@ -137,8 +201,8 @@ class RankRounds:
         names = [f"input_payloads[{i}]" for i in carried]
         self.rounds.prepare(ids, None, [payloads[i] for i in carried], names=names)
 
-    def _carried(self, payloads: Sequence[Any], ids_index: int | None) -> tuple[int | None, list[int], bool]:
-        """Which payload travels as router weights, which travel as rows, and whether the expert ids are among those.
+    def _carried(self, payloads: Sequence[Any], ids_index: int | None) -> tuple[int | None, list[int], int | None]:
+        """Which payload travels as router weights, which travel as rows, and which comes with the routes.
 
         Ids by which dispatch routes come with each row anyway, and slots without a token have -1 then. Ranks have to
         decide alike, so callers say it: some route a dummy row on ranks without tokens, whose payload says "no expert".
@@ -150,11 +214,7 @@ class RankRounds:
             carried, weights, routed = list(range(len(payloads))), None, None
         if self.rounds.output is None:
             self.rounds.output = _row_of(payloads, self._room)
-        return weights, carried, routed is None
-
-    def _is_row(self, rows: int) -> torch.Tensor:
-        """[ep_size, rows, 1] bool: whether a slot of the last dispatch has a token."""
-        return torch.lt(self._slots[:rows], self._counts[:, None], out=self._filled[:, :rows])[:, :, None]
+        return weights, carried, routed
 
     def sanitize(self, ids: Any, invalid: int) -> None:
         """Writes an id into the slots without a token of what dispatch returned.
@@ -167,46 +227,31 @@ class RankRounds:
         if not isinstance(ids, torch.Tensor) or tuple(ids.shape[:2]) != lead or ids.dtype != torch.int32:
             came = f"{list(ids.shape)} {ids.dtype}" if isinstance(ids, torch.Tensor) else type(ids).__name__
             raise ValueError(f"expert_ids: {came} came, expected [{lead[0]}, {lead[1]}, top_k] torch.int32")
-        torch.where(self._is_row(rows), ids, self._id(invalid), out=ids)
+        whole = ids.contiguous()
+        fill_empty(self._counts, whole, rows, invalid)
+        if whole is not ids:
+            ids.copy_(whole)
 
-    def _id(self, invalid: int) -> torch.Tensor:
-        if invalid not in self._ids:
-            self._ids[invalid] = torch.full((), invalid, dtype=torch.int32, device=self.rounds.shared.device)
-        return self._ids[invalid]
+    def _places(self, payloads: Sequence[Any], rows: int) -> tuple[list[torch.Tensor] | None, int]:
+        """Where the rows of each payload go in the part, by source rank, and where those of combine begin in it.
 
-    def _place(self, payloads: Sequence[Any], rows: int) -> tuple[list[int], int] | None:
-        """Where the rows of each payload go in the part, and where those of combine begin."""
-        if self._part is None:
-            return None
+        None: they stay where they arrive.
+        """
         tensors = [payload for payload in payloads if isinstance(payload, torch.Tensor) and payload.dim()]
-        if len(tensors) < len(payloads):
-            return None  # refused by whoever names it
+        if self._part is None or len(tensors) < len(payloads):  # such a payload is refused by a check that names it
+            return None, self._tables[-1]
         offsets, end = row_offsets(self._tables[-1], self._ep_size * rows, tensors)
         if end > self._part.numel():
             raise ValueError(
                 f"the workspace has {self._part.numel()} bytes a rank, needed are {end} for {rows} rows of each of "
                 f"{self._ep_size} ranks"
             )
-        return offsets, end
-
-    def _with_invalid(self, flat: torch.Tensor, rows: int, invalid: int) -> torch.Tensor:
-        """Ids as they lie, with this one in slots without a token."""
-        is_row = (self._slots[:rows, None] < self._counts).view(-1, 1)
-        return torch.where(is_row, flat, self._id(invalid))
-
-    def _by_source(
-        self, flat: torch.Tensor, rows: int, offset: int, is_row: torch.Tensor, invalid: int | None
-    ) -> torch.Tensor:
-        """Copies rows into the part, by source rank."""
-        assert self._part is not None
-        row_bytes = math.prod(flat.shape[1:]) * flat.element_size()
-        place = self._part[offset : offset + self._ep_size * rows * row_bytes]
-        alike = math.gcd(row_bytes, place.data_ptr())
-        word = next(dtype for size, dtype in _WORDS if alike % size == 0) if invalid is None else torch.int32
-        filling = self._zeros[word] if invalid is None else self._id(invalid)
-        source = flat.view(rows, self._ep_size, -1).view(torch.uint8).view(word).transpose(0, 1)
-        torch.where(is_row, source, filling, out=place.view(word).view(self._ep_size, rows, -1))
-        return place.view(flat.dtype).view(self._ep_size, rows, *flat.shape[1:])
+        places = []
+        for tensor, offset in zip(tensors, offsets, strict=True):
+            shape = (self._ep_size, rows, *tensor.shape[1:])
+            place = self._part[offset : offset + math.prod(shape) * tensor.element_size()]
+            places.append(place.view(tensor.dtype).view(shape))
+        return places, end
 
     def combine(self, payload: Any, rows: int, *, low_precision: bool, out: torch.Tensor | None = None) -> torch.Tensor:
         """Gets rows back and sums them. Rows of another kind than the last combine's take a round more, the first time.
@@ -224,15 +269,20 @@ class RankRounds:
         """
         rounds = self.rounds
         rounds.require_open("combine")
-        flat = self._check_rows(payload, rows)
-        row = Payload(tuple(flat.shape[1:]), flat.dtype)
-        num_tokens = rounds.all_to_all.target_ranks.shape[0]
-        check_output(out, (num_tokens, *flat.shape[1:]), flat.dtype, flat.device)
+        call = (looks_of((payload,)), rows, rounds.max_rows)
+        if call[0] is None or call != self._checked:
+            self._checked = None
+            flat = self._check_rows(payload, rows)
+            self._row = Payload(tuple(flat.shape[1:]), flat.dtype)
+            self._checked = call
+        row = self._row
+        if out is not None:
+            check_output(out, (rounds.all_to_all.num_tokens, *row.shape), row.dtype, payload.device)
         if not rounds.takes(row, low_precision):
             if self._part is None:
-                flat = flat.clone()  # it may lie where peers write in the round that follows
+                payload = payload.clone()  # it may lie where peers write in the round that follows
             rounds.reopen(rounds.routes(), row, max_rows=rows, low_precision=low_precision)
-        combined = rounds.combine(flat, name="payload", out=out, by_source=self._part is not None)
+        combined = rounds.combine(payload, name="payload", out=out, by_source=self._part is not None)
         self.received = self.stats = None
         return combined
 

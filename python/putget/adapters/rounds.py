@@ -11,6 +11,7 @@ import torch
 from putget import AllToAll, Payload, ProtocolMisuse, PutgetError, Received
 from putget.adapters.placement import Table
 from putget.adapters.shared import Recipe, SharedWorkspace, combine_dtype_of
+from putget.looks import looks_of
 
 # Element types with two values a byte.
 _PACKED = {torch.uint8, getattr(torch, "float4_e2m1fn_x2", torch.uint8)}
@@ -104,6 +105,11 @@ class Rounds:
         self._zeros: torch.Tensor | None = None
         self._finish: Callable[[], None] | None = None  # of a start half
         self._kept: object = None  # tensors between the halves
+        self._taken: object = None  # what the last rows for combine looked like that passed their check
+        self._taken_shape = torch.Size()
+        self._begun: object = None  # what the last dispatch looked like that passed its checks
+        self._begun_to: Table | None = None  # the table of experts of that dispatch
+        self._begun_on: AllToAll | None = None
 
     @property
     def is_open(self) -> bool:
@@ -252,6 +258,20 @@ class Rounds:
     ) -> tuple[AllToAll, torch.Tensor]:
         """Checks what is dispatched; the all-to-all for it, and weights."""
         self.require_closed()
+        looks = looks_of((topk_ids, *payloads))
+        setting = (self._by_rank, self.output, self.combine_dtype, self.shared.closings)
+        begun = (looks, setting)
+        if looks is None or begun != self._begun or self._begun_to is not self.expert_to_rank:
+            self._begun = None
+            self._begun_on, self._next_combined = self._all_to_all_for(topk_ids, payloads, names)
+            self._begun, self._begun_to = begun, self.expert_to_rank
+        assert self._begun_on is not None
+        return self._begun_on, self._zero_weights(topk_ids.shape[0]) if topk_weights is None else topk_weights
+
+    def _all_to_all_for(
+        self, topk_ids: torch.Tensor, payloads: Sequence[torch.Tensor], names: Sequence[str]
+    ) -> tuple[AllToAll, Payload]:
+        """The all-to-all, and the row that its combine takes; raises ValueError where an argument is wrong."""
         num_tokens = topk_ids.shape[0] if isinstance(topk_ids, torch.Tensor) and topk_ids.dim() == 2 else -1
         if num_tokens < 0:
             raise ValueError(f"expert ids: expected a tensor [num_tokens, {self.top_k}]")
@@ -276,8 +296,7 @@ class Rounds:
                 0 if self._by_rank else self.num_stats,
             )
         )
-        self._next_combined = output
-        return a2a, self._zero_weights(num_tokens) if topk_weights is None else topk_weights
+        return a2a, output
 
     def _opened(self, a2a: AllToAll, max_rows: int | None) -> None:
         self._all_to_all = a2a
@@ -333,18 +352,19 @@ class Rounds:
         """
         self.require_open("combine")
         a2a = self.all_to_all
-        taken = None if rows is None else self._as_flat(rows, name)
-        if taken is not None and by_source:
-            taken = taken.view(self.shared.comm.size, self.max_rows, *taken.shape[1:])
-        with self._lost_on_error():
+        taken = None if rows is None else self._as_taken(rows, name, by_source)
+        try:
             combined = a2a.combine(taken, out=out, addend=addend)
+        except PutgetError:
+            self.shared.open_round = None  # the round is lost; after set_active_ranks the next one may begin
+            raise
         self.shared.open_round = None
         return combined
 
     def combine_start(self, rows: torch.Tensor | None, *, name: str) -> None:
         """The first half of ``combine``: see there, and ``AllToAll.combine_start``."""
         self.require_open("combine")
-        flat = None if rows is None else self._as_flat(rows, name)
+        flat = None if rows is None else self._as_taken(rows, name, by_source=False)
         with self._lost_on_error():
             self.all_to_all.combine_start(flat)
 
@@ -400,6 +420,18 @@ class Rounds:
                 self.max_tokens_per_rank, self.top_k, dtype=torch.float32, device=self.shared.device
             )
         return self._zeros[:num_tokens]
+
+    def _as_taken(self, rows: Any, name: str, by_source: bool) -> torch.Tensor:
+        """The rows in the shape by which combine takes them."""
+        call = (looks_of((rows,)), by_source, self.max_rows, self._combined)
+        if call[0] is None or call != self._taken:
+            self._taken = None
+            flat = self._as_flat(rows, name)
+            lead = (self.shared.comm.size, self.max_rows) if by_source else flat.shape[:1]
+            self._taken_shape = torch.Size((*lead, *flat.shape[1:]))
+            self._taken = call
+        taken: torch.Tensor = rows if rows.shape == self._taken_shape else rows.view(self._taken_shape)
+        return taken
 
     def _as_flat(self, rows: Any, name: str) -> torch.Tensor:
         expected = self.combine_input()

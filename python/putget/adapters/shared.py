@@ -131,6 +131,7 @@ class SharedWorkspace:
         self._warmup_timeout_s = warmup_timeout_s
         self._arguments = dict(arguments or {})
         self._objects: dict[Recipe, AllToAll] = {}
+        self.closings = 0  # how often what was made on it has been freed
         self._suspended = self._is_closed = False
         self._workspace: Workspace | None = self._make()
         self._local: torch.Tensor | None = None
@@ -293,6 +294,7 @@ class SharedWorkspace:
                 a2a.close()
             except PutgetError as error:
                 failures.append(error)
+        self.closings += 1
         self._is_closed = True
         workspace, self._workspace = self._workspace, None
         if workspace is not None:
