@@ -241,7 +241,7 @@ class NativeObject:
     def _stream(self) -> int:
         if not self._on_gpu:
             return 0
-        stream = current_stream(self._device)
+        stream: int = torch._C._cuda_getCurrentRawStream(self._device.index)
         comm = self._workspace.comm
         group = comm._local_group
         if group is not None and not torch.cuda.is_current_stream_capturing():

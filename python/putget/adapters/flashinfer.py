@@ -168,6 +168,8 @@ class MoeAlltoAll:
             num_stats=eplb_stats_num_experts,
         )
         self._part = self._shared.local_rows(workspace_size_per_rank) if self.by_source else None
+        self._asked: object = None  # for which combine payload in the part
+        self._place = torch.empty(0)  # that one
         self._rank = RankRounds(self._rounds, self._part, workspace_size_per_rank, ids_are_routes=self.ids_are_routes)
 
     @staticmethod
@@ -294,9 +296,10 @@ class MoeAlltoAll:
             raise ValueError("invalid_token_expert_id is given, expert_id_payload_index is None: expected an index")
         if ids_index is not None and not 0 <= ids_index < len(payloads):
             raise ValueError(f"expert_id_payload_index is {ids_index}, there are {len(payloads)} input_payloads")
-        active = self._active(active_rank_mask)
-        self._rounds.require_closed()
-        self._shared.set_active_ranks(active)
+        if active_rank_mask is not None or self.enable_rank_mask:
+            active = self._active(active_rank_mask)
+            self._rounds.require_closed()
+            self._shared.set_active_ranks(active)
         invalid = -1 if invalid_token_expert_id is None else invalid_token_expert_id
         return self._rank.dispatch(
             token_selected_experts, payloads, rows_each, invalid=invalid, ids_index=ids_index, stats=eplb_local_stats
@@ -315,11 +318,16 @@ class MoeAlltoAll:
             rows = self._rounds.combine_input(runtime_max_tokens_per_rank, Payload((hidden_size,), dtype))
             return rows.view(self.ep_size, runtime_max_tokens_per_rank, hidden_size)
         self._rounds.require_open("the combine input")
-        self._check_runtime_max(runtime_max_tokens_per_rank)
         begin = self._rank.combine_offset
+        asked = (runtime_max_tokens_per_rank, hidden_size, dtype, begin)
+        if asked == self._asked:
+            return self._place
+        self._check_runtime_max(runtime_max_tokens_per_rank)
         end = begin + self.ep_size * runtime_max_tokens_per_rank * hidden_size * dtype.itemsize
         shape = [self.ep_size, runtime_max_tokens_per_rank]
-        return flashinfer_layout.moe_a2a_wrap_payload_tensor_in_workspace(self._part, shape, begin, end, dtype)
+        place = flashinfer_layout.moe_a2a_wrap_payload_tensor_in_workspace(self._part, shape, begin, end, dtype)
+        self._asked, self._place = asked, place
+        return place
 
     def combine(
         self,
@@ -361,7 +369,8 @@ class MoeAlltoAll:
         require_supported(output_scales=(output_scales, None), output_scalar_scale=(output_scalar_scale, 1.0))
         self._rounds.require_open("combine")
         rows_each = self._check_runtime_max(runtime_max_tokens_per_rank)
-        if self._active(active_rank_mask) != self._shared.active_ranks:
+        is_masked = active_rank_mask is not None or self.enable_rank_mask
+        if is_masked and self._active(active_rank_mask) != self._shared.active_ranks:
             raise ValueError("active_rank_mask is another one than that of the dispatch")
         if isinstance(payload, torch.Tensor):
             self._check_kind(payload, output_dtype)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -50,40 +51,39 @@ class Plan:
         self.names = [f"input_payloads[{i}]" for i in carried]
         self.combine_offset = combine_offset
         self._filled, self._invalid, self._places = filled, invalid, places
-        self._flat: object = None  # the rows for which the next two were made
-        self._copy: BySource | None = None
-        self._delivered: list[torch.Tensor] = []
+        self._flat: weakref.ref[object] | None = None  # the rows for which the next two were made
+        self._made: list[tuple[BySource | None, list[torch.Tensor]]] = []
 
     def deliver(self, received: Received, rows: int) -> list[torch.Tensor]:
-        """One tensor [ep_size, rows, *] for each payload. The rows' own are views that the last call has returned."""
-        if received.flat is not self._flat:
-            self._point(received, rows)
-            self._flat = received.flat
-        if self._copy is not None:
-            self._copy.run()
-        return list(self._delivered)
+        """One tensor [ep_size, rows, *] for each payload."""
+        flat = received.flat
+        if self._flat is None or self._flat() is not flat:
+            self._made = made = [self._point(received, rows)]
+            # They show the workspace, whose memory goes when it is closed.
+            self._flat = weakref.ref(flat, lambda _: made.clear())
+        ((copy, delivered),) = self._made
+        if copy is not None:
+            copy.run()
+        return list(delivered)
 
-    def _point(self, received: Received, rows: int) -> None:
+    def _point(self, received: Received, rows: int) -> tuple[BySource | None, list[torch.Tensor]]:
+        """What brings the rows there, and the tensors that are delivered."""
         flat = dict(zip(self.carried, received.flat.payloads, strict=True))
         if self.weights is not None:
             flat[self.weights] = received.flat.topk_weights
         if self.routed is not None:
             flat[self.routed] = received.flat.topk_ids
         found = [flat[i] for i in range(len(flat))]
-        ep_size = received.num_tokens.numel()
-        by_rows = [tensor.view(ep_size, rows, *tensor.shape[1:]) for tensor in found]
         counts, word = received.num_tokens, self._invalid
         if self._places is not None:
-            self._delivered = self._places
-            self._copy = BySource(counts, found, self._places, rows, filled=self._filled, word=word)
-            return
-        self._delivered = by_rows
-        if self._filled is not None:
-            at = self._filled
-            self._delivered[at] = torch.empty_like(by_rows[at])
-            self._copy = BySource(
-                counts, [found[at]], [self._delivered[at]], rows, filled=0, word=word, in_order_of_arrival=True
-            )
+            return BySource(counts, found, self._places, rows, filled=self._filled, word=word), self._places
+        delivered = [tensor.view(counts.numel(), rows, *tensor.shape[1:]) for tensor in found]
+        if self._filled is None:
+            return None, delivered
+        at = self._filled
+        delivered[at] = torch.empty_like(delivered[at])
+        copy = BySource(counts, [found[at]], [delivered[at]], rows, filled=0, word=word, in_order_of_arrival=True)
+        return copy, delivered
 
 
 class RankRounds:
@@ -108,6 +108,8 @@ class RankRounds:
         slots = self._ep_size * rounds.max_tokens_per_rank
         self._room = (size_per_rank - self._tables[-1]) // slots  # bytes of one token's rows, both ways
         self._plans: dict[object, Plan] = {}
+        self._called: object = None  # what the last dispatch looked like
+        self._planned: Plan  # for it
         self.received: Received | None = None
         self.stats: torch.Tensor | None = None  # [ep_size, num_stats] int32 of the last dispatch that was given some
         self._counts = torch.zeros(
@@ -153,11 +155,12 @@ class RankRounds:
             ProtocolMisuse, PeerTimeout, CapacityExceeded: As ``Rounds.dispatch``.
         """
         self.check("token_selected_experts", ids)
-        kinds = kinds_of(payloads)
-        key = (kinds, rows, invalid, ids_index)
-        plan = None if kinds is None else self._plans.get(key)
-        if plan is None:
-            plan = self._plan(payloads, rows, invalid, ids_index)
+        looks = looks_of(payloads)
+        call = (looks, rows, invalid, ids_index)
+        if looks is None or call != self._called:
+            self._called = None
+            self._planned = self._plan_for(payloads, rows, invalid, ids_index)
+        plan = self._planned
         if plan.routed is not None and payloads[plan.routed] is not ids:
             raise ValueError(
                 f"input_payloads[{plan.routed}] is another tensor than token_selected_experts; with ids_are_routes "
@@ -171,16 +174,24 @@ class RankRounds:
             max_rows=rows,
             stats=stats,
         )
-        if len(self._plans) >= _MOST_PLANS:
-            self._plans.clear()
-        self._plans[key] = plan
+        self._called = call
         self.stats = None if stats is None else received.stats
         self.received, self._counts = received, received.num_tokens
         self.combine_offset = plan.combine_offset
         return plan.deliver(received, rows)
 
-    def _plan(self, payloads: Sequence[Any], rows: int, invalid: int, ids_index: int | None) -> Plan:
+    def _plan_for(self, payloads: Sequence[Any], rows: int, invalid: int, ids_index: int | None) -> Plan:
         """What is the same for all dispatches of such rows; raises as ``dispatch``."""
+        key = (kinds_of(payloads), rows, invalid, ids_index)
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = self._plan(payloads, rows, invalid, ids_index)
+            if len(self._plans) >= _MOST_PLANS:
+                self._plans.clear()
+            self._plans[key] = plan
+        return plan
+
+    def _plan(self, payloads: Sequence[Any], rows: int, invalid: int, ids_index: int | None) -> Plan:
         _check_number(payloads)
         if ids_index is not None:
             self.check("expert ids in input_payloads", payloads[ids_index])
@@ -264,11 +275,9 @@ class RankRounds:
 
         Raises:
             ValueError: An argument is wrong; nothing has happened on any rank.
-            ProtocolMisuse: No dispatch came before.
             PeerTimeout: As ``AllToAll.combine``.
         """
         rounds = self.rounds
-        rounds.require_open("combine")
         call = (looks_of((payload,)), rows, rounds.max_rows)
         if call[0] is None or call != self._checked:
             self._checked = None
