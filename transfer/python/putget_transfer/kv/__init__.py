@@ -6,6 +6,7 @@ Method: section 4 of "RDMA Point-to-Point Communication for LLM Systems". The na
 
 import putget_transfer._native  # noqa: F401 - makes the compiled part below known
 from putget_transfer.kv._cache import KvCache, Layer
+from putget_transfer.kv._directory import Directory, DirectoryClient, Entry, Member
 from putget_transfer.kv._native import (
     Cache,
     Decoder,
@@ -24,9 +25,13 @@ from putget_transfer.kv._regions import Region
 __all__ = [
     "Cache",
     "Decoder",
+    "Directory",
+    "DirectoryClient",
+    "Entry",
     "Geometry",
     "KvCache",
     "Layer",
+    "Member",
     "Plan",
     "Prefiller",
     "Receive",

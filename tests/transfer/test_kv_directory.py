@@ -1,0 +1,189 @@
+"""The directory: members join, drain, change roles, leave, are lost and come back, and nobody starts again for it."""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+import math
+import random
+import resource
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+pytest.importorskip(
+    "putget_transfer._native", reason="putget_transfer is not built: it needs cargo (see `make transfer`)"
+)
+import putget_transfer as pt
+from putget_transfer import kv
+
+WAIT_S = 60.0
+LONG_S = 600.0
+SHORT_S = 2.0
+SOURCE = bytes(range(256)) * 32
+JOINS = 1000
+
+
+class Place:
+    """Engines of one simulated network."""
+
+    def __init__(self) -> None:
+        self.network = pt.SimNetwork(3)
+        self.engines: list[pt.Engine] = []
+
+    def engine(self) -> pt.Engine:
+        builder = pt.Engine.builder().group(pt.DeviceGroup.sim(self.network, 1)).readmit("lost")
+        self.engines.append(builder.heartbeat(0.2, 1.5).build())
+        return self.engines[-1]
+
+    def client(self, directory: kv.Directory) -> kv.DirectoryClient:
+        return kv.DirectoryClient(self.engine(), directory.address)
+
+
+@pytest.fixture
+def place() -> Iterator[Place]:
+    place = Place()
+    yield place
+    for engine in place.engines:
+        engine.close()
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def names(entries: list[kv.Entry]) -> list[str]:
+    return [entry.name for entry in entries]
+
+
+def test_members_join_change_roles_drain_and_leave(place: Place) -> None:
+    directory = kv.Directory(place.engine(), timeout_s=LONG_S)
+    prefill, decode = place.client(directory), place.client(directory)
+    assert decode.entries() == []
+    one = prefill.join("p0", "prefill", source=SOURCE, load=2)
+    two = prefill.join("p1", "prefill", load=1)
+    decode.join("d0", "decode")
+    # Those with the lowest load come first.
+    assert names(decode.entries("prefill")) == ["p1", "p0"]
+    assert decode.entries("prefill")[1].source == SOURCE
+    assert names(directory.entries()) == ["d0", "p1", "p0"]
+    two.update(load=9)
+    until(lambda: names(decode.entries("prefill")) == ["p0", "p1"])
+    one.update(draining=True)
+    until(lambda: names(decode.entries("prefill")) == ["p1", "p0"])
+    assert decode.entries("prefill")[1].draining
+    two.update(role="decode")
+    until(lambda: names(prefill.entries("decode")) == ["d0", "p1"])
+    with one:
+        pass
+    until(lambda: names(prefill.entries()) == ["d0", "p1"])
+
+
+def test_a_lost_member_is_forgotten_and_one_that_comes_back_is_known(place: Place) -> None:
+    directory = kv.Directory(place.engine(), timeout_s=SHORT_S)
+    client, other = place.client(directory), place.client(directory)
+    members = [client.join("p0", "prefill"), other.join("p1", "prefill")]
+    held, lost = place.engines[0].addresses()[0], place.engines[1].addresses()[0]
+    # It stays for as long as it says so.
+    until(lambda: "p0" in names(directory.entries()))
+    place.network.cut(held, lost)
+    until(lambda: names(directory.entries()) == ["p1"])
+    with pytest.raises(TimeoutError, match=r"the directory at .* has not answered"):
+        client.entries(timeout_s=0.05)
+    place.network.heal(held, lost)
+    until(lambda: names(directory.entries()) == ["p0", "p1"])
+    assert [member.refusal for member in members] == [None, None]
+
+
+def test_a_member_that_starts_again_takes_its_name_over(place: Place) -> None:
+    directory = kv.Directory(place.engine(), timeout_s=SHORT_S)
+    before, after = place.client(directory), place.client(directory)
+    old = before.join("p0", "prefill", source=b"old")
+    new = after.join("p0", "prefill", source=b"new")
+    until(lambda: old.refusal is not None)
+    assert "another member has the name 'p0'" in str(old.refusal)
+    # The old one's end does not end the new one.
+    old.leave()
+    until(lambda: [entry.source for entry in before.entries()] == [b"new"])
+    assert new.refusal is None
+
+
+def test_a_directory_that_starts_again_knows_everybody(place: Place) -> None:
+    engine = place.engine()
+    first = kv.Directory(engine, timeout_s=SHORT_S)
+    client = place.client(first)
+    client.join("p0", "prefill", source=SOURCE)
+    # As a new process at the same address would.
+    first._entries.clear()
+    until(lambda: [entry.source for entry in client.entries()] == [SOURCE])
+
+
+def test_mistakes_and_hostile_bytes_have_no_effect(place: Place, caplog: pytest.LogCaptureFixture) -> None:
+    directory = kv.Directory(place.engine(), timeout_s=LONG_S, max_members=2)
+    client = place.client(directory)
+    client.join("p0", "prefill")
+    client.join("p1", "prefill")
+    with pytest.raises(ValueError, match="'p2' came; the directory refuses it: there are 2 members"):
+        client.join("p2", "prefill")
+    for wrong in ({"name": ""}, {"role": "r" * 257}, {"source": bytes(1 << 20)}):
+        with pytest.raises(ValueError, match=f"{next(iter(wrong))}: "):
+            client.join(**{"name": "p0", "role": "prefill", **wrong})
+    with pytest.raises(ValueError, match="timeout_s: 0 came"):
+        kv.Directory(place.engines[0], timeout_s=0)
+    for address in (b"", b"{}", b"[]", b'{"address": "AA==", "pool": 1, "timeout_s": 1}'):
+        with pytest.raises(ValueError, match=r"directory: .* came"):
+            kv.DirectoryClient(place.engines[0], address)
+    to, pool = place.engines[0].main_address(), json.loads(directory.address)["pool"]
+    entry = directory.entries()[0].encode()
+    random.seed(1)
+    hostile = [random.randbytes(100), b"[" * 3000, b"7", json.dumps({"kind": "here", "answers": 1}).encode()]
+    for name, value in (
+        ("name", 7),
+        ("load", "1"),
+        ("load", math.inf),
+        ("source", "x"),
+        ("began_ns", 1.5),
+        ("role", ""),
+    ):
+        message = {"kind": "here", "answers": 5, "number": 1, "entry": {**entry, name: value}}
+        hostile.append(json.dumps(message).encode())
+    with caplog.at_level(logging.WARNING):
+        for message in hostile:
+            place.engines[1].submit_send(to, message, pool=pool).wait(WAIT_S)
+        until(lambda: sum("cannot be read" in record.message for record in caplog.records) >= len(hostile))
+    assert names(client.entries()) == ["p0", "p1"]
+    assert base64.b64decode(entry["source"]) == b""
+
+
+def test_many_members_come_and_go(place: Place) -> None:
+    directory = kv.Directory(place.engine(), timeout_s=LONG_S)
+    clients = [place.client(directory) for _ in range(8)]
+    members: dict[str, kv.Member] = {}
+    for number in range(64):
+        for role in ("prefill", "decode"):
+            name = f"{role}{number}"
+            members[name] = clients[number % 8].join(name, role, source=SOURCE)
+    assert len(clients[0].entries("prefill")) == len(clients[1].entries("decode")) == 64
+    rng, used = random.Random(7), []
+    for at in range(JOINS):
+        name = rng.choice(sorted(members))
+        role = "prefill" if at % 3 else "decode"
+        members.pop(name).leave()
+        # The new one begins on another engine, under a name that nobody had.
+        members[f"m{at}"] = rng.choice(clients).join(f"m{at}", role, source=SOURCE)
+        if at % 200 == 199:
+            until(lambda: set(names(directory.entries())) == members.keys())
+            used.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+    assert len(directory._entries) == len(members) == 128
+    assert sum(len(client._members) for client in clients) == 128
+    assert not any(client._answers for client in clients)
+    # KiB: what 800 joins and leaves have left behind.
+    assert used[-1] - used[0] < 32 << 10
+    for member in members.values():
+        member.leave()
+    until(lambda: directory.entries() == [])
