@@ -22,7 +22,7 @@ import putget
 from putget import _files
 from putget.adapters.flashinfer import MoeAlltoAll
 from putget.adapters.shared import close_shared
-from putget.adapters.vllm_mover import ExchangeRounds
+from putget.adapters.vllm.mover import ExchangeRounds
 from putget.balancer import Balancer, ExpertBlobs, ExpertExchange, HostStore, Landing, Placement
 from tests.harness import Rank, RankProcesses, fresh_ranks
 from tests.moe.dense import Dense

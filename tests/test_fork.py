@@ -16,9 +16,8 @@ import pytest
 import torch
 
 import putget
-from putget.adapters import deep_ep, deep_ep_elastic, shared
-from putget.adapters import flashinfer_functions as functions
-from putget.adapters.flashinfer import MoeAlltoAll
+from putget.adapters import deep_ep, shared
+from putget.adapters.flashinfer import MoeAlltoAll, functions
 from putget.adapters.tensorrt_llm import FourPayloadAllToAll
 from putget.balancer import Balancer, ExpertBlobs, ExpertExchange, HostStore, Landing, Placement
 from putget.moe import ExpertParallelMoE
@@ -188,7 +187,7 @@ def test_adapters_are_refused(comm: putget.Communicator) -> None:
     x, ids = torch.ones(1, 128, dtype=torch.bfloat16), IDS.long()
     flashinfer = MoeAlltoAll(SimpleNamespace(moe_ep_size=1, moe_ep_rank=0), 4, 1, 2, hidden_size=128, comm=comm, **CPU)
     tensorrt_llm = FourPayloadAllToAll(comm, 2, 1, 4, hidden_size=128, **CPU)
-    buffer, elastic = deep_ep.Buffer(comm, **CPU), deep_ep_elastic.ElasticBuffer(comm, **CPU)
+    buffer, elastic = deep_ep.Buffer(comm, **CPU), deep_ep.ElasticBuffer(comm, **CPU)
     low = buffer.low_latency_dispatch(x, ids, 4, 2, use_fp8=False)
     hook = buffer.low_latency_dispatch(x, ids, 4, 2, use_fp8=False, return_recv_hook=True)[-1]
     size = functions.moe_a2a_get_workspace_size_per_rank(1, 4, 512, 512)

@@ -13,7 +13,7 @@ from putget import AllToAll, Payload, reference
 from putget.adapters import shared
 from putget.adapters.deep_ep import Buffer
 from tests.adapters.layer import Layer, same_bits
-from tests.adapters.test_tensorrt_llm import four_payload
+from tests.adapters.tensorrt_llm.test_tensorrt_llm import four_payload
 from tests.harness import Rank, run_ranks
 
 LAYER = Layer(num_tokens=(3, 0, 8), num_experts=6, top_k=2)

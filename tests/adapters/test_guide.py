@@ -139,13 +139,13 @@ def for_flashinfer(_: Rank) -> tuple[str, list[str]]:
     sys.modules["flashinfer.moe_ep"] = moe_ep
     names: dict[str, Any] = {}
     exec(block_with("moe_a2a_get_workspace_size_per_rank"), names)
-    exec(block_with("flashinfer_moe_ep.register()"), names)
+    exec(block_with("moe_ep.register()"), names)
     return names["MoeAlltoAll"].__module__, list(registered)
 
 
 def test_blocks_for_flashinfer_run() -> None:
     with fresh_ranks(1) as ranks:
-        assert ranks.call(for_flashinfer) == {0: ("putget.adapters.flashinfer", ["putget"])}
+        assert ranks.call(for_flashinfer) == {0: ("putget.adapters.flashinfer.moe_alltoall", ["putget"])}
 
 
 def test_versions_are_the_pinned_ones() -> None:

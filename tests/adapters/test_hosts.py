@@ -14,17 +14,15 @@ import putget
 from putget import _meeting
 from putget.adapters import shared, vllm
 from putget.balancer import ExpertBlobs, ExpertExchange, Landing
-from tests.adapters import (
-    test_deep_ep,
-    test_flashinfer,
-    test_sglang,
-    test_sglang_backend,
-    test_tensorrt_llm,
-    test_vllm,
-    vllm_engine,
-)
+from tests.adapters.deep_ep import test_buffer as test_deep_ep
+from tests.adapters.flashinfer import test_moe_alltoall as test_flashinfer
 from tests.adapters.layer import Layer, same_bits
+from tests.adapters.sglang import test_backend as test_sglang_backend
+from tests.adapters.sglang import test_sglang
+from tests.adapters.tensorrt_llm import test_tensorrt_llm
 from tests.adapters.upstream import require_entry_point, upstream
+from tests.adapters.vllm import engine as vllm_engine
+from tests.adapters.vllm import test_vllm
 from tests.harness import Rank, RankError, fresh_ranks
 from tests.harness.processes import RankProcesses
 

@@ -12,12 +12,15 @@ import torch
 from putget import Payload
 from putget.adapters import deep_ep, flashinfer, placement, rounds, shared
 from putget.adapters.tensorrt_llm import FourPayloadAllToAll
-from tests.adapters import test_flashinfer_moe_ep, test_sglang, test_tensorrt_llm, test_vllm
+from tests.adapters.flashinfer import test_moe_ep
 from tests.adapters.layer import Layer, same_bits
-from tests.adapters.sglang_engine import VERSIONS
-from tests.adapters.sglang_engine import load as load_sglang
+from tests.adapters.sglang import test_sglang
+from tests.adapters.sglang.engine import VERSIONS
+from tests.adapters.sglang.engine import load as load_sglang
+from tests.adapters.tensorrt_llm import test_tensorrt_llm
 from tests.adapters.upstream import upstream
-from tests.adapters.vllm_engine import load as load_vllm
+from tests.adapters.vllm import test_vllm
+from tests.adapters.vllm.engine import load as load_vllm
 from tests.harness import Rank, RankError, fresh_ranks, run_ranks
 
 SIZES = [(10, 3), (60, 8), (256, 72), (8, 4), (3, 5), (1, 1)]
@@ -102,7 +105,7 @@ def test_uneven_flashinfer(layer: Layer) -> None:
 def test_moe_ep_refuses(layer: Layer) -> None:
     root = upstream("flashinfer")
     with fresh_ranks(layer.ep_size) as ranks, pytest.raises(RankError, match=f"num_experts .{layer.num_experts}. div"):
-        ranks.call(test_flashinfer_moe_ep.play, root, [layer])
+        ranks.call(test_moe_ep.play, root, [layer])
 
 
 def through_vllm(rank: Rank, root: Any, layers: list[Layer]) -> list[torch.Tensor]:

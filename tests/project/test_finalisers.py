@@ -124,7 +124,8 @@ import faulthandler, gc, sys, threading, warnings
 import torch
 import putget
 from types import SimpleNamespace
-from putget.adapters import deep_ep, flashinfer, flashinfer_functions as functions
+from putget.adapters import deep_ep, flashinfer
+from putget.adapters.flashinfer import functions
 from putget.balancer import ExpertBlobs, HostStore, Landing
 
 warnings.simplefilter("ignore")

@@ -1,0 +1,113 @@
+"""The communication stream of DeepEP's ``Buffer``: what its calls wait for, and who waits for them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from putget.adapters.deep_ep.rounds import EventOverlap
+
+
+def check_order(previous_event: EventOverlap | None, async_finish: bool, allocate_on_comm_stream: bool) -> None:
+    """Raises ValueError where DeepEP's rule is broken: who allocates on the stream says when it begins and ends."""
+    if allocate_on_comm_stream and (previous_event is None or not async_finish):
+        raise ValueError(
+            f"allocate_on_comm_stream is True with previous_event {previous_event} and async_finish {async_finish}, "
+            "expected an event and True: else the current stream could not know when memory is free"
+        )
+
+
+class Turn:
+    """One call on the communication stream.
+
+    Attributes:
+        event: Its end, where async_finish asked for it.
+    """
+
+    def __init__(self, streams: tuple[Any, ...]) -> None:
+        self._streams = streams
+        self.event = EventOverlap()
+
+    def share(self, *things: Any) -> None:
+        """Tensors, or sequences of them, that both streams use: none is given to another before both are done."""
+        for thing in things:
+            if isinstance(thing, torch.Tensor):
+                for stream in self._streams:
+                    thing.record_stream(stream)
+            elif isinstance(thing, tuple | list):
+                self.share(*thing)
+
+
+class CommStream:
+    """A stream of a buffer's own, on which its calls run; on the CPU they run where they stand.
+
+    Args:
+        device: Where the rows live.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: Any = None
+
+    @property
+    def stream(self) -> Any:
+        """The ``torch.cuda.Stream``; None on the CPU."""
+        if self._stream is None and self._device.type == "cuda":
+            self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        return self._stream
+
+    def join(self) -> None:
+        """The current stream waits for all calls so far."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+    @contextlib.contextmanager
+    def turn(
+        self, previous_event: EventOverlap | None, async_finish: bool, allocate_on_comm_stream: bool = False
+    ) -> Iterator[Turn]:
+        """What is enqueued inside of ``with`` runs on the stream, and what it allocates belongs to it.
+
+        Args:
+            previous_event: What it waits for; None: all that the current stream has been given.
+            async_finish: The current stream does not wait for it: the turn's event is for that.
+            allocate_on_comm_stream: Said for the caller's sake; memory is always that of the stream.
+
+        Raises:
+            ValueError: See ``check_order``.
+        """
+        check_order(previous_event, async_finish, allocate_on_comm_stream)
+        stream = self.stream
+        if stream is None:
+            yield Turn(())
+            return
+        current = torch.cuda.current_stream(self._device)
+        if previous_event is not None and previous_event.event is not None:
+            stream.wait_event(previous_event.event)
+        else:
+            stream.wait_stream(current)
+        turn = Turn((stream, current))
+        with torch.cuda.stream(stream):
+            yield turn
+        if async_finish:
+            turn.event.event = stream.record_event()
+        else:
+            current.wait_stream(stream)
+
+    @contextlib.contextmanager
+    def turn_or_here(self, here: bool, async_finish: bool) -> Iterator[Turn]:
+        """The same; or on the current stream, behind all that has run on this one: a call with a hook.
+
+        Raises:
+            ValueError: Both are asked for.
+        """
+        if not here:
+            with self.turn(None, async_finish) as turn:
+                yield turn
+            return
+        if async_finish:
+            raise ValueError("return_recv_hook and async_finish are both True, expected one: the hook is what waits")
+        self.join()
+        yield Turn(() if self._stream is None else (self._stream, torch.cuda.current_stream(self._device)))
