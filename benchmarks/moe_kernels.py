@@ -26,8 +26,8 @@ import torch
 
 import putget
 from putget import moe, reference_moe
-from putget._geometry import Geometry
-from putget.expert_major import ExpertMajor, FlatRows, Grouper
+from putget.core.expert_major import ExpertMajor, FlatRows, Grouper
+from putget.core.geometry import Geometry
 from putget_bench import environment
 
 HIDDEN, SCALES, INTERMEDIATE, TOP_K, LOCAL, NUM_EXPERTS = 7168, 56, 2048, 8, 2, 256

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _coalescing_manager
 
 from putget import Payload
-from putget._geometry import Geometry
-from putget.expert_major import ExpertMajor, FlatRows, Grouper
+from putget.core.expert_major import ExpertMajor, FlatRows, Grouper
+from putget.core.geometry import Geometry
 from putget.moe import ExpertParallelMoE
 from putget.moe.streams import Beside
 from putget_bench.launch import Emit

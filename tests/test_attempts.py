@@ -19,11 +19,11 @@ import pytest
 import torch
 
 import putget
-from putget import _files
 from putget.adapters.flashinfer import MoeAlltoAll
 from putget.adapters.shared import close_shared
 from putget.adapters.vllm.mover import ExchangeRounds
 from putget.balancer import Balancer, ExpertBlobs, ExpertExchange, HostStore, Landing, Placement
+from putget.group import files
 from tests.harness import Rank, RankProcesses, fresh_ranks
 from tests.moe.dense import Dense
 from tests.moe.layers import make_layer
@@ -341,7 +341,7 @@ def test_files_that_run_out_on_the_way_are_missed_by_name() -> None:
 
 
 def ask_nothing(_: Rank) -> None:
-    _files.require_left = lambda *_: None
+    files.require_left = lambda *_: None
 
 
 def test_a_rank_that_waits_logs_where_it_is_and_for_whom(caplog: pytest.LogCaptureFixture) -> None:

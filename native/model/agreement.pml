@@ -1,4 +1,4 @@
-/* The agreement of `set_active_ranks` (docs/protocol.md, *Agreement*; python/putget/_agreement.py), for SPIN.
+/* The agreement of `set_active_ranks` (docs/protocol.md, *Agreement*; python/putget/group/agreement.py), for SPIN.
  *
  * Every rank runs the loop that an engine may write: it tries all ranks, drops those that the attempt missed, and tries
  * again, until it serves. A rank that serves while a member of its group does not has a fault in its next round, and

@@ -2,8 +2,8 @@
 
 from putget._version import __version__
 from putget.alltoall import AllToAll
-from putget.communicator import Communicator
-from putget.domains import Network
+from putget.core.expert_major import ExpertMajor, ExpertMajorMemory, FlatRows
+from putget.core.received import Received
 from putget.errors import (
     BackendUnavailable,
     CapacityExceeded,
@@ -16,12 +16,12 @@ from putget.errors import (
     PutgetError,
     QuorumLost,
 )
-from putget.expert_major import ExpertMajor, ExpertMajorMemory, FlatRows
+from putget.group.communicator import Communicator
+from putget.group.domains import Network
+from putget.memory.workspace import Workspace
 from putget.options import ChosenLaunch, Launch, Tuning
 from putget.payload import Payload
-from putget.received import Received
 from putget.sizing import workspace_bytes
-from putget.workspace import Workspace
 
 __all__ = [
     "AllToAll",

@@ -17,18 +17,18 @@ from putget._arguments import (
     describe_table,
     refuse_removed,
 )
-from putget._geometry import Beside, Geometry, default_expert_to_rank
-from putget._object import NativeObject
-from putget._overlap import check_no_grad
-from putget._rounds import Rounds
-from putget.communicator import Communicator, collective
+from putget.core.expert_major import ExpertMajor, ExpertMajorMemory
+from putget.core.geometry import Beside, Geometry, default_expert_to_rank
+from putget.core.native_object import NativeObject
+from putget.core.overlap import check_no_grad
+from putget.core.received import Received
+from putget.core.rounds import Rounds
 from putget.errors import InvalidExpertIds
-from putget.expert_major import ExpertMajor, ExpertMajorMemory
+from putget.group.communicator import Communicator, collective
 from putget.looks import looks_of, strided_looks_of
+from putget.memory.workspace import Workspace, check_seconds, check_workspace, resolve_device
 from putget.options import ChosenLaunch, Tuning, check_tuning
 from putget.payload import Payload
-from putget.received import Received
-from putget.workspace import Workspace, check_seconds, check_workspace, resolve_device
 
 
 class AllToAll:

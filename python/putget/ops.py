@@ -21,8 +21,8 @@ from torch import Tensor
 
 from putget._arguments import check_int
 from putget.alltoall import AllToAll
+from putget.core.expert_major import FlatRows
 from putget.errors import ProtocolMisuse
-from putget.expert_major import FlatRows
 
 _IDS, _WEIGHTS = -1, -2  # which rows `received` copies, besides those of payload 0, 1, ...
 

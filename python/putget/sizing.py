@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from putget._geometry import Geometry
+from putget.core.geometry import Geometry
 from putget.payload import Payload
 
 

@@ -17,7 +17,7 @@ import torch
 import putget
 from putget import hardware
 from putget.balancer import host_settings
-from putget.domains import ENGINE_PROVIDERS, why_not
+from putget.group.domains import ENGINE_PROVIDERS, why_not
 from putget_bench import environment
 
 SCHEMA = "putget.doctor/1"

@@ -37,7 +37,7 @@ def _add_ranks(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_bench(parser: argparse.ArgumentParser) -> None:
-    from putget.domains import GROUP_PROVIDERS, HOST_PROVIDERS
+    from putget.group.domains import GROUP_PROVIDERS, HOST_PROVIDERS
     from putget_bench import settings
 
     parser.description = (

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import putget
-from putget import _meeting
 from putget.adapters import shared, vllm
 from putget.balancer import ExpertBlobs, ExpertExchange, Landing
+from putget.group import meeting
 from tests.adapters.deep_ep import test_buffer as test_deep_ep
 from tests.adapters.flashinfer import test_moe_alltoall as test_flashinfer
 from tests.adapters.layer import Layer, same_bits
@@ -41,7 +41,7 @@ def four() -> Iterator[RankProcesses]:
 
 def on_two_hosts(rank: Rank, body: Callable[..., Any], *args: Any) -> Any:
     """A body: another one, as if every two ranks had a host of their own."""
-    _meeting.host_identity = lambda: f"host {rank.rank // 2}"
+    meeting.host_identity = lambda: f"host {rank.rank // 2}"
     comm = shared.communicator_of()
     assert comm.domains == ((0, 1), (2, 3))
     found = body(Rank(rank.rank, rank.size, rank.device, _comm=comm), *args)

@@ -20,7 +20,7 @@ from tests.harness import Rank, run_ranks
 from tests.harness.cases import Case, Round
 from tests.harness.compare import check_case, check_round, play, play_round, require_same
 from tests.harness.domains import World, in_domains, network, play_many, ragged, ragged_case
-from tests.test_workspace import LAYERS, bytes_of, play_layers
+from tests.memory.test_workspace import LAYERS, bytes_of, play_layers
 
 # Ranks and the size of a domain; the last domain of five ranks is smaller than the first.
 WORLDS = [(4, 2), (8, 2), (8, 4), (5, 3), (8, 1)]

@@ -14,7 +14,7 @@ from tests.harness import Rank, run_ranks
 from tests.harness.cases import Case
 from tests.harness.compare import check_round, play_round
 from tests.harness.domains import Masks, World, check_masks, come_and_go, in_domains, network, only, ragged
-from tests.test_workspace import bytes_of
+from tests.memory.test_workspace import bytes_of
 
 
 def shared_then_changed(rank: Rank, case: Case, masks: list[tuple[bool, ...]], meeting: threading.Barrier) -> list[Any]:

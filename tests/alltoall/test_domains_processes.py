@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import putget
-from putget import _meeting, _networks
+from putget.group import meeting, networks
 from tests.harness import Rank, run_ranks
 from tests.harness.cases import Case, Round
 from tests.harness.compare import check_case, play
@@ -81,7 +81,7 @@ def test_a_silent_rank_is_named(provider: str) -> None:
 
 def on_hosts(rank: Rank, size: int, provider: str, case: Case) -> Any:
     """A body: as if every block of ``size`` ranks had a host of its own."""
-    _meeting.host_identity = lambda: f"host {rank.rank // size}"
+    meeting.host_identity = lambda: f"host {rank.rank // size}"
     with putget.Communicator(network=putget.Network(provider)) as comm:
         assert comm.domains == tuple(tuple(range(at, min(at + size, rank.size))) for at in range(0, rank.size, size))
         return play(Rank(rank.rank, rank.size, rank.device, _comm=comm), case)
@@ -108,8 +108,8 @@ def test_each_host_is_a_domain(five: RankProcesses) -> None:
 
 def without_a_network(rank: Rank, clusters: list[str]) -> tuple[tuple[int, ...], ...]:
     """A body: a communicator of four ranks on two hosts, whose GPUs are in these clusters."""
-    _meeting.host_identity = lambda: f"host {rank.rank // 2}"
-    _meeting._clusters = lambda: [clusters[rank.rank]]
+    meeting.host_identity = lambda: f"host {rank.rank // 2}"
+    meeting._clusters = lambda: [clusters[rank.rank]]
     with putget.Communicator() as comm:
         return comm.domains
 
@@ -129,7 +129,7 @@ def test_hosts_are_domains_unless_they_are_one_nvlink_cluster(
 
 
 def split_domain(rank: Rank) -> str:
-    _meeting.host_identity = lambda: f"host {rank.rank // 2}"
+    meeting.host_identity = lambda: f"host {rank.rank // 2}"
     with pytest.raises(ValueError) as raised:
         putget.Communicator(network=putget.Network("tcp", domain_size=3))
     return str(raised.value)
@@ -293,18 +293,18 @@ def test_networks_that_cannot_be_are_named_on_all_ranks(name: str) -> None:
 
 def without_engine(rank: Rank) -> str:
     """A body: rank 1 does not find the package."""
-    found = _networks.engine_library
+    found = networks.engine_library
 
     def missing() -> str:
         raise putget.BackendUnavailable("a network between processes needs the package putget_transfer: not here")
 
     if rank.rank == 1:
-        _networks.engine_library = missing
+        networks.engine_library = missing
     try:
         with pytest.raises(putget.BackendUnavailable) as raised:
             putget.Communicator(network=TWO)
     finally:
-        _networks.engine_library = found
+        networks.engine_library = found
     return str(raised.value)
 
 

@@ -15,7 +15,7 @@ import torch
 
 import putget
 from putget import _abi
-from putget._geometry import Beside
+from putget.core.geometry import Beside
 from tests.harness import Rank, run_ranks
 from tests.harness.cases import Case, Round
 from tests.harness.compare import Outcome, check_round, play_round

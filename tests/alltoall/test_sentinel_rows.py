@@ -15,7 +15,7 @@ from tests.alltoall.test_wire import FP8, WIRES, Wire, case_of, check_all, wire_
 from tests.harness import Rank, run_ranks
 from tests.harness.cases import APART, COMBINE, DISPATCH, SENTINEL, Case, Round
 from tests.harness.compare import Outcome, check_case, check_round, play_on, play_round
-from tests.test_workspace import bytes_of
+from tests.memory.test_workspace import bytes_of
 
 ENDINGS = ("zero_copy", "zero_copy_flat", "flat", "strided", "transposed")
 HALVES = tuple(itertools.product((0, DISPATCH, COMBINE, DISPATCH + COMBINE), repeat=3))

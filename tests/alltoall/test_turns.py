@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from putget._turns import Turns
+from putget.memory.turns import Turns
 
 CPU = torch.device("cpu")
 

@@ -16,7 +16,7 @@ from putget.reference import quantised
 from tests.harness import Rank, run_ranks
 from tests.harness.cases import COMBINE, DISPATCH, Case, Round
 from tests.harness.compare import Outcome, check_case, check_round, play, play_on
-from tests.test_workspace import bytes_of, join_later, play_layers
+from tests.memory.test_workspace import bytes_of, join_later, play_layers
 
 FP8 = torch.float8_e4m3fn
 BY_RULE, APART = None, False

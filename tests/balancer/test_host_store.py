@@ -16,9 +16,9 @@ import pytest
 import torch
 
 import putget
-from putget import _host_memory
 from putget.balancer import ExpertBlobs, HostStore, host_settings
 from putget.balancer.store_layout import RECORD_BYTES, StoreLayout
+from putget.memory import host_memory
 from tests.harness import Rank, RankError, fresh_ranks, run_ranks
 
 EXPERTS, LAYERS, RANKS = 10, 3, 4
@@ -327,14 +327,14 @@ def test_ranks_that_want_other_stores_hear_of_it() -> None:
 def too_large(rank: Rank) -> str:
     """A body: a cgroup has room for less than all parts, though for each of them."""
     room = StoreLayout.of(SIZES, EXPERTS, rank.size, host_settings().huge_page_bytes).part_bytes(0)
-    limit = _host_memory.Limit("0:1", "the memory.max of a test", 100 * room, 2 * room - 1)
-    own = _host_memory.limits
-    _host_memory.limits = lambda: [*own(), limit]  # type: ignore[assignment]
+    limit = host_memory.Limit("0:1", "the memory.max of a test", 100 * room, 2 * room - 1)
+    own = host_memory.limits
+    host_memory.limits = lambda: [*own(), limit]  # type: ignore[assignment]
     try:
         with pytest.raises(MemoryError) as caught:
             HostStore(rank.comm, SIZES, EXPERTS, timeout_s=30.0)
     finally:
-        _host_memory.limits = own
+        host_memory.limits = own
     assert mapped() == 0
     return str(caught.value)
 

@@ -14,9 +14,9 @@ def each_rank_on_a_host() -> None:
     """Has putget take each rank of this process's engine for one of a host of its own."""
     import torch
 
-    from putget import _meeting
+    from putget.group import meeting
 
-    _meeting.host_identity = lambda: f"host {torch.distributed.get_rank()}"
+    meeting.host_identity = lambda: f"host {torch.distributed.get_rank()}"
 
 
 def free_port() -> int:

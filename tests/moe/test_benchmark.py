@@ -19,7 +19,7 @@ def test_results_are_checked_without_a_gpu() -> None:
 def test_a_wrong_result_ends_the_benchmark() -> None:
     program = (
         "import sys, runpy, torch\n"
-        "from putget.expert_major import Grouper\n"
+        "from putget.core.expert_major import Grouper\n"
         "Grouper.finalize = lambda self, rows, layout, out=None: None\n"
         "sys.argv = ['x', '--device', 'cpu', '--tokens', '2', '--ep_sizes', '4']\n"
         f"runpy.run_path({str(SCRIPT)!r}, run_name='__main__')\n"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import putget
-from putget import _networks
+from putget.group import networks
 from tests.protocol.tags import ROOT
 
 HEADER = ROOT / "transfer" / "python" / "putget_transfer" / "include" / "putget_transfer.h"
@@ -24,9 +24,9 @@ def version() -> int:
 
 def refused(monkeypatch: pytest.MonkeyPatch, path: Path) -> str:
     """What an engine in this file comes to."""
-    monkeypatch.setattr(_networks, "engine_library", lambda: str(path))
+    monkeypatch.setattr(networks, "engine_library", lambda: str(path))
     with pytest.raises(putget.BackendUnavailable) as raised:
-        _networks.EngineNetwork(0, 2, "tcp", ("127.0.0.1",), b"secret")
+        networks.EngineNetwork(0, 2, "tcp", ("127.0.0.1",), b"secret")
     return str(raised.value)
 
 
@@ -64,7 +64,7 @@ def test_a_package_that_is_not_installed() -> None:
         "import sys\n"
         "sys.modules['putget_transfer'] = None\n"
         "import putget\n"
-        "from putget._networks import EngineNetwork\n"
+        "from putget.group.networks import EngineNetwork\n"
         "try:\n"
         "    EngineNetwork(0, 2, 'tcp', (), b'secret')\n"
         "except putget.BackendUnavailable as error:\n"
@@ -85,4 +85,4 @@ def test_a_package_that_is_not_installed() -> None:
 def test_networks_that_are_not_there(provider: str, nics: tuple[str, ...], words: str) -> None:
     pytest.importorskip("putget_transfer._native", reason="putget_transfer is not built: see `make transfer`")
     with pytest.raises((putget.PutgetError, ValueError), match=words):
-        _networks.EngineNetwork(0, 2, provider, nics, b"secret")
+        networks.EngineNetwork(0, 2, provider, nics, b"secret")

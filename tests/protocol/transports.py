@@ -9,7 +9,7 @@ from ctypes import POINTER, c_char_p, c_int, c_int32, c_uint8, c_uint32, c_uint6
 from typing import Any
 
 from putget import _abi
-from putget._networks import EngineNetwork, LocalNetwork, NativeNetwork
+from putget.group.networks import EngineNetwork, LocalNetwork, NativeNetwork
 
 OK, INVALID, FULL, LOST, SYSTEM = range(5)
 LONG_S = 60.0

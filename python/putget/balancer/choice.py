@@ -11,7 +11,7 @@ from torch import Tensor
 from putget import _abi, _abi_balancer
 from putget._arguments import as_count, as_kind, check_tensor, shown
 from putget.balancer.placement import Placement
-from putget.workspace import current_stream, resolve_device
+from putget.memory.workspace import current_stream, resolve_device
 
 CHOICES = _abi_balancer.CHOICES
 BY_PAIR = CHOICES[:3]

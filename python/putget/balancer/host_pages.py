@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from putget import _abi, _abi_balancer, _host_memory
+from putget import _abi, _abi_balancer
 from putget.balancer import numa
+from putget.memory import host_memory
 
 _ROOT = Path("/")
 _THP = "sys/kernel/mm/transparent_hugepage"
@@ -55,7 +56,7 @@ def host_settings(root: Path = _ROOT) -> HostSettings:
         root: where /proc and /sys are.
     """
     chosen = re.search(r"\[(\w+)\]", _text(root / _THP / "shmem_enabled"))
-    tightest = min(_host_memory.limits(root), key=lambda limit: limit.free, default=None)
+    tightest = min(host_memory.limits(root), key=lambda limit: limit.free, default=None)
     return HostSettings(
         huge_page_bytes=huge_page_bytes(root),
         shared_huge_pages=chosen.group(1) if chosen else "",

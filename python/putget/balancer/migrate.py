@@ -14,9 +14,9 @@ from putget import _abi, _abi_balancer
 from putget._arguments import as_count, check_int, shown
 from putget.balancer.blobs import ExpertBlobs
 from putget.balancer.gathering import LandingTables, LoadGathering
-from putget.communicator import Communicator, collective
 from putget.errors import PutgetError
-from putget.workspace import Workspace, check_seconds, current_stream, resolve_device
+from putget.group.communicator import Communicator, collective
+from putget.memory.workspace import Workspace, check_seconds, current_stream, resolve_device
 
 MOST_SMS = 1024  # of a kernel that moves or takes
 MOVERS = ("kernel", "thread")

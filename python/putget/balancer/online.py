@@ -25,9 +25,9 @@ from putget.balancer.planner import rebalance
 from putget.balancer.recovery import recover, said_by_all
 from putget.balancer.schedule import Batch, batches
 from putget.balancer.store import HostStore
-from putget.communicator import Communicator, collective
 from putget.errors import PutgetError
-from putget.workspace import check_seconds, resolve_device
+from putget.group.communicator import Communicator, collective
+from putget.memory.workspace import check_seconds, resolve_device
 
 Loads: TypeAlias = NDArray[np.float64]
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from putget import _abi_balancer
 from putget._arguments import as_name, as_path, check_int, check_tensor
-from putget.workspace import resolve_device
+from putget.memory.workspace import resolve_device
 
 Record = Callable[[Tensor, Tensor | None], None]
 

@@ -10,8 +10,8 @@ import numpy as np
 from putget.balancer.blobs import ExpertBlobs
 from putget.balancer.placement import Ints, Placement
 from putget.balancer.store import HostStore
-from putget.communicator import Communicator
 from putget.errors import PutgetError
+from putget.group.communicator import Communicator
 
 
 def recover(

@@ -12,17 +12,19 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from putget import _files, _fork, _host_memory
+from putget import _fork
 from putget._arguments import check_int
-from putget._mesh import Disagreement
 from putget.balancer import numa
 from putget.balancer.blobs import ExpertBlobs
 from putget.balancer.host_pages import Pages, huge_page_bytes, make_descriptor
 from putget.balancer.store_layout import RECORD_BYTES, StoreLayout
 from putget.balancer.store_report import HostStoreReport, report_of
-from putget.communicator import Communicator, collective
 from putget.errors import PutgetError
-from putget.workspace import check_seconds, resolve_device
+from putget.group import files
+from putget.group.communicator import Communicator, collective
+from putget.group.mesh import Disagreement
+from putget.memory import host_memory
+from putget.memory.workspace import check_seconds, resolve_device
 
 _EMPTY, _BEING_SAVED, _SAVED = range(3)  # the first word of a record; then checksum and rank of the writer
 _MOST_THREADS = 64
@@ -93,7 +95,7 @@ class HostStore:
         self.expert_bytes = self._layout.expert_bytes
         self.num_experts = num_experts
         self.num_bytes = sum(map(self._layout.part_bytes, range(comm.size)))
-        _files.require_left(comm.rank, _files.needed_for_shares(comm.size))
+        files.require_left(comm.rank, files.needed_for_shares(comm.size))
         self._agree(comm, timeout_s)
         self._parts = self._map(comm, node, timeout_s)
         self._bytes: list[Tensor | None] = [None if part is None else part.bytes() for part in self._parts]
@@ -118,7 +120,7 @@ class HostStore:
             MemoryError: There is not enough.
         """
         layout = self._layout
-        limits = _host_memory.limits()  # before any rank takes its part
+        limits = host_memory.limits()  # before any rank takes its part
         message = {
             "expert_bytes": list(layout.expert_bytes),
             "num_experts": layout.num_experts,

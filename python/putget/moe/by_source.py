@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from putget import _abi
-from putget.workspace import current_stream
+from putget.memory.workspace import current_stream
 
 
 class BySource:

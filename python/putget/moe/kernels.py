@@ -22,9 +22,9 @@ import torch
 
 from putget import _abi
 from putget._arguments import check_apart, check_int, check_row_bytes, check_tensor
-from putget._geometry import OUTPUT_TYPES
-from putget.expert_major import ExpertMajor
-from putget.workspace import current_stream
+from putget.core.expert_major import ExpertMajor
+from putget.core.geometry import OUTPUT_TYPES
+from putget.memory.workspace import current_stream
 
 ValidRows: TypeAlias = torch.Tensor | ExpertMajor | tuple[torch.Tensor, torch.Tensor] | None
 

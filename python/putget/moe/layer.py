@@ -15,9 +15,10 @@ from putget.alltoall import AllToAll
 from putget.balancer import BalancedLayer, ExpertBlobs, Placement
 from putget.balancer.gathering import LoadGathering
 from putget.balancer.recorder import Record
-from putget.communicator import Communicator, collective
+from putget.core.expert_major import ExpertMajor, ExpertMajorMemory
 from putget.errors import PutgetError
-from putget.expert_major import ExpertMajor, ExpertMajorMemory
+from putget.group.communicator import Communicator, collective
+from putget.memory.workspace import resolve_device
 from putget.moe.experts import GATES, Bf16Experts, Fp8Experts, Gate
 from putget.moe.loading import DenseState, load_networks, load_router
 from putget.moe.lost import LayerMetrics, LostExperts
@@ -27,7 +28,6 @@ from putget.moe.shared_experts import SharedExperts
 from putget.moe.streams import Beside
 from putget.moe.traced import LayerOperator
 from putget.payload import Payload
-from putget.workspace import resolve_device
 
 # From so many tokens on, shared experts fill the SMs by themselves. Experts that began beside them would have some of
 # their tiles wait for SMs while the others are done.

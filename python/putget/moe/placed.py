@@ -11,7 +11,7 @@ import torch
 
 from putget._arguments import check_int
 from putget.balancer import Placement, ReplicaChoice
-from putget.communicator import Communicator
+from putget.group.communicator import Communicator
 
 
 class PlacedExperts:

@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from putget._files import require_descriptors
-from putget._handshake import Listener, Meeting, host_identity
-from putget._mesh import Deadline, Mesh, logger
-from putget._networks import EngineNetwork, NativeNetwork
-from putget.domains import Network, join_options
 from putget.errors import BackendUnavailable, PutgetError
+from putget.group.domains import Network, join_options
+from putget.group.files import require_descriptors
+from putget.group.handshake import Listener, Meeting, host_identity
+from putget.group.mesh import Deadline, Mesh, logger
+from putget.group.networks import EngineNetwork, NativeNetwork
 from putget.hardware import gpus
 
 _CONNECT_TIMEOUT_S = 60.0

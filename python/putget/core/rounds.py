@@ -6,12 +6,12 @@ import weakref
 
 import torch
 
-from putget._geometry import Geometry
-from putget._object import NativeObject
+from putget.core.expert_major import ExpertMajor, ExpertMajorMemory, Grouper
+from putget.core.geometry import Geometry
+from putget.core.native_object import NativeObject
+from putget.core.received import Received, combine_input_view, received_views
 from putget.errors import ProtocolMisuse
-from putget.expert_major import ExpertMajor, ExpertMajorMemory, Grouper
-from putget.received import Received, combine_input_view, received_views
-from putget.workspace import Workspace
+from putget.memory.workspace import Workspace
 
 
 class Rounds:

@@ -11,14 +11,16 @@ from typing import Any, Protocol, TypedDict
 
 import torch
 
-from putget import _abi, _files, _host_memory, hardware
-from putget._agreement import SHARING, STARTING, Attempt
+from putget import _abi, hardware
 from putget._arguments import check_int
-from putget._memory import Memory, close_share, decode_share, encode_share
-from putget._mesh import Deadline, Disagreement, logger
-from putget._turns import Turns
-from putget.communicator import Communicator, collective
 from putget.errors import BackendUnavailable, PeerLeft, PeerTimeout, ProtocolMisuse, PutgetError, QuorumLost
+from putget.group import files
+from putget.group.agreement import SHARING, STARTING, Attempt
+from putget.group.communicator import Communicator, collective
+from putget.group.mesh import Deadline, Disagreement, logger
+from putget.memory import host_memory
+from putget.memory.native_memory import Memory, close_share, decode_share, encode_share
+from putget.memory.turns import Turns
 
 
 def resolve_device(device: str | torch.device) -> torch.device:
@@ -117,7 +119,7 @@ class Workspace:
         self._comm = comm
         self._check(num_bytes, timeout_s, warmup_timeout_s)
         self.device = resolve_device(device)
-        _files.require_left(comm.rank, _files.needed_for_shares(len(comm.near_ranks)))
+        files.require_left(comm.rank, files.needed_for_shares(len(comm.near_ranks)))
         self.num_bytes = num_bytes
         self.timeout_s = float(timeout_s)
         self.warmup_timeout_s = float(warmup_timeout_s)
@@ -154,7 +156,7 @@ class Workspace:
             gpu = hardware.gpus()[self.device.index]
             cluster = f"{gpu.cluster_uuid}/{gpu.clique}" if gpu.fabric and gpu.cluster_uuid else ""
         comm = self._comm
-        room = _host_memory.limits() if self.device.type == "cpu" else []  # before any rank takes its part
+        room = host_memory.limits() if self.device.type == "cpu" else []  # before any rank takes its part
         bounds = [limit.identity for limit in room]
         messages = comm._mesh.exchange(
             "workspace",
@@ -183,7 +185,7 @@ class Workspace:
         sharing = Counter(bounds)
         for message in messages.values():
             sharing.update(message.fields["bounds"])
-        _host_memory.require_room(self.num_bytes, room, sharing)
+        host_memory.require_room(self.num_bytes, room, sharing)
         return one_cluster and not comm._mesh.one_host
 
     def _meet(self, epoch: int, timeout_s: float, phase: str, attempt: Attempt | None = None) -> None:
@@ -287,8 +289,8 @@ class Workspace:
         members = [rank for rank, is_active in enumerate(wanted) if is_active]
         near = len(set(members).intersection(comm.near_ranks))
         shares = max(1, sum(part.num_shares for part in self.across))  # of the workspace, then of all parts at once
-        files = _files.needed_for_shares(near, shares)
-        with comm._agreement.attempt(self.number, members, memory.epoch(), timeout_s, files) as attempt:
+        needed = files.needed_for_shares(near, shares)
+        with comm._agreement.attempt(self.number, members, memory.epoch(), timeout_s, needed) as attempt:
             self._apart = "set_active_ranks failed"
             self._active = wanted
             for part in self.across:

@@ -16,9 +16,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from putget import _files
-from putget._mesh import Deadline, Mesh, error_of, farewell
 from putget.errors import PeerLeft, PeerTimeout
+from putget.group import files as descriptors
+from putget.group.mesh import Deadline, Mesh, error_of, farewell
 
 _ANSWER_S = 3.0  # in which a rank that lives says whom it misses, at most half of the deadline: also on a busy host
 _PATIENCE_S = 1.0  # with a wish that differs: its rank may be about to give up
@@ -220,7 +220,7 @@ class Attempt:
             "members": self._members,
             "epoch": self.epoch,
             "step_at": mesh.number,
-            "files": [_files.left(), self._files],
+            "files": [descriptors.left(), self._files],
             "given_up": sorted(agreement.given_up - set(self._members)),
             "answers": sorted(agreement.answers - set(self._members)),
         }
@@ -236,7 +236,7 @@ class Attempt:
         """All members raise alike where one may not open the files that it needs: nothing has changed yet."""
         for rank, (left, needed) in sorted(files.items()):
             if left < needed:
-                error = _files.lacking(rank, left, needed)
+                error = descriptors.lacking(rank, left, needed)
                 self.heard = farewell(rank, "set_active_ranks", error)
                 raise error if rank == self._mesh.rank else error_of(self.heard, self._mesh.rank, "set_active_ranks")
 

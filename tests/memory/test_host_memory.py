@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import putget
-from putget import _host_memory
+from putget.memory import host_memory
 from tests.harness import Rank, run_ranks
 
 GIB = 1 << 30
@@ -28,7 +28,7 @@ def found(root: Path) -> list[tuple[str, int, int]]:
     """(where, most, free) of every bound, in GiB."""
     return [
         (limit.name.removeprefix(f"{root}/"), limit.most // GIB, limit.free // GIB)
-        for limit in _host_memory.limits(root)
+        for limit in host_memory.limits(root)
     ]
 
 
@@ -37,7 +37,7 @@ HOST = ("this host (MemTotal and SwapTotal of /proc/meminfo)", 34, 17)
 
 def test_the_host_alone(tmp_path: Path) -> None:
     assert found(tree(tmp_path, {})) == [HOST]
-    assert _host_memory.limits(tmp_path / "nothing") == []
+    assert host_memory.limits(tmp_path / "nothing") == []
 
 
 def test_every_cgroup_of_version_2_around_the_process(tmp_path: Path) -> None:
@@ -81,16 +81,16 @@ def test_a_cgroup_of_version_1(tmp_path: Path) -> None:
 
 
 def test_ranks_that_share_a_bound_are_counted_together() -> None:
-    bounds = [_host_memory.Limit("a", "a host", 8 * GIB, 4 * GIB), _host_memory.Limit("b", "a group", GIB, GIB)]
-    _host_memory.require_room(GIB, bounds, {"a": 4})
+    bounds = [host_memory.Limit("a", "a host", 8 * GIB, 4 * GIB), host_memory.Limit("b", "a group", GIB, GIB)]
+    host_memory.require_room(GIB, bounds, {"a": 4})
     with pytest.raises(putget.PutgetError, match="num_bytes") as caught:
-        _host_memory.require_room(GIB, bounds, {"a": 5})
+        host_memory.require_room(GIB, bounds, {"a": 5})
     assert str(caught.value) == (
         f"num_bytes: the workspace wants {5 * GIB} bytes of shared memory, {GIB} for each of 5 ranks; free are "
         f"{4 * GIB} of the {8 * GIB} bytes of a host"
     )
     with pytest.raises(putget.PutgetError, match=f"wants {GIB + 1} bytes of shared memory; free are {GIB} of"):
-        _host_memory.require_room(GIB + 1, bounds, {})
+        host_memory.require_room(GIB + 1, bounds, {})
 
 
 def want_too_much(rank: Rank, free: int) -> list[str]:
@@ -109,7 +109,7 @@ def want_too_much(rank: Rank, free: int) -> list[str]:
 
 @pytest.mark.parametrize("mode", ["process", "thread"])
 def test_a_workspace_larger_than_memory_is_an_error(mode: str) -> None:
-    host = _host_memory.limits()[0]
+    host = host_memory.limits()[0]
     for said in run_ranks(2, want_too_much, host.free, mode=mode):
         assert len(said) == 2
         for words in said:

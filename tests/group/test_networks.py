@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import putget
-from putget._networks import NativeNetwork
+from putget.group.networks import NativeNetwork
 from tests.harness import Rank, run_ranks
 
 

@@ -10,10 +10,10 @@ import torch
 
 from putget import _abi
 from putget._arguments import check_apart, check_int, check_tensor
-from putget._geometry import OUTPUT_TYPES, Geometry
+from putget.core.geometry import OUTPUT_TYPES, Geometry
 from putget.errors import ProtocolMisuse
+from putget.memory.workspace import current_stream
 from putget.payload import Payload
-from putget.workspace import current_stream
 
 MAX_ALIGNMENT = 4096  # rows
 

@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 
 from putget import _abi, hardware
-from putget._agreement import Agreement
-from putget._files import require_descriptors
-from putget._meeting import meet
-from putget._mesh import Disagreement, Mesh
-from putget._networks import NativeNetwork
-from putget.domains import Network, check_group, check_local, join_local
 from putget.errors import PutgetError
+from putget.group.agreement import Agreement
+from putget.group.domains import Network, check_group, check_local, join_local
+from putget.group.files import require_descriptors
+from putget.group.meeting import meet
+from putget.group.mesh import Disagreement, Mesh
+from putget.group.networks import NativeNetwork
 
 _Result = TypeVar("_Result")
 _Init = TypeVar("_Init", bound=Callable[..., None])

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-from putget import _abi, _fork, _host_memory, _signals
+from putget import _abi, _fork
 from putget.errors import CapacityExceeded, PeerTimeout, ProtocolMisuse, PutgetError
+from putget.memory import host_memory, signals
 
 # CUDA memories that nobody needs any more. The garbage collector may find them in the middle of a graph capture, where
 # waiting for the device, which freeing implies, would spoil the capture: then they stay here for a while.
@@ -70,7 +71,7 @@ class Memory:
         if device.type == "cuda":
             _free(device, None)
         else:
-            _signals.listen()
+            signals.listen()
         memory_config = _abi.MemoryConfig(
             device=_abi.DEVICE_CUDA if device.type == "cuda" else _abi.DEVICE_CPU,
             ordinal=device.index or 0,
@@ -129,7 +130,7 @@ class Memory:
             PutgetError: There is none.
         """
         if self.device.type == "cpu":
-            _host_memory.require_room(self.num_bytes, _host_memory.limits(), {})
+            host_memory.require_room(self.num_bytes, host_memory.limits(), {})
         _abi.call("putget_memory_renew", self.handle)
 
     def start(self, epoch: int, active: Sequence[bool]) -> None:

@@ -24,9 +24,9 @@ from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any, NoReturn
 
-from putget._mesh import Deadline
-from putget._reach import own_address
 from putget.errors import PeerTimeout, PutgetError
+from putget.group.mesh import Deadline
+from putget.group.reach import own_address
 
 _RANK = struct.Struct("!I")
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
@@ -86,6 +86,7 @@ class Listener:
         return {"name": own_address() or socket.gethostname(), "port": address[1], "secret": self.secret}
 
     def close(self) -> None:
+        """Closes the listening socket."""
         self.sock.close()
 
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from putget._agreement import Agreement, Attempt
-from putget._mesh import Mesh
-from putget._peers import Peer
 from putget.errors import PeerTimeout
+from putget.group.agreement import Agreement, Attempt
+from putget.group.mesh import Mesh
+from putget.group.peers import Peer
 
 OWN = 1
 PEERS = (0, 2, 3)

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import torch
 
 from putget import _abi
-from putget._geometry import Geometry
-from putget._memory import Memory
+from putget.core.geometry import Geometry
+from putget.memory.native_memory import Memory
 
 
 class Span:

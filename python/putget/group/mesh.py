@@ -20,10 +20,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from putget import _files, _fork
-from putget._peers import Message, Peer
-from putget._shield import shielded
+from putget import _fork
 from putget.errors import BackendUnavailable, PeerLeft, PeerTimeout, PutgetError
+from putget.group import files
+from putget.group.peers import Message, Peer
+from putget.group.shield import shielded
 
 _LOOK_AGAIN_S = 0.25  # between looks at what only time decides
 _DRAIN_S = 1.0  # behind a deadline, for what has arrived but was not read
@@ -154,7 +155,7 @@ class Mesh:
             try:
                 return body()
             except BaseException as error:
-                self.leave(error if self._has_heard() else _files.named(error, self.rank))
+                self.leave(error if self._has_heard() else files.named(error, self.rank))
                 raise
         try:
             attempt = self.begin(what, members)
@@ -165,7 +166,7 @@ class Mesh:
             self._left_late.clear()
             return result
         except BaseException as error:
-            named = error if self._has_heard() else _files.named(error, self.rank)
+            named = error if self._has_heard() else files.named(error, self.rank)
             self.leave(named)
             if named is error:
                 raise
@@ -326,7 +327,7 @@ class Mesh:
             )
         if message.lacking:
             needed = len(message.descriptors) + message.lacking
-            raise _files.lacking(self.rank, len(message.descriptors), needed)
+            raise files.lacking(self.rank, len(message.descriptors), needed)
 
     def _drop_stale(self, peer: int, number: int) -> None:
         """Forgets a peer's messages of attempts before this number."""

@@ -7,13 +7,14 @@ from collections.abc import Sequence
 
 import torch
 
-from putget import _abi, _files
-from putget._agreement import CONNECTING, RUNNING, Attempt
-from putget._memory import Memory, close_share, decode_share, encode_share
-from putget._peers import Message
+from putget import _abi
 from putget.errors import PutgetError
+from putget.group import files
+from putget.group.agreement import CONNECTING, RUNNING, Attempt
+from putget.group.peers import Message
+from putget.memory.native_memory import Memory, close_share, decode_share, encode_share
+from putget.memory.workspace import Workspace, stage_of
 from putget.options import Wire
-from putget.workspace import Workspace, stage_of
 
 _NUMBERS = 64  # of workspaces in a generation, and of generations
 _CARD_BYTES = 1024
@@ -53,7 +54,7 @@ class Nodes:
         self._network = comm.network  # outlives the object
         self._device = workspace.memory.device
         self.name = comm.numbers  # of the object; the same on all ranks
-        _files.require_left(comm.rank, _files.needed_for_shares(len(comm.near_ranks), self.num_shares))
+        files.require_left(comm.rank, files.needed_for_shares(len(comm.near_ranks), self.num_shares))
         workspace.memory.epoch()  # waits for the device: rounds are counted from there on, on all ranks alike
         self.join(workspace, [self], range(comm.size), None)
 

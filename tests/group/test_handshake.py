@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 import putget
-from putget import _meeting
-from putget._handshake import Listener, Meeting
-from putget._mesh import Deadline
+from putget.group import meeting
+from putget.group.handshake import Listener, Meeting
+from putget.group.mesh import Deadline
 
 # What a loaded machine with two cores may take beyond the deadline.
 SLACK_S = 5.0
@@ -289,9 +289,9 @@ def test_a_gather_that_takes_long_says_so(monkeypatch: pytest.MonkeyPatch, caplo
             time.sleep(0.01)
         everyone[0] = own
 
-    monkeypatch.setattr(_meeting, "_CONNECT_TIMEOUT_S", 0.02)
-    monkeypatch.setattr(_meeting.dist, "all_gather_object", gather)
-    monkeypatch.setattr(_meeting.dist, "get_rank", lambda _: 5)
+    monkeypatch.setattr(meeting, "_CONNECT_TIMEOUT_S", 0.02)
+    monkeypatch.setattr(meeting.dist, "all_gather_object", gather)
+    monkeypatch.setattr(meeting.dist, "get_rank", lambda _: 5)
     with caplog.at_level("WARNING", logger="putget"):
-        assert _meeting._gather(None, 1, "hosts", dict) == [{}]
+        assert meeting._gather(None, 1, "hosts", dict) == [{}]
     assert "rank 5 is at Communicator, step 'hosts'" in caplog.messages[0]

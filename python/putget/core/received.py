@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from putget._geometry import Geometry
+from putget.core.expert_major import ExpertMajor, ExpertMajorMemory, FlatRows
+from putget.core.geometry import Geometry
 from putget.errors import ProtocolMisuse
-from putget.expert_major import ExpertMajor, ExpertMajorMemory, FlatRows
 
 # Groups the rows of a Received of so many max_rows, of the object's n-th dispatch.
 Group = Callable[[int, int, int, bool, ExpertMajorMemory | None], ExpertMajor]

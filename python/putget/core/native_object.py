@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from putget import _abi, _fork
-from putget._geometry import Beside, Geometry
-from putget._nodes import Nodes
-from putget._overlap import Span, extent
-from putget._signals import take_raised
+from putget.core.geometry import Beside, Geometry
+from putget.core.nodes import Nodes
+from putget.core.overlap import Span, extent
 from putget.errors import PutgetError
-from putget.workspace import Workspace, current_stream
+from putget.memory.signals import take_raised
+from putget.memory.workspace import Workspace, current_stream
 
 _CALLS = ("putget_dispatch", "putget_combine", "putget_release")
 _NONE_BESIDE: list[int | None] = [None, None, None]

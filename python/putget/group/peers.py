@@ -15,8 +15,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from putget._shield import shielded
 from putget.errors import PutgetError
+from putget.group.shield import shielded
 
 _LENGTH = struct.Struct("!I")
 _DESCRIPTOR = struct.Struct("i")
@@ -52,6 +52,7 @@ class Message:
     lacking: int = 0
 
     def close(self) -> None:
+        """Closes the descriptors that nobody has taken."""
         for descriptor in self.descriptors:
             os.close(descriptor)
         self.descriptors.clear()
@@ -66,7 +67,7 @@ class Peer:
     Attributes:
         alive: False once nothing more can come.
         inbox: Messages of collective attempts, in order.
-        agreement: What else came, in order: the messages of ``putget._agreement``.
+        agreement: What else came, in order: the messages of ``putget.group.agreement``.
         last_heard: Where the peer was when it sent the last message of the inbox; empty before the first.
     """
 
@@ -165,6 +166,7 @@ class Peer:
                 message.close()
 
     def close(self) -> None:
+        """Ends the connection, and closes what came and was not read."""
         self.alive = False
         self._can_send = False
         while self.inbox:

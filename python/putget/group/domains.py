@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from putget import _abi
-from putget._networks import EngineNetwork, LocalNetwork, NativeNetwork
-from putget._reach import own_address
 from putget.errors import BackendUnavailable, PutgetError
+from putget.group.networks import EngineNetwork, LocalNetwork, NativeNetwork
+from putget.group.reach import own_address
 
 PROVIDERS = ("auto", "verbs", "efa", "tcp", "shm", "nvlink", "sim")
 NAMED_NICS = ("tcp", "verbs")  # where a caller may say which

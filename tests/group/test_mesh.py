@@ -9,8 +9,8 @@ import time
 import pytest
 
 import putget
-from putget._mesh import Deadline, Mesh
-from putget._peers import Message, Peer
+from putget.group.mesh import Deadline, Mesh
+from putget.group.peers import Message, Peer
 from tests.harness import Rank, run_ranks
 
 
