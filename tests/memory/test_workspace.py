@@ -19,7 +19,7 @@ import torch
 
 import putget
 from putget import _abi, reference
-from putget.balancer import numa
+from putget.experts import numa
 from tests.harness import Rank, run_ranks
 from tests.harness.cases import Case, Round, Row
 from tests.harness.compare import Outcome, check_round, play_on, play_round

@@ -104,6 +104,7 @@ def test_import_contracts_hold() -> None:
     [
         ("alltoall.py", "import putget_bench.cli", "Layers of the package"),
         ("memory/workspace.py", "from putget import alltoall", "Layers of the package"),
+        ("experts/store.py", "from putget import balancer", "Layers of the package"),
         ("group/peers.py", "import putget.group.mesh", "Layers of a group"),
         ("_abi.py", "import putget.memory.workspace", "Layers of the package"),
         ("../putget_bench/cli.py", "import putget._abi", "The benchmarks use the public modules only"),

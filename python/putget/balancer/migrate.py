@@ -12,23 +12,15 @@ import torch
 
 from putget import _abi, _abi_balancer
 from putget._arguments import as_count, check_int, shown
-from putget.balancer.blobs import ExpertBlobs
 from putget.balancer.gathering import LandingTables, LoadGathering
 from putget.errors import PutgetError
+from putget.experts.blobs import ExpertBlobs
+from putget.experts.movers import MOST_SMS, require_one_domain
 from putget.group.communicator import Communicator, collective
 from putget.memory.workspace import Workspace, check_seconds, current_stream, resolve_device
 
-MOST_SMS = 1024  # of a kernel that moves or takes
 MOVERS = ("kernel", "thread")
 _WORDS = 4  # bytes: parts of an expert are summed word by word
-
-
-def require_one_domain(comm: Communicator) -> None:
-    """Raises ValueError unless all ranks of the group map each other's memory."""
-    if comm.network is not None:
-        raise ValueError(
-            f"comm has {len(comm.domains)} domains; experts move between ranks that map each other's memory"
-        )
 
 
 def check_mover(mover: str) -> None:

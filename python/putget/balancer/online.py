@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from putget._arguments import as_flag, as_kind, as_list, check_int, shown
-from putget.balancer.blobs import ExpertBlobs
 from putget.balancer.gathering import LoadGathering
 from putget.balancer.history import LoadHistory
 from putget.balancer.migrate import Landing, Move, check_most_bytes, check_mover
@@ -24,8 +23,9 @@ from putget.balancer.placement import Placement
 from putget.balancer.planner import rebalance
 from putget.balancer.recovery import recover, said_by_all
 from putget.balancer.schedule import Batch, batches
-from putget.balancer.store import HostStore
 from putget.errors import PutgetError
+from putget.experts.blobs import ExpertBlobs
+from putget.experts.store import HostStore
 from putget.group.communicator import Communicator, collective
 from putget.memory.workspace import check_seconds, resolve_device
 

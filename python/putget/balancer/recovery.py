@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from putget.balancer.blobs import ExpertBlobs
 from putget.balancer.placement import Ints, Placement
-from putget.balancer.store import HostStore
 from putget.errors import PutgetError
+from putget.experts.blobs import ExpertBlobs
+from putget.experts.store import HostStore
 from putget.group.communicator import Communicator
 
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from putget import _abi, _abi_balancer
 from putget._arguments import check_int
-from putget.balancer.migrate import MOST_SMS, require_one_domain
 from putget.errors import PeerTimeout, PutgetError
+from putget.experts.movers import MOST_SMS, require_one_domain
 from putget.group.communicator import Communicator, collective
 from putget.memory.workspace import Workspace, check_seconds, current_stream, resolve_device
 
@@ -31,7 +31,7 @@ class ExpertExchange:
 
     Each rank has a landing area with a cell for every rank. A rank puts an expert into its cell at the receiver, which
     checks a sum and takes the bytes from there. No tensor is registered, and none is needed beside the landing area.
-    Whoever has both a send and a receive ends both: all ranks take them in the order of their keys.
+    A pair of ranks with both a send and a receive ends both: all ranks take them in the order of their keys.
 
     Args:
         comm: the group; its ranks map each other's memory.

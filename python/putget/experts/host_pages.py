@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from putget import _abi, _abi_balancer
-from putget.balancer import numa
+from putget.experts import numa
 from putget.memory import host_memory
 
 _ROOT = Path("/")

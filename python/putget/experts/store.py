@@ -14,12 +14,12 @@ from torch import Tensor
 
 from putget import _fork
 from putget._arguments import check_int
-from putget.balancer import numa
-from putget.balancer.blobs import ExpertBlobs
-from putget.balancer.host_pages import Pages, huge_page_bytes, make_descriptor
-from putget.balancer.store_layout import RECORD_BYTES, StoreLayout
-from putget.balancer.store_report import HostStoreReport, report_of
 from putget.errors import PutgetError
+from putget.experts import numa
+from putget.experts.blobs import ExpertBlobs
+from putget.experts.host_pages import Pages, huge_page_bytes, make_descriptor
+from putget.experts.store_layout import RECORD_BYTES, StoreLayout
+from putget.experts.store_report import HostStoreReport, report_of
 from putget.group import files
 from putget.group.communicator import Communicator, collective
 from putget.group.mesh import Disagreement

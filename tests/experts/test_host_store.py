@@ -17,7 +17,7 @@ import torch
 
 import putget
 from putget.balancer import ExpertBlobs, HostStore, host_settings
-from putget.balancer.store_layout import RECORD_BYTES, StoreLayout
+from putget.experts.store_layout import RECORD_BYTES, StoreLayout
 from putget.memory import host_memory
 from tests.harness import Rank, RankError, fresh_ranks, run_ranks
 
@@ -124,8 +124,8 @@ def test_copy_threads() -> None:
 
 def test_copies_run_on_the_nodes_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = min(os.sched_getaffinity(0))
-    monkeypatch.setattr("putget.balancer.store.numa.nodes", lambda: (0, 7))
-    monkeypatch.setattr("putget.balancer.store.numa.cpus_of", lambda node: frozenset({cpu} if node == 7 else ()))
+    monkeypatch.setattr("putget.experts.store.numa.nodes", lambda: (0, 7))
+    monkeypatch.setattr("putget.experts.store.numa.cpus_of", lambda node: frozenset({cpu} if node == 7 else ()))
     (comm,) = putget.Communicator.local(1)
     with comm, HostStore(comm, [16], 1, numa_node=7, num_threads=1) as store:
         assert store.report.cpus == (cpu,)

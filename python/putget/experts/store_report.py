@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from putget.balancer.host_pages import Pages
+from putget.experts.host_pages import Pages
 
 
 @dataclass(frozen=True)
