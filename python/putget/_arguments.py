@@ -44,6 +44,17 @@ def refuse_removed(given: Mapping[str, object]) -> None:
         raise TypeError(f"AllToAll got an unexpected keyword argument {name!r}")
 
 
+def check_seconds(name: str, value: float) -> float:
+    """A time-out in seconds.
+
+    Raises:
+        ValueError: It is not a number above 0 and up to a day.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 86400:
+        raise ValueError(f"{name} is {value!r}, expected seconds above 0, at most 86400")
+    return float(value)
+
+
 def check_int(name: str, value: Any, low: int, high: int) -> int:
     """value as an int within [low, high].
 

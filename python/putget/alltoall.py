@@ -13,6 +13,7 @@ from putget._arguments import (
     check_expert_to_rank,
     check_int,
     check_rows,
+    check_seconds,
     check_tensor,
     describe_table,
     refuse_removed,
@@ -26,7 +27,7 @@ from putget.core.rounds import Rounds
 from putget.errors import InvalidExpertIds
 from putget.group.communicator import Communicator, collective
 from putget.looks import looks_of, strided_looks_of
-from putget.memory.workspace import Workspace, check_seconds, check_workspace, resolve_device
+from putget.memory.workspace import Workspace, check_workspace, resolve_device
 from putget.options import ChosenLaunch, Tuning, check_tuning
 from putget.payload import Payload
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -129,3 +130,79 @@ def use_after_close(rank: Rank) -> list[str]:
 def test_a_closed_communicator_is_refused() -> None:
     for messages in run_ranks(2, use_after_close):
         assert all("closed" in message for message in messages)
+
+
+def said(rank: Rank) -> list[Any]:
+    """A body: what all ranks hear of each other, then two of them alone."""
+    comm = rank.comm
+    heard = [comm.exchange("where", {"rank": rank.rank, "tuple": (1, None)}, 30.0)]
+    if rank.rank != 1:
+        heard.append(comm.exchange("pair", f"of {rank.rank}", 30.0, members=[2, 0]))
+    return heard
+
+
+def test_ranks_hear_the_values_of_all() -> None:
+    values = run_ranks(3, said)
+    everyone = {rank: {"rank": rank, "tuple": [1, None]} for rank in range(3)}
+    assert values == [[everyone, {0: "of 0", 2: "of 2"}], [everyone], [everyone, {0: "of 0", 2: "of 2"}]]
+
+
+def apart(rank: Rank, how: str) -> str:
+    """A body: rank 1 differs from the others, or does not come; all hear of it, and the next exchange works."""
+    try:
+        if how == "name":
+            rank.comm.exchange("theirs" if rank.rank == 1 else "ours", 0, 30.0)
+        elif how == "value":
+            rank.comm.exchange("ours", object() if rank.rank == 1 else 0, 30.0)
+        elif rank.rank != 1:
+            rank.comm.exchange("ours", 0, 0.2)
+    except (ValueError, putget.PeerTimeout) as error:
+        found = f"{type(error).__name__}: {error}"
+    else:
+        found = ""
+    if how == "missing":
+        return found
+    assert rank.comm.exchange("afterwards", rank.rank, 30.0) == {0: 0, 1: 1, 2: 2}
+    return found
+
+
+def test_ranks_at_different_names_are_told_both() -> None:
+    for text in run_ranks(3, apart, "name"):
+        assert "'ours'" in text
+        assert "'theirs'" in text
+        assert "rank 1" in text
+
+
+def test_a_value_that_is_no_json_ends_it_on_all_ranks() -> None:
+    for text in run_ranks(3, apart, "value"):
+        assert re.search(r"ValueError: (rank 1: )?value of 'ours' is <object .*, expected JSON", text)
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    zero, one, two = run_ranks(3, apart, "missing")
+    assert "1" in zero
+    assert zero.startswith("PeerTimeout")
+    assert two.startswith("PeerTimeout")
+    assert one == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("", 1, 1.0), "name is ''"),
+        (("a", "x" * (1 << 20), 1.0), "value of 'a' has 1048578 bytes as JSON, allowed are 983040"),
+        (("a", {"b": {1}}, 1.0), "value of 'a' is"),
+        (("a", 1, 0), "deadline is 0"),
+        (("a", 1, float("nan")), "deadline is nan"),
+    ],
+)
+def test_a_wrong_exchange_is_refused(arguments: tuple[Any, ...], text: str) -> None:
+    (comm,) = putget.Communicator.local(1)
+    with comm:
+        with pytest.raises(ValueError, match=re.escape(text)):
+            comm.exchange(*arguments)
+        with pytest.raises(ValueError, match=r"members is \[1\], expected ranks below 1 with rank 0"):
+            comm.exchange("a", 1, 1.0, members=[1])
+        assert comm.exchange("a", 1.5, 1.0) == {0: 1.5}
+    with pytest.raises(ValueError, match="closed"):
+        comm.exchange("a", 1, 1.0)

@@ -139,6 +139,13 @@ def test_only_config_reads_the_environment(package_copy: Path) -> None:
     assert "intruder.py" in files_that_mention(package_copy, ENVIRONMENT)
 
 
+def test_only_the_group_reaches_a_communicators_mesh(package_copy: Path) -> None:
+    """Other modules say what they have to say by ``Communicator.exchange``."""
+    assert {Path(name).parts[0] for name in files_that_mention(PACKAGE, frozenset({"_mesh"}))} == {"group"}
+    (package_copy / "intruder.py").write_text("def f(comm):\n    return comm._mesh.exchange\n")
+    assert "intruder.py" in files_that_mention(package_copy, frozenset({"_mesh"}))
+
+
 def test_only_abi_loads_a_library(package_copy: Path) -> None:
     assert files_that_mention(PACKAGE, LOADERS) == {"_abi.py"}
     assert files_that_mention(BENCH, LOADERS) == {"probe_library.py"}

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 
 from putget import _abi, _abi_balancer
-from putget._arguments import as_count, check_int, shown
+from putget._arguments import as_count, check_int, check_seconds, shown
 from putget.balancer.gathering import LandingTables, LoadGathering
 from putget.errors import PutgetError
 from putget.experts.blobs import ExpertBlobs
 from putget.experts.movers import MOST_SMS, require_one_domain
 from putget.group.communicator import Communicator, collective
-from putget.memory.workspace import Workspace, check_seconds, current_stream, resolve_device
+from putget.memory.workspace import Workspace, current_stream, resolve_device
 
 MOVERS = ("kernel", "thread")
 _WORDS = 4  # bytes: parts of an expert are summed word by word
@@ -383,14 +383,9 @@ class Landing:
         members = [rank for rank, is_active in enumerate(mask) if is_active]
         self._comm.synchronize(self._device)
         own = self.progress().agreed
-        messages = self._comm._mesh.exchange(
-            "landing",
-            {"agreed": own},
-            members=members,
-            timeout_s=self._workspace.timeout_s,
-            phase="set_active_ranks",
-        )
-        agreed = max([own, *(int(message.fields["agreed"]) for message in messages.values())])
+        timeout_s = self._workspace.timeout_s
+        said = self._comm.exchange("landing", own, timeout_s, members=members, phase="set_active_ranks")
+        agreed = max(int(batch) for batch in said.values())
         self.take(torch.tensor([agreed], dtype=torch.int32, device=self._device))
         self._comm.synchronize(self._device)
         self._destroy()

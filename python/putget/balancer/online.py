@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from putget._arguments import as_flag, as_kind, as_list, check_int, shown
+from putget._arguments import as_flag, as_kind, as_list, check_int, check_seconds, shown
 from putget.balancer.gathering import LoadGathering
 from putget.balancer.history import LoadHistory
 from putget.balancer.migrate import Landing, Move, check_most_bytes, check_mover
@@ -27,7 +27,7 @@ from putget.errors import PutgetError
 from putget.experts.blobs import ExpertBlobs
 from putget.experts.store import HostStore
 from putget.group.communicator import Communicator, collective
-from putget.memory.workspace import check_seconds, resolve_device
+from putget.memory.workspace import resolve_device
 
 Loads: TypeAlias = NDArray[np.float64]
 

@@ -83,10 +83,7 @@ def said_by_all(comm: Communicator, what: str, value: Any, members: Sequence[int
     Raises:
         PeerTimeout: A rank did not come in time.
     """
-    messages = comm._mesh.exchange(
-        what, {"value": value}, members=members, timeout_s=timeout_s, phase="set_active_ranks"
-    )
-    return {comm.rank: value, **{rank: message.fields["value"] for rank, message in messages.items()}}
+    return comm.exchange(what, value, timeout_s, members=members, phase="set_active_ranks")
 
 
 def _gone(slots: Ints, num_experts: int) -> list[tuple[int, int]]:

@@ -153,7 +153,6 @@ class Nodes:
             ValueError: The members have different objects on the workspace; or as the constructor raises it.
             PeerTimeout, PutgetError: As the constructor raises them.
         """
-        mesh = workspace.comm._mesh
         timeout_s = workspace.warmup_timeout_s if attempt is None else workspace.timeout_s
         phase = "setup" if attempt is None else "set_active_ranks"
         messages = _exchange_memory(workspace, parts, members, timeout_s, phase, attempt)
@@ -166,7 +165,7 @@ class Nodes:
             for message in messages.values():
                 message.close()
         stage = stage_of(attempt, RUNNING)
-        mesh.exchange("proxies", {}, members=members, timeout_s=timeout_s, phase=phase, **stage)
+        workspace.comm.exchange_descriptors("proxies", {}, timeout_s, {}, members=members, phase=phase, **stage)
         for part in parts:
             part.run()
 
@@ -191,13 +190,13 @@ def _exchange_memory(
             "shares": [[encode_share(share) for share in shares] for _, shares in made],
         }
         passed = [share.descriptor for _, shares in made for share in shares]
-        return comm._mesh.exchange(
+        return comm.exchange_descriptors(
             "network memory",
             fields,
+            timeout_s,
+            {rank: passed for rank in comm.near_ranks if rank in members},
             members=members,
-            timeout_s=timeout_s,
             phase=phase,
-            descriptors={rank: passed for rank in comm.near_ranks if rank in members},
             **stage_of(attempt, CONNECTING),
         )
     finally:

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from putget import _abi, _abi_balancer
-from putget._arguments import check_int
+from putget._arguments import check_int, check_seconds
 from putget.errors import PeerTimeout, PutgetError
 from putget.experts.movers import MOST_SMS, require_one_domain
 from putget.group.communicator import Communicator, collective
-from putget.memory.workspace import Workspace, check_seconds, current_stream, resolve_device
+from putget.memory.workspace import Workspace, current_stream, resolve_device
 
 _ALIGNMENT = 16  # bytes, of each tensor's part in an expert that travels
 _COUNTS = 1 << 32

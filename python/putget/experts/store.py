@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from putget import _fork
-from putget._arguments import check_int
+from putget._arguments import check_int, check_seconds
 from putget.errors import PutgetError
 from putget.experts import numa
 from putget.experts.blobs import ExpertBlobs
@@ -24,7 +24,7 @@ from putget.group import files
 from putget.group.communicator import Communicator, collective
 from putget.group.mesh import Disagreement
 from putget.memory import host_memory
-from putget.memory.workspace import check_seconds, resolve_device
+from putget.memory.workspace import resolve_device
 
 _EMPTY, _BEING_SAVED, _SAVED = range(3)  # the first word of a record; then checksum and rank of the writer
 _MOST_THREADS = 64
@@ -107,7 +107,7 @@ class HostStore:
             num_threads, "putget-host-store", initializer=_begin_thread, initargs=(cpus, self.device)
         )
         try:
-            comm._mesh.exchange("host store: mapped", {}, members=range(comm.size), timeout_s=timeout_s)
+            comm.exchange("host store: mapped", None, timeout_s)
         except BaseException:
             self.close()
             raise
@@ -127,23 +127,20 @@ class HostStore:
             "alignment": layout.alignment,
         }
         bounds = [limit.identity for limit in limits]
-        found = comm._mesh.exchange(
-            "host store", {**message, "bounds": bounds}, members=range(comm.size), timeout_s=timeout_s
-        )
-        for rank, theirs in sorted(found.items()):
+        found = comm.exchange("host store", {**message, "bounds": bounds}, timeout_s)
+        for rank, theirs in found.items():
             for name, own in message.items():
-                if theirs.fields[name] != own:
+                if theirs[name] != own:
                     raise Disagreement(
-                        f"{name} differs between ranks: rank {comm.rank} has {own}, rank {rank} has "
-                        f"{theirs.fields[name]}"
+                        f"{name} differs between ranks: rank {comm.rank} has {own}, rank {rank} has {theirs[name]}"
                     )
         for limit in limits:
-            sharing = [rank for rank, theirs in found.items() if limit.identity in theirs.fields["bounds"]]
-            wanted = sum(layout.part_bytes(rank) for rank in [comm.rank, *sharing])
+            sharing = [rank for rank, theirs in found.items() if limit.identity in theirs["bounds"]]
+            wanted = sum(layout.part_bytes(rank) for rank in sharing)
             if wanted > limit.free:
                 reason = (
                     f"expert_bytes: {layout.num_experts} experts of {layout.num_layers} layers want {wanted} bytes of "
-                    f"shared memory from {1 + len(sharing)} ranks; free are {limit.free} of the {limit.most} bytes of "
+                    f"shared memory from {len(sharing)} ranks; free are {limit.free} of the {limit.most} bytes of "
                     f"{limit.name}"
                 )
                 comm.refuse(reason)
@@ -151,7 +148,7 @@ class HostStore:
 
     def _map(self, comm: Communicator, node: int | None, timeout_s: float) -> list[Pages | None]:
         """Makes this rank's part, and maps all parts."""
-        layout, mesh = self._layout, comm._mesh
+        layout = self._layout
         parts: list[Pages | None] = [None] * comm.size
         descriptors: list[int] = []
         own_bytes = layout.part_bytes(comm.rank)
@@ -160,9 +157,7 @@ class HostStore:
                 descriptors.append(make_descriptor("putget-experts", own_bytes))
                 parts[comm.rank] = Pages(descriptors[0], own_bytes, layout.alignment, fill=True, numa_node=node)
             passed = dict.fromkeys(range(comm.size), descriptors)
-            messages = mesh.exchange(
-                "host store: parts", {}, members=range(comm.size), timeout_s=timeout_s, descriptors=passed
-            )
+            messages = comm.exchange_descriptors("host store: parts", {}, timeout_s, passed, members=range(comm.size))
             try:
                 for peer, message in messages.items():
                     size = layout.part_bytes(peer)
@@ -380,7 +375,7 @@ def _checksum(packed: Tensor) -> int:
 
 
 def _require_one_host(comm: Communicator) -> None:
-    if not comm._mesh.one_host:
+    if not comm.one_host:
         raise ValueError("comm has ranks on several hosts; a host store is for one: make a Communicator for each host")
 
 

@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import socket
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from putget import _abi, hardware
+from putget._arguments import check_seconds, shown
 from putget.errors import PutgetError
 from putget.group.agreement import Agreement
 from putget.group.domains import Network, check_group, check_local, join_local
 from putget.group.files import require_descriptors
 from putget.group.meeting import meet
-from putget.group.mesh import Disagreement, Mesh
+from putget.group.mesh import Deadline, Disagreement, Mesh
 from putget.group.networks import NativeNetwork
+from putget.group.peers import MAX_MESSAGE_BYTES, Message
+
+MOST_VALUE_BYTES = MAX_MESSAGE_BYTES - (1 << 16)  # the rest of a message says where its rank is
 
 _Result = TypeVar("_Result")
 _Init = TypeVar("_Init", bound=Callable[..., None])
@@ -246,6 +251,103 @@ class Communicator:
         else:
             torch.cuda.current_stream(device).synchronize()
 
+    def exchange(
+        self,
+        name: str,
+        value: Any,
+        deadline: float,
+        *,
+        members: Sequence[int] | None = None,
+        phase: str = "setup",
+    ) -> dict[int, Any]:
+        """Collective over the members: every rank says a value, and hears the values of all.
+
+        Values travel over the ranks' sockets, as the set-up of objects does. It is a step of the constructor that is
+        under way on this rank, or stands alone.
+
+        Args:
+            name: What the ranks are at; the same on all.
+            value: None, bools, numbers, strings, lists of them and dicts with strings as keys: JSON, of up to 983040
+                bytes.
+            deadline: Seconds.
+            members: The ranks that take part, the same on all of them, with this one. None: all.
+            phase: What a PeerTimeout calls the wait.
+
+        Returns:
+            The values by rank, in the order of ranks, as JSON has them: tuples are lists. This rank's is among them.
+
+        Raises:
+            ValueError: An argument is wrong, here or on another rank; or another rank is at another name, which the
+                message gives; or the communicator is closed.
+            PeerTimeout: A rank did not come in time, or its connection is gone: ``missing`` names it.
+            PeerLeft: A rank has left by an error of its own.
+            ForkedChild: This process is a fork of the rank.
+        """
+        self.require_open()
+        everyone = self._check_members(members)
+        try:
+            check_seconds("deadline", deadline)
+            own = _as_json(name, value)
+        except ValueError as error:
+            self.refuse(str(error))
+            raise
+        messages = self._mesh.exchange(name, {"value": own}, members=everyone, timeout_s=deadline, phase=phase)
+        return {rank: own if rank == self.rank else messages[rank].fields["value"] for rank in everyone}
+
+    def _check_members(self, members: Sequence[int] | None) -> list[int]:
+        if members is None:
+            return list(range(self.size))
+        everyone = sorted(set(members))
+        if self.rank not in everyone or not 0 <= everyone[0] <= everyone[-1] < self.size:
+            raise ValueError(f"members is {list(members)}, expected ranks below {self.size} with rank {self.rank}")
+        return everyone
+
+    def exchange_descriptors(
+        self,
+        name: str,
+        value: dict[str, Any],
+        timeout_s: float,
+        descriptors: dict[int, list[int]],
+        *,
+        members: Iterable[int],
+        phase: str = "setup",
+        deadline: Deadline | None = None,
+        heed: Callable[[], None] = lambda: None,
+    ) -> dict[int, Message]:
+        """``exchange`` for putget's own objects: descriptors travel too, and the step may have a deadline that moves.
+
+        Args:
+            name: As that of ``exchange``.
+            value: A JSON object.
+            timeout_s: Deadline in seconds.
+            descriptors: By receiver.
+            members: As those of ``exchange``.
+            phase: As that of ``exchange``.
+            deadline: Stands in for ``timeout_s``.
+            heed: Called when something may have arrived; it may raise.
+
+        Returns:
+            The messages of the other members. The caller takes their descriptors and closes them.
+
+        Raises:
+            PutgetError: This process has no room for the descriptors that came; otherwise as ``exchange``.
+        """
+        return self._mesh.exchange(
+            name,
+            value,
+            members=members,
+            timeout_s=timeout_s,
+            phase=phase,
+            descriptors=descriptors,
+            deadline=deadline,
+            heed=heed,
+        )
+
+    @property
+    def one_host(self) -> bool:
+        """Whether all ranks share this host, so that descriptors can travel."""
+        return self._mesh.one_host
+
     def compare(
         self,
         what: str,
@@ -263,12 +365,10 @@ class Communicator:
             PeerLeft: A rank has left the attempt.
         """
         own = {name: str(value) for name, value in fields.items()}
-        everyone = range(self.size) if members is None else members
-        messages = self._mesh.exchange(what, {"fields": own}, members=everyone, timeout_s=timeout_s, phase=phase)
-        first = everyone[0]
-        for rank in everyone:
-            theirs = own if rank == self.rank else messages[rank].fields["fields"]
-            reference = own if self.rank == first else messages[first].fields["fields"]
+        said = self.exchange(what, own, timeout_s, members=members, phase=phase)
+        first = min(said)
+        for rank, theirs in said.items():
+            reference = said[first]
             for name in dict.fromkeys([*reference, *theirs]):
                 if reference.get(name) != theirs.get(name):
                     raise Disagreement(
@@ -316,6 +416,23 @@ class Communicator:
         self.require_own()
         if self._mesh.closed:
             raise ValueError("comm is closed")
+
+
+def _as_json(name: str, value: Any) -> Any:
+    """What other ranks hear of a value.
+
+    Raises:
+        ValueError: The name is empty or no string; the value is no JSON, or too long.
+    """
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"name is {name!r}, expected a string that is not empty")
+    try:
+        text = json.dumps(value)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"value of {name!r} is {shown(value)}, expected JSON: {error}") from error
+    if len(text) > MOST_VALUE_BYTES:
+        raise ValueError(f"value of {name!r} has {len(text)} bytes as JSON, allowed are {MOST_VALUE_BYTES}")
+    return json.loads(text)
 
 
 def collective(init: _Init) -> _Init:

@@ -20,7 +20,7 @@ from putget.group.shield import shielded
 
 _LENGTH = struct.Struct("!I")
 _DESCRIPTOR = struct.Struct("i")
-_MAX_MESSAGE_BYTES = 1 << 20
+MAX_MESSAGE_BYTES = 1 << 20
 _MAX_DESCRIPTORS = 64  # of one message: as many as objects of a workspace share memory
 
 
@@ -95,8 +95,8 @@ class Peer:
         if not self._can_send:
             return
         body = json.dumps({**fields, "descriptors": len(passed)}).encode()
-        if len(body) > _MAX_MESSAGE_BYTES:
-            raise PutgetError(f"a message has {len(body)} bytes, allowed are {_MAX_MESSAGE_BYTES}")
+        if len(body) > MAX_MESSAGE_BYTES:
+            raise PutgetError(f"a message has {len(body)} bytes, allowed are {MAX_MESSAGE_BYTES}")
         self.sock.settimeout(max(timeout_s, 0.001))
         packet = _LENGTH.pack(len(body)) + body
         try:
@@ -145,7 +145,7 @@ class Peer:
     def _parse(self) -> None:
         while len(self._bytes) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._bytes)
-            if length > _MAX_MESSAGE_BYTES:
+            if length > MAX_MESSAGE_BYTES:
                 self.alive = False
                 return
             if len(self._bytes) < _LENGTH.size + length:

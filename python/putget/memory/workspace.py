@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypedDict
 import torch
 
 from putget import _abi, hardware
-from putget._arguments import check_int
+from putget._arguments import check_int, check_seconds
 from putget.errors import BackendUnavailable, PeerLeft, PeerTimeout, ProtocolMisuse, PutgetError, QuorumLost
 from putget.group import files
 from putget.group.agreement import SHARING, STARTING, Attempt
@@ -45,17 +45,6 @@ def resolve_device(device: str | torch.device) -> torch.device:
     if index >= torch.cuda.device_count():
         raise ValueError(f"device is {device!r}, there are {torch.cuda.device_count()} CUDA devices")
     return torch.device("cuda", index)
-
-
-def check_seconds(name: str, value: float) -> float:
-    """A time-out in seconds.
-
-    Raises:
-        ValueError: It is not a number above 0 and up to a day.
-    """
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 86400:
-        raise ValueError(f"{name} is {value!r}, expected seconds above 0, at most 86400")
-    return float(value)
 
 
 _RECOVERY_STAGES = 4  # of the deadline of ``recover``: two for ranks to come, the rest for those that did
@@ -158,7 +147,7 @@ class Workspace:
         comm = self._comm
         room = host_memory.limits() if self.device.type == "cpu" else []  # before any rank takes its part
         bounds = [limit.identity for limit in room]
-        messages = comm._mesh.exchange(
+        said = comm.exchange(
             "workspace",
             {
                 "num_bytes": self.num_bytes,
@@ -167,26 +156,21 @@ class Workspace:
                 "bounds": bounds,
                 "workspaces": comm.workspaces,
             },
-            members=range(comm.size),
-            timeout_s=self.warmup_timeout_s,
+            self.warmup_timeout_s,
         )
-        counts = [comm.workspaces, *(message.fields["workspaces"] for message in messages.values())]
-        self.number = comm.workspaces = max(counts) + 1
-        for rank, message in sorted(messages.items()):
+        self.number = comm.workspaces = max(theirs["workspaces"] for theirs in said.values()) + 1
+        for rank, theirs in said.items():
             for name, own in (("num_bytes", self.num_bytes), ("device", self.device.type)):
-                theirs = message.fields[name]
-                if theirs != own:
+                if theirs[name] != own:
                     raise Disagreement(
-                        f"{name} differs between ranks: rank {comm.rank} has {own}, rank {rank} has {theirs}"
+                        f"{name} differs between ranks: rank {comm.rank} has {own}, rank {rank} has {theirs[name]}"
                     )
-        one_cluster = cluster != "" and all(message.fields["cluster"] == cluster for message in messages.values())
-        if comm.network is None and not comm._mesh.one_host and not one_cluster:
+        one_cluster = cluster != "" and all(theirs["cluster"] == cluster for theirs in said.values())
+        if comm.network is None and not comm.one_host and not one_cluster:
             raise BackendUnavailable("the ranks are on several hosts that are not in one NVLink cluster")
-        sharing = Counter(bounds)
-        for message in messages.values():
-            sharing.update(message.fields["bounds"])
+        sharing = Counter(bound for theirs in said.values() for bound in theirs["bounds"])
         host_memory.require_room(self.num_bytes, room, sharing)
-        return one_cluster and not comm._mesh.one_host
+        return one_cluster and not comm.one_host
 
     def _meet(self, epoch: int, timeout_s: float, phase: str, attempt: Attempt | None = None) -> None:
         """Exchanges shares among the active ranks, maps them, starts the epoch.
@@ -196,18 +180,17 @@ class Workspace:
         On return every active rank has started.
         """
         memory = self.memory
-        mesh = self._comm._mesh
         active = [rank for rank, is_active in enumerate(self._active) if is_active]
         share = memory.export()
         try:
             passed = [share.descriptor] if share.kind == _abi.SHARE_DESCRIPTOR else []
-            messages = mesh.exchange(
+            messages = self._comm.exchange_descriptors(
                 "shares",
                 {"share": encode_share(share), "mixed": self._mixed, "numbers": self._comm.numbers},
+                timeout_s,
+                {rank: passed for rank in active if rank in self._comm.near_ranks},
                 members=active,
-                timeout_s=timeout_s,
                 phase=phase,
-                descriptors={rank: passed for rank in active if rank in self._comm.near_ranks},
                 **stage_of(attempt, SHARING),
             )
         finally:
@@ -228,7 +211,8 @@ class Workspace:
         near = self._comm.near_ranks
         memory.start(epoch, [is_active and rank in near for rank, is_active in enumerate(self._active)])
         self.turns.end()
-        mesh.exchange("started", {}, members=active, timeout_s=timeout_s, phase=phase, **stage_of(attempt, STARTING))
+        stage = stage_of(attempt, STARTING)
+        self._comm.exchange_descriptors("started", {}, timeout_s, {}, members=active, phase=phase, **stage)
         self._apart = None
         self._seen_fault = False
         since, now = self.inactive_since, time.time()
@@ -338,17 +322,16 @@ class Workspace:
     def _mix_if_needed(self, layout: Hashable) -> None:
         """An attempt that failed may have mixed layouts on some ranks: so all do what one of them needs."""
         active = [rank for rank, is_active in enumerate(self._active) if is_active]
-        mesh, timeout_s = self._comm._mesh, self.warmup_timeout_s
+        comm, timeout_s = self._comm, self.warmup_timeout_s
         is_apart = self._apart == _MIXED_APART
         needed = is_apart or (self._layout is not None and layout != self._layout and not self._mixed)
-        found = mesh.exchange("layout", {"mix": needed}, members=active, timeout_s=timeout_s)
-        if not needed and not any(message.fields["mix"] for message in found.values()):
+        if not any(comm.exchange("layout", needed, timeout_s, members=active).values()):
             return
         self.memory.epoch()  # waits for the device
         before, self._apart = None if is_apart else self._apart, self._apart or _MIXED_APART
-        mesh.exchange("mix", {}, members=active, timeout_s=timeout_s)
+        comm.exchange("mix", None, timeout_s, members=active)
         self._mix()
-        mesh.exchange("mixed", {}, members=active, timeout_s=timeout_s)
+        comm.exchange("mixed", None, timeout_s, members=active)
         self._apart = before
 
     def _mix(self) -> None:
@@ -407,10 +390,10 @@ class Workspace:
     def _reset(self, epoch: int) -> None:
         """Collective: starts again at this epoch. For tests of the wrap."""
         active = [rank for rank, is_active in enumerate(self._active) if is_active]
-        self._comm._mesh.exchange("reset", {"epoch": epoch}, members=active, timeout_s=self.timeout_s)
+        self._comm.exchange("reset", epoch, self.timeout_s, members=active)
         self.memory.start(epoch, self._active)
         self.turns.end()
-        self._comm._mesh.exchange("started", {}, members=active, timeout_s=self.timeout_s)
+        self._comm.exchange("started", None, self.timeout_s, members=active)
 
     def close(self) -> None:
         """Gives the memory up; it is freed with the last tensor over it. Needs no peer. Idempotent."""
