@@ -2,7 +2,7 @@
 
     python benchmarks/launches.py --combine senders=24 --combine senders=28,threads=768 -- --ep_size 4 --batches 2048
 
-Each --dispatch and --combine is a line of the table: fields of ``putget.Launch``; what is left out, the rule chooses.
+Each --dispatch and --combine is a line of the table: fields of ``putget.tuning.Launch``; the rule chooses the others.
 Behind `--` stand the arguments of `putget ablate`, whose timing and checks these are.
 """
 
@@ -12,7 +12,7 @@ import argparse
 import sys
 from collections.abc import Iterator
 
-from putget import Launch, Tuning
+from putget.tuning import Launch, Tuning
 from putget_bench.ablation import Bench, Variant, group
 from putget_bench.cli import main as putget
 from putget_bench.contender import Putget

@@ -25,7 +25,8 @@ from typing import Any
 
 import torch
 
-from putget import Communicator, Launch, Tuning
+from putget import Communicator
+from putget.tuning import Launch, Tuning
 from putget_bench import environment, launch
 from putget_bench.contender import Putget
 from putget_bench.parser import build_parser

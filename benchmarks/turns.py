@@ -32,11 +32,11 @@ LIMIT_S = 120.0
 
 
 def _tuning(putget: ModuleType, way: str) -> dict[str, object]:
-    """Rows that are got where the way says so, in the words of builds before and after `putget.Tuning`."""
+    """Rows that are got where the way says so, in the words of builds before and after `putget.tuning.Tuning`."""
     if way not in ("got", "copied"):
         return {}
-    if hasattr(putget, "Tuning"):
-        return {"tuning": putget.Tuning(combine=putget.Launch(sentinel_rows=False))}
+    if hasattr(putget, "tuning"):
+        return {"tuning": putget.tuning.Tuning(combine=putget.tuning.Launch(sentinel_rows=False))}
     return {"combine_launch": putget.Launch(inline_flags=1)}
 
 

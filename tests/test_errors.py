@@ -141,7 +141,7 @@ def test_combine_without_a_round_is_refused_and_harmless(device: str) -> None:
 def combine_after_peer_released(rank: Rank, flags: int) -> tuple[list[str], Outcome]:
     """A body: rank 1 releases what the others combine; what is said then, and by the next dispatch."""
     with rank.all_to_all(
-        **CASE.options(), tuning=putget.Tuning(combine=putget.Launch(sentinel_rows=flags)), timeout_s=60.0
+        **CASE.options(), tuning=putget.tuning.Tuning(combine=putget.tuning.Launch(sentinel_rows=flags)), timeout_s=60.0
     ) as a2a:
         dispatch(a2a, rank, CASE, 0)
         rows = CASE.expert_rows(0, rank.rank).to(rank.device)

@@ -19,7 +19,6 @@ from putget.errors import (
 from putget.group.communicator import Communicator
 from putget.group.domains import Network
 from putget.memory.workspace import Workspace
-from putget.options import ChosenLaunch, Launch, Tuning
 from putget.payload import Payload
 from putget.sizing import workspace_bytes
 
@@ -27,7 +26,6 @@ __all__ = [
     "AllToAll",
     "BackendUnavailable",
     "CapacityExceeded",
-    "ChosenLaunch",
     "Communicator",
     "ExpertMajor",
     "ExpertMajorMemory",
@@ -35,7 +33,6 @@ __all__ = [
     "FlatRows",
     "ForkedChild",
     "InvalidExpertIds",
-    "Launch",
     "Network",
     "Payload",
     "PeerLeft",
@@ -44,7 +41,6 @@ __all__ = [
     "PutgetError",
     "QuorumLost",
     "Received",
-    "Tuning",
     "Workspace",
     "__version__",
     "workspace_bytes",

@@ -20,28 +20,6 @@ from putget.payload import Payload
 Kind = TypeVar("Kind")
 _LISTED_EXPERTS = 64  # in messages
 _SHOWN_BITS = 256  # of an int in messages
-_INSTEAD = {  # of an argument that AllToAll had once
-    "combine_direction": "nothing: rows are sent to small batches and got by large ones; "
-    "tuning=putget.Tuning(combine=putget.Launch(sentinel_rows=...)) chooses",
-    "combine_scale": "combine_dtype=torch.float8_e4m3fn, which has a scale for each 128 elements",
-    "dispatch_launch": "tuning=putget.Tuning(dispatch=putget.Launch(...))",
-    "combine_launch": "tuning=putget.Tuning(combine=putget.Launch(...))",
-    "finish_num_sms": "tuning=putget.Tuning(finish_num_sms=...)",
-    "unsafe_skip_waits": "putget bench --no_sync, on a library built with -DPUTGET_ABLATE=waits",
-}
-
-
-def refuse_removed(given: Mapping[str, object]) -> None:
-    """Refuses arguments that AllToAll does not have, or no longer.
-
-    Raises:
-        ValueError: There was such an argument; the message names what to use.
-        TypeError: There never was.
-    """
-    for name in given:
-        if name in _INSTEAD:
-            raise ValueError(f"{name} is no argument any more, use {_INSTEAD[name]}")
-        raise TypeError(f"AllToAll got an unexpected keyword argument {name!r}")
 
 
 def check_seconds(name: str, value: float) -> float:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NoReturn
 
 import torch
 
@@ -16,7 +15,6 @@ from putget._arguments import (
     check_seconds,
     check_tensor,
     describe_table,
-    refuse_removed,
 )
 from putget.core.expert_major import ExpertMajor, ExpertMajorMemory
 from putget.core.geometry import Beside, Geometry, default_expert_to_rank
@@ -24,12 +22,13 @@ from putget.core.native_object import NativeObject
 from putget.core.overlap import check_no_grad
 from putget.core.received import Received
 from putget.core.rounds import Rounds
+from putget.core.wire import check_tuning
 from putget.errors import InvalidExpertIds
 from putget.group.communicator import Communicator, collective
 from putget.looks import looks_of, strided_looks_of
 from putget.memory.workspace import Workspace, check_workspace, resolve_device
-from putget.options import ChosenLaunch, Tuning, check_tuning
 from putget.payload import Payload
+from putget.tuning import ChosenLaunch, Tuning
 
 
 class AllToAll:
@@ -58,10 +57,9 @@ class AllToAll:
             128 elements, and are summed in float32. With several domains it is the sums that they send each other that
             travel so, rounded to the output's dtype before; inside a domain rows stay as experts write them. None: as
             experts write them; then a rank whose batch is larger than the workspace has room for gets its rows where
-            experts wrote them (``Launch.sentinel_rows``).
-        tuning: What only measurements choose; see ``launches``.
+            experts wrote them (``putget.tuning.Launch.sentinel_rows``).
+        tuning: A ``putget.tuning.Tuning``, for measurements; see ``launches``.
         num_stats: Numbers that each rank tells all ranks in each dispatch; 0: no statistics, and no bytes for them.
-        **removed: Arguments of earlier versions: the ValueError names what to use instead.
 
     Raises:
         ValueError: An argument is wrong, here or on another rank, or differs between ranks; the message names it.
@@ -91,9 +89,7 @@ class AllToAll:
         combine_dtype: torch.dtype | None = None,
         tuning: Tuning | None = None,
         num_stats: int = 0,
-        **removed: NoReturn,
     ) -> None:
-        refuse_removed(removed)
         if not isinstance(comm, Communicator):
             raise ValueError(f"comm is {comm!r}, expected a putget.Communicator")
         self._comm = comm

@@ -7,7 +7,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from putget import AllToAll, Launch, Tuning, Workspace
+from putget import AllToAll, Workspace
+from putget.tuning import Launch, Tuning
 from putget_bench.ablation import Bench
 from putget_bench.contender import ROUND_TIMEOUT_S, Round
 from putget_bench.inputs import same_bytes

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from putget import AllToAll, Communicator, Launch, Payload, Workspace
+from putget import AllToAll, Communicator, Payload, Workspace
+from putget.tuning import Launch
 from putget_bench.copy_probe import CopyProbe
 from putget_bench.launch import Emit, RankContext
 from putget_bench.probe_library import MAX_PROBED_RANKS

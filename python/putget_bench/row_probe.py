@@ -7,7 +7,8 @@ import ctypes
 import torch
 from torch import Tensor
 
-from putget import Launch, PutgetError, Workspace
+from putget import PutgetError, Workspace
+from putget.tuning import Launch
 from putget_bench import probe_library
 
 WAYS = ("spread", "block", "counted")

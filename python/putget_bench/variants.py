@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from putget import AllToAll, Communicator, Launch, Payload, Received, Tuning, hardware
+from putget import AllToAll, Communicator, Payload, Received, hardware
+from putget.tuning import Launch, Tuning
 from putget_bench import floor
 from putget_bench.ablation import GROUPS, Bench, Variant, group
 from putget_bench.contender import ROUND_TIMEOUT_S, Putget, Round, received_differs

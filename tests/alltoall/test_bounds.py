@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import putget
 from putget import _abi, moe
-from putget.options import Launch
+from putget.tuning import Launch
 from tests.harness import Rank, run_ranks
 
 WORD = 1 << 32

@@ -200,7 +200,7 @@ def shrink(ranks: RankProcesses, *missing: int) -> None:
 
 
 def start(ranks: RankProcesses, flags: bool = SENTINEL, timeout_s: float = TIMEOUT_S) -> None:
-    tuning = putget.Tuning(combine=putget.Launch(sentinel_rows=flags))
+    tuning = putget.tuning.Tuning(combine=putget.tuning.Launch(sentinel_rows=flags))
     ranks.call(construct, {"tuning": tuning, "timeout_s": timeout_s})
     require_round(ranks, 0)
 

@@ -15,8 +15,8 @@ from tests.harness.compare import check_case
 from tests.harness.rank import Rank
 
 WAYS = {
-    "where they lie": {"tuning": putget.Tuning(combine=putget.Launch(sentinel_rows=False))},
-    "as sentinel rows": {"tuning": putget.Tuning(combine=putget.Launch(sentinel_rows=True))},
+    "where they lie": {"tuning": putget.tuning.Tuning(combine=putget.tuning.Launch(sentinel_rows=False))},
+    "as sentinel rows": {"tuning": putget.tuning.Tuning(combine=putget.tuning.Launch(sentinel_rows=True))},
 }
 EVERY_WAY = pytest.mark.parametrize("way", WAYS)
 # Rows of several segments, of part of one, and with a last access that is not full.
@@ -116,7 +116,7 @@ def test_few_sms_and_more_for_the_finish(sentinel_rows: bool | None, device: str
     """CTAs in pairs where SMs are few; a finish half with another launch than its start."""
     rounds = tuple(Round(i, (200, 37 * i), halves=(3, i % 4), addend=True) for i in range(5))
     case = Case(2, rounds, 16, 8, 200, output=((7168,), torch.bfloat16))
-    combine = putget.Launch(sentinel_rows=sentinel_rows)
+    combine = putget.tuning.Launch(sentinel_rows=sentinel_rows)
     for sms, finish in ((8, None), (4, 64), (7, 2)):
-        options = {"num_sms": sms, "tuning": putget.Tuning(combine=combine, finish_num_sms=finish)}
+        options = {"num_sms": sms, "tuning": putget.tuning.Tuning(combine=combine, finish_num_sms=finish)}
         check_case(case, run_ranks(2, play_with, case, options, mode="thread", device=device))

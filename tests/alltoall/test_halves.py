@@ -16,6 +16,7 @@ import torch
 import putget
 from putget import _abi
 from putget.core.geometry import Beside
+from putget.tuning import ChosenLaunch, Launch, Tuning
 from tests.harness import Rank, run_ranks
 from tests.harness.cases import Case, Round
 from tests.harness.compare import Outcome, check_round, play_round
@@ -291,7 +292,7 @@ def test_what_the_host_does_not_see_is_a_fault(what: str, word: str, wire: str) 
     check_round(case, 1, {rank: outcome for rank, (_, outcome) in enumerate(results)})
 
 
-def launches(rank: Rank, options: dict[str, Any]) -> list[tuple[putget.Launch, putget.Launch]]:
+def launches(rank: Rank, options: dict[str, Any]) -> list[tuple[Launch, Launch]]:
     """A body: launches of several batches."""
     output = putget.Payload((7168,), torch.bfloat16)
     with rank.all_to_all(max_tokens_per_rank=512, output=output, **options) as a2a:
@@ -303,7 +304,10 @@ def launches(rank: Rank, options: dict[str, Any]) -> list[tuple[putget.Launch, p
     [
         ({}, [(1, 1)] * 4),
         ({"num_threads": 3}, [(1, 1), (1, 1), (1, 3), (1, 3)]),  # a row is 14 KiB; that of dispatch is 16 bytes
-        ({"tuning": putget.Tuning(dispatch=putget.Launch(blocks=3), combine=putget.Launch(threads=64))}, [(3, 1)] * 4),
+        (
+            {"tuning": Tuning(dispatch=Launch(blocks=3), combine=Launch(threads=64))},
+            [(3, 1)] * 4,
+        ),
     ],
     ids=["one", "three", "tuned"],
 )
@@ -312,8 +316,8 @@ def test_a_small_batch_wakes_fewer_threads(options: dict[str, Any], blocks: list
     (found,) = run_ranks(1, launches, {"tuning": None, **options}, mode="thread")
     assert found == [
         (
-            putget.ChosenLaunch(blocks=dispatch, path="many chunks"),
-            putget.ChosenLaunch(blocks=combine, sentinel_rows=False, path="got rows, 2 a token"),
+            ChosenLaunch(blocks=dispatch, path="many chunks"),
+            ChosenLaunch(blocks=combine, sentinel_rows=False, path="got rows, 2 a token"),
         )
         for dispatch, combine in blocks
     ]

@@ -33,8 +33,8 @@ def rows_with_nans(case: Case, rank: int) -> torch.Tensor:
 
 
 def combine(rank: Rank, case: Case, flags: int) -> torch.Tensor:
-    launch = putget.Launch(sentinel_rows=flags)
-    options = {**case.options(), "tuning": putget.Tuning(combine=launch)}
+    launch = putget.tuning.Launch(sentinel_rows=flags)
+    options = {**case.options(), "tuning": putget.tuning.Tuning(combine=launch)}
     sent = case.sent(0, rank.rank)
     given = [tensor.to(rank.device) for tensor in (sent.topk_ids, sent.topk_weights, *sent.payloads)]
     rows = rows_with_nans(case, rank.rank).to(rank.device)

@@ -185,7 +185,7 @@ class InPlace:
 @pytest.mark.parametrize("flags", [APART, SENTINEL])
 def test_experts_may_work_in_place(flags: int, device: str) -> None:
     """Each source overwrites its own rows only when it has them all back."""
-    options = {"tuning": putget.Tuning(combine=putget.Launch(sentinel_rows=flags))}
+    options = {"tuning": putget.tuning.Tuning(combine=putget.tuning.Launch(sentinel_rows=flags))}
     results = run_ranks(2, combine_in_place, options, device=device)
     for turn in range(20):
         check_round(CASE, turn % 2, {rank: outcomes[turn] for rank, outcomes in enumerate(results)})
@@ -267,7 +267,7 @@ def combine_over_started(rank: Rank, options: dict[str, Any]) -> list[Outcome]:
 @pytest.mark.parametrize("flags", [APART, SENTINEL])
 def test_rows_of_a_start_half_have_been_taken_when_it_returns(flags: int, device: str) -> None:
     """An allocator may hand out their memory for the result. (It did, by chance, and the result was refused.)"""
-    options = {"tuning": putget.Tuning(combine=putget.Launch(sentinel_rows=flags))}
+    options = {"tuning": putget.tuning.Tuning(combine=putget.tuning.Launch(sentinel_rows=flags))}
     results = run_ranks(2, combine_over_started, options, device=device)
     for turn in range(20):
         check_round(CASE, turn % 2, {rank: outcomes[turn] for rank, outcomes in enumerate(results)})

@@ -27,7 +27,7 @@ BLOCKS = [((64,), torch.bfloat16), ((144,), torch.float16), ((272,), torch.float
 
 
 def launch(flags: int) -> dict[str, Any]:
-    return {"tuning": putget.Tuning(combine=putget.Launch(sentinel_rows=flags))}
+    return {"tuning": putget.tuning.Tuning(combine=putget.tuning.Launch(sentinel_rows=flags))}
 
 
 def rounds(first: int, count: int = 8) -> tuple[Round, ...]:
@@ -48,18 +48,18 @@ def rounds(first: int, count: int = 8) -> tuple[Round, ...]:
     )
 
 
-def play_with(rank: Rank, cases: list[Case], tuning: putget.Launch) -> list[list[Outcome]]:
+def play_with(rank: Rank, cases: list[Case], tuning: putget.tuning.Launch) -> list[list[Outcome]]:
     """A body: the cases one after the other with this launch of combine."""
     outcomes = []
     for case in cases:
-        with rank.all_to_all(**case.options(), tuning=putget.Tuning(combine=tuning)) as a2a:
+        with rank.all_to_all(**case.options(), tuning=putget.tuning.Tuning(combine=tuning)) as a2a:
             outcomes.append(play_on(a2a, rank, case))
     return outcomes
 
 
 def play_asks(rank: Rank, cases: list[Case], asks: tuple[int, ...]) -> list[list[Outcome]]:
     """A body: the same, this rank with its own ask."""
-    return play_with(rank, cases, putget.Launch(sentinel_rows=asks[rank.rank]))
+    return play_with(rank, cases, putget.tuning.Launch(sentinel_rows=asks[rank.rank]))
 
 
 @pytest.mark.parametrize("asks", list(itertools.product((APART, SENTINEL), repeat=3)), ids=str)
@@ -147,7 +147,7 @@ LONGER = [((1024,), torch.bfloat16), ((528,), torch.bfloat16), ((1056,), torch.f
 @pytest.mark.parametrize(("senders", "splits"), [(6, 1), (2, 1), (2, 2), (5, 2)])
 def test_whoever_sends_and_whoever_sums(senders: int, splits: int, wire: Wire, device: str) -> None:
     """On GPUs: all CTAs both, some the one and others the other, all the one and some the other."""
-    tuning = putget.Launch(6, 64, 512, splits=splits, senders=senders, sentinel_rows=SENTINEL)
+    tuning = putget.tuning.Launch(6, 64, 512, splits=splits, senders=senders, sentinel_rows=SENTINEL)
     cases = [
         case_of(wire, 3, rounds(20 * i, 4), num_experts=9, top_k=3, output=output, sentinel_rows=None)
         for i, output in enumerate(LONGER)
@@ -188,7 +188,7 @@ LONG = {"output": putget.Payload((7168,), torch.bfloat16), "num_experts": 64, "t
         (LONG | {"num_sms": 64}, "ssss-"),
         (LONG | {"num_sms": 16}, "ss---"),
         (LONG | {"num_sms": 4}, "s----"),
-        (LONG | {"num_sms": 4, "tuning": putget.Tuning(finish_num_sms=132)}, "s----"),
+        (LONG | {"num_sms": 4, "tuning": putget.tuning.Tuning(finish_num_sms=132)}, "s----"),
     ],
 )
 def test_the_rule_of_gpus(options: dict[str, Any], wanted: str, device: str) -> None:

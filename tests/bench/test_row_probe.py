@@ -9,8 +9,8 @@ import putget
 from putget_bench.row_probe import RowProbe
 from tests.harness import Rank, run_ranks
 
-LAUNCH = putget.Launch(1, 64, 512, 1)
-SENDS = putget.Launch(1, 64, 512, 1, senders=1)
+LAUNCH = putget.tuning.Launch(1, 64, 512, 1)
+SENDS = putget.tuning.Launch(1, 64, 512, 1, senders=1)
 
 
 def refusals(rank: Rank) -> list[str]:
@@ -26,7 +26,7 @@ def refusals(rank: Rank) -> list[str]:
             {"slots": slots.long()},
             {"rows": rows.int()},
             {"rows": rows[:, :24].contiguous()},
-            {"launch": putget.Launch(1, 64, 512)},
+            {"launch": putget.tuning.Launch(1, 64, 512)},
         ):
             with pytest.raises(ValueError, match=r".") as raised:
                 probe.put(**{"slots": slots, "rows": rows, "launch": LAUNCH, **wrong})
@@ -37,7 +37,7 @@ def refusals(rank: Rank) -> list[str]:
             {"num_rows": counts.long()},
             {"landing": 8},
             {"launch": LAUNCH},
-            {"launch": putget.Launch(1, 64, 512, 1, senders=2)},
+            {"launch": putget.tuning.Launch(1, 64, 512, 1, senders=2)},
         ):
             right = {"num_rows": counts, "launch": SENDS, "offset": 0, "landing": 1024, "slots_of_rank": 2}
             with pytest.raises(ValueError, match=r".") as raised:

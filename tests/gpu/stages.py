@@ -69,7 +69,7 @@ def run(rank: int, ranks: int, batches: list[int], port: int, sentinel_rows: boo
         output=putget.Payload((HIDDEN,), torch.bfloat16),
         timeout_s=10.0,
         combine_dtype=torch.float8_e4m3fn if fp8_back else None,
-        tuning=putget.Tuning(combine=putget.Launch(sentinel_rows=sentinel_rows)),
+        tuning=putget.tuning.Tuning(combine=putget.tuning.Launch(sentinel_rows=sentinel_rows)),
     )
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
@@ -124,7 +124,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=torch.cuda.device_count())
     parser.add_argument("--tokens", default="1,8,64,512", help="tokens a rank, comma-separated")
     parser.add_argument(
-        "--sentinel_rows", action=argparse.BooleanOptionalAction, help="putget.Launch.sentinel_rows of combine"
+        "--sentinel_rows", action=argparse.BooleanOptionalAction, help="putget.tuning.Launch.sentinel_rows of combine"
     )
     parser.add_argument("--fp8_back", action="store_true", help="combine's rows travel as block-scaled FP8")
     parser.add_argument("--port", type=int, default=29511)

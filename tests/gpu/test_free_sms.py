@@ -78,7 +78,7 @@ def hog(tmp_path_factory: pytest.TempPathFactory) -> Hog:
     return Hog(library)
 
 
-def resident_ctas(way: Way, dispatch: putget.Launch, combine: putget.Launch) -> int:
+def resident_ctas(way: Way, dispatch: putget.tuning.Launch, combine: putget.tuning.Launch) -> int:
     """CTAs of one kernel that must have places together, so that those which wait do not keep out those waited for.
 
     Dispatch: the first CTA waits for all others, which wait for nobody of their rank. Got rows: the first CTA is all
@@ -111,7 +111,7 @@ class Round:
             payloads=[putget.Payload((HIDDEN,), torch.bfloat16)],
             output=putget.Payload((HIDDEN,), torch.bfloat16),
             combine_dtype=FP8 if way.fp8 else None,
-            tuning=putget.Tuning(combine=putget.Launch(sentinel_rows=way.sentinel_rows)),
+            tuning=putget.tuning.Tuning(combine=putget.tuning.Launch(sentinel_rows=way.sentinel_rows)),
             device="cuda",
             num_sms=way.num_sms,
             timeout_s=TIMEOUT_S,

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import putget
+from putget.tuning import Tuning
 from tests.gpu.graphs import GraphRound
 from tests.gpu.ranks import Ranks, stream_of
 from tests.gpu.test_graphs import case_of, open_object, prepare_graphs
@@ -196,10 +197,18 @@ def grids_of_halves(rank: Rank, options: dict[str, int]) -> dict[str, int]:
 def test_a_finish_half_takes_the_sms_that_it_is_given() -> None:
     (same,) = run_ranks(1, grids_of_halves, {"num_sms": 4}, mode="thread", device="cuda")
     (more,) = run_ranks(
-        1, grids_of_halves, {"num_sms": 4, "tuning": putget.Tuning(finish_num_sms=48)}, mode="thread", device="cuda"
+        1,
+        grids_of_halves,
+        {"num_sms": 4, "tuning": Tuning(finish_num_sms=48)},
+        mode="thread",
+        device="cuda",
     )
     (fewer,) = run_ranks(
-        1, grids_of_halves, {"num_sms": 48, "tuning": putget.Tuning(finish_num_sms=4)}, mode="thread", device="cuda"
+        1,
+        grids_of_halves,
+        {"num_sms": 48, "tuning": Tuning(finish_num_sms=4)},
+        mode="thread",
+        device="cuda",
     )
     assert max(same.values()) == same["dispatch_start"] == same["combine_finish"] == 4
     assert more == same | {"combine_finish": 48}

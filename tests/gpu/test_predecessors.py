@@ -26,5 +26,5 @@ def test_equal_to_the_oracle(ep_size: int, threads: int, device: str) -> None:
     )
     for top_k in (3, 8, 12):
         case = Case(ep_size, rounds, num_experts=29, top_k=top_k, max_tokens_per_rank=600)
-        options = {"tuning": putget.Tuning(dispatch=putget.Launch(blocks=8, threads=threads))}
+        options = {"tuning": putget.tuning.Tuning(dispatch=putget.tuning.Launch(blocks=8, threads=threads))}
         check_case(case, run_ranks(ep_size, play_with, case, options, mode="thread", device=device))

@@ -97,8 +97,8 @@ class Case:
             "num_stats": self.num_stats,
         }
         if self.sentinel_rows is not None or self.blocks is not None:
-            combine = putget.Launch(self.blocks, sentinel_rows=self.sentinel_rows)
-            options["tuning"] = putget.Tuning(dispatch=putget.Launch(self.blocks), combine=combine)
+            combine = putget.tuning.Launch(self.blocks, sentinel_rows=self.sentinel_rows)
+            options["tuning"] = putget.tuning.Tuning(dispatch=putget.tuning.Launch(self.blocks), combine=combine)
         if self.table is not None:
             options["expert_to_rank"] = torch.tensor(self.table, dtype=torch.int32)
         return options

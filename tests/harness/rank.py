@@ -71,5 +71,5 @@ class Rank:
             options["expert_to_rank"] = table.to(self.device)
         if self.device.type == "cpu" and self.comm.network is None:
             # Where the rule never has them: here ranks stand for GPUs. Across domains there are none.
-            defaults["tuning"] = putget.Tuning(combine=putget.Launch(sentinel_rows=True))
+            defaults["tuning"] = putget.tuning.Tuning(combine=putget.tuning.Launch(sentinel_rows=True))
         return putget.AllToAll(self.comm, **{**defaults, **options})

@@ -17,7 +17,7 @@ from tests.moe.layers import make_layer, options_of, tolerance
 # Different numbers of tokens on every rank, none on some, and none at all.
 ROUNDS = ((3, 0, 8, 1), (8, 5, 0, 0), (0, 0, 0, 0), (1, 1, 1, 1))
 
-GOT = putget.Tuning(combine=putget.Launch(sentinel_rows=False))
+GOT = putget.tuning.Tuning(combine=putget.tuning.Launch(sentinel_rows=False))
 
 
 def play(rank: Rank, dense: Dense, changes: dict[str, Any]) -> list[Tensor]:
@@ -47,7 +47,7 @@ def play(rank: Rank, dense: Dense, changes: dict[str, Any]) -> list[Tensor]:
             Dense(shared=128),
             {
                 "expert_to_rank": [3, 1, 3, 0, 0, 1, 3, 3],
-                "tuning": putget.Tuning(combine=putget.Launch(sentinel_rows=False)),
+                "tuning": putget.tuning.Tuning(combine=putget.tuning.Launch(sentinel_rows=False)),
             },
         ),
     ],

@@ -10,7 +10,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from putget.options import PATHS
+from putget.tuning import PATHS
 from tests.protocol.tags import ROOT
 
 DOCUMENT = ROOT / "docs" / "protocol" / "paths.md"

@@ -11,8 +11,9 @@ import torch
 
 from putget import _abi
 from putget._arguments import check_int, check_row_bytes, check_tensor
-from putget.options import Launch, Tuning, Wire
+from putget.core.wire import Wire
 from putget.payload import Payload
+from putget.tuning import Launch, Tuning
 
 OUTPUT_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 import torch
 
 from putget import _abi
+from putget.core.wire import Wire
 from putget.errors import PutgetError
 from putget.group import files
 from putget.group.agreement import CONNECTING, RUNNING, Attempt
 from putget.group.peers import Message
 from putget.memory.native_memory import Memory, close_share, decode_share, encode_share
 from putget.memory.workspace import Workspace, stage_of
-from putget.options import Wire
 
 _NUMBERS = 64  # of workspaces in a generation, and of generations
 _CARD_BYTES = 1024

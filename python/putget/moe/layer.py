@@ -88,7 +88,7 @@ class ExpertParallelMoE(nn.Module):
             ``ExpertsLost`` after `set_active_ranks` has left their ranks out, until the experts are back. It may be set
             later, too: on the layers of all ranks alike.
         **all_to_all: Further arguments of ``putget.AllToAll``: ``workspace``, ``timeout_s``, ``num_sms``,
-            ``combine_dtype``, ``combine_direction``, ``expert_to_rank`` and so on.
+            ``combine_dtype``, ``expert_to_rank`` and so on.
 
     Attributes:
         router: See ``putget.moe.Router``.
