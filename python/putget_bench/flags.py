@@ -27,7 +27,6 @@ _FLAGS = {
             "ep_size",
             "domain_size",
             "top_k",
-            "private_tokens",
             "chunk_rows",
             "seed",
         )

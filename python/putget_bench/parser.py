@@ -110,7 +110,6 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         help="time a library built without waits: UNSAFE and unchecked, shows what synchronisation costs",
     )
     add("--no_flush_l2", action="store_true", help="leave the L2 cache warm before dispatch")
-    add("--flush_matmul", action="store_true", help="clear the caches between rounds with matrix products")
     add("--kernel_breakdown", action="store_true", help="time of each kernel, by torch's profiler")
     add("--iter_stats", action="store_true", help="percentiles over the iterations")
     add("--output_file", metavar="FILE", help="write the report as JSON (docs/reference/bench_json.md)")
@@ -139,7 +138,6 @@ def _add_simulate(parser: argparse.ArgumentParser) -> None:
     add("--tokens", type=int, default=Round.num_tokens, metavar="N", help="of each rank (%(default)s)")
     add("--num_experts", type=int, default=Round.num_experts, metavar="N", help="of all ranks (%(default)s)")
     add("--top_k", type=int, default=Round.top_k, metavar="N", help="experts of a token (%(default)s)")
-    add("--private_tokens", type=int, metavar="N", help="rows to each rank that the paper's scheme sends ahead")
     add("--chunk_rows", type=int, default=0, metavar="N", help="rows of one write of putget's (its own choice)")
     add("--combine_dtype", choices=BACK_ROW_BYTES, default="bfloat16", help="putget's rows back (%(default)s)")
     add("--seed", type=int, default=0, metavar="N", help="of the routing (%(default)s)")

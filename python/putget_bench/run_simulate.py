@@ -49,7 +49,7 @@ def run(args: argparse.Namespace, command: Sequence[str]) -> int:
 def _check_flags(args: argparse.Namespace) -> None:
     """Numbers that no group has; the library of probes knows the rest."""
     check_numbers(args, "domain_size", "tokens", "num_experts", "top_k")
-    check_numbers(args, "private_tokens", "chunk_rows", "seed", low=0)
+    check_numbers(args, "chunk_rows", "seed", low=0)
 
 
 def _sizes(text: str) -> list[int]:
@@ -65,7 +65,7 @@ def _result(args: argparse.Namespace, network: Network, ep_size: int) -> dict[st
     back_row_bytes = BACK_ROW_BYTES[args.combine_dtype]
     sent = replace(shape, back_row_bytes=back_row_bytes)
     ours = simulate(sent, network, AGENTS, chunk_rows=args.chunk_rows, **common)
-    paper = simulate(shape, network, ROUTES, private_tokens=args.private_tokens, **common)
+    paper = simulate(shape, network, ROUTES, **common)
     known = published(shape, network)
     return {
         "network": asdict(network),

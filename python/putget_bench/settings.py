@@ -195,10 +195,6 @@ def resolve(args: argparse.Namespace, world_size: int | None) -> Settings:
     if capacity < max(1, batches[-1]):
         raise ValueError(f"--max_tokens_per_rank must be at least the largest batch {batches[-1]} (-e), got {capacity}")
     _check_num_sms(args.num_sms, on_cpu)
-    if args.flush_matmul and args.no_flush_l2:
-        raise ValueError("--flush_matmul and --no_flush_l2 exclude each other")
-    if args.flush_matmul and on_cpu:
-        raise ValueError("--flush_matmul needs --device cuda, this run is on the CPU")
     iters = args.iters if args.iters is not None else (20 if in_turns else 100)
     warmup = args.warmup if args.warmup is not None else (3 if in_turns else 20)
     for flag, value, least in (
@@ -228,7 +224,7 @@ def resolve(args: argparse.Namespace, world_size: int | None) -> Settings:
         routing_file=args.routing_file,
         num_sms=args.num_sms,
         cuda_graph=not args.no_cuda_graph and not on_cpu,
-        flush="none" if on_cpu or args.no_flush_l2 else "matmul" if args.flush_matmul else "overwrite",
+        flush="none" if on_cpu or args.no_flush_l2 else "overwrite",
         kernel_breakdown=args.kernel_breakdown,
         iter_stats=args.iter_stats,
         peers=_resolve_peers(args.peers, device, ep_size),

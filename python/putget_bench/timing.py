@@ -7,7 +7,6 @@ is one clock for all processes of a machine.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,11 +19,10 @@ Action = Callable[[], object]
 Readings = dict[str, list[float]]
 """Microseconds of this rank, one per iteration, by the name of the step."""
 
-FLUSHES = ("none", "overwrite", "matmul")
+FLUSHES = ("none", "overwrite")
 _LEADING = 2  # untimed iterations at the start of every series
 _MAX_SERIES = 50  # timed iterations of one series: bounds the size of a graph, however many rounds are asked for
 _L2_FLUSHES = 2  # flushed bytes, in units of the L2 cache
-_MATRIX_MULTIPLE = 128  # sides of matrices: whole tiles
 
 
 @dataclass(frozen=True)
@@ -69,8 +67,7 @@ def make_flush(kind: str) -> Action | None:
     """What empties the L2 cache of the current GPU. The returned action keeps its memory.
 
     Args:
-        kind: "none"; "overwrite", which writes more than the cache holds; or "matmul", a matrix product of more bytes
-            than it holds, which is what runs between two rounds of a model.
+        kind: "none", or "overwrite", which writes more than the cache holds.
 
     Returns:
         What enqueues it, or None.
@@ -78,24 +75,8 @@ def make_flush(kind: str) -> Action | None:
     if kind == "none":
         return None
     num_bytes = _L2_FLUSHES * torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
-    if kind == "overwrite":
-        scratch = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
-        return scratch.zero_
-    side = matrix_side(num_bytes)
-    left, right = torch.randn(2, side, side, dtype=torch.bfloat16, device="cuda")
-    product = torch.empty_like(left)
-
-    def multiply() -> None:
-        torch.matmul(left, right, out=product)
-
-    multiply()  # the library sets itself up at the first product, which a graph's capture could not do
-    return multiply
-
-
-def matrix_side(num_bytes: int) -> int:
-    """The side of square BF16 matrices of which three, two factors and a product, take at least so many bytes."""
-    side = math.isqrt(-(-num_bytes // (3 * torch.bfloat16.itemsize)) - 1) + 1
-    return -(-side // _MATRIX_MULTIPLE) * _MATRIX_MULTIPLE
+    scratch = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
+    return scratch.zero_
 
 
 @dataclass(frozen=True)

@@ -130,8 +130,6 @@ def test_a_routing_file_gives_top_k_and_experts(tmp_path: Path) -> None:
         ("--seed -1", "--seed must be 0 or more, got -1"),
         ("--seed 4294967296", "--seed must be at most 4294967295, got 4294967296"),
         ("--num_sms 4", "--num_sms 4 needs --device cuda, this run is on the CPU"),
-        ("--flush_matmul", "--flush_matmul needs --device cuda, this run is on the CPU"),
-        ("--flush_matmul --no_flush_l2", "--flush_matmul and --no_flush_l2 exclude each other"),
         ("--peers nccl,mpi", "--peers must be a comma-separated list of nccl, flashinfer or deepep, got 'mpi'"),
         ("--perfect_router --routing_file x.npz", "--perfect_router and --routing_file x.npz exclude each other"),
         ("--routing_file /none/x.npz", "--routing_file /none/x.npz: No such file or directory"),

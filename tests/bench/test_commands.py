@@ -205,7 +205,7 @@ def test_demo(putget: Command, tmp_path: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("graph", "sizes"),
-    [("", "-b 0 -e 128 -f 16"), ("--no_cuda_graph", "-b 16 -e 16"), ("--flush_matmul", "-b 16 -e 16")],
+    [("", "-b 0 -e 128 -f 16"), ("--no_cuda_graph", "-b 16 -e 16")],
 )
 def test_bench_on_gpus(putget: Command, tmp_path: Path, graph: str, sizes: str) -> None:
     num_gpus = len(hardware.gpus())
@@ -221,7 +221,7 @@ def test_bench_on_gpus(putget: Command, tmp_path: Path, graph: str, sizes: str) 
     jsonschema.Draft202012Validator(report.schema()).validate(document)
     assert document["timing"]["clock"] == "cuda events"
     assert document["timing"]["cuda_graph"] is (graph != "--no_cuda_graph")
-    assert document["timing"]["flush"] == ("matmul" if graph == "--flush_matmul" else "overwrite")
+    assert document["timing"]["flush"] == "overwrite"
     for size in document["results"]:
         peers = ["nccl AG+RS", "nccl all-to-all"] if size["batch_size"] else []
         assert [contender["name"] for contender in size["contenders"]] == ["putget", *peers]

@@ -158,7 +158,7 @@ FLAGS = {
     ): "slots num_groups num_nodes iterations tokens interval window decay max_moves "
     "expert_bytes most_bytes cells row_bytes link_gbps row_ns tasks plot",
     ("balance", "report"): "slots num_experts num_groups num_nodes tasks batches plot",
-    ("simulate", "nodes"): "ep_size domain_size tokens num_experts top_k private_tokens chunk_rows seed output_file",
+    ("simulate", "nodes"): "ep_size domain_size tokens num_experts top_k chunk_rows seed output_file",
 }
 
 

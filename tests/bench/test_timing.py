@@ -67,14 +67,6 @@ def test_back_to_back_divides_by_the_repeats() -> None:
     assert 5_000 <= reading["pair"][0] < 20_000
 
 
-@pytest.mark.parametrize("l2_bytes", [1, 4 << 20, 50 << 20, 60 << 20, 126 << 20])
-def test_matrices_of_the_flush_take_at_least_the_bytes_asked_for(l2_bytes: int) -> None:
-    side = timing.matrix_side(l2_bytes)
-    assert 3 * 2 * side**2 >= l2_bytes
-    assert side % 128 == 0
-    assert 3 * 2 * max(0, side - 128) ** 2 < l2_bytes
-
-
 def test_ten_thousand_rounds_are_short_series_repeated() -> None:
     """What the bench does with 10,000 iterations and as many before them."""
     rounds: list[int] = []
