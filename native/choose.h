@@ -1,5 +1,6 @@
-// Which kernel runs a call, and on how many CTAs and threads. All of it is decided here, from numbers alone, for CUDA
-// and for the CPU; docs/protocol/paths.md is a table made by it. Every choice gives the same bits.
+// Which kernel runs a call: its path, from numbers alone, for CUDA and for the CPU; and on how many CTAs and threads,
+// for CUDA (the CPU has threads instead, cpu/backend.cpp). docs/protocol/paths.md is a table made by it. Every choice
+// gives the same bits.
 //
 // Small batches spread a row over many warps, because latency is what counts and one SM moves only so many bytes a
 // microsecond. Large ones have as few instructions a byte as they can. CTAs that wait must be resident, also beside the
@@ -32,8 +33,9 @@ struct Room {
 constexpr bool paired(const Room& room) { return 4 * room.sms <= room.gpu_sms; }
 
 // Whether a rank with so many tokens is sent its rows, where so many bytes are set aside for each peer, on so many SMs
-// (0: enough); else it gets them. Its own dispatch and combine ask it, with the same arguments, and nobody else. As if
-// its peers had as many SMs. Measured: combine of DeepSeek-V3's rows on 2 and 4 H200 (lab/, 2026-11-16 to 20).
+// (0: enough); else it gets them. Dispatch and combine of a rank call this function with equal arguments. It assumes
+// that peers have as many SMs. On the CPU rows are got unless the caller wishes otherwise (Backend::sends_by_rule).
+// docs/performance/results.md has combine of DeepSeek-V3's rows, by which the bounds were set.
 bool is_sent_rows(const Shape& shape, putget_sentinel_rows wish, uint32_t num_tokens, uint64_t bytes_a_peer,
                   uint32_t num_sms);
 

@@ -1,6 +1,7 @@
-// What the protocol's text asks of a backend. An Exec is one thread's view of the kernel that it runs in: cpu::Exec
-// (one CTA of one thread a rank), cuda::Exec, and what tests put in their place. An operation is a call that the text
-// makes; beside each stands what it does. `Tag` and `Join` are in signal.h, docs/protocol.md explains them.
+// The operations that the protocol's text asks of a backend. An Exec is one thread's view of the kernel that it runs
+// in: cpu::Exec (a CTA is one thread; a rank has several CTAs), cuda::Exec, and those that tests put in their place. An
+// operation is a call that the text makes; its effect stands beside it. `Tag` and `Join` are in signal.h;
+// docs/protocol.md explains them.
 //
 // ExecCheck<E> does not compile where E lacks one of them: the error shows the line that names it.
 #pragma once
