@@ -47,7 +47,7 @@ BEHIND = 50  # iterations after which online is to have followed
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of the layers, and of the run."""
+    """Sizes of the layers, and of the run."""
 
     ep_size: int
     layers: int

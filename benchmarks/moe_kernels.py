@@ -174,7 +174,7 @@ class Rank:
         return made
 
     def activation(self, grouped: ExpertMajor) -> list[Operation]:
-        """Of the grouped rows."""
+        """The activation of the grouped rows."""
         capacity = grouped.capacity
         x = torch.empty(capacity, 2 * INTERMEDIATE, dtype=BF16, device=self.device).normal_()
         out = torch.zeros(capacity, INTERMEDIATE, dtype=BF16, device=self.device)
@@ -215,7 +215,7 @@ class Rank:
         return made
 
     def finalize(self, grouped: ExpertMajor) -> Operation:
-        """Of the grouped rows, into combine_input."""
+        """The last step of the grouped rows, into combine_input."""
         rows = torch.empty(grouped.capacity, HIDDEN, dtype=BF16, device=self.device).normal_()
 
         def check() -> None:

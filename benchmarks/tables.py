@@ -37,7 +37,7 @@ def us(value: float | None) -> str:
 
 
 def latency(contender: Report | None, phase: str) -> float | None:
-    """Of one phase; None where it was not timed."""
+    """Latency of one phase in us; None where it was not timed."""
     found = None if contender is None else contender[phase]
     return None if found is None else float(found["latency_us"])
 

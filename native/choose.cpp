@@ -30,7 +30,7 @@ constexpr uint64_t kSentBytesOfTwo = 2 * 1024 * 1024;  // ... and where a token 
 
 uint64_t ceil_div(uint64_t value, uint64_t divisor) { return (value + divisor - 1) / divisor; }
 
-// Of all payloads.
+// Bytes of the longest row of all payloads.
 uint32_t longest_row(const Shape& shape) { return *std::max_element(shape.row_bytes, shape.row_bytes + kMaxPayloads); }
 
 // More threads a CTA where few SMs are allowed: bytes in flight are what keeps a link busy.
@@ -39,10 +39,10 @@ uint32_t threads_for(const Room& room) {
   return static_cast<uint32_t>(std::clamp<uint64_t>(share, kThreads, kMostThreads));
 }
 
-// Of so few rows a lane has four packs on their way at a time.
+// With at most two rows per token, each lane keeps four packs in flight.
 bool few_rows(const Shape& shape) { return shape.most_rows() <= 2; }
 
-// Of three or four rows it does better with one, of more tokens at once: in the shortest segments, on all SMs.
+// With three or four rows, one pack per lane, the shortest segments and all SMs are faster.
 bool some_rows(const Shape& shape) { return shape.most_rows() == 3 || shape.most_rows() == 4; }
 
 uint32_t blocks_for(uint64_t items, uint32_t threads, const Room& room) {
@@ -95,9 +95,10 @@ putget_launch choose_sent(const Shape& shape, uint32_t num_tokens, bool is_half,
   const uint64_t rows = uint64_t{num_tokens} * shape.ep_size;
   const uint64_t share =
       rows * ceil_div(shape.output_row_bytes(), kWarpBytes) / (uint64_t{room.sms} * (kThreads / kWarpThreads));
-  // Of few all CTAs send and then sum; of many some send while the others sum, of more than two rows on as many SMs as
-  // keep the link busy. Those that send wait for nobody and leave their places to other objects' kernels, so all may
-  // have more threads than could stay beside those; in halves there are none that only send.
+  // Few segments: every CTA sends, then sums. Many segments: some CTAs send while the others sum. With more than two
+  // rows, as many CTAs send as keep the link busy. Those that send wait for nobody and leave their places to other
+  // objects' kernels, so all may have more threads than could stay beside those; in halves there are none that only
+  // send.
   const bool sends_apart = share >= kSharedSegments && !is_half;
   const bool is_large = share >= kLargeShare && !shape.quantised() && !few_rows(shape);
   const Room enough{is_large ? std::min({room.sms, kSendingSms, room.gpu_sms / 2}) : room.sms, room.gpu_sms};
@@ -179,7 +180,7 @@ putget_launch choose_dispatch(const Shape& shape, uint32_t num_tokens, Half half
     }
   }
   while (items_with(launch.segment_bytes, launch.splits) >= kMaxItems) {
-    // Of whole rows a token has so few items that with one split they always fit.
+    // A token has few items if they are whole rows: with one split they always fit.
     if (launch.segment_bytes < longest_row(shape)) {
       launch.segment_bytes *= 2;
     } else {

@@ -2,7 +2,7 @@
 // replica gets, and hands the pairs out in their order. Integers alone, and every order is fixed: the same slots on a
 // CPU and on a GPU.
 //
-// Of an expert's replicas on one rank the first one alone is used: the others would change no rank's load.
+// With several replicas on one rank only the first one is used: the others would change no rank's load.
 //
 // Experts of one wave lie on different ranks, so a warp takes one of them each, and the order between them does not
 // show.

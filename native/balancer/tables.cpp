@@ -6,7 +6,7 @@
 namespace putget::balancer {
 namespace {
 
-// Of the replicas within `size` ranks that begin with a multiple of it, the own one among them: one by rank.
+// One of the replicas on the rank's own group of `size` ranks, chosen by the rank.
 int32_t nearest_within(const std::vector<uint32_t>& ranks, uint32_t rank, uint32_t size) {
   std::vector<int32_t> near;
   for (size_t i = 0; i < ranks.size(); ++i) {

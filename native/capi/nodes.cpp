@@ -86,7 +86,7 @@ uint32_t home_row_bytes(Shape shape, WireType wire) {
   return shape.wire_row_bytes();
 }
 
-// Of sums before they are quantised.
+// Bytes of sums before they are quantised.
 uint64_t served_sums_bytes(const Shape& shape, const Domains& domains, WireType wire) {
   if (wire == WireType::kSame) return 0;
   const uint64_t rows = uint64_t{domains.sources(shape.ep_rank, shape.ep_size)} * shape.max_tokens_per_rank;

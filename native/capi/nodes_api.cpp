@@ -21,7 +21,7 @@ using putget::capi::require_pointer;
 using putget::capi::require_range;
 using putget::capi::require_version;
 
-// Of the networks that there are: what a write carries at most is the same for all ranks.
+// Most bytes of one write: the same for all networks, so for all ranks.
 constexpr uint64_t kMostBytes = uint64_t{1} << 20;
 constexpr uint32_t kMostNumber = 63;  // of workspaces and of generations
 

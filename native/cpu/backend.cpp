@@ -199,7 +199,7 @@ class CpuBackend final : public Backend {
   }
 
  private:
-  // Of one block.
+  // Memory of one block.
   struct Scratch {
     DispatchScratch dispatch{};
     CombineScratch combine{};

@@ -230,7 +230,7 @@ class Exec {
     const float magnitude = float_of_bits(L::largest(bits > kInfinity ? L::all(0) : bits));
     return magnitude > largest ? magnitude : largest;
   }
-  // Of a scale that block_scale gives.
+  // The scale comes from block_scale.
   float inverse_of(float scale) const { return 1.0f / scale; }
   template <class Codec, class Pack, uint32_t kCount>
   void narrow(const float (&value)[kCount], Pack& pack) const {

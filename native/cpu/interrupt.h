@@ -17,7 +17,7 @@ constexpr uint32_t kNapsPerCheck = 16;  // the text asks after every 16th nap: s
 // What to ask; null: nobody. A host sets it once.
 inline std::atomic<Check> check{nullptr};
 
-// Of the calling thread's running call.
+// The state of the call that runs on this thread.
 struct Asked {
   uint32_t naps = 0;
   bool stopped = false;

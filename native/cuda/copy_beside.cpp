@@ -10,8 +10,8 @@ namespace {
 
 constexpr int kMostDevices = 64;
 
-// Of one thread. Streams of the highest priority have hardware queues of their own: behind a rank's kernel that waits
-// for these very bytes a copy would never run.
+// The streams of one thread. Streams of the highest priority have hardware queues of their own: behind a rank's kernel
+// that waits for these very bytes a copy would never run.
 class Streams {
  public:
   Streams() {

@@ -261,8 +261,8 @@ struct Exec {
     }
   }
 
-  // Of two lanes next to each other the first one gets the second one's `first` as its `second`, and the second one the
-  // first one's `second` as its `first`: 16 bytes. Whole warps call it. Whether this is the second lane.
+  // Lane pairs exchange values of 16 bytes: the even lane keeps both `first`, the odd lane both `second`. Whole warps
+  // call it. Returns whether this is the odd lane.
   template <class Value>
   __device__ bool exchange_in_pair(Value& first, Value& second) const {
     static_assert(sizeof(Value) == sizeof(uint4), "16 bytes");

@@ -7,8 +7,8 @@
 
 namespace putget::cuda {
 
-// Of a stream, for a launch by the calling thread: those of its green context, else those of the current context, at
-// most `gpu_sms`. A launch with more CTAs than that would wait for CTAs that never get a place.
+// SMs of a stream, for a launch by the calling thread: those of its green context, else those of the current context,
+// at most `gpu_sms`. A launch with more CTAs than that would wait for CTAs that never get a place.
 uint32_t sms_of(cudaStream_t stream, uint32_t gpu_sms);
 
 }  // namespace putget::cuda

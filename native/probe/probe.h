@@ -24,7 +24,7 @@ Peers<kRanks> peers_of(const putget_probe_memory& memory) {
   return peers;
 }
 
-// Of puts and of gets.
+// Bytes of the flags of puts and of gets.
 constexpr uint64_t flag_bytes(uint32_t ep_size) { return uint64_t{ep_size} * 2 * kFlagsOfRank * sizeof(uint64_t); }
 
 // Arguments have been checked, and the memory's device is current.

@@ -10,7 +10,7 @@ class Network {
  public:
   virtual ~Network() = default;
 
-  // Of the whole group.
+  // Ranks of the whole group.
   virtual uint32_t ranks() const = 0;
   // The transport of a rank; null if the rank is in another process.
   virtual const putget_transport* table(uint32_t rank) const = 0;

@@ -420,10 +420,11 @@ bool Proxy::closed_by_all(uint32_t epoch) {
 
 // --- both
 
-// Who waits for a source's message cannot see whether the source or its agent is silent: proxies say that they run.
+// A rank that waits for a source's message cannot see whether the source or its agent is silent: proxies say that they
+// run.
 void Proxy::step_beats(uint64_t now_ns) {
   if (now_ns < next_beat_ns_) return;
-  // Whoever has slept itself gives the others time to be heard.
+  // A proxy that has slept itself gives the others time to be heard.
   const bool slept = now_ns > next_beat_ns_ + config_.timeout_ns / 8;
   next_beat_ns_ = now_ns + config_.timeout_ns / 16;
   ++beats_;

@@ -161,7 +161,7 @@ class Proxy {
   uint32_t sent_;
   uint32_t closed_;  // the last round that all ranks of the domain have ended
   uint32_t closed_kind_ = 0;
-  // Of the proxies of the domain, by place: their last beat, and when it came.
+  // The last beat of each proxy of the domain, by place, and when it came.
   uint64_t beat_[kMaxRanks] = {};
   uint64_t beat_ns_[kMaxRanks] = {};
   uint64_t beats_ = 0;

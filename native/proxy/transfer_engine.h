@@ -16,7 +16,7 @@ namespace putget::proxy {
 struct EngineOptions {
   std::string library;   // the file with the engine's C functions
   std::string provider;  // a network that the engine has: "tcp", "shm", "verbs", "nvlink"
-  // Of this host, as the provider names them; none: those that the engine chooses.
+  // NICs of this host, as the provider names them; none: those that the engine chooses.
   std::vector<std::string> nics;
   std::vector<uint8_t> secret;  // the same on all ranks
   uint32_t rank;

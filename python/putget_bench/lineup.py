@@ -1,4 +1,4 @@
-"""Who takes part in a bench."""
+"""The contenders of a bench."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ NETWORKS = {
     "cx7": Network("cx7", 11.2, 45.4, 0.3, 0.05, 24),
     "efa": Network("efa", 32.0, 42.8, 1.0, 0.05, 32),
 }
-# Of the paper (Table 2): dispatch and combine in us, by network and ranks, for Round's defaults.
+# Figures of the paper (Table 2): dispatch and combine in us, by network and ranks, for Round's defaults.
 PUBLISHED = {
     ("cx7", 16): (110, 186),
     ("cx7", 32): (154, 266),
@@ -83,7 +83,7 @@ def published(shape: Round, network: Network) -> tuple[int, int] | None:
 
 @dataclass(frozen=True)
 class Times:
-    """Of one round: the median rank's times in us, and what all ranks' writes were."""
+    """Times of one round: the median rank's times in us, and what all ranks' writes were."""
 
     dispatch_us: float
     combine_us: float

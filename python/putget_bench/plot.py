@@ -114,7 +114,7 @@ def _latencies(results: list[dict[str, Any]], name: str, phase: str) -> Points:
 
 
 def _floors(results: list[dict[str, Any]], phase: str) -> Points:
-    """Of the bytes that putget moves: no row crosses twice."""
+    """The bound by the bytes that putget moves: no row crosses twice."""
     found = [(result["batch_size"], result["contenders"][0][phase]["floor_us"]) for result in results]
     return [(tokens, floor_us) for tokens, floor_us in found if floor_us]
 

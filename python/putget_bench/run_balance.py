@@ -237,7 +237,7 @@ def _phases(phases: list[Phase], cost: Cost, expert_bytes: int, num_layers: int)
 
 
 def _step_us(phase: Phase, cost: Cost, way: str, num_layers: int) -> float:
-    """Of a layer; moves of an iteration are spread over its layers."""
+    """Time of a layer in us; moves of an iteration are spread over its layers."""
     moved = float(np.mean(phase.moved_bytes)) / num_layers if way == "online" else 0.0
     return cost.step_us(float(np.mean(phase.hottest[way])), moved)
 

@@ -259,7 +259,7 @@ def test_num_sms_does_not_change_a_bit(device: str) -> None:
 
 @pytest.mark.parametrize("widths", [(2000, 224), (224, 2000), (16, 512), (2000, 16, 10, 512, 528, 32), (1, 496)])
 def test_short_rows_beside_long_ones(widths: tuple[int, ...], device: str) -> None:
-    """Of a large batch they travel apart, where their bytes allow it: alone, in every order, in several chunks."""
+    """In a large batch short rows travel apart if their bytes allow it: alone, in every order, in several chunks."""
     shape = Case(
         2,
         (

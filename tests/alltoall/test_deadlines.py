@@ -19,7 +19,7 @@ def ranks() -> Iterator[RankProcesses]:
 
 @pytest.mark.parametrize("step", ["dispatch", "combine"])
 def test_lost_ranks_have_one_deadline_together(ranks: RankProcesses, step: str) -> None:
-    """Whoever waits for one after the other does not begin anew with each."""
+    """A rank that waits for one after the other does not begin anew with each."""
     ranks.call(construct, {"timeout_s": 3.0})
     require_round(ranks, 0)
     if step == "combine":

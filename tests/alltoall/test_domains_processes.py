@@ -207,7 +207,7 @@ def owed(rank: Rank, network: putget.Network, timeout_s: float, late_s: float) -
 
 
 def find_owed(timeout_s: float, late_s: float) -> tuple[list[str], float, float]:
-    """Who is missing on ranks 0 to 2; when rank 3 was gone and when rank 1 found out, behind the beginning."""
+    """The ranks missing on ranks 0 to 2; when rank 3 was gone and when rank 1 found out, behind the beginning."""
     with fresh_ranks(4) as four:
         for rank in range(4):
             four.submit(rank, owed, putget.Network("shm", domain_size=2), timeout_s, late_s)

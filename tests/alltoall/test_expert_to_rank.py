@@ -198,7 +198,7 @@ def group_with_another_table(rank: Rank, copy_rows: bool) -> list[str]:
 def test_rows_without_an_expert_here_are_counted_by_source(copy_rows: bool, device: str) -> None:
     results = run_ranks(3, group_with_another_table, copy_rows, mode="thread", device=device)
     for rank, (grouped, noted, healed) in enumerate(results):
-        # Of rank 1's tokens the first goes to rank 2 for expert 0, the last to rank 0 for expert 4.
+        # The first of rank 1's tokens goes to rank 2 for expert 0, the last to rank 0 for expert 4.
         lost = f"ProtocolMisuse: expert_major: 1 rows have no expert on rank {rank} by the table here (1 from rank 1)"
         assert grouped.startswith("accepted" if rank == 1 else lost)
         assert noted.startswith(f"ProtocolMisuse: expert_to_rank was another one than on rank {rank} on rank ")

@@ -329,7 +329,7 @@ def disturb(rank: Rank, step: str, delay: float, timeout_s: float) -> None:
     mesh.exchange = disturbed  # type: ignore[method-assign]
 
 
-# Of another layout, played like CASE.
+# Another layout, played like CASE.
 OTHER = replace(CASE, max_tokens_per_rank=CASE.max_tokens_per_rank + 1)
 
 

@@ -93,7 +93,7 @@ def test_the_type_holds_the_largest_id(most: int, dtype: type) -> None:
 
 
 def test_a_task_may_have_any_name(tmp_path: Path) -> None:
-    """Of numpy's own arguments, too."""
+    """Names of numpy's own arguments, too."""
     recorder = RoutingRecorder(1, 2, 4)
     recorder.record(0, torch.tensor([[1, 2]]))
     for task in ("file", "allow_pickle", "law.npy"):

@@ -71,7 +71,7 @@ class Block:
         return None
 
     def commands(self) -> list[list[str]]:
-        """Of a console block."""
+        """The commands of a console block."""
         return [shlex.split(line[2:], comments=True) for line in self.text.splitlines() if line.startswith("$ ")]
 
 
@@ -97,7 +97,7 @@ def blocks_of(text: str) -> list[Block]:
 
 
 def _environment() -> dict[str, str]:
-    """Of commands: this Python's first, this checkout's package, no network but the own host's."""
+    """Environment of commands: this Python's first, this checkout's package, no network but the own host's."""
     path = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
     paths = os.pathsep.join(filter(None, (str(ROOT / "python"), os.environ.get("PYTHONPATH", ""))))
     return {**os.environ, "PATH": path, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}

@@ -23,7 +23,7 @@ LONGEST_LINE = 100
 
 
 def sentences(text: str) -> Iterator[str]:
-    """Of paragraphs and items; tables and code apart."""
+    """Sentences of paragraphs and items; tables and code apart."""
     tokens = MarkdownIt().enable("table").parse(text)
     in_table = False
     for token in tokens:

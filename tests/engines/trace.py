@@ -12,7 +12,7 @@ CALLS = ("putget_dispatch", "putget_combine")
 
 @dataclass
 class Part:
-    """Of one rank.
+    """The part of one rank.
 
     Attributes:
         calls: How often each of CALLS ran.

@@ -206,7 +206,7 @@ def descriptors() -> int:
 
 
 def test_nothing_stays_behind() -> None:
-    """Of a store that is closed, and of one that is dropped; a view keeps its part."""
+    """A store that is closed, or dropped, leaves nothing; a view keeps its part."""
     comms = putget.Communicator.local(1)
     before = descriptors()
     for is_dropped in (False, True):

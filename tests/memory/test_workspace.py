@@ -63,7 +63,7 @@ def test_workspace_bytes_answers_before_anything_is_allocated(case: Case, device
 @pytest.mark.parametrize("domain_size", [1, 8, 64])
 @pytest.mark.parametrize("tokens", [1, 2048, 1 << 14, 50_000, 64_000, 70_000, 1 << 18])
 def test_what_is_set_aside_never_reaches_into_rows(tokens: int, domain_size: int) -> None:
-    """Of the smallest memory and of larger ones, up to those of which nothing is set aside."""
+    """From the smallest memory up to sizes where nothing is set aside."""
     sizes: dict[str, Any] = {"ep_size": 64, "max_tokens_per_rank": tokens, "top_k": 8, "domain_size": domain_size}
     rows = [putget.Payload((7168,), torch.uint8)]
     regions = 64 * tokens * (7168 + 14336 + 64)
@@ -388,7 +388,7 @@ def test_a_workspace_that_differs_between_ranks_is_found_at_construction(device:
 
 
 def allocated_bytes() -> int:
-    """Of the C library's heaps, by its own count (mallinfo2)."""
+    """Bytes in the C library's heaps, by its own count (mallinfo2)."""
 
     names = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
 

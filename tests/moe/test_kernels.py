@@ -15,7 +15,7 @@ from putget.moe import expand, finalize, gated_activation
 
 BF16 = torch.bfloat16
 FP8 = torch.float8_e4m3fn
-# Of the kernels' approximate exponentials and quotients, relative to the gate times the up value.
+# Error of the kernels' approximate exponentials and quotients, relative to the gate times the up value.
 FLOAT32_TOLERANCE = 1e-5
 
 

@@ -17,7 +17,7 @@ struct alignas(kRegionAlignment) Block {
 };
 using Memory = std::vector<Block>;
 
-// Of one dispatch.
+// The arguments of one dispatch.
 struct Call {
   uint32_t ep_size;
   uint32_t ep_rank;

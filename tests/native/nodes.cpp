@@ -27,7 +27,7 @@ struct Options {
   uint32_t deaths = 40;
 };
 
-// Of ranks that have stopped: who named the one that was gone.
+// Ranks that have stopped, and whether they named the one that was gone.
 struct Naming {
   uint32_t right = 0;
   uint32_t all = 0;

@@ -120,7 +120,7 @@ class Kernels {
         const bool is_silent = atomics::load_relaxed(board().silent(place / 64)) >> (place % 64) & 1;
         set.insert(is_silent ? agent : sources_[i]);
       }
-      // Who has not ended the round before holds up others, which this rank would name in its place.
+      // A rank that has not ended the round before holds up others, which this rank would name in its place.
       for (uint32_t domain : others_) {
         if (flag_epoch(atomics::load_acquire(board().returned(domain))) + 1 < epoch_) add_missing_of(domain, set);
       }

@@ -69,7 +69,7 @@ inline const char* name_at(const void* pointer) {
 }  // namespace putget::stress
 
 #if defined(__SANITIZE_THREAD__)
-// Of ThreadSanitizer's interface for debuggers.
+// A part of ThreadSanitizer's interface for debuggers.
 extern "C" int __tsan_get_report_data(void* report, const char** description, int* count, int* stacks, int* accesses,
                                       int* locations, int* mutexes, int* threads, int* unique_threads, void** sleep,
                                       unsigned long sleep_size);

@@ -129,15 +129,14 @@ class StressPlan {
            uint64_t{num_tokens(round, rank)} * shape.wire_row_bytes() <= sentinel_region(object(round)).bytes_a_peer;
   }
 
-  // Of so many CTAs of a combine, those that send sentinel rows: all, or some, as the rank likes.
+  // How many CTAs of a combine send sentinel rows: all, or some, as the rank likes.
   uint32_t sending_blocks(uint32_t round, uint32_t rank, uint32_t blocks, bool all) const {
     return all || blocks == 1 || draw(3, Purpose::kSending, round, rank, 0) == 0
                ? blocks
                : 1 + draw(blocks - 1, Purpose::kSending, round, rank, 1);
   }
 
-  // Of so many CTAs, from which one on they sum such rows: behind those that send, where others do not; else where the
-  // rank likes.
+  // The first CTA that sums such rows: behind those that send, where others do not; else where the rank likes.
   uint32_t first_summing(uint32_t round, uint32_t rank, uint32_t blocks, uint32_t sending) const {
     const bool all = blocks == 1 || sending < blocks || draw(2, Purpose::kSending, round, rank, 2) == 0;
     return putget::first_summing(all ? sending : 1 + draw(blocks - 1, Purpose::kSending, round, rank, 3), blocks);

@@ -72,7 +72,7 @@ def test_wheel_without_cuda(tmp_path: Path) -> None:
     source.mkdir()
     for name in ("native", "python", "cmake"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
-    # Of the transfer engine its header, as in the source distribution.
+    # The header of the transfer engine, as in the source distribution.
     header = Path("transfer/python/putget_transfer/include")
     shutil.copytree(ROOT / header, source / header)
     for name in ("CMakeLists.txt", "pyproject.toml", "README.md", "LICENSE"):

@@ -18,7 +18,7 @@ from tests.protocol.tags import ROOT
 SOURCES = ROOT / "tests" / "native"
 # Exit statuses: a wrong byte, a deadline or misuse, threads that a GPU would hang with, the sanitizer's.
 MISMATCH, FAULT, STUCK, REPORT = 3, 4, 5, 66
-# Of each access of a race: "race: payload: read of 4 bytes".
+# A line for each access of a race: "race: payload: read of 4 bytes".
 RACE = re.compile(r"^race: (\w+): ", re.MULTILINE)
 OPTIONS = dict.fromkeys(("TSAN_OPTIONS", "ASAN_OPTIONS", "UBSAN_OPTIONS"), f"halt_on_error=1 exitcode={REPORT}")
 
@@ -42,7 +42,7 @@ class Rounds:
     sizes: tuple[tuple[int, int], ...]
 
     def options(self, ranks: int, blocks: int, objects: str, seed: int) -> tuple[object, ...]:
-        """Of one run."""
+        """Options of one run."""
         sizes = ("--ranks", ranks, "--blocks", blocks, "--rounds", self.rounds)
         return *sizes, "--objects", objects, "--seed", seed
 

@@ -92,7 +92,7 @@ def test_submissions_are_bounded(network: pt.SimNetwork) -> None:
                 under_way = [source.submit_barrier(None, 6, [desc], deadline_s=LONG_S) for _ in range(2)]
                 with pytest.raises(pt.EngineBusy, match="2 operations"):
                     source.submit_barrier(None, 6, [desc], deadline_s=0.05)
-                # Whoever waits for room leaves the interpreter to others.
+                # A thread that waits for room leaves the interpreter to others.
                 healer = threading.Timer(0.2, network.heal, (source.main_address(), target.main_address()))
                 healer.start()
                 if wait:

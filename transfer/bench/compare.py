@@ -198,7 +198,7 @@ def main() -> None:
     rounds: Rounds = {pair: [] for pair in pairs}
     try:
         for number in range(options.repeats):
-            # Who comes first changes from round to round.
+            # The contender that comes first changes from round to round.
             for network, contender in pairs if number % 2 == 0 else pairs[::-1]:
                 found = run(network, contender, options)
                 if found is not None:

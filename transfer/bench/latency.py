@@ -190,7 +190,7 @@ def main() -> None:
         for name in [*RUST, ALONE, *([NIXL] if options.peers_python else [])]:
             contenders.append(lambda name=name: run_program(options, name, found))  # type: ignore[misc]
         for number in range(options.repeats):
-            # Who comes first changes from round to round.
+            # The contender that comes first changes from round to round.
             for measure in contenders if number % 2 == 0 else contenders[::-1]:
                 measure()
     pipe.send(None)

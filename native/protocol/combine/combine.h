@@ -145,7 +145,7 @@ PUTGET_TEXT void start_combine(Exec& exec, const Plan& plan, const CombineCall& 
     } else {
       send_sentinel_rows<Codec, Wire::kIsScaled>(exec, plan, call, head, exec.blocks());
     }
-    // Of no peer's concern: what may_be_in_turn looks at.
+    // No peer reads this word; may_be_in_turn does.
     if (exec.thread() == 0) {
       exec.note(&plan.state->sent[exec.block()], pack_flag(head.epoch, pack_part(work.senders, 0)));
     }

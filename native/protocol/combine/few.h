@@ -1,7 +1,7 @@
 // Sums of tokens that have few rows: one on each rank at most, and one for each of top_k positions.
 //
-// Of up to four rows, positions without a row are left out (grouping.h). So the registers of eight rows hold several
-// packs of those that there are, whose loads are on their way together. Up to eight rows have their positions' places.
+// With up to four rows, positions without a row are left out (grouping.h). So the registers of eight rows hold several
+// packs of the rows that exist, whose loads are in flight together. With five to eight rows every position has a place.
 #pragma once
 
 #include "protocol/combine/grouping.h"

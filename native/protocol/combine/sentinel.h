@@ -16,7 +16,7 @@
 namespace putget {
 
 constexpr uint32_t kPackBytes = sizeof(SentinelPack);
-// Of a row, without its scales.
+// Bytes of a row, without its scales.
 PUTGET_PURE uint32_t sentinel_values_bytes(const Shape& shape) {
   return shape.quantised() ? shape.output_elements : shape.output_row_bytes();
 }

@@ -54,7 +54,7 @@ inline void cut_into_items(DispatchCall& call, const Shape& shape, uint32_t segm
   call.top_k = Divisor(shape.top_k);
 }
 
-// Of a call that has been cut: whether a CTA of so many warps may have more to put than an item for each,
+// Whether a CTA of so many warps may have more to put than an item for each, once the call has been cut.
 inline bool several_items(const DispatchCall& call, uint32_t warps) {
   return call.items_of_block + (call.blocks_with_more != 0) > warps;
 }
@@ -197,7 +197,7 @@ class Item {
     }
   }
 
-  // Of a chunk that begins with first_token.
+  // Puts the items of the chunk that begins with first_token.
   PUTGET_TEXT void put(Exec& exec, const Plan& plan, const DispatchCall& call, uint32_t num_valid,
                        const RouteScratch& route, uint32_t first_token, uint8_t* const* base) {
     const Targets targets{route, token_ - first_token, base, split_, 1u << call.split_bits};

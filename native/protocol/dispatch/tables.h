@@ -19,8 +19,8 @@ PUTGET_PURE uint64_t* table_note(uint8_t* base, const Plan& plan, uint32_t write
 // The digest in a note that nobody has left: the memory has been started, or prepared for a second layout.
 constexpr uint32_t kNoTable = 0;
 
-// Of one expert and its rank: sums of these differ where tables do, but by chance. The last steps of MurmurHash3
-// (Appleby, public domain).
+// Hash of (expert, rank). Unequal tables almost never have equal sums. The last steps of MurmurHash3 (Appleby, public
+// domain).
 PUTGET_PURE uint32_t mixed(uint32_t key) {
   key = (key ^ key >> 16) * 0x85ebca6bu;
   key = (key ^ key >> 13) * 0xc2b2ae35u;

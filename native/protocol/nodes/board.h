@@ -69,7 +69,7 @@ class Board {
   // Places of the own domain whose proxies have not run for long, 64 bits each half. By the rank's proxy.
   PUTGET_PURE uint64_t* silent(uint32_t half) const { return words_ + kSilent + half; }
 
-  // Of one that nobody uses: `epoch` is the last round before.
+  // Clears a board that is not in use: `epoch` is the last round before.
   PUTGET_PURE void clear(uint32_t epoch) const {
     for (uint32_t i = 0; i < kWords; ++i) words_[i] = i < kAwaited ? uint64_t{epoch} << 32 : 0;
   }

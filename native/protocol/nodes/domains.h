@@ -39,7 +39,7 @@ class Domains {
   // Active ranks of a domain.
   PUTGET_PURE uint32_t size(uint32_t domain) const { return size_[domain]; }
   PUTGET_PURE uint32_t member(uint32_t domain, uint32_t place) const { return member_[first_[domain] + place]; }
-  // Of an active rank, among those of its domain.
+  // The place of an active rank among those of its domain.
   PUTGET_PURE uint32_t place(uint32_t rank) const { return place_[rank]; }
 
   // The rank of `domain` that an active rank of another domain sends to. kNoRank: nobody is active there.

@@ -136,7 +136,7 @@ PUTGET_PURE uint32_t parcel_imm(ParcelKind kind, uint32_t generation, uint32_t w
          (sender & 2047);
 }
 
-// Who is expected to have sent a message, and of which round.
+// The sender that a message is expected from, and the round.
 struct ParcelSender {
   uint32_t generation;
   uint32_t epoch;
@@ -192,8 +192,8 @@ PUTGET_PURE bool takes_row(const uint8_t* entries, uint32_t top_k, uint32_t plac
   return takes;
 }
 
-// Of the row that a lane looks at first, before the header has come: so both are on their way together. What it says
-// counts only if the message has the row; `most` rows have room in the chunk.
+// Reads the index of a lane's first row before the header has come, so that both loads are in flight together. The
+// result counts only if the message has the row; `most` rows have room in the chunk.
 template <class Exec>
 PUTGET_TEXT bool takes_first_row(const Exec& exec, const ParcelShape& shape, const uint8_t* index, uint32_t most,
                                  uint32_t place) {

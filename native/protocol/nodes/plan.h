@@ -36,7 +36,7 @@ struct NodesState {
   uint32_t outbox_free;  // the last one whose outbox is known to be free
 };
 
-// Of one object. The tables are the rank's own memory.
+// The plan of one object. The tables are the rank's own memory.
 struct NodesPlan {
   PUTGET_PURE explicit NodesPlan(const Domains& ranks) : domains(ranks) {}
 
@@ -76,7 +76,7 @@ struct NodesPlan {
   PUTGET_PURE uint64_t* returned_here(uint32_t domain) const { return handed_on + domains.ep_size() + domain; }
   PUTGET_PURE uint64_t* sent_here() const { return handed_on + domains.ep_size() + domains.count(); }
 
-  // Of the last round that it has sent messages of.
+  // The last round whose messages it has sent.
   PUTGET_PURE uint32_t epoch() const { return first + state->rounds; }
 
   // Where messages of other domains lie; `inbox` of each rank of the own domain.
@@ -126,7 +126,7 @@ struct TokenCount {
   uint32_t before;
   uint32_t bits[kTokenWords];
 
-  // Of the tokens before the i-th one.
+  // The count of the tokens before the i-th one.
   PUTGET_PURE uint32_t up_to(uint32_t i) const {
     uint32_t count = before + count_bits(bits[i / 32] & ((1u << i % 32) - 1));
     for (uint32_t word = 0; word < i / 32; ++word) count += count_bits(bits[word]);

@@ -96,7 +96,7 @@ PUTGET_RARE void add_missing_source(Exec& exec, const Plan& plan, const NodesPla
   set.insert((silent >> (place % 64) & 1) != 0 ? agent : source);
 }
 
-// Who holds up a message of `epoch` by not having ended the round before.
+// Adds the ranks that hold up a message of `epoch`: they have not ended the round before.
 template <class Exec>
 PUTGET_RARE void add_late(Exec& exec, const Plan& plan, const NodesPlan& nodes, uint32_t epoch, RankSet& set) {
   const Domains& domains = nodes.domains;
@@ -177,7 +177,7 @@ PUTGET_TEXT bool is_between_halves(const Exec& exec, const Plan& plan) {
 }
 
 // Ends the object's round so where one is open: also one that another object of the workspace has ended in the domain.
-// Who combines such a one is out of turn, which the domain's own combine reports.
+// Combining such a round is misuse; the combine of the domain reports it.
 template <class Exec>
 PUTGET_TEXT void close_open_round(Exec& exec, const Plan& plan, const NodesPlan& nodes, uint32_t kind) {
   const StateHead& head = plan.state->head;

@@ -92,7 +92,7 @@ class ExecCheck {
   using Put = decltype(exec().put(&a<Access16>(), a<const Access16>()));
   static_assert(kIs<Access16, decltype(exec().get_or_zero(&a<const Access16>(), 0u))>);  // zero where from is null
   static_assert(kIs<float, decltype(exec().get_or(&a<const float>(), 0u, 1.0f))>);
-  // Of a caller's elements, which may begin anywhere; true: where one access may have them.
+  // Loads a caller's elements, which may begin anywhere; true: one access may load them.
   static_assert(kIs<Row, decltype(exec().template load_elements<Element, 8>(&a<const uint8_t>(), uint64_t{0}, true))>);
   using StoreElements = decltype(exec().store_elements(&a<uint8_t>(), uint64_t{0}, a<const Row>(), true));
 

@@ -56,7 +56,7 @@ struct Lanes {
     return value;
   }
   static void store(float* to, const Float& value) { __builtin_memcpy(to, &value, sizeof(value)); }
-  // Of unsigned integers of any size.
+  // Codes are unsigned integers of any size.
   template <class Bits>
   static Word load_codes(const Bits* from) {
     typename Of<Bits>::Vector codes;

@@ -17,7 +17,7 @@ from putget.looks import looks_of
 _PACKED = {torch.uint8, getattr(torch, "float4_e2m1fn_x2", torch.uint8)}
 _ONE_BYTE = {torch.float8_e4m3fn, torch.float8_e5m2}
 _WHOLE = {torch.bfloat16, torch.float16, torch.float32}
-# Of the rows of a dispatch without rows: what one access moves.
+# Bytes of a row where a dispatch has no rows: those of one access.
 _NOTHING_BYTES = 16
 
 

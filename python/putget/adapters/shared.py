@@ -151,7 +151,7 @@ class SharedWorkspace:
 
     @property
     def open_round(self) -> Any:
-        """Who has dispatched and not yet combined; nobody where it is gone: the next dispatch ends its round."""
+        """The object between its dispatch and its combine; None where it is gone: the next dispatch ends its round."""
         return None if self._open_round is None else self._open_round()
 
     @open_round.setter

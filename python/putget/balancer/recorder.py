@@ -114,7 +114,7 @@ class RoutingRecorder:
         if min(came) != max(came) or not came[0]:
             raise ValueError(f"layers have recorded {min(came)} to {max(came)} tokens: each must have as many, above 0")
         found: NDArray[Any] = self._ids[:, : came[0]].cpu().numpy()
-        # Of signed types the one that holds -1 - n holds n. Without any expert, int8.
+        # A signed type that holds -1 - n holds n. Without any expert, int8.
         return found.astype(np.min_scalar_type(-1 - max(int(found.max()), 0)))
 
     def save(self, path: str | os.PathLike[str], task: str) -> None:

@@ -138,7 +138,7 @@ class Geometry:
 
     @property
     def combine_row_bytes(self) -> int:
-        """Of a row that combine sends."""
+        """Bytes of a row that combine sends."""
         return int(replace(self, wire=self.combine_wire).layout().combine_row_bytes)
 
     def layout(self) -> _abi.Layout:

@@ -34,7 +34,7 @@ class Span:
         self._output = self._begin + int(self._layout.output)
 
     def addresses(self, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> list[int]:
-        """Of contiguous tensors that lie outside.
+        """Addresses of contiguous tensors that lie outside.
 
         Raises:
             ValueError: A byte of one lies in the workspace.

@@ -62,7 +62,7 @@ class StoreLayout:
 
     @property
     def num_layers(self) -> int:
-        """Of `expert_bytes`."""
+        """Layers: the length of `expert_bytes`."""
         return len(self.expert_bytes)
 
     def first_of(self, rank: int) -> int:

@@ -157,7 +157,7 @@ class Memory:
         self._counts = counts  # outlives the memory
 
     def _ranks_of(self, words: Sequence[int]) -> list[int]:
-        """Of a bit set."""
+        """The ranks of a bit set."""
         return [rank for rank in range(self.ep_size) if words[rank // 32] >> (rank % 32) & 1]
 
     def fault(self, timeout_s: float) -> PutgetError | None:

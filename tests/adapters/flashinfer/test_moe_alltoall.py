@@ -340,7 +340,7 @@ def test_workspace_size_is_enough_for_every_recipe(recipe: str, top_k: int, comb
     empty = moe_a2a_get_workspace_size_per_rank(8, 33, 0, 0)
     assert 8 * 33 * (dispatch_bytes + 4096) <= part - empty < 8 * 33 * (dispatch_bytes + 4096) + 256
     given = symmetric_bytes(part, 8, 33)
-    # Of a workspace, three fifths are regions.
+    # Three fifths of a workspace are regions.
     assert needed <= given <= needed + (8 * 33 * (32 * 8 + 4 * top_k) + 8 * 4096) * 5 // 3 + 4096
 
 

@@ -1,10 +1,10 @@
 // A grid of CTAs on one CPU thread: each of its threads is a fiber, which gives way where lanes meet and where it looks
 // at memory that others write.
 //
-// Who goes on is drawn by lot (stress::yield_seed), and again for the same seed with one rank. ThreadSanitizer takes
-// each fiber for a thread and sees what barriers of a CTA and of a warp order; votes and shuffles order nothing, as on
-// a GPU. Lanes that wait for lanes which do not come, or which come for something else, end the program: a GPU would
-// hang.
+// The lane that goes on is drawn by lot (stress::yield_seed); the same seed with one rank draws the same.
+// ThreadSanitizer takes each fiber for a thread and sees what barriers of a CTA and of a warp order; votes and shuffles
+// order nothing, as on a GPU. Lanes that wait for lanes which do not come, or which come for something else, end the
+// program: a GPU would hang.
 #pragma once
 
 #include <cstdint>
@@ -182,7 +182,7 @@ class Grid {
     return stress::draw() >> 16;
   }
 
-  // Of the CPU thread that launches.
+  // A fiber of the CPU thread that launches.
   static Fiber& fiber(size_t index) {
     static thread_local std::vector<std::unique_ptr<Fiber>> fibers;
     while (fibers.size() <= index) fibers.push_back(std::make_unique<Fiber>(&Grid::enter));

@@ -131,7 +131,7 @@ fn flood(address: &NetAddr, rate: f64, stop: &AtomicBool, sent: &AtomicU64) -> O
         }
         number += 1;
         let message = hello(&key, number);
-        // Whoever is not listened to goes on over another connection.
+        // A stranger that is not listened to goes on over another connection.
         if way.as_mut().is_some_and(|way| way.write_all(&message).is_err()) {
             way = None;
         }

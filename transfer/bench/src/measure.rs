@@ -180,7 +180,7 @@ impl Bench<'_> {
                 submitting += before.elapsed();
                 writes += 1;
             } else if plan.busy_poll {
-                // Who has the workers poll can poll as well.
+                // A thread that has the workers poll can poll as well.
                 std::thread::yield_now();
             } else {
                 // Several at a time: a thread that is woken for each of them measures its own wake-ups.

@@ -45,7 +45,7 @@ impl Drop for Afterwards {
 }
 
 pub(crate) type PeerCallback = Arc<Repeated<(PeerEvent, Option<Afterwards>)>>;
-/// Of a word's old and new value.
+/// Called with a word's old and new value.
 pub(crate) type WatchCallback = Arc<Repeated<(u64, u64)>>;
 
 /// A callback that is called again and again, in the order of what has happened.

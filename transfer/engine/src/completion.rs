@@ -34,7 +34,7 @@ pub struct Done {
     pub(crate) permit: Option<Permit>,
 }
 
-/// Who can make progress on the thread of somebody who waits.
+/// Makes progress on the thread of a caller that waits.
 pub(crate) trait Drive: Send + Sync {
     /// Makes progress until something is over, or for a moment.
     fn drive(&self, is_over: &dyn Fn() -> bool);
@@ -50,7 +50,7 @@ pub(crate) trait Drive: Send + Sync {
 #[derive(Default)]
 pub(crate) struct Awaited {
     once: Once<Outcome>,
-    /// Who works on it, if others may drive that.
+    /// The worker that carries it out, if other threads may drive that.
     driver: OnceLock<Arc<dyn Drive>>,
     /// The engine that the operation was submitted to.
     engine: OnceLock<u64>,

@@ -334,7 +334,7 @@ impl<W> Counters<W> {
             state.deadlines.pop();
             missed.extend(self.miss(&mut state, id, End::Deadline));
         }
-        // Of expectations that were met early, deadlines stay: not many more than there are expectations.
+        // Deadlines of expectations that were met early stay: not many more than there are expectations.
         if state.deadlines.len() > 64 + 2 * state.expectations.len() {
             let State { deadlines, expectations, .. } = &mut *state;
             deadlines.retain(|Reverse((_, id))| expectations.contains_key(id));

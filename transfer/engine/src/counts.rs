@@ -35,7 +35,7 @@ struct Page {
     pinned: bool,
     /// Counters that somebody waits for, or shows elsewhere, as bits.
     noted: u8,
-    /// Who has sent what was counted, as bits.
+    /// The senders of the arrivals that were counted, as bits.
     senders: [u64; WORDS as usize],
 }
 
@@ -293,7 +293,7 @@ fn empty(len: usize) -> Box<[AtomicU64]> {
 }
 
 impl Books {
-    /// Who has sent what a counter has counted.
+    /// The senders of the arrivals that a counter has counted.
     pub fn senders(&mut self, place: Place) -> Option<&mut u64> {
         self.pages.get_mut(place.block as usize)?.senders.get_mut(place.word)
     }

@@ -1,4 +1,4 @@
-//! Who may come in, and which work ended with a connection: one table for all device groups of an engine.
+//! Which peers may come in, and which work ended with a connection: one table for all device groups of an engine.
 //!
 //! A door is shut by a fence, or because a peer was lost, and it stays shut until its owner admits the peer. Every submission is stamped with
 //! the time, and so is the end of every connection. So work that is older than the end of its connection is recognised wherever it
@@ -14,7 +14,7 @@ use crate::error::DownReason;
 use crate::place::clock;
 use crate::sys::monotonic_ns;
 
-/// Who comes back without being admitted, after a fence or a loss.
+/// Which peers come back without being admitted, after a fence or a loss.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Readmit {
     /// Nobody: a peer that was fenced, or lost by its heartbeat, stays out until [`Engine::admit`](crate::Engine::admit).

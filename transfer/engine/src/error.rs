@@ -62,7 +62,7 @@ pub enum Error {
         found: u64,
         /// What came first.
         why: Miss,
-        /// Of the senders that were named, those that are to blame.
+        /// The senders that are to blame, among those that were named.
         missing: Vec<PeerName>,
     },
     /// As many operations are under way as the builder has allowed.

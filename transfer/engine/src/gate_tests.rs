@@ -1,4 +1,4 @@
-//! Of the gate. They stand apart from it because loom compiles its file, too.
+//! Tests of the gate. They stand apart from it because loom compiles its file, too.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};

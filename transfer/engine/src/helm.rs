@@ -1,9 +1,9 @@
-//! Who drives a worker: its own thread, or, while that sleeps, a thread that waits for what the worker does.
+//! The thread that drives a worker: its own, or, while that sleeps, a thread that waits for what the worker does.
 //!
 //! To hand a short write over to another thread takes longer than the write. So a thread that waits makes progress itself while the
 //! worker's thread sleeps, and the worker's thread goes to sleep if somebody waits and drives.
 //!
-//! Whoever has driven leaves the worker settled: whatever comes then wakes its thread. Where that is not so, it wakes the thread.
+//! A driving thread must settle the worker, so that the next event wakes the worker's thread, or wake that thread.
 
 use crate::sync::{AtomicBool, AtomicIsize, AtomicUsize, Mutex, MutexGuard, Ordering, lock, look_on, relax, try_lock};
 

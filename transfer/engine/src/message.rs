@@ -25,7 +25,7 @@ pub(crate) struct Hello {
     pub from: Introduction,
 }
 
-/// Who speaks, in both directions of the set-up.
+/// The side that speaks, in both directions of the set-up.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Introduction {
     /// What the other side is to put into the `session` field of every frame that it sends here.

@@ -183,7 +183,7 @@ pub(crate) trait Nic {
         true
     }
 
-    /// Whoever posts looks for the ends itself for a moment: peers need not wake the thread for them.
+    /// The posting thread looks for the ends itself for a moment: peers need not wake the thread for them.
     fn attend(&mut self) {}
 
     /// Says whether all that was taken is on its way to the peers, and nothing is to be polled for but ends.

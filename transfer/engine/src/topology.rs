@@ -187,7 +187,7 @@ impl Topology {
     pub fn host_nics(&self) -> Result<Vec<&Nic>, Error> {
         let usable = || self.nics.iter().filter(|nic| nic.verbs && nic.active);
         let on = |node| usable().filter(|nic| nic.node == node).count();
-        // Of several with as many, the first.
+        // If several nodes have as many, the first.
         let best = usable().map(|nic| nic.node).reduce(|best, node| if on(node) > on(best) { node } else { best });
         let what = || "a NIC for verbs".into();
         let why = || "none has an active port".into();

@@ -217,7 +217,7 @@ fn a_fence_shuts_out_every_device_group_and_a_sender_is_its_engine() {
     }
     expect_count(&b, 8, 2).unwrap();
 
-    // Whoever waits for a names it by any of its addresses: it is one sender, as long as one of its connections stands.
+    // An expectation names a by any of its addresses: it is one sender, as long as one of its connections stands.
     let expect = |senders: &[NetAddr], count| {
         let options = ExpectOptions { deadline: Some(LONG), senders, ..ExpectOptions::default() };
         let (done, future) = Done::future();

@@ -1,5 +1,5 @@
-//! Who writes which bytes of a request: a pure function of both sides' geometry and the request, so that both sides know it without
-//! a message.
+//! The bytes of a request that each source writes: a pure function of both sides' geometry and the request, so that both sides know
+//! it without a message.
 //!
 //! The unit of counting is the *portion*: the bytes of one segment of tokens and of some layers, from one source. Each raises the
 //! target's counter by one. Segments are fixed in the request and layers are grouped by their bytes, so the count does not depend on

@@ -35,7 +35,7 @@ fn who_waits_for_room_is_woken_and_there_are_never_too_many() {
 
 #[test]
 fn an_end_lets_in_each_of_two_who_wait() {
-    // Of three threads there are too many interleavings.
+    // Three threads have too many interleavings.
     let mut builder = loom::model::Builder::new();
     builder.preemption_bound = Some(2);
     builder.check(|| {

@@ -1,4 +1,4 @@
-//! Who drives a worker: whatever comes is dealt with, by whichever thread, and nobody sleeps through it.
+//! Threads that drive a worker: every event is dealt with, by one thread or another, and no thread sleeps through it.
 
 use std::sync::Arc;
 

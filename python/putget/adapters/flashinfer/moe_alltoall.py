@@ -430,7 +430,7 @@ def communicator_for(mapping: Any, mnnvl_config: Any) -> Communicator:
 
 @functools.cache
 def _alone() -> Communicator:
-    """Of a group of one rank, where torch.distributed is not initialised."""
+    """A group of one rank, for processes without torch.distributed."""
     return Communicator.local(1)[0]
 
 

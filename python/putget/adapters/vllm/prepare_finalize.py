@@ -299,7 +299,7 @@ class PrepareFinalizeRounds:
 
     @property
     def _rounds(self) -> Rounds:
-        """Of the batch that vLLM is in."""
+        """The rounds of the batch that vLLM is in."""
         if len(self._batches) == 1:
             return self._batches[0]
         batch: int = importlib.import_module(_UBATCHING).dbo_current_ubatch_id()

@@ -97,7 +97,7 @@ impl Connection {
             unwatch(selector, self.outgoing.watched());
             self.outgoing.advance(events);
             if self.outgoing.drop_connection() {
-                // Whoever has gone does nothing more.
+                // A peer that has gone does nothing more.
                 self.lose(events);
                 self.outgoing.abandon(&NetworkError::Unreachable, false, events);
             }

@@ -248,7 +248,7 @@ impl Nic for HostNic {
         }
         flags::lie_down();
         self.asleep = true;
-        // Who posts from now on rings; what was posted before is seen here.
+        // Peers that post from now on ring; requests that were posted before are seen here.
         !self.connections.iter().any(|connection| {
             connection.outgoing.has_moved() || connection.incoming.as_ref().is_some_and(Incoming::has_moved)
         })

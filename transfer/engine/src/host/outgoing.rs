@@ -37,7 +37,7 @@ pub(super) struct Job {
     pub src: Arc<Region>,
     pub parts: VecDeque<Part>,
     pub imm: Option<u32>,
-    /// Of all of it.
+    /// Bytes of the whole work request.
     pub bytes: u64,
     /// Some of it is posted.
     pub begun: bool,
@@ -81,7 +81,7 @@ pub(super) struct Outgoing {
     flights: VecDeque<Flight>,
     asked: VecDeque<Asked>,
     bytes: u64,
-    /// Of the work request whose requests are being carried out.
+    /// The failure of the work request whose requests are being carried out.
     failure: Option<NetworkError>,
     /// Requests that were found to have failed.
     failures: u64,
@@ -353,7 +353,7 @@ impl Outgoing {
         while self.asked.front().is_some_and(|asked| asked.number < end)
             && let Some(Asked { room, into, at, len, .. }) = self.asked.pop_front()
         {
-            // Of a read that has failed nothing counts.
+            // A read that has failed counts for nothing.
             if self.failure.is_none()
                 && let Some(into) = into
                 && let Err(error) = self.poster.take(room, (&into, at), len)

@@ -1,4 +1,4 @@
-//! Who is who on one endpoint: names of peers and strangers, the passes that messages begin with, and what immediates carry of
+//! Peers and strangers on one endpoint: names of peers and strangers, the passes that messages begin with, and what immediates carry of
 //! them. libfabric's reliable datagrams say nothing of where they come from.
 
 use super::{FabricNic, Peer};

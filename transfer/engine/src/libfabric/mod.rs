@@ -96,7 +96,7 @@ pub(crate) struct FabricNic {
     peer_writes: u64,
     links: HashMap<Link, Peer>,
     next_link: usize,
-    /// Who may come in, by the pass and by what immediates carry of it.
+    /// Peers that may come in, by the pass and by what immediates carry of it.
     admitted: HashMap<u64, Link>,
     tags: HashMap<u32, Link>,
     /// Peers are never taken out of libfabric's table: a connection may be in the middle of something. Strangers are.

@@ -75,7 +75,7 @@ impl AsRawFd for Listener {
     }
 }
 
-/// Who is at the other end, as the kernel says.
+/// The process at the other end, as the kernel says.
 fn credentials(socket: &OwnedFd) -> io::Result<libc::ucred> {
     // SAFETY: plain bits, for which all zeros are valid.
     let mut credentials: libc::ucred = unsafe { std::mem::zeroed() };
@@ -123,7 +123,7 @@ impl Channel {
         let (socket, (address, len)) = (socket()?, address(name)?);
         // SAFETY: the address has this length and lives through the call.
         checked(unsafe { libc::connect(socket.as_raw_fd(), (&raw const address).cast(), len) })?;
-        // Whoever listens there learns where this process keeps its immediates.
+        // The listener there learns where this process keeps its immediates.
         if !is_own_user(&socket) {
             return Err(io::ErrorKind::PermissionDenied.into());
         }

@@ -28,7 +28,7 @@ pub(super) const CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR: c_int = 1;
 pub(super) const CU_MEM_LOCATION_TYPE_DEVICE: c_int = 1;
 pub(super) const CU_MEM_ACCESS_FLAGS_PROT_READWRITE: c_int = 3;
 
-/// Who may do what with mapped memory.
+/// A device's rights on mapped memory.
 #[repr(C)]
 pub(super) struct MemAccess {
     pub location: c_int,

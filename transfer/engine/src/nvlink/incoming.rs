@@ -49,7 +49,7 @@ pub(super) struct Incoming {
     told: HashSet<u64>,
 }
 
-/// Who comes in with which pass.
+/// The links of peers, by the passes that they come in with.
 #[derive(Default)]
 pub(super) struct Passes {
     links: HashMap<u64, Link>,

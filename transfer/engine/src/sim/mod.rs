@@ -78,7 +78,7 @@ const MAX_GREETINGS: usize = 256;
 struct Port {
     inbox: VecDeque<Event>,
     greetings: VecDeque<Event>,
-    /// Who may come in, by what they present.
+    /// Peers that may come in, by the pass that they present.
     gates: HashMap<u64, (Link, Gate)>,
     /// There may be something in the inbox: spares its owner the network's lock.
     arrived: Arc<AtomicBool>,

@@ -167,7 +167,7 @@ impl SimNic {
                 self.hand_over(target, Event::Greeted { way, bytes });
                 Delivery::Done(Ok(()))
             }
-            // Whoever is not let in has nothing to write or read.
+            // A peer that is not let in has nothing to write or read.
             (None, Work::Write { .. } | Work::Read { .. }) => Delivery::Done(Err(NetworkError::BadKey)),
             (Some(Some((link, gate))), work) => {
                 let link = *link;

@@ -72,7 +72,7 @@ pub(crate) struct TcpNic {
     /// By link, also while they are closing.
     outgoing: HashMap<Link, Outgoing>,
     incoming: HashMap<u64, Incoming>,
-    /// Who may come in, and the connection that each link's peer came in by.
+    /// Peers that may come in, and the connection that each link's peer came in by.
     admitted: HashMap<u64, Link>,
     ended: EndedPasses,
     entrances: HashMap<Link, u64>,
@@ -296,7 +296,7 @@ impl TcpNic {
             } else if name & INCOMING != 0 {
                 let name = name & !INCOMING;
                 if write && let Some(incoming) = self.incoming.get_mut(&name) {
-                    // Who waits to be let in is watched for nothing: it has hung up.
+                    // Pending connections watch no event but hang-up: this one has hung up.
                     incoming.closed |= matches!(incoming.admission, Admission::Waiting(_));
                     self.carried |= incoming.is_serving();
                     incoming.serve();

@@ -304,7 +304,7 @@ impl Outgoing {
                 Err(_) => false,
             };
             if !right {
-                // Whoever does not keep to the rules says nothing that can be relied on.
+                // A peer that breaks the rules says nothing that can be relied on.
                 self.state = State::Failed;
                 return;
             }

@@ -70,7 +70,7 @@ impl TcpNic {
             let socket = match accepted {
                 Ok(socket) => socket,
                 Err(error) if matches!(Obstacle::of(&error), Obstacle::OutOfFiles(_)) => {
-                    // Whoever waits there makes the listener ready all the time.
+                    // A connection that waits there makes the listener ready all the time.
                     self.budget.left = 0.0;
                     break;
                 }
@@ -163,7 +163,7 @@ impl TcpNic {
             }
         } else {
             let Some(way) = self.ways.get_mut(&link) else { return gone };
-            // Whoever does not listen is told no more.
+            // A peer that does not listen is told no more.
             if way.unsent.len() < MAX_GREETING {
                 way.unsent.extend((bytes.len() as u16).to_le_bytes());
                 way.unsent.extend_from_slice(bytes);

@@ -20,7 +20,7 @@ pub(super) struct Endpoint {
     /// The local identifier, on InfiniBand.
     pub lid: u16,
     pub qpn: u32,
-    /// Whoever does not have it cannot send a datagram.
+    /// A sender without it cannot send a datagram.
     pub qkey: u32,
     /// The largest packet, as verbs counts: 1 is 256 bytes, and each step doubles.
     pub mtu: u8,
@@ -130,7 +130,7 @@ pub(super) fn encode_greeting(sender: &Endpoint, bytes: &[u8]) -> Vec<u8> {
     sender.write(Writer::default().bytes(&MAGIC).u8(GREETING)).bytes(bytes).finish()
 }
 
-/// Who sends a greeting, and its bytes; None if it is none.
+/// The sender of a greeting, and its bytes; None if it is none.
 pub(super) fn decode_greeting(bytes: &[u8]) -> Option<(Endpoint, &[u8])> {
     let mut reader = Reader::new(bytes);
     if reader.array().ok()? != MAGIC || reader.u8().ok()? != GREETING {

@@ -211,7 +211,7 @@ impl VerbsNic {
 
     fn on_accept(&mut self, sender: Endpoint, to: u64, from: u64, ends: &Ends, pass: u64) {
         let Some(serial) = self.serial_of(&sender, to, from) else {
-            // Of a connection that has ended here: the peer need not wait for it.
+            // The connection has ended here: the peer need not wait for it.
             let grave = self.graves.iter().find(|grave| grave.own == to && grave.peer == sender);
             let received = grave.map_or([0; 2], |grave| grave.received);
             return self.control.send(&sender, Body::Close { to: from, from: to, received });
@@ -219,7 +219,7 @@ impl VerbsNic {
         let Some(connection) = self.connections.get_mut(&serial) else { return };
         let right = self.links.get(&connection.link).is_some_and(|state| state.passes.own == pass);
         match connection.stage {
-            // Whoever answers is to be the peer.
+            // Only the peer may answer.
             _ if !right => {}
             Stage::Opening => {
                 connection.theirs = from;

@@ -268,7 +268,7 @@ impl VerbsNic {
     /// A send or a write has completed.
     fn sent(&mut self, entry: &Completion) {
         let Tag { serial, lane, .. } = Tag::decode(entry.id);
-        // Of a connection that was destroyed before it was drained.
+        // The connection was destroyed before it was drained.
         let Some(connection) = self.connections.get_mut(&serial) else { return };
         let Some(ledger) = connection.lanes.get_mut(lane).map(|lane| &mut lane.ledger) else { return };
         let error = match entry.status {
@@ -306,7 +306,7 @@ impl VerbsNic {
             connection.enter(Stage::Up, self.now);
         }
         if lane == MESSAGES {
-            // Of a link that has been disconnected nothing counts.
+            // Nothing counts that comes by a link that has been disconnected.
             let link = Link(connection.link);
             let bytes = connection.message(frame, entry.len as usize).filter(|_| self.links.contains_key(&link.0));
             self.events.extend(bytes.map(|bytes| Event::Received { link, bytes }));

@@ -83,7 +83,7 @@ impl Station {
                     let woken = worker.rise(sleep);
                     worker.expected = self.helm.was_driven() || (worker.expected && woken);
                     if !worker.ops.is_empty() && !self.helm.has_drivers() {
-                        // Who has posted does not wait.
+                        // A thread that has posted does not wait.
                         self.helm.leave();
                     }
                 }

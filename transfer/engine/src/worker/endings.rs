@@ -131,7 +131,7 @@ impl<N: Nic + ?Sized> Worker<N> {
 
     /// Shuts every device group of an engine out, and tells `done` when nothing of it can land or count any more.
     pub(super) fn start_fence(&mut self, peer: PeerKey, done: Done, deadline: Instant) {
-        // Whoever has never proved itself cannot write here.
+        // A peer that has never proved itself cannot write here.
         let peers: Vec<_> = self.peers.iter().filter(|(_, other)| other.key.engine == peer.engine).collect();
         let peers: Vec<_> = peers.into_iter().map(|(index, peer)| (index, peer.stage)).collect();
         let indices = peers.iter().map(|(index, _)| *index).collect();

@@ -237,7 +237,7 @@ impl<N: Nic + ?Sized> Worker<N> {
         &self.nics
     }
 
-    /// Who begins registrations on other threads, one per NIC.
+    /// Objects that begin registrations on other threads, one per NIC.
     pub fn registrars(&self) -> Vec<Option<Arc<dyn Registrar>>> {
         self.lanes.iter().map(|lane| lane.nic.registrar()).collect()
     }
@@ -431,7 +431,7 @@ impl<N: Nic + ?Sized> Worker<N> {
             }
             Event::Received { link, bytes } => self.received(nic, link, &bytes),
             Event::Greeted { way, bytes } => {
-                // Whoever was asked by this engine is no stranger.
+                // A side that this engine has asked is no stranger.
                 let asked = self.peers.iter().any(|(_, peer)| peer.way == Some(way));
                 self.greeted(way, &bytes, asked);
                 if !asked {
@@ -450,7 +450,7 @@ impl<N: Nic + ?Sized> Worker<N> {
             Event::Ended { link, held } => self.link_ended(nic, link, held),
             Event::Drained(link) => self.link_drained(nic, link),
             Event::Immediate { link, imm } => {
-                // Of a link that is on its way out nothing counts.
+                // Nothing counts that comes by a link on its way out.
                 let Some(peer) = self.links.get(&(nic, link)).and_then(|peer| self.peers.get(*peer)) else {
                     return true;
                 };

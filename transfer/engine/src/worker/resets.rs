@@ -22,7 +22,7 @@ const LAST_POLLS: usize = 3;
 pub(super) struct Reset {
     id: u64,
     imm: u32,
-    /// Who has not answered, and whether it has been asked.
+    /// Peers that have not answered, and whether each has been asked.
     peers: Vec<(usize, bool)>,
     done: Done,
     deadline: Instant,

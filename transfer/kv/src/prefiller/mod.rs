@@ -69,7 +69,7 @@ pub enum End {
     Failed,
 }
 
-/// Who asked for what: a decoder's address and its number.
+/// The origin of a request: a decoder's address and its number.
 type Key = (NetAddr, u64);
 
 struct Prefill {

@@ -175,7 +175,7 @@ typedef struct pt_submit {
   uint64_t *word;
 } pt_submit;
 
-/* Of a word's value: operations that are over, and those of them that failed. */
+/* Parts of a word's value: operations that are over, and those of them that failed. */
 #define PT_OVER(value) ((uint32_t)(value))
 #define PT_FAILED(value) ((uint32_t)((value) >> 32))
 
