@@ -384,7 +384,7 @@ class Landing:
         self._comm.synchronize(self._device)
         own = self.progress().agreed
         timeout_s = self._workspace.timeout_s
-        said = self._comm.exchange("landing", own, timeout_s, members=members, phase="set_active_ranks")
+        said = self._comm.exchange_among("landing", own, timeout_s, members=members, phase="set_active_ranks")
         agreed = max(int(batch) for batch in said.values())
         self.take(torch.tensor([agreed], dtype=torch.int32, device=self._device))
         self._comm.synchronize(self._device)

@@ -83,7 +83,7 @@ def said_by_all(comm: Communicator, what: str, value: Any, members: Sequence[int
     Raises:
         PeerTimeout: A rank did not come in time.
     """
-    return comm.exchange(what, value, timeout_s, members=members, phase="set_active_ranks")
+    return comm.exchange_among(what, value, timeout_s, members=members, phase="set_active_ranks")
 
 
 def _gone(slots: Ints, num_experts: int) -> list[tuple[int, int]]:

@@ -251,16 +251,8 @@ class Communicator:
         else:
             torch.cuda.current_stream(device).synchronize()
 
-    def exchange(
-        self,
-        name: str,
-        value: Any,
-        deadline: float,
-        *,
-        members: Sequence[int] | None = None,
-        phase: str = "setup",
-    ) -> dict[int, Any]:
-        """Collective over the members: every rank says a value, and hears the values of all.
+    def exchange(self, name: str, value: Any, deadline: float) -> dict[int, Any]:
+        """Collective: every rank says a value, and hears the values of all.
 
         Values travel over the ranks' sockets, as the set-up of objects does. It is a step of the constructor that is
         under way on this rank, or stands alone.
@@ -270,8 +262,6 @@ class Communicator:
             value: None, bools, numbers, strings, lists of them and dicts with strings as keys: JSON, of up to 983040
                 bytes.
             deadline: Seconds.
-            members: The ranks that take part, the same on all of them, with this one. None: all.
-            phase: What a PeerTimeout calls the wait.
 
         Returns:
             The values by rank, in the order of ranks, as JSON has them: tuples are lists. This rank's is among them.
@@ -282,6 +272,29 @@ class Communicator:
             PeerTimeout: A rank did not come in time, or its connection is gone: ``missing`` names it.
             PeerLeft: A rank has left by an error of its own.
             ForkedChild: This process is a fork of the rank.
+        """
+        return self.exchange_among(name, value, deadline)
+
+    def exchange_among(
+        self,
+        name: str,
+        value: Any,
+        deadline: float,
+        *,
+        members: Sequence[int] | None = None,
+        phase: str = "setup",
+    ) -> dict[int, Any]:
+        """``exchange`` among the ranks that go on, for putget's own objects.
+
+        Attempts are numbered alike on all ranks. So ranks that are left out meet the members again by an agreement
+        alone (``set_active_ranks``), unless the exchange is a step of a larger attempt.
+
+        Args:
+            name: As that of ``exchange``.
+            value: As that of ``exchange``.
+            deadline: Seconds.
+            members: The ranks that take part, the same on all of them, with this one. None: all.
+            phase: What a PeerTimeout calls the wait.
         """
         self.require_open()
         everyone = self._check_members(members)
@@ -321,8 +334,8 @@ class Communicator:
             value: A JSON object.
             timeout_s: Deadline in seconds.
             descriptors: By receiver.
-            members: As those of ``exchange``.
-            phase: As that of ``exchange``.
+            members: As those of ``exchange_among``.
+            phase: As that of ``exchange_among``.
             deadline: Stands in for ``timeout_s``.
             heed: Called when something may have arrived; it may raise.
 
@@ -365,7 +378,7 @@ class Communicator:
             PeerLeft: A rank has left the attempt.
         """
         own = {name: str(value) for name, value in fields.items()}
-        said = self.exchange(what, own, timeout_s, members=members, phase=phase)
+        said = self.exchange_among(what, own, timeout_s, members=members, phase=phase)
         first = min(said)
         for rank, theirs in said.items():
             reference = said[first]

@@ -325,13 +325,13 @@ class Workspace:
         comm, timeout_s = self._comm, self.warmup_timeout_s
         is_apart = self._apart == _MIXED_APART
         needed = is_apart or (self._layout is not None and layout != self._layout and not self._mixed)
-        if not any(comm.exchange("layout", needed, timeout_s, members=active).values()):
+        if not any(comm.exchange_among("layout", needed, timeout_s, members=active).values()):
             return
         self.memory.epoch()  # waits for the device
         before, self._apart = None if is_apart else self._apart, self._apart or _MIXED_APART
-        comm.exchange("mix", None, timeout_s, members=active)
+        comm.exchange_among("mix", None, timeout_s, members=active)
         self._mix()
-        comm.exchange("mixed", None, timeout_s, members=active)
+        comm.exchange_among("mixed", None, timeout_s, members=active)
         self._apart = before
 
     def _mix(self) -> None:
@@ -390,10 +390,10 @@ class Workspace:
     def _reset(self, epoch: int) -> None:
         """Collective: starts again at this epoch. For tests of the wrap."""
         active = [rank for rank, is_active in enumerate(self._active) if is_active]
-        self._comm.exchange("reset", epoch, self.timeout_s, members=active)
+        self._comm.exchange_among("reset", epoch, self.timeout_s, members=active)
         self.memory.start(epoch, self._active)
         self.turns.end()
-        self._comm.exchange("started", None, self.timeout_s, members=active)
+        self._comm.exchange_among("started", None, self.timeout_s, members=active)
 
     def close(self) -> None:
         """Gives the memory up; it is freed with the last tensor over it. Needs no peer. Idempotent."""
