@@ -34,15 +34,15 @@ def load(root: Path) -> Any:
 
 def play(rank: Rank, root: Path, layers: list[Layer]) -> list[torch.Tensor]:
     """A body: layers through the registry; the runtime maximum of this rank differs from the others'."""
-    moe_ep = load(root)
+    flashinfer = load(root)
     kind = moe_ep.register()
-    assert issubclass(kind, moe_ep.MoEEpCommunication)
-    assert "putget" in moe_ep.available_communication_backends()
-    bootstrap = moe_ep.BootstrapConfig(world_size=rank.size, rank=rank.rank)
+    assert issubclass(kind, flashinfer.MoEEpCommunication)
+    assert "putget" in flashinfer.available_communication_backends()
+    bootstrap = flashinfer.BootstrapConfig(world_size=rank.size, rank=rank.rank)
     results = []
     for index, layer in enumerate(layers):
         invalid = (-1, layer.num_experts)[index % 2]
-        params = moe_ep.MoEEpCommParams(
+        params = flashinfer.MoEEpCommParams(
             num_experts=layer.num_experts,
             top_k=layer.top_k,
             max_tokens_per_rank=layer.max_tokens_per_rank,
@@ -52,7 +52,7 @@ def play(rank: Rank, root: Path, layers: list[Layer]) -> list[torch.Tensor]:
         low = index == LOW_PRECISION
         config = moe_ep.PutgetConfig(timeout_s=20, device="cpu", use_low_precision_combine=low)
         backend = ("putget", config)[index % 2]
-        communication = moe_ep.create_communication(bootstrap, params, backend)
+        communication = flashinfer.create_communication(bootstrap, params, backend)
         ids, weights = layer.routes(rank.rank)
         x, x_sf = (*layer.rows(rank.rank), None)[:2]
         most = None if index == 0 else min(max(layer.num_tokens) + rank.rank, 8)
