@@ -105,6 +105,22 @@ def test_a_failed_prefill_says_why(pair: Pair) -> None:
         receive.wait(WAIT_S)
 
 
+def test_a_preempted_prefill_goes_on_in_other_pages(pair: Pair) -> None:
+    receive = pair.decoder.request(pair.sources, "r", [[3, 1]], tokens=16, segment_tokens=8)
+    pair.prefiller.begin_step(1, [("r", 8, [[1, 2]])])
+    pair.prefiller.layer_done(0)
+    while not pair.prefiller.rewind("r"):
+        pass
+    pair.step = 1
+    pair.prefill("r", [5, 6, 7, 0], 16)
+    receive.wait(WAIT_S)
+    while not pair.prefiller.drain():
+        pass
+    with pytest.raises(ValueError, match="it is over"):
+        pair.prefiller.fail("r", "too late")
+    assert pair.prefiller.rewind("nobody's")
+
+
 def test_mistakes_are_value_errors(pair: Pair) -> None:
     for change in ({"tokens": -1}, {"tokens": 0}, {"segment_tokens": 0}, {"first_token": 17}, {"num_targets": 0}):
         with pytest.raises(ValueError, match=next(iter(change))):

@@ -112,6 +112,28 @@ def test_tensors_of_torch_states_and_windows(engines: tuple[pt.Engine, pt.Engine
     assert torch.equal(sent["state"].memory[7], found["state"].memory[2])
 
 
+def test_whole_pages_move_with_what_lies_behind_the_last_token(engines: tuple[pt.Engine, pt.Engine]) -> None:
+    def layers(seed: int) -> dict[str, kv.Layer]:
+        memory = np.random.default_rng(seed).integers(1, 60000, [2, PAGES, HEADS, TOKENS, CONTENT], dtype=np.uint16)
+        small = memory[1].reshape(PAGES * 2, HEADS, TOKENS // 2, CONTENT)
+        return {
+            "full": kv.Layer(memory[0], whole=True),
+            "window": kv.Layer(small, whole=True, window=6, group=1, page_tokens=TOKENS // 2),
+        }
+
+    sent, found = layers(1), layers(2)
+    common = {"layout": "BHNC", "page_tokens": TOKENS, "num_kv_heads": HEADS, "context_bytes": 16}
+    source, target = kv.KvCache(engines[0], sent, **common), kv.KvCache(engines[1], found, **common)
+    untouched = found["window"].memory.copy()
+    # 21 tokens are 3 pages of 8; the last 6 of them lie in 3 pages of 4.
+    assert target.geometry.num_pages(0, 21) == [3, 3]
+    move(source, target, ([[1, 2, 3], [4, 5, 6, 7, 8, 9]], [[3, 0, 9], [8, 2, 5]]), 21)
+    assert (sent["full"].memory[[1, 2, 3]] == found["full"].memory[[3, 0, 9]]).all()
+    assert (sent["window"].memory[[7, 8, 9]] == found["window"].memory[[8, 2, 5]]).all()
+    others = [page for page in range(2 * PAGES) if page not in (8, 2, 5)]
+    assert (untouched[others] == found["window"].memory[others]).all()
+
+
 def test_what_does_not_fit_is_named(engines: tuple[pt.Engine, pt.Engine]) -> None:
     good = {"layout": "LBHNC", "page_tokens": TOKENS, "num_kv_heads": HEADS}
 

@@ -126,6 +126,8 @@ pub struct Region {
     pub token_stride: u64,
     /// Bytes from one head to the next.
     pub head_stride: u64,
+    /// A page moves as a whole, as soon as its last token is computed: tokens have no places of their own in it.
+    pub whole: bool,
 }
 
 impl Region {
@@ -237,6 +239,7 @@ impl Region {
             Kind::State => writer.u32(u32::MAX),
         }
         writer.u32(self.planes);
+        writer.u32(u32::from(self.whole));
         writer.u32(self.num_heads);
         writer.u64(self.head_bytes);
     }
@@ -259,7 +262,8 @@ impl Region {
             u32::MAX => Kind::State,
             window => Kind::Window(window),
         };
-        let (planes, num_heads, head_bytes) = (reader.u32()?, reader.u32()?, reader.u64()?);
+        let (planes, whole) = (reader.u32()?, reader.u32()? != 0);
+        let (num_heads, head_bytes) = (reader.u32()?, reader.u64()?);
         let (layer, group, memory, page_tokens) = (reader.u32()?, reader.u32()?, reader.u32()?, reader.u32()?);
         let heads = reader.u32()?..reader.u32()?;
         let (offset, num_pages) = (reader.u64()?, reader.u64()?);
@@ -282,6 +286,7 @@ impl Region {
             plane_stride,
             token_stride,
             head_stride,
+            whole,
         })
     }
 }
@@ -429,7 +434,7 @@ impl Geometry {
     pub(crate) fn decode(reader: &mut Reader<'_>) -> Decoded<Self> {
         let (model, rank, context_bytes) = (reader.text(65_536)?, reader.u32()?, reader.u64()?);
         let memory = reader.list(MOST_REGIONS, 8, Reader::u64)?;
-        let regions = reader.list(MOST_REGIONS, 96, Region::decode)?;
+        let regions = reader.list(MOST_REGIONS, 100, Region::decode)?;
         Ok(Self { model, rank, memory, regions, context_bytes })
     }
 

@@ -30,6 +30,7 @@ fn region(name: String, numbers: [u32; 8], sizes: [u64; 6]) -> Region {
         plane_stride: sizes[4],
         token_stride: sizes[5],
         head_stride: sizes[0],
+        whole: false,
     }
 }
 

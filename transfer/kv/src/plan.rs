@@ -187,8 +187,9 @@ fn check_shared(source: &Geometry, target: &Geometry) -> Result<(), Error> {
     for region in &source.regions {
         let Some(other) = own.get(region.name.as_str()) else { continue };
         let shared = |region: &Region| {
-            let Region { kind, planes, num_heads, head_bytes, .. } = region;
-            format!("{kind:?}, {planes} planes, {num_heads} heads of {head_bytes} bytes")
+            let Region { kind, planes, num_heads, head_bytes, page_tokens, .. } = region;
+            let whole = if region.whole { format!(", whole pages of {page_tokens} tokens") } else { String::new() };
+            format!("{kind:?}, {planes} planes, {num_heads} heads of {head_bytes} bytes{whole}")
         };
         let (theirs, ours) = (shared(region), shared(other));
         if theirs != ours {
@@ -220,6 +221,16 @@ fn assign(
         }
     }
     Ok(())
+}
+
+/// The tokens of those pages of `own` whose last token lies in a segment.
+fn whole_pages(page: u64, own: &Range<u64>, segment: &Range<u64>) -> Range<u64> {
+    if own.is_empty() {
+        return own.clone();
+    }
+    let complete = |end: u64| if end >= own.end { own.end.next_multiple_of(page) } else { end / page * page };
+    let start = if segment.start <= own.start { own.start / page * page } else { complete(segment.start) };
+    start..complete(segment.end)
 }
 
 /// Tokens that lie in one page on either side.
@@ -365,7 +376,11 @@ impl Span {
         if target.kind == Kind::State {
             return at_end.then_some((source, target, own));
         }
-        let part = own.start.max(tokens.start)..own.end.min(tokens.end);
+        let part = if target.whole {
+            whole_pages(target.page_tokens.into(), &own, tokens)
+        } else {
+            own.start.max(tokens.start)..own.end.min(tokens.end)
+        };
         (!at_end && part.start < part.end).then_some((source, target, part))
     }
 

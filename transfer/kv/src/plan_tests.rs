@@ -17,6 +17,7 @@ struct Shape {
     planes: u32,
     heads: u32,
     head_bytes: u64,
+    whole: bool,
 }
 
 /// How one side spreads the model.
@@ -42,11 +43,12 @@ struct Case {
 
 fn shape() -> impl Strategy<Value = Shape> {
     let kind = prop_oneof![3 => Just(Kind::Tokens), 1 => (1_u32..40).prop_map(Kind::Window), 1 => Just(Kind::State)];
-    (kind, 1_u32..=2, 1_u32..=16, 1_u64..5).prop_map(|(kind, planes, heads, head_bytes)| Shape {
+    (kind, 1_u32..=2, 1_u32..=16, 1_u64..5, any::<bool>()).prop_map(|(kind, planes, heads, head_bytes, whole)| Shape {
         kind,
         planes,
         heads,
         head_bytes,
+        whole: whole && kind != Kind::State,
     })
 }
 
@@ -63,7 +65,10 @@ fn side() -> impl Strategy<Value = Side> {
 fn case() -> impl Strategy<Value = Case> {
     let shapes = proptest::collection::vec(shape(), 1..5);
     (shapes, side(), side(), 1_u64..60, 0_u64..60, 1_u64..70, "[a-z]{1,6}").prop_map(
-        |(shapes, source, target, tokens, first, segment_tokens, request)| {
+        |(shapes, source, mut target, tokens, first, segment_tokens, request)| {
+            if shapes.iter().any(|shape| shape.whole) {
+                target.page_tokens = source.page_tokens;
+            }
             let first_token = first.min(tokens);
             Case { shapes, source, target, tokens, first_token, segment_tokens, request }
         },
@@ -112,6 +117,7 @@ fn ranks(side: &Side, shapes: &[Shape]) -> Vec<Geometry> {
                     plane_stride: shape.head_bytes,
                     token_stride: strides[3],
                     head_stride: strides[2],
+                    whole: shape.whole,
                 });
             }
             if !regions.is_empty() {
@@ -171,6 +177,15 @@ fn lists(geometry: &Geometry, first: u64, tokens: u64, seed: u64, absolute: bool
     (0..geometry.num_groups()).map(list).collect()
 }
 
+/// The tokens of a region that move.
+fn moved(region: &Region, first: u64, tokens: u64) -> std::ops::Range<u64> {
+    if region.whole {
+        let (pages, size) = (region.pages(first, tokens), u64::from(region.page_tokens));
+        return pages.start * size..pages.end * size;
+    }
+    region.tokens(first, tokens)
+}
+
 fn check(case: &Case) {
     let (sources, targets) = (ranks(&case.source, &case.shapes), ranks(&case.target, &case.shapes));
     sources.iter().chain(&targets).for_each(|geometry| geometry.check().unwrap());
@@ -210,7 +225,7 @@ fn check(case: &Case) {
         let mut needed = 0;
         for region in &target.regions {
             let at = region.memory as usize;
-            let (list, own) = (&pages[region.group as usize], region.tokens(*first_token, *tokens));
+            let (list, own) = (&pages[region.group as usize], moved(region, *first_token, *tokens));
             places(region, own, list, region.pages(*first_token, *tokens).start, |plane, token, head, byte, place| {
                 assert_eq!(memory[at][place as usize], value(&region.name, plane, token, head, byte));
                 assert_eq!(times[at][place as usize], 1);
@@ -227,7 +242,11 @@ fn check(case: &Case) {
 fn fill(source: &Geometry, pages: &[Vec<u64>], tokens: u64) -> Vec<Vec<u8>> {
     let mut memory: Vec<_> = source.memory.iter().map(|len| vec![0xdd_u8; *len as usize]).collect();
     for region in &source.regions {
-        let all = if region.kind == Kind::State { 0..1 } else { 0..tokens };
+        let all = match region.kind {
+            Kind::State => 0..1,
+            _ if region.whole => 0..tokens.next_multiple_of(region.page_tokens.into()),
+            _ => 0..tokens,
+        };
         let list = &pages[region.group as usize];
         places(region, all, list, 0, |plane, token, head, byte, place| {
             memory[region.memory as usize][place as usize] = value(&region.name, plane, token, head, byte);
@@ -247,7 +266,7 @@ proptest! {
 
 /// A latent cache of DeepSeek-V3's size, on `tp` ranks that all have a copy.
 fn latent(tp: u32, page_tokens: u32) -> Vec<Geometry> {
-    let shape = Shape { kind: Kind::Tokens, planes: 1, heads: 1, head_bytes: 1152 };
+    let shape = Shape { kind: Kind::Tokens, planes: 1, heads: 1, head_bytes: 1152, whole: false };
     let side = Side { tp, pp: 1, layout: Layout::Lbnhc, page_tokens, pages: 80 };
     ranks(&side, &vec![shape; 61])
 }
@@ -295,6 +314,14 @@ fn what_differs_is_named_with_both_values() {
     other.regions[3].head_bytes = 576;
     let words = refused(&sources, &other, &ask);
     assert!(words.contains("layer3") && words.contains("1152") && words.contains("576"), "{words}");
+    let whole = |geometry: &Geometry| {
+        let mut geometry = geometry.clone();
+        geometry.regions.iter_mut().for_each(|region| region.whole = true);
+        geometry
+    };
+    let all: Vec<_> = sources.iter().map(whole).collect();
+    let words = refused(&all, &whole(&target[0]), &ask);
+    assert!(words.contains("whole pages of 64 tokens") && words.contains("whole pages of 32 tokens"), "{words}");
     let mut missing = sources.clone();
     missing.iter_mut().for_each(|source| drop(source.regions.remove(5)));
     assert!(refused(&missing, &target[0], &ask).contains("\"layer5\": no source holds head 0"));

@@ -210,6 +210,11 @@ fn failures_and_refusals_are_told_with_their_reason() {
     }
     let words = over(&receive);
     assert!(words.contains("out of memory"), "{words}");
+    // It fails before it begins, and before anybody asks.
+    sources.iter().for_each(|(_, prefiller)| prefiller.fail("early", "it was aborted").unwrap());
+    let words = over(&asked("early"));
+    assert!(words.contains("it was aborted"), "{words}");
+    assert!(sources[0].1.fail("early", "again").unwrap_err().to_string().contains("it is over"));
     // Its lease is over before anybody asks.
     prefill(&sources, 2, 1, &[50]);
     sources.iter().for_each(|(_, prefiller)| assert_eq!(released(prefiller, "request1"), End::Expired));
@@ -224,6 +229,30 @@ fn failures_and_refusals_are_told_with_their_reason() {
     assert!(!sources[0].1.drain() || sources[0].1.drain());
     assert!(over(&asked("late")).contains("draining"));
     assert_eq!((decoder.quarantined(), rank.spoilt() > 0), (0, true));
+}
+
+#[test]
+fn a_prefill_that_is_preempted_goes_on_in_other_pages() {
+    let network = &Network::all(9)[0];
+    let Cluster { sources, targets } = cluster(network, &PREFILL, &DECODE, &PrefillerOptions::default());
+    let (rank, decoder, group) = &targets[0];
+    let own = pages(&rank.cache, 0, 50, 5);
+    let mut receive = None;
+    for (at, (source, prefiller)) in sources.iter().enumerate() {
+        let pages = pages(&source.cache, 0, 50, 100);
+        prefiller.begin_step(1, &[Work { request: "request1", tokens: 30, pages: &pages }]).unwrap();
+        source.compute(1, 0, 30, &pages, 0..LAYERS);
+        if at == 0 {
+            let asked = decoder.request(group, &wanted(ask("request1", 0, 50, 12), &own, 1)).unwrap();
+            receive = Some(asked);
+        }
+        prefiller.layer_done(LAYERS - 1);
+        eventually("nothing is read any more", || prefiller.rewind("request1").unwrap());
+        source.poison();
+    }
+    prefill(&sources, 2, 1, &[20, 50]);
+    assert_eq!(receive.unwrap().wait(LONG), Receiving::Arrived);
+    rank.check(1, 0, 50, &own);
 }
 
 #[test]
@@ -274,7 +303,7 @@ fn mistakes_are_found_before_any_effect() {
     assert!(step(0, 50, &own).contains("steps ascend"));
     assert!(step(1, 60, &own).contains("list 0 has 13 pages; 15 are needed"));
     assert!(step(1, 50, &own[..1]).contains("list 1 has 0 pages; 1 are needed"));
-    assert!(prefiller.finish("r", &[]).is_err() && prefiller.fail("r", "why").is_err());
+    assert!(prefiller.finish("r", &[]).is_err() && prefiller.rewind("r").unwrap());
     prefiller.begin_step(1, &[Work { request: "r", tokens: 50, pages: &own }]).unwrap();
     assert!(step(2, 49, &own).contains("49 tokens came; 50 were computed before"));
     assert!(prefiller.finish("r", &[0; CONTEXT as usize + 1]).unwrap_err().to_string().contains("49 bytes came"));

@@ -290,23 +290,41 @@ impl Prefiller {
         Ok(())
     }
 
-    /// Says that a request's prefill has failed: decoders that have asked are told, when all that was under way has ended.
+    /// Says that the pages of a request are taken away before its prefill is over, as where an engine preempts it. What has left
+    /// counts; the rest leaves when the request's tokens are computed again, in other pages. True: nothing is read from the pages any
+    /// more. False: they must stay for now, and the caller asks again.
     ///
     /// # Errors
-    /// [`Error::Argument`] for a request that is not known here.
+    /// [`Error::Argument`] for a request whose prefill is over: its pages come back by [`Prefiller::poll`].
+    pub fn rewind(&self, request: &str) -> Result<bool, Error> {
+        let mut state = self.inner.state();
+        let Some(prefill) = state.prefills.get_mut(request) else { return Ok(true) };
+        if prefill.finished {
+            return Err(Error::argument("request", format!("{request:?} came; its prefill is over")));
+        }
+        prefill.steps.clear();
+        Ok(!jobs_of(&state, request).iter().any(|key| state.jobs.get(key).is_some_and(Job::under_way)))
+    }
+
+    /// Says that a request's prefill has failed: decoders that have asked are told, when all that was under way has ended, and those
+    /// that ask later are refused.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for a request that is over already.
     pub fn fail(&self, request: &str, reason: &str) -> Result<(), Error> {
         let mut state = self.inner.state();
-        let asked = state.jobs.values().any(|job| job.request.request == request);
-        match state.prefills.get_mut(request) {
-            Some(prefill) => prefill.failed = Some(reason.to_owned()),
-            None if asked => {}
-            None => return Err(Error::argument("request", format!("{request:?} came; it is not known here"))),
+        let over = state.gone.contains_key(request) && !state.prefills.contains_key(request);
+        if over {
+            return Err(Error::argument("request", format!("{request:?} came; it is over")));
+        }
+        if let Some(prefill) = state.prefills.get_mut(request) {
+            prefill.failed = Some(reason.to_owned());
         }
         for key in jobs_of(&state, request) {
             self.inner.stop(&mut state, &key, Stop::Failed(reason.to_owned()));
         }
         if !state.prefills.contains_key(request) {
-            // Other decode ranks may still ask.
+            // Decode ranks may still ask.
             let words = (Refusal::Failed, reason.to_owned());
             state.gone.insert(request.to_owned(), (words, Instant::now() + REMEMBERED));
         }

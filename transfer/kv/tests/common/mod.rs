@@ -83,6 +83,7 @@ pub fn geometry(side: &Side, rank: u32) -> Geometry {
         plane_stride: HEAD_BYTES,
         token_stride: strides[3],
         head_stride: strides[2],
+        whole: false,
     };
     let mut regions: Vec<_> = (0..LAYERS).map(region).collect();
     regions.push(Region {

@@ -25,6 +25,8 @@ class Layer:
         group: The list of a request's pages that it uses.
         num_heads: Heads of the whole model; None: the cache's.
         heads: First head that this rank holds, and the last one plus 1; None: the cache's.
+        whole: Pages move as a whole: how tokens lie in one is the engine's secret.
+        page_tokens: Tokens of a page; None: the cache's.
     """
 
     memory: Any
@@ -34,6 +36,8 @@ class Layer:
     group: int = 0
     num_heads: int | None = None
     heads: tuple[int, int] | None = None
+    whole: bool = False
+    page_tokens: int | None = None
 
 
 def _whole(tensor: Any) -> tuple[int, int, Any]:
@@ -105,7 +109,7 @@ class _Builder:
         num_heads = layer.num_heads or (heads[1] if "H" not in size and layer.state else self.num_heads)
         if size.get("H", 1) != heads[1] - heads[0]:
             raise ValueError(f"heads: {heads} came; {name!r} has {size.get('H', 1)}")
-        page_tokens = 1 if layer.state else self.page_tokens
+        page_tokens = 1 if layer.state else layer.page_tokens or self.page_tokens
         if size.get("N", 1) != page_tokens:
             raise ValueError(f"page_tokens: {page_tokens} came; {name!r} has {size.get('N', 1)}")
         content = size["C"] * item
@@ -130,6 +134,7 @@ class _Builder:
             group=layer.group,
             window=layer.window,
             state=layer.state,
+            whole=layer.whole,
         )
 
 

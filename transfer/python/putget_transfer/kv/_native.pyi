@@ -171,7 +171,23 @@ class Prefiller:
         """Say that a prefill is over, with its context: at most the cache's `context_bytes`."""
 
     def fail(self, request_id: str, reason: str) -> None:
-        """Say that a prefill has failed: decoders are told when nothing of it is under way."""
+        """Say that a prefill has failed: decoders are told when nothing of it is under way. Later ones are refused.
+
+        Raises:
+            ValueError: It is over.
+        """
+
+    def rewind(self, request_id: str) -> bool:
+        """Say that a request's pages are taken away before its prefill is over, as where an engine preempts it.
+
+        What has left counts. The rest leaves when its tokens are computed again, in other pages.
+
+        Returns:
+            Whether nothing is read from the pages any more. If not they must stay for now, and the caller asks again.
+
+        Raises:
+            ValueError: Its prefill is over.
+        """
 
     def poll(self) -> list[tuple[str, str]]:
         """Return the requests whose pages have come back, and why: "sent", "expired" or "failed".

@@ -30,6 +30,8 @@ class Region:
         group: The list of a request's pages that it uses: caches of one page size share one.
         window: Only the last so many tokens have a place; None: all have.
         state: One page a request, whatever its length. It moves once, when the prefill is over.
+        whole: A page moves as a whole, as soon as its last token is computed: tokens have no places of their own in it.
+            Both sides have pages of one size then.
     """
 
     name: str
@@ -49,3 +51,4 @@ class Region:
     group: int = 0
     window: int | None = None
     state: bool = False
+    whole: bool = False

@@ -52,6 +52,7 @@ fn region(region: &Bound<'_, PyAny>) -> pyo3::PyResult<Region> {
         plane_stride: field(region, "plane_stride")?,
         token_stride: field(region, "token_stride")?,
         head_stride: field(region, "head_stride")?,
+        whole: field(region, "whole")?,
     })
 }
 

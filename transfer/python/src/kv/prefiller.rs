@@ -72,6 +72,10 @@ impl PyPrefiller {
         Ok(py.allow_threads(|| self.prefiller.fail(request_id, reason))?)
     }
 
+    fn rewind(&self, py: Python<'_>, request_id: &str) -> PyResult<bool> {
+        Ok(py.allow_threads(|| self.prefiller.rewind(request_id))?)
+    }
+
     fn poll(&self, py: Python<'_>) -> Vec<(String, &'static str)> {
         let name = |end| match end {
             End::Sent => "sent",
