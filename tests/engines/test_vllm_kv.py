@@ -1,0 +1,52 @@
+"""KV caches between vLLM's servers with putget's connector: its own scheduler, and whole servers behind the router."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.engines.run import needs_transfer, only_with_engines, run
+from tests.engines.test_vllm import ENVIRONMENT
+
+pytestmark = [*only_with_engines, needs_transfer]
+
+CASES = (
+    "either_order",
+    "with_the_runner_of_cpus",
+    "with_sliding_windows",
+    "a_prefix_that_is_there_is_not_moved",
+    "a_preempted_prefill_goes_on",
+    "aborts_give_blocks_back",
+    "an_abort_before_the_question_is_told",
+    "a_failure_fails_the_request",
+    "a_failure_is_computed_again",
+    "an_expired_lease_is_refused",
+    "a_lease_is_renewed_while_a_request_queues",
+    "another_model_is_refused",
+    "mistakes_are_named",
+    "the_entry_point_tells_its_name",
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All cases and servers in one run: importing vLLM takes longer than most of them."""
+    folder = tmp_path_factory.mktemp("vllm_kv")
+    (folder / "log").write_text(run("vllm", "-m", "tests.engines.kv_vllm", folder, **ENVIRONMENT))
+    return folder
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_inside_its_scheduler(case: str, folder: Path) -> None:
+    found = json.loads((folder / "cases.json").read_text())
+    assert found[case] == "ok", found[case]
+    assert sorted(found) == sorted(CASES)
+
+
+def test_text_is_that_of_one_server_in_either_order(folder: Path) -> None:
+    found = json.loads((folder / "small.json").read_text())
+    assert found["decode first"] == found["prefill first"] == found["decode"]
+    assert len({tuple(tokens) for tokens in found["decode"]}) == 6
+    assert found["arrived"] == 12

@@ -1,0 +1,1 @@
+"""Plug-ins for engines that need `putget_transfer` alone."""

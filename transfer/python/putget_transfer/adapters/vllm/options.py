@@ -1,0 +1,82 @@
+"""What `kv_connector_extra_config` may say, and the engine that follows from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import putget_transfer as pt
+
+NETWORKS = ("tcp", "host", "nvlink", "verbs")
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of the connector, by the names that `kv_connector_extra_config` has.
+
+    Attributes:
+        networks: Some of "tcp", "host" (shared memory), "nvlink" and "verbs", separated by commas. Between two servers
+            the best that both have is taken. None: "tcp" for a CPU; "nvlink,verbs" for a GPU.
+        address: This machine's address for "tcp"; None is the one that leads to other machines.
+        lease_s: How long the pages of a finished prefill wait for a decode server.
+        deadline_s: Time from a decode server's question to the prompt's last page.
+        confirm_s: How long a prefill server may take to confirm a cancel before it is fenced.
+        segment_tokens: Tokens that leave together as soon as they are computed.
+        heartbeat_s: How often peers are asked whether they live.
+        timeout_s: The silence after which they count as down.
+        max_requests: Requests under way at a time.
+    """
+
+    networks: str | None = None
+    address: str | None = None
+    lease_s: float = 30.0
+    deadline_s: float = 300.0
+    confirm_s: float = 5.0
+    segment_tokens: int = 1024
+    heartbeat_s: float = 0.5
+    timeout_s: float = 5.0
+    max_requests: int = 4096
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Options:
+        """Read options.
+
+        Raises:
+            ValueError: A name or a value is not known.
+        """
+        known = {field.name: field for field in fields(cls)}
+        for name, value in given.items():
+            if name not in known:
+                raise ValueError(f"kv_connector_extra_config: {name!r} came; {', '.join(known)} are known")
+            number = isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
+            if not (value is None or isinstance(value, str) if name in ("networks", "address") else number):
+                raise ValueError(f"kv_connector_extra_config: {name} {value!r} came; it does not fit")
+        options = cls(**given)
+        wrong = [word for word in options.words("cpu") if word not in NETWORKS]
+        if wrong:
+            raise ValueError(f"kv_connector_extra_config: networks {wrong} came; {', '.join(NETWORKS)} are known")
+        return options
+
+    def words(self, device: str) -> list[str]:
+        """Return the names of the networks for a device."""
+        default = "tcp" if device == "cpu" else "nvlink,verbs"
+        return [word.strip() for word in (self.networks or default).split(",")]
+
+    def engine(self, device: str) -> pt.Engine:
+        """Return an engine for memory of a device: "cpu" or "cuda:N".
+
+        Peers that were lost, and not fenced, come back by themselves: a decode server that stood still goes on to ask.
+        """
+        builder = pt.Engine.builder()
+        for word in self.words(device):
+            if word == "tcp":
+                group = pt.DeviceGroup.tcp([self.address])
+            elif word == "host":
+                group = pt.DeviceGroup.host()
+            elif word == "nvlink":
+                group = pt.DeviceGroup.nvlink(int(device.partition(":")[2] or 0))
+            else:
+                group = pt.DeviceGroup.verbs_near(pt.Topology(), device)
+            builder = builder.group(group)
+        return builder.heartbeat(self.heartbeat_s, self.timeout_s).readmit("lost").build()
