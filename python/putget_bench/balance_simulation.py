@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from putget.balancer import LoadHistory, Placement, rebalance
 from putget.balancer.schedule import Batch, batches
+from putget.balancer.worth import Pace, Tasks, moved_experts, paying_batches
 
 Ids = np.ndarray[Any, np.dtype[Any]]
 WAYS = ("contiguous", "static", "online")
@@ -51,6 +52,10 @@ class Cost:
         """rows * (row_bytes / link_gbps + row_ns) + moved_bytes / link_gbps, which comes in ns."""
         return (rows * (self.row_bytes / self.link_gbps + self.row_ns) + moved_bytes / self.link_gbps) / 1e3
 
+    def moved_over_rows(self, moved_bytes: float, rows: float) -> float:
+        """The time of bytes that move, over that of some rows."""
+        return self.step_us(0, moved_bytes) / self.step_us(rows)
+
 
 @dataclass(frozen=True)
 class Mover:
@@ -82,7 +87,11 @@ class Moving:
     def begin(self, current: Placement, target: Placement, gain: NDArray[np.float64]) -> None:
         """From one placement to another, the layers that gain most first."""
         order = np.argsort(-gain, kind="stable").tolist()
-        self._queue = batches(current, target, self._ep_size, self._mover.cells, order)
+        self.follow(batches(current, target, self._ep_size, self._mover.cells, order))
+
+    def follow(self, queue: Iterator[Batch]) -> None:
+        """Moves these batches, one after the other."""
+        self._queue = queue
         self._post()
 
     def iterate(self) -> tuple[int, Batch | None]:
@@ -103,13 +112,8 @@ class Moving:
 
     def _post(self) -> None:
         self._batch = next(self._queue, None)
-        if self._batch is None:
-            return
-        each = self._batch.slots.shape[1] // self._ep_size
-        transfers = self._batch.transfers
-        ranks = np.array([[one.src // each, one.dst // each] for one in transfers], np.int64).reshape(-1, 2)
-        most = max((int(np.bincount(ends).max()) for ends in ranks.T if len(ends)), default=0)
-        self._left = most * self._mover.expert_bytes
+        if self._batch is not None:
+            self._left = moved_experts(self._batch, self._ep_size) * self._mover.expert_bytes
 
 
 @dataclass
@@ -157,6 +161,7 @@ def simulate(
     history: LoadHistory,
     mover: Mover,
     max_moves: int | None = None,
+    cost: Cost | None = None,
 ) -> list[Phase]:
     """Runs the tasks one after the other.
 
@@ -175,10 +180,15 @@ def simulate(
         history: an empty one; it says how much the past counts.
         mover: how fast experts move.
         max_moves: of a layer and plan.
+        cost: what moves cost beside the rows of an iteration; nothing if None.
     """
     static = online = group.plan(count(next(iter(tasks.values())), group.num_experts))
     plain = group.contiguous(static.num_layers)
+    num_rows = tokens * next(iter(tasks.values())).shape[2] / group.ep_size
+    moved_cost = 0.0 if cost is None else cost.moved_over_rows(mover.most_bytes / static.num_layers, num_rows)
+    pace = Pace(mover.expert_bytes, mover.most_bytes, interval, moved_cost)
     moving = Moving(mover, group.ep_size)
+    lately, window, length = Tasks(), np.zeros((static.num_layers, group.num_experts)), 0
     phases = []
     for task, ids in tasks.items():
         whole = count(ids, group.num_experts)
@@ -191,6 +201,7 @@ def simulate(
                 phase.ratios[way].append(float(placement.imbalance(load, group.ep_size).mean()))
                 phase.hottest[way].append(float(placement.rank_loads(load, group.ep_size).max(axis=1).mean()))
             history.add(load)
+            window, length = window + load, length + 1
             moved, taken = moving.iterate()
             phase.moved_bytes.append(moved)
             phase.moves.append(0 if taken is None else len(taken.transfers))
@@ -198,8 +209,10 @@ def simulate(
                 online = Placement.of(taken.slots, group.num_experts)
             if (iteration + 1) % interval == 0 and not moving:
                 planned = group.plan(history.load, previous=online, max_moves=max_moves)
-                gain = [one.imbalance(history.load, group.ep_size) for one in (online, planned)]
-                moving.begin(online, planned, gain[0] - gain[1])
+                lately.add(window, length / interval)
+                window, length = np.zeros_like(window), 0
+                paying = paying_batches(online, planned, group.ep_size, mover.cells, lately, history.load, pace)
+                moving.follow(batch for batch, _ in paying)
             phase.fits.append(float(online.imbalance(whole, group.ep_size).mean()))
         phases.append(phase)
     return phases

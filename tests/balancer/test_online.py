@@ -33,7 +33,7 @@ def test_no_token_is_wrong_while_experts_move(size: int, mode: str, seed: int, d
     found = agree(run_ranks(size, serve_many, iterations, seed, mode=mode, device=device))
     assert found["windows"] > 2
     assert found["moves"] > 10
-    assert found["moving"] > iterations // 2
+    assert found["moving"] > iterations // 4  # moves that would not pay are not begun
 
 
 @pytest.fixture

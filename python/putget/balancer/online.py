@@ -22,7 +22,8 @@ from putget.balancer.migrate import Landing, Move, check_most_bytes, check_mover
 from putget.balancer.placement import Placement
 from putget.balancer.planner import rebalance
 from putget.balancer.recovery import recover, said_by_all
-from putget.balancer.schedule import Batch, batches
+from putget.balancer.schedule import Batch
+from putget.balancer.worth import Pace, Tasks, paying_batches
 from putget.errors import PutgetError
 from putget.experts.blobs import ExpertBlobs
 from putget.experts.store import HostStore
@@ -30,6 +31,8 @@ from putget.group.communicator import Communicator, collective
 from putget.memory.workspace import resolve_device
 
 Loads: TypeAlias = NDArray[np.float64]
+# What an iteration costs in which experts move, in max/mean: as measured, docs/guides/balancer.md.
+_MOVES_COST = 0.02
 
 
 @dataclass(frozen=True)
@@ -173,7 +176,16 @@ class Balancer:
         self._before = copy.deepcopy(self._history)
         self._windows = self._first_window = 0
         self._posted: Batch | None = None
-        self._queue: Iterator[Batch] = iter(())
+        self._queue: Iterator[tuple[Batch, float]] = iter(())
+        self._spent = 0.0  # intervals that the last plan's batches take
+        self._tasks = Tasks()
+        self._tasks_before = Tasks()
+        self._pace = Pace(
+            max(layer.blobs.slot_bytes for layer in self._layers),
+            most_bytes if mover == "kernel" else None,
+            interval,
+            _MOVES_COST,
+        )
         self._waiting: Batch | None = None  # the next of the queue
         self._planner = ThreadPoolExecutor(1, "putget-balancer") if plan_in_thread else None
         self._planning: Future[Placement] | None = None
@@ -235,7 +247,8 @@ class Balancer:
             target, self._planning = self._planning.result(), None
             self._aim_at(target)
         if self._posted is None and self._waiting is not None and self._post(self._waiting):
-            self._posted, self._waiting = self._waiting, next(self._queue, None)
+            self._posted = self._waiting
+            self._next_batch()
         if not self.is_moving and not self._is_planned:
             self._is_planned = True
             self._landing.planned(self._windows - self._first_window)
@@ -254,8 +267,10 @@ class Balancer:
 
     def _plan(self) -> None:
         """Plans from one window more. What follows depends on the windows alone, which all ranks have."""
-        self._before = copy.deepcopy(self._history)
-        self._history.add(self._gathering.sums())
+        self._before, self._tasks_before = copy.deepcopy((self._history, self._tasks))
+        window = self._gathering.sums().astype(np.float64)
+        self._history.add(window)
+        self._tasks.add(window, max(1.0, self._spent))
         self._windows += 1
         self._is_planned = False
         load, placement = _loads(self._history, self._placement), self._placement
@@ -271,10 +286,13 @@ class Balancer:
 
     def _aim_at(self, target: Placement) -> None:
         load, size = _loads(self._history, self._placement), self._comm.size
-        gain = self._placement.imbalance(load, size) - target.imbalance(load, size)
-        order = np.argsort(-gain, kind="stable").tolist()
-        self._queue = batches(self._placement, target, size, self._cells, order)
-        self._waiting = next(self._queue, None)
+        self._spent = 0.0
+        self._queue = paying_batches(self._placement, target, size, self._cells, self._tasks, load, self._pace)
+        self._next_batch()
+
+    def _next_batch(self) -> None:
+        self._waiting, time = next(self._queue, (None, 0.0))
+        self._spent += time
 
     def _post(self, batch: Batch) -> bool:
         each = self._placement.num_replicas // self._comm.size
@@ -381,7 +399,7 @@ class Balancer:
         ranks = [rank for rank, is_member in enumerate(members) if is_member]
         least = min(said_by_all(self._comm, "windows", self._windows, ranks, self._timeout_s).values())
         if least < self._windows:
-            self._history = copy.deepcopy(self._before)
+            self._history, self._tasks = copy.deepcopy((self._before, self._tasks_before))
         self._windows = self._first_window = least
 
     def close(self) -> None:

@@ -1,0 +1,171 @@
+"""Whether a move of experts pays: what it gains while loads last, what it loses when they change, what it costs.
+
+A task is a time in which loads are alike. Loads are looked at window by window. A window that is not like the ones
+before it begins another task. How long tasks have lasted lately says how long the present one will.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from putget.balancer.placement import Ints, Placement
+from putget.balancer.schedule import Batch, batches
+
+Loads = NDArray[np.float64]
+_ALIKE = 0.7  # correlation of the loads of two windows of one task, at least
+_KEPT = 4  # windows of the present task, tasks before it, and times that tasks have lasted
+_FIRST_LASTS = 3  # intervals from which on the time of the first task counts, whose beginning nobody saw
+_UNKNOWN_LASTS = 64  # intervals that a task is expected to last before another has ended
+_OUTLIVES = 3  # times its age, that a task is expected to last which has lasted longer than those before it
+_LONGEST_PLAN = 4  # intervals, after which a new plan is made from newer loads
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How fast experts move.
+
+    Attributes:
+        expert_bytes: of the largest expert.
+        most_bytes: that a rank puts in an iteration; None: a batch takes one iteration.
+        interval: iterations between plans.
+        cost: what an iteration costs in which experts move, in max/mean of one layer.
+    """
+
+    expert_bytes: int
+    most_bytes: int | None
+    interval: int
+    cost: float
+
+    def iterations(self, batch: Batch, num_gpus: int) -> int:
+        """From the iteration in which a batch is posted until it is in force."""
+        if self.most_bytes is None:
+            return 2
+        return -(-moved_experts(batch, num_gpus) * self.expert_bytes // self.most_bytes) + 1
+
+
+def moved_experts(batch: Batch, num_gpus: int) -> int:
+    """Experts that a rank puts or gets for a batch, at most."""
+    each = batch.slots.shape[1] // num_gpus
+    ranks = np.array([[one.src // each, one.dst // each] for one in batch.transfers], np.int64).reshape(-1, 2)
+    return max((int(np.bincount(ends).max()) for ends in ranks.T if len(ends)), default=0)
+
+
+class Tasks:
+    """The tasks of the last windows. Times are in intervals between plans."""
+
+    def __init__(self) -> None:
+        self._windows: deque[Loads] = deque(maxlen=_KEPT)  # of the present task
+        self._before: deque[Loads] = deque(maxlen=_KEPT)  # mean window of each task before it
+        self._times: deque[float] = deque(maxlen=_KEPT)  # that tasks before it have lasted
+        self._mean: Loads | None = None
+        self._is_first = True
+        self.age = 0.0
+
+    def add(self, load: Loads, time: float) -> None:
+        """Adds a window, float64 [num_layers, num_experts] tokens."""
+        if self._mean is not None and not are_alike(self._mean, load):
+            if not self._is_first or self.age >= _FIRST_LASTS:
+                self._times.append(self.age)
+            self._before.append(self._mean)
+            self._windows.clear()
+            self._mean, self.age, self._is_first = None, 0.0, False
+        self._mean = load if self._mean is None else (self._mean + load) / 2
+        self._windows.append(load)
+        self.age += time
+
+    @property
+    def lasts(self) -> float:
+        """How long the present task is expected to last in all."""
+        if not self._times:
+            return max(float(_UNKNOWN_LASTS), _OUTLIVES * self.age)
+        usual = sum(self._times) / len(self._times)
+        return usual if self.age <= usual else _OUTLIVES * self.age
+
+    def worth(self, late: float, now: Loads, before: Loads) -> Loads:
+        """What changes are worth that are in force `late` intervals behind the beginning of the present task.
+
+        Args:
+            late: see above.
+            now: what each gains in an interval of this task.
+            before: the same in the tasks before it.
+        """
+        wrong = late if 2 * late <= self.lasts else self.lasts
+        return (self.lasts - late) * now + wrong * before
+
+    def gains(self, before: Placement, after: Placement, num_gpus: int, layers: Sequence[int]) -> NDArray[np.float64]:
+        """What a change of placement gains in max/mean: float64 [2, layers], in the present task and in those before.
+
+        Args:
+            before: the placement of these layers alone.
+            after: the other one.
+            num_gpus: ranks.
+            layers: which of the windows' layers they are.
+        """
+        found = np.zeros((2, len(layers)))
+        for mean, windows in zip(found, (self._windows, self._before), strict=True):
+            for load in windows:
+                part = load[list(layers)]
+                mean += (before.imbalance(part, num_gpus) - after.imbalance(part, num_gpus)) / len(windows)
+        return found
+
+
+def are_alike(one: Loads, other: Loads) -> bool:
+    """Whether two windows may be of one task: by the correlation of their loads, without what chance does to counts.
+
+    Windows with too few tokens to tell are alike.
+    """
+    parts = []
+    for load in (one, other):
+        total = load.sum(axis=1, keepdims=True)
+        share = load / np.where(total > 0, total, 1)
+        centred = share - share.mean(axis=1, keepdims=True)
+        chance = (share * (1 - share) / np.where(total > 0, total, np.inf)).sum()
+        parts.append((centred, float((centred**2).sum() - chance), float(chance)))
+    (first, first_size, first_chance), (second, second_size, second_chance) = parts
+    if first_size <= first_chance or second_size <= second_chance:
+        return True
+    return float((first * second).sum()) >= _ALIKE * math.sqrt(first_size * second_size)
+
+
+def paying_batches(
+    current: Placement, target: Placement, num_gpus: int, cells: int, tasks: Tasks, load: Loads, pace: Pace
+) -> Iterator[tuple[Batch, float]]:
+    """The batches from one placement to another that pay, and the intervals that each takes, the best layers first.
+
+    A batch that is in force x intervals behind the beginning of the task gains for the rest of it. The next task
+    begins with it, and corrects it as late as this one, or not at all where that is behind the middle: so long it
+    loses what it would have lost in the tasks before. The plan ends with the first batch whose gain does not exceed
+    its loss and its cost.
+
+    The same arguments give the same batches on every rank.
+    """
+    every = range(current.num_layers)
+    if tasks.age == 0:  # nothing is known of loads
+        for batch in batches(current, target, num_gpus, cells):
+            yield batch, pace.iterations(batch, num_gpus) / pace.interval
+        return
+    now, before = tasks.gains(current, target, num_gpus, every)
+    late = tasks.age + 1 / pace.interval
+    worth = tasks.worth(late, now, before)
+    order = [layer for layer in np.argsort(-worth, kind="stable").tolist() if worth[layer] > 0]
+    spent, slots = 0.0, current.physical_to_logical
+    for batch in batches(current, target, num_gpus, cells, order, load):
+        time = pace.iterations(batch, num_gpus) / pace.interval
+        late = tasks.age + spent + time
+        now, before = tasks.gains(*_parts(slots, batch, current.num_experts), num_gpus, batch.layers)
+        worth = tasks.worth(late, now, before)
+        if spent >= _LONGEST_PLAN or worth.sum() <= pace.cost * time * current.num_layers:
+            return
+        spent, slots = spent + time, batch.slots
+        yield batch, time
+
+
+def _parts(slots: Ints, batch: Batch, num_experts: int) -> tuple[Placement, Placement]:
+    layers = list(batch.layers)
+    return Placement.of(slots[layers], num_experts), Placement.of(batch.slots[layers], num_experts)
