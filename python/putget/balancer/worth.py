@@ -20,7 +20,7 @@ from putget.balancer.schedule import Batch, batches
 Loads = NDArray[np.float64]
 _ALIKE = 0.7  # correlation of the loads of two windows of one task, at least
 _KEPT = 4  # windows of the present task, tasks before it, and times that tasks have lasted
-_FIRST_LASTS = 6  # intervals from which on the time of the first task counts, whose beginning nobody saw
+_FIRST_LASTS = 3  # intervals from which on the time of the first task counts, whose beginning nobody saw
 _UNKNOWN_LASTS = 64  # intervals that a task is expected to last before another has ended
 _OUTLIVES = 3  # times its age, that a task is expected to last which has lasted longer than those before it
 _LONGEST_PLAN = 4  # intervals, after which a new plan is made from newer loads
