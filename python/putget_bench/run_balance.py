@@ -111,6 +111,7 @@ def _simulate(args: argparse.Namespace) -> None:
         history=history,
         mover=Mover(args.expert_bytes, args.most_bytes, args.cells),
         max_moves=args.max_moves,
+        cost=cost,
     )
     num_layers = next(iter(tasks.values())).shape[0]
     _print(_phases(phases, cost, args.expert_bytes, num_layers))

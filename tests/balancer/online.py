@@ -1,8 +1,8 @@
 """Two small layers that a Balancer keeps even while they serve: bodies for ranks.
 
 Everything is a small whole number, so that a sum is exact in any order: a token's output depends on its experts alone,
-not on where they lie. A slot with another expert, or a table of another batch, shows in it. Experts' loads change all
-the time, so experts are on their way in every iteration.
+not on where they lie. A slot with another expert, or a table of another batch, shows in it. Experts' loads change often
+enough for experts to be on their way in many iterations, and seldom enough for moves to pay.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ class Server:
         place = (self.seed * 1009 + self.iteration) * 1024 + self.rank.rank * 8 + layer.number * 2 + number_of_pass
         generator = torch.Generator().manual_seed(place)
         count = int(torch.randint(-1, TOKENS + 1, (1,), generator=generator).clamp(min=0))
-        hot = (torch.arange(EXPERTS) + self.iteration // 12 + 5 * layer.number) % EXPERTS  # others, by and by
+        hot = (torch.arange(EXPERTS) + 5 * (self.iteration // 30) + 5 * layer.number) % EXPERTS  # others, now and then
         likely = (1.0 / (1 + hot)).expand(max(count, 1), -1)
         experts = torch.multinomial(likely, TOP_K, generator=generator)[:count]
         weights = torch.randint(-3, 4, (count, TOP_K), generator=generator).float()

@@ -32,8 +32,9 @@ def test_no_token_is_wrong_while_experts_move(size: int, mode: str, seed: int, d
     iterations = 150
     found = agree(run_ranks(size, serve_many, iterations, seed, mode=mode, device=device))
     assert found["windows"] > 2
-    assert found["moves"] > 10
-    assert found["moving"] > iterations // 4  # moves that would not pay are not begun
+    assert found["moves"] > 15
+    # The promise is about tokens while experts move. Moves that do not pay are not begun, so there are times without.
+    assert found["moving"] > iterations // 4
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ _ALIKE = 0.7  # correlation of the loads of two windows of one task, at least
 _KEPT = 4  # windows of the present task, tasks before it, and times that tasks have lasted
 _FIRST_LASTS = 3  # intervals from which on the time of the first task counts, whose beginning nobody saw
 _UNKNOWN_LASTS = 64  # intervals that a task is expected to last before another has ended
-_OUTLIVES = 3  # times its age, that a task is expected to last which has lasted longer than those before it
+_OUTLIVES = 3  # times its age, that a task is expected to last which has lasted longer than each before it
 _LONGEST_PLAN = 4  # intervals, after which a new plan is made from newer loads
 
 
@@ -65,6 +65,7 @@ class Tasks:
         self._times: deque[float] = deque(maxlen=_KEPT)  # that tasks before it have lasted
         self._mean: Loads | None = None
         self._is_first = True
+        self._latest = 0.0  # the time of the last window
         self.age = 0.0
 
     def add(self, load: Loads, time: float) -> None:
@@ -77,25 +78,29 @@ class Tasks:
             self._mean, self.age, self._is_first = None, 0.0, False
         self._mean = load if self._mean is None else (self._mean + load) / 2
         self._windows.append(load)
-        self.age += time
+        self.age, self._latest = self.age + time, time
 
     @property
     def lasts(self) -> float:
-        """How long the present task is expected to last in all."""
+        """How long the present task is expected to last in all: as those before it that lasted as long as it has.
+
+        Its last window does not count in that: it may have the beginning of the next task in it.
+        """
         if not self._times:
             return max(float(_UNKNOWN_LASTS), _OUTLIVES * self.age)
-        usual = sum(self._times) / len(self._times)
-        return usual if self.age <= usual else _OUTLIVES * self.age
+        longer = [time for time in self._times if time >= self.age - self._latest]
+        return sum(longer) / len(longer) if longer else _OUTLIVES * self.age
 
-    def worth(self, late: float, now: Loads, before: Loads) -> Loads:
-        """What changes are worth that are in force `late` intervals behind the beginning of the present task.
+    def worth(self, late: float, since: float, now: Loads, before: Loads) -> Loads:
+        """What changes are worth.
 
         Args:
-            late: see above.
+            late: intervals from the beginning of the present task until they are in force.
+            since: intervals in which the next task corrects as much: a first one, and the batches of a plan so far.
             now: what each gains in an interval of this task.
             before: the same in the tasks before it.
         """
-        wrong = late if 2 * late <= self.lasts else self.lasts
+        wrong = since if 2 * since <= self.lasts else self.lasts
         return (self.lasts - late) * now + wrong * before
 
     def gains(self, before: Placement, after: Placement, num_gpus: int, layers: Sequence[int]) -> NDArray[np.float64]:
@@ -141,10 +146,10 @@ def paying_batches(
 ) -> Iterator[tuple[Batch, float]]:
     """The batches from one placement to another that pay, and the intervals that each takes, the best layers first.
 
-    A batch that is in force x intervals behind the beginning of the task gains for the rest of it. The next task
-    begins with it, and corrects it as late as this one, or not at all where that is behind the middle: so long it
-    loses what it would have lost in the tasks before. The plan ends with the first batch whose gain does not exceed
-    its loss and its cost.
+    A batch gains from when it is in force to the end of the task. The next task begins with it, and its first plan
+    corrects it after an interval and as many batches as there are in this plan up to it, or not at all where that is
+    behind the middle of a task: so long it loses what it would have lost in the tasks before. The plan ends with the
+    first batch whose gain does not exceed its loss and its cost, or which would be in force when the task has ended.
 
     The same arguments give the same batches on every rank.
     """
@@ -154,16 +159,16 @@ def paying_batches(
             yield batch, pace.iterations(batch, num_gpus) / pace.interval
         return
     now, before = tasks.gains(current, target, num_gpus, every)
-    late = tasks.age + 1 / pace.interval
-    worth = tasks.worth(late, now, before)
+    least = 1 / pace.interval  # that any batch takes
+    worth = tasks.worth(tasks.age + least, 1 + least, now, before)
     order = [layer for layer in np.argsort(-worth, kind="stable").tolist() if worth[layer] > 0]
     spent, slots = 0.0, current.physical_to_logical
     for batch in batches(current, target, num_gpus, cells, order, load):
         time = pace.iterations(batch, num_gpus) / pace.interval
         late = tasks.age + spent + time
         now, before = tasks.gains(*_parts(slots, batch, current.num_experts), num_gpus, batch.layers)
-        worth = tasks.worth(late, now, before)
-        if spent >= _LONGEST_PLAN or worth.sum() <= pace.cost * time * current.num_layers:
+        worth = tasks.worth(late, 1 + spent + time, now, before)
+        if spent >= _LONGEST_PLAN or late >= tasks.lasts or worth.sum() <= pace.cost * time * current.num_layers:
             return
         spent, slots = spent + time, batch.slots
         yield batch, time
