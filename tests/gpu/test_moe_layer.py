@@ -14,7 +14,7 @@ from tests.gpu.graphs import capture
 from tests.gpu.ranks import Ranks, have_processes
 from tests.harness import Rank
 from tests.moe.dense import Dense, relative_error
-from tests.moe.layers import make_layer, tolerance
+from tests.moe.layers import load_kernels, make_layer, tolerance
 
 DENSE = {
     "bf16": Dense(hidden=256, groups=(4, 2), shared=128, top_k=4),
@@ -37,27 +37,11 @@ def tokens_of(rank: int, round_: int) -> int:
 def open_layer(rank: Rank, kind: str, alone: bool) -> None:
     """A body: makes the layer; `alone` is for ranks that share a GPU, where no stream may be another rank's."""
     rank.state["layer"] = make_layer(rank, DENSE[kind], overlap_shared=not alone, **CHANGES.get(kind, {}))
-    if alone:
-        blocks = [torch.empty(8 << 20, dtype=torch.uint8, device=rank.device) for _ in range(16)]
-        del blocks  # a later allocation must not wait for another rank's kernels
 
 
-def load_kernels(rank: Rank, dense: Dense) -> None:
+def load(rank: Rank, dense: Dense) -> None:
     """A body for one rank at a time: nothing is loaded any more while ranks wait for each other on one GPU."""
-    layer = rank.state["layer"]
-    _, _, payloads = layer.route(dense.tokens(0, 8).to(rank.device))
-    layer.run_shared(payloads)
-    for expected_rows in (1, 16, 64):  # other tiles
-        layer.experts(payloads, _NoRows(len(layer.local_experts), rank.device), expected_rows)
-    torch.cuda.current_stream(rank.device).synchronize()
-
-
-class _NoRows:
-    """Groups without rows."""
-
-    def __init__(self, num_experts: int, device: torch.device) -> None:
-        self.offsets = torch.zeros(num_experts + 1, dtype=torch.int32, device=device)
-        self.num_rows = torch.zeros(num_experts, dtype=torch.int32, device=device)
+    load_kernels(rank.state["layer"], dense.tokens(0, 8).to(rank.device), (1, 16, 64))
 
 
 def play(rank: Rank, dense: Dense, round_: int) -> Tensor:
@@ -83,7 +67,7 @@ def test_equals_a_dense_layer(ranks: Ranks, kind: str) -> None:
     alone = not have_processes(ranks.size)
     ranks.call(open_layer, kind, alone)
     for rank in range(ranks.size):
-        ranks.call(load_kernels, dense, ranks=[rank])
+        ranks.call(load, dense, ranks=[rank])
     for round_ in range(ROUNDS):
         for rank, got in ranks.call(play, dense, round_).items():
             want = dense.forward(dense.tokens(rank, tokens_of(rank, round_), round_))

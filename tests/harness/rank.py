@@ -36,6 +36,11 @@ class Rank:
             self._comm = putget.Communicator()
         return self._comm
 
+    @property
+    def shares_gpu(self) -> bool:
+        """Whether other ranks' kernels, which may wait for this rank, run on the same GPU."""
+        return self._barrier is not None
+
     def meet(self) -> None:
         """Waits for the other ranks where all share one GPU; elsewhere ranks run freely and this does nothing.
 

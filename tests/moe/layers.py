@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from putget.moe import ExpertParallelMoE, GroupLimitedRouting
 from tests.harness import Rank
@@ -45,3 +46,34 @@ def options_of(dense: Dense, **changes: Any) -> dict[str, Any]:
 def make_layer(rank: Rank, dense: Dense, **changes: Any) -> ExpertParallelMoE:
     """The layer on this rank, with the dense layer's weights."""
     return ExpertParallelMoE.from_dense(rank.comm, dense.state(), **options_of(dense, device=rank.device, **changes))
+
+
+@torch.no_grad()
+def load_kernels(layer: ExpertParallelMoE, x: Tensor, expected_rows: tuple[int, ...]) -> None:
+    """Runs what a call of the layer runs between its rounds; the rank meets the others behind it.
+
+    On a GPU that ranks share, a kernel of a round may wait for another rank. If that rank loads a module meanwhile, or
+    asks for new memory, it waits for the kernel: neither goes on. So both are done before the first round.
+
+    Args:
+        layer: Made with ``overlap_shared=False`` where ranks share a GPU: its second stream has memory of its own.
+        x: As many tokens as calls have: products of another size may need another kernel.
+        expected_rows: Rows that an expert has on average; FP8 kernels differ by them.
+    """
+    if x.device.type != "cuda":
+        return
+    _, _, payloads = layer.route(x)
+    layer.run_shared(payloads)
+    for rows in expected_rows:
+        layer.experts(payloads, _NoRows(len(layer.local_experts), x.device), rows)
+    blocks = [torch.empty(8 << 20, dtype=torch.uint8, device=x.device) for _ in range(16)]
+    del blocks  # the allocator keeps them for this stream
+    torch.cuda.current_stream(x.device).synchronize()
+
+
+class _NoRows:
+    """Groups without rows."""
+
+    def __init__(self, num_experts: int, device: torch.device) -> None:
+        self.offsets = torch.zeros(num_experts + 1, dtype=torch.int32, device=device)
+        self.num_rows = torch.zeros(num_experts, dtype=torch.int32, device=device)

@@ -12,7 +12,7 @@ import putget
 from putget.moe import ExpertParallelMoE, SoftmaxRouting
 from tests.harness import Rank, run_ranks
 from tests.moe.dense import Dense, relative_error
-from tests.moe.layers import make_layer, options_of, tolerance
+from tests.moe.layers import load_kernels, make_layer, options_of, tolerance
 
 # Different numbers of tokens on every rank, none on some, and none at all.
 ROUNDS = ((3, 0, 8, 1), (8, 5, 0, 0), (0, 0, 0, 0), (1, 1, 1, 1))
@@ -260,11 +260,16 @@ def test_a_missing_rank_is_named() -> None:
 
 def under_autocast(rank: Rank, dense: Dense, types: tuple[torch.dtype, ...]) -> list[tuple[torch.dtype, bool]]:
     """A body: for each type of autocast and of rows, the result's type, and whether it is that without autocast."""
-    with make_layer(rank, dense) as layer:
+    kinds = (torch.bfloat16, torch.float32, torch.float16)
+    with make_layer(rank, dense, overlap_shared=not rank.shares_gpu) as layer:
+        x = dense.tokens(rank.rank, 4).to(rank.device)
+        load_kernels(layer, x, (1,))
+        assert all(torch.equal(x.to(rows).to(x.dtype), x) for rows in kinds)
+        rank.wait()
+        rank.meet()
         found = []
         for autocast in types:
-            for rows in (torch.bfloat16, torch.float32, torch.float16):
-                x = dense.tokens(rank.rank, 4).to(rank.device)
+            for rows in kinds:
                 want = layer(x)
                 with torch.autocast(rank.device.type, dtype=autocast):
                     got = layer(x.to(rows))
