@@ -112,8 +112,9 @@ class Agreement:
             self.mesh.begin("set_active_ranks", members, after=attempt.after)
             yield attempt
         except BaseException as error:
-            missing = error.missing if isinstance(error, PeerTimeout) else ()
-            is_own = not missing or isinstance(error, PeerLeft)
+            is_own = isinstance(error, PeerLeft) or not isinstance(error, PeerTimeout)
+            # A rank that has left by an error of its own answers: nobody misses it.
+            missing = error.missing if isinstance(error, PeerTimeout) and not is_own else ()
             if is_own:
                 self.mesh.leave(error)
             self.given_up.update(missing)
