@@ -259,7 +259,8 @@ class Rounds:
         """Checks what is dispatched; the all-to-all for it, and weights."""
         self.require_closed()
         looks = looks_of((topk_ids, *payloads))
-        setting = (self._by_rank, self.output, self.combine_dtype, self.shared.closings)
+        sizes = (self.num_experts, self.top_k, self.max_tokens_per_rank, self.num_stats)
+        setting = (*sizes, self._by_rank, self.output, self.combine_dtype, self.shared.closings)
         begun = (looks, setting)
         if looks is None or begun != self._begun or self._begun_to is not self.expert_to_rank:
             self._begun = None
