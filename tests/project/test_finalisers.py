@@ -26,7 +26,7 @@ LOCK = re.compile(r"(?i)(lock|mutex|condition|semaphore)$")
 # weakref.finalize(object, FUNCTION), weakref.ref(object, FUNCTION), gc.callbacks.append(FUNCTION)
 # Methods of what the packages use rather than define; only "close" is both.
 OF_OTHERS = {
-    name for kind in (list, dict, str, deque, Thread, type(RLock()), ThreadPoolExecutor) for name in dir(kind)
+    name for kind in (list, dict, str, bytes, deque, Thread, type(RLock()), ThreadPoolExecutor) for name in dir(kind)
 } - {"close"}
 CALLED_AT = {"finalize": 1, "ref": 1, "WeakMethod": 1, "proxy": 1, "append": 0}
 

@@ -1,4 +1,4 @@
-"""Who is there: prefillers and decoders that join, drain, change roles and leave at any time.
+"""Members that are there: prefillers and decoders that join, drain, change roles and leave at any time.
 
 One process holds a `Directory`. Members tell it over the engine's messages that they are there, again and again. Each
 message has the whole entry, so a directory that starts again at the same address knows everybody after one interval,

@@ -89,7 +89,7 @@ class Scheduler:
         if remote is None:
             return
         if remote.name in self.names.values():
-            # Of several completions of a prompt one is handed over.
+            # One of several completions of a prompt is handed over.
             params["do_remote_prefill"] = False
             return
         self.names[request.request_id] = remote.name
