@@ -100,6 +100,22 @@ struct Door {
     lent: Vec<Lent>,
 }
 
+impl Door {
+    /// Opens it. Returns which device groups were connected, if it was shut.
+    fn open(&mut self) -> Vec<(u16, u16)> {
+        let mut opened = std::mem::take(&mut self.shut);
+        if opened {
+            self.fences.open();
+        }
+        for pair in self.pairs.values_mut().filter(|pair| pair.shut) {
+            pair.shut = false;
+            pair.lost.open();
+            opened = true;
+        }
+        if opened { self.pairs.keys().copied().collect() } else { Vec::new() }
+    }
+}
+
 pub(crate) struct Doors {
     readmit: Readmit,
     /// When the last connection ended.
@@ -150,18 +166,12 @@ impl Doors {
 
     /// Opens the door of an engine. Returns which device groups, here and there, were connected and may be again.
     pub fn admit(&self, engine: u64) -> Vec<(u16, u16)> {
-        let mut doors = self.lock();
-        let Some(door) = doors.get_mut(&engine) else { return Vec::new() };
-        let mut opened = std::mem::take(&mut door.shut);
-        if opened {
-            door.fences.open();
-        }
-        for pair in door.pairs.values_mut().filter(|pair| pair.shut) {
-            pair.shut = false;
-            pair.lost.open();
-            opened = true;
-        }
-        if opened { door.pairs.keys().copied().collect() } else { Vec::new() }
+        self.lock().get_mut(&engine).map(Door::open).unwrap_or_default()
+    }
+
+    /// As `admit`, but a fence holds.
+    pub fn admit_lost(&self, engine: u64) -> Vec<(u16, u16)> {
+        self.lock().get_mut(&engine).filter(|door| !door.shut).map(Door::open).unwrap_or_default()
     }
 
     /// Why a peer must stay out, if it must.
@@ -256,11 +266,13 @@ mod tests {
         assert_eq!([doors.shut(0, PEER), doors.shut(2, again)], [Some(DownReason::Fenced); 2]);
         assert_eq!(doors.shut(0, OTHER), None);
         doors.lose(0, PEER);
+        assert_eq!((doors.admit_lost(7), doors.shut(0, PEER)), (Vec::new(), Some(DownReason::Fenced)));
         doors.admit(7);
         assert_eq!([doors.shut(0, PEER), doors.shut(2, again)], [None; 2]);
         assert_eq!((doors.fences(0, PEER).count, doors.fences(2, again).count), (2, 1));
         doors.lose(0, OTHER);
         assert_eq!([doors.shut(0, OTHER), doors.shut(1, OTHER)], [Some(DownReason::HeartbeatLost), None]);
+        assert_eq!((doors.admit_lost(8), doors.shut(0, OTHER)), (vec![(0, 1)], None));
     }
 
     #[test]

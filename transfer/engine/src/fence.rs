@@ -57,14 +57,33 @@ impl Engine {
     /// As for [`Engine::fence`].
     pub fn admit(&self, peer: &NetAddr) -> Result<(), Error> {
         self.check_peer(peer)?;
-        let pairs = self.inner.shared.doors.admit(peer.key().engine);
+        let over = self.open(peer, self.inner.shared.doors.admit(peer.key().engine));
+        if let Some(over) = over.filter(|_| !is_inside(self.inner.shared.engine)) {
+            // Without an answer the peer hears of it when it comes.
+            over.wait(MOMENT);
+        }
+        Ok(())
+    }
+
+    /// As [`Engine::admit`], but for a peer that was lost by its heartbeat only: one that was fenced stays out. It does not wait.
+    ///
+    /// # Errors
+    /// As for [`Engine::fence`].
+    pub fn admit_lost(&self, peer: &NetAddr) -> Result<(), Error> {
+        self.check_peer(peer)?;
+        self.open(peer, self.inner.shared.doors.admit_lost(peer.key().engine));
+        Ok(())
+    }
+
+    /// Connects to a peer whose door is open again. Returns what is set when it has answered.
+    fn open(&self, peer: &NetAddr, pairs: Vec<(u16, u16)>) -> Option<Arc<Once<()>>> {
         let known = pairs.iter().filter_map(|&(own, theirs)| {
             let nic = peer.groups.iter().find(|nic| nic.key.group == theirs)?;
             Some((self.inner.groups.get(usize::from(own))?, nic))
         });
         let known: Vec<_> = known.filter(|(group, nic)| group.kind == nic.provider).collect();
         if known.is_empty() {
-            return Ok(());
+            return None;
         }
         let over = Arc::new(Once::default());
         let told = Arc::clone(&over);
@@ -74,11 +93,7 @@ impl Engine {
             let command = Command::Write { id, targets: vec![connection(nic)], done, deadline, stamp };
             self.taken(group.commands.push(command));
         }
-        if !is_inside(self.inner.shared.engine) {
-            // Without an answer the peer hears of it when it comes.
-            over.wait(MOMENT);
-        }
-        Ok(())
+        Some(over)
     }
 
     pub(crate) fn check_peer(&self, peer: &NetAddr) -> Result<(), Error> {
