@@ -4,6 +4,7 @@ use putget_transfer::{DecodeError, Engine, Error, MrHandle, NetAddr};
 
 use crate::codec::{Reader, Result as Decoded, Writer};
 use crate::geometry::Geometry;
+use crate::message::VERSION;
 
 /// A rank's cache: its geometry and the registered memory that it lies in.
 #[derive(Debug, Clone)]
@@ -59,7 +60,6 @@ pub struct Source {
 }
 
 const MAGIC: [u8; 4] = *b"PTKS";
-const VERSION: u8 = 1;
 
 impl Source {
     /// Its bytes, for a router or a directory.

@@ -30,7 +30,7 @@ pub use message::{Hello, Message, Refusal, Request};
 pub use plan::{Ask, Plan, Portion, SourcePlan, Write, plan};
 pub use prefiller::{End, Prefiller, PrefillerOptions, Work};
 
-/// How long a message may be under way. A prefiller knows a cancelled request for longer.
+/// How long a message may be under way: the sender gives up then. A prefiller knows a cancelled request for longer.
 const DELIVERY: Duration = Duration::from_secs(30);
 
 fn delivery() -> Options {

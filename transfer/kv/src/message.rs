@@ -6,7 +6,8 @@ use crate::codec::{Reader, Result, Writer};
 use crate::geometry::{Digest, Geometry};
 
 const MAGIC: [u8; 4] = *b"PTKV";
-const VERSION: u8 = 1;
+/// The version of all messages and descriptions. A source of another version is refused when it is read, before any message.
+pub(crate) const VERSION: u8 = 1;
 const MOST_TEXT: usize = 4096;
 const MOST_LISTS: usize = 16_384;
 const MOST_PAGES: usize = 1 << 20;
@@ -77,6 +78,8 @@ pub struct Request {
     pub deadline_ms: u64,
     /// Bytes in the decoder's context memory before this request's slot.
     pub context_offset: u64,
+    /// Which of several holders of a head is taken.
+    pub draw: u64,
     /// The decoder's pages, one list for each group.
     pub pages: Vec<Vec<u64>>,
     /// The digest of the Hello that it stands on.
@@ -161,8 +164,6 @@ pub enum Message {
         receive: u64,
         /// As in the Request.
         answers: u32,
-        /// Milliseconds for which a Request that comes later must be known as cancelled.
-        deadline_ms: u64,
     },
     /// Every write of the request has ended.
     Cancelled {
@@ -205,11 +206,10 @@ impl Message {
                 writer.u8((*may_land).into());
                 writer.text(shortened(words));
             }
-            Self::Cancel { receive, answers, deadline_ms } => {
+            Self::Cancel { receive, answers } => {
                 writer.u8(4);
                 writer.u64(*receive);
                 writer.u32(*answers);
-                writer.u64(*deadline_ms);
             }
             Self::Cancelled { receive, may_land } => {
                 writer.u8(5);
@@ -246,7 +246,7 @@ impl Message {
                 Self::Refused { receive, refusal: *refusal, words: reader.text(MOST_TEXT)? }
             }
             3 => Self::Failed { receive: reader.u64()?, may_land: reader.flag()?, words: reader.text(MOST_TEXT)? },
-            4 => Self::Cancel { receive: reader.u64()?, answers: reader.u32()?, deadline_ms: reader.u64()? },
+            4 => Self::Cancel { receive: reader.u64()?, answers: reader.u32()? },
             5 => Self::Cancelled { receive: reader.u64()?, may_land: reader.flag()? },
             6 => Self::Renew { request: reader.text(MOST_TEXT)? },
             _ => return Err(DecodeError::Value("message")),
@@ -276,6 +276,7 @@ impl Request {
         }
         writer.u32(self.imm);
         writer.u64(self.context_offset);
+        writer.u64(self.draw);
         writer.list(&self.pages, |writer, list| writer.list(list, |writer, page| writer.u64(*page)));
         writer.raw(&self.hello.0);
         writer.list(self.introduction.as_slice(), |writer, hello| hello.encode(writer));
@@ -286,7 +287,7 @@ impl Request {
         let (answers, num_targets) = (reader.u32()?, reader.u32()?);
         let (tokens, first_token, segment_tokens) = (reader.u64()?, reader.u64()?, reader.u64()?);
         let (count, deadline_ms) = (reader.u64()?, reader.u64()?);
-        let (imm, context_offset) = (reader.u32()?, reader.u64()?);
+        let (imm, context_offset, draw) = (reader.u32()?, reader.u64()?, reader.u64()?);
         let pages = reader.list(MOST_LISTS, 4, |reader| reader.list(MOST_PAGES, 8, Reader::u64))?;
         let hello = Digest(reader.array()?);
         let introduction = reader.list(1, 28, Hello::decode)?.pop();
@@ -302,6 +303,7 @@ impl Request {
             count,
             deadline_ms,
             context_offset,
+            draw,
             pages,
             hello,
             introduction,

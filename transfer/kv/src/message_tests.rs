@@ -59,7 +59,7 @@ fn message() -> impl Strategy<Value = Message> {
         proptest::option::of(hello()),
     )
         .prop_map(|((receive, request, number, sizes), pages, introduction)| {
-            let [tokens, first_token, segment_tokens, count, deadline_ms, context_offset, _] = sizes;
+            let [tokens, first_token, segment_tokens, count, deadline_ms, context_offset, draw] = sizes;
             Message::Request(Box::new(Request {
                 receive,
                 request,
@@ -72,6 +72,7 @@ fn message() -> impl Strategy<Value = Message> {
                 count,
                 deadline_ms,
                 context_offset,
+                draw,
                 pages,
                 hello: Digest([receive as u8; 32]),
                 introduction,
@@ -91,11 +92,7 @@ fn message() -> impl Strategy<Value = Message> {
             may_land,
             words
         }),
-        any::<(u64, u32, u64)>().prop_map(|(receive, answers, deadline_ms)| Message::Cancel {
-            receive,
-            answers,
-            deadline_ms
-        }),
+        any::<(u64, u32)>().prop_map(|(receive, answers)| Message::Cancel { receive, answers }),
         any::<(u64, bool)>().prop_map(|(receive, may_land)| Message::Cancelled { receive, may_land }),
         ".{0,50}".prop_map(|request| Message::Renew { request }),
     ]

@@ -16,6 +16,9 @@ use crate::geometry::{Geometry, Kind, Region};
 /// Layers are put together until a portion has this many bytes: smaller ones cost more in notifications than they save in waiting.
 const PORTION_BYTES: u64 = 1 << 20;
 
+/// Steps of a plan, far more than any model needs: bounds what a hostile description can cost.
+const MOST_STEPS: u64 = 1 << 24;
+
 /// What a decoder asks for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Ask<'a> {
@@ -110,15 +113,17 @@ pub struct Plan {
     sources: Vec<SourcePlan>,
 }
 
-/// Plans a request.
-///
-/// A head that several sources hold is taken from one of them, drawn from the request's name: both sides know it, and over many
-/// requests all sources send as much.
+/// Plans a request. A head that several sources hold is taken from one of them, drawn from the request's name.
 ///
 /// # Errors
 /// [`Error::Argument`] if tokens or segment are out of range, if the sides differ in what they must share, or if no source holds
 /// a head that the target has. It names the region, and both values.
 pub fn plan(sources: &[Geometry], target: &Geometry, ask: &Ask<'_>) -> Result<Plan, Error> {
+    plan_drawn(sources, target, ask, drawn(ask.request))
+}
+
+/// As [`plan`], with a number that says which of several holders of a head is taken.
+pub(crate) fn plan_drawn(sources: &[Geometry], target: &Geometry, ask: &Ask<'_>, draw: u64) -> Result<Plan, Error> {
     ask.check()?;
     if sources.is_empty() {
         return Err(Error::argument("sources", "none came; at least 1 is needed"));
@@ -126,13 +131,18 @@ pub fn plan(sources: &[Geometry], target: &Geometry, ask: &Ask<'_>) -> Result<Pl
     for source in sources {
         check_shared(source, target)?;
     }
-    let draw = drawn(ask.request);
     let mut plans: Vec<_> = sources.iter().map(|_| SourcePlan::default()).collect();
     let holders = holders(sources);
+    let of = |region: &Region| holders.get(region.name.as_str()).map_or(0, Vec::len) as u64;
+    let heads = target.regions.iter().map(|region| u64::from(region.num_held()) * of(region));
+    check_steps("sources", heads.fold(0, u64::saturating_add))?;
     for (at, region) in target.regions.iter().enumerate() {
         let found = holders.get(region.name.as_str()).map(Vec::as_slice).unwrap_or_default();
         assign(found, region, at, draw.wrapping_add(u64::from(target.rank)), &mut plans)?;
     }
+    let segments = (ask.tokens - ask.first_token) / ask.segment_tokens + 2;
+    let spans: usize = plans.iter().map(|plan| plan.spans.len()).sum();
+    check_steps("segment_tokens", segments.saturating_mul(spans as u64))?;
     for (source, plan) in sources.iter().zip(&mut plans) {
         plan.spans.sort_by_key(|span| (span.layer, span.source, span.heads.start));
         plan.cut(source, target, ask);
@@ -147,16 +157,45 @@ pub fn plan(sources: &[Geometry], target: &Geometry, ask: &Ask<'_>) -> Result<Pl
             plan.count += 1;
         }
     }
-    let sum = |get: fn(&SourcePlan) -> u64| plans.iter().map(get).sum();
+    let sum = |get: fn(&SourcePlan) -> u64| plans.iter().map(get).fold(0, u64::saturating_add);
     let (count, num_bytes, num_writes) =
         (sum(|plan| plan.count), sum(|plan| plan.num_bytes), sum(|plan| plan.num_writes));
     Ok(Plan { count, num_bytes, num_writes, sources: plans })
 }
 
-/// A number that both sides draw from a request's name.
+fn check_steps(argument: &'static str, steps: u64) -> Result<(), Error> {
+    if steps > MOST_STEPS {
+        let problem = format!("a plan of {steps} steps came; at most {MOST_STEPS} are allowed");
+        return Err(Error::argument(argument, problem));
+    }
+    Ok(())
+}
+
+/// A number that everybody draws from a request's name.
 fn drawn(request: &str) -> u64 {
     let digest: [u8; 32] = Sha256::digest(request.as_bytes()).into();
     digest.first_chunk().map_or(0, |bytes| u64::from_le_bytes(*bytes))
+}
+
+/// What a decoder has asked of the sources of a group, by the number that said which of several holders is taken.
+#[derive(Debug, Default)]
+pub(crate) struct Loads(Vec<u64>);
+
+impl Loads {
+    /// The number with the least load, and of several the first one after that of the request's name: decode ranks that ask for the
+    /// same requests draw the same, and their ranks then lead them to different holders.
+    pub fn draw(&mut self, request: &str, sources: usize) -> u64 {
+        self.0.resize(sources.max(1), 0);
+        let first = (drawn(request) % self.0.len() as u64) as usize;
+        let (before, from) = self.0.split_at(first);
+        let order = from.iter().chain(before).zip((first..self.0.len()).chain(0..first));
+        order.min_by_key(|(load, _)| **load).map_or(0, |(_, at)| at as u64)
+    }
+
+    /// Adds the bytes of a request.
+    pub fn add(&mut self, draw: u64, bytes: u64) {
+        self.0.iter_mut().skip(draw as usize).take(1).for_each(|load| *load = load.saturating_add(bytes));
+    }
 }
 
 type Holders<'a> = HashMap<&'a str, Vec<(usize, usize, &'a Region)>>;
@@ -313,8 +352,8 @@ impl SourcePlan {
         }
         self.group(source, target, ask, &(0..ask.tokens), true);
         self.count = self.portions.len() as u64;
-        self.num_bytes = self.portions.iter().map(|portion| portion.num_bytes).sum();
-        self.num_writes = self.portions.iter().map(|portion| portion.num_writes).sum();
+        let sum = |get: fn(&Portion) -> u64| self.portions.iter().map(get).fold(0, u64::saturating_add);
+        (self.num_bytes, self.num_writes) = (sum(|portion| portion.num_bytes), sum(|portion| portion.num_writes));
     }
 
     /// Puts layers together until there is enough for a portion. States make one at the end.
@@ -334,8 +373,8 @@ impl SourcePlan {
                 self.portions.push(std::mem::replace(&mut portion, empty(at)));
             }
             let (bytes, writes) = span.size(source, target, ask, tokens, at_end);
-            portion.num_bytes += bytes;
-            portion.num_writes += writes;
+            portion.num_bytes = portion.num_bytes.saturating_add(bytes);
+            portion.num_writes = portion.num_writes.saturating_add(writes);
             portion.spans.end = at + 1;
             portion.layers = span.layer + 1;
         }
@@ -398,8 +437,8 @@ impl Span {
         at_end: bool,
     ) -> (u64, u64) {
         let Some((source, target, part)) = self.part(source, target, ask, tokens, at_end) else { return (0, 0) };
-        let row = self.num_heads() * u64::from(source.planes) * source.head_bytes;
-        let bytes = (part.end - part.start) * row;
+        let row = (self.num_heads() * u64::from(source.planes)).saturating_mul(source.head_bytes);
+        let bytes = (part.end - part.start).saturating_mul(row);
         let runs = |piece: Piece| Runs::of(source, target, self.num_heads(), piece.tokens).count();
         (bytes, pieces(source, target, part).map(runs).sum())
     }

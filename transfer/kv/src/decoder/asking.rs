@@ -1,11 +1,10 @@
 //! A decoder's talk with the sources of a request.
 
 use std::sync::{Arc, Weak};
-use std::time::Instant;
 
 use putget_transfer::{Done, Error, MrHandle, NetAddr};
 
-use super::{Answer, Group, Inner, Receiving, State};
+use super::{Answer, Group, Inner, MOST_GROUPS, Receiving, State};
 use crate::delivery;
 use crate::message::{Hello, Message, Refusal};
 use crate::metrics::count;
@@ -33,7 +32,7 @@ impl Inner {
         request.count = receipt.counts.get(source).copied().unwrap_or_default();
         let hello = match self.hello(&receipt.group, source, &address) {
             Ok(hello) => hello,
-            Err(error) => return self.fail(state, receive, &format!("source {source} was not asked: {error}")),
+            Err(error) => return self.not_asked(state, receive, source, &error),
         };
         request.hello = hello.digest();
         receipt.hellos.insert(source, request.hello);
@@ -43,15 +42,20 @@ impl Inner {
         let weak: Weak<Self> = Arc::downgrade(self);
         let done = Done::callback(move |outcome| {
             if let (Err(error), Some(inner)) = (outcome, weak.upgrade()) {
-                let mut state = inner.state();
-                inner.fail(&mut state, receive, &format!("source {source} was not reached: {error}"));
+                let words = format!("source {source} was not reached: {error}");
+                inner.fail(&mut inner.state(), receive, &inner.metrics.failed, &words);
             }
         });
         let bytes = Message::Request(Box::new(request)).encode();
         let sent = self.engine.submit_send_to(&address, pool, &bytes, &delivery(), done);
         if let Err(error) = sent {
-            self.fail(state, receive, &format!("source {source} was not asked: {error}"));
+            self.not_asked(state, receive, source, &error);
         }
+    }
+
+    fn not_asked(self: &Arc<Self>, state: &mut State, receive: u64, source: usize, error: &Error) {
+        let words = format!("source {source} was not asked: {error}");
+        self.fail(state, receive, &self.metrics.failed, &words);
     }
 
     pub(super) fn hear(self: &Arc<Self>, from: &NetAddr, message: Message) {
@@ -61,6 +65,9 @@ impl Inner {
                 let Some(source) = self.source_of(&state, from, receive) else { return };
                 let State { receipts, known, .. } = &mut *state;
                 let Some(receipt) = receipts.get_mut(&receive) else { return };
+                if known.len() >= MOST_GROUPS {
+                    known.clear();
+                }
                 known.extend(receipt.hellos.get(&source).map(|hello| (from.clone(), *hello)));
                 receipt.sources.iter_mut().skip(source).take(1).for_each(|asked| {
                     if *asked == Answer::Pending {
@@ -79,32 +86,30 @@ impl Inner {
                 if state.receipts.get(&receive).is_some_and(|receipt| !receipt.is_failed()) {
                     self.ask(&mut state, receive, source, true);
                 } else {
-                    self.source_ended(&mut state, receive, source);
+                    self.end_source(&mut state, receive, source);
+                    self.release(&mut state, receive);
                 }
             }
             Message::Refused { receive, refusal, words } => {
                 let Some(source) = self.source_of(&state, from, receive) else { return };
-                count(&self.metrics.refused);
+                let words = format!("source {source} refused: {refusal}: {words}");
                 self.end_source(&mut state, receive, source);
-                self.fail(&mut state, receive, &format!("source {source} refused: {refusal}: {words}"));
-                self.source_ended(&mut state, receive, source);
+                self.fail(&mut state, receive, &self.metrics.refused, &words);
+                self.release(&mut state, receive);
             }
             Message::Failed { receive, may_land, words } => {
                 let Some(source) = self.source_of(&state, from, receive) else { return };
-                if !may_land {
-                    self.end_source(&mut state, receive, source);
-                }
-                self.fail(&mut state, receive, &format!("source {source} failed: {words}"));
-                self.source_ended(&mut state, receive, source);
+                self.stopped(&mut state, receive, source, may_land);
+                let words = format!("source {source} failed: {words}");
+                self.fail(&mut state, receive, &self.metrics.failed, &words);
+                self.fence_landing(&mut state, receive, source);
+                self.release(&mut state, receive);
             }
             Message::Cancelled { receive, may_land } => {
                 let Some(source) = self.source_of(&state, from, receive) else { return };
-                if !may_land {
-                    self.end_source(&mut state, receive, source);
-                    self.source_ended(&mut state, receive, source);
-                } else if let Some(receipt) = state.receipts.get_mut(&receive) {
-                    receipt.confirm = Some(Instant::now());
-                }
+                self.stopped(&mut state, receive, source, may_land);
+                self.fence_landing(&mut state, receive, source);
+                self.release(&mut state, receive);
             }
             other => tracing::warn!(from = %from.name(), ?other, "a message for prefillers came to a decoder"),
         }
@@ -116,15 +121,26 @@ impl Inner {
         receipt.group.addresses.iter().position(|address| address == from)
     }
 
+    /// A source has nothing under way for a request any more.
     pub(super) fn end_source(&self, state: &mut State, receive: u64, source: usize) {
         if let Some(asked) = state.receipts.get_mut(&receive).and_then(|receipt| receipt.sources.get_mut(source)) {
             *asked = Answer::Ended;
         }
     }
 
-    /// A source has nothing under way for a request any more.
-    pub(super) fn source_ended(&self, state: &mut State, receive: u64, source: usize) {
-        self.end_source(state, receive, source);
-        self.release(state, receive);
+    /// A source says that it has stopped. If bytes may still land, nothing that it says later ends it.
+    fn stopped(&self, state: &mut State, receive: u64, source: usize, may_land: bool) {
+        if let Some(asked) = state.receipts.get_mut(&receive).and_then(|receipt| receipt.sources.get_mut(source)) {
+            let landing = *asked != Answer::Ended && (may_land || *asked == Answer::MayLand);
+            *asked = if landing { Answer::MayLand } else { Answer::Ended };
+        }
+    }
+
+    /// Fences a source of which bytes may still land.
+    fn fence_landing(self: &Arc<Self>, state: &mut State, receive: u64, source: usize) {
+        let answer = state.receipts.get(&receive).and_then(|receipt| receipt.sources.get(source));
+        if answer == Some(&Answer::MayLand) {
+            self.fence(state, receive, source);
+        }
     }
 }

@@ -1,11 +1,12 @@
 //! How a request ends: by its count, or by a failure whose pages stay in quarantine until no source can write to them.
 
+use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use putget_transfer::{Done, Error, NetAddr, Outcome};
 
-use super::{Answer, Inner, Receipt, Receiving, State, places};
+use super::{Answer, Inner, Receipt, Receiving, State, note, places};
 use crate::delivery;
 use crate::message::Message;
 use crate::metrics::count;
@@ -32,13 +33,13 @@ impl Inner {
                 receipt.state = Receiving::Arrived;
                 count(&self.metrics.arrived);
                 self.free(&mut state, receive);
-                state.events.arrived.push(receive);
+                note(&mut state.events.arrived, receive);
                 state.settle(receive);
                 self.changed.notify_all();
             }
             Ok(()) => self.release(&mut state, receive),
             Err(error) => {
-                self.fail(&mut state, receive, &error.to_string());
+                self.fail(&mut state, receive, &self.metrics.failed, &error.to_string());
                 self.release(&mut state, receive);
             }
         }
@@ -52,13 +53,13 @@ impl Inner {
         free.push(receipt.index);
     }
 
-    /// Gives a request up: its sources are to stop, and until they have its pages stay in quarantine.
-    pub(super) fn fail(self: &Arc<Self>, state: &mut State, receive: u64, words: &str) {
+    /// Gives a request up: its sources are to stop, and until they have its pages stay in quarantine. `end` counts how it ends.
+    pub(super) fn fail(self: &Arc<Self>, state: &mut State, receive: u64, end: &AtomicU64, words: &str) {
         let Some(receipt) = state.receipts.get_mut(&receive) else { return };
         if !matches!(receipt.state, Receiving::Asked | Receiving::Accepted) {
             return;
         }
-        count(&self.metrics.failed);
+        count(end);
         tracing::warn!(request = %receipt.request.request, receive, words, "a request has failed");
         receipt.state = Receiving::Failed(words.to_owned());
         receipt.confirm = Instant::now().checked_add(self.options.confirm);
@@ -66,11 +67,11 @@ impl Inner {
             // A closed engine has no expectations.
             let _ = self.engine.cancel(id);
         }
-        let (answers, deadline_ms) = (self.pool, receipt.request.deadline_ms);
-        let cancel = Message::Cancel { receive, answers, deadline_ms }.encode();
+        let cancel = Message::Cancel { receive, answers: self.pool }.encode();
         let group = Arc::clone(&receipt.group);
-        let asked: Vec<_> = receipt.sources.iter().map(|asked| *asked != Answer::Ended).collect();
-        state.events.failed.push((receive, words.to_owned()));
+        let writes = |asked: &Answer| matches!(asked, Answer::Pending | Answer::Accepted);
+        let asked: Vec<_> = receipt.sources.iter().map(writes).collect();
+        note(&mut state.events.failed, (receive, words.to_owned()));
         for (source, address) in group.addresses.iter().enumerate().filter(|(at, _)| asked.get(*at) == Some(&true)) {
             let weak: Weak<Self> = Arc::downgrade(self);
             let done = Done::callback(move |outcome| {
@@ -126,7 +127,7 @@ impl Inner {
             tracing::error!(%error, "an immediate could not be reset");
         }
         self.free(state, receive);
-        state.events.released.push(receive);
+        note(&mut state.events.released, receive);
         state.settle(receive);
         self.changed.notify_all();
     }
@@ -136,10 +137,13 @@ impl Inner {
         let Some(receipt) = state.receipts.get(&receive).filter(|receipt| receipt.is_failed()) else { return };
         let ended = receipt.sources.get(source).is_none_or(|asked| *asked == Answer::Ended);
         let Some(address) = receipt.group.addresses.get(source).filter(|_| !ended).cloned() else { return };
-        if !state.fencing.insert(address.clone()) {
+        if state.fencing.contains_key(&address) {
             return;
         }
-        count(&self.metrics.fenced);
+        let of = |receipt: &Receipt| receipt.group.addresses.contains(&address);
+        let covered = state.receipts.iter().filter(|(_, receipt)| of(receipt)).map(|(id, _)| *id).collect();
+        state.fencing.insert(address.clone(), covered);
+        count(&self.metrics.fences);
         state.known.retain(|(other, _)| *other != address);
         let weak: Weak<Self> = Arc::downgrade(self);
         let fenced = address.clone();
@@ -152,25 +156,27 @@ impl Inner {
             state.fencing.remove(&address);
             if error == Error::Closed {
                 // Nothing lands in the memory of a closed engine.
-                self.source_ended(state, receive, source);
+                self.end_source(state, receive, source);
+                self.release(state, receive);
             }
         }
     }
 
     pub(super) fn fenced(self: &Arc<Self>, address: &NetAddr, outcome: Outcome) {
         let mut state = self.state();
-        state.fencing.remove(address);
+        let covered = state.fencing.remove(address).unwrap_or_default();
         if let Err(error) = outcome
             && error != Error::Closed
         {
             tracing::warn!(peer = %address.name(), %error, "a fence did not hold: pages stay in quarantine");
             return;
         }
-        let failed: Vec<_> =
-            state.receipts.iter().filter(|(_, receipt)| receipt.is_failed()).map(|(id, _)| *id).collect();
-        for receive in failed {
-            if let Some(source) = self.source_of(&state, address, receive) {
-                self.source_ended(&mut state, receive, source);
+        // Those that fail later are fenced again: this peer may have been admitted for them meanwhile.
+        for receive in covered {
+            let failed = state.receipts.get(&receive).is_some_and(Receipt::is_failed);
+            if let Some(source) = self.source_of(&state, address, receive).filter(|_| failed) {
+                self.end_source(&mut state, receive, source);
+                self.release(&mut state, receive);
             }
         }
     }

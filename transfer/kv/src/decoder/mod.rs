@@ -13,8 +13,13 @@ use crate::cache::{KvCache, Source};
 use crate::geometry::{Digest, Geometry};
 use crate::message::{MOST_NAME, Message, Request};
 use crate::metrics::Metrics;
-use crate::plan::{Ask, plan};
+use crate::plan::{Ask, Loads, Plan, plan, plan_drawn};
 use crate::{delivery, new_pool, receive_messages};
+
+/// Groups whose loads are kept, and prefillers that are known to have a Hello.
+const MOST_GROUPS: usize = 4096;
+/// Events of each kind that wait for a poll.
+const MOST_EVENTS: usize = 65_536;
 
 /// How a decoder behaves.
 #[derive(Debug, Clone)]
@@ -82,6 +87,8 @@ pub struct Group {
 enum Answer {
     Pending,
     Accepted,
+    /// It says that bytes may still land: a fence has to end it.
+    MayLand,
     /// It has nothing under way for this request, and never will.
     Ended,
 }
@@ -124,13 +131,23 @@ struct State {
     /// Pages that somebody writes to, or may write to: group and page.
     used: HashSet<(usize, u64)>,
     free: Vec<u32>,
+    /// What was asked of each group's sources.
+    loads: HashMap<Vec<NetAddr>, Loads>,
     /// Prefillers that are known to have a Hello.
     known: HashSet<(NetAddr, Digest)>,
-    /// Prefillers that are being shut out.
-    fencing: HashSet<NetAddr>,
+    /// Prefillers that are being shut out, and the receives of them that there were before: those end with the fence.
+    fencing: HashMap<NetAddr, HashSet<u64>>,
     /// A thread looks after requests that have failed.
     watched: bool,
     events: Events,
+}
+
+/// Notes an event. Where nobody polls, the old ones are forgotten.
+fn note<T>(events: &mut Vec<T>, event: T) {
+    if events.len() >= MOST_EVENTS {
+        events.clear();
+    }
+    events.push(event);
 }
 
 impl State {
@@ -207,7 +224,7 @@ impl Decoder {
             contexts,
             imms,
             options,
-            metrics: Metrics::new("decoder"),
+            metrics: Metrics::default(),
             state: Mutex::new(state),
             changed: Condvar::new(),
         };
@@ -249,8 +266,9 @@ impl Decoder {
         if wanted.num_targets == 0 {
             return Err(Error::argument("num_targets", "0 came; this decoder is one"));
         }
-        let plan = plan(&group.geometries, geometry, ask)?;
+        // Before the plan: its size follows from the pages.
         geometry.check_pages(ask.first_token, ask.tokens, wanted.pages)?;
+        let (draw, plan) = inner.plan(group, ask)?;
         inner.admit(group);
         let mut state = inner.state();
         let pages = places(wanted.pages);
@@ -278,6 +296,7 @@ impl Decoder {
             count: 0,
             deadline_ms: u64::try_from(wanted.deadline.as_millis()).unwrap_or(u64::MAX),
             context_offset: u64::from(index) * geometry.context_bytes,
+            draw,
             pages: wanted.pages.to_vec(),
             hello: Digest([0; 32]),
             introduction: None,
@@ -318,7 +337,7 @@ impl Decoder {
         Ok(())
     }
 
-    /// What has happened since the last call.
+    /// What has happened since the last call. Events that nobody asks for are kept up to 65,536 of each kind.
     pub fn poll(&self) -> Events {
         let mut state = self.inner.state();
         self.inner.tidy(&mut state);
@@ -336,7 +355,7 @@ impl Decoder {
     pub fn metrics_text(&self) -> String {
         let quarantined = self.quarantined();
         let requests = self.inner.state().receipts.len();
-        self.inner.metrics.text(&[("requests", requests), ("quarantined_pages", quarantined)])
+        self.inner.metrics.decoder(&[("requests", requests), ("quarantined_pages", quarantined)])
     }
 }
 
@@ -371,7 +390,7 @@ impl Receive {
     /// Gives the request up, if it is not over. Its pages may be used again when it is released.
     pub fn cancel(&self) {
         let mut state = self.inner.state();
-        self.inner.fail(&mut state, self.receive, "the decoder has cancelled it");
+        self.inner.fail(&mut state, self.receive, &self.inner.metrics.cancelled, "the decoder has cancelled it");
     }
 
     /// Waits until it has arrived, or nothing can be written to its pages any more; at most `timeout`.
@@ -413,6 +432,19 @@ impl Inner {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Plans a request so that the sources of its group send as much as each other, and returns the draw that says how.
+    fn plan(&self, group: &Group, ask: &Ask<'_>) -> Result<(u64, Plan), Error> {
+        let mut state = self.state();
+        if state.loads.len() >= MOST_GROUPS {
+            state.loads.clear();
+        }
+        let loads = state.loads.entry(group.addresses.clone()).or_default();
+        let draw = loads.draw(ask.request, group.addresses.len());
+        let plan = plan_drawn(&group.geometries, self.cache.geometry(), ask, draw)?;
+        loads.add(draw, plan.num_bytes);
+        Ok((draw, plan))
+    }
+
     /// Lets sources in again that were fenced or lost, if none of them may still write for a request that has failed. What they had
     /// begun then is over: it stays out by its keys and its connection.
     fn admit(&self, group: &Group) {
@@ -442,7 +474,7 @@ impl Inner {
             Ok(id) => receipt.expectation = Some(id),
             Err(error) => {
                 receipt.waits = false;
-                self.fail(state, receive, &error.to_string());
+                self.fail(state, receive, &self.metrics.failed, &error.to_string());
             }
         }
     }

@@ -5,11 +5,11 @@ use std::time::{Duration, Instant};
 
 use putget_transfer::{Done, Error, NetAddr};
 
-use super::{Inner, Job, Key, MOST_HELLOS, MOST_REMEMBERED, Part, REMEMBERED, State, Stop};
+use super::{Inner, Job, Key, MOST_HELLOS, MOST_REMEMBERED, OVERTAKEN, Parts, State, Stop};
 use crate::delivery;
 use crate::message::{Hello, Message, Refusal, Request};
 use crate::metrics::count;
-use crate::plan::plan;
+use crate::plan::plan_drawn;
 
 impl Inner {
     pub(super) fn send(&self, to: &NetAddr, pool: u32, message: &Message) {
@@ -23,7 +23,7 @@ impl Inner {
     pub(super) fn hear(self: &Arc<Self>, from: &NetAddr, message: Message) {
         match message {
             Message::Request(request) => self.asked(from, *request),
-            Message::Cancel { receive, answers, deadline_ms } => self.cancelled(from, (receive, answers), deadline_ms),
+            Message::Cancel { receive, answers } => self.cancelled(from, receive, answers),
             Message::Renew { request } => {
                 let mut state = self.state();
                 let lease = Instant::now() + self.options.lease;
@@ -52,8 +52,15 @@ impl Inner {
                 Message::Accepted { receive }
             }
             Err((refusal, words)) => {
-                count(&self.metrics.refused);
-                tracing::warn!(request = %name, %refusal, %words, "a request was refused");
+                // One that lacks its Hello comes again.
+                match refusal {
+                    Refusal::Unknown => {}
+                    Refusal::Cancelled => count(&self.metrics.cancelled),
+                    _ => {
+                        count(&self.metrics.refused);
+                        tracing::warn!(request = %name, receive, %refusal, %words, "a request was refused");
+                    }
+                }
                 Message::Refused { receive, refusal, words }
             }
         };
@@ -67,7 +74,7 @@ impl Inner {
         if state.cancelled.remove(key).is_some() {
             return Err((Refusal::Cancelled, "its cancel came first".into()));
         }
-        if state.draining {
+        if state.draining && !state.prefills.contains_key(&request.request) {
             return Err((Refusal::Draining, "another prefiller has to compute it".into()));
         }
         if state.jobs.contains_key(key) {
@@ -82,14 +89,16 @@ impl Inner {
         let hello = self.hello(state, &key.0, &request)?;
         let invalid = |error: Error| (Refusal::Invalid, error.to_string());
         let ask = request.ask();
-        let plan = plan(&hello.sources, &hello.target, &ask).map_err(|error| (Refusal::Geometry, error.to_string()))?;
+        // Before the plan: its size follows from the pages.
+        hello.target.check_pages(request.first_token, request.tokens, &request.pages).map_err(invalid)?;
+        let plan = plan_drawn(&hello.sources, &hello.target, &ask, request.draw);
+        let plan = plan.map_err(|error| (Refusal::Geometry, error.to_string()))?;
         let own = plan.of(hello.source as usize).cloned().unwrap_or_default();
         if own.count != request.count {
             let words =
                 format!("the decoder waits for {} of this prefiller; its plan has {}", request.count, own.count);
             return Err((Refusal::Invalid, words));
         }
-        hello.target.check_pages(request.first_token, request.tokens, &request.pages).map_err(invalid)?;
         let room = hello.contexts.as_ref().map_or(0, |desc| desc.len());
         let end = request.context_offset.checked_add(hello.target.context_bytes);
         if own.context && end.is_none_or(|end| end > room) {
@@ -97,9 +106,8 @@ impl Inner {
             return Err((Refusal::Invalid, words));
         }
         let deadline = now + Duration::from_millis(request.deadline_ms.min(86_400_000));
-        let context = if own.context { Part::Waits } else { Part::Over };
-        let portions = own.portions.iter().map(|_| Part::Waits).collect();
-        Ok(Job { request, hello, plan: own, portions, context, deadline, stopped: None, may_land: false })
+        let parts = Parts::new(own.portions.iter().map(|_| true).chain([own.context]));
+        Ok(Job { request, hello, plan: own, parts, deadline })
     }
 
     /// The Hello that a request stands on. A new one is checked against this prefiller.
@@ -145,7 +153,7 @@ impl Inner {
         Ok(hello)
     }
 
-    pub(super) fn cancelled(&self, from: &NetAddr, (receive, answers): (u64, u32), deadline_ms: u64) {
+    pub(super) fn cancelled(&self, from: &NetAddr, receive: u64, answers: u32) {
         let mut state = self.state();
         let key = (from.clone(), receive);
         let Some(job) = state.jobs.get(&key) else {
@@ -157,10 +165,9 @@ impl Inner {
                 // A cancel that is confirmed must hold. Without an answer the decoder fences this prefiller.
                 return tracing::error!(from = %from.name(), "too many cancels of unknown requests");
             }
-            // No message is under way for longer: decoders give up sending it.
-            let until = Instant::now() + Duration::from_millis(deadline_ms).min(REMEMBERED);
-            state.cancelled.insert(key, until);
-            return self.send(from, answers, &Message::Cancelled { receive, may_land: false });
+            let may_land = state.landing.contains_key(&key);
+            state.cancelled.insert(key, Instant::now() + OVERTAKEN);
+            return self.send(from, answers, &Message::Cancelled { receive, may_land });
         };
         let request = job.request.request.clone();
         self.stop(&mut state, &key, Stop::Cancelled);

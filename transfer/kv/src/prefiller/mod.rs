@@ -1,6 +1,7 @@
 //! The prefill side: what is computed leaves for those who have asked for it, and the pages come back when nobody needs them.
 
 mod asking;
+mod parts;
 mod sending;
 
 use std::collections::{HashMap, HashSet};
@@ -14,7 +15,8 @@ use crate::geometry::{Digest, Kind};
 use crate::message::{Hello, MOST_NAME, Refusal, Request};
 use crate::metrics::Metrics;
 use crate::plan::{Ask, Portion, SourcePlan};
-use crate::{new_pool, receive_messages};
+use crate::{DELIVERY, new_pool, receive_messages};
+use parts::{Parts, Stop};
 
 /// Bits of the word that hold the layer; the step is above them.
 const LAYER_BITS: u32 = 16;
@@ -22,8 +24,12 @@ const LAYER_BITS: u32 = 16;
 const MOST_HELLOS: usize = 4096;
 /// Names of requests whose pages were given back without being asked for, and cancels that came before their requests.
 const MOST_REMEMBERED: usize = 65_536;
-/// How long those are remembered at most.
+/// Between two looks for decoders that were lost.
+const LOOK: Duration = Duration::from_millis(100);
+/// How long names are remembered.
 const REMEMBERED: Duration = Duration::from_secs(600);
+/// How long a cancel that came before its request is remembered: that request is under way for [`DELIVERY`] at most.
+const OVERTAKEN: Duration = DELIVERY.saturating_mul(2);
 
 /// The word's value when `layers` layers of a step are computed. It is absolute: a value that is stored twice changes nothing.
 fn word_of(step: u64, layers: u32) -> u64 {
@@ -83,47 +89,17 @@ struct Prefill {
     lease: Instant,
     /// How many decode ranks will ask, as soon as one has.
     num_targets: Option<u32>,
-    served: HashSet<NetAddr>,
-}
-
-/// One part of what a decoder waits for.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Part {
-    Waits,
-    UnderWay(Option<TransferId>),
-    Over,
+    /// Those that have all of it: a decoder's address, and its pool of answers.
+    served: HashSet<(NetAddr, u32)>,
 }
 
 struct Job {
     request: Request,
     hello: Arc<Hello>,
     plan: SourcePlan,
-    portions: Vec<Part>,
-    context: Part,
+    /// The plan's portions, and then the context.
+    parts: Parts<TransferId>,
     deadline: Instant,
-    /// Set when nothing new may leave, with the answer that follows when all has ended.
-    stopped: Option<Stop>,
-    may_land: bool,
-}
-
-#[derive(Clone)]
-enum Stop {
-    Cancelled,
-    Failed(String),
-}
-
-impl Job {
-    fn parts(&self) -> impl Iterator<Item = &Part> {
-        self.portions.iter().chain([&self.context])
-    }
-
-    fn under_way(&self) -> bool {
-        self.parts().any(|part| matches!(part, Part::UnderWay(_)))
-    }
-
-    fn is_over(&self) -> bool {
-        self.parts().all(|part| *part == Part::Over)
-    }
 }
 
 #[derive(Default)]
@@ -133,6 +109,8 @@ struct State {
     hellos: HashMap<(NetAddr, Digest), Arc<Hello>>,
     /// Cancels that came before their requests, and until when they hold.
     cancelled: HashMap<Key, Instant>,
+    /// Requests that have ended, of which bytes may still land in spite of that, and until when that is known.
+    landing: HashMap<Key, Instant>,
     /// Requests whose pages have come back, what to say of them, and until when that is known.
     gone: HashMap<String, ((Refusal, String), Instant)>,
     released: Vec<(String, End)>,
@@ -143,6 +121,8 @@ struct State {
     under_way: usize,
     /// The word is looked at often.
     hot: bool,
+    /// When lost decoders were looked for.
+    looked: Option<Instant>,
 }
 
 struct Inner {
@@ -190,7 +170,7 @@ impl Prefiller {
         let word = engine.alloc_uvm_word()?;
         word.set_pace(options.pace_us)?;
         word.set_pace(None)?;
-        let metrics = Metrics::new("prefiller");
+        let metrics = Metrics::default();
         let inner = Inner {
             cache: cache.clone(),
             engine,
@@ -340,7 +320,7 @@ impl Prefiller {
         std::mem::take(&mut state.released)
     }
 
-    /// Takes no new requests from now on. True: none is left, and the process may end.
+    /// Takes no requests from now on, but for prefills that it has. True: none is left, and the process may end.
     pub fn drain(&self) -> bool {
         let mut state = self.inner.state();
         state.draining = true;
@@ -352,7 +332,7 @@ impl Prefiller {
     pub fn metrics_text(&self) -> String {
         let state = self.inner.state();
         let now = [("requests", state.jobs.len()), ("prefills", state.prefills.len())];
-        self.inner.metrics.text(&now)
+        self.inner.metrics.prefiller(&now)
     }
 }
 

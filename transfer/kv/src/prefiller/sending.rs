@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use putget_transfer::{Done, Error, Options, Outcome, TransferId, Via, WriteItem};
 
-use super::{End, Inner, Job, Key, MOST_REMEMBERED, Part, REMEMBERED, State, Stop, jobs_of};
+use super::{End, Inner, Job, Key, LOOK, MOST_REMEMBERED, OVERTAKEN, REMEMBERED, State, Stop, jobs_of};
 use crate::message::{Message, Refusal};
 use crate::metrics::{add, count};
 use crate::plan::Portion;
@@ -22,7 +22,7 @@ impl Inner {
 
     pub(super) fn progress_job(self: &Arc<Self>, state: &mut State, key: &Key) {
         let State { prefills, jobs, under_way, .. } = &mut *state;
-        let Some(job) = jobs.get_mut(key).filter(|job| job.stopped.is_none()) else { return };
+        let Some(job) = jobs.get_mut(key).filter(|job| !job.parts.is_stopped()) else { return };
         let Some(prefill) = prefills.get_mut(&job.request.request) else { return };
         prefill.num_targets.get_or_insert(job.request.num_targets);
         if let Some(reason) = prefill.failed.clone() {
@@ -32,25 +32,22 @@ impl Inner {
             let words = format!("{} tokens were asked for; the prefill has {}", job.request.tokens, prefill.tokens());
             return self.stop(state, key, Stop::Failed(words));
         }
-        for at in 0..job.portions.len() {
-            let waits = job.portions.get(at) == Some(&Part::Waits);
-            let portion = job.plan.portions.get(at).filter(|_| waits);
-            let Some((portion, value)) = portion.and_then(|portion| Some((portion, prefill.ready(portion)?))) else {
-                continue;
-            };
+        for (at, portion) in job.plan.portions.iter().enumerate() {
+            let Some(value) = prefill.ready(portion).filter(|_| job.parts.waits(at)) else { continue };
             match self.submit_portion(key, job, (at, portion), value, &prefill.pages) {
                 Ok(id) => {
                     *under_way += 1;
-                    job.portions.iter_mut().skip(at).take(1).for_each(|part| *part = Part::UnderWay(Some(id)));
+                    job.parts.left(at, id);
                 }
                 Err(error) => return self.stop(state, key, Stop::Failed(error.to_string())),
             }
         }
-        if job.context == Part::Waits && prefill.finished {
+        let context = job.plan.portions.len();
+        if job.parts.waits(context) && prefill.finished {
             match self.submit_context(key, job, prefill.slot) {
                 Ok(id) => {
                     *under_way += 1;
-                    job.context = Part::UnderWay(Some(id));
+                    job.parts.left(context, id);
                 }
                 Err(error) => return self.stop(state, key, Stop::Failed(error.to_string())),
             }
@@ -98,7 +95,7 @@ impl Inner {
         let len = self.cache.geometry().context_bytes;
         let (memory, to) = self.contexts.as_ref().zip(job.hello.contexts.as_ref()).ok_or(Error::Closed)?;
         let src = (memory, slot.unwrap_or_default() * len);
-        let done = self.told(key, usize::MAX);
+        let done = self.told(key, job.plan.portions.len());
         let dst = (to, job.request.context_offset);
         self.engine.submit_single_write(len, Some(job.request.imm), src, dst, &Self::options(job), done)
     }
@@ -128,12 +125,9 @@ impl Inner {
         self.pace(&mut state);
         let Some(job) = state.jobs.get_mut(key) else { return };
         let request = job.request.request.clone();
-        match job.portions.get_mut(part) {
-            Some(portion) => *portion = Part::Over,
-            None => job.context = Part::Over,
-        }
+        let may_land = |error: &Error| error.transfer_errors().iter().any(|error| error.may_land);
+        job.parts.ended(part, outcome.as_ref().is_err_and(may_land));
         if let Err(error) = outcome {
-            job.may_land |= error.transfer_errors().iter().any(|error| error.may_land);
             self.stop(&mut state, key, Stop::Failed(error.to_string()));
         }
         self.finish_job(&mut state, key);
@@ -143,35 +137,30 @@ impl Inner {
     /// Lets nothing new of a request leave, and calls back what is under way.
     pub(super) fn stop(&self, state: &mut State, key: &Key, stop: Stop) {
         let Some(job) = state.jobs.get_mut(key) else { return };
-        match (&job.stopped, &stop) {
-            (Some(Stop::Failed(_)), Stop::Cancelled) => job.stopped = Some(stop),
-            (Some(_), _) => return,
-            (None, _) => {
-                if let Stop::Failed(words) = &stop {
-                    tracing::warn!(request = %job.request.request, %words, "a request has failed");
-                }
-                job.stopped = Some(stop);
-                let parts = job.portions.iter_mut().chain([&mut job.context]);
-                parts.filter(|part| **part == Part::Waits).for_each(|part| *part = Part::Over);
-                for part in job.parts() {
-                    if let Part::UnderWay(Some(id)) = part {
-                        // A closed engine has nothing under way.
-                        let _ = self.engine.cancel(*id);
-                    }
-                }
-            }
+        if let (Stop::Failed(words), false) = (&stop, job.parts.is_stopped()) {
+            let (request, receive) = (&job.request.request, job.request.receive);
+            tracing::warn!(%request, receive, %words, "a request has failed");
+        }
+        for id in job.parts.stop(stop) {
+            // A closed engine has nothing under way.
+            let _ = self.engine.cancel(id);
         }
         self.finish_job(state, key);
     }
 
     /// Answers when the last part of a request has ended.
     pub(super) fn finish_job(&self, state: &mut State, key: &Key) {
-        if !state.jobs.get(key).is_some_and(|job| job.is_over() && !job.under_way()) {
+        if !state.jobs.get(key).is_some_and(|job| job.parts.are_over()) {
             return;
         }
         let Some(job) = state.jobs.remove(key) else { return };
-        let (receive, answers, may_land) = (job.request.receive, job.request.answers, job.may_land);
-        match job.stopped {
+        let (receive, answers) = (job.request.receive, job.request.answers);
+        let (stopped, may_land) = job.parts.end();
+        if may_land {
+            // The answer may be lost, and the decoder may ask again until its own deadline.
+            state.landing.insert(key.clone(), job.deadline.max(Instant::now()) + OVERTAKEN);
+        }
+        match stopped {
             None => count(&self.metrics.sent),
             Some(Stop::Cancelled) => {
                 count(&self.metrics.cancelled);
@@ -183,7 +172,7 @@ impl Inner {
             }
         }
         if let Some(prefill) = state.prefills.get_mut(&job.request.request) {
-            prefill.served.insert(key.0.clone());
+            prefill.served.insert((key.0.clone(), answers));
         }
     }
 
@@ -220,11 +209,25 @@ impl Inner {
         state.released.push((request.to_owned(), end));
     }
 
+    /// Lets decoders in again that were lost: they have no keys of this engine's memory, and may have stood still for a moment only.
+    fn admit_lost(&self, state: &mut State, now: Instant) {
+        if state.looked.is_some_and(|looked| now < looked + LOOK) {
+            return;
+        }
+        state.looked = Some(now);
+        for (decoder, _) in state.hellos.keys() {
+            // A closed engine lets nobody in.
+            let _ = self.engine.admit_lost(decoder);
+        }
+    }
+
     pub(super) fn tidy(&self, state: &mut State) {
         let now = Instant::now();
+        self.admit_lost(state, now);
         state.cancelled.retain(|_, until| *until > now);
+        state.landing.retain(|_, until| *until > now);
         state.gone.retain(|_, (_, until)| *until > now);
-        let late = |(key, job): (&Key, &Job)| (job.deadline <= now && job.stopped.is_none()).then(|| key.clone());
+        let late = |(key, job): (&Key, &Job)| (job.deadline <= now && !job.parts.is_stopped()).then(|| key.clone());
         let late: Vec<_> = state.jobs.iter().filter_map(late).collect();
         for key in late {
             self.stop(state, &key, Stop::Failed("its deadline has passed".into()));
