@@ -17,7 +17,7 @@ UV_ENV := UV_PYTHON_DOWNLOADS=never
 INSTALLED := .venv/.installed
 CPP_FILES = $(shell find native tests -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu')
 
-.PHONY: help demo test test-engines build spin libfabric transfer transfer-package transfer-verbs lint lint-ruff lint-format lint-types lint-cpp lint-spelling lint-transfer docs lint-docs format \
+.PHONY: help demo test test-engines build spin libfabric transfer transfer-package transfer-verbs soak lint lint-ruff lint-format lint-types lint-cpp lint-spelling lint-transfer docs lint-docs format \
   hooks wheel clean distclean
 
 help: ## Show this list
@@ -76,6 +76,15 @@ transfer: transfer-package libfabric ## Build and test the transfer engine (Rust
 
 transfer-package: $(INSTALLED)
 	@VIRTUAL_ENV=$(CURDIR)/.venv PATH=$(dir $(UV)):$$PATH scripts/cargo.sh with $(BIN)/maturin develop --uv --quiet --locked
+
+# What takes too long for every change. PUTGET_TRANSFER_REQUESTS and PUTGET_TRANSFER_ROUNDS choose other lengths.
+soak: transfer-package ## Run the long tests of KV caches: faulty networks, cancels, stopped processes
+	@scripts/cargo.sh test --release --locked -p putget_transfer_kv --test soak --test cancels -- --ignored --nocapture
+	@PUTGET_TRANSFER_ROUNDS=50000 scripts/cargo.sh test --release --locked -p putget_transfer_kv --test hostile
+	@PUTGET_TRANSFER_ROUNDS=$${PUTGET_TRANSFER_ROUNDS:-250} $(BIN)/python -m pytest -n 8 --timeout 0 -k stopped_prefiller_that_goes_on \
+	  tests/transfer/test_kv_processes.py
+	@PUTGET_TRANSFER_ROUNDS=$${PUTGET_TRANSFER_ROUNDS:-250} $(BIN)/python -m pytest -n 8 --timeout 0 -k stopped_decoder_that_goes_on \
+	  tests/transfer/test_kv_decoders.py
 
 # Verbs need a NIC. Soft-RoCE in a virtual machine stands in for one (transfer/vm): packages and a kernel of Debian's.
 transfer-verbs: ## Test the transfer engine over verbs, in a virtual machine

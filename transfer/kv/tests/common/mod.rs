@@ -27,6 +27,20 @@ impl Network {
         vec![Self::Sim(sim), Self::Host, Self::Tcp]
     }
 
+    /// Changes how a simulated network misbehaves.
+    pub fn set_faults(&self, faults: Faults) {
+        if let Self::Sim(network) = self {
+            network.set_faults(faults).unwrap();
+        }
+    }
+
+    /// Ends a rank's part of a simulated network as if its machine had lost power.
+    pub fn kill(&self, rank: &Rank) {
+        if let Self::Sim(network) = self {
+            network.kill(&rank.engine.main_address());
+        }
+    }
+
     pub fn engine(&self) -> Engine {
         let group = match self {
             Self::Sim(network) => DeviceGroup::sim(network, 1),
@@ -172,6 +186,32 @@ impl Rank {
             memory.read(at, &mut found).unwrap();
             assert_eq!(found, bytes, "request {request} at {at}");
         });
+    }
+
+    /// Calls with each page of a request's lists: its memory, offset and length.
+    fn each_page(&self, pages: &[Vec<u64>], mut call: impl FnMut(&putget_transfer::MrHandle, u64, usize)) {
+        for region in &self.cache.geometry().regions {
+            for page in &pages[region.group as usize] {
+                let at = region.offset + page * region.page_stride;
+                call(&self.memory[region.memory as usize], at, region.page_stride as usize);
+            }
+        }
+    }
+
+    /// Fills pages. Their bytes lie together.
+    pub fn fill(&self, pages: &[Vec<u64>], value: u8) {
+        self.each_page(pages, |memory, at, len| memory.write(at, &vec![value; len]).unwrap());
+    }
+
+    /// Whether pages have this value everywhere.
+    pub fn holds(&self, pages: &[Vec<u64>], value: u8) -> bool {
+        let mut holds = true;
+        self.each_page(pages, |memory, at, len| {
+            let mut bytes = vec![0; len];
+            memory.read(at, &mut bytes).unwrap();
+            holds &= bytes.iter().all(|byte| *byte == value);
+        });
+        holds
     }
 
     /// Fills the whole cache with poison.

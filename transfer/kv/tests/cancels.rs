@@ -1,0 +1,89 @@
+//! Cancels at random moments of a prefill: each is confirmed, and none before the last write has ended.
+//!
+//! The numbers: `cargo test --release -p putget_transfer_kv --test cancels -- --ignored --nocapture`.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
+
+mod common;
+
+use std::time::{Duration, Instant};
+
+use common::*;
+use fastrand::Rng;
+use putget_transfer::Faults;
+use putget_transfer_kv::*;
+
+const SIDE: Side = Side { tp: 1, layout: Layout::Lbhnc, page_tokens: 8, num_pages: 64, heads: 4 };
+const TOKENS: u64 = 64;
+/// Requests whose pages are looked at once more before they are used again.
+const KEPT: usize = 4;
+
+fn cancels(network: &Network, count: usize) -> String {
+    network.set_faults(Faults { max_delay_polls: 30, ..Faults::default() });
+    let (source, target) = (rank(network, &SIDE, 0), rank(network, &SIDE, 0));
+    let prefiller = Prefiller::new(&source.cache, PrefillerOptions::default()).unwrap();
+    let decoder = Decoder::new(&target.cache, DecoderOptions::default()).unwrap();
+    let group = decoder.group(&[prefiller.source()]).unwrap();
+    let mut random = Rng::with_seed(11);
+    let own = pages(&source.cache, 0, TOKENS, 1);
+    let (mut times, mut arrived) = (Vec::new(), 0);
+    target.poison();
+    for at in 0..count {
+        let name = format!("request{at}");
+        let first = (at % KEPT * 8) as u64;
+        let pages = vec![(first..first + 8).collect(), vec![(at % KEPT) as u64]];
+        // None was early: nothing has been written here after the last confirmation.
+        assert!(target.holds(&pages, POISON), "request {at}");
+        let receive = decoder.request(&group, &wanted(ask(&name, 0, TOKENS, 16), &pages, 1)).unwrap();
+        let pause = Duration::from_nanos(random.u64(0..1_500_000));
+        let half = random.u64(1..TOKENS);
+        let step = 2 * at as u64 + 1;
+        let took = std::thread::scope(|scope| {
+            scope.spawn(|| {
+                for (step, tokens) in [(step, half), (step + 1, TOKENS)] {
+                    prefiller.begin_step(step, &[Work { request: &name, tokens, pages: &own }]).unwrap();
+                    (0..LAYERS).for_each(|layer| prefiller.layer_done(layer));
+                }
+                prefiller.finish(&name, &context(1)).unwrap();
+            });
+            std::thread::sleep(pause);
+            let start = Instant::now();
+            receive.cancel();
+            // None is lost.
+            let end = receive.wait(LONG);
+            let took = start.elapsed();
+            match end {
+                Receiving::Arrived => None,
+                Receiving::Released(_) => Some(took),
+                other => panic!("request {at}: {other:?}"),
+            }
+        });
+        match took {
+            Some(took) => times.push(took),
+            None => arrived += 1,
+        }
+        target.fill(&pages, POISON);
+        prefiller.poll();
+    }
+    assert_eq!(decoder.quarantined(), 0);
+    assert!(decoder.metrics_text().contains(&format!("{{end=\"cancelled\"}} {}", times.len())));
+    assert!(decoder.metrics_text().contains("fences_total 0"));
+    eventually("pages come back", || prefiller.drain());
+    times.sort_unstable();
+    let part = |part: f64| times[((times.len() - 1) as f64 * part) as usize];
+    format!("{count} cancels, {arrived} came too late; confirmed after p50 {:?}, p99 {:?}", part(0.5), part(0.99))
+}
+
+#[test]
+fn hundreds_of_cancels() {
+    for network in Network::all(31) {
+        cancels(&network, 150);
+    }
+}
+
+#[test]
+#[ignore = "long: run it in release mode"]
+fn ten_thousand_cancels() {
+    for (name, network) in ["sim", "host", "tcp"].iter().zip(Network::all(31)) {
+        println!("{name}: {}", cancels(&network, 10_000));
+    }
+}
