@@ -7,15 +7,11 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
-
-from tests.project.checkout import ROOT
 
 pytest.importorskip(
     "putget_transfer._native", reason="putget_transfer is not built: it needs cargo (see `make transfer`)"
@@ -23,44 +19,12 @@ pytest.importorskip(
 from putget_transfer import kv
 from tests.transfer import kv_prefiller
 from tests.transfer.kv_prefiller import LAYERS, PAGES, TOKENS
+from tests.transfer.kv_process import WAIT_S, Prefill
 
-WAIT_S = 60.0
 POISON = 0x5C
 COUNT = 40
 """Pages of a request."""
 STAGES = ["accepted", "begun", "layers", "computed"]
-
-
-class Process:
-    """A prefill rank."""
-
-    def __init__(self, network: str) -> None:
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])}
-        command = [sys.executable, "-m", "tests.transfer.kv_prefiller", network]
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment
-        )
-        self.source = bytes.fromhex(self.answer())
-
-    def answer(self) -> str:
-        assert self.process.stdout is not None
-        return self.process.stdout.readline().strip()
-
-    def say(self, *words: object) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(" ".join(map(str, words)) + "\n")
-        self.process.stdin.flush()
-
-    def do(self, *words: object) -> str:
-        self.say(*words)
-        return self.answer()
-
-    def signal(self, number: int) -> None:
-        self.process.send_signal(number)
-
-    def end(self) -> None:
-        self.process.kill()
-        self.process.wait(WAIT_S)
 
 
 class Decode:
@@ -71,7 +35,7 @@ class Decode:
         self.memory, cache = kv_prefiller.cache(self.engine)
         self.decoder = kv.Decoder(cache, max_requests=16, confirm_s=1.0)
 
-    def ask(self, prefiller: Process, name: str, pages: list[int]) -> kv.Receive:
+    def ask(self, prefiller: Prefill, name: str, pages: list[int]) -> kv.Receive:
         sources = self.decoder.sources([prefiller.source])
         return self.decoder.request(sources, name, [pages], tokens=COUNT * TOKENS, segment_tokens=32, deadline_s=600)
 
@@ -96,11 +60,11 @@ def decode(network: str) -> Iterator[Decode]:
 
 
 @pytest.fixture
-def start(network: str) -> Iterator[Callable[[], Process]]:
-    started: list[Process] = []
+def start(network: str) -> Iterator[Callable[[], Prefill]]:
+    started: list[Prefill] = []
 
-    def one() -> Process:
-        started.append(Process(network))
+    def one() -> Prefill:
+        started.append(Prefill(network))
         return started[-1]
 
     yield one
@@ -108,7 +72,7 @@ def start(network: str) -> Iterator[Callable[[], Process]]:
         process.end()
 
 
-def bring(prefiller: Process, name: str, value: int, stage: str) -> None:
+def bring(prefiller: Prefill, name: str, value: int, stage: str) -> None:
     """Bring a request's prefill to a stage."""
     if stage != "accepted":
         prefiller.do("begin", name, value, COUNT)
@@ -116,7 +80,7 @@ def bring(prefiller: Process, name: str, value: int, stage: str) -> None:
         prefiller.do("layers", name, 2 if stage == "layers" else LAYERS)
 
 
-def complete(prefiller: Process, name: str, value: int, stage: str) -> None:
+def complete(prefiller: Prefill, name: str, value: int, stage: str) -> None:
     """Do the rest of it."""
     if stage == "accepted":
         prefiller.do("begin", name, value, COUNT)
@@ -124,13 +88,17 @@ def complete(prefiller: Process, name: str, value: int, stage: str) -> None:
     prefiller.do("finish", name)
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_killed_prefiller_fails_its_request_alone(decode: Decode, start: Callable[[], Process], stage: str) -> None:
+@pytest.mark.parametrize("stage", ["unheard", *STAGES])
+def test_a_killed_prefiller_fails_its_request_alone(decode: Decode, start: Callable[[], Prefill], stage: str) -> None:
     doomed, other = start(), start()
     pages = list(range(COUNT))
-    receive = decode.ask(doomed, "r", pages)
-    decode.poll_until(lambda: receive.state == "accepted")
-    bring(doomed, "r", 7, stage)
+    if stage == "unheard":
+        doomed.signal(signal.SIGSTOP)
+        receive = decode.ask(doomed, "r", pages)
+    else:
+        receive = decode.ask(doomed, "r", pages)
+        decode.poll_until(lambda: receive.state == "accepted")
+        bring(doomed, "r", 7, stage)
     doomed.signal(signal.SIGKILL)
     with pytest.raises(kv.ReceiveFailed):
         receive.wait(WAIT_S)
@@ -138,6 +106,7 @@ def test_a_killed_prefiller_fails_its_request_alone(decode: Decode, start: Calla
     # The same pages, from another one.
     decode.memory[...] = POISON
     again = decode.ask(other, "again", pages)
+    stage = "accepted" if stage == "unheard" else stage
     bring(other, "again", 9, stage)
     complete(other, "again", 9, stage)
     again.wait(WAIT_S)
@@ -149,7 +118,7 @@ def test_a_killed_prefiller_fails_its_request_alone(decode: Decode, start: Calla
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_stopped_prefiller_that_goes_on_changes_no_page_in_use(
-    decode: Decode, start: Callable[[], Process], stage: str
+    decode: Decode, start: Callable[[], Prefill], stage: str
 ) -> None:
     prefiller = start()
     pages = list(range(COUNT))
@@ -182,7 +151,7 @@ def test_a_stopped_prefiller_that_goes_on_changes_no_page_in_use(
         assert (decode.memory[:, :COUNT] == 100 + value).all()
 
 
-def test_other_requests_go_on_beside_a_stopped_prefiller(decode: Decode, start: Callable[[], Process]) -> None:
+def test_other_requests_go_on_beside_a_stopped_prefiller(decode: Decode, start: Callable[[], Prefill]) -> None:
     stopped, other = start(), start()
     half = PAGES // 2
     assert half < COUNT
