@@ -1,6 +1,7 @@
-//! Every interleaving of the engine's counters, queues and completions, and of the words that ranks of one host share, by loom.
+//! Every interleaving of the engine's counters, queues and completions, of the words that ranks of one host share, and of
+//! the parts of a KV cache's request, by loom.
 //!
-//! The modules are the engine's own files, compiled over loom's locks instead of the standard library's.
+//! The modules are the product's own files, compiled over loom's locks instead of the standard library's.
 #![cfg(test)]
 #![allow(missing_docs, dead_code, clippy::unwrap_used)]
 
@@ -20,12 +21,15 @@ mod jobs;
 mod joined;
 #[path = "../../engine/src/once.rs"]
 mod once;
+#[path = "../../kv/src/prefiller/parts.rs"]
+mod parts;
 #[path = "../../engine/src/queue.rs"]
 mod queue;
 
 mod gate_models;
 mod helm_models;
 mod host_models;
+mod kv_models;
 mod models;
 
 /// What the gate says.
