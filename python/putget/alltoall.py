@@ -627,6 +627,14 @@ class AllToAll:
     def __exit__(self, exception_type: object, *_: object) -> None:
         self._close(raise_unseen=exception_type is None)
 
+    def __repr__(self) -> str:
+        geometry = self._geometry
+        state = "" if self._native.is_open else ", closed"
+        return (
+            f"AllToAll(rank {self.ep_rank} of {self.ep_size} on {self._device}, {geometry.num_experts} experts, "
+            f"top_k {geometry.top_k}, {geometry.max_tokens_per_rank} tokens per rank{state})"
+        )
+
     def __str__(self) -> str:
         geometry = self._geometry
         kind = "own" if self._owns_workspace else f"shared, {self._workspace.num_bytes} bytes"

@@ -9,6 +9,7 @@ from importlib import import_module
 
 from putget_bench.parser import build_parser
 
+_INSTALL = "in a checkout of putget: pip install '.[bench]'"
 _OK, _FAILED, _USAGE, _INTERRUPTED = 0, 1, 2, 130
 
 
@@ -23,13 +24,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = build_parser()
-    args = parser.parse_args(arguments)
+    args, unknown = parser.parse_known_args(arguments)
+    if args.command is None and not unknown:
+        parser.print_help()
+        return _OK
+    if unknown or args.command is None:
+        args.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
         return _run(args, ["putget", *arguments])
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0] not in ("rich", "matplotlib", "yaml"):
             raise
-        return _complain(args, f"needs the Python package {error.name}: pip install 'putget[bench]'", _FAILED)
+        return _complain(args, f"needs the Python package {error.name}: {_INSTALL}", _FAILED)
 
 
 def _run(args: argparse.Namespace, words: Sequence[str]) -> int:

@@ -10,7 +10,6 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -96,16 +95,20 @@ def _package() -> list[Finding]:
     if not build.library:
         return [
             *findings,
-            Finding("putget", "native library", "missing", "cannot be loaded", "pip install ."),
+            Finding(
+                "putget", "native library", "missing", "cannot be loaded", "in a checkout: make build, or pip install ."
+            ),
         ]
     findings.append(Finding("putget", "native library", "ok", build.library))
     if build.ablated:
         why = f"built for benchmarks, without {build.ablated}: UNSAFE"
-        findings.append(Finding("putget", "protocol", "missing", why, "pip install ., or unset PUTGET_LIBRARY"))
+        findings.append(
+            Finding("putget", "protocol", "missing", why, "in a checkout: pip install ., or unset PUTGET_LIBRARY")
+        )
     if build.cuda:
         findings.append(Finding("putget", "CUDA part", "ok", "built in"))
     else:
-        remedy = "pip install --force-reinstall . on x86-64 Linux: it brings the CUDA compiler from PyPI"
+        remedy = "in a checkout on x86-64 Linux: pip install --force-reinstall . brings the CUDA compiler from PyPI"
         findings.append(Finding("putget", "CUDA part", "missing", "this build is for CPUs only", remedy))
     return findings
 
@@ -249,7 +252,10 @@ def _domains() -> list[Finding]:
     findings = [Finding("domains", "sim", "ok", "between ranks of one process")]
     if importlib.util.find_spec("putget_transfer") is None:
         why = "the others need the package putget_transfer"
-        return [*findings, Finding("domains", "engine", "missing", why, "make transfer, or install transfer/")]
+        return [
+            *findings,
+            Finding("domains", "engine", "missing", why, "in a checkout: make transfer, or pip install ./transfer"),
+        ]
     for provider in ENGINE_PROVIDERS:
         why_missing = why_not(provider)
         detail, remedy = _BETWEEN[provider]
@@ -275,6 +281,35 @@ def _word(path: Path) -> str:
 
 
 def _show(findings: Sequence[Finding]) -> None:
+    rows = []
+    area = ""
+    for finding in findings:
+        rows.append((finding.area if finding.area != area else "", finding.name, finding.status, finding.detail))
+        area = finding.area
+    try:
+        _show_table(rows)
+    except ModuleNotFoundError:  # a bare install has no rich
+        _show_text(rows)
+    runs = what_runs(findings)
+    print(
+        f"CPU ranks: {_yes(runs['cpu'])}.  CUDA: {_yes(runs['cuda'])}.  Several GPUs: {_yes(runs['cuda_multi_gpu'])}."
+    )
+    remedies = [finding for finding in findings if finding.remedy is not None]
+    if remedies:
+        print("\nFor the rest:")
+    for finding in remedies:
+        print(f"  {finding.name}: {finding.remedy}")
+
+
+_COLUMNS = ("area", "what", "status", "found")
+
+
+def _show_table(rows: Sequence[tuple[str, str, str, str]]) -> None:
+    """With the package rich.
+
+    Raises:
+        ModuleNotFoundError: It is not there; nothing has been printed.
+    """
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -282,25 +317,21 @@ def _show(findings: Sequence[Finding]) -> None:
     from putget_bench.progress import make_console
 
     styles = {"ok": "green", "missing": "yellow", "absent": "dim"}
-    console = make_console()
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in ("area", "what", "status", "found"):
+    for column in _COLUMNS:
         table.add_column(column, overflow="fold")
-    area = ""
-    for finding in findings:
-        status = Text(finding.status, style=styles[finding.status])
-        table.add_row(finding.area if finding.area != area else "", finding.name, status, finding.detail)
-        area = finding.area
-    console.print(table)
-    runs: dict[str, Any] = what_runs(findings)
-    console.print(
-        f"CPU ranks: {_yes(runs['cpu'])}.  CUDA: {_yes(runs['cuda'])}.  Several GPUs: {_yes(runs['cuda_multi_gpu'])}."
-    )
-    remedies = [finding for finding in findings if finding.remedy is not None]
-    if remedies:
-        console.print("\nFor the rest:")
-    for finding in remedies:
-        console.print(f"  {finding.name}: {finding.remedy}", soft_wrap=True)
+    for area, name, status, detail in rows:
+        table.add_row(area, name, Text(status, style=styles[status]), detail)
+    make_console().print(table)
+
+
+def _show_text(rows: Sequence[tuple[str, str, str, str]]) -> None:
+    """The same in plain text; the last column is as long as it is."""
+    lines = [_COLUMNS, *rows]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(_COLUMNS) - 1)]
+    for line in lines:
+        print("  ".join((*map(str.ljust, line, widths), line[-1])))
+    print()
 
 
 def _yes(works: bool) -> str:

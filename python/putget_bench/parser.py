@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import argparse
-from typing import NoReturn
+from typing import Any, NoReturn
+
+from putget._version import __version__
 
 _USAGE = 2
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
+    """Errors point to the help of the command that has them, which is ``parser`` of what is parsed."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.set_defaults(parser=self)
+
     def error(self, message: str) -> NoReturn:
+        """Ends the program with the message and the command whose help says more."""
         self.exit(_USAGE, f"{self.prog}: error: {message}\nTry '{self.prog} --help'.\n")
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> Parser:
     """The parser of all subcommands."""
-    parser = _Parser(prog="putget", description="One-sided dispatch and combine for mixture-of-experts inference.")
-    commands = parser.add_subparsers(
-        dest="command", required=True, metavar="{bench,ablate,balance,simulate,doctor,roofline,demo}"
-    )
+    parser = Parser(prog="putget", description="One-sided dispatch and combine for mixture-of-experts inference.")
+    parser.add_argument("--version", action="version", version=f"putget {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="{bench,ablate,balance,simulate,doctor,roofline,demo}")
     _add_bench(commands.add_parser("bench", help="time dispatch and combine", allow_abbrev=False))
     _add_ablate(commands.add_parser("ablate", help="what each idea of putget is worth", allow_abbrev=False))
     _add_balance(commands.add_parser("balance", help="where experts lie: plan, simulate, show", allow_abbrev=False))

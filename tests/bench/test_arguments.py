@@ -161,13 +161,6 @@ def test_other_commands_check_too(command: str, capsys: pytest.CaptureFixture[st
     assert f"putget {command}: error: --ep_size must be 1 to 128, got 500" in capsys.readouterr().err
 
 
-def test_a_subcommand_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as exit_:
-        cli.main([])
-    assert exit_.value.code == 2
-    assert "bench,ablate,balance,simulate,doctor,roofline,demo" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("asked", "device", "num_gpus", "words"),
     [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -73,12 +72,3 @@ def test_table(capsys: pytest.CaptureFixture[str]) -> None:
     printed = capsys.readouterr().out
     assert "native library" in printed
     assert "CPU ranks: yes." in printed
-
-
-def test_without_the_packages_that_draw_it_says_which_is_missing(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "rich", None)
-    assert cli.main(["doctor"]) == 1
-    assert capsys.readouterr().err == "putget doctor: needs the Python package rich: pip install 'putget[bench]'\n"
-    assert cli.main(["doctor", "--json"]) == 0

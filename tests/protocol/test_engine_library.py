@@ -72,6 +72,7 @@ def test_a_package_that_is_not_installed() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout.startswith("a network between processes needs the package putget_transfer: ")
+    assert done.stdout.rstrip().endswith("in a checkout of putget: pip install ./transfer")
 
 
 @pytest.mark.parametrize(

@@ -119,4 +119,7 @@ def engine_library() -> str:
 
         return str(putget_transfer.library())
     except ImportError as error:
-        raise BackendUnavailable(f"a network between processes needs the package putget_transfer: {error}") from error
+        raise BackendUnavailable(
+            f"a network between processes needs the package putget_transfer: {error}; "
+            "in a checkout of putget: pip install ./transfer"
+        ) from error

@@ -40,7 +40,7 @@ def resolve_device(device: str | torch.device) -> torch.device:
         raise ValueError(f'device is {device!r}, expected "cuda", "cuda:N" or "cpu"')
     reason = hardware.why_no_cuda()
     if reason is not None:
-        raise BackendUnavailable(f"device {device}: {reason}")
+        raise BackendUnavailable(f'device {device}: {reason}; device="cpu" runs the same rounds without a GPU')
     index = torch.cuda.current_device() if resolved.index is None else resolved.index
     if index >= torch.cuda.device_count():
         raise ValueError(f"device is {device!r}, there are {torch.cuda.device_count()} CUDA devices")

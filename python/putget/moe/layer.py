@@ -27,6 +27,7 @@ from putget.moe.router import Placing, Router, Routing
 from putget.moe.shared_experts import SharedExperts
 from putget.moe.streams import Beside
 from putget.moe.traced import LayerOperator
+from putget.moe.unwritten import warn_unwritten
 from putget.payload import Payload
 
 # From so many tokens on, shared experts fill the SMs by themselves. Experts that began beside them would have some of
@@ -213,6 +214,7 @@ class ExpertParallelMoE(nn.Module):
         self._lost = LostExperts(self.a2a, self._placed, bool(degraded))
         self.local_experts = _owned(self.a2a, comm.rank) if self._placed is None else self._placed.local_experts
         self.experts = kind(len(self.local_experts), hidden_size, intermediate_size, gate, place)
+        self._looked_at_weights = False
         self._beside = Beside(place)
         self._operator = LayerOperator(self, place)
 
@@ -343,6 +345,8 @@ class ExpertParallelMoE(nn.Module):
         self.check_input("x", x)
         a2a = self.a2a
         self._lost.begin_round()
+        if not self._looked_at_weights:
+            self._looked_at_weights = warn_unwritten(self.experts)
         overlapped = self.overlap_shared and self.shared is not None
         ids, weights, payloads = self.route(x, num_valid_tokens)
         stats = None if self._statistics is None else self._statistics.stats
