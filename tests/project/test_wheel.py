@@ -105,7 +105,12 @@ def test_wheel_without_cuda(tmp_path: Path) -> None:
         archive.extractall(tmp_path / "installed")
     libraries = {f"{path.parent.name}/{path.name}" for path in LIBRARIES}
     assert {*libraries, "putget/py.typed", "putget/alltoall.py", "putget_bench/cli.py"} <= set(names)
-    assert not [name for name in names if name.endswith((".cpp", ".cu", ".h", ".pyc"))]
+    assert not [name for name in names if name.endswith((".cpp", ".cu", ".pyc"))]
+    headers = {Path(name).name for name in names if name.endswith(".h")}
+    assert headers == {"putget.h", "putget_nodes.h", "putget_balancer.h", "putget_transport.h"}
+    assert (tmp_path / "installed/putget/include/putget.h").read_text() == (
+        ROOT / "native/include/putget.h"
+    ).read_text()
     (metadata,) = importlib.metadata.distributions(path=[str(tmp_path / "installed")])
     assert {entry.group for entry in metadata.entry_points} == ENTRY_POINT_GROUPS
     assert all(callable(entry.load()) for entry in metadata.entry_points)

@@ -1,0 +1,81 @@
+"""Commands that pages and messages tell a reader to type can work: what they install, build and run is there."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.project.checkout import ROOT, pyproject
+
+PLACES = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "docs", "examples", "python", "transfer", ".github")
+SUFFIXES = (".md", ".py", ".pyi", ".rs", ".ipynb", ".h", ".yml", ".cuda", ".cpu")
+# Neither package is on PyPI: a checkout's folders are what there is to install.
+INSTALL = re.compile(r"pip install (?P<words>[^\n`|\")]+)")
+OURS = re.compile(r"putget(_transfer)?\b")
+MAKE = re.compile(r"(?:`|\$ )make (?P<target>[a-z][a-z-]*)")
+PUTGET = re.compile(r"(?:`|\$ )putget (?P<command>[a-z]+)\b")
+
+
+def texts() -> Iterator[tuple[str, str]]:
+    for place in PLACES:
+        root = ROOT / place
+        for path in sorted(root.rglob("*")) if root.is_dir() else [root]:
+            if path.is_file() and path.suffix in SUFFIXES and not {"target", "__pycache__"} & set(path.parts):
+                yield str(path.relative_to(ROOT)), path.read_text(errors="replace")
+
+
+def wrong_installs(text: str) -> Iterator[str]:
+    """Commands that would look for putget on PyPI, or ask for an extra that there is not."""
+    extras = set(pyproject()["project"]["optional-dependencies"])
+    for found in INSTALL.finditer(re.sub(r"\s*\n\s*", " ", text)):
+        command = re.split(r"[;:,.](?=\s|$)|  +#| # | \$ ", found["words"])[0]
+        for word in command.split():
+            folder, _, names = word.strip("'\"").partition("[")
+            unknown = set(re.findall(r"\w+", names)) - extras
+            if OURS.match(folder) or (folder.startswith(".") and (unknown or not (ROOT / folder).exists())):
+                yield f"pip install {command}"
+
+
+def test_what_is_installed_is_there() -> None:
+    wrong = [f"{name}: {command}" for name, text in texts() for command in wrong_installs(text)]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_targets_of_make_are_there() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    wrong = {f"{name}: make {t}" for name, text in texts() for t in MAKE.findall(text) if t not in targets}
+    assert not wrong, "\n".join(sorted(wrong))
+
+
+def test_commands_of_putget_are_there() -> None:
+    source = (ROOT / "python" / "putget_bench" / "parser.py").read_text()
+    commands = set(re.findall(r'add_parser\(\s*"(\w+)"', source))
+    assert "doctor" in commands
+    wrong = {f"{name}: putget {c}" for name, text in texts() for c in PUTGET.findall(text) if c not in commands}
+    assert not wrong, "\n".join(sorted(wrong))
+
+
+def test_what_cannot_work_is_found() -> None:
+    for command in (
+        "pip install putget",
+        "pip install 'putget[bench]'",
+        "pip install '.[network]'",
+        "pip install ./kv",
+    ):
+        assert list(wrong_installs(f"Run `{command}` first.")), command
+    for command in ("pip install '.[bench]'", "pip install ./transfer", "pip install pytest", "pip install ."):
+        assert not list(wrong_installs(f"In a checkout of putget: `{command}`")), command
+
+
+def test_the_version_has_a_dated_entry() -> None:
+    version = pyproject()["project"]["version"]
+    changes = (ROOT / "CHANGELOG.md").read_text()
+    assert re.search(rf"^## \[{re.escape(version)}\] - \d{{4}}-\d\d-\d\d$", changes, re.MULTILINE)
+
+
+def test_pages_of_wheels_speak_of_files_that_are_installed() -> None:
+    installed = (ROOT / "CMakeLists.txt").read_text()
+    for header in re.findall(r"putget\w*\.h", (ROOT / "docs/start/install.md").read_text()):
+        assert header in installed
+    assert Path(ROOT / "transfer/python/putget_transfer/include/putget_transfer.h").is_file()
