@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any, NoReturn
 
-from putget._version import __version__
+import putget
 
 _USAGE = 2
 
@@ -25,7 +25,7 @@ class Parser(argparse.ArgumentParser):
 def build_parser() -> Parser:
     """The parser of all subcommands."""
     parser = Parser(prog="putget", description="One-sided dispatch and combine for mixture-of-experts inference.")
-    parser.add_argument("--version", action="version", version=f"putget {__version__}")
+    parser.add_argument("--version", action="version", version=f"putget {putget.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="{bench,ablate,balance,simulate,doctor,roofline,demo}")
     _add_bench(commands.add_parser("bench", help="time dispatch and combine", allow_abbrev=False))
     _add_ablate(commands.add_parser("ablate", help="what each idea of putget is worth", allow_abbrev=False))

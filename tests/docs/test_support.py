@@ -14,9 +14,7 @@ SUPPORT = ROOT / "docs" / "reference" / "support.md"
 OTHERS = [path for path in (ROOT / "docs").rglob("*.md") if path != SUPPORT and "transfer" not in str(path)]
 OTHERS += [ROOT / "README.md"]
 # Statements on where something has run. Numbers of GPUs that nobody had are said beside the tables of results.
-STATED = re.compile(
-    r"\b(not tested|(?<!which )that has run|tested over|tested with NICs)\b"
-)
+STATED = re.compile(r"\b(not tested|(?<!which )that has run|tested over|tested with NICs)\b")
 LINKED = re.compile(r"\[[^\]]*support\s+matrix\]|\(\S*support\.md")
 
 

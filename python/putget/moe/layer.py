@@ -108,6 +108,7 @@ class ExpertParallelMoE(nn.Module):
         PeerTimeout: A rank did not come in time.
     """
 
+    _looked_at_weights = False
     _statistics: LoadGathering | None = None  # what a balancer has the dispatch tell
 
     @collective
@@ -214,7 +215,6 @@ class ExpertParallelMoE(nn.Module):
         self._lost = LostExperts(self.a2a, self._placed, bool(degraded))
         self.local_experts = _owned(self.a2a, comm.rank) if self._placed is None else self._placed.local_experts
         self.experts = kind(len(self.local_experts), hidden_size, intermediate_size, gate, place)
-        self._looked_at_weights = False
         self._beside = Beside(place)
         self._operator = LayerOperator(self, place)
 
