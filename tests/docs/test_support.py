@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from putget.domains import PROVIDERS
+from putget.group.domains import PROVIDERS
 from tests.project.checkout import ROOT
 
 SUPPORT = ROOT / "docs" / "reference" / "support.md"
