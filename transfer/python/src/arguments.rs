@@ -61,6 +61,7 @@ numbers! {
     plane_stride: u64, u64::MAX;
     page_len: u64, u64::MAX;
     rank: u32, u32::MAX;
+    replicas: u32, u32::MAX;
     seed: u64, u64::MAX;
     segment_tokens: u64, u64::MAX;
     sizes: (u64, u64, u64, u64, u64), u64::MAX;
@@ -68,6 +69,9 @@ numbers! {
     src_offset: u64, u64::MAX;
     step: u64, u64::MAX;
     stride: u64, u64::MAX;
+    target: usize, u32::MAX;
+    task: usize, u32::MAX;
+    task_bytes: u64, u64::MAX;
     tokens: u64, u64::MAX;
     value: u64, u64::MAX;
 }

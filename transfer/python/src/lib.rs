@@ -15,6 +15,7 @@ mod submit;
 mod sys;
 mod topology;
 mod transfer;
+mod weights;
 
 use putget_transfer_capi as _;
 use pyo3::prelude::*;
@@ -24,6 +25,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     errors::add(module)?;
     module.add_function(wrap_pyfunction!(held::collecting, module)?)?;
     kv::add(module)?;
+    weights::add(module)?;
     module.add_class::<engine::PyEngine>()?;
     module.add_class::<engine::PyBuilder>()?;
     module.add_class::<engine::PyDeviceGroup>()?;

@@ -1,0 +1,151 @@
+"""A trainer rank in a process of its own. It takes pickled calls on its standard input, and answers each."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+from typing import Any
+
+import torch
+
+import putget_transfer as pt
+from putget_transfer import weights
+from tests.project.checkout import ROOT
+from tests.transfer import weights_models as models
+
+HEARTBEAT_S = (0.1, 1.5)
+TASK_BYTES = 20_000
+
+
+def engine(network: str) -> pt.Engine:
+    """Return an engine that notices lost peers quickly."""
+    group = pt.DeviceGroup.host(1) if network == "host" else pt.DeviceGroup.tcp(["127.0.0.1"])
+    return pt.Engine.builder().group(group).heartbeat(*HEARTBEAT_S).connect_timeout(5.0).grace(0.3).build()
+
+
+class Trainer:
+    """The calls that a process carries out."""
+
+    def __init__(self, network: str, rank: int, ranks: int, file: str) -> None:
+        self.rank, self.source, self.group = rank, models.Source(), None
+        if ranks > 1:
+            self._shard(ranks, file)
+        self.engine = engine(network)
+
+    def _shard(self, ranks: int, file: str) -> None:
+        """Divide the model over ranks with FSDP2."""
+        from torch import distributed
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        distributed.init_process_group("gloo", init_method=f"file://{file}", rank=self.rank, world_size=ranks)
+        self.group = distributed.group.WORLD
+        fully_shard(self.source, mesh=init_device_mesh("cpu", (ranks,)))
+
+    def describe(self) -> list[weights.Param]:
+        return weights.describe(self.source, rank=self.rank)
+
+    def start(self, params: list[Any], slots: list[weights.Slots], replicas: int) -> str:
+        schedule = weights.plan(params, slots, replicas=replicas, task_bytes=TASK_BYTES)
+        self.trainer = weights.Trainer(
+            self.engine, schedule, self.rank, self.source, self.group, watermark_bytes=2 * TASK_BYTES
+        )
+        return str(schedule.digest)
+
+    def set(self, version: int) -> None:
+        self.source.set(version)
+
+    def address(self) -> bytes:
+        return self.trainer.address()
+
+    def publish(self, *arguments: Any, **named: Any) -> weights.Report:
+        return self.trainer.publish(*arguments, **named)
+
+    def stop_after(self, writes: int, number: int) -> None:
+        """Have this process signal itself once, in front of a write."""
+        writer = weights._trainer.Writer  # type: ignore[attr-defined]
+        left = writes
+
+        class Stopping:
+            def __init__(self, *arguments: Any) -> None:
+                self.writer = writer(*arguments)
+
+            def __getattr__(self, name: str) -> Any:
+                return getattr(self.writer, name)
+
+            def write(self, *arguments: Any) -> Any:
+                nonlocal left
+                left -= 1
+                if left == -1:
+                    os.kill(os.getpid(), number)
+                return self.writer.write(*arguments)
+
+        weights._trainer.Writer = Stopping  # type: ignore[attr-defined]
+
+
+class Remote:
+    """A trainer rank, from outside: its calls may be made from several threads, one after the other."""
+
+    def __init__(self, *arguments: Any) -> None:
+        path = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
+        command = [sys.executable, "-m", "tests.transfer.weights_rank"]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT, env={**os.environ, "PYTHONPATH": path}
+        )
+        self.lock = threading.Lock()
+        self.first = arguments
+
+    def call(self, name: str, *arguments: Any, **named: Any) -> Any:
+        with self.lock:
+            assert self.process.stdin is not None
+            assert self.process.stdout is not None
+            try:
+                pickle.dump((name, arguments, named), self.process.stdin)
+                self.process.stdin.flush()
+                kind, value = pickle.load(self.process.stdout)
+            except (EOFError, BrokenPipeError) as error:
+                raise RuntimeError("the process has ended") from error
+        if kind == "raised":
+            raise value
+        return value
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *arguments, **named: self.call(name, *arguments, **named)
+
+    def signal(self, number: int) -> None:
+        self.process.send_signal(number)
+
+    def end(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
+        self.process.kill()
+        self.process.wait(60)
+
+
+def main() -> None:
+    """Carry out calls: the first makes the trainer."""
+    out, sys.stdout = sys.stdout.buffer, sys.stderr
+    torch.set_num_threads(1)
+    trainer: Any = None
+    while True:
+        try:
+            name, arguments, named = pickle.load(sys.stdin.buffer)
+        except EOFError:
+            return
+        try:
+            if name == "make":
+                trainer = Trainer(*arguments)
+                answer: Any = ("done", None)
+            else:
+                answer = ("done", getattr(trainer, name)(*arguments, **named))
+        except Exception as error:
+            answer = ("raised", weights.UpdateFailed(str(error)) if isinstance(error, pt.EngineError) else error)
+        pickle.dump(answer, out)
+        out.flush()
+
+
+if __name__ == "__main__":
+    main()

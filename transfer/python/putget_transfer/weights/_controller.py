@@ -1,0 +1,214 @@
+"""Updates of all replicas: each commits as a whole, or keeps its version."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as NoAnswer
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from putget_transfer.weights._model import UpdateFailed
+
+
+@dataclass
+class Update:
+    """What an update came to.
+
+    Attributes:
+        version: The version.
+        seconds: From the first call to the last commit.
+        committed: Replicas that have the version.
+        failed: Replicas that do not have it, and why.
+        trainers: The trainers' reports, by rank, as they were returned.
+    """
+
+    version: int
+    seconds: float = 0.0
+    committed: list[str] = field(default_factory=list)
+    failed: dict[str, str] = field(default_factory=dict)
+    trainers: dict[int, Any] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        """Return it as JSON."""
+        reports = {rank: json.loads(report.to_json()) for rank, report in self.trainers.items()}
+        return json.dumps({**asdict(self), "trainers": reports})
+
+
+class Controller:
+    """Updates replicas of rollout ranks from trainer ranks.
+
+    It needs the methods of `Trainer` (`address`, `publish`) and `Rollout` (`expect`, `ready`, `commit`, `abort`), in
+    this process or by whatever reaches the ranks: Ray, HTTP, a pipe. Calls of different ranks run at the same time.
+    """
+
+    def __init__(self, trainers: Sequence[Any], replicas: Mapping[str, Sequence[Any]]) -> None:
+        """Take trainer ranks in their order, and the rollout ranks of each replica by its name."""
+        self.trainers = list(trainers)
+        self.replicas = {name: list(ranks) for name, ranks in replicas.items()}
+        self.version = 0
+        self._busy = threading.Lock()
+
+    def join(self, name: str, ranks: Sequence[Any]) -> None:
+        """Add a replica, or one that was out: it gets the next version whole.
+
+        Raises:
+            ValueError: A replica of this name takes part already, or an update is running.
+        """
+        self._between("join")
+        try:
+            if name in self.replicas:
+                raise ValueError(f"name: {name!r} came; that replica takes part already")
+            self.replicas[name] = list(ranks)
+        finally:
+            self._busy.release()
+
+    def leave(self, name: str) -> None:
+        """Take a replica out.
+
+        Raises:
+            ValueError: No replica of this name takes part, or an update is running.
+        """
+        self._between("leave")
+        try:
+            if self.replicas.pop(name, None) is None:
+                raise ValueError(f"name: {name!r} came; {sorted(self.replicas)} take part")
+        finally:
+            self._busy.release()
+
+    def _between(self, what: str) -> None:
+        if not self._busy.acquire(blocking=False):
+            raise ValueError(f"{what}: it came while an update is running")
+
+    def update(self, version: int, deadline_s: float) -> Update:
+        """Bring a version from the trainers to all replicas.
+
+        A replica of which a rank fails is out, by name: the others commit, and it joins again with `join`.
+
+        Args:
+            version: The version. The one in force has no effect.
+            deadline_s: Time until what has not come counts as failed.
+
+        Raises:
+            ValueError: An older version, or an update is running.
+            UpdateFailed: No replica has the version: trainers failed, or all replicas. They are named.
+        """
+        self._between(f"version {version}")
+        try:
+            if version < self.version:
+                raise ValueError(f"version: {version} came; {self.version} is in force")
+            if version == self.version:
+                return Update(version, committed=sorted(self.replicas))
+            num_ranks = len(self.trainers) + sum(map(len, self.replicas.values()))
+            pool = ThreadPoolExecutor(max(num_ranks, 1))
+            try:
+                return _Running(self, pool, version, deadline_s).run()
+            finally:
+                pool.shutdown(wait=False)  # a call that does not come back is not waited for
+        finally:
+            self._busy.release()
+
+
+GRACE_S = 10.0
+"""How long after the deadline a rank may take to answer: the engine's own `grace` lies in it."""
+
+
+class _Running:
+    """One update."""
+
+    def __init__(self, owner: Controller, pool: ThreadPoolExecutor, version: int, deadline_s: float) -> None:
+        self.owner, self.pool = owner, pool
+        self.begin = time.monotonic()
+        self.end = self.begin + deadline_s
+        self.update = Update(version)
+        self.blamed: list[str] = []
+
+    def left(self) -> float:
+        return max(self.end - time.monotonic(), 0.0)
+
+    def _answer(self, future: Future[Any]) -> Any:
+        """Return what a rank has answered."""
+        try:
+            return future.result(self.left() + GRACE_S)
+        except NoAnswer as error:
+            if future.done():
+                raise  # the rank's own
+            raise UpdateFailed("no answer came by the deadline") from error
+
+    def _out(self, name: str, reason: str) -> None:
+        self.update.failed.setdefault(name, reason)
+
+    def _in(self) -> dict[str, list[Any]]:
+        return {name: ranks for name, ranks in self.owner.replicas.items() if name not in self.update.failed}
+
+    def _all(self, call: Callable[[Any], Any], ranks: Iterable[Any]) -> list[Future[Any]]:
+        return [self.pool.submit(call, rank) for rank in ranks]
+
+    def _of_replicas(self, call: Callable[[Any], Any]) -> dict[str, list[Any]]:
+        """Call all ranks of the replicas that take part; a replica with a rank that raises is out."""
+        calls = {name: self._all(call, ranks) for name, ranks in self._in().items()}
+        results: dict[str, list[Any]] = {}
+        for name, futures in calls.items():
+            for rank, future in enumerate(futures):
+                try:
+                    results.setdefault(name, []).append(self._answer(future))
+                except Exception as error:
+                    self._out(name, f"rank {rank}: {error}")
+                    self.blamed += [blamed for blamed in getattr(error, "missing", []) if blamed not in self.blamed]
+        return {name: found for name, found in results.items() if name not in self.update.failed}
+
+    def _publish(self, addresses: Mapping[int, bytes]) -> dict[str, str]:
+        """Have all trainers write; return those that failed."""
+        version = self.update.version
+        expected = self._of_replicas(lambda rank: rank.expect(version, addresses, self.left()))
+        failed: dict[str, str] = {}
+        offers = [offers for replica in expected.values() for offers in replica]
+        if not any(offers):
+            return failed  # each has the version already, or nobody takes part
+        calls = {
+            number: self.pool.submit(
+                trainer.publish, version, self.left(), offers=[one[number] for one in offers if number in one]
+            )
+            for number, trainer in enumerate(self.owner.trainers)
+        }
+        for number, call in calls.items():
+            try:
+                self.update.trainers[number] = self._answer(call)
+            except Exception as error:
+                failed[f"trainer rank {number}"] = str(error)
+        return failed
+
+    def run(self) -> Update:
+        version = self.update.version
+        found = self._all(lambda trainer: trainer.address(), self.owner.trainers)
+        addresses = {number: self._answer(future) for number, future in enumerate(found)}
+        failed = self._publish(addresses)
+
+        def ready(rank: Any) -> None:
+            if getattr(rank, "version", None) == version:
+                return
+            # Where trainers have failed, what is missing does not come any more.
+            if not rank.ready(0.0 if failed else self.left()):
+                raise UpdateFailed(f"not complete: {'; '.join(failed.values()) or 'the deadline came'}")
+
+        self._of_replicas(ready)
+        self._of_replicas(lambda rank: rank.commit(version))
+        for name in self.update.failed:
+            for abort in self._all(lambda rank: rank.abort("its replica is out"), self.owner.replicas[name]):
+                with contextlib.suppress(Exception):
+                    self._answer(abort)  # a rank that is gone has nothing to give up
+        self.update.committed = sorted(self._in())
+        self.update.seconds = time.monotonic() - self.begin
+        if not self.update.committed:
+            names = [*failed, *self.blamed] or sorted(self.update.failed)
+            words = {**failed, **self.update.failed}
+            text = "; ".join(f"{name}: {reason}" for name, reason in words.items())
+            raise UpdateFailed(f"version {version} is in force nowhere: {text}", dict.fromkeys(names))
+        for name in self.update.failed:
+            self.owner.replicas.pop(name, None)
+        self.owner.version = version
+        return self.update

@@ -1,0 +1,47 @@
+"""Offers: where a rollout rank takes a version, for one trainer rank."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Sequence
+from typing import Any
+
+_FIELDS = {"digest": str, "version": int, "rank": int, "imm": int, "memory": list, "descs": list}
+
+
+def make_offer(
+    digest: str, version: int, rank: int, imm: int, memory: Sequence[tuple[int, int]], descs: Sequence[bytes]
+) -> bytes:
+    """Return an offer's bytes. Whoever has them may write to the memory: treat them as a secret.
+
+    Args:
+        digest: The schedule's.
+        version: The version that is expected.
+        rank: The rollout rank.
+        imm: The immediate that it counts.
+        memory: For each memory of the schedule the descriptor, by its place, and the offset in it.
+        descs: Descriptors, valid for this trainer rank alone.
+    """
+    encoded = [base64.b64encode(desc).decode() for desc in descs]
+    fields = {"digest": digest, "version": version, "rank": rank, "imm": imm, "memory": list(memory), "descs": encoded}
+    return json.dumps(fields).encode()
+
+
+def read_offer(offer: bytes) -> dict[str, Any]:
+    """Read an offer.
+
+    Raises:
+        ValueError: For anything else.
+    """
+    try:
+        found = json.loads(offer)
+        if not all(type(found[name]) is kind for name, kind in _FIELDS.items()):
+            raise TypeError("a field of another type")
+        found["descs"] = [base64.b64decode(desc, validate=True) for desc in found["descs"]]
+        found["memory"] = [(int(number), int(base)) for number, base in found["memory"]]
+        if not all(0 <= number < len(found["descs"]) for number, _ in found["memory"]):
+            raise ValueError("a descriptor that is not there")
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"offers: {len(offer)} bytes came that are no offer: {error}") from error
+    return dict(found)

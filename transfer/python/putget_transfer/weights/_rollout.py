@@ -1,0 +1,321 @@
+"""The rollout ranks' side: a version lands, and comes into force as a whole."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from putget_transfer._native import CountMissed, Engine, EngineError, MrDesc, MrHandle, NetAddr, Transfer
+from putget_transfer.weights._model import Slot, Slots, UpdateFailed
+from putget_transfer.weights._native import Schedule
+from putget_transfer.weights._offer import make_offer
+from putget_transfer.weights._report import metrics_text
+
+CONNECT_S = 1.0
+"""How long a connection to a trainer rank may take; one that takes longer is waited for without watching it."""
+NUM_IMMS = 16
+"""Attempts take immediates in turn, so that a count of an old attempt is told apart."""
+FENCE_S = 10.0
+"""How long a fence may take before it counts as failed. The engine's own bounds are shorter."""
+
+
+@dataclass
+class _Attempt:
+    """A version that is landing."""
+
+    version: int
+    imm: int
+    senders: dict[int, NetAddr]
+    arrival: Transfer | None
+    unreached: list[int]
+    fences: dict[int, Transfer | None] = field(default_factory=dict)
+    failed: str = ""
+
+
+class Rollout:
+    """A rollout rank.
+
+    With `commit="swap"` a version lands in a second copy of the weights and moves over in `commit`: the model serves
+    until then, and an update that fails leaves it whole. With `commit="paused"` it lands in the weights themselves: the
+    engine stands still meanwhile, and if the update fails, the weights are torn until one is complete.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        slots: Slots,
+        schedule: Schedule,
+        rank: int,
+        *,
+        commit: Literal["swap", "paused"] = "swap",
+    ) -> None:
+        """Register the memory that versions land in.
+
+        Args:
+            engine: The engine that receives.
+            slots: This rank's slots, with their memory (`record`).
+            schedule: The plan, the same on all ranks.
+            rank: This rank, counted over all replicas.
+            commit: Where versions land: "swap" or "paused".
+
+        Raises:
+            ValueError: Another word, a rank that the schedule does not have, or memory that differs from the
+                schedule's, which is named.
+        """
+        if commit not in ("swap", "paused"):
+            raise ValueError(f"commit: {commit!r} came; 'swap' and 'paused' are allowed")
+        _compared(slots, schedule, rank)
+        self.engine, self.slots, self.schedule, self.rank = engine, slots, schedule, rank
+        self.mode = commit
+        self.version = 0
+        self._torn = False
+        self._attempt: _Attempt | None = None
+        self._senders = schedule.senders(rank)
+        self._count = schedule.count(rank)
+        self._imms = engine.reserve_imms(f"putget_transfer.weights, rollout rank {rank}", None, NUM_IMMS)
+        self._next = 0
+        self._totals = {"updates": 0, "failed": 0, "fenced": 0, "bytes": 0}
+        self._handles: list[MrHandle] = []
+        self._places: list[tuple[int, int]] = []
+        self._copies: list[Any] = []
+        self._register()
+
+    def _register(self) -> None:
+        """Register the weights, or a second copy of them."""
+        import torch
+
+        if self.mode == "paused":
+            self._handles = [self.engine.reg_mr(tensor)[0] for tensor in self.slots.tensors]
+            self._places = [(number, 0) for number in range(len(self._handles))]
+            return
+        bases: dict[str, int] = {}
+        for tensor in self.slots.tensors:
+            device = str(tensor.device)
+            self._places.append((list(bases).index(device) if device in bases else len(bases), bases.get(device, 0)))
+            bases[device] = bases.get(device, 0) + -(-tensor.numel() // 64) * 64
+        memory = []
+        for device, num_bytes in bases.items():
+            copy = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+            memory.append(copy)
+            self._handles.append(self.engine.reg_mr(copy)[0])
+        for (number, base), tensor in zip(self._places, self.slots.tensors, strict=True):
+            self._copies.append(memory[number][base : base + tensor.numel()])
+
+    @property
+    def state(self) -> Literal["whole", "filling", "torn"]:
+        """Whether the weights are one version ("whole"), one is landing ("filling"), or they are mixed ("torn")."""
+        if self._attempt is not None and not self._attempt.failed:
+            return "filling"
+        return "torn" if self._torn else "whole"
+
+    def expect(self, version: int, trainers: Mapping[int, bytes], deadline_s: float = 60.0) -> dict[int, bytes]:
+        """Begin to expect a version: nothing of an earlier one lands from now on.
+
+        Senders of an attempt that did not become complete are fenced first. They are let in again here, with keys of
+        their own for the new version.
+
+        Args:
+            version: The version, larger than the one in force.
+            trainers: `Trainer.address` by trainer rank; all that write to this rank.
+            deadline_s: Time until the attempt fails.
+
+        Returns:
+            Offers, by trainer rank; none if the version is in force already.
+
+        Raises:
+            ValueError: An older version, or another one while one is landing; trainers that are missing.
+            UpdateFailed: A sender of an attempt that failed could not be fenced: it might still write. It is named.
+        """
+        if version == self.version and self.state == "whole":
+            return {}
+        if version <= self.version:
+            raise ValueError(f"version: {version} came; {self.version} is in force")
+        if self.state == "filling" and self._attempt is not None:
+            raise ValueError(f"version: {version} came while {self._attempt.version} is landing; `abort` ends that")
+        missing = [rank for rank in self._senders if rank not in trainers]
+        if missing:
+            raise ValueError(f"trainers: {sorted(trainers)} came; {missing} write to rollout rank {self.rank} as well")
+        self._settle()
+        senders = {rank: NetAddr.from_bytes(trainers[rank]) for rank in self._senders}
+        keys: dict[int, list[MrDesc]] = {}
+        for rank, address in senders.items():
+            self.engine.admit(address)
+            keys[rank] = [self.engine.desc_for(handle, address) for handle in self._handles]
+        imm = self._imms.imm(self._next % NUM_IMMS)
+        self._next += 1
+        self.engine.reset_imm(imm)
+        unreached = self._unreached(senders)
+        watched = [address for rank, address in senders.items() if rank not in unreached]
+        arrival = None
+        if self._count:
+            arrival = self.engine.expect_imm_count(imm, self._count, deadline_s=deadline_s, senders=watched)
+        self._attempt = _Attempt(version, imm, senders, arrival, unreached)
+        return {
+            rank: make_offer(
+                self.schedule.digest, version, self.rank, imm, self._places, [desc.to_bytes() for desc in descs]
+            )
+            for rank, descs in keys.items()
+        }
+
+    def _unreached(self, senders: Mapping[int, NetAddr]) -> list[int]:
+        """Connect to trainer ranks; return those without a connection, whose loss would not be noticed."""
+        connecting = {
+            rank: self.engine.add_peer_group([address], deadline_s=CONNECT_S) for rank, address in senders.items()
+        }
+        found = []
+        for rank, (_, transfer) in connecting.items():
+            try:
+                transfer.wait(2 * CONNECT_S)
+            except (EngineError, TimeoutError):
+                found.append(rank)
+        return found
+
+    def ready(self, timeout_s: float = 0.0) -> bool:
+        """Say whether the expected version is complete, after waiting for it for some time.
+
+        Raises:
+            ValueError: No version is expected.
+            UpdateFailed: It will not become complete; `missing` has the trainer ranks from which nothing came.
+        """
+        attempt = self._attempt
+        if attempt is None:
+            raise ValueError("ready: no version is expected")
+        if attempt.failed:
+            raise UpdateFailed(attempt.failed)
+        if attempt.arrival is None:
+            return True
+        try:
+            attempt.arrival.wait(timeout_s)
+        except TimeoutError:
+            return False
+        except CountMissed as error:
+            lost = [
+                rank for rank, to in attempt.senders.items() if to.peer in error.missing or rank in attempt.unreached
+            ]
+            blamed = [f"trainer rank {rank}" for rank in lost]
+            text = f"version {attempt.version}, rollout rank {self.rank}: {error}; missing: {', '.join(blamed)}"
+            self._fail(text)
+            raise UpdateFailed(text, blamed) from error
+        return True
+
+    def abort(self, reason: str = "it was given up") -> None:
+        """Give up the version that is landing: its senders are fenced."""
+        if self._attempt is not None and not self._attempt.failed:
+            self._fail(f"version {self._attempt.version}, rollout rank {self.rank}: {reason}")
+
+    def _fail(self, reason: str) -> None:
+        """End an attempt. What its senders still send does not land once their fences are over."""
+        attempt = self._attempt
+        if attempt is None or attempt.failed:
+            return
+        attempt.failed = reason
+        self._torn = self._torn or self.mode == "paused"
+        self._totals["failed"] += 1
+        if attempt.arrival is not None:
+            attempt.arrival.cancel()
+        for rank in attempt.senders:
+            attempt.fences[rank] = self._fence(attempt.senders[rank])
+
+    def _fence(self, peer: NetAddr) -> Transfer:
+        self._totals["fenced"] += 1
+        return self.engine.fence(peer)
+
+    def _settle(self) -> None:
+        """Wait until nothing of an attempt that failed can land."""
+        attempt = self._attempt
+        if attempt is None:
+            return
+        end = time.monotonic() + FENCE_S
+        for rank, fence in list(attempt.fences.items()):
+            # A fence that failed is tried again.
+            fence = fence if fence is not None else self._fence(attempt.senders[rank])
+            try:
+                fence.wait(max(end - time.monotonic(), 0.0))
+                attempt.fences.pop(rank)
+            except (EngineError, TimeoutError) as error:
+                attempt.fences[rank] = None
+                name = f"trainer rank {rank}"
+                text = f"rollout rank {self.rank}: {name} might still write version {attempt.version}: {error}"
+                raise UpdateFailed(text, [name]) from error
+        self._attempt = None
+
+    def commit(self, version: int) -> None:
+        """Bring a complete version into force, between two steps of the engine. A second call has no effect.
+
+        Caches that were computed with the old weights are the caller's to drop.
+
+        Raises:
+            ValueError: The version is not the expected one, or not complete.
+        """
+        if version == self.version and self._attempt is None:
+            return
+        attempt = self._attempt
+        if attempt is None or attempt.version != version or attempt.failed or not self.ready():
+            now = "none" if attempt is None else f"{attempt.version}, {attempt.failed or 'landing'}"
+            raise ValueError(f"version: {version} came; expected: {now}")
+        if self.mode == "swap":
+            self._torn = True
+            self._move()
+        self._torn = False
+        self.version = version
+        self._attempt = None
+        self._totals["updates"] += 1
+        self._totals["bytes"] += self.schedule.received(self.rank)
+
+    def _move(self) -> None:
+        """Copy the slots of the second copy into the weights."""
+        covered: dict[int, int] = {}
+        for slot in self.slots:
+            covered[slot.memory] = covered.get(slot.memory, 0) + _num_bytes(slot)
+        for number, (copy, tensor) in enumerate(zip(self._copies, self.slots.tensors, strict=True)):
+            if covered.get(number) == tensor.numel():
+                tensor.copy_(copy)
+        for slot in self.slots:
+            if covered[slot.memory] != self.slots.tensors[slot.memory].numel():
+                _view(self.slots.tensors[slot.memory], slot).copy_(_view(self._copies[slot.memory], slot))
+
+    def metrics_text(self) -> str:
+        """Return counts as text for Prometheus."""
+        state = {name: int(self.state == name) for name in ("whole", "filling", "torn")}
+        lines = [f'putget_weights_rollout_state{{state="{name}"}} {value}' for name, value in state.items()]
+        lines.insert(0, "# TYPE putget_weights_rollout_state gauge")
+        lines += ["# TYPE putget_weights_rollout_version gauge", f"putget_weights_rollout_version {self.version}"]
+        return metrics_text("rollout", self._totals) + "\n".join(lines) + "\n"
+
+
+def _compared(slots: Slots, schedule: Schedule, rank: int) -> None:
+    """Check that a rank's slots are those that the schedule was made from."""
+    planned = schedule.memory(rank)
+    pairs = zip(slots.memory, planned, strict=False)
+    different = [f"{ours} here, {theirs} planned" for ours, theirs in pairs if ours != theirs]
+    if different or not len(slots.memory) == len(slots.tensors) == len(planned):
+        counts = f"{len(slots.tensors)} memories came; the schedule has {len(planned)} for rank {rank}"
+        raise ValueError(f"slots: {different[0] if different else counts}")
+    rows = schedule.slots(rank)
+    if len(rows) != len(slots):
+        raise ValueError(f"slots: {len(slots)} came; the schedule has {len(rows)} for rank {rank}")
+    for slot, row in zip(slots, rows, strict=True):
+        place = (slot.memory, slot.offset, list(slot.strides), slot.dtype, slot.recipe)
+        if (slot.name, list(slot.start), list(slot.size), *place) != row:
+            raise ValueError(f"slots: {slot} came; the schedule has {row} for rank {rank}")
+
+
+def _item_bytes(slot: Slot) -> int:
+    import torch
+
+    return int(getattr(torch, slot.dtype).itemsize)
+
+
+def _num_bytes(slot: Slot) -> int:
+    num = _item_bytes(slot)
+    for size in slot.size:
+        num *= size
+    return num
+
+
+def _view(flat: Any, slot: Slot) -> Any:
+    """Return a slot's bytes in flat memory, as a tensor of its shape and the bytes of an element."""
+    item = _item_bytes(slot)
+    return flat.as_strided((*slot.size, item), (*slot.strides, 1), flat.storage_offset() + slot.offset)

@@ -1,0 +1,197 @@
+"""The trainers' side: a version leaves a rank for all rollout ranks that expect it."""
+
+from __future__ import annotations
+
+import datetime
+import threading
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from putget_transfer._native import Engine, MrDesc
+from putget_transfer.weights._describe import dtype_name, is_dtensor
+from putget_transfer.weights._model import UpdateFailed, tensors_of
+from putget_transfer.weights._native import Schedule, Writer
+from putget_transfer.weights._offer import read_offer
+from putget_transfer.weights._prepare import Preparer
+from putget_transfer.weights._report import Report, metrics_text
+from putget_transfer.weights._staging import Staging, Writes
+
+SHOWN = 8
+
+
+class Trainer:
+    """A trainer rank.
+
+    Its parameters are read while `publish` runs, and must not change until it returns. Four stages overlap over tasks:
+    bringing a parameter to the device, preparing it, writing it (in the engine's threads, without Python's lock), and
+    the barrier at the end of a mesh group.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        schedule: Schedule,
+        rank: int,
+        model: Any,
+        group: Any = None,
+        *,
+        watermark_bytes: int = 256 << 20,
+        device: Any = "cpu",
+    ) -> None:
+        """Check a rank's parameters against the schedule, and allocate memory for prepared bytes.
+
+        Args:
+            engine: The engine that writes.
+            schedule: The plan, the same on all ranks.
+            rank: This rank among the trainers.
+            model: What was described: a module, or tensors by name.
+            group: A gloo process group of the trainers, whose barrier says which rank is missing; None: no barrier.
+            watermark_bytes: Memory for prepared bytes. A task that is longer runs alone, in as much as it needs.
+            device: Where bytes are prepared. Parameters that lie elsewhere are copied there.
+
+        Raises:
+            ValueError: Parameters differ from the schedule's in name, shape or type, or cannot be brought together; all
+                of them are named.
+        """
+        self.engine, self.schedule, self.rank, self.group = engine, schedule, rank, group
+        self.model, self.device = model, device
+        self.tasks = schedule.tasks(rank)
+        self.version = 0
+        self._checked()
+        longest = max((task.num_bytes for task in self.tasks), default=0)
+        self._staging = Staging(engine, max(watermark_bytes, longest), device)
+        self._busy = threading.Lock()
+        self._totals = {"updates": 0, "failed": 0, "bytes": 0}
+
+    def address(self) -> bytes:
+        """Return how rollout ranks know this rank."""
+        return self.engine.main_address().to_bytes()
+
+    def _checked(self) -> dict[str, Any]:
+        """Return the tensors by name, compared with the schedule."""
+        tensors = dict(tensors_of(self.model))
+        params = self.schedule.params
+        needed = {item[0] for task in self.tasks for item in task.items}
+        gathered = {item[0] for task in self.tasks for item in task.items if item[5]}
+        wrong = []
+        for number in sorted(needed):
+            name, shape, dtype = params[number]
+            found = tensors.get(name)
+            if found is None:
+                wrong.append(f"{name!r} is missing")
+            elif (list(found.shape), dtype_name(found.dtype)) != (shape, dtype):
+                wrong.append(f"{name!r} is {dtype_name(found.dtype)} {list(found.shape)}, not {dtype} {shape}")
+            elif number in gathered and not is_dtensor(found):
+                wrong.append(f"{name!r} has to be brought together, and is no DTensor")
+        known = {name for name, _, _ in params}
+        wrong += [f"{name!r} is not in the schedule" for name in tensors if name not in known]
+        if wrong:
+            more = f" and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
+            raise ValueError(f"model: {'; '.join(wrong[:SHOWN])}{more}")
+        return tensors
+
+    def publish(self, version: int, deadline_s: float, *, offers: Sequence[bytes]) -> Report:
+        """Write a version to the rollout ranks that have made offers. All trainer ranks do so at the same time.
+
+        Args:
+            version: The version, larger than those before.
+            deadline_s: Time until it fails. It returns at the latest when the engine's `grace` has passed as well.
+            offers: What `Rollout.expect` has returned for this rank, of all rollout ranks that take part.
+
+        Returns:
+            What it took. Rollout ranks that could not be written to are in `failed`; the others have everything.
+
+        Raises:
+            ValueError: An offer of another schedule or version, an older version, other parameters. Before any write.
+            UpdateFailed: The deadline came, or other trainer ranks are missing, which are named.
+        """
+        places = [self._place(offer, version) for offer in offers]
+        if version < self.version:
+            raise ValueError(f"version: {version} came; this rank has published {self.version}")
+        if not self._busy.acquire(blocking=False):
+            raise ValueError(f"version: {version} came while another version is being published")
+        try:
+            tensors = self._checked()
+            writer = Writer(self.engine, self.schedule, self.rank, places)
+            self.version = version
+            return self._publish(version, deadline_s, tensors, writer)
+        finally:
+            self._busy.release()
+
+    def _place(self, offer: bytes, version: int) -> tuple[int, int, list[tuple[MrDesc, int]]]:
+        found = read_offer(offer)
+        if found["digest"] != self.schedule.digest:
+            raise ValueError(f"offers: schedule {found['digest']} came; this rank has {self.schedule.digest}")
+        if found["version"] != version:
+            raise ValueError(f"offers: version {found['version']} came; {version} is to be published")
+        descs = [MrDesc.from_bytes(desc) for desc in found["descs"]]
+        return found["rank"], found["imm"], [(descs[number], base) for number, base in found["memory"]]
+
+    def _publish(self, version: int, deadline_s: float, tensors: dict[str, Any], writer: Writer) -> Report:
+        report = Report(version, self.rank)
+        begin = time.perf_counter()
+        writes = Writes(self._staging, report, time.monotonic() + deadline_s)
+        preparer = Preparer(self.schedule, tensors, report, self.device)
+        try:
+            for number, task in enumerate(self.tasks):
+                self._task(number, task, preparer, writes, writer)
+                last = number + 1 == len(self.tasks)
+                if last or self.tasks[number + 1].group != task.group:
+                    preparer.whole = None
+                    self._barrier(report, writes, version)
+            writes.end()
+        except Exception as error:
+            writes.cancel()
+            self._totals["failed"] += 1
+            if isinstance(error, (UpdateFailed, ValueError)):
+                raise
+            raise UpdateFailed(f"version {version}, trainer rank {self.rank}: {error}") from error
+        report.seconds = time.perf_counter() - begin
+        self._totals["updates"] += 1
+        self._totals["bytes"] += report.num_bytes
+        return report
+
+    def _task(self, number: int, task: Any, preparer: Preparer, writes: Writes, writer: Writer) -> None:
+        if not writes.left():
+            raise UpdateFailed(f"trainer rank {self.rank}: the deadline came before task {number} of {len(self.tasks)}")
+        targets = [target for target in writer.targets(number) if target not in writes.report.failed]
+        gathers = any(item[5] for item in task.items)
+        if not targets and not gathers:
+            return
+        first = writes.room(task.num_bytes)
+        for item in task.items:
+            offset, num_bytes = first + item[6], item[7]
+            preparer.prepare(item, self._staging.bytes[offset : offset + num_bytes])
+        self._ready()
+        for target in targets:
+            submit = partial(writer.write, number, target, self._staging.handle, first, writes.left())
+            writes.write(target, submit)
+            writes.report.num_writes += 1
+            writes.report.num_bytes += writer.num_bytes(number, target)
+
+    def _ready(self) -> None:
+        """Wait until the device has prepared."""
+        import torch
+
+        if torch.device(self.device).type == "cuda":
+            torch.cuda.current_stream().synchronize()
+
+    def _barrier(self, report: Report, writes: Writes, version: int) -> None:
+        """Meet the other trainer ranks."""
+        if self.group is None:
+            return
+        from torch import distributed
+
+        begin = time.perf_counter()
+        timeout = datetime.timedelta(seconds=max(writes.left(), 0.001))
+        try:
+            distributed.monitored_barrier(self.group, timeout, wait_all_ranks=True)
+        except RuntimeError as error:
+            raise UpdateFailed(f"version {version}, trainer rank {self.rank}: a rank is missing: {error}") from error
+        report.barrier_s += time.perf_counter() - begin
+
+    def metrics_text(self) -> str:
+        """Return counts as text for Prometheus."""
+        return metrics_text("trainer", self._totals)

@@ -1,0 +1,69 @@
+//! The write stage, as Python sees it.
+
+use pyo3::prelude::*;
+
+use putget_transfer::MrDesc;
+use putget_transfer_weights::{Place, Writer};
+
+use super::schedule::PySchedule;
+use crate::arguments;
+use crate::engine::PyEngine;
+use crate::errors::PyResult;
+use crate::objects::{PyMrDesc, PyMrHandle};
+use crate::submit::options;
+use crate::transfer::{PyTransfer, submitted};
+
+/// Writes one version.
+#[pyclass(name = "Writer", module = "putget_transfer.weights", frozen)]
+pub(crate) struct PyWriter {
+    writer: Writer,
+    engine: Py<PyEngine>,
+}
+
+type PlaceRow<'py> = (u32, u32, Vec<(PyRef<'py, PyMrDesc>, u64)>);
+
+#[pymethods]
+impl PyWriter {
+    #[new]
+    fn new(
+        engine: &Bound<'_, PyEngine>,
+        schedule: &PySchedule,
+        #[pyo3(from_py_with = arguments::target)] rank: usize,
+        places: Vec<PlaceRow<'_>>,
+    ) -> PyResult<Self> {
+        let place = |(target, imm, memory): &PlaceRow<'_>| {
+            let memory: Vec<(MrDesc, u64)> = memory.iter().map(|(desc, base)| (desc.desc.clone(), *base)).collect();
+            Place { target: *target, imm: *imm, memory }
+        };
+        let places = places.iter().map(place).collect();
+        let writer = Writer::new(&engine.get().engine()?, &schedule.schedule, rank, places)?;
+        Ok(Self { writer, engine: engine.clone().unbind() })
+    }
+
+    fn targets(&self, #[pyo3(from_py_with = arguments::task)] task: usize) -> Vec<u32> {
+        self.writer.targets(task)
+    }
+
+    fn num_bytes(
+        &self,
+        #[pyo3(from_py_with = arguments::task)] task: usize,
+        #[pyo3(from_py_with = arguments::index)] target: u32,
+    ) -> u64 {
+        self.writer.num_bytes(task, target)
+    }
+
+    fn write(
+        &self,
+        py: Python<'_>,
+        #[pyo3(from_py_with = arguments::task)] task: usize,
+        #[pyo3(from_py_with = arguments::index)] target: u32,
+        handle: &PyMrHandle,
+        #[pyo3(from_py_with = arguments::offset)] offset: u64,
+        deadline_s: f64,
+    ) -> PyResult<PyTransfer> {
+        let options = options(Some(deadline_s), None, None)?;
+        let handle = handle.handle()?;
+        let write = |done| self.writer.write(task, target, (&handle, offset), &options, done).map(Some);
+        submitted(self.engine.bind(py), None, write)
+    }
+}
