@@ -283,7 +283,7 @@ impl Prefiller {
             return Err(Error::argument("request", format!("{request:?} came; its prefill is over")));
         }
         prefill.steps.clear();
-        Ok(!jobs_of(&state, request).iter().any(|key| state.jobs.get(key).is_some_and(Job::under_way)))
+        Ok(!jobs_of(&state, request).iter().any(|key| state.jobs.get(key).is_some_and(|job| job.parts.any_under_way())))
     }
 
     /// Says that a request's prefill has failed: decoders that have asked are told, when all that was under way has ended, and those

@@ -66,6 +66,11 @@ impl<I: Copy> Parts<I> {
         Vec::new()
     }
 
+    /// Whether something is armed or being written.
+    pub fn any_under_way(&self) -> bool {
+        self.parts.iter().any(|part| matches!(part, Part::UnderWay(_)))
+    }
+
     /// Nothing waits and nothing is under way.
     pub fn are_over(&self) -> bool {
         self.parts.iter().all(|part| matches!(part, Part::Over))
