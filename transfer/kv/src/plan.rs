@@ -33,7 +33,7 @@ pub struct Ask<'a> {
 }
 
 impl Ask<'_> {
-    fn check(&self) -> Result<(), Error> {
+    pub(crate) fn check(&self) -> Result<(), Error> {
         if self.tokens == 0 || self.tokens > 1 << 40 {
             return Err(Error::argument("tokens", format!("{} came; 1 to 2^40 are allowed", self.tokens)));
         }

@@ -9,9 +9,12 @@ use loom::thread;
 
 use crate::parts::{Parts, Stop};
 
+/// A request's parts until it is over, and how it ended.
+type Known = (Option<Parts<usize>>, Vec<Option<Stop>>);
+
 /// A request with two parts, and an engine that carries them.
 struct World {
-    request: Mutex<(Option<Parts<usize>>, Vec<Option<Stop>>)>,
+    request: Mutex<Known>,
     /// What is under way, and whether it was called back.
     submitted: Mutex<Vec<(usize, bool)>>,
     answered: AtomicBool,

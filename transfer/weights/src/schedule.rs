@@ -70,7 +70,7 @@ impl Task {
     }
 }
 
-/// Who writes which bytes to whom, in which order.
+/// Which bytes each trainer writes to which rank, in which order.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Schedule {
     pub(crate) digest: [u8; 32],

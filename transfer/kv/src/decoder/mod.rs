@@ -267,6 +267,7 @@ impl Decoder {
             return Err(Error::argument("num_targets", "0 came; this decoder is one"));
         }
         // Before the plan: its size follows from the pages.
+        ask.check()?;
         geometry.check_pages(ask.first_token, ask.tokens, wanted.pages)?;
         let (draw, plan) = inner.plan(group, ask)?;
         inner.admit(group);

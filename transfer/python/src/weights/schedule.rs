@@ -92,7 +92,7 @@ pub(super) fn make(
     Ok(PySchedule { schedule: Arc::new(schedule) })
 }
 
-/// Who writes which bytes to whom, in which order.
+/// Which bytes each trainer writes to which rank, in which order.
 #[pyclass(name = "Schedule", module = "putget_transfer.weights", frozen)]
 pub(crate) struct PySchedule {
     pub schedule: Arc<Schedule>,
