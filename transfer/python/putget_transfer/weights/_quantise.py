@@ -43,7 +43,9 @@ def blocks(tensor: Any, scale: str = "float32") -> tuple[Any, Any]:
     tiles = padded.reshape(*outer, high // BLOCK, BLOCK, wide // BLOCK, BLOCK)
     finite = torch.where(torch.isfinite(tiles), tiles, 0.0)
     largest = finite.abs().amax((-3, -1))
-    scales = torch.where(largest > 0, largest / LARGEST, torch.ones_like(largest))
+    # By a tensor: a GPU multiplies by the rounded inverse of a number.
+    quotient = largest / torch.full_like(largest, LARGEST)
+    scales = torch.where(largest > 0, quotient, torch.ones_like(largest))
     # The quotient of the smallest numbers is 0 or imprecise; the least normal number scales them as well.
     scales = scales.clamp(min=torch.finfo(torch.float32).tiny)
     if scale == "ue8m0":
