@@ -15,7 +15,6 @@ import torch
 
 import putget
 from putget import _abi
-from putget.core.geometry import Beside
 from putget.tuning import ChosenLaunch, Launch, Tuning
 from tests.harness import Rank, run_ranks
 from tests.harness.cases import Case, Round
@@ -233,7 +232,8 @@ def replayed(rank: Rank, case: Case, what: str) -> tuple[str, Outcome]:
         native = a2a._native
 
         def start_dispatch() -> None:
-            native.dispatch(_abi.START, *arguments[:2], tuple(arguments[2:]), num_tokens, 8, Beside())
+            native.describe_dispatch(num_tokens, 8, ids_are_64bit=arguments[0].dtype == torch.int64)
+            native.dispatch(_abi.START, tuple(arguments), None)
 
         def dispatch() -> None:
             start_dispatch()
