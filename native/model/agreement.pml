@@ -10,10 +10,6 @@
  * what the others said meanwhile. The others are healthy. Time passes only when no healthy rank has anything left to do;
  * then deadlines may pass one by one, with anything in between.
  *
- * A healthy rank may leave an attempt that its members have agreed on by an error of its own, such as Ctrl-C or a lack of
- * files. It says so, those that are with it end too and pass its word on, and all try again with the same members. That
- * happens up to ERRORS times.
- *
  * What one rank says to another is a set of registers, the last message of each kind.
  *
  * What is checked: a healthy rank never misses a healthy one, finds no conflict, and needs no more than LIMIT attempts; in
@@ -21,15 +17,14 @@
  * the beginning only one rank knows of it, as after a step that failed).
  *
  * Parameters (-D): RANKS (3 or 4), LIMIT (attempts of a healthy rank, up to 7), PAUSES (attempts of the victim), WAKES,
- * VICTIM (the last rank; messages to ranks before it go out first), REACH (who hears the victim, a bit for each), ERRORS
+ * VICTIM (the last rank; messages to ranks before it go out first), REACH (who hears the victim, a bit for each)
  * STEPWISE     healthy ranks, too, say one thing to several peers in several steps
  * READMIT      the healthy ranks begin without the victim; once they serve they call all ranks together, and so does it
  * Mutations: OLD_MISSING (missing is whoever has not confirmed, whether all have joined or not), NO_ASK (whoever is
  * further does not wait for word of those behind), SAME_GRACE (all stages wait as long), NO_TIME_TO_COME (a join waits no
  * longer than a round), NO_FOLLOW (a member that gives up is followed by nobody), NO_REASON (nor by those whom its next
  * join reaches), NO_ORDER (whoever is read first is believed, also if it answers another), NO_HOLD (an answer is believed
- * where the word before it is still on its way), NO_WORD (a member that leaves by an error of its own is followed by
- * nobody), OLD_WORD (also by those that have begun again), WORD_MISSES (whoever follows it misses that member), OWN_MIXED, OWN_EPOCH (each rank keeps its own).
+ * where the word before it is still on its way), OWN_MIXED, OWN_EPOCH (each rank keeps its own).
  */
 #ifndef RANKS
 #define RANKS 3
@@ -45,9 +40,6 @@
 #endif
 #ifndef VICTIM
 #define VICTIM (RANKS - 1)
-#endif
-#ifndef ERRORS
-#define ERRORS 0
 #endif
 #define A_HEALTHY_ONE ((VICTIM + 1) % RANKS)
 #ifndef REACH
@@ -76,8 +68,6 @@ typedef Ear { /* what one rank has heard of another */
   bool stands, join_is_fresh;     /* it was not taken back, nor used up; heard during this rank's attempt */
   byte left, left_wants, lost;    /* the last join that it took back, and whom it missed */
   bool left_is_fresh;
-  byte word;      /* 1 and the rank whose own error ended that join; 0: it missed others */
-  bool was_with;  /* the join stood until then, and was not used up */
   byte answers; /* those of its lost and given that had missed it before it missed them */
   byte hurry; /* the join whose deadline has passed */
   short confirm, shares, started;
@@ -93,7 +83,6 @@ bool is_recalled[RANKS];
 byte phase;
 bool has_halted; /* the victim, for good */
 byte times;       /* that deadlines have passed */
-byte errors;      /* that healthy ranks had */
 
 #define EAR heard[me].by[peer]
 #define SAY heard[peer].by[me]
@@ -138,8 +127,6 @@ inline say_join() {
 inline say_left() {
   SAY.left = number[me];
   SAY.left_wants = wants;
-  SAY.word = word;
-  SAY.was_with = (word -> SAY.stands && SAY.join == number[me] : false);
   SAY.lost = lost;
   SAY.answers = answers;
   SAY.left_is_fresh = IN_ATTEMPT(peer);
@@ -149,13 +136,6 @@ inline say_left() {
 #define HAS_AGREED (stage[me] >= SHARING)
 #define IS_WITH (HAS_AGREED || (EAR.stands && EAR.wants == wants))
 #define SAID_NOW(what) (HAS_AGREED -> EAR.what == PART(together[me], peer) : EAR.what == EAR.join && IS_WITH)
-
-/* Before it has agreed, a rank ends with whoever takes back a join that it has heard, and wants too. */
-#ifdef OLD_WORD
-#define SAID_WITH (EAR.left_wants == wants)
-#else
-#define SAID_WITH (EAR.left_wants == wants && EAR.was_with)
-#endif
 
 /* Whoever misses a rank that had missed it before only answers: the earlier word is on its way, unless time has passed. */
 #ifdef NO_ORDER
@@ -172,16 +152,9 @@ inline heed() {
     peer = (VICTIM + turn - 1) % RANKS;
     if
     :: peer != me && IS_IN(peer, wants) ->
-#ifndef NO_WORD
-      if
-      :: !word && EAR.left_is_fresh && EAR.word &&
-           (HAS_AGREED -> EAR.left == PART(together[me], peer) : SAID_WITH) -> word = EAR.word
-      :: else
-      fi;
-#endif
 #ifndef NO_FOLLOW
       if
-      :: !lost && !EAR.word && EAR.left_is_fresh && EAR.lost && !IS_IN(me, EAR.lost) && IS_FIRST_WORD(EAR.lost) &&
+      :: !lost && EAR.left_is_fresh && EAR.lost && !IS_IN(me, EAR.lost) && IS_FIRST_WORD(EAR.lost) &&
            (HAS_AGREED -> EAR.left == PART(together[me], peer) : EAR.left_wants == wants) -> lost = EAR.lost
       :: else
       fi;
@@ -279,7 +252,7 @@ inline learn_mixed() {
 }
 
 proctype Rank(byte me) {
-  byte wants = FIRST_MASK, given, lost, word, answers, missed_by, absent, behind, peer, turn;
+  byte wants = FIRST_MASK, given, lost, answers, missed_by, absent, behind, peer, turn;
   short told, joins;
   bool must_ask, is_back, holds; /* an answer, until time has passed */
 
@@ -303,7 +276,6 @@ begin:
     holds = false;
     told = 0;
     lost = 0;
-    word = 0;
     for (peer : 0 .. RANKS - 1) {
       EAR.left_is_fresh = false;
       EAR.join_is_fresh = false
@@ -329,21 +301,6 @@ end_wait:
       :: else
       fi;
       heed();
-      if
-      :: !word && HAS_AGREED && me != VICTIM && errors < ERRORS -> errors++; word = me + 1
-      :: true
-      fi;
-      if
-      :: word ->
-        must_ask = false;
-#ifdef WORD_MISSES
-        lost = (word == me + 1 -> 0 : 1 << (word - 1));
-#else
-        lost = 0;
-#endif
-        goto leave
-      :: else
-      fi;
       if
       :: lost -> must_ask = false; goto give_up
       :: !lost && must_ask -> asked[me] = true; is_late[me] = false; news[me] = true; goto ask
@@ -423,13 +380,6 @@ give_up:
   TELL(EVERYBODY, say_left());
   given = given | lost;
   wants = wants & ~lost;
-  goto begin;
-
-leave:
-  stage[me] = IDLE;
-  answers = answers | (lost & missed_by);
-  TELL(EVERYBODY, say_left());
-  given = given | lost;
   goto begin;
 
 served:
