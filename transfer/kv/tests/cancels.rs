@@ -14,13 +14,15 @@ use putget_transfer_kv::*;
 
 const SIDE: Side = Side { tp: 1, layout: Layout::Lbhnc, page_tokens: 8, num_pages: 64, heads: 4 };
 const TOKENS: u64 = 64;
+/// A prefill that begins after its cancel keeps its pages for so long.
+const LEASE: Duration = Duration::from_secs(1);
 /// Requests whose pages are looked at once more before they are used again.
 const KEPT: usize = 4;
 
 fn cancels(network: &Network, count: usize) -> String {
     network.set_faults(Faults { max_delay_polls: 30, ..Faults::default() });
     let (source, target) = (rank(network, &SIDE, 0), rank(network, &SIDE, 0));
-    let prefiller = Prefiller::new(&source.cache, PrefillerOptions::default()).unwrap();
+    let prefiller = Prefiller::new(&source.cache, PrefillerOptions { lease: LEASE, ..Default::default() }).unwrap();
     let decoder = Decoder::new(&target.cache, DecoderOptions::default()).unwrap();
     let group = decoder.group(&[prefiller.source()]).unwrap();
     let mut random = Rng::with_seed(11);

@@ -37,13 +37,13 @@ impl Inner {
 
     pub(super) fn asked(self: &Arc<Self>, from: &NetAddr, request: Request) {
         let (receive, answers, name) = (request.receive, request.answers, request.request.clone());
+        let num_targets = request.num_targets;
         let mut state = self.state();
         let key = (from.clone(), receive);
         let answer = match self.accept(&mut state, &key, request) {
             Ok(job) => {
                 count(&self.metrics.accepted);
                 let lease = Instant::now() + self.options.lease;
-                let num_targets = job.request.num_targets;
                 if let Some(prefill) = state.prefills.get_mut(&name) {
                     prefill.num_targets = Some(num_targets);
                     prefill.lease = prefill.lease.max(lease);
@@ -55,7 +55,13 @@ impl Inner {
                 // One that lacks its Hello comes again.
                 match refusal {
                     Refusal::Unknown => {}
-                    Refusal::Cancelled => count(&self.metrics.cancelled),
+                    Refusal::Cancelled => {
+                        count(&self.metrics.cancelled);
+                        if let Some(prefill) = state.prefills.get_mut(&name) {
+                            prefill.num_targets = Some(num_targets);
+                            prefill.served.insert((from.clone(), answers));
+                        }
+                    }
                     _ => {
                         count(&self.metrics.refused);
                         tracing::warn!(request = %name, receive, %refusal, %words, "a request was refused");
@@ -90,6 +96,7 @@ impl Inner {
         let invalid = |error: Error| (Refusal::Invalid, error.to_string());
         let ask = request.ask();
         // Before the plan: its size follows from the pages.
+        ask.check().map_err(invalid)?;
         hello.target.check_pages(request.first_token, request.tokens, &request.pages).map_err(invalid)?;
         let plan = plan_drawn(&hello.sources, &hello.target, &ask, request.draw);
         let plan = plan.map_err(|error| (Refusal::Geometry, error.to_string()))?;
