@@ -239,7 +239,7 @@ impl Region {
             Kind::State => writer.u32(u32::MAX),
         }
         writer.u32(self.planes);
-        writer.u32(u32::from(self.whole));
+        writer.u8(u8::from(self.whole));
         writer.u32(self.num_heads);
         writer.u64(self.head_bytes);
     }
@@ -262,7 +262,7 @@ impl Region {
             u32::MAX => Kind::State,
             window => Kind::Window(window),
         };
-        let (planes, whole) = (reader.u32()?, reader.u32()? != 0);
+        let (planes, whole) = (reader.u32()?, reader.flag()?);
         let (num_heads, head_bytes) = (reader.u32()?, reader.u64()?);
         let (layer, group, memory, page_tokens) = (reader.u32()?, reader.u32()?, reader.u32()?, reader.u32()?);
         let heads = reader.u32()?..reader.u32()?;
