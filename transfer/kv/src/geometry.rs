@@ -4,7 +4,7 @@ use std::collections::HashSet;
 use std::fmt;
 use std::ops::Range;
 
-use putget_transfer::Error;
+use putget_transfer::{DecodeError, Error};
 use sha2::{Digest as _, Sha256};
 
 use crate::codec::{Reader, Result as Decoded, Writer};
@@ -239,7 +239,7 @@ impl Region {
             Kind::State => writer.u32(u32::MAX),
         }
         writer.u32(self.planes);
-        writer.u8(u8::from(self.whole));
+        writer.u32(u32::from(self.whole));
         writer.u32(self.num_heads);
         writer.u64(self.head_bytes);
     }
@@ -262,7 +262,12 @@ impl Region {
             u32::MAX => Kind::State,
             window => Kind::Window(window),
         };
-        let (planes, whole) = (reader.u32()?, reader.flag()?);
+        let planes = reader.u32()?;
+        let whole = match reader.u32()? {
+            0 => false,
+            1 => true,
+            _ => return Err(DecodeError::Value("flag")),
+        };
         let (num_heads, head_bytes) = (reader.u32()?, reader.u64()?);
         let (layer, group, memory, page_tokens) = (reader.u32()?, reader.u32()?, reader.u32()?, reader.u32()?);
         let heads = reader.u32()?..reader.u32()?;
@@ -415,7 +420,7 @@ impl Geometry {
     /// Reads one. It is not checked yet.
     ///
     /// # Errors
-    /// [`DecodeError`](putget_transfer::DecodeError) for anything but the bytes of a geometry.
+    /// [`DecodeError`] for anything but the bytes of a geometry.
     pub fn from_bytes(bytes: &[u8]) -> Decoded<Self> {
         let mut reader = Reader::new(bytes);
         let geometry = Self::decode(&mut reader)?;
