@@ -1,4 +1,4 @@
-"""What a call costs the host: eager pairs of dispatch and combine of one rank, by caller.
+"""The host's time per call: eager pairs of dispatch and combine of one rank, by caller.
 
     python3 benchmarks/host_time.py --device cuda --tokens 1,128 --output_file host_time.json
     torchrun --nproc_per_node=4 benchmarks/host_time.py --device cuda      # on 4 GPUs: the period of a pair, too

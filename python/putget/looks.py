@@ -1,4 +1,4 @@
-"""What a kind of call was given when its checks last passed, so that an equal call needs none of them again.
+"""Looks of tensors: an equal call needs no checks again, because its tensors look as they did when the checks passed.
 
 A check looks at shapes, dtypes, devices and strides alone; addresses, which change with every call, are checked every
 time. A tensor can change in place, so what a check looks at is compared each time, and never the tensor itself.
@@ -14,7 +14,7 @@ Looks = tuple[tuple[Any, ...], ...]
 
 
 def looks_of(values: Sequence[Any]) -> Looks | None:
-    """What checks of contiguous tensors look at, for each of them; None where one is no tensor.
+    """Returns, for each contiguous tensor, the properties that checks read; None if one value is no tensor.
 
     Strides are not compared but for their being contiguous, because those of a dimension of length 1 say nothing.
     """

@@ -31,7 +31,7 @@ from putget.group.communicator import Communicator, collective
 from putget.memory.workspace import resolve_device
 
 Loads: TypeAlias = NDArray[np.float64]
-# What an iteration costs in which experts move, in max/mean: as measured, docs/guides/balancer.md.
+# Cost, in max/mean, of an iteration in which experts move: measured, docs/guides/balancer.md.
 _MOVES_COST = 0.02
 
 

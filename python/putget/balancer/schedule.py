@@ -206,7 +206,7 @@ class _LayerChanges:
     def _filled(
         self, order: list[int], room: NDArray[np.int64], puts: NDArray[np.int64]
     ) -> Iterator[list[tuple[int, int]]]:
-        """What has been taken, behind each change that fits."""
+        """Yields the moves taken so far, after each change that fits."""
         held = self.slots.copy()  # sources are what stood there before the batch
         taken: list[tuple[int, int]] = []
         for slot in order:

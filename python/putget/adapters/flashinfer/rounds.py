@@ -25,7 +25,7 @@ _ANY_ROW = Payload((8,), torch.bfloat16)
 
 
 class Plan:
-    """What is the same for all dispatches of rows of some kinds.
+    """The part of a dispatch that is the same for all dispatches of rows of some kinds.
 
     Args:
         weights: Which payload travels as router weights.
@@ -67,7 +67,7 @@ class Plan:
         return list(delivered)
 
     def _point(self, received: Received, rows: int) -> tuple[BySource | None, list[torch.Tensor]]:
-        """What brings the rows there, and the tensors that are delivered."""
+        """Makes the copy that brings the rows to their places, and the tensors that are delivered."""
         flat = dict(zip(self.carried, received.flat.payloads, strict=True))
         if self.weights is not None:
             flat[self.weights] = received.flat.topk_weights
@@ -181,7 +181,7 @@ class RankRounds:
         return plan.deliver(received, rows)
 
     def _plan_for(self, payloads: Sequence[Any], rows: int, invalid: int, ids_index: int | None) -> Plan:
-        """What is the same for all dispatches of such rows; raises as ``dispatch``."""
+        """Finds or makes the plan of such rows; raises as ``dispatch``."""
         key = (kinds_of(payloads), rows, invalid, ids_index)
         plan = self._plans.get(key)
         if plan is None:
