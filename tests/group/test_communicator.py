@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import putget
-from tests.harness import Rank, run_ranks
+from tests.harness import Rank, fresh_ranks, run_ranks
 from tests.harness.cases import Case, Round
 from tests.harness.compare import Outcome, check_case, play
 
@@ -173,7 +173,10 @@ def test_a_value_that_is_no_json_ends_it_on_all_ranks() -> None:
 
 
 def test_a_rank_that_does_not_come_is_named() -> None:
-    zero, one, two = run_ranks(3, apart, "missing")
+    with fresh_ranks(3) as ranks:  # rank 1 is behind the others afterwards
+        ranks.call(said)
+        told = ranks.call(apart, "missing")
+        zero, one, two = (told[rank] for rank in range(3))
     assert "1" in zero
     assert zero.startswith("PeerTimeout")
     assert two.startswith("PeerTimeout")

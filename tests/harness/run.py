@@ -49,7 +49,14 @@ def run_ranks(
     if mode == "thread":
         return _run_threads(size, body, args, device, timeout, network)
     call = (body, *args) if network is None else (on_network, network, body, *args)
-    results = kept_ranks(size, device).call(*call, timeout=timeout)
+    pool = kept_ranks(size, device)
+    results = pool.call(*call, timeout=timeout)
+    attempts = pool.call(last_attempt)
+    if len(set(attempts.values())) > 1:
+        pool.broken = True
+        raise AssertionError(
+            f"{body.__name__} leaves ranks at attempts {attempts}: it needs fresh_ranks, others share these"
+        )
     return [results[rank] for rank in range(size)]
 
 
@@ -85,6 +92,11 @@ def forget(rank: Rank) -> None:
         with contextlib.suppress(putget.PutgetError):
             a2a.close()
     rank.state.clear()
+
+
+def last_attempt(rank: Rank) -> int:
+    """A body: how many attempts the rank has begun. Where ranks differ, whatever they make together next fails."""
+    return 0 if rank._comm is None else rank._comm._mesh.number
 
 
 def on_network(rank: Rank, network: putget.Network, body: Callable[..., Any], *args: Any) -> Any:
