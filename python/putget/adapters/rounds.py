@@ -262,7 +262,8 @@ class Rounds:
         sizes = (self.num_experts, self.top_k, self.max_tokens_per_rank, self.num_stats)
         setting = (*sizes, self._by_rank, self.output, self.combine_dtype, self.shared.closings)
         begun = (looks, setting)
-        if looks is None or begun != self._begun or self._begun_to is not self.expert_to_rank:
+        is_begun = looks is not None and begun == self._begun and self._begun_to is self.expert_to_rank
+        if not is_begun or self.shared.unproven:
             self._begun = None
             self._begun_on, self._next_combined = self._all_to_all_for(topk_ids, payloads, names)
             self._begun, self._begun_to = begun, self.expert_to_rank

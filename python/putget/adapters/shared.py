@@ -7,10 +7,11 @@ adapters keep one communicator per process group, and with each communicator one
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import weakref
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,8 +107,6 @@ class SharedWorkspace:
         timeout_s: Deadline of every wait, in seconds.
         warmup_timeout_s: Deadline of set-up and of each all-to-all's first round, in seconds.
         arguments: What num_bytes follows from, by the caller's names: where ranks differ, these say so.
-
-    Attributes:
         key: Under which its communicator keeps it; None where the caller does.
 
     Raises:
@@ -123,6 +122,7 @@ class SharedWorkspace:
         timeout_s: float = TIMEOUT_S,
         warmup_timeout_s: float = WARMUP_TIMEOUT_S,
         arguments: Mapping[str, Any] | None = None,
+        key: Hashable = None,
     ) -> None:
         self.comm = comm
         self.device = device
@@ -132,22 +132,106 @@ class SharedWorkspace:
         self._arguments = dict(arguments or {})
         self._objects: dict[Recipe, AllToAll] = {}
         self.closings = 0  # how often what was made on it has been freed
+        self._made_in: dict[Recipe | None, int] = {}  # the attempt that made an object; None: the workspace
+        self.unproven: set[Recipe] = set()  # objects that another rank may lack: the next ``all_to_all`` finds out
         self._suspended = self._is_closed = False
-        self._workspace: Workspace | None = self._make()
+        self._is_told = False  # that a rank has left the making of the memory late
+        self._workspace: Workspace | None = None
         self._local: torch.Tensor | None = None
         self._open_round: weakref.ref[Any] | None = None
-        self.key: Hashable = None
+        self.key = key
+        try:
+            self._make_memory()
+        except BaseException:
+            if self._workspace is None and comm.kept.get(key) is self:
+                del comm.kept[key]
+            raise
 
-    def _make(self) -> Workspace:
-        if self._arguments:
-            self.comm.compare("layer's memory", self._arguments, self._warmup_timeout_s)
-        return Workspace(
-            self.comm,
-            self.num_bytes,
-            self.device,
-            timeout_s=self._timeout_s,
-            warmup_timeout_s=self._warmup_timeout_s,
-        )
+    def _make_memory(self) -> None:
+        """Makes the workspace, in one attempt.
+
+        What is kept is kept before the attempt ends: a rank that is interrupted behind it has what the others have.
+        """
+
+        def make() -> None:
+            self._made_in[None] = self.comm.attempts
+            if self.key is not None:
+                _keep(self, self.key)
+            if self._arguments:
+                self.comm.compare("layer's memory", self._arguments, self._warmup_timeout_s)
+            self._workspace = Workspace(
+                self.comm,
+                self.num_bytes,
+                self.device,
+                timeout_s=self._timeout_s,
+                warmup_timeout_s=self._warmup_timeout_s,
+            )
+
+        try:
+            self.comm.attempt("layer's memory", make)
+            self._is_told = False
+        except BaseException:
+            if self._is_void(None):
+                self._drop_memory()
+            raise
+
+    def _is_void(self, recipe: Recipe | None) -> bool:
+        """Whether a rank lacks what has been made here for a recipe; None: the workspace."""
+        return self.comm.is_void(self._made_in.get(recipe, 0))
+
+    def renew(self) -> None:
+        """Makes the memory again if a rank lacks it, which is collective then: that rank makes it, too.
+
+        A rank that leaves a constructor behind its last words lacks what the others have made.
+
+        Raises:
+            ValueError, BackendUnavailable, PeerTimeout: As ``putget.Workspace``. The next call tries again.
+        """
+        if self._is_closed or self._suspended:
+            return
+        if self._workspace is None or self._is_void(None):
+            self._drop_memory()
+            self._make_memory()
+        self._prove(self._objects)
+
+    def _prove(self, recipes: Iterable[Recipe] | None = None) -> None:
+        """Gives up objects that a rank lacks.
+
+        Behind a round of all ranks each has its own, or has said that it left.
+        """
+        for recipe in list(self.unproven if recipes is None else recipes):
+            self.unproven.discard(recipe)
+            if recipe in self._objects and self._is_void(recipe):
+                self._drop_object(recipe)
+
+    def _raise_untold(self) -> None:
+        """Ends the call where the memory is void and its caller does not know: no other rank is about to make it again.
+
+        Raises:
+            PeerLeft: Once. The next call makes the memory again.
+        """
+        if self._workspace is None or self._is_told or not self._is_void(None):
+            return
+        error = self.comm.left_late(self._made_in[None])
+        if error is not None:
+            self._is_told = True
+            raise error
+
+    def _drop_memory(self) -> None:
+        """Closes what has been made; its faults do not matter any more."""
+        for recipe in list(self._objects):
+            self._drop_object(recipe)
+        self.closings += 1
+        workspace, self._workspace = self._workspace, None
+        if workspace is not None:
+            workspace.close()
+        self.open_round = None
+
+    def _drop_object(self, recipe: Recipe) -> None:
+        self.closings += 1
+        self.unproven.discard(recipe)
+        with contextlib.suppress(PutgetError):
+            self._objects.pop(recipe).close()
 
     @property
     def open_round(self) -> Any:
@@ -176,7 +260,8 @@ class SharedWorkspace:
     def active_ranks(self) -> tuple[bool, ...]:
         """One bool for each rank of the group; raises as `require_open` does."""
         self.require_open()
-        assert self._workspace is not None
+        if self._workspace is None:
+            raise PutgetError("the symmetric memory could not be made again: call the layer's constructor on all ranks")
         return self._workspace.active_ranks
 
     def local_rows(self, num_bytes: int) -> torch.Tensor:
@@ -220,6 +305,7 @@ class SharedWorkspace:
             PeerTimeout: A rank did not come.
         """
         if not self.is_suspended:
+            self.renew()
             return
         if comm is not None and comm is not self.comm:
             if (comm.rank, comm.size) != (self.comm.rank, self.comm.size):
@@ -228,7 +314,7 @@ class SharedWorkspace:
                     f"{self.comm.size}"
                 )
             self._move(comm)
-        self._workspace = self._make()
+        self._make_memory()
         self._suspended = self._is_closed = False
 
     def _move(self, comm: Communicator) -> None:
@@ -255,6 +341,8 @@ class SharedWorkspace:
             PeerTimeout: A rank did not come: it may have another recipe.
         """
         self.require_open()
+        if self.unproven:
+            self._prove()
         found = self._objects.get(recipe)
         if found is None:
             if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -263,7 +351,16 @@ class SharedWorkspace:
                     f"the first dispatch of rows {rows} happens while a CUDA graph is captured: run one round of these "
                     "rows before, which sets it up"
                 )
-            found = AllToAll(
+            self._raise_untold()
+            self.renew()
+            found = self._make_all_to_all(recipe)
+        return found
+
+    def _make_all_to_all(self, recipe: Recipe) -> AllToAll:
+        def make() -> AllToAll:
+            self._made_in[recipe] = self.comm.attempts
+            self.unproven.add(recipe)
+            self._objects[recipe] = AllToAll(
                 self.comm,
                 num_experts=recipe.num_experts,
                 top_k=recipe.top_k,
@@ -278,8 +375,15 @@ class SharedWorkspace:
                 timeout_s=self._timeout_s,
                 warmup_timeout_s=self._warmup_timeout_s,
             )
-            self._objects[recipe] = found
-        return found
+            return self._objects[recipe]
+
+        try:
+            return self.comm.attempt("AllToAll", make)
+        except BaseException:
+            self._is_told = True
+            if recipe in self._objects and self._is_void(recipe):
+                self._drop_object(recipe)
+            raise
 
     def close(self) -> None:
         """Frees everything. Needs no peer. Idempotent.
@@ -340,6 +444,8 @@ def communicator_of(group: Any = None) -> Communicator:
         found = _communicators.get(key)
     if found is not None:
         found.require_own()
+        if not found.is_closed and found.is_abandoned:
+            found.close()
     if found is None or found.is_closed:
         found = Communicator(group)
         with _lock:
@@ -380,11 +486,10 @@ def shared_workspace(
     key = ("shared_workspace", place, num_bytes, share_by)
     found = comm.kept.get(key)
     if found is None:
-        found = SharedWorkspace(
-            comm, num_bytes, place, timeout_s=timeout_s, warmup_timeout_s=warmup_timeout_s, arguments=arguments
-        )
-        _keep(found, key)
+        deadlines = {"timeout_s": timeout_s, "warmup_timeout_s": warmup_timeout_s}
+        return SharedWorkspace(comm, num_bytes, place, **deadlines, arguments=arguments, key=key)
     assert isinstance(found, SharedWorkspace)
+    found.renew()
     return found
 
 

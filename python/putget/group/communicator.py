@@ -98,8 +98,12 @@ class Communicator:
             raise ValueError(f"group has {size} ranks, allowed are up to {_abi.MAX_RANKS}")
         check_group(network)
         joined = meet(group, rank, size, network)
-        self._set(rank, size, joined.mesh, None)
-        self.domain_of, self.network = joined.domain_of, joined.network
+        try:
+            self._set(rank, size, joined.mesh, None)
+            self.domain_of, self.network = joined.domain_of, joined.network
+        except BaseException:
+            joined.mesh.close()  # the others see that this rank has no communicator
+            raise
 
     @classmethod
     def local(cls, n: int, *, network: Network | None = None) -> tuple[Communicator, ...]:
@@ -409,6 +413,28 @@ class Communicator:
         """
         self.require_open()
         return self._mesh.within(what, body, ends_together=True)
+
+    @property
+    def attempts(self) -> int:
+        """The number of the attempt under way, or of the last one."""
+        return self._mesh.number
+
+    def is_void(self, attempt: int) -> bool:
+        """Whether a rank lacks what an attempt has made, as far as this rank has heard: it failed here, or there.
+
+        A rank may leave behind its last words, so that others have made something that it has not. All ranks make that
+        again. Waits for nothing.
+        """
+        return attempt > 0 and self._mesh.is_void(attempt)
+
+    def left_late(self, attempt: int) -> Exception | None:
+        """The error of a rank that has left an attempt which has succeeded here: what this rank raises once."""
+        return self._mesh.left_late(attempt)
+
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether a rank is gone although nothing was made on this communicator: it left the constructor, or died."""
+        return self._mesh.is_abandoned()
 
     def refuse(self, reason: str) -> None:
         """Tells the others that this rank leaves the attempt: its own arguments are wrong, or the error it handles."""

@@ -6,6 +6,10 @@ A collective call, such as a constructor, is one *attempt* of each rank. Attempt
 all ranks: attempt n of one rank meets attempt n of the others, and no other. A rank that leaves an attempt by an error
 says so to the others, on its way out: whoever waits in attempt n, or comes to it later, ends it at once. So the next
 attempt begins afresh on all ranks.
+
+A rank may leave behind its last words: then attempt n has succeeded on others, which the rank *left late*. Their
+objects of it are *void*, because the rank lacks them. If another rank is in attempt n + 1 when it hears so, it ends
+that one, too; ranks that have known it before leave that number out. So all are at the same number again.
 """
 
 from __future__ import annotations
@@ -97,6 +101,7 @@ class _Attempt:
         timeout_s: Its deadline in seconds.
         heard: The word of the rank that has left it, if one has.
         is_left: Whether this rank has said that it leaves.
+        known: Attempts that this rank knew to be void when it began this one.
     """
 
     number: int
@@ -107,6 +112,11 @@ class _Attempt:
     timeout_s: float = _FAREWELL_S
     heard: dict[str, Any] = field(default_factory=dict)
     is_left: bool = False
+    known: frozenset[int] = frozenset()
+
+
+class _IsLeftOut(Exception):
+    """Other ranks have ended an attempt of this number that this rank has just begun: the next one takes its place."""
 
 
 class Mesh:
@@ -130,7 +140,9 @@ class Mesh:
         self.process = _fork.here
         self._attempt: _Attempt | None = None
         self._made = (0, "")  # the last attempt that succeeded here, and its name
-        self._left_late: dict[int, str] = {}  # by rank: why it has not what this rank has of that attempt
+        self._void: set[int] = set()  # attempts whose objects this rank or another lacks: they failed, or one left late
+        self._late: dict[str, Any] = {}  # the word of the last rank that left late, as it is passed on
+        self._left_late: dict[int, str] = {}  # by rank: why it has not what this rank has of the last attempt
         _meshes.add(self)
 
     # --- attempts -----------------------------------------------------------------------------------------------------
@@ -151,6 +163,8 @@ class Mesh:
             members: Ranks that take part; None: all.
             ends_together: Members leave the body when all have come to its end, or none does.
         """
+        if self._attempt is not None and self._attempt.number == self._made[0]:
+            self.end()  # a signal's handler raised as it was about to end
         if self._attempt is not None:
             try:
                 return body()
@@ -166,6 +180,8 @@ class Mesh:
             self._left_late.clear()
             return result
         except BaseException as error:
+            if self._attempt is not None:
+                self._void.add(self._attempt.number)
             named = error if self._has_heard() else files.named(error, self.rank)
             self.leave(named)
             if named is error:
@@ -179,14 +195,48 @@ class Mesh:
 
     def begin(self, what: str, members: Iterable[int] | None = None, after: int = 0) -> _Attempt:
         """Begins an attempt, with a number above ``after``; ``end`` follows, also where this is interrupted."""
-        self.number = max(self.number, after) + 1
         everyone = sorted({self.rank, *self.peers} if members is None else members)
-        attempt = self._attempt = _Attempt(self.number, what, everyone)
+        attempt = self._attempt = _Attempt(max(self.number, after) + 1, what, everyone)
+        self.number = attempt.number
         self._take_stale()
+        self._leave_out(attempt)
+        attempt.known = frozenset(self._void)
         return attempt
+
+    def _leave_out(self, attempt: _Attempt) -> None:
+        """Leaves out numbers that others have used up: they began them before they heard who had left late."""
+        inboxes = [self.peers[peer].inbox for peer in attempt.members if peer != self.rank]
+        while words := [one.fields["left"] for inbox in inboxes for one in inbox if _leaves(one, attempt.number)]:
+            late = [word["late"] for word in words if word["kind"] == "late"]
+            if not late:
+                return
+            self._void.update(late)
+            self.number = attempt.number = attempt.number + 1
+            for peer in attempt.members:
+                if peer != self.rank:
+                    self._drop_stale(peer, attempt.number)
+
+    def is_void(self, number: int) -> bool:
+        """Whether an attempt has failed here, or a rank has left it late: not all ranks have what it made."""
+        self._take_stale()
+        return number in self._void
+
+    def left_late(self, number: int) -> Exception | None:
+        """The error for an attempt that has succeeded here, and that a rank has left late."""
+        late = self._late
+        return error_of(late, self.rank, "setup") if late and late["late"] == number else None
+
+    def is_abandoned(self) -> bool:
+        """Whether a connection has ended before any attempt succeeded: a rank has left the making of this mesh late."""
+        if self._made[0] > 0:
+            return False
+        self._take_stale()
+        return not all(peer.alive for peer in self.peers.values())
 
     def end(self) -> None:
         """The attempt is over on this rank."""
+        if self._attempt is not None:
+            self.number = max(self.number, self._attempt.number)
         self._attempt = None
 
     def leave(self, error: BaseException | str) -> None:
@@ -260,7 +310,12 @@ class Mesh:
                 raise PutgetError(f"rank {self.rank} has left {attempt.what} and cannot go on with {what!r}")
             attempt.step += 1
             attempt.at, attempt.timeout_s, attempt.members = what, timeout_s, members
-            return self._exchange(attempt, fields, phase, descriptors or {}, deadline or Deadline(timeout_s), heed)
+            ends = deadline or Deadline(timeout_s)
+            while True:
+                try:
+                    return self._exchange(attempt, fields, phase, descriptors or {}, ends, heed)
+                except _IsLeftOut:
+                    self._leave_out(attempt)
 
         return self.within(what, step, members=members) if self._attempt is None else step()
 
@@ -308,6 +363,10 @@ class Mesh:
         self._drop_stale(peer, attempt.number)
         inbox = self.peers[peer].inbox
         word = next((one.fields["left"] for one in inbox if _leaves(one, attempt.number)), None)
+        if word is None and self._late and self._late["late"] == self._made[0] not in attempt.known:
+            word = self._late  # its rank comes to this attempt with something else, if at all
+        if word is not None and word["kind"] == "late" and word["late"] in attempt.known and attempt.step == 1:
+            raise _IsLeftOut
         if word is not None:
             attempt.heard = word
             raise error_of(word, self.rank, phase)
@@ -339,7 +398,11 @@ class Mesh:
             message.close()
 
     def _note_late(self, peer: int, word: dict[str, Any]) -> None:
-        """A peer has left an attempt that succeeded here: its last words had been said."""
+        """A peer has left late the attempt that succeeded here: its last words had been said."""
+        number, what = self._made
+        self._void.add(number)
+        why = f"{word['why']}, behind its last step; others have made it"
+        self._late = {"rank": word["rank"], "what": what, "kind": "late", "why": why, "late": number}
         self._left_late[peer] = (
             f"rank {word['rank']} left {self._made[1]} behind its last step ({word['why']}): rank {peer} lacks what "
             f"rank {self.rank} made in that call; close it and make it again on all ranks"
@@ -348,11 +411,12 @@ class Mesh:
 
     def _take_stale(self) -> None:
         """Reads what has come since the last step, so that words that nobody waits for never fill a socket."""
+        first = self.number + (self._attempt is None)
 
         def take() -> None:
             for rank, peer in self.peers.items():
                 peer.receive_all()
-                self._drop_stale(rank, self.number)
+                self._drop_stale(rank, first)
 
         shielded(take)
 

@@ -112,6 +112,7 @@ class _Member(SharedWorkspace):
     def all_to_all(self, recipe: Recipe) -> AllToAll:
         if recipe not in self._objects:
             self._ranks.all_to_all(recipe)
+        self.unproven.clear()  # all ranks are here: another one's thread may be using this one's sockets
         return super().all_to_all(recipe)
 
     def set_active_ranks(self, mask: tuple[bool, ...]) -> None:

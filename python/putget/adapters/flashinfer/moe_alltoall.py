@@ -245,6 +245,8 @@ class MoeAlltoAll:
             given = isinstance(comm_backend, Communicator) or comm_backend is None
             mapping = SimpleNamespace(moe_ep_size=self.ep_size)
             self._shared.resume(comm_backend if given else communicator_for(mapping, config))
+        else:
+            self._shared.renew()
 
     def dispatch(
         self,
