@@ -1,5 +1,6 @@
 """putget: one-sided dispatch and combine for mixture-of-experts inference. Dispatch puts, combine gets."""
 
+from putget import _log
 from putget._version import __version__
 from putget.alltoall import AllToAll
 from putget.core.expert_major import ExpertMajor, ExpertMajorMemory, FlatRows
@@ -21,6 +22,8 @@ from putget.group.domains import Network
 from putget.memory.workspace import Workspace
 from putget.payload import Payload
 from putget.sizing import workspace_bytes
+
+_log.follow_environment()
 
 __all__ = [
     "AllToAll",

@@ -16,6 +16,8 @@ from putget._arguments import (
     check_tensor,
     describe_table,
 )
+from putget._log import logger
+from putget.core import metrics
 from putget.core.expert_major import ExpertMajor, ExpertMajorMemory
 from putget.core.geometry import Beside, Geometry, default_expert_to_rank
 from putget.core.native_object import NativeObject
@@ -143,14 +145,8 @@ class AllToAll:
             timeout_s=timeout_s,
             warmup_timeout_s=warmup_timeout_s,
         )
-        sizes = (
-            geometry.max_tokens_per_rank,
-            geometry.top_k,
-            geometry.payloads,
-            geometry.output,
-            geometry.wire,
-            num_stats,
-        )
+        shape = geometry.max_tokens_per_rank, geometry.top_k, geometry.payloads
+        sizes = (*shape, geometry.output, geometry.wire, num_stats)
         config = geometry.config(comm.rank, most, tuning, float(timeout_s), float(warmup_timeout_s), comm.block[0])
         try:
             self._workspace.adopt(sizes, is_new=self._owns_workspace)
@@ -164,6 +160,7 @@ class AllToAll:
         self._dispatched: object = None  # what the last dispatch looked like that passed its checks
         self._taken: object = None  # likewise the rows that combine took
         self._strides = (0, 0)  # of those
+        logger.info("%r: %d bytes of workspace, %d for other domains", self, layout.total_bytes, native.network_bytes)
 
     def _most_at_once(self, num_sms: int | None, num_threads: int) -> int:
         """SMs, or threads on CPU, that a call may use; 0: chosen by size."""
@@ -598,6 +595,15 @@ class AllToAll:
         words = {"expert_to_rank": describe_table(table)}
         self._comm.compare("expert_to_rank", words, self._workspace.timeout_s, members=active, phase="check")
         check_expert_to_rank(table, self._geometry.num_experts, self.ep_size, self._device)
+
+    def metrics_text(self) -> str:
+        """What the object has done, in Prometheus' text format 0.0.4: rounds, rows, bytes, time-outs.
+
+        Nothing is counted in rounds but what they need themselves, so rows and bytes are those of the last round. Waits
+        for the device: call it between rounds, and not while a CUDA graph is captured.
+        """
+        self._native.require_open()
+        return metrics.text(self._workspace, self._geometry, self._native)
 
     def close(self) -> None:
         """Frees the object, and its workspace unless that is shared. Needs no peer. Idempotent.

@@ -29,6 +29,18 @@ def carries_engines() -> bool:
     return value == "1"
 
 
+def log_level() -> str | None:
+    """``PUTGET_LOG``: what putget writes to stderr: "debug", "info", "warning" or "error". Unset: logging's own choice.
+
+    Raises:
+        ValueError: Another value.
+    """
+    value = os.environ.get("PUTGET_LOG", "")
+    if value.lower() not in ("", "debug", "info", "warning", "error"):
+        raise ValueError(f"PUTGET_LOG is {value!r}, allowed are debug, info, warning and error")
+    return value.upper() or None
+
+
 def launcher() -> tuple[int, int, int] | None:
     """``(rank, world_size, local_rank)`` as torchrun or srun sets them; None when started alone."""
     for rank, size, local in (

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from putget import _abi, hardware
 from putget._arguments import check_seconds, shown
+from putget._log import logger
 from putget.errors import PutgetError
 from putget.group.agreement import Agreement
 from putget.group.domains import Network, check_group, check_local, join_local
@@ -104,6 +105,8 @@ class Communicator:
         except BaseException:
             joined.mesh.close()  # the others see that this rank has no communicator
             raise
+        joins = "none" if joined.network is None else network or Network()
+        logger.info("rank %d of %d is connected; domains %s, network %s", rank, size, self.domains, joins)
 
     @classmethod
     def local(cls, n: int, *, network: Network | None = None) -> tuple[Communicator, ...]:

@@ -115,6 +115,8 @@ class Workspace:
         self._active = (True,) * comm.size
         self.inactive_since: dict[int, float] = {}
         self._seen_fault = False
+        self.num_faults: Counter[str] = Counter()
+        self.num_missing = [0] * comm.size
         self._apart: str | None = "the first meeting failed"
         self.turns = Turns(self.device)
         self._layout: Hashable | None = None
@@ -285,6 +287,7 @@ class Workspace:
                 self._apart = "set_active_ranks failed"
                 self.across[0].join(self, self.across, members, attempt)
                 self._apart = None
+        logger.info("rank %d goes on with ranks %s", comm.rank, members)
 
     def _check_mask(self, mask: Sequence[bool], quorum: int | None) -> tuple[bool, ...]:
         values: list[Any]
@@ -354,6 +357,11 @@ class Workspace:
             ProtocolMisuse: Calls did not make a round.
         """
         fault = self.fault()
+        if fault is not None and not self._seen_fault:
+            logger.warning("%s", fault)
+            self.num_faults[type(fault).__name__] += 1
+            for rank in fault.missing if isinstance(fault, PeerTimeout) else ():
+                self.num_missing[rank] += 1
         if fault is not None and not (only_unseen and self._seen_fault):
             self._seen_fault = True
             raise fault
