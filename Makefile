@@ -115,7 +115,7 @@ lint-transfer:
 
 # Strict: a page that is not in the navigation, and a link or an anchor that leads nowhere, is an error.
 docs: $(INSTALLED) ## Build the documentation into build/site, and check its links
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@PUTGET_REPOSITORY="$${PUTGET_REPOSITORY:-$$(git remote get-url origin 2>/dev/null | sed -nE 's#^(https://[^@]+)$$#\1#p')}" NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 format: $(INSTALLED) ## Rewrite the sources in the project's format
 	@$(BIN)/ruff check --fix --quiet . || true

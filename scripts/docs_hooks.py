@@ -1,7 +1,8 @@
-"""What MkDocs does not know of this repository: links from a page to files outside of docs/.
+"""What MkDocs does not know of this repository: links to files outside of docs/, tables on a phone, large pictures.
 
-Such a link (``../examples/layer.py``) works where the page is read in the checkout. In the site the file lies under
-``repository/``, and the link leads there. A link to a file that is missing is a warning, which fails a strict build.
+A link to a file outside (``../examples/layer.py``) works where the page is read in the checkout. In the site the file
+lies under ``repository/``, and the link leads there. A link to a file that is missing is a warning, which fails a
+strict build.
 """
 
 from __future__ import annotations
@@ -55,3 +56,34 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Files) -> 
         if file.is_file():
             markdown = markdown.replace(f"]({target}", f"]({posixpath.relpath(_uri(file, docs.parent), here or '.')}")
     return markdown
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Gives each cell the name of its column, for phones (docs/site.css), and each picture a link to itself."""
+    html = _TABLE.sub(_label, html)
+    return _PICTURE.sub(r'<a class="large" href="\2">\1</a>', html)
+
+
+_TABLE = re.compile(r"<table>\n.*?</table>", re.DOTALL)
+_ROW = re.compile(r"<tr>.*?</tr>", re.DOTALL)
+_PICTURE = re.compile(r'(?<!">)(<img [^>]*?src="([^"]+)"[^>]*>)')
+
+
+def _label(table: re.Match[str]) -> str:
+    head, _, body = table[0].partition("</thead>")
+    names = [re.sub(r"<[^>]+>", "", name).strip() for name in re.findall(r"<th(?: [^>]*)?>(.*?)</th>", head, re.DOTALL)]
+
+    def row(found: re.Match[str]) -> str:
+        left = iter(names)
+
+        def cell(part: re.Match[str]) -> str:
+            name = next(left, "").replace('"', "&quot;")
+            label = f' data-label="{name}"' if name else ""
+            return f"<td{label}{part[1]}><span>{part[2]}</span></td>"
+
+        return _CELL.sub(cell, found[0])
+
+    return f"{head}</thead>{_ROW.sub(row, body)}"
+
+
+_CELL = re.compile(r"<td([^>]*)>(.*?)</td>", re.DOTALL)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import builtins
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -79,3 +81,35 @@ def test_pages_of_wheels_speak_of_files_that_are_installed() -> None:
     for header in re.findall(r"putget\w*\.h", (ROOT / "docs/start/install.md").read_text()):
         assert header in installed
     assert Path(ROOT / "transfer/python/putget_transfer/include/putget_transfer.h").is_file()
+
+
+CONTINUE = "The blocks of this page continue one another"
+
+
+def missing_names(code: str) -> set[str]:
+    """Names that a block reads and does not make."""
+    nodes = list(ast.walk(ast.parse(code)))
+    made = set(dir(builtins))
+    for node in nodes:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            made |= {alias.asname or alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.ExceptHandler):
+            made.add(node.name or "")
+        elif isinstance(node, ast.arg):
+            made.add(node.arg)
+    made |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    return {node.id for node in nodes if isinstance(node, ast.Name)} - made
+
+
+def alone(text: str) -> list[int]:
+    """Lines of Python blocks that run as tests and need an earlier block."""
+    blocks = re.finditer(r"((?:<!--.*?-->\n)*)```python *\n(.*?)```", text, re.DOTALL)
+    run = [block for block in blocks if not re.search(r"<!-- (skip|tested):", block[1])]
+    return [text[: block.start()].count("\n") + 1 for block in run if missing_names(block[2])]
+
+
+def test_blocks_run_when_copied_alone_or_the_page_says_that_they_do_not() -> None:
+    pages = {path: path.read_text() for path in (ROOT / "docs").rglob("*.md")}
+    assert {str(path): lines for path, text in pages.items() if CONTINUE not in text and (lines := alone(text))} == {}
+    assert all(alone(text) for text in pages.values() if CONTINUE in text)
+    assert alone("```python\nimport os\nprint(os.sep, x)\n```\n") == [1]
