@@ -23,7 +23,8 @@ def texts() -> Iterator[tuple[str, str]]:
     for place in PLACES:
         root = ROOT / place
         for path in sorted(root.rglob("*")) if root.is_dir() else [root]:
-            if path.is_file() and path.suffix in SUFFIXES and not {"target", "__pycache__"} & set(path.parts):
+            named = path.suffix in SUFFIXES or path.name == "Dockerfile"
+            if path.is_file() and named and not {"target", "__pycache__"} & set(path.parts):
                 yield str(path.relative_to(ROOT)), path.read_text(errors="replace")
 
 

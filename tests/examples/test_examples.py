@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import re
 import runpy
@@ -108,3 +109,27 @@ def test_unit_test_of_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     for num_tokens in mark.args[1]:
         example.test_layer_equals_a_dense_one(num_tokens)
     example.test_a_rank_that_stays_away_is_named()
+
+
+def test_the_notebook(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its cells, one after the other."""
+    pytest.importorskip("matplotlib").use("Agg")
+    cells = json.loads((EXAMPLES / "laptop.ipynb").read_text())["cells"]
+    names: dict[str, object] = {"__name__": "__notebook__"}
+    for cell in cells:
+        if cell["cell_type"] == "code":
+            assert not cell["outputs"]
+            exec(compile(cell["source"], "laptop.ipynb", "exec", dont_inherit=True), names)
+    told = capsys.readouterr().out
+    assert "rank 3 received [0, 1, " in told
+    assert "planned:    max/mean 1.0" in told
+
+
+def test_the_images_copy_and_install_what_there_is() -> None:
+    text = (EXAMPLES / "docker" / "Dockerfile").read_text()
+    stages = re.findall(r"^FROM (\S+) AS (\S+)$", text, re.MULTILINE)
+    made = [name for _, name in stages]
+    assert {"cpu", "cuda"} <= set(made)
+    assert set(re.findall(r"--from=(\S+)", text)) <= set(made)
+    assert (ROOT / "transfer" / "pyproject.toml").is_file()
+    assert all(f"--target {name} " in text for name in ("cpu", "cuda"))

@@ -29,24 +29,39 @@ fn run(command: &mut Command) -> Option<String> {
     }
 }
 
-#[test]
-fn a_c_program_transfers() {
+/// Compiles a C program of this repository and calls `with_it` with its path; not where there is no compiler.
+fn compiled(source: &str, with_it: impl Fn(&Path)) {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
-    let folder = std::env::temp_dir().join(format!("putget_transfer_capi_{}", std::process::id()));
+    let name = Path::new(source).file_stem().unwrap().to_string_lossy().into_owned();
+    let folder = std::env::temp_dir().join(format!("putget_transfer_{name}_{}", std::process::id()));
     std::fs::create_dir_all(&folder).unwrap();
     let (program, library) = (folder.join("program"), library());
     let mut compile = Command::new("cc");
     compile
         .args(["-std=gnu11", "-Wall", "-Wextra", "-Werror", "-O1", "-I"])
         .arg(root.join("../python/putget_transfer/include"));
-    compile.arg(root.join("tests/capi_program.c")).arg(&library).args(["-lpthread", "-o"]).arg(&program);
+    compile.arg(root.join(source)).arg(&library).args(["-lpthread", "-o"]).arg(&program);
     compile.arg(format!("-Wl,-rpath,{}", library.parent().unwrap().display()));
     if run(&mut compile).is_some() {
-        for provider in ["sim", "shm", "tcp"] {
-            assert_eq!(run(Command::new(&program).arg(provider)), Some("all is well\n".into()), "{provider}");
-        }
+        with_it(&program);
     }
     std::fs::remove_dir_all(folder).unwrap();
+}
+
+#[test]
+fn a_c_program_transfers() {
+    compiled("tests/capi_program.c", |program| {
+        for provider in ["sim", "shm", "tcp"] {
+            assert_eq!(run(Command::new(program).arg(provider)), Some("all is well\n".into()), "{provider}");
+        }
+    });
+}
+
+#[test]
+fn the_example_in_c_transfers() {
+    compiled("../../examples/c/transfer.c", |program| {
+        assert_eq!(run(&mut Command::new(program)), Some("keys and values\n".into()));
+    });
 }
 
 #[test]
