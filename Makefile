@@ -77,14 +77,21 @@ transfer: transfer-package libfabric ## Build and test the transfer engine (Rust
 transfer-package: $(INSTALLED)
 	@VIRTUAL_ENV=$(CURDIR)/.venv PATH=$(dir $(UV)):$$PATH scripts/cargo.sh with $(BIN)/maturin develop --uv --quiet --locked
 
-# What takes too long for every change. PUTGET_TRANSFER_REQUESTS and PUTGET_TRANSFER_ROUNDS choose other lengths.
-soak: transfer-package ## Run the long tests of KV caches: faulty networks, cancels, stopped processes
+# What takes too long for every change; lab/soak.md lists it with its last results.
+SOAK_ROUNDS ?= 1000
+
+soak: build transfer-package ## Run what takes long: many rounds, seeds and transfers (SOAK_ROUNDS=1000)
+	@PUTGET_TRANSFER_ROUNDS=$(SOAK_ROUNDS) scripts/cargo.sh test --release --locked -p putget_transfer --test fence --test readmission --test reads
+	@scripts/cargo.sh test --release --locked -p putget_transfer --test soak -- --ignored
+	@scripts/cargo.sh test --release --locked -p putget_transfer --test process_soak -- --ignored a_million
 	@scripts/cargo.sh test --release --locked -p putget_transfer_kv --test soak --test cancels -- --ignored --nocapture
 	@PUTGET_TRANSFER_ROUNDS=50000 scripts/cargo.sh test --release --locked -p putget_transfer_kv --test hostile
-	@PUTGET_TRANSFER_ROUNDS=$${PUTGET_TRANSFER_ROUNDS:-250} $(BIN)/python -m pytest -n 8 --timeout 0 -k stopped_prefiller_that_goes_on \
-	  tests/transfer/test_kv_processes.py
-	@PUTGET_TRANSFER_ROUNDS=$${PUTGET_TRANSFER_ROUNDS:-250} $(BIN)/python -m pytest -n 8 --timeout 0 -k stopped_decoder_that_goes_on \
-	  tests/transfer/test_kv_decoders.py
+	@PUTGET_TRANSFER_ROUNDS=$(SOAK_ROUNDS) $(BIN)/python -m pytest -n 8 --timeout 0 -k "stopped_prefiller_that_goes_on or stopped_decoder_that_goes_on" \
+	  tests/transfer/test_kv_processes.py tests/transfer/test_kv_decoders.py
+	@PUTGET_WEIGHTS_ROUNDS=$(SOAK_ROUNDS) $(BIN)/python -m pytest --timeout 0 tests/transfer/test_weights_processes.py
+	@$(BIN)/python tests/stress/rounds.py --ranks 4 --device cpu --rounds $(SOAK_ROUNDS)
+	@$(BIN)/python -m tests.stress.seeds --seeds 300
+	@$(BIN)/python -m pytest --timeout 0 -m soak || test $$? = 5
 
 # Verbs need a NIC. Soft-RoCE in a virtual machine stands in for one (transfer/vm): packages and a kernel of Debian's.
 transfer-verbs: ## Test the transfer engine over verbs, in a virtual machine

@@ -28,8 +28,12 @@ settings.register_profile("putget", deadline=None, derandomize=True, print_blob=
 settings.load_profile("putget")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Workers of pytest-xdist get neighbouring tests."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Workers of pytest-xdist get neighbouring tests. Soaks run where they are asked for (`-m soak`)."""
+    if "soak" not in config.option.markexpr:
+        for item in items:
+            if item.get_closest_marker("soak"):
+                item.add_marker(pytest.mark.skip(reason="takes minutes: make soak runs it"))
     if "PYTEST_XDIST_WORKER" in os.environ:
         items[:] = neighbours_share_ranks(items)
 
