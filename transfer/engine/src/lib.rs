@@ -109,6 +109,7 @@ pub use expect::{ExpectOptions, ImmRange};
 pub use gate::WhenFull;
 pub use group::DeviceGroup;
 pub use handle::MrHandle;
+pub use nvlink::{CudaStream, StepKernels};
 pub use obstacle::Obstacle;
 pub use pools::RecvOptions;
 pub use poster::Poster;

@@ -198,6 +198,11 @@ impl UvmWatcher {
         self.region.load_word(0).unwrap_or(0)
     }
 
+    /// The page that the word is alone on.
+    pub(crate) fn page(&self) -> Arc<Region> {
+        Arc::clone(&self.region)
+    }
+
     /// Sets the word from the host, as a kernel would.
     pub fn store(&self, value: u64) {
         // The region was allocated for one word: this cannot be out of bounds.

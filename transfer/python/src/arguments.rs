@@ -1,9 +1,11 @@
 //! Arguments from Python: a number that does not fit, or a callback that cannot be called, is a ValueError that names it.
 
-use putget_transfer::UvmWatcher;
+use putget_transfer::{CudaStream, UvmWatcher};
 use pyo3::exceptions::{PyOverflowError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList, PyMemoryView, PyRange, PyTuple};
+
+use crate::sys;
 
 /// Characters of an argument that an error shows.
 const SHOWN: usize = 120;
@@ -172,6 +174,17 @@ pub(super) fn pace_us(value: &Bound<'_, PyAny>) -> PyResult<Option<u32>> {
     pace_us.filter(|pace_us| pace_us.is_none_or(|pace_us| pace_us <= most)).ok_or_else(|| {
         PyValueError::new_err(format!("pace_us: {value} came; 0 to {most} microseconds are allowed, or None"))
     })
+}
+
+/// A CUDA stream: its handle, or an object that has it as `cuda_stream`, as torch's streams have.
+pub(crate) fn stream(value: &Bound<'_, PyAny>) -> PyResult<Option<CudaStream>> {
+    if value.is_none() {
+        return Ok(None);
+    }
+    let handle = value.getattr("cuda_stream").unwrap_or_else(|_| value.clone());
+    let wrong =
+        |_| PyValueError::new_err(format!("stream: {value} came; a stream's handle, or torch's stream is needed"));
+    handle.extract().map(|handle| Some(sys::stream(handle))).map_err(wrong)
 }
 
 /// Something that can be called.

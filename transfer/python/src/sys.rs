@@ -1,4 +1,4 @@
-//! The flag of a torch storage that says whether it may be resized. torch gives no call for it but `Tensor.numpy`, which clears the flag for
+//! What Python names by an address: a CUDA stream, and the flag of a torch storage that says whether it may be resized. torch gives no call for it but `Tensor.numpy`, which clears the flag for
 //! good; `_memory.py` finds out where that call has cleared it, and checks what torch says afterwards.
 #![allow(unsafe_code)]
 
@@ -6,9 +6,16 @@ use std::collections::BTreeMap;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU8, Ordering};
 
+use putget_transfer::CudaStream;
 use pyo3::prelude::*;
 
 use crate::held::lock;
+
+/// A stream by its handle.
+pub(crate) fn stream(handle: usize) -> CudaStream {
+    // SAFETY: the caller in Python passes a stream that exists, as to every function of CUDA.
+    unsafe { CudaStream::from_raw(handle) }
+}
 
 /// How many registrations need each flag to be clear.
 static PINNED: Mutex<BTreeMap<usize, u32>> = Mutex::new(BTreeMap::new());

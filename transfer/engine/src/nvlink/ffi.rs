@@ -82,6 +82,8 @@ driver! {
     retain_context = c"cuDevicePrimaryCtxRetain" (*mut CuContext, CuDevice);
     release_context = c"cuDevicePrimaryCtxRelease_v2" (CuDevice);
     set_context = c"cuCtxSetCurrent" (CuContext);
+    push_context = c"cuCtxPushCurrent_v2" (CuContext);
+    pop_context = c"cuCtxPopCurrent_v2" (*mut CuContext);
     enable_peer = c"cuCtxEnablePeerAccess" (CuContext, c_uint);
     exchange_capture_mode = c"cuThreadExchangeStreamCaptureMode" (*mut c_int);
     error_string = c"cuGetErrorString" (c_int, *mut *const c_char);
@@ -100,9 +102,11 @@ driver! {
     set_access = c"cuMemSetAccess" (CuPointer, usize, *const MemAccess, usize);
     host_register = c"cuMemHostRegister_v2" (*mut c_void, usize, c_uint);
     host_unregister = c"cuMemHostUnregister" (*mut c_void);
+    device_pointer = c"cuMemHostGetDevicePointer_v2" (*mut CuPointer, *mut c_void, c_uint);
     stream_create = c"cuStreamCreate" (*mut CuStream, c_uint);
     stream_destroy = c"cuStreamDestroy_v2" (CuStream);
     stream_query = c"cuStreamQuery" (CuStream);
+    stream_context = c"cuStreamGetCtx" (CuStream, *mut CuContext);
     copy = c"cuMemcpyAsync" (CuPointer, CuPointer, usize, CuStream);
     write_word = c"cuStreamWriteValue64_v2" (CuStream, CuPointer, u64, c_uint);
     module_load = c"cuModuleLoadData" (*mut *mut c_void, *const c_void);

@@ -18,6 +18,7 @@ mod puts;
 mod ring;
 mod sharing;
 mod virtual_memory;
+mod words;
 mod write;
 
 use std::collections::{HashMap, VecDeque};
@@ -42,6 +43,7 @@ use incoming::{Incoming, Memory};
 use outgoing::Outgoing;
 use pages::Pages;
 use sharing::Shared;
+pub use words::{CudaStream, StepKernels};
 use write::{Job, Stretch};
 
 /// Longest write. What is in flight cannot be taken back; this much is over in about a millisecond.

@@ -238,6 +238,13 @@ int cuMemHostRegister_v2(void *start, size_t len, unsigned flags) {
   return code;
 }
 
+int cuMemHostGetDevicePointer_v2(uint64_t *address, void *start, unsigned flags) {
+  pthread_mutex_lock(&lock);
+  int right = !flags && find(pinned, start);
+  pthread_mutex_unlock(&lock);
+  return right ? (*address = (uint64_t)start, SUCCESS) : INVALID_VALUE;
+}
+
 int cuMemHostUnregister(void *start) {
   pthread_mutex_lock(&lock);
   Range *range = find(pinned, start);
@@ -254,7 +261,9 @@ typedef struct Work {
   const char *src;
   size_t len;
   uint64_t *word, value;
+  struct Module *module;  // of a kernel on a step's word: `layer_done` if there is a word, otherwise `stamp`
 } Work;
+typedef struct { Work *first, **last; } Graph;
 typedef struct {
   pthread_t thread;
   pthread_mutex_t lock;
@@ -262,7 +271,21 @@ typedef struct {
   Work *first, **last;
   int busy, end;
   unsigned seed;
+  Graph *captures;
 } Stream;
+
+typedef struct Module {
+  const char *text;
+  uint64_t step, highest;
+} Module;
+
+static void run_on_word(Module *module, uint64_t *word, uint64_t value) {
+  if (!word) module->step = value;
+  value |= module->step << 16;
+  if (!word || !module->step || value <= module->highest) return;
+  module->highest = value;
+  __atomic_store_n(word, value, __ATOMIC_RELEASE);
+}
 
 static void *carry_out(void *argument) {
   Stream *stream = argument;
@@ -276,7 +299,8 @@ static void *carry_out(void *argument) {
     stream->busy = 1;
     pthread_mutex_unlock(&stream->lock);
     usleep((unsigned)rand_r(&stream->seed) % 100);
-    if (work->word) __atomic_store_n(work->word, work->value, __ATOMIC_RELEASE);
+    if (work->module) run_on_word(work->module, work->word, work->value);
+    else if (work->word) __atomic_store_n(work->word, work->value, __ATOMIC_RELEASE);
     else memcpy(work->dst, work->src, work->len);
     free(work);
     pthread_mutex_lock(&stream->lock);
@@ -319,8 +343,9 @@ static int queue(Stream *stream, Work what) {
   *work = what;
   work->next = NULL;
   pthread_mutex_lock(&stream->lock);
-  *stream->last = work;
-  stream->last = &work->next;
+  Work ***last = stream->captures ? &stream->captures->last : &stream->last;
+  **last = work;
+  *last = &work->next;
   pthread_cond_signal(&stream->changed);
   pthread_mutex_unlock(&stream->lock);
   return SUCCESS;
@@ -339,23 +364,71 @@ int cuStreamWriteValue64_v2(Stream *stream, uint64_t address, uint64_t value, un
   return queue(stream, (Work){.word = (uint64_t *)address, .value = value});
 }
 
+int cuStreamGetCtx(Stream *stream, void **context) { return stream ? (*context = (char *)8, SUCCESS) : 201; }
+
+int cuStreamBeginCapture_v2(Stream *stream, int mode) {
+  Graph *graph = calloc(1, sizeof *graph);
+  graph->last = &graph->first;
+  stream->captures = graph;
+  return (void)mode, SUCCESS;
+}
+
+int cuStreamEndCapture(Stream *stream, Graph **graph) { return *graph = stream->captures, stream->captures = NULL, SUCCESS; }
+int cuGraphInstantiateWithFlags(Graph **into, Graph *graph, uint64_t flags) { return *into = graph, (void)flags, SUCCESS; }
+
+int cuGraphLaunch(Graph *graph, Stream *stream) {
+  for (Work *work = graph->first; work; work = work->next) queue(stream, *work);
+  return SUCCESS;
+}
+
+int cuStreamSynchronize(Stream *stream) {
+  while (cuStreamQuery(stream) == NOT_READY) usleep(100);
+  return SUCCESS;
+}
+
 int cuMemcpyDtoH_v2(void *dst, uint64_t src, size_t len) { return memcpy(dst, (char *)src, len), SUCCESS; }
 int cuMemcpyHtoD_v2(uint64_t dst, const void *src, size_t len) { return memcpy((char *)dst, src, len), SUCCESS; }
 
-int cuModuleLoadData(void **module, const void *text) { return *module = (void *)text, strstr(text, ".entry") ? SUCCESS : INVALID_VALUE; }
-int cuModuleUnload(void *module) { return module ? SUCCESS : INVALID_VALUE; }
-int cuModuleGetFunction(void **function, void *module, const char *name) {
-  return *function = module, strcmp(name, "putget_transfer_pages") ? NOT_FOUND : SUCCESS;
+// A module by what its text says, and its functions by their names.
+int cuModuleLoadData(void **module, const char *text) {
+  Module *made = calloc(1, sizeof *made);
+  made->text = text;
+  return *module = made, strstr(text, ".entry") ? SUCCESS : INVALID_VALUE;
 }
 
-int cuLaunchKernel(void *function, unsigned x, unsigned y, unsigned z, unsigned bx, unsigned by, unsigned bz, unsigned shared, Stream *stream,
-                   void **arguments, void **extra) {
-  if (!function || !x || y != 1 || z != 1 || bx % 32 || by != 1 || bz != 1 || shared || extra) return INVALID_VALUE;
-  uint64_t(*pieces)[3] = *(void **)arguments[0];
+int cuModuleUnload(void *module) { return free(module), SUCCESS; }
+
+typedef struct { Module *module; char kind; } Function;
+
+int cuModuleGetFunction(Function **function, Module *module, const char *name) {
+  const char *names[] = {"putget_transfer_pages", "putget_transfer_stamp", "putget_transfer_layer_done"};
+  for (int i = 0; i < 3; i++)
+    if (!strcmp(name, names[i]) && strstr(module->text, name)) {
+      *function = calloc(1, sizeof **function);
+      **function = (Function){module, "psl"[i]};
+      return SUCCESS;
+    }
+  return NOT_FOUND;
+}
+
+static int is_pinned(const void *at) {
   pthread_mutex_lock(&lock);
-  Range *range = find(pinned, (char *)pieces);
+  Range *range = find(pinned, at);
   pthread_mutex_unlock(&lock);
-  if (!range) return INVALID_VALUE;
+  return range != NULL;
+}
+
+int cuLaunchKernel(Function *function, unsigned x, unsigned y, unsigned z, unsigned bx, unsigned by, unsigned bz, unsigned shared,
+                   Stream *stream, void **arguments, void **extra) {
+  if (!function || !x || y != 1 || z != 1 || by != 1 || bz != 1 || shared || extra) return INVALID_VALUE;
+  if (function->kind != 'p') {
+    uint64_t *word = function->kind == 'l' ? *(uint64_t **)arguments[0] : NULL;
+    if (x != 1 || bx != 1 || (word && !is_pinned(word))) return INVALID_VALUE;
+    uint64_t value = word ? *(unsigned *)arguments[1] : *(uint64_t *)arguments[0];
+    return queue(stream, (Work){.module = function->module, .word = word, .value = value});
+  }
+  uint64_t(*pieces)[3] = *(void **)arguments[0];
+  if (bx % 32 || !is_pinned(pieces)) return INVALID_VALUE;
   for (unsigned i = 0; i < *(unsigned *)arguments[1]; i++) cuMemcpyAsync(pieces[i][1], pieces[i][0], pieces[i][2], stream);
   return SUCCESS;
 }

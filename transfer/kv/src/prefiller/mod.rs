@@ -8,7 +8,7 @@ use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use putget_transfer::{Engine, Error, MrHandle, NetAddr, TransferId, UvmWatcher};
+use putget_transfer::{CudaStream, Engine, Error, MrHandle, NetAddr, StepKernels, TransferId, UvmWatcher};
 
 use crate::cache::{KvCache, Source};
 use crate::geometry::{Digest, Kind};
@@ -34,6 +34,15 @@ const OVERTAKEN: Duration = DELIVERY.saturating_mul(2);
 /// The word's value when `layers` layers of a step are computed. It is absolute: a value that is stored twice changes nothing.
 fn word_of(step: u64, layers: u32) -> u64 {
     step << LAYER_BITS | u64::from(layers)
+}
+
+/// How many layers are done when this one is.
+fn layers_with(layer: u32) -> u16 {
+    u16::try_from(layer.saturating_add(1)).unwrap_or(u16::MAX)
+}
+
+fn not_a_stream(error: Error) -> Error {
+    Error::argument("stream", format!("no kernel can be put on it: {error}"))
 }
 
 /// How a prefiller behaves.
@@ -131,6 +140,7 @@ struct Inner {
     cache: KvCache,
     contexts: Option<MrHandle>,
     word: UvmWatcher,
+    kernels: StepKernels,
     options: PrefillerOptions,
     metrics: Metrics,
     state: Mutex<State>,
@@ -176,6 +186,7 @@ impl Prefiller {
             engine,
             pool: new_pool(),
             contexts,
+            kernels: StepKernels::new(&word),
             word,
             options,
             metrics,
@@ -226,10 +237,42 @@ impl Prefiller {
         Ok(())
     }
 
-    /// Says that layers of the present step are done, up to and with this one. Kernels store to [`Prefiller::word`] instead.
+    /// [`Self::begin_step`] for a step that kernels report: those of [`Self::layer_done_on`] that run on the stream from now on belong
+    /// to it. Call it outside of a capture, before the step's work is put on the stream.
+    ///
+    /// # Errors
+    /// As [`Self::begin_step`], and [`Error::Argument`] for a stream without a driver or a context.
+    pub fn begin_step_on(&self, step: u64, work: &[Work<'_>], stream: CudaStream) -> Result<(), Error> {
+        self.inner.kernels.prepare(stream).map_err(not_a_stream)?;
+        self.begin_step(step, work)?;
+        self.inner.kernels.stamp(step, stream)
+    }
+
+    /// Says that layers of the present step are done, up to and with this one.
     pub fn layer_done(&self, layer: u32) {
-        let step = self.inner.state().step;
-        self.inner.word.store(word_of(step, layer.saturating_add(1).min((1 << LAYER_BITS) - 1)));
+        let state = self.inner.state();
+        let value = word_of(state.step, layers_with(layer).into());
+        // A pass that begins with the first layer again changes nothing.
+        if value > self.inner.word.value() {
+            self.inner.word.store(value);
+        }
+    }
+
+    /// Says that layers of the stream's step are done, up to and with this one, when all that is on the stream so far is. A graph that
+    /// captures it says so of the step that [`Self::begin_step_on`] began last on the stream before the replay.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for a stream without a driver or a context.
+    pub fn layer_done_on(&self, layer: u32, stream: CudaStream) -> Result<(), Error> {
+        self.inner.kernels.layer_done(layers_with(layer), stream).map_err(not_a_stream)
+    }
+
+    /// Says that what follows on the stream belongs to no step: warm-up and dummy passes.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for a stream without a driver or a context.
+    pub fn end_step(&self, stream: CudaStream) -> Result<(), Error> {
+        self.inner.kernels.stamp(0, stream).map_err(not_a_stream)
     }
 
     /// Says that a request's prefill is over, with its context: at most the cache's `context_bytes`.

@@ -155,17 +155,39 @@ class Prefiller:
     def word(self) -> int:
         """The address of the word that says what is computed: kernels store `step << 16 | layers` to it."""
 
-    def begin_step(self, step: int, work: Sequence[tuple[str, int, Sequence[Any]]]) -> None:
+    def begin_step(
+        self, step: int, work: Sequence[tuple[str, int, Sequence[Any]]], stream: object | None = None
+    ) -> None:
         """Say what the next forward step computes.
 
         Args:
             step: A number that ascends.
             work: For each request its name, the tokens that are computed when the step is over, and its lists of pages:
                 one for each group, with a page for every page of those tokens from the request's beginning.
+            stream: The CUDA stream that computes the step: torch's, or its handle. The kernels of `layer_done` that run
+                on it from now on belong to this step. Not inside a capture. None: the host says what is done.
+
+        Raises:
+            ValueError: The step does not ascend, tokens go back, pages are missing or outside, or no kernel can be put
+                on the stream: there is no driver, or no context.
         """
 
-    def layer_done(self, layer: int) -> None:
-        """Say from the host that layers of the present step are done, up to and with this one."""
+    def layer_done(self, layer: int, stream: object | None = None) -> None:
+        """Say that layers of the present step are done, up to and with this one.
+
+        Args:
+            layer: Its place in the order in which layers are computed.
+            stream: The stream that computes it. The word changes when all that is on the stream so far is done. A CUDA
+                graph may capture this: a replay reports the step that `begin_step` began before it, and nothing before
+                the first. None: the layers are done now.
+        """
+
+    def end_step(self, stream: object | None) -> None:
+        """Say that what follows on a stream belongs to no step: warm-up, capture and dummy passes.
+
+        Args:
+            stream: As that of `begin_step`.
+        """
 
     def finish(self, request_id: str, context: bytes | None = None) -> None:
         """Say that a prefill is over, with its context: at most the cache's `context_bytes`."""

@@ -3,6 +3,7 @@
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
+use putget_transfer::CudaStream;
 use putget_transfer_kv::{End, Prefiller, PrefillerOptions, Work};
 
 use super::geometry::PyCache;
@@ -44,11 +45,13 @@ impl PyPrefiller {
         self.prefiller.word()
     }
 
+    #[pyo3(signature = (step, work, stream=None))]
     fn begin_step(
         &self,
         py: Python<'_>,
         #[pyo3(from_py_with = arguments::step)] step: u64,
         work: Vec<(String, Bound<'_, PyAny>, Bound<'_, PyAny>)>,
+        #[pyo3(from_py_with = arguments::stream)] stream: Option<CudaStream>,
     ) -> PyResult<()> {
         let read = |(request, tokens, pages): &(String, Bound<'_, PyAny>, Bound<'_, PyAny>)| {
             pyo3::PyResult::Ok((request.clone(), arguments::tokens(tokens)?, super::lists(pages)?))
@@ -56,11 +59,34 @@ impl PyPrefiller {
         let work = work.iter().map(read).collect::<pyo3::PyResult<Vec<_>>>()?;
         let work: Vec<_> =
             work.iter().map(|(request, tokens, pages)| Work { request, tokens: *tokens, pages }).collect();
-        Ok(py.allow_threads(|| self.prefiller.begin_step(step, &work))?)
+        Ok(py.allow_threads(|| match stream {
+            Some(stream) => self.prefiller.begin_step_on(step, &work, stream),
+            None => self.prefiller.begin_step(step, &work),
+        })?)
     }
 
-    fn layer_done(&self, py: Python<'_>, #[pyo3(from_py_with = arguments::layer)] layer: u32) {
-        py.allow_threads(|| self.prefiller.layer_done(layer));
+    #[pyo3(signature = (layer, stream=None))]
+    fn layer_done(
+        &self,
+        py: Python<'_>,
+        #[pyo3(from_py_with = arguments::layer)] layer: u32,
+        #[pyo3(from_py_with = arguments::stream)] stream: Option<CudaStream>,
+    ) -> PyResult<()> {
+        Ok(py.allow_threads(|| match stream {
+            Some(stream) => self.prefiller.layer_done_on(layer, stream),
+            None => {
+                self.prefiller.layer_done(layer);
+                Ok(())
+            }
+        })?)
+    }
+
+    fn end_step(
+        &self,
+        py: Python<'_>,
+        #[pyo3(from_py_with = arguments::stream)] stream: Option<CudaStream>,
+    ) -> PyResult<()> {
+        Ok(py.allow_threads(|| stream.map_or(Ok(()), |stream| self.prefiller.end_step(stream)))?)
     }
 
     #[pyo3(signature = (request_id, context=None))]
