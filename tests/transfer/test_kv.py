@@ -8,6 +8,7 @@ import inspect
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -95,6 +96,22 @@ def test_a_cancelled_request_raises_when_its_pages_are_free(pair: Pair) -> None:
     again.wait(WAIT_S)
     assert 'requests_total{end="cancelled"} 1' in pair.prefiller.metrics_text()
     assert 'requests_total{end="arrived"} 1' in pair.decoder.metrics_text()
+
+
+def test_the_stages_of_a_request_are_timed(pair: Pair) -> None:
+    receive = pair.decoder.request(pair.sources, "r", [[3, 1]], tokens=16)
+    while receive.state == "asked":
+        time.sleep(0.001)
+    pair.prefill("r", [5, 6, 7, 0], 16)
+    receive.wait(WAIT_S)
+    end = time.monotonic() + WAIT_S
+    while not pair.prefiller.poll():
+        assert time.monotonic() < end
+    for side, stages in (("decoder", ("accepted", "arrived")), ("prefiller", ("first_page", "last_page", "context"))):
+        text = getattr(pair, side).metrics_text()
+        for stage in stages:
+            assert f'putget_kv_{side}_stage_seconds_count{{stage="{stage}"}} 1\n' in text
+            assert f'putget_kv_{side}_stage_seconds_bucket{{stage="{stage}",le="+Inf"}} 1\n' in text
 
 
 def test_a_failed_prefill_says_why(pair: Pair) -> None:

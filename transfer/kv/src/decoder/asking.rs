@@ -76,6 +76,7 @@ impl Inner {
                 });
                 if receipt.state == Receiving::Asked && receipt.sources.iter().all(|asked| *asked != Answer::Pending) {
                     receipt.state = Receiving::Accepted;
+                    self.metrics.reached("accepted", receipt.stage());
                     count(&self.metrics.accepted);
                 }
             }

@@ -31,6 +31,7 @@ impl Inner {
                     receipt.context = context;
                 }
                 receipt.state = Receiving::Arrived;
+                self.metrics.reached("arrived", receipt.stage());
                 count(&self.metrics.arrived);
                 self.free(&mut state, receive);
                 note(&mut state.events.arrived, receive);

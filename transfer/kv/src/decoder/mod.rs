@@ -107,6 +107,8 @@ struct Receipt {
     waits: bool,
     state: Receiving,
     context: Vec<u8>,
+    /// When it reached its last stage: asked, accepted.
+    since: Instant,
     /// Until when cancels must be confirmed; then silent sources are fenced.
     confirm: Option<Instant>,
     /// Its handle is gone.
@@ -116,6 +118,12 @@ struct Receipt {
 }
 
 impl Receipt {
+    /// The time since the stage before, at a new one.
+    fn stage(&mut self) -> Duration {
+        let now = Instant::now();
+        now.saturating_duration_since(std::mem::replace(&mut self.since, now))
+    }
+
     fn is_failed(&self) -> bool {
         matches!(self.state, Receiving::Failed(_))
     }
@@ -224,7 +232,7 @@ impl Decoder {
             contexts,
             imms,
             options,
-            metrics: Metrics::default(),
+            metrics: Metrics::new(&["accepted", "arrived"]),
             state: Mutex::new(state),
             changed: Condvar::new(),
         };
@@ -314,6 +322,7 @@ impl Decoder {
             waits: true,
             state: Receiving::Asked,
             context: Vec::new(),
+            since: Instant::now(),
             confirm: None,
             abandoned: false,
             calls: Vec::new(),

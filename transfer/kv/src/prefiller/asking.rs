@@ -114,7 +114,7 @@ impl Inner {
         }
         let deadline = now + Duration::from_millis(request.deadline_ms.min(86_400_000));
         let parts = Parts::new(own.portions.iter().map(|_| true).chain([own.context]));
-        Ok(Job { request, hello, plan: own, parts, deadline })
+        Ok(Job { request, hello, plan: own, parts, deadline, landed: 0, since: now })
     }
 
     /// The Hello that a request stands on. A new one is checked against this prefiller.

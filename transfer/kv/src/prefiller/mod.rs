@@ -109,6 +109,10 @@ struct Job {
     /// The plan's portions, and then the context.
     parts: Parts<TransferId>,
     deadline: Instant,
+    /// Portions that have landed.
+    landed: usize,
+    /// When it reached its last stage: accepted, first page, last page.
+    since: Instant,
 }
 
 #[derive(Default)]
@@ -180,7 +184,7 @@ impl Prefiller {
         let word = engine.alloc_uvm_word()?;
         word.set_pace(options.pace_us)?;
         word.set_pace(None)?;
-        let metrics = Metrics::default();
+        let metrics = Metrics::new(&["first_page", "last_page", "context"]);
         let inner = Inner {
             cache: cache.clone(),
             engine,

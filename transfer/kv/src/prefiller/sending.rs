@@ -127,11 +127,31 @@ impl Inner {
         let request = job.request.request.clone();
         let may_land = |error: &Error| error.transfer_errors().iter().any(|error| error.may_land);
         job.parts.ended(part, outcome.as_ref().is_err_and(may_land));
+        if outcome.is_ok() {
+            self.landed(job, part);
+        }
         if let Err(error) = outcome {
             self.stop(&mut state, key, Stop::Failed(error.to_string()));
         }
         self.finish_job(&mut state, key);
         self.settle(&mut state, &request);
+    }
+
+    /// Times the stages that a request reaches when a part of it has landed.
+    fn landed(&self, job: &mut Job, part: usize) {
+        let pages = job.plan.portions.len();
+        let is_page = part < pages;
+        job.landed += usize::from(is_page);
+        let stages = [
+            ("first_page", is_page && job.landed == 1),
+            ("last_page", is_page && job.landed == pages),
+            ("context", !is_page),
+        ];
+        let now = Instant::now();
+        for (stage, _) in stages.into_iter().filter(|(_, reached)| *reached) {
+            let since = std::mem::replace(&mut job.since, now);
+            self.metrics.reached(stage, now.saturating_duration_since(since));
+        }
     }
 
     /// Lets nothing new of a request leave, and calls back what is under way.
