@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from putget_transfer.kv import _simulate_command
+from putget_transfer.kv import _bench_command, _simulate_command
 from putget_transfer.kv._models import Model, geometry
 from putget_transfer.kv._native import plan
 
@@ -67,6 +67,8 @@ def parser() -> argparse.ArgumentParser:
     _add_plan(commands.add_parser("plan", help="print a request's plan"))
     simulate = "say when a prompt's cache is at the decoder, with layer-wise transfer and without"
     _simulate_command.add(commands.add_parser("simulate", help=simulate))
+    bench = "time requests between two processes of this machine"
+    _bench_command.add(commands.add_parser("bench", help=bench))
     return top
 
 
