@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 import putget
-from putget.balancer import BalancedLayer, Balancer, ExpertBlobs, Landing, Move, Placement, ReplicaChoice
+from putget.balancer import BalancedLayer, Balancer, ExpertBlobs, Landing, Move, Placement, PlanOptions, ReplicaChoice
 from putget_bench import environment
 
 EXPERT_BYTES = 44 << 20
@@ -75,7 +75,8 @@ def step_times(device: torch.device, steps: int = 200, repeats: int = 50) -> dic
     blobs = ExpertBlobs({"w": torch.zeros(EXPERTS + 32, 16, device=device)})
     layer = BalancedLayer(blobs, load, choose.tables, choose.tables_of)
     told = torch.zeros(1, EXPERTS + 2, dtype=torch.int32, device=device)
-    with Balancer(comm, [layer], placement, num_stats=EXPERTS + 2, device=device, plan_in_thread=False) as balancer:
+    plan = PlanOptions(in_thread=False)
+    with Balancer(comm, [layer], placement, num_stats=EXPERTS + 2, plan=plan, device=device) as balancer:
 
         def many(with_step: bool) -> None:
             for _ in range(steps):

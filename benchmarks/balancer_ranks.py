@@ -33,8 +33,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 import putget
-from putget.balancer import Balancer, ExpertBlobs, Landing, LoadHistory, Move, Placement, rebalance
-from putget.moe import ExpertParallelMoE
+from putget.balancer import (
+    Balancer,
+    ExpertBlobs,
+    Landing,
+    LoadHistory,
+    Move,
+    MoveOptions,
+    Placement,
+    PlanOptions,
+    rebalance,
+)
+from putget.moe import ExpertParallelMoE, SlotOptions
 from putget.moe.router import Placing
 from putget_bench import environment, launch
 from putget_bench.roofline import Link
@@ -179,8 +189,9 @@ class Way:
         self.x = torch.randn(sizes.tokens, sizes.hidden, device=self.device).bfloat16()
         self.balancer = None
         if name == "online":
-            options: dict[str, Any] = {"interval": 4, "history": LoadHistory(decay=0.5), "most_bytes": 8 << 20}
-            self.balancer = Balancer(comm, self.layers, placement, device=self.device, **options)
+            plan = PlanOptions(interval=4, history=LoadHistory(decay=0.5))
+            moves = MoveOptions(most_bytes=8 << 20)
+            self.balancer = Balancer(comm, self.layers, placement, plan=plan, moves=moves, device=self.device)
         for _ in range(2):
             self._iterate()
         torch.cuda.synchronize()
@@ -198,8 +209,7 @@ class Way:
             num_experts=sizes.experts,
             top_k=sizes.top_k,
             max_tokens_per_rank=sizes.tokens,
-            placement=placement,
-            placement_layer=number,
+            slots=SlotOptions(placement=placement, placement_layer=number),
             count_experts=True,
             num_stats=sizes.experts + 2,
             device=self.device,

@@ -4,8 +4,8 @@ import torch
 import torch.distributed as dist
 
 import putget
-from putget.balancer import Balancer, LoadHistory, Placement
-from putget.moe import ExpertParallelMoE
+from putget.balancer import Balancer, LoadHistory, Placement, PlanOptions
+from putget.moe import ExpertParallelMoE, SlotOptions
 
 dist.init_process_group("gloo")
 rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -24,12 +24,15 @@ for _ in range(num_layers):
 direction = states[0]["gate.weight"][: num_experts // ranks].mean(0)  # tokens like it go to the first rank's experts
 
 comm = putget.Communicator()
-options = {"placement": placement, "count_experts": True, "max_tokens_per_rank": 64, "num_stats": 130}
+options = {"count_experts": True, "max_tokens_per_rank": 64, "num_stats": 130}
 layers = [
-    ExpertParallelMoE.from_dense(comm, state, placement_layer=number, **sizes, **options)
+    ExpertParallelMoE.from_dense(
+        comm, state, slots=SlotOptions(placement=placement, placement_layer=number), **sizes, **options
+    )
     for number, state in enumerate(states)
 ]
-with Balancer(comm, layers, placement, interval=4, history=LoadHistory(decay=0.5), device="cpu") as balancer:
+plan = PlanOptions(interval=4, history=LoadHistory(decay=0.5))
+with Balancer(comm, layers, placement, plan=plan, device="cpu") as balancer:
     torch.manual_seed(1 + rank)
     for _ in range(60):
         x = (torch.randn(64, 128) + direction).bfloat16()

@@ -5,7 +5,7 @@ import torch.distributed as dist
 
 import putget
 from putget.balancer import LoadHistory, rebalance
-from putget.moe import ExpertParallelMoE
+from putget.moe import ExpertParallelMoE, SlotOptions
 
 dist.init_process_group("gloo")
 rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -19,7 +19,7 @@ for expert in range(num_experts):
     state[f"experts.{expert}.down_proj.weight"] = torch.randn(hidden, intermediate) * intermediate**-0.5
 
 sizes = {"hidden_size": hidden, "intermediate_size": intermediate, "num_experts": num_experts, "top_k": 2}
-options = {"num_slots": num_slots, "count_experts": True, "max_tokens_per_rank": 64, "device": "cpu"}
+options = {"slots": SlotOptions(num_slots=num_slots), "count_experts": True, "max_tokens_per_rank": 64, "device": "cpu"}
 history = LoadHistory(decay=0.5)
 with ExpertParallelMoE.from_dense(putget.Communicator(), state, **sizes, **options) as layer:
     torch.manual_seed(1 + rank)

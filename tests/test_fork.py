@@ -20,7 +20,7 @@ from putget.adapters import deep_ep, shared
 from putget.adapters.flashinfer import MoeAlltoAll, functions
 from putget.adapters.tensorrt_llm import FourPayloadAllToAll
 from putget.balancer import Balancer, ExpertBlobs, ExpertExchange, HostStore, Landing, Placement
-from putget.moe import ExpertParallelMoE
+from putget.moe import ExpertParallelMoE, SlotOptions
 from tests.harness import Rank, RankProcesses, fresh_ranks, run_ranks
 
 CPU: dict[str, Any] = {"device": "cpu"}
@@ -143,7 +143,14 @@ def test_a_message_names_both_processes_and_what_to_do(comm: putget.Communicator
 def test_layers_balancers_and_moves_are_refused(comm: putget.Communicator) -> None:
     sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_experts": 2, "top_k": 1}
     layer = ExpertParallelMoE(
-        comm, max_tokens_per_rank=4, num_slots=4, count_experts=True, num_stats=5, timeout_s=20.0, **sizes, **CPU
+        comm,
+        max_tokens_per_rank=4,
+        slots=SlotOptions(num_slots=4),
+        count_experts=True,
+        num_stats=5,
+        timeout_s=20.0,
+        **sizes,
+        **CPU,
     )
     blobs = ExpertBlobs(dict(layer.experts.named_parameters()), module=layer.experts)
     store = HostStore(comm, [blobs.slot_bytes], 2, num_threads=1)

@@ -11,6 +11,7 @@ import hashlib
 import os
 import signal
 import time
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,17 @@ import torch
 from torch import Tensor
 
 import putget
-from putget.balancer import BalancedLayer, Balancer, ExpertBlobs, HostStore, LoadHistory, Placement, ReplicaChoice
+from putget.balancer import (
+    BalancedLayer,
+    Balancer,
+    ExpertBlobs,
+    HostStore,
+    LoadHistory,
+    MoveOptions,
+    Placement,
+    PlanOptions,
+    ReplicaChoice,
+)
 from putget.balancer.recovery import said_by_all
 from tests.harness import Rank
 
@@ -69,6 +80,13 @@ class Layer:
         return torch.equal(self.factors.cpu(), factors) and torch.equal(self.bias.cpu(), bias)
 
 
+def options_of(**options: Any) -> dict[str, Any]:
+    """Arguments of Balancer: fields of PlanOptions and MoveOptions come into `plan` and `moves`."""
+    for name, kind in (("plan", PlanOptions), ("moves", MoveOptions)):
+        options[name] = kind(**{f.name: options.pop(f.name) for f in fields(kind) if f.name in options})
+    return options
+
+
 class Server:
     """One rank of a model of two layers, which share an AllToAll."""
 
@@ -87,7 +105,7 @@ class Server:
         if stored:
             self.store = HostStore(rank.comm, [one.blobs.slot_bytes for one in described], EXPERTS, device=rank.device)
         settings: dict[str, Any] = {"interval": 4, "history": LoadHistory(decay=0.2), "most_bytes": 64, "num_sms": 2}
-        settings["plan_in_thread"] = seed % 2 == 0
+        settings["in_thread"] = seed % 2 == 0
         self.balancer = Balancer(
             rank.comm,
             described,
@@ -96,7 +114,7 @@ class Server:
             device=rank.device,
             timeout_s=20.0,
             store=self.store,
-            **{**settings, **options},
+            **options_of(**{**settings, **options}),
         )
         if stored:
             self.balancer.save()

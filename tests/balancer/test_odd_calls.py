@@ -31,6 +31,7 @@ from putget.balancer import (
     rebalance,
 )
 from putget.balancer.schedule import batches
+from tests.balancer.online import options_of
 from tests.harness import Rank, run_ranks
 
 NAN, INF = math.nan, math.inf
@@ -465,7 +466,7 @@ def balancers(rank: Rank) -> None:
     layer = BalancedLayer(ExpertBlobs({"w": torch.zeros(4, 4)}), load, choose.tables, choose.tables_of)
 
     def make(**words: Any) -> None:
-        Balancer(rank.comm, **words).close()
+        Balancer(rank.comm, **options_of(**words)).close()
 
     ints = {"carrier": 0, "num_stats": 8, "interval": 2, "num_groups": 1, "num_nodes": 1, "max_moves": 2, "cells": 2}
     ints |= {"num_sms": 2, "most_bytes": 64}
@@ -476,9 +477,9 @@ def balancers(rank: Rank) -> None:
         "history": LoadHistory(),
         "min_gain": 0.1,
     }
-    good |= {"mover": "kernel", "store": None, "plan_in_thread": False, "device": "cpu", "timeout_s": 5.0}
+    good |= {"mover": "kernel", "store": None, "in_thread": False, "device": "cpu", "timeout_s": 5.0}
     kinds = dict.fromkeys(ints, is_int) | {"max_moves": OPTIONAL_INT, "history": is_none, "mover": never}
-    kinds |= {"layers": never, "placement": never, "store": is_none, "plan_in_thread": is_flag, "device": is_device}
+    kinds |= {"layers": never, "placement": never, "store": is_none, "in_thread": is_flag, "device": is_device}
     kinds |= {"min_gain": either(is_none, is_number), "timeout_s": is_number}
     check({"Balancer": Target(make, good, kinds)})
 

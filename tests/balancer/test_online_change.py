@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 import putget
 from putget.balancer import BalancedLayer, Balancer, ExpertBlobs, LoadHistory, ReplicaChoice, rebalance
+from tests.balancer.online import options_of
 from tests.balancer.recorded import counts, routing
 from tests.harness import Rank, run_ranks
 
@@ -42,10 +43,12 @@ def serve(rank: Rank, first: Ids, second: Ids) -> tuple[list[float], int]:
     sizes: dict[str, Any] = {"num_experts": SLOTS, "top_k": 1, "max_tokens_per_rank": 1, "payloads": [row]}
     none = torch.zeros(0, 1, dtype=torch.int32), torch.zeros(0, 1), torch.zeros(0, 1)
     whole, fits = counts(second, EXPERTS), []
-    options: dict[str, Any] = {"interval": 8, "history": LoadHistory(decay=0.3), "cells": 8, "plan_in_thread": False}
+    options: dict[str, Any] = {"interval": 8, "history": LoadHistory(decay=0.3), "cells": 8, "in_thread": False}
     with (
         rank.all_to_all(output=row, num_stats=2 + layers * EXPERTS, **sizes) as a2a,
-        Balancer(rank.comm, described, start, num_stats=a2a.num_stats, device="cpu", **options) as balancer,
+        Balancer(
+            rank.comm, described, start, num_stats=a2a.num_stats, device="cpu", **options_of(**options)
+        ) as balancer,
     ):
         for iteration in range(BEFORE + AFTER):
             task = first if iteration < BEFORE else second

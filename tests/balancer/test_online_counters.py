@@ -10,6 +10,7 @@ import torch
 
 import putget
 from putget.balancer import BalancedLayer, Balancer, ExpertBlobs, LoadHistory, Placement, ReplicaChoice
+from tests.balancer.online import options_of
 from tests.harness import Rank, run_ranks
 
 EXPERTS, TOKENS = 4, 3
@@ -40,7 +41,7 @@ def count(rank: Rank, start: int, is_reset: bool) -> list[list[float]]:
     options: dict[str, Any] = {"num_stats": 2 + EXPERTS, "interval": 2, "history": seen, "device": "cpu"}
     with (
         rank.all_to_all(output=row, num_stats=2 + EXPERTS, **sizes) as a2a,
-        Balancer(rank.comm, [layer], placement, plan_in_thread=False, **options) as balancer,
+        Balancer(rank.comm, [layer], placement, **options_of(in_thread=False, **options)) as balancer,
     ):
         for iteration in range(ITERATIONS):
             if is_reset and iteration == RESET:

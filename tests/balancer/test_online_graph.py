@@ -11,6 +11,7 @@ import torch
 
 import putget
 from putget.balancer import BalancedLayer, Balancer, ExpertBlobs, Placement, ReplicaChoice
+from tests.balancer.online import options_of
 
 EXPERTS, SLOTS = 4, 6
 
@@ -48,8 +49,8 @@ def test_a_captured_step_finds_batches_and_gathers_loads(device: str) -> None:
     ones = torch.arange(1, EXPERTS + 1, dtype=torch.int32, device=place)
     with contextlib.ExitStack() as stack:
         a2a = stack.enter_context(putget.AllToAll(comm, output=row, num_stats=5, device=place, **sizes))
-        options: dict[str, Any] = {"num_stats": 5, "interval": 3, "device": place, "plan_in_thread": False}
-        balancer = stack.enter_context(Balancer(comm, [layer], first, **options))
+        options: dict[str, Any] = {"num_stats": 5, "interval": 3, "device": place, "in_thread": False}
+        balancer = stack.enter_context(Balancer(comm, [layer], first, **options_of(**options)))
 
         def iterate() -> None:
             load.add_(ones)

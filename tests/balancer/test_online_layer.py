@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from putget.balancer import Balancer, LoadHistory, Placement
+from tests.balancer.online import options_of
 from tests.harness import Rank, run_ranks
 from tests.moe.dense import Dense
 from tests.moe.layers import make_layer
@@ -29,9 +30,9 @@ def serve(rank: Rank, dense: Dense, iterations: int) -> tuple[list[int], int, st
             "interval": 2,
             "history": LoadHistory(decay=0.1),
             "most_bytes": 1 << 17,
-            "plan_in_thread": False,
+            "in_thread": False,
         }
-        with Balancer(rank.comm, [layer], start, device=rank.device, **options) as balancer:
+        with Balancer(rank.comm, [layer], start, device=rank.device, **options_of(**options)) as balancer:
             for iteration in range(iterations):
                 placement = balancer.placement
                 seen.update(placement.physical_to_logical.tobytes())
@@ -79,15 +80,15 @@ def refused(rank: Rank, dense: Dense) -> list[str]:
     with make_layer(rank, dense, **sizes, count_experts=True) as layer:
         for options in ({"most_bytes": 24}, {"timeout_s": 0}, {"interval": 0}, {"num_sms": 0}, {"cells": 0}):
             with pytest.raises(ValueError) as caught:
-                Balancer(rank.comm, [layer], start, device=rank.device, **options)
+                Balancer(rank.comm, [layer], start, device=rank.device, **options_of(**options))
             told.append(str(caught.value))
     return told
 
 
 def test_layers_that_cannot_be_balanced_are_refused() -> None:
     for told in run_ranks(2, refused, Dense()):
-        assert told[0].startswith("a balancer needs a layer made with num_slots or placement")
-        assert told[1].startswith("a balancer needs a layer made with num_slots or placement")
+        assert told[0].startswith("a balancer needs a layer made with slots")
+        assert told[1].startswith("a balancer needs a layer made with slots")
         assert told[2].startswith("num_stats is 2, allowed are ints from 3 to")
         assert told[3] == "layers[0] has another placement in force than layer 0 of placement"
         assert told[4] == "most_bytes is 24, allowed are multiples of 16 from 16 on"

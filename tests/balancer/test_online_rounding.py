@@ -11,6 +11,7 @@ from torch import Tensor
 
 import putget
 from putget.balancer import BalancedLayer, Balancer, ExpertBlobs, LoadHistory, Placement, ReplicaChoice
+from tests.balancer.online import options_of
 from tests.harness import Rank, run_ranks
 
 RANKS, EXPERTS, EACH, TOP_K, TOKENS, HIDDEN, ITERATIONS = 4, 12, 4, 3, 6, 40, 60
@@ -57,9 +58,11 @@ def serve(rank: Rank) -> tuple[int, int, int]:
         ExpertBlobs({"w": balanced.factors}), balanced.load, balanced.choose.tables, balanced.choose.tables_of
     )
     every = torch.stack([factors_of(expert) for expert in range(EXPERTS)]).float()
-    options: dict[str, Any] = {"interval": 3, "history": LoadHistory(decay=0.2), "plan_in_thread": False}
+    options: dict[str, Any] = {"interval": 3, "history": LoadHistory(decay=0.2), "in_thread": False}
     differ = numbers = 0
-    with Balancer(rank.comm, [layer], start, num_stats=9, device="cpu", timeout_s=20.0, **options) as balancer:
+    with Balancer(
+        rank.comm, [layer], start, num_stats=9, device="cpu", timeout_s=20.0, **options_of(**options)
+    ) as balancer:
         for iteration in range(ITERATIONS):
             generator = torch.Generator().manual_seed(1000 * iteration + rank.rank)
             count = (iteration + rank.rank) % (TOKENS + 1)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from putget.moe import ExpertParallelMoE, GroupLimitedRouting
+from putget.moe import ExpertParallelMoE, GroupLimitedRouting, SlotOptions
 from tests.harness import Rank
 from tests.moe.dense import Dense
 
@@ -24,8 +25,14 @@ def tolerance(dense: Dense) -> float:
     return FP8_TOLERANCE if dense.fp8 else BF16_TOLERANCE
 
 
+SLOT_FIELDS = {field.name for field in fields(SlotOptions)}
+
+
 def options_of(dense: Dense, **changes: Any) -> dict[str, Any]:
-    """Arguments of ExpertParallelMoE for the shape of a dense layer."""
+    """Arguments of ExpertParallelMoE for the shape of a dense layer; fields of SlotOptions come into `slots`."""
+    slots = {name: changes.pop(name) for name in SLOT_FIELDS & changes.keys()}
+    if slots:
+        changes["slots"] = SlotOptions(**slots)
     return {
         "hidden_size": dense.hidden,
         "intermediate_size": dense.intermediate,

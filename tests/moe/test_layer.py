@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import putget
+from putget.balancer import PlanOptions
 from putget.moe import ExpertParallelMoE, SoftmaxRouting
 from tests.harness import Rank, run_ranks
 from tests.moe.dense import Dense, relative_error
@@ -287,3 +288,16 @@ def test_autocast_changes_no_bit(dense: Dense, device: str) -> None:
     """Values of BF16 survive the way through float32; float16 holds these tokens too."""
     for found in run_ranks(2, under_autocast, dense, (torch.bfloat16, torch.float16), device=device):
         assert found == [(torch.bfloat16, True)] * 6
+
+
+def test_a_typing_error_is_named() -> None:
+    (comm,) = putget.Communicator.local(1)
+    options = options_of(Dense(), device="cpu")
+    with pytest.raises(TypeError, match="unexpected keyword argument 'num_slot'"):
+        ExpertParallelMoE(comm, **options, num_slot=8)
+    with pytest.raises(TypeError, match="'num_expert'"):
+        putget.AllToAll(comm, num_expert=4)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="'interwal'"):
+        PlanOptions(interwal=4)  # type: ignore[call-arg]
+    with pytest.raises(ValueError, match="slots is 8, expected a SlotOptions"):
+        ExpertParallelMoE(comm, **options, slots=8)

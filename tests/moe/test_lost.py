@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import putget
-from putget.balancer import Balancer, Placement
+from putget.balancer import Balancer, Placement, PlanOptions
 from putget.moe import ExpertParallelMoE
 from tests.harness import Rank, run_ranks
 from tests.harness.domains import Masks
@@ -146,8 +146,8 @@ def balanced(rank: Rank, masks: Masks, stays: bool) -> None:
     slots = [0, 1, 2, 0, 1, 2, 3, 4, 5] if stays else [0, 1, 2, 3, 4, 5, 0, 1, 2]
     start = Placement.of(slots, 6)
     layer = make_layer(rank, DENSE, placement=start, count_experts=True, num_stats=9)
-    still = {"min_gain": 100.0, "timeout_s": 20.0}  # no plan moves an expert before
-    balancer = Balancer(rank.comm, [layer], start, interval=4, device=rank.device, **still)
+    still = PlanOptions(interval=4, min_gain=100.0)  # no plan moves an expert before
+    balancer = Balancer(rank.comm, [layer], start, plan=still, device=rank.device, timeout_s=20.0)
     x, _ = tokens(layer, rank.rank)
 
     def serve() -> None:

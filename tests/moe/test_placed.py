@@ -194,13 +194,14 @@ def test_a_placement_that_is_refused_changes_nothing() -> None:
         assert told[1].startswith("placement has 7 experts and 12 slots")
         assert told[2] == "layer is 2, allowed are 0 to 0"
         assert told[3].startswith("state has no a.experts.")
-        assert told[4].startswith("this layer was made without num_slots or placement")
+        assert told[4].startswith("this layer was made without slots")
 
 
-def constructed(rank: Rank, options: dict[str, Any], last: dict[str, Any]) -> str:
+def constructed(rank: Rank, changes: dict[str, Any], last: dict[str, Any]) -> str:
     """A body: why the constructor refuses."""
+    options = options_of(Dense(), device="cpu", **changes, **(last if rank.rank == 1 else {}))
     with pytest.raises(ValueError) as caught:
-        ExpertParallelMoE(rank.comm, **options, **(last if rank.rank == 1 else {}))
+        ExpertParallelMoE(rank.comm, **options)
     return str(caught.value)
 
 
@@ -215,12 +216,12 @@ def constructed(rank: Rank, options: dict[str, Any], last: dict[str, Any]) -> st
         ({"placement": [0, 1, 2]}, "placement is a list, expected a putget.balancer.Placement"),
         ({"placement": placement_of(8, 12, 0), "placement_layer": 1}, "layer is 1, allowed are 0 to 0"),
         ({"num_slots": 8, "replica_choice": "best"}, "how is 'best', allowed are nearest"),
-        ({"num_slots": 8, "expert_to_rank": [0] * 8}, "expert_to_rank is given with num_slots or placement"),
+        ({"num_slots": 8, "expert_to_rank": [0] * 8}, "expert_to_rank is given with slots"),
         ({"num_slots": 8, "ranks_per_node": 3}, "ranks_per_node is 3, allowed are 1 to 2"),
     ],
 )
 def test_sizes_that_do_not_fit_are_named(changes: dict[str, Any], message: str) -> None:
-    for text in run_ranks(2, constructed, {**options_of(Dense(), device="cpu"), **changes}, {}):
+    for text in run_ranks(2, constructed, changes, {}):
         assert message in text
 
 
@@ -234,5 +235,5 @@ def test_sizes_that_do_not_fit_are_named(changes: dict[str, Any], message: str) 
     ],
 )
 def test_ranks_with_other_placements_hear_about_it(both: dict[str, Any], last: dict[str, Any], message: str) -> None:
-    for text in run_ranks(2, constructed, {**options_of(Dense(), device="cpu"), **both}, last):
+    for text in run_ranks(2, constructed, both, last):
         assert message in text

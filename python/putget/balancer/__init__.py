@@ -9,6 +9,7 @@ from putget.balancer.gathering import LoadGathering
 from putget.balancer.history import LoadHistory
 from putget.balancer.migrate import Landing, LandingProgress, Move
 from putget.balancer.online import BalancedLayer, Balancer
+from putget.balancer.options import MoveOptions, PlanOptions
 from putget.balancer.placement import Placement
 from putget.balancer.planner import rebalance
 from putget.balancer.recorder import RoutingRecorder
@@ -32,7 +33,9 @@ __all__ = [
     "LoadGathering",
     "LoadHistory",
     "Move",
+    "MoveOptions",
     "Placement",
+    "PlanOptions",
     "ReplicaChoice",
     "RoutingRecorder",
     "formats",

@@ -15,10 +15,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from putget._arguments import as_flag, as_kind, as_list, check_int, check_seconds, shown
+from putget._arguments import as_kind, as_list, check_int, check_seconds, shown
 from putget.balancer.gathering import LoadGathering
 from putget.balancer.history import LoadHistory
 from putget.balancer.migrate import Landing, Move, check_most_bytes, check_mover
+from putget.balancer.options import MoveOptions, PlanOptions
 from putget.balancer.placement import Placement
 from putget.balancer.planner import rebalance
 from putget.balancer.recovery import recover, said_by_all
@@ -87,20 +88,9 @@ class Balancer:
         placement: the placement in force, which the layers have; the same on all ranks.
         carrier: index of the layer whose dispatch tells the statistics. It runs in every iteration.
         num_stats: numbers of a rank in the statistics, at least 3; those of the carrier's ``AllToAll`` if None.
-        interval: the fewest iterations between two plans. A window's loads travel in so many iterations that
-            ``num_stats - 2`` numbers in each are enough.
-        history: how much the past counts, in windows; the last one with half of the weight in each next if None.
-        num_groups: as for `rebalance`; so are `num_nodes`, `max_moves` and `min_gain`.
-        num_nodes: hosts.
-        max_moves: most experts that ranks get in a layer and plan.
-        min_gain: least gain of max/mean of a layer that moves.
-        cells: experts that the landing area of a rank has room for; a batch brings no more to one rank.
-        num_sms: SMs of `step`'s kernels.
-        mover: who puts this rank's experts: "kernel", the kernels of `step`; "thread", a thread, on CUDA by the copy
-            engine. No kernel waits for it.
-        most_bytes: bytes that a `step` puts at most, and checks at most; a multiple of 16. A thread has no such bound.
+        plan: when it plans, and what a plan may cost.
+        moves: how experts move.
         store: where experts come from that have died with their ranks; see `save`.
-        plan_in_thread: whether a thread of this object plans. If not, a `poll` takes as long as the planner does.
         device: where the layers are.
         timeout_s: deadline of set-up, and of each stage of `set_active_ranks`, in seconds.
 
@@ -118,56 +108,50 @@ class Balancer:
         *,
         carrier: int = 0,
         num_stats: int | None = None,
-        interval: int = 32,
-        history: LoadHistory | None = None,
-        num_groups: int = 1,
-        num_nodes: int = 1,
-        max_moves: int | None = None,
-        min_gain: float | None = None,
-        cells: int = 2,
-        num_sms: int = 8,
-        mover: str = "kernel",
-        most_bytes: int = 1 << 20,
+        plan: PlanOptions | None = None,
+        moves: MoveOptions | None = None,
         store: HostStore | None = None,
-        plan_in_thread: bool = True,
         device: str | torch.device = "cuda",
         timeout_s: float = 30.0,
     ) -> None:
         try:
             place = resolve_device(device)
-            as_flag("plan_in_thread", plan_in_thread)
+            plan = as_kind("plan", PlanOptions() if plan is None else plan, PlanOptions)
+            moves = as_kind("moves", MoveOptions() if moves is None else moves, MoveOptions)
             if store is not None:
                 as_kind("store", store, HostStore)
             self._layers = _layers(layers, placement, comm.size)
             check_int("carrier", carrier, 0, len(self._layers) - 1)
-            check_most_bytes(most_bytes)
-            check_mover(mover)
+            check_most_bytes(moves.most_bytes)
+            check_mover(moves.mover)
             check_seconds("timeout_s", timeout_s)
             self._carrier = self._layers[carrier]
             told = self._carrier.num_stats if num_stats is None else num_stats
             self._gathering = LoadGathering(
-                [layer.expert_load for layer in self._layers], comm.size, told, interval, place
+                [layer.expert_load for layer in self._layers], comm.size, told, plan.interval, place
             )
             _check_store(store, self._layers, placement)
-            plan = {"num_groups": num_groups, "num_nodes": num_nodes, "max_moves": max_moves, "min_gain": min_gain}
-            self._plan_options: dict[str, Any] = plan
-            self._history = LoadHistory(decay=0.5) if history is None else as_kind("history", history, LoadHistory)
+            names = ("num_groups", "num_nodes", "max_moves", "min_gain")
+            limits: dict[str, Any] = {name: getattr(plan, name) for name in names}
+            self._plan_options = limits
+            self._history = LoadHistory(decay=0.5) if plan.history is None else plan.history
             rebalance(_loads(self._history, placement), *self._sizes(placement, comm.size), **self._limits(placement))
         except (ValueError, PutgetError) as error:
             comm.refuse(str(error))
             raise
         digest = hashlib.sha256(placement.physical_to_logical.tobytes()).hexdigest()[:16]
-        comm.compare("Balancer", {"placement": digest, "carrier": carrier, "interval": interval, **plan}, timeout_s)
-        self._comm, self._cells, self._store, self._most_bytes = comm, cells, store, most_bytes
+        said = {"placement": digest, "carrier": carrier, "interval": plan.interval, **limits}
+        comm.compare("Balancer", said, timeout_s)
+        self._comm, self._moves, self._store = comm, moves, store
         self._timeout_s = timeout_s
         self._active = [True] * comm.size
         self._placement = placement
         self._landing = Landing(
             comm,
             [layer.blobs for layer in self._layers],
-            cells=cells,
-            num_sms=num_sms,
-            mover=mover,
+            cells=moves.cells,
+            num_sms=moves.num_sms,
+            mover=moves.mover,
             device=place,
             timeout_s=timeout_s,
             tables=[layer.table for layer in self._layers],
@@ -182,12 +166,12 @@ class Balancer:
         self._tasks_before = Tasks()
         self._pace = Pace(
             max(layer.blobs.slot_bytes for layer in self._layers),
-            most_bytes if mover == "kernel" else None,
-            interval,
+            moves.most_bytes if moves.mover == "kernel" else None,
+            plan.interval,
             _MOVES_COST,
         )
         self._waiting: Batch | None = None  # the next of the queue
-        self._planner = ThreadPoolExecutor(1, "putget-balancer") if plan_in_thread else None
+        self._planner = ThreadPoolExecutor(1, "putget-balancer") if plan.in_thread else None
         self._planning: Future[Placement] | None = None
         self._is_planned = True  # the host has done with the last window, and has said so
         self._is_halted = False  # an expert is lost for good
@@ -214,7 +198,7 @@ class Balancer:
 
     def move(self) -> None:
         """Puts and checks up to `most_bytes` more, anywhere in an iteration. `step` does it once; more moves faster."""
-        self._landing.move(self._most_bytes)
+        self._landing.move(self._moves.most_bytes)
 
     def step(self) -> None:
         """Ends an iteration, behind its last round. All ranks call it, and none leaves one out.
@@ -224,7 +208,7 @@ class Balancer:
         Raises:
             PutgetError: Bytes that came differ from those that were sent. No rank takes their batch.
         """
-        self._landing.step(self._most_bytes)
+        self._landing.step(self._moves.most_bytes)
         if self._gathering.stats.device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
             self.poll()
 
@@ -287,7 +271,7 @@ class Balancer:
     def _aim_at(self, target: Placement) -> None:
         load, size = _loads(self._history, self._placement), self._comm.size
         self._spent = 0.0
-        self._queue = paying_batches(self._placement, target, size, self._cells, self._tasks, load, self._pace)
+        self._queue = paying_batches(self._placement, target, size, self._moves.cells, self._tasks, load, self._pace)
         self._next_batch()
 
     def _next_batch(self) -> None:

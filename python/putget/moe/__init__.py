@@ -3,6 +3,7 @@
 from putget.moe.kernels import expand, finalize, gated_activation
 from putget.moe.layer import ExpertParallelMoE
 from putget.moe.lost import LayerMetrics
+from putget.moe.placed import SlotOptions
 from putget.moe.router import GroupLimitedRouting, Router, SoftmaxRouting
 
 __all__ = [
@@ -10,6 +11,7 @@ __all__ = [
     "GroupLimitedRouting",
     "LayerMetrics",
     "Router",
+    "SlotOptions",
     "SoftmaxRouting",
     "expand",
     "finalize",

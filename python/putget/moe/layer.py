@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, TypeAlias
@@ -22,7 +23,7 @@ from putget.memory.workspace import resolve_device
 from putget.moe.experts import GATES, Bf16Experts, Fp8Experts, Gate
 from putget.moe.loading import DenseState, load_networks, load_router
 from putget.moe.lost import LayerMetrics, LostExperts
-from putget.moe.placed import place_experts
+from putget.moe.placed import SlotOptions, place_experts
 from putget.moe.router import Placing, Router, Routing
 from putget.moe.shared_experts import SharedExperts
 from putget.moe.streams import Beside
@@ -43,6 +44,21 @@ def _check_sizes(hidden_size: int, intermediate_size: int, shared_intermediate_s
     check_int("shared_intermediate_size", shared_intermediate_size, 0, 1 << 20)
 
 
+# Arguments of AllToAll that the layer gives itself.
+_GIVEN = {"self", "comm", "num_experts", "top_k", "max_tokens_per_rank", "payloads", "output", "device"}
+_FURTHER = [name for name in inspect.signature(AllToAll.__init__).parameters if name not in _GIVEN]
+
+
+def _check_names(all_to_all: Mapping[str, Any]) -> None:
+    """Raises TypeError for a name that neither the layer nor its AllToAll takes, as Python does."""
+    for name in all_to_all:
+        if name not in _FURTHER:
+            raise TypeError(
+                f"ExpertParallelMoE() got an unexpected keyword argument {name!r}; of AllToAll's it takes "
+                f"{', '.join(_FURTHER)}"
+            )
+
+
 class ExpertParallelMoE(nn.Module):
     """Router, dispatch, this rank's experts, combine. Construction is collective over the group. No backward pass.
 
@@ -54,7 +70,7 @@ class ExpertParallelMoE(nn.Module):
     that they were made in: codes, their scales and the router's bias mean nothing in another one. A layer stays on its
     device, where its workspace is.
 
-    With `num_slots` or `placement` experts may have replicas: each rank has as many slots, a slot holds one expert, and
+    With `slots` experts may have replicas: each rank has as many slots, a slot holds one expert, and
     the router's ids are turned into slots before dispatch. `set_placement` changes the placement between two rounds.
 
     Args:
@@ -78,12 +94,7 @@ class ExpertParallelMoE(nn.Module):
             halves. The CPU has the halves and no streams.
         grouped_memory: Memory for rows by expert that layers of the same sizes share; by default memory of its own.
         nvtx: Whether the steps are marked for Nsight Systems. CUDA only.
-        num_slots: Slots of all ranks together, a multiple of the ranks; those of `placement` if None.
-        placement: Which expert each slot holds: a ``putget.balancer.Placement``, the same on all ranks. If None and
-            `num_slots` is given, experts in their order, and again from the first one on.
-        placement_layer: Which layer of `placement` this one is.
-        replica_choice: How a token's replica is chosen: `how` of ``putget.balancer.ReplicaChoice``.
-        ranks_per_node: Ranks of a host, for `replica_choice`; all if None.
+        slots: The slots of experts that may have replicas; if None, each rank has its experts once.
         count_experts: Whether the router counts its tokens' experts in `expert_load`.
         degraded: Whether rounds go on without experts that are lost with their ranks. If not, calls raise
             ``ExpertsLost`` after `set_active_ranks` has left their ranks out, until the experts are back. It may be set
@@ -132,11 +143,7 @@ class ExpertParallelMoE(nn.Module):
         overlap_shared: bool = True,
         grouped_memory: ExpertMajorMemory | None = None,
         nvtx: bool = False,
-        num_slots: int | None = None,
-        placement: Placement | None = None,
-        placement_layer: int = 0,
-        replica_choice: str = "round_robin",
-        ranks_per_node: int | None = None,
+        slots: SlotOptions | None = None,
         count_experts: bool = False,
         degraded: bool = False,
         **all_to_all: Any,
@@ -144,6 +151,7 @@ class ExpertParallelMoE(nn.Module):
         super().__init__()
         if not isinstance(comm, Communicator):
             raise ValueError(f"comm is {comm!r}, expected a putget.Communicator")
+        _check_names(all_to_all)
         try:
             _check_sizes(hidden_size, intermediate_size, shared_intermediate_size)
             kind = _kind_of(weight_dtype, row_dtype, gate)
@@ -155,17 +163,7 @@ class ExpertParallelMoE(nn.Module):
             self.shared: SharedExperts | None = None
             if shared_intermediate_size:
                 self.shared = SharedExperts(kind(1, hidden_size, shared_intermediate_size, gate, place))
-            self._placed = place_experts(
-                comm,
-                num_experts,
-                place,
-                num_slots,
-                placement,
-                placement_layer,
-                replica_choice,
-                ranks_per_node,
-                all_to_all,
-            )
+            self._placed = place_experts(comm, num_experts, place, slots, all_to_all)
         except (ValueError, PutgetError) as error:
             comm.refuse(str(error))
             raise
@@ -274,7 +272,7 @@ class ExpertParallelMoE(nn.Module):
             ValueError: The layer has no slots, the placement other sizes, or a tensor is missing; nothing has changed.
         """
         if self._placed is None:
-            raise ValueError("this layer was made without num_slots or placement: its experts stay where they are")
+            raise ValueError("this layer was made without slots: its experts stay where they are")
         tables = self._placed.choose.tables_of(placement, placement_layer)
         experts = self._placed.local_of(placement, placement_layer)
         if state is not None:
@@ -291,7 +289,7 @@ class ExpertParallelMoE(nn.Module):
             ValueError: The layer has no slots, or does not count.
         """
         if self._placed is None or self.expert_load is None:
-            raise ValueError("a balancer needs a layer made with num_slots or placement, and with count_experts=True")
+            raise ValueError("a balancer needs a layer made with slots, and with count_experts=True")
         return BalancedLayer(
             blobs=ExpertBlobs(dict(self.experts.named_parameters()), module=self.experts),
             expert_load=self.expert_load,

@@ -4,14 +4,36 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from putget._arguments import check_int
+from putget._arguments import as_kind, check_int
 from putget.balancer import Placement, ReplicaChoice
 from putget.group.communicator import Communicator
+
+
+@dataclass(frozen=True)
+class SlotOptions:
+    """Slots of a layer whose experts may have replicas.
+
+    Args:
+        num_slots: Slots of all ranks together, a multiple of the ranks. If None, those of `placement`; without one, a
+            slot for each expert.
+        placement: Which expert each slot holds: a ``putget.balancer.Placement``, the same on all ranks. If None,
+            experts in their order, and again from the first one on.
+        placement_layer: Which layer of `placement` this one is.
+        replica_choice: How a token's replica is chosen: `how` of ``putget.balancer.ReplicaChoice``.
+        ranks_per_node: Ranks of a host, for `replica_choice`; all if None.
+    """
+
+    num_slots: int | None = None
+    placement: Placement | None = None
+    placement_layer: int = 0
+    replica_choice: str = "round_robin"
+    ranks_per_node: int | None = None
 
 
 class PlacedExperts:
@@ -22,11 +44,7 @@ class PlacedExperts:
         ep_size: Ranks.
         ep_rank: This rank.
         device: Where ids are.
-        num_slots: Slots of all ranks; those of `placement` if None.
-        placement: Which expert each slot holds; if None, experts in their order, again from the first one on.
-        layer: Which layer of the placement.
-        how: See ``ReplicaChoice``.
-        ranks_per_node: Ranks of a host; all if None.
+        slots: How many there are, what they hold first, and how one is chosen.
 
     Attributes:
         choose: From experts to slots.
@@ -36,18 +54,8 @@ class PlacedExperts:
         ValueError: Sizes do not fit each other.
     """
 
-    def __init__(
-        self,
-        num_experts: int,
-        ep_size: int,
-        ep_rank: int,
-        device: torch.device,
-        num_slots: int | None,
-        placement: Placement | None,
-        layer: int,
-        how: str,
-        ranks_per_node: int | None,
-    ) -> None:
+    def __init__(self, num_experts: int, ep_size: int, ep_rank: int, device: torch.device, slots: SlotOptions) -> None:
+        num_slots, placement, layer = slots.num_slots, slots.placement, slots.placement_layer
         if placement is not None and not isinstance(placement, Placement):
             raise ValueError(f"placement is a {type(placement).__name__}, expected a putget.balancer.Placement")
         if num_slots is None:
@@ -68,10 +76,10 @@ class PlacedExperts:
         self.choose = ReplicaChoice(
             placement,
             layer,
-            how=how,
+            how=slots.replica_choice,
             ep_size=ep_size,
             ep_rank=ep_rank,
-            ranks_per_node=ranks_per_node,
+            ranks_per_node=slots.ranks_per_node,
             device=device,
         )
         self.local_experts = self.local_of(placement, layer)
@@ -107,20 +115,17 @@ def place_experts(
     comm: Communicator,
     num_experts: int,
     device: torch.device,
-    num_slots: int | None,
-    placement: Placement | None,
-    layer: int,
-    how: str,
-    ranks_per_node: int | None,
+    slots: SlotOptions | None,
     all_to_all: Mapping[str, Any],
 ) -> PlacedExperts | None:
-    """The slots of a layer; None where it has none: neither num_slots nor a placement is given.
+    """The slots of a layer; None where it has none.
 
     Raises:
         ValueError: Sizes do not fit each other, or all_to_all places experts otherwise.
     """
-    if num_slots is None and placement is None:
+    if slots is None:
         return None
+    as_kind("slots", slots, SlotOptions)
     if all_to_all.get("expert_to_rank") is not None:
-        raise ValueError("expert_to_rank is given with num_slots or placement: slots lie in ranks' order")
-    return PlacedExperts(num_experts, comm.size, comm.rank, device, num_slots, placement, layer, how, ranks_per_node)
+        raise ValueError("expert_to_rank is given with slots: they lie in ranks' order")
+    return PlacedExperts(num_experts, comm.size, comm.rank, device, slots)
