@@ -26,11 +26,12 @@ def build_parser() -> Parser:
     """The parser of all subcommands."""
     parser = Parser(prog="putget", description="One-sided dispatch and combine for mixture-of-experts inference.")
     parser.add_argument("--version", action="version", version=f"putget {putget.__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="{bench,ablate,balance,simulate,doctor,roofline,demo}")
+    commands = parser.add_subparsers(dest="command", metavar="{bench,ablate,balance,simulate,serve,doctor,roofline,demo}")
     _add_bench(commands.add_parser("bench", help="time dispatch and combine", allow_abbrev=False))
     _add_ablate(commands.add_parser("ablate", help="what each idea of putget is worth", allow_abbrev=False))
     _add_balance(commands.add_parser("balance", help="where experts lie: plan, simulate, show", allow_abbrev=False))
     _add_simulate(commands.add_parser("simulate", help="groups that span hosts, in virtual time", allow_abbrev=False))
+    _add_serve(commands.add_parser("serve", help="a transformers model behind an OpenAI interface", allow_abbrev=False))
     _add_doctor(commands.add_parser("doctor", help="what this machine can do, and what is missing", allow_abbrev=False))
     _add_roofline(commands.add_parser("roofline", help="measure the link", allow_abbrev=False))
     _add_demo(commands.add_parser("demo", help="a DeepSeek-V3-shaped layer, checked and timed", allow_abbrev=False))
@@ -151,6 +152,26 @@ def _add_simulate(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=0, metavar="N", help="of the routing (%(default)s)")
     add("--output_file", metavar="FILE", help="write the result as JSON (docs/reference/command_line.md)")
     parser.set_defaults(module="run_simulate")
+
+
+def _add_serve(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Serves a mixture-of-experts model of transformers on several ranks, each with requests of its own. All listen "
+        "on one port, and answer OpenAI's completions and chat. Needs transformers[serving]."
+    )
+    add = parser.add_argument
+    add("path", metavar="PATH", help="folder of the model and its tokenizer")
+    add("--ep_size", type=int, metavar="N", help="ranks (the GPUs here, or 2 on the CPU)")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where the ranks run (%(default)s)")
+    add("--host", default="127.0.0.1", help="address to listen at (%(default)s)")
+    add("--port", type=int, default=8000, metavar="N", help="port to listen at, of all ranks (%(default)s)")
+    add("--dtype", default="auto", help="of the weights, by torch's name (%(default)s: as they are)")
+    add("--max_tokens_per_rank", type=int, default=1024, metavar="N", help="tokens of a rank's pass (%(default)s)")
+    add("--cache_tokens", type=int, metavar="N", help="tokens in a rank's KV cache (on GPUs what fits; 32768 on CPUs)")
+    add("--stream_interval", type=int, default=1, metavar="N", help="tokens between two words of a stream (%(default)s)")
+    add("--timeout_s", type=float, default=20.0, metavar="S", help="wait for another rank in a pass (%(default)s)")
+    add("--setup_timeout_s", type=float, default=600.0, metavar="S", help="deadline of the start (%(default)s)")
+    parser.set_defaults(module="run_serve")
 
 
 def _add_doctor(parser: argparse.ArgumentParser) -> None:

@@ -49,3 +49,15 @@ def save_models(folder: Path, num_experts: Collection[str]) -> None:
     saver.join()
     if saver.exitcode:
         raise SystemExit(f"the models of {num_experts} experts were not saved: {saver.exitcode}")
+
+
+def save_tokenizer(folder: Path) -> None:
+    """A token for each printable character, which fit in the models' vocabulary."""
+    from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
+    from tokenizers.models import WordLevel
+
+    characters = ["<unk>", *map(chr, range(32, 127)), "\n"]
+    tokenizer = Tokenizer(WordLevel({text: token for token, text in enumerate(characters)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>").save_pretrained(folder)

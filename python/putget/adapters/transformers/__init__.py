@@ -18,28 +18,31 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from putget import BackendUnavailable, Payload
+from putget import BackendUnavailable, Communicator
 from putget.adapters import placement
-from putget.adapters.engines import announce, announce_launch, require_names, require_version
-from putget.adapters.rounds import Rounds
-from putget.adapters.shared import communicator_of, engine_workspace_bytes, shared_workspace
+from putget.adapters.engines import require_names
+from putget.adapters.shared import communicator_of
+from putget.adapters.transformers.batching import batching_manager
+from putget.adapters.transformers.exchange import ExpertExchange, check_experts, require_transformers
+from putget.adapters.transformers.lockstep import Bell, Lockstep
+from putget.adapters.transformers.spreading import Spread, spread
 
 NAME = "putget"
 _MODULE = "transformers.distributed.expert_parallel"
-_WEIGHTS = ("gate_up_proj", "down_proj")
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+__all__ = [
+    "Bell",
+    "ExpertRounds",
+    "Lockstep",
+    "Spread",
+    "batching_manager",
+    "check_experts",
+    "register",
+    "require_transformers",
+    "spread",
+]
 
 
-def require_transformers() -> str:
-    """The version of transformers that is installed.
-
-    Raises:
-        BackendUnavailable: There is none, or one before 5.23 or from 6 on.
-    """
-    return require_version("transformers", ["transformers"], "5.23", "6")
-
-
-class ExpertRounds:
+class ExpertRounds(ExpertExchange):
     """How the experts of one layer get their tokens: ``register`` puts it in front of EPImplementation.
 
     Args:
@@ -52,12 +55,11 @@ class ExpertRounds:
         BackendUnavailable, PeerTimeout: As ``putget.Workspace``; at the first call of a layer.
     """
 
-    max_tokens_per_rank: int = 4096
+    remedy = "call putget.adapters.transformers.register(max_tokens_per_rank=...) before the model is made"
 
     def __init__(self, experts: Any, ep_mesh: Any, tp_mesh: Any) -> None:
         check_experts(experts)
         super().__init__(experts, ep_mesh, tp_mesh)  # type: ignore[call-arg]
-        self._rounds: Rounds | None = None
 
     def __call__(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -84,7 +86,7 @@ class ExpertRounds:
         num_tokens, hidden_size = hidden_states.shape
         each = -(-num_tokens // tp_size)
         mine = slice(min(tp_rank * each, num_tokens), min((tp_rank + 1) * each, num_tokens))
-        output = self._exchange(hidden_states[mine], top_k_index[mine], top_k_weights[mine])
+        output = self.exchange(hidden_states[mine], top_k_index[mine], top_k_weights[mine])
         if tp_size == 1:
             return output
         padded = output.new_zeros(each, hidden_size)
@@ -93,81 +95,11 @@ class ExpertRounds:
         dist.all_gather_into_tensor(gathered, padded, group=self.tp_mesh.get_group())  # type: ignore[attr-defined]
         return gathered[:num_tokens]
 
-    def _exchange(self, rows: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Dispatch, this rank's experts on what arrived, and combine; for rows that no other rank sends."""
-        rounds = self._rounds_for(rows, ids.shape[1])
-        if len(rows) > rounds.max_tokens_per_rank:
-            raise ValueError(
-                f"a rank sends {len(rows)} tokens, the workspace is for {rounds.max_tokens_per_rank}: call "
-                "putget.adapters.transformers.register(max_tokens_per_rank=...) before the model is made"
-            )
-        flat = rounds.dispatch(
-            ids.contiguous(), weights.float().contiguous(), [rows.contiguous()], names=["hidden_states"]
-        ).flat
-        announce_launch("transformers", rounds.all_to_all, len(rows))
-        received = flat.payloads[0]
-        owner = rounds.shared.comm.rank * self.num_local_experts  # type: ignore[attr-defined]
-        local = flat.topk_ids.long() - owner
-        here = (local >= 0) & (local < self.num_local_experts)  # type: ignore[attr-defined]
-        # Slots without a token hold the rows of earlier rounds: zeros, so that no NaN of theirs reaches a sum.
-        received = torch.where(here.any(1, keepdim=True), received, 0)
-        output = self.experts_forward(  # type: ignore[attr-defined]
-            received,
-            torch.where(here, local, self.num_local_experts),  # type: ignore[attr-defined]
-            torch.where(here, flat.topk_weights, 0.0).to(weights.dtype),
-        )
-        return rounds.combine(output.to(rows.dtype).contiguous(), name="the experts' output")
-
-    def _rounds_for(self, rows: torch.Tensor, top_k: int) -> Rounds:
-        """The rounds of this layer, made at the first call (collective)."""
-        if self._rounds is None:
-            comm = communicator_of(self.ep_mesh.get_group())  # type: ignore[attr-defined]
-            local = self.num_local_experts  # type: ignore[attr-defined]
-            num_experts = local * comm.size
-            output = Payload((rows.shape[1],), rows.dtype)
-            announce("transformers", comm, num_experts=num_experts, device=rows.device)
-            shared = shared_workspace(
-                comm,
-                engine_workspace_bytes(
-                    ep_size=comm.size,
-                    max_tokens_per_rank=self.max_tokens_per_rank,
-                    dispatch_bytes=output.row_bytes,
-                    output=output,
-                ),
-                rows.device,
-                share_by="transformers",
-                arguments={"max_tokens_per_rank": self.max_tokens_per_rank, "hidden_size": rows.shape[1]},
-            )
-            self._rounds = Rounds(
-                shared,
-                num_experts=num_experts,
-                top_k=top_k,
-                max_tokens_per_rank=self.max_tokens_per_rank,
-                output=output,
-                expert_to_rank=placement.even(num_experts, comm.size, engine="transformers", num_local_experts=local),
-            )
-        return self._rounds
-
-
-def check_experts(experts: Any) -> None:
-    """Refuses experts whose weights are not plain ones.
-
-    Raises:
-        ValueError: A weight is missing or quantised; the message names it.
-    """
-    kind = type(experts).__name__
-    weights = dict(experts.named_parameters())
-    missing = [name for name in _WEIGHTS if name not in weights]
-    if missing:
-        raise ValueError(
-            f"{kind} has no {' and no '.join(missing)}: putget knows experts with {' and '.join(_WEIGHTS)}"
-        )
-    for name, weight in weights.items():
-        if weight.dtype not in _DTYPES:
-            raise ValueError(
-                f"{kind}.{name} is {weight.dtype}: quantised experts are not known, supported are bfloat16, float16 "
-                'and float32; use ep_implementation="all_to_all"'
-            )
+    def group(self) -> tuple[Communicator, placement.Table]:
+        """The ranks of ``ep_mesh``, which own equal shares."""
+        comm = communicator_of(self.ep_mesh.get_group())  # type: ignore[attr-defined]
+        local = self.num_local_experts
+        return comm, placement.even(local * comm.size, comm.size, engine="transformers", num_local_experts=local)
 
 
 def register(*, max_tokens_per_rank: int = 4096) -> type:

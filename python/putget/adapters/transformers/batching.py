@@ -1,0 +1,183 @@
+"""Continuous batching of transformers on a spread model: each rank has a queue of its own, all run passes together."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass, field
+from typing import Any
+
+from putget.adapters.engines import require_names
+from putget.adapters.transformers.lockstep import Bell
+from putget.adapters.transformers.spreading import Spread
+
+_MODULE = "transformers.generation.continuous_batching.continuous_api"
+_NAMES = ("ContinuousBatchingManager", "BackgroundThreadStatus", "OutputRouter")
+_HOOKS = ("_generation_loop_body", "_generation_step", "_create_batch_processor", "_handle_critical_error")
+_KEPT = "_cached_continuous_batching_manager"  # where transformers looks for a manager of an earlier session
+_SLEEP_S = 1.0  # a rank that sleeps looks at the end of the process so often; requests and other ranks wake it
+
+
+@dataclass
+class Done:
+    """What has become of a rank's requests.
+
+    Attributes:
+        ends: How many have finished, and how many have failed.
+        tokens: What those have generated.
+    """
+
+    ends: dict[str, int] = field(default_factory=lambda: {"finished": 0, "failed": 0})
+    tokens: int = 0
+
+    def add(self, output: Any) -> None:
+        """Counts an output, if it is the last one of its request."""
+        if output.is_finished():
+            self.ends["finished" if output.error is None else "failed"] += 1
+            self.tokens += len(output.generated_tokens)
+
+
+class LockstepBatching:
+    """What stands before transformers' manager: one pass at a time, with all ranks.
+
+    Attributes:
+        spread: The model's expert layers.
+        done: What has become of this rank's requests.
+        room: Most tokens of a request, its prompt included.
+    """
+
+    spread: Spread
+    done: Done
+    room: int
+    model: Any
+    generation_config: Any
+    output_router: Any
+    batch_processor: Any
+    background_thread_status: Any
+    current_batch: int
+    _wake_up_loop: Any
+    _statuses: Any
+    _has_finished = False
+
+    def _generation_loop_body(self, batch_processor: Any, bootstrapping: bool) -> bool:
+        """One pass, or a sleep. Whether the loop goes on."""
+        lockstep = self.spread.lockstep
+        if batch_processor.prepare_next_batch():
+            lockstep.begin()
+            self._generation_step()  # type: ignore[attr-defined]
+            lockstep.end()
+            self.current_batch += 1
+            batch_processor.update_batch()
+            return True
+        status = self.background_thread_status.tp_status
+        if status == self._statuses.HARD_STOP:
+            lockstep.close()
+            return False
+        if status == self._statuses.FLUSH_AND_STOP and not batch_processor.has_pending_requests():
+            if not self._has_finished:
+                self._has_finished = True
+                lockstep.finish()
+            if lockstep.all_finished:
+                self._has_finished = False
+                return False
+        if lockstep.begun() is not None:
+            self.spread.idle_pass()
+        else:
+            lockstep.wait(self._wake_up_loop, _SLEEP_S)
+            self._wake_up_loop.clear()
+        return True
+
+    def add_request(
+        self, input_ids: list[int], request_id: str | None = None, max_new_tokens: int | None = None, **options: Any
+    ) -> Any:
+        """As transformers': a request that asks for more tokens than there is room for gets as many as there is.
+
+        Raises:
+            ValueError: The prompt alone fills the cache, or the model's positions; nothing has happened.
+        """
+        left = self.room - len(input_ids)
+        if left < 1:
+            if request_id is not None:
+                self.output_router.result_handlers.pop(request_id, None)
+            raise ValueError(f"the prompt has {len(input_ids)} tokens, a request has room for {self.room} in all")
+        wanted = self.generation_config.max_new_tokens if max_new_tokens is None else max_new_tokens
+        most = left if wanted is None else min(wanted, left)
+        return super().add_request(input_ids, request_id=request_id, max_new_tokens=most, **options)  # type: ignore[misc]
+
+    def _handle_critical_error(self, error: Exception, batch_processor: Any) -> None:
+        """This rank cannot go on: the others hear it at once."""
+        self.spread.lockstep.close()
+        super()._handle_critical_error(error, batch_processor)  # type: ignore[misc]
+
+
+def batching_manager(
+    model: Any,
+    spread: Spread,
+    generation_config: Any = None,
+    *,
+    continuous_batching_config: Any = None,
+    stream_interval: int = 1,
+) -> Any:
+    """A ContinuousBatchingManager of transformers for a spread model, left where transformers looks for one.
+
+    ``model.generate_batch(..., persistent_manager=True)``, ``init_continuous_batching`` and ``transformers serve``
+    find it. All ranks start theirs, and stop it; each adds requests of its own at any time, or none.
+
+    Args:
+        model: The model.
+        spread: What ``spread`` returned for it.
+        generation_config: transformers' GenerationConfig; None: the model's.
+        continuous_batching_config: transformers' ContinuousBatchingConfig. ``max_batch_tokens`` is bounded by
+            the workspace's tokens per rank; batches are prepared when the one before has ended.
+        stream_interval: A stream tells its first token at once, then every so many, and its end.
+
+    Raises:
+        ValueError: stream_interval is not a positive int, or max_batch_tokens has no room in the workspace.
+        BackendUnavailable: This transformers is not known.
+    """
+    if not isinstance(stream_interval, int) or isinstance(stream_interval, bool) or stream_interval < 1:
+        raise ValueError(f"stream_interval is {stream_interval!r}, expected a positive int")
+    module = importlib.import_module(_MODULE)
+    require_names("transformers", module, _NAMES)
+    require_names("transformers", module.ContinuousBatchingManager, _HOOKS)
+    configs = importlib.import_module("transformers.generation.configuration_utils")
+    config = continuous_batching_config or configs.ContinuousBatchingConfig()
+    room = min(layer.max_tokens_per_rank for layer in spread.layers)
+    if config.max_batch_tokens is None:
+        config.max_batch_tokens = room
+    if config.max_batch_tokens > room:
+        raise ValueError(
+            f"max_batch_tokens is {config.max_batch_tokens}, the workspace has room for {room} tokens of a rank: call "
+            "spread(max_tokens_per_rank=...) with more"
+        )
+    config.use_async_batching = False
+    kind = type("PutgetBatching", (LockstepBatching, module.ContinuousBatchingManager), {})
+    generation_config = model.generation_config if generation_config is None else generation_config
+    if generation_config.eos_token_id is None:
+        generation_config.eos_token_id = -1
+    manager = kind(model, generation_config, config)
+    manager.spread, manager._statuses, manager._wake_up_loop = spread, module.BackgroundThreadStatus, Bell()
+    manager.done = Done()
+    manager.output_router = _router(module.OutputRouter, stream_interval, manager.done)
+    manager.batch_processor = manager._create_batch_processor()
+    cache, positions = manager.batch_processor.cache, getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    manager.room = min(cache.max_tokens_read, positions or cache.max_tokens_read)
+    setattr(model, _KEPT, manager)
+    return manager
+
+
+def _router(base: Any, interval: int, done: Done) -> Any:
+    """transformers' router, which counts, and leaves out what a stream does not tell: outputs hold all tokens so far."""
+
+    class IntervalRouter(base):  # type: ignore[misc]
+        def deliver(self, output: Any) -> None:
+            done.add(output)
+            super().deliver(output)
+
+        def deliver_batch(self, outputs: list[Any]) -> None:
+            for output in outputs:
+                done.add(output)
+            told = [one for one in outputs if one.is_finished() or (len(one.generated_tokens) - 1) % interval == 0]
+            if told:
+                super().deliver_batch(told)
+
+    return IntervalRouter()

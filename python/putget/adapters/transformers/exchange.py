@@ -1,0 +1,155 @@
+"""Rounds of one layer's experts under transformers: rows out, this rank's experts on what arrived, sums back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from putget import AllToAll, Communicator, Payload, ProtocolMisuse
+from putget.adapters.engines import announce, announce_launch, require_version
+from putget.adapters.placement import Table
+from putget.adapters.rounds import Rounds
+from putget.adapters.shared import TIMEOUT_S, engine_workspace_bytes, shared_workspace
+
+_WEIGHTS = ("gate_up_proj", "down_proj")
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class ExpertExchange:
+    """What ``ExpertRounds`` and ``spread`` share. Subclasses say which ranks there are, and who owns which expert.
+
+    Attributes:
+        max_tokens_per_rank: Most tokens that one rank sends.
+        num_local_experts: Experts of this rank, which follow one another.
+        experts_forward: The experts' own forward, on local ids; ``num_local_experts`` stands for "none of these".
+        timeout_s: Deadline of a wait in a round, in seconds.
+        layer: The layer's number, which travels with the rows to be compared; None: it does not.
+        remedy: What a caller who sends too many tokens does.
+    """
+
+    max_tokens_per_rank: int = 4096
+    timeout_s: float = TIMEOUT_S
+    num_local_experts: int
+    experts_forward: Callable[..., torch.Tensor]
+    layer: int | None = None
+    remedy: str
+    _rounds: Rounds | None = None
+
+    def group(self) -> tuple[Communicator, Table]:
+        """The ranks, and the rank of each expert. Collective at the first call."""
+        raise NotImplementedError
+
+    def exchange(self, rows: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Dispatch, this rank's experts on what arrived, and combine; for rows that no other rank sends.
+
+        Args:
+            rows: [num_tokens, hidden_size]; num_tokens may be 0.
+            ids: [num_tokens, top_k] int64.
+            weights: [num_tokens, top_k].
+
+        Raises:
+            ValueError: More tokens than there is room for; nothing has happened on any rank.
+            ProtocolMisuse: Another rank is in another layer.
+        """
+        rounds = self._rounds_for(rows, ids.shape[1])
+        if len(rows) > rounds.max_tokens_per_rank:
+            raise ValueError(
+                f"a rank sends {len(rows)} tokens, the workspace is for {rounds.max_tokens_per_rank}: {self.remedy}"
+            )
+        told = None if self.layer is None else torch.tensor([self.layer], dtype=torch.int32, device=rows.device)
+        received = rounds.dispatch(
+            ids.contiguous(), weights.float().contiguous(), [rows.contiguous()], names=["hidden_states"], stats=told
+        )
+        announce_launch("transformers", rounds.all_to_all, len(rows))
+        if received.stats is not None:
+            self._require_same_layer(received.stats, rounds)
+        flat = received.flat
+        local = flat.topk_ids.long() - self._first
+        here = (local >= 0) & (local < self.num_local_experts)
+        # Slots without a token hold the rows of earlier rounds: zeros, so that no NaN of theirs reaches a sum.
+        arrived = torch.where(here.any(1, keepdim=True), flat.payloads[0], 0)
+        output = self.experts_forward(
+            arrived,
+            torch.where(here, local, self.num_local_experts),
+            torch.where(here, flat.topk_weights, 0.0).to(weights.dtype),
+        )
+        return rounds.combine(output.to(rows.dtype).contiguous(), name="the experts' output")
+
+    @property
+    def all_to_all(self) -> AllToAll | None:
+        """Of the last round; None before the first."""
+        if self._rounds is None:
+            return None
+        try:
+            return self._rounds.all_to_all
+        except ProtocolMisuse:
+            return None
+
+    def _require_same_layer(self, told: torch.Tensor, rounds: Rounds) -> None:
+        for rank, (layer,) in enumerate(told.tolist()):
+            if layer != self.layer:
+                own = rounds.shared.comm.rank
+                raise ProtocolMisuse(f"rank {own} is in layer {self.layer}, rank {rank} in layer {layer}")
+
+    def _rounds_for(self, rows: torch.Tensor, top_k: int) -> Rounds:
+        """The rounds of this layer, made at the first call (collective)."""
+        if self._rounds is None:
+            comm, owners = self.group()
+            self._first = owners.index(comm.rank)
+            output = Payload((rows.shape[1],), rows.dtype)
+            announce("transformers", comm, num_experts=len(owners), device=rows.device)
+            shared = shared_workspace(
+                comm,
+                engine_workspace_bytes(
+                    ep_size=comm.size,
+                    max_tokens_per_rank=self.max_tokens_per_rank,
+                    dispatch_bytes=output.row_bytes,
+                    output=output,
+                ),
+                rows.device,
+                share_by="transformers",
+                timeout_s=self.timeout_s,
+                arguments={"max_tokens_per_rank": self.max_tokens_per_rank, "hidden_size": rows.shape[1]},
+            )
+            self._rounds = Rounds(
+                shared,
+                num_experts=len(owners),
+                top_k=top_k,
+                max_tokens_per_rank=self.max_tokens_per_rank,
+                output=output,
+                expert_to_rank=owners,
+                num_stats=0 if self.layer is None else 1,
+            )
+        return self._rounds
+
+
+def require_transformers() -> str:
+    """The version of transformers that is installed.
+
+    Raises:
+        BackendUnavailable: There is none, or one before 5.23 or from 6 on.
+    """
+    return require_version("transformers", ["transformers"], "5.23", "6")
+
+
+def check_experts(experts: Any) -> None:
+    """Refuses experts whose weights are not plain ones.
+
+    Raises:
+        ValueError: A weight is missing or quantised; the message names it.
+    """
+    kind = type(experts).__name__
+    weights = dict(experts.named_parameters())
+    missing = [name for name in _WEIGHTS if name not in weights]
+    if missing:
+        raise ValueError(
+            f"{kind} has no {' and no '.join(missing)}: putget knows experts with {' and '.join(_WEIGHTS)}"
+        )
+    for name, weight in weights.items():
+        if weight.dtype not in _DTYPES:
+            raise ValueError(
+                f"{kind}.{name} is {weight.dtype}: quantised experts are not known, supported are bfloat16, float16 "
+                'and float32; use ep_implementation="all_to_all"'
+            )

@@ -1,0 +1,257 @@
+"""Passes in step: ranks with requests of their own run a model's layers together, also ranks that have no request.
+
+All ranks run pass n, then all run pass n + 1. A rank with work says that it begins a pass, and waits for nobody: the
+layers' rounds wait. A rank without work sleeps until another one begins, and takes part without a token. So nobody
+computes while all are idle, and the agreement costs a rank with work one small message to each other rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import select
+import socket
+import struct
+import time
+from collections.abc import Sequence
+
+from putget import Communicator, PeerTimeout, ProtocolMisuse
+from putget.group import reach
+from putget.group.handshake import host_identity
+
+_WORD = struct.Struct("!QB")  # a number and a pass's name, by its place in ``names``; or how often a rank has finished
+_FINISHED = 255
+_HELLO = struct.Struct("!I16s")  # the rank, and the secret of the one that it connects to
+_NOTHING = -1
+_LOOPBACK = "127.0.0.1"
+
+
+class Bell:
+    """A ``threading.Event`` that ``Lockstep.wait`` can wait for beside its sockets."""
+
+    def __init__(self) -> None:
+        self._file = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    def __del__(self) -> None:
+        os.close(self._file)
+
+    def fileno(self) -> int:
+        """The descriptor that is readable while the bell rings."""
+        return self._file
+
+    def set(self) -> None:
+        """Rings until ``clear``."""
+        os.eventfd_write(self._file, 1)
+
+    def clear(self) -> None:
+        """Is still."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._file)
+
+    def is_set(self) -> bool:
+        """Whether it rings."""
+        return self.wait(0.0)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Waits until it rings; whether it does."""
+        return bool(select.select([self], [], [], timeout)[0])
+
+
+class Lockstep:
+    """The passes of a group's ranks. Calls come from one thread at a time.
+
+    Args:
+        comm: The ranks. Collective.
+        names: Names of passes, the same on all ranks: the model, a draft layer.
+        timeout_s: Deadline of set-up in seconds.
+
+    Attributes:
+        number: Passes that this rank has taken part in.
+        idle_passes: Those that it had no token in, as its caller counts them.
+
+    Raises:
+        ValueError: Names differ between ranks.
+        PeerTimeout: A rank did not come in time.
+    """
+
+    def __init__(self, comm: Communicator, names: Sequence[str] = ("model",), timeout_s: float = 60.0) -> None:
+        comm.compare("lockstep", {"names": tuple(names)}, timeout_s)
+        self._rank, self._names = comm.rank, tuple(names)
+        self.number = self.idle_passes = 0
+        self._own: int = _NOTHING  # the name of the pass that this rank is in
+        self._begun: dict[int, int] = {}  # by rank: the name of the pass after ``number`` that it has begun
+        self._later: dict[int, list[tuple[int, int]]] = {}  # by rank: what it has said of passes behind that
+        self._finished = dict.fromkeys(range(comm.size), 0)
+        self._rest = dict.fromkeys(range(comm.size), b"")
+        self._lost: set[int] = set()
+        self._peers = _connect(comm, timeout_s)
+
+    def begin(self, name: str = "model") -> None:
+        """This rank begins the next pass, and says so.
+
+        Raises:
+            ProtocolMisuse: Another rank has begun it under another name.
+            PeerTimeout: A rank is gone.
+        """
+        self._listen()
+        self._require_there(begins=True)
+        self._own = self._names.index(name)
+        self._say(self.number + 1, self._own)
+        self._require_same(self._own)
+
+    def begun(self) -> str | None:
+        """The name of the next pass if another rank has begun it: this one takes part.
+
+        Raises:
+            PeerTimeout: A rank is gone.
+        """
+        self._listen()
+        found = next(iter(self._begun.values()), None)
+        return None if found is None else self._names[found]
+
+    def end(self, was_idle: bool = False) -> None:
+        """This rank has run all layers of the pass.
+
+        Raises:
+            ProtocolMisuse: Another rank was in a pass of another name.
+        """
+        if self._own != _NOTHING:
+            self._require_same(self._own)
+        self.number += 1
+        self.idle_passes += was_idle
+        self._own = _NOTHING
+        self._begun.clear()
+        for rank, words in self._later.items():
+            while words and words[0][0] <= self.number + 1:
+                number, code = words.pop(0)
+                if number == self.number + 1:
+                    self._begun[rank] = code
+
+    def wait(self, bell: Bell | None, timeout_s: float) -> None:
+        """Sleeps until another rank says something, the bell rings, or the time is over.
+
+        Raises:
+            PeerTimeout: A rank is gone.
+        """
+        if self.begun() is None:
+            waits: list[socket.socket | Bell] = [*self._peers.values()]
+            select.select(waits if bell is None else [*waits, bell], [], [], timeout_s)
+            self._listen()
+
+    def finish(self) -> None:
+        """This rank has no more work of its own, and says so. It takes part until all have said it."""
+        self._finished[self._rank] += 1
+        self._say(self._finished[self._rank], _FINISHED)
+
+    @property
+    def all_finished(self) -> bool:
+        """Whether all ranks have called ``finish`` as often as this one."""
+        with contextlib.suppress(PeerTimeout):
+            self._listen()
+        return min(self._finished.values()) >= self._finished[self._rank]
+
+    def close(self) -> None:
+        """Ends the connections: others see that this rank is gone. Idempotent."""
+        while self._peers:
+            self._peers.popitem()[1].close()
+
+    def _require_same(self, own: int) -> None:
+        for rank, code in self._begun.items():
+            if code != own:
+                raise ProtocolMisuse(
+                    f"pass {self.number + 1}: rank {self._rank} runs {self._names[own]!r}, rank {rank} "
+                    f"{self._names[code]!r}"
+                )
+
+    def _say(self, number: int, code: int) -> None:
+        for rank, peer in self._peers.items():
+            try:
+                peer.sendall(_WORD.pack(number, code))
+            except OSError:
+                self._lost.add(rank)
+        self._require_there()
+
+    def _listen(self) -> None:
+        """Reads what others have said."""
+        waits = [peer for peer in self._peers.values() if peer.fileno() >= 0]
+        for peer in select.select(waits, [], [], 0.0)[0]:
+            rank = next(rank for rank, one in self._peers.items() if one is peer)
+            try:
+                came = peer.recv(1 << 16)
+            except OSError:
+                came = b""
+            if not came:
+                self._lost.add(rank)
+                peer.close()
+            self._hear(rank, self._rest[rank] + came)
+        for rank in self._lost:
+            self._peers.pop(rank, None)
+        self._require_there()
+
+    def _hear(self, rank: int, came: bytes) -> None:
+        whole = len(came) - len(came) % _WORD.size
+        self._rest[rank] = came[whole:]
+        for number, code in _WORD.iter_unpack(came[:whole]):
+            if code == _FINISHED:
+                self._finished[rank] = number
+            elif number == self.number + 1:
+                self._begun[rank] = code
+            elif number > self.number:
+                self._later.setdefault(rank, []).append((number, code))
+
+    def _require_there(self, begins: bool = False) -> None:
+        """A rank goes when all have finished: to one that has finished too it is not lost, unless a pass begins."""
+        own = self._finished[self._rank]
+        lost = {rank for rank in self._lost if begins or not own or self._finished[rank] < own}
+        if lost:
+            raise PeerTimeout("lockstep", self._rank, self.number, lost, lost=lost)
+
+
+def _connect(comm: Communicator, timeout_s: float) -> dict[int, socket.socket]:
+    """A connection with every other rank, by rank."""
+    deadline = time.monotonic() + timeout_s
+    met: dict[int, socket.socket] = {}
+    try:
+        with socket.create_server(("", 0), backlog=comm.size) as server:
+            secret, here = secrets.token_bytes(16), host_identity()
+            address = reach.own_address() or socket.gethostname()
+            cards = comm.exchange("lockstep", [here, address, server.getsockname()[1], secret.hex()], timeout_s)
+            for rank in range(comm.rank):
+                identity, host, port, word = cards[rank]
+                host = _LOOPBACK if identity == here else host
+                met[rank] = socket.create_connection((host, port), timeout=max(0.1, deadline - time.monotonic()))
+                met[rank].sendall(_HELLO.pack(comm.rank, bytes.fromhex(word)))
+            while len(met) < comm.size - 1:
+                server.settimeout(max(0.1, deadline - time.monotonic()))
+                _take(server, secret, met, range(comm.rank + 1, comm.size))
+    except TimeoutError:
+        missing = set(range(comm.size)) - {comm.rank, *met}
+        _close(met)
+        raise PeerTimeout("lockstep", comm.rank, 0, missing, timeout_s) from None
+    except BaseException:
+        _close(met)
+        raise
+    for peer in met.values():
+        peer.settimeout(timeout_s)
+        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return met
+
+
+def _take(server: socket.socket, secret: bytes, met: dict[int, socket.socket], expected: range) -> None:
+    """Takes one connection, unless it is a stranger's."""
+    peer, _ = server.accept()
+    peer.settimeout(5.0)
+    try:
+        rank, word = _HELLO.unpack(peer.recv(_HELLO.size, socket.MSG_WAITALL))
+    except (OSError, struct.error):
+        rank, word = -1, b""
+    if secrets.compare_digest(word, secret) and rank in expected and rank not in met:
+        met[rank] = peer
+    else:
+        peer.close()
+
+
+def _close(sockets: dict[int, socket.socket]) -> None:
+    for peer in sockets.values():
+        peer.close()

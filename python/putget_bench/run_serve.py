@@ -1,0 +1,47 @@
+"""`putget serve`: from words to ranks that answer."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+import torch
+
+from putget_bench.flags import check_numbers
+from putget_serve.ranks import serve
+from putget_serve.settings import Settings
+
+_CPU_RANKS = 2
+
+
+def run(args: argparse.Namespace, words: Sequence[str]) -> int:
+    """Serves until a signal comes.
+
+    Raises:
+        ValueError: A setting is wrong.
+        PutgetError: A rank did not come to answer.
+    """
+    del words
+    count = torch.cuda.device_count()
+    device = ("cuda" if count > 1 else "cpu") if args.device == "auto" else args.device
+    ep_size = args.ep_size if args.ep_size is not None else count if device == "cuda" else _CPU_RANKS
+    args.ep_size = ep_size
+    check_numbers(args, "ep_size", "max_tokens_per_rank", "stream_interval")
+    check_numbers(args, "timeout_s", "setup_timeout_s", low=0, above=True)
+    if args.cache_tokens is not None:
+        check_numbers(args, "cache_tokens")
+    return serve(
+        Settings(
+            path=args.path,
+            ep_size=ep_size,
+            device=device,
+            host=args.host,
+            port=args.port,
+            dtype=args.dtype,
+            max_tokens_per_rank=args.max_tokens_per_rank,
+            cache_tokens=args.cache_tokens,
+            stream_interval=args.stream_interval,
+            timeout_s=args.timeout_s,
+            setup_timeout_s=args.setup_timeout_s,
+        )
+    )

@@ -1,0 +1,37 @@
+"""What a rank of ``putget serve`` says of itself, as Prometheus text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def text(manager: Any) -> str:
+    """The metrics of a rank: requests, tokens, passes, and the rounds of its expert layers.
+
+    Args:
+        manager: Of ``putget.adapters.transformers.batching_manager``.
+    """
+    spread, done = manager.spread, manager.done
+    rank = f'rank="{spread.comm.rank}"'
+    scheduler = None if manager.batch_processor is None else manager.batch_processor.scheduler
+    step = spread.lockstep
+    active, waiting = (0, 0) if scheduler is None else (len(scheduler.active_requests), len(scheduler.waiting_requests))
+    lines = [
+        *_of("requests_total", "counter", "Requests that have ended.", {f'{rank},end="{k}"': n for k, n in done.ends.items()}),
+        *_of("generated_tokens_total", "counter", "Tokens of requests that have ended.", {rank: done.tokens}),
+        *_of("requests", "gauge", "Requests under way.", {f'{rank},state="active"': active, f'{rank},state="waiting"': waiting}),
+        *_of(
+            "passes_total",
+            "counter",
+            "Passes of all ranks, with tokens of this one or without.",
+            {f'{rank},tokens="some"': step.number - step.idle_passes, f'{rank},tokens="none"': step.idle_passes},
+        ),
+    ]
+    rounds = spread.layers[0].all_to_all
+    return "\n".join(lines) + "\n" + ("" if rounds is None else rounds.metrics_text())
+
+
+def _of(name: str, kind: str, what: str, values: dict[str, int]) -> list[str]:
+    name = f"putget_serve_{name}"
+    head = [f"# HELP {name} {what}", f"# TYPE {name} {kind}"]
+    return head + [f"{name}{{{labels}}} {value}" for labels, value in values.items()]

@@ -1,0 +1,125 @@
+"""One rank of ``putget serve``: the model, spread over all ranks, and transformers' app around it."""
+
+from __future__ import annotations
+
+import datetime
+import importlib
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import putget
+from putget.adapters import transformers as adapter
+from putget_serve import metrics
+from putget_serve.settings import Settings, listen
+
+_CLI = "transformers.cli.serving"
+_NOT_HERE = {"/load_model", "/reset"}  # a rank that drops its model leaves all others waiting
+_CACHE_TOKENS = 32768  # of a rank on CPUs, where transformers would take a share of the whole memory
+
+
+def run_rank(settings: Settings, rank: int, store: str, is_ready: Callable[[], None]) -> None:
+    """Loads, spreads and serves, until SIGTERM.
+
+    Args:
+        settings: The server's.
+        rank: This rank.
+        store: A file by which the ranks meet.
+        is_ready: Called once requests are answered.
+    """
+    import uvicorn
+
+    device = _device_of(settings, rank)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=settings.ep_size,
+        timeout=datetime.timedelta(seconds=settings.setup_timeout_s),
+    )
+    comm = putget.Communicator()
+    models = _load(settings, device)
+    model = models.loaded_models[settings.path].model
+    spread = adapter.spread(
+        model,
+        comm,
+        max_tokens_per_rank=settings.max_tokens_per_rank,
+        timeout_s=settings.timeout_s,
+        setup_timeout_s=settings.setup_timeout_s,
+    )
+    manager = adapter.batching_manager(
+        model,
+        spread,
+        continuous_batching_config=_batching(settings, device),
+        stream_interval=settings.stream_interval,
+    )
+    app = _app(models, model, settings.path, manager)
+    with listen(settings.host, settings.port) as sock:
+        is_ready()
+        uvicorn.Server(uvicorn.Config(app, log_level="warning")).run(sockets=[sock])
+    if manager.is_running():
+        manager.stop(block=True, timeout=10.0)
+    spread.close()
+
+
+def _device_of(settings: Settings, rank: int) -> torch.device:
+    if settings.device == "cuda":
+        torch.cuda.set_device(rank)
+        return torch.device("cuda", rank)
+    cores = len(os.sched_getaffinity(0))
+    torch.set_num_threads(max(1, cores // settings.ep_size))
+    return torch.device("cpu")
+
+
+def _load(settings: Settings, device: torch.device) -> Any:
+    """transformers' model manager with the one model in it."""
+    importlib.import_module("transformers.utils.logging").set_verbosity_error()  # else a line for each request
+    manager = importlib.import_module(f"{_CLI}.model_manager")
+    return manager.ModelManager(
+        device=str(device), dtype=settings.dtype, continuous_batching=True, force_model=settings.path
+    )
+
+
+def _batching(settings: Settings, device: torch.device) -> Any:
+    configs = importlib.import_module("transformers.generation.configuration_utils")
+    config = configs.ContinuousBatchingConfig(max_batch_tokens=settings.max_tokens_per_rank)
+    tokens = settings.cache_tokens or (_CACHE_TOKENS if device.type == "cpu" else None)
+    if tokens is not None:
+        config.num_blocks = -(-tokens // config.page_size)
+    return config
+
+
+def _app(models: Any, model: Any, path: str, manager: Any) -> Any:
+    """transformers' app, whose manager runs from now on, and ``/metrics``."""
+    chat, completion, response, systemone, transcription, server, utils = (
+        importlib.import_module(f"{_CLI}.{name}")
+        for name in ("chat_completion", "completion", "response", "systemone", "transcription", "server", "utils")
+    )
+    from fastapi.responses import JSONResponse, PlainTextResponse
+
+    state = utils.GenerationState(continuous_batching=True)
+    state.get_manager(path, use_cb=True).init_cb(model, manager.generation_config)  # finds the manager, and starts it
+    app = server.build_server(
+        models,
+        chat.ChatCompletionHandler(model_manager=models, generation_state=state),
+        completion_handler=completion.CompletionHandler(model_manager=models, generation_state=state),
+        response_handler=response.ResponseHandler(model_manager=models, generation_state=state),
+        transcription_handler=transcription.TranscriptionHandler(models, state),
+        systemone_handler=systemone.SystemOneHandler(model_manager=models, generation_state=state),
+        generation_state=state,
+    )
+    app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", "") not in _NOT_HERE]
+
+    async def refuse(_request: Any, error: Exception) -> Any:
+        return JSONResponse({"error": str(error)}, status_code=400)
+
+    async def tell() -> Any:
+        return PlainTextResponse(metrics.text(manager))
+
+    app.add_exception_handler(ValueError, refuse)
+    app.add_api_route("/metrics", tell)
+    return app

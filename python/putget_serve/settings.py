@@ -1,0 +1,65 @@
+"""What ``putget serve`` is told, checked before a process starts."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One server.
+
+    Attributes:
+        path: Folder of the model and its tokenizer.
+        ep_size: Ranks.
+        device: "cpu" or "cuda".
+        host: Address to listen at.
+        port: Port to listen at, the same for all ranks.
+        dtype: Of the weights: "auto", or torch's name.
+        max_tokens_per_rank: Most tokens of a rank in one pass.
+        cache_tokens: Tokens in a rank's KV cache; None: what transformers finds room for.
+        stream_interval: A stream tells its first token, then every so many, and its end.
+        timeout_s: Deadline of a wait for another rank in a pass, in seconds.
+        setup_timeout_s: Deadline of the start in seconds.
+    """
+
+    path: str
+    ep_size: int
+    device: str
+    host: str
+    port: int
+    dtype: str
+    max_tokens_per_rank: int
+    cache_tokens: int | None
+    stream_interval: int
+    timeout_s: float
+    setup_timeout_s: float
+
+    def check(self) -> None:
+        """Raises ValueError where something is wrong that can be known before ranks start."""
+        if not (Path(self.path) / "config.json").is_file():
+            raise ValueError(f"PATH is {self.path!r}, expected a folder with config.json, weights and a tokenizer")
+        if self.device == "cuda":
+            import torch
+
+            count = torch.cuda.device_count()
+            if count < self.ep_size:
+                raise ValueError(f"--ep_size is {self.ep_size}, this machine has {count} GPUs: --device cpu runs anywhere")
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as taken:
+            taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                taken.bind((self.host, self.port))
+            except OSError as error:
+                raise ValueError(f"--host {self.host} --port {self.port}: {error.strerror}") from error
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket on a port that other ranks listen on too: the kernel shares out connections."""
+    sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    sock.bind((host, port))
+    sock.listen(1024)
+    return sock

@@ -1,0 +1,137 @@
+"""Passes in step, between processes and without a model."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+import putget
+from putget.adapters.transformers import Bell, Lockstep
+from tests.harness import Rank, fresh_ranks, run_ranks
+
+PATIENCE_S = 30.0
+
+
+def sleep_until_called(rank: Rank, own: list[int]) -> list[tuple[int, bool]]:
+    """A body: rank r has own[r] passes of its own and takes part in those of others; (number, idle) of each."""
+    step, left, passes = Lockstep(rank.comm), own[rank.rank], []
+    while True:
+        if left:
+            left -= 1
+            step.begin()
+            step.end()
+            passes.append((step.number, False))
+            if not left:
+                step.finish()
+        elif step.begun() is not None:
+            step.end(was_idle=True)
+            passes.append((step.number, True))
+        elif step.all_finished:
+            break
+        else:
+            step.wait(None, 1.0)
+    step.close()
+    return passes
+
+
+@pytest.mark.parametrize("own", [[3, 1, 5], [1, 200, 1], [40, 40, 40]])
+def test_all_ranks_take_part_in_all_passes(own: list[int]) -> None:
+    for rank, passes in enumerate(run_ranks(3, sleep_until_called, own)):
+        assert [number for number, _ in passes] == list(range(1, max(own) + 1))
+        assert sum(not is_idle for _, is_idle in passes) == own[rank]
+
+
+def wake(rank: Rank) -> tuple[float, bool]:
+    """A body: rank 1 sleeps; rank 0 begins a pass once it does."""
+    step = Lockstep(rank.comm)
+    began = time.monotonic()
+    if rank.rank == 0:
+        time.sleep(0.3)
+        step.begin()
+        step.end()
+    else:
+        while step.begun() is None:
+            step.wait(None, PATIENCE_S)
+        step.end(was_idle=True)
+    waited = time.monotonic() - began
+    step.finish()
+    while not step.all_finished:
+        step.wait(None, 1.0)
+    step.close()
+    return waited, step.idle_passes == rank.rank
+
+
+def test_a_rank_that_sleeps_is_woken_by_a_pass() -> None:
+    for waited, is_right in run_ranks(2, wake):
+        assert 0.25 < waited < PATIENCE_S
+        assert is_right
+
+
+def differ(rank: Rank) -> str:
+    """A body: both begin pass 1, under two names."""
+    step = Lockstep(rank.comm, ("model", "draft"))
+    try:
+        step.begin("model" if rank.rank == 0 else "draft")
+        while step.begun() is None:
+            step.wait(None, 1.0)
+        step.end()
+    except putget.ProtocolMisuse as error:
+        return str(error)
+    finally:
+        rank.comm.exchange("behind", 0, PATIENCE_S)
+        step.close()
+    return ""
+
+
+def test_passes_of_two_names_are_told_both() -> None:
+    zero, one = run_ranks(2, differ)
+    assert zero == "pass 1: rank 0 runs 'model', rank 1 'draft'"
+    assert one == "pass 1: rank 1 runs 'draft', rank 0 'model'"
+
+
+def name_differently(rank: Rank) -> str:
+    """A body."""
+    with pytest.raises(ValueError, match="names differs between ranks") as caught:
+        Lockstep(rank.comm, ("model", "draft")[: 1 + rank.rank])
+    return str(caught.value)
+
+
+def test_ranks_with_other_names_are_refused() -> None:
+    assert all("draft" in text for text in run_ranks(2, name_differently))
+
+
+def make_step(rank: Rank) -> None:
+    """A body."""
+    rank.state["step"] = Lockstep(rank.comm)
+
+
+def sleep(rank: Rank) -> str:
+    """A body: until a rank is gone."""
+    with pytest.raises(putget.PeerTimeout) as caught:
+        while True:
+            rank.state["step"].wait(None, PATIENCE_S)
+    return f"{caught.value.lost}"
+
+
+def test_a_sleeping_rank_hears_at_once_that_another_is_killed() -> None:
+    with fresh_ranks(3) as ranks:
+        ranks.call(make_step)
+        for rank in (0, 2):
+            ranks.submit(rank, sleep)
+        began = time.monotonic()
+        ranks.signal(1, 9)
+        assert ranks.results((0, 2)) == {0: "(1,)", 2: "(1,)"}
+        assert time.monotonic() - began < PATIENCE_S
+
+
+def test_a_bell_rings_until_it_is_cleared() -> None:
+    bell = Bell()
+    assert not bell.wait(0.0)
+    bell.set()
+    bell.set()
+    assert bell.wait(PATIENCE_S)
+    assert bell.is_set()
+    bell.clear()
+    bell.clear()
+    assert not bell.is_set()

@@ -1,0 +1,209 @@
+"""`putget serve` on CPU ranks, with clients that come at random: python -m tests.engines.serve_transformers FOLDER.
+
+FOLDER/found.json says what they got, beside what the model alone says to each prompt.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import transformers
+
+from tests.engines.models import save_model, save_tokenizer
+from tests.engines.prompts import free_port
+
+RANKS, EXPERTS, REQUESTS = 3, 10, 24
+PATIENCE_S = 120.0
+LETTERS = "abcdefghijklmnopqrstuvwxyz ,.ABC123"
+
+
+def questions() -> list[dict[str, Any]]:
+    """Prompts of 1 to 40 characters, for 1 to 20 tokens, half of them streams."""
+    rng = random.Random(1)
+    return [
+        {
+            "prompt": "".join(rng.choices(LETTERS, k=rng.randint(1, 40))),
+            "max_tokens": rng.randint(1, 20),
+            "stream": rng.random() < 0.5,
+        }
+        for _ in range(REQUESTS)
+    ]
+
+
+def answer_alone(folder: Path) -> None:
+    """FOLDER/alone.json: what the model says in one process without putget."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    texts = []
+    for question in questions():
+        ids = tokenizer(question["prompt"], return_tensors="pt")["input_ids"]
+        with torch.no_grad():
+            tokens = model.generate(ids, max_new_tokens=question["max_tokens"], do_sample=False)[0, ids.shape[1] :]
+        texts.append(tokenizer.decode(tokens, skip_special_tokens=True))
+    folder.joinpath("alone.json").write_text(json.dumps(texts))
+
+
+class Server:
+    """The command, and its ranks."""
+
+    def __init__(self, folder: Path, *words: str) -> None:
+        self.port = free_port()
+        self._log = (folder / "serve.log").open("w+")
+        command = [sys.executable, "-m", "putget", "serve", str(folder), f"--ep_size={RANKS}", "--device=cpu", *words]
+        self.process = subprocess.Popen([*command, f"--port={self.port}"], stdout=self._log, stderr=subprocess.STDOUT)
+        deadline = time.monotonic() + PATIENCE_S
+        while f"{RANKS} ranks answer" not in self.log:
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                raise SystemExit(f"the server does not answer:\n{self.log}")
+            time.sleep(0.05)
+        children = psutil.Process(self.process.pid).children()
+        self.ranks = [child for child in children if "spawn_main" in " ".join(child.cmdline())]
+
+    @property
+    def log(self) -> str:
+        """What it has said."""
+        return Path(self._log.name).read_text()
+
+    def ask(self, path: str, body: Any = None) -> tuple[int, bytes]:
+        """Status and text of an answer; status 0 where the connection ended."""
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}{path}", data, {"content-type": "application/json"}
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
+                return answer.status, answer.read()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read()
+        except OSError as error:
+            return 0, str(error).encode()
+
+    def complete(self, question: dict[str, Any]) -> str:
+        """The text of a completion, or why there is none."""
+        status, answer = self.ask("/v1/completions", question)
+        if status != 200:
+            return f"status {status}: {answer.decode()}"
+        if not question["stream"]:
+            return str(json.loads(answer)["choices"][0]["text"])
+        words = [json.loads(line[6:]) for line in answer.decode().splitlines() if line.startswith("data: {")]
+        if any("error" in word for word in words):
+            return f"status 200: {answer.decode()}"
+        return "".join(word["choices"][0]["text"] for word in words)
+
+    def give_up(self, question: dict[str, Any]) -> None:
+        """A client that goes away when it has read the first bytes of a stream."""
+        body = json.dumps({**question, "stream": True, "max_tokens": 60}).encode()
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}/v1/completions", body, {"content-type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
+            answer.read(20)
+
+    def end(self) -> int | None:
+        """Ends it; its exit code, None where it stayed."""
+        self.process.terminate()
+        try:
+            return self.process.wait(60)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            for rank in self.ranks:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    rank.kill()
+            self.process.kill()
+
+
+@contextlib.contextmanager
+def all_asked(server: Server, asked: list[dict[str, Any]]) -> Iterator[list[str]]:
+    """Clients that come at random moments; the texts are there behind it."""
+    texts = [""] * len(asked)
+    rng = random.Random(2)
+
+    def one(number: int, delay: float) -> None:
+        time.sleep(delay)
+        if number % 8 == 3:
+            server.give_up(asked[number])
+        texts[number] = server.complete(asked[number])
+
+    clients = [threading.Thread(target=one, args=(number, 2 * rng.random())) for number in range(len(asked))]
+    for client in clients:
+        client.start()
+    yield texts
+    for client in clients:
+        client.join(PATIENCE_S)
+
+
+def share_of_a_core(ranks: list[psutil.Process], seconds: float) -> float:
+    """What the busiest rank takes of a core while nobody asks."""
+    before = [sum(rank.cpu_times()[:2]) for rank in ranks]
+    time.sleep(seconds)
+    after = [sum(rank.cpu_times()[:2]) for rank in ranks]
+    return max(end - begin for begin, end in zip(before, after, strict=True)) / seconds
+
+
+def serve_well(folder: Path) -> dict[str, Any]:
+    """Requests at random, clients that go away, a rank that stands still for a while, and an end."""
+    server = Server(folder, "--stream_interval=4")
+    with all_asked(server, questions()) as texts:
+        time.sleep(1.0)
+        server.ranks[1].send_signal(signal.SIGSTOP)
+        time.sleep(1.5)
+        server.ranks[1].send_signal(signal.SIGCONT)
+    metrics = server.ask("/metrics")[1].decode()
+    refused = server.ask("/v1/completions", {"prompt": "a" * 300, "max_tokens": 4})
+    found = {
+        "texts": texts,
+        "metrics": metrics,
+        "refused": [refused[0], refused[1].decode()],
+        "idle": share_of_a_core(server.ranks, 3.0),
+        "healthy": server.ask("/health")[0],
+    }
+    found["exit"] = server.end()
+    found["left"] = [rank.pid for rank in server.ranks if rank.is_running()]
+    return found
+
+
+def lose_a_rank(folder: Path) -> dict[str, Any]:
+    """A rank is killed while requests are under way: how long until all have ended, and what the others say then."""
+    server = Server(folder, "--timeout_s=4")
+    asked = [{"prompt": "abc", "max_tokens": 100, "stream": number % 2 == 0} for number in range(12)]
+    with all_asked(server, asked) as texts:
+        time.sleep(1.0)
+        server.ranks[2].kill()
+        began = time.monotonic()
+    seconds = time.monotonic() - began
+    health = {server.ask("/health")[0] for _ in range(8)}
+    return {"texts": texts, "seconds": seconds, "health": sorted(health), "exit": server.end(), "log": server.log}
+
+
+def main(folder: Path) -> None:
+    save_model(folder, EXPERTS)
+    save_tokenizer(folder)
+    alone = multiprocessing.get_context("fork").Process(target=answer_alone, args=(folder,))
+    alone.start()
+    alone.join()
+    found = {
+        "alone": json.loads((folder / "alone.json").read_text()),
+        "well": serve_well(folder),
+        "lost": lose_a_rank(folder),
+    }
+    folder.joinpath("found.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,60 @@
+"""`putget serve`: texts are those of the model alone. `make test-engines` runs this."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engines.run import only_with_engines, run
+
+RANKS = 3
+pytestmark = only_with_engines
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What clients got."""
+    folder: Path = tmp_path_factory.mktemp("serve")
+    run("transformers", "-m", "tests.engines.serve_transformers", folder)
+    loaded: dict[str, Any] = json.loads((folder / "found.json").read_text())
+    return loaded
+
+
+def test_texts_are_those_of_the_model_alone(found: dict[str, Any]) -> None:
+    """Also while clients go away, some ranks have no request, and one stands still for a while."""
+    assert len(set(found["alone"])) > len(found["alone"]) // 2
+    assert found["well"]["texts"] == found["alone"]
+
+
+def test_metrics_count_requests_and_passes(found: dict[str, Any]) -> None:
+    text = found["well"]["metrics"]
+    assert re.search(r'putget_serve_passes_total\{rank="\d",tokens="none"\} [1-9]', text)
+    assert re.search(r'putget_serve_requests_total\{rank="\d",end="failed"\} 0', text)
+    assert "putget_rounds_total" in text
+
+
+def test_a_prompt_without_room_is_its_own_error(found: dict[str, Any]) -> None:
+    status, text = found["well"]["refused"]
+    assert (status, found["well"]["healthy"]) == (400, 200)
+    assert "the prompt has 300 tokens, a request has room for 128 in all" in text
+
+
+def test_idle_ranks_sleep(found: dict[str, Any]) -> None:
+    assert found["well"]["idle"] < 0.1, "of a core; on an idle machine 2%"
+
+
+def test_the_server_ends_with_its_ranks(found: dict[str, Any]) -> None:
+    assert found["well"]["exit"] == 0
+    assert found["well"]["left"] == []
+
+
+def test_a_rank_that_is_killed_ends_all_requests_and_the_others_say_so(found: dict[str, Any]) -> None:
+    lost = found["lost"]
+    assert lost["seconds"] < 30.0
+    assert lost["health"] == [503]
+    assert lost["exit"] == 1
+    assert "rank 2 has ended (exit code -9)" in lost["log"]
