@@ -26,7 +26,9 @@ def build_parser() -> Parser:
     """The parser of all subcommands."""
     parser = Parser(prog="putget", description="One-sided dispatch and combine for mixture-of-experts inference.")
     parser.add_argument("--version", action="version", version=f"putget {putget.__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="{bench,ablate,balance,simulate,serve,doctor,roofline,demo}")
+    commands = parser.add_subparsers(
+        dest="command", metavar="{bench,ablate,balance,simulate,serve,doctor,roofline,demo}"
+    )
     _add_bench(commands.add_parser("bench", help="time dispatch and combine", allow_abbrev=False))
     _add_ablate(commands.add_parser("ablate", help="what each idea of putget is worth", allow_abbrev=False))
     _add_balance(commands.add_parser("balance", help="where experts lie: plan, simulate, show", allow_abbrev=False))
@@ -168,7 +170,9 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     add("--dtype", default="auto", help="of the weights, by torch's name (%(default)s: as they are)")
     add("--max_tokens_per_rank", type=int, default=1024, metavar="N", help="tokens of a rank's pass (%(default)s)")
     add("--cache_tokens", type=int, metavar="N", help="tokens in a rank's KV cache (on GPUs what fits; 32768 on CPUs)")
-    add("--stream_interval", type=int, default=1, metavar="N", help="tokens between two words of a stream (%(default)s)")
+    add(
+        "--stream_interval", type=int, default=1, metavar="N", help="tokens between two words of a stream (%(default)s)"
+    )
     add("--timeout_s", type=float, default=20.0, metavar="S", help="wait for another rank in a pass (%(default)s)")
     add("--setup_timeout_s", type=float, default=600.0, metavar="S", help="deadline of the start (%(default)s)")
     parser.set_defaults(module="run_serve")

@@ -17,9 +17,19 @@ def text(manager: Any) -> str:
     step = spread.lockstep
     active, waiting = (0, 0) if scheduler is None else (len(scheduler.active_requests), len(scheduler.waiting_requests))
     lines = [
-        *_of("requests_total", "counter", "Requests that have ended.", {f'{rank},end="{k}"': n for k, n in done.ends.items()}),
+        *_of(
+            "requests_total",
+            "counter",
+            "Requests that have ended.",
+            {f'{rank},end="{k}"': n for k, n in done.ends.items()},
+        ),
         *_of("generated_tokens_total", "counter", "Tokens of requests that have ended.", {rank: done.tokens}),
-        *_of("requests", "gauge", "Requests under way.", {f'{rank},state="active"': active, f'{rank},state="waiting"': waiting}),
+        *_of(
+            "requests",
+            "gauge",
+            "Requests under way.",
+            {f'{rank},state="active"': active, f'{rank},state="waiting"': waiting},
+        ),
         *_of(
             "passes_total",
             "counter",

@@ -35,7 +35,7 @@ def serve(settings: Settings) -> int:
         signal.signal(number, lambda number, _: ended.append(number))
     with tempfile.TemporaryDirectory(prefix="putget_serve_") as folder:
         context = multiprocessing.get_context("spawn")
-        ranks = []
+        ranks: list[tuple[BaseProcess, Any]] = []
         for rank in range(settings.ep_size):
             ours, theirs = context.Pipe()
             process = context.Process(
@@ -47,7 +47,10 @@ def serve(settings: Settings) -> int:
         try:
             _wait_until_ready(settings, ranks, ended)
             if not ended:
-                print(f"putget serve: {settings.ep_size} ranks answer on http://{settings.host}:{settings.port}", flush=True)
+                print(
+                    f"putget serve: {settings.ep_size} ranks answer on http://{settings.host}:{settings.port}",
+                    flush=True,
+                )
             return _watch([process for process, _ in ranks], ended)
         finally:
             _end([process for process, _ in ranks])

@@ -46,7 +46,9 @@ class Settings:
 
             count = torch.cuda.device_count()
             if count < self.ep_size:
-                raise ValueError(f"--ep_size is {self.ep_size}, this machine has {count} GPUs: --device cpu runs anywhere")
+                raise ValueError(
+                    f"--ep_size is {self.ep_size}, this machine has {count} GPUs: --device cpu runs anywhere"
+                )
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as taken:
             taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:

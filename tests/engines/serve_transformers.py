@@ -6,6 +6,7 @@ FOLDER/found.json says what they got, beside what the model alone says to each p
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import multiprocessing
 import random
@@ -90,7 +91,7 @@ class Server:
                 return answer.status, answer.read()
         except urllib.error.HTTPError as error:
             return error.code, error.read()
-        except OSError as error:
+        except (OSError, http.client.HTTPException) as error:
             return 0, str(error).encode()
 
     def complete(self, question: dict[str, Any]) -> str:

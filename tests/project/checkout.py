@@ -14,6 +14,7 @@ else:
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "python" / "putget"
 BENCH = ROOT / "python" / "putget_bench"
+SERVE = ROOT / "python" / "putget_serve"
 NATIVE = ROOT / "native"
 CPP_SUFFIXES = frozenset({".h", ".cuh", ".cpp", ".cu"})
 

@@ -17,11 +17,11 @@ from threading import RLock, Thread
 
 import pytest
 
-from tests.project.checkout import BENCH, PACKAGE, ROOT, python_files
+from tests.project.checkout import BENCH, PACKAGE, ROOT, SERVE, python_files
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Known = dict[str, list[tuple[str, Function]]]
-PACKAGES = (PACKAGE, BENCH, ROOT / "transfer" / "python" / "putget_transfer")
+PACKAGES = (PACKAGE, BENCH, SERVE, ROOT / "transfer" / "python" / "putget_transfer")
 LOCK = re.compile(r"(?i)(lock|mutex|condition|semaphore)$")
 # weakref.finalize(object, FUNCTION), weakref.ref(object, FUNCTION), gc.callbacks.append(FUNCTION)
 # Methods of what the packages use rather than define; only "close" is both.

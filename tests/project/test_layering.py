@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.project.checkout import BENCH, PACKAGE, ROOT, python_files
+from tests.project.checkout import BENCH, PACKAGE, ROOT, SERVE, python_files
 
 ENVIRONMENT = frozenset({"environ", "environb", "getenv", "putenv", "unsetenv"})
 LOADERS = frozenset({"CDLL", "PyDLL", "LibraryLoader", "cdll", "pydll", "dlopen"})
@@ -89,7 +89,7 @@ def lint_imports(python_path: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def package_copy(tmp_path: Path) -> Path:
-    for package in (PACKAGE, BENCH):
+    for package in (PACKAGE, BENCH, SERVE):
         shutil.copytree(package, tmp_path / package.name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     return tmp_path / PACKAGE.name
 
@@ -107,7 +107,7 @@ def test_import_contracts_hold() -> None:
         ("experts/store.py", "from putget import balancer", "Layers of the package"),
         ("group/peers.py", "import putget.group.mesh", "Layers of a group"),
         ("_abi.py", "import putget.memory.workspace", "Layers of the package"),
-        ("../putget_bench/cli.py", "import putget._abi", "The benchmarks use the public modules only"),
+        ("../putget_bench/cli.py", "import putget._abi", "Benchmarks and server use the public modules only"),
         ("../putget_bench/parser.py", "from putget_bench import cli", "No import circles"),
         ("adapters/rounds.py", "import putget.alltoall", "The adapters use what putget exports and nothing else"),
         (
@@ -161,7 +161,7 @@ def test_reference_imports_torch_only(tmp_path: Path) -> None:
     assert third_party_imports(intruder) == {"torch", "putget"}
 
 
-@pytest.mark.parametrize("part", ["putget_bench", "putget/adapters"])
+@pytest.mark.parametrize("part", ["putget_bench", "putget_serve", "putget/adapters"])
 def test_parts_import_public_modules_only(package_copy: Path, part: str) -> None:
     assert private_imports(PACKAGE.parent, part) == []
     copy = package_copy.parent

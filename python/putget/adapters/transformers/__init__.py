@@ -8,6 +8,8 @@
 The ranks of a tensor-parallel group hold one batch. Each sends a slice of it, and the slices' results are gathered.
 Ranks with a batch of their own (``fsdp_size``) send all of it. The split sizes of transformers' own ``all_to_all`` are
 read by the host in every layer; here the host reads nothing.
+
+``spread`` and ``batching_manager`` are for ranks with requests of their own, which ``putget serve`` starts.
 """
 
 from __future__ import annotations
@@ -24,15 +26,12 @@ from putget.adapters.engines import require_names
 from putget.adapters.shared import communicator_of
 from putget.adapters.transformers.batching import batching_manager
 from putget.adapters.transformers.exchange import ExpertExchange, check_experts, require_transformers
-from putget.adapters.transformers.lockstep import Bell, Lockstep
 from putget.adapters.transformers.spreading import Spread, spread
 
 NAME = "putget"
 _MODULE = "transformers.distributed.expert_parallel"
 __all__ = [
-    "Bell",
     "ExpertRounds",
-    "Lockstep",
     "Spread",
     "batching_manager",
     "check_experts",

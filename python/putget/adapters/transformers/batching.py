@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from putget.adapters.engines import require_names
-from putget.adapters.transformers.lockstep import Bell
 from putget.adapters.transformers.spreading import Spread
+from putget.lockstep import Bell
 
 _MODULE = "transformers.generation.continuous_batching.continuous_api"
 _NAMES = ("ContinuousBatchingManager", "BackgroundThreadStatus", "OutputRouter")
@@ -159,14 +159,17 @@ def batching_manager(
     manager.done = Done()
     manager.output_router = _router(module.OutputRouter, stream_interval, manager.done)
     manager.batch_processor = manager._create_batch_processor()
-    cache, positions = manager.batch_processor.cache, getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    cache, positions = (
+        manager.batch_processor.cache,
+        getattr(model.config.get_text_config(), "max_position_embeddings", None),
+    )
     manager.room = min(cache.max_tokens_read, positions or cache.max_tokens_read)
     setattr(model, _KEPT, manager)
     return manager
 
 
 def _router(base: Any, interval: int, done: Done) -> Any:
-    """transformers' router, which counts, and leaves out what a stream does not tell: outputs hold all tokens so far."""
+    """transformers' router, which counts, and leaves out what a stream does not tell: an output holds all tokens."""
 
     class IntervalRouter(base):  # type: ignore[misc]
         def deliver(self, output: Any) -> None:

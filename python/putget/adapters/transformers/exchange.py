@@ -79,7 +79,7 @@ class ExpertExchange:
 
     @property
     def all_to_all(self) -> AllToAll | None:
-        """Of the last round; None before the first."""
+        """The all-to-all of the last round; None before the first."""
         if self._rounds is None:
             return None
         try:

@@ -13,7 +13,7 @@ from putget import Communicator
 from putget.adapters import placement
 from putget.adapters.shared import TIMEOUT_S, close_shared
 from putget.adapters.transformers.exchange import ExpertExchange, check_experts, require_transformers
-from putget.adapters.transformers.lockstep import Lockstep
+from putget.lockstep import Lockstep
 
 _SETUP_S = 300.0  # ranks load their weights at their own pace
 _LOOKED_AT = 1024  # values of each tensor that ranks compare
@@ -206,7 +206,8 @@ def _experts_of(model: Any, ep_size: int) -> list[tuple[str, Any]]:
     found = [
         (name, module)
         for name, module in model.named_modules()
-        if hasattr(module, "num_experts") and any(key == "gate_up_proj" for key, _ in module.named_parameters(recurse=False))
+        if hasattr(module, "num_experts")
+        and any(key == "gate_up_proj" for key, _ in module.named_parameters(recurse=False))
     ]
     if not found:
         raise ValueError(f"{type(model).__name__} has no experts: no module has num_experts and gate_up_proj")
@@ -215,7 +216,9 @@ def _experts_of(model: Any, ep_size: int) -> list[tuple[str, Any]]:
         if isinstance(experts.forward, SpreadExperts):
             raise ValueError(f"{name} is spread already")
         if experts.num_experts < ep_size:
-            raise ValueError(f"{name} has {experts.num_experts} experts, expected at least one for each of {ep_size} ranks")
+            raise ValueError(
+                f"{name} has {experts.num_experts} experts, expected at least one for each of {ep_size} ranks"
+            )
     return found
 
 
@@ -234,4 +237,3 @@ def _digest(model: Any) -> str:
         values = weight.detach().flatten()[:_LOOKED_AT].contiguous().view(torch.uint8).cpu()
         digest.update(name.encode() + bytes(values.tolist()))
     return digest.hexdigest()[:16]
-

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.shared_memory import SharedMemory
@@ -206,7 +206,10 @@ class Pair:
         self.pipe.send(order)
         return self.answer()
 
-    def close(self) -> None:
+    def __enter__(self) -> Pair:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
         """End both ranks."""
         with suppress(OSError):
             self.pipe.send(None)
@@ -273,7 +276,7 @@ def transfers(network: str, name: str, shape: Shape, rounds: int) -> Report:
     shared = SharedMemory(create=True, size=min(shape.num_bytes, _MOST_SHARED))
     times: dict[str, list[float]] = {"request": [], "paged": [], "memcpy": []}
     try:
-        with closing(Pair(network, shape, shared)) as pair:
+        with Pair(network, shape, shared) as pair:
             for number in range(rounds + 1):
                 begun, _, arrived = pair.request(source, target)
                 times["request"].append((arrived - begun) / 1e9)
@@ -311,7 +314,7 @@ def first_writes(network: str, rounds: int) -> Report:
     """Time one page from the word's store to the decode rank, alone and while a thread keeps Python's lock."""
     shape = Shape(Model(layers=1, kv_heads=1, head_bytes=1024), 4, 4)
     report: Report = {"network": network}
-    with closing(Pair(network, shape)) as pair:
+    with Pair(network, shape) as pair:
         for kind in ("ready", "held"):
             rows = [pair.request([0], [0], kind) for _ in range(rounds)]
             # Otherwise the storing thread itself has waited for the lock, between its clock and its store.
@@ -344,7 +347,7 @@ def _step(pair: Pair, requests: int, number: int, shape: Shape) -> tuple[float, 
 def begin_steps(network: str, rounds: int, requests: int = 32) -> Report:
     """Time `begin_step` for many requests of 64 pages in 61 layers."""
     one = Shape(Model(layers=61, kv_heads=1, head_bytes=16), 64, 4096)
-    with closing(Pair(network, Shape(one.model, one.page_tokens, one.tokens * requests))) as pair:
+    with Pair(network, Shape(one.model, one.page_tokens, one.tokens * requests)) as pair:
         times = [_step(pair, requests, number, one) for number in range(rounds)]
     alone, asked = (statistics.median(found) for found in zip(*times, strict=True))
     return {"network": network, "requests": requests, "us": {"alone": alone, "asked": asked}}

@@ -14,10 +14,12 @@ import select
 import socket
 import struct
 import time
+import weakref
 from collections.abc import Sequence
 
-from putget import Communicator, PeerTimeout, ProtocolMisuse
+from putget.errors import PeerTimeout, ProtocolMisuse
 from putget.group import reach
+from putget.group.communicator import Communicator
 from putget.group.handshake import host_identity
 
 _WORD = struct.Struct("!QB")  # a number and a pass's name, by its place in ``names``; or how often a rank has finished
@@ -27,14 +29,16 @@ _NOTHING = -1
 _LOOPBACK = "127.0.0.1"
 
 
+def _give_back(file: int) -> None:
+    os.close(file)
+
+
 class Bell:
     """A ``threading.Event`` that ``Lockstep.wait`` can wait for beside its sockets."""
 
     def __init__(self) -> None:
         self._file = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-
-    def __del__(self) -> None:
-        os.close(self._file)
+        weakref.finalize(self, _give_back, self._file)
 
     def fileno(self) -> int:
         """The descriptor that is readable while the bell rings."""
