@@ -63,7 +63,7 @@ def run_rank(settings: Settings, rank: int, store: str, is_ready: Callable[[], N
         uvicorn.Server(uvicorn.Config(app, log_level="warning")).run(sockets=[sock])
     if manager.is_running():
         manager.stop(block=True, timeout=10.0)
-    spread.close()
+    spread.end()
 
 
 def _device_of(settings: Settings, rank: int) -> torch.device:

@@ -74,7 +74,7 @@ def run_own_passes(rank: Rank) -> list[int]:
             torch.testing.assert_close(model(*args), dense(*args))
     counts = [found.lockstep.number, found.lockstep.idle_passes, model.layers[0].num_experts]
     assert model.layers[0].gate_up_proj.shape[0] == counts[2]
-    found.close()
+    found.end()
     return counts
 
 
@@ -92,7 +92,7 @@ def run_too_many(rank: Rank) -> None:
             model.layers[0](*batch(1, 9))
         with pytest.raises(ValueError, match="no gradients"):
             model.layers[0](batch(1, 1)[0].requires_grad_(), *batch(1, 1)[1:])
-    found.close()
+    found.end()
 
 
 def test_more_tokens_than_there_is_room_for_are_refused() -> None:
@@ -158,4 +158,4 @@ def test_a_model_is_spread_once(monkeypatch: pytest.MonkeyPatch) -> None:
         found = spread(model, comm)
         with pytest.raises(ValueError, match=r"layers.0 is spread already"):
             spread(model, comm)
-        found.close()
+        found.end()

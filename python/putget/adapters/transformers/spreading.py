@@ -134,7 +134,7 @@ class Spread:
             else:
                 self.idle_pass()
 
-    def close(self) -> None:
+    def end(self) -> None:
         """Frees the workspace and ends the connections; the model cannot run any more. Idempotent."""
         self.lockstep.close()
         close_shared(self.comm)
