@@ -12,8 +12,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from putget_transfer.adapters.options import Options
 from putget_transfer.adapters.vllm.metadata import Handshake, Metadata
-from putget_transfer.adapters.vllm.options import Options
 from putget_transfer.adapters.vllm.scheduler import Scheduler
 from putget_transfer.adapters.vllm.stats import Prometheus, Stats
 from putget_transfer.adapters.vllm.worker import Worker

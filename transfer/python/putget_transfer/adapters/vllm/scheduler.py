@@ -10,8 +10,8 @@ from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import FullAttentionSpec, UniformTypeKVCacheSpecs
 from vllm.v1.request import RequestStatus
 
+from putget_transfer.adapters.options import Options
 from putget_transfer.adapters.vllm.metadata import Ask, Blocks, Handshake, Metadata, Work, remote_of, text_of
-from putget_transfer.adapters.vllm.options import Options
 
 logger = init_logger(__name__)
 

@@ -11,9 +11,9 @@ from vllm.logger import init_logger
 
 import putget_transfer as pt
 from putget_transfer import kv
+from putget_transfer.adapters.options import Options
 from putget_transfer.adapters.vllm.layers import Layers
 from putget_transfer.adapters.vllm.metadata import Ask, Handshake, Metadata, source_of
-from putget_transfer.adapters.vllm.options import Options
 from putget_transfer.adapters.vllm.stats import Stats
 
 logger = init_logger(__name__)

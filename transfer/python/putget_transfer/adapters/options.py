@@ -1,7 +1,9 @@
-"""What `kv_connector_extra_config` may say, and the engine that follows from it."""
+"""Options of the adapters, and the engine that follows from them."""
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -9,11 +11,13 @@ from typing import Any
 import putget_transfer as pt
 
 NETWORKS = ("tcp", "host", "nvlink", "verbs")
+VARIABLE = "PUTGET_KV_OPTIONS"
+"""The environment's variable with options in JSON, for engines that have no place for them."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """Options of the connector, by the names that `kv_connector_extra_config` has.
+    """Options by the names that users give them.
 
     Attributes:
         networks: Some of "tcp", "host" (shared memory), "nvlink" and "verbs", separated by commas. Between two servers
@@ -39,8 +43,12 @@ class Options:
     max_requests: int = 4096
 
     @classmethod
-    def of(cls, given: Mapping[str, Any]) -> Options:
+    def of(cls, given: Mapping[str, Any], where: str = "kv_connector_extra_config") -> Options:
         """Read options.
+
+        Args:
+            given: Options by name.
+            where: The place where the user wrote them, for errors.
 
         Raises:
             ValueError: A name or a value is not known.
@@ -48,15 +56,31 @@ class Options:
         known = {field.name: field for field in fields(cls)}
         for name, value in given.items():
             if name not in known:
-                raise ValueError(f"kv_connector_extra_config: {name!r} came; {', '.join(known)} are known")
+                raise ValueError(f"{where}: {name!r} came; {', '.join(known)} are known")
             number = isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
             if not (value is None or isinstance(value, str) if name in ("networks", "address") else number):
-                raise ValueError(f"kv_connector_extra_config: {name} {value!r} came; it does not fit")
+                raise ValueError(f"{where}: {name} {value!r} came; it does not fit")
         options = cls(**given)
         wrong = [word for word in options.words("cpu") if word not in NETWORKS]
         if wrong:
-            raise ValueError(f"kv_connector_extra_config: networks {wrong} came; {', '.join(NETWORKS)} are known")
+            raise ValueError(f"{where}: networks {wrong} came; {', '.join(NETWORKS)} are known")
         return options
+
+    @classmethod
+    def from_environment(cls) -> Options:
+        """Read options from `PUTGET_KV_OPTIONS`: an object in JSON.
+
+        Raises:
+            ValueError: The variable is not an object in JSON, or a name or a value is not known.
+        """
+        text = os.environ.get(VARIABLE, "") or "{}"
+        try:
+            given = json.loads(text)
+        except ValueError as error:
+            raise ValueError(f"{VARIABLE}: {text!r} came; an object in JSON is needed: {error}") from error
+        if not isinstance(given, dict):
+            raise ValueError(f"{VARIABLE}: {text!r} came; an object in JSON is needed")
+        return cls.of(given, VARIABLE)
 
     def words(self, device: str) -> list[str]:
         """Return the names of the networks for a device."""

@@ -1,0 +1,31 @@
+"""All of the backend's cases: python -m tests.engines.kv_sglang FOLDER. FOLDER/8 becomes the model."""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+from pathlib import Path
+
+from putget_transfer.adapters import sglang
+from tests.engines.generate_sglang import patch, preload
+from tests.engines.models import save_models
+
+
+def main(folder: Path) -> None:
+    multiprocessing.set_start_method("fork")
+    preload()
+    patch()
+    sglang.install()
+    save_models(folder, ["8"])
+    from tests.engines import kv_sglang_cases
+
+    # A fork: the cases leave threads behind.
+    cases = multiprocessing.Process(target=kv_sglang_cases.main, args=(folder, []))
+    cases.start()
+    cases.join()
+    if cases.exitcode:
+        raise SystemExit(f"the cases ended with {cases.exitcode}")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
