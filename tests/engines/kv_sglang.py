@@ -1,4 +1,4 @@
-"""All of the backend's cases: python -m tests.engines.kv_sglang FOLDER. FOLDER/8 becomes the model."""
+"""All of the backend's cases and servers: python -m tests.engines.kv_sglang FOLDER. FOLDER/8 becomes the model."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from tests.engines.models import save_models
 
 def main(folder: Path) -> None:
     multiprocessing.set_start_method("fork")
+    multiprocessing.set_start_method = lambda *_, **__: None  # type: ignore[assignment]
     preload()
     patch()
     sglang.install()
     save_models(folder, ["8"])
-    from tests.engines import kv_sglang_cases
+    from tests.engines import kv_sglang_cases, kv_sglang_serve
 
     # A fork: the cases leave threads behind.
     cases = multiprocessing.Process(target=kv_sglang_cases.main, args=(folder, []))
@@ -25,6 +26,7 @@ def main(folder: Path) -> None:
     cases.join()
     if cases.exitcode:
         raise SystemExit(f"the cases ended with {cases.exitcode}")
+    kv_sglang_serve.main(folder)
 
 
 if __name__ == "__main__":

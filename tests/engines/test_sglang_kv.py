@@ -1,4 +1,4 @@
-"""KV caches between SGLang's servers with putget's backend: its own managers, pools and queues."""
+"""KV caches between SGLang's servers with putget's backend: its own managers and queues, and whole servers."""
 
 from __future__ import annotations
 
@@ -45,3 +45,17 @@ def test_with_its_managers(case: str, folder: Path) -> None:
     found = json.loads((folder / "cases.json").read_text())
     assert found[case] == "ok", found[case]
     assert sorted(found) == sorted(CASES)
+
+
+def test_text_is_that_of_one_server(folder: Path) -> None:
+    found = json.loads((folder / "served.json").read_text())
+    assert len({tuple(tokens) for tokens in found["alone"]}) == 8
+    for when in ("apart", "after an abort", "after a stop", "after a death"):
+        assert found[when] == found["alone"], when
+
+
+def test_what_fails_is_said(folder: Path) -> None:
+    found = json.loads((folder / "served.json").read_text())
+    assert "Aborted by AbortReq" in found["aborted"]["message"]
+    assert found["stopped"]["type"] == found["killed"]["type"] == "abort"
+    assert found["killed"]["seconds"] < 60  # not SGLang's waiting timeout, which is five minutes
