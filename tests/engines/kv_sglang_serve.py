@@ -32,7 +32,7 @@ NEW_TOKENS, REQUESTS, PAGE = 6, 8, 4
 
 
 def prompt_of(number: int) -> list[int]:
-    """Of several chunks of 16 tokens; lengths differ, and most end inside of a page."""
+    """Prompts have several chunks of 16 tokens. Their lengths differ, and most end inside of a page."""
     return [random.Random(number * 1000 + at).randrange(1, 128) for at in range(21 + 7 * number % 40)]
 
 

@@ -114,7 +114,7 @@ class PutgetKVManager(CommonKVManager):  # type: ignore[misc]
             cache, most = cache_of(self.engine, self.kv_args, rank, latent=self.latent), self.options.max_requests
             if self.disaggregation_mode == DisaggregationMode.PREFILL:
                 self.prefiller = kv.Prefiller(cache, lease_s=self.options.lease_s, max_requests=most)
-                self.sending = Sending(self.prefiller, cache, page_tokens, self.conclude, self._forget)
+                self.sending = Sending(self.prefiller, cache, page_tokens, self.conclude, self._dropped)
             else:
                 decoder = kv.Decoder(cache, max_requests=most, confirm_s=self.options.confirm_s)
                 self.receiving = Receiving(decoder, cache, page_tokens, int(self.options.segment_tokens))
@@ -152,7 +152,7 @@ class PutgetKVManager(CommonKVManager):  # type: ignore[misc]
                 self.failure_records.setdefault(room, reason)
         self.update_status(room, KVPoll.Success if reason is None else KVPoll.Failed)
 
-    def _forget(self, room: int) -> None:
+    def _dropped(self, room: int) -> None:
         self.request_status.pop(room, None)
         self.req_to_decode_prefix_len.pop(room, None)
 
@@ -230,7 +230,7 @@ class PutgetKVManager(CommonKVManager):  # type: ignore[misc]
 
     # Both.
 
-    def close(self) -> None:
+    def shut(self) -> None:
         """End the engine, when nothing is under way: nothing is read or written any more."""
         side: Sending | Receiving = (
             self.sending if self.disaggregation_mode == DisaggregationMode.PREFILL else self.receiving
@@ -245,7 +245,7 @@ class PutgetKVManager(CommonKVManager):  # type: ignore[misc]
         if self.disaggregation_mode == DisaggregationMode.PREFILL:
             for room in list(self.sending.rooms):
                 self.sending.fail(room, "the cache is released")
-        self.close()
+        self.shut()
 
     def register_buffer_to_engine(self) -> None:
         """Take the cache again."""
@@ -260,7 +260,7 @@ class PutgetKVManager(CommonKVManager):  # type: ignore[misc]
             self.listener.join(5)
         if self.disaggregation_mode == DisaggregationMode.DECODE:
             self._heartbeat_shutdown.set()
-        self.close()
+        self.shut()
         with self._socket_lock:
             for socket in (*self._socket_cache.values(), *self._monitor_cache.values()):
                 with contextlib.suppress(Exception):
