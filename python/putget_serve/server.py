@@ -58,6 +58,7 @@ def run_rank(settings: Settings, rank: int, store: str, is_ready: Callable[[], N
         stream_interval=settings.stream_interval,
     )
     app = _app(models, model, settings.path, manager)
+    _try_out(manager)
     with listen(settings.host, settings.port) as sock:
         is_ready()
         uvicorn.Server(uvicorn.Config(app, log_level="warning")).run(sockets=[sock])
@@ -91,6 +92,22 @@ def _batching(settings: Settings, device: torch.device) -> Any:
     if tokens is not None:
         config.num_blocks = -(-tokens // config.page_size)
     return config
+
+
+def _try_out(manager: Any) -> None:
+    """One request of each rank before others come: a model that cannot be batched is an error of the start.
+
+    Raises:
+        PutgetError: It failed; the message has the reason.
+    """
+    number = manager.add_request([0], max_new_tokens=2)
+    found = None
+    while found is None and manager.is_running():
+        found = manager.get_result(request_id=number, timeout=0.5)
+    reason = manager.background_thread_status.fatal_error if found is None else found.error
+    if reason is not None:
+        raise putget.PutgetError(f"{type(manager.model).__name__} cannot be served by continuous batching: {reason}")
+    manager.done.clear()
 
 
 def _app(models: Any, model: Any, path: str, manager: Any) -> Any:

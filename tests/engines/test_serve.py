@@ -1,4 +1,4 @@
-"""`putget serve`: texts are those of the model alone. `make test-engines` runs this."""
+"""`putget serve` and spread models: texts are those of the model alone. `make test-engines` runs this."""
 
 from __future__ import annotations
 
@@ -58,3 +58,24 @@ def test_a_rank_that_is_killed_ends_all_requests_and_the_others_say_so(found: di
     assert lost["health"] == [503]
     assert lost["exit"] == 1
     assert "rank 2 has ended (exit code -9)" in lost["log"]
+
+
+@pytest.fixture(scope="module")
+def spread(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Tokens of three models, alone and on each rank."""
+    folder: Path = tmp_path_factory.mktemp("spread")
+    run("transformers", "-m", "tests.engines.spread_transformers", folder)
+    return {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
+
+
+@pytest.mark.parametrize("name", ["Qwen3Moe", "GptOss", "DeepseekV3"])
+def test_a_spread_model_says_what_it_says_alone(name: str, spread: dict[str, Any]) -> None:
+    """Ranks have prompts of their own, of different lengths; in the last run of a manager, rank 0 has none."""
+    alone, ranks = spread["alone"][name], [spread[f"rank.{rank}"][name] for rank in range(2)]
+    assert {number: tokens for one in ranks for number, tokens in one["generate"].items()} == alone
+    assert ranks[0]["passes"][0] == ranks[1]["passes"][0]
+    assert any(one["passes"][1] for one in ranks), "no rank was idle"
+    if name != "DeepseekV3":
+        assert {number: tokens for one in ranks for number, tokens in one["batch"].items()} == alone
+        assert ranks[0]["some"] == {}
+        assert ranks[1]["some"] == ranks[1]["batch"]

@@ -29,6 +29,10 @@ class Done:
     ends: dict[str, int] = field(default_factory=lambda: {"finished": 0, "failed": 0})
     tokens: int = 0
 
+    def clear(self) -> None:
+        """Counts from here on."""
+        self.ends, self.tokens = dict.fromkeys(self.ends, 0), 0
+
     def add(self, output: Any) -> None:
         """Counts an output, if it is the last one of its request."""
         if output.is_finished():

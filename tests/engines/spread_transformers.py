@@ -1,0 +1,112 @@
+"""Three architectures spread over CPU ranks: python -m tests.engines.spread_transformers FOLDER.
+
+FOLDER/alone.json has the tokens of one process without putget, FOLDER/rank.N.json those of each rank: by ``generate``,
+and by continuous batching where transformers has it for the model.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+
+import putget
+from putget.adapters import transformers as putget_transformers
+from tests.engines.models import model_config, other_configs, save_architecture
+from tests.engines.prompts import free_port
+
+RANKS = 2
+PROMPTS = [[3, 17, 41, 5, 96, 2], [77], [9, 8, 7, 6, 5, 4, 3, 2, 1], [5, 5, 5, 2], [64, 3]]
+NOT_BATCHED = {"DeepseekV3"}  # the paged cache of transformers 5.24 has no MLA
+
+
+def configs() -> dict[str, Any]:
+    return {"Qwen3Moe": model_config(10), **other_configs()}
+
+
+def load(folder: Path) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def length(number: int) -> int:
+    """Tokens to generate: ranks end at different times."""
+    return 4 + 3 * number
+
+
+def generate(model: Any, number: int) -> list[int]:
+    prompt = PROMPTS[number]
+    with torch.no_grad():
+        output = model.generate(torch.tensor([prompt]), max_new_tokens=length(number), do_sample=False)
+    return list(output[0].tolist()[len(prompt) :])
+
+
+def batch(manager: Any, own: list[int]) -> dict[int, Any]:
+    """All of a rank's prompts at once; a rank may have none."""
+    manager.start()
+    requests = {manager.add_request(PROMPTS[number], max_new_tokens=length(number)): number for number in own}
+    found = {}
+    while len(found) < len(own):
+        result = manager.get_result(timeout=1)
+        if result is None and not manager.is_running():
+            raise SystemExit(f"the loop has ended: {manager.background_thread_status.fatal_error}")
+        if result is not None and result.is_finished():
+            found[requests[result.request_id]] = result.generated_tokens
+    manager.stop()
+    return found
+
+
+def answer_alone(folder: Path) -> None:
+    for name, config in configs().items():
+        save_architecture(folder, name, config)
+    found = {}
+    for name in configs():
+        model = load(folder / name)
+        found[name] = {number: generate(model, number) for number in range(len(PROMPTS))}
+    folder.joinpath("alone.json").write_text(json.dumps(found))
+
+
+def run_rank(folder: Path, rank: int, port: int) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(RANKS), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    dist.init_process_group("gloo")
+    comm = putget.Communicator()
+    own = [number for number in range(len(PROMPTS)) if number % RANKS == rank]
+    found: dict[str, Any] = {}
+    for name in configs():
+        model = load(folder / name)
+        spread = putget_transformers.spread(model, comm, max_tokens_per_rank=64, check_layers=True)
+        with spread.together():
+            found[name] = {"generate": {number: generate(model, number) for number in own}}
+        found[name]["passes"] = [spread.lockstep.number, spread.lockstep.idle_passes]
+        if name not in NOT_BATCHED:
+            config = transformers.ContinuousBatchingConfig(num_blocks=16, page_size=32)
+            for kind, asked in (("batch", own), ("some", own if rank else [])):
+                manager = putget_transformers.batching_manager(model, spread, continuous_batching_config=config)
+                found[name][kind] = batch(manager, asked)
+        spread.end()
+    folder.joinpath(f"rank.{rank}.json").write_text(json.dumps(found))
+    comm.close()
+    dist.destroy_process_group()
+
+
+def main(folder: Path) -> None:
+    fork = multiprocessing.get_context("fork")
+    port = free_port()
+    for programs in ([(answer_alone, folder)], [(run_rank, folder, rank, port) for rank in range(RANKS)]):
+        processes = [fork.Process(target=program[0], args=program[1:]) for program in programs]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join()
+        if any(process.exitcode for process in processes):
+            raise SystemExit(f"ended with {[process.exitcode for process in processes]}")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
