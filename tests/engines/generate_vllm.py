@@ -1,8 +1,8 @@
 """vLLM itself on CPU ranks, with putget or in one process: greedy tokens of a tiny mixture-of-experts model.
 
 python -m tests.engines.generate_vllm FOLDER CASE...: writes FOLDER/CASE.RANK, one case after the other. A case is its
-name and the number of the model's experts: FOLDER/8 is the model of ``dp2.8``. ``serve`` and ``dbo`` have programs of
-their own.
+name and the number of the model's experts: FOLDER/8 is the model of ``dp2.8``. ``serve``, ``weights`` and
+``dbo`` have programs of their own.
 
 ``vllm_shim`` has what vLLM's experts lack on a CPU. Ranks are forked, because importing vLLM takes most of the time.
 """
@@ -21,7 +21,7 @@ from typing import Any
 
 import psutil
 
-from tests.engines import overlap_vllm, serve_vllm, vllm_shim
+from tests.engines import overlap_vllm, serve_vllm, vllm_shim, weights_vllm
 from tests.engines.models import save_models
 from tests.engines.prompts import NEW_TOKENS, PROMPTS, each_rank_on_a_host, free_port, kill_children
 
@@ -122,6 +122,8 @@ def processes_of(case: str, folder: Path, fork: ForkContext) -> list[ForkProcess
     name = case.split(".")[0]
     if name == "serve":
         return [fork.Process(target=serve_vllm.main, args=(folder, fork))]
+    if name == "weights":
+        return [fork.Process(target=weights_vllm.main, args=(folder, fork))]
     if name == "dbo":
         return [fork.Process(target=overlap_vllm.main)]
     port = free_port()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from putget_transfer.weights._model import Layout, Param, Shard, tensors_of
@@ -64,8 +65,48 @@ def _some(size: Sequence[int]) -> bool:
     return 0 not in size
 
 
+@dataclass(frozen=True)
+class Part:
+    """The part of a tensor that this rank holds, where no DTensor says so.
+
+    Attributes:
+        shape: The whole tensor's shape.
+        start: The part's first element.
+        tensor: The part.
+    """
+
+    shape: tuple[int, ...]
+    start: tuple[int, ...]
+    tensor: Any
+
+    @property
+    def dtype(self) -> Any:
+        """The type of its elements."""
+        return self.tensor.dtype
+
+
+def chunk_area(
+    shape: Sequence[int], dims: Sequence[int | None], mesh: Sequence[int], at: Sequence[int]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return start and size of the part at one coordinate of a mesh whose dimensions divide those of a tensor.
+
+    Args:
+        shape: The tensor's shape.
+        dims: For each dimension of the mesh the tensor's dimension that it divides, the outermost first; None: copies.
+        mesh: The mesh's shape.
+        at: The coordinate.
+    """
+    start, size = [0] * len(shape), list(shape)
+    for dim, parts, number in zip(dims, mesh, at, strict=True):
+        if dim is not None:
+            start[dim], size[dim] = _chunk(start[dim], size[dim], parts, number)
+    return tuple(start), tuple(size)
+
+
 def local(tensor: Any) -> tuple[tuple[int, ...], Any]:
     """Return where the part of a tensor that this rank holds begins, and that part."""
+    if isinstance(tensor, Part):
+        return tensor.start, tensor.tensor.detach()
     if not is_dtensor(tensor):
         return (0,) * tensor.dim(), tensor.detach()
     mesh = tensor.device_mesh

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from putget_transfer.weights._describe import is_dtensor, local
@@ -34,7 +35,7 @@ def _widened(start: list[int], size: list[int], shape: Any, *, of_blocks: bool) 
 class Preparer:
     """Prepares items of one version. One parameter that was brought together is kept, for the items that follow."""
 
-    def __init__(self, schedule: Schedule, tensors: dict[str, Any], report: Report, device: Any) -> None:
+    def __init__(self, schedule: Schedule, tensors: Mapping[str, Any], report: Report, device: Any) -> None:
         self.params, self.tensors, self.report, self.device = schedule.params, tensors, report, device
         self.whole: tuple[int, Any] | None = None
         self.quantised: tuple[Any, Any] | None = None

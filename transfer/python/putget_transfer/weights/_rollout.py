@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -50,6 +50,7 @@ class Rollout:
         rank: int,
         *,
         commit: Literal["swap", "paused"] = "swap",
+        move: Callable[[], None] | None = None,
     ) -> None:
         """Register the memory that versions land in.
 
@@ -59,6 +60,8 @@ class Rollout:
             schedule: The plan, the same on all ranks.
             rank: This rank, counted over all replicas.
             commit: Where versions land: "swap" or "paused".
+            move: Brings a complete version from the memory of `slots` into the weights. With it, versions land in that
+                memory, which is the caller's own second copy, or the weights themselves in part ("paused").
 
         Raises:
             ValueError: Another word, a rank that the schedule does not have, or memory that differs from the
@@ -68,7 +71,7 @@ class Rollout:
             raise ValueError(f"commit: {commit!r} came; 'swap' and 'paused' are allowed")
         _compared(slots, schedule, rank)
         self.engine, self.slots, self.schedule, self.rank = engine, slots, schedule, rank
-        self.mode = commit
+        self.mode, self._own_move = commit, move
         self.version = 0
         self._torn = False
         self._attempt: _Attempt | None = None
@@ -86,7 +89,7 @@ class Rollout:
         """Register the weights, or a second copy of them."""
         import torch
 
-        if self.mode == "paused":
+        if self.mode == "paused" or self._own_move is not None:
             self._handles = [self.engine.reg_mr(tensor)[0] for tensor in self.slots.tensors]
             self._places = [(number, 0) for number in range(len(self._handles))]
             return
@@ -109,6 +112,11 @@ class Rollout:
         if self._attempt is not None and not self._attempt.failed:
             return "filling"
         return "torn" if self._torn else "whole"
+
+    @property
+    def landing(self) -> int | None:
+        """The version that is landing, or has landed and waits for `commit`; None without one."""
+        return self._attempt.version if self._attempt is not None and not self._attempt.failed else None
 
     def expect(self, version: int, trainers: Mapping[int, bytes], deadline_s: float = 60.0) -> dict[int, bytes]:
         """Begin to expect a version: nothing of an earlier one lands from now on.
@@ -255,9 +263,10 @@ class Rollout:
         if attempt is None or attempt.version != version or attempt.failed or not self.ready():
             now = "none" if attempt is None else f"{attempt.version}, {attempt.failed or 'landing'}"
             raise ValueError(f"version: {version} came; expected: {now}")
-        if self.mode == "swap":
+        move = self._own_move or (self._move if self.mode == "swap" else None)
+        if move is not None:
             self._torn = True
-            self._move()
+            move()
         self._torn = False
         self.version = version
         self._attempt = None
@@ -266,15 +275,7 @@ class Rollout:
 
     def _move(self) -> None:
         """Copy the slots of the second copy into the weights."""
-        covered: dict[int, int] = {}
-        for slot in self.slots:
-            covered[slot.memory] = covered.get(slot.memory, 0) + _num_bytes(slot)
-        for number, (copy, tensor) in enumerate(zip(self._copies, self.slots.tensors, strict=True)):
-            if covered.get(number) == tensor.numel():
-                tensor.copy_(copy)
-        for slot in self.slots:
-            if covered[slot.memory] != self.slots.tensors[slot.memory].numel():
-                _view(self.slots.tensors[slot.memory], slot).copy_(_view(self._copies[slot.memory], slot))
+        copy_slots(self.slots, self._copies, self.slots.tensors)
 
     def metrics_text(self) -> str:
         """Return counts as text for Prometheus."""
@@ -283,6 +284,20 @@ class Rollout:
         lines.insert(0, "# TYPE putget_weights_rollout_state gauge")
         lines += ["# TYPE putget_weights_rollout_version gauge", f"putget_weights_rollout_version {self.version}"]
         return metrics_text("rollout", self._totals) + "\n".join(lines) + "\n"
+
+
+def copy_slots(slots: Sequence[Slot], sources: Sequence[Any], to: Sequence[Any]) -> None:
+    """Copy slots from one list of memory to another, both flat bytes; memory without a source (None) is left out."""
+    covered: dict[int, int] = {}
+    for slot in slots:
+        covered[slot.memory] = covered.get(slot.memory, 0) + _num_bytes(slot)
+    for number, (source, tensor) in enumerate(zip(sources, to, strict=True)):
+        if source is not None and covered.get(number) == tensor.numel():
+            tensor.copy_(source)
+    for slot in slots:
+        source, tensor = sources[slot.memory], to[slot.memory]
+        if source is not None and covered[slot.memory] != tensor.numel():
+            _view(tensor, slot).copy_(_view(source, slot))
 
 
 def _compared(slots: Slots, schedule: Schedule, rank: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -69,7 +69,7 @@ class Trainer:
         """Return how rollout ranks know this rank."""
         return self.engine.main_address().to_bytes()
 
-    def _checked(self) -> dict[str, Any]:
+    def _checked(self) -> Mapping[str, Any]:
         """Return the tensors by name, compared with the schedule."""
         tensors = dict(tensors_of(self.model))
         params = self.schedule.params
@@ -129,7 +129,7 @@ class Trainer:
         descs = [MrDesc.from_bytes(desc) for desc in found["descs"]]
         return found["rank"], found["imm"], [(descs[number], base) for number, base in found["memory"]]
 
-    def _publish(self, version: int, deadline_s: float, tensors: dict[str, Any], writer: Writer) -> Report:
+    def _publish(self, version: int, deadline_s: float, tensors: Mapping[str, Any], writer: Writer) -> Report:
         report = Report(version, self.rank)
         begin = time.perf_counter()
         writes = Writes(self._staging, report, time.monotonic() + deadline_s)

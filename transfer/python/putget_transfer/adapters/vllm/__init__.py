@@ -1,7 +1,8 @@
-"""A connector for vLLM: KV caches go from prefill servers to decode servers by `putget_transfer.kv`.
+"""Plug-ins for vLLM: KV caches from prefill servers to decode servers, and weights from trainers to workers.
 
-Written for vLLM 0.33. An installed package registers it by the entry point `vllm.general_plugins`; otherwise
-`kv_connector_module_path` names this module. Nothing of vLLM is imported before it asks.
+The connector of KV caches is here, that of weights in `putget_transfer.adapters.vllm.weights`. Written for vLLM 0.33.
+An installed package registers both by the entry point `vllm.general_plugins`; otherwise `kv_connector_module_path`
+names this module. Nothing of vLLM is imported before it asks.
 """
 
 from typing import Any
@@ -12,7 +13,10 @@ __all__ = ["NAME", "register"]
 
 
 def register() -> None:
-    """Tell vLLM the connector's name. vLLM calls it in each of its processes."""
+    """Tell vLLM the names. vLLM calls it in each of its processes."""
+    from putget_transfer.adapters.vllm import weights
+
+    weights.register()
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     if NAME not in KVConnectorFactory._registry:

@@ -1,0 +1,243 @@
+"""`vllm serve` on two expert-parallel ranks with putget, which answers while versions of its weights arrive.
+
+FOLDER/8 is the model. Two trainer ranks send versions of it over HTTP: /pause?mode=keep, /start_weight_update,
+/update_weights, /finish_weight_update, /resume. Writes FOLDER/weights.8: answers with the versions that they carry, and
+what transformers generates with each version.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.context import ForkContext
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+
+from tests.engines.prompts import PROMPTS, free_port
+from tests.engines.serve_vllm import wait_until_it_serves
+
+VERSIONS = (1, 2, 4, 5, 6)
+LOST = 3
+"""A version in which a trainer rank fails: the server goes on with the one before."""
+NEW_TOKENS = 12
+ASKED = (0, 1, 3, 4)
+"""Prompts that are asked for again and again, each by a thread of its own."""
+RANKS, TRAINERS = 2, 2
+TIMEOUT_S = 120.0
+OLD = "default"
+"""What vLLM calls the weights that it has loaded."""
+
+
+def weights_of(folder: Path, version: int) -> dict[str, torch.Tensor]:
+    """Return a version of the checkpoint: 0 is the one that the server loads."""
+    from safetensors.torch import load_file
+
+    found = load_file(folder / "8" / "model.safetensors")
+    made = torch.Generator().manual_seed(version)
+    if version:
+        for name in sorted(found):
+            found[name] = found[name] + 0.25 * torch.randn(found[name].shape, generator=made)
+    return found
+
+
+def texts(folder: Path) -> dict[str, list[list[int]]]:
+    """Return what transformers generates with each version."""
+    import transformers
+
+    found = {}
+    for version in (0, *VERSIONS):
+        model = transformers.Qwen3MoeForCausalLM.from_pretrained(folder / "8", dtype=torch.float32)
+        if version:
+            place = folder / f"version {version}"
+            model.config.save_pretrained(place)
+            from safetensors.torch import save_file
+
+            save_file(weights_of(folder, version), place / "model.safetensors", {"format": "pt"})
+            model = transformers.Qwen3MoeForCausalLM.from_pretrained(place, dtype=torch.float32)
+        rows = []
+        for index in ASKED:
+            prompt = torch.tensor([PROMPTS[index]])
+            made = model.generate(
+                prompt, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None
+            )
+            rows.append(made[0, prompt.shape[1] :].tolist())
+        found[str(version) if version else OLD] = rows
+    return found
+
+
+def serve(folder: Path, port: int) -> None:
+    """What the command `vllm` does with these arguments."""
+    from vllm.entrypoints.cli.main import main
+
+    os.environ["VLLM_SERVER_DEV_MODE"] = "1"
+    options = {
+        "--host": "127.0.0.1",
+        "--port": port,
+        "--dtype": "float32",
+        "--max-model-len": 64,
+        "--max-num-seqs": 4,
+        "--max-num-batched-tokens": 16,
+        "--data-parallel-size": RANKS,
+        "--api-server-count": 1,
+        "--kv-cache-memory-bytes": 1 << 26,
+        "--seed": 0,
+        "--weight-transfer-config": json.dumps({"backend": "putget"}),
+    }
+    flags = ["--skip-tokenizer-init", "--enforce-eager", "--enable-expert-parallel", "--no-enable-prefix-caching"]
+    flags += ["--enable-scale-out"]  # its answers carry the versions of weights
+    words = [str(word) for option in options.items() for word in option]
+    sys.argv = ["vllm", "serve", str(folder / "8"), *words, *flags]
+    main()
+
+
+def source_of(folder: Path, rank: int) -> Any:
+    """Return a source of vLLM: matrices are divided by rows between the trainer ranks, vectors are whole on both."""
+    from vllm.distributed.weight_transfer import ParamMeta, Shard, WeightSource
+
+    class Source(WeightSource):
+        version = 0
+
+        @functools.cached_property
+        def metadata(self) -> list[ParamMeta]:
+            owners = tuple(range(TRAINERS))
+            return [
+                ParamMeta(
+                    name,
+                    tensor.dtype,
+                    tuple(tensor.shape),
+                    owners=owners,
+                    placements=(Shard(0),) if tensor.dim() > 1 else None,
+                )
+                for name, tensor in weights_of(folder, 0).items()
+            ]
+
+        def iter_local(self) -> Iterator[tuple[str, torch.Tensor]]:
+            found = weights_of(folder, self.version)
+            for number, meta in enumerate(self.metadata):
+                if self.version == LOST and rank == TRAINERS - 1 and number > len(found) // 2:
+                    raise RuntimeError("a trainer rank is lost")
+                tensor = found[meta.name]
+                yield meta.name, tensor.chunk(TRAINERS)[rank] if tensor.dim() > 1 else tensor
+
+    return Source()
+
+
+class Asking:
+    """Threads that ask a server, until they are told to stop."""
+
+    def __init__(self, url: str, model: Path) -> None:
+        self.client = httpx.Client(base_url=url, timeout=TIMEOUT_S)
+        self.model = model
+        self.answers: list[dict[str, Any]] = []
+        self.came = threading.Condition()
+        self.stopped = False
+        self.pool = ThreadPoolExecutor(len(ASKED))
+        self.running = [self.pool.submit(self.ask, number) for number in range(len(ASKED))]
+
+    def ask(self, number: int) -> None:
+        asked = {
+            "model": str(self.model),
+            "token_ids": PROMPTS[ASKED[number]],
+            "sampling_params": {"temperature": 0, "max_tokens": NEW_TOKENS, "ignore_eos": True, "detokenize": False},
+        }
+        try:
+            while not self.stopped:
+                answer = self.client.post("/inference/v1/generate", json=asked)
+                (choice,) = answer.raise_for_status().json()["choices"]
+                spans = [[span["version"], span["start"], span["end"]] for span in choice["weight_versions"]]
+                with self.came:
+                    self.answers.append({"prompt": number, "tokens": choice["token_ids"], "spans": spans})
+                    self.came.notify_all()
+        finally:
+            with self.came:
+                self.stopped = True
+                self.came.notify_all()
+
+    def whole(self, version: str) -> int:
+        """How many answers carry this version alone."""
+        return sum(len(answer.get("spans", [])) == 1 and answer["spans"][0][0] == version for answer in self.answers)
+
+    def wait(self, version: str, again: bool = False) -> None:
+        """Wait for two answers of a version; `again`: for two more."""
+        with self.came:
+            wanted = 2 + self.whole(version) * again
+            done = self.came.wait_for(lambda: self.stopped or self.whole(version) >= wanted, TIMEOUT_S)
+        if not done or self.stopped:
+            raise SystemExit(f"no two answers of version {version}: {self.answers[-3:]}")
+
+    def end(self) -> None:
+        self.stopped = True
+        for one in self.running:
+            one.result(TIMEOUT_S)
+
+
+def train(folder: Path, url: str, asking: Asking) -> dict[str, Any]:
+    """Send all versions, as two trainer ranks."""
+    from vllm.distributed.weight_transfer import HTTPVLLMWeightSyncClient, WeightTransferTrainerFactory
+
+    from putget_transfer.adapters.vllm.weights import TrainerInit
+
+    port = free_port()
+    sources = [source_of(folder, rank) for rank in range(TRAINERS)]
+
+    def begin(rank: int) -> Any:
+        init = TrainerInit(
+            num_workers=RANKS,
+            num_trainers=TRAINERS,
+            master_port=port,
+            networks="host",
+            deadline_s=TIMEOUT_S,
+            rank=rank,
+        )
+        client = HTTPVLLMWeightSyncClient(url, timeout=TIMEOUT_S)
+        return WeightTransferTrainerFactory.trainer_init(init, client=client, source=sources[rank])
+
+    with ThreadPoolExecutor(TRAINERS) as pool:
+        ranks = list(pool.map(begin, range(TRAINERS)))
+        asking.wait(OLD)
+        seconds = []
+        for version in sorted((*VERSIONS, LOST)):
+            for source in sources:
+                source.version = version
+            asking.client.post("/pause", params={"mode": "keep"}).raise_for_status()
+            sent = [pool.submit(rank.send_weights) for rank in ranks]
+            errors = [one.exception() for one in sent]
+            asking.client.post("/resume").raise_for_status()
+            if version == LOST:
+                lost = [str(error) for error in errors]
+                asking.wait(str(version - 1), again=True)
+                continue
+            seconds.append([one.result().seconds for one in sent])
+            asking.wait(str(version))
+        num_bytes = sum(one.result().num_bytes for one in sent)
+        for rank in ranks:
+            rank.shutdown()
+    return {"seconds": seconds, "bytes": num_bytes, "lost": lost}
+
+
+def main(folder: Path, fork: ForkContext) -> None:
+    port = free_port()
+    server = fork.Process(target=serve, args=(folder, port))
+    server.start()
+    url = f"http://127.0.0.1:{port}"
+    try:
+        with httpx.Client(base_url=url, timeout=TIMEOUT_S) as client:
+            wait_until_it_serves(server, client)
+        asking = Asking(url, folder / "8")
+        try:
+            found = train(folder, url, asking)
+        finally:
+            asking.end()
+    finally:
+        server.terminate()
+        server.join(120)
+    found.update(answers=asking.answers, texts=texts(folder))
+    (folder / "weights.8").write_text(json.dumps({"tokens": {}, **found}))
