@@ -48,7 +48,7 @@ impl Inner {
                     prefill.num_targets = Some(num_targets);
                     prefill.lease = prefill.lease.max(lease);
                 }
-                state.jobs.insert(key, job);
+                state.add_job(key, job);
                 Message::Accepted { receive }
             }
             Err((refusal, words)) => {

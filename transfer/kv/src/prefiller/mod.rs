@@ -1,8 +1,10 @@
 //! The prefill side: what is computed leaves for those who have asked for it, and the pages come back when nobody needs them.
 
+mod arming;
 mod asking;
 mod parts;
 mod sending;
+mod steps;
 
 use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -11,12 +13,14 @@ use std::time::{Duration, Instant};
 use putget_transfer::{CudaStream, Engine, Error, MrHandle, NetAddr, StepKernels, TransferId, UvmWatcher};
 
 use crate::cache::{KvCache, Source};
-use crate::geometry::{Digest, Kind};
-use crate::message::{Hello, MOST_NAME, Refusal, Request};
+use crate::geometry::Digest;
+use crate::message::{Hello, Refusal, Request};
 use crate::metrics::Metrics;
 use crate::plan::{Ask, Portion, SourcePlan};
 use crate::{DELIVERY, new_pool, receive_messages};
+use arming::Armer;
 use parts::{Parts, Stop};
+use steps::List;
 
 /// Bits of the word that hold the layer; the step is above them.
 const LAYER_BITS: u32 = 16;
@@ -119,6 +123,8 @@ struct Job {
 struct State {
     prefills: HashMap<String, Prefill>,
     jobs: HashMap<Key, Job>,
+    /// How many jobs each request has.
+    asked: HashMap<String, usize>,
     hellos: HashMap<(NetAddr, Digest), Arc<Hello>>,
     /// Cancels that came before their requests, and until when they hold.
     cancelled: HashMap<Key, Instant>,
@@ -138,15 +144,35 @@ struct State {
     looked: Option<Instant>,
 }
 
+impl State {
+    fn add_job(&mut self, key: Key, job: Job) {
+        *self.asked.entry(job.request.request.clone()).or_default() += 1;
+        self.jobs.insert(key, job);
+    }
+
+    fn remove_job(&mut self, key: &Key) -> Option<Job> {
+        let job = self.jobs.remove(key)?;
+        if let Some(count) = self.asked.get_mut(&job.request.request) {
+            *count -= 1;
+            if *count == 0 {
+                self.asked.remove(&job.request.request);
+            }
+        }
+        Some(job)
+    }
+}
+
 struct Inner {
     engine: Engine,
     pool: u32,
     cache: KvCache,
+    lists: Vec<List>,
     contexts: Option<MrHandle>,
     word: UvmWatcher,
     kernels: StepKernels,
     options: PrefillerOptions,
     metrics: Metrics,
+    armer: Armer,
     state: Mutex<State>,
 }
 
@@ -187,6 +213,7 @@ impl Prefiller {
         let metrics = Metrics::new(&["first_page", "last_page", "context"]);
         let inner = Inner {
             cache: cache.clone(),
+            lists: List::of(cache.geometry()),
             engine,
             pool: new_pool(),
             contexts,
@@ -194,6 +221,7 @@ impl Prefiller {
             word,
             options,
             metrics,
+            armer: Armer::default(),
             state: Mutex::new(state),
         };
         let inner = Arc::new(inner);
@@ -221,7 +249,8 @@ impl Prefiller {
         self.inner.word.address()
     }
 
-    /// Says what the next forward step computes. It comes before the step's first layer is done.
+    /// Says what the next forward step computes. It comes before the step's first layer is done. A thread prepares and arms the writes
+    /// of those requests that a decoder has asked for, so this does not wait for it.
     ///
     /// # Errors
     /// [`Error::Argument`], before any effect, for a step that does not ascend, tokens that go back, pages that are missing or outside;
@@ -230,14 +259,19 @@ impl Prefiller {
         let mut state = self.inner.state();
         self.inner.check_step(&state, step, work)?;
         state.step = step;
+        let mut asked = Vec::new();
         for one in work {
             let lease = Instant::now() + self.inner.options.lease;
             let prefill = state.prefills.entry(one.request.to_owned()).or_insert_with(|| Prefill::new(lease));
             prefill.steps.push((one.tokens, step));
             prefill.pages = one.pages.to_vec();
             state.gone.remove(one.request);
-            self.inner.progress(&mut state, one.request);
+            if state.asked.contains_key(one.request) {
+                asked.push(one.request.to_owned());
+            }
         }
+        drop(state);
+        self.inner.arm(asked);
         Ok(())
     }
 
@@ -412,6 +446,9 @@ impl Prefill {
 }
 
 fn jobs_of(state: &State, request: &str) -> Vec<Key> {
+    if !state.asked.contains_key(request) {
+        return Vec::new();
+    }
     let of = |(key, job): (&Key, &Job)| (job.request.request == request).then(|| key.clone());
     state.jobs.iter().filter_map(of).collect()
 }
@@ -419,45 +456,6 @@ fn jobs_of(state: &State, request: &str) -> Vec<Key> {
 impl Inner {
     fn state(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn check_step(&self, state: &State, step: u64, work: &[Work<'_>]) -> Result<(), Error> {
-        if step <= state.step || step >= 1 << (64 - LAYER_BITS) {
-            let problem = format!("{step} came; steps ascend, and the last one was {}", state.step);
-            return Err(Error::argument("step", problem));
-        }
-        let new = work.iter().filter(|one| !state.prefills.contains_key(one.request)).count();
-        if state.prefills.len() + new > self.options.max_requests {
-            return Err(Error::Busy { most: self.options.max_requests });
-        }
-        let mut seen = HashSet::new();
-        for one in work {
-            let bad = |problem: String| Err(Error::argument("work", format!("{:?}: {problem}", one.request)));
-            if one.request.is_empty() || one.request.len() > MOST_NAME || !seen.insert(one.request) {
-                return bad("a name of 1 to 4096 bytes that came once is needed".into());
-            }
-            if let Some(prefill) = state.prefills.get(one.request) {
-                if prefill.finished || prefill.failed.is_some() {
-                    return bad("its prefill is over".into());
-                }
-                if one.tokens < prefill.tokens() {
-                    return bad(format!("{} tokens came; {} were computed before", one.tokens, prefill.tokens()));
-                }
-            }
-            let geometry = self.cache.geometry();
-            for region in &geometry.regions {
-                let list = one.pages.get(region.group as usize).map(Vec::as_slice).unwrap_or_default();
-                let tokens = if region.kind == Kind::State { 1 } else { one.tokens };
-                let needed = tokens.div_ceil(region.page_tokens.into());
-                if (list.len() as u64) < needed {
-                    return bad(format!("list {} has {} pages; {needed} are needed", region.group, list.len()));
-                }
-                if let Some(page) = list.iter().find(|page| **page >= region.num_pages) {
-                    return bad(format!("page {page} of list {} came; there are {}", region.group, region.num_pages));
-                }
-            }
-        }
-        Ok(())
     }
 }
 

@@ -173,7 +173,7 @@ impl Inner {
         if !state.jobs.get(key).is_some_and(|job| job.parts.are_over()) {
             return;
         }
-        let Some(job) = state.jobs.remove(key) else { return };
+        let Some(job) = state.remove_job(key) else { return };
         let (receive, answers) = (job.request.receive, job.request.answers);
         let (stopped, may_land) = job.parts.end();
         if may_land {
@@ -199,7 +199,7 @@ impl Inner {
     /// Gives a request's pages back if nobody needs them any more.
     pub(super) fn settle(&self, state: &mut State, request: &str) {
         let Some(prefill) = state.prefills.get(request) else { return };
-        let asked = state.jobs.values().any(|job| job.request.request == request);
+        let asked = state.asked.contains_key(request);
         let over = prefill.finished || prefill.failed.is_some();
         if asked || !over {
             return;

@@ -310,6 +310,10 @@ def percentile(values: Sequence[float], share: float) -> float:
     return sorted(values)[min(len(values) - 1, int(share * len(values)))] if values else math.nan
 
 
+def _spread(times_us: Sequence[float]) -> Report:
+    return {"count": len(times_us), "p50_us": percentile(times_us, 0.5), "p99_us": percentile(times_us, 0.99)}
+
+
 def first_writes(network: str, rounds: int) -> Report:
     """Time one page from the word's store to the decode rank, alone and while a thread keeps Python's lock."""
     shape = Shape(Model(layers=1, kv_heads=1, head_bytes=1024), 4, 4)
@@ -319,7 +323,7 @@ def first_writes(network: str, rounds: int) -> Report:
             rows = [pair.request([0], [0], kind) for _ in range(rounds)]
             # Otherwise the storing thread itself has waited for the lock, between its clock and its store.
             found = [(arrived - begun) / 1e3 for begun, stored, arrived in rows if stored - begun < _UNDISTURBED_NS]
-            report[kind] = {"count": len(found), "p50_us": percentile(found, 0.5), "p99_us": percentile(found, 0.99)}
+            report[kind] = _spread(found)
     return report
 
 
@@ -349,8 +353,8 @@ def begin_steps(network: str, rounds: int, requests: int = 32) -> Report:
     one = Shape(Model(layers=61, kv_heads=1, head_bytes=16), 64, 4096)
     with Pair(network, Shape(one.model, one.page_tokens, one.tokens * requests)) as pair:
         times = [_step(pair, requests, number, one) for number in range(rounds)]
-    alone, asked = (statistics.median(found) for found in zip(*times, strict=True))
-    return {"network": network, "requests": requests, "us": {"alone": alone, "asked": asked}}
+    found = dict(zip(("alone", "asked"), zip(*times, strict=True), strict=True))
+    return {"network": network, "requests": requests, **{kind: _spread(values) for kind, values in found.items()}}
 
 
 def report(
@@ -364,5 +368,5 @@ def report(
             found["transfers"].append(transfers(network, name, shape, rounds))
         say(f"{network}: words and steps")
         found["first_writes"].append(first_writes(network, samples))
-        found["begin_steps"].append(begin_steps(network, rounds))
+        found["begin_steps"].append(begin_steps(network, 1 + samples // 4))
     return found

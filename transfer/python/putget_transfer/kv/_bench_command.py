@@ -60,16 +60,15 @@ def run(options: argparse.Namespace) -> None:
     ]
     names = ("network", "model", "MB", "request ms", "paged ms", "memcpy ms", "of paged", "of memcpy")
     show("From all pages ready to the decoder's knowledge (medians)", names, rows)
-    rows = [
-        (row["network"], kind, str(row[kind]["count"]), f"{row[kind]['p50_us']:.0f}", f"{row[kind]['p99_us']:.0f}")
-        for row in found["first_writes"]
-        for kind in ("ready", "held")
-    ]
-    show("From the word to the decoder's knowledge of one page", ("network", "lock", "samples", "p50 us", "p99"), rows)
-    rows = [
-        (row["network"], str(row["requests"]), f"{row['us']['alone']:.0f}", f"{row['us']['asked']:.0f}")
-        for row in found["begin_steps"]
-    ]
-    show("begin_step (medians)", ("network", "requests", "alone us", "asked for us"), rows)
+    for table, title, kinds, what in (
+        ("first_writes", "From the word to the decoder's knowledge of one page", ("ready", "held"), "lock"),
+        ("begin_steps", "begin_step of 32 requests", ("alone", "asked"), "requests"),
+    ):
+        rows = [
+            (row["network"], kind, str(row[kind]["count"]), f"{row[kind]['p50_us']:.0f}", f"{row[kind]['p99_us']:.0f}")
+            for row in found[table]
+            for kind in kinds
+        ]
+        show(title, ("network", what, "samples", "p50 us", "p99 us"), rows)
     if options.output_file:
         options.output_file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")

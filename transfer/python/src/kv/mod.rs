@@ -32,6 +32,9 @@ pub(crate) fn add(module: &Bound<'_, PyModule>) -> PyResult<()> {
 
 /// Lists of pages, one for each group; each may be an array.
 fn lists(pages: &Bound<'_, PyAny>) -> pyo3::PyResult<Vec<Vec<u64>>> {
-    let lists: Bound<'_, PyList> = pages.py().get_type::<PyList>().call1((pages,))?.downcast_into()?;
+    let lists = match pages.downcast_exact::<PyList>() {
+        Ok(lists) => lists.clone(),
+        Err(_) => pages.py().get_type::<PyList>().call1((pages,))?.downcast_into()?,
+    };
     lists.iter().map(|list| arguments::indices(&list)).collect()
 }
