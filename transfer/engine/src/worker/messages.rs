@@ -44,7 +44,7 @@ pub(super) struct Message {
     rejection: Option<Rejection>,
     cancelled: bool,
     /// When it was stopped, though the receiver may have it.
-    stopped: Option<Instant>,
+    pub(super) stopped: Option<Instant>,
 }
 
 impl Message {

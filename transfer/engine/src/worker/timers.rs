@@ -41,6 +41,11 @@ impl<N: Nic + ?Sized> Worker<N> {
             peer.heard = (peer.heard + away).min(now);
             peer.setup_ends += away;
         }
+        // Nor against what was stopped: its end may be there, and nobody has looked.
+        let stopped = self.ops.iter_mut().filter_map(|(_, op)| Some(&mut op.stopped.as_mut()?.1));
+        for since in stopped.chain(self.messages.values_mut().filter_map(|message| message.stopped.as_mut())) {
+            *since = (*since + away).min(now);
+        }
     }
 
     /// Stops what has been cancelled, in whichever form it is under way.
