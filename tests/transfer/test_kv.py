@@ -187,6 +187,40 @@ def test_both_sides_plan_the_same() -> None:
     assert used == {0, 2}
 
 
+def test_a_draw_names_the_plan_that_both_sides_follow() -> None:
+    network = pt.SimNetwork(3)
+
+    def rank() -> tuple[pt.Engine, kv.KvCache]:
+        engine = pt.Engine.builder().group(pt.DeviceGroup.sim(network, 1)).build()
+        shape = {"layout": "BNC", "page_tokens": 4, "num_kv_heads": 1, "packed": False}
+        return engine, kv.KvCache(engine, {"layer": np.zeros([16, 4, 32], dtype=np.uint8)}, **shape)
+
+    # Three ranks have copies of the only head.
+    ranks = [rank() for _ in range(4)]
+    caches = [cache for _, cache in ranks]
+    prefillers, decoder = [kv.Prefiller(cache, lease_s=3600) for cache in caches[:3]], kv.Decoder(caches[3])
+    sources, sent = decoder.sources([prefiller.source() for prefiller in prefillers]), [0, 0, 0]
+    draws = []
+    for step in range(1, 7):
+        name, tokens = f"r{step}", 4 + step
+        receive = decoder.request(sources, name, [[2, 0, 3][: -(-tokens // 4)]], tokens=tokens)
+        geometries = [cache.geometry for cache in caches]
+        plan = kv.plan(geometries[:3], geometries[3], request_id=name, tokens=tokens, draw=receive.draw)
+        for prefiller in prefillers:
+            prefiller.begin_step(step, [(name, tokens, [[1, 5, 4]])])
+            prefiller.layer_done(0)
+            prefiller.finish(name)
+        receive.wait(WAIT_S)
+        sent = [before + plan.of(at).num_bytes for at, before in enumerate(sent)]
+        for prefiller, num_bytes in zip(prefillers, sent, strict=True):
+            assert f"putget_kv_prefiller_bytes_total {num_bytes}\n" in prefiller.metrics_text()
+        draws.append(receive.draw)
+    # The loads even out: each rank has sent two of six requests.
+    assert sorted(draws) == [0, 0, 1, 1, 2, 2]
+    for engine, _ in ranks:
+        engine.close()
+
+
 def test_the_command_prints_a_plan() -> None:
     command = [sys.executable, "-m", "putget_transfer.kv", "plan"]
     shown = subprocess.run([*command, "--context_bytes", "64"], capture_output=True, text=True, check=True, timeout=60)

@@ -27,7 +27,7 @@ pub use cache::{KvCache, Source};
 pub use decoder::{Decoder, DecoderOptions, Events, Group, Receive, Receiving, Wanted};
 pub use geometry::{Digest, Geometry, Kind, Layout, Region};
 pub use message::{Hello, Message, Refusal, Request};
-pub use plan::{Ask, Plan, Portion, SourcePlan, Write, plan};
+pub use plan::{Ask, Plan, Portion, SourcePlan, Write, plan, plan_drawn};
 pub use prefiller::{End, Prefiller, PrefillerOptions, Work};
 
 /// How long a message may be under way: the sender gives up then. A prefiller knows a cancelled request for longer.

@@ -113,7 +113,8 @@ pub struct Plan {
     sources: Vec<SourcePlan>,
 }
 
-/// Plans a request. A head that several sources hold is taken from one of them, drawn from the request's name.
+/// Plans a request that no decoder has asked for. A head that several sources hold is taken from one of them, drawn from the request's
+/// name. A decoder draws by what it has asked each source for: see [`plan_drawn`].
 ///
 /// # Errors
 /// [`Error::Argument`] if tokens or segment are out of range, if the sides differ in what they must share, or if no source holds
@@ -122,8 +123,11 @@ pub fn plan(sources: &[Geometry], target: &Geometry, ask: &Ask<'_>) -> Result<Pl
     plan_drawn(sources, target, ask, drawn(ask.request))
 }
 
-/// As [`plan`], with a number that says which of several holders of a head is taken.
-pub(crate) fn plan_drawn(sources: &[Geometry], target: &Geometry, ask: &Ask<'_>, draw: u64) -> Result<Plan, Error> {
+/// As [`plan`], with a number that says which of several holders of a head is taken: [`crate::Receive::draw`] of a decoder's request.
+///
+/// # Errors
+/// As [`plan`].
+pub fn plan_drawn(sources: &[Geometry], target: &Geometry, ask: &Ask<'_>, draw: u64) -> Result<Plan, Error> {
     ask.check()?;
     if sources.is_empty() {
         return Err(Error::argument("sources", "none came; at least 1 is needed"));

@@ -42,6 +42,7 @@ numbers! {
     cpus: Vec<usize>, u32::MAX;
     depth: usize, u32::MAX;
     device_group: Option<usize>, u32::MAX;
+    draw: Option<u64>, u64::MAX;
     first: Option<u32>, u32::MAX;
     first_token: u64, u64::MAX;
     group: usize, u32::MAX;
@@ -80,6 +81,12 @@ numbers! {
 
 /// Numbers of pages: a list, or an array of integers, which is read as a whole.
 pub(crate) fn indices(value: &Bound<'_, PyAny>) -> PyResult<Vec<u64>> {
+    // The usual case, without the general protocol of sequences. Other numbers get their error below.
+    if let Ok(list) = value.downcast_exact::<PyList>()
+        && let Ok(indices) = list.iter().map(|index| index.extract()).collect()
+    {
+        return Ok(indices);
+    }
     if value.is_instance_of::<PyList>() || value.is_instance_of::<PyTuple>() || value.is_instance_of::<PyRange>() {
         return fitting("indices", value, u64::MAX);
     }

@@ -198,6 +198,7 @@ impl std::fmt::Debug for Decoder {
 pub struct Receive {
     inner: Arc<Inner>,
     receive: u64,
+    draw: u64,
 }
 
 impl std::fmt::Debug for Receive {
@@ -332,7 +333,7 @@ impl Decoder {
         for source in 0..group.addresses.len() {
             inner.ask(&mut state, receive, source, false);
         }
-        Ok(Receive { inner: Arc::clone(inner), receive })
+        Ok(Receive { inner: Arc::clone(inner), receive, draw })
     }
 
     /// Tells prefill ranks that this decoder will ask for a request, so that they keep its pages for another lease.
@@ -373,6 +374,11 @@ impl Receive {
     /// Its number, as [`Events`] have it.
     pub fn number(&self) -> u64 {
         self.receive
+    }
+
+    /// Which of several holders of a head sends it: [`crate::plan_drawn`] with this number is the plan of both sides.
+    pub fn draw(&self) -> u64 {
+        self.draw
     }
 
     /// How far it is.

@@ -108,16 +108,19 @@ def plan(
     tokens: int,
     first_token: int = 0,
     segment_tokens: int = 1024,
+    draw: int | None = None,
 ) -> Plan:
-    """Plan a request: who writes which bytes. Equal arguments give equal plans, on every host.
+    """Plan a request: which source writes which bytes. Equal arguments give equal plans, on every host.
 
     Args:
         sources: The prefill ranks' geometries.
         target: The decode rank's.
-        request_id: The request's name on both sides. It draws which of several copies of a head is taken.
+        request_id: The request's name on both sides.
         tokens: How many tokens the prefill computes.
         first_token: The first that the target does not have.
         segment_tokens: Tokens that leave together as soon as they are computed.
+        draw: Which of several copies of a head is taken. A decoder draws by the bytes that it has asked each source
+            for, and its `Receive.draw` gives the plan that both sides follow. None: it is drawn from `request_id`.
 
     Raises:
         ValueError: The sides differ in what they must share, or no source holds a head; both values are named.
@@ -298,6 +301,10 @@ class Receive:
 
     @property
     def number(self) -> int: ...
+    @property
+    def draw(self) -> int:
+        """Which copies of heads were asked for: with it, `plan` returns the plan that both sides follow."""
+
     @property
     def state(self) -> str:
         """One of "asked", "accepted", "arrived", "failed" (its pages may still be written to) and "released"."""

@@ -141,6 +141,11 @@ impl PyReceive {
     }
 
     #[getter]
+    fn draw(&self) -> u64 {
+        self.receive.draw()
+    }
+
+    #[getter]
     fn state(&self, py: Python<'_>) -> &'static str {
         match py.allow_threads(|| self.receive.state()) {
             Receiving::Asked => "asked",

@@ -213,7 +213,7 @@ impl PySourcePlan {
 
 /// Plans a request.
 #[pyfunction]
-#[pyo3(signature = (sources, target, *, request_id, tokens, first_token=0, segment_tokens=1024))]
+#[pyo3(signature = (sources, target, *, request_id, tokens, first_token=0, segment_tokens=1024, draw=None))]
 pub(super) fn plan(
     sources: Vec<PyRef<'_, PyGeometry>>,
     target: &PyGeometry,
@@ -221,10 +221,15 @@ pub(super) fn plan(
     #[pyo3(from_py_with = arguments::tokens)] tokens: u64,
     #[pyo3(from_py_with = arguments::first_token)] first_token: u64,
     #[pyo3(from_py_with = arguments::segment_tokens)] segment_tokens: u64,
+    #[pyo3(from_py_with = arguments::draw)] draw: Option<u64>,
 ) -> PyResult<PyPlan> {
     let sources: Vec<_> = sources.iter().map(|source| source.geometry.clone()).collect();
     let ask = Ask { request: request_id, tokens, first_token, segment_tokens };
-    Ok(PyPlan { plan: putget_transfer_kv::plan(&sources, &target.geometry, &ask)? })
+    let plan = match draw {
+        Some(draw) => putget_transfer_kv::plan_drawn(&sources, &target.geometry, &ask, draw)?,
+        None => putget_transfer_kv::plan(&sources, &target.geometry, &ask)?,
+    };
+    Ok(PyPlan { plan })
 }
 
 /// Strides of layers, pages, heads and tokens in one tensor of a layout.
