@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -34,7 +33,7 @@ def test_a_small_bench_has_all_figures(tmp_path: Path, capsys: pytest.CaptureFix
 
 def test_a_page_that_differs_is_found() -> None:
     shape = _bench.Shape(Model(layers=2, kv_heads=1, head_bytes=64), 4, 16)
-    with closing(_bench.Pair("host", shape)) as pair:
+    with _bench.Pair("host", shape) as pair:
         pair.request([0, 1, 2, 3], [3, 2, 1, 0])
         pair.check([0, 1, 2, 3], [3, 2, 1, 0])
         with pytest.raises(RuntimeError, match="page 0 is not what came as 3"):
