@@ -67,14 +67,17 @@ class ExpertExchange:
             self._require_same_layer(received.stats, rounds)
         flat = received.flat
         local = flat.topk_ids.long() - self._first
-        here = (local >= 0) & (local < self.num_local_experts)
+        elsewhere = (local < 0) | (local >= self.num_local_experts)
         # Slots without a token hold the rows of earlier rounds: zeros, so that no NaN of theirs reaches a sum.
-        arrived = torch.where(here.any(1, keepdim=True), flat.payloads[0], 0)
-        output = self.experts_forward(
-            arrived,
-            torch.where(here, local, self.num_local_experts),
-            torch.where(here, flat.topk_weights, 0.0).to(weights.dtype),
-        )
+        try:
+            output = self.experts_forward(
+                flat.payloads[0].masked_fill(elsewhere.all(1, keepdim=True), 0),
+                local.masked_fill(elsewhere, self.num_local_experts),
+                flat.topk_weights.masked_fill(elsewhere, 0).to(weights.dtype),
+            )
+        except BaseException:
+            rounds.release()
+            raise
         return rounds.combine(output.to(rows.dtype).contiguous(), name="the experts' output")
 
     @property
