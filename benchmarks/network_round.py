@@ -1,6 +1,6 @@
 """A round of two domains of one rank each, beside the bare engine that moves the same messages, by turns in one run.
 
-    python benchmarks/network_round.py --provider tcp,shm --tokens 8,128 --output_file network_round.json
+    python benchmarks/network_round.py --provider tcp,host --tokens 8,128 --output_file network_round.json
 
 Each rank sends all of its tokens to the other one, and gets their sums back. The bare engine writes a message and a
 return of the same lengths between two ends, by the table that proxies post to. Ranks are threads of one process. Beside
@@ -30,7 +30,7 @@ import putget
 from putget_bench import environment
 
 SCHEMA = "putget.network_round/1"
-PROVIDERS = ("tcp", "shm")
+PROVIDERS = ("tcp", "host")
 HALVES = ("dispatch_start", "dispatch_finish", "combine_start", "combine_finish")
 _TURNS = 10
 _TOP_K = 2
@@ -209,7 +209,7 @@ def measure(provider: str, tokens: int, hidden_size: int, rounds: int) -> tuple[
 def main(arguments: list[str]) -> int:
     """Measures, prints a table, writes the report; 1 if a round was wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--provider", default="tcp,shm", metavar="LIST", help="comma-separated (%(default)s)")
+    parser.add_argument("--provider", default="tcp,host", metavar="LIST", help="comma-separated (%(default)s)")
     parser.add_argument("--tokens", default="8,128", metavar="LIST", help="of each rank, comma-separated (%(default)s)")
     parser.add_argument("--hidden_size", type=int, default=1024, metavar="N", help="BF16 values a row (%(default)s)")
     parser.add_argument("--rounds", type=int, default=400, metavar="N", help="of each kind (%(default)s)")

@@ -8,7 +8,7 @@
 #include "balancer/choice.h"
 #include "error.h"
 #include "moe/plan.h"
-#include "protocol/nodes/plan.h"
+#include "protocol/domains/plan.h"
 #include "protocol/round/state.h"
 
 namespace putget {
@@ -32,13 +32,13 @@ struct Limits {
 };
 
 // One rank's part of the symmetric workspace, its view of the peers' parts, and its private state.
-class Backend : public std::enable_shared_from_this<Backend> {
+class RankMemory {
  public:
-  explicit Backend(const MemoryConfig& config)
+  explicit RankMemory(const MemoryConfig& config)
       : config_(config), sentinel_begin_(sentinel_region(config.bytes, config.ep_size, config.senders).begin) {}
-  virtual ~Backend() = default;
-  Backend(const Backend&) = delete;             // owns mappings
-  Backend& operator=(const Backend&) = delete;  // owns mappings
+  virtual ~RankMemory() = default;
+  RankMemory(const RankMemory&) = delete;             // owns mappings
+  RankMemory& operator=(const RankMemory&) = delete;  // owns mappings
 
   virtual putget_share export_share() = 0;
   virtual void import_share(uint32_t peer, const putget_share& share) = 0;
@@ -51,38 +51,11 @@ class Backend : public std::enable_shared_from_this<Backend> {
   virtual uint8_t* base(uint32_t rank) const = 0;
   virtual State* state() const = 0;
   virtual FaultRecord* fault() const = 0;  // readable by the host at any time
-
-  virtual void dispatch(const Plan& plan, const DispatchCall& call, const Limits& limits, void* stream) = 0;
-  virtual void combine(const Plan& plan, const CombineCall& call, const Limits& limits, void* stream) = 0;
-  // Whether rows of combine may come as sentinel rows where nobody asks for them, and nothing else needs them.
-  virtual bool sends_by_rule() const { return true; }
-  // How such calls are launched; zeros where nothing is.
-  virtual void launches(const Shape& shape, uint32_t num_tokens, bool sentinel, const Limits& limits, void* stream,
-                        putget_launch* dispatch, putget_launch* combine) const = 0;
-  virtual void release(const Plan& plan, void* stream) = 0;
-
-  // Across domains: before the start half of the domain's own dispatch and after its finish half; before the start half
-  // of its combine, or its release, and after that start half; and after the finish half of combine.
-  virtual void pack(const Plan& plan, const NodesPlan& nodes, const DispatchCall& call, const Limits& limits,
-                    void* stream) = 0;
-  virtual void unpack(const Plan& plan, const NodesPlan& nodes, uint32_t max_rows, const Limits& limits,
-                      void* stream) = 0;
-  virtual void close_round(const Plan& plan, const NodesPlan& nodes, uint32_t kind, void* stream) = 0;
-  virtual void serve_sources(const Plan& plan, const NodesPlan& nodes, const Limits& limits, void* stream) = 0;
-  virtual void sum_domains(const Plan& plan, const NodesPlan& nodes, const CombineCall& call, const Limits& limits,
-                           void* stream) = 0;
-  // Memory of the rank's kernels alone, zeroed.
-  virtual std::shared_ptr<uint8_t> make_tables(uint64_t bytes) = 0;
-  // Where kernels see whole pages of host memory, until it goes; they stay where they are until then.
-  virtual std::shared_ptr<uint8_t> show_to_kernels(uint8_t* host, uint64_t bytes) = 0;
-  // Puts the plan where kernels of a GPU find it, nodes.at_hand in memory of make_tables, while none of the object
-  // runs.
-  virtual void place(const NodesPlan&) {}
   virtual bool is_on_gpu() const { return false; }
   // A stream that waits for nobody else's work.
   virtual void* own_stream() const { return nullptr; }
 
-  // Called by whoever reads the fault, before: it may know better who is missing.
+  // Called before the host reads the fault: a part across domains may know better who is missing.
   std::map<const void*, std::function<void()>> before_fault_is_read;
 
   const MemoryConfig& config() const { return config_; }
@@ -103,6 +76,49 @@ class Backend : public std::enable_shared_from_this<Backend> {
 
  private:
   uint64_t sentinel_begin_;
+};
+
+// The calls of a round among ranks that map each other's memory.
+class RoundCalls {
+ public:
+  virtual ~RoundCalls() = default;
+  virtual void dispatch(const Plan& plan, const DispatchCall& call, const Limits& limits, void* stream) = 0;
+  virtual void combine(const Plan& plan, const CombineCall& call, const Limits& limits, void* stream) = 0;
+  // Whether rows of combine may come as sentinel rows where nobody asks for them, and nothing else needs them.
+  virtual bool sends_by_rule() const { return true; }
+  // How such calls are launched; zeros where nothing is.
+  virtual void launches(const Shape& shape, uint32_t num_tokens, bool sentinel, const Limits& limits, void* stream,
+                        putget_launch* dispatch, putget_launch* combine) const = 0;
+  virtual void release(const Plan& plan, void* stream) = 0;
+};
+
+// The steps that a round across domains adds: before the start half of the domain's own dispatch and after its finish
+// half; before the start half of its combine, or its release, and after that start half; and after the finish half of
+// combine.
+class DomainSteps {
+ public:
+  virtual ~DomainSteps() = default;
+  virtual void pack(const Plan& plan, const DomainsPlan& across, const DispatchCall& call, const Limits& limits,
+                    void* stream) = 0;
+  virtual void unpack(const Plan& plan, const DomainsPlan& across, uint32_t max_rows, const Limits& limits,
+                      void* stream) = 0;
+  virtual void close_round(const Plan& plan, const DomainsPlan& across, uint32_t kind, void* stream) = 0;
+  virtual void serve_sources(const Plan& plan, const DomainsPlan& across, const Limits& limits, void* stream) = 0;
+  virtual void sum_domains(const Plan& plan, const DomainsPlan& across, const CombineCall& call, const Limits& limits,
+                           void* stream) = 0;
+  // Memory of the rank's kernels alone, zeroed.
+  virtual std::shared_ptr<uint8_t> make_tables(uint64_t bytes) = 0;
+  // Where kernels see whole pages of host memory, until it goes; they stay where they are until then.
+  virtual std::shared_ptr<uint8_t> show_to_kernels(uint8_t* host, uint64_t bytes) = 0;
+  // Puts the plan where kernels of a GPU find it, across.at_hand in memory of make_tables, while none of the object
+  // runs.
+  virtual void place(const DomainsPlan&) {}
+};
+
+// A backend of one rank, on the CPU or on a GPU.
+class Backend : public RankMemory, public RoundCalls, public DomainSteps, public std::enable_shared_from_this<Backend> {
+ public:
+  using RankMemory::RankMemory;
 };
 
 namespace cpu {

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from putget import _abi, _abi_balancer
-from putget_bench import nodes, probe_library
+from putget_bench import domains, probe_library
 
 ROOT = Path(__file__).resolve().parents[1]
 INCLUDE = ROOT / "native" / "include"
@@ -36,7 +36,7 @@ STRUCTS = {
     "putget_moe_activation_args": _abi.MoeActivationArgs,
     "putget_gpu": _abi.Gpu,
 }
-NODES_STRUCTS = {"putget_engine_config": _abi.EngineConfig, "putget_nodes_config": _abi.NodesConfig}
+NODES_STRUCTS = {"putget_engine_config": _abi.EngineConfig, "putget_nodes_config": _abi.DomainsConfig}
 BALANCER_STRUCTS = {
     "putget_balance_args": _abi_balancer.BalanceArgs,
     "putget_choose_args": _abi_balancer.ChooseArgs,
@@ -54,7 +54,7 @@ PROBE_STRUCTS = {
     "putget_probe_memory": probe_library.ProbeMemory,
     "putget_probe_copy_args": probe_library.CopyArgs,
     "putget_probe_rows_args": probe_library.RowsArgs,
-    "putget_probe_nodes_args": probe_library.NodesArgs,
+    "putget_probe_nodes_args": probe_library.DomainsArgs,
 }
 CONSTANTS = {
     f"PUTGET_{name}": getattr(_abi, name)
@@ -65,8 +65,8 @@ PROBE_CONSTANTS = {
     "PUTGET_MAGIC": probe_library.MAGIC,
     "PUTGET_MAX_RANKS": probe_library.MAX_RANKS,
     "PUTGET_PROBE_SEND": probe_library.SEND,
-    "PUTGET_NODES_AGENTS": nodes.AGENTS,
-    "PUTGET_NODES_ROUTES": nodes.ROUTES,
+    "PUTGET_NODES_AGENTS": domains.AGENTS,
+    "PUTGET_NODES_ROUTES": domains.ROUTES,
 }
 BALANCER_CONSTANTS = {
     "PUTGET_MAGIC": _abi.MAGIC,

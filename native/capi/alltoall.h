@@ -4,12 +4,12 @@
 #include <memory>
 
 #include "backend.h"
-#include "capi/nodes.h"
+#include "domains/rounds.h"
 
 struct putget_alltoall {
   putget::Backend* memory;
   putget::Plan plan;
   putget::Limits limits;
-  std::unique_ptr<putget::capi::Nodes> nodes;              // null where all ranks are one domain
-  std::vector<std::unique_ptr<putget::capi::Nodes>> left;  // parts that have ended, with writes under way
+  std::unique_ptr<putget::DomainRounds> across;             // null where all ranks are one domain
+  std::vector<std::unique_ptr<putget::DomainRounds>> left;  // parts that have ended, with writes under way
 };

@@ -14,11 +14,11 @@ namespace {
 
 using putget::Backend;
 using putget::Error;
+using putget::require;
+using putget::require_range;
+using putget::require_version;
 using putget::capi::access_bytes;
 using putget::capi::guarded;
-using putget::capi::require;
-using putget::capi::require_range;
-using putget::capi::require_version;
 
 Backend& backend_of(putget_memory* memory) {
   require(memory != nullptr, "memory is null");
@@ -322,7 +322,7 @@ putget_status putget_dispatch(putget_alltoall* object, const putget_dispatch_arg
     putget::capi::check_dispatch(self.plan.shape, *args);
     run_checked(*self.memory, [&] {
       const putget::DispatchCall call = dispatch_call(self.plan, self.limits, *args);
-      if (self.nodes != nullptr) return self.nodes->dispatch(self.plan, call, self.limits, args->stream);
+      if (self.across != nullptr) return self.across->dispatch(self.plan, call, self.limits, args->stream);
       self.memory->dispatch(self.plan, call, self.limits, args->stream);
     });
   });
@@ -335,7 +335,7 @@ putget_status putget_combine(putget_alltoall* object, const putget_combine_args*
     putget::capi::check_combine(self.plan.shape, *args);
     run_checked(*self.memory, [&] {
       const putget::CombineCall call = combine_call(self.plan, self.limits, *args);
-      if (self.nodes != nullptr) return self.nodes->combine(self.plan, call, self.limits, args->stream);
+      if (self.across != nullptr) return self.across->combine(self.plan, call, self.limits, args->stream);
       self.memory->combine(self.plan, call, self.limits, args->stream);
     });
   });
@@ -345,7 +345,7 @@ putget_status putget_release(putget_alltoall* object, void* stream) {
   return guarded([&] {
     putget_alltoall& self = object_of(object);
     run_checked(*self.memory, [&] {
-      if (self.nodes != nullptr) return self.nodes->release(self.plan, stream);
+      if (self.across != nullptr) return self.across->release(self.plan, stream);
       self.memory->release(self.plan, stream);
     });
   });

@@ -10,13 +10,13 @@
 
 namespace {
 
+using putget::require;
+using putget::require_pointer;
+using putget::require_range;
+using putget::require_version;
 using putget::balancer::Options;
 using putget::balancer::Sizes;
 using putget::capi::guarded;
-using putget::capi::require;
-using putget::capi::require_pointer;
-using putget::capi::require_range;
-using putget::capi::require_version;
 
 constexpr uint32_t kMostLayers = 1u << 16;
 

@@ -9,16 +9,16 @@
 
 namespace {
 
+using putget::require;
+using putget::require_pointer;
+using putget::require_range;
+using putget::require_version;
 using putget::balancer::Choice;
 using putget::balancer::ChoiceCall;
 using putget::balancer::kParts;
 using putget::balancer::looks_at_batch;
 using putget::balancer::TableSizes;
 using putget::capi::guarded;
-using putget::capi::require;
-using putget::capi::require_pointer;
-using putget::capi::require_range;
-using putget::capi::require_version;
 
 constexpr uint32_t kMostTokens = (1u << 22) - 1;
 

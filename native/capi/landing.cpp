@@ -3,13 +3,13 @@
 #include <string>
 #include <vector>
 
-#include "capi/copy_thread.h"
 #include "capi/guard.h"
 #include "capi/memory.h"
-#include "capi/require.h"
 #include "cpu/exec.h"
+#include "experts/copy_thread.h"
 #include "landing.h"
 #include "putget_balancer.h"
+#include "require.h"
 
 static_assert(PUTGET_MAX_CELLS == putget::kMaxCells && PUTGET_MAX_ORDERS == putget::kOrders);
 
@@ -20,17 +20,17 @@ struct putget_landing {
   std::optional<putget::GatherPlan> gather;
   uint32_t batch;  // posted last, and where its orders end
   putget::BatchEnd end;
-  std::unique_ptr<putget::capi::CopyThread> thread;  // null: kernels put
+  std::unique_ptr<putget::CopyThread> thread;  // null: kernels put
 };
 
 namespace {
 
 using putget::BlobPart;
+using putget::require;
+using putget::require_pointer;
+using putget::require_range;
+using putget::require_version;
 using putget::capi::guarded;
-using putget::capi::require;
-using putget::capi::require_pointer;
-using putget::capi::require_range;
-using putget::capi::require_version;
 
 constexpr uint64_t kMaxBlobBytes = uint64_t{1} << 33;  // words of an expert are counted in 32 bits
 constexpr uint32_t kMaxPartsOfAll = 1u << 20;
@@ -226,7 +226,7 @@ putget_status putget_landing_create(const putget_landing_config* config, putget_
                     : putget::cuda::create_landing(plan, parts, backend.config().ordinal, config->num_sms);
     auto result = std::unique_ptr<putget_landing>(new putget_landing{
         std::move(made), std::move(parts), config->num_tables, gather_of(config->gathering), 0, {}, nullptr});
-    if (plan.by_thread != 0) result->thread = std::make_unique<putget::capi::CopyThread>(*result->landing);
+    if (plan.by_thread != 0) result->thread = std::make_unique<putget::CopyThread>(*result->landing);
     *landing = result.release();
   });
 }

@@ -9,12 +9,12 @@
 namespace {
 
 using putget::OutputType;
+using putget::require;
+using putget::require_pointer;
+using putget::require_range;
+using putget::require_version;
 using putget::capi::access_bytes;
 using putget::capi::guarded;
-using putget::capi::require;
-using putget::capi::require_pointer;
-using putget::capi::require_range;
-using putget::capi::require_version;
 
 constexpr uint64_t kMostRows = (uint64_t{1} << 31) - 1;
 constexpr uint32_t kMostRowBytes = 1u << 26;

@@ -3,18 +3,18 @@
 
 #include "backend.h"
 #include "capi/guard.h"
-#include "capi/require.h"
-#include "protocol/nodes/domains.h"
-#include "proxy/local_network.h"
-#include "proxy/transfer_engine.h"
+#include "domains/local_network.h"
+#include "domains/transfer_engine.h"
+#include "protocol/domains/domains.h"
+#include "require.h"
 
 namespace {
 
+using putget::require;
+using putget::require_pointer;
+using putget::require_range;
+using putget::require_version;
 using putget::capi::guarded;
-using putget::capi::require;
-using putget::capi::require_pointer;
-using putget::capi::require_range;
-using putget::capi::require_version;
 
 constexpr uint32_t kMostNics = 4;
 

@@ -3,7 +3,7 @@
 
 #include <memory>
 
-#include "proxy/network.h"
+#include "domains/network.h"
 #include "putget_nodes.h"
 
 struct putget_network {

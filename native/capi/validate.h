@@ -2,7 +2,7 @@
 #pragma once
 
 #include "backend.h"
-#include "capi/require.h"
+#include "require.h"
 
 namespace putget::capi {
 

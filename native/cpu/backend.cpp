@@ -10,8 +10,8 @@
 #include "choose.h"
 #include "cpu/clones.h"
 #include "cpu/combine.h"
+#include "cpu/domains.h"
 #include "cpu/exec.h"
-#include "cpu/nodes.h"
 #include "cpu/own_pages.h"
 #include "cpu/symmetric_memory.h"
 #include "protocol/dispatch/dispatch.h"
@@ -174,24 +174,25 @@ class CpuBackend final : public Backend {
     putget::release(exec, plan, scratch_[0].combine.wait);
   }
 
-  void pack(const Plan& plan, const NodesPlan& nodes, const DispatchCall& call, const Limits&, void*) override {
+  void pack(const Plan& plan, const DomainsPlan& across, const DispatchCall& call, const Limits&, void*) override {
     const Interruptible running(*this);
-    cpu::pack(plan, nodes, call);
+    cpu::pack(plan, across, call);
   }
-  void unpack(const Plan& plan, const NodesPlan& nodes, uint32_t max_rows, const Limits&, void*) override {
+  void unpack(const Plan& plan, const DomainsPlan& across, uint32_t max_rows, const Limits&, void*) override {
     const Interruptible running(*this);
-    cpu::unpack(plan, nodes, max_rows);
+    cpu::unpack(plan, across, max_rows);
   }
-  void close_round(const Plan& plan, const NodesPlan& nodes, uint32_t kind, void*) override {
-    cpu::close_round(plan, nodes, kind);
+  void close_round(const Plan& plan, const DomainsPlan& across, uint32_t kind, void*) override {
+    cpu::close_round(plan, across, kind);
   }
-  void serve_sources(const Plan& plan, const NodesPlan& nodes, const Limits&, void*) override {
+  void serve_sources(const Plan& plan, const DomainsPlan& across, const Limits&, void*) override {
     const Interruptible running(*this);
-    cpu::serve_sources(plan, nodes);
+    cpu::serve_sources(plan, across);
   }
-  void sum_domains(const Plan& plan, const NodesPlan& nodes, const CombineCall& call, const Limits&, void*) override {
+  void sum_domains(const Plan& plan, const DomainsPlan& across, const CombineCall& call, const Limits&,
+                   void*) override {
     const Interruptible running(*this);
-    cpu::sum_domains(plan, nodes, call);
+    cpu::sum_domains(plan, across, call);
   }
   std::shared_ptr<uint8_t> make_tables(uint64_t bytes) override { return make_pages(bytes); }
   std::shared_ptr<uint8_t> show_to_kernels(uint8_t* host, uint64_t) override {

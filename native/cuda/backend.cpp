@@ -5,9 +5,9 @@
 #include <vector>
 
 #include "cuda/check.h"
+#include "cuda/domains.h"
 #include "cuda/launch.h"
 #include "cuda/moe_launch.h"
-#include "cuda/nodes.h"
 #include "cuda/sms.h"
 #include "cuda/symmetric_memory.h"
 #include "protocol/round/signal.h"
@@ -125,33 +125,33 @@ class CudaBackend final : public Backend {
     launch_release(plan, static_cast<cudaStream_t>(stream));
   }
 
-  void pack(const Plan& plan, const NodesPlan& nodes, const DispatchCall& call, const Limits& limits,
+  void pack(const Plan& plan, const DomainsPlan& across, const DispatchCall& call, const Limits& limits,
             void* stream) override {
     DeviceScope scope(config_.ordinal);
-    launch_pack(plan, nodes, call, room(limits, call.half, stream), static_cast<cudaStream_t>(stream));
+    launch_pack(plan, across, call, room(limits, call.half, stream), static_cast<cudaStream_t>(stream));
   }
-  void unpack(const Plan& plan, const NodesPlan& nodes, uint32_t max_rows, const Limits& limits,
+  void unpack(const Plan& plan, const DomainsPlan& across, uint32_t max_rows, const Limits& limits,
               void* stream) override {
     DeviceScope scope(config_.ordinal);
-    launch_unpack(plan, nodes, max_rows, room(limits, Half::kFinish, stream), static_cast<cudaStream_t>(stream));
+    launch_unpack(plan, across, max_rows, room(limits, Half::kFinish, stream), static_cast<cudaStream_t>(stream));
   }
-  void close_round(const Plan& plan, const NodesPlan& nodes, uint32_t kind, void* stream) override {
+  void close_round(const Plan& plan, const DomainsPlan& across, uint32_t kind, void* stream) override {
     DeviceScope scope(config_.ordinal);
-    launch_close(plan, nodes, kind, static_cast<cudaStream_t>(stream));
+    launch_close(plan, across, kind, static_cast<cudaStream_t>(stream));
   }
-  void serve_sources(const Plan& plan, const NodesPlan& nodes, const Limits& limits, void* stream) override {
+  void serve_sources(const Plan& plan, const DomainsPlan& across, const Limits& limits, void* stream) override {
     DeviceScope scope(config_.ordinal);
-    launch_serve(plan, nodes, room(limits, Half::kStart, stream), static_cast<cudaStream_t>(stream));
+    launch_serve(plan, across, room(limits, Half::kStart, stream), static_cast<cudaStream_t>(stream));
   }
-  void sum_domains(const Plan& plan, const NodesPlan& nodes, const CombineCall& call, const Limits& limits,
+  void sum_domains(const Plan& plan, const DomainsPlan& across, const CombineCall& call, const Limits& limits,
                    void* stream) override {
     DeviceScope scope(config_.ordinal);
-    launch_sum(plan, nodes, call, room(limits, call.half, stream), static_cast<cudaStream_t>(stream));
+    launch_sum(plan, across, call, room(limits, call.half, stream), static_cast<cudaStream_t>(stream));
   }
 
   std::shared_ptr<uint8_t> make_tables(uint64_t bytes) override {
     DeviceScope scope(config_.ordinal);
-    load_nodes_kernels();
+    load_domains_kernels();
     void* tables = nullptr;
     check(cudaMalloc(&tables, bytes), "allocating tables");
     const int ordinal = config_.ordinal;
@@ -176,11 +176,11 @@ class CudaBackend final : public Backend {
             [ordinal, host](uint8_t*) { undo(ordinal, [&] { cudaHostUnregister(host); }); }};
   }
 
-  void place(const NodesPlan& nodes) override {
-    static_assert(std::is_trivially_copyable_v<NodesPlan>);
+  void place(const DomainsPlan& across) override {
+    static_assert(std::is_trivially_copyable_v<DomainsPlan>);
     DeviceScope scope(config_.ordinal);
     const auto stream = static_cast<cudaStream_t>(own_stream());
-    check(cudaMemcpyAsync(nodes.at_hand, &nodes, sizeof(nodes), cudaMemcpyHostToDevice, stream), "placing a plan");
+    check(cudaMemcpyAsync(across.at_hand, &across, sizeof(across), cudaMemcpyHostToDevice, stream), "placing a plan");
     check(cudaStreamSynchronize(stream), "placing a plan");
   }
 

@@ -1,4 +1,4 @@
-/* Rounds across two domains of two ranks, for SPIN: kernels and proxies of docs/protocol/nodes.md, X0 to X9, on a
+/* Rounds across two domains of two ranks, for SPIN: kernels and proxies of docs/protocol/domains.md, X0 to X9, on a
  * network without any order. A message has two chunks. What a region holds is the epoch of what was stored there. A
  * write reads its source when it lands, and until it is over it may read it again.
  *

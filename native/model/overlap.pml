@@ -10,7 +10,7 @@
  * MIXED        rounds exchange `finished` too
  * SAME_ORDER   all ranks call the start halves of both objects in the same order; finish halves still in any
  * START_WAITS  combine_start waits for its peers, as it does for those of its domain where there are several domains
- *              (nodes.md): right with SAME_ORDER alone
+ *              (across.md): right with SAME_ORDER alone
  * Mutations: WHOLE_DISPATCH, WHOLE_COMBINE (one kernel instead of two halves), LEFT_OPEN (a round is not released before
  * the next one); START_WAITS without SAME_ORDER.
  */

@@ -3,8 +3,8 @@
 #include <cstring>
 
 #include "capi/guard.h"
-#include "capi/require.h"
 #include "probe/probe.h"
+#include "require.h"
 #include "team.h"
 #if defined(PUTGET_WITH_CUDA)
 #include "cuda/check.h"
@@ -14,10 +14,10 @@ namespace putget::probe {
 namespace {
 
 using capi::guarded;
-using capi::require;
-using capi::require_pointer;
-using capi::require_range;
-using capi::require_version;
+using putget::require;
+using putget::require_pointer;
+using putget::require_range;
+using putget::require_version;
 
 constexpr uint32_t kAccessBytes = 16;
 constexpr uint32_t kMostThreads = 768;

@@ -223,7 +223,7 @@ class EngineConfig(Versioned):
     ]
 
 
-class NodesConfig(Versioned):
+class DomainsConfig(Versioned):
     _fields_ = [
         ("size", c_uint32),
         ("magic", c_uint32),
@@ -415,8 +415,8 @@ _FUNCTIONS: dict[str, list[Any]] = {
     "putget_network_engine": [POINTER(EngineConfig), POINTER(c_void_p)],
     "putget_network_transport": [c_void_p, c_uint32, POINTER(c_void_p)],
     "putget_network_destroy": [c_void_p],
-    "putget_nodes_bytes": [POINTER(Config), POINTER(NodesConfig)] + 3 * [POINTER(c_uint64)],
-    "putget_nodes_create": [POINTER(NodesConfig), c_void_p, c_void_p, c_void_p, c_void_p],
+    "putget_nodes_bytes": [POINTER(Config), POINTER(DomainsConfig)] + 3 * [POINTER(c_uint64)],
+    "putget_nodes_create": [POINTER(DomainsConfig), c_void_p, c_void_p, c_void_p, c_void_p],
     "putget_nodes_card": [c_void_p, POINTER(c_uint8), POINTER(c_uint64)],
     "putget_nodes_connect": [c_void_p, c_uint32, POINTER(c_uint8), c_uint64],
     "putget_nodes_start": [c_void_p],

@@ -23,7 +23,7 @@ SCHEMA = "putget.doctor/1"
 _SYS = Path("/sys")
 _BETWEEN = {  # what a provider is between, and what to do where it is not there
     "tcp": ("between processes and hosts, over sockets", "bring a network interface up (ip link)"),
-    "shm": ("between processes of one host", "give the process room in /dev/shm"),
+    "host": ("between processes of one host", "give the process room in /dev/shm"),
     "nvlink": ("between processes and GPUs of one host", "needs a CUDA GPU: see those above"),
     "verbs": ("between processes and hosts, over InfiniBand or RoCE", "install libibverbs1, and see the NICs above"),
     "efa": ("between processes and hosts, over EFA", "needs libfabric with its provider efa, and such a NIC"),

@@ -135,14 +135,14 @@ def _add_balance(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_simulate(parser: argparse.ArgumentParser) -> None:
-    from putget_bench.nodes import BACK_ROW_BYTES, NETWORKS, Round
+    from putget_bench.domains import BACK_ROW_BYTES, NETWORKS, Round
 
     parser.description = (
         "Runs one round of each group in virtual time: with putget's proxies, and with the scheme of the paper that "
         "the published latencies are of. No NIC is needed, and none is measured."
     )
     add = parser.add_argument
-    add("what", choices=("nodes",), help="ranks of several hosts")
+    add("what", choices=("domains",), help="ranks of several hosts")
     add("--ep_size", default="16,32,64", metavar="LIST", help="ranks, comma-separated (%(default)s)")
     add("--network", choices=(*NETWORKS, "all"), default="all", help="NIC of each rank (%(default)s)")
     add("--domain_size", type=int, default=Round.domain_size, metavar="N", help="ranks of a host (%(default)s)")

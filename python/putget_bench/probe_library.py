@@ -94,7 +94,7 @@ class RowsArgs(_Versioned):
     ]
 
 
-class NodesArgs(_Versioned):
+class DomainsArgs(_Versioned):
     """``putget_probe_nodes_args``."""
 
     _fields_ = [
@@ -133,7 +133,7 @@ _FUNCTIONS: dict[str, tuple[list[Any], Any]] = {
     "putget_probe_load": ([POINTER(ProbeMemory)], ctypes.c_int),
     "putget_probe_copy": ([POINTER(ProbeMemory), POINTER(CopyArgs)], ctypes.c_int),
     "putget_probe_rows": ([POINTER(ProbeMemory), POINTER(RowsArgs)], ctypes.c_int),
-    "putget_probe_nodes": ([POINTER(NodesArgs)], ctypes.c_int),
+    "putget_probe_nodes": ([POINTER(DomainsArgs)], ctypes.c_int),
 }
 
 

@@ -1,4 +1,4 @@
-"""`putget simulate nodes`: groups that span hosts, in virtual time."""
+"""`putget simulate domains`: groups that span hosts, in virtual time."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from putget_bench.domains import AGENTS, BACK_ROW_BYTES, NETWORKS, ROUTES, Network, Round, Times, published, simulate
 from putget_bench.flags import check_numbers
-from putget_bench.nodes import AGENTS, BACK_ROW_BYTES, NETWORKS, ROUTES, Network, Round, Times, published, simulate
 from putget_bench.outputs import check_writable
 
 FIRST_WRITE_US, IN_DOMAIN_US = 15.0, 5.0
-SCHEMA = "putget.nodes/1"
+SCHEMA = "putget.domains/1"
 
 
 def run(args: argparse.Namespace, command: Sequence[str]) -> int:

@@ -7,7 +7,7 @@ import pytest
 from tests.harness.domains import World
 
 # Networks of threads, and transfer engines over sockets and shared memory.
-PROVIDERS = ("sim", "tcp", "shm")
+PROVIDERS = ("sim", "tcp", "host")
 
 
 @pytest.fixture(params=PROVIDERS)

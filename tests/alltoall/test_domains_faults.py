@@ -24,7 +24,7 @@ pytest.importorskip("putget_transfer._native", reason="putget_transfer is not bu
 SIZE, DOMAIN_SIZE, TIMEOUT_S = 4, 2, 4.0
 WIDE: dict[str, Any] = {"payloads": (((24,), torch.bfloat16),), "output": ((24,), torch.bfloat16)}
 CASE = in_domains(Case(SIZE, ragged(SIZE, 8, 11, 8), num_experts=8, top_k=4, **WIDE), DOMAIN_SIZE)
-PROVIDERS = pytest.mark.parametrize("provider", ["tcp", "shm"])
+PROVIDERS = pytest.mark.parametrize("provider", ["tcp", "host"])
 SIGNALS = pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 # Rank 3 is the agent of rank 1, as rank 1 is of rank 3; with rank 3 gone rank 2 is the agent of both.
 VICTIMS = pytest.mark.parametrize("victims", [(3,), (0,), (2, 3)], ids=["rank 3", "rank 0", "domain"])
@@ -132,7 +132,7 @@ def test_survivors_go_on(
 
 def test_a_rank_alone_goes_on(four: RankProcesses) -> None:
     """Nobody else is left, in its domain or in another one."""
-    four.call(begin, "shm", timeout=90)
+    four.call(begin, "host", timeout=90)
     require_rounds(four, (True,) * SIZE)  # the first round has a longer deadline
     for victim in (0, 1, 3):
         four.signal(victim, signal.SIGKILL)

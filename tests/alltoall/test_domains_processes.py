@@ -23,7 +23,7 @@ from tests.harness.run import fresh_ranks
 
 pytest.importorskip("putget_transfer._native", reason="putget_transfer is not built: see `make transfer`")
 
-PROVIDERS = pytest.mark.parametrize("provider", ["tcp", "shm"])
+PROVIDERS = pytest.mark.parametrize("provider", ["tcp", "host"])
 WORLDS = pytest.mark.parametrize(("ep_size", "domain_size"), [(4, 2), (5, 3)], ids=["2x2", "3+2"])
 WIDE: dict[str, Any] = {"payloads": (((24,), torch.bfloat16),), "output": ((24,), torch.bfloat16)}
 
@@ -210,7 +210,7 @@ def find_owed(timeout_s: float, late_s: float) -> tuple[list[str], float, float]
     """The ranks missing on ranks 0 to 2; when rank 3 was gone and when rank 1 found out, behind the beginning."""
     with fresh_ranks(4) as four:
         for rank in range(4):
-            four.submit(rank, owed, putget.Network("shm", domain_size=2), timeout_s, late_s)
+            four.submit(rank, owed, putget.Network("host", domain_size=2), timeout_s, late_s)
         answers = four.results([0, 1, 2], timeout=90)
     (_, gone, _), (_, began, ended) = answers[2], answers[1]
     return [answers[rank][0] for rank in range(3)], gone - began, ended - began
@@ -242,7 +242,7 @@ def refusals(rank: Rank, networks: list[putget.Network | None]) -> list[str]:
     with pytest.raises((ValueError, putget.PutgetError)) as raised:
         putget.Communicator(network=networks[rank.rank])
     words.append(f"{type(raised.value).__name__}: {raised.value}")
-    with putget.Communicator(network=putget.Network("shm", domain_size=1)) as comm:
+    with putget.Communicator(network=putget.Network("host", domain_size=1)) as comm:
         me = Rank(rank.rank, rank.size, rank.device, _comm=comm)
         with me.all_to_all() as a2a:
             a2a.dispatch(torch.zeros(1, 2, dtype=torch.int32), torch.ones(1, 2), torch.ones(1, 4))
@@ -253,8 +253,8 @@ def refusals(rank: Rank, networks: list[putget.Network | None]) -> list[str]:
 TWO = putget.Network("tcp", domain_size=1)
 UNEQUAL = {
     "provider": (
-        [TWO, putget.Network("shm", domain_size=1)],
-        "ValueError: network provider differs between ranks: rank 0 has tcp, rank 1 has shm",
+        [TWO, putget.Network("host", domain_size=1)],
+        "ValueError: network provider differs between ranks: rank 0 has tcp, rank 1 has host",
     ),
     "domain_size": (
         [TWO, putget.Network("tcp", domain_size=2)],
@@ -314,7 +314,7 @@ def test_a_rank_without_an_engine_is_named_on_all_ranks() -> None:
 
 
 def test_providers_of_processes() -> None:
-    others = "'auto', 'tcp', 'shm', 'nvlink', 'verbs', 'efa'"
+    others = "'auto', 'tcp', 'host', 'nvlink', 'verbs', 'efa'"
     words = f"network provider is 'sim', ranks of several processes have {others}"
     assert run_ranks(2, refused_provider, "sim") == [words] * 2
 

@@ -106,7 +106,7 @@ def test_bench_of_other_shapes(putget: Command, flags: str) -> None:
     assert "9 tokens a rank: correct;" in printed
 
 
-@pytest.mark.parametrize("provider", ["tcp", "shm"])
+@pytest.mark.parametrize("provider", ["tcp", "host"])
 def test_bench_across_domains(putget: Command, tmp_path: Path, provider: str) -> None:
     pytest.importorskip("putget_transfer._native", reason="putget_transfer is not built: see `make transfer`")
     path = tmp_path / "out.json"

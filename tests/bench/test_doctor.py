@@ -47,7 +47,7 @@ def test_networks_of_domains(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "why_not", lambda provider: None if provider == "tcp" else f"no {provider} here")
     found = {finding.name: finding for finding in doctor._domains()}
     assert {name: finding.status for name, finding in found.items()} == {
-        "sim": "ok", "tcp": "ok", "shm": "missing", "nvlink": "missing", "verbs": "missing", "efa": "missing"
+        "sim": "ok", "tcp": "ok", "host": "missing", "nvlink": "missing", "verbs": "missing", "efa": "missing"
     }  # fmt: skip
     assert found["verbs"].detail == "no verbs here"
     monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)

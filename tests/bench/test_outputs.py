@@ -62,7 +62,7 @@ def test_a_path_is_tried_and_left_alone(tmp_path: Path) -> None:
         ("balance", "plan", "--output_file"),
         ("balance", "report", "--plot"),
         ("balance", "simulate", "--plot"),
-        ("simulate", "nodes", "--output_file"),
+        ("simulate", "domains", "--output_file"),
         ("bench", "--device", "cpu", "--output_file"),
         ("bench", "--device", "cpu", "--plot"),
         ("ablate", "--device", "cpu", "--output_file"),
@@ -158,7 +158,7 @@ FLAGS = {
     ): "slots num_groups num_nodes iterations tokens interval window decay max_moves "
     "expert_bytes most_bytes cells row_bytes link_gbps row_ns tasks plot",
     ("balance", "report"): "slots num_experts num_groups num_nodes tasks batches plot",
-    ("simulate", "nodes"): "ep_size domain_size tokens num_experts top_k chunk_rows seed output_file",
+    ("simulate", "domains"): "ep_size domain_size tokens num_experts top_k chunk_rows seed output_file",
 }
 
 

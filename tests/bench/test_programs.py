@@ -120,7 +120,7 @@ def test_a_network_round_stands_beside_the_bare_engine(tmp_path: Path) -> None:
     document = json.loads(path.read_text())
     assert (document["schema"], document["mismatches"]) == ("putget.network_round/1", [])
     assert [(line["provider"], line["tokens"]) for line in document["results"]] == [
-        ("tcp", 1), ("tcp", 3), ("shm", 1), ("shm", 3)
+        ("tcp", 1), ("tcp", 3), ("host", 1), ("host", 3)
     ]  # fmt: skip
     for line in document["results"]:
         assert line["rounds"] == 20

@@ -1,6 +1,6 @@
 """Rounds across domains with a GPU and a process for each rank: bits, graphs, who is named.
 
-Rows wait in host memory for tcp and shm, and on the GPU for nvlink.
+Rows wait in host memory for tcp and host, and on the GPU for nvlink.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def world(request: pytest.FixtureRequest) -> tuple[int, int]:
     return ep_size, domain_size
 
 
-@pytest.fixture(params=["tcp", "shm", "nvlink"])
+@pytest.fixture(params=["tcp", "host", "nvlink"])
 def network(request: pytest.FixtureRequest, world: tuple[int, int]) -> putget.Network:
     return putget.Network(request.param, domain_size=world[1])
 

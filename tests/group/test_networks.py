@@ -22,12 +22,12 @@ def test_networks_that_are_none_are_refused() -> None:
         putget.Network("nvlink", staging="host")
     with pytest.raises(ValueError, match="domain_size is 0, expected None or an int from 1 to 128"):
         putget.Network(domain_size=0)
-    with pytest.raises(ValueError, match="provider is 'verbs', ranks of one process have 'sim', 'tcp' and 'shm'"):
+    with pytest.raises(ValueError, match="provider is 'verbs', ranks of one process have 'sim', 'tcp' and 'host'"):
         putget.Communicator.local(2, network=putget.Network("verbs"))
     with pytest.raises(ValueError, match="nics has 0 names, allowed are 1 to 4"):
         putget.Network("tcp", nics=())
-    with pytest.raises(ValueError, match=r"nics is \('mlx5_0',\), but provider 'shm' has none to choose from"):
-        putget.Network("shm", nics=("mlx5_0",))
+    with pytest.raises(ValueError, match=r"nics is \('mlx5_0',\), but provider 'host' has none to choose from"):
+        putget.Network("host", nics=("mlx5_0",))
     with pytest.raises(ValueError, match=r"network is 2, expected None or a putget\.Network"):
         putget.Communicator.local(2, network=2)  # type: ignore[arg-type]
 

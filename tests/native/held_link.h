@@ -7,7 +7,7 @@
 
 #include "putget_transport.h"
 
-namespace putget::nodes {
+namespace putget::across {
 
 // In front of another table, for a proxy that is set up. One thread at a time calls it.
 class HeldLink {
@@ -50,4 +50,4 @@ class HeldLink {
   Clock::time_point until_{};
 };
 
-}  // namespace putget::nodes
+}  // namespace putget::across

@@ -1,6 +1,6 @@
-// native/protocol/nodes/domains.h and parcel.h against the plain ways of saying the same, and against messages of
+// native/protocol/domains/domains.h and parcel.h against the plain ways of saying the same, and against messages of
 // random bytes. Exits with 1 and a line at the first difference.
-#include "protocol/nodes/parcel.h"
+#include "protocol/domains/parcel.h"
 
 #include <algorithm>
 #include <cstdio>
@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "cpu/exec.h"
-#include "protocol/nodes/domains.h"
+#include "protocol/domains/domains.h"
 
 namespace putget {
 namespace {

@@ -18,11 +18,11 @@ std::mt19937 engine(1);
 uint32_t below(uint32_t limit) { return static_cast<uint32_t>(engine() % limit); }
 
 Sizes random_sizes() {
-  const uint32_t nodes = 1 + below(3);
-  const uint32_t gpus = nodes * (1 + below(4));
-  const uint32_t groups = nodes * (1 + below(2)) + below(2);
+  const uint32_t across = 1 + below(3);
+  const uint32_t gpus = across * (1 + below(4));
+  const uint32_t groups = across * (1 + below(2)) + below(2);
   const uint32_t experts = groups * (1 + below(6));
-  return {experts, gpus * ((experts + gpus - 1) / gpus + below(3)), groups, nodes, gpus};
+  return {experts, gpus * ((experts + gpus - 1) / gpus + below(3)), groups, across, gpus};
 }
 
 std::vector<double> random_load(uint32_t experts) {

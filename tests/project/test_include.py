@@ -46,12 +46,12 @@ def included_folder(name: str, path: Path, native: Path) -> str:
 
 
 def crossed_protocol(native: Path) -> Iterator[str]:
-    """The round's text knows neither dispatch nor combine, these do not know each other, and none knows of nodes."""
+    """The round's text knows neither dispatch nor combine, these do not know each other, and none knows of domains."""
     others = {
-        "round": ("dispatch", "combine", "nodes", "landing"),
-        "dispatch": ("combine", "nodes", "landing"),
-        "combine": ("dispatch", "nodes", "landing"),
-        "landing": ("dispatch", "combine", "nodes"),
+        "round": ("dispatch", "combine", "domains", "landing"),
+        "dispatch": ("combine", "domains", "landing"),
+        "combine": ("dispatch", "domains", "landing"),
+        "landing": ("dispatch", "combine", "domains"),
     }
     for path in cpp_files(native / "protocol"):
         for name in includes(path):
@@ -61,22 +61,23 @@ def crossed_protocol(native: Path) -> Iterator[str]:
 
 def broken_includes(native: Path) -> Iterator[str]:
     may_not_include = {
-        "protocol": {"cpu", "cuda", "capi", "include", "moe", "probe", "proxy"},
-        "moe": {"cpu", "cuda", "capi", "include", "probe", "proxy"},
-        "balancer": {"cpu", "cuda", "capi", "include", "moe", "probe", "proxy"},
-        "proxy": {"cpu", "cuda", "capi", "moe", "balancer", "probe"},
-        "cpu": {"cuda", "capi", "probe", "proxy"},
-        "cuda": {"cpu", "capi", "probe", "proxy"},
+        "protocol": {"cpu", "cuda", "capi", "include", "moe", "probe", "domains"},
+        "moe": {"cpu", "cuda", "capi", "include", "probe", "domains"},
+        "balancer": {"cpu", "cuda", "capi", "include", "moe", "probe", "domains"},
+        "domains": {"cuda", "capi", "moe", "balancer", "probe"},
+        "experts": {"cuda", "capi", "moe", "domains", "probe"},
+        "cpu": {"cuda", "capi", "probe", "domains"},
+        "cuda": {"cpu", "capi", "probe", "domains"},
         "capi": {"probe"},
-        # A simulation of nodes runs the product's proxies; the kernels of probes stand alone.
-        "probe": {"cpu", "protocol", "moe", "balancer", "proxy"},
-        "probe/nodes": {"cpu", "cuda", "moe", "balancer"},
-        "": {"cpu", "cuda", "capi", "probe", "proxy"},
-        "include": {"protocol", "moe", "balancer", "cpu", "cuda", "capi", "probe", "proxy"},
+        # A simulation of domains runs the product's proxies; the kernels of probes stand alone.
+        "probe": {"cpu", "protocol", "moe", "balancer", "domains"},
+        "probe/domains": {"cpu", "cuda", "moe", "balancer"},
+        "": {"cpu", "cuda", "capi", "probe", "domains"},
+        "include": {"protocol", "moe", "balancer", "cpu", "cuda", "capi", "probe", "domains"},
     }
     for path in cpp_files(native):
         folder = folder_of(path, native)
-        kind = "probe/nodes" if path.parent == native / "probe" / "nodes" else folder
+        kind = "probe/domains" if path.parent == native / "probe" / "domains" else folder
         for name in includes(path):
             target = included_folder(name, path, native)
             foreign = FOREIGN.search(name) or target in may_not_include.get(kind, set())
@@ -116,18 +117,18 @@ RULES: dict[Callable[[Path], Iterator[str]], tuple[tuple[str, str], ...]] = {
         ("cpu/a.cpp", '#include "capi/validate.h"'),
         ("capi/a.cpp", '#include "probe/probe.h"'),
         ("probe/a.cu", '#include "protocol/round/signal.h"'),
-        ("probe/a.cpp", '#include "proxy/proxy.h"'),
-        ("probe/nodes/a.cpp", '#include "cpu/exec.h"'),
-        ("proxy/a.cpp", '#include "cuda/exec.cuh"'),
-        ("proxy/a.cpp", '#include "capi/guard.h"'),
-        ("cpu/a.cpp", '#include "proxy/proxy.h"'),
+        ("probe/a.cpp", '#include "domains/proxy.h"'),
+        ("probe/domains/a.cpp", '#include "cpu/exec.h"'),
+        ("domains/a.cpp", '#include "cuda/exec.cuh"'),
+        ("domains/a.cpp", '#include "capi/guard.h"'),
+        ("cpu/a.cpp", '#include "domains/proxy.h"'),
     ),
     crossed_protocol: (
         ("protocol/round/a.h", '#include "protocol/dispatch/items.h"'),
         ("protocol/round/a.h", '#include "protocol/combine/combine.h"'),
         ("protocol/dispatch/a.h", '#include "../combine/combine.h"'),
         ("protocol/combine/a.h", '#include "protocol/dispatch/dispatch.h"'),
-        ("protocol/combine/a.h", '#include "protocol/nodes/parcel.h"'),
+        ("protocol/combine/a.h", '#include "protocol/domains/parcel.h"'),
         ("protocol/landing/a.h", '#include "protocol/dispatch/items.h"'),
     ),
     inline_assembly: (
@@ -151,7 +152,7 @@ def test_native_sources_keep_the_rule(rule: Callable[[Path], Iterator[str]]) -> 
 def test_rule_bites(tmp_path: Path, rule: Callable[[Path], Iterator[str]], name: str, line: str) -> None:
     for part in ("round", "dispatch", "combine", "landing"):
         (tmp_path / "protocol" / part).mkdir(parents=True)
-    for folder in ("moe", "balancer", "cpu", "cuda", "capi", "include", "probe", "probe/nodes", "proxy"):
+    for folder in ("moe", "balancer", "cpu", "cuda", "capi", "include", "probe", "probe/domains", "domains"):
         (tmp_path / folder).mkdir()
     (tmp_path / "include" / "putget.h").touch()
     (tmp_path / "cpu" / "exec.h").write_text('#include "protocol/round/shape.h"\n#include <vector>\n')

@@ -19,7 +19,7 @@ def native_text(*folders: str) -> str:
         path
         for folder in ("protocol", *folders)
         for path in sorted((ROOT / "native" / folder).rglob("*"))
-        if path.suffix in {".h", ".cuh", ".cpp", ".cu"} and path.parent.name != "nodes"
+        if path.suffix in {".h", ".cuh", ".cpp", ".cu"} and path.parent.name != "domains"
     ]
     return "\n".join(path.read_text() for path in files)
 
@@ -29,16 +29,16 @@ def of_landing(tag: str) -> bool:
     return tag[0] in "LH" or tag == "J4"
 
 
-def of_nodes(tag: str) -> bool:
+def of_domains(tag: str) -> bool:
     """Whether it is an operation of rounds across domains, which have a table and tests of their own."""
     return tag[0] == "X" or tag in {"J5", "J6", "J7"}
 
 
 def enumerators(name: str) -> list[str]:
-    """The enumerators of an enum of native/protocol/round/signal.h, in order, but for those of nodes."""
+    """The enumerators of an enum of native/protocol/round/signal.h, in order, without those across domains."""
     match = re.search(rf"enum class {name} : \w+ {{([^}}]*)}}", (PROTOCOL / "round" / "signal.h").read_text())
     assert match is not None, f"signal.h has no enum {name}"
-    return [tag for tag in re.findall(r"\w+", match[1]) if not of_nodes(tag)]
+    return [tag for tag in re.findall(r"\w+", match[1]) if not of_domains(tag)]
 
 
 def published() -> set[str]:

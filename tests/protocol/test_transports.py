@@ -11,7 +11,7 @@ import pytest
 
 from tests.protocol.transports import INVALID, OK, End, Over, eventually, two_ends
 
-KINDS = ("local", "tcp", "shm")
+KINDS = ("local", "tcp", "host")
 
 
 @pytest.fixture(params=KINDS)

@@ -6,7 +6,7 @@ r"""The engine beside libfabric alone, NIXL and Mooncake: the same sizes, on one
 
 Every contender measures all sizes for a moment, then the next one does, and so on for `--repeats` rounds; what is
 reported is the median over the rounds. So a busy machine hits all of them alike. The engine's share of libfabric alone
-is the median of what each round gives, with the least and the largest beside it. Over shm there is the floor, too: one
+is the median of what each round gives, with the least and the largest beside it. Over host there is the floor, too: one
 process that copies what another one has, by memcpy (`floor.c`), and the engine's share of it. `--processors 0-3`
 keeps all on the same few processors. An interrupt ends the last round, and what has been measured is shown.
 """
@@ -27,9 +27,9 @@ from typing import Any
 HERE = Path(__file__).parent
 ENGINE = "putget_transfer"
 ALONE, FLOOR = "libfabric_alone", "memcpy_alone"
-PROVIDERS = ["tcp", "net", "shm"]
+PROVIDERS = ["tcp", "net", "host"]
 WINDOW = 16  # the default of the program
-PEERS = {"nixl_tcp": "tcp", "nixl_shm": "shm", "mooncake_tcp": "tcp"}
+PEERS = {"nixl_tcp": "tcp", "nixl_shm": "host", "mooncake_tcp": "tcp"}
 METRICS = ["gbit_per_s", "ops_per_s", "p50_us", "p99_us"]
 
 # (network, contender), and the rows of each round: (kind, bytes) to metrics.
@@ -189,7 +189,7 @@ def main() -> None:
     pairs = [
         (network, contender)
         for network in options.providers.split(",")
-        for contender in (ALONE, ENGINE, f"{ENGINE}_busy_poll", *([FLOOR] if network == "shm" else []))
+        for contender in (ALONE, ENGINE, f"{ENGINE}_busy_poll", *([FLOOR] if network == "host" else []))
     ]
     if options.peers_python:
         pairs += [(network, peer) for peer, network in PEERS.items() if network in options.providers.split(",")]

@@ -1,7 +1,7 @@
 r"""What one write takes every kind of caller, beside libfabric alone and NIXL: p50 and p99, one table.
 
     cargo build --release -p putget_transfer_bench && cargo build --release -p putget_transfer_capi
-    python bench/latency.py --provider shm --peers_python python
+    python bench/latency.py --provider host --peers_python python
 
 The target is another process. All contenders measure all sizes by turns, `--repeats` times, and the medians of the
 rounds are shown. A contender whose package or library is missing is left out, and standard error says why.
@@ -39,7 +39,7 @@ def engine(provider: str) -> Any:
     """Make an engine with one NIC of the provider."""
     import putget_transfer as pt
 
-    group = pt.DeviceGroup.host() if provider == "shm" else pt.DeviceGroup.tcp(["127.0.0.1"])
+    group = pt.DeviceGroup.host() if provider == "host" else pt.DeviceGroup.tcp(["127.0.0.1"])
     return pt.Engine.builder().group(group).build()
 
 
@@ -168,7 +168,7 @@ def table(found: Found, sizes: list[int]) -> str:
 def main() -> None:
     """Run everything by turns."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--provider", choices=["shm", "tcp"], default="shm")
+    parser.add_argument("--provider", choices=["host", "tcp"], default="host")
     parser.add_argument("--target_dir", type=Path, default=HERE.parent / "target/release", help="where cargo builds")
     parser.add_argument("--peers_python", help="a Python that has NIXL; without it NIXL is left out")
     parser.add_argument("--sizes", type=lambda text: [int(size) for size in text.split(",")], default=[8, 4096, 65536])

@@ -2,7 +2,7 @@
  *
  *   cargo build --release -p putget_transfer_capi
  *   cc -O2 -I python/putget_transfer/include bench/words.c target/release/libputget_transfer_capi.so -o words
- *   LD_LIBRARY_PATH=target/release ./words shm
+ *   LD_LIBRARY_PATH=target/release ./words host
  *
  * Prints: a write of 64 bytes until the target's word shows it; submissions (single, 1024 pages, a template of 56); a
  * million used immediates; the thread that watches a word at rest. */
@@ -62,7 +62,7 @@ static pt_desc *describe(const pt_mr *mr) {
 }
 
 int main(int count, char **arguments) {
-  const char *provider = count > 1 ? arguments[1] : "shm";
+  const char *provider = count > 1 ? arguments[1] : "host";
   pt_network *network;
   OK(pt_network_create(1, &network));
   pt_engine *a = engine(provider, network), *b = engine(provider, network);

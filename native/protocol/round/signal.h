@@ -11,7 +11,7 @@
 
 namespace putget {
 
-// The tagged operations on flags; docs/protocol.md and docs/protocol/nodes.md have the tables. Plain accesses carry
+// The tagged operations on flags; docs/protocol.md and docs/protocol/domains.md have the tables. Plain accesses carry
 // their tag in a comment.
 enum class Tag : uint32_t {
   R1,

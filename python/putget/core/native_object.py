@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from putget import _abi, _fork
+from putget.core.domain_rounds import DomainRounds
 from putget.core.geometry import Beside, Geometry
-from putget.core.nodes import Nodes
 from putget.core.overlap import Span, extent
 from putget.errors import PutgetError
 from putget.memory.signals import take_raised
@@ -75,7 +75,7 @@ class NativeObject:
         self._described = (0, self.max_rows, False)
         library = _abi.library()
         self._functions = {name: getattr(library, name) for name in _CALLS}
-        self._nodes: Nodes | None = None
+        self._across: DomainRounds | None = None
         self._handle: ctypes.c_void_p | None = ctypes.c_void_p()
         _abi.call(
             "putget_create",
@@ -88,8 +88,8 @@ class NativeObject:
         if across:
             try:
                 routes_of_all = self.target_ranks, self.target_slots
-                self._nodes = Nodes(workspace, self._handle, config, geometry.home, routes_of_all)
-                workspace.across.append(self._nodes)
+                self._across = DomainRounds(workspace, self._handle, config, geometry.home, routes_of_all)
+                workspace.across.append(self._across)
             except BaseException:
                 self.destroy()
                 raise
@@ -97,7 +97,7 @@ class NativeObject:
     @property
     def network_bytes(self) -> int:
         """Memory of this rank for rounds across domains, beside the workspace."""
-        return 0 if self._nodes is None else self._nodes.num_bytes
+        return 0 if self._across is None else self._across.num_bytes
 
     @property
     def is_open(self) -> bool:
@@ -205,8 +205,8 @@ class NativeObject:
     def destroy(self) -> None:
         """Frees the native object."""
         handle, self._handle = self._handle, None
-        if self._nodes in self._workspace.across:
-            self._workspace.across.remove(self._nodes)
+        if self._across in self._workspace.across:
+            self._workspace.across.remove(self._across)
         if handle is not None:
             _abi.library().putget_destroy(handle)
 

@@ -2,7 +2,7 @@
 
 Every member tells every rank whom it wants (*join*), and once all members have joined alike, which joins it has heard
 (*confirm*). Members that have heard equal confirms meet: they take the two steps of ``Workspace`` that share memory,
-and across domains the two of ``Nodes`` that join networks. A
+and across domains the two of ``DomainRounds`` that join networks. A
 member that gives up says whom it missed (*left*), and whoever is with it in that attempt gives up too, missing the same
 ranks. Where two miss each other, the one that said so first is believed: the other's word says that it is an answer.
 So the ranks that answer each other stay together, whatever becomes of the others.

@@ -12,15 +12,15 @@ from putget.errors import BackendUnavailable, PutgetError
 from putget.group.networks import EngineNetwork, LocalNetwork, NativeNetwork
 from putget.group.reach import own_address
 
-PROVIDERS = ("auto", "verbs", "efa", "tcp", "shm", "nvlink", "sim")
+PROVIDERS = ("auto", "verbs", "efa", "tcp", "host", "nvlink", "sim")
 NAMED_NICS = ("tcp", "verbs")  # where a caller may say which
 MOST_NICS = 4
-LOCAL_PROVIDERS = ("auto", "sim", "tcp", "shm")
-GROUP_PROVIDERS = ("auto", "tcp", "shm", "nvlink", "verbs", "efa")
-ENGINE_PROVIDERS = ("tcp", "shm", "nvlink", "verbs", "efa")
-ONE_HOST_PROVIDERS = ("shm", "nvlink")
+LOCAL_PROVIDERS = ("auto", "sim", "tcp", "host")
+GROUP_PROVIDERS = ("auto", "tcp", "host", "nvlink", "verbs", "efa")
+ENGINE_PROVIDERS = ("tcp", "host", "nvlink", "verbs", "efa")
+ONE_HOST_PROVIDERS = ("host", "nvlink")
 GPU_PROVIDERS = ("sim", "nvlink", "verbs", "efa")  # which reach the memory of GPUs
-HOST_PROVIDERS = ("auto", "tcp", "shm", "verbs", "efa", "sim")  # ... and of hosts
+HOST_PROVIDERS = ("auto", "tcp", "host", "verbs", "efa", "sim")  # ... and of hosts
 LOOPBACK = ("127.0.0.1",)
 STAGINGS = ("auto", "host", "device")
 
@@ -30,11 +30,11 @@ class Network:
     """How domains are joined, for ``Communicator(network=)`` and ``Communicator.local(network=)``.
 
     Attributes:
-        provider: "tcp" and "shm": a transfer engine for each rank (the package putget_transfer), over sockets or one
+        provider: "tcp" and "host": a transfer engine for each rank (the package putget_transfer), over sockets or one
             host's shared memory. "nvlink": the engine between processes and GPUs of one host; it copies with the
             device that is current when ranks meet. "verbs" and "efa": the engine over InfiniBand or RoCE, and over
             libfabric, between processes; the first is tested over soft-RoCE, the second not. "sim": for ranks of one
-            process, threads copy what ranks write, in random order. "auto": "sim" for ranks of one process, "shm" on
+            process, threads copy what ranks write, in random order. "auto": "sim" for ranks of one process, "host" on
             one host, else "tcp".
         nics: This host's, 1 to 4: addresses for "tcp", devices for "verbs". None: the loopback on one host; over
             "tcp" between hosts where ranks meet, see ``GLOO_SOCKET_IFNAME``; else those that the engine chooses.
@@ -151,7 +151,7 @@ def join_options(network: Network, one_host: bool) -> tuple[str, tuple[str, ...]
     if provider in ONE_HOST_PROVIDERS and not one_host:
         raise ValueError(f"network provider is {provider!r}, which joins ranks of one host; these are on several")
     if provider == "auto":
-        provider = "shm" if one_host else "tcp"
+        provider = "host" if one_host else "tcp"
     if network.nics or provider != "tcp":
         return provider, network.nics or ()
     address = None if one_host else own_address()

@@ -45,7 +45,7 @@ pub fn all(plan: &Plan, show: &mut dyn FnMut(&str)) -> Outcome<Vec<Row>> {
     let mut word = || words.next().ok_or("the target process did not start");
     let target = Target { name: unhex(word()?)?, base: word()?.parse()?, key: word()?.parse()? };
     let source = plan.provider.sources(&plan.source, 1).first().copied().flatten();
-    let mut bare = Bare::open(plan.provider.name(), source, len)?;
+    let mut bare = Bare::open(plan.provider.of_libfabric(), source, len)?;
     let mut noise = vec![0; len];
     fastrand::Rng::with_seed(1).fill(&mut noise);
     bare.fill(&noise)?;
@@ -85,7 +85,7 @@ pub fn all(plan: &Plan, show: &mut dyn FnMut(&str)) -> Outcome<Vec<Row>> {
 /// The other process: takes what comes until its input ends.
 pub fn serve(provider: Provider, source: &str, len: usize) -> Outcome<()> {
     let source = provider.sources(source, 1).first().copied().flatten();
-    let mut bare = Bare::open(provider.name(), source, len)?;
+    let mut bare = Bare::open(provider.of_libfabric(), source, len)?;
     let Target { name, base, key } = bare.target()?;
     println!("{} {base} {key}", hex(&name));
     std::io::stdout().flush()?;

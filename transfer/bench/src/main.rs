@@ -73,7 +73,7 @@ enum Command {
         #[arg(long)]
         plot: Option<PathBuf>,
     },
-    /// Measure what the engine itself costs a write, and how soon a target knows of one (sim, tcp, net and shm, in one process)
+    /// Measure what the engine itself costs a write, and how soon a target knows of one (sim, tcp, net and host, in one process)
     Notify {
         #[arg(long, value_enum)]
         provider: Provider,
@@ -106,7 +106,7 @@ enum Command {
         #[arg(long, default_value_t = 5.0)]
         seconds: f64,
     },
-    /// Measure barrier and scatter in a group of many peers (sim, tcp, net and shm, in one process)
+    /// Measure barrier and scatter in a group of many peers (sim, tcp, net and host, in one process)
     Group {
         #[arg(long, value_enum)]
         provider: Provider,
@@ -117,7 +117,7 @@ enum Command {
         #[arg(long, default_value_t = 200)]
         rounds: u32,
     },
-    /// Measure how long a fence takes with writes under way (sim, tcp, net and shm, in one process)
+    /// Measure how long a fence takes with writes under way (sim, tcp, net and host, in one process)
     Fence {
         #[arg(long, value_enum)]
         provider: Provider,
@@ -166,7 +166,7 @@ enum Provider {
     Sim,
     Tcp,
     Net,
-    Shm,
+    Host,
 }
 
 impl Provider {
@@ -180,8 +180,13 @@ impl Provider {
             Self::Sim => "sim",
             Self::Tcp => "tcp",
             Self::Net => "net",
-            Self::Shm => "shm",
+            Self::Host => "host",
         }
+    }
+
+    /// The same in libfabric's words.
+    fn of_libfabric(self) -> &'static str {
+        if self == Self::Host { "shm" } else { self.name() }
     }
 }
 

@@ -31,7 +31,7 @@ fn bench(provider: &str) -> Option<serde_json::Value> {
 
 #[test]
 fn every_provider_is_measured() {
-    for provider in ["sim", "tcp", "shm"] {
+    for provider in ["sim", "tcp", "host"] {
         let Some(document) = bench(provider) else { return };
         assert_eq!(document["provider"], provider);
         let rows = document["rows"].as_array().unwrap();

@@ -51,7 +51,7 @@ fn compiled(source: &str, with_it: impl Fn(&Path)) {
 #[test]
 fn a_c_program_transfers() {
     compiled("tests/capi_program.c", |program| {
-        for provider in ["sim", "shm", "tcp"] {
+        for provider in ["sim", "host", "tcp"] {
             assert_eq!(run(Command::new(program).arg(provider)), Some("all is well\n".into()), "{provider}");
         }
     });

@@ -106,7 +106,7 @@ static uint64_t spin(const uint64_t *word, uint64_t least) {
 /* Shared memory and TCP in one engine: memory for both or for one, a provider that is chosen or named, one counter. */
 static void several_groups(void) {
   static const char *loopback[1] = {"127.0.0.1"};
-  pt_device_group devices[2] = {{.provider = "shm", .nics = 1}, {.provider = "tcp", .nics = 1, .sources = loopback}};
+  pt_device_group devices[2] = {{.provider = "host", .nics = 1}, {.provider = "tcp", .nics = 1, .sources = loopback}};
   pt_engine_options options = {.size = sizeof options, .groups = devices, .group_count = 2};
   pt_engine *a, *b;
   OK(pt_engine_create(&options, &a));
@@ -162,7 +162,7 @@ static void several_groups(void) {
 int main(int count, char **arguments) {
   CHECK(count == 2);
   CHECK(pt_abi_version() == PT_ABI_VERSION);
-  if (!strcmp(arguments[1], "shm")) several_groups();
+  if (!strcmp(arguments[1], "host")) several_groups();
   pt_network *network;
   OK(pt_network_create(7, &network));
   pt_device_group devices = {.provider = arguments[1], .nics = 2, .network = network};

@@ -63,12 +63,12 @@ impl DeviceGroup {
     }
 
     /// Host memory behind endpoints of a libfabric provider: "net" with the addresses of this machine's NICs, or "efa". `sources` has
-    /// one entry per NIC; None leaves the choice to the provider. "tcp" is the same as [`DeviceGroup::tcp`], and "shm" as
+    /// one entry per NIC; None leaves the choice to the provider. "tcp" is the same as [`DeviceGroup::tcp`], and "host" (libfabric's "shm") as
     /// [`DeviceGroup::host`] with as many NICs; both need no library. libfabric's own TCP has the name "tcp;ofi_rxm".
     ///
     /// The library is loaded by [`Builder::build`], which reports what is missing.
     pub fn libfabric(provider: &str, sources: &[Option<&str>]) -> Self {
-        if provider == "shm" {
+        if matches!(provider, "host" | "shm") {
             return Self::host(sources.len());
         }
         if provider == "tcp" {

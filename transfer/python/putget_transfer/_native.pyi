@@ -150,8 +150,8 @@ class DeviceGroup:
         """Host memory behind endpoints of a libfabric provider, one for each of `sources`.
 
         Args:
-            provider: "net" or "efa". "tcp" and "shm" are putget's own and need no library: "shm" is `host` with as many
-                NICs as there are sources.
+            provider: "net" or "efa". "tcp" and "host" are putget's own and need no library: "host" is
+                `host` with as many NICs as there are sources.
             sources: Addresses of this machine's NICs; None leaves the choice to the provider.
         """
     @staticmethod

@@ -154,7 +154,7 @@ impl Endpoint {
             let there = library.providers().join(", ");
             let why = format!(
                 "no endpoint{of_devices} with remote writes and delivery completion: {words}; libfabric has {there} here, and \
-                 \"tcp\" and \"shm\" need no library"
+                 \"tcp\" and \"host\" need no library"
             );
             return Err(Error::Unavailable { what: format!("libfabric provider {provider}{at}"), why });
         }

@@ -63,7 +63,7 @@ void pt_network_destroy(pt_network *network);
 
 /* One device and the NICs that serve it. Zeros stand for defaults. */
 typedef struct pt_device_group {
-  const char *provider;       /* "sim", "shm" (ranks of one host), "tcp", "verbs", "nvlink", or one of libfabric's: "net", "efa" */
+  const char *provider;       /* "sim", "host" (ranks of one host), "tcp", "verbs", "nvlink", or one of libfabric's: "net", "efa" */
   size_t nics;                /* 1 to 4; 1 for nvlink; 0 for verbs: those nearest to the GPU, or of one NUMA node, and the thread near them */
   const char *const *sources; /* tcp, libfabric: the NICs' addresses, or null; verbs: "device", "device:port", ...; `nics` of them */
   const pt_network *network;  /* sim: what connects the engines */

@@ -1,0 +1,69 @@
+// A network between processes and hosts: a transport over one transfer engine, for one rank.
+#pragma once
+
+#include <atomic>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "domains/engine_library.h"
+#include "domains/network.h"
+#include "domains/numbered.h"
+
+namespace putget::proxy {
+
+struct EngineOptions {
+  std::string library;   // the file with the engine's C functions
+  std::string provider;  // a network that the engine has: "tcp", "shm", "verbs", "nvlink"
+  // NICs of this host, as the provider names them; none: those that the engine chooses.
+  std::vector<std::string> nics;
+  std::vector<uint8_t> secret;  // the same on all ranks
+  uint32_t rank;
+  uint32_t ranks;
+  int32_t gpu;  // whose memory it reaches; -1: none
+};
+
+class TransferEngine : public Network {
+ public:
+  // Throws Error where there is no such engine, provider or NIC.
+  explicit TransferEngine(const EngineOptions& options);
+  ~TransferEngine() override;
+  TransferEngine(const TransferEngine&) = delete;             // the table has its address
+  TransferEngine& operator=(const TransferEngine&) = delete;  // the table has its address
+
+  uint32_t ranks() const override { return ranks_; }
+  const putget_transport* table(uint32_t rank) const override { return rank == rank_ ? &table_ : nullptr; }
+  Thread& stepper() override { return *stepper_; }
+
+ private:
+  static int add_region(void* self, void* start, uint64_t bytes, int32_t device, uint32_t* region);
+  static int describe_region(void* self, uint32_t region, uint8_t* description, uint64_t* bytes);
+  static int address(void* self, uint8_t* address, uint64_t* bytes);
+  static int add_peer(void* self, const uint8_t* address, uint64_t bytes, uint32_t* peer);
+  static int add_target(void* self, uint32_t peer, const uint8_t* description, uint64_t bytes, uint32_t* target);
+  static int counter_word(void* self, uint32_t imm, const uint64_t** word);
+  static int write(void* self, const putget_transport_write* write);
+  static int remove_region(void* self, uint32_t region);
+  static const char* error(void* self);
+
+  void open(const EngineOptions& options);
+  void close();
+  int tell(int status);
+  int refuse(const char* words);
+
+  const EngineLibrary library_;
+  const uint32_t rank_;
+  const uint32_t ranks_;
+  pt_engine* engine_ = nullptr;
+  std::vector<pt_poster*> posters_;  // one per NIC, by turns
+  size_t next_ = 0;
+  Numbered<pt_mr> regions_;
+  Numbered<pt_desc> targets_;
+  std::map<std::string, uint32_t> peers_;  // by address
+  std::string error_;
+  putget_transport table_{};
+  std::unique_ptr<Thread> stepper_;
+};
+
+}  // namespace putget::proxy
