@@ -15,7 +15,7 @@ namespace putget::proxy {
 
 struct EngineOptions {
   std::string library;   // the file with the engine's C functions
-  std::string provider;  // a network that the engine has: "tcp", "shm", "verbs", "nvlink"
+  std::string provider;  // a network that the engine has: "tcp", "host", "verbs", "nvlink"
   // NICs of this host, as the provider names them; none: those that the engine chooses.
   std::vector<std::string> nics;
   std::vector<uint8_t> secret;  // the same on all ranks

@@ -28,7 +28,7 @@ typedef struct putget_engine_config {
   uint32_t size;
   uint32_t magic;
   const char* library;     /* with the transfer engine's C functions (putget_transfer.library()) */
-  const char* provider;    /* a network of the engine's: "tcp", "shm", "verbs" for host memory, "nvlink" for a GPU's */
+  const char* provider;    /* a network of the engine's: "tcp", "host", "verbs" for host memory, "nvlink" for a GPU's */
   const char* const* nics; /* [num_nics] as the provider names them */
   uint32_t num_nics;       /* 0 to 4; 0: the engine chooses */
   uint32_t rank;

@@ -1,6 +1,6 @@
 /* What putget asks of a network: a table of functions that moves bytes between hosts.
  *
- * The proxy (native/proxy) posts its writes through this table and reads words that the network counts in. Whoever has
+ * The proxy (native/domains) posts its writes through this table and reads words that the network counts in. Whoever has
  * a network fills the table: the transfer engine's C functions, the virtual network of the tests, or a library of your
  * own.
  *

@@ -120,7 +120,7 @@ def check_local(network: Network | None) -> Network:
     if not isinstance(network, Network):
         raise ValueError(f"network is {network!r}, expected None or a putget.Network")
     if network.provider not in LOCAL_PROVIDERS:
-        raise ValueError(f"network provider is {network.provider!r}, ranks of one process have 'sim', 'tcp' and 'shm'")
+        raise ValueError(f"network provider is {network.provider!r}, ranks of one process have 'sim', 'tcp' and 'host'")
     return network
 
 
