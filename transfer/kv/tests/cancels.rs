@@ -83,36 +83,6 @@ fn hundreds_of_cancels() {
 }
 
 #[test]
-fn a_process_that_stood_still_ends_a_cancel_without_a_fence() {
-    let network = Network::all(31).swap_remove(0);
-    // Writes are in flight for so long that most of them are when the process is stopped.
-    network.set_faults(Faults { max_delay_polls: 3000, ..Faults::default() });
-    let (source, target) = (rank(&network, &SIDE, 0), rank(&network, &SIDE, 0));
-    let prefiller = Prefiller::new(&source.cache, PrefillerOptions { lease: LEASE, ..Default::default() }).unwrap();
-    let decoder = Decoder::new(&target.cache, DecoderOptions::default()).unwrap();
-    let group = decoder.group(&[prefiller.source()]).unwrap();
-    let (own, pages) = (pages(&source.cache, 0, TOKENS, 1), pages(&target.cache, 0, TOKENS, 2));
-    for at in 0..4 {
-        let name = format!("request{at}");
-        let receive = decoder.request(&group, &wanted(ask(&name, 0, TOKENS, 16), &pages, 1)).unwrap();
-        eventually("it is accepted", || receive.state() != Receiving::Asked);
-        prefiller.begin_step(at + 1, &[Work { request: &name, tokens: TOKENS, pages: &own }]).unwrap();
-        prefiller.layer_done(LAYERS - 1);
-        receive.cancel();
-        // Longer than the engine's grace.
-        let id = std::process::id();
-        let orders = format!("kill -STOP {id}; sleep 0.5; kill -CONT {id}");
-        assert!(std::process::Command::new("sh").args(["-c", &orders]).status().unwrap().success());
-        let end = receive.wait(LONG);
-        assert!(matches!(end, Receiving::Arrived | Receiving::Released(_)), "{end:?}");
-        let text = decoder.metrics_text();
-        assert!(text.contains("fences_total 0"), "{text}");
-        prefiller.finish(&name, &context(1)).unwrap();
-    }
-    eventually("pages come back", || prefiller.drain());
-}
-
-#[test]
 #[ignore = "long: run it in release mode"]
 fn ten_thousand_cancels() {
     for (name, network) in ["sim", "host", "tcp"].iter().zip(Network::all(31)) {
