@@ -84,7 +84,7 @@ class Controller:
         if not self._busy.acquire(blocking=False):
             raise ValueError(f"{what}: it came while an update is running")
 
-    def update(self, version: int, deadline_s: float) -> Update:
+    def update(self, version: int, deadline_s: float, since: int | None = None) -> Update:
         """Bring a version from the trainers to all replicas.
 
         A replica of which a rank fails is out, by name: the others commit, and it joins again with `join`.
@@ -92,6 +92,7 @@ class Controller:
         Args:
             version: The version. The one in force has no effect.
             deadline_s: Time until what has not come counts as failed.
+            since: The version before, of which only changes go (`Trainer.publish`).
 
         Raises:
             ValueError: An older version, or an update is running.
@@ -106,7 +107,7 @@ class Controller:
             num_ranks = len(self.trainers) + sum(map(len, self.replicas.values()))
             pool = ThreadPoolExecutor(max(num_ranks, 1))
             try:
-                return _Running(self, pool, version, deadline_s).run()
+                return _Running(self, pool, version, deadline_s, since).run()
             finally:
                 pool.shutdown(wait=False)  # a call that does not come back is not waited for
         finally:
@@ -120,8 +121,11 @@ GRACE_S = 10.0
 class _Running:
     """One update."""
 
-    def __init__(self, owner: Controller, pool: ThreadPoolExecutor, version: int, deadline_s: float) -> None:
+    def __init__(
+        self, owner: Controller, pool: ThreadPoolExecutor, version: int, deadline_s: float, since: int | None
+    ) -> None:
         self.owner, self.pool = owner, pool
+        self.options = {} if since is None else {"since": since}
         self.begin = time.monotonic()
         self.end = self.begin + deadline_s
         self.update = Update(version)
@@ -171,7 +175,11 @@ class _Running:
             return failed  # each has the version already, or nobody takes part
         calls = {
             number: self.pool.submit(
-                trainer.publish, version, self.left(), offers=[one[number] for one in offers if number in one]
+                trainer.publish,
+                version,
+                self.left(),
+                offers=[one[number] for one in offers if number in one],
+                **self.options,
             )
             for number, trainer in enumerate(self.owner.trainers)
         }

@@ -7,11 +7,17 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-_FIELDS = {"digest": str, "version": int, "rank": int, "imm": int, "memory": list, "descs": list}
+_FIELDS = {"digest": str, "version": int, "rank": int, "imm": int, "memory": list, "descs": list, "inbox": list}
 
 
 def make_offer(
-    digest: str, version: int, rank: int, imm: int, memory: Sequence[tuple[int, int]], descs: Sequence[bytes]
+    digest: str,
+    version: int,
+    rank: int,
+    imm: int,
+    memory: Sequence[tuple[int, int]],
+    descs: Sequence[bytes],
+    inbox: Sequence[Any] = (),
 ) -> bytes:
     """Return an offer's bytes. Whoever has them may write to the memory: treat them as a secret.
 
@@ -22,9 +28,12 @@ def make_offer(
         imm: The immediate that it counts.
         memory: For each memory of the schedule the descriptor, by its place, and the offset in it.
         descs: Descriptors, valid for this trainer rank alone.
+        inbox: The version that the memory holds, the token of records, the descriptor by its place, and records (task,
+            offset, length). Empty: no deltas.
     """
     encoded = [base64.b64encode(desc).decode() for desc in descs]
     fields = {"digest": digest, "version": version, "rank": rank, "imm": imm, "memory": list(memory), "descs": encoded}
+    fields["inbox"] = list(inbox)
     return json.dumps(fields).encode()
 
 
@@ -45,3 +54,15 @@ def read_offer(offer: bytes) -> dict[str, Any]:
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"offers: {len(offer)} bytes came that are no offer: {error}") from error
     return dict(found)
+
+
+class Delta:
+    """What an offer says about deltas: `base` is the version that the rollout rank holds."""
+
+    def __init__(self, found: dict[str, Any], descs: Sequence[Any]) -> None:
+        try:
+            self.base, self.token, number, records = found["inbox"]
+            self.desc, self.imm = descs[number], int(found["imm"])
+            self.records = {int(task): (int(at), int(length)) for task, at, length in records}
+        except (ValueError, TypeError, IndexError) as error:
+            raise ValueError(f"offers: one came without a sound inbox: {error}") from error

@@ -24,6 +24,9 @@ class Report:
         barrier_s: Waiting for the other trainer ranks.
         peak_bytes: The most memory that held prepared bytes.
         failed: Rollout ranks that could not be written to, and why.
+        delta_bytes: Those of the bytes that were records of deltas.
+        num_deltas: Tasks that went as a delta, counted for each rollout rank.
+        whole: Rollout ranks that got a version whole though a delta was asked for, and why.
     """
 
     version: int
@@ -38,6 +41,9 @@ class Report:
     barrier_s: float = 0.0
     peak_bytes: int = 0
     failed: dict[int, str] = field(default_factory=dict)
+    delta_bytes: int = 0
+    num_deltas: int = 0
+    whole: dict[int, str] = field(default_factory=dict)
 
     @property
     def overlap(self) -> float:

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from putget_transfer._native import CountMissed, Engine, EngineError, MrDesc, MrHandle, NetAddr, Transfer
+from putget_transfer.weights._delta import Unsound
+from putget_transfer.weights._inbox import Inbox
 from putget_transfer.weights._model import Slot, Slots, UpdateFailed
 from putget_transfer.weights._native import Schedule
 from putget_transfer.weights._offer import make_offer
@@ -32,6 +34,7 @@ class _Attempt:
     unreached: list[int]
     fences: dict[int, Transfer | None] = field(default_factory=dict)
     failed: str = ""
+    applied: bool = False
 
 
 class Rollout:
@@ -51,6 +54,7 @@ class Rollout:
         *,
         commit: Literal["swap", "paused"] = "swap",
         move: Callable[[], None] | None = None,
+        delta_bytes: int = 0,
     ) -> None:
         """Register the memory that versions land in.
 
@@ -62,6 +66,7 @@ class Rollout:
             commit: Where versions land: "swap" or "paused".
             move: Brings a complete version from the memory of `slots` into the weights. With it, versions land in that
                 memory, which is the caller's own second copy, or the weights themselves in part ("paused").
+            delta_bytes: Memory for deltas. Where a task's delta does not fit into its share, the task comes whole.
 
         Raises:
             ValueError: Another word, a rank that the schedule does not have, or memory that differs from the
@@ -79,11 +84,17 @@ class Rollout:
         self._count = schedule.count(rank)
         self._imms = engine.reserve_imms(f"putget_transfer.weights, rollout rank {rank}", None, NUM_IMMS)
         self._next = 0
-        self._totals = {"updates": 0, "failed": 0, "fenced": 0, "bytes": 0}
+        self._totals = {"updates": 0, "failed": 0, "fenced": 0, "bytes": 0, "deltas": 0}
         self._handles: list[MrHandle] = []
         self._places: list[tuple[int, int]] = []
         self._copies: list[Any] = []
+        self._base: int | None = None
+        """The version that the memory holds in which versions land."""
+        self._inbox: Inbox | None = None
         self._register()
+        if delta_bytes and self.slots.tensors:
+            self._inbox = Inbox(schedule, rank, delta_bytes, self.slots.tensors[0].device)
+            self._handles.append(engine.reg_mr(self._inbox.bytes)[0])
 
     def _register(self) -> None:
         """Register the weights, or a second copy of them."""
@@ -160,12 +171,31 @@ class Rollout:
         if self._count:
             arrival = self.engine.expect_imm_count(imm, self._count, deadline_s=deadline_s, senders=watched)
         self._attempt = _Attempt(version, imm, senders, arrival, unreached)
+        inboxes = self._inboxes()
+        # What lands from now on may be a part of the version only.
+        self._base = None
         return {
             rank: make_offer(
-                self.schedule.digest, version, self.rank, imm, self._places, [desc.to_bytes() for desc in descs]
+                self.schedule.digest,
+                version,
+                self.rank,
+                imm,
+                self._places,
+                [desc.to_bytes() for desc in descs],
+                inboxes.get(rank, ()),
             )
             for rank, descs in keys.items()
         }
+
+    def _inboxes(self) -> dict[int, list[Any]]:
+        """Return what offers say about deltas, by trainer rank; nothing where a version has to come whole."""
+        if self._inbox is None:
+            return {}
+        # Also where none are offered: what is left of an attempt before must not count.
+        token, number = self._inbox.begin(), len(self._handles) - 1
+        if self._base is None:
+            return {}
+        return {rank: [self._base, token, number, self._inbox.records(rank)] for rank in self._senders}
 
     def _unreached(self, senders: Mapping[int, NetAddr]) -> list[int]:
         """Connect to trainer ranks; return those without a connection, whose loss would not be noticed."""
@@ -206,7 +236,21 @@ class Rollout:
             text = f"version {attempt.version}, rollout rank {self.rank}: {error}; missing: {', '.join(blamed)}"
             self._fail(text)
             raise UpdateFailed(text, blamed) from error
+        self._apply(attempt)
         return True
+
+    def _apply(self, attempt: _Attempt) -> None:
+        """Apply deltas, once, to the memory in which the rest has landed."""
+        if self._inbox is None or attempt.applied:
+            return
+        try:
+            self._totals["deltas"] += self._inbox.apply(self.slots, self._copies or self.slots.tensors)
+        except Unsound as error:
+            blamed = f"trainer rank {error.sender}"
+            text = f"version {attempt.version}, rollout rank {self.rank}: a delta of {blamed}: {error}"
+            self._fail(text)
+            raise UpdateFailed(text, [blamed]) from error
+        attempt.applied = True
 
     def abort(self, reason: str = "it was given up") -> None:
         """Give up the version that is landing: its senders are fenced."""
@@ -268,7 +312,7 @@ class Rollout:
             self._torn = True
             move()
         self._torn = False
-        self.version = version
+        self.version = self._base = version
         self._attempt = None
         self._totals["updates"] += 1
         self._totals["bytes"] += self.schedule.received(self.rank)

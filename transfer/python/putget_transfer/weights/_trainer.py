@@ -10,10 +10,12 @@ from functools import partial
 from typing import Any
 
 from putget_transfer._native import Engine, MrDesc
+from putget_transfer.weights._delta import Kept
+from putget_transfer.weights._deltas import Deltas
 from putget_transfer.weights._describe import dtype_name, is_dtensor
 from putget_transfer.weights._model import UpdateFailed, tensors_of
 from putget_transfer.weights._native import Schedule, Writer
-from putget_transfer.weights._offer import read_offer
+from putget_transfer.weights._offer import Delta, read_offer
 from putget_transfer.weights._prepare import Preparer
 from putget_transfer.weights._report import Report, metrics_text
 from putget_transfer.weights._staging import Staging, Writes
@@ -39,6 +41,7 @@ class Trainer:
         *,
         watermark_bytes: int = 256 << 20,
         device: Any = "cpu",
+        deltas: bool = False,
     ) -> None:
         """Check a rank's parameters against the schedule, and allocate memory for prepared bytes.
 
@@ -50,6 +53,7 @@ class Trainer:
             group: A gloo process group of the trainers, whose barrier says which rank is missing; None: no barrier.
             watermark_bytes: Memory for prepared bytes. A task that is longer runs alone, in as much as it needs.
             device: Where bytes are prepared. Parameters that lie elsewhere are copied there.
+            deltas: Keep a copy there of what this rank sends, so that `publish` can send what has changed.
 
         Raises:
             ValueError: Parameters differ from the schedule's in name, shape or type, or cannot be brought together; all
@@ -62,6 +66,7 @@ class Trainer:
         self._checked()
         longest = max((task.num_bytes for task in self.tasks), default=0)
         self._staging = Staging(engine, max(watermark_bytes, longest), device)
+        self._kept = Kept(schedule, rank) if deltas else None
         self._busy = threading.Lock()
         self._totals = {"updates": 0, "failed": 0, "bytes": 0}
 
@@ -92,22 +97,28 @@ class Trainer:
             raise ValueError(f"model: {'; '.join(wrong[:SHOWN])}{more}")
         return tensors
 
-    def publish(self, version: int, deadline_s: float, *, offers: Sequence[bytes]) -> Report:
+    def publish(self, version: int, deadline_s: float, *, offers: Sequence[bytes], since: int | None = None) -> Report:
         """Write a version to the rollout ranks that have made offers. All trainer ranks do so at the same time.
 
         Args:
             version: The version, larger than those before.
             deadline_s: Time until it fails. It returns at the latest when the engine's `grace` has passed as well.
             offers: What `Rollout.expect` has returned for this rank, of all rollout ranks that take part.
+            since: The last published version: only what has changed goes, where that is less. Rollout ranks that hold
+                another one get all; `whole` of the report names them.
 
         Returns:
             What it took. Rollout ranks that could not be written to are in `failed`; the others have everything.
 
         Raises:
-            ValueError: An offer of another schedule or version, an older version, other parameters. Before any write.
+            ValueError: An offer of another schedule or version, an older version, other parameters, deltas of a rank
+                that keeps nothing. Before any write.
             UpdateFailed: The deadline came, or other trainer ranks are missing, which are named.
         """
-        places = [self._place(offer, version) for offer in offers]
+        found = [self._place(offer, version) for offer in offers]
+        places = [place for place, _ in found]
+        if since is not None and (self._kept is None or since >= version):
+            raise ValueError(f"since: {since} came for version {version}; an older one is needed, and `deltas=True`")
         if version < self.version:
             raise ValueError(f"version: {version} came; this rank has published {self.version}")
         if not self._busy.acquire(blocking=False):
@@ -116,32 +127,38 @@ class Trainer:
             tensors = self._checked()
             writer = Writer(self.engine, self.schedule, self.rank, places)
             self.version = version
-            return self._publish(version, deadline_s, tensors, writer)
+            deltas = Deltas(self._kept, self.engine, since, {place[0]: delta for place, delta in found})
+            return self._publish(version, deadline_s, tensors, writer, deltas)
         finally:
             self._busy.release()
 
-    def _place(self, offer: bytes, version: int) -> tuple[int, int, list[tuple[MrDesc, int]]]:
+    def _place(self, offer: bytes, version: int) -> tuple[tuple[int, int, list[tuple[MrDesc, int]]], Delta | None]:
         found = read_offer(offer)
         if found["digest"] != self.schedule.digest:
             raise ValueError(f"offers: schedule {found['digest']} came; this rank has {self.schedule.digest}")
         if found["version"] != version:
             raise ValueError(f"offers: version {found['version']} came; {version} is to be published")
         descs = [MrDesc.from_bytes(desc) for desc in found["descs"]]
-        return found["rank"], found["imm"], [(descs[number], base) for number, base in found["memory"]]
+        place = found["rank"], found["imm"], [(descs[number], base) for number, base in found["memory"]]
+        return place, Delta(found, descs) if found["inbox"] else None
 
-    def _publish(self, version: int, deadline_s: float, tensors: Mapping[str, Any], writer: Writer) -> Report:
+    def _publish(
+        self, version: int, deadline_s: float, tensors: Mapping[str, Any], writer: Writer, deltas: Deltas
+    ) -> Report:
         report = Report(version, self.rank)
+        report.whole = deltas.refused
         begin = time.perf_counter()
         writes = Writes(self._staging, report, time.monotonic() + deadline_s)
         preparer = Preparer(self.schedule, tensors, report, self.device)
         try:
             for number, task in enumerate(self.tasks):
-                self._task(number, task, preparer, writes, writer)
+                self._task(number, task, preparer, writes, writer, deltas)
                 last = number + 1 == len(self.tasks)
                 if last or self.tasks[number + 1].group != task.group:
                     preparer.whole = None
                     self._barrier(report, writes, version)
             writes.end()
+            deltas.kept_all(version)
         except Exception as error:
             writes.cancel()
             self._totals["failed"] += 1
@@ -153,11 +170,13 @@ class Trainer:
         self._totals["bytes"] += report.num_bytes
         return report
 
-    def _task(self, number: int, task: Any, preparer: Preparer, writes: Writes, writer: Writer) -> None:
+    def _task(self, number: int, task: Any, preparer: Preparer, writes: Writes, writer: Writer, deltas: Deltas) -> None:
         if not writes.left():
             raise UpdateFailed(f"trainer rank {self.rank}: the deadline came before task {number} of {len(self.tasks)}")
         targets = [target for target in writer.targets(number) if target not in writes.report.failed]
         gathers = any(item[5] for item in task.items)
+        if not targets:
+            deltas.skip(number)
         if not targets and not gathers:
             return
         first = writes.room(task.num_bytes)
@@ -165,11 +184,16 @@ class Trainer:
             offset, num_bytes = first + item[6], item[7]
             preparer.prepare(item, self._staging.bytes[offset : offset + num_bytes])
         self._ready()
+        changed = deltas.changed(number, task, self._staging.bytes[first : first + task.num_bytes], targets, writer)
         for target in targets:
+            if target in changed:
+                continue
             submit = partial(writer.write, number, target, self._staging.handle, first, writes.left())
             writes.write(target, submit)
             writes.report.num_writes += 1
             writes.report.num_bytes += writer.num_bytes(number, target)
+        for target, changes in changed.items():
+            deltas.write(number, target, changes, self._staging, writes)
 
     def _ready(self) -> None:
         """Wait until the device has prepared."""
