@@ -1,8 +1,8 @@
 /* What putget asks of a network: a table of functions that moves bytes between hosts.
  *
- * The proxy (native/domains) posts its writes through this table and reads words that the network counts in. Whoever has
- * a network fills the table: the transfer engine's C functions, the virtual network of the tests, or a library of your
- * own.
+ * The proxy (native/domains) posts its writes through this table and reads words that the network counts in. Whoever
+ * has a network fills the table: the transfer engine's C functions, the virtual network of the tests, or a library of
+ * your own.
  *
  * Functions for set-up may block and allocate. `write` is for every round: it does neither, and takes no lock. One
  * thread at a time calls the functions of one table. Functions return a putget_transport_status; `error` has the words.
