@@ -23,7 +23,7 @@ distribution_3: bench --batches 3 --hidden_size 256 --iters 5 --warmup 1 --iter_
 
 def run(program: str, *arguments: str) -> str:
     command = [sys.executable, str(ROOT / "benchmarks" / program), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
