@@ -1,4 +1,4 @@
-"""What it costs that ranks agree on each pass (``putget.lockstep``), on this machine's CPUs.
+"""The cost of agreeing on each pass (``putget.lockstep``), on this machine's CPUs.
 
     python3 benchmarks/lockstep.py --ranks 4 --passes 2000
 

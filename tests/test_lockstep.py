@@ -101,6 +101,18 @@ def test_ranks_with_other_names_are_refused() -> None:
     assert all("draft" in text for text in run_ranks(2, name_differently))
 
 
+@pytest.mark.parametrize("names", [(), ("a", "a"), tuple(map(str, range(256)))])
+def test_wrong_names_are_refused(names: tuple[str, ...]) -> None:
+    (comm,) = putget.Communicator.local(1)
+    with comm:
+        with pytest.raises(ValueError, match=r"names is .*, expected 1 to 255 names, each once"):
+            Lockstep(comm, names)
+        step = Lockstep(comm, ("model", "draft"))
+        with pytest.raises(ValueError, match="name is 'other', expected one of 'model', 'draft'"):
+            step.begin("other")
+        step.close()
+
+
 def make_step(rank: Rank) -> None:
     """A body."""
     rank.state["step"] = Lockstep(rank.comm)

@@ -597,7 +597,7 @@ class AllToAll:
         check_expert_to_rank(table, self._geometry.num_experts, self.ep_size, self._device)
 
     def metrics_text(self) -> str:
-        """What the object has done, in Prometheus' text format 0.0.4: rounds, rows, bytes, time-outs.
+        """Metrics of the object in Prometheus' text format 0.0.4: rounds, rows, bytes, time-outs.
 
         Nothing is counted in rounds but what they need themselves, so rows and bytes are those of the last round. Waits
         for the device: call it between rounds, and not while a CUDA graph is captured.

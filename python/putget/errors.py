@@ -32,7 +32,8 @@ class PeerTimeout(PutgetError):
     no mask: across domains it can name a healthy rank, one that waited for the lost rank itself.
 
     Attributes:
-        phase: What was going on: "setup", "dispatch", "combine", "check", "set_active_ranks", "exchange" (experts).
+        phase: What was going on: "setup", "dispatch", "combine", "check", "set_active_ranks", "exchange" (experts),
+            "lockstep" (the passes of ``putget.lockstep``).
         rank: The rank that waited (of the expert-parallel group).
         said_by: The rank whose deadline has passed, where another rank of this attempt has said it; else None.
         epoch: The round, counted from the start of the workspace; 0 during set-up.

@@ -75,11 +75,13 @@ class Lockstep:
         idle_passes: Those that it had no token in, as its caller counts them.
 
     Raises:
-        ValueError: Names differ between ranks.
+        ValueError: Names are none, more than 255, or differ between ranks.
         PeerTimeout: A rank did not come in time.
     """
 
     def __init__(self, comm: Communicator, names: Sequence[str] = ("model",), timeout_s: float = 60.0) -> None:
+        if not 1 <= len(set(names)) == len(names) <= _FINISHED:
+            raise ValueError(f"names is {tuple(names)}, expected 1 to {_FINISHED} names, each once")
         comm.compare("lockstep", {"names": tuple(names)}, timeout_s)
         self._rank, self._names = comm.rank, tuple(names)
         self.number = self.idle_passes = 0
@@ -94,10 +96,16 @@ class Lockstep:
     def begin(self, name: str = "model") -> None:
         """This rank begins the next pass, and says so.
 
+        Args:
+            name: One of ``names``.
+
         Raises:
+            ValueError: It is none of them; nothing has been said.
             ProtocolMisuse: Another rank has begun it under another name.
             PeerTimeout: A rank is gone.
         """
+        if name not in self._names:
+            raise ValueError(f"name is {name!r}, expected one of {', '.join(map(repr, self._names))}")
         self._listen()
         self._require_there(begins=True)
         self._own = self._names.index(name)

@@ -1,4 +1,4 @@
-"""What a rank of ``putget serve`` says of itself, as Prometheus text."""
+"""Metrics of a rank of ``putget serve``, as Prometheus text."""
 
 from __future__ import annotations
 

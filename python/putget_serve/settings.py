@@ -1,4 +1,4 @@
-"""What ``putget serve`` is told, checked before a process starts."""
+"""Settings of ``putget serve``, checked before a process starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a balancer plans by, and how it moves experts."""
+"""Options of a balancer: how it plans, and how it moves experts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an object has done, in Prometheus' text format. All is read when it is asked for, nothing in rounds."""
+"""Metrics of an object, in Prometheus' text format. All values are read on request, none in rounds."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,11 +20,11 @@ _SLEEP_S = 1.0  # a rank that sleeps looks at the end of the process so often; r
 
 @dataclass
 class Done:
-    """What has become of a rank's requests.
+    """Counts of requests that have ended on a rank.
 
     Attributes:
         ends: How many have finished, and how many have failed.
-        tokens: What those have generated.
+        tokens: Tokens that those have generated.
     """
 
     ends: dict[str, int] = field(default_factory=lambda: {"finished": 0, "failed": 0})
@@ -41,11 +42,11 @@ class Done:
 
 
 class LockstepBatching:
-    """What stands before transformers' manager: one pass at a time, with all ranks.
+    """Methods that precede those of transformers' manager: all ranks run one pass at a time.
 
     Attributes:
         spread: The model's expert layers.
-        done: What has become of this rank's requests.
+        done: This rank's requests that have ended.
         room: Most tokens of a request, its prompt included.
     """
 
@@ -144,7 +145,7 @@ def batching_manager(
     require_names("transformers", module, _NAMES)
     require_names("transformers", module.ContinuousBatchingManager, _HOOKS)
     configs = importlib.import_module("transformers.generation.configuration_utils")
-    config = continuous_batching_config or configs.ContinuousBatchingConfig()
+    config = copy.copy(continuous_batching_config or configs.ContinuousBatchingConfig())
     room = min(layer.max_tokens_per_rank for layer in spread.layers)
     if config.max_batch_tokens is None:
         config.max_batch_tokens = room
@@ -155,7 +156,7 @@ def batching_manager(
         )
     config.use_async_batching = False
     kind = type("PutgetBatching", (LockstepBatching, module.ContinuousBatchingManager), {})
-    generation_config = model.generation_config if generation_config is None else generation_config
+    generation_config = copy.copy(model.generation_config if generation_config is None else generation_config)
     if generation_config.eos_token_id is None:
         generation_config.eos_token_id = -1
     manager = kind(model, generation_config, config)

@@ -84,7 +84,7 @@ class SpreadExperts(ExpertExchange):
 
 
 class Spread:
-    """What ``spread`` returns: a model's expert layers on all ranks.
+    """A model's expert layers on all ranks, as ``spread`` returns them.
 
     Attributes:
         comm: The ranks.

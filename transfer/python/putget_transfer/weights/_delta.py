@@ -36,7 +36,7 @@ def digest(flat: Any) -> int:
 
 
 class Change:
-    """What has changed of an item."""
+    """Changed elements of an item."""
 
     def __init__(self, number: int, width: int, starts: Any, lengths: Any, values: Any, total: int) -> None:
         self.number, self.width, self.total = number, width, total

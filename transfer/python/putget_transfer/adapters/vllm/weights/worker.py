@@ -39,7 +39,7 @@ GRACE_S = 15.0
 
 @dataclass
 class WorkerInit(WeightTransferInitInfo):  # type: ignore[misc]
-    """What the trainer tells each worker once; `TrainerInit` says what the fields mean."""
+    """Settings that the trainer tells each worker once; `TrainerInit` says what the fields mean."""
 
     address: str
     port: int
