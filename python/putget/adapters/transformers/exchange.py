@@ -18,7 +18,7 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class ExpertExchange:
-    """The rounds of one layer, shared by ``ExpertRounds`` and ``spread``. Subclasses say which ranks there are, and who owns which expert.
+    """The rounds of one layer, for ``ExpertRounds`` and ``spread``. Subclasses name the ranks, and each expert's owner.
 
     Attributes:
         max_tokens_per_rank: Most tokens that one rank sends.
