@@ -1,4 +1,4 @@
-"""What an adapter costs on top of ``putget.AllToAll``: pairs of dispatch and combine of both, in turns on one GPU.
+"""The cost of an adapter on top of ``putget.AllToAll``: pairs of dispatch and combine of both, in turns on one GPU.
 
     python3 benchmarks/adapters.py --ranks 1,2,4 --tokens 1,8,128,512
 
@@ -170,7 +170,7 @@ class Fleet:
                 closes.close()
 
     def _timed(self, rank: int, pair: Callable[[], None]) -> Callable[[], float]:
-        """What runs the pairs once and tells microseconds a pair."""
+        """Runs the pairs once and tells microseconds per pair."""
         if self._device.type == "cpu":
 
             def on_cpu() -> float:

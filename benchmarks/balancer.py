@@ -1,4 +1,4 @@
-"""What moving experts costs on one GPU: a step with nothing to do, the mover's rate, an iteration while experts move.
+"""The cost of moving experts on one GPU: a step with nothing to do, the mover's rate, an iteration while experts move.
 
     python3 benchmarks/balancer.py --output_file balancer.json
 
@@ -133,7 +133,7 @@ class Pair:
 
 
 def _on_all(make: Callable[[int], Any]) -> list[Any]:
-    """What is collective, on two threads."""
+    """The collective calls, on two threads."""
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         return list(pool.map(make, range(2)))
 

@@ -1,4 +1,4 @@
-"""What the balancer is worth where each rank has a GPU: rates over the link, and steps while a task changes.
+"""The worth of the balancer where each rank has a GPU: rates over the link, and steps while a task changes.
 
     python3 benchmarks/balancer_ranks.py --ep_size 2 --output_file balancer.json
 

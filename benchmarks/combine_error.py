@@ -1,4 +1,4 @@
-"""What fewer bytes cost: the error of combine with quantised rows, on Gaussian rows and on rows with outliers.
+"""The cost of fewer bytes: the error of combine with quantised rows, on Gaussian rows and on rows with outliers.
 
     python benchmarks/combine_error.py
 

@@ -60,7 +60,7 @@ class Word:
 
 
 def captured(stream: torch.cuda.Stream, body: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    """What a body launches, as a graph."""
+    """A body's launches, as a graph."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         body()

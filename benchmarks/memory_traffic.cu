@@ -1,4 +1,4 @@
-// What plain reads, writes and mixes of both cost on a GPU: the ceilings of kernels that only move rows.
+// The cost of plain reads, writes and mixes of both on a GPU: the ceilings of kernels that only move rows.
 //
 //   nvcc -O3 -std=c++17 -arch=sm_90a benchmarks/memory_traffic.cu -o build/memory_traffic && build/memory_traffic
 //

@@ -56,7 +56,7 @@ class Operation:
 
 
 class Rank:
-    """What one rank of ep_size holds after a dispatch: `tokens` tokens a rank, random routing, random bytes."""
+    """The rows of one rank of ep_size after a dispatch: `tokens` tokens per rank, random routing, random bytes."""
 
     def __init__(self, ep_size: int, tokens: int, device: torch.device, alignment: int) -> None:
         generator = torch.Generator(device).manual_seed(1000 * ep_size + tokens)

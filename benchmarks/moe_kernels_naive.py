@@ -1,4 +1,4 @@
-"""What moe_kernels.py compares with (Triton).
+"""Kernels that moe_kernels.py compares with (Triton).
 
 One block for each slot, which ends at once where the slot is empty; and memory traffic with another mix of reads and
 writes than a copy has.

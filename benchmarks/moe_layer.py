@@ -37,7 +37,7 @@ _TOLERANCES = {"fp8": 2.0**-4, "bf16": 2.0**-6}
 _TOLERANCE_AMONG_EACH_OTHER = 2.0**-6
 _ROUNDS_OF_BREAKDOWN = 20
 _KERNELS_NAMED = 14
-# What kernels do, by parts of their names, for the table. With BF16 weights products of shared experts count as the
+# The work of kernels, by parts of their names, for the table. With BF16 weights products of shared experts count as the
 # router's.
 _KINDS = {
     "router": ("choose_kernel", "nvjet"),
@@ -53,7 +53,7 @@ _KINDS = {
 
 @dataclass(frozen=True)
 class Settings:
-    """What one run does; every rank gets a copy."""
+    """The settings of one run; every rank gets a copy."""
 
     shape: ModelShape
     ep_size: int
@@ -119,7 +119,7 @@ def work(context: launch.RankContext, settings: Settings, emit: launch.Emit) -> 
 
 
 def check(settings: Settings, contenders: list[Contender], layer: ExpertParallelMoE, x: Tensor) -> list[str]:
-    """What is wrong with the results on this rank."""
+    """The mistakes in the results on this rank."""
     ours = layer(x)
     every = max(1, -(-len(x) // _CHECKED_TOKENS))
     picked, dense = ours[::every], dense_output(settings.shape, settings.seed, x[::every].contiguous())

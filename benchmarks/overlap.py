@@ -1,4 +1,4 @@
-"""What start and finish halves are for: a matrix product between them hides the transfer.
+"""The use of start and finish halves: a matrix product between them hides the transfer.
 
     python benchmarks/overlap.py --ep_size 4 --tokens 512 --num_sms 8,16,32 --output_file overlap.json
 
@@ -44,7 +44,7 @@ _SIDE = {"cuda": 7168, "cpu": 64}
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run measures.
+    """The measurements of a run.
 
     Attributes:
         settings: shape and sizes.
@@ -130,7 +130,7 @@ def measure(context: launch.RankContext, plan: Plan, emit: launch.Emit) -> int:
     wrong = 0
     for rows_of_combine, num_sms in itertools.product(plan.combine, plan.num_sms):
         bounded = replace(settings, num_sms=num_sms or None)
-        # What ran beside a start half is over when its finish half begins.
+        # Kernels that ran beside a start half are over when its finish half begins.
         putget = Putget(
             communicator,
             bounded,

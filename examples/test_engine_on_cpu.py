@@ -19,7 +19,7 @@ RANKS, HIDDEN, EXPERTS, TOP_K = 4, 32, 8, 2
 
 
 class EngineLayer:
-    """What is under test: the mixture-of-experts layer of an engine. Expert e multiplies its rows by e + 1."""
+    """The subject of the test: the mixture-of-experts layer of an engine. Expert e multiplies its rows by e + 1."""
 
     def __init__(self, comm: putget.Communicator, device: str) -> None:
         row = putget.Payload((HIDDEN,), torch.float32)

@@ -1,4 +1,4 @@
-// What a backend (cpu, cuda) gives to the C ABI.
+// The interface of a backend (cpu, cuda) to the C ABI.
 #pragma once
 
 #include <functional>
@@ -22,7 +22,7 @@ struct MemoryConfig {
   uint64_t bytes;  // of symmetric memory
 };
 
-// What a caller says about launches: the most SMs (0: chosen by size), on CPU threads (0: one), those of a finish half,
+// A caller's choices for launches: the most SMs (0: chosen by size), on CPU threads (0: one), those of a finish half,
 // and fields that stand in for the rule's.
 struct Limits {
   uint32_t num_sms;

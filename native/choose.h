@@ -22,7 +22,7 @@ constexpr uint32_t kLaneBytes = 16;                // one access
 constexpr uint32_t kWarpBytes = 32 * kLaneBytes;   // what a warp moves in one access
 constexpr uint64_t kMaxItems = uint64_t{1} << 31;  // items are counted in 32 bits
 
-// What the rule goes by: SMs that the caller allows, and those of the GPU.
+// Input of the rule: SMs that the caller allows, and those of the GPU.
 struct Room {
   uint32_t sms;
   uint32_t gpu_sms;

@@ -1,4 +1,4 @@
-// What a native function throws; only capi catches.
+// The exception of native functions; only capi catches it.
 #pragma once
 
 #include <stdexcept>

@@ -1,4 +1,4 @@
-// What a backend (cpu, cuda) gives to the C ABI of landing areas.
+// The interface of a backend (cpu, cuda) to the C ABI of landing areas.
 #pragma once
 
 #include <memory>

@@ -1,4 +1,4 @@
-// What the checks of C structures are made of: every message names the field, what came and what is allowed.
+// Functions for the checks of C structures: every message names the field, what came and what is allowed.
 #pragma once
 
 #include <string>

@@ -1,4 +1,4 @@
-"""What MkDocs does not know of this repository: links to files outside of docs/, tables on a phone, large pictures.
+"""Facts about this repository that MkDocs does not know: links to files outside of docs/, tables on a phone, pictures.
 
 A link to a file outside (``../examples/layer.py``) works where the page is read in the checkout. In the site the file
 lies under ``repository/``, and the link leads there. A link to a file that is missing is a warning, which fails a

@@ -292,7 +292,7 @@ MISMATCHES: dict[str, tuple[str, dict[str, Any]]] = {
     "output_dtype": ("output", {"output": putget.Payload((4,), torch.bfloat16)}),
     "combine_dtype": ("combine", {"combine_dtype": torch.float8_e4m3fn, "output": WIDE}),
 }
-# What the other ranks have, where it is not the default.
+# The arguments of the other ranks, where they are not the defaults.
 AGREED: dict[str, dict[str, Any]] = {
     "combine_dtype": {"output": WIDE},
 }

@@ -47,7 +47,7 @@ def fork(body: Callable[[], Any]) -> tuple[int, int]:
 
 
 def in_child(body: Callable[[], Any]) -> Any:
-    """What the body gives in a forked child."""
+    """The body's result in a forked child."""
     child, reads = fork(body)
     with os.fdopen(reads, "rb") as pipe:
         found = pipe.read()
@@ -56,7 +56,7 @@ def in_child(body: Callable[[], Any]) -> Any:
 
 
 def refusals(calls: Calls) -> dict[str, str]:
-    """What each call raises in a child: ForkedChild with both numbers, or something else by its name."""
+    """The exception of each call in a child: ForkedChild with both numbers, or something else by its name."""
 
     def call_all() -> dict[str, str]:
         found = {}

@@ -49,7 +49,7 @@ class Board {
   void replace(const Replacement& one);
   void swap(uint32_t slot, uint32_t other);
 
-  // What the slot's GPU would have at least, if the slot got an expert that its GPU does not hold.
+  // The least load that the slot's GPU would have, if the slot got an expert that its GPU does not hold.
   double load_with(uint32_t slot, uint32_t expert) const {
     return load_[gpu_of(slot)] - share_[expert_[slot]] + weight_[expert] / (count_[expert] + 1);
   }

@@ -17,7 +17,7 @@ struct Node {
 
 // The greedy plan of a node's experts on its GPUs.
 Board greedy_board(const Node& node, const std::vector<double>& weight, uint32_t slots_per_gpu);
-// What `plan` has on a node's GPUs; experts of other nodes count as empty slots.
+// The part of `plan` on a node's GPUs; experts of other nodes count as empty slots.
 Board board_of(const Node& node, const std::vector<double>& weight, uint32_t slots_per_gpu, const Plan& plan);
 // Writes a board into a plan of all GPUs.
 void write(const Node& node, const Board& board, Plan& plan);

@@ -16,7 +16,8 @@ constexpr double kEvenEnough = 1e-3;
 // With a plan in force, the new one may be this much of max/mean worse than the best that was found, for fewer moves.
 constexpr double kWorthMoves = 0.009;
 constexpr double kMostWorse = 0.01;
-// What a second move of a step may cost. Larger boards are searched once: a search there takes long, and gets far.
+// Limit for the cost of a second move of a step. Larger boards are searched once: a search there takes long, and gets
+// far.
 constexpr double kPrices[] = {0.5, 1, 0.75, 0.25, 0};
 constexpr uint32_t kSmallBoard = 128;  // slots
 

@@ -9,7 +9,7 @@
 
 namespace putget::balancer {
 
-// What each GPU held before: an expert that it did not hold has to be moved to it.
+// The experts that each GPU held before: an expert that it did not hold has to be moved to it.
 class Before {
  public:
   explicit Before(const Board& board);

@@ -19,7 +19,7 @@ constexpr uint32_t kParts = 16;                         // of a pair, while it i
 constexpr uint32_t kShareWarps = 16;                    // of the block on a GPU
 constexpr uint32_t kShareWordsInside = 192 * 1024 / 4;  // of its memory that a GPU's block has room for
 
-// What the block writes while it works, in words of 32 bits.
+// Words of 32 bits that the block writes while it works.
 struct ShareSizes {
   uint32_t num_experts;
   uint32_t width;

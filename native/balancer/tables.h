@@ -1,4 +1,4 @@
-// What the choice of replicas looks up: one layer's placement as one rank sees it, in words of 32 bits. A call reads
+// Tables for the choice of replicas: one layer's placement as one rank sees it, in words of 32 bits. A call reads
 // them where they are, so whoever writes them between two calls changes the choice, in a captured graph too.
 #pragma once
 
@@ -26,7 +26,7 @@ struct TableSizes {
   PUTGET_PURE uint64_t words() const { return slots() + uint64_t{num_experts} * width; }
 };
 
-// Whose tables they are.
+// The rank that the tables belong to.
 struct TableOwner {
   uint32_t num_ranks;
   uint32_t slots_per_rank;

@@ -1,4 +1,4 @@
-// What stands behind putget_alltoall.
+// The object behind putget_alltoall.
 #pragma once
 
 #include <memory>

@@ -30,7 +30,7 @@ static_assert(PUTGET_CHOOSE_NEAREST == static_cast<int>(Choice::kNearest) &&
 
 std::string text(int64_t value) { return std::to_string(value); }
 
-// What both structures have.
+// Fields that both structures have.
 template <class Args>
 void check_sizes(const Args& args) {
   require_range("num_experts", args.num_experts, 1, PUTGET_MAX_BALANCED_SLOTS);

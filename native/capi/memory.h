@@ -1,4 +1,4 @@
-// What stands behind putget_memory.
+// The object behind putget_memory.
 #pragma once
 
 #include "backend.h"

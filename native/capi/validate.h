@@ -19,7 +19,7 @@ uint32_t senders_of(uint32_t ep_size, uint32_t domain_ranks);
 Shape shape_of(const putget_config& config);
 // Refuses what no memory can have.
 Layout layout_of(const Shape& shape);
-// What a configuration has beside the shape: launches, SMs, deadlines.
+// The rest of a configuration, beside the shape: launches, SMs, deadlines.
 void check_options(const putget_config& config);
 void check_launch(const char* name, const putget_launch& launch);
 MemoryConfig memory_config_of(const putget_memory_config& config);

@@ -29,7 +29,7 @@ constexpr uint32_t kWholeRow = 1u << 30;
 
 bool aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % kWideBytes == 0; }
 
-// What is worth waking a helper for.
+// The least work that is worth waking a helper for.
 constexpr uint64_t kBytesOfBlock = 128 * 1024;
 // Items that a block has at least, where rows are long enough to be cut.
 constexpr uint32_t kItemsOfBlock = 2;

@@ -1,4 +1,4 @@
-// What cpu/combine.h declares, for the source file of one type of output.
+// Bodies of the functions that cpu/combine.h declares, for the source file of one type of output.
 #pragma once
 
 #include "choose.h"

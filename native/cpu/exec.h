@@ -144,7 +144,7 @@ class Exec {
   void put_sentinel(float* to, float scale) const {
     atomics::store_relaxed(reinterpret_cast<uint32_t*>(to), bits_of_float(scale));
   }
-  // What is there now, or `otherwise` twice where `from` is null: orders nothing.
+  // The value there now, or `otherwise` twice where `from` is null: orders nothing.
   template <Tag tag>
   SentinelPack poll(const SentinelPack* from, uint64_t otherwise) const {
     if (from == nullptr) return {{otherwise, otherwise}};

@@ -14,7 +14,7 @@ using Check = int (*)();
 
 constexpr uint32_t kNapsPerCheck = 16;  // the text asks after every 16th nap: so about every 40 ms
 
-// What to ask; null: nobody. A host sets it once.
+// The function to ask; null: none. A host sets it once.
 inline std::atomic<Check> check{nullptr};
 
 // The state of the call that runs on this thread.

@@ -1,4 +1,4 @@
-// What the GPUs of this machine can do, without making a context on any of them.
+// Capabilities of this machine's GPUs, found without making a context on any of them.
 #include <dlfcn.h>
 
 #include <cstdio>

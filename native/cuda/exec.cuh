@@ -122,7 +122,7 @@ struct Exec {
   __device__ void put_sentinel(float* to, float scale) const {
     ptx::store_relaxed_sys(reinterpret_cast<uint32_t*>(to), __float_as_uint(scale));
   }
-  // What is there now, or `otherwise` twice where `from` is null: orders nothing.
+  // The value there now, or `otherwise` twice where `from` is null: orders nothing.
   template <Tag tag>
   __device__ SentinelPack poll(const SentinelPack* from, uint64_t otherwise) const {
     SentinelPack pack;
@@ -231,7 +231,7 @@ struct Exec {
   // A bit for each lane of the warp. Whole warps call it.
   __device__ uint32_t votes(bool yes) const { return __ballot_sync(0xffffffffu, yes); }
 
-  // What a lane of the warp has. Whole warps call it.
+  // The value of one lane of the warp. Whole warps call it.
   __device__ uint32_t of_lane(uint32_t value, uint32_t lane) const { return __shfl_sync(0xffffffffu, value, lane); }
   __device__ const uint8_t* of_lane(const uint8_t* value, uint32_t lane) const {
     return reinterpret_cast<const uint8_t*>(
@@ -437,7 +437,7 @@ struct ManyItemsExec : Exec {
 
 static_assert(ExecCheck<Exec>::kComplete && ExecCheck<FewTokensExec>::kComplete && ExecCheck<ManyItemsExec>::kComplete);
 
-// What is in shared memory, by an address that stays in a register: else each use of it asks for the address again.
+// Data in shared memory, by an address that stays in a register: else each use of it asks for the address again.
 template <class Scratch>
 __device__ Scratch& kept_at_hand(Scratch& shared) {
   Scratch* address = &shared;

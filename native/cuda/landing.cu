@@ -56,7 +56,7 @@ struct Private {
   uint32_t copied_sum;
 };
 
-// What the calling thread does is no part of a graph that another thread may be capturing, and must not spoil it.
+// The calling thread's work here is no part of a graph that another thread may be capturing, and must not spoil it.
 class BesideCapture {
  public:
   BesideCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }

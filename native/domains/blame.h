@@ -1,4 +1,4 @@
-// Whom a rank names that waited in vain, and whom of these a network has lost.
+// The ranks that a rank names after it has waited in vain, and those of them that a network has lost.
 #pragma once
 
 #include "protocol/domains/board.h"

@@ -1,4 +1,4 @@
-// What objects across domains stand on: a transport for each rank of this process, and the thread that steps proxies.
+// The base of objects across domains: a transport for each rank of this process, and the thread that steps proxies.
 #pragma once
 
 #include "domains/thread.h"

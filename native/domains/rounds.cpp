@@ -175,7 +175,7 @@ bool DomainRounds::is_member(uint32_t rank) const {
   return across_.is_near(plan_, rank) && across_.domains.is_active(rank);
 }
 
-// What kernels keep from step to step, each table on lines of its own.
+// Tables that kernels keep from step to step, each table on lines of its own.
 void DomainRounds::make_tables(const Shape& shape) {
   constexpr uint64_t kLine = 128;
   const uint64_t tokens = shape.max_tokens_per_rank;

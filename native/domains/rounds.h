@@ -12,7 +12,7 @@
 
 namespace putget {
 
-// What all ranks compute alike.
+// Values that all ranks compute alike.
 struct DomainsShape {
   Domains domains;
   ParcelRow row;

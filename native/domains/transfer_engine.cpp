@@ -176,7 +176,7 @@ int TransferEngine::add_peer(void* self, const uint8_t* address, uint64_t bytes,
     *peer = known->second;
     return PUTGET_TRANSPORT_OK;
   }
-  // What it has to say comes from a thread of the engine's.
+  // The answer comes from a thread of the engine's.
   struct Answer {
     std::atomic<int> status{-1};
     std::string words;

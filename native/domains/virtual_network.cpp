@@ -4,7 +4,7 @@
 #include <cstring>
 
 namespace putget::proxy {
-// What a description and an address are here.
+// The contents of a description and of an address here.
 struct VirtualNetwork::Address {
   uint32_t end;
   uint32_t region;

@@ -48,7 +48,8 @@ typedef enum putget_wire_type {
   PUTGET_WIRE_FP8 = 1   /* E4M3, one float32 scale for each 128 elements */
 } putget_wire_type;
 
-/* What a library is built without. Benchmarks build such ones, to see what it costs; the product has all of it. */
+/* Parts that a library is built without. Benchmarks build such libraries to see the cost of a part; the product has all
+ * of it. */
 typedef enum putget_ablation {
   PUTGET_ABLATED_NOTHING = 0,
   PUTGET_ABLATED_DEADLINES = 1, /* a wait for a rank that is lost never ends */
@@ -161,7 +162,8 @@ typedef struct putget_memory_config {
   uint64_t bytes;
 } putget_memory_config;
 
-/* What a peer needs to map a memory. A descriptor belongs to whoever holds it: close it after sending or importing. */
+/* The data that a peer needs to map a memory. A descriptor belongs to whoever holds it: close it after sending or
+ * importing. */
 typedef struct putget_share {
   uint32_t size;
   uint32_t magic;
@@ -263,7 +265,7 @@ typedef struct putget_moe_layout {
   uint32_t reserved;
 } putget_moe_layout;
 
-/* What a dispatch delivered, row = slot * ep_size + source rank, and where it is grouped. */
+/* The rows that a dispatch delivered, row = slot * ep_size + source rank, and where it is grouped. */
 typedef struct putget_moe_group_args {
   uint32_t size;
   uint32_t magic;
@@ -372,8 +374,9 @@ typedef struct putget_gpu {
 PUTGET_API uint32_t putget_abi_version(void);
 PUTGET_API uint32_t putget_ablated(void);       /* putget_ablation */
 PUTGET_API const char* putget_last_error(void); /* of this thread */
-/* What a long wait on CPU asks every few hundredths of a second, from the main thread alone: other than 0 ends the wait
- * and leaves PUTGET_FAULT_INTERRUPTED. For hosts that run handlers of signals themselves. Null: nothing is asked. */
+/* The function that a long wait on CPU asks every few hundredths of a second, from the main thread alone: other than 0
+ * ends the wait and leaves PUTGET_FAULT_INTERRUPTED. For hosts that run handlers of signals themselves. Null: nothing
+ * is asked. */
 PUTGET_API void putget_set_interrupt_check(int (*check)(void));
 
 /* Answers before anything is allocated. */

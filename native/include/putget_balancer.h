@@ -38,7 +38,7 @@ typedef struct putget_balance_args {
 
 PUTGET_API putget_status putget_balance(const putget_balance_args* args);
 
-/* What the choice of replicas looks up: one layer's placement as one rank sees it, filled on the host. Its words may be
+/* Tables for the choice of replicas: one layer's placement as one rank sees it, filled on the host. Its words may be
  * copied to a device, and written again between two calls: a call reads them when it runs, in a captured graph too.
  * Words that putget_replicas has not filled are not checked on a device. */
 typedef struct putget_replicas_args {
@@ -97,7 +97,7 @@ PUTGET_API uint64_t putget_choose_words(uint32_t device, uint32_t how, uint32_t 
                                         uint32_t num_ranks);
 PUTGET_API putget_status putget_choose(const putget_choose_args* args);
 
-/* What putget_host_pages_map could do, as bits. */
+/* Abilities of putget_host_pages_map, as bits. */
 typedef enum putget_host_got {
   PUTGET_HOST_NEAR_NODE = 1,    /* pages come from numa_node first */
   PUTGET_HOST_HUGE_ALLOWED = 2, /* the kernel was asked for huge pages, and knows them */
@@ -142,7 +142,7 @@ typedef struct putget_table {
   uint64_t num_words;
 } putget_table;
 
-/* What putget_landing_step adds up: loads of experts, as the ranks tell them in the statistics of rounds. All ranks
+/* The sums of putget_landing_step: loads of experts, as the ranks tell them in the statistics of rounds. All ranks
  * have the same sizes. Memory is on the memory's device, but for `sums`. */
 typedef struct putget_gathering {
   int32_t* told;              /* [ep_size, num_stats], zeros: the statistics of an iteration go here */

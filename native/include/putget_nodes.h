@@ -75,7 +75,7 @@ PUTGET_API putget_status putget_nodes_bytes(const putget_config* config, const p
  * outlive the object. Again only after putget_nodes_leave, on memories of its own. */
 PUTGET_API putget_status putget_nodes_create(const putget_nodes_config* config, putget_alltoall* object,
                                              putget_memory* shared, putget_memory* inbox, putget_network* network);
-/* What other domains need to write here: copies at most `*bytes` of it; `*bytes` becomes what there is. */
+/* The data that other domains need to write here. Copies at most `*bytes` of it; `*bytes` becomes its length. */
 PUTGET_API putget_status putget_nodes_card(putget_alltoall* object, uint8_t* card, uint64_t* bytes);
 /* With a rank of another domain, from its card. */
 PUTGET_API putget_status putget_nodes_connect(putget_alltoall* object, uint32_t rank, const uint8_t* card,

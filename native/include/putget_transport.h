@@ -1,4 +1,4 @@
-/* What putget asks of a network: a table of functions that moves bytes between hosts.
+/* The interface that putget asks of a network: a table of functions that moves bytes between hosts.
  *
  * The proxy (native/domains) posts its writes through this table and reads words that the network counts in. Whoever
  * has a network fills the table: the transfer engine's C functions, the virtual network of the tests, or a library of
@@ -62,8 +62,8 @@ typedef struct putget_transport {
   /* Registers `bytes` of memory, host memory if `device` is -1, else that GPU's. The memory stays valid until
    * remove_region. */
   int (*add_region)(void* self, void* start, uint64_t bytes, int32_t device, uint32_t* region);
-  /* What a peer needs for writing there: copies at most `*bytes` of them; `*bytes` becomes what there is. With too
-   * little room nothing is copied, and PUTGET_TRANSPORT_INVALID comes back. */
+  /* The data that a peer needs for writing there: copies at most `*bytes` of them; `*bytes` becomes what there is. With
+   * too little room nothing is copied, and PUTGET_TRANSPORT_INVALID comes back. */
   int (*describe_region)(void* self, uint32_t region, uint8_t* description, uint64_t* bytes);
   /* How peers find this end: as describe_region. */
   int (*address)(void* self, uint8_t* address, uint64_t* bytes);
@@ -75,7 +75,7 @@ typedef struct putget_transport {
   int (*counter_word)(void* self, uint32_t imm, const uint64_t** word);
   int (*write)(void* self, const putget_transport_write* write);
   int (*remove_region)(void* self, uint32_t region);
-  /* What the last call that failed has to say, until the next call. */
+  /* The words of the last call that failed, until the next call. */
   const char* (*error)(void* self);
 } putget_transport;
 

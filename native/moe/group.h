@@ -12,7 +12,7 @@
 
 namespace putget::moe {
 
-// What every block knows of the sources.
+// Facts about the sources that every block knows.
 struct SourceScratch {
   uint32_t first[kMaxRanks + 1];  // row of each source's first token in the order above; the last is the number of all
 
@@ -114,7 +114,7 @@ struct Share {
   }
 };
 
-// What lanes of a warp look at together: one choice of each, kBatch times.
+// Work that the lanes of a warp look at together: one choice of each, kBatch times.
 template <class Exec>
 struct Batch {
   static constexpr uint32_t kBatch = Exec::kLanes == 1 ? 1 : 4;
@@ -380,8 +380,8 @@ PUTGET_TEXT void count_strays(const Exec& exec, const Grouping& group, const Sou
   }
 }
 
-// What nobody waits for: the given warps of every block clear what is left of the last round, note what this one has
-// written, and count the block's rows that have no expert here.
+// Work that nobody waits for: the given warps of every block clear what is left of the last round, note what this one
+// has written, and count the block's rows that have no expert here.
 template <class Exec>
 PUTGET_TEXT void tidy(const Exec& exec, const Grouping& group, const SourceScratch& sources, const GroupTables& tables,
                       Share rows, uint32_t end, Warps who) {

@@ -67,7 +67,7 @@ struct GroupLayout {
   uint64_t total_bytes;
 };
 
-// What the last round wrote, so that the next clears that and no more.
+// The extent of the last round's writes: the next round clears that and no more.
 struct GroupMemo {
   struct Extent {
     int32_t end;  // rows that are not cleared lie before it

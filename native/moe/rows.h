@@ -41,7 +41,7 @@ PUTGET_TEXT Found find_rows(Exec& exec, const ValidRows& valid, uint32_t* words)
     const bool known = group < valid.num_groups;
     const int32_t rows = known ? valid.num_rows[group] : 0;
     const int64_t offset = known ? valid.offsets[group] : 0;
-    // What does not lie in the tensor does not count.
+    // Positions outside of the tensor do not count.
     const bool counts = rows > 0 && offset >= 0 && offset + rows <= int64_t{valid.limit};
     const auto [before, all] = exec.scan(counts ? static_cast<uint32_t>(rows) : 0u);
     if (known) {
@@ -83,7 +83,7 @@ struct Piece {
   }
 };
 
-// What travels with a segment: a short row, one access of each lane; or nothing.
+// Data that travels with a segment: a short row, one access of each lane; or nothing.
 struct Rider {
   const CopyPlan::Payload* payload;
 

@@ -1,4 +1,4 @@
-// What the links do for plain 16-byte accesses of the SMs: the ceiling beside which rounds are reported.
+// Speed of the links for plain 16-byte accesses of the SMs: the ceiling beside which rounds are reported.
 //
 //   grid      as many CTAs as the caller allows; tiles of all peers are dealt out in turn, each rank starting at its
 //   own neighbour

@@ -1,4 +1,4 @@
-// What the parts of libputget_probe.so share.
+// Declarations that the parts of libputget_probe.so share.
 #pragma once
 
 #include <cstdint>

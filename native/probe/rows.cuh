@@ -1,4 +1,4 @@
-// What the kernels of probes of rows share.
+// Functions that the kernels of probes of rows share.
 #pragma once
 
 #include "cuda/launch_early.h"

@@ -1,4 +1,4 @@
-"""What this machine has, as far as putget is concerned. Never raises for want of a GPU."""
+"""This machine's hardware, as far as putget is concerned. Never raises for want of a GPU."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _hyphenated(raw: bytes) -> str:
 
 
 def build() -> BuildInfo:
-    """What the installed native library is."""
+    """The build of the installed native library."""
     try:
         ablated = _ABLATED[_abi.library().putget_ablated()]
     except BackendUnavailable:

@@ -53,7 +53,7 @@ class TracedRows(NamedTuple):
 
 
 class _Entry:
-    """What a key stands for."""
+    """The object that a key stands for."""
 
     def __init__(self, a2a: AllToAll) -> None:
         self._a2a = weakref.ref(a2a)

@@ -1,4 +1,4 @@
-"""What travels: the shape and type of one row."""
+"""A payload: the shape and type of one row that travels."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class Routing:
 
 @dataclass(frozen=True)
 class Sent:
-    """What one rank passes to dispatch.
+    """One rank's input of dispatch.
 
     Attributes:
         topk_ids: [num_tokens, top_k] int32 or int64.
@@ -64,7 +64,7 @@ class Sent:
 
 @dataclass(frozen=True)
 class Arrived:
-    """What one rank holds after dispatch, indexed by source rank and slot.
+    """One rank's rows after dispatch, indexed by source rank and slot.
 
     Only the first num_tokens[src] slots of a source carry rows. In empty slots topk_ids is -1; weights and payloads are
     zero here and unspecified in the implementation.
@@ -249,7 +249,7 @@ def tree_sum(leaves: Sequence[Tensor]) -> Tensor:
 
 
 def quantised(rows: Tensor) -> Tensor:
-    """What is read back of rows that travel as FP8 (E4M3 without infinities, OCP 8-bit floating point specification).
+    """The values read back from FP8 rows (E4M3 without infinities, OCP 8-bit floating point specification).
 
     Each block of SCALE_BLOCK elements has a scale, which makes its largest element 448: max(|x|) / 448, where NaNs do
     not count. An element travels as E4M3 of itself times 1 / scale, rounded to nearest even and saturated at 448; a NaN

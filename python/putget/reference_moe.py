@@ -1,4 +1,4 @@
-"""What the kernels around the experts compute, in plain torch: the oracle of their tests. It imports torch only."""
+"""The kernels around the experts in plain torch: the oracle of their tests. It imports torch only."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ class ChosenLaunch(Launch):
 
     @staticmethod
     def of(found: _abi.Launch) -> ChosenLaunch:
-        """What the library has chosen."""
+        """The library's choice."""
         numbers = {name: getattr(found, name) or None for name in _RANGES}
         rows = (None, False, True)[found.sentinel_rows]
         return ChosenLaunch(**numbers, sentinel_rows=rows, path=PATHS[found.path])

@@ -1,4 +1,4 @@
-"""What each idea is worth: variants of putget, timed in one run beside putget as it is by default.
+"""The worth of each idea: variants of putget, timed in one run beside putget as it is by default.
 
 A variant is a name, what it changes, the settings that it runs with, and how to build its contender. Variants that
 answer one question make a group, a generator that is given the run's settings:
@@ -26,7 +26,7 @@ from putget_bench.settings import Settings
 
 
 class Bench(NamedTuple):
-    """What a contender is built from: the arguments of `Putget`, in order."""
+    """The arguments of `Putget`, in order, from which a contender is built."""
 
     communicator: Communicator
     settings: Settings

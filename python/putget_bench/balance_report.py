@@ -1,4 +1,4 @@
-"""What recorded routing is like: how uneven, how alike its tasks are, and what is left of it in small batches."""
+"""A report on recorded routing: how uneven it is, how alike its tasks are, how much is left in small batches."""
 
 from __future__ import annotations
 

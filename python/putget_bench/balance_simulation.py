@@ -1,4 +1,4 @@
-"""What a placement does over iterations of recorded routing: none, static, and online."""
+"""A placement over iterations of recorded routing: none, static, and online."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the bench times: the interface, the expected results, and putget itself."""
+"""Contenders of the bench: the interface, the expected results, and putget itself."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Round:
 
     @property
     def mine(self) -> Inputs:
-        """What this rank sends."""
+        """The tokens that this rank sends."""
         return self.inputs[self.rank]
 
     @property

@@ -131,7 +131,7 @@ def run_layer(context: RankContext, settings: Settings, emit: Emit) -> int:
 
 
 def _oracle(round_: Round, rows: Tensor, domain_of: tuple[int, ...] | None) -> Tensor:
-    """What combine must return, bit for bit: the experts' rows come over sockets, the reference adds them."""
+    """The expected result of combine, bit for bit: the experts' rows come over sockets, the reference adds them."""
     here = rows.cpu().contiguous()
     back = torch.empty_like(here)
     dist.all_to_all_single(back.view(torch.uint8), here.view(torch.uint8))

@@ -186,7 +186,7 @@ def _handles() -> list[Finding]:
 
 
 def _host_store() -> list[Finding]:
-    """What `putget.balancer.HostStore` can have."""
+    """The host memory that `putget.balancer.HostStore` can have."""
     found = host_settings()
     nodes = ", ".join(map(str, found.numa_nodes)) or "none shown"
     room = f"; free are {found.free_bytes / 2**30:.0f} GiB of {found.limit}" if found.limit else ""

@@ -54,7 +54,7 @@ BACK_ROW_BYTES = {"bfloat16": 14336, "fp8_block": 7168 + 56 * 4}  # of 7168 elem
 
 @dataclass(frozen=True)
 class Round:
-    """What a round moves.
+    """The bytes that a round moves.
 
     Attributes:
         ep_size: ranks.
@@ -76,7 +76,7 @@ class Round:
 
 
 def published(shape: Round, network: Network) -> tuple[int, int] | None:
-    """What the paper's scheme took, dispatch and combine in us; None where nobody has said so."""
+    """The time of the paper's scheme, dispatch and combine in us; None where nobody has said so."""
     is_theirs = shape == Round(shape.ep_size)
     return PUBLISHED.get((network.name, shape.ep_size)) if is_theirs else None
 

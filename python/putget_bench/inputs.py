@@ -1,4 +1,4 @@
-"""What every rank feeds to a round: generated from the seed, so that each rank knows what all others send."""
+"""Every rank's input of a round: generated from the seed, so that each rank knows what all others send."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Source:
         return weights / weights.sum(1, keepdim=True), quantise.quantise(settings.quant, hidden, dtype)
 
     def inputs(self, rank: int, num_tokens: int) -> Inputs:
-        """What one rank sends when every rank has so many tokens."""
+        """One rank's tokens when every rank has so many."""
         weights, payloads = self._rows[rank]
         return Inputs(
             topk_ids=self._router(rank, num_tokens).to(self._device),
@@ -57,7 +57,7 @@ class Source:
 
 
 class Experts(Protocol):
-    """What runs between dispatch and combine."""
+    """The work between dispatch and combine."""
 
     def rows(self, rank: int, topk_ids: Tensor, topk_weights: Tensor, payloads: Sequence[Tensor]) -> Tensor:
         """The weighted sum over the experts of one rank.

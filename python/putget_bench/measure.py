@@ -108,7 +108,7 @@ def _any_wrong(found: dict[str, str | None], num_tokens: int, emit: Emit) -> boo
 
 @dataclass(frozen=True)
 class Clock:
-    """What latencies are held against.
+    """The values that latencies are held against.
 
     Attributes:
         ceiling: what the link does.
@@ -133,7 +133,7 @@ class Clock:
 
 
 def _empty_reading(timer: Timer, iters: int) -> float:
-    """What the clock reads around nothing: it is part of every latency of a single phase."""
+    """The clock's time around nothing: it is part of every latency of a single phase."""
     series = timer.steps([Step(lambda: None, "empty")], min(iters, 50))
     return median(slowest([series() for _ in range(2)][1:])["empty"])
 

@@ -42,7 +42,7 @@ PROFILES = {
 
 
 def payloads(quant: str, hidden_size: int, row_dtype: torch.dtype = torch.bfloat16) -> list[Payload]:
-    """What dispatch carries for one token.
+    """The bytes that dispatch carries for one token.
 
     Args:
         quant: "bf16" (unquantised rows), "fp8" (e4m3 rows and one float32 scale per 128 values) or "nvfp4" (two

@@ -44,7 +44,7 @@ class RunProgress:
             self._live.stop()
 
     def stage(self, text: str) -> None:
-        """What is being done now."""
+        """The step that is running now."""
         if self._live is not None:
             self._live.update(self._task, description=f"{self._title}: {text}")
         else:

@@ -82,7 +82,7 @@ class Ceiling:
 
 @dataclass(frozen=True)
 class RooflineSettings:
-    """What `putget roofline` does.
+    """Runs `putget roofline`.
 
     Attributes:
         ep_size: ranks.
@@ -104,7 +104,7 @@ class RooflineSettings:
 
 
 class Link:
-    """What pushes bytes through the link, and lines the ranks up. Collective to make and to measure.
+    """Pushes bytes through the link, and lines the ranks up. Collective to make and to measure.
 
     The link is the memory that ranks share: on several hosts each host measures its own.
 

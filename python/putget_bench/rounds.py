@@ -52,5 +52,5 @@ class Rounds:
 
 
 def _shape(settings: Settings) -> _Shape:
-    """What inputs and results depend on and may differ between contenders of one run."""
+    """The settings that inputs and results depend on and that may differ between contenders of one run."""
     return settings.quant, settings.payload_dtype, settings.output(), settings.hidden_size, settings.top_k

@@ -58,7 +58,7 @@ def run(args: argparse.Namespace, command: Sequence[str]) -> int:
 
 
 def _check_flags(args: argparse.Namespace) -> None:
-    """What can be known of flags before any file is read.
+    """The checks of flags that need no file.
 
     Raises:
         ValueError: A number is out of range, flags do not go together, or a file cannot be written.

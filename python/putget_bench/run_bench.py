@@ -56,7 +56,7 @@ def run(args: argparse.Namespace, command: Sequence[str]) -> int:
 
 
 def listener(document: report.Document, progress: RunProgress) -> launch.Emit:
-    """What takes the events of a run into its report and shows them."""
+    """Takes the events of a run into its report and shows them."""
 
     def on_event(event: launch.Event) -> None:
         if event["kind"] == "stage":

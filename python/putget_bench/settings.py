@@ -26,7 +26,7 @@ MAX_SEED = 2**32 - 1
 
 @dataclass(frozen=True)
 class Settings:
-    """What one run of the bench does. Plain values: every rank gets a copy.
+    """The settings of one run of the bench. Plain values: every rank gets a copy.
 
     Attributes:
         batches: tokens a rank, ascending; every rank has the same number.
@@ -70,7 +70,7 @@ class Settings:
     domain_size: int | None
 
     def payloads(self) -> list[Payload]:
-        """What dispatch carries for one token."""
+        """The bytes that dispatch carries for one token."""
         return profiles.payloads(self.quant, self.hidden_size, profiles.ROW_DTYPES[self.payload_dtype])
 
     def output(self) -> Payload:
@@ -83,7 +83,7 @@ class Settings:
         return {"combine_dtype": torch.float8_e4m3fn} if self.combine_is_fp8 else {}
 
     def make_network(self) -> Network | None:
-        """What joins the domains of `putget.Communicator`."""
+        """The network that joins the domains of `putget.Communicator`."""
         return None if self.network is None else Network(self.network, domain_size=self.domain_size)
 
     @property
@@ -262,7 +262,7 @@ def resolve_device(device: str, ep_size: int | None) -> str:
 
 
 def why_cpu(asked: str, device: str, ep_size: int) -> str | None:
-    """What to say before a run on the CPU that nobody asked for, where there are GPUs; None elsewhere."""
+    """The note before a run on the CPU that nobody asked for, where there are GPUs; None elsewhere."""
     num_gpus = len(hardware.gpus())
     if asked != "auto" or device != "cpu" or num_gpus == 0:
         return None
@@ -274,7 +274,7 @@ def why_cpu(asked: str, device: str, ep_size: int) -> str | None:
 
 
 def share_gpus(device: str, ep_size: int) -> str | None:
-    """What to say before a run of ranks that take turns on GPUs; None where each has one, or none."""
+    """The note before a run of ranks that take turns on GPUs; None where each has one, or none."""
     num_gpus = len(hardware.gpus())
     if device != "cuda" or ep_size <= num_gpus:
         return None

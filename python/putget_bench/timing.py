@@ -64,7 +64,7 @@ def series_length(iters: int) -> tuple[int, int]:
 
 
 def make_flush(kind: str) -> Action | None:
-    """What empties the L2 cache of the current GPU. The returned action keeps its memory.
+    """Empties the L2 cache of the current GPU. The returned action keeps its memory.
 
     Args:
         kind: "none", or "overwrite", which writes more than the cache holds.

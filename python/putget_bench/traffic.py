@@ -13,7 +13,7 @@ from putget import reference
 
 @dataclass(frozen=True)
 class Shape:
-    """What one round moves.
+    """The bytes that one round moves.
 
     Attributes:
         ep_size: ranks.

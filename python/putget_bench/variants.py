@@ -75,7 +75,7 @@ def halves(settings: Settings) -> Iterator[Variant]:
 
 @group("balancer")
 def told_by_dispatch(settings: Settings) -> Iterator[Variant]:
-    """What a balancer asks of dispatch beside the rows."""
+    """The statistics that a balancer asks of dispatch beside the rows."""
     yield Variant("expert load", "dispatch counts this rank's choices by expert", settings, LoadPutget)
     yield Variant("statistics", f"dispatch tells all ranks {_STATS} numbers of each", settings, StatsPutget)
 
@@ -96,7 +96,7 @@ def sm_counts(settings: Settings) -> Iterator[Variant]:
 
 @group("exchange")
 def exchanges(settings: Settings) -> Iterator[Variant]:
-    """What ranks must know of each other before rows can move, in putget's way and in that of collectives."""
+    """The facts that ranks must know of each other before rows can move, in putget's way and in that of collectives."""
     backend = "nccl" if settings.device == "cuda" else "gloo"
     only_dispatch = ("dispatch",)
     yield Variant(

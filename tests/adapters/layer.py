@@ -79,7 +79,7 @@ class Layer:
     def expected(
         self, rank: int, combine_dtype: torch.dtype | None = None, domain_of: tuple[int, ...] | None = None
     ) -> Tensor:
-        """What combine gives on `rank`: [num_tokens, hidden_size] bfloat16, bit for bit."""
+        """The result of combine on `rank`: [num_tokens, hidden_size] bfloat16, bit for bit."""
         sent = [reference.Sent(*self.routes(src), self.rows(src)) for src in range(self.ep_size)]
         routings, arrived = reference.dispatch(sent, self.table, max_rows=self.max_tokens_per_rank)
         outputs = [self.experts(a.payloads, a.topk_ids, a.topk_weights, dst) for dst, a in enumerate(arrived)]

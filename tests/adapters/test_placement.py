@@ -1,4 +1,4 @@
-"""Whose experts are where is asked: every adapter with numbers of experts that do not divide by the ranks."""
+"""The placement of experts is asked: every adapter with numbers of experts that do not divide by the ranks."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ SIZES = [(10, 3), (60, 8), (256, 72), (8, 4), (3, 5), (1, 1)]
 
 
 def target_of_flashinfer(expert: int, num_experts: int, ep_size: int) -> int:
-    """What FlashInfer's kernels compute: the first ranks have one expert more."""
+    """The rule of FlashInfer's kernels: the first ranks have one expert more."""
     each, more = num_experts // ep_size, num_experts % ep_size
     bigger = more * (each + 1)
     return expert // (each + 1) if expert < bigger else more + (expert - bigger) // each
 
 
 def map_of_vllm(ep_size: int, ep_rank: int, num_experts: int, strategy: str) -> torch.Tensor:
-    """What vLLM's determine_expert_map gives."""
+    """The result of vLLM's determine_expert_map."""
     each, more = num_experts // ep_size, num_experts % ep_size
     mine = each + 1 if ep_rank < more else each
     first = ep_rank * each + min(ep_rank, more)

@@ -1,4 +1,4 @@
-"""What adapters share: sizes, workspaces that are kept and given back, and going on without a lost rank."""
+"""Objects that adapters share: sizes, workspaces that are kept and given back, and going on without a lost rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What joins the domains of a test, and where its ranks compute."""
+"""Networks that join the domains of a test, and the devices of its ranks."""
 
 from __future__ import annotations
 

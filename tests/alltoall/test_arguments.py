@@ -29,7 +29,7 @@ CASE = Case(
     output=((6,), torch.bfloat16),
 )
 
-# What a caller may confuse a tensor with.
+# Objects that a caller may confuse with a tensor.
 NOT_TENSORS = [None, 3, [[1, 2, 3]], "ids", (1,)]
 
 
@@ -140,7 +140,7 @@ def combine_mutations(rank: Rank) -> dict[str, tuple[str, Any]]:
 
 
 def attempt(call: Callable[[], Any]) -> str:
-    """What the call said: the text of its ValueError, or what else happened."""
+    """The answer of the call: the text of its ValueError, or the other event."""
     try:
         call()
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""What one thread waits for at one step has one deadline, however many ranks are lost."""
+"""One thread's wait at one step has one deadline, however many ranks are lost."""
 
 from __future__ import annotations
 

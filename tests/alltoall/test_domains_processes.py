@@ -152,8 +152,8 @@ def until_lost(rank: Rank, network: putget.Network, gone: int, phase: str, timeo
     began = time.monotonic()
     try:
         for number in range(6):
-            # What the rank owes others of earlier rounds has come. A process that ends owing something is named by
-            # those who wait for it, and these may be named by others.
+            # The rows that the rank owes others of earlier rounds have come. A process that ends owing something is
+            # named by those who wait for it, and these may be named by others.
             torch.distributed.barrier()
             began = time.monotonic()
             if (rank.rank, number, phase) == (gone, 5, "dispatch"):

@@ -38,7 +38,7 @@ PAYLOADS: tuple[Row, ...] = (
 
 @pytest.mark.parametrize("alignment", [1, 3, 16, 128])
 def test_rounds_of_changing_sizes(device: str, alignment: int) -> None:
-    """What a large round leaves behind a small one is cleared, and rows of padding are left alone."""
+    """A small round clears the rows that a large one has left, and rows of padding are left alone."""
     sizes = ((7, 9, 0, 12), (1, 0, 0, 2), (0, 0, 0, 0), (12, 12, 12, 12), (3, 1, 4, 1))
     case = Case(
         4,

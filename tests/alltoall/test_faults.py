@@ -25,7 +25,7 @@ SIZE = 4
 ALL = (True,) * SIZE
 TIMEOUT_S = 1.5
 WARMUP_S = 4.0
-# What a loaded machine with two cores may take beyond the deadline.
+# The time that a loaded machine with two cores may take beyond the deadline.
 SLACK_S = 5.0
 
 ROUNDS = tuple(Round(i, (3, 8 - i % 8, i % 6, 5), ending=("zero_copy", "flat")[i % 2]) for i in range(10))
@@ -146,7 +146,7 @@ def refused(rank: Rank, body: Any, *args: Any) -> tuple[str, float]:
     return "accepted", time.monotonic() - started
 
 
-# What the tests share.
+# State that the tests share.
 
 
 def without(*missing: int) -> tuple[bool, ...]:
@@ -417,7 +417,7 @@ def play_until_time_out(rank: Rank, case: Case) -> tuple[list[Outcome], Timeout]
 @SIGNALS
 @pytest.mark.parametrize("seed", range(3))
 def test_at_any_moment(ranks: RankProcesses, number: signal.Signals, seed: int) -> None:
-    """What was combined before is right, and what comes after is."""
+    """The sums before and after are right."""
     generator = random.Random(seed)
     victim = generator.randrange(SIZE)
     survivors = [rank for rank in range(SIZE) if rank != victim]

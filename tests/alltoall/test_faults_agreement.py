@@ -114,7 +114,7 @@ def test_a_late_member_of_the_mask_is_waited_for(ranks: RankProcesses) -> None:
 
 
 def names_of(ranks: RankProcesses, mask: tuple[bool, ...], callers: list[int]) -> dict[int, tuple[int, ...] | str]:
-    """Whom each caller of set_active_ranks misses."""
+    """The ranks that each caller of set_active_ranks misses."""
     found: dict[int, tuple[int, ...] | str] = {}
     for rank, got in ranks.call(timed_out, set_active_ranks, mask, ranks=callers).items():
         found[rank] = got.missing if isinstance(got, Timeout) else got
@@ -191,7 +191,7 @@ def test_survivors_that_drop_whom_they_miss_end_as_one_group(
 
 
 def test_two_stopped_members_of_which_one_has_joined(ranks: RankProcesses) -> None:
-    """What a stopped rank has said stands in its peers' sockets: it is neither an answer nor a wish of its own."""
+    """The words of a stopped rank stand in its peers' sockets: they are neither an answer nor a wish of its own."""
     start(ranks, timeout_s=PATIENT_S)
     ranks.signal(2, signal.SIGSTOP)
     ranks.submit(3, timed_out, set_active_ranks, ALL)

@@ -88,7 +88,7 @@ def go_on(rank: Rank, case: Case, halves: tuple[str, ...]) -> None:
     run_halves(rank, case, 2, HALVES)
 
 
-# What the tests share.
+# State that the tests share.
 
 
 def require_round(ranks: RankProcesses, case: Case, index: int, members: tuple[int, ...]) -> None:

@@ -221,7 +221,7 @@ def test_tensors_are_free_after_the_finish(wire: str, device: str) -> None:
         assert out.shape == outcome.combined.shape
 
 
-# What a replayed graph can do, which the host does not see: native calls, out of turn.
+# Native calls out of turn, as a replayed graph can make them without the host seeing it.
 
 
 def replayed(rank: Rank, case: Case, what: str) -> tuple[str, Outcome]:

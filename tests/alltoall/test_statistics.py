@@ -1,4 +1,4 @@
-"""What dispatch counts and carries beside the rows: expert_load, and the numbers of each rank.
+"""Counts of dispatch and numbers that it carries beside the rows: expert_load, and the numbers of each rank.
 
 The cases of test_alltoall.py hold both against the oracle, in every kind of round.
 """

@@ -1,4 +1,4 @@
-"""What the host refuses because another call has its turn."""
+"""Calls that the host refuses because another call has its turn."""
 
 from __future__ import annotations
 

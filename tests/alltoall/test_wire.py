@@ -62,7 +62,7 @@ def check_all(cases: list[Case], device: str, mode: str = "thread") -> None:
 
 
 def halves(index: int) -> tuple[int, ...]:
-    """What three ranks run in halves, another combination for every index."""
+    """The halves that three ranks run, another combination for every index."""
     return EVERY_HALF[index * 7 % len(EVERY_HALF)]
 
 

@@ -143,7 +143,7 @@ class Server:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def tokens(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What this rank sends in this iteration, 0 to TOKENS tokens, and what must come back."""
+        """This rank's input in this iteration, 0 to TOKENS tokens, and the expected result."""
         generator = torch.Generator().manual_seed((self.seed * 1009 + self.iteration) * 64 + self.rank.rank)
         count = int(torch.randint(-1, TOKENS + 1, (1,), generator=generator).clamp(min=0))
         here = sorted({self.placed.slots[s] for r in self.live for s in range(r * SLOTS, (r + 1) * SLOTS)})

@@ -196,7 +196,7 @@ class Server:
         self.balancer.set_active_ranks(mask)
 
     def outcome(self) -> dict[str, Any]:
-        """What all ranks must agree on, and whether slots are right."""
+        """The state that all ranks must agree on, and whether slots are right."""
         if self.rank.device.type == "cuda":  # hosts learn of what kernels did at different times
             torch.cuda.current_stream(self.rank.device).synchronize()
             self.balancer.poll()

@@ -361,7 +361,7 @@ def blobs() -> dict[str, Target]:
 
 
 def faults(name: str, target: Target) -> Iterator[str]:
-    """What went wrong for each odd value of each argument."""
+    """The mistakes for each odd value of each argument."""
     target.call(**target.good)
     for argument, kind in target.kinds.items():
         names = [argument, *([target.also[argument]] if argument in target.also else [])]

@@ -17,7 +17,7 @@ SIZE = 4
 
 
 def agree(outcomes: list[dict[str, Any]]) -> dict[str, Any]:
-    """What all ranks have, which must be the same but for when their hosts have planned."""
+    """The state that all ranks have, which must be the same but for when their hosts have planned."""
     assert all(outcome["right"] for outcome in outcomes), outcomes
     least = min(outcome["moving"] for outcome in outcomes)
     for outcome in outcomes:

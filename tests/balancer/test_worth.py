@@ -77,7 +77,7 @@ def test_no_batch_makes_a_layer_less_even(cells: int, seed: int) -> None:
 
 
 def test_some_batch_would_make_a_layer_less_even_in_the_plain_order() -> None:
-    """What the test before would find without a load."""
+    """The gain that the test before would find without a load."""
     worse = 0
     for seed in range(8):
         load = window(seed + 1)

@@ -1,4 +1,4 @@
-"""What ranks do in the tests of launching: functions that rank processes import by name."""
+"""Functions that rank processes import by name in the tests of launching."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the doctor sees."""
+"""The doctor's findings."""
 
 from __future__ import annotations
 

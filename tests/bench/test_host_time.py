@@ -1,4 +1,4 @@
-"""What an eager call costs the host, counted: times depend on the machine, the number of calls does not."""
+"""The host's cost of an eager call, counted: times depend on the machine, the number of calls does not."""
 
 from __future__ import annotations
 

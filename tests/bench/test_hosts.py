@@ -35,7 +35,7 @@ def start(name: str, node: int, flags: str, ranks: int = 2) -> subprocess.Popen[
 
 
 def run(flags: str, ranks: int = 2) -> list[str]:
-    """What torchrun prints on each host, with so many ranks there; both must succeed."""
+    """The output of torchrun on each host, with so many ranks there; both must succeed."""
     with hosts.made(2) as made:
         nodes = [start(name, node, flags, ranks) for node, name in enumerate(made.names)]
         try:

@@ -1,4 +1,4 @@
-"""What latencies are held against."""
+"""The values that latencies are held against."""
 
 from __future__ import annotations
 

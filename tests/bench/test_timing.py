@@ -68,7 +68,7 @@ def test_back_to_back_divides_by_the_repeats() -> None:
 
 
 def test_ten_thousand_rounds_are_short_series_repeated() -> None:
-    """What the bench does with 10,000 iterations and as many before them."""
+    """The bench's run with 10,000 iterations and as many before them."""
     rounds: list[int] = []
     settings = bench_settings("--iters", "10000", "--warmup", "10000")
     entry = SimpleNamespace(

@@ -76,7 +76,7 @@ class Block:
 
 
 def blocks_of(text: str) -> list[Block]:
-    """What runs of a page, in its order."""
+    """The blocks of a page that run, in its order."""
     found: list[Block] = []
     marks: list[tuple[str, str]] = []
     for token in MarkdownIt().parse(_SNIPPET.sub(lambda found: (ROOT / found[1]).read_text().rstrip(), text)):

@@ -1,4 +1,4 @@
-"""What the site's hook makes of tables and pictures."""
+"""Tables and pictures as the site's hook makes them."""
 
 from __future__ import annotations
 

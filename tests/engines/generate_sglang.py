@@ -154,7 +154,7 @@ def run_case(folder: Path, case: str) -> None:
 
 
 def run_case_or_end(folder: Path, case: str) -> None:
-    """What goes wrong is said at once, and the engine's processes end: multiprocessing would wait for them first."""
+    """An error is told at once, and the engine's processes end: multiprocessing would wait for them first."""
     try:
         run_case(folder, case)
     except BaseException:
@@ -196,7 +196,7 @@ def runs(pid: int) -> bool:
 
 
 def preload() -> None:
-    """What every process needs."""
+    """The arguments that every process needs."""
     import sglang.srt.entrypoints.engine
     import sglang.srt.managers.scheduler
     import sglang.srt.models.registry

@@ -36,7 +36,7 @@ TIMEOUT_S = 1.5
 
 
 def configure(model: Path) -> None:
-    """What SGLang's scheduler does before it makes a manager."""
+    """The steps of SGLang's scheduler before it makes a manager."""
     os.environ[options.VARIABLE] = json.dumps({"address": "127.0.0.1", "timeout_s": TIMEOUT_S, "confirm_s": TIMEOUT_S})
     args = ServerArgs(
         model_path=str(model),

@@ -93,7 +93,7 @@ class Server:
         self.told.send(("abort", name))
 
     def wait(self, name: str, timeout_s: float = ANSWER_S) -> Any:
-        """What a request came to."""
+        """The outcome of a request."""
         end = time.monotonic() + timeout_s
         while name not in self.found:
             if not self.process.is_alive():

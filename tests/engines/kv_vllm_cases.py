@@ -34,7 +34,7 @@ def pair(model: Path, **options: Any) -> tuple[Side, Side]:
 
 
 def sources_of(prefill: Side) -> list[str]:
-    """What a router learns from a prefill server before it has sent a request."""
+    """The facts that a router learns from a prefill server before it has sent a request."""
     prefill.add("describe", [1], 1, putget_describe=True)
     step_until_idle(prefill)
     return list(prefill.told.pop("describe")["putget_sources"])
@@ -259,7 +259,7 @@ CASES: tuple[Callable[[Path], None], ...] = (
 
 
 def run(model: Path, names: list[str]) -> dict[str, str]:
-    """What each case came to: "ok", or how it failed."""
+    """The outcome of each case: "ok", or how it failed."""
     found = {}
     for case in CASES:
         if names and case.__name__ not in names:

@@ -39,7 +39,7 @@ def prompt_of(number: int) -> list[int]:
 
 
 def serve(folder: Path, port: int, role: str) -> None:
-    """What the command `vllm` does with these arguments."""
+    """Runs the command `vllm` with these arguments."""
     from vllm.entrypoints.cli.main import main
 
     transfer = {

@@ -77,7 +77,7 @@ def config_of(model: Path, role: str | None, policy: str, options: dict[str, Any
 
 
 def value(tokens: list[int], layer: int) -> float:
-    """What a layer's cache holds for the last of these tokens."""
+    """The content of a layer's cache for the last of these tokens."""
     return float(zlib.crc32(bytes(tokens)) % 1_000_000 * 8 + layer)
 
 

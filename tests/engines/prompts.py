@@ -1,4 +1,4 @@
-"""What the engines are asked for, and what their programs share: a port, where ranks seem to be, how they end."""
+"""Prompts for the engines, and functions that their programs share: a port, where ranks seem to be, how they end."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def start(engine: str, *arguments: object, **environment: str) -> subprocess.Pop
 
 
 def output_of(process: subprocess.Popen[str], timeout_s: float) -> str:
-    """What it prints until it ends; then its whole session is ended, so that no worker stays."""
+    """The output until the end; then its whole session is ended, so that no worker stays."""
     try:
         output, _ = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
@@ -74,7 +74,7 @@ def output_of(process: subprocess.Popen[str], timeout_s: float) -> str:
 
 
 def run(engine: str, *arguments: object, timeout_s: float = LIMIT_S, **environment: str) -> str:
-    """What the engine's Python prints for these arguments; it must succeed."""
+    """The output of the engine's Python for these arguments; it must succeed."""
     process = start(engine, *arguments, **environment)
     output = output_of(process, timeout_s)
     assert process.returncode == 0, f"{output.splitlines()[-1:]} at the end of:\n{output[-8000:]}"
@@ -83,7 +83,7 @@ def run(engine: str, *arguments: object, timeout_s: float = LIMIT_S, **environme
 
 @dataclass
 class Outcome:
-    """What a case wrote, on one rank or on several, and what its processes logged."""
+    """The output of a case, on one rank or on several, and the log of its processes."""
 
     files: list[Path]
     log: str

@@ -77,7 +77,7 @@ class Server:
 
     @property
     def log(self) -> str:
-        """What it has said."""
+        """The output so far."""
         return Path(self._log.name).read_text()
 
     def ask(self, path: str, body: Any = None) -> tuple[int, bytes]:
@@ -150,7 +150,7 @@ def all_asked(server: Server, asked: list[dict[str, Any]]) -> Iterator[list[str]
 
 
 def share_of_a_core(ranks: list[psutil.Process], seconds: float) -> float:
-    """What the busiest rank takes of a core while nobody asks."""
+    """The busiest rank's use of a core while nobody asks."""
     before = [sum(rank.cpu_times()[:2]) for rank in ranks]
     time.sleep(seconds)
     after = [sum(rank.cpu_times()[:2]) for rank in ranks]

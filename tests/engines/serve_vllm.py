@@ -23,7 +23,7 @@ START_S = 900
 
 
 def serve(folder: Path, port: int) -> None:
-    """What the command `vllm` does with these arguments."""
+    """Runs the command `vllm` with these arguments."""
     from vllm.entrypoints.cli.main import main
 
     options = {

@@ -17,7 +17,7 @@ pytestmark = only_with_engines
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What clients got."""
+    """The answers that clients got."""
     folder: Path = tmp_path_factory.mktemp("serve")
     run("transformers", "-m", "tests.engines.serve_transformers", folder)
     loaded: dict[str, Any] = json.loads((folder / "found.json").read_text())

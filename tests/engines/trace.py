@@ -1,4 +1,4 @@
-"""What a trace of torch's profiler, as engines write it, says of putget's part."""
+"""putget's part in a trace of torch's profiler, as engines write it."""
 
 from __future__ import annotations
 

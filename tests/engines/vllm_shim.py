@@ -1,4 +1,4 @@
-"""What vLLM lacks for expert parallelism on the CPUs of one memory node.
+"""Functions that vLLM lacks for expert parallelism on the CPUs of one memory node.
 
 Its CPU experts take the ids of this rank's experts and know no expert map. Its server gives each rank of data
 parallelism a memory node of its own, and ends where there are fewer.

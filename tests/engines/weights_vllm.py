@@ -74,7 +74,7 @@ def texts(folder: Path) -> dict[str, list[list[int]]]:
 
 
 def serve(folder: Path, port: int) -> None:
-    """What the command `vllm` does with these arguments."""
+    """Runs the command `vllm` with these arguments."""
     from vllm.entrypoints.cli.main import main
 
     os.environ["VLLM_SERVER_DEV_MODE"] = "1"

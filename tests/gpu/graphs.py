@@ -91,7 +91,7 @@ class GraphRound:
         return outcomes
 
     def outcome(self) -> Outcome:
-        """What the last run left, on the CPU (synchronises)."""
+        """The result of the last run, on the CPU (synchronises)."""
         self.rank.wait()
         seen = {name: _to_cpu(value) for name, value in self._seen.items()}
         return Outcome(**seen, invalid=0)

@@ -23,7 +23,7 @@ Body = Callable[..., Any]
 
 
 class Ranks(Protocol):
-    """What tests use of RankProcesses and ThreadRanks."""
+    """The part of RankProcesses and ThreadRanks that tests use."""
 
     size: int
     broken: bool

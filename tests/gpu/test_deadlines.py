@@ -29,7 +29,7 @@ LAYERS = 60
 
 @dataclass(frozen=True)
 class Fault:
-    """What a rank learnt of a time-out.
+    """A rank's report of a time-out.
 
     Attributes:
         seconds: from the launch to the end of this rank's kernels.

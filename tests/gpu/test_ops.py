@@ -40,7 +40,7 @@ class PiecewiseRound(GraphRound):
         }
 
     def between(self) -> None:
-        """What is not captured."""
+        """Calls that are not captured."""
         self._flat_rows.copy_(self._rows.transpose(0, 1).flatten(0, 1))
 
     def second(self) -> None:

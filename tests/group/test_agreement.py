@@ -1,4 +1,4 @@
-"""What one rank makes of its peers' words about who is missing: the peers are sockets of the test."""
+"""One rank's conclusions from its peers' words about missing ranks: the peers are sockets of the test."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Wire:
         return next(fields for fields in reversed(self.ends[peer].agreement) if kind in fields)
 
     def missing(self, begin: Callable[[Attempt], None], timeout_s: float = TIMEOUT_S) -> tuple[int, ...]:
-        """Whom an attempt of all four ranks misses; ``begin`` is called once it has told its join."""
+        """The ranks that an attempt of all four misses; ``begin`` is called once it has told its join."""
         wait = self.mesh.wait
 
         def wait_behind(look: Any, missing: Any, deadline: Any, *args: Any) -> None:

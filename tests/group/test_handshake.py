@@ -17,7 +17,7 @@ from putget.group import meeting
 from putget.group.handshake import Listener, Meeting
 from putget.group.mesh import Deadline
 
-# What a loaded machine with two cores may take beyond the deadline.
+# The time that a loaded machine with two cores may take beyond the deadline.
 SLACK_S = 5.0
 
 Met = dict[int, socket.socket] | Exception

@@ -118,7 +118,7 @@ class Case:
         return self.max_tokens_per_rank if rows is None else rows
 
     def sent(self, index: int, rank: int) -> reference.Sent:
-        """What `rank` passes to dispatch in round `index`."""
+        """The input of `rank` for dispatch in round `index`."""
         played = self.rounds[index]
         num_tokens = played.num_tokens[rank]
         generator = torch.Generator().manual_seed(played.seed * 1009 + rank)
@@ -159,7 +159,7 @@ class Case:
         return bool((self.table_of(index)[ids] == other).any())
 
     def expert_rows(self, index: int, rank: int) -> Tensor:
-        """What the experts of `rank` produce in round `index`: [ep_size, max_rows, *shape], every slot."""
+        """The output of the experts of `rank` in round `index`: [ep_size, max_rows, *shape], every slot."""
         shape, dtype = self.output
         generator = torch.Generator().manual_seed(self.rounds[index].seed * 1009 + 500 + rank)
         size = (self.ep_size, self.max_rows_of(index, rank), *shape)

@@ -18,7 +18,7 @@ from tests.harness.rank import Rank
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one rank saw of one round, copied to the CPU.
+    """One rank's view of one round, copied to the CPU.
 
     Attributes:
         invalid: the count that check() raised, 0 if it did not.

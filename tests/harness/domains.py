@@ -19,7 +19,7 @@ from tests.harness.run import run_ranks
 
 @dataclass(frozen=True)
 class World:
-    """What joins the domains, and where ranks compute: ranks on CUDA are emulated on one GPU."""
+    """The network of the domains, and the device of the ranks: ranks on CUDA are emulated on one GPU."""
 
     provider: str = "sim"
     device: str = "cpu"
@@ -124,7 +124,7 @@ class Masks:
         self._members = [threading.Barrier(sum(mask)) for mask in masks]
 
     def play(self, rank: Rank, a2a: putget.AllToAll, body: Callable[[Rank, tuple[bool, ...]], Any]) -> list[Any]:
-        """What the body gives under each mask; None where the rank is left out."""
+        """The results of the body under each mask; None where the rank is left out."""
         outcomes: list[Any] = []
         for number, mask in enumerate(self.masks):
             outcomes.append(None)

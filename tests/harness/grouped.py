@@ -18,7 +18,7 @@ FIELDS = ("offsets", "num_rows", "weights", "source_rows", "positions")
 
 @dataclass(frozen=True)
 class GroupedOutcome:
-    """What one rank saw of one round, copied to the CPU."""
+    """One rank's view of one round, copied to the CPU."""
 
     fields: dict[str, Tensor]
     payloads: tuple[Tensor, ...]
@@ -27,7 +27,7 @@ class GroupedOutcome:
 
 
 def grouped_rows(case: Case, index: int, rank: int, capacity: int) -> Tensor:
-    """What the experts of `rank` make of the layout's rows: [capacity, *shape], also of rows that nobody asked for."""
+    """The output of the experts of `rank` for the layout's rows: [capacity, *shape], also of unasked rows."""
     shape, dtype = case.output
     generator = torch.Generator().manual_seed(case.rounds[index].seed * 1009 + 300 + rank)
     return random_values((capacity, *shape), dtype, generator)

@@ -94,7 +94,7 @@ def made(count: int) -> Iterator[Hosts]:
 
 
 def run_on(name: str, body: Callable[[], Any]) -> Any:
-    """What a function finds in a process on a host."""
+    """A function's findings in a process on a host."""
     context = mp.get_context("fork")
     ours, theirs = context.Pipe()
 

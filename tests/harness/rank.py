@@ -1,4 +1,4 @@
-"""What a test body sees of the rank it runs on."""
+"""A test body's view of the rank that it runs on."""
 
 from __future__ import annotations
 

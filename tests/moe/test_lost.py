@@ -30,7 +30,7 @@ def tokens(layer: ExpertParallelMoE, rank: int) -> tuple[torch.Tensor, torch.Ten
 
 
 def refused(layer: ExpertParallelMoE, x: torch.Tensor) -> putget.ExpertsLost:
-    """What each call raises while experts are lost."""
+    """The exception of each call while experts are lost."""
     for call in (lambda: layer(x), layer.check, lambda: layer(x)):
         with pytest.raises(putget.ExpertsLost) as caught:
             call()
@@ -79,7 +79,7 @@ def lose_accept_and_get_back(rank: Rank, masks: Masks) -> None:
 
 
 def first_metrics(layer: ExpertParallelMoE, rounds: int) -> Any:
-    """What a layer without a loss tells; once it went on without rank 2 for three rounds."""
+    """The report of a layer without a loss; once it went on without rank 2 for three rounds."""
     without = 3 if rounds and layer.a2a.ep_rank != 2 else 0
     found = layer.metrics()
     assert found.active_ranks == (0, 1, 2)

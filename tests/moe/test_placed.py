@@ -51,7 +51,7 @@ def experts_of(layer: ExpertParallelMoE, placement: Placement, rank: int, dense:
 def oracle(
     layer: ExpertParallelMoE, dense: Dense, placement: Placement, inputs: list[Tensor], num_valid: int | None
 ) -> list[Tensor]:
-    """What each rank gets, by putget.reference: routes, groups and sums in plain torch."""
+    """Each rank's result by putget.reference: routes, groups and sums in plain torch."""
     ranks = range(layer.a2a.ep_size)
     each = placement.num_replicas // len(ranks)
     sent, addends = [], []

@@ -64,7 +64,7 @@ uint64_t mix(uint64_t value) {
 uint32_t room_of(uint32_t object) { return kTokens << 2 * object; }
 uint32_t row_elements(uint32_t object) { return kElements << object; }
 
-// What all ranks know of a round, from the seed alone.
+// All ranks' knowledge of a round, from the seed alone.
 struct Story {
   uint64_t seed;
   uint32_t objects;
@@ -133,7 +133,7 @@ struct alignas(128) Line {
   uint8_t byte[128];
 };
 
-// What the objects of a rank's workspace share.
+// State that the objects of a rank's workspace share.
 struct Shared {
   Shared(const Story& story, uint32_t rank) {
     for (uint32_t object = 0; object < story.objects; ++object) {

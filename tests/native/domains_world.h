@@ -109,7 +109,7 @@ class Kernels {
   bool done() const { return phase_ == Phase::kDone; }
   uint32_t epoch() const { return epoch_; }
   Phase phase() const { return phase_; }
-  // Whom the rank waits for now, as the kernel would say when its deadline has passed.
+  // The ranks that this rank waits for now, as the kernel would say when its deadline has passed.
   RankSet missing() const {
     RankSet set = RankSet::none();
     if (phase_ == Phase::kUnpack) {
@@ -382,7 +382,7 @@ class Kernels {
   std::vector<uint32_t> rows_of_;
 };
 
-// What a proxy of `rank` needs, once every active rank has its regions.
+// The configuration of a proxy of `rank`, once every active rank has its regions.
 struct Regions {
   uint32_t outbox, inbox, returns, return_inbox;
 };

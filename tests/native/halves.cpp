@@ -15,7 +15,8 @@ namespace {
 constexpr uint32_t kRanks = 2;
 constexpr uint32_t kMostBlocks = 3;
 
-// What leads to the wrong step, and that step, of rank 0: `first` and `second` are grids, `outside` is where rows are.
+// The steps before the wrong step, and that step, of rank 0: `first` and `second` are grids, `outside` is where rows
+// are.
 struct Scenario {
   const char* name;
   Misuse misuse;
@@ -95,7 +96,7 @@ const Scenario kScenarios[] = {
      [](StressRank& rank, uint32_t, bool) { rank.release(); }},
 };
 
-// What is wrong with a scenario; empty: nothing.
+// The mistakes of a scenario; empty: none.
 std::string judge(const StressPlan& plan, const Scenario& scenario, uint32_t first, uint32_t second, bool outside,
                   bool again_outside) {
   World world(plan);

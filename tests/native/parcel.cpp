@@ -79,7 +79,7 @@ bool agents() {
   return true;
 }
 
-// What the writes of a message of so many rows carry: all of it once, and none too much.
+// The bytes that the writes of a message of so many rows carry: all of it once, and none too much.
 bool writes(const ParcelShape& shape, uint32_t rows, uint64_t most) {
   uint64_t end = 0;
   for (uint32_t chunk = 0; chunk < shape.chunks(rows); ++chunk) {

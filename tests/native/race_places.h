@@ -1,4 +1,4 @@
-// What ThreadSanitizer's reports are about: each says, in a line of its own, what stands at the address of the race.
+// The places of ThreadSanitizer's reports: each says, in a line of its own, what stands at the address of the race.
 //
 // A mutation counts as caught when the report names what it broke. Functions would not do: of an older access
 // ThreadSanitizer may have lost the stack.

@@ -1,5 +1,5 @@
-// What every rank of the stress job knows about every round, from the seed alone: shapes, routes and the value of every
-// byte.
+// Every rank's knowledge about every round of the stress job, from the seed alone: shapes, routes and the value of
+// every byte.
 //
 // Each rank computes what it must receive and what its tokens must sum to, without a word to the others: the only
 // synchronisation of the job is the protocol's own.

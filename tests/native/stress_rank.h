@@ -23,7 +23,7 @@ constexpr uint32_t kSegmentBytes = 64;          // so small that blocks share ro
 constexpr uint32_t kSentinelSegmentBytes = 16;  // the same for sentinel rows, one pack each
 constexpr uint32_t kFirstEpoch = 0xfffffff0u;   // the epoch wraps early in the job
 
-// What the memory that "peers map" is made of: aligned as regions are, and no larger than the layout says.
+// The pieces of the memory that "peers map": aligned as regions are, and no larger than the layout says.
 struct alignas(kRegionAlignment) Block {
   uint8_t bytes[kRegionAlignment];
 };
@@ -175,7 +175,7 @@ class StressRank {
 
   const FaultRecord& fault() const { return fault_; }
 
-  // What peers get of this rank.
+  // The part of this rank that peers get.
   std::vector<uint8_t> output_bytes() const {
     const Plan& plan = object_->plan;
     const uint8_t* begin = plan.own() + plan.layout.output;
@@ -183,7 +183,7 @@ class StressRank {
   }
 
  private:
-  // What a block has in shared memory.
+  // Shared memory of a block.
   struct Scratch {
     DispatchScratch dispatch{};
     CombineScratch combine{};

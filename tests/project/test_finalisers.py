@@ -1,4 +1,4 @@
-"""What runs when an object is collected takes no lock: its own thread, or one that waits for it, may hold that lock.
+"""Code that runs when an object is collected takes no lock: its own thread, or a waiting one, may hold the lock.
 
 The garbage collector runs wherever Python allocates, also under a lock. The first check reads the sources: it follows
 finalisers by the names that they call. The second one collects objects of each kind while every lock is held.

@@ -22,7 +22,7 @@ SCREEN = 76  # lines of a Python function, its docstring apart
 INCLUDE = re.compile(r'^\s*#\s*include\s*(?:<([^>]+)>|"([^"]+)")', re.MULTILINE)
 ASM = re.compile(r"\b(?:asm|__asm__|__asm)\b\s*(?:volatile|__volatile__)?\s*\(")
 MULTICAST = re.compile(r"cuMulticast|CU_MEM_ALLOCATION_COMP_MULTICAST|\bmultimem\.", re.IGNORECASE)
-# What the protocol may include: it is compiled for the device too.
+# Headers that the protocol may include: it is compiled for the device too.
 FREESTANDING = frozenset({"cstdint", "cstddef"})
 FOREIGN = re.compile(r"^(torch|ATen|c10|caffe2|pybind11|nanobind)/|^Python\.h$|^pybind11|^torch")
 

@@ -78,7 +78,7 @@ def too_long(root: Path) -> Iterator[str]:
 
 
 def used_names(path: str) -> list[str]:
-    """What one `use` names: a::{b, c::{d, e}} is a::b, a::c::d and a::c::e."""
+    """The names of one `use`: a::{b, c::{d, e}} is a::b, a::c::d and a::c::e."""
     found = re.fullmatch(r"([^{]*)\{(.*)\}", path, re.DOTALL)
     if found is None:
         return [path.split(" as ")[0].strip()]

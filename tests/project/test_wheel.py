@@ -1,4 +1,4 @@
-"""What is installed: the wheel's tag and content, the library's symbols and dependencies, and versions that agree."""
+"""The installed files: the wheel's tag and content, the library's symbols and dependencies, and versions that agree."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LIBRARIES = {
     PACKAGE / "libputget.so": ("putget.h", "putget_nodes.h", "putget_balancer.h"),
     BENCH / "libputget_probe.so": ("putget_probe.h",),
 }
-# What every glibc machine has; the driver is looked up at run time, and CUDA's runtime is linked in.
+# Libraries that every glibc machine has; the driver is looked up at run time, and CUDA's runtime is linked in.
 SYSTEM_LIBRARIES = re.compile(
     r"^(libc|libm|libdl|librt|libpthread|libstdc\+\+|libgcc_s|ld-linux-[a-z0-9_-]+)\.so\.\d+$"
 )

@@ -62,7 +62,7 @@ def compile_job(
     """Compiles a program of tests/native with a sanitizer; see StressJob."""
     compiler = os.environ.get("CXX") or shutil.which("g++") or "c++"
     options = ["-std=c++17", "-g", "-pthread", "-DPUTGET_STRESS", *(["-DPUTGET_STRESS_CTAS"] if ctas else []), *extra]
-    # What is emulated stands in for what only a GPU's compiler takes, so it is looked for first.
+    # Emulated headers stand in for those that only a GPU's compiler takes, so they are looked for first.
     options += [f"-I{folder}" for folder in (SOURCES / "emulated", SOURCES, native, native / "include")]
     sanitize = [f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all"]
     return subprocess.run(

@@ -1,4 +1,4 @@
-"""What kernels run on (native/cuda/exec.cuh) in CTAs of several warps: what barriers order.
+"""The base of kernels (native/cuda/exec.cuh) in CTAs of several warps: the accesses that barriers order.
 
 By tests/native/ctas.cpp, what dispatch puts, in each of its kernels; by the stress job, all of a round. The CPU backend
 has one thread a rank: what lanes do together is seen here, without a GPU (tests/native/emulated), by ThreadSanitizer.
@@ -95,7 +95,7 @@ def test_rounds_of_ctas_are_clean(job: StressJob, ranks: int, blocks: int, objec
         assert done.returncode == 0, done.stdout + done.stderr
 
 
-# What orders the warps of a CTA, or the lanes of a warp, in one kernel. With the places of what it orders, and the
+# Orders between the warps of a CTA, or the lanes of a warp, in one kernel. With the places that each orders, and the
 # objects that show it.
 COMBINE, SUM = "protocol/combine/combine.h", "protocol/combine/sentinel_sum.h"
 BARRIERS: dict[str, tuple[set[str], str, str, str, str]] = {

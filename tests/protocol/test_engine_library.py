@@ -23,7 +23,7 @@ def version() -> int:
 
 
 def refused(monkeypatch: pytest.MonkeyPatch, path: Path) -> str:
-    """What an engine in this file comes to."""
+    """The error for an engine in this file."""
     monkeypatch.setattr(networks, "engine_library", lambda: str(path))
     with pytest.raises(putget.BackendUnavailable) as raised:
         networks.EngineNetwork(0, 2, "tcp", ("127.0.0.1",), b"secret")

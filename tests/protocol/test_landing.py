@@ -15,7 +15,7 @@ from tests.protocol.stress_job import REPORT, StressJob, is_caught
 
 TRIES = range(1, 9)
 OPTIONS = ("--landing", 1, "--ranks", 3, "--blocks", 2, "--rounds", 20, "--timeout", 60)
-# What each order protects: a race must be there to count as this order's.
+# The places that each order protects: a race must be there to count as this order's.
 PROTECTED = {
     "H1": {"orders"},
     "H2": {"orders"},

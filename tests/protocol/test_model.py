@@ -18,7 +18,7 @@ import pytest
 
 MODELS = Path(__file__).resolve().parents[2] / "native" / "model"
 SPIN, CC = shutil.which("spin"), shutil.which("cc")
-# What a model takes by -D without being wrong: sizes, and parts that can be switched on.
+# Settings that a model takes by -D without being wrong: sizes, and parts that can be switched on.
 PARAMETERS = {
     "RANKS",
     "ROUNDS",

@@ -30,9 +30,9 @@ def test_the_protocol_is_clean(job: StressJob, ranks: int, blocks: int, objects:
     assert done.returncode == 0, done.stderr
 
 
-# What each order protects (docs/protocol.md, the proofs): a race must be there to count as this order's. Rows that come
-# next meet readers and writers of the round before (R1, C2, D1), of two rounds before (D3, D4) or, in mixed layouts, of
-# the end of the round before (C5, D0, J3).
+# The places that each order protects (docs/protocol.md, the proofs): a race must be there to count as this order's.
+# Rows that come next meet readers and writers of the round before (R1, C2, D1), of two rounds before (D3, D4) or, in
+# mixed layouts, of the end of the round before (C5, D0, J3).
 RECEIVED = {"topk_ids", "topk_weights", "payload", "stats"}
 SUMMED = {"output"}
 PROTECTED = {
@@ -115,7 +115,7 @@ def test_a_plain_access_is_caught(access: str, tmp_path: Path) -> None:
     require_caught(tmp_path, (change[0], change[1], change[2]), blocks=3, objects="0", places={place})
 
 
-# What no tag tells apart: the flags of a kernel's parts.
+# Accesses that no tag tells apart: the flags of a kernel's parts.
 PARTS = {
     "the first and the last part alone": (
         "if (!scratch.head.active.has(peer)) continue;\n    all = observe_part<tag>(",

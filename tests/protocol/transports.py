@@ -102,7 +102,7 @@ class End:
         self._call("remove_region", region)
 
     def bytes_of(self, name: str, *args: int) -> bytes:
-        """What `address` or `describe_region` has to say; a call without room says how much that is."""
+        """The bytes of `address` or `describe_region`; a call without room says how many they are."""
         length = c_uint64(0)
         status = getattr(self.table, name)(self.table.self, *args, None, ctypes.byref(length))
         assert status == INVALID

@@ -145,7 +145,7 @@ class Layer:
         return (mix(number, src, token, self._odd_bytes, 31 + self.index) & 0xFF).to(torch.uint8)
 
     def _answers(self, number: Tensor, expert_rank: Tensor | int, src: Tensor | int, token: Tensor) -> Tensor:
-        """What a rank's experts answer: integers so small that every sum of them is exact in the output's dtype."""
+        """The answers of a rank's experts: integers so small that every sum of them is exact in the output's dtype."""
         bound = 1 << 16 if self.shape.output_dtype == torch.float32 else 16
         return small(mix(number, expert_rank * 256 + src, token, self._outputs, 41 + self.index), bound)
 

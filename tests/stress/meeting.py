@@ -48,7 +48,7 @@ class Processes:
 
 
 class Room:
-    """What the threads of one process share."""
+    """State that the threads of one process share."""
 
     def __init__(self, size: int, timeout_s: float) -> None:
         self.barrier = threading.Barrier(size, timeout=timeout_s)

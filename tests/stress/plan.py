@@ -1,4 +1,4 @@
-"""What a stress run does, round by round, known to every rank from the seed: sizes, endings, layers."""
+"""The plan of a stress run, round by round, known to every rank from the seed: sizes, endings, layers."""
 
 from __future__ import annotations
 

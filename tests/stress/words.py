@@ -1,4 +1,4 @@
-"""What every word of a stress round must be, computed on both sides from (round, source, token, column).
+"""The expected value of every word of a stress round, computed on both sides from (round, source, token, column).
 
 All of it is torch arithmetic on the rank's device, without synchronisation, so that a CUDA graph can capture it.
 """

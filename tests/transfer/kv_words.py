@@ -18,7 +18,7 @@ LAYERS, TOKENS = 3, 4
 
 
 class Driver:
-    """What the test itself does with the driver. Every call has to succeed."""
+    """The test's own calls of the driver. Every call has to succeed."""
 
     def __init__(self) -> None:
         self.library = ctypes.CDLL("libcuda.so.1")
@@ -125,7 +125,7 @@ def main() -> None:
         driver.synchronize(stream)
         assert pair.word() == step << 16 | LAYERS
         pair.prefiller.finish(name)
-    # What follows belongs to no step: layers that step 9 has not computed stay unreported.
+    # The following layers belong to no step: layers that step 9 has not computed stay unreported.
     pair.prefiller.begin_step(9, pair.work("late", 30, 99), stream)
     pair.prefiller.layer_done(0, stream)
     pair.prefiller.end_step(stream)

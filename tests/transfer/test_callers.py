@@ -1,4 +1,4 @@
-"""What callers do beside submitting: they cancel, raise, fork, hit Ctrl-C, and read the metrics."""
+"""Callers' other acts beside submitting: they cancel, raise, fork, hit Ctrl-C, and read the metrics."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ def test_threads_and_files_of_dropped_owners_go(hold: Callable[[Owner], object])
     gc.collect()
     assert [one() for one in gone] == [None] * 3
     end = time.monotonic() + LONG_S
-    # What another test left may go, too. A callback that is just returning may hold an owner a moment longer.
+    # Objects that another test left may go, too. A callback that is just returning may hold an owner a moment longer.
     while any(now > then for now, then in zip(used(), before, strict=True)):
         assert time.monotonic() < end, (used(), before)
         gc.collect()

@@ -1,4 +1,4 @@
-"""What belongs to one engine is refused by every other, before any effect."""
+"""Objects of one engine are refused by every other, before any effect."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LONG_S = 60.0
 
 
 class Mine(NamedTuple):
-    """What an engine hands out."""
+    """Objects that an engine hands out."""
 
     engine: pt.Engine
     handle: pt.MrHandle

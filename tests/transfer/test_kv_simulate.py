@@ -35,7 +35,7 @@ def test_layers_that_leave_early_never_take_longer() -> None:
             # Nothing arrives before it is computed, and all of it takes the NIC's time.
             assert row.layerwise_s > max(row.prefill_s, row.transfer_s) + SETTING.latency_s
             assert row.layerwise_s < row.after_s
-        # What the network needs longer for than the prefill is sent from the first layer on.
+        # The network needs longer than the prefill: bytes are sent from the first layer on.
         first = row.prefill_s / prefill.model.layers
         assert row.layerwise_s < row.transfer_s + first + SETTING.latency_s
         assert row.num_bytes == 5000 * prefill.model.layers * prefill.model.kv_heads * prefill.model.head_bytes * (

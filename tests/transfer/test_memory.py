@@ -1,4 +1,4 @@
-"""What keeps registered memory where it is, and what happens where nothing can."""
+"""Registered memory stays where it is; and the answer where nothing can keep it there."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def test_the_stub_names_what_there_is() -> None:
     classes = {name: item for name, item in vars(_native).items() if inspect.isclass(item)}
     assert classes.keys() == stub.keys()
     for name, item in classes.items():
-        # What an exception carries is set on the instance.
+        # The payload of an exception is set on the instance.
         own = set() if issubclass(item, Exception) else {found for found in vars(item) if not found.startswith("_")}
         assert own == (set() if issubclass(item, Exception) else stub[name]), name
 

@@ -1,4 +1,4 @@
-/* What the C callers of these benchmarks share. */
+/* Declarations that the C callers of these benchmarks share. */
 #pragma once
 
 #include <stdio.h>

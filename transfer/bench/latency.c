@@ -1,4 +1,4 @@
-/* What one write takes a C caller until its end is told, by a word that it polls or by a callback:
+/* The time of one write of a C caller until its end is told, by a word that it polls or by a callback:
  *
  *   latency PROVIDER DESC SIZE SECONDS
  *
@@ -22,7 +22,7 @@ static int by_size(const void* a, const void* b) {
   return (x > y) - (x < y);
 }
 
-/* What a callback tells. */
+/* The words of a callback. */
 struct end {
   pthread_mutex_t lock;
   pthread_cond_t told;

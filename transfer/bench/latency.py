@@ -1,4 +1,4 @@
-r"""What one write takes every kind of caller, beside libfabric alone and NIXL: p50 and p99, one table.
+r"""The time of one write for every kind of caller, beside libfabric alone and NIXL: p50 and p99, one table.
 
     cargo build --release -p putget_transfer_bench && cargo build --release -p putget_transfer_capi
     python bench/latency.py --provider host --peers_python python

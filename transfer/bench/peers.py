@@ -25,7 +25,7 @@ from typing import Any
 PAGES = 256
 PATIENCE_S = 60.0
 MIN_MEMORY = 32 << 20
-# What UCX may use for each of NIXL's rows.
+# Transports that UCX may use for each of NIXL's rows.
 TRANSPORTS = {"nixl_tcp": "tcp", "nixl_shm": "posix,sysv,cma,self"}
 
 # Starts a transfer of (source offset, target offset, length) pieces; the result says whether it is over.
@@ -199,7 +199,7 @@ def main() -> None:
     if options.kind in TRANSPORTS:
         os.environ["UCX_TLS"] = TRANSPORTS[options.kind]
         os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
-    # What is missing is said now, and not by a target that never answers.
+    # A missing part is named now, instead of a target that never answers.
     importlib.import_module("nixl" if options.kind in TRANSPORTS else "mooncake.engine")
     length = max(options.largest, MIN_MEMORY)
     context = multiprocessing.get_context("spawn")

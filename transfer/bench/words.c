@@ -1,4 +1,4 @@
-/* What the C interface costs a caller that uses words, in one process over one network:
+/* The cost of the C interface for a caller that uses words, in one process over one network:
  *
  *   cargo build --release -p putget_transfer_capi
  *   cc -O2 -I python/putget_transfer/include bench/words.c target/release/libputget_transfer_capi.so -o words

@@ -18,7 +18,7 @@ struct CombineScratch {
   uint32_t waited;  // warps that have waited for all rows that they sum
 };
 
-// What the calling CTA does of a call.
+// The part of a call that the calling CTA does.
 struct Work {
   bool copies = false;  // rows from outside, which some rank gets; all CTAs do, or none
   bool sends = false;   // sentinel rows
@@ -30,7 +30,7 @@ PUTGET_TEXT bool copies_rows(const Plan& plan, const CombineCall& call, const St
   return call.rows != nullptr && call.half != Half::kFinish && any_row_to_copy(plan, call, head);
 }
 
-// What combine reads before it knows the round; `meanwhile` may issue loads of its own. Ends with a block barrier. Says
+// Reads of combine before it knows the round; `meanwhile` may issue loads of its own. Ends with a block barrier. Says
 // whether a source wants sentinel rows.
 template <class Exec, class Meanwhile>
 PUTGET_TEXT bool look_before_combine(Exec& exec, const Plan& plan, StateAhead<true>& state, CombineScratch& scratch,
@@ -41,7 +41,7 @@ PUTGET_TEXT bool look_before_combine(Exec& exec, const Plan& plan, StateAhead<tr
   return exec.any(asked);
 }
 
-// What says whose turn it is, as the calling CTA found it, all of it read together.
+// The state that says whose turn it is, as the calling CTA found it in one read.
 struct Turn {
   uint32_t epoch;
   uint32_t open;
@@ -201,7 +201,7 @@ struct ReductionOf<Exec, Codec, Wire, FewRows<kRows>> {
   using Type = FewReduction<Exec, Codec, Wire, kRows>;
 };
 
-// What is left to do when the state is known, and who does what.
+// The work that is left when the state is known, and its division.
 template <class Codec, class Wire, class TopK, class Exec>
 PUTGET_TEXT void do_combine(Exec& exec, const Plan& plan, const CombineCall& call, const Work& work,
                             SentinelSender<Exec, Codec, Wire::kIsScaled>& sender,
@@ -247,7 +247,7 @@ PUTGET_TEXT void combine(Exec& exec, const Plan& plan, const CombineCall& call, 
   const bool asked = look_before_combine(exec, plan, state, scratch, [&] {
     if (kIsSentinel && call.half != Half::kFinish) sender.load_ahead(exec, plan);
     if (kIsSentinel && call.half != Half::kStart) sentinel.look_up(exec, plan, call);
-    // What the experts wrote is made visible while the state is on its way.
+    // The experts' writes are made visible while the state is on its way.
     if (!kIsSentinel && exec.block() == 0 && first_peer(exec) < plan.shape.ep_size) exec.prepare_publish();
   });
   exec.mark(Stage::kState);

@@ -15,7 +15,7 @@ class FewReduction {
   static constexpr uint32_t kElements = 16 / sizeof(typename Element::Bits);
   static constexpr uint32_t kPacks = 8 / kRows;  // of a lane, on their way together
   static constexpr uint32_t kPositionsPerLane = (FewRows<kRows>::kCapacity + Exec::kLanes - 1) / Exec::kLanes;
-  // What is added up at a time: as many elements as are stored in one access.
+  // Elements that are added up at a time: as many as are stored in one access.
   static constexpr uint32_t kSummed = 16 / sizeof(typename Codec::Bits);
   static constexpr uint32_t kParts = kElements / kSummed;
   using Raw = Pack<Element, kElements>;

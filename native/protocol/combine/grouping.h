@@ -140,7 +140,7 @@ class Places<8> {
   // For a position without a row stands +0.
   static constexpr bool kAbsentAddsNothing = false;
 
-  // What is no position adds -0. As rows of -0 they would take registers from the loads of others.
+  // An entry that is no position adds -0. As rows of -0 they would take registers from the loads of others.
   template <uint32_t kElements>
   PUTGET_PURE void add_up(Sums<kElements> (&row)[8]) const {
     PUTGET_UNROLL

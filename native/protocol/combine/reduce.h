@@ -76,7 +76,7 @@ template <uint32_t kElements>
 using TreeOfEights = RunningTree<kElements, 3>;
 static_assert(kMaxTopK <= kEight << 2, "a tree of more eights");
 
-// What stands for a leaf that there is not: -0 changes no bit of what it is added to.
+// Stands for a missing leaf: -0 changes no bit of what it is added to.
 template <uint32_t kElements>
 PUTGET_PURE Sums<kElements> no_leaf() {
   Sums<kElements> sums;

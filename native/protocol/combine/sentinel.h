@@ -157,7 +157,7 @@ class SentinelSender {
     find(plan, call);
   }
 
-  // What comes behind the first segment of each warp.
+  // Handles the segments behind each warp's first one.
   PUTGET_RARE static void send_rest(Exec& exec, const Plan& plan, const CombineCall& call, const StateHead& head,
                                     uint32_t item, uint32_t step) {
     SentinelSender sender(plan, call, item, step);
@@ -185,7 +185,7 @@ class SentinelSender {
     if (src_ >= plan.shape.ep_size) src_ -= plan.shape.ep_size;
   }
 
-  // What has been loaded ahead; returns how many bytes of values that were.
+  // The values that were loaded ahead; returns how many bytes they are.
   PUTGET_TEXT uint32_t send_ahead(Exec& exec, const Plan& plan) const {
     if constexpr (kQuantised) {
       if (!is_ahead_) return 0;

@@ -53,7 +53,7 @@ class SentinelSum {
   using Element = typename Wire::Element;
   static constexpr uint32_t kNone = ~0u;
   static constexpr uint32_t kRows = RowsTogether<TopK>::kRows;
-  // What is added up at a time: as many elements as are stored in one access.
+  // Elements that are added up at a time: as many as are stored in one access.
   static constexpr uint32_t kSummed = kPackBytes / sizeof(typename Codec::Bits);
   static constexpr uint32_t kParts = sizeof(typename Codec::Bits) / sizeof(typename Element::Bits);
   static constexpr uint32_t kPacksOfBlock = kScaleBlock * sizeof(typename Element::Bits) / kPackBytes;
@@ -173,7 +173,7 @@ class SentinelSum {
     return true;
   }
 
-  // What has come of a token's rows: a lane's pack of each.
+  // The rows of a token that have come: a lane's pack of each.
   struct Leaves {
     union Leaf {
       SentinelPack come;
@@ -217,7 +217,7 @@ class SentinelSum {
         for (uint32_t i = 0; i < kRows; ++i) all = all && leaves.scale[i] != kScaleNotCome;
       } else {
         if (all) return true;
-        // What experts wrote here may look as if it had not come.
+        // A row that experts wrote here may look as if it had not come.
         all = true;
         PUTGET_UNROLL
         for (uint32_t i = 0; i < kRows; ++i) all = all && (leaves.leaf[i].come.has_come() || !comes(row[i]));

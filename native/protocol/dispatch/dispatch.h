@@ -32,7 +32,8 @@ struct DispatchScratch {
   uint8_t* base[kMaxRanks];  // the plan's, where a thread finds any of them quickly
 };
 
-// What a CTA loads before it knows the round. It is made before the kernel may read anything, and knows from where.
+// Loads of a CTA before it knows the round. The object is made before the kernel may read anything, and knows from
+// where.
 template <class Id, class Exec>
 struct Ahead {
   StateAhead<false> state;
@@ -102,7 +103,7 @@ PUTGET_RARE void report_late_end(Exec& exec, const Plan& plan, const WaitScratch
   report_timeout(exec, plan, Phase::kDispatch, head.epoch + 1, wait.missing);
 }
 
-// What an objection or a wait that was too long leads to. True: there is none any more. All threads call it.
+// Handles an objection or a wait that was too long. True: there is none any more. All threads call it.
 template <class Exec>
 PUTGET_RARE bool settle_objection(Exec& exec, const Plan& plan, uint32_t num_tokens, DispatchScratch& scratch) {
   WaitScratch& wait = scratch.wait;

@@ -1,4 +1,4 @@
-// What dispatch divides its work into: items, (token, segment, split), token-major. Segment 0 carries ids and weights,
+// Work items of dispatch, (token, segment, split), token-major. Segment 0 carries ids and weights,
 // the others are segments of payload rows; where there are few of them, several warps split the targets of each. Where
 // each warp has many, only segments of long rows are items (short_rows.h has the rest). Each CTA takes a contiguous
 // range of items, so a large batch gives a CTA many tokens and a small one gives a token many CTAs.
@@ -177,7 +177,7 @@ class Item {
     region_ = plan.layout.payload[p] + offset;
   }
 
-  // What `load` needs is there before the text goes on.
+  // Everything that `load` needs is there before the text goes on.
   PUTGET_TEXT void pin(const Exec& exec) {
     exec.pin(source_);
     exec.pin(bytes_);

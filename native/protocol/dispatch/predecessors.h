@@ -1,5 +1,5 @@
-// What earlier tokens send to each rank. All CTAs but the first spend this time before they can put anything, the last
-// one most: so a token takes as few instructions as it can, and its ids one or two loads.
+// Counts of the rows that earlier tokens send to each rank. All CTAs but the first spend this time before they can put
+// anything, the last one most: so a token takes as few instructions as it can, and its ids one or two loads.
 #pragma once
 
 #include "protocol/round/routing.h"

@@ -65,7 +65,7 @@ PUTGET_TEXT void route_far(Exec& exec, const Plan& plan, const DomainsPlan& acro
   }
 }
 
-// What this rank routes by, for its messages: as tables.h, but experts of ranks that are not active count too.
+// The tables by which this rank routes its messages: as tables.h, but experts of ranks that are not active count too.
 template <class Exec>
 PUTGET_TEXT void keep_table_digest(const Exec& exec, const Plan& plan, const DomainsPlan& across) {
   if (exec.block() != 0 || exec.warp() + 1 != exec.warps()) return;

@@ -1,4 +1,4 @@
-// What a rank sends to its agent in another domain, and what comes back: where each byte lies.
+// Messages from a rank to its agent in another domain, and the returns: where each byte lies.
 //
 // A message is up to 64 chunks, each with a header, an index and rows in token order. The index says for each row which
 // ranks of the domain take it. A rank finds its slots by counting: the slot of a row is the number of earlier rows of
@@ -88,7 +88,7 @@ struct ParcelShape {
   }
   // From the message's start: chunks before it are whole.
   PUTGET_PURE uint64_t chunk_at(uint32_t chunk) const { return stats_bytes + chunk * chunk_bytes(chunk_rows); }
-  // What one write carries: a chunk, the first one with the statistics.
+  // The bytes of one write: a chunk, the first one with the statistics.
   PUTGET_PURE uint64_t write_at(uint32_t chunk) const { return chunk == 0 ? 0 : chunk_at(chunk); }
   PUTGET_PURE uint64_t write_bytes(uint32_t rows, uint32_t chunk) const {
     return chunk_at(chunk) - write_at(chunk) + chunk_bytes(rows_of_chunk(rows, chunk));
@@ -119,7 +119,7 @@ struct ParcelShape {
   }
 };
 
-// What an immediate says: kind 3 bits, generation 6, workspace 6, chunk 6, sender 11.
+// An immediate, from its upper bits: kind 3 bits, generation 6, workspace 6, chunk 6, sender 11.
 enum class ParcelKind : uint32_t {
   kChunk = 0,        // of a message, not its last one
   kLastChunk = 1,    // its number says how many there are

@@ -1,4 +1,4 @@
-// What the kernels of one rank know of other domains: where boards, messages and returns lie, and what they keep from
+// The knowledge of one rank's kernels of other domains: where boards, messages and returns lie, and what they keep from
 // step to step of a round.
 #pragma once
 
@@ -27,8 +27,8 @@ struct ParcelRow {
   }
 };
 
-// What kernels of one object keep of its rounds. The objects of a workspace have rounds by turns; between domains each
-// counts its own, since its proxy sees no others.
+// The record that kernels of one object keep of its rounds. The objects of a workspace have rounds by turns; between
+// domains each counts its own, since its proxy sees no others.
 struct DomainsState {
   uint32_t rounds;       // that it has sent messages of
   uint32_t open;         // 1 until this rank has told its domain how the last one ended
@@ -141,7 +141,7 @@ struct TokenCount {
   }
 };
 
-// What one CTA shares.
+// Shared memory of one CTA.
 struct DomainsScratch {
   uint32_t well;  // whether a wait has ended as it should
   uint32_t last;  // whether this CTA is the last to arrive

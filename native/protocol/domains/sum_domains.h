@@ -14,7 +14,7 @@ namespace putget {
 
 constexpr uint32_t kNotSeen = ~0u;  // no value of a word
 
-// What has not come, and who holds it up; or who has released the round.
+// The part that has not come, and the rank that holds it up or has released the round.
 template <class Exec>
 PUTGET_RARE void report_no_returns(Exec& exec, const Plan& plan, const DomainsPlan& across, uint32_t epoch,
                                    const DomainsScratch& scratch) {

@@ -37,7 +37,7 @@ PUTGET_TEXT void unpack_piece(Exec& exec, const Plan& plan, const DomainsPlan& a
   }
 }
 
-// What a source tells all.
+// The words that a source tells all.
 template <class Exec>
 PUTGET_TEXT void unpack_stats(const Exec& exec, const Plan& plan, uint32_t source, const uint8_t* message) {
   int32_t* line = stats_line(plan.own(), plan, source);
@@ -145,7 +145,7 @@ PUTGET_TEXT bool unpack_message(Exec& exec, const Plan& plan, const DomainsPlan&
   return true;
 }
 
-// What has not landed, and who holds it up.
+// The part that has not landed, and the rank that holds it up.
 template <class Exec>
 PUTGET_RARE void report_no_message(Exec& exec, const Plan& plan, const DomainsPlan& across, uint32_t epoch) {
   if (report_lost<Tag::X4>(exec, plan, across, Phase::kDispatch, epoch)) return;

@@ -182,7 +182,7 @@ PUTGET_TEXT void note_posted(const Exec& exec, const LandingPlan& plan, uint64_t
   if (exec.block() == 0 && exec.thread() == 0) plan.state->posted = flag_epoch(posted);
 }
 
-// What the next kernel can do, if it moves as many bytes. One thread of the last CTA.
+// The next kernel's share, if it moves as many bytes. One thread of the last CTA.
 template <class Exec>
 PUTGET_TEXT void look_ahead(Exec& exec, const LandingPlan& plan, LandingState& state, uint64_t most_bytes) {
   if (state.posted != state.batch) {
@@ -295,7 +295,7 @@ PUTGET_PURE uint64_t end_of_share(uint64_t begin, uint64_t most_bytes, uint64_t 
   return can * blob_bytes - begin < most_bytes ? can * blob_bytes : begin + most_bytes;
 }
 
-// What one kernel moves: the ends of its shares. All CTAs find the same: the state changes behind J4.
+// One kernel's moves: the ends of its shares. All CTAs find the same: the state changes behind J4.
 struct MoveShare {
   uint64_t put_end;
   uint64_t check_end;

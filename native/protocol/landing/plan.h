@@ -1,4 +1,4 @@
-// What moving experts works on: orders, what has become of them, and where things are (landing.h).
+// Data of the mover of experts: orders, their outcomes, and places (landing.h).
 #pragma once
 
 #include "protocol/round/signal.h"
@@ -134,7 +134,7 @@ struct LandingPlan {
   int32_t* landed;  // one number on the device: the last batch of which everything has come here
 };
 
-// What one CTA shares.
+// Shared memory of one CTA.
 struct LandingScratch {
   uint32_t is_last;
 };

@@ -1,4 +1,4 @@
-// What ends an iteration of a balancer: takes the batch that all ranks have, writes its tables, and adds up what the
+// The end of a balancer's iteration: takes the batch that all ranks have, writes its tables, and adds up what the
 // ranks have told each other of their experts' loads. docs/protocol.md explains why all ranks do the same.
 //
 // Each rank tells num_stats numbers in the rounds of an iteration: the last batch that has landed, 1 more than the last
@@ -35,7 +35,7 @@ struct GatherPlan {
   uint32_t interval;  // the fewest iterations of a window
 };
 
-// What all ranks have said.
+// The words of all ranks.
 struct Told {
   uint32_t batch;    // landed everywhere,
   uint32_t planned;  // ... and 1 more than the window that every host has done with; 0: not all have said

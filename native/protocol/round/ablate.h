@@ -1,4 +1,4 @@
-// What a build for benchmarks leaves out of the protocol, to see what it costs (CMake: PUTGET_ABLATE). The product
+// Parts of the protocol that a build for benchmarks leaves out, to see their cost (CMake: PUTGET_ABLATE). The product
 // leaves nothing out.
 #pragma once
 

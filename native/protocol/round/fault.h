@@ -1,4 +1,4 @@
-// What a kernel leaves behind when a wait was too long or a call was wrong: one record, which the host reads.
+// A kernel's report of a wait that was too long or a call that was wrong: one record, which the host reads.
 #pragma once
 
 #include "protocol/round/state.h"

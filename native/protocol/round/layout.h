@@ -42,9 +42,9 @@ struct SentinelRegion {
   uint64_t bytes_a_peer;
 };
 
-// What every object on a memory has. For each sender two thirds of what the other regions have for a rank, which is
-// about what rows of all tokens take, up to as many rows as are worth it: two fifths of the memory where all ranks
-// send.
+// The layout that every object on a memory has. For each sender two thirds of what the other regions have for a rank,
+// which is about what rows of all tokens take, up to as many rows as are worth it: two fifths of the memory where all
+// ranks send.
 constexpr uint64_t kMostSentinelBytes = 32 * 1024 * 1024;    // a peer
 constexpr uint64_t kMostSentinelMemory = uint64_t{1} << 36;  // 16-byte packs of it are counted in 32 bits
 PUTGET_PURE SentinelRegion sentinel_region(uint64_t memory_bytes, uint32_t ep_size, uint32_t senders) {
@@ -61,7 +61,7 @@ PUTGET_PURE uint64_t least_sentinel_bytes(const Shape& shape) {
   return shape.quantised() ? align_region(uint64_t{shape.max_tokens_per_rank} * shape.wire_row_bytes()) : 0;
 }
 
-// What an object of this shape has, in a memory with room for its layout.
+// The regions of an object of this shape, in a memory with room for its layout.
 PUTGET_PURE SentinelRegion sentinel_region(uint64_t memory_bytes, const Shape& shape) {
   const SentinelRegion region = sentinel_region(memory_bytes, shape.ep_size, shape.senders());
   const uint64_t least = least_sentinel_bytes(shape);

@@ -18,7 +18,7 @@ constexpr uint32_t kChunkTokens = 32;
 constexpr uint32_t kTableExperts = 1024;  // experts whose ranks a CTA keeps at hand
 constexpr uint32_t kWideIds = 16;         // bytes of the widest access to ids
 
-// What one CTA knows about the tokens it is working on.
+// One CTA's knowledge of the tokens that it is working on.
 struct RouteScratch {
   uint32_t rows[kMaxRanks];             // rows for each rank by all tokens before the chunk
   uint32_t going[kMaxRanks];            // which tokens of the chunk go to each rank, a bit each

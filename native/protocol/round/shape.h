@@ -1,4 +1,4 @@
-// What one all-to-all looks like: sizes that never change after construction.
+// The shape of one all-to-all: sizes that never change after construction.
 #pragma once
 
 #include <cstddef>

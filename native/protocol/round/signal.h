@@ -55,8 +55,8 @@ PUTGET_PURE uint64_t pack_flag(uint32_t epoch, uint32_t value) { return uint64_t
 PUTGET_PURE uint32_t flag_epoch(uint64_t flag) { return static_cast<uint32_t>(flag >> 32); }
 PUTGET_PURE uint32_t flag_value(uint64_t flag) { return static_cast<uint32_t>(flag); }
 
-// What the `finished` flags say when rounds begin to exchange them: if the round is open here, peers may still combine
-// it.
+// The values of the `finished` flags when rounds begin to exchange them: if the round is open here, peers may still
+// combine it.
 PUTGET_PURE uint64_t finished_before_mixing(const State& state) {
   return pack_flag(state.head.open ? state.head.epoch - 1 : state.head.epoch, 0);
 }
@@ -83,8 +83,8 @@ static_assert(kMaxParts < 1u << kPartsBits && kWantsSentinels == 1u << (kRowsBit
 PUTGET_PURE uint32_t rows_and_ask(uint32_t value) { return value & (kWantsSentinels | ((1u << kRowsBits) - 1)); }
 PUTGET_PURE bool wants_sentinels(uint32_t rows_and_ask) { return rows_and_ask > kWantsSentinels; }
 
-// What this rank itself had told its peers when a CTA began, to know which halves have been run. Each CTA looks before
-// it publishes anything.
+// The words that this rank had told its peers when a CTA began; they say which halves have been run. Each CTA looks
+// before it publishes anything.
 struct OwnFlags {
   uint64_t ended;
   uint64_t arrived;  // of the first part
@@ -104,7 +104,7 @@ struct OwnFlags {
   }
 };
 
-// What one CTA knows and shares: a copy of the state's head, and what its waits have seen.
+// Shared memory of one CTA: a copy of the state's head, and what its waits have seen.
 struct WaitScratch {
   StateHead head;
   OwnFlags own;
@@ -449,7 +449,7 @@ PUTGET_TEXT bool observe_some_parts(Exec& exec, const Plan& plan, uint64_t flags
   return all;
 }
 
-// What is left of waiting for all parts when one thread has found observe_some_parts() false, of as many parts as this
+// The rest of waiting for all parts when one thread has found observe_some_parts() false, of as many parts as this
 // rank has. Ends with a block barrier; false: the deadline passed, and what has not come counts nothing.
 template <Tag tag, class Exec>
 PUTGET_RARE bool observe_further_parts(Exec& exec, const Plan& plan, uint64_t flags, uint32_t epoch, Patience patience,

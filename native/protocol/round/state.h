@@ -1,4 +1,4 @@
-// What a rank keeps to itself (private memory, never mapped by peers) and the arguments of one call.
+// A rank's own state (private memory, never mapped by peers) and the arguments of one call.
 #pragma once
 
 #include "protocol/round/divisor.h"

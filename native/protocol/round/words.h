@@ -11,7 +11,7 @@ struct alignas(16) SentinelPack {
   uint64_t half[2];
   PUTGET_PURE bool has_come() const { return half[0] != kNotCome && half[1] != kNotCome; }
 };
-// What is sent of a word that has come: of NaNs alone, another one.
+// The word that is sent for a word that has come. Only a NaN is replaced by another one.
 PUTGET_PURE uint64_t said(uint64_t word) { return word == kNotCome ? word >> 1 : word; }
 // The same of a scale.
 constexpr uint32_t kScaleNotCome = ~0u;

@@ -220,7 +220,7 @@ def when_imported(module_name: str, step: Replace) -> None:
 
 
 def _calls(thing: Any) -> dict[str, Any]:
-    """What of a function or class is called: itself, or its constructor and public methods."""
+    """The callables of a function or class: itself, or its constructor and public methods."""
     if not isinstance(thing, type):
         return {thing.__name__: thing}
     methods = {name: value for name, value in vars(thing).items() if callable(value) and not name.startswith("_")}

@@ -233,7 +233,7 @@ class Rounds:
             self._by_rank = None
 
     def later(self, finish: Callable[[], None], keep: object) -> Callable[[], None]:
-        """What calls a finish half once, however often it is called; ``release`` calls it where nobody has.
+        """Calls a finish half once, however often it is called itself; ``release`` calls it where nobody has.
 
         Args:
             finish: The half.

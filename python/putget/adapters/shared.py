@@ -1,4 +1,4 @@
-"""What the layers of an engine share: communicators, workspaces, and the all-to-alls made on them.
+"""Objects that the layers of an engine share: communicators, workspaces, and the all-to-alls made on them.
 
 An engine builds one communication object a layer and expects them to use the same memory, one after the other. So the
 adapters keep one communicator per process group, and with each communicator one workspace per size.

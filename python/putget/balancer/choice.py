@@ -100,7 +100,7 @@ class ReplicaChoice:
         self.tables.copy_(self.tables_of(placement, layer))
 
     def tables_of(self, placement: Placement, layer: int = 0) -> Tensor:
-        """What `tables` holds with another placement, on the CPU: for callers that write it themselves.
+        """The content of `tables` with another placement, on the CPU: for callers that write it themselves.
 
         Raises:
             ValueError: As for `set_placement`.

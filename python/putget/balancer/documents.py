@@ -39,7 +39,7 @@ def read_yaml(path: Path) -> Any:
 
 
 def read_pt(path: Path) -> Any:
-    """What ``torch.save`` wrote, on the CPU; nothing in it is executed.
+    """The object that ``torch.save`` wrote, on the CPU; nothing in it is executed.
 
     Raises:
         ValueError: It cannot be read, or is no such file.

@@ -166,7 +166,7 @@ def read_sglang_count(path: PathLike) -> NDArray[np.int64]:
 
 @dataclass(frozen=True)
 class TensorRtLlm:
-    """What TensorRT-LLM's load balancer file has.
+    """The content of TensorRT-LLM's load balancer file.
 
     Attributes:
         placement: ``initial_global_assignments``, layers in ascending order.

@@ -1,4 +1,4 @@
-"""What ranks tell each other of their experts' loads in the statistics of rounds, and where it is added up."""
+"""Loads of experts that ranks tell each other in the statistics of rounds, and where they are added up."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class LoadGathering:
         self.told.copy_(told)
 
     def configuration(self) -> str:
-        """What must be the same on all ranks."""
+        """The values that must be the same on all ranks."""
         layers, experts = self._shape
         return f"{layers} layers of {experts} experts, {self.num_stats} statistics, every {self._interval} iterations"
 
@@ -95,7 +95,7 @@ class LoadGathering:
         return self._sums.numpy().view(np.uint32).astype(np.int64).reshape(self._shape)
 
     def native(self) -> _abi_balancer.Gathering:
-        """What the native object is told of this memory."""
+        """The description of this memory for the native object."""
         return _abi_balancer.Gathering(
             told=self.told.data_ptr(),
             stats=self.stats.data_ptr(),

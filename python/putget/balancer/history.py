@@ -1,4 +1,4 @@
-"""What experts had to do lately: counts of the last iterations, the newer ones with more weight."""
+"""The recent work of experts: counts of the last iterations, the newer ones with more weight."""
 
 from __future__ import annotations
 

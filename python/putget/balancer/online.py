@@ -38,7 +38,7 @@ _MOVES_COST = 0.02
 
 @dataclass(frozen=True)
 class BalancedLayer:
-    """What a `Balancer` needs of a layer; an engine's own layers give it by hand.
+    """The part of a layer that a `Balancer` needs; an engine's own layers give it by hand.
 
     Attributes:
         blobs: the experts of this rank's slots.
@@ -65,7 +65,7 @@ class HasBalancedLayer(Protocol):
     """``putget.moe.ExpertParallelMoE``, or whatever describes itself."""
 
     def balanced(self) -> BalancedLayer:
-        """What a `Balancer` needs of it."""
+        """The part of it that a `Balancer` needs."""
 
 
 class Balancer:
@@ -402,7 +402,7 @@ class Balancer:
 
 
 def _loads(history: LoadHistory, placement: Placement) -> Loads:
-    """What the history has, or zeros."""
+    """The loads of the history, or zeros."""
     if history.is_empty:
         return np.zeros((placement.num_layers, placement.num_experts))
     return history.load
@@ -411,7 +411,7 @@ def _loads(history: LoadHistory, placement: Placement) -> Loads:
 def _layers(
     layers: Sequence[HasBalancedLayer | BalancedLayer], placement: Placement, num_gpus: int
 ) -> list[BalancedLayer]:
-    """What each layer describes.
+    """The descriptions of the layers.
 
     Raises:
         ValueError: They do not fit the placement.

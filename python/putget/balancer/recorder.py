@@ -102,7 +102,7 @@ class RoutingRecorder:
         self._came.zero_()
 
     def ids(self) -> NDArray[Any]:
-        """What has been recorded. Waits for the device.
+        """The recorded routing. Waits for the device.
 
         Returns:
             The smallest signed integers that hold the ids, [num_layers, tokens, top_k].

@@ -1,4 +1,4 @@
-"""What becomes of a placement when ranks are lost: tables without their slots, and experts from the host store."""
+"""A placement after the loss of ranks: tables without their slots, and experts from the host store."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def recover(
 
 
 def said_by_all(comm: Communicator, what: str, value: Any, members: Sequence[int], timeout_s: float) -> dict[int, Any]:
-    """What each member says, by rank: JSON. Collective among them.
+    """The word of each member, by rank: JSON. Collective among them.
 
     Raises:
         PeerTimeout: A rank did not come in time.

@@ -29,7 +29,7 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Batch:
-    """What changes at once.
+    """Changes that come into force at once.
 
     Attributes:
         transfers: the experts that come.

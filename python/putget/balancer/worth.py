@@ -92,7 +92,7 @@ class Tasks:
         return sum(longer) / len(longer) if longer else _OUTLIVES * self.age
 
     def worth(self, late: float, since: float, now: Loads, before: Loads) -> Loads:
-        """What changes are worth.
+        """The worth of changes.
 
         Args:
             late: intervals from the beginning of the present task until they are in force.
@@ -104,7 +104,7 @@ class Tasks:
         return (self.lasts - late) * now + wrong * before
 
     def gains(self, before: Placement, after: Placement, num_gpus: int, layers: Sequence[int]) -> NDArray[np.float64]:
-        """What a change of placement gains in max/mean: float64 [2, layers], in the present task and in those before.
+        """The gain of a change of placement in max/mean: float64 [2, layers], in the present task and in those before.
 
         Args:
             before: the placement of these layers alone.

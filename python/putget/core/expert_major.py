@@ -20,7 +20,7 @@ MAX_ALIGNMENT = 4096  # rows
 
 @dataclass(frozen=True)
 class GroupSizes:
-    """What a set of memory for expert-major rows is made for."""
+    """The purpose of a set of memory for expert-major rows."""
 
     device: torch.device
     ep_size: int

@@ -19,7 +19,7 @@ OUTPUT_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 
 
 class Beside(NamedTuple):
-    """What may be given to dispatch beside ids, weights and rows; see ``AllToAll.dispatch``."""
+    """The inputs of dispatch beside ids, weights and rows; see ``AllToAll.dispatch``."""
 
     num_valid_tokens: torch.Tensor | None = None
     expert_load: torch.Tensor | None = None

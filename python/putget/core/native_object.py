@@ -117,7 +117,7 @@ class NativeObject:
         return self._handle
 
     def describe_dispatch(self, num_tokens: int, max_rows: int, *, ids_are_64bit: bool) -> None:
-        """What the next dispatches are like, until this is called again: all but where their tensors lie."""
+        """Fixes the form of the next dispatches, until this is called again: all but where their tensors lie."""
         args = self._dispatch_args
         args.num_tokens, args.max_rows, args.ids_are_64bit = self._described = num_tokens, max_rows, ids_are_64bit
 

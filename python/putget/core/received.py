@@ -1,4 +1,4 @@
-"""What dispatch delivered: views into the workspace."""
+"""The result of dispatch: views into the workspace."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ class Rounds:
             raise ProtocolMisuse(refused)
 
     def received(self) -> Received:
-        """What the round that begins has delivered."""
+        """The rows that the round that begins has delivered."""
         self._turns.open(self._owner)
         number = self.grouper.begin()
         max_rows = self._native.max_rows

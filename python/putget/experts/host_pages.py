@@ -27,7 +27,7 @@ _PORTABLE = 1  # cudaHostRegisterPortable: for all contexts
 
 @dataclass(frozen=True)
 class HostSettings:
-    """What this machine sets for shared host memory.
+    """The settings of this machine for shared host memory.
 
     Attributes:
         huge_page_bytes: size of a transparent huge page.
@@ -50,7 +50,7 @@ class HostSettings:
 
 
 def host_settings(root: Path = _ROOT) -> HostSettings:
-    """What this machine sets now.
+    """The settings of this machine now.
 
     Args:
         root: where /proc and /sys are.

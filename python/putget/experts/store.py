@@ -345,7 +345,7 @@ class HostStore:
 
 
 class _Saving:
-    """What stands around the copy of an expert into its place: whoever reads meanwhile finds it not whole."""
+    """Surrounds the copy of an expert into its place: a reader finds it not whole meanwhile."""
 
     def __init__(self, store: HostStore, layer: int, expert: int) -> None:
         self._record = store._record(layer, expert)

@@ -1,4 +1,4 @@
-"""What a host store got from the machine, as opposed to what it asked for."""
+"""The memory that a host store got from the machine, as opposed to the memory that it asked for."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from putget.experts.host_pages import Pages
 
 @dataclass(frozen=True)
 class HostStoreReport:
-    """What this rank got.
+    """The memory that this rank got.
 
     Attributes:
         num_bytes: of all ranks' parts.

@@ -29,7 +29,7 @@ _JOINING, _CONFIRMING, SHARING, STARTING, CONNECTING, RUNNING = 1, 2, 3, 4, 5, 6
 
 @dataclass
 class _Join:
-    """What a peer wants: its last join, until that is taken back."""
+    """A peer's wish: its last join, until that is taken back."""
 
     number: int
     workspace: int
@@ -75,7 +75,7 @@ class _Patience(Deadline):
 
 
 class Agreement:
-    """What the ranks of one mesh say to each other about who goes on. Attempts come one after the other."""
+    """Messages between the ranks of one mesh about who goes on. Attempts come one after the other."""
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh

@@ -34,7 +34,7 @@ _Init = TypeVar("_Init", bound=Callable[..., None])
 
 
 class _LocalGroup:
-    """What the emulated ranks of one process share: which CUDA stream belongs to which rank."""
+    """State that the emulated ranks of one process share: which CUDA stream belongs to which rank."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -47,7 +47,7 @@ class _LocalGroup:
 
 
 class Closes(Protocol):
-    """What a communicator keeps, and closes."""
+    """An object that a communicator keeps, and closes."""
 
     def close(self) -> None:
         """Frees it. Needs no peer."""
@@ -461,7 +461,7 @@ class Communicator:
 
 
 def _as_json(name: str, value: Any) -> Any:
-    """What other ranks hear of a value.
+    """The part of a value that other ranks hear.
 
     Raises:
         ValueError: The name is empty or no string; the value is no JSON, or too long.

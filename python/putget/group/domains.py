@@ -85,7 +85,7 @@ class Network:
             raise ValueError(f"nics is {nics!r}, but provider {self.provider!r} has none to choose from")
 
     def agreed(self) -> dict[str, Any]:
-        """What all ranks have to say alike. NICs have other names on other hosts."""
+        """The fields that all ranks have alike. NICs have other names on other hosts."""
         return {"provider": self.provider, "domain_size": self.domain_size, "staging": self.staging}
 
     def domain_of(self, size: int, hosts: Sequence[str] | None = None) -> tuple[int, ...]:

@@ -79,7 +79,7 @@ class Listener:
         self.sock.setblocking(False)
 
     def card(self) -> dict[str, Any]:
-        """What a peer needs to connect: exchanged once, over torch.distributed."""
+        """The facts that a peer needs to connect: exchanged once, over torch.distributed."""
         address = self.sock.getsockname()
         if self.sock.family == socket.AF_UNIX:
             return {"unix": address[1:].decode(), "secret": self.secret}

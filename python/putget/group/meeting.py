@@ -28,7 +28,7 @@ _KINDS: dict[str, type[Exception]] = {"argument": ValueError, "unavailable": Bac
 
 
 class Joined(NamedTuple):
-    """What a rank has once all have met."""
+    """A rank's connections once all have met."""
 
     mesh: Mesh
     domain_of: tuple[int, ...]
@@ -47,7 +47,7 @@ def _tell(group: Any, step: str) -> None:
 
 
 def _gather(group: Any, size: int, step: str, make: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
-    """What every rank has made, by rank; all ranks raise where one cannot make it, instead of waiting for it.
+    """The result of every rank's ``make``, by rank; all ranks raise where one cannot, instead of waiting for it.
 
     Raises:
         ValueError, BackendUnavailable, PutgetError: A rank cannot.

@@ -43,7 +43,7 @@ def listen() -> object:
 
 
 def take_raised() -> BaseException | None:
-    """What a handler has raised while this thread waited."""
+    """The exception that a handler has raised while this thread waited."""
     if not _raised or threading.current_thread() is not threading.main_thread():
         return None
     return _raised.pop()

@@ -10,7 +10,7 @@ import torch
 
 
 class Turns:
-    """What the host knows about the rounds of one workspace. Objects are told apart by an owner of any kind.
+    """The host's knowledge of the rounds of one workspace. Objects are told apart by an owner of any kind.
 
     Methods that judge return why a call is refused, or None.
     """

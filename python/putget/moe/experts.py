@@ -31,7 +31,7 @@ class Groups(Protocol):
 
 
 class Experts(Protocol):
-    """What a layer asks of its experts."""
+    """A layer's request to its experts."""
 
     def payloads(self) -> list[Payload]:
         """The rows that dispatch moves."""

@@ -283,7 +283,7 @@ class ExpertParallelMoE(nn.Module):
         self._note_placement(placement, placement_layer)
 
     def balanced(self) -> BalancedLayer:
-        """What a ``putget.balancer.Balancer`` needs of this layer.
+        """The part of this layer that a ``putget.balancer.Balancer`` needs.
 
         Raises:
             ValueError: The layer has no slots, or does not count.
@@ -336,7 +336,7 @@ class ExpertParallelMoE(nn.Module):
         return self.run(x, num_valid_tokens)
 
     def run(self, x: Tensor, num_valid_tokens: Tensor | None) -> Tensor:
-        """What ``forward`` does; ``torch.compile`` sees it as one operator."""
+        """The work of ``forward``; ``torch.compile`` sees it as one operator."""
         if torch.is_autocast_enabled(self.device.type):  # it would change the types of products and of the router
             with torch.autocast(self.device.type, enabled=False):
                 return self.run(x, num_valid_tokens)
@@ -403,7 +403,7 @@ class ExpertParallelMoE(nn.Module):
     def run_experts(self, grouped: ExpertMajor, num_tokens: int) -> Tensor:
         """The output of this rank's experts for the rows that came, [capacity, hidden_size]."""
         with self.range("experts"):
-            # What an expert gets where every rank has as many tokens as this one.
+            # The rows of an expert if every rank has as many tokens as this one.
             pairs = max(1, num_tokens) * self.a2a.ep_size * self.top_k
             rows: Tensor = self.experts(grouped.payloads, grouped, -(-pairs // self.num_slots))
             return rows
@@ -421,7 +421,7 @@ class ExpertParallelMoE(nn.Module):
             torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ExpertParallelMoE:
-        """What ``.to()``, ``.bfloat16()``, ``.cuda()`` and so on do with each tensor.
+        """The treatment of each tensor by ``.to()``, ``.bfloat16()``, ``.cuda()`` and so on.
 
         Raises:
             ValueError: It would leave the device; nothing has changed.
@@ -476,7 +476,7 @@ def _owned(a2a: AllToAll, rank: int) -> list[int]:
 
 
 def _kind_of(weight_dtype: torch.dtype, row_dtype: torch.dtype | None, gate: Gate) -> _MakeExperts:
-    """What makes experts of these types.
+    """Makes experts of these types.
 
     Raises:
         ValueError: One is not allowed, or they do not go together.

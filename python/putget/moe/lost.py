@@ -39,7 +39,7 @@ class LayerMetrics:
 
 @dataclass(frozen=True)
 class Loss:
-    """What is lost of a layer.
+    """The lost part of a layer.
 
     Attributes:
         whole: Experts that are on lost ranks alone.
@@ -73,7 +73,7 @@ class Loss:
 
 
 class LostExperts:
-    """What a layer has lost, and whether its rounds go on.
+    """The losses of a layer, and whether its rounds go on.
 
     Args:
         a2a: The layer's.
@@ -117,7 +117,7 @@ class LostExperts:
         self._loss, self._allowed = loss, self._a2a.active_ranks
 
     def metrics(self) -> LayerMetrics:
-        """What there is to tell."""
+        """The report."""
         loss, active = self._find(), self._a2a.active_ranks
         return LayerMetrics(
             active_ranks=tuple(rank for rank, is_active in enumerate(active) if is_active),

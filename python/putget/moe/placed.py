@@ -107,7 +107,7 @@ class PlacedExperts:
         return [(expert, slot // each) for slot, expert in enumerate(self._slots) if expert >= 0]
 
     def configuration(self) -> dict[str, Any]:
-        """What must be the same on all ranks when a layer is made."""
+        """The values that must be the same on all ranks when a layer is made."""
         return {"placement": self._digest, "replica_choice": self.choose.how}
 
 

@@ -20,7 +20,7 @@ _TINY = 1e-20  # keeps weights finite where every chosen score has underflowed
 
 @dataclass(frozen=True)
 class Placing:
-    """What becomes of the chosen experts, before dispatch.
+    """Changes to the chosen experts, before dispatch.
 
     Attributes:
         choose: Turns experts into slots; None: ids stay experts.

@@ -22,12 +22,12 @@ class Beside:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def fork(self) -> None:
-        """What is enqueued from now on waits for what the current stream has been given up to here."""
+        """Work that is enqueued from now on waits for the work that the current stream has been given up to here."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
     def on_it(self) -> contextlib.AbstractContextManager[Any]:
-        """What is enqueued inside of ``with`` goes to the second stream."""
+        """Work that is enqueued inside of ``with`` goes to the second stream."""
         return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def join(self) -> None:

@@ -17,7 +17,7 @@ from putget.errors import ProtocolMisuse
 
 
 class Layer(Protocol):
-    """What the operator calls."""
+    """The function that the operator calls."""
 
     def run(self, x: Tensor, num_valid_tokens: Tensor | None) -> Tensor:
         """The layer, [num_tokens, hidden_size] to the same."""

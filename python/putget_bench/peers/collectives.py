@@ -23,7 +23,7 @@ _TOLERANCE = 0.02  # BF16 sums in another order, of rows that were rounded once
 
 
 def describe(device: str) -> str:
-    """What runs underneath on a device."""
+    """The library that runs underneath on a device."""
     return f"NCCL {nccl_version()}" if device == "cuda" else "torch.distributed over gloo: NCCL needs GPUs"
 
 

@@ -1,4 +1,4 @@
-"""What DeepEP's calls are given: wrong input is named, ids out of range count for nothing, lost rows are told."""
+"""Arguments of DeepEP's calls: wrong input is named, ids out of range count for nothing, lost rows are told."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def elastic(rank: Rank, layer: Layer) -> ElasticBuffer:
 
 
 def check_numbers(handle: EPHandle, layer: Layer, rank: int, local: torch.Tensor) -> None:
-    """What a handle says about the rows that came."""
+    """A handle's account of the rows that came."""
     rows = arrivals(layer, rank)
     sources = [src * layer.max_tokens_per_rank + token for src, token in rows]
     assert handle.recv_src_metadata[: len(rows), 0].tolist() == sources

@@ -58,7 +58,7 @@ class Runner:
 
 @dataclass
 class Engine:
-    """What the stand-ins answer.
+    """The answers of the stand-ins.
 
     Attributes:
         version: which of VERSIONS.

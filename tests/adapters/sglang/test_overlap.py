@@ -38,7 +38,7 @@ class TboForwardBatchPreparer:
 
 
 def forward_batch(counts: list[int] | None, mode: str = "extend", **changes: Any) -> SimpleNamespace:
-    """What SGLang knows of a forward before it splits it."""
+    """SGLang's knowledge of a forward before it splits it."""
     values = {
         "global_num_tokens_cpu": counts,
         "global_num_tokens_padded_cpu": None,

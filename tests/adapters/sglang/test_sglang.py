@@ -29,7 +29,7 @@ LAYERS = [
 
 
 def prepare(engine: Engine, rank: Rank, layer: Layer, dispatcher: Any) -> StandardTopK:
-    """What SGLang's scheduler, router and quantisation method do before the layer runs."""
+    """The part of SGLang's scheduler, router and quantisation method that comes before the layer runs."""
     engine.tokens = list(layer.num_tokens)
     engine.recipe = layer.recipe
     engine.names["nvfp4"] = layer.rows(rank.rank)
@@ -40,7 +40,7 @@ def prepare(engine: Engine, rank: Rank, layer: Layer, dispatcher: Any) -> Standa
 
 
 def run_experts(layer: Layer, output: Any, rank: Rank) -> Any:
-    """What a runner does: reads the flat rows, and writes into moe_output where there is one."""
+    """A runner's work: reads the flat rows, and writes into moe_output where there is one."""
     assert output.hidden_states.shape[0] == layer.ep_size * max(layer.num_tokens)
     rows = [output.hidden_states]
     if layer.recipe != "bf16":

@@ -21,7 +21,7 @@ FUSED_MOE = "vllm.model_executor.layers.fused_moe"
 
 @dataclass
 class Engine:
-    """What the stand-ins answer.
+    """The answers of the stand-ins.
 
     Attributes:
         tokens: the number of tokens of every rank; None without data parallelism.

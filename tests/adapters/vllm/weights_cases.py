@@ -44,7 +44,7 @@ class Landing:
 
 
 class Worker:
-    """What vLLM's worker does with the calls, as far as it matters here."""
+    """The calls of vLLM's worker, as far as they matter here."""
 
     def __init__(self, rank: int) -> None:
         from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory

@@ -16,7 +16,7 @@ constexpr uint32_t kMaxVectors = 1024;  // 16-byte vectors per (source, destinat
 constexpr uint32_t kRoundsPerGraph = 8;
 constexpr uint64_t kDeadlineNs = 2'000'000'000;  // of every device wait
 
-/// What a rank's kernels found. `first` is the first wrong 16-byte vector.
+/// The findings of a rank's kernels. `first` is the first wrong 16-byte vector.
 struct Tally {
   unsigned long long violations;
   unsigned int timeouts;

@@ -14,7 +14,7 @@ constexpr int kThreads = 256;
 constexpr uint32_t kVectors = 1024;
 constexpr int kHost = kMaxRanks - 1;  // as source and destination
 
-// Whose word precedes its rows.
+// The rank whose word precedes its rows.
 enum class Early { kNobody, kGpu, kHost };
 
 struct alignas(128) Shared {

@@ -33,7 +33,7 @@ __device__ __forceinline__ uint32_t add_relaxed_gpu(uint32_t* counter, uint32_t 
   return before;
 }
 
-// What `*row = value` compiles to, with its place in the program pinned.
+// The instruction that `*row = value` compiles to, with its place in the program pinned.
 __device__ __forceinline__ void store_plain(uint4* row, uint4 value) {
   asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(row), "r"(value.x), "r"(value.y), "r"(value.z),
                "r"(value.w)

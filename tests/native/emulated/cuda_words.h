@@ -23,7 +23,8 @@ namespace putget::emulated {
 
 inline Thread& self() { return Grid::current().self(); }
 
-// What a lane of this warp says, or a thread of this CTA; a word stays until the next meeting of those who read it.
+// The word of a lane of this warp, or of a thread of this CTA; a word stays until the next meeting of those who read
+// it.
 inline void say(uint64_t word) { self().cta->said[self().index].set(word); }
 inline uint64_t heard(uint32_t lane) { return self().cta->said[self().index / kWarpLanes * kWarpLanes + lane].get(); }
 

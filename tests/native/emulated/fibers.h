@@ -34,7 +34,7 @@ inline void release_at(void*) {}
 inline void acquire_at(void*) {}
 #endif
 
-// What fibers leave for each other, which orders nothing.
+// Data that fibers leave for each other, which orders nothing.
 template <class Value>
 class Left {
  public:
@@ -45,7 +45,7 @@ class Left {
   std::atomic<Value> value_{};
 };
 
-// What a thread runs on. It is there for the next launch, too.
+// A thread's stack. It is there for the next launch, too.
 struct Fiber {
   explicit Fiber(void (*enter)()) : stack(new char[kStackBytes]), known_as(make_fiber()) {
     getcontext(&context);

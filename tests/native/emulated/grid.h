@@ -21,7 +21,7 @@ namespace putget::emulated {
 constexpr uint32_t kWarpLanes = 32;
 constexpr int kExitStuck = 5;
 
-// What all lanes of a warp, or all threads of a CTA, do together.
+// Calls that all lanes of a warp, or all threads of a CTA, make together.
 enum class Meeting : uint32_t { kBarrier, kVote, kShuffle };
 
 // Those who meet.

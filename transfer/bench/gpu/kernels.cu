@@ -1,4 +1,4 @@
-// What the measurements of the nvlink provider need of a GPU besides the engine: a kernel that bumps a word, and one that
+// Kernels that measurements of the nvlink provider need besides the engine: a kernel that bumps a word, and one that
 // waits for a word and answers. Built by nvlink.py.
 #include <cuda_runtime.h>
 

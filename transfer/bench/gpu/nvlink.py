@@ -191,7 +191,7 @@ class Bench:
         torch.cuda.synchronize()
         self.engine = engine(0)
         self.source, self.desc = self.engine.reg_mr(self.memory)
-        # What the ceiling is measured with: memory of this process on the other GPUs.
+        # Memory for measuring the ceiling: memory of this process on the other GPUs.
         self.local = [torch.empty(MEMORY // 2, dtype=torch.uint8, device=f"cuda:{gpu}") for gpu in range(1, gpus)]
         self.rows: list[dict[str, Any]] = []
 

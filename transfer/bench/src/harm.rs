@@ -1,4 +1,4 @@
-//! What shutting a peer out takes, and what a stranger's flood of greetings costs peers that have proved themselves.
+//! The time of shutting a peer out, and the cost of a stranger's flood of greetings for peers that have proved themselves.
 
 use std::io::Write;
 use std::net::TcpStream;

@@ -1,4 +1,4 @@
-//! What an engine without work costs: processor time of both processes of a connected pair.
+//! The cost of an engine without work: processor time of both processes of a connected pair.
 
 use std::time::{Duration, Instant};
 

@@ -153,7 +153,7 @@ enum Command {
     },
 }
 
-/// What a caller looks at, or waits for.
+/// How a caller learns of the end: by looking or by waiting.
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum Told {
     Future,
@@ -190,7 +190,7 @@ impl Provider {
     }
 }
 
-/// What is measured, and for how long.
+/// The measurement and its duration.
 struct Plan {
     provider: Provider,
     nics: u8,
@@ -261,7 +261,7 @@ fn main() -> Outcome<()> {
     }
 }
 
-/// What was measured, in words.
+/// The measurement, in words.
 fn title(plan: &Plan, bare: bool) -> String {
     let how = if plan.busy_poll { ", busy_poll" } else { "" };
     let who = if bare { "libfabric alone" } else { "putget_transfer" };

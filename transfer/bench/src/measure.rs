@@ -1,4 +1,4 @@
-//! What is timed: the rate with a window of writes under way, and the latency of one at a time.
+//! The timed loops: the rate with a window of writes under way, and the latency of one at a time.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -49,7 +49,7 @@ pub enum Shape {
 }
 
 impl Shape {
-    /// What is measured, as far as the largest write and the choice of sizes allow.
+    /// The measurements that the largest write and the choice of sizes allow.
     pub fn all(plan: &Plan) -> Vec<Self> {
         let up_to = |first: u64, last| {
             std::iter::successors(Some(first), |len| Some(len * 2)).take_while(move |len| *len <= last)

@@ -1,4 +1,4 @@
-//! What a write costs without its bytes, and the time from its submission until the target knows of it.
+//! The cost of a write without its bytes, and the time from its submission until the target knows of it.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::channel;

@@ -19,7 +19,7 @@ pub(super) type MessageCallback = Option<unsafe extern "C" fn(*mut c_void, *cons
 pub(super) type PeerCallback = Option<unsafe extern "C" fn(*mut c_void, *const c_char, c_int, *const c_char)>;
 pub(super) type WatchCallback = Option<unsafe extern "C" fn(*mut c_void, u64, u64)>;
 
-/// What the last call that failed had to say, put into words when somebody asks.
+/// The error of the last call that failed, put into words when somebody asks.
 #[derive(Default)]
 struct Last {
     error: Option<Error>,
@@ -128,7 +128,7 @@ impl Context {
     }
 }
 
-/// Whom to tell: a function, or a word that counts and a function that hears of failures alone.
+/// The receiver of the outcome: a function, or a word that counts and a function that hears of failures alone.
 ///
 /// # Safety
 /// `word` is null, or valid until it has counted this.

@@ -1,4 +1,4 @@
-/* What a C program does with the engine: every kind of transfer between two engines of a simulated network, and mistakes. */
+/* A C program's use of the engine: every kind of transfer between two engines of a simulated network, and mistakes. */
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -276,7 +276,7 @@ int main(int count, char **arguments) {
   pt_imms_destroy(imms);
   done.calls = dones;
 
-  /* What is cancelled is told, by a word and a function that hears of failures. */
+  /* The end of a cancelled transfer is told, by a word and a function that hears of failures. */
   uint64_t ends = 0;
   expect.word = &ends;
   expect.senders = senders;

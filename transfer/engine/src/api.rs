@@ -1,4 +1,4 @@
-//! What an engine does for its callers. Everything is checked here, before any effect.
+//! The engine's calls. Everything is checked here, before any effect.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -22,7 +22,7 @@ use crate::worker::command::{Command, TargetRequest};
 /// Longest deadline that is told apart from "never", about a century.
 const FOREVER: Duration = Duration::from_secs(3 << 30);
 
-/// What may be said about any operation.
+/// Options of any operation.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Options {
     /// Time until the operation fails; the engine's default if None.
@@ -451,7 +451,7 @@ impl Engine {
     }
 }
 
-/// What is over when the connection to a peer stands.
+/// The operations that are over when the connection to a peer stands.
 pub(crate) fn connection(address: &NicAddr) -> TargetRequest {
     TargetRequest {
         dst: Arc::new([NicKey { address: address.clone(), base: 0, rkey: 0 }]),

@@ -14,14 +14,14 @@ use crate::worker::command::{Command, TargetRequest};
 /// The group of a [`TransferId`] that has parts in several device groups.
 pub(crate) const EVERYWHERE: usize = EXPECTATIONS - 1;
 
-/// What one operation writes, by the device group that carries it.
+/// Writes of one operation, by the device group that carries it.
 #[derive(Default)]
 pub(crate) struct Batch {
     parts: Vec<(usize, Vec<TargetRequest>)>,
 }
 
 impl Batch {
-    /// What one device group carries.
+    /// Writes that one device group carries.
     pub fn one(group: usize, targets: Vec<TargetRequest>) -> Self {
         Self { parts: vec![(group, targets)] }
     }
@@ -63,7 +63,7 @@ impl Engine {
         start: bool,
         take: impl Fn(&Group, Command) -> Result<Result<(), Command>, Error>,
     ) -> Result<TransferId, Error> {
-        // What waits for room belongs to the connections of now.
+        // Transfers that wait for room belong to the connections of now.
         let stamp = Doors::now();
         let mut parts = batch.parts;
         if let Some((_, targets)) = parts.iter().find(|(_, targets)| targets.len() > MAX_TARGETS) {

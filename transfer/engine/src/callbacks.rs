@@ -12,13 +12,13 @@ use crate::metrics::Metrics;
 /// A peer has come or gone.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PeerEvent {
-    /// Whose.
+    /// The side that the line belongs to.
     pub peer: PeerName,
     /// None: the connection stands. Otherwise why it ended.
     pub down: Option<DownReason>,
 }
 
-/// Whose threads run a callback.
+/// The threads that run a callback.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Side {
     /// Rust's and C's.
@@ -122,7 +122,7 @@ impl Job {
     }
 }
 
-/// What waits for the callback threads.
+/// Jobs that wait for the callback threads.
 #[derive(Default)]
 pub(crate) struct Jobs {
     own: Line<Job>,

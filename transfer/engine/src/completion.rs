@@ -27,7 +27,7 @@ pub struct TransferId {
 /// A callback of an operation. It runs on a callback thread of the engine.
 pub type Callback = Box<dyn FnOnce(Outcome) + Send>;
 
-/// Whom to tell that an operation is over. It is told exactly once.
+/// The receiver of an operation's end. It is told exactly once.
 pub struct Done {
     pub(crate) kind: Kind,
     /// The place of a submission among those that are under way.
@@ -161,7 +161,7 @@ impl Done {
     }
 }
 
-/// What parts of an operation have come to: every transfer that failed, or the first other error.
+/// The outcome of an operation's parts: every transfer that failed, or the first other error.
 #[derive(Default)]
 pub(crate) struct Merged(Option<Error>);
 

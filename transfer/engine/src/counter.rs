@@ -13,7 +13,7 @@ use crate::sync::{AtomicBool, AtomicUsize, Mutex, Ordering, lock};
 /// Senders that a counter can tell apart. All further ones are as one.
 const TOLD_APART: u32 = 63;
 
-/// What somebody waits for.
+/// A waiter's condition.
 pub struct Expect {
     /// Names the expectation.
     pub id: u64,
@@ -37,7 +37,7 @@ struct Expectation<W> {
 /// Shows a counter elsewhere, for example in a word that a GPU reads.
 pub type Mirror = Box<dyn Fn(u64) + Send>;
 
-/// What a counter has besides its value.
+/// The rest of a counter, besides its value.
 #[derive(Default)]
 struct Note {
     /// Expectations, oldest first.
@@ -76,7 +76,7 @@ pub struct Missed<W> {
     pub end: End,
     /// The senders that are to blame, as far as is known.
     pub missing: Vec<u32>,
-    /// Whom to tell.
+    /// The receiver of the outcome.
     pub waiter: W,
 }
 

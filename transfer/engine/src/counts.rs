@@ -17,7 +17,7 @@ const SIZES: usize = 30;
 const TAKEN: u64 = 1 << 63;
 
 struct Block {
-    /// Whose it is: a number that grows with every owner, and the owner's immediates.
+    /// The owner: a number that grows with every owner, and the owner's immediates.
     owner: AtomicU64,
     words: [AtomicU64; WORDS as usize],
 }
@@ -28,7 +28,7 @@ impl Block {
     }
 }
 
-/// What only writers know of a block.
+/// The part of a block that only writers know.
 #[derive(Default, Clone)]
 struct Page {
     /// Somebody looks at its words for good.
@@ -39,7 +39,7 @@ struct Page {
     senders: [u64; WORDS as usize],
 }
 
-/// What writers need, behind their lock.
+/// The state that writers need, behind their lock.
 #[derive(Default)]
 pub struct Books {
     pages: Vec<Page>,

@@ -231,16 +231,16 @@ pub enum Device {
     Cuda(u16),
 }
 
-/// What a NIC needs to write into a region of a peer.
+/// The data that a NIC needs to write into a region of a peer.
 #[derive(Clone, PartialEq, Eq)]
 pub(crate) struct NicKey {
     pub address: NicAddr,
-    /// What offset 0 of the region is called on the wire: a virtual address, or 0, as the provider has it.
+    /// The name of the region's offset 0 on the wire: a virtual address, or 0, as the provider has it.
     pub base: u64,
     pub rkey: u64,
 }
 
-/// What is needed to write into a region over one device group of its owner: one key per NIC.
+/// The keys for writing into a region over one device group of its owner: one key per NIC.
 pub(crate) type GroupKeys = Arc<[NicKey]>;
 
 /// A registered memory region, as others see it: whoever holds it may write to the region, so treat it as a secret.

@@ -136,7 +136,7 @@ impl Engine {
                 Err(error) => result = result.and(Err(error)),
             }
         }
-        // What the others have registered goes with `registrations`.
+        // The registrations of the other groups go with `registrations`.
         result?;
         Ok(registrations.into_iter().map(|registration| self.described(registration)).collect())
     }
@@ -146,7 +146,7 @@ impl Engine {
         (MrHandle { registration: Arc::new(registration) }, desc)
     }
 
-    /// What peers need to know of registered memory to reach it by these keys.
+    /// The data that peers need to reach registered memory by these keys.
     fn desc(&self, registration: &Registration, parts: &[Part]) -> MrDesc {
         let nic = |(address, nic): (&NicAddr, &Registered)| NicKey {
             address: address.clone(),

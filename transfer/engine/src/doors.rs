@@ -58,7 +58,7 @@ impl Fences {
         }
     }
 
-    /// What the peer that was shut out says of it.
+    /// The word of the peer that was shut out.
     pub fn told(self) -> DownReason {
         // Half of what a SystemTime holds; a peer chooses the number.
         let since = Duration::from_millis(self.at_ms.min(1 << 53));
@@ -75,7 +75,7 @@ pub(crate) trait Lending: Send + Sync {
 /// Such memory, as long as it is registered.
 pub(crate) type Lent = Weak<dyn Lending>;
 
-/// What one device group of this engine knows of one of the peer's.
+/// The knowledge that one device group of this engine has of one of the peer's.
 #[derive(Default)]
 struct Pair {
     lost: Fences,
@@ -182,7 +182,7 @@ impl Doors {
         if door.shut { Some(DownReason::Fenced) } else { lost.then_some(DownReason::HeartbeatLost) }
     }
 
-    /// What a peer has to know of its door.
+    /// The data that a peer needs to know of its door.
     pub fn fences(&self, own: u16, peer: PeerKey) -> Fences {
         let doors = self.lock();
         let Some(door) = doors.get(&peer.engine) else { return Fences::default() };

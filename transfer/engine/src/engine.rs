@@ -31,7 +31,7 @@ const MOST_CALLBACK_THREADS: usize = 64;
 /// How long a call waits for an answer of the engine's own thread.
 pub(crate) const ANSWER: Duration = Duration::from_secs(30);
 
-/// What an engine is made of. Every setting has a default, except for the device groups.
+/// The settings of an engine. Every setting has a default, except for the device groups.
 pub struct Builder {
     groups: Vec<DeviceGroup>,
     config: Config,
@@ -40,7 +40,7 @@ pub struct Builder {
     secret_is_empty: bool,
     readmit: Readmit,
     peer_callback: Option<PeerCallback>,
-    /// Whose callbacks there may be.
+    /// The kinds of callbacks that the engine may have.
     sides: Vec<Side>,
 }
 
@@ -270,7 +270,7 @@ fn spawn_on(
     Ok(thread)
 }
 
-/// What a worker says of itself when it begins.
+/// A worker's first report.
 type Began = (Vec<NetAddr>, Limits, Vec<Option<Arc<dyn Registrar>>>);
 
 /// Reports that a worker begins, or why not, and has it work until its end.
@@ -289,7 +289,7 @@ fn work<N: Nic + ?Sized>(
     }
 }
 
-/// What callers need to know of a device group.
+/// The facts about a device group that callers need.
 pub(crate) struct Group {
     pub kind: ProviderKind,
     pub device: Device,

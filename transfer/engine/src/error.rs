@@ -1,4 +1,4 @@
-//! What can go wrong, in words that name peer, NIC and reason, and the address where there is no connection. Keys never appear in them.
+//! Errors, in words that name peer, NIC and reason, and the address where there is no connection. Keys never appear in them.
 
 use std::fmt;
 use std::time::{Duration, SystemTime};
@@ -25,7 +25,7 @@ impl fmt::Display for PeerName {
     }
 }
 
-/// What an operation comes to: nothing, or why not.
+/// The outcome of an operation: nothing, or the reason why not.
 pub type Outcome = Result<(), Error>;
 
 /// Everything that a call or a completion can report.
@@ -37,15 +37,15 @@ pub enum Error {
     Argument {
         /// The argument's name.
         argument: &'static str,
-        /// What came and what was allowed.
+        /// The value that came, and the allowed ones.
         problem: String,
     },
     /// A library, device or permission that this machine lacks.
     #[error("{what} is not available: {why}")]
     Unavailable {
-        /// What was asked for.
+        /// The thing that was asked for.
         what: String,
-        /// What is missing.
+        /// The missing part.
         why: String,
     },
     /// The engine is closed.
@@ -60,7 +60,7 @@ pub enum Error {
         expected: u64,
         /// The count at the end.
         found: u64,
-        /// What came first.
+        /// The event that came first.
         why: Miss,
         /// The senders that are to blame, among those that were named.
         missing: Vec<PeerName>,
@@ -85,7 +85,7 @@ pub enum Error {
     /// A call into the engine's own thread was not answered in time.
     #[error("{what}: no answer within {after:?}")]
     Timeout {
-        /// What was asked for.
+        /// The thing that was asked for.
         what: &'static str,
         /// How long was waited.
         after: Duration,
@@ -93,9 +93,9 @@ pub enum Error {
     /// The operating system refused something.
     #[error("{what}: {why}")]
     System {
-        /// What was tried.
+        /// The call that was tried.
         what: &'static str,
-        /// What the system said.
+        /// The system's words.
         why: String,
     },
 }
@@ -126,7 +126,7 @@ fn name(missing: &[PeerName]) -> String {
     }
 }
 
-/// What came before the count that somebody waited for.
+/// The event that came before the count that somebody waited for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Miss {
@@ -290,12 +290,12 @@ pub enum Refusal {
         /// Milliseconds since 1970, by the peer's clock.
         at_ms: u64,
     },
-    /// What was begun with it is over; it has to begin again.
+    /// An operation that was begun with it is over; it has to begin again.
     #[error("it has ended what was begun, which has to begin again")]
     Void,
 }
 
-/// What a provider reports about one work request.
+/// A provider's report about one work request.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum NetworkError {
@@ -319,7 +319,7 @@ pub enum NetworkError {
     NoConnection {
         /// Where the peer should be.
         address: String,
-        /// What stands in the way, and on which side.
+        /// The obstacle, and its side.
         why: Obstacle,
     },
     /// Anything else, in the provider's words.
@@ -328,7 +328,7 @@ pub enum NetworkError {
 }
 
 impl Obstacle {
-    /// What stands in the way of a connection to this address.
+    /// The obstacle on the way to this address.
     pub(crate) fn at(self, endpoint: &[u8]) -> NetworkError {
         NetworkError::NoConnection { address: spelled(endpoint), why: self }
     }

@@ -13,7 +13,7 @@ use crate::shared::Shared;
 /// The group of an expectation's [`TransferId`]: expectations belong to no device group.
 pub(crate) const EXPECTATIONS: usize = usize::MAX;
 
-/// What may be said about an expectation.
+/// Options of an expectation.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct ExpectOptions<'a> {
     /// Time until it fails; the engine's default if None.
@@ -155,7 +155,7 @@ impl std::fmt::Debug for ImmRange {
 }
 
 impl ImmRange {
-    /// Whose they are.
+    /// The owner's name.
     pub fn owner(&self) -> &str {
         &self.owner
     }

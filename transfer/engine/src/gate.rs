@@ -9,7 +9,7 @@ use crate::sync::{AtomicUsize, Condvar, Mutex, Ordering, between_seq_cst, lock, 
 /// A submission that waits asks so often whether to give up.
 const SLICE: Duration = Duration::from_millis(50);
 
-/// What a submission does while too many operations are under way.
+/// The behaviour of a submission while too many operations are under way.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum WhenFull {
     /// It waits for one of them to end, at most until its own deadline.

@@ -127,7 +127,7 @@ impl DeviceGroup {
         Ok(Self { cpus, ..group })
     }
 
-    /// Whose memory the group moves; the host's unless said otherwise.
+    /// The device whose memory the group moves; the host unless said otherwise.
     pub fn device(mut self, device: Device) -> Self {
         self.device = device;
         self

@@ -7,7 +7,7 @@
 
 use crate::sync::{AtomicBool, AtomicIsize, AtomicUsize, Mutex, MutexGuard, Ordering, lock, look_on, relax, try_lock};
 
-/// What is driven.
+/// An object that is driven.
 pub trait Driven {
     /// One round. Says whether anything happened.
     fn turn(&mut self) -> bool;

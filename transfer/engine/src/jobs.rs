@@ -1,4 +1,4 @@
-//! What waits for the callback threads. There are two lines: Python's callbacks need its lock and take their time, so nobody else's wait
+//! Jobs that wait for the callback threads. There are two lines: Python's callbacks need its lock and take their time, so nobody else's wait
 //! behind them. Any of a line's threads takes the next job; what must keep its order comes by turns.
 
 use std::collections::VecDeque;

@@ -2,7 +2,7 @@
 
 use crate::sync::{Mutex, lock};
 
-/// Whom to tell when all parts are over, and what they have come to.
+/// The receiver of the end of all parts, and their outcome so far.
 pub struct Joined<D, O> {
     state: Mutex<State<D, O>>,
 }

@@ -125,7 +125,7 @@ pub use wire::DecodeError;
 #[cfg(feature = "bare")]
 pub use libfabric::bare;
 
-/// What the fuzzer reaches and nobody else.
+/// Functions for the fuzzer, which nobody else reaches.
 #[cfg(fuzzing)]
 pub mod fuzzing {
     /// Decodes a frame; one that is accepted must encode to the same bytes.

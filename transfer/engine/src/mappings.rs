@@ -1,4 +1,4 @@
-//! What the process may do with its memory, as `/proc/self/maps` says.
+//! The rights of the process on its memory, as `/proc/self/maps` says.
 
 use std::ops::Range;
 

@@ -16,7 +16,7 @@ pub(crate) const FRAGMENT_OVERHEAD: usize = HEADER + 16;
 pub(crate) type Nonce = [u8; 16];
 pub(crate) type Mac = [u8; 32];
 
-/// What begins a connection.
+/// The beginning of a connection.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Hello {
     /// Engine and group that this is meant for: an address of an engine that has ended must not reach its successor.
@@ -28,7 +28,7 @@ pub(crate) struct Hello {
 /// The side that speaks, in both directions of the set-up.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Introduction {
-    /// What the other side is to put into the `session` field of every frame that it sends here.
+    /// The value that the other side puts into the `session` field of every frame that it sends here.
     pub session: u64,
     pub nonce: Nonce,
     pub heartbeat_timeout_ms: u32,
@@ -97,7 +97,7 @@ pub(crate) enum Body<'a> {
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Frame<'a> {
-    /// What the receiver chose to recognise the sender by; 0 in Hello, and in a Refuse to one that is not known.
+    /// The number by which the receiver recognises the sender; 0 in Hello, and in a Refuse to one that is not known.
     pub session: u64,
     pub body: Body<'a>,
 }

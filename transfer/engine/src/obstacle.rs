@@ -1,4 +1,4 @@
-//! What stands in the way of a connection, on which side, and what helps.
+//! Obstacles on the way to a connection: on which side, and the remedy.
 
 use std::io;
 use std::time::Duration;
@@ -43,7 +43,7 @@ pub enum Obstacle {
 }
 
 impl Obstacle {
-    /// What the system's error stands for.
+    /// The obstacle that the system's error stands for.
     pub(crate) fn of(error: &io::Error) -> Self {
         let words = error.to_string();
         match error.raw_os_error() {

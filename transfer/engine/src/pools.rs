@@ -12,7 +12,7 @@ use crate::metrics::Metrics;
 
 pub(crate) type RecvCallback = Box<dyn FnMut(&NetAddr, &[u8]) + Send>;
 
-/// What may be said about receives.
+/// Options of receives.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct RecvOptions {
     /// The number that senders name.

@@ -82,7 +82,7 @@ impl std::fmt::Debug for ScatterTemplate {
     }
 }
 
-/// What goes to one destination of a template.
+/// The part that goes to one destination of a template.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Part {
     /// Bytes; with 0, only the immediate.

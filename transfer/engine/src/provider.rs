@@ -1,4 +1,4 @@
-//! What the engine asks of a network: reliable, unordered delivery on one NIC. A provider implements [`Nic`] and nothing
+//! The interface that the engine asks of a network: reliable, unordered delivery on one NIC. A provider implements [`Nic`] and nothing
 //! else; the worker owns it, and who drives that is the only one to call it.
 
 use std::any::Any;
@@ -16,13 +16,13 @@ use crate::shard::Piece;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct Link(pub usize);
 
-/// What the two ends of a link present to each other. Both are random, not 0, and new for each handshake, which both sides
+/// Passes that the two ends of a link present to each other. Both are random, not 0, and new for each handshake, which both sides
 /// have proved: they are the sessions that the two engines have chosen for each other.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Passes {
-    /// What lets the peer in here.
+    /// Lets the peer in here.
     pub own: u64,
-    /// What lets this NIC in at the peer's.
+    /// Lets this NIC in at the peer's.
     pub theirs: u64,
 }
 
@@ -37,12 +37,12 @@ pub(crate) struct LocalKey(pub usize);
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Registered {
     pub local: LocalKey,
-    /// What offset 0 of the region is called on the wire.
+    /// The name of the region's offset 0 on the wire.
     pub base: u64,
     pub rkey: u64,
 }
 
-/// What one NIC can do.
+/// The abilities of one NIC.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Limits {
     /// Longest one-sided write or read in bytes.
@@ -95,7 +95,7 @@ pub(crate) enum Post {
     Failed(NetworkError),
 }
 
-/// What a NIC reports.
+/// A NIC's report.
 #[derive(Debug)]
 pub(crate) enum Event {
     /// A posted work request is over. Comes exactly once for every one that was taken. `Ok` on a write means that all its
@@ -158,13 +158,13 @@ impl Openers {
     }
 }
 
-/// What is left to do for a registration is to enter it.
+/// The registration only has to be entered.
 pub(crate) type Begun = Box<dyn Any + Send>;
 
 /// Begins registrations on any thread, as far as that takes long: pinning pages and telling a device of them. It holds nothing that keeps
 /// the NIC open.
 pub(crate) trait Registrar: Send + Sync {
-    /// What [`Nic::enter`] gets. Dropping it undoes it.
+    /// The argument of [`Nic::enter`]. Dropping it undoes it.
     fn begin(&self, region: &Arc<Region>) -> Result<Begun, Error>;
 }
 

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use crate::sync::{AtomicBool, AtomicUsize, Condvar, Mutex, MutexGuard, Ordering, fence, lock, wait_timeout};
 
-/// What the consumer is doing.
+/// The consumer's state.
 #[derive(Clone, Copy)]
 enum Consumer {
     Awake,

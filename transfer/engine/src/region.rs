@@ -21,11 +21,11 @@ pub type Owner = Option<Box<dyn Any + Send + Sync>>;
 pub struct Whereabouts {
     /// The word's address.
     pub word: usize,
-    /// What it has to be.
+    /// The terms that the memory has to meet.
     pub expected: usize,
 }
 
-/// What is known of somebody else's memory.
+/// The facts that are known of somebody else's memory.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Terms {
     /// Nothing may land in it.
@@ -43,7 +43,7 @@ pub(crate) struct Region {
     device: Device,
     /// Set where the region allocated its memory itself.
     layout: Option<Layout>,
-    /// What keeps somebody else's memory valid, where that can be held on to.
+    /// An owner that keeps somebody else's memory valid, where it can be held.
     _owner: Owner,
     /// The file that all of the memory is a mapping of, with its number in this process, where other processes may map it.
     file: Option<(u32, OwnedFd)>,

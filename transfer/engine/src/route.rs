@@ -173,7 +173,7 @@ impl Engine {
         Err(self.not_shared(argument, address.groups.iter().map(|nic| (nic, None)), allowed))
     }
 
-    /// What came, and what could have been used.
+    /// The value that came, and the ones that could have been used.
     fn not_shared<'a>(
         &self,
         argument: &'static str,

@@ -1,4 +1,4 @@
-//! What the threads of one engine share.
+//! State that the threads of one engine share.
 
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -15,7 +15,7 @@ use crate::pools::Pools;
 use crate::reserved::Reserved;
 use crate::roster::Roster;
 
-/// What the builder fixed.
+/// Settings that the builder fixed.
 #[derive(Clone)]
 pub(crate) struct Config {
     /// The hash of the shared secret.

@@ -215,7 +215,7 @@ impl AsRawFd for EventFd {
     }
 }
 
-/// What to wait for.
+/// The events to wait for.
 pub(crate) fn readable(descriptor: RawFd) -> libc::pollfd {
     libc::pollfd { fd: descriptor, events: libc::POLLIN, revents: 0 }
 }
@@ -280,7 +280,7 @@ pub(crate) fn user() -> u32 {
     unsafe { libc::geteuid() }
 }
 
-/// What a call of the system returned, or why it failed.
+/// The value that a call of the system returned, or the reason of its failure.
 pub(crate) fn checked(code: libc::c_int) -> io::Result<libc::c_int> {
     if code < 0 { Err(io::Error::last_os_error()) } else { Ok(code) }
 }

@@ -6,7 +6,7 @@ use std::{fmt, fs};
 use crate::descriptor::MAX_NICS;
 use crate::error::Error;
 
-/// What a machine's GPUs are to PCI: NVIDIA's number, and the first digits of the classes of displays.
+/// The numbers of a machine's GPUs on PCI: NVIDIA's number, and the first digits of the classes of displays.
 const NVIDIA: &str = "0x10de";
 const DISPLAY: &str = "0x03";
 
@@ -228,7 +228,7 @@ fn node_of(device: &Path) -> Option<u32> {
     fs::read_to_string(device.join("numa_node")).ok()?.trim().parse().ok()
 }
 
-/// What a device on PCI is behind, from the root on, without the device itself.
+/// The bridges before a device on PCI, from the root on, without the device itself.
 fn bridges(device: &Path) -> impl Iterator<Item = &std::ffi::OsStr> {
     let name = |component| match component {
         Component::Normal(name) => Some(name),

@@ -153,7 +153,7 @@ pub(crate) struct Watchers {
     stop: AtomicBool,
 }
 
-/// What a look has found.
+/// The result of a look.
 struct Found {
     /// A word without a pace has changed, or writes that waited for a word were handed on.
     easy: bool,

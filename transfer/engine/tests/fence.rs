@@ -1,4 +1,4 @@
-//! What a fence, the loss of a peer and the end of a registration promise: afterwards nothing of that peer, or nothing at all,
+//! The promises of a fence, the loss of a peer and the end of a registration: afterwards nothing of that peer, or nothing at all,
 //! lands in the memory or counts, whatever the writer does. Memory is filled with poison then, and has to keep it.
 //!
 //! `PUTGET_TRANSFER_ROUNDS` makes each test as long as it says.

@@ -1,4 +1,4 @@
-//! What belongs to one engine is refused by every other, before any effect.
+//! Objects of one engine are refused by every other, before any effect.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 
 mod common;
@@ -22,7 +22,7 @@ fn submitted(engine: &Engine) -> String {
     text.lines().find(|line| line.starts_with("putget_transfer_submitted_total")).unwrap().to_owned()
 }
 
-/// What writes and reads of `b` say to memory of another engine.
+/// The errors of writes and reads of `b` with memory of another engine.
 fn transfers(b: &Engine, theirs: &MrHandle, own: &MrHandle, desc: &MrDesc) {
     let (options, pages) = (Options::default(), Pages { indices: &[0], stride: 8, offset: 0 });
     let (write, read) = (
@@ -81,7 +81,7 @@ fn nothing_of_another_engine_is_taken() {
         assert_eq!(refused(b.wait(&future, LONG)), "future");
         assert_eq!([submitted(&a), submitted(&b)], counts);
 
-        // What was refused has ended nothing: the expectation is met, and both registrations are in force.
+        // The refused calls have ended nothing: the expectation is met, and both registrations are in force.
         assert_eq!(outcome(|done| b.submit_barrier(None, 9, &[&their_desc], &within(LONG), done)), Ok(()));
         assert_eq!(a.wait(&future, LONG), Ok(()));
         let write = |done| a.submit_single_write(8, Some(2), (&theirs, 0), (&desc, 0), &within(LONG), done);

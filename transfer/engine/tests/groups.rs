@@ -56,7 +56,7 @@ fn holds(handle: &MrHandle, bytes: &[u8]) {
     assert!(found == bytes);
 }
 
-/// What travels as bytes is what others have.
+/// Descriptions that travel as bytes are equal to the others.
 fn carried(address: &NetAddr, desc: &MrDesc) -> (NetAddr, MrDesc) {
     (NetAddr::from_bytes(&address.to_bytes()).unwrap(), MrDesc::from_bytes(&desc.to_bytes()).unwrap())
 }

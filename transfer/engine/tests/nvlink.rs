@@ -185,7 +185,7 @@ fn nvlink_inside_the_machine_and_tcp_to_others() {
     outcome(|done| a.submit_prepared(&prepared, Some(1), &within(LONG), done)).unwrap();
     assert_eq!((expect_count(&b, 1, 1), expect_count(&c, 1, 1)), (Ok(()), Ok(())));
     assert!(to.read() == bytes && read(&at_b, 0, 8192) == bytes && read(&at_c, 0, 8192) == bytes);
-    // What only NVLink carries does not go to a peer without it.
+    // A write that only NVLink carries does not go to a peer without it.
     let refused = a.submit_single_write(8, None, (&src, 0), (&to_c, 0), &Options::default(), Done::ignore());
     assert!(matches!(refused, Err(Error::Argument { argument: "dst", .. })), "{refused:?}");
 }
@@ -253,7 +253,7 @@ fn reads_bring_device_memory_and_say_what_they_cannot() {
         matches!(&error.reason, Reason::Network(NetworkError::Other(why)) if why.contains("host memory")),
         "{error}"
     );
-    // What has been read from is given back, and an ended key is refused.
+    // Memory that was read from is given back, and an ended key is refused.
     b.dereg_mr(source).unwrap();
     let error = failure(get(&desc, &dst, 10));
     assert_eq!((error.reason, error.may_land), (Reason::Network(NetworkError::BadKey), false));

@@ -63,7 +63,7 @@ fn send(engine: &Engine, to: &NetAddr, deadline: Duration) -> (TransferError, Du
     (error, begun.elapsed())
 }
 
-/// What stands in the way, and the address that the error names.
+/// The obstacle, and the address that the error names.
 fn obstacle(error: &TransferError) -> (Obstacle, String) {
     match &error.reason {
         Reason::Network(NetworkError::NoConnection { address, why })

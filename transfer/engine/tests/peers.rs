@@ -233,7 +233,7 @@ fn a_cancelled_write_of_many_pieces_keeps_its_connection() {
         let (id, future) = write(&a, &src, &desc, LONG);
         a.cancel(id).unwrap();
         let outcome = future.wait(LONG).unwrap();
-        // What is over cannot be cancelled, and asking does no harm.
+        // An operation that is over cannot be cancelled, and asking does no harm.
         a.cancel(id).unwrap();
         let landed = outcome.is_ok();
         if !landed {

@@ -208,7 +208,7 @@ fn a_template_takes_other_lengths_and_offsets_every_time() {
         );
         let stranger = engine(&network, 2).alloc_mr(64).unwrap();
         assert!(argument(a.scatter_template(Some(&group), &src, &[&stranger.1])).contains("not in the group"));
-        // What a template says and what a scatter says is the same.
+        // A template and a scatter say the same.
         let dst = ScatterDst { len: 1, src_offset: 0, dst: (descs[0], 0) };
         outcome(|done| a.submit_scatter(Some(&group), None, &src, &[dst], &within(LONG), done)).unwrap();
     }
@@ -232,7 +232,7 @@ fn a_word_posts_prepared_writes_once_it_is_there() {
                 std::thread::sleep(Duration::from_millis(20));
             }
             assert!(!future.is_done() && b.imm_count(6) == round - 1);
-            // What was written before the word is what is sent.
+            // Bytes that were written before the word are sent.
             src.write(0, &[round as u8; 64]).unwrap();
             word.store(round);
             assert_eq!(expect_count(&b, 6, round), Ok(()));

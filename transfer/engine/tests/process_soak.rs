@@ -18,7 +18,7 @@ fn patience() -> Duration {
     Duration::from_secs(longer.map_or(3, |seconds| seconds.parse().expect("PUTGET_TRANSFER_PATIENCE: whole seconds")))
 }
 
-/// What a process is built on, by its name: the role of the other processes, too.
+/// The network of a process, by its name: the role of the other processes, too.
 fn on(network: &str) -> Builder {
     let builder = match network {
         "host" => Engine::builder().group(DeviceGroup::host(1)),
@@ -63,7 +63,7 @@ impl Target {
     }
 }
 
-/// What happens to a target during a round.
+/// The fate of a target during a round.
 #[derive(Clone, Copy, PartialEq, Debug)]
 enum Fate {
     Fine,

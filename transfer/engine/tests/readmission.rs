@@ -1,4 +1,4 @@
-//! What a fence promises a target that the writer connects to again: nothing that the writer was given before lands or counts, however it
+//! The promise of a fence to a target that the writer connects to again: nothing that the writer was given before lands or counts, however it
 //! was given and whoever begins the next connection, until the target admits the writer. What is submitted afterwards is carried, and
 //! counts exactly.
 //!
@@ -448,7 +448,7 @@ fn the_builder_says_who_comes_back() {
         let (_dst, desc) = memory.register(&b);
         assert_eq!(write(&a, &src, &desc, ("batch", 1), || ()).done, 1);
         assert_eq!(outcome(|done| b.fence(&a.main_address(), done)), Ok(()));
-        // What it was given before is void even so; then it is carried without a word of the target's.
+        // Its earlier descriptors are void even so; then the write is carried without a word of the target's.
         eventually("it is back", || write(&a, &src, &desc, ("batch", 1), || ()).done == 1);
     }
 }

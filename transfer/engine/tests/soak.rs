@@ -34,7 +34,7 @@ struct Node {
     received: Arc<Mutex<HashSet<u64>>>,
 }
 
-/// What an operation must have written at one node: runs of (offset in the place, offset in the source, length).
+/// The bytes that an operation must have written at one node: runs of (offset in the place, offset in the source, length).
 struct Written {
     node: usize,
     runs: Vec<(usize, usize, usize)>,
@@ -164,7 +164,7 @@ impl Soak {
             expected[dst..dst + len].copy_from_slice(&self.bytes[src..src + len]);
         }
         if failed {
-            // What landed before the failure is right too, and nothing else was touched.
+            // Bytes that landed before the failure are right too, and nothing else was touched.
             assert!(found.iter().zip(&expected).all(|(found, right)| found == right || *found == 0));
         } else {
             assert!(found == expected);

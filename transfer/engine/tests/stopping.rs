@@ -175,7 +175,7 @@ fn one_of_many_writes_to_a_peer_that_stands_still_is_stopped_alone() {
     }
 }
 
-/// What has not left this machine never does: it ends at once, without a wait for the grace or for the peer.
+/// A write that has not left this machine never does: it ends at once, without a wait for the grace or for the peer.
 #[test]
 fn a_write_that_has_not_left_is_taken_back_at_once() {
     for (network, nics) in NETWORKS.into_iter().flat_map(|network| [(network, 1), (network, 2)]) {

@@ -1,4 +1,4 @@
-//! What an engine tells of itself: events for tracing, metrics, errors and debug texts. It says what happens, and gives neither
+//! An engine's reports about itself: events for tracing, metrics, errors and debug texts. It says what happens, and gives neither
 //! addresses nor keys nor secrets away.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 

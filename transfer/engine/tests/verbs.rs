@@ -1,4 +1,4 @@
-//! What is particular about the verbs provider, on the devices that PUTGET_TRANSFER_VERBS names (`transfer/vm` has some; all other
+//! The particulars of the verbs provider, on the devices that PUTGET_TRANSFER_VERBS names (`transfer/vm` has some; all other
 //! behaviour tests run over them too). Without devices each test says so and ends.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 

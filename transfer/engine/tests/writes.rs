@@ -343,7 +343,7 @@ fn a_word_is_made_hot_paused_and_neither_while_it_is_watched() {
         other.store(later);
         assert_eq!(others.recv_timeout(LONG).map(|(_, new)| new), Ok(later));
         assert!(seen.try_recv().is_err());
-        // What has changed is one change.
+        // All changed bytes are one change.
         word.set_pace(pace_us).unwrap();
         assert_eq!(seen.recv_timeout(LONG), Ok((value, later)));
         value = later;

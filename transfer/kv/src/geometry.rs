@@ -230,7 +230,7 @@ impl Region {
         Ok(())
     }
 
-    /// What both sides must have in common.
+    /// The facts that both sides must have in common.
     fn shared(&self, writer: &mut Writer) {
         writer.text(&self.name);
         match self.kind {
@@ -321,7 +321,7 @@ impl fmt::Debug for Digest {
 /// The cache of one rank: its regions, and which rank it is.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Geometry {
-    /// What else both sides must have in common: model, dtype, version.
+    /// Further facts that both sides must have in common: model, dtype, version.
     pub model: String,
     /// The rank inside its tensor-parallel group.
     pub rank: u32,

@@ -1,4 +1,4 @@
-//! What prefillers and decoders tell each other. Every reader of these bytes is bounded and refuses what it does not know.
+//! Messages between prefillers and decoders. Every reader of these bytes is bounded and refuses what it does not know.
 
 use putget_transfer::{DecodeError, MrDesc};
 
@@ -14,7 +14,7 @@ const MOST_PAGES: usize = 1 << 20;
 const MOST_SOURCES: usize = 4096;
 const MOST_DESC: usize = 65_536;
 
-/// What a decoder tells a prefiller once: both sides' geometry, and the keys of its memory for this prefiller.
+/// A decoder's first message to a prefiller: both sides' geometry, and the keys of its memory for this prefiller.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Hello {
     /// All prefill ranks of the group, in the order of the plan.
@@ -53,7 +53,7 @@ impl Hello {
     }
 }
 
-/// What a decoder asks of one prefiller.
+/// A decoder's request to one prefiller.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Request {
     /// Tells this attempt from others with the same name.

@@ -113,7 +113,7 @@ proptest! {
         prop_assert!(Message::decode(&[&bytes[..], &[0]].concat()).is_err());
     }
 
-    /// What is accepted of changed bytes encodes to the same bytes: nothing is read in two ways.
+    /// A message that is accepted from changed bytes encodes to the same bytes: nothing is read in two ways.
     #[test]
     fn changed_bytes_do_no_harm(message in message(), changes in proptest::collection::vec(any::<(prop::sample::Index, u8)>(), 1..9)) {
         let mut bytes = message.encode();

@@ -40,7 +40,7 @@ impl Times {
     }
 }
 
-/// What one side has seen.
+/// Counts of one side.
 #[derive(Default)]
 pub(crate) struct Metrics {
     pub accepted: AtomicU64,

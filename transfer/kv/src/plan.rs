@@ -19,7 +19,7 @@ const PORTION_BYTES: u64 = 1 << 20;
 /// Steps of a plan, far more than any model needs: bounds what a hostile description can cost.
 const MOST_STEPS: u64 = 1 << 24;
 
-/// What a decoder asks for.
+/// A decoder's request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Ask<'a> {
     /// The request's name on both sides.
@@ -69,7 +69,7 @@ struct Span {
     layer: u32,
 }
 
-/// What raises the target's counter by one.
+/// The unit that raises the target's counter by one.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Portion {
     /// Tokens that must have been computed; those of a state: all.
@@ -85,7 +85,7 @@ pub struct Portion {
     spans: Range<usize>,
 }
 
-/// What one source sends.
+/// The portions that one source sends.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct SourcePlan {
     /// How often it raises the target's counter.
@@ -101,7 +101,7 @@ pub struct SourcePlan {
     spans: Vec<Span>,
 }
 
-/// What all sources of one target send.
+/// The portions that all sources of one target send.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Plan {
     /// The count that the target waits for.
@@ -181,7 +181,7 @@ fn drawn(request: &str) -> u64 {
     digest.first_chunk().map_or(0, |bytes| u64::from_le_bytes(*bytes))
 }
 
-/// What a decoder has asked of the sources of a group, by the number that said which of several holders is taken.
+/// The portions that a decoder has asked of the sources of a group, by the number that said which of several holders is taken.
 #[derive(Debug, Default)]
 pub(crate) struct Loads(Vec<u64>);
 
@@ -477,7 +477,7 @@ impl Span {
 }
 
 impl Plan {
-    /// What one source sends.
+    /// The portions that one source sends.
     pub fn of(&self, source: usize) -> Option<&SourcePlan> {
         self.sources.get(source)
     }

@@ -1,4 +1,4 @@
-//! What goes wrong between a prefiller and a decoder, one thing at a time: every request ends once, its reason is told, and pages come
+//! Faults between a prefiller and a decoder, one at a time: every request ends once, its reason is told, and pages come
 //! back when nothing can be written to them any more.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 

@@ -82,7 +82,7 @@ fn group(decoder: &Decoder, sources: &[(Rank, Prefiller)]) -> Arc<Group> {
     decoder.group(&known).unwrap()
 }
 
-/// What becomes of a request.
+/// The fate of a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 enum Fate {
     Served,

@@ -40,7 +40,7 @@ impl Outside {
         state.rung = false;
     }
 
-    /// What a peer does.
+    /// A peer's action.
     fn happen(&self) {
         let mut state = self.state.lock().unwrap();
         state.events += 1;

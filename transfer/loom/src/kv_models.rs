@@ -15,7 +15,7 @@ type Known = (Option<Parts<usize>>, Vec<Option<Stop>>);
 /// A request with two parts, and an engine that carries them.
 struct World {
     request: Mutex<Known>,
-    /// What is under way, and whether it was called back.
+    /// The transfer under way, and whether it was called back.
     submitted: Mutex<Vec<(usize, bool)>>,
     answered: AtomicBool,
 }

@@ -32,7 +32,7 @@ mod host_models;
 mod kv_models;
 mod models;
 
-/// What the gate says.
+/// The gate's answer.
 mod error {
     #[derive(Debug, PartialEq, Eq)]
     pub enum Error {

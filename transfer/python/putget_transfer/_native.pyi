@@ -201,7 +201,7 @@ class DeviceGroup:
 
 @final
 class Builder:
-    """What an engine is made of."""
+    """The settings of an engine."""
 
     def group(self, group: DeviceGroup) -> Builder:
         """Add a device group, over any provider. All of them share the engine's counters.

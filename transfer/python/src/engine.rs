@@ -174,7 +174,7 @@ impl PyDeviceGroup {
     }
 }
 
-/// What an engine is made of.
+/// The settings of an engine.
 #[pyclass(name = "Builder", module = "putget_transfer")]
 pub(crate) struct PyBuilder {
     builder: Mutex<Option<Builder>>,
@@ -338,7 +338,7 @@ where
 pub(crate) struct PyEngine {
     /// None once closed.
     engine: Mutex<Option<Engine>>,
-    /// What its handles carry, also when it is closed.
+    /// The number that its handles carry, also when it is closed.
     pub identity: u64,
     /// Its callbacks.
     pub held: Arc<Held>,
@@ -353,7 +353,7 @@ impl PyEngine {
 impl Drop for PyEngine {
     fn drop(&mut self) {
         let engine = self.engine.lock().unwrap_or_else(PoisonError::into_inner).take();
-        // What the callbacks belong to goes, too; and a callback may wait for what this thread has in its hands.
+        // The owner of the callbacks goes, too; and a callback may wait for an object that this thread has in its hands.
         let collecting = is_collecting();
         if collecting {
             self.held.clear();

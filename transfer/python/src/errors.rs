@@ -77,7 +77,7 @@ impl From<&TransferError> for PyFailure {
     }
 }
 
-/// What a function raises: Python's exception for an error of any kind.
+/// A function's error: Python's exception for an error of any kind.
 pub(crate) struct Raise(PyErr);
 
 /// The result of a function that Python calls. Errors of the engine become exceptions by `?`.

@@ -41,7 +41,7 @@ pub(crate) trait Holds: Send + Sync {
     fn let_go(&self) -> Vec<PyObject>;
 }
 
-/// What one engine, or its builder, holds.
+/// Objects that one engine, or its builder, holds.
 #[derive(Default)]
 pub(crate) struct Held {
     all: Mutex<Slab<Arc<dyn Holds>>>,

@@ -1,4 +1,4 @@
-//! What Python names by an address: a CUDA stream, and the flag of a torch storage that says whether it may be resized. torch gives no call for it but `Tensor.numpy`, which clears the flag for
+//! Objects that Python names by an address: a CUDA stream, and the flag of a torch storage that says whether it may be resized. torch gives no call for it but `Tensor.numpy`, which clears the flag for
 //! good; `_memory.py` finds out where that call has cleared it, and checks what torch says afterwards.
 #![allow(unsafe_code)]
 

@@ -101,7 +101,7 @@ impl Holds for Progress {
 }
 
 thread_local! {
-    /// What a signal's handler has raised while a submission waited for room.
+    /// The exception that a signal's handler has raised while a submission waited for room.
     static RAISED: RefCell<Option<PyErr>> = const { RefCell::new(None) };
 }
 
@@ -125,11 +125,11 @@ fn call(py: Python<'_>, callback: &PyObject, outcome: &Outcome) {
 #[pyclass(name = "Transfer", module = "putget_transfer", frozen)]
 pub(crate) struct PyTransfer {
     progress: Arc<Progress>,
-    /// What can be cancelled, and where.
+    /// The transfer that can be cancelled, and its engine.
     id: Option<(TransferId, Py<PyEngine>)>,
     /// Where its end can be waited for.
     waits: Waits,
-    /// What the engine holds.
+    /// The engine's own object.
     held: Arc<Held>,
 }
 

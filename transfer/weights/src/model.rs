@@ -1,4 +1,4 @@
-//! What trainers have and what rollout ranks need: parameters and their shards, slots and the memory that they lie in.
+//! The model of a weight update: parameters and their shards, slots and the memory that they lie in.
 
 use std::sync::Arc;
 
@@ -102,7 +102,7 @@ pub enum Scale {
     Ue8m0,
 }
 
-/// What becomes of a parameter's elements on their way to a slot.
+/// The change of a parameter's elements on their way to a slot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Recipe {
     /// They are copied, or rounded to the slot's type.

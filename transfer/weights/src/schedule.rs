@@ -49,7 +49,7 @@ impl Item {
     }
 }
 
-/// What a rank prepares and writes in one step. Each rollout rank that gets something of it counts one write.
+/// A rank's work in one step. Each rollout rank that gets something of it counts one write.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Default)]
 pub struct Task {
     /// The mesh group, by its place in the order of groups.

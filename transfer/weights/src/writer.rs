@@ -12,7 +12,7 @@ use crate::schedule::{Item, Schedule};
 pub struct Place {
     /// The rollout rank.
     pub target: u32,
-    /// What it counts.
+    /// The thing that it counts.
     pub imm: u32,
     /// Registered memory, and where in it each memory of the schedule begins.
     pub memory: Vec<(MrDesc, u64)>,

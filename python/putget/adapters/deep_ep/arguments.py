@@ -1,4 +1,4 @@
-"""What DeepEP's calls are given, checked before anything has happened on any rank."""
+"""Arguments of DeepEP's calls, checked before anything has happened on any rank."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ topk_idx_t = torch.int64
 
 
 class Handle:
-    """What ``dispatch`` gives, and ``combine`` and cached dispatches take. It is indexed as DeepEP's tuple.
+    """The handle that ``dispatch`` gives, and ``combine`` and cached dispatches take. It is indexed as DeepEP's tuple.
 
     [0] is [ranks, ranks] int32: in the column of this rank, how many rows have come from each source and those before
     it; -1 in other columns, which this rank does not know. [4] is is_token_in_rank. The others are DeepEP's own.

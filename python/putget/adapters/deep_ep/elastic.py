@@ -38,7 +38,7 @@ _NUM_SMS, _NUM_QPS = 24, 17  # answers to those who ask; not used
 
 @dataclass
 class EPHandle:
-    """What ``dispatch`` gives, and ``combine`` and cached dispatches take. The names are DeepEP's.
+    """The handle that ``dispatch`` gives, and ``combine`` and cached dispatches take. The names are DeepEP's.
 
     Attributes:
         do_expand: Whether rows are expanded.
@@ -84,7 +84,7 @@ class EPHandle:
 
 @dataclass(frozen=True)
 class _Arrived:
-    """What a dispatch has brought: rows (and their scales), ids and weights of this rank's experts."""
+    """The result of a dispatch: rows (and their scales), ids and weights of this rank's experts."""
 
     rows: list[torch.Tensor]
     weights: torch.Tensor | None

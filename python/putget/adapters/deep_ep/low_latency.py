@@ -31,7 +31,7 @@ from putget.adapters.shared import SharedWorkspace
 
 
 class LowLatencyCalls:
-    """What ``Buffer`` inherits."""
+    """The base class of ``Buffer``."""
 
     rank: int
     group_size: int

@@ -1,4 +1,4 @@
-"""What DeepEP's calls hand around: events, configurations, handles, and memory for two rounds under way."""
+"""Objects that DeepEP's calls hand around: events, configurations, handles, and memory for two rounds under way."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class Ticket:
 
 @dataclass
 class LowLatencyHandle:
-    """What ``low_latency_dispatch`` gives, and ``low_latency_combine`` takes. It is indexed as DeepEP's tuple.
+    """The handle that ``low_latency_dispatch`` gives and ``low_latency_combine`` takes: indexed as DeepEP's tuple.
 
     [0] is [experts, rows] int32, the source token of each row; [1] is [experts, ranks] int64, where the rows of each
     source begin, times 2 ** 32, and how many they are; then num_max_dispatch_tokens_per_rank, hidden, num_experts.

@@ -68,7 +68,7 @@ class CommStream:
     def turn(
         self, previous_event: EventOverlap | None, async_finish: bool, allocate_on_comm_stream: bool = False
     ) -> Iterator[Turn]:
-        """What is enqueued inside of ``with`` runs on the stream, and what it allocates belongs to it.
+        """Work enqueued inside of ``with`` runs on the stream, and memory allocated there belongs to the stream.
 
         Args:
             previous_event: What it waits for; None: all that the current stream has been given.

@@ -82,7 +82,7 @@ class _OneProcess:
 
     @staticmethod
     def _each(ranks: Any, call: Callable[[int], Any]) -> list[Any]:
-        """What a collective call gives, by rank."""
+        """The result of a collective call, by rank."""
         found: dict[int, Any] = {}
 
         def run(rank: int) -> None:
@@ -301,7 +301,7 @@ def moe_a2a_initialize(
 
 
 def _part_of(workspace: torch.Tensor, metainfo: torch.Tensor, ep_rank: int) -> _Part:
-    """What ``moe_a2a_initialize`` has made.
+    """The all-to-all that ``moe_a2a_initialize`` has made.
 
     Raises:
         ValueError: Both do not belong together.

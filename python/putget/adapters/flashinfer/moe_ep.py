@@ -53,7 +53,7 @@ class PutgetConfig:
 
 
 class CommunicationRounds:
-    """What ``MoEEpCommunication`` asks for; ``register`` puts it in front of that class.
+    """The class that ``MoEEpCommunication`` asks for; ``register`` puts it in front of that class.
 
     Args:
         bootstrap: FlashInfer's BootstrapConfig: rank, world_size and process_group.

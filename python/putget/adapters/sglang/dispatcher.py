@@ -44,7 +44,7 @@ def _optional(name: str) -> ModuleType | None:
 
 
 class Sent(NamedTuple):
-    """What the second half of a dispatch has to know of the first."""
+    """The facts about the first half of a dispatch that the second half needs."""
 
     recipe: str
     router_logits: Any
@@ -214,7 +214,7 @@ class DispatcherRounds:
         return arguments, Sent(recipe, topk_output.router_logits, hidden_states.dtype)
 
     def _arrived(self, rounds: Rounds, received: Received, sent: Sent) -> Any:
-        """What the runner takes."""
+        """The input of the runner."""
         flat = received.flat
         scale = flat.payloads[1] if len(flat.payloads) > 1 else None
         if sent.recipe == "nvfp4" and self._runner() == "flashinfer_cutlass":
@@ -291,7 +291,7 @@ class DispatcherRounds:
         return str(getattr(backend, "value", backend))
 
     def _invalid_id(self) -> int:
-        """What the runner takes as "no expert". Before SGLang had a runner configuration it was -1 for all."""
+        """The runner's number for "no expert". Before SGLang had a runner configuration it was -1 for all."""
         return -1 if self.runner_backend is None or self._runner() in _TAKE_MINUS_ONE else self.num_experts
 
     def _max_rows(self, num_tokens: int, batch: int | None) -> int:

@@ -30,7 +30,7 @@ class Transfer:
 
 
 def transfers(old: Sequence[int], new: Sequence[int], each: int) -> list[Transfer]:
-    """What ranks must get from each other: the same list on every rank.
+    """The experts that ranks must get from each other: the same list on every rank.
 
     A rank gets an expert once, into the first slot that wants it, and only if none of its slots has it. Of several
     ranks that have it, the one that gives the fewest experts so far gives it.

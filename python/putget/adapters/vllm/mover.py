@@ -22,7 +22,7 @@ _KNOWN = {"add_send", "add_recv", "execute"}
 
 
 class ExchangeRounds:
-    """What a communicator of vLLM does, on an `ExpertExchange`; vLLM's base class is added by `communicator_class`.
+    """A communicator of vLLM on an `ExpertExchange`; vLLM's base class is added by `communicator_class`.
 
     Args:
         comm: the ranks of vLLM's expert-parallel group.

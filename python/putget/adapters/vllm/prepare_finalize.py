@@ -413,7 +413,7 @@ class PrepareFinalizeRounds:
 
 
 def _arrived(received: Received, quantised: _Quantised, quant_config: Any) -> Prepared:
-    """What vLLM's experts take."""
+    """The rows and scales that vLLM's experts take."""
     flat = received.flat
     rows, scales = flat.payloads[0], None
     if quantised is _Quantised.ON_ARRIVAL:

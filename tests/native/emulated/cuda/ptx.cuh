@@ -1,4 +1,5 @@
-// What native/cuda/ptx.cuh says in inline assembly, for threads of an emulated grid: found in its place.
+// The functions of native/cuda/ptx.cuh, which are inline assembly there, for threads of an emulated grid: found in its
+// place.
 //
 // Each look at what others write gives way, and so does each word that they look at. Behind a fence a thread's relaxed
 // stores of flags are releases here, of what it has done since as well: ThreadSanitizer knows no fences.

@@ -1,4 +1,4 @@
-//! What is used of GDRCopy's library, with the names and types of `gdrapi.h`.
+//! The functions of GDRCopy's library that are used, with the names and types of `gdrapi.h`.
 #![allow(unsafe_code)]
 
 use std::ffi::{CStr, c_int, c_void};

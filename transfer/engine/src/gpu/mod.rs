@@ -1,4 +1,4 @@
-//! What a NIC has to know of a GPU: where it is, and its memory as a file that the kernel's drivers understand (DMA-BUF).
+//! The facts about a GPU that a NIC needs: where it is, and its memory as a file that the kernel's drivers understand (DMA-BUF).
 
 mod ffi;
 
@@ -86,7 +86,7 @@ mod tests {
         let (mut file, mut text) = (std::fs::File::from(found.file), String::new());
         file.rewind().unwrap();
         file.read_to_string(&mut text).unwrap();
-        // What the driver was asked for: start and length, in whole pages around the memory.
+        // The range that the driver was asked for: start and length, in whole pages around the memory.
         assert_eq!(text, format!("{} {}", (1_u64 << 40) + 0x1_0000, 0x2_0000));
     }
 }

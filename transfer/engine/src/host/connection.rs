@@ -87,7 +87,7 @@ impl Connection {
         if incoming {
             let Some(side) = &mut self.incoming else { return };
             if side.hear().is_err() {
-                // What was posted before the peer left has arrived all the same, as far as it can be had.
+                // Bytes that were posted before the peer left have arrived all the same, as far as they can be had.
                 let _ = side.serve(Link(self.number), registered, events);
                 unwatch(selector, side.watched());
                 self.incoming = None;

@@ -174,7 +174,7 @@ impl HostNic {
             self.carried |= connection.outgoing.done() != done;
         }
         if lost {
-            // What they had under way is over; the engine disconnects them.
+            // Their work under way is over; the engine disconnects them.
             self.next_look = Instant::now();
         }
     }
@@ -433,7 +433,7 @@ impl Nic for HostNic {
 
 impl Drop for HostNic {
     fn drop(&mut self) {
-        // What this NIC has posted and nobody has carried out is reported as failed: it must not count later.
+        // Requests that this NIC has posted and nobody has carried out are reported as failed: they must not count later.
         let mut events = Vec::new();
         self.connections.iter_mut().for_each(|connection| connection.outgoing.stop(&mut events));
     }

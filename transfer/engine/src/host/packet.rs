@@ -1,4 +1,4 @@
-//! What two processes of one host say over their socket: who comes, what else there is to map, and "wake up". Each is one packet of
+//! Packets between two processes of one host: who comes, what else there is to map, and "wake up". Each is one packet of
 //! a `SOCK_SEQPACKET` connection: a kind (u8) and a body, little-endian. What is not exactly as written here ends the connection.
 
 use crate::provider::MAX_GREETING;

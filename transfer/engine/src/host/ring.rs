@@ -57,7 +57,7 @@ pub(super) enum Source {
     Process(u64),
 }
 
-/// What a slot holds.
+/// The content of a slot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Request {
     /// A two-sided message; key and place mean nothing.
@@ -89,7 +89,7 @@ pub(super) enum Refusal {
     Skipped = 4,
 }
 
-/// What both sides do with the shared memory.
+/// Operations of both sides on the shared memory.
 pub(super) struct Ring {
     memory: Segment,
 }
@@ -242,7 +242,7 @@ pub(super) struct Poster {
     /// Bytes that were ever given out, padding included, and those of them that are free again.
     given: u64,
     freed: u64,
-    /// What `freed` becomes once a slot's request is carried out.
+    /// The value of `freed` once a slot's request is carried out.
     after: Box<[u64]>,
 }
 

@@ -1,4 +1,4 @@
-//! What the provider asks of the kernel: sockets that carry packets and descriptors, memory that two processes map, and reading another
+//! The kernel's services for the provider: sockets that carry packets and descriptors, memory that two processes map, and reading another
 //! process's memory.
 #![allow(unsafe_code)]
 
@@ -118,7 +118,7 @@ impl Socket {
         Ok(Self { file, process: other.pid })
     }
 
-    /// What becomes readable when the other end's process has ended, also where a fork of it keeps the socket open. None: the
+    /// A descriptor that becomes readable when the other end's process has ended, also where a fork of it keeps the socket open. None: the
     /// kernel has no such thing, or the process no name here.
     pub fn watch(&self) -> Option<OwnedFd> {
         self.find_process().ok()
@@ -392,7 +392,7 @@ pub(super) fn allocate(len: usize) -> Result<Region, Error> {
     unsafe { Region::of_file(address, len, file, Some(Box::new(memory))) }
 }
 
-/// What this process shows to those who may read its memory.
+/// The words that this process shows to those who may read its memory.
 pub(super) fn own_mark() -> Result<Mark, Error> {
     static MARK: OnceLock<Box<[u8; 16]>> = OnceLock::new();
     let mark = match MARK.get() {

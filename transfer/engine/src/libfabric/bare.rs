@@ -35,12 +35,12 @@ impl std::fmt::Debug for Bare {
     }
 }
 
-/// What the writer has to know of the target.
+/// The facts about the target that the writer needs.
 #[derive(Debug, Clone)]
 pub struct Target {
     /// The endpoint's address.
     pub name: Vec<u8>,
-    /// What the region's first byte is called.
+    /// The name of the region's first byte.
     pub base: u64,
     /// The region's key.
     pub key: u64,
@@ -108,7 +108,7 @@ impl Bare {
         self.region.write(0, bytes)
     }
 
-    /// What a writer has to know of this side.
+    /// The facts about this side that a writer needs.
     ///
     /// # Errors
     /// Whatever libfabric reports.

@@ -9,7 +9,7 @@ use super::ffi::*;
 use crate::descriptor::Device;
 use crate::error::Error;
 
-/// What an operation in flight gives to libfabric: space of its own, as FI_CONTEXT2 asks for, and the number of its slot.
+/// Memory that an operation in flight gives to libfabric: space of its own, as FI_CONTEXT2 asks for, and the number of its slot.
 #[repr(C)]
 struct Context {
     scratch: [usize; 8],
@@ -32,7 +32,7 @@ impl Drop for PlacedContext {
     }
 }
 
-/// What the completion queue reports.
+/// A report of the completion queue.
 pub(super) enum Completion {
     /// A write of a peer has landed, with this immediate and, where the network carries so much, this tag above it.
     Immediate { imm: u32, tag: Option<u32> },
@@ -46,7 +46,7 @@ pub(super) enum Completion {
 pub(super) struct Memory {
     mr: *mut Mr,
     pub key: u64,
-    /// What offset 0 of it is called on the wire.
+    /// The name of its offset 0 on the wire.
     pub base: u64,
 }
 
@@ -410,7 +410,7 @@ impl Endpoint {
         unsafe { ((*(*self.ep).rma).readmsg)(self.ep, &message, FI_COMPLETION) }
     }
 
-    /// What becomes readable when there is something to poll for.
+    /// A descriptor that becomes readable when there is something to poll for.
     pub fn wait_descriptor(&self) -> Option<RawFd> {
         self.wait_descriptor
     }
@@ -459,7 +459,7 @@ impl Endpoint {
             // A write of a peer has no operation of this side, and whatever else in the place of its context.
             let own = entry.flags & FI_REMOTE_CQ_DATA == 0 || entry.flags & (FI_RECV | FI_MSG) != 0;
             if own && let Some(slot) = slot_of(entry.context) {
-                // What came with an immediate is there for its sake.
+                // Bytes that came with an immediate are there for its sake.
                 let len = if entry.flags & FI_REMOTE_CQ_DATA == 0 { entry.len } else { 0 };
                 report(Completion::Done { slot, len });
             }

@@ -1,4 +1,4 @@
-//! What is used of libfabric's binary interface: layouts of its headers, and the symbols of their version.
+//! The parts of libfabric's binary interface that are used: layouts of its headers, and the symbols of their version.
 //!
 //! The library is opened at run time, so the engine works without it. `fi_getinfo` and its kin are taken with the symbol version
 //! FABRIC_1.3, whose structures these are; later libraries keep that version beside newer ones.
@@ -198,7 +198,7 @@ pub(super) struct MrOps {
     pub regattr: unsafe extern "C" fn(*mut Fid, *const MrAttr, u64, *mut *mut Mr) -> c_int,
 }
 
-/// What is registered, and where it lies. Later versions read further fields, which are zeros here.
+/// The registered memory and its place. Later versions read further fields, which are zeros here.
 #[repr(C)]
 pub(super) struct MrAttr {
     pub iov: *const libc::iovec,

@@ -6,12 +6,12 @@ use crate::error::NetworkError;
 use crate::obstacle::Obstacle;
 use crate::provider::{Event, Link, Nic};
 
-/// What a message begins with: the pass of its sender, or 0 and the sender's own name, with its length before it.
+/// The beginning of a message: the pass of its sender, or 0 and the sender's own name, with its length before it.
 pub(super) const PASS: usize = 8;
 /// Strangers whose names are kept, to answer them.
 const MAX_WAYS: usize = 64;
 
-/// What immediates carry of a pass.
+/// The part of a pass that immediates carry.
 pub(super) fn tag_of(pass: u64) -> u32 {
     (pass ^ (pass >> 32)) as u32
 }
@@ -38,7 +38,7 @@ impl FabricNic {
         link
     }
 
-    /// What a message over a link begins with.
+    /// The beginning of a message over a link.
     pub(super) fn prefix(&self, link: Link) -> Vec<u8> {
         match self.links.get(&link).and_then(|peer| peer.passes) {
             Some(passes) => passes.theirs.to_le_bytes().to_vec(),
@@ -49,7 +49,7 @@ impl FabricNic {
         }
     }
 
-    /// What an immediate over a link carries.
+    /// The content of an immediate over a link.
     pub(super) fn data(&self, link: Link, imm: u32) -> u64 {
         let passes = self.links.get(&link).and_then(|peer| peer.passes).filter(|_| self.endpoint.carries_tags);
         u64::from(imm) | passes.map_or(0, |passes| u64::from(tag_of(passes.theirs)) << 32)

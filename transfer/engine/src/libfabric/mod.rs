@@ -103,7 +103,7 @@ pub(crate) struct FabricNic {
     addresses: HashMap<Vec<u8>, u64>,
     ways: VecDeque<(Vec<u8>, Link)>,
     regions: Vec<Option<(Memory, Arc<Region>)>>,
-    /// What was registered. The endpoint may be in the middle of receiving into it, so it is kept until the endpoint is closed.
+    /// The registered memory. The endpoint may be in the middle of receiving into it, so it is kept until the endpoint is closed.
     retired: Vec<Arc<Region>>,
     finished: Vec<Event>,
     /// Completions of one look: slots, and lengths or error codes. Kept for its memory.
@@ -303,7 +303,7 @@ impl Nic for FabricNic {
                 _ => continue,
             };
             slot.work = orphan;
-            // What libfabric has begun cannot be taken back.
+            // An operation that libfabric has begun cannot be taken back.
             self.finished.push(Event::Completed { token, result: Err((NetworkError::Disconnected, true)) });
         }
         if peer.passes.is_some() {

@@ -1,4 +1,4 @@
-//! What two processes say to each other beside the GPUs: messages, keys, and writes into host memory.
+//! Words between two processes beside the GPUs: messages, keys, and writes into host memory.
 //!
 //! A frame is its length (u32, of kind and body), a kind (u8) and a body. Numbers are little-endian. Whatever is not
 //! exactly as written here ends the connection.

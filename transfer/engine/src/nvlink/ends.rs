@@ -24,7 +24,7 @@ struct End {
     told: bool,
 }
 
-/// What is on its way out.
+/// Bytes on their way out.
 #[derive(Default)]
 pub(super) struct Ends {
     links: Vec<End>,

@@ -36,7 +36,7 @@ pub(super) struct MemAccess {
     pub flags: c_int,
 }
 
-/// What another process needs to map an allocation.
+/// The data that another process needs to map an allocation.
 #[repr(C)]
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) struct IpcHandle {

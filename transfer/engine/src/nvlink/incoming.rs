@@ -10,7 +10,7 @@ use super::ring::RingReader;
 use crate::ended::EndedPasses;
 use crate::provider::{Event, Link, MAX_GREETING};
 
-/// What a writer asks of the memory that is registered here.
+/// A writer's request to the memory that is registered here.
 pub(super) trait Memory {
     /// Where the region of a key is, for a writer in this process.
     fn locate(&self, rkey: u64, writer: u64) -> Place;
@@ -22,7 +22,7 @@ pub(super) trait Memory {
     fn put(&self, rkey: u64, offset: u64, bytes: &[u8]) -> u8;
 }
 
-/// Whose connection it is.
+/// The owner of the connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Admission {
     /// Nothing has been said yet.
@@ -137,10 +137,10 @@ impl Incoming {
         }
     }
 
-    /// What the writer says. `way` is the name under which a stranger is answered.
+    /// Hears the writer. `way` is the name under which a stranger is answered.
     pub fn receive(&mut self, memory: &impl Memory, passes: &Passes, way: Link, events: &mut Vec<Event>) {
         if let Admission::Waiting(pass) = self.admission {
-            // What it has to say stays in its socket until then.
+            // The words of the peer stay in its socket until then.
             if !self.let_in(pass, passes) {
                 return;
             }

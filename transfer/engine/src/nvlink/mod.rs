@@ -264,7 +264,7 @@ impl NvlinkNic {
             let memory = Owned { registrations: &self.registrations, device: &self.device };
             incoming.receive(&memory, &self.passes, Link(WAY | index), &mut self.finished);
             if incoming.is_closed() {
-                // What is in the ring has arrived all the same.
+                // Requests in the ring have arrived all the same.
                 incoming.poll(&mut self.finished);
                 self.incoming.remove(index);
             }

@@ -20,7 +20,7 @@ use crate::provider::{Event, Link, MayLand};
 /// Pieces of a region that are asked for at a time.
 const WANTED: u32 = 16;
 
-/// What is known of a region of the peer.
+/// The facts about a region of the peer.
 enum Remote {
     /// The peer has been asked; what waits for the answer.
     Asked(Vec<Job>),
@@ -235,7 +235,7 @@ impl Outgoing {
         tokens.into_iter().for_each(|token| over(events, token, Err((words(error), true))));
     }
 
-    /// What the peer says.
+    /// Hears the peer.
     pub fn receive(&mut self, device: &Device, pages: &Pages, events: &mut Vec<Event>) {
         while !self.channel.receive() {
             self.read_frames(device, pages, events);
@@ -445,7 +445,7 @@ impl Outgoing {
         !self.open && self.in_flight() == 0 && !self.puts.is_copying()
     }
 
-    /// What the device has.
+    /// The completions that the device has.
     pub fn in_flight(&self) -> usize {
         self.lanes.as_ref().map_or(0, Lanes::under_way)
     }

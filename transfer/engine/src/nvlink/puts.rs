@@ -16,7 +16,7 @@ use crate::region::Region;
 struct Bounce {
     stream: Stream,
     region: Arc<Region>,
-    /// What is being copied there: for which write, from where, how many bytes, and what keeps them.
+    /// The copy under way: for which write, from where, how many bytes, and what keeps them.
     copying: Option<(u64, u64, usize, Arc<Region>)>,
 }
 

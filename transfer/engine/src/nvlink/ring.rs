@@ -52,7 +52,7 @@ impl Drop for Words {
     }
 }
 
-/// What a slot holds once the immediate of this turn is in it. Never 0, and never what the turn before has left.
+/// The value of a slot once the immediate of this turn is in it. Never 0, and never the value of the turn before.
 fn filled(sequence: u64, imm: u32) -> u64 {
     let lap = (sequence / SLOTS + 1) as u32;
     (u64::from(lap.max(1)) << 32) | u64::from(imm)
@@ -90,7 +90,7 @@ impl RingWriter {
         Ok(Self { words, file: file.into(), next: 0 })
     }
 
-    /// What the reader maps.
+    /// The memory that the reader maps.
     pub fn file(&self) -> BorrowedFd<'_> {
         self.file.as_fd()
     }

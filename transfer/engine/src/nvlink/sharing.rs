@@ -1,4 +1,4 @@
-//! What another process needs to map device memory.
+//! The data that another process needs to map device memory.
 
 use super::device::Device;
 use super::ffi::*;
@@ -14,7 +14,7 @@ pub(super) enum Shared {
 }
 
 impl Device {
-    /// What another process needs to map the memory at `address`.
+    /// The data that another process needs to map the memory at `address`.
     pub fn share(&self, address: u64, len: u64) -> Result<Shared, Error> {
         let (base, size) = self.range(address)?;
         let mut handle = IpcHandle { reserved: [0; 64] };

@@ -32,7 +32,7 @@ impl Pieces {
                 return Err(Error::argument("len", problem));
             };
             let Some(handle) = Physical::of(device, base) else { return Ok(None) };
-            // What cannot be exported is refused now, and not when the first writer asks.
+            // Memory that cannot be exported is refused now, and not when the first writer asks.
             handle.export()?;
             if size == 0 || list.len() >= MOST {
                 return Err(unshareable(format!("its {} mapped pieces are too many or empty", list.len())));
@@ -71,7 +71,7 @@ struct Physical {
 }
 
 impl Physical {
-    /// What is mapped at an address. None: it did not get there by `cuMemMap`.
+    /// The allocation at an address. None: it did not get there by `cuMemMap`.
     fn of(device: &Device, address: u64) -> Option<Self> {
         let (driver, mut handle) = (device.driver(), 0);
         // SAFETY: there is room for the handle; the driver looks the address up without touching it.
@@ -79,7 +79,7 @@ impl Physical {
         (code == CUDA_SUCCESS).then_some(Self { driver, handle })
     }
 
-    /// What another process has sent.
+    /// An allocation that another process has sent.
     fn import(device: &Device, file: &OwnedFd) -> Result<Self, Error> {
         let (driver, mut handle) = (device.driver(), 0);
         // SAFETY: there is room for the handle; for this kind the descriptor's number stands in the place of the pointer,

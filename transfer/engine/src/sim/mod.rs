@@ -30,7 +30,7 @@ pub struct Faults {
     pub depth: usize,
     /// Real time from a NIC to another one; a completion takes as long back.
     pub latency: Duration,
-    /// What a NIC sends in a second of real time, in bytes. 0: as much as is posted.
+    /// Bytes that a NIC sends in a second of real time. 0: as much as is posted.
     pub bytes_per_s: u64,
     /// Real time that a NIC needs for each write, besides its bytes.
     pub write_cost: Duration,
@@ -68,7 +68,7 @@ impl Default for Faults {
 /// A registration that peers can look up. Emptied by deregistration, under the write lock: nothing lands after that.
 type Key = Arc<RwLock<Option<Arc<Region>>>>;
 
-/// What lets a peer in at a NIC: false once its link has been disconnected, under the write lock: nothing lands after that.
+/// The door for a peer at a NIC: false once its link has been disconnected, under the write lock: nothing lands after that.
 type Gate = Arc<RwLock<bool>>;
 
 /// Greetings that wait at one NIC. More get lost.

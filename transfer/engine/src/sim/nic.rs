@@ -49,7 +49,7 @@ impl Work {
 struct Peer {
     target: u32,
     passes: Passes,
-    /// What lets in at the peer, and the peer's name of the link, once it has been found.
+    /// The door at the peer, and the peer's name of the link, once it has been found.
     entrance: RefCell<Option<(Link, Gate)>>,
 }
 
@@ -321,7 +321,7 @@ impl Nic for SimNic {
             }
         });
         self.say_goodbye(&peer);
-        // What has arrived at the peer counts there: its completion comes, too.
+        // A write that has arrived at the peer counts there: its completion comes, too.
         let (own, others) = std::mem::take(&mut self.returning).into_iter().partition(|(_, other, _)| *other == link);
         self.returning = others;
         let own: VecDeque<_> = own;
@@ -360,7 +360,7 @@ impl Nic for SimNic {
         self.post(read.link, read.token, work, |faults| faults.drop_writes)
     }
 
-    /// What this NIC has not sent yet, and reads: their bytes land only when it says so.
+    /// Writes that this NIC has not sent yet, and reads: their bytes land only when it says so.
     fn withdraw(&mut self, link: Link, token: u64) -> usize {
         let (now, latency, known) = (Instant::now(), self.network.faults().latency, self.flights.len());
         let here = |flight: &Flight| matches!(flight.work, Work::Read { .. }) || now + latency < flight.arrives;

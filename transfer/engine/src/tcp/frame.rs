@@ -1,4 +1,4 @@
-//! What goes over a connection. The side that connects sends a greeting of fixed length, then requests, each a head and a
+//! Frames of a connection. The side that connects sends a greeting of fixed length, then requests, each a head and a
 //! payload. The other side answers in the order of the requests, and bytes of reads come between the answers.
 //!
 //! Numbers are little-endian. What is not exactly as written here ends the connection.
@@ -34,7 +34,7 @@ pub(super) fn read_greeting(bytes: &[u8]) -> Result<u64, DecodeError> {
     Ok(pass)
 }
 
-/// What is asked for; `len` bytes of payload follow, or are asked for by a read.
+/// The request; `len` bytes of payload follow, or are asked for by a read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Head {
     pub kind: Kind,
@@ -82,7 +82,7 @@ pub(super) enum Refused {
     OutOfBounds,
 }
 
-/// What became of requests. They are counted from 0 on.
+/// Outcomes of requests. They are counted from 0 on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Answer {
     /// All requests before this number are over; those that have landed had no other answer.

@@ -26,12 +26,12 @@ const MAX_GREETINGS: u32 = 64;
 /// Bytes of what a stranger says, and of what waits to be answered.
 const MAX_WAITING: usize = 4 * (MAX_GREETING + 2);
 
-/// What a writer asks of the memory that is registered here.
+/// A writer's request to the memory that is registered here.
 pub(super) trait Memory {
     fn find(&self, rkey: u64) -> Option<&Arc<Region>>;
 }
 
-/// Whose connection it is.
+/// The owner of the connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Admission {
     /// It has not said so yet.
@@ -61,7 +61,7 @@ struct Present {
     imm: Option<u32>,
 }
 
-/// What the peer is being sent of a region.
+/// The part of a region that the peer is being sent.
 struct Serving {
     /// None: its registration has ended, and the rest of what was announced is zeros.
     region: Option<Arc<Region>>,
@@ -92,7 +92,7 @@ pub(super) struct Incoming {
     refusals: VecDeque<(u32, Refused)>,
     /// Answers that the socket had no room for.
     unsent: Vec<u8>,
-    /// What a stranger has said.
+    /// A stranger's words.
     greetings: u32,
 }
 
@@ -146,7 +146,7 @@ impl Incoming {
         }
         self.drop_moved_sink();
         let direct = match &self.present {
-            // What is known comes first.
+            // The known part comes first.
             Some(Present { sink: Sink::Region { region, at, .. }, left, .. }) if known == 0 => {
                 Room::region(region, *at, *left as u64)
             }
@@ -220,7 +220,7 @@ impl Incoming {
         }
     }
 
-    /// What a stranger says: messages of bounded length, each after its length.
+    /// A stranger's words: messages of bounded length, each after its length.
     pub fn listen(&mut self, way: Link, events: &mut Vec<Event>) {
         // Once: if there is more, the socket is ready again.
         self.fill();
@@ -305,7 +305,7 @@ impl Incoming {
                     serving.left -= count;
                 }
                 Err(error) if is_patient(&error) => return false,
-                // What was announced is filled up, and the read refused.
+                // The announced bytes are filled up, and the read is refused.
                 Err(error) if error.raw_os_error() == Some(libc::EFAULT) && serving.region.is_some() => {
                     serving.region.take().iter().for_each(|region| region.lose("is not there any more"));
                 }

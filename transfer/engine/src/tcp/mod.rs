@@ -205,7 +205,7 @@ impl TcpNic {
             self.forget(link);
             return;
         }
-        // What the peer said before it went counts first.
+        // The peer's words before it went count first.
         if let Some(name) = self.entrances.get(&link).copied() {
             self.look_at(name);
         }
@@ -254,7 +254,7 @@ impl TcpNic {
                 Some(_) => incoming.closed = true,
                 None if self.ended.contain(pass) => incoming.closed = true,
                 None if incoming.on_spare => incoming.closed = true,
-                // What it has to say stays in its socket.
+                // The peer's words stay in its socket.
                 None => drop(self.selector.pause(&incoming.socket, INCOMING | name)),
             }
         }
@@ -288,7 +288,7 @@ impl TcpNic {
     fn look(&mut self) {
         let mut ready = std::mem::take(&mut self.ready);
         self.selector.ready(&mut ready);
-        // What peers say comes before what becomes of their connections.
+        // The words of peers come before the ends of their connections.
         ready.sort_unstable_by_key(|ready| ready.name & INCOMING == 0);
         for Ready { name, write } in ready.drain(..) {
             if name == LISTENER {

@@ -102,7 +102,7 @@ pub(super) enum State {
 pub(super) struct Outgoing {
     pub socket: TcpStream,
     pub state: State,
-    /// What is sent before the first request, and how much of it has gone.
+    /// The greeting that is sent before the first request, and how much of it has gone.
     greeting: Vec<u8>,
     greeted: usize,
     /// All requests that are not over, the oldest first; so many of them have been sent, and so much of the next one.
@@ -371,7 +371,7 @@ impl Outgoing {
             }
             match &mut request.payload {
                 Payload::Back { into, left, .. } => {
-                    // What was asked for comes, and is thrown away.
+                    // The bytes that were asked for come, and are thrown away.
                     *into = None;
                     unasked += if is_sent { 0 } else { *left };
                 }

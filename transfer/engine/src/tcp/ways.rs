@@ -84,7 +84,7 @@ impl TcpNic {
                 incoming.on_spare = self.spare.is_lent();
                 self.incoming.insert(name, incoming);
                 self.budget.strangers += 1;
-                // What it says has come with it, as a rule.
+                // The word has come with it, as a rule.
                 self.look_at(name);
             }
         }

@@ -36,7 +36,7 @@ pub(super) enum Stage {
     Closing,
 }
 
-/// What a completion belongs to.
+/// The owner of a completion.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Tag {
     pub serial: u32,
@@ -65,7 +65,7 @@ pub(super) struct Lane {
 
 pub(super) struct Connection {
     pub lanes: [Lane; LANES],
-    /// What messages are received into.
+    /// Buffers for received messages.
     frames: Memory,
     serial: u32,
     pub peer: Endpoint,
@@ -78,9 +78,9 @@ pub(super) struct Connection {
     pub sent: Instant,
     /// The link that it serves, also when it has ended.
     pub link: usize,
-    /// What the peer lets this side in by.
+    /// The pass by which the peer lets this side in.
     pub pass: u64,
-    /// What the peer has received in all, once its ends are gone.
+    /// The number of requests that the peer has received in all, once its ends are gone.
     pub peer_received: Option<Received>,
 }
 
@@ -279,7 +279,7 @@ impl Connection {
     pub fn fail(&mut self, now: Instant) {
         for lane in &mut self.lanes {
             if let Some(pair) = &mut lane.pair {
-                // What waits in a chain stands last in the ledger, and settles as what was never carried out.
+                // A request that waits in a chain stands last in the ledger, and settles as one that was never carried out.
                 let unposted = pair.chained();
                 pair.discard();
                 lane.ledger.keep_back(unposted);

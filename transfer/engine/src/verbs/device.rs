@@ -64,7 +64,7 @@ unsafe impl Send for Port {}
 // SAFETY: as above.
 unsafe impl Sync for Port {}
 
-/// What the system says about the call that has just failed.
+/// The system's words about the call that has just failed.
 pub(super) fn failed(what: &'static str) -> Error {
     Error::System { what, why: io::Error::last_os_error().to_string() }
 }
@@ -141,7 +141,7 @@ impl Port {
         Ok(Arc::new(port))
     }
 
-    /// What leads to another port.
+    /// A path that leads to another port.
     pub fn address(&self, to: &Endpoint) -> Address {
         Address {
             gid: to.gid,

@@ -1,4 +1,4 @@
-//! What is used of libibverbs' binary interface: layouts of its header, and the symbols of their version.
+//! The parts of libibverbs' binary interface that are used: layouts of its header, and the symbols of their version.
 //!
 //! The library is opened at run time, so the engine works without it. Three calls have no symbol: `ibv_poll_cq`,
 //! `ibv_post_send` and `ibv_post_recv` are inline functions of the header and go through the context's table of operations.

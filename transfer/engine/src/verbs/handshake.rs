@@ -1,4 +1,4 @@
-//! What NICs tell each other by datagrams: which queue pairs belong together, and what a connection has received when it
+//! Datagrams between NICs: which queue pairs belong together, and what a connection has received when it
 //! ended. Datagrams get lost and overtake each other, so everything is repeated until it is answered, and every answer can
 //! be given again. All bytes come from outside: decoding trusts nothing.
 
@@ -80,7 +80,7 @@ pub(super) type Ends = [End; LANES];
 /// How many receives a connection has consumed on each queue pair, in its whole life.
 pub(super) type Received = [u64; LANES];
 
-/// What is said. `from` and `to` are the two sides' names of the connection.
+/// The word itself. `from` and `to` are the two sides' names of the connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Body {
     /// I want a connection, and these are my ends. `pass` is what the receiver lets its sender in by.
@@ -93,11 +93,11 @@ pub(super) enum Body {
     Close { to: u64, from: u64, received: Received },
     /// Mine too.
     Closed { to: u64, received: Received },
-    /// What this pass let in has ended here.
+    /// The connection that this pass let in has ended here.
     Gone { pass: u64 },
 }
 
-/// What is said, and who says it.
+/// The word and its speaker.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Datagram {
     pub sender: Endpoint,

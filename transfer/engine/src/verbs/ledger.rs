@@ -1,4 +1,4 @@
-//! What is under way on one queue pair, in the order of posting, and what became of it when the queue pair ended.
+//! Requests under way on one queue pair, in the order of posting, and their outcome when the queue pair ended.
 //!
 //! A reliable queue pair carries out work requests in order. When it ends, the sending side does not know which of its last ones
 //! were carried out. The receiving side knows how many receives they consumed: every message and every immediate takes one. So
@@ -14,7 +14,7 @@ use std::sync::Arc;
 use crate::error::NetworkError;
 use crate::region::Region;
 
-/// What a work request does.
+/// The kind of a work request.
 pub(super) enum Work {
     /// Sends a frame of the NIC's own.
     Message { frame: usize, len: u32 },
@@ -52,7 +52,7 @@ struct Entry {
     error: Option<NetworkError>,
 }
 
-/// What became of a work request of a queue pair that has ended.
+/// The outcome of a work request of a queue pair that has ended.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Verdict {
     /// It has been carried out.
@@ -68,9 +68,9 @@ pub(super) enum Verdict {
 #[derive(Default)]
 pub(super) struct Ledger {
     posted: VecDeque<Entry>,
-    /// What the device has flushed or refused, in order.
+    /// Requests that the device has flushed or refused, in order.
     fallen: Vec<Entry>,
-    /// What the device never had; newer than all others.
+    /// Requests that the device never had; newer than all others.
     unsent: Vec<Entry>,
     consumed: u64,
 }

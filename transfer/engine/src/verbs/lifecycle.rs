@@ -26,7 +26,7 @@ const MEMORY: Duration = Duration::from_secs(10);
 /// How long a NIC that is let go waits for its queue pairs, and for its last datagrams.
 const PARTING: Duration = Duration::from_millis(50);
 
-/// What is remembered of a connection that has ended.
+/// The record of a connection that has ended.
 pub(super) struct Grave {
     peer: Endpoint,
     own: u64,
@@ -237,7 +237,7 @@ impl VerbsNic {
     fn on_close(&mut self, sender: Endpoint, to: u64, from: u64, received: Received) {
         let Some(serial) = self.serial_of(&sender, to, from) else {
             let grave = self.graves.iter().find(|grave| grave.peer == sender && grave.theirs == from);
-            // What was never there has received nothing.
+            // A connection that was never there has received nothing.
             let received = grave.map_or([0; 2], |grave| grave.received);
             return self.control.send(&sender, Body::Closed { to: from, received });
         };

@@ -49,14 +49,14 @@ const MAX_WAYS: usize = 64;
 /// Looks at a completion queue in one poll, so that a flood of completions does not keep new submissions waiting.
 const LOOKS: usize = 8;
 
-/// What the engine calls a connection.
+/// The engine's number of a connection.
 struct LinkState {
     peer: Endpoint,
     passes: Passes,
     connection: Option<u32>,
     /// Why the last attempt to connect failed, until somebody has been told.
     failure: Option<NetworkError>,
-    /// What fell with a connection and goes out again over the next.
+    /// Requests that fell with a connection and go out again over the next.
     again: VecDeque<Request>,
 }
 
@@ -65,7 +65,7 @@ pub(crate) struct VerbsNic {
     connections: BTreeMap<u32, Connection>,
     next_serial: u32,
     control: Control,
-    /// What messages are sent from.
+    /// Buffers from which messages are sent.
     frames: Memory,
     free_frames: Vec<usize>,
     regions: Vec<Option<Memory>>,
@@ -426,7 +426,7 @@ impl Nic for VerbsNic {
         let Some(state) = self.links.remove(&link.0) else { return };
         self.gone.push_back((state.passes.own, self.now));
         self.control.send(&state.peer, Body::Gone { pass: state.passes.own });
-        // What the link has under way ends with its connection, and whatever the peer has: its queue pairs lead nowhere then.
+        // The link's requests end with its connection, and so do the peer's: its queue pairs lead nowhere then.
         if let Some(serial) = state.connection {
             self.fail(serial);
         }

@@ -22,10 +22,10 @@ const TIMEOUT: u8 = 17;
 const RETRIES: u8 = 6;
 /// A peer that has no receive posted makes the device wait and ask again for ever; the engine's deadlines end that.
 const RETRY_FOR_EVER: u8 = 7;
-/// What a device without a posted receive asks its peer to wait: 0.12 ms.
+/// The time that a device without a posted receive asks its peer to wait: 0.12 ms.
 const RECEIVE_WAIT: u8 = 7;
 
-/// What to post: registered bytes, and what becomes of them.
+/// A request to post: registered bytes, and their use.
 pub(super) struct Posting<'a> {
     pub id: u64,
     pub address: u64,
@@ -144,7 +144,7 @@ impl QueuePair {
         attributes.destination = theirs.qpn;
         attributes.receive_psn = theirs.psn;
         attributes.min_rnr_timer = RECEIVE_WAIT;
-        // What every device can. Long reads fill the network also one by one.
+        // The ability of every device. Long reads fill the network also one by one.
         attributes.reads_in = 1;
         attributes.address = port.address(to);
         let mask = IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN;

@@ -1,4 +1,4 @@
-//! What callers ask of a worker thread.
+//! Commands of callers to a worker thread.
 
 use std::collections::HashMap;
 use std::sync::mpsc::Receiver;
@@ -29,7 +29,7 @@ pub(crate) struct Registration {
     pub home: Home,
 }
 
-/// What one device group has registered.
+/// The registration of one device group.
 pub(crate) struct Part {
     pub group: usize,
     /// One per NIC.
@@ -38,7 +38,7 @@ pub(crate) struct Part {
 }
 
 impl Part {
-    /// What names it to its NICs.
+    /// The number that names it to its NICs.
     pub fn keys(&self) -> Vec<LocalKey> {
         self.nics.iter().map(|nic| nic.local).collect()
     }
@@ -53,7 +53,7 @@ impl Part {
 }
 
 impl Registration {
-    /// What the NICs of a device group know the region by; nothing where it is not registered.
+    /// The keys of the region at the NICs of a device group; none where it is not registered.
     pub fn nics(&self, group: usize) -> &[Registered] {
         self.parts.iter().find(|part| part.group == group).map_or(&[], |part| &part.nics)
     }
@@ -77,7 +77,7 @@ impl Drop for Registration {
     }
 }
 
-/// What goes to one destination of an operation.
+/// The part that goes to one destination of an operation.
 #[derive(Clone)]
 pub(crate) struct TargetRequest {
     /// One per NIC; of these, an operation without bytes and immediate uses the first address alone.

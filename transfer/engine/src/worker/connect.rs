@@ -26,7 +26,7 @@ const RETRY: Duration = Duration::from_millis(100);
 const GREETINGS_PER_SECOND: f64 = 1000.0;
 const GREETINGS_AT_ONCE: f64 = 64.0;
 
-/// What strangers may cost, and what they are recognised by when they come back.
+/// The limits for strangers, and the marks that recognise them when they come back.
 pub(super) struct Welcomes {
     cookies: Cookies,
     budget: f64,
@@ -58,7 +58,7 @@ fn random<const N: usize>() -> Result<[u8; N], NetworkError> {
 }
 
 impl<N: Nic + ?Sized> Worker<N> {
-    /// What this engine says of itself to a peer, with this session and nonce.
+    /// This engine's words about itself to a peer, with this session and nonce.
     fn introduce(&self, peer: PeerKey, random: &[u8; 24]) -> Introduction {
         let (session, nonce) = random.split_first_chunk::<8>().unwrap_or((&[0; 8], &[]));
         let timeout = self.shared.config.heartbeat_timeout.as_millis();
@@ -327,7 +327,7 @@ impl<N: Nic + ?Sized> Worker<N> {
         }
         let news = self.learn(first.key, from.fences, true);
         let index = self.peer_for(&first);
-        // What waited for a connection of this engine's own making goes on over this one.
+        // Transfers that waited for a connection of this engine's own making go on over this one.
         let (mut waiting, mut messages) = (Vec::new(), Vec::new());
         if let Some(peer) = self.peers.get_mut(index) {
             (waiting, messages) = (std::mem::take(&mut peer.waiting), std::mem::take(&mut peer.waiting_messages));
@@ -340,7 +340,7 @@ impl<N: Nic + ?Sized> Worker<N> {
         self.succeed(index);
     }
 
-    /// What this engine may have answered to a Hello. A connection that stands is replaced only by one whose Hello came while it stood:
+    /// Answers that this engine may have given to a Hello. A connection that stands is replaced only by one whose Hello came while it stood:
     /// the peer may have given up an earlier one for it, whose Confirm comes late. Who means it repeats it until the other is over.
     fn recall(&mut self, from: &Introduction, key: &PeerKey) -> Vec<Introduction> {
         let peer = self.peer_slots.get(key).and_then(|peer| self.peers.get(*peer));

@@ -14,7 +14,7 @@ use crate::descriptor::{MAX_NICS, PeerKey};
 use crate::error::{DownReason, Error, PeerName, Reason, TransferError};
 use crate::provider::{Link, Nic};
 
-/// What has to be told when a connection is over.
+/// The messages that are due when a connection is over.
 struct Ending {
     peer: usize,
     /// Links that have not ended.
@@ -179,7 +179,7 @@ impl<N: Nic + ?Sized> Worker<N> {
     }
 }
 
-/// What a fence says where the network cannot stop the peer, or has not said so in time.
+/// A fence's outcome where the network cannot stop the peer, or has not said so in time.
 fn may_land(peer: PeerName, reason: Reason) -> Error {
     Error::Transfer(vec![TransferError { peer, nic: None, reason, may_land: true }])
 }

@@ -59,7 +59,7 @@ struct Lane<N: Nic + ?Sized> {
     in_flight: usize,
 }
 
-/// What a token of a work request stands for.
+/// The meaning of a work request's token.
 enum Token {
     Write {
         slot: usize,

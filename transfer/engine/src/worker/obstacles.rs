@@ -1,4 +1,4 @@
-//! What a set-up has run into, for the errors of those who wait for the connection.
+//! Obstacles that a set-up has met, for the errors of those that wait for the connection.
 
 use std::time::{Duration, Instant};
 

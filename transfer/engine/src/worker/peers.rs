@@ -28,7 +28,7 @@ pub(super) enum Stage {
     Down(DownReason),
 }
 
-/// What is told when a peer has said why its connection broke.
+/// The word that is told when a peer has said why its connection broke.
 #[derive(Default)]
 pub(super) struct Inquiry {
     pub outcomes: Vec<(Done, Error)>,
@@ -61,38 +61,38 @@ pub(super) struct Peer {
     /// Its first NIC.
     pub first: NicAddr,
     pub links: [Option<Link>; MAX_NICS],
-    /// What a set-up of this engine's own making travels over.
+    /// The link that a set-up of this engine's own making travels over.
     pub way: Option<Link>,
     /// Connections that are not over yet.
     pub ending: usize,
-    /// What begins when they are: a connection that the peer has proved, or one of this engine's own making.
+    /// The next state when they are: a connection that the peer has proved, or one of this engine's own making.
     pub successor: Option<Successor>,
     pub connect_again: bool,
-    /// What waits for the peer's word on why its connection broke.
+    /// Transfers that wait for the peer's word on why its connection broke.
     pub inquiry: Option<Inquiry>,
     /// The peer callback hears that the peer comes back, before anything of it can land.
     pub announcement: Announcement,
-    /// What the peer's frames carry, so that they are recognised here.
+    /// The session that the peer's frames carry, so that they are recognised here.
     pub session: u64,
-    /// What frames to the peer carry.
+    /// The session that frames to the peer carry.
     pub theirs: u64,
     pub stage: Stage,
     /// How often it has been connected.
     pub connections: u64,
-    /// What this engine said of itself in the set-up under way.
+    /// This engine's words about itself in the set-up under way.
     pub mine: Option<Introduction>,
-    /// What the peer said of itself.
+    /// The peer's words about itself.
     pub other: Option<Introduction>,
     /// When the set-up fails.
     pub setup_ends: Instant,
-    /// What it has run into last, and since when.
+    /// The last obstacle, and its time.
     pub hindrance: Option<(Instant, Obstacle)>,
     /// When a frame of the set-up or a heartbeat was last sent.
     pub sent: Instant,
     pub heard: Instant,
     /// Time between heartbeats.
     pub interval: Duration,
-    /// What waits for the connection.
+    /// Transfers that wait for the connection.
     pub waiting: Vec<Pending>,
     pub waiting_messages: Vec<u64>,
 }

@@ -1,4 +1,4 @@
-//! What posters have left in their rings.
+//! Writes that posters have left in their rings.
 
 use std::sync::mpsc::TryRecvError;
 

@@ -18,7 +18,7 @@ use crate::queue::Queue;
 /// NIC, and may wait there.
 const LAST_POLLS: usize = 3;
 
-/// What a reset of this engine waits for here: the answers of senders that this device group reaches.
+/// Events that a reset of this engine waits for here: the answers of senders that this device group reaches.
 pub(super) struct Reset {
     id: u64,
     imm: u32,
@@ -95,7 +95,7 @@ impl<N: Nic + ?Sized> Worker<N> {
         }
     }
 
-    /// What other NICs have been told to have landed may wait at these.
+    /// Requests that other NICs have been told to have landed may wait at these.
     pub(super) fn poll_last(&mut self) {
         for _ in 0..LAST_POLLS {
             self.poll();

@@ -1,4 +1,4 @@
-//! What a worker does without work: it goes on looking for a moment, gives the processor away, and at last sleeps until
+//! A worker's behaviour without work: it goes on looking for a moment, gives the processor away, and at last sleeps until
 //! something wakes it, or for as long as may pass unseen.
 
 use std::os::fd::AsRawFd;

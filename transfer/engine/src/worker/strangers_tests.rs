@@ -1,4 +1,4 @@
-//! What those can do who do not know the secret: nothing but to be answered, within bounds.
+//! Strangers without the secret can do nothing but be answered, within bounds.
 
 use std::io::Write as _;
 use std::net::TcpStream;

@@ -1,4 +1,4 @@
-//! What a hostile NIC can send to an engine: frames of every kind, and writes to every address.
+//! Everything that a hostile NIC can send to an engine: frames of every kind, and writes to every address.
 
 use std::sync::Arc;
 

@@ -1,4 +1,4 @@
-//! What happens because time passes: deadlines, heartbeats, repetitions.
+//! Events that come because time passes: deadlines, heartbeats, repetitions.
 
 use std::time::Duration;
 
@@ -13,7 +13,7 @@ pub(super) const TICK: Duration = Duration::from_millis(2);
 /// The same without operations that have a deadline.
 pub(super) const IDLE_TICK: Duration = Duration::from_millis(10);
 
-/// What is longer between two ticks, this worker was away: its process was stopped, the machine slept, or others had the processor.
+/// After a longer time between two ticks this worker was away: its process was stopped, the machine slept, or others had the processor.
 pub(super) const AWAY: Duration = Duration::from_millis(50);
 
 impl<N: Nic + ?Sized> Worker<N> {

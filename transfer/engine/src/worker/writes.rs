@@ -401,7 +401,7 @@ impl<N: Nic + ?Sized> Worker<N> {
         let Some(target) = op.targets.get_mut(index) else { return };
         let Some(peer) = self.peers.get(target.peer) else { return };
         let name = peer.name;
-        // What was to come behind others has failed with them, and an operation that was stopped names each peer once.
+        // Operations that were to come behind others have failed with them, and an operation that was stopped names each peer once.
         let stopped = matches!(reason, Reason::Deadline | Reason::NotConnected(_) | Reason::Cancelled | Reason::Closed);
         let told = |error: &TransferError| error.peer == name && (target.request.after > 0 || error.reason == reason);
         let told = (stopped || target.request.after > 0) && op.errors.iter().any(told);
@@ -429,7 +429,7 @@ impl<N: Nic + ?Sized> Worker<N> {
             return;
         }
         target.closed = true;
-        // What it holds of the caller's memory ends here, not when the slowest destination is through.
+        // Its hold on the caller's memory ends here, not when the slowest destination is through.
         target.request.src = None;
         let (lead, failed) = (target.request.lead, target.failed);
         op.open = op.open.saturating_sub(1);

@@ -1,4 +1,4 @@
-//! What the tests of whole engines share.
+//! Functions that the tests of whole engines share.
 #![allow(dead_code, clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 
 #[macro_use]
@@ -69,7 +69,7 @@ impl Network {
     }
 }
 
-/// What engines can be built on.
+/// Networks that engines can be built on.
 pub trait Grouping {
     fn group(&self, nics: usize) -> DeviceGroup;
 

@@ -36,7 +36,7 @@ impl Default for DecoderOptions {
     }
 }
 
-/// What a request asks for, beside its pages.
+/// Options of a request, beside its pages.
 #[derive(Debug, Clone, Copy)]
 pub struct Wanted<'a> {
     /// Tokens, segment and name.
@@ -64,7 +64,7 @@ pub enum Receiving {
     Released(String),
 }
 
-/// What has happened since the last poll, by the numbers of receives.
+/// Events since the last poll, by the numbers of receives.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Events {
     /// Complete.
@@ -96,7 +96,7 @@ enum Answer {
 struct Receipt {
     group: Arc<Group>,
     request: Request,
-    /// What each source has answered.
+    /// The answers of each source.
     sources: Vec<Answer>,
     /// How often each raises the immediate.
     counts: Vec<u64>,
@@ -139,7 +139,7 @@ struct State {
     /// Pages that somebody writes to, or may write to: group and page.
     used: HashSet<(usize, u64)>,
     free: Vec<u32>,
-    /// What was asked of each group's sources.
+    /// The portions that were asked of each group's sources.
     loads: HashMap<Vec<NetAddr>, Loads>,
     /// Prefillers that are known to have a Hello.
     known: HashSet<(NetAddr, Digest)>,
@@ -348,7 +348,7 @@ impl Decoder {
         Ok(())
     }
 
-    /// What has happened since the last call. Events that nobody asks for are kept up to 65,536 of each kind.
+    /// Returns the events since the last call. Events that nobody asks for are kept up to 65,536 of each kind.
     pub fn poll(&self) -> Events {
         let mut state = self.inner.state();
         self.inner.tidy(&mut state);
@@ -387,7 +387,7 @@ impl Receive {
         self.inner.state().receipts.get(&self.receive).map_or_else(forgotten, |receipt| receipt.state.clone())
     }
 
-    /// What came beside the pages: the cache's `context_bytes`, once it has arrived.
+    /// Bytes that came beside the pages: the cache's `context_bytes`, once it has arrived.
     pub fn context(&self) -> Vec<u8> {
         self.inner.state().receipts.get(&self.receive).map(|receipt| receipt.context.clone()).unwrap_or_default()
     }

@@ -1,4 +1,4 @@
-//! What decoders say to a prefiller. A request is checked as a whole before anything of it has an effect.
+//! Decoders' messages at a prefiller. A request is checked as a whole before anything of it has an effect.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};

@@ -66,7 +66,7 @@ impl Default for PrefillerOptions {
     }
 }
 
-/// What a forward step computes of one request.
+/// The part of one request that a forward step computes.
 #[derive(Debug, Clone, Copy)]
 pub struct Work<'a> {
     /// The request's name.
@@ -460,7 +460,7 @@ impl Inner {
 }
 
 impl Request {
-    /// What it asks for.
+    /// The pages that it asks for.
     pub(crate) fn ask(&self) -> Ask<'_> {
         let Self { request, tokens, first_token, segment_tokens, .. } = self;
         Ask { request, tokens: *tokens, first_token: *first_token, segment_tokens: *segment_tokens }

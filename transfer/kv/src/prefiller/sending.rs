@@ -1,4 +1,4 @@
-//! What leaves a prefiller, and how it ends: portions as the word says that they are computed, the context, and the pages' way back.
+//! A prefiller's sends and their ends: portions as the word says that they are computed, the context, and the pages' way back.
 
 use std::sync::{Arc, Weak};
 use std::time::Instant;

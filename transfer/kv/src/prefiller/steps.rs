@@ -1,4 +1,4 @@
-//! What a forward step must say: it is checked as a whole before anything of it has an effect.
+//! Checks of a forward step: it is checked as a whole before anything of it has an effect.
 
 use std::collections::HashSet;
 
@@ -8,7 +8,7 @@ use super::{Inner, LAYER_BITS, State, Work};
 use crate::geometry::{Geometry, Kind, Region};
 use crate::message::MOST_NAME;
 
-/// What a list of pages has to have, for all regions that use it alike.
+/// The requirements for a list of pages, for all regions that use it alike.
 #[derive(PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct List {
     group: u32,

@@ -13,7 +13,7 @@ pub const CONTEXT: u64 = 48;
 pub const LAYERS: u32 = 5;
 pub const POISON: u8 = 0x5c;
 
-/// What engines are built on.
+/// Networks that engines are built on.
 pub enum Network {
     Sim(SimNetwork),
     Host,

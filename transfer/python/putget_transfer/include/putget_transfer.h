@@ -50,7 +50,7 @@ typedef struct pt_imms pt_imms;       /* immediates that belong to a part of the
 /* The version that the library was built with: compare it with PT_ABI_VERSION. */
 int pt_abi_version(void);
 
-/* What the last call on this thread that failed had to say. */
+/* The words of the last call on this thread that failed. */
 const char *pt_last_error(void);
 
 /* How an operation ends: called once, on the engine's callback thread, unless the submitting function itself failed.
@@ -153,7 +153,7 @@ int pt_reg_mrs(pt_engine *engine, const pt_memory *memory, size_t count, int dev
 /* Allocates zeroed host memory and registers it. */
 int pt_alloc_mr(pt_engine *engine, size_t len, pt_mr **mr);
 void *pt_mr_address(const pt_mr *mr);
-/* What others need to write to it: as pt_engine_address. */
+/* The data that others need to write to it: as pt_engine_address. */
 int pt_mr_describe(const pt_mr *mr, uint8_t *bytes, size_t *len);
 /* Ends the registration. PT_INVALID, with nothing changed, while transfers use it, or if another engine has registered it. */
 int pt_mr_destroy(pt_engine *engine, pt_mr *mr);
@@ -210,7 +210,7 @@ typedef struct pt_read_item {
   uint64_t dst_offset;
 } pt_read_item;
 
-/* What goes to one destination of a template; with length 0, only the immediate. */
+/* The part for one destination of a template; with length 0, only the immediate. */
 typedef struct pt_part {
   uint64_t len, src_offset, dst_offset;
 } pt_part;

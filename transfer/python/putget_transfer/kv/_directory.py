@@ -127,7 +127,7 @@ class Directory:
 
     @property
     def address(self) -> bytes:
-        """What members must know."""
+        """The facts that members must know."""
         address = base64.b64encode(self._engine.main_address().to_bytes()).decode()
         return json.dumps({"address": address, "pool": self._pool, "timeout_s": self._timeout_s}).encode()
 

@@ -64,7 +64,7 @@ class Cache:
 
 @final
 class Plan:
-    """What all sources of one target send for a request."""
+    """The portions that all sources of one target send for a request."""
 
     @property
     def count(self) -> int:
@@ -84,7 +84,7 @@ class Plan:
 
 @final
 class SourcePlan:
-    """What one source sends."""
+    """The portions that one source sends."""
 
     @property
     def count(self) -> int: ...
@@ -315,7 +315,7 @@ class Receive:
 
     @property
     def context(self) -> bytes:
-        """What came beside the pages, once it has arrived."""
+        """Bytes that came beside the pages, once it has arrived."""
 
     def cancel(self) -> None:
         """Give the request up. Its pages may be used again when it is "released"."""

@@ -18,7 +18,7 @@ GIGABIT = 1e9 / 8
 
 @dataclass(frozen=True)
 class Nic:
-    """What one rank sends with."""
+    """A rank's NIC, by which it sends."""
 
     name: str
     writes_per_s: float
@@ -89,7 +89,7 @@ MODELS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What a simulation assumes.
+    """The assumptions of a simulation.
 
     Attributes:
         operations_per_s: The whole prefill's.

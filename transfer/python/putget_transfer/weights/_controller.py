@@ -17,7 +17,7 @@ from putget_transfer.weights._model import UpdateFailed
 
 @dataclass
 class Update:
-    """What an update came to.
+    """The outcome of an update.
 
     Attributes:
         version: The version.

@@ -1,4 +1,4 @@
-"""What trainers have and what rollout ranks need: plain values, which can be sent to whoever plans."""
+"""Parameters of trainers and needs of rollout ranks: plain values, which can be sent to the planner."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ def make(
 
 @final
 class Schedule:
-    """Who writes which bytes to whom, in which order."""
+    """The writes of an update: between which ranks, which bytes, in which order."""
 
     @property
     def digest(self) -> str:
@@ -89,7 +89,7 @@ class Schedule:
 
 @final
 class Task:
-    """What a trainer rank prepares and writes in one step.
+    """A trainer rank's work in one step: slots to prepare and to write.
 
     `items` has parameter (by its place), recipe, type, start, size, whether it is gathered, offset among the task's
     bytes, and bytes of each area; an area of 0 bytes only takes part in gathering.

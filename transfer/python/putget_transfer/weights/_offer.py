@@ -57,7 +57,7 @@ def read_offer(offer: bytes) -> dict[str, Any]:
 
 
 class Delta:
-    """What an offer says about deltas: `base` is the version that the rollout rank holds."""
+    """The part of an offer about deltas: `base` is the version that the rollout rank holds."""
 
     def __init__(self, found: dict[str, Any], descs: Sequence[Any]) -> None:
         try:

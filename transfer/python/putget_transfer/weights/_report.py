@@ -1,4 +1,4 @@
-"""What an update took."""
+"""Reports of an update's times."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 
 @dataclass
 class Report:
-    """What publishing a version took on one trainer rank.
+    """The times of publishing a version on one trainer rank.
 
     Attributes:
         version: The version.

@@ -172,7 +172,7 @@ class Rollout:
             arrival = self.engine.expect_imm_count(imm, self._count, deadline_s=deadline_s, senders=watched)
         self._attempt = _Attempt(version, imm, senders, arrival, unreached)
         inboxes = self._inboxes()
-        # What lands from now on may be a part of the version only.
+        # Bytes that land from now on may be a part of the version only.
         self._base = None
         return {
             rank: make_offer(

@@ -117,7 +117,7 @@ def rollout(model: Model, ranks: int) -> list[Slots]:
 
 @dataclass(frozen=True)
 class Row:
-    """What an update comes to.
+    """The result of a simulated update.
 
     Attributes:
         replicas: Replicas.

@@ -141,13 +141,13 @@ impl PyCache {
     }
 }
 
-/// What all sources of one target send.
+/// The portions that all sources of one target send.
 #[pyclass(name = "Plan", module = "putget_transfer.kv", frozen)]
 pub(crate) struct PyPlan {
     plan: Plan,
 }
 
-/// What one source sends.
+/// The portions that one source sends.
 #[pyclass(name = "SourcePlan", module = "putget_transfer.kv", frozen)]
 pub(crate) struct PySourcePlan {
     plan: SourcePlan,

@@ -104,7 +104,7 @@ type Row = (u32, &'static str, &'static str, Vec<u64>, Vec<u64>, bool, u64, u64)
 /// Parameter, start, size, memory, offset, strides, type and recipe of a slot.
 type SlotRow = (String, Vec<u64>, Vec<u64>, u32, u64, Vec<u64>, &'static str, &'static str);
 
-/// What a trainer rank prepares and writes in one step.
+/// A trainer rank's work in one step: slots to prepare and to write.
 #[pyclass(name = "Task", module = "putget_transfer.weights", frozen, get_all)]
 pub(crate) struct PyTask {
     group: u32,

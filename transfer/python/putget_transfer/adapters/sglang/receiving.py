@@ -44,7 +44,7 @@ class Receiving:
             ValueError: The caches do not fit, or pages are another request's.
             EngineBusy: There are too many requests.
         """
-        self.decoder.poll()  # What it tells is known by the receives themselves.
+        self.decoder.poll()  # The receives themselves know the report's content.
         name = f"{room}.{secrets.token_hex(8)}"
         receive = self.decoder.request(
             self.sources(texts),

@@ -1,4 +1,4 @@
-"""What the two halves of the connector tell each other, and the words of `kv_transfer_params`.
+"""Messages between the two halves of the connector, and the words of `kv_transfer_params`.
 
 | key | who sets it | meaning |
 | --- | --- | --- |
@@ -30,7 +30,7 @@ class Handshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
 
 @dataclass
 class Work:
-    """What a forward step computes of one request."""
+    """The part of one request that a forward step computes."""
 
     name: str
     tokens: int
@@ -54,7 +54,7 @@ class Ask:
 
 @dataclass
 class Metadata(KVConnectorMetadata):  # type: ignore[misc]
-    """What the scheduler's half tells the workers' for one step."""
+    """The message of the scheduler's half to the workers' for one step."""
 
     work: list[Work] = field(default_factory=list)
     preempted: list[str] = field(default_factory=list)

@@ -40,7 +40,7 @@ def computes_last_token(kv_cache_config: Any) -> bool:
 
 
 class Scheduler:
-    """What the scheduler asks of the connector."""
+    """The questions that the scheduler asks the connector."""
 
     def __init__(self, kv_cache_config: Any, options: Options) -> None:
         self.config, self.options = kv_cache_config, options
