@@ -119,7 +119,7 @@ def mover_rates(comm: putget.Communicator, context: launch.RankContext, num_sms:
         torch.cuda.synchronize()
         dist.barrier()
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(1_000_000)  # what is timed has been launched by then
+        torch.cuda._sleep(1_000_000)  # the timed work has been launched by then
         begin.record()
         landing.move(EXPERT_BYTES)
         end.record()

@@ -131,7 +131,7 @@ class Bare:
 
     def __init__(self, provider: str, message_bytes: int, return_bytes: int) -> None:
         self._meeting = threading.Barrier(2)
-        self._seen: tuple[dict[int, int], dict[int, int]] = ({}, {})  # what counters say, by immediate
+        self._seen: tuple[dict[int, int], dict[int, int]] = ({}, {})  # counts of the counters, by immediate
         self._ends: Sequence[End] = two_ends(provider)
         self._lengths = ((_DISPATCH, message_bytes), (_RETURN, return_bytes))
         self._kept = [

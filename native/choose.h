@@ -19,7 +19,7 @@ namespace putget {
 constexpr uint32_t kThreadsPerSm = 256;
 constexpr uint32_t kMostThreads = 768;
 constexpr uint32_t kLaneBytes = 16;                // one access
-constexpr uint32_t kWarpBytes = 32 * kLaneBytes;   // what a warp moves in one access
+constexpr uint32_t kWarpBytes = 32 * kLaneBytes;   // moved by a warp in one access
 constexpr uint64_t kMaxItems = uint64_t{1} << 31;  // items are counted in 32 bits
 
 // Input of the rule: SMs that the caller allows, and those of the GPU.

@@ -92,7 +92,7 @@ class Team {
       seen = next_order(seen);
       const auto blocks = static_cast<uint32_t>(seen % kTurn);
       if (blocks == kEnd) return;
-      if (block >= blocks) continue;  // what the order is about may be gone by now
+      if (block >= blocks) continue;  // the order's subject may be gone by now
       call_(body_, block);
       left_.fetch_sub(1, std::memory_order_release);
     }

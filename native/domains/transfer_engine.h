@@ -21,7 +21,7 @@ struct EngineOptions {
   std::vector<uint8_t> secret;  // the same on all ranks
   uint32_t rank;
   uint32_t ranks;
-  int32_t gpu;  // whose memory it reaches; -1: none
+  int32_t gpu;  // reaches this GPU's memory; -1: none
 };
 
 class TransferEngine : public Network {

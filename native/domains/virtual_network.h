@@ -38,7 +38,7 @@ struct NetworkModel {
 
 // Bytes that are about to land.
 struct Arrival {
-  uint32_t end;  // whose memory
+  uint32_t end;  // the memory's owner
   uint32_t region;
   uint64_t offset;
   uint64_t bytes;

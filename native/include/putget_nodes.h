@@ -33,7 +33,7 @@ typedef struct putget_engine_config {
   uint32_t num_nics;       /* 0 to 4; 0: the engine chooses */
   uint32_t rank;
   uint32_t ranks;
-  int32_t gpu;           /* whose memory the network reaches, by its number in CUDA; -1: none, host memory alone */
+  int32_t gpu; /* the GPU whose memory the network reaches, by its number in CUDA; -1: none, host memory alone */
   const uint8_t* secret; /* the same on all ranks: who does not have it is no peer */
   uint64_t secret_bytes;
 } putget_engine_config;

@@ -41,7 +41,7 @@ typedef enum putget_transport_status {
 /* One write to a peer. With `bytes` 0 the immediate travels alone. */
 typedef struct putget_transport_write {
   uint32_t size;       /* sizeof(putget_transport_write) */
-  uint32_t imm;        /* what the target counts */
+  uint32_t imm;        /* counted by the target */
   uint32_t region;     /* source, of add_region; of no meaning if `bytes` is 0 */
   uint32_t target;     /* of add_target */
   uint64_t src_offset; /* bytes from the region's start */

@@ -198,7 +198,7 @@ PUTGET_TEXT void count_rows(Exec& exec, const Grouping& group, SourceScratch& so
 template <class Exec>
 PUTGET_TEXT uint32_t lay_out_groups(Exec& exec, const Grouping& group, const GroupTables& tables) {
   constexpr uint32_t kTogether = Exec::kLanes == 1 ? 1 : kMostShares / Exec::kLanes;
-  constexpr uint32_t kExperts = Exec::kLanes == 1 ? 1 : 4;  // whose counts are on their way together
+  constexpr uint32_t kExperts = Exec::kLanes == 1 ? 1 : 4;  // experts with counts on their way together
   const uint32_t experts = group.sizes.num_local_experts;
   PUTGET_ROLLED
   for (uint32_t first_e = exec.warp(); first_e < experts; first_e += kExperts * exec.warps()) {

@@ -157,7 +157,7 @@ class AllToAll:
             raise
         self._native = native
         self._rounds = Rounds(self._workspace, geometry, native)
-        self._dispatched: object = None  # what the last dispatch looked like that passed its checks
+        self._dispatched: object = None  # the form of the last dispatch that passed its checks
         self._taken: object = None  # likewise the rows that combine took
         self._strides = (0, 0)  # of those
         logger.info("%r: %d bytes of workspace, %d for other domains", self, layout.total_bytes, native.network_bytes)

@@ -21,7 +21,7 @@ from putget_bench import environment
 
 SCHEMA = "putget.doctor/1"
 _SYS = Path("/sys")
-_BETWEEN = {  # what a provider is between, and what to do where it is not there
+_BETWEEN = {  # the ends of a provider, and the remedy where it is missing
     "tcp": ("between processes and hosts, over sockets", "bring a network interface up (ip link)"),
     "host": ("between processes of one host", "give the process room in /dev/shm"),
     "nvlink": ("between processes and GPUs of one host", "needs a CUDA GPU: see those above"),

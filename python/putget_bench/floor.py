@@ -21,7 +21,7 @@ _CONTROL_BYTES = 1 << 20  # for each rank: more than its flags take in a workspa
 _BLOCK_THREADS = 256
 _LONGER_BYTES = 1024
 _NO_SIGN = 2**31 - 1
-_NOT_COME = -1  # what memory holds where nothing has come
+_NOT_COME = -1  # the value of memory where nothing has come
 _WORDS = (0x1F123BB5, 0x05491333, 0x2545F491)  # of rows to get: by rank, slot and column
 
 

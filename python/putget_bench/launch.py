@@ -93,7 +93,7 @@ def run(work: Work, settings: Any, ep_size: int, device: str, on_event: Emit) ->
         # torch's threads would spin for milliseconds behind each operation, on the cores of ranks that are timed.
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # what happened is told below
+    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # the event is told below
     _CONTEXT.set_forkserver_preload(_PRELOAD)
     receiver, sender = _CONTEXT.Pipe(duplex=False)
     ranks: ProcessContext | None = start_processes(  # type: ignore[no-untyped-call]

@@ -76,7 +76,7 @@ def test_more_rows_than_a_rank_looks_at(world: World) -> None:
             a2a.check()
         except putget.CapacityExceeded as error:
             raised = f"{error.source}: {error.rows} of {error.max_rows}"
-        seen.wait(30)  # who leaves may not have sent what the other waits for
+        seen.wait(30)  # the leaver may not have sent the other's rows
         with contextlib.suppress(putget.PutgetError):
             a2a.close()
         return raised

@@ -109,7 +109,7 @@ def test_survivors_go_on(
     for missing, lost, seconds in found.values():
         assert set(missing) & set(victims), found
         assert set(lost) <= set(missing) & set(victims), found
-        assert lost or seconds > TIMEOUT_S * 0.9, found  # who is not lost is waited for
+        assert lost or seconds > TIMEOUT_S * 0.9, found  # a rank that is not lost is waited for
     four.call(go_on, mask, ranks=survivors, timeout=60)
     require_rounds(four, mask)
     if number == signal.SIGKILL:

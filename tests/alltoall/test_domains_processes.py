@@ -195,7 +195,7 @@ def owed(rank: Rank, network: putget.Network, timeout_s: float, late_s: float) -
     received = a2a.dispatch(torch.full((2, 1), expert, dtype=torch.int32), torch.ones(2, 1), torch.ones(2, 4))
     a2a.combine_input.copy_(received.payloads[0])
     if rank.rank == 2:
-        time.sleep(late_s)  # what is on its way to rank 3 has come
+        time.sleep(late_s)  # rows on their way to rank 3 have come
         kill(pids[3])
     began, missing = time.monotonic(), ""
     try:

@@ -201,7 +201,7 @@ def mapped() -> int:
 
 
 def descriptors() -> int:
-    gc.collect()  # what other tests have dropped is not counted now and freed later
+    gc.collect()  # objects of other tests are not counted now and freed later
     return len(os.listdir("/proc/self/fd"))
 
 

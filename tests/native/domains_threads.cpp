@@ -211,7 +211,7 @@ class Group {
   const Story story_;
   Network network_;
   std::vector<Verdict> verdicts_;
-  std::atomic<bool> is_wrong_{false};  // what a rank has found; relaxed, because it must order nothing
+  std::atomic<bool> is_wrong_{false};  // a rank's finding; relaxed, because it must order nothing
   std::unique_ptr<Domains> domains_;
   std::vector<std::unique_ptr<Memory>> memories_;
   std::vector<std::unique_ptr<proxy::Proxy>> proxies_;

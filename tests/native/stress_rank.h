@@ -403,7 +403,7 @@ class StressRank {
   Object* object_ = nullptr;
   uint32_t round_ = 0;
   uint32_t num_tokens_ = 0;
-  bool sentinel_ = false;  // what dispatch has asked
+  bool sentinel_ = false;  // asked by dispatch
 };
 
 }  // namespace putget::stress

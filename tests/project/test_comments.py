@@ -16,7 +16,7 @@ from tests.project.checkout import ROOT
 FOLDERS = ("native", "transfer", "python", "tests", "benchmarks", "examples", "scripts")
 SKIPPED = frozenset({"target", "__pycache__", "build"})
 # A bare relative clause as the subject. Its reader has to guess the thing that it stands for.
-BEGINS = re.compile(r"(Of|What|Who|Whoever|Whom|Whose)\b")
+BEGINS = re.compile(r"(Of|[Ww]hat|[Ww]ho|[Ww]hoever|[Ww]hom|[Ww]hose)\b")
 MARK = re.compile(r"\s*(?://[/!]?|/\*+)\s*")
 BEHIND = re.compile(r"[;,{})]\s+(?://[/!<]?|/\*+<?)\s*")
 

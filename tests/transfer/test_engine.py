@@ -352,7 +352,7 @@ def test_an_engine_ends_with_its_last_name(network: pt.SimNetwork) -> None:
     assert threads() > before
     del engine
     gc.collect()
-    assert threads() <= before  # what an earlier test left may end meanwhile
+    assert threads() <= before  # threads of an earlier test may end meanwhile
     closed = build(network)
     closed.close()
     closed.close()

@@ -186,7 +186,7 @@ def test_nothing_of_a_stopped_trainer_lands_in_the_next_version(
     landing = [
         memory
         for rank in targets.ranks
-        for memory in (rank._copies if commit == "swap" else rank.slots.tensors)  # what versions land in
+        for memory in (rank._copies if commit == "swap" else rank.slots.tensors)  # versions land there
     ]
     for turn in range(ROUNDS):
         old, new = 2 * turn + 1, 2 * turn + 2

@@ -52,7 +52,7 @@ struct DomainsPlan {
   uint8_t* outbox = nullptr;
   uint8_t* returns = nullptr;
   uint8_t* return_inbox = nullptr;
-  uint64_t* handed_on = nullptr;  // what the first CTA has seen: `landed` by source, `returned` by domain, `sent`
+  uint64_t* handed_on = nullptr;  // seen by the first CTA: `landed` by source, `returned` by domain, `sent`
   DomainsState* state = nullptr;
   uint32_t* joined = nullptr;       // counters of CTAs that have arrived: kJoins, and one for each split
   uint8_t* own_sums = nullptr;      // [max_tokens_per_rank] rows of the output: what the own domain adds to each token

@@ -91,7 +91,7 @@ struct LandingProgress {
 struct LandingState {
   uint32_t batch;   // posted, as far as kernels know,
   BatchEnd end;     // ... and its end
-  uint32_t posted;  // what the first CTA has seen of it, for the last one
+  uint32_t posted;  // as the first CTA has seen it, for the last one
   uint32_t put;     // orders done
   uint32_t checked;
   uint32_t taken;

@@ -16,7 +16,7 @@ constexpr uint64_t kMostGain = uint64_t{1} << 22;  // of a load in an iteration:
 // Private. One CTA changes it. All ranks have the same numbers.
 struct GatherState {
   uint32_t window;      // the last one that has begun to be told
-  uint32_t next_load;   // what of it is told now; num_loads: all has been told
+  uint32_t next_load;   // told next; num_loads: all has been told
   uint32_t iterations;  // behind its beginning
   uint32_t planned;     // the last one that this rank's host has done with, as far as kernels know
 };

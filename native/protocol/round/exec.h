@@ -42,7 +42,7 @@ class ExecCheck {
   static_assert(kIs<uint32_t, decltype(exec().block())> && kIs<uint32_t, decltype(exec().blocks())>);
   static_assert(Exec::kLanes >= 1);
   static_assert(Exec::template put_unroll<Access16>() >= 1);  // accesses in flight before they are stored
-  static_assert(kIs<bool, decltype(Exec::kFewTokens || Exec::kManyItems)>);  // what the kernel was made for
+  static_assert(kIs<bool, decltype(Exec::kFewTokens || Exec::kManyItems)>);  // the kernel's purpose
 
   // --- barriers, votes and words between threads of a CTA or lanes of a warp
   using Sync = decltype(exec().sync());                                       // all threads of the CTA
@@ -71,7 +71,7 @@ class ExecCheck {
 
   // --- between ranks: flags
   using Publish = decltype(exec().template publish<Tag::D3>(&a<uint64_t>(), uint64_t{1}));  // release, system
-  using Prepare = decltype(exec().prepare_publish());  // what stands before it is released by ...
+  using Prepare = decltype(exec().prepare_publish());  // earlier writes are released by ...
   using PublishPrepared = decltype(exec().template publish_prepared<Tag::C2>(&a<uint64_t>(), uint64_t{1}));  // ... this
   static_assert(kIs<uint64_t, decltype(exec().template observe<Tag::D4>(&a<const uint64_t>()))>);  // acquire, system
   // The same for accesses of later kernels alone: their start is the acquire.

@@ -16,7 +16,7 @@ enum class Misuse : uint32_t {
   kNotStarted = 4,   // the finish half without the start half
   kNotFinished = 5,  // a dispatch after a start half without its finish
   kPeerCombined = 6,
-  kBadMessage = 7,  // what came from another domain is no message of this round
+  kBadMessage = 7,  // bytes from another domain are no message of this round
 };
 
 // Which part of an operation a call does.

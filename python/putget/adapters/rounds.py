@@ -105,9 +105,9 @@ class Rounds:
         self._zeros: torch.Tensor | None = None
         self._finish: Callable[[], None] | None = None  # of a start half
         self._kept: object = None  # tensors between the halves
-        self._taken: object = None  # what the last rows for combine looked like that passed their check
+        self._taken: object = None  # the form of the last rows for combine that passed their check
         self._taken_shape = torch.Size()
-        self._begun: object = None  # what the last dispatch looked like that passed its checks
+        self._begun: object = None  # the form of the last dispatch that passed its checks
         self._begun_to: Table | None = None  # the table of experts of that dispatch
         self._begun_on: AllToAll | None = None
 

@@ -416,7 +416,7 @@ def _begin_child() -> None:
 _lock = threading.Lock()
 os.register_at_fork(after_in_child=_begin_child)
 _communicators: dict[Any, Communicator] = {}
-_with_workspaces: weakref.WeakSet[Communicator] = weakref.WeakSet()  # whose ``kept`` has some
+_with_workspaces: weakref.WeakSet[Communicator] = weakref.WeakSet()  # their ``kept`` has some
 
 
 def _keep(workspace: SharedWorkspace, key: Hashable) -> None:

@@ -103,7 +103,7 @@ def _batches(before: Ints, changes: dict[int, _LayerChanges], num_gpus: int, cel
         if found:
             yield Batch(tuple(found), slots, tuple(sorted(changed)))
         elif left == sum(len(one.pending) for one in changes.values()):
-            return  # what is left comes from nowhere: its slots keep what they have
+            return  # the rest comes from nowhere: its slots keep what they have
 
 
 class _LayerChanges:

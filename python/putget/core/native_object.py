@@ -189,7 +189,7 @@ class NativeObject:
         args.num_tokens = self.num_tokens
         args.half = half
         self._run("putget_combine", self.require_open(), self._combine_ref)
-        self._moved = (0, 0)  # whoever starts has taken the rows: their memory may be anybody's, also `out`'s
+        self._moved = (0, 0)  # a start takes the rows: their memory may be anybody's, also `out`'s
 
     def release(self) -> None:
         """Ends an open round without combine."""

@@ -63,7 +63,7 @@ class _Patience(Deadline):
         if self.left() > 0:
             return True  # for a word that came at the end, and is held
         if self._asked_at is not None or self._attempt.stage == _JOINING:
-            return False  # whoever has not joined has not come
+            return False  # a rank that has not joined has not come
         self.ask()
         return True
 
@@ -83,7 +83,7 @@ class Agreement:
         self.confirms: dict[int, list[int]] = {}
         self.given_up: set[int] = set()  # missed since this rank last went on
         self.answers: set[int] = set()  # those of them that had missed this rank before
-        self._missed_by: set[int] = set()  # who has given up on this rank, and has not wanted it since
+        self._missed_by: set[int] = set()  # ranks that gave up on this one, and have not wanted it since
         self._number = 0
 
     @contextlib.contextmanager

@@ -107,7 +107,7 @@ class Peer:
         except OSError as error:
             if passed and error.errno in (errno.ETOOMANYREFS, errno.EBADF):  # nothing was sent
                 raise PutgetError(f"{len(passed)} file descriptors cannot be sent: {error.strerror}") from error
-            self._can_send = False  # what it sent before may still be read
+            self._can_send = False  # its earlier bytes may still be read
 
     def receive(self) -> bool:
         """Takes some of what has arrived, without waiting; False where there was nothing."""

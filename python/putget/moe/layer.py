@@ -120,7 +120,7 @@ class ExpertParallelMoE(nn.Module):
     """
 
     _looked_at_weights = False
-    _statistics: LoadGathering | None = None  # what a balancer has the dispatch tell
+    _statistics: LoadGathering | None = None  # statistics that a balancer adds to dispatch
 
     @collective
     def __init__(

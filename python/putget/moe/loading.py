@@ -84,7 +84,7 @@ def load_networks(experts: Bf16Experts | Fp8Experts, names: Sequence[str | None]
     """
     hidden, intermediate = experts.hidden_size, experts.down.shape[2]
     wanted = [(index, name) for index, name in enumerate(names) if name is not None]
-    for _, name in wanted:  # what is missing is found before anything is changed
+    for _, name in wanted:  # a missing name is found before anything is changed
         state.network(name, hidden, intermediate)
     for index, name in wanted:
         weights, scales = state.network(name, hidden, intermediate)

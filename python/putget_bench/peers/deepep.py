@@ -21,7 +21,7 @@ from putget_bench.settings import Settings
 from putget_bench.traffic import Traffic
 
 _TOLERANCE = 0.02  # BF16 sums in another order, of rows that were rounded once
-_MOST_LOW_LATENCY_TOKENS = 256  # what its documentation recommends: memory is taken for every expert
+_MOST_LOW_LATENCY_TOKENS = 256  # recommended by its documentation: memory is taken for every expert
 _LOW_LATENCY_HEADER_BYTES = 16  # of each row: where it came from
 
 

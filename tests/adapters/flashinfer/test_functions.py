@@ -138,7 +138,7 @@ def test_a_metainfo_that_is_collected_while_memory_is_made(monkeypatch: pytest.M
     try:
         old = begin()
         cycle: list[Any] = [old]
-        cycle.append(cycle)  # what the traceback of an exception does
+        cycle.append(cycle)  # as the traceback of an exception does
         play(*old)
         del old, cycle
         assert len(functions._parts) == 2

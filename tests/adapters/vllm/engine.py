@@ -236,7 +236,7 @@ def experts_of(
                 one = layer.experts(tuple(rows), ids[:, k : k + 1], torch.ones_like(weights[:, :1]), rank.rank)
                 output[:, k] = one.nan_to_num()
 
-    Experts.__abstractmethods__ = frozenset()  # what chooses between kernels is not asked here
+    Experts.__abstractmethods__ = frozenset()  # the choice between kernels is not asked here
     quant = SimpleNamespace(
         quant_dtype=quant_dtype,
         a1_gscale=None,

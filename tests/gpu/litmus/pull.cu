@@ -120,7 +120,7 @@ __global__ void __launch_bounds__(kThreads) early_combine_kernel(View view) {
 // those rows there is a third. Grid: kCtas, all resident.
 template <Load kLoad>
 __global__ void __launch_bounds__(kThreads) third_writes(View view, uint32_t iterations) {
-  const int reader = (view.rank + 1) % view.size;  // whose rows this rank writes, into everybody's memory
+  const int reader = (view.rank + 1) % view.size;  // this rank writes its rows, into everybody's memory
   for (uint32_t n = 1; n <= iterations; ++n) {
     if (!await_all<Publish::kRelease>(view, view.ended[view.rank], n - 1)) return;
     jitter(view, n, 4);

@@ -108,7 +108,7 @@ class RankRounds:
         slots = self._ep_size * rounds.max_tokens_per_rank
         self._room = (size_per_rank - self._tables[-1]) // slots  # bytes of one token's rows, both ways
         self._plans: dict[object, Plan] = {}
-        self._called: object = None  # what the last dispatch looked like
+        self._called: object = None  # the form of the last dispatch
         self._planned: Plan  # for it
         self.received: Received | None = None
         self.stats: torch.Tensor | None = None  # [ep_size, num_stats] int32 of the last dispatch that was given some
@@ -116,7 +116,7 @@ class RankRounds:
             self._ep_size, dtype=torch.int32, device=rounds.shared.device
         )  # of the last dispatch
         self.combine_offset = self._tables[-1]  # where rows of combine begin in the part
-        self._checked: object = None  # what the last rows for combine looked like that passed their check
+        self._checked: object = None  # the form of the last rows for combine that passed their check
         self._row = _ANY_ROW  # of those
 
     def check(self, name: str, ids: Any) -> None:

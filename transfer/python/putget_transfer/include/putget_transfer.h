@@ -103,7 +103,7 @@ typedef struct pt_engine_options {
   size_t size;                   /* sizeof(pt_engine_options) */
   const pt_device_group *groups; /* at least one, of any providers; they share the counters */
   size_t group_count;
-  const void *secret;            /* what every peer must prove to have, or null */
+  const void *secret;            /* every peer must prove to have it, or null */
   size_t secret_len;
   double heartbeat_interval;     /* 0 in this and the following stands for the default */
   double heartbeat_timeout;

@@ -185,7 +185,7 @@ def _mode(recorder: _Recorder) -> Any:
             writes = func._schema.is_mutable and args and hasattr(args[0], "untyped_storage")
             if writes and recorder.memory.number(args[0]) is not None:
                 if name.startswith(("aten::fill_", "aten::zero_")):
-                    return args[0]  # what is filled with a number keeps it
+                    return args[0]  # memory that is filled with a number keeps it
                 recorder.refused.append(f"{name} changes the model")
                 return args[0]
             made = func(*args, **kwargs)
