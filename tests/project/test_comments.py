@@ -16,7 +16,7 @@ from tests.project.checkout import ROOT
 FOLDERS = ("native", "transfer", "python", "tests", "benchmarks", "examples", "scripts")
 SKIPPED = frozenset({"target", "__pycache__", "build"})
 # A bare relative clause as the subject. Its reader has to guess the thing that it stands for.
-BEGINS = re.compile(r"(Of|[Ww]hat|[Ww]ho|[Ww]hoever|[Ww]hom|[Ww]hose)\b")
+BEGINS = re.compile(r"(Of|(?i:what|who|whoever|whom|whose))\b")
 MARK = re.compile(r"\s*(?://[/!]?|/\*+)\s*")
 BEHIND = re.compile(r"[;,{})]\s+(?://[/!<]?|/\*+<?)\s*")
 
