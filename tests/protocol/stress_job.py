@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
+import functools
 import os
 import platform
 import re
 import shutil
 import subprocess
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +26,9 @@ RACE = re.compile(r"^race: (\w+): ", re.MULTILINE)
 OPTIONS = dict.fromkeys(("TSAN_OPTIONS", "ASAN_OPTIONS", "UBSAN_OPTIONS"), f"halt_on_error=1 exitcode={REPORT}")
 
 EVERY_KIND = "0123"
+
+# How a job is compiled that must be clean: a report names lines. A mistake takes less time to run than to compile.
+CLEAN, MISTAKEN = ("-O1", "-g1"), ("-O0",)
 
 
 @dataclass(frozen=True)
@@ -57,11 +63,11 @@ def compile_job(
     sanitizer: str,
     ctas: bool = False,
     native: Path = ROOT / "native",
-    extra: tuple[str, ...] = ("-O1",),
+    extra: tuple[str, ...] = CLEAN,
 ) -> subprocess.CompletedProcess[str]:
     """Compiles a program of tests/native with a sanitizer; see StressJob."""
     compiler = os.environ.get("CXX") or shutil.which("g++") or "c++"
-    options = ["-std=c++17", "-g", "-pthread", "-DPUTGET_STRESS", *(["-DPUTGET_STRESS_CTAS"] if ctas else []), *extra]
+    options = ["-std=c++17", "-pthread", "-DPUTGET_STRESS", *(["-DPUTGET_STRESS_CTAS"] if ctas else []), *extra]
     # Emulated headers stand in for those that only a GPU's compiler takes, so they are looked for first.
     options += [f"-I{folder}" for folder in (SOURCES / "emulated", SOURCES, native, native / "include")]
     sanitize = [f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all"]
@@ -75,14 +81,13 @@ def compile_job(
 
 def objects_of(sources: tuple[Path, ...], folder: Path, sanitizer: str) -> list[Path]:
     """Compiles sources that are linked later, by compiled_program; skips the test where the machine cannot."""
+    prefix_of(sanitizer)
     with ThreadPoolExecutor(2) as pool:
         return list(pool.map(lambda source: _object_of(source, folder / f"{source.stem}.o", sanitizer), sources))
 
 
 def _object_of(source: Path, target: Path, sanitizer: str) -> Path:
-    built = compile_job(target, source, sanitizer, extra=("-O1", "-c"))
-    if built.returncode != 0 and "unrecognized" in built.stderr:
-        pytest.skip(f"the C++ compiler cannot build with -fsanitize={sanitizer}: {built.stderr[-200:]}")
+    built = compile_job(target, source, sanitizer, extra=(*CLEAN, "-c"))
     assert built.returncode == 0, built.stderr
     return target
 
@@ -96,12 +101,45 @@ def compiled_program(parts: list[Path], more: list[Path], folder: Path, sanitize
     return target
 
 
+@functools.lru_cache
+def prefix_of(sanitizer: str) -> tuple[str, ...]:
+    """How programs with a sanitizer start here: some kernels randomise addresses more than it can bear.
+
+    Skips the test where the machine cannot build or run them.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        probe = Path(folder) / "probe.cpp"
+        probe.write_text("int main() { return 0; }\n")
+        program = probe.with_suffix("")
+        built = compile_job(program, probe, sanitizer)
+        if built.returncode != 0:
+            pytest.skip(f"the C++ compiler cannot build with -fsanitize={sanitizer}: {built.stderr[-200:]}")
+        for prefix in ((), ("setarch", platform.machine(), "-R")):
+            if prefix and shutil.which(prefix[0]) is None:
+                continue
+            if subprocess.run([*prefix, program], capture_output=True, timeout=60).returncode == 0:
+                return prefix
+    pytest.skip("programs with this sanitizer do not run on this kernel")
+
+
+def shared_job(factory: pytest.TempPathFactory, sanitizer: str, ctas: bool = False) -> StressJob:
+    """The stress job without a mistake, compiled once for all files of tests and all workers of pytest-xdist."""
+    root = factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        root = root.parent
+    folder = root / f"stress_{sanitizer.replace(',', '_')}_{'ctas' if ctas else 'blocks'}"
+    folder.mkdir(exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return StressJob(sanitizer, folder, ctas=ctas)
+
+
 class StressJob:
     """The stress job under one sanitizer; skips the test where the machine cannot build or run it.
 
     Args:
         sanitizer: For the compiler's -fsanitize.
-        folder: An empty one to build in.
+        folder: To build in; what is built there already stays.
         mistake: (file below native, what stands there, what shall stand there instead), or None.
         source: Which program.
         ctas: Kernels are CTAs as on a GPU (tests/native/emulated), instead of blocks of one thread.
@@ -125,28 +163,13 @@ class StressJob:
             text = (native / name).read_text()
             assert text.count(right) == 1, f"{name} does not say once: {right}"
             (native / name).write_text(text.replace(right, wrong))
-        probe = folder / "probe.cpp"
-        probe.write_text("int main() { return 0; }\n")
-        built = compile_job(folder / "probe", probe, sanitizer)
-        if built.returncode != 0:
-            pytest.skip(f"the C++ compiler cannot build with -fsanitize={sanitizer}: {built.stderr[-200:]}")
-        self._prefix = self.working_prefix(folder / "probe")
+        self._prefix = prefix_of(sanitizer)
         self._program = folder / "stress"
-        # A mistake takes less time to run than to compile.
-        extra = ("-O1" if mistake is None else "-O0",)
+        extra = CLEAN if mistake is None else MISTAKEN
         extra += ("-DPUTGET_STRESS_WHOLE_CHUNKS",) if whole_chunks else ()
-        built = compile_job(self._program, source, sanitizer, ctas=ctas, native=native, extra=extra)
-        assert built.returncode == 0, built.stderr
-
-    @staticmethod
-    def working_prefix(program: Path) -> list[str]:
-        """How such programs start here: some kernels randomise addresses more than a sanitizer can bear."""
-        for prefix in ([], ["setarch", platform.machine(), "-R"]):
-            if prefix and shutil.which(prefix[0]) is None:
-                continue
-            if subprocess.run([*prefix, program], capture_output=True, timeout=60).returncode == 0:
-                return prefix
-        pytest.skip("programs with this sanitizer do not run on this kernel")
+        if not self._program.exists():
+            built = compile_job(self._program, source, sanitizer, ctas=ctas, native=native, extra=extra)
+            assert built.returncode == 0, built.stderr
 
     def __call__(self, *options: object) -> subprocess.CompletedProcess[str]:
         """Runs it to its end."""

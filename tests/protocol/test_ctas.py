@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.protocol.stress_job import CTA_ROUNDS, STUCK, StressJob, is_caught
+from tests.protocol.stress_job import CTA_ROUNDS, STUCK, StressJob, is_caught, shared_job
 
 
 @pytest.mark.parametrize(("sanitizer", "whole_chunks"), [("thread", False), ("address,undefined", True)])
@@ -84,7 +84,7 @@ def test_lanes_that_do_not_come_end_the_program(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> StressJob:
-    return StressJob("thread", tmp_path_factory.mktemp("ctas"), ctas=True)
+    return shared_job(tmp_path_factory, "thread", ctas=True)
 
 
 @pytest.mark.parametrize("objects", CTA_ROUNDS.objects)

@@ -20,8 +20,8 @@ from tests.protocol.stress_job import (
     compile_job,
     compiled_program,
     objects_of,
+    prefix_of,
 )
-from tests.protocol.stress_job import StressJob as Job
 from tests.protocol.tags import ROOT
 from tests.protocol.test_domains_tags import AWAITED, PUBLISHED
 
@@ -35,9 +35,7 @@ class Rounds:
     """The job, compiled, with how such programs start here."""
 
     def __init__(self, folder: Path) -> None:
-        (folder / "probe.cpp").write_text("int main() { return 0; }\n")
-        compiled_program([], objects_of((folder / "probe.cpp",), folder, "thread"), folder, "thread")
-        self._prefix = Job.working_prefix(folder / "program")
+        self._prefix = prefix_of("thread")
         self._objects = objects_of(PARTS, folder, "thread")
         self._program = compiled_program(self._objects, [], folder, "thread")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.protocol.stress_job import MISMATCH, REPORT, SOURCES, StressJob, compiled_program, objects_of
+from tests.protocol.stress_job import MISMATCH, REPORT, SOURCES, compiled_program, objects_of, prefix_of
 from tests.protocol.test_domains_proxy import PROXY
 
 THREAD = PROXY.with_name("thread.cpp")
@@ -24,25 +24,22 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 @pytest.fixture(scope="module")
-def prefix(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+def prefix() -> tuple[str, ...]:
     """How such programs start here."""
-    folder = tmp_path_factory.mktemp("prefix")
-    (folder / "probe.cpp").write_text("int main() { return 0; }\n")
-    compiled_program([], objects_of((folder / "probe.cpp",), folder, "thread"), folder, "thread")
-    return StressJob.working_prefix(folder / "program")
+    return prefix_of("thread")
 
 
 def job(parts: list[Path], proxy: Path, folder: Path) -> Path:
     return compiled_program(parts, objects_of((proxy,), folder, "thread"), folder, "thread")
 
 
-def run(prefix: list[str], program: Path, seed: int, rounds: int = 60) -> subprocess.CompletedProcess[str]:
+def run(prefix: tuple[str, ...], program: Path, seed: int, rounds: int = 60) -> subprocess.CompletedProcess[str]:
     command = [*prefix, str(program), "--seed", str(seed), "--rounds", str(rounds)]
     environment = {"TSAN_OPTIONS": f"halt_on_error=1 exitcode={REPORT}"}
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
 
 
-def test_ranks_and_proxies_are_clean(parts: list[Path], prefix: list[str], tmp_path: Path) -> None:
+def test_ranks_and_proxies_are_clean(parts: list[Path], prefix: tuple[str, ...], tmp_path: Path) -> None:
     program = job(parts, PROXY, tmp_path)
     for seed in SEEDS:
         done = run(prefix, program, seed)
@@ -66,7 +63,7 @@ def fast_parts(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 def test_many_rounds_are_right(fast_parts: list[Path], tmp_path: Path) -> None:
     program = compiled_program(fast_parts, objects_of((PROXY,), tmp_path, "undefined"), tmp_path, "undefined")
     for seed in (1, 2, 3):
-        done = run([], program, seed, LONG_ROUNDS)
+        done = run((), program, seed, LONG_ROUNDS)
         assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -79,11 +76,11 @@ def test_a_kind_that_is_read_before_its_round_has_ended_is_caught(fast_parts: li
     changed = text.replace(right, wrong).replace("if (flag != own)", "if (flag_value(flag) != flag_value(own))")
     source.write_text("#include <chrono>\n#include <thread>\n" + changed)
     program = compiled_program(fast_parts, objects_of((source,), tmp_path, "undefined"), tmp_path, "undefined")
-    assert any("a proxy has stopped" in run([], program, seed).stdout for seed in SEEDS)
+    assert any("a proxy has stopped" in run((), program, seed).stdout for seed in SEEDS)
 
 
 def test_a_thread_that_goes_on_with_a_removed_proxy_is_caught(
-    parts: list[Path], prefix: list[str], tmp_path: Path
+    parts: list[Path], prefix: tuple[str, ...], tmp_path: Path
 ) -> None:
     right = "      proxies = proxies_;\n"
     text = THREAD.read_text()
@@ -111,7 +108,7 @@ WEAKENED = {
 
 
 @pytest.mark.parametrize("order", WEAKENED)
-def test_a_weakened_order_is_caught(order: str, parts: list[Path], prefix: list[str], tmp_path: Path) -> None:
+def test_a_weakened_order_is_caught(order: str, parts: list[Path], prefix: tuple[str, ...], tmp_path: Path) -> None:
     right, wrong = WEAKENED[order]
     text = PROXY.read_text()
     assert text.count(right) == 1, f"proxy.cpp does not say once: {right}"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.protocol import tags
-from tests.protocol.stress_job import REPORT, StressJob, is_caught
+from tests.protocol.stress_job import REPORT, StressJob, is_caught, shared_job
 
 TRIES = range(1, 9)
 OPTIONS = ("--landing", 1, "--ranks", 3, "--blocks", 2, "--rounds", 20, "--timeout", 60)
@@ -35,7 +35,7 @@ PROTECTED = {
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> StressJob:
-    return StressJob("thread", tmp_path_factory.mktemp("landing"))
+    return shared_job(tmp_path_factory, "thread")
 
 
 @pytest.mark.parametrize("blocks", [1, 3])
@@ -45,8 +45,8 @@ def test_landing_is_clean(job: StressJob, blocks: int) -> None:
         assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_landing_of_ctas_is_clean(tmp_path: Path) -> None:
-    done = StressJob("thread", tmp_path, ctas=True)(*OPTIONS, "--rounds", 8)
+def test_landing_of_ctas_is_clean(tmp_path_factory: pytest.TempPathFactory) -> None:
+    done = shared_job(tmp_path_factory, "thread", ctas=True)(*OPTIONS, "--rounds", 8)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

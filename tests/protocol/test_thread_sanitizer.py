@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.protocol import tags
-from tests.protocol.stress_job import BLOCK_ROUNDS, EVERY_KIND, REPORT, StressJob, is_caught
+from tests.protocol.stress_job import BLOCK_ROUNDS, EVERY_KIND, REPORT, StressJob, is_caught, shared_job
 
 SEEDS = (1, 2, 3)
 TRIES = range(1, 33)  # for a mutation to show, which one seed may not: the first that does ends the test
@@ -19,7 +19,7 @@ TRIES = range(1, 33)  # for a mutation to show, which one seed may not: the firs
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> StressJob:
-    return StressJob("thread", tmp_path_factory.mktemp("thread"))
+    return shared_job(tmp_path_factory, "thread")
 
 
 @pytest.mark.parametrize("seed", SEEDS)

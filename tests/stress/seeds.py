@@ -20,7 +20,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from tests.protocol.stress_job import BLOCK_ROUNDS, CTA_ROUNDS, OPTIONS, compile_job
+from tests.protocol.stress_job import BLOCK_ROUNDS, CLEAN, CTA_ROUNDS, OPTIONS, compile_job
 
 JOBS = {"blocks": BLOCK_ROUNDS, "ctas": CTA_ROUNDS}
 LIMIT_S = 600
@@ -38,9 +38,8 @@ def build(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name, rounds in JOBS.items():
         if not (folder / name).exists():
-            done = compile_job(
-                folder / name, "stress.cpp", "thread", ctas=rounds.ctas, extra=("-O1", "-static-libtsan")
-            )
+            extra = (*CLEAN, "-static-libtsan")
+            done = compile_job(folder / name, "stress.cpp", "thread", ctas=rounds.ctas, extra=extra)
             if done.returncode != 0:
                 raise RuntimeError(done.stderr)
 
