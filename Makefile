@@ -5,8 +5,9 @@ PYTHON ?= python3
 PUTGET_CUDA ?= AUTO
 PUTGET_WERROR ?= OFF
 PYTEST_ARGS ?=
-# Tests of a file stay in one process, which shares ranks and programs among them.
-WORKERS ?= 2
+# Tests of a file stay in one process, which shares ranks and programs among them. Many wait for a deadline: two cores
+# have work for three processes.
+WORKERS ?= 3
 DEMO_ARGS ?=
 
 MAKEFLAGS += --no-print-directory
@@ -17,7 +18,7 @@ UV_ENV := UV_PYTHON_DOWNLOADS=never
 INSTALLED := .venv/.installed
 CPP_FILES = $(shell find native tests -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu')
 
-.PHONY: help demo test test-engines build spin libfabric transfer transfer-package transfer-verbs soak lint lint-ruff lint-format lint-types lint-cpp lint-spelling lint-transfer docs lint-docs format \
+.PHONY: help demo test test-python test-engines engines build spin libfabric transfer transfer-package transfer-tests transfer-verbs soak lint lint-ruff lint-format lint-types lint-cpp lint-spelling lint-transfer docs lint-docs format \
   hooks wheel clean distclean
 
 help: ## Show this list
@@ -26,15 +27,20 @@ help: ## Show this list
 demo: build ## Run the main job: 8 CPU ranks, or this machine's GPUs (DEMO_ARGS=...)
 	@$(BIN)/python -m putget demo $(DEMO_ARGS)
 
-test: build spin transfer ## Run the tests; those marked gpu skip where there is no GPU (WORKERS=2 PYTEST_ARGS=...)
-	@$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile $(PYTEST_ARGS)
+test: transfer test-python ## Run the tests; those marked gpu skip where there is no GPU (WORKERS=3 PYTEST_ARGS=...)
+
+# In the order of tests/harness/workers.py, so that the longest files do not come last.
+test-python: build spin
+	@$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 # Each engine has an environment of its own under build/, with the native library of this checkout.
 ENGINES := transformers sglang vllm
 
-test-engines: build transfer-package ## Run SGLang, vLLM and transformers on CPU ranks, token for token (installs them into build)
-	@for engine in $(ENGINES); do tests/engines/install.sh $(UV) $(PYTHON) $$engine; done
+test-engines: engines transfer-package ## Run SGLang, vLLM and transformers on CPU ranks, token for token (installs them into build)
 	@PUTGET_TEST_ENGINES=1 $(BIN)/python -m pytest tests/engines $(PYTEST_ARGS)
+
+engines: build
+	@for engine in $(ENGINES); do tests/engines/install.sh $(UV) $(PYTHON) $$engine; done
 
 build: $(INSTALLED) ## Compile the native library into python/putget (PUTGET_CUDA=AUTO|ON|OFF, PUTGET_WERROR=ON)
 	@$(BIN)/cmake -S . -B build -G Ninja --log-level=NOTICE --no-warn-unused-cli -DCMAKE_MAKE_PROGRAM=$(BIN)/ninja \
@@ -70,7 +76,9 @@ libfabric:
 	  || echo "libfabric is not installed: the transfer engine's tests of it end at once (apt-get install libfabric1)"
 
 # The transfer engine in transfer/: without a cargo that is new enough, and without a way to install one, its tests skip.
-transfer: transfer-package libfabric ## Build and test the transfer engine (Rust), and build its Python package
+transfer: transfer-package transfer-tests ## Build and test the transfer engine (Rust), and build its Python package
+
+transfer-tests: libfabric
 	@scripts/cargo.sh test --workspace --locked --quiet
 	@PUTGET_TRANSFER_HOST=1 scripts/cargo.sh test --locked --quiet $(addprefix --test ,writes messages order peers soak)
 

@@ -20,7 +20,7 @@ os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
 
 from tests import harness
-from tests.harness.workers import neighbours_share_ranks, spread_gpus
+from tests.harness.workers import in_order, spread_gpus
 
 spread_gpus(torch.cuda.device_count(), os.environ)
 
@@ -29,13 +29,13 @@ settings.load_profile("putget")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Workers of pytest-xdist get neighbouring tests. Soaks run where they are asked for (`-m soak`)."""
+    """Workers of pytest-xdist get tests in an order of their own. Soaks run where they are asked for (`-m soak`)."""
     if "soak" not in config.option.markexpr:
         for item in items:
             if item.get_closest_marker("soak"):
                 item.add_marker(pytest.mark.skip(reason="takes minutes: make soak runs it"))
     if "PYTEST_XDIST_WORKER" in os.environ:
-        items[:] = neighbours_share_ranks(items)
+        items[:] = in_order(items)
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ import torch
 from tests.harness import Rank, RankError, run_ranks
 from tests.harness.cases import Case, Round
 from tests.harness.compare import check_case, play
+from tests.harness.workers import LONGEST, in_order
 
 CASE = Case(2, (Round(1, (3, 5)),), payloads=(((3,), torch.bfloat16),), top_k=3)
 
@@ -75,3 +78,12 @@ def test_the_comparison_sees_one_wrong_bit(field: str) -> None:
     outcomes[1][0] = replace(right, invalid=1)
     with pytest.raises(AssertionError, match="counted 1 ids, not 0"):
         check_case(CASE, outcomes)
+
+
+def test_workers_begin_with_the_longest_files() -> None:
+    assert [name for name in LONGEST if not Path(__file__).parent.joinpath(name).exists()] == []
+    names = ["tests/test_ops.py::a", f"tests/{LONGEST[1]}::b", "tests/test_ops.py::four", f"tests/{LONGEST[0]}::c"]
+    items = [SimpleNamespace(nodeid=name) for name in names]
+    items[0].callspec = SimpleNamespace(params={"ranks": 8})
+    found = [item.nodeid.partition("::")[2] for item in in_order(items)]  # type: ignore[arg-type]
+    assert found == ["c", "b", "four", "a"]

@@ -27,9 +27,54 @@ def spread_gpus(num_gpus: int, environment: MutableMapping[str, str]) -> None:
     environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[first:] + gpus[:first])
 
 
-def neighbours_share_ranks(items: Sequence[pytest.Item]) -> list[pytest.Item]:
-    """Tests in the order of how many ranks they take from a pool, so that a worker's share needs few pools."""
-    return sorted(items, key=_num_ranks)
+# Files that take minutes, the longest first: begun last, one would run alone at the end. Engines keep a core busy, what
+# stands between them waits more.
+LONGEST = (
+    "protocol/test_model.py",
+    "engines/test_serve.py",
+    "protocol/test_ctas.py",
+    "engines/test_vllm.py",
+    "protocol/test_thread_sanitizer.py",
+    "engines/test_sglang.py",
+    "bench/test_programs.py",
+    "engines/test_vllm_kv.py",
+    "protocol/test_landing.py",
+    "engines/test_transformers.py",
+    "alltoall/test_faults_agreement.py",
+    "engines/test_sglang_kv.py",
+    "bench/test_peers.py",
+    "engines/test_weights.py",
+    "alltoall/test_domains_faults.py",
+    "alltoall/test_domains.py",
+    "bench/test_commands.py",
+    "protocol/test_domains_rounds.py",
+    "protocol/test_halves.py",
+    "alltoall/test_faults.py",
+    "alltoall/test_recover.py",
+    "project/test_wheel.py",
+    "protocol/test_domains_threads.py",
+    "transfer/test_weights_processes.py",
+    "transfer/test_kv_decoders.py",
+    "transfer/test_kv_processes.py",
+    "bench/test_ablate.py",
+    "bench/test_hosts.py",
+    "bench/test_doctor.py",
+    "bench/test_no_sync.py",
+    "moe/test_layer_benchmark.py",
+)
+
+
+def in_order(items: Sequence[pytest.Item]) -> list[pytest.Item]:
+    """Tests in the order in which workers get them, by file.
+
+    The longest files first; then by how many ranks a test takes from a pool, so that a worker's share needs few pools.
+    """
+    return sorted(items, key=lambda item: (_place(item), _num_ranks(item)))
+
+
+def _place(item: pytest.Item) -> int:
+    name = item.nodeid.partition("::")[0].removeprefix("tests/")
+    return LONGEST.index(name) if name in LONGEST else len(LONGEST)
 
 
 def _num_ranks(item: pytest.Item) -> int:
