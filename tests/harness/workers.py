@@ -27,8 +27,8 @@ def spread_gpus(num_gpus: int, environment: MutableMapping[str, str]) -> None:
     environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[first:] + gpus[:first])
 
 
-# Files that take minutes, the longest first: begun last, one would run alone at the end. Engines keep a core busy, what
-# stands between them waits more.
+# Files that take minutes, the longest first: begun last, one would run alone at the end. Engines keep a core busy; the
+# files between them wait more.
 LONGEST = (
     "protocol/test_model.py",
     "engines/test_serve.py",

@@ -139,7 +139,7 @@ class StressJob:
 
     Args:
         sanitizer: For the compiler's -fsanitize.
-        folder: To build in; what is built there already stays.
+        folder: To build in. A program that is there already is not built again.
         mistake: (file below native, what stands there, what shall stand there instead), or None.
         source: Which program.
         ctas: Kernels are CTAs as on a GPU (tests/native/emulated), instead of blocks of one thread.
