@@ -127,6 +127,12 @@ std::unique_ptr<Backend> create_backend(const MemoryConfig& config);
 void moe_group(const moe::Grouping& group, const moe::CopyPlan& copy);
 void moe_expand(const moe::ExpandCall& call);
 void moe_by_source(const moe::BySourceCall& call);
+// ids_are_64bit: of `ids`. Rows that are summed are bfloat16.
+void moe_send_pairs(const moe::SendPairsCall& call, bool ids_are_64bit);
+void moe_place_pairs(const moe::PlacePairsCall& call);
+void moe_sum_pairs(const moe::SumPairsCall& call, bool ids_are_64bit);
+void moe_count_routes(const moe::RoutesCall& call, bool ids_are_64bit);
+void moe_compact(const moe::CompactCall& call, bool ids_are_64bit);
 void moe_activate(const moe::ActivationCall& call, OutputType type, moe::Gate gate);
 void moe_finalize(const moe::Grouping& group, const moe::FinalizeCall& call, OutputType type);
 // `memory`: balancer::ShareMemory, for the ways that look at the batch.
@@ -151,6 +157,11 @@ struct Queue {
 void moe_group(const moe::Grouping& group, const moe::CopyPlan& copy, const Queue& queue);
 void moe_expand(const moe::ExpandCall& call, const Queue& queue);
 void moe_by_source(const moe::BySourceCall& call, const Queue& queue);
+void moe_send_pairs(const moe::SendPairsCall& call, bool ids_are_64bit, const Queue& queue);
+void moe_place_pairs(const moe::PlacePairsCall& call, const Queue& queue);
+void moe_sum_pairs(const moe::SumPairsCall& call, bool ids_are_64bit, const Queue& queue);
+void moe_count_routes(const moe::RoutesCall& call, bool ids_are_64bit, const Queue& queue);
+void moe_compact(const moe::CompactCall& call, bool ids_are_64bit, const Queue& queue);
 void moe_activate(const moe::ActivationCall& call, OutputType type, moe::Gate gate, const Queue& queue);
 void moe_finalize(const moe::Grouping& group, const moe::FinalizeCall& call, OutputType type, const Queue& queue);
 // `memory`: the same, where shared memory has no room for it.

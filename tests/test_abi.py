@@ -33,6 +33,11 @@ STRUCTS = {
     "putget_moe_rows": _abi.MoeRows,
     "putget_moe_expand_args": _abi.MoeExpandArgs,
     "putget_moe_by_source_args": _abi.MoeBySourceArgs,
+    "putget_moe_routes_args": _abi.MoeRoutesArgs,
+    "putget_moe_compact_args": _abi.MoeCompactArgs,
+    "putget_moe_send_pairs_args": _abi.MoeSendPairsArgs,
+    "putget_moe_place_pairs_args": _abi.MoePlacePairsArgs,
+    "putget_moe_sum_pairs_args": _abi.MoeSumPairsArgs,
     "putget_moe_activation_args": _abi.MoeActivationArgs,
     "putget_gpu": _abi.Gpu,
 }

@@ -19,6 +19,7 @@ using putget::capi::guarded;
 constexpr uint64_t kMostRows = (uint64_t{1} << 31) - 1;
 constexpr uint32_t kMostRowBytes = 1u << 26;
 
+static_assert(PUTGET_SCALES_EXPONENTS == static_cast<int>(putget::moe::ScaleForm::kExponent));
 static_assert(PUTGET_SILU == static_cast<int>(putget::moe::Gate::kSilu) &&
               PUTGET_GELU == static_cast<int>(putget::moe::Gate::kGelu));
 
@@ -79,6 +80,39 @@ putget::moe::CopyPlan copies_of(const putget::moe::Grouping& group, const putget
     require_pointer("payload", args.payload[p]);
     copy.payload[p] = payload_of(args.payload[p], group.memory + group.layout.payload[p], group.sizes.row_bytes[p]);
   }
+  return copy;
+}
+
+// The kinds of rows that a call names.
+template <class Args>
+putget::moe::CopyPlan copies_named(const Args& args) {
+  require_range("num_payloads", args.num_payloads, 1, PUTGET_MAX_PAYLOADS);
+  putget::moe::CopyPlan copy{};
+  copy.num_payloads = args.num_payloads;
+  for (uint32_t p = 0; p < args.num_payloads; ++p) {
+    require_pointer("from_rows", args.from_rows[p]);
+    require_pointer("to_rows", args.to_rows[p]);
+    require_range("row_bytes", args.row_bytes[p], 1, kMostRowBytes);
+    copy.payload[p] = payload_of(args.from_rows[p], args.to_rows[p], args.row_bytes[p]);
+  }
+  return copy;
+}
+
+// bfloat16 rows that become codes, payload 0, and scales, payload 1.
+putget::moe::CopyPlan codes_and_scales(const putget_moe_send_pairs_args& args) {
+  require_range("elements", args.elements, putget::kScaleBlock, kMostRowBytes);
+  require(args.elements % putget::kScaleBlock == 0,
+          "elements is " + std::to_string(args.elements) + ", rows that become codes have a multiple of 128");
+  require_pointer("from_rows", args.from_rows[0]);
+  putget::moe::CopyPlan copy{};
+  copy.num_payloads = 2;
+  const uint32_t scale_bytes = args.scale_form == PUTGET_SCALES_EXPONENTS ? 1 : sizeof(float);
+  for (uint32_t p = 0; p < copy.num_payloads; ++p) {
+    require_pointer("to_rows", args.to_rows[p]);
+    const uint32_t row_bytes = p == 0 ? args.elements : args.elements / putget::kScaleBlock * scale_bytes;
+    copy.payload[p] = payload_of(p == 0 ? args.from_rows[0] : args.to_rows[p], args.to_rows[p], row_bytes);
+  }
+  require((address(args.from_rows[0]) | address(args.to_rows[0])) % 16 == 0, "rows are not aligned to 16 bytes");
   return copy;
 }
 
@@ -152,20 +186,13 @@ putget_status putget_moe_expand(const putget_moe_expand_args* args) {
   return guarded([&] {
     require_version(args, "args");
     require_range("device", args->device, PUTGET_CPU, PUTGET_CUDA);
-    require_range("num_payloads", args->num_payloads, 1, PUTGET_MAX_PAYLOADS);
     putget::moe::ExpandCall call{};
     call.valid = valid_rows(args->valid);
     if (call.valid.limit == 0 || args->num_source_rows == 0) return;
     require_pointer("source_rows", args->source_rows);
     call.source_rows = args->source_rows;
     call.num_source_rows = args->num_source_rows;
-    call.copy.num_payloads = args->num_payloads;
-    for (uint32_t p = 0; p < args->num_payloads; ++p) {
-      require_pointer("from_rows", args->from_rows[p]);
-      require_pointer("to_rows", args->to_rows[p]);
-      require_range("row_bytes", args->row_bytes[p], 1, kMostRowBytes);
-      call.copy.payload[p] = payload_of(args->from_rows[p], args->to_rows[p], args->row_bytes[p]);
-    }
+    call.copy = copies_named(*args);
     if (args->device == PUTGET_CPU) {
       putget::cpu::moe_expand(call);
     } else {
@@ -180,23 +207,16 @@ putget_status putget_moe_by_source(const putget_moe_by_source_args* args) {
     require_range("device", args->device, PUTGET_CPU, PUTGET_CUDA);
     require_range("ep_size", args->ep_size, 1, PUTGET_MAX_RANKS);
     require_range("max_rows", args->max_rows, 1, kMostRows / args->ep_size);
-    require_range("num_payloads", args->num_payloads, 1, PUTGET_MAX_PAYLOADS);
-    require_range("filled", args->filled, 0, args->num_payloads);
     require_pointer("num_tokens", args->num_tokens);
     putget::moe::BySourceCall call{};
+    call.copy = copies_named(*args);
+    require_range("filled", args->filled, 0, args->num_payloads);
     call.num_tokens = args->num_tokens;
     call.ep_size = args->ep_size;
     call.max_rows = args->max_rows;
     call.from = order_of("from_order", args->from_order, *args);
     call.to = order_of("to_order", args->to_order, *args);
     call.word = static_cast<uint32_t>(args->word);
-    call.copy.num_payloads = args->num_payloads;
-    for (uint32_t p = 0; p < args->num_payloads; ++p) {
-      require_pointer("from_rows", args->from_rows[p]);
-      require_pointer("to_rows", args->to_rows[p]);
-      require_range("row_bytes", args->row_bytes[p], 1, kMostRowBytes);
-      call.copy.payload[p] = payload_of(args->from_rows[p], args->to_rows[p], args->row_bytes[p]);
-    }
     if (args->filled < args->num_payloads) {
       const auto& filled = call.copy.payload[args->filled];
       require(filled.access_bytes >= sizeof(uint32_t), "the rows that are filled are no whole words");
@@ -206,6 +226,170 @@ putget_status putget_moe_by_source(const putget_moe_by_source_args* args) {
       putget::cpu::moe_by_source(call);
     } else {
       putget::cuda::moe_by_source(call, {args->ordinal, args->stream});
+    }
+  });
+}
+
+putget_status putget_moe_count_routes(const putget_moe_routes_args* args) {
+  return guarded([&] {
+    require_version(args, "args");
+    require_range("device", args->device, PUTGET_CPU, PUTGET_CUDA);
+    require_range("top_k", args->top_k, 1, kMostRows);
+    require_range("num_tokens", args->num_tokens, 0, kMostRows / args->top_k);
+    require_range("ranks", args->ranks, 1, 32);
+    require_range("num_local_experts", args->num_local_experts, 1, kMostRows / args->ranks);
+    if (args->num_tokens == 0) return;
+    require_pointer("ids", args->ids);
+    require_pointer("in_rank", args->in_rank);
+    require_pointer("per_rank", args->per_rank);
+    require_pointer("per_expert", args->per_expert);
+    const putget::moe::RoutesCall call{args->ids,        args->in_rank, args->per_rank, args->per_expert,
+                                       args->num_tokens, args->top_k,   args->ranks,    args->num_local_experts};
+    if (args->device == PUTGET_CPU) {
+      putget::cpu::moe_count_routes(call, args->ids_are_64bit != 0);
+    } else {
+      putget::cuda::moe_count_routes(call, args->ids_are_64bit != 0, {args->ordinal, args->stream});
+    }
+  });
+}
+
+putget_status putget_moe_compact(const putget_moe_compact_args* args) {
+  return guarded([&] {
+    require_version(args, "args");
+    require_range("device", args->device, PUTGET_CPU, PUTGET_CUDA);
+    require_range("ep_size", args->ep_size, 1, PUTGET_MAX_RANKS);
+    require_range("max_rows", args->max_rows, 1, kMostRows / args->ep_size);
+    require_range("count", args->count, 0, kMostRows);
+    require_pointer("num_tokens", args->num_tokens);
+    require_pointer("position", args->position);
+    require_pointer("ends", args->ends);
+    require_pointer("lost", args->lost);
+    if (args->count != 0) require_pointer("rows", args->rows);
+    if (args->ids != nullptr && args->count != 0) {
+      require_range("top_k", args->top_k, 1, kMostRows);
+      require_pointer("local", args->local);
+      if (args->weights != nullptr) require_pointer("local_weights", args->local_weights);
+    }
+    putget::moe::CompactCall call{};
+    call.num_tokens = args->num_tokens;
+    call.rows = args->rows;
+    call.position = args->position;
+    call.ends = args->ends;
+    call.lost = args->lost;
+    call.ids = args->ids;
+    call.local = args->local;
+    call.weights = args->weights;
+    call.local_weights = args->local_weights;
+    call.per_expert = args->per_expert;
+    call.ep_size = args->ep_size;
+    call.max_rows = args->max_rows;
+    call.count = args->count;
+    call.top_k = args->top_k;
+    call.first_expert = args->first_expert;
+    call.num_experts = args->num_experts;
+    if (args->count != 0) {
+      call.copy = copies_named(*args);
+    } else {
+      call.copy.num_payloads = 1;  // of no rows; kernels share out a positive number of segments
+      call.copy.payload[0].row_bytes = call.copy.payload[0].access_bytes = 1;
+    }
+    if (args->device == PUTGET_CPU) {
+      putget::cpu::moe_compact(call, args->ids_are_64bit != 0);
+    } else {
+      putget::cuda::moe_compact(call, args->ids_are_64bit != 0, {args->ordinal, args->stream});
+    }
+  });
+}
+
+putget_status putget_moe_send_pairs(const putget_moe_send_pairs_args* args) {
+  return guarded([&] {
+    require_version(args, "args");
+    require_range("device", args->device, PUTGET_CPU, PUTGET_CUDA);
+    require_range("top_k", args->top_k, 1, PUTGET_MAX_TOP_K);
+    require_range("num_tokens", args->num_tokens, 0, kMostRows / args->top_k);
+    if (args->num_tokens == 0) return;
+    require_pointer("ids", args->ids);
+    require_pointer("pairs", args->pairs);
+    require_pointer("tokens", args->tokens);
+    require_range("scale_form", args->scale_form, PUTGET_ROWS_AS_THEY_ARE, PUTGET_SCALES_EXPONENTS);
+    putget::moe::SendPairsCall call{};
+    call.ids = args->ids;
+    call.pairs = args->pairs;
+    call.tokens = args->tokens;
+    call.num_tokens = args->num_tokens;
+    call.top_k = args->top_k;
+    call.form = static_cast<putget::moe::ScaleForm>(args->scale_form);
+    call.elements = args->elements;
+    call.copy = args->scale_form == PUTGET_ROWS_AS_THEY_ARE ? copies_named(*args) : codes_and_scales(*args);
+    if (args->device == PUTGET_CPU) {
+      putget::cpu::moe_send_pairs(call, args->ids_are_64bit != 0);
+    } else {
+      putget::cuda::moe_send_pairs(call, args->ids_are_64bit != 0, {args->ordinal, args->stream});
+    }
+  });
+}
+
+putget_status putget_moe_place_pairs(const putget_moe_place_pairs_args* args) {
+  return guarded([&] {
+    require_version(args, "args");
+    require_range("device", args->device, PUTGET_CPU, PUTGET_CUDA);
+    require_range("ep_size", args->ep_size, 1, PUTGET_MAX_RANKS);
+    require_range("max_rows", args->max_rows, 1, kMostRows / args->ep_size);
+    require_range("num_experts", args->num_experts, 1, kMostRows);
+    require_range("capacity", args->capacity, 1, kMostRows / args->num_experts);
+    require_range("first_expert", args->first_expert, 0, kMostRows - args->num_experts);
+    require_pointer("ids", args->ids);
+    require_pointer("num_tokens", args->num_tokens);
+    require_pointer("place", args->place);
+    require_pointer("source_rows", args->source_rows);
+    require_pointer("counts", args->counts);
+    putget::moe::PlacePairsCall call{};
+    call.ids = args->ids;
+    call.num_tokens = args->num_tokens;
+    call.place = args->place;
+    call.source_rows = args->source_rows;
+    call.counts = args->counts;
+    call.added = args->added;
+    call.ep_size = args->ep_size;
+    call.max_rows = args->max_rows;
+    call.first_expert = args->first_expert;
+    call.num_experts = args->num_experts;
+    call.capacity = args->capacity;
+    call.copy = copies_named(*args);
+    if (args->device == PUTGET_CPU) {
+      putget::cpu::moe_place_pairs(call);
+    } else {
+      putget::cuda::moe_place_pairs(call, {args->ordinal, args->stream});
+    }
+  });
+}
+
+putget_status putget_moe_sum_pairs(const putget_moe_sum_pairs_args* args) {
+  return guarded([&] {
+    require_version(args, "args");
+    require_range("device", args->device, PUTGET_CPU, PUTGET_CUDA);
+    require_range("top_k", args->top_k, 1, PUTGET_MAX_TOP_K);
+    require_range("num_tokens", args->num_tokens, 0, kMostRows / args->top_k);
+    require_range("elements", args->elements, 1, kMostRowBytes / sizeof(float));
+    if (args->num_tokens == 0) return;
+    require_pointer("pairs", args->pairs);
+    require_pointer("ids", args->ids);
+    require_pointer("weights", args->weights);
+    require_pointer("rows", args->rows);
+    require_pointer("out", args->out);
+    putget::moe::SumPairsCall call{};
+    call.pairs = args->pairs;
+    call.ids = args->ids;
+    call.weights = args->weights;
+    call.rows = static_cast<const uint8_t*>(args->rows);
+    call.out = static_cast<uint8_t*>(args->out);
+    call.num_tokens = args->num_tokens;
+    call.top_k = args->top_k;
+    call.elements = args->elements;
+    if (args->device == PUTGET_CPU) {
+      putget::cpu::moe_sum_pairs(call, args->ids_are_64bit != 0);
+    } else {
+      putget::cuda::moe_sum_pairs(call, args->ids_are_64bit != 0, {args->ordinal, args->stream});
     }
   });
 }

@@ -7,8 +7,10 @@
 #include "cpu/exec.h"
 #include "moe/activation.h"
 #include "moe/by_source.h"
+#include "moe/compact.h"
 #include "moe/finalize.h"
 #include "moe/group.h"
+#include "moe/pairs.h"
 #include "moe/rows.h"
 
 namespace putget::cpu {
@@ -98,6 +100,66 @@ void moe_by_source(const moe::BySourceCall& call) {
   moe::BySourceCall with_whole_rows = call;
   with_whole_rows.copy = whole_rows(call.copy);
   moe::put_by_source(exec, with_whole_rows);
+}
+
+void moe_count_routes(const moe::RoutesCall& call, bool ids_are_64bit) {
+  MoeExec exec;
+  if (ids_are_64bit) {
+    moe::count_routes<int64_t>(exec, call);
+  } else {
+    moe::count_routes<int32_t>(exec, call);
+  }
+}
+
+void moe_compact(const moe::CompactCall& call, bool ids_are_64bit) {
+  MoeExec exec;
+  moe::SourceScratch sources;
+  moe::CompactCall with_whole_rows = call;
+  with_whole_rows.copy = whole_rows(call.copy);
+  if (ids_are_64bit) {
+    moe::compact_rows<int64_t>(exec, with_whole_rows, sources);
+  } else {
+    moe::compact_rows<int32_t>(exec, with_whole_rows, sources);
+  }
+}
+
+void moe_send_pairs(const moe::SendPairsCall& call, bool ids_are_64bit) {
+  MoeExec exec;
+  moe::SendPairsCall with_whole_rows = call;
+  with_whole_rows.copy = whole_rows(call.copy);
+  const auto send = [&](auto id) {
+    using Id = decltype(id);
+    if (call.form == moe::ScaleForm::kNone) {
+      moe::send_pairs<Id>(exec, with_whole_rows);
+    } else {
+      moe::send_quantised_pairs<Id>(exec, with_whole_rows);
+    }
+  };
+  if (ids_are_64bit) {
+    send(int64_t{});
+  } else {
+    send(int32_t{});
+  }
+}
+
+void moe_place_pairs(const moe::PlacePairsCall& call) {
+  MoeExec exec;
+  moe::SourceScratch sources;
+  moe::PlacePairsCall with_whole_rows = call;
+  with_whole_rows.copy = whole_rows(call.copy);
+  with_whole_rows.parts = 1;
+  moe::place_pairs(exec, with_whole_rows, sources);
+}
+
+void moe_sum_pairs(const moe::SumPairsCall& call, bool ids_are_64bit) {
+  MoeExec exec;
+  moe::SumPairsCall whole = call;
+  whole.segment_elements = call.elements;
+  if (ids_are_64bit) {
+    moe::sum_pairs<int64_t, BFloat16, 1>(exec, whole);
+  } else {
+    moe::sum_pairs<int32_t, BFloat16, 1>(exec, whole);
+  }
 }
 
 void moe_activate(const moe::ActivationCall& call, OutputType type, moe::Gate gate) {

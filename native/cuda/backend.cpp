@@ -28,6 +28,8 @@ class CudaBackend final : public Backend {
     load_combine_kernels();
     load_moe_group_kernels();
     load_moe_row_kernels();
+    load_moe_pair_kernels();
+    load_moe_compact_kernels();
     load_moe_activation_kernels();
     void* state = nullptr;
     check(cudaMalloc(&state, sizeof(State)), "allocating private state");

@@ -55,6 +55,8 @@ moe::CopyPlan in_segments(const moe::CopyPlan& copy);
 
 void load_moe_group_kernels();
 void load_moe_row_kernels();
+void load_moe_pair_kernels();
+void load_moe_compact_kernels();
 void load_moe_activation_kernels();
 
 }  // namespace putget::cuda

@@ -176,6 +176,85 @@ struct BySourceCall {
   CopyPlan copy;
 };
 
+// How the scales of rows in E4M3 travel, one for kScaleBlock values: as they are, as powers of two that are not
+// smaller, or as the exponents of such powers in a byte.
+enum class ScaleForm : uint32_t { kNone = 0, kExact = 1, kRounded = 2, kExponent = 3 };
+
+// Row, id and token of every (token, expert) pair.
+struct SendPairsCall {
+  const void* ids;  // [num_tokens, top_k], of 32 or 64 bits
+  int32_t* pairs;   // [num_tokens * top_k] the same, each expert of a token once; -1: no pair
+  int32_t* tokens;  // [num_tokens * top_k]
+  uint32_t num_tokens;
+  uint32_t top_k;
+  CopyPlan copy;  // rows [num_tokens] to [num_tokens * top_k], where they travel as they are
+  ScaleForm form;
+  uint32_t elements;  // of a bfloat16 row that travels as E4M3; its scales are payload 1
+};
+
+// Received pairs into the rows of their experts, which have room for `capacity` each.
+struct PlacePairsCall {
+  const int32_t* ids;         // [max_rows * ep_size], as they arrived
+  const int32_t* num_tokens;  // [ep_size] pairs of each source
+  int32_t* place;             // [max_rows * ep_size] row among the experts' rows, or -1
+  int32_t* source_rows;       // [num_experts * capacity] the received row of each; undefined behind an expert's rows
+  int32_t* counts;            // [num_experts]
+  int32_t* added;             // [num_experts] counts are added here, or null
+  uint32_t ep_size;
+  uint32_t max_rows;
+  uint32_t first_expert;
+  uint32_t num_experts;  // of this rank
+  uint32_t capacity;
+  uint32_t parts;  // of an expert's rows, each of another block
+  CopyPlan copy;
+};
+
+// Rows of pairs with their weights, one sum for each token.
+struct SumPairsCall {
+  const int32_t* pairs;  // [num_tokens, top_k]
+  const void* ids;       // [num_tokens, top_k], that `pairs` was made from
+  const float* weights;  // [num_tokens, top_k]
+  const uint8_t* rows;   // [num_tokens * top_k, elements]
+  uint8_t* out;          // [num_tokens, elements]
+  uint32_t num_tokens;
+  uint32_t top_k;
+  uint32_t elements;
+  uint32_t segment_elements;
+};
+
+// Before a dispatch of whole tokens, at most 32 ranks. Counts are added to what is there.
+struct RoutesCall {
+  const void* ids;       // [num_tokens, top_k], of 32 or 64 bits; those out of range are "no expert"
+  uint8_t* in_rank;      // [num_tokens, ranks] 1 where a token goes to the rank
+  uint32_t* per_rank;    // [ranks] tokens
+  uint32_t* per_expert;  // [ranks * num_local_experts] tokens
+  uint32_t num_tokens;
+  uint32_t top_k;
+  uint32_t ranks;
+  uint32_t num_local_experts;
+};
+
+// Received rows without gaps, by source rank, then slot.
+struct CompactCall {
+  const int32_t* num_tokens;  // [ep_size] rows of each source
+  int32_t* rows;              // [count] the received row of each; -1 behind the last
+  int32_t* position;          // [max_rows * ep_size] the inverse; -1 for none
+  int32_t* ends;              // [ep_size] behind the last row of each source
+  unsigned long long* lost;   // rows beyond `count` are added
+  const void* ids;            // [max_rows * ep_size, top_k] of 32 or 64 bits, or null
+  void* local;                // [count, top_k] of the same type: as this rank's experts, -1 for others
+  const float* weights;       // [max_rows * ep_size, top_k], or null
+  float* local_weights;       // [count, top_k] 0 for others' experts
+  uint32_t* per_expert;       // [num_experts] to which choices are added, or null
+  uint32_t ep_size;
+  uint32_t max_rows;
+  uint32_t count;
+  uint32_t top_k;
+  uint32_t first_expert;
+  uint32_t num_experts;  // of this rank
+  CopyPlan copy;
+};
+
 enum class Gate : uint32_t { kSilu = 0, kGelu = 1 };
 
 struct ActivationCall {

@@ -11,7 +11,7 @@ from typing import Any
 from putget import config
 from putget.errors import BackendUnavailable, PutgetError
 
-ABI_VERSION = 15
+ABI_VERSION = 16
 MAGIC = 0x70757467
 MAX_RANKS = 128
 MAX_TOP_K = 32
@@ -347,6 +347,123 @@ class MoeBySourceArgs(Versioned):
     ]
 
 
+class MoeRoutesArgs(Versioned):
+    _fields_ = [
+        ("size", c_uint32),
+        ("magic", c_uint32),
+        ("device", c_uint32),
+        ("ordinal", c_int32),
+        ("ids", c_void_p),
+        ("in_rank", c_void_p),
+        ("per_rank", c_void_p),
+        ("per_expert", c_void_p),
+        ("num_tokens", c_uint32),
+        ("top_k", c_uint32),
+        ("ranks", c_uint32),
+        ("num_local_experts", c_uint32),
+        ("ids_are_64bit", c_uint32),
+        ("reserved", c_uint32),
+        ("stream", c_void_p),
+    ]
+
+
+class MoeCompactArgs(Versioned):
+    _fields_ = [
+        ("size", c_uint32),
+        ("magic", c_uint32),
+        ("device", c_uint32),
+        ("ordinal", c_int32),
+        ("num_tokens", c_void_p),
+        ("rows", c_void_p),
+        ("position", c_void_p),
+        ("ends", c_void_p),
+        ("lost", c_void_p),
+        ("ids", c_void_p),
+        ("local", c_void_p),
+        ("weights", c_void_p),
+        ("local_weights", c_void_p),
+        ("per_expert", c_void_p),
+        ("ep_size", c_uint32),
+        ("max_rows", c_uint32),
+        ("count", c_uint32),
+        ("top_k", c_uint32),
+        ("first_expert", c_uint32),
+        ("num_experts", c_uint32),
+        ("ids_are_64bit", c_uint32),
+        ("num_payloads", c_uint32),
+        ("from_rows", c_void_p * MAX_PAYLOADS),
+        ("to_rows", c_void_p * MAX_PAYLOADS),
+        ("row_bytes", c_uint32 * MAX_PAYLOADS),
+        ("stream", c_void_p),
+    ]
+
+
+class MoeSendPairsArgs(Versioned):
+    _fields_ = [
+        ("size", c_uint32),
+        ("magic", c_uint32),
+        ("device", c_uint32),
+        ("ordinal", c_int32),
+        ("ids", c_void_p),
+        ("pairs", c_void_p),
+        ("tokens", c_void_p),
+        ("num_tokens", c_uint32),
+        ("top_k", c_uint32),
+        ("ids_are_64bit", c_uint32),
+        ("num_payloads", c_uint32),
+        ("scale_form", c_uint32),
+        ("elements", c_uint32),
+        ("from_rows", c_void_p * MAX_PAYLOADS),
+        ("to_rows", c_void_p * MAX_PAYLOADS),
+        ("row_bytes", c_uint32 * MAX_PAYLOADS),
+        ("stream", c_void_p),
+    ]
+
+
+class MoePlacePairsArgs(Versioned):
+    _fields_ = [
+        ("size", c_uint32),
+        ("magic", c_uint32),
+        ("device", c_uint32),
+        ("ordinal", c_int32),
+        ("ids", c_void_p),
+        ("num_tokens", c_void_p),
+        ("place", c_void_p),
+        ("source_rows", c_void_p),
+        ("counts", c_void_p),
+        ("added", c_void_p),
+        ("ep_size", c_uint32),
+        ("max_rows", c_uint32),
+        ("first_expert", c_uint32),
+        ("num_experts", c_uint32),
+        ("capacity", c_uint32),
+        ("num_payloads", c_uint32),
+        ("from_rows", c_void_p * MAX_PAYLOADS),
+        ("to_rows", c_void_p * MAX_PAYLOADS),
+        ("row_bytes", c_uint32 * MAX_PAYLOADS),
+        ("stream", c_void_p),
+    ]
+
+
+class MoeSumPairsArgs(Versioned):
+    _fields_ = [
+        ("size", c_uint32),
+        ("magic", c_uint32),
+        ("device", c_uint32),
+        ("ordinal", c_int32),
+        ("pairs", c_void_p),
+        ("ids", c_void_p),
+        ("weights", c_void_p),
+        ("rows", c_void_p),
+        ("out", c_void_p),
+        ("num_tokens", c_uint32),
+        ("top_k", c_uint32),
+        ("elements", c_uint32),
+        ("ids_are_64bit", c_uint32),
+        ("stream", c_void_p),
+    ]
+
+
 class MoeActivationArgs(Versioned):
     _fields_ = [
         ("size", c_uint32),
@@ -427,6 +544,11 @@ _FUNCTIONS: dict[str, list[Any]] = {
     "putget_moe_finalize": [POINTER(MoeConfig), POINTER(MoeGroupArgs), POINTER(MoeFinalizeArgs)],
     "putget_moe_expand": [POINTER(MoeExpandArgs)],
     "putget_moe_by_source": [POINTER(MoeBySourceArgs)],
+    "putget_moe_count_routes": [POINTER(MoeRoutesArgs)],
+    "putget_moe_compact": [POINTER(MoeCompactArgs)],
+    "putget_moe_send_pairs": [POINTER(MoeSendPairsArgs)],
+    "putget_moe_place_pairs": [POINTER(MoePlacePairsArgs)],
+    "putget_moe_sum_pairs": [POINTER(MoeSumPairsArgs)],
     "putget_moe_activate": [POINTER(MoeActivationArgs)],
     "putget_gpu_count": [POINTER(c_uint32)],
     "putget_gpu_report": [c_uint32, POINTER(Gpu)],

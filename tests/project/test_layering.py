@@ -120,7 +120,7 @@ def test_import_contracts_hold() -> None:
             "import putget.adapters.flashinfer",
             "Layers of the adapters, whose families never import each other",
         ),
-        ("adapters/deep_ep/layout.py", "import putget.adapters.deep_ep.buffer", "Layers of DeepEP's adapters"),
+        ("adapters/deep_ep/rounds.py", "import putget.adapters.deep_ep.buffer", "Layers of DeepEP's adapters"),
         ("moe/experts.py", "import putget.moe.layer", "Layers of the mixture-of-experts layer"),
         ("reference.py", "import putget.errors", "The reference knows nothing of the implementation"),
     ],

@@ -11,8 +11,8 @@ import torch
 
 import putget
 from putget.adapters import deep_ep
-from putget.adapters.deep_ep.layout import to_fp8
 from tests.adapters.conftest import Place
+from tests.adapters.deep_ep.fp8 import to_fp8
 from tests.adapters.layer import Layer, same_bits
 from tests.harness import Rank, run_ranks
 

@@ -11,8 +11,8 @@ import torch
 
 from putget.adapters.deep_ep.elastic import ElasticBuffer, EPHandle
 from putget.adapters.deep_ep.expanded import column_major
-from putget.adapters.deep_ep.layout import to_fp8
 from tests.adapters.conftest import Place
+from tests.adapters.deep_ep.fp8 import to_fp8
 from tests.adapters.deep_ep.test_buffer import arrivals, dequantised, experts_per_rank, picked, routes
 from tests.adapters.layer import Layer, same_bits
 from tests.harness import Rank, run_ranks

@@ -33,6 +33,13 @@ def check_x(x: Any, dtypes: tuple[torch.dtype, ...] | None = None) -> int:
     return hidden
 
 
+def check_here(device: torch.device, **tensors: torch.Tensor) -> None:
+    """Raises ValueError unless all of these are on the device: kernels get their addresses."""
+    for name, tensor in tensors.items():
+        if tensor.device != device:
+            raise ValueError(f"{name} is on {tensor.device}, this buffer is on {device}")
+
+
 def check_goes(is_token_in_rank: Any, num_tokens: int, ranks: int) -> None:
     """Raises ValueError unless this says of each token whether it goes to each rank."""
     expected = (num_tokens, ranks)

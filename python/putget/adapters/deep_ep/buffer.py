@@ -8,9 +8,10 @@ Supported:
   weights, ``out`` and ``zero_copy``;
 - handles that are combined more than once, and sent again after that;
 - ``return_recv_hook``: the call sends, and the hook waits for what others have sent; no kernel runs between the two;
-- ``previous_event``, ``async_finish`` and ``allocate_on_comm_stream``: calls run on a stream of the buffer's
+- ``previous_event``, ``async_finish`` and ``allocate_on_comm_stream``: such calls run on a stream of the buffer's
   (``get_comm_stream``), which waits for the event or for the current stream; the current stream waits for the call, or,
-  with ``async_finish``, for the event that is returned. Calls with a hook run on the current stream;
+  with ``async_finish``, for the event that is returned. Other calls, and those with a hook, run on the current stream,
+  behind all calls before them;
 - two rounds under way, as two micro-batches need them: a third dispatch ends the oldest one, whose combine begins
   another, as every further combine of a handle does.
 
@@ -27,12 +28,12 @@ from typing import Any
 import torch
 
 from putget import Communicator, ProtocolMisuse
-from putget.adapters.deep_ep import layout as layouts
 from putget.adapters.deep_ep.arguments import (
     check_biases,
     check_count,
     check_goes,
     check_handle,
+    check_here,
     check_ids,
     check_rows_of,
     check_weights,
@@ -48,6 +49,7 @@ from putget.adapters.deep_ep.rounds import (
     Rows,
     as_given,
     event_now,
+    packed,
     pairs_bytes,
 )
 from putget.adapters.deep_ep.stream import CommStream
@@ -58,6 +60,8 @@ from putget.adapters.shared import (
     communicator_of,
     place_of,
 )
+from putget.moe.compact import Choices, compact, count_routes
+from putget.moe.pairs import Pairs
 
 topk_idx_t = torch.int64
 
@@ -149,6 +153,7 @@ class Buffer(LowLatencyCalls):
             self.max_tokens_per_rank = max_tokens_per_rank
         self._lanes: dict[tuple[int, ...], Lanes] = {}
         self._zero_copy: dict[tuple[int, int, int], torch.Tensor] = {}
+        self._kernels: dict[tuple[int, int, int, int], Pairs] = {}
         self._comm_stream = CommStream(self._device)
         self._normal = NormalRounds(self._comm, self._device, self._memory, "max_tokens_per_rank")
         self._lost_rows = torch.zeros(1, dtype=torch.int64, device=self._device)
@@ -240,14 +245,11 @@ class Buffer(LowLatencyCalls):
         """
         num_local = self._local(num_experts)
         check_ids(topk_idx)
+        check_here(self._device, topk_idx=topk_idx)
         with self._comm_stream.turn(previous_event, async_finish, allocate_on_comm_stream) as turn:
-            in_rank = layouts.ranks_of(topk_idx, num_local, num_experts, self.group_size)
-            ids = topk_idx.long()
-            known = (ids >= 0) & (ids < num_experts)
-            per_expert = layouts.count(torch.where(known, ids, num_experts), num_experts)
-            per_rank = in_rank.sum(0).int()
-            turn.share(topk_idx, per_rank, per_expert, in_rank)
-        return per_rank, None, per_expert, in_rank, turn.event
+            found = count_routes(topk_idx.contiguous(), self.group_size, num_local)
+            turn.share(topk_idx, found.per_rank, found.per_expert, found.in_rank)
+        return found.per_rank, None, found.per_expert, found.in_rank, turn.event
 
     def dispatch(
         self,
@@ -321,38 +323,40 @@ class Buffer(LowLatencyCalls):
         check_count("max_tokens_per_rank", capacity, 1)
         routes = [] if topk_idx is None or topk_weights is None else [topk_idx, topk_weights]
         with self._comm_stream.turn(*order) as turn:
-            taken, layout = self._send(x, routes, is_token_in_rank, num_worst_tokens, capacity)
-            rows, seen = taken[: len(taken) - len(routes)], taken[len(taken) - len(routes) :]
-            if seen:
-                local = layouts.local_experts(seen[0], self.rank, num_local)
-                local = torch.where(layout.places.is_row[:, None], local, -1)
-                seen = [local.to(seen[0].dtype), torch.where(local >= 0, seen[1], 0.0)]
+            rows, seen, layout = self._send(x, routes, is_token_in_rank, num_worst_tokens, capacity, num_local)
             per_expert: list[int] = []
             if not num_worst_tokens:
-                if seen:
-                    counts = layouts.count(torch.where(local >= 0, local, num_local), num_local)
-                else:
-                    counts = self._normal.counts(num_tokens_per_expert)
-                per_expert = (-(-counts // expert_alignment) * expert_alignment).tolist()
-            turn.share(x, routes, is_token_in_rank, num_tokens_per_expert, rows, seen)
-        ids, weights = seen or (None, None)
+                told = None if seen is None else seen.per_expert
+                counts = self._normal.counts(num_tokens_per_expert) if told is None else told
+                per_expert = [-(-count // expert_alignment) * expert_alignment for count in counts.tolist()]
+            ids, weights = (None, None) if seen is None else (seen.ids, seen.weights)
+            turn.share(x, routes, is_token_in_rank, num_tokens_per_expert, rows, (ids, weights))
         return as_given(x, rows), ids, weights, per_expert, Handle(layout, self.rank), turn.event
 
     def _send(
-        self, x: Rows, routes: list[torch.Tensor], is_token_in_rank: torch.Tensor, num_worst_tokens: int, capacity: int
-    ) -> tuple[list[torch.Tensor], Layout]:
-        """Rows, and what else travels, as they have arrived."""
+        self,
+        x: Rows,
+        routes: list[torch.Tensor],
+        is_token_in_rank: torch.Tensor,
+        num_worst_tokens: int,
+        capacity: int,
+        num_local: int,
+    ) -> tuple[list[torch.Tensor], Choices | None, Layout]:
+        """Rows as they have arrived, and the choices of each where they travel."""
         parts = list(x) if isinstance(x, tuple) else [x]
         names = [*["x", "the scales of x"][: len(parts)], "topk_idx", "topk_weights"]
         ids = self._normal.ids(is_token_in_rank)
-        carried = [*layouts.packed(parts), *(tensor.contiguous() for tensor in routes)]
+        carried = [*packed(parts), *(tensor.contiguous() for tensor in routes)]
         ticket, received = self._normal.put(ids, carried, names[: len(carried)], capacity)
         count = num_worst_tokens or int(received.num_tokens.sum())
-        if num_worst_tokens:
-            self._lost_rows += (received.num_tokens.sum() - count).clamp(min=0)
-        places = layouts.compact(received.num_tokens, capacity, count)
-        taken = [payload[places.rows] for payload in received.flat.payloads]
-        return taken, Layout(ids, places, num_worst_tokens > 0, capacity, parts[0].shape[1], ticket)
+        flat, choices = received.flat.payloads, None
+        if routes:
+            per_expert = None
+            if not num_worst_tokens:
+                per_expert = torch.zeros(num_local, dtype=torch.int32, device=self._device)
+            choices = Choices(flat[-2], flat[-1], self.rank * num_local, num_local, per_expert)
+        places, rows, seen = compact(received.num_tokens, capacity, count, flat[: len(parts)], self._lost_rows, choices)
+        return rows, seen, Layout(ids, places, capacity, parts[0].shape[1], ticket)
 
     def _send_again(
         self, x: Rows, handle: Handle, order: tuple[EventOverlap | None, bool, bool]
@@ -362,9 +366,9 @@ class Buffer(LowLatencyCalls):
         parts = list(x) if isinstance(x, tuple) else [x]
         with self._comm_stream.turn(*order) as turn:
             names = ["x", "the scales of x"][: len(parts)]
-            layout.ticket, received = self._normal.put(layout.ids, layouts.packed(parts), names, layout.capacity)
+            layout.ticket, received = self._normal.put(layout.ids, packed(parts), names, layout.capacity)
             layout.hidden = parts[0].shape[1]
-            taken = [payload[layout.places.rows] for payload in received.flat.payloads]
+            taken = self._normal.again(layout, received)
             turn.share(parts, taken)
         return as_given(x, taken), turn.event
 

@@ -17,7 +17,6 @@ import torch
 
 from putget import Payload
 from putget.adapters.deep_ep import expanded
-from putget.adapters.deep_ep import layout as layouts
 from putget.adapters.deep_ep.arguments import (
     check_biases,
     check_count,
@@ -28,10 +27,11 @@ from putget.adapters.deep_ep.arguments import (
     check_x,
 )
 from putget.adapters.deep_ep.normal import Layout, NormalRounds
-from putget.adapters.deep_ep.rounds import MAX_RANKS, EventOverlap, Rows, as_given, event_now
+from putget.adapters.deep_ep.rounds import MAX_RANKS, EventOverlap, Rows, as_given, event_now, packed
 from putget.adapters.deep_ep.stream import CommStream
 from putget.adapters.engines import require_supported
 from putget.adapters.shared import SharedWorkspace, communicator_of, engine_workspace_bytes, place_of
+from putget.moe.compact import Choices, compact, count_routes
 
 _NUM_SMS, _NUM_QPS = 24, 17  # answers to those who ask; not used
 
@@ -310,21 +310,24 @@ class ElasticBuffer:
         num_local = asked.num_experts // self.num_ranks
         tokens = torch.arange(len(ids), dtype=torch.int32, device=self._device)[:, None] + self.rank_idx * capacity
         weights = [] if topk_weights is None else [topk_weights]
-        carried = [*layouts.packed(parts), *weights, ids.contiguous(), tokens]
+        carried = [*packed(parts), *weights, ids.contiguous(), tokens]
         names = [*["x", "the scales of x"][: len(parts)], *["topk_weights"][: len(weights)], "topk_idx", "tokens"]
-        goes = layouts.ranks_of(ids, num_local, asked.num_experts, self.num_ranks)
+        goes = count_routes(ids.contiguous(), self.num_ranks, num_local).in_rank
         routes = self._normal.ids(goes)
         ticket, received = self._normal.put(routes, carried, names, capacity)
         count = int(received.num_tokens.sum()) if asked.do_cpu_sync else capacity * self.num_ranks
-        places = layouts.compact(received.num_tokens, capacity, count)
-        *rows, seen, sources = (payload[places.rows] for payload in received.flat.payloads)
-        local = layouts.local_experts(seen, self.rank_idx, num_local)
-        local = torch.where(places.is_row[:, None], local, -1)
+        *flat, seen, numbers = received.flat.payloads
+        choices = Choices(seen, None, self.rank_idx * num_local, num_local)
+        lost = torch.zeros(1, dtype=torch.int64, device=self._device)  # never: there is room for all
+        places, taken, here = compact(received.num_tokens, capacity, count, [*flat, numbers], lost, choices)
+        assert here is not None
+        *rows, sources = taken
+        local = here.ids.long()
         made = expanded.expand(local, num_local, asked.alignment)
         slots = made.slots if do_expand else torch.full_like(made.slots, -1)
         numbers = torch.cat([sources, torch.full_like(sources, -1), slots.int()], 1)
         total = int(made.aligned.sum()) if asked.do_cpu_sync else local.numel() + num_local * (asked.alignment - 1)
-        layout = Layout(routes, places, not asked.do_cpu_sync, capacity, parts[0].shape[1], ticket)
+        layout = Layout(routes, places, capacity, parts[0].shape[1], ticket)
         handle = EPHandle(
             do_expand,
             asked.num_experts,
@@ -335,7 +338,7 @@ class ElasticBuffer:
             count,
             total,
             made.aligned.tolist() if asked.do_cpu_sync else [],
-            places.ends.int(),
+            places.ends,
             made.begins + made.counts if do_expand else made.aligned.cumsum(0).int(),
             made.counts,
             numbers,
@@ -350,10 +353,10 @@ class ElasticBuffer:
         layout = handle.layout
         weights = [] if topk_weights is None else [topk_weights]
         names = [*["x", "the scales of x"][: len(parts)], *["topk_weights"][: len(weights)]]
-        carried = [*layouts.packed(parts), *weights]
+        carried = [*packed(parts), *weights]
         layout.ticket, received = self._normal.put(layout.ids, carried, names, layout.capacity)
         layout.hidden = parts[0].shape[1]
-        return self._arrived(handle, [rows[layout.places.rows] for rows in received.flat.payloads], len(parts))
+        return self._arrived(handle, self._normal.again(layout, received), len(parts))
 
     @staticmethod
     def _arrived(handle: EPHandle, rows: list[torch.Tensor], num_parts: int) -> _Arrived:

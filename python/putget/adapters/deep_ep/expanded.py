@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 import torch
 
-from putget.adapters.deep_ep import layout as layouts
-
 
 @dataclass(frozen=True)
 class Expanded:
@@ -38,7 +36,7 @@ def expand(local: torch.Tensor, num_local: int, alignment: int) -> Expanded:
         alignment: Groups begin at multiples of it.
     """
     chosen = torch.where(local >= 0, local, num_local).flatten().long()
-    counts = layouts.count(chosen, num_local)
+    counts = count(chosen, num_local)
     aligned = -(-counts // alignment) * alignment
     one_more = torch.zeros(1, dtype=torch.int32, device=local.device)
     first = torch.cat([one_more, counts.cumsum(0).int()])
@@ -48,6 +46,16 @@ def expand(local: torch.Tensor, num_local: int, alignment: int) -> Expanded:
     slot = torch.arange(len(chosen), device=local.device) - first[expert] + begins[expert]
     slots = torch.empty_like(chosen).scatter_(0, order, torch.where(expert < num_local, slot.long(), -1))
     return Expanded(counts, aligned, slots.view(local.shape))
+
+
+def count(values: torch.Tensor, kinds: int) -> torch.Tensor:
+    """[kinds] int32: how often each of 0 to kinds - 1 occurs; other values up to kinds are left out.
+
+    (``torch.bincount`` waits for the device.)
+    """
+    flat = values.flatten()
+    found = torch.zeros(kinds + 1, dtype=torch.int32, device=flat.device)
+    return found.scatter_add_(0, flat, torch.ones_like(flat, dtype=torch.int32))[:kinds]
 
 
 def sources(slots: torch.Tensor, num_slots: int) -> torch.Tensor:

@@ -12,9 +12,16 @@ from collections.abc import Callable, Mapping
 import torch
 
 from putget import Communicator, Payload, ProtocolMisuse, Received
+from putget._arguments import check_tensor
 from putget.adapters import placement
-from putget.adapters.deep_ep import layout as layouts
-from putget.adapters.deep_ep.arguments import check_count, check_handle, check_ids, check_x
+from putget.adapters.deep_ep.arguments import (
+    check_count,
+    check_handle,
+    check_here,
+    check_ids,
+    check_weights,
+    check_x,
+)
 from putget.adapters.deep_ep.rounds import (
     EventOverlap,
     Lanes,
@@ -28,6 +35,7 @@ from putget.adapters.deep_ep.stream import CommStream
 from putget.adapters.engines import require_supported
 from putget.adapters.rounds import Rounds
 from putget.adapters.shared import SharedWorkspace
+from putget.moe.pairs import Pairs, PlacedPairs
 
 
 class LowLatencyCalls:
@@ -40,6 +48,7 @@ class LowLatencyCalls:
     _timeouts: tuple[float, float]
     _lanes: dict[tuple[int, ...], Lanes]
     _zero_copy: dict[tuple[int, int, int], torch.Tensor]
+    _kernels: dict[tuple[int, int, int, int], Pairs]
     _comm_stream: CommStream
 
     def clean_low_latency_buffer(self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int) -> None:
@@ -96,46 +105,40 @@ class LowLatencyCalls:
         if len(x) != num_tokens:
             raise ValueError(f"x has {len(x)} tokens, topk_idx has {num_tokens}")
         num_local = self._local(num_experts)
+        check_here(self._device, x=x, topk_idx=topk_idx)
+        scales = _scales_of(hidden, use_fp8, round_scale, use_ue8m0)
+        counted = cumulative_local_expert_recv_stats
+        if counted is not None:
+            check_tensor("cumulative_local_expert_recv_stats", counted, (num_local,), (torch.int32,), self._device)
         capacity = num_max_dispatch_tokens_per_rank * self.group_size
         with self._comm_stream.turn_or_here(return_recv_hook, async_finish) as turn:
-            payloads = layouts.to_fp8(x, round_scale=round_scale, use_ue8m0=use_ue8m0) if use_fp8 else (x,)
             lanes = self._pairs(num_max_dispatch_tokens_per_rank, top_k, hidden, num_experts)
-            pairs = layouts.once_each(topk_idx)
+            kernels = self._pair_kernels(num_max_dispatch_tokens_per_rank, top_k, hidden, num_experts)
             lane = lanes.begin()
-            tokens = torch.arange(num_tokens, dtype=torch.int32, device=x.device)[:, None]
-            sent = [payload.repeat_interleave(top_k, 0) for payload in (*payloads, tokens)]
-            names = [*["x", "the scales of x"][: len(payloads)], "tokens"]
+            made = kernels.send(topk_idx.contiguous(), x.contiguous(), scales)
+            pairs, sent = made.pairs, made.rows
+            names = ["x", "tokens"] if scales is None else ["x", "the scales of x", "tokens"]
+            room = kernels.room(sent)  # made here, and filled where the rows are there
+            result = _as_deep_ep(room)
             shape = (num_local, capacity, hidden)
-            # Made here, and filled where the rows are there; with one row more, for those that have no place.
-            rows = [part.new_empty(num_local * capacity + 1, *part.shape[1:]) for part in sent]
-            counts = torch.empty(num_local, dtype=torch.int32, device=x.device)
-            placed = [part[:-1].view(num_local, capacity, *part.shape[1:]) for part in rows]
-            result: Rows = placed[0]
-            if use_fp8:
-                result = (placed[0], torch.empty_like(placed[1].transpose(1, 2), memory_format=torch.contiguous_format))
-                result = (result[0], result[1].transpose(1, 2))
             ticket = Ticket(lane, lane.number)
-            handle = LowLatencyHandle(None, pairs, shape, self.group_size, placed[-1][:, :, 0], lanes, ticket)
+            handle = LowLatencyHandle(None, pairs.view(num_tokens, top_k), shape, self.group_size, room, lanes, ticket)
 
             def arrive(received: Received) -> None:
-                place = layouts.experts_first(received.topk_ids[:, :, 0], self.rank, num_local, capacity)
-                counts.copy_(layouts.count(place // capacity, num_local))
-                if cumulative_local_expert_recv_stats is not None:
-                    cumulative_local_expert_recv_stats.add_(counts)
-                for part, packed in zip(received.flat.payloads, rows, strict=True):
-                    layouts.scatter_rows(part, place, packed)
+                flat = received.flat
+                kernels.place(room, flat.topk_ids, received.num_tokens, flat.payloads, counted)
                 if isinstance(result, tuple):
-                    result[1].copy_(placed[1])
-                handle.place = place
+                    result[1].copy_(room.rows[1])
+                handle.place = room.place
 
             hook = no_hook
             if return_recv_hook:
-                lane.rounds.dispatch_start(pairs.reshape(-1, 1), None, sent, names=names)
+                lane.rounds.dispatch_start(pairs, None, sent, names=names)
                 hook = lane.rounds.later(lambda: arrive(lane.rounds.dispatch_finish()), keep=(pairs, sent))
             else:
-                arrive(lane.rounds.dispatch(pairs.reshape(-1, 1), None, sent, names=names))
-            turn.share(x, topk_idx, pairs, cumulative_local_expert_recv_stats, rows, counts, result)
-        return result, counts, handle, turn.event, hook
+                arrive(lane.rounds.dispatch(pairs, None, sent, names=names))
+            turn.share(x, topk_idx, pairs, counted, room.rows, room.place, result)
+        return result, room.counts, handle, turn.event, hook
 
     def low_latency_combine(
         self,
@@ -162,7 +165,7 @@ class LowLatencyCalls:
             zero_copy: Takes the rows of ``get_next_low_latency_combine_buffer`` instead of x.
             async_finish: As for dispatch.
             return_recv_hook: As for dispatch.
-            out: Where to write, [num_tokens, hidden] bfloat16.
+            out: Where to write, contiguous [num_tokens, hidden] bfloat16.
             combine_wait_recv_cost_stats: Must be None.
 
         Returns:
@@ -187,24 +190,30 @@ class LowLatencyCalls:
                 f"x is {list(source.shape)} {source.dtype}, expected {list(handle.shape)} torch.bfloat16: the rows of "
                 "each local expert, as dispatch returned them"
             )
+        check_ids(topk_idx)
+        check_weights(topk_weights, routes[0])
+        if out is not None:
+            check_tensor("out", out, (routes[0], handle.shape[2]), (torch.bfloat16,), self._device)
+        check_here(self._device, x=source, topk_idx=topk_idx, topk_weights=topk_weights)
         if handle.place is None:
             raise ProtocolMisuse("low_latency_combine: the hook of this handle's dispatch has not been called")
         with self._comm_stream.turn_or_here(return_recv_hook, async_finish) as turn:
             rounds = self._pairs_under_way(handle)
-            experts, rows, hidden = handle.shape
-            taken = source.reshape(-1, hidden)[handle.place.clamp(max=experts * rows - 1)]
+            hidden = handle.shape[2]
+            kernels = self._kernels_of(handle)
+            kernels.take(source.contiguous(), handle.place, rounds.combine_input())
             combined = torch.empty(routes[0], hidden, dtype=torch.bfloat16, device=x.device) if out is None else out
-            weights = layouts.weights_of(handle.sent, topk_idx, topk_weights)
+            choices, weights = topk_idx.contiguous(), topk_weights.contiguous()
 
-            def arrive(pairs: torch.Tensor) -> None:
-                combined.copy_((pairs.view(*routes, hidden).float() * weights[:, :, None]).sum(1))
+            def arrive(rows: torch.Tensor) -> None:
+                kernels.sum(handle.sent, choices, weights, rows, combined)
 
             hook = no_hook
             if return_recv_hook:
-                rounds.combine_start(taken, name="x")
-                hook = rounds.later(lambda: arrive(rounds.combine_finish()), keep=taken)
+                rounds.combine_start(None, name="x")
+                hook = rounds.later(lambda: arrive(rounds.combine_finish()), keep=(choices, weights))
             else:
-                arrive(rounds.combine(taken, name="x"))
+                arrive(rounds.combine(None, name="x"))
             turn.share(source, topk_idx, topk_weights, handle.place, handle.sent, combined)
         return combined, turn.event, hook
 
@@ -245,6 +254,26 @@ class LowLatencyCalls:
             self._lanes[key] = Lanes(lambda: self._rounds(num_bytes, num_experts, max_pairs, hidden, arguments))
         return self._lanes[key]
 
+    def _pair_kernels(self, max_tokens: int, top_k: int, hidden: int, num_experts: int) -> Pairs:
+        """The kernels around rounds of ``_pairs``."""
+        key = (max_tokens, top_k, hidden, num_experts)
+        found = self._kernels.get(key)
+        if found is None:
+            found = self._kernels[key] = Pairs(
+                self._device,
+                ep_size=self.group_size,
+                ep_rank=self.rank,
+                top_k=top_k,
+                num_experts=num_experts // self.group_size,
+                max_rows=max_tokens * top_k,
+                capacity=max_tokens * self.group_size,
+            )
+        return found
+
+    def _kernels_of(self, handle: LowLatencyHandle) -> Pairs:
+        experts, rows, hidden = handle.shape
+        return self._pair_kernels(rows // self.group_size, handle.sent.shape[1], hidden, experts * self.group_size)
+
     def _local(self, num_experts: int) -> int:
         if num_experts < 1 or num_experts % self.group_size:
             raise ValueError(f"num_experts is {num_experts}, expected a multiple of the {self.group_size} ranks")
@@ -273,3 +302,28 @@ class LowLatencyCalls:
             output=output,
             expert_to_rank=placement.even(num_experts, self.group_size, engine="DeepEP"),
         )
+
+
+def _scales_of(hidden: int, use_fp8: bool, round_scale: bool, use_ue8m0: bool) -> str | None:
+    """The form of scales for ``Pairs.send``.
+
+    Raises:
+        ValueError: They do not go together, or rows have not the length for them.
+    """
+    if not use_fp8:
+        return None
+    if use_ue8m0 and not round_scale:
+        raise ValueError("use_ue8m0 is True, round_scale is False: expected both, such scales are powers of two")
+    multiple = 512 if use_ue8m0 else 128
+    if hidden % multiple:
+        raise ValueError(f"x has rows of {hidden}, FP8 needs a multiple of {multiple}; use_fp8=False sends bfloat16")
+    return "exponents" if use_ue8m0 else "rounded" if round_scale else "exact"
+
+
+def _as_deep_ep(room: PlacedPairs) -> Rows:
+    """The experts' rows; of FP8 ones also their scales, in memory of their own in column-major order."""
+    rows, *scales, _ = room.rows
+    if not scales:
+        return rows
+    by_column = scales[0].transpose(1, 2)
+    return rows, torch.empty_like(by_column, memory_format=torch.contiguous_format).transpose(1, 2)

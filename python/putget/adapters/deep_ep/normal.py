@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import torch
 
 from putget import Communicator, Payload, Received
-from putget.adapters.deep_ep import layout as layouts
 from putget.adapters.deep_ep.rounds import MAX_RANKS, Lanes, Ticket
 from putget.adapters.rounds import Rounds
 from putget.adapters.shared import SharedWorkspace, engine_workspace_bytes
+from putget.moe.compact import Compact, take_rows
 
 Make = Callable[[int, Mapping[str, int]], SharedWorkspace]
 
@@ -27,15 +27,13 @@ class Layout:
     Attributes:
         ids: [num_tokens, ep_size] int32: the ranks of each token, -1 elsewhere.
         places: Where the received rows are.
-        is_worst: The number of rows does not follow from what came.
         capacity: Most tokens that one rank sends.
         hidden: Elements of a row.
         ticket: The round that it was sent in last.
     """
 
     ids: torch.Tensor
-    places: layouts.Compact
-    is_worst: bool
+    places: Compact
     capacity: int
     hidden: int
     ticket: Ticket
@@ -117,12 +115,16 @@ class NormalRounds:
 
     @staticmethod
     def _sum(rounds: Rounds, layout: Layout, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        rows = None
-        if layout.is_worst:
-            rows = x[layout.places.position]
-        else:
-            rounds.combine_input().index_copy_(0, layout.places.rows, x)
-        return rounds.combine(rows, name="x", addend=bias)
+        take_rows(x.contiguous(), layout.places.position, rounds.combine_input())
+        return rounds.combine(None, name="x", addend=bias)
+
+    @staticmethod
+    def again(layout: Layout, received: Received) -> list[torch.Tensor]:
+        """The rows of a dispatch that went where an earlier one did, without gaps."""
+        rows = [flat.new_empty(layout.places.rows.numel(), *flat.shape[1:]) for flat in received.flat.payloads]
+        for flat, into in zip(received.flat.payloads, rows, strict=True):
+            take_rows(flat, layout.places.rows, into)
+        return rows
 
     def _lanes_of(self, kind: str, capacity: int, elements: int) -> Lanes:
         key = (kind, capacity, elements)

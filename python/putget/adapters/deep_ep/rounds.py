@@ -11,6 +11,7 @@ import torch
 from putget import Payload, ProtocolMisuse
 from putget.adapters.rounds import Rounds
 from putget.adapters.shared import engine_workspace_bytes
+from putget.moe.pairs import PlacedPairs
 
 Rows = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 MAX_RANKS = 32  # experts of a token, which are ranks in normal rounds
@@ -109,11 +110,13 @@ class LowLatencyHandle:
     source begin, times 2 ** 32, and how many they are; then num_max_dispatch_tokens_per_rank, hidden, num_experts.
     """
 
-    place: torch.Tensor | None  # [rows] int64: where each received row is in the result; None before they are there
-    sent: torch.Tensor  # [num_tokens, top_k] ids, each expert of a token once
+    place: (
+        torch.Tensor | None
+    )  # [rows] int32: where each received row is in the result, or -1; None before they are there
+    sent: torch.Tensor  # [num_tokens, top_k] int32 ids, each expert of a token once
     shape: tuple[int, int, int]  # of the result: experts, rows, hidden
     ep_size: int
-    source_tokens: torch.Tensor  # [experts, rows] int32
+    room: PlacedPairs  # the result
     lanes: Lanes
     ticket: Ticket
 
@@ -126,14 +129,14 @@ class LowLatencyHandle:
             raise IndexError(f"handle[{index}]: it has 5 entries")
         if self.place is None:
             raise ProtocolMisuse("the hook of this handle's dispatch has not been called")
-        return self.source_tokens if index == 0 else self._ranges(self.place)
+        return self.room.rows[-1][:, :, 0] if index == 0 else self._ranges(self.place)
 
     def _ranges(self, place: torch.Tensor) -> torch.Tensor:
         experts, rows, _ = self.shape
         source = torch.arange(place.numel(), device=place.device) % self.ep_size
-        expert = place // rows  # experts where there is no row
+        expert = torch.where(place < 0, experts, place // rows).long()
         found = torch.zeros(experts + 1, self.ep_size, dtype=torch.int64, device=place.device)
-        found.view(-1).scatter_add_(0, expert * self.ep_size + source, torch.ones_like(place))
+        found.view(-1).scatter_add_(0, expert * self.ep_size + source, torch.ones_like(expert))
         counts = found[:experts]
         return (counts.cumsum(1) - counts) << 32 | counts
 
@@ -144,6 +147,11 @@ def pairs_bytes(ep_size: int, max_pairs: int, hidden: int) -> int:
     return engine_workspace_bytes(
         ep_size=ep_size, max_tokens_per_rank=max_pairs, dispatch_bytes=output.row_bytes, output=output
     )
+
+
+def packed(rows: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Rows as they are, and their scales contiguous. Copies strided scales on the current stream."""
+    return [rows[0], *(scales.contiguous() for scales in rows[1:])]
 
 
 def as_given(x: Rows, rows: list[torch.Tensor]) -> Rows:

@@ -42,7 +42,10 @@ class Turn:
 
 
 class CommStream:
-    """A stream of a buffer's own, on which its calls run; on the CPU they run where they stand.
+    """A stream of a buffer's own, on which its asynchronous calls run; on the CPU they run where they stand.
+
+    A call that the current stream waits for runs on the current stream: the way there and back would cost the host more
+    than the call. Calls run one after the other, wherever they do.
 
     Args:
         device: Where the rows live.
@@ -51,18 +54,46 @@ class CommStream:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream: Any = None
+        self._last_here: Any = None  # the current stream of the last call that ran on it
+        self._end_here: Any = None  # its end, where there is a stream of the buffer's own to wait for it
 
     @property
     def stream(self) -> Any:
         """The ``torch.cuda.Stream``; None on the CPU."""
         if self._stream is None and self._device.type == "cuda":
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+            self._end_here = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            if self._last_here is not None:
+                self._end_here.record(self._last_here)
         return self._stream
 
     def join(self) -> None:
         """The current stream waits for all calls so far."""
+        if self._device.type == "cuda":
+            self._wait_here(torch.cuda.current_stream(self._device))
+
+    def _wait_here(self, current: Any) -> None:
+        """The current stream waits for calls of the buffer's stream, and for those that another stream has run."""
         if self._stream is not None:
-            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+            current.wait_stream(self._stream)
+        # A capture may not wait for what is no part of it: before one begins, the device is waited for.
+        if self._last_here not in (None, current) and not torch.cuda.is_current_stream_capturing():
+            current.wait_stream(self._last_here)
+
+    @contextlib.contextmanager
+    def here(self) -> Iterator[Turn]:
+        """Calls inside of ``with`` run on the current stream, behind all calls so far."""
+        if self._device.type != "cuda":
+            yield Turn(())
+            return
+        current = torch.cuda.current_stream(self._device)
+        self._wait_here(current)
+        self._last_here = current
+        try:
+            yield Turn(() if self._stream is None else (self._stream, current))
+        finally:
+            if self._stream is not None:
+                self._end_here.record(current)
 
     @contextlib.contextmanager
     def turn(
@@ -79,15 +110,20 @@ class CommStream:
             ValueError: See ``check_order``.
         """
         check_order(previous_event, async_finish, allocate_on_comm_stream)
-        stream = self.stream
-        if stream is None:
-            yield Turn(())
+        if self._device.type != "cuda" or (previous_event is None and not async_finish):
+            with self.here() as turn:
+                yield turn
             return
+        stream = self.stream
         current = torch.cuda.current_stream(self._device)
         if previous_event is not None and previous_event.event is not None:
             stream.wait_event(previous_event.event)
+            if self._last_here is not None:
+                stream.wait_event(self._end_here)
         else:
             stream.wait_stream(current)
+            if self._last_here not in (None, current):
+                stream.wait_event(self._end_here)
         turn = Turn((stream, current))
         with torch.cuda.stream(stream):
             yield turn
@@ -109,5 +145,5 @@ class CommStream:
             return
         if async_finish:
             raise ValueError("return_recv_hook and async_finish are both True, expected one: the hook is what waits")
-        self.join()
-        yield Turn(() if self._stream is None else (self._stream, torch.cuda.current_stream(self._device)))
+        with self.here() as turn:
+            yield turn
