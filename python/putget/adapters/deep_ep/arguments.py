@@ -40,6 +40,14 @@ def check_here(device: torch.device, **tensors: torch.Tensor) -> None:
             raise ValueError(f"{name} is on {tensor.device}, this buffer is on {device}")
 
 
+def check_given(name: str, value: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+    """Raises ValueError unless this is a contiguous tensor that a kernel can write to."""
+    fits = isinstance(value, torch.Tensor) and tuple(value.shape) == shape and value.dtype == dtype
+    if not fits or value.device != device or not value.is_contiguous():
+        where = f" on {value.device}" if isinstance(value, torch.Tensor) else ""
+        raise ValueError(f"{name} is {_came(value)}{where}, expected contiguous {list(shape)} {dtype} on {device}")
+
+
 def check_goes(is_token_in_rank: Any, num_tokens: int, ranks: int) -> None:
     """Raises ValueError unless this says of each token whether it goes to each rank."""
     expected = (num_tokens, ranks)

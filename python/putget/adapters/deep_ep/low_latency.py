@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping
 import torch
 
 from putget import Communicator, Payload, ProtocolMisuse, Received
-from putget._arguments import check_tensor
 from putget.adapters import placement
 from putget.adapters.deep_ep.arguments import (
     check_count,
+    check_given,
     check_handle,
     check_here,
     check_ids,
@@ -109,7 +109,7 @@ class LowLatencyCalls:
         scales = _scales_of(hidden, use_fp8, round_scale, use_ue8m0)
         counted = cumulative_local_expert_recv_stats
         if counted is not None:
-            check_tensor("cumulative_local_expert_recv_stats", counted, (num_local,), (torch.int32,), self._device)
+            check_given("cumulative_local_expert_recv_stats", counted, (num_local,), torch.int32, self._device)
         capacity = num_max_dispatch_tokens_per_rank * self.group_size
         with self._comm_stream.turn_or_here(return_recv_hook, async_finish) as turn:
             lanes = self._pairs(num_max_dispatch_tokens_per_rank, top_k, hidden, num_experts)
@@ -193,7 +193,7 @@ class LowLatencyCalls:
         check_ids(topk_idx)
         check_weights(topk_weights, routes[0])
         if out is not None:
-            check_tensor("out", out, (routes[0], handle.shape[2]), (torch.bfloat16,), self._device)
+            check_given("out", out, (routes[0], handle.shape[2]), torch.bfloat16, self._device)
         check_here(self._device, x=source, topk_idx=topk_idx, topk_weights=topk_weights)
         if handle.place is None:
             raise ProtocolMisuse("low_latency_combine: the hook of this handle's dispatch has not been called")
