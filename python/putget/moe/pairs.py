@@ -126,9 +126,10 @@ class Pairs:
     def room(self, payloads: Sequence[torch.Tensor]) -> PlacedPairs:
         """Memory for a round's received pairs; payloads give the kinds of rows."""
         experts, capacity = self._shape
-        sizes = (self._received, experts * capacity, experts)
-        memory = torch.empty(sum(sizes), dtype=torch.int32, device=self._device)
-        place, source_rows, counts = torch.split(memory, list(sizes))
+        place = torch.empty(self._received, dtype=torch.int32, device=self._device)
+        source_rows, counts = torch.split(
+            torch.empty(experts * (capacity + 1), dtype=torch.int32, device=self._device), [experts * capacity, experts]
+        )
         rows = [part.new_empty(experts, capacity, *part.shape[1:]) for part in payloads]
         return PlacedPairs(rows, counts, place, source_rows)
 

@@ -1,9 +1,10 @@
-"""The communication stream of DeepEP's ``Buffer``: what its calls wait for, and who waits for them."""
+"""The communication stream of DeepEP's ``Buffer``: the order between its calls and the current stream."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -33,12 +34,29 @@ class Turn:
 
     def share(self, *things: Any) -> None:
         """Tensors, or sequences of them, that both streams use: none is given to another before both are done."""
+        if not self._streams:
+            return
         for thing in things:
             if isinstance(thing, torch.Tensor):
                 for stream in self._streams:
                     thing.record_stream(stream)
             elif isinstance(thing, tuple | list):
                 self.share(*thing)
+
+
+class Here(Turn):
+    """A call on the current stream, behind all calls so far: what is enqueued inside of ``with`` is part of it."""
+
+    def __init__(self, streams: CommStream) -> None:
+        super().__init__(())
+        self._comm = streams
+
+    def __enter__(self) -> Turn:
+        self._streams = self._comm.begin_here()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._comm.end_here()
 
 
 class CommStream:
@@ -53,53 +71,49 @@ class CommStream:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._is_cuda = device.type == "cuda"
         self._stream: Any = None
-        self._last_here: Any = None  # the current stream of the last call that ran on it
+        self._here: Any = None  # the current stream of the last call that ran on it
         self._end_here: Any = None  # its end, where there is a stream of the buffer's own to wait for it
 
     @property
     def stream(self) -> Any:
         """The ``torch.cuda.Stream``; None on the CPU."""
-        if self._stream is None and self._device.type == "cuda":
+        if self._stream is None and self._is_cuda:
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
             self._end_here = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            if self._last_here is not None:
-                self._end_here.record(self._last_here)
+            if self._here is not None:
+                self._end_here.record(self._here)
         return self._stream
 
     def join(self) -> None:
         """The current stream waits for all calls so far."""
-        if self._device.type == "cuda":
-            self._wait_here(torch.cuda.current_stream(self._device))
+        self.begin_here()
 
-    def _wait_here(self, current: Any) -> None:
-        """The current stream waits for calls of the buffer's stream, and for those that another stream has run."""
+    def begin_here(self) -> tuple[Any, ...]:
+        """The current stream waits for all calls so far; returns the streams that use what the next one does."""
+        if not self._is_cuda:
+            return ()
+        raw = torch._C._cuda_getCurrentRawStream(self._device.index)  # a fourth of what a Stream object costs
+        if self._here is None or self._here.cuda_stream != raw:
+            before, self._here = self._here, torch.cuda.current_stream(self._device)
+            # A capture may not wait for what is no part of it: before one begins, the device is waited for.
+            if before is not None and not torch.cuda.is_current_stream_capturing():
+                self._here.wait_stream(before)
+        if self._stream is None:
+            return ()
+        self._here.wait_stream(self._stream)
+        return (self._stream, self._here)
+
+    def end_here(self) -> None:
+        """A call on the current stream has been enqueued."""
         if self._stream is not None:
-            current.wait_stream(self._stream)
-        # A capture may not wait for what is no part of it: before one begins, the device is waited for.
-        if self._last_here not in (None, current) and not torch.cuda.is_current_stream_capturing():
-            current.wait_stream(self._last_here)
+            self._end_here.record(self._here)
 
-    @contextlib.contextmanager
-    def here(self) -> Iterator[Turn]:
-        """Calls inside of ``with`` run on the current stream, behind all calls so far."""
-        if self._device.type != "cuda":
-            yield Turn(())
-            return
-        current = torch.cuda.current_stream(self._device)
-        self._wait_here(current)
-        self._last_here = current
-        try:
-            yield Turn(() if self._stream is None else (self._stream, current))
-        finally:
-            if self._stream is not None:
-                self._end_here.record(current)
-
-    @contextlib.contextmanager
     def turn(
         self, previous_event: EventOverlap | None, async_finish: bool, allocate_on_comm_stream: bool = False
-    ) -> Iterator[Turn]:
-        """Work enqueued inside of ``with`` runs on the stream, and memory allocated there belongs to the stream.
+    ) -> AbstractContextManager[Turn]:
+        """A call, on the stream where one of these is asked for: what it allocates there belongs to the stream.
 
         Args:
             previous_event: What it waits for; None: all that the current stream has been given.
@@ -110,20 +124,21 @@ class CommStream:
             ValueError: See ``check_order``.
         """
         check_order(previous_event, async_finish, allocate_on_comm_stream)
-        if self._device.type != "cuda" or (previous_event is None and not async_finish):
-            with self.here() as turn:
-                yield turn
-            return
+        if not self._is_cuda or (previous_event is None and not async_finish):
+            return Here(self)
+        return self._beside(previous_event, async_finish)
+
+    @contextlib.contextmanager
+    def _beside(self, previous_event: EventOverlap | None, async_finish: bool) -> Iterator[Turn]:
+        """A call on the stream."""
         stream = self.stream
         current = torch.cuda.current_stream(self._device)
         if previous_event is not None and previous_event.event is not None:
             stream.wait_event(previous_event.event)
-            if self._last_here is not None:
-                stream.wait_event(self._end_here)
         else:
             stream.wait_stream(current)
-            if self._last_here not in (None, current):
-                stream.wait_event(self._end_here)
+        if self._here is not None:
+            stream.wait_event(self._end_here)
         turn = Turn((stream, current))
         with torch.cuda.stream(stream):
             yield turn
@@ -132,18 +147,14 @@ class CommStream:
         else:
             current.wait_stream(stream)
 
-    @contextlib.contextmanager
-    def turn_or_here(self, here: bool, async_finish: bool) -> Iterator[Turn]:
-        """The same; or on the current stream, behind all that has run on this one: a call with a hook.
+    def turn_or_here(self, here: bool, async_finish: bool) -> AbstractContextManager[Turn]:
+        """The same; or a call on the current stream: one with a hook.
 
         Raises:
             ValueError: Both are asked for.
         """
         if not here:
-            with self.turn(None, async_finish) as turn:
-                yield turn
-            return
+            return self.turn(None, async_finish)
         if async_finish:
             raise ValueError("return_recv_hook and async_finish are both True, expected one: the hook is what waits")
-        with self.here() as turn:
-            yield turn
+        return Here(self)
