@@ -26,6 +26,9 @@ STRUCTS = {
     "putget_dispatch_args": _abi.DispatchArgs,
     "putget_combine_args": _abi.CombineArgs,
     "putget_fault": _abi.Fault,
+    "putget_gpu": _abi.Gpu,
+}
+MOE_STRUCTS = {
     "putget_moe_config": _abi.MoeConfig,
     "putget_moe_layout": _abi.MoeLayout,
     "putget_moe_group_args": _abi.MoeGroupArgs,
@@ -39,7 +42,6 @@ STRUCTS = {
     "putget_moe_place_pairs_args": _abi.MoePlacePairsArgs,
     "putget_moe_sum_pairs_args": _abi.MoeSumPairsArgs,
     "putget_moe_activation_args": _abi.MoeActivationArgs,
-    "putget_gpu": _abi.Gpu,
 }
 NODES_STRUCTS = {"putget_engine_config": _abi.EngineConfig, "putget_nodes_config": _abi.DomainsConfig}
 BALANCER_STRUCTS = {
@@ -112,9 +114,11 @@ BALANCER = {
     "putget_replicas",
     "putget_replicas_words",
 }
+MOE = {name for name in _abi._FUNCTIONS if name.startswith("putget_moe_")}
 # header, its structures, its functions, its constants
 MIRRORS = [
-    ("putget.h", STRUCTS, _abi._FUNCTIONS.keys() - BALANCER - NODES, CONSTANTS),
+    ("putget.h", STRUCTS, _abi._FUNCTIONS.keys() - BALANCER - NODES - MOE, CONSTANTS),
+    ("putget_moe.h", MOE_STRUCTS, MOE, {"PUTGET_MAGIC": _abi.MAGIC}),
     ("putget_nodes.h", NODES_STRUCTS, NODES, {"PUTGET_MAGIC": _abi.MAGIC}),
     ("putget_balancer.h", BALANCER_STRUCTS, BALANCER, BALANCER_CONSTANTS),
     ("putget_probe.h", PROBE_STRUCTS, probe_library._FUNCTIONS.keys(), PROBE_CONSTANTS),

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "backend.h"
+#include "putget_moe.h"
 #include "require.h"
 
 namespace putget::capi {

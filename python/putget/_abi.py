@@ -1,4 +1,4 @@
-"""The C ABI of putget.h, putget_nodes.h and putget_balancer.h. The only module that loads a library."""
+"""The C ABI of putget.h, putget_moe.h, putget_nodes.h and putget_balancer.h. The only module that loads a library."""
 
 from __future__ import annotations
 

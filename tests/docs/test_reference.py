@@ -55,6 +55,12 @@ def test_functions_of_the_c_interface_are_on_the_page() -> None:
     assert not [name for name in named if f"{name}(" not in header]
 
 
+def test_functions_around_a_round_are_on_the_page() -> None:
+    header = (NATIVE / "include" / "putget_moe.h").read_text()
+    named = set(re.findall(r"`(putget_\w+)`", page("putget_moe_h")))
+    assert named == set(re.findall(r"^PUTGET_API \w+ (putget_\w+)\(", header, re.MULTILINE))
+
+
 def test_functions_of_the_balancers_c_interface_are_on_the_page() -> None:
     header = (NATIVE / "include" / "putget_balancer.h").read_text()
     named = set(re.findall(r"`(putget_\w+)`", page("putget_balancer_h")))

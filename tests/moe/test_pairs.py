@@ -151,7 +151,7 @@ def test_a_repeated_expert_counts_with_all_its_weights(
     weights = torch.rand(ids.shape, generator=generator)
     rows = torch.randn(len(ids) * top_k, hidden, generator=generator).bfloat16()
     pairs = torch.tensor([once_each(row) for row in ids.tolist()], dtype=torch.int32).view(ids.shape)
-    rows[pairs.flatten() < 0] = float("nan")  # what no pair brought is not looked at
+    rows[pairs.flatten() < 0] = float("nan")  # rows of no pair are not looked at
     out = torch.empty(len(ids), hidden, dtype=torch.bfloat16, device=device)
     kernels(device, top_k).sum(pairs.to(device), ids.to(device), weights.to(device), rows.to(device), out)
     for token, (own, sent) in enumerate(zip(ids.tolist(), pairs.tolist(), strict=True)):
