@@ -9,9 +9,6 @@ import torch
 from putget import _abi, _fork
 from putget.errors import BackendUnavailable
 
-# Engines of version 0.1.0 know the memory of one host by libfabric's name alone.
-C_NAMES = {"host": "shm"}
-
 
 class NativeNetwork:
     """A network of the native library, which ends with the last object on it.
@@ -99,7 +96,7 @@ class EngineNetwork(NativeNetwork):
         kept = ctypes.create_string_buffer(secret, len(secret))
         config = _abi.EngineConfig(
             library=engine_library().encode(),
-            provider=C_NAMES.get(provider, provider).encode(),
+            provider=provider.encode(),
             nics=names,
             num_nics=len(nics),
             rank=rank,
