@@ -99,7 +99,7 @@ soak: build transfer-package ## Run what takes long: many rounds, seeds and tran
 	@PUTGET_WEIGHTS_ROUNDS=$(SOAK_ROUNDS) $(BIN)/python -m pytest --timeout 0 tests/transfer/test_weights_processes.py
 	@$(BIN)/python tests/stress/rounds.py --ranks 4 --device cpu --rounds $(SOAK_ROUNDS)
 	@$(BIN)/python -m tests.stress.seeds --seeds 300
-	@$(BIN)/python -m pytest --timeout 0 -m soak || test $$? = 5
+	@$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --timeout 0 -m soak || test $$? = 5
 
 # Verbs need a NIC. Soft-RoCE in a virtual machine stands in for one (transfer/vm): packages and a kernel of Debian's.
 transfer-verbs: ## Test the transfer engine over verbs, in a virtual machine

@@ -107,10 +107,11 @@ def test_any_shape_and_routing(data: st.DataObject) -> None:
     check_case(case, run_case(case, domain_size))
 
 
+@pytest.mark.parametrize("repeats", [5, pytest.param(50, marks=pytest.mark.soak)], ids=["hundred", "thousand"])
 @pytest.mark.parametrize(("ep_size", "domain_size"), [(4, 2), (5, 3)], ids=["2x2", "3+2"])
-def test_a_thousand_rounds_repeat_their_bits(ep_size: int, domain_size: int, world: World) -> None:
+def test_many_rounds_repeat_their_bits(ep_size: int, domain_size: int, repeats: int, world: World) -> None:
     case = in_domains(Case(ep_size, ragged(ep_size, 20, 5, 4), top_k=3), domain_size)
-    results = world.run(ep_size, domain_size, play_many, case, 50, timeout=200)
+    results = world.run(ep_size, domain_size, play_many, case, repeats, timeout=200)
     assert results == [0] * ep_size
 
 

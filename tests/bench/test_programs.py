@@ -58,13 +58,17 @@ def test_a_series_an_overlap_and_their_tables(tmp_path: Path) -> None:
 SMALL = "--ep_size 2 --device cpu --batches 1,3 --hidden_size 256 --iters 2 --warmup 1"
 
 
-def test_builds_take_turns(tmp_path: Path) -> None:
+@pytest.mark.parametrize("turns", [1, pytest.param(3, marks=pytest.mark.soak)])
+def test_builds_take_turns(tmp_path: Path, turns: int) -> None:
     def median_pair(name: str, size: int) -> float:
-        reports = [json.loads((tmp_path / f"{name}_{turn}.json").read_text()) for turn in (1, 2, 3)]
-        return sorted(report["results"][size]["contenders"][0]["pair"]["latency_us"] for report in reports)[1]
+        reports = [json.loads((tmp_path / f"{name}_{turn}.json").read_text()) for turn in range(1, turns + 1)]
+        pairs = (report["results"][size]["contenders"][0]["pair"]["latency_us"] for report in reports)
+        return sorted(pairs)[turns // 2]
 
     library = ROOT / "python" / "putget" / "libputget.so"
-    told = run("builds.py", "--out", str(tmp_path), "--turns", "3", "now", f"same={library}", "--", *SMALL.split())
+    told = run(
+        "builds.py", "--out", str(tmp_path), "--turns", str(turns), "now", f"same={library}", "--", *SMALL.split()
+    )
     head, _, *lines = told.splitlines()
     assert head == "| tokens | now: dispatch / combine / pair, us | same: dispatch / combine / pair, us |"
     for size, line in enumerate(lines):

@@ -27,6 +27,9 @@ OPTIONS = dict.fromkeys(("TSAN_OPTIONS", "ASAN_OPTIONS", "UBSAN_OPTIONS"), f"hal
 
 EVERY_KIND = "0123"
 
+# Runs that must be clean have these. A mutation has its own, and tries one after the other.
+SEEDS = (1, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(2, 9)))
+
 # How a job is compiled that must be clean: a report names lines. A mistake takes less time to run than to compile.
 CLEAN, MISTAKEN = ("-O1", "-g1"), ("-O0",)
 

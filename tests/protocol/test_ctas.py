@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.protocol.stress_job import CTA_ROUNDS, STUCK, StressJob, is_caught, shared_job
+from tests.protocol.stress_job import CTA_ROUNDS, SEEDS, STUCK, StressJob, is_caught, shared_job
 
 
 @pytest.mark.parametrize(("sanitizer", "whole_chunks"), [("thread", False), ("address,undefined", True)])
@@ -87,12 +87,12 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> StressJob:
     return shared_job(tmp_path_factory, "thread", ctas=True)
 
 
+@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("objects", CTA_ROUNDS.objects)
 @pytest.mark.parametrize(("ranks", "blocks"), CTA_ROUNDS.sizes)
-def test_rounds_of_ctas_are_clean(job: StressJob, ranks: int, blocks: int, objects: str) -> None:
-    for seed in (1, 2):
-        done = job(*CTA_ROUNDS.options(ranks, blocks, objects, seed))
-        assert done.returncode == 0, done.stdout + done.stderr
+def test_rounds_of_ctas_are_clean(job: StressJob, ranks: int, blocks: int, objects: str, seed: int) -> None:
+    done = job(*CTA_ROUNDS.options(ranks, blocks, objects, seed))
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 # Orders between the warps of a CTA, or the lanes of a warp, in one kernel. With the places that each orders, and the

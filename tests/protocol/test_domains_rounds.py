@@ -16,6 +16,7 @@ from tests.protocol.stress_job import (
     MISMATCH,
     OPTIONS,
     REPORT,
+    SEEDS,
     SOURCES,
     compile_job,
     compiled_program,
@@ -28,7 +29,7 @@ from tests.protocol.test_domains_tags import AWAITED, PUBLISHED
 PROXY = ROOT / "native" / "domains"
 PARTS = (SOURCES / "domains_rounds.cpp", *(PROXY / f"{name}.cpp" for name in ("proxy", "thread", "local_network")))
 QUANTISED = ("--quantised", "1")
-SEEDS = range(1, 7)  # for a mistake to show, which one seed may not: the first that does ends the test
+TRIES = range(1, 7)  # for a mistake to show, which one seed may not: the first that does ends the test
 
 
 class Rounds:
@@ -60,7 +61,7 @@ class Rounds:
         return subprocess.run(command, env=OPTIONS, capture_output=True, text=True, timeout=120)
 
     def catches(self, statuses: set[int], *mistake: str, program: Path | None = None) -> bool:
-        for seed in SEEDS:
+        for seed in TRIES:
             done = self.run(seed, *mistake, program=program)
             if done.returncode != 0:
                 assert done.returncode in statuses, done.stderr
@@ -73,12 +74,12 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Rounds:
     return Rounds(tmp_path_factory.mktemp("rounds"))
 
 
+@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("how", [(), QUANTISED], ids=["as written", "quantised"])
 @pytest.mark.parametrize("domain_size", [1, 2, 3])
-def test_rounds_across_domains_are_clean(job: Rounds, domain_size: int, how: tuple[str, ...]) -> None:
-    for seed in (1, 2, 3):
-        done = job.run(seed, "--domain_size", domain_size, *how)
-        assert done.returncode == 0, done.stderr
+def test_rounds_across_domains_are_clean(job: Rounds, domain_size: int, how: tuple[str, ...], seed: int) -> None:
+    done = job.run(seed, "--domain_size", domain_size, *how)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("tag", sorted(PUBLISHED | AWAITED))
@@ -132,22 +133,22 @@ MISTAKES_OF_BLOCKS = {
 }
 
 
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("how", [(), QUANTISED], ids=["as written", "quantised"])
 @pytest.mark.parametrize("domain_size", [1, 2])
-def test_steps_of_several_blocks_are_clean(job: Rounds, domain_size: int) -> None:
-    for how in ((), QUANTISED):
-        for seed in (1, 2):
-            done = job.run(seed, "--domain_size", domain_size, *BLOCKS, *how, rounds=60)
-            assert done.returncode == 0, done.stderr
+def test_steps_of_several_blocks_are_clean(job: Rounds, domain_size: int, how: tuple[str, ...], seed: int) -> None:
+    done = job.run(seed, "--domain_size", domain_size, *BLOCKS, *how, rounds=60)
+    assert done.returncode == 0, done.stderr
 
 
 OBJECTS = ("--objects", "2", "--domain_size", "2")
 
 
+@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("how", [(), BLOCKS], ids=["one block", "blocks"])
-def test_objects_of_one_workspace_are_clean(job: Rounds, how: tuple[str, ...]) -> None:
-    for seed in (1, 2, 3):
-        done = job.run(seed, *OBJECTS, *how, rounds=80)
-        assert done.returncode == 0, done.stderr
+def test_objects_of_one_workspace_are_clean(job: Rounds, how: tuple[str, ...], seed: int) -> None:
+    done = job.run(seed, *OBJECTS, *how, rounds=80)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("mistake", [("--skip", "D0"), ("--weaken", "D0"), ("--weaken", "C5")], ids=" ".join)

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.protocol.stress_job import MISMATCH, REPORT, SOURCES, compiled_program, objects_of, prefix_of
+from tests.protocol.stress_job import MISMATCH, REPORT, SEEDS, SOURCES, compiled_program, objects_of, prefix_of
 from tests.protocol.test_domains_proxy import PROXY
 
 THREAD = PROXY.with_name("thread.cpp")
-SEEDS = range(1, 9)  # for a mistake to show, which one seed may not: the first that does ends the test
+TRIES = range(1, 9)  # for a mistake to show, which one seed may not: the first that does ends the test
 
 
 @pytest.fixture(scope="module")
@@ -39,11 +39,10 @@ def run(prefix: tuple[str, ...], program: Path, seed: int, rounds: int = 60) -> 
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
 
 
-def test_ranks_and_proxies_are_clean(parts: list[Path], prefix: tuple[str, ...], tmp_path: Path) -> None:
-    program = job(parts, PROXY, tmp_path)
-    for seed in SEEDS:
-        done = run(prefix, program, seed)
-        assert done.returncode == 0, done.stdout + done.stderr
+@pytest.mark.parametrize("seed", SEEDS)
+def test_ranks_and_proxies_are_clean(parts: list[Path], prefix: tuple[str, ...], tmp_path: Path, seed: int) -> None:
+    done = run(prefix, job(parts, PROXY, tmp_path), seed)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 LONG_ROUNDS = 5_000
@@ -60,11 +59,11 @@ def fast_parts(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return objects_of((SOURCES / "domains_threads.cpp", THREAD), tmp_path_factory.mktemp("fast"), "undefined")
 
 
-def test_many_rounds_are_right(fast_parts: list[Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("seed", SEEDS)
+def test_many_rounds_are_right(fast_parts: list[Path], tmp_path: Path, seed: int) -> None:
     program = compiled_program(fast_parts, objects_of((PROXY,), tmp_path, "undefined"), tmp_path, "undefined")
-    for seed in (1, 2, 3):
-        done = run((), program, seed, LONG_ROUNDS)
-        assert done.returncode == 0, done.stdout + done.stderr
+    done = run((), program, seed, LONG_ROUNDS)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_a_kind_that_is_read_before_its_round_has_ended_is_caught(fast_parts: list[Path], tmp_path: Path) -> None:
@@ -76,7 +75,7 @@ def test_a_kind_that_is_read_before_its_round_has_ended_is_caught(fast_parts: li
     changed = text.replace(right, wrong).replace("if (flag != own)", "if (flag_value(flag) != flag_value(own))")
     source.write_text("#include <chrono>\n#include <thread>\n" + changed)
     program = compiled_program(fast_parts, objects_of((source,), tmp_path, "undefined"), tmp_path, "undefined")
-    assert any("a proxy has stopped" in run((), program, seed).stdout for seed in SEEDS)
+    assert any("a proxy has stopped" in run((), program, seed).stdout for seed in TRIES)
 
 
 def test_a_thread_that_goes_on_with_a_removed_proxy_is_caught(
@@ -90,7 +89,7 @@ def test_a_thread_that_goes_on_with_a_removed_proxy_is_caught(
     others = [part for part in parts if part.stem != "thread"]
     changed = objects_of((source, PROXY), tmp_path, "thread")
     program = compiled_program(others, changed, tmp_path, "thread")
-    assert any(run(prefix, program, seed).returncode in {REPORT, MISMATCH} for seed in SEEDS)
+    assert any(run(prefix, program, seed).returncode in {REPORT, MISMATCH} for seed in TRIES)
 
 
 WEAKENED = {
@@ -115,5 +114,5 @@ def test_a_weakened_order_is_caught(order: str, parts: list[Path], prefix: tuple
     source = tmp_path / "proxy.cpp"
     source.write_text(text.replace(right, wrong))
     program = job(parts, source, tmp_path)
-    codes = (run(prefix, program, seed).returncode for seed in SEEDS)
+    codes = (run(prefix, program, seed).returncode for seed in TRIES)
     assert any(code in {REPORT, MISMATCH} for code in codes), f"{order}: nothing checks it"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.protocol import tags
-from tests.protocol.stress_job import REPORT, StressJob, is_caught, shared_job
+from tests.protocol.stress_job import REPORT, SEEDS, StressJob, is_caught, shared_job
 
 TRIES = range(1, 9)
 OPTIONS = ("--landing", 1, "--ranks", 3, "--blocks", 2, "--rounds", 20, "--timeout", 60)
@@ -38,11 +38,11 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> StressJob:
     return shared_job(tmp_path_factory, "thread")
 
 
+@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("blocks", [1, 3])
-def test_landing_is_clean(job: StressJob, blocks: int) -> None:
-    for seed in (1, 2):
-        done = job(*OPTIONS, "--blocks", blocks, "--seed", seed)
-        assert done.returncode == 0, done.stdout + done.stderr
+def test_landing_is_clean(job: StressJob, blocks: int, seed: int) -> None:
+    done = job(*OPTIONS, "--blocks", blocks, "--seed", seed)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_landing_of_ctas_is_clean(tmp_path_factory: pytest.TempPathFactory) -> None:
