@@ -369,7 +369,7 @@ class Buffer(LowLatencyCalls):
             layout.ticket, received = self._normal.put(layout.ids, packed(parts), names, layout.capacity)
             layout.hidden = parts[0].shape[1]
             taken = self._normal.again(layout, received)
-            turn.share(parts, taken)
+            turn.share(parts, taken, layout.ids, layout.places.rows)
         return as_given(x, taken), turn.event
 
     def combine(
@@ -414,5 +414,5 @@ class Buffer(LowLatencyCalls):
         with self._comm_stream.turn(previous_event, async_finish, allocate_on_comm_stream) as turn:
             combined = self._normal.sum_rows(layout, x, biases)
             weights = None if topk_weights is None else self._normal.sum_weights(layout, topk_weights)
-            turn.share(x, topk_weights, biases, combined, weights)
+            turn.share(x, topk_weights, biases, combined, weights, layout.ids, layout.places.position)
         return combined, weights, turn.event

@@ -431,7 +431,7 @@ class ElasticBuffer:
                     )
             combined = self._normal.sum_rows(layout, rows, biases)
             summed = None if weights is None else self._normal.sum_weights(layout, weights.float())
-            turn.share(x, topk_weights, biases, combined, summed)
+            turn.share(x, topk_weights, biases, combined, summed, layout.ids, layout.places.position)
         return combined, summed, turn.event
 
 

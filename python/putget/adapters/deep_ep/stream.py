@@ -73,17 +73,15 @@ class CommStream:
         self._device = device
         self._is_cuda = device.type == "cuda"
         self._stream: Any = None
+        self._is_ahead = False  # calls of the stream that no call on the current stream has waited for
         self._here: Any = None  # the current stream of the last call that ran on it
-        self._end_here: Any = None  # its end, where there is a stream of the buffer's own to wait for it
+        self._end_here: Any = torch.cuda.Event() if self._is_cuda else None  # type: ignore[no-untyped-call]
 
     @property
     def stream(self) -> Any:
         """The ``torch.cuda.Stream``; None on the CPU."""
         if self._stream is None and self._is_cuda:
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-            self._end_here = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            if self._here is not None:
-                self._end_here.record(self._here)
         return self._stream
 
     def join(self) -> None:
@@ -91,23 +89,25 @@ class CommStream:
         self.begin_here()
 
     def begin_here(self) -> tuple[Any, ...]:
-        """The current stream waits for all calls so far; returns the streams that use what the next one does."""
+        """The current stream waits for all calls so far; returns the streams that use the next call's tensors."""
         if not self._is_cuda:
             return ()
         raw = torch._C._cuda_getCurrentRawStream(self._device.index)  # a fourth of what a Stream object costs
         if self._here is None or self._here.cuda_stream != raw:
             before, self._here = self._here, torch.cuda.current_stream(self._device)
-            # A capture may not wait for what is no part of it: before one begins, the device is waited for.
+            # A capture may not wait for work outside of it: before one begins, the device is waited for.
             if before is not None and not torch.cuda.is_current_stream_capturing():
                 self._here.wait_stream(before)
         if self._stream is None:
             return ()
-        self._here.wait_stream(self._stream)
+        if self._is_ahead:
+            self._here.wait_stream(self._stream)
+            self._is_ahead = False
         return (self._stream, self._here)
 
     def end_here(self) -> None:
         """A call on the current stream has been enqueued."""
-        if self._stream is not None:
+        if self._is_cuda and not torch.cuda.is_current_stream_capturing():
             self._end_here.record(self._here)
 
     def turn(
@@ -137,8 +137,9 @@ class CommStream:
             stream.wait_event(previous_event.event)
         else:
             stream.wait_stream(current)
-        if self._here is not None:
-            stream.wait_event(self._end_here)
+        if not torch.cuda.is_current_stream_capturing():
+            stream.wait_event(self._end_here)  # of the last call that another stream has run
+        self._is_ahead = True
         turn = Turn((stream, current))
         with torch.cuda.stream(stream):
             yield turn
