@@ -22,7 +22,7 @@ def generated() -> str:
         program = Path(folder) / "memory_map"
         compiler = os.environ.get("CXX", "c++")
         subprocess.run(
-            [compiler, "-std=c++17", f"-I{ROOT / 'native'}", "-o", str(program), str(SOURCE)], check=True, timeout=120
+            [compiler, "-std=c++17", f"-I{ROOT / 'native'}", "-o", str(program), str(SOURCE)], check=True, timeout=400
         )
         return subprocess.run([program], check=True, capture_output=True, text=True, timeout=60).stdout
 

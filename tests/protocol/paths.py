@@ -28,7 +28,7 @@ def generated() -> str:
         program = Path(folder) / "paths"
         compiler = os.environ.get("CXX", "c++")
         includes = [f"-I{ROOT / 'native'}", f"-I{ROOT / 'native' / 'include'}"]
-        subprocess.run([compiler, "-std=c++17", *includes, "-o", str(program), str(SOURCE)], check=True, timeout=120)
+        subprocess.run([compiler, "-std=c++17", *includes, "-o", str(program), str(SOURCE)], check=True, timeout=400)
         told = subprocess.run([program], check=True, capture_output=True, text=True, timeout=60).stdout
     return HEAD + "".join(_row(*map(int, line.split())) for line in told.splitlines())
 

@@ -26,6 +26,7 @@ RACE = re.compile(r"^race: (\w+): ", re.MULTILINE)
 OPTIONS = dict.fromkeys(("TSAN_OPTIONS", "ASAN_OPTIONS", "UBSAN_OPTIONS"), f"halt_on_error=1 exitcode={REPORT}")
 
 EVERY_KIND = "0123"
+LIMIT_S = 400.0  # for a compilation, or a run: both take seconds, but beside other work of a whole check more
 
 # Runs that must be clean have these. A mutation has its own, and tries one after the other.
 SEEDS = (1, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(2, 9)))
@@ -78,7 +79,7 @@ def compile_job(
         [compiler, *options, *sanitize, "-o", str(target), str(SOURCES / source)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=LIMIT_S,
     )
 
 
@@ -100,7 +101,7 @@ def compiled_program(parts: list[Path], more: list[Path], folder: Path, sanitize
     compiler = os.environ.get("CXX") or shutil.which("g++") or "c++"
     target = folder / "program"
     command = [compiler, "-pthread", f"-fsanitize={sanitizer}", "-o", target, *parts, *more]
-    subprocess.run(command, check=True, timeout=120)
+    subprocess.run(command, check=True, timeout=LIMIT_S)
     return target
 
 
@@ -181,7 +182,7 @@ class StressJob:
             env={**os.environ, **OPTIONS},
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=LIMIT_S,
         )
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.protocol.stress_job import MISMATCH, REPORT, SOURCES, compiled_program, objects_of
+from tests.protocol.stress_job import LIMIT_S, MISMATCH, REPORT, SOURCES, compiled_program, objects_of
 from tests.protocol.tags import ROOT
 
 PROXY = ROOT / "native" / "domains" / "proxy.cpp"
@@ -32,7 +32,7 @@ def job(parts: list[Path], proxy: Path, folder: Path) -> Path:
 def run(program: Path, *options: object) -> subprocess.CompletedProcess[str]:
     environment = {"ASAN_OPTIONS": f"exitcode={REPORT}", "UBSAN_OPTIONS": f"exitcode={REPORT}"}
     command = [str(program), *map(str, options)]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
 
 
 def test_every_byte_is_in_its_place(parts: list[Path], tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from tests.protocol.stress_job import (
     FAULT,
+    LIMIT_S,
     MISMATCH,
     OPTIONS,
     REPORT,
@@ -58,7 +59,7 @@ class Rounds:
     ) -> subprocess.CompletedProcess[str]:
         words = ["--seed", seed, "--rounds", rounds, *more]
         command = [*self._prefix, str(program or self._program), *map(str, words)]
-        return subprocess.run(command, env=OPTIONS, capture_output=True, text=True, timeout=120)
+        return subprocess.run(command, env=OPTIONS, capture_output=True, text=True, timeout=LIMIT_S)
 
     def catches(self, statuses: set[int], *mistake: str, program: Path | None = None) -> bool:
         for seed in TRIES:

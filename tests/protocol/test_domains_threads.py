@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.protocol.stress_job import MISMATCH, REPORT, SEEDS, SOURCES, compiled_program, objects_of, prefix_of
+from tests.protocol.stress_job import LIMIT_S, MISMATCH, REPORT, SEEDS, SOURCES, compiled_program, objects_of, prefix_of
 from tests.protocol.test_domains_proxy import PROXY
 
 THREAD = PROXY.with_name("thread.cpp")
@@ -36,7 +36,7 @@ def job(parts: list[Path], proxy: Path, folder: Path) -> Path:
 def run(prefix: tuple[str, ...], program: Path, seed: int, rounds: int = 60) -> subprocess.CompletedProcess[str]:
     command = [*prefix, str(program), "--seed", str(seed), "--rounds", str(rounds)]
     environment = {"TSAN_OPTIONS": f"halt_on_error=1 exitcode={REPORT}"}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -25,12 +25,12 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source = ROOT / "tests" / "native" / "numeric.cpp"
     compiler = os.environ.get("CXX", "c++")
     options = ["-std=c++17", "-O2", "-ffp-contract=off", "-Wno-psabi", f"-I{ROOT / 'native'}"]
-    subprocess.run([compiler, *options, "-o", str(target), str(source)], check=True, timeout=120)
+    subprocess.run([compiler, *options, "-o", str(target), str(source)], check=True, timeout=400)
     return target
 
 
 def run(program: Path, *arguments: str, given: bytes = b"") -> bytes:
-    return subprocess.run([program, *arguments], input=given, capture_output=True, check=True, timeout=120).stdout
+    return subprocess.run([program, *arguments], input=given, capture_output=True, check=True, timeout=400).stdout
 
 
 def codes(dtype: torch.dtype) -> torch.Tensor:

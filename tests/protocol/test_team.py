@@ -15,6 +15,6 @@ from tests.protocol.tags import ROOT
 def test_every_block_runs_once_in_each_call(options: list[str], tmp_path: Path) -> None:
     program, source = tmp_path / "team", ROOT / "tests" / "native" / "team.cpp"
     command = [os.environ.get("CXX", "c++"), "-std=c++17", *options, "-pthread", f"-I{ROOT / 'native'}"]
-    subprocess.run([*command, "-o", str(program), str(source)], check=True, timeout=120)
-    done = subprocess.run([str(program), "2000"], capture_output=True, text=True, timeout=120, check=False)
+    subprocess.run([*command, "-o", str(program), str(source)], check=True, timeout=400)
+    done = subprocess.run([str(program), "2000"], capture_output=True, text=True, timeout=400, check=False)
     assert (done.returncode, done.stdout) == (0, "ok\n"), done.stdout + done.stderr[-4000:]
