@@ -11,8 +11,7 @@ import functools
 import json
 import os
 import sys
-import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.context import ForkContext
 from pathlib import Path
@@ -23,54 +22,11 @@ import torch
 
 from tests.engines.prompts import PROMPTS, free_port
 from tests.engines.serve_vllm import wait_until_it_serves
+from tests.engines.weights_answers import ASKED, NEW_TOKENS, OLD, TIMEOUT_S, VERSIONS, Asking, texts, weights_of
 
-VERSIONS = (1, 2, 4, 5, 6)
 LOST = 3
 """A version in which a trainer rank fails: the server goes on with the one before."""
-NEW_TOKENS = 12
-ASKED = (0, 1, 3, 4)
-"""Prompts that are asked for again and again, each by a thread of its own."""
 RANKS, TRAINERS = 2, 2
-TIMEOUT_S = 120.0
-OLD = "default"
-"""What vLLM calls the weights that it has loaded."""
-
-
-def weights_of(folder: Path, version: int) -> dict[str, torch.Tensor]:
-    """Return a version of the checkpoint: 0 is the one that the server loads."""
-    from safetensors.torch import load_file
-
-    found = load_file(folder / "8" / "model.safetensors")
-    made = torch.Generator().manual_seed(version)
-    if version:
-        for name in sorted(found):
-            found[name] = found[name] + 0.25 * torch.randn(found[name].shape, generator=made)
-    return found
-
-
-def texts(folder: Path) -> dict[str, list[list[int]]]:
-    """Return what transformers generates with each version."""
-    import transformers
-
-    found = {}
-    for version in (0, *VERSIONS):
-        model = transformers.Qwen3MoeForCausalLM.from_pretrained(folder / "8", dtype=torch.float32)
-        if version:
-            place = folder / f"version {version}"
-            model.config.save_pretrained(place)
-            from safetensors.torch import save_file
-
-            save_file(weights_of(folder, version), place / "model.safetensors", {"format": "pt"})
-            model = transformers.Qwen3MoeForCausalLM.from_pretrained(place, dtype=torch.float32)
-        rows = []
-        for index in ASKED:
-            prompt = torch.tensor([PROMPTS[index]])
-            made = model.generate(
-                prompt, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None
-            )
-            rows.append(made[0, prompt.shape[1] :].tolist())
-        found[str(version) if version else OLD] = rows
-    return found
 
 
 def serve(folder: Path, port: int) -> None:
@@ -130,56 +86,25 @@ def source_of(folder: Path, rank: int) -> Any:
     return Source()
 
 
-class Asking:
-    """Threads that ask a server, until they are told to stop."""
+def asker(client: httpx.Client, model: Path) -> Callable[[int], tuple[list[int], list[Any]]]:
+    """Return a function that asks for a prompt, and returns tokens and the versions that made them."""
 
-    def __init__(self, url: str, model: Path) -> None:
-        self.client = httpx.Client(base_url=url, timeout=TIMEOUT_S)
-        self.model = model
-        self.answers: list[dict[str, Any]] = []
-        self.came = threading.Condition()
-        self.stopped = False
-        self.pool = ThreadPoolExecutor(len(ASKED))
-        self.running = [self.pool.submit(self.ask, number) for number in range(len(ASKED))]
-
-    def ask(self, number: int) -> None:
+    def ask(number: int) -> tuple[list[int], list[Any]]:
         asked = {
-            "model": str(self.model),
+            "model": str(model),
             "token_ids": PROMPTS[ASKED[number]],
             "sampling_params": {"temperature": 0, "max_tokens": NEW_TOKENS, "ignore_eos": True, "detokenize": False},
         }
-        try:
-            while not self.stopped:
-                answer = self.client.post("/inference/v1/generate", json=asked)
-                (choice,) = answer.raise_for_status().json()["choices"]
-                spans = [[span["version"], span["start"], span["end"]] for span in choice["weight_versions"]]
-                with self.came:
-                    self.answers.append({"prompt": number, "tokens": choice["token_ids"], "spans": spans})
-                    self.came.notify_all()
-        finally:
-            with self.came:
-                self.stopped = True
-                self.came.notify_all()
+        answer = client.post("/inference/v1/generate", json=asked)
+        (choice,) = answer.raise_for_status().json()["choices"]
+        return choice["token_ids"], [
+            [span["version"], span["start"], span["end"]] for span in choice["weight_versions"]
+        ]
 
-    def whole(self, version: str) -> int:
-        """How many answers carry this version alone."""
-        return sum(len(answer.get("spans", [])) == 1 and answer["spans"][0][0] == version for answer in self.answers)
-
-    def wait(self, version: str, again: bool = False) -> None:
-        """Wait for two answers of a version; `again`: for two more."""
-        with self.came:
-            wanted = 2 + self.whole(version) * again
-            done = self.came.wait_for(lambda: self.stopped or self.whole(version) >= wanted, TIMEOUT_S)
-        if not done or self.stopped:
-            raise SystemExit(f"no two answers of version {version}: {self.answers[-3:]}")
-
-    def end(self) -> None:
-        self.stopped = True
-        for one in self.running:
-            one.result(TIMEOUT_S)
+    return ask
 
 
-def train(folder: Path, url: str, asking: Asking) -> dict[str, Any]:
+def train(folder: Path, url: str, asking: Asking, control: httpx.Client) -> dict[str, Any]:
     """Send all versions, as two trainer ranks."""
     from vllm.distributed.weight_transfer import HTTPVLLMWeightSyncClient, WeightTransferTrainerFactory
 
@@ -207,10 +132,10 @@ def train(folder: Path, url: str, asking: Asking) -> dict[str, Any]:
         for version in sorted((*VERSIONS, LOST)):
             for source in sources:
                 source.version = version
-            asking.client.post("/pause", params={"mode": "keep"}).raise_for_status()
+            control.post("/pause", params={"mode": "keep"}).raise_for_status()
             sent = [pool.submit(rank.send_weights) for rank in ranks]
             errors = [one.exception() for one in sent]
-            asking.client.post("/resume").raise_for_status()
+            control.post("/resume").raise_for_status()
             if version == LOST:
                 lost = [str(error) for error in errors]
                 asking.wait(str(version - 1), again=True)
@@ -228,15 +153,16 @@ def main(folder: Path, fork: ForkContext) -> None:
     server = fork.Process(target=serve, args=(folder, port))
     server.start()
     url = f"http://127.0.0.1:{port}"
+    client = httpx.Client(base_url=url, timeout=TIMEOUT_S)
     try:
-        with httpx.Client(base_url=url, timeout=TIMEOUT_S) as client:
-            wait_until_it_serves(server, client)
-        asking = Asking(url, folder / "8")
+        wait_until_it_serves(server, client)
+        asking = Asking(asker(client, folder / "8"))
         try:
-            found = train(folder, url, asking)
+            found = train(folder, url, asking, client)
         finally:
             asking.end()
     finally:
+        client.close()
         server.terminate()
         server.join(120)
     found.update(answers=asking.answers, texts=texts(folder))

@@ -80,7 +80,11 @@ class Worker:
 
 
 class Client:
-    """Calls all workers at once, as a server does; `version` is the label of its answers."""
+    """Calls workers one after the other; `version` is the label of a server's answers.
+
+    A server calls its data-parallel engines at once, but one of them may be in a step that waits for the other: so no
+    call may wait for another worker.
+    """
 
     def __init__(self) -> None:
         self.workers = [Worker(rank) for rank in range(WORKERS)]
@@ -88,9 +92,12 @@ class Client:
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         def call(*arguments: Any) -> None:
-            with ThreadPoolExecutor(WORKERS) as pool:
-                calls = [pool.submit(getattr(worker, name), *arguments) for worker in self.workers]
-            errors = [error for error in (call.exception() for call in calls) if error is not None]
+            errors: list[Exception] = []
+            for worker in self.workers:
+                try:
+                    getattr(worker, name)(*arguments)
+                except Exception as error:
+                    errors.append(error)
             if errors:
                 raise RuntimeError(f"500 Internal Server Error: {errors[0]}")
 
@@ -224,6 +231,34 @@ def modules_arrive() -> None:
         assert found.client.versions() == [[4]] * 2
 
 
+def changes_arrive_alone() -> None:
+    from vllm.distributed.weight_transfer.base import ModuleSource
+
+    module = models.Source()
+    with cluster([ModuleSource(module)], delta_bytes=1 << 16) as found:
+        module.set(4)
+        (first,) = found.send(1)
+        assert first.num_deltas == 0
+        with torch.no_grad():
+            last = list(module.parameters())[-1].view(-1)
+            kept = last[0].clone()
+            last[0] += 1
+        (second,) = found.send(2)
+        assert second.num_deltas > 0
+        assert second.num_bytes < first.num_bytes / 2
+        assert [] in found.client.versions()  # the element lies in one of them
+        with torch.no_grad():
+            last[0] = kept
+        found.client.workers[1].engine.receiver._land = lambda *_: (_ for _ in ()).throw(RuntimeError("out of memory"))
+        (error,) = found.send(3)
+        assert "out of memory" in str(error)
+        del found.client.workers[1].engine.receiver._land
+        (fourth,) = found.send(4)
+        assert fourth.num_deltas == 0
+        assert fourth.whole
+        assert found.client.versions() == [[4]] * 2
+
+
 def a_trainer_that_fails_leaves_the_old_version() -> None:
     for failing in (0, 1):
         sources = [divided(rank, 2) for rank in range(2)]
@@ -235,7 +270,7 @@ def a_trainer_that_fails_leaves_the_old_version() -> None:
             assert f"trainer rank {failing}" in told[1 - failing], told
             assert found.client.versions() == [[1]] * 2
             assert found.client.version == "1"
-            assert [worker.engine.rollout.state for worker in found.client.workers] == ["whole"] * 2
+            assert [worker.engine.receiver.rollout.state for worker in found.client.workers] == ["whole"] * 2
             sources[failing].fails = ""
             found.send(3)
             assert found.client.versions() == [[3]] * 2
@@ -245,12 +280,12 @@ def a_worker_that_fails_keeps_all_from_the_version() -> None:
     with cluster([whole()]) as found:
         found.send(1)
         lost = found.client.workers[1]
-        land = lost.engine._land
-        lost.engine._land = lambda *_: (_ for _ in ()).throw(RuntimeError("out of memory"))
+        land = lost.engine.receiver._land
+        lost.engine.receiver._land = lambda *_: (_ for _ in ()).throw(RuntimeError("out of memory"))
         (error,) = found.send(2)
         assert "vLLM worker 1: out of memory" in str(error), error
         assert found.client.versions() == [[1]] * 2
-        lost.engine._land = land
+        lost.engine.receiver._land = land
         found.send(3)
         assert found.client.versions() == [[3]] * 2
 
@@ -262,7 +297,7 @@ def a_torn_model_answers_nothing_until_an_update_is_complete() -> None:
         sources[0].fails = "layers.1.o.weight"
         found.send(2)
         for worker in found.client.workers:
-            assert worker.engine.rollout.state == "torn"
+            assert worker.engine.receiver.rollout.state == "torn"
             with pytest.raises(weights.UpdateFailed, match="torn"):
                 worker.model(None)
         sources[0].fails = ""
@@ -337,6 +372,7 @@ CASES = (
     parts_arrive_from_two_trainers,
     whole_tensors_arrive_where_a_source_has_no_parts,
     modules_arrive,
+    changes_arrive_alone,
     a_trainer_that_fails_leaves_the_old_version,
     a_worker_that_fails_keeps_all_from_the_version,
     a_torn_model_answers_nothing_until_an_update_is_complete,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -12,19 +13,23 @@ from vllm.distributed.weight_transfer.base import TrainerInitInfo, TrainerWeight
 from vllm.logger import init_logger
 
 from putget_transfer.adapters.options import Options
-from putget_transfer.adapters.vllm.weights import BACKEND
-from putget_transfer.adapters.vllm.weights.rendezvous import (
+from putget_transfer.adapters.rendezvous import (
     Rendezvous,
     bytes_in,
     bytes_out,
     params_out,
+    planned_slots,
     workers,
 )
+from putget_transfer.adapters.vllm.weights import BACKEND
 from putget_transfer.adapters.vllm.weights.source import Stream, describe_source
-from putget_transfer.adapters.vllm.weights.worker import GRACE_S, WorkerInit, planned_slots
+from putget_transfer.adapters.vllm.weights.worker import ENGINE, WorkerInit
 from putget_transfer.weights import Report, Trainer, UpdateFailed, plan
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is below its own name
+
+GRACE_S = 15.0
+"""How long after the deadline workers may take to say that they have failed."""
 
 
 @dataclass
@@ -48,6 +53,8 @@ class TrainerInit(TrainerInitInfo):  # type: ignore[misc]
         quantised: Names of parameters that vLLM has in FP8, in blocks of 128 x 128.
         scale: "float32" or "ue8m0".
         unused: Names that no worker needs.
+        delta_bytes: Memory of each worker for deltas; 0 is none. With it a version goes as its changes where they are
+            less. Trainers keep a copy of what they send.
     """
 
     backend: ClassVar[str] = BACKEND
@@ -66,6 +73,7 @@ class TrainerInit(TrainerInitInfo):  # type: ignore[misc]
     quantised: list[str] = field(default_factory=list)
     scale: str = "float32"
     unused: list[str] = field(default_factory=list)
+    delta_bytes: int = 0
 
     def check(self) -> None:
         """Refuse what cannot be.
@@ -104,6 +112,8 @@ class PutgetTrainerWeightTransferEngine(TrainerWeightTransferEngine[TrainerInit]
         super().__init__(client=client, source=source, is_sender=info.is_sender, rank=info.rank)
         self.info = info
         self.version = 0
+        self.sent: int | None = None
+        """The version that is in force, where changes can go."""
         self.sender: Any = None
         divided = source.implements_iter_local() and not (info.quantised and source.implements_iter_full())
         self.params = describe_source(source, info.num_trainers, divided=divided)
@@ -153,9 +163,10 @@ class PutgetTrainerWeightTransferEngine(TrainerWeightTransferEngine[TrainerInit]
                 quantised=list(info.quantised),
                 scale=info.scale,
                 unused=list(info.unused),
+                delta_bytes=info.delta_bytes,
             )
             told = self.calls.submit(self.client.init_weight_transfer_engine, asdict(init))
-        slots = planned_slots(self.rendezvous, info.num_workers, end, _watch(told))
+        slots = planned_slots(self.rendezvous, info.num_workers, end, _watch(told), ENGINE)
         schedule = plan(self.params, slots, unused=info.unused)
         self.sender = _Sender(
             self.engine,
@@ -164,6 +175,7 @@ class PutgetTrainerWeightTransferEngine(TrainerWeightTransferEngine[TrainerInit]
             self.stream,
             watermark_bytes=info.watermark_bytes,
             device=info.device,
+            deltas=info.delta_bytes > 0,
         )
         if told is not None:
             told.result(max(end - time.monotonic(), 0.0) + GRACE_S)
@@ -197,6 +209,7 @@ class PutgetTrainerWeightTransferEngine(TrainerWeightTransferEngine[TrainerInit]
             (outcome,) = self.rendezvous.take({f"end/{version}": "trainer rank 0"}, end + 2 * GRACE_S)
             if outcome:
                 raise UpdateFailed(outcome)
+            self.sent = version
         return report
 
     def _say(self, key: str, value: Any) -> None:
@@ -210,28 +223,40 @@ class PutgetTrainerWeightTransferEngine(TrainerWeightTransferEngine[TrainerInit]
         """Send as rank 0, which drives the workers."""
         problem = ""
         try:
-            self._start()
-            left = max(end - time.monotonic(), 0.0)
-            told = self.calls.submit(self.client.update_weights, {"version": version, "deadline_s": left})
-            try:
-                report = self._published(version, end, _watch(told))
-            except Exception as error:
-                problem = f"trainer rank 0: {error}"
-                self._say(f"failed/{version}", problem)
-                told.exception()  # the workers give up first
-                raise
-            told.result(max(end - time.monotonic(), 0.0) + 2 * GRACE_S)
+            report = self._landed(version, end)
             self.rendezvous.put(f"commit/{version}", "")
             self.client.finish_weight_update(str(version))
         except Exception as error:
-            problem = problem or str(error)
+            problem = str(error)
             if isinstance(error, (UpdateFailed, ValueError)):
                 raise
             problem = f"version {version} is not known to be in force: {self._reason(version)}{error}"
             raise UpdateFailed(problem) from error
         finally:
             self._say(f"end/{version}", problem)
+        self.sent = version
         self._clean(version - 1)
+        return report
+
+    def _landed(self, version: int, end: float) -> Report:
+        """Let a version land in all workers; if it does not, all of them give it up."""
+        self._start()
+        try:
+            left = max(end - time.monotonic(), 0.0)
+            told = self.calls.submit(self.client.update_weights, {"version": version, "deadline_s": left})
+            report = self._published(version, end, _watch(told))
+            told.result(max(end - time.monotonic(), 0.0) + GRACE_S)
+            votes = self.rendezvous.take(workers(f"vote/{version}", self.info.num_workers, ENGINE), end + GRACE_S)
+            if any(votes):
+                raise UpdateFailed(f"version {version}: {'; '.join(filter(None, votes))}")
+        except Exception as error:
+            problem = str(error) if isinstance(error, UpdateFailed) else f"trainer rank 0: {error}"
+            self._say(f"failed/{version}", problem)
+            with contextlib.suppress(Exception):  # a server that is gone has nothing to give up
+                self.client.finish_weight_update()
+            if isinstance(error, (UpdateFailed, ValueError)):
+                raise
+            raise UpdateFailed(f"version {version}: {problem}") from error
         return report
 
     def _reason(self, version: int) -> str:
@@ -262,9 +287,10 @@ class PutgetTrainerWeightTransferEngine(TrainerWeightTransferEngine[TrainerInit]
                 raise UpdateFailed(self.rendezvous.take({f"failed/{version}": "a worker"}, end)[0])
 
         try:
-            offers = self.rendezvous.take(workers(f"offers/{version}", self.info.num_workers), end, watched)
+            offers = self.rendezvous.take(workers(f"offers/{version}", self.info.num_workers, ENGINE), end, watched)
             own = [bytes_in(one[str(self.rank)]) for one in offers if str(self.rank) in one]
-            report: Report = self.sender.publish(version, max(end - time.monotonic(), 0.0), offers=own)
+            left, since = max(end - time.monotonic(), 0.0), self.sent if self.info.delta_bytes else None
+            report: Report = self.sender.publish(version, left, offers=own, since=since)
         finally:
             self.stream.end()
         if report.failed:
@@ -274,7 +300,9 @@ class PutgetTrainerWeightTransferEngine(TrainerWeightTransferEngine[TrainerInit]
     def _clean(self, version: int) -> None:
         """Take what was said for an old version out of the store."""
         count = self.info.num_workers
-        self.rendezvous.remove([*workers(f"offers/{version}", count), *workers(f"vote/{version}", count)])
+        self.rendezvous.remove(
+            [*workers(f"offers/{version}", count, ENGINE), *workers(f"vote/{version}", count, ENGINE)]
+        )
 
     def shutdown(self) -> None:
         """Close the engine. Workers keep their weights."""

@@ -1,7 +1,7 @@
-"""Where trainers and vLLM's workers exchange plans and offers: a store of torch that the first trainer rank holds.
+"""Where trainers and the workers of an engine exchange plans and offers: a store of torch, which trainer rank 0 holds.
 
-vLLM's client answers nothing to its calls, so what workers say goes this way. The store trusts its network, as vLLM's
-own control plane does: whoever reaches it can read offers.
+Engines return nothing to a client's calls, so what workers say goes this way. The store trusts its network, as the
+engines' own control planes do: everybody who reaches it can read offers.
 """
 
 from __future__ import annotations
@@ -47,6 +47,12 @@ class Rendezvous:
         """Where it listens."""
         return int(self.store.port)
 
+    def of(self, session: str) -> Rendezvous:
+        """Return a part of it, in which nothing has been said yet by another name."""
+        from torch.distributed import PrefixStore
+
+        return Rendezvous(PrefixStore(session, self.store))
+
     def _asked(self, call: Callable[..., Any], *arguments: Any) -> Any:
         try:
             return call(*arguments)
@@ -91,9 +97,9 @@ class Rendezvous:
             self._asked(self.store.delete_key, key)
 
 
-def workers(prefix: str, count: int) -> dict[str, str]:
-    """Return the keys under which all workers say something, for `take`."""
-    return {f"{prefix}/{rank}": f"vLLM worker {rank}" for rank in range(count)}
+def workers(prefix: str, count: int, engine: str) -> dict[str, str]:
+    """Return the keys under which all workers of an engine say something, for `take`."""
+    return {f"{prefix}/{rank}": f"{engine} worker {rank}" for rank in range(count)}
 
 
 def trainers(prefix: str, count: int) -> dict[str, str]:
@@ -145,3 +151,18 @@ def bytes_out(value: bytes) -> str:
 def bytes_in(value: str) -> bytes:
     """Read bytes."""
     return base64.b64decode(value, validate=True)
+
+
+def planned_slots(
+    rendezvous: Rendezvous, num_workers: int, end: float, watch: Callable[[], None], engine: str
+) -> list[Slots]:
+    """Return the slots of all workers, as the plan takes them.
+
+    Raises:
+        UpdateFailed: A worker has none, or has said nothing.
+    """
+    found = rendezvous.take(workers("slots", num_workers, engine), end, watch)
+    failed = [one["failed"] for one in found if "failed" in one]
+    if failed:
+        raise UpdateFailed("; ".join(failed))
+    return [slots_in(one) for one in found]
