@@ -254,8 +254,7 @@ def changes_arrive_alone() -> None:
         assert "out of memory" in str(error)
         del found.client.workers[1].engine.receiver._land
         (fourth,) = found.send(4)
-        assert fourth.num_deltas == 0
-        assert fourth.whole
+        assert list(fourth.whole) == [0]  # version 3 may have reached it in part
         assert found.client.versions() == [[4]] * 2
 
 
