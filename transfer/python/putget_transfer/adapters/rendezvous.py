@@ -49,7 +49,7 @@ class Rendezvous:
 
     def of(self, session: str) -> Rendezvous:
         """Return a part of it, in which nothing has been said yet by another name."""
-        from torch.distributed import PrefixStore
+        from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
         return Rendezvous(PrefixStore(session, self.store))
 
