@@ -1,4 +1,4 @@
-"""`python -m putget_transfer.weights simulate`: how long an update of a large model takes. It needs no network."""
+"""`python -m putget_transfer.weights`: simulate an update of a large model, or draw the report of one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 
+from putget_transfer.weights._plot import draw, read
 from putget_transfer.weights._simulate import PUBLISHED_S, Model, Row, simulate
 
 COLUMNS = ("replicas", "ranks", "send", "receive", "host", "point to point", "one rank, BF16", "one rank, FP8")
@@ -50,7 +52,12 @@ def _run(options: argparse.Namespace) -> None:
 def main(words: Sequence[str] | None = None) -> int:
     """Run the command; return its exit status."""
     parser = argparse.ArgumentParser(prog="python -m putget_transfer.weights", description=__doc__)
-    command = parser.add_subparsers(required=True).add_parser("simulate", help="an update's times, by the real planner")
+    commands = parser.add_subparsers(required=True)
+    command = commands.add_parser("plot", help="an update's report as a picture: stages over time, bytes by rank")
+    command.add_argument("report", type=Path, help="what `Update.to_json` or `Report.to_json` returned")
+    command.add_argument("picture", type=Path, help="the suffix gives the format (needs matplotlib)")
+    command.set_defaults(run=lambda options: draw(read(options.report), options.picture))
+    command = commands.add_parser("simulate", help="an update's times, by the real planner")
     command.add_argument("--trainers", type=int, default=256, help="trainer ranks (default 256)")
     command.add_argument("--targets", type=int, default=128, help="rollout ranks of all replicas (default 128)")
     command.add_argument("--replicas", type=int, nargs="+", default=[1, 2, 4, 8], help="replicas (default 1 2 4 8)")

@@ -85,9 +85,8 @@ class Deltas:
         )
         writes.write(target, submit)
         report = writes.report
-        report.num_writes += 1
+        report.wrote(target, num_bytes)
         report.num_deltas += 1
-        report.num_bytes += num_bytes
         report.delta_bytes += num_bytes
 
 

@@ -49,7 +49,7 @@ class Preparer:
             self.whole = None
             begin = time.perf_counter()
             full = tensor.full_tensor().detach() if is_dtensor(tensor) else tensor.detach()
-            self.report.gather_s += time.perf_counter() - begin
+            self.report.ran("gather", begin, time.perf_counter())
             self.whole = (param, full)
         return (0,) * self.whole[1].dim(), self.whole[1]
 
@@ -77,8 +77,8 @@ class Preparer:
         import torch
 
         param, recipe, dtype, start, size, gathered, _, _ = item
-        begin, gather = time.perf_counter(), self.report.gather_s
         origin, tensor = self._source(param, gathered)
+        begin = time.perf_counter()
         if to.numel():
             if recipe == "copy":
                 made = self._here(tensor[_slices(start, size, origin)])
@@ -88,4 +88,4 @@ class Preparer:
             if dtype == "float8_e8m0fnu":
                 made = (torch.frexp(made)[1] - 1 + 127).to(torch.uint8).view(torch.float8_e8m0fnu)
             room.copy_(made)
-        self.report.prepare_s += time.perf_counter() - begin - (self.report.gather_s - gather)
+        self.report.ran("prepare", begin, time.perf_counter())

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+
+JOINED = 0.01
+"""Spans of a stage are joined where the gap is less than this share of the time so far: a report stays short."""
 
 
 @dataclass
@@ -27,6 +31,8 @@ class Report:
         delta_bytes: Those of the bytes that were records of deltas.
         num_deltas: Tasks that went as a delta, counted for each rollout rank.
         whole: Rollout ranks that got a version whole though a delta was asked for, and why.
+        received: Bytes that each rollout rank was sent, by rank.
+        spans: When stages ran: name, begin and end, in seconds from the begin of `publish`.
     """
 
     version: int
@@ -44,6 +50,31 @@ class Report:
     delta_bytes: int = 0
     num_deltas: int = 0
     whole: dict[int, str] = field(default_factory=dict)
+    received: dict[int, int] = field(default_factory=dict)
+    spans: list[tuple[str, float, float]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        """Take the time."""
+        self.begun = time.perf_counter()
+        self._last: dict[str, int] = {}
+
+    def ran(self, stage: str, begin: float, end: float) -> None:
+        """Note that a stage ran (gather, prepare, write, wait, barrier), between two times of `perf_counter`."""
+        name = f"{stage}_s"
+        setattr(self, name, getattr(self, name) + end - begin)
+        begin, end = begin - self.begun, end - self.begun
+        last = self._last.get(stage)
+        if last is not None and begin - self.spans[last][2] <= JOINED * end:
+            self.spans[last] = (stage, self.spans[last][1], max(end, self.spans[last][2]))
+        else:
+            self._last[stage] = len(self.spans)
+            self.spans.append((stage, begin, end))
+
+    def wrote(self, target: int, num_bytes: int) -> None:
+        """Note a write to a rollout rank."""
+        self.num_writes += 1
+        self.num_bytes += num_bytes
+        self.received[target] = self.received.get(target, 0) + num_bytes
 
     @property
     def overlap(self) -> float:

@@ -13,6 +13,10 @@ from putget_transfer._native import Engine, EngineError, MrHandle, Transfer
 from putget_transfer.weights._report import Report
 
 
+CALLBACK_S = 10.0
+"""How long the callback of a write that has ended may take, before a report goes without it."""
+
+
 class Staging:
     """A ring of registered memory: what was taken first comes back first.
 
@@ -48,7 +52,7 @@ class Writes:
         self.staging, self.report, self.deadline = staging, report, deadline
         self.sent: deque[_Sent] = deque()
         self.next = 0
-        self.lock = threading.Lock()
+        self.lock = threading.Condition()
         self.running, self.since = 0, 0.0
 
     def left(self) -> float:
@@ -99,7 +103,8 @@ class Writes:
         with self.lock:
             self.running -= 1
             if not self.running:
-                self.report.write_s += time.perf_counter() - self.since
+                self.report.ran("write", self.since, time.perf_counter())
+                self.lock.notify_all()
 
     def end_oldest(self) -> None:
         """Wait for the writes of the oldest task."""
@@ -110,12 +115,14 @@ class Writes:
             except EngineError as error:
                 self.report.failed.setdefault(target, str(error))
         self.sent.popleft()
-        self.report.wait_s += time.perf_counter() - begin
+        self.report.ran("wait", begin, time.perf_counter())
 
     def end(self) -> None:
         """Wait for all of them."""
         while self.sent:
             self.end_oldest()
+        with self.lock:  # all have ended; their callbacks may still run
+            self.lock.wait_for(lambda: not self.running, CALLBACK_S)
 
     def cancel(self) -> None:
         """Call back what is under way, and wait for its end."""

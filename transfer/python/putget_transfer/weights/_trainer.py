@@ -147,7 +147,6 @@ class Trainer:
     ) -> Report:
         report = Report(version, self.rank)
         report.whole = deltas.refused
-        begin = time.perf_counter()
         writes = Writes(self._staging, report, time.monotonic() + deadline_s)
         preparer = Preparer(self.schedule, tensors, report, self.device)
         try:
@@ -165,7 +164,7 @@ class Trainer:
             if isinstance(error, (UpdateFailed, ValueError)):
                 raise
             raise UpdateFailed(f"version {version}, trainer rank {self.rank}: {error}") from error
-        report.seconds = time.perf_counter() - begin
+        report.seconds = time.perf_counter() - report.begun
         self._totals["updates"] += 1
         self._totals["bytes"] += report.num_bytes
         return report
@@ -190,8 +189,7 @@ class Trainer:
                 continue
             submit = partial(writer.write, number, target, self._staging.handle, first, writes.left())
             writes.write(target, submit)
-            writes.report.num_writes += 1
-            writes.report.num_bytes += writer.num_bytes(number, target)
+            writes.report.wrote(target, writer.num_bytes(number, target))
         for target, changes in changed.items():
             deltas.write(number, target, changes, self._staging, writes)
 
@@ -214,7 +212,7 @@ class Trainer:
             distributed.monitored_barrier(self.group, timeout, wait_all_ranks=True)
         except RuntimeError as error:
             raise UpdateFailed(f"version {version}, trainer rank {self.rank}: a rank is missing: {error}") from error
-        report.barrier_s += time.perf_counter() - begin
+        report.ran("barrier", begin, time.perf_counter())
 
     def metrics_text(self) -> str:
         """Return counts as text for Prometheus."""
