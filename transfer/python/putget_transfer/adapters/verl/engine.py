@@ -39,7 +39,7 @@ class _Settings:
 
 @dataclass
 class _Topology:
-    """Who takes part: actors and rollout workers have the same, but for their rank."""
+    """The topology that actors and rollout workers share, but for their rank."""
 
     session: str
     version: int
