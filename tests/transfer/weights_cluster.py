@@ -12,14 +12,14 @@ DEADLINE_S = 60.0
 class Cluster:
     """One trainer with plain tensors, and replicas of two tensor-parallel ranks, on a simulated network."""
 
-    def __init__(self, commit: str = "swap", replicas: int = 1, delta_bytes: int = 0) -> None:
+    def __init__(self, commit: str = "swap", replicas: int = 1, delta_bytes: int = 0, tp: int = 2) -> None:
         self.network = pt.SimNetwork(3)
         self.source = models.Source()
-        self.engines = [models.Engine(2, rank % 2) for rank in range(2 * replicas)]
+        self.engines = [models.Engine(tp, rank % tp) for rank in range(tp * replicas)]
         params = weights.describe(self.source, rank=0)
         entries = weights.checkpoint(params)
         recorded = [weights.record(engine, entries) for engine in self.engines]
-        self.schedule = weights.plan(params, recorded[:2], replicas=replicas, task_bytes=20_000)
+        self.schedule = weights.plan(params, recorded[:tp], replicas=replicas, task_bytes=20_000)
         self.own = [self.engine() for _ in range(1 + len(self.engines))]
         self.trainer = weights.Trainer(
             self.own[0], self.schedule, 0, self.source, watermark_bytes=50_000, deltas=delta_bytes > 0
@@ -28,7 +28,7 @@ class Cluster:
             weights.Rollout(own, slots, self.schedule, rank, commit=commit, delta_bytes=delta_bytes)  # type: ignore[arg-type]
             for rank, (own, slots) in enumerate(zip(self.own[1:], recorded, strict=True))
         ]
-        pairs = {f"replica {at}": self.rollouts[2 * at : 2 * at + 2] for at in range(replicas)}
+        pairs = {f"replica {at}": self.rollouts[tp * at : tp * at + tp] for at in range(replicas)}
         self.controller = weights.Controller([self.trainer], pairs)
 
     def engine(self) -> pt.Engine:

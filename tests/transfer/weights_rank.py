@@ -1,4 +1,4 @@
-"""A trainer rank in a process of its own. It takes pickled calls on its standard input, and answers each."""
+"""A trainer or a rollout rank in a process of its own: it takes pickled calls on its standard input, and answers."""
 
 from __future__ import annotations
 
@@ -87,8 +87,55 @@ class Trainer:
         weights._trainer.Writer = Stopping  # type: ignore[attr-defined]
 
 
+class Rollout:
+    """The calls of a process that has a rollout rank, tensor-parallel rank 0 of 1."""
+
+    def __init__(self, network: str) -> None:
+        self.engine, self.model = engine(network), models.Engine(1, 0)
+
+    def record(self, params: list[Any]) -> weights.Slots:
+        self.slots = weights.record(self.model, weights.checkpoint(params))
+        return self.slots
+
+    def start(self, params: list[Any], slots: weights.Slots, replicas: int, rank: int) -> str:
+        schedule = weights.plan([params], [slots], replicas=replicas, task_bytes=TASK_BYTES)
+        self.rollout = weights.Rollout(self.engine, self.slots, schedule, rank)
+        return str(schedule.digest)
+
+    def die_at(self, stage: str) -> None:
+        """Have this process kill itself at a stage of the next update."""
+
+        def die(*_arguments: Any, **_named: Any) -> Any:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        rollout: Any = self.rollout
+        expect, ready = rollout.expect, rollout.ready
+
+        def die_after(call: Any) -> Any:
+            return lambda *arguments, **named: (call(*arguments, **named), die())
+
+        if stage == "before it expects":
+            rollout.expect = die
+        elif stage == "when it expects":
+            rollout.expect = die_after(expect)
+        elif stage == "while bytes land":
+            rollout.ready = die
+        elif stage == "when it is complete":
+            rollout.ready = die_after(ready)
+        else:
+            assert stage == "while it commits"
+            move = rollout._move
+            rollout._move = die_after(move)
+
+    def versions(self, among: range) -> list[int]:
+        return models.version_of(self.model, among)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.rollout, name)
+
+
 class Remote:
-    """A trainer rank, from outside: its calls may be made from several threads, one after the other."""
+    """A rank, from outside: its calls may be made from several threads, one after the other."""
 
     def __init__(self, *arguments: Any) -> None:
         path = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
@@ -129,7 +176,7 @@ def main() -> None:
     """Carry out calls: the first makes the trainer."""
     out, sys.stdout = sys.stdout.buffer, sys.stderr
     torch.set_num_threads(1)
-    trainer: Any = None
+    rank: Any = None
     while True:
         try:
             name, arguments, named = pickle.load(sys.stdin.buffer)
@@ -137,10 +184,10 @@ def main() -> None:
             return
         try:
             if name == "make":
-                trainer = Trainer(*arguments)
+                rank = Trainer(*arguments) if len(arguments) > 1 else Rollout(*arguments)
                 answer: Any = ("done", None)
             else:
-                answer = ("done", getattr(trainer, name)(*arguments, **named))
+                answer = ("done", getattr(rank, name)(*arguments, **named))
         except Exception as error:
             answer = ("raised", weights.UpdateFailed(str(error)) if isinstance(error, pt.EngineError) else error)
         pickle.dump(answer, out)
