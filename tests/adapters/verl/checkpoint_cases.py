@@ -27,7 +27,7 @@ OPTIONS = {"networks": "host", "deadline_s": DEADLINE_S}
 
 
 class Group:
-    """What verl's worker groups do with the manager's calls: one thread for each worker."""
+    """Carries out the manager's calls, as verl's worker groups do: one thread for each worker."""
 
     def __init__(self, workers: list[Any]) -> None:
         self.workers = workers

@@ -29,7 +29,7 @@ SLICE_S = 0.1
 
 
 class Settings(Protocol):
-    """What all workers and trainers have agreed on."""
+    """Settings that all workers and trainers have agreed on."""
 
     num_trainers: int
     num_workers: int

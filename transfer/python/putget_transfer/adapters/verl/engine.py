@@ -28,7 +28,7 @@ ENGINE = "verl"
 
 @dataclass
 class _Settings:
-    """What all workers and actors have agreed on."""
+    """Settings that all workers and actors have agreed on."""
 
     num_trainers: int
     num_workers: int
