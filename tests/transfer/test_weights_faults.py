@@ -22,7 +22,7 @@ from tests.transfer.weights_cluster import DEADLINE_S, Cluster
 ROUNDS = int(os.environ.get("PUTGET_WEIGHTS_ROUNDS", "16"))
 FAULTS = ("none", "a task fails", "the source is lost", "a write is lost", "given up", "another base", "commit fails")
 SHORT_S = 2.0
-"""What is lost on the network may be noticed at the deadline only."""
+"""The deadline where a write is lost, which may be noticed then only."""
 TOKENS = torch.arange(8)
 
 

@@ -12,7 +12,6 @@ from typing import Any
 from putget_transfer._native import Engine, EngineError, MrHandle, Transfer
 from putget_transfer.weights._report import Report
 
-
 CALLBACK_S = 10.0
 """How long the callback of a write that has ended may take, before a report goes without it."""
 
