@@ -27,7 +27,7 @@ from putget_transfer.adapters import router
 from putget_transfer.adapters.vllm import NAME
 from tests.engines.prompts import free_port
 
-START_S = 600.0
+START_S, ANSWER_S = 600.0, 300.0
 TIMEOUT_S = 3.0
 """The silence after which a peer counts as down."""
 NEW_TOKENS = 6
@@ -38,15 +38,15 @@ def prompt_of(number: int) -> list[int]:
     return [random.Random(number * 1000 + at).randrange(1, 128) for at in range(35 + 7 * number % 60)]
 
 
-def serve(folder: Path, port: int, role: str) -> None:
-    """Runs the command `vllm` with these arguments."""
+def serve(folder: Path, port: int, role: str, policy: str, more: tuple[object, ...]) -> None:
+    """Runs the command `vllm` with these arguments, and `more` behind them."""
     from vllm.entrypoints.cli.main import main
 
     transfer = {
         "kv_connector": NAME,
         "kv_connector_module_path": "putget_transfer.adapters.vllm",
         "kv_role": role,
-        "kv_load_failure_policy": "fail",
+        "kv_load_failure_policy": policy,
         "kv_connector_extra_config": {
             "address": "127.0.0.1",
             "timeout_s": TIMEOUT_S,
@@ -70,7 +70,7 @@ def serve(folder: Path, port: int, role: str) -> None:
     }
     flags = ["--skip-tokenizer-init", "--enforce-eager", "--no-enable-prefix-caching"]
     words = [str(word) for option in options.items() for word in option]
-    sys.argv = ["vllm", "serve", str(folder / "8"), *words, *flags]
+    sys.argv = ["vllm", "serve", str(folder / "8"), *words, *flags, *map(str, more)]
     main()
 
 
@@ -82,9 +82,9 @@ class Servers:
         self.processes: dict[str, ForkProcess] = {}
         self.urls: dict[str, str] = {}
 
-    def start(self, name: str, role: str) -> None:
+    def start(self, name: str, role: str, *more: object, policy: str = "fail") -> None:
         port = free_port()
-        self.processes[name] = self.fork.Process(target=serve, args=(self.folder, port, role))
+        self.processes[name] = self.fork.Process(target=serve, args=(self.folder, port, role, policy, more))
         self.urls[name] = f"http://127.0.0.1:{port}"
         self.processes[name].start()
 
@@ -121,6 +121,7 @@ class Servers:
                 process.send_signal(number)
 
     def end(self, name: str) -> None:
+        """Kill all processes of a server."""
         if not self.processes[name].is_alive():
             return
         self.signal(name, signal.SIGKILL)
@@ -136,8 +137,9 @@ class Servers:
                 with contextlib.suppress(psutil.NoSuchProcess, KeyError):
                     self.end(name)
 
-    def tokens(self, name: str, number: int, timeout_s: float = 300.0) -> list[int]:
-        asked = {
+    def asked(self, number: int, **more: Any) -> dict[str, Any]:
+        """A client's request for a prompt."""
+        return {
             "model": str(self.folder / "8"),
             "prompt": prompt_of(number),
             "max_tokens": NEW_TOKENS,
@@ -145,8 +147,11 @@ class Servers:
             "ignore_eos": True,
             "detokenize": False,
             "return_token_ids": True,
+            **more,
         }
-        answer = httpx.post(f"{self.urls[name]}/v1/completions", json=asked, timeout=timeout_s)
+
+    def tokens(self, name: str, number: int) -> list[int]:
+        answer = httpx.post(f"{self.urls[name]}/v1/completions", json=self.asked(number), timeout=ANSWER_S)
         if not answer.is_success:
             raise SystemExit(f"request {number} at {name}: {answer.status_code} {answer.text}")
         return list(answer.json()["choices"][0]["token_ids"])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import json
 import sys
 import uuid
 from collections.abc import AsyncIterator, Sequence
@@ -28,6 +29,35 @@ class Failed(Exception):
         self.status, self.content = status, content
 
 
+class Answer:
+    """A server's answer, whose content is still to come."""
+
+    def __init__(self, response: Any) -> None:
+        self.status, self.kind = response.status_code, response.headers.get("content-type", "application/json")
+        self.response, self.chunks, self.first = response, response.aiter_raw(), b""
+
+    async def begin(self) -> None:
+        """Wait for a stream's first event.
+
+        Raises:
+            Failed: It is an error of the server.
+        """
+        self.first = await anext(self.chunks, b"")
+        if not self.first.startswith(b'data: {"error"'):
+            return
+        content = self.first.removeprefix(b"data: ").split(b"\n", 1)[0]
+        with contextlib.suppress(ValueError, TypeError, KeyError):
+            status = int(json.loads(content)["error"]["code"])
+            if status >= 500:
+                raise Failed(status, content)
+
+    async def content(self) -> AsyncIterator[bytes]:
+        """Hand the content on as it comes."""
+        yield self.first
+        async for chunk in self.chunks:
+            yield chunk
+
+
 class Server:
     """A server and how busy it is."""
 
@@ -39,8 +69,8 @@ class Server:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
         self.client = httpx.AsyncClient(base_url=url, timeout=httpx.Timeout(None, connect=5.0), limits=limits)
 
-    async def send(self, path: str, body: dict[str, Any]) -> Any:
-        """Send a request; return its answer, whose content is still to come.
+    async def send(self, path: str, body: dict[str, Any]) -> Answer:
+        """Send a request; return its answer. A stream has begun: another server could not take its place any more.
 
         Raises:
             Failed: There is none, or it is an error of the server.
@@ -49,10 +79,17 @@ class Server:
 
         self.under_way += 1
         try:
-            answer = await self.client.send(self.client.build_request("POST", path, json=body), stream=True)
-            if answer.status_code >= 500:
-                raise Failed(answer.status_code, await answer.aread())
-            return answer
+            response = await self.client.send(self.client.build_request("POST", path, json=body), stream=True)
+            try:
+                if response.status_code >= 500:
+                    raise Failed(response.status_code, await response.aread())
+                answer = Answer(response)
+                if body.get("stream"):
+                    await answer.begin()
+                return answer
+            except BaseException:
+                await response.aclose()
+                raise
         except httpx.TransportError as error:
             self.rests_until, self.sources = asyncio.get_running_loop().time() + REST_S, None
             raise Failed(502, f"{self.url}: {type(error).__name__} {error}".encode()) from error
@@ -66,10 +103,10 @@ class Server:
             Failed: There is nothing, or it is an error.
         """
         answer = await self.send(path, body)
-        content = await answer.aread()
-        if answer.status_code != 200:
-            raise Failed(answer.status_code, content)
-        return dict(answer.json())
+        content = await answer.response.aread()
+        if answer.status != 200:
+            raise Failed(answer.status, content)
+        return dict(json.loads(content))
 
 
 class Router:
@@ -96,7 +133,7 @@ class Router:
             server.sources = list(answer["kv_transfer_params"]["putget_sources"])
         return server.sources
 
-    async def complete(self, path: str, body: dict[str, Any]) -> tuple[Any, asyncio.Task[Any] | None]:
+    async def complete(self, path: str, body: dict[str, Any]) -> tuple[Answer, asyncio.Task[Any] | None]:
         """Return the decode server's answer, and the prefill that is still under way.
 
         Raises:
@@ -124,7 +161,7 @@ class Router:
         }
         return {**left, "max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True, **params}}
 
-    async def prefill_first(self, prefill: Server, path: str, body: dict[str, Any]) -> Any:
+    async def prefill_first(self, prefill: Server, path: str, body: dict[str, Any]) -> Answer:
         """Decode when the prompt is computed."""
         told = await prefill.ask(path, self.prompt_only(body, {"transfer_id": uuid.uuid4().hex}))
         params = told.get("kv_transfer_params")
@@ -132,7 +169,7 @@ class Router:
 
     async def decode_first(
         self, prefill: Server, path: str, body: dict[str, Any]
-    ) -> tuple[Any, asyncio.Task[Any] | None]:
+    ) -> tuple[Answer, asyncio.Task[Any] | None]:
         """Let the decode server wait for each layer of the prompt while it is computed."""
         params = {"transfer_id": uuid.uuid4().hex}
         sources = await self.sources_of(prefill, body.get("model"))
@@ -153,23 +190,17 @@ class Router:
             raise
 
 
-async def content_of(answer: Any, prefill: asyncio.Task[Any] | None) -> AsyncIterator[bytes]:
-    """Hand a decode server's content on as it comes; it ends with the prefill, if that fails."""
-
-    def ended(task: asyncio.Task[Any]) -> None:
-        if not task.cancelled() and task.exception() is not None:
-            closing.append(asyncio.ensure_future(answer.aclose()))
-
-    closing: list[asyncio.Future[None]] = []
-    if prefill is not None:
-        prefill.add_done_callback(ended)
+async def content_of(answer: Answer, prefill: asyncio.Task[Any] | None) -> AsyncIterator[bytes]:
+    """Hand a decode server's content on as it comes. The decode server has the prompt, so the prefill may fail now."""
     try:
-        async for chunk in answer.aiter_raw():
+        async for chunk in answer.content():
             yield chunk
     finally:
         if prefill is not None:
             prefill.cancel()
-        await answer.aclose()
+            with contextlib.suppress(BaseException):
+                await prefill
+        await answer.response.aclose()
 
 
 async def unless_gone(request: Any, work: Any) -> Any:
@@ -199,8 +230,7 @@ def application(router: Router) -> Any:
             answer, prefill = await unless_gone(request, router.complete(request.url.path, body))
         except Failed as error:
             return Response(error.content, error.status, media_type="application/json")
-        kept = {"content-type": answer.headers.get("content-type", "application/json")}
-        return StreamingResponse(content_of(answer, prefill), answer.status_code, headers=kept)
+        return StreamingResponse(content_of(answer, prefill), answer.status, headers={"content-type": answer.kind})
 
     async def health(request: Any) -> Any:
         return Response()
