@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from putget_transfer.adapters import router
 from putget_transfer.adapters import vllm as adapter
 from tests.engines.kv_vllm_sides import Side, step_until, step_until_idle
 
@@ -81,6 +82,21 @@ def with_sliding_windows(model: Path) -> None:
     either_order(model, window=40)
 
 
+def numbers_of_ranks_may_differ(model: Path) -> None:
+    """Heads of one rank go to two and back; a pipeline's stages send their own layers."""
+    for prefill, decode in (({}, {"tensor": 2}), ({"tensor": 2}, {}), ({"stages": 2, "tensor": 2}, {"tensor": 4})):
+        sides = Side(model, "kv_producer", **prefill), Side(model, "kv_consumer", **decode)
+        decode_first(*sides, "ab", sources_of(sides[0]))
+        prefill_now(sides[0], "abc")
+        step_until([sides[0]], lambda sides=sides: "c" in sides[0].told)
+        sides[1].add("c", PROMPTS["c"], NEW_TOKENS, **sides[0].told["c"])
+        step_until_idle(*sides)
+        check(model, sides[1])
+        assert sides[1].first_read == {name: len(prompt) - 1 for name, prompt in PROMPTS.items()}
+        for side in sides:
+            side.close()
+
+
 def a_prefix_that_is_there_is_not_moved(model: Path) -> None:
     prefill, decode = pair(model, lease_s=3600)
     decode_first(prefill, decode, "c", sources_of(prefill))
@@ -120,6 +136,57 @@ def a_preempted_prefill_goes_on(model: Path) -> None:
     decode.add("a", PROMPTS["a"], NEW_TOKENS, do_remote_prefill=True, transfer_id="ta", putget_sources=sources(prefill))
     step_until_idle(prefill, decode)
     check(model, decode, "ab")
+    prefill.close()
+    decode.close()
+
+
+def a_preempted_decode_is_computed_again(model: Path) -> None:
+    """Its prompt has arrived; its blocks are taken away while it decodes."""
+    prefill, decode = pair(model)
+    decode_first(prefill, decode, "b", sources_of(prefill))
+    prefill_now(prefill, "b")
+    step_until([prefill, decode], lambda: len(decode.tokens["b"]) == 2)
+    decode.scheduler.reset_prefix_cache(reset_running_requests=True)
+    step_until_idle(prefill, decode)
+    check(model, decode, "b")
+    assert decode.ends == {"b": "length"}, decode.ends
+    prefill.close()
+    decode.close()
+
+
+class OneByOne:
+    """A prefiller that refuses steps of several requests, as if one of them were over."""
+
+    def __init__(self, prefiller: Any) -> None:
+        self.prefiller, self.calls = prefiller, ""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.prefiller, name)
+
+    def begin_step(self, step: int, work: list[Any]) -> None:
+        self.calls += "r" if len(work) > 1 else "b"
+        if len(work) > 1:
+            raise ValueError("one of them is over")
+        self.prefiller.begin_step(step, work)
+
+    def layer_done(self, layer: int) -> None:
+        self.calls += str(layer)
+        self.prefiller.layer_done(layer)
+
+
+def a_refused_step_leaves_when_it_is_computed(model: Path) -> None:
+    """A later step would say that an earlier one is computed, so none begins before the last layer."""
+    prefill, decode = pair(model)
+    decode_first(prefill, decode, "abc", sources_of(prefill))
+    watched = prefill.worker.worker.prefiller = OneByOne(prefill.worker.worker.prefiller)
+    prefill_now(prefill, "abc")
+    step_until_idle(prefill, decode)
+    check(model, decode)
+    assert decode.first_read == {name: len(prompt) - 1 for name, prompt in PROMPTS.items()}, decode.first_read
+    refused = watched.calls.split("r")[1:]
+    assert refused, watched.calls
+    # Two layers, the end of the step, and then each request's own step.
+    assert all(calls.startswith("011b1b1") for calls in refused), watched.calls
     prefill.close()
     decode.close()
 
@@ -218,6 +285,52 @@ def another_model_is_refused(model: Path) -> None:
     decode.close()
 
 
+def a_stream_goes_to_the_next_prefill_server(model: Path) -> None:
+    """The router's clients see no error as long as a server is left, and the last one's where none is."""
+    import asyncio
+
+    import httpx
+    from starlette.applications import Starlette
+    from starlette.responses import JSONResponse, StreamingResponse
+    from starlette.routing import Route
+
+    lost = b'data: {"error": {"message": "its prompt does not arrive", "code": 500}}\n\n'
+
+    def prefills(kind: str) -> Any:
+        async def complete(request: Any) -> Any:
+            return JSONResponse({"kv_transfer_params": {"putget_sources": [kind]}}, 500 if kind == "failing" else 200)
+
+        return complete
+
+    async def decodes(request: Any) -> Any:
+        (source,) = (await request.json())["kv_transfer_params"]["putget_sources"]
+        return StreamingResponse(iter([lost] if source == "lost" else [b"data: {}\n\n", b"data: [DONE]\n\n"]))
+
+    def reach(server: router.Server, complete: Any) -> None:
+        app = Starlette(routes=[Route(router.PATHS[0], complete, methods=["POST"])])
+        server.client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server")
+
+    async def through(kinds: tuple[str, ...]) -> bytes:
+        found = router.Router(kinds, ["decode"], "decode")
+        for server, kind in zip(found.prefill, kinds, strict=True):
+            reach(server, prefills(kind))
+        reach(found.decode[0], decodes)
+        answer, prefill = await found.complete(router.PATHS[0], {"prompt": [1], "stream": True})
+        return b"".join([chunk async for chunk in router.content_of(answer, prefill)])
+
+    # A failing server says so itself; of a lost one the decode server finds it out.
+    for kinds in (("well",), ("failing", "well"), ("lost", "well"), ("lost", "failing", "well")):
+        assert asyncio.run(through(kinds)).endswith(b"[DONE]\n\n"), kinds
+    for kinds in (("failing",), ("lost",), ("failing", "lost")):
+        try:
+            asyncio.run(through(kinds))
+        except router.Failed as error:
+            status = error.status
+        else:
+            raise AssertionError(f"{kinds}: it was answered")
+        assert status == 500
+
+
 def mistakes_are_named(model: Path) -> None:
     for wrong, words in (
         ({"segments": 1}, "'segments' came; networks, address"),
@@ -244,8 +357,12 @@ CASES: tuple[Callable[[Path], None], ...] = (
     either_order,
     with_the_runner_of_cpus,
     with_sliding_windows,
+    numbers_of_ranks_may_differ,
     a_prefix_that_is_there_is_not_moved,
     a_preempted_prefill_goes_on,
+    a_preempted_decode_is_computed_again,
+    a_refused_step_leaves_when_it_is_computed,
+    a_stream_goes_to_the_next_prefill_server,
     aborts_give_blocks_back,
     an_abort_before_the_question_is_told,
     a_failure_fails_the_request,

@@ -36,6 +36,8 @@ class Worker:
         """A step of prefills is under way."""
         self.stream: Any = None
         """Finds the stream of a GPU's kernels; None on a CPU, where a layer is computed when its call returns."""
+        self.late: list[tuple[str, int, list[list[int]]]] = []
+        """Work of a step that leaves when the step is over."""
         self.handed: dict[str, str] = {}
         """Names of prefills whose blocks wait, and their requests."""
         self.ended: set[str] = set()
@@ -89,19 +91,23 @@ class Worker:
         try:
             self.prefiller.begin_step(self.step, work)
         except (ValueError, pt.EngineBusy) as error:
-            # One of them is not to stop the others.
-            logger.warning("a step of prefills: %s. Each is tried alone", error)
-            for one in work:
-                self.begin_alone(one)
+            # One of them is not to stop the others. Each gets a step of its own, and a later step would say that
+            # an earlier one is computed: so they leave when they are.
+            logger.warning("a step of prefills: %s. Each leaves alone when it is computed", error)
+            self.late = work
 
-    def begin_alone(self, work: tuple[str, int, list[list[int]]]) -> None:
-        """Begin a step of one request; without it the request fails."""
+    def send_late(self) -> None:
+        """Let what is computed leave, one request after the other; one that cannot fails."""
         assert self.prefiller is not None
-        self.step += 1
-        try:
-            self.prefiller.begin_step(self.step, [work])
-        except (ValueError, pt.EngineBusy) as error:
-            logger.warning("%s: it is not handed over: %s", work[0], error)
+        for work in self.late:
+            self.step += 1
+            try:
+                self.prefiller.begin_step(self.step, [work])
+            except (ValueError, pt.EngineBusy) as error:
+                logger.warning("%s: it is not handed over: %s", work[0], error)
+            else:
+                self.prefiller.layer_done(len(self.layers.index) - 1)
+        self.late = []
 
     def layer_done(self, name: str) -> None:
         """Say that a layer is computed, where that is so."""
@@ -115,6 +121,7 @@ class Worker:
             if self.stream is not None:
                 self.stream().synchronize()
             self.prefiller.layer_done(len(self.layers.index) - 1)
+            self.send_late()
 
     def start(self, metadata: Metadata) -> None:
         """Do what the scheduler's half has asked for."""
