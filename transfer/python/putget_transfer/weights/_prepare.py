@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from putget_transfer.weights._describe import is_dtensor, local
@@ -32,6 +32,81 @@ def _widened(start: list[int], size: list[int], shape: Any, *, of_blocks: bool) 
     return start, size
 
 
+class Ahead:
+    """Parts of offloaded parameters that are on their way to a GPU, on a stream of their own.
+
+    A GPU's stages are timed by its own events, because calls return before their work is done.
+    """
+
+    def __init__(self, device: Any) -> None:
+        import torch
+
+        self.device = device
+        on_gpu = torch.device(device).type == "cuda"
+        self.stream = torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]
+        self.parts: dict[Any, Any] = {}
+        self.copied: Any = None
+        self.copies: list[tuple[Any, Any]] = []
+        self.work: list[tuple[Any, Any]] = []
+        self.begun: Any = None
+        if self.stream is not None:
+            with torch.cuda.stream(self.stream):
+                self.first, self.since = self._event(), time.perf_counter()
+
+    def fetch(self, parts: Mapping[Any, Any]) -> None:
+        """Begin to copy parts that lie on the host. Parts that nobody has taken are forgotten."""
+        import torch
+
+        self.parts.clear()
+        if self.stream is None:
+            return
+        with torch.cuda.stream(self.stream):
+            begun = self._event()
+            for key, part in parts.items():
+                if part.device.type == "cpu":
+                    self.parts[key] = part.to(self.device, non_blocking=True)
+            self.copied = self._event()
+            self.copies.append((begun, self.copied))
+
+    def _event(self) -> Any:
+        import torch
+
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def take(self, key: Any) -> Any:
+        """Return the copy of a part for work that is launched from now on; None without one."""
+        import torch
+
+        if self.stream is None:
+            return None
+        part = self.parts.pop(key, None)
+        if part is not None:
+            current = torch.cuda.current_stream(part.device)
+            current.wait_event(self.copied)
+            # The memory must not be used again before that work is over.
+            part.record_stream(current)
+        self.begun = self._event()
+        return part
+
+    def launched(self) -> None:
+        """Note that work on the part that was taken has been launched."""
+        if self.begun is not None:
+            self.work.append((self.begun, self._event()))
+            self.begun = None
+
+    def add_times(self, report: Report) -> None:
+        """Add the GPU's times to a report."""
+        if self.stream is None:
+            return
+        self.stream.synchronize()
+        for stage, times in (("gather", self.copies), ("prepare", self.work)):
+            for begin, end in times:
+                span = (self.since + self.first.elapsed_time(event) / 1e3 for event in (begin, end))
+                report.ran(stage, *span)
+
+
 class Preparer:
     """Prepares items of one version. One parameter that was brought together is kept, for the items that follow."""
 
@@ -39,6 +114,7 @@ class Preparer:
         self.params, self.tensors, self.report, self.device = schedule.params, tensors, report, device
         self.whole: tuple[int, Any] | None = None
         self.quantised: tuple[Any, Any] | None = None
+        self.ahead = Ahead(device)
 
     def _source(self, param: int, gathered: bool) -> tuple[Any, Any]:
         """Return where a tensor begins in its parameter, and the tensor."""
@@ -61,16 +137,36 @@ class Preparer:
         first, count = _widened(start, size, self.params[param][1], of_blocks=of_blocks)
         key = (param, scale, tuple(first), tuple(count))
         if self.quantised is None or self.quantised[0] != key:
-            source = self._here(tensor[_slices(first, count, origin)])
+            self.quantised = None
+            source = self._here(param, first, count, origin, tensor)
             self.quantised = (key, blocks(source, scale))
         values, scales = self.quantised[1]
         if of_blocks:
             return scales
         return values[_slices(start, size, first)]
 
-    def _here(self, tensor: Any) -> Any:
-        """Return a tensor on the device that prepares."""
-        return tensor.to(self.device, non_blocking=True)
+    def _here(self, param: int, start: list[int], size: list[int], origin: Any, tensor: Any) -> Any:
+        """Return a part on the device that prepares."""
+        found = self.ahead.take((param, tuple(start), tuple(size)))
+        if found is not None:
+            return found
+        return tensor[_slices(start, size, origin)].to(self.device, non_blocking=True)
+
+    def fetch(self, items: Sequence[_Item]) -> None:
+        """Begin to bring what items are made of to the device, while earlier items are prepared there."""
+        parts = {}
+        for param, recipe, _, start, size, gathered, _, num_bytes in items:
+            if gathered or not num_bytes or self.ahead.stream is None:
+                continue
+            if recipe != "copy":
+                of_blocks = recipe.endswith("_scale")
+                start, size = _widened(start, size, self.params[param][1], of_blocks=of_blocks)
+            key = (param, tuple(start), tuple(size))
+            # The blocks that were quantised last are kept.
+            if self.quantised is None or (self.quantised[0][0], *self.quantised[0][2:]) != key:
+                origin, tensor = local(self.tensors[self.params[param][0]])
+                parts[key] = tensor[_slices(start, size, origin)]
+        self.ahead.fetch(parts)
 
     def prepare(self, item: _Item, to: Any) -> None:
         """Prepare an item's bytes in `to`, flat memory of as many bytes."""
@@ -81,11 +177,13 @@ class Preparer:
         begin = time.perf_counter()
         if to.numel():
             if recipe == "copy":
-                made = self._here(tensor[_slices(start, size, origin)])
+                made = self._here(param, start, size, origin, tensor)
             else:
                 made = self._blocks(item, origin, tensor)
             room = to.view(getattr(torch, dtype)).view(size)
             if dtype == "float8_e8m0fnu":
                 made = (torch.frexp(made)[1] - 1 + 127).to(torch.uint8).view(torch.float8_e8m0fnu)
             room.copy_(made)
-        self.report.ran("prepare", begin, time.perf_counter())
+            self.ahead.launched()
+        if self.ahead.stream is None:
+            self.report.ran("prepare", begin, time.perf_counter())

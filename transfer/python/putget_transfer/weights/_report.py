@@ -21,8 +21,8 @@ class Report:
         num_bytes: Bytes that were written.
         num_writes: Writes, each counted once by its rollout rank.
         seconds: All of it.
-        gather_s: Bringing parameters together, and copying from the host to the device.
-        prepare_s: Slicing, rounding and quantising.
+        gather_s: Bringing parameters together, and copying from the host to the device (by the GPU's own clock).
+        prepare_s: Slicing, rounding and quantising (on a GPU by its own clock).
         write_s: Time in which something was under way on the network.
         wait_s: Time in which nothing could be prepared, for want of room below the watermark.
         barrier_s: Waiting for the other trainer ranks.

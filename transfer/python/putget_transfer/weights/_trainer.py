@@ -150,6 +150,7 @@ class Trainer:
         writes = Writes(self._staging, report, time.monotonic() + deadline_s)
         preparer = Preparer(self.schedule, tensors, report, self.device)
         try:
+            preparer.fetch(self.tasks[0].items if self.tasks else ())
             for number, task in enumerate(self.tasks):
                 self._task(number, task, preparer, writes, writer, deltas)
                 last = number + 1 == len(self.tasks)
@@ -157,6 +158,7 @@ class Trainer:
                     preparer.whole = None
                     self._barrier(report, writes, version)
             writes.end()
+            preparer.ahead.add_times(report)
             deltas.kept_all(version)
         except Exception as error:
             writes.cancel()
@@ -182,6 +184,8 @@ class Trainer:
         for item in task.items:
             offset, num_bytes = first + item[6], item[7]
             preparer.prepare(item, self._staging.bytes[offset : offset + num_bytes])
+        if number + 1 < len(self.tasks):
+            preparer.fetch(self.tasks[number + 1].items)
         self._ready()
         changed = deltas.changed(number, task, self._staging.bytes[first : first + task.num_bytes], targets, writer)
         for target in targets:
