@@ -91,9 +91,9 @@ def target(kind: str, length: int, pipe: Connection) -> None:
         agent.deregister_memory(registered)
 
 
-def nixl_start(kind: str, memory: Memory, where: tuple[bytes, int]) -> Start:
+def nixl_start(kind: str, memory: Memory, where: tuple[bytes, int], own: str = "initiator") -> Start:
     """Prepare transfers of NIXL. The same pieces are prepared once and posted again and again."""
-    agent = nixl_agent("initiator", kind)
+    agent = nixl_agent(own, kind)
     agent.register_memory([(memory.address, len(memory.array), 0, "source")], "DRAM")
     name = agent.add_remote_agent(where[0])
     ready: dict[tuple[tuple[int, int, int], ...], list[Any]] = {}
