@@ -111,8 +111,17 @@ def sender(kind: str, memory: peers.Memory, where: Any, pieces: Pieces) -> Calla
                 connection.sendall(view[src : src + size])
 
         return send
-    start = peers.nixl_start(kind, memory, where) if kind.startswith("nixl") else peers.mooncake_start(memory, where)
-    return lambda: peers.finish(start(pieces))
+    if kind.startswith("nixl"):
+        start = peers.nixl_start(kind, memory, where)
+        return lambda: peers.finish(start(pieces))
+    start = peers.mooncake_start(memory, where)
+
+    def by_chunks() -> None:
+        # Its queue for TCP is full with more.
+        for at in range(0, len(pieces), peers.PAGES):
+            peers.finish(start(pieces[at : at + peers.PAGES]))
+
+    return by_chunks
 
 
 def peer(kind: str, shape: _bench.Shape, rounds: int) -> dict[str, Any]:

@@ -27,6 +27,9 @@ PATIENCE_S = 60.0
 MIN_MEMORY = 32 << 20
 # Transports that UCX may use for each of NIXL's rows.
 TRANSPORTS = {"nixl_tcp": "tcp", "nixl_shm": "posix,sysv,cma,self"}
+if Path("/dev/nvidia0").exists():
+    # NIXL refuses to start beside a GPU without it.
+    TRANSPORTS = {kind: transports + ",cuda_copy" for kind, transports in TRANSPORTS.items()}
 
 # Starts a transfer of (source offset, target offset, length) pieces; the result says whether it is over.
 Start = Callable[[list[tuple[int, int, int]]], Callable[[], bool]]
