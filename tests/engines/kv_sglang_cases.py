@@ -22,7 +22,8 @@ import torch
 from sglang.srt import runtime_context
 from sglang.srt.arg_groups import choices
 from sglang.srt.disaggregation import decode, utils
-from sglang.srt.disaggregation.base.conn import KVPoll, StateType
+from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.server_args import ServerArgs
 
 from putget_transfer.adapters import options
@@ -345,14 +346,16 @@ def a_late_write_never_meets_another_owner() -> None:
         decoding.close()
 
 
-def mistakes_are_named() -> None:
-    def said(call: Callable[[], object]) -> str:
-        try:
-            call()
-        except ValueError as error:
-            return str(error)
-        raise AssertionError("it was not refused")
+def said(call: Callable[[], object]) -> str:
+    """The words with which a call is refused."""
+    try:
+        call()
+    except ValueError as error:
+        return str(error)
+    raise AssertionError("it was not refused")
 
+
+def mistakes_are_named() -> None:
     kept = os.environ[options.VARIABLE]
     for text, part in (("[1]", "an object"), ('{"lease": 3}', "'lease' came"), ('{"lease_s": -1}', "lease_s -1 came")):
         os.environ[options.VARIABLE] = text
@@ -363,13 +366,32 @@ def mistakes_are_named() -> None:
     with runtime_context.get_parallel().override(tp_size=2, attn_cp_size=2, attn_cp_rank=0, moe_tp_size=2):
         assert "context parallelism" in said(lambda: refuse(utils.DisaggregationMode.DECODE))
     side = Side("decode", states=True)
-    args = side.args()
-    args.state_types = [StateType.SWA]
-    words = said(lambda: kind("MANAGER")(args, side.mode, runtime_context.get_server_args(), False))
-    assert "'swa' came" in words, words
-    assert "--disable-hybrid-swa-memory" in words, words
     assert "2 rows came" in said(lambda: side.manager.states_of([[1, 2]]))
     side.close()
+
+
+def windows_in_a_pool_of_their_own_are_refused() -> None:
+    """A model with sliding windows, as SGLang describes its pools when a server starts."""
+    pool = SWAKVPool(
+        size=8 * PAGE,
+        size_swa=4 * PAGE,
+        page_size=PAGE,
+        dtype=torch.float32,
+        head_num=4,
+        head_dim=8,
+        swa_attention_layer_ids=[0],
+        full_attention_layer_ids=[1],
+        device="cpu",
+    )
+    side = Side("decode")
+    side.close()
+    for mode in (utils.DisaggregationMode.PREFILL, utils.DisaggregationMode.DECODE):
+        args = side.args()
+        args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens = pool.get_contiguous_buf_infos()
+        utils.setup_state_kv_args(args, pool)
+        words = said(lambda args=args, mode=mode: kind("MANAGER")(args, mode, runtime_context.get_server_args(), False))
+        assert "'swa' came" in words, words
+        assert "--disable-hybrid-swa-memory" in words, words
 
 
 def the_entry_point_tells_its_name() -> None:
@@ -407,6 +429,7 @@ CASES: dict[str, Callable[[], None]] = {
         memory_may_be_released_and_come_back,
         a_late_write_never_meets_another_owner,
         mistakes_are_named,
+        windows_in_a_pool_of_their_own_are_refused,
         the_entry_point_tells_its_name,
         other_backends_are_as_they_were,
     )

@@ -27,6 +27,7 @@ CASES = (
     "memory_may_be_released_and_come_back",
     "a_late_write_never_meets_another_owner",
     "mistakes_are_named",
+    "windows_in_a_pool_of_their_own_are_refused",
     "the_entry_point_tells_its_name",
     "other_backends_are_as_they_were",
 )
