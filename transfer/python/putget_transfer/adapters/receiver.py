@@ -74,7 +74,7 @@ class Receiver:
             name: The engine's name, for errors.
             rank: This worker, counted over all replicas.
             rendezvous: Where trainers and workers meet.
-            engine: The engine that receives. It is closed with this object.
+            engine: The engine that receives. `shutdown` closes it.
             params: The trainers' parameters.
             slots: This worker's slots, with the memory that versions land in.
             settings: What all have agreed on.
@@ -142,19 +142,31 @@ class Receiver:
         while offers and not rollout.ready(SLICE_S):
             watch()
 
-    def finish(self) -> None:
-        """Bring the version that has landed into force, if the trainers have decided so; otherwise give it up."""
-        if self.version is None:
+    def finish(self, decided: int | None = None) -> None:
+        """Bring the version that has landed into force, if the trainers have decided so; otherwise give it up.
+
+        Args:
+            decided: The version that the caller's word has decided for; None: what the rendezvous says counts.
+
+        Raises:
+            UpdateFailed: Another version was decided for than has landed, or the rendezvous does not say: the engine
+                must not label the old version as the new one.
+        """
+        version = self.version
+        number = None if version is None else version.number
+        if decided is not None and decided != number:
+            raise UpdateFailed(f"{self.name} worker {self.rank}: version {decided} was decided; {number} has landed")
+        if version is None or number is None:
             return
-        number = self.version.number
         try:
-            decided = self.rendezvous.has(f"commit/{number}")
+            is_decided = decided is not None or self.rendezvous.has(f"commit/{number}")
         except UpdateFailed:
-            decided = False
-        if not decided or self.rollout is None:
+            self.give_up("the trainer is gone")
+            raise
+        if self.rollout is None or not is_decided:
             self.give_up("the trainer has not decided for it")
             return
-        self.version.done.result()  # it has voted: otherwise the trainer would not have decided
+        version.done.result()  # it has voted: otherwise the trainer would not have decided
         self.version = None
         self.rollout.commit(number)
         self._tell()
@@ -176,7 +188,7 @@ class Receiver:
             lands_inside = self.settings.commit == "paused" and rollout.state == "filling"
             self.changed(rollout.state == "torn" or lands_inside)
 
-    def close(self) -> None:
+    def shutdown(self) -> None:
         """Give up what is landing, and close the engine. The model keeps its weights."""
         self.give_up("the transfer engine was shut down")
         self.pool.shutdown(wait=False)

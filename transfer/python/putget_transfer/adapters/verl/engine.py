@@ -224,7 +224,7 @@ class PutgetCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         if self.sender is not None:
             self.sender.close()
         if self.receiver is not None:
-            self.receiver.close()
+            self.receiver.shutdown()
         self.sender = self.receiver = None
         self.tensors = {}
         if not self.is_master:

@@ -133,7 +133,7 @@ class PutgetWeightTransferEngine(WeightTransferEngine[WorkerInit, WorkerUpdate])
     def shutdown(self) -> None:
         """Give up what is landing, and close the engine. The model keeps its weights."""
         if self.receiver is not None:
-            self.receiver.close()
+            self.receiver.shutdown()
             self.receiver = None
 
 
