@@ -1,4 +1,4 @@
-"""The grouped FP8 product on one GPU: every kind of tiles at every number of rows, and BF16 through torch._grouped_mm.
+"""The grouped FP8 product on one GPU: Triton's with every kind of tiles, the library's, and torch._grouped_mm in BF16.
 
     python benchmarks/grouped_fp8.py
 
@@ -38,8 +38,8 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[64, 256, 1024, 4096, 16384])
     given = parser.parse_args()
     names = [f"{'transposed ' if tiles.weights_first else ''}{tiles.rows}" for tiles in TILES]
-    print("| n | k | rows | chosen | " + " | ".join(names) + " | GB/s | TFLOPS | BF16 |")
-    print("|---" * (len(TILES) + 7) + "|")
+    print("| n | k | rows | chosen | " + " | ".join(names) + " | library | GB/s | TFLOPS | BF16 |")
+    print("|---" * (len(TILES) + 8) + "|")
     for n, k in SHAPES:
         weights, scales = _weights(given.num_experts, n, k)
         dense = weights.to(torch.bfloat16).transpose(1, 2)
@@ -63,9 +63,13 @@ def _row(n: int, k: int, count: int, weights: Tensor, scales: Tensor, dense: Ten
         )
 
     times = []
-    for tiles in TILES:
+    ways: dict[str, Callable[[], None]] = {str(tiles): run(tiles) for tiles in TILES}
+    ways["library"] = lambda: grouped_fp8._native_product(
+        rows, row_scales, weights, scales, starts, counts, out, -(-count // num_experts), None
+    )
+    for name, way in ways.items():
         out.fill_(float("nan"))
-        run(tiles)()
+        way()
         for row in range(0, count, max(1, count // 8)):
             index = int(sorted_expert[row])
             want = grouped_fp8.dequantise_blocks(weights[index], scales[index]) @ grouped_fp8.dequantise_rows(
@@ -73,8 +77,8 @@ def _row(n: int, k: int, count: int, weights: Tensor, scales: Tensor, dense: Ten
             )
             error = float((out[row].float() - want).norm() / want.norm())
             if not error <= _TOLERANCE:
-                raise SystemExit(f"{tiles}: row {row} is wrong by {error}")
-        times.append(_microseconds(run(tiles)))
+                raise SystemExit(f"{name}: row {row} is wrong by {error}")
+        times.append(_microseconds(way))
     ends = counts.cumsum(0).to(torch.int32)
     bf16 = _microseconds(lambda: torch._grouped_mm(x, dense, offs=ends))
     best = min(times)

@@ -108,6 +108,31 @@ else()
   message(NOTICE "putget: CPU part only (${PUTGET_NO_CUDA})")
 endif()
 
+# Adds a folder of native whose kernels use instructions of one chip: machine code for that chip alone, no PTX.
+function(putget_add_cuda_of_chip target folder architecture)
+  if(NOT PUTGET_NVCC)
+    return()
+  endif()
+  file(GLOB sources CONFIGURE_DEPENDS ${folder}/*.cu)
+  set(objects ${target}_${architecture})
+  add_library(${objects} OBJECT ${sources})
+  set_target_properties(${objects} PROPERTIES
+    CUDA_ARCHITECTURES ${architecture}-real
+    CUDA_STANDARD 17
+    CUDA_STANDARD_REQUIRED ON
+    CUDA_VISIBILITY_PRESET hidden
+    CUDA_RUNTIME_LIBRARY Static
+    POSITION_INDEPENDENT_CODE ON)
+  target_compile_definitions(${objects} PRIVATE $<TARGET_PROPERTY:${target},COMPILE_DEFINITIONS>)
+  target_include_directories(${objects} PRIVATE native/include native)
+  target_include_directories(${objects} SYSTEM PRIVATE ${PUTGET_CUDA_ROOT}/include)
+  target_compile_options(${objects} PRIVATE -Xcompiler=-Wall,-Wextra --expt-relaxed-constexpr)
+  if(PUTGET_WERROR)
+    target_compile_options(${objects} PRIVATE -Werror=all-warnings)
+  endif()
+  target_sources(${target} PRIVATE $<TARGET_OBJECTS:${objects}>)
+endfunction()
+
 # Adds a folder of native to `target`, if there is a compiler for it.
 function(putget_add_cuda target folder)
   if(NOT PUTGET_NVCC)

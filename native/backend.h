@@ -8,6 +8,7 @@
 #include "balancer/choice.h"
 #include "error.h"
 #include "moe/plan.h"
+#include "moe/product.h"
 #include "protocol/domains/plan.h"
 #include "protocol/round/state.h"
 
@@ -164,6 +165,7 @@ void moe_count_routes(const moe::RoutesCall& call, bool ids_are_64bit, const Que
 void moe_compact(const moe::CompactCall& call, bool ids_are_64bit, const Queue& queue);
 void moe_activate(const moe::ActivationCall& call, OutputType type, moe::Gate gate, const Queue& queue);
 void moe_finalize(const moe::Grouping& group, const moe::FinalizeCall& call, OutputType type, const Queue& queue);
+void moe_product(const moe::GroupedProduct& product, const Queue& queue);
 // `memory`: the same, where shared memory has no room for it.
 void choose_replicas(const balancer::ChoiceCall<int32_t>& call, uint32_t* memory, const Queue& queue);
 void choose_replicas(const balancer::ChoiceCall<int64_t>& call, uint32_t* memory, const Queue& queue);

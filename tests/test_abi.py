@@ -42,6 +42,7 @@ MOE_STRUCTS = {
     "putget_moe_place_pairs_args": _abi.MoePlacePairsArgs,
     "putget_moe_sum_pairs_args": _abi.MoeSumPairsArgs,
     "putget_moe_activation_args": _abi.MoeActivationArgs,
+    "putget_moe_product_args": _abi.MoeProductArgs,
 }
 NODES_STRUCTS = {"putget_engine_config": _abi.EngineConfig, "putget_nodes_config": _abi.DomainsConfig}
 BALANCER_STRUCTS = {

@@ -18,6 +18,7 @@ using putget::capi::guarded;
 
 constexpr uint64_t kMostRows = (uint64_t{1} << 31) - 1;
 constexpr uint32_t kMostRowBytes = 1u << 26;
+constexpr uint32_t kMostExperts = 1024;
 
 static_assert(PUTGET_SCALES_EXPONENTS == static_cast<int>(putget::moe::ScaleForm::kExponent));
 static_assert(PUTGET_SILU == static_cast<int>(putget::moe::Gate::kSilu) &&
@@ -423,5 +424,35 @@ putget_status putget_moe_activate(const putget_moe_activation_args* args) {
     } else {
       putget::cuda::moe_activate(call, type, gate, {args->ordinal, args->stream});
     }
+  });
+}
+
+putget_status putget_moe_product(const putget_moe_product_args* args) {
+  return guarded([&] {
+    require_version(args, "args");
+    require_range("device", args->device, PUTGET_CUDA, PUTGET_CUDA);
+    require_range("num_experts", args->num_experts, 1, kMostExperts);
+    require_range("capacity", args->capacity, 1, kMostRows);
+    require_range("n", args->n, 1, kMostRowBytes);
+    require_range("k", args->k, 1, kMostRowBytes);
+    require(args->n % putget::kScaleBlock == 0 && args->k % putget::kScaleBlock == 0,
+            "n is " + std::to_string(args->n) + " and k is " + std::to_string(args->k) + ", expected multiples of " +
+                std::to_string(putget::kScaleBlock));
+    require(uint64_t{args->num_experts} * args->n <= kMostRows, "num_experts * n is too large");
+    require_range("num_sms", args->num_sms, 0, putget::capi::kMaxSms);
+    require_pointer("rows", args->rows);
+    require_pointer("row_scales", args->row_scales);
+    require_pointer("weights", args->weights);
+    require_pointer("weight_scales", args->weight_scales);
+    require_pointer("out", args->out);
+    require_pointer("starts", args->starts);
+    require_pointer("counts", args->counts);
+    require((address(args->rows) | address(args->weights) | address(args->out)) % 16 == 0,
+            "rows, weights or out is not aligned to 16 bytes");
+    const putget::moe::GroupedProduct product{args->rows,     args->row_scales, args->weights, args->weight_scales,
+                                              args->out,      args->starts,     args->counts,  args->num_experts,
+                                              args->capacity, args->n,          args->k,       args->expected_rows,
+                                              args->num_sms};
+    putget::cuda::moe_product(product, {args->ordinal, args->stream});
   });
 }

@@ -28,6 +28,7 @@ void moe_send_pairs(const moe::SendPairsCall&, bool, const Queue&) { unavailable
 void moe_place_pairs(const moe::PlacePairsCall&, const Queue&) { unavailable(); }
 void moe_sum_pairs(const moe::SumPairsCall&, bool, const Queue&) { unavailable(); }
 void moe_activate(const moe::ActivationCall&, OutputType, moe::Gate, const Queue&) { unavailable(); }
+void moe_product(const moe::GroupedProduct&, const Queue&) { unavailable(); }
 void moe_finalize(const moe::Grouping&, const moe::FinalizeCall&, OutputType, const Queue&) { unavailable(); }
 void choose_replicas(const balancer::ChoiceCall<int32_t>&, uint32_t*, const Queue&) { unavailable(); }
 void choose_replicas(const balancer::ChoiceCall<int64_t>&, uint32_t*, const Queue&) { unavailable(); }

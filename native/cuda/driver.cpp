@@ -53,6 +53,7 @@ Driver load() {
   look_up(library, "cuMemSetAccess", &driver.set_access);
   look_up(library, "cuMemExportToShareableHandle", &driver.export_handle);
   look_up(library, "cuMemImportFromShareableHandle", &driver.import_handle);
+  look_up(library, "cuTensorMapEncodeTiled", &driver.encode_tiled);
   look_up_contexts(library, driver);
   const CUresult status = driver.init(0);
   if (status != CUDA_SUCCESS) {

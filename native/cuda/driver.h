@@ -27,6 +27,7 @@ struct Driver {
   decltype(&cuMemSetAccess) set_access;
   decltype(&cuMemExportToShareableHandle) export_handle;
   decltype(&cuMemImportFromShareableHandle) import_handle;
+  decltype(&cuTensorMapEncodeTiled) encode_tiled;
   // Null before CUDA 12.4, all of them:
   decltype(&cuStreamGetGreenCtx) stream_green_context;
   decltype(&cuGreenCtxGetDevResource) green_context_resource;

@@ -252,6 +252,28 @@ typedef struct putget_moe_activation_args {
   void* stream; /* cudaStream_t */
 } putget_moe_activation_args;
 
+/* The grouped product of block-scaled FP8 rows and the weights of their experts. CUDA only. */
+typedef struct putget_moe_product_args {
+  uint32_t size;
+  uint32_t magic;
+  uint32_t device;            /* putget_device */
+  int32_t ordinal;            /* CUDA device number */
+  const void* rows;           /* [capacity, k] E4M3 */
+  const float* row_scales;    /* [capacity, k / 128] */
+  const void* weights;        /* [num_experts, n, k] E4M3 */
+  const float* weight_scales; /* [num_experts, n / 128, k / 128] */
+  void* out;                  /* [capacity, n] bfloat16 */
+  const int32_t* starts;      /* [num_experts] first row of each expert */
+  const int32_t* counts;      /* [num_experts] its rows */
+  uint32_t num_experts;       /* at most 1024 */
+  uint32_t capacity;
+  uint32_t n;             /* a multiple of 128 */
+  uint32_t k;             /* a multiple of 128 */
+  uint32_t expected_rows; /* of an expert; changes the speed alone */
+  uint32_t num_sms;       /* most SMs that are used; 0: all */
+  void* stream;           /* cudaStream_t */
+} putget_moe_product_args;
+
 /* Around the experts: rows grouped by local expert and back. These read what a dispatch delivered, and need no peer. On
  * CUDA they only enqueue. */
 PUTGET_API putget_status putget_moe_layout_of(const putget_moe_config* config, putget_moe_layout* layout);
@@ -267,6 +289,9 @@ PUTGET_API putget_status putget_moe_send_pairs(const putget_moe_send_pairs_args*
 PUTGET_API putget_status putget_moe_place_pairs(const putget_moe_place_pairs_args* args);
 PUTGET_API putget_status putget_moe_sum_pairs(const putget_moe_sum_pairs_args* args);
 PUTGET_API putget_status putget_moe_activate(const putget_moe_activation_args* args);
+
+/* PUTGET_UNAVAILABLE where the build or the GPU has not the instructions: those of compute capability 9.0. */
+PUTGET_API putget_status putget_moe_product(const putget_moe_product_args* args);
 
 #ifdef __cplusplus
 }

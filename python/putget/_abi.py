@@ -482,6 +482,29 @@ class MoeActivationArgs(Versioned):
     ]
 
 
+class MoeProductArgs(Versioned):
+    _fields_ = [
+        ("size", c_uint32),
+        ("magic", c_uint32),
+        ("device", c_uint32),
+        ("ordinal", c_int32),
+        ("rows", c_void_p),
+        ("row_scales", c_void_p),
+        ("weights", c_void_p),
+        ("weight_scales", c_void_p),
+        ("out", c_void_p),
+        ("starts", c_void_p),
+        ("counts", c_void_p),
+        ("num_experts", c_uint32),
+        ("capacity", c_uint32),
+        ("n", c_uint32),
+        ("k", c_uint32),
+        ("expected_rows", c_uint32),
+        ("num_sms", c_uint32),
+        ("stream", c_void_p),
+    ]
+
+
 class Gpu(Versioned):
     _fields_ = [
         ("size", c_uint32),
@@ -550,6 +573,7 @@ _FUNCTIONS: dict[str, list[Any]] = {
     "putget_moe_place_pairs": [POINTER(MoePlacePairsArgs)],
     "putget_moe_sum_pairs": [POINTER(MoeSumPairsArgs)],
     "putget_moe_activate": [POINTER(MoeActivationArgs)],
+    "putget_moe_product": [POINTER(MoeProductArgs)],
     "putget_gpu_count": [POINTER(c_uint32)],
     "putget_gpu_report": [c_uint32, POINTER(Gpu)],
     "putget_balance": [c_void_p],  # the structures: putget._abi_balancer

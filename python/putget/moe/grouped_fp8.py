@@ -2,23 +2,32 @@
 
 The recipe is that of DeepSeek-V3 (technical report, section 3.3.2): weights are E4M3 with one float32 scale per
 128x128 block, activations E4M3 with one float32 scale per row and 128 values. A product of 128 values is scaled, and
-added up in float32. On CUDA these are Triton kernels, which are imported at the first call.
+added up in float32. On CUDA the product of many rows is the library's kernel where GPU and sizes allow it. Otherwise,
+and for quantisation, Triton's kernels run, which are imported at the first call. Both products give the same bits.
 """
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import importlib
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
+from putget import _abi
 from putget._arguments import check_tensor
+from putget._log import logger
 from putget.errors import BackendUnavailable
+from putget.memory.workspace import current_stream
 
 GROUP = 128
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _LARGEST = 448.0  # of E4M3
+_NATIVE_CAPABILITY = (9, 0)  # the library's kernel has machine code for no other
+_NATIVE_EXPERTS = 1024
+_NATIVE_ROWS = 256  # of an expert: with fewer, Triton's product is as fast or faster (benchmarks/grouped_fp8.py)
 _SMALLEST = 1e-12  # amax of a group: one of zeros must not divide by zero
 
 
@@ -113,6 +122,62 @@ def dequantise_blocks(codes: Tensor, scales: Tensor) -> Tensor:
     return codes.float() * scales.repeat_interleave(GROUP, 0).repeat_interleave(GROUP, 1)
 
 
+@functools.cache
+def _has_native_product(device: torch.device) -> bool:
+    """Whether the library's kernel runs on this GPU. Where it does not, the log says so once."""
+    if torch.cuda.get_device_capability(device) == _NATIVE_CAPABILITY:
+        return True
+    logger.info("FP8 experts on %s: compute capability is not 9.0, so products are Triton's", device)
+    return False
+
+
+@functools.cache
+def _say_too_many(num_experts: int) -> None:
+    logger.info("FP8 experts: %d on one rank, more than %d, so products are Triton's", num_experts, _NATIVE_EXPERTS)
+
+
+def _takes(device: torch.device, num_experts: int, weight_rows: int) -> bool:
+    """Whether the library's kernel takes these sizes."""
+    if num_experts > _NATIVE_EXPERTS or weight_rows >= 1 << 31:
+        _say_too_many(num_experts)
+        return False
+    return _has_native_product(device)
+
+
+def _native_product(
+    rows: Tensor,
+    row_scales: Tensor,
+    weights: Tensor,
+    weight_scales: Tensor,
+    starts: Tensor,
+    counts: Tensor,
+    out: Tensor,
+    expected_rows: int,
+    num_sms: int | None,
+) -> None:
+    """The kernel of the library; writes into out. At least one row and one expert."""
+    num_experts, n, k = weights.shape
+    args = _abi.MoeProductArgs(
+        device=_abi.DEVICE_CUDA,
+        ordinal=rows.device.index or 0,
+        rows=rows.data_ptr(),
+        row_scales=row_scales.data_ptr(),
+        weights=weights.data_ptr(),
+        weight_scales=weight_scales.data_ptr(),
+        out=out.data_ptr(),
+        starts=starts.data_ptr(),
+        counts=counts.data_ptr(),
+        num_experts=num_experts,
+        capacity=len(rows),
+        n=n,
+        k=k,
+        expected_rows=max(1, expected_rows),
+        num_sms=num_sms or 0,
+        stream=current_stream(rows.device),
+    )
+    _abi.call("putget_moe_product", ctypes.byref(args))
+
+
 def grouped_fp8_mm(
     rows: Tensor,
     row_scales: Tensor,
@@ -161,7 +226,9 @@ def grouped_fp8_mm(
     out = torch.empty((rows.shape[0], n), dtype=torch.bfloat16, device=rows.device)
     if rows.is_cuda:
         if len(rows) and num_experts:
-            _kernels().grouped_mm(rows, row_scales, weights, weight_scales, starts, counts, out, expected_rows, num_sms)
+            native = expected_rows >= _NATIVE_ROWS and _takes(device, num_experts, n * num_experts)
+            product = _native_product if native else _kernels().grouped_mm
+            product(rows, row_scales, weights, weight_scales, starts, counts, out, expected_rows, num_sms)
         return out
     for expert, (start, count) in enumerate(zip(starts.tolist(), counts.tolist(), strict=True)):
         if count:

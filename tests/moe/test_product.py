@@ -1,0 +1,87 @@
+"""The library's kernel of the grouped FP8 product: what it refuses, when it is used, and its bits."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from typing import Any
+
+import pytest
+import torch
+
+from putget import _abi
+from putget.moe import grouped_fp8
+from tests.moe.test_grouped_fp8 import PRODUCTS, Product
+
+# Both warpgroups, one of them, several tiles with a part of one, an odd number of blocks, and experts without rows.
+LARGER = (
+    Product((129, 0, 64, 300), n=384, k=640, seed=5),
+    Product((1, 257, 512), n=256, k=1024, gap=3, seed=6),
+)
+
+
+def _arguments(**changed: Any) -> _abi.MoeProductArgs:
+    """Arguments that only a build with CUDA could use: of memory that nothing reads."""
+    names = ("rows", "row_scales", "weights", "weight_scales", "out", "starts", "counts")
+    given = {
+        "device": _abi.DEVICE_CUDA,
+        **dict.fromkeys(names, 4096),
+        **{"num_experts": 2, "capacity": 8, "n": 256, "k": 128, "expected_rows": 4},
+        **changed,
+    }
+    return _abi.MoeProductArgs(**given)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"n": 100}, "n is 100"),
+        ({"k": 192}, "k is 192"),
+        ({"num_experts": 1025}, "num_experts"),
+        ({"capacity": 0}, "capacity"),
+        ({"device": _abi.DEVICE_CPU}, "device"),
+        ({"rows": 4097}, "16 bytes"),
+        ({"counts": None}, "counts"),
+    ],
+)
+def test_wrong_arguments(changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        _abi.call("putget_moe_product", ctypes.byref(_arguments(**changed)))
+
+
+def test_other_gpus_run_triton_and_the_log_says_so_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    device = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (10, 0))
+    grouped_fp8._has_native_product.cache_clear()
+    try:
+        with caplog.at_level(logging.INFO, logger="putget"):
+            assert not any(grouped_fp8._takes(device, 8, 4096) for _ in range(3))
+    finally:
+        grouped_fp8._has_native_product.cache_clear()
+    assert [record.getMessage() for record in caplog.records] == [
+        "FP8 experts on cuda:0: compute capability is not 9.0, so products are Triton's"
+    ]
+
+
+def test_too_many_experts_run_triton() -> None:
+    assert not grouped_fp8._takes(torch.device("cuda", 0), 1025, 4096)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("product", [*PRODUCTS, *LARGER], ids=str)
+def test_the_bits_are_those_of_triton(product: Product) -> None:
+    if not grouped_fp8._takes(torch.device("cuda", 0), len(product.counts), product.n):
+        pytest.skip("the kernel is for compute capability 9.0")
+    made = {name: tensor.cuda() for name, tensor in product.make().items()}
+    if not len(made["rows"]):
+        pytest.skip("no rows")
+    want = torch.full((len(made["rows"]), product.n), float("nan"), dtype=torch.bfloat16, device="cuda")
+    got = want.clone()
+    grouped_fp8._kernels().grouped_mm(**made, out=want, expected_rows=1000, num_sms=None)
+    grouped_fp8._native_product(**made, out=got, expected_rows=1000, num_sms=None)
+    assert product.wrong_rows(made, got) == []
+    # Rows of no expert stay as they were, too.
+    assert torch.equal(got.view(torch.int16), want.view(torch.int16))
