@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from typing import Any
 
 import pytest
 
@@ -148,3 +150,28 @@ def test_a_bell_rings_until_it_is_cleared() -> None:
     bell.clear()
     bell.clear()
     assert not bell.is_set()
+
+
+def leave_one_out(rank: Rank) -> list[Any]:
+    """A body: rank 1 has begun a pass, of which rank 2 alone has heard, when the others leave it out."""
+    step = rank.state["step"] = Lockstep(rank.comm)
+    if rank.rank == 1:
+        step.begin()
+        with contextlib.suppress(putget.PeerTimeout):
+            step.wait(None, PATIENCE_S)  # until a rank has closed its end
+        return []
+    while step.begun() is None:
+        step.wait(None, PATIENCE_S)
+    step.leave_out([1])
+    before = step.begun()
+    if rank.rank == 2:
+        step.join(0)
+    return [before, step.begun(), step.end(), step.begun(), step.number]
+
+
+def test_passes_of_a_rank_that_is_left_out_are_forgotten_but_for_ranks_that_are_in_them() -> None:
+    with fresh_ranks(3) as ranks:
+        for rank in range(3):
+            ranks.submit(rank, leave_one_out)
+        found = ranks.results((0, 2))
+    assert found == {0: [None, None, None, None, 1], 2: [None, "model", None, None, 1]}

@@ -15,7 +15,7 @@ import socket
 import struct
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from putget.errors import PeerTimeout, ProtocolMisuse
 from putget.group import reach
@@ -162,6 +162,20 @@ class Lockstep:
         with contextlib.suppress(PeerTimeout):
             self._listen()
         return min(self._finished.values()) >= self._finished[self._rank]
+
+    def leave_out(self, ranks: Iterable[int]) -> None:
+        """Goes on without some ranks, as all others do. Passes that they alone have begun are forgotten."""
+        for rank in ranks:
+            peer = self._peers.pop(rank, None)
+            if peer is not None:
+                peer.close()
+            for kept in (self._begun, self._later, self._rest, self._finished):
+                kept.pop(rank, None)
+            self._lost.discard(rank)
+
+    def join(self, rank: int) -> None:
+        """Takes part in the next pass, in which a rank is that has heard of it from one that is left out."""
+        self._begun.setdefault(rank, self._own if self._own != _NOTHING else 0)
 
     def close(self) -> None:
         """Ends the connections: others see that this rank is gone. Idempotent."""

@@ -18,7 +18,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from putget import AllToAll, Communicator, Payload, ProtocolMisuse, PutgetError, Workspace, workspace_bytes
+from putget import (
+    AllToAll,
+    Communicator,
+    Payload,
+    PeerLeft,
+    PeerTimeout,
+    ProtocolMisuse,
+    PutgetError,
+    Workspace,
+    workspace_bytes,
+)
 
 # An engine compiles and tunes kernels during its first steps, and one rank can take much longer over it than another.
 TIMEOUT_S = 120.0
@@ -331,6 +341,27 @@ class SharedWorkspace:
         assert self._workspace is not None
         self._workspace.set_active_ranks(mask)
         self.open_round = None
+
+    def recover(self) -> tuple[int, ...]:
+        """Goes on with the ranks that answer, of those that are active now. Collective among these.
+
+        Returns:
+            The ranks that go on. A rank that was left out before stays out.
+
+        Raises:
+            PeerTimeout: A rank has left the call by an error of its own: call it again.
+        """
+        wanted = {rank for rank, is_active in enumerate(self.active_ranks) if is_active}
+        assert self._workspace is not None
+        self.open_round = None
+        while True:
+            try:
+                self._workspace.set_active_ranks([rank in wanted for rank in range(self.comm.size)])
+                return tuple(sorted(wanted))
+            except PeerLeft:
+                raise
+            except PeerTimeout as error:
+                wanted -= set(error.missing)
 
     def all_to_all(self, recipe: Recipe) -> AllToAll:
         """The all-to-all for this recipe; making it, at the first call, is collective.

@@ -26,7 +26,8 @@ from putget.adapters.engines import require_names
 from putget.adapters.shared import communicator_of
 from putget.adapters.transformers.batching import batching_manager
 from putget.adapters.transformers.exchange import ExpertExchange, check_experts, require_transformers
-from putget.adapters.transformers.spreading import Spread, spread
+from putget.adapters.transformers.passes import Spread
+from putget.adapters.transformers.spreading import spread
 
 NAME = "putget"
 _MODULE = "transformers.distributed.expert_parallel"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from putget.adapters.engines import require_names
-from putget.adapters.transformers.spreading import Spread
+from putget.adapters.transformers.passes import Spread
 from putget.lockstep import Bell
 
 _MODULE = "transformers.generation.continuous_batching.continuous_api"
@@ -67,9 +67,9 @@ class LockstepBatching:
         """One pass, or a sleep. Whether the loop goes on."""
         lockstep = self.spread.lockstep
         if batch_processor.prepare_next_batch():
-            lockstep.begin()
+            self.spread.begin()
             self._generation_step()  # type: ignore[attr-defined]
-            lockstep.end()
+            self.spread.end_pass()
             self.current_batch += 1
             batch_processor.update_batch()
             return True
@@ -84,10 +84,10 @@ class LockstepBatching:
             if lockstep.all_finished:
                 self._has_finished = False
                 return False
-        if lockstep.begun() is not None:
+        if self.spread.begun() is not None:
             self.spread.idle_pass()
         else:
-            lockstep.wait(self._wake_up_loop, _SLEEP_S)
+            self.spread.wait(self._wake_up_loop, _SLEEP_S)
             self._wake_up_loop.clear()
         return True
 

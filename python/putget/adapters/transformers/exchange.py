@@ -33,7 +33,7 @@ class ExpertExchange:
     timeout_s: float = TIMEOUT_S
     num_local_experts: int
     experts_forward: Callable[..., torch.Tensor]
-    layer: int | None = None
+    num_stats: int = 0
     remedy: str
     _rounds: Rounds | None = None
 
@@ -58,13 +58,16 @@ class ExpertExchange:
             raise ValueError(
                 f"a rank sends {len(rows)} tokens, the workspace is for {rounds.max_tokens_per_rank}: {self.remedy}"
             )
-        told = None if self.layer is None else torch.tensor([self.layer], dtype=torch.int32, device=rows.device)
         received = rounds.dispatch(
-            ids.contiguous(), weights.float().contiguous(), [rows.contiguous()], names=["hidden_states"], stats=told
+            ids.contiguous(),
+            weights.float().contiguous(),
+            [rows.contiguous()],
+            names=["hidden_states"],
+            stats=self.stats(),
         )
         announce_launch("transformers", rounds.all_to_all, len(rows))
         if received.stats is not None:
-            self._require_same_layer(received.stats, rounds)
+            self.hear(received.stats)
         flat = received.flat
         local = flat.topk_ids.long() - self._first
         elsewhere = (local < 0) | (local >= self.num_local_experts)
@@ -90,11 +93,12 @@ class ExpertExchange:
         except ProtocolMisuse:
             return None
 
-    def _require_same_layer(self, told: torch.Tensor, rounds: Rounds) -> None:
-        for rank, (layer,) in enumerate(told.tolist()):
-            if layer != self.layer:
-                own = rounds.shared.comm.rank
-                raise ProtocolMisuse(f"rank {own} is in layer {self.layer}, rank {rank} in layer {layer}")
+    def stats(self) -> torch.Tensor | None:
+        """Numbers that this rank tells all ranks in the next round: int32 [num_stats]."""
+        return None
+
+    def hear(self, told: torch.Tensor) -> None:
+        """Takes what all ranks have told in a round: int32 [ep_size, num_stats]."""
 
     def _rounds_for(self, rows: torch.Tensor, top_k: int) -> Rounds:
         """The rounds of this layer, made at the first call (collective)."""
@@ -123,7 +127,7 @@ class ExpertExchange:
                 max_tokens_per_rank=self.max_tokens_per_rank,
                 output=output,
                 expert_to_rank=owners,
-                num_stats=0 if self.layer is None else 1,
+                num_stats=self.num_stats,
             )
         return self._rounds
 

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import hashlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from putget import Communicator
+from putget import Communicator, ProtocolMisuse
 from putget.adapters import placement
-from putget.adapters.shared import TIMEOUT_S, close_shared
+from putget.adapters.shared import TIMEOUT_S, SharedWorkspace
 from putget.adapters.transformers.exchange import ExpertExchange, check_experts, require_transformers
-from putget.lockstep import Lockstep
+from putget.adapters.transformers.passes import Guard, Spread
+from putget.adapters.transformers.slots import NEVER, LayerSlots, expert_bytes, make_balancer, placement_of, slots_of
+from putget.balancer import Balancer, HostStore, PlanOptions
 
 _SETUP_S = 300.0  # ranks load their weights at their own pace
 _LOOKED_AT = 1024  # values of each tensor that ranks compare
-_SLEEP_S = 1.0
 
 
 class SpreadExperts(ExpertExchange):
@@ -26,36 +26,42 @@ class SpreadExperts(ExpertExchange):
     Args:
         experts: transformers' module, whose weights are replaced by this rank's part.
         comm: The ranks.
-        layer: Its number, which ranks compare in each round; None: they do not.
+        number: The layer's place in a pass.
+        slots: Where experts may have replicas, or move; None: each rank has its experts once.
+        checks: Whether ranks compare the number in each round.
         max_tokens_per_rank: Most tokens that one rank sends.
         timeout_s: Deadline of a wait in a round, in seconds.
         top_k: Experts of a token.
         hidden_size: Elements of a row.
+
     """
 
     remedy = "call spread(max_tokens_per_rank=...) with more"
+    _guard: Guard | None = None
+    _balancer: Balancer | None = None
 
     def __init__(
         self,
         experts: Any,
-        comm: Communicator,
         *,
-        layer: int | None,
+        comm: Communicator,
+        number: int,
+        slots: LayerSlots | None,
+        checks: bool,
         max_tokens_per_rank: int,
         timeout_s: float,
         top_k: int,
         hidden_size: int,
     ) -> None:
-        self._comm = comm
-        self._owners = placement.linear(experts.num_experts, comm.size)
+        self._comm, self._number, self._slots, self._checks = comm, number, slots, checks
+        self._owners = placement.linear(experts.num_experts, comm.size) if slots is None else slots.owners
         self.num_local_experts = self._owners.count(comm.rank)
         self.max_tokens_per_rank, self.timeout_s = max_tokens_per_rank, timeout_s
         self.experts_forward = experts.forward
-        self.layer = layer
         first = self._owners.index(comm.rank)
         for name, weight in list(experts.named_parameters(recurse=False)):
-            part = weight.detach()[first : first + self.num_local_experts].clone()
-            setattr(experts, name, torch.nn.Parameter(part, requires_grad=False))
+            own = weight.detach()[first : first + self.num_local_experts].clone() if slots is None else slots.own[name]
+            setattr(experts, name, torch.nn.Parameter(own, requires_grad=False))
         experts.num_experts = self.num_local_experts
         experts._is_expert_parallel = True  # transformers' kernels leave out the id that stands for "none"
         experts.forward = self
@@ -66,8 +72,13 @@ class SpreadExperts(ExpertExchange):
             weight.new_empty(0, top_k),
         )
 
+    def attach(self, guard: Guard, balancer: Balancer | None) -> None:
+        """Runs rounds by the guard from now on; the balancer's numbers travel with them."""
+        self._guard, self._balancer = guard, balancer
+        self.num_stats = int(self._checks) + (0 if balancer is None else balancer.stats.numel())
+
     def group(self) -> tuple[Communicator, placement.Table]:
-        """All ranks; the first ``num_experts % ep_size`` own one expert more."""
+        """All ranks; without slots, the first ``num_experts % ep_size`` own one expert more."""
         return self._comm, self._owners
 
     def __call__(
@@ -76,74 +87,63 @@ class SpreadExperts(ExpertExchange):
         """The weighted output of all ranks' experts for this rank's tokens; arguments as transformers has them."""
         if torch.is_grad_enabled() and (hidden_states.requires_grad or top_k_weights.requires_grad):
             raise ValueError("a spread model has no gradients: run it under torch.no_grad()")
-        return self.exchange(hidden_states, top_k_index, top_k_weights)
+        if self._slots is not None:
+            self._slots.count(top_k_index)
+        return self._guarded(hidden_states, top_k_index, top_k_weights)
 
     def idle(self) -> None:
         """The same without a token."""
-        self.exchange(*self._nothing)
+        self._guarded(*self._nothing)
 
+    def idle_once(self) -> None:
+        """The same without the guard."""
+        self._round(*self._nothing)
 
-class Spread:
-    """A model's expert layers on all ranks, as ``spread`` returns them.
+    @property
+    def shared(self) -> SharedWorkspace:
+        """The memory of its rounds, of which there was one."""
+        assert self._rounds is not None
+        return self._rounds.shared
 
-    Attributes:
-        comm: The ranks.
-        layers: The expert layers, in the order of a pass.
-        lockstep: The passes of all ranks.
-    """
+    def stats(self) -> torch.Tensor | None:
+        """The layer's number where ranks compare it, then the balancer's numbers."""
+        device = self._nothing[0].device
+        parts = [torch.tensor([self._number], dtype=torch.int32, device=device)] if self._checks else []
+        if self._balancer is not None:
+            parts.append(self._balancer.stats if self._number == 0 else torch.zeros_like(self._balancer.stats))
+        return torch.cat(parts) if parts else None
 
-    def __init__(self, model: Any, comm: Communicator, layers: list[SpreadExperts], timeout_s: float) -> None:
-        self.comm = comm
-        self.layers = layers
-        self.lockstep = Lockstep(comm, timeout_s=timeout_s)
-        self._model = model
+    def hear(self, told: torch.Tensor) -> None:
+        """Takes the same numbers of all ranks.
 
-    def idle_pass(self) -> None:
-        """Takes part in a pass of other ranks: the expert layers alone, without a token."""
-        with torch.no_grad():
-            for layer in self.layers:
-                layer.idle()
-        self.lockstep.end(was_idle=True)
-
-    @contextlib.contextmanager
-    def together(self) -> Iterator[None]:
-        """Inside of it each forward of the model is a pass; ranks may make different numbers of them.
-
-        At its end a rank takes part in the passes of others, until all have come there. All ranks enter it.
-
-            with spread.together():
-                model.generate(...)
+        Raises:
+            ProtocolMisuse: Another rank is in another layer.
         """
-        forward = self._model.forward
+        if self._balancer is not None and self._number == 0:
+            self._balancer.hear(told[:, int(self._checks) :])
+        if self._checks:
+            active = self.shared.active_ranks
+            for rank, layer in enumerate(told[:, 0].tolist()):
+                if layer != self._number and active[rank]:
+                    own = self._comm.rank
+                    raise ProtocolMisuse(f"rank {own} is in layer {self._number}, rank {rank} in layer {layer}")
 
-        def in_step(*args: Any, **options: Any) -> Any:
-            self.lockstep.begin()
-            found = forward(*args, **options)
-            self.lockstep.end()
-            return found
+    def _guarded(self, rows: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        if self._guard is None:
+            return self._round(rows, ids, weights)
+        return self._guard(lambda: self._round(rows, ids, weights))
 
-        self._model.forward = in_step
-        try:
-            yield
-        finally:
-            self._model.forward = forward
-        self.lockstep.finish()
-        while not self.lockstep.all_finished:
-            if self.lockstep.begun() is None:
-                self.lockstep.wait(None, _SLEEP_S)
-            else:
-                self.idle_pass()
-
-    def end(self) -> None:
-        """Frees the workspace and ends the connections; the model cannot run any more. Idempotent."""
-        self.lockstep.close()
-        close_shared(self.comm)
+    def _round(self, rows: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return self.exchange(rows, ids if self._slots is None else self._slots.choose(ids), weights)
 
 
 def spread(
     model: Any,
     comm: Communicator,
     *,
+    num_slots: int | None = None,
+    balance: str = "off",
+    plan: PlanOptions | None = None,
     max_tokens_per_rank: int = 4096,
     check_layers: bool = False,
     timeout_s: float = TIMEOUT_S,
@@ -154,17 +154,27 @@ def spread(
     Each rank keeps the weights of its own experts, in contiguous blocks; all else is whole on every rank. Ranks have
     requests of their own: run the model inside of ``Spread.together``, or by ``batching_manager``.
 
+    With spare slots, on CPUs alone, ranks of one host keep a copy of all experts in its memory. If a rank is lost, the
+    others take its experts from there, and run the interrupted round again. If they have no room, all raise an error.
+
     Args:
         model: A model for causal language modelling, on its device, the same on all ranks.
         comm: The ranks.
+        num_slots: Expert slots of all ranks together, a multiple of the ranks. For k ranks that may be lost, give
+            ``ep_size * ceil(num_experts / (ep_size - k))``. None: each rank has its experts once, or with ``balance``
+            a spare slot or two.
+        balance: "off": experts stay, and spare slots are empty. "static": spare slots hold replicas. "online": a
+            ``putget.balancer.Balancer`` moves experts while ranks serve.
+        plan: When that one plans, and what a plan may cost; the same on all ranks.
         max_tokens_per_rank: Most tokens that one rank sends in one pass; the workspace holds them from each rank.
         check_layers: Whether ranks say in each round which layer they are in. The host waits for it.
         timeout_s: Deadline of a wait in a pass, in seconds: as long as another rank may take for a layer.
         setup_timeout_s: Deadline in seconds for ranks to come here.
 
     Raises:
-        ValueError: The model has no experts, fewer than there are ranks, or quantised ones; max_tokens_per_rank is no
-            positive int; ranks have other weights, sizes or versions of transformers. Nothing has changed.
+        ValueError: The model has no experts, fewer than there are ranks, or quantised ones; a number or balance is not
+            allowed; ranks have other weights, sizes or versions of transformers. Nothing has changed.
+        MemoryError: The host has no room for a copy of all experts.
         BackendUnavailable: This transformers is not known.
         PeerTimeout: A rank did not come in time.
     """
@@ -173,9 +183,17 @@ def spread(
         raise ValueError(f"max_tokens_per_rank is {max_tokens_per_rank!r}, expected a positive int")
     found = _experts_of(model, comm.size)
     top_k, hidden_size = (_size_of(model, name) for name in ("num_experts_per_tok", "hidden_size"))
+    num_experts = found[0][1].num_experts
+    slots = slots_of(num_slots, balance, num_experts, comm.size)
+    if slots is not None and any(experts.num_experts != num_experts for _, experts in found):
+        raise ValueError("layers have other numbers of experts: leave num_slots and balance out")
+    if slots is not None and found[0][1].down_proj.device.type != "cpu":
+        raise ValueError("num_slots and balance are for experts on CPUs: leave them out")
     comm.compare(
         "spread",
         {
+            "num_slots": slots,
+            "balance": balance,
             "transformers": version,
             "max_tokens_per_rank": max_tokens_per_rank,
             "top_k": top_k,
@@ -186,19 +204,29 @@ def spread(
         },
         setup_timeout_s,
     )
-    layers = [
-        SpreadExperts(
-            experts,
-            comm,
-            layer=number if check_layers else None,
-            max_tokens_per_rank=max_tokens_per_rank,
-            timeout_s=timeout_s,
-            top_k=top_k,
-            hidden_size=hidden_size,
-        )
-        for number, (_, experts) in enumerate(found)
-    ]
-    return Spread(model, comm, layers, setup_timeout_s)
+    modules = [experts for _, experts in found]
+    make = functools.partial(
+        SpreadExperts,
+        comm=comm,
+        checks=check_layers,
+        max_tokens_per_rank=max_tokens_per_rank,
+        timeout_s=timeout_s,
+        top_k=top_k,
+        hidden_size=hidden_size,
+    )
+    if slots is None:
+        layers = [make(experts, number=number, slots=None) for number, experts in enumerate(modules)]
+        return Spread(model, comm, layers, setup_timeout_s)
+    placed = placement_of(len(modules), num_experts, slots, comm.size, balance != "off")
+    store = HostStore(comm, [expert_bytes(one) for one in modules], num_experts, timeout_s=setup_timeout_s)
+    layers, of_layers = [], []
+    for number, experts in enumerate(modules):
+        weights = {name: weight.detach() for name, weight in experts.named_parameters(recurse=False)}
+        of_layers.append(LayerSlots(weights, placed, number, comm, store))
+        layers.append(make(experts, number=number, slots=of_layers[number]))
+    comm.compare("host store", {"step": "saved"}, setup_timeout_s)
+    balancer = make_balancer(comm, of_layers, placed, plan if balance == "online" else NEVER, store, timeout_s)
+    return Spread(model, comm, layers, setup_timeout_s, balancer, store)
 
 
 def _experts_of(model: Any, ep_size: int) -> list[tuple[str, Any]]:

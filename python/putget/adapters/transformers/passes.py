@@ -1,0 +1,227 @@
+"""Passes of all ranks through a spread model: idle ranks take part, and ranks that are lost are left out."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from putget import AllToAll, Communicator, PeerTimeout, PutgetError
+from putget.adapters.shared import SharedWorkspace, close_shared
+from putget.balancer import Balancer, HostStore
+from putget.lockstep import Bell, Lockstep
+
+logger = logging.getLogger("putget")
+_SLEEP_S = 1.0
+_ATTEMPTS = 8  # further ranks may be lost while the others go on
+
+
+Guard = Callable[[Callable[[], torch.Tensor]], torch.Tensor]
+
+
+class Layer(Protocol):
+    """An expert layer of a spread model."""
+
+    timeout_s: float
+    num_local_experts: int
+    max_tokens_per_rank: int
+
+    def attach(self, guard: Guard, balancer: Balancer | None) -> None:
+        """Runs rounds by the guard from now on; the balancer's numbers travel with them."""
+
+    def idle(self) -> None:
+        """A round without a token of this rank."""
+
+    def idle_once(self) -> None:
+        """The same without the guard."""
+
+    @property
+    def shared(self) -> SharedWorkspace:
+        """The memory of its rounds."""
+
+    @property
+    def all_to_all(self) -> AllToAll | None:
+        """The all-to-all of its last round; None before the first."""
+
+
+class Spread:
+    """A model's expert layers on all ranks, as ``spread`` returns them.
+
+    Attributes:
+        comm: The ranks.
+        layers: The expert layers, in the order of a pass.
+        lockstep: The passes of all ranks.
+        balancer: Of the layers' experts; None where there are no spare slots.
+        members: The ranks that take part.
+        recoveries: How often the ranks have gone on after a time-out.
+        on_members: Called with the members after each of these.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        comm: Communicator,
+        layers: Sequence[Layer],
+        timeout_s: float,
+        balancer: Balancer | None = None,
+        store: HostStore | None = None,
+    ) -> None:
+        self.comm = comm
+        self.layers = layers
+        self.lockstep = Lockstep(comm, timeout_s=timeout_s)
+        self.balancer = balancer
+        self.members = tuple(range(comm.size))
+        self.recoveries = 0
+        self.on_members: Callable[[tuple[int, ...]], None] | None = None
+        self._model, self._store = model, store
+        self._rounds = 0  # that have ended here
+        self._in_pass = False
+        self._unbalanced = -1  # a pass that ranks have ended at different times, whose step all leave out
+        for layer in layers:
+            layer.attach(self._complete, balancer)
+
+    # --- passes -------------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """This rank begins the next pass, with tokens."""
+        self._until_heard(self.lockstep.begin)
+        self._in_pass = True
+
+    def begun(self) -> str | None:
+        """The name of the next pass if another rank has begun it: this one takes part."""
+        found: str | None = self._until_heard(self.lockstep.begun)
+        return found
+
+    def wait(self, bell: Bell | None, timeout_s: float) -> None:
+        """Sleeps until another rank says something, the bell rings, or the time is over."""
+        self._until_heard(lambda: self.lockstep.wait(bell, timeout_s))
+
+    def end_pass(self, was_idle: bool = False) -> None:
+        """This rank has run all layers of the pass."""
+        if self.balancer is not None and self.lockstep.number != self._unbalanced:
+            self.balancer.step()
+        self.lockstep.end(was_idle)
+        self._in_pass = False
+
+    def idle_pass(self) -> None:
+        """Takes part in a pass of other ranks: the expert layers alone, without a token."""
+        self._in_pass = True
+        with torch.no_grad():
+            for layer in self.layers:
+                layer.idle()
+        self.end_pass(was_idle=True)
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Inside of it each forward of the model is a pass; ranks may make different numbers of them.
+
+        At its end a rank takes part in the passes of others, until all have come there. All ranks enter it.
+
+            with spread.together():
+                model.generate(...)
+        """
+        forward = self._model.forward
+
+        def in_step(*args: Any, **options: Any) -> Any:
+            self.begin()
+            found = forward(*args, **options)
+            self.end_pass()
+            return found
+
+        self._model.forward = in_step
+        try:
+            yield
+        finally:
+            self._model.forward = forward
+        self.lockstep.finish()
+        while not self.lockstep.all_finished:
+            if self.begun() is None:
+                self.wait(None, _SLEEP_S)
+            else:
+                self.idle_pass()
+
+    def end(self) -> None:
+        """Frees the workspace and ends the connections; the model cannot run any more. Idempotent."""
+        self.lockstep.close()
+        if self.balancer is not None:
+            self.balancer.close()
+        if self._store is not None:
+            self._store.close()
+        self.balancer = self._store = None
+        close_shared(self.comm)
+
+    # --- ranks that are lost ------------------------------------------------------------------------------------------
+
+    def _until_heard(self, ask: Callable[[], Any]) -> Any:
+        while True:
+            try:
+                return ask()
+            except PeerTimeout as error:
+                self._recover(error)
+
+    def _complete(self, run: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """One round of a layer, run again after a rank is lost."""
+        found = self._until_heard(run)
+        self._rounds += 1
+        assert isinstance(found, torch.Tensor)
+        return found
+
+    def _recover(self, error: PeerTimeout) -> None:
+        """Goes on with the ranks that answer. Collective among them.
+
+        Raises:
+            PeerTimeout: There are no spare slots, or experts are on a GPU, where a round ends behind its call.
+            PutgetError: The other ranks have too few slots for all experts.
+        """
+        if self.balancer is None or self._rounds == 0 or self.layers[0].shared.device.type != "cpu":
+            raise error
+        for _ in range(_ATTEMPTS):
+            try:
+                self._go_on()
+                self._catch_up()
+                break
+            except PeerTimeout as again:
+                error = again
+        else:
+            raise error
+        self.recoveries += 1
+        if self.on_members is not None:
+            self.on_members(self.members)
+
+    def _go_on(self) -> None:
+        """The ranks that answer agree, and have all experts again."""
+        assert self.balancer is not None
+        members = self.layers[0].shared.recover()
+        lost = sorted(set(self.members) - set(members))
+        self.members = members
+        if lost:
+            placement = self.balancer.placement
+            room = placement.num_replicas // self.comm.size * len(members)
+            if room < placement.num_experts:
+                raise PutgetError(
+                    f"rank(s) {lost} are lost; the others have {room} slots for {placement.num_experts} experts: give "
+                    "more num_slots, and start again"
+                )
+            logger.warning("putget: rank(s) %s are lost, rank %d goes on with %s", lost, self.comm.rank, members)
+        self.balancer.set_active_ranks([rank in members for rank in range(self.comm.size)])
+        self.lockstep.leave_out(lost)
+
+    def _catch_up(self) -> None:
+        """Each rank comes to the round that it was in. A rank that has ended the earliest one helps the others end it.
+
+        Ranks are never apart by more than one round, because a round ends on no rank before all have begun it.
+        """
+        own = [self._rounds, self.lockstep.number, int(self._in_pass)]
+        said = self.comm.exchange_among(
+            "round", own, self.layers[0].timeout_s, members=self.members, phase="set_active_ranks"
+        )
+        earliest = min(rounds for rounds, _, _ in said.values())
+        self._unbalanced = earliest // len(self.layers)
+        if self._rounds > earliest:
+            self.layers[earliest % len(self.layers)].idle_once()
+        for rank, (_, number, is_in_pass) in said.items():
+            if is_in_pass and number == self.lockstep.number and rank != self.comm.rank:
+                self.lockstep.join(rank)
