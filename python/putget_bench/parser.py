@@ -173,6 +173,13 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     add(
         "--stream_interval", type=int, default=1, metavar="N", help="tokens between two words of a stream (%(default)s)"
     )
+    add(
+        "--num_slots",
+        type=int,
+        metavar="N",
+        help="expert slots of all CPU ranks; spare ones take a lost rank's experts",
+    )
+    add("--balance", choices=("off", "static", "online"), default="off", help="what spare slots hold (%(default)s)")
     add("--timeout_s", type=float, default=20.0, metavar="S", help="wait for another rank in a pass (%(default)s)")
     add("--setup_timeout_s", type=float, default=600.0, metavar="S", help="deadline of the start (%(default)s)")
     parser.set_defaults(module="run_serve")

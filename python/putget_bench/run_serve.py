@@ -28,8 +28,9 @@ def run(args: argparse.Namespace, words: Sequence[str]) -> int:
     args.ep_size = ep_size
     check_numbers(args, "ep_size", "max_tokens_per_rank", "stream_interval")
     check_numbers(args, "timeout_s", "setup_timeout_s", low=0, above=True)
-    if args.cache_tokens is not None:
-        check_numbers(args, "cache_tokens")
+    for name in ("cache_tokens", "num_slots"):
+        if getattr(args, name) is not None:
+            check_numbers(args, name)
     return serve(
         Settings(
             path=args.path,
@@ -41,6 +42,8 @@ def run(args: argparse.Namespace, words: Sequence[str]) -> int:
             max_tokens_per_rank=args.max_tokens_per_rank,
             cache_tokens=args.cache_tokens,
             stream_interval=args.stream_interval,
+            num_slots=args.num_slots,
+            balance=args.balance,
             timeout_s=args.timeout_s,
             setup_timeout_s=args.setup_timeout_s,
         )

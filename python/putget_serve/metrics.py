@@ -37,6 +37,12 @@ def text(manager: Any) -> str:
             {f'{rank},tokens="some"': step.number - step.idle_passes, f'{rank},tokens="none"': step.idle_passes},
         ),
     ]
+    if spread.balancer is not None:
+        lines += [
+            *_of("members", "gauge", "Ranks that take part.", {rank: len(spread.members)}),
+            *_of("recoveries_total", "counter", "Time-outs behind which ranks went on.", {rank: spread.recoveries}),
+            *_of("moves_total", "counter", "Experts that came to another rank.", {rank: spread.balancer.num_moves}),
+        ]
     rounds = spread.layers[0].all_to_all
     return "\n".join(lines) + "\n" + ("" if rounds is None else rounds.metrics_text())
 

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import time
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -51,7 +52,7 @@ def serve(settings: Settings) -> int:
                     f"putget serve: {settings.ep_size} ranks answer on http://{settings.host}:{settings.port}",
                     flush=True,
                 )
-            return _watch([process for process, _ in ranks], ended)
+            return _watch(settings, ranks, ended)
         finally:
             _end([process for process, _ in ranks])
 
@@ -60,11 +61,16 @@ def _run(settings: Settings, rank: int, store: str, ready: Connection) -> None:
     from putget_serve.server import run_rank
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the first process ends the others
+    turn = threading.Lock()
+
+    def tell(said: Any) -> None:
+        with turn, contextlib.suppress(OSError):
+            ready.send(said)
+
     try:
-        run_rank(settings, rank, store, lambda: ready.send(None))
+        run_rank(settings, rank, store, lambda: tell(None), tell)
     except Exception as error:
-        with contextlib.suppress(OSError):
-            ready.send(f"{type(error).__name__}: {error}")
+        tell(f"{type(error).__name__}: {error}")
         raise
     sys.stdout.flush()
     os._exit(0)  # threads of a request that hangs do not hold the end up
@@ -88,22 +94,35 @@ def _wait_until_ready(settings: Settings, ranks: list[tuple[BaseProcess, Any]], 
                 raise PutgetError(f"rank {rank}: {said}")
 
 
-def _watch(processes: list[BaseProcess], ended: list[int]) -> int:
-    """Until a signal comes. A rank that ends is named once; the others say 503 from then on."""
+def _watch(settings: Settings, ranks: list[tuple[BaseProcess, Any]], ended: list[int]) -> int:
+    """Until a signal comes. A rank that ends is named once; a rank that the others have left out is ended."""
+    fate = "its experts are gone, so the other ranks answer 503: start the server again"
+    if settings.num_slots is not None or settings.balance != "off":
+        fate = "the other ranks take over its experts, if they have room"
     named: set[int] = set()
-    while not ended:
-        wait([process.sentinel for rank, process in enumerate(processes) if rank not in named], timeout=0.5)
-        for rank, process in enumerate(processes):
+    members: tuple[int, ...] = tuple(range(len(ranks)))
+    pipes = {pipe for _, pipe in ranks}
+    while not ended and len(named) < len(ranks):
+        waits = [process.sentinel for rank, (process, _) in enumerate(ranks) if rank not in named]
+        for pipe in pipes.intersection(wait([*waits, *pipes], timeout=0.5)):
+            try:
+                said = pipe.recv()
+            except (EOFError, OSError):
+                pipes.discard(pipe)
+                continue
+            if isinstance(said, tuple) and said != members:
+                members = said
+                print(f"putget serve: ranks {', '.join(map(str, members))} go on", file=sys.stderr, flush=True)
+                for rank in set(range(len(ranks))).difference(members):
+                    ranks[rank][0].kill()  # it may stand still, and go on alone later
+        for rank, (process, _) in enumerate(ranks):
             if process.exitcode is not None and rank not in named and not ended:
                 named.add(rank)
                 print(
-                    f"putget serve: rank {rank} has ended (exit code {process.exitcode}); its experts are gone, so the "
-                    "other ranks answer 503: start the server again",
+                    f"putget serve: rank {rank} has ended (exit code {process.exitcode}); {fate}",
                     file=sys.stderr,
                     flush=True,
                 )
-        if len(named) == len(processes):
-            break
     return 1 if named else 0
 
 

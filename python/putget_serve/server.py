@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import importlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,13 @@ _NOT_HERE = {"/load_model", "/reset"}  # a rank that drops its model leaves all 
 _CACHE_TOKENS = 32768  # of a rank on CPUs, where transformers would take a share of the whole memory
 
 
-def run_rank(settings: Settings, rank: int, store: str, is_ready: Callable[[], None]) -> None:
+def run_rank(
+    settings: Settings,
+    rank: int,
+    store: str,
+    is_ready: Callable[[], None],
+    on_members: Callable[[Sequence[int]], None],
+) -> None:
     """Loads, spreads and serves, until SIGTERM.
 
     Args:
@@ -29,6 +35,7 @@ def run_rank(settings: Settings, rank: int, store: str, is_ready: Callable[[], N
         rank: This rank.
         store: A file by which the ranks meet.
         is_ready: Called once requests are answered.
+        on_members: Called with the ranks that go on when others are lost, by another thread.
     """
     import uvicorn
 
@@ -47,10 +54,13 @@ def run_rank(settings: Settings, rank: int, store: str, is_ready: Callable[[], N
     spread = adapter.spread(
         model,
         comm,
+        num_slots=settings.num_slots,
+        balance=settings.balance,
         max_tokens_per_rank=settings.max_tokens_per_rank,
         timeout_s=settings.timeout_s,
         setup_timeout_s=settings.setup_timeout_s,
     )
+    spread.on_members = on_members
     manager = adapter.batching_manager(
         model,
         spread,

@@ -21,6 +21,8 @@ class Settings:
         max_tokens_per_rank: Most tokens of a rank in one pass.
         cache_tokens: Tokens in a rank's KV cache; None: what transformers finds room for.
         stream_interval: A stream tells its first token, then every so many, and its end.
+        num_slots: Expert slots of all ranks together; None: as many as ``putget.adapters.transformers.spread`` gives.
+        balance: "off", "static" or "online", as there.
         timeout_s: Deadline of a wait for another rank in a pass, in seconds.
         setup_timeout_s: Deadline of the start in seconds.
     """
@@ -34,6 +36,8 @@ class Settings:
     max_tokens_per_rank: int
     cache_tokens: int | None
     stream_interval: int
+    num_slots: int | None
+    balance: str
     timeout_s: float
     setup_timeout_s: float
 
@@ -49,6 +53,8 @@ class Settings:
                 raise ValueError(
                     f"--ep_size is {self.ep_size}, this machine has {count} GPUs: --device cpu runs anywhere"
                 )
+        if self.device == "cuda" and (self.num_slots is not None or self.balance != "off"):
+            raise ValueError("--num_slots and --balance are for --device cpu: leave them out on GPUs")
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as taken:
             taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:

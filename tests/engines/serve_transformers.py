@@ -1,6 +1,7 @@
-"""`putget serve` on CPU ranks, with clients that come at random: python -m tests.engines.serve_transformers FOLDER.
+"""`putget serve` on CPU ranks, with clients at random: python -m tests.engines.serve_transformers FOLDER ROUNDS.
 
-FOLDER/found.json says what they got, beside what the model alone says to each prompt.
+FOLDER/found.json says what they got, beside what the model alone says to each prompt. In ROUNDS servers a rank is
+killed; if that is 1, another server serves well, and one without spare slots loses a rank.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import http.client
 import json
 import multiprocessing
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -30,6 +32,7 @@ from tests.engines.prompts import free_port
 
 RANKS, EXPERTS, REQUESTS = 3, 10, 24
 PATIENCE_S = 120.0
+BALANCE = ("off", "online", "static")
 LETTERS = "abcdefghijklmnopqrstuvwxyz ,.ABC123"
 
 
@@ -46,12 +49,21 @@ def questions() -> list[dict[str, Any]]:
     ]
 
 
+def long_questions() -> list[dict[str, Any]]:
+    """Prompts whose answers take so long that a rank is lost in the middle."""
+    rng = random.Random(5)
+    return [
+        {"prompt": "".join(rng.choices(LETTERS, k=6)), "max_tokens": 100, "stream": number % 2 == 0}
+        for number in range(12)
+    ]
+
+
 def answer_alone(folder: Path) -> None:
     """FOLDER/alone.json: what the model says in one process without putget."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     texts = []
-    for question in questions():
+    for question in questions() + long_questions():
         ids = tokenizer(question["prompt"], return_tensors="pt")["input_ids"]
         with torch.no_grad():
             tokens = model.generate(ids, max_new_tokens=question["max_tokens"], do_sample=False)[0, ids.shape[1] :]
@@ -106,6 +118,14 @@ class Server:
             return f"status 200: {answer.decode()}"
         return "".join(word["choices"][0]["text"] for word in words)
 
+    def wait_for_requests(self) -> None:
+        """Until each rank has one under way, or answers slowly enough that most have."""
+        seen: set[str] = set()
+        deadline = time.monotonic() + 3.0
+        while len(seen) < RANKS and time.monotonic() < deadline:
+            text = self.ask("/metrics")[1].decode()
+            seen.update(re.findall(r'putget_serve_requests\{rank="(\d)",state="active"\} [1-9]', text))
+
     def give_up(self, question: dict[str, Any]) -> None:
         """A client that goes away when it has read the first bytes of a stream."""
         body = json.dumps({**question, "stream": True, "max_tokens": 60}).encode()
@@ -130,14 +150,14 @@ class Server:
 
 
 @contextlib.contextmanager
-def all_asked(server: Server, asked: list[dict[str, Any]]) -> Iterator[list[str]]:
+def all_asked(server: Server, asked: list[dict[str, Any]], gives_up: bool = True) -> Iterator[list[str]]:
     """Clients that come at random moments; the texts are there behind it."""
     texts = [""] * len(asked)
     rng = random.Random(2)
 
     def one(number: int, delay: float) -> None:
         time.sleep(delay)
-        if number % 8 == 3:
+        if gives_up and number % 8 == 3:
             server.give_up(asked[number])
         texts[number] = server.complete(asked[number])
 
@@ -192,19 +212,42 @@ def lose_a_rank(folder: Path) -> dict[str, Any]:
     return {"texts": texts, "seconds": seconds, "health": sorted(health), "exit": server.end(), "log": server.log}
 
 
-def main(folder: Path) -> None:
+def survive(folder: Path, rounds: int) -> dict[str, Any]:
+    """A rank is killed while all have requests: what these say, and what requests say that come later."""
+    found: dict[str, Any] = {"during": [], "behind": [], "health": [], "exits": [], "logs": []}
+    rng = random.Random(rounds)
+    for number in range(rounds):
+        server = Server(folder, f"--num_slots={5 * RANKS}", "--timeout_s=4", f"--balance={BALANCE[number % 3]}")
+        with all_asked(server, long_questions(), gives_up=False) as texts:
+            server.wait_for_requests()
+            time.sleep(rng.random())
+            if number % 2:
+                server.ranks[0].send_signal(signal.SIGSTOP)  # for less than the deadline
+                time.sleep(1.0)
+                server.ranks[0].send_signal(signal.SIGCONT)
+            server.ranks[rng.randrange(RANKS)].kill()
+        found["during"].append(texts)
+        with all_asked(server, long_questions(), gives_up=False) as texts:
+            pass
+        found["behind"].append(texts)
+        found["health"].append(sorted({server.ask("/health")[0] for _ in range(8)}))
+        found["exits"].append(server.end())
+        found["logs"].append(server.log)
+    return found
+
+
+def main(folder: Path, rounds: int) -> None:
     save_model(folder, EXPERTS)
     save_tokenizer(folder)
     alone = multiprocessing.get_context("fork").Process(target=answer_alone, args=(folder,))
     alone.start()
     alone.join()
-    found = {
-        "alone": json.loads((folder / "alone.json").read_text()),
-        "well": serve_well(folder),
-        "lost": lose_a_rank(folder),
-    }
+    texts = json.loads((folder / "alone.json").read_text())
+    found: dict[str, Any] = {"alone": texts[:REQUESTS], "long": texts[REQUESTS:], "survived": survive(folder, rounds)}
+    if rounds == 1:
+        found |= {"well": serve_well(folder), "lost": lose_a_rank(folder)}
     folder.joinpath("found.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), int(sys.argv[2]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ pytestmark = only_with_engines
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The answers that clients got."""
     folder: Path = tmp_path_factory.mktemp("serve")
-    run("transformers", "-m", "tests.engines.serve_transformers", folder)
+    run("transformers", "-m", "tests.engines.serve_transformers", folder, 1)
     loaded: dict[str, Any] = json.loads((folder / "found.json").read_text())
     return loaded
 
@@ -58,6 +59,33 @@ def test_a_rank_that_is_killed_ends_all_requests_and_the_others_say_so(found: di
     assert lost["health"] == [503]
     assert lost["exit"] == 1
     assert "rank 2 has ended (exit code -9)" in lost["log"]
+
+
+def require_survived(found: dict[str, Any], rounds: int) -> None:
+    """Streams of the other ranks have every token once; requests of the lost rank end with an error."""
+    survived, texts = found["survived"], found["long"]
+    ended = [text for texts in survived["during"] for text in texts]
+    assert len(ended) == rounds * len(texts)
+    for number, text in enumerate(ended):
+        assert text == texts[number % len(texts)] or text.startswith("status 0"), (number, text)
+    assert sum(text.startswith("status 0") for text in ended) < len(ended) // 2
+    assert survived["behind"] == [texts] * rounds
+    assert survived["health"] == [[200]] * rounds
+    for log in survived["logs"]:
+        assert "(exit code -9); the other ranks take over its experts" in log
+        assert re.search(r"putget serve: ranks \d, \d go on", log)
+
+
+def test_streams_of_other_ranks_go_on_when_a_rank_is_killed(found: dict[str, Any]) -> None:
+    require_survived(found, 1)
+
+
+@pytest.mark.soak
+def test_ranks_that_are_killed_at_random_moments_take_no_other_stream_along(tmp_path: Path) -> None:
+    """In every second round, another rank stands still for a second before."""
+    rounds = int(os.environ.get("PUTGET_TEST_ROUNDS", "10"))
+    run("transformers", "-m", "tests.engines.serve_transformers", tmp_path, rounds)
+    require_survived(json.loads((tmp_path / "found.json").read_text()), rounds)
 
 
 @pytest.fixture(scope="module")
