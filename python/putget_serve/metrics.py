@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+from putget_serve.garbage import Garbage
 
-def text(manager: Any) -> str:
+
+def text(manager: Any, garbage: Garbage) -> str:
     """The metrics of a rank: requests, tokens, passes, and the rounds of its expert layers.
 
     Args:
         manager: Of ``putget.adapters.transformers.batching_manager``.
+        garbage: This rank's.
     """
     spread, done = manager.spread, manager.done
     rank = f'rank="{spread.comm.rank}"'
@@ -37,6 +41,11 @@ def text(manager: Any) -> str:
             {f'{rank},tokens="some"': step.number - step.idle_passes, f'{rank},tokens="none"': step.idle_passes},
         ),
     ]
+    lines += [
+        *_of("garbage_runs_total", "counter", "Garbage collections between passes.", {rank: garbage.runs}),
+        *_of("garbage_seconds_total", "counter", "Processor time of these.", {rank: garbage.seconds}),
+        *_of("garbage_longest_seconds", "gauge", "Processor time of the longest.", {rank: garbage.longest_s}),
+    ]
     if spread.balancer is not None:
         lines += [
             *_of("members", "gauge", "Ranks that take part.", {rank: len(spread.members)}),
@@ -47,7 +56,7 @@ def text(manager: Any) -> str:
     return "\n".join(lines) + "\n" + ("" if rounds is None else rounds.metrics_text())
 
 
-def _of(name: str, kind: str, what: str, values: dict[str, int]) -> list[str]:
+def _of(name: str, kind: str, what: str, values: Mapping[str, float]) -> list[str]:
     name = f"putget_serve_{name}"
     head = [f"# HELP {name} {what}", f"# TYPE {name} {kind}"]
     return head + [f"{name}{{{labels}}} {value}" for labels, value in values.items()]

@@ -14,6 +14,7 @@ import torch.distributed as dist
 import putget
 from putget.adapters import transformers as adapter
 from putget_serve import metrics
+from putget_serve.garbage import Garbage
 from putget_serve.settings import Settings, listen
 
 _CLI = "transformers.cli.serving"
@@ -67,8 +68,11 @@ def run_rank(
         continuous_batching_config=_batching(settings, device),
         stream_interval=settings.stream_interval,
     )
-    app = _app(models, model, settings.path, manager)
+    garbage = Garbage()
+    app = _app(models, model, settings.path, manager, garbage)
     _try_out(manager)
+    garbage.start()
+    manager.after_pass, manager.before_sleep = garbage.after_pass, garbage.before_sleep
     with listen(settings.host, settings.port) as sock:
         is_ready()
         uvicorn.Server(uvicorn.Config(app, log_level="warning")).run(sockets=[sock])
@@ -120,7 +124,7 @@ def _try_out(manager: Any) -> None:
     manager.done.clear()
 
 
-def _app(models: Any, model: Any, path: str, manager: Any) -> Any:
+def _app(models: Any, model: Any, path: str, manager: Any, garbage: Garbage) -> Any:
     """transformers' app, whose manager runs from now on, and ``/metrics``."""
     chat, completion, response, systemone, transcription, server, utils = (
         importlib.import_module(f"{_CLI}.{name}")
@@ -145,7 +149,7 @@ def _app(models: Any, model: Any, path: str, manager: Any) -> Any:
         return JSONResponse({"error": str(error)}, status_code=400)
 
     async def tell() -> Any:
-        return PlainTextResponse(metrics.text(manager))
+        return PlainTextResponse(metrics.text(manager, garbage))
 
     app.add_exception_handler(ValueError, refuse)
     app.add_api_route("/metrics", tell)

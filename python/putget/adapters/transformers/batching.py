@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,6 +42,10 @@ class Done:
             self.tokens += len(output.generated_tokens)
 
 
+def _nothing() -> None:
+    pass
+
+
 class LockstepBatching:
     """Methods that precede those of transformers' manager: all ranks run one pass at a time.
 
@@ -48,11 +53,15 @@ class LockstepBatching:
         spread: The model's expert layers.
         done: This rank's requests that have ended.
         room: Most tokens of a request, its prompt included.
+        after_pass: Called behind each pass of this rank; the others may run the next one meanwhile.
+        before_sleep: Called when there is nothing to do.
     """
 
     spread: Spread
     done: Done
     room: int
+    after_pass: Callable[[], None] = staticmethod(_nothing)
+    before_sleep: Callable[[], None] = staticmethod(_nothing)
     model: Any
     generation_config: Any
     output_router: Any
@@ -72,6 +81,7 @@ class LockstepBatching:
             self.spread.end_pass()
             self.current_batch += 1
             batch_processor.update_batch()
+            self.after_pass()
             return True
         status = self.background_thread_status.tp_status
         if status == self._statuses.HARD_STOP:
@@ -86,7 +96,9 @@ class LockstepBatching:
                 return False
         if self.spread.begun() is not None:
             self.spread.idle_pass()
+            self.after_pass()
         else:
+            self.before_sleep()
             self.spread.wait(self._wake_up_loop, _SLEEP_S)
             self._wake_up_loop.clear()
         return True
