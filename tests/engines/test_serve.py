@@ -88,6 +88,20 @@ def test_ranks_that_are_killed_at_random_moments_take_no_other_stream_along(tmp_
     require_survived(json.loads((tmp_path / "found.json").read_text()), rounds)
 
 
+@pytest.mark.soak
+def test_a_tiny_model_continues_the_readme(tmp_path: Path) -> None:
+    """Three kinds, trained here; two of them behind `putget serve`."""
+    run("transformers", "-m", "tests.engines.serve_tiny", tmp_path)
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    prompt = "putget is the communication layer for"
+    behind = readme[readme.index(prompt) + len(prompt) :]
+    texts = json.loads((tmp_path / "found.json").read_text())
+    assert set(texts) == {"qwen3_moe", "gpt_oss", "deepseek_v3"}
+    for kind, text in texts.items():
+        assert len(text) > 20, kind
+        assert behind.startswith(text), kind
+
+
 @pytest.fixture(scope="module")
 def spread(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Tokens of three models, alone and on each rank."""

@@ -1,0 +1,22 @@
+"""The trainer of tiny models refuses mistakes; tests/engines/test_serve.py trains, as a soak."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from putget_serve.tiny import train
+
+
+def test_a_kind_that_is_not_known_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="kind is 'llama', expected one of qwen3_moe, gpt_oss, deepseek_v3"):
+        train("llama", tmp_path / "model", Path(__file__))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_texts_that_are_not_there_are_named(tmp_path: Path) -> None:
+    for by_heart, texts in ((tmp_path / "no.md", []), (Path(__file__), [tmp_path / "no.md"])):
+        with pytest.raises(ValueError, match=r"no\.md is no file"):
+            train("qwen3_moe", tmp_path / "model", by_heart, texts)
+    assert list(tmp_path.iterdir()) == []
