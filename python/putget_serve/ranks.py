@@ -63,14 +63,14 @@ def _run(settings: Settings, rank: int, store: str, ready: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the first process ends the others
     turn = threading.Lock()
 
-    def tell(said: Any) -> None:
+    def say_to_parent(said: Any) -> None:
         with turn, contextlib.suppress(OSError):
             ready.send(said)
 
     try:
-        run_rank(settings, rank, store, lambda: tell(None), tell)
+        run_rank(settings, rank, store, lambda: say_to_parent(None), say_to_parent)
     except Exception as error:
-        tell(f"{type(error).__name__}: {error}")
+        say_to_parent(f"{type(error).__name__}: {error}")
         raise
     sys.stdout.flush()
     os._exit(0)  # threads of a request that hangs do not hold the end up
