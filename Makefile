@@ -7,7 +7,7 @@ PUTGET_WERROR ?= OFF
 PYTEST_ARGS ?=
 # Tests of a file stay in one process, which shares ranks and programs among them. Many wait for a deadline: two cores
 # have work for three processes.
-WORKERS ?= 3
+WORKERS ?= 2
 DEMO_ARGS ?=
 
 MAKEFLAGS += --no-print-directory
@@ -27,7 +27,7 @@ help: ## Show this list
 demo: build ## Run the main job: 8 CPU ranks, or this machine's GPUs (DEMO_ARGS=...)
 	@$(BIN)/python -m putget demo $(DEMO_ARGS)
 
-test: transfer test-python ## Run the tests; those marked gpu skip where there is no GPU (WORKERS=3 PYTEST_ARGS=...)
+test: transfer test-python ## Run the tests; those marked gpu skip where there is no GPU (WORKERS=2 PYTEST_ARGS=...)
 
 # In the order of tests/harness/workers.py, so that the longest files do not come last.
 test-python: build spin
