@@ -22,7 +22,7 @@ def check_order(previous_event: EventOverlap | None, async_finish: bool, allocat
 
 
 class Turn:
-    """One call on the communication stream.
+    """One call of a buffer, and the streams that its tensors are used on.
 
     Attributes:
         event: Its end, where async_finish asked for it.
@@ -139,6 +139,8 @@ class CommStream:
             stream.wait_stream(current)
         if not torch.cuda.is_current_stream_capturing():
             stream.wait_event(self._end_here)  # of the last call that another stream has run
+        elif self._here == current:
+            stream.wait_stream(current)  # a call of the same capture may have run there, which records no event
         self._is_ahead = True
         turn = Turn((stream, current))
         with torch.cuda.stream(stream):
