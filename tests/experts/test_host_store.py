@@ -324,10 +324,14 @@ def test_ranks_that_want_other_stores_hear_of_it() -> None:
         assert ("rank 0: num_threads is 0" if rank else "num_threads is 0") in messages
 
 
-def too_large(rank: Rank) -> str:
-    """A body: a cgroup has room for less than all parts, though for each of them."""
+def too_large(rank: Rank, late: int) -> str:
+    """A body: a cgroup has room for less than all parts, though for each of them; one rank read its free bytes late.
+
+    That rank finds enough, and hears of the others' refusal.
+    """
     room = StoreLayout.of(SIZES, EXPERTS, rank.size, host_settings().huge_page_bytes).part_bytes(0)
-    limit = host_memory.Limit("0:1", "the memory.max of a test", 100 * room, 2 * room - 1)
+    free = 2 * room if rank.rank == late else 2 * room - 1
+    limit = host_memory.Limit("0:1", "the memory.max of a test", 100 * room, free)
     own = host_memory.limits
     host_memory.limits = lambda: [*own(), limit]  # type: ignore[assignment]
     try:
@@ -339,8 +343,10 @@ def too_large(rank: Rank) -> str:
     return str(caught.value)
 
 
-def test_a_store_that_is_too_large_is_refused_before_anything_is_allocated() -> None:
-    for message in run_ranks(2, too_large):
+@pytest.mark.parametrize("late", [0, 1, 2])
+def test_a_store_that_is_too_large_is_refused_before_anything_is_allocated(late: int) -> None:
+    for rank, message in enumerate(run_ranks(2, too_large, late)):
+        assert message.startswith(f"rank {1 - rank}: ") == (rank == late)
         assert re.search(
             r"10 experts of 3 layers want \d+ bytes of shared memory from 2 ranks; free are \d+ of the \d+ bytes of "
             "the memory.max of a test",

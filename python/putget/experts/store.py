@@ -138,13 +138,12 @@ class HostStore:
             sharing = [rank for rank, theirs in found.items() if limit.identity in theirs["bounds"]]
             wanted = sum(layout.part_bytes(rank) for rank in sharing)
             if wanted > limit.free:
-                reason = (
+                raise MemoryError(  # the attempt tells the others, with its class
                     f"expert_bytes: {layout.num_experts} experts of {layout.num_layers} layers want {wanted} bytes of "
                     f"shared memory from {len(sharing)} ranks; free are {limit.free} of the {limit.most} bytes of "
                     f"{limit.name}"
                 )
-                comm.refuse(reason)
-                raise MemoryError(reason)
+        comm.exchange("host store: room", None, timeout_s)  # nobody allocates before all have found enough
 
     def _map(self, comm: Communicator, node: int | None, timeout_s: float) -> list[Pages | None]:
         """Makes this rank's part, and maps all parts."""
