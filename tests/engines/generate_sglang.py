@@ -96,28 +96,33 @@ def free_ports() -> int:
             return first
 
 
+def arguments(model: Path, **options: Any) -> dict[str, Any]:
+    """The arguments of an engine or a server."""
+    return {
+        "port": free_ports(),
+        "model_path": str(model),
+        "device": "cpu",
+        "dtype": "float32",
+        "skip_tokenizer_init": True,
+        "disable_radix_cache": True,
+        "max_total_tokens": 1024,
+        "max_running_requests": 16,
+        "chunked_prefill_size": 16,
+        "attention_backend": "torch_native",
+        "sampling_backend": "pytorch",
+        "grammar_backend": "none",
+        "disable_overlap_schedule": True,
+        "skip_server_warmup": True,
+        "log_level": "info",
+        "random_seed": 0,
+        **options,
+    }
+
+
 def engine(model: Path, **options: Any) -> Any:
     import sglang
 
-    return sglang.Engine(
-        port=free_ports(),
-        model_path=str(model),
-        device="cpu",
-        dtype="float32",
-        skip_tokenizer_init=True,
-        disable_radix_cache=True,
-        max_total_tokens=1024,
-        max_running_requests=16,
-        chunked_prefill_size=16,
-        attention_backend="torch_native",
-        sampling_backend="pytorch",
-        grammar_backend="none",
-        disable_overlap_schedule=True,
-        skip_server_warmup=True,
-        log_level="info",
-        random_seed=0,
-        **options,
-    )
+    return sglang.Engine(**arguments(model, **options))
 
 
 def tokens_of(running: Any, indices: Sequence[int]) -> dict[str, list[int]]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import sys
 from pathlib import Path
 
 from putget_transfer.adapters import sglang
+from tests.engines import kv_sglang_layers
 from tests.engines.generate_sglang import patch, preload
 from tests.engines.models import save_models
 
@@ -17,7 +19,8 @@ def main(folder: Path) -> None:
     preload()
     patch()
     sglang.install()
-    save_models(folder, ["8"])
+    save_models(folder, ["8"], kv_sglang_layers.HEAD_DIM)
+    importlib.import_module("sglang.srt.entrypoints.http_server")  # servers are forked with it
     from tests.engines import kv_sglang_cases, kv_sglang_serve
 
     # A fork: the cases leave threads behind.

@@ -1,34 +1,37 @@
 """Whole servers of SGLang with putget's backend: one for prompts, one that decodes, token for token against one server.
 
-python -m tests.engines.kv_sglang FOLDER writes FOLDER/served.json. FOLDER/8 is the model. A server is SGLang's Engine,
-with its scheduler and its bootstrap server, in a process of its own; a pipe takes the place of HTTP.
+python -m tests.engines.kv_sglang FOLDER writes FOLDER/served.json. FOLDER/8 is the model. SGLang's router is in front
+where its package is installed.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
+import importlib.util
 import json
 import multiprocessing
 import os
 import random
 import signal
+import sys
 import time
-from multiprocessing.connection import Connection
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import psutil
+import requests
 
 from putget_transfer.adapters import options
 from putget_transfer.adapters.sglang import NAME
-from tests.engines.generate_sglang import engine
+from tests.engines import kv_sglang_layers
+from tests.engines.generate_sglang import arguments, free_ports
 from tests.engines.prompts import free_port
 
 START_S, ANSWER_S = 600.0, 300.0
 TIMEOUT_S = 2.0
 """The silence after which a peer counts as down."""
-NEW_TOKENS, REQUESTS, PAGE = 6, 8, 4
+NEW_TOKENS, REQUESTS, PAGE, CHUNK = 6, 8, 4, 16
 
 
 def prompt_of(number: int) -> list[int]:
@@ -36,74 +39,75 @@ def prompt_of(number: int) -> list[int]:
     return [random.Random(number * 1000 + at).randrange(1, 128) for at in range(21 + 7 * number % 40)]
 
 
-def serve(folder: Path, role: str | None, port: int, told: Connection) -> None:
-    """A server: it takes requests and aborts, and says what they came to."""
+def serve(folder: Path, role: str | None, port: int, bootstrap: int) -> None:
+    """Runs the command `sglang.launch_server` with these arguments."""
+    from sglang.launch_server import run_server
+    from sglang.srt.server_args import ServerArgs
+
     os.environ["SGLANG_NCCL_SO_PATH"] = "none"  # NCCL comes with torch, and needs a GPU
     os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "0"
-    given = {"address": "127.0.0.1", "timeout_s": TIMEOUT_S, "confirm_s": TIMEOUT_S, "segment_tokens": 8}
+    given = {"address": "127.0.0.1", "timeout_s": TIMEOUT_S, "confirm_s": TIMEOUT_S, "segment_tokens": CHUNK}
     os.environ[options.VARIABLE] = json.dumps(given)
-    chosen: dict[str, Any] = {"page_size": PAGE, "host": "127.0.0.1"}
+    chosen: dict[str, Any] = {"page_size": PAGE, "host": "127.0.0.1", "port": port, "chunked_prefill_size": CHUNK}
     if role is not None:
         chosen |= {"disaggregation_mode": role, "disaggregation_transfer_backend": NAME}
-        chosen["disaggregation_bootstrap_port"] = port
+        chosen |= {"disaggregation_bootstrap_port": bootstrap, "enable_pd_role_switch": True}
         # The pool that decode servers keep for requests which they put off is registered with CUDA.
         chosen["disaggregation_decode_retraction_backup"] = "cpu_tensor"
-    running = engine(folder / "8", **chosen)
-    told.send(("ready", None))
-
-    async def answer(name: str, number: int, room: int | None) -> None:
-        wanted = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
-        where = {} if room is None else {"bootstrap_host": "127.0.0.1", "bootstrap_port": port, "bootstrap_room": room}
-        try:
-            output = await running.async_generate(
-                input_ids=prompt_of(number), sampling_params=wanted, rid=name, **where
-            )
-            reason = output["meta_info"]["finish_reason"]
-            told.send((name, reason if reason["type"] == "abort" else output["output_ids"]))
-        except Exception as error:
-            told.send((name, {"type": "abort", "message": str(error)}))
-
-    async def listen() -> None:
-        tasks = []
-        while (word := await running.loop.run_in_executor(None, told.recv)) is not None:
-            if word[0] == "abort":
-                running.tokenizer_manager.abort_request(rid=word[1])
-            else:
-                tasks.append(asyncio.ensure_future(answer(*word[1:])))
-
-    running.loop.run_until_complete(listen())
+    if role == "prefill":
+        kv_sglang_layers.watch(folder / "layers.json")
+    run_server(ServerArgs(**arguments(folder / "8", **chosen)))
 
 
-class Server:
-    """A server's process, and what its requests came to."""
+def route(prefill: str, bootstrap: int, decode: str, port: int) -> None:
+    """Runs the router as the guide does."""
+    from sglang_router.launch_router import main
 
-    def __init__(self, folder: Path, role: str | None, port: int) -> None:
-        self.told, theirs = multiprocessing.Pipe()
-        self.process = multiprocessing.Process(target=serve, args=(folder, role, port, theirs))
+    words = ["--pd-disaggregation", "--host", "127.0.0.1", "--port", port, "--prefill", prefill, bootstrap]
+    sys.argv = ["launch_router", *map(str, words), "--decode", decode]
+    main()
+
+
+class Program:
+    """A process that answers over HTTP."""
+
+    def __init__(self, port: int, target: Any, *given: Any) -> None:
+        self.url = f"http://127.0.0.1:{port}"
+        self.pool = ThreadPoolExecutor(2 * REQUESTS)
+        self.process = multiprocessing.Process(target=target, args=given)
         self.process.start()
-        theirs.close()
-        self.found: dict[str, Any] = {}
 
-    def ask(self, number: int, room: int | None = None) -> str:
-        name = f"{number}-{room}-{len(self.found)}-{random.randrange(1 << 30)}"
-        self.told.send(("ask", name, number, room))
-        return name
-
-    def abort(self, name: str) -> None:
-        self.told.send(("abort", name))
-
-    def wait(self, name: str, timeout_s: float = ANSWER_S) -> Any:
-        """The outcome of a request."""
-        end = time.monotonic() + timeout_s
-        while name not in self.found:
+    def ready(self, path: str = "/health") -> None:
+        """Wait until it serves."""
+        end = time.monotonic() + START_S
+        while True:
             if not self.process.is_alive():
                 raise SystemExit(f"a server ended with {self.process.exitcode}")
             if time.monotonic() > end:
-                raise SystemExit(f"no answer to {name} in {timeout_s} s")
-            if self.told.poll(0.2):
-                at, what = self.told.recv()
-                self.found[at] = what
-        return self.found[name]
+                raise SystemExit(f"{self.url} does not serve after {START_S} s")
+            with contextlib.suppress(requests.RequestException):
+                if requests.get(f"{self.url}{path}", timeout=5).ok:
+                    return
+            time.sleep(0.2)
+
+    def post(self, path: str, **body: Any) -> requests.Response:
+        return requests.post(f"{self.url}{path}", json=body, timeout=ANSWER_S)
+
+    def ask(self, number: int, **more: Any) -> Future[Any]:
+        """Ask for the tokens of a prompt; in place of them comes why there are none."""
+        wanted = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
+        return self.pool.submit(self.answer, {"input_ids": prompt_of(number), "sampling_params": wanted, **more})
+
+    def answer(self, body: dict[str, Any]) -> Any:
+        try:
+            answer = self.post("/generate", **body)
+        except requests.RequestException as error:
+            return {"type": "abort", "message": str(error)}
+        if not answer.ok:
+            return {"type": "abort", "message": answer.text}
+        told = answer.json()
+        reason = told["meta_info"]["finish_reason"]
+        return reason if reason["type"] == "abort" else told["output_ids"]
 
     def signal(self, number: int) -> None:
         """Send a signal to all of its processes."""
@@ -119,70 +123,122 @@ class Server:
         self.process.join(60)
 
 
-def both(prefill: Server, decoding: Server, numbers: range, first_room: int) -> list[Any]:
-    """Ask both servers for some requests, as a router does."""
-    rooms = {number: first_room + number for number in numbers}
-    names = {number: (prefill.ask(number, room), decoding.ask(number, room)) for number, room in rooms.items()}
-    found = []
-    for at_prefill, at_decode in names.values():
-        first = prefill.wait(at_prefill)
-        tokens = decoding.wait(at_decode)
-        assert isinstance(tokens, list), tokens
-        assert first == tokens[:1], (first, tokens)
-        found.append(tokens)
+class Server(Program):
+    """One of SGLang's servers. Those of either role have a bootstrap server of their own, because roles change."""
+
+    def __init__(self, folder: Path, role: str | None, bootstrap: int | None = None) -> None:
+        self.bootstrap, port = bootstrap or free_port(), free_ports()
+        super().__init__(port, serve, folder, role, port, self.bootstrap)
+
+    def abort(self, name: str) -> None:
+        self.post("/abort_request", rid=name).raise_for_status()
+
+    def become(self, role: str) -> None:
+        """Change the role. It is refused while a request is there, whose client may have its answer already."""
+        end = time.monotonic() + ANSWER_S
+        while not (told := self.post("/pd_role_switch", new_role=role, decode_cuda_graph_memory_gb=0.0)).ok:
+            if "idle" not in told.text or time.monotonic() > end:
+                raise SystemExit(f"the role {role} is not taken: {told.text}")
+            time.sleep(0.1)
+
+
+class Pair:
+    """A prefill and a decode server; each request goes to both."""
+
+    def __init__(self, prefill: Server, decoding: Server) -> None:
+        self.prefill, self.decoding = prefill, decoding
+
+    def where(self, room: int) -> dict[str, Any]:
+        return {"bootstrap_host": "127.0.0.1", "bootstrap_port": self.prefill.bootstrap, "bootstrap_room": room}
+
+    def both(self, numbers: range, first_room: int) -> list[Any]:
+        """Ask both servers for some requests, as a router does."""
+        rooms = [(number, self.where(first_room + number)) for number in numbers]
+        asked = [(self.prefill.ask(number, **at), self.decoding.ask(number, **at)) for number, at in rooms]
+        found = []
+        for at_prefill, at_decode in asked:
+            first, tokens = at_prefill.result(), at_decode.result()
+            assert isinstance(tokens, list), tokens
+            assert first == tokens[:1], (first, tokens)
+            found.append(tokens)
+        return found
+
+    def aborts(self) -> dict[str, Any]:
+        """Give up a request whose prompt never comes, and one at both servers at once."""
+        lone = self.decoding.ask(0, rid="lone", **self.where(501))
+        pair = [one.ask(1, rid="pair", **self.where(502)) for one in (self.prefill, self.decoding)]
+        while not all(future.running() for future in (lone, *pair)):
+            time.sleep(0.01)
+        while not all(future.done() for future in (lone, *pair)):
+            # A server may not have seen a request yet.
+            self.decoding.abort("lone")
+            self.decoding.abort("pair")
+            self.prefill.abort("pair")
+            time.sleep(0.1)
+        return dict(lone.result())
+
+    def a_stop(self) -> dict[str, Any]:
+        """Stop the prefill server until a request of the decode server has failed; then it goes on."""
+        waits = self.decoding.ask(0, **self.where(601))
+        self.prefill.signal(signal.SIGSTOP)
+        told = waits.result()
+        self.prefill.signal(signal.SIGCONT)
+        return dict(told)
+
+    def a_death(self) -> dict[str, Any]:
+        """Kill the prefill server while a request waits for it."""
+        waits, start = self.decoding.ask(0, **self.where(701)), time.monotonic()
+        self.prefill.kill()
+        return {**waits.result(), "seconds": time.monotonic() - start}
+
+    def switch(self) -> None:
+        """Change both roles."""
+        self.prefill.become("decode")
+        self.decoding.become("prefill")
+        self.prefill, self.decoding = self.decoding, self.prefill
+
+
+def routed(pair: Pair, running: list[Program]) -> list[Any] | None:
+    """The same through SGLang's router; None without its package."""
+    if importlib.util.find_spec("sglang_router") is None:
+        return None
+    port = free_port()
+    router = Program(port, route, pair.prefill.url, pair.prefill.bootstrap, pair.decoding.url, port)
+    running.append(router)
+    router.ready("/readiness")
+    found = [future.result() for future in [router.ask(number) for number in range(REQUESTS)]]
+    router.kill()
     return found
 
 
-def aborts(prefill: Server, decoding: Server) -> dict[str, Any]:
-    """Give up a request whose prompt never comes, and one at both servers at once."""
-    lone = decoding.ask(0, 501)
-    pair = prefill.ask(1, 502), decoding.ask(1, 502)
-    decoding.abort(lone)
-    decoding.abort(pair[1])
-    prefill.abort(pair[0])
-    prefill.wait(pair[0])
-    decoding.wait(pair[1])
-    return dict(decoding.wait(lone))
-
-
-def a_stop(prefill: Server, decoding: Server) -> dict[str, Any]:
-    """Stop the prefill server until a request of the decode server has failed; then it goes on."""
-    waits = decoding.ask(0, 601)
-    prefill.signal(signal.SIGSTOP)
-    told = decoding.wait(waits)
-    prefill.signal(signal.SIGCONT)
-    return dict(told)
-
-
-def a_death(prefill: Server, decoding: Server) -> dict[str, Any]:
-    """Kill the prefill server while a request waits for it."""
-    waits, start = decoding.ask(0, 701), time.monotonic()
-    prefill.kill()
-    return {**decoding.wait(waits), "seconds": time.monotonic() - start}
-
-
 def main(folder: Path) -> None:
-    alone = Server(folder, None, 0)
-    alone.wait("ready", START_S)
-    names = [alone.ask(number) for number in range(REQUESTS)]
-    found: dict[str, Any] = {"alone": [alone.wait(name) for name in names]}
-    alone.kill()
-    port = free_port()
-    prefill, decoding = Server(folder, "prefill", port), Server(folder, "decode", port)
+    alone = Server(folder, None)
+    running: list[Program] = [alone]
     try:
-        prefill.wait("ready", START_S)
-        decoding.wait("ready", START_S)
-        found["apart"] = both(prefill, decoding, range(REQUESTS), 100)
-        found["aborted"] = aborts(prefill, decoding)
-        found["after an abort"] = both(prefill, decoding, range(REQUESTS), 200)
-        found["stopped"] = a_stop(prefill, decoding)
-        found["after a stop"] = both(prefill, decoding, range(REQUESTS), 300)
-        found["killed"] = a_death(prefill, decoding)
+        alone.ready()
+        asked = [alone.ask(number) for number in range(REQUESTS)]
+        found: dict[str, Any] = {"alone": [future.result() for future in asked]}
+        alone.kill()
+        pair = Pair(Server(folder, "prefill"), Server(folder, "decode"))
+        running += [pair.prefill, pair.decoding]
+        pair.prefill.ready()
+        pair.decoding.ready()
+        found["apart"] = pair.both(range(REQUESTS), 100)
+        found["routed"] = routed(pair, running)
+        found["watched"] = pair.both(range(3, 4), kv_sglang_layers.WATCHED - 3)
+        found["aborted"] = pair.aborts()
+        found["after an abort"] = pair.both(range(REQUESTS), 200)
+        found["stopped"] = pair.a_stop()
+        found["after a stop"] = pair.both(range(REQUESTS), 300)
+        pair.switch()
+        found["after a switch"] = pair.both(range(REQUESTS), 800)
+        found["killed"] = pair.a_death()
         # Another prefill server at the address takes its place.
-        prefill = Server(folder, "prefill", port)
-        prefill.wait("ready", START_S)
-        found["after a death"] = both(prefill, decoding, range(REQUESTS), 400)
+        pair.prefill = Server(folder, "prefill", pair.prefill.bootstrap)
+        running.append(pair.prefill)
+        pair.prefill.ready()
+        found["after a death"] = pair.both(range(REQUESTS), 400)
     finally:
-        prefill.kill()
-        decoding.kill()
+        for program in running:
+            program.kill()
     (folder / "served.json").write_text(json.dumps(found))

@@ -11,7 +11,7 @@ import torch
 import transformers
 
 
-def model_config(num_experts: int) -> Any:
+def model_config(num_experts: int, head_dim: int = 32) -> Any:
     return transformers.Qwen3MoeConfig(
         vocab_size=128,
         hidden_size=64,
@@ -20,7 +20,7 @@ def model_config(num_experts: int) -> Any:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=4,
-        head_dim=32,
+        head_dim=head_dim,
         num_experts=num_experts,
         num_experts_per_tok=3,
         max_position_embeddings=128,
@@ -29,10 +29,10 @@ def model_config(num_experts: int) -> Any:
     )
 
 
-def save_model(folder: Path, num_experts: int) -> None:
+def save_model(folder: Path, num_experts: int, head_dim: int = 32) -> None:
     """The same weights for every run, large enough that tokens differ."""
     torch.manual_seed(num_experts)
-    model = transformers.Qwen3MoeForCausalLM(model_config(num_experts))
+    model = transformers.Qwen3MoeForCausalLM(model_config(num_experts, head_dim))
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
@@ -40,10 +40,10 @@ def save_model(folder: Path, num_experts: int) -> None:
     model.save_pretrained(folder)
 
 
-def save_models(folder: Path, num_experts: Collection[str]) -> None:
+def save_models(folder: Path, num_experts: Collection[str], head_dim: int = 32) -> None:
     """FOLDER/N has N experts. A process of its own saves them, because others are forked from this one."""
     saver = multiprocessing.get_context("fork").Process(
-        target=lambda: [save_model(folder / count, int(count)) for count in num_experts]
+        target=lambda: [save_model(folder / count, int(count), head_dim) for count in num_experts]
     )
     saver.start()
     saver.join()

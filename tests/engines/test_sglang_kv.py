@@ -51,8 +51,21 @@ def test_with_its_managers(case: str, folder: Path) -> None:
 def test_text_is_that_of_one_server(folder: Path) -> None:
     found = json.loads((folder / "served.json").read_text())
     assert len({tuple(tokens) for tokens in found["alone"]}) == 8
-    for when in ("apart", "after an abort", "after a stop", "after a death"):
+    for when in ("apart", "after an abort", "after a stop", "after a switch", "after a death"):
         assert found[when] == found["alone"], when
+    assert found["watched"] == found["alone"][3:4]
+
+
+def test_text_is_the_same_behind_its_router(folder: Path) -> None:
+    found = json.loads((folder / "served.json").read_text())
+    if found["routed"] is None:
+        pytest.skip("sglang_router is not installed")
+    assert found["routed"] == found["alone"]
+
+
+def test_a_layer_has_left_before_the_next_is_computed(folder: Path) -> None:
+    """The first of two layers has landed when the second begins. It has 1 MiB, a portion of its own."""
+    assert json.loads((folder / "layers.json").read_text()) == [0, 1]
 
 
 def test_what_fails_is_said(folder: Path) -> None:

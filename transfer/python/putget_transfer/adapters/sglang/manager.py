@@ -19,8 +19,9 @@ from sglang.srt.runtime_context import get_device, get_parallel
 
 from putget_transfer import kv
 from putget_transfer.adapters.options import Options
+from putget_transfer.adapters.sglang import layers
 from putget_transfer.adapters.sglang.bootstrap import SOURCE
-from putget_transfer.adapters.sglang.pools import Metadata, Rank, cache_of, model_of
+from putget_transfer.adapters.sglang.pools import Metadata, Rank, cache_of, last_layer, model_of
 from putget_transfer.adapters.sglang.receiving import Receiving
 from putget_transfer.adapters.sglang.sending import Sending
 
@@ -115,6 +116,10 @@ class PutgetKVManager(CommonKVManager):  # type: ignore[misc]
             if self.disaggregation_mode == DisaggregationMode.PREFILL:
                 self.prefiller = kv.Prefiller(cache, lease_s=self.options.lease_s, max_requests=most)
                 self.sending = Sending(self.prefiller, cache, page_tokens, self.conclude, self._dropped)
+                if rank.device == "cpu":
+                    # A GPU's calls return before they have computed.
+                    self.last_layer = last_layer(self.kv_args, rank, latent=self.latent)
+                    layers.install()
             else:
                 decoder = kv.Decoder(cache, max_requests=most, confirm_s=self.options.confirm_s)
                 self.receiving = Receiving(decoder, cache, page_tokens, int(self.options.segment_tokens))

@@ -77,6 +77,11 @@ def _layers(args: Any, rank: Rank, latent: bool) -> Iterator[tuple[str, int]]:
         yield f"draft.{index}", last + 1
 
 
+def last_layer(args: Any, rank: Rank, *, latent: bool) -> int:
+    """Return the number of the last layer of this stage, draft layers apart."""
+    return max(layer for name, layer in _layers(args, rank, latent) if not name.startswith("draft"))
+
+
 def regions_of(args: Any, rank: Rank, *, latent: bool) -> list[kv.Region]:
     """Return the regions of a rank's buffers, each in a memory of its own.
 

@@ -17,6 +17,7 @@ from putget_transfer import kv
 KEPT_S = 300.0
 """How long a room that has failed is remembered: decode ranks that ask later are told at once."""
 TIDY_S = 5.0
+ALL_LAYERS = (1 << 15) - 1
 
 
 @dataclass
@@ -27,6 +28,7 @@ class Room:
         since: When it was first heard of.
         names: The names under which decode ranks have asked.
         pages: The pages that are computed, from the first that the decode server does not have.
+        begun: How many of its pages steps have begun that leave by layer.
         read: Names whose pages may still be read.
         finished: Whether the prefill is over.
         reason: Why it has failed.
@@ -36,6 +38,7 @@ class Room:
     since: float
     names: list[str] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
+    begun: int = 0
     read: set[str] = field(default_factory=set)
     finished: bool = False
     reason: str | None = None
@@ -96,6 +99,39 @@ class Sending:
                 self.room_of[name] = room
             return len(at.names) == num_targets
 
+    def begin(self, work: Sequence[tuple[int, Sequence[int]]]) -> bool:
+        """Say what the next forward step computes: its pages leave layer by layer.
+
+        Args:
+            work: Rooms, and all pages of each up to the end of the step, from the first that the decode server does not
+                have. `add` brings them again when they are computed.
+
+        Returns:
+            Whether it is so. If not, pages leave with `add`.
+        """
+        with self.lock:
+            rooms = [(at, list(map(int, pages))) for room, pages in work if (at := self.rooms.get(room)) is not None]
+            rooms = [(at, pages) for at, pages in rooms if at.reason is None and not at.finished and pages]
+            states = [[0]] * (self.groups - 1)
+            work_of = {name: pages for at, pages in rooms for name in at.names}
+            found = [(name, len(pages) * self.page_tokens, [pages, *states]) for name, pages in work_of.items()]
+            if not found:
+                return False
+            try:
+                self.prefiller.begin_step(self.step + 1, found)
+            except (ValueError, pt.EngineBusy, pt.EngineError):
+                # A step is taken as a whole. `add` tells which room it is.
+                return False
+            self.step += 1
+            for at, pages in rooms:
+                at.begun = len(pages)
+                at.read.update(at.names)
+            return True
+
+    def all_done(self) -> None:
+        """Say that all layers of the present step are computed."""
+        self.prefiller.layer_done(ALL_LAYERS)
+
     def add(self, room: int, pages: Sequence[int], states: Sequence[int] | None, context: bytes | None) -> None:
         """Let computed pages leave.
 
@@ -110,13 +146,15 @@ class Sending:
             if at is None or at.reason is not None or at.finished:
                 return
             at.pages += map(int, pages)
+            if context is None and len(at.pages) <= at.begun:
+                return
             lists = [at.pages, *([page] for page in states or [0] * (self.groups - 1))]
             tokens = len(at.pages) * self.page_tokens
             self.step += 1
             try:
                 self.prefiller.begin_step(self.step, [(name, tokens, lists) for name in at.names])
                 at.read.update(at.names)
-                self.prefiller.layer_done((1 << 15) - 1)
+                self.all_done()
                 if context is not None:
                     at.finished = True
                     for name in at.names:
