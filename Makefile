@@ -18,7 +18,7 @@ UV_ENV := UV_PYTHON_DOWNLOADS=never
 INSTALLED := .venv/.installed
 CPP_FILES = $(shell find native tests -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu')
 
-.PHONY: help demo test test-python test-engines engines build spin libfabric transfer transfer-package transfer-tests transfer-verbs soak lint lint-ruff lint-format lint-types lint-cpp lint-spelling lint-transfer docs lint-docs format \
+.PHONY: help demo test test-python test-engines engines build spin libfabric transfer transfer-package transfer-tests transfer-verbs proofs soak lint lint-ruff lint-format lint-types lint-cpp lint-spelling lint-transfer docs lint-docs format \
   hooks wheel clean distclean
 
 help: ## Show this list
@@ -84,6 +84,10 @@ transfer-tests: libfabric
 
 transfer-package: $(INSTALLED)
 	@VIRTUAL_ENV=$(CURDIR)/.venv PATH=$(dir $(UV)):$$PATH scripts/cargo.sh with $(BIN)/maturin develop --uv --quiet --locked
+
+# Tests that a text decides, whether it has changed or not; tests/proofs.json then says with which text they passed.
+proofs: build spin ## Run mistakes in the protocol under sanitizers and its models, and record their text (tests/proofs.json)
+	@$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder --prove -m proved
 
 # What takes too long for every change; lab/soak.md lists it with its last results.
 SOAK_ROUNDS ?= 1000

@@ -20,6 +20,7 @@ os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
 
 from tests import harness
+from tests.harness import proofs
 from tests.harness.workers import in_order, spread_gpus
 
 spread_gpus(torch.cuda.device_count(), os.environ)
@@ -28,12 +29,22 @@ settings.register_profile("putget", deadline=None, derandomize=True, print_blob=
 settings.load_profile("putget")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--prove", action="store_true", help="run tests of proved texts too, and record which have passed")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.option.prove and "PYTEST_XDIST_WORKER" not in os.environ:
+        config.pluginmanager.register(proofs.Recorder())
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Workers of pytest-xdist get tests in an order of their own. Soaks run where they are asked for (`-m soak`)."""
     if "soak" not in config.option.markexpr:
         for item in items:
             if item.get_closest_marker("soak"):
                 item.add_marker(pytest.mark.skip(reason="takes minutes: make soak runs it"))
+    proofs.heed(items, config.option.prove)
     if "PYTEST_XDIST_WORKER" in os.environ:
         items[:] = in_order(items)
 

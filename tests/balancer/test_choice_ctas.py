@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.proofs import PROTOCOL_TEXT, proved_by
 from tests.protocol.stress_job import MISMATCH, REPORT, StressJob
 
 CASES = 24
@@ -37,6 +38,7 @@ MISTAKES = {
 }
 
 
+@proved_by(*PROTOCOL_TEXT)
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_caught(mistake: str, tmp_path: Path) -> None:
     done = StressJob("thread", tmp_path, MISTAKES[mistake], "choice.cpp", ctas=True)(CASES)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.proofs import PROTOCOL_TEXT, proved_by
 from tests.protocol.stress_job import CTA_ROUNDS, SEEDS, STUCK, StressJob, is_caught, shared_job
 
 
@@ -67,12 +68,14 @@ MISTAKES = {
 }
 
 
+@proved_by(*PROTOCOL_TEXT)
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_caught(mistake: str, tmp_path: Path) -> None:
     done = StressJob("thread", tmp_path, MISTAKES[mistake], "ctas.cpp", ctas=True)()
     assert is_caught(done, RECEIVED | {"scratch"}), f"{mistake}: nothing checks it"
 
 
+@proved_by(*PROTOCOL_TEXT)
 def test_lanes_that_do_not_come_end_the_program(tmp_path: Path) -> None:
     """A GPU would hang with a sum that some lanes leave out."""
     summed = "      const uint32_t sums = __reduce_add_sync(0xffffffffu, (set & 0xfu)"
@@ -145,6 +148,7 @@ BARRIERS: dict[str, tuple[set[str], str, str, str, str]] = {
 }
 
 
+@proved_by(*PROTOCOL_TEXT)
 @pytest.mark.parametrize("barrier", BARRIERS)
 def test_a_barrier_is_needed(barrier: str, tmp_path: Path) -> None:
     places, objects, *change = BARRIERS[barrier]

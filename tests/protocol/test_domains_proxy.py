@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.proofs import PROTOCOL_TEXT, proved_by
 from tests.protocol.stress_job import LIMIT_S, MISMATCH, REPORT, SOURCES, compiled_program, objects_of
 from tests.protocol.tags import ROOT
 
@@ -91,6 +92,7 @@ MISTAKES = {
 }
 
 
+@proved_by(*PROTOCOL_TEXT)
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_caught(mistake: str, parts: list[Path], tmp_path: Path) -> None:
     right, wrong = MISTAKES[mistake]

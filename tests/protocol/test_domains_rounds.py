@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.proofs import PROTOCOL_TEXT, proved_by
 from tests.protocol.stress_job import (
     FAULT,
     LIMIT_S,
@@ -83,21 +84,25 @@ def test_rounds_across_domains_are_clean(job: Rounds, domain_size: int, how: tup
     assert done.returncode == 0, done.stderr
 
 
+@proved_by(*PROTOCOL_TEXT)
 @pytest.mark.parametrize("tag", sorted(PUBLISHED | AWAITED))
 def test_a_weakened_order_is_caught(job: Rounds, tag: str) -> None:
     assert job.catches({REPORT}, "--weaken", tag)
 
 
+@proved_by(*PROTOCOL_TEXT)
 @pytest.mark.parametrize("tag", ["X7", "X9"])
 def test_a_weakened_order_of_quantised_sums_is_caught(job: Rounds, tag: str) -> None:
     assert job.catches({REPORT}, *QUANTISED, "--weaken", tag)
 
 
+@proved_by(*PROTOCOL_TEXT)
 @pytest.mark.parametrize("tag", sorted(AWAITED))
 def test_a_wait_that_is_left_out_is_caught(job: Rounds, tag: str) -> None:
     assert job.catches({MISMATCH, FAULT, REPORT}, "--skip", tag)
 
 
+@proved_by(*PROTOCOL_TEXT)
 def test_sums_for_others_wait_for_the_rows_of_their_domain(job: Rounds, tmp_path: Path) -> None:
     """A rank that gives its rows late, and an agent of its domain that does not wait for it."""
     assert job.run(1, "--late", 1, rounds=20).returncode == 0
@@ -152,12 +157,14 @@ def test_objects_of_one_workspace_are_clean(job: Rounds, how: tuple[str, ...], s
     assert done.returncode == 0, done.stderr
 
 
+@proved_by(*PROTOCOL_TEXT)
 @pytest.mark.parametrize("mistake", [("--skip", "D0"), ("--weaken", "D0"), ("--weaken", "C5")], ids=" ".join)
 def test_rows_of_another_object_that_come_too_early_are_caught(job: Rounds, mistake: tuple[str, str]) -> None:
     """They lie where an agent may still sum rows of the object before."""
     assert job.catches({MISMATCH, FAULT, REPORT}, *OBJECTS, *mistake)
 
 
+@proved_by(*PROTOCOL_TEXT)
 @pytest.mark.parametrize("mistake", MISTAKES_OF_BLOCKS)
 def test_a_mistake_among_blocks_is_caught(job: Rounds, tmp_path: Path, mistake: str) -> None:
     program = job.with_mistake(tmp_path, *MISTAKES_OF_BLOCKS[mistake])

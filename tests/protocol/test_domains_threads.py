@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.proofs import PROTOCOL_TEXT, proved_by
 from tests.protocol.stress_job import LIMIT_S, MISMATCH, REPORT, SEEDS, SOURCES, compiled_program, objects_of, prefix_of
 from tests.protocol.test_domains_proxy import PROXY
 
@@ -66,6 +67,7 @@ def test_many_rounds_are_right(fast_parts: list[Path], tmp_path: Path, seed: int
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@proved_by(*PROTOCOL_TEXT)
 def test_a_kind_that_is_read_before_its_round_has_ended_is_caught(fast_parts: list[Path], tmp_path: Path) -> None:
     """closed[rank] may change between two looks at it: its kind must come from the look that saw the epoch."""
     right, wrong = KIND_READ_FIRST
@@ -78,6 +80,7 @@ def test_a_kind_that_is_read_before_its_round_has_ended_is_caught(fast_parts: li
     assert any("a proxy has stopped" in run((), program, seed).stdout for seed in TRIES)
 
 
+@proved_by(*PROTOCOL_TEXT)
 def test_a_thread_that_goes_on_with_a_removed_proxy_is_caught(
     parts: list[Path], prefix: tuple[str, ...], tmp_path: Path
 ) -> None:
@@ -106,6 +109,7 @@ WEAKENED = {
 }
 
 
+@proved_by(*PROTOCOL_TEXT)
 @pytest.mark.parametrize("order", WEAKENED)
 def test_a_weakened_order_is_caught(order: str, parts: list[Path], prefix: tuple[str, ...], tmp_path: Path) -> None:
     right, wrong = WEAKENED[order]

@@ -13,6 +13,7 @@ from subprocess import CompletedProcess
 
 import pytest
 
+from tests.harness.proofs import PROTOCOL_TEXT, proved_by
 from tests.protocol.stress_job import StressJob
 
 
@@ -86,6 +87,7 @@ MISTAKES = {
 }
 
 
+@proved_by(*PROTOCOL_TEXT)
 def test_compiled_like_a_mistake_the_text_refuses_them(tmp_path: Path) -> None:
     file, right, _ = next(iter(MISTAKES.values()))
     done = StressJob("undefined", tmp_path, (file, right, right), "halves.cpp")()
@@ -106,6 +108,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[
         pool.shutdown(cancel_futures=True)
 
 
+@proved_by(*PROTOCOL_TEXT)
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_caught(mistake: str, runs: dict[str, Future[CompletedProcess[str]]]) -> None:
     assert runs[mistake].result().returncode != 0, f"{mistake}: nothing checks it"

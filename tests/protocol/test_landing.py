@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.proofs import PROTOCOL_TEXT, proved_by
 from tests.protocol import tags
 from tests.protocol.stress_job import REPORT, SEEDS, StressJob, is_caught, shared_job
 
@@ -55,6 +56,7 @@ def test_every_order_is_tried() -> None:
     assert {tag for tag in orders if tags.of_landing(tag)} == PROTECTED.keys()
 
 
+@proved_by(*PROTOCOL_TEXT)
 @pytest.mark.parametrize("tag", sorted(PROTECTED))
 def test_a_weakened_order_is_caught(job: StressJob, tag: str) -> None:
     option = "--weaken-join" if tag == "J4" else "--weaken"
@@ -125,6 +127,7 @@ SEEN_IN = {mistake: {"cells", "slots", "tables", "sums"} for mistake in MISTAKES
 SEEN_IN["a put that the thread tells of before its bytes"] = {"cells", "orders"}
 
 
+@proved_by(*PROTOCOL_TEXT)
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_caught(mistake: str, tmp_path: Path) -> None:
     job = StressJob("thread", tmp_path, MISTAKES[mistake])

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.proofs import proved_by
+
 MODELS = Path(__file__).resolve().parents[2] / "native" / "model"
 SPIN, CC = shutil.which("spin"), shutil.which("cc")
 # Settings that a model takes by -D without being wrong: sizes, and parts that can be switched on.
@@ -356,6 +358,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[Check, Future[str]
     return futures
 
 
+@proved_by("native/model")
 @pytest.mark.parametrize("check", CORRECT, ids=str)
 def test_model_holds(check: Check, reports: dict[Check, Future[str]]) -> None:
     report = reports[check].result()
@@ -373,6 +376,7 @@ def test_a_large_model_holds(check: Check, tmp_path: Path) -> None:
     assert "Search not completed" not in report, report
 
 
+@proved_by("native/model")
 @pytest.mark.parametrize("check", MUTATIONS, ids=str)
 def test_mutation_is_found(check: Check, reports: dict[Check, Future[str]]) -> None:
     report = reports[check].result()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.proofs import PROTOCOL_TEXT, proved_by
 from tests.protocol import tags
 from tests.protocol.stress_job import BLOCK_ROUNDS, EVERY_KIND, REPORT, SEEDS, StressJob, is_caught, shared_job
 
@@ -62,17 +63,20 @@ def caught(job: StressJob, tag: str, *mutation: str) -> bool:
 ROUNDS = sorted(tag for tag in tags.published() | tags.observed() if not tags.of_landing(tag))
 
 
+@proved_by(*PROTOCOL_TEXT)
 @pytest.mark.parametrize("tag", ROUNDS)
 def test_a_weakened_order_is_caught(job: StressJob, tag: str) -> None:
     assert caught(job, tag, "--weaken", tag), f"{tag} without its order: nothing depends on it, or nothing checks it"
 
 
+@proved_by(*PROTOCOL_TEXT)
 @pytest.mark.parametrize("join", [join for join in tags.enumerators("Join") if not tags.of_landing(join)])
 def test_a_weakened_join_is_caught(job: StressJob, join: str) -> None:
     mutation = ("--weaken-join", join)
     assert caught(job, join, *mutation), f"{join} without its order: nothing depends on it, or nothing checks it"
 
 
+@proved_by(*PROTOCOL_TEXT)
 @pytest.mark.parametrize("tag", [tag for tag in sorted(tags.observed() | tags.polled()) if not tags.of_landing(tag)])
 def test_a_skipped_wait_is_caught(job: StressJob, tag: str) -> None:
     for seed in TRIES:
@@ -108,6 +112,7 @@ PLAIN = {
 }
 
 
+@proved_by(*PROTOCOL_TEXT)
 @pytest.mark.parametrize("access", PLAIN)
 def test_a_plain_access_is_caught(access: str, tmp_path: Path) -> None:
     place, *change = PLAIN[access]
@@ -231,6 +236,7 @@ def require_caught(
     pytest.fail(f"{mistake}: nothing checks it")
 
 
+@proved_by(*PROTOCOL_TEXT)
 def test_compiled_like_a_mistake_the_text_is_clean(tmp_path: Path) -> None:
     file, right, _ = next(iter(SENTINEL.values()))[1:]
     job = StressJob("thread", tmp_path, (file, right, right))
@@ -239,6 +245,7 @@ def test_compiled_like_a_mistake_the_text_is_clean(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
 
 
+@proved_by(*PROTOCOL_TEXT)
 @pytest.mark.parametrize("mistake", SENTINEL)
 def test_a_mistake_about_rows_that_are_their_own_flags_is_caught(mistake: str, tmp_path: Path) -> None:
     objects, *change = SENTINEL[mistake]
@@ -276,16 +283,19 @@ STATS = {
 }
 
 
+@proved_by(*PROTOCOL_TEXT)
 @pytest.mark.parametrize("mistake", SLOTS)
 def test_a_mistake_about_slots_is_caught(mistake: str, tmp_path: Path) -> None:
     require_caught(tmp_path, SLOTS[mistake], blocks=3, objects="01", places=RECEIVED)
 
 
+@proved_by(*PROTOCOL_TEXT)
 @pytest.mark.parametrize("mistake", STATS)
 def test_a_mistake_about_statistics_is_caught(mistake: str, tmp_path: Path) -> None:
     require_caught(tmp_path, STATS[mistake], blocks=2, objects="02", places={"stats"})
 
 
+@proved_by(*PROTOCOL_TEXT)
 @pytest.mark.parametrize("mistake", PARTS)
 def test_a_mistake_about_parts_is_caught(mistake: str, tmp_path: Path) -> None:
     places = PROTECTED["D4"]
