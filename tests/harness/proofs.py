@@ -21,7 +21,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORD = ROOT / "tests" / "proofs.json"
-# What jobs under sanitizers run, and how (tests/protocol/stress_job.py).
+# The text that jobs under sanitizers run, and the jobs (tests/protocol/stress_job.py).
 PROTOCOL_TEXT = (
     "native/protocol",
     "native/domains",
