@@ -38,7 +38,7 @@ def prompt_of(number: int) -> list[int]:
     return [random.Random(number * 1000 + at).randrange(1, 128) for at in range(35 + 7 * number % 60)]
 
 
-def serve(folder: Path, port: int, role: str, policy: str, more: tuple[object, ...]) -> None:
+def serve(model: Path, port: int, role: str, policy: str, more: tuple[object, ...]) -> None:
     """Runs the command `vllm` with these arguments, and `more` behind them."""
     from vllm.entrypoints.cli.main import main
 
@@ -70,21 +70,21 @@ def serve(folder: Path, port: int, role: str, policy: str, more: tuple[object, .
     }
     flags = ["--skip-tokenizer-init", "--enforce-eager", "--no-enable-prefix-caching"]
     words = [str(word) for option in options.items() for word in option]
-    sys.argv = ["vllm", "serve", str(folder / "8"), *words, *flags, *map(str, more)]
+    sys.argv = ["vllm", "serve", str(model), *words, *flags, *map(str, more)]
     main()
 
 
 class Servers:
-    """Servers by name, and the router's processes."""
+    """Servers of a model by name, and the router's processes."""
 
-    def __init__(self, folder: Path, fork: ForkContext) -> None:
-        self.folder, self.fork = folder, fork
+    def __init__(self, folder: Path, fork: ForkContext, model: str = "8", new_tokens: int = NEW_TOKENS) -> None:
+        self.model, self.fork, self.new_tokens = folder / model, fork, new_tokens
         self.processes: dict[str, ForkProcess] = {}
         self.urls: dict[str, str] = {}
 
     def start(self, name: str, role: str, *more: object, policy: str = "fail") -> None:
         port = free_port()
-        self.processes[name] = self.fork.Process(target=serve, args=(self.folder, port, role, policy, more))
+        self.processes[name] = self.fork.Process(target=serve, args=(self.model, port, role, policy, more))
         self.urls[name] = f"http://127.0.0.1:{port}"
         self.processes[name].start()
 
@@ -140,9 +140,9 @@ class Servers:
     def asked(self, number: int, **more: Any) -> dict[str, Any]:
         """A client's request for a prompt."""
         return {
-            "model": str(self.folder / "8"),
+            "model": str(self.model),
             "prompt": prompt_of(number),
-            "max_tokens": NEW_TOKENS,
+            "max_tokens": self.new_tokens,
             "temperature": 0,
             "ignore_eos": True,
             "detokenize": False,

@@ -108,3 +108,53 @@ def save_tokenizer(folder: Path) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
     transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>").save_pretrained(folder)
+
+
+def save_glm4(folder: Path) -> None:
+    """FOLDER becomes a GLM4-MoE model of two layers with a draft layer (multi-token prediction) behind them."""
+    import json
+
+    from safetensors.torch import load_file, save_file
+
+    torch.manual_seed(7)
+    config = transformers.Glm4MoeConfig(
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=128,
+        moe_intermediate_size=32,
+        num_hidden_layers=3,  # the last becomes the draft layer
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        head_dim=32,
+        n_shared_experts=1,
+        n_routed_experts=8,
+        n_group=1,
+        topk_group=1,
+        num_experts_per_tok=3,
+        first_k_dense_replace=1,
+        max_position_embeddings=256,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=None,
+        use_qk_norm=True,
+    )
+    model = transformers.Glm4MoeForCausalLM(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1:
+                # A token says much of the next one: the draft layer, which sees it too, is right at times.
+                parameter.normal_(0.0, 0.25 if "embed" in name or "lm_head" in name else 0.1)
+    model.save_pretrained(folder)
+    told = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**told, "num_hidden_layers": 2, "num_nextn_predict_layers": 1}))
+    weights, size = load_file(folder / "model.safetensors"), config.hidden_size
+    draft = {
+        "enorm.weight": torch.ones(size),
+        "hnorm.weight": torch.ones(size),
+        "eh_proj.weight": torch.cat([torch.eye(size), torch.randn(size, size) * 0.02], 1),
+        "shared_head.norm.weight": torch.ones(size),
+        "shared_head.head.weight": weights["lm_head.weight"].clone(),
+        "embed_tokens.weight": weights["model.embed_tokens.weight"].clone(),
+    }
+    weights.update({f"model.layers.2.{name}": weight for name, weight in draft.items()})
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})

@@ -38,6 +38,7 @@ LONGEST = (
     "engines/test_sglang.py",
     "bench/test_programs.py",
     "engines/test_vllm_kv.py",
+    "engines/test_vllm_recipe.py",
     "protocol/test_landing.py",
     "engines/test_transformers.py",
     "alltoall/test_faults_agreement.py",
