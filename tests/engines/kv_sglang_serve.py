@@ -39,19 +39,23 @@ def prompt_of(number: int) -> list[int]:
     return [random.Random(number * 1000 + at).randrange(1, 128) for at in range(21 + 7 * number % 40)]
 
 
-def serve(folder: Path, role: str | None, port: int, bootstrap: int) -> None:
-    """Runs the command `sglang.launch_server` with these arguments."""
+def serve(folder: Path, role: str | None, port: int, bootstrap: int, timeout_s: float, more: dict[str, Any]) -> None:
+    """Runs the command `sglang.launch_server` with these arguments, and `more`."""
     from sglang.launch_server import run_server
+    from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import ServerArgs
 
+    load_plugins()
     os.environ["SGLANG_NCCL_SO_PATH"] = "none"  # NCCL comes with torch, and needs a GPU
-    os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "0"
-    given = {"address": "127.0.0.1", "timeout_s": TIMEOUT_S, "confirm_s": TIMEOUT_S, "segment_tokens": CHUNK}
+    os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(["0"] * more.get("tp_size", 1))
+    given = {"address": "127.0.0.1", "timeout_s": timeout_s, "confirm_s": timeout_s, "segment_tokens": CHUNK}
     os.environ[options.VARIABLE] = json.dumps(given)
     chosen: dict[str, Any] = {"page_size": PAGE, "host": "127.0.0.1", "port": port, "chunked_prefill_size": CHUNK}
+    chosen |= more
     if role is not None:
         chosen |= {"disaggregation_mode": role, "disaggregation_transfer_backend": NAME}
-        chosen |= {"disaggregation_bootstrap_port": bootstrap, "enable_pd_role_switch": True}
+        chosen |= {"disaggregation_bootstrap_port": bootstrap}
+        chosen.setdefault("enable_pd_role_switch", True)
         # The pool that decode servers keep for requests which they put off is registered with CUDA.
         chosen["disaggregation_decode_retraction_backup"] = "cpu_tensor"
     if role == "prefill":
@@ -126,9 +130,11 @@ class Program:
 class Server(Program):
     """One of SGLang's servers. Those of either role have a bootstrap server of their own, because roles change."""
 
-    def __init__(self, folder: Path, role: str | None, bootstrap: int | None = None) -> None:
+    def __init__(
+        self, folder: Path, role: str | None, bootstrap: int | None = None, timeout_s: float = TIMEOUT_S, **more: Any
+    ) -> None:
         self.bootstrap, port = bootstrap or free_port(), free_ports()
-        super().__init__(port, serve, folder, role, port, self.bootstrap)
+        super().__init__(port, serve, folder, role, port, self.bootstrap, timeout_s, more)
 
     def abort(self, name: str) -> None:
         self.post("/abort_request", rid=name).raise_for_status()

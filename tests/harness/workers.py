@@ -43,6 +43,7 @@ LONGEST = (
     "engines/test_transformers.py",
     "alltoall/test_faults_agreement.py",
     "engines/test_sglang_kv.py",
+    "engines/test_sglang_recipe.py",
     "bench/test_peers.py",
     "engines/test_weights.py",
     "alltoall/test_domains_faults.py",
