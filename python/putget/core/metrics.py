@@ -14,8 +14,9 @@ from putget.memory.workspace import Workspace
 def text(workspace: Workspace, geometry: Geometry, native: NativeObject) -> str:
     """Waits for the device; see ``AllToAll.metrics_text``."""
     rounds = workspace.memory.epoch()
-    ranks = native.target_ranks[: native.num_tokens]
-    sent = torch.bincount(ranks[ranks >= 0].cpu(), minlength=geometry.ep_size).tolist()
+    # A copy: another thread may run the next round meanwhile, and ids must not change behind the comparison.
+    ranks = native.target_ranks[: native.num_tokens].flatten().to("cpu", copy=True)
+    sent = torch.bincount(ranks[ranks >= 0], minlength=geometry.ep_size).tolist()
     received = native.received_tokens.tolist() if rounds else [0] * geometry.ep_size
     out = sum(payload.row_bytes for payload in geometry.payloads)
     back = geometry.combine_row_bytes
