@@ -1,7 +1,7 @@
 """`putget serve` on CPU ranks, with clients at random: python -m tests.engines.serve_transformers FOLDER ROUNDS.
 
-FOLDER/found.json says what they got, beside what the model alone says to each prompt. In ROUNDS servers a rank is
-killed; if that is 1, another server serves well, and one without spare slots loses a rank.
+FOLDER/found.json has the clients' texts, beside those of the model alone. In ROUNDS servers of a Qwen3-MoE model a rank
+is killed. If that is 1, DeepSeek-V3 serves well, and GPT-OSS without spare slots loses a rank behind the same requests.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import psutil
 import torch
 import transformers
 
-from tests.engines.models import save_model, save_tokenizer
+from tests.engines.models import other_configs, save_architecture, save_model, save_tokenizer
 from tests.engines.prompts import free_port
 
 RANKS, EXPERTS, REQUESTS = 3, 10, 24
@@ -58,12 +58,22 @@ def long_questions() -> list[dict[str, Any]]:
     ]
 
 
-def answer_alone(folder: Path) -> None:
-    """FOLDER/alone.json: what the model says in one process without putget."""
+def save_and_answer(folder: Path) -> None:
+    """Three models, and the texts of each in one process without putget: FOLDER/alone.json, FOLDER/NAME/alone.json."""
+    save_model(folder, EXPERTS)
+    for name, config in other_configs().items():
+        save_architecture(folder, name, config)
+    for model in (folder, *(folder / name for name in other_configs())):
+        save_tokenizer(model)
+        answer_alone(model, questions() + (long_questions() if model == folder else []))
+
+
+def answer_alone(folder: Path, asked: list[dict[str, Any]]) -> None:
+    """FOLDER/alone.json: the texts of the model in one process without putget."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     texts = []
-    for question in questions() + long_questions():
+    for question in asked:
         ids = tokenizer(question["prompt"], return_tensors="pt")["input_ids"]
         with torch.no_grad():
             tokens = model.generate(ids, max_new_tokens=question["max_tokens"], do_sample=False)[0, ids.shape[1] :]
@@ -74,13 +84,13 @@ def answer_alone(folder: Path) -> None:
 class Server:
     """The command, and its ranks."""
 
-    def __init__(self, folder: Path, *words: str) -> None:
+    def __init__(self, folder: Path, *words: str, ranks: int = RANKS) -> None:
         self.port = free_port()
         self._log = (folder / "serve.log").open("w+")
-        command = [sys.executable, "-m", "putget", "serve", str(folder), f"--ep_size={RANKS}", "--device=cpu", *words]
+        command = [sys.executable, "-m", "putget", "serve", str(folder), f"--ep_size={ranks}", "--device=cpu", *words]
         self.process = subprocess.Popen([*command, f"--port={self.port}"], stdout=self._log, stderr=subprocess.STDOUT)
         deadline = time.monotonic() + PATIENCE_S
-        while f"{RANKS} ranks answer" not in self.log:
+        while f"{ranks} ranks answer" not in self.log:
             if self.process.poll() is not None or time.monotonic() > deadline:
                 raise SystemExit(f"the server does not answer:\n{self.log}")
             time.sleep(0.05)
@@ -179,7 +189,7 @@ def share_of_a_core(ranks: list[psutil.Process], seconds: float) -> float:
 
 def serve_well(folder: Path) -> dict[str, Any]:
     """Requests at random, clients that go away, a rank that stands still for a while, and an end."""
-    server = Server(folder, "--stream_interval=4")
+    server = Server(folder / "DeepseekV3", "--stream_interval=4")
     with all_asked(server, questions()) as texts:
         time.sleep(1.0)
         server.ranks[1].send_signal(signal.SIGSTOP)
@@ -201,15 +211,17 @@ def serve_well(folder: Path) -> dict[str, Any]:
 
 def lose_a_rank(folder: Path) -> dict[str, Any]:
     """A rank is killed while requests are under way: how long until all have ended, and what the others say then."""
-    server = Server(folder, "--timeout_s=4")
+    server = Server(folder / "GptOss", "--timeout_s=4")
+    with all_asked(server, questions()) as before:
+        pass
     asked = [{"prompt": "abc", "max_tokens": 100, "stream": number % 2 == 0} for number in range(12)]
-    with all_asked(server, asked) as texts:
+    with all_asked(server, asked):
         time.sleep(1.0)
         server.ranks[2].kill()
         began = time.monotonic()
     seconds = time.monotonic() - began
     health = {server.ask("/health")[0] for _ in range(8)}
-    return {"texts": texts, "seconds": seconds, "health": sorted(health), "exit": server.end(), "log": server.log}
+    return {"before": before, "seconds": seconds, "health": sorted(health), "exit": server.end(), "log": server.log}
 
 
 def survive(folder: Path, rounds: int) -> dict[str, Any]:
@@ -237,13 +249,13 @@ def survive(folder: Path, rounds: int) -> dict[str, Any]:
 
 
 def main(folder: Path, rounds: int) -> None:
-    save_model(folder, EXPERTS)
-    save_tokenizer(folder)
-    alone = multiprocessing.get_context("fork").Process(target=answer_alone, args=(folder,))
+    alone = multiprocessing.get_context("fork").Process(target=save_and_answer, args=(folder,))
     alone.start()
     alone.join()
-    texts = json.loads((folder / "alone.json").read_text())
-    found: dict[str, Any] = {"alone": texts[:REQUESTS], "long": texts[REQUESTS:], "survived": survive(folder, rounds)}
+    names = ("GptOss", "DeepseekV3")
+    texts = {name: json.loads((folder / name / "alone.json").read_text()) for name in names}
+    long = json.loads((folder / "alone.json").read_text())[REQUESTS:]
+    found: dict[str, Any] = {"alone": texts, "long": long, "survived": survive(folder, rounds)}
     if rounds == 1:
         found |= {"well": serve_well(folder), "lost": lose_a_rank(folder)}
     folder.joinpath("found.json").write_text(json.dumps(found))

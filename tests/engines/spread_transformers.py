@@ -1,7 +1,7 @@
 """Three architectures spread over CPU ranks: python -m tests.engines.spread_transformers FOLDER.
 
 FOLDER/alone.json has the tokens of one process without putget, FOLDER/rank.N.json those of each rank: by ``generate``,
-and by continuous batching where transformers has it for the model.
+and by continuous batching.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from tests.engines.prompts import free_port
 
 RANKS = 2
 PROMPTS = [[3, 17, 41, 5, 96, 2], [77], [9, 8, 7, 6, 5, 4, 3, 2, 1], [5, 5, 5, 2], [64, 3]]
-NOT_BATCHED = {"DeepseekV3"}  # the paged cache of transformers 5.24 has no MLA
 
 
 def configs() -> dict[str, Any]:
@@ -84,11 +83,10 @@ def run_rank(folder: Path, rank: int, port: int) -> None:
         with spread.together():
             found[name] = {"generate": {number: generate(model, number) for number in own}}
         found[name]["passes"] = [spread.lockstep.number, spread.lockstep.idle_passes]
-        if name not in NOT_BATCHED:
-            config = transformers.ContinuousBatchingConfig(num_blocks=16, page_size=32)
-            for kind, asked in (("batch", own), ("some", own if rank else [])):
-                manager = putget_transformers.batching_manager(model, spread, continuous_batching_config=config)
-                found[name][kind] = batch(manager, asked)
+        config = transformers.ContinuousBatchingConfig(num_blocks=16, page_size=32)
+        for kind, asked in (("batch", own), ("some", own if rank else [])):
+            manager = putget_transformers.batching_manager(model, spread, continuous_batching_config=config)
+            found[name][kind] = batch(manager, asked)
         spread.end()
     folder.joinpath(f"rank.{rank}.json").write_text(json.dumps(found))
     comm.close()

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import copy
 import importlib
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from putget.adapters.engines import require_names
+from putget.adapters.transformers.latent import has_latents, latent_cache
 from putget.adapters.transformers.passes import Spread
 from putget.lockstep import Bell
 
 _MODULE = "transformers.generation.continuous_batching.continuous_api"
-_NAMES = ("ContinuousBatchingManager", "BackgroundThreadStatus", "OutputRouter")
+_CACHE = "PagedAttentionCache"
+_NAMES = ("ContinuousBatchingManager", "BackgroundThreadStatus", "OutputRouter", _CACHE)
 _HOOKS = ("_generation_loop_body", "_generation_step", "_create_batch_processor", "_handle_critical_error")
 _KEPT = "_cached_continuous_batching_manager"  # where transformers looks for a manager of an earlier session
+_turn = threading.Lock()
 _SLEEP_S = 1.0  # a rank that sleeps looks at the end of the process so often; requests and other ranks wake it
 
 
@@ -103,6 +107,17 @@ class LockstepBatching:
             self._wake_up_loop.clear()
         return True
 
+    def _create_batch_processor(self) -> Any:
+        """As transformers', which looks its cache up in the module, and has none for latents."""
+        module = importlib.import_module(_MODULE)
+        with _turn:
+            cache = getattr(module, _CACHE)
+            setattr(module, _CACHE, latent_cache(cache))
+            try:
+                return super()._create_batch_processor()  # type: ignore[misc]
+            finally:
+                setattr(module, _CACHE, cache)
+
     def add_request(
         self, input_ids: list[int], request_id: str | None = None, max_new_tokens: int | None = None, **options: Any
     ) -> Any:
@@ -167,6 +182,8 @@ def batching_manager(
             "spread(max_tokens_per_rank=...) with more"
         )
     config.use_async_batching = False
+    if has_latents(model.config.get_text_config()):
+        config.max_blocks_per_request = 0  # kernels that read pages by a block table know no latents
     kind = type("PutgetBatching", (LockstepBatching, module.ContinuousBatchingManager), {})
     generation_config = copy.copy(model.generation_config if generation_config is None else generation_config)
     if generation_config.eos_token_id is None:
