@@ -29,6 +29,24 @@ def carries_engines() -> bool:
     return value == "1"
 
 
+def engine_timeout_s() -> float:
+    """``PUTGET_ENGINE_TIMEOUT_S``: deadline of a round's waits inside SGLang and vLLM, in seconds; 30 by default.
+
+    A server's clients wait as long for a rank that stands still. Set-up and first rounds have a longer one.
+
+    Raises:
+        ValueError: No number above 0.
+    """
+    value = os.environ.get("PUTGET_ENGINE_TIMEOUT_S", "") or "30"
+    try:
+        seconds = float(value)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise ValueError(f"PUTGET_ENGINE_TIMEOUT_S is {value!r}, expected seconds above 0")
+    return seconds
+
+
 def log_level() -> str | None:
     """``PUTGET_LOG``: what putget writes to stderr: "debug", "info", "warning" or "error". Unset: logging's own choice.
 

@@ -46,6 +46,7 @@ def start(engine: str, *arguments: object, **environment: str) -> subprocess.Pop
         "PYTHONPATH": ":".join(map(str, paths)),
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
+        "PUTGET_ENGINE_TIMEOUT_S": "120",  # beside other work a rank may get no core for long
         **environment,
     }
     return subprocess.Popen(

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from putget import BackendUnavailable, Communicator, Payload, ProtocolMisuse, Received
+from putget import BackendUnavailable, Communicator, Payload, ProtocolMisuse, Received, config
 from putget.adapters import placement
 from putget.adapters.engines import announce, announce_launch, announce_overlap
 from putget.adapters.proof import prove
@@ -139,7 +139,13 @@ class DispatcherRounds:
             "hidden_size": row.shape[0],
             "params_dtype": row.dtype,
         }
-        return shared_workspace(comm, num_bytes, share_by=("sglang", is_speculative(), batch), arguments=arguments)
+        return shared_workspace(
+            comm,
+            num_bytes,
+            share_by=("sglang", is_speculative(), batch),
+            timeout_s=config.engine_timeout_s(),
+            arguments=arguments,
+        )
 
     def dispatch(self, hidden_states: torch.Tensor, topk_output: Any, tbo_subbatch_index: int | None = None) -> Any:
         """Puts each token's rows into the ranks of its experts.

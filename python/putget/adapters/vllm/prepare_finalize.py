@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from putget import Payload, Received
+from putget import Payload, Received, config
 from putget.adapters import placement
 from putget.adapters.engines import announce, announce_launch, announce_overlap
 from putget.adapters.proof import prove
@@ -99,6 +99,7 @@ class PrepareFinalizeRounds:
                     comm,
                     num_bytes,
                     share_by=("vllm", batch),
+                    timeout_s=config.engine_timeout_s(),
                     arguments={
                         "max_num_batched_tokens": max_num_tokens,
                         "hidden_size": hidden_size,
