@@ -165,7 +165,7 @@ def leave_one_out(rank: Rank) -> list[Any]:
     step.leave_out([1])
     before = step.begun()
     if rank.rank == 2:
-        step.join(0)
+        step.join(0, "model")
     return [before, step.begun(), step.end(), step.begun(), step.number]
 
 

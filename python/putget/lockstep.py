@@ -173,9 +173,9 @@ class Lockstep:
                 kept.pop(rank, None)
             self._lost.discard(rank)
 
-    def join(self, rank: int) -> None:
+    def join(self, rank: int, name: str) -> None:
         """Takes part in the next pass, in which a rank is that has heard of it from one that is left out."""
-        self._begun.setdefault(rank, self._own if self._own != _NOTHING else 0)
+        self._begun.setdefault(rank, self._names.index(name))
 
     def close(self) -> None:
         """Ends the connections: others see that this rank is gone. Idempotent."""

@@ -87,15 +87,38 @@ def other_configs() -> dict[str, Any]:
     }
 
 
-def save_architecture(folder: Path, name: str, config: Any) -> None:
-    """FOLDER/NAME is a model of that configuration, with seeded weights."""
+def save_architecture(folder: Path, name: str, config: Any, kind: str | None = None) -> None:
+    """FOLDER/NAME is a model of that configuration, with seeded weights. Its architecture is KIND, or NAME."""
     torch.manual_seed(3)
-    model = getattr(transformers, f"{name}ForCausalLM")(config)
+    model = getattr(transformers, f"{kind or name}ForCausalLM")(config)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.normal_(0.0, 0.25)
     model.save_pretrained(folder / name)
+
+
+def save_drafts(folder: Path) -> None:
+    """A DeepSeek-V3 model with a draft layer: the checkpoint of a model with one more layer, and the drafts' own parts.
+
+    Layers add little to a token's embedding, so that the draft layer, which sees it too, guesses some tokens right.
+    """
+    from safetensors.torch import load_file, save_file
+
+    config = other_configs()["DeepseekV3"]
+    layer, size = config.num_hidden_layers, config.hidden_size
+    config.num_hidden_layers += 1
+    save_architecture(folder.parent, folder.name, config, "DeepseekV3")
+    weights = load_file(folder / "model.safetensors")
+    for name, weight in weights.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight", "down_proj")):
+            weight.mul_(0.1)
+    own = {name: torch.ones(size) for name in ("enorm", "hnorm", "shared_head.norm")}
+    own["eh_proj"] = torch.cat([torch.eye(size), 0.05 * torch.randn(size, size)], dim=1)
+    weights |= {f"model.layers.{layer}.{name}.weight": weight for name, weight in own.items()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    config.num_hidden_layers = layer
+    config.save_pretrained(folder)
 
 
 def save_tokenizer(folder: Path) -> None:

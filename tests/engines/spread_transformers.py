@@ -1,11 +1,12 @@
 """Three architectures spread over CPU ranks: python -m tests.engines.spread_transformers FOLDER.
 
 FOLDER/alone.json has the tokens of one process without putget, FOLDER/rank.N.json those of each rank: by ``generate``,
-and by continuous batching.
+by continuous batching, and by ``generate`` with the draft layer of a DeepSeek-V3 model.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import multiprocessing
 import os
@@ -19,10 +20,11 @@ import transformers
 
 import putget
 from putget.adapters import transformers as putget_transformers
-from tests.engines.models import model_config, other_configs, save_architecture
+from tests.engines.models import model_config, other_configs, save_architecture, save_drafts
 from tests.engines.prompts import free_port
 
 RANKS = 2
+DRAFTS = "Drafts"
 PROMPTS = [[3, 17, 41, 5, 96, 2], [77], [9, 8, 7, 6, 5, 4, 3, 2, 1], [5, 5, 5, 2], [64, 3]]
 
 
@@ -39,10 +41,10 @@ def length(number: int) -> int:
     return 4 + 3 * number
 
 
-def generate(model: Any, number: int) -> list[int]:
+def generate(model: Any, number: int, **options: Any) -> list[int]:
     prompt = PROMPTS[number]
     with torch.no_grad():
-        output = model.generate(torch.tensor([prompt]), max_new_tokens=length(number), do_sample=False)
+        output = model.generate(torch.tensor([prompt]), max_new_tokens=length(number), do_sample=False, **options)
     return list(output[0].tolist()[len(prompt) :])
 
 
@@ -64,11 +66,37 @@ def batch(manager: Any, own: list[int]) -> dict[int, Any]:
 def answer_alone(folder: Path) -> None:
     for name, config in configs().items():
         save_architecture(folder, name, config)
+    save_drafts(folder / DRAFTS)
     found = {}
-    for name in configs():
+    for name in (*configs(), DRAFTS):
         model = load(folder / name)
         found[name] = {number: generate(model, number) for number in range(len(PROMPTS))}
     folder.joinpath("alone.json").write_text(json.dumps(found))
+
+
+def draft(model: Any, comm: Any, own: list[int], balance: str) -> dict[str, Any]:
+    """Tokens with drafts, how often the model ran for each prompt, and this rank's experts of each layer."""
+    spread = putget_transformers.spread(
+        model, comm, use_mtp=True, balance=balance, max_tokens_per_rank=64, check_layers=True
+    )
+    tokens, runs = {}, {}
+    forward, count = model.forward, [0]
+
+    @functools.wraps(forward)
+    def counted(*args: Any, **options: Any) -> Any:
+        count[0] += 1
+        return forward(*args, **options)
+
+    model.forward = counted
+    with spread.together():
+        for number in own:
+            count[0] = 0
+            tokens[number] = generate(model, number, use_mtp=True)
+            runs[number] = count[0]
+    held = [experts.num_local_experts for experts in spread.layers]
+    passes = [spread.lockstep.number, spread.lockstep.idle_passes]
+    spread.end()
+    return {"tokens": tokens, "runs": runs, "held": held, "passes": passes}
 
 
 def run_rank(folder: Path, rank: int, port: int) -> None:
@@ -88,6 +116,7 @@ def run_rank(folder: Path, rank: int, port: int) -> None:
             manager = putget_transformers.batching_manager(model, spread, continuous_batching_config=config)
             found[name][kind] = batch(manager, asked)
         spread.end()
+    found[DRAFTS] = [draft(load(folder / DRAFTS), comm, own, balance) for balance in ("off", "online")]
     folder.joinpath(f"rank.{rank}.json").write_text(json.dumps(found))
     comm.close()
     dist.destroy_process_group()

@@ -121,3 +121,18 @@ def test_a_spread_model_says_what_it_says_alone(name: str, spread: dict[str, Any
     assert {number: tokens for one in ranks for number, tokens in one["batch"].items()} == alone
     assert ranks[0]["some"] == {}
     assert ranks[1]["some"] == ranks[1]["batch"]
+
+
+@pytest.mark.parametrize("balanced", [False, True])
+def test_drafts_of_a_spread_model_change_no_token(balanced: bool, spread: dict[str, Any]) -> None:
+    """The draft layer's experts are spread, too; prompts have different lengths, and shares of drafts that hold."""
+    alone, ranks = spread["alone"]["Drafts"], [spread[f"rank.{rank}"]["Drafts"][balanced] for rank in range(2)]
+    assert {number: tokens for one in ranks for number, tokens in one["tokens"].items()} == alone
+    runs = {number: count for one in ranks for number, count in one["runs"].items()}
+    shares = {number: runs[number] / len(alone[number]) for number in alone}
+    assert min(shares.values()) < 1.0, "no draft held"
+    assert len(set(shares.values())) > 1
+    assert ranks[0]["passes"][0] == ranks[1]["passes"][0]
+    assert [one["held"] for one in ranks] == [[5, 5] if balanced else [4, 4]] * 2, (
+        "of 8 experts of a layer, and of drafts"
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
@@ -11,6 +12,7 @@ import torch
 
 from putget import AllToAll, Communicator, PeerTimeout, PutgetError
 from putget.adapters.shared import SharedWorkspace, close_shared
+from putget.adapters.transformers.drafts import kept_drafts
 from putget.balancer import Balancer, HostStore
 from putget.lockstep import Bell, Lockstep
 
@@ -50,9 +52,13 @@ class Layer(Protocol):
 class Spread:
     """A model's expert layers on all ranks, as ``spread`` returns them.
 
+    With draft layers, passes take turns: the model, its draft layers, the model. So ranks agree on a pass without a
+    question, and ranks that only need the other one run this one idle.
+
     Attributes:
         comm: The ranks.
-        layers: The expert layers, in the order of a pass.
+        layers: The expert layers, in the order of a pass; those of drafts behind the model's.
+        drafts: transformers' MtpModel; None: there are no draft layers.
         lockstep: The passes of all ranks.
         balancer: Of the layers' experts; None where there are no spare slots.
         members: The ranks that take part.
@@ -68,10 +74,15 @@ class Spread:
         timeout_s: float,
         balancer: Balancer | None = None,
         store: HostStore | None = None,
+        drafts: Any = None,
+        num_draft_layers: int = 0,
     ) -> None:
         self.comm = comm
-        self.layers = layers
-        self.lockstep = Lockstep(comm, timeout_s=timeout_s)
+        self.layers, self.drafts = layers, drafts
+        most = len(layers) - num_draft_layers
+        self._of_pass = {"model": layers[:most]} | ({} if drafts is None else {"draft": layers[most:]})
+        self._names = tuple(self._of_pass)
+        self.lockstep = Lockstep(comm, self._names, timeout_s=timeout_s)
         self.balancer = balancer
         self.members = tuple(range(comm.size))
         self.recoveries = 0
@@ -79,15 +90,18 @@ class Spread:
         self._model, self._store = model, store
         self._rounds = 0  # that have ended here
         self._in_pass = False
-        self._unbalanced = -1  # a pass that ranks have ended at different times, whose step all leave out
+        self._unbalanced = -1  # a turn of passes that ranks have ended at different times, whose step all leave out
         for layer in layers:
             layer.attach(self._complete, balancer)
 
     # --- passes -------------------------------------------------------------------------------------------------------
 
-    def begin(self) -> None:
-        """This rank begins the next pass, with tokens."""
-        self._until_heard(self.lockstep.begin)
+    def begin(self, name: str = "model") -> None:
+        """This rank begins the next pass of that name, "model" or "draft", with tokens."""
+        while self._next != name:
+            self._until_heard(lambda: self.lockstep.begin(self._next))
+            self.idle_pass()
+        self._until_heard(lambda: self.lockstep.begin(name))
         self._in_pass = True
 
     def begun(self) -> str | None:
@@ -101,7 +115,8 @@ class Spread:
 
     def end_pass(self, was_idle: bool = False) -> None:
         """This rank has run all layers of the pass."""
-        if self.balancer is not None and self.lockstep.number != self._unbalanced:
+        turn, place = divmod(self.lockstep.number, len(self._names))
+        if self.balancer is not None and place == 0 and turn != self._unbalanced:
             self.balancer.step()
         self.lockstep.end(was_idle)
         self._in_pass = False
@@ -110,38 +125,54 @@ class Spread:
         """Takes part in a pass of other ranks: the expert layers alone, without a token."""
         self._in_pass = True
         with torch.no_grad():
-            for layer in self.layers:
+            for layer in self._of_pass[self._next]:
                 layer.idle()
         self.end_pass(was_idle=True)
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """Inside of it each forward of the model is a pass; ranks may make different numbers of them.
+        """Inside, each forward of the model, or of its drafts, is a pass. Ranks may make different numbers of them.
 
         At its end a rank takes part in the passes of others, until all have come there. All ranks enter it.
 
             with spread.together():
                 model.generate(...)
         """
-        forward = self._model.forward
-
-        def in_step(*args: Any, **options: Any) -> Any:
-            self.begin()
-            found = forward(*args, **options)
-            self.end_pass()
-            return found
-
-        self._model.forward = in_step
-        try:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._in_step(self._model, "model"))
+            if self.drafts is not None:
+                stack.enter_context(self._in_step(self.drafts, "draft"))
+                stack.enter_context(kept_drafts(self._model, self.drafts))
             yield
-        finally:
-            self._model.forward = forward
         self.lockstep.finish()
         while not self.lockstep.all_finished:
             if self.begun() is None:
                 self.wait(None, _SLEEP_S)
             else:
                 self.idle_pass()
+
+    @property
+    def _next(self) -> str:
+        """The name of the next pass, or of the one that is under way."""
+        return self._names[self.lockstep.number % len(self._names)]
+
+    @contextlib.contextmanager
+    def _in_step(self, module: Any, name: str) -> Iterator[None]:
+        """Inside of it each forward of a module is a pass of that name."""
+        forward = module.forward
+
+        @functools.wraps(forward)  # transformers looks at its parameters
+        def in_step(*args: Any, **options: Any) -> Any:
+            self.begin(name)
+            found = forward(*args, **options)
+            self.end_pass()
+            return found
+
+        module.forward = in_step
+        try:
+            yield
+        finally:
+            module.forward = forward
 
     def end(self) -> None:
         """Frees the workspace and ends the connections; the model cannot run any more. Idempotent."""
@@ -224,4 +255,4 @@ class Spread:
             self.layers[earliest % len(self.layers)].idle_once()
         for rank, (_, number, is_in_pass) in said.items():
             if is_in_pass and number == self.lockstep.number and rank != self.comm.rank:
-                self.lockstep.join(rank)
+                self.lockstep.join(rank, self._next)

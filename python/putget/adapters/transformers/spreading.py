@@ -11,6 +11,7 @@ import torch
 from putget import Communicator, ProtocolMisuse
 from putget.adapters import placement
 from putget.adapters.shared import TIMEOUT_S, SharedWorkspace
+from putget.adapters.transformers.drafts import load_drafts
 from putget.adapters.transformers.exchange import ExpertExchange, check_experts, require_transformers
 from putget.adapters.transformers.passes import Guard, Spread
 from putget.adapters.transformers.slots import NEVER, LayerSlots, expert_bytes, make_balancer, placement_of, slots_of
@@ -144,6 +145,7 @@ def spread(
     num_slots: int | None = None,
     balance: str = "off",
     plan: PlanOptions | None = None,
+    use_mtp: bool = False,
     max_tokens_per_rank: int = 4096,
     check_layers: bool = False,
     timeout_s: float = TIMEOUT_S,
@@ -166,6 +168,8 @@ def spread(
         balance: "off": experts stay, and spare slots are empty. "static": spare slots hold replicas. "online": a
             ``putget.balancer.Balancer`` moves experts while ranks serve.
         plan: When that one plans, and what a plan may cost; the same on all ranks.
+        use_mtp: Whether the model's draft layers (multi-token prediction) are loaded and spread, too:
+            ``generate(use_mtp=True)`` then takes these. It is transformers' own loop.
         max_tokens_per_rank: Most tokens that one rank sends in one pass; the workspace holds them from each rank.
         check_layers: Whether ranks say in each round which layer they are in. The host waits for it.
         timeout_s: Deadline of a wait in a pass, in seconds: as long as another rank may take for a layer.
@@ -181,7 +185,10 @@ def spread(
     version = require_transformers()
     if not isinstance(max_tokens_per_rank, int) or isinstance(max_tokens_per_rank, bool) or max_tokens_per_rank < 1:
         raise ValueError(f"max_tokens_per_rank is {max_tokens_per_rank!r}, expected a positive int")
+    drafts = load_drafts(model) if use_mtp else None
     found = _experts_of(model, comm.size)
+    of_drafts = [] if drafts is None else [(f"draft {name}", one) for name, one in _experts_of(drafts, comm.size)]
+    found += of_drafts
     top_k, hidden_size = (_size_of(model, name) for name in ("num_experts_per_tok", "hidden_size"))
     num_experts = found[0][1].num_experts
     slots = slots_of(num_slots, balance, num_experts, comm.size)
@@ -200,7 +207,7 @@ def spread(
             "check_layers": check_layers,
             "expert layers": [(name, [tuple(p.shape) for p in experts.parameters()]) for name, experts in found],
             "dtype": model.dtype,
-            "weights": _digest(model),
+            "weights": [_digest(one) for one in (model, drafts) if one is not None],
         },
         setup_timeout_s,
     )
@@ -216,7 +223,7 @@ def spread(
     )
     if slots is None:
         layers = [make(experts, number=number, slots=None) for number, experts in enumerate(modules)]
-        return Spread(model, comm, layers, setup_timeout_s)
+        return Spread(model, comm, layers, setup_timeout_s, drafts=drafts, num_draft_layers=len(of_drafts))
     placed = placement_of(len(modules), num_experts, slots, comm.size, balance != "off")
     store = HostStore(comm, [expert_bytes(one) for one in modules], num_experts, timeout_s=setup_timeout_s)
     layers, of_layers = [], []
@@ -226,7 +233,7 @@ def spread(
         layers.append(make(experts, number=number, slots=of_layers[number]))
     comm.compare("host store", {"step": "saved"}, setup_timeout_s)
     balancer = make_balancer(comm, of_layers, placed, plan if balance == "online" else NEVER, store, timeout_s)
-    return Spread(model, comm, layers, setup_timeout_s, balancer, store)
+    return Spread(model, comm, layers, setup_timeout_s, balancer, store, drafts, len(of_drafts))
 
 
 def _experts_of(model: Any, ep_size: int) -> list[tuple[str, Any]]:
