@@ -361,3 +361,17 @@ def test_ranks_go_on_while_a_child_runs_ends_and_is_killed(ranks: RankProcesses)
     ranks.call(leaves_by_the_door, ranks=[1])
     assert all_right(4.0)
     assert all_right(5.0)
+
+
+def test_an_engine_of_the_parent_joins_no_domains() -> None:
+    engines = pytest.importorskip("putget_transfer", reason="putget_transfer is not built: see `make transfer`")
+    with engines.Engine.builder().group(engines.DeviceGroup.host()).build() as engine:
+        putget.Network(engine=engine)
+
+        def joins() -> str:
+            with pytest.raises(ValueError) as raised:
+                putget.Network(engine=engine)
+            return str(raised.value)
+
+        assert "this process is a fork of the one that has its threads" in in_child(joins)
+        putget.Network(engine=engine)

@@ -20,7 +20,10 @@ constexpr uint32_t kMostNics = 4;
 
 putget::proxy::EngineOptions options_of(const putget_engine_config& config) {
   require_pointer("library", config.library);
-  require_pointer("provider", config.provider);
+  const bool is_shared = config.engine != nullptr;
+  require(!is_shared || (config.provider == nullptr && config.num_nics == 0 && config.secret_bytes == 0),
+          "provider, nics or secret came beside an engine, which has its own");
+  if (!is_shared) require_pointer("provider", config.provider);
   require_range("ranks", config.ranks, 2, putget::kMaxRanks);
   require_range("rank", config.rank, 0, config.ranks - 1);
   require_range("num_nics", config.num_nics, 0, kMostNics);
@@ -28,7 +31,9 @@ putget::proxy::EngineOptions options_of(const putget_engine_config& config) {
   if (config.secret_bytes != 0) require_pointer("secret", config.secret);
   require(config.gpu >= -1 && config.gpu <= UINT16_MAX,
           "gpu is " + std::to_string(config.gpu) + ", allowed are -1 and numbers of GPUs");
-  putget::proxy::EngineOptions options{config.library, config.provider, {}, {}, config.rank, config.ranks, config.gpu};
+  putget::proxy::EngineOptions options{
+      config.library, is_shared ? "" : config.provider,      {}, {}, config.rank, config.ranks,
+      config.gpu,     static_cast<pt_engine*>(config.engine)};
   for (uint32_t nic = 0; nic < config.num_nics; ++nic) {
     require_pointer("nics", config.nics[nic]);
     options.nics.emplace_back(config.nics[nic]);

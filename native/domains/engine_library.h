@@ -9,8 +9,8 @@ namespace putget::proxy {
 
 // clang-format off
 #define PUTGET_ENGINE_FUNCTIONS(each)                                                                              \
-  each(pt_last_error) each(pt_engine_create) each(pt_engine_destroy) each(pt_engine_address) each(pt_address_name) \
-  each(pt_reg_mr) each(pt_mr_describe) each(pt_mr_destroy) each(pt_desc_create) each(pt_desc_destroy)              \
+  each(pt_last_error) each(pt_engine_create) each(pt_engine_share) each(pt_engine_destroy) each(pt_engine_address) \
+  each(pt_reserve_imms) each(pt_imms_destroy) each(pt_reg_mrs) each(pt_mr_describe) each(pt_mr_destroy) each(pt_desc_create) each(pt_desc_destroy)              \
   each(pt_add_peer_group) each(pt_group_destroy) each(pt_imm_word)                                                 \
   each(pt_poster_create) each(pt_poster_destroy) each(pt_post_write)
 // clang-format on

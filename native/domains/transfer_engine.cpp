@@ -4,6 +4,7 @@
 #include <signal.h>
 
 #include <chrono>
+#include <cstring>
 #include <thread>
 
 #include "error.h"
@@ -18,6 +19,14 @@ constexpr size_t kMostPosts = 1 << 12;  // that wait for the engine's thread, fo
 // than a busy host takes a thread away.
 constexpr double kHeartbeat = 1, kHeartbeatLost = 20, kWriteDeadline = 30, kConnect = 10;
 constexpr auto kBetweenLooks = std::chrono::microseconds(200);
+
+// A network reserves one of these ranges, each of PUTGET_TRANSPORT_IMMS immediates. The first sixteenth of all
+// immediates is left to callers, the last one to ranges that the engine chooses.
+constexpr uint32_t kFirstRange = 1, kRanges = 14;
+// Networks of one process begin with another range each, so that a late write of an ended network counts nowhere.
+std::atomic<uint32_t> next_range{0};
+constexpr size_t kImmBytes = sizeof(uint32_t);  // behind an address: the first immediate of its end
+constexpr size_t kGroup = 0;                    // device group
 
 // Keeps signals away from threads that are started meanwhile: handlers run in threads of the host's.
 class WithoutSignals {
@@ -82,7 +91,7 @@ TransferEngine::~TransferEngine() {
   close();
 }
 
-void TransferEngine::open(const EngineOptions& options) {
+void TransferEngine::make_engine(const EngineOptions& options, const std::string& what) {
   std::vector<const char*> nics;
   for (const std::string& nic : options.nics) nics.push_back(nic.c_str());
   const bool chooses = nics.empty();
@@ -106,13 +115,36 @@ void TransferEngine::open(const EngineOptions& options) {
   made.refuse_when_full = 1;
   // Ranks agree among themselves who goes on, and rounds recognise old rows by their epoch.
   made.readmit = PT_READMIT_AUTO;
-  const std::string what = "network \"" + options.provider + "\"";
   library_.check(library_.pt_engine_create(&made, &engine_), what);
+}
+
+void TransferEngine::reserve(const std::string& what) {
+  const std::string owner = "putget: rounds across domains, rank " + std::to_string(rank_);
+  int status = PT_INVALID;
+  for (uint32_t tried = 0; tried < kRanges && status == PT_INVALID; ++tried) {
+    const uint32_t range = kFirstRange + next_range.fetch_add(1, std::memory_order_relaxed) % kRanges;
+    status = library_.pt_reserve_imms(engine_, owner.c_str(), 1, range * PUTGET_TRANSPORT_IMMS, PUTGET_TRANSPORT_IMMS,
+                                      &imms_, &first_imm_);
+  }
+  library_.check(status, what);
+}
+
+void TransferEngine::open(const EngineOptions& options) {
+  const bool is_shared = options.engine != nullptr;
+  const std::string what = is_shared ? "network engine" : "network \"" + options.provider + "\"";
+  if (is_shared) {
+    library_.check(library_.pt_engine_share(options.engine, &engine_), what);
+    write_deadline_ = kWriteDeadline;
+  } else {
+    make_engine(options, what);
+  }
+  reserve(what);
+  const bool chooses = options.nics.empty();
   pt_poster* poster = nullptr;
   int status = PT_OK;
   // With NICs of the engine's choice, it says how many there are by refusing one more.
-  for (int nic = 0; nic < static_cast<int>(chooses ? kMostNics : nics.size()); ++nic) {
-    status = library_.pt_poster_create(engine_, 0, nic, kMostPosts, &poster);
+  for (int nic = 0; nic < static_cast<int>(chooses ? kMostNics : options.nics.size()); ++nic) {
+    status = library_.pt_poster_create(engine_, kGroup, nic, kMostPosts, &poster);
     if (status != PT_OK) break;
     posters_.push_back(poster);
   }
@@ -121,10 +153,14 @@ void TransferEngine::open(const EngineOptions& options) {
 
 void TransferEngine::close() {
   for (pt_poster* poster : posters_) library_.pt_poster_destroy(poster);
-  for (uint32_t target = 0; target < targets_.end(); ++target) library_.pt_desc_destroy(targets_.take(target));
+  for (uint32_t target = 0; target < targets_.end(); ++target) {
+    const std::unique_ptr<Target> taken(targets_.take(target));
+    if (taken != nullptr) library_.pt_desc_destroy(taken->desc);
+  }
   for (uint32_t region = 0; region < regions_.end(); ++region) {
     if (pt_mr* const memory = regions_.take(region)) library_.pt_mr_destroy(engine_, memory);
   }
+  library_.pt_imms_destroy(imms_);
   library_.pt_engine_destroy(engine_);
 }
 
@@ -144,7 +180,8 @@ int TransferEngine::refuse(const char* words) {
 int TransferEngine::add_region(void* self, void* start, uint64_t bytes, int32_t device, uint32_t* region) {
   TransferEngine& end = *static_cast<TransferEngine*>(self);
   pt_mr* memory = nullptr;
-  const int status = end.library_.pt_reg_mr(end.engine_, start, bytes, device, &memory);
+  const pt_memory given{start, bytes, 0};
+  const int status = end.library_.pt_reg_mrs(end.engine_, &given, 1, device, &kGroup, 1, &memory);
   if (status != PT_OK) return end.tell(status);
   if (end.regions_.add(memory, *region)) return PUTGET_TRANSPORT_OK;
   end.library_.pt_mr_destroy(end.engine_, memory);
@@ -161,15 +198,17 @@ int TransferEngine::describe_region(void* self, uint32_t region, uint8_t* descri
 
 int TransferEngine::address(void* self, uint8_t* address, uint64_t* bytes) {
   TransferEngine& end = *static_cast<TransferEngine*>(self);
-  size_t length = *bytes;
+  size_t length = *bytes < kImmBytes ? 0 : *bytes - kImmBytes;
   const int status = end.tell(end.library_.pt_engine_address(end.engine_, address, &length));
-  *bytes = length;
+  *bytes = length + kImmBytes;
+  if (status == PUTGET_TRANSPORT_OK) std::memcpy(address + length, &end.first_imm_, kImmBytes);
   return status;
 }
 
 // Connects now, so that the first round finds the connection, and whoever cannot be reached is found out before it.
 int TransferEngine::add_peer(void* self, const uint8_t* address, uint64_t bytes, uint32_t* peer) {
   TransferEngine& end = *static_cast<TransferEngine*>(self);
+  if (bytes < kImmBytes) return end.refuse("the address is cut off");
   const std::string key(reinterpret_cast<const char*>(address), bytes);
   const auto known = end.peers_.find(key);
   if (known != end.peers_.end()) {
@@ -191,7 +230,7 @@ int TransferEngine::add_peer(void* self, const uint8_t* address, uint64_t bytes,
     told.status.store(status, std::memory_order_release);
   };
   pt_group* group = nullptr;
-  const size_t length = bytes;
+  const size_t length = bytes - kImmBytes;
   const int status = end.library_.pt_add_peer_group(end.engine_, &address, &length, 1, &submit, &group);
   if (status != PT_OK) return end.tell(status);
   // It is over when the set-up's own time has passed, at the latest.
@@ -201,8 +240,11 @@ int TransferEngine::add_peer(void* self, const uint8_t* address, uint64_t bytes,
     end.error_ = answer.words;
     return PUTGET_TRANSPORT_SYSTEM;
   }
+  uint32_t first_imm = 0;
+  std::memcpy(&first_imm, address + length, kImmBytes);
   *peer = static_cast<uint32_t>(end.peers_.size());
   end.peers_.emplace(key, *peer);
+  end.peer_imms_.push_back(first_imm);
   return PUTGET_TRANSPORT_OK;
 }
 
@@ -213,29 +255,37 @@ int TransferEngine::add_target(void* self, uint32_t peer, const uint8_t* descrip
   pt_desc* made = nullptr;
   const int status = end.library_.pt_desc_create(description, bytes, &made);
   if (status != PT_OK) return end.tell(status);
-  if (end.targets_.add(made, *target)) return PUTGET_TRANSPORT_OK;
+  auto entry = std::make_unique<Target>(Target{made, end.peer_imms_[peer]});
+  if (end.targets_.add(entry.get(), *target)) {
+    entry.release();
+    return PUTGET_TRANSPORT_OK;
+  }
   end.library_.pt_desc_destroy(made);
   return end.refuse("too many targets");
 }
 
 int TransferEngine::counter_word(void* self, uint32_t imm, const uint64_t** word) {
   TransferEngine& end = *static_cast<TransferEngine*>(self);
-  return end.tell(end.library_.pt_imm_word(end.engine_, imm, word));
+  if (imm >= PUTGET_TRANSPORT_IMMS) return end.refuse("no such immediate");
+  return end.tell(end.library_.pt_imm_word(end.engine_, end.first_imm_ + imm, word));
 }
 
 int TransferEngine::write(void* self, const putget_transport_write* write) {
   TransferEngine& end = *static_cast<TransferEngine*>(self);
+  const Target* const target = end.targets_[write->target];
+  if (target == nullptr || write->imm >= PUTGET_TRANSPORT_IMMS) return end.refuse("no such target or immediate");
   const pt_mr* const source = write->bytes == 0 ? nullptr : end.regions_[write->region];
   pt_submit submit{};
   submit.size = sizeof(submit);
   submit.nic = submit.device_group = -1;
   submit.has_imm = 1;
-  submit.imm = write->imm;
+  submit.imm = target->first_imm + write->imm;
+  submit.deadline = end.write_deadline_;
   submit.word = write->over;
   // A message's chunks take NICs by turns.
   pt_poster* const poster = end.posters_[end.next_];
-  const int status = end.library_.pt_post_write(poster, write->bytes, source, write->src_offset,
-                                                end.targets_[write->target], write->dst_offset, &submit);
+  const int status = end.library_.pt_post_write(poster, write->bytes, source, write->src_offset, target->desc,
+                                                write->dst_offset, &submit);
   if (status == PT_BUSY) return PUTGET_TRANSPORT_FULL;
   if (status != PT_OK) return end.tell(status);
   end.next_ = end.next_ + 1 == end.posters_.size() ? 0 : end.next_ + 1;

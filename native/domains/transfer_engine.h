@@ -21,7 +21,8 @@ struct EngineOptions {
   std::vector<uint8_t> secret;  // the same on all ranks
   uint32_t rank;
   uint32_t ranks;
-  int32_t gpu;  // reaches this GPU's memory; -1: none
+  int32_t gpu;        // reaches this GPU; -1: none
+  pt_engine* engine;  // to share; null: one is made, from provider, NICs and secret
 };
 
 class TransferEngine : public Network {
@@ -37,6 +38,10 @@ class TransferEngine : public Network {
   Thread& stepper() override { return *stepper_; }
 
  private:
+  struct Target {
+    pt_desc* desc;
+    uint32_t first_imm;
+  };
   static int add_region(void* self, void* start, uint64_t bytes, int32_t device, uint32_t* region);
   static int describe_region(void* self, uint32_t region, uint8_t* description, uint64_t* bytes);
   static int address(void* self, uint8_t* address, uint64_t* bytes);
@@ -47,7 +52,9 @@ class TransferEngine : public Network {
   static int remove_region(void* self, uint32_t region);
   static const char* error(void* self);
 
+  void make_engine(const EngineOptions& options, const std::string& what);
   void open(const EngineOptions& options);
+  void reserve(const std::string& what);
   void close();
   int tell(int status);
   int refuse(const char* words);
@@ -55,12 +62,16 @@ class TransferEngine : public Network {
   const EngineLibrary library_;
   const uint32_t rank_;
   const uint32_t ranks_;
-  pt_engine* engine_ = nullptr;
+  pt_engine* engine_ = nullptr;  // a handle of this object's own
+  pt_imms* imms_ = nullptr;
+  uint32_t first_imm_ = 0;           // here; each peer has one of its own
+  double write_deadline_ = 0;        // 0: the engine's
   std::vector<pt_poster*> posters_;  // one per NIC, by turns
   size_t next_ = 0;
   Numbered<pt_mr> regions_;
-  Numbered<pt_desc> targets_;
+  Numbered<Target> targets_;
   std::map<std::string, uint32_t> peers_;  // by address
+  std::vector<uint32_t> peer_imms_;        // [peers_.size()] first immediate at each peer
   std::string error_;
   putget_transport table_{};
   std::unique_ptr<Thread> stepper_;

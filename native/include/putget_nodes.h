@@ -36,6 +36,8 @@ typedef struct putget_engine_config {
   int32_t gpu; /* the GPU whose memory the network reaches, by its number in CUDA; -1: none, host memory alone */
   const uint8_t* secret; /* the same on all ranks: who does not have it is no peer */
   uint64_t secret_bytes;
+  void* engine; /* a pt_engine of this library that the network uses, through a handle of its own; null: the network
+                 * makes an engine. With one, provider and nics are null, and secret_bytes is 0 */
 } putget_engine_config;
 
 /* PUTGET_UNAVAILABLE, with words that name it: the engine is not there, or of another version, or has no such network

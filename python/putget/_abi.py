@@ -220,6 +220,7 @@ class EngineConfig(Versioned):
         ("gpu", c_int32),
         ("secret", c_void_p),
         ("secret_bytes", c_uint64),
+        ("engine", c_void_p),
     ]
 
 

@@ -119,7 +119,8 @@ struct ParcelShape {
   }
 };
 
-// An immediate, from its upper bits: kind 3 bits, generation 6, workspace 6, chunk 6, sender 11.
+// An immediate, from its upper bits: kind 3 bits, generation 6, workspace 6, chunk 6, sender 7. One network uses
+// kParcelImms of them, from 0 on.
 enum class ParcelKind : uint32_t {
   kChunk = 0,        // of a message, not its last one
   kLastChunk = 1,    // its number says how many there are
@@ -130,10 +131,11 @@ enum class ParcelKind : uint32_t {
   kWaitingHigh = 6,  // the same, ranks 64 to 127
   kAsking = 7,       // nothing: whether it arrives is the answer
 };
+constexpr uint32_t kParcelImms = 1u << 28;
 PUTGET_PURE uint32_t parcel_imm(ParcelKind kind, uint32_t generation, uint32_t workspace, uint32_t chunk,
                                 uint32_t sender) {
-  return static_cast<uint32_t>(kind) << 29 | (generation & 63) << 23 | (workspace & 63) << 17 | (chunk & 63) << 11 |
-         (sender & 2047);
+  return static_cast<uint32_t>(kind) << 25 | (generation & 63) << 19 | (workspace & 63) << 13 | (chunk & 63) << 7 |
+         (sender & (kMaxRanks - 1));
 }
 
 // The sender that a message is expected from, and the round.

@@ -9,7 +9,7 @@ from typing import Any
 
 from putget import _abi
 from putget.errors import BackendUnavailable, PutgetError
-from putget.group.networks import EngineNetwork, LocalNetwork, NativeNetwork
+from putget.group.networks import EngineNetwork, LocalNetwork, NativeNetwork, engine_handle
 from putget.group.reach import own_address
 
 PROVIDERS = ("auto", "verbs", "efa", "tcp", "host", "nvlink", "sim")
@@ -44,23 +44,34 @@ class Network:
             before a copy to memory that is not pinned. "auto": "host", over "nvlink" "device".
         domain_size: Ranks of a domain, which share a host; the last domain has what is left. None: a domain for each
             host.
+        engine: This process's ``putget_transfer.Engine``, whose threads, connections and first device group the rounds
+            use. All ranks bring one, of the same provider and secret, or none does. It stays open until the
+            communicator and its objects are closed. None: each rank makes an engine.
 
     Raises:
-        ValueError: provider or staging is no name of one, the provider does not reach such memory, nics are none, or
-            domain_size is no int from 1 to 128.
+        ValueError: provider or staging is no name of one, the provider does not reach such memory, nics are none,
+            domain_size is no int from 1 to 128, the engine is closed or none, or provider or nics came with it.
+        BackendUnavailable: An engine came, and putget_transfer cannot be loaded.
     """
 
     provider: str = "auto"
     nics: tuple[str, ...] | None = None
     domain_size: int | None = None
     staging: str = "auto"
+    engine: Any = None
 
     def __post_init__(self) -> None:
         if self.provider not in PROVIDERS:
             raise ValueError(f"provider is {self.provider!r}, expected one of {', '.join(PROVIDERS)}")
         if self.staging not in STAGINGS:
             raise ValueError(f"staging is {self.staging!r}, expected one of {', '.join(STAGINGS)}")
-        if self.staging == "device" and self.provider not in GPU_PROVIDERS:
+        if self.engine is not None:
+            if self.provider != "auto" or self.nics is not None:
+                raise ValueError(
+                    f"provider is {self.provider!r} and nics is {self.nics!r}, but the engine has its own: leave them out"
+                )
+            engine_handle(self.engine)
+        if self.staging == "device" and self.engine is None and self.provider not in GPU_PROVIDERS:
             raise ValueError(
                 f"staging is 'device', but provider {self.provider!r} reaches host memory alone; GPUs are "
                 f"reached by {', '.join(map(repr, GPU_PROVIDERS))}"
@@ -86,7 +97,13 @@ class Network:
 
     def agreed(self) -> dict[str, Any]:
         """The fields that all ranks have alike. NICs have other names on other hosts."""
-        return {"provider": self.provider, "domain_size": self.domain_size, "staging": self.staging}
+        shared = "none" if self.engine is None else "the caller's"
+        return {
+            "provider": self.provider,
+            "domain_size": self.domain_size,
+            "staging": self.staging,
+            "engine": shared,
+        }
 
     def domain_of(self, size: int, hosts: Sequence[str] | None = None) -> tuple[int, ...]:
         """The domain of each of ``size`` ranks, numbered from 0: contiguous blocks, or the hosts.
@@ -119,6 +136,8 @@ def check_local(network: Network | None) -> Network:
         return Network()
     if not isinstance(network, Network):
         raise ValueError(f"network is {network!r}, expected None or a putget.Network")
+    if network.engine is not None:
+        raise ValueError("network engine: one engine joins processes; ranks of one process each make one")
     if network.provider not in LOCAL_PROVIDERS:
         raise ValueError(f"network provider is {network.provider!r}, ranks of one process have 'sim', 'tcp' and 'host'")
     return network

@@ -99,8 +99,9 @@ def meet(group: Any, rank: int, size: int, network: Network | None) -> Joined:
         made: list[NativeNetwork] = []
 
         def join() -> dict[str, Any]:
-            provider, nics = join_options(network, len(set(hosts)) == 1)
-            made.append(EngineNetwork(rank, size, provider, nics, secret, network.staging))
+            one_host = len(set(hosts)) == 1
+            provider, nics = ("auto", ()) if network.engine else join_options(network, one_host)
+            made.append(EngineNetwork(rank, size, provider, nics, secret, network.staging, network.engine))
             return {}
 
         _gather(group, size, "network", join)

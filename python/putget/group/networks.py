@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from typing import Any
 
 import torch
 
@@ -67,7 +68,7 @@ class LocalNetwork(NativeNetwork):
 
 
 class EngineNetwork(NativeNetwork):
-    """One rank's end of a network between processes: a transfer engine of its own.
+    """One rank's end of a network between processes, on a transfer engine of its own or on the caller's.
 
     Args:
         rank: This rank.
@@ -76,22 +77,38 @@ class EngineNetwork(NativeNetwork):
         nics: Of this host, as the provider names them; none leave the choice to the engine.
         secret: The same on all ranks.
         staging: As that of ``putget.Network``.
+        engine: The caller's, a ``putget_transfer.Engine``. Provider, NICs and secret are its own then.
 
     Raises:
+        ValueError: The engine is none, or closed.
         BackendUnavailable: There is no engine, or one of another version, or no such network on this machine.
         PutgetError: The operating system refused.
     """
 
     def __init__(
-        self, rank: int, size: int, provider: str, nics: tuple[str, ...], secret: bytes, staging: str = "auto"
+        self,
+        rank: int,
+        size: int,
+        provider: str,
+        nics: tuple[str, ...],
+        secret: bytes,
+        staging: str = "auto",
+        engine: Any = None,
     ) -> None:
         super().__init__(staging)
+        self._engine = engine  # closes when Python drops it
         if provider == "nvlink" or staging == "device":
             if not torch.cuda.is_available():
                 raise BackendUnavailable(
                     f"network provider {provider!r} needs a CUDA GPU for rows that wait there; torch finds none"
                 )
             self.gpu = torch.cuda.current_device()
+        if engine is not None:
+            config = _abi.EngineConfig(
+                library=engine_library().encode(), rank=rank, ranks=size, gpu=-1, engine=engine_handle(engine)
+            )
+            _abi.call("putget_network_engine", ctypes.byref(config), ctypes.byref(self.handle))
+            return
         names = (ctypes.c_char_p * len(nics))(*(nic.encode() for nic in nics))
         kept = ctypes.create_string_buffer(secret, len(secret))
         config = _abi.EngineConfig(
@@ -106,6 +123,24 @@ class EngineNetwork(NativeNetwork):
             secret_bytes=len(secret),
         )
         _abi.call("putget_network_engine", ctypes.byref(config), ctypes.byref(self.handle))
+
+
+def engine_handle(engine: Any) -> int:
+    """The ``pt_engine`` of a caller's transfer engine, valid as long as the engine's Python object.
+
+    Raises:
+        BackendUnavailable: The package putget_transfer is not installed, or cannot be loaded.
+        ValueError: It is no engine, it is closed, or it belongs to the parent of this forked process.
+    """
+    engine_library()
+    import putget_transfer
+
+    if not isinstance(engine, putget_transfer.Engine):
+        raise ValueError(f"engine is {engine!r}, expected None or an open putget_transfer.Engine")
+    try:
+        return engine.c_handle()
+    except putget_transfer.EngineError as error:
+        raise ValueError(f"engine is {engine!r}, expected an open one of this process: {error}") from error
 
 
 def engine_library() -> str:

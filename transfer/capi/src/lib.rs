@@ -89,6 +89,15 @@ functions! {
         from("engine", engine)?.close();
         Ok(())
     }
+    /// Makes another handle of an engine.
+    fn pt_engine_share(engine: *const Engine, shared: *mut *mut Engine) {
+        if shared.is_null() {
+            return Err(missing("shared"));
+        }
+        let engine = from("engine", engine)?;
+        bindings::check_open(engine)?;
+        give("shared", shared, Box::into_raw(Box::new(engine.clone())))
+    }
     /// Copies its address.
     fn pt_engine_address(engine: *const Engine, bytes: *mut u8, len: *mut usize) {
         copy_out(&from("engine", engine)?.main_address().to_bytes(), bytes, len)

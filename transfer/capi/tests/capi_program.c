@@ -244,7 +244,11 @@ int main(int count, char **arguments) {
   const uint64_t *come;
   pt_imms *imms;
   uint32_t imm;
-  OK(pt_reserve_imms(b, "rounds", 0, 0, 8, &imms, &imm));
+  /* Another handle of the same engine: what it reserves is the engine's, which outlives it. */
+  pt_engine *same;
+  OK(pt_engine_share(b, &same));
+  OK(pt_reserve_imms(same, "rounds", 0, 0, 8, &imms, &imm));
+  pt_engine_destroy(same);
   pt_imms *others;
   uint32_t other;
   CHECK(pt_reserve_imms(b, "others", 1, imm + 7, 1, &others, &other) == PT_INVALID && strstr(pt_last_error(), "rounds"));
@@ -481,6 +485,7 @@ int main(int count, char **arguments) {
   OK(pt_mr_destroy(a, src));
   OK(pt_engine_close(a));
   CHECK(pt_submit_recvs(a, 0, 1, 1, 0, message, NULL) == PT_CLOSED);
+  CHECK(pt_engine_share(a, &same) == PT_CLOSED);
   pt_engine_destroy(a);
   pt_engine_destroy(b);
   free(source);

@@ -77,6 +77,14 @@ pub fn identity(engine: &Engine) -> u64 {
     engine.inner.shared.engine
 }
 
+/// Refuses an engine that is closed, or that belongs to the parent of this forked process.
+///
+/// # Errors
+/// [`Error::Closed`]; [`Error::System`] in a fork.
+pub fn check_open(engine: &Engine) -> Result<(), Error> {
+    engine.group(0).map(drop)
+}
+
 /// Refuses memory that an engine of another number has registered.
 ///
 /// # Errors

@@ -678,6 +678,16 @@ class Engine:
         Raises:
             ValueError: If `pace_us` is not one of 0 to 500.
         """
+    def c_handle(self) -> int:
+        """Return the address of this engine's `pt_engine`, for code in this process that uses `putget_transfer.h`.
+
+        It is valid as long as this object. Code that needs the engine for longer takes a handle of its own with
+        `pt_engine_share`.
+
+        Raises:
+            EngineClosed: If the engine is closed.
+            EngineError: In a forked child.
+        """
     def close(self) -> None: ...
     def __enter__(self) -> Engine: ...
     def __exit__(

@@ -1,6 +1,6 @@
 //! Engine, builder and simulated network, as Python sees them.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 
 use pyo3::exceptions::PyValueError;
@@ -302,7 +302,7 @@ impl PyBuilder {
         let builder = self.take()?;
         let engine = py.allow_threads(|| builder.build())?;
         let (identity, held) = (bindings::identity(&engine), std::mem::take(&mut self.held));
-        let engine = Py::new(py, PyEngine { engine: Mutex::new(Some(engine)), identity, held })?;
+        let engine = Py::new(py, PyEngine { engine: Mutex::new(Some(engine)), identity, held, handle: OnceLock::new() })?;
         py.import("putget_transfer._lifetime")?.call_method1("remember", (engine.clone_ref(py),))?;
         Ok(engine)
     }
@@ -342,6 +342,8 @@ pub(crate) struct PyEngine {
     pub identity: u64,
     /// Its callbacks.
     pub held: Arc<Held>,
+    /// A clone for C, at an address that stays.
+    handle: OnceLock<Box<Engine>>,
 }
 
 impl PyEngine {
@@ -481,6 +483,13 @@ impl PyEngine {
         };
         watcher.set_pace(pace_us)?;
         Ok(PyUvmWatcher { watcher, _place: place })
+    }
+
+    fn c_handle(&self) -> PyResult<usize> {
+        let engine = self.engine()?;
+        bindings::check_open(&engine)?;
+        let handle: *const Engine = &raw const **self.handle.get_or_init(|| Box::new(engine));
+        Ok(handle as usize)
     }
 
     fn close(&self, py: Python<'_>) {

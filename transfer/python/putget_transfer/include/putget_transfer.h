@@ -123,7 +123,10 @@ typedef struct pt_engine_options {
 int pt_engine_create(const pt_engine_options *options, pt_engine **engine);
 /* Ends what is under way, tells everybody, ends the threads. */
 int pt_engine_close(pt_engine *engine);
-/* Closes if that has not been done, and frees. Not from a callback. */
+/* Another handle of the same engine, for another part of the program, which destroys it. So parts that know nothing of each other
+ * have threads, connections and registered memory in common. PT_CLOSED if the engine is closed. */
+int pt_engine_share(const pt_engine *engine, pt_engine **shared);
+/* Frees a handle. The last one closes the engine if that has not been done. Not from a callback. */
 void pt_engine_destroy(pt_engine *engine);
 
 /* Copies bytes that others read into `bytes`, at most `*len` of them; `*len` becomes what there is. With too little room
